@@ -1,11 +1,27 @@
-"""The whole model. (Interfaces fixed; bodies in progress.)"""
+"""A Mixture-of-Experts transformer for decoding: Mixtral, Qwen3-MoE and OLMoE are settings of this one model.
 
+Shapes, here and in every comment of the project:
+
+    B sequences      Q positions a sequence in this call      T tokens, B * Q      S cache length      V vocabulary
+    D model dim      L layers     H query heads     K KV heads     C head dim
+    E experts        A active experts a token       I intermediate dim of one expert
+
+The idea that the rest serves: the router's choice never leaves the device. `expert_indices` [T, A] index the stacked
+weights [E, out, in], and torch.compile turns "gather, multiply, sum" into one kernel that reads the chosen rows once.
+"""
+
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
 class ModelArgs:
-    """Shape and variant of a model; JSON-serialisable with `dataclasses.asdict` (tuples become lists; __post_init__ turns them back)."""
+    """Shape and variant of a model: what `config.json` of a converted checkpoint holds under "args"."""
 
     dim: int  # D
     n_layer: int  # L
@@ -21,12 +37,353 @@ class ModelArgs:
     norm_eps: float = 1e-5
     norm_topk: bool = True  # the A routing weights are scaled to sum to one
     qk_norm: str = "none"  # "none", "head" (over C, Qwen3-MoE) or "full" (over H*C, OLMoE)
-    clip_qkv: float | None = None
+    clip_qkv: float | None = None  # queries, keys and values are clamped to +- this
     attention_bias: bool = False
     tied_embeddings: bool = False
-    sliding_window: int | None = None
+    sliding_window: int | None = None  # a query sees this many positions, itself included
     dense_layers: tuple[int, ...] = ()  # layers with one dense FFN in place of experts
     dense_intermediate: int = 0  # its I
 
     def __post_init__(self):
-        object.__setattr__(self, "dense_layers", tuple(self.dense_layers))
+        object.__setattr__(self, "dense_layers", tuple(self.dense_layers))  # JSON gives a list
+
+
+class Linear(nn.Module):
+    """x [..., in] -> [..., out] with weight [out, in]. A number format supplies a module with the same signature."""
+
+    def __init__(self, in_features: int, out_features: int, bias: bool = False):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(out_features, in_features), requires_grad=False)
+        self.bias = nn.Parameter(torch.empty(out_features), requires_grad=False) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+class ExpertLinear(nn.Module):
+    """E linear maps stacked in weight [E, out, in], and three products. A number format supplies the same three."""
+
+    def __init__(self, n_expert: int, in_features: int, out_features: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(n_expert, out_features, in_features), requires_grad=False)
+
+    def forward(self, x: Tensor, expert_indices: Tensor) -> Tensor:
+        """x [T, A or 1, in], expert_indices [T, A] -> [T, A, out]: the gather-fused product."""
+        return torch.einsum("tai,taoi->tao", x.expand(*expert_indices.shape, -1), self.weight[expert_indices])
+
+    def weighted(self, x: Tensor, expert_indices: Tensor, expert_weights: Tensor) -> Tensor:
+        """x [T, A, in], expert_indices, expert_weights [T, A] -> [T, out], summed over the experts of each token.
+
+        The sum runs over (A, in) at once: as two sums it compiles to two kernels.
+        """
+        x = (x * expert_weights.unsqueeze(-1)).to(x.dtype)
+        return torch.einsum("tai,taoi->to", x, self.weight[expert_indices])
+
+    def grouped(self, x: Tensor, group_ends: Tensor) -> Tensor:
+        """x [N, in], rows sorted by expert; rows of expert e end before group_ends[e] (int32 [E]) -> [N, out]."""
+        return grouped_mm(x, self.weight, group_ends)
+
+
+@torch.library.custom_op("moe_fast::grouped_mm", mutates_args=())
+def grouped_mm(x: Tensor, weight: Tensor, group_ends: Tensor) -> Tensor:
+    """x [N, in], weight [E, out, in], group_ends int32 [E] -> [N, out]; `in` and `out` multiples of 16 bytes.
+
+    An operator of ours around the library's, because Inductor compiles the latter on CPU in bf16 only.
+    """
+    return F.grouped_mm(x, weight.transpose(-2, -1), offs=group_ends)
+
+
+@grouped_mm.register_fake
+def _(x: Tensor, weight: Tensor, group_ends: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[1])
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm over the last dimension (Zhang & Sennrich 2019, equation 4)."""
+
+    def __init__(self, dim: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(dim), requires_grad=False)
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+def swiglu(x: Tensor) -> Tensor:
+    """x [..., 2I], gate first -> silu(gate) * up [..., I] (Shazeer 2020, section 2)."""
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def top_k(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """scores [T, E], all above -1 -> values and indices [T, k] of the k largest, falling, the first index on a tie.
+
+    k rounds of argmax instead of `torch.topk`: Inductor fuses them with the softmax before, where topk is two
+    library kernels (8 us a layer on an H200).
+    """
+    experts = torch.arange(scores.shape[-1], device=scores.device)
+    values, indices = [], []
+    for _ in range(k):
+        index = scores.argmax(dim=-1, keepdim=True)
+        values.append(scores.amax(dim=-1, keepdim=True))
+        indices.append(index)
+        scores = torch.where(experts == index, -1.0, scores)
+    return torch.cat(values, dim=-1), torch.cat(indices, dim=-1)
+
+
+class Experts(nn.Module):
+    """The E feed-forward experts: x [T, D], expert_indices [T, A], expert_weights [T, A] -> [T, D]."""
+
+    gather_tokens = 4  # up to this many tokens the fused gather wins, above it each expert's rows are grouped
+
+    def __init__(self, args: ModelArgs):
+        super().__init__()
+        self.w13 = ExpertLinear(args.n_expert, args.dim, 2 * args.intermediate)
+        self.w2 = ExpertLinear(args.n_expert, args.intermediate, args.dim)
+        self.n_expert = args.n_expert
+
+    def forward(self, x: Tensor, expert_indices: Tensor, expert_weights: Tensor) -> Tensor:
+        product = self.gather if x.shape[0] <= self.gather_tokens else self.group
+        return product(x, expert_indices, expert_weights)
+
+    def gather(self, x: Tensor, expert_indices: Tensor, expert_weights: Tensor) -> Tensor:
+        """For few tokens: each token reads the weights of its own experts and no others."""
+        hidden = swiglu(self.w13(x.unsqueeze(1), expert_indices))
+        return self.w2.weighted(hidden, expert_indices, expert_weights)
+
+    def group(self, x: Tensor, expert_indices: Tensor, expert_weights: Tensor) -> Tensor:
+        """For many tokens: sort (token, expert) pairs by expert, one grouped product, back in order, weighted sum.
+
+        FlexFlow's GroupBy and Aggregate as tensor operations: no loop over experts, no host synchronisation, and
+        memory O(T * A * I), for activations only.
+        """
+        tokens, active = expert_indices.shape
+        sorted_experts, order = expert_indices.flatten().sort(stable=True)
+        group_ends = torch.searchsorted(
+            sorted_experts, torch.arange(self.n_expert, device=x.device), right=True, out_int32=True
+        )
+        hidden = swiglu(self.w13.grouped(x[order // active], group_ends))
+        y = self.w2.grouped(hidden, group_ends)
+        y = torch.empty_like(y).index_copy(0, order, y).view(tokens, active, -1)
+        return (y * expert_weights.unsqueeze(-1)).sum(1).to(x.dtype)
+
+
+class MoE(nn.Module):
+    """A layer of experts with its router. x [T, D] -> y [T, D], expert_indices [T, A], expert_weights [T, A] fp32."""
+
+    def __init__(self, args: ModelArgs):
+        super().__init__()
+        self.router = Linear(args.dim, args.n_expert)
+        self.experts = Experts(args)
+        self.reduce = nn.Identity()  # tensor parallelism sums over ranks here
+        self.n_active, self.norm_topk = args.n_active, args.norm_topk
+
+    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        scores = F.softmax(self.router(x), dim=-1, dtype=torch.float32)
+        expert_weights, expert_indices = top_k(scores, self.n_active)
+        if self.norm_topk:
+            expert_weights = expert_weights / expert_weights.sum(dim=-1, keepdim=True)
+        return expert_indices, expert_weights
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        expert_indices, expert_weights = self.route(x)
+        return self.reduce(self.experts(x, expert_indices, expert_weights)), expert_indices, expert_weights
+
+
+class FeedForward(nn.Module):
+    """One dense SwiGLU, for the layers in `dense_layers`. Same signature as MoE, with no routing to report."""
+
+    def __init__(self, args: ModelArgs):
+        super().__init__()
+        self.w13 = Linear(args.dim, 2 * args.dense_intermediate)
+        self.w2 = Linear(args.dense_intermediate, args.dim)
+        self.reduce = nn.Identity()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None, None]:
+        return self.reduce(self.w2(swiglu(self.w13(x)))), None, None
+
+
+class KVCache(nn.Module):
+    """Keys and values [B, K, S, C] of one layer, written in place at each sequence's own positions."""
+
+    def __init__(self, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device):
+        super().__init__()
+        self.register_buffer("k", torch.zeros(shape, dtype=dtype, device=device), persistent=False)
+        self.register_buffer("v", torch.zeros(shape, dtype=dtype, device=device), persistent=False)
+
+    def update(self, positions: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """positions [B, Q], k and v [B, Q, K, C] -> all keys, all values [B, K, S, C]."""
+        sequence = torch.arange(positions.shape[0], device=positions.device).unsqueeze(1)
+        self.k[sequence, :, positions] = k
+        self.v[sequence, :, positions] = v
+        return self.k, self.v
+
+
+class Context(NamedTuple):
+    """What every block of one call shares."""
+
+    positions: Tensor  # [B, Q]
+    rope: Tensor  # [B, Q, 1, C], cosines then sines, fp32
+    mask: Tensor  # [B, Q, S], true where a query may look
+
+
+def rotate(x: Tensor, rope: Tensor) -> Tensor:
+    """Rotary embedding (Su et al. 2021, equation 34) of x [B, Q, heads, C], paired half with half, in fp32."""
+    cos, sin = rope.chunk(2, dim=-1)
+    a, b = x.float().chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """q [B, Q, H, C], k and v [B, K, S, C], mask [B, Q, S] -> [B, Q, H * C].
+
+    Query heads are a [K, H / K] grid over the KV heads, so keys and values broadcast and are never repeated in memory.
+    """
+    (B, Q, H, C), K = q.shape, k.shape[1]
+    if Q == 1:  # one query: products and softmax that Inductor fuses
+        q = q.view(B, K, H // K, 1, C).float() * C**-0.5
+        scores = torch.where(mask.unsqueeze(1), (q * k.unsqueeze(2)).sum(-1), float("-inf"))  # [B, K, H / K, S]
+        weights = scores.softmax(dim=-1).to(v.dtype)
+        return torch.einsum("bkgs,bksc->bkgc", weights, v).reshape(B, 1, H * C)
+    # B and K are folded into one axis: H / K is then a head axis along which keys and values have stride zero.
+    q = q.view(B, Q, K, H // K, C).permute(0, 2, 3, 1, 4).flatten(0, 1)
+    k, v = (t.flatten(0, 1).unsqueeze(1).expand(-1, H // K, -1, -1) for t in (k, v))
+    mask = mask.unsqueeze(1).expand(-1, K, -1, -1).flatten(0, 1).unsqueeze(1)
+    y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)  # [B * K, H / K, Q, C]
+    return y.view(B, K, H // K, Q, C).permute(0, 3, 1, 2, 4).reshape(B, Q, H * C)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention (Ainslie et al. 2023) over the layer's cache, rotary positions: [B, Q, D] -> same."""
+
+    def __init__(self, args: ModelArgs):
+        super().__init__()
+        H, K, C = args.n_head, args.n_kv_head, args.head_dim
+        self.wqkv = Linear(args.dim, (H + 2 * K) * C, bias=args.attention_bias)
+        self.wo = Linear(H * C, args.dim, bias=args.attention_bias)
+        self.reduce = nn.Identity()  # tensor parallelism sums over ranks here
+        norms = {"none": (), "head": (C, C), "full": (H * C, K * C)}[args.qk_norm]
+        self.q_norm, self.k_norm = (RMSNorm(n, args.norm_eps) for n in norms) if norms else (None, None)
+        self.qk_norm, self.clip_qkv = args.qk_norm, args.clip_qkv
+        self.heads = (H, K, C)
+        self.cache: KVCache | None = None
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        H, K, C = self.heads
+        q, k, v = self.wqkv(x).split((H * C, K * C, K * C), dim=-1)
+        if self.qk_norm == "full":
+            q, k = self.q_norm(q), self.k_norm(k)
+        if self.clip_qkv is not None:
+            q, k, v = (t.clamp(-self.clip_qkv, self.clip_qkv) for t in (q, k, v))
+        q, k, v = (t.unflatten(-1, (-1, C)) for t in (q, k, v))  # [B, Q, heads, C]
+        if self.qk_norm == "head":
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = rotate(q, context.rope), rotate(k, context.rope)
+        k, v = self.cache.update(context.positions, k, v)
+        return self.reduce(self.wo(attend(q, k, v, context.mask)))
+
+
+class Block(nn.Module):
+    """Attention, then experts (or a dense FFN), each behind a norm and a residual connection."""
+
+    def __init__(self, args: ModelArgs, layer: int):
+        super().__init__()
+        self.attention_norm = RMSNorm(args.dim, args.norm_eps)
+        self.attention = Attention(args)
+        self.ffn_norm = RMSNorm(args.dim, args.norm_eps)
+        self.ffn = FeedForward(args) if layer in args.dense_layers else MoE(args)
+
+    def forward(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """x [B, Q, D] -> x [B, Q, D], expert_indices and expert_weights [T, A] (None for a dense layer)."""
+        x = x + self.attention(self.attention_norm(x), context)
+        y, expert_indices, expert_weights = self.ffn(self.ffn_norm(x).flatten(0, 1))
+        return x + y.view_as(x), expert_indices, expert_weights
+
+
+class Transformer(nn.Module):
+    """The model. Build it on the meta device, fill its parameters, give it a cache, call it.
+
+    `model(tokens, positions)` runs three stages: `start`, each `Block.forward`, `finish`. A caller that compiled them
+    passes the compiled functions as `stages`; equal layers share one compiled block.
+    """
+
+    def __init__(self, args: ModelArgs):
+        super().__init__()
+        self.args = args
+        self.embedding = nn.Embedding(args.vocab_size, args.dim)
+        self.layers = nn.ModuleList(Block(args, layer) for layer in range(args.n_layer))
+        self.norm = RMSNorm(args.dim, args.norm_eps)
+        self.head = Linear(args.dim, args.vocab_size)
+        self.gather = nn.Identity()  # tensor parallelism gathers the vocabulary here
+        self.requires_grad_(False)
+        self.tie()
+
+    def tie(self) -> None:
+        """Make the head's weight the embedding's where the checkpoint says so; call again after replacing either."""
+        if self.args.tied_embeddings:
+            self.head.weight = self.embedding.weight
+
+    def setup_cache(self, batch: int, length: int) -> None:
+        """Give every layer an empty cache, `batch` sequences of `length` positions, and make the rope table for it."""
+        args, device, dtype = self.args, self.norm.weight.device, self.norm.weight.dtype
+        for block in self.layers:
+            kv_heads = block.attention.heads[1]
+            block.attention.cache = KVCache((batch, kv_heads, length, args.head_dim), dtype, device)
+        exponents = torch.arange(0, args.head_dim, 2, device=device).float() / args.head_dim
+        angles = torch.outer(torch.arange(length, device=device).float(), args.rope_theta**-exponents)
+        self.register_buffer("rope_table", torch.cat((angles.cos(), angles.sin()), dim=-1), persistent=False)
+
+    def start(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Context]:
+        """tokens, positions [B, Q] -> x [B, Q, D] and the context of the call."""
+        distance = positions.unsqueeze(-1) - torch.arange(self.rope_table.shape[0], device=positions.device)
+        mask = distance >= 0
+        if self.args.sliding_window is not None:
+            mask = mask & (distance < self.args.sliding_window)
+        return self.embedding(tokens), Context(positions, self.rope_table[positions].unsqueeze(2), mask)
+
+    def finish(self, x: Tensor, last: Tensor | None) -> Tensor:
+        """x [B, Q, D] -> logits fp32 [B, V] at query `last` [B] of each sequence, or [B, Q, V] where it is None."""
+        if last is not None:
+            x = x[torch.arange(x.shape[0], device=x.device), last]
+        return self.gather(self.head(self.norm(x))).float()
+
+    def forward(self, tokens: Tensor, positions: Tensor, last: Tensor | None = None, *,
+                return_routing: bool = False, stages: "Stages | None" = None):  # fmt: skip
+        """Run tokens [B, Q] at positions [B, Q] (each below the cache's length), reading and extending the cache.
+
+        Returns logits as `finish` does; with `return_routing` also expert_indices and expert_weights [L, T, A] of the
+        layers that have experts. Positions of one sequence must rise; what lies past them in the cache is never read.
+        """
+        stages = stages or Stages()
+        x, context = stages.start(self, tokens, positions)
+        routing = []
+        for block in self.layers:
+            x, *chosen = stages.block(block, x, context)
+            if return_routing and chosen[0] is not None:
+                routing.append(chosen)
+        logits = stages.finish(self, x, last)
+        if not return_routing:
+            return logits
+        return logits, *(torch.stack(part) for part in zip(*routing, strict=True))
+
+    def bytes_per_token(self) -> int:
+        """Weight bytes that one token must read: A of E experts, everything else but the embedding's other rows."""
+        total = sum(tensor.nbytes for tensor in _stored(self))
+        experts = sum(tensor.nbytes for m in self.modules() if isinstance(m, Experts) for tensor in _stored(m))
+        embedding = 0 if self.args.tied_embeddings else self.embedding.weight.nbytes
+        idle = experts - experts * self.args.n_active // self.args.n_expert
+        return total - idle - embedding + self.embedding.weight[0].nbytes
+
+
+def _stored(module: nn.Module):
+    """Parameters and saved buffers (a format keeps its packed weights as either), each once."""
+    return {id(t): t for t in module.state_dict(keep_vars=True).values()}.values()
+
+
+class Stages(NamedTuple):
+    """The three functions that `Transformer.forward` calls; replace them by compiled ones."""
+
+    start: Callable = Transformer.start
+    block: Callable = Block.forward
+    finish: Callable = Transformer.finish

@@ -1,0 +1,471 @@
+"""From Hugging Face layout to ours, one layer at a time: 93 GB of Mixtral convert in 16 GB of memory.
+
+    python convert_hf_checkpoint.py --checkpoint_dir DIR [--output_dir DIR] [--dtype bf16|fp16|fp32] [--force]
+
+Reads safetensors only: `model.safetensors`, or shards with or without their index. What the model is stands in its
+config.json; a family of models is one row of FAMILIES. Everything that can be known from the config and the files'
+headers is checked before a byte is written; values are checked for NaN and infinity as they pass.
+"""
+
+import argparse
+import dataclasses
+import math
+import re
+import shutil
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from checkpoint import DTYPES, NAMES, Shard, Writer, is_checkpoint, read_json
+from model import ModelArgs
+
+# Copied beside the weights as they are; the last is completed by `generation_config`.
+SIDE_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+
+
+@dataclass(frozen=True)
+class Family:
+    """What distinguishes one architecture, in the terms of its config.json and of its tensors' names."""
+
+    model_type: str
+    defaults: dict  # the meaning of an absent key: the defaults of transformers' config class
+    fixed: dict  # fields of ModelArgs that are the same in the whole family
+    renames: tuple[tuple[str, str], ...] = ()  # from its tensor names to those that the other families share
+
+
+FAMILIES = {
+    "MixtralForCausalLM": Family(
+        model_type="mixtral",
+        defaults=dict(vocab_size=32000, hidden_size=4096, num_hidden_layers=32, max_position_embeddings=131072)
+        | dict(num_attention_heads=32, num_key_value_heads=8, rope_theta=1e6, rms_norm_eps=1e-5)
+        | dict(num_experts=8, num_experts_per_tok=2, intermediate_size=14336, bos_token_id=1, eos_token_id=2),
+        fixed=dict(norm_topk=True, qk_norm="none", clip_qkv=None, attention_bias=False, dense_layers=()),
+        renames=(
+            (".block_sparse_moe.", ".mlp."),
+            (".w1.", ".gate_proj."),
+            (".w2.", ".down_proj."),
+            (".w3.", ".up_proj."),
+        ),
+    ),
+    "Qwen3MoeForCausalLM": Family(
+        model_type="qwen3_moe",
+        defaults=dict(vocab_size=151936, hidden_size=2048, num_hidden_layers=24, max_position_embeddings=32768)
+        | dict(num_attention_heads=32, num_key_value_heads=4, rope_theta=1e4, rms_norm_eps=1e-6)
+        | dict(num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768, intermediate_size=6144)
+        | dict(use_sliding_window=False, sliding_window=4096),
+        fixed=dict(qk_norm="head", clip_qkv=None),
+    ),
+    "OlmoeForCausalLM": Family(
+        model_type="olmoe",
+        defaults=dict(vocab_size=50304, hidden_size=2048, num_hidden_layers=16, max_position_embeddings=4096)
+        | dict(num_attention_heads=16, rope_theta=1e4, rms_norm_eps=1e-5)
+        | dict(num_experts=64, num_experts_per_tok=8, intermediate_size=2048, eos_token_id=50279),
+        fixed=dict(qk_norm="full", sliding_window=None, dense_layers=()),
+    ),
+}
+
+# Defaults of the keys that are optional in every family that looks at them; `fixed` answers for one that does not.
+OPTIONAL = dict(tie_word_embeddings=False, norm_topk_prob=False, attention_bias=False, clip_qkv=None)
+OPTIONAL |= dict(
+    use_sliding_window=True, sliding_window=None, layer_types=[], mlp_only_layers=[], decoder_sparse_step=1
+)
+
+# The only value that these keys may have, where they are given at all.
+ONLY = dict(hidden_act="silu", rope_type="default", partial_rotary_factor=1, mlp_bias=False, qkv_bias=False)
+ONLY |= dict(use_qkv_bias=False, shared_expert_intermediate_size=0, n_shared_experts=0)
+
+
+def family_of(config: dict) -> Family:
+    """The row of FAMILIES that a config.json names by `architectures`, or else by `model_type`."""
+    names, model_type = config.get("architectures"), config.get("model_type")
+    for name, family in FAMILIES.items():
+        if model_type in (None, family.model_type) and (names == [name] or (not names and model_type)):
+            return family
+    what = f"architectures = {names!r} with model_type = {model_type!r}"
+    raise ValueError(f"config.json: {what} is not supported; supported are {', '.join(FAMILIES)}")
+
+
+def args_from_hf(config: dict) -> ModelArgs:
+    """ModelArgs from the contents of a Hugging Face config.json, in the hub's older keys or in those of transformers 5.
+
+    Raises ValueError naming the key and its value for whatever this project does not run.
+    """
+    family = family_of(config)
+    given = {key: value for key, value in config.items() if value is not None}  # null stands for absence
+    if "quantization_config" in given:
+        method = given["quantization_config"]
+        method = method.get("quant_method", method) if isinstance(method, dict) else method
+        what = f"config.json: quantization_config = {method!r} is not supported"
+        raise ValueError(f"{what}; fetch the original bf16 or fp16 checkpoint")
+
+    if "num_local_experts" in given:  # both names are in use
+        given.setdefault("num_experts", given["num_local_experts"])
+    rope = given.get("rope_scaling") or given.get("rope_parameters") or {}
+    if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
+        raise ValueError(f"config.json: rope parameters {rope!r} are not supported (one set for all layers is)")
+    given["rope_type"] = rope.get("rope_type") or rope.get("type") or "default"
+    given |= {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if rope.get(key) is not None}
+    c = OPTIONAL | family.defaults | given
+
+    def refuse(key: str, why: str):
+        raise ValueError(f"config.json: {key} = {c.get(key)!r} is not supported ({why})")
+
+    def integer(key: str, limit: int = 1 << 24) -> int:
+        if type(c[key]) is not int or not 0 < c[key] <= limit:
+            refuse(key, f"an integer from 1 to {limit} is needed")
+        return c[key]
+
+    def number(key: str) -> float:
+        if type(c[key]) not in (int, float) or not 0 < c[key] < 1e30:
+            refuse(key, "a positive number is needed")
+        return float(c[key])
+
+    def flag(key: str) -> bool:
+        if type(c[key]) is not bool:
+            refuse(key, "true or false is needed")
+        return c[key]
+
+    for key, value in ONLY.items():
+        if c.get(key, value) != value:
+            refuse(key, f"only {value!r} is")
+    heads = integer("num_attention_heads")
+    c.setdefault("num_key_value_heads", heads)
+    if heads % integer("num_key_value_heads"):
+        refuse("num_key_value_heads", f"it must divide num_attention_heads = {heads}")
+    dim = integer("hidden_size")
+    if "head_dim" not in c and dim % heads:
+        refuse("hidden_size", f"without a head_dim, it must be a multiple of num_attention_heads = {heads}")
+    c.setdefault("head_dim", dim // heads)
+    if integer("head_dim") % 2:
+        refuse("head_dim", "it must be even to be rotated")
+    if integer("num_experts_per_tok") > integer("num_experts", limit=4096):
+        refuse("num_experts_per_tok", f"there are {c['num_experts']} experts")
+
+    windowed = flag("use_sliding_window") and c["sliding_window"] is not None
+    kind = "sliding_attention" if windowed else "full_attention"
+    if not isinstance(c["layer_types"], list) or any(other != kind for other in c["layer_types"]):
+        refuse("layer_types", f"all must be {kind!r}")
+    n_layer, step, dense = (
+        integer("num_hidden_layers", limit=4096),
+        integer("decoder_sparse_step"),
+        c["mlp_only_layers"],
+    )
+    if not isinstance(dense, list) or any(type(layer) is not int for layer in dense):
+        refuse("mlp_only_layers", "a list of layer numbers is needed")
+    dense = tuple(layer for layer in range(n_layer) if layer in dense or (layer + 1) % step)
+
+    fields = dict(
+        dim=dim,
+        n_layer=n_layer,
+        n_head=heads,
+        n_kv_head=c["num_key_value_heads"],
+        head_dim=c["head_dim"],
+        intermediate=integer("moe_intermediate_size" if "moe_intermediate_size" in c else "intermediate_size"),
+        n_expert=c["num_experts"],
+        n_active=c["num_experts_per_tok"],
+        vocab_size=integer("vocab_size"),
+        max_position=integer("max_position_embeddings"),
+        rope_theta=number("rope_theta"),
+        norm_eps=number("rms_norm_eps"),
+        norm_topk=flag("norm_topk_prob"),
+        clip_qkv=None if c["clip_qkv"] is None else number("clip_qkv"),
+        attention_bias=flag("attention_bias"),
+        tied_embeddings=flag("tie_word_embeddings"),
+        sliding_window=integer("sliding_window") if windowed else None,
+        dense_layers=dense,
+        dense_intermediate=integer("intermediate_size") if dense else 0,
+    )
+    return ModelArgs(**fields | family.fixed)
+
+
+class Sources:
+    """The tensors of a Hugging Face directory under the names that the families share, whatever file they are in."""
+
+    def __init__(self, directory: Path, renames: tuple[tuple[str, str], ...]):
+        self.directory, self.renames = directory, renames
+        self.tensors: dict[str, tuple[Shard, str]] = {}  # shared name: the file, and the name in that file
+        files, weight_map = weight_files(directory)
+        shards = {file: Shard(directory / file) for file in files}
+        for name, file in weight_map.items():
+            if name not in shards[file].tensors:
+                raise ValueError(f"{directory / file} lacks {name}, which the index puts there; fetch it again")
+        for shard in shards.values():
+            for original in shard.tensors:
+                name = original
+                for theirs, shared in renames:
+                    name = name.replace(theirs, shared)
+                if name in self.tensors:
+                    both = f"{self.tensors[name][0].path.name} and {shard.path.name}"
+                    raise ValueError(f"{directory}: {original} is there twice, in {both}; remove the stale file")
+                if not name.endswith("rotary_emb.inv_freq"):  # old files hold this constant
+                    self.tensors[name] = shard, original
+
+    def original(self, name: str) -> str:
+        """The name as this directory's files would have it."""
+        for theirs, shared in self.renames:
+            name = name.replace(shared, theirs)
+        return name
+
+    def read(self, name: str) -> Tensor:
+        """The tensor, mapped from its file."""
+        shard, original = self.tensors[name]
+        return shard.read(original)
+
+    def check(self, name: str, shape: tuple[int, ...]):
+        """ValueError unless the tensor is there, in floating point, with this shape."""
+        if name not in self.tensors:
+            raise ValueError(f"{self.directory}: the tensor {self.original(name)} is missing; fetch its file again")
+        shard, original = self.tensors[name]
+        found, dtype = shard.tensors[original]
+        if dtype not in (torch.bfloat16, torch.float16, torch.float32):
+            what = f"{shard.path}: {original} has dtype {str(dtype).removeprefix('torch.')}"
+            raise ValueError(f"{what}; only bf16, fp16 and fp32 checkpoints are converted, not quantised ones")
+        if found != shape:
+            raise ValueError(f"{shard.path}: {original} has shape {list(found)} where config.json says {list(shape)}")
+
+
+def weight_files(directory: Path) -> tuple[list[str], dict[str, str]]:
+    """The safetensors files to read, and the index's map from tensor to file (empty without an index).
+
+    As in transformers, `model.safetensors` comes before an index, and an index before a bare set of shards.
+    """
+    index = directory / "model.safetensors.index.json"
+    if (directory / "model.safetensors").is_file():
+        return ["model.safetensors"], {}
+    if index.is_file():
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or any(Path(str(file)).name != file for file in weight_map.values()):
+            raise ValueError(f"{index} has no weight_map from tensors to files; fetch it again")
+        files = sorted(set(weight_map.values()))
+    else:
+        weight_map = {}
+        found = sorted(path.name for path in directory.glob("*.safetensors"))
+        files = [name for name in found if name.startswith("model-")] or found
+        if numbered := re.fullmatch(r"(.*-)\d{5}(-of-(\d{5})\.safetensors)", files[0] if files else ""):
+            before, after, count = numbered.groups()
+            files = [f"{before}{i:05d}{after}" for i in range(1, int(count) + 1)]
+    missing = [file for file in files if not (directory / file).is_file()]
+    if missing:
+        raise ValueError(f"{directory}: {len(missing)} of {len(files)} shards missing; fetch {missing[0]} again")
+    if files:
+        return files, weight_map
+    for path in sorted(directory.iterdir()):
+        if path.suffix == ".gguf":
+            raise ValueError(f"{directory} has {path.name}: GGUF is quantised already; fetch the original safetensors")
+        if path.suffix in (".bin", ".pt", ".pth"):
+            raise ValueError(f"{directory} has only {path.name}: pickle is never loaded; fetch the safetensors")
+    raise ValueError(f"{directory} has no safetensors files; fetch them, for instance with scripts/download.py")
+
+
+# How a tensor of ours is put together: its shape, and the place in it of each tensor of theirs.
+Recipe = tuple[tuple[int, ...], dict[str, tuple]]
+WHOLE = ()
+
+
+def layer_recipes(args: ModelArgs, layer: int, fused: bool) -> dict[str, Recipe]:
+    """The recipes of one layer; `fused` if the source holds all experts of a layer in one tensor."""
+    D, C, E, I = args.dim, args.head_dim, args.n_expert, args.intermediate
+    q, kv = args.n_head * C, args.n_kv_head * C
+    qkv = {"q": slice(0, q), "k": slice(q, q + kv), "v": slice(q + kv, q + 2 * kv)}
+    table = {
+        "attention_norm.weight": ((D,), {"input_layernorm.weight": WHOLE}),
+        "attention.wqkv.weight": ((q + 2 * kv, D), {f"self_attn.{x}_proj.weight": (rows,) for x, rows in qkv.items()}),
+        "attention.wo.weight": ((D, q), {"self_attn.o_proj.weight": WHOLE}),
+        "ffn_norm.weight": ((D,), {"post_attention_layernorm.weight": WHOLE}),
+    }
+    if args.attention_bias:
+        table |= {
+            "attention.wqkv.bias": ((q + 2 * kv,), {f"self_attn.{x}_proj.bias": (rows,) for x, rows in qkv.items()}),
+            "attention.wo.bias": ((D,), {"self_attn.o_proj.bias": WHOLE}),
+        }
+    if args.qk_norm != "none":
+        full = args.qk_norm == "full"
+        table |= {
+            "attention.q_norm.weight": ((q if full else C,), {"self_attn.q_norm.weight": WHOLE}),
+            "attention.k_norm.weight": ((kv if full else C,), {"self_attn.k_norm.weight": WHOLE}),
+        }
+    if layer in args.dense_layers:
+        I = args.dense_intermediate
+        gate, up = (slice(0, I),), (slice(I, 2 * I),)
+        table |= {
+            "ffn.w13.weight": ((2 * I, D), {"mlp.gate_proj.weight": gate, "mlp.up_proj.weight": up}),
+            "ffn.w2.weight": ((D, I), {"mlp.down_proj.weight": WHOLE}),
+        }
+    else:
+        halves = {"gate": slice(0, I), "up": slice(I, 2 * I)}
+        w13 = {f"mlp.experts.{e}.{x}_proj.weight": (e, rows) for e in range(E) for x, rows in halves.items()}
+        w2 = {f"mlp.experts.{e}.down_proj.weight": (e,) for e in range(E)}
+        if fused:  # as transformers 5 holds them in memory, and saves them if asked to
+            w13, w2 = {"mlp.experts.gate_up_proj": WHOLE}, {"mlp.experts.down_proj": WHOLE}
+        table |= {
+            "ffn.router.weight": ((E, D), {"mlp.gate.weight": WHOLE}),
+            "ffn.experts.w13.weight": ((E, 2 * I, D), w13),
+            "ffn.experts.w2.weight": ((E, D, I), w2),
+        }
+    return {
+        f"layers.{layer}.{name}": (shape, {f"model.layers.{layer}.{theirs}": place for theirs, place in parts.items()})
+        for name, (shape, parts) in table.items()
+    }
+
+
+def rest_recipes(args: ModelArgs) -> dict[str, Recipe]:
+    """The recipes of everything outside the layers."""
+    V, D = args.vocab_size, args.dim
+    table = {
+        "embedding.weight": ((V, D), {"model.embed_tokens.weight": WHOLE}),
+        "norm.weight": ((D,), {"model.norm.weight": WHOLE}),
+        "head.weight": ((V, D), {"lm_head.weight": WHOLE}),
+    }
+    if args.tied_embeddings:
+        del table["head.weight"]
+    return table
+
+
+def plan(args: ModelArgs, sources: Sources) -> dict[str, dict[str, Recipe]]:
+    """The recipes by file. ValueError unless every tensor they need is there as they need it, and no other."""
+    files, used = {}, set()
+
+    def add(file: str, recipes: dict[str, Recipe]):
+        for shape, parts in recipes.values():
+            for name, place in parts.items():
+                sizes = [len(range(n)[at]) for n, at in zip(shape, place, strict=False) if isinstance(at, slice)]
+                sources.check(name, (*sizes, *shape[len(place) :]))
+            used.update(parts)
+        files[file] = recipes
+
+    for layer in range(args.n_layer):
+        fused = f"model.layers.{layer}.mlp.experts.gate_up_proj" in sources.tensors
+        add(f"layer_{layer:02d}.safetensors", layer_recipes(args, layer, fused))
+    add("rest.safetensors", rest_recipes(args))
+    if extra := sorted(sources.tensors.keys() - used):
+        shard, original = sources.tensors[extra[0]]
+        raise ValueError(f"{shard.path}: {original} (of {len(extra)}) has no place in the model of config.json")
+    return files
+
+
+def assemble(recipe: Recipe, sources: Sources, dtype: torch.dtype) -> Tensor:
+    """The tensor of ours in `dtype`, checked to be finite. Only what is converted or joined takes memory."""
+    shape, parts = recipe
+    tensor = None
+    for name, place in parts.items():
+        if place == WHOLE:
+            tensor = part = sources.read(name).to(dtype)
+        else:
+            tensor = torch.empty(shape, dtype=dtype) if tensor is None else tensor
+            part = tensor[place].copy_(sources.read(name))
+        if not is_finite(part):
+            if is_finite(sources.read(name)):
+                raise ValueError(f"{sources.original(name)} overflows {NAMES[dtype]}; convert with --dtype bf16")
+            raise ValueError(f"{sources.original(name)} holds NaN or infinity; fetch its file again")
+    return tensor
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether no element is NaN or infinite, in one pass and with no memory (as `isfinite` would take)."""
+    return all(math.isfinite(extreme) for extreme in torch.aminmax(tensor))
+
+
+def settle_tie(args: ModelArgs, sources: Sources) -> ModelArgs:
+    """For a config that ties the embeddings, and files with a head: dropped if it is the same, else nothing is tied."""
+    head, embedding = "lm_head.weight", "model.embed_tokens.weight"
+    for name in (head, embedding):
+        sources.check(name, (args.vocab_size, args.dim))
+    a, b = sources.read(head), sources.read(embedding)
+    if a.dtype != b.dtype or not torch.equal(a, b):
+        return dataclasses.replace(args, tied_embeddings=False)  # as transformers has it
+    del sources.tensors[head]
+    return args
+
+
+def generation_config(directory: Path, config: dict) -> dict:
+    """generation_config.json, completed by the token ids that stand only in config.json: no stop id may be lost."""
+    path = directory / "generation_config.json"
+    given = read_json(path) if path.is_file() else {}
+    c = family_of(config).defaults | config
+    ids = {key: c[key] for key in ("bos_token_id", "eos_token_id") if c.get(key) is not None}
+    return ids | {key: value for key, value in given.items() if value is not None}
+
+
+def convert(
+    checkpoint_dir: Path | str,
+    output_dir: Path | str | None = None,
+    dtype: str = "bf16",
+    force: bool = False,
+    progress: bool = True,
+) -> Path:
+    """Converts a Hugging Face directory, and returns the new one: `output_dir`, or `checkpoint_dir/model_<dtype>`.
+
+    Raises ValueError, with one line and nothing left behind, for anything missing, damaged or not supported.
+    """
+    directory = Path(checkpoint_dir)
+    output = Path(output_dir) if output_dir else directory / f"model_{dtype}"
+    if dtype not in ("bf16", "fp16", "fp32"):
+        raise ValueError(f"dtype {dtype!r} is not one of bf16, fp16, fp32")
+    if directory.is_file():
+        what = "GGUF is quantised already" if directory.suffix == ".gguf" else "it is a file"
+        raise ValueError(f"{directory}: {what}; give the directory of a Hugging Face checkpoint")
+    if not directory.is_dir():
+        raise ValueError(f"{directory}: no such directory; fetch the model first, say with scripts/download.py")
+    if is_checkpoint(directory):
+        raise ValueError(f"{directory} is converted already; use it as it is")
+    weight_files(directory)  # a directory without safetensors is told so, whatever else it lacks
+    config = read_json(directory / "config.json")
+    args = args_from_hf(config)
+    sources = Sources(directory, family_of(config).renames)
+    if args.tied_embeddings and "lm_head.weight" in sources.tensors:
+        args = settle_tie(args, sources)
+    files = plan(args, sources)
+    torch_dtype = DTYPES[dtype][0]
+    needed = sum(math.prod(shape) for recipes in files.values() for shape, _ in recipes.values()) * torch_dtype.itemsize
+    with Writer(output, dataclasses.asdict(args), {"name": dtype}, force) as writer:
+        free = shutil.disk_usage(writer.directory).free
+        if free < needed:
+            raise ValueError(f"{output} needs {needed / 1e9:.1f} GB, {free / 1e9:.1f} are free; name another place")
+        for file, recipes in tqdm(files.items(), desc="convert", unit="layer", file=sys.stderr, disable=not progress):
+            writer.write(file, {name: assemble(recipe, sources, torch_dtype) for name, recipe in recipes.items()})
+        for path in (directory / name for name in SIDE_FILES):
+            if path.is_file():
+                writer.copy(path)
+        writer.write_json("generation_config.json", generation_config(directory, config))
+    return output
+
+
+def main() -> int:
+    """The command: see the top of this file."""
+    parser = argparse.ArgumentParser(description="Convert a Hugging Face checkpoint for generate.py.")
+    parser.add_argument("--checkpoint_dir", type=Path, required=True, help="config.json and *.safetensors are in it")
+    parser.add_argument("--output_dir", type=Path, help="default: model_<dtype> in the checkpoint_dir")
+    parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16")
+    parser.add_argument("--force", action="store_true", help="replace an existing output")
+    options = parser.parse_args()
+    start = time.perf_counter()
+    try:
+        output = convert(options.checkpoint_dir, options.output_dir, options.dtype, options.force)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("error: interrupted; nothing was written", file=sys.stderr)
+        return 130
+    seconds = time.perf_counter() - start
+    size = sum(path.stat().st_size for path in output.glob("*.safetensors")) / 1e9
+    print(f"{size:.2f} GB in {seconds:.1f} s, {size / seconds:.2f} GB/s", file=sys.stderr)
+    print(output)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,573 @@
+"""Text from a Mixture-of-Experts checkpoint: `python generate.py --checkpoint_path DIR --prompt TEXT --compile`.
+
+The way of one token: `Session.step` runs the model on the token it chose last, chooses the next one on the device and
+moves on by one position. Nothing in it depends on a value the host would have to read, so on CUDA the whole step is one
+graph that feeds itself; the host only reads each token to print it, one step behind.
+"""
+
+import argparse
+import json
+import os
+import resource
+import signal
+import sys
+import time
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+import torch._inductor.config
+import torch.fx.experimental._config
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from checkpoint import Checkpoint
+from convert_hf_checkpoint import convert
+from model import ModelArgs, Stages, Transformer
+from tokenizer import Tokenizer, load_tokenizer
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+EMBEDDED = Path(__file__).parent / "checkpoints" / "tiny-moe"
+PREFILL_MULTIPLE = 16  # a compiled prefill sees lengths padded to this, so that one graph serves every prompt
+
+
+def compile_settings() -> None:
+    """Torch's compiler options, set once and only where something is compiled."""
+    # Without coordinate descent Inductor leaves one-token products to cuBLAS, which cannot fuse the expert gather.
+    torch._inductor.config.coordinate_descent_tuning = True
+    # Two sizes that happen to be equal in the first prompt (its length and the head dim) are not the same size.
+    torch.fx.experimental._config.use_duck_shape = False
+
+
+# Loading ------------------------------------------------------------------------------------------------------------
+
+
+def pick_device(name: str = "auto") -> torch.device:
+    """auto, cuda or cpu -> the device. Raises ValueError where there is no such device."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError("no CUDA device is visible to PyTorch: use --device cpu, or install a CUDA build of torch")
+    return torch.device(name)
+
+
+def embedded_checkpoint() -> Path:
+    """The model that comes with the project, converted on first use into the user's cache folder."""
+    parts = sorted(p for p in EMBEDDED.iterdir() if p.suffix in (".safetensors", ".json", ".model"))
+    stamp = 0
+    for part in parts:
+        stamp = zlib.crc32(part.read_bytes(), stamp)
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moe-fast"
+    target = cache / f"tiny-moe-{stamp:08x}" / "model_bf16"
+    if not target.exists():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        convert(EMBEDDED, target)
+    return target
+
+
+def load_model(source, device: str | torch.device = "auto", dtype: torch.dtype | None = None) -> Transformer:
+    """Build the model that `source` describes and stream its weights to the device, one tensor at a time.
+
+    source: the directory of a converted checkpoint, or anything with its `.args`, `.format` and `.read(name, ...)`.
+    dtype: of the floating-point weights; None keeps the checkpoint's. Raises ValueError for what cannot be loaded.
+    """
+    source = Checkpoint(source) if isinstance(source, str | os.PathLike) else source
+    device = pick_device(device) if isinstance(device, str) else device
+    with torch.device("meta"):
+        model = Transformer(ModelArgs(**source.args))
+    start, size = time.perf_counter(), 0
+    names = [name for name, _ in model.named_parameters()]
+    for name in tqdm(names, desc="loading", unit="tensor", leave=False, file=sys.stderr, disable=None):
+        tensor = source.read(name, device=device)
+        size += tensor.nbytes
+        if dtype is not None and tensor.is_floating_point():
+            tensor = tensor.to(dtype)
+        module, leaf = name.rsplit(".", 1)
+        setattr(model.get_submodule(module), leaf, nn.Parameter(tensor, requires_grad=False))
+    model.tie()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    seconds = time.perf_counter() - start
+    print(f"loaded {size / 1e9:.2f} GB in {seconds:.1f} s, {size / 1e9 / seconds:.1f} GB/s", file=sys.stderr)
+    return model.eval()
+
+
+# Sampling -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a token is chosen. Temperature 0 is greedy; top_k None keeps the whole vocabulary."""
+
+    temperature: float = 0.8
+    top_k: int | None = 200
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+
+    def __post_init__(self):
+        limits = {
+            "temperature": (self.temperature >= 0, "at least 0 (0 is greedy)"),
+            "top_k": (self.top_k is None or self.top_k >= 1, "at least 1 (1 is greedy, a large one keeps every token)"),
+            "top_p": (0 < self.top_p <= 1, "above 0 and at most 1"),
+            "min_p": (0 <= self.min_p < 1, "at least 0 and below 1"),
+            "repetition_penalty": (self.repetition_penalty > 0, "above 0 (1 is none)"),
+        }
+        for name, (good, rule) in limits.items():
+            if not good:
+                raise ValueError(f"--{name} {getattr(self, name)}: it must be {rule}")
+
+
+def sample(logits: Tensor, controls: Tensor, seen: Tensor, noise: Tensor | None) -> Tensor:
+    """logits fp32 [B, V] -> tokens [B, 1], on the device and without synchronisation.
+
+    controls fp32 [4]: temperature, top_p, min_p, repetition penalty (Keskar et al. 2019, section 4.1: of tokens in
+    `seen`, bool [B, V]). noise [B, k]: standard exponential; the largest p / noise among the k likeliest is a draw from
+    p (Gumbel's trick, without the sum and the search of `torch.multinomial`). No noise: the likeliest token.
+    """
+    temperature, top_p, min_p, penalty = controls.unbind()
+    logits = torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
+    if noise is None:
+        return logits.argmax(dim=-1, keepdim=True)
+    values, tokens = logits.topk(noise.shape[-1], dim=-1)
+    probabilities = (values / temperature).softmax(dim=-1)
+    likelier = probabilities.cumsum(dim=-1) - probabilities  # the mass before each candidate
+    keep = (likelier < top_p) & (probabilities >= min_p * probabilities[:, :1])
+    choice = torch.where(keep, probabilities / noise, -1.0).argmax(dim=-1, keepdim=True)
+    return tokens.gather(-1, choice)
+
+
+# Decoding -----------------------------------------------------------------------------------------------------------
+
+
+class Session:
+    """One sequence on one device: its cache, the tokens that stand in it, and the step that adds one.
+
+    A model holds the cache, so it serves one session at a time; a session of another length compiles anew.
+
+    max_seq_len: the most tokens a sequence may have, prompt and answer together.
+    compile: the decode step (on CUDA also recorded as one graph); compile_prefill: the prompt's pass as well.
+    """
+
+    def __init__(self, model: Transformer, max_seq_len: int, compile: bool = False, compile_prefill: bool = False):
+        self.model, self.max_seq_len = model, max_seq_len
+        self.device = device = model.norm.weight.device
+        self.slots = -(-(max_seq_len + PREFILL_MULTIPLE) // 64) * 64  # the last ones are for padding and warm-up
+        model.setup_cache(1, self.slots)
+        if compile or compile_prefill:
+            compile_settings()
+        self.compiled = compile
+        self.decode_stages = _compile_stages(dynamic=False) if compile else Stages()
+        self.prefill_stages = _compile_stages(dynamic=True) if compile_prefill else Stages()
+        self.prefill_multiple = PREFILL_MULTIPLE if compile_prefill else 1
+        self.sample = torch.compile(sample, fullgraph=True, dynamic=False) if compile else sample
+        # What a step reads and writes in place, so that a recorded step finds it at the same address.
+        self.token = torch.zeros(1, 1, dtype=torch.int64, device=device)
+        self.position = torch.zeros(1, 1, dtype=torch.int64, device=device)
+        self.first = torch.zeros(1, dtype=torch.int64, device=device)
+        self.seen = torch.zeros(1, model.args.vocab_size, dtype=torch.bool, device=device)
+        self.controls = torch.ones(4, device=device)
+        self.generator = torch.Generator(device)
+        self.steps: dict[int, Callable[[], None]] = {}
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the sequence."""
+        self.ids: list[int] = []  # the tokens known to the host; the cache holds the first `cached` of them
+        self.cached = 0
+
+    def choose(self, logits: Tensor, k: int) -> None:
+        """Sample the next token among the k likeliest (0: greedy) into `token`."""
+        noise = torch.empty(1, k, device=self.device).exponential_(generator=self.generator) if k else None
+        self.token.copy_(self.sample(logits, self.controls, self.seen, noise))
+        self.seen.scatter_(1, self.token, True)
+
+    def prefill(self, ids: Sequence[int], start: int, k: int) -> None:
+        """Run the prompt's tokens at positions from `start` on and choose the first new token."""
+        padded = -(-len(ids) // self.prefill_multiple) * self.prefill_multiple
+        tokens = torch.zeros(1, padded, dtype=torch.int64)
+        tokens[0, : len(ids)] = torch.tensor(ids)
+        positions = torch.arange(start, start + padded, device=self.device).unsqueeze(0)
+        last = self.first + (len(ids) - 1)
+        self.choose(self.model(tokens.to(self.device), positions, last, stages=self.prefill_stages), k)
+        self.position.fill_(start + len(ids))
+
+    def decode(self, k: int) -> None:
+        """One step: the token chosen last goes in at `position`, the next one is chosen."""
+        self.choose(self.model(self.token, self.position, self.first, stages=self.decode_stages), k)
+        self.position.add_(1)
+
+    def warm_up(self, k: int) -> Callable[[], None]:
+        """The decode step for this k: compiled and, on CUDA, recorded, on the first call; kept afterwards."""
+        if k in self.steps:
+            return self.steps[k]
+        step = lambda: self.decode(k)  # noqa: E731
+        if self.compiled:
+            with torch.cuda.stream(torch.cuda.Stream()) if self.device.type == "cuda" else nullcontext():
+                for _ in range(2):
+                    self.position.fill_(self.slots - 1)  # a position that no sequence reaches
+                    step()
+            if self.device.type == "cuda":
+                torch.cuda.synchronize()
+                graph = torch.cuda.CUDAGraph()
+                graph.register_generator_state(self.generator)
+                with torch.cuda.graph(graph):
+                    step()
+                step = graph.replay
+        self.steps[k] = step
+        return step
+
+    def stream(self, ids: Sequence[int], max_new_tokens: int, sampling: Sampling) -> Iterator[int]:
+        """Continue the token ids by up to max_new_tokens, each yielded as soon as the host can know it.
+
+        What the cache already holds of `ids` is not computed again. The step after is always under way while a token is
+        being read. Raises ValueError where the tokens do not fit.
+        """
+        if not ids:
+            raise ValueError("the prompt is empty: give at least one token")
+        if len(ids) + max_new_tokens > self.max_seq_len:
+            raise ValueError(
+                f"{len(ids)} prompt tokens and {max_new_tokens} new ones exceed --max_seq_len {self.max_seq_len}: "
+                f"raise it, or ask for at most {max(0, self.max_seq_len - len(ids))} with --max_new_tokens"
+            )
+        if max_new_tokens == 0:
+            return
+        k = 0 if sampling.temperature == 0 else min(sampling.top_k or self.seen.shape[1], self.seen.shape[1])
+        step = self.warm_up(k)
+        top_p = sampling.top_p if sampling.top_p < 1 else 2.0  # a sum of probabilities may round to 1 before the end
+        self.controls.copy_(
+            torch.tensor([sampling.temperature or 1.0, top_p, sampling.min_p, sampling.repetition_penalty])
+        )
+        self.generator.manual_seed(torch.seed() if sampling.seed is None else sampling.seed)
+        self.seen.zero_()
+        self.seen[0, torch.tensor(ids, device=self.device)] = True
+
+        start = min(_common_prefix(self.ids, ids), self.cached, len(ids) - 1)
+        self.ids, self.cached = list(ids), start
+        self.prefill(ids[start:], start, k)
+        self.cached = len(ids)
+        token = _read_later(self.token)
+        for count in range(1, max_new_tokens + 1):
+            current = token
+            if count < max_new_tokens:
+                step()
+                self.cached += 1
+                token = _read_later(self.token)
+            self.ids.append(current())
+            yield self.ids[-1]
+
+
+def _compile_stages(dynamic: bool) -> Stages:
+    return Stages(*(torch.compile(stage, fullgraph=True, dynamic=dynamic) for stage in Stages()))
+
+
+def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    return next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def _read_later(token: Tensor) -> Callable[[], int]:
+    """Start the copy of a one-element tensor to the host; the function returned waits for it."""
+    if token.device.type != "cuda":
+        value = int(token)
+        return lambda: value
+    host = torch.empty(token.shape, dtype=token.dtype, pin_memory=True).copy_(token, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record()
+
+    def read() -> int:
+        copied.synchronize()
+        return int(host)
+
+    return read
+
+
+# Text ---------------------------------------------------------------------------------------------------------------
+
+
+def generate(
+    session: Session,
+    tokenizer: Tokenizer,
+    prompt: str | Sequence[int],
+    max_new_tokens: int = 200,
+    sampling: Sampling | None = None,
+    stop: Sequence[str] = (),
+    ignore_eos: bool = False,
+    on_text: Callable[[str], None] = lambda text: None,
+    interrupted: Callable[[], bool] = lambda: False,
+) -> dict:
+    """Continue the prompt (text, or token ids) until EOS, a `stop` text (not part of the answer) or max_new_tokens.
+
+    on_text is called with each piece of text as soon as it is certain; `interrupted` is asked after every token.
+    Returns text, prompt_tokens, new_tokens, finish_reason ("stop", "length" or "interrupted"), ttft_s (from the call to
+    the first token on the host), prefill_tok_s, decode_tok_s (None below two tokens), bytes_per_token (weights one
+    token reads), gb_s, peak_bytes (of the device; on CPU of the process), seed. Raises ValueError as `Session.stream`.
+    """
+    ids = tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+    sampling = sampling or Sampling()
+    stop_ids = () if ignore_eos else tokenizer.stop_ids
+    pieces, text, shown = tokenizer.stream(ids), "", 0
+    times, finish = [], "length"
+    start = time.perf_counter()
+    for token in session.stream(ids, max_new_tokens, sampling):
+        times.append(time.perf_counter())
+        if token in stop_ids:
+            finish = "stop"
+            break
+        text += pieces.push(token)
+        if (end := _find_stop(text, stop)) is not None:
+            text, finish = text[:end], "stop"
+            break
+        certain = len(text) - _held_back(text, stop)
+        on_text(text[shown:certain])
+        shown = certain
+        if interrupted():
+            finish = "interrupted"
+            break
+    if finish != "stop":
+        text += pieces.flush()
+    on_text(text[shown:])
+    seconds = times[-1] - times[0] if len(times) > 1 else 0.0
+    rate = (len(times) - 1) / seconds if seconds else None
+    ttft = times[0] - start if times else None
+    size = session.model.bytes_per_token()
+    return {
+        "text": text,
+        "prompt_tokens": len(ids),
+        "new_tokens": len(times),
+        "finish_reason": finish,
+        "ttft_s": ttft,
+        "prefill_tok_s": len(ids) / ttft if ttft else None,
+        "decode_tok_s": rate,
+        "bytes_per_token": size,
+        "gb_s": size * rate / 1e9 if rate else None,
+        "peak_bytes": peak_bytes(session.device),
+    }
+
+
+def _find_stop(text: str, stop: Sequence[str]) -> int | None:
+    """Where the first stop text begins."""
+    return min((at for at in map(text.find, stop) if at >= 0), default=None)
+
+
+def _held_back(text: str, stop: Sequence[str]) -> int:
+    """How many characters at the end of the text may be the beginning of a stop text."""
+    return max((n for s in stop for n in range(1, len(s)) if text.endswith(s[:n])), default=0)
+
+
+def peak_bytes(device: torch.device) -> int:
+    """The most memory used so far: of the device on CUDA, of the process on CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def statistics(result: dict) -> str:
+    """The line that a run ends with."""
+    number = lambda value, form: "-" if value is None else format(value, form)  # noqa: E731
+    return (
+        f"first token {number(result['ttft_s'], '.3f')} s, "
+        f"prompt {result['prompt_tokens']} tokens at {number(result['prefill_tok_s'], '.1f')}/s, "
+        f"new {result['new_tokens']} tokens at {number(result['decode_tok_s'], '.1f')}/s, "
+        f"{result['bytes_per_token'] / 1e9:.4g} GB a token, {number(result['gb_s'], '.4g')} GB/s, "
+        f"peak {result['peak_bytes'] / 1e9:.4g} GB"
+    )
+
+
+# Command ------------------------------------------------------------------------------------------------------------
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description="Generate text from a converted Mixture-of-Experts checkpoint.",
+        epilog="example: python generate.py --checkpoint_path checkpoints/R/model_bf16 --prompt 'Hello' --compile",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--checkpoint_path", type=Path, metavar="DIR", help="converted checkpoint; default: the embedded tiny model")
+    add("--prompt", action="append", metavar="TEXT", help="text to continue, '-' reads stdin; may be repeated")
+    add("--max_new_tokens", type=int, default=200, metavar="N")
+    add("--temperature", type=float, default=0.8, metavar="X", help="0 is greedy")
+    add("--top_k", type=int, default=200, metavar="N")
+    add("--top_p", type=float, default=1.0, metavar="X")
+    add("--min_p", type=float, default=0.0, metavar="X")
+    add("--repetition_penalty", type=float, default=1.0, metavar="X")
+    add("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be repeated")
+    add("--seed", type=int, metavar="N", help="same seed, same text")
+    add("--num_samples", type=int, default=1, metavar="N", help="samples of each prompt")
+    add("--compile", action="store_true", help="compile the decode step (and record it as a CUDA graph)")
+    add("--compile_prefill", action="store_true", help="compile the prompt's pass too")
+    add("--device", default="auto", choices=("auto", "cuda", "cpu"))
+    add("--dtype", choices=tuple(DTYPES), help="default: as the checkpoint has it")
+    add("--max_seq_len", type=int, metavar="N", help="cache length; default: what prompt and new tokens need")
+    add("--interactive", action="store_true", help="chat; /reset forgets, /exit ends, Ctrl-C stops an answer")
+    add("--system", metavar="TEXT", help="system message; prompts then go through the model's chat template")
+    add("--ignore_eos", action="store_true", help="do not end at the end-of-text token")
+    add("--profile", type=Path, metavar="FILE", help="write a trace of the generation for chrome://tracing")
+    add("--json", action="store_true", help="print one JSON object in place of the text")
+    return parser
+
+
+def encode_prompts(options: argparse.Namespace, tokenizer: Tokenizer) -> list[list[int]]:
+    """The token ids of each --prompt, through the chat template where there is a --system message."""
+    prompts = []
+    for text in options.prompt or ["-"]:
+        text = sys.stdin.read() if text == "-" else text
+        if not text:
+            raise ValueError("the prompt is empty: give --prompt some text, or pipe some in with --prompt -")
+        if options.system is None:
+            prompts.append(tokenizer.encode(text))
+        else:
+            roles = {"system": options.system, "user": text}
+            prompts.append(tokenizer.chat([{"role": role, "content": content} for role, content in roles.items()]))
+    return prompts
+
+
+def check_length(longest: int, options: argparse.Namespace, args: ModelArgs) -> int:
+    """The session's length. Raises ValueError where prompt and answer do not fit, before a weight is read."""
+    need = longest + options.max_new_tokens
+    limit, name = (options.max_seq_len, "--max_seq_len") if options.max_seq_len else (args.max_position, "the model's")
+    if limit > args.max_position:
+        raise ValueError(f"--max_seq_len {limit}: the model was made for {args.max_position} positions at most")
+    if need > limit:
+        raise ValueError(
+            f"{longest} prompt tokens and {options.max_new_tokens} new ones exceed {name} {limit} positions: "
+            f"shorten the prompt or ask for at most {max(0, limit - longest)} with --max_new_tokens"
+        )
+    return options.max_seq_len or need
+
+
+def run(options: argparse.Namespace) -> list[dict]:
+    """Load the model, generate what the options ask for, return the results (none for a chat)."""
+    sampling = Sampling(
+        options.temperature, options.top_k, options.top_p, options.min_p, options.repetition_penalty, options.seed
+    )
+    for name in ("max_new_tokens", "num_samples", "max_seq_len"):
+        if (value := getattr(options, name)) is not None and value < 1:
+            raise ValueError(f"--{name} {value}: it must be at least 1")
+    if options.profile and not options.profile.absolute().parent.is_dir():
+        raise ValueError(f"--profile {options.profile}: there is no folder {options.profile.parent}; make it first")
+    device = pick_device(options.device)
+    checkpoint = Checkpoint(options.checkpoint_path or embedded_checkpoint())
+    tokenizer, args = load_tokenizer(checkpoint.directory), ModelArgs(**checkpoint.args)
+    if options.system is not None and not tokenizer.has_chat_template:
+        raise ValueError("--system needs a chat template, and this model has none: leave --system out")
+    prompts = [] if options.interactive else encode_prompts(options, tokenizer)
+    if options.interactive:
+        length = min(options.max_seq_len or 4096, args.max_position)
+    else:
+        length = check_length(max(map(len, prompts)), options, args)
+    model = load_model(checkpoint, device, DTYPES[options.dtype] if options.dtype else None)
+    session = Session(model, length, options.compile, options.compile_prefill)
+    if options.compile or options.compile_prefill:
+        start = time.perf_counter()
+        for _ in session.stream(prompts[0] if prompts else [0], 1, sampling):
+            session.reset()
+        print(f"compiled in {time.perf_counter() - start:.1f} s", file=sys.stderr)
+    with torch.profiler.profile() if options.profile else nullcontext() as profile:
+        if options.interactive:
+            chat(session, tokenizer, options, sampling)
+            results = []
+        else:
+            results = [
+                _answer(session, tokenizer, ids, options, replace(sampling, seed=_offset(sampling.seed, n)))
+                for ids in prompts
+                for n in range(options.num_samples)
+            ]
+    if options.profile:
+        profile.export_chrome_trace(str(options.profile))
+    return results
+
+
+def _offset(seed: int | None, n: int) -> int | None:
+    return None if seed is None else seed + n
+
+
+def _answer(session: Session, tokenizer: Tokenizer, ids: list[int], options, sampling: Sampling) -> dict:
+    """One result of the command: the prompt echoed on stderr, the answer on stdout, the statistics on stderr."""
+    session.reset()  # nothing is carried from one prompt to the next, so that order does not matter
+    show = (lambda text: None) if options.json else (lambda text: print(text, end="", flush=True))
+    if not options.json and not options.interactive:
+        print(tokenizer.decode(ids), end="", file=sys.stderr, flush=True)
+    result = generate(
+        session, tokenizer, ids, options.max_new_tokens, sampling, options.stop, options.ignore_eos, on_text=show
+    )
+    show("\n")
+    print(statistics(result), file=sys.stderr)
+    return result
+
+
+@contextmanager
+def _ctrl_c_as_flag() -> Iterator[Callable[[], bool]]:
+    """Within, the first Ctrl-C only makes the yielded function true."""
+    pressed = []
+
+    def note(*_) -> None:
+        pressed.append(True)
+        signal.signal(signal.SIGINT, previous)
+
+    previous = signal.signal(signal.SIGINT, note)
+    try:
+        yield lambda: bool(pressed)
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+
+def chat(session: Session, tokenizer: Tokenizer, options: argparse.Namespace, sampling: Sampling) -> None:
+    """Read lines, stream answers, keep the cache between turns. Without a template the text is simply continued."""
+    opening = [] if options.system is None else [{"role": "system", "content": options.system}]
+    messages, ids = list(opening), []
+    while True:
+        print("> ", end="", file=sys.stderr, flush=True)
+        line = sys.stdin.readline()
+        if not line or line.strip() == "/exit":
+            return
+        if line.strip() == "/reset":
+            messages, ids = list(opening), []
+            continue
+        if not (text := line.rstrip("\n")):
+            continue
+        if tokenizer.has_chat_template:
+            messages.append({"role": "user", "content": text})
+            prompt = tokenizer.chat(messages)
+        else:
+            prompt = ids + tokenizer.encode(text, bos=not ids)
+        room = session.max_seq_len - len(prompt)
+        if room < 1:
+            print(f"the context of {session.max_seq_len} positions is full: /reset starts anew", file=sys.stderr)
+            messages = messages[:-1]
+            continue
+        with _ctrl_c_as_flag() as interrupted:
+            result = generate(
+                session, tokenizer, prompt, min(options.max_new_tokens, room), sampling, options.stop,
+                options.ignore_eos, lambda piece: print(piece, end="", flush=True), interrupted,
+            )  # fmt: skip
+        print(flush=True)
+        print(statistics(result), file=sys.stderr)
+        messages.append({"role": "assistant", "content": result["text"]})
+        ids = prompt + session.ids[len(prompt) :]
+
+
+def main() -> int:
+    """Run the command; a user's mistake is one line on stderr and exit code 2."""
+    options = build_parser().parse_args()
+    try:
+        results = run(options)
+    except torch.cuda.OutOfMemoryError as error:
+        print(f"error: out of GPU memory ({str(error).splitlines()[0]}): shorten --max_seq_len", file=sys.stderr)
+        return 2
+    except (ValueError, OSError) as error:
+        print(f"error: {str(error).splitlines()[0]}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    if options.json and results:
+        print(json.dumps(results[0] if len(results) == 1 else {"results": results}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,46 @@
+"""What Inductor generates for CUDA, seen without a GPU."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmark import ARCHITECTURES
+
+ARCHES = ("Mixtral-8x7B", "Qwen3-30B-A3B")
+
+
+@pytest.fixture(scope="module")
+def generated() -> dict:
+    """Case -> kernels, library calls and largest buffer, from a process of its own (it patches torch.cuda)."""
+    pytest.importorskip("triton", reason="Inductor's CUDA code needs triton")
+    root = Path(__file__).parents[1]
+    run = subprocess.run([sys.executable, root / "tests" / "cuda_codegen.py"], cwd=root, capture_output=True, text=True)
+    if run.returncode and ("ImportError" in run.stderr or "AttributeError" in run.stderr):
+        pytest.skip(f"Inductor's private API has changed: {run.stderr.splitlines()[-1]}")
+    assert run.returncode == 0, run.stderr
+    return json.loads(run.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+def test_one_token_reads_its_experts_without_copying_them(arch, generated):
+    args, found = ARCHITECTURES[arch], generated[f"{arch} experts"]
+    assert found["extern"] == []
+    assert found["triton"] == 2
+    assert found["largest_buffer"] == args.n_active * 2 * args.intermediate  # the hidden of the active experts
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+def test_the_assertion_fails_for_a_formulation_that_does_not_fuse(arch, generated):
+    args, found = ARCHITECTURES[arch], generated[f"{arch} library_products"]
+    assert found["extern"] != []
+    assert found["largest_buffer"] >= args.n_active * 2 * args.intermediate * args.dim  # the gathered weights
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+def test_a_block_is_few_kernels_and_copies_no_weight(arch, generated):
+    args, found = ARCHITECTURES[arch], generated[f"{arch} block"]
+    assert found["triton"] + len(found["extern"]) <= 15
+    assert found["largest_buffer"] < args.dim * args.dim

@@ -1,0 +1,591 @@
+"""Conversion: exact for every family and layout, one layer in memory, one clear line for what cannot be converted."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, MixtralConfig, OlmoeConfig, Qwen3MoeConfig
+
+import convert_hf_checkpoint
+from checkpoint import Checkpoint
+from convert_hf_checkpoint import FAMILIES, args_from_hf, convert
+from model import ModelArgs
+
+SMALL = dict(vocab_size=96, hidden_size=32, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2)
+SMALL |= dict(max_position_embeddings=128, num_experts_per_tok=2, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+CONFIGS = {
+    "mixtral": MixtralConfig(**SMALL, intermediate_size=24, num_local_experts=4),
+    "mixtral-tied": MixtralConfig(
+        **SMALL, intermediate_size=24, num_local_experts=3, tie_word_embeddings=True, sliding_window=16, head_dim=6
+    ),
+    "qwen3": Qwen3MoeConfig(
+        **SMALL, intermediate_size=40, moe_intermediate_size=24, num_experts=4, head_dim=12, norm_topk_prob=True,
+        mlp_only_layers=[0],
+    ),
+    "qwen3-bias": Qwen3MoeConfig(
+        **SMALL, intermediate_size=40, moe_intermediate_size=24, num_experts=4, attention_bias=True,
+        decoder_sparse_step=2, use_sliding_window=True, sliding_window=8,
+    ),
+    "olmoe": OlmoeConfig(**SMALL, intermediate_size=24, num_experts=4, clip_qkv=0.5, norm_topk_prob=False),
+    "olmoe-lone": OlmoeConfig(**SMALL | dict(num_experts_per_tok=1), intermediate_size=24, num_experts=1, clip_qkv=0.5),
+}  # fmt: skip
+LAYOUTS = ("one file", "shards", "shards without index", "fused", "older keys")
+
+
+@pytest.fixture(scope="module")
+def models():
+    """A random model of each configuration; biases and norms too, which are constant in a fresh model."""
+    torch.manual_seed(0)
+    found = {name: AutoModelForCausalLM.from_config(config).eval() for name, config in CONFIGS.items()}
+    with torch.no_grad():
+        for model in found.values():
+            for parameter in model.parameters():
+                parameter.normal_()
+    return found
+
+
+@pytest.fixture(scope="module")
+def saved(models, tmp_path_factory):
+    """The directories in Hugging Face layout, to be read only."""
+    root = tmp_path_factory.mktemp("saved")
+    for name, model in models.items():
+        model.save_pretrained(root / name, max_shard_size="12KB")
+    return root
+
+
+@pytest.fixture
+def mixtral(saved, tmp_path) -> Path:
+    """One of them, to be spoilt."""
+    return Path(shutil.copytree(saved / "mixtral", tmp_path / "hf"))
+
+
+def edit(path: Path, **changes):
+    value = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps(value))
+
+
+def edit_tensors(directory: Path, name: str, change):
+    """Applies `change(tensors, name)` to the shard that holds the tensor `name`."""
+    for path in directory.glob("*.safetensors"):
+        if name in (tensors := load_file(path)):
+            change(tensors, name)
+            save_file(tensors, path)
+            return path.name
+    raise KeyError(name)
+
+
+def older_keys(config: dict) -> dict:
+    """config.json as the hub has it: keys of transformers 4, and what the class knows anyway left out."""
+    config = dict(config)
+    rope = config.pop("rope_parameters")
+    config |= {"rope_theta": rope["rope_theta"], "rope_scaling": None, "torch_dtype": config.pop("dtype")}
+    if config["model_type"] == "qwen3_moe":
+        config["num_experts"] = config.pop("num_local_experts")
+    fresh = AutoConfig.for_model(config["model_type"]).to_dict()
+    return {
+        key: value for key, value in config.items() if key in ("model_type", "rope_theta") or fresh.get(key) != value
+    }
+
+
+def expected(model) -> dict:
+    """Our tensors, put together from the state dict that transformers holds in memory."""
+    theirs, ours = model.state_dict(), {}
+
+    def join(*names):
+        return torch.cat([theirs[name] for name in names])
+
+    for i in range(model.config.num_hidden_layers):
+        t, o = f"model.layers.{i}.", f"layers.{i}."
+        ours[o + "attention_norm.weight"] = theirs[t + "input_layernorm.weight"]
+        ours[o + "ffn_norm.weight"] = theirs[t + "post_attention_layernorm.weight"]
+        for kind in ("weight", "bias"):
+            if t + f"self_attn.q_proj.{kind}" in theirs:
+                ours[o + f"attention.wqkv.{kind}"] = join(*(t + f"self_attn.{x}_proj.{kind}" for x in "qkv"))
+                ours[o + f"attention.wo.{kind}"] = theirs[t + f"self_attn.o_proj.{kind}"]
+        for norm in ("q_norm", "k_norm"):
+            if t + f"self_attn.{norm}.weight" in theirs:
+                ours[o + f"attention.{norm}.weight"] = theirs[t + f"self_attn.{norm}.weight"]
+        if t + "mlp.gate.weight" in theirs:
+            ours[o + "ffn.router.weight"] = theirs[t + "mlp.gate.weight"]
+            ours[o + "ffn.experts.w13.weight"] = theirs[t + "mlp.experts.gate_up_proj"]
+            ours[o + "ffn.experts.w2.weight"] = theirs[t + "mlp.experts.down_proj"]
+        else:
+            ours[o + "ffn.w13.weight"] = join(t + "mlp.gate_proj.weight", t + "mlp.up_proj.weight")
+            ours[o + "ffn.w2.weight"] = theirs[t + "mlp.down_proj.weight"]
+    ours["embedding.weight"], ours["norm.weight"] = theirs["model.embed_tokens.weight"], theirs["model.norm.weight"]
+    if not model.config.tie_word_embeddings:
+        ours["head.weight"] = theirs["lm_head.weight"]
+    return ours
+
+
+def tree(directory: Path) -> dict:
+    return {path: path.read_bytes() if path.is_file() else None for path in directory.rglob("*")}
+
+
+# What is converted
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_family_in_every_layout(models, tmp_path, name, layout):
+    model = models[name]
+    size = "1GB" if layout == "one file" else "12KB"
+    model.save_pretrained(tmp_path, max_shard_size=size, save_original_format=layout != "fused")
+    assert (len(list(tmp_path.glob("*.safetensors"))) == 1) == (layout == "one file")
+    if layout == "shards without index":
+        (tmp_path / "model.safetensors.index.json").unlink()
+    if layout == "older keys":
+        config = json.loads((tmp_path / "config.json").read_text())
+        (tmp_path / "config.json").write_text(json.dumps(older_keys(config)))
+    output = convert(tmp_path, dtype="fp32", progress=False)
+    assert output == tmp_path / "model_fp32"
+    opened, want = Checkpoint(output), expected(model)
+    assert opened.format == {"name": "fp32"}
+    assert opened.tensors.keys() == want.keys()
+    for tensor, value in want.items():
+        assert torch.equal(opened.read(tensor), value), tensor
+    c, args = model.config, ModelArgs(**opened.args)
+    assert args == ModelArgs(
+        dim=32,
+        n_layer=3,
+        n_head=4,
+        n_kv_head=2,
+        head_dim={"mixtral-tied": 6, "qwen3": 12}.get(name, 8),
+        intermediate=24,
+        n_expert={"mixtral-tied": 3, "olmoe-lone": 1}.get(name, 4),
+        n_active=1 if name == "olmoe-lone" else 2,
+        vocab_size=96,
+        max_position=128,
+        rope_theta=c.rope_parameters["rope_theta"],
+        norm_eps=c.rms_norm_eps,
+        norm_topk=name in ("mixtral", "mixtral-tied", "qwen3"),
+        qk_norm={"mixtral": "none", "qwen3": "head", "olmoe": "full"}[name.split("-")[0]],
+        clip_qkv=0.5 if name.startswith("olmoe") else None,
+        attention_bias=name == "qwen3-bias",
+        tied_embeddings=name == "mixtral-tied",
+        sliding_window={"mixtral-tied": 16, "qwen3-bias": 8}.get(name),
+        dense_layers={"qwen3": (0,), "qwen3-bias": (0, 2)}.get(name, ()),
+        dense_intermediate=40 if name.startswith("qwen3") else 0,
+    )
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_dtypes(models, saved, tmp_path, dtype):
+    output = convert(saved / "qwen3", tmp_path / "out", dtype, progress=False)
+    torch_dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
+    opened = Checkpoint(output)
+    for tensor, value in expected(models["qwen3"]).items():
+        assert torch.equal(opened.read(tensor), value.to(torch_dtype)), tensor
+
+
+def test_files_and_side_files(mixtral):
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        (mixtral / name).write_text(f"the {name}")
+    (mixtral / "README.md").write_text("not wanted")
+    output = convert(mixtral, progress=False)
+    side = {"generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
+    weights = {"layer_00.safetensors", "layer_01.safetensors", "layer_02.safetensors", "rest.safetensors"}
+    assert set(os.listdir(output)) == {"config.json", "index.json"} | side | weights
+    assert (output / "tokenizer.json").read_text() == "the tokenizer.json"
+
+
+@pytest.mark.parametrize(
+    ("given", "in_config", "want"),
+    [
+        ({"eos_token_id": [5, 6], "top_k": 9}, {}, {"bos_token_id": 1, "eos_token_id": [5, 6], "top_k": 9}),
+        ({"top_k": 9}, {"eos_token_id": [7, 8]}, {"bos_token_id": 1, "eos_token_id": [7, 8], "top_k": 9}),
+        (None, {"eos_token_id": 7}, {"bos_token_id": 1, "eos_token_id": 7}),
+        (None, {"eos_token_id": None}, {"bos_token_id": 1}),
+    ],
+)  # fmt: skip
+def test_no_stop_id_is_lost(mixtral, given, in_config, want):
+    edit(mixtral / "config.json", **in_config)
+    (mixtral / "generation_config.json").unlink()
+    if given is not None:
+        (mixtral / "generation_config.json").write_text(json.dumps(given))
+    output = convert(mixtral, progress=False)
+    assert json.loads((output / "generation_config.json").read_text()) == want
+
+
+def test_harmless_extras_are_left_out(mixtral, models):
+    edit_tensors(mixtral, "model.norm.weight", lambda t, n: t.update({"model.rotary_emb.inv_freq": torch.ones(3)}))
+    assert Checkpoint(convert(mixtral, progress=False)).tensors.keys() == expected(models["mixtral"]).keys()
+
+
+@pytest.mark.parametrize("equal", [True, False])
+def test_a_head_beside_tied_embeddings(saved, tmp_path, equal):
+    directory = Path(shutil.copytree(saved / "mixtral-tied", tmp_path / "hf"))
+
+    def add_head(tensors, name):
+        tensors["lm_head.weight"] = tensors[name].clone() if equal else tensors[name] + 1
+
+    edit_tensors(directory, "model.embed_tokens.weight", add_head)
+    opened = Checkpoint(convert(directory, dtype="fp32", progress=False))
+    assert opened.args["tied_embeddings"] is equal
+    assert ("head.weight" in opened.tensors) is not equal
+    if not equal:
+        assert torch.equal(opened.read("head.weight"), opened.read("embedding.weight") + 1)
+
+
+# config.json alone
+
+
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_absent_keys_mean_what_they_mean_to_transformers(architecture):
+    config = AutoConfig.for_model(FAMILIES[architecture].model_type)
+    assert args_from_hf({"architectures": [architecture]}) == args_from_hf(config.to_dict())
+    assert args_from_hf({"model_type": config.model_type}) == args_from_hf(config.to_dict())
+    for key, value in FAMILIES[architecture].defaults.items():
+        if key not in ("rope_theta", "sliding_window"):
+            assert getattr(config, key) == value, key
+    assert config.rope_parameters["rope_theta"] == args_from_hf(config.to_dict()).rope_theta
+
+
+def test_configs_as_they_are_on_the_hub():
+    mixtral = {
+        "architectures": ["MixtralForCausalLM"], "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu",
+        "hidden_size": 4096, "intermediate_size": 14336, "max_position_embeddings": 32768, "model_type": "mixtral",
+        "num_attention_heads": 32, "num_experts_per_tok": 2, "num_hidden_layers": 32, "num_key_value_heads": 8,
+        "num_local_experts": 8, "rms_norm_eps": 1e-05, "rope_theta": 1000000.0, "sliding_window": None,
+        "tie_word_embeddings": False, "torch_dtype": "bfloat16", "vocab_size": 32000,
+    }  # fmt: skip
+    assert args_from_hf(mixtral) == ModelArgs(
+        4096, 32, 32, 8, 128, 14336, 8, 2, 32000, 32768, rope_theta=1e6, norm_eps=1e-5
+    )
+    qwen3 = {
+        "architectures": ["Qwen3MoeForCausalLM"], "attention_bias": False, "decoder_sparse_step": 1, "head_dim": 128,
+        "hidden_act": "silu", "hidden_size": 2048, "intermediate_size": 6144, "max_position_embeddings": 40960,
+        "max_window_layers": 48, "mlp_only_layers": [], "model_type": "qwen3_moe", "moe_intermediate_size": 768,
+        "norm_topk_prob": True, "num_attention_heads": 32, "num_experts": 128, "num_experts_per_tok": 8,
+        "num_hidden_layers": 48, "num_key_value_heads": 4, "rms_norm_eps": 1e-06, "rope_scaling": None,
+        "rope_theta": 1000000.0, "sliding_window": None, "tie_word_embeddings": False, "use_sliding_window": False,
+        "vocab_size": 151936,
+    }  # fmt: skip
+    assert args_from_hf(qwen3) == ModelArgs(
+        2048, 48, 32, 4, 128, 768, 128, 8, 151936, 40960, rope_theta=1e6, norm_eps=1e-6, qk_norm="head"
+    )
+    olmoe = {
+        "architectures": ["OlmoeForCausalLM"], "attention_bias": False, "clip_qkv": None, "eos_token_id": 50279,
+        "hidden_act": "silu", "hidden_size": 2048, "intermediate_size": 1024, "max_position_embeddings": 4096,
+        "model_type": "olmoe", "norm_topk_prob": False, "num_attention_heads": 16, "num_experts": 64,
+        "num_experts_per_tok": 8, "num_hidden_layers": 16, "num_key_value_heads": 16, "rms_norm_eps": 1e-05,
+        "rope_scaling": None, "rope_theta": 10000.0, "tie_word_embeddings": False, "vocab_size": 50304,
+    }  # fmt: skip
+    assert args_from_hf(olmoe) == ModelArgs(
+        2048, 16, 16, 16, 128, 1024, 64, 8, 50304, 4096, qk_norm="full", norm_topk=False
+    )
+
+
+MIXTRAL = {"architectures": ["MixtralForCausalLM"]}
+QWEN3 = {"architectures": ["Qwen3MoeForCausalLM"]}
+OLMOE = {"architectures": ["OlmoeForCausalLM"]}
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        (MIXTRAL, {"architectures": ["LlamaForCausalLM"]}, "'LlamaForCausalLM'.*MixtralForCausalLM, Qwen3Moe.*Olmoe"),
+        (MIXTRAL, {"architectures": None, "model_type": "qwen2_moe"}, "'qwen2_moe'"),
+        (MIXTRAL, {"architectures": []}, "architectures = "),
+        (MIXTRAL, {"model_type": "qwen3_moe"}, "model_type = 'qwen3_moe'"),
+        (MIXTRAL, {"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
+        (MIXTRAL, {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type = 'linear'"),
+        (MIXTRAL, {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type = 'dynamic'"),
+        (QWEN3, {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type = 'yarn'"),
+        (QWEN3, {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "rope_type = 'llama3'"),
+        (QWEN3, {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5"),
+        (QWEN3, {"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "full_attention"),
+        (QWEN3, {"rope_parameters": "default"}, "rope parameters 'default'"),
+        (MIXTRAL, {"rope_theta": 0}, "rope_theta = 0"),
+        (MIXTRAL, {"rope_theta": "1e6"}, "rope_theta = '1e6'"),
+        (MIXTRAL, {"mlp_bias": True}, "mlp_bias = True"),
+        (MIXTRAL, {"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantization_config = 'gptq'"),
+        (MIXTRAL, {"quantization_config": {"quant_method": "awq"}}, "quantization_config = 'awq'"),
+        (QWEN3, {"quantization_config": {"quant_method": "fp8"}}, "quantization_config = 'fp8'"),
+        (MIXTRAL, {"num_key_value_heads": 5}, "num_key_value_heads = 5"),
+        (MIXTRAL, {"num_experts_per_tok": 9}, "num_experts_per_tok = 9"),
+        (MIXTRAL, {"num_hidden_layers": 0}, "num_hidden_layers = 0"),
+        (MIXTRAL, {"num_hidden_layers": 10**12}, "num_hidden_layers = 1000000000000"),
+        (MIXTRAL, {"hidden_size": 4096.0}, "hidden_size = 4096.0"),
+        (MIXTRAL, {"hidden_size": 4100}, "hidden_size = 4100"),
+        (MIXTRAL, {"hidden_size": True}, "hidden_size = True"),
+        (MIXTRAL, {"vocab_size": "32000"}, "vocab_size = '32000'"),
+        (MIXTRAL, {"head_dim": 127}, "head_dim = 127"),
+        (MIXTRAL, {"sliding_window": -1}, "sliding_window = -1"),
+        (MIXTRAL, {"rms_norm_eps": -1e-5}, "rms_norm_eps = -1e-05"),
+        (MIXTRAL, {"tie_word_embeddings": 1}, "tie_word_embeddings = 1"),
+        (OLMOE, {"clip_qkv": 0}, "clip_qkv = 0"),
+        (OLMOE, {"norm_topk_prob": "yes"}, "norm_topk_prob = 'yes'"),
+        (QWEN3, {"mlp_only_layers": 3}, "mlp_only_layers = 3"),
+        (QWEN3, {"mlp_only_layers": [True]}, r"mlp_only_layers = \[True\]"),
+        (QWEN3, {"decoder_sparse_step": 0}, "decoder_sparse_step = 0"),
+        (QWEN3, {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types = "),
+        (QWEN3, {"shared_expert_intermediate_size": 512}, "shared_expert_intermediate_size = 512"),
+    ],
+)
+def test_a_config_value_that_is_not_supported_is_named(family, changes, message):
+    with pytest.raises(ValueError, match=message) as error:
+        args_from_hf(family | changes)
+    assert "\n" not in str(error.value)
+
+
+ANY_JSON = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3)
+ANY_JSON |= st.lists(ANY_JSON, max_size=2) | st.dictionaries(st.text(max_size=3), ANY_JSON, max_size=2)
+
+
+@given(st.data())
+@settings(max_examples=300, deadline=None)
+def test_any_config_gives_arguments_or_a_value_error(data):
+    config = AutoConfig.for_model(data.draw(st.sampled_from(["mixtral", "qwen3_moe", "olmoe"]))).to_dict()
+    extra = ["rope_scaling", "layer_types", "head_dim", "partial_rotary_factor", "quantization_config"]
+    keys = st.sampled_from(sorted(config) + extra)
+    config |= data.draw(st.dictionaries(keys, ANY_JSON, max_size=3))
+    try:
+        args = args_from_hf(config)
+    except ValueError as error:
+        assert str(error)
+    else:
+        assert args.n_head % args.n_kv_head == 0 and args.n_active <= args.n_expert
+
+
+# What cannot be converted, through the command
+
+
+def only(directory: Path, suffix: str):
+    for path in directory.glob("*.safetensors*"):
+        path.unlink()
+    (directory / f"model{suffix}").write_bytes(b"x")
+
+
+def truncate(directory: Path):
+    path = sorted(directory.glob("*.safetensors"))[1]
+    os.truncate(path, path.stat().st_size - 10)
+
+
+def second_copy(directory: Path):
+    def add(tensors, _):
+        tensors["model.norm.weight"] = torch.ones(32)
+
+    holder = edit_tensors(directory, "model.norm.weight", lambda *_: None)
+    other = next(path for path in sorted(directory.glob("*.safetensors")) if path.name != holder)
+    edit_tensors(directory, next(iter(load_file(other))), add)
+
+
+GATE = "model.layers.1.block_sparse_moe.gate.weight"
+EXPERT = "model.layers.2.block_sparse_moe.experts.3.w1.weight"
+
+
+def config(**changes):
+    return lambda directory: edit(directory / "config.json", **changes)
+
+
+def tensor(name: str, change):
+    return lambda directory: edit_tensors(directory, name, change)
+
+
+def adding(name: str):
+    return tensor(GATE, lambda tensors, _: tensors.update({name: torch.ones(32)}))
+
+
+def filling(name: str, value: float):
+    return tensor(name, lambda tensors, _: tensors[name][0].fill_(value))
+
+
+def without_index(then):
+    return lambda directory: ((directory / "model.safetensors.index.json").unlink(), then(directory))
+
+
+def writing(file: str, text: str):
+    return lambda directory: (directory / file).write_text(text)
+
+
+def remove_shard(directory: Path):
+    sorted(directory.glob("*.safetensors"))[2].unlink()
+
+
+BAD = {  # how the directory is spoilt, the message, and options of the command
+    "a missing tensor": (tensor(EXPERT, dict.pop), f"lacks {EXPERT}"),
+    "a missing tensor, no index": (without_index(tensor(EXPERT, dict.pop)), f"{EXPERT} is missing"),
+    "an extra tensor": (adding("model.extra"), "model.extra"),
+    "a bias not in the config": (adding("model.layers.0.self_attn.q_proj.bias"), "self_attn.q_proj.bias"),
+    "another shape": (tensor(GATE, lambda t, n: t.update({n: t[n].T.contiguous()})), f"{GATE} has shape"),
+    "integers": (tensor(GATE, lambda t, n: t.update({n: t[n].int()})), f"{GATE} has dtype int32"),
+    "config of another shape": (config(intermediate_size=25), "has shape"),
+    "more layers in the config": (config(num_hidden_layers=4), r"layers\.3\.input_layernorm\.weight is missing"),
+    "fewer layers in the config": (config(num_hidden_layers=2), r"model\.layers\.2"),
+    "more experts in the config": (config(num_local_experts=5), GATE.replace(".1.", ".0.")),
+    "a quantised model": (config(quantization_config={"quant_method": "gptq"}), "'gptq'"),
+    "NaN": (filling(EXPERT, float("nan")), f"{EXPERT} holds NaN"),
+    "infinity": (filling("model.norm.weight", float("-inf")), "model.norm.weight holds NaN or inf"),
+    "overflow in fp16": (filling(EXPERT, 1e5), f"{EXPERT} overflows fp16", "--dtype", "fp16"),
+    "a tensor twice": (second_copy, "is there twice"),
+    "a missing shard": (remove_shard, "1 of 15 shards missing; fetch model-00003"),
+    "a missing shard, no index": (without_index(remove_shard), "1 of 15 shards missing; fetch model-00003"),
+    "a truncated shard": (truncate, "model-00002-of-.* is damaged or truncated"),
+    "an index without a map": (writing("model.safetensors.index.json", "{}"), "no weight_map"),
+    "a .bin": (lambda d: only(d, ".bin"), "pickle is never loaded"),
+    "a .pt": (lambda d: only(d, ".pt"), "pickle is never loaded"),
+    "a .pth": (lambda d: only(d, ".pth"), "pickle is never loaded"),
+    "a .gguf": (lambda d: only(d, ".gguf"), "GGUF is quantised"),
+    "no weights": (lambda d: only(d, ".txt"), "no safetensors"),
+    "no config": (lambda d: (d / "config.json").unlink(), "config.json is missing"),
+    "config not JSON": (writing("config.json", "{'a': 1}"), "config.json cannot be read"),
+    "generation_config not JSON": (writing("generation_config.json", "["), "generation_config.json cannot be read"),
+    "output exists": (lambda d: (d / "model_bf16/x").mkdir(parents=True), "--force"),
+    "output in no directory": (lambda d: None, "cannot write", "--output_dir", "{}/none/out"),
+    "force upon the source": (lambda d: None, "not replaced", "--output_dir", "{}", "--force"),
+}
+
+
+def run_command(monkeypatch, capsys, *options: str) -> tuple[int, str, str]:
+    monkeypatch.setattr(sys, "argv", ["convert_hf_checkpoint.py", *options])
+    code = convert_hf_checkpoint.main()
+    out, err = capsys.readouterr()
+    return code, out, err.split("\r")[-1].split("layer/s]")[-1].strip()  # what stands after the progress bar
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_one_line_and_leaves_nothing(mixtral, monkeypatch, capsys, case):
+    spoil, message, *options = BAD[case]
+    spoil(mixtral)
+    before = tree(mixtral.parent)
+    options = [option.format(mixtral) for option in options]
+    code, out, err = run_command(monkeypatch, capsys, "--checkpoint_dir", str(mixtral), *options)
+    assert (code, out) == (2, "")
+    assert err.startswith("error: ") and "\n" not in err
+    assert re.search(message, err)
+    assert tree(mixtral.parent) == before
+
+
+def test_places_that_are_no_hugging_face_directory(mixtral, tmp_path, monkeypatch, capsys):
+    (tmp_path / "x.gguf").write_bytes(b"GGUF")
+    output = convert(mixtral, progress=False)
+    for place, message in [
+        (tmp_path / "none", "no such"),
+        (tmp_path / "x.gguf", "GGUF"),
+        (output, "converted already"),
+    ]:
+        code, _, err = run_command(monkeypatch, capsys, "--checkpoint_dir", str(place))
+        assert code == 2 and message in err
+
+
+def test_the_command(mixtral, monkeypatch, capsys):
+    code, out, err = run_command(monkeypatch, capsys, "--checkpoint_dir", str(mixtral))
+    assert code == 0 and out == f"{mixtral}/model_bf16\n"
+    assert re.fullmatch(r"[\d.]+ GB in [\d.]+ s, [\d.]+ GB/s", err)
+    edit_tensors(mixtral, "model.norm.weight", lambda t, n: t[n].fill_(0.5))
+    assert run_command(monkeypatch, capsys, "--checkpoint_dir", str(mixtral))[0] == 2
+    assert run_command(monkeypatch, capsys, "--checkpoint_dir", str(mixtral), "--force")[0] == 0
+    assert Checkpoint(mixtral / "model_bf16").read("norm.weight").unique().item() == 0.5
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_an_interrupted_conversion_leaves_what_was_there(mixtral, monkeypatch, capsys, force):
+    if force:
+        convert(mixtral, progress=False)
+    before, assemble, calls = tree(mixtral), convert_hf_checkpoint.assemble, []
+
+    def interrupted(*arguments):
+        calls.append(arguments)
+        if len(calls) == 10:
+            raise KeyboardInterrupt
+        return assemble(*arguments)
+
+    monkeypatch.setattr(convert_hf_checkpoint, "assemble", interrupted)
+    options = ["--force"] if force else []
+    code, out, err = run_command(monkeypatch, capsys, "--checkpoint_dir", str(mixtral), *options)
+    assert (code, out) == (130, "") and "nothing was written" in err
+    assert len(calls) == 10 and tree(mixtral) == before
+
+
+@given(data=st.data())
+@settings(max_examples=150, deadline=None)
+def test_no_damage_gives_anything_but_a_value_error(saved, data):
+    with tempfile.TemporaryDirectory() as root:
+        directory = Path(shutil.copytree(saved / "olmoe", Path(root) / "hf"))
+        path = directory / data.draw(st.sampled_from(sorted(os.listdir(directory))))
+        content = bytearray(path.read_bytes())
+        for _ in range(data.draw(st.integers(0, 3))):
+            place = data.draw(st.integers(0, min(len(content), 1500) - 1))
+            content[place] = data.draw(st.sampled_from(b'09-"[]{},:e\x00\xff') | st.integers(0, 255))
+        path.write_bytes(content[: data.draw(st.just(len(content)) | st.integers(0, len(content)))])
+        before = tree(Path(root))
+        try:
+            Checkpoint(convert(directory, progress=False))
+        except ValueError as error:
+            assert str(error)
+            assert tree(Path(root)) == before
+
+
+# Memory
+
+MEASURE = """
+import re, sys, threading
+from pathlib import Path
+
+import torch
+
+from convert_hf_checkpoint import convert
+
+def rss_anon():
+    return int(re.search(r"RssAnon:\\s+(\\d+)", Path("/proc/self/status").read_text()).group(1)) * 1024
+
+directory, warm_up = sys.argv[1:]
+torch.set_num_threads(1)
+convert(warm_up, warm_up + "/out", progress=False)
+before, peak, done = rss_anon(), 0, threading.Event()
+
+def watch():
+    global peak
+    while not done.wait(0.001):
+        peak = max(peak, rss_anon())
+
+watcher = threading.Thread(target=watch)
+watcher.start()
+convert(directory, progress=False)
+done.set()
+watcher.join()
+print(peak - before)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from Linux's /proc")
+def test_memory_is_about_one_layer(mixtral, tmp_path):
+    """604 MB in 12 layers, written shard by shard: the peak of anonymous memory stays under 2.5 layers."""
+    D, I, E, L, V = 512, 1024, 16, 12, 2048
+    directory = tmp_path / "large"
+    directory.mkdir()
+    config = dict(architectures=["MixtralForCausalLM"], hidden_size=D, intermediate_size=I, num_local_experts=E)
+    config |= dict(num_hidden_layers=L, num_attention_heads=8, num_key_value_heads=4, vocab_size=V)
+    (directory / "config.json").write_text(json.dumps(config))
+    experts = {
+        f"block_sparse_moe.experts.{e}.{w}.weight": torch.randn(D, I) for e in range(E) for w in ("w1", "w2", "w3")
+    }
+    layer = {name: (value if ".w2." in name else value.view(I, D)).bfloat16() for name, value in experts.items()}
+    for name, rows, columns in (("q", D, D), ("k", D // 2, D), ("v", D // 2, D), ("o", D, D)):
+        layer[f"self_attn.{name}_proj.weight"] = torch.randn(rows, columns).bfloat16()
+    layer |= {"block_sparse_moe.gate.weight": torch.randn(E, D).bfloat16()}
+    layer |= {f"{name}_layernorm.weight": torch.randn(D).bfloat16() for name in ("input", "post_attention")}
+    rest = {"model.norm.weight": torch.randn(D).bfloat16()}
+    rest |= {name: torch.randn(V, D).bfloat16() for name in ("model.embed_tokens.weight", "lm_head.weight")}
+    for i in range(L):
+        shard = {f"model.layers.{i}.{name}": value for name, value in layer.items()}
+        save_file(shard, directory / f"model-{i + 1:05d}-of-{L + 1:05d}.safetensors")
+    save_file(rest, directory / f"model-{L + 1:05d}-of-{L + 1:05d}.safetensors")
+    total = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
+    assert total >= 600e6
+    command = [sys.executable, "-c", MEASURE, str(directory), str(mixtral)]
+    root = Path(convert_hf_checkpoint.__file__).parent
+    used = int(subprocess.run(command, cwd=root, check=True, capture_output=True, text=True).stdout)
+    bytes_of_layer = sum(value.nbytes for value in layer.values())
+    assert 0.5 * bytes_of_layer < used < 2.5 * bytes_of_layer  # less would mean that the measurement saw nothing

@@ -1,0 +1,309 @@
+"""`scripts/download.py` against a Hub on the loopback interface: the real client, real HTTP, real error classes."""
+
+import errno
+import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+from huggingface_hub.errors import HTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
+
+from scripts import download as script
+from scripts.download import main, wanted
+
+ROOT = Path(__file__).parents[1]
+REPO = "someone/tiny-moe"
+FILES = {
+    "config.json": b'{"model_type": "mixtral"}',
+    "generation_config.json": b"{}",
+    "tokenizer.json": b'{"version": "1.0"}',
+    "chat_template.jinja": b"{{ messages }}",
+    "model.safetensors.index.json": b'{"weight_map": {}}',
+    "model-00001-of-00002.safetensors": bytes(range(256)) * 8000,
+    "model-00002-of-00002.safetensors": b"second" * 1000,
+}
+UNWANTED = {
+    "README.md": b"# read me",
+    "consolidated.safetensors": b"a second copy",
+    "consolidated.00.pt": b"pickle",
+    "pytorch_model-00001-of-00001.bin": b"pickle",
+    "original/model.safetensors": b"a third copy",
+    "onnx/config.json": b"{}",
+    "training_args.bin": b"pickle",
+}
+COMMIT = "c" * 40
+
+
+class Hub(ThreadingHTTPServer):
+    """Answers as the Hub does for one repository. `requests` logs (method, file, Range); `fail` maps (method, file) to
+    (status, X-Error-Code); `drops` is how often the first shard's connection still breaks in the middle."""
+
+    def __init__(self):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.files, self.requests, self.fail, self.drops = FILES | UNWANTED, [], {}, 0
+        self.url = f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *_):
+        pass
+
+    def answer(self, status, body=b"", headers=(), cut=None):
+        self.send_response(status)
+        for name, value in {"Content-Length": len(body), "X-Repo-Commit": COMMIT, **dict(headers)}.items():
+            self.send_header(name, str(value))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body[:cut])
+        self.close_connection = self.close_connection or cut is not None
+
+    def do_GET(self):
+        path = self.path.partition("?")[0]
+        api = re.fullmatch(f"/api/models/{REPO}(/revision/([^/]+)|/tree/{COMMIT})?", path)
+        file = re.fullmatch(f"/{REPO}/resolve/{COMMIT}/(.+)", path)
+        name = file[1] if file else "api"
+        self.server.requests.append((self.command, name, self.headers.get("Range")))
+        for (method, where), (status, code) in self.server.fail.items():
+            if method == self.command and where == name:
+                return self.answer(status, headers={"X-Error-Code": code} if code else {})
+        if api and api[2] not in (None, "main", "v1", COMMIT):
+            return self.answer(404, headers={"X-Error-Code": "RevisionNotFound"})
+        if api and "/tree/" in path:
+            entries = [self.entry(n) for n in self.server.files]
+            return self.answer(200, json.dumps(entries).encode())
+        if api:
+            siblings = [{"rfilename": n, "size": len(data)} for n, data in self.server.files.items()]
+            return self.answer(200, json.dumps({"id": REPO, "sha": COMMIT, "siblings": siblings}).encode())
+        if not file or name not in self.server.files:
+            return self.answer(404, headers={"X-Error-Code": "EntryNotFound" if file else "RepoNotFound"})
+        data = self.server.files[name]
+        headers = {"ETag": f'"{hashlib.sha256(data).hexdigest()}"', "Accept-Ranges": "bytes"}
+        start = int(self.headers.get("Range", "bytes=0-")[6:].partition("-")[0])
+        if start:
+            headers["Content-Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"
+        cut = None
+        if self.command == "GET" and name.startswith("model-00001") and self.server.drops:
+            self.server.drops -= 1
+            cut = 500_000
+        return self.answer(206 if start else 200, data[start:], headers, cut)
+
+    do_HEAD = do_GET
+
+    def entry(self, name):
+        data = self.server.files[name]
+        entry = {"type": "file", "path": name, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
+        if name.endswith(".safetensors"):
+            entry["lfs"] = {"oid": hashlib.sha256(data).hexdigest(), "size": len(data), "pointerSize": 130}
+        return entry
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    server = Hub()
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
+    thread.start()
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", server.url)
+    template = server.url + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    yield server
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def command(hub, *arguments, cwd):
+    """The command itself, in a process of its own, with the Hub at the fake's address."""
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "HUGGING"))}
+    environment |= {"HF_ENDPOINT": hub.url, "HF_HOME": str(cwd / "home"), "PYTHONPATH": str(ROOT)}
+    program = [sys.executable, str(ROOT / "scripts" / "download.py"), "--repo_id", REPO, *arguments]
+    return subprocess.run(program, cwd=cwd, env=environment, capture_output=True, text=True, timeout=100)
+
+
+def contents(directory):
+    paths = [path for path in directory.rglob("*") if path.is_file() and ".cache" not in path.parts]
+    return {str(path.relative_to(directory)): path.read_bytes() for path in paths}
+
+
+def fetched(hub):
+    return [(name, range_) for method, name, range_ in hub.requests if method == "GET" and name != "api"]
+
+
+def fails(capsys, *arguments):
+    """Runs the command in this process; it must answer with 2 and one line, which is returned."""
+    assert main(["--repo_id", REPO, *map(str, arguments)]) == 2
+    out, err = capsys.readouterr()
+    lines = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert out == "" and len(lines) == 1 and err.rstrip().endswith(lines[0]) and "Traceback" not in err
+    return lines[0]
+
+
+def test_the_files_needed_and_no_others(hub, tmp_path):
+    result = command(hub, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    directory = tmp_path / "checkpoints" / REPO
+    assert contents(directory) == FILES
+    assert result.stdout == f"checkpoints/{REPO}\n"
+    last = result.stderr.splitlines()[-1]
+    assert last == f"next: python convert_hf_checkpoint.py --checkpoint_dir checkpoints/{REPO}"
+    assert "%|" in result.stderr  # a progress bar
+
+    hub.requests.clear()  # all is there: nothing is fetched again
+    assert command(hub, "--revision", "v1", cwd=tmp_path).returncode == 0
+    assert fetched(hub) == []
+
+    # What is gone or cut short is fetched, and only that.
+    (directory / "config.json").unlink()
+    shard = directory / "model-00002-of-00002.safetensors"
+    shard.write_bytes(shard.read_bytes()[:100])
+    hub.requests.clear()
+    assert command(hub, cwd=tmp_path).returncode == 0
+    assert sorted(fetched(hub)) == [("config.json", None), (shard.name, None)] and contents(directory) == FILES
+
+
+def test_a_dropped_connection_goes_on_where_it_broke_off(hub, tmp_path, monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "DOWNLOAD_CHUNK_SIZE", 100_000)  # of 10 MB: what a write holds
+    hub.drops = 2
+    assert main(["--repo_id", REPO, "--output_dir", str(tmp_path / "out")]) == 0
+    assert contents(tmp_path / "out") == FILES
+    ranges = [range_ for name, range_ in fetched(hub) if name.startswith("model-00001")]
+    assert len(ranges) == 3 and ranges[0] is None
+    starts = [int(range_[6:-1]) for range_ in ranges[1:]]
+    assert 0 < starts[0] < starts[1] <= 1_000_000
+
+
+def test_an_interrupted_run_keeps_what_is_whole(hub, tmp_path, capsys):
+    hub.fail["GET", "model-00001-of-00002.safetensors"] = (500, None)
+    assert "HTTP status 500" in fails(capsys, "--output_dir", tmp_path / "out")
+    assert "model-00001-of-00002.safetensors" not in contents(tmp_path / "out")
+    done = set(contents(tmp_path / "out"))
+    hub.fail.clear()
+    hub.requests.clear()
+    assert main(["--repo_id", REPO, "--output_dir", str(tmp_path / "out")]) == 0
+    assert contents(tmp_path / "out") == FILES
+    assert not done & {name for name, _ in fetched(hub)}
+
+
+@pytest.mark.parametrize(
+    ("where", "answer", "says"),
+    [
+        (("GET", "api"), (401, "RepoNotFound"), "no repository someone/tiny-moe"),
+        (("GET", "api"), (404, "RepoNotFound"), "no repository someone/tiny-moe"),
+        (("GET", "api"), (403, "GatedRepo"), "is gated: accept its terms at http"),
+        (("HEAD", "config.json"), (403, "GatedRepo"), "is gated: accept its terms at http"),
+        (("GET", "api"), (401, None), "HTTP status 401); check HF_TOKEN"),
+        (("GET", "api"), (403, None), "HTTP status 403); check HF_TOKEN"),
+        (("GET", "api"), (503, None), "HTTP status 503"),
+    ],
+)
+def test_what_the_hub_refuses(hub, tmp_path, capsys, where, answer, says):
+    hub.fail[where] = answer
+    assert says in fails(capsys, "--output_dir", tmp_path / "out")
+    assert not contents(tmp_path).get("out/config.json")
+
+
+def test_a_revision_that_is_not_there(hub, tmp_path, capsys):
+    assert "has no revision 'v9'" in fails(capsys, "--revision", "v9", "--output_dir", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_no_network(hub, tmp_path, capsys):
+    hub.shutdown()
+    hub.server_close()
+    assert "check the network" in fails(capsys, "--output_dir", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("repo_id", ["a/b/c", "../x", "a--b/c", "", "name with space", "x" * 200, "/etc/passwd"])
+def test_an_invalid_name(hub, tmp_path, monkeypatch, capsys, repo_id):
+    monkeypatch.chdir(tmp_path)
+    assert "give it as owner/name" in fails(capsys, "--repo_id", repo_id)
+    assert list(tmp_path.iterdir()) == [] and hub.requests == []
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        HTTPError("name resolution\nfailed"),
+        OfflineModeIsEnabled("offline"),
+        LocalEntryNotFoundError("cannot be found\nlocally"),
+        RuntimeError("Data processing error: CAS service error"),
+        OSError("Consistency check failed"),
+        ConnectionResetError(errno.ECONNRESET, "reset"),
+    ],
+)
+def test_what_breaks_on_the_way(hub, tmp_path, monkeypatch, capsys, error):
+    def broken(*_, **__):
+        raise error
+
+    monkeypatch.setattr(script, "snapshot_download", broken)
+    line = fails(capsys, "--output_dir", tmp_path / "out")
+    assert "the download broke off" in line and "run the same command again" in line
+
+
+def test_a_network_lost_at_the_start_is_not_taken_for_success(hub, tmp_path, monkeypatch, capsys):
+    # The real client answers so: the directory as it is, and a warning.
+    monkeypatch.setattr(script, "snapshot_download", lambda *_, local_dir, **__: str(local_dir))
+    assert "incomplete (model-00001-of-00002.safetensors and 6 more)" in fails(capsys, "--output_dir", tmp_path / "out")
+
+
+def test_ctrl_c(hub, tmp_path, monkeypatch, capsys):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(script, "snapshot_download", interrupted)
+    assert main(["--repo_id", REPO, "--output_dir", str(tmp_path / "out")]) == 130
+    assert "run the same command again" in capsys.readouterr().err
+
+
+def test_an_output_directory_that_cannot_be(hub, tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    assert "is a file" in fails(capsys, "--output_dir", tmp_path / "file")
+    assert "cannot write" in fails(capsys, "--output_dir", tmp_path / "file" / "below")
+
+
+def test_no_room(hub, tmp_path, monkeypatch, capsys):
+    usage = type("Usage", (), {"free": 1000})
+    monkeypatch.setattr(script.shutil, "disk_usage", lambda path: usage)
+    assert "needs 0.0 GB more" in fails(capsys, "--output_dir", tmp_path / "out")
+    assert fetched(hub) == []
+
+
+@pytest.mark.parametrize(
+    ("names", "says"),
+    [
+        (["config.json", "pytorch_model.bin"], "only pickled weights"),
+        (["config.json", "model-00001-of-00002.pt", "original/model.safetensors"], "only pickled weights"),
+        (["model.Q4_K_M.gguf"], "only GGUF"),
+        (["params.json", "consolidated.safetensors"], "Mistral's own layout"),
+        (["adapter_model.safetensors", "adapter_config.json"], "only an adapter"),
+        (["README.md"], "no weights"),
+        ([], "no weights"),
+        (["model.safetensors"], "no config.json"),
+    ],
+)
+def test_a_repository_without_usable_weights(hub, tmp_path, capsys, names, says):
+    hub.files = dict.fromkeys(names, b"x")
+    assert says in fails(capsys, "--output_dir", tmp_path / "out")
+    assert not (tmp_path / "out").exists() and fetched(hub) == []
+
+
+def test_wanted():
+    assert sorted(wanted([*FILES, *UNWANTED])) == sorted(FILES)
+    assert wanted(["model.safetensors", "config.json"]) == ["model.safetensors", "config.json"]
+
+
+def test_the_token_reaches_the_hub(hub, tmp_path, monkeypatch):
+    seen = []
+    original = Handler.do_GET
+    monkeypatch.setattr(Handler, "do_GET", lambda self: seen.append(self.headers["Authorization"]) or original(self))
+    assert main(["--repo_id", REPO, "--output_dir", str(tmp_path / "out"), "--token", "hf_secret"]) == 0
+    assert seen and set(seen) == {"Bearer hf_secret"}

@@ -1,0 +1,183 @@
+"""Sampling, sessions and their compiled form, on small random models."""
+
+import itertools
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from generate import Sampling, Session, load_model, pick_device, sample
+
+GREEDY = Sampling(temperature=0)
+PROMPT = [5, 17, 3, 99, 42, 8, 120]
+
+
+@pytest.fixture(scope="module")
+def model(make_family):
+    return load_model(make_family("mixtral").directory, "cpu")
+
+
+def tokens(session: Session, ids=PROMPT, count: int = 12, sampling: Sampling = GREEDY) -> list[int]:
+    session.reset()
+    return list(session.stream(ids, count, sampling))
+
+
+# Sampling -----------------------------------------------------------------------------------------------------------
+
+
+def draw(logits, count, *, k, temperature=1.0, top_p=2.0, min_p=0.0, penalty=1.0, seen=None):
+    """`count` draws from one row of logits [V], as one batch."""
+    rows = logits.expand(count, -1)
+    noise = torch.empty(count, k).exponential_(generator=torch.Generator().manual_seed(0))
+    seen = torch.zeros_like(rows, dtype=torch.bool) if seen is None else seen.expand(count, -1)
+    return sample(rows, torch.tensor([temperature, top_p, min_p, penalty]), seen, noise).squeeze(1)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    (
+        dict(k=20),
+        dict(k=5),
+        dict(k=20, temperature=0.5),
+        dict(k=20, top_p=0.7),
+        dict(k=10, top_p=0.8, temperature=1.5),
+        dict(k=20, min_p=0.2),
+        dict(k=8, top_p=0.9, min_p=0.05, temperature=0.8, penalty=1.4),
+    ),
+    ids=str,
+)
+def test_draws_follow_the_distribution_that_transformers_defines(settings):
+    """Chi-square at 0.1 % over 50,000 draws; a token outside the kept set is never drawn."""
+    torch.manual_seed(3)
+    logits, seen = torch.randn(20) * 2, torch.zeros(20, dtype=torch.bool)
+    seen[[1, 4, 7]] = True
+    warp = [RepetitionPenaltyLogitsProcessor(settings.get("penalty", 1.0))]
+    warp += [TemperatureLogitsWarper(settings.get("temperature", 1.0)), TopKLogitsWarper(settings["k"])]
+    warp += [TopPLogitsWarper(settings["top_p"])] if "top_p" in settings else []
+    warp += [MinPLogitsWarper(settings["min_p"])] if "min_p" in settings else []
+    want = LogitsProcessorList(warp)(seen.nonzero().T, logits.clone().unsqueeze(0)).softmax(-1)[0]
+    count = 50_000
+    got = draw(logits, count, seen=seen, **settings).bincount(minlength=20).float()
+    kept = want > 0
+    assert got[~kept].sum() == 0
+    chi2 = ((got - count * want)[kept] ** 2 / (count * want)[kept]).sum().item()
+    limits = {0: 0.0, 1: 10.8, 2: 13.8, 3: 16.3, 4: 18.5, 5: 20.5, 6: 22.5, 7: 24.3, 9: 27.9, 19: 43.8}
+    degrees = int(kept.sum()) - 1
+    assert chi2 <= limits.get(degrees, 3.3 * degrees + 10)
+
+
+def test_greedy_takes_the_likeliest_after_the_penalty():
+    logits, seen = torch.tensor([[1.0, 3.0, 2.5]]), torch.tensor([[False, True, False]])
+    controls = torch.tensor([1.0, 2.0, 0.0, 1.0])
+    assert sample(logits, controls, seen, None).tolist() == [[1]]
+    controls[3] = 2.0
+    assert sample(logits, controls, seen, None).tolist() == [[2]]
+
+
+@pytest.mark.parametrize(
+    "bad",
+    (dict(top_k=0), dict(temperature=-1.0), dict(top_p=0.0), dict(top_p=1.5), dict(min_p=1.0),
+     dict(repetition_penalty=0.0), dict(temperature=float("nan"))),
+    ids=str,
+)  # fmt: skip
+def test_impossible_settings_are_refused_by_name(bad):
+    with pytest.raises(ValueError, match=f"--{next(iter(bad))} "):
+        Sampling(**bad)
+
+
+# Sessions -----------------------------------------------------------------------------------------------------------
+
+
+def test_same_seed_same_tokens(model):
+    session = Session(model, 64)
+    first = tokens(session, sampling=Sampling(temperature=1.5, seed=7))
+    assert tokens(session, sampling=Sampling(temperature=1.5, seed=7)) == first
+    assert tokens(session, sampling=Sampling(temperature=1.5, seed=8)) != first
+
+
+def test_top_k_of_one_is_greedy(model):
+    session = Session(model, 64)
+    assert tokens(session, sampling=Sampling(top_k=1)) == tokens(session)
+
+
+def test_a_repetition_penalty_covers_prompt_and_answer(model):
+    """With a penalty so strong that every seen token falls behind, none comes twice."""
+    got = tokens(Session(model, 64), count=30, sampling=Sampling(temperature=0, repetition_penalty=1e9))
+    assert len(set(got) | set(PROMPT)) == len(got) + len(PROMPT)
+
+
+@pytest.mark.parametrize("taken", (1, 4, 12))
+def test_what_the_cache_holds_is_not_computed_again(model, taken):
+    """Stop reading an answer early, go on from there with more text: the same as from nothing."""
+    session = Session(model, 128)
+    stream = session.stream(PROMPT, 12, GREEDY)
+    ids = PROMPT + list(itertools.islice(stream, taken)) + [9, 11, 4]
+    stream.close()
+    prefilled = []
+    session.prefill = lambda part, start, k: (prefilled.append((len(part), start)), Session.prefill(session, part, start, k))
+    again = list(session.stream(ids, 12, GREEDY))
+    assert prefilled[0][0] <= 4 and sum(prefilled[0]) == len(ids)
+    assert again == tokens(Session(model, 128), ids)
+
+
+def test_the_same_prompt_again_still_gives_an_answer(model):
+    session = Session(model, 64)
+    first = list(session.stream(PROMPT, 5, GREEDY))
+    assert list(session.stream(PROMPT, 5, GREEDY)) == first
+    assert list(session.stream(PROMPT[:3], 5, GREEDY)) == tokens(Session(model, 64), PROMPT[:3], 5)
+
+
+def test_a_session_is_used_to_its_last_position(model):
+    assert len(tokens(Session(model, 64), count=64 - len(PROMPT))) == 64 - len(PROMPT)
+    with pytest.raises(ValueError, match="at most 57 with --max_new_tokens"):
+        tokens(Session(model, 64), count=64 - len(PROMPT) + 1)
+    with pytest.raises(ValueError, match="the prompt is empty"):
+        tokens(Session(model, 64), ids=[])
+
+
+def test_a_missing_device_is_named():
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    with pytest.raises(ValueError, match="no CUDA device.*--device cpu"):
+        pick_device("cuda")
+    assert pick_device("auto").type == "cpu"
+
+
+# Compiled -----------------------------------------------------------------------------------------------------------
+
+
+def check_compiled(directory, dtype=None) -> None:
+    """Compiled tokens are the eager ones, and neither lengths nor settings compile again."""
+    model = load_model(directory, "cpu", dtype)
+    eager = tokens(Session(model, 192))
+    torch._dynamo.reset()
+    session = Session(model, 192, compile=True, compile_prefill=True)
+    assert tokens(session) == eager
+    tokens(session, sampling=Sampling(seed=0))
+    before = counters["stats"]["unique_graphs"]
+    kinds = len({type(block.ffn) for block in model.layers})
+    # start, finish and each kind of block for prefill and decode, and two ways to sample: layers share what is compiled.
+    assert before <= 2 * (2 + kinds) + 2
+    for length in range(1, 160, 8):
+        tokens(session, [i % 150 for i in range(length)], 3, Sampling(temperature=0.1 + length / 100, seed=length))
+    assert counters["stats"]["unique_graphs"] == before
+
+
+def test_compiled_equals_eager_and_never_compiles_again(make_family):
+    counters.clear()
+    check_compiled(make_family("mixtral").directory)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ("qwen3_moe", "olmoe"))
+def test_other_families_compiled(make_family, name):
+    counters.clear()
+    check_compiled(make_family(name).directory)

@@ -1,0 +1,231 @@
+"""The model against transformers, against itself along other paths, and against a naive loop."""
+
+import dataclasses
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import FAMILIES
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from benchmark import ARCHITECTURES
+from generate import Sampling, Session, load_model
+from model import Experts, Transformer, top_k
+
+
+def relative(got: torch.Tensor, want: torch.Tensor) -> float:
+    return ((got - want).norm() / want.norm()).item()
+
+
+def prompt(length: int = 40, batch: int = 1) -> torch.Tensor:
+    return torch.randint(160, (batch, length), generator=torch.Generator().manual_seed(1))
+
+
+def all_logits(model, tokens: torch.Tensor) -> torch.Tensor:
+    """One pass over [B, Q] tokens from position 0 -> [B, Q, V]."""
+    model.setup_cache(tokens.shape[0], 64)
+    return model(tokens, torch.arange(tokens.shape[1]).expand_as(tokens))
+
+
+@pytest.mark.parametrize("layout", ("current", "hub"))
+@pytest.mark.parametrize("name", FAMILIES)
+def test_logits_are_those_of_transformers(name, layout, make_family):
+    family = make_family(name, layout)
+    want = family.peer(prompt()).logits
+    assert relative(all_logits(load_model(family.directory, "cpu"), prompt()), want) < 1e-4
+
+
+@pytest.mark.parametrize("layout", ("current", "hub"))
+@pytest.mark.parametrize("name", FAMILIES)
+def test_greedy_tokens_are_those_of_transformers(name, layout, make_family):
+    family = make_family(name, layout)
+    want = family.peer.generate(
+        prompt(), attention_mask=torch.ones_like(prompt()), max_new_tokens=48, do_sample=False, eos_token_id=-1,
+        pad_token_id=0,
+    )  # fmt: skip
+    session = Session(load_model(family.directory, "cpu"), 128)
+    got = list(session.stream(prompt()[0].tolist(), 48, Sampling(temperature=0)))
+    assert got == want[0, 40:].tolist() and len(got) == 48
+
+
+def test_prefill_equals_token_by_token(family):
+    model, tokens = load_model(family.directory, "cpu"), prompt()
+    whole = all_logits(model, tokens)
+    model.setup_cache(1, 64)
+    steps = [model(tokens[:, i : i + 1], torch.tensor([[i]])) for i in range(tokens.shape[1])]
+    assert relative(torch.cat(steps, dim=1), whole) < 1e-5
+
+
+def test_prefill_in_two_parts_equals_one(family):
+    model, tokens = load_model(family.directory, "cpu"), prompt()
+    whole = all_logits(model, tokens)
+    model.setup_cache(1, 64)
+    parts = [model(tokens[:, a:b], torch.arange(a, b).unsqueeze(0)) for a, b in ((0, 23), (23, 40))]
+    assert relative(torch.cat(parts, dim=1), whole) < 1e-5
+
+
+def test_sequences_of_a_batch_keep_their_own_positions(family):
+    """Two prompts of different lengths, padded at the end, then a step each at its own position."""
+    model, tokens, lengths = load_model(family.directory, "cpu"), prompt(20, batch=2), (20, 13)
+    model.setup_cache(2, 64)
+    positions = torch.arange(20).expand(2, 20)
+    first = model(tokens, positions, last=torch.tensor([n - 1 for n in lengths]))
+    chosen = first.argmax(-1, keepdim=True)
+    second = model(chosen, torch.tensor([[n] for n in lengths]))
+    for row, length in enumerate(lengths):
+        alone = all_logits(model, torch.cat((tokens[row : row + 1, :length], chosen[row : row + 1]), dim=1))
+        assert relative(first[row], alone[0, -2]) < 1e-5
+        assert relative(second[row, 0], alone[0, -1]) < 1e-5
+
+
+def test_last_gives_the_logits_of_that_position_only(family):
+    model, tokens = load_model(family.directory, "cpu"), prompt()
+    whole = all_logits(model, tokens)
+    model.setup_cache(1, 64)
+    one = model(tokens, torch.arange(40).unsqueeze(0), last=torch.tensor([17]))
+    assert one.shape == (1, 160) and one.dtype == torch.float32
+    assert relative(one, whole[:, 17]) < 1e-6
+
+
+def test_both_expert_paths_agree(family, monkeypatch):
+    tokens, results = prompt(), []
+    for limit in (0, 64):  # always grouped, always gathered
+        monkeypatch.setattr(Experts, "gather_tokens", limit)
+        results.append(all_logits(load_model(family.directory, "cpu"), tokens))
+    assert relative(*results) < 1e-5
+
+
+def test_routing_is_that_of_transformers(family):
+    tokens = prompt()
+    model = load_model(family.directory, "cpu")
+    model.setup_cache(1, 64)
+    _, indices, weights = model(tokens, torch.arange(40).unsqueeze(0), return_routing=True)
+    sparse = [block for block in model.layers if hasattr(block.ffn, "router")]
+    assert indices.shape == weights.shape == (len(sparse), 40, model.args.n_active)
+    peer = family.peer(tokens, output_router_logits=True).router_logits
+    peer = [logits for logits in peer if logits is not None]
+    assert len(peer) == len(sparse)
+    for ours, theirs in zip(indices, peer, strict=True):
+        want = theirs.softmax(-1).topk(model.args.n_active).indices
+        assert torch.equal(ours.sort().values, want.sort().values)
+    if model.args.norm_topk:
+        torch.testing.assert_close(weights.sum(-1), torch.ones(len(sparse), 40))
+
+
+def naive_experts(experts: Experts, x: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Token by token, expert by expert, in fp64."""
+    w13, w2 = experts.w13.weight.double(), experts.w2.weight.double()
+    rows = []
+    for token, chosen, scale in zip(x.double(), indices, weights.double(), strict=True):
+        y = torch.zeros_like(token)
+        for expert, weight in zip(chosen.tolist(), scale, strict=True):
+            gate, up = (w13[expert] @ token).chunk(2)
+            y += weight * (w2[expert] @ (F.silu(gate) * up))
+        rows.append(y)
+    return torch.stack(rows)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    T=st.integers(1, 40), E=st.integers(1, 12), D=st.integers(1, 6), I=st.integers(1, 6), data=st.data(),
+    seed=st.integers(0, 2**20),
+)  # fmt: skip
+def test_experts_equal_a_naive_loop(T, E, D, I, data, seed):
+    """D and I in units of 8: a grouped product wants rows of whole 16 bytes."""
+    A = data.draw(st.integers(1, E))
+    args = dataclasses.replace(
+        ARCHITECTURES["Mixtral-8x7B"], dim=8 * D, intermediate=8 * I, n_expert=E, n_active=A, n_layer=1
+    )
+    generator = torch.Generator().manual_seed(seed)
+    experts = Experts(args)
+    for parameter in experts.parameters():
+        parameter.normal_(0, 0.3, generator=generator)
+    x = torch.randn(T, 8 * D, generator=generator)
+    # Some experts get every token and some none: the order is skewed.
+    skew = torch.randn(E, generator=generator) * data.draw(st.sampled_from((0.0, 5.0)))
+    indices = (torch.randn(T, E, generator=generator) + skew).topk(A).indices
+    weights = torch.rand(T, A, generator=generator)
+    want = naive_experts(experts, x, indices, weights)
+    for product in (experts.gather, experts.group):
+        torch.testing.assert_close(product(x, indices, weights).double(), want, rtol=1e-4, atol=1e-4)
+
+
+@given(data=st.data(), E=st.integers(1, 130), T=st.integers(1, 5))
+@settings(max_examples=30, deadline=None)
+def test_top_k_is_topk(data, E, T):
+    k = data.draw(st.integers(1, min(E, 10)))
+    scores = torch.rand(T, E, generator=torch.Generator().manual_seed(data.draw(st.integers(0, 2**20)))).softmax(-1)
+    values, indices = top_k(scores, k)
+    want = scores.topk(k)
+    assert torch.equal(values, want.values) and torch.equal(indices, want.indices)
+
+
+def test_top_k_breaks_ties_by_the_first_index():
+    assert top_k(torch.full((1, 5), 0.2), 3)[1].tolist() == [[0, 1, 2]]
+
+
+class LargestTensor(TorchDispatchMode):
+    """Notes the most elements of any operation's result, views of `known` tensors aside."""
+
+    def __init__(self, *known: torch.Tensor):
+        super().__init__()
+        self.known, self.elements = {tensor.untyped_storage()._cdata for tensor in known}, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in self.known:
+                self.elements = max(self.elements, tensor.numel())
+        return result
+
+
+def test_a_long_prompt_never_gathers_weights():
+    """Mixtral's real shapes and 4096 tokens on the meta device: nothing is larger than the hidden [T * A, 2I]."""
+    args, tokens = ARCHITECTURES["Mixtral-8x7B"], 4096
+    with torch.device("meta"):
+        experts = Experts(args)
+        x = torch.empty(tokens, args.dim)
+        routing = torch.empty(tokens, args.n_active, dtype=torch.int64), torch.empty(tokens, args.n_active)
+    with LargestTensor(*experts.parameters()) as grouped:
+        experts(x, *routing)
+    assert grouped.elements == tokens * args.n_active * 2 * args.intermediate
+    with LargestTensor(*experts.parameters()) as gathered:  # the meter does see a gather
+        experts.gather(x[:8], *(part[:8] for part in routing))
+    assert gathered.elements == 8 * args.n_active * 2 * args.intermediate * args.dim
+
+
+@pytest.mark.parametrize(
+    ("arch", "gigabytes"), (("Mixtral-8x7B", 25.5), ("Qwen3-30B-A3B", 6.08)), ids=lambda value: str(value)
+)
+def test_bytes_per_token(arch, gigabytes):
+    with torch.device("meta"):
+        model = Transformer(ARCHITECTURES[arch]).to(torch.bfloat16)
+    assert model.bytes_per_token() / 1e9 == pytest.approx(gigabytes, rel=2e-3)
+
+
+def test_tied_embeddings_are_read_once(make_family):
+    model = load_model(make_family("qwen3_moe").directory, "cpu")
+    assert model.head.weight is model.embedding.weight
+    args = model.args
+    experts = sum(p.nbytes for name, p in model.named_parameters() if "experts" in name)
+    everything = sum(p.nbytes for p in model.parameters())
+    row = args.dim * 4
+    assert model.bytes_per_token() == everything - experts * (args.n_expert - args.n_active) // args.n_expert + row
+
+
+def test_equal_layers_hold_no_value_that_differs():
+    """One compiled block must serve all: no Python attribute of a block may depend on its layer."""
+    with torch.device("meta"):
+        model = Transformer(ARCHITECTURES["OLMoE-1B-7B"])
+
+    def plain(module):
+        return {
+            (name, key): value
+            for name, part in module.named_modules()
+            for key, value in vars(part).items()
+            if isinstance(value, int | float | str | bool | tuple)
+        }
+
+    assert plain(model.layers[0]) == plain(model.layers[7])
