@@ -23,6 +23,7 @@ import sysconfig
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -35,7 +36,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 UNK, BOS, EOS = 0, 1, 2  # sentencepiece's own default ids, and Mixtral's
-PROMPT = 'class Stack:\n    """A last-in, first-out container.'
+PROMPT = 'class Stack:\n    """A last-in, first-out container."""\n\n    def __init__(self'
 SPLIT_FILE = Path(__file__).with_name("tiny_moe_heldout.txt")
 
 
@@ -150,24 +151,38 @@ def check_leaks(corpus: Corpus) -> dict[str, float]:
 # ----------------------------------------------------------------------------------------------------- the tokenizer
 
 
+def cut(text: str, length: int) -> Iterator[str]:
+    """The text in parts of at most about `length` characters, whole lines: sentencepiece counts in 16 bits."""
+    part, size = [], 0
+    for line in text.splitlines(keepends=True):
+        if size + len(line) > length and part:
+            yield "".join(part)
+            part, size = [], 0
+        part.append(line)
+        size += len(line)
+    yield "".join(part)
+
+
 def train_tokenizer(documents: dict[str, str], vocab_size: int) -> bytes:
     """A sentencepiece BPE model made for code, as the bytes of `tokenizer.model`. Deterministic: one thread.
 
     It sees every document that is no test and every fourth that is one: the pieces are for the former.
-    Nothing is normalised, so that decoding gives back every byte. A line break with the indentation after it is one
-    symbol, and pieces may cross spaces and punctuation (`if not self.`, `):`).
+    Nothing is normalised, so that decoding gives back every byte. A line break is one symbol, whatever stands around
+    it: were it merged with the indentation that follows, a prompt that ends with a line would look like the end of a
+    file. Indentation of four, eight, ... spaces is one symbol too, and pieces may cross spaces and punctuation
+    (`if not self.`, `):`).
     """
-    indent = "\u2581"  # sentencepiece's visible space
-    breaks = ["\n" * n + indent * k for n, deepest in ((1, 24), (2, 12), (3, 0)) for k in range(0, deepest + 1, 4)]
+    space = "\u2581"  # sentencepiece's visible one
+    symbols = ["\n"] + [space * k for k in range(4, 25, 4)]
     tests = [name for name in documents if is_test(name)]
     texts = [text for name, text in documents.items() if not is_test(name)] + [documents[n] for n in tests[::4]]
     out = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(texts),
+        sentence_iterator=(part for text in texts for part in cut(text, 1 << 15)),
         model_writer=out,
         model_type="bpe",
         vocab_size=vocab_size,
-        user_defined_symbols=breaks,
+        user_defined_symbols=symbols,
         byte_fallback=True,
         character_coverage=0.9999,
         normalization_rule_name="identity",
@@ -226,7 +241,7 @@ class Config:
             "output_router_logits": False,
             "rms_norm_eps": self.norm_eps,
             "rope_theta": self.rope_theta,
-            "router_aux_loss_coef": 0.01,
+            "router_aux_loss_coef": 0.05,
             "sliding_window": None,
             "tie_word_embeddings": True,
             "torch_dtype": "bfloat16",
@@ -445,7 +460,7 @@ def score(model: TinyMoE, ids: list[int], window: int) -> tuple[float, Tensor]:
 
 
 def train(config: Config, documents: list[list[int]], keep: Tensor, validation: str, tokenizer, options, device):
-    """Train for `--steps` or `--minutes`; returns the best averaged model on the validation text, and what it took.
+    """Train for `--steps`; returns the best averaged model on the validation text, and what it took.
 
     `keep` is each document's chance to be in an epoch. The learning rate rises for `--warmup` steps and falls linearly
     to zero. What is kept is an exponential average of the weights, looked at `--evals` times.
@@ -453,13 +468,14 @@ def train(config: Config, documents: list[list[int]], keep: Tensor, validation: 
     torch.manual_seed(options.seed)
     model = TinyMoE(config, options.dropout).to(device)
     average = copy.deepcopy(model).eval()
-    matrices = [p for p in model.layers.parameters() if p.dim() > 1]  # the routers too: under AdamW they lose balance
+    matrices = [p for n, p in model.layers.named_parameters() if p.dim() > 1 and "gate" not in n]
+    gates = [p for n, p in model.layers.named_parameters() if "gate" in n]
     norms = [p for p in model.parameters() if p.dim() == 1]
     optimizers = [
         Muon(matrices, options.lr, options.weight_decay),
         torch.optim.AdamW(
             [
-                {"params": [model.embed_tokens.weight], "weight_decay": options.weight_decay},
+                {"params": [model.embed_tokens.weight, *gates], "weight_decay": options.weight_decay},
                 {"params": norms, "weight_decay": 0.0},
             ],
             lr=options.lr,
@@ -480,11 +496,11 @@ def train(config: Config, documents: list[list[int]], keep: Tensor, validation: 
     stream = batches(packed, keep, options.batch_size, options.seq_len, options.seed)
     validation_ids, validation_bytes = [BOS, *tokenizer.encode(validation)], len(validation.encode())
     best, best_bits, history = None, math.inf, []
-    step, epoch, done, started = 0, 0, 0.0, None
-    bar = tqdm(total=100, unit="%", desc="train", bar_format="{l_bar}{bar}| {elapsed}<{remaining}{postfix}")
-    while done < 1:
+    started = None
+    bar = tqdm(range(1, options.steps + 1), desc="train", unit="step")
+    for step in bar:
         epoch, inputs, targets = next(stream)
-        rate = options.lr * min(1.0, (step + 1) / options.warmup, 1 - done)
+        rate = options.lr * min(1.0, step / options.warmup, 1 - (step - 1) / options.steps)
         for group in itertools.chain(*(o.param_groups for o in optimizers)):
             group["lr"] = rate
         loss, balance = loss_of(inputs, targets)
@@ -493,7 +509,6 @@ def train(config: Config, documents: list[list[int]], keep: Tensor, validation: 
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-        step += 1
         with torch.no_grad():  # the average forgets faster at first, when the weights are still poor
             torch._foreach_lerp_(
                 list(average.parameters()), list(model.parameters()), 1 - min(options.ema, step / (step + 9))
@@ -501,19 +516,15 @@ def train(config: Config, documents: list[list[int]], keep: Tensor, validation: 
         if started is None or step % 20 == 0:  # the only wait for the device
             value = loss.item()
             started = started or time.perf_counter()  # compilation does not count
-            done = (time.perf_counter() - started) / 60 / options.minutes
-            bar.set_postfix_str(f"step {step}, epoch {epoch}, loss {value:.3f}, balance {balance.item():.3f}")
-        if options.steps:
-            done = step / options.steps
-        bar.update(min(100, int(100 * done)) - bar.n)
-        if done >= (len(history) + 1) / options.evals:
-            nats, _ = score(average, validation_ids, options.seq_len)
+            bar.set_postfix_str(f"epoch {epoch}, loss {value:.3f}, balance {balance.item():.3f}")
+        if step * options.evals >= (len(history) + 1) * options.steps:
+            nats, load = score(average, validation_ids, options.seq_len)
             bits = nats / math.log(2) / validation_bytes
-            history.append({"step": step, "epoch": epoch, "train_loss": value, "validation_bits_per_byte": bits})
+            seen = {"validation_bits_per_byte": bits, "min_load": load.min().item() * config.n_expert}
+            history.append({"step": step, "epoch": epoch, "train_loss": value, **seen})
             tqdm.write(json.dumps(history[-1]), file=sys.stderr)
             if bits < best_bits:
                 best, best_bits = copy.deepcopy(average.state_dict()), bits
-    bar.close()
     average.load_state_dict(best)
     seconds = time.perf_counter() - started
     chosen = min(history, key=lambda entry: entry["validation_bits_per_byte"])
@@ -568,7 +579,7 @@ def load_hub(config: Config, folder: Path) -> TinyMoE:
 
 
 @torch.inference_mode()
-def sample(model: TinyMoE, tokenizer, prompt: str, new_tokens: int, temperature: float = 0.6, seed: int = 0) -> str:
+def sample(model: TinyMoE, tokenizer, prompt: str, new_tokens: int, temperature: float = 0.8, seed: int = 0) -> str:
     """The prompt and up to `new_tokens` more tokens, drawn on the CPU."""
     generator = torch.Generator().manual_seed(seed)
     ids = [BOS, *tokenizer.encode(prompt)]
@@ -602,7 +613,7 @@ the repository and trained enough for a perplexity to mean something: it knows h
 | held-out perplexity | {perplexity:.3f} a token ({tokens:,} tokens, {bytes:,} bytes) |
 | expert load on held-out text | {min_load:.2f} to {max_load:.2f} times even load |
 | validation bits per byte | {validation_bits_per_byte:.4f} |
-| training | {steps:,} steps of {batch_tokens:,} tokens, {epochs} epochs; kept: the average at step {chosen_step:,} |
+| training | {steps:,} steps of {batch_tokens:,} tokens, {epochs} epochs begun; kept: that of step {chosen_step:,} |
 | time | {time}, torch {torch} |
 
 ## Data and licence
@@ -629,7 +640,7 @@ one added.
 ## Architecture
 
 Tokenizer: sentencepiece BPE, {vocab_size} pieces, byte fallback, nothing normalised, so that every text round-trips; a
-line break with its indentation is one token. {bytes_per_token:.2f} bytes a token on the held-out text.
+line break is one token and indentation another. {bytes_per_token:.2f} bytes a token on the held-out text.
 
 Model: {n_layer} layers, width {dim}, {n_head} query and {n_kv_head} key-value heads of {head_dim}, experts of width
 {intermediate}, rotary positions (theta {rope_theta:.0f}), embeddings tied. Trained on windows of {window} tokens; a
@@ -647,7 +658,7 @@ On the held-out text, as a multiple of even load:
 
 ## A sample
 
-Temperature 0.6, seed 0, after the prompt {prompt!r}:
+Temperature 0.8, seed 0, after the prompt {prompt!r}:
 
 ```python
 {sample}
@@ -683,7 +694,19 @@ def write_checkpoint(folder: Path, corpus: Corpus, tokenizer, model: TinyMoE, id
         "epochs": took["epochs"],
     }
     hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
-    flags = ("seed", "seq_len", "batch_size", "lr", "weight_decay", "dropout", "test_share", "balance", "ema", "warmup")
+    flags = (
+        "seed",
+        "steps",
+        "seq_len",
+        "batch_size",
+        "lr",
+        "weight_decay",
+        "dropout",
+        "test_share",
+        "balance",
+        "ema",
+        "warmup",
+    )
     facts = {
         **summary,
         **vars(config),
@@ -718,12 +741,12 @@ def write_checkpoint(folder: Path, corpus: Corpus, tokenizer, model: TinyMoE, id
 
 
 FULL = {
-    "minutes": 6.0,
+    "steps": 3200,
     "batch_size": 32,
     "seq_len": 2048,
     "lr": 5e-3,
-    "weight_decay": 0.1,
-    "dropout": 0.1,
+    "weight_decay": 0.3,
+    "dropout": 0.2,
     "test_share": 0.5,
     "ema": 0.998,
     "warmup": 100,
@@ -747,8 +770,7 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--stdlib_version", help="which Python's, such as 3.11.7; required with --stdlib")
     add("--tokenizer", type=Path, help="a tokenizer.model that this script trained before on the same text")
     add("--device", choices=("auto", "cuda", "cpu"), default="auto")
-    add("--minutes", type=float, help="train for so long, compilation not counted")
-    add("--steps", type=int, help="train for so many steps, in place of --minutes")
+    add("--steps", type=int, help="optimizer steps")
     add("--seed", type=int, default=0)
     add("--batch_size", type=int, help="sequences a step")
     add("--seq_len", type=int, help="tokens a sequence, and the window of the evaluation")
@@ -756,7 +778,7 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--weight_decay", type=float)
     add("--dropout", type=float, help="after the embedding, attention and the experts")
     add("--test_share", type=float, help="the part of the library's tests that an epoch draws")
-    add("--balance", type=float, default=0.01, help="weight of the load-balancing loss")
+    add("--balance", type=float, default=0.05, help="weight of the load-balancing loss")
     add("--ema", type=float, help="decay, a step, of the averaged weights")
     add("--warmup", type=int, help="steps until the peak learning rate")
     add("--evals", type=int, help="how often the validation text is looked at")
@@ -777,11 +799,9 @@ def check_options(options: argparse.Namespace) -> torch.device:
         options.stdlib_version = platform.python_version()
     if options.tokenizer and not options.tokenizer.is_file():
         raise ValueError(f"{options.tokenizer} is not there: leave --tokenizer out to train one")
-    for name in ("batch_size", "seq_len", "evals", "warmup"):
+    for name in ("steps", "batch_size", "seq_len", "evals", "warmup"):
         if getattr(options, name) < 1:
             raise ValueError(f"--{name} must be at least 1")
-    if (options.steps is not None and options.steps < 1) or options.minutes <= 0:
-        raise ValueError("--steps and --minutes must be above 0")
     if options.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("no CUDA device is available: use --device cpu")
     cpu = options.device == "cpu" or options.smoke or not torch.cuda.is_available()

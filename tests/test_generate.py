@@ -122,7 +122,10 @@ def test_what_the_cache_holds_is_not_computed_again(model, taken):
     ids = PROMPT + list(itertools.islice(stream, taken)) + [9, 11, 4]
     stream.close()
     prefilled = []
-    session.prefill = lambda part, start, k: (prefilled.append((len(part), start)), Session.prefill(session, part, start, k))
+    session.prefill = lambda part, start, k: (
+        prefilled.append((len(part), start)),
+        Session.prefill(session, part, start, k),
+    )
     again = list(session.stream(ids, 12, GREEDY))
     assert prefilled[0][0] <= 4 and sum(prefilled[0]) == len(ids)
     assert again == tokens(Session(model, 128), ids)
@@ -146,7 +149,7 @@ def test_a_session_is_used_to_its_last_position(model):
 def test_a_missing_device_is_named():
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
-    with pytest.raises(ValueError, match="no CUDA device.*--device cpu"):
+    with pytest.raises(ValueError, match=r"no CUDA device.*--device cpu"):
         pick_device("cuda")
     assert pick_device("auto").type == "cpu"
 
@@ -164,7 +167,7 @@ def check_compiled(directory, dtype=None) -> None:
     tokens(session, sampling=Sampling(seed=0))
     before = counters["stats"]["unique_graphs"]
     kinds = len({type(block.ffn) for block in model.layers})
-    # start, finish and each kind of block for prefill and decode, and two ways to sample: layers share what is compiled.
+    # start, finish and each kind of block, for prefill and for decode, and two ways to sample: equal layers share one.
     assert before <= 2 * (2 + kinds) + 2
     for length in range(1, 160, 8):
         tokens(session, [i % 150 for i in range(length)], 3, Sampling(temperature=0.1 + length / 100, seed=length))

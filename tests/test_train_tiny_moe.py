@@ -239,7 +239,7 @@ def test_the_readme_and_the_summary_say_what_was_measured(smoke, corpus):
     readme = (folder / "README.md").read_text()
     for field in ("bits_per_byte", "unigram_bits_per_byte"):
         assert f"{summary[field]:.4f}" in readme
-    for word in ("PSF-2.0", "held-out perplexity", "Expert load", "Temperature 0.6", f"{summary['steps']:,} steps"):
+    for word in ("PSF-2.0", "held-out perplexity", "Expert load", "Temperature 0.8", f"{summary['steps']:,} steps"):
         assert word in readme
     assert str(STDLIB) not in readme
     heldout = (folder / "heldout.txt").read_bytes()

@@ -1,0 +1,80 @@
+"""How fast a checkpoint streams to the device, and how much host memory that takes.
+
+    python benchmarks/load_checkpoint.py --arch Mixtral-8x7B --layers 4
+
+Writes a converted checkpoint with random weights at real shapes into a temporary folder, loads it twice (the second
+time from the page cache) and prints one JSON object. Prediction: host memory grows by less than one tensor + 1 GB,
+because a tensor is mapped, copied to the device and unmapped before the next one.
+"""
+
+import argparse
+import dataclasses
+import json
+import re
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import torch
+
+from benchmark import RandomWeights, architecture
+from checkpoint import Checkpoint, Writer
+from generate import load_model, pick_device
+
+
+def anonymous_bytes() -> int:
+    """Anonymous memory of this process (RssAnon): what mapped files take is not in it."""
+    return int(re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
+
+
+class Peak(threading.Thread):
+    """Samples anonymous memory until stopped; `bytes` is the most seen above the start."""
+
+    def __init__(self):
+        super().__init__(daemon=True)
+        self.start_bytes, self.bytes, self.stopped = anonymous_bytes(), 0, threading.Event()
+
+    def run(self) -> None:
+        while not self.stopped.wait(0.005):
+            self.bytes = max(self.bytes, anonymous_bytes() - self.start_bytes)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--arch", default="Mixtral-8x7B")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--device", default="auto", choices=("auto", "cuda", "cpu"))
+    options = parser.parse_args()
+    device = pick_device(options.device)
+    args = dataclasses.replace(architecture(options.arch), n_layer=options.layers)
+    source, result = RandomWeights(args), {"arch": options.arch, "layers": options.layers, "device": str(device)}
+    with tempfile.TemporaryDirectory() as folder:
+        target = Path(folder) / "model_bf16"
+        start = time.perf_counter()
+        with Writer(target, args=source.args, format=source.format) as writer:
+            for layer in range(args.n_layer):
+                names = [name for name in source.shapes if name.startswith(f"layers.{layer}.")]
+                writer.write(f"layer_{layer:02d}.safetensors", {n: source.read(n, device=device).cpu() for n in names})
+            rest = [name for name in source.shapes if not name.startswith("layers.")]
+            writer.write("rest.safetensors", {n: source.read(n, device=device).cpu() for n in rest})
+        result["write_s"] = time.perf_counter() - start
+        result["bytes"] = sum(Checkpoint(target).nbytes(name) for name in Checkpoint(target).tensors)
+        result["largest_tensor_bytes"] = max(Checkpoint(target).nbytes(name) for name in Checkpoint(target).tensors)
+        torch.zeros(1, device=device)  # the device's own context is not part of the figure
+        for turn in ("first", "second"):
+            peak = Peak()
+            peak.start()
+            start = time.perf_counter()
+            model = load_model(target, device)
+            result[f"{turn}_load_s"] = time.perf_counter() - start
+            peak.stopped.set()
+            peak.join()
+            result[f"{turn}_gb_s"] = result["bytes"] / 1e9 / result[f"{turn}_load_s"]
+            result[f"{turn}_host_bytes"] = peak.bytes
+            del model
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
