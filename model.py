@@ -61,15 +61,24 @@ class Linear(nn.Module):
 
 
 class ExpertLinear(nn.Module):
-    """E linear maps stacked in weight [E, out, in], and three products. A number format supplies the same three."""
+    """E linear maps stacked in weight [E, out, in], and three products. A number format supplies the same three.
+
+    The first two are gather-fused: they read the chosen experts' rows once, and copy none of them.
+    """
 
     def __init__(self, n_expert: int, in_features: int, out_features: int):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(n_expert, out_features, in_features), requires_grad=False)
 
-    def forward(self, x: Tensor, expert_indices: Tensor) -> Tensor:
-        """x [T, A or 1, in], expert_indices [T, A] -> [T, A, out]: the gather-fused product."""
-        return torch.einsum("tai,taoi->tao", x.expand(*expert_indices.shape, -1), self.weight[expert_indices])
+    def gated(self, x: Tensor, expert_indices: Tensor) -> Tensor:
+        """x [T, in], expert_indices [T, A] -> SwiGLU of the product, [T, A, out / 2].
+
+        Gate and up are two sums over the same shape: they compile to one kernel with SwiGLU at its end. Stacked in one
+        sum they would leave SwiGLU to the next kernel, where every row computes it again.
+        """
+        x = x.unsqueeze(1).expand(*expert_indices.shape, -1)
+        gate, up = (torch.einsum("tai,taoi->tao", x, w) for w in self.weight[expert_indices].chunk(2, dim=2))
+        return F.silu(gate) * up
 
     def weighted(self, x: Tensor, expert_indices: Tensor, expert_weights: Tensor) -> Tensor:
         """x [T, A, in], expert_indices, expert_weights [T, A] -> [T, out], summed over the experts of each token.
@@ -149,8 +158,7 @@ class Experts(nn.Module):
 
     def gather(self, x: Tensor, expert_indices: Tensor, expert_weights: Tensor) -> Tensor:
         """For few tokens: each token reads the weights of its own experts and no others."""
-        hidden = swiglu(self.w13(x.unsqueeze(1), expert_indices))
-        return self.w2.weighted(hidden, expert_indices, expert_weights)
+        return self.w2.weighted(self.w13.gated(x, expert_indices), expert_indices, expert_weights)
 
     def group(self, x: Tensor, expert_indices: Tensor, expert_weights: Tensor) -> Tensor:
         """For many tokens: sort (token, expert) pairs by expert, one grouped product, back in order, weighted sum.

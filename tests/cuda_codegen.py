@@ -25,6 +25,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
 from benchmark import ARCHITECTURES
+from generate import compile_settings
 from model import Block, Context, ExpertLinear, ModelArgs, Transformer
 
 H200 = types.SimpleNamespace(
@@ -65,9 +66,9 @@ def pretend_gpu() -> None:
     Tensor.__setitem__ = lambda self, index, value: torch.ops.aten.index_put_.default(self, parts(index), value)
 
 
-def cuda_code(build, **config) -> str:
+def cuda_code(build) -> str:
     """The Python and Triton text that Inductor emits for `function(*arguments)`, the pair that `build()` returns."""
-    with FakeTensorMode() as fake, torch.no_grad(), inductor_config.patch(compile_threads=1, **config):
+    with FakeTensorMode() as fake, torch.no_grad(), inductor_config.patch(compile_threads=1):
         function, arguments = build()
         traced = make_fx(function, decomposition_table=select_decomp_table(), tracing_mode="real")(*arguments)
         graph = GraphLowering(traced, example_inputs=list(arguments), shape_env=None)
@@ -133,12 +134,13 @@ def block(args: ModelArgs):
 
 def main() -> int:
     pretend_gpu()
+    compile_settings()
     torch.set_default_dtype(torch.bfloat16)
     results = {}
     for arch in ("Mixtral-8x7B", "Qwen3-30B-A3B"):
         args = ARCHITECTURES[arch]
         for case in (experts, library_products, block):
-            code = cuda_code(lambda case=case, args=args: case(args), coordinate_descent_tuning=True)
+            code = cuda_code(lambda case=case, args=args: case(args))
             results[f"{arch} {case.__name__}"] = summary(code)
     print(json.dumps(results))
     return 0

@@ -29,7 +29,7 @@ def test_one_token_reads_its_experts_without_copying_them(arch, generated):
     args, found = ARCHITECTURES[arch], generated[f"{arch} experts"]
     assert found["extern"] == []
     assert found["triton"] == 2
-    assert found["largest_buffer"] == args.n_active * 2 * args.intermediate  # the hidden of the active experts
+    assert found["largest_buffer"] == args.n_active * args.intermediate  # SwiGLU's result, computed once
 
 
 @pytest.mark.parametrize("arch", ARCHES)
@@ -42,5 +42,5 @@ def test_the_assertion_fails_for_a_formulation_that_does_not_fuse(arch, generate
 @pytest.mark.parametrize("arch", ARCHES)
 def test_a_block_is_few_kernels_and_copies_no_weight(arch, generated):
     args, found = ARCHITECTURES[arch], generated[f"{arch} block"]
-    assert found["triton"] + len(found["extern"]) <= 15
+    assert found["triton"] + len(found["extern"]) <= 17
     assert found["largest_buffer"] < args.dim * args.dim

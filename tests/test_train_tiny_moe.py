@@ -112,9 +112,9 @@ def test_every_text_round_trips(corpus, tokenizer):
         assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_a_line_break_and_its_indentation_are_one_token(tokenizer):
-    ids = tokenizer.encode("x\n        y\n\n    z")
-    assert [tokenizer.decode(i) for i in ids] == ["x", "\n        ", "y", "\n\n    ", "z"]
+def test_a_line_break_and_an_indentation_are_one_token_each(tokenizer):
+    ids = tokenizer.encode("x\n        y\n\n    z\n")
+    assert [tokenizer.decode(i) for i in ids] == ["x", "\n", " " * 8, "y", "\n", "\n", " " * 4, "z", "\n"]
     assert (tokenizer.unk_id(), tokenizer.bos_id(), tokenizer.eos_id()) == (tiny.UNK, tiny.BOS, tiny.EOS)
 
 
@@ -275,7 +275,7 @@ def test_mistakes_are_one_line_and_leave_nothing(tmp_path):
         ("--output_dir", tmp_path / "there"): "--force",
         ("--output_dir", tmp_path / "x", "--stdlib", tmp_path / "library"): "not Python's library",
         ("--output_dir", tmp_path / "x", "--tokenizer", tmp_path / "none.model"): "leave --tokenizer out",
-        ("--output_dir", tmp_path / "x", "--steps", 0): "above 0",
+        ("--output_dir", tmp_path / "x", "--steps", 0): "--steps must be at least 1",
     }
     for arguments, message in cases.items():
         with pytest.raises(ValueError, match=message):
