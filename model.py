@@ -233,7 +233,7 @@ class Context(NamedTuple):
 
     positions: Tensor  # [B, Q]
     rope: Tensor  # [B, Q, 1, C], cosines then sines, fp32
-    mask: Tensor  # [B, Q, S], true where a query may look
+    bias: Tensor  # [B, Q, S], 0 where a query may look and -inf elsewhere
 
 
 def rotate(x: Tensor, rope: Tensor) -> Tensor:
@@ -243,22 +243,22 @@ def rotate(x: Tensor, rope: Tensor) -> Tensor:
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """q [B, Q, H, C], k and v [B, K, S, C], mask [B, Q, S] -> [B, Q, H * C].
+def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+    """q [B, Q, H, C], k and v [B, K, S, C], bias [B, Q, S] -> [B, Q, H * C].
 
     Query heads are a [K, H / K] grid over the KV heads, so keys and values broadcast and are never repeated in memory.
     """
     (B, Q, H, C), K = q.shape, k.shape[1]
     if Q == 1:  # one query: products and softmax that Inductor fuses
         q = q.view(B, K, H // K, 1, C).float() * C**-0.5
-        scores = torch.where(mask.unsqueeze(1), (q * k.unsqueeze(2)).sum(-1), float("-inf"))  # [B, K, H / K, S]
+        scores = (q * k.unsqueeze(2)).sum(-1) + bias.unsqueeze(1)  # [B, K, H / K, S]
         weights = scores.softmax(dim=-1).to(v.dtype)
         return torch.einsum("bkgs,bksc->bkgc", weights, v).reshape(B, 1, H * C)
     # B and K are folded into one axis: H / K is then a head axis along which keys and values have stride zero.
     q = q.view(B, Q, K, H // K, C).permute(0, 2, 3, 1, 4).flatten(0, 1)
     k, v = (t.flatten(0, 1).unsqueeze(1).expand(-1, H // K, -1, -1) for t in (k, v))
-    mask = mask.unsqueeze(1).expand(-1, K, -1, -1).flatten(0, 1).unsqueeze(1)
-    y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)  # [B * K, H / K, Q, C]
+    bias = bias.unsqueeze(1).expand(-1, K, -1, -1).flatten(0, 1).unsqueeze(1)
+    y = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)  # [B * K, H / K, Q, C]
     return y.view(B, K, H // K, Q, C).permute(0, 3, 1, 2, 4).reshape(B, Q, H * C)
 
 
@@ -289,7 +289,7 @@ class Attention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(q, context.rope), rotate(k, context.rope)
         k, v = self.cache.update(context.positions, k, v)
-        return self.reduce(self.wo(attend(q, k, v, context.mask)))
+        return self.reduce(self.wo(attend(q, k, v, context.bias)))
 
 
 class Block(nn.Module):
@@ -345,10 +345,12 @@ class Transformer(nn.Module):
     def start(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Context]:
         """tokens, positions [B, Q] -> x [B, Q, D] and the context of the call."""
         distance = positions.unsqueeze(-1) - torch.arange(self.rope_table.shape[0], device=positions.device)
-        mask = distance >= 0
+        visible = distance >= 0
         if self.args.sliding_window is not None:
-            mask = mask & (distance < self.args.sliding_window)
-        return self.embedding(tokens), Context(positions, self.rope_table[positions].unsqueeze(2), mask)
+            visible = visible & (distance < self.args.sliding_window)
+        x = self.embedding(tokens)
+        bias = torch.where(visible, 0.0, float("-inf")).to(x.dtype)
+        return x, Context(positions, self.rope_table[positions].unsqueeze(2), bias)
 
     def finish(self, x: Tensor, last: Tensor | None) -> Tensor:
         """x [B, Q, D] -> logits fp32 [B, V] at query `last` [B] of each sequence, or [B, Q, V] where it is None."""

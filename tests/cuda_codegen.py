@@ -121,14 +121,14 @@ def block(args: ModelArgs):
         model = Transformer(args)
         model.setup_cache(1, 256)
 
-    def step(x: Tensor, positions: Tensor, rope: Tensor, mask: Tensor):
-        return model.layers[0](x, Context(positions, rope, mask))
+    def step(x: Tensor, positions: Tensor, rope: Tensor, bias: Tensor):
+        return model.layers[0](x, Context(positions, rope, bias))
 
     return step, (
         new(1, 1, args.dim),
         new(1, 1, dtype=torch.int64),
         new(1, 1, 1, args.head_dim, dtype=torch.float32),
-        new(1, 1, 256, dtype=torch.bool),
+        new(1, 1, 256),
     )
 
 
