@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from convert_hf_checkpoint import args_from_hf
-from generate import DTYPES, Sampling, Session, load_model, peak_bytes, pick_device
+from generate import DTYPES, load_model, peak_bytes, pick_device
 from model import ModelArgs, Transformer
+from session import Sampling, Session
 
 ARCHITECTURES = {
     "Mixtral-8x7B": ModelArgs(

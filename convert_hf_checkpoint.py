@@ -78,14 +78,16 @@ FAMILIES = {
 }
 
 # Defaults of the keys that are optional in every family that looks at them; `fixed` answers for one that does not.
-OPTIONAL = dict(tie_word_embeddings=False, norm_topk_prob=False, attention_bias=False, clip_qkv=None)
-OPTIONAL |= dict(
-    use_sliding_window=True, sliding_window=None, layer_types=[], mlp_only_layers=[], decoder_sparse_step=1
-)
+OPTIONAL = {
+    **dict(tie_word_embeddings=False, norm_topk_prob=False, attention_bias=False, clip_qkv=None),
+    **dict(use_sliding_window=True, sliding_window=None, layer_types=[], mlp_only_layers=[], decoder_sparse_step=1),
+}
 
 # The only value that these keys may have, where they are given at all.
-ONLY = dict(hidden_act="silu", rope_type="default", partial_rotary_factor=1, mlp_bias=False, qkv_bias=False)
-ONLY |= dict(use_qkv_bias=False, shared_expert_intermediate_size=0, n_shared_experts=0)
+ONLY = {
+    **dict(hidden_act="silu", rope_type="default", partial_rotary_factor=1, mlp_bias=False, qkv_bias=False),
+    **dict(use_qkv_bias=False, shared_expert_intermediate_size=0, n_shared_experts=0),
+}
 
 
 def family_of(config: dict) -> Family:

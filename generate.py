@@ -1,8 +1,6 @@
 """Text from a Mixture-of-Experts checkpoint: `python generate.py --checkpoint_path DIR --prompt TEXT --compile`.
 
-The way of one token: `Session.step` runs the model on the token it chose last, chooses the next one on the device and
-moves on by one position. Nothing in it depends on a value the host would have to read, so on CUDA the whole step is one
-graph that feeds itself; the host only reads each token to print it, one step behind.
+Also a library: `load_model`, `generate`. How a token is made stands in model.py, how one follows another in session.py.
 """
 
 import argparse
@@ -15,34 +13,21 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
-import torch._inductor.config
-import torch.fx.experimental._config
-from torch import Tensor, nn
+from torch import nn
 from tqdm import tqdm
 
 from checkpoint import Checkpoint
 from convert_hf_checkpoint import convert
-from model import ModelArgs, Stages, Transformer
+from model import ModelArgs, Transformer
+from session import Sampling, Session
 from tokenizer import Tokenizer, load_tokenizer
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 EMBEDDED = Path(__file__).parent / "checkpoints" / "tiny-moe"
-PREFILL_MULTIPLE = 16  # a compiled prefill sees lengths padded to this, so that one graph serves every prompt
-
-
-def compile_settings() -> None:
-    """Torch's compiler options, set once and only where something is compiled."""
-    # Without coordinate descent Inductor leaves one-token products to cuBLAS, which cannot fuse the expert gather.
-    torch._inductor.config.coordinate_descent_tuning = True
-    # A value that every row of a product needs (SwiGLU's result, a rotated query) is computed once and kept, where
-    # Inductor would rather compute it again in every row: Mixtral bf16 137 instead of 129 tokens/s on an H200.
-    torch._inductor.config.realize_opcount_threshold = 10
-    # Two sizes that happen to be equal in the first prompt (its length and the head dim) are not the same size.
-    torch.fx.experimental._config.use_duck_shape = False
 
 
 # Loading ------------------------------------------------------------------------------------------------------------
@@ -96,196 +81,6 @@ def load_model(source, device: str | torch.device = "auto", dtype: torch.dtype |
     seconds = time.perf_counter() - start
     print(f"loaded {size / 1e9:.2f} GB in {seconds:.1f} s, {size / 1e9 / seconds:.1f} GB/s", file=sys.stderr)
     return model.eval()
-
-
-# Sampling -----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How a token is chosen. Temperature 0 is greedy; top_k None keeps the whole vocabulary."""
-
-    temperature: float = 0.8
-    top_k: int | None = 200
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    seed: int | None = None
-
-    def __post_init__(self):
-        limits = {
-            "temperature": (self.temperature >= 0, "at least 0 (0 is greedy)"),
-            "top_k": (self.top_k is None or self.top_k >= 1, "at least 1 (1 is greedy, a large one keeps every token)"),
-            "top_p": (0 < self.top_p <= 1, "above 0 and at most 1"),
-            "min_p": (0 <= self.min_p < 1, "at least 0 and below 1"),
-            "repetition_penalty": (self.repetition_penalty > 0, "above 0 (1 is none)"),
-        }
-        for name, (good, rule) in limits.items():
-            if not good:
-                raise ValueError(f"--{name} {getattr(self, name)}: it must be {rule}")
-
-
-def sample(logits: Tensor, controls: Tensor, seen: Tensor, noise: Tensor | None) -> Tensor:
-    """logits fp32 [B, V] -> tokens [B, 1], on the device and without synchronisation.
-
-    controls fp32 [4]: temperature, top_p, min_p, repetition penalty (Keskar et al. 2019, section 4.1: of tokens in
-    `seen`, bool [B, V]). noise [B, k]: standard exponential; the largest p / noise among the k likeliest is a draw from
-    p (Gumbel's trick, without the sum and the search of `torch.multinomial`). No noise: the likeliest token.
-    """
-    temperature, top_p, min_p, penalty = controls.unbind()
-    logits = torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
-    if noise is None:
-        return logits.argmax(dim=-1, keepdim=True)
-    values, tokens = logits.topk(noise.shape[-1], dim=-1)
-    probabilities = (values / temperature).softmax(dim=-1)
-    likelier = probabilities.cumsum(dim=-1) - probabilities  # the mass before each candidate
-    keep = (likelier < top_p) & (probabilities >= min_p * probabilities[:, :1])
-    choice = torch.where(keep, probabilities / noise, -1.0).argmax(dim=-1, keepdim=True)
-    return tokens.gather(-1, choice)
-
-
-# Decoding -----------------------------------------------------------------------------------------------------------
-
-
-class Session:
-    """One sequence on one device: its cache, the tokens that stand in it, and the step that adds one.
-
-    A model holds the cache, so it serves one session at a time; a session of another length compiles anew.
-
-    max_seq_len: the most tokens a sequence may have, prompt and answer together.
-    compile: the decode step (on CUDA also recorded as one graph); compile_prefill: the prompt's pass as well.
-    """
-
-    def __init__(self, model: Transformer, max_seq_len: int, compile: bool = False, compile_prefill: bool = False):
-        self.model, self.max_seq_len = model, max_seq_len
-        self.device = device = model.norm.weight.device
-        self.slots = -(-(max_seq_len + PREFILL_MULTIPLE) // 64) * 64  # the last ones are for padding and warm-up
-        model.setup_cache(1, self.slots)
-        if compile or compile_prefill:
-            compile_settings()
-        self.compiled = compile
-        self.decode_stages = _compile_stages(dynamic=False) if compile else Stages()
-        self.prefill_stages = _compile_stages(dynamic=True) if compile_prefill else Stages()
-        self.prefill_multiple = PREFILL_MULTIPLE if compile_prefill else 1
-        self.sample = torch.compile(sample, fullgraph=True, dynamic=False) if compile else sample
-        # What a step reads and writes in place, so that a recorded step finds it at the same address.
-        self.token = torch.zeros(1, 1, dtype=torch.int64, device=device)
-        self.position = torch.zeros(1, 1, dtype=torch.int64, device=device)
-        self.first = torch.zeros(1, dtype=torch.int64, device=device)
-        self.seen = torch.zeros(1, model.args.vocab_size, dtype=torch.bool, device=device)
-        self.controls = torch.ones(4, device=device)
-        self.generator = torch.Generator(device)
-        self.steps: dict[int, Callable[[], None]] = {}
-        self.reset()
-
-    def reset(self) -> None:
-        """Forget the sequence."""
-        self.ids: list[int] = []  # the tokens known to the host; the cache holds the first `cached` of them
-        self.cached = 0
-
-    def choose(self, logits: Tensor, k: int) -> None:
-        """Sample the next token among the k likeliest (0: greedy) into `token`."""
-        noise = torch.empty(1, k, device=self.device).exponential_(generator=self.generator) if k else None
-        self.token.copy_(self.sample(logits, self.controls, self.seen, noise))
-        self.seen.scatter_(1, self.token, True)
-
-    def prefill(self, ids: Sequence[int], start: int, k: int) -> None:
-        """Run the prompt's tokens at positions from `start` on and choose the first new token."""
-        padded = -(-len(ids) // self.prefill_multiple) * self.prefill_multiple
-        tokens = torch.zeros(1, padded, dtype=torch.int64)
-        tokens[0, : len(ids)] = torch.tensor(ids)
-        positions = torch.arange(start, start + padded, device=self.device).unsqueeze(0)
-        last = self.first + (len(ids) - 1)
-        self.choose(self.model(tokens.to(self.device), positions, last, stages=self.prefill_stages), k)
-        self.position.fill_(start + len(ids))
-
-    def decode(self, k: int) -> None:
-        """One step: the token chosen last goes in at `position`, the next one is chosen."""
-        self.choose(self.model(self.token, self.position, self.first, stages=self.decode_stages), k)
-        self.position.add_(1)
-
-    def warm_up(self, k: int) -> Callable[[], None]:
-        """The decode step for this k: compiled and, on CUDA, recorded, on the first call; kept afterwards."""
-        if k in self.steps:
-            return self.steps[k]
-        step = lambda: self.decode(k)  # noqa: E731
-        if self.compiled:
-            with torch.cuda.stream(torch.cuda.Stream()) if self.device.type == "cuda" else nullcontext():
-                for _ in range(2):
-                    self.position.fill_(self.slots - 1)  # a position that no sequence reaches
-                    step()
-            if self.device.type == "cuda":
-                torch.cuda.synchronize()
-                graph = torch.cuda.CUDAGraph()
-                graph.register_generator_state(self.generator)
-                with torch.cuda.graph(graph):
-                    step()
-                step = graph.replay
-        self.steps[k] = step
-        return step
-
-    def stream(self, ids: Sequence[int], max_new_tokens: int, sampling: Sampling) -> Iterator[int]:
-        """Continue the token ids by up to max_new_tokens, each yielded as soon as the host can know it.
-
-        What the cache already holds of `ids` is not computed again. The step after is always under way while a token is
-        being read. Raises ValueError where the tokens do not fit.
-        """
-        if not ids:
-            raise ValueError("the prompt is empty: give at least one token")
-        if len(ids) + max_new_tokens > self.max_seq_len:
-            raise ValueError(
-                f"{len(ids)} prompt tokens and {max_new_tokens} new ones exceed --max_seq_len {self.max_seq_len}: "
-                f"raise it, or ask for at most {max(0, self.max_seq_len - len(ids))} with --max_new_tokens"
-            )
-        if max_new_tokens == 0:
-            return
-        k = 0 if sampling.temperature == 0 else min(sampling.top_k or self.seen.shape[1], self.seen.shape[1])
-        step = self.warm_up(k)
-        top_p = sampling.top_p if sampling.top_p < 1 else 2.0  # a sum of probabilities may round to 1 before the end
-        self.controls.copy_(
-            torch.tensor([sampling.temperature or 1.0, top_p, sampling.min_p, sampling.repetition_penalty])
-        )
-        self.generator.manual_seed(torch.seed() if sampling.seed is None else sampling.seed)
-        self.seen.zero_()
-        self.seen[0, torch.tensor(ids, device=self.device)] = True
-
-        start = min(_common_prefix(self.ids, ids), self.cached, len(ids) - 1)
-        self.ids, self.cached = list(ids), start
-        self.prefill(ids[start:], start, k)
-        self.cached = len(ids)
-        token = _read_later(self.token)
-        for count in range(1, max_new_tokens + 1):
-            current = token
-            if count < max_new_tokens:
-                step()
-                self.cached += 1
-                token = _read_later(self.token)
-            self.ids.append(current())
-            yield self.ids[-1]
-
-
-def _compile_stages(dynamic: bool) -> Stages:
-    return Stages(*(torch.compile(stage, fullgraph=True, dynamic=dynamic) for stage in Stages()))
-
-
-def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    return next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-
-
-def _read_later(token: Tensor) -> Callable[[], int]:
-    """Start the copy of a one-element tensor to the host; the function returned waits for it."""
-    if token.device.type != "cuda":
-        value = int(token)
-        return lambda: value
-    host = torch.empty(token.shape, dtype=token.dtype, pin_memory=True).copy_(token, non_blocking=True)
-    copied = torch.cuda.Event()
-    copied.record()
-
-    def read() -> int:
-        copied.synchronize()
-        return int(host)
-
-    return read
 
 
 # Text ---------------------------------------------------------------------------------------------------------------

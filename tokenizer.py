@@ -21,15 +21,6 @@ import tokenizers
 from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-TOKENIZER_FILES = (  # what a converted checkpoint carries along
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-    "generation_config.json",
-)
-
 # In a chat, a character followed by this one is text and never part of a control token (see `_shield`).
 # It is a Unicode noncharacter, which no text that is meant for exchange contains.
 TEXT_MARK = "\ufdd0"
@@ -287,7 +278,7 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
     Raises ValueError, one line, where there is neither or where a file is not what its name says.
     """
     directory = Path(directory)
-    path = next((p for p in map(directory.joinpath, TOKENIZER_FILES[:2]) if p.is_file()), None)
+    path = next((p for p in map(directory.joinpath, ("tokenizer.json", "tokenizer.model")) if p.is_file()), None)
     if path is None:
         raise ValueError(f"{directory} holds neither tokenizer.json nor tokenizer.model; copy one there")
     try:

@@ -22,7 +22,7 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
-from tokenizer import TOKENIZER_FILES
+from convert_hf_checkpoint import SIDE_FILES
 
 AGAIN = "run the same command again to go on from here"
 
@@ -51,7 +51,7 @@ def wanted(names: list[str]) -> list[str]:
         raise ValueError(f"the repository holds {found}; choose one with *.safetensors in Hugging Face layout")
     if "config.json" not in top:
         raise ValueError("the repository holds no config.json; choose one in Hugging Face layout")
-    others = {"config.json", "model.safetensors.index.json", *TOKENIZER_FILES}
+    others = {"config.json", "model.safetensors.index.json", *SIDE_FILES}
     return sorted(weights) + sorted(others & set(top))
 
 

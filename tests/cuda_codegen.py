@@ -25,8 +25,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
 from benchmark import ARCHITECTURES
-from generate import compile_settings
 from model import Block, Context, ExpertLinear, ModelArgs, Transformer
+from session import compile_settings
 
 H200 = types.SimpleNamespace(
     name="NVIDIA H200", major=9, minor=0, multi_processor_count=132, warp_size=32, regs_per_multiprocessor=65536,

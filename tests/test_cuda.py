@@ -5,8 +5,9 @@ import torch
 from conftest import FAMILIES
 from torch._dynamo.utils import counters
 
-from generate import EMBEDDED, Sampling, Session, embedded_checkpoint, load_model
+from generate import EMBEDDED, embedded_checkpoint, load_model
 from model import Experts
+from session import Sampling, Session
 from tokenizer import load_tokenizer
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]

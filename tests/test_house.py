@@ -14,6 +14,7 @@ MAY_IMPORT = {
     "checkpoint": GROUND,
     "tokenizer": GROUND,
     "kernels": GROUND,
+    "session": {"model"},
     "quantize": {"model", "checkpoint", "kernels"},
     "tp": {"model", "checkpoint", "quantize"},
     "offload": {"model", "checkpoint", "quantize", "kernels"},

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmark import ARCHITECTURES
-from generate import Sampling, Session, load_model
+from generate import load_model
 from model import Experts, Transformer, top_k
+from session import Sampling, Session
 
 
 def relative(got: torch.Tensor, want: torch.Tensor) -> float:

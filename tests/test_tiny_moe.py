@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 
 from checkpoint import Checkpoint
-from generate import EMBEDDED, Sampling, Session, generate, load_model
+from generate import EMBEDDED, generate, load_model
+from session import Sampling, Session
 from tokenizer import load_tokenizer
 
 ROOT = Path(__file__).parents[1]

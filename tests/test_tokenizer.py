@@ -13,7 +13,8 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Library
 from transformers import PreTrainedTokenizerFast
 
-from tokenizer import TEXT_MARK, TOKENIZER_FILES, Tokenizer, load_tokenizer
+from convert_hf_checkpoint import SIDE_FILES
+from tokenizer import TEXT_MARK, Tokenizer, load_tokenizer
 
 CORPUS = [
     f"def {name}_{other}(self, {name}):\n    return self.{other} + {name}  # the {name} of an {other}, naïve café"
@@ -185,7 +186,7 @@ def hugging_face(directory) -> PreTrainedTokenizerFast:
 def copy(source, target, **changes):
     """`source`'s files in `target`, with `changes` to tokenizer_config.json (None takes a key out)."""
     target.mkdir(exist_ok=True)
-    for name in TOKENIZER_FILES:
+    for name in SIDE_FILES:
         if (source / name).exists():
             (target / name).write_bytes((source / name).read_bytes())
     config = json.loads((target / "tokenizer_config.json").read_text()) | changes
@@ -511,7 +512,7 @@ def test_damaged_files(source, request, tmp_path):
     source = request.getfixturevalue(source)
     main = "tokenizer.model" if source.joinpath("tokenizer.model").exists() else "tokenizer.json"
     random_ = random.Random(0)
-    for name in [name for name in TOKENIZER_FILES if (source / name).exists()]:
+    for name in [name for name in SIDE_FILES if (source / name).exists()]:
         whole = (source / name).read_bytes()
         cuts = [whole[: len(whole) * n // 7] for n in range(7)] + [whole[:-2]]
         noise = [random_.randbytes(n) for n in (1, 100, 5000)] + [

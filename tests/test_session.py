@@ -14,7 +14,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from generate import Sampling, Session, load_model, pick_device, sample
+from generate import load_model, pick_device
+from session import Sampling, Session, sample
 
 GREEDY = Sampling(temperature=0)
 PROMPT = [5, 17, 3, 99, 42, 8, 120]
