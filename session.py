@@ -23,8 +23,9 @@ def compile_settings() -> None:
     """Torch's compiler options, set once and only where something is compiled."""
     # Without coordinate descent Inductor leaves one-token products to cuBLAS, which cannot fuse the expert gather.
     torch._inductor.config.coordinate_descent_tuning = True
-    # A value that every row of a product needs (SwiGLU's result, a rotated query) is computed once and kept, where
-    # Inductor would rather compute it again in every row: Mixtral bf16 137 instead of 129 tokens/s on an H200.
+    # A value that every row of a product needs (SwiGLU's result) is computed once and kept, where Inductor would rather
+    # compute it again in every row. Pays for large experts and costs small kernels: on an H200 in bf16, 136 instead of
+    # 116 tokens/s for Mixtral 8x7B, 248 instead of 276 for Qwen3-30B-A3B (docs/LOG.md).
     torch._inductor.config.realize_opcount_threshold = 10
     # Two sizes that happen to be equal in the first prompt (its length and the head dim) are not the same size.
     torch.fx.experimental._config.use_duck_shape = False
