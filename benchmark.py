@@ -97,12 +97,12 @@ def _seconds(work, device: torch.device) -> float:
 
 
 def kernels_per_step(session: Session) -> float | None:
-    """CUDA kernels that one recorded decode step launches, counted by the profiler; None on CPU."""
+    """CUDA kernels that one recorded step launches, head and sampling included, by the profiler; None on CPU."""
     if session.device.type != "cuda":
         return None
     step = next(iter(session.steps.values()))
+    session.position.fill_(session.slots - 1)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        session.position.fill_(session.slots - 1)
         step()
         torch.cuda.synchronize()
     return sum(e.count for e in profile.key_averages() if e.device_type == torch.autograd.DeviceType.CUDA)
@@ -112,6 +112,8 @@ def measure(args: ModelArgs, options: argparse.Namespace) -> dict:
     """Decode `new_tokens` after a random prompt, `repeats` times, and report the median."""
     device = pick_device(options.device)
     ceiling = read_bandwidth(device)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
     model = load_model(RandomWeights(args, DTYPES[options.mode]), device)
     session = Session(model, options.prompt_len + options.new_tokens, compile=not options.eager)
     sampling = Sampling(seed=0)
@@ -200,8 +202,11 @@ def main() -> int:
             if (value := getattr(options, name)) is not None and value < least:
                 raise ValueError(f"--{name} {value}: it must be at least {least}")
         args = architecture(options.arch)
-        if options.layers:
-            args = dataclasses.replace(args, n_layer=options.layers)
+        if options.layers and options.layers > args.n_layer:
+            raise ValueError(f"--layers {options.layers}: {options.arch} has {args.n_layer}")
+        if options.prompt_len + options.new_tokens > args.max_position:
+            raise ValueError(f"--prompt_len and --new_tokens exceed the model's {args.max_position} positions")
+        args = dataclasses.replace(args, n_layer=options.layers or args.n_layer)
         result = measure(args, options)
     except (ValueError, torch.cuda.OutOfMemoryError) as error:
         print(f"error: {str(error).splitlines()[0]}", file=sys.stderr)

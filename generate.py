@@ -4,9 +4,12 @@ Also a library: `load_model`, `generate`. How a token is made stands in model.py
 """
 
 import argparse
+import io
 import json
 import os
+import re
 import resource
+import shutil
 import signal
 import sys
 import time
@@ -20,7 +23,7 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from checkpoint import Checkpoint
+from checkpoint import FORMAT_VERSION, Checkpoint
 from convert_hf_checkpoint import convert
 from model import ModelArgs, Transformer
 from session import Sampling, Session
@@ -28,30 +31,45 @@ from tokenizer import Tokenizer, load_tokenizer
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 EMBEDDED = Path(__file__).parent / "checkpoints" / "tiny-moe"
+DEFAULT_PROMPT = "def read_lines(path):"
+DEFAULT_NEW_TOKENS = 200
+DEFAULT_CHAT_LENGTH = 4096  # positions of a chat's cache
 
 
 # Loading ------------------------------------------------------------------------------------------------------------
 
 
 def pick_device(name: str = "auto") -> torch.device:
-    """auto, cuda or cpu -> the device. Raises ValueError where there is no such device."""
+    """auto, cuda, cuda:N or cpu -> the device. Raises ValueError where there is no such device."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name.startswith("cuda") and not torch.cuda.is_available():
-        raise ValueError("no CUDA device is visible to PyTorch: use --device cpu, or install a CUDA build of torch")
-    return torch.device(name)
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
+        raise ValueError(f"device {name!r}: it must be auto, cuda or cpu")
+    device = torch.device(name)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"no CUDA device {device.index or 0} is visible to PyTorch: use --device cpu, or a CUDA build")
+    return device
 
 
 def embedded_checkpoint() -> Path:
-    """The model that comes with the project, converted on first use into the user's cache folder."""
-    parts = sorted(p for p in EMBEDDED.iterdir() if p.suffix in (".safetensors", ".json", ".model"))
-    stamp = 0
-    for part in parts:
+    """The model that comes with the project, converted on first use into the user's cache folder.
+
+    Raises ValueError where that folder cannot be written.
+    """
+    stamp = FORMAT_VERSION
+    for part in sorted(p for p in EMBEDDED.iterdir() if p.suffix in (".safetensors", ".json", ".model")):
         stamp = zlib.crc32(part.read_bytes(), stamp)
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moe-fast"
     target = cache / f"tiny-moe-{stamp:08x}" / "model_bf16"
-    if not target.exists():
-        target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        Checkpoint(target)
+    except ValueError:  # not there, or damaged since
+        try:
+            shutil.rmtree(target, ignore_errors=True)
+            target.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            why = f"cannot write to {cache} ({error.strerror})"
+            raise ValueError(f"{why}: set XDG_CACHE_HOME to a folder that can be written") from None
         convert(EMBEDDED, target)
     return target
 
@@ -64,6 +82,8 @@ def load_model(source, device: str | torch.device = "auto", dtype: torch.dtype |
     """
     source = Checkpoint(source) if isinstance(source, str | os.PathLike) else source
     device = pick_device(device) if isinstance(device, str) else device
+    if device.index is not None:
+        torch.cuda.set_device(device)  # streams, events and graphs are of the current device
     with torch.device("meta"):
         model = Transformer(ModelArgs(**source.args))
     start, size = time.perf_counter(), 0
@@ -79,7 +99,9 @@ def load_model(source, device: str | torch.device = "auto", dtype: torch.dtype |
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     seconds = time.perf_counter() - start
-    print(f"loaded {size / 1e9:.2f} GB in {seconds:.1f} s, {size / 1e9 / seconds:.1f} GB/s", file=sys.stderr)
+    speed = f" in {seconds:.1f} s, {size / 1e9 / seconds:.1f} GB/s"
+    lazily = device.type == "cpu" and dtype is None  # mapped tensors are read from the file when first used
+    print(f"{'mapped' if lazily else 'loaded'} {size / 1e9:.2f} GB{'' if lazily else speed}", file=sys.stderr)
     return model.eval()
 
 
@@ -92,22 +114,29 @@ def generate(
     prompt: str | Sequence[int],
     max_new_tokens: int = 200,
     sampling: Sampling | None = None,
+    *,
     stop: Sequence[str] = (),
     ignore_eos: bool = False,
+    reply: bool = False,
     on_text: Callable[[str], None] = lambda text: None,
     interrupted: Callable[[], bool] = lambda: False,
 ) -> dict:
     """Continue the prompt (text, or token ids) until EOS, a `stop` text (not part of the answer) or max_new_tokens.
 
+    reply: the answer is a text of its own, as in a chat, so that a tokenizer's leading space is no part of it.
     on_text is called with each piece of text as soon as it is certain; `interrupted` is asked after every token.
     Returns text, prompt_tokens, new_tokens, finish_reason ("stop", "length" or "interrupted"), ttft_s (from the call to
-    the first token on the host), prefill_tok_s, decode_tok_s (None below two tokens), bytes_per_token (weights one
-    token reads), gb_s, peak_bytes (of the device; on CPU of the process), seed. Raises ValueError as `Session.stream`.
+    the first token on the host), prefill_tok_s (of the tokens the cache did not hold), decode_tok_s (None below two
+    tokens), bytes_per_token (weights that one token reads), gb_s, peak_bytes (of the device; on CPU of the process).
+    Raises ValueError as `Session.stream`, and for an empty stop text.
     """
+    stop = [stop] if isinstance(stop, str) else stop
+    if "" in stop:
+        raise ValueError("--stop '' would end every answer before it begins: give it some text")
     ids = tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
     sampling = sampling or Sampling()
     stop_ids = () if ignore_eos else tokenizer.stop_ids
-    pieces, text, shown = tokenizer.stream(ids), "", 0
+    pieces, text, shown = tokenizer.stream(() if reply else ids), "", 0
     times, finish = [], "length"
     start = time.perf_counter()
     for token in session.stream(ids, max_new_tokens, sampling):
@@ -138,7 +167,7 @@ def generate(
         "new_tokens": len(times),
         "finish_reason": finish,
         "ttft_s": ttft,
-        "prefill_tok_s": len(ids) / ttft if ttft else None,
+        "prefill_tok_s": session.prefilled / ttft if ttft else None,
         "decode_tok_s": rate,
         "bytes_per_token": size,
         "gb_s": size * rate / 1e9 if rate else None,
@@ -160,7 +189,8 @@ def peak_bytes(device: torch.device) -> int:
     """The most memory used so far: of the device on CUDA, of the process on CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    unit = 1 if sys.platform == "darwin" else 1024  # what ru_maxrss counts in
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def statistics(result: dict) -> str:
@@ -186,8 +216,8 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--checkpoint_path", type=Path, metavar="DIR", help="converted checkpoint; default: the embedded tiny model")
-    add("--prompt", action="append", metavar="TEXT", help="text to continue, '-' reads stdin; may be repeated")
-    add("--max_new_tokens", type=int, default=200, metavar="N")
+    add("--prompt", action="append", metavar="TEXT", help="text to continue, '-' reads stdin; repeatable")
+    add("--max_new_tokens", type=int, metavar="N", help="default: 200, or as many as --max_seq_len leaves room for")
     add("--temperature", type=float, default=0.8, metavar="X", help="0 is greedy")
     add("--top_k", type=int, default=200, metavar="N")
     add("--top_p", type=float, default=1.0, metavar="X")
@@ -211,9 +241,9 @@ def build_parser() -> argparse.ArgumentParser:
 
 def encode_prompts(options: argparse.Namespace, tokenizer: Tokenizer) -> list[list[int]]:
     """The token ids of each --prompt, through the chat template where there is a --system message."""
-    prompts = []
-    for text in options.prompt or ["-"]:
-        text = sys.stdin.read() if text == "-" else text
+    prompts, stdin = [], sys.stdin or io.StringIO()  # there may be none
+    for text in options.prompt or [DEFAULT_PROMPT]:
+        text = stdin.read() if text == "-" else text
         if not text:
             raise ValueError("the prompt is empty: give --prompt some text, or pipe some in with --prompt -")
         if options.system is None:
@@ -224,75 +254,86 @@ def encode_prompts(options: argparse.Namespace, tokenizer: Tokenizer) -> list[li
     return prompts
 
 
-def check_length(longest: int, options: argparse.Namespace, args: ModelArgs) -> int:
-    """The session's length. Raises ValueError where prompt and answer do not fit, before a weight is read."""
-    need = longest + options.max_new_tokens
-    limit, name = (options.max_seq_len, "--max_seq_len") if options.max_seq_len else (args.max_position, "the model's")
+def plan_lengths(longest: int, options: argparse.Namespace, args: ModelArgs) -> int:
+    """Settle --max_new_tokens where it is not given, and return the session's length.
+
+    Raises ValueError where prompt and answer do not fit, before a weight is read.
+    """
+    limit, what = options.max_seq_len or args.max_position, "--max_seq_len" if options.max_seq_len else "the model's"
     if limit > args.max_position:
         raise ValueError(f"--max_seq_len {limit}: the model was made for {args.max_position} positions at most")
-    if need > limit:
+    if options.interactive:
+        options.max_new_tokens = options.max_new_tokens or DEFAULT_NEW_TOKENS
+        return min(limit, options.max_seq_len or DEFAULT_CHAT_LENGTH)
+    room = max(0, limit - longest)
+    if options.max_new_tokens is None:
+        options.max_new_tokens = min(DEFAULT_NEW_TOKENS, room) or DEFAULT_NEW_TOKENS
+    if options.max_new_tokens > room:
         raise ValueError(
-            f"{longest} prompt tokens and {options.max_new_tokens} new ones exceed {name} {limit} positions: "
-            f"shorten the prompt or ask for at most {max(0, limit - longest)} with --max_new_tokens"
+            f"{longest} prompt tokens and {options.max_new_tokens} new ones exceed {what} {limit} positions: "
+            f"shorten the prompt or ask for at most {room} with --max_new_tokens"
         )
-    return options.max_seq_len or need
+    return options.max_seq_len or longest + options.max_new_tokens
+
+
+def check_options(options: argparse.Namespace) -> None:
+    """Raises ValueError for options that cannot be, or cannot be together."""
+    for name in ("max_new_tokens", "num_samples", "max_seq_len"):
+        if (value := getattr(options, name)) is not None and value < 1:
+            raise ValueError(f"--{name} {value}: it must be at least 1")
+    if "" in options.stop:
+        raise ValueError("--stop '' would end every answer before it begins: give it some text")
+    if options.profile and (options.profile.is_dir() or not options.profile.absolute().parent.is_dir()):
+        raise ValueError(f"--profile {options.profile}: it must be a file in a folder that is there")
+    for name in ("prompt", "json"):
+        if options.interactive and getattr(options, name):
+            raise ValueError(f"--{name} does not go with --interactive: leave one of them out")
 
 
 def run(options: argparse.Namespace) -> list[dict]:
     """Load the model, generate what the options ask for, return the results (none for a chat)."""
+    check_options(options)
     sampling = Sampling(
         options.temperature, options.top_k, options.top_p, options.min_p, options.repetition_penalty, options.seed
     )
-    for name in ("max_new_tokens", "num_samples", "max_seq_len"):
-        if (value := getattr(options, name)) is not None and value < 1:
-            raise ValueError(f"--{name} {value}: it must be at least 1")
-    if options.profile and not options.profile.absolute().parent.is_dir():
-        raise ValueError(f"--profile {options.profile}: there is no folder {options.profile.parent}; make it first")
     device = pick_device(options.device)
     checkpoint = Checkpoint(options.checkpoint_path or embedded_checkpoint())
     tokenizer, args = load_tokenizer(checkpoint.directory), ModelArgs(**checkpoint.args)
     if options.system is not None and not tokenizer.has_chat_template:
         raise ValueError("--system needs a chat template, and this model has none: leave --system out")
     prompts = [] if options.interactive else encode_prompts(options, tokenizer)
-    if options.interactive:
-        length = min(options.max_seq_len or 4096, args.max_position)
-    else:
-        length = check_length(max(map(len, prompts)), options, args)
+    length = plan_lengths(max(map(len, prompts), default=0), options, args)
     model = load_model(checkpoint, device, DTYPES[options.dtype] if options.dtype else None)
     session = Session(model, length, options.compile, options.compile_prefill)
     if options.compile or options.compile_prefill:
         start = time.perf_counter()
         for _ in session.stream(prompts[0] if prompts else [0], 1, sampling):
-            session.reset()
+            pass
+        session.reset()
         print(f"compiled in {time.perf_counter() - start:.1f} s", file=sys.stderr)
+    results = []
     with torch.profiler.profile() if options.profile else nullcontext() as profile:
         if options.interactive:
             chat(session, tokenizer, options, sampling)
-            results = []
-        else:
-            results = [
-                _answer(session, tokenizer, ids, options, replace(sampling, seed=_offset(sampling.seed, n)))
-                for ids in prompts
-                for n in range(options.num_samples)
-            ]
+        for ids in prompts:
+            for n in range(options.num_samples):
+                seed = None if sampling.seed is None else sampling.seed + n
+                results.append(_answer(session, tokenizer, ids, options, replace(sampling, seed=seed)))
     if options.profile:
         profile.export_chrome_trace(str(options.profile))
     return results
-
-
-def _offset(seed: int | None, n: int) -> int | None:
-    return None if seed is None else seed + n
 
 
 def _answer(session: Session, tokenizer: Tokenizer, ids: list[int], options, sampling: Sampling) -> dict:
     """One result of the command: the prompt echoed on stderr, the answer on stdout, the statistics on stderr."""
     session.reset()  # nothing is carried from one prompt to the next, so that order does not matter
     show = (lambda text: None) if options.json else (lambda text: print(text, end="", flush=True))
-    if not options.json and not options.interactive:
-        print(tokenizer.decode(ids), end="", file=sys.stderr, flush=True)
+    if not options.json:  # on a terminal the answer goes on where the prompt ends
+        print(tokenizer.decode(ids), end="" if sys.stdout.isatty() else "\n", file=sys.stderr, flush=True)
     result = generate(
-        session, tokenizer, ids, options.max_new_tokens, sampling, options.stop, options.ignore_eos, on_text=show
-    )
+        session, tokenizer, ids, options.max_new_tokens, sampling,
+        stop=options.stop, ignore_eos=options.ignore_eos, reply=options.system is not None, on_text=show,
+    )  # fmt: skip
     show("\n")
     print(statistics(result), file=sys.stderr)
     return result
@@ -300,70 +341,83 @@ def _answer(session: Session, tokenizer: Tokenizer, ids: list[int], options, sam
 
 @contextmanager
 def _ctrl_c_as_flag() -> Iterator[Callable[[], bool]]:
-    """Within, the first Ctrl-C only makes the yielded function true."""
+    """Within, Ctrl-C only makes the yielded function true."""
     pressed = []
-
-    def note(*_) -> None:
-        pressed.append(True)
-        signal.signal(signal.SIGINT, previous)
-
-    previous = signal.signal(signal.SIGINT, note)
+    previous = signal.signal(signal.SIGINT, lambda *_: pressed.append(True))
     try:
         yield lambda: bool(pressed)
     finally:
         signal.signal(signal.SIGINT, previous)
 
 
+def _lines() -> Iterator[str]:
+    """What the user types, line by line, until /exit or the end; Ctrl-C drops the line begun."""
+    while True:
+        print("> ", end="", file=sys.stderr, flush=True)
+        try:
+            line = sys.stdin.readline() if sys.stdin else ""
+        except KeyboardInterrupt:
+            print("  (/exit ends)", file=sys.stderr)
+            continue
+        if not line or line.strip() == "/exit":
+            return
+        if line.strip():
+            yield line.rstrip("\n")
+
+
 def chat(session: Session, tokenizer: Tokenizer, options: argparse.Namespace, sampling: Sampling) -> None:
     """Read lines, stream answers, keep the cache between turns. Without a template the text is simply continued."""
     opening = [] if options.system is None else [{"role": "system", "content": options.system}]
     messages, ids = list(opening), []
-    while True:
-        print("> ", end="", file=sys.stderr, flush=True)
-        line = sys.stdin.readline()
-        if not line or line.strip() == "/exit":
-            return
-        if line.strip() == "/reset":
+    for text in _lines():
+        if text.strip() == "/reset":
             messages, ids = list(opening), []
             continue
-        if not (text := line.rstrip("\n")):
+        asked = [*messages, {"role": "user", "content": text}]
+        try:
+            templated = tokenizer.has_chat_template
+            prompt = tokenizer.chat(asked) if templated else ids + tokenizer.encode(text, bos=not ids)
+        except ValueError as error:  # bytes that are no text, or the template's own objection
+            print(f"error: {error}", file=sys.stderr)
             continue
-        if tokenizer.has_chat_template:
-            messages.append({"role": "user", "content": text})
-            prompt = tokenizer.chat(messages)
-        else:
-            prompt = ids + tokenizer.encode(text, bos=not ids)
         room = session.max_seq_len - len(prompt)
         if room < 1:
             print(f"the context of {session.max_seq_len} positions is full: /reset starts anew", file=sys.stderr)
-            messages = messages[:-1]
             continue
         with _ctrl_c_as_flag() as interrupted:
             result = generate(
-                session, tokenizer, prompt, min(options.max_new_tokens, room), sampling, options.stop,
-                options.ignore_eos, lambda piece: print(piece, end="", flush=True), interrupted,
+                session, tokenizer, prompt, min(options.max_new_tokens, room), sampling,
+                stop=options.stop, ignore_eos=options.ignore_eos, reply=templated,
+                on_text=lambda piece: print(piece, end="", flush=True), interrupted=interrupted,
             )  # fmt: skip
         print(flush=True)
         print(statistics(result), file=sys.stderr)
-        messages.append({"role": "assistant", "content": result["text"]})
-        ids = prompt + session.ids[len(prompt) :]
+        messages = [*asked, {"role": "assistant", "content": result["text"]}]
+        answer = session.ids[len(prompt) :]
+        ids = prompt + (answer[:-1] if answer[-1] in tokenizer.stop_ids else answer)
 
 
 def main() -> int:
     """Run the command; a user's mistake is one line on stderr and exit code 2."""
     options = build_parser().parse_args()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a terminal that cannot show a character shows a question mark
+            stream.reconfigure(errors="replace")
     try:
         results = run(options)
+        if options.json:
+            print(json.dumps(results[0] if len(results) == 1 else {"results": results}), flush=True)
     except torch.cuda.OutOfMemoryError as error:
         print(f"error: out of GPU memory ({str(error).splitlines()[0]}): shorten --max_seq_len", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # whoever read our output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     except (ValueError, OSError) as error:
         print(f"error: {str(error).splitlines()[0]}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
-    if options.json and results:
-        print(json.dumps(results[0] if len(results) == 1 else {"results": results}))
     return 0
 
 

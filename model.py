@@ -358,13 +358,16 @@ class Transformer(nn.Module):
             x = x[torch.arange(x.shape[0], device=x.device), last]
         return self.gather(self.head(self.norm(x))).float()
 
-    def forward(self, tokens: Tensor, positions: Tensor, last: Tensor | None = None, *,
+    def forward(self, tokens: Tensor, positions: Tensor, last: Tensor | None = None, *, all_positions: bool = False,
                 return_routing: bool = False, stages: "Stages | None" = None):  # fmt: skip
         """Run tokens [B, Q] at positions [B, Q] (each below the cache's length), reading and extending the cache.
 
-        Returns logits as `finish` does; with `return_routing` also expert_indices and expert_weights [L, T, A] of the
-        layers that have experts. Positions of one sequence must rise; what lies past them in the cache is never read.
+        Returns logits fp32 [B, V] of each sequence's query `last` [B] (default: the last of Q), or [B, Q, V] of
+        `all_positions`; with `return_routing` also expert_indices and expert_weights [L, T, A] of the layers that have
+        experts. Positions of one sequence must rise; what the cache holds past them is masked.
         """
+        if last is None and not all_positions:
+            last = torch.full(tokens.shape[:1], tokens.shape[1] - 1, device=tokens.device)
         stages = stages or Stages()
         x, context = stages.start(self, tokens, positions)
         routing = []
@@ -372,7 +375,7 @@ class Transformer(nn.Module):
             x, *chosen = stages.block(block, x, context)
             if return_routing and chosen[0] is not None:
                 routing.append(chosen)
-        logits = stages.finish(self, x, last)
+        logits = stages.finish(self, x, None if all_positions else last)
         if not return_routing:
             return logits
         return logits, *(torch.stack(part) for part in zip(*routing, strict=True))

@@ -10,12 +10,14 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
+import torch._dynamo.config
 import torch._inductor.config
 import torch.fx.experimental._config
 from torch import Tensor
 
 from model import Stages, Transformer
 
+CANDIDATES = 256  # tokens that sampling looks at: one compiled step serves every top_k up to this
 PREFILL_MULTIPLE = 16  # a compiled prefill sees lengths padded to this, so that one graph serves every prompt
 
 
@@ -29,6 +31,8 @@ def compile_settings() -> None:
     torch._inductor.config.realize_opcount_threshold = 10
     # Two sizes that happen to be equal in the first prompt (its length and the head dim) are not the same size.
     torch.fx.experimental._config.use_duck_shape = False
+    # One function is compiled for each kind of block, for prefill and decode, and anew for a session of another length.
+    torch._dynamo.config.recompile_limit = 256
 
 
 # Sampling -----------------------------------------------------------------------------------------------------------
@@ -52,6 +56,7 @@ class Sampling:
             "top_p": (0 < self.top_p <= 1, "above 0 and at most 1"),
             "min_p": (0 <= self.min_p < 1, "at least 0 and below 1"),
             "repetition_penalty": (self.repetition_penalty > 0, "above 0 (1 is none)"),
+            "seed": (self.seed is None or 0 <= self.seed < 2**63, "at least 0 and below 2 ** 63"),
         }
         for name, (good, rule) in limits.items():
             if not good:
@@ -61,18 +66,19 @@ class Sampling:
 def sample(logits: Tensor, controls: Tensor, seen: Tensor, noise: Tensor | None) -> Tensor:
     """logits fp32 [B, V] -> tokens [B, 1], on the device and without synchronisation.
 
-    controls fp32 [4]: temperature, top_p, min_p, repetition penalty (Keskar et al. 2019, section 4.1: of tokens in
-    `seen`, bool [B, V]). noise [B, k]: standard exponential; the largest p / noise among the k likeliest is a draw from
-    p (Gumbel's trick, without the sum and the search of `torch.multinomial`). No noise: the likeliest token.
+    controls fp32 [5]: temperature, top_k, top_p, min_p, repetition penalty (Keskar et al. 2019, section 4.1: of tokens
+    in `seen`, bool [B, V]). noise [B, N]: standard exponential; the largest p / noise among the N likeliest is a draw
+    from p (Gumbel's trick, without the sum and the search of `torch.multinomial`). No noise: the likeliest token.
     """
-    temperature, top_p, min_p, penalty = controls.unbind()
+    temperature, top_k, top_p, min_p, penalty = controls.unbind()
     logits = torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
     if noise is None:
         return logits.argmax(dim=-1, keepdim=True)
     values, tokens = logits.topk(noise.shape[-1], dim=-1)
-    probabilities = (values / temperature).softmax(dim=-1)
+    among = torch.arange(noise.shape[-1], device=logits.device) < top_k
+    probabilities = torch.where(among, values / temperature, float("-inf")).softmax(dim=-1)
     likelier = probabilities.cumsum(dim=-1) - probabilities  # the mass before each candidate
-    keep = (likelier < top_p) & (probabilities >= min_p * probabilities[:, :1])
+    keep = among & (likelier < top_p) & (probabilities >= min_p * probabilities[:, :1])
     choice = torch.where(keep, probabilities / noise, -1.0).argmax(dim=-1, keepdim=True)
     return tokens.gather(-1, choice)
 
@@ -83,7 +89,7 @@ def sample(logits: Tensor, controls: Tensor, seen: Tensor, noise: Tensor | None)
 class Session:
     """One sequence on one device: its cache, the tokens that stand in it, and the step that adds one.
 
-    A model holds the cache, so it serves one session at a time; a session of another length compiles anew.
+    A model holds the cache, so it serves one session at a time, the newest; a session of another length compiles anew.
 
     max_seq_len: the most tokens a sequence may have, prompt and answer together.
     compile: the decode step (on CUDA also recorded as one graph); compile_prefill: the prompt's pass as well.
@@ -94,9 +100,11 @@ class Session:
         self.device = device = model.norm.weight.device
         self.slots = -(-(max_seq_len + PREFILL_MULTIPLE) // 64) * 64  # the last ones are for padding and warm-up
         model.setup_cache(1, self.slots)
+        self.caches = [block.attention.cache for block in model.layers]
         if compile or compile_prefill:
             compile_settings()
         self.compiled = compile
+        self.recorded = compile and device.type == "cuda"
         self.decode_stages = _compile_stages(dynamic=False) if compile else Stages()
         self.prefill_stages = _compile_stages(dynamic=True) if compile_prefill else Stages()
         self.prefill_multiple = PREFILL_MULTIPLE if compile_prefill else 1
@@ -106,95 +114,122 @@ class Session:
         self.position = torch.zeros(1, 1, dtype=torch.int64, device=device)
         self.first = torch.zeros(1, dtype=torch.int64, device=device)
         self.seen = torch.zeros(1, model.args.vocab_size, dtype=torch.bool, device=device)
-        self.controls = torch.ones(4, device=device)
+        self.controls = torch.ones(5, device=device)
         self.generator = torch.Generator(device)
         self.steps: dict[int, Callable[[], None]] = {}
         self.reset()
 
     def reset(self) -> None:
-        """Forget the sequence."""
+        """Forget the sequence. (The cache is emptied: masked positions count zero times their value, which has to be
+        a number, and in fp16 a value may have overflowed.)"""
+        for cache in self.caches:
+            cache.k.zero_()
+            cache.v.zero_()
         self.ids: list[int] = []  # the tokens known to the host; the cache holds the first `cached` of them
         self.cached = 0
+        self.prefilled = 0  # how many prompt tokens the last `stream` had to compute
 
-    def choose(self, logits: Tensor, k: int) -> None:
-        """Sample the next token among the k likeliest (0: greedy) into `token`."""
-        noise = torch.empty(1, k, device=self.device).exponential_(generator=self.generator) if k else None
+    def choose(self, logits: Tensor, candidates: int) -> None:
+        """Sample the next token among so many of the likeliest (0: greedy) into `token`."""
+        noise = None
+        if candidates:
+            noise = torch.empty(1, candidates, device=self.device).exponential_(generator=self.generator)
         self.token.copy_(self.sample(logits, self.controls, self.seen, noise))
         self.seen.scatter_(1, self.token, True)
 
-    def prefill(self, ids: Sequence[int], start: int, k: int) -> None:
+    def prefill(self, ids: Sequence[int], start: int, candidates: int) -> None:
         """Run the prompt's tokens at positions from `start` on and choose the first new token."""
         padded = -(-len(ids) // self.prefill_multiple) * self.prefill_multiple
         tokens = torch.zeros(1, padded, dtype=torch.int64)
         tokens[0, : len(ids)] = torch.tensor(ids)
         positions = torch.arange(start, start + padded, device=self.device).unsqueeze(0)
         last = self.first + (len(ids) - 1)
-        self.choose(self.model(tokens.to(self.device), positions, last, stages=self.prefill_stages), k)
+        self.choose(self.model(tokens.to(self.device), positions, last, stages=self.prefill_stages), candidates)
         self.position.fill_(start + len(ids))
 
-    def decode(self, k: int) -> None:
+    def decode(self, candidates: int) -> None:
         """One step: the token chosen last goes in at `position`, the next one is chosen."""
-        self.choose(self.model(self.token, self.position, self.first, stages=self.decode_stages), k)
+        self.choose(self.model(self.token, self.position, self.first, stages=self.decode_stages), candidates)
         self.position.add_(1)
 
-    def warm_up(self, k: int) -> Callable[[], None]:
-        """The decode step for this k: compiled and, on CUDA, recorded, on the first call; kept afterwards."""
-        if k in self.steps:
-            return self.steps[k]
-        step = lambda: self.decode(k)  # noqa: E731
+    def warm_up(self, candidates: int) -> Callable[[], None]:
+        """The decode step for so many candidates: compiled and, on CUDA, recorded, on the first call; then kept."""
+        if candidates in self.steps:
+            return self.steps[candidates]
+
+        def step() -> None:
+            self.decode(candidates)
+
+        if self.recorded:
+            torch.cuda.synchronize()  # a step of the last answer may still be under way, and it moves `position`
         if self.compiled:
-            with torch.cuda.stream(torch.cuda.Stream()) if self.device.type == "cuda" else nullcontext():
+            with torch.cuda.stream(torch.cuda.Stream()) if self.recorded else nullcontext():
                 for _ in range(2):
                     self.position.fill_(self.slots - 1)  # a position that no sequence reaches
                     step()
-            if self.device.type == "cuda":
-                torch.cuda.synchronize()
-                graph = torch.cuda.CUDAGraph()
-                graph.register_generator_state(self.generator)
-                with torch.cuda.graph(graph):
-                    step()
-                step = graph.replay
-        self.steps[k] = step
-        return step
+        if self.recorded:
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            graph.register_generator_state(self.generator)
+            with torch.cuda.graph(graph):
+                step()
+            self.steps[candidates] = graph.replay
+        else:
+            self.steps[candidates] = step
+        return self.steps[candidates]
 
     def stream(self, ids: Sequence[int], max_new_tokens: int, sampling: Sampling) -> Iterator[int]:
         """Continue the token ids by up to max_new_tokens, each yielded as soon as the host can know it.
 
-        What the cache already holds of `ids` is not computed again. The step after is always under way while a token is
-        being read. Raises ValueError where the tokens do not fit.
+        What the cache already holds of `ids` is not computed again. Where the step is recorded, the one after is under
+        way while a token is being read. Raises ValueError where the tokens do not fit.
         """
+        vocabulary = self.seen.shape[1]
+        if self.model.layers[0].attention.cache is not self.caches[0]:
+            raise ValueError("another session has taken this model since: make a new Session")
         if not ids:
             raise ValueError("the prompt is empty: give at least one token")
-        if len(ids) + max_new_tokens > self.max_seq_len:
+        if min(ids) < 0 or max(ids) >= vocabulary:
+            raise ValueError(f"token ids must be from 0 to {vocabulary - 1}: does the tokenizer belong to this model?")
+        if max_new_tokens < 0 or len(ids) + max_new_tokens > self.max_seq_len:
             raise ValueError(
                 f"{len(ids)} prompt tokens and {max_new_tokens} new ones exceed --max_seq_len {self.max_seq_len}: "
                 f"raise it, or ask for at most {max(0, self.max_seq_len - len(ids))} with --max_new_tokens"
             )
         if max_new_tokens == 0:
             return
-        k = 0 if sampling.temperature == 0 else min(sampling.top_k or self.seen.shape[1], self.seen.shape[1])
-        step = self.warm_up(k)
+        top_k = min(sampling.top_k or vocabulary, vocabulary)
+        candidates = 0 if sampling.temperature == 0 else min(max(top_k, CANDIDATES), vocabulary)
+        step = self.warm_up(candidates)
         top_p = sampling.top_p if sampling.top_p < 1 else 2.0  # a sum of probabilities may round to 1 before the end
-        self.controls.copy_(
-            torch.tensor([sampling.temperature or 1.0, top_p, sampling.min_p, sampling.repetition_penalty])
-        )
-        self.generator.manual_seed(torch.seed() if sampling.seed is None else sampling.seed)
+        controls = (sampling.temperature or 1.0, top_k, top_p, sampling.min_p, sampling.repetition_penalty)
+        self.controls.copy_(torch.tensor(controls))
+        if sampling.seed is None:
+            self.generator.seed()
+        else:
+            self.generator.manual_seed(sampling.seed)
         self.seen.zero_()
         self.seen[0, torch.tensor(ids, device=self.device)] = True
 
         start = min(_common_prefix(self.ids, ids), self.cached, len(ids) - 1)
-        self.ids, self.cached = list(ids), start
-        self.prefill(ids[start:], start, k)
+        self.ids, self.cached, self.prefilled = list(ids), start, len(ids) - start
+        self.prefill(ids[start:], start, candidates)
         self.cached = len(ids)
         token = _read_later(self.token)
-        for count in range(1, max_new_tokens + 1):
+
+        def advance() -> Callable[[], int]:
+            step()
+            self.cached += 1
+            return _read_later(self.token)
+
+        for left in reversed(range(max_new_tokens)):
             current = token
-            if count < max_new_tokens:
-                step()
-                self.cached += 1
-                token = _read_later(self.token)
+            if left and self.recorded:
+                token = advance()
             self.ids.append(current())
             yield self.ids[-1]
+            if left and not self.recorded:  # the host does the step's work, and would hold the token back meanwhile
+                token = advance()
 
 
 def _compile_stages(dynamic: bool) -> Stages:
@@ -212,7 +247,7 @@ def _read_later(token: Tensor) -> Callable[[], int]:
         return lambda: value
     host = torch.empty(token.shape, dtype=token.dtype, pin_memory=True).copy_(token, non_blocking=True)
     copied = torch.cuda.Event()
-    copied.record()
+    copied.record(torch.cuda.current_stream(token.device))
 
     def read() -> int:
         copied.synchronize()

@@ -37,9 +37,9 @@ def tokens(session: Session, ids=PROMPT, count: int = 12, sampling: Sampling = G
 def draw(logits, count, *, k, temperature=1.0, top_p=2.0, min_p=0.0, penalty=1.0, seen=None):
     """`count` draws from one row of logits [V], as one batch."""
     rows = logits.expand(count, -1)
-    noise = torch.empty(count, k).exponential_(generator=torch.Generator().manual_seed(0))
+    noise = torch.empty(count, len(logits)).exponential_(generator=torch.Generator().manual_seed(0))
     seen = torch.zeros_like(rows, dtype=torch.bool) if seen is None else seen.expand(count, -1)
-    return sample(rows, torch.tensor([temperature, top_p, min_p, penalty]), seen, noise).squeeze(1)
+    return sample(rows, torch.tensor([temperature, k, top_p, min_p, penalty]), seen, noise).squeeze(1)
 
 
 @pytest.mark.parametrize(
@@ -77,16 +77,16 @@ def test_draws_follow_the_distribution_that_transformers_defines(settings):
 
 def test_greedy_takes_the_likeliest_after_the_penalty():
     logits, seen = torch.tensor([[1.0, 3.0, 2.5]]), torch.tensor([[False, True, False]])
-    controls = torch.tensor([1.0, 2.0, 0.0, 1.0])
+    controls = torch.tensor([1.0, 1.0, 2.0, 0.0, 1.0])
     assert sample(logits, controls, seen, None).tolist() == [[1]]
-    controls[3] = 2.0
+    controls[4] = 2.0
     assert sample(logits, controls, seen, None).tolist() == [[2]]
 
 
 @pytest.mark.parametrize(
     "bad",
     (dict(top_k=0), dict(temperature=-1.0), dict(top_p=0.0), dict(top_p=1.5), dict(min_p=1.0),
-     dict(repetition_penalty=0.0), dict(temperature=float("nan"))),
+     dict(repetition_penalty=0.0), dict(temperature=float("nan")), dict(seed=-1), dict(seed=10**20)),
     ids=str,
 )  # fmt: skip
 def test_impossible_settings_are_refused_by_name(bad):
@@ -139,12 +139,59 @@ def test_the_same_prompt_again_still_gives_an_answer(model):
     assert list(session.stream(PROMPT[:3], 5, GREEDY)) == tokens(Session(model, 64), PROMPT[:3], 5)
 
 
-def test_a_session_is_used_to_its_last_position(model):
-    assert len(tokens(Session(model, 64), count=64 - len(PROMPT))) == 64 - len(PROMPT)
-    with pytest.raises(ValueError, match="at most 57 with --max_new_tokens"):
-        tokens(Session(model, 64), count=64 - len(PROMPT) + 1)
-    with pytest.raises(ValueError, match="the prompt is empty"):
-        tokens(Session(model, 64), ids=[])
+@pytest.mark.parametrize("compile_prefill", (False, pytest.param(True, marks=pytest.mark.slow)))
+def test_a_session_is_used_to_its_last_position(model, compile_prefill):
+    """176 positions and 16 for padding fill the cache's 192 slots: no slack hides a step too far."""
+    session = Session(model, 176, compile_prefill=compile_prefill)
+    assert session.slots == 192
+    assert tokens(session, count=176 - len(PROMPT)) == tokens(Session(model, 256), count=176 - len(PROMPT))
+    ids = (PROMPT * 30)[:175]
+    assert tokens(Session(model, 176, compile_prefill=compile_prefill), ids, 1) == tokens(Session(model, 256), ids, 1)
+
+
+@pytest.mark.parametrize(
+    ("ids", "count", "words"),
+    ((PROMPT, 58, "at most 57 with --max_new_tokens"), ([], 1, "prompt is empty"), (PROMPT, -1, "--max_new_tokens"),
+     ([160], 1, "from 0 to 159"), ([-1], 1, "from 0 to 159")),
+)  # fmt: skip
+def test_what_cannot_be_run_is_refused_before_it_begins(model, ids, count, words):
+    with pytest.raises(ValueError, match=words):
+        tokens(Session(model, 64), ids, count)
+
+
+def test_a_token_is_shown_before_the_next_step_begins(model):
+    """On the host a step takes the host's time: a token must not wait for it, nor an unread one be computed."""
+    session, steps = Session(model, 64), []
+    decode = session.decode
+    session.decode = lambda candidates: (steps.append(1), decode(candidates))
+    stream = session.stream(PROMPT, 5, GREEDY)
+    for done in range(5):
+        next(stream)
+        assert len(steps) == done
+
+
+def test_a_session_notices_that_its_model_was_taken(model):
+    first = Session(model, 64)
+    tokens(first)
+    second = Session(model, 64)
+    assert len(tokens(second)) == 12
+    with pytest.raises(ValueError, match="another session has taken this model"):
+        tokens(first)
+
+
+def test_an_overflow_does_not_outlive_a_reset(model):
+    session = Session(model, 64)
+    want = tokens(session)
+    for cache in session.caches:
+        cache.v[:, :, 40:] = float("inf")
+    session.reset()
+    assert tokens(session) == want
+
+
+def test_an_unseeded_draw_leaves_the_global_generator_alone(model):
+    state = torch.get_rng_state()
+    tokens(Session(model, 64), sampling=Sampling())
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_a_missing_device_is_named():
@@ -152,6 +199,8 @@ def test_a_missing_device_is_named():
         pytest.skip("this machine has a GPU")
     with pytest.raises(ValueError, match=r"no CUDA device.*--device cpu"):
         pick_device("cuda")
+    with pytest.raises(ValueError, match="auto, cuda or cpu"):
+        pick_device("gpu")
     assert pick_device("auto").type == "cpu"
 
 
@@ -161,23 +210,36 @@ def test_a_missing_device_is_named():
 def check_compiled(directory, dtype=None) -> None:
     """Compiled tokens are the eager ones, and neither lengths nor settings compile again."""
     model = load_model(directory, "cpu", dtype)
-    eager = tokens(Session(model, 192))
+    eager = tokens(Session(model, 192), count=48)
     torch._dynamo.reset()
     session = Session(model, 192, compile=True, compile_prefill=True)
-    assert tokens(session) == eager
+    assert tokens(session, count=48) == eager
     tokens(session, sampling=Sampling(seed=0))
     before = counters["stats"]["unique_graphs"]
     kinds = len({type(block.ffn) for block in model.layers})
     # start, finish and each kind of block, for prefill and for decode, and two ways to sample: equal layers share one.
     assert before <= 2 * (2 + kinds) + 2
     for length in range(1, 160, 8):
-        tokens(session, [i % 150 for i in range(length)], 3, Sampling(temperature=0.1 + length / 100, seed=length))
+        settings = Sampling(0.1 + length / 100, top_k=length, top_p=0.5 + length / 320, seed=length)
+        tokens(session, [i % 150 for i in range(length)], 3, settings)
     assert counters["stats"]["unique_graphs"] == before
+    # A prompt that goes on from what the cache holds, padded or not.
+    session.reset()
+    ids = PROMPT + list(session.stream(PROMPT, 9, GREEDY)) + [3, 4, 5]
+    assert list(session.stream(ids, 20, GREEDY)) == tokens(Session(model, 192), ids, 20)
 
 
 def test_compiled_equals_eager_and_never_compiles_again(make_family):
     counters.clear()
     check_compiled(make_family("mixtral").directory)
+
+
+@pytest.mark.slow
+def test_many_sessions_of_a_model_can_be_compiled(make_family):
+    """More lengths than Dynamo's own limit of eight recompilations."""
+    model = load_model(make_family("mixtral").directory, "cpu")
+    for length in range(64, 64 * 11, 64):
+        assert len(tokens(Session(model, length, compile=True), count=3)) == 3
 
 
 @pytest.mark.slow

@@ -1,9 +1,12 @@
 """The embedded checkpoint through the project's own code: it is trained, balanced, small, and the command's default."""
 
+import io
 import json
 import math
 import os
 import re
+import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,13 +16,16 @@ import torch
 import torch.nn.functional as F
 
 from checkpoint import Checkpoint
-from generate import EMBEDDED, generate, load_model
+from generate import EMBEDDED, build_parser, chat, generate, load_model, main
 from session import Sampling, Session
 from tokenizer import load_tokenizer
 
 ROOT = Path(__file__).parents[1]
 WINDOW = 2048
-LAST_LINE = ["first token", "prompt", "new", "GB a token", "GB/s", "peak"]
+LAST_LINE = (
+    r"first token [\d.]+ s, prompt \d+ tokens at [\d.]+/s, new \d+ tokens at [\d.]+/s, "
+    r"[\d.]+ GB a token, [\d.]+ GB/s, peak [\d.]+ GB"
+)
 
 
 @pytest.fixture(scope="session")
@@ -75,7 +81,9 @@ def test_it_is_trained_and_its_experts_are_all_at_work(directory):
     for start in range(0, len(ids) - 1 - WINDOW // 2, WINDOW // 2):
         part = ids[start : start + WINDOW + 1]
         fresh = slice(WINDOW // 2 if start else 0, None)
-        logits, experts, _ = model(part[None, :-1], positions[:, : len(part) - 1], return_routing=True)
+        logits, experts, _ = model(
+            part[None, :-1], positions[:, : len(part) - 1], all_positions=True, return_routing=True
+        )
         nats += F.cross_entropy(logits[0, fresh], part[1:][fresh], reduction="sum").item()
         load += F.one_hot(experts[:, fresh], model.args.n_expert).sum((1, 2))
     bits = nats / math.log(2) / len(text.encode())
@@ -89,7 +97,7 @@ def test_the_command_needs_no_checkpoint(cache, directory):
     arguments = ("--prompt", "def main():\n", "--max_new_tokens", "20", "--seed", "3")
     first, second = command(cache, *arguments), command(cache, *arguments)
     assert first.returncode == 0 and first.stdout == second.stdout and len(first.stdout) > 20
-    assert all(word in first.stderr.splitlines()[-1] for word in LAST_LINE)
+    assert re.fullmatch(LAST_LINE, first.stderr.splitlines()[-1])
     assert command(cache, *arguments[:-1], "4").stdout != first.stdout
     Checkpoint(directory).verify(progress=False)
 
@@ -125,6 +133,12 @@ def test_it_ends_at_end_of_text_unless_told_not_to(directory):
     assert went_on["new_tokens"] == 300 and went_on["text"].startswith(ended["text"])
 
 
+def test_new_tokens_fill_a_short_cache_unless_they_are_asked_for(cache, directory):
+    run = command(cache, "--prompt", "import os", "--max_seq_len", "20", "--ignore_eos", "--json")
+    result = json.loads(run.stdout)
+    assert result["prompt_tokens"] + result["new_tokens"] == 20
+
+
 def test_interactive_keeps_and_forgets(cache, directory):
     """The second line continues the first one's text; after /reset the same line gives the same answer again."""
     arguments = ("--interactive", "--temperature", "0", "--max_new_tokens", "8", "--ignore_eos")
@@ -134,6 +148,69 @@ def test_interactive_keeps_and_forgets(cache, directory):
     assert len(prompts) == 3 and prompts[1] > prompts[0] + 8 and prompts[2] == prompts[0]
     once = command(cache, *arguments, text="import os\n").stdout
     assert run.stdout.startswith(once) and run.stdout.endswith(once)
+
+
+TEMPLATE = """{% for m in messages %}# {{ m.role }}: {{ m.content }}
+{% endfor %}{% if add_generation_prompt %}# assistant:{% endif %}"""
+
+
+SYSTEM, USER = {"role": "system", "content": "Python"}, {"role": "user", "content": "import os"}
+
+
+@pytest.fixture(scope="session")
+def chatty(directory, tmp_path_factory) -> Path:
+    """The embedded model with a chat template beside it."""
+    target = tmp_path_factory.mktemp("chatty") / "model_bf16"
+    shutil.copytree(directory, target)
+    (target / "chat_template.jinja").write_text(TEMPLATE)
+    return target
+
+
+def test_a_chat_goes_through_the_template_and_reuses_the_cache(chatty, cache, monkeypatch):
+    """Two turns: the prompts are the template's, and the first one is not computed again (an answer may be: the
+    template's text can be cut into other tokens than those it was generated in)."""
+    model, tokenizer = load_model(chatty, "cpu"), load_tokenizer(chatty)
+    session, prefilled, prompts = Session(model, 512), [], []
+    real = session.prefill
+    session.prefill = lambda ids, start, k: (prefilled.append((start, len(ids))), real(ids, start, k))
+    stream = session.stream
+    session.stream = lambda ids, *rest: (prompts.append(tokenizer.decode(ids)), stream(ids, *rest))[1]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("import os\nimport sys\n"))
+    arguments = ["--interactive", "--system", SYSTEM["content"], "--max_new_tokens", "9", "--ignore_eos"]
+    options = build_parser().parse_args(arguments)
+    chat(session, tokenizer, options, Sampling(temperature=0))
+    assert prompts[0] == "# system: Python\n# user: import os\n# assistant:"
+    assert prompts[1].startswith(prompts[0]) and prompts[1].endswith("\n# user: import sys\n# assistant:")
+    (first_start, first), (second_start, second) = prefilled
+    assert first_start == 0 and second_start >= first == len(tokenizer.chat([SYSTEM, USER]))
+    assert second_start + second == len(tokenizer.encode(prompts[1], bos=False))
+
+
+def test_a_system_message_puts_prompts_through_the_template(chatty, cache):
+    arguments = ("--checkpoint_path", str(chatty), "--temperature", "0", "--max_new_tokens", "9", "--ignore_eos")
+    run = command(cache, *arguments, "--prompt", "import os", "--system", "Python")
+    by_hand = "# system: Python\n# user: import os\n# assistant:"
+    assert run.returncode == 0 and run.stdout == command(cache, *arguments, "--prompt", by_hand).stdout
+    assert by_hand in run.stderr
+
+
+def test_ctrl_c_stops_the_answer_and_not_the_program(cache, directory):
+    arguments = ["--interactive", "--max_new_tokens", "4000", "--ignore_eos", "--temperature", "0"]
+    process = subprocess.Popen(
+        [sys.executable, ROOT / "generate.py", *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, env={**os.environ, "XDG_CACHE_HOME": str(cache)},
+    )  # fmt: skip
+    try:
+        process.stdin.write(b"import os\n")
+        process.stdin.flush()
+        assert process.stdout.read(1)  # the answer has begun
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(b"/exit\n", timeout=120)
+    finally:
+        process.kill()
+    assert process.returncode == 0
+    (count,) = re.findall(rb"new (\d+) tokens", errors)
+    assert 0 < int(count) < 4000
 
 
 BAD = {
@@ -146,6 +223,11 @@ BAD = {
     "no such folder for the profile": (("--prompt", "a", "--profile", "nowhere/x.json"), "--profile"),
     "a system message without a template": (("--prompt", "a", "--system", "b"), "chat template"),
     "no tokens wanted": (("--prompt", "a", "--max_new_tokens", "0"), "--max_new_tokens 0"),
+    "an empty stop text": (("--prompt", "a", "--stop", ""), "--stop ''"),
+    "a seed out of range": (("--prompt", "a", "--seed", "99999999999999999999"), "--seed"),
+    "a folder for the profile": (("--prompt", "a", "--profile", "."), "--profile"),
+    "a prompt for a chat": (("--prompt", "a", "--interactive"), "--prompt does not go with --interactive"),
+    "an empty standard input": (("--prompt", "-"), "the prompt is empty"),
     "a misspelt device": (("--prompt", "a", "--device", "gpu"), "gpu"),
 }
 if not torch.cuda.is_available():
@@ -153,13 +235,37 @@ if not torch.cuda.is_available():
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_a_users_mistake_is_one_line_and_exit_code_2(case, cache, directory):
+def test_a_users_mistake_is_one_line_and_exit_code_2(case, directory, cache, monkeypatch, capsys):
     arguments, words = BAD[case]
-    run = command(cache, *arguments)
-    assert run.returncode == 2 and run.stdout == ""
-    assert words in run.stderr.splitlines()[-1] and "Traceback" not in run.stderr
-    if "usage:" not in run.stderr:  # argparse prints its usage first
-        assert len(run.stderr.splitlines()) == 1
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    monkeypatch.setattr(sys, "argv", ["generate.py", *arguments])
+    monkeypatch.setattr(sys, "stdin", io.StringIO())
+    try:
+        code = main()
+    except SystemExit as error:  # argparse's own way, with its usage first
+        code = error.code
+    out, err = capsys.readouterr()
+    assert code == 2 and out == ""
+    assert words in err.splitlines()[-1]
+    assert len(err.splitlines()) == 1 or "usage:" in err
+
+
+def test_a_reader_that_leaves_early_is_no_error(cache, directory):
+    for arguments in ("--max_new_tokens 100 --ignore_eos", "--max_new_tokens 3 --json"):
+        line = f"set -o pipefail; {sys.executable} {ROOT / 'generate.py'} {arguments} | true"
+        environment = {**os.environ, "XDG_CACHE_HOME": str(cache)}
+        run = subprocess.run(["bash", "-c", line], capture_output=True, text=True, env=environment)
+        assert run.returncode == 141 and "rror" not in run.stderr
+
+
+def test_a_damaged_cache_folder_is_made_again(cache, directory, tmp_path):
+    shutil.copytree(cache / "moe-fast", tmp_path / "moe-fast")
+    (found,) = tmp_path.glob("moe-fast/*/model_bf16")
+    (found / "rest.safetensors").write_bytes(b"")
+    run = command(tmp_path, "--max_new_tokens", "2")
+    assert run.returncode == 0 and Checkpoint(found).verify(progress=False) is None
+    run = command(Path("/dev/null"), "--max_new_tokens", "2")
+    assert run.returncode == 2 and "XDG_CACHE_HOME" in run.stderr and len(run.stderr.splitlines()) == 1
 
 
 def test_a_profile_is_written(cache, directory, tmp_path):
