@@ -10,9 +10,6 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
-import torch._dynamo.config
-import torch._inductor.config
-import torch.fx.experimental._config
 from torch import Tensor
 
 from model import Stages, Transformer
@@ -23,16 +20,21 @@ PREFILL_MULTIPLE = 16  # a compiled prefill sees lengths padded to this, so that
 
 def compile_settings() -> None:
     """Torch's compiler options, set once and only where something is compiled."""
+    # Imported here, because importing the compiler takes longer than an eager answer of a small model.
+    import torch._dynamo.config as dynamo
+    import torch._inductor.config as inductor
+    import torch.fx.experimental._config as fx
+
     # Without coordinate descent Inductor leaves one-token products to cuBLAS, which cannot fuse the expert gather.
-    torch._inductor.config.coordinate_descent_tuning = True
+    inductor.coordinate_descent_tuning = True
     # A value that every row of a product needs (SwiGLU's result) is computed once and kept, where Inductor would rather
     # compute it again in every row. Pays for large experts and costs small kernels: on an H200 in bf16, 136 instead of
     # 116 tokens/s for Mixtral 8x7B, 248 instead of 276 for Qwen3-30B-A3B (docs/LOG.md).
-    torch._inductor.config.realize_opcount_threshold = 10
+    inductor.realize_opcount_threshold = 10
     # Two sizes that happen to be equal in the first prompt (its length and the head dim) are not the same size.
-    torch.fx.experimental._config.use_duck_shape = False
+    fx.use_duck_shape = False
     # One function is compiled for each kind of block, for prefill and decode, and anew for a session of another length.
-    torch._dynamo.config.recompile_limit = 256
+    dynamo.recompile_limit = 256
 
 
 # Sampling -----------------------------------------------------------------------------------------------------------
