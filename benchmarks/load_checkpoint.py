@@ -28,16 +28,22 @@ def anonymous_bytes() -> int:
     return int(re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
 
 
-class Peak(threading.Thread):
-    """Samples anonymous memory until stopped; `bytes` is the most seen above the start."""
+class Peak:
+    """`with Peak() as peak: ...`: afterwards `peak.bytes` is the most anonymous memory seen above that at the start."""
 
-    def __init__(self):
-        super().__init__(daemon=True)
-        self.start_bytes, self.bytes, self.stopped = anonymous_bytes(), 0, threading.Event()
+    def __enter__(self) -> "Peak":
+        self.start, self.bytes, self.done = anonymous_bytes(), 0, threading.Event()
+        self.watcher = threading.Thread(target=self.watch, daemon=True)
+        self.watcher.start()
+        return self
 
-    def run(self) -> None:
-        while not self.stopped.wait(0.005):
-            self.bytes = max(self.bytes, anonymous_bytes() - self.start_bytes)
+    def watch(self) -> None:
+        while not self.done.wait(0.001):
+            self.bytes = max(self.bytes, anonymous_bytes() - self.start)
+
+    def __exit__(self, *_) -> None:
+        self.done.set()
+        self.watcher.join()
 
 
 def main() -> None:
@@ -63,13 +69,10 @@ def main() -> None:
         result["largest_tensor_bytes"] = max(Checkpoint(target).nbytes(name) for name in Checkpoint(target).tensors)
         torch.zeros(1, device=device)  # the device's own context is not part of the figure
         for turn in ("first", "second"):
-            peak = Peak()
-            peak.start()
             start = time.perf_counter()
-            model = load_model(target, device)
+            with Peak() as peak:
+                model = load_model(target, device)
             result[f"{turn}_load_s"] = time.perf_counter() - start
-            peak.stopped.set()
-            peak.join()
             result[f"{turn}_gb_s"] = result["bytes"] / 1e9 / result[f"{turn}_load_s"]
             result[f"{turn}_host_bytes"] = peak.bytes
             del model

@@ -7,7 +7,6 @@ import resource
 import stat
 import sys
 import tempfile
-import threading
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import checkpoint
+from benchmarks.load_checkpoint import Peak
 from checkpoint import DTYPES, Checkpoint, Shard, Writer
 
 ARGS = {"dim": 64, "dense_layers": [0, 2], "rope_theta": 1e6}
@@ -154,29 +154,15 @@ def test_side_files(tmp_path):
     assert Checkpoint(tmp_path / "out").tensors == {}
 
 
-def rss_anon() -> int:
-    return int(re.search(r"RssAnon:\s+(\d+)", Path("/proc/self/status").read_text()).group(1)) * 1024
-
-
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from Linux's /proc")
 def test_writing_and_reading_copy_nothing(tmp_path):
     tensor = torch.ones(128 << 18)  # 128 MiB
-    before, peak, done = rss_anon(), 0, threading.Event()
-
-    def watch():
-        nonlocal peak
-        while not done.wait(0.002):
-            peak = max(peak, rss_anon())
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    with Writer(tmp_path / "out", ARGS, FORMAT) as writer:
-        writer.write("x.safetensors", {"a": tensor, "b": tensor.view(torch.bfloat16)})
-    read = Checkpoint(tmp_path / "out").read("a")
-    assert read.sum() == tensor.numel()
-    done.set()
-    watcher.join()
-    assert 0 < peak < before + (16 << 20)
+    with Peak() as peak:
+        with Writer(tmp_path / "out", ARGS, FORMAT) as writer:
+            writer.write("x.safetensors", {"a": tensor, "b": tensor.view(torch.bfloat16)})
+        read = Checkpoint(tmp_path / "out").read("a")
+        assert read.sum() == tensor.numel()
+    assert 0 < peak.bytes < 16 << 20
 
 
 # Writing fails
@@ -347,12 +333,8 @@ def spoilt(draw, data: bytes, within: int):
     return bytes(changed[: draw(st.integers(0, len(data)) | st.just(len(data)))])
 
 
-@given(data=st.data())
-@settings(max_examples=300, deadline=None)
-def test_no_damage_gives_anything_but_a_value_error(written, data):
-    files = contents(written)
-    name = data.draw(st.sampled_from(sorted(files)))
-    files[name] = data.draw(spoilt(files[name], within=2000))
+def read_all(files: dict) -> None:
+    """Opens, reads and verifies a checkpoint of these contents: it must succeed, or raise a ValueError."""
     with tempfile.TemporaryDirectory() as directory:
         for path, value in files.items():
             (Path(directory) / path).write_bytes(value)
@@ -363,6 +345,15 @@ def test_no_damage_gives_anything_but_a_value_error(written, data):
             opened.verify(progress=False)
         except ValueError as error:
             assert str(error)
+
+
+@given(data=st.data())
+@settings(max_examples=300, deadline=None)
+def test_no_damage_gives_anything_but_a_value_error(written, data):
+    files = contents(written)
+    name = data.draw(st.sampled_from(sorted(files)))
+    files[name] = data.draw(spoilt(files[name], within=2000))
+    read_all(files)
 
 
 ANY_JSON = st.none() | st.booleans() | st.integers(-1, 9) | st.integers() | st.floats() | st.text(max_size=3)
@@ -394,16 +385,7 @@ def test_no_json_gives_anything_but_a_value_error(written, data):
         end = 8 + int.from_bytes(files[name][:8], "little")
         header = json.dumps(data.draw(replaced(json.loads(files[name][8:end])))).encode()
         files[name] = len(header).to_bytes(8, "little") + header + files[name][end:]
-    with tempfile.TemporaryDirectory() as directory:
-        for path, value in files.items():
-            (Path(directory) / path).write_bytes(value)
-        try:
-            opened = Checkpoint(directory)
-            for tensor in opened.tensors:
-                opened.read(tensor)
-            opened.verify(progress=False)
-        except ValueError as error:
-            assert str(error)
+    read_all(files)
 
 
 def test_the_command(copied, monkeypatch, capsys):

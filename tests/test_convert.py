@@ -530,32 +530,19 @@ def test_no_damage_gives_anything_but_a_value_error(saved, data):
 # Memory
 
 MEASURE = """
-import re, sys, threading
-from pathlib import Path
+import sys
 
 import torch
 
+from benchmarks.load_checkpoint import Peak
 from convert_hf_checkpoint import convert
-
-def rss_anon():
-    return int(re.search(r"RssAnon:\\s+(\\d+)", Path("/proc/self/status").read_text()).group(1)) * 1024
 
 directory, warm_up = sys.argv[1:]
 torch.set_num_threads(1)
 convert(warm_up, warm_up + "/out", progress=False)
-before, peak, done = rss_anon(), 0, threading.Event()
-
-def watch():
-    global peak
-    while not done.wait(0.001):
-        peak = max(peak, rss_anon())
-
-watcher = threading.Thread(target=watch)
-watcher.start()
-convert(directory, progress=False)
-done.set()
-watcher.join()
-print(peak - before)
+with Peak() as peak:
+    convert(directory, progress=False)
+print(peak.bytes)
 """
 
 
