@@ -70,8 +70,19 @@ def embedded_checkpoint() -> Path:
         except OSError as error:
             why = f"cannot write to {cache} ({error.strerror})"
             raise ValueError(f"{why}: set XDG_CACHE_HOME to a folder that can be written") from None
-        convert(EMBEDDED, target)
+        convert(EMBEDDED, target, force=True)  # another process may have been as quick
     return target
+
+
+def model_args(source) -> ModelArgs:
+    """The ModelArgs of a source. Raises ValueError for args or a number format that this version does not know."""
+    name = source.format.get("name") if isinstance(source.format, dict) else None
+    if name not in DTYPES:
+        raise ValueError(f"number format {source.format!r} is not one of {', '.join(DTYPES)}: convert the model again")
+    try:
+        return ModelArgs(**source.args)
+    except TypeError as error:
+        raise ValueError(f"the checkpoint's args are of another version ({error}): convert the model again") from None
 
 
 def load_model(source, device: str | torch.device = "auto", dtype: torch.dtype | None = None) -> Transformer:
@@ -85,11 +96,17 @@ def load_model(source, device: str | torch.device = "auto", dtype: torch.dtype |
     if device.index is not None:
         torch.cuda.set_device(device)  # streams, events and graphs are of the current device
     with torch.device("meta"):
-        model = Transformer(ModelArgs(**source.args))
+        model = Transformer(model_args(source))
     start, size = time.perf_counter(), 0
-    names = [name for name, _ in model.named_parameters()]
-    for name in tqdm(names, desc="loading", unit="tensor", leave=False, file=sys.stderr, disable=None):
-        tensor = source.read(name, device=device)
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    for name in tqdm(shapes, desc="loading", unit="tensor", leave=False, file=sys.stderr, disable=None):
+        try:
+            tensor = source.read(name, device=device)
+        except KeyError:
+            raise ValueError(f"the checkpoint lacks {name}: convert the model again") from None
+        if tensor.shape != shapes[name]:
+            found, wanted = list(tensor.shape), list(shapes[name])
+            raise ValueError(f"{name} has shape {found} where the args say {wanted}: convert the model again")
         size += tensor.nbytes
         if dtype is not None and tensor.is_floating_point():
             tensor = tensor.to(dtype)
@@ -298,7 +315,7 @@ def run(options: argparse.Namespace) -> list[dict]:
     )
     device = pick_device(options.device)
     checkpoint = Checkpoint(options.checkpoint_path or embedded_checkpoint())
-    tokenizer, args = load_tokenizer(checkpoint.directory), ModelArgs(**checkpoint.args)
+    tokenizer, args = load_tokenizer(checkpoint.directory), model_args(checkpoint)
     if options.system is not None and not tokenizer.has_chat_template:
         raise ValueError("--system needs a chat template, and this model has none: leave --system out")
     prompts = [] if options.interactive else encode_prompts(options, tokenizer)

@@ -268,6 +268,31 @@ def test_a_damaged_cache_folder_is_made_again(cache, directory, tmp_path):
     assert run.returncode == 2 and "XDG_CACHE_HOME" in run.stderr and len(run.stderr.splitlines()) == 1
 
 
+def edited(directory: Path, target: Path, file: str, change) -> Path:
+    """A copy of the checkpoint with one of its JSON files changed."""
+    shutil.copytree(directory, target)
+    content = json.loads((target / file).read_text())
+    change(content)
+    (target / file).write_text(json.dumps(content))
+    return target
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "words"),
+    (
+        ("config.json", lambda c: c["args"].update(dim=128), "embedding.weight has shape"),
+        ("config.json", lambda c: c["args"].update(n_layer=9), "lacks layers.8."),
+        ("config.json", lambda c: c["args"].update(novelty=1), "another version"),
+        ("config.json", lambda c: c["args"].pop("dim"), "another version"),
+        ("config.json", lambda c: c.update(format={"name": "int1"}), "int1"),
+        ("index.json", lambda c: c["tensors"].pop("norm.weight"), "norm.weight"),
+    ),
+)
+def test_a_tampered_checkpoint_is_a_value_error(directory, tmp_path, file, change, words):
+    with pytest.raises(ValueError, match=words):
+        load_model(edited(directory, tmp_path / "copy", file, change), "cpu")
+
+
 def test_a_profile_is_written(cache, directory, tmp_path):
     run = command(cache, "--prompt", "a", "--max_new_tokens", "2", "--profile", str(tmp_path / "trace.json"))
     assert run.returncode == 0 and json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
