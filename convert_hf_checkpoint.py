@@ -156,6 +156,11 @@ def args_from_hf(config: dict) -> ModelArgs:
     if integer("num_experts_per_tok") > integer("num_experts", limit=4096):
         refuse("num_experts_per_tok", f"there are {c['num_experts']} experts")
 
+    width = "moe_intermediate_size" if "moe_intermediate_size" in c else "intermediate_size"
+    for key in ("hidden_size", width):
+        if integer(key) % 8:
+            refuse(key, "it must be a multiple of 8: a grouped product wants rows of whole 16 bytes")
+
     windowed = flag("use_sliding_window") and c["sliding_window"] is not None
     kind = "sliding_attention" if windowed else "full_attention"
     if not isinstance(c["layer_types"], list) or any(other != kind for other in c["layer_types"]):
@@ -175,7 +180,7 @@ def args_from_hf(config: dict) -> ModelArgs:
         n_head=heads,
         n_kv_head=c["num_key_value_heads"],
         head_dim=c["head_dim"],
-        intermediate=integer("moe_intermediate_size" if "moe_intermediate_size" in c else "intermediate_size"),
+        intermediate=integer(width),
         n_expert=c["num_experts"],
         n_active=c["num_experts_per_tok"],
         vocab_size=integer("vocab_size"),
