@@ -96,16 +96,15 @@ def _seconds(work, device: torch.device) -> float:
     return begin.elapsed_time(end) / 1e3
 
 
-def kernels_per_step(session: Session) -> float | None:
-    """CUDA kernels that one recorded step launches, head and sampling included, by the profiler; None on CPU."""
-    if session.device.type != "cuda":
-        return None
+def cuda_kernels(session: Session, steps: int = 1) -> list:
+    """The profiler's averages, one a kernel, over that many recorded steps from position 0: head and sampling too."""
     step = next(iter(session.steps.values()))
-    session.position.fill_(session.slots - 1)
+    session.position.zero_()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        step()
+        for _ in range(steps):
+            step()
         torch.cuda.synchronize()
-    return sum(e.count for e in profile.key_averages() if e.device_type == torch.autograd.DeviceType.CUDA)
+    return [event for event in profile.key_averages() if event.device_type == torch.autograd.DeviceType.CUDA]
 
 
 def measure(args: ModelArgs, options: argparse.Namespace) -> dict:
@@ -129,7 +128,7 @@ def measure(args: ModelArgs, options: argparse.Namespace) -> dict:
         rates.append((len(times) - 1) / (times[-1] - times[0]))
         first.append(times[0] - start)
     rate, size = statistics.median(rates), model.bytes_per_token()
-    kernels = kernels_per_step(session)
+    kernels = sum(event.count for event in cuda_kernels(session)) if device.type == "cuda" else None
     return {
         "arch": options.arch,
         "mode": options.mode,

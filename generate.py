@@ -129,7 +129,7 @@ def generate(
     session: Session,
     tokenizer: Tokenizer,
     prompt: str | Sequence[int],
-    max_new_tokens: int = 200,
+    max_new_tokens: int = DEFAULT_NEW_TOKENS,
     sampling: Sampling | None = None,
     *,
     stop: Sequence[str] = (),
@@ -148,8 +148,7 @@ def generate(
     Raises ValueError as `Session.stream`, and for an empty stop text.
     """
     stop = [stop] if isinstance(stop, str) else stop
-    if "" in stop:
-        raise ValueError("--stop '' would end every answer before it begins: give it some text")
+    check_stop(stop)
     ids = tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
     sampling = sampling or Sampling()
     stop_ids = () if ignore_eos else tokenizer.stop_ids
@@ -190,6 +189,12 @@ def generate(
         "gb_s": size * rate / 1e9 if rate else None,
         "peak_bytes": peak_bytes(session.device),
     }
+
+
+def check_stop(stop: Sequence[str]) -> None:
+    """Raises ValueError for a stop text that every answer begins with."""
+    if "" in stop:
+        raise ValueError("--stop '' would end every answer before it begins: give it some text")
 
 
 def _find_stop(text: str, stop: Sequence[str]) -> int | None:
@@ -235,11 +240,11 @@ def build_parser() -> argparse.ArgumentParser:
     add("--checkpoint_path", type=Path, metavar="DIR", help="converted checkpoint; default: the embedded tiny model")
     add("--prompt", action="append", metavar="TEXT", help="text to continue, '-' reads stdin; repeatable")
     add("--max_new_tokens", type=int, metavar="N", help="default: 200, or as many as --max_seq_len leaves room for")
-    add("--temperature", type=float, default=0.8, metavar="X", help="0 is greedy")
-    add("--top_k", type=int, default=200, metavar="N")
-    add("--top_p", type=float, default=1.0, metavar="X")
-    add("--min_p", type=float, default=0.0, metavar="X")
-    add("--repetition_penalty", type=float, default=1.0, metavar="X")
+    add("--temperature", type=float, default=Sampling.temperature, metavar="X", help="0 is greedy")
+    add("--top_k", type=int, default=Sampling.top_k, metavar="N")
+    add("--top_p", type=float, default=Sampling.top_p, metavar="X")
+    add("--min_p", type=float, default=Sampling.min_p, metavar="X")
+    add("--repetition_penalty", type=float, default=Sampling.repetition_penalty, metavar="X")
     add("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be repeated")
     add("--seed", type=int, metavar="N", help="same seed, same text")
     add("--num_samples", type=int, default=1, metavar="N", help="samples of each prompt")
@@ -266,8 +271,8 @@ def encode_prompts(options: argparse.Namespace, tokenizer: Tokenizer) -> list[li
         if options.system is None:
             prompts.append(tokenizer.encode(text))
         else:
-            roles = {"system": options.system, "user": text}
-            prompts.append(tokenizer.chat([{"role": role, "content": content} for role, content in roles.items()]))
+            system, user = {"role": "system", "content": options.system}, {"role": "user", "content": text}
+            prompts.append(tokenizer.chat([system, user]))
     return prompts
 
 
@@ -298,8 +303,7 @@ def check_options(options: argparse.Namespace) -> None:
     for name in ("max_new_tokens", "num_samples", "max_seq_len"):
         if (value := getattr(options, name)) is not None and value < 1:
             raise ValueError(f"--{name} {value}: it must be at least 1")
-    if "" in options.stop:
-        raise ValueError("--stop '' would end every answer before it begins: give it some text")
+    check_stop(options.stop)
     if options.profile and (options.profile.is_dir() or not options.profile.absolute().parent.is_dir()):
         raise ValueError(f"--profile {options.profile}: it must be a file in a folder that is there")
     for name in ("prompt", "json"):

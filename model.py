@@ -77,8 +77,7 @@ class ExpertLinear(nn.Module):
         sum they would leave SwiGLU to the next kernel, where every row computes it again.
         """
         x = x.unsqueeze(1).expand(*expert_indices.shape, -1)
-        gate, up = (torch.einsum("tai,taoi->tao", x, w) for w in self.weight[expert_indices].chunk(2, dim=2))
-        return F.silu(gate) * up
+        return swiglu(*(torch.einsum("tai,taoi->tao", x, w) for w in self.weight[expert_indices].chunk(2, dim=2)))
 
     def weighted(self, x: Tensor, expert_indices: Tensor, expert_weights: Tensor) -> Tensor:
         """x [T, A, in], expert_indices, expert_weights [T, A] -> [T, out], summed over the experts of each token.
@@ -119,9 +118,8 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
-def swiglu(x: Tensor) -> Tensor:
-    """x [..., 2I], gate first -> silu(gate) * up [..., I] (Shazeer 2020, section 2)."""
-    gate, up = x.chunk(2, dim=-1)
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """gate, up [..., I] -> [..., I] (Shazeer 2020, section 2)."""
     return F.silu(gate) * up
 
 
@@ -171,7 +169,7 @@ class Experts(nn.Module):
         group_ends = torch.searchsorted(
             sorted_experts, torch.arange(self.n_expert, device=x.device), right=True, out_int32=True
         )
-        hidden = swiglu(self.w13.grouped(x[order // active], group_ends))
+        hidden = swiglu(*self.w13.grouped(x[order // active], group_ends).chunk(2, dim=-1))
         y = self.w2.grouped(hidden, group_ends)
         y = torch.empty_like(y).index_copy(0, order, y).view(tokens, active, -1)
         return (y * expert_weights.unsqueeze(-1)).sum(1).to(x.dtype)
@@ -209,7 +207,7 @@ class FeedForward(nn.Module):
         self.reduce = nn.Identity()
 
     def forward(self, x: Tensor) -> tuple[Tensor, None, None]:
-        return self.reduce(self.w2(swiglu(self.w13(x)))), None, None
+        return self.reduce(self.w2(swiglu(*self.w13(x).chunk(2, dim=-1)))), None, None
 
 
 class KVCache(nn.Module):

@@ -7,10 +7,7 @@ layer's kernels are the same as at full depth; those of the head and of sampling
 import argparse
 import dataclasses
 
-import torch
-from torch.profiler import ProfilerActivity, profile
-
-from benchmark import RandomWeights, architecture
+from benchmark import RandomWeights, architecture, cuda_kernels
 from generate import load_model
 from session import Sampling, Session
 
@@ -24,14 +21,7 @@ def main() -> None:
     args = dataclasses.replace(architecture(options.arch), n_layer=options.layers)
     session = Session(load_model(RandomWeights(args), "cuda"), 256, compile=True)
     list(session.stream(range(5), 5, Sampling(seed=0)))
-    (step,) = session.steps.values()
-    session.position.fill_(100)
-    with profile(activities=[ProfilerActivity.CUDA]) as trace:
-        for _ in range(options.steps):
-            step()
-        torch.cuda.synchronize()
-    events = [e for e in trace.key_averages() if e.device_type == torch.autograd.DeviceType.CUDA]
-    for event in sorted(events, key=lambda e: -e.device_time_total):
+    for event in sorted(cuda_kernels(session, options.steps), key=lambda event: -event.device_time_total):
         mean = event.device_time_total / event.count
         print(f"{event.count / options.steps:7.1f} x {mean:8.2f} us  {event.key[:100]}")
 
