@@ -22,6 +22,7 @@ from torch import Tensor
 from convert_hf_checkpoint import args_from_hf
 from generate import DTYPES, load_model, peak_bytes, pick_device
 from model import ModelArgs, Transformer
+from quantize import FORMATS, PLAIN, pack_weight, plan
 from session import Sampling, Session
 
 ARCHITECTURES = {
@@ -49,22 +50,47 @@ ARCHITECTURES = {
 
 
 class RandomWeights:
-    """A source for `load_model` that makes every tensor on the device: normal, scaled to keep activations near one."""
+    """A source for `load_model` that makes every tensor on the device: normal, scaled to keep activations near one.
 
-    def __init__(self, args: ModelArgs, dtype: torch.dtype = torch.bfloat16, seed: int = 0):
-        self.args, self.format, self.dtype = dataclasses.asdict(args), {"name": "bf16"}, dtype
+    format: a checkpoint's, as `quantize.plan` makes it; the weights are then packed as a checkpoint's would be (but
+    rounded to nearest in the half-quadratic formats, which take as long to multiply with).
+    """
+
+    def __init__(self, args: ModelArgs, format: dict | None = None, seed: int = 0):
+        self.args, self.format, self.seed = dataclasses.asdict(args), format or {"name": "bf16"}, seed
+        self.dtype = DTYPES[self.format.get("dtype", self.format["name"])]
         with torch.device("meta"):
             self.shapes = {name: parameter.shape for name, parameter in Transformer(args).named_parameters()}
-        self.seed = seed
+        self.packed: tuple[str, dict[str, Tensor]] = "", {}  # the module packed last, whose parts are read one by one
 
     def read(self, name: str, device: torch.device | str = "cpu") -> Tensor:
         """The tensor of that name, the same for the same seed and device."""
+        path, leaf = name.rsplit(".", 1)
+        spec = self.format.get("modules", {}).get(path)
+        if spec is None or leaf == "bias":
+            return self._plain(name, device)
+        if self.packed[0] != path:
+            whole = f"{path}.weight" if f"{path}.weight" in self.shapes else "embedding.weight"  # of a tied head
+            self.packed = path, pack_weight(self._plain(whole, device), spec, torch.device(device), iterations=0)
+        return self.packed[1][leaf]
+
+    def _plain(self, name: str, device: torch.device | str) -> Tensor:
         shape = self.shapes[name]
         if len(shape) == 1:
             return (torch.zeros if name.endswith("bias") else torch.ones)(shape, dtype=self.dtype, device=device)
         generator = torch.Generator(device).manual_seed(self.seed + list(self.shapes).index(name))
         scale = 1.0 if name == "embedding.weight" else shape[-1] ** -0.5
         return torch.empty(shape, dtype=self.dtype, device=device).normal_(0, scale, generator=generator)
+
+
+def number_format(mode: str, args: ModelArgs) -> dict:
+    """--mode -> a checkpoint's "format": a dtype, a row of FORMATS, or ATTENTION-EXPERTS, such as hqq4-hqq2."""
+    if mode in DTYPES:
+        return {"name": mode}
+    attention, _, experts = mode.partition("-")
+    if not {attention, experts or attention} <= {PLAIN, *FORMATS}:
+        raise ValueError(f"--mode {mode}: it must be one of {', '.join((*DTYPES, *FORMATS))}, or ATTENTION-EXPERTS")
+    return plan(args, attention, experts or attention)
 
 
 def read_bandwidth(device: torch.device, size: int = 4 << 30, repeats: int = 10) -> float:
@@ -113,7 +139,7 @@ def measure(args: ModelArgs, options: argparse.Namespace) -> dict:
     ceiling = read_bandwidth(device)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    model = load_model(RandomWeights(args, DTYPES[options.mode]), device)
+    model = load_model(RandomWeights(args, number_format(options.mode, args)), device)
     session = Session(model, options.prompt_len + options.new_tokens, compile=not options.eager)
     sampling = Sampling(seed=0)
     prompt = torch.randint(args.vocab_size, (options.prompt_len,), generator=torch.Generator().manual_seed(0)).tolist()
@@ -187,7 +213,7 @@ def main() -> int:
     )
     add = parser.add_argument
     add("--arch", required=True, help=f"{', '.join(ARCHITECTURES)}, or a Hugging Face config.json")
-    add("--mode", default="bf16", choices=tuple(DTYPES), help="number format of the weights")
+    add("--mode", default="bf16", help=f"number format: {', '.join((*DTYPES, *FORMATS))}, or ATTENTION-EXPERTS")
     add("--layers", type=int, metavar="N", help="build only the first N layers")
     add("--prompt_len", type=int, default=5, metavar="N")
     add("--new_tokens", type=int, default=200, metavar="N")

@@ -17,6 +17,7 @@ import itertools
 import json
 import math
 import os
+import re
 import secrets
 import shlex
 import shutil
@@ -46,6 +47,18 @@ TAGS = {  # every dtype that a file may hold; the last seven are not ours, and c
     **{"F64": torch.float64, "I64": torch.int64, "I16": torch.int16, "BOOL": torch.bool},
     **{"U16": torch.uint16, "U32": torch.uint32, "F8_E5M2": torch.float8_e5m2},
 }
+
+
+def pick_device(name: str = "auto") -> torch.device:
+    """auto, cuda, cuda:N or cpu -> the device. Raises ValueError where there is no such device."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
+        raise ValueError(f"device {name!r}: it must be auto, cuda or cpu")
+    device = torch.device(name)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"no CUDA device {device.index or 0} is visible to PyTorch: use --device cpu, or a CUDA build")
+    return device
 
 
 def read_json(path: Path) -> dict:
@@ -202,6 +215,18 @@ class Checkpoint:
         shape, dtype = self.tensors[name]
         return math.prod(shape) * dtype.itemsize
 
+    def by_file(self) -> dict[str, list[str]]:
+        """Each safetensors file's name, and the tensors in it."""
+        files: dict[str, list[str]] = {}
+        for name, shard in self._home.items():
+            files.setdefault(shard.path.name, []).append(name)
+        return files
+
+    def side_files(self) -> list[Path]:
+        """What lies in the directory beside our own files: the tokenizer and the like."""
+        ours = {"config.json", "index.json", *self.files}
+        return sorted(path for path in self.directory.iterdir() if path.is_file() and path.name not in ours)
+
     def verify(self, progress: bool = True):
         """Reads every file and compares its CRC32 with the index. ValueError naming the first that differs."""
         total = sum(size for size, _ in self.files.values())
@@ -250,6 +275,12 @@ class Writer:
         except OSError as error:
             raise ValueError(f"cannot write to {self.target.parent}: {error.strerror}; name another place") from None
         return self
+
+    def reserve(self, size: int):
+        """Raises ValueError now where `size` bytes to come are more than the disk has left."""
+        free = shutil.disk_usage(self.directory).free
+        if free < size:
+            raise ValueError(f"{self.target} needs {size / 1e9:.1f} GB, {free / 1e9:.1f} are free; name another place")
 
     def _sibling(self) -> Path:
         return self.target.parent / f".{self.target.name}.{secrets.token_hex(4)}.tmp"

@@ -11,7 +11,6 @@ import argparse
 import dataclasses
 import math
 import re
-import shutil
 import sys
 import time
 from dataclasses import dataclass
@@ -438,9 +437,7 @@ def convert(
     torch_dtype = DTYPES[dtype][0]
     needed = sum(math.prod(shape) for recipes in files.values() for shape, _ in recipes.values()) * torch_dtype.itemsize
     with Writer(output, dataclasses.asdict(args), {"name": dtype}, force) as writer:
-        free = shutil.disk_usage(writer.directory).free
-        if free < needed:
-            raise ValueError(f"{output} needs {needed / 1e9:.1f} GB, {free / 1e9:.1f} are free; name another place")
+        writer.reserve(needed)
         for file, recipes in tqdm(files.items(), desc="convert", unit="layer", file=sys.stderr, disable=not progress):
             writer.write(file, {name: assemble(recipe, sources, torch_dtype) for name, recipe in recipes.items()})
         for path in (directory / name for name in SIDE_FILES):

@@ -7,7 +7,6 @@ import argparse
 import io
 import json
 import os
-import re
 import resource
 import shutil
 import signal
@@ -23,13 +22,13 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from checkpoint import FORMAT_VERSION, Checkpoint
+from checkpoint import FORMAT_VERSION, Checkpoint, pick_device
 from convert_hf_checkpoint import convert
 from model import ModelArgs, Transformer
+from quantize import DTYPES, Packed, apply, model_args
 from session import Sampling, Session
 from tokenizer import Tokenizer, load_tokenizer
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 EMBEDDED = Path(__file__).parent / "checkpoints" / "tiny-moe"
 DEFAULT_PROMPT = "def read_lines(path):"
 DEFAULT_NEW_TOKENS = 200
@@ -37,18 +36,6 @@ DEFAULT_CHAT_LENGTH = 4096  # positions of a chat's cache
 
 
 # Loading ------------------------------------------------------------------------------------------------------------
-
-
-def pick_device(name: str = "auto") -> torch.device:
-    """auto, cuda, cuda:N or cpu -> the device. Raises ValueError where there is no such device."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
-        raise ValueError(f"device {name!r}: it must be auto, cuda or cpu")
-    device = torch.device(name)
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ValueError(f"no CUDA device {device.index or 0} is visible to PyTorch: use --device cpu, or a CUDA build")
-    return device
 
 
 def embedded_checkpoint() -> Path:
@@ -74,17 +61,6 @@ def embedded_checkpoint() -> Path:
     return target
 
 
-def model_args(source) -> ModelArgs:
-    """The ModelArgs of a source. Raises ValueError for args or a number format that this version does not know."""
-    name = source.format.get("name") if isinstance(source.format, dict) else None
-    if name not in DTYPES:
-        raise ValueError(f"number format {source.format!r} is not one of {', '.join(DTYPES)}: convert the model again")
-    try:
-        return ModelArgs(**source.args)
-    except TypeError as error:
-        raise ValueError(f"the checkpoint's args are of another version ({error}): convert the model again") from None
-
-
 def load_model(source, device: str | torch.device = "auto", dtype: torch.dtype | None = None) -> Transformer:
     """Build the model that `source` describes and stream its weights to the device, one tensor at a time.
 
@@ -97,21 +73,25 @@ def load_model(source, device: str | torch.device = "auto", dtype: torch.dtype |
         torch.cuda.set_device(device)  # streams, events and graphs are of the current device
     with torch.device("meta"):
         model = Transformer(model_args(source))
+    apply(model, source.format)
     start, size = time.perf_counter(), 0
-    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-    for name in tqdm(shapes, desc="loading", unit="tensor", leave=False, file=sys.stderr, disable=None):
+    parameters = dict(model.named_parameters())
+    for name in tqdm(parameters, desc="loading", unit="tensor", leave=False, file=sys.stderr, disable=None):
         try:
             tensor = source.read(name, device=device)
         except KeyError:
             raise ValueError(f"the checkpoint lacks {name}: convert the model again") from None
-        if tensor.shape != shapes[name]:
-            found, wanted = list(tensor.shape), list(shapes[name])
-            raise ValueError(f"{name} has shape {found} where the args say {wanted}: convert the model again")
+        path, leaf = name.rsplit(".", 1)
+        module = model.get_submodule(path)
+        packed = isinstance(module, Packed) and leaf in module.layout
+        wanted = parameters[name].shape, (parameters[name].dtype,) if packed else tuple(DTYPES.values())
+        if tensor.shape != wanted[0] or tensor.dtype not in wanted[1]:
+            found, due = f"{list(tensor.shape)} {tensor.dtype}", f"{list(wanted[0])} {' or '.join(map(str, wanted[1]))}"
+            raise ValueError(f"{name} is {found} where the config says {due}: convert the model again")
         size += tensor.nbytes
-        if dtype is not None and tensor.is_floating_point():
+        if dtype is not None and not packed:
             tensor = tensor.to(dtype)
-        module, leaf = name.rsplit(".", 1)
-        setattr(model.get_submodule(module), leaf, nn.Parameter(tensor, requires_grad=False))
+        setattr(module, leaf, nn.Parameter(tensor, requires_grad=False))
     model.tie()
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -26,6 +26,7 @@ from triton.runtime.driver import driver
 
 from benchmark import ARCHITECTURES
 from model import Block, Context, ExpertLinear, ModelArgs, Transformer
+from quantize import FORMATS, PackedExpertLinear, PackedLinear
 from session import compile_settings
 
 H200 = types.SimpleNamespace(
@@ -104,6 +105,23 @@ def experts(args: ModelArgs):
     return lambda x, indices, weights: layer.gather(x, indices, weights), (new(1, args.dim), *routing(args))
 
 
+def packed_experts(args: ModelArgs, mode: str):
+    """The same with the weights in a number format."""
+    with torch.device("cuda"):
+        layer = Block(args, 0).ffn.experts
+        for name in ("w13", "w2"):
+            layer.set_submodule(name, PackedExpertLinear(layer.get_submodule(name), mode, FORMATS[mode].group))
+    return lambda x, indices, weights: layer.gather(x, indices, weights), (new(1, args.dim), *routing(args))
+
+
+def packed_linear(args: ModelArgs, mode: str):
+    """A dense weight in a number format: the attention's output."""
+    with torch.device("cuda"):
+        plain = Block(args, 0).attention.wo
+        linear = PackedLinear(plain, mode, FORMATS[mode].group)
+    return lambda x: linear(x), (new(1, 1, args.n_head * args.head_dim),)
+
+
 def library_products(args: ModelArgs):
     """The formulation to avoid: two rows a product, so that Inductor leaves it, and the gather before it, to cuBLAS."""
     with torch.device("cuda"):
@@ -142,6 +160,10 @@ def main() -> int:
         for case in (experts, library_products, block):
             code = cuda_code(lambda case=case, args=args: case(args))
             results[f"{arch} {case.__name__}"] = summary(code)
+        for mode in FORMATS:
+            for case in (packed_experts, packed_linear):
+                code = cuda_code(lambda case=case, args=args, mode=mode: case(args, mode))
+                results[f"{arch} {case.__name__} {mode}"] = summary(code)
     print(json.dumps(results))
     return 0
 

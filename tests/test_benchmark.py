@@ -39,7 +39,7 @@ def test_the_known_shapes_are_those_of_the_hubs_configs():
 
 def test_random_weights_are_the_same_for_a_seed_and_keep_activations_sane():
     args = args_from_hf(CONFIG)
-    first, second = (load_model(RandomWeights(args, torch.float32, seed=3), "cpu") for _ in range(2))
+    first, second = (load_model(RandomWeights(args, {"name": "fp32"}, seed=3), "cpu") for _ in range(2))
     for a, b in zip(first.parameters(), second.parameters(), strict=True):
         assert torch.equal(a, b)
     first.setup_cache(1, 64)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmark import ARCHITECTURES
+from quantize import FORMATS
 
 ARCHES = ("Mixtral-8x7B", "Qwen3-30B-A3B")
 
@@ -37,6 +38,18 @@ def test_the_assertion_fails_for_a_formulation_that_does_not_fuse(arch, generate
     args, found = ARCHITECTURES[arch], generated[f"{arch} library_products"]
     assert found["extern"] != []
     assert found["largest_buffer"] >= args.n_active * 2 * args.intermediate * args.dim  # the gathered weights
+
+
+@pytest.mark.parametrize("mode", FORMATS)
+@pytest.mark.parametrize("arch", ARCHES)
+def test_packed_weights_are_read_as_they_are(arch, mode, generated):
+    """No library call, and no buffer as large as one expert's packed weights, let alone its unpacked ones."""
+    args = ARCHITECTURES[arch]
+    experts, linear = generated[f"{arch} packed_experts {mode}"], generated[f"{arch} packed_linear {mode}"]
+    assert experts["extern"] == linear["extern"] == []
+    assert experts["triton"] <= 8 and linear["triton"] <= 4
+    assert experts["largest_buffer"] == args.n_active * 2 * args.intermediate  # gate and up, before SwiGLU
+    assert linear["largest_buffer"] <= 4 * args.n_head * args.head_dim
 
 
 @pytest.mark.parametrize("arch", ARCHES)

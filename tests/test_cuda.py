@@ -5,9 +5,11 @@ import torch
 from conftest import FAMILIES
 from torch._dynamo.utils import counters
 
+from checkpoint import Checkpoint
 from generate import EMBEDDED, embedded_checkpoint, load_model
-from model import Experts
-from session import Sampling, Session
+from model import ExpertLinear, Experts, ModelArgs
+from quantize import FORMATS, PackedExpertLinear, pack_weight, plan, quantize
+from session import Sampling, Session, compile_settings
 from tokenizer import load_tokenizer
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
@@ -80,3 +82,76 @@ def test_one_recorded_step_serves_every_prompt_and_setting():
     assert counters["stats"]["unique_graphs"] == before and session.steps == steps
     session.reset()
     assert list(session.stream(embedded_prompt(200), 40, settings)) == first
+
+
+def test_a_step_never_waits_for_the_device():
+    """An eager step, since a recorded one cannot: no value of it is asked for by the host."""
+    session = embedded_session("cuda", torch.bfloat16, False)
+    list(session.stream(embedded_prompt(40), 2, GREEDY))
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for candidates in (0, 256):
+            session.decode(candidates)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_stream_given_up_leaves_the_next_one_alone():
+    """The look-ahead step of a closed stream may still be under way when another way of sampling is recorded."""
+    session = embedded_session("cuda", torch.bfloat16, True)
+    stream = session.stream(embedded_prompt(200), 40, GREEDY)
+    next(stream)
+    stream.close()
+    settings = Sampling(temperature=1.0, seed=5)
+    session.reset()
+    got = list(session.stream(embedded_prompt(200), 40, settings))
+    session.reset()
+    assert list(session.stream(embedded_prompt(200), 40, settings)) == got
+
+
+@pytest.mark.parametrize("mode", FORMATS)
+def test_products_of_a_format_are_those_of_its_unpacked_weights(mode):
+    """One token, compiled, and the grouped kernel, with empty experts and sizes that no tile divides."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    E, A, out, width = 6, 2, 200, 448
+    group = FORMATS[mode].choose_group(width, None if FORMATS[mode].per_row else 32)
+    plain = ExpertLinear(E, width, out).cuda()
+    plain.weight.normal_(0, 0.05, generator=generator)
+    packed = PackedExpertLinear(plain, mode, group)
+    parts = pack_weight(plain.weight, {"format": mode, "group_size": group}, torch.device("cuda"))
+    for name, part in parts.items():
+        setattr(packed, name, torch.nn.Parameter(part, requires_grad=False))
+    weight = packed.unpack().double()
+    indices, weights = torch.tensor([[4, 1]], device="cuda"), torch.rand(1, A, device="cuda", generator=generator)
+    ends = [0, 70, 70, 71, 200, 203]
+    compile_settings()
+    for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 1e-2), (torch.float16, 2e-3)):
+        x = torch.randn(203, width, device="cuda", generator=generator).to(dtype)
+        grouped = packed.grouped(x, torch.tensor(ends, dtype=torch.int32, device="cuda"))
+        runs = zip(x.double().tensor_split(ends[:-1]), weight, strict=True)
+        close(grouped, torch.cat([rows @ matrix.T for rows, matrix in runs]), tolerance)
+        weighted = torch.compile(packed.weighted) if dtype is torch.bfloat16 else packed.weighted
+        each = torch.einsum("ai,aoi->ao", x[:A].double(), weight[indices[0]])
+        close(weighted(x[:A].unsqueeze(0), indices, weights), weights.double() @ each, tolerance)
+        gated = torch.compile(packed.gated) if dtype is torch.bfloat16 else packed.gated
+        gate, up = (x[:1].double() @ weight[indices[0]].transpose(1, 2)).squeeze(1).chunk(2, dim=-1)
+        close(gated(x[:1], indices)[0], torch.nn.functional.silu(gate) * up, tolerance)
+
+
+def close(got: torch.Tensor, want: torch.Tensor, tolerance: float) -> None:
+    assert ((got - want).norm() / want.norm()).item() < tolerance
+
+
+@pytest.mark.parametrize("mode", FORMATS)
+def test_a_quantised_model_is_the_same_on_both_devices(mode, tmp_path):
+    source = Checkpoint(embedded_checkpoint())
+    format = plan(ModelArgs(**source.args), attention=mode, experts=mode)
+    directory = quantize(source.directory, format, tmp_path / mode, "cuda", progress=False)
+    ids = torch.tensor([embedded_prompt(600)[:60]])
+    want, got = (logits(directory, device, torch.float32, ids) for device in ("cpu", "cuda"))
+    close(got, want, 1e-4)
+    if mode in ("int8", "hqq3"):  # the others compile the same way, and compiling takes long
+        models = (load_model(directory, "cuda", torch.float32) for _ in range(2))
+        sessions = (Session(model, 512, compile=compile) for model, compile in zip(models, (False, True), strict=True))
+        eager, compiled = (list(session.stream(ids[0].tolist(), 40, GREEDY)) for session in sessions)
+        assert eager == compiled

@@ -83,6 +83,8 @@ def is_definition(node: ast.stmt) -> bool:
         return isinstance(node.value, ast.Constant)
     if isinstance(node, ast.Assign):
         return all(isinstance(target, ast.Name) for target in node.targets)
+    if isinstance(node, ast.Try):  # an import that may fail, with a name in its place
+        return all(isinstance(n, ast.Import | ast.Assign) for n in (*node.body, *node.handlers[0].body))
     if isinstance(node, ast.If):
         return ast.unparse(node.test) == "__name__ == '__main__'"
     return False
