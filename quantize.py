@@ -124,13 +124,16 @@ def _values(words: Tensor, bits: int, lift: float, high: Tensor | None = None) -
     return values
 
 
-def _sum_of_products(x: list[Tensor], values: list[tuple[Tensor, float]], lift: float) -> tuple[Tensor, Tensor]:
-    """x fp32 [..., 1, W] a field, values [..., out, W] a field -> the sums over fields of x * code and of x."""
-    total = offset = total_x = 0.0
-    for plane, (value, factor) in zip(x, values, strict=True):
-        scaled = plane / factor
-        total, offset, total_x = total + scaled * value, offset + lift * scaled, total_x + plane
-    return total - offset, total_x
+def _sum_of_products(x: list[Tensor], values: list[tuple[Tensor, float]], lift: float, zero: float = 0.0) -> Tensor:
+    """x fp32 [..., 1, W] a field, values [..., out, W] a field -> the sum over fields of x * (code - zero).
+
+    What does not depend on a row is kept in memory, or every row would add it up again (int8 in Mixtral's shapes: 66
+    instead of 87 us).
+    """
+    total = sum(plane / factor * value for plane, (value, factor) in zip(x, values, strict=True))
+    if not lift and not zero:
+        return total
+    return total - realise(sum(plane * (lift / factor + zero) for plane, (_, factor) in zip(x, values, strict=True)))
 
 
 def _spread(values: Tensor, words: int) -> Tensor:
@@ -145,8 +148,8 @@ def dot_int8(x: Tensor, parts: Parts, group: int) -> Tensor:
         # Two's complement with its top bit flipped is code + 128, in the mantissa of 1024.
         low, upper = _halves(((words >> 8 * k) & _twice(0xFF)) ^ _twice(0x6480), 1024.0 - lift)
         values[k], values[k + 2] = (low, 1.0), (upper, 1.0)
-    total, total_x = _sum_of_products(_planes(x, 4, group), values, lift)
-    return (total - 128.0 * total_x).sum(-1) * parts["scale"].squeeze(-1).float()
+    total = _sum_of_products(_planes(x, 4, group), values, lift, 128.0)
+    return total.sum(-1) * parts["scale"].squeeze(-1).float()
 
 
 def dot_fp8(x: Tensor, parts: Parts, group: int) -> Tensor:
@@ -157,16 +160,17 @@ def dot_fp8(x: Tensor, parts: Parts, group: int) -> Tensor:
     """
     words, values = parts["codes"], [None] * 4
     for k, byte in ((0, words << 8), (1, words)):
-        values[k], values[k + 2] = _halves((byte & _twice(0x8000)) | ((byte >> 1) & _twice(0x3F80)))
-    total = sum(plane * value for plane, value in zip(_planes(x, 4, group), values, strict=True))
+        low, upper = _halves((byte & _twice(0x8000)) | ((byte >> 1) & _twice(0x3F80)))
+        values[k], values[k + 2] = (low, 1.0), (upper, 1.0)
+    total = _sum_of_products(_planes(x, 4, group), values, 0.0)
     return total.sum(-1) * (parts["scale"].squeeze(-1).float() * 2.0**8)
 
 
 def dot_int4(x: Tensor, parts: Parts, group: int) -> Tensor:
     """x [..., in], parts of [..., out, in] -> fp32 [..., out]."""
     words, lift = parts["codes"], _lift(x)
-    total, total_x = _sum_of_products(_planes(x, 8, group, copy=group < 128), _values(words, 4, lift), lift)
-    return (_spread(parts["scale"], words.shape[-1]) * (total - 8.0 * total_x)).sum(-1)
+    total = _sum_of_products(_planes(x, 8, group, copy=group < 128), _values(words, 4, lift), lift, 8.0)
+    return (_spread(parts["scale"], words.shape[-1]) * total).sum(-1)
 
 
 def dot_hqq(x: Tensor, parts: Parts, group: int, bits: int) -> Tensor:
@@ -178,7 +182,7 @@ def dot_hqq(x: Tensor, parts: Parts, group: int, bits: int) -> Tensor:
     else:
         words = parts["codes"]
         planes, values = _planes(x, 32 // bits, group), _values(words, bits, lift)
-    total, total_x = _sum_of_products(planes, values, lift)
+    total, total_x = _sum_of_products(planes, values, lift), realise(sum(planes))
     scale, zero = (_spread(_plain(parts, name), words.shape[-1]) for name in ("scale", "zero"))
     return (scale * (total - zero * total_x)).sum(-1)
 

@@ -1,5 +1,6 @@
 """Perplexity and lm-eval's questions, against references that run one token at a time, and the command."""
 
+import itertools
 import json
 import math
 import os
@@ -14,10 +15,11 @@ import torch
 import torch.nn.functional as F
 
 import eval as room
+from benchmarks.quality import measure
 from checkpoint import Checkpoint
 from convert_hf_checkpoint import convert
 from eval import generate_until, join, loglikelihood, loglikelihood_rolling, perplexity, score_windows, weight_size
-from generate import EMBEDDED, generate, load_model
+from generate import EMBEDDED, embedded_checkpoint, generate, load_model
 from model import Transformer
 from session import Sampling, Session
 from tokenizer import load_tokenizer
@@ -431,3 +433,24 @@ def test_lm_evals_tasks_are_our_questions_in_its_words(directory, tiny, tokenize
         )
         assert run.returncode == 2 and run.stdout == "" and words in run.stderr.splitlines()[-1]
         assert "loaded" not in run.stderr and "mapped" not in run.stderr
+
+
+# Formats
+
+
+@pytest.mark.slow
+def test_quality_of_the_formats():
+    """benchmarks/quality.py on a part of the held-out text: what the README's tables claim, with room for the part."""
+    source, text = Checkpoint(embedded_checkpoint()), (EMBEDDED / "heldout.txt").read_text()[:40_000]
+
+    def of(attention: str, experts: str, iterations: int | None = None) -> float:
+        return measure(source, text, attention, experts, iterations, 1024, torch.device("cpu"))["perplexity"]
+
+    plain = of("bf16", "bf16")
+    assert of("int8", "int8") < 1.005 * plain
+    assert of("fp8", "fp8") < 1.01 * plain
+    solved = [of(mode, mode) for mode in ("hqq4", "hqq3", "hqq2")]
+    rounded = [of(mode, mode, 0) for mode in ("hqq4", "hqq3", "hqq2")]
+    assert solved[0] < 1.003 * rounded[0] and solved[1] < rounded[1] and solved[2] < rounded[2]
+    assert all(fewer > 0.997 * more for more, fewer in itertools.pairwise((plain, *solved)))
+    assert of("bf16", "hqq4") < of("hqq4", "bf16")  # at four times the bytes saved
