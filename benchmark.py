@@ -5,15 +5,19 @@
 The theory: at batch 1 a token multiplies each weight it uses once, so its time is bounded below by the bytes of those
 weights over the memory's read bandwidth. `fraction` is how much of that bandwidth the whole loop reaches, with sampling
 and the host's reading of every token included; the bandwidth is measured in the same run, not taken from a data sheet.
+`--kernels` says where the rest of the time goes. `--sweep experts` asks what a token costs as experts are added: idle
+ones are never read, so it should depend on A alone, where a loop over experts (FlexFlow's) is linear in E.
 The last line of stdout under --json is one JSON object.
 """
 
 import argparse
 import dataclasses
+import gc
 import json
 import statistics
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -21,8 +25,8 @@ from torch import Tensor
 
 from convert_hf_checkpoint import args_from_hf
 from generate import DTYPES, load_model, peak_bytes, pick_device
-from model import ModelArgs, Transformer
-from quantize import FORMATS, PLAIN, pack_weight, plan
+from model import ExpertLinear, Linear, ModelArgs, Transformer
+from quantize import FORMATS, PLAIN, Packed, PackedExpertLinear, pack_weight, plan
 from session import Sampling, Session
 
 ARCHITECTURES = {
@@ -47,6 +51,11 @@ ARCHITECTURES = {
         vocab_size=32005, max_position=32768, norm_eps=1e-6,
     ),
 }  # fmt: skip
+
+KERNEL_STEPS = 10  # steps that are profiled
+EXPERTS = 8, 16, 32, 64, 128  # the E and the A that a sweep tries, with so many layers
+ACTIVE = 1, 2, 4, 8
+SWEEP_LAYERS = 4
 
 
 class RandomWeights:
@@ -122,21 +131,90 @@ def _seconds(work, device: torch.device) -> float:
     return begin.elapsed_time(end) / 1e3
 
 
-def cuda_kernels(session: Session, steps: int = 1) -> list:
-    """The profiler's averages, one a kernel, over that many recorded steps from position 0: head and sampling too."""
+def cuda_kernels(session: Session, steps: int) -> list[tuple[str, float, float]]:
+    """(name, start, duration), times in us, of each kernel and copy of so many steps: head and sampling too."""
     step = next(iter(session.steps.values()))
     session.position.zero_()
+    torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         for _ in range(steps):
             step()
         torch.cuda.synchronize()
-    return [event for event in profile.key_averages() if event.device_type == torch.autograd.DeviceType.CUDA]
+    events = [event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    return [(event.name, event.time_range.start, event.time_range.elapsed_us()) for event in events]
 
 
-def measure(args: ModelArgs, options: argparse.Namespace) -> dict:
-    """Decode `new_tokens` after a random prompt, `repeats` times, and report the median."""
+def weight_reads(model: Transformer) -> list[int]:
+    """Bytes that a token reads of each product's weights, in the order of the products (that of their definition)."""
+    sizes = []
+    for module in model.modules():
+        if isinstance(module, Linear | ExpertLinear | Packed):
+            size, args = sum(parameter.nbytes for parameter in module.parameters()), model.args
+            stacked = isinstance(module, ExpertLinear | PackedExpertLinear)
+            sizes.append(size * args.n_active // args.n_expert if stacked else size)
+    return sizes
+
+
+def known_reads(times: Sequence[float], reads: Sequence[int], bandwidth: float) -> dict[int, int]:
+    """times in us and weight reads in bytes, both in order, bytes a second -> bytes by place in `times`, where certain.
+
+    Names do not say what a kernel reads. But each weight is read by one kernel, in order, and no faster than memory
+    gives it: its place is known where the earliest that this allows is the latest too. Reads below 1 us have no place.
+    """
+    bounds = [size / bandwidth / 1.05 * 1e6 for size in reads]  # 5 %: the bandwidth is measured too
+    kept = [(bound, size) for bound, size in zip(bounds, reads, strict=True) if bound >= 1]
+
+    def places(backwards: bool) -> list[int]:
+        order, found = (reversed if backwards else iter)(range(len(times))), []
+        for bound, _ in reversed(kept) if backwards else kept:
+            found += next(([n] for n in order if times[n] >= bound), [])
+        return found
+
+    first, last = places(False), places(True)[::-1]
+    whole = zip(first, last, kept, strict=True) if len(first) == len(kept) else ()  # else no order fits
+    return {n: size for n, other, (_, size) in whole if n == other}
+
+
+def kernel_table(events: Sequence, steps: int, layers: int, reads: Sequence[int], bandwidth: float) -> dict:
+    """(name, start, duration) in us of so many equal steps -> a step's times, medians over the steps, and a row a name.
+
+    gaps: the share of the span in which no kernel ran; the profiler may widen it. A row's `per` is "layer" where its
+    launches are a multiple of the layers, else "token": us_per is the time of all its launches in one of them, gb_s the
+    speed of those whose bytes are known (`known_reads`) or None. Raises ValueError for steps that differ.
+    """
+    events = sorted(events, key=lambda event: event[1])
+    size = len(events) // steps
+    recorded = [events[n * size : (n + 1) * size] for n in range(steps)]
+    names = [name for name, _, _ in recorded[0]]
+    if not size or len(events) % steps or any([name for name, _, _ in step] != names for step in recorded):
+        raise ValueError(f"--kernels: {len(events)} kernels seen, not the same in each of {steps} steps: run again")
+    spans, gaps = [], []
+    for step in recorded:
+        end, idle = step[0][1], 0.0
+        for _, start, duration in step:
+            idle, end = idle + max(0.0, start - end), max(end, start + duration)
+        spans.append(end - step[0][1])
+        gaps.append(idle / spans[-1])
+    times = [statistics.median(step[n][2] for step in recorded) for n in range(size)]
+    known, rows = known_reads(times, reads, bandwidth), []
+    for name in dict.fromkeys(names):
+        at = [n for n in range(size) if names[n] == name]
+        read, total = [n for n in at if n in known], sum(times[n] for n in at)
+        per, count = ("token", 1) if len(at) % layers else ("layer", layers)
+        speed = sum(known[n] for n in read) / sum(times[n] for n in read) / 1e3 if read else None
+        rows.append({"name": name, "per": per, "launches": len(at) // count, "us": total / len(at),
+                     "us_per": total / count, "share": total / sum(times), "gb_s": speed})  # fmt: skip
+    rows.sort(key=lambda row: -row["share"])
+    return {"steps": steps, "span_us": statistics.median(spans), "kernels_us": sum(times),
+            "gaps": statistics.median(gaps), "rows": rows}  # fmt: skip
+
+
+def measure(args: ModelArgs, options: argparse.Namespace, ceiling: float) -> dict:
+    """Decode `new_tokens` after a random prompt, `repeats` times, and report the median. ceiling: bytes a second.
+
+    ttft_cold_s is the first answer's: it compiles and records (from the compiler's files on disk, where it finds them).
+    """
     device = pick_device(options.device)
-    ceiling = read_bandwidth(device)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     model = load_model(RandomWeights(args, number_format(options.mode, args)), device)
@@ -144,8 +222,7 @@ def measure(args: ModelArgs, options: argparse.Namespace) -> dict:
     sampling = Sampling(seed=0)
     prompt = torch.randint(args.vocab_size, (options.prompt_len,), generator=torch.Generator().manual_seed(0)).tolist()
     start = time.perf_counter()
-    list(session.stream(prompt, 2, sampling))
-    compile_s = time.perf_counter() - start
+    cold = [time.perf_counter() - start for _ in session.stream(prompt, 2, sampling)]
     rates, first = [], []
     for _ in range(options.repeats):
         session.reset()
@@ -154,43 +231,73 @@ def measure(args: ModelArgs, options: argparse.Namespace) -> dict:
         rates.append((len(times) - 1) / (times[-1] - times[0]))
         first.append(times[0] - start)
     rate, size = statistics.median(rates), model.bytes_per_token()
-    kernels = sum(event.count for event in cuda_kernels(session)) if device.type == "cuda" else None
-    return {
-        "arch": options.arch,
-        "mode": options.mode,
-        "layers": args.n_layer,
+    events = cuda_kernels(session, KERNEL_STEPS) if device.type == "cuda" else []
+    result = {
+        **{name: getattr(options, name) for name in ("arch", "mode", "prompt_len", "new_tokens")},
+        "layers": args.n_layer, "torch": torch.__version__,
         "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-        "torch": torch.__version__,
-        "prompt_len": options.prompt_len,
-        "new_tokens": options.new_tokens,
-        "tok_s": rate,
-        "tok_s_all": rates,
-        "ms": 1e3 / rate,
-        "ttft_s": statistics.median(first),
-        "bytes_per_token": size,
-        "gb_s": size * rate / 1e9,
-        "read_gb_s": ceiling / 1e9,
-        "fraction": size * rate / ceiling,
-        "kernels_per_layer": kernels and kernels / args.n_layer,
-        "peak_bytes": peak_bytes(device),
-        "compile_s": compile_s,
-    }
+        "tok_s": rate, "tok_s_all": rates, "ms": 1e3 / rate,
+        "ttft_s": statistics.median(first), "ttft_cold_s": cold[0], "compile_s": cold[-1],
+        "bytes_per_token": size, "gb_s": size * rate / 1e9, "read_gb_s": ceiling / 1e9,
+        "fraction": size * rate / ceiling, "peak_bytes": peak_bytes(device),
+        "kernels_per_layer": len(events) / KERNEL_STEPS / args.n_layer if events else None,
+    }  # fmt: skip
+    if options.kernels:
+        # Weights that stay in the cache from one token to the next are read faster than memory gives them.
+        cached = size < 4 * torch.cuda.get_device_properties(device).L2_cache_size
+        reads = [] if cached else weight_reads(model)
+        result["kernels"] = kernel_table(events, KERNEL_STEPS, args.n_layer, reads, ceiling)
+    return result
+
+
+def sweep(args: ModelArgs, options: argparse.Namespace, ceiling: float) -> dict:
+    """Measure each of EXPERTS at the model's A, then each of ACTIVE at its E, as far as memory holds them."""
+    rows, result = [], {}
+    pairs = [(n_expert, args.n_active) for n_expert in EXPERTS] + [(args.n_expert, n_active) for n_active in ACTIVE]
+    for n_expert, n_active in dict.fromkeys(pair for pair in pairs if pair[1] <= pair[0]):
+        try:
+            result = measure(dataclasses.replace(args, n_expert=n_expert, n_active=n_active), options, ceiling)
+            row = {"n_expert": n_expert, "n_active": n_active, "us": 1e3 * result["ms"]}
+            rows.append(row | {name: result[name] for name in ("bytes_per_token", "gb_s", "fraction")})
+            print(f"{n_expert} experts, {n_active} active: {row['us']:.1f} us a token", file=sys.stderr)
+        except torch.cuda.OutOfMemoryError:
+            print(f"warning: {n_expert} experts do not fit into memory: left out", file=sys.stderr)
+        if not options.eager:
+            torch.compiler.reset()
+        gc.collect()  # a session and its steps refer to each other, and hold the model
+        torch.cuda.empty_cache()  # nothing where there is no GPU
+    if not rows:
+        raise ValueError("--sweep: not one of its models fits into memory: lower --layers")
+    common = ("arch", "mode", "layers", "gpu", "torch", "prompt_len", "new_tokens", "read_gb_s")
+    return {name: result[name] for name in common} | {"sweep": rows}
 
 
 def report(r: dict) -> str:
     """The result for a reader."""
-    return "\n".join(
-        (
-            f"{r['arch']} {r['mode']}, {r['layers']} layers, {r['gpu']}, torch {r['torch']}",
-            f"  prompt {r['prompt_len']}, new {r['new_tokens']}, first token {r['ttft_s'] * 1e3:.1f} ms",
-            f"  {r['tok_s']:.1f} tokens/s (median of {len(r['tok_s_all'])}: "
-            f"{min(r['tok_s_all']):.1f} to {max(r['tok_s_all']):.1f}), {r['ms']:.3f} ms a token",
-            f"  {r['bytes_per_token'] / 1e9:.3f} GB a token, {r['gb_s']:.0f} GB/s, {r['fraction']:.3f} of the measured "
-            f"{r['read_gb_s']:.0f} GB/s",
-            f"  kernels a layer {r['kernels_per_layer'] and round(r['kernels_per_layer'], 1)}, "
-            f"peak memory {r['peak_bytes'] / 1e9:.1f} GB, compile and record {r['compile_s']:.1f} s",
-        )
-    )
+    lines = [f"{r['arch']} {r['mode']}, {r['layers']} layers, {r['gpu']}, torch {r['torch']}"]
+    if "sweep" in r:
+        lines += [f"  prompt {r['prompt_len']}, new {r['new_tokens']}, measured bandwidth {r['read_gb_s']:.0f} GB/s",
+                  "    E   A   us a token   bytes a token  fraction"]  # fmt: skip
+        form = "  {n_expert:3} {n_active:3} {us:12.1f} {bytes_per_token:15,} {fraction:9.3f}"
+        return "\n".join(lines + [form.format(**row) for row in r["sweep"]])
+    lines += [
+        f"  prompt {r['prompt_len']}, new {r['new_tokens']}, first token {r['ttft_s'] * 1e3:.1f} ms, "
+        f"cold {r['ttft_cold_s']:.1f} s",
+        f"  {r['tok_s']:.1f} tokens/s (median of {len(r['tok_s_all'])}: "
+        f"{min(r['tok_s_all']):.1f} to {max(r['tok_s_all']):.1f}), {r['ms']:.3f} ms a token",
+        f"  {r['bytes_per_token'] / 1e9:.3f} GB a token, {r['gb_s']:.0f} GB/s, {r['fraction']:.3f} of the measured "
+        f"{r['read_gb_s']:.0f} GB/s",
+        f"  kernels a layer {r['kernels_per_layer'] and round(r['kernels_per_layer'], 1)}, "
+        f"peak memory {r['peak_bytes'] / 1e9:.1f} GB, compile and record {r['compile_s']:.1f} s",
+    ]
+    if table := r.get("kernels"):
+        times = f"{table['span_us']:.1f} us, kernels {table['kernels_us']:.1f} us, gaps {table['gaps']:.1%}"
+        lines += [f"  a step, median of {table['steps']}: {times}"]
+        lines += ["    launches      us each  us in all   share   GB/s  name"]
+        for row in table["rows"]:
+            form = "  {launches:4} a {per}  {us:9.2f}  {us_per:9.2f}  {share:6.1%}  {speed:>5}  {name:.80}"
+            lines.append(form.format(**row, speed="" if row["gb_s"] is None else round(row["gb_s"])))
+    return "\n".join(lines)
 
 
 def architecture(name: str) -> ModelArgs:
@@ -220,6 +327,9 @@ def main() -> int:
     add("--repeats", type=int, default=5, metavar="N")
     add("--device", default="auto", choices=("auto", "cuda", "cpu"))
     add("--eager", action="store_true", help="do not compile")
+    add("--kernels", action="store_true", help="also list a step's kernels, with the time of each and of the gaps")
+    add("--sweep", choices=("experts",), help=f"latency against the number of experts and of active ones; without "
+        f"--layers of {SWEEP_LAYERS} layers")  # fmt: skip
     add("--json", action="store_true", help="print one JSON object in place of the table")
     options = parser.parse_args()
     try:
@@ -231,8 +341,16 @@ def main() -> int:
             raise ValueError(f"--layers {options.layers}: {options.arch} has {args.n_layer}")
         if options.prompt_len + options.new_tokens > args.max_position:
             raise ValueError(f"--prompt_len and --new_tokens exceed the model's {args.max_position} positions")
-        args = dataclasses.replace(args, n_layer=options.layers or args.n_layer)
-        result = measure(args, options)
+        device = pick_device(options.device)
+        if options.kernels and (device.type != "cuda" or options.eager):
+            raise ValueError("--kernels lists a recorded step: it needs a CUDA GPU, and no --eager")
+        if options.kernels and options.sweep:
+            raise ValueError("--kernels and --sweep: give one of them at a time")
+        number_format(options.mode, args)  # refuses a mode before anything is measured
+        layers = options.layers or (min(SWEEP_LAYERS, args.n_layer) if options.sweep else args.n_layer)
+        args = dataclasses.replace(args, n_layer=layers)
+        ceiling = read_bandwidth(device)
+        result = sweep(args, options, ceiling) if options.sweep else measure(args, options, ceiling)
     except (ValueError, torch.cuda.OutOfMemoryError) as error:
         print(f"error: {str(error).splitlines()[0]}", file=sys.stderr)
         return 2

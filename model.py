@@ -49,9 +49,21 @@ class ModelArgs:
             object.__setattr__(self, "dense_layers", tuple(self.dense_layers))
         for field in fields(self):
             value, kind = getattr(self, field.name), field.type
-            kind = tuple if field.name == "dense_layers" else kind | int if kind is float else kind
-            if not isinstance(value, kind) or (type(value) is int and value < 0):
+            kind = tuple if field.name == "dense_layers" else kind | int if kind in (float, float | None) else kind
+            good = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+            number = isinstance(value, int | float) and kind is not bool and field.name != "dense_intermediate"
+            if not good or (number and not 0 < value < float("inf")):
                 raise ValueError(f"{field.name} cannot be {value!r}")
+        for name, good in {
+            "n_kv_head": self.n_head % self.n_kv_head == 0,
+            "head_dim": self.head_dim % 2 == 0,
+            "n_active": self.n_active <= self.n_expert,
+            "qk_norm": self.qk_norm in ("none", "head", "full"),
+            "dense_layers": all(type(layer) is int and 0 <= layer < self.n_layer for layer in self.dense_layers),
+            "dense_intermediate": self.dense_intermediate > 0 or not self.dense_layers,
+        }.items():
+            if not good:
+                raise ValueError(f"{name} cannot be {getattr(self, name)!r} with the other args")
 
 
 class Linear(nn.Module):
@@ -124,7 +136,8 @@ class RMSNorm(nn.Module):
 def realise(x: Tensor) -> Tensor:
     """x itself, but kept in memory by the compiler, which would rather compute it again in every row that reads it.
 
-    Inductor has no word for this; a view with given strides can only be of something that is there.
+    Inductor has no word for this; a view with given strides can only be of something that is there. x must be a whole
+    tensor, or a view that begins where it begins: a slice from the middle would be read from the start.
     """
     return x.as_strided(x.shape, x.stride())
 

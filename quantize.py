@@ -282,16 +282,22 @@ def pack_hqq(weight: Tensor, group: int, bits: int, iterations: int = 20) -> Par
     Codes are rounded anew for the scale and zero that the reader will see. `scale` is the step between codes, the
     inverse of the solver's.
     """
-    grouped, top = weight.unflatten(-1, (-1, group)), 2**bits - 1
+    # The solver's limit on scales is one on how small weights may be: rows of tiny ones are made larger for it.
+    largest = weight.abs().amax(-1, keepdim=True)
+    tiny = (largest > 0) & (largest < 2**-8)
+    unit = torch.where(tiny, torch.exp2(largest.log2().floor() + 5), 1.0)
+    grouped, top = (weight / unit).unflatten(-1, (-1, group)), 2**bits - 1
     _, scale, zero = solve_hqq(grouped, bits, iterations)
     # A group far from zero for its spread has a zero far from its codes, which would stretch the row's range of zeros:
     # it gets the codes of a group that reaches from zero to its largest magnitude.
     step, far = 1 / scale, (zero < -top) | (zero > 2 * top)
     step = torch.where(far, grouped.abs().amax(-1, keepdim=True) / top, step)
     zero = torch.where(far, torch.where(zero < 0, 0.0, top), zero)
-    parts = _to_8_bits(step.squeeze(-1), "scale") | _to_8_bits(zero.squeeze(-1), "zero")
+    parts = _to_8_bits(step.squeeze(-1) * unit, "scale") | _to_8_bits(zero.squeeze(-1), "zero")
     scale, zero = (_plain(parts, name).unsqueeze(-1) for name in ("scale", "zero"))
-    codes = (grouped / _nonzero(scale) + zero).round().clamp(0, top).flatten(-2).to(torch.int32)
+    codes = (
+        (weight.unflatten(-1, (-1, group)) / _nonzero(scale) + zero).round().clamp(0, top).flatten(-2).to(torch.int32)
+    )
     if bits == 3:
         high = pack(_high_bits(word_order(codes >> 2, 16, group)), 1, 32)
         return {"codes": pack(codes & 3, 2, group), "high": high, **parts}
@@ -507,7 +513,7 @@ def plan(
             group = row.choose_group(width, None if row.per_row else group_size)
         except ValueError as error:
             sizes = [str(n) for n in (8, 16, 32, 64, 128, 256) if all(row.fits(width, n) for row, width in grouped)]
-            fix = f"--group_size {' or '.join(sizes)} would do" if sizes else "choose other formats"
+            fix = f"--group_size {' or '.join(sizes)} would do" if grouped and sizes else "choose other formats"
             raise ValueError(f"{path} in {name}: {error}: {fix}") from None
         modules[path] = {"format": name, "group_size": group}
     name = attention if attention == experts else f"{attention}-{experts}"
@@ -522,7 +528,7 @@ def model_args(source) -> ModelArgs:
     """The ModelArgs of a source. Raises ValueError for args or a number format that this version does not know."""
     format = source.format if isinstance(source.format, dict) else {}
     dtype = format.get("dtype", format.get("name"))
-    if not isinstance(dtype, str) or dtype not in DTYPES:
+    if not isinstance(format.get("name"), str) or not isinstance(dtype, str) or dtype not in DTYPES:
         raise ValueError(f"number format {str(source.format)[:80]!r} is not known here: convert the model again")
     try:
         return ModelArgs(**source.args)
@@ -558,7 +564,8 @@ def apply(model: Transformer, format: dict) -> None:
 def pack_weight(weight: Tensor, spec: dict, device: torch.device, iterations: int | None = None) -> Parts:
     """A weight [..., out, in] from anywhere -> its parts on `device`, packed there some rows at a time.
 
-    iterations: of the half-quadratic formats' solver, where not the usual number.
+    iterations: of the half-quadratic formats' solver, where not the usual number. Raises ValueError for weights that
+    are not finite.
     """
     row, group = FORMATS[spec["format"]], spec["group_size"]
     more = {} if iterations is None or row.kind != "hqq" else {"iterations": iterations}
@@ -571,7 +578,10 @@ def pack_weight(weight: Tensor, spec: dict, device: torch.device, iterations: in
     for first in range(0, rows.shape[0], height):  # no expert's codes depend on another's
         for start in range(first, first + height, step):
             some = slice(start, min(start + step, first + height))
-            for name, part in row.pack(rows[some].to(device).float(), group, **more).items():
+            chunk = rows[some].to(device).float()
+            if not chunk.isfinite().all():
+                raise ValueError("it holds numbers that are not finite")
+            for name, part in row.pack(chunk, group, **more).items():
                 parts[name].flatten(0, -2)[some] = part
     return parts
 
@@ -602,7 +612,7 @@ def quantize(
             raise ValueError(
                 f"{name} is not there as {due}, as the args ask for: convert the original checkpoint again"
             )
-    target = Path(target) if target else checkpoint.directory.parent / f"model_{format['name']}"
+    target = Path(target) if target else checkpoint.directory.resolve().parent / f"model_{format['name']}"
     if target.resolve() == checkpoint.directory.resolve():
         raise ValueError(f"{target} is what is to be quantised: name another --output_dir")
     modules = format["modules"]
@@ -626,7 +636,10 @@ def quantize(
                 if tied and path == "embedding":  # the head has been this same tensor, and now has parts of its own
                     path = "head"
                 if path in modules:
-                    parts = pack_weight(weight, modules[path], torch.device(device), iterations)
+                    try:
+                        parts = pack_weight(weight, modules[path], torch.device(device), iterations)
+                    except ValueError as error:
+                        raise ValueError(f"{name}: {error}; fetch and convert the checkpoint again") from None
                     tensors |= {f"{path}.{leaf}": part for leaf, part in parts.items()}
                 bar.update(sizes[name])
             writer.write(file, tensors)
@@ -676,11 +689,16 @@ def run(options: argparse.Namespace) -> str:
     for name, least in (("group_size", 1), ("iterations", 0)):
         if (value := getattr(options, name)) is not None and value < least:
             raise ValueError(f"--{name} {value}: it must be at least {least}")
+    if options.mode and options.attention and options.experts:
+        raise ValueError("--mode says nothing beside --attention and --experts: leave one of the three out")
     source = Checkpoint(options.checkpoint_path)
     format = plan(
         model_args(source), options.attention or options.mode or PLAIN, options.experts or options.mode or PLAIN,
         options.head, options.group_size, source.format["name"],
     )  # fmt: skip
+    kinds = {FORMATS[spec["format"]].kind for spec in format["modules"].values()}
+    if options.iterations is not None and "hqq" not in kinds:
+        raise ValueError(f"--iterations {options.iterations}: none of these formats has a solver, leave it out")
     start = time.perf_counter()
     device = pick_device(options.device)
     target = Checkpoint(

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmark import ARCHITECTURES, RandomWeights, architecture
+import benchmark
+from benchmark import ARCHITECTURES, RandomWeights, architecture, kernel_table, known_reads, number_format, weight_reads
 from convert_hf_checkpoint import args_from_hf
 from generate import load_model
 from session import Sampling, Session
@@ -55,19 +56,130 @@ def test_json_has_the_fields_of_the_design(tmp_path):
     assert run.returncode == 0, run.stderr
     result = json.loads(run.stdout.splitlines()[-1])
     names = "arch mode gpu tok_s ms bytes_per_token gb_s read_gb_s fraction kernels_per_layer peak_bytes compile_s"
+    assert result["ttft_s"] > 0 and 0 < result["ttft_cold_s"] < result["compile_s"]
     assert set(names.split()) <= set(result)
     assert result["layers"] == 1 and len(result["tok_s_all"]) == 2
     assert result["fraction"] == pytest.approx(result["gb_s"] / result["read_gb_s"])
     assert result["gb_s"] == pytest.approx(result["bytes_per_token"] / result["ms"] / 1e6)
 
 
-def test_mistakes_are_one_line(tmp_path):
+def main(monkeypatch, capsys, *arguments: str) -> tuple[int, str, str]:
+    """The command in this process, without the measurement of the bandwidth: exit code, stdout, stderr."""
+    monkeypatch.setattr(sys, "argv", ["benchmark.py", *arguments])
+    monkeypatch.setattr(benchmark, "read_bandwidth", lambda device: 1e10)
+    return benchmark.main(), *capsys.readouterr()
+
+
+def test_mistakes_are_one_line(tmp_path, monkeypatch, capsys):
     (tmp_path / "config.json").write_text("{")
     for arguments, words in (
         (("--arch", "Mixtral-9x9B"), ", ".join(ARCHITECTURES)),
         (("--arch", str(tmp_path / "config.json")), "JSON"),
         (("--arch", "Mixtral-8x7B", "--new_tokens", "1"), "--new_tokens 1"),
+        (("--arch", "Mixtral-8x7B", "--mode", "int5"), "--mode int5"),
+        (("--arch", "Mixtral-8x7B", "--kernels", "--device", "cpu"), "CUDA"),
     ):
-        run = command(*arguments)
-        assert run.returncode == 2 and run.stdout == "" and len(run.stderr.splitlines()) == 1
-        assert words in run.stderr
+        code, out, err = main(monkeypatch, capsys, *arguments)
+        assert code == 2 and out == "" and len(err.splitlines()) == 1 and err.startswith("error: ")
+        assert words in err
+
+
+def test_a_sweep_has_a_row_for_each_number_of_experts_and_active_ones(tmp_path, monkeypatch, capsys):
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "num_hidden_layers": 6}))
+    options = ("--arch", str(tmp_path / "config.json"), "--device", "cpu", "--eager", "--sweep", "experts",
+               "--repeats", "1", "--prompt_len", "1", "--new_tokens", "3", "--mode", "fp32")  # fmt: skip
+    code, out, err = main(monkeypatch, capsys, *options, "--json")
+    assert code == 0, err
+    result = json.loads(out.splitlines()[-1])
+    rows = {(row["n_expert"], row["n_active"]): row for row in result["sweep"]}
+    assert list(rows) == [(8, 2), (16, 2), (32, 2), (64, 2), (128, 2), (8, 1), (8, 4), (8, 8)]
+    assert result["layers"] == 4 and all(row["us"] > 0 for row in rows.values())
+    for row in rows.values():
+        assert row["fraction"] == pytest.approx(row["bytes_per_token"] / row["us"] * 1e6 / 1e10)
+    size = {shape: row["bytes_per_token"] for shape, row in rows.items()}
+    router, expert = 4 * 4 * 64, 4 * 4 * (3 * 64 * 32)  # bytes of one expert's, over 4 layers in fp32
+    assert size[128, 2] - size[8, 2] == 120 * router  # all that a token reads of an idle expert
+    assert size[8, 8] - size[8, 2] == 6 * expert and size[8, 2] - size[8, 1] == expert
+    monkeypatch.setattr(benchmark, "EXPERTS", (1, 128))  # of one expert, two cannot be active
+    monkeypatch.setattr(benchmark, "ACTIVE", (8,))
+    code, out, _ = main(monkeypatch, capsys, *options, "--layers", "1")
+    assert code == 0 and ", 1 layers" in out and "\n  128   2 " in out and len(out.splitlines()) == 3 + 2
+
+
+# Kernels: the device's events are made up, since there are none on a CPU.
+
+LAYER = [
+    ("norm", 2.0),
+    ("product", 12.0),
+    ("scores", 5.0),
+    ("product", 9.0),
+    ("norm", 2.0),
+    ("w13", 40.0),
+    ("w2", 20.0),
+]
+HEAD = [("head", 30.0), ("sort", 35.0)]
+GIGA = 1e9  # bytes a second at which a byte takes a nanosecond
+
+
+def events(steps: int, layers: int = 3, gap: float = 1.0) -> list[tuple[str, float, float]]:
+    """Steps one after another, each kernel `gap` us after the one before; long pauses between steps."""
+    found, now = [], 1000.0
+    for step in range(steps):
+        for name, duration in LAYER * layers + HEAD:
+            found.append((name, now, duration + 0.1 * (step == 0)))  # the first step is slower
+            now += duration + 0.1 * (step == 0) + gap
+        now += 500.0
+    return found
+
+
+def test_the_kernel_table_adds_up():
+    table = kernel_table(events(3)[::-1], 3, 3, (), GIGA)  # in any order
+    total = 3 * 90.0 + 65.0
+    assert table["kernels_us"] == pytest.approx(total) and table["span_us"] == pytest.approx(total + 22)
+    assert table["gaps"] == pytest.approx(22 / (total + 22))
+    rows = {row["name"]: row for row in table["rows"]}
+    assert list(rows) == ["w13", "product", "w2", "sort", "head", "scores", "norm"]
+    norm, sort = rows["norm"], rows["sort"]
+    assert (norm["per"], norm["launches"]) == ("layer", 2) and (sort["per"], sort["launches"]) == ("token", 1)
+    assert norm["us"] == pytest.approx(2) and norm["us_per"] == pytest.approx(4)
+    assert rows["product"]["us"] == pytest.approx(10.5) and sum(row["share"] for row in rows.values()) == pytest.approx(
+        1
+    )
+    assert all(row["gb_s"] is None for row in rows.values())
+
+
+def test_kernels_that_overlap_leave_no_gap_twice():
+    table = kernel_table([("a", 0.0, 10.0), ("b", 2.0, 4.0), ("c", 15.0, 5.0)], 1, 1, (), GIGA)
+    assert (table["span_us"], table["kernels_us"], table["gaps"]) == (20.0, 19.0, 0.25)
+
+
+@pytest.mark.parametrize("damage", (lambda e: e[:-1], lambda e: [("other", *e[0][1:]), *e[1:]], lambda e: []))
+def test_steps_that_differ_are_refused(damage):
+    with pytest.raises(ValueError, match="run again"):
+        kernel_table(damage(events(2)), 2, 3, (), GIGA)
+
+
+def test_bytes_are_given_only_to_kernels_that_alone_can_have_read_them():
+    """wqkv, wo, w13 and w2 follow from their order; the head's could be the sort's, and the last w2's the head's."""
+    reads = [11000, 8000, 36000, 18000] * 3 + [29000]
+    rows = {row["name"]: row["gb_s"] for row in kernel_table(events(2, gap=0), 2, 3, reads, GIGA)["rows"]}
+    assert rows["w13"] == pytest.approx(36 / 40.05, rel=1e-3) and rows["w2"] == pytest.approx(18 / 20.05, rel=1e-3)
+    assert rows["product"] == pytest.approx(19 / 21.1, rel=1e-3)
+    assert [rows[name] for name in ("head", "sort", "norm", "scores")] == [None] * 4
+    times = [time for _, time in LAYER * 3 + HEAD]
+    known = known_reads(times, reads, GIGA)
+    assert len(known) == 11 and 20 not in known and not {21, 22} & set(known)
+    assert known_reads(times, [*reads, 10**6], GIGA) == {}  # no kernel is long enough: nothing is certain
+
+
+@pytest.mark.parametrize("mode", ("bf16", "int8", "hqq4-hqq2"))
+def test_weight_reads_are_the_bytes_of_a_token(mode):
+    """All but norms and the token's row of the embedding, in the order in which the model uses them."""
+    args = args_from_hf(CONFIG)
+    model = load_model(RandomWeights(args, number_format(mode, args)), "cpu")
+    reads, layers = weight_reads(model), args.n_layer
+    norms = sum(p.nbytes for name, p in model.named_parameters() if "norm" in name)
+    assert sum(reads) == model.bytes_per_token() - norms - 2 * args.dim
+    assert len(reads) == 5 * layers + 1 and reads[:5] == reads[5:10]
+    router = 2 * args.n_expert * args.dim
+    assert reads[2] == router and reads[3] > reads[4] > router and reads[0] > reads[1]

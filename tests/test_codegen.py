@@ -29,8 +29,8 @@ def generated() -> dict:
 def test_one_token_reads_its_experts_without_copying_them(arch, generated):
     args, found = ARCHITECTURES[arch], generated[f"{arch} experts"]
     assert found["extern"] == []
-    assert found["triton"] == 2
-    assert found["largest_buffer"] == args.n_active * args.intermediate  # SwiGLU's result, computed once
+    assert found["triton"] == 3  # w13 with SwiGLU, w2, and the sum over A, which in a block is part of the next kernel
+    assert found["largest_buffer"] == args.n_active * max(args.intermediate, args.dim)  # what w13 and w2 give
 
 
 @pytest.mark.parametrize("arch", ARCHES)
@@ -48,7 +48,7 @@ def test_packed_weights_are_read_as_they_are(arch, mode, generated):
     experts, linear = generated[f"{arch} packed_experts {mode}"], generated[f"{arch} packed_linear {mode}"]
     assert experts["extern"] == linear["extern"] == []
     assert experts["triton"] <= 8 and linear["triton"] <= 4
-    assert experts["largest_buffer"] == args.n_active * 2 * args.intermediate  # gate and up, before SwiGLU
+    assert experts["largest_buffer"] == args.n_active * max(2 * args.intermediate, args.dim)  # what w13 and w2 give
     assert linear["largest_buffer"] <= 4 * args.n_head * args.head_dim
 
 

@@ -1042,3 +1042,47 @@ def test_the_solver_is_that_of_the_hqq_package(bits, group, weights, monkeypatch
         assert torch.equal(codes.view_as(want), want)
         assert torch.equal(1 / scale.view_as(meta["scale"]), meta["scale"])
         torch.testing.assert_close(zero.view_as(meta["zero"]), meta["zero"], rtol=0, atol=1e-5)
+
+
+# Found by review
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_tiny_weights_keep_their_digits(name):
+    """The half-quadratic solver's scales stop at 2e4, so that a step below 5e-5 needs larger weights."""
+    weight = random_tensor(8, 1024, scale=1e-7)
+    assert relative(round_trip(weight, name, FORMATS[name].group), weight) < ERRORS[name]
+
+
+@pytest.mark.parametrize("value", (math.nan, math.inf))
+def test_weights_that_are_no_numbers_are_refused(make_family, tmp_path, value):
+    source = shutil.copytree(make_family("mixtral").directory, tmp_path / "model_fp32")
+    rewrite(source, "layers.1.attention.wo.weight", lambda t: t.index_fill(0, torch.tensor([3]), value))
+    with pytest.raises(ValueError, match=r"layers\.1\.attention\.wo\.weight: .* not finite"):
+        quantize(source, plan(ModelArgs(**Checkpoint(source).args), "int8", "int8", dtype="fp32"), progress=False)
+    assert os.listdir(tmp_path) == ["model_fp32"]
+
+
+def test_the_folder_one_stands_in_gets_a_sibling(make_family, tmp_path, monkeypatch):
+    source = shutil.copytree(make_family("mixtral").directory, tmp_path / "model_fp32")
+    monkeypatch.chdir(source)
+    quantize(".", plan(ModelArgs(**Checkpoint(".").args), "int8", "int8", dtype="fp32"), progress=False)
+    assert sorted(os.listdir(tmp_path)) == ["model_fp32", "model_int8"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    (
+        {"n_active": 9}, {"n_active": 0}, {"n_kv_head": 3}, {"head_dim": 15}, {"qk_norm": "x"}, {"n_layer": True},
+        {"norm_eps": math.nan}, {"dense_layers": [5]}, {"dense_layers": ["a"]}, {"dim": 0},
+        {"dim": 64.0}, {"clip_qkv": -1.0},
+    ),
+)  # fmt: skip
+def test_args_that_cannot_be_are_refused_by_name(change):
+    good = dict(
+        dim=64, n_layer=2, n_head=4, n_kv_head=2, head_dim=16, intermediate=96, n_expert=8, n_active=2, vocab_size=160,
+        max_position=64, clip_qkv=8,
+    )  # fmt: skip
+    ModelArgs(**good)
+    with pytest.raises(ValueError, match=next(iter(change))):
+        ModelArgs(**good | change)

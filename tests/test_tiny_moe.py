@@ -280,7 +280,7 @@ def edited(directory: Path, target: Path, file: str, change) -> Path:
 @pytest.mark.parametrize(
     ("file", "change", "words"),
     (
-        ("config.json", lambda c: c["args"].update(dim=128), "embedding.weight is [4096, 256]"),
+        ("config.json", lambda c: c["args"].update(dim=128), "embedding.weight is "),
         ("config.json", lambda c: c["args"].update(n_layer=9), "lacks layers.8."),
         ("config.json", lambda c: c["args"].update(novelty=1), "another version"),
         ("config.json", lambda c: c["args"].pop("dim"), "another version"),
