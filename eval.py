@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from checkpoint import Checkpoint
 from generate import DTYPES, EMBEDDED, embedded_checkpoint, generate, load_model, model_args, pick_device
-from model import ModelArgs, Stages, Transformer
+from model import ModelArgs, Stages, Transformer, stored
 from session import Sampling, Session
 from tokenizer import Tokenizer, load_tokenizer
 
@@ -144,8 +144,8 @@ def weight_size(model: Transformer) -> dict:
     the plain model of the same args has. Shared tensors count once."""
     with torch.device("meta"):
         weights = sum(parameter.numel() for parameter in Transformer(model.args).parameters())
-    stored = sum({id(tensor): tensor.nbytes for tensor in model.state_dict(keep_vars=True).values()}.values())
-    return {"bits_per_weight": 8 * stored / weights, "bytes": stored}
+    size = sum(tensor.nbytes for tensor in stored(model))
+    return {"bits_per_weight": 8 * size / weights, "bytes": size}
 
 
 # lm-eval ------------------------------------------------------------------------------------------------------------

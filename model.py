@@ -416,15 +416,15 @@ class Transformer(nn.Module):
 
     def bytes_per_token(self) -> int:
         """Weight bytes that one token must read: A of E experts, everything else but the embedding's other rows."""
-        total = sum(tensor.nbytes for tensor in _stored(self))
-        experts = sum(tensor.nbytes for m in self.modules() if isinstance(m, Experts) for tensor in _stored(m))
+        total = sum(tensor.nbytes for tensor in stored(self))
+        experts = sum(tensor.nbytes for m in self.modules() if isinstance(m, Experts) for tensor in stored(m))
         tied = self.args.tied_embeddings and isinstance(self.head, Linear)
         embedding = 0 if tied else self.embedding.weight.nbytes
         idle = experts - experts * self.args.n_active // self.args.n_expert
         return total - idle - embedding + self.embedding.weight[0].nbytes
 
 
-def _stored(module: nn.Module):
+def stored(module: nn.Module):
     """Parameters and saved buffers (a format keeps its packed weights as either), each once."""
     return {id(t): t for t in module.state_dict(keep_vars=True).values()}.values()
 

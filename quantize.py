@@ -417,7 +417,7 @@ class Packed(nn.Module):
 
     def __init__(self, weight: Tensor, format: str, group: int):
         super().__init__()
-        self.format, self.group, self.shape = format, group, weight.shape
+        self.format, self.group = format, group
         FORMATS[format].choose_group(weight.shape[-1], group)
         self.layout = FORMATS[format].layout(weight.shape, group)
         for name, (shape, dtype) in self.layout.items():

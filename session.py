@@ -28,7 +28,7 @@ def compile_settings() -> None:
     # Without coordinate descent Inductor leaves one-token products to cuBLAS, which cannot fuse the expert gather.
     inductor.coordinate_descent_tuning = True
     # Several tile shapes are tried for each kernel before coordinate descent refines the best: from the one shape that
-    # Inductor guesses it ends at 40 % fewer GB/s for the products of packed weights (docs/LOG.md).
+    # Inductor guesses it ends at up to a third fewer GB/s for the products of packed weights (docs/LOG.md).
     inductor.max_autotune_pointwise = True
     # Two sizes that happen to be equal in the first prompt (its length and the head dim) are not the same size.
     fx.use_duck_shape = False
