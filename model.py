@@ -156,20 +156,27 @@ def weighted_sum(y: Tensor, expert_weights: Tensor) -> Tensor:
     return sum((y * expert_weights.unsqueeze(-1)).unbind(1))
 
 
-def top_k(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """scores [T, E], all above -1 -> values and indices [T, k] of the k largest, falling, the first index on a tie.
+def top_k(scores: Tensor, k: int) -> tuple[list[Tensor], Tensor]:
+    """scores fp32 [T, E] -> the k largest, falling, each [T, 1], and their indices [T, k], the first one on a tie.
 
-    k rounds of argmax instead of `torch.topk`: Inductor fuses them with the softmax before, where topk is two
-    library kernels (8 us a layer on an H200).
+    k rounds of one maximum each instead of `torch.topk`, which is two library kernels (8 us a layer on an H200): these
+    compile to one kernel, together with what is made of the values. A score's bits and its index stand in one whole
+    number, whose order is that of the scores: bits of negative ones fall where the numbers rise, so they are flipped.
     """
-    experts = torch.arange(scores.shape[-1], device=scores.device)
+    bits, experts = scores.contiguous().view(torch.int32), torch.arange(scores.shape[-1], device=scores.device)
+    keys = _flip(bits).long() << 32 | (scores.shape[-1] - 1 - experts)
     values, indices = [], []
     for _ in range(k):
-        index = scores.argmax(dim=-1, keepdim=True)
-        values.append(scores.amax(dim=-1, keepdim=True))
-        indices.append(index)
-        scores = torch.where(experts == index, -1.0, scores)
-    return torch.cat(values, dim=-1), torch.cat(indices, dim=-1)
+        key = keys.amax(dim=-1, keepdim=True)
+        values.append(_flip((key >> 32).to(torch.int32)).view(torch.float32))
+        indices.append(scores.shape[-1] - 1 - (key & 0xFFFFFFFF))
+        keys = torch.where(keys == key, torch.iinfo(torch.int64).min, keys)
+    return values, torch.cat(indices, dim=-1)
+
+
+def _flip(bits: Tensor) -> Tensor:
+    """The bits of fp32 numbers as int32 in the numbers' order, or back."""
+    return bits ^ (bits >> 31 & 0x7FFFFFFF)
 
 
 class Experts(nn.Module):
@@ -219,11 +226,12 @@ class MoE(nn.Module):
         self.n_active, self.norm_topk = args.n_active, args.norm_topk
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        scores = F.softmax(self.router(x), dim=-1, dtype=torch.float32)
-        expert_weights, expert_indices = top_k(scores, self.n_active)
-        if self.norm_topk:
-            expert_weights = expert_weights / expert_weights.sum(dim=-1, keepdim=True)
-        return expert_indices, expert_weights
+        scores = self.router(x).float()
+        best, expert_indices = top_k(scores, self.n_active)
+        parts = [(score - best[0]).exp() for score in best]
+        # A softmax over the chosen experts, or over all of them.
+        total = sum(parts) if self.norm_topk else (scores - best[0]).exp().sum(dim=-1, keepdim=True)
+        return expert_indices, torch.cat([part / total for part in parts], dim=-1)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         expert_indices, expert_weights = self.route(x)
@@ -244,34 +252,37 @@ class FeedForward(nn.Module):
 
 
 class KVCache(nn.Module):
-    """Keys and values [B, K, S, C] of one layer, written in place at each sequence's own positions."""
+    """Keys, then values, [2, B, K, S, C] of one layer, written in place at each sequence's own positions."""
 
     def __init__(self, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device):
         super().__init__()
-        self.register_buffer("k", torch.zeros(shape, dtype=dtype, device=device), persistent=False)
-        self.register_buffer("v", torch.zeros(shape, dtype=dtype, device=device), persistent=False)
+        self.register_buffer("kv", torch.zeros(2, *shape, dtype=dtype, device=device), persistent=False)
 
     def update(self, positions: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """positions [B, Q], k and v [B, Q, K, C] -> all keys, all values [B, K, S, C]."""
         sequence = torch.arange(positions.shape[0], device=positions.device).unsqueeze(1)
-        self.k[sequence, :, positions] = k
-        self.v[sequence, :, positions] = v
-        return self.k, self.v
+        is_key = (torch.arange(2, device=k.device) == 0).view(1, 1, 2, 1, 1)
+        self.kv[:, sequence, :, positions] = torch.where(is_key, k.unsqueeze(2), v.unsqueeze(2))  # one kernel for both
+        return self.kv.unbind()
 
 
 class Context(NamedTuple):
     """What every block of one call shares."""
 
     positions: Tensor  # [B, Q]
-    rope: Tensor  # [B, Q, 1, C], cosines then sines, fp32
+    rope: Tensor  # [B, Q, 1, 2C], for each number of a head its cosine, then its signed sine, fp32
     bias: Tensor  # [B, Q, S], 0 where a query may look and -inf elsewhere
 
 
 def rotate(x: Tensor, rope: Tensor) -> Tensor:
-    """Rotary embedding (Su et al. 2021, equation 34) of x [B, Q, heads, C], paired half with half, in fp32."""
+    """Rotary embedding (Su et al. 2021, equation 34) of x [B, Q, heads, C], paired half with half, in fp32.
+
+    Said without joining two halves: the compiler makes room in memory for what is joined, but computes this where it is
+    read.
+    """
     cos, sin = rope.chunk(2, dim=-1)
-    a, b = x.float().chunk(2, dim=-1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
+    x = x.float()
+    return x * cos + x.roll(x.shape[-1] // 2, dims=-1) * sin
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
@@ -318,7 +329,7 @@ class Attention(nn.Module):
         q, k, v = (t.unflatten(-1, (-1, C)) for t in (q, k, v))  # [B, Q, heads, C]
         if self.qk_norm == "head":
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k = rotate(q, context.rope), rotate(k, context.rope)
+        q, k = rotate(q, context.rope).to(q.dtype), rotate(k, context.rope).to(k.dtype)
         k, v = self.cache.update(context.positions, k, v)
         return self.reduce(self.wo(attend(q, k, v, context.bias)))
 
@@ -335,8 +346,9 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """x [B, Q, D] -> x [B, Q, D], expert_indices and expert_weights [T, A] (None for a dense layer)."""
-        x = x + self.attention(self.attention_norm(x), context)
-        y, expert_indices, expert_weights = self.ffn(self.ffn_norm(x).flatten(0, 1))
+        # Norms and sums are kept in memory, or every row of the products that read them would compute them again.
+        x = realise(x + self.attention(realise(self.attention_norm(x)), context))
+        y, expert_indices, expert_weights = self.ffn(realise(self.ffn_norm(x)).flatten(0, 1))
         return x + y.view_as(x), expert_indices, expert_weights
 
 
@@ -374,7 +386,8 @@ class Transformer(nn.Module):
             block.attention.cache = KVCache((batch, kv_heads, length, args.head_dim), dtype, device)
         exponents = torch.arange(0, args.head_dim, 2, device=device).float() / args.head_dim
         angles = torch.outer(torch.arange(length, device=device).float(), args.rope_theta**-exponents)
-        self.register_buffer("rope_table", torch.cat((angles.cos(), angles.sin()), dim=-1), persistent=False)
+        cos, sin = angles.cos(), angles.sin()
+        self.register_buffer("rope_table", torch.cat((cos, cos, -sin, sin), dim=-1), persistent=False)
 
     def start(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Context]:
         """tokens, positions [B, Q] -> x [B, Q, D] and the context of the call."""

@@ -10,11 +10,13 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from model import Stages, Transformer
 
 CANDIDATES = 256  # tokens that sampling looks at: one compiled step serves every top_k up to this
+RANKED = 2048  # so many numbers are put in order by comparing each with each
 PREFILL_MULTIPLE = 16  # a compiled prefill sees lengths padded to this, so that one graph serves every prompt
 
 
@@ -30,6 +32,13 @@ def compile_settings() -> None:
     # Several tile shapes are tried for each kernel before coordinate descent refines the best: from the one shape that
     # Inductor guesses it ends at up to a third fewer GB/s for the products of packed weights (docs/LOG.md).
     inductor.max_autotune_pointwise = True
+    # Tile shapes are compared by the median of their times. By the least time, the other way that Inductor has, noise
+    # chose shapes for small kernels that took twice as long.
+    inductor.use_experimental_benchmarker = False
+    # A kernel may be set up while the one before it ends (programmatic dependent launch, from Hopper on).
+    inductor.triton.enable_pdl = True
+    # Every index is made here, by a router or by sampling: no kernel has to check that it is within bounds.
+    inductor.assert_indirect_indexing = False
     # Two sizes that happen to be equal in the first prompt (its length and the head dim) are not the same size.
     fx.use_duck_shape = False
     # One function is compiled for each kind of block, for prefill and decode, and anew for a session of another length.
@@ -64,6 +73,29 @@ class Sampling:
                 raise ValueError(f"--{name} {getattr(self, name)}: it must be {rule}")
 
 
+def largest(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """values [B, N], above -inf -> the k largest, falling, and their indices [B, k].
+
+    For GPUs, where `torch.topk` is 4 passes and a sort, 60 us on an H200. Here a value's place is the number of larger
+    ones, which is one sum over all pairs. Where N is large, blocks are first ranked by their maxima: what is among the
+    k largest stands in one of the first k blocks, since each block before its own holds something larger.
+    """
+    N = values.shape[-1]
+    if k > RANKED // 4:
+        return values.topk(k, dim=-1)
+    if N > RANKED:
+        size = -(-N // RANKED)
+        blocks = F.pad(values, (0, -N % size), value=float("-inf")).unflatten(-1, (-1, size))
+        _, first = largest(blocks.amax(dim=-1), k)
+        best, at = largest(blocks.gather(1, first.unsqueeze(-1).expand(-1, -1, size)).flatten(1), k)
+        return best, first.gather(1, at // size) * size + at % size
+    here, places = torch.arange(N, device=values.device), torch.arange(k, device=values.device)
+    this, other = values.unsqueeze(-1), values.unsqueeze(-2)
+    place = ((other > this) | ((other == this) & (here < here.unsqueeze(-1)))).sum(dim=-1)
+    indices = torch.where(place.unsqueeze(-2) == places.unsqueeze(-1), here, 0).sum(dim=-1)
+    return values.gather(1, indices), indices
+
+
 def sample(logits: Tensor, controls: Tensor, seen: Tensor, noise: Tensor | None) -> Tensor:
     """logits fp32 [B, V] -> tokens [B, 1], on the device and without synchronisation.
 
@@ -75,7 +107,7 @@ def sample(logits: Tensor, controls: Tensor, seen: Tensor, noise: Tensor | None)
     logits = torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
     if noise is None:
         return logits.argmax(dim=-1, keepdim=True)
-    values, tokens = logits.topk(noise.shape[-1], dim=-1)
+    values, tokens = (largest if logits.is_cuda else torch.topk)(logits, noise.shape[-1])
     among = torch.arange(noise.shape[-1], device=logits.device) < top_k
     probabilities = torch.where(among, values / temperature, float("-inf")).softmax(dim=-1)
     likelier = probabilities.cumsum(dim=-1) - probabilities  # the mass before each candidate
@@ -124,8 +156,7 @@ class Session:
         """Forget the sequence. (The cache is emptied: masked positions count zero times their value, which has to be
         a number, and in fp16 a value may have overflowed.)"""
         for cache in self.caches:
-            cache.k.zero_()
-            cache.v.zero_()
+            cache.kv.zero_()
         self.ids: list[int] = []  # the tokens known to the host; the cache holds the first `cached` of them
         self.cached = 0
         self.prefilled = 0  # how many prompt tokens the last `stream` had to compute

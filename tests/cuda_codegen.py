@@ -145,7 +145,7 @@ def block(args: ModelArgs):
     return step, (
         new(1, 1, args.dim),
         new(1, 1, dtype=torch.int64),
-        new(1, 1, 1, args.head_dim, dtype=torch.float32),
+        new(1, 1, 1, 2 * args.head_dim, dtype=torch.float32),
         new(1, 1, 256),
     )
 

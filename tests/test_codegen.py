@@ -48,12 +48,12 @@ def test_packed_weights_are_read_as_they_are(arch, mode, generated):
     experts, linear = generated[f"{arch} packed_experts {mode}"], generated[f"{arch} packed_linear {mode}"]
     assert experts["extern"] == linear["extern"] == []
     assert experts["triton"] <= 8 and linear["triton"] <= 4
-    assert experts["largest_buffer"] == args.n_active * max(2 * args.intermediate, args.dim)  # what w13 and w2 give
+    assert experts["largest_buffer"] <= args.n_active * max(2 * args.intermediate, args.dim)  # what w13 and w2 give
     assert linear["largest_buffer"] <= 4 * args.n_head * args.head_dim
 
 
 @pytest.mark.parametrize("arch", ARCHES)
 def test_a_block_is_few_kernels_and_copies_no_weight(arch, generated):
     args, found = ARCHITECTURES[arch], generated[f"{arch} block"]
-    assert found["triton"] + len(found["extern"]) <= 17
+    assert found["triton"] + len(found["extern"]) <= 14
     assert found["largest_buffer"] < args.dim * args.dim

@@ -4,6 +4,8 @@ import itertools
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch._dynamo.utils import counters
 from transformers import (
     LogitsProcessorList,
@@ -15,7 +17,7 @@ from transformers import (
 )
 
 from generate import load_model, pick_device
-from session import Sampling, Session, sample
+from session import RANKED, Sampling, Session, largest, sample
 
 GREEDY = Sampling(temperature=0)
 PROMPT = [5, 17, 3, 99, 42, 8, 120]
@@ -73,6 +75,18 @@ def test_draws_follow_the_distribution_that_transformers_defines(settings):
     limits = {0: 0.0, 1: 10.8, 2: 13.8, 3: 16.3, 4: 18.5, 5: 20.5, 6: 22.5, 7: 24.3, 9: 27.9, 19: 43.8}
     degrees = int(kept.sum()) - 1
     assert chi2 <= limits.get(degrees, 3.3 * degrees + 10)
+
+
+@given(data=st.data(), count=st.integers(1, 40_000), rows=st.integers(1, 2))
+@settings(max_examples=12, deadline=None)
+def test_the_largest_by_their_places_are_those_of_topk(data, count, rows):
+    """Up to the order of equal values, of which a coarse grid gives many."""
+    k = data.draw(st.integers(1, min(count, RANKED // 4)))
+    values = torch.randn(rows, count, generator=torch.Generator().manual_seed(data.draw(st.integers(0, 2**20))))
+    values = (values * data.draw(st.sampled_from((1, 1000)))).round()
+    best, indices = largest(values, k)
+    assert torch.equal(best, values.topk(k).values) and torch.equal(values.gather(1, indices), best)
+    assert all(len(set(row)) == k for row in indices.tolist())
 
 
 def test_greedy_takes_the_likeliest_after_the_penalty():
@@ -183,7 +197,7 @@ def test_an_overflow_does_not_outlive_a_reset(model):
     session = Session(model, 64)
     want = tokens(session)
     for cache in session.caches:
-        cache.v[:, :, 40:] = float("inf")
+        cache.kv[1, :, :, 40:] = float("inf")
     session.reset()
     assert tokens(session) == want
 
