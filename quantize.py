@@ -143,13 +143,14 @@ def _spread(values: Tensor, words: int) -> Tensor:
 
 def dot_int8(x: Tensor, parts: Parts, group: int) -> Tensor:
     """x [..., in], parts of [..., out, in] -> fp32 [..., out]."""
-    words, values, lift = parts["codes"], [None] * 4, _lift(x)
+    words, values = parts["codes"], [None] * 4
     for k in (0, 1):
-        # Two's complement with its top bit flipped is code + 128, in the mantissa of 1024.
-        low, upper = _halves(((words >> 8 * k) & _twice(0xFF)) ^ _twice(0x6480), 1024.0 - lift)
-        values[k], values[k + 2] = (low, 1.0), (upper, 1.0)
-    total = _sum_of_products(_planes(x, 4, group), values, lift, 128.0)
-    return total.sum(-1) * parts["scale"].squeeze(-1).float()
+        # Two's complement with its top bit flipped is code + 128, in the mantissa of 1024. There are instructions to
+        # spare at 8 bits to take both off at once, which spares a kernel for the sum of x.
+        values[k], values[k + 2] = _halves(((words >> 8 * k) & _twice(0xFF)) ^ _twice(0x6480), 1024.0 + 128.0)
+    x = realise(x.float())
+    products = (plane * value for plane, value in zip(_planes(x, 4, group, copy=False), values, strict=True))
+    return sum(products).sum(-1) * parts["scale"].squeeze(-1).float()
 
 
 def dot_fp8(x: Tensor, parts: Parts, group: int) -> Tensor:
@@ -160,10 +161,10 @@ def dot_fp8(x: Tensor, parts: Parts, group: int) -> Tensor:
     """
     words, values = parts["codes"], [None] * 4
     for k, byte in ((0, words << 8), (1, words)):
-        low, upper = _halves((byte & _twice(0x8000)) | ((byte >> 1) & _twice(0x3F80)))
-        values[k], values[k + 2] = (low, 1.0), (upper, 1.0)
-    total = _sum_of_products(_planes(x, 4, group), values, 0.0)
-    return total.sum(-1) * (parts["scale"].squeeze(-1).float() * 2.0**8)
+        values[k], values[k + 2] = _halves((byte & _twice(0x8000)) | ((byte >> 1) & _twice(0x3F80)))
+    x = realise(x.float())
+    products = (plane * value for plane, value in zip(_planes(x, 4, group, copy=False), values, strict=True))
+    return sum(products).sum(-1) * (parts["scale"].squeeze(-1).float() * 2.0**8)
 
 
 def dot_int4(x: Tensor, parts: Parts, group: int) -> Tensor:
@@ -430,7 +431,21 @@ class Packed(nn.Module):
         return parts if index is None else {name: part[index] for name, part in parts.items()}
 
     def dot(self, x: Tensor, index: Tensor | None = None) -> Tensor:
-        return FORMATS[self.format].dot(x, self.parts(index), self.group)
+        """x [..., in] -> fp32 [..., out]. index [T, A]: the expert of each pair, and x is [T, A | 1, in]."""
+        if self.in_kernel(x):
+            return self.kernel(x, index).sum(0).view(*(x.shape[:-1] if index is None else index.shape), -1)
+        # Kept in memory, or its scales would become part of whatever reads it, more than once.
+        return realise(FORMATS[self.format].dot(x, self.parts(index), self.group))
+
+    def in_kernel(self, x: Tensor, gated: bool = False) -> bool:
+        """Whether one token's product has a kernel of its own: then the compiler's best was slower by half."""
+        row, out = FORMATS[self.format], self.layout["codes"][0][-2]
+        return row.bits == 4 and x.is_cuda and kernels.dot4_supports(x, out, self.group, gated)
+
+    def kernel(self, x: Tensor, index: Tensor | None, gated: bool = False) -> Tensor:
+        row, parts = FORMATS[self.format], list(self.parts().values())
+        index = index if index is None else index.flatten()
+        return kernels.dot4(realise(x).flatten(0, -2), parts, index, row.kind, self.group, gated)
 
     def unpack(self) -> Tensor:
         """fp32 [..., out, in]."""
@@ -462,6 +477,8 @@ class PackedExpertLinear(Packed):
         super().__init__(experts.weight, format, group)
 
     def gated(self, x: Tensor, expert_indices: Tensor) -> Tensor:
+        if self.in_kernel(x, gated=True):
+            return self.kernel(x, expert_indices, gated=True).view(*expert_indices.shape, -1)
         y = self.dot(x.unsqueeze(1), expert_indices)
         return swiglu(*y.chunk(2, dim=-1)).to(x.dtype)
 

@@ -1,18 +1,24 @@
-"""What `kernels.grouped` computes and what it compiles to, seen without a GPU.
+"""What the kernels of kernels.py compute and what they compile to, seen without a GPU.
 
     TRITON_INTERPRET=1 python tests/quantize_triton.py run      every format under Triton's interpreter, on CPU tensors
     python tests/quantize_triton.py compile [all]               machine code for an H200, by Triton and ptxas alone
+    TRITON_INTERPRET=1 python tests/quantize_triton.py dot4     the same two of the product for one token
+    python tests/quantize_triton.py dot4-compile
 
-Each prints one JSON object: the relative error of every case, or the bytes of machine code. A process of its own,
-because Triton reads its variables once, at import. No bf16 in the first: the interpreter multiplies the bits of such
-numbers as if they were integers.
+Each prints one JSON object: the relative error of every case, or the bytes of machine code (of `dot4` also the bytes it
+spills and its PTX's instructions for programmatic dependent launch). A process of its own, because Triton reads its
+variables once, at import. No bf16 in the first: the interpreter multiplies the bits of such numbers as if they were
+integers. It does not know inline assembly either: there a twin stands in for it.
 """
 
 import itertools
 import json
+import math
 import sys
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
@@ -60,9 +66,23 @@ class Launch:
     def __getitem__(self, grid):
         return self.note
 
-    def note(self, *tensors, num_warps: int, num_stages: int, **constants):
+    def note(self, *tensors, **constants):
+        names = ("num_warps", "num_stages", "launch_pdl", "maxnreg")
+        self.options = {name: constants.pop(name) for name in names if name in constants}
         self.tensors, self.constants = tensors, constants
-        self.options = {"num_warps": num_warps, "num_stages": num_stages}
+
+
+def compiled(kernel, launch: Launch):
+    """The kernel, compiled for an H200, as it was to be launched."""
+    types = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int32: "*i32",
+             torch.uint8: "*u8", torch.int64: "*i64"}  # fmt: skip
+    signature = {p: types[t.dtype] for p, t in zip(kernel.arg_names, launch.tensors, strict=False)}
+    aligned = {(i,): [["tt.divisibility", 16]] for i in range(len(signature))}
+    signature |= dict.fromkeys(launch.constants, "constexpr")
+    source = ASTSource(
+        kernel, signature, {(kernel.arg_names.index(n),): v for n, v in launch.constants.items()}, aligned
+    )
+    return compile(source, target=GPUTarget("cuda", 90, 32), options=launch.options)
 
 
 def machine_code(name: str, experts: int, rows: int, dtype: torch.dtype) -> int:
@@ -71,20 +91,96 @@ def machine_code(name: str, experts: int, rows: int, dtype: torch.dtype) -> int:
     x, ends, parts = case(name, (rows,) * experts, 192, 256, dtype)
     kernels.grouped(x, ends, parts, FORMATS[name].kind, FORMATS[name].bits, GROUPS[name])
     launch, kernels._grouped = kernels._grouped, kernel
-    types = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int32: "*i32",
-             torch.uint8: "*u8"}  # fmt: skip
-    signature = {p: types[t.dtype] for p, t in zip(kernel.arg_names, launch.tensors, strict=False)}
-    aligned = {(i,): [["tt.divisibility", 16]] for i in range(len(signature))}
-    signature |= dict.fromkeys(launch.constants, "constexpr")
-    source = ASTSource(
-        kernel, signature, {(kernel.arg_names.index(n),): v for n, v in launch.constants.items()}, aligned
-    )
-    return len(compile(source, target=GPUTarget("cuda", 90, 32), options=launch.options).asm["cubin"])
+    return len(compiled(kernel, launch).asm["cubin"])
+
+
+DOT4 = {  # format, G, out, in, experts (0: a dense weight), rows of x, pairs, gated; and how the work is cut
+    "int4, dense, two chunks and half a row of lanes": ("int4", 32, 20, 2272, 0, 1, 1, False, {}),
+    "int4, groups of 128": ("int4", 128, 200, 512, 0, 1, 1, False, {}),
+    "hqq4, experts, several tokens": ("hqq4", 64, 20, 448, 3, 2, 4, False, {}),
+    "hqq4, a row of x for each pair": ("hqq4", 64, 16, 5120, 2, 4, 4, False, {}),
+    "int4, gated": ("int4", 32, 40, 448, 3, 1, 2, True, {}),
+    "hqq4, gated, rows of 4096": ("hqq4", 64, 24, 4096, 3, 1, 2, True, {}),
+    "hqq4, one turn of small blocks": ("hqq4", 64, 16, 4096, 2, 1, 2, False, {"pieces": 4, "block": 4, "resident": 8}),
+    "int4, gated, blocks of 16": ("int4", 64, 40, 2048, 2, 1, 2, True, {"pieces": 2, "block": 16, "warps": 8}),
+}
+
+
+def dot4_case(case: tuple, size: float) -> tuple:
+    """Arguments of `kernels.dot4_launch`, and the weights as fp64 [pairs, out, in]."""
+    name, group, out, width, experts, tokens, pairs, gated, cut = case
+    generator = torch.Generator().manual_seed(width)
+    weight = torch.randn(max(experts, 1), out, width, generator=generator)
+    parts = FORMATS[name].pack(weight, group)
+    # fp16 has no normal numbers at 1e-6, but a few digits, which are the test's x.
+    x = (torch.rand(tokens, width, generator=generator) * 2 - 1).mul(size).half()
+    index = torch.randint(experts, (tokens, pairs // tokens), generator=generator) if experts else None
+    plain = FORMATS[name].unpack(parts, group).double()[index.flatten() if experts else [0]]
+    if not experts:
+        parts = {key: part[0] for key, part in parts.items()}
+    kind = FORMATS[name].kind
+    cut = kernels.dot4_cut(out, width, pairs, kind, gated, sms=1, **cut)
+    return (x, list(parts.values()), index, kind, group, gated, False, cut), plain
+
+
+def dot4_error(case: tuple, size: float) -> float:
+    """Of the product against that of the unpacked weights in fp64, relative; infinite where a zero row is not zero."""
+    arguments, plain = dot4_case(case, size)
+    x, gated = arguments[0], case[-2]
+    zero = x.shape[0] - 1 if x.shape[0] > 1 else None
+    if zero is not None:
+        x[zero] = 0
+    got, each = kernels.dot4_launch(*arguments).double(), plain.shape[0] // x.shape[0]
+    want = torch.einsum("noi,ni->no", plain, x.double().repeat_interleave(each, 0))
+    if gated:
+        gate, up = want.chunk(2, -1)
+        want = torch.nn.functional.silu(gate) * up
+    else:
+        got = got.sum(0)
+    if zero is not None and got[zero * each :].count_nonzero():
+        return math.inf
+    return ((got - want).norm() / want.norm()).item()
+
+
+def dot4_is_no_number(value: float) -> bool:
+    """Whether an x with such a number in it makes every row of the result infinite or nan."""
+    arguments, _ = dot4_case(DOT4["hqq4, experts, several tokens"], 1.0)
+    arguments[0][0, 5] = value
+    first, second = kernels.dot4_launch(*arguments).sum(0).split(2)
+    return bool(second.isfinite().all()) and not first.isfinite().any()
+
+
+@triton.jit
+def twin(word, x_even, x_odd, even, odd):
+    """`kernels._add_word` without inline assembly, code by code."""
+    for k in tl.static_range(4):
+        even += ((word >> 8 * k) & 0x0F) * ((x_even << 48 - 16 * k) >> 48).to(tl.int32)
+        odd += ((word >> 8 * k + 4) & 0x0F) * 16 * ((x_odd << 48 - 16 * k) >> 48).to(tl.int32)
+    return even, odd
+
+
+def dot4_code(case: tuple, pdl: bool) -> dict[str, int]:
+    """What the machine code of the product consists of: stores of spilled registers, products, waits, loads."""
+    kernel, kernels._dot4 = kernels._dot4, Launch()
+    arguments, _ = dot4_case(case, 1.0)
+    kernels.dot4_launch(*arguments[:-2], pdl, arguments[-1])
+    launch, kernels._dot4 = kernels._dot4, kernel
+    asm = compiled(kernel, launch).asm
+    names = {"spills": "STL", "products": "IDP.2A", "waits": "ACQBULK", "starts": "PREEXIT", "loads": "LDG.E.128"}
+    return {name: asm["sass"].count(text) for name, text in names.items()}
 
 
 def main() -> int:
     torch.set_num_threads(1)
-    if sys.argv[1] == "run":
+    if sys.argv[1] == "dot4":
+        kernels._add_word = twin
+        results = {name: dot4_error(case, 1.0) for name, case in DOT4.items()}
+        results |= {f"x of {size}": dot4_error(DOT4["hqq4, experts, several tokens"], size) for size in (1e-6, 3e4)}
+        results |= {str(value): dot4_is_no_number(value) for value in (math.inf, -math.inf, math.nan)}
+    elif sys.argv[1] == "dot4-compile":
+        results = {name: dot4_code(case, False) for name, case in DOT4.items()}
+        results |= {f"{name}, waiting": dot4_code(DOT4[name], True) for name in ("int4, groups of 128", "int4, gated")}
+    elif sys.argv[1] == "run":
         cases = itertools.product(FORMATS, SHAPES, (torch.float32, torch.float16))
         results = {f"{name}, {shape}, {dtype}": error(name, *SHAPES[shape], dtype) for name, shape, dtype in cases}
     else:

@@ -5,6 +5,7 @@ import torch
 from conftest import FAMILIES
 from torch._dynamo.utils import counters
 
+import kernels
 from checkpoint import Checkpoint
 from generate import EMBEDDED, embedded_checkpoint, load_model
 from model import ExpertLinear, Experts, ModelArgs
@@ -155,3 +156,62 @@ def test_a_quantised_model_is_the_same_on_both_devices(mode, tmp_path):
         sessions = (Session(model, 512, compile=compile) for model, compile in zip(models, (False, True), strict=True))
         eager, compiled = (list(session.stream(ids[0].tolist(), 40, GREEDY)) for session in sessions)
         assert eager == compiled
+
+
+@pytest.mark.parametrize("name", ("int4", "hqq4"))
+@pytest.mark.parametrize(
+    ("out", "width", "experts", "tokens", "pairs", "gated"),
+    (
+        (200, 448, 0, 1, 1, False),
+        (6144, 4096, 0, 1, 1, False),
+        (1536, 2048, 6, 2, 8, True),
+        (1024, 4096, 3, 1, 2, True),
+        (2048, 768, 6, 4, 4, False),
+        (520, 14336, 3, 2, 4, False),
+    ),
+)
+def test_the_product_for_one_token_of_4_bits(name, out, width, experts, tokens, pairs, gated):
+    """The Triton kernel against unpacked weights in fp64, and in a graph whose inputs are changed in place."""
+    row, generator = FORMATS[name], torch.Generator().manual_seed(out)
+    group = 64 if width % 128 else row.group
+    weight = torch.randn(max(experts, 1), out, width, generator=generator)
+    parts = {key: part.cuda() for key, part in row.pack(weight, group).items()}
+    plain = row.unpack(parts, group).double()
+    x = torch.randn(tokens, width, generator=generator).bfloat16().cuda()
+    index = torch.randint(experts, (tokens, pairs // tokens), generator=generator).cuda() if experts else None
+    given = list(parts.values()) if experts else [part[0] for part in parts.values()]
+
+    def want() -> torch.Tensor:
+        chosen = plain[index.flatten()] if experts else plain
+        y = torch.einsum("noi,ni->no", chosen, x.double().repeat_interleave(pairs // tokens, 0))
+        gate, up = y.chunk(2, -1)
+        return torch.nn.functional.silu(gate) * up if gated else y
+
+    def got() -> torch.Tensor:
+        y = kernels.dot4(x, given, index, row.kind, group, gated)
+        return y if gated else y.sum(0)
+
+    def error(y: torch.Tensor) -> float:
+        return ((y.double() - want()).norm() / want().norm()).item()
+
+    first = got()
+    assert first.dtype == (x.dtype if gated else torch.float32)
+    assert error(first) < (4e-3 if gated else 1e-4)  # a gated result is rounded to bf16
+    assert torch.equal(first, got())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        recorded = got()
+    x.mul_(-3)
+    if experts:
+        index.copy_((index + 1) % experts)
+    graph.replay()
+    assert error(recorded) < (4e-3 if gated else 1e-4)
+
+
+@pytest.mark.parametrize("value", (float("inf"), float("nan")))
+def test_the_product_of_4_bits_with_what_is_no_number_is_none(value):
+    parts = FORMATS["int4"].pack(torch.randn(64, 2048), 128)
+    x = torch.randn(1, 2048).bfloat16()
+    x[0, 77] = value
+    y = kernels.dot4(x.cuda(), [part.cuda() for part in parts.values()], None, "int4", 128, False)
+    assert not y.sum(0).isfinite().any()

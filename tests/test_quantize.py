@@ -1001,6 +1001,22 @@ def test_the_kernel_compiles_for_an_h200():
     assert len(sizes) == len(FORMATS) and all(size > 0 for size in sizes.values())
 
 
+def test_the_product_for_one_token_computes_what_unpacked_weights_do():
+    errors = without_a_gpu("dot4", TRITON_INTERPRET="1")
+    assert [errors.pop(value) for value in ("inf", "-inf", "nan")] == [True] * 3
+    assert len(errors) == 10
+    assert all(error < (1e-3 if "gated" in case else 1e-5) for case, error in errors.items()), errors
+
+
+def test_the_product_for_one_token_compiles_for_an_h200():
+    """Four words a load, bytes multiplied in pairs, nothing spilled; a wait for the kernel before if asked for."""
+    found = without_a_gpu("dot4-compile")
+    assert len(found) == 10
+    for case, counts in found.items():
+        assert counts["spills"] == 0 and counts["loads"] and counts["products"] % 16 == 0 < counts["products"], case
+        assert counts["waits"] == counts["starts"] == ("waiting" in case), case
+
+
 @pytest.mark.slow
 def test_the_kernel_compiles_for_an_h200_at_every_number_of_experts():
     sizes = without_a_gpu("compile", "all")
