@@ -7,17 +7,21 @@ weights over the memory's read bandwidth. `fraction` is how much of that bandwid
 and the host's reading of every token included; the bandwidth is measured in the same run, not taken from a data sheet.
 `--kernels` says where the rest of the time goes. `--sweep experts` asks what a token costs as experts are added: idle
 ones are never read, so it should depend on A alone, where a loop over experts (FlexFlow's) is linear in E.
+`--peer hf` measures Hugging Face transformers in the same run, at the same shapes and in the best of its settings.
 The last line of stdout under --json is one JSON object.
 """
 
 import argparse
 import dataclasses
 import gc
+import itertools
 import json
 import statistics
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 import torch
@@ -56,6 +60,8 @@ KERNEL_STEPS = 10  # steps that are profiled
 EXPERTS = 8, 16, 32, 64, 128  # the E and the A that a sweep tries, with so many layers
 ACTIVE = 1, 2, 4, 8
 SWEEP_LAYERS = 4
+PEER_TYPES = {"none": "mixtral", "head": "qwen3_moe", "full": "olmoe"}  # transformers' model_type for each qk_norm
+PEER_SETTINGS = tuple(itertools.product(("static", "dynamic"), ("batched_mm", "grouped_mm", "eager")))  # cache, experts
 
 
 class RandomWeights:
@@ -209,6 +215,19 @@ def kernel_table(events: Sequence, steps: int, layers: int, reads: Sequence[int]
             "gaps": statistics.median(gaps), "rows": rows}  # fmt: skip
 
 
+def random_prompt(args: ModelArgs, length: int) -> list[int]:
+    """So many token ids, the same in every run."""
+    return torch.randint(args.vocab_size, (length,), generator=torch.Generator().manual_seed(0)).tolist()
+
+
+def free(compiled: bool) -> None:
+    """Give back the memory of models that are no longer used."""
+    if compiled:
+        torch.compiler.reset()
+    gc.collect()  # a session and its steps refer to each other, and hold the model
+    torch.cuda.empty_cache()  # nothing where there is no GPU
+
+
 def measure(args: ModelArgs, options: argparse.Namespace, ceiling: float) -> dict:
     """Decode `new_tokens` after a random prompt, `repeats` times, and report the median. ceiling: bytes a second.
 
@@ -219,8 +238,7 @@ def measure(args: ModelArgs, options: argparse.Namespace, ceiling: float) -> dic
         torch.cuda.reset_peak_memory_stats(device)
     model = load_model(RandomWeights(args, number_format(options.mode, args)), device)
     session = Session(model, options.prompt_len + options.new_tokens, compile=not options.eager)
-    sampling = Sampling(seed=0)
-    prompt = torch.randint(args.vocab_size, (options.prompt_len,), generator=torch.Generator().manual_seed(0)).tolist()
+    sampling, prompt = Sampling(seed=0), random_prompt(args, options.prompt_len)
     start = time.perf_counter()
     cold = [time.perf_counter() - start for _ in session.stream(prompt, 2, sampling)]
     rates, first = [], []
@@ -262,14 +280,124 @@ def sweep(args: ModelArgs, options: argparse.Namespace, ceiling: float) -> dict:
             print(f"{n_expert} experts, {n_active} active: {row['us']:.1f} us a token", file=sys.stderr)
         except torch.cuda.OutOfMemoryError:
             print(f"warning: {n_expert} experts do not fit into memory: left out", file=sys.stderr)
-        if not options.eager:
-            torch.compiler.reset()
-        gc.collect()  # a session and its steps refer to each other, and hold the model
-        torch.cuda.empty_cache()  # nothing where there is no GPU
+        free(not options.eager)
     if not rows:
         raise ValueError("--sweep: not one of its models fits into memory: lower --layers")
     common = ("arch", "mode", "layers", "gpu", "torch", "prompt_len", "new_tokens", "read_gb_s")
     return {name: result[name] for name in common} | {"sweep": rows}
+
+
+# Peer: Hugging Face transformers ------------------------------------------------------------------------------------
+
+
+def hf_config(args: ModelArgs) -> dict:
+    """The config.json of a model with these args: the inverse of `args_from_hf`. ValueError where no model has them."""
+    kind = PEER_TYPES[args.qk_norm]
+    config = {
+        "model_type": kind, "vocab_size": args.vocab_size, "hidden_size": args.dim, "num_hidden_layers": args.n_layer,
+        "num_attention_heads": args.n_head, "num_key_value_heads": args.n_kv_head, "head_dim": args.head_dim,
+        "intermediate_size": args.dense_intermediate or args.intermediate, "moe_intermediate_size": args.intermediate,
+        "num_local_experts" if kind == "mixtral" else "num_experts": args.n_expert, "clip_qkv": args.clip_qkv,
+        "num_experts_per_tok": args.n_active, "norm_topk_prob": args.norm_topk, "rms_norm_eps": args.norm_eps,
+        "max_position_embeddings": args.max_position, "attention_bias": args.attention_bias,
+        "rope_parameters": {"rope_type": "default", "rope_theta": args.rope_theta},
+        "tie_word_embeddings": args.tied_embeddings, "mlp_only_layers": list(args.dense_layers),
+        "use_sliding_window": args.sliding_window is not None, "sliding_window": args.sliding_window,
+        "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
+    }  # fmt: skip
+    if args_from_hf(config) != args:
+        raise ValueError(f"--peer hf: transformers' {kind} cannot have these args: leave --peer out")
+    return config
+
+
+def hf_model(args: ModelArgs, dtype: torch.dtype, device: torch.device | str):
+    """transformers' model of these args, its weights begun anew on the device. ValueError where there is none."""
+    try:
+        from transformers import AutoConfig, AutoModelForCausalLM
+    except ImportError:
+        raise ValueError("--peer hf needs transformers: pip install 'transformers>=5.0,<6'") from None
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**hf_config(args)), dtype=dtype).eval()
+    with torch.device("meta"):
+        models = Transformer(args), model
+    ours, theirs = (sum(parameter.numel() for parameter in m.parameters()) for m in models)
+    if ours != theirs:
+        raise ValueError(f"--peer hf: its model has {theirs:,} weights where ours has {ours:,}: leave --peer out")
+    return model
+
+
+class _Clock(list):
+    """A streamer for `generate`: the times at which the host has each token, after that of the prompt's."""
+
+    def put(self, tokens: Tensor) -> None:
+        self.append(time.perf_counter())
+
+    def end(self) -> None: ...
+
+
+def measure_peer(args: ModelArgs, options: argparse.Namespace) -> dict:
+    """What `measure` measures, of transformers in each of PEER_SETTINGS; the figures are those of the fastest.
+
+    Prompt, sampling and the reading of every token are those of `measure`; bf16 where the mode is not a dtype. One
+    answer counts, after one to warm up; a static cache serves both, since a new one could be compiled for anew.
+    A setting that fails is left out with a warning. Raises ValueError where all do.
+    """
+    device, dtype = pick_device(options.device), options.mode if options.mode in DTYPES else "bf16"
+    model, found = hf_model(args, DTYPES[dtype], device), {}
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    prompt = torch.tensor([random_prompt(args, options.prompt_len)], device=device)
+    given = {"do_sample": True, "temperature": Sampling.temperature, "top_k": Sampling.top_k, "eos_token_id": None}
+    given |= {"attention_mask": torch.ones_like(prompt), "max_new_tokens": options.new_tokens}
+    for kind, experts in PEER_SETTINGS:
+        compiled, cache = kind == "static" and device.type == "cuda", None  # by `generate` itself
+        setting = f"{kind} cache, {'compiled, ' * compiled}{experts} experts"
+        free(compiled)
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        try:
+            model.set_experts_implementation(experts)
+            if kind == "static":
+                cache = transformers.StaticCache(model.config, max_cache_len=options.prompt_len + options.new_tokens)
+            for _ in range(2):
+                if cache is not None:
+                    cache.reset()
+                clock, start = _Clock(), time.perf_counter()
+                model.generate(prompt, past_key_values=cache, streamer=clock, **given)
+            rate = (options.new_tokens - 1) / (clock[options.new_tokens] - clock[1])
+        except Exception as error:  # whatever it is, the next setting may run
+            print(f"warning: --peer hf: {setting} fails: {first_line(error)}: left out", file=sys.stderr)
+            continue
+        peak = peak_bytes(device) if device.type == "cuda" else None  # a process is born with its parent's
+        found[setting] = {"tok_s": rate, "ttft_s": clock[1] - start, "peak_bytes": peak}
+        print(f"transformers, {setting}: {rate:.1f} tokens/s", file=sys.stderr)
+    if not found:
+        raise ValueError("not one of its settings runs")
+    with torch.device("meta"):
+        size = Transformer(args).to(DTYPES[dtype]).bytes_per_token()
+    best = max(found, key=lambda setting: found[setting]["tok_s"])
+    rates = {setting: row["tok_s"] for setting, row in found.items()}
+    return {"name": f"transformers {transformers.__version__}", "dtype": dtype, "bytes_per_token": size,
+            "setting": best, **found[best], "settings": rates}  # fmt: skip
+
+
+def peer(args: ModelArgs, options: argparse.Namespace) -> dict | None:
+    """`measure_peer` in a process of its own: PyTorch's own compiler settings, and all of the memory.
+
+    None, after a warning, if it fails: what was measured of ours is not lost.
+    """
+    try:
+        with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+            return pool.submit(measure_peer, args, options).result()
+    except Exception as error:
+        print(f"warning: --peer hf: {first_line(error)}: no peer in this result", file=sys.stderr)
+        return None
+
+
+def first_line(error: Exception) -> str:
+    """What an error says, in one line."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def report(r: dict) -> str:
@@ -290,6 +418,13 @@ def report(r: dict) -> str:
         f"  kernels a layer {r['kernels_per_layer'] and round(r['kernels_per_layer'], 1)}, "
         f"peak memory {r['peak_bytes'] / 1e9:.1f} GB, compile and record {r['compile_s']:.1f} s",
     ]
+    if p := r.get("peer"):
+        peak = "" if p["peak_bytes"] is None else f", peak memory {p['peak_bytes'] / 1e9:.1f} GB"
+        lines += [
+            f"  {p['name']} in {p['dtype']}: {p['tok_s']:.1f} tokens/s (1 answer after a warm-up), "
+            f"ours / peer {r['tok_s'] / p['tok_s']:.2f}",
+            f"    {p['setting']}: the best of {len(p['settings'])}; first token {p['ttft_s'] * 1e3:.1f} ms{peak}",
+        ]
     if table := r.get("kernels"):
         times = f"{table['span_us']:.1f} us, kernels {table['kernels_us']:.1f} us, gaps {table['gaps']:.1%}"
         lines += [f"  a step, median of {table['steps']}: {times}"]
@@ -330,6 +465,8 @@ def main() -> int:
     add("--kernels", action="store_true", help="also list a step's kernels, with the time of each and of the gaps")
     add("--sweep", choices=("experts",), help=f"latency against the number of experts and of active ones; without "
         f"--layers of {SWEEP_LAYERS} layers")  # fmt: skip
+    add("--peer", choices=("hf",), help="also measure Hugging Face transformers in its best setting (in bf16 where the "
+        "mode is no dtype)")  # fmt: skip
     add("--json", action="store_true", help="print one JSON object in place of the table")
     options = parser.parse_args()
     try:
@@ -346,13 +483,20 @@ def main() -> int:
             raise ValueError("--kernels lists a recorded step: it needs a CUDA GPU, and no --eager")
         if options.kernels and options.sweep:
             raise ValueError("--kernels and --sweep: give one of them at a time")
+        if options.peer and options.sweep:
+            raise ValueError("--peer and --sweep: give one of them at a time")
         number_format(options.mode, args)  # refuses a mode before anything is measured
         layers = options.layers or (min(SWEEP_LAYERS, args.n_layer) if options.sweep else args.n_layer)
         args = dataclasses.replace(args, n_layer=layers)
+        if options.peer:
+            hf_model(args, torch.bfloat16, "meta")  # refuses what it cannot be, too
         ceiling = read_bandwidth(device)
         result = sweep(args, options, ceiling) if options.sweep else measure(args, options, ceiling)
+        if options.peer:
+            free(not options.eager)
+            result["peer"] = peer(args, options)
     except (ValueError, torch.cuda.OutOfMemoryError) as error:
-        print(f"error: {str(error).splitlines()[0]}", file=sys.stderr)
+        print(f"error: {first_line(error)}", file=sys.stderr)
         return 2
     print(json.dumps(result) if options.json else report(result))
     return 0

@@ -1,5 +1,6 @@
 """The benchmark's own workings, at a size for CPUs."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -9,7 +10,18 @@ import pytest
 import torch
 
 import benchmark
-from benchmark import ARCHITECTURES, RandomWeights, architecture, kernel_table, known_reads, number_format, weight_reads
+from benchmark import (
+    ARCHITECTURES,
+    PEER_SETTINGS,
+    RandomWeights,
+    architecture,
+    hf_config,
+    hf_model,
+    kernel_table,
+    known_reads,
+    number_format,
+    weight_reads,
+)
 from convert_hf_checkpoint import args_from_hf
 from generate import load_model
 from session import Sampling, Session
@@ -49,12 +61,19 @@ def test_random_weights_are_the_same_for_a_seed_and_keep_activations_sane():
     assert len(set(Session(first, 64).stream([1, 2], 20, Sampling(seed=0)))) > 3
 
 
-def test_json_has_the_fields_of_the_design(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    run = command("--arch", str(tmp_path / "config.json"), "--device", "cpu", "--eager", "--json", "--repeats", "2",
-                  "--new_tokens", "5", "--layers", "1", "--mode", "fp32")  # fmt: skip
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory) -> dict:
+    """What the command itself prints, of ours and of its peer."""
+    config = tmp_path_factory.mktemp("benchmark") / "config.json"
+    config.write_text(json.dumps(CONFIG))
+    run = command("--arch", str(config), "--device", "cpu", "--eager", "--json", "--repeats", "2", "--new_tokens", "5",
+                  "--layers", "1", "--mode", "int8", "--peer", "hf")  # fmt: skip
     assert run.returncode == 0, run.stderr
-    result = json.loads(run.stdout.splitlines()[-1])
+    return json.loads(run.stdout.splitlines()[-1])
+
+
+def test_json_has_the_fields_of_the_design(measured):
+    result = measured
     names = "arch mode gpu tok_s ms bytes_per_token gb_s read_gb_s fraction kernels_per_layer peak_bytes compile_s"
     assert result["ttft_s"] > 0 and 0 < result["ttft_cold_s"] < result["compile_s"]
     assert set(names.split()) <= set(result)
@@ -78,6 +97,7 @@ def test_mistakes_are_one_line(tmp_path, monkeypatch, capsys):
         (("--arch", "Mixtral-8x7B", "--new_tokens", "1"), "--new_tokens 1"),
         (("--arch", "Mixtral-8x7B", "--mode", "int5"), "--mode int5"),
         (("--arch", "Mixtral-8x7B", "--kernels", "--device", "cpu"), "CUDA"),
+        (("--arch", "Mixtral-8x7B", "--peer", "hf", "--sweep", "experts"), "--peer and --sweep"),
     ):
         code, out, err = main(monkeypatch, capsys, *arguments)
         assert code == 2 and out == "" and len(err.splitlines()) == 1 and err.startswith("error: ")
@@ -183,3 +203,153 @@ def test_weight_reads_are_the_bytes_of_a_token(mode):
     assert len(reads) == 5 * layers + 1 and reads[:5] == reads[5:10]
     router = 2 * args.n_expert * args.dim
     assert reads[2] == router and reads[3] > reads[4] > router and reads[0] > reads[1]
+
+
+# Peer
+
+VARIANTS = {
+    "window": {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "sliding_window": 16, "head_dim": 64},
+    "dense, biased, tied": {**CONFIG, "num_hidden_layers": 4, "mlp_only_layers": [1], "intermediate_size": 96,
+                            "attention_bias": True, "tie_word_embeddings": True},
+    "clipped": {"architectures": ["OlmoeForCausalLM"], "model_type": "olmoe", "clip_qkv": 0.5, "rope_theta": 1e5},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", (*ARCHITECTURES, *VARIANTS))
+def test_the_peers_config_gives_our_args_again(name):
+    args = ARCHITECTURES[name] if name in ARCHITECTURES else args_from_hf(VARIANTS[name])
+    model = hf_model(args, torch.bfloat16, "meta")  # which compares the number of weights
+    assert args_from_hf(model.config.to_dict()) == args
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert model.generation_config.eos_token_id is None  # or an answer could be short
+
+
+def test_what_no_peer_can_be_is_refused():
+    olmoe = ARCHITECTURES["OLMoE-1B-7B"]
+    with pytest.raises(ValueError, match="olmoe cannot have these args"):
+        hf_config(dataclasses.replace(olmoe, sliding_window=64))
+    with pytest.raises(ValueError, match="weights where ours has"):  # its norms are as wide as the model
+        hf_model(dataclasses.replace(olmoe, head_dim=64), torch.bfloat16, "meta")
+
+
+def test_the_peer_begins_with_weights_and_frequencies_that_run():
+    torch.manual_seed(0)
+    args = args_from_hf(CONFIG)
+    model = hf_model(args, torch.float32, "cpu")
+    logits = model(torch.arange(20).unsqueeze(0)).logits
+    assert logits.shape == (1, 20, 300) and logits.isfinite().all() and logits.std() > 0
+    inv_freq = model.model.rotary_emb.inv_freq
+    assert torch.allclose(inv_freq, args.rope_theta ** (-torch.arange(0, 16, 2) / 16))
+
+
+def test_the_peer_is_measured_beside_ours(measured):
+    result, peer, args = measured, measured["peer"], dataclasses.replace(args_from_hf(CONFIG), n_layer=1)
+    assert set(peer["settings"]) == {f"{cache} cache, {experts} experts" for cache, experts in PEER_SETTINGS}
+    assert peer["tok_s"] == max(peer["settings"].values()) == peer["settings"][peer["setting"]] > 0
+    assert peer["name"].startswith("transformers 5.") and peer["dtype"] == "bf16" and peer["ttft_s"] > 0
+    assert (
+        peer["bytes_per_token"] == load_model(RandomWeights(args), "cpu").bytes_per_token() > result["bytes_per_token"]
+    )
+    lines = benchmark.report(result | {"peer": peer | {"peak_bytes": 10**9}})
+    assert f"{peer['name']} in bf16" in lines and f"ours / peer {result['tok_s'] / peer['tok_s']:.2f}" in lines
+    assert peer["setting"] in lines and lines.endswith("peak memory 1.0 GB")
+
+
+def test_a_setting_that_fails_is_left_out_in_one_line(monkeypatch, capsys):
+    options = benchmark.argparse.Namespace(device="cpu", mode="fp32", prompt_len=3, new_tokens=3)
+    args = args_from_hf(CONFIG)
+    monkeypatch.setattr(benchmark, "PEER_SETTINGS", (("dynamic", "no_such"), ("dynamic", "eager")))
+    assert list(benchmark.measure_peer(args, options)["settings"]) == ["dynamic cache, eager experts"]
+    warning = next(line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: "))
+    assert "no_such experts fails" in warning and warning.endswith("left out")
+    monkeypatch.setattr(benchmark, "PEER_SETTINGS", (("dynamic", "no_such"),))
+    with pytest.raises(ValueError, match="not one of its settings"):
+        benchmark.measure_peer(args, options)
+
+
+def test_without_transformers_nothing_is_measured(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    monkeypatch.setattr(benchmark, "measure", lambda *_: pytest.fail("measured"))
+    code, out, err = main(monkeypatch, capsys, "--arch", "OLMoE-1B-7B", "--device", "cpu", "--peer", "hf")
+    assert code == 2 and out == "" and len(err.splitlines()) == 1 and "pip install" in err
+
+
+def test_a_peer_that_fails_does_not_take_our_result_with_it(tmp_path, monkeypatch, capsys):
+    def fail(*_):
+        raise RuntimeError("out of memory\nand more")
+
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    monkeypatch.setattr(benchmark, "ProcessPoolExecutor", fail)
+    code, out, err = main(monkeypatch, capsys, "--arch", str(tmp_path / "config.json"), "--device", "cpu", "--eager",
+                          "--repeats", "1", "--new_tokens", "2", "--peer", "hf", "--json")  # fmt: skip
+    result = json.loads(out.splitlines()[-1])
+    assert code == 0 and result["tok_s"] > 0 and result["peer"] is None and "hf: out of memory: no peer" in err
+    assert "transformers" not in benchmark.report(result)
+
+
+# scripts/plot_roofline.py
+
+RESULT = {"arch": "Mixtral-8x7B", "mode": "bf16", "gpu": "NVIDIA H200", "tok_s": 134.5, "bytes_per_token": 25.5e9,
+          "read_gb_s": 4490.0, "fraction": 0.76}  # fmt: skip
+PEER = {"name": "transformers 5.17.0", "dtype": "bf16", "tok_s": 44.0, "bytes_per_token": 25.5e9}
+INT8 = RESULT | {"mode": "int8", "tok_s": 185.5, "bytes_per_token": 12.76e9, "fraction": 0.53, "peer": PEER}
+
+
+def plot(*arguments: str | Path, stdin: str | None = None) -> subprocess.CompletedProcess:
+    script = [sys.executable, ROOT / "scripts" / "plot_roofline.py", *arguments]
+    return subprocess.run(script, capture_output=True, text=True, input=stdin)
+
+
+def test_the_roofline_is_drawn(tmp_path):
+    pytest.importorskip("matplotlib")
+    (tmp_path / "one.json").write_text(json.dumps(RESULT | {"peer": None}, indent=1))
+    png, svg, twin = tmp_path / "a.png", tmp_path / "a.svg", tmp_path / "b.svg"
+    run = plot(tmp_path / "one.json", "-", "--output", png, stdin=f"{json.dumps(INT8)}\n\n{json.dumps(RESULT)}\n")
+    assert run.returncode == 0 and run.stdout == f"{png}\n", run.stderr
+    assert png.read_bytes().startswith(b"\x89PNG") and len(png.read_bytes()) > 20_000
+    for path, result in ((svg, INT8), (twin, INT8)):
+        assert plot("-", "--output", path, stdin=json.dumps(result)).returncode == 0
+    assert svg.read_bytes() == twin.read_bytes()
+    for text in (
+        "Mixtral-8x7B int8",
+        "186 (0.53)",
+        "transformers 5.17.0 bf16",
+        "44",
+        "NVIDIA H200: 4,490 GB/s measured",
+    ):
+        assert f"<!-- {text} -->" in svg.read_text(), text
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.png", "a.svg", "b.svg", "one.json"]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    (
+        ("not JSON", "line 1"),
+        (f"{json.dumps(RESULT)}\n{{", "line 2"),
+        ("", "is empty"),
+        ("[]", "not a result"),
+        ('{"sweep": []}', "without --sweep"),
+        (json.dumps(RESULT | {"tok_s": 0}), "not a result"),
+        (json.dumps(RESULT | {"fraction": float("nan")}), "not a result"),
+        (json.dumps(RESULT | {"peer": {"name": "x"}}), "not a result"),
+    ),
+)
+def test_what_is_no_result_is_refused(text, words, tmp_path):
+    run = plot("-", "--output", tmp_path / "a.png", stdin=text)
+    assert run.returncode == 2 and run.stdout == "" and not list(tmp_path.iterdir())
+    assert len(run.stderr.splitlines()) == 1 and run.stderr.startswith("error: ") and words in run.stderr
+
+
+def test_a_picture_that_cannot_be_is_refused(tmp_path):
+    (tmp_path / "one.json").write_text(json.dumps(RESULT))
+    (tmp_path / "matplotlib.py").write_text("raise ImportError")
+    script, environment = ROOT / "scripts" / "plot_roofline.py", {"PYTHONPATH": str(tmp_path)}
+    missing = subprocess.run([sys.executable, script, tmp_path / "one.json", "--output", tmp_path / "a.svg"],
+                             capture_output=True, text=True, env=environment)  # fmt: skip
+    for run, words in (
+        (missing, "pip install 'moe-fast[plot]'"),
+        (plot(tmp_path / "one.json", "--output", tmp_path / "a.jpg"), ".png or .svg"),
+        (plot(tmp_path / "two.json", "--output", tmp_path / "a.png"), "No such file"),
+    ):
+        assert run.returncode == 2 and len(run.stderr.splitlines()) == 1 and words in run.stderr
+    assert not list(tmp_path.glob("a.*"))
