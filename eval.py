@@ -45,9 +45,10 @@ def score(model: Transformer, ids: Sequence[int], count: int) -> tuple[Tensor, T
     ids = torch.tensor(ids, device=model.norm.weight.device)
     targets = ids[-count:]
 
-    def finish(model: Transformer, x: Tensor, last: None) -> tuple[Tensor, Tensor]:
+    def finish(model: Transformer, normed: Tensor, last: None) -> tuple[Tensor, Tensor]:
         nats, greedy = [], []
-        for part, wanted in zip(x[:, -count:].split(LOGIT_POSITIONS, 1), targets.split(LOGIT_POSITIONS), strict=True):
+        parts = normed[:, -count:].split(LOGIT_POSITIONS, 1)
+        for part, wanted in zip(parts, targets.split(LOGIT_POSITIONS), strict=True):
             logits = Transformer.finish(model, part, None)[0]
             nats.append(F.cross_entropy(logits, wanted, reduction="none"))
             greedy.append(logits.argmax(dim=-1) == wanted)

@@ -258,11 +258,10 @@ class KVCache(nn.Module):
         super().__init__()
         self.register_buffer("kv", torch.zeros(2, *shape, dtype=dtype, device=device), persistent=False)
 
-    def update(self, positions: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """positions [B, Q], k and v [B, Q, K, C] -> all keys, all values [B, K, S, C]."""
+    def update(self, positions: Tensor, kv: Tensor) -> tuple[Tensor, Tensor]:
+        """positions [B, Q], keys, then values [B, Q, 2, K, C] -> all keys, all values [B, K, S, C]."""
         sequence = torch.arange(positions.shape[0], device=positions.device).unsqueeze(1)
-        is_key = (torch.arange(2, device=k.device) == 0).view(1, 1, 2, 1, 1)
-        self.kv[:, sequence, :, positions] = torch.where(is_key, k.unsqueeze(2), v.unsqueeze(2))  # one kernel for both
+        self.kv[:, sequence, :, positions] = kv
         return self.kv.unbind()
 
 
@@ -294,8 +293,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
     if Q == 1:  # one query: products and softmax that Inductor fuses
         q = q.view(B, K, H // K, 1, C).float() * C**-0.5
         scores = (q * k.unsqueeze(2)).sum(-1) + bias.unsqueeze(1)  # [B, K, H / K, S]
-        weights = scores.softmax(dim=-1).to(v.dtype)
-        return torch.einsum("bkgs,bksc->bkgc", weights, v).reshape(B, 1, H * C)
+        weights = scores.softmax(dim=-1)
+        return (weights.unsqueeze(-1) * v.unsqueeze(2).float()).sum(-2).to(v.dtype).view(B, 1, H * C)
     # B and K are folded into one axis: H / K is then a head axis along which keys and values have stride zero.
     q = q.view(B, Q, K, H // K, C).permute(0, 2, 3, 1, 4).flatten(0, 1)
     k, v = (t.flatten(0, 1).unsqueeze(1).expand(-1, H // K, -1, -1) for t in (k, v))
@@ -321,16 +320,21 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         H, K, C = self.heads
-        q, k, v = self.wqkv(x).split((H * C, K * C, K * C), dim=-1)
+        # What is done to keys is done to values too, and dropped: so one kernel makes and writes both.
+        q, kv = self.wqkv(x).split((H * C, 2 * K * C), dim=-1)
+        kv = kv.unflatten(-1, (2, K * C))
+        values = kv
         if self.qk_norm == "full":
-            q, k = self.q_norm(q), self.k_norm(k)
+            # In memory: the compiler tunes a kernel that writes the cache badly, since it copies and times all of it.
+            q, kv = self.q_norm(q), realise(self.k_norm(kv))
         if self.clip_qkv is not None:
-            q, k, v = (t.clamp(-self.clip_qkv, self.clip_qkv) for t in (q, k, v))
-        q, k, v = (t.unflatten(-1, (-1, C)) for t in (q, k, v))  # [B, Q, heads, C]
+            q, kv, values = (t.clamp(-self.clip_qkv, self.clip_qkv) for t in (q, kv, values))
+        q, kv, values = (t.unflatten(-1, (-1, C)) for t in (q, kv, values))  # [B, Q, H, C], [B, Q, 2, K, C]
         if self.qk_norm == "head":
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = rotate(q, context.rope).to(q.dtype), rotate(k, context.rope).to(k.dtype)
-        k, v = self.cache.update(context.positions, k, v)
+            q, kv = self.q_norm(q), self.k_norm(kv)
+        q, kv = rotate(q, context.rope).to(q.dtype), rotate(kv, context.rope.unsqueeze(2)).to(kv.dtype)
+        is_key = torch.arange(2, device=x.device).view(2, 1, 1) == 0
+        k, v = self.cache.update(context.positions, torch.where(is_key, kv, values))
         return self.reduce(self.wo(attend(q, k, v, context.bias)))
 
 
@@ -344,12 +348,16 @@ class Block(nn.Module):
         self.ffn_norm = RMSNorm(args.dim, args.norm_eps)
         self.ffn = FeedForward(args) if layer in args.dense_layers else MoE(args)
 
-    def forward(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """x [B, Q, D] -> x [B, Q, D], expert_indices and expert_weights [T, A] (None for a dense layer)."""
+    def forward(self, x: Tensor, normed: Tensor, context: Context, next_norm: RMSNorm):
+        """x, its attention_norm [B, Q, D] -> x, its next_norm, and expert_indices, expert_weights [T, A] or None, None.
+
+        A block ends with the norm that the next one begins with, since the sum before it and the norm are one kernel.
+        """
         # Norms and sums are kept in memory, or every row of the products that read them would compute them again.
-        x = realise(x + self.attention(realise(self.attention_norm(x)), context))
+        x = realise(x + self.attention(normed, context))
         y, expert_indices, expert_weights = self.ffn(realise(self.ffn_norm(x)).flatten(0, 1))
-        return x + y.view_as(x), expert_indices, expert_weights
+        x = realise(x + y.view_as(x))
+        return x, next_norm(x), expert_indices, expert_weights
 
 
 class Transformer(nn.Module):
@@ -389,21 +397,21 @@ class Transformer(nn.Module):
         cos, sin = angles.cos(), angles.sin()
         self.register_buffer("rope_table", torch.cat((cos, cos, -sin, sin), dim=-1), persistent=False)
 
-    def start(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Context]:
-        """tokens, positions [B, Q] -> x [B, Q, D] and the context of the call."""
+    def start(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Context]:
+        """tokens, positions [B, Q] -> x [B, Q, D], the first block's norm of it, and the context of the call."""
         distance = positions.unsqueeze(-1) - torch.arange(self.rope_table.shape[0], device=positions.device)
         visible = distance >= 0
         if self.args.sliding_window is not None:
             visible = visible & (distance < self.args.sliding_window)
         x = self.embedding(tokens)
         bias = torch.where(visible, 0.0, float("-inf")).to(x.dtype)
-        return x, Context(positions, self.rope_table[positions].unsqueeze(2), bias)
+        return x, self.layers[0].attention_norm(x), Context(positions, self.rope_table[positions].unsqueeze(2), bias)
 
-    def finish(self, x: Tensor, last: Tensor | None) -> Tensor:
-        """x [B, Q, D] -> logits fp32 [B, V] at query `last` [B] of each sequence, or [B, Q, V] where it is None."""
+    def finish(self, normed: Tensor, last: Tensor | None) -> Tensor:
+        """`norm` of x [B, Q, D] -> logits fp32 [B, V] at query `last` [B] of each sequence, or [B, Q, V] of None."""
         if last is not None:
-            x = x[torch.arange(x.shape[0], device=x.device), last]
-        return self.gather(self.head(self.norm(x))).float()
+            normed = normed[torch.arange(normed.shape[0], device=normed.device), last]
+        return self.gather(self.head(normed)).float()
 
     def forward(self, tokens: Tensor, positions: Tensor, last: Tensor | None = None, *, all_positions: bool = False,
                 return_routing: bool = False, stages: "Stages | None" = None):  # fmt: skip
@@ -416,13 +424,13 @@ class Transformer(nn.Module):
         if last is None and not all_positions:
             last = torch.full(tokens.shape[:1], tokens.shape[1] - 1, device=tokens.device)
         stages = stages or Stages()
-        x, context = stages.start(self, tokens, positions)
-        routing = []
-        for block in self.layers:
-            x, *chosen = stages.block(block, x, context)
+        x, normed, context = stages.start(self, tokens, positions)
+        next_norms, routing = [block.attention_norm for block in self.layers[1:]] + [self.norm], []
+        for block, next_norm in zip(self.layers, next_norms, strict=True):
+            x, normed, *chosen = stages.block(block, x, normed, context, next_norm)
             if return_routing and chosen[0] is not None:
                 routing.append(chosen)
-        logits = stages.finish(self, x, None if all_positions else last)
+        logits = stages.finish(self, normed, None if all_positions else last)
         if not return_routing:
             return logits
         return logits, *(torch.stack(part) for part in zip(*routing, strict=True))

@@ -479,8 +479,12 @@ class PackedExpertLinear(Packed):
     def gated(self, x: Tensor, expert_indices: Tensor) -> Tensor:
         if self.in_kernel(x, gated=True):
             return self.kernel(x, expert_indices, gated=True).view(*expert_indices.shape, -1)
-        y = self.dot(x.unsqueeze(1), expert_indices)
-        return swiglu(*y.chunk(2, dim=-1)).to(x.dtype)
+        # Gate and up are two sums, as in model.ExpertLinear.
+        halves = [{}, {}]
+        for name, part in self.parts(expert_indices).items():
+            halves[0][name], halves[1][name] = part.chunk(2, dim=2)
+        x, dot = x.unsqueeze(1), FORMATS[self.format].dot
+        return swiglu(*(dot(x, half, self.group) for half in halves)).to(x.dtype)
 
     def weighted(self, x: Tensor, expert_indices: Tensor, expert_weights: Tensor) -> Tensor:
         return weighted_sum(self.dot(x, expert_indices), expert_weights).to(x.dtype)

@@ -139,10 +139,11 @@ def block(args: ModelArgs):
         model = Transformer(args)
         model.setup_cache(1, 256)
 
-    def step(x: Tensor, positions: Tensor, rope: Tensor, bias: Tensor):
-        return model.layers[0](x, Context(positions, rope, bias))
+    def step(x: Tensor, normed: Tensor, positions: Tensor, rope: Tensor, bias: Tensor):
+        return model.layers[0](x, normed, Context(positions, rope, bias), model.norm)
 
     return step, (
+        new(1, 1, args.dim),
         new(1, 1, args.dim),
         new(1, 1, dtype=torch.int64),
         new(1, 1, 1, 2 * args.head_dim, dtype=torch.float32),
