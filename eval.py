@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from checkpoint import Checkpoint
 from generate import DTYPES, EMBEDDED, embedded_checkpoint, generate, load_model, model_args, pick_device
-from model import ModelArgs, Stages, Transformer, stored
+from model import Chunk, ModelArgs, Stages, Transformer, stored
 from session import Sampling, Session
 from tokenizer import Tokenizer, load_tokenizer
 
@@ -54,8 +54,8 @@ def score(model: Transformer, ids: Sequence[int], count: int) -> tuple[Tensor, T
             greedy.append(logits.argmax(dim=-1) == wanted)
         return torch.cat(nats), torch.cat(greedy)
 
-    positions = torch.arange(len(ids) - 1, device=ids.device)
-    return model(ids[None, :-1], positions[None], all_positions=True, stages=Stages(finish=finish))
+    chunk = Chunk(ids.new_zeros(1), len(ids) - 1)
+    return model(ids[None, :-1], chunk, all_positions=True, stages=Stages(finish=finish))
 
 
 def score_windows(model: Transformer, windows: Sequence[tuple[Sequence[int], int]], progress: bool = True) -> list:

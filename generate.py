@@ -394,7 +394,7 @@ def chat(session: Session, tokenizer: Tokenizer, options: argparse.Namespace, sa
         print(flush=True)
         print(statistics(result), file=sys.stderr)
         messages = [*asked, {"role": "assistant", "content": result["text"]}]
-        answer = session.ids[len(prompt) :]
+        answer = session.ids[0][len(prompt) :]
         ids = prompt + (answer[:-1] if answer[-1] in tokenizer.stop_ids else answer)
 
 

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 
 @dataclass(frozen=True)
@@ -254,6 +255,8 @@ class FeedForward(nn.Module):
 class KVCache(nn.Module):
     """Keys, then values, [2, B, K, S, C] of one layer, written in place at each sequence's own positions."""
 
+    blocks = True  # keys and values are as they are stored, so that attention can read some blocks of them
+
     def __init__(self, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device):
         super().__init__()
         self.register_buffer("kv", torch.zeros(2, *shape, dtype=dtype, device=device), persistent=False)
@@ -264,13 +267,34 @@ class KVCache(nn.Module):
         self.kv[:, sequence, :, positions] = kv
         return self.kv.unbind()
 
+    def extend(self, chunk: "Chunk", kv: Tensor) -> tuple[Tensor, Tensor]:
+        """kv of a chunk [1, Q, 2, K, C] -> its sequence's keys and values up to the chunk's end [K, end, C]."""
+        positions = torch.arange(chunk.end - kv.shape[1], chunk.end, device=kv.device)
+        self.kv[:, chunk.row, :, positions] = kv[0]
+        live = self.kv[:, :, :, : chunk.end]
+        return (live if self.kv.shape[1] == 1 else live.index_select(1, chunk.row)).squeeze(1).unbind()
+
+    def clear(self) -> None:
+        """Forget everything: what is masked counts zero times its value, which has to be a number."""
+        self.kv.zero_()
+
+
+class Chunk(NamedTuple):
+    """A stretch of one sequence, by which a prompt is computed: where it ends is known, so that it needs no mask."""
+
+    row: Tensor  # of the cache, int64 [1]; no int, for which the compiler would make a case each of 0 and 1
+    end: int  # the position after its last token; the others stand before that
+
 
 class Context(NamedTuple):
-    """What every block of one call shares."""
+    """What every block of one call shares. A chunk has no positions, bias and blocks."""
 
-    positions: Tensor  # [B, Q]
     rope: Tensor  # [B, Q, 1, 2C], for each number of a head its cosine, then its signed sine, fp32
-    bias: Tensor  # [B, Q, S], 0 where a query may look and -inf elsewhere
+    chunk: Chunk | None = None
+    positions: Tensor | None = None  # [B, Q]
+    bias: Tensor | None = None  # [B, Q, S], 0 where a query may look and -inf elsewhere
+    blocks: tuple[Tensor, Tensor] | None = None  # of BLOCK positions that hold what a sequence's queries may look at:
+    # how many, int32 [B, 1, 1], and which come first, int32 [B, 1, 1, S / BLOCK]
 
 
 def rotate(x: Tensor, rope: Tensor) -> Tensor:
@@ -282,6 +306,10 @@ def rotate(x: Tensor, rope: Tensor) -> Tensor:
     cos, sin = rope.chunk(2, dim=-1)
     x = x.float()
     return x * cos + x.roll(x.shape[-1] // 2, dims=-1) * sin
+
+
+BLOCK = 128  # positions of a cache that are read together
+SHORT_CACHE = 1024  # up to this length it is faster to read a cache whole than to ask which blocks are in use
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
@@ -303,6 +331,46 @@ def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
     return y.view(B, K, H // K, Q, C).permute(0, 3, 1, 2, 4).reshape(B, Q, H * C)
 
 
+def attend_blocks(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, blocks: tuple[Tensor, Tensor],
+                  window: int | None) -> Tensor:  # fmt: skip
+    """`attend` for few queries and a long cache, of which it reads only the blocks in use; to be compiled."""
+
+    def visible(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        distance = positions[b, query] - key
+        return distance >= 0 if window is None else (distance >= 0) & (distance < window)
+
+    mask = BlockMask.from_kv_blocks(
+        *blocks, BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=visible, seq_lengths=(q.shape[1], k.shape[2])
+    )
+    return flex_attention(q.transpose(1, 2), k, v, block_mask=mask, enable_gqa=True).transpose(1, 2).flatten(2)
+
+
+@torch.library.custom_op("moe_fast::attend_chunk", mutates_args=())
+def attend_chunk(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+    """q [Q, H, C], of the last Q positions of k and v [K, S, C] -> [Q, H * C]; each query sees up to its own position.
+
+    An operator of ours around the library's, which takes the masks of both kinds only where nothing is compiled.
+    """
+    # Imported here, because it brings the compiler with it, which takes longer than an eager answer of a small model.
+    from torch.nn.attention.bias import causal_lower_right
+
+    Q, S = q.shape[0], k.shape[1]
+    options = {} if Q == 1 else {"is_causal": True} if Q == S else {"attn_mask": causal_lower_right(Q, S)}
+    if window is not None and window < S:  # what the first query cannot see is left out
+        k, v = (t[:, max(0, S - Q - window + 1) :] for t in (k, v))
+        distance = torch.arange(k.shape[1] - Q, k.shape[1], device=q.device).unsqueeze(1)
+        distance = distance - torch.arange(k.shape[1], device=q.device)
+        options = {"attn_mask": (distance >= 0) & (distance < window)}
+    q, k, v = q.transpose(0, 1).unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
+    y = F.scaled_dot_product_attention(q, k, v, enable_gqa=True, **options)
+    return y[0].transpose(0, 1).flatten(1).contiguous()
+
+
+@attend_chunk.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+    return q.new_empty(q.shape[0], q.shape[1] * q.shape[2])
+
+
 class Attention(nn.Module):
     """Grouped-query attention (Ainslie et al. 2023) over the layer's cache, rotary positions: [B, Q, D] -> same."""
 
@@ -315,7 +383,7 @@ class Attention(nn.Module):
         norms = {"none": (), "head": (C, C), "full": (H * C, K * C)}[args.qk_norm]
         self.q_norm, self.k_norm = (RMSNorm(n, args.norm_eps) for n in norms) if norms else (None, None)
         self.qk_norm, self.clip_qkv = args.qk_norm, args.clip_qkv
-        self.heads = (H, K, C)
+        self.heads, self.window = (H, K, C), args.sliding_window
         self.cache: KVCache | None = None
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
@@ -334,7 +402,13 @@ class Attention(nn.Module):
             q, kv = self.q_norm(q), self.k_norm(kv)
         q, kv = rotate(q, context.rope).to(q.dtype), rotate(kv, context.rope.unsqueeze(2)).to(kv.dtype)
         is_key = torch.arange(2, device=x.device).view(2, 1, 1) == 0
-        k, v = self.cache.update(context.positions, torch.where(is_key, kv, values))
+        kv = torch.where(is_key, kv, values)
+        if context.chunk is not None:
+            k, v = self.cache.extend(context.chunk, kv)
+            return self.reduce(self.wo(attend_chunk(q[0], k, v, self.window).unsqueeze(0)))
+        k, v = self.cache.update(context.positions, kv)
+        if context.blocks is not None and self.cache.blocks:
+            return self.reduce(self.wo(attend_blocks(q, k, v, context.positions, context.blocks, self.window)))
         return self.reduce(self.wo(attend(q, k, v, context.bias)))
 
 
@@ -386,26 +460,39 @@ class Transformer(nn.Module):
         if self.args.tied_embeddings and isinstance(self.head, Linear):
             self.head.weight = self.embedding.weight
 
-    def setup_cache(self, batch: int, length: int) -> None:
+    def setup_cache(self, batch: int, length: int, kind: type[KVCache] = KVCache) -> None:
         """Give every layer an empty cache, `batch` sequences of `length` positions, and make the rope table for it."""
         args, device, dtype = self.args, self.norm.weight.device, self.norm.weight.dtype
         for block in self.layers:
             kv_heads = block.attention.heads[1]
-            block.attention.cache = KVCache((batch, kv_heads, length, args.head_dim), dtype, device)
+            block.attention.cache = kind((batch, kv_heads, length, args.head_dim), dtype, device)
         exponents = torch.arange(0, args.head_dim, 2, device=device).float() / args.head_dim
         angles = torch.outer(torch.arange(length, device=device).float(), args.rope_theta**-exponents)
         cos, sin = angles.cos(), angles.sin()
         self.register_buffer("rope_table", torch.cat((cos, cos, -sin, sin), dim=-1), persistent=False)
 
-    def start(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Context]:
-        """tokens, positions [B, Q] -> x [B, Q, D], the first block's norm of it, and the context of the call."""
-        distance = positions.unsqueeze(-1) - torch.arange(self.rope_table.shape[0], device=positions.device)
-        visible = distance >= 0
-        if self.args.sliding_window is not None:
-            visible = visible & (distance < self.args.sliding_window)
+    def start(self, tokens: Tensor, where: Tensor | Chunk) -> tuple[Tensor, Tensor, Context]:
+        """tokens [B, Q] and where they stand -> x [B, Q, D], the first block's norm of it, the context of the call."""
         x = self.embedding(tokens)
+        normed = self.layers[0].attention_norm(x)
+        if isinstance(where, Chunk):
+            rope = self.rope_table[where.end - tokens.shape[1] : where.end]
+            return x, normed, Context(rope[None, :, None], chunk=where)
+        S, window = self.rope_table.shape[0], self.args.sliding_window
+        distance = where.unsqueeze(-1) - torch.arange(S, device=where.device)
+        visible = distance >= 0
+        if window is not None:
+            visible = visible & (distance < window)
         bias = torch.where(visible, 0.0, float("-inf")).to(x.dtype)
-        return x, self.layers[0].attention_norm(x), Context(positions, self.rope_table[positions].unsqueeze(2), bias)
+        blocks = None
+        if S > SHORT_CACHE and S % BLOCK == 0 and where.is_cuda and torch.compiler.is_compiling():
+            first = 0 if window is None else (where[:, 0] - window + 1).clamp(min=0) // BLOCK
+            count = where[:, -1] // BLOCK + 1 - first
+            order = torch.arange(S // BLOCK, device=where.device) + (first if window is None else first.unsqueeze(1))
+            order = order.clamp(max=S // BLOCK - 1).expand(where.shape[0], -1)
+            blocks = count.to(torch.int32).view(-1, 1, 1), order.to(torch.int32)[:, None, None].contiguous()
+        rope = self.rope_table[where].unsqueeze(2)
+        return x, normed, Context(rope, positions=where, bias=bias, blocks=blocks)
 
     def finish(self, normed: Tensor, last: Tensor | None) -> Tensor:
         """`norm` of x [B, Q, D] -> logits fp32 [B, V] at query `last` [B] of each sequence, or [B, Q, V] of None."""
@@ -413,9 +500,10 @@ class Transformer(nn.Module):
             normed = normed[torch.arange(normed.shape[0], device=normed.device), last]
         return self.gather(self.head(normed)).float()
 
-    def forward(self, tokens: Tensor, positions: Tensor, last: Tensor | None = None, *, all_positions: bool = False,
+    def forward(self, tokens: Tensor, where: Tensor | Chunk, last: Tensor | None = None, *, all_positions: bool = False,
                 return_routing: bool = False, stages: "Stages | None" = None):  # fmt: skip
-        """Run tokens [B, Q] at positions [B, Q] (each below the cache's length), reading and extending the cache.
+        """Run tokens [B, Q], reading and extending the cache, at positions `where` [B, Q] (each below the cache's
+        length), or at a Chunk's (B = 1).
 
         Returns logits fp32 [B, V] of each sequence's query `last` [B] (default: the last of Q), or [B, Q, V] of
         `all_positions`; with `return_routing` also expert_indices and expert_weights [L, T, A] of the layers that have
@@ -424,7 +512,7 @@ class Transformer(nn.Module):
         if last is None and not all_positions:
             last = torch.full(tokens.shape[:1], tokens.shape[1] - 1, device=tokens.device)
         stages = stages or Stages()
-        x, normed, context = stages.start(self, tokens, positions)
+        x, normed, context = stages.start(self, tokens, where)
         next_norms, routing = [block.attention_norm for block in self.layers[1:]] + [self.norm], []
         for block, next_norm in zip(self.layers, next_norms, strict=True):
             x, normed, *chosen = stages.block(block, x, normed, context, next_norm)

@@ -1,6 +1,6 @@
-"""One sequence being continued: the cache it lives in, how its next token is chosen, and the step that adds one.
+"""Sequences being continued: the cache they live in, how a next token is chosen, and the step that adds one to each.
 
-The way of one token: `Session.decode` runs the model on the token chosen last, chooses the next one on the device and
+The way of one token: `Session.decode` runs the model on the tokens chosen last, chooses the next ones on the device and
 moves on by one position. Nothing in it depends on a value that the host would have to read, so on CUDA the whole step
 is one graph that feeds itself; the host only reads each token to print it, one step behind.
 """
@@ -13,10 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from model import Stages, Transformer
+from model import BLOCK, Chunk, KVCache, Stages, Transformer
 
 CANDIDATES = 256  # tokens that sampling looks at: one compiled step serves every top_k up to this
 RANKED = 2048  # so many numbers are put in order by comparing each with each
+PREFILL_CHUNK = 2048  # tokens of a prompt that are computed at a time
 PREFILL_MULTIPLE = 16  # a compiled prefill sees lengths padded to this, so that one graph serves every prompt
 
 
@@ -123,19 +124,22 @@ def sample(logits: Tensor, controls: Tensor, seen: Tensor, noise: Tensor | None)
 
 
 class Session:
-    """One sequence on one device: its cache, the tokens that stand in it, and the step that adds one.
+    """`batch` sequences on one device: their cache, the tokens that stand in it, and the step that adds one to each.
 
-    A model holds the cache, so it serves one session at a time, the newest; a session of another length compiles anew.
+    A model holds the cache, so it serves one session at a time, the newest; a session of another size compiles anew.
 
     max_seq_len: the most tokens a sequence may have, prompt and answer together.
     compile: the decode step (on CUDA also recorded as one graph); compile_prefill: the prompt's pass as well.
+    prefill_chunk: so many tokens of a prompt are computed at a time, which bounds the memory for activations.
+    cache: the kind of cache, `model.KVCache` or one with its methods.
     """
 
-    def __init__(self, model: Transformer, max_seq_len: int, compile: bool = False, compile_prefill: bool = False):
-        self.model, self.max_seq_len = model, max_seq_len
+    def __init__(self, model: Transformer, max_seq_len: int, compile: bool = False, compile_prefill: bool = False,
+                 batch: int = 1, prefill_chunk: int = PREFILL_CHUNK, cache: type[KVCache] = KVCache):  # fmt: skip
+        self.model, self.max_seq_len, self.batch, self.prefill_chunk = model, max_seq_len, batch, prefill_chunk
         self.device = device = model.norm.weight.device
-        self.slots = -(-(max_seq_len + PREFILL_MULTIPLE) // 64) * 64  # the last ones are for padding and warm-up
-        model.setup_cache(1, self.slots)
+        self.slots = -(-(max_seq_len + PREFILL_MULTIPLE) // BLOCK) * BLOCK  # the last ones: for padding and warm-up
+        model.setup_cache(batch, self.slots, cache)
         self.caches = [block.attention.cache for block in model.layers]
         if compile or compile_prefill:
             compile_settings()
@@ -146,45 +150,52 @@ class Session:
         self.prefill_multiple = PREFILL_MULTIPLE if compile_prefill else 1
         self.sample = torch.compile(sample, fullgraph=True, dynamic=False) if compile else sample
         # What a step reads and writes in place, so that a recorded step finds it at the same address.
-        self.token = torch.zeros(1, 1, dtype=torch.int64, device=device)
-        self.position = torch.zeros(1, 1, dtype=torch.int64, device=device)
-        self.first = torch.zeros(1, dtype=torch.int64, device=device)
-        self.seen = torch.zeros(1, model.args.vocab_size, dtype=torch.bool, device=device)
+        self.token = torch.zeros(batch, 1, dtype=torch.int64, device=device)
+        self.position = torch.zeros(batch, 1, dtype=torch.int64, device=device)
+        self.first = torch.zeros(batch, dtype=torch.int64, device=device)
+        self.seen = torch.zeros(batch, model.args.vocab_size, dtype=torch.bool, device=device)
         self.controls = torch.ones(5, device=device)
+        self.rows = torch.arange(batch, device=device)
         self.generator = torch.Generator(device)
         self.steps: dict[int, Callable[[], None]] = {}
         self.reset()
 
     def reset(self) -> None:
-        """Forget the sequence. (The cache is emptied: masked positions count zero times their value, which has to be
-        a number, and in fp16 a value may have overflowed.)"""
+        """Forget the sequences. (What is masked counts zero times its value, and in fp16 one may have overflowed.)"""
         for cache in self.caches:
-            cache.kv.zero_()
-        self.ids: list[int] = []  # the tokens known to the host; the cache holds the first `cached` of them
-        self.cached = 0
-        self.prefilled = 0  # how many prompt tokens the last `stream` had to compute
+            cache.clear()
+        # The tokens of each sequence known to the host; of the first ones, so many as `cached` says, the cache knows.
+        self.ids: list[list[int]] = [[] for _ in range(self.batch)]
+        self.cached = [0] * self.batch
+        self.prefilled = 0  # how many prompt tokens the last call had to compute
 
     def choose(self, logits: Tensor, candidates: int) -> None:
-        """Sample the next token among so many of the likeliest (0: greedy) into `token`."""
+        """Sample each next token among so many of the likeliest (0: greedy) into `token`."""
         noise = None
         if candidates:
-            noise = torch.empty(1, candidates, device=self.device).exponential_(generator=self.generator)
+            noise = torch.empty(self.batch, candidates, device=self.device).exponential_(generator=self.generator)
         self.token.copy_(self.sample(logits, self.controls, self.seen, noise))
         self.seen.scatter_(1, self.token, True)
 
-    def prefill(self, ids: Sequence[int], start: int, candidates: int) -> None:
-        """Run the prompt's tokens at positions from `start` on and choose the first new token."""
-        padded = -(-len(ids) // self.prefill_multiple) * self.prefill_multiple
-        tokens = torch.zeros(1, padded, dtype=torch.int64)
-        tokens[0, : len(ids)] = torch.tensor(ids)
-        positions = torch.arange(start, start + padded, device=self.device).unsqueeze(0)
-        last = self.first + (len(ids) - 1)
-        self.choose(self.model(tokens.to(self.device), positions, last, stages=self.prefill_stages), candidates)
-        self.position.fill_(start + len(ids))
+    def prefill(self, row: int, ids: Sequence[int], start: int) -> Tensor:
+        """Run one sequence's tokens at positions from `start` on, chunk by chunk -> logits of what follows, [1, V]."""
+        ids = torch.tensor(ids).to(self.device).unsqueeze(0)
+        for tokens in ids.split(self.prefill_chunk, dim=1):
+            count = tokens.shape[1]
+            tokens = F.pad(
+                tokens, (0, -count % self.prefill_multiple)
+            )  # what is padded is overwritten before it is read
+            chunk = Chunk(self.rows[row : row + 1], start + tokens.shape[1])
+            logits = self.model(tokens, chunk, self.first[:1] + (count - 1), stages=self.prefill_stages)
+            start += count
+        return logits
 
     def decode(self, candidates: int) -> None:
-        """One step: the token chosen last goes in at `position`, the next one is chosen."""
-        self.choose(self.model(self.token, self.position, self.first, stages=self.decode_stages), candidates)
+        """One step: the tokens chosen last go in at `position`, the next ones are chosen."""
+        # What is not compiled reads the part of the cache that is in use, which the host knows for one sequence.
+        alone = not self.compiled and self.batch == 1
+        where = Chunk(self.rows, self.cached[0] + 1) if alone else self.position
+        self.choose(self.model(self.token, where, self.first, stages=self.decode_stages), candidates)
         self.position.add_(1)
 
     def warm_up(self, candidates: int) -> Callable[[], None]:
@@ -214,23 +225,35 @@ class Session:
         return self.steps[candidates]
 
     def stream(self, ids: Sequence[int], max_new_tokens: int, sampling: Sampling) -> Iterator[int]:
-        """Continue the token ids by up to max_new_tokens, each yielded as soon as the host can know it.
+        """`stream_all` for one sequence: its tokens one by one."""
+        return (tokens[0] for tokens in self.stream_all([ids], max_new_tokens, sampling))
 
-        What the cache already holds of `ids` is not computed again. Where the step is recorded, the one after is under
-        way while a token is being read. Raises ValueError where the tokens do not fit.
+    def stream_all(
+        self, prompts: Sequence[Sequence[int]], max_new_tokens: int, sampling: Sampling
+    ) -> Iterator[list[int]]:
+        """Continue each prompt's token ids by max_new_tokens, yielding the next token of each as soon as the host can
+        know them.
+
+        What the cache already holds of a prompt is not computed again. Where the step is recorded, the one after is
+        under way while tokens are being read. Raises ValueError where the tokens do not fit, before anything is run.
         """
         vocabulary = self.seen.shape[1]
         if self.model.layers[0].attention.cache is not self.caches[0]:
             raise ValueError("another session has taken this model since: make a new Session")
-        if not ids:
-            raise ValueError("the prompt is empty: give at least one token")
-        if min(ids) < 0 or max(ids) >= vocabulary:
-            raise ValueError(f"token ids must be from 0 to {vocabulary - 1}: does the tokenizer belong to this model?")
-        if max_new_tokens < 0 or len(ids) + max_new_tokens > self.max_seq_len:
-            raise ValueError(
-                f"{len(ids)} prompt tokens and {max_new_tokens} new ones exceed --max_seq_len {self.max_seq_len}: "
-                f"raise it, or ask for at most {max(0, self.max_seq_len - len(ids))} with --max_new_tokens"
-            )
+        if not 0 < len(prompts) <= self.batch:
+            raise ValueError(f"{len(prompts)} prompts in a session for {self.batch}: make one with a larger batch")
+        for ids in prompts:
+            if not ids:
+                raise ValueError("the prompt is empty: give at least one token")
+            if min(ids) < 0 or max(ids) >= vocabulary:
+                raise ValueError(
+                    f"token ids must be from 0 to {vocabulary - 1}: does the tokenizer belong to this model?"
+                )
+            if max_new_tokens < 0 or len(ids) + max_new_tokens > self.max_seq_len:
+                raise ValueError(
+                    f"{len(ids)} prompt tokens and {max_new_tokens} new ones exceed --max_seq_len {self.max_seq_len}: "
+                    f"raise it, or ask for at most {max(0, self.max_seq_len - len(ids))} with --max_new_tokens"
+                )
         if max_new_tokens == 0:
             return
         top_k = min(sampling.top_k or vocabulary, vocabulary)
@@ -244,27 +267,34 @@ class Session:
         else:
             self.generator.manual_seed(sampling.seed)
         self.seen.zero_()
-        self.seen[0, torch.tensor(ids, device=self.device)] = True
+        self.prefilled, logits, positions = 0, [], []
+        for row in range(self.batch):
+            ids = prompts[row] if row < len(prompts) else [0]  # rows without a prompt run along
+            self.seen[row, torch.tensor(ids, device=self.device)] = True
+            start = min(_common_prefix(self.ids[row], ids), self.cached[row], len(ids) - 1)
+            self.ids[row], self.cached[row] = list(ids), start
+            logits.append(self.prefill(row, ids[start:], start))
+            self.cached[row] = len(ids)
+            self.prefilled += len(ids) - start
+            positions.append([len(ids)])
+        self.position.copy_(torch.tensor(positions))
+        self.choose(torch.cat(logits), candidates)
+        tokens = _read_later(self.token)
 
-        start = min(_common_prefix(self.ids, ids), self.cached, len(ids) - 1)
-        self.ids, self.cached, self.prefilled = list(ids), start, len(ids) - start
-        self.prefill(ids[start:], start, candidates)
-        self.cached = len(ids)
-        token = _read_later(self.token)
-
-        def advance() -> Callable[[], int]:
+        def advance() -> Callable[[], list[int]]:
             step()
-            self.cached += 1
+            self.cached = [count + 1 for count in self.cached]
             return _read_later(self.token)
 
         for left in reversed(range(max_new_tokens)):
-            current = token
+            current = tokens
             if left and self.recorded:
-                token = advance()
-            self.ids.append(current())
-            yield self.ids[-1]
-            if left and not self.recorded:  # the host does the step's work, and would hold the token back meanwhile
-                token = advance()
+                tokens = advance()
+            for ids, token in zip(self.ids, found := current(), strict=True):
+                ids.append(token)
+            yield found[: len(prompts)]
+            if left and not self.recorded:  # the host does the step's work, and would hold tokens back meanwhile
+                tokens = advance()
 
 
 def _compile_stages(dynamic: bool) -> Stages:
@@ -275,17 +305,17 @@ def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
     return next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
-def _read_later(token: Tensor) -> Callable[[], int]:
-    """Start the copy of a one-element tensor to the host; the function returned waits for it."""
-    if token.device.type != "cuda":
-        value = int(token)
-        return lambda: value
-    host = torch.empty(token.shape, dtype=token.dtype, pin_memory=True).copy_(token, non_blocking=True)
+def _read_later(tokens: Tensor) -> Callable[[], list[int]]:
+    """Start the copy of tokens [B, 1] to the host; the function returned waits for it."""
+    if tokens.device.type != "cuda":
+        values = tokens.flatten().tolist()
+        return lambda: values
+    host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True).copy_(tokens, non_blocking=True)
     copied = torch.cuda.Event()
-    copied.record(torch.cuda.current_stream(token.device))
+    copied.record(torch.cuda.current_stream(tokens.device))
 
-    def read() -> int:
+    def read() -> list[int]:
         copied.synchronize()
-        return int(host)
+        return host.flatten().tolist()
 
     return read

@@ -140,7 +140,7 @@ def block(args: ModelArgs):
         model.setup_cache(1, 256)
 
     def step(x: Tensor, normed: Tensor, positions: Tensor, rope: Tensor, bias: Tensor):
-        return model.layers[0](x, normed, Context(positions, rope, bias), model.norm)
+        return model.layers[0](x, normed, Context(rope, positions=positions, bias=bias), model.norm)
 
     return step, (
         new(1, 1, args.dim),

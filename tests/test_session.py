@@ -137,10 +137,10 @@ def test_what_the_cache_holds_is_not_computed_again(model, taken):
     ids = PROMPT + list(itertools.islice(stream, taken)) + [9, 11, 4]
     stream.close()
     prefilled = []
-    session.prefill = lambda part, start, k: (
+    session.prefill = lambda row, part, start: (
         prefilled.append((len(part), start)),
-        Session.prefill(session, part, start, k),
-    )
+        Session.prefill(session, row, part, start),
+    )[1]
     again = list(session.stream(ids, 12, GREEDY))
     assert prefilled[0][0] <= 4 and sum(prefilled[0]) == len(ids)
     assert again == tokens(Session(model, 128), ids)
@@ -155,12 +155,12 @@ def test_the_same_prompt_again_still_gives_an_answer(model):
 
 @pytest.mark.parametrize("compile_prefill", (False, pytest.param(True, marks=pytest.mark.slow)))
 def test_a_session_is_used_to_its_last_position(model, compile_prefill):
-    """176 positions and 16 for padding fill the cache's 192 slots: no slack hides a step too far."""
-    session = Session(model, 176, compile_prefill=compile_prefill)
-    assert session.slots == 192
-    assert tokens(session, count=176 - len(PROMPT)) == tokens(Session(model, 256), count=176 - len(PROMPT))
-    ids = (PROMPT * 30)[:175]
-    assert tokens(Session(model, 176, compile_prefill=compile_prefill), ids, 1) == tokens(Session(model, 256), ids, 1)
+    """112 positions and 16 for padding fill the cache's 128 slots: no slack hides a step too far."""
+    session = Session(model, 112, compile_prefill=compile_prefill)
+    assert session.slots == 128
+    assert tokens(session, count=112 - len(PROMPT)) == tokens(Session(model, 256), count=112 - len(PROMPT))
+    ids = (PROMPT * 30)[:111]
+    assert tokens(Session(model, 112, compile_prefill=compile_prefill), ids, 1) == tokens(Session(model, 256), ids, 1)
 
 
 @pytest.mark.parametrize(
