@@ -16,6 +16,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -105,6 +106,55 @@ def load_model(source, device: str | torch.device = "auto", dtype: torch.dtype |
 # Text ---------------------------------------------------------------------------------------------------------------
 
 
+class _Answer:
+    """The text of one sequence as its tokens arrive; `finish` says why it has ended, once it has."""
+
+    def __init__(self, ids: Sequence[int], tokenizer: Tokenizer, stop: Sequence[str], ignore_eos: bool, reply: bool,
+                 on_text: Callable[[str], None]):  # fmt: skip
+        self.prompt_tokens, self.stop, self.on_text = len(ids), stop, on_text
+        self.stop_ids = () if ignore_eos else tokenizer.stop_ids
+        self.pieces, self.text, self.shown = tokenizer.stream(() if reply else ids), "", 0
+        self.times: list[float] = []
+        self.finish: str | None = None
+
+    def push(self, token: int) -> None:
+        """Take the next token, and hand on what text has become certain."""
+        self.times.append(time.perf_counter())
+        if token in self.stop_ids:
+            self.end("stop")
+            return
+        self.text += self.pieces.push(token)
+        if (end := _find_stop(self.text, self.stop)) is not None:
+            self.text = self.text[:end]
+            self.end("stop")
+            return
+        self._show(len(self.text) - _held_back(self.text, self.stop))
+
+    def end(self, finish: str) -> None:
+        """End for this reason, unless ended already."""
+        if self.finish is None:
+            self.finish = finish
+            if finish != "stop":
+                self.text += self.pieces.flush()
+            self._show(len(self.text))
+
+    def _show(self, certain: int) -> None:
+        self.on_text(self.text[self.shown : certain])
+        self.shown = certain
+
+    def result(self, start: float) -> dict:
+        """What is known of it without the session; times are from `start`."""
+        seconds = self.times[-1] - self.times[0] if len(self.times) > 1 else 0.0
+        return {
+            "text": self.text,
+            "prompt_tokens": self.prompt_tokens,
+            "new_tokens": len(self.times),
+            "finish_reason": self.finish,
+            "ttft_s": self.times[0] - start if self.times else None,
+            "decode_tok_s": (len(self.times) - 1) / seconds if seconds else None,
+        }
+
+
 def generate(
     session: Session,
     tokenizer: Tokenizer,
@@ -112,63 +162,65 @@ def generate(
     max_new_tokens: int = DEFAULT_NEW_TOKENS,
     sampling: Sampling | None = None,
     *,
+    on_text: Callable[[str], None] = lambda text: None,
+    **options,
+) -> dict:
+    """`generate_all` for one prompt: text, or token ids. Returns its result; on_text is called with text alone."""
+    show = lambda number, text: on_text(text)  # noqa: E731
+    return generate_all(session, tokenizer, [prompt], max_new_tokens, sampling, on_text=show, **options)[0]
+
+
+def generate_all(
+    session: Session,
+    tokenizer: Tokenizer,
+    prompts: Sequence[str | Sequence[int]],
+    max_new_tokens: int = DEFAULT_NEW_TOKENS,
+    sampling: Sampling | None = None,
+    *,
     stop: Sequence[str] = (),
     ignore_eos: bool = False,
     reply: bool = False,
-    on_text: Callable[[str], None] = lambda text: None,
+    on_text: Callable[[int, str], None] = lambda number, text: None,
     interrupted: Callable[[], bool] = lambda: False,
-) -> dict:
-    """Continue the prompt (text, or token ids) until EOS, a `stop` text (not part of the answer) or max_new_tokens.
+) -> list[dict]:
+    """Continue each prompt, all at once, until EOS, a `stop` text (not part of the answer) or max_new_tokens.
 
-    reply: the answer is a text of its own, as in a chat, so that a tokenizer's leading space is no part of it.
-    on_text is called with each piece of text as soon as it is certain; `interrupted` is asked after every token.
-    Returns text, prompt_tokens, new_tokens, finish_reason ("stop", "length" or "interrupted"), ttft_s (from the call to
-    the first token on the host), prefill_tok_s (of the tokens the cache did not hold), decode_tok_s (None below two
-    tokens), bytes_per_token (weights that one token reads), gb_s, peak_bytes (of the device; on CPU of the process).
-    Raises ValueError as `Session.stream`, and for an empty stop text.
+    As many prompts as the session's batch, or fewer. reply: an answer is a text of its own, as in a chat, so that a
+    tokenizer's leading space is no part of it. on_text is called with a prompt's number and each piece of its text as
+    soon as it is certain; `interrupted` is asked after every step.
+    Returns for each text, prompt_tokens, new_tokens, finish_reason ("stop", "length" or "interrupted"), ttft_s (from
+    the call to the first token on the host), prefill_tok_s (of all tokens that the cache did not hold), decode_tok_s
+    (None below two tokens), bytes_per_token (weights that one token reads), gb_s (of one sequence alone, else None),
+    peak_bytes (of the device; on CPU of the process).
+    Raises ValueError as `Session.stream_all`, and for an empty stop text.
     """
     stop = [stop] if isinstance(stop, str) else stop
     check_stop(stop)
-    ids = tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-    sampling = sampling or Sampling()
-    stop_ids = () if ignore_eos else tokenizer.stop_ids
-    pieces, text, shown = tokenizer.stream(() if reply else ids), "", 0
-    times, finish = [], "length"
+    ids = [tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt) for prompt in prompts]
+    answers = [_Answer(p, tokenizer, stop, ignore_eos, reply, partial(on_text, n)) for n, p in enumerate(ids)]
     start = time.perf_counter()
-    for token in session.stream(ids, max_new_tokens, sampling):
-        times.append(time.perf_counter())
-        if token in stop_ids:
-            finish = "stop"
+    for tokens in session.stream_all(ids, max_new_tokens, sampling or Sampling()):
+        for answer, token in zip(answers, tokens, strict=True):
+            if answer.finish is None:
+                answer.push(token)
+        if all(answer.finish for answer in answers):
             break
-        text += pieces.push(token)
-        if (end := _find_stop(text, stop)) is not None:
-            text, finish = text[:end], "stop"
-            break
-        certain = len(text) - _held_back(text, stop)
-        on_text(text[shown:certain])
-        shown = certain
         if interrupted():
-            finish = "interrupted"
+            for answer in answers:
+                answer.end("interrupted")
             break
-    if finish != "stop":
-        text += pieces.flush()
-    on_text(text[shown:])
-    seconds = times[-1] - times[0] if len(times) > 1 else 0.0
-    rate = (len(times) - 1) / seconds if seconds else None
-    ttft = times[0] - start if times else None
-    size = session.model.bytes_per_token()
-    return {
-        "text": text,
-        "prompt_tokens": len(ids),
-        "new_tokens": len(times),
-        "finish_reason": finish,
-        "ttft_s": ttft,
-        "prefill_tok_s": session.prefilled / ttft if ttft else None,
-        "decode_tok_s": rate,
-        "bytes_per_token": size,
-        "gb_s": size * rate / 1e9 if rate else None,
-        "peak_bytes": peak_bytes(session.device),
-    }
+    results, size = [], session.model.bytes_per_token()
+    for answer in answers:
+        answer.end("length")
+        result = answer.result(start)
+        rate, ttft = result["decode_tok_s"], result["ttft_s"]
+        results.append(result | {
+            "prefill_tok_s": session.prefilled / ttft if ttft else None,
+            "bytes_per_token": size,
+            "gb_s": size * rate / 1e9 if rate and len(ids) == 1 else None,
+            "peak_bytes": peak_bytes(session.device),
+        })  # fmt: skip
+    return results
 
 
 def check_stop(stop: Sequence[str]) -> None:
@@ -219,6 +271,8 @@ def build_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--checkpoint_path", type=Path, metavar="DIR", help="converted checkpoint; default: the embedded tiny model")
     add("--prompt", action="append", metavar="TEXT", help="text to continue, '-' reads stdin; repeatable")
+    add("--prompts_file", type=Path, metavar="FILE", help="a prompt a line; in a .jsonl a string or {'prompt': ...}")
+    add("--batch_size", type=int, default=8, metavar="N", help="most prompts and samples that are continued at once")
     add("--max_new_tokens", type=int, metavar="N", help="default: 200, or as many as --max_seq_len leaves room for")
     add("--temperature", type=float, default=Sampling.temperature, metavar="X", help="0 is greedy")
     add("--top_k", type=int, default=Sampling.top_k, metavar="N")
@@ -241,11 +295,36 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def read_prompts(path: Path) -> list[str]:
+    """The prompts in a file, one a line, empty lines left out; in a .jsonl each a string, or an object's "prompt"."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError:
+        raise ValueError(f"--prompts_file {path}: it is not UTF-8 text") from None
+    prompts = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        if path.suffix == ".jsonl":
+            try:
+                line = json.loads(line)
+            except (ValueError, RecursionError):
+                raise ValueError(f"--prompts_file {path}: line {number} is not JSON") from None
+            line = line.get("prompt") if isinstance(line, dict) else line
+            if not isinstance(line, str) or not line:
+                raise ValueError(f'--prompts_file {path}: line {number} is neither a text nor {{"prompt": a text}}')
+        prompts.append(line)
+    if not prompts:
+        raise ValueError(f"--prompts_file {path}: it holds no prompt")
+    return prompts
+
+
 def encode_prompts(options: argparse.Namespace, tokenizer: Tokenizer) -> list[list[int]]:
-    """The token ids of each --prompt, through the chat template where there is a --system message."""
+    """The token ids of each --prompt and each of the file's, through the chat template where there is a --system."""
     prompts, stdin = [], sys.stdin or io.StringIO()  # there may be none
-    for text in options.prompt or [DEFAULT_PROMPT]:
-        text = stdin.read() if text == "-" else text
+    texts = [stdin.read() if text == "-" else text for text in options.prompt or []]
+    texts += read_prompts(options.prompts_file) if options.prompts_file else []
+    for text in texts or [DEFAULT_PROMPT]:
         if not text:
             raise ValueError("the prompt is empty: give --prompt some text, or pipe some in with --prompt -")
         if options.system is None:
@@ -280,13 +359,13 @@ def plan_lengths(longest: int, options: argparse.Namespace, args: ModelArgs) -> 
 
 def check_options(options: argparse.Namespace) -> None:
     """Raises ValueError for options that cannot be, or cannot be together."""
-    for name in ("max_new_tokens", "num_samples", "max_seq_len"):
+    for name in ("max_new_tokens", "num_samples", "max_seq_len", "batch_size"):
         if (value := getattr(options, name)) is not None and value < 1:
             raise ValueError(f"--{name} {value}: it must be at least 1")
     check_stop(options.stop)
     if options.profile and (options.profile.is_dir() or not options.profile.absolute().parent.is_dir()):
         raise ValueError(f"--profile {options.profile}: it must be a file in a folder that is there")
-    for name in ("prompt", "json"):
+    for name in ("prompt", "prompts_file", "json"):
         if options.interactive and getattr(options, name):
             raise ValueError(f"--{name} does not go with --interactive: leave one of them out")
 
@@ -305,10 +384,12 @@ def run(options: argparse.Namespace) -> list[dict]:
     prompts = [] if options.interactive else encode_prompts(options, tokenizer)
     length = plan_lengths(max(map(len, prompts), default=0), options, args)
     model = load_model(checkpoint, device, DTYPES[options.dtype] if options.dtype else None)
-    session = Session(model, length, options.compile, options.compile_prefill)
+    work = [ids for ids in prompts for _ in range(options.num_samples)]
+    batch = min(options.batch_size, len(work)) or 1
+    session = Session(model, length, options.compile, options.compile_prefill, batch)
     if options.compile or options.compile_prefill:
         start = time.perf_counter()
-        for _ in session.stream(prompts[0] if prompts else [0], 1, sampling):
+        for _ in session.stream_all([prompts[0] if prompts else [0]], 1, sampling):
             pass
         session.reset()
         print(f"compiled in {time.perf_counter() - start:.1f} s", file=sys.stderr)
@@ -316,28 +397,44 @@ def run(options: argparse.Namespace) -> list[dict]:
     with torch.profiler.profile() if options.profile else nullcontext() as profile:
         if options.interactive:
             chat(session, tokenizer, options, sampling)
-        for ids in prompts:
-            for n in range(options.num_samples):
-                seed = None if sampling.seed is None else sampling.seed + n
-                results.append(_answer(session, tokenizer, ids, options, replace(sampling, seed=seed)))
+        for first in range(0, len(work), batch):
+            seed = None if sampling.seed is None else sampling.seed + first
+            some = work[first : first + batch]
+            results += _answers(session, tokenizer, some, options, replace(sampling, seed=seed))
     if options.profile:
         profile.export_chrome_trace(str(options.profile))
     return results
 
 
-def _answer(session: Session, tokenizer: Tokenizer, ids: list[int], options, sampling: Sampling) -> dict:
-    """One result of the command: the prompt echoed on stderr, the answer on stdout, the statistics on stderr."""
+def _answers(
+    session: Session, tokenizer: Tokenizer, prompts: list[list[int]], options, sampling: Sampling
+) -> list[dict]:
+    """A batch of results: prompts on stderr, answers on stdout (one alone as it comes), then the statistics."""
     session.reset()  # nothing is carried from one prompt to the next, so that order does not matter
-    show = (lambda text: None) if options.json else (lambda text: print(text, end="", flush=True))
-    if not options.json:  # on a terminal the answer goes on where the prompt ends
+    alone = len(prompts) == 1 and not options.json
+
+    def echo(ids: list[int]) -> None:  # on a terminal the answer goes on where the prompt ends
         print(tokenizer.decode(ids), end="" if sys.stdout.isatty() else "\n", file=sys.stderr, flush=True)
-    result = generate(
-        session, tokenizer, ids, options.max_new_tokens, sampling,
-        stop=options.stop, ignore_eos=options.ignore_eos, reply=options.system is not None, on_text=show,
+
+    if alone:
+        echo(prompts[0])
+    start = time.perf_counter()
+    results = generate_all(
+        session, tokenizer, prompts, options.max_new_tokens, sampling,
+        stop=options.stop, ignore_eos=options.ignore_eos, reply=options.system is not None,
+        on_text=lambda number, text: print(text, end="", flush=True) if alone else None,
     )  # fmt: skip
-    show("\n")
-    print(statistics(result), file=sys.stderr)
-    return result
+    seconds = time.perf_counter() - start
+    for ids, result in zip(prompts, results, strict=True):
+        if not options.json:
+            if not alone:
+                echo(ids)
+            print("" if alone else result["text"], flush=True)
+        print(statistics(result), file=sys.stderr)
+    if len(results) > 1:
+        new = sum(result["new_tokens"] for result in results)
+        print(f"{len(results)} sequences, {new} new tokens, {new / seconds:.1f}/s with the prompts", file=sys.stderr)
+    return results
 
 
 @contextmanager

@@ -206,14 +206,14 @@ class Experts(nn.Module):
         memory O(T * A * I), for activations only.
         """
         tokens, active = expert_indices.shape
-        sorted_experts, order = expert_indices.flatten().sort(stable=True)
-        group_ends = torch.searchsorted(
-            sorted_experts, torch.arange(self.n_expert, device=x.device), right=True, out_int32=True
-        )
+        small = torch.uint8 if self.n_expert <= 256 else torch.int16  # the sort makes one pass for each byte
+        sorted_experts, order = expert_indices.flatten().to(small).sort(stable=True)
+        experts = torch.arange(self.n_expert, dtype=small, device=x.device)
+        group_ends = torch.searchsorted(sorted_experts, experts, right=True, out_int32=True)
         hidden = swiglu(*self.w13.grouped(x[order // active], group_ends).chunk(2, dim=-1))
         y = self.w2.grouped(hidden, group_ends)
-        y = torch.empty_like(y).index_copy(0, order, y).view(tokens, active, -1)
-        return (y * expert_weights.unsqueeze(-1)).sum(1).to(x.dtype)
+        place = torch.empty_like(order).scatter_(0, order, torch.arange(tokens * active, device=x.device))
+        return (y[place].view(tokens, active, -1) * expert_weights.unsqueeze(-1)).sum(1).to(x.dtype)
 
 
 class MoE(nn.Module):
@@ -329,6 +329,14 @@ def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
     bias = bias.unsqueeze(1).expand(-1, K, -1, -1).flatten(0, 1).unsqueeze(1)
     y = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)  # [B * K, H / K, Q, C]
     return y.view(B, K, H // K, Q, C).permute(0, 3, 1, 2, 4).reshape(B, Q, H * C)
+
+
+def blocks_in_use(positions: Tensor, length: int, window: int | None) -> tuple[Tensor, Tensor]:
+    """`Context.blocks` for queries at rising positions [B, Q] of a cache of that length."""
+    first = (positions[:, :1] - (window or length) + 1).clamp(min=0) // BLOCK  # [B, 1]
+    order = (first + torch.arange(length // BLOCK, device=positions.device)).clamp(max=length // BLOCK - 1)
+    count = positions[:, -1:] // BLOCK + 1 - first
+    return count.to(torch.int32).unsqueeze(-1), order.to(torch.int32)[:, None, None]
 
 
 def attend_blocks(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, blocks: tuple[Tensor, Tensor],
@@ -486,11 +494,7 @@ class Transformer(nn.Module):
         bias = torch.where(visible, 0.0, float("-inf")).to(x.dtype)
         blocks = None
         if S > SHORT_CACHE and S % BLOCK == 0 and where.is_cuda and torch.compiler.is_compiling():
-            first = 0 if window is None else (where[:, 0] - window + 1).clamp(min=0) // BLOCK
-            count = where[:, -1] // BLOCK + 1 - first
-            order = torch.arange(S // BLOCK, device=where.device) + (first if window is None else first.unsqueeze(1))
-            order = order.clamp(max=S // BLOCK - 1).expand(where.shape[0], -1)
-            blocks = count.to(torch.int32).view(-1, 1, 1), order.to(torch.int32)[:, None, None].contiguous()
+            blocks = blocks_in_use(where, S, window)
         rope = self.rope_table[where].unsqueeze(2)
         return x, normed, Context(rope, positions=where, bias=bias, blocks=blocks)
 

@@ -179,15 +179,12 @@ class Session:
 
     def prefill(self, row: int, ids: Sequence[int], start: int) -> Tensor:
         """Run one sequence's tokens at positions from `start` on, chunk by chunk -> logits of what follows, [1, V]."""
-        ids = torch.tensor(ids).to(self.device).unsqueeze(0)
-        for tokens in ids.split(self.prefill_chunk, dim=1):
-            count = tokens.shape[1]
-            tokens = F.pad(
-                tokens, (0, -count % self.prefill_multiple)
-            )  # what is padded is overwritten before it is read
-            chunk = Chunk(self.rows[row : row + 1], start + tokens.shape[1])
-            logits = self.model(tokens, chunk, self.first[:1] + (count - 1), stages=self.prefill_stages)
-            start += count
+        for part in torch.tensor(ids).to(self.device).split(self.prefill_chunk):
+            tokens = F.pad(part, (0, -len(part) % self.prefill_multiple))  # padding is overwritten before it is read
+            chunk = Chunk(self.rows[row : row + 1], start + len(tokens))
+            last = self.first[:1] + (len(part) - 1)
+            logits = self.model(tokens.unsqueeze(0), chunk, last, stages=self.prefill_stages)
+            start += len(part)
         return logits
 
     def decode(self, candidates: int) -> None:

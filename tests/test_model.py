@@ -1,6 +1,8 @@
 """The model against transformers, against itself along other paths, and against a naive loop."""
 
 import dataclasses
+import itertools
+import warnings
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmark import ARCHITECTURES
 from generate import load_model
-from model import Experts, Transformer, top_k
+from model import BLOCK, Chunk, Experts, Transformer, attend, attend_blocks, attend_chunk, blocks_in_use, top_k
 from session import Sampling, Session
 
 
@@ -65,6 +67,59 @@ def test_prefill_in_two_parts_equals_one(family):
     model.setup_cache(1, 64)
     parts = [model(tokens[:, a:b], torch.arange(a, b).unsqueeze(0), all_positions=True) for a, b in ((0, 23), (23, 40))]
     assert relative(torch.cat(parts, dim=1), whole) < 1e-5
+
+
+@pytest.mark.parametrize("ends", ((40,), (23, 40), (1, 2, 17, 39, 40)))
+def test_a_prompt_in_chunks_equals_one_pass(family, ends):
+    model, tokens = load_model(family.directory, "cpu"), prompt()
+    whole = all_logits(model, tokens)
+    model.setup_cache(3, 64)
+    parts = [
+        model(tokens[:, start:end], Chunk(torch.tensor([1]), end), all_positions=True)
+        for start, end in itertools.pairwise((0, *ends))
+    ]
+    assert relative(torch.cat(parts, dim=1), whole) < 1e-5
+    assert not any(block.attention.cache.kv[:, ::2].any() for block in model.layers)  # of the other sequences
+
+
+def attention_case(B: int, Q: int, S: int, K: int, G: int, window: int | None):
+    """Queries at positions of their own, keys, values, and the bias that says what each sees."""
+    generator = torch.Generator().manual_seed(B + 3 * Q + 5 * S)
+    q = torch.randn(B, Q, K * G, 16, generator=generator)
+    k, v = torch.randn(2, B, K, S, 16, generator=generator)
+    first = torch.randint(S - Q + 1, (B, 1), generator=generator)
+    positions = first + torch.arange(Q)
+    distance = positions.unsqueeze(-1) - torch.arange(S)
+    visible = (distance >= 0) & (distance < (window or S))
+    return q, k, v, positions, torch.where(visible, 0.0, float("-inf"))
+
+
+@given(Q=st.integers(1, 40), more=st.integers(0, 40), K=st.integers(1, 3), G=st.integers(1, 3),
+       window=st.none() | st.integers(1, 90))  # fmt: skip
+@settings(max_examples=40, deadline=None)
+def test_a_chunk_attends_as_a_mask_says(Q, more, K, G, window):
+    S = Q + more
+    q, k, v, *_ = attention_case(1, Q, S, K, G, window)
+    distance = torch.arange(more, S).unsqueeze(1) - torch.arange(S)
+    bias = torch.where((distance >= 0) & (distance < (window or S)), 0.0, float("-inf"))
+    torch.testing.assert_close(attend_chunk(q[0], k[0], v[0], window), attend(q, k, v, bias[None])[0])
+
+
+@given(B=st.integers(1, 3), Q=st.integers(1, 5), blocks=st.integers(1, 5), window=st.none() | st.integers(1, 700))
+@settings(max_examples=25, deadline=None)
+def test_the_blocks_in_use_hold_what_is_seen_and_little_more(B, Q, blocks, window):
+    S = blocks * BLOCK
+    q, k, v, positions, bias = attention_case(B, Q, S, 2, 2, window)
+    count, order = blocks_in_use(positions, S, window)
+    for row in range(B):
+        read = order[row, 0, 0, : count[row, 0, 0]]
+        inside = torch.zeros(S // BLOCK, dtype=torch.bool).index_fill(0, read.long(), True)
+        seen = (bias[row] == 0).any(0).view(-1, BLOCK).any(1)
+        assert len(read) == inside.sum() == seen.sum() and torch.equal(inside, seen)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it is slow where it is not compiled
+        got = attend_blocks(q, k, v, positions, (count, order), window)
+    torch.testing.assert_close(got, attend(q, k, v, bias), rtol=1e-4, atol=1e-5)
 
 
 def test_sequences_of_a_batch_keep_their_own_positions(family):

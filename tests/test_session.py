@@ -163,6 +163,65 @@ def test_a_session_is_used_to_its_last_position(model, compile_prefill):
     assert tokens(Session(model, 112, compile_prefill=compile_prefill), ids, 1) == tokens(Session(model, 256), ids, 1)
 
 
+@pytest.mark.parametrize("chunk", (1, 16, 50))
+def test_chunks_of_a_prompt_do_not_show(model, chunk):
+    ids = (PROMPT * 20)[:101]
+    assert tokens(Session(model, 128, prefill_chunk=chunk), ids) == tokens(Session(model, 128), ids)
+
+
+PROMPTS = [PROMPT, PROMPT * 5 + [3], [9], list(range(100, 60, -1)), [1, 2]]
+
+
+@pytest.mark.parametrize("count", (1, 2, 5))
+def test_each_sequence_of_a_batch_is_as_if_alone(family, count):
+    model = load_model(family.directory, "cpu")
+    alone = [tokens(Session(model, 64), ids, 20) for ids in PROMPTS]
+    session = Session(model, 64, batch=count)
+    for first in range(0, len(PROMPTS), count):  # with 2, the last one has no neighbour
+        some = PROMPTS[first : first + count]
+        got = list(zip(*session.stream_all(some, 20, GREEDY), strict=True))
+        assert [list(row) for row in got] == alone[first : first + count]
+
+
+def test_a_batch_goes_on_from_what_its_cache_holds(model):
+    session, computed = Session(model, 128, batch=2), []
+    stream = session.stream_all(PROMPTS[:2], 12, GREEDY)
+    answers = list(zip(*itertools.islice(stream, 5), strict=True))
+    stream.close()
+    more = [[*ids, *answer, 7] for ids, answer in zip(PROMPTS, answers, strict=False)]
+    session.prefill = lambda row, part, start: (computed.append(len(part)), Session.prefill(session, row, part, start))[
+        1
+    ]
+    got = list(zip(*session.stream_all(more, 6, GREEDY), strict=True))
+    assert max(computed) <= 3
+    assert [list(row) for row in got] == [tokens(Session(model, 128), ids, 6) for ids in more]
+
+
+def test_draws_in_a_batch_differ_between_its_sequences(model):
+    session = Session(model, 64, batch=3)
+    first = list(session.stream_all([PROMPT] * 3, 12, Sampling(temperature=2.0, seed=3)))
+    assert len(set(zip(*first, strict=True))) == 3
+    session.reset()
+    assert list(session.stream_all([PROMPT] * 3, 12, Sampling(temperature=2.0, seed=3))) == first
+
+
+def test_nothing_is_compiled_again_for_another_length(family, monkeypatch):
+    """Of Dynamo's own counts; what it hands over is run as it is, which makes no difference to them."""
+    compile = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function, **options: compile(function, backend="eager", **options))
+    torch.compiler.reset()
+    model = load_model(family.directory, "cpu")
+    session = Session(model, 100, compile=True, compile_prefill=True, batch=2, prefill_chunk=48)
+    lengths = [33, 1, 2, 3, 4, 5, 7, 8, 15, 16, 17, 31, 32, 47, 48, 49, 64, 79, 80, 81]
+    counts = []
+    for length in lengths:
+        session.reset()
+        list(session.stream_all([(PROMPT * 20)[:length], (PROMPT * 20)[-length:]], 3, GREEDY))
+        counts.append(counters["stats"]["unique_graphs"])
+    torch.compiler.reset()
+    assert counts[0] > 0 and len(set(counts)) == 1, dict(zip(lengths, counts, strict=True))
+
+
 @pytest.mark.parametrize(
     ("ids", "count", "words"),
     ((PROMPT, 58, "at most 57 with --max_new_tokens"), ([], 1, "prompt is empty"), (PROMPT, -1, "--max_new_tokens"),
@@ -171,6 +230,11 @@ def test_a_session_is_used_to_its_last_position(model, compile_prefill):
 def test_what_cannot_be_run_is_refused_before_it_begins(model, ids, count, words):
     with pytest.raises(ValueError, match=words):
         tokens(Session(model, 64), ids, count)
+
+
+def test_more_prompts_than_sequences_are_refused(model):
+    with pytest.raises(ValueError, match="3 prompts in a session for 2"):
+        list(Session(model, 64, batch=2).stream_all(PROMPTS[:3], 1, GREEDY))
 
 
 def test_a_token_is_shown_before_the_next_step_begins(model):
