@@ -29,7 +29,7 @@ from torch import Tensor
 
 from convert_hf_checkpoint import args_from_hf
 from generate import DTYPES, load_model, peak_bytes, pick_device
-from model import ExpertLinear, Linear, ModelArgs, Transformer
+from model import ExpertLinear, Linear, ModelArgs, Transformer, stored
 from quantize import FORMATS, PLAIN, Packed, PackedExpertLinear, pack_weight, plan
 from session import Sampling, Session
 
@@ -215,9 +215,9 @@ def kernel_table(events: Sequence, steps: int, layers: int, reads: Sequence[int]
             "gaps": statistics.median(gaps), "rows": rows}  # fmt: skip
 
 
-def random_prompt(args: ModelArgs, length: int) -> list[int]:
+def random_prompt(args: ModelArgs, length: int, seed: int = 0) -> list[int]:
     """So many token ids, the same in every run."""
-    return torch.randint(args.vocab_size, (length,), generator=torch.Generator().manual_seed(0)).tolist()
+    return torch.randint(args.vocab_size, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
 def free(compiled: bool) -> None:
@@ -229,41 +229,55 @@ def free(compiled: bool) -> None:
 
 
 def measure(args: ModelArgs, options: argparse.Namespace, ceiling: float) -> dict:
-    """Decode `new_tokens` after a random prompt, `repeats` times, and report the median. ceiling: bytes a second.
+    """Decode `new_tokens` after random prompts, `repeats` times, and report the median. ceiling: bytes a second.
 
+    tok_s is of all sequences together, ms a step's. bytes_per_step: the weights of each distinct expert that a step
+    reads (experts_read a layer, of the last step) and of all else, and the cache in use at half of the answer.
     ttft_cold_s is the first answer's: it compiles and records (from the compiler's files on disk, where it finds them).
+    activation_bytes: the most memory in use beside weights and cache, once the weights are there.
     """
     device = pick_device(options.device)
+    model = load_model(RandomWeights(args, number_format(options.mode, args)), device)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    model = load_model(RandomWeights(args, number_format(options.mode, args)), device)
-    session = Session(model, options.prompt_len + options.new_tokens, compile=not options.eager)
-    sampling, prompt = Sampling(seed=0), random_prompt(args, options.prompt_len)
+    length = options.max_seq_len or options.prompt_len + options.new_tokens
+    session = Session(model, length, not options.eager, options.compile_prefill, options.batch)
+    sampling = Sampling(seed=0)
+    prompts = [random_prompt(args, options.prompt_len, seed) for seed in range(options.batch)]
     start = time.perf_counter()
-    cold = [time.perf_counter() - start for _ in session.stream(prompt, 2, sampling)]
+    cold = [time.perf_counter() - start for _ in session.stream_all(prompts, 2, sampling)]
     rates, first = [], []
     for _ in range(options.repeats):
         session.reset()
         start = time.perf_counter()
-        times = [time.perf_counter() for _ in session.stream(prompt, options.new_tokens, sampling)]
+        times = [time.perf_counter() for _ in session.stream_all(prompts, options.new_tokens, sampling)]
         rates.append((len(times) - 1) / (times[-1] - times[0]))
         first.append(times[0] - start)
-    rate, size = statistics.median(rates), model.bytes_per_token()
+    rate, ttft, peak = statistics.median(rates), statistics.median(first), peak_bytes(device)
+    cache = sum(buffer.nbytes for cache in session.caches for buffer in cache.buffers())
+    used = cache * (options.prompt_len + options.new_tokens // 2) // session.slots
+    routing = model(session.token, session.position - 1, return_routing=True)[1]  # [L, B, A]
+    experts_read = statistics.fmean(len(layer.unique()) for layer in routing)
+    size = model.bytes_per_token(experts_read) + used
+    weights = sum(tensor.nbytes for tensor in stored(model))
     events = cuda_kernels(session, KERNEL_STEPS) if device.type == "cuda" else []
     result = {
-        **{name: getattr(options, name) for name in ("arch", "mode", "prompt_len", "new_tokens")},
-        "layers": args.n_layer, "torch": torch.__version__,
+        **{name: getattr(options, name) for name in ("arch", "mode", "batch", "prompt_len", "new_tokens")},
+        "max_seq_len": length, "layers": args.n_layer, "torch": torch.__version__,
         "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-        "tok_s": rate, "tok_s_all": rates, "ms": 1e3 / rate,
-        "ttft_s": statistics.median(first), "ttft_cold_s": cold[0], "compile_s": cold[-1],
-        "bytes_per_token": size, "gb_s": size * rate / 1e9, "read_gb_s": ceiling / 1e9,
-        "fraction": size * rate / ceiling, "peak_bytes": peak_bytes(device),
+        "tok_s": rate * options.batch, "tok_s_all": [rate * options.batch for rate in rates], "ms": 1e3 / rate,
+        "ttft_s": ttft, "ttft_cold_s": cold[0], "compile_s": cold[-1],
+        "prefill_tok_s": options.batch * options.prompt_len / ttft,
+        "bytes_per_token": model.bytes_per_token(), "experts_read": experts_read, "cache_bytes": used,
+        "bytes_per_step": size, "gb_s": size * rate / 1e9, "read_gb_s": ceiling / 1e9,
+        "fraction": size * rate / ceiling, "peak_bytes": peak,
+        "activation_bytes": max(0, peak - weights - cache) if device.type == "cuda" else None,
         "kernels_per_layer": len(events) / KERNEL_STEPS / args.n_layer if events else None,
     }  # fmt: skip
     if options.kernels:
         # Weights that stay in the cache from one token to the next are read faster than memory gives them.
         cached = size < 4 * torch.cuda.get_device_properties(device).L2_cache_size
-        reads = [] if cached else weight_reads(model)
+        reads = [] if cached or options.batch > 1 else weight_reads(model)
         result["kernels"] = kernel_table(events, KERNEL_STEPS, args.n_layer, reads, ceiling)
     return result
 
@@ -276,14 +290,15 @@ def sweep(args: ModelArgs, options: argparse.Namespace, ceiling: float) -> dict:
         try:
             result = measure(dataclasses.replace(args, n_expert=n_expert, n_active=n_active), options, ceiling)
             row = {"n_expert": n_expert, "n_active": n_active, "us": 1e3 * result["ms"]}
-            rows.append(row | {name: result[name] for name in ("bytes_per_token", "gb_s", "fraction")})
+            names = "bytes_per_token", "bytes_per_step", "gb_s", "fraction"
+            rows.append(row | {name: result[name] for name in names})
             print(f"{n_expert} experts, {n_active} active: {row['us']:.1f} us a token", file=sys.stderr)
         except torch.cuda.OutOfMemoryError:
             print(f"warning: {n_expert} experts do not fit into memory: left out", file=sys.stderr)
         free(not options.eager)
     if not rows:
         raise ValueError("--sweep: not one of its models fits into memory: lower --layers")
-    common = ("arch", "mode", "layers", "gpu", "torch", "prompt_len", "new_tokens", "read_gb_s")
+    common = ("arch", "mode", "batch", "layers", "gpu", "torch", "prompt_len", "new_tokens", "read_gb_s")
     return {name: result[name] for name in common} | {"sweep": rows}
 
 
@@ -408,15 +423,19 @@ def report(r: dict) -> str:
                   "    E   A   us a token   bytes a token  fraction"]  # fmt: skip
         form = "  {n_expert:3} {n_active:3} {us:12.1f} {bytes_per_token:15,} {fraction:9.3f}"
         return "\n".join(lines + [form.format(**row) for row in r["sweep"]])
+    beside = "" if r["activation_bytes"] is None else f" ({r['activation_bytes'] / 1e9:.2f} beside weights and cache)"
     lines += [
-        f"  prompt {r['prompt_len']}, new {r['new_tokens']}, first token {r['ttft_s'] * 1e3:.1f} ms, "
+        f"  {r['batch']} sequence{'s' * (r['batch'] > 1)}, prompt {r['prompt_len']}, new {r['new_tokens']}, "
+        f"cache {r['max_seq_len']}",
+        f"  first token {r['ttft_s'] * 1e3:.1f} ms ({r['prefill_tok_s']:.0f} prompt tokens/s), "
         f"cold {r['ttft_cold_s']:.1f} s",
         f"  {r['tok_s']:.1f} tokens/s (median of {len(r['tok_s_all'])}: "
-        f"{min(r['tok_s_all']):.1f} to {max(r['tok_s_all']):.1f}), {r['ms']:.3f} ms a token",
-        f"  {r['bytes_per_token'] / 1e9:.3f} GB a token, {r['gb_s']:.0f} GB/s, {r['fraction']:.3f} of the measured "
-        f"{r['read_gb_s']:.0f} GB/s",
+        f"{min(r['tok_s_all']):.1f} to {max(r['tok_s_all']):.1f}), {r['ms']:.3f} ms a step",
+        f"  {r['bytes_per_token'] / 1e9:.3f} GB a token, {r['bytes_per_step'] / 1e9:.3f} GB a step "
+        f"({r['experts_read']:.1f} experts a layer, {r['cache_bytes'] / 1e9:.3f} GB of cache)",
+        f"  {r['gb_s']:.0f} GB/s, {r['fraction']:.3f} of the measured {r['read_gb_s']:.0f} GB/s",
         f"  kernels a layer {r['kernels_per_layer'] and round(r['kernels_per_layer'], 1)}, "
-        f"peak memory {r['peak_bytes'] / 1e9:.1f} GB, compile and record {r['compile_s']:.1f} s",
+        f"peak memory {r['peak_bytes'] / 1e9:.1f} GB{beside}, compile and record {r['compile_s']:.1f} s",
     ]
     if p := r.get("peer"):
         peak = "" if p["peak_bytes"] is None else f", peak memory {p['peak_bytes'] / 1e9:.1f} GB"
@@ -459,6 +478,9 @@ def main() -> int:
     add("--layers", type=int, metavar="N", help="build only the first N layers")
     add("--prompt_len", type=int, default=5, metavar="N")
     add("--new_tokens", type=int, default=200, metavar="N")
+    add("--batch", type=int, default=1, metavar="N", help="sequences at once, each with a prompt of its own")
+    add("--max_seq_len", type=int, metavar="N", help="length of the cache; default: what prompt and new tokens need")
+    add("--compile_prefill", action="store_true", help="compile the prompt's pass too")
     add("--repeats", type=int, default=5, metavar="N")
     add("--device", default="auto", choices=("auto", "cuda", "cpu"))
     add("--eager", action="store_true", help="do not compile")
@@ -470,19 +492,26 @@ def main() -> int:
     add("--json", action="store_true", help="print one JSON object in place of the table")
     options = parser.parse_args()
     try:
-        for name, least in (("layers", 1), ("prompt_len", 1), ("new_tokens", 2), ("repeats", 1)):
+        for name, least in (("layers", 1), ("prompt_len", 1), ("new_tokens", 2), ("repeats", 1), ("batch", 1)):
             if (value := getattr(options, name)) is not None and value < least:
                 raise ValueError(f"--{name} {value}: it must be at least {least}")
         args = architecture(options.arch)
         if options.layers and options.layers > args.n_layer:
             raise ValueError(f"--layers {options.layers}: {options.arch} has {args.n_layer}")
-        if options.prompt_len + options.new_tokens > args.max_position:
-            raise ValueError(f"--prompt_len and --new_tokens exceed the model's {args.max_position} positions")
+        length, limit = options.prompt_len + options.new_tokens, options.max_seq_len or args.max_position
+        if length > limit or limit > args.max_position:
+            what = "--max_seq_len" if length > limit and options.max_seq_len else "the model's positions"
+            raise ValueError(
+                f"--prompt_len and --new_tokens, {length}, or --max_seq_len exceed {what}, "
+                f"{limit if length > limit else args.max_position}: ask for less"
+            )
         device = pick_device(options.device)
         if options.kernels and (device.type != "cuda" or options.eager):
             raise ValueError("--kernels lists a recorded step: it needs a CUDA GPU, and no --eager")
         if options.kernels and options.sweep:
             raise ValueError("--kernels and --sweep: give one of them at a time")
+        if options.peer and options.batch > 1:
+            raise ValueError("--peer measures one sequence: leave --batch out")
         if options.peer and options.sweep:
             raise ValueError("--peer and --sweep: give one of them at a time")
         number_format(options.mode, args)  # refuses a mode before anything is measured

@@ -527,13 +527,16 @@ class Transformer(nn.Module):
             return logits
         return logits, *(torch.stack(part) for part in zip(*routing, strict=True))
 
-    def bytes_per_token(self) -> int:
-        """Weight bytes that one token must read: A of E experts, everything else but the embedding's other rows."""
+    def bytes_per_token(self, experts_read: float | None = None) -> int:
+        """Weight bytes that one token must read: A of E experts, everything else but the embedding's other rows.
+
+        experts_read: of several tokens at once, how many experts a layer they read together.
+        """
         total = sum(tensor.nbytes for tensor in stored(self))
         experts = sum(tensor.nbytes for m in self.modules() if isinstance(m, Experts) for tensor in stored(m))
         tied = self.args.tied_embeddings and isinstance(self.head, Linear)
         embedding = 0 if tied else self.embedding.weight.nbytes
-        idle = experts - experts * self.args.n_active // self.args.n_expert
+        idle = experts - int(experts * (experts_read or self.args.n_active) / self.args.n_expert)
         return total - idle - embedding + self.embedding.weight[0].nbytes
 
 

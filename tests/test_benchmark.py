@@ -79,7 +79,23 @@ def test_json_has_the_fields_of_the_design(measured):
     assert set(names.split()) <= set(result)
     assert result["layers"] == 1 and len(result["tok_s_all"]) == 2
     assert result["fraction"] == pytest.approx(result["gb_s"] / result["read_gb_s"])
-    assert result["gb_s"] == pytest.approx(result["bytes_per_token"] / result["ms"] / 1e6)
+    assert result["gb_s"] == pytest.approx(result["bytes_per_step"] / result["ms"] / 1e6)
+    assert result["bytes_per_step"] == result["bytes_per_token"] + result["cache_bytes"] > result["bytes_per_token"]
+
+
+def test_a_batch_reads_each_distinct_expert_once(tmp_path, monkeypatch, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    config = str(tmp_path / "config.json")
+    options = ("--arch", config, "--device", "cpu", "--eager", "--repeats", "1", "--prompt_len", "9",
+               "--new_tokens", "4", "--mode", "fp32", "--layers", "1", "--json")  # fmt: skip
+    one, many = (
+        json.loads(main(monkeypatch, capsys, *options, "--batch", n, "--max_seq_len", "200")[1].splitlines()[-1])
+        for n in ("1", "6")
+    )
+    assert one["experts_read"] == 2 < many["experts_read"] <= 8 and many["max_seq_len"] == 200
+    assert many["tok_s"] == pytest.approx(6e3 / many["ms"]) and many["cache_bytes"] == 6 * one["cache_bytes"]
+    more = many["bytes_per_step"] - many["cache_bytes"] - many["bytes_per_token"]
+    assert more == (many["experts_read"] - 2) * 4 * (3 * 64 * 32)
 
 
 def main(monkeypatch, capsys, *arguments: str) -> tuple[int, str, str]:
@@ -98,6 +114,10 @@ def test_mistakes_are_one_line(tmp_path, monkeypatch, capsys):
         (("--arch", "Mixtral-8x7B", "--mode", "int5"), "--mode int5"),
         (("--arch", "Mixtral-8x7B", "--kernels", "--device", "cpu"), "CUDA"),
         (("--arch", "Mixtral-8x7B", "--peer", "hf", "--sweep", "experts"), "--peer and --sweep"),
+        (("--arch", "Mixtral-8x7B", "--peer", "hf", "--batch", "2"), "leave --batch out"),
+        (("--arch", "Mixtral-8x7B", "--prompt_len", "100", "--max_seq_len", "299"), "exceed --max_seq_len, 299"),
+        (("--arch", "Mixtral-8x7B", "--max_seq_len", "32769"), "exceed the model's positions, 32768"),
+        (("--arch", "Mixtral-8x7B", "--prompt_len", "32768"), "exceed the model's positions, 32768"),
     ):
         code, out, err = main(monkeypatch, capsys, *arguments)
         assert code == 2 and out == "" and len(err.splitlines()) == 1 and err.startswith("error: ")
@@ -115,7 +135,7 @@ def test_a_sweep_has_a_row_for_each_number_of_experts_and_active_ones(tmp_path, 
     assert list(rows) == [(8, 2), (16, 2), (32, 2), (64, 2), (128, 2), (8, 1), (8, 4), (8, 8)]
     assert result["layers"] == 4 and all(row["us"] > 0 for row in rows.values())
     for row in rows.values():
-        assert row["fraction"] == pytest.approx(row["bytes_per_token"] / row["us"] * 1e6 / 1e10)
+        assert row["fraction"] == pytest.approx(row["bytes_per_step"] / row["us"] * 1e6 / 1e10)
     size = {shape: row["bytes_per_token"] for shape, row in rows.items()}
     router, expert = 4 * 4 * 64, 4 * 4 * (3 * 64 * 32)  # bytes of one expert's, over 4 layers in fp32
     assert size[128, 2] - size[8, 2] == 120 * router  # all that a token reads of an idle expert

@@ -213,7 +213,67 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(cache, directory):
     assert 0 < int(count) < 4000
 
 
+PROMPTS = ["import os\nimport", "class Reader:", "def f(a, b, c):\n    return", "x"]
+
+
+def run_main(monkeypatch, capsys, cache: Path, *arguments: str) -> tuple[int, str, str]:
+    """The command in this process: exit code, stdout, stderr."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    monkeypatch.setattr(sys, "argv", ["generate.py", *arguments])
+    return main(), *capsys.readouterr()
+
+
+def test_prompts_of_a_file_are_answered_in_order_as_if_alone(directory, cache, tmp_path, monkeypatch, capsys):
+    """Each ends at its own end: a stop text here, which the answers reach at different lengths."""
+    common = ("--max_new_tokens", "40", "--temperature", "0", "--dtype", "fp32", "--stop", ":", "--json")
+    alone = []
+    for prompt in PROMPTS:
+        _, out, _ = run_main(monkeypatch, capsys, cache, "--prompt", prompt, *common)
+        alone.append(json.loads(out))
+    lines = tmp_path / "prompts.jsonl"
+    lines.write_text("\n".join(json.dumps({"prompt": p} if p < "d" else p) for p in PROMPTS) + "\n\n")
+    for size in ("1", "3", "9"):
+        _, out, err = run_main(monkeypatch, capsys, cache, "--prompts_file", str(lines), "--batch_size", size, *common)
+        together = json.loads(out)["results"]
+        names = "text", "prompt_tokens", "new_tokens", "finish_reason"
+        assert [[r[name] for name in names] for r in together] == [[r[name] for name in names] for r in alone]
+        assert ("sequences" in err) == (size != "1")
+    assert len({r["new_tokens"] for r in alone}) > 2
+
+
+def test_a_file_of_lines_and_a_prompt_beside_it(directory, cache, tmp_path, monkeypatch, capsys):
+    lines = tmp_path / "prompts.txt"
+    lines.write_text("import os\n\nclass A:\n")
+    options = ("--prompt", "x = 1", "--prompts_file", str(lines), "--num_samples", "2", "--max_new_tokens", "3")
+    code, _, err = run_main(monkeypatch, capsys, cache, *options)
+    assert code == 0 and err.count("first token") == 6 and "6 sequences, 18 new tokens" in err
+    assert [line for line in err.splitlines() if line in ("x = 1", "import os", "class A:")] == [
+        "x = 1", "x = 1", "import os", "import os", "class A:", "class A:"
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    (
+        ("empty.txt", b"\n \n", "it holds no prompt"),
+        ("binary.txt", b"\xff\xfe\x00", "not UTF-8"),
+        ("broken.jsonl", b'"a"\n{"prompt": ', "line 2 is not JSON"),
+        ("deep.jsonl", b"[" * 100_000, "line 1 is not JSON"),
+        ("other.jsonl", b'{"text": "a"}', "line 1 is neither a text nor"),
+        ("number.jsonl", b"3", "line 1 is neither a text nor"),
+        (".", None, "directory"),
+        ("nowhere.txt", None, "No such file"),
+    ),
+)
+def test_a_prompts_file_that_cannot_be_read_is_one_line(name, content, words, cache, tmp_path, monkeypatch, capsys):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    code, out, err = run_main(monkeypatch, capsys, cache, "--prompts_file", str(tmp_path / name))
+    assert code == 2 and out == "" and words in err and len(err.splitlines()) == 1
+
+
 BAD = {
+    "a batch of none": (("--prompt", "a", "--batch_size", "0"), "--batch_size 0"),
     "an empty prompt": (("--prompt", ""), "the prompt is empty"),
     "top_k 0": (("--prompt", "a", "--top_k", "0"), "--top_k 0"),
     "a prompt longer than the cache": (("--prompt", "a b c d e f", "--max_seq_len", "3"), "--max_seq_len 3"),
