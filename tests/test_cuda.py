@@ -1,14 +1,17 @@
 """What only a GPU can show: the same tokens there, eager, compiled and recorded; weights streamed past the host."""
 
+from copy import deepcopy
+
 import pytest
 import torch
 from conftest import FAMILIES
 from torch._dynamo.utils import counters
 
 import kernels
+from benchmark import RandomWeights, random_prompt
 from checkpoint import Checkpoint
 from generate import EMBEDDED, embedded_checkpoint, load_model
-from model import ExpertLinear, Experts, ModelArgs
+from model import SHORT_CACHE, ExpertLinear, Experts, ModelArgs
 from quantize import FORMATS, PackedExpertLinear, pack_weight, plan, quantize
 from session import Sampling, Session, compile_settings
 from tokenizer import load_tokenizer
@@ -108,6 +111,34 @@ def test_a_stream_given_up_leaves_the_next_one_alone():
     got = list(session.stream(embedded_prompt(200), 40, settings))
     session.reset()
     assert list(session.stream(embedded_prompt(200), 40, settings)) == got
+
+
+@pytest.mark.parametrize("window", (None, 150))
+def test_a_long_cache_read_in_blocks_gives_the_cpus_tokens(window):
+    """Answers that begin before and after the ends of blocks, of a cache long enough to be read in them."""
+    args = ModelArgs(dim=64, n_layer=2, n_head=4, n_kv_head=2, head_dim=32, intermediate=48, n_expert=6, n_active=2,
+                     vocab_size=300, max_position=4096, sliding_window=window)  # fmt: skip
+    model = load_model(RandomWeights(args, {"name": "fp32"}), "cpu")  # whose numbers are another device's others
+    copy = deepcopy(model).cuda()
+    sessions = {"cpu": Session(model, 1500), "cuda": Session(copy, 1500, compile=True, batch=2)}
+    assert sessions["cuda"].slots > SHORT_CACHE
+    for lengths in ((1, 120), (127, 128), (700, 250), (1400, 3)):
+        prompts = [random_prompt(args, length, seed=length) for length in lengths]
+        want = []
+        for ids in prompts:
+            sessions["cpu"].reset()
+            want.append(list(sessions["cpu"].stream(ids, 20, GREEDY)))
+        got = list(zip(*sessions["cuda"].stream_all(prompts, 20, GREEDY), strict=True))
+        assert [list(row) for row in got] == want
+
+
+@pytest.mark.parametrize("compile", (False, True))
+def test_a_batch_gives_each_sequences_own_tokens(compile):
+    prompts = [embedded_prompt(n) for n in (600, 40, 1200)]
+    model = load_model(embedded_checkpoint(), "cuda", torch.float32)
+    alone = [list(Session(model, 600).stream(ids, 60, GREEDY)) for ids in prompts]
+    session = Session(model, 600, compile=compile, compile_prefill=compile, batch=3, prefill_chunk=100)
+    assert [list(row) for row in zip(*session.stream_all(prompts, 60, GREEDY), strict=True)] == alone
 
 
 @pytest.mark.parametrize("mode", FORMATS)
