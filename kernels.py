@@ -24,15 +24,19 @@ def jit(function):
 
 @jit
 def _weights(codes, high, scale, scale_step, scale_low, zero, zero_step, zero_low, rows, k, inside, IN: tl.constexpr,
-             BITS: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr):  # fmt: skip
-    """The numbers of `rows` [BN, 1] at `k` [1, BK], fp32 [BN, BK], without the factor of a whole row."""
+             BITS: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr, DTYPE: tl.constexpr):  # fmt: skip
+    """The numbers of `rows` [BN, 1] at `k` [1, BK] as DTYPE [BN, BK], without the factor of a whole row."""
     byte = rows * (IN * (2 if BITS == 3 else BITS) // 8)  # where the row begins, in bytes
     if KIND == "int8":
-        return tl.load(codes + byte + k, mask=inside, other=0).to(tl.int8, bitcast=True).to(tl.float32)
+        bits = tl.load(codes + byte + k, mask=inside, other=0).to(tl.int16)
+        if tl.bfloat16 == DTYPE:  # 128 + the lower 7 bits, less 128 or, for a negative number, 256: all exact
+            number = ((bits & 0x7F) | 0x4300).to(tl.bfloat16, bitcast=True)
+            return number - ((bits & 0x80) | 0x4300).to(tl.bfloat16, bitcast=True)
+        return ((bits ^ 0x6480).to(tl.float16, bitcast=True) - 1152.0).to(DTYPE)  # 1024 + 128 + the number
     if KIND == "fp8":  # its bits as those of an fp16 number, 2 ** -8 of it
         bits = tl.load(codes + byte + k, mask=inside, other=0).to(tl.int32)
         bits = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
-        return bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        return bits.to(tl.int16).to(tl.float16, bitcast=True).to(DTYPE)
     FIELDS: tl.constexpr = 8 // (2 if BITS == 3 else BITS)
     MASK: tl.constexpr = 3 if BITS == 3 else 2**BITS - 1
     number = (
@@ -44,16 +48,18 @@ def _weights(codes, high, scale, scale_step, scale_low, zero, zero_step, zero_lo
     group = rows * (IN // GROUP) + k // GROUP
     factor = tl.load(scale + group, mask=inside, other=0).to(tl.float32)
     if KIND == "int4":
-        return (number - 8).to(tl.float32) * factor
+        return ((number - 8).to(tl.float32) * factor).to(DTYPE)
     factor = factor * tl.load(scale_step + rows) + tl.load(scale_low + rows)
     offset = tl.load(zero + group, mask=inside, other=0).to(tl.float32)
-    return (number.to(tl.float32) - (offset * tl.load(zero_step + rows) + tl.load(zero_low + rows))) * factor
+    offset = offset * tl.load(zero_step + rows) + tl.load(zero_low + rows)
+    return ((number.to(tl.float32) - offset) * factor).to(DTYPE)
 
 
 @jit
 def _grouped(x, y, group_ends, codes, high, scale, scale_step, scale_low, zero, zero_step, zero_low, OUT: tl.constexpr,
              IN: tl.constexpr, E: tl.constexpr, E2: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
-             KIND: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):  # fmt: skip
+             KIND: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+             LEFT: tl.constexpr):  # fmt: skip
     # Which expert this tile of rows belongs to: experts have as many tiles as their rows need, one after the other.
     tile, experts = tl.program_id(0), tl.arange(0, E2)
     ends = tl.load(group_ends + experts, mask=experts < E, other=0)
@@ -68,13 +74,19 @@ def _grouped(x, y, group_ends, codes, high, scale, scale_step, scale_low, zero, 
         present = rows < tl.sum(tl.where(mine, ends, 0))
         n = tl.program_id(1) * BN + tl.arange(0, BN)
         weight_rows = expert.to(tl.int64) * OUT + tl.minimum(n, OUT - 1)[:, None]
-        sums = tl.zeros([BM, BN], tl.float32)
+        # Weights on the left stay in the registers in which they were unpacked; on the right they go through shared
+        # memory, but fewer rows of x are enough.
+        sums = tl.zeros([BN, BM] if LEFT else [BM, BN], tl.float32)
         for start in range(0, IN, BK):
             k = start + tl.arange(0, BK)[None, :]
             a = tl.load(x + rows.to(tl.int64) * IN + k, mask=present & (k < IN), other=0.0)
             b = _weights(codes, high, scale, scale_step, scale_low, zero, zero_step, zero_low, weight_rows, k, k < IN,
-                         IN, BITS, GROUP, KIND)  # fmt: skip
-            sums = tl.dot(a, tl.trans(b.to(a.dtype)), sums, input_precision="ieee")
+                         IN, BITS, GROUP, KIND, x.dtype.element_ty)  # fmt: skip
+            if LEFT:
+                sums = tl.dot(b, tl.trans(a), sums, input_precision="ieee")
+            else:
+                sums = tl.dot(a, tl.trans(b), sums, input_precision="ieee")
+        sums = tl.trans(sums) if LEFT else sums
         if KIND == "int8" or KIND == "fp8":
             factor = tl.load(scale + expert.to(tl.int64) * OUT + tl.minimum(n, OUT - 1)).to(tl.float32)
             sums *= (factor * (256.0 if KIND == "fp8" else 1.0))[None, :]
@@ -83,22 +95,28 @@ def _grouped(x, y, group_ends, codes, high, scale, scale_step, scale_low, zero, 
         )
 
 
-def grouped(x: Tensor, group_ends: Tensor, parts: dict[str, Tensor], kind: str, bits: int, group: int) -> Tensor:
+def grouped_cut(N: int, E: int) -> dict:
+    """How `grouped` cuts its work: constants and options of the kernel."""
+    rows = 64 if N > 16 * E else 16  # a tile of rows: most are empty where experts have few
+    return {"BM": rows, "BN": 128, "BK": 64, "LEFT": False, "num_warps": 4, "num_stages": 3}
+
+
+def grouped(x: Tensor, group_ends: Tensor, parts: dict[str, Tensor], kind: str, bits: int, group: int,
+            cut: dict | None = None) -> Tensor:  # fmt: skip
     """x [N, in], rows sorted by expert, those of e ending before group_ends[e] -> [N, out].
 
     Along `in`, x is in the order in which words hold the weights' codes (`quantize.word_order`).
     parts: of a format of quantize.py, [E, out, ...]. kind: its way of counting, "int8", "fp8", "int4" or "hqq".
+    cut: other than `grouped_cut`'s.
     """
     (N, width), (E, out) = x.shape, parts["scale"].shape[:2]
-    y = x.new_empty(N, out)
+    y, cut = x.new_empty(N, out), cut or grouped_cut(N, E)
     codes = parts["codes"].view(torch.uint8)
     high = parts["high"].view(torch.uint8) if "high" in parts else codes
     fine = [parts.get(name, parts["scale"]) for name in ("scale_step", "scale_low", "zero", "zero_step", "zero_low")]
-    rows = 64 if N > 16 * E else 16  # a tile of rows: most are empty where experts have few
-    grid = (min(N, triton.cdiv(N, rows) + E), triton.cdiv(out, 128))
+    grid = (min(N, triton.cdiv(N, cut["BM"]) + E), triton.cdiv(out, cut["BN"]))
     _grouped[grid](x.contiguous(), y, group_ends, codes, high, parts["scale"], *fine, OUT=out, IN=width, E=E,
-                   E2=triton.next_power_of_2(E), BITS=bits, GROUP=group, KIND=kind, BM=rows, BN=128, BK=64,
-                   num_warps=4, num_stages=3)  # fmt: skip
+                   E2=triton.next_power_of_2(E), BITS=bits, GROUP=group, KIND=kind, **cut)  # fmt: skip
     return y
 
 

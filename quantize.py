@@ -392,12 +392,11 @@ PLAIN = "bf16"  # in place of a format's name: the weight stays as it is
 def grouped_packed(x: Tensor, group_ends: Tensor, parts: list[Tensor], format: str, group: int) -> Tensor:
     """x [N, in], group_ends int32 [E], parts of [E, out, in] in the order of the format's layout -> [N, out].
 
-    On CUDA one kernel that unpacks a tile at a time; on CPU expert by expert.
+    On CUDA one kernel that unpacks a tile at a time, for x in `word_order`; on CPU expert by expert, for x as it is.
     """
     row, width = FORMATS[format], x.shape[-1]
     parts = dict(zip(row.layout((*parts[0].shape[:2], width), group), parts, strict=True))
     if x.is_cuda:
-        x = word_order(x, 16 if row.bits == 3 else 32 // row.bits, group)
         return kernels.grouped(x, group_ends, parts, row.kind, row.bits, group)
     y, start = x.new_empty(x.shape[0], parts["codes"].shape[1]), 0
     for expert, end in enumerate(group_ends.tolist()):
@@ -447,6 +446,13 @@ class Packed(nn.Module):
         index = index if index is None else index.flatten()
         return kernels.dot4(realise(x).flatten(0, -2), parts, index, row.kind, self.group, gated)
 
+    def grouped(self, x: Tensor, group_ends: Tensor, dense: bool = False) -> Tensor:
+        """x [N, in], rows sorted by expert, group_ends int32 [E] -> [N, out]. dense: the weight is one expert's."""
+        if x.is_cuda:  # ordered here and not by the operator, so that it becomes part of the kernel that computes x
+            x = word_order(x, 16 if FORMATS[self.format].bits == 3 else 32 // FORMATS[self.format].bits, self.group)
+        parts = [part.unsqueeze(0) if dense else part for part in self.parts().values()]
+        return grouped_packed(x, group_ends, parts, self.format, self.group)
+
     def unpack(self) -> Tensor:
         """fp32 [..., out, in]."""
         return FORMATS[self.format].unpack(self.parts(), self.group)
@@ -464,9 +470,8 @@ class PackedLinear(Packed):
             y = self.dot(x).to(x.dtype)
         else:
             rows = x.flatten(0, -2)
-            parts = [part.unsqueeze(0) for part in self.parts().values()]
             ends = torch.full((1,), rows.shape[0], dtype=torch.int32, device=x.device)
-            y = grouped_packed(rows, ends, parts, self.format, self.group).unflatten(0, x.shape[:-1])
+            y = self.grouped(rows, ends, dense=True).unflatten(0, x.shape[:-1])
         return y if self.bias is None else y + self.bias
 
 
@@ -488,9 +493,6 @@ class PackedExpertLinear(Packed):
 
     def weighted(self, x: Tensor, expert_indices: Tensor, expert_weights: Tensor) -> Tensor:
         return weighted_sum(self.dot(x, expert_indices), expert_weights).to(x.dtype)
-
-    def grouped(self, x: Tensor, group_ends: Tensor) -> Tensor:
-        return grouped_packed(x, group_ends, list(self.parts().values()), self.format, self.group)
 
 
 # A model in formats -------------------------------------------------------------------------------------------------

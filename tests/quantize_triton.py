@@ -24,7 +24,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
 import kernels
-from quantize import FORMATS, grouped_packed, pack_weight
+from quantize import FORMATS, grouped_packed, pack_weight, word_order
 
 GROUPS = {"int8": 8, "fp8": 32, "int4": 16, "hqq4": 32, "hqq3": 32, "hqq2": 16}
 SHAPES = {  # rows of each expert, out, in
@@ -54,7 +54,9 @@ def error(name: str, sizes: tuple[int, ...], out: int, width: int, dtype: torch.
     """Of the kernel against unpack-then-matmul in fp64, relative."""
     x, ends, parts = case(name, sizes, out, width, dtype)
     operator = grouped_packed._init_fn  # the function behind the operator, without its dispatch by device
-    got = operator(x.as_subclass(OnCuda), ends, list(parts.values()), name, GROUPS[name]).as_subclass(Tensor).double()
+    ordered = word_order(x, 16 if FORMATS[name].bits == 3 else 32 // FORMATS[name].bits, GROUPS[name])
+    got = operator(ordered.as_subclass(OnCuda), ends, list(parts.values()), name, GROUPS[name]).as_subclass(Tensor)
+    got = got.double()
     weights = FORMATS[name].unpack(parts, GROUPS[name]).double()
     want = torch.cat([rows @ weight.T for rows, weight in zip(x.double().split(sizes), weights, strict=True)])
     return ((got - want).norm() / want.norm()).item()

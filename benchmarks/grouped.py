@@ -1,0 +1,74 @@
+"""Speed of a prompt's expert products in each number format: python benchmarks/grouped.py --tokens 512 2048
+
+Times w13 and w2 of one layer for so many tokens, spread evenly over the experts, beside PyTorch's grouped product of
+bf16 weights, and checks the result against it. Other cuts of the work than the kernel's own: --BM 64 128 --LEFT 0 1 and
+so on time every combination, best first. TFLOP/s count the multiplications and additions of the products alone.
+"""
+
+import argparse
+import itertools
+
+import torch
+from formats import random_experts, seconds
+
+import kernels
+from benchmark import architecture
+from model import grouped_mm
+from quantize import FORMATS, PLAIN, word_order
+
+
+def measure(args, mode: str, tokens: int, cuts: list[dict]) -> list[tuple]:
+    """(seconds, TFLOP/s, relative error, name, cut) of each product and cut, the fastest first."""
+    experts, N, found = random_experts(args, mode), tokens * args.n_active, []
+    ends = (torch.arange(1, args.n_expert + 1, device="cuda") * N // args.n_expert).int()
+    for name in ("w13", "w2"):
+        module, rows = experts.get_submodule(name), []
+        plain = module.weight if mode == PLAIN else module.unpack().bfloat16()
+        out, width = plain.shape[1:]
+        x = torch.randn(N, width, device="cuda", dtype=torch.bfloat16)
+        want = grouped_mm(x, plain, ends).float()
+        products = [({}, lambda _, x=x, w=plain: grouped_mm(x, w, ends))]
+        if mode != PLAIN:
+            row, parts = FORMATS[mode], module.parts()
+            ordered = word_order(x, 16 if row.bits == 3 else 32 // row.bits, module.group)
+            products = [
+                (cut, lambda _, cut=cut, x=ordered, p=parts, r=row, g=module.group: kernels.grouped(
+                    x, ends, p, r.kind, r.bits, g, {**kernels.grouped_cut(N, args.n_expert), **cut}))
+                for cut in cuts
+            ]  # fmt: skip
+        for cut, product in products:
+            try:
+                error = ((product(None).float() - want).norm() / want.norm()).item()
+                time = seconds(product, [None] * 4, repeats=5)
+                rows.append((time, 2 * N * out * width / time / 1e12, error, name, cut))
+            except Exception as problem:  # a cut that needs more shared memory or registers than there are
+                print(f"{mode} {name} {cut}: {str(problem).splitlines()[0]:.80}", flush=True)
+        found += sorted(rows, key=lambda row: row[0])
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--arch", default="Mixtral-8x7B")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[512, 2048])
+    parser.add_argument("--mode", action="append", choices=(PLAIN, *FORMATS), help="repeatable; default: all")
+    parser.add_argument("--best", type=int, default=1, metavar="N", help="print the best N of each")
+    names = "BM", "BN", "BK", "LEFT", "num_warps", "num_stages"
+    for name in names:
+        parser.add_argument(f"--{name}", type=int, nargs="+", help="see kernels.grouped_cut")
+    options = parser.parse_args()
+    given = {name: getattr(options, name) for name in names if getattr(options, name)}
+    cuts = [dict(zip(given, cut, strict=True)) for cut in itertools.product(*given.values())]
+    args = architecture(options.arch)
+    print(f"{options.arch}, {torch.cuda.get_device_name()}, torch {torch.__version__}")
+    for tokens, mode in itertools.product(options.tokens, options.mode or (PLAIN, *FORMATS)):
+        printed = {"w13": 0, "w2": 0}
+        for time, rate, error, name, cut in measure(args, mode, tokens, cuts):
+            printed[name] += 1
+            if printed[name] <= options.best:
+                told = f"{time * 1e3:8.3f} ms {rate:5.0f} TFLOP/s  error {error:.1e}  {cut or ''}"
+                print(f"{tokens:6} tokens {mode:5} {name:4} {told}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
