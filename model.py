@@ -396,28 +396,30 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         H, K, C = self.heads
-        # What is done to keys is done to values too, and dropped: so one kernel makes and writes both.
         q, kv = self.wqkv(x).split((H * C, 2 * K * C), dim=-1)
-        kv = kv.unflatten(-1, (2, K * C))
-        values = kv
-        if self.qk_norm == "full":
-            # In memory: the compiler tunes a kernel that writes the cache badly, since it copies and times all of it.
-            q, kv = self.q_norm(q), realise(self.k_norm(kv))
-        if self.clip_qkv is not None:
-            q, kv, values = (t.clamp(-self.clip_qkv, self.clip_qkv) for t in (q, kv, values))
-        q, kv, values = (t.unflatten(-1, (-1, C)) for t in (q, kv, values))  # [B, Q, H, C], [B, Q, 2, K, C]
-        if self.qk_norm == "head":
-            q, kv = self.q_norm(q), self.k_norm(kv)
-        q, kv = rotate(q, context.rope).to(q.dtype), rotate(kv, context.rope.unsqueeze(2)).to(kv.dtype)
-        is_key = torch.arange(2, device=x.device).view(2, 1, 1) == 0
-        kv = torch.where(is_key, kv, values)
-        if context.chunk is not None:
-            k, v = self.cache.extend(context.chunk, kv)
-            return self.reduce(self.wo(attend_chunk(q[0], k, v, self.window).unsqueeze(0)))
-        k, v = self.cache.update(context.positions, kv)
-        if context.blocks is not None and self.cache.blocks:
-            return self.reduce(self.wo(attend_blocks(q, k, v, context.positions, context.blocks, self.window)))
-        return self.reduce(self.wo(attend(q, k, v, context.bias)))
+        # What is done to keys is done to values too, and dropped: so one kernel makes and writes both.
+        kv, full, head = kv.unflatten(-1, (2, K * C)), self.qk_norm == "full", self.qk_norm == "head"
+        # In memory: the compiler tunes a kernel that writes the cache badly, since it copies and times all of it.
+        keys = realise(self.k_norm(kv)) if full else kv
+        keys, values = (self.clip(t).unflatten(-1, (-1, C)) for t in (keys, kv))  # [B, Q, 2, K, C]
+        keys = rotate(self.k_norm(keys) if head else keys, context.rope.unsqueeze(2)).to(values.dtype)
+        kv = torch.where(torch.arange(2, device=x.device).view(2, 1, 1) == 0, keys, values)
+        chunk, positions = context.chunk, context.positions
+        k, v = self.cache.extend(chunk, kv) if chunk else self.cache.update(positions, kv)
+        # Queries come after that, and are kept in memory: the compiler overlooks that the kernel after the one that
+        # writes the cache has to wait for it before it reads the cache, so it must be one that does not.
+        q = self.clip(self.q_norm(q) if full else q).unflatten(-1, (-1, C))  # [B, Q, H, C]
+        q = realise(rotate(self.q_norm(q) if head else q, context.rope).to(kv.dtype))
+        if chunk:
+            y = attend_chunk(q[0], k, v, self.window).unsqueeze(0)
+        elif context.blocks and self.cache.blocks:
+            y = attend_blocks(q, k, v, positions, context.blocks, self.window)
+        else:
+            y = attend(q, k, v, context.bias)
+        return self.reduce(self.wo(y))
+
+    def clip(self, x: Tensor) -> Tensor:
+        return x if self.clip_qkv is None else x.clamp(-self.clip_qkv, self.clip_qkv)
 
 
 class Block(nn.Module):
