@@ -30,7 +30,7 @@ from torch import Tensor
 from convert_hf_checkpoint import args_from_hf
 from generate import DTYPES, load_model, peak_bytes, pick_device
 from model import ExpertLinear, Linear, ModelArgs, Transformer, stored
-from quantize import FORMATS, PLAIN, Packed, PackedExpertLinear, pack_weight, plan
+from quantize import FORMATS, KV_CACHES, PLAIN, Packed, PackedExpertLinear, pack_weight, plan
 from session import Sampling, Session
 
 ARCHITECTURES = {
@@ -240,6 +240,7 @@ def measure(args: ModelArgs, options: argparse.Namespace, ceiling: float) -> dic
     model = load_model(RandomWeights(args, number_format(options.mode, args)), device)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
+    model.cache_kind = KV_CACHES[options.kv_cache]
     length = options.max_seq_len or options.prompt_len + options.new_tokens
     session = Session(model, length, not options.eager, options.compile_prefill, options.batch)
     sampling = Sampling(seed=0)
@@ -262,7 +263,7 @@ def measure(args: ModelArgs, options: argparse.Namespace, ceiling: float) -> dic
     weights = sum(tensor.nbytes for tensor in stored(model))
     events = cuda_kernels(session, KERNEL_STEPS) if device.type == "cuda" else []
     result = {
-        **{name: getattr(options, name) for name in ("arch", "mode", "batch", "prompt_len", "new_tokens")},
+        **{name: getattr(options, name) for name in ("arch", "mode", "kv_cache", "batch", "prompt_len", "new_tokens")},
         "max_seq_len": length, "layers": args.n_layer, "torch": torch.__version__,
         "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "tok_s": rate * options.batch, "tok_s_all": [rate * options.batch for rate in rates], "ms": 1e3 / rate,
@@ -298,7 +299,7 @@ def sweep(args: ModelArgs, options: argparse.Namespace, ceiling: float) -> dict:
         free(not options.eager)
     if not rows:
         raise ValueError("--sweep: not one of its models fits into memory: lower --layers")
-    common = ("arch", "mode", "batch", "layers", "gpu", "torch", "prompt_len", "new_tokens", "read_gb_s")
+    common = ("arch", "mode", "kv_cache", "batch", "layers", "gpu", "torch", "prompt_len", "new_tokens", "read_gb_s")
     return {name: result[name] for name in common} | {"sweep": rows}
 
 
@@ -481,6 +482,7 @@ def main() -> int:
     add("--batch", type=int, default=1, metavar="N", help="sequences at once, each with a prompt of its own")
     add("--max_seq_len", type=int, metavar="N", help="length of the cache; default: what prompt and new tokens need")
     add("--compile_prefill", action="store_true", help="compile the prompt's pass too")
+    add("--kv_cache", choices=tuple(KV_CACHES), default="plain", help="int8: keys and values in half the bytes")
     add("--repeats", type=int, default=5, metavar="N")
     add("--device", default="auto", choices=("auto", "cuda", "cpu"))
     add("--eager", action="store_true", help="do not compile")

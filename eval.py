@@ -24,6 +24,7 @@ from tqdm import tqdm
 from checkpoint import Checkpoint
 from generate import DTYPES, EMBEDDED, embedded_checkpoint, generate, load_model, model_args, pick_device
 from model import Chunk, ModelArgs, Stages, Transformer, stored
+from quantize import KV_CACHES
 from session import Sampling, Session
 from tokenizer import Tokenizer, load_tokenizer
 
@@ -312,6 +313,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--num_fewshot", type=int, metavar="N", help="examples in each prompt; default: as the task says")
     add("--device", default="auto", choices=("auto", "cuda", "cpu"))
     add("--dtype", choices=tuple(DTYPES), help="default: as the checkpoint has it")
+    add("--kv_cache", choices=tuple(KV_CACHES), default="plain", help="int8: keys and values in half the bytes")
     add("--json", action="store_true", help="print one JSON object in place of the line or table")
     return parser
 
@@ -358,7 +360,13 @@ def run(options: argparse.Namespace) -> tuple[dict, str]:
     default = args.max_position if options.tasks else min(DEFAULT_SEQ_LEN, args.max_position)
     seq_len = default if options.seq_len is None else options.seq_len
     check_seq_len(args, seq_len)
-    load = cache(lambda: load_model(checkpoint, device, DTYPES[options.dtype] if options.dtype else None))
+
+    @cache
+    def load() -> Transformer:
+        model = load_model(checkpoint, device, DTYPES[options.dtype] if options.dtype else None)
+        model.cache_kind = KV_CACHES[options.kv_cache]
+        return model
+
     if options.tasks:
         names = options.tasks.split(",")
         result = run_tasks(
@@ -371,7 +379,7 @@ def run(options: argparse.Namespace) -> tuple[dict, str]:
             f"perplexity {result['perplexity']:.4f}, {result['bits_per_byte']:.4f} bits a byte, "
             f"{result['tokens']} tokens at {result['tokens_per_second']:.0f}/s in windows of {seq_len}"
         )
-    result |= weight_size(load())
+    result |= weight_size(load()) | {"kv_cache": options.kv_cache}
     return result, f"{report}\n{result['bits_per_weight']:.4g} bits a weight, {result['bytes'] / 1e9:.4g} GB"
 
 

@@ -26,7 +26,7 @@ from tqdm import tqdm
 from checkpoint import FORMAT_VERSION, Checkpoint, pick_device
 from convert_hf_checkpoint import convert
 from model import ModelArgs, Transformer
-from quantize import DTYPES, Packed, apply, model_args
+from quantize import DTYPES, KV_CACHES, Packed, apply, model_args
 from session import Sampling, Session
 from tokenizer import Tokenizer, load_tokenizer
 
@@ -287,6 +287,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--device", default="auto", choices=("auto", "cuda", "cpu"))
     add("--dtype", choices=tuple(DTYPES), help="default: as the checkpoint has it")
     add("--max_seq_len", type=int, metavar="N", help="cache length; default: what prompt and new tokens need")
+    add("--kv_cache", choices=tuple(KV_CACHES), default="plain", help="int8: keys and values in half the bytes")
     add("--interactive", action="store_true", help="chat; /reset forgets, /exit ends, Ctrl-C stops an answer")
     add("--system", metavar="TEXT", help="system message; prompts then go through the model's chat template")
     add("--ignore_eos", action="store_true", help="do not end at the end-of-text token")
@@ -384,6 +385,7 @@ def run(options: argparse.Namespace) -> list[dict]:
     prompts = [] if options.interactive else encode_prompts(options, tokenizer)
     length = plan_lengths(max(map(len, prompts), default=0), options, args)
     model = load_model(checkpoint, device, DTYPES[options.dtype] if options.dtype else None)
+    model.cache_kind = KV_CACHES[options.kv_cache]
     work = [ids for ids in prompts for _ in range(options.num_samples)]
     batch = min(options.batch_size, len(work)) or 1
     session = Session(model, length, options.compile, options.compile_prefill, batch)

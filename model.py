@@ -459,6 +459,7 @@ class Transformer(nn.Module):
         self.norm = RMSNorm(args.dim, args.norm_eps)
         self.head = Linear(args.dim, args.vocab_size)
         self.gather = nn.Identity()  # tensor parallelism gathers the vocabulary here
+        self.cache_kind: type[KVCache] = KVCache  # of what `setup_cache` makes
         self.requires_grad_(False)
         self.tie()
 
@@ -470,12 +471,12 @@ class Transformer(nn.Module):
         if self.args.tied_embeddings and isinstance(self.head, Linear):
             self.head.weight = self.embedding.weight
 
-    def setup_cache(self, batch: int, length: int, kind: type[KVCache] = KVCache) -> None:
+    def setup_cache(self, batch: int, length: int) -> None:
         """Give every layer an empty cache, `batch` sequences of `length` positions, and make the rope table for it."""
         args, device, dtype = self.args, self.norm.weight.device, self.norm.weight.dtype
         for block in self.layers:
             kv_heads = block.attention.heads[1]
-            block.attention.cache = kind((batch, kv_heads, length, args.head_dim), dtype, device)
+            block.attention.cache = self.cache_kind((batch, kv_heads, length, args.head_dim), dtype, device)
         exponents = torch.arange(0, args.head_dim, 2, device=device).float() / args.head_dim
         angles = torch.outer(torch.arange(length, device=device).float(), args.rope_theta**-exponents)
         cos, sin = angles.cos(), angles.sin()

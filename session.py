@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from model import BLOCK, Chunk, KVCache, Stages, Transformer
+from model import BLOCK, Chunk, Stages, Transformer
 
 CANDIDATES = 256  # tokens that sampling looks at: one compiled step serves every top_k up to this
 RANKED = 2048  # so many numbers are put in order by comparing each with each
@@ -131,15 +131,14 @@ class Session:
     max_seq_len: the most tokens a sequence may have, prompt and answer together.
     compile: the decode step (on CUDA also recorded as one graph); compile_prefill: the prompt's pass as well.
     prefill_chunk: so many tokens of a prompt are computed at a time, which bounds the memory for activations.
-    cache: the kind of cache, `model.KVCache` or one with its methods.
     """
 
     def __init__(self, model: Transformer, max_seq_len: int, compile: bool = False, compile_prefill: bool = False,
-                 batch: int = 1, prefill_chunk: int = PREFILL_CHUNK, cache: type[KVCache] = KVCache):  # fmt: skip
+                 batch: int = 1, prefill_chunk: int = PREFILL_CHUNK):  # fmt: skip
         self.model, self.max_seq_len, self.batch, self.prefill_chunk = model, max_seq_len, batch, prefill_chunk
         self.device = device = model.norm.weight.device
         self.slots = -(-(max_seq_len + PREFILL_MULTIPLE) // BLOCK) * BLOCK  # the last ones: for padding and warm-up
-        model.setup_cache(batch, self.slots, cache)
+        model.setup_cache(batch, self.slots)
         self.caches = [block.attention.cache for block in model.layers]
         if compile or compile_prefill:
             compile_settings()

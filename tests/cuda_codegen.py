@@ -2,7 +2,8 @@
 
 Fake tensors on a fake H200: nothing is run. It patches `torch.cuda` for the whole process and leans on private API, so
 tests run it in a process of its own. It skips Dynamo and autotuning: read it as "does this formulation fuse". Prints
-one JSON object: for each case the Triton kernels, the library calls left over, the elements of the largest buffer.
+one JSON object: for each case the Triton kernels, the library calls left over, the elements of the largest buffer,
+roundings to bf16 that the compiler cannot leave out, and what kernels read too early.
 """
 
 import json
@@ -25,9 +26,9 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
 from benchmark import ARCHITECTURES
-from model import Block, Context, ExpertLinear, ModelArgs, Transformer
-from quantize import FORMATS, PackedExpertLinear, PackedLinear
-from session import compile_settings
+from model import Block, Context, ExpertLinear, KVCache, ModelArgs, Transformer, attend, realise
+from quantize import FORMATS, Int8KVCache, PackedExpertLinear, PackedLinear
+from session import CANDIDATES, compile_settings, sample
 
 H200 = types.SimpleNamespace(
     name="NVIDIA H200", major=9, minor=0, multi_processor_count=132, warp_size=32, regs_per_multiprocessor=65536,
@@ -63,7 +64,14 @@ def pretend_gpu() -> None:
     def parts(index):
         return [i if isinstance(i, Tensor) else None for i in (index if isinstance(index, tuple) else (index,))]
 
-    Tensor.__getitem__ = lambda self, index: torch.ops.aten.index.Tensor(self, parts(index))
+    def subscript(self: Tensor, index) -> Tensor:
+        if any(isinstance(i, Tensor) for i in (index if isinstance(index, tuple) else (index,))):
+            return torch.ops.aten.index.Tensor(self, parts(index))
+        for axis, some in enumerate(index if isinstance(index, tuple) else (index,)):  # slices from the left
+            self = torch.ops.aten.slice.Tensor(self, axis, some.start, some.stop)
+        return self
+
+    Tensor.__getitem__ = subscript
     Tensor.__setitem__ = lambda self, index, value: torch.ops.aten.index_put_.default(self, parts(index), value)
 
 
@@ -80,13 +88,61 @@ def cuda_code(build) -> str:
 
 
 def summary(code: str) -> dict:
-    """Kernels, library calls, and the sizes of the buffers allocated between them."""
+    """Kernels, library calls, the sizes of the buffers allocated between them, roundings that are kept."""
     shapes = re.findall(r"empty_strided_cuda\((\([^)]*\))", code)
     return {
         "triton": code.count("@triton.jit"),
         "extern": re.findall(r"extern_kernels\.\w+", code),
         "largest_buffer": max((math.prod(int(n) for n in re.findall(r"\d+", shape)) for shape in shapes), default=0),
+        "rounded": code.count(".to(tl.bfloat16).to(tl.int16, bitcast=True)"),
+        "early": early_reads(code),
     }
+
+
+def split_arguments(text: str) -> list[str]:
+    """What commas separate, but for those within brackets."""
+    parts, depth = [""], 0
+    for letter in text:
+        depth += (letter in "([{") - (letter in ")]}")
+        if letter == "," and not depth:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return [part.strip() for part in parts]
+
+
+def early_reads(code: str) -> list[str]:
+    """Kernels that read, before they wait for the kernel before them, what that one writes.
+
+    With programmatic dependent launch they may run before it has ended. (Of all kernels before that one, each of these
+    has waited for the last.) A load in a loop stands before a wait after the loop in the text, too.
+    """
+    kernels, early, renamed, written = {}, [], {}, set()
+    for name, parameters, body in re.findall(r"\ndef (triton_\w+)\(([^)]*)\):\n((?:    .*\n|\n)+)", code):
+        before, _, after = body.partition("gdc_wait()")
+        assert not after or "gdc_launch_dependents()" not in before, name
+        stored = re.findall(r"tl\.(?:store|atomic_\w+)\((\w+)", body)
+        kernels[name] = (
+            re.findall(r"(\w+)(?:\s*:[^,]*)?(?:,|$)", parameters),
+            re.findall(r"tl\.load\((\w+)", before),
+            stored,
+        )
+
+    def buffer(argument: str) -> str:
+        name = re.sub(r"reinterpret_tensor\((\w+).*", r"\1", argument)
+        return buffer(renamed[name]) if name in renamed else name
+
+    for line in map(str.strip, code[code.index("def call") :].splitlines()):
+        if launch := re.match(r"(triton_\w+)\.run\((.*), stream=", line):
+            parameters, loaded, stored = kernels[launch[1]]
+            given = dict(zip(parameters, map(buffer, split_arguments(launch[2])), strict=False))
+            early += [f"{launch[1]} reads {given[p]}" for p in dict.fromkeys(loaded) if given[p] in written]
+            written = {given[p] for p in stored}
+        elif library := re.match(r"(?:extern_kernels\..*out=(\w+)|(\w+) = torch\.ops\.)", line):
+            written = {buffer(library[1] or library[2])}
+        elif again := re.match(r"(\w+) = (\w+)(?:; del \2.*)?$", line):
+            renamed[again[1]] = again[2]
+    return early
 
 
 def new(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -122,6 +178,32 @@ def packed_linear(args: ModelArgs, mode: str):
     return lambda x: linear(x), (new(1, 1, args.n_head * args.head_dim),)
 
 
+class CopiedKVCache(Int8KVCache):
+    """The cache to avoid: all its codes become numbers in memory before attention reads one."""
+
+    def update(self, positions: Tensor, kv: Tensor) -> tuple[Tensor, Tensor]:
+        return tuple(realise(part) for part in super().update(positions, kv))
+
+
+def early_reader(args: ModelArgs):
+    """The formulation to avoid: what writes the cache and what reads it have no kernel between them."""
+    with torch.device("cuda"):
+        cache = KVCache((1, args.n_kv_head, 1024, args.head_dim), torch.bfloat16, torch.device("cuda"))
+
+    def step(positions: Tensor, kv: Tensor, q: Tensor, bias: Tensor) -> Tensor:
+        return attend(q, *cache.update(positions, kv), bias)
+
+    kv = new(1, 1, 2, args.n_kv_head, args.head_dim)
+    return step, (new(1, 1, dtype=torch.int64), kv, new(1, 1, args.n_head, args.head_dim), new(1, 1, 1024))
+
+
+def sampling(args: ModelArgs):
+    """The choice of a token."""
+    V = args.vocab_size
+    logits, controls = new(1, V, dtype=torch.float32), new(5, dtype=torch.float32)
+    return sample, (logits, controls, new(1, V, dtype=torch.bool), new(1, CANDIDATES, dtype=torch.float32))
+
+
 def library_products(args: ModelArgs):
     """The formulation to avoid: two rows a product, so that Inductor leaves it, and the gather before it, to cuBLAS."""
     with torch.device("cuda"):
@@ -133,11 +215,12 @@ def library_products(args: ModelArgs):
     return product, (new(1, args.n_active, 2, args.dim), routing(args)[0])
 
 
-def block(args: ModelArgs):
-    """A whole block, one token, a cache of 256."""
+def block(args: ModelArgs, length: int = 256, kind: type[KVCache] = KVCache):
+    """A whole block, one token, a cache of so many positions."""
     with torch.device("cuda"):
         model = Transformer(args)
-        model.setup_cache(1, 256)
+        model.cache_kind = kind
+        model.setup_cache(1, length)
 
     def step(x: Tensor, normed: Tensor, positions: Tensor, rope: Tensor, bias: Tensor):
         return model.layers[0](x, normed, Context(rope, positions=positions, bias=bias), model.norm)
@@ -147,7 +230,7 @@ def block(args: ModelArgs):
         new(1, 1, args.dim),
         new(1, 1, dtype=torch.int64),
         new(1, 1, 1, 2 * args.head_dim, dtype=torch.float32),
-        new(1, 1, 256),
+        new(1, 1, length),
     )
 
 
@@ -158,9 +241,12 @@ def main() -> int:
     results = {}
     for arch in ("Mixtral-8x7B", "Qwen3-30B-A3B"):
         args = ARCHITECTURES[arch]
-        for case in (experts, library_products, block):
+        for case in (experts, library_products, block, early_reader, sampling):
             code = cuda_code(lambda case=case, args=args: case(args))
             results[f"{arch} {case.__name__}"] = summary(code)
+        for kind in (KVCache, Int8KVCache, CopiedKVCache):
+            code = cuda_code(lambda args=args, kind=kind: block(args, 1024, kind))
+            results[f"{arch} block {kind.__name__}"] = summary(code)
         for mode in FORMATS:
             for case in (packed_experts, packed_linear):
                 code = cuda_code(lambda case=case, args=args, mode=mode: case(args, mode))

@@ -57,3 +57,23 @@ def test_a_block_is_few_kernels_and_copies_no_weight(arch, generated):
     args, found = ARCHITECTURES[arch], generated[f"{arch} block"]
     assert found["triton"] + len(found["extern"]) <= 14
     assert found["largest_buffer"] < args.dim * args.dim
+
+
+def test_no_kernel_reads_what_the_one_before_it_may_still_be_writing(generated):
+    early = {case: found["early"] for case, found in generated.items() if "Copied" not in case}
+    wrong = [early.pop(f"{arch} early_reader") for arch in ARCHES]
+    assert all(
+        "_tensor_constant" in reads[0] for reads in wrong
+    )  # the check finds the cache where it is read too early
+    assert not any(early.values()), early
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+def test_an_int8_cache_is_read_as_it_is_in_as_many_kernels(arch, generated):
+    """No buffer is as large as the keys of its 1024 positions, which the cache to avoid does have."""
+    args, plain = ARCHITECTURES[arch], generated[f"{arch} block KVCache"]
+    int8, copied = (generated[f"{arch} block {name}"] for name in ("Int8KVCache", "CopiedKVCache"))
+    assert int8["extern"] == [] and int8["triton"] <= plain["triton"]
+    assert int8["largest_buffer"] == args.n_head * 1024  # the scores
+    assert int8["rounded"] == 1  # codes are made with the scale that is stored
+    assert copied["largest_buffer"] == args.n_kv_head * 1024 * args.head_dim

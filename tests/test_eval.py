@@ -309,7 +309,7 @@ def test_json_has_the_fields_of_the_design(directory, tmp_path, tiny, tokenizer,
     run = command(*arguments, "--json")
     assert run.returncode == 0, run.stderr
     result = json.loads(run.stdout)
-    names = "perplexity bits_per_byte tokens bits_per_weight bytes seq_len stride seconds tokens_per_second"
+    names = "perplexity bits_per_byte tokens bits_per_weight bytes seq_len stride seconds tokens_per_second kv_cache"
     assert set(names.split()) == set(result)
     assert result["bits_per_weight"] == 16.0 and result["bytes"] == 2 * 8_933_632 and result["stride"] == 32
     assert main(monkeypatch, *arguments, "--json", "--dtype", "fp32") == 0
