@@ -28,6 +28,7 @@ from convert_hf_checkpoint import convert
 from model import ModelArgs, Transformer
 from quantize import DTYPES, KV_CACHES, Packed, apply, model_args
 from session import Sampling, Session
+from speculate import DRAFT_TOKENS, Speculation, check_drafting
 from tokenizer import Tokenizer, load_tokenizer
 
 EMBEDDED = Path(__file__).parent / "checkpoints" / "tiny-moe"
@@ -156,7 +157,7 @@ class _Answer:
 
 
 def generate(
-    session: Session,
+    session: Session | Speculation,
     tokenizer: Tokenizer,
     prompt: str | Sequence[int],
     max_new_tokens: int = DEFAULT_NEW_TOKENS,
@@ -171,7 +172,7 @@ def generate(
 
 
 def generate_all(
-    session: Session,
+    session: Session | Speculation,
     tokenizer: Tokenizer,
     prompts: Sequence[str | Sequence[int]],
     max_new_tokens: int = DEFAULT_NEW_TOKENS,
@@ -190,8 +191,8 @@ def generate_all(
     soon as it is certain; `interrupted` is asked after every step.
     Returns for each text, prompt_tokens, new_tokens, finish_reason ("stop", "length" or "interrupted"), ttft_s (from
     the call to the first token on the host), prefill_tok_s (of all tokens that the cache did not hold), decode_tok_s
-    (None below two tokens), bytes_per_token (weights that one token reads), gb_s (of one sequence alone, else None),
-    peak_bytes (of the device; on CPU of the process).
+    (None below two tokens), bytes_per_token (weights that one token reads), gb_s (of one sequence alone and one token a
+    pass, else None), peak_bytes (of the device; on CPU of the process), and of a Speculation its "speculation".
     Raises ValueError as `Session.stream_all`, and for an empty stop text.
     """
     stop = [stop] if isinstance(stop, str) else stop
@@ -210,6 +211,7 @@ def generate_all(
                 answer.end("interrupted")
             break
     results, size = [], session.model.bytes_per_token()
+    speculation = {"speculation": session.statistics()} if isinstance(session, Speculation) else {}
     for answer in answers:
         answer.end("length")
         result = answer.result(start)
@@ -217,8 +219,9 @@ def generate_all(
         results.append(result | {
             "prefill_tok_s": session.prefilled / ttft if ttft else None,
             "bytes_per_token": size,
-            "gb_s": size * rate / 1e9 if rate and len(ids) == 1 else None,
+            "gb_s": size * rate / 1e9 if rate and len(ids) == 1 and not speculation else None,
             "peak_bytes": peak_bytes(session.device),
+            **speculation,
         })  # fmt: skip
     return results
 
@@ -250,12 +253,15 @@ def peak_bytes(device: torch.device) -> int:
 def statistics(result: dict) -> str:
     """The line that a run ends with."""
     number = lambda value, form: "-" if value is None else format(value, form)  # noqa: E731
+    pace = ""
+    if "speculation" in result:
+        pace = f", {number(result['speculation']['tokens_per_pass'], '.2f')} tokens a pass"
     return (
         f"first token {number(result['ttft_s'], '.3f')} s, "
         f"prompt {result['prompt_tokens']} tokens at {number(result['prefill_tok_s'], '.1f')}/s, "
         f"new {result['new_tokens']} tokens at {number(result['decode_tok_s'], '.1f')}/s, "
         f"{result['bytes_per_token'] / 1e9:.4g} GB a token, {number(result['gb_s'], '.4g')} GB/s, "
-        f"peak {result['peak_bytes'] / 1e9:.4g} GB"
+        f"peak {result['peak_bytes'] / 1e9:.4g} GB{pace}"
     )
 
 
@@ -284,6 +290,9 @@ def build_parser() -> argparse.ArgumentParser:
     add("--num_samples", type=int, default=1, metavar="N", help="samples of each prompt")
     add("--compile", action="store_true", help="compile the decode step (and record it as a CUDA graph)")
     add("--compile_prefill", action="store_true", help="compile the prompt's pass too")
+    add("--speculate", choices=("lookup",), help="draft tokens from the text so far, verify several in one pass")
+    add("--draft_checkpoint_path", type=Path, metavar="DIR", help="draft with this smaller model instead")
+    add("--draft_tokens", type=int, metavar="N", help=f"drafts a pass; default: {DRAFT_TOKENS}")
     add("--device", default="auto", choices=("auto", "cuda", "cpu"))
     add("--dtype", choices=tuple(DTYPES), help="default: as the checkpoint has it")
     add("--max_seq_len", type=int, metavar="N", help="cache length; default: what prompt and new tokens need")
@@ -366,6 +375,10 @@ def check_options(options: argparse.Namespace) -> None:
     check_stop(options.stop)
     if options.profile and (options.profile.is_dir() or not options.profile.absolute().parent.is_dir()):
         raise ValueError(f"--profile {options.profile}: it must be a file in a folder that is there")
+    if options.speculate and options.draft_checkpoint_path:
+        raise ValueError("--speculate and --draft_checkpoint_path are two sources of drafts: leave one of them out")
+    if options.draft_tokens is not None and not (options.speculate or options.draft_checkpoint_path):
+        raise ValueError("--draft_tokens needs a source of drafts: add --speculate lookup or --draft_checkpoint_path")
     for name in ("prompt", "prompts_file", "json"):
         if options.interactive and getattr(options, name):
             raise ValueError(f"--{name} does not go with --interactive: leave one of them out")
@@ -384,11 +397,17 @@ def run(options: argparse.Namespace) -> list[dict]:
         raise ValueError("--system needs a chat template, and this model has none: leave --system out")
     prompts = [] if options.interactive else encode_prompts(options, tokenizer)
     length = plan_lengths(max(map(len, prompts), default=0), options, args)
-    model = load_model(checkpoint, device, DTYPES[options.dtype] if options.dtype else None)
+    drafter = Checkpoint(options.draft_checkpoint_path) if options.draft_checkpoint_path else None
+    drafts = DRAFT_TOKENS if options.draft_tokens is None else options.draft_tokens
+    check_drafting(drafts, args, model_args(drafter) if drafter else None)
+    dtype, speculates = DTYPES[options.dtype] if options.dtype else None, bool(options.speculate or drafter)
+    model = load_model(checkpoint, device, dtype)
     model.cache_kind = KV_CACHES[options.kv_cache]
     work = [ids for ids in prompts for _ in range(options.num_samples)]
-    batch = min(options.batch_size, len(work)) or 1
+    batch = 1 if speculates else min(options.batch_size, len(work)) or 1
     session = Session(model, length, options.compile, options.compile_prefill, batch)
+    if speculates:
+        session = Speculation(session, drafts, load_model(drafter, device, dtype) if drafter else None)
     if options.compile or options.compile_prefill:
         start = time.perf_counter()
         for _ in session.stream_all([prompts[0] if prompts else [0]], 1, sampling):
@@ -409,7 +428,7 @@ def run(options: argparse.Namespace) -> list[dict]:
 
 
 def _answers(
-    session: Session, tokenizer: Tokenizer, prompts: list[list[int]], options, sampling: Sampling
+    session: Session | Speculation, tokenizer: Tokenizer, prompts: list[list[int]], options, sampling: Sampling
 ) -> list[dict]:
     """A batch of results: prompts on stderr, answers on stdout (one alone as it comes), then the statistics."""
     session.reset()  # nothing is carried from one prompt to the next, so that order does not matter
@@ -465,7 +484,7 @@ def _lines() -> Iterator[str]:
             yield line.rstrip("\n")
 
 
-def chat(session: Session, tokenizer: Tokenizer, options: argparse.Namespace, sampling: Sampling) -> None:
+def chat(session: Session | Speculation, tokenizer: Tokenizer, options: argparse.Namespace, sampling: Sampling) -> None:
     """Read lines, stream answers, keep the cache between turns. Without a template the text is simply continued."""
     opening = [] if options.system is None else [{"role": "system", "content": options.system}]
     messages, ids = list(opening), []

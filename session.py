@@ -100,24 +100,37 @@ def largest(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return values.gather(1, indices), indices
 
 
-def sample(logits: Tensor, controls: Tensor, seen: Tensor, noise: Tensor | None) -> Tensor:
-    """logits fp32 [B, V] -> tokens [B, 1], on the device and without synchronisation.
+def penalise(logits: Tensor, seen: Tensor, penalty: Tensor) -> Tensor:
+    """logits [B, V] -> the same, those of tokens in `seen` (bool [B, V]) made less likely (Keskar et al. 2019, 4.1)."""
+    return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
 
-    controls fp32 [5]: temperature, top_k, top_p, min_p, repetition penalty (Keskar et al. 2019, section 4.1: of tokens
-    in `seen`, bool [B, V]). noise [B, N]: standard exponential; the largest p / noise among the N likeliest is a draw
-    from p (Gumbel's trick, without the sum and the search of `torch.multinomial`). No noise: the likeliest token.
+
+def shortlist(logits: Tensor, controls: Tensor, seen: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """logits fp32 [B, V] -> the `count` likeliest tokens [B, count] and their weights fp32 [B, count].
+
+    controls fp32 [5]: temperature, top_k, top_p, min_p, repetition penalty (of tokens in `seen`, bool [B, V]). Weights
+    are in the ratio of the probabilities to draw with; those of tokens that the controls leave out are 0.
     """
     temperature, top_k, top_p, min_p, penalty = controls.unbind()
-    logits = torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
-    if noise is None:
-        return logits.argmax(dim=-1, keepdim=True)
-    values, tokens = (largest if logits.is_cuda else torch.topk)(logits, noise.shape[-1])
-    among = torch.arange(noise.shape[-1], device=logits.device) < top_k
+    logits = penalise(logits, seen, penalty)
+    values, tokens = (largest if logits.is_cuda else torch.topk)(logits, count)
+    among = torch.arange(count, device=logits.device) < top_k
     probabilities = torch.where(among, values / temperature, float("-inf")).softmax(dim=-1)
     likelier = probabilities.cumsum(dim=-1) - probabilities  # the mass before each candidate
     keep = among & (likelier < top_p) & (probabilities >= min_p * probabilities[:, :1])
-    choice = torch.where(keep, probabilities / noise, -1.0).argmax(dim=-1, keepdim=True)
-    return tokens.gather(-1, choice)
+    return tokens, torch.where(keep, probabilities, 0.0)
+
+
+def sample(logits: Tensor, controls: Tensor, seen: Tensor, noise: Tensor | None) -> Tensor:
+    """logits fp32 [B, V] -> tokens [B, 1], on the device and without synchronisation; the rest as `shortlist` has it.
+
+    noise [B, N]: standard exponential, above 0; the largest p / noise among the N likeliest is a draw from p (Gumbel's
+    trick, without the sum and the search of `torch.multinomial`). No noise: the likeliest token.
+    """
+    if noise is None:
+        return penalise(logits, seen, controls[4]).argmax(dim=-1, keepdim=True)
+    tokens, weights = shortlist(logits, controls, seen, noise.shape[-1])
+    return tokens.gather(-1, (weights / noise).argmax(dim=-1, keepdim=True))
 
 
 # Decoding -----------------------------------------------------------------------------------------------------------
@@ -196,43 +209,33 @@ class Session:
 
     def warm_up(self, candidates: int) -> Callable[[], None]:
         """The decode step for so many candidates: compiled and, on CUDA, recorded, on the first call; then kept."""
-        if candidates in self.steps:
-            return self.steps[candidates]
+        if candidates not in self.steps:
+            self.steps[candidates] = self.record(lambda: self.decode(candidates))
+        return self.steps[candidates]
 
-        def step() -> None:
-            self.decode(candidates)
+    def record(self, step: Callable[[], None], count: int = 1) -> Callable[[], None]:
+        """A step that runs `count` tokens from `position` on -> the same, compiled and, on CUDA, recorded.
 
+        What a step reads and writes has to stay where it is, and what it draws has to come from `generator`.
+        """
         if self.recorded:
             torch.cuda.synchronize()  # a step of the last answer may still be under way, and it moves `position`
         if self.compiled:
             with torch.cuda.stream(torch.cuda.Stream()) if self.recorded else nullcontext():
                 for _ in range(2):
-                    self.position.fill_(self.slots - 1)  # a position that no sequence reaches
+                    self.position.fill_(self.slots - count)  # positions that no sequence reaches
                     step()
-        if self.recorded:
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            graph.register_generator_state(self.generator)
-            with torch.cuda.graph(graph):
-                step()
-            self.steps[candidates] = graph.replay
-        else:
-            self.steps[candidates] = step
-        return self.steps[candidates]
+        if not self.recorded:
+            return step
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        graph.register_generator_state(self.generator)
+        with torch.cuda.graph(graph):
+            step()
+        return graph.replay
 
-    def stream(self, ids: Sequence[int], max_new_tokens: int, sampling: Sampling) -> Iterator[int]:
-        """`stream_all` for one sequence: its tokens one by one."""
-        return (tokens[0] for tokens in self.stream_all([ids], max_new_tokens, sampling))
-
-    def stream_all(
-        self, prompts: Sequence[Sequence[int]], max_new_tokens: int, sampling: Sampling
-    ) -> Iterator[list[int]]:
-        """Continue each prompt's token ids by max_new_tokens, yielding the next token of each as soon as the host can
-        know them.
-
-        What the cache already holds of a prompt is not computed again. Where the step is recorded, the one after is
-        under way while tokens are being read. Raises ValueError where the tokens do not fit, before anything is run.
-        """
+    def check(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
+        """Raises ValueError where these prompts and so many new tokens each cannot be run."""
         vocabulary = self.seen.shape[1]
         if self.model.layers[0].attention.cache is not self.caches[0]:
             raise ValueError("another session has taken this model since: make a new Session")
@@ -250,11 +253,19 @@ class Session:
                     f"{len(ids)} prompt tokens and {max_new_tokens} new ones exceed --max_seq_len {self.max_seq_len}: "
                     f"raise it, or ask for at most {max(0, self.max_seq_len - len(ids))} with --max_new_tokens"
                 )
-        if max_new_tokens == 0:
-            return
+
+    def candidates(self, sampling: Sampling) -> int:
+        """Among how many of the likeliest tokens a step has to choose; 0 is greedy."""
+        vocabulary = self.seen.shape[1]
+        return 0 if sampling.temperature == 0 else min(max(sampling.top_k or vocabulary, CANDIDATES), vocabulary)
+
+    def begin(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
+        """Take in the prompts, less what the cache holds of them, and choose the token after each into `token`.
+
+        Steps have to be warmed up before: that runs them, on what is set here.
+        """
+        vocabulary = self.seen.shape[1]
         top_k = min(sampling.top_k or vocabulary, vocabulary)
-        candidates = 0 if sampling.temperature == 0 else min(max(top_k, CANDIDATES), vocabulary)
-        step = self.warm_up(candidates)
         top_p = sampling.top_p if sampling.top_p < 1 else 2.0  # a sum of probabilities may round to 1 before the end
         controls = (sampling.temperature or 1.0, top_k, top_p, sampling.min_p, sampling.repetition_penalty)
         self.controls.copy_(torch.tensor(controls))
@@ -274,13 +285,33 @@ class Session:
             self.prefilled += len(ids) - start
             positions.append([len(ids)])
         self.position.copy_(torch.tensor(positions))
-        self.choose(torch.cat(logits), candidates)
-        tokens = _read_later(self.token)
+        self.choose(torch.cat(logits), self.candidates(sampling))
+
+    def stream(self, ids: Sequence[int], max_new_tokens: int, sampling: Sampling) -> Iterator[int]:
+        """`stream_all` for one sequence: its tokens one by one."""
+        return (tokens[0] for tokens in self.stream_all([ids], max_new_tokens, sampling))
+
+    def stream_all(
+        self, prompts: Sequence[Sequence[int]], max_new_tokens: int, sampling: Sampling
+    ) -> Iterator[list[int]]:
+        """Continue each prompt's token ids by max_new_tokens, yielding the next token of each as soon as the host can
+        know them.
+
+        What the cache already holds of a prompt is not computed again. Where the step is recorded, the one after is
+        under way while tokens are being read. Raises ValueError where the tokens do not fit, before anything is run.
+        """
+        self.check(prompts, max_new_tokens)
+        if max_new_tokens == 0:
+            return
+        candidates = self.candidates(sampling)
+        step = self.warm_up(candidates)
+        self.begin(prompts, sampling)
+        tokens = read_later(self.token)
 
         def advance() -> Callable[[], list[int]]:
             step()
             self.cached = [count + 1 for count in self.cached]
-            return _read_later(self.token)
+            return read_later(self.token)
 
         for left in reversed(range(max_new_tokens)):
             current = tokens
@@ -301,8 +332,8 @@ def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
     return next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
-def _read_later(tokens: Tensor) -> Callable[[], list[int]]:
-    """Start the copy of tokens [B, 1] to the host; the function returned waits for it."""
+def read_later(tokens: Tensor) -> Callable[[], list[int]]:
+    """Start the copy of tokens, of any shape, to the host; the function returned waits for it."""
     if tokens.device.type != "cuda":
         values = tokens.flatten().tolist()
         return lambda: values

@@ -15,6 +15,7 @@ MAY_IMPORT = {
     "tokenizer": GROUND,
     "kernels": GROUND,
     "session": {"model"},
+    "speculate": {"model", "session"},
     "quantize": {"model", "checkpoint", "kernels"},
     "tp": {"model", "checkpoint", "quantize"},
     "offload": {"model", "checkpoint", "quantize", "kernels"},

@@ -172,9 +172,9 @@ def test_a_chat_goes_through_the_template_and_reuses_the_cache(chatty, cache, mo
     model, tokenizer = load_model(chatty, "cpu"), load_tokenizer(chatty)
     session, prefilled, prompts = Session(model, 512), [], []
     real = session.prefill
-    session.prefill = lambda ids, start, k: (prefilled.append((start, len(ids))), real(ids, start, k))
-    stream = session.stream
-    session.stream = lambda ids, *rest: (prompts.append(tokenizer.decode(ids)), stream(ids, *rest))[1]
+    session.prefill = lambda row, ids, start: (prefilled.append((start, len(ids))), real(row, ids, start))[1]
+    stream = session.stream_all
+    session.stream_all = lambda given, *rest: (prompts.append(tokenizer.decode(given[0])), stream(given, *rest))[1]
     monkeypatch.setattr(sys, "stdin", io.StringIO("import os\nimport sys\n"))
     arguments = ["--interactive", "--system", SYSTEM["content"], "--max_new_tokens", "9", "--ignore_eos"]
     options = build_parser().parse_args(arguments)
