@@ -14,6 +14,7 @@ from generate import EMBEDDED, embedded_checkpoint, load_model
 from model import SHORT_CACHE, ExpertLinear, Experts, ModelArgs
 from quantize import FORMATS, PackedExpertLinear, pack_weight, plan, quantize
 from session import Sampling, Session, compile_settings
+from speculate import Speculation
 from tokenizer import load_tokenizer
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
@@ -130,6 +131,19 @@ def test_a_long_cache_read_in_blocks_gives_the_cpus_tokens(window):
             want.append(list(sessions["cpu"].stream(ids, 20, GREEDY)))
         got = list(zip(*sessions["cuda"].stream_all(prompts, 20, GREEDY), strict=True))
         assert [list(row) for row in got] == want
+
+
+@pytest.mark.parametrize("length", (512, 1500), ids=("read whole", "read in blocks"))
+@pytest.mark.parametrize("drafts", (2, 6))
+def test_speculation_gives_the_plain_tokens(drafts, length):
+    """By lookup, and by the model itself as a draft, of which all is accepted; 6 drafts take the grouped product."""
+    ids = embedded_prompt(700)
+    want = list(embedded_session("cpu", torch.float32, False).stream(ids, 100, GREEDY))
+    for draft in (None, load_model(embedded_checkpoint(), "cuda", torch.float32)):
+        session = Session(load_model(embedded_checkpoint(), "cuda", torch.float32), length, compile=True)
+        speculation = Speculation(session, drafts, draft)
+        assert list(speculation.stream(ids, 100, GREEDY)) == want
+        assert speculation.statistics()["tokens_per_pass"] > (1 if draft is None else drafts)
 
 
 @pytest.mark.parametrize("compile", (False, True))
