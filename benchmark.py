@@ -31,7 +31,7 @@ from convert_hf_checkpoint import args_from_hf
 from generate import DTYPES, load_model, peak_bytes, pick_device
 from model import ExpertLinear, Linear, ModelArgs, Transformer, stored
 from quantize import FORMATS, KV_CACHES, PLAIN, Packed, PackedExpertLinear, pack_weight, plan
-from session import Sampling, Session
+from session import PREFILL_CHUNK, Sampling, Session
 
 ARCHITECTURES = {
     "Mixtral-8x7B": ModelArgs(
@@ -242,7 +242,8 @@ def measure(args: ModelArgs, options: argparse.Namespace, ceiling: float) -> dic
         torch.cuda.reset_peak_memory_stats(device)
     model.cache_kind = KV_CACHES[options.kv_cache]
     length = options.max_seq_len or options.prompt_len + options.new_tokens
-    session = Session(model, length, not options.eager, options.compile_prefill, options.batch)
+    compiled = not options.eager, options.compile_prefill
+    session = Session(model, length, *compiled, options.batch, options.prefill_chunk)
     sampling = Sampling(seed=0)
     prompts = [random_prompt(args, options.prompt_len, seed) for seed in range(options.batch)]
     start = time.perf_counter()
@@ -482,6 +483,7 @@ def main() -> int:
     add("--batch", type=int, default=1, metavar="N", help="sequences at once, each with a prompt of its own")
     add("--max_seq_len", type=int, metavar="N", help="length of the cache; default: what prompt and new tokens need")
     add("--compile_prefill", action="store_true", help="compile the prompt's pass too")
+    add("--prefill_chunk", type=int, default=PREFILL_CHUNK, metavar="N", help="prompt tokens that are computed at once")
     add("--kv_cache", choices=tuple(KV_CACHES), default="plain", help="int8: keys and values in half the bytes")
     add("--repeats", type=int, default=5, metavar="N")
     add("--device", default="auto", choices=("auto", "cuda", "cpu"))
@@ -494,7 +496,8 @@ def main() -> int:
     add("--json", action="store_true", help="print one JSON object in place of the table")
     options = parser.parse_args()
     try:
-        for name, least in (("layers", 1), ("prompt_len", 1), ("new_tokens", 2), ("repeats", 1), ("batch", 1)):
+        for name, least in (("layers", 1), ("prompt_len", 1), ("new_tokens", 2), ("repeats", 1), ("batch", 1),
+                            ("prefill_chunk", 1)):  # fmt: skip
             if (value := getattr(options, name)) is not None and value < least:
                 raise ValueError(f"--{name} {value}: it must be at least {least}")
         args = architecture(options.arch)

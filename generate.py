@@ -27,7 +27,7 @@ from checkpoint import FORMAT_VERSION, Checkpoint, pick_device
 from convert_hf_checkpoint import convert
 from model import ModelArgs, Transformer
 from quantize import DTYPES, KV_CACHES, Packed, apply, model_args
-from session import Sampling, Session
+from session import PREFILL_CHUNK, Sampling, Session
 from speculate import DRAFT_TOKENS, Speculation, check_drafting
 from tokenizer import Tokenizer, load_tokenizer
 
@@ -290,6 +290,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--num_samples", type=int, default=1, metavar="N", help="samples of each prompt")
     add("--compile", action="store_true", help="compile the decode step (and record it as a CUDA graph)")
     add("--compile_prefill", action="store_true", help="compile the prompt's pass too")
+    add("--prefill_chunk", type=int, default=PREFILL_CHUNK, metavar="N", help="prompt tokens that are computed at once")
     add("--speculate", choices=("lookup",), help="draft tokens from the text so far, verify several in one pass")
     add("--draft_checkpoint_path", type=Path, metavar="DIR", help="draft with this smaller model instead")
     add("--draft_tokens", type=int, metavar="N", help=f"drafts a pass; default: {DRAFT_TOKENS}")
@@ -369,7 +370,7 @@ def plan_lengths(longest: int, options: argparse.Namespace, args: ModelArgs) -> 
 
 def check_options(options: argparse.Namespace) -> None:
     """Raises ValueError for options that cannot be, or cannot be together."""
-    for name in ("max_new_tokens", "num_samples", "max_seq_len", "batch_size"):
+    for name in ("max_new_tokens", "num_samples", "max_seq_len", "batch_size", "prefill_chunk"):
         if (value := getattr(options, name)) is not None and value < 1:
             raise ValueError(f"--{name} {value}: it must be at least 1")
     check_stop(options.stop)
@@ -405,7 +406,7 @@ def run(options: argparse.Namespace) -> list[dict]:
     model.cache_kind = KV_CACHES[options.kv_cache]
     work = [ids for ids in prompts for _ in range(options.num_samples)]
     batch = 1 if speculates else min(options.batch_size, len(work)) or 1
-    session = Session(model, length, options.compile, options.compile_prefill, batch)
+    session = Session(model, length, options.compile, options.compile_prefill, batch, options.prefill_chunk)
     if speculates:
         session = Speculation(session, drafts, load_model(drafter, device, dtype) if drafter else None)
     if options.compile or options.compile_prefill:

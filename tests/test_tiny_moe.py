@@ -273,6 +273,7 @@ def test_a_prompts_file_that_cannot_be_read_is_one_line(name, content, words, ca
 
 
 BAD = {
+    "a chunk of none": (("--prompt", "a", "--prefill_chunk", "0"), "--prefill_chunk 0"),
     "a batch of none": (("--prompt", "a", "--batch_size", "0"), "--batch_size 0"),
     "an empty prompt": (("--prompt", ""), "the prompt is empty"),
     "top_k 0": (("--prompt", "a", "--top_k", "0"), "--top_k 0"),
