@@ -3,7 +3,7 @@
 Fake tensors on a fake H200: nothing is run. It patches `torch.cuda` for the whole process and leans on private API, so
 tests run it in a process of its own. It skips Dynamo and autotuning: read it as "does this formulation fuse". Prints
 one JSON object: for each case the Triton kernels, the library calls left over, the elements of the largest buffer,
-roundings to bf16 that the compiler cannot leave out, and what kernels read too early.
+roundings to bf16 that the compiler cannot leave out, and what kernels use too early.
 """
 
 import json
@@ -95,7 +95,7 @@ def summary(code: str) -> dict:
         "extern": re.findall(r"extern_kernels\.\w+", code),
         "largest_buffer": max((math.prod(int(n) for n in re.findall(r"\d+", shape)) for shape in shapes), default=0),
         "rounded": code.count(".to(tl.bfloat16).to(tl.int16, bitcast=True)"),
-        "early": early_reads(code),
+        "early": early_uses(code),
     }
 
 
@@ -111,22 +111,19 @@ def split_arguments(text: str) -> list[str]:
     return [part.strip() for part in parts]
 
 
-def early_reads(code: str) -> list[str]:
-    """Kernels that read, before they wait for the kernel before them, what that one writes.
+def early_uses(code: str) -> list[str]:
+    """Kernels that, before they wait for the kernel before them, read what it writes or write what it uses.
 
-    With programmatic dependent launch they may run before it has ended. (Of all kernels before that one, each of these
-    has waited for the last.) A load in a loop stands before a wait after the loop in the text, too.
+    With programmatic dependent launch they may run before it has ended. Of the kernels before that one it has itself
+    waited for the last, if it waits at all. A load in a loop stands before a wait after the loop in the text, too.
     """
-    kernels, early, renamed, written = {}, [], {}, set()
+    kernels, early, renamed, read, written = {}, [], {}, set(), set()
     for name, parameters, body in re.findall(r"\ndef (triton_\w+)\(([^)]*)\):\n((?:    .*\n|\n)+)", code):
-        before, _, after = body.partition("gdc_wait()")
-        assert not after or "gdc_launch_dependents()" not in before, name
-        stored = re.findall(r"tl\.(?:store|atomic_\w+)\((\w+)", body)
-        kernels[name] = (
-            re.findall(r"(\w+)(?:\s*:[^,]*)?(?:,|$)", parameters),
-            re.findall(r"tl\.load\((\w+)", before),
-            stored,
-        )
+        before, waits, _ = body.partition("gdc_wait()")
+        assert not waits or "gdc_launch_dependents()" not in before, f"{name} lets the next one start, then waits"
+        loads, stores = r"tl\.load\((\w+)", r"tl\.(?:store|atomic_\w+)\((\w+)"
+        names = re.findall(r"(\w+)(?:\s*:[^,]*)?(?:,|$)", parameters)
+        kernels[name] = names, bool(waits), *(re.findall(p, t) for t in (before, body) for p in (loads, stores))
 
     def buffer(argument: str) -> str:
         name = re.sub(r"reinterpret_tensor\((\w+).*", r"\1", argument)
@@ -134,12 +131,14 @@ def early_reads(code: str) -> list[str]:
 
     for line in map(str.strip, code[code.index("def call") :].splitlines()):
         if launch := re.match(r"(triton_\w+)\.run\((.*), stream=", line):
-            parameters, loaded, stored = kernels[launch[1]]
-            given = dict(zip(parameters, map(buffer, split_arguments(launch[2])), strict=False))
-            early += [f"{launch[1]} reads {given[p]}" for p in dict.fromkeys(loaded) if given[p] in written]
-            written = {given[p] for p in stored}
+            names, waits, *uses = kernels[launch[1]]
+            given = dict(zip(names, map(buffer, split_arguments(launch[2])), strict=False))
+            soon_read, soon_written, now_read, now_written = ({given[p] for p in some} for some in uses)
+            early += [f"{launch[1]} reads {name}" for name in soon_read & written]
+            early += [f"{launch[1]} writes {name}" for name in soon_written & (read | written)]
+            read, written = (now_read, now_written) if waits else (read | now_read, written | now_written)
         elif library := re.match(r"(?:extern_kernels\..*out=(\w+)|(\w+) = torch\.ops\.)", line):
-            written = {buffer(library[1] or library[2])}
+            read, written = set(re.findall(r"\w+", line)), {buffer(library[1] or library[2])}
         elif again := re.match(r"(\w+) = (\w+)(?:; del \2.*)?$", line):
             renamed[again[1]] = again[2]
     return early
