@@ -1,4 +1,4 @@
-"""Small random checkpoints of each family, saved by transformers, and their conversion."""
+"""Small random checkpoints of each family, saved by transformers, and their conversion; the embedded model."""
 
 import json
 from dataclasses import dataclass
@@ -17,6 +17,8 @@ from transformers import (
 )
 
 from convert_hf_checkpoint import convert
+from generate import EMBEDDED
+from tokenizer import load_tokenizer
 
 COMMON = dict(
     vocab_size=160, hidden_size=64, num_hidden_layers=3, num_attention_heads=8, max_position_embeddings=256,
@@ -97,3 +99,24 @@ def make_family(tmp_path_factory):
 @pytest.fixture(scope="session", params=FAMILIES)
 def family(request, make_family) -> Family:
     return make_family(request.param)
+
+
+@pytest.fixture(scope="session")
+def directory(tmp_path_factory) -> Path:
+    """The embedded model, converted to bf16."""
+    return convert(EMBEDDED, tmp_path_factory.mktemp("tiny-moe") / "model_bf16", progress=False)
+
+
+@pytest.fixture(scope="session")
+def tokenizer(directory):
+    """The embedded model's."""
+    return load_tokenizer(directory)
+
+
+@pytest.fixture(scope="module")
+def few_threads():
+    """One thread: for tests of many small tensors, which several only slow down."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

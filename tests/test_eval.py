@@ -17,12 +17,10 @@ import torch.nn.functional as F
 import eval as room
 from benchmarks.quality import measure
 from checkpoint import Checkpoint
-from convert_hf_checkpoint import convert
 from eval import generate_until, join, loglikelihood, loglikelihood_rolling, perplexity, score_windows, weight_size
 from generate import EMBEDDED, embedded_checkpoint, generate, load_model
 from model import Transformer
 from session import Sampling, Session
-from tokenizer import load_tokenizer
 
 ROOT = Path(__file__).parents[1]
 HELDOUT = (EMBEDDED / "heldout.txt").read_text()
@@ -39,17 +37,6 @@ class Letters:
 
     def token_bytes(self, id: int) -> bytes:
         return bytes([id - 3]) if id >= 3 else b""
-
-
-@pytest.fixture(scope="session")
-def directory(tmp_path_factory) -> Path:
-    """The embedded model, converted to bf16."""
-    return convert(EMBEDDED, tmp_path_factory.mktemp("tiny-moe") / "model_bf16", progress=False)
-
-
-@pytest.fixture(scope="session")
-def tokenizer(directory):
-    return load_tokenizer(directory)
 
 
 @pytest.fixture(scope="session")

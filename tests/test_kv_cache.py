@@ -12,13 +12,11 @@ from torch import Tensor
 import benchmark
 import eval
 import generate
-from convert_hf_checkpoint import convert
 from eval import perplexity
 from generate import EMBEDDED, load_model
 from model import Chunk, KVCache, Transformer
 from quantize import KV_CACHES, Int8KVCache, to_int8
 from session import Sampling, Session
-from tokenizer import load_tokenizer
 
 B, K, S, C = 3, 2, 24, 16
 CPU = torch.device("cpu")
@@ -26,23 +24,7 @@ GREEDY = Sampling(temperature=0)
 HELDOUT = (EMBEDDED / "heldout.txt").read_text()
 
 
-@pytest.fixture(autouse=True, scope="module")
-def few_threads():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory):
-    """The embedded model, converted to bf16."""
-    return convert(EMBEDDED, tmp_path_factory.mktemp("tiny-moe") / "model_bf16", progress=False)
-
-
-@pytest.fixture(scope="module")
-def tokenizer(directory):
-    return load_tokenizer(directory)
+pytestmark = pytest.mark.usefixtures("few_threads")
 
 
 @pytest.fixture(scope="module")

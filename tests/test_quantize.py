@@ -51,14 +51,7 @@ ARGS = ModelArgs(
     max_position=64, qk_norm="head", attention_bias=True, dense_layers=(1,), dense_intermediate=128,
 )  # fmt: skip
 LARGER = dataclasses.replace(ARGS, dim=128, head_dim=32, intermediate=128)  # the formats' own group sizes divide it
-
-
-@pytest.fixture(autouse=True, scope="module")
-def few_threads():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("few_threads")
 
 
 def random_tensor(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
