@@ -97,7 +97,9 @@ def _grouped(x, y, group_ends, codes, high, scale, scale_step, scale_low, zero, 
 
 def grouped_cut(N: int, E: int) -> dict:
     """How `grouped` cuts its work: constants and options of the kernel."""
-    rows = 64 if N > 16 * E else 16  # a tile of rows: most are empty where experts have few
+    if N >= 256 * E:  # experts with many rows: tiles as large as registers hold, weights never in shared memory
+        return {"BM": 256, "BN": 128, "BK": 64, "LEFT": True, "num_warps": 8, "num_stages": 3}
+    rows = 128 if N > 64 * E else 64 if N > 16 * E else 16  # a tile of rows: most are empty where experts have few
     return {"BM": rows, "BN": 128, "BK": 64, "LEFT": False, "num_warps": 4, "num_stages": 3}
 
 
