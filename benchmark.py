@@ -27,6 +27,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+import tp
+import world
 from convert_hf_checkpoint import args_from_hf
 from generate import DTYPES, load_model, peak_bytes, pick_device
 from model import ExpertLinear, Linear, ModelArgs, Transformer, stored
@@ -77,13 +79,24 @@ class RandomWeights:
         with torch.device("meta"):
             self.shapes = {name: parameter.shape for name, parameter in Transformer(args).named_parameters()}
         self.packed: tuple[str, dict[str, Tensor]] = "", {}  # the module packed last, whose parts are read one by one
+        self.made: tuple[str, Tensor | None] = "", None  # the tensor made last, which may be read in several slices
 
-    def read(self, name: str, device: torch.device | str = "cpu") -> Tensor:
-        """The tensor of that name, the same for the same seed and device."""
+    def read(self, name: str, index: tuple[slice, ...] | None = None, device: torch.device | str = "cpu") -> Tensor:
+        """The tensor of that name, or its part `index`, the same for the same seed and device.
+
+        A part is cut from the whole tensor, so that all ranks together have the model that one would have.
+        """
+        whole = self._whole(name, device)
+        return whole if index is None else whole[index].clone()
+
+    def _whole(self, name: str, device: torch.device | str) -> Tensor:
         path, leaf = name.rsplit(".", 1)
         spec = self.format.get("modules", {}).get(path)
         if spec is None or leaf == "bias":
-            return self._plain(name, device)
+            if self.made[0] != name:
+                self.made = "", None  # not two at once
+                self.made = name, self._plain(name, device)
+            return self.made[1]
         if self.packed[0] != path:
             whole = f"{path}.weight" if f"{path}.weight" in self.shapes else "embedding.weight"  # of a tied head
             self.packed = path, pack_weight(self._plain(whole, device), spec, torch.device(device), iterations=0)
@@ -229,15 +242,17 @@ def free(compiled: bool) -> None:
 
 
 def measure(args: ModelArgs, options: argparse.Namespace, ceiling: float) -> dict:
-    """Decode `new_tokens` after random prompts, `repeats` times, and report the median. ceiling: bytes a second.
+    """Decode `new_tokens` after random prompts, `repeats` times, and report the median. ceiling: one GPU's bytes/s.
 
     tok_s is of all sequences together, ms a step's. bytes_per_step: the weights of each distinct expert that a step
     reads (experts_read a layer, of the last step) and of all else, and the cache in use at half of the answer.
     ttft_cold_s is the first answer's: it compiles and records (from the compiler's files on disk, where it finds them).
     activation_bytes: the most memory in use beside weights and cache, once the weights are there.
+    On several ranks the bytes that a token or a step reads are sums over them (what each has whole counts on each), and
+    fraction is of their bandwidths' sum; memory is that of rank 0.
     """
     device = pick_device(options.device)
-    model = load_model(RandomWeights(args, number_format(options.mode, args)), device)
+    model = load_model(RandomWeights(args, number_format(options.mode, args)), device, parallel=options.parallel)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     model.cache_kind = KV_CACHES[options.kv_cache]
@@ -255,12 +270,13 @@ def measure(args: ModelArgs, options: argparse.Namespace, ceiling: float) -> dic
         times = [time.perf_counter() for _ in session.stream_all(prompts, options.new_tokens, sampling)]
         rates.append((len(times) - 1) / (times[-1] - times[0]))
         first.append(times[0] - start)
+        world.check_tokens(session.ids)
     rate, ttft, peak = statistics.median(rates), statistics.median(first), peak_bytes(device)
     cache = sum(buffer.nbytes for cache in session.caches for buffer in cache.buffers())
     used = cache * (options.prompt_len + options.new_tokens // 2) // session.slots
     routing = model(session.token, session.position - 1, return_routing=True)[1]  # [L, B, A]
     experts_read = statistics.fmean(len(layer.unique()) for layer in routing)
-    size = model.bytes_per_token(experts_read) + used
+    size = world.total(model.bytes_per_token(experts_read) + used)
     weights = sum(tensor.nbytes for tensor in stored(model))
     events = cuda_kernels(session, KERNEL_STEPS) if device.type == "cuda" else []
     result = {
@@ -270,15 +286,16 @@ def measure(args: ModelArgs, options: argparse.Namespace, ceiling: float) -> dic
         "tok_s": rate * options.batch, "tok_s_all": [rate * options.batch for rate in rates], "ms": 1e3 / rate,
         "ttft_s": ttft, "ttft_cold_s": cold[0], "compile_s": cold[-1],
         "prefill_tok_s": options.batch * options.prompt_len / ttft,
-        "bytes_per_token": model.bytes_per_token(), "experts_read": experts_read, "cache_bytes": used,
-        "bytes_per_step": size, "gb_s": size * rate / 1e9, "read_gb_s": ceiling / 1e9,
-        "fraction": size * rate / ceiling, "peak_bytes": peak,
+        "ranks": world.size(), "parallel": options.parallel if world.size() > 1 else None,
+        "bytes_per_token": world.total(model.bytes_per_token()), "experts_read": experts_read,
+        "cache_bytes": world.total(used), "bytes_per_step": size, "gb_s": size * rate / 1e9, "read_gb_s": ceiling / 1e9,
+        "fraction": size * rate / (ceiling * world.size()), "peak_bytes": peak,
         "activation_bytes": max(0, peak - weights - cache) if device.type == "cuda" else None,
         "kernels_per_layer": len(events) / KERNEL_STEPS / args.n_layer if events else None,
     }  # fmt: skip
     if options.kernels:
         # Weights that stay in the cache from one token to the next are read faster than memory gives them.
-        cached = size < 4 * torch.cuda.get_device_properties(device).L2_cache_size
+        cached = size < 4 * world.size() * torch.cuda.get_device_properties(device).L2_cache_size
         reads = [] if cached or options.batch > 1 else weight_reads(model)
         result["kernels"] = kernel_table(events, KERNEL_STEPS, args.n_layer, reads, ceiling)
     return result
@@ -420,6 +437,8 @@ def first_line(error: Exception) -> str:
 def report(r: dict) -> str:
     """The result for a reader."""
     lines = [f"{r['arch']} {r['mode']}, {r['layers']} layers, {r['gpu']}, torch {r['torch']}"]
+    if r.get("ranks", 1) > 1:
+        lines[0] += f", {r['parallel']} parallel on {r['ranks']}"
     if "sweep" in r:
         lines += [f"  prompt {r['prompt_len']}, new {r['new_tokens']}, measured bandwidth {r['read_gb_s']:.0f} GB/s",
                   "    E   A   us a token   bytes a token  fraction"]  # fmt: skip
@@ -435,7 +454,8 @@ def report(r: dict) -> str:
         f"{min(r['tok_s_all']):.1f} to {max(r['tok_s_all']):.1f}), {r['ms']:.3f} ms a step",
         f"  {r['bytes_per_token'] / 1e9:.3f} GB a token, {r['bytes_per_step'] / 1e9:.3f} GB a step "
         f"({r['experts_read']:.1f} experts a layer, {r['cache_bytes'] / 1e9:.3f} GB of cache)",
-        f"  {r['gb_s']:.0f} GB/s, {r['fraction']:.3f} of the measured {r['read_gb_s']:.0f} GB/s",
+        f"  {r['gb_s']:.0f} GB/s, {r['fraction']:.3f} of the measured {r['read_gb_s']:.0f} GB/s"
+        f"{' a GPU' * (r['ranks'] > 1)}",
         f"  kernels a layer {r['kernels_per_layer'] and round(r['kernels_per_layer'], 1)}, "
         f"peak memory {r['peak_bytes'] / 1e9:.1f} GB{beside}, compile and record {r['compile_s']:.1f} s",
     ]
@@ -487,6 +507,7 @@ def main() -> int:
     add("--kv_cache", choices=tuple(KV_CACHES), default="plain", help="int8: keys and values in half the bytes")
     add("--repeats", type=int, default=5, metavar="N")
     add("--device", default="auto", choices=("auto", "cuda", "cpu"))
+    add("--parallel", default="tensor", choices=tp.PARALLEL, help="how torchrun's processes share the experts")
     add("--eager", action="store_true", help="do not compile")
     add("--kernels", action="store_true", help="also list a step's kernels, with the time of each and of the gaps")
     add("--sweep", choices=("experts",), help=f"latency against the number of experts and of active ones; without "
@@ -496,6 +517,7 @@ def main() -> int:
     add("--json", action="store_true", help="print one JSON object in place of the table")
     options = parser.parse_args()
     try:
+        device = world.start(options.device)
         for name, least in (("layers", 1), ("prompt_len", 1), ("new_tokens", 2), ("repeats", 1), ("batch", 1),
                             ("prefill_chunk", 1)):  # fmt: skip
             if (value := getattr(options, name)) is not None and value < least:
@@ -510,7 +532,8 @@ def main() -> int:
                 f"--prompt_len and --new_tokens, {length}, or --max_seq_len exceed {what}, "
                 f"{limit if length > limit else args.max_position}: ask for less"
             )
-        device = pick_device(options.device)
+        if world.size() > 1 and (options.sweep or options.peer):
+            raise ValueError("--sweep and --peer measure one GPU: leave torchrun out")
         if options.kernels and (device.type != "cuda" or options.eager):
             raise ValueError("--kernels lists a recorded step: it needs a CUDA GPU, and no --eager")
         if options.kernels and options.sweep:
@@ -524,15 +547,17 @@ def main() -> int:
         args = dataclasses.replace(args, n_layer=layers)
         if options.peer:
             hf_model(args, torch.bfloat16, "meta")  # refuses what it cannot be, too
+        world.agree(vars(options), RandomWeights(args, number_format(options.mode, args)))
         ceiling = read_bandwidth(device)
         result = sweep(args, options, ceiling) if options.sweep else measure(args, options, ceiling)
         if options.peer:
             free(not options.eager)
             result["peer"] = peer(args, options)
-    except (ValueError, torch.cuda.OutOfMemoryError) as error:
-        print(f"error: {first_line(error)}", file=sys.stderr)
-        return 2
-    print(json.dumps(result) if options.json else report(result))
+        if world.is_main():
+            print(json.dumps(result) if options.json else report(result), flush=True)
+        world.stop()
+    except (ValueError, ConnectionError, torch.cuda.OutOfMemoryError) as error:
+        return world.fail(first_line(error))
     return 0
 
 

@@ -21,8 +21,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
+import tp
+import world
 from checkpoint import Checkpoint
-from generate import DTYPES, EMBEDDED, embedded_checkpoint, generate, load_model, model_args, pick_device
+from generate import DTYPES, EMBEDDED, embedded_checkpoint, generate, load_model, model_args
 from model import Chunk, ModelArgs, Stages, Transformer, stored
 from quantize import KV_CACHES
 from session import Sampling, Session
@@ -314,12 +316,15 @@ def build_parser() -> argparse.ArgumentParser:
     add("--device", default="auto", choices=("auto", "cuda", "cpu"))
     add("--dtype", choices=tuple(DTYPES), help="default: as the checkpoint has it")
     add("--kv_cache", choices=tuple(KV_CACHES), default="plain", help="int8: keys and values in half the bytes")
+    add("--parallel", default="tensor", choices=tp.PARALLEL, help="how torchrun's processes share the experts")
     add("--json", action="store_true", help="print one JSON object in place of the line or table")
     return parser
 
 
 def check_options(options: argparse.Namespace) -> None:
     """Raises ValueError for options that cannot be, or cannot be together."""
+    if options.tasks is not None and world.size() > 1:
+        raise ValueError("--tasks runs on one GPU: leave torchrun out")
     if options.tasks is None:
         for name in ("include_path", "limit", "num_fewshot"):
             if getattr(options, name) is not None:
@@ -352,18 +357,21 @@ def read_text(path: Path) -> str:
 
 def run(options: argparse.Namespace) -> tuple[dict, str]:
     """Do what the options ask for; return the result, and the same for a reader."""
+    device = world.start(options.device)
     check_options(options)
-    device = pick_device(options.device)
     text = None if options.tasks else read_text(options.text_file or EMBEDDED / "heldout.txt")
+    if options.checkpoint_path is None:
+        world.share(embedded_checkpoint)  # the others of a host find it made
     checkpoint = Checkpoint(options.checkpoint_path or embedded_checkpoint())
     tokenizer, args = load_tokenizer(checkpoint.directory), model_args(checkpoint)
     default = args.max_position if options.tasks else min(DEFAULT_SEQ_LEN, args.max_position)
     seq_len = default if options.seq_len is None else options.seq_len
     check_seq_len(args, seq_len)
+    world.agree(vars(options), checkpoint)
 
     @cache
     def load() -> Transformer:
-        model = load_model(checkpoint, device, DTYPES[options.dtype] if options.dtype else None)
+        model = load_model(checkpoint, device, DTYPES[options.dtype] if options.dtype else None, options.parallel)
         model.cache_kind = KV_CACHES[options.kv_cache]
         return model
 
@@ -374,12 +382,15 @@ def run(options: argparse.Namespace) -> tuple[dict, str]:
         )  # fmt: skip
         result["seq_len"], report = seq_len, result.pop("table")
     else:
-        result = perplexity(load(), tokenizer, text, seq_len)
+        result = perplexity(load(), tokenizer, text, seq_len, progress=world.is_main())
         report = (
             f"perplexity {result['perplexity']:.4f}, {result['bits_per_byte']:.4f} bits a byte, "
             f"{result['tokens']} tokens at {result['tokens_per_second']:.0f}/s in windows of {seq_len}"
         )
-    result |= weight_size(load()) | {"kv_cache": options.kv_cache}
+    result["kv_cache"] = options.kv_cache
+    if world.size() > 1:  # a part of a model says nothing of its size
+        return result, report
+    result |= weight_size(load())
     return result, f"{report}\n{result['bits_per_weight']:.4g} bits a weight, {result['bytes'] / 1e9:.4g} GB"
 
 
@@ -388,13 +399,13 @@ def main() -> int:
     options = build_parser().parse_args()
     try:
         result, report = run(options)
-        print(json.dumps(result, default=str) if options.json else report, flush=True)
+        if world.is_main():
+            print(json.dumps(result, default=str) if options.json else report, flush=True)
+        world.stop()
     except torch.cuda.OutOfMemoryError as error:
-        print(f"error: out of GPU memory ({str(error).splitlines()[0]}): shorten --seq_len", file=sys.stderr)
-        return 2
+        return world.fail(f"out of GPU memory ({str(error).splitlines()[0]}): shorten --seq_len")
     except (ValueError, OSError) as error:
-        print(f"error: {str(error).splitlines()[0]}", file=sys.stderr)
-        return 2
+        return world.fail(str(error).splitlines()[0])
     except KeyboardInterrupt:
         return 130
     return 0

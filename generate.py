@@ -23,10 +23,12 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
+import tp
+import world
 from checkpoint import FORMAT_VERSION, Checkpoint, pick_device
 from convert_hf_checkpoint import convert
 from model import ModelArgs, Transformer
-from quantize import DTYPES, KV_CACHES, Packed, apply, model_args
+from quantize import DTYPES, KV_CACHES, Packed, model_args
 from session import PREFILL_CHUNK, Sampling, Session
 from speculate import DRAFT_TOKENS, Speculation, check_drafting
 from tokenizer import Tokenizer, load_tokenizer
@@ -63,24 +65,26 @@ def embedded_checkpoint() -> Path:
     return target
 
 
-def load_model(source, device: str | torch.device = "auto", dtype: torch.dtype | None = None) -> Transformer:
+def load_model(source, device: str | torch.device = "auto", dtype: torch.dtype | None = None,
+               parallel: str = "tensor") -> Transformer:  # fmt: skip
     """Build the model that `source` describes and stream its weights to the device, one tensor at a time.
 
     source: the directory of a converted checkpoint, or anything with its `.args`, `.format` and `.read(name, ...)`.
-    dtype: of the floating-point weights; None keeps the checkpoint's. Raises ValueError for what cannot be loaded.
+    dtype: of the floating-point weights; None keeps the checkpoint's. parallel: of several processes (`world.start`),
+    each of which gets its part. Raises ValueError for what cannot be loaded.
     """
     source = Checkpoint(source) if isinstance(source, str | os.PathLike) else source
     device = pick_device(device) if isinstance(device, str) else device
     if device.index is not None:
         torch.cuda.set_device(device)  # streams, events and graphs are of the current device
-    with torch.device("meta"):
-        model = Transformer(model_args(source))
-    apply(model, source.format)
+    part = tp.Part(model_args(source), source.format, parallel)
+    model = part.model
     start, size = time.perf_counter(), 0
     parameters = dict(model.named_parameters())
-    for name in tqdm(parameters, desc="loading", unit="tensor", leave=False, file=sys.stderr, disable=None):
+    for name in tqdm(parameters, desc="loading", unit="tensor", leave=False, file=sys.stderr,
+                     disable=None if world.is_main() else True):  # fmt: skip
         try:
-            tensor = source.read(name, device=device)
+            tensor = part.read(source, name, device)
         except KeyError:
             raise ValueError(f"the checkpoint lacks {name}: convert the model again") from None
         path, leaf = name.rsplit(".", 1)
@@ -97,10 +101,16 @@ def load_model(source, device: str | torch.device = "auto", dtype: torch.dtype |
     model.tie()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+    size = world.total(size)
     seconds = time.perf_counter() - start
     speed = f" in {seconds:.1f} s, {size / 1e9 / seconds:.1f} GB/s"
     lazily = device.type == "cpu" and dtype is None  # mapped tensors are read from the file when first used
-    print(f"{'mapped' if lazily else 'loaded'} {size / 1e9:.2f} GB{'' if lazily else speed}", file=sys.stderr)
+    said = f"{'mapped' if lazily else 'loaded'} {size / 1e9:.2f} GB{'' if lazily else speed}"
+    if world.size() > 1:
+        chosen = world.choose(model.args.dim, model.norm.weight.dtype, device)
+        said += f", {parallel} parallel on {world.size()} ranks; {chosen}"
+    if world.is_main():
+        print(said, file=sys.stderr)
     return model.eval()
 
 
@@ -191,8 +201,9 @@ def generate_all(
     soon as it is certain; `interrupted` is asked after every step.
     Returns for each text, prompt_tokens, new_tokens, finish_reason ("stop", "length" or "interrupted"), ttft_s (from
     the call to the first token on the host), prefill_tok_s (of all tokens that the cache did not hold), decode_tok_s
-    (None below two tokens), bytes_per_token (weights that one token reads), gb_s (of one sequence alone and one token a
-    pass, else None), peak_bytes (of the device; on CPU of the process), and of a Speculation its "speculation".
+    (None below two tokens), bytes_per_token (weights that one token reads, on all ranks), gb_s (of one sequence alone
+    and one token a pass, else None), peak_bytes (of the device; on CPU of the process), and of a Speculation its
+    "speculation".
     Raises ValueError as `Session.stream_all`, and for an empty stop text.
     """
     stop = [stop] if isinstance(stop, str) else stop
@@ -210,7 +221,8 @@ def generate_all(
             for answer in answers:
                 answer.end("interrupted")
             break
-    results, size = [], session.model.bytes_per_token()
+    world.check_tokens(session.ids)
+    results, size = [], world.total(session.model.bytes_per_token())
     speculation = {"speculation": session.statistics()} if isinstance(session, Speculation) else {}
     for answer in answers:
         answer.end("length")
@@ -295,6 +307,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--draft_checkpoint_path", type=Path, metavar="DIR", help="draft with this smaller model instead")
     add("--draft_tokens", type=int, metavar="N", help=f"drafts a pass; default: {DRAFT_TOKENS}")
     add("--device", default="auto", choices=("auto", "cuda", "cpu"))
+    add("--parallel", default="tensor", choices=tp.PARALLEL, help="how torchrun's processes share the experts")
     add("--dtype", choices=tuple(DTYPES), help="default: as the checkpoint has it")
     add("--max_seq_len", type=int, metavar="N", help="cache length; default: what prompt and new tokens need")
     add("--kv_cache", choices=tuple(KV_CACHES), default="plain", help="int8: keys and values in half the bytes")
@@ -387,34 +400,41 @@ def check_options(options: argparse.Namespace) -> None:
 
 def run(options: argparse.Namespace) -> list[dict]:
     """Load the model, generate what the options ask for, return the results (none for a chat)."""
+    device = world.start(options.device)
     check_options(options)
     sampling = Sampling(
-        options.temperature, options.top_k, options.top_p, options.min_p, options.repetition_penalty, options.seed
-    )
-    device = pick_device(options.device)
+        options.temperature, options.top_k, options.top_p, options.min_p, options.repetition_penalty,
+        world.common_seed(options.seed),
+    )  # fmt: skip
+    if options.checkpoint_path is None:
+        world.share(embedded_checkpoint)  # the others of a host find it made
     checkpoint = Checkpoint(options.checkpoint_path or embedded_checkpoint())
     tokenizer, args = load_tokenizer(checkpoint.directory), model_args(checkpoint)
     if options.system is not None and not tokenizer.has_chat_template:
         raise ValueError("--system needs a chat template, and this model has none: leave --system out")
-    prompts = [] if options.interactive else encode_prompts(options, tokenizer)
+    prompts = [] if options.interactive else world.share(lambda: encode_prompts(options, tokenizer))
     length = plan_lengths(max(map(len, prompts), default=0), options, args)
     drafter = Checkpoint(options.draft_checkpoint_path) if options.draft_checkpoint_path else None
     drafts = DRAFT_TOKENS if options.draft_tokens is None else options.draft_tokens
     check_drafting(drafts, args, model_args(drafter) if drafter else None)
+    world.agree(vars(options), checkpoint)
     dtype, speculates = DTYPES[options.dtype] if options.dtype else None, bool(options.speculate or drafter)
-    model = load_model(checkpoint, device, dtype)
+    model = load_model(checkpoint, device, dtype, options.parallel)
     model.cache_kind = KV_CACHES[options.kv_cache]
     work = [ids for ids in prompts for _ in range(options.num_samples)]
     batch = 1 if speculates else min(options.batch_size, len(work)) or 1
     session = Session(model, length, options.compile, options.compile_prefill, batch, options.prefill_chunk)
     if speculates:
-        session = Speculation(session, drafts, load_model(drafter, device, dtype) if drafter else None)
+        session = Speculation(
+            session, drafts, load_model(drafter, device, dtype, options.parallel) if drafter else None
+        )
     if options.compile or options.compile_prefill:
         start = time.perf_counter()
         for _ in session.stream_all([prompts[0] if prompts else [0]], 1, sampling):
             pass
         session.reset()
-        print(f"compiled in {time.perf_counter() - start:.1f} s", file=sys.stderr)
+        if world.is_main():
+            print(f"compiled in {time.perf_counter() - start:.1f} s", file=sys.stderr)
     results = []
     with torch.profiler.profile() if options.profile else nullcontext() as profile:
         if options.interactive:
@@ -423,7 +443,7 @@ def run(options: argparse.Namespace) -> list[dict]:
             seed = None if sampling.seed is None else sampling.seed + first
             some = work[first : first + batch]
             results += _answers(session, tokenizer, some, options, replace(sampling, seed=seed))
-    if options.profile:
+    if options.profile and world.is_main():
         profile.export_chrome_trace(str(options.profile))
     return results
 
@@ -433,7 +453,7 @@ def _answers(
 ) -> list[dict]:
     """A batch of results: prompts on stderr, answers on stdout (one alone as it comes), then the statistics."""
     session.reset()  # nothing is carried from one prompt to the next, so that order does not matter
-    alone = len(prompts) == 1 and not options.json
+    alone = len(prompts) == 1 and not options.json and world.is_main()
 
     def echo(ids: list[int]) -> None:  # on a terminal the answer goes on where the prompt ends
         print(tokenizer.decode(ids), end="" if sys.stdout.isatty() else "\n", file=sys.stderr, flush=True)
@@ -447,6 +467,8 @@ def _answers(
         on_text=lambda number, text: print(text, end="", flush=True) if alone else None,
     )  # fmt: skip
     seconds = time.perf_counter() - start
+    if not world.is_main():
+        return results
     for ids, result in zip(prompts, results, strict=True):
         if not options.json:
             if not alone:
@@ -489,7 +511,8 @@ def chat(session: Session | Speculation, tokenizer: Tokenizer, options: argparse
     """Read lines, stream answers, keep the cache between turns. Without a template the text is simply continued."""
     opening = [] if options.system is None else [{"role": "system", "content": options.system}]
     messages, ids = list(opening), []
-    for text in _lines():
+    say = print if world.is_main() else lambda *_, **__: None
+    for text in world.share_each(_lines):
         if text.strip() == "/reset":
             messages, ids = list(opening), []
             continue
@@ -498,20 +521,20 @@ def chat(session: Session | Speculation, tokenizer: Tokenizer, options: argparse
             templated = tokenizer.has_chat_template
             prompt = tokenizer.chat(asked) if templated else ids + tokenizer.encode(text, bos=not ids)
         except ValueError as error:  # bytes that are no text, or the template's own objection
-            print(f"error: {error}", file=sys.stderr)
+            say(f"error: {error}", file=sys.stderr)
             continue
         room = session.max_seq_len - len(prompt)
         if room < 1:
-            print(f"the context of {session.max_seq_len} positions is full: /reset starts anew", file=sys.stderr)
+            say(f"the context of {session.max_seq_len} positions is full: /reset starts anew", file=sys.stderr)
             continue
         with _ctrl_c_as_flag() as interrupted:
             result = generate(
                 session, tokenizer, prompt, min(options.max_new_tokens, room), sampling,
                 stop=options.stop, ignore_eos=options.ignore_eos, reply=templated,
-                on_text=lambda piece: print(piece, end="", flush=True), interrupted=interrupted,
+                on_text=lambda piece: say(piece, end="", flush=True), interrupted=interrupted,
             )  # fmt: skip
-        print(flush=True)
-        print(statistics(result), file=sys.stderr)
+        say(flush=True)
+        say(statistics(result), file=sys.stderr)
         messages = [*asked, {"role": "assistant", "content": result["text"]}]
         answer = session.ids[0][len(prompt) :]
         ids = prompt + (answer[:-1] if answer[-1] in tokenizer.stop_ids else answer)
@@ -525,17 +548,17 @@ def main() -> int:
             stream.reconfigure(errors="replace")
     try:
         results = run(options)
-        if options.json:
+        if options.json and world.is_main():
             print(json.dumps(results[0] if len(results) == 1 else {"results": results}), flush=True)
+        world.stop()
     except torch.cuda.OutOfMemoryError as error:
-        print(f"error: out of GPU memory ({str(error).splitlines()[0]}): shorten --max_seq_len", file=sys.stderr)
-        return 2
+        return world.fail(f"out of GPU memory ({str(error).splitlines()[0]}): shorten --max_seq_len")
     except BrokenPipeError:  # whoever read our output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        world.leave(141)
         return 141
     except (ValueError, OSError) as error:
-        print(f"error: {str(error).splitlines()[0]}", file=sys.stderr)
-        return 2
+        return world.fail(str(error).splitlines()[0])
     except KeyboardInterrupt:
         return 130
     return 0

@@ -206,14 +206,18 @@ class Experts(nn.Module):
         memory O(T * A * I), for activations only.
         """
         tokens, active = expert_indices.shape
-        small = torch.uint8 if self.n_expert <= 256 else torch.int16  # the sort makes one pass for each byte
+        small = torch.uint8 if self.n_expert < 256 else torch.int16  # the sort makes one pass for each byte
         sorted_experts, order = expert_indices.flatten().to(small).sort(stable=True)
         experts = torch.arange(self.n_expert, dtype=small, device=x.device)
         group_ends = torch.searchsorted(sorted_experts, experts, right=True, out_int32=True)
         hidden = swiglu(*self.w13.grouped(x[order // active], group_ends).chunk(2, dim=-1))
         y = self.w2.grouped(hidden, group_ends)
         place = torch.empty_like(order).scatter_(0, order, torch.arange(tokens * active, device=x.device))
-        return (y[place].view(tokens, active, -1) * expert_weights.unsqueeze(-1)).sum(1).to(x.dtype)
+        return self.combine(y[place].view(tokens, active, -1), expert_weights).to(x.dtype)
+
+    def combine(self, y: Tensor, expert_weights: Tensor) -> Tensor:
+        """y [T, A, D], expert_weights [T, A] -> fp32 [T, D]."""
+        return (y * expert_weights.unsqueeze(-1)).sum(1)
 
 
 class MoE(nn.Module):

@@ -230,7 +230,7 @@ class Session:
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         graph.register_generator_state(self.generator)
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL's own thread asks for events meanwhile
             step()
         return graph.replay
 

@@ -17,7 +17,8 @@ MAY_IMPORT = {
     "session": {"model"},
     "speculate": {"model", "session"},
     "quantize": {"model", "checkpoint", "kernels"},
-    "tp": {"model", "checkpoint", "quantize"},
+    "world": {"checkpoint"},
+    "tp": {"model", "quantize", "world"},
     "offload": {"model", "checkpoint", "quantize", "kernels"},
     "convert_hf_checkpoint": {"model", "checkpoint", "quantize"},
 }
