@@ -3,6 +3,7 @@
 `grouped`: for many tokens. `F.grouped_mm` wants plain weights, and unpacking those of all experts first would take the
 memory that packing saved; here each tile is unpacked in registers. `dot4`: for one token and 4 bits, where what
 Inductor makes of PyTorch takes too many instructions. The formats stand in quantize.py; tests hold both to its unpack.
+And a sum over GPUs, `push_sum`, for messages so small that what counts is how often one waits for the others.
 """
 
 from __future__ import annotations  # the annotations of kernels name triton, which may be absent
@@ -337,3 +338,58 @@ def _(x: Tensor, parts: list[Tensor], index: Tensor | None, kind: str, group: in
         return x.new_empty(pairs, out // 2)
     chunks = triton.cdiv(x.shape[-1] // 8, dot4_cut(out, x.shape[-1], pairs, kind, gated)[1]["CHUNK"])
     return x.new_empty(chunks, pairs, out, dtype=torch.float32)
+
+
+# Sums over GPUs -----------------------------------------------------------------------------------------------------
+
+
+@jit
+def _push_sum(x, y, peers, turns, WORDS: tl.constexpr, MOST: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr,
+              R2: tl.constexpr, BLOCK: tl.constexpr, BF16: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    rank, word = tl.arange(0, R2)[:, None], tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    theirs = tl.load(peers + rank, mask=rank < RANKS, other=0).to(tl.pointer_type(tl.int64))
+    ours = tl.load(peers + RANK).to(tl.pointer_type(tl.int64))
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    turn = tl.load(turns + tl.program_id(0)) + 1
+    inside = (rank < RANKS) & (word < WORDS)
+    # Beside each 32 bits stands the count of the call, in one word of 64, which arrives whole: no other sign is needed.
+    stamped = tl.load(x + word, mask=word < WORDS, other=0).to(tl.int64) & 0xFFFFFFFF | turn.to(tl.int64) << 32
+    base = (turn & 1) * RANKS
+    tl.store(theirs + (base + RANK) * MOST + word, tl.broadcast_to(stamped, [R2, BLOCK]), mask=inside)
+    ours += (base + rank) * MOST + word
+    found = tl.load(ours, mask=inside, other=0, volatile=True)
+    while tl.max((inside & (found >> 32 != turn)).to(tl.int32)) > 0:
+        found = tl.load(ours, mask=inside, other=0, volatile=True)
+    bits = tl.where(inside, found, 0).to(tl.int32)
+    if BF16:
+        low = tl.sum((bits << 16).to(tl.float32, bitcast=True), 0).to(tl.bfloat16).to(tl.int16, bitcast=True)
+        high = tl.sum((bits & -65536).to(tl.float32, bitcast=True), 0).to(tl.bfloat16).to(tl.int16, bitcast=True)
+        total = low.to(tl.int32) & 0xFFFF | high.to(tl.int32) << 16
+    else:
+        total = tl.sum(bits.to(tl.float32, bitcast=True), 0).to(tl.int32, bitcast=True)
+    word = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(y + word, total, mask=word < WORDS)
+    tl.store(turns + tl.program_id(0), turn)
+
+
+PUSH_BLOCK = 64  # 32-bit words that one warp sums
+
+
+def push_sum(x: Tensor, peers: Tensor, turns: Tensor, rank: int) -> Tensor:
+    """The sum over GPUs of x, bf16 or fp32, whose bytes are a multiple of 4: the same bits on each.
+
+    peers: int64 [N], where each rank's inbox begins, int64 [2, N, M] for messages of up to M words of 32 bits, zeros at
+    first. turns: int32 [M / PUSH_BLOCK], zeros at first, this rank's own. Every rank must make the same calls in turn.
+    Each rank writes its numbers into the inboxes of all, and sums what has come in its own, in one order on all. Two
+    halves of an inbox are used in turn: who has begun call n + 1 has ended call n, and a rank gets to n + 2 only after
+    all have begun n + 1. (The idea of NCCL's LL protocol, for a message that all read.)
+    """
+    y, words, ranks = torch.empty_like(x), x.nbytes // 4, len(peers)
+    pdl = torch.cuda.get_device_properties(x.device).major >= 9
+    _push_sum[(triton.cdiv(words, PUSH_BLOCK),)](
+        x.view(-1).view(torch.int32), y.view(-1).view(torch.int32), peers, turns, WORDS=words,
+        MOST=len(turns) * PUSH_BLOCK, RANK=rank, RANKS=ranks, R2=triton.next_power_of_2(ranks), BLOCK=PUSH_BLOCK,
+        BF16=x.dtype == torch.bfloat16, PDL=pdl, launch_pdl=pdl, num_warps=1,
+    )  # fmt: skip
+    return y

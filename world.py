@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import kernels
 from checkpoint import pick_device
 
 PULSE = 5.0  # seconds between a rank's signs of life
@@ -34,6 +35,7 @@ LOST_AFTER = 20.0  # seconds without one until it counts as lost
 PATIENCE = timedelta(days=1)
 SAME_TOKENS = timedelta(seconds=30)  # between the ends of one answer on two ranks
 LARGEST_MESSAGE = 32 << 20  # bytes of symmetric memory
+LARGEST_PUSH = 128 << 10  # bytes
 
 Value = TypeVar("Value")
 
@@ -54,7 +56,8 @@ class _World:
     done: bool = False
     answers: int = 0
     last_word: threading.Lock = field(default_factory=threading.Lock)
-    buffer: Tensor | None = None  # uint8, in symmetric memory
+    buffer: Tensor | None = None  # uint8, in symmetric memory, as the next
+    inbox: tuple[Tensor, Tensor, Tensor] | None = None  # and `peers` and `turns` of `kernels.push_sum`
     choice: list[tuple[int, str]] = field(default_factory=list)  # up to so many bytes, by this method; rising
 
 
@@ -314,8 +317,10 @@ def sum_over_ranks(method: str, x: Tensor) -> Tensor:
     """The sum of a contiguous x by one of `methods`, each of which can be recorded in a CUDA graph.
 
     The bits are the same on all ranks: the library computes each number once and hands it on, as does two-shot; in
-    one-shot every rank adds all parts up, in the order of ranks (PyTorch's `load_and_reduce`).
+    one-shot every rank adds all parts up, in the order of ranks (PyTorch's `load_and_reduce`), as it does after a push.
     """
+    if method == "push":
+        return kernels.push_sum(x, *_world.inbox[1:], _world.rank)
     if method == "library":
         y = x.clone()
         dist.all_reduce(y, group=_world.group)
@@ -327,13 +332,13 @@ def sum_over_ranks(method: str, x: Tensor) -> Tensor:
     return torch.ops.symm_mem.two_shot_all_reduce_out(buffer, "sum", _world.group.group_name, torch.empty_like(x))
 
 
-def methods(device: torch.device) -> list[str]:
-    """The ways to sum that there are; those through symmetric memory need GPUs of one host that read each other's."""
+def methods(device: torch.device, nbytes: int = 0) -> list[str]:
+    """The ways to sum so many bytes; those through symmetric memory need GPUs of one host that read each other's."""
     found = ["library"]
     if device.type != "cuda" or int(os.environ.get("LOCAL_WORLD_SIZE", 0)) != size():
         return found
-    others = [n for n in range(size()) if n != device.index]
-    if total(int(all(torch.cuda.can_device_access_peer(device.index, n) for n in others))) < size():
+    own = torch.cuda.current_device()
+    if total(int(all(torch.cuda.can_device_access_peer(own, n) for n in range(size()) if n != own))) < size():
         return found
     # Imported here, because it is of no use without GPUs.
     import torch.distributed._symmetric_memory as symmetric
@@ -341,8 +346,13 @@ def methods(device: torch.device) -> list[str]:
     if _world.buffer is None:
         buffer = symmetric.empty(LARGEST_MESSAGE, dtype=torch.uint8, device=device)
         symmetric.rendezvous(buffer, _world.group)
-        _world.buffer = buffer
-    return [*found, "one-shot", "two-shot"]
+        inbox = symmetric.empty(2, size(), LARGEST_PUSH // 4, dtype=torch.int64, device=device).zero_()
+        peers = torch.tensor(symmetric.rendezvous(inbox, _world.group).buffer_ptrs, device=device)
+        turns = torch.zeros(LARGEST_PUSH // 4 // kernels.PUSH_BLOCK, dtype=torch.int32, device=device)
+        torch.cuda.synchronize()
+        dist.barrier()  # no one writes before all have cleared
+        _world.buffer, _world.inbox = buffer, (inbox, peers, turns)
+    return [*found, "one-shot", "two-shot", *["push"] * (nbytes <= LARGEST_PUSH and nbytes % 4 == 0)]
 
 
 def seconds(method: str, x: Tensor, calls: int = 20) -> float:
@@ -369,12 +379,12 @@ def seconds(method: str, x: Tensor, calls: int = 20) -> float:
 def choose(dim: int, dtype: torch.dtype, device: torch.device) -> str:
     """Measure how to sum [T, D] for T from one token to a chunk of a prompt, keep the fastest -> what came of it."""
     sizes = [n for n in (dim * dtype.itemsize * T for T in (1, 4, 16, 64, 256, 1024, 2048)) if n <= LARGEST_MESSAGE]
-    if len(found := methods(device)) == 1 or dtype not in (torch.bfloat16, torch.float32):
+    if len(methods(device)) == 1 or dtype not in (torch.bfloat16, torch.float32):
         return "sums over ranks by the library"
     _world.choice, said = [], []
     for nbytes in sizes:
         x = torch.zeros(nbytes // dtype.itemsize, dtype=dtype, device=device)
-        times = {method: seconds(method, x) for method in found}
+        times = {method: seconds(method, x) for method in methods(device, nbytes)}
         best = min(times, key=times.get)
         _world.choice.append((nbytes, best))
         said.append(f"{nbytes >> 10} KB {best} {times[best] * 1e6:.1f} us (library {times['library'] * 1e6:.1f})")

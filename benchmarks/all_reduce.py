@@ -31,11 +31,18 @@ def seconds_on_cpu(x: torch.Tensor, calls: int = 20) -> float:
 
 
 def same_bits(method: str, x: torch.Tensor) -> bool:
-    """Whether all ranks get the same sum of their own random numbers."""
-    total = world.sum_over_ranks(method, torch.randn_like(x)).view(torch.uint8).cpu()
-    totals = [torch.empty_like(total) for _ in range(world.size())]
-    dist.all_gather(totals, total)
-    return all(torch.equal(total, other) for other in totals)
+    """Whether all ranks get the same sum of their own random numbers, and the right one, several times in a row."""
+    good = True
+    for _ in range(3):
+        own = torch.randn_like(x)
+        total = world.sum_over_ranks(method, own).cpu()
+        totals, parts = ([torch.empty_like(total) for _ in range(world.size())] for _ in range(2))
+        dist.all_gather(totals, total)
+        dist.all_gather(parts, own.cpu())
+        right = torch.stack(parts).float().sum(0)
+        good &= all(torch.equal(total, other) for other in totals)
+        good &= ((total.float() - right).norm() / right.norm()).item() < 1e-2
+    return good
 
 
 def main() -> int:
@@ -48,12 +55,16 @@ def main() -> int:
         device = world.start(options.device)
         if world.size() == 1:
             raise ValueError("one process has nobody to add to: start several with torchrun --nproc_per_node")
-        dtype, rows, methods = {"bf16": torch.bfloat16, "fp32": torch.float32}[options.dtype], [], world.methods(device)
+        dtype, rows, methods = (
+            {"bf16": torch.bfloat16, "fp32": torch.float32}[options.dtype],
+            [],
+            world.methods(device, 0),
+        )
         torch.manual_seed(world.rank())
         for kilobytes in KILOBYTES:
             x = torch.zeros((kilobytes << 10) // dtype.itemsize, dtype=dtype, device=device)
             row = {"bytes": x.nbytes}
-            for method in methods:
+            for method in world.methods(device, x.nbytes):
                 time_of_one = world.seconds(method, x) if device.type == "cuda" else seconds_on_cpu(x)
                 row[method] = {"us": 1e6 * time_of_one, "gb_s": x.nbytes / time_of_one / 1e9,
                                "same_bits": same_bits(method, x)}  # fmt: skip
@@ -69,9 +80,9 @@ def main() -> int:
             print(f"{world.size()} x {gpu}, {options.dtype}: us (GB/s)")
             print("      KB" + "".join(f"{method:>22}" for method in methods))
             for row in rows:
-                cells = [f"{row[m]['us']:.1f} ({row[m]['gb_s']:.1f})" for m in methods]
+                cells = [f"{row[m]['us']:.1f} ({row[m]['gb_s']:.1f})" if m in row else "" for m in methods]
                 print(f"{row['bytes'] >> 10:8}" + "".join(f"{cell:>22}" for cell in cells))
-            bad = sorted({m for row in rows for m in methods if not row[m]["same_bits"]})
+            bad = sorted({m for row in rows for m in methods if m in row and not row[m]["same_bits"]})
             print(f"not the same bits on all ranks: {', '.join(bad)}" if bad else "the same bits on all ranks")
     world.stop()
     return 0

@@ -17,7 +17,7 @@ MAY_IMPORT = {
     "session": {"model"},
     "speculate": {"model", "session"},
     "quantize": {"model", "checkpoint", "kernels"},
-    "world": {"checkpoint"},
+    "world": {"checkpoint", "kernels"},
     "tp": {"model", "quantize", "world"},
     "offload": {"model", "checkpoint", "quantize", "kernels"},
     "convert_hf_checkpoint": {"model", "checkpoint", "quantize"},
