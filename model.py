@@ -180,6 +180,9 @@ def _flip(bits: Tensor) -> Tensor:
     return bits ^ (bits >> 31 & 0x7FFFFFFF)
 
 
+FEW_TOKENS = 32  # of a batch's step; a compiled prompt is padded to more, so that it is one case
+
+
 class Experts(nn.Module):
     """The E feed-forward experts: x [T, D], expert_indices [T, A], expert_weights [T, A] -> [T, D]."""
 
@@ -206,13 +209,21 @@ class Experts(nn.Module):
         memory O(T * A * I), for activations only.
         """
         tokens, active = expert_indices.shape
-        small = torch.uint8 if self.n_expert < 256 else torch.int16  # the sort makes one pass for each byte
-        sorted_experts, order = expert_indices.flatten().to(small).sort(stable=True)
-        experts = torch.arange(self.n_expert, dtype=small, device=x.device)
-        group_ends = torch.searchsorted(sorted_experts, experts, right=True, out_int32=True)
+        chosen, pairs = expert_indices.flatten(), torch.arange(tokens * active, device=x.device)
+        if tokens <= FEW_TOKENS:  # counted in a kernel or two, where a sort is several of the library's
+            earlier = (chosen < chosen[:, None]) | ((chosen == chosen[:, None]) & (pairs < pairs[:, None]))
+            place = earlier.sum(1)
+            order = torch.empty_like(place).scatter_(0, place, pairs)
+            experts = torch.arange(self.n_expert, device=x.device)
+            group_ends = (chosen <= experts[:, None]).sum(1, dtype=torch.int32)
+        else:
+            small = torch.uint8 if self.n_expert < 256 else torch.int16  # the sort makes one pass for each byte
+            sorted_experts, order = chosen.to(small).sort(stable=True)
+            place = torch.empty_like(order).scatter_(0, order, pairs)
+            experts = torch.arange(self.n_expert, dtype=small, device=x.device)
+            group_ends = torch.searchsorted(sorted_experts, experts, right=True, out_int32=True)
         hidden = swiglu(*self.w13.grouped(x[order // active], group_ends).chunk(2, dim=-1))
         y = self.w2.grouped(hidden, group_ends)
-        place = torch.empty_like(order).scatter_(0, order, torch.arange(tokens * active, device=x.device))
         return self.combine(y[place].view(tokens, active, -1), expert_weights).to(x.dtype)
 
     def combine(self, y: Tensor, expert_weights: Tensor) -> Tensor:

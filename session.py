@@ -13,12 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from model import BLOCK, Chunk, Stages, Transformer
+from model import BLOCK, FEW_TOKENS, Chunk, Stages, Transformer
 
 CANDIDATES = 256  # tokens that sampling looks at: one compiled step serves every top_k up to this
 RANKED = 2048  # so many numbers are put in order by comparing each with each
 PREFILL_CHUNK = 2048  # tokens of a prompt that are computed at a time
-PREFILL_MULTIPLE = 16  # a compiled prefill sees lengths padded to this, so that one graph serves every prompt
+PREFILL_MULTIPLE = 2 * FEW_TOKENS  # a compiled prefill sees lengths padded to this: one graph serves every prompt
+SPARE = 16  # positions of every cache past the last: for warm-up, and for drafts that are not taken
 
 
 def compile_settings() -> None:
@@ -150,7 +151,8 @@ class Session:
                  batch: int = 1, prefill_chunk: int = PREFILL_CHUNK):  # fmt: skip
         self.model, self.max_seq_len, self.batch, self.prefill_chunk = model, max_seq_len, batch, prefill_chunk
         self.device = device = model.norm.weight.device
-        self.slots = -(-(max_seq_len + PREFILL_MULTIPLE) // BLOCK) * BLOCK  # the last ones: for padding and warm-up
+        self.prefill_multiple = PREFILL_MULTIPLE if compile_prefill else 1
+        self.slots = -(-(max_seq_len + max(SPARE, self.prefill_multiple)) // BLOCK) * BLOCK
         model.setup_cache(batch, self.slots)
         self.caches = [block.attention.cache for block in model.layers]
         if compile or compile_prefill:
@@ -159,7 +161,6 @@ class Session:
         self.recorded = compile and device.type == "cuda"
         self.decode_stages = _compile_stages(dynamic=False) if compile else Stages()
         self.prefill_stages = _compile_stages(dynamic=True) if compile_prefill else Stages()
-        self.prefill_multiple = PREFILL_MULTIPLE if compile_prefill else 1
         self.sample = torch.compile(sample, fullgraph=True, dynamic=False) if compile else sample
         # What a step reads and writes in place, so that a recorded step finds it at the same address.
         self.token = torch.zeros(batch, 1, dtype=torch.int64, device=device)

@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from model import Chunk, ExpertLinear, Experts, ModelArgs, Transformer
-from session import PREFILL_MULTIPLE, Sampling, Session, read_later, sample, shortlist
+from session import SPARE, Sampling, Session, read_later, sample, shortlist
 
 DRAFT_TOKENS = 4
-MOST_DRAFT_TOKENS = PREFILL_MULTIPLE - 1  # every session has room for so many past its last token
+MOST_DRAFT_TOKENS = SPARE - 1  # every session has room for so many past its last token
 NGRAM = 3  # so many last tokens are looked up together, or else fewer
 
 
