@@ -1,7 +1,8 @@
 """Triton kernels for what PyTorch cannot say: products whose weights stay packed.
 
-`grouped`: for many tokens. `F.grouped_mm` wants plain weights, and unpacking those of all experts first would take the
-memory that packing saved; here each tile is unpacked in registers. `dot4`: for one token and 4 bits, where what
+`grouped`: for several tokens. `F.grouped_mm` wants plain weights, and unpacking those of all experts first would take
+the memory that packing saved; here each tile is unpacked in registers. Of plain weights it is for a batch's few tokens,
+with which the library reads at half of the memory's speed. `dot4`: for one token and 4 bits, where what
 Inductor makes of PyTorch takes too many instructions. The formats stand in quantize.py; tests hold both to its unpack.
 And a sum over GPUs, `push_sum`, for messages so small that what counts is how often one waits for the others.
 """
@@ -24,42 +25,96 @@ def jit(function):
 
 
 @jit
-def _weights(codes, high, scale, scale_step, scale_low, zero, zero_step, zero_low, rows, k, inside, IN: tl.constexpr,
-             BITS: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr, DTYPE: tl.constexpr):  # fmt: skip
-    """The numbers of `rows` [BN, 1] at `k` [1, BK] as DTYPE [BN, BK], without the factor of a whole row."""
-    byte = rows * (IN * (2 if BITS == 3 else BITS) // 8)  # where the row begins, in bytes
-    if KIND == "int8":
-        bits = tl.load(codes + byte + k, mask=inside, other=0).to(tl.int16)
-        if tl.bfloat16 == DTYPE:  # 128 + the lower 7 bits, less 128 or, for a negative number, 256: all exact
-            number = ((bits & 0x7F) | 0x4300).to(tl.bfloat16, bitcast=True)
-            return number - ((bits & 0x80) | 0x4300).to(tl.bfloat16, bitcast=True)
-        return ((bits ^ 0x6480).to(tl.float16, bitcast=True) - 1152.0).to(DTYPE)  # 1024 + 128 + the number
+def _bytes(codes, rows, k, inside, IN: tl.constexpr, KIND: tl.constexpr, DTYPE: tl.constexpr):
+    """The numbers of `rows` [BN, 1] at `k` [1, BK] in 8 bits as DTYPE [BN, BK], without the row's factor."""
+    bits = tl.load(codes + rows * IN + k, mask=inside, other=0).to(tl.int16)
     if KIND == "fp8":  # its bits as those of an fp16 number, 2 ** -8 of it
-        bits = tl.load(codes + byte + k, mask=inside, other=0).to(tl.int32)
         bits = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
-        return bits.to(tl.int16).to(tl.float16, bitcast=True).to(DTYPE)
-    FIELDS: tl.constexpr = 8 // (2 if BITS == 3 else BITS)
-    MASK: tl.constexpr = 3 if BITS == 3 else 2**BITS - 1
-    number = (
-        tl.load(codes + byte + k // FIELDS, mask=inside, other=0).to(tl.int32) >> (k % FIELDS * (8 // FIELDS))
-    ) & MASK
+        return bits.to(tl.float16, bitcast=True).to(DTYPE)
+    if tl.bfloat16 == DTYPE:  # 128 + the lower 7 bits, less 128 or, for a negative number, 256: all exact
+        number = ((bits & 0x7F) | 0x4300).to(tl.bfloat16, bitcast=True)
+        return number - ((bits & 0x80) | 0x4300).to(tl.bfloat16, bitcast=True)
+    return ((bits ^ 0x6480).to(tl.float16, bitcast=True) - 1152.0).to(DTYPE)  # 1024 + 128 + the number
+
+
+@jit
+def _each_word(values, PLACES: tl.constexpr):
+    """[BN, n], each for as many neighbouring words -> one for each of PLACES, [BN, blocks, 1, words, 1]."""
+    n: tl.constexpr = values.shape[1]
+    return tl.reshape(tl.broadcast_to(values[:, :, None], [PLACES[0], n, PLACES[1] * PLACES[3] // n]), PLACES)
+
+
+@jit
+def _weights(codes, high, scale, scale_step, scale_low, zero, zero_step, zero_low, rows, start, IN: tl.constexpr,
+             BITS: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr, RUN: tl.constexpr, BN: tl.constexpr,
+             BK: tl.constexpr):  # fmt: skip
+    """The BK numbers from `start` on of `rows` [BN, 1], in 4, 3 or 2 bits, fp32 [BN, BK] in `grouped_order`."""
+    LOW: tl.constexpr = 2 if BITS == 3 else BITS  # bits of a field
+    F: tl.constexpr = 32 // LOW  # fields of a word
+    PLACES: tl.constexpr = [BN, BK // F // RUN, 1, RUN, 1]
+    words = start // F + tl.arange(0, BK // F)[None, :]
+    inside = words < IN // F if IN % BK else None
+    word = tl.reshape(tl.load(codes + rows * (IN // F) + words, mask=inside), PLACES)
+    # Fields are shifted to the first bits of an fp32 mantissa, which makes them 2 ** BITS + number: a lane shifts all
+    # its words by the same constants, and converts none.
+    field = tl.reshape(tl.arange(0, F), [1, 1, F // 2, 1, 2])
+    up = 23 - BITS - field * LOW
+    bits = (word << tl.maximum(up, 0) >> tl.maximum(-up, 0)) & ((2**LOW - 1) << 23 - BITS)
     if BITS == 3:  # of each 32, bit 16 m + 8 h + i stands at 16 h + 8 m + i
-        at = rows * (IN // 8) + k // 32 * 4 + k // 8 % 2 * 2 + k // 16 % 2
-        number |= ((tl.load(high + at, mask=inside, other=0).to(tl.int32) >> (k % 8)) & 1) << 2
-    group = rows * (IN // GROUP) + k // GROUP
-    factor = tl.load(scale + group, mask=inside, other=0).to(tl.float32)
-    if KIND == "int4":
-        return ((number - 8).to(tl.float32) * factor).to(DTYPE)
-    factor = factor * tl.load(scale_step + rows) + tl.load(scale_low + rows)
-    offset = tl.load(zero + group, mask=inside, other=0).to(tl.float32)
-    offset = offset * tl.load(zero_step + rows) + tl.load(zero_low + rows)
-    return ((number.to(tl.float32) - offset) * factor).to(DTYPE)
+        third = tl.load(high + rows * (IN // 32) + words // 2, mask=inside)
+        third = tl.reshape(third >> (tl.arange(0, BK // F) % 2 * 8)[None, :], PLACES)
+        up = 22 - field // 8 * 16 - field % 8
+        bits |= (third << tl.maximum(up, 0) >> tl.maximum(-up, 0)) & (1 << 22)
+    number = (bits | ((127 + BITS) << 23)).to(tl.float32, bitcast=True)
+    WORDS: tl.constexpr = GROUP // F  # of a group
+    EACH: tl.constexpr = min(BK // F, WORDS & -WORDS)  # so many neighbours are of one, wherever a tile begins
+    group = (start // F + tl.arange(0, BK // F // EACH)[None, :] * EACH) // WORDS
+    group = rows * (IN // GROUP) + tl.minimum(group, IN // GROUP - 1)
+    factor, offset = tl.load(scale + group).to(tl.float32), 8.0
+    if KIND == "hqq":
+        factor = factor * tl.load(scale_step + rows) + tl.load(scale_low + rows)
+        offset = tl.load(zero + group).to(tl.float32) * tl.load(zero_step + rows) + tl.load(zero_low + rows)
+    less = (2**BITS + offset) * factor
+    return tl.reshape(number * _each_word(factor, PLACES) - _each_word(less, PLACES), [BN, BK])
+
+
+@jit
+def _tile(x, y, codes, high, scale, scale_step, scale_low, zero, zero_step, zero_low, expert, row, end,
+          OUT: tl.constexpr, IN: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr,
+          RUN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, LEFT: tl.constexpr):  # fmt: skip
+    """BM rows of y from `row` on, those before `end`, and BN columns: their product with an expert's weights."""
+    rows = row + tl.arange(0, BM)[:, None]
+    present = rows < end
+    n = tl.program_id(1) * BN + tl.arange(0, BN)
+    weight_rows = expert.to(tl.int64) * OUT + tl.minimum(n, OUT - 1)[:, None]
+    # Weights on the left stay in the registers in which they were unpacked; on the right they go through shared
+    # memory, but fewer rows of x are enough.
+    sums = tl.zeros([BN, BM] if LEFT else [BM, BN], tl.float32)
+    for start in range(0, IN, BK):
+        k = start + tl.arange(0, BK)[None, :]
+        a = tl.load(x + rows.to(tl.int64) * IN + k, mask=present & (k < IN) if IN % BK else present, other=0.0)
+        if KIND == "plain":
+            b = tl.load(codes + weight_rows * IN + k, mask=k < IN if IN % BK else None)
+        elif BITS == 8:
+            b = _bytes(codes, weight_rows, k, k < IN, IN, KIND, x.dtype.element_ty)
+        else:
+            b = _weights(codes, high, scale, scale_step, scale_low, zero, zero_step, zero_low, weight_rows, start,
+                         IN, BITS, GROUP, KIND, RUN, BN, BK).to(x.dtype.element_ty)  # fmt: skip
+        if LEFT:
+            sums = tl.dot(b, tl.trans(a), sums, input_precision="ieee")
+        else:
+            sums = tl.dot(a, tl.trans(b), sums, input_precision="ieee")
+    sums = tl.trans(sums) if LEFT else sums
+    if BITS == 8:
+        factor = tl.load(scale + expert.to(tl.int64) * OUT + tl.minimum(n, OUT - 1)).to(tl.float32)
+        sums *= (factor * (256.0 if KIND == "fp8" else 1.0))[None, :]
+    tl.store(y + rows.to(tl.int64) * OUT + n[None, :], sums.to(y.dtype.element_ty), mask=present & (n < OUT)[None, :])
 
 
 @jit
 def _grouped(x, y, group_ends, codes, high, scale, scale_step, scale_low, zero, zero_step, zero_low, OUT: tl.constexpr,
              IN: tl.constexpr, E: tl.constexpr, E2: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
-             KIND: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+             KIND: tl.constexpr, RUN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
              LEFT: tl.constexpr):  # fmt: skip
     # Which expert this tile of rows belongs to: experts have as many tiles as their rows need, one after the other.
     tile, experts = tl.program_id(0), tl.arange(0, E2)
@@ -71,55 +126,50 @@ def _grouped(x, y, group_ends, codes, high, scale, scale_step, scale_low, zero, 
     if expert < E:
         mine = experts == expert
         tile -= tl.sum(tl.where(mine, last - tiles, 0))
-        rows = tl.sum(tl.where(mine, starts, 0)) + tile * BM + tl.arange(0, BM)[:, None]
-        present = rows < tl.sum(tl.where(mine, ends, 0))
-        n = tl.program_id(1) * BN + tl.arange(0, BN)
-        weight_rows = expert.to(tl.int64) * OUT + tl.minimum(n, OUT - 1)[:, None]
-        # Weights on the left stay in the registers in which they were unpacked; on the right they go through shared
-        # memory, but fewer rows of x are enough.
-        sums = tl.zeros([BN, BM] if LEFT else [BM, BN], tl.float32)
-        for start in range(0, IN, BK):
-            k = start + tl.arange(0, BK)[None, :]
-            a = tl.load(x + rows.to(tl.int64) * IN + k, mask=present & (k < IN), other=0.0)
-            b = _weights(codes, high, scale, scale_step, scale_low, zero, zero_step, zero_low, weight_rows, k, k < IN,
-                         IN, BITS, GROUP, KIND, x.dtype.element_ty)  # fmt: skip
-            if LEFT:
-                sums = tl.dot(b, tl.trans(a), sums, input_precision="ieee")
-            else:
-                sums = tl.dot(a, tl.trans(b), sums, input_precision="ieee")
-        sums = tl.trans(sums) if LEFT else sums
-        if KIND == "int8" or KIND == "fp8":
-            factor = tl.load(scale + expert.to(tl.int64) * OUT + tl.minimum(n, OUT - 1)).to(tl.float32)
-            sums *= (factor * (256.0 if KIND == "fp8" else 1.0))[None, :]
-        tl.store(
-            y + rows.to(tl.int64) * OUT + n[None, :], sums.to(y.dtype.element_ty), mask=present & (n < OUT)[None, :]
-        )
+        row, end = tl.sum(tl.where(mine, starts, 0)) + tile * BM, tl.sum(tl.where(mine, ends, 0))
+        if BM == 256 and end - row <= BM // 2:  # what an expert has left: most have some
+            _tile(x, y, codes, high, scale, scale_step, scale_low, zero, zero_step, zero_low, expert, row, end, OUT, IN,
+                  BITS, GROUP, KIND, RUN, BM // 2, BN, BK, LEFT)  # fmt: skip
+        else:
+            _tile(x, y, codes, high, scale, scale_step, scale_low, zero, zero_step, zero_low, expert, row, end, OUT, IN,
+                  BITS, GROUP, KIND, RUN, BM, BN, BK, LEFT)  # fmt: skip
 
 
-def grouped_cut(N: int, E: int) -> dict:
-    """How `grouped` cuts its work: constants and options of the kernel."""
+def grouped_run(width: int, bits: int) -> int:
+    """How many neighbouring words `grouped` unpacks side by side: as many as a tensor core's layout gives lanes."""
+    words = width * (2 if bits == 3 else bits) // 32
+    return min(4, words & -words)
+
+
+def grouped_cut(N: int, E: int, bits: int) -> dict:
+    """How `grouped` cuts its work: constants and options of the kernel. Plain weights are read fast by long rows."""
+    if bits >= 16:
+        return {"BM": 16, "BN": 64, "BK": 4096 // bits, "LEFT": False, "num_warps": 4, "num_stages": 3}
     if N >= 256 * E:  # experts with many rows: tiles as large as registers hold, weights never in shared memory
         return {"BM": 256, "BN": 128, "BK": 64, "LEFT": True, "num_warps": 8, "num_stages": 3}
     rows = 128 if N > 64 * E else 64 if N > 16 * E else 16  # a tile of rows: most are empty where experts have few
-    return {"BM": rows, "BN": 128, "BK": 64, "LEFT": False, "num_warps": 4, "num_stages": 3}
+    return {"BM": rows, "BN": 128, "BK": 64, "LEFT": bits < 8, "num_warps": 4, "num_stages": 3}
 
 
 def grouped(x: Tensor, group_ends: Tensor, parts: dict[str, Tensor], kind: str, bits: int, group: int,
             cut: dict | None = None) -> Tensor:  # fmt: skip
     """x [N, in], rows sorted by expert, those of e ending before group_ends[e] -> [N, out].
 
-    Along `in`, x is in the order in which words hold the weights' codes (`quantize.word_order`).
+    Along `in`, x is in `quantize.grouped_order`.
     parts: of a format of quantize.py, [E, out, ...]. kind: its way of counting, "int8", "fp8", "int4" or "hqq".
-    cut: other than `grouped_cut`'s.
+    Or "plain": codes are weights of x's dtype, x is as it is, and bits 16 or 32. cut: other than `grouped_cut`'s.
     """
-    (N, width), (E, out) = x.shape, parts["scale"].shape[:2]
-    y, cut = x.new_empty(N, out), cut or grouped_cut(N, E)
-    codes = parts["codes"].view(torch.uint8)
-    high = parts["high"].view(torch.uint8) if "high" in parts else codes
-    fine = [parts.get(name, parts["scale"]) for name in ("scale_step", "scale_low", "zero", "zero_step", "zero_low")]
+    (N, width), (E, out) = x.shape, parts["codes"].shape[:2]
+    most = N if x.element_size() == 2 else 64 * E  # fp32 has no tensor cores: larger tiles would not fit registers
+    y, cut = x.new_empty(N, out), cut or grouped_cut(min(N, most), E, bits)
+    codes = parts["codes"].view(torch.uint8) if bits == 8 else parts["codes"]
+    high = parts.get("high", codes)
+    scale = parts.get("scale", codes)
+    fine = [parts.get(name, scale) for name in ("scale_step", "scale_low", "zero", "zero_step", "zero_low")]
     grid = (min(N, triton.cdiv(N, cut["BM"]) + E), triton.cdiv(out, cut["BN"]))
-    _grouped[grid](x.contiguous(), y, group_ends, codes, high, parts["scale"], *fine, OUT=out, IN=width, E=E,
-                   E2=triton.next_power_of_2(E), BITS=bits, GROUP=group, KIND=kind, **cut)  # fmt: skip
+    _grouped[grid](x.contiguous(), y, group_ends, codes, high, scale, *fine, OUT=out, IN=width, E=E,
+                   E2=triton.next_power_of_2(E), BITS=bits, GROUP=group, KIND=kind, RUN=grouped_run(width, bits),
+                   **cut)  # fmt: skip
     return y
 
 

@@ -19,6 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
+import kernels
+
 
 @dataclass(frozen=True)
 class ModelArgs:
@@ -108,12 +110,19 @@ class ExpertLinear(nn.Module):
         return grouped_mm(x, self.weight, group_ends)
 
 
+FEW_ROWS = 16  # an expert, on average
+
+
 @torch.library.custom_op("moe_fast::grouped_mm", mutates_args=())
 def grouped_mm(x: Tensor, weight: Tensor, group_ends: Tensor) -> Tensor:
     """x [N, in], weight [E, out, in], group_ends int32 [E] -> [N, out]; `in` and `out` multiples of 16 bytes.
 
-    An operator of ours around the library's, because Inductor compiles the latter on CPU in bf16 only.
+    An operator of ours around the library's, because Inductor compiles the latter on CPU in bf16 only. Its tiles are
+    for many rows: with few, on a GPU, it reads weights at half of the memory's speed (and waits for the host, but for
+    bf16).
     """
+    if x.is_cuda and len(x) <= FEW_ROWS * len(weight):
+        return kernels.grouped(x, group_ends, {"codes": weight}, "plain", 8 * x.element_size(), 1)
     return F.grouped_mm(x, weight.transpose(-2, -1), offs=group_ends)
 
 
@@ -186,7 +195,7 @@ FEW_TOKENS = 32  # of a batch's step; a compiled prompt is padded to more, so th
 class Experts(nn.Module):
     """The E feed-forward experts: x [T, D], expert_indices [T, A], expert_weights [T, A] -> [T, D]."""
 
-    gather_tokens = 4  # up to this many tokens the fused gather wins, above it each expert's rows are grouped
+    gather_tokens = 1  # up to this many tokens the fused gather wins, above it each expert's rows are grouped
 
     def __init__(self, args: ModelArgs):
         super().__init__()

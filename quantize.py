@@ -46,6 +46,19 @@ def word_order(values: Tensor, fields: int, group: int) -> Tensor:
     return values.unflatten(-1, (-1, fields, group // fields)).transpose(-1, -2).flatten(-3)
 
 
+def grouped_order(x: Tensor, bits: int, group: int) -> Tensor:
+    """[..., in] -> [..., in] in the order in which `kernels.grouped` unpacks weights of so many bits.
+
+    At 8 bits that of the words. Below, of as many neighbouring words as it unpacks side by side, first and second
+    fields of each, then third and fourth ones: two neighbours in x are of one word, as in a tensor core's registers.
+    """
+    fields = 16 if bits == 3 else 32 // bits
+    ordered, run = word_order(x, fields, group), kernels.grouped_run(x.shape[-1], bits)
+    if bits == 8:
+        return ordered
+    return ordered.unflatten(-1, (-1, run, fields // 2, 2)).transpose(-3, -2).flatten(-4)
+
+
 def pack(codes: Tensor, bits: int, group: int) -> Tensor:
     """codes [..., n], whole numbers below 2 ** bits -> int32 [..., n * bits / 32]."""
     shifts = torch.arange(0, 32, bits, device=codes.device, dtype=torch.int32)
@@ -392,7 +405,7 @@ PLAIN = "bf16"  # in place of a format's name: the weight stays as it is
 def grouped_packed(x: Tensor, group_ends: Tensor, parts: list[Tensor], format: str, group: int) -> Tensor:
     """x [N, in], group_ends int32 [E], parts of [E, out, in] in the order of the format's layout -> [N, out].
 
-    On CUDA one kernel that unpacks a tile at a time, for x in `word_order`; on CPU expert by expert, for x as it is.
+    On CUDA one kernel that unpacks a tile at a time, for x in `grouped_order`; on CPU expert by expert, for x as it is.
     """
     row, width = FORMATS[format], x.shape[-1]
     parts = dict(zip(row.layout((*parts[0].shape[:2], width), group), parts, strict=True))
@@ -449,7 +462,7 @@ class Packed(nn.Module):
     def grouped(self, x: Tensor, group_ends: Tensor, dense: bool = False) -> Tensor:
         """x [N, in], rows sorted by expert, group_ends int32 [E] -> [N, out]. dense: the weight is one expert's."""
         if x.is_cuda:  # ordered here and not by the operator, so that it becomes part of the kernel that computes x
-            x = word_order(x, 16 if FORMATS[self.format].bits == 3 else 32 // FORMATS[self.format].bits, self.group)
+            x = grouped_order(x, FORMATS[self.format].bits, self.group)
         parts = [part.unsqueeze(0) if dense else part for part in self.parts().values()]
         return grouped_packed(x, group_ends, parts, self.format, self.group)
 

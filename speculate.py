@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from model import Chunk, ExpertLinear, Experts, ModelArgs, Transformer
+from model import Chunk, ModelArgs, Transformer
 from session import SPARE, Sampling, Session, read_later, sample, shortlist
 
 DRAFT_TOKENS = 4
@@ -238,14 +238,8 @@ class Speculation:
             self.verify(candidates)
 
         if candidates not in self.steps:
-            self.steps[candidates] = self.session.record(step, self.count + 1) if self._can_be_recorded() else step
+            self.steps[candidates] = self.session.record(step, self.count + 1)
         return self.steps[candidates]
-
-    def _can_be_recorded(self) -> bool:
-        """Not on CUDA where plain weights are no bf16: then PyTorch's grouped product waits for the host."""
-        products = [m for m in self.session.model.modules() if isinstance(m, ExpertLinear)]
-        waits = self.count + 1 > Experts.gather_tokens and any(m.weight.dtype != torch.bfloat16 for m in products)
-        return not (self.session.recorded and waits)
 
     def stream_all(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, sampling: Sampling):
         """`Session.stream_all`, for one prompt."""

@@ -7,18 +7,19 @@ so on time every combination, best first. TFLOP/s count the multiplications and 
 
 import argparse
 import itertools
+from functools import partial
 
 import torch
+import torch.nn.functional as F
 from formats import random_experts, seconds
 
 import kernels
 from benchmark import architecture
-from model import grouped_mm
-from quantize import FORMATS, PLAIN, word_order
+from quantize import FORMATS, PLAIN, grouped_order
 
 
 def measure(args, mode: str, tokens: int, cuts: list[dict]) -> list[tuple]:
-    """(seconds, TFLOP/s, relative error, name, cut) of each product and cut, the fastest first."""
+    """(seconds, TFLOP/s, GB/s of weights, relative error, name, cut) of each product and cut, the fastest first."""
     experts, N, found = random_experts(args, mode), tokens * args.n_active, []
     ends = (torch.arange(1, args.n_expert + 1, device="cuda") * N // args.n_expert).int()
     for name in ("w13", "w2"):
@@ -26,21 +27,22 @@ def measure(args, mode: str, tokens: int, cuts: list[dict]) -> list[tuple]:
         plain = module.weight if mode == PLAIN else module.unpack().bfloat16()
         out, width = plain.shape[1:]
         x = torch.randn(N, width, device="cuda", dtype=torch.bfloat16)
-        want = grouped_mm(x, plain, ends).float()
-        products = [({}, lambda _, x=x, w=plain: grouped_mm(x, w, ends))]
-        if mode != PLAIN:
-            row, parts = FORMATS[mode], module.parts()
-            ordered = word_order(x, 16 if row.bits == 3 else 32 // row.bits, module.group)
-            products = [
-                (cut, lambda _, cut=cut, x=ordered, p=parts, r=row, g=module.group: kernels.grouped(
-                    x, ends, p, r.kind, r.bits, g, {**kernels.grouped_cut(N, args.n_expert), **cut}))
-                for cut in cuts
-            ]  # fmt: skip
+        library = partial(F.grouped_mm, x, plain.transpose(-2, -1), offs=ends)
+        want, products = library().float(), []
+        arguments = x, ends, {"codes": plain}, "plain", 16, 1
+        if mode == PLAIN:
+            products = [("library", library)]
+        else:
+            row = FORMATS[mode]
+            arguments = grouped_order(x, row.bits, module.group), ends, module.parts(), row.kind, row.bits, module.group
+        default = kernels.grouped_cut(N, args.n_expert, arguments[4])
+        products += [(cut, partial(kernels.grouped, *arguments, cut=default | cut)) for cut in cuts]
+        size = sum(part.nbytes for part in module.parameters()) * min(N, args.n_expert) / args.n_expert
         for cut, product in products:
             try:
-                error = ((product(None).float() - want).norm() / want.norm()).item()
-                time = seconds(product, [None] * 4, repeats=5)
-                rows.append((time, 2 * N * out * width / time / 1e12, error, name, cut))
+                error = ((product().float() - want).norm() / want.norm()).item()
+                time = seconds(lambda _, product=product: product(), [None] * 4, repeats=5)
+                rows.append((time, 2 * N * out * width / time / 1e12, size / time / 1e9, error, name, cut))
             except Exception as problem:  # a cut that needs more shared memory or registers than there are
                 print(f"{mode} {name} {cut}: {str(problem).splitlines()[0]:.80}", flush=True)
         found += sorted(rows, key=lambda row: row[0])
@@ -63,10 +65,10 @@ def main() -> None:
     print(f"{options.arch}, {torch.cuda.get_device_name()}, torch {torch.__version__}")
     for tokens, mode in itertools.product(options.tokens, options.mode or (PLAIN, *FORMATS)):
         printed = {"w13": 0, "w2": 0}
-        for time, rate, error, name, cut in measure(args, mode, tokens, cuts):
+        for time, rate, speed, error, name, cut in measure(args, mode, tokens, cuts):
             printed[name] += 1
             if printed[name] <= options.best:
-                told = f"{time * 1e3:8.3f} ms {rate:5.0f} TFLOP/s  error {error:.1e}  {cut or ''}"
+                told = f"{time * 1e3:8.3f} ms {rate:5.0f} TFLOP/s {speed:5.0f} GB/s  error {error:.1e}  {cut or ''}"
                 print(f"{tokens:6} tokens {mode:5} {name:4} {told}", flush=True)
 
 

@@ -5,15 +5,15 @@
     TRITON_INTERPRET=1 python tests/quantize_triton.py dot4     the same two of the product for one token
     python tests/quantize_triton.py dot4-compile
 
-Each prints one JSON object: the relative error of every case, or the bytes of machine code (of `dot4` also the bytes it
-spills and its PTX's instructions for programmatic dependent launch). A process of its own, because Triton reads its
-variables once, at import. No bf16 in the first: the interpreter multiplies the bits of such numbers as if they were
-integers. It does not know inline assembly either: there a twin stands in for it.
+Each prints one JSON object: the relative error of every case, or what its machine code consists of. A process of its
+own, because Triton reads its variables once, at import. No bf16 in the first: the interpreter multiplies the bits of
+such numbers as if they were integers. It does not know inline assembly either: there a twin stands in for it.
 """
 
 import itertools
 import json
 import math
+import re
 import sys
 
 import torch
@@ -24,7 +24,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
 import kernels
-from quantize import FORMATS, grouped_packed, pack_weight, word_order
+from quantize import FORMATS, grouped_order, grouped_packed, pack_weight
 
 GROUPS = {"int8": 8, "fp8": 32, "int4": 16, "hqq4": 32, "hqq3": 32, "hqq2": 16}
 SHAPES = {  # rows of each expert, out, in
@@ -32,7 +32,9 @@ SHAPES = {  # rows of each expert, out, in
     "tiles of 64 rows": ((70, 0, 10), 40, 64),
     "one expert, one row": ((1,), 130, 160),
     "the last expert alone": ((0, 0, 0, 0, 0, 0, 17), 128, 224),
+    "tiles of 256 rows, more and less than half of the last": ((300, 0, 500), 40, 64),
 }
+OTHER_GROUPS = {"int8": (4,), "int4": (24, 128), "hqq4": (16, 64), "hqq3": (64, 96), "hqq2": (48, 128)}
 
 
 class OnCuda(Tensor):
@@ -41,24 +43,34 @@ class OnCuda(Tensor):
     is_cuda = True
 
 
-def case(name: str, sizes: tuple[int, ...], out: int, width: int, dtype: torch.dtype) -> tuple:
+def case(name: str, sizes: tuple[int, ...], out: int, width: int, dtype: torch.dtype, group: int) -> tuple:
     """x sorted by expert, group_ends, and the parts of random weights."""
     generator = torch.Generator().manual_seed(len(sizes))
     weight = torch.randn(len(sizes), out, width, generator=generator)
-    parts = pack_weight(weight, {"format": name, "group_size": GROUPS[name]}, torch.device("cpu"))
+    parts = pack_weight(weight, {"format": name, "group_size": group}, torch.device("cpu"))
     x = torch.randn(sum(sizes), width, generator=generator).to(dtype)
     return x, torch.tensor(sizes).cumsum(0).int(), parts
 
 
-def error(name: str, sizes: tuple[int, ...], out: int, width: int, dtype: torch.dtype) -> float:
+def error(name: str, sizes: tuple[int, ...], out: int, width: int, dtype: torch.dtype, group: int) -> float:
     """Of the kernel against unpack-then-matmul in fp64, relative."""
-    x, ends, parts = case(name, sizes, out, width, dtype)
+    x, ends, parts = case(name, sizes, out, width, dtype, group)
     operator = grouped_packed._init_fn  # the function behind the operator, without its dispatch by device
-    ordered = word_order(x, 16 if FORMATS[name].bits == 3 else 32 // FORMATS[name].bits, GROUPS[name])
-    got = operator(ordered.as_subclass(OnCuda), ends, list(parts.values()), name, GROUPS[name]).as_subclass(Tensor)
+    ordered = grouped_order(x, FORMATS[name].bits, group)
+    got = operator(ordered.as_subclass(OnCuda), ends, list(parts.values()), name, group).as_subclass(Tensor)
     got = got.double()
-    weights = FORMATS[name].unpack(parts, GROUPS[name]).double()
+    weights = FORMATS[name].unpack(parts, group).double()
     want = torch.cat([rows @ weight.T for rows, weight in zip(x.double().split(sizes), weights, strict=True)])
+    return ((got - want).norm() / want.norm()).item()
+
+
+def plain_error(sizes: tuple[int, ...], out: int, width: int, dtype: torch.dtype) -> float:
+    """Of the product of plain weights, relative."""
+    x, weight = torch.randn(sum(sizes), width).to(dtype), torch.randn(len(sizes), out, width).to(dtype)
+    ends = torch.tensor(sizes).cumsum(0).int()
+    got = kernels.grouped(x, ends, {"codes": weight}, "plain", 8 * x.element_size(), 1).double()
+    pairs = zip(x.double().split(sizes), weight.double(), strict=True)
+    want = torch.cat([rows @ matrix.T for rows, matrix in pairs])
     return ((got - want).norm() / want.norm()).item()
 
 
@@ -87,13 +99,25 @@ def compiled(kernel, launch: Launch):
     return compile(source, target=GPUTarget("cuda", 90, 32), options=launch.options)
 
 
-def machine_code(name: str, experts: int, rows: int, dtype: torch.dtype) -> int:
-    """Bytes of the kernel's machine code for so many experts with so many rows each."""
+def grouped_code(name: str, experts: int, rows: int, dtype: torch.dtype) -> dict:
+    """What the kernel's machine code for so many experts with so many rows each needs, and its tensor core products.
+
+    Those are told by the rows of x that one makes, and whether the left operand comes from shared memory.
+    """
     kernel, kernels._grouped = kernels._grouped, Launch()
-    x, ends, parts = case(name, (rows,) * experts, 192, 256, dtype)
-    kernels.grouped(x, ends, parts, FORMATS[name].kind, FORMATS[name].bits, GROUPS[name])
+    group = FORMATS[name].choose_group(256, None)
+    x, ends, parts = case(name, (rows,) * experts, 192, 256, dtype, group)
+    kernels.grouped(x, ends, parts, FORMATS[name].kind, FORMATS[name].bits, group)
     launch, kernels._grouped = kernels._grouped, kernel
-    return len(compiled(kernel, launch).asm["cubin"])
+    found = compiled(kernel, launch)
+    products = re.findall(r"HGMMA\.64x(\d+)\S+ R\d+, (\w+)", found.asm["sass"])
+    return {
+        "bytes": len(found.asm["cubin"]),
+        "shared": found.metadata.shared,
+        "spills": found.asm["sass"].count("STL"),
+        "heights": sorted({int(rows) for rows, _ in products}),
+        "from_shared_memory": sum(not weights.startswith("R") for _, weights in products),
+    }
 
 
 DOT4 = {  # format, G, out, in, experts (0: a dense weight), rows of x, pairs, gated; and how the work is cut
@@ -184,17 +208,29 @@ def main() -> int:
         results |= {f"{name}, waiting": dot4_code(DOT4[name], True) for name in ("int4, groups of 128", "int4, gated")}
     elif sys.argv[1] == "run":
         cases = itertools.product(FORMATS, SHAPES, (torch.float32, torch.float16))
-        results = {f"{name}, {shape}, {dtype}": error(name, *SHAPES[shape], dtype) for name, shape, dtype in cases}
+        results = {
+            f"{name}, {shape}, {dtype}": error(name, *SHAPES[shape], dtype, GROUPS[name])
+            for name, shape, dtype in cases
+        }
+        results |= {
+            f"{name}, groups of {group}, float32": error(name, (3, 20), 40, 768, torch.float32, group)
+            for name, groups in OTHER_GROUPS.items()
+            for group in groups
+        }
+        results |= {
+            f"plain, {shape}, {dtype}": plain_error(*SHAPES[shape], dtype)
+            for shape, dtype in itertools.product(SHAPES, (torch.float32, torch.float16))
+        }
     else:
-        cases = [(8, 1, torch.bfloat16)]
+        cases = [(8, 1, torch.bfloat16), (2, 300, torch.bfloat16)]
         if sys.argv[2:] == ["all"]:
-            cases = [
-                *itertools.product((1, 8, 128), (1, 40), (torch.bfloat16,)),
-                (8, 1, torch.float16),
-                (8, 1, torch.float32),
+            cases += [
+                *itertools.product((1, 128), (1, 40), (torch.bfloat16,)),
+                *itertools.product((8,), (40, 100), (torch.bfloat16,)),
+                *itertools.product((8,), (1, 300), (torch.float16, torch.float32)),
             ]
         results = {
-            f"{name}, {e} experts, {n} rows, {d}": machine_code(name, e, n, d) for name in FORMATS for e, n, d in cases
+            f"{name}, {e} experts, {n} rows, {d}": grouped_code(name, e, n, d) for name in FORMATS for e, n, d in cases
         }
     print(json.dumps(results))
     return 0
