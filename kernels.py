@@ -79,39 +79,6 @@ def _weights(codes, high, scale, scale_step, scale_low, zero, zero_step, zero_lo
 
 
 @jit
-def _tile(x, y, codes, high, scale, scale_step, scale_low, zero, zero_step, zero_low, expert, row, end,
-          OUT: tl.constexpr, IN: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr,
-          RUN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, LEFT: tl.constexpr):  # fmt: skip
-    """BM rows of y from `row` on, those before `end`, and BN columns: their product with an expert's weights."""
-    rows = row + tl.arange(0, BM)[:, None]
-    present = rows < end
-    n = tl.program_id(1) * BN + tl.arange(0, BN)
-    weight_rows = expert.to(tl.int64) * OUT + tl.minimum(n, OUT - 1)[:, None]
-    # Weights on the left stay in the registers in which they were unpacked; on the right they go through shared
-    # memory, but fewer rows of x are enough.
-    sums = tl.zeros([BN, BM] if LEFT else [BM, BN], tl.float32)
-    for start in range(0, IN, BK):
-        k = start + tl.arange(0, BK)[None, :]
-        a = tl.load(x + rows.to(tl.int64) * IN + k, mask=present & (k < IN) if IN % BK else present, other=0.0)
-        if KIND == "plain":
-            b = tl.load(codes + weight_rows * IN + k, mask=k < IN if IN % BK else None)
-        elif BITS == 8:
-            b = _bytes(codes, weight_rows, k, k < IN, IN, KIND, x.dtype.element_ty)
-        else:
-            b = _weights(codes, high, scale, scale_step, scale_low, zero, zero_step, zero_low, weight_rows, start,
-                         IN, BITS, GROUP, KIND, RUN, BN, BK).to(x.dtype.element_ty)  # fmt: skip
-        if LEFT:
-            sums = tl.dot(b, tl.trans(a), sums, input_precision="ieee")
-        else:
-            sums = tl.dot(a, tl.trans(b), sums, input_precision="ieee")
-    sums = tl.trans(sums) if LEFT else sums
-    if BITS == 8:
-        factor = tl.load(scale + expert.to(tl.int64) * OUT + tl.minimum(n, OUT - 1)).to(tl.float32)
-        sums *= (factor * (256.0 if KIND == "fp8" else 1.0))[None, :]
-    tl.store(y + rows.to(tl.int64) * OUT + n[None, :], sums.to(y.dtype.element_ty), mask=present & (n < OUT)[None, :])
-
-
-@jit
 def _grouped(x, y, group_ends, codes, high, scale, scale_step, scale_low, zero, zero_step, zero_low, OUT: tl.constexpr,
              IN: tl.constexpr, E: tl.constexpr, E2: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
              KIND: tl.constexpr, RUN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
@@ -127,12 +94,34 @@ def _grouped(x, y, group_ends, codes, high, scale, scale_step, scale_low, zero, 
         mine = experts == expert
         tile -= tl.sum(tl.where(mine, last - tiles, 0))
         row, end = tl.sum(tl.where(mine, starts, 0)) + tile * BM, tl.sum(tl.where(mine, ends, 0))
-        if BM == 256 and end - row <= BM // 2:  # what an expert has left: most have some
-            _tile(x, y, codes, high, scale, scale_step, scale_low, zero, zero_step, zero_low, expert, row, end, OUT, IN,
-                  BITS, GROUP, KIND, RUN, BM // 2, BN, BK, LEFT)  # fmt: skip
-        else:
-            _tile(x, y, codes, high, scale, scale_step, scale_low, zero, zero_step, zero_low, expert, row, end, OUT, IN,
-                  BITS, GROUP, KIND, RUN, BM, BN, BK, LEFT)  # fmt: skip
+        rows = row + tl.arange(0, BM)[:, None]
+        present = rows < end
+        n = tl.program_id(1) * BN + tl.arange(0, BN)
+        weight_rows = expert.to(tl.int64) * OUT + tl.minimum(n, OUT - 1)[:, None]
+        # Weights on the left stay in the registers in which they were unpacked; on the right they go through shared
+        # memory, but fewer rows of x are enough.
+        sums = tl.zeros([BN, BM] if LEFT else [BM, BN], tl.float32)
+        for start in range(0, IN, BK):
+            k = start + tl.arange(0, BK)[None, :]
+            a = tl.load(x + rows.to(tl.int64) * IN + k, mask=present & (k < IN) if IN % BK else present, other=0.0)
+            if KIND == "plain":
+                b = tl.load(codes + weight_rows * IN + k, mask=k < IN if IN % BK else None)
+            elif BITS == 8:
+                b = _bytes(codes, weight_rows, k, k < IN, IN, KIND, x.dtype.element_ty)
+            else:
+                b = _weights(codes, high, scale, scale_step, scale_low, zero, zero_step, zero_low, weight_rows, start,
+                             IN, BITS, GROUP, KIND, RUN, BN, BK).to(x.dtype.element_ty)  # fmt: skip
+            if LEFT:
+                sums = tl.dot(b, tl.trans(a), sums, input_precision="ieee")
+            else:
+                sums = tl.dot(a, tl.trans(b), sums, input_precision="ieee")
+        sums = tl.trans(sums) if LEFT else sums
+        if BITS == 8:
+            factor = tl.load(scale + expert.to(tl.int64) * OUT + tl.minimum(n, OUT - 1)).to(tl.float32)
+            sums *= (factor * (256.0 if KIND == "fp8" else 1.0))[None, :]
+        tl.store(
+            y + rows.to(tl.int64) * OUT + n[None, :], sums.to(y.dtype.element_ty), mask=present & (n < OUT)[None, :]
+        )
 
 
 def grouped_run(width: int, bits: int) -> int:
@@ -144,7 +133,8 @@ def grouped_run(width: int, bits: int) -> int:
 def grouped_cut(N: int, E: int, bits: int) -> dict:
     """How `grouped` cuts its work: constants and options of the kernel. Plain weights are read fast by long rows."""
     if bits >= 16:
-        return {"BM": 16, "BN": 64, "BK": 4096 // bits, "LEFT": False, "num_warps": 4, "num_stages": 3}
+        few = {"BM": 16, "BN": 64, "BK": 4096 // bits} if N <= 16 * E else {"BM": 64, "BN": 128, "BK": 64}
+        return few | {"LEFT": False, "num_warps": 4, "num_stages": 3}
     if N >= 256 * E:  # experts with many rows: tiles as large as registers hold, weights never in shared memory
         return {"BM": 256, "BN": 128, "BK": 64, "LEFT": True, "num_warps": 8, "num_stages": 3}
     rows = 128 if N > 64 * E else 64 if N > 16 * E else 16  # a tile of rows: most are empty where experts have few

@@ -32,7 +32,7 @@ SHAPES = {  # rows of each expert, out, in
     "tiles of 64 rows": ((70, 0, 10), 40, 64),
     "one expert, one row": ((1,), 130, 160),
     "the last expert alone": ((0, 0, 0, 0, 0, 0, 17), 128, 224),
-    "tiles of 256 rows, more and less than half of the last": ((300, 0, 500), 40, 64),
+    "tiles of 256 rows": ((300, 0, 500), 40, 64),
 }
 OTHER_GROUPS = {"int8": (4,), "int4": (24, 128), "hqq4": (16, 64), "hqq3": (64, 96), "hqq2": (48, 128)}
 
