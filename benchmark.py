@@ -150,10 +150,10 @@ def _seconds(work, device: torch.device) -> float:
     return begin.elapsed_time(end) / 1e3
 
 
-def cuda_kernels(session: Session, steps: int) -> list[tuple[str, float, float]]:
-    """(name, start, duration), times in us, of each kernel and copy of so many steps: head and sampling too."""
+def cuda_kernels(session: Session, steps: int, position: int) -> list[tuple[str, float, float]]:
+    """(name, start, duration), times in us, of each kernel and copy of steps from a position on, sampling included."""
     step = next(iter(session.steps.values()))
-    session.position.zero_()
+    session.position.fill_(position)
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         for _ in range(steps):
@@ -278,7 +278,7 @@ def measure(args: ModelArgs, options: argparse.Namespace, ceiling: float) -> dic
     experts_read = statistics.fmean(len(layer.unique()) for layer in routing)
     size = world.total(model.bytes_per_token(experts_read) + used)
     weights = sum(tensor.nbytes for tensor in stored(model))
-    events = cuda_kernels(session, KERNEL_STEPS) if device.type == "cuda" else []
+    events = cuda_kernels(session, KERNEL_STEPS, options.prompt_len) if device.type == "cuda" else []
     result = {
         **{name: getattr(options, name) for name in ("arch", "mode", "kv_cache", "batch", "prompt_len", "new_tokens")},
         "max_seq_len": length, "layers": args.n_layer, "torch": torch.__version__,
