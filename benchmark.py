@@ -32,7 +32,8 @@ import world
 from convert_hf_checkpoint import args_from_hf
 from generate import DTYPES, load_model, peak_bytes, pick_device
 from model import ExpertLinear, Linear, ModelArgs, Transformer, stored
-from quantize import FORMATS, KV_CACHES, PLAIN, Packed, PackedExpertLinear, pack_weight, plan
+from packing import FORMATS, PLAIN
+from quantize import KV_CACHES, Packed, PackedExpertLinear, pack_weight, plan
 from session import PREFILL_CHUNK, Sampling, Session
 
 ARCHITECTURES = {

@@ -3,7 +3,7 @@
 `grouped`: for several tokens. `F.grouped_mm` wants plain weights, and unpacking those of all experts first would take
 the memory that packing saved; here each tile is unpacked in registers. Of plain weights it is for a batch's few tokens,
 with which the library reads at half of the memory's speed. `dot4`: for one token and 4 bits, where what
-Inductor makes of PyTorch takes too many instructions. The formats stand in quantize.py; tests hold both to its unpack.
+Inductor makes of PyTorch takes too many instructions. The formats stand in packing.py; tests hold both to its unpack.
 And a sum over GPUs, `push_sum`, for messages so small that what counts is how often one waits for the others.
 """
 
@@ -145,8 +145,8 @@ def grouped(x: Tensor, group_ends: Tensor, parts: dict[str, Tensor], kind: str, 
             cut: dict | None = None) -> Tensor:  # fmt: skip
     """x [N, in], rows sorted by expert, those of e ending before group_ends[e] -> [N, out].
 
-    Along `in`, x is in `quantize.grouped_order`.
-    parts: of a format of quantize.py, [E, out, ...]. kind: its way of counting, "int8", "fp8", "int4" or "hqq".
+    Along `in`, x is in `packing.grouped_order`.
+    parts: of a format of packing.py, [E, out, ...]. kind: its way of counting, "int8", "fp8", "int4" or "hqq".
     Or "plain": codes are weights of x's dtype, x is as it is, and bits 16 or 32. cut: other than `grouped_cut`'s.
     """
     (N, width), (E, out) = x.shape, parts["codes"].shape[:2]
@@ -361,7 +361,7 @@ def dot4(x: Tensor, parts: list[Tensor], index: Tensor | None, kind: str, group:
     """x [M, in] times 4-bit weights [E, out, in], those of expert index[n] for pair n -> fp32 [S, N, out], to be added.
 
     x: bf16 or fp16, contiguous. index: int64, N in all: pair n is of row n // (N // M) of x. None: one weight
-    [out, in], and N = M = 1. parts: of a format of quantize.py, in the order of its layout. kind: "int4" or "hqq".
+    [out, in], and N = M = 1. parts: of a format of packing.py, in the order of its layout. kind: "int4" or "hqq".
     gated: the rows are w1's and then w3's, and the result is SwiGLU, x.dtype [N, out / 2].
     On Hopper it is set up, and loads its first weights, while the kernel before it ends: that one must not write them.
     """

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 import world
 from model import Experts, Linear, ModelArgs, RMSNorm, Transformer
-from quantize import FORMATS, apply
+from packing import FORMATS
+from quantize import apply
 
 PARALLEL = "tensor", "expert"
 

@@ -12,7 +12,7 @@ import torch
 from formats import seconds
 
 import kernels
-from quantize import FORMATS
+from packing import FORMATS
 
 SHAPES = {  # out, in, experts a token (0: a dense weight), gated
     "Mixtral w13": (28672, 4096, 2, True),

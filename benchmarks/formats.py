@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from benchmark import architecture, read_bandwidth
 from model import Experts, ModelArgs
-from quantize import FORMATS, PLAIN, PackedExpertLinear, pack_weight
+from packing import FORMATS, PLAIN
+from quantize import PackedExpertLinear, pack_weight
 from session import compile_settings
 
 

@@ -15,7 +15,7 @@ from formats import random_experts, seconds
 
 import kernels
 from benchmark import architecture
-from quantize import FORMATS, PLAIN, grouped_order
+from packing import FORMATS, PLAIN, grouped_order
 
 
 def measure(args, mode: str, tokens: int, cuts: list[dict]) -> list[tuple]:

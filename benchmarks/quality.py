@@ -17,7 +17,8 @@ import torch
 from checkpoint import Checkpoint, pick_device
 from eval import perplexity
 from generate import EMBEDDED, embedded_checkpoint, load_model
-from quantize import FORMATS, PLAIN, bits_per_weight, model_args, plan, quantize
+from packing import FORMATS, PLAIN
+from quantize import bits_per_weight, model_args, plan, quantize
 from tokenizer import load_tokenizer
 
 BITS = {"16": PLAIN, "4": "hqq4", "3": "hqq3", "2": "hqq2"}

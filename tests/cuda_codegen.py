@@ -27,7 +27,8 @@ from triton.runtime.driver import driver
 
 from benchmark import ARCHITECTURES
 from model import Block, Context, ExpertLinear, KVCache, ModelArgs, Transformer, attend, realise
-from quantize import FORMATS, Int8KVCache, PackedExpertLinear, PackedLinear
+from packing import FORMATS
+from quantize import Int8KVCache, PackedExpertLinear, PackedLinear
 from session import CANDIDATES, compile_settings, sample
 
 H200 = types.SimpleNamespace(

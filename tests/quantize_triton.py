@@ -24,7 +24,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
 import kernels
-from quantize import FORMATS, grouped_order, grouped_packed, pack_weight
+from packing import FORMATS, grouped_order
+from quantize import grouped_packed, pack_weight
 
 GROUPS = {"int8": 8, "fp8": 32, "int4": 16, "hqq4": 32, "hqq3": 32, "hqq2": 16}
 SHAPES = {  # rows of each expert, out, in

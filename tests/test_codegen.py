@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmark import ARCHITECTURES
-from quantize import FORMATS
+from packing import FORMATS
 
 ARCHES = ("Mixtral-8x7B", "Qwen3-30B-A3B")
 

@@ -12,7 +12,8 @@ from benchmark import RandomWeights, random_prompt
 from checkpoint import Checkpoint
 from generate import EMBEDDED, embedded_checkpoint, load_model
 from model import SHORT_CACHE, ExpertLinear, Experts, ModelArgs
-from quantize import FORMATS, PackedExpertLinear, pack_weight, plan, quantize
+from packing import FORMATS
+from quantize import PackedExpertLinear, pack_weight, plan, quantize
 from session import Sampling, Session, compile_settings
 from speculate import Speculation
 from tokenizer import load_tokenizer

@@ -16,10 +16,11 @@ MAY_IMPORT = {
     "model": {"kernels"},
     "session": {"model"},
     "speculate": {"model", "session"},
-    "quantize": {"model", "checkpoint", "kernels"},
+    "packing": {"model", "kernels"},
+    "quantize": {"model", "checkpoint", "kernels", "packing"},
     "world": {"checkpoint", "kernels"},
-    "tp": {"model", "quantize", "world"},
-    "offload": {"model", "checkpoint", "quantize", "kernels"},
+    "tp": {"model", "packing", "quantize", "world"},
+    "offload": {"model", "checkpoint", "packing", "quantize", "kernels"},
     "convert_hf_checkpoint": {"model", "checkpoint", "quantize"},
 }
 MAY_IMPORT["generate"] = set(MAY_IMPORT)

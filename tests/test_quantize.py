@@ -20,25 +20,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+import packing
 import quantize as room
 from benchmark import RandomWeights, number_format
 from checkpoint import Checkpoint, Writer
 from convert_hf_checkpoint import convert
 from generate import EMBEDDED, load_model
 from model import ExpertLinear, Linear, ModelArgs, Transformer
-from quantize import (
-    FORMATS,
-    PackedExpertLinear,
-    PackedLinear,
-    bits_per_weight,
-    pack,
-    pack_weight,
-    plan,
-    quantize,
-    solve_hqq,
-    unpack,
-    word_order,
-)
+from packing import FORMATS, pack, solve_hqq, unpack, word_order
+from quantize import PackedExpertLinear, PackedLinear, bits_per_weight, pack_weight, plan, quantize
 from session import Sampling, Session
 from tokenizer import load_tokenizer
 
@@ -103,8 +93,8 @@ def test_a_word_holds_what_the_docstring_says(bits):
 
 
 def test_high_bits_is_its_own_inverse_and_pairs_lie_16_apart():
-    order = room._high_bits(torch.arange(96))
-    assert torch.equal(room._high_bits(order), torch.arange(96))
+    order = packing._high_bits(torch.arange(96))
+    assert torch.equal(packing._high_bits(order), torch.arange(96))
     assert torch.equal(order.view(3, 32).sort(-1).values.flatten(), torch.arange(96))  # no word is left
     where = {code: bit for bit, code in enumerate(order[:32].tolist())}
     assert all(where[word + i + 8] - where[word + i] == 16 for word in (0, 16) for i in range(8))

@@ -26,7 +26,8 @@ from benchmark import ARCHITECTURES, RandomWeights, number_format
 from checkpoint import Checkpoint, Writer
 from generate import embedded_checkpoint, load_model
 from model import ExpertLinear, ModelArgs, Transformer
-from quantize import FORMATS, plan, quantize
+from packing import FORMATS
+from quantize import plan, quantize
 
 ROOT = Path(__file__).parents[1]
 COMMON = dict(dim=64, n_layer=2, n_head=8, head_dim=32, intermediate=256, vocab_size=160, max_position=256)

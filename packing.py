@@ -1,0 +1,386 @@
+"""Number formats: how 8-, 4-, 3- and 2-bit weights are packed, unpacked, and multiplied with one token as they are.
+
+A format is a row of FORMATS. It stores a weight [..., out, in] as a few tensors, its parts, which keep the weight's
+rank and the order of its axes, with size 1 where a value serves the whole row:
+
+    codes   int32 [..., out, in * bits / 32]: F = 32 / bits codes to a word, the first in the lowest bits. A group of G
+            is G / F words; word i of it holds codes i, i + G / F, i + 2 G / F ..., so that what one field of
+            neighbouring words multiplies are neighbours in x
+    high    int32 [..., out, in / 32]: the third bit of 3-bit codes, whose lower two are `codes` (see `_high_bits`)
+    scale   bf16 [..., out, 1 or in / G], or uint8 [..., out, in / G] with scale_step and scale_low bf16 [..., out, 1]
+    zero    as the latter
+
+Codes are packed along `in` alone and within groups, so that a weight can be cut along either axis.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+import kernels
+from model import realise
+
+Parts = dict[str, Tensor]
+
+
+# Words --------------------------------------------------------------------------------------------------------------
+
+
+def word_order(values: Tensor, fields: int, group: int) -> Tensor:
+    """[..., n] -> [..., n] in the order in which words of so many fields hold them, group by group."""
+    return values.unflatten(-1, (-1, fields, group // fields)).transpose(-1, -2).flatten(-3)
+
+
+def grouped_order(x: Tensor, bits: int, group: int) -> Tensor:
+    """[..., in] -> [..., in] in the order in which `kernels.grouped` unpacks weights of so many bits.
+
+    At 8 bits that of the words. Below, of as many neighbouring words as it unpacks side by side, first and second
+    fields of each, then third and fourth ones: two neighbours in x are of one word, as in a tensor core's registers.
+    """
+    fields = 16 if bits == 3 else 32 // bits
+    ordered, run = word_order(x, fields, group), kernels.grouped_run(x.shape[-1], bits)
+    if bits == 8:
+        return ordered
+    return ordered.unflatten(-1, (-1, run, fields // 2, 2)).transpose(-3, -2).flatten(-4)
+
+
+def pack(codes: Tensor, bits: int, group: int) -> Tensor:
+    """codes [..., n], whole numbers below 2 ** bits -> int32 [..., n * bits / 32]."""
+    shifts = torch.arange(0, 32, bits, device=codes.device, dtype=torch.int32)
+    ordered = word_order(codes.to(torch.int32), 32 // bits, group)
+    return (ordered.unflatten(-1, (-1, 32 // bits)) << shifts).sum(-1, dtype=torch.int32)
+
+
+def unpack(words: Tensor, bits: int, group: int) -> Tensor:
+    """The inverse of `pack`: int32 [..., n * bits / 32] -> int32 [..., n]."""
+    fields = 32 // bits
+    shifts = torch.arange(0, 32, bits, device=words.device, dtype=torch.int32)
+    ordered = ((words.unsqueeze(-1) >> shifts) & (2**bits - 1)).flatten(-2)
+    return word_order(ordered, group // fields, group)  # a transposition, back
+
+
+def _high_bits(codes: Tensor) -> Tensor:
+    """Bits [..., n] in word order to the order of a `high` plane, or back: of 32, the middle two eights change places.
+
+    Then the bits of fields i and i + 8 of a word of sixteen 2-bit codes lie 16 apart, as those fields themselves do.
+    """
+    return codes.unflatten(-1, (-1, 2, 2, 8)).transpose(-3, -2).flatten(-4)
+
+
+# Products for one token ---------------------------------------------------------------------------------------------
+#
+# A code becomes a number without an integer-to-float conversion, of which a GPU does few at a time: a mask and an "or"
+# put two codes at once into the mantissas of two fp16 numbers of exponent 10, which are then 1024 + factor * code
+# exactly. For x in 16 bits, what this lift of 1024 adds to the product is subtracted afterwards by a sum over x, which
+# all rows share; that costs some of fp32's digits, so for x in fp32 it is subtracted from each number.
+
+
+def _lift(x: Tensor) -> float:
+    """What is left of the 1024 in each number."""
+    return 0.0 if x.dtype == torch.float32 else 1024.0
+
+
+def _halves(words: Tensor, less: float = 0.0) -> tuple[Tensor, Tensor]:
+    """int32 words -> their low and high 16 bits read as fp16, less a number, in fp32."""
+    return tuple(half.to(torch.int16).view(torch.float16).float() - less for half in (words, words >> 16))
+
+
+def _twice(mask: int) -> int:
+    """A mask for both halves of a word, as a signed 32-bit number."""
+    both = mask << 16 | mask
+    return both - 2**32 if both >= 2**31 else both
+
+
+def _planes(x: Tensor, fields: int, group: int, words: int = 1, copy: bool = True) -> list[Tensor]:
+    """x [..., in] -> fp32 [..., 1, W] for each field of so many neighbouring words at a time: what it multiplies.
+
+    Copied into this order (and to fp32) once, in a small kernel, x is read faster by every row: by a tenth to a third.
+    Only where a field's share of x lies in long runs anyhow is reading it in place as fast.
+    """
+    x = x.float() if copy else realise(x)
+    planes = x.unflatten(-1, (-1, fields, group // fields // words, words)).movedim((-1, -3), (-4, -3)).flatten(-2)
+    if copy:
+        planes = realise(planes.clone(memory_format=torch.contiguous_format))
+    return [plane.unsqueeze(-2).float() for plane in planes.flatten(-3, -2).unbind(-2)]
+
+
+def _values(words: Tensor, bits: int, lift: float, high: Tensor | None = None) -> list[tuple[Tensor, float]]:
+    """The codes in `words` as (lift + factor * code, factor), field by field.
+
+    high: a third bit for 2-bit codes, already shifted so that its lowest sixteen are those of these words.
+    """
+    fields = 16 // bits
+    values = [None] * (2 * fields)
+    for k in range(fields):
+        at = bits * k % 8  # fields of one byte need no shift of their own: they are multiples of a larger factor
+        chosen = (words >> (bits * k - at)) & _twice((2**bits - 1) << at)
+        if high is not None:
+            by = at + 2 - k  # from bit k to the place above the two
+            chosen = chosen | ((high << by if by > 0 else high >> -by) & _twice(4 << at))
+        low, upper = _halves(chosen | _twice(0x6400), 1024.0 - lift)
+        values[k], values[k + fields] = (low, 2.0**at), (upper, 2.0**at)
+    return values
+
+
+def _sum_of_products(x: list[Tensor], values: list[tuple[Tensor, float]], lift: float, zero: float = 0.0) -> Tensor:
+    """x fp32 [..., 1, W] a field, values [..., out, W] a field -> the sum over fields of x * (code - zero).
+
+    What does not depend on a row is kept in memory, or every row would add it up again (int8 in Mixtral's shapes: 66
+    instead of 87 us).
+    """
+    total = sum(plane / factor * value for plane, (value, factor) in zip(x, values, strict=True))
+    if not lift and not zero:
+        return total
+    return total - realise(sum(plane * (lift / factor + zero) for plane, (_, factor) in zip(x, values, strict=True)))
+
+
+def _spread(values: Tensor, words: int) -> Tensor:
+    """[..., out, groups] -> fp32 [..., out, words], each group's value for each of its words."""
+    return values.float().unsqueeze(-1).expand(*values.shape, words // values.shape[-1]).flatten(-2)
+
+
+def dot_int8(x: Tensor, parts: Parts, group: int) -> Tensor:
+    """x [..., in], parts of [..., out, in] -> fp32 [..., out]."""
+    words, values = parts["codes"], [None] * 4
+    for k in (0, 1):
+        # Two's complement with its top bit flipped is code + 128, in the mantissa of 1024. There are instructions to
+        # spare at 8 bits to take both off at once, which spares a kernel for the sum of x.
+        values[k], values[k + 2] = _halves(((words >> 8 * k) & _twice(0xFF)) ^ _twice(0x6480), 1024.0 + 128.0)
+    x = realise(x.float())
+    products = (plane * value for plane, value in zip(_planes(x, 4, group, copy=False), values, strict=True))
+    return sum(products).sum(-1) * parts["scale"].squeeze(-1).float()
+
+
+def dot_fp8(x: Tensor, parts: Parts, group: int) -> Tensor:
+    """x [..., in], parts of [..., out, in] -> fp32 [..., out].
+
+    e4m3 is s eeee mmm, fp16 is s eeeee mmmmmmmmmm: the same bits shifted into place are the number times 2 ** -8,
+    numbers below the smallest normal one included. So no device needs to know fp8.
+    """
+    words, values = parts["codes"], [None] * 4
+    for k, byte in ((0, words << 8), (1, words)):
+        values[k], values[k + 2] = _halves((byte & _twice(0x8000)) | ((byte >> 1) & _twice(0x3F80)))
+    x = realise(x.float())
+    products = (plane * value for plane, value in zip(_planes(x, 4, group, copy=False), values, strict=True))
+    return sum(products).sum(-1) * (parts["scale"].squeeze(-1).float() * 2.0**8)
+
+
+def dot_int4(x: Tensor, parts: Parts, group: int) -> Tensor:
+    """x [..., in], parts of [..., out, in] -> fp32 [..., out]."""
+    words, lift = parts["codes"], _lift(x)
+    total = _sum_of_products(_planes(x, 8, group, copy=group < 128), _values(words, 4, lift), lift, 8.0)
+    return (_spread(parts["scale"], words.shape[-1]) * total).sum(-1)
+
+
+def dot_hqq(x: Tensor, parts: Parts, group: int, bits: int) -> Tensor:
+    """x [..., in], parts of [..., out, in] -> fp32 [..., out]."""
+    lift = _lift(x)
+    if bits == 3:  # two words of low bits to one of high bits
+        words, (first, second) = parts["high"], parts["codes"].unflatten(-1, (-1, 2)).unbind(-1)
+        planes, values = _planes(x, 16, group, 2), _values(first, 2, lift, words) + _values(second, 2, lift, words >> 8)
+    else:
+        words = parts["codes"]
+        planes, values = _planes(x, 32 // bits, group), _values(words, bits, lift)
+    total, total_x = _sum_of_products(planes, values, lift), realise(sum(planes))
+    scale, zero = (_spread(_plain(parts, name), words.shape[-1]) for name in ("scale", "zero"))
+    return (scale * (total - zero * total_x)).sum(-1)
+
+
+# Packing and unpacking ----------------------------------------------------------------------------------------------
+
+
+def nonzero(scale: Tensor) -> Tensor:
+    """A scale that can divide: 1 where all that it scales is zero."""
+    return torch.where(scale == 0, 1.0, scale)
+
+
+def pack_int8(weight: Tensor, group: int) -> Parts:
+    """fp32 [..., out, in] -> codes from -127 to 127, scale bf16 [..., out, 1]: the row's largest magnitude over 127."""
+    scale = nonzero((weight.abs().amax(-1, keepdim=True) / 127).bfloat16())
+    codes = (weight / scale.float()).round().clamp(-127, 127).to(torch.int8)
+    return {"codes": word_order(codes, 4, group).view(torch.int32), "scale": scale}
+
+
+def unpack_int8(parts: Parts, group: int) -> Tensor:
+    codes = word_order(parts["codes"].view(torch.int8), group // 4, group)
+    return codes.float() * parts["scale"].float()
+
+
+def pack_fp8(weight: Tensor, group: int) -> Parts:
+    """fp32 [..., out, in] -> e4m3 codes, scale bf16 [..., out, 1]: the row's largest magnitude over 448."""
+    scale = nonzero((weight.abs().amax(-1, keepdim=True) / 448).bfloat16())
+    codes = (weight / scale.float()).clamp(-448, 448).to(torch.float8_e4m3fn)
+    return {"codes": word_order(codes.view(torch.uint8), 4, group).view(torch.int32), "scale": scale}
+
+
+def unpack_fp8(parts: Parts, group: int) -> Tensor:
+    codes = word_order(parts["codes"].view(torch.uint8), group // 4, group).view(torch.float8_e4m3fn)
+    return codes.float() * parts["scale"].float()
+
+
+def pack_int4(weight: Tensor, group: int) -> Parts:
+    """fp32 [..., out, in] -> codes 0 to 15 for -8 to 7, scale bf16 [..., out, in / G].
+
+    The number of the largest magnitude in a group becomes -8, whatever its sign, so that all sixteen codes serve.
+    """
+    grouped = weight.unflatten(-1, (-1, group))
+    largest = grouped.gather(-1, grouped.abs().argmax(-1, keepdim=True))
+    scale = nonzero((largest / -8).bfloat16())
+    codes = ((grouped / scale.float()).round() + 8).clamp(0, 15).flatten(-2)
+    return {"codes": pack(codes, 4, group), "scale": scale.squeeze(-1)}
+
+
+def unpack_int4(parts: Parts, group: int) -> Tensor:
+    codes = (unpack(parts["codes"], 4, group) - 8).float()
+    return codes * _spread(parts["scale"], codes.shape[-1])
+
+
+def solve_hqq(weight: Tensor, bits: int, iterations: int = 20) -> tuple[Tensor, Tensor, Tensor]:
+    """Half-quadratic quantisation (Badri & Shaji 2023) of fp32 [..., groups, G], all groups as one problem.
+
+    -> codes [..., groups, G] (fp32, whole numbers), scale and zero [..., groups, 1], so that weight is nearly
+    (codes - zero) / scale. Only the zero is optimised: in turns, the error is split into a sparse part (a shrinkage for
+    the lp "norm", p = 0.7) and the zero set to the mean that fits the rest; 0 iterations are round-to-nearest.
+    """
+    top, p, beta, best = 2**bits - 1, 0.7, 10.0, math.inf
+    low, high = weight.amin(-1, keepdim=True), weight.amax(-1, keepdim=True)
+    scale = (top / (high - low)).clamp(max=2e4)
+    zero = -low * scale
+    if bits == 4:
+        zero = zero.round()
+    for _ in range(iterations):
+        codes = (weight * scale + zero).round_().clamp_(0, top)
+        error = weight - (codes - zero) / scale
+        magnitude = error.abs()
+        sparse = error.sign() * (magnitude - magnitude.pow(p - 1) * (1 / beta)).relu_()
+        zero = (codes - (weight - sparse) * scale).mean(-1, keepdim=True)
+        beta *= 1.01
+        size = magnitude.mean().item()
+        if size >= best:
+            break
+        best = size
+    return (weight * scale + zero).round_().clamp_(0, top), scale, zero
+
+
+def _to_8_bits(values: Tensor, name: str) -> Parts:
+    """fp32 [..., out, groups] -> uint8 codes, with a step and a low for each row: value = code * step + low."""
+    low = values.amin(-1, keepdim=True).bfloat16()
+    step = nonzero(((values.amax(-1, keepdim=True) - low.float()) / 255).bfloat16())
+    codes = ((values - low.float()) / step.float()).round().clamp(0, 255).to(torch.uint8)
+    return {name: codes, f"{name}_step": step, f"{name}_low": low}
+
+
+def _plain(parts: Parts, name: str) -> Tensor:
+    """The inverse of `_to_8_bits`."""
+    return parts[name].float() * parts[f"{name}_step"].float() + parts[f"{name}_low"].float()
+
+
+def pack_hqq(weight: Tensor, group: int, bits: int, iterations: int = 20) -> Parts:
+    """fp32 [..., out, in] -> codes, with scale and zero of each group of G themselves in 8 bits, row by row.
+
+    Codes are rounded anew for the scale and zero that the reader will see. `scale` is the step between codes, the
+    inverse of the solver's.
+    """
+    # The solver's limit on scales is one on how small weights may be: rows of tiny ones are made larger for it.
+    largest = weight.abs().amax(-1, keepdim=True)
+    tiny = (largest > 0) & (largest < 2**-8)
+    unit = torch.where(tiny, torch.exp2(largest.log2().floor() + 5), 1.0)
+    grouped, top = (weight / unit).unflatten(-1, (-1, group)), 2**bits - 1
+    _, scale, zero = solve_hqq(grouped, bits, iterations)
+    # A group far from zero for its spread has a zero far from its codes, which would stretch the row's range of zeros:
+    # it gets the codes of a group that reaches from zero to its largest magnitude.
+    step, far = 1 / scale, (zero < -top) | (zero > 2 * top)
+    step = torch.where(far, grouped.abs().amax(-1, keepdim=True) / top, step)
+    zero = torch.where(far, torch.where(zero < 0, 0.0, top), zero)
+    parts = _to_8_bits(step.squeeze(-1) * unit, "scale") | _to_8_bits(zero.squeeze(-1), "zero")
+    scale, zero = (_plain(parts, name).unsqueeze(-1) for name in ("scale", "zero"))
+    codes = (
+        (weight.unflatten(-1, (-1, group)) / nonzero(scale) + zero).round().clamp(0, top).flatten(-2).to(torch.int32)
+    )
+    if bits == 3:
+        high = pack(_high_bits(word_order(codes >> 2, 16, group)), 1, 32)
+        return {"codes": pack(codes & 3, 2, group), "high": high, **parts}
+    return {"codes": pack(codes, bits, group), **parts}
+
+
+def unpack_hqq(parts: Parts, group: int, bits: int) -> Tensor:
+    if bits == 3:
+        high = word_order(_high_bits(unpack(parts["high"], 1, 32)), group // 16, group)
+        codes = unpack(parts["codes"], 2, group) | high << 2
+    else:
+        codes = unpack(parts["codes"], bits, group)
+    scale, zero = (_spread(_plain(parts, name), codes.shape[-1]) for name in ("scale", "zero"))
+    return (codes.float() - zero) * scale
+
+
+# Formats ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Format:
+    """One way to store a weight and to multiply with it."""
+
+    bits: int  # of a code
+    group: int  # G by default
+    kind: str  # "int8", "fp8", "int4" or "hqq": what a code counts
+    pack: Callable[[Tensor, int], Parts]  # fp32 [..., out, in], G -> parts
+    unpack: Callable[[Parts, int], Tensor]  # parts, G -> fp32 [..., out, in]
+    dot: Callable[[Tensor, Parts, int], Tensor]  # x [..., in], parts of [..., out, in], G -> fp32 [..., out]
+    head: str  # what the head gets where nothing else is asked for
+
+    @property
+    def per_row(self) -> bool:
+        """Whether a row has one scale, so that a group is only how its codes are packed."""
+        return self.bits == 8
+
+    @property
+    def least(self) -> int:
+        """The smallest G: codes in a word, or in a word of high bits."""
+        return 32 if self.bits == 3 else 32 // self.bits
+
+    def choose_group(self, width: int, group: int | None) -> int:
+        """The G for rows of `width` numbers where `group` is asked for; None leaves it to the format.
+
+        Raises ValueError where it does not divide them, or not into whole words.
+        """
+        if group is None:
+            group = next((n for n in (64, 32, 16, 8) if width % n == 0), 4) if self.per_row else self.group
+        if type(group) is not int or group < 1 or not self.fits(width, group):
+            raise ValueError(f"groups of {group} do not divide rows of {width} numbers into whole words")
+        return group
+
+    def fits(self, width: int, group: int) -> bool:
+        return group % self.least == 0 and width % group == 0
+
+    def layout(self, shape: torch.Size, group: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of each part of a weight of that shape, [..., out, in]."""
+        *rows, width = shape
+        layout = {"codes": ((*rows, width * (2 if self.bits == 3 else self.bits) // 32), torch.int32)}
+        if self.bits == 3:
+            layout["high"] = (*rows, width // 32), torch.int32
+        if self.kind != "hqq":
+            return layout | {"scale": ((*rows, 1 if self.per_row else width // group), torch.bfloat16)}
+        for name in ("scale", "zero"):
+            layout[name] = (*rows, width // group), torch.uint8
+            layout |= {f"{name}_{leaf}": ((*rows, 1), torch.bfloat16) for leaf in ("step", "low")}
+        return layout
+
+
+def _hqq(bits: int, group: int) -> Format:
+    functions = (partial(function, bits=bits) for function in (pack_hqq, unpack_hqq, dot_hqq))
+    return Format(bits, group, "hqq", *functions, head="bf16")
+
+
+FORMATS = {
+    "int8": Format(8, 64, "int8", pack_int8, unpack_int8, dot_int8, head="int8"),
+    "fp8": Format(8, 64, "fp8", pack_fp8, unpack_fp8, dot_fp8, head="int8"),
+    "int4": Format(4, 128, "int4", pack_int4, unpack_int4, dot_int4, head="int8"),
+    "hqq4": _hqq(4, 64),
+    "hqq3": _hqq(3, 64),
+    "hqq2": _hqq(2, 16),
+}
+PLAIN = "bf16"  # in place of a format's name: the weight stays as it is
