@@ -53,6 +53,11 @@ ARCHITECTURES = {
         dim=2048, n_layer=16, n_head=16, n_kv_head=16, head_dim=128, intermediate=1024, n_expert=64, n_active=8,
         vocab_size=50304, max_position=4096, norm_topk=False, qk_norm="full",
     ),
+    "Qwen1.5-MoE-A2.7B": ModelArgs(
+        dim=2048, n_layer=24, n_head=16, n_kv_head=16, head_dim=128, intermediate=1408, n_expert=60, n_active=4,
+        vocab_size=151936, max_position=8192, rope_theta=1e6, norm_eps=1e-6, norm_topk=False, qkv_bias=True,
+        shared_intermediate=5632,
+    ),
     "TinyMistral-6x248M": ModelArgs(
         dim=1024, n_layer=12, n_head=32, n_kv_head=8, head_dim=32, intermediate=4096, n_expert=6, n_active=2,
         vocab_size=32005, max_position=32768, norm_eps=1e-6,
@@ -327,7 +332,7 @@ def sweep(args: ModelArgs, options: argparse.Namespace, ceiling: float) -> dict:
 
 def hf_config(args: ModelArgs) -> dict:
     """The config.json of a model with these args: the inverse of `args_from_hf`. ValueError where no model has them."""
-    kind = PEER_TYPES[args.qk_norm]
+    kind = "qwen2_moe" if args.shared_intermediate else PEER_TYPES[args.qk_norm]
     config = {
         "model_type": kind, "vocab_size": args.vocab_size, "hidden_size": args.dim, "num_hidden_layers": args.n_layer,
         "num_attention_heads": args.n_head, "num_key_value_heads": args.n_kv_head, "head_dim": args.head_dim,
@@ -335,6 +340,7 @@ def hf_config(args: ModelArgs) -> dict:
         "num_local_experts" if kind == "mixtral" else "num_experts": args.n_expert, "clip_qkv": args.clip_qkv,
         "num_experts_per_tok": args.n_active, "norm_topk_prob": args.norm_topk, "rms_norm_eps": args.norm_eps,
         "max_position_embeddings": args.max_position, "attention_bias": args.attention_bias,
+        "qkv_bias": args.qkv_bias, "shared_expert_intermediate_size": args.shared_intermediate,
         "rope_parameters": {"rope_type": "default", "rope_theta": args.rope_theta},
         "tie_word_embeddings": args.tied_embeddings, "mlp_only_layers": list(args.dense_layers),
         "use_sliding_window": args.sliding_window is not None, "sliding_window": args.sliding_window,

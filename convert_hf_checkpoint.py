@@ -67,6 +67,14 @@ FAMILIES = {
         | dict(use_sliding_window=False, sliding_window=4096),
         fixed=dict(qk_norm="head", clip_qkv=None),
     ),
+    "Qwen2MoeForCausalLM": Family(
+        model_type="qwen2_moe",
+        defaults=dict(vocab_size=151936, hidden_size=2048, num_hidden_layers=24, max_position_embeddings=32768)
+        | dict(num_attention_heads=16, num_key_value_heads=16, rope_theta=1e4, rms_norm_eps=1e-6, qkv_bias=True)
+        | dict(num_experts=60, num_experts_per_tok=4, moe_intermediate_size=1408, intermediate_size=5632)
+        | dict(shared_expert_intermediate_size=5632, use_sliding_window=False, sliding_window=4096),
+        fixed=dict(qk_norm="none", clip_qkv=None, attention_bias=False),
+    ),
     "OlmoeForCausalLM": Family(
         model_type="olmoe",
         defaults=dict(vocab_size=50304, hidden_size=2048, num_hidden_layers=16, max_position_embeddings=4096)
@@ -82,7 +90,7 @@ OPTIONAL = {
     **dict(use_sliding_window=True, sliding_window=None, layer_types=[], mlp_only_layers=[], decoder_sparse_step=1),
 }
 
-# The only value that these keys may have, where they are given at all.
+# The only value that these keys may have, where they are given at all and the family has no default for them.
 ONLY = {
     **dict(hidden_act="silu", rope_type="default", partial_rotary_factor=1, mlp_bias=False, qkv_bias=False),
     **dict(use_qkv_bias=False, shared_expert_intermediate_size=0, n_shared_experts=0),
@@ -140,7 +148,7 @@ def args_from_hf(config: dict) -> ModelArgs:
         return c[key]
 
     for key, value in ONLY.items():
-        if c.get(key, value) != value:
+        if key not in family.defaults and c.get(key, value) != value:
             refuse(key, f"only {value!r} is")
     heads = integer("num_attention_heads")
     c.setdefault("num_key_value_heads", heads)
@@ -189,10 +197,12 @@ def args_from_hf(config: dict) -> ModelArgs:
         norm_topk=flag("norm_topk_prob"),
         clip_qkv=None if c["clip_qkv"] is None else number("clip_qkv"),
         attention_bias=flag("attention_bias"),
+        qkv_bias="qkv_bias" in family.defaults and flag("qkv_bias"),
         tied_embeddings=flag("tie_word_embeddings"),
         sliding_window=integer("sliding_window") if windowed else None,
         dense_layers=dense,
         dense_intermediate=integer("intermediate_size") if dense else 0,
+        shared_intermediate=integer(shared) if (shared := "shared_expert_intermediate_size") in family.defaults else 0,
     )
     return ModelArgs(**fields | family.fixed)
 
@@ -292,24 +302,27 @@ def layer_recipes(args: ModelArgs, layer: int, fused: bool) -> dict[str, Recipe]
         "attention.wo.weight": ((D, q), {"self_attn.o_proj.weight": WHOLE}),
         "ffn_norm.weight": ((D,), {"post_attention_layernorm.weight": WHOLE}),
     }
+    if args.attention_bias or args.qkv_bias:
+        biases = {f"self_attn.{x}_proj.bias": (rows,) for x, rows in qkv.items()}
+        table["attention.wqkv.bias"] = (q + 2 * kv,), biases
     if args.attention_bias:
-        table |= {
-            "attention.wqkv.bias": ((q + 2 * kv,), {f"self_attn.{x}_proj.bias": (rows,) for x, rows in qkv.items()}),
-            "attention.wo.bias": ((D,), {"self_attn.o_proj.bias": WHOLE}),
-        }
+        table["attention.wo.bias"] = (D,), {"self_attn.o_proj.bias": WHOLE}
     if args.qk_norm != "none":
         full = args.qk_norm == "full"
         table |= {
             "attention.q_norm.weight": ((q if full else C,), {"self_attn.q_norm.weight": WHOLE}),
             "attention.k_norm.weight": ((kv if full else C,), {"self_attn.k_norm.weight": WHOLE}),
         }
-    if layer in args.dense_layers:
-        I = args.dense_intermediate
+
+    def dense(ours: str, theirs: str, I: int) -> dict[str, Recipe]:
         gate, up = (slice(0, I),), (slice(I, 2 * I),)
-        table |= {
-            "ffn.w13.weight": ((2 * I, D), {"mlp.gate_proj.weight": gate, "mlp.up_proj.weight": up}),
-            "ffn.w2.weight": ((D, I), {"mlp.down_proj.weight": WHOLE}),
+        return {
+            f"{ours}.w13.weight": ((2 * I, D), {f"{theirs}.gate_proj.weight": gate, f"{theirs}.up_proj.weight": up}),
+            f"{ours}.w2.weight": ((D, I), {f"{theirs}.down_proj.weight": WHOLE}),
         }
+
+    if layer in args.dense_layers:
+        table |= dense("ffn", "mlp", args.dense_intermediate)
     else:
         halves = {"gate": slice(0, I), "up": slice(I, 2 * I)}
         w13 = {f"mlp.experts.{e}.{x}_proj.weight": (e, rows) for e in range(E) for x, rows in halves.items()}
@@ -321,6 +334,9 @@ def layer_recipes(args: ModelArgs, layer: int, fused: bool) -> dict[str, Recipe]
             "ffn.experts.w13.weight": ((E, 2 * I, D), w13),
             "ffn.experts.w2.weight": ((E, D, I), w2),
         }
+        if args.shared_intermediate:
+            table |= dense("ffn.shared", "mlp.shared_expert", args.shared_intermediate)
+            table["ffn.shared_gate.weight"] = (1, D), {"mlp.shared_expert_gate.weight": WHOLE}
     return {
         f"layers.{layer}.{name}": (shape, {f"model.layers.{layer}.{theirs}": place for theirs, place in parts.items()})
         for name, (shape, parts) in table.items()

@@ -41,11 +41,13 @@ class ModelArgs:
     norm_topk: bool = True  # the A routing weights are scaled to sum to one
     qk_norm: str = "none"  # "none", "head" (over C, Qwen3-MoE) or "full" (over H*C, OLMoE)
     clip_qkv: float | None = None  # queries, keys and values are clamped to +- this
-    attention_bias: bool = False
+    attention_bias: bool = False  # of wqkv and wo
+    qkv_bias: bool = False  # of wqkv alone (Qwen2-MoE)
     tied_embeddings: bool = False
     sliding_window: int | None = None  # a query sees this many positions, itself included
     dense_layers: tuple[int, ...] = ()  # layers with one dense FFN in place of experts
     dense_intermediate: int = 0  # its I
+    shared_intermediate: int = 0  # I of the expert that every token uses, behind a gate of its own (Qwen2-MoE); 0: none
 
     def __post_init__(self):
         if isinstance(self.dense_layers, list):  # as JSON gives it
@@ -54,7 +56,7 @@ class ModelArgs:
             value, kind = getattr(self, field.name), field.type
             kind = tuple if field.name == "dense_layers" else kind | int if kind in (float, float | None) else kind
             good = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
-            number = isinstance(value, int | float) and kind is not bool and field.name != "dense_intermediate"
+            number = isinstance(value, int | float) and kind is not bool and not field.name.endswith("_intermediate")
             if not good or (number and not 0 < value < float("inf")):
                 raise ValueError(f"{field.name} cannot be {value!r}")
         for name, good in {
@@ -64,6 +66,7 @@ class ModelArgs:
             "qk_norm": self.qk_norm in ("none", "head", "full"),
             "dense_layers": all(type(layer) is int and 0 <= layer < self.n_layer for layer in self.dense_layers),
             "dense_intermediate": self.dense_intermediate > 0 or not self.dense_layers,
+            "shared_intermediate": self.shared_intermediate >= 0,
         }.items():
             if not good:
                 raise ValueError(f"{name} cannot be {getattr(self, name)!r} with the other args")
@@ -247,6 +250,8 @@ class MoE(nn.Module):
         super().__init__()
         self.router = Linear(args.dim, args.n_expert)
         self.experts = Experts(args)
+        self.shared = FeedForward(args.dim, args.shared_intermediate) if args.shared_intermediate else None
+        self.shared_gate = Linear(args.dim, 1) if args.shared_intermediate else None
         self.reduce = nn.Identity()  # tensor parallelism sums over ranks here
         self.n_active, self.norm_topk = args.n_active, args.norm_topk
 
@@ -260,16 +265,19 @@ class MoE(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         expert_indices, expert_weights = self.route(x)
-        return self.reduce(self.experts(x, expert_indices, expert_weights)), expert_indices, expert_weights
+        y = self.experts(x, expert_indices, expert_weights)
+        if self.shared is not None:
+            y = y + self.shared(x)[0] * self.shared_gate(x).sigmoid()
+        return self.reduce(y), expert_indices, expert_weights
 
 
 class FeedForward(nn.Module):
-    """One dense SwiGLU, for the layers in `dense_layers`. Same signature as MoE, with no routing to report."""
+    """One dense SwiGLU: a dense layer's, or a shared expert. Same signature as MoE, with no routing to report."""
 
-    def __init__(self, args: ModelArgs):
+    def __init__(self, dim: int, intermediate: int):
         super().__init__()
-        self.w13 = Linear(args.dim, 2 * args.dense_intermediate)
-        self.w2 = Linear(args.dense_intermediate, args.dim)
+        self.w13 = Linear(dim, 2 * intermediate)
+        self.w2 = Linear(intermediate, dim)
         self.reduce = nn.Identity()
 
     def forward(self, x: Tensor) -> tuple[Tensor, None, None]:
@@ -409,7 +417,7 @@ class Attention(nn.Module):
     def __init__(self, args: ModelArgs):
         super().__init__()
         H, K, C = args.n_head, args.n_kv_head, args.head_dim
-        self.wqkv = Linear(args.dim, (H + 2 * K) * C, bias=args.attention_bias)
+        self.wqkv = Linear(args.dim, (H + 2 * K) * C, bias=args.attention_bias or args.qkv_bias)
         self.wo = Linear(H * C, args.dim, bias=args.attention_bias)
         self.reduce = nn.Identity()  # tensor parallelism sums over ranks here
         norms = {"none": (), "head": (C, C), "full": (H * C, K * C)}[args.qk_norm]
@@ -454,7 +462,7 @@ class Block(nn.Module):
         self.attention_norm = RMSNorm(args.dim, args.norm_eps)
         self.attention = Attention(args)
         self.ffn_norm = RMSNorm(args.dim, args.norm_eps)
-        self.ffn = FeedForward(args) if layer in args.dense_layers else MoE(args)
+        self.ffn = FeedForward(args.dim, args.dense_intermediate) if layer in args.dense_layers else MoE(args)
 
     def forward(self, x: Tensor, normed: Tensor, context: Context, next_norm: RMSNorm):
         """x, its attention_norm [B, Q, D] -> x, its next_norm, and expert_indices, expert_weights [T, A] or None, None.

@@ -215,7 +215,8 @@ def plan(
     chosen = {}  # path: (format, width of its rows)
     for path, module in model.named_modules():
         role = "head" if path == "head" else "attention" if ".attention." in path else "experts"
-        if isinstance(module, Linear | ExpertLinear) and not path.endswith(".router") and names[role] != PLAIN:
+        packable = isinstance(module, Linear | ExpertLinear) and not path.endswith((".router", ".shared_gate"))
+        if packable and names[role] != PLAIN:
             chosen[path] = names[role], module.weight.shape[-1]
     modules, grouped = {}, [(FORMATS[f], width) for f, width in chosen.values() if not FORMATS[f].per_row]
     for path, (name, width) in chosen.items():

@@ -108,7 +108,7 @@ def table(args: ModelArgs, parallel: str) -> dict[str, tuple[int, Segments]]:
     Each segment is cut by itself, so that a rank gets its part of each. What is not here every rank has whole.
     """
     queries, kv = (args.n_head, args.head_dim), (args.n_kv_head, args.head_dim)
-    inner, dense = (args.intermediate, 1), (args.dense_intermediate, 1)
+    inner, dense, shared = (args.intermediate, 1), (args.dense_intermediate, 1), (args.shared_intermediate, 1)
     rows = {
         "attention.wqkv": (0, (queries, kv, kv)),
         "attention.wo": (1, (queries,)),
@@ -116,6 +116,8 @@ def table(args: ModelArgs, parallel: str) -> dict[str, tuple[int, Segments]]:
         "ffn.experts.w2": (2, (inner,)),
         "ffn.w13": (0, (dense, dense)),
         "ffn.w2": (1, (dense,)),
+        "ffn.shared.w13": (0, (shared, shared)),
+        "ffn.shared.w2": (1, (shared,)),
         "head": (0, ((args.vocab_size, 1),)),
     }
     if args.qk_norm == "full":
@@ -157,6 +159,8 @@ def problem(args: ModelArgs, format: dict, ranks: int, parallel: str) -> str | N
         wholes["the experts' intermediate size"] = args.intermediate
     if args.dense_layers:
         wholes["the dense layers' intermediate size"] = args.dense_intermediate
+    if args.shared_intermediate:
+        wholes["the shared expert's intermediate size"] = args.shared_intermediate
     for name, number in wholes.items():
         if number % ranks:
             return f"{number} ({name}) cannot be divided by {ranks}"
@@ -200,7 +204,8 @@ def local_args(args: ModelArgs, ranks: int, parallel: str) -> ModelArgs:
     inner = args.intermediate if parallel == "expert" else args.intermediate // ranks
     return replace(
         args, n_head=args.n_head // ranks, n_kv_head=max(1, args.n_kv_head // ranks), intermediate=inner,
-        dense_intermediate=args.dense_intermediate // ranks, tied_embeddings=False,
+        dense_intermediate=args.dense_intermediate // ranks, shared_intermediate=args.shared_intermediate // ranks,
+        tied_embeddings=False,
     )  # fmt: skip
 
 

@@ -12,6 +12,8 @@ from transformers import (
     OlmoeConfig,
     OlmoeForCausalLM,
     PreTrainedModel,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
@@ -38,6 +40,14 @@ FAMILIES = {
             **COMMON, intermediate_size=128, moe_intermediate_size=48, num_key_value_heads=4, head_dim=16,
             num_experts=16, num_experts_per_tok=4, norm_topk_prob=True, mlp_only_layers=[1], attention_bias=True,
             tie_word_embeddings=True, rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+        )
+    ),
+    # A shared expert, biases of queries, keys and values alone.
+    "qwen2_moe": lambda: Qwen2MoeForCausalLM(
+        Qwen2MoeConfig(
+            **COMMON, intermediate_size=128, moe_intermediate_size=48, shared_expert_intermediate_size=80,
+            num_key_value_heads=4, num_experts=12, num_experts_per_tok=3, mlp_only_layers=[0],
+            rope_parameters={"rope_type": "default", "rope_theta": 1e6},
         )
     ),
     # A clip that cuts.

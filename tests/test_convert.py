@@ -14,7 +14,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, MixtralConfig, OlmoeConfig, Qwen3MoeConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    MixtralConfig,
+    OlmoeConfig,
+    Qwen2MoeConfig,
+    Qwen3MoeConfig,
+)
 
 import convert_hf_checkpoint
 from checkpoint import Checkpoint
@@ -35,6 +42,10 @@ CONFIGS = {
     "qwen3-bias": Qwen3MoeConfig(
         **SMALL, intermediate_size=40, moe_intermediate_size=24, num_experts=4, attention_bias=True,
         decoder_sparse_step=2, use_sliding_window=True, sliding_window=8,
+    ),
+    "qwen2": Qwen2MoeConfig(
+        **SMALL, intermediate_size=40, moe_intermediate_size=24, num_experts=4, shared_expert_intermediate_size=20,
+        mlp_only_layers=[2],
     ),
     "olmoe": OlmoeConfig(**SMALL, intermediate_size=24, num_experts=4, clip_qkv=0.5, norm_topk_prob=False),
     "olmoe-lone": OlmoeConfig(**SMALL | dict(num_experts_per_tok=1), intermediate_size=24, num_experts=1, clip_qkv=0.5),
@@ -111,6 +122,7 @@ def expected(model) -> dict:
         for kind in ("weight", "bias"):
             if t + f"self_attn.q_proj.{kind}" in theirs:
                 ours[o + f"attention.wqkv.{kind}"] = join(*(t + f"self_attn.{x}_proj.{kind}" for x in "qkv"))
+            if t + f"self_attn.o_proj.{kind}" in theirs:
                 ours[o + f"attention.wo.{kind}"] = theirs[t + f"self_attn.o_proj.{kind}"]
         for norm in ("q_norm", "k_norm"):
             if t + f"self_attn.{norm}.weight" in theirs:
@@ -119,6 +131,10 @@ def expected(model) -> dict:
             ours[o + "ffn.router.weight"] = theirs[t + "mlp.gate.weight"]
             ours[o + "ffn.experts.w13.weight"] = theirs[t + "mlp.experts.gate_up_proj"]
             ours[o + "ffn.experts.w2.weight"] = theirs[t + "mlp.experts.down_proj"]
+            if (shared := t + "mlp.shared_expert.") + "gate_proj.weight" in theirs:
+                ours[o + "ffn.shared.w13.weight"] = join(shared + "gate_proj.weight", shared + "up_proj.weight")
+                ours[o + "ffn.shared.w2.weight"] = theirs[shared + "down_proj.weight"]
+                ours[o + "ffn.shared_gate.weight"] = theirs[t + "mlp.shared_expert_gate.weight"]
         else:
             ours[o + "ffn.w13.weight"] = join(t + "mlp.gate_proj.weight", t + "mlp.up_proj.weight")
             ours[o + "ffn.w2.weight"] = theirs[t + "mlp.down_proj.weight"]
@@ -169,13 +185,15 @@ def test_every_family_in_every_layout(models, tmp_path, name, layout):
         rope_theta=c.rope_parameters["rope_theta"],
         norm_eps=c.rms_norm_eps,
         norm_topk=name in ("mixtral", "mixtral-tied", "qwen3"),
-        qk_norm={"mixtral": "none", "qwen3": "head", "olmoe": "full"}[name.split("-")[0]],
+        qk_norm={"mixtral": "none", "qwen2": "none", "qwen3": "head", "olmoe": "full"}[name.split("-")[0]],
         clip_qkv=0.5 if name.startswith("olmoe") else None,
         attention_bias=name == "qwen3-bias",
         tied_embeddings=name == "mixtral-tied",
         sliding_window={"mixtral-tied": 16, "qwen3-bias": 8}.get(name),
-        dense_layers={"qwen3": (0,), "qwen3-bias": (0, 2)}.get(name, ()),
-        dense_intermediate=40 if name.startswith("qwen3") else 0,
+        dense_layers={"qwen2": (2,), "qwen3": (0,), "qwen3-bias": (0, 2)}.get(name, ()),
+        dense_intermediate=40 if name.startswith("qwen") else 0,
+        qkv_bias=name == "qwen2",
+        shared_intermediate=20 if name == "qwen2" else 0,
     )
 
 
@@ -295,7 +313,7 @@ OLMOE = {"architectures": ["OlmoeForCausalLM"]}
     ("family", "changes", "message"),
     [
         (MIXTRAL, {"architectures": ["LlamaForCausalLM"]}, "'LlamaForCausalLM'.*MixtralForCausalLM, Qwen3Moe.*Olmoe"),
-        (MIXTRAL, {"architectures": None, "model_type": "qwen2_moe"}, "'qwen2_moe'"),
+        (MIXTRAL, {"architectures": None, "model_type": "deepseek_v2"}, "'deepseek_v2'"),
         (MIXTRAL, {"architectures": []}, "architectures = "),
         (MIXTRAL, {"model_type": "qwen3_moe"}, "model_type = 'qwen3_moe'"),
         (MIXTRAL, {"hidden_act": "gelu"}, "hidden_act = 'gelu'"),

@@ -487,11 +487,12 @@ def test_what_a_quantised_checkpoint_holds(family, name, make_family, make_quant
     with torch.device("meta"):
         model = Transformer(ModelArgs(**source.args))
     linear = {path for path, m in model.named_modules() if isinstance(m, Linear | ExpertLinear)}
-    assert target.format["modules"].keys() == {path for path in linear if not path.endswith("router")}
-    # Embeddings, router, norms, q/k norms and biases: the same bits.
+    assert target.format["modules"].keys() == {path for path in linear if not path.endswith(("router", "_gate"))}
+    # Embeddings, router, gates, norms, q/k norms and biases: the same bits.
     kept = {tensor for tensor in source.tensors if tensor.removesuffix(".weight") not in target.format["modules"]}
-    assert {"embedding.weight", "norm.weight", "layers.0.ffn.router.weight", "layers.2.ffn_norm.weight"} <= kept
-    assert (family == "mixtral") == ("layers.0.attention.q_norm.weight" not in kept)
+    assert {"embedding.weight", "norm.weight", "layers.2.ffn.router.weight", "layers.2.ffn_norm.weight"} <= kept
+    assert (family == "qwen2_moe") == ("layers.2.ffn.shared_gate.weight" in kept)
+    assert (family in ("mixtral", "qwen2_moe")) == ("layers.0.attention.q_norm.weight" not in kept)
     assert (family == "qwen3_moe") == ("layers.1.attention.wo.bias" in kept)
     for tensor in kept:
         assert torch.equal(target.read(tensor).view(torch.uint8), source.read(tensor).view(torch.uint8)), tensor

@@ -39,6 +39,9 @@ FAMILIES = {
         **COMMON, n_kv_head=4, n_expert=16, n_active=4, qk_norm="head", attention_bias=True, tied_embeddings=True,
         dense_layers=(1,), dense_intermediate=512,
     ),
+    "qwen2_moe": ModelArgs(
+        **COMMON, n_kv_head=4, n_expert=8, n_active=3, norm_topk=False, qkv_bias=True, shared_intermediate=512
+    ),
     "olmoe": ModelArgs(**COMMON, n_kv_head=8, n_expert=16, n_active=4, qk_norm="full", norm_topk=False, clip_qkv=0.5),
 }  # fmt: skip
 PLAIN_AND_PACKED = ("fp32", *FORMATS)
@@ -209,7 +212,7 @@ def test_parts_are_all_of_the_weights(family, parallel, checkpoints):
     parts = [tp.Part(FAMILIES[family], source.format, parallel, rank, 2) for rank in range(2)]
     for name, parameter in parts[0].model.named_parameters():
         tensors = [part.read(source, name, "cpu") for part in parts]
-        whole = source.read("embedding.weight" if name == "head.weight" and "qwen" in family else name)
+        whole = source.read("embedding.weight" if name == "head.weight" and FAMILIES[family].tied_embeddings else name)
         assert tensors[0].shape == tensors[1].shape == parameter.shape
         if name.endswith(("wo.bias", "router.weight")):
             assert torch.equal(tensors[0] + tensors[1], whole)
