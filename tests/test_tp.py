@@ -356,23 +356,29 @@ def test_a_rank_that_hangs_ends_the_others_within_30_seconds():
         second.kill()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", (2, 4))
-@pytest.mark.parametrize("parallel", tp.PARALLEL)
-@pytest.mark.parametrize("format", ("bf16", *FORMATS))
-def test_torchrun_gives_the_same_text_from_the_embedded_model(format, parallel, ranks, tmp_path):
+def check_embedded_model(format: str, parallel: str, ranks: int, target: Path, *options: str) -> None:
+    """The embedded model in that format says the same on so many ranks as alone, where it can be cut."""
     path = embedded_checkpoint()
     if format != "bf16":
         args = ModelArgs(**Checkpoint(path).args)
         group = None if FORMATS[format].per_row else 16 if format == "hqq2" else 32
-        path = quantize(path, plan(args, format, format, group_size=group), tmp_path / "model", progress=False)
-    options = "--checkpoint_path", path, "--prompt", "import os\n", "--prompt", "class A:"
+        path = quantize(path, plan(args, format, format, group_size=group), target, progress=False)
+    options = "--checkpoint_path", path, *options
     process = torchrun(ranks, "generate.py", *ANSWER, *options, "--parallel", parallel)
     out, errors = process.communicate(timeout=300)
     if process.returncode and "group size" in errors:
         pytest.skip(next(line for line in errors.splitlines() if line.startswith("error: ")))
     assert process.returncode == 0, errors
     assert out == answer(*options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", (2, 4))
+@pytest.mark.parametrize("parallel", tp.PARALLEL)
+@pytest.mark.parametrize("format", ("bf16", *FORMATS))
+def test_torchrun_gives_the_same_text_from_the_embedded_model(format, parallel, ranks, tmp_path):
+    prompts = "--prompt", "import os\n", "--prompt", "class A:"
+    check_embedded_model(format, parallel, ranks, tmp_path / "model", *prompts)
 
 
 @pytest.mark.slow
@@ -394,17 +400,7 @@ def test_gpus_give_the_same_text_as_one(format, parallel, ranks, tmp_path):
     """Compiled and recorded, sums through whatever was measured as fastest; in fp32, so that no near-tie differs."""
     if torch.cuda.device_count() < ranks:
         pytest.skip(f"needs {ranks} GPUs")
-    path = embedded_checkpoint()
-    if format != "bf16":
-        spec = plan(ModelArgs(**Checkpoint(path).args), format, format, group_size=32 if format == "hqq4" else None)
-        path = quantize(path, spec, tmp_path / "model", progress=False)
-    options = "--checkpoint_path", path, "--device", "cuda", "--compile"
-    process = torchrun(ranks, "generate.py", *ANSWER, *options, "--parallel", parallel)
-    out, errors = process.communicate(timeout=300)
-    if process.returncode and "group size" in errors:
-        pytest.skip(next(line for line in errors.splitlines() if line.startswith("error: ")))
-    assert process.returncode == 0, errors
-    assert out == answer(*options)
+    check_embedded_model(format, parallel, ranks, tmp_path / "model", "--device", "cuda", "--compile")
 
 
 @pytest.mark.cuda
