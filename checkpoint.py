@@ -95,6 +95,7 @@ class Shard:
         self.tensors: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         self.spans: dict[str, tuple[int, int]] = {}  # name: first byte in the file, and one past its last
         try:
+            self.stamp = self._stamp()
             size = self.path.stat().st_size
             with open(self.path, "rb") as file:
                 length = int.from_bytes(file.read(8), "little")
@@ -117,6 +118,19 @@ class Shard:
             end = stop
         if end != size:
             raise self._damaged(f"{size} bytes long where its header says {end}")
+
+    def _stamp(self) -> tuple[int, int, int]:
+        found = self.path.stat()
+        return found.st_size, found.st_mtime_ns, found.st_ino
+
+    def check_unchanged(self):
+        """Raises ValueError where the file is gone, or no longer the one that was opened."""
+        try:
+            same = self._stamp() == self.stamp
+        except OSError as error:
+            raise ValueError(f"{self.path} cannot be read any more ({error.strerror}); start again") from None
+        if not same:
+            raise ValueError(f"{self.path} has changed since it was opened; start again")
 
     def _damaged(self, cause: str) -> ValueError:
         return ValueError(f"{self.path} is damaged or truncated ({cause}); fetch or convert it again")
@@ -209,6 +223,10 @@ class Checkpoint:
     def read(self, name: str, index: tuple[slice, ...] | None = None, device: str | torch.device = "cpu") -> Tensor:
         """The tensor `name` (or `tensor[index]`, only whose bytes are read) on `device`; see `Shard.read`."""
         return self._home[name].read(name, index, device)
+
+    def check_unchanged(self, name: str):
+        """Raises ValueError where the file that holds `name` is gone, or no longer the one that was opened."""
+        self._home[name].check_unchanged()
 
     def nbytes(self, name: str) -> int:
         """Bytes that the whole tensor `name` takes, on disk and in memory."""

@@ -7,6 +7,7 @@ import argparse
 import io
 import json
 import os
+import re
 import resource
 import shutil
 import signal
@@ -23,11 +24,13 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
+import offload
 import tp
 import world
 from checkpoint import FORMAT_VERSION, Checkpoint, pick_device
 from convert_hf_checkpoint import convert
-from model import ModelArgs, Transformer
+from model import BLOCK, ModelArgs, Transformer
+from offload import Offload
 from quantize import DTYPES, KV_CACHES, Packed, model_args
 from session import PREFILL_CHUNK, Sampling, Session
 from speculate import DRAFT_TOKENS, Speculation, check_drafting
@@ -66,38 +69,55 @@ def embedded_checkpoint() -> Path:
 
 
 def load_model(source, device: str | torch.device = "auto", dtype: torch.dtype | None = None,
-               parallel: str = "tensor") -> Transformer:  # fmt: skip
+               parallel: str = "tensor", experts: Offload | None = None) -> Transformer:  # fmt: skip
     """Build the model that `source` describes and stream its weights to the device, one tensor at a time.
 
     source: the directory of a converted checkpoint, or anything with its `.args`, `.format` and `.read(name, ...)`.
     dtype: of the floating-point weights; None keeps the checkpoint's. parallel: of several processes (`world.start`),
-    each of which gets its part. Raises ValueError for what cannot be loaded.
+    each of which gets its part. experts: how they are kept in host memory, None: on the device. Raises ValueError for
+    what cannot be loaded.
     """
     source = Checkpoint(source) if isinstance(source, str | os.PathLike) else source
     device = pick_device(device) if isinstance(device, str) else device
     if device.index is not None:
         torch.cuda.set_device(device)  # streams, events and graphs are of the current device
     part = tp.Part(model_args(source), source.format, parallel)
-    model = part.model
-    start, size = time.perf_counter(), 0
-    parameters = dict(model.named_parameters())
-    for name in tqdm(parameters, desc="loading", unit="tensor", leave=False, file=sys.stderr,
-                     disable=None if world.is_main() else True):  # fmt: skip
+    model, size = part.model, 0
+    parameters, modules = dict(model.named_parameters()), dict(model.named_modules())
+    bar = tqdm(total=len(parameters), desc="loading", unit="tensor", leave=False, file=sys.stderr,
+               disable=None if world.is_main() else True)  # fmt: skip
+
+    def read(name: str, where: torch.device | str, expert: int | None = None) -> torch.Tensor:
+        nonlocal size
+        changing = expert is not None and isinstance(source, Checkpoint)  # read while the model runs
         try:
-            tensor = part.read(source, name, device)
+            if changing:
+                source.check_unchanged(name)
+            tensor = part.read(source, name, where, expert)
+            if changing:
+                source.check_unchanged(name)
         except KeyError:
             raise ValueError(f"the checkpoint lacks {name}: convert the model again") from None
         path, leaf = name.rsplit(".", 1)
-        module = model.get_submodule(path)
-        packed = isinstance(module, Packed) and leaf in module.layout
-        wanted = parameters[name].shape, (parameters[name].dtype,) if packed else tuple(DTYPES.values())
-        if tensor.shape != wanted[0] or tensor.dtype not in wanted[1]:
-            found, due = f"{list(tensor.shape)} {tensor.dtype}", f"{list(wanted[0])} {' or '.join(map(str, wanted[1]))}"
+        packed = isinstance(modules[path], Packed) and leaf in modules[path].layout
+        shape, dtypes = parameters[name].shape, (parameters[name].dtype,) if packed else tuple(DTYPES.values())
+        shape = shape if expert is None else (1, *shape[1:])
+        if tensor.shape != shape or tensor.dtype not in dtypes:
+            found, due = f"{list(tensor.shape)} {tensor.dtype}", f"{list(shape)} {' or '.join(map(str, dtypes))}"
             raise ValueError(f"{name} is {found} where the config says {due}: convert the model again")
-        size += tensor.nbytes
-        if dtype is not None and not packed:
-            tensor = tensor.to(dtype)
-        setattr(module, leaf, nn.Parameter(tensor, requires_grad=False))
+        if expert is None:
+            size += tensor.nbytes
+            bar.update(1)
+        return tensor if dtype is None or packed else tensor.to(dtype)
+
+    with bar:
+        start = time.perf_counter()
+        if experts:
+            plain = dtype or DTYPES[source.format.get("dtype", source.format["name"])]
+            plan = offload.apply(model, experts, device, plain, read)
+        for name in [name for name, tensor in model.named_parameters() if tensor.is_meta]:
+            path, leaf = name.rsplit(".", 1)
+            setattr(modules[path], leaf, nn.Parameter(read(name, device), requires_grad=False))
     model.tie()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -105,12 +125,12 @@ def load_model(source, device: str | torch.device = "auto", dtype: torch.dtype |
     seconds = time.perf_counter() - start
     speed = f" in {seconds:.1f} s, {size / 1e9 / seconds:.1f} GB/s"
     lazily = device.type == "cpu" and dtype is None  # mapped tensors are read from the file when first used
-    said = f"{'mapped' if lazily else 'loaded'} {size / 1e9:.2f} GB{'' if lazily else speed}"
+    said = f"{'mapped' if lazily and not experts else 'loaded'} {size / 1e9:.2f} GB{'' if lazily else speed}"
     if world.size() > 1:
         chosen = world.choose(model.args.dim, model.norm.weight.dtype, device)
         said += f", {parallel} parallel on {world.size()} ranks; {chosen}"
     if world.is_main():
-        print(said, file=sys.stderr)
+        print(said, *[plan] if experts else [], sep="\n", file=sys.stderr)
     return model.eval()
 
 
@@ -202,16 +222,17 @@ def generate_all(
     Returns for each text, prompt_tokens, new_tokens, finish_reason ("stop", "length" or "interrupted"), ttft_s (from
     the call to the first token on the host), prefill_tok_s (of all tokens that the cache did not hold), decode_tok_s
     (None below two tokens), bytes_per_token (weights that one token reads, on all ranks), gb_s (of one sequence alone
-    and one token a pass, else None), peak_bytes (of the device; on CPU of the process), and of a Speculation its
-    "speculation".
+    and one token a pass, else None), peak_bytes (of the device; on CPU of the process), of a Speculation its
+    "speculation", and of a model with experts in host memory "offload" (see `moved`).
     Raises ValueError as `Session.stream_all`, and for an empty stop text.
     """
     stop = [stop] if isinstance(stop, str) else stop
     check_stop(stop)
     ids = [tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt) for prompt in prompts]
     answers = [_Answer(p, tokenizer, stop, ignore_eos, reply, partial(on_text, n)) for n, p in enumerate(ids)]
-    start = time.perf_counter()
-    for tokens in session.stream_all(ids, max_new_tokens, sampling or Sampling()):
+    start, steps, counters = time.perf_counter(), 0, None
+    for steps, tokens in enumerate(session.stream_all(ids, max_new_tokens, sampling or Sampling())):  # noqa: B007
+        counters = counters or offload.counters(session.model)  # the prompt's copies are not counted
         for answer, token in zip(answers, tokens, strict=True):
             if answer.finish is None:
                 answer.push(token)
@@ -224,6 +245,7 @@ def generate_all(
     world.check_tokens(session.ids)
     results, size = [], world.total(session.model.bytes_per_token())
     speculation = {"speculation": session.statistics()} if isinstance(session, Speculation) else {}
+    offloaded = {"offload": moved(session.model, counters, steps * len(ids))} if counters else {}
     for answer in answers:
         answer.end("length")
         result = answer.result(start)
@@ -234,8 +256,27 @@ def generate_all(
             "gb_s": size * rate / 1e9 if rate and len(ids) == 1 and not speculation else None,
             "peak_bytes": peak_bytes(session.device),
             **speculation,
+            **offloaded,
         })  # fmt: skip
     return results
+
+
+def moved(model: Transformer, before: list[dict[str, int]], tokens: int) -> dict:
+    """What happened since `offload.counters` was `before`, over all layers, in which so many tokens were made.
+
+    hits, misses, speculative_hits (experts needed, once a layer and step), speculative_loads; hit_ratio, guessed_ratio:
+    their share and the third's; bytes, bytes_moved_per_token: copied to the devices, of all ranks. Ratios are None
+    where there was nothing.
+    """
+    after = offload.counters(model)
+    found = {name: sum(a[name] - b[name] for a, b in zip(after, before, strict=True)) for name in offload.COUNTERS}
+    found["bytes"] = world.total(found["bytes"])
+    needed = found["hits"] + found["misses"] + found["speculative_hits"]
+    return found | {
+        "hit_ratio": found["hits"] / needed if needed else None,
+        "guessed_ratio": found["speculative_hits"] / needed if needed else None,
+        "bytes_moved_per_token": found["bytes"] / tokens if tokens else None,
+    }
 
 
 def check_stop(stop: Sequence[str]) -> None:
@@ -268,6 +309,11 @@ def statistics(result: dict) -> str:
     pace = ""
     if "speculation" in result:
         pace = f", {number(result['speculation']['tokens_per_pass'], '.2f')} tokens a pass"
+    if "offload" in result:
+        found = result["offload"]
+        pace += f", hit ratio {number(found['hit_ratio'], '.2f')} and {number(found['guessed_ratio'], '.2f')} guessed, "
+        copied = found["bytes_moved_per_token"]
+        pace += f"{number(copied and copied / 1e6, '.4g')} MB a token copied"
     return (
         f"first token {number(result['ttft_s'], '.3f')} s, "
         f"prompt {result['prompt_tokens']} tokens at {number(result['prefill_tok_s'], '.1f')}/s, "
@@ -311,6 +357,12 @@ def build_parser() -> argparse.ArgumentParser:
     add("--dtype", choices=tuple(DTYPES), help="default: as the checkpoint has it")
     add("--max_seq_len", type=int, metavar="N", help="cache length; default: what prompt and new tokens need")
     add("--kv_cache", choices=tuple(KV_CACHES), default="plain", help="int8: keys and values in half the bytes")
+    add("--offload", action="store_true", help="experts in host memory, as many on the GPU as fit")
+    add("--gpu_experts", type=int, metavar="R", help="experts of each layer that the GPU holds at a time")
+    add("--gpu_memory", metavar="SIZE", help="16GB, or 900MB: R is what fits into this, beside everything else")
+    add("--cache_policy", choices=offload.POLICIES, help="which expert goes when another comes; default: lru")
+    add("--prefetch", type=int, metavar="N", help="experts that are copied on a guess, a layer and token; default: 0")
+    add("--offload_tier", choices=offload.TIERS, help="disk: nothing in host memory, misses are read from the files")
     add("--interactive", action="store_true", help="chat; /reset forgets, /exit ends, Ctrl-C stops an answer")
     add("--system", metavar="TEXT", help="system message; prompts then go through the model's chat template")
     add("--ignore_eos", action="store_true", help="do not end at the end-of-text token")
@@ -393,9 +445,38 @@ def check_options(options: argparse.Namespace) -> None:
         raise ValueError("--speculate and --draft_checkpoint_path are two sources of drafts: leave one of them out")
     if options.draft_tokens is not None and not (options.speculate or options.draft_checkpoint_path):
         raise ValueError("--draft_tokens needs a source of drafts: add --speculate lookup or --draft_checkpoint_path")
+    for name in ("gpu_experts", "gpu_memory", "cache_policy", "prefetch", "offload_tier"):
+        if getattr(options, name) is not None and not options.offload:
+            raise ValueError(f"--{name} is about experts in host memory: add --offload")
     for name in ("prompt", "prompts_file", "json"):
         if options.interactive and getattr(options, name):
             raise ValueError(f"--{name} does not go with --interactive: leave one of them out")
+
+
+def parse_size(text: str) -> int:
+    """Bytes in "16GB" or "900MB", of 1000s. Raises ValueError for anything else."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([GM])B?", text, re.IGNORECASE)
+    if not found:
+        raise ValueError(f"--gpu_memory {text}: it must be a number of GB or MB, as in 16GB")
+    return int(float(found[1]) * {"G": 1e9, "M": 1e6}[found[2].upper()])
+
+
+def plan_offload(options: argparse.Namespace, part: ModelArgs, itemsize: int, length: int, batch: int) -> Offload:
+    """The options as settings. part: the args of one rank's part; itemsize: of its activations; length: of a sequence.
+
+    Set aside are keys and values, and what a chunk of a prompt, or a step, makes at a time in one layer: x and what
+    attention makes of it, and for each expert of each token its rows of x, w13's, SwiGLU's and w2's results.
+    """
+    tokens = max(min(options.prefill_chunk, length), batch)
+    heads = (part.n_head + 2 * part.n_kv_head) * part.head_dim
+    row = 4 * part.dim + 2 * heads + part.n_active * 3 * (part.intermediate + part.dim)
+    cache = 2 * part.n_layer * batch * part.n_kv_head * (length + BLOCK) * part.head_dim * itemsize
+    reserve = cache + tokens * row * itemsize + batch * part.vocab_size * 16
+    memory = None if options.gpu_memory is None else parse_size(options.gpu_memory)
+    return Offload(
+        options.gpu_experts, memory, options.cache_policy or Offload.policy, options.prefetch or 0,
+        options.offload_tier or Offload.tier, reserve,
+    )  # fmt: skip
 
 
 def run(options: argparse.Namespace) -> list[dict]:
@@ -419,10 +500,13 @@ def run(options: argparse.Namespace) -> list[dict]:
     check_drafting(drafts, args, model_args(drafter) if drafter else None)
     world.agree(vars(options), checkpoint)
     dtype, speculates = DTYPES[options.dtype] if options.dtype else None, bool(options.speculate or drafter)
-    model = load_model(checkpoint, device, dtype, options.parallel)
-    model.cache_kind = KV_CACHES[options.kv_cache]
     work = [ids for ids in prompts for _ in range(options.num_samples)]
-    batch = 1 if speculates else min(options.batch_size, len(work)) or 1
+    batch, experts = 1 if speculates else min(options.batch_size, len(work)) or 1, None
+    if options.offload:
+        itemsize = (dtype or DTYPES[checkpoint.format.get("dtype", checkpoint.format["name"])]).itemsize
+        experts = plan_offload(options, tp.local_args(args, world.size(), options.parallel), itemsize, length, batch)
+    model = load_model(checkpoint, device, dtype, options.parallel, experts)
+    model.cache_kind = KV_CACHES[options.kv_cache]
     session = Session(model, length, options.compile, options.compile_prefill, batch, options.prefill_chunk)
     if speculates:
         session = Speculation(

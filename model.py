@@ -205,6 +205,7 @@ class Experts(nn.Module):
         self.w13 = ExpertLinear(args.n_expert, args.dim, 2 * args.intermediate)
         self.w2 = ExpertLinear(args.n_expert, args.intermediate, args.dim)
         self.n_expert = args.n_expert
+        self.read_of = float(args.n_expert)  # a token reads A / read_of of the bytes that are stored here
 
     def forward(self, x: Tensor, expert_indices: Tensor, expert_weights: Tensor) -> Tensor:
         product = self.gather if x.shape[0] <= self.gather_tokens else self.group
@@ -220,6 +221,10 @@ class Experts(nn.Module):
         FlexFlow's GroupBy and Aggregate as tensor operations: no loop over experts, no host synchronisation, and
         memory O(T * A * I), for activations only.
         """
+        return self.combine(self.each(x, expert_indices), expert_weights).to(x.dtype)
+
+    def each(self, x: Tensor, expert_indices: Tensor) -> Tensor:
+        """What each of a token's experts makes of it, [T, A, D]; undefined where the index is n_expert."""
         tokens, active = expert_indices.shape
         chosen, pairs = expert_indices.flatten(), torch.arange(tokens * active, device=x.device)
         if tokens <= FEW_TOKENS:  # counted in a kernel or two, where a sort is several of the library's
@@ -235,8 +240,7 @@ class Experts(nn.Module):
             experts = torch.arange(self.n_expert, dtype=small, device=x.device)
             group_ends = torch.searchsorted(sorted_experts, experts, right=True, out_int32=True)
         hidden = swiglu(*self.w13.grouped(x[order // active], group_ends).chunk(2, dim=-1))
-        y = self.w2.grouped(hidden, group_ends)
-        return self.combine(y[place].view(tokens, active, -1), expert_weights).to(x.dtype)
+        return self.w2.grouped(hidden, group_ends)[place].view(tokens, active, -1)
 
     def combine(self, y: Tensor, expert_weights: Tensor) -> Tensor:
         """y [T, A, D], expert_weights [T, A] -> fp32 [T, D]."""
@@ -265,10 +269,13 @@ class MoE(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         expert_indices, expert_weights = self.route(x)
-        y = self.experts(x, expert_indices, expert_weights)
+        return self.finish(x, self.experts(x, expert_indices, expert_weights)), expert_indices, expert_weights
+
+    def finish(self, x: Tensor, y: Tensor) -> Tensor:
+        """x, the experts' result y [T, D] -> with the shared expert's, where there is one, summed over ranks."""
         if self.shared is not None:
             y = y + self.shared(x)[0] * self.shared_gate(x).sigmoid()
-        return self.reduce(y), expert_indices, expert_weights
+        return self.reduce(y)
 
 
 class FeedForward(nn.Module):
@@ -483,6 +490,13 @@ class Transformer(nn.Module):
     passes the compiled functions as `stages`; equal layers share one compiled block.
     """
 
+    recordable = True  # a step asks nothing of the host, so that CUDA can record it as one graph
+
+    @staticmethod
+    def compile_block(compile: Callable) -> Callable:
+        """`Block.forward`, compiled by this function; offloading puts pieces and the host between them in its place."""
+        return compile(Block.forward)
+
     def __init__(self, args: ModelArgs):
         super().__init__()
         self.args = args
@@ -568,10 +582,10 @@ class Transformer(nn.Module):
         experts_read: of several tokens at once, how many experts a layer they read together.
         """
         total = sum(tensor.nbytes for tensor in stored(self))
-        experts = sum(tensor.nbytes for m in self.modules() if isinstance(m, Experts) for tensor in stored(m))
+        experts = [(sum(t.nbytes for t in stored(m)), m.read_of) for m in self.modules() if isinstance(m, Experts)]
         tied = self.args.tied_embeddings and isinstance(self.head, Linear)
         embedding = 0 if tied else self.embedding.weight.nbytes
-        idle = experts - int(experts * (experts_read or self.args.n_active) / self.args.n_expert)
+        idle = sum(size - int(size * (experts_read or self.args.n_active) / read_of) for size, read_of in experts)
         return total - idle - embedding + self.embedding.weight[0].nbytes
 
 

@@ -8,6 +8,7 @@ is one graph that feeds itself; the host only reads each token to print it, one 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -158,9 +159,9 @@ class Session:
         if compile or compile_prefill:
             compile_settings()
         self.compiled = compile
-        self.recorded = compile and device.type == "cuda"
-        self.decode_stages = _compile_stages(dynamic=False) if compile else Stages()
-        self.prefill_stages = _compile_stages(dynamic=True) if compile_prefill else Stages()
+        self.recorded = compile and device.type == "cuda" and model.recordable
+        self.decode_stages = _compile_stages(model, dynamic=False) if compile else Stages()
+        self.prefill_stages = _compile_stages(model, dynamic=True) if compile_prefill else Stages()
         self.sample = torch.compile(sample, fullgraph=True, dynamic=False) if compile else sample
         # What a step reads and writes in place, so that a recorded step finds it at the same address.
         self.token = torch.zeros(batch, 1, dtype=torch.int64, device=device)
@@ -325,8 +326,9 @@ class Session:
                 tokens = advance()
 
 
-def _compile_stages(dynamic: bool) -> Stages:
-    return Stages(*(torch.compile(stage, fullgraph=True, dynamic=dynamic) for stage in Stages()))
+def _compile_stages(model: Transformer, dynamic: bool) -> Stages:
+    compiled, stages = partial(torch.compile, fullgraph=True, dynamic=dynamic), Stages()
+    return Stages(compiled(stages.start), model.compile_block(compiled), compiled(stages.finish))
 
 
 def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:

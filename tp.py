@@ -251,11 +251,14 @@ class Part:
             if parallel == "expert":
                 block.ffn.experts = LocalExperts(model.args, self.rank * count, count)
 
-    def read(self, source, name: str, device: torch.device | str) -> Tensor:
-        """This rank's part of the model's parameter `name`, and nothing else, from a source as `load_model` has it."""
+    def read(self, source, name: str, device: torch.device | str, expert: int | None = None) -> Tensor:
+        """This rank's part of the model's parameter `name`, and nothing else, from a source as `load_model` has it.
+
+        expert: of stacked experts' [E, ...], E of this rank's, that one alone, [1, ...].
+        """
         path, leaf = name.rsplit(".", 1)
         if self.ranks == 1 or _key(path) not in self.table:
-            tensor = source.read(name, device=device)
+            tensor = source.read(name, None if expert is None else (slice(expert, expert + 1),), device)
             return torch.zeros_like(tensor) if _key(path) == "ffn.router" and self.rank > 0 else tensor
         axis, segments = self.table[_key(path)]
         shape = self.shapes[name]
@@ -264,5 +267,8 @@ class Part:
             return bias if self.rank == 0 else torch.zeros_like(bias)
         if name == "head.weight" and self.args.tied_embeddings:
             name = "embedding.weight"
-        parts = [source.read(name, index, device) for index in cut(shape, axis, segments, self.rank, self.ranks)]
+        pieces = cut(shape, axis, segments, self.rank, self.ranks)
+        if expert is not None:
+            pieces = [(slice(at := (rows.start or 0) + expert, at + 1), *rest) for rows, *rest in pieces]
+        parts = [source.read(name, index, device) for index in pieces]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=axis)
