@@ -141,8 +141,8 @@ class _Answer:
     """The text of one sequence as its tokens arrive; `finish` says why it has ended, once it has."""
 
     def __init__(self, ids: Sequence[int], tokenizer: Tokenizer, stop: Sequence[str], ignore_eos: bool, reply: bool,
-                 on_text: Callable[[str], None]):  # fmt: skip
-        self.prompt_tokens, self.stop, self.on_text = len(ids), stop, on_text
+                 on_text: Callable[[str], None], on_token: Callable[[int, int], None]):  # fmt: skip
+        self.prompt_tokens, self.stop, self.on_text, self.on_token = len(ids), stop, on_text, on_token
         self.stop_ids = () if ignore_eos else tokenizer.stop_ids
         self.pieces, self.text, self.shown = tokenizer.stream(() if reply else ids), "", 0
         self.times: list[float] = []
@@ -154,6 +154,7 @@ class _Answer:
         if token in self.stop_ids:
             self.end("stop")
             return
+        self.on_token(token, len(self.text))
         self.text += self.pieces.push(token)
         if (end := _find_stop(self.text, self.stop)) is not None:
             self.text = self.text[:end]
@@ -194,11 +195,12 @@ def generate(
     sampling: Sampling | None = None,
     *,
     on_text: Callable[[str], None] = lambda text: None,
+    on_token: Callable[[int, int], None] = lambda token, begin: None,
     **options,
 ) -> dict:
-    """`generate_all` for one prompt: text, or token ids. Returns its result; on_text is called with text alone."""
-    show = lambda number, text: on_text(text)  # noqa: E731
-    return generate_all(session, tokenizer, [prompt], max_new_tokens, sampling, on_text=show, **options)[0]
+    """`generate_all` for one prompt: text, or token ids. Returns its result; both functions get no number."""
+    options |= {"on_text": lambda _, *text: on_text(*text), "on_token": lambda _, *token: on_token(*token)}
+    return generate_all(session, tokenizer, [prompt], max_new_tokens, sampling, **options)[0]
 
 
 def generate_all(
@@ -212,13 +214,15 @@ def generate_all(
     ignore_eos: bool = False,
     reply: bool = False,
     on_text: Callable[[int, str], None] = lambda number, text: None,
+    on_token: Callable[[int, int, int], None] = lambda number, token, begin: None,
     interrupted: Callable[[], bool] = lambda: False,
 ) -> list[dict]:
     """Continue each prompt, all at once, until EOS, a `stop` text (not part of the answer) or max_new_tokens.
 
     As many prompts as the session's batch, or fewer. reply: an answer is a text of its own, as in a chat, so that a
     tokenizer's leading space is no part of it. on_text is called with a prompt's number and each piece of its text as
-    soon as it is certain; `interrupted` is asked after every step.
+    soon as it is certain; on_token before that with its number, each token that does not end it, and where in the text
+    the token's begins; `interrupted` is asked after every step.
     Returns for each text, prompt_tokens, new_tokens, finish_reason ("stop", "length" or "interrupted"), ttft_s (from
     the call to the first token on the host), prefill_tok_s (of all tokens that the cache did not hold), decode_tok_s
     (None below two tokens), bytes_per_token (weights that one token reads, on all ranks), gb_s (of one sequence alone
@@ -229,7 +233,10 @@ def generate_all(
     stop = [stop] if isinstance(stop, str) else stop
     check_stop(stop)
     ids = [tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt) for prompt in prompts]
-    answers = [_Answer(p, tokenizer, stop, ignore_eos, reply, partial(on_text, n)) for n, p in enumerate(ids)]
+    answers = [
+        _Answer(p, tokenizer, stop, ignore_eos, reply, partial(on_text, n), partial(on_token, n))
+        for n, p in enumerate(ids)
+    ]
     start, steps, counters = time.perf_counter(), 0, None
     for steps, tokens in enumerate(session.stream_all(ids, max_new_tokens, sampling or Sampling())):  # noqa: B007
         counters = counters or offload.counters(session.model)  # the prompt's copies are not counted

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +21,7 @@ CANDIDATES = 256  # tokens that sampling looks at: one compiled step serves ever
 RANKED = 2048  # so many numbers are put in order by comparing each with each
 PREFILL_CHUNK = 2048  # tokens of a prompt that are computed at a time
 PREFILL_MULTIPLE = 2 * FEW_TOKENS  # a compiled prefill sees lengths padded to this: one graph serves every prompt
+TOP = 20  # likeliest tokens that are told of beside a chosen one
 SPARE = 16  # positions of every cache past the last: for warm-up, and for drafts that are not taken
 
 
@@ -138,6 +140,15 @@ def sample(logits: Tensor, controls: Tensor, seen: Tensor, noise: Tensor | None)
 # Decoding -----------------------------------------------------------------------------------------------------------
 
 
+class Details(NamedTuple):
+    """What the model's pass that chose a token said: before temperature and the other controls."""
+
+    logprob: float  # of the token
+    top: list[tuple[int, float]]  # the TOP likeliest tokens and their log-probabilities, falling
+    experts: list[list[int]]  # [L, A], of the layers that have experts: where that pass went
+    weights: list[list[float]]  # [L, A]
+
+
 class Session:
     """`batch` sequences on one device: their cache, the tokens that stand in it, and the step that adds one to each.
 
@@ -146,6 +157,8 @@ class Session:
     max_seq_len: the most tokens a sequence may have, prompt and answer together.
     compile: the decode step (on CUDA also recorded as one graph); compile_prefill: the prompt's pass as well.
     prefill_chunk: so many tokens of a prompt are computed at a time, which bounds the memory for activations.
+    watch: set it before an answer to find the Details of each sequence's token in `details` whenever tokens are
+    yielded. A step that is watched is compiled and recorded by itself, so that others pay nothing for it.
     """
 
     def __init__(self, model: Transformer, max_seq_len: int, compile: bool = False, compile_prefill: bool = False,
@@ -170,8 +183,14 @@ class Session:
         self.seen = torch.zeros(batch, model.args.vocab_size, dtype=torch.bool, device=device)
         self.controls = torch.ones(5, device=device)
         self.rows = torch.arange(batch, device=device)
+        sparse = model.args.n_layer - len(set(model.args.dense_layers))
+        self.routing = 2, sparse, model.args.n_active  # experts, then weights
+        self.top = min(TOP, model.args.vocab_size)
+        width = 1 + 2 * self.top + 2 * sparse * model.args.n_active
+        self.watch, self.watched = False, torch.zeros(batch, width, device=device)
+        self.details: list[Details] = []
         self.generator = torch.Generator(device)
-        self.steps: dict[int, Callable[[], None]] = {}
+        self.steps: dict[tuple[int, bool], Callable[[], None]] = {}
         self.reset()
 
     def reset(self) -> None:
@@ -191,29 +210,66 @@ class Session:
         self.token.copy_(self.sample(logits, self.controls, self.seen, noise))
         self.seen.scatter_(1, self.token, True)
 
-    def prefill(self, row: int, ids: Sequence[int], start: int) -> Tensor:
-        """Run one sequence's tokens at positions from `start` on, chunk by chunk -> logits of what follows, [1, V]."""
+    def keep(self, logits: Tensor, routing: Sequence[Tensor]) -> None:
+        """If watched: put what Details are made of into `watched`. routing: the experts and weights [L, B, A]."""
+        if self.watch:  # a row of numbers, so that it takes one copy; ids and experts are far below 2 ** 24
+            logprobs = logits.log_softmax(dim=-1)
+            parts = logprobs.gather(1, self.token), *logprobs.topk(self.top, dim=-1)
+            routing = (part.transpose(0, 1).flatten(1) for part in routing)
+            self.watched.copy_(torch.cat([part.float() for part in (*parts, *routing)], dim=1))
+
+    def read(self) -> Callable[[], list[int]]:
+        """Start the copy of the tokens chosen last; the function returned waits for it, and sets `details`."""
+        token = read_later(self.token)
+        if not self.watch:
+            return token
+        watched = read_later(self.watched)
+
+        def finish() -> list[int]:
+            rows, self.details = torch.tensor(watched()).view(self.batch, -1), []
+            for row in rows:
+                top, ids, routing = row[1:].split([self.top, self.top, len(row) - 1 - 2 * self.top])
+                experts, weights = routing.view(self.routing)
+                top = list(zip(ids.int().tolist(), top.tolist(), strict=True))
+                self.details.append(Details(row[0].item(), top, experts.int().tolist(), weights.tolist()))
+            return token()
+
+        return finish
+
+    def run(self, tokens: Tensor, where: Tensor | Chunk, last: Tensor, stages: Stages) -> tuple[Tensor, ...]:
+        """The model's logits [B, V], and of a pass that is watched the experts and weights [L, T, A]."""
+        found = self.model(tokens, where, last, return_routing=self.watch, stages=stages)
+        return found if self.watch else (found,)
+
+    def prefill(self, row: int, ids: Sequence[int], start: int) -> tuple[Tensor, ...]:
+        """Run one sequence's tokens at positions from `start` on, chunk by chunk -> logits of what follows, [1, V].
+
+        Of a pass that is watched, also the last token's experts and weights [L, 1, A].
+        """
         for part in torch.tensor(ids).to(self.device).split(self.prefill_chunk):
             tokens = F.pad(part, (0, -len(part) % self.prefill_multiple))  # padding is overwritten before it is read
             chunk = Chunk(self.rows[row : row + 1], start + len(tokens))
             last = self.first[:1] + (len(part) - 1)
-            logits = self.model(tokens.unsqueeze(0), chunk, last, stages=self.prefill_stages)
+            logits, *routing = self.run(tokens.unsqueeze(0), chunk, last, self.prefill_stages)
             start += len(part)
-        return logits
+        return logits, *(of_tokens[:, len(part) - 1 : len(part)] for of_tokens in routing)
 
     def decode(self, candidates: int) -> None:
         """One step: the tokens chosen last go in at `position`, the next ones are chosen."""
         # What is not compiled reads the part of the cache that is in use, which the host knows for one sequence.
         alone = not self.compiled and self.batch == 1
         where = Chunk(self.rows, self.cached[0] + 1) if alone else self.position
-        self.choose(self.model(self.token, where, self.first, stages=self.decode_stages), candidates)
+        logits, *routing = self.run(self.token, where, self.first, self.decode_stages)
+        self.choose(logits, candidates)
+        self.keep(logits, routing)
         self.position.add_(1)
 
     def warm_up(self, candidates: int) -> Callable[[], None]:
         """The decode step for so many candidates: compiled and, on CUDA, recorded, on the first call; then kept."""
-        if candidates not in self.steps:
-            self.steps[candidates] = self.record(lambda: self.decode(candidates))
-        return self.steps[candidates]
+        key = candidates, self.watch
+        if key not in self.steps:
+            self.steps[key] = self.record(lambda: self.decode(candidates))
+        return self.steps[key]
 
     def record(self, step: Callable[[], None], count: int = 1) -> Callable[[], None]:
         """A step that runs `count` tokens from `position` on -> the same, compiled and, on CUDA, recorded.
@@ -276,18 +332,20 @@ class Session:
         else:
             self.generator.manual_seed(sampling.seed)
         self.seen.zero_()
-        self.prefilled, logits, positions = 0, [], []
+        self.prefilled, found, positions = 0, [], []
         for row in range(self.batch):
             ids = prompts[row] if row < len(prompts) else [0]  # rows without a prompt run along
             self.seen[row, torch.tensor(ids, device=self.device)] = True
             start = min(_common_prefix(self.ids[row], ids), self.cached[row], len(ids) - 1)
             self.ids[row], self.cached[row] = list(ids), start
-            logits.append(self.prefill(row, ids[start:], start))
+            found.append(self.prefill(row, ids[start:], start))
             self.cached[row] = len(ids)
             self.prefilled += len(ids) - start
             positions.append([len(ids)])
         self.position.copy_(torch.tensor(positions))
-        self.choose(torch.cat(logits), self.candidates(sampling))
+        logits, *routing = zip(*found, strict=True)
+        self.choose(logits := torch.cat(logits), self.candidates(sampling))
+        self.keep(logits, [torch.cat(part, dim=1) for part in routing])
 
     def stream(self, ids: Sequence[int], max_new_tokens: int, sampling: Sampling) -> Iterator[int]:
         """`stream_all` for one sequence: its tokens one by one."""
@@ -308,12 +366,12 @@ class Session:
         candidates = self.candidates(sampling)
         step = self.warm_up(candidates)
         self.begin(prompts, sampling)
-        tokens = read_later(self.token)
+        tokens = self.read()
 
         def advance() -> Callable[[], list[int]]:
             step()
             self.cached = [count + 1 for count in self.cached]
-            return read_later(self.token)
+            return self.read()
 
         for left in reversed(range(max_new_tokens)):
             current = tokens

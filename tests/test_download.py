@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -15,6 +16,7 @@ import huggingface_hub
 import pytest
 from huggingface_hub.errors import HTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
 
+from checkpoint import Checkpoint
 from scripts import download as script
 from scripts.download import main, wanted
 
@@ -307,3 +309,49 @@ def test_the_token_reaches_the_hub(hub, tmp_path, monkeypatch):
     monkeypatch.setattr(Handler, "do_GET", lambda self: seen.append(self.headers["Authorization"]) or original(self))
     assert main(["--repo_id", REPO, "--output_dir", str(tmp_path / "out"), "--token", "hf_secret"]) == 0
     assert seen and set(seen) == {"Bearer hf_secret"}
+
+
+# scripts/prepare.sh
+
+
+def prepare(hub, *arguments, cwd):
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "HUGGING"))}
+    environment |= {"HF_ENDPOINT": hub.url, "HF_HOME": str(cwd / "home"), "PYTHONPATH": str(ROOT)}
+    environment |= {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
+    program = [str(ROOT / "scripts" / "prepare.sh"), *arguments]
+    return subprocess.run(program, cwd=cwd, env=environment, capture_output=True, text=True, timeout=200)
+
+
+def test_prepare_goes_from_the_hub_to_a_quantised_model_and_on_from_where_it_was(hub, tmp_path, make_family):
+    family = make_family("mixtral")
+    hub.files = {path.name: path.read_bytes() for path in family.hf_directory.iterdir() if path.is_file()}
+    shard = next(name for name in hub.files if name.endswith(".safetensors"))
+    hub.fail["GET", shard] = 403, None  # the first try breaks off
+    broken = prepare(hub, REPO, "int8", cwd=tmp_path)
+    assert broken.returncode == 2 and broken.stdout == "" and broken.stderr.count("error: ") == 1
+    assert not list(tmp_path.glob("checkpoints/*/*/model_*"))
+    hub.fail.clear()
+    run = prepare(hub, REPO, "int8", cwd=tmp_path)
+    directory = f"checkpoints/{REPO}/model_int8"
+    assert run.returncode == 0 and run.stdout == directory + "\n", run.stderr
+    assert Checkpoint(tmp_path / directory).format["name"] == "int8"
+    hub.requests.clear()
+    before = contents(tmp_path / "checkpoints")
+    for mode in ("int8", "bf16"):
+        again = prepare(hub, REPO, mode, cwd=tmp_path)
+        assert again.stdout == f"checkpoints/{REPO}/model_{mode}\n" and "is there already" in again.stderr
+    assert not hub.requests and contents(tmp_path / "checkpoints") == before
+    shutil.rmtree(tmp_path / directory)  # another format needs no other download
+    assert prepare(hub, REPO, "int8", cwd=tmp_path).returncode == 0 and not hub.requests
+    assert contents(tmp_path / "checkpoints") == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    (((), "OWNER/NAME"), (("name",), "OWNER/NAME"), ((REPO, "int5"), "int5"), ((REPO, "int8", "x"), "too many")),
+)
+def test_prepare_says_what_it_takes(hub, tmp_path, arguments, message):
+    run = prepare(hub, *arguments, cwd=tmp_path)
+    assert run.returncode == 2 and run.stdout == "" and not hub.requests
+    assert run.stderr.startswith("error: ") and message in run.stderr and run.stderr.count("\n") == 1
+    assert prepare(hub, "--help", cwd=tmp_path).stdout.startswith("usage: ")

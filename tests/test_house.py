@@ -80,7 +80,8 @@ def test_no_path_surgery(path):
 
 def is_definition(node: ast.stmt) -> bool:
     """Imports, functions, classes, docstrings, constants, and the guard of a command."""
-    if isinstance(node, ast.Import | ast.ImportFrom | ast.FunctionDef | ast.ClassDef | ast.AnnAssign):
+    functions = ast.FunctionDef | ast.AsyncFunctionDef
+    if isinstance(node, ast.Import | ast.ImportFrom | functions | ast.ClassDef | ast.AnnAssign):
         return True
     if isinstance(node, ast.Expr):
         return isinstance(node.value, ast.Constant)

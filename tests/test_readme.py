@@ -27,8 +27,8 @@ def test_every_file_it_names_exists():
 
 @pytest.mark.parametrize(
     "script", ("generate.py", "convert_hf_checkpoint.py", "checkpoint.py", "quantize.py", "eval.py", "benchmark.py",
-               "scripts/download.py", "scripts/train_tiny_moe.py", "scripts/plot_roofline.py",
-               "scripts/study_offload.py"),
+               "serve.py", "scripts/download.py", "scripts/train_tiny_moe.py", "scripts/plot_roofline.py",
+               "scripts/study_offload.py", "scripts/plot_experts.py", "scripts/compare_hf.py"),
 )  # fmt: skip
 def test_every_option_it_names_is_the_commands_own(script):
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

@@ -312,6 +312,41 @@ def test_compiled_equals_eager_and_never_compiles_again(make_family):
     check_compiled(make_family("mixtral").directory)
 
 
+def check_details(model, session: Session) -> None:
+    """What is told of each token against the model run on all tokens at once; and that watching changes none."""
+    plain = list(session.stream_all(PROMPTS[: session.batch], 6, GREEDY))
+    session.reset()
+    session.watch, told = True, []
+    watched = [(found, told.append(session.details))[0] for found in session.stream_all(
+        PROMPTS[: session.batch], 6, GREEDY)]  # fmt: skip
+    assert watched == plain
+    for row, prompt in enumerate(PROMPTS[: session.batch]):
+        ids = torch.tensor([session.ids[row]])
+        model.setup_cache(1, 64)
+        where = torch.arange(ids.shape[1])[None]
+        logits, experts, weights = model(ids, where, all_positions=True, return_routing=True)
+        logprobs, first = logits[0].log_softmax(dim=-1), len(prompt) - 1
+        for n in range(6):
+            details, place = told[n][row], first + n
+            assert details.logprob == pytest.approx(logprobs[place, watched[n][row]].item(), abs=1e-4)
+            assert [value for _, value in details.top] == pytest.approx(logprobs[place].topk(20)[0].tolist(), abs=1e-4)
+            assert all(logprobs[place, id].item() == pytest.approx(value, abs=1e-4) for id, value in details.top)
+            assert details.experts == experts[:, place].tolist()
+            torch.testing.assert_close(torch.tensor(details.weights), weights[:, place], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("batch", (1, 3))
+def test_a_watched_answer_tells_what_the_model_said(family, batch):
+    model = load_model(family.directory, "cpu")
+    check_details(model, Session(model, 64, batch=batch, prefill_chunk=9))
+
+
+@pytest.mark.slow
+def test_a_watched_answer_compiled(make_family):
+    model = load_model(make_family("mixtral").directory, "cpu")
+    check_details(model, Session(model, 48, compile=True, compile_prefill=True))
+
+
 @pytest.mark.slow
 def test_many_sessions_of_a_model_can_be_compiled(make_family):
     """More lengths than Dynamo's own limit of eight recompilations."""
