@@ -24,7 +24,7 @@ lint: $(VENV)/.test
 	$(BIN)/ruff format --check .
 
 test: lint
-	$(BIN)/python -m pytest -m 'not slow'
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'not slow' -n 2 --dist loadfile
 
 test-all: lint oracles
 	$(BIN)/python -m pytest

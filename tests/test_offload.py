@@ -490,6 +490,8 @@ def test_recall_is_that_of_the_next_router(study, make):
 
 
 def test_the_study_s_command(study, monkeypatch, capsys, tmp_path):
+    pytest.importorskip("matplotlib", reason="draws")
+
     def run_it(*options: str) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["study_offload.py", "--device", "cpu", *options])
         code = study.main()
