@@ -95,8 +95,7 @@ class Shard:
         self.tensors: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         self.spans: dict[str, tuple[int, int]] = {}  # name: first byte in the file, and one past its last
         try:
-            self.stamp = self._stamp()
-            size = self.path.stat().st_size
+            self.stamp = size, *_ = self._stamp()
             with open(self.path, "rb") as file:
                 length = int.from_bytes(file.read(8), "little")
                 raw = file.read(length) if length <= size - 8 else b""

@@ -23,8 +23,7 @@ from tqdm import tqdm
 
 import tp
 import world
-from checkpoint import Checkpoint
-from generate import DTYPES, EMBEDDED, embedded_checkpoint, generate, load_model, model_args
+from generate import DTYPES, EMBEDDED, generate, load_model, model_args, open_checkpoint
 from model import Chunk, ModelArgs, Stages, Transformer, stored
 from quantize import KV_CACHES
 from session import Sampling, Session
@@ -360,9 +359,7 @@ def run(options: argparse.Namespace) -> tuple[dict, str]:
     device = world.start(options.device)
     check_options(options)
     text = None if options.tasks else read_text(options.text_file or EMBEDDED / "heldout.txt")
-    if options.checkpoint_path is None:
-        world.share(embedded_checkpoint)  # the others of a host find it made
-    checkpoint = Checkpoint(options.checkpoint_path or embedded_checkpoint())
+    checkpoint = open_checkpoint(options.checkpoint_path)
     tokenizer, args = load_tokenizer(checkpoint.directory), model_args(checkpoint)
     default = args.max_position if options.tasks else min(DEFAULT_SEQ_LEN, args.max_position)
     seq_len = default if options.seq_len is None else options.seq_len

@@ -68,6 +68,14 @@ def embedded_checkpoint() -> Path:
     return target
 
 
+def open_checkpoint(path: Path | None) -> Checkpoint:
+    """The converted checkpoint in that directory; None: the embedded model, on every rank."""
+    if path is None:
+        world.share(embedded_checkpoint)  # the others of a host find it made
+        path = embedded_checkpoint()
+    return Checkpoint(path)
+
+
 def load_model(source, device: str | torch.device = "auto", dtype: torch.dtype | None = None,
                parallel: str = "tensor", experts: Offload | None = None) -> Transformer:  # fmt: skip
     """Build the model that `source` describes and stream its weights to the device, one tensor at a time.
@@ -127,7 +135,7 @@ def load_model(source, device: str | torch.device = "auto", dtype: torch.dtype |
     lazily = device.type == "cpu" and dtype is None  # mapped tensors are read from the file when first used
     said = f"{'mapped' if lazily and not experts else 'loaded'} {size / 1e9:.2f} GB{'' if lazily else speed}"
     if world.size() > 1:
-        chosen = world.choose(model.args.dim, model.norm.weight.dtype, device)
+        chosen = world.choose(model.norm.weight.dtype, device)
         said += f", {parallel} parallel on {world.size()} ranks; {chosen}"
     if world.is_main():
         print(said, *[plan] if experts else [], sep="\n", file=sys.stderr)
@@ -494,9 +502,7 @@ def run(options: argparse.Namespace) -> list[dict]:
         options.temperature, options.top_k, options.top_p, options.min_p, options.repetition_penalty,
         world.common_seed(options.seed),
     )  # fmt: skip
-    if options.checkpoint_path is None:
-        world.share(embedded_checkpoint)  # the others of a host find it made
-    checkpoint = Checkpoint(options.checkpoint_path or embedded_checkpoint())
+    checkpoint = open_checkpoint(options.checkpoint_path)
     tokenizer, args = load_tokenizer(checkpoint.directory), model_args(checkpoint)
     if options.system is not None and not tokenizer.has_chat_template:
         raise ValueError("--system needs a chat template, and this model has none: leave --system out")

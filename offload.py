@@ -319,13 +319,9 @@ class OffloadedExperts(nn.Module):
     def multiply(self, x: Tensor, expert_indices: Tensor, expert_weights: Tensor, slot_map: Tensor) -> Tensor:
         """The ordinary product, of experts that all are there."""
         experts, slots = self.experts, slot_map[expert_indices]
-        gather = x.shape[0] <= experts.gather_tokens
-        if self.total < self.everyone:  # others' experts count nothing here, as in tp.LocalExperts
-            present = slots < experts.n_expert
-            expert_weights = torch.where(present, expert_weights, 0.0)
-            if gather:
-                slots = torch.where(present, slots, torch.where(present, slots, 0).amax(dim=-1, keepdim=True))
-        return (experts.gather if gather else experts.group)(x, slots, expert_weights)
+        if self.total < self.everyone:  # a rank's LocalExperts
+            return experts.of_own(x, slots, slots < experts.n_expert, expert_weights)
+        return experts(x, slots, expert_weights)
 
     def in_waves(self, x: Tensor, expert_indices: Tensor, expert_weights: Tensor, waves: list[list[int]]) -> Tensor:
         """More experts than slots, wave by wave. The sum over A comes last, so that waves do not show in it."""

@@ -30,8 +30,7 @@ import torch
 
 import tp
 import world
-from checkpoint import Checkpoint
-from generate import DEFAULT_CHAT_LENGTH, embedded_checkpoint, generate, load_model
+from generate import DEFAULT_CHAT_LENGTH, generate, load_model, open_checkpoint
 from quantize import DTYPES, KV_CACHES, model_args
 from session import CANDIDATES, PREFILL_CHUNK, TOP, Sampling, Session
 from tokenizer import Tokenizer, load_tokenizer
@@ -672,9 +671,7 @@ def run(options: argparse.Namespace) -> None:
         raise ValueError("a server needs FastAPI and uvicorn: pip install 'moe-fast[serve]'") from None
     bound = []
     world.share(lambda: bound.append(bind(options.host, options.port)))
-    if options.checkpoint_path is None:
-        world.share(embedded_checkpoint)  # the others of a host find it made
-    checkpoint = Checkpoint(options.checkpoint_path or embedded_checkpoint())
+    checkpoint = open_checkpoint(options.checkpoint_path)
     args = model_args(checkpoint)
     if (options.max_seq_len or 0) > args.max_position:
         raise ValueError(f"--max_seq_len {options.max_seq_len}: the model was made for {args.max_position} positions")

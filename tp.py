@@ -84,7 +84,10 @@ class LocalExperts(Experts):
 
     def forward(self, x: Tensor, expert_indices: Tensor, expert_weights: Tensor) -> Tensor:
         local = expert_indices - self.first
-        mine = (local >= 0) & (local < self.n_expert)
+        return self.of_own(x, local, (local >= 0) & (local < self.n_expert), expert_weights)
+
+    def of_own(self, x: Tensor, local: Tensor, mine: Tensor, expert_weights: Tensor) -> Tensor:
+        """The product of the pairs [T, A] that are `mine`, whose expert is the one at `local` here."""
         expert_weights = torch.where(mine, expert_weights, 0.0)
         if x.shape[0] <= self.gather_tokens:
             # Others' become one more reading of the token's largest own, which a cache may still hold, at no weight.

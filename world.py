@@ -36,6 +36,7 @@ PATIENCE = timedelta(days=1)
 SAME_TOKENS = timedelta(seconds=30)  # between the ends of one answer on two ranks
 LARGEST_MESSAGE = 32 << 20  # bytes of symmetric memory
 LARGEST_PUSH = 128 << 10  # bytes
+SIZES = tuple(kilobytes << 10 for kilobytes in (8, 32, 128, 512, 2048, 8192, 32768))  # up to which a way is chosen
 
 Value = TypeVar("Value")
 
@@ -292,7 +293,7 @@ _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tenso
 def all_reduce(x: Tensor) -> Tensor:
     """The sum of x over the ranks, the same bits on each. An operator of ours, so that a compiled block stays whole."""
     method = next((method for most, method in _world.choice if x.nbytes <= most), "library")
-    return with_others(sum_over_ranks, method, x.contiguous())
+    return with_others(sum_over_ranks, method if can_sum(method, x.nbytes) else "library", x.contiguous())
 
 
 @all_reduce.register_fake
@@ -332,8 +333,14 @@ def sum_over_ranks(method: str, x: Tensor) -> Tensor:
     return torch.ops.symm_mem.two_shot_all_reduce_out(buffer, "sum", _world.group.group_name, torch.empty_like(x))
 
 
-def methods(device: torch.device, nbytes: int = 0) -> list[str]:
-    """The ways to sum so many bytes; those through symmetric memory need GPUs of one host that read each other's."""
+def can_sum(method: str, nbytes: int) -> bool:
+    """Whether one of `methods` takes a message of so many bytes."""
+    most = LARGEST_PUSH if method == "push" else LARGEST_MESSAGE
+    return method == "library" or (nbytes <= most and nbytes % 4 == 0)
+
+
+def methods(device: torch.device) -> list[str]:
+    """The ways to sum that there are; those through symmetric memory need GPUs of one host that read each other's."""
     found = ["library"]
     if device.type != "cuda" or int(os.environ.get("LOCAL_WORLD_SIZE", 0)) != size():
         return found
@@ -352,7 +359,7 @@ def methods(device: torch.device, nbytes: int = 0) -> list[str]:
         torch.cuda.synchronize()
         dist.barrier()  # no one writes before all have cleared
         _world.buffer, _world.inbox = buffer, (inbox, peers, turns)
-    return [*found, "one-shot", "two-shot", *["push"] * (nbytes <= LARGEST_PUSH and nbytes % 4 == 0)]
+    return [*found, "one-shot", "two-shot", "push"]
 
 
 def seconds(method: str, x: Tensor, calls: int = 20) -> float:
@@ -376,15 +383,14 @@ def seconds(method: str, x: Tensor, calls: int = 20) -> float:
     return slowest.item()
 
 
-def choose(dim: int, dtype: torch.dtype, device: torch.device) -> str:
-    """Measure how to sum [T, D] for T from one token to a chunk of a prompt, keep the fastest -> what came of it."""
-    sizes = [n for n in (dim * dtype.itemsize * T for T in (1, 4, 16, 64, 256, 1024, 2048)) if n <= LARGEST_MESSAGE]
-    if len(methods(device)) == 1 or dtype not in (torch.bfloat16, torch.float32):
+def choose(dtype: torch.dtype, device: torch.device) -> str:
+    """Measure how to sum messages from a token's to a prompt's, keep the fastest way by size -> what came of it."""
+    if len(found := methods(device)) == 1 or dtype not in (torch.bfloat16, torch.float32):
         return "sums over ranks by the library"
     _world.choice, said = [], []
-    for nbytes in sizes:
+    for nbytes in SIZES:
         x = torch.zeros(nbytes // dtype.itemsize, dtype=dtype, device=device)
-        times = {method: seconds(method, x) for method in methods(device, nbytes)}
+        times = {method: seconds(method, x) for method in found if can_sum(method, nbytes)}
         best = min(times, key=times.get)
         _world.choice.append((nbytes, best))
         said.append(f"{nbytes >> 10} KB {best} {times[best] * 1e6:.1f} us (library {times['library'] * 1e6:.1f})")

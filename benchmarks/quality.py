@@ -16,7 +16,7 @@ import torch
 
 from checkpoint import Checkpoint, pick_device
 from eval import perplexity
-from generate import EMBEDDED, embedded_checkpoint, load_model
+from generate import EMBEDDED, load_model, open_checkpoint
 from packing import FORMATS, PLAIN
 from quantize import bits_per_weight, model_args, plan, quantize
 from tokenizer import load_tokenizer
@@ -51,7 +51,7 @@ def main() -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--json", action="store_true", help="print one JSON object in place of the table")
     options = parser.parse_args()
-    source = Checkpoint(options.checkpoint_path or embedded_checkpoint())
+    source = open_checkpoint(options.checkpoint_path)
     text, device = options.text_file.read_text(encoding="utf-8"), pick_device(options.device)
     schemes = [(attention, experts, None) for attention in BITS.values() for experts in BITS.values()]
     schemes += [(name, name, None) for name in ("int8", "fp8", "int4")]

@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+import world
 from checkpoint import Checkpoint, pick_device
 from generate import DEFAULT_PROMPT, load_model
 from model import Transformer
@@ -223,8 +224,7 @@ def main() -> int:
     try:
         found = run(options)
     except (ValueError, OSError) as error:
-        print(f"error: {str(error).splitlines()[0]}", file=sys.stderr)
-        return 2
+        return world.fail(str(error).splitlines()[0])
     print(json.dumps(found) if options.json else report(found))
     return 1 if found["parts_at"] else 0
 

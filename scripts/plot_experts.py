@@ -16,8 +16,8 @@ from pathlib import Path
 
 import torch
 
-from checkpoint import Checkpoint
-from generate import DEFAULT_PROMPT, embedded_checkpoint, load_model
+import world
+from generate import DEFAULT_PROMPT, load_model, open_checkpoint
 from model import Transformer
 from tokenizer import load_tokenizer
 
@@ -95,7 +95,7 @@ def draw(found: dict, experts: torch.Tensor, weights: torch.Tensor, layers: list
 def run(options: argparse.Namespace) -> dict:
     if options.output.suffix not in FORMATS:
         raise ValueError(f"--output {options.output}: its name must end in {' or '.join(FORMATS)}")
-    checkpoint = Checkpoint(options.checkpoint_path or embedded_checkpoint())
+    checkpoint = open_checkpoint(options.checkpoint_path)
     tokenizer = load_tokenizer(checkpoint.directory)
     ids = tokenizer.encode(sys.stdin.read() if options.prompt == "-" else options.prompt)
     if not 0 < len(ids) <= MOST_TOKENS:
@@ -131,8 +131,7 @@ def main() -> int:
     try:
         found = run(options)
     except (ValueError, OSError) as error:
-        print(f"error: {str(error).splitlines()[0]}", file=sys.stderr)
-        return 2
+        return world.fail(str(error).splitlines()[0])
     print(json.dumps(found) if options.json else options.output)
     return 0
 

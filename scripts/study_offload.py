@@ -17,8 +17,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from checkpoint import Checkpoint, pick_device
-from generate import EMBEDDED, embedded_checkpoint, load_model
+import world
+from checkpoint import pick_device
+from generate import EMBEDDED, load_model, open_checkpoint
 from model import Chunk, Stages, Transformer
 from offload import POLICIES, Cache
 from tokenizer import load_tokenizer
@@ -182,7 +183,7 @@ def run(options: argparse.Namespace) -> dict:
             import matplotlib  # noqa: F401
         except ImportError:
             raise ValueError("pictures need matplotlib: pip install 'moe-fast[plot]'") from None
-    checkpoint = Checkpoint(options.checkpoint_path or embedded_checkpoint())
+    checkpoint = open_checkpoint(options.checkpoint_path)
     try:
         text = (options.text_file or EMBEDDED / "heldout.txt").read_text(encoding="utf-8")
     except UnicodeDecodeError:
@@ -219,8 +220,7 @@ def main() -> int:
     try:
         found = run(options)
     except (ValueError, OSError, torch.cuda.OutOfMemoryError) as error:
-        print(f"error: {str(error).splitlines()[0]}", file=sys.stderr)
-        return 2
+        return world.fail(str(error).splitlines()[0])
     print(tables(found))
     if options.json:
         print(json.dumps(found))
