@@ -33,6 +33,7 @@ from model import BLOCK, ModelArgs, Transformer
 from offload import Offload
 from quantize import DTYPES, KV_CACHES, Packed, model_args
 from session import PREFILL_CHUNK, Sampling, Session
+from slots import POLICIES
 from speculate import DRAFT_TOKENS, Speculation, check_drafting
 from tokenizer import Tokenizer, load_tokenizer
 
@@ -375,9 +376,10 @@ def build_parser() -> argparse.ArgumentParser:
     add("--offload", action="store_true", help="experts in host memory, as many on the GPU as fit")
     add("--gpu_experts", type=int, metavar="R", help="experts of each layer that the GPU holds at a time")
     add("--gpu_memory", metavar="SIZE", help="16GB, or 900MB: R is what fits into this, beside everything else")
-    add("--cache_policy", choices=offload.POLICIES, help="which expert goes when another comes; default: lru")
+    add("--cache_policy", choices=POLICIES, help="which expert goes when another comes; default: lru")
     add("--prefetch", type=int, metavar="N", help="experts that are copied on a guess, a layer and token; default: 0")
     add("--offload_tier", choices=offload.TIERS, help="disk: nothing in host memory, misses are read from the files")
+    add("--offload_driver", choices=offload.DRIVERS, help="who says what is copied; default: the device where it can")
     add("--interactive", action="store_true", help="chat; /reset forgets, /exit ends, Ctrl-C stops an answer")
     add("--system", metavar="TEXT", help="system message; prompts then go through the model's chat template")
     add("--ignore_eos", action="store_true", help="do not end at the end-of-text token")
@@ -460,7 +462,7 @@ def check_options(options: argparse.Namespace) -> None:
         raise ValueError("--speculate and --draft_checkpoint_path are two sources of drafts: leave one of them out")
     if options.draft_tokens is not None and not (options.speculate or options.draft_checkpoint_path):
         raise ValueError("--draft_tokens needs a source of drafts: add --speculate lookup or --draft_checkpoint_path")
-    for name in ("gpu_experts", "gpu_memory", "cache_policy", "prefetch", "offload_tier"):
+    for name in ("gpu_experts", "gpu_memory", "cache_policy", "prefetch", "offload_tier", "offload_driver"):
         if getattr(options, name) is not None and not options.offload:
             raise ValueError(f"--{name} is about experts in host memory: add --offload")
     for name in ("prompt", "prompts_file", "json"):
@@ -490,7 +492,7 @@ def plan_offload(options: argparse.Namespace, part: ModelArgs, itemsize: int, le
     memory = None if options.gpu_memory is None else parse_size(options.gpu_memory)
     return Offload(
         options.gpu_experts, memory, options.cache_policy or Offload.policy, options.prefetch or 0,
-        options.offload_tier or Offload.tier, reserve,
+        options.offload_driver, options.offload_tier or Offload.tier, reserve,
     )  # fmt: skip
 
 

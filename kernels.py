@@ -4,10 +4,13 @@
 the memory that packing saved; here each tile is unpacked in registers. Of plain weights it is for a batch's few tokens,
 with which the library reads at half of the memory's speed. `dot4`: for one token and 4 bits, where what
 Inductor makes of PyTorch takes too many instructions. The formats stand in packing.py; tests hold both to its unpack.
-And a sum over GPUs, `push_sum`, for messages so small that what counts is how often one waits for the others.
+And a sum over GPUs, `push_sum`, for messages so small that what counts is how often one waits for the others; and
+`fetch`, a copy out of host memory that the GPU decides on.
 """
 
 from __future__ import annotations  # the annotations of kernels name triton, which may be absent
+
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -433,3 +436,52 @@ def push_sum(x: Tensor, peers: Tensor, turns: Tensor, rank: int) -> Tensor:
         BF16=x.dtype == torch.bfloat16, PDL=pdl, launch_pdl=pdl, num_warps=1,
     )  # fmt: skip
     return y
+
+
+# Experts in host memory ---------------------------------------------------------------------------------------------
+
+
+@jit
+def _fetch(experts, slots, host, pool, chunks, count, WORDS: tl.constexpr, CHUNK: tl.constexpr):
+    pair = tl.program_id(1)
+    expert = tl.load(experts + pair)
+    if expert >= 0:
+        slot = tl.load(slots + pair)
+        blob = host.to(tl.pointer_type(tl.int32)) + expert * WORDS
+        for chunk in range(tl.program_id(0), count, tl.num_programs(0)):
+            row = chunks + chunk * 4
+            word = tl.arange(0, CHUNK)
+            inside = word < tl.multiple_of(tl.load(row + 3), 4)
+            source = tl.max_contiguous(tl.multiple_of(blob + tl.load(row) + word, 16), 4)
+            target = tl.max_contiguous(tl.multiple_of(pool + tl.load(row + 1) + slot * tl.load(row + 2) + word, 16), 4)
+            tl.store(target, tl.load(source, mask=inside), mask=inside)
+
+
+CHUNK = 4096  # words of 32 bits that a program copies at a time, by 8 loads of 16 bytes a lane
+FETCHERS = 512  # programs an expert: 8 MB on their way, where the link's bandwidth times its latency is 0.1 MB
+
+
+def fetch_chunks(parts: tuple[int, ...], slots: int) -> list[list[int]]:
+    """What each program copies, in words: its place in a blob, in the pool's first slot, the slots' distance, its size.
+
+    parts: as for `slots.fetch`.
+    """
+    found = []
+    for start, size in zip(parts[::2], parts[1::2], strict=True):
+        start, size = start // 4, size // 4
+        found += [[start + n, slots * start + n, size, min(CHUNK, size - n)] for n in range(0, size, CHUNK)]
+    return found
+
+
+@cache
+def _fetch_chunks(parts: tuple[int, ...], slots: int, device: torch.device) -> Tensor:
+    return torch.tensor(fetch_chunks(parts, slots)).to(device)
+
+
+def fetch(experts: Tensor, slots: Tensor, host: Tensor, pool: Tensor, parts: list[int]) -> None:
+    """`slots.fetch` on a GPU, which reads registered host memory over the link by itself; sizes in multiples of 16."""
+    chunks = _fetch_chunks(tuple(parts), pool.numel() // host.shape[1], pool.device)
+    _fetch[(min(len(chunks), FETCHERS), len(experts))](
+        experts, slots, host.data_ptr(), pool.view(torch.int32), chunks, len(chunks), WORDS=host.shape[1] // 4,
+        CHUNK=CHUNK, num_warps=4,
+    )  # fmt: skip

@@ -490,7 +490,12 @@ class Transformer(nn.Module):
     passes the compiled functions as `stages`; equal layers share one compiled block.
     """
 
-    recordable = True  # a step asks nothing of the host, so that CUDA can record it as one graph
+    host_driven = False  # the host takes part in a step, layer by layer
+
+    @staticmethod
+    def recordable(tokens: int) -> bool:
+        """Whether a step of so many tokens can be recorded as CUDA graphs; offloading puts its own in its place."""
+        return True
 
     @staticmethod
     def compile_block(compile: Callable) -> Callable:

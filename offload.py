@@ -1,10 +1,12 @@
 """Experts in host memory: the GPU keeps R slots a layer, and an expert that is missing is copied in when it is chosen.
 
-The way of one token through a layer: the router's choice comes to the host, which is the one wait of a layer; what is
-missing is copied into the slots of experts that the policy gives up; ids become slots, and the ordinary products of
-model.py read a pool of R experts as if there were no others. Meanwhile the next layer's router has been asked what it
-would choose for this layer's hidden state (Eliseev & Mazur 2023, section 3.2): these guesses are copied after that,
-into buffers that all layers share. Weights are never changed, so that nothing is ever copied back.
+The way of one token through a layer: what the router chose and is missing is copied into the slots of experts that the
+policy gives up; ids become slots, and the ordinary products of model.py read a pool of R experts as if there were no
+others. Driven by the device, which keeps the table of slots, a kernel reads host memory, and the host is never asked.
+Driven by the host, the router's choice comes to it, which is the one wait of a layer, and copies run by themselves.
+Meanwhile the next layer's router has been asked what it would choose for this layer's hidden state (Eliseev & Mazur
+2023, section 3.2): these guesses are copied after that, into buffers that all layers share. Weights are never changed,
+so that nothing is ever copied back.
 
     host      [E, bytes] a layer, registered with CUDA: all parts of an expert's w13 and w2 in one blob
     device    one byte pool a layer, part by part [R, ...], so that products find each part as they find it elsewhere;
@@ -14,7 +16,7 @@ into buffers that all layers share. Weights are never changed, so that nothing i
 import sys
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from math import prod
@@ -24,12 +26,15 @@ from torch import Tensor, nn
 
 from model import Block, Experts, RMSNorm, Transformer, realise, top_k
 from quantize import Packed
+from recording import between
+from slots import POLICIES, Cache, DeviceCache, fetch
 
-POLICIES = "lru", "lfu"
 TIERS = "host", "disk"
+DRIVERS = "host", "device"
 STAGING = 4  # b, buffers for guesses, as in the paper
 PIECE = 4 << 20  # bytes of a guess that are copied at a time: a missing expert waits for no more than this
 ALIGN = 128  # bytes
+PORTABLE_AND_MAPPED = 1 | 2  # flags of cudaHostRegister
 COUNTERS = "hits", "misses", "speculative_hits", "speculative_loads", "bytes"
 
 
@@ -41,42 +46,21 @@ class Offload:
     gpu_memory: int | None = None  # bytes that weights, slots and `reserve` may take together, on each GPU
     policy: str = "lru"
     prefetch: int = 0  # N, guesses a token and layer
+    driver: str | None = None  # who says what is copied, of DRIVERS; None: the device where it can
     tier: str = "host"  # "disk": what is missing is read from the mapped files, and host memory holds nothing
     reserve: int = 0  # bytes of gpu_memory for the cache and for activations
 
     def __post_init__(self):
         if (self.gpu_experts is None) == (self.gpu_memory is None):
             raise ValueError("offloading takes --gpu_experts or --gpu_memory: give one of the two")
-        for name, known in {"policy": POLICIES, "tier": TIERS}.items():
+        for name, known in {"policy": POLICIES, "tier": TIERS, "driver": (None, *DRIVERS)}.items():
             if getattr(self, name) not in known:
-                raise ValueError(f"{name} {getattr(self, name)!r}: it must be one of {', '.join(known)}")
+                raise ValueError(f"{name} {getattr(self, name)!r}: it must be one of {', '.join(filter(None, known))}")
+        if self.driver == "device" and (self.prefetch or self.tier == "disk"):
+            raise ValueError("--offload_driver device knows neither --prefetch nor --offload_tier disk: leave one out")
 
 
-# Which experts are there --------------------------------------------------------------------------------------------
-
-
-class Cache:
-    """Which of E experts are in R slots, the first R at the start, and which one goes when another comes.
-
-    lru gives up the least recently used; lfu the least often used, since the beginning and while it was absent too,
-    of equals the least recently used. One use a call of the layer, however many tokens it has.
-    """
-
-    def __init__(self, experts: int, slots: int, policy: str):
-        self.slot = {expert: expert for expert in range(slots)}  # least recently used first
-        self.uses, self.policy = [0] * experts, policy
-
-    def use(self, expert: int) -> None:
-        """Note that an expert that is there is used."""
-        self.slot[expert] = self.slot.pop(expert)
-        self.uses[expert] += 1
-
-    def replace(self, expert: int, keep: Collection[int]) -> int:
-        """The slot for an expert that is not there, of one that goes: none of `keep`, which are fewer than R others."""
-        candidates = [other for other in self.slot if other not in keep]
-        victim = candidates[0] if self.policy == "lru" else min(candidates, key=self.uses.__getitem__)
-        self.slot[expert] = slot = self.slot.pop(victim)
-        return slot
+# Copies -------------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -217,7 +201,8 @@ class OffloadedExperts(nn.Module):
     """
 
     def __init__(self, experts: Experts, everyone: int, layer: int, parts: list[Stored], blobs: Blobs, slots: int,
-                 policy: str, link: Link, device: torch.device):  # fmt: skip
+                 policy: str, link: Link, device: torch.device, host: Tensor | None = None):  # fmt: skip
+        """host: uint8 [E, bytes], from which the device itself is to copy; None: the host says what is copied."""
         super().__init__()
         self.experts, self.layer, self.parts, self.blobs, self.link = experts, layer, parts, blobs, link
         self.everyone, self.total = everyone, experts.n_expert  # E of all ranks and of this one, which begins at
@@ -238,19 +223,38 @@ class OffloadedExperts(nn.Module):
         for slot in range(slots):
             self._fill(slot, blobs(slot))
         experts.n_expert, experts.read_of = slots, everyone * slots / self.total
-        self.slot_map: Tensor | None = self._map(self.cache.slot)
+        self.slot_map = self._map(self.cache.slot)  # stays where it is, for graphs that read it
+        self.host, self.sizes = host, [n for part in parts for n in (part.start, part.nbytes)]
+        self.table = None if host is None else DeviceCache(self.total, slots, policy, device)
 
     def _map(self, slots: dict[int, int]) -> Tensor:
         """int64 [E of all ranks]: each expert's slot, R for those that are not in `slots`."""
         ids = range(-self.first, self.everyone - self.first)
         return torch.tensor([slots.get(n, self.experts.n_expert) for n in ids]).to(self.device, non_blocking=True)
 
+    def fits(self, pairs: int) -> bool:
+        """Whether so many experts, of one token or several, are in the slots at once, whichever they are."""
+        return pairs <= self.experts.n_expert
+
+    def page(self, expert_indices: Tensor) -> Tensor:
+        """Driven by the device: have what is chosen in slots -> slots by expert, int64 [E of all ranks]."""
+        local = expert_indices.flatten() - self.first
+        mine = (local >= 0) & (local < self.total)
+        experts, slots = self.table.place(torch.where(mine, local, 0), mine)
+        slot_map = fetch(experts, slots, self.table.slot, self.host, self.pool, self.sizes)
+        if self.total == self.everyone:
+            return slot_map
+        others = self.first, self.everyone - self.first - self.total
+        return torch.nn.functional.pad(slot_map, others, value=self.experts.n_expert)
+
     def _fill(self, slot: int, blob: Tensor) -> None:
         for part, slots in zip(self.parts, self.slots, strict=True):
             slots[slot].copy_(blob[part.start : part.start + part.nbytes], non_blocking=True)
 
     def forward(self, x: Tensor, expert_indices: Tensor, expert_weights: Tensor) -> Tensor:
-        waves, guesses = self.plan(self.ask(x, expert_indices), expert_indices)
+        if self.table and self.fits(expert_indices.numel()):
+            return self.multiply(x, expert_indices, expert_weights, self.page(expert_indices))
+        waves, guesses = self.plan(self.ask(x, expert_indices), expert_indices.numel())
         if len(waves) > 1:
             return self.in_waves(x, expert_indices, expert_weights, waves)
         return self.multiply(x, expert_indices, expert_weights, self.bring(waves[0], guesses))
@@ -262,13 +266,15 @@ class OffloadedExperts(nn.Module):
         guesses = top_k(self.ahead[0](x).float(), self.guesses)[1]
         return torch.cat((expert_indices.flatten(), guesses.t().flatten()))
 
-    def plan(self, asked: Tensor, expert_indices: Tensor) -> tuple[list[list[int]], list[int]]:
-        """The experts needed, in waves of at most R, and the next layer's guesses, waited for.
+    def plan(self, asked: Tensor, pairs: int) -> tuple[list[list[int]], list[int]]:
+        """What `ask` asked, waited for: the experts needed, in waves of at most R, and the next layer's guesses.
 
         Those that are there come first, then the others, each in the order in which they were chosen.
         """
         asked = self.link.read(asked)
-        chosen, guesses = asked[: expert_indices.numel()], asked[expert_indices.numel() :]
+        if self.table:
+            self.cache = self.table.read()
+        chosen, guesses = asked[:pairs], asked[pairs:]
         needed = [n - self.first for n in dict.fromkeys(chosen) if self.first <= n < self.first + self.total]
         self.counts["hits"] += sum(expert in self.cache.slot for expert in needed)
         needed.sort(key=lambda expert: expert not in self.cache.slot)
@@ -298,11 +304,16 @@ class OffloadedExperts(nn.Module):
         self.link.drop_unfinished()
         if guesses:
             self.ahead[1].guess(guesses)
-        if alone:
-            return self._map({expert: self.cache.slot[expert] for expert in wave})
-        if missing or self.slot_map is None:
-            self.slot_map = self._map(self.cache.slot)
-        return self.slot_map
+        if self.table:
+            self.table.write(self.cache)
+        if missing or self.table:
+            self.slot_map.copy_(self._map(self.cache.slot))
+        return self._map({expert: self.cache.slot[expert] for expert in wave}) if alone else self.slot_map
+
+    def bring_at_once(self, asked: Tensor, pairs: int) -> None:
+        """What the host does for so few tokens that their experts are in the slots at once."""
+        waves, guesses = self.plan(asked, pairs)
+        self.bring(waves[0], guesses)
 
     def guess(self, experts: Sequence[int]) -> None:
         """Begin to copy experts of this layer that are not there, as many as there are staging buffers."""
@@ -330,14 +341,13 @@ class OffloadedExperts(nn.Module):
             slots = self.bring(wave, alone=True)[expert_indices]
             found = self.experts.each(x, slots)
             y = found if y is None else torch.where((slots < self.experts.n_expert).unsqueeze(-1), found, y)
-        self.slot_map = None
         local = expert_indices - self.first
         expert_weights = torch.where((local >= 0) & (local < self.total), expert_weights, 0.0)
         return self.experts.combine(y, expert_weights).to(x.dtype)
 
 
-# Compiled: a block in two pieces, and between them the host. Nothing is recorded as a CUDA graph: which copies a token
-# needs is known only between the pieces. Calls with more experts than slots, which prompts make, are eager in between.
+# Compiled, driven by the host: a block in two pieces, and between them the host. Recorded, the second piece of a block
+# and the first of the next are one graph. Calls with more experts than slots, which prompts make, are eager in between.
 
 
 def _begin(block: Block, x: Tensor, normed: Tensor, context):
@@ -360,18 +370,23 @@ def _end(block: Block, x: Tensor, h: Tensor, y: Tensor, next_norm: RMSNorm):
 
 
 def compile_block(compile: Callable) -> Callable:
-    """`Block.forward` of an offloaded model, compiled in pieces."""
+    """`Block.forward` of an offloaded model, compiled: whole where the host is not asked, else in pieces."""
     begin, multiply, whole = compile(_begin), compile(_multiply), compile(Block.forward)
 
     def forward(block: Block, x: Tensor, normed: Tensor, context, next_norm: RMSNorm):
         experts = getattr(block.ffn, "experts", None)
-        if experts is None:  # a dense layer
+        pairs = 0 if experts is None else x.shape[0] * x.shape[1] * block.ffn.n_active
+        if experts is None or (experts.table and experts.fits(pairs)):
             return whole(block, x, normed, context, next_norm)
         x, h, *chosen, asked = begin(block, x, normed, context)
-        waves, guesses = experts.plan(asked, chosen[0])
-        if len(waves) > 1:
-            return *_end(block, x, h, experts.in_waves(h, *chosen, waves), next_norm), *chosen
-        return *multiply(block, x, h, *chosen, experts.bring(waves[0], guesses), next_norm), *chosen
+        if not experts.fits(pairs):
+            waves, guesses = experts.plan(asked, pairs)
+            if len(waves) > 1:
+                return *_end(block, x, h, experts.in_waves(h, *chosen, waves), next_norm), *chosen
+            experts.bring(waves[0], guesses)
+        else:
+            between(lambda: experts.bring_at_once(asked, pairs))
+        return *multiply(block, x, h, *chosen, experts.slot_map, next_norm), *chosen
 
     return forward
 
@@ -399,20 +414,21 @@ def choose_slots(settings: Offload, total: int, active: int, resident: int, slot
     return settings.gpu_experts
 
 
-def register(host: Tensor, owner: object, device: torch.device) -> None:
+def register(host: Tensor, owner: object, device: torch.device) -> bool:
     """Register host memory with CUDA for the owner's life, so that copies from it run by themselves; or warn.
 
     PyTorch's own pinned memory comes in powers of two: up to twice of what is asked for.
     """
-    error = torch.cuda.cudart().cudaHostRegister(host.data_ptr(), host.nbytes, 0)
+    error = torch.cuda.cudart().cudaHostRegister(host.data_ptr(), host.nbytes, PORTABLE_AND_MAPPED)
     if int(error) == 0:
         undo = weakref.finalize(owner, torch.cuda.cudart().cudaHostUnregister, host.data_ptr())
         undo.atexit = False  # the process's end does it
-    else:
-        with suppress(RuntimeError):  # CUDA also tells the next kernel of this error: one that is not needed
-            torch.empty(1, device=device).zero_()
-        print(f"warning: {host.nbytes / 1e9:.1f} GB of host memory cannot be registered with CUDA ({error}): "
-              "copies will be slower; raise the limit of locked memory", file=sys.stderr)  # fmt: skip
+        return True
+    with suppress(RuntimeError):  # CUDA also tells the next kernel of this error: one that is not needed
+        torch.empty(1, device=device).zero_()
+    print(f"warning: {host.nbytes / 1e9:.1f} GB of host memory cannot be registered with CUDA ({error}): "
+          "copies will be slower; raise the limit of locked memory", file=sys.stderr)  # fmt: skip
+    return False
 
 
 def apply(model: Transformer, settings: Offload, device: torch.device, dtype: torch.dtype, read: Reader) -> str:
@@ -440,8 +456,12 @@ def apply(model: Transformer, settings: Offload, device: torch.device, dtype: to
     on_host = settings.tier == "host"
     host = torch.empty(total * sum(sizes) if on_host else 0, dtype=torch.uint8)
     link, start, above = Link(device, buffers, max(sizes)), 0, None
+    reachable = on_host and all(part.nbytes % 16 == 0 for parts, _ in layouts.values() for part in parts)
     if on_host and device.type == "cuda":
-        register(host, link, device)
+        reachable = register(host, link, device) and reachable
+    if settings.driver == "device" and not reachable:
+        raise ValueError("--offload_driver device: registered memory in steps of 16 bytes is needed: leave it out")
+    driver = settings.driver or ("device" if reachable and not guesses and device.type == "cuda" else "host")
     for n, block in blocks:
         parts, size = layouts[n]
         if on_host:
@@ -453,12 +473,14 @@ def apply(model: Transformer, settings: Offload, device: torch.device, dtype: to
         else:
             source = FromFiles(parts, size, read)
         block.ffn.experts = offloaded = OffloadedExperts(
-            block.ffn.experts, model.args.n_expert, n, parts, source, slots, settings.policy, link, device
-        )
+            block.ffn.experts, model.args.n_expert, n, parts, source, slots, settings.policy, link, device,
+            blobs if driver == "device" else None,
+        )  # fmt: skip
         if above is not None and guesses:
             above.guesses, above.ahead = guesses, [block.ffn.router, offloaded]
         above = offloaded
-    model.recordable, model.compile_block = False, compile_block
+    model.compile_block, model.host_driven = compile_block, driver == "host"
+    model.recordable = lambda tokens: tokens * model.args.n_active <= slots
     token = model.args.n_active * sum(sizes) * (1 - slots / total) * total / model.args.n_expert
     gb = lambda size: f"{size / 1e9:.4g} GB"  # noqa: E731
     return (
@@ -484,4 +506,12 @@ class FromFiles:
 
 def counters(model: Transformer) -> list[dict[str, int]]:
     """What has happened so far in each layer that has experts (COUNTERS); bytes are those copied to the device."""
-    return [dict(m.counts) for m in model.modules() if isinstance(m, OffloadedExperts)]
+    found = []
+    for module in model.modules():
+        if isinstance(module, OffloadedExperts):
+            found.append(dict(module.counts))
+            if module.table:
+                hits, misses = module.table.found.tolist()
+                also = {"hits": hits, "misses": misses, "bytes": misses * module.host.shape[1]}
+                found[-1] |= {name: found[-1][name] + count for name, count in also.items()}
+    return found

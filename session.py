@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from model import BLOCK, FEW_TOKENS, Chunk, Stages, Transformer
+from recording import Recording
 
 CANDIDATES = 256  # tokens that sampling looks at: one compiled step serves every top_k up to this
 RANKED = 2048  # so many numbers are put in order by comparing each with each
@@ -155,7 +156,7 @@ class Session:
     A model holds the cache, so it serves one session at a time, the newest; a session of another size compiles anew.
 
     max_seq_len: the most tokens a sequence may have, prompt and answer together.
-    compile: the decode step (on CUDA also recorded as one graph); compile_prefill: the prompt's pass as well.
+    compile: the decode step (on CUDA also recorded as a graph); compile_prefill: the prompt's pass as well.
     prefill_chunk: so many tokens of a prompt are computed at a time, which bounds the memory for activations.
     watch: set it before an answer to find the Details of each sequence's token in `details` whenever tokens are
     yielded. A step that is watched is compiled and recorded by itself, so that others pay nothing for it.
@@ -172,7 +173,7 @@ class Session:
         if compile or compile_prefill:
             compile_settings()
         self.compiled = compile
-        self.recorded = compile and device.type == "cuda" and model.recordable
+        self.recorded = compile and device.type == "cuda" and model.recordable(batch)
         self.decode_stages = _compile_stages(model, dynamic=False) if compile else Stages()
         self.prefill_stages = _compile_stages(model, dynamic=True) if compile_prefill else Stages()
         self.sample = torch.compile(sample, fullgraph=True, dynamic=False) if compile else sample
@@ -283,14 +284,11 @@ class Session:
                 for _ in range(2):
                     self.position.fill_(self.slots - count)  # positions that no sequence reaches
                     step()
-        if not self.recorded:
+        if not self.recorded or not self.model.recordable(self.batch * count):
             return step
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        graph.register_generator_state(self.generator)
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL's own thread asks for events meanwhile
+        with Recording(self.generator) as recording:
             step()
-        return graph.replay
+        return recording.replay
 
     def check(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
         """Raises ValueError where these prompts and so many new tokens each cannot be run."""
@@ -357,8 +355,9 @@ class Session:
         """Continue each prompt's token ids by max_new_tokens, yielding the next token of each as soon as the host can
         know them.
 
-        What the cache already holds of a prompt is not computed again. Where the step is recorded, the one after is
-        under way while tokens are being read. Raises ValueError where the tokens do not fit, before anything is run.
+        What the cache already holds of a prompt is not computed again. Where the step is the GPU's work alone, the
+        one after is under way while tokens are being read. Raises ValueError where the tokens do not fit, before
+        anything is run.
         """
         self.check(prompts, max_new_tokens)
         if max_new_tokens == 0:
@@ -366,7 +365,7 @@ class Session:
         candidates = self.candidates(sampling)
         step = self.warm_up(candidates)
         self.begin(prompts, sampling)
-        tokens = self.read()
+        tokens, alone = self.read(), self.recorded and not self.model.host_driven
 
         def advance() -> Callable[[], list[int]]:
             step()
@@ -375,12 +374,12 @@ class Session:
 
         for left in reversed(range(max_new_tokens)):
             current = tokens
-            if left and self.recorded:
+            if left and alone:
                 tokens = advance()
             for ids, token in zip(self.ids, found := current(), strict=True):
                 ids.append(token)
             yield found[: len(prompts)]
-            if left and not self.recorded:  # the host does the step's work, and would hold tokens back meanwhile
+            if left and not alone:  # the host does the step's work, and would hold tokens back meanwhile
                 tokens = advance()
 
 

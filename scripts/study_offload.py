@@ -21,7 +21,7 @@ import world
 from checkpoint import pick_device
 from generate import EMBEDDED, load_model, open_checkpoint
 from model import Chunk, Stages, Transformer
-from offload import POLICIES, Cache
+from slots import POLICIES, Cache
 from tokenizer import load_tokenizer
 
 AHEAD = 1, 2, 10  # layers, as in the paper

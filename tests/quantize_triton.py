@@ -4,6 +4,8 @@
     python tests/quantize_triton.py compile [all]               machine code for an H200, by Triton and ptxas alone
     TRITON_INTERPRET=1 python tests/quantize_triton.py dot4     the same two of the product for one token
     python tests/quantize_triton.py dot4-compile
+    TRITON_INTERPRET=1 python tests/quantize_triton.py fetch    and of the copy out of host memory
+    python tests/quantize_triton.py fetch-compile
 
 Each prints one JSON object: the relative error of every case, or what its machine code consists of. A process of its
 own, because Triton reads its variables once, at import. No bf16 in the first: the interpreter multiplies the bits of
@@ -24,6 +26,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
 import kernels
+import slots
 from packing import FORMATS, grouped_order
 from quantize import grouped_packed, pack_weight
 
@@ -91,8 +94,9 @@ def compiled(kernel, launch: Launch):
     """The kernel, compiled for an H200, as it was to be launched."""
     types = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int32: "*i32",
              torch.uint8: "*u8", torch.int64: "*i64"}  # fmt: skip
-    signature = {p: types[t.dtype] for p, t in zip(kernel.arg_names, launch.tensors, strict=False)}
-    aligned = {(i,): [["tt.divisibility", 16]] for i in range(len(signature))}
+    kinds = ["i64" if isinstance(t, int) else types[t.dtype] for t in launch.tensors]
+    signature = dict(zip(kernel.arg_names, kinds, strict=False))
+    aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(kinds) if kind != "i64"}
     signature |= dict.fromkeys(launch.constants, "constexpr")
     source = ASTSource(
         kernel, signature, {(kernel.arg_names.index(n),): v for n, v in launch.constants.items()}, aligned
@@ -197,8 +201,50 @@ def dot4_code(case: tuple, pdl: bool) -> dict[str, int]:
     return {name: asm["sass"].count(text) for name, text in names.items()}
 
 
+BLOBS = (16, 160, 48), (65536 + 64, 20000)  # bytes of an expert's parts
+
+
+def fetch_case(sizes: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor, Tensor, list[int]]:
+    """Experts and slots of three copies, one of them none; host memory of 5 experts, a pool of 3 slots, the parts."""
+    starts = [0, *itertools.accumulate(-(-size // 128) * 128 for size in sizes)]
+    host = torch.randint(256, (5, starts[-1]), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    parts = [number for part in zip(starts, sizes, strict=False) for number in part]
+    return (
+        torch.tensor([3, -1, 0]),
+        torch.tensor([2, 0, 1]),
+        host,
+        torch.zeros(3 * starts[-1], dtype=torch.uint8),
+        parts,
+    )
+
+
+def fetch_is_right(sizes: tuple[int, ...]) -> bool:
+    """Whether the kernel copies what the operator's own loop on the CPU does."""
+    experts, places, host, pool, parts = fetch_case(sizes)
+    want = pool.clone()
+    slots.fetch(experts, places, experts, host, want, parts)
+    kernels.fetch(experts, places, host, pool, parts)
+    return torch.equal(pool, want)
+
+
+def fetch_code() -> dict[str, int]:
+    """Of the copy's machine code: loads and stores of 16 bytes."""
+    kernel, kernels._fetch = kernels._fetch, Launch()
+    experts, places, host, pool, parts = fetch_case(BLOBS[1])
+    kernels.fetch(experts, places, host, pool, parts)
+    launch, kernels._fetch = kernels._fetch, kernel
+    asm = compiled(kernel, launch).asm["sass"]
+    return {name: asm.count(name) for name in ("LDG.E.128", "STG.E.128")}
+
+
 def main() -> int:
     torch.set_num_threads(1)
+    if sys.argv[1] == "fetch":
+        print(json.dumps([fetch_is_right(sizes) for sizes in BLOBS]))
+        return 0
+    if sys.argv[1] == "fetch-compile":
+        print(json.dumps(fetch_code()))
+        return 0
     if sys.argv[1] == "dot4":
         kernels._add_word = twin
         results = {name: dot4_error(case, 1.0) for name, case in DOT4.items()}

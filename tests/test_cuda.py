@@ -8,10 +8,12 @@ from conftest import FAMILIES
 from torch._dynamo.utils import counters
 
 import kernels
+import offload
 from benchmark import RandomWeights, random_prompt
 from checkpoint import Checkpoint
 from generate import EMBEDDED, embedded_checkpoint, load_model
 from model import SHORT_CACHE, ExpertLinear, Experts, ModelArgs
+from offload import Offload
 from packing import FORMATS
 from quantize import PackedExpertLinear, pack_weight, plan, quantize
 from session import Sampling, Session, compile_settings
@@ -74,6 +76,24 @@ def test_the_first_difference_in_bf16_is_a_near_tie():
         tokens = torch.tensor([ids + eager[:at]], device="cuda")
         row = model(tokens, torch.arange(tokens.shape[1], device="cuda").unsqueeze(0))[0]
         assert (row[eager[at]] - row[compiled[at]]).abs() < 0.02 * row.abs().max()
+
+
+@pytest.mark.parametrize("compile", (False, True), ids=("eager", "recorded"))
+@pytest.mark.parametrize(
+    "settings", (Offload(3), Offload(2, policy="lfu"), Offload(3, driver="host"), Offload(2, prefetch=2))
+)
+def test_experts_in_host_memory(settings, compile):
+    """The tokens of the resident model, and experts were copied: by the device, by the host, and on a guess."""
+    ids = embedded_prompt(600)
+    want = list(embedded_session("cpu", torch.float32, False).stream(ids, 60, GREEDY))
+    model = load_model(embedded_checkpoint(), "cuda", torch.float32, experts=settings)
+    assert model.host_driven == (settings.driver == "host" or settings.prefetch > 0)
+    session = Session(model, 512, compile=compile)
+    assert session.recorded == compile
+    for _ in range(2):
+        assert list(session.stream(ids, 60, GREEDY)) == want
+    totals = {name: sum(counts[name] for counts in offload.counters(model)) for name in offload.COUNTERS}
+    assert totals["misses"] > 100 and (totals["speculative_hits"] > 100) == (settings.prefetch > 0)
 
 
 def test_one_recorded_step_serves_every_prompt_and_setting():

@@ -13,14 +13,16 @@ MAY_IMPORT = {
     "checkpoint": GROUND,
     "tokenizer": GROUND,
     "kernels": GROUND,
+    "recording": GROUND,
+    "slots": {"kernels"},
     "model": {"kernels"},
-    "session": {"model"},
+    "session": {"model", "recording"},
     "speculate": {"model", "session"},
     "packing": {"model", "kernels"},
     "quantize": {"model", "checkpoint", "kernels", "packing"},
     "world": {"checkpoint", "kernels"},
     "tp": {"model", "packing", "quantize", "world"},
-    "offload": {"model", "checkpoint", "packing", "quantize", "kernels"},
+    "offload": {"model", "checkpoint", "packing", "quantize", "kernels", "recording", "slots"},
     "convert_hf_checkpoint": {"model", "checkpoint", "quantize"},
 }
 MAY_IMPORT["generate"] = set(MAY_IMPORT)

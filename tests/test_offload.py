@@ -11,6 +11,7 @@ import random
 import subprocess
 import sys
 from collections import Counter
+from contextlib import nullcontext
 from functools import cache, partial
 from pathlib import Path
 
@@ -25,7 +26,9 @@ from model import ModelArgs, Stages, Transformer
 from offload import COUNTERS, STAGING, Offload, OffloadedExperts, counters
 from packing import FORMATS
 from quantize import plan, quantize
+from recording import Recording
 from session import Sampling, Session
+from slots import POLICIES, Cache, DeviceCache
 from speculate import Speculation
 from tp import LocalExperts
 
@@ -134,20 +137,22 @@ def blob_bytes(model: Transformer, layer: int) -> int:
     return sum(-(-part[0].nbytes // offload.ALIGN) * offload.ALIGN for part in parts)
 
 
-@pytest.mark.parametrize("policy", offload.POLICIES)
+@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("format", ALL_FORMATS)
 def test_the_same_bits_and_the_copies_that_the_policy_makes(make, format, policy):
     resident = load_model(make(format), "cpu")
     want, chosen, seen = watched(resident)
     for slots, prefetch in itertools.product(range(A, E + 1), (0, 5 if format == "fp32" else 2)):
-        tier = "disk" if slots == 3 else "host"
-        model = load_model(make(format), "cpu", experts=Offload(slots, policy=policy, prefetch=prefetch, tier=tier))
-        got, routed = run(model)
-        assert all(map(torch.equal, got, want)) and all(map(torch.equal, routed, chosen)), (slots, prefetch)
         expected = replay(resident, chosen, seen, slots, policy, prefetch)
-        for layer, counts, due in zip(LAYERS, counters(model), expected, strict=True):
+        for layer, due in zip(LAYERS, expected, strict=True):
             due["bytes"] = (due["misses"] + due["speculative_loads"]) * blob_bytes(resident, layer)
-            assert counts == {name: due[name] for name in COUNTERS}, (slots, prefetch, layer)
+        settings = Offload(slots, policy=policy, prefetch=prefetch, tier="disk" if slots == 3 else "host")
+        for driver in ("host",) if prefetch or slots == 3 else ("device", "host"):
+            model = load_model(make(format), "cpu", experts=dataclasses.replace(settings, driver=driver))
+            got, routed = run(model)
+            assert all(map(torch.equal, got, want)) and all(map(torch.equal, routed, chosen)), (slots, prefetch, driver)
+            for counts, due in zip(counters(model), expected, strict=True):
+                assert counts == {name: due[name] for name in COUNTERS}, (slots, prefetch, driver)
         totals = Counter()
         for counts in counters(model):
             totals.update(counts)
@@ -235,12 +240,52 @@ def test_a_rank_s_own_experts(slots):
     assert offloaded.counts["misses"] + offloaded.counts["hits"] > 0 and set(offloaded.cache.slot) <= {0, 1, 2}
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_device_counts_as_the_host_does(policy):
+    """One expert a call and more, repeated ones, others' ones; and the state goes from one to the other and back."""
+    generator = random.Random(1)
+    for slots in range(1, 8):
+        host, device = Cache(7, slots, policy), DeviceCache(7, slots, policy, torch.device("cpu"))
+        hits = misses = 0
+        for call in range(60):
+            chosen = [generator.randrange(9) for _ in range(generator.randint(1, slots))]  # 7 and 8 are others'
+            wave = sorted(dict.fromkeys(n for n in chosen if n < 7), key=lambda n: n not in host.slot)
+            mine, absent = torch.tensor(chosen) < 7, [n for n in wave if n not in host.slot]
+            hits, misses = hits + len(wave) - len(absent), misses + len(absent)
+            target = {expert: host.replace(expert, wave) for expert in absent}
+            for expert in wave:
+                host.use(expert)
+            experts, places = device.place(torch.where(mine, torch.tensor(chosen), 0), mine)
+            copied = [pair for pair in zip(experts.tolist(), places.tolist(), strict=True) if pair[0] >= 0]
+            assert copied == [(n, target[n]) for n in dict.fromkeys(chosen) if n in target]
+            assert device.slot.tolist() == [host.slot.get(n, slots) for n in range(7)]
+            if call % 7 == 0:
+                found = device.read()
+                assert [*found.slot.items()] == [*host.slot.items()] and found.uses == host.uses
+                device.write(found)
+        assert device.found.tolist() == [hits, misses] and (misses > 0) == (slots < 7)
+
+
+def test_compiled_whole_where_the_device_drives(make):
+    steps = [call for call in calls() if call[0].shape[1] == 1]
+    resident = load_model(make("fp32"), "cpu")
+    model = load_model(make("fp32"), "cpu", experts=Offload(3, policy="lfu", driver="device"))
+    assert not model.host_driven and [model.recordable(n) for n in (1, 2)] == [True, False]
+    stages = Stages(block=model.compile_block(partial(torch.compile, fullgraph=True)))
+    for each in (resident, model):
+        each.setup_cache(1, 64)
+    for tokens, positions in steps:
+        positions = positions - len(PROMPT)
+        assert (model(tokens, positions, stages=stages) - resident(tokens, positions)).abs().max() < 1e-4
+    assert sum(counts["misses"] for counts in counters(model)) > 0
+
+
 def test_compiled_in_pieces_as_in_eager_mode(make):
     """Traced whole up to the host and after it; what is compiled computes the same."""
     steps = [call for call in calls() if call[0].shape[1] == 1]
     resident = load_model(make("fp32"), "cpu")
     model = load_model(make("fp32"), "cpu", experts=Offload(2, prefetch=2))
-    assert not model.recordable and resident.recordable
+    assert model.host_driven and not resident.host_driven
     stages = Stages(block=model.compile_block(partial(torch.compile, fullgraph=True)))
     for each in (resident, model):
         each.setup_cache(1, 64)
@@ -251,6 +296,44 @@ def test_compiled_in_pieces_as_in_eager_mode(make):
     assert totals["misses"] > 0 and totals["speculative_hits"] > 0
 
 
+class Graph:
+    """What stands for a CUDA graph: it notes when it is made and replayed."""
+
+    def __init__(self, log: list[str]):
+        self.log = log
+
+    def register_generator_state(self, generator):
+        pass
+
+    def capture_begin(self, **options):
+        self.log.append("begin")
+
+    def capture_end(self):
+        self.log.append("end")
+
+    def replay(self):
+        self.log.append("replay")
+
+
+def test_a_recorded_step_is_cut_where_the_host_takes_part(make, monkeypatch):
+    for name in ("synchronize", "empty_cache", "Stream", "graph_pool_handle"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    log = []
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: Graph(log))
+    model = load_model(make("fp32"), "cpu", experts=Offload(E, driver="host"))  # here what is recorded runs, too
+    model.setup_cache(1, 64)
+    stages = Stages(block=model.compile_block(lambda function: function))
+    step = partial(model, torch.tensor([[4]]), torch.tensor([[0]]), stages=stages)
+    with Recording(torch.Generator()) as recording:
+        step()
+    assert counters(model)[0]["hits"] == 0 and Recording.now is None
+    assert log == ["begin", "end"] * (len(LAYERS) + 1)
+    recording.replay()
+    assert log[2 * (len(LAYERS) + 1) :] == ["replay"] * (len(LAYERS) + 1)
+    assert all(counts["hits"] + counts["misses"] == A for counts in counters(model))
+
+
 @pytest.mark.slow
 def test_a_compiled_session_gives_the_same_tokens(make):
     def tokens(experts=None, **options) -> list[list[int]]:
@@ -259,6 +342,7 @@ def test_a_compiled_session_gives_the_same_tokens(make):
         return list(session.stream_all([PROMPT, [7, 8]], 20, Sampling(temperature=0)))
 
     assert tokens(Offload(3, prefetch=1), compile=True, compile_prefill=True) == tokens()
+    assert tokens(Offload(4, driver="device"), compile=True, compile_prefill=True) == tokens()
 
 
 def test_a_batch_and_drafts(make):
@@ -297,7 +381,7 @@ def test_memory_is_registered_as_long_as_it_is_used(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
     host, owner = torch.empty(1000, dtype=torch.uint8), Owner()
     offload.register(host, owner, torch.device("cpu"))
-    assert driver.calls == [(host.data_ptr(), 1000, 0)]
+    assert driver.calls == [(host.data_ptr(), 1000, 3)]
     del owner
     assert driver.calls[1:] == [host.data_ptr()] and capsys.readouterr().err == ""
 
@@ -358,7 +442,8 @@ def test_the_text_is_the_same(monkeypatch, capsys):
     common = "--temperature", "0", "--max_new_tokens", "30"
     _, want, _ = command(monkeypatch, capsys, *common)
     for more in (["--gpu_experts", "2", "--prefetch", "1"], ["--gpu_memory", "11MB", "--cache_policy", "lfu"],
-                 ["--gpu_experts", "3", "--offload_tier", "disk"]):  # fmt: skip
+                 ["--gpu_experts", "3", "--offload_tier", "disk"],
+                 ["--gpu_experts", "3", "--offload_driver", "device"]):  # fmt: skip
         code, out, err = command(monkeypatch, capsys, *common, "--offload", *more)
         assert (code, out) == (0, want)
         assert "experts a layer on the device" in err and "MB a token copied" in err
@@ -400,6 +485,7 @@ def test_a_budget_gives_the_slots_that_fit(make):
         ([], "--gpu_experts or --gpu_memory"),
         (["--gpu_experts", "3", "--gpu_memory", "1GB"], "give one of the two"),
         (["--gpu_experts", "3", "--prefetch", "9"], "--prefetch 9: it must be from 0 to 8"),
+        (["--gpu_experts", "3", "--prefetch", "1", "--offload_driver", "device"], "device knows neither --prefetch"),
     ],
 )
 def test_a_mistake_is_one_line(monkeypatch, capsys, options, message):
@@ -408,7 +494,8 @@ def test_a_mistake_is_one_line(monkeypatch, capsys, options, message):
 
 
 @pytest.mark.parametrize(
-    "option", ("gpu_experts 3", "gpu_memory 1GB", "cache_policy lru", "prefetch 0", "offload_tier host")
+    "option",
+    ("gpu_experts 3", "gpu_memory 1GB", "cache_policy lru", "prefetch 0", "offload_tier host", "offload_driver host"),
 )
 def test_an_option_without_offload(monkeypatch, capsys, option):
     name, value = option.split()
@@ -455,13 +542,13 @@ def test_belady_is_the_bound(study):
         assert (
             hits == best(steps, frozenset(range(3))) == sum(len(b & {*s}) for b, s in zip(before, steps, strict=True))
         )
-        assert all(study.replay(steps, 5, 3, policy)[0] <= hits for policy in offload.POLICIES)
+        assert all(study.replay(steps, 5, 3, policy)[0] <= hits for policy in POLICIES)
 
 
 def test_the_study_replays_what_an_offloaded_model_does(study, make):
     ids = [(11 * n) % 160 for n in range(20)]
     found, chosen, _ = study.study(load_model(make("fp32"), "cpu"), ids)
-    for policy in offload.POLICIES:
+    for policy in POLICIES:
         model = load_model(make("fp32"), "cpu", experts=Offload(3, policy=policy))
         model.setup_cache(1, 64)
         for n, token in enumerate(ids):

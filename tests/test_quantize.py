@@ -980,6 +980,11 @@ def test_the_kernel_computes_what_the_cpu_computes():
     assert all(error < (1e-6 if "float32" in case else 2e-3) for case, error in errors.items()), errors
 
 
+def test_the_copy_out_of_host_memory():
+    assert all(without_a_gpu("fetch", TRITON_INTERPRET="1"))
+    assert without_a_gpu("fetch-compile") == {"LDG.E.128": 8, "STG.E.128": 8}
+
+
 def check_machine_code(found: dict) -> None:
     """Tensor cores with weights from registers where experts have many rows; no spills."""
     for case, counts in found.items():
