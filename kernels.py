@@ -4,8 +4,8 @@
 the memory that packing saved; here each tile is unpacked in registers. Of plain weights it is for a batch's few tokens,
 with which the library reads at half of the memory's speed. `dot4`: for one token and 4 bits, where what
 Inductor makes of PyTorch takes too many instructions. The formats stand in packing.py; tests hold both to its unpack.
-And a sum over GPUs, `push_sum`, for messages so small that what counts is how often one waits for the others; and
-`fetch`, a copy out of host memory that the GPU decides on.
+And a sum over GPUs, `push_sum`, for messages so small that what counts is how often one waits for the others; a norm
+and a product that are the same on all of them; and `fetch`, a copy out of host memory that the GPU decides on.
 """
 
 from __future__ import annotations  # the annotations of kernels name triton, which may be absent
@@ -13,6 +13,7 @@ from __future__ import annotations  # the annotations of kernels name triton, wh
 from functools import cache
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 try:
@@ -436,6 +437,78 @@ def push_sum(x: Tensor, peers: Tensor, turns: Tensor, rank: int) -> Tensor:
         BF16=x.dtype == torch.bfloat16, PDL=pdl, launch_pdl=pdl, num_warps=1,
     )  # fmt: skip
     return y
+
+
+# The same bits on every GPU -----------------------------------------------------------------------------------------
+#
+# The compiler finds tile shapes by timing, on each rank by itself, so the same norm and the same product may differ in
+# their last bits there, and some ranks would choose another one of two experts with nearly equal scores. Here shapes
+# are fixed.
+
+
+@jit
+def _fixed_norm(x, weight, y, D: tl.constexpr, EPS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    scale = tl.load(weight + at, mask=at < D, other=0.0).to(tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    at += tl.program_id(0).to(tl.int64) * D
+    inside = at < (tl.program_id(0) + 1).to(tl.int64) * D
+    values = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    values *= tl.rsqrt(tl.sum(values * values, 0) / D + EPS) * scale
+    tl.store(y + at, values.to(y.dtype.element_ty), mask=inside)
+
+
+@jit
+def _fixed_scores(x, weight, y, D: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    row = tl.load(weight + tl.program_id(0) * D + at, mask=at < D, other=0.0).to(tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    total = tl.sum(tl.load(x + at, mask=at < D, other=0.0).to(tl.float32) * row, 0)
+    tl.store(y + tl.program_id(0), total.to(y.dtype.element_ty))
+
+
+def _starts_early(x: Tensor) -> bool:
+    return x.is_cuda and torch.cuda.get_device_properties(x.device).major >= 9
+
+
+@torch.library.custom_op("moe_fast::fixed_norm", mutates_args=())
+def fixed_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`F.rms_norm` of x [..., D] in one way on every GPU of a kind; a row is a program's."""
+    if not x.is_cuda:
+        return F.rms_norm(x, weight.shape, weight, eps)
+    x, y, D, early = x.contiguous(), torch.empty_like(x), x.shape[-1], _starts_early(x)
+    _fixed_norm[(x.numel() // D,)](x, weight, y, D=D, EPS=eps, BLOCK=triton.next_power_of_2(D), PDL=early,
+                                   launch_pdl=early, num_warps=8)  # fmt: skip
+    return y
+
+
+@torch.library.custom_op("moe_fast::fixed_scores", mutates_args=())
+def fixed_scores(x: Tensor, weight: Tensor) -> Tensor:
+    """`F.linear` of x [T, D] with weight [E, D] in one way on every GPU of a kind.
+
+    For one token an expert is a program's; more tokens are the library's, which chooses by shapes alone.
+    """
+    if not x.is_cuda or x.shape[0] > 1:
+        return F.linear(x, weight)
+    (E, D), early = weight.shape, _starts_early(x)
+    y = x.new_empty(1, E)
+    _fixed_scores[(E,)](x, weight, y, D=D, BLOCK=triton.next_power_of_2(D), PDL=early, launch_pdl=early, num_warps=4)
+    return y
+
+
+@fixed_norm.register_fake
+def _(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+@fixed_scores.register_fake
+def _(x: Tensor, weight: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[0])
 
 
 # Experts in host memory ---------------------------------------------------------------------------------------------

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+import kernels
 import world
 from model import Experts, Linear, ModelArgs, RMSNorm, Transformer
 from packing import FORMATS
@@ -56,21 +56,26 @@ class SplitNorm(nn.Module):
         return (x.float() * torch.rsqrt(mean + self.eps) * self.weight).to(x.dtype)
 
 
-class AgreedRouter(nn.Module):
-    """A router whose scores are rank 0's on every rank, x [T, D] -> [T, E].
+class FixedNorm(nn.Module):
+    """The norm before a router, in one way on all ranks, so that all choose the same experts (`kernels.fixed_norm`)."""
 
-    The compiler finds tile shapes by timing, on each rank by itself, so the same norm and product may differ there in
-    their last bits, and two experts whose scores are nearly equal would be chosen by some ranks each. Other ranks have
-    a weight of zeros (`Part.read`), not other code: sums that do not depend on each other the compiler may put in any
-    order, and in the same one only for the same code.
-    """
+    def __init__(self, norm: RMSNorm):
+        super().__init__()
+        self.weight, self.eps = norm.weight, norm.eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return kernels.fixed_norm(x, self.weight, self.eps)
+
+
+class FixedRouter(nn.Module):
+    """The router, x [T, D] -> [T, E], likewise: what both read, a sum over ranks, has the same bits on all."""
 
     def __init__(self, router: Linear):
         super().__init__()
         self.weight = router.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        return world.all_reduce(F.linear(x, self.weight))
+        return kernels.fixed_scores(x, self.weight)
 
 
 class LocalExperts(Experts):
@@ -250,7 +255,7 @@ class Part:
                 )
             if not hasattr(block.ffn, "experts"):  # a dense layer
                 continue
-            block.ffn.router = AgreedRouter(block.ffn.router)
+            block.ffn_norm, block.ffn.router = FixedNorm(block.ffn_norm), FixedRouter(block.ffn.router)
             if parallel == "expert":
                 block.ffn.experts = LocalExperts(model.args, self.rank * count, count)
 
@@ -261,8 +266,7 @@ class Part:
         """
         path, leaf = name.rsplit(".", 1)
         if self.ranks == 1 or _key(path) not in self.table:
-            tensor = source.read(name, None if expert is None else (slice(expert, expert + 1),), device)
-            return torch.zeros_like(tensor) if _key(path) == "ffn.router" and self.rank > 0 else tensor
+            return source.read(name, None if expert is None else (slice(expert, expert + 1),), device)
         axis, segments = self.table[_key(path)]
         shape = self.shapes[name]
         if leaf == "bias" and axis == 1:  # it is added to a sum over ranks, so one rank adds it

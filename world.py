@@ -237,11 +237,13 @@ def share_each(make: Callable[[], Iterator[Value]]) -> Iterator[Value]:
 
 def agree(options: dict, source) -> None:
     """Raises ValueError on every rank, naming what differs, unless all ranks have the same options (but for paths),
-    checkpoint (args, format, checksums) and torch."""
+    checkpoint (args, format, checksums), torch and kind of GPU."""
     if size() == 1:
         return
     weights = json.dumps([source.args, source.format, getattr(source, "files", None)], sort_keys=True)
     said = {"torch": torch.__version__, "checkpoint": f"{zlib.crc32(weights.encode()):08x}"}
+    if dist.get_backend(_world.group) == "nccl":
+        said["GPU"] = torch.cuda.get_device_name()
     said |= {f"--{name}": value for name, value in options.items() if not isinstance(value, os.PathLike)}
     all_said = [None] * size()
     with_others(dist.all_gather_object, all_said, said)

@@ -6,6 +6,8 @@
     python tests/quantize_triton.py dot4-compile
     TRITON_INTERPRET=1 python tests/quantize_triton.py fetch    and of the copy out of host memory
     python tests/quantize_triton.py fetch-compile
+    TRITON_INTERPRET=1 python tests/quantize_triton.py fixed    and of the norm and router that are the same on all GPUs
+    python tests/quantize_triton.py fixed-compile
 
 Each prints one JSON object: the relative error of every case, or what its machine code consists of. A process of its
 own, because Triton reads its variables once, at import. No bf16 in the first: the interpreter multiplies the bits of
@@ -237,8 +239,42 @@ def fetch_code() -> dict[str, int]:
     return {name: asm.count(name) for name in ("LDG.E.128", "STG.E.128")}
 
 
+def fixed_errors() -> dict[str, float]:
+    """Of the norm and the product that are the same on every GPU, against the library's, relative."""
+    kernels._starts_early = lambda x: False
+    found = {}
+    for D, E in ((64, 8), (2048, 128), (2880, 5)):
+        x, weight, rows = torch.randn(3, D), torch.randn(D), torch.randn(E, D)
+        # The functions behind the operators, without their dispatch by device.
+        got = kernels.fixed_norm._init_fn(x.as_subclass(OnCuda), weight, 1e-5).as_subclass(Tensor)
+        want = torch.nn.functional.rms_norm(x, (D,), weight, 1e-5)
+        found[f"norm of {D}"] = ((got - want).norm() / want.norm()).item()
+        got = kernels.fixed_scores._init_fn(x[:1].as_subclass(OnCuda), rows).as_subclass(Tensor)
+        found[f"{E} scores of {D}"] = ((got - x[:1] @ rows.T).norm() / (x[:1] @ rows.T).norm()).item()
+    return found
+
+
+def fixed_code() -> dict[str, dict[str, int]]:
+    """Of their machine code, as a GPU of compute capability 9 runs it: waits, starts, stores of spilled registers."""
+    kernels._starts_early, found = lambda x: True, {}
+    x, weight = torch.randn(1, 4096, dtype=torch.bfloat16), torch.randn(8, 4096, dtype=torch.bfloat16)
+    for name, arguments in {"fixed_norm": (x, weight[0], 1e-5), "fixed_scores": (x, weight)}.items():
+        kernel = getattr(kernels, f"_{name}")
+        setattr(kernels, f"_{name}", launch := Launch())
+        getattr(kernels, name)._init_fn(arguments[0].as_subclass(OnCuda), *arguments[1:])
+        asm = compiled(kernel, launch).asm["sass"]
+        found[name] = {"waits": asm.count("ACQBULK"), "starts": asm.count("PREEXIT"), "spills": asm.count("STL")}
+    return found
+
+
 def main() -> int:
     torch.set_num_threads(1)
+    if sys.argv[1] == "fixed":
+        print(json.dumps(fixed_errors()))
+        return 0
+    if sys.argv[1] == "fixed-compile":
+        print(json.dumps(fixed_code()))
+        return 0
     if sys.argv[1] == "fetch":
         print(json.dumps([fetch_is_right(sizes) for sizes in BLOBS]))
         return 0

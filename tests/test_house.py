@@ -21,7 +21,7 @@ MAY_IMPORT = {
     "packing": {"model", "kernels"},
     "quantize": {"model", "checkpoint", "kernels", "packing"},
     "world": {"checkpoint", "kernels"},
-    "tp": {"model", "packing", "quantize", "world"},
+    "tp": {"model", "packing", "quantize", "world", "kernels"},
     "offload": {"model", "checkpoint", "packing", "quantize", "kernels", "recording", "slots"},
     "convert_hf_checkpoint": {"model", "checkpoint", "quantize"},
 }

@@ -985,6 +985,13 @@ def test_the_copy_out_of_host_memory():
     assert without_a_gpu("fetch-compile") == {"LDG.E.128": 8, "STG.E.128": 8}
 
 
+def test_what_is_the_same_on_every_gpu():
+    errors = without_a_gpu("fixed", TRITON_INTERPRET="1")
+    assert len(errors) == 6 and all(error < 1e-6 for error in errors.values()), errors
+    for counts in without_a_gpu("fixed-compile").values():
+        assert counts["waits"] == 1 and counts["starts"] == 1 and counts["spills"] == 0
+
+
 def check_machine_code(found: dict) -> None:
     """Tensor cores with weights from registers where experts have many rows; no spills."""
     for case, counts in found.items():
