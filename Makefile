@@ -7,17 +7,19 @@ BIN := $(VENV)/bin
 
 $(VENV)/.run: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit("moe-fast needs Python 3.11 or newer; name one: make PYTHON=python3.11") if sys.version_info < (3, 11) else None'
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --editable .
+	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
+	@echo 'installing PyTorch and the other packages into $(VENV): minutes, and gigabytes where PyTorch comes with CUDA'
+	$(BIN)/python -m pip install --quiet --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --quiet --editable .
 	touch $@
 
 $(VENV)/.test: $(VENV)/.run
-	$(BIN)/python -m pip install --quiet --editable '.[test]'
+	$(BIN)/python -m pip install --quiet --quiet --editable '.[test]'
 	touch $@
 
 demo: $(VENV)/.run
 	$(BIN)/python generate.py --prompt 'def read_lines(path):' --max_new_tokens 100 --temperature 0.6 --seed 1
+	@echo 'next: . $(BIN)/activate, and then python generate.py --help, or scripts/prepare.sh OWNER/NAME for a model from the Hub'
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .

@@ -29,6 +29,7 @@ from torch import Tensor
 
 import tp
 import world
+from command import Parser
 from convert_hf_checkpoint import args_from_hf
 from generate import DTYPES, load_model, peak_bytes, pick_device
 from model import ExpertLinear, Linear, ModelArgs, Transformer, stored
@@ -495,11 +496,14 @@ def architecture(name: str) -> ModelArgs:
         raise ValueError(f"--arch {name}: not valid JSON ({error})") from None
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        description="Measure decoding speed with random weights at real shapes.",
-        epilog="example: python benchmark.py --arch Mixtral-8x7B --mode bf16 --json",
-        allow_abbrev=False,
+def build_parser() -> Parser:
+    parser = Parser(
+        "Measure decoding speed with random weights at real shapes.",
+        (
+            "python benchmark.py --arch Mixtral-8x7B --mode int4 --kernels",
+            "python benchmark.py --arch Qwen3-30B-A3B --layers 4 --prompt_len 512 --peer hf --json",
+            "torchrun --standalone --nproc_per_node=4 benchmark.py --arch Mixtral-8x7B --parallel expert",
+        ),
     )
     add = parser.add_argument
     add("--arch", required=True, help=f"{', '.join(ARCHITECTURES)}, or a Hugging Face config.json")
@@ -522,7 +526,12 @@ def main() -> int:
     add("--peer", choices=("hf",), help="also measure Hugging Face transformers in its best setting (in bf16 where the "
         "mode is no dtype)")  # fmt: skip
     add("--json", action="store_true", help="print one JSON object in place of the table")
-    options = parser.parse_args()
+    return parser
+
+
+def main() -> int:
+    """Run the command; a user's mistake is one line on stderr and exit code 2."""
+    options = build_parser().parse_args()
     try:
         device = world.start(options.device)
         for name, least in (("layers", 1), ("prompt_len", 1), ("new_tokens", 2), ("repeats", 1), ("batch", 1),

@@ -12,7 +12,6 @@ A checkpoint is a directory of ours, complete in itself:
     python checkpoint.py DIR [--verify]     a summary; with --verify the checksum of every file as well
 """
 
-import argparse
 import itertools
 import json
 import math
@@ -29,7 +28,10 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from command import Parser
+
 FORMAT_VERSION = 1
+MAKE_ONE = "make one first: scripts/prepare.sh OWNER/NAME"  # where there is no checkpoint
 CHUNK = 16 << 20  # bytes written, and summed, at a time
 
 DTYPES = {  # our name of a dtype: torch's, and the safetensors header's
@@ -197,17 +199,20 @@ class Checkpoint:
     def _check_layout(self):
         """Tells a checkpoint in our format from everything else that people may point at."""
         if not self.directory.is_dir():
-            raise ValueError(f"{self.directory} is not a directory; give the directory of a converted checkpoint")
+            repo = str(self.directory) if re.fullmatch(r"[\w.-]+/[\w.-]+", str(self.directory)) else "OWNER/NAME"
+            raise ValueError(f"{self.directory} is not a directory; {MAKE_ONE.replace('OWNER/NAME', repo)}")
         if is_checkpoint(self.directory):
             return
         converted = [self.directory / "model_bf16", *sorted(self.directory.glob("model_*"))]
         for path in filter(is_checkpoint, converted):
             raise ValueError(f"{self.directory} is not converted itself; use {path}")
+        if not (self.directory / "config.json").is_file():
+            raise ValueError(f"{self.directory}/config.json is missing, so this is no checkpoint; {MAKE_ONE}")
         config = read_json(self.directory / "config.json")
         if "architectures" in config or "model_type" in config:
             command = f"python convert_hf_checkpoint.py --checkpoint_dir {shlex.quote(str(self.directory))}"
             raise ValueError(f"{self.directory} is in Hugging Face layout; convert it first: {command}")
-        raise ValueError(f"{self.directory}/config.json is not of a moe-fast checkpoint; give a converted directory")
+        raise ValueError(f"{self.directory}/config.json is not of a moe-fast checkpoint; {MAKE_ONE}")
 
     def _damaged(self, cause: str) -> ValueError:
         return ValueError(f"{self.directory} is damaged ({cause}); convert the original checkpoint again")
@@ -381,12 +386,22 @@ def sync(path: Path):
         os.close(handle)
 
 
-def main() -> int:
-    """The command: see the top of this file."""
-    parser = argparse.ArgumentParser(description="Show a converted checkpoint, and check it.")
+def build_parser() -> Parser:
+    parser = Parser(
+        "Show a converted checkpoint, and check it.",
+        (
+            "python checkpoint.py checkpoints/OWNER/NAME/model_bf16",
+            "python checkpoint.py checkpoints/OWNER/NAME/model_int4 --verify",
+        ),
+    )
     parser.add_argument("directory", type=Path, help="a directory written by convert_hf_checkpoint.py or quantize.py")
     parser.add_argument("--verify", action="store_true", help="read every file and compare its checksum")
-    options = parser.parse_args()
+    return parser
+
+
+def main() -> int:
+    """The command: see the top of this file."""
+    options = build_parser().parse_args()
     try:
         checkpoint = Checkpoint(options.directory)
         if options.verify:

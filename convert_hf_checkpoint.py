@@ -7,7 +7,6 @@ config.json; a family of models is one row of FAMILIES. Everything that can be k
 headers is checked before a byte is written; values are checked for NaN and infinity as they pass.
 """
 
-import argparse
 import dataclasses
 import math
 import re
@@ -21,8 +20,10 @@ from torch import Tensor
 from tqdm import tqdm
 
 from checkpoint import DTYPES, NAMES, Shard, Writer, is_checkpoint, read_json
+from command import Parser
 from model import ModelArgs
 
+DOWNLOAD = "python scripts/download.py --repo_id OWNER/NAME"  # what to run where something is not there
 # Copied beside the weights as they are; the last is completed by `generation_config`.
 SIDE_FILES = (
     "tokenizer.json",
@@ -283,7 +284,7 @@ def weight_files(directory: Path) -> tuple[list[str], dict[str, str]]:
             raise ValueError(f"{directory} has {path.name}: GGUF is quantised already; fetch the original safetensors")
         if path.suffix in (".bin", ".pt", ".pth"):
             raise ValueError(f"{directory} has only {path.name}: pickle is never loaded; fetch the safetensors")
-    raise ValueError(f"{directory} has no safetensors files; fetch them, for instance with scripts/download.py")
+    raise ValueError(f"{directory} has no safetensors files; fetch them: {DOWNLOAD}")
 
 
 # How a tensor of ours is put together: its shape, and the place in it of each tensor of theirs.
@@ -440,9 +441,9 @@ def convert(
         what = "GGUF is quantised already" if directory.suffix == ".gguf" else "it is a file"
         raise ValueError(f"{directory}: {what}; give the directory of a Hugging Face checkpoint")
     if not directory.is_dir():
-        raise ValueError(f"{directory}: no such directory; fetch the model first, say with scripts/download.py")
+        raise ValueError(f"{directory}: no such directory; fetch the model first: {DOWNLOAD}")
     if is_checkpoint(directory):
-        raise ValueError(f"{directory} is converted already; use it as it is")
+        raise ValueError(f"{directory} is converted already; use it: python generate.py --checkpoint_path {directory}")
     weight_files(directory)  # a directory without safetensors is told so, whatever else it lacks
     config = read_json(directory / "config.json")
     args = args_from_hf(config)
@@ -463,14 +464,24 @@ def convert(
     return output
 
 
-def main() -> int:
-    """The command: see the top of this file."""
-    parser = argparse.ArgumentParser(description="Convert a Hugging Face checkpoint for generate.py.")
+def build_parser() -> Parser:
+    parser = Parser(
+        "Convert a Hugging Face checkpoint for generate.py.",
+        (
+            "python convert_hf_checkpoint.py --checkpoint_dir checkpoints/OWNER/NAME",
+            "python convert_hf_checkpoint.py --checkpoint_dir HF_DIR --dtype fp32 --output_dir DIR --force",
+        ),
+    )
     parser.add_argument("--checkpoint_dir", type=Path, required=True, help="config.json and *.safetensors are in it")
     parser.add_argument("--output_dir", type=Path, help="default: model_<dtype> in the checkpoint_dir")
     parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16")
     parser.add_argument("--force", action="store_true", help="replace an existing output")
-    options = parser.parse_args()
+    return parser
+
+
+def main() -> int:
+    """The command: see the top of this file."""
+    options = build_parser().parse_args()
     start = time.perf_counter()
     try:
         output = convert(options.checkpoint_dir, options.output_dir, options.dtype, options.force)

@@ -23,6 +23,7 @@ from tqdm import tqdm
 
 import tp
 import world
+from command import Parser
 from generate import DTYPES, EMBEDDED, generate, load_model, model_args, open_checkpoint
 from model import Chunk, ModelArgs, Stages, Transformer, stored
 from quantize import KV_CACHES
@@ -297,11 +298,14 @@ def run_tasks(load: Callable[[], Transformer], tokenizer: Tokenizer, max_length:
 # Command ------------------------------------------------------------------------------------------------------------
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description="Measure a converted checkpoint's quality: perplexity of a text, or lm-eval's tasks.",
-        epilog="example: python eval.py --checkpoint_path checkpoints/R/model_bf16 --text_file wiki.test.raw --json",
-        allow_abbrev=False,
+def build_parser() -> Parser:
+    parser = Parser(
+        "Measure a converted checkpoint's quality: perplexity of a text, or lm-eval's tasks.",
+        (
+            "python eval.py",
+            "python eval.py --checkpoint_path checkpoints/OWNER/NAME/model_int4 --text_file wiki.test.raw --json",
+            "python eval.py --checkpoint_path checkpoints/OWNER/NAME/model_bf16 --tasks arc_easy,piqa --limit 100",
+        ),
     )
     add = parser.add_argument
     add("--checkpoint_path", type=Path, metavar="DIR", help="converted checkpoint; default: the embedded tiny model")

@@ -28,6 +28,7 @@ import offload
 import tp
 import world
 from checkpoint import FORMAT_VERSION, Checkpoint, pick_device
+from command import Parser
 from convert_hf_checkpoint import convert
 from model import BLOCK, ModelArgs, Transformer
 from offload import Offload
@@ -342,11 +343,34 @@ def statistics(result: dict) -> str:
 # Command ------------------------------------------------------------------------------------------------------------
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description="Generate text from a converted Mixture-of-Experts checkpoint.",
-        epilog="example: python generate.py --checkpoint_path checkpoints/R/model_bf16 --prompt 'Hello' --compile",
-        allow_abbrev=False,
+def add_model_options(parser: Parser) -> None:
+    """The options that `open_session` follows, of every command that continues text."""
+    add = parser.add_argument
+    add("--compile", action="store_true", help="compile the decode step (and record it as a CUDA graph)")
+    add("--compile_prefill", action="store_true", help="compile the prompt's pass too")
+    add("--prefill_chunk", type=int, default=PREFILL_CHUNK, metavar="N", help="prompt tokens that are computed at once")
+    add("--kv_cache", choices=tuple(KV_CACHES), default="plain", help="int8: keys and values in half the bytes")
+    add("--device", default="auto", choices=("auto", "cuda", "cpu"))
+    add("--dtype", choices=tuple(DTYPES), help="default: as the checkpoint has it")
+    add("--parallel", default="tensor", choices=tp.PARALLEL, help="how torchrun's processes share the experts")
+    add("--offload", action="store_true", help="experts in host memory, as many on the GPU as fit")
+    add("--gpu_experts", type=int, metavar="R", help="experts of each layer that the GPU holds at a time")
+    add("--gpu_memory", metavar="SIZE", help="16GB, or 900MB: R is what fits into this, beside everything else")
+    add("--cache_policy", choices=POLICIES, help="which expert goes when another comes; default: lru")
+    add("--prefetch", type=int, metavar="N", help="experts that are copied on a guess, a layer and token; default: 0")
+    add("--offload_tier", choices=offload.TIERS, help="disk: nothing in host memory, misses are read from the files")
+    add("--offload_driver", choices=offload.DRIVERS, help="who says what is copied; default: the device where it can")
+
+
+def build_parser() -> Parser:
+    parser = Parser(
+        "Generate text from a converted Mixture-of-Experts checkpoint.",
+        (
+            "python generate.py --prompt 'def read_lines(path):' --temperature 0.6 --seed 1",
+            "python generate.py --checkpoint_path checkpoints/OWNER/NAME/model_bf16 --interactive --compile",
+            "python generate.py --checkpoint_path DIR --offload --gpu_memory 16GB --prompts_file prompts.txt --json",
+            "torchrun --standalone --nproc_per_node=4 generate.py --checkpoint_path DIR --prompt 'Hello' --compile",
+        ),
     )
     add = parser.add_argument
     add("--checkpoint_path", type=Path, metavar="DIR", help="converted checkpoint; default: the embedded tiny model")
@@ -362,29 +386,16 @@ def build_parser() -> argparse.ArgumentParser:
     add("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be repeated")
     add("--seed", type=int, metavar="N", help="same seed, same text")
     add("--num_samples", type=int, default=1, metavar="N", help="samples of each prompt")
-    add("--compile", action="store_true", help="compile the decode step (and record it as a CUDA graph)")
-    add("--compile_prefill", action="store_true", help="compile the prompt's pass too")
-    add("--prefill_chunk", type=int, default=PREFILL_CHUNK, metavar="N", help="prompt tokens that are computed at once")
     add("--speculate", choices=("lookup",), help="draft tokens from the text so far, verify several in one pass")
     add("--draft_checkpoint_path", type=Path, metavar="DIR", help="draft with this smaller model instead")
     add("--draft_tokens", type=int, metavar="N", help=f"drafts a pass; default: {DRAFT_TOKENS}")
-    add("--device", default="auto", choices=("auto", "cuda", "cpu"))
-    add("--parallel", default="tensor", choices=tp.PARALLEL, help="how torchrun's processes share the experts")
-    add("--dtype", choices=tuple(DTYPES), help="default: as the checkpoint has it")
     add("--max_seq_len", type=int, metavar="N", help="cache length; default: what prompt and new tokens need")
-    add("--kv_cache", choices=tuple(KV_CACHES), default="plain", help="int8: keys and values in half the bytes")
-    add("--offload", action="store_true", help="experts in host memory, as many on the GPU as fit")
-    add("--gpu_experts", type=int, metavar="R", help="experts of each layer that the GPU holds at a time")
-    add("--gpu_memory", metavar="SIZE", help="16GB, or 900MB: R is what fits into this, beside everything else")
-    add("--cache_policy", choices=POLICIES, help="which expert goes when another comes; default: lru")
-    add("--prefetch", type=int, metavar="N", help="experts that are copied on a guess, a layer and token; default: 0")
-    add("--offload_tier", choices=offload.TIERS, help="disk: nothing in host memory, misses are read from the files")
-    add("--offload_driver", choices=offload.DRIVERS, help="who says what is copied; default: the device where it can")
     add("--interactive", action="store_true", help="chat; /reset forgets, /exit ends, Ctrl-C stops an answer")
     add("--system", metavar="TEXT", help="system message; prompts then go through the model's chat template")
     add("--ignore_eos", action="store_true", help="do not end at the end-of-text token")
     add("--profile", type=Path, metavar="FILE", help="write a trace of the generation for chrome://tracing")
     add("--json", action="store_true", help="print one JSON object in place of the text")
+    add_model_options(parser)
     return parser
 
 
@@ -392,8 +403,10 @@ def read_prompts(path: Path) -> list[str]:
     """The prompts in a file, one a line, empty lines left out; in a .jsonl each a string, or an object's "prompt"."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise ValueError(f"--prompts_file {path}: {error.strerror}: give a file that can be read") from None
     except UnicodeDecodeError:
-        raise ValueError(f"--prompts_file {path}: it is not UTF-8 text") from None
+        raise ValueError(f"--prompts_file {path}: it is not UTF-8 text: convert it to UTF-8") from None
     prompts = []
     for number, line in enumerate(lines, 1):
         if not line.strip():
@@ -450,11 +463,25 @@ def plan_lengths(longest: int, options: argparse.Namespace, args: ModelArgs) -> 
     return options.max_seq_len or longest + options.max_new_tokens
 
 
-def check_options(options: argparse.Namespace) -> None:
-    """Raises ValueError for options that cannot be, or cannot be together."""
-    for name in ("max_new_tokens", "num_samples", "max_seq_len", "batch_size", "prefill_chunk"):
+def check_counts(options: argparse.Namespace, *names: str) -> None:
+    """Raises ValueError for one of these options that is given, and below 1."""
+    for name in names:
         if (value := getattr(options, name)) is not None and value < 1:
             raise ValueError(f"--{name} {value}: it must be at least 1")
+
+
+def check_model_options(options: argparse.Namespace) -> None:
+    """Raises ValueError for options of `add_model_options` that cannot be, or cannot be together."""
+    check_counts(options, "prefill_chunk")
+    for name in ("gpu_experts", "gpu_memory", "cache_policy", "prefetch", "offload_tier", "offload_driver"):
+        if getattr(options, name) is not None and not options.offload:
+            raise ValueError(f"--{name} is about experts in host memory: add --offload")
+
+
+def check_options(options: argparse.Namespace) -> None:
+    """Raises ValueError for options that cannot be, or cannot be together."""
+    check_model_options(options)
+    check_counts(options, "max_new_tokens", "num_samples", "max_seq_len", "batch_size")
     check_stop(options.stop)
     if options.profile and (options.profile.is_dir() or not options.profile.absolute().parent.is_dir()):
         raise ValueError(f"--profile {options.profile}: it must be a file in a folder that is there")
@@ -462,9 +489,6 @@ def check_options(options: argparse.Namespace) -> None:
         raise ValueError("--speculate and --draft_checkpoint_path are two sources of drafts: leave one of them out")
     if options.draft_tokens is not None and not (options.speculate or options.draft_checkpoint_path):
         raise ValueError("--draft_tokens needs a source of drafts: add --speculate lookup or --draft_checkpoint_path")
-    for name in ("gpu_experts", "gpu_memory", "cache_policy", "prefetch", "offload_tier", "offload_driver"):
-        if getattr(options, name) is not None and not options.offload:
-            raise ValueError(f"--{name} is about experts in host memory: add --offload")
     for name in ("prompt", "prompts_file", "json"):
         if options.interactive and getattr(options, name):
             raise ValueError(f"--{name} does not go with --interactive: leave one of them out")
@@ -496,6 +520,20 @@ def plan_offload(options: argparse.Namespace, part: ModelArgs, itemsize: int, le
     )  # fmt: skip
 
 
+def open_session(
+    options: argparse.Namespace, checkpoint: Checkpoint, device: torch.device, length: int, batch: int = 1
+) -> Session:
+    """The model as the options of `add_model_options` have it, with room for so many sequences of this length."""
+    dtype, experts = DTYPES.get(options.dtype), None
+    if options.offload:
+        itemsize = (dtype or DTYPES[checkpoint.format.get("dtype", checkpoint.format["name"])]).itemsize
+        part = tp.local_args(model_args(checkpoint), world.size(), options.parallel)
+        experts = plan_offload(options, part, itemsize, length, batch)
+    model = load_model(checkpoint, device, dtype, options.parallel, experts)
+    model.cache_kind = KV_CACHES[options.kv_cache]
+    return Session(model, length, options.compile, options.compile_prefill, batch, options.prefill_chunk)
+
+
 def run(options: argparse.Namespace) -> list[dict]:
     """Load the model, generate what the options ask for, return the results (none for a chat)."""
     device = world.start(options.device)
@@ -514,16 +552,12 @@ def run(options: argparse.Namespace) -> list[dict]:
     drafts = DRAFT_TOKENS if options.draft_tokens is None else options.draft_tokens
     check_drafting(drafts, args, model_args(drafter) if drafter else None)
     world.agree(vars(options), checkpoint)
-    dtype, speculates = DTYPES[options.dtype] if options.dtype else None, bool(options.speculate or drafter)
+    speculates = bool(options.speculate or drafter)
     work = [ids for ids in prompts for _ in range(options.num_samples)]
-    batch, experts = 1 if speculates else min(options.batch_size, len(work)) or 1, None
-    if options.offload:
-        itemsize = (dtype or DTYPES[checkpoint.format.get("dtype", checkpoint.format["name"])]).itemsize
-        experts = plan_offload(options, tp.local_args(args, world.size(), options.parallel), itemsize, length, batch)
-    model = load_model(checkpoint, device, dtype, options.parallel, experts)
-    model.cache_kind = KV_CACHES[options.kv_cache]
-    session = Session(model, length, options.compile, options.compile_prefill, batch, options.prefill_chunk)
+    batch = 1 if speculates else min(options.batch_size, len(work)) or 1
+    session = open_session(options, checkpoint, device, length, batch)
     if speculates:
+        dtype = DTYPES.get(options.dtype)
         session = Speculation(
             session, drafts, load_model(drafter, device, dtype, options.parallel) if drafter else None
         )

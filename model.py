@@ -12,6 +12,7 @@ weights [E, out, in], and torch.compile turns "gather, multiply, sum" into one k
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from functools import wraps
 from typing import NamedTuple
 
 import torch
@@ -116,7 +117,26 @@ class ExpertLinear(nn.Module):
 FEW_ROWS = 64  # an expert, on average
 
 
-@torch.library.custom_op("moe_fast::grouped_mm", mutates_args=())
+def operator(name: str) -> Callable:
+    """`torch.library.custom_op` where code is compiled or shapes alone are computed; elsewhere the function itself.
+
+    Calling an operator of ours loads the compiler, which takes longer than an eager answer of a small model.
+    """
+
+    def decorate(function: Callable) -> Callable:
+        compiled = torch.library.custom_op(name, function, mutates_args=())
+
+        @wraps(function)
+        def call(x: Tensor, *rest):
+            return (compiled if torch.compiler.is_compiling() or x.is_meta else function)(x, *rest)
+
+        call.register_fake = compiled.register_fake
+        return call
+
+    return decorate
+
+
+@operator("moe_fast::grouped_mm")
 def grouped_mm(x: Tensor, weight: Tensor, group_ends: Tensor) -> Tensor:
     """x [N, in], weight [E, out, in], group_ends int32 [E] -> [N, out]; `in` and `out` multiples of 16 bytes.
 
@@ -392,22 +412,24 @@ def attend_blocks(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, blocks: tu
     return flex_attention(q.transpose(1, 2), k, v, block_mask=mask, enable_gqa=True).transpose(1, 2).flatten(2)
 
 
-@torch.library.custom_op("moe_fast::attend_chunk", mutates_args=())
+@operator("moe_fast::attend_chunk")
 def attend_chunk(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
     """q [Q, H, C], of the last Q positions of k and v [K, S, C] -> [Q, H * C]; each query sees up to its own position.
 
     An operator of ours around the library's, which takes the masks of both kinds only where nothing is compiled.
     """
-    # Imported here, because it brings the compiler with it, which takes longer than an eager answer of a small model.
-    from torch.nn.attention.bias import causal_lower_right
-
     Q, S = q.shape[0], k.shape[1]
-    options = {} if Q == 1 else {"is_causal": True} if Q == S else {"attn_mask": causal_lower_right(Q, S)}
+    options = {} if Q == 1 else {"is_causal": True}
     if window is not None and window < S:  # what the first query cannot see is left out
         k, v = (t[:, max(0, S - Q - window + 1) :] for t in (k, v))
         distance = torch.arange(k.shape[1] - Q, k.shape[1], device=q.device).unsqueeze(1)
         distance = distance - torch.arange(k.shape[1], device=q.device)
         options = {"attn_mask": (distance >= 0) & (distance < window)}
+    elif 1 < Q < S:
+        # Imported here, because it brings the compiler with it.
+        from torch.nn.attention.bias import causal_lower_right
+
+        options = {"attn_mask": causal_lower_right(Q, S)}
     q, k, v = q.transpose(0, 1).unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
     y = F.scaled_dot_product_attention(q, k, v, enable_gqa=True, **options)
     return y[0].transpose(0, 1).flatten(1).contiguous()
@@ -505,7 +527,8 @@ class Transformer(nn.Module):
     def __init__(self, args: ModelArgs):
         super().__init__()
         self.args = args
-        self.embedding = nn.Embedding(args.vocab_size, args.dim)
+        # Of a given weight, since to draw one on the meta device would load the compiler.
+        self.embedding = nn.Embedding.from_pretrained(torch.empty(args.vocab_size, args.dim))
         self.layers = nn.ModuleList(Block(args, layer) for layer in range(args.n_layer))
         self.norm = RMSNorm(args.dim, args.norm_eps)
         self.head = Linear(args.dim, args.vocab_size)

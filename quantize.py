@@ -18,6 +18,7 @@ from tqdm import tqdm
 
 import kernels
 from checkpoint import Checkpoint, Writer, pick_device
+from command import Parser
 from model import Chunk, ExpertLinear, KVCache, Linear, ModelArgs, Transformer, realise, swiglu, weighted_sum
 from packing import FORMATS, PLAIN, Parts, grouped_order, nonzero
 
@@ -314,7 +315,7 @@ def quantize(
     """
     checkpoint = Checkpoint(source)
     if "modules" in checkpoint.format:
-        raise ValueError(f"{source} is quantised already ({checkpoint.format['name']}): give its bf16 original")
+        raise ValueError(f"{source} is quantised already ({checkpoint.format['name']}): use it or its bf16 original")
     with torch.device("meta"):
         model = Transformer(model_args(checkpoint))
     for name, parameter in model.named_parameters():
@@ -375,11 +376,13 @@ def bits_per_weight(checkpoint: Checkpoint) -> tuple[float, float]:
 # Command ------------------------------------------------------------------------------------------------------------
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description="Write a checkpoint anew with its weights in fewer bits.",
-        epilog="example: python quantize.py --checkpoint_path DIR/model_bf16 --mode int8",
-        allow_abbrev=False,
+def build_parser() -> Parser:
+    parser = Parser(
+        "Write a checkpoint anew with its weights in fewer bits.",
+        (
+            "python quantize.py --checkpoint_path checkpoints/OWNER/NAME/model_bf16 --mode int8",
+            "python quantize.py --checkpoint_path DIR/model_bf16 --attention hqq4 --experts hqq2 --head int8",
+        ),
     )
     add, names = parser.add_argument, (PLAIN, *FORMATS)
     add("--checkpoint_path", type=Path, required=True, metavar="DIR", help="a converted checkpoint, not quantised yet")

@@ -1,15 +1,13 @@
 """An OpenAI-compatible server: `python serve.py --checkpoint_path DIR --compile`, then http://127.0.0.1:8000/v1.
 
-The main thread decodes, one request after the other in the order they came, by the functions of generate.py; a second
-thread speaks HTTP. Between them stands a `Desk`: a bounded line of jobs, and for each job a queue of events to its
-client. Under torchrun rank 0 has the desk and hands each job to the others. docs/server.md says what is served.
+The main thread decodes (desk.py), a second one speaks HTTP, here; what is said is api.py's. docs/server.md says what is
+served.
 """
 
 import argparse
 import asyncio
 import hmac
 import json
-import math
 import os
 import re
 import secrets
@@ -18,387 +16,34 @@ import socket
 import sys
 import threading
 import time
-import traceback
-from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
-import tp
 import world
-from generate import DEFAULT_CHAT_LENGTH, generate, load_model, open_checkpoint
-from quantize import DTYPES, KV_CACHES, model_args
-from session import CANDIDATES, PREFILL_CHUNK, TOP, Sampling, Session
+from api import ENDS, Job, Refusal, Writer, read_request, sse
+from command import Parser
+from desk import Desk, decode_all
+from generate import (
+    DEFAULT_CHAT_LENGTH,
+    add_model_options,
+    check_counts,
+    check_model_options,
+    open_checkpoint,
+    open_session,
+)
+from quantize import model_args
+from session import Sampling, Session
 from tokenizer import Tokenizer, load_tokenizer
 
 PAGE = Path(__file__).with_name("chat.html")
 LOCAL = ("127.0.0.1", "localhost", "::1")
 BODY_SECONDS = 30.0  # in which a request's body has to arrive
-HEARTBEAT = 60.0  # seconds after which rank 0 gives a sign of life to the others, which wait for a job
-DEFAULT_COMPLETION = 16  # tokens of /v1/completions, as the API has it
-# Each number of a request: its kind, what it is if it is not given, and the least and the most it can be.
-NUMBERS = {
-    "temperature": (float, 1.0, 0, 2),
-    "top_p": (float, 1.0, 0, 1),
-    "min_p": (float, 0.0, 0, 0.99),
-    "top_k": (int, Sampling.top_k, 1, CANDIDATES),  # among more, each number would compile a step of its own
-    "repetition_penalty": (float, 1.0, 0.1, 10),
-    "seed": (int, None, -(2**63), 2**63 - 1),
-    "max_tokens": (int, None, 1, 2**31),
-    "max_completion_tokens": (int, None, 1, 2**31),
-    "top_logprobs": (int, 0, 0, TOP),
-    "n": (int, 1, 1, 1),
-    "best_of": (int, 1, 1, 1),
-    "frequency_penalty": (float, 0.0, 0, 0),
-    "presence_penalty": (float, 0.0, 0, 0),
-}
-UNSUPPORTED = ("tools", "functions", "logit_bias", "echo", "suffix", "audio", "prediction", "web_search_options")
-KINDS = {str: "a text", dict: "an object", bool: "true or false"}
-ENDS = {"stop": "stop", "length": "length", "interrupted": "length"}  # interrupted: by the limit of time
-
-
-class Refusal(ValueError):
-    """What a client is told instead of an answer, in OpenAI's shape."""
-
-    def __init__(self, message: str, status: int = 400, code: str | None = None, headers: dict | None = None):
-        super().__init__(message)
-        self.status, self.code, self.headers = status, code, headers or {}
-
-    def body(self) -> dict:
-        kind = "server_error" if self.status >= 500 else "invalid_request_error"
-        return {"error": {"message": str(self), "type": kind, "param": None, "code": self.code}}
-
-
-# Requests -----------------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Job:
-    """A request, read and found good. What the other ranks have to know of it is `work`."""
-
-    ids: list[int]
-    work: tuple  # the arguments of `answer`
-    chat: bool
-    stream: bool
-    include_usage: bool
-    logprobs: int | None  # how many likeliest tokens are told of beside each; None: nothing
-    routing: bool
-    id: str = ""
-    created: int = field(default_factory=lambda: int(time.time()))
-    arrived: float = field(default_factory=time.monotonic)
-    gone: bool = False  # the client is
-    events: asyncio.Queue = field(default_factory=asyncio.Queue)
-    loop: asyncio.AbstractEventLoop | None = None
-
-    def tell(self, event: dict) -> None:
-        """From the decoding thread to the client's."""
-        with suppress(RuntimeError):  # the other thread has ended
-            self.loop.call_soon_threadsafe(self.events.put_nowait, event)
-
-
-def read_request(body: bytes, chat: bool, tokenizer: Tokenizer, max_seq_len: int) -> Job:
-    """The job that a request's body describes. Raises Refusal for what is not, cannot be, or is not supported."""
-    try:
-        request = json.loads(body)
-    except (ValueError, RecursionError):
-        raise Refusal("the body is not JSON") from None
-    if not isinstance(request, dict):
-        raise Refusal("the body must be a JSON object")
-    for name in UNSUPPORTED:
-        if request.get(name):
-            raise Refusal(f"{name} is not supported: leave it out")
-    if request.get("response_format") not in (None, {"type": "text"}):
-        raise Refusal('response_format must be {"type": "text"}: other formats are not supported')
-    _typed(request, "model", str, "")
-    options = _typed(request, "stream_options", dict, {})
-    numbers = {name: _number(request, name, *limits) for name, limits in NUMBERS.items()}
-    seed = secrets.randbits(62) if numbers["seed"] is None else numbers["seed"] % 2**63
-    temperature = 0.0 if numbers["temperature"] < 1e-4 else numbers["temperature"]  # logits over less would overflow
-    sampling = Sampling(
-        temperature, numbers["top_k"], max(numbers["top_p"], 1e-6), numbers["min_p"], numbers["repetition_penalty"],
-        seed,
-    )  # fmt: skip
-    stop = request.get("stop")
-    stop = [stop] if isinstance(stop, str) else [] if stop is None else stop
-    if not isinstance(stop, list) or len(stop) > 4 or not all(isinstance(s, str) and 0 < len(s) <= 500 for s in stop):
-        raise Refusal("stop must be a text of 1 to 500 characters, or up to 4 of them")
-    if chat:
-        ids, reply = _read_messages(request.get("messages"), tokenizer)
-        asked = numbers["max_completion_tokens"] or numbers["max_tokens"]
-        logprobs = numbers["top_logprobs"] if _typed(request, "logprobs", bool, False) else None
-        if numbers["top_logprobs"] and logprobs is None:
-            raise Refusal("top_logprobs needs logprobs: true")
-    else:
-        ids, reply = _read_prompt(request.get("prompt"), tokenizer), False
-        asked = numbers["max_tokens"] or DEFAULT_COMPLETION
-        logprobs = _number(request, "logprobs", int, None, 0, TOP)
-    room = max_seq_len - len(ids)
-    if room < (asked or 1):
-        raise Refusal(
-            f"the context is {max_seq_len} tokens, and {len(ids)} of the prompt and {asked or 1} asked for are "
-            f"{len(ids) + (asked or 1)}: shorten the prompt" + (f", or max_tokens to {room}" if room > 0 else ""),
-            code="context_length_exceeded",
-        )
-    routing = _typed(request, "routing", bool, False)
-    work = ids, asked or room, sampling, stop, reply, logprobs is not None or routing
-    return Job(
-        ids, work, chat, _typed(request, "stream", bool, False),
-        _typed(options, "include_usage", bool, False), logprobs, routing,
-    )  # fmt: skip
-
-
-def _typed(values: dict, name: str, kind: type, default):
-    value = values.get(name)
-    if value is None:
-        return default
-    if not isinstance(value, kind):
-        raise Refusal(f"{name} {value!r:.40}: it must be {KINDS[kind]}")
-    return value
-
-
-def _number(values: dict, name: str, kind: type, default, least, most):
-    value = values.get(name)
-    if value is None:
-        return default
-    whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
-    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most or (
-        kind is int and not whole
-    ):  # fmt: skip
-        rule = f"from {least} to {most}" if least < most else f"{least}, since nothing else is supported"
-        raise Refusal(f"{name} {value!r:.40}: it must be {'a whole number ' * (kind is int)}{rule}")
-    return kind(value)
-
-
-def _read_messages(messages, tokenizer: Tokenizer) -> tuple[list[int], bool]:
-    """A conversation's token ids, and whether the answer is a text of its own; without a template it is continued."""
-    if not isinstance(messages, list) or not messages or not all(isinstance(m, dict) for m in messages):
-        raise Refusal('messages must be a list such as [{"role": "user", "content": "Hello"}]')
-    plain = []
-    for message in messages:
-        role, content = message.get("role"), message.get("content")
-        if isinstance(content, list) and all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in content):
-            content = "".join(part["text"] for part in content)
-        if not isinstance(role, str) or not isinstance(content, str):
-            raise Refusal("each message must have a role and a content that are text; nothing else is supported")
-        plain.append({"role": role, "content": content})
-    if not tokenizer.has_chat_template:
-        return _read_prompt("".join(message["content"] for message in plain), tokenizer), False
-    try:
-        return tokenizer.chat(plain), True
-    except ValueError as error:
-        raise Refusal(str(error)) from None
-
-
-def _read_prompt(prompt, tokenizer: Tokenizer) -> list[int]:
-    """The token ids of a text, or of token ids; a list of one prompt is that prompt."""
-    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
-        (prompt,) = prompt
-    if isinstance(prompt, list) and any(isinstance(part, str | list) for part in prompt):
-        raise Refusal("several prompts in one request are not supported: send a request for each")
-    if not isinstance(prompt, str | list) or not prompt:
-        raise Refusal("there is no prompt: give a text or token ids that are not empty")
-    if isinstance(prompt, str):
-        try:
-            return tokenizer.encode(prompt)
-        except ValueError as error:
-            raise Refusal(str(error)) from None
-    if not all(type(id) is int and 0 <= id < tokenizer.vocab_size for id in prompt):
-        raise Refusal(f"token ids must be whole numbers from 0 to {tokenizer.vocab_size - 1}")
-    return prompt
-
-
-# Decoding -----------------------------------------------------------------------------------------------------------
-
-
-class Desk:
-    """What the two threads share: jobs in line, the one under way, and counts for /metrics."""
-
-    def __init__(self, max_queue: int, time_limit: float):
-        self.max_queue, self.time_limit = max_queue, time_limit
-        self.line: deque[Job] = deque()
-        self.job: Job | None = None  # under way
-        self.changed, self.closed = threading.Condition(), False
-        self.counts: Counter = Counter()
-        self.seconds_per_answer = 1.0
-
-    def put(self, job: Job) -> None:
-        """Raises Refusal where the line is full."""
-        with self.changed:
-            if self.closed:
-                raise Refusal("the server is ending", 503)
-            if len(self.line) >= self.max_queue:
-                wait = str(math.ceil(min(self.seconds_per_answer * (len(self.line) + 1) / 2, 600)))
-                full = f"{len(self.line)} requests are waiting, as many as may: try again in {wait} s"
-                raise Refusal(full, 429, "queue_full", {"Retry-After": wait})
-            self.line.append(job)
-            self.changed.notify()
-
-    def drop(self, job: Job) -> None:
-        """Its client has gone, or has all of its answer."""
-        with self.changed:
-            job.gone = True
-            with suppress(ValueError):
-                self.line.remove(job)
-                self.counts["dropped"] += 1
-
-    def close(self) -> None:
-        """No more jobs; clients that wait are told so."""
-        with self.changed:
-            self.closed = True
-            self.changed.notify()
-            for job in [*self.line, *([self.job] if self.job else [])]:
-                job.tell({"refusal": Refusal("the server is ending", 503)})
-
-    def works(self) -> Iterator[tuple | None]:
-        """Each job's work in turn, until `close`; None is a sign of life."""
-        while not self.closed:
-            with self.changed:
-                if not self.line:
-                    self.changed.wait(HEARTBEAT)
-                self.job = self.line.popleft() if self.line else None
-            if self.job and self.late():
-                self.job.tell({"refusal": Refusal("the time limit has passed in the queue: try again later", 503)})
-            else:
-                yield self.job and self.job.work
-
-    def late(self) -> bool:
-        return time.monotonic() - self.job.arrived > self.time_limit
-
-    def done(self, result: dict) -> None:
-        """The job's answer is complete."""
-        self.counts["answers"] += 1
-        for name in ("prompt_tokens", "new_tokens", "seconds", "cached_tokens"):
-            self.counts[name] += result[name]
-        self.counts["ttft_s"] += result["ttft_s"] or 0.0
-        self.seconds_per_answer += 0.2 * (result["seconds"] - self.seconds_per_answer)
-        self.job.tell({"result": result})
-
-
-def answer(session: Session, tokenizer: Tokenizer, work: tuple, desk: Desk | None) -> None:
-    """Run one job on this rank; the one that has the desk tells the client."""
-    ids, max_new_tokens, sampling, stop, reply, session.watch = work
-    pending, shown, start = [], 0, time.monotonic()
-
-    def on_token(token: int, begin: int) -> None:
-        pending.append((token, begin, session.details[0]))
-
-    def on_text(text: str) -> None:
-        nonlocal shown
-        shown += len(text)
-        ready = [entry for entry in pending if entry[1] < shown]
-        del pending[: len(ready)]
-        if text:
-            desk.job.tell({"text": text, "tokens": ready})
-
-    result = generate(
-        session, tokenizer, ids, max_new_tokens, sampling, stop=stop, reply=reply,
-        on_text=on_text if desk and desk.job.stream else lambda text: None,
-        on_token=on_token if desk and session.watch else lambda token, begin: None,
-        interrupted=lambda: world.share(lambda: desk.job.gone or desk.closed or desk.late()),
-    )  # fmt: skip
-    if desk:
-        result |= {"seconds": time.monotonic() - start, "cached_tokens": len(ids) - session.prefilled}
-        length = math.inf if result["finish_reason"] != "stop" else len(result["text"])
-        desk.done(result | {"tokens": [entry for entry in pending if entry[1] < length]})
-
-
-def decode_all(session: Session, tokenizer: Tokenizer, desk: Desk | None) -> None:
-    """Answer jobs until the desk closes; on ranks without a desk, rank 0's."""
-    for work in world.share_each(lambda: desk.works()):
-        if work is None:
-            continue
-        try:
-            answer(session, tokenizer, work, desk)
-        except Exception as error:
-            if world.size() > 1:  # the others would wait for ever
-                raise
-            traceback.print_exc()
-            full = isinstance(error, torch.cuda.OutOfMemoryError)
-            reason = "out of GPU memory: shorten the prompt" if full else f"the server failed: {type(error).__name__}"
-            desk.counts["failed"] += 1
-            desk.job.tell({"refusal": Refusal(reason, 500)})
-            session.reset()
 
 
 # HTTP ---------------------------------------------------------------------------------------------------------------
-
-
-def _token(tokenizer: Tokenizer, id: int) -> dict:
-    data = tokenizer.token_bytes(id)
-    return {"token": data.decode(errors="replace"), "bytes": list(data)}
-
-
-def _finite(logprob: float) -> float:
-    return logprob if math.isfinite(logprob) else -9999.0  # which JSON has no word for
-
-
-class Writer:
-    """The objects of one job's answer, in the API's shapes."""
-
-    def __init__(self, job: Job, model: str, tokenizer: Tokenizer):
-        self.job, self.tokenizer = job, tokenizer
-        self.kind = "chat.completion" if job.chat else "text_completion"
-        self.frame = {"id": job.id, "object": self.kind, "created": job.created, "model": model}
-
-    def choice(self, text: str, tokens: list, finish: str | None, streamed: bool) -> dict:
-        job, choice = self.job, {"index": 0, "finish_reason": finish, "logprobs": None}
-        if not job.chat:
-            choice["text"] = text
-        elif streamed:
-            choice["delta"] = {"content": text} if text else {}
-        else:
-            choice["message"] = {"role": "assistant", "content": text, "refusal": None}
-        if job.logprobs is not None:
-            choice["logprobs"] = self.logprobs(tokens)
-        if job.routing:
-            details = [details for _, _, details in tokens]
-            choice["moe_fast"] = {
-                "tokens": [_token(self.tokenizer, token)["token"] for token, _, _ in tokens],
-                "experts": [d.experts for d in details],
-                "weights": [[[round(w, 4) for w in layer] for layer in d.weights] for d in details],
-            }
-        return choice
-
-    def logprobs(self, tokens: list) -> dict:
-        count, content = self.job.logprobs, []
-        for token, _, details in tokens:
-            top = [
-                _token(self.tokenizer, id) | {"logprob": _finite(logprob)} for id, logprob in details.top[:count]
-            ]  # fmt: skip
-            content.append(_token(self.tokenizer, token) | {"logprob": _finite(details.logprob), "top_logprobs": top})
-        if self.job.chat:
-            return {"content": content, "refusal": None}
-        return {
-            "tokens": [entry["token"] for entry in content],
-            "token_logprobs": [entry["logprob"] for entry in content],
-            "top_logprobs": [{t["token"]: t["logprob"] for t in entry["top_logprobs"]} for entry in content],
-            "text_offset": [begin for _, begin, _ in tokens],
-        }
-
-    def usage(self, result: dict) -> dict:
-        return {
-            "prompt_tokens": result["prompt_tokens"],
-            "completion_tokens": result["new_tokens"],
-            "total_tokens": result["prompt_tokens"] + result["new_tokens"],
-            "prompt_tokens_details": {"cached_tokens": result["cached_tokens"]},
-        }
-
-    def whole(self, result: dict) -> dict:
-        choice = self.choice(result["text"], result["tokens"], ENDS[result["finish_reason"]], False)
-        return self.frame | {"choices": [choice], "usage": self.usage(result)}
-
-    def part(self, choices: list, usage: dict | None = None) -> bytes:
-        """A chunk of a stream."""
-        chunk = self.frame | {"object": self.kind + ".chunk" * self.job.chat, "choices": choices}
-        return sse(chunk | ({"usage": usage} if self.job.include_usage else {}))
-
-
-def sse(value: dict) -> bytes:
-    return b"data: " + json.dumps(value).encode() + b"\n\n"
 
 
 async def stream(job: Job, writer: Writer, event: dict) -> AsyncIterator[bytes]:
@@ -566,6 +211,15 @@ def metrics_text(desk: Desk) -> str:
         ("first_token_seconds_total", "ttft_s", "Of these, seconds until the first token."),
     ):
         say(name, "counter", help, ("", counts.get(key, 0)))
+    for name, key, help in (
+        ("expert_hits_total", "hits", "Experts needed, once a layer and pass, that were in a slot."),
+        ("expert_guessed_total", "speculative_hits", "Experts needed that had been copied on a guess."),
+        ("expert_misses_total", "misses", "Experts needed that were waited for."),
+        ("expert_guesses_total", "speculative_loads", "Experts copied on a guess."),
+        ("expert_bytes_total", "bytes", "Bytes of experts copied from host memory or files."),
+    ):
+        if (count := counts.get(f"offload_{key}")) is not None:
+            say(name, "counter", help, ("", count))
     say("waiting", "gauge", "Requests in line.", ("", len(desk.line)))
     return "\n".join(lines) + "\n"
 
@@ -573,11 +227,14 @@ def metrics_text(desk: Desk) -> str:
 # Command ------------------------------------------------------------------------------------------------------------
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description="Serve a converted checkpoint by OpenAI's API, with a chat page at /.",
-        epilog="example: python serve.py --checkpoint_path checkpoints/R/model_bf16 --compile",
-        allow_abbrev=False,
+def build_parser() -> Parser:
+    parser = Parser(
+        "Serve a converted checkpoint by OpenAI's API, with a chat page at /.",
+        (
+            "python serve.py --checkpoint_path checkpoints/OWNER/NAME/model_bf16 --compile",
+            "python serve.py --checkpoint_path DIR --host 0.0.0.0 --api_key KEY --max_queue 32",
+            "python serve.py --checkpoint_path DIR --offload --gpu_memory 16GB --prefetch 2",
+        ),
     )
     add = parser.add_argument
     add("--checkpoint_path", type=Path, metavar="DIR", help="converted checkpoint; default: the embedded tiny model")
@@ -589,21 +246,14 @@ def build_parser() -> argparse.ArgumentParser:
     add("--time_limit", type=float, default=600.0, metavar="S", help="most seconds from a request to its end (600)")
     add("--max_seq_len", type=int, metavar="N", help=f"prompt and answer; default: the model's, at most "
         f"{DEFAULT_CHAT_LENGTH}")  # fmt: skip
-    add("--compile", action="store_true", help="compile the decode step (and record it as a CUDA graph)")
-    add("--compile_prefill", action="store_true", help="compile the prompt's pass too")
-    add("--prefill_chunk", type=int, default=PREFILL_CHUNK, metavar="N", help="prompt tokens that are computed at once")
-    add("--kv_cache", choices=tuple(KV_CACHES), default="plain", help="int8: keys and values in half the bytes")
-    add("--device", default="auto", choices=("auto", "cuda", "cpu"))
-    add("--dtype", choices=tuple(DTYPES), help="default: as the checkpoint has it")
-    add("--parallel", default="tensor", choices=tp.PARALLEL, help="how torchrun's processes share the experts")
+    add_model_options(parser)
     return parser
 
 
 def check_options(options: argparse.Namespace) -> None:
     """Raises ValueError for options that cannot be, or cannot be together."""
-    for name in ("max_queue", "max_body", "max_seq_len", "prefill_chunk"):
-        if (value := getattr(options, name)) is not None and value < 1:
-            raise ValueError(f"--{name} {value}: it must be at least 1")
+    check_model_options(options)
+    check_counts(options, "max_queue", "max_body", "max_seq_len")
     if not 0 <= options.port < 65536:
         raise ValueError(f"--port {options.port}: it must be from 0 to 65535")
     if not options.time_limit > 0:
@@ -678,9 +328,7 @@ def run(options: argparse.Namespace) -> None:
     length = options.max_seq_len or min(args.max_position, DEFAULT_CHAT_LENGTH)
     world.agree(vars(options) | {"api_key": None}, checkpoint)
     tokenizer = load_tokenizer(checkpoint.directory)
-    model = load_model(checkpoint, device, DTYPES[options.dtype] if options.dtype else None, options.parallel)
-    model.cache_kind = KV_CACHES[options.kv_cache]
-    session = Session(model, length, options.compile, options.compile_prefill, 1, options.prefill_chunk)
+    session = open_session(options, checkpoint, device, length)
     if options.compile or options.compile_prefill:
         start = time.perf_counter()
         for temperature in (0.0, 1.0):  # the two kinds of step

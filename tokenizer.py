@@ -280,7 +280,8 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
     directory = Path(directory)
     path = next((p for p in map(directory.joinpath, ("tokenizer.json", "tokenizer.model")) if p.is_file()), None)
     if path is None:
-        raise ValueError(f"{directory} holds neither tokenizer.json nor tokenizer.model; copy one there")
+        fix = "copy it from the original, or fetch that again: python scripts/download.py --repo_id OWNER/NAME"
+        raise ValueError(f"{directory} holds neither tokenizer.json nor tokenizer.model; {fix}")
     try:
         data = path.read_bytes()
         vocabulary = _JsonVocabulary(data) if path.suffix == ".json" else _SentencePieceVocabulary(data)

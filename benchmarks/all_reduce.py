@@ -8,7 +8,6 @@ checked: every method gives the same bits on all ranks. GB/s are message bytes o
 library's (gloo) is timed, by the clock.
 """
 
-import argparse
 import json
 import sys
 import time
@@ -17,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 import world
+from command import Parser
 
 KILOBYTES = 4, 8, 12, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768
 
@@ -45,12 +45,22 @@ def same_bits(method: str, x: torch.Tensor) -> bool:
     return good
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def build_parser() -> Parser:
+    parser = Parser(
+        __doc__.partition("\n")[0],
+        (
+            "torchrun --standalone --nproc_per_node=4 benchmarks/all_reduce.py --json",
+            "torchrun --standalone --nproc_per_node=2 benchmarks/all_reduce.py --device cpu --dtype fp32",
+        ),
+    )
     parser.add_argument("--device", default="auto", choices=("auto", "cuda", "cpu"))
     parser.add_argument("--dtype", default="bf16", choices=("bf16", "fp32"))
     parser.add_argument("--json", action="store_true", help="print one JSON object in place of the table")
-    options = parser.parse_args()
+    return parser
+
+
+def main() -> int:
+    options = build_parser().parse_args()
     try:
         device = world.start(options.device)
         if world.size() == 1:

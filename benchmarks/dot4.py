@@ -5,15 +5,16 @@ its last result against unpacked weights. GB/s count the packed bytes with scale
 the kernel's own: --pieces 2 4 --block 8 16 and so on time every combination, best first.
 """
 
-import argparse
 import itertools
 
 import torch
 from formats import seconds
 
 import kernels
+from command import Parser
 from packing import FORMATS
 
+CUT = {"pieces": 0, "block": 0, "resident": 0, "warps": 4}  # of `kernels.dot4_cut`, and its own choice
 SHAPES = {  # out, in, experts a token (0: a dense weight), gated
     "Mixtral w13": (28672, 4096, 2, True),
     "Mixtral w2": (4096, 14336, 2, False),
@@ -68,16 +69,25 @@ def measure(shape: tuple, name: str, cuts: list[dict]) -> list[tuple]:
     return sorted(found, key=lambda result: result[0])
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def build_parser() -> Parser:
+    parser = Parser(
+        __doc__.partition("\n")[0],
+        (
+            "python benchmarks/dot4.py --shape 'Mixtral w13'",
+            "python benchmarks/dot4.py --mode int4 --pieces 2 4 --block 8 16",
+        ),
+    )
     parser.add_argument("--shape", action="append", choices=SHAPES, help="repeatable; default: all")
     parser.add_argument("--mode", action="append", choices=("int4", "hqq4"), help="repeatable; default: both")
-    names = {"pieces": 0, "block": 0, "resident": 0, "warps": 4}
-    for name, default in names.items():
+    for name, default in CUT.items():
         parser.add_argument(f"--{name}", type=int, nargs="+", default=[default], help="see kernels.dot4_cut")
-    options = parser.parse_args()
-    grid = itertools.product(*(getattr(options, name) for name in names))
-    cuts = [dict(zip(names, cut, strict=True)) for cut in grid]
+    return parser
+
+
+def main() -> None:
+    options = build_parser().parse_args()
+    grid = itertools.product(*(getattr(options, name) for name in CUT))
+    cuts = [dict(zip(CUT, cut, strict=True)) for cut in grid]
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
     for shape, mode in itertools.product(options.shape or SHAPES, options.mode or ("int4", "hqq4")):
         for time, rate, error, programs, constants, cut in measure(SHAPES[shape], mode, cuts):

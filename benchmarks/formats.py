@@ -5,13 +5,13 @@ choice of experts each time so that nothing is read from the cache. GB/s count t
 gaps between kernels included; the last column is the part of the read bandwidth measured in the same run.
 """
 
-import argparse
 from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
 from benchmark import architecture, read_bandwidth
+from command import Parser
 from model import Experts, ModelArgs
 from packing import FORMATS, PLAIN
 from quantize import PackedExpertLinear, pack_weight
@@ -56,11 +56,21 @@ def seconds(function: Callable, choices: list[Tensor], repeats: int = 20) -> flo
     return best
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def build_parser() -> Parser:
+    parser = Parser(
+        __doc__.partition("\n")[0],
+        (
+            "python benchmarks/formats.py --arch Mixtral-8x7B",
+            "python benchmarks/formats.py --arch OLMoE-1B-7B --mode int4 --mode hqq4",
+        ),
+    )
     parser.add_argument("--arch", default="Mixtral-8x7B")
     parser.add_argument("--mode", action="append", choices=(PLAIN, *FORMATS), help="repeatable; default: all")
-    options = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    options = build_parser().parse_args()
     args, compiled = architecture(options.arch), {"fullgraph": True, "dynamic": False}
     compile_settings()
     ceiling = read_bandwidth(torch.device("cuda"))

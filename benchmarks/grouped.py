@@ -5,7 +5,6 @@ bf16 weights, and checks the result against it. Other cuts of the work than the 
 so on time every combination, best first. TFLOP/s count the multiplications and additions of the products alone.
 """
 
-import argparse
 import itertools
 from functools import partial
 
@@ -15,7 +14,10 @@ from formats import random_experts, seconds
 
 import kernels
 from benchmark import architecture
+from command import Parser
 from packing import FORMATS, PLAIN, grouped_order
+
+CUT = "BM", "BN", "BK", "LEFT", "num_warps", "num_stages"  # of `kernels.grouped_cut`
 
 
 def measure(args, mode: str, tokens: int, cuts: list[dict]) -> list[tuple]:
@@ -49,17 +51,26 @@ def measure(args, mode: str, tokens: int, cuts: list[dict]) -> list[tuple]:
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def build_parser() -> Parser:
+    parser = Parser(
+        __doc__.partition("\n")[0],
+        (
+            "python benchmarks/grouped.py --tokens 512 2048",
+            "python benchmarks/grouped.py --mode int8 --BM 64 128 --LEFT 0 1 --best 3",
+        ),
+    )
     parser.add_argument("--arch", default="Mixtral-8x7B")
     parser.add_argument("--tokens", type=int, nargs="+", default=[512, 2048])
     parser.add_argument("--mode", action="append", choices=(PLAIN, *FORMATS), help="repeatable; default: all")
     parser.add_argument("--best", type=int, default=1, metavar="N", help="print the best N of each")
-    names = "BM", "BN", "BK", "LEFT", "num_warps", "num_stages"
-    for name in names:
+    for name in CUT:
         parser.add_argument(f"--{name}", type=int, nargs="+", help="see kernels.grouped_cut")
-    options = parser.parse_args()
-    given = {name: getattr(options, name) for name in names if getattr(options, name)}
+    return parser
+
+
+def main() -> None:
+    options = build_parser().parse_args()
+    given = {name: getattr(options, name) for name in CUT if getattr(options, name)}
     cuts = [dict(zip(given, cut, strict=True)) for cut in itertools.product(*given.values())]
     args = architecture(options.arch)
     print(f"{options.arch}, {torch.cuda.get_device_name()}, torch {torch.__version__}")

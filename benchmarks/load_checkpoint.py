@@ -7,7 +7,6 @@ time from the page cache) and prints one JSON object. Prediction: host memory gr
 because a tensor is mapped, copied to the device and unmapped before the next one.
 """
 
-import argparse
 import dataclasses
 import json
 import re
@@ -20,6 +19,7 @@ import torch
 
 from benchmark import RandomWeights, architecture
 from checkpoint import Checkpoint, Writer
+from command import Parser
 from generate import load_model, pick_device
 
 
@@ -46,12 +46,22 @@ class Peak:
         self.watcher.join()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def build_parser() -> Parser:
+    parser = Parser(
+        __doc__.partition("\n")[0],
+        (
+            "python benchmarks/load_checkpoint.py --arch Mixtral-8x7B --layers 4",
+            "python benchmarks/load_checkpoint.py --arch OLMoE-1B-7B --layers 2 --device cpu",
+        ),
+    )
     parser.add_argument("--arch", default="Mixtral-8x7B")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--device", default="auto", choices=("auto", "cuda", "cpu"))
-    options = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    options = build_parser().parse_args()
     device = pick_device(options.device)
     args = dataclasses.replace(architecture(options.arch), n_layer=options.layers)
     source, result = RandomWeights(args), {"arch": options.arch, "layers": options.layers, "device": str(device)}

@@ -6,7 +6,6 @@ caches and guesses are as right as they are there. A run's bound is the longer o
 at the link's bandwidth, and that of a step with all experts on the GPU; both are measured.
 """
 
-import argparse
 import dataclasses
 import gc
 import json
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 import offload
 from benchmark import RandomWeights, architecture, number_format, random_prompt
 from checkpoint import pick_device
+from command import Parser
 from generate import EMBEDDED, embedded_checkpoint, load_model, moved
 from model import Chunk, Transformer
 from offload import Offload, OffloadedExperts
@@ -143,8 +143,14 @@ def free() -> None:
         torch.cuda.empty_cache()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def build_parser() -> Parser:
+    parser = Parser(
+        __doc__.partition("\n")[0],
+        (
+            "python benchmarks/offloading.py --mode hqq4-hqq2",
+            "python benchmarks/offloading.py --arch Qwen3-30B-A3B --mode int4 --gpu_experts 64 --rows device host",
+        ),
+    )
     parser.add_argument("--arch", default="Mixtral-8x7B")
     parser.add_argument("--layers", type=int, help="default: all")
     parser.add_argument("--mode", default="hqq4-hqq2")
@@ -152,7 +158,11 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=100)
     rows = f"of: {'; '.join(ROWS)}"
     parser.add_argument("--rows", nargs="+", default=[*ROWS], choices=ROWS, metavar="ROW", help=rows)
-    options = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    options = build_parser().parse_args()
     device, args = pick_device("auto"), architecture(options.arch)
     args = dataclasses.replace(args, n_layer=options.layers or args.n_layer)
     source = Kept(RandomWeights(args, number_format(options.mode, args)), device)

@@ -6,7 +6,6 @@ solver (0 iterations: rounded to nearest). By default the embedded model on its 
 that what differs is the weights alone. Every checkpoint is written, loaded and removed as a user would do it.
 """
 
-import argparse
 import json
 import sys
 import tempfile
@@ -15,6 +14,7 @@ from pathlib import Path
 import torch
 
 from checkpoint import Checkpoint, pick_device
+from command import Parser
 from eval import perplexity
 from generate import EMBEDDED, load_model, open_checkpoint
 from packing import FORMATS, PLAIN
@@ -43,14 +43,24 @@ def measure(source: Checkpoint, text: str, attention: str, experts: str, iterati
     return row | {"perplexity": found}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def build_parser() -> Parser:
+    parser = Parser(
+        __doc__.partition("\n")[0],
+        (
+            "python benchmarks/quality.py --json",
+            "python benchmarks/quality.py --checkpoint_path DIR/model_bf16 --text_file wiki.test.raw --seq_len 4096",
+        ),
+    )
     parser.add_argument("--checkpoint_path", type=Path)
     parser.add_argument("--text_file", type=Path, default=EMBEDDED / "heldout.txt")
     parser.add_argument("--seq_len", type=int, default=2048)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--json", action="store_true", help="print one JSON object in place of the table")
-    options = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    options = build_parser().parse_args()
     source = open_checkpoint(options.checkpoint_path)
     text, device = options.text_file.read_text(encoding="utf-8"), pick_device(options.device)
     schemes = [(attention, experts, None) for attention in BITS.values() for experts in BITS.values()]

@@ -5,19 +5,29 @@
 All other options are benchmark.py's. One threshold a process, because compiled code is kept within one.
 """
 
-import argparse
 import sys
 
 import torch._inductor.config
 
 import benchmark
 import session
+from command import Parser
+
+
+def build_parser() -> Parser:
+    parser = Parser(
+        __doc__.partition("\n")[0],
+        (
+            "python benchmarks/realise.py --threshold 30 --arch Mixtral-8x7B --repeats 3",
+            "python benchmarks/realise.py --threshold 8 --arch OLMoE-1B-7B --json",
+        ),
+    )
+    parser.add_argument("--threshold", type=int, default=30, help="operations above which a value is kept; default 30")
+    return parser
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], add_help=False)
-    parser.add_argument("--threshold", type=int, default=30, help="operations above which a value is kept; default 30")
-    options, rest = parser.parse_known_args()
+    options, rest = build_parser().parse_known_args()
     project_settings = session.compile_settings
 
     def settings() -> None:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 import world
 from checkpoint import Checkpoint, pick_device
+from command import Parser
 from generate import DEFAULT_PROMPT, load_model
 from model import Transformer
 from quantize import DTYPES, model_args
@@ -203,11 +204,14 @@ def report(found: dict) -> str:
     ])  # fmt: skip
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__.partition("\n")[0], allow_abbrev=False,
-        epilog="example: python scripts/compare_hf.py checkpoints/R/model_fp32 --prompt 'import os'",
-    )  # fmt: skip
+def build_parser() -> Parser:
+    parser = Parser(
+        __doc__.partition("\n")[0],
+        (
+            "python scripts/compare_hf.py checkpoints/OWNER/NAME/model_fp32 --prompt 'import os'",
+            "python scripts/compare_hf.py checkpoints/OWNER/NAME/model_bf16 --device cuda --compile --json",
+        ),
+    )
     add = parser.add_argument
     add("checkpoint", type=Path, metavar="CHECKPOINT", help="converted, and not quantised")
     add("--hf_dir", type=Path, metavar="DIR", help="what it was made from; default: the folder it lies in")
@@ -220,7 +224,11 @@ def main() -> int:
     add("--dtype", choices=tuple(DTYPES), help="default: as the checkpoint has it")
     add("--compile", action="store_true", help="compile our decode step (transformers stays eager)")
     add("--json", action="store_true", help="print one JSON object")
-    options = parser.parse_args()
+    return parser
+
+
+def main() -> int:
+    options = build_parser().parse_args()
     try:
         found = run(options)
     except (ValueError, OSError) as error:

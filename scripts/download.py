@@ -6,7 +6,6 @@ The files go to checkpoints/<repo_id>. A connection that drops is taken up where
 interruption, the command keeps the files that are whole and fetches the rest. The directory is printed on stdout.
 """
 
-import argparse
 import shlex
 import shutil
 import sys
@@ -22,6 +21,7 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
+from command import Parser
 from convert_hf_checkpoint import SIDE_FILES
 
 AGAIN = "run the same command again to go on from here"
@@ -113,13 +113,23 @@ def _check_room(directory: Path, needed: int) -> None:
         raise ValueError(f"{directory} needs {needed / 1e9:.1f} GB more and {free / 1e9:.1f} GB are free; make room")
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+def build_parser() -> Parser:
+    parser = Parser(
+        __doc__.partition("\n")[0],
+        (
+            "python scripts/download.py --repo_id mistralai/Mixtral-8x7B-Instruct-v0.1",
+            "python scripts/download.py --repo_id OWNER/NAME --revision main --output_dir models/NAME",
+        ),
+    )
     parser.add_argument("--repo_id", required=True, metavar="OWNER/NAME", help="the repository on the Hub")
     parser.add_argument("--revision", help="branch, tag or commit (default: the main branch)")
     parser.add_argument("--output_dir", type=Path, help="where the files go (default: checkpoints/OWNER/NAME)")
     parser.add_argument("--token", help="access token (default: $HF_TOKEN, else what `hf auth login` stored)")
-    arguments = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = build_parser().parse_args(argv)
     try:
         directory = download(**vars(arguments))
     except ValueError as e:

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 import world
+from command import Parser
 from generate import DEFAULT_PROMPT, load_model, open_checkpoint
 from model import Transformer
 from tokenizer import load_tokenizer
@@ -115,11 +116,14 @@ def run(options: argparse.Namespace) -> dict:
     return {"layers": numbers, "tokens": len(ids), **found}
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__.partition("\n")[0], allow_abbrev=False,
-        epilog="example: python scripts/plot_experts.py --prompt 'import os' --layers 0,7 --output experts.png",
-    )  # fmt: skip
+def build_parser() -> Parser:
+    parser = Parser(
+        __doc__.partition("\n")[0],
+        (
+            "python scripts/plot_experts.py --prompt 'import os' --layers 0,7 --output experts.png",
+            "python scripts/plot_experts.py --checkpoint_path DIR --prompt - --json < text.txt",
+        ),
+    )
     add = parser.add_argument
     add("--checkpoint_path", type=Path, metavar="DIR", help="converted checkpoint; default: the embedded tiny model")
     add("--prompt", default=DEFAULT_PROMPT, metavar="TEXT", help="what the model reads; '-' reads stdin")
@@ -127,7 +131,11 @@ def main() -> int:
     add("--output", type=Path, default=Path("experts.png"), metavar="FILE", help="a .png or .svg (experts.png)")
     add("--device", default="auto", choices=("auto", "cuda", "cpu"))
     add("--json", action="store_true", help="print the load and the entropies as one JSON object")
-    options = parser.parse_args()
+    return parser
+
+
+def main() -> int:
+    options = build_parser().parse_args()
     try:
         found = run(options)
     except (ValueError, OSError) as error:

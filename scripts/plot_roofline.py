@@ -8,12 +8,13 @@ each line; `-` is stdin. A result is a filled point with its tokens/s and the fr
 peer of its run is a hollow one, tied to it.
 """
 
-import argparse
 import io
 import json
 import math
 import sys
 from pathlib import Path
+
+from command import Parser
 
 TEXTS, NUMBERS = ("arch", "mode", "gpu"), ("tok_s", "bytes_per_token", "read_gb_s", "fraction")
 FORMATS = ".png", ".svg"
@@ -174,11 +175,21 @@ def write(path: Path, data: bytes) -> None:
         raise ValueError(f"--output {path}: {error.strerror}: give a file that can be written") from None
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
+def build_parser() -> Parser:
+    parser = Parser(
+        __doc__.partition("\n")[0],
+        (
+            "python scripts/plot_roofline.py mixtral.json qwen3.json --output roofline.svg",
+            "python benchmark.py --arch OLMoE-1B-7B --json | python scripts/plot_roofline.py -",
+        ),
+    )
     parser.add_argument("results", nargs="+", metavar="RESULT", help="what benchmark.py --json printed; - is stdin")
     parser.add_argument("--output", type=Path, default=Path("roofline.svg"), help="a .png or .svg (roofline.svg)")
-    options = parser.parse_args()
+    return parser
+
+
+def main() -> int:
+    options = build_parser().parse_args()
     try:
         if options.output.suffix not in FORMATS:
             raise ValueError(f"--output {options.output}: its name must end in {' or '.join(FORMATS)}")

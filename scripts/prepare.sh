@@ -27,6 +27,10 @@ home=$(cd "$(dirname "$0")/.." && pwd)
 directory=${MOE_FAST_CHECKPOINTS:-checkpoints}/$repo
 python=${PYTHON:-$(if [ -x "$home/.venv/bin/python" ]; then echo "$home/.venv/bin/python"; else echo python3; fi)}
 
+if ! "$python" -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("torch") is None)'; then
+    echo "error: $python has no PyTorch: run make demo in $home first, or name another Python: PYTHON=... $0 $*" >&2; exit 2
+fi
+
 whole() { [ -f "$1/config.json" ]; }  # a converted checkpoint has its name only once it is complete
 step() { echo "$1: $2" >&2; }
 
@@ -46,5 +50,5 @@ else
         "$python" "$home/quantize.py" --checkpoint_path "$directory/model_bf16" --mode "$mode" > /dev/null
     fi
 fi
-step next "python generate.py --checkpoint_path $directory/model_$mode --prompt 'Hello'"
+step next "$python $home/generate.py --checkpoint_path $directory/model_$mode --interactive"
 echo "$directory/model_$mode"

@@ -19,6 +19,8 @@ from torch import Tensor
 
 import world
 from checkpoint import pick_device
+from command import Parser
+from eval import read_text
 from generate import EMBEDDED, load_model, open_checkpoint
 from model import Chunk, Stages, Transformer
 from slots import POLICIES, Cache
@@ -184,10 +186,7 @@ def run(options: argparse.Namespace) -> dict:
         except ImportError:
             raise ValueError("pictures need matplotlib: pip install 'moe-fast[plot]'") from None
     checkpoint = open_checkpoint(options.checkpoint_path)
-    try:
-        text = (options.text_file or EMBEDDED / "heldout.txt").read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        raise ValueError(f"--text_file {options.text_file}: it is not UTF-8 text") from None
+    text = read_text(options.text_file or EMBEDDED / "heldout.txt")
     device = pick_device(options.device)
     ids = load_tokenizer(checkpoint.directory).encode(text)[: options.tokens]
     if len(ids) < 2:
@@ -206,9 +205,14 @@ def run(options: argparse.Namespace) -> dict:
     return found
 
 
-def main() -> int:
-    """Run the command; a user's mistake is one line on stderr and exit code 2."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
+def build_parser() -> Parser:
+    parser = Parser(
+        __doc__.partition("\n")[0],
+        (
+            "python scripts/study_offload.py --output_dir docs",
+            "python scripts/study_offload.py --checkpoint_path DIR --text_file book.txt --tokens 5000 --json",
+        ),
+    )
     add = parser.add_argument
     add("--checkpoint_path", type=Path, metavar="DIR", help="converted checkpoint; default: the embedded model")
     add("--text_file", type=Path, metavar="FILE", help="what it reads; default: the embedded model's held-out text")
@@ -216,7 +220,12 @@ def main() -> int:
     add("--device", default="auto", choices=("auto", "cuda", "cpu"))
     add("--output_dir", type=Path, metavar="DIR", help="draw offload_curves.svg and offload_experts.png there")
     add("--json", action="store_true", help="print one JSON object after the tables")
-    options = parser.parse_args()
+    return parser
+
+
+def main() -> int:
+    """Run the command; a user's mistake is one line on stderr and exit code 2."""
+    options = build_parser().parse_args()
     try:
         found = run(options)
     except (ValueError, OSError, torch.cuda.OutOfMemoryError) as error:

@@ -35,6 +35,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from command import Parser
+
 UNK, BOS, EOS = 0, 1, 2  # sentencepiece's own default ids, and Mixtral's
 PROMPT = 'class Stack:\n    """A last-in, first-out container."""\n\n    def __init__(self'
 SPLIT_FILE = Path(__file__).with_name("tiny_moe_heldout.txt")
@@ -757,9 +759,13 @@ SMOKE = {**FULL, "steps": 20, "batch_size": 4, "seq_len": 128, "ema": 0.9, "warm
 SMOKE_CONFIG = Config(vocab_size=1024, dim=128, n_layer=2)
 
 
-def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description="Train the embedded checkpoint on the source of Python's standard library.",
+def build_parser() -> Parser:
+    parser = Parser(
+        "Train the embedded checkpoint on the source of Python's standard library.",
+        (
+            "python scripts/train_tiny_moe.py --output_dir new/tiny-moe",
+            "python scripts/train_tiny_moe.py --output_dir /tmp/smoke --smoke --force",
+        ),
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
@@ -783,6 +789,11 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--warmup", type=int, help="steps until the peak learning rate")
     add("--evals", type=int, help="how often the validation text is looked at")
     add("--sample_tokens", type=int, help="length of the README's sample")
+    return parser
+
+
+def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = build_parser()
     parser.set_defaults(**(SMOKE if parser.parse_known_args(arguments)[0].smoke else FULL))
     return parser.parse_args(arguments)
 

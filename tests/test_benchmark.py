@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -317,7 +318,8 @@ INT8 = RESULT | {"mode": "int8", "tok_s": 185.5, "bytes_per_token": 12.76e9, "fr
 
 def plot(*arguments: str | Path, stdin: str | None = None) -> subprocess.CompletedProcess:
     script = [sys.executable, ROOT / "scripts" / "plot_roofline.py", *arguments]
-    return subprocess.run(script, capture_output=True, text=True, input=stdin)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(script, capture_output=True, text=True, input=stdin, env=environment)
 
 
 def test_the_roofline_is_drawn(tmp_path):
@@ -363,7 +365,7 @@ def test_what_is_no_result_is_refused(text, words, tmp_path):
 def test_a_picture_that_cannot_be_is_refused(tmp_path):
     (tmp_path / "one.json").write_text(json.dumps(RESULT))
     (tmp_path / "matplotlib.py").write_text("raise ImportError")
-    script, environment = ROOT / "scripts" / "plot_roofline.py", {"PYTHONPATH": str(tmp_path)}
+    script, environment = ROOT / "scripts" / "plot_roofline.py", {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
     missing = subprocess.run([sys.executable, script, tmp_path / "one.json", "--output", tmp_path / "a.svg"],
                              capture_output=True, text=True, env=environment)  # fmt: skip
     for run, words in (

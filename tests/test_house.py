@@ -2,6 +2,7 @@
 
 import ast
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,8 @@ ROOT = Path(__file__).parents[1]
 ROOMS = {path.stem for path in ROOT.glob("*.py")}
 GROUND = set()
 MAY_IMPORT = {
-    "checkpoint": GROUND,
+    "command": GROUND,
+    "checkpoint": {"command"},
     "tokenizer": GROUND,
     "kernels": GROUND,
     "recording": GROUND,
@@ -19,14 +21,19 @@ MAY_IMPORT = {
     "session": {"model", "recording"},
     "speculate": {"model", "session"},
     "packing": {"model", "kernels"},
-    "quantize": {"model", "checkpoint", "kernels", "packing"},
+    "quantize": {"command", "model", "checkpoint", "kernels", "packing"},
     "world": {"checkpoint", "kernels"},
     "tp": {"model", "packing", "quantize", "world", "kernels"},
     "offload": {"model", "checkpoint", "packing", "quantize", "kernels", "recording", "slots"},
-    "convert_hf_checkpoint": {"model", "checkpoint", "quantize"},
+    "convert_hf_checkpoint": {"command", "model", "checkpoint", "quantize"},
 }
 MAY_IMPORT["generate"] = set(MAY_IMPORT)
-MAY_IMPORT |= {name: set(MAY_IMPORT) for name in ("benchmark", "eval", "serve")}
+MAY_IMPORT |= {name: set(MAY_IMPORT) for name in ("benchmark", "eval")}
+MAY_IMPORT |= {
+    "api": {"session", "tokenizer"},
+    "desk": {"api", "generate", "offload", "session", "tokenizer", "world"},
+    "serve": {"api", "desk", *MAY_IMPORT["generate"], "generate"},
+}
 SOURCES = [
     path
     for folder in (".", "scripts", "benchmarks", "tests")
@@ -100,6 +107,12 @@ def is_definition(node: ast.stmt) -> bool:
 def test_importing_a_room_only_defines(room):
     effects = [ast.unparse(node) for node in tree(ROOT / f"{room}.py").body if not is_definition(node)]
     assert not effects
+
+
+def test_it_is_installed_whole():
+    """An editable installation knows only the rooms that pyproject.toml lists."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert set(project["tool"]["setuptools"]["py-modules"]) == ROOMS
 
 
 @pytest.mark.parametrize("room", sorted(ROOMS))

@@ -20,9 +20,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from generate import generate, load_model
+from api import NUMBERS, Refusal, read_request
+from checkpoint import Checkpoint
+from desk import Desk
+from generate import generate, load_model, open_session
 from model import Transformer
-from serve import NUMBERS, Desk, Refusal, bind, build_parser, check_options, make_app, read_request, serve
+from serve import bind, build_parser, check_options, make_app, serve
 from session import Sampling, Session
 from tokenizer import load_tokenizer
 
@@ -38,8 +41,10 @@ pytestmark = pytest.mark.usefixtures("few_threads")
 class Running:
     """A server in this process, with its decoding loop in one thread and HTTP in another."""
 
-    def __init__(self, directory, max_queue=256, time_limit=600.0, api_key=None, max_body=100_000):
-        self.session = Session(load_model(directory, "cpu", torch.float32), LENGTH)
+    def __init__(self, directory, max_queue=256, time_limit=600.0, api_key=None, max_body=100_000, options=()):
+        options = build_parser().parse_args(["--dtype", "fp32", *options])
+        check_options(options)
+        self.session = open_session(options, Checkpoint(directory), torch.device("cpu"), LENGTH)
         self.tokenizer = load_tokenizer(directory)
         self.desk, bound, ready = Desk(max_queue, time_limit), bind("127.0.0.1", 0), threading.Event()
         app = make_app(self.desk, load_tokenizer(directory), "tiny", LENGTH, api_key, max_body)
@@ -248,6 +253,31 @@ def test_what_the_last_request_left_in_the_cache_is_used(running):
     shared = len(running.tokenizer.encode("import os\nimport sys\n"))
     assert found.usage.prompt_tokens_details.cached_tokens >= shared - 1
     assert running.count("cached_tokens_total") - before >= shared - 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    ("--gpu_experts 2", "--gpu_experts 4 --cache_policy lfu --prefetch 2", "--gpu_memory 35MB --offload_tier disk"),
+)
+def test_experts_in_host_memory_give_the_same_text_and_are_counted(start, alone, options):
+    running = start(options=["--offload", *options.split()])
+    assert running.count("expert_hits_total") == 0
+    found = running.complete(temperature=0, logprobs=0)
+    assert found.choices[0].text == alone(PROMPT)["text"]
+    names = "hits", "guessed", "misses", "guesses", "bytes"
+    hits, guessed, misses, guesses, copied = [running.count(f"expert_{name}_total") for name in names]
+    decoded, prompt = 11 * 8 * 2, hits + guessed + misses - 11 * 8 * 2  # of 8 layers with 8 experts, 2 of them active
+    assert 8 * 2 <= prompt <= 8 * 8 and hits < decoded + prompt
+    size = len(running.session.model.layers[0].ffn.experts.blobs(0))
+    assert misses > 0 and misses * size <= copied <= (misses + guesses) * size  # wrong guesses are broken off
+    assert (guessed > 0) == (guesses > 0) == ("prefetch" in options)
+    text = "".join(c.choices[0].text for c in running.complete("import", temperature=0, stream=True))
+    assert text == alone("import")["text"]
+    assert running.count("expert_hits_total") > hits
+
+
+def test_a_resident_model_has_no_counts_of_copies(running):
+    assert "moe_fast_expert" not in httpx.get(f"{running.url}/metrics").text
 
 
 def test_models_health_and_unknown_pages(running):
@@ -616,6 +646,8 @@ def command(*arguments: str, **options) -> subprocess.Popen:
         ("--max_queue 0", "--max_queue 0: it must be at least 1"),
         ("--port 70000", "--port 70000: it must be from 0 to 65535"),
         ("--time_limit nan", "--time_limit nan: it must be above 0"),
+        ("--prefill_chunk 0", "--prefill_chunk 0: it must be at least 1"),
+        ("--prefetch 2", "--prefetch is about experts in host memory: add --offload"),
     ),
 )
 def test_options_that_cannot_be_are_refused(arguments, message, monkeypatch):

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import subprocess
 import sys
 import sysconfig
@@ -25,7 +26,8 @@ def corpus():
 
 def command(*arguments):
     script = [sys.executable, "scripts/train_tiny_moe.py", *map(str, arguments)]
-    return subprocess.run(script, cwd=ROOT, capture_output=True, text=True)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(script, cwd=ROOT, capture_output=True, text=True, env=environment)
 
 
 @pytest.fixture(scope="module")

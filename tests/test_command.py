@@ -1,0 +1,230 @@
+"""What a new user meets: examples that work, mistakes in one line that say what to do, an answer in seconds."""
+
+import importlib.util
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import convert_hf_checkpoint
+import eval
+import generate
+import quantize
+from checkpoint import Checkpoint
+from command import Parser
+from generate import EMBEDDED
+
+ROOT = Path(__file__).parents[1]
+SCRIPTS = sorted(
+    str(path.relative_to(ROOT))
+    for folder in (".", "scripts", "benchmarks")
+    for path in (ROOT / folder).glob("*.py")
+    if "__main__" in path.read_text()
+)
+
+
+@pytest.fixture
+def build_parser(monkeypatch):
+    """A command's path -> its parser."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")  # they import each other, as `python benchmarks/x.py` lets them
+
+    def build(script: str) -> Parser:
+        spec = importlib.util.spec_from_file_location(f"command_{Path(script).stem}", ROOT / script)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        parser = module.build_parser()
+        parser.prog = Path(script).name
+        return parser
+
+    return build
+
+
+# Options ------------------------------------------------------------------------------------------------------------
+
+
+def test_there_are_commands():
+    assert len(SCRIPTS) > 15 and {"serve.py", "scripts/download.py", "benchmarks/realise.py"} <= set(SCRIPTS)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_every_example_is_a_command_line_that_is_accepted(script, build_parser):
+    parser = build_parser(script)
+    assert 2 <= len(parser.examples) <= 4
+    for example in parser.examples:
+        assert f"  {example}\n" in parser.format_help()
+        (line,) = [part for part in re.split(r"[|<]", example) if script in shlex.split(part)]
+        launcher, arguments = line.split(script, 1)
+        assert launcher in ("python ", " python ", "torchrun --standalone --nproc_per_node=4 ", "torchrun --standalone "
+                            "--nproc_per_node=2 ")  # fmt: skip
+        if script == "benchmarks/realise.py":
+            _, rest = parser.parse_known_args(shlex.split(arguments))
+            build_parser("benchmark.py").parse_args(rest)
+        else:
+            parser.parse_args(shlex.split(arguments))
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_every_command_reads_its_options_alike(script, build_parser, capsys):
+    assert "ArgumentParser" not in (ROOT / script).read_text()
+    with pytest.raises(SystemExit) as ended:
+        build_parser(script).parse_args(["--hepl"])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == "error: unrecognized option --hepl; did you mean --help?\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    (
+        ("--temprature 0.5", "unrecognized option --temprature; did you mean --temperature?"),
+        ("--temprature=0.5", "unrecognized option --temprature; did you mean --temperature?"),
+        ("--max-new-tokens 3", "unrecognized option --max-new-tokens; did you mean --max_new_tokens?"),
+        ("-prompt x", "unrecognized option -prompt; did you mean --prompt?"),
+        ("--inter", "unrecognized option --inter; did you mean --interactive?"),
+        ("--PROMPT x", "unrecognized option --PROMPT; generate.py --help lists them"),
+        ("--zzz", "unrecognized option --zzz; generate.py --help lists them"),
+        ("--prompt -x", "--prompt -x: write a value that begins with a dash as --prompt=-x"),
+        ("--json -x", "unrecognized option -x; generate.py --help lists them"),
+        ("--device gpu", "--device gpu: it must be one of auto, cuda, cpu"),
+        ("--seed", "--seed: expected one argument; generate.py --help has examples"),
+        ("--seed one", "--seed: invalid int value: 'one'; generate.py --help has examples"),
+        ("hello", "unrecognized arguments: hello; generate.py --help has examples"),
+        ("--json=1", "--json: ignored explicit argument '1'; generate.py --help has examples"),
+    ),
+)
+def test_a_mistake_among_the_options_is_one_line(arguments, message, build_parser, capsys):
+    with pytest.raises(SystemExit) as ended:
+        build_parser("generate.py").parse_args(arguments.split())
+    assert ended.value.code == 2
+    assert capsys.readouterr() == ("", f"error: {message}\n")
+
+
+def test_a_misspelt_option_is_told_of_before_the_one_that_is_missing(build_parser, capsys):
+    with pytest.raises(SystemExit):
+        build_parser("convert_hf_checkpoint.py").parse_args(["--checkpoint_dri", "x"])
+    assert capsys.readouterr().err == "error: unrecognized option --checkpoint_dri; did you mean --checkpoint_dir?\n"
+    with pytest.raises(SystemExit):
+        build_parser("convert_hf_checkpoint.py").parse_args([])
+    assert "required: --checkpoint_dir; convert_hf_checkpoint.py --help has examples" in capsys.readouterr().err
+
+
+def test_values_that_begin_with_dashes_are_values(build_parser):
+    parser = build_parser("generate.py")
+    options = parser.parse_args(["--prompt=--help me", "--stop", "-- a", "--prompt", "-", "--temperature", "-1"])
+    assert (options.prompt, options.stop, options.temperature) == (["--help me", "-"], ["-- a"], -1.0)
+
+
+def test_lines_in_a_mistake_stay_in_one(build_parser, capsys):
+    with pytest.raises(SystemExit):
+        build_parser("generate.py").parse_args(["a\nb" * 1000])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: unrecognized arguments: a b") and len(line) < 600
+
+
+# Errors name the next command ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory, directory) -> dict[str, Path]:
+    """Directories that a first user may point at."""
+    folder = tmp_path_factory.mktemp("places")
+    made = {name: folder / name for name in ("empty", "elsewhere", "hub", "around", "no_tokenizer", "int8", "latin")}
+    made["empty"].mkdir()
+    made["elsewhere"].mkdir()
+    (made["elsewhere"] / "config.json").write_text("{}")
+    shutil.copytree(EMBEDDED, made["hub"])
+    shutil.copytree(directory, made["around"] / "model_bf16")
+    shutil.copytree(directory, made["no_tokenizer"])
+    for path in made["no_tokenizer"].glob("tokenizer*"):
+        path.unlink()
+    quantize.quantize(
+        directory, quantize.plan(quantize.model_args(Checkpoint(directory)), "int8", "int8"), made["int8"]
+    )
+    made["latin"].write_bytes(b"\xe9t\xe9")
+    return made
+
+
+MAINS = {module.__name__: module.main for module in (convert_hf_checkpoint, eval, generate, quantize)}
+MAKE = "make one first: scripts/prepare.sh OWNER/NAME"
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    (
+        ("generate --checkpoint_path nowhere", f"nowhere is not a directory; {MAKE}"),
+        (
+            "generate --checkpoint_path mistralai/Mixtral-8x7B-v0.1",
+            "not a directory; make one first: scripts/prepare.sh mistralai/Mixtral-8x7B-v0.1",
+        ),
+        ("generate --checkpoint_path {empty}", "no checkpoint; make one first: scripts/prepare.sh OWNER/NAME"),
+        ("generate --checkpoint_path {elsewhere}", MAKE),
+        ("generate --checkpoint_path {latin}", f"is not a directory; {MAKE}"),
+        ("generate --checkpoint_path {hub}", "first: python convert_hf_checkpoint.py --checkpoint_dir {hub}"),
+        ("generate --checkpoint_path {around}", "not converted itself; use {around}/model_bf16"),
+        ("generate --checkpoint_path {no_tokenizer}", "fetch that again: python scripts/download.py --repo_id"),
+        ("generate --prompts_file nowhere.txt", "--prompts_file nowhere.txt: No such file or directory: give a file"),
+        ("generate --prompts_file {latin}", "it is not UTF-8 text: convert it to UTF-8"),
+        ("generate --gpu_experts 4", "--gpu_experts is about experts in host memory: add --offload"),
+        ("generate --offload", "offloading takes --gpu_experts or --gpu_memory: give one of the two"),
+        ("generate --device cuda", "no CUDA device 0 is visible to PyTorch: use --device cpu"),
+        ("generate --system x", "--system needs a chat template, and this model has none: leave --system out"),
+        ("eval --checkpoint_path {around}/model_bf16", "nothing to measure on: give --text_file FILE"),
+        ("eval --text_file nowhere.txt", "--text_file nowhere.txt: No such file or directory: give a file"),
+        ("quantize --checkpoint_path {hub} --mode int8", "python convert_hf_checkpoint.py --checkpoint_dir {hub}"),
+        ("quantize --checkpoint_path {int8} --mode int4", "is quantised already (int8): use it or its bf16 original"),
+        ("quantize --checkpoint_path {around}/model_bf16", "nothing is to be quantised: give --mode"),
+        ("convert_hf_checkpoint --checkpoint_dir nowhere", "python scripts/download.py --repo_id OWNER/NAME"),
+        ("convert_hf_checkpoint --checkpoint_dir {empty}", "python scripts/download.py --repo_id OWNER/NAME"),
+        (
+            "convert_hf_checkpoint --checkpoint_dir {around}/model_bf16",
+            "use it: python generate.py --checkpoint_path {around}/model_bf16",
+        ),
+    ),
+)  # fmt: skip
+def test_an_error_names_what_to_do_next(command, message, places, tmp_path, monkeypatch, capsys):
+    if "--device cuda" in command and generate.torch.cuda.is_available():
+        pytest.skip("there is one")
+    name, *arguments = command.format(**places).split()
+    monkeypatch.setattr(sys, "argv", [name, *arguments])
+    monkeypatch.chdir(tmp_path)
+    assert MAINS[name]() == 2
+    found = capsys.readouterr()
+    assert found.out == "" and message.format(**places) in found.err
+    assert found.err.startswith("error: ") and found.err.count("\n") == 1 and not list(tmp_path.iterdir())
+
+
+# An answer in seconds -----------------------------------------------------------------------------------------------
+
+
+def test_the_first_answer_takes_less_than_ten_seconds(tmp_path):
+    """The whole command, with the embedded model on the CPU and nothing compiled; the first of two also converts it.
+
+    A processor's time, by one thread, so that other work of the machine does not count.
+    """
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(tmp_path)}
+    environment["OMP_NUM_THREADS"] = "1"
+    arguments = "generate.py", "--prompt", "def read_lines(path):", "--device", "cpu", "--json"
+    times = []
+    for _ in range(2):
+        start = os.times()
+        run = subprocess.run([sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True)
+        times.append(sum(os.times()[2:4]) - sum(start[2:4]))  # of children, in their own code and in the system's
+        assert run.returncode == 0, run.stderr
+        assert json.loads(run.stdout)["new_tokens"] == 200
+    assert min(times) < 10
+
+
+def test_an_eager_answer_does_not_load_the_compiler(directory):
+    """Which takes more than a second: torch._dynamo comes with drawing weights, and with operators of ours."""
+    code = (
+        "import sys, generate; model = generate.load_model(sys.argv[1], 'cpu'); "
+        "session = generate.Session(model, 64); list(session.stream([1, 2, 3], 3, generate.Sampling())); "
+        "sys.exit('torch._dynamo' in sys.modules)"
+    )
+    run = subprocess.run([sys.executable, "-c", code, directory], cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
