@@ -384,6 +384,71 @@ def _(x: Tensor, parts: list[Tensor], index: Tensor | None, kind: str, group: in
     return x.new_empty(chunks, pairs, out, dtype=torch.float32)
 
 
+# Attention over a cache in 8 bits ---------------------------------------------------------------------------------------
+
+
+@jit
+def _attend_int8(q, codes, scales, positions, y, sums, S: tl.constexpr, H: tl.constexpr, K: tl.constexpr,
+                 C: tl.constexpr, Q: tl.constexpr, WINDOW: tl.constexpr, M: tl.constexpr, BLOCK: tl.constexpr,
+                 VALUES: tl.constexpr):  # fmt: skip
+    # A program has one sequence's KV head, and every so manieth block of the positions that its queries see.
+    pair, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    G: tl.constexpr = H // K
+    row, c = tl.arange(0, M), tl.arange(0, C)
+    query, present = row % Q, row < G * Q  # rows: the heads of a KV head, and of each all queries
+    place = pair // K * Q + query
+    at = tl.load(positions + place, mask=present, other=0)
+    last = tl.load(positions + pair // K * Q + Q - 1)
+    first = tl.maximum(tl.load(positions + pair // K * Q) - WINDOW + 1, 0) // BLOCK
+    head = pair % K * G + row // Q
+    queries = tl.load(q + (place * H + head)[:, None] * C + c[None, :], mask=present[:, None], other=0.0)
+    largest, total = tl.full([M], float("-inf"), tl.float32), tl.zeros([M], tl.float32)
+    found = tl.zeros([M, C], tl.float32)
+    for block in range(first + part, last // BLOCK + 1, parts):
+        key = block * BLOCK + tl.arange(0, BLOCK)
+        line = pair * S + key
+        k = tl.load(codes + line[:, None] * C + c[None, :]).to(queries.dtype)
+        scores = tl.dot(queries, tl.trans(k)) * (tl.load(scales + line).to(tl.float32) * C**-0.5)[None, :]
+        distance = at[:, None] - key[None, :]
+        scores = tl.where((distance >= 0) & (distance < WINDOW), scores, float("-inf"))
+        now = tl.maximum(largest, tl.max(scores, 1))
+        base = tl.where(now == float("-inf"), 0.0, now)
+        weights, kept = tl.exp(scores - base[:, None]), tl.exp(largest - base)
+        total, largest = total * kept + tl.sum(weights, 1), now
+        weights *= tl.load(scales + VALUES + line).to(tl.float32)[None, :]
+        v = tl.load(codes + VALUES * C + line[:, None] * C + c[None, :]).to(queries.dtype)
+        found = found * kept[:, None] + tl.dot(weights.to(queries.dtype), v)
+    line = (pair * parts + part) * M + row
+    tl.store(y + line[:, None] * C + c[None, :], found)
+    tl.store(sums + line * 2, largest)
+    tl.store(sums + line * 2 + 1, total)
+
+
+@torch.library.custom_op("moe_fast::attend_int8", mutates_args=())
+def attend_int8(q: Tensor, codes: Tensor, scales: Tensor, positions: Tensor, window: int) -> tuple[Tensor, Tensor]:
+    """Queries [B, Q, H, C] at rising positions [B, Q] over codes [2, B, K, S, C] with scales [2, B, K, S, 1].
+
+    -> fp32 [B, K, parts, M, C], and [.., M, 2] of the largest score and the sum of exp(score less that), by parts of
+    the positions; row h * Q + q of M is of the KV head's h-th head, others are undefined. Only blocks in use are read,
+    each once (Dao et al. 2023, "Flash-Decoding"). S is a multiple of 128.
+    """
+    (B, Q, H, C), (K, S) = q.shape, codes.shape[2:4]
+    y, sums = _attend_int8_fake(q, codes, scales, positions, window)
+    _attend_int8[(B * K, y.shape[2])](
+        q.contiguous(), codes, scales, positions.contiguous(), y, sums, S=S, H=H, K=K, C=C, Q=Q, WINDOW=window,
+        M=y.shape[3], BLOCK=128, VALUES=B * K * S, num_warps=4 if y.shape[3] == 16 else 8, num_stages=2,
+    )  # fmt: skip
+    return y, sums
+
+
+@attend_int8.register_fake
+def _attend_int8_fake(q: Tensor, codes: Tensor, scales: Tensor, positions: Tensor, window: int):
+    (B, Q, H, C), K = q.shape, codes.shape[2]
+    M = max(16, triton.next_power_of_2(H // K * Q))
+    y = q.new_empty(B, K, max(1, 256 // (B * K)), M, C, dtype=torch.float32)  # parts: two for each SM
+    return y, y.new_empty(*y.shape[:-1], 2)
+
+
 # Sums over GPUs -----------------------------------------------------------------------------------------------------
 
 

@@ -95,7 +95,7 @@ class Launch:
 def compiled(kernel, launch: Launch):
     """The kernel, compiled for an H200, as it was to be launched."""
     types = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int32: "*i32",
-             torch.uint8: "*u8", torch.int64: "*i64"}  # fmt: skip
+             torch.uint8: "*u8", torch.int8: "*i8", torch.int64: "*i64"}  # fmt: skip
     kinds = ["i64" if isinstance(t, int) else types[t.dtype] for t in launch.tensors]
     signature = dict(zip(kernel.arg_names, kinds, strict=False))
     aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(kinds) if kind != "i64"}
