@@ -59,6 +59,21 @@ ARCHITECTURES = {
         vocab_size=151936, max_position=8192, rope_theta=1e6, norm_eps=1e-6, norm_topk=False, qkv_bias=True,
         shared_intermediate=5632,
     ),
+    "Granite-3.1-3b-a800m": ModelArgs(
+        dim=1536, n_layer=32, n_head=24, n_kv_head=8, head_dim=64, intermediate=512, n_expert=40, n_active=8,
+        vocab_size=49155, max_position=131072, rope_theta=1e7, norm_eps=1e-6, tied_embeddings=True,
+        attention_scale=0.015625, embedding_scale=12.0, residual_scale=0.22, logit_scale=1 / 6,
+    ),
+    "Phi-3.5-MoE": ModelArgs(  # the factors of its rope change no time
+        dim=4096, n_layer=32, n_head=32, n_kv_head=8, head_dim=128, intermediate=6400, n_expert=16, n_active=2,
+        vocab_size=32064, max_position=4096, attention_bias=True, sliding_window=131072, layer_norm=True,
+        head_bias=True, norm_topk=False, mixer_eps=0.01, rope_factors=(1.0,) * 64, rope_scale=1.243163121016122,
+    ),
+    "GLM-4.5-Air": ModelArgs(
+        dim=4096, n_layer=46, n_head=96, n_kv_head=8, head_dim=128, intermediate=1408, n_expert=128, n_active=8,
+        vocab_size=151552, max_position=131072, rope_theta=1e6, qkv_bias=True, dense_layers=(0,),
+        dense_intermediate=10944, shared_intermediate=1408, shared_gated=False, scoring="sigmoid", rotary_dim=64,
+    ),
     "TinyMistral-6x248M": ModelArgs(
         dim=1024, n_layer=12, n_head=32, n_kv_head=8, head_dim=32, intermediate=4096, n_expert=6, n_active=2,
         vocab_size=32005, max_position=32768, norm_eps=1e-6,
@@ -334,6 +349,8 @@ def sweep(args: ModelArgs, options: argparse.Namespace, ceiling: float) -> dict:
 def hf_config(args: ModelArgs) -> dict:
     """The config.json of a model with these args: the inverse of `args_from_hf`. ValueError where no model has them."""
     kind = "qwen2_moe" if args.shared_intermediate else PEER_TYPES[args.qk_norm]
+    kind = "granitemoe" if args.attention_scale else "phimoe" if args.layer_norm else kind
+    kind = "glm4_moe" if args.scoring == "sigmoid" else kind
     config = {
         "model_type": kind, "vocab_size": args.vocab_size, "hidden_size": args.dim, "num_hidden_layers": args.n_layer,
         "num_attention_heads": args.n_head, "num_key_value_heads": args.n_kv_head, "head_dim": args.head_dim,
@@ -347,6 +364,31 @@ def hf_config(args: ModelArgs) -> dict:
         "use_sliding_window": args.sliding_window is not None, "sliding_window": args.sliding_window,
         "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
     }  # fmt: skip
+    if kind in ("granitemoe", "phimoe", "glm4_moe"):
+        for name in ("num_experts", "qkv_bias", "shared_expert_intermediate_size", "mlp_only_layers"):
+            del config[name]
+    rope = config["rope_parameters"]
+    if kind == "granitemoe":
+        config |= {
+            "num_local_experts": args.n_expert, "attention_multiplier": args.attention_scale,
+            "embedding_multiplier": args.embedding_scale, "residual_multiplier": args.residual_scale,
+            "logits_scaling": 1 / args.logit_scale,
+        }  # fmt: skip
+    if kind == "phimoe":
+        config |= {"num_local_experts": args.n_expert, "lm_head_bias": args.head_bias}
+        config |= {"router_jitter_noise": args.mixer_eps}
+    if args.rope_factors:
+        factors, scale = list(args.rope_factors), args.rope_scale
+        rope |= {"rope_type": "longrope", "original_max_position_embeddings": args.max_position}
+        rope |= {"short_factor": factors, "long_factor": factors, "short_mscale": scale, "long_mscale": scale}
+    if kind == "glm4_moe":
+        rope["partial_rotary_factor"] = (args.rotary_dim or args.head_dim) / args.head_dim
+        config |= {
+            "n_routed_experts": args.n_expert, "n_shared_experts": args.shared_intermediate // args.intermediate,
+            "first_k_dense_replace": len(args.dense_layers), "attention_bias": args.qkv_bias,
+            "use_qk_norm": args.qk_norm == "head", "routed_scaling_factor": args.routed_scale,
+            "num_nextn_predict_layers": 0,
+        }  # fmt: skip
     if args_from_hf(config) != args:
         raise ValueError(f"--peer hf: transformers' {kind} cannot have these args: leave --peer out")
     return config
@@ -362,7 +404,10 @@ def hf_model(args: ModelArgs, dtype: torch.dtype, device: torch.device | str):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**hf_config(args)), dtype=dtype).eval()
     with torch.device("meta"):
         models = Transformer(args), model
-    ours, theirs = (sum(parameter.numel() for parameter in m.parameters()) for m in models)
+    ours, theirs = (  # a bias of scores is none of transformers' parameters
+        sum(parameter.numel() for name, parameter in m.named_parameters() if not name.endswith("score_bias"))
+        for m in models
+    )
     if ours != theirs:
         raise ValueError(f"--peer hf: its model has {theirs:,} weights where ours has {ours:,}: leave --peer out")
     return model

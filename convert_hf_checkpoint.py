@@ -22,6 +22,7 @@ from tqdm import tqdm
 from checkpoint import DTYPES, NAMES, Shard, Writer, is_checkpoint, read_json
 from command import Parser
 from model import ModelArgs
+from packing import FORMATS, in_words
 
 DOWNLOAD = "python scripts/download.py --repo_id OWNER/NAME"  # what to run where something is not there
 # Copied beside the weights as they are; the last is completed by `generation_config`.
@@ -44,6 +45,7 @@ class Family:
     defaults: dict  # the meaning of an absent key: the defaults of transformers' config class
     fixed: dict  # fields of ModelArgs that are the same in the whole family
     renames: tuple[tuple[str, str], ...] = ()  # from its tensor names to those that the other families share
+    keys: tuple[tuple[str, str], ...] = ()  # likewise from its config's keys
 
 
 FAMILIES = {
@@ -73,7 +75,8 @@ FAMILIES = {
         defaults=dict(vocab_size=151936, hidden_size=2048, num_hidden_layers=24, max_position_embeddings=32768)
         | dict(num_attention_heads=16, num_key_value_heads=16, rope_theta=1e4, rms_norm_eps=1e-6, qkv_bias=True)
         | dict(num_experts=60, num_experts_per_tok=4, moe_intermediate_size=1408, intermediate_size=5632)
-        | dict(shared_expert_intermediate_size=5632, use_sliding_window=False, sliding_window=4096),
+        | dict(shared_expert_intermediate_size=5632, use_sliding_window=False, sliding_window=4096)
+        | dict(max_window_layers=28),
         fixed=dict(qk_norm="none", clip_qkv=None, attention_bias=False),
     ),
     "OlmoeForCausalLM": Family(
@@ -83,19 +86,91 @@ FAMILIES = {
         | dict(num_experts=64, num_experts_per_tok=8, intermediate_size=2048, eos_token_id=50279),
         fixed=dict(qk_norm="full", sliding_window=None, dense_layers=()),
     ),
+    "GraniteMoeForCausalLM": Family(
+        model_type="granitemoe",
+        defaults=dict(vocab_size=32000, hidden_size=4096, num_hidden_layers=32, max_position_embeddings=2048)
+        | dict(num_attention_heads=32, rope_theta=1e4, rms_norm_eps=1e-6, bos_token_id=1, eos_token_id=2)
+        | dict(num_local_experts=8, num_experts_per_tok=2, intermediate_size=11008, embedding_multiplier=1.0)
+        | dict(attention_multiplier=1.0, residual_multiplier=1.0, logits_scaling=1.0),
+        fixed=dict(norm_topk=True, qk_norm="none", clip_qkv=None, sliding_window=None, dense_layers=()),
+        renames=(
+            (".block_sparse_moe.input_linear.weight", ".mlp.experts.gate_up_proj"),
+            (".block_sparse_moe.output_linear.weight", ".mlp.experts.down_proj"),
+            (".block_sparse_moe.router.layer.", ".mlp.gate."),
+            (".block_sparse_moe.router.", ".mlp.gate."),  # this and the next: as transformers 5 holds them in memory
+            (".block_sparse_moe.experts.", ".mlp.experts."),
+        ),
+        keys=(("num_local_experts", "num_experts"),),
+    ),
+    "PhimoeForCausalLM": Family(
+        model_type="phimoe",
+        defaults=dict(vocab_size=32064, hidden_size=4096, num_hidden_layers=32, max_position_embeddings=131072)
+        | dict(num_attention_heads=32, num_key_value_heads=8, rope_theta=1e6, rms_norm_eps=1e-5, rope_type="default")
+        | dict(num_local_experts=16, num_experts_per_tok=2, intermediate_size=6400, bos_token_id=1, eos_token_id=2)
+        | dict(router_jitter_noise=0.01, lm_head_bias=False),
+        fixed=dict(norm_topk=False, qk_norm="none", clip_qkv=None, dense_layers=(), layer_norm=True),
+        renames=(
+            (".block_sparse_moe.", ".mlp."),
+            (".mlp.router.", ".mlp.gate."),  # as transformers 5 holds it in memory
+            (".w1.", ".gate_proj."),
+            (".w2.", ".down_proj."),
+            (".w3.", ".up_proj."),
+        ),
+        keys=(("num_local_experts", "num_experts"),),
+    ),
+    "Glm4MoeForCausalLM": Family(
+        model_type="glm4_moe",
+        defaults=dict(vocab_size=151552, hidden_size=4096, num_hidden_layers=46, max_position_embeddings=131072)
+        | dict(num_attention_heads=96, num_key_value_heads=8, rope_theta=1e4, rms_norm_eps=1e-5, norm_topk_prob=True)
+        | dict(n_routed_experts=128, num_experts_per_tok=8, moe_intermediate_size=1408, intermediate_size=10944)
+        | dict(n_shared_experts=1, first_k_dense_replace=1, routed_scaling_factor=1.0, partial_rotary_factor=0.5)
+        | dict(attention_bias=False, use_qk_norm=False, num_nextn_predict_layers=1),
+        fixed=dict(clip_qkv=None, sliding_window=None, attention_bias=False, shared_gated=False, scoring="sigmoid"),
+        renames=((".mlp.shared_experts.", ".mlp.shared_expert."),),
+        keys=(("n_routed_experts", "num_experts"), ("attention_bias", "qkv_bias")),  # there is none of the output
+    ),
 }
 
 # Defaults of the keys that are optional in every family that looks at them; `fixed` answers for one that does not.
 OPTIONAL = {
-    **dict(tie_word_embeddings=False, norm_topk_prob=False, attention_bias=False, clip_qkv=None),
+    **dict(tie_word_embeddings=False, norm_topk_prob=False, attention_bias=False, qkv_bias=False, clip_qkv=None),
     **dict(use_sliding_window=True, sliding_window=None, layer_types=[], mlp_only_layers=[], decoder_sparse_step=1),
+    **dict(use_qk_norm=False, routed_scaling_factor=1.0, partial_rotary_factor=1, first_k_dense_replace=0),
+    **dict(embedding_multiplier=1.0, attention_multiplier=None, residual_multiplier=1.0, logits_scaling=1.0),
+    **dict(shared_expert_intermediate_size=0, num_nextn_predict_layers=0, lm_head_bias=False, router_jitter_noise=None),
 }
 
 # The only value that these keys may have, where they are given at all and the family has no default for them.
 ONLY = {
     **dict(hidden_act="silu", rope_type="default", partial_rotary_factor=1, mlp_bias=False, qkv_bias=False),
-    **dict(use_qkv_bias=False, shared_expert_intermediate_size=0, n_shared_experts=0),
+    **dict(use_qkv_bias=False, shared_expert_intermediate_size=0, n_shared_experts=0, shared_intermediate_size=0),
+    **dict(use_qk_norm=False, first_k_dense_replace=0, num_nextn_predict_layers=0, scoring_func="softmax"),
+    **dict(embedding_multiplier=1, attention_multiplier=None, residual_multiplier=1, logits_scaling=1),
+    **dict(routed_scaling_factor=1, n_group=1, topk_group=1, lm_head_bias=False),
 }
+
+
+# What the quantization_config of a published fp8 checkpoint must say, to be a row of FORMATS as it is.
+FP8 = "fp8b", {"fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+
+
+def published_format(config: dict) -> str | None:
+    """The row of FORMATS that a config.json says the weights are in, None for 16 or 32 bits.
+
+    Raises ValueError naming a quantisation that this project does not run.
+    """
+    given = config.get("quantization_config")
+    if given is None:
+        return None
+    method = given.get("quant_method", given) if isinstance(given, dict) else given
+    what = f"quantization_config = {method!r}"
+    if method == "fp8" and isinstance(given, dict):
+        name, needed = FP8
+        key = next((key for key, value in needed.items() if given.get(key) != value), None)
+        if key is None:
+            return name
+        what = f"quantization_config's {key} = {given.get(key)!r}"
+    raise ValueError(f"config.json: {what} is not supported; fetch the original bf16 or fp16 checkpoint")
 
 
 def family_of(config: dict) -> Family:
@@ -115,12 +190,7 @@ def args_from_hf(config: dict) -> ModelArgs:
     """
     family = family_of(config)
     given = {key: value for key, value in config.items() if value is not None}  # null stands for absence
-    if "quantization_config" in given:
-        method = given["quantization_config"]
-        method = method.get("quant_method", method) if isinstance(method, dict) else method
-        what = f"config.json: quantization_config = {method!r} is not supported"
-        raise ValueError(f"{what}; fetch the original bf16 or fp16 checkpoint")
-
+    published_format(given)
     if "num_local_experts" in given:  # both names are in use
         given.setdefault("num_experts", given["num_local_experts"])
     rope = given.get("rope_scaling") or given.get("rope_parameters") or {}
@@ -128,10 +198,11 @@ def args_from_hf(config: dict) -> ModelArgs:
         raise ValueError(f"config.json: rope parameters {rope!r} are not supported (one set for all layers is)")
     given["rope_type"] = rope.get("rope_type") or rope.get("type") or "default"
     given |= {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if rope.get(key) is not None}
-    c = OPTIONAL | family.defaults | given
+    shared, own = dict(family.keys), {shared: key for key, shared in family.keys}
+    c = OPTIONAL | {shared.get(key, key): value for key, value in (family.defaults | given).items()}
 
     def refuse(key: str, why: str):
-        raise ValueError(f"config.json: {key} = {c.get(key)!r} is not supported ({why})")
+        raise ValueError(f"config.json: {own.get(key, key)} = {c.get(key)!r:.80} is not supported ({why})")
 
     def integer(key: str, limit: int = 1 << 24) -> int:
         if type(c[key]) is not int or not 0 < c[key] <= limit:
@@ -143,13 +214,16 @@ def args_from_hf(config: dict) -> ModelArgs:
             refuse(key, "a positive number is needed")
         return float(c[key])
 
+    def count(key: str, limit: int = 1 << 24) -> int:
+        return 0 if c[key] == 0 and type(c[key]) is int else integer(key, limit)
+
     def flag(key: str) -> bool:
         if type(c[key]) is not bool:
             refuse(key, "true or false is needed")
         return c[key]
 
     for key, value in ONLY.items():
-        if key not in family.defaults and c.get(key, value) != value:
+        if key not in family.defaults and given.get(key, value) != value:
             refuse(key, f"only {value!r} is")
     heads = integer("num_attention_heads")
     c.setdefault("num_key_value_heads", heads)
@@ -170,6 +244,8 @@ def args_from_hf(config: dict) -> ModelArgs:
             refuse(key, "it must be a multiple of 8: a grouped product wants rows of whole 16 bytes")
 
     windowed = flag("use_sliding_window") and c["sliding_window"] is not None
+    if windowed and "max_window_layers" in family.defaults and not c["layer_types"]:
+        refuse("use_sliding_window", "every other layer would have one, up to max_window_layers")
     kind = "sliding_attention" if windowed else "full_attention"
     if not isinstance(c["layer_types"], list) or any(other != kind for other in c["layer_types"]):
         refuse("layer_types", f"all must be {kind!r}")
@@ -180,7 +256,30 @@ def args_from_hf(config: dict) -> ModelArgs:
     )
     if not isinstance(dense, list) or any(type(layer) is not int for layer in dense):
         refuse("mlp_only_layers", "a list of layer numbers is needed")
-    dense = tuple(layer for layer in range(n_layer) if layer in dense or (layer + 1) % step)
+    first = count("first_k_dense_replace")
+    dense = tuple(layer for layer in range(n_layer) if layer < first or layer in dense or (layer + 1) % step)
+    count("num_nextn_predict_layers", limit=4096)  # the tensors of these are left out
+    turning = int(number("partial_rotary_factor") * c["head_dim"])
+    if turning < 2 or turning % 2 or c["head_dim"] % turning:
+        refuse("partial_rotary_factor", f"an even divisor of head_dim = {c['head_dim']} is needed")
+    factors = ()
+    if c["rope_type"] == "longrope":
+        c |= {"short_factor": rope.get("short_factor"), "short_mscale": rope.get("short_mscale")}
+        c |= {key: rope[key] for key in ("original_max_position_embeddings",) if key in rope}
+        factors = c["short_factor"] if isinstance(c["short_factor"], list) else ()
+        if len(factors) != turning // 2 or any(type(n) not in (int, float) or not 0 < n < 1e30 for n in factors):
+            refuse("short_factor", f"{turning // 2} positive numbers are needed")
+        c.setdefault("original_max_position_embeddings", None)
+        # Beyond these positions another table holds, for what is in the cache as well.
+        c["max_position_embeddings"] = min(
+            integer("max_position_embeddings"), integer("original_max_position_embeddings")
+        )
+    elif c["rope_type"] != "default":
+        refuse("rope_type", "only 'default' and 'longrope' are")
+    if c["router_jitter_noise"] is not None and c["num_experts_per_tok"] != 2:
+        refuse("num_experts_per_tok", "it must be 2 for SparseMixer")
+    if "n_shared_experts" in family.defaults:
+        c["shared_expert_intermediate_size"] = count("n_shared_experts") * integer(width)
 
     fields = dict(
         dim=dim,
@@ -198,14 +297,28 @@ def args_from_hf(config: dict) -> ModelArgs:
         norm_topk=flag("norm_topk_prob"),
         clip_qkv=None if c["clip_qkv"] is None else number("clip_qkv"),
         attention_bias=flag("attention_bias"),
-        qkv_bias="qkv_bias" in family.defaults and flag("qkv_bias"),
+        qkv_bias=flag("qkv_bias"),
         tied_embeddings=flag("tie_word_embeddings"),
         sliding_window=integer("sliding_window") if windowed else None,
         dense_layers=dense,
         dense_intermediate=integer("intermediate_size") if dense else 0,
-        shared_intermediate=integer(shared) if (shared := "shared_expert_intermediate_size") in family.defaults else 0,
+        shared_intermediate=count("shared_expert_intermediate_size"),
+        qk_norm="head" if flag("use_qk_norm") else "none",
+        routed_scale=number("routed_scaling_factor"),
+        rotary_dim=turning if turning < c["head_dim"] else None,
+        attention_scale=None if c["attention_multiplier"] is None else number("attention_multiplier"),
+        embedding_scale=number("embedding_multiplier"),
+        residual_scale=number("residual_multiplier"),
+        logit_scale=1 / number("logits_scaling"),
+        head_bias=flag("lm_head_bias"),
+        mixer_eps=number("router_jitter_noise") if "router_jitter_noise" in family.defaults else None,
+        rope_factors=tuple(map(float, factors)),
+        rope_scale=number("short_mscale") if factors else 1.0,
     )
     return ModelArgs(**fields | family.fixed)
+
+
+PLAIN_DTYPES = torch.bfloat16, torch.float16, torch.float32
 
 
 class Sources:
@@ -230,26 +343,38 @@ class Sources:
                 if not name.endswith("rotary_emb.inv_freq"):  # old files hold this constant
                     self.tensors[name] = shard, original
 
+    def drop_layers(self, first: int, count: int):
+        """Leave so many layers out: those after the last, which predict further tokens for drafts."""
+        beyond = tuple(f"model.layers.{layer}." for layer in range(first, first + count))
+        self.tensors = {name: place for name, place in self.tensors.items() if not name.startswith(beyond)}
+
     def original(self, name: str) -> str:
         """The name as this directory's files would have it."""
         for theirs, shared in self.renames:
             name = name.replace(shared, theirs)
         return name
 
+    def in_fp8(self, recipe: "Recipe") -> bool:
+        """Whether any tensor of the recipe is."""
+        files = (self.tensors[name] for name in recipe[1] if name in self.tensors)
+        return any(shard.tensors[original][1] == torch.float8_e4m3fn for shard, original in files)
+
     def read(self, name: str) -> Tensor:
         """The tensor, mapped from its file."""
         shard, original = self.tensors[name]
         return shard.read(original)
 
-    def check(self, name: str, shape: tuple[int, ...]):
-        """ValueError unless the tensor is there, in floating point, with this shape."""
+    def check(self, name: str, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...] = PLAIN_DTYPES):
+        """ValueError unless the tensor is there, in one of these dtypes, with this shape."""
         if name not in self.tensors:
             raise ValueError(f"{self.directory}: the tensor {self.original(name)} is missing; fetch its file again")
         shard, original = self.tensors[name]
         found, dtype = shard.tensors[original]
-        if dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        if dtype not in dtypes:
             what = f"{shard.path}: {original} has dtype {str(dtype).removeprefix('torch.')}"
-            raise ValueError(f"{what}; only bf16, fp16 and fp32 checkpoints are converted, not quantised ones")
+            if dtypes == (torch.float8_e4m3fn,):
+                raise ValueError(f"{what} beside others in fp8, of which one weight is made; fetch its file again")
+            raise ValueError(f"{what}; only bf16, fp16 and fp32 are converted, and fp8 where the config says so")
         if found != shape:
             raise ValueError(f"{shard.path}: {original} has shape {list(found)} where config.json says {list(shape)}")
 
@@ -290,6 +415,8 @@ def weight_files(directory: Path) -> tuple[list[str], dict[str, str]]:
 # How a tensor of ours is put together: its shape, and the place in it of each tensor of theirs.
 Recipe = tuple[tuple[int, ...], dict[str, tuple]]
 WHOLE = ()
+PACKABLE = ".wqkv.weight", ".wo.weight", ".w13.weight", ".w2.weight", "head.weight"  # what may stay as it was quantised
+SCALE = "_scale_inv"  # after the name of a weight in fp8: that of its scales, by which codes are multiplied
 
 
 def layer_recipes(args: ModelArgs, layer: int, fused: bool) -> dict[str, Recipe]:
@@ -303,6 +430,9 @@ def layer_recipes(args: ModelArgs, layer: int, fused: bool) -> dict[str, Recipe]
         "attention.wo.weight": ((D, q), {"self_attn.o_proj.weight": WHOLE}),
         "ffn_norm.weight": ((D,), {"post_attention_layernorm.weight": WHOLE}),
     }
+    if args.layer_norm:
+        table["attention_norm.bias"] = (D,), {"input_layernorm.bias": WHOLE}
+        table["ffn_norm.bias"] = (D,), {"post_attention_layernorm.bias": WHOLE}
     if args.attention_bias or args.qkv_bias:
         biases = {f"self_attn.{x}_proj.bias": (rows,) for x, rows in qkv.items()}
         table["attention.wqkv.bias"] = (q + 2 * kv,), biases
@@ -337,7 +467,10 @@ def layer_recipes(args: ModelArgs, layer: int, fused: bool) -> dict[str, Recipe]
         }
         if args.shared_intermediate:
             table |= dense("ffn.shared", "mlp.shared_expert", args.shared_intermediate)
-            table["ffn.shared_gate.weight"] = (1, D), {"mlp.shared_expert_gate.weight": WHOLE}
+            if args.shared_gated:
+                table["ffn.shared_gate.weight"] = (1, D), {"mlp.shared_expert_gate.weight": WHOLE}
+        if args.scoring == "sigmoid":
+            table["ffn.score_bias"] = (E,), {"mlp.gate.e_score_correction_bias": WHOLE}
     return {
         f"layers.{layer}.{name}": (shape, {f"model.layers.{layer}.{theirs}": place for theirs, place in parts.items()})
         for name, (shape, parts) in table.items()
@@ -352,20 +485,40 @@ def rest_recipes(args: ModelArgs) -> dict[str, Recipe]:
         "norm.weight": ((D,), {"model.norm.weight": WHOLE}),
         "head.weight": ((V, D), {"lm_head.weight": WHOLE}),
     }
+    if args.layer_norm:
+        table["norm.bias"] = (D,), {"model.norm.bias": WHOLE}
+    if args.head_bias:
+        table["head.bias"] = (V,), {"lm_head.bias": WHOLE}
     if args.tied_embeddings:
         del table["head.weight"]
     return table
 
 
-def plan(args: ModelArgs, sources: Sources) -> dict[str, dict[str, Recipe]]:
-    """The recipes by file. ValueError unless every tensor they need is there as they need it, and no other."""
-    files, used = {}, set()
+def plan(args: ModelArgs, sources: Sources, published: str | None = None) -> tuple[dict[str, dict[str, Recipe]], dict]:
+    """The recipes by file, and the modules that stay in the published format, as a checkpoint's "format" has them.
+
+    ValueError unless every tensor that the recipes need is there as they need it, and no other.
+    """
+    files, used, modules = {}, set(), {}
 
     def add(file: str, recipes: dict[str, Recipe]):
-        for shape, parts in recipes.values():
+        for ours, (shape, parts) in recipes.items():
+            packed = published and ours.endswith(PACKABLE) and sources.in_fp8((shape, parts))
+            if packed:
+                group = FORMATS[published].group
+                modules[ours.removesuffix(".weight")] = {"format": published, "group_size": group}
             for name, place in parts.items():
                 sizes = [len(range(n)[at]) for n, at in zip(shape, place, strict=False) if isinstance(at, slice)]
-                sources.check(name, (*sizes, *shape[len(place) :]))
+                sizes += shape[len(place) :]
+                sources.check(name, tuple(sizes), (torch.float8_e4m3fn,) if packed else PLAIN_DTYPES)
+                if packed:
+                    begin = next((at.start for at in place if isinstance(at, slice)), 0)
+                    if begin % group or sizes[-1] % group:
+                        what = f"{sources.original(name)} {sizes} has no place among whole blocks of {group}"
+                        raise ValueError(f"{what}, at row {begin} of {ours}; fetch the original bf16 checkpoint")
+                    blocks = -(-sizes[-2] // group), sizes[-1] // group
+                    sources.check(name + SCALE, (*sizes[:-2], *blocks), PLAIN_DTYPES)
+                    used.add(name + SCALE)
             used.update(parts)
         files[file] = recipes
 
@@ -376,7 +529,7 @@ def plan(args: ModelArgs, sources: Sources) -> dict[str, dict[str, Recipe]]:
     if extra := sorted(sources.tensors.keys() - used):
         shard, original = sources.tensors[extra[0]]
         raise ValueError(f"{shard.path}: {original} (of {len(extra)}) has no place in the model of config.json")
-    return files
+    return files, modules
 
 
 def assemble(recipe: Recipe, sources: Sources, dtype: torch.dtype) -> Tensor:
@@ -394,6 +547,20 @@ def assemble(recipe: Recipe, sources: Sources, dtype: torch.dtype) -> Tensor:
                 raise ValueError(f"{sources.original(name)} overflows {NAMES[dtype]}; convert with --dtype bf16")
             raise ValueError(f"{sources.original(name)} holds NaN or infinity; fetch its file again")
     return tensor
+
+
+def assemble_blocks(recipe: Recipe, sources: Sources, format: str) -> dict[str, Tensor]:
+    """The parts of a tensor of ours whose sources are in this format already: their codes as they are, in words."""
+    shape, parts = recipe
+    group = FORMATS[format].group
+    size, dtype = FORMATS[format].layout(shape, group)["scale"]
+    codes, scale = torch.empty(shape, dtype=torch.uint8), torch.empty(size, dtype=dtype)
+    for name, place in parts.items():
+        blocks = tuple(slice(at.start // group, -(-at.stop // group)) if isinstance(at, slice) else at for at in place)
+        part = codes[place].copy_(sources.read(name).view(torch.uint8))
+        if not is_finite(scale[blocks].copy_(sources.read(name + SCALE))) or ((part & 0x7F) == 0x7F).any():
+            raise ValueError(f"{sources.original(name)} holds NaN or infinity; fetch its file again")
+    return {"codes": in_words(codes, group), "scale": scale}
 
 
 def is_finite(tensor: Tensor) -> bool:
@@ -431,10 +598,10 @@ def convert(
 ) -> Path:
     """Converts a Hugging Face directory, and returns the new one: `output_dir`, or `checkpoint_dir/model_<dtype>`.
 
-    Raises ValueError, with one line and nothing left behind, for anything missing, damaged or not supported.
+    What is published in fp8 stays so, `dtype` is that of the rest, and the directory is then model_fp8b. Raises
+    ValueError, with one line and nothing left behind, for anything missing, damaged or not supported.
     """
     directory = Path(checkpoint_dir)
-    output = Path(output_dir) if output_dir else directory / f"model_{dtype}"
     if dtype not in ("bf16", "fp16", "fp32"):
         raise ValueError(f"dtype {dtype!r} is not one of bf16, fp16, fp32")
     if directory.is_file():
@@ -448,15 +615,32 @@ def convert(
     config = read_json(directory / "config.json")
     args = args_from_hf(config)
     sources = Sources(directory, family_of(config).renames)
+    sources.drop_layers(args.n_layer, (family_of(config).defaults | config).get("num_nextn_predict_layers") or 0)
     if args.tied_embeddings and "lm_head.weight" in sources.tensors:
         args = settle_tie(args, sources)
-    files = plan(args, sources)
+    published = published_format(config)
+    files, modules = plan(args, sources, published)
+    format = {"name": published, "dtype": dtype, "modules": modules} if modules else {"name": dtype}
+    output = Path(output_dir) if output_dir else directory / f"model_{format['name']}"
     torch_dtype = DTYPES[dtype][0]
-    needed = sum(math.prod(shape) for recipes in files.values() for shape, _ in recipes.values()) * torch_dtype.itemsize
-    with Writer(output, dataclasses.asdict(args), {"name": dtype}, force) as writer:
+
+    def tensors(ours: str, recipe: Recipe) -> dict[str, Tensor]:
+        path = ours.removesuffix(".weight")
+        if path not in modules:
+            # What corrects the choice of experts does so in its last digits.
+            return {ours: assemble(recipe, sources, torch.float32 if path.endswith(".score_bias") else torch_dtype)}
+        return {f"{path}.{leaf}": part for leaf, part in assemble_blocks(recipe, sources, published).items()}
+
+    needed = sum(
+        math.prod(shape) * (1 if ours.removesuffix(".weight") in modules else torch_dtype.itemsize)
+        for recipes in files.values() for ours, (shape, _) in recipes.items()
+    )  # fmt: skip
+    with Writer(output, dataclasses.asdict(args), format, force) as writer:
         writer.reserve(needed)
         for file, recipes in tqdm(files.items(), desc="convert", unit="layer", file=sys.stderr, disable=not progress):
-            writer.write(file, {name: assemble(recipe, sources, torch_dtype) for name, recipe in recipes.items()})
+            writer.write(
+                file, {name: t for ours, recipe in recipes.items() for name, t in tensors(ours, recipe).items()}
+            )
         for path in (directory / name for name in SIDE_FILES):
             if path.is_file():
                 writer.copy(path)
@@ -473,7 +657,7 @@ def build_parser() -> Parser:
         ),
     )
     parser.add_argument("--checkpoint_dir", type=Path, required=True, help="config.json and *.safetensors are in it")
-    parser.add_argument("--output_dir", type=Path, help="default: model_<dtype> in the checkpoint_dir")
+    parser.add_argument("--output_dir", type=Path, help="default: model_<dtype>, or model_fp8b, in the checkpoint_dir")
     parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16")
     parser.add_argument("--force", action="store_true", help="replace an existing output")
     return parser

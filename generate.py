@@ -118,7 +118,7 @@ def load_model(source, device: str | torch.device = "auto", dtype: torch.dtype |
         if expert is None:
             size += tensor.nbytes
             bar.update(1)
-        return tensor if dtype is None or packed else tensor.to(dtype)
+        return tensor if dtype is None or packed or leaf == "score_bias" else tensor.to(dtype)
 
     with bar:
         start = time.perf_counter()

@@ -32,7 +32,7 @@ def jit(function):
 def _bytes(codes, rows, k, inside, IN: tl.constexpr, KIND: tl.constexpr, DTYPE: tl.constexpr):
     """The numbers of `rows` [BN, 1] at `k` [1, BK] in 8 bits as DTYPE [BN, BK], without the row's factor."""
     bits = tl.load(codes + rows * IN + k, mask=inside, other=0).to(tl.int16)
-    if KIND == "fp8":  # its bits as those of an fp16 number, 2 ** -8 of it
+    if KIND != "int8":  # its bits as those of an fp16 number, 2 ** -8 of it
         bits = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
         return bits.to(tl.float16, bitcast=True).to(DTYPE)
     if tl.bfloat16 == DTYPE:  # 128 + the lower 7 bits, less 128 or, for a negative number, 256: all exact
@@ -102,6 +102,7 @@ def _grouped(x, y, group_ends, codes, high, scale, scale_step, scale_low, zero, 
         present = rows < end
         n = tl.program_id(1) * BN + tl.arange(0, BN)
         weight_rows = expert.to(tl.int64) * OUT + tl.minimum(n, OUT - 1)[:, None]
+        scale_rows = expert * tl.cdiv(OUT, GROUP) + tl.minimum(n, OUT - 1)[:, None] // GROUP  # of blocks
         # Weights on the left stay in the registers in which they were unpacked; on the right they go through shared
         # memory, but fewer rows of x are enough.
         sums = tl.zeros([BN, BM] if LEFT else [BM, BN], tl.float32)
@@ -112,6 +113,10 @@ def _grouped(x, y, group_ends, codes, high, scale, scale_step, scale_low, zero, 
                 b = tl.load(codes + weight_rows * IN + k, mask=k < IN if IN % BK else None)
             elif BITS == 8:
                 b = _bytes(codes, weight_rows, k, k < IN, IN, KIND, x.dtype.element_ty)
+                if KIND == "fp8b":  # a scale for each block of GROUP rows and columns
+                    block = start // GROUP if GROUP % BK == 0 else tl.minimum(k, IN - 1) // GROUP
+                    factor = tl.load(scale + scale_rows * (IN // GROUP) + block) * 256.0
+                    b = (b.to(tl.float32) * factor).to(x.dtype.element_ty)
             else:
                 b = _weights(codes, high, scale, scale_step, scale_low, zero, zero_step, zero_low, weight_rows, start,
                              IN, BITS, GROUP, KIND, RUN, BN, BK).to(x.dtype.element_ty)  # fmt: skip
@@ -120,7 +125,7 @@ def _grouped(x, y, group_ends, codes, high, scale, scale_step, scale_low, zero, 
             else:
                 sums = tl.dot(a, tl.trans(b), sums, input_precision="ieee")
         sums = tl.trans(sums) if LEFT else sums
-        if BITS == 8:
+        if KIND == "int8" or KIND == "fp8":
             factor = tl.load(scale + expert.to(tl.int64) * OUT + tl.minimum(n, OUT - 1)).to(tl.float32)
             sums *= (factor * (256.0 if KIND == "fp8" else 1.0))[None, :]
         tl.store(
@@ -150,7 +155,7 @@ def grouped(x: Tensor, group_ends: Tensor, parts: dict[str, Tensor], kind: str, 
     """x [N, in], rows sorted by expert, those of e ending before group_ends[e] -> [N, out].
 
     Along `in`, x is in `packing.grouped_order`.
-    parts: of a format of packing.py, [E, out, ...]. kind: its way of counting, "int8", "fp8", "int4" or "hqq".
+    parts: of a format of packing.py, [E, out, ...]. kind: its way of counting, as in packing.Format.
     Or "plain": codes are weights of x's dtype, x is as it is, and bits 16 or 32. cut: other than `grouped_cut`'s.
     """
     (N, width), (E, out) = x.shape, parts["codes"].shape[:2]
@@ -384,7 +389,7 @@ def _(x: Tensor, parts: list[Tensor], index: Tensor | None, kind: str, group: in
     return x.new_empty(chunks, pairs, out, dtype=torch.float32)
 
 
-# Attention over a cache in 8 bits ---------------------------------------------------------------------------------------
+# Attention over a cache in 8 bits -------------------------------------------------------------------------------------
 
 
 @jit
@@ -512,9 +517,11 @@ def push_sum(x: Tensor, peers: Tensor, turns: Tensor, rank: int) -> Tensor:
 
 
 @jit
-def _fixed_norm(x, weight, y, D: tl.constexpr, EPS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _fixed_norm(x, weight, bias, y, D: tl.constexpr, EPS: tl.constexpr, LAYER: tl.constexpr, BLOCK: tl.constexpr,
+                PDL: tl.constexpr):  # fmt: skip
     at = tl.arange(0, BLOCK)
     scale = tl.load(weight + at, mask=at < D, other=0.0).to(tl.float32)
+    offset = tl.load(bias + at, mask=at < D, other=0.0).to(tl.float32) if LAYER else 0.0
     if PDL:
         tl.extra.cuda.gdc_wait()
     at += tl.program_id(0).to(tl.int64) * D
@@ -522,7 +529,9 @@ def _fixed_norm(x, weight, y, D: tl.constexpr, EPS: tl.constexpr, BLOCK: tl.cons
     values = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    values *= tl.rsqrt(tl.sum(values * values, 0) / D + EPS) * scale
+    if LAYER:
+        values = tl.where(inside, values - tl.sum(values, 0) / D, 0.0)
+    values = values * tl.rsqrt(tl.sum(values * values, 0) / D + EPS) * scale + offset
     tl.store(y + at, values.to(y.dtype.element_ty), mask=inside)
 
 
@@ -542,13 +551,16 @@ def _starts_early(x: Tensor) -> bool:
 
 
 @torch.library.custom_op("moe_fast::fixed_norm", mutates_args=())
-def fixed_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`F.rms_norm` of x [..., D] in one way on every GPU of a kind; a row is a program's."""
+def fixed_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """`F.rms_norm` of x [..., D], with a bias `F.layer_norm`, in one way on every GPU of a kind."""
     if not x.is_cuda:
-        return F.rms_norm(x, weight.shape, weight, eps)
+        plain = bias is None
+        return F.rms_norm(x, weight.shape, weight, eps) if plain else F.layer_norm(x, weight.shape, weight, bias, eps)
     x, y, D, early = x.contiguous(), torch.empty_like(x), x.shape[-1], _starts_early(x)
-    _fixed_norm[(x.numel() // D,)](x, weight, y, D=D, EPS=eps, BLOCK=triton.next_power_of_2(D), PDL=early,
-                                   launch_pdl=early, num_warps=8)  # fmt: skip
+    _fixed_norm[(x.numel() // D,)](
+        x, weight, weight if bias is None else bias, y, D=D, EPS=eps, LAYER=bias is not None,
+        BLOCK=triton.next_power_of_2(D), PDL=early, launch_pdl=early, num_warps=8,
+    )  # fmt: skip
     return y
 
 
@@ -567,7 +579,7 @@ def fixed_scores(x: Tensor, weight: Tensor) -> Tensor:
 
 
 @fixed_norm.register_fake
-def _(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def _(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 

@@ -48,14 +48,29 @@ class ModelArgs:
     sliding_window: int | None = None  # a query sees this many positions, itself included
     dense_layers: tuple[int, ...] = ()  # layers with one dense FFN in place of experts
     dense_intermediate: int = 0  # its I
-    shared_intermediate: int = 0  # I of the expert that every token uses, behind a gate of its own (Qwen2-MoE); 0: none
+    shared_intermediate: int = 0  # I of the expert that every token uses; 0: none
+    shared_gated: bool = True  # what it gives is weighted by a gate of its own (Qwen2-MoE)
+    scoring: str = "softmax"  # of the router: or "sigmoid", of which a learned bias corrects the choice (GLM-4.5)
+    routed_scale: float = 1.0  # by which sigmoid's routing weights are multiplied
+    rotary_dim: int | None = None  # the first so many of a head's C numbers turn with the position (GLM-4.5); None: all
+    attention_scale: float | None = None  # of queries times keys (Granite); None: C ** -0.5
+    embedding_scale: float = 1.0  # this and the next two: Granite
+    residual_scale: float = 1.0  # of what attention and experts add
+    logit_scale: float = 1.0
+    layer_norm: bool = False  # LayerNorm, with biases, in place of RMSNorm; this and the rest: Phi-3.5-MoE
+    head_bias: bool = False
+    mixer_eps: float | None = None  # routing weights by SparseMixer
+    rope_factors: tuple[float, ...] = ()  # by which rope's wavelengths are longer, C / 2 of them
+    rope_scale: float = 1.0  # of its cosines and sines
 
     def __post_init__(self):
-        if isinstance(self.dense_layers, list):  # as JSON gives it
-            object.__setattr__(self, "dense_layers", tuple(self.dense_layers))
+        for name in ("dense_layers", "rope_factors"):
+            if isinstance(getattr(self, name), list):  # as JSON gives it
+                object.__setattr__(self, name, tuple(getattr(self, name)))
         for field in fields(self):
             value, kind = getattr(self, field.name), field.type
-            kind = tuple if field.name == "dense_layers" else kind | int if kind in (float, float | None) else kind
+            kind = kind | int if kind in (float, float | None) else kind
+            kind = tuple if field.name in ("dense_layers", "rope_factors") else kind
             good = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
             number = isinstance(value, int | float) and kind is not bool and not field.name.endswith("_intermediate")
             if not good or (number and not 0 < value < float("inf")):
@@ -68,6 +83,10 @@ class ModelArgs:
             "dense_layers": all(type(layer) is int and 0 <= layer < self.n_layer for layer in self.dense_layers),
             "dense_intermediate": self.dense_intermediate > 0 or not self.dense_layers,
             "shared_intermediate": self.shared_intermediate >= 0,
+            "rope_factors": len(self.rope_factors) in (0, self.head_dim // 2)
+            and all(type(factor) in (int, float) and 0 < factor < float("inf") for factor in self.rope_factors),
+            "scoring": self.scoring in ("softmax", "sigmoid"),
+            "rotary_dim": (turning := self.rotary_dim or 2) % 2 == 0 and self.head_dim % turning == 0,
         }.items():
             if not good:
                 raise ValueError(f"{name} cannot be {getattr(self, name)!r} with the other args")
@@ -164,6 +183,11 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+def norm(args: ModelArgs) -> nn.Module:
+    """Of [..., D]."""
+    return (nn.LayerNorm if args.layer_norm else RMSNorm)(args.dim, args.norm_eps)
 
 
 def realise(x: Tensor) -> Tensor:
@@ -275,17 +299,43 @@ class MoE(nn.Module):
         self.router = Linear(args.dim, args.n_expert)
         self.experts = Experts(args)
         self.shared = FeedForward(args.dim, args.shared_intermediate) if args.shared_intermediate else None
-        self.shared_gate = Linear(args.dim, 1) if args.shared_intermediate else None
+        self.shared_gate = Linear(args.dim, 1) if args.shared_intermediate and args.shared_gated else None
+        sigmoid = args.scoring == "sigmoid"
+        self.score_bias = nn.Parameter(torch.empty(args.n_expert), requires_grad=False) if sigmoid else None  # fp32
         self.reduce = nn.Identity()  # tensor parallelism sums over ranks here
-        self.n_active, self.norm_topk = args.n_active, args.norm_topk
+        self.n_active, self.norm_topk, self.routed_scale = args.n_active, args.norm_topk, args.routed_scale
+        self.mixer_eps = args.mixer_eps
+
+    def score(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x [T, D] -> fp32 [T, E] of which the largest are chosen, and the scores that routing weights are made of."""
+        scores = self.router(x).float()
+        if self.score_bias is None:
+            return scores, scores
+        scores = scores.sigmoid()
+        return scores + self.score_bias, scores
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        scores = self.router(x).float()
-        best, expert_indices = top_k(scores, self.n_active)
+        choice, scores = self.score(x)
+        best, expert_indices = top_k(choice, self.n_active)
+        if self.score_bias is not None:
+            parts = scores.gather(-1, expert_indices)
+            total = parts.sum(dim=-1, keepdim=True) if self.norm_topk else 1.0
+            return expert_indices, parts * (self.routed_scale / total)
+        if self.mixer_eps is not None:
+            return expert_indices, self.mix(scores, best, expert_indices)
         parts = [(score - best[0]).exp() for score in best]
         # A softmax over the chosen experts, or over all of them.
         total = sum(parts) if self.norm_topk else (scores - best[0]).exp().sum(dim=-1, keepdim=True)
         return expert_indices, torch.cat([part / total for part in parts], dim=-1)
+
+    def mix(self, scores: Tensor, best: list[Tensor], expert_indices: Tensor) -> Tensor:
+        """SparseMixer's weights (Liu et al. 2024): each of a softmax over what is left and nearly as good, [T, A]."""
+        parts, left, experts = [], scores, torch.arange(scores.shape[-1], device=scores.device)
+        for score, index in zip(best, expert_indices.split(1, dim=-1), strict=True):
+            near = (score - left) / scores.abs().maximum(score) <= 2 * self.mixer_eps
+            parts.append(1 / torch.where(near, (left - score).exp(), 0.0).sum(dim=-1, keepdim=True))
+            left = torch.where(experts == index, float("-inf"), left)
+        return torch.cat(parts, dim=-1)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         expert_indices, expert_weights = self.route(x)
@@ -294,7 +344,8 @@ class MoE(nn.Module):
     def finish(self, x: Tensor, y: Tensor) -> Tensor:
         """x, the experts' result y [T, D] -> with the shared expert's, where there is one, summed over ranks."""
         if self.shared is not None:
-            y = y + self.shared(x)[0] * self.shared_gate(x).sigmoid()
+            shared = self.shared(x)[0]
+            y = y + (shared if self.shared_gate is None else shared * self.shared_gate(x).sigmoid())
         return self.reduce(y)
 
 
@@ -356,15 +407,17 @@ class Context(NamedTuple):
     # how many, int32 [B, 1, 1], and which come first, int32 [B, 1, 1, S / BLOCK]
 
 
-def rotate(x: Tensor, rope: Tensor) -> Tensor:
+def rotate(x: Tensor, rope: Tensor, turning: int) -> Tensor:
     """Rotary embedding (Su et al. 2021, equation 34) of x [B, Q, heads, C], paired half with half, in fp32.
+
+    Of its first numbers, as many as are `turning`; others are multiplied by 1, and have a sine of 0.
 
     Said without joining two halves: the compiler makes room in memory for what is joined, but computes this where it is
     read.
     """
     cos, sin = rope.chunk(2, dim=-1)
     x = x.float()
-    return x * cos + x.roll(x.shape[-1] // 2, dims=-1) * sin
+    return x * cos + x.unflatten(-1, (-1, turning)).roll(turning // 2, dims=-1).flatten(-2) * sin
 
 
 BLOCK = 128  # positions of a cache that are read together
@@ -452,7 +505,9 @@ class Attention(nn.Module):
         norms = {"none": (), "head": (C, C), "full": (H * C, K * C)}[args.qk_norm]
         self.q_norm, self.k_norm = (RMSNorm(n, args.norm_eps) for n in norms) if norms else (None, None)
         self.qk_norm, self.clip_qkv = args.qk_norm, args.clip_qkv
-        self.heads, self.window = (H, K, C), args.sliding_window
+        self.heads, self.window, self.turning = (H, K, C), args.sliding_window, args.rotary_dim or C
+        # Beside the C ** -0.5 that every product has.
+        self.query_scale = 1.0 if args.attention_scale is None else args.attention_scale * C**0.5
         self.cache: KVCache | None = None
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
@@ -463,14 +518,15 @@ class Attention(nn.Module):
         # In memory: the compiler tunes a kernel that writes the cache badly, since it copies and times all of it.
         keys = realise(self.k_norm(kv)) if full else kv
         keys, values = (self.clip(t).unflatten(-1, (-1, C)) for t in (keys, kv))  # [B, Q, 2, K, C]
-        keys = rotate(self.k_norm(keys) if head else keys, context.rope.unsqueeze(2)).to(values.dtype)
+        keys = rotate(self.k_norm(keys) if head else keys, context.rope.unsqueeze(2), self.turning).to(values.dtype)
         kv = torch.where(torch.arange(2, device=x.device).view(2, 1, 1) == 0, keys, values)
         chunk, positions = context.chunk, context.positions
         k, v = self.cache.extend(chunk, kv) if chunk else self.cache.update(positions, kv)
         # Queries come after that, and are kept in memory: the compiler overlooks that the kernel after the one that
         # writes the cache has to wait for it before it reads the cache, so it must be one that does not.
         q = self.clip(self.q_norm(q) if full else q).unflatten(-1, (-1, C))  # [B, Q, H, C]
-        q = realise(rotate(self.q_norm(q) if head else q, context.rope).to(kv.dtype))
+        q = rotate(self.q_norm(q) if head else q, context.rope, self.turning) * self.query_scale
+        q = realise(q.to(kv.dtype))
         if chunk:
             y = attend_chunk(q[0], k, v, self.window).unsqueeze(0)
         elif context.blocks and self.cache.blocks:
@@ -488,10 +544,11 @@ class Block(nn.Module):
 
     def __init__(self, args: ModelArgs, layer: int):
         super().__init__()
-        self.attention_norm = RMSNorm(args.dim, args.norm_eps)
+        self.attention_norm = norm(args)
         self.attention = Attention(args)
-        self.ffn_norm = RMSNorm(args.dim, args.norm_eps)
+        self.ffn_norm = norm(args)
         self.ffn = FeedForward(args.dim, args.dense_intermediate) if layer in args.dense_layers else MoE(args)
+        self.residual_scale = args.residual_scale
 
     def forward(self, x: Tensor, normed: Tensor, context: Context, next_norm: RMSNorm):
         """x, its attention_norm [B, Q, D] -> x, its next_norm, and expert_indices, expert_weights [T, A] or None, None.
@@ -499,10 +556,13 @@ class Block(nn.Module):
         A block ends with the norm that the next one begins with, since the sum before it and the norm are one kernel.
         """
         # Norms and sums are kept in memory, or every row of the products that read them would compute them again.
-        x = realise(x + self.attention(normed, context))
+        x = self.add(x, self.attention(normed, context))
         y, expert_indices, expert_weights = self.ffn(realise(self.ffn_norm(x)).flatten(0, 1))
-        x = realise(x + y.view_as(x))
+        x = self.add(x, y.view_as(x))
         return x, next_norm(x), expert_indices, expert_weights
+
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
+        return realise(torch.add(x, y, alpha=self.residual_scale))
 
 
 class Transformer(nn.Module):
@@ -530,8 +590,8 @@ class Transformer(nn.Module):
         # Of a given weight, since to draw one on the meta device would load the compiler.
         self.embedding = nn.Embedding.from_pretrained(torch.empty(args.vocab_size, args.dim))
         self.layers = nn.ModuleList(Block(args, layer) for layer in range(args.n_layer))
-        self.norm = RMSNorm(args.dim, args.norm_eps)
-        self.head = Linear(args.dim, args.vocab_size)
+        self.norm = norm(args)
+        self.head = Linear(args.dim, args.vocab_size, bias=args.head_bias)
         self.gather = nn.Identity()  # tensor parallelism gathers the vocabulary here
         self.cache_kind: type[KVCache] = KVCache  # of what `setup_cache` makes
         self.requires_grad_(False)
@@ -551,14 +611,20 @@ class Transformer(nn.Module):
         for block in self.layers:
             kv_heads = block.attention.heads[1]
             block.attention.cache = self.cache_kind((batch, kv_heads, length, args.head_dim), dtype, device)
-        exponents = torch.arange(0, args.head_dim, 2, device=device).float() / args.head_dim
-        angles = torch.outer(torch.arange(length, device=device).float(), args.rope_theta**-exponents)
-        cos, sin = angles.cos(), angles.sin()
-        self.register_buffer("rope_table", torch.cat((cos, cos, -sin, sin), dim=-1), persistent=False)
+        turning = args.rotary_dim or args.head_dim
+        exponents = torch.arange(0, turning, 2, device=device).float() / turning
+        frequencies = args.rope_theta**-exponents
+        if args.rope_factors:
+            frequencies = frequencies / torch.tensor(args.rope_factors, device=device)
+        angles = torch.outer(torch.arange(length, device=device).float(), frequencies)
+        cos, sin = angles.cos() * args.rope_scale, angles.sin() * args.rope_scale
+        still = cos.new_zeros(length, args.head_dim - turning)
+        table = torch.cat((cos, cos, still + 1, -sin, sin, still), dim=-1)
+        self.register_buffer("rope_table", table, persistent=False)
 
     def start(self, tokens: Tensor, where: Tensor | Chunk) -> tuple[Tensor, Tensor, Context]:
         """tokens [B, Q] and where they stand -> x [B, Q, D], the first block's norm of it, the context of the call."""
-        x = self.embedding(tokens)
+        x = self.embedding(tokens) * self.args.embedding_scale
         normed = self.layers[0].attention_norm(x)
         if isinstance(where, Chunk):
             rope = self.rope_table[where.end - tokens.shape[1] : where.end]
@@ -579,7 +645,7 @@ class Transformer(nn.Module):
         """`norm` of x [B, Q, D] -> logits fp32 [B, V] at query `last` [B] of each sequence, or [B, Q, V] of None."""
         if last is not None:
             normed = normed[torch.arange(normed.shape[0], device=normed.device), last]
-        return self.gather(self.head(normed)).float()
+        return self.gather(self.head(normed)).float() * self.args.logit_scale
 
     def forward(self, tokens: Tensor, where: Tensor | Chunk, last: Tensor | None = None, *, all_positions: bool = False,
                 return_routing: bool = False, stages: "Stages | None" = None):  # fmt: skip

@@ -207,7 +207,7 @@ class OffloadedExperts(nn.Module):
         self.experts, self.layer, self.parts, self.blobs, self.link = experts, layer, parts, blobs, link
         self.everyone, self.total = everyone, experts.n_expert  # E of all ranks and of this one, which begins at
         self.first, self.cache = getattr(experts, "first", 0), Cache(self.total, slots, policy)
-        self.guesses = 0  # N, and of which layer: router and experts, in a list, or they would be this one's modules
+        self.guesses = 0  # N, and of which layer: MoE and experts, in a list, or they would be this one's modules
         self.ahead: list[nn.Module] = []
         self.counts, self.device = dict.fromkeys(COUNTERS, 0), device
         size = len(blobs(0))
@@ -263,7 +263,7 @@ class OffloadedExperts(nn.Module):
         """What the host has to know, int64: expert_indices, then the next layer's guesses, the likeliest first."""
         if not self.ahead:
             return expert_indices.flatten()
-        guesses = top_k(self.ahead[0](x).float(), self.guesses)[1]
+        guesses = top_k(self.ahead[0].score(x)[0], self.guesses)[1]
         return torch.cat((expert_indices.flatten(), guesses.t().flatten()))
 
     def plan(self, asked: Tensor, pairs: int) -> tuple[list[list[int]], list[int]]:
@@ -352,7 +352,7 @@ class OffloadedExperts(nn.Module):
 
 def _begin(block: Block, x: Tensor, normed: Tensor, context):
     """`Block.forward` up to the experts -> x, what they multiply, expert_indices, expert_weights, `ask`'s."""
-    x = realise(x + block.attention(normed, context))
+    x = block.add(x, block.attention(normed, context))
     h = realise(block.ffn_norm(x)).flatten(0, 1)
     expert_indices, expert_weights = block.ffn.route(h)
     return x, h, expert_indices, expert_weights, block.ffn.experts.ask(h, expert_indices)
@@ -365,7 +365,7 @@ def _multiply(block: Block, x: Tensor, h: Tensor, expert_indices: Tensor, expert
 
 
 def _end(block: Block, x: Tensor, h: Tensor, y: Tensor, next_norm: RMSNorm):
-    x = realise(x + block.ffn.finish(h, y).view_as(x))
+    x = block.add(x, block.ffn.finish(h, y).view_as(x))
     return x, next_norm(x)
 
 
@@ -477,7 +477,7 @@ def apply(model: Transformer, settings: Offload, device: torch.device, dtype: to
             blobs if driver == "device" else None,
         )  # fmt: skip
         if above is not None and guesses:
-            above.guesses, above.ahead = guesses, [block.ffn.router, offloaded]
+            above.guesses, above.ahead = guesses, [block.ffn, offloaded]
         above = offloaded
     model.compile_block, model.host_driven = compile_block, driver == "host"
     model.recordable = lambda tokens: tokens * model.args.n_active <= slots

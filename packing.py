@@ -7,10 +7,11 @@ rank and the order of its axes, with size 1 where a value serves the whole row:
             is G / F words; word i of it holds codes i, i + G / F, i + 2 G / F ..., so that what one field of
             neighbouring words multiplies are neighbours in x
     high    int32 [..., out, in / 32]: the third bit of 3-bit codes, whose lower two are `codes` (see `_high_bits`)
-    scale   bf16 [..., out, 1 or in / G], or uint8 [..., out, in / G] with scale_step and scale_low bf16 [..., out, 1]
-    zero    as the latter
+    scale   bf16 [..., out, 1 or in / G], or uint8 [..., out, in / G] with scale_step and scale_low bf16 [..., out, 1],
+            or fp32 [..., out / G, in / G] of blocks, the last of which may have fewer rows
+    zero    as the one in uint8
 
-Codes are packed along `in` alone and within groups, so that a weight can be cut along either axis.
+Codes are packed along `in` alone and within groups, so that a weight can be cut along either axis (between blocks).
 """
 
 import math
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import kernels
@@ -53,6 +55,11 @@ def pack(codes: Tensor, bits: int, group: int) -> Tensor:
     shifts = torch.arange(0, 32, bits, device=codes.device, dtype=torch.int32)
     ordered = word_order(codes.to(torch.int32), 32 // bits, group)
     return (ordered.unflatten(-1, (-1, 32 // bits)) << shifts).sum(-1, dtype=torch.int32)
+
+
+def in_words(codes: Tensor, group: int) -> Tensor:
+    """Codes of a byte each, [..., n] -> int32 [..., n / 4]."""
+    return word_order(codes.view(torch.uint8), 4, group).view(torch.int32)
 
 
 def unpack(words: Tensor, bits: int, group: int) -> Tensor:
@@ -143,6 +150,12 @@ def _spread(values: Tensor, words: int) -> Tensor:
     return values.float().unsqueeze(-1).expand(*values.shape, words // values.shape[-1]).flatten(-2)
 
 
+def _each_row(scale: Tensor, out: int, group: int) -> Tensor:
+    """Of blocks of G rows, [..., out / G, groups] -> of each row, [..., out, groups]."""
+    *lead, blocks, groups = scale.shape
+    return scale.unsqueeze(-2).expand(*lead, blocks, group, groups).flatten(-3, -2).narrow(-2, 0, out)
+
+
 def dot_int8(x: Tensor, parts: Parts, group: int) -> Tensor:
     """x [..., in], parts of [..., out, in] -> fp32 [..., out]."""
     words, values = parts["codes"], [None] * 4
@@ -155,18 +168,29 @@ def dot_int8(x: Tensor, parts: Parts, group: int) -> Tensor:
     return sum(products).sum(-1) * parts["scale"].squeeze(-1).float()
 
 
-def dot_fp8(x: Tensor, parts: Parts, group: int) -> Tensor:
-    """x [..., in], parts of [..., out, in] -> fp32 [..., out].
+def _fp8_products(x: Tensor, words: Tensor, group: int) -> Tensor:
+    """x [..., in], words of e4m3 codes [..., out, W] -> fp32 [..., out, W], 2 ** -8 of each word's products with x.
 
     e4m3 is s eeee mmm, fp16 is s eeeee mmmmmmmmmm: the same bits shifted into place are the number times 2 ** -8,
     numbers below the smallest normal one included. So no device needs to know fp8.
     """
-    words, values = parts["codes"], [None] * 4
+    values = [None] * 4
     for k, byte in ((0, words << 8), (1, words)):
         values[k], values[k + 2] = _halves((byte & _twice(0x8000)) | ((byte >> 1) & _twice(0x3F80)))
     x = realise(x.float())
-    products = (plane * value for plane, value in zip(_planes(x, 4, group, copy=False), values, strict=True))
-    return sum(products).sum(-1) * (parts["scale"].squeeze(-1).float() * 2.0**8)
+    return sum(plane * value for plane, value in zip(_planes(x, 4, group, copy=False), values, strict=True))
+
+
+def dot_fp8(x: Tensor, parts: Parts, group: int) -> Tensor:
+    """x [..., in], parts of [..., out, in] -> fp32 [..., out]."""
+    return _fp8_products(x, parts["codes"], group).sum(-1) * (parts["scale"].squeeze(-1).float() * 2.0**8)
+
+
+def dot_fp8b(x: Tensor, parts: Parts, group: int) -> Tensor:
+    """x [..., in], parts of [..., out, in] -> fp32 [..., out]."""
+    products = _fp8_products(x, parts["codes"], group)
+    scale = _each_row(parts["scale"], products.shape[-2], group) * 2.0**8
+    return (_spread(scale, products.shape[-1]) * products).sum(-1)
 
 
 def dot_int4(x: Tensor, parts: Parts, group: int) -> Tensor:
@@ -202,7 +226,7 @@ def pack_int8(weight: Tensor, group: int) -> Parts:
     """fp32 [..., out, in] -> codes from -127 to 127, scale bf16 [..., out, 1]: the row's largest magnitude over 127."""
     scale = nonzero((weight.abs().amax(-1, keepdim=True) / 127).bfloat16())
     codes = (weight / scale.float()).round().clamp(-127, 127).to(torch.int8)
-    return {"codes": word_order(codes, 4, group).view(torch.int32), "scale": scale}
+    return {"codes": in_words(codes, group), "scale": scale}
 
 
 def unpack_int8(parts: Parts, group: int) -> Tensor:
@@ -214,12 +238,26 @@ def pack_fp8(weight: Tensor, group: int) -> Parts:
     """fp32 [..., out, in] -> e4m3 codes, scale bf16 [..., out, 1]: the row's largest magnitude over 448."""
     scale = nonzero((weight.abs().amax(-1, keepdim=True) / 448).bfloat16())
     codes = (weight / scale.float()).clamp(-448, 448).to(torch.float8_e4m3fn)
-    return {"codes": word_order(codes.view(torch.uint8), 4, group).view(torch.int32), "scale": scale}
+    return {"codes": in_words(codes, group), "scale": scale}
 
 
 def unpack_fp8(parts: Parts, group: int) -> Tensor:
     codes = word_order(parts["codes"].view(torch.uint8), group // 4, group).view(torch.float8_e4m3fn)
     return codes.float() * parts["scale"].float()
+
+
+def pack_fp8b(weight: Tensor, group: int) -> Parts:
+    """fp32 [..., out, in] -> e4m3 codes, scale fp32 [..., out / G, in / G]: a block's largest magnitude over 448."""
+    rows = F.pad(weight, (0, 0, 0, -weight.shape[-2] % group))
+    blocks = rows.unflatten(-1, (-1, group)).unflatten(-3, (-1, group))  # [..., out / G, G, in / G, G]
+    scale = nonzero(blocks.abs().amax((-3, -1)) / 448)
+    codes = weight / _spread(_each_row(scale, weight.shape[-2], group), weight.shape[-1])
+    return {"codes": in_words(codes.clamp(-448, 448).to(torch.float8_e4m3fn), group), "scale": scale}
+
+
+def unpack_fp8b(parts: Parts, group: int) -> Tensor:
+    codes = word_order(parts["codes"].view(torch.uint8), group // 4, group).view(torch.float8_e4m3fn)
+    return codes.float() * _spread(_each_row(parts["scale"], codes.shape[-2], group), codes.shape[-1])
 
 
 def pack_int4(weight: Tensor, group: int) -> Parts:
@@ -326,7 +364,7 @@ class Format:
 
     bits: int  # of a code
     group: int  # G by default
-    kind: str  # "int8", "fp8", "int4" or "hqq": what a code counts
+    kind: str  # "int8", "fp8", "fp8b", "int4" or "hqq": what a code counts, and what its scale is of
     pack: Callable[[Tensor, int], Parts]  # fp32 [..., out, in], G -> parts
     unpack: Callable[[Parts, int], Tensor]  # parts, G -> fp32 [..., out, in]
     dot: Callable[[Tensor, Parts, int], Tensor]  # x [..., in], parts of [..., out, in], G -> fp32 [..., out]
@@ -335,7 +373,12 @@ class Format:
     @property
     def per_row(self) -> bool:
         """Whether a row has one scale, so that a group is only how its codes are packed."""
-        return self.bits == 8
+        return self.kind in ("int8", "fp8")
+
+    @property
+    def blocks(self) -> bool:
+        """Whether a group is of G rows too."""
+        return self.kind == "fp8b"
 
     @property
     def least(self) -> int:
@@ -362,6 +405,8 @@ class Format:
         layout = {"codes": ((*rows, width * (2 if self.bits == 3 else self.bits) // 32), torch.int32)}
         if self.bits == 3:
             layout["high"] = (*rows, width // 32), torch.int32
+        if self.blocks:
+            return layout | {"scale": ((*rows[:-1], -(-rows[-1] // group), width // group), torch.float32)}
         if self.kind != "hqq":
             return layout | {"scale": ((*rows, 1 if self.per_row else width // group), torch.bfloat16)}
         for name in ("scale", "zero"):
@@ -378,6 +423,7 @@ def _hqq(bits: int, group: int) -> Format:
 FORMATS = {
     "int8": Format(8, 64, "int8", pack_int8, unpack_int8, dot_int8, head="int8"),
     "fp8": Format(8, 64, "fp8", pack_fp8, unpack_fp8, dot_fp8, head="int8"),
+    "fp8b": Format(8, 128, "fp8b", pack_fp8b, unpack_fp8b, dot_fp8b, head="bf16"),
     "int4": Format(4, 128, "int4", pack_int4, unpack_int4, dot_int4, head="int8"),
     "hqq4": _hqq(4, 64),
     "hqq3": _hqq(3, 64),

@@ -261,6 +261,8 @@ def apply(model: Transformer, format: dict) -> None:
             if type(group) is not int:
                 raise TypeError
             packed = twin(module, name, group)
+            if path.endswith("experts.w13") and FORMATS[name].blocks and module.weight.shape[1] % (2 * group):
+                raise ValueError("gate and up are not of whole blocks")
         except (AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
             what = (
                 f"{path!r}: {spec!r}"
@@ -286,16 +288,16 @@ def pack_weight(weight: Tensor, spec: dict, device: torch.device, iterations: in
         name: torch.empty(shape, dtype=dtype, device=device)
         for name, (shape, dtype) in row.layout(weight.shape, group).items()
     }
-    rows, height = weight.flatten(0, -2), weight.shape[-2]
-    step = max(1, PACKED_AT_ONCE // weight.shape[-1])
-    for first in range(0, rows.shape[0], height):  # no expert's codes depend on another's
-        for start in range(first, first + height, step):
-            some = slice(start, min(start + step, first + height))
-            chunk = rows[some].to(device).float()
+    height, width = weight.shape[-2:]
+    step = max(group, PACKED_AT_ONCE // width // group * group)  # whole blocks, where there are blocks
+    for expert, rows in enumerate(weight.reshape(-1, height, width)):  # no expert's codes depend on another's
+        for start in range(0, height, step):
+            chunk = rows[start : start + step].to(device).float()
             if not chunk.isfinite().all():
                 raise ValueError("it holds numbers that are not finite")
             for name, part in row.pack(chunk, group, **more).items():
-                parts[name].flatten(0, -2)[some] = part
+                whole = parts[name].view(-1, *parts[name].shape[-2:])[expert]
+                whole.narrow(0, start * len(whole) // height, len(part)).copy_(part)
     return parts
 
 
@@ -389,9 +391,9 @@ def build_parser() -> Parser:
     add("--mode", choices=tuple(FORMATS), help="format of attention and experts")
     add("--attention", choices=names, help="format of the attention's weights, in place of --mode's")
     add("--experts", choices=names, help="format of the experts' (and dense feed-forward) weights, likewise")
-    add("--head", choices=(PLAIN, "int8"), help="default: int8 with int8, fp8 and int4; bf16 with the hqq formats")
-    add("--group_size", type=int, metavar="N", help="numbers that share a scale; default: 128 for int4, 64 for hqq4 "
-        "and hqq3, 16 for hqq2")  # fmt: skip
+    add("--head", choices=(PLAIN, "int8"), help="default: int8 with int8, fp8 and int4; bf16 with the others")
+    add("--group_size", type=int, metavar="N", help="numbers that share a scale; default: 128 for int4 and fp8b, 64 "
+        "for hqq4 and hqq3, 16 for hqq2")  # fmt: skip
     add("--iterations", type=int, metavar="N", help="of the hqq solver; default: 20; 0 is round-to-nearest")
     add("--output_dir", type=Path, metavar="DIR", help="default: model_<format> beside the checkpoint")
     add("--device", default="auto", choices=("auto", "cuda", "cpu"), help="where the weights are packed")

@@ -59,12 +59,12 @@ class SplitNorm(nn.Module):
 class FixedNorm(nn.Module):
     """The norm before a router, in one way on all ranks, so that all choose the same experts (`kernels.fixed_norm`)."""
 
-    def __init__(self, norm: RMSNorm):
+    def __init__(self, norm: RMSNorm | nn.LayerNorm):
         super().__init__()
-        self.weight, self.eps = norm.weight, norm.eps
+        self.weight, self.bias, self.eps = norm.weight, getattr(norm, "bias", None), norm.eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return kernels.fixed_norm(x, self.weight, self.eps)
+        return kernels.fixed_norm(x, self.weight, self.bias, self.eps)
 
 
 class FixedRouter(nn.Module):
@@ -177,8 +177,13 @@ def problem(args: ModelArgs, format: dict, ranks: int, parallel: str) -> str | N
     for path, spec in format.get("modules", {}).items():
         axis, segments = table(args, parallel).get(_key(path), (None, ()))
         width, group = sum(count * width for count, width in segments), spec["group_size"]
-        if axis == (2 if ".experts." in path else 1) and (width // ranks) % group:
+        along = 2 if ".experts." in path else 1  # the axis of a row's numbers, after that of the rows
+        if axis == along and (width // ranks) % group:
             return f"{path} has rows of {width}, of which {width // ranks} are no multiple of the group size {group}"
+        if axis == along - 1 and FORMATS[spec["format"]].blocks:
+            rows = [count // min(count, ranks) * size for count, size in segments]
+            if short := next((n for n in rows if n % group), None):
+                return f"{path}: {short} rows of a rank are no multiple of the group size {group}"
     return None
 
 
@@ -243,9 +248,8 @@ class Part:
 
     def _fill_slots(self, parallel: str) -> None:
         model, count = self.model, self.args.n_expert // self.ranks
-        model.head.weight = nn.Parameter(
-            model.head.weight[: self.args.vocab_size // self.ranks], requires_grad=False
-        )  # fmt: skip
+        for name, whole in [*model.head.named_parameters()]:
+            setattr(model.head, name, nn.Parameter(whole[: self.args.vocab_size // self.ranks], requires_grad=False))
         model.gather = Gather()
         for block in model.layers:
             block.attention.reduce = block.ffn.reduce = AllReduce()

@@ -76,11 +76,12 @@ def peer_places(peer: nn.Module, records: dict, hooks: list) -> None:
         watch(records, hooks, (layer, "attention"), block.self_attn, lambda i, o: o[0])
         watch(records, hooks, (layer, "residual after attention"), block.post_attention_layernorm, lambda i, o: i[0])
         watch(records, hooks, (layer, "ffn norm"), block.post_attention_layernorm, lambda i, o: o)
-        if (gate := getattr(block.mlp, "gate", None)) is not None:
+        ffn = block.mlp if hasattr(block, "mlp") else block.block_sparse_moe
+        if (gate := getattr(ffn, "gate", getattr(ffn, "router", None))) is not None:
             watch(records, hooks, (layer, "router logits"), gate, lambda i, o: o[0])
             watch(records, hooks, (layer, ROUTING), gate, lambda i, o: by_expert(o[2], o[1])[0])
             watch(records, hooks, (layer, "expert weights"), gate, lambda i, o: by_expert(o[2], o[1])[1])
-        watch(records, hooks, (layer, "sum of experts"), block.mlp, lambda i, o: o)
+        watch(records, hooks, (layer, "sum of experts"), ffn, lambda i, o: o)
         watch(records, hooks, (layer, "residual after experts"), block, lambda i, o: o)
     watch(records, hooks, ("", "last norm"), peer.model.norm, lambda i, o: o)
     watch(records, hooks, ("", "logits"), peer.lm_head, lambda i, o: o)

@@ -48,7 +48,7 @@ def record(model: Transformer, ids: list[int]) -> tuple[Tensor, Tensor, dict[int
     orders = {}
     for ahead in AHEAD:
         if ahead < len(layers):
-            scores = [later.router(x).float() for later, x in zip(layers[ahead:], seen, strict=False)]
+            scores = [later.score(x)[0] for later, x in zip(layers[ahead:], seen, strict=False)]
             orders[ahead] = torch.stack(scores).argsort(dim=-1, descending=True, stable=True).cpu()
     return chosen.cpu(), weights.cpu(), orders
 

@@ -6,11 +6,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 from transformers import (
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
+    GraniteMoeConfig,
+    GraniteMoeForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
     OlmoeConfig,
     OlmoeForCausalLM,
+    PhimoeConfig,
+    PhimoeForCausalLM,
     PreTrainedModel,
     Qwen2MoeConfig,
     Qwen2MoeForCausalLM,
@@ -60,6 +68,38 @@ FAMILIES = {
 }  # fmt: skip
 
 
+# What is set apart from the families above: Granite's four multipliers; GLM's sigmoid routing with a bias, its shared
+# expert without a gate, its first dense layer, and heads half of which turn.
+FAMILIES |= {
+    "granitemoe": lambda: GraniteMoeForCausalLM(
+        GraniteMoeConfig(
+            **COMMON, intermediate_size=96, num_key_value_heads=2, num_local_experts=6, num_experts_per_tok=2,
+            embedding_multiplier=3.0, attention_multiplier=0.2, residual_multiplier=0.7, logits_scaling=1.5,
+            tie_word_embeddings=True, rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+        )
+    ),
+    "phimoe": lambda: PhimoeForCausalLM(
+        PhimoeConfig(
+            **COMMON, intermediate_size=96, num_key_value_heads=2, num_local_experts=6, num_experts_per_tok=2,
+            attention_bias=True, lm_head_bias=True, router_jitter_noise=0.3,
+            rope_parameters={
+                "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0, 1.5, 2.0, 4.0],
+                "long_factor": [2.0, 3.0, 4.0, 9.0], "short_mscale": 1.2, "long_mscale": 1.4,
+                "original_max_position_embeddings": 128,
+            },
+        )
+    ),
+    "glm4_moe": lambda: Glm4MoeForCausalLM(
+        Glm4MoeConfig(
+            **COMMON, intermediate_size=128, moe_intermediate_size=48, num_key_value_heads=2, head_dim=16,
+            n_routed_experts=12, num_experts_per_tok=3, attention_bias=True, use_qk_norm=True,
+            routed_scaling_factor=1.7,
+            rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+        )
+    ),
+}  # fmt: skip
+
+
 @dataclass
 class Family:
     name: str
@@ -72,7 +112,10 @@ def use_hub_keys(config_file: Path) -> None:
     """Rewrite a config.json of transformers 5 with the keys that the hub's files have."""
     config = json.loads(config_file.read_text())
     rope = config.pop("rope_parameters")
-    config["rope_theta"] = rope["rope_theta"]
+    config |= {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope}
+    if rope["rope_type"] == "longrope":
+        scaling = {key: value for key, value in rope.items() if key not in ("rope_type", "rope_theta")}
+        config["rope_scaling"] = scaling | {"type": "longrope"}
     config["torch_dtype"] = config.pop("dtype")
     if config["model_type"] == "mixtral":
         config["head_dim"] = None
@@ -95,6 +138,9 @@ def make_family(tmp_path_factory):
                 for parameter_name, parameter in peer.named_parameters():
                     centre = 1.0 if parameter_name.endswith("norm.weight") else 0.0
                     parameter.copy_(centre + torch.randn_like(parameter) * (0.2 if parameter.dim() > 1 else 0.1))
+                for buffer_name, buffer in peer.named_buffers():
+                    if buffer_name.endswith("e_score_correction_bias"):
+                        buffer.normal_(0, 0.2)
             hf_directory = tmp_path_factory.mktemp(f"{name}-{layout}")
             peer.save_pretrained(hf_directory, max_shard_size="200KB")
             if layout == "hub":
@@ -130,3 +176,45 @@ def few_threads():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+FP8 = {
+    "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128],
+    "modules_to_not_convert": ["lm_head", "model.layers.0.mlp.gate", "model.layers.1.mlp.gate"],
+}  # fmt: skip
+FP8_CONFIG = Qwen3MoeConfig(
+    vocab_size=160, hidden_size=256, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=128,
+    num_experts=6, num_experts_per_tok=2, moe_intermediate_size=256, intermediate_size=384, mlp_only_layers=[1],
+    norm_topk_prob=True, max_position_embeddings=256, rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+)  # fmt: skip
+
+
+def in_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """[out, in] -> codes e4m3 of the same shape, and what each block of 128 x 128 has to be multiplied by, fp32."""
+    codes = torch.empty(weight.shape, dtype=torch.float8_e4m3fn)
+    scale = torch.empty(-(-weight.shape[0] // 128), -(-weight.shape[1] // 128))
+    for i in range(scale.shape[0]):
+        for j in range(scale.shape[1]):
+            block = slice(128 * i, 128 * i + 128), slice(128 * j, 128 * j + 128)
+            scale[i, j] = weight[block].abs().max() / 448
+            codes[block] = (weight[block] / scale[i, j]).to(torch.float8_e4m3fn)
+    return codes, scale
+
+
+@pytest.fixture(scope="session")
+def fp8_directory(tmp_path_factory) -> Path:
+    """A small Qwen3-MoE as Qwen publishes it in fp8: every projection of attention and experts, not gate and head."""
+    torch.manual_seed(0)
+    model = Qwen3MoeForCausalLM(FP8_CONFIG)
+    for name, parameter in model.named_parameters():
+        centre = 1.0 if name.endswith("norm.weight") else 0.0
+        parameter.data = centre + torch.randn_like(parameter) * (0.1 if parameter.dim() > 1 else 0.2)
+    directory = tmp_path_factory.mktemp("qwen3-fp8")
+    model.bfloat16().save_pretrained(directory)
+    tensors = load_file(directory / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+        tensors[name], tensors[f"{name}_scale_inv"] = in_blocks(tensors[name].float())
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((directory / "config.json").read_text()) | {"quantization_config": FP8}
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory

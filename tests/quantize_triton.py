@@ -32,7 +32,7 @@ import slots
 from packing import FORMATS, grouped_order
 from quantize import grouped_packed, pack_weight
 
-GROUPS = {"int8": 8, "fp8": 32, "int4": 16, "hqq4": 32, "hqq3": 32, "hqq2": 16}
+GROUPS = {"int8": 8, "fp8": 32, "fp8b": 32, "int4": 16, "hqq4": 32, "hqq3": 32, "hqq2": 16}
 SHAPES = {  # rows of each expert, out, in
     "experts without rows": ((3, 0, 20, 0, 14), 150, 96),
     "tiles of 64 rows": ((70, 0, 10), 40, 64),
@@ -40,7 +40,14 @@ SHAPES = {  # rows of each expert, out, in
     "the last expert alone": ((0, 0, 0, 0, 0, 0, 17), 128, 224),
     "tiles of 256 rows": ((300, 0, 500), 40, 64),
 }
-OTHER_GROUPS = {"int8": (4,), "int4": (24, 128), "hqq4": (16, 64), "hqq3": (64, 96), "hqq2": (48, 128)}
+OTHER_GROUPS = {
+    "int8": (4,),
+    "fp8b": (48, 128),
+    "int4": (24, 128),
+    "hqq4": (16, 64),
+    "hqq3": (64, 96),
+    "hqq2": (48, 128),
+}
 
 
 class OnCuda(Tensor):
@@ -246,9 +253,12 @@ def fixed_errors() -> dict[str, float]:
     for D, E in ((64, 8), (2048, 128), (2880, 5)):
         x, weight, rows = torch.randn(3, D), torch.randn(D), torch.randn(E, D)
         # The functions behind the operators, without their dispatch by device.
-        got = kernels.fixed_norm._init_fn(x.as_subclass(OnCuda), weight, 1e-5).as_subclass(Tensor)
+        got = kernels.fixed_norm._init_fn(x.as_subclass(OnCuda), weight, None, 1e-5).as_subclass(Tensor)
         want = torch.nn.functional.rms_norm(x, (D,), weight, 1e-5)
         found[f"norm of {D}"] = ((got - want).norm() / want.norm()).item()
+        got = kernels.fixed_norm._init_fn((x + 1).as_subclass(OnCuda), weight, rows[0], 1e-5).as_subclass(Tensor)
+        want = torch.nn.functional.layer_norm(x + 1, (D,), weight, rows[0], 1e-5)
+        found[f"norm with bias of {D}"] = ((got - want).norm() / want.norm()).item()
         got = kernels.fixed_scores._init_fn(x[:1].as_subclass(OnCuda), rows).as_subclass(Tensor)
         found[f"{E} scores of {D}"] = ((got - x[:1] @ rows.T).norm() / (x[:1] @ rows.T).norm()).item()
     return found
@@ -258,7 +268,7 @@ def fixed_code() -> dict[str, dict[str, int]]:
     """Of their machine code, as a GPU of compute capability 9 runs it: waits, starts, stores of spilled registers."""
     kernels._starts_early, found = lambda x: True, {}
     x, weight = torch.randn(1, 4096, dtype=torch.bfloat16), torch.randn(8, 4096, dtype=torch.bfloat16)
-    for name, arguments in {"fixed_norm": (x, weight[0], 1e-5), "fixed_scores": (x, weight)}.items():
+    for name, arguments in {"fixed_norm": (x, weight[0], None, 1e-5), "fixed_scores": (x, weight)}.items():
         kernel = getattr(kernels, f"_{name}")
         setattr(kernels, f"_{name}", launch := Launch())
         getattr(kernels, name)._init_fn(arguments[0].as_subclass(OnCuda), *arguments[1:])

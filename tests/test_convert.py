@@ -1,5 +1,6 @@
 """Conversion: exact for every family and layout, one layer in memory, one clear line for what cannot be converted."""
 
+import itertools
 import json
 import os
 import re
@@ -11,25 +12,32 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import FP8
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    Glm4MoeConfig,
+    GraniteMoeConfig,
     MixtralConfig,
     OlmoeConfig,
+    PhimoeConfig,
     Qwen2MoeConfig,
     Qwen3MoeConfig,
 )
 
 import convert_hf_checkpoint
+from benchmark import ARCHITECTURES
 from checkpoint import Checkpoint
 from convert_hf_checkpoint import FAMILIES, args_from_hf, convert
 from model import ModelArgs
 
 SMALL = dict(vocab_size=96, hidden_size=32, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2)
 SMALL |= dict(max_position_embeddings=128, num_experts_per_tok=2, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+LONGROPE = dict(rope_type="longrope", rope_theta=1e4, short_factor=[1, 1.5, 2.0, 4.0], long_factor=[2.0, 3.0, 4.0, 9.0])
+LONGROPE |= dict(short_mscale=1.2, long_mscale=1.4, original_max_position_embeddings=64)
 CONFIGS = {
     "mixtral": MixtralConfig(**SMALL, intermediate_size=24, num_local_experts=4),
     "mixtral-tied": MixtralConfig(
@@ -47,6 +55,19 @@ CONFIGS = {
         **SMALL, intermediate_size=40, moe_intermediate_size=24, num_experts=4, shared_expert_intermediate_size=20,
         mlp_only_layers=[2],
     ),
+    "granite": GraniteMoeConfig(
+        **SMALL, intermediate_size=24, num_local_experts=4, tie_word_embeddings=True, embedding_multiplier=12.0,
+        attention_multiplier=0.25, residual_multiplier=0.22, logits_scaling=4,
+    ),
+    "phi": PhimoeConfig(
+        **SMALL, intermediate_size=24, num_local_experts=4, attention_bias=True, lm_head_bias=True, sliding_window=64,
+        original_max_position_embeddings=64, rope_parameters=LONGROPE,
+    ),
+    "glm": Glm4MoeConfig(
+        **SMALL, intermediate_size=40, moe_intermediate_size=24, n_routed_experts=4, n_shared_experts=2, head_dim=8,
+        first_k_dense_replace=2, attention_bias=True, routed_scaling_factor=2.5, num_nextn_predict_layers=2,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
+    ),
     "olmoe": OlmoeConfig(**SMALL, intermediate_size=24, num_experts=4, clip_qkv=0.5, norm_topk_prob=False),
     "olmoe-lone": OlmoeConfig(**SMALL | dict(num_experts_per_tok=1), intermediate_size=24, num_experts=1, clip_qkv=0.5),
 }  # fmt: skip
@@ -60,8 +81,8 @@ def models():
     found = {name: AutoModelForCausalLM.from_config(config).eval() for name, config in CONFIGS.items()}
     with torch.no_grad():
         for model in found.values():
-            for parameter in model.parameters():
-                parameter.normal_()
+            for tensor in itertools.chain(model.parameters(), model.buffers()):
+                tensor.normal_()
     return found
 
 
@@ -99,27 +120,39 @@ def older_keys(config: dict) -> dict:
     """config.json as the hub has it: keys of transformers 4, and what the class knows anyway left out."""
     config = dict(config)
     rope = config.pop("rope_parameters")
-    config |= {"rope_theta": rope["rope_theta"], "rope_scaling": None, "torch_dtype": config.pop("dtype")}
+    config |= {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope}
+    config |= {"rope_scaling": None, "torch_dtype": config.pop("dtype")}
+    if rope["rope_type"] == "longrope":
+        config["rope_scaling"] = {key: value for key, value in rope.items() if key != "rope_type"} | {
+            "type": "longrope"
+        }
     if config["model_type"] == "qwen3_moe":
         config["num_experts"] = config.pop("num_local_experts")
     fresh = AutoConfig.for_model(config["model_type"]).to_dict()
     return {
-        key: value for key, value in config.items() if key in ("model_type", "rope_theta") or fresh.get(key) != value
+        key: value
+        for key, value in config.items()
+        if key in ("model_type", "rope_theta", "partial_rotary_factor") or fresh.get(key) != value
     }
 
 
 def expected(model) -> dict:
     """Our tensors, put together from the state dict that transformers holds in memory."""
     theirs, ours = model.state_dict(), {}
+    theirs = {name.replace(".block_sparse_moe.router.", ".mlp.gate."): tensor for name, tensor in theirs.items()}
+    theirs = {name.replace(".block_sparse_moe.", ".mlp."): tensor for name, tensor in theirs.items()}
+    theirs = {name.replace(".mlp.router.", ".mlp.gate."): tensor for name, tensor in theirs.items()}
+    theirs = {name.replace(".shared_experts.", ".shared_expert."): tensor for name, tensor in theirs.items()}
 
     def join(*names):
         return torch.cat([theirs[name] for name in names])
 
     for i in range(model.config.num_hidden_layers):
         t, o = f"model.layers.{i}.", f"layers.{i}."
-        ours[o + "attention_norm.weight"] = theirs[t + "input_layernorm.weight"]
-        ours[o + "ffn_norm.weight"] = theirs[t + "post_attention_layernorm.weight"]
         for kind in ("weight", "bias"):
+            if t + f"input_layernorm.{kind}" in theirs:
+                ours[o + f"attention_norm.{kind}"] = theirs[t + f"input_layernorm.{kind}"]
+                ours[o + f"ffn_norm.{kind}"] = theirs[t + f"post_attention_layernorm.{kind}"]
             if t + f"self_attn.q_proj.{kind}" in theirs:
                 ours[o + f"attention.wqkv.{kind}"] = join(*(t + f"self_attn.{x}_proj.{kind}" for x in "qkv"))
             if t + f"self_attn.o_proj.{kind}" in theirs:
@@ -134,11 +167,19 @@ def expected(model) -> dict:
             if (shared := t + "mlp.shared_expert.") + "gate_proj.weight" in theirs:
                 ours[o + "ffn.shared.w13.weight"] = join(shared + "gate_proj.weight", shared + "up_proj.weight")
                 ours[o + "ffn.shared.w2.weight"] = theirs[shared + "down_proj.weight"]
-                ours[o + "ffn.shared_gate.weight"] = theirs[t + "mlp.shared_expert_gate.weight"]
+                if (gate := t + "mlp.shared_expert_gate.weight") in theirs:
+                    ours[o + "ffn.shared_gate.weight"] = theirs[gate]
+            if (bias := t + "mlp.gate.e_score_correction_bias") in theirs:
+                ours[o + "ffn.score_bias"] = theirs[bias]
         else:
             ours[o + "ffn.w13.weight"] = join(t + "mlp.gate_proj.weight", t + "mlp.up_proj.weight")
             ours[o + "ffn.w2.weight"] = theirs[t + "mlp.down_proj.weight"]
     ours["embedding.weight"], ours["norm.weight"] = theirs["model.embed_tokens.weight"], theirs["model.norm.weight"]
+    ours |= {
+        name: theirs[original]
+        for name, original in {"norm.bias": "model.norm.bias", "head.bias": "lm_head.bias"}.items()
+        if original in theirs
+    }
     if not model.config.tie_word_embeddings:
         ours["head.weight"] = theirs["lm_head.weight"]
     return ours
@@ -181,29 +222,51 @@ def test_every_family_in_every_layout(models, tmp_path, name, layout):
         n_expert={"mixtral-tied": 3, "olmoe-lone": 1}.get(name, 4),
         n_active=1 if name == "olmoe-lone" else 2,
         vocab_size=96,
-        max_position=128,
+        max_position=64 if name == "phi" else 128,
         rope_theta=c.rope_parameters["rope_theta"],
         norm_eps=c.rms_norm_eps,
-        norm_topk=name in ("mixtral", "mixtral-tied", "qwen3"),
-        qk_norm={"mixtral": "none", "qwen2": "none", "qwen3": "head", "olmoe": "full"}[name.split("-")[0]],
+        norm_topk=name in ("mixtral", "mixtral-tied", "qwen3", "granite", "glm"),
+        qk_norm={"qwen3": "head", "olmoe": "full"}.get(name.split("-")[0], "none"),
         clip_qkv=0.5 if name.startswith("olmoe") else None,
-        attention_bias=name == "qwen3-bias",
-        tied_embeddings=name == "mixtral-tied",
-        sliding_window={"mixtral-tied": 16, "qwen3-bias": 8}.get(name),
-        dense_layers={"qwen2": (2,), "qwen3": (0,), "qwen3-bias": (0, 2)}.get(name, ()),
-        dense_intermediate=40 if name.startswith("qwen") else 0,
-        qkv_bias=name == "qwen2",
-        shared_intermediate=20 if name == "qwen2" else 0,
+        attention_bias=name in ("qwen3-bias", "phi"),
+        tied_embeddings=name in ("mixtral-tied", "granite"),
+        sliding_window={"mixtral-tied": 16, "qwen3-bias": 8, "phi": 64}.get(name),
+        dense_layers={"qwen2": (2,), "qwen3": (0,), "qwen3-bias": (0, 2), "glm": (0, 1)}.get(name, ()),
+        dense_intermediate=40 if name.startswith(("qwen", "glm")) else 0,
+        qkv_bias=name in ("qwen2", "glm"),
+        shared_intermediate={"qwen2": 20, "glm": 48}.get(name, 0),
+        **{
+            "glm": dict(shared_gated=False, scoring="sigmoid", routed_scale=2.5, rotary_dim=2),
+            "phi": dict(
+                layer_norm=True, head_bias=True, mixer_eps=0.01, rope_factors=(1.0, 1.5, 2.0, 4.0), rope_scale=1.2
+            ),
+            "granite": dict(embedding_scale=12.0, attention_scale=0.25, residual_scale=0.22, logit_scale=0.25),
+        }.get(name, {}),
     )
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_dtypes(models, saved, tmp_path, dtype):
-    output = convert(saved / "qwen3", tmp_path / "out", dtype, progress=False)
+@pytest.mark.parametrize("name", ["qwen3", "glm"])
+def test_dtypes(models, saved, tmp_path, name, dtype):
+    output = convert(saved / name, tmp_path / "out", dtype, progress=False)
     torch_dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
     opened = Checkpoint(output)
-    for tensor, value in expected(models["qwen3"]).items():
-        assert torch.equal(opened.read(tensor), value.to(torch_dtype)), tensor
+    for tensor, value in expected(models[name]).items():
+        due = value if tensor.endswith("score_bias") else value.to(torch_dtype)
+        assert torch.equal(opened.read(tensor), due), tensor
+
+
+def test_layers_that_predict_further_tokens_are_left_out(models, saved, tmp_path):
+    directory = Path(shutil.copytree(saved / "glm", tmp_path / "hf"))
+    layer = {f"model.layers.{n}.eh_proj.weight": torch.ones(32, 64) for n in (3, 4)}
+    save_file(layer, directory / "model-mtp.safetensors")
+    index = json.loads((directory / "model.safetensors.index.json").read_text())
+    index["weight_map"] |= dict.fromkeys(layer, "model-mtp.safetensors")
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert Checkpoint(convert(directory, progress=False)).tensors.keys() == expected(models["glm"]).keys()
+    edit(directory / "config.json", num_nextn_predict_layers=1)
+    with pytest.raises(ValueError, match=r"model\.layers\.4\.eh_proj\.weight .* has no place"):
+        convert(directory, progress=False, force=True)
 
 
 def test_files_and_side_files(mixtral):
@@ -261,12 +324,15 @@ def test_a_head_beside_tied_embeddings(saved, tmp_path, equal):
 @pytest.mark.parametrize("architecture", FAMILIES)
 def test_absent_keys_mean_what_they_mean_to_transformers(architecture):
     config = AutoConfig.for_model(FAMILIES[architecture].model_type)
-    assert args_from_hf({"architectures": [architecture]}) == args_from_hf(config.to_dict())
-    assert args_from_hf({"model_type": config.model_type}) == args_from_hf(config.to_dict())
+    heads = {"head_dim": 128} if config.hidden_size % config.num_attention_heads else {}  # GLM's files always say it
+    given = config.to_dict() | heads
+    assert args_from_hf({"architectures": [architecture], **heads}) == args_from_hf(given)
+    assert args_from_hf({"model_type": config.model_type, **heads}) == args_from_hf(given)
     for key, value in FAMILIES[architecture].defaults.items():
-        if key not in ("rope_theta", "sliding_window"):
+        if key in ("rope_theta", "rope_type", "partial_rotary_factor"):
+            assert config.rope_parameters[key] == value
+        elif key != "sliding_window":
             assert getattr(config, key) == value, key
-    assert config.rope_parameters["rope_theta"] == args_from_hf(config.to_dict()).rope_theta
 
 
 def test_configs_as_they_are_on_the_hub():
@@ -304,9 +370,52 @@ def test_configs_as_they_are_on_the_hub():
     )
 
 
+def test_newer_configs_as_they_are_on_the_hub():
+    granite = {
+        "architectures": ["GraniteMoeForCausalLM"], "attention_bias": False, "attention_multiplier": 0.015625,
+        "bos_token_id": 0, "embedding_multiplier": 12.0, "eos_token_id": 0, "hidden_act": "silu", "hidden_size": 1536,
+        "intermediate_size": 512, "logits_scaling": 6.0, "max_position_embeddings": 131072, "model_type": "granitemoe",
+        "num_attention_heads": 24, "num_experts_per_tok": 8, "num_hidden_layers": 32, "num_key_value_heads": 8,
+        "num_local_experts": 40, "residual_multiplier": 0.22, "rms_norm_eps": 1e-06, "rope_scaling": None,
+        "rope_theta": 10000000.0, "tie_word_embeddings": True, "vocab_size": 49155,
+    }  # fmt: skip
+    assert args_from_hf(granite) == ARCHITECTURES["Granite-3.1-3b-a800m"]
+    phi = {
+        "architectures": ["PhimoeForCausalLM"], "attention_bias": True, "bos_token_id": 1, "eos_token_id": 32000,
+        "hidden_act": "silu", "hidden_size": 4096, "input_jitter_noise": 0.01, "intermediate_size": 6400,
+        "lm_head_bias": True, "max_position_embeddings": 131072, "model_type": "phimoe", "num_attention_heads": 32,
+        "num_experts_per_tok": 2, "num_hidden_layers": 32, "num_key_value_heads": 8, "num_local_experts": 16,
+        "original_max_position_embeddings": 4096, "rms_norm_eps": 1e-05, "rope_theta": 10000.0,
+        "rope_scaling": SCALING | {"short_mscale": 1.243163121016122}, "router_jitter_noise": 0.01,
+        "sliding_window": 131072, "tie_word_embeddings": False, "vocab_size": 32064,
+    }  # fmt: skip
+    assert args_from_hf(phi) == ARCHITECTURES["Phi-3.5-MoE"]
+    glm = {
+        "architectures": ["Glm4MoeForCausalLM"], "attention_bias": True, "eos_token_id": [151329, 151336, 151338],
+        "first_k_dense_replace": 1, "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096,
+        "intermediate_size": 10944, "max_position_embeddings": 131072, "model_type": "glm4_moe",
+        "moe_intermediate_size": 1408, "n_group": 1, "n_routed_experts": 128, "n_shared_experts": 1,
+        "norm_topk_prob": True, "num_attention_heads": 96, "num_experts_per_tok": 8, "num_hidden_layers": 46,
+        "num_key_value_heads": 8, "num_nextn_predict_layers": 1, "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-05,
+        "rope_scaling": None, "rope_theta": 1000000, "routed_scaling_factor": 1.0, "tie_word_embeddings": False,
+        "topk_group": 1, "use_qk_norm": False, "vocab_size": 151552,
+    }  # fmt: skip
+    assert args_from_hf(glm) == ARCHITECTURES["GLM-4.5-Air"]
+
+
 MIXTRAL = {"architectures": ["MixtralForCausalLM"]}
 QWEN3 = {"architectures": ["Qwen3MoeForCausalLM"]}
 OLMOE = {"architectures": ["OlmoeForCausalLM"]}
+QWEN2 = {"architectures": ["Qwen2MoeForCausalLM"]}
+GRANITE = {"architectures": ["GraniteMoeForCausalLM"]}
+PHI = {"architectures": ["PhimoeForCausalLM"]}
+SCALING = {
+    "type": "longrope",
+    "short_factor": [1.0] * 64,
+    "short_mscale": 1.2,
+    "original_max_position_embeddings": 4096,
+}
+GLM = {"architectures": ["Glm4MoeForCausalLM"], "head_dim": 128}
 
 
 @pytest.mark.parametrize(
@@ -329,7 +438,12 @@ OLMOE = {"architectures": ["OlmoeForCausalLM"]}
         (MIXTRAL, {"mlp_bias": True}, "mlp_bias = True"),
         (MIXTRAL, {"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantization_config = 'gptq'"),
         (MIXTRAL, {"quantization_config": {"quant_method": "awq"}}, "quantization_config = 'awq'"),
-        (QWEN3, {"quantization_config": {"quant_method": "fp8"}}, "quantization_config = 'fp8'"),
+        (QWEN3, {"quantization_config": FP8 | {"quant_method": "compressed-tensors"}}, "config = 'compressed-tensors'"),
+        (QWEN3, {"quantization_config": FP8 | {"fmt": "e5m2"}}, "quantization_config's fmt = 'e5m2'"),
+        (QWEN3, {"quantization_config": FP8 | {"activation_scheme": "static"}}, "activation_scheme = 'static'"),
+        (QWEN3, {"quantization_config": FP8 | {"weight_block_size": [1, 128]}}, r"weight_block_size = \[1, 128\]"),
+        (QWEN3, {"quantization_config": {"quant_method": "fp8"}}, "quantization_config's fmt = None"),
+        (QWEN3, {"quantization_config": "fp8"}, "quantization_config = 'fp8'"),
         (MIXTRAL, {"num_key_value_heads": 5}, "num_key_value_heads = 5"),
         (MIXTRAL, {"num_experts_per_tok": 9}, "num_experts_per_tok = 9"),
         (MIXTRAL, {"num_hidden_layers": 0}, "num_hidden_layers = 0"),
@@ -351,6 +465,66 @@ OLMOE = {"architectures": ["OlmoeForCausalLM"]}
         (QWEN3, {"decoder_sparse_step": 0}, "decoder_sparse_step = 0"),
         (QWEN3, {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types = "),
         (QWEN3, {"shared_expert_intermediate_size": 512}, "shared_expert_intermediate_size = 512"),
+        (QWEN3, {"use_qk_norm": True}, "use_qk_norm = True"),
+        (QWEN3, {"num_nextn_predict_layers": 1}, "num_nextn_predict_layers = 1"),
+        (QWEN3, {"scoring_func": "sigmoid"}, "scoring_func = 'sigmoid'"),
+        (QWEN3, {"first_k_dense_replace": 1}, "first_k_dense_replace = 1"),
+        (QWEN3, {"qkv_bias": True}, "qkv_bias = True"),
+        (QWEN2, {"qkv_bias": "yes"}, "qkv_bias = 'yes'"),
+        (QWEN2, {"use_sliding_window": True}, "use_sliding_window = True"),
+        (QWEN2, {"use_qkv_bias": True}, "use_qkv_bias = True"),
+        (QWEN2, {"shared_expert_intermediate_size": -1}, "shared_expert_intermediate_size = -1"),
+        (QWEN2, {"n_shared_experts": 1}, "n_shared_experts = 1"),
+        (QWEN2, {"hidden_act": "relu"}, "hidden_act = 'relu'"),
+        (OLMOE, {"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
+        (OLMOE, {"attention_bias": 0}, "attention_bias = 0"),
+        (OLMOE, {"use_sliding_window": 1}, "use_sliding_window = 1"),
+        (OLMOE, {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
+        (MIXTRAL, {"embedding_multiplier": 12.0}, "embedding_multiplier = 12.0"),
+        (MIXTRAL, {"attention_multiplier": 0.1}, "attention_multiplier = 0.1"),
+        (MIXTRAL, {"residual_multiplier": 0.2}, "residual_multiplier = 0.2"),
+        (MIXTRAL, {"logits_scaling": 8}, "logits_scaling = 8"),
+        (MIXTRAL, {"routed_scaling_factor": 2.5}, "routed_scaling_factor = 2.5"),
+        (GRANITE, {"residual_multiplier": 0}, "residual_multiplier = 0"),
+        (GRANITE, {"attention_multiplier": "1"}, "attention_multiplier = '1'"),
+        (GRANITE, {"embedding_multiplier": True}, "embedding_multiplier = True"),
+        (GRANITE, {"logits_scaling": -1.0}, "logits_scaling = -1.0"),
+        (GRANITE, {"num_local_experts": 1.5}, "num_local_experts = 1.5"),
+        (GRANITE, {"shared_intermediate_size": 1024}, "shared_intermediate_size = 1024"),
+        (GRANITE, {"rope_scaling": {"type": "yarn", "factor": 2.0}}, "rope_type = 'yarn'"),
+        (GRANITE, {"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
+        (GRANITE, {"mlp_bias": True}, "mlp_bias = True"),
+        (MIXTRAL, {"lm_head_bias": True}, "lm_head_bias = True"),
+        (MIXTRAL, {"rope_scaling": SCALING}, "rope_type = 'longrope'"),
+        (PHI, {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type = 'linear'"),
+        (PHI, {"rope_scaling": SCALING | {"short_factor": [1.0] * 63}}, "short_factor = .*64 positive numbers"),
+        (PHI, {"rope_scaling": SCALING | {"short_factor": [0.0] * 64}}, "short_factor = "),
+        (PHI, {"rope_scaling": SCALING | {"short_mscale": None}}, "short_mscale = None"),
+        (
+            PHI,
+            {"rope_scaling": SCALING | {"original_max_position_embeddings": None}},
+            "original_max_position_emb.* = None",
+        ),
+        (PHI, {"num_experts_per_tok": 4}, "num_experts_per_tok = 4"),
+        (PHI, {"router_jitter_noise": 0}, "router_jitter_noise = 0"),
+        (PHI, {"lm_head_bias": 1}, "lm_head_bias = 1"),
+        (PHI, {"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
+        (PHI, {"num_local_experts": "16"}, "num_local_experts = '16'"),
+        (GLM, {"n_group": 8}, "n_group = 8"),
+        (GLM, {"topk_group": 4}, "topk_group = 4"),
+        (GLM, {"partial_rotary_factor": 0.4}, "partial_rotary_factor = 0.4"),
+        (GLM, {"rope_parameters": {"partial_rotary_factor": 0.375}}, "partial_rotary_factor = 0.375"),
+        (GLM, {"n_routed_experts": 0}, "n_routed_experts = 0"),
+        (GLM, {"n_shared_experts": -1}, "n_shared_experts = -1"),
+        (GLM, {"first_k_dense_replace": "1"}, "first_k_dense_replace = '1'"),
+        (GLM, {"routed_scaling_factor": 0}, "routed_scaling_factor = 0"),
+        (GLM, {"attention_bias": 1}, "attention_bias = 1"),
+        (GLM, {"use_qk_norm": 1}, "use_qk_norm = 1"),
+        (GLM, {"norm_topk_prob": 1}, "norm_topk_prob = 1"),
+        (GLM, {"num_nextn_predict_layers": -1}, "num_nextn_predict_layers = -1"),
+        (GLM, {"head_dim": None}, "hidden_size = 4096"),
+        (GLM, {"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
+        (GLM, {"quantization_config": {"quant_method": "compressed-tensors"}}, "'compressed-tensors'"),
     ],
 )
 def test_a_config_value_that_is_not_supported_is_named(family, changes, message):
@@ -366,7 +540,9 @@ ANY_JSON |= st.lists(ANY_JSON, max_size=2) | st.dictionaries(st.text(max_size=3)
 @given(st.data())
 @settings(max_examples=300, deadline=None)
 def test_any_config_gives_arguments_or_a_value_error(data):
-    config = AutoConfig.for_model(data.draw(st.sampled_from(["mixtral", "qwen3_moe", "olmoe"]))).to_dict()
+    config = AutoConfig.for_model(
+        data.draw(st.sampled_from([family.model_type for family in FAMILIES.values()]))
+    ).to_dict()
     extra = ["rope_scaling", "layer_types", "head_dim", "partial_rotary_factor", "quantization_config"]
     keys = st.sampled_from(sorted(config) + extra)
     config |= data.draw(st.dictionaries(keys, ANY_JSON, max_size=3))

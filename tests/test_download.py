@@ -346,6 +346,14 @@ def test_prepare_goes_from_the_hub_to_a_quantised_model_and_on_from_where_it_was
     assert contents(tmp_path / "checkpoints") == before
 
 
+def test_prepare_keeps_what_is_published_in_fp8(hub, tmp_path, fp8_directory):
+    hub.files = {path.name: path.read_bytes() for path in fp8_directory.iterdir() if path.is_file()}
+    for said in ("convert: ", "is there already"):
+        run = prepare(hub, REPO, cwd=tmp_path)
+        assert run.stdout == f"checkpoints/{REPO}/model_fp8b\n" and said in run.stderr, run.stderr
+        assert [path.name for path in tmp_path.glob("checkpoints/*/*/model_*")] == ["model_fp8b"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     (((), "OWNER/NAME"), (("name",), "OWNER/NAME"), ((REPO, "int5"), "int5"), ((REPO, "int8", "x"), "too many")),

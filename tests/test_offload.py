@@ -120,7 +120,7 @@ def replay(model: Transformer, chosen, seen, slots: int, policy: str, prefetch: 
                     last[layer][expert] = now
                     uses[layer][expert] += 1
             if prefetch and layer + 1 < len(LAYERS) and len(order) <= slots:
-                scores = model.layers[LAYERS[layer + 1]].ffn.router(hidden[layer])
+                scores, _ = model.layers[LAYERS[layer + 1]].ffn.score(hidden[layer])
                 likeliest = scores.topk(prefetch).indices.t().flatten().tolist()
                 guesses = [(layer + 1, e) for e in dict.fromkeys(likeliest) if e not in last[layer + 1]]
                 guesses = guesses[: max(STAGING, prefetch)]
@@ -135,6 +135,19 @@ def blob_bytes(model: Transformer, layer: int) -> int:
     """Of one expert of a resident model, each part on its own 128 bytes."""
     parts = model.layers[layer].ffn.experts.parameters()
     return sum(-(-part[0].nbytes // offload.ALIGN) * offload.ALIGN for part in parts)
+
+
+@pytest.mark.parametrize("family", ("granitemoe", "phimoe", "glm4_moe"))
+def test_families_with_scales_and_sigmoid_routing_keep_their_bits(make_family, family):
+    directory = make_family(family).directory
+    resident = load_model(directory, "cpu")
+    few = load_model(directory, "cpu", experts=Offload(gpu_experts=resident.args.n_active, prefetch=3))
+    (want, chosen), (got, same) = run(resident), run(few)
+    assert all(map(torch.equal, want, got)) and all(map(torch.equal, chosen, same))
+    counts = Counter()
+    for layer in offload.counters(few)[1:]:
+        counts.update(layer)
+    assert counts["speculative_hits"] > 0.2 * counts["speculative_loads"] > 0
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -356,7 +356,7 @@ def test_many_sessions_of_a_model_can_be_compiled(make_family):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ("qwen2_moe", "qwen3_moe", "olmoe"))
+@pytest.mark.parametrize("name", ("qwen2_moe", "qwen3_moe", "olmoe", "granitemoe", "phimoe", "glm4_moe"))
 def test_other_families_compiled(make_family, name):
     counters.clear()
     check_compiled(make_family(name).directory)

@@ -43,6 +43,18 @@ FAMILIES = {
         **COMMON, n_kv_head=4, n_expert=8, n_active=3, norm_topk=False, qkv_bias=True, shared_intermediate=512
     ),
     "olmoe": ModelArgs(**COMMON, n_kv_head=8, n_expert=16, n_active=4, qk_norm="full", norm_topk=False, clip_qkv=0.5),
+    "granitemoe": ModelArgs(
+        **COMMON, n_kv_head=4, n_expert=8, n_active=2, tied_embeddings=True, embedding_scale=3.0, attention_scale=0.2,
+        residual_scale=0.7, logit_scale=0.5,
+    ),
+    "phimoe": ModelArgs(
+        **COMMON, n_kv_head=4, n_expert=8, n_active=2, attention_bias=True, layer_norm=True, head_bias=True,
+        mixer_eps=0.2, rope_factors=tuple(1 + n / 4 for n in range(16)), rope_scale=1.2,
+    ),
+    "glm4_moe": ModelArgs(
+        **COMMON, n_kv_head=4, n_expert=8, n_active=3, qkv_bias=True, shared_intermediate=256, shared_gated=False,
+        scoring="sigmoid", routed_scale=1.5, rotary_dim=16, dense_layers=(0,), dense_intermediate=512,
+    ),
 }  # fmt: skip
 PLAIN_AND_PACKED = ("fp32", *FORMATS)
 FOR_8 = "fp32", "int4", "hqq2"  # an eighth of these small rows is less than the 64 that 8-bit codes are packed in
@@ -237,6 +249,9 @@ REFUSALS = {
     "experts": ("Mixtral-8x7B", "bf16", 16, "expert", "8 (experts) cannot be divided by 16: start 1, 2, 4, 8"),
     "groups": ("Qwen3-30B-A3B", "int4", 4, "tensor",
                "rows of 768, of which 192 are no multiple of the group size 128: start 1, 2, or quantize again with "
+               "--group_size 64"),
+    "blocks": ("Qwen3-30B-A3B", "fp8b", 4, "tensor",
+               "192 rows of a rank are no multiple of the group size 128: start 1, 2, or quantize again with "
                "--group_size 64"),
     "words": ("Qwen3-30B-A3B", "int8", 8, "tensor", "96 are no multiple of the group size 64: start 1, 2, 4"),
 }  # fmt: skip
