@@ -16,6 +16,7 @@ import dataclasses
 import gc
 import itertools
 import json
+import math
 import statistics
 import sys
 import time
@@ -32,11 +33,17 @@ import world
 from command import Parser
 from convert_hf_checkpoint import args_from_hf
 from generate import DTYPES, load_model, peak_bytes, pick_device
-from model import ExpertLinear, Linear, ModelArgs, Transformer, stored
+from model import ExpertLinear, Linear, ModelArgs, Transformer, Yarn, stored
 from packing import FORMATS, PLAIN
-from quantize import KV_CACHES, Packed, PackedExpertLinear, pack_weight, plan
+from quantize import KV_CACHES, Packed, PackedExpertLinear, of_mode, pack_weight, plan
 from session import PREFILL_CHUNK, Sampling, Session
 
+GPT_OSS_20B = ModelArgs(
+    dim=2880, n_layer=24, n_head=64, n_kv_head=8, head_dim=64, intermediate=2880, n_expert=32, n_active=4,
+    vocab_size=201088, max_position=131072, rope_theta=1.5e5, attention_bias=True, sliding_window=128,
+    full_layers=tuple(range(1, 24, 2)), attention_sinks=True, router_bias=True, expert_bias=True, swiglu_limit=7.0,
+    yarn=Yarn(32.0, 4096, truncate=False, attention=0.1 * math.log(32) + 1),
+)  # fmt: skip
 ARCHITECTURES = {
     "Mixtral-8x7B": ModelArgs(
         dim=4096, n_layer=32, n_head=32, n_kv_head=8, head_dim=128, intermediate=14336, n_expert=8, n_active=2,
@@ -77,6 +84,10 @@ ARCHITECTURES = {
     "TinyMistral-6x248M": ModelArgs(
         dim=1024, n_layer=12, n_head=32, n_kv_head=8, head_dim=32, intermediate=4096, n_expert=6, n_active=2,
         vocab_size=32005, max_position=32768, norm_eps=1e-6,
+    ),
+    "gpt-oss-20b": GPT_OSS_20B,
+    "gpt-oss-120b": dataclasses.replace(
+        GPT_OSS_20B, n_layer=36, n_expert=128, full_layers=tuple(range(1, 36, 2))
     ),
 }  # fmt: skip
 
@@ -140,7 +151,13 @@ def number_format(mode: str, args: ModelArgs) -> dict:
     attention, _, experts = mode.partition("-")
     if not {attention, experts or attention} <= {PLAIN, *FORMATS}:
         raise ValueError(f"--mode {mode}: it must be one of {', '.join((*DTYPES, *FORMATS))}, or ATTENTION-EXPERTS")
-    return plan(args, attention, experts or attention)
+    return plan(args, *((attention, experts) if experts else of_mode(mode)))
+
+
+def first_layers(args: ModelArgs, count: int) -> ModelArgs:
+    """The args of the model's first layers alone."""
+    named = {name: tuple(n for n in getattr(args, name) if n < count) for name in ("dense_layers", "full_layers")}
+    return dataclasses.replace(args, n_layer=count, **named)
 
 
 def read_bandwidth(device: torch.device, size: int = 4 << 30, repeats: int = 10) -> float:
@@ -295,7 +312,11 @@ def measure(args: ModelArgs, options: argparse.Namespace, ceiling: float) -> dic
         world.check_tokens(session.ids)
     rate, ttft, peak = statistics.median(rates), statistics.median(first), peak_bytes(device)
     cache = sum(buffer.nbytes for cache in session.caches for buffer in cache.buffers())
-    used = cache * (options.prompt_len + options.new_tokens // 2) // session.slots
+    position = options.prompt_len + options.new_tokens // 2
+    used = sum(
+        sum(buffer.nbytes for buffer in cache.buffers()) * min(position, window or position) // session.slots
+        for cache, window in zip(session.caches, map(args.window, range(args.n_layer)), strict=True)
+    )
     routing = model(session.token, session.position - 1, return_routing=True)[1]  # [L, B, A]
     experts_read = statistics.fmean(len(layer.unique()) for layer in routing)
     size = world.total(model.bytes_per_token(experts_read) + used)
@@ -350,12 +371,13 @@ def hf_config(args: ModelArgs) -> dict:
     """The config.json of a model with these args: the inverse of `args_from_hf`. ValueError where no model has them."""
     kind = "qwen2_moe" if args.shared_intermediate else PEER_TYPES[args.qk_norm]
     kind = "granitemoe" if args.attention_scale else "phimoe" if args.layer_norm else kind
-    kind = "glm4_moe" if args.scoring == "sigmoid" else kind
+    kind = "glm4_moe" if args.scoring == "sigmoid" else "gpt_oss" if args.attention_sinks else kind
     config = {
         "model_type": kind, "vocab_size": args.vocab_size, "hidden_size": args.dim, "num_hidden_layers": args.n_layer,
         "num_attention_heads": args.n_head, "num_key_value_heads": args.n_kv_head, "head_dim": args.head_dim,
         "intermediate_size": args.dense_intermediate or args.intermediate, "moe_intermediate_size": args.intermediate,
-        "num_local_experts" if kind == "mixtral" else "num_experts": args.n_expert, "clip_qkv": args.clip_qkv,
+        "num_local_experts" if kind in ("mixtral", "gpt_oss") else "num_experts": args.n_expert,
+        "clip_qkv": args.clip_qkv,
         "num_experts_per_tok": args.n_active, "norm_topk_prob": args.norm_topk, "rms_norm_eps": args.norm_eps,
         "max_position_embeddings": args.max_position, "attention_bias": args.attention_bias,
         "qkv_bias": args.qkv_bias, "shared_expert_intermediate_size": args.shared_intermediate,
@@ -388,6 +410,15 @@ def hf_config(args: ModelArgs) -> dict:
             "first_k_dense_replace": len(args.dense_layers), "attention_bias": args.qkv_bias,
             "use_qk_norm": args.qk_norm == "head", "routed_scaling_factor": args.routed_scale,
             "num_nextn_predict_layers": 0,
+        }  # fmt: skip
+    if kind == "gpt_oss":
+        kinds = ["sliding_attention" if args.window(layer) else "full_attention" for layer in range(args.n_layer)]
+        config |= {"layer_types": kinds, "swiglu_limit": args.swiglu_limit, "swiglu_alpha": args.swiglu_alpha}
+    if yarn := args.yarn:
+        rope |= {
+            "rope_type": "yarn", "factor": yarn.factor, "original_max_position_embeddings": yarn.original,
+            "beta_fast": yarn.beta_fast, "beta_slow": yarn.beta_slow, "truncate": yarn.truncate,
+            "attention_factor": yarn.attention,
         }  # fmt: skip
     if args_from_hf(config) != args:
         raise ValueError(f"--peer hf: transformers' {kind} cannot have these args: leave --peer out")
@@ -605,7 +636,7 @@ def main() -> int:
             raise ValueError("--peer and --sweep: give one of them at a time")
         number_format(options.mode, args)  # refuses a mode before anything is measured
         layers = options.layers or (min(SWEEP_LAYERS, args.n_layer) if options.sweep else args.n_layer)
-        args = dataclasses.replace(args, n_layer=layers)
+        args = first_layers(args, layers)
         if options.peer:
             hf_model(args, torch.bfloat16, "meta")  # refuses what it cannot be, too
         world.agree(vars(options), RandomWeights(args, number_format(options.mode, args)))

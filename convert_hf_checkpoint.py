@@ -12,8 +12,10 @@ import math
 import re
 import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,8 +23,8 @@ from tqdm import tqdm
 
 from checkpoint import DTYPES, NAMES, Shard, Writer, is_checkpoint, read_json
 from command import Parser
-from model import ModelArgs
-from packing import FORMATS, in_words
+from model import ModelArgs, Yarn
+from packing import FORMATS, in_words, mxfp4_codes
 
 DOWNLOAD = "python scripts/download.py --repo_id OWNER/NAME"  # what to run where something is not there
 # Copied beside the weights as they are; the last is completed by `generation_config`.
@@ -46,6 +48,10 @@ class Family:
     fixed: dict  # fields of ModelArgs that are the same in the whole family
     renames: tuple[tuple[str, str], ...] = ()  # from its tensor names to those that the other families share
     keys: tuple[tuple[str, str], ...] = ()  # likewise from its config's keys
+    layer_types: tuple[str, ...] = ()  # what its layers are in turn where config.json does not say; (): all alike
+    rope: dict = field(default_factory=dict)  # likewise its rope parameters
+    rope_types: tuple[str, ...] = ("default",)  # rows of ROPES
+    quantised: tuple[str, ...] = ("fp8",)  # rows of PUBLISHED
 
 
 FAMILIES = {
@@ -105,7 +111,7 @@ FAMILIES = {
     "PhimoeForCausalLM": Family(
         model_type="phimoe",
         defaults=dict(vocab_size=32064, hidden_size=4096, num_hidden_layers=32, max_position_embeddings=131072)
-        | dict(num_attention_heads=32, num_key_value_heads=8, rope_theta=1e6, rms_norm_eps=1e-5, rope_type="default")
+        | dict(num_attention_heads=32, num_key_value_heads=8, rope_theta=1e6, rms_norm_eps=1e-5)
         | dict(num_local_experts=16, num_experts_per_tok=2, intermediate_size=6400, bos_token_id=1, eos_token_id=2)
         | dict(router_jitter_noise=0.01, lm_head_bias=False),
         fixed=dict(norm_topk=False, qk_norm="none", clip_qkv=None, dense_layers=(), layer_norm=True),
@@ -117,6 +123,7 @@ FAMILIES = {
             (".w3.", ".up_proj."),
         ),
         keys=(("num_local_experts", "num_experts"),),
+        rope_types=("default", "longrope"),
     ),
     "Glm4MoeForCausalLM": Family(
         model_type="glm4_moe",
@@ -128,6 +135,20 @@ FAMILIES = {
         fixed=dict(clip_qkv=None, sliding_window=None, attention_bias=False, shared_gated=False, scoring="sigmoid"),
         renames=((".mlp.shared_experts.", ".mlp.shared_expert."),),
         keys=(("n_routed_experts", "num_experts"), ("attention_bias", "qkv_bias")),  # there is none of the output
+    ),
+    "GptOssForCausalLM": Family(
+        model_type="gpt_oss",
+        defaults=dict(vocab_size=201088, hidden_size=2880, num_hidden_layers=36, max_position_embeddings=131072)
+        | dict(num_attention_heads=64, num_key_value_heads=8, head_dim=64, rope_theta=1.5e5, rms_norm_eps=1e-5)
+        | dict(num_experts=128, num_experts_per_tok=4, intermediate_size=2880, attention_bias=True, sliding_window=128)
+        | dict(swiglu_alpha=1.702, swiglu_limit=7.0),
+        fixed=dict(norm_topk=True, qk_norm="none", clip_qkv=None, dense_layers=(), attention_sinks=True)
+        | dict(router_bias=True, expert_bias=True),
+        renames=((".mlp.router.", ".mlp.gate."),),
+        layer_types=("sliding_attention", "full_attention"),
+        rope=dict(rope_type="yarn", factor=32.0, original_max_position_embeddings=4096, truncate=False),
+        rope_types=("default", "yarn"),
+        quantised=("mxfp4",),
     ),
 }
 
@@ -142,35 +163,26 @@ OPTIONAL = {
 
 # The only value that these keys may have, where they are given at all and the family has no default for them.
 ONLY = {
-    **dict(hidden_act="silu", rope_type="default", partial_rotary_factor=1, mlp_bias=False, qkv_bias=False),
+    **dict(hidden_act="silu", partial_rotary_factor=1, mlp_bias=False, qkv_bias=False),
     **dict(use_qkv_bias=False, shared_expert_intermediate_size=0, n_shared_experts=0, shared_intermediate_size=0),
     **dict(use_qk_norm=False, first_k_dense_replace=0, num_nextn_predict_layers=0, scoring_func="softmax"),
     **dict(embedding_multiplier=1, attention_multiplier=None, residual_multiplier=1, logits_scaling=1),
     **dict(routed_scaling_factor=1, n_group=1, topk_group=1, lm_head_bias=False),
 }
 
+# The keys of the rope parameters by their type, and what an absent one means.
+ROPES = {
+    "default": {},
+    "longrope": dict(short_factor=None, short_mscale=None, original_max_position_embeddings=None),
+    "yarn": dict(factor=None, original_max_position_embeddings=None, beta_fast=32.0, beta_slow=1.0, truncate=True)
+    | dict(mscale=None, mscale_all_dim=None, attention_factor=None),
+}
 
-# What the quantization_config of a published fp8 checkpoint must say, to be a row of FORMATS as it is.
-FP8 = "fp8b", {"fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
-
-
-def published_format(config: dict) -> str | None:
-    """The row of FORMATS that a config.json says the weights are in, None for 16 or 32 bits.
-
-    Raises ValueError naming a quantisation that this project does not run.
-    """
-    given = config.get("quantization_config")
-    if given is None:
-        return None
-    method = given.get("quant_method", given) if isinstance(given, dict) else given
-    what = f"quantization_config = {method!r}"
-    if method == "fp8" and isinstance(given, dict):
-        name, needed = FP8
-        key = next((key for key, value in needed.items() if given.get(key) != value), None)
-        if key is None:
-            return name
-        what = f"quantization_config's {key} = {given.get(key)!r}"
-    raise ValueError(f"config.json: {what} is not supported; fetch the original bf16 or fp16 checkpoint")
+# By `quant_method`: the row of FORMATS that a published checkpoint is in, and what else its config must say to be that.
+PUBLISHED = {
+    "fp8": ("fp8b", {"fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}),
+    "mxfp4": ("mxfp4", {}),
+}
 
 
 def family_of(config: dict) -> Family:
@@ -183,6 +195,30 @@ def family_of(config: dict) -> Family:
     raise ValueError(f"config.json: {what} is not supported; supported are {', '.join(FAMILIES)}")
 
 
+def published_format(config: dict) -> str | None:
+    """The row of FORMATS that a config.json says the weights are in, None for 16 or 32 bits.
+
+    Raises ValueError naming a quantisation that this project does not run.
+    """
+    given = config.get("quantization_config")
+    if given is None:
+        return None
+    method = given.get("quant_method", given) if isinstance(given, dict) else given
+    what = f"quantization_config = {method!r}"
+    if isinstance(given, dict) and method in family_of(config).quantised:
+        name, needed = PUBLISHED[method]
+        key = next((key for key, value in needed.items() if given.get(key) != value), None)
+        if key is None:
+            return name
+        what = f"quantization_config's {key} = {given.get(key)!r}"
+    raise ValueError(f"config.json: {what} is not supported; fetch the original bf16 or fp16 checkpoint")
+
+
+def yarn_magnitude(factor: float, scale: float = 1.0) -> float:
+    """What yarn multiplies cosines and sines by, as its paper suggests."""
+    return max(1.0, 0.1 * scale * math.log(factor) + 1)
+
+
 def args_from_hf(config: dict) -> ModelArgs:
     """ModelArgs from the contents of a Hugging Face config.json, in the hub's older keys or in those of transformers 5.
 
@@ -193,7 +229,7 @@ def args_from_hf(config: dict) -> ModelArgs:
     published_format(given)
     if "num_local_experts" in given:  # both names are in use
         given.setdefault("num_experts", given["num_local_experts"])
-    rope = given.get("rope_scaling") or given.get("rope_parameters") or {}
+    rope = given.get("rope_scaling") or given.get("rope_parameters") or family.rope
     if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
         raise ValueError(f"config.json: rope parameters {rope!r} are not supported (one set for all layers is)")
     given["rope_type"] = rope.get("rope_type") or rope.get("type") or "default"
@@ -222,6 +258,10 @@ def args_from_hf(config: dict) -> ModelArgs:
             refuse(key, "true or false is needed")
         return c[key]
 
+    if c["rope_type"] not in family.rope_types:
+        refuse("rope_type", f"only {' and '.join(map(repr, family.rope_types))} can be run")
+    keys = ROPES[c["rope_type"]]
+    c = keys | c | {key: rope[key] for key in keys if rope.get(key) is not None}
     for key, value in ONLY.items():
         if key not in family.defaults and given.get(key, value) != value:
             refuse(key, f"only {value!r} is")
@@ -246,9 +286,6 @@ def args_from_hf(config: dict) -> ModelArgs:
     windowed = flag("use_sliding_window") and c["sliding_window"] is not None
     if windowed and "max_window_layers" in family.defaults and not c["layer_types"]:
         refuse("use_sliding_window", "every other layer would have one, up to max_window_layers")
-    kind = "sliding_attention" if windowed else "full_attention"
-    if not isinstance(c["layer_types"], list) or any(other != kind for other in c["layer_types"]):
-        refuse("layer_types", f"all must be {kind!r}")
     n_layer, step, dense = (
         integer("num_hidden_layers", limit=4096),
         integer("decoder_sparse_step"),
@@ -262,24 +299,36 @@ def args_from_hf(config: dict) -> ModelArgs:
     turning = int(number("partial_rotary_factor") * c["head_dim"])
     if turning < 2 or turning % 2 or c["head_dim"] % turning:
         refuse("partial_rotary_factor", f"an even divisor of head_dim = {c['head_dim']} is needed")
-    factors = ()
+    yarn, factors = None, ()
     if c["rope_type"] == "longrope":
-        c |= {"short_factor": rope.get("short_factor"), "short_mscale": rope.get("short_mscale")}
-        c |= {key: rope[key] for key in ("original_max_position_embeddings",) if key in rope}
         factors = c["short_factor"] if isinstance(c["short_factor"], list) else ()
         if len(factors) != turning // 2 or any(type(n) not in (int, float) or not 0 < n < 1e30 for n in factors):
             refuse("short_factor", f"{turning // 2} positive numbers are needed")
-        c.setdefault("original_max_position_embeddings", None)
         # Beyond these positions another table holds, for what is in the cache as well.
         c["max_position_embeddings"] = min(
             integer("max_position_embeddings"), integer("original_max_position_embeddings")
         )
-    elif c["rope_type"] != "default":
-        refuse("rope_type", "only 'default' and 'longrope' are")
+    elif c["rope_type"] == "yarn":
+        factor = number("factor")
+        magnitude = yarn_magnitude(factor)
+        if c["mscale"] and c["mscale_all_dim"]:
+            magnitude = yarn_magnitude(factor, number("mscale")) / yarn_magnitude(factor, number("mscale_all_dim"))
+        if c["attention_factor"] is not None:
+            magnitude = number("attention_factor")
+        yarn = Yarn(factor, integer("original_max_position_embeddings"), number("beta_fast"), number("beta_slow"),
+                    flag("truncate"), magnitude)  # fmt: skip
     if c["router_jitter_noise"] is not None and c["num_experts_per_tok"] != 2:
         refuse("num_experts_per_tok", "it must be 2 for SparseMixer")
     if "n_shared_experts" in family.defaults:
         c["shared_expert_intermediate_size"] = count("n_shared_experts") * integer(width)
+    kind = "sliding_attention" if windowed else "full_attention"
+    kinds = c["layer_types"] or list(family.layer_types) * n_layer
+    known = (kind, "full_attention") if family.layer_types else (kind,)
+    if not isinstance(kinds, list) or any(other not in known for other in kinds):
+        refuse("layer_types", f"all must be {' or '.join(map(repr, dict.fromkeys(known)))}")
+    if family.layer_types and len(kinds) < n_layer:
+        refuse("layer_types", f"there are {n_layer} layers")
+    full = tuple(n for n, other in enumerate(kinds[:n_layer]) if other != "sliding_attention") if windowed else ()
 
     fields = dict(
         dim=dim,
@@ -314,7 +363,11 @@ def args_from_hf(config: dict) -> ModelArgs:
         mixer_eps=number("router_jitter_noise") if "router_jitter_noise" in family.defaults else None,
         rope_factors=tuple(map(float, factors)),
         rope_scale=number("short_mscale") if factors else 1.0,
+        full_layers=full,
+        yarn=yarn,
     )
+    if "swiglu_limit" in family.defaults:
+        fields |= {key: number(key) for key in ("swiglu_limit", "swiglu_alpha")}
     return ModelArgs(**fields | family.fixed)
 
 
@@ -356,7 +409,7 @@ class Sources:
 
     def in_fp8(self, recipe: "Recipe") -> bool:
         """Whether any tensor of the recipe is."""
-        files = (self.tensors[name] for name in recipe[1] if name in self.tensors)
+        files = (self.tensors[name] for name in recipe.parts if name in self.tensors)
         return any(shard.tensors[original][1] == torch.float8_e4m3fn for shard, original in files)
 
     def read(self, name: str) -> Tensor:
@@ -364,17 +417,21 @@ class Sources:
         shard, original = self.tensors[name]
         return shard.read(original)
 
-    def check(self, name: str, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...] = PLAIN_DTYPES):
-        """ValueError unless the tensor is there, in one of these dtypes, with this shape."""
+    def check(self, name: str, shape: tuple[int, ...], due: torch.dtype | None = None):
+        """ValueError unless the tensor is there with this shape, of that dtype if it is none of PLAIN_DTYPES."""
         if name not in self.tensors:
             raise ValueError(f"{self.directory}: the tensor {self.original(name)} is missing; fetch its file again")
         shard, original = self.tensors[name]
         found, dtype = shard.tensors[original]
-        if dtype not in dtypes:
+        if dtype not in (PLAIN_DTYPES if due in (None, *PLAIN_DTYPES) else (due,)):
             what = f"{shard.path}: {original} has dtype {str(dtype).removeprefix('torch.')}"
-            if dtypes == (torch.float8_e4m3fn,):
+            if due == torch.float8_e4m3fn:
                 raise ValueError(f"{what} beside others in fp8, of which one weight is made; fetch its file again")
-            raise ValueError(f"{what}; only bf16, fp16 and fp32 are converted, and fp8 where the config says so")
+            if due == torch.uint8:
+                raise ValueError(f"{what} where uint8 belongs; fetch its file again")
+            raise ValueError(
+                f"{what}; only bf16, fp16 and fp32 are converted, and fp8 and mxfp4 where the config says so"
+            )
         if found != shape:
             raise ValueError(f"{shard.path}: {original} has shape {list(found)} where config.json says {list(shape)}")
 
@@ -412,15 +469,88 @@ def weight_files(directory: Path) -> tuple[list[str], dict[str, str]]:
     raise ValueError(f"{directory} has no safetensors files; fetch them: {DOWNLOAD}")
 
 
-# How a tensor of ours is put together: its shape, and the place in it of each tensor of theirs.
-Recipe = tuple[tuple[int, ...], dict[str, tuple]]
+def is_finite(tensor: Tensor) -> bool:
+    """Whether no element is NaN or infinite, in one pass and with no memory (as `isfinite` would take)."""
+    return all(math.isfinite(extreme) for extreme in torch.aminmax(tensor))
+
+
+class Recipe(NamedTuple):
+    """How a tensor of ours is made: the place of each tensor of theirs in one of this shape, and what becomes of it."""
+
+    shape: tuple[int, ...]
+    parts: dict[str, tuple]  # a tensor of theirs: its place
+    make: Callable[[Tensor], Tensor] | None = None  # of the parts put together, ours; None: they are that
+    dtype: torch.dtype | None = None  # of the parts put together; None: the one that is asked for
+    finite: Callable[[Tensor], bool] = is_finite  # whether a part holds neither NaN nor infinity
+
+
 WHOLE = ()
 PACKABLE = ".wqkv.weight", ".wo.weight", ".w13.weight", ".w2.weight", "head.weight"  # what may stay as it was quantised
 SCALE = "_scale_inv"  # after the name of a weight in fp8: that of its scales, by which codes are multiplied
+LARGEST_EXPONENT = 252  # an e8m0 scale with which every e2m1 number is a finite one of fp32
 
 
-def layer_recipes(args: ModelArgs, layer: int, fused: bool) -> dict[str, Recipe]:
-    """The recipes of one layer; `fused` if the source holds all experts of a layer in one tensor."""
+def part_shape(shape: tuple[int, ...], place: tuple) -> tuple[int, ...]:
+    """That of what has this place in a tensor."""
+    sizes = (len(range(n)[at]) for n, at in zip(shape, place, strict=False) if isinstance(at, slice))
+    return *sizes, *shape[len(place) :]
+
+
+def block_recipes(ours: str, recipe: Recipe, sources: Sources, format: str) -> dict[str, Recipe]:
+    """A weight's recipe -> those of its codes and scales, where theirs are in fp8 with a scale for each block."""
+    group, path = FORMATS[format].group, ours.removesuffix(".weight")
+    shape, dtype = FORMATS[format].layout(recipe.shape, group)["scale"]
+    scales = {}
+    for name, place in recipe.parts.items():
+        sizes = part_shape(recipe.shape, place)
+        begin = next((at.start for at in place if isinstance(at, slice)), 0)
+        if begin % group or sizes[-1] % group:
+            what = f"{sources.original(name)} {list(sizes)} has no place among whole blocks of {group}"
+            raise ValueError(f"{what}, at row {begin} of {ours}; fetch the original bf16 checkpoint")
+        scales[name + SCALE] = tuple(
+            slice(at.start // group, -(-at.stop // group)) if isinstance(at, slice) else at for at in place
+        )
+    return {
+        f"{path}.codes": recipe._replace(
+            make=lambda t: in_words(t, group),
+            dtype=torch.float8_e4m3fn,
+            finite=lambda t: not ((t.view(torch.uint8) & 0x7F) == 0x7F).any(),
+        ),
+        f"{path}.scale": Recipe(shape, scales, dtype=dtype),
+    }
+
+
+def in_halves(t: Tensor) -> Tensor:
+    """[E, 2I, ...], gate and up in turns -> gate, then up."""
+    return t.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
+
+
+def each_expert(function: Callable[[Tensor], Tensor], t: Tensor) -> Tensor:
+    """The same for stacked experts, one at a time: what is in between takes no more memory than for one."""
+    return torch.stack([function(expert) for expert in t])
+
+
+def interleaved_recipes(args: ModelArgs, packed: bool) -> dict[str, tuple]:
+    """A layer's experts where gate and up are interleaved: transposed weights, or MXFP4 as published; and biases."""
+    D, E, I = args.dim, args.n_expert, args.intermediate
+
+    def recipes(ours: str, theirs: str, rows: int, width: int, order: Callable[[Tensor], Tensor]) -> dict[str, tuple]:
+        table = {f"{ours}.bias": ((E, rows), {f"{theirs}_bias": WHOLE}, order)}
+        if not packed:
+            transposed = (E, width, rows), {theirs: WHOLE}, lambda t: order(t.transpose(1, 2))
+            return table | {f"{ours}.weight": transposed}
+        groups = E, rows, width // FORMATS["mxfp4"].choose_group(width, None)
+        codes = {f"{theirs}_blocks": WHOLE}, lambda t: order(each_expert(mxfp4_codes, t)), torch.uint8, lambda t: True
+        scale = {f"{theirs}_scales": WHOLE}, order, torch.uint8, lambda t: t.max() <= LARGEST_EXPONENT
+        return table | {f"{ours}.codes": ((*groups, 16), *codes), f"{ours}.scale": (groups, *scale)}
+
+    return recipes("ffn.experts.w13", "mlp.experts.gate_up_proj", 2 * I, D, in_halves) | recipes(
+        "ffn.experts.w2", "mlp.experts.down_proj", D, I, lambda t: t
+    )
+
+
+def layer_recipes(args: ModelArgs, layer: int, fused: bool, packed: bool = False) -> dict[str, Recipe]:
+    """The recipes of one layer; `fused` if the source holds all experts of a layer in one tensor, `packed` in MXFP4."""
     D, C, E, I = args.dim, args.head_dim, args.n_expert, args.intermediate
     q, kv = args.n_head * C, args.n_kv_head * C
     qkv = {"q": slice(0, q), "k": slice(q, q + kv), "v": slice(q + kv, q + 2 * kv)}
@@ -438,6 +568,8 @@ def layer_recipes(args: ModelArgs, layer: int, fused: bool) -> dict[str, Recipe]
         table["attention.wqkv.bias"] = (q + 2 * kv,), biases
     if args.attention_bias:
         table["attention.wo.bias"] = (D,), {"self_attn.o_proj.bias": WHOLE}
+    if args.attention_sinks:
+        table["attention.sinks"] = (args.n_head,), {"self_attn.sinks": WHOLE}
     if args.qk_norm != "none":
         full = args.qk_norm == "full"
         table |= {
@@ -445,7 +577,7 @@ def layer_recipes(args: ModelArgs, layer: int, fused: bool) -> dict[str, Recipe]
             "attention.k_norm.weight": ((kv if full else C,), {"self_attn.k_norm.weight": WHOLE}),
         }
 
-    def dense(ours: str, theirs: str, I: int) -> dict[str, Recipe]:
+    def dense(ours: str, theirs: str, I: int) -> dict[str, tuple]:
         gate, up = (slice(0, I),), (slice(I, 2 * I),)
         return {
             f"{ours}.w13.weight": ((2 * I, D), {f"{theirs}.gate_proj.weight": gate, f"{theirs}.up_proj.weight": up}),
@@ -460,20 +592,23 @@ def layer_recipes(args: ModelArgs, layer: int, fused: bool) -> dict[str, Recipe]
         w2 = {f"mlp.experts.{e}.down_proj.weight": (e,) for e in range(E)}
         if fused:  # as transformers 5 holds them in memory, and saves them if asked to
             w13, w2 = {"mlp.experts.gate_up_proj": WHOLE}, {"mlp.experts.down_proj": WHOLE}
-        table |= {
-            "ffn.router.weight": ((E, D), {"mlp.gate.weight": WHOLE}),
-            "ffn.experts.w13.weight": ((E, 2 * I, D), w13),
-            "ffn.experts.w2.weight": ((E, D, I), w2),
-        }
+        table["ffn.router.weight"] = (E, D), {"mlp.gate.weight": WHOLE}
+        if args.router_bias:
+            table["ffn.router.bias"] = (E,), {"mlp.gate.bias": WHOLE}
+        if args.expert_bias:
+            table |= interleaved_recipes(args, packed)
+        else:
+            table |= {"ffn.experts.w13.weight": ((E, 2 * I, D), w13), "ffn.experts.w2.weight": ((E, D, I), w2)}
         if args.shared_intermediate:
             table |= dense("ffn.shared", "mlp.shared_expert", args.shared_intermediate)
             if args.shared_gated:
                 table["ffn.shared_gate.weight"] = (1, D), {"mlp.shared_expert_gate.weight": WHOLE}
-        if args.scoring == "sigmoid":
-            table["ffn.score_bias"] = (E,), {"mlp.gate.e_score_correction_bias": WHOLE}
+        if args.scoring == "sigmoid":  # what corrects the choice of experts does so in its last digits
+            table["ffn.score_bias"] = (E,), {"mlp.gate.e_score_correction_bias": WHOLE}, None, torch.float32
+    prefix = f"model.layers.{layer}."
     return {
-        f"layers.{layer}.{name}": (shape, {f"model.layers.{layer}.{theirs}": place for theirs, place in parts.items()})
-        for name, (shape, parts) in table.items()
+        f"layers.{layer}.{name}": Recipe(shape, {prefix + theirs: place for theirs, place in parts.items()}, *more)
+        for name, (shape, parts, *more) in table.items()
     }
 
 
@@ -491,7 +626,7 @@ def rest_recipes(args: ModelArgs) -> dict[str, Recipe]:
         table["head.bias"] = (V,), {"lm_head.bias": WHOLE}
     if args.tied_embeddings:
         del table["head.weight"]
-    return table
+    return {name: Recipe(*recipe) for name, recipe in table.items()}
 
 
 def plan(args: ModelArgs, sources: Sources, published: str | None = None) -> tuple[dict[str, dict[str, Recipe]], dict]:
@@ -502,29 +637,21 @@ def plan(args: ModelArgs, sources: Sources, published: str | None = None) -> tup
     files, used, modules = {}, set(), {}
 
     def add(file: str, recipes: dict[str, Recipe]):
-        for ours, (shape, parts) in recipes.items():
-            packed = published and ours.endswith(PACKABLE) and sources.in_fp8((shape, parts))
-            if packed:
-                group = FORMATS[published].group
-                modules[ours.removesuffix(".weight")] = {"format": published, "group_size": group}
-            for name, place in parts.items():
-                sizes = [len(range(n)[at]) for n, at in zip(shape, place, strict=False) if isinstance(at, slice)]
-                sizes += shape[len(place) :]
-                sources.check(name, tuple(sizes), (torch.float8_e4m3fn,) if packed else PLAIN_DTYPES)
-                if packed:
-                    begin = next((at.start for at in place if isinstance(at, slice)), 0)
-                    if begin % group or sizes[-1] % group:
-                        what = f"{sources.original(name)} {sizes} has no place among whole blocks of {group}"
-                        raise ValueError(f"{what}, at row {begin} of {ours}; fetch the original bf16 checkpoint")
-                    blocks = -(-sizes[-2] // group), sizes[-1] // group
-                    sources.check(name + SCALE, (*sizes[:-2], *blocks), PLAIN_DTYPES)
-                    used.add(name + SCALE)
-            used.update(parts)
-        files[file] = recipes
+        files[file] = {}
+        for ours, recipe in recipes.items():
+            blocks = published and FORMATS[published].blocks and ours.endswith(PACKABLE) and sources.in_fp8(recipe)
+            files[file] |= block_recipes(ours, recipe, sources, published) if blocks else {ours: recipe}
+        for ours, recipe in files[file].items():
+            if ours.endswith(".codes"):
+                spec = {"format": published, "group_size": FORMATS[published].group}
+                modules[ours.removesuffix(".codes")] = spec
+            for name, place in recipe.parts.items():
+                sources.check(name, part_shape(recipe.shape, place), recipe.dtype)
+            used.update(recipe.parts)
 
     for layer in range(args.n_layer):
         fused = f"model.layers.{layer}.mlp.experts.gate_up_proj" in sources.tensors
-        add(f"layer_{layer:02d}.safetensors", layer_recipes(args, layer, fused))
+        add(f"layer_{layer:02d}.safetensors", layer_recipes(args, layer, fused, published == "mxfp4"))
     add("rest.safetensors", rest_recipes(args))
     if extra := sorted(sources.tensors.keys() - used):
         shard, original = sources.tensors[extra[0]]
@@ -533,39 +660,21 @@ def plan(args: ModelArgs, sources: Sources, published: str | None = None) -> tup
 
 
 def assemble(recipe: Recipe, sources: Sources, dtype: torch.dtype) -> Tensor:
-    """The tensor of ours in `dtype`, checked to be finite. Only what is converted or joined takes memory."""
-    shape, parts = recipe
-    tensor = None
-    for name, place in parts.items():
+    """The tensor of ours, in `dtype` unless it has one, checked to be finite. Only what is changed takes memory."""
+    dtype, tensor = recipe.dtype or dtype, None
+    for name, place in recipe.parts.items():
         if place == WHOLE:
             tensor = part = sources.read(name).to(dtype)
         else:
-            tensor = torch.empty(shape, dtype=dtype) if tensor is None else tensor
+            tensor = torch.empty(recipe.shape, dtype=dtype) if tensor is None else tensor
             part = tensor[place].copy_(sources.read(name))
-        if not is_finite(part):
-            if is_finite(sources.read(name)):
+        if not recipe.finite(part):
+            if part.dtype in PLAIN_DTYPES and is_finite(sources.read(name)):
                 raise ValueError(f"{sources.original(name)} overflows {NAMES[dtype]}; convert with --dtype bf16")
-            raise ValueError(f"{sources.original(name)} holds NaN or infinity; fetch its file again")
-    return tensor
-
-
-def assemble_blocks(recipe: Recipe, sources: Sources, format: str) -> dict[str, Tensor]:
-    """The parts of a tensor of ours whose sources are in this format already: their codes as they are, in words."""
-    shape, parts = recipe
-    group = FORMATS[format].group
-    size, dtype = FORMATS[format].layout(shape, group)["scale"]
-    codes, scale = torch.empty(shape, dtype=torch.uint8), torch.empty(size, dtype=dtype)
-    for name, place in parts.items():
-        blocks = tuple(slice(at.start // group, -(-at.stop // group)) if isinstance(at, slice) else at for at in place)
-        part = codes[place].copy_(sources.read(name).view(torch.uint8))
-        if not is_finite(scale[blocks].copy_(sources.read(name + SCALE))) or ((part & 0x7F) == 0x7F).any():
-            raise ValueError(f"{sources.original(name)} holds NaN or infinity; fetch its file again")
-    return {"codes": in_words(codes, group), "scale": scale}
-
-
-def is_finite(tensor: Tensor) -> bool:
-    """Whether no element is NaN or infinite, in one pass and with no memory (as `isfinite` would take)."""
-    return all(math.isfinite(extreme) for extreme in torch.aminmax(tensor))
+            raise ValueError(
+                f"{sources.original(name.removesuffix(SCALE))} holds NaN or infinity; fetch its file again"
+            )
+    return recipe.make(tensor) if recipe.make else tensor
 
 
 def settle_tie(args: ModelArgs, sources: Sources) -> ModelArgs:
@@ -598,8 +707,8 @@ def convert(
 ) -> Path:
     """Converts a Hugging Face directory, and returns the new one: `output_dir`, or `checkpoint_dir/model_<dtype>`.
 
-    What is published in fp8 stays so, `dtype` is that of the rest, and the directory is then model_fp8b. Raises
-    ValueError, with one line and nothing left behind, for anything missing, damaged or not supported.
+    What is published in a number format that we have keeps it, and gives the directory its name; dtype is of the rest.
+    Raises ValueError, with one line and nothing left behind, for anything missing, damaged or not supported.
     """
     directory = Path(checkpoint_dir)
     if dtype not in ("bf16", "fp16", "fp32"):
@@ -623,24 +732,15 @@ def convert(
     format = {"name": published, "dtype": dtype, "modules": modules} if modules else {"name": dtype}
     output = Path(output_dir) if output_dir else directory / f"model_{format['name']}"
     torch_dtype = DTYPES[dtype][0]
-
-    def tensors(ours: str, recipe: Recipe) -> dict[str, Tensor]:
-        path = ours.removesuffix(".weight")
-        if path not in modules:
-            # What corrects the choice of experts does so in its last digits.
-            return {ours: assemble(recipe, sources, torch.float32 if path.endswith(".score_bias") else torch_dtype)}
-        return {f"{path}.{leaf}": part for leaf, part in assemble_blocks(recipe, sources, published).items()}
-
     needed = sum(
-        math.prod(shape) * (1 if ours.removesuffix(".weight") in modules else torch_dtype.itemsize)
-        for recipes in files.values() for ours, (shape, _) in recipes.items()
-    )  # fmt: skip
+        math.prod(recipe.shape) * (recipe.dtype or torch_dtype).itemsize
+        for recipes in files.values()
+        for recipe in recipes.values()
+    )
     with Writer(output, dataclasses.asdict(args), format, force) as writer:
         writer.reserve(needed)
         for file, recipes in tqdm(files.items(), desc="convert", unit="layer", file=sys.stderr, disable=not progress):
-            writer.write(
-                file, {name: t for ours, recipe in recipes.items() for name, t in tensors(ours, recipe).items()}
-            )
+            writer.write(file, {ours: assemble(recipe, sources, torch_dtype) for ours, recipe in recipes.items()})
         for path in (directory / name for name in SIDE_FILES):
             if path.is_file():
                 writer.copy(path)
@@ -657,7 +757,9 @@ def build_parser() -> Parser:
         ),
     )
     parser.add_argument("--checkpoint_dir", type=Path, required=True, help="config.json and *.safetensors are in it")
-    parser.add_argument("--output_dir", type=Path, help="default: model_<dtype>, or model_fp8b, in the checkpoint_dir")
+    parser.add_argument(
+        "--output_dir", type=Path, help="default: model_<dtype, or format as published> in the checkpoint_dir"
+    )
     parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16")
     parser.add_argument("--force", action="store_true", help="replace an existing output")
     return parser

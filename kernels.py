@@ -49,6 +49,21 @@ def _each_word(values, PLACES: tl.constexpr):
 
 
 @jit
+def _power_of_two(exponents):
+    """e8m0 -> fp32, but for the smallest, 2 ** -127, which becomes 0."""
+    return (exponents.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+
+
+@jit
+def _e2m1(word, field):
+    """The numbers in such fields of words, fp32. Their bits are those of an fp32 number, 2 ** -126 of it."""
+    up = 22 - field * 4
+    magnitude = (word << tl.maximum(up, 0) >> tl.maximum(-up, 0)) & (7 << 22)
+    sign = (word << (28 - field * 4)) & -(2**31)
+    return (magnitude | sign).to(tl.float32, bitcast=True) * 2.0**126
+
+
+@jit
 def _weights(codes, high, scale, scale_step, scale_low, zero, zero_step, zero_low, rows, start, IN: tl.constexpr,
              BITS: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr, RUN: tl.constexpr, BN: tl.constexpr,
              BK: tl.constexpr):  # fmt: skip
@@ -74,6 +89,9 @@ def _weights(codes, high, scale, scale_step, scale_low, zero, zero_step, zero_lo
     EACH: tl.constexpr = min(BK // F, WORDS & -WORDS)  # so many neighbours are of one, wherever a tile begins
     group = (start // F + tl.arange(0, BK // F // EACH)[None, :] * EACH) // WORDS
     group = rows * (IN // GROUP) + tl.minimum(group, IN // GROUP - 1)
+    if KIND == "mxfp4":
+        number = _e2m1(word, field)
+        return tl.reshape(number * _each_word(_power_of_two(tl.load(scale + group)), PLACES), [BN, BK])
     factor, offset = tl.load(scale + group).to(tl.float32), 8.0
     if KIND == "hqq":
         factor = factor * tl.load(scale_step + rows) + tl.load(scale_low + rows)
@@ -204,6 +222,36 @@ def _add_word(word, x_even, x_odd, even, odd):
 
 
 @jit
+def _add_e2m1(word, x_low, x_high, low, high):
+    """low + the sum of x times (12 + twice the number) over the lower four codes of a word, high + that of the others.
+
+    The table of 16 bytes is two look-ups of 8, for codes of either sign. Each answers the other's codes by the sign of
+    a byte eight times, which is zero for all of its bytes: so that both together are the one that knows the code.
+    """
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 x<4>, upper, other, above<2>, below<2>, sum<2>;
+        mov.b64 {x0, x1}, $3;
+        mov.b64 {x2, x3}, $4;
+        xor.b32 other, $2, 0x88888888;
+        prmt.b32 above0, 0x0F0E0D0C, 0x18141210, $2;
+        prmt.b32 below0, 0x090A0B0C, 0x00040608, other;
+        shr.u32 upper, $2, 16;
+        shr.u32 other, other, 16;
+        prmt.b32 above1, 0x0F0E0D0C, 0x18141210, upper;
+        prmt.b32 below1, 0x090A0B0C, 0x00040608, other;
+        or.b32 above0, above0, below0;
+        or.b32 above1, above1, below1;
+        dp2a.lo.s32.u32 sum0, x0, above0, $5;
+        dp2a.lo.s32.u32 sum1, x2, above1, $6;
+        dp2a.hi.s32.u32 $0, x1, above0, sum0;
+        dp2a.hi.s32.u32 $1, x3, above1, sum1;
+        }""",
+        "=r,=r,r,l,l,r,r", (word, x_low, x_high, low, high), dtype=(tl.int32, tl.int32), is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@jit
 def _four(words, J: tl.constexpr, ROWS: tl.constexpr):
     """J * ROWS * 32 times 4 neighbours -> 4 tensors [J, ROWS, 32]."""
     even, odd = tl.split(tl.reshape(words, [J, ROWS, 32, 2, 2]))
@@ -213,8 +261,8 @@ def _four(words, J: tl.constexpr, ROWS: tl.constexpr):
 
 
 @jit
-def _whole_numbers(x, inside, stride: tl.constexpr, J: tl.constexpr):
-    """x at words [quads, 4], as `_add_word` wants it; what 1 of that is worth, and sums of x, [J, 1, 32]."""
+def _whole_numbers(x, inside, stride: tl.constexpr, J: tl.constexpr, KIND: tl.constexpr):
+    """x at words [quads, 4], as `_add_word` or `_add_e2m1` wants it; what 1 of it is worth, sums of x, [J, 1, 32]."""
     largest, total = tl.zeros(x.shape, tl.float32), tl.zeros(x.shape, tl.int32)
     for k in tl.static_range(8):
         values = tl.abs(tl.load(x + k * stride, mask=inside, other=0.0).to(tl.float32))
@@ -230,8 +278,13 @@ def _whole_numbers(x, inside, stride: tl.constexpr, J: tl.constexpr):
         values = tl.load(x + k * stride, mask=inside, other=0.0).to(tl.float32) * inverse + 12582912.0
         number = values.to(tl.int32, bitcast=True) - 0x4B400000
         total += number
-        plane = (number & 0xFFFF).to(tl.int64) << k // 2 * 16
-        even, odd = (even | plane, odd) if k % 2 == 0 else (even, odd | plane)
+        plane = (number & 0xFFFF).to(tl.int64)
+        if KIND == "mxfp4":  # of which the lower four come first, then the upper ones
+            plane = plane << k % 4 * 16
+            even, odd = (even | plane, odd) if k < 4 else (even, odd | plane)
+        else:
+            plane = plane << k // 2 * 16
+            even, odd = (even | plane, odd) if k % 2 == 0 else (even, odd | plane)
     total = tl.sum(total, 1, keep_dims=True).to(tl.float32) * unit
     return _four(even, J, 1), _four(odd, J, 1), tl.reshape(unit, [J, 1, 32]), tl.reshape(total, [J, 1, 32])
 
@@ -250,7 +303,7 @@ def _block(codes, scale, fine, row, rows, words, groups, W: tl.constexpr, GROUPS
     # Four words of a lane are one aligned load, which the compiler does not see through their indices.
     code = tl.load(tl.max_contiguous(tl.multiple_of(codes + row * W + words, 16), 4))
     factor = tl.load(scale + row * GROUPS + groups)
-    if KIND == "int4":
+    if KIND != "hqq":
         return code, factor
     else:
         scale_step, scale_low, zero, zero_step, zero_low = fine
@@ -292,18 +345,28 @@ def _dot4(x, index, codes, scale, scale_step, scale_low, zero, zero_step, zero_l
     quads = tl.arange(0, J * 32)[:, None]
     word = start + quads * 4 + tl.arange(0, 4)[None, :]
     x += pair // PAIRS * IN + word // RUN * GROUP + word % RUN
-    x_even, x_odd, unit, sum_x = _whole_numbers(x, quads <= last, RUN, J)
+    x_even, x_odd, unit, sum_x = _whole_numbers(x, quads <= last, RUN, J, KIND)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     for block in range(tl.program_id(0), tl.cdiv(ROWS, HALF), step):
         even = tl.zeros([J, BM, 32], tl.int32)
         odd, code = even, _four(ahead[0], J, BM)
         for i in tl.static_range(4):
-            even, odd = _add_word(code[i], x_even[i], x_odd[i], even, odd)
-        total = (even * 16 + odd).to(tl.float32) * (unit * 0.0625)
-        factor = tl.reshape(ahead[1], [J, BM, 32]).to(tl.float32)
+            if KIND == "mxfp4":
+                even, odd = _add_e2m1(code[i], x_even[i], x_odd[i], even, odd)
+            else:
+                even, odd = _add_word(code[i], x_even[i], x_odd[i], even, odd)
+        factor = tl.reshape(ahead[1], [J, BM, 32])
+        if KIND == "mxfp4":
+            total = (even + odd).to(tl.float32) * (unit * 0.5)
+            factor = _power_of_two(factor)
+        else:
+            total = (even * 16 + odd).to(tl.float32) * (unit * 0.0625)
+            factor = factor.to(tl.float32)
         if KIND == "int4":
             total = (total - 8.0 * sum_x) * factor
+        elif KIND == "mxfp4":
+            total = (total - 6.0 * sum_x) * factor
         else:
             offset = tl.reshape(ahead[4], [J, BM, 32]).to(tl.float32) * ahead[5] + ahead[6]
             total = (total - offset * sum_x) * (factor * ahead[2] + ahead[3])
@@ -354,7 +417,9 @@ def dot4_launch(x: Tensor, parts: list[Tensor], index: Tensor | None, kind: str,
     """`dot4`, cut as `dot4_cut` says. pdl: started while the kernel before ends, on GPUs that know how to."""
     codes, scale, *fine = parts
     (M, width), out, pairs = x.shape, codes.shape[-2], 1 if index is None else index.numel()
-    fine = fine or [scale] * 5  # int4 has no zeros, a dense weight no index: what stands in for them is not read
+    fine = (
+        fine or [scale] * 5
+    )  # int4 and mxfp4 have no zeros, a dense weight no index: what stands in for them is not read
     programs, constants = cut
     chunks = triton.cdiv(width // 8, constants["CHUNK"])
     y = x.new_empty(pairs, out // 2) if gated else x.new_empty(chunks, pairs, out, dtype=torch.float32)
@@ -370,7 +435,7 @@ def dot4(x: Tensor, parts: list[Tensor], index: Tensor | None, kind: str, group:
     """x [M, in] times 4-bit weights [E, out, in], those of expert index[n] for pair n -> fp32 [S, N, out], to be added.
 
     x: bf16 or fp16, contiguous. index: int64, N in all: pair n is of row n // (N // M) of x. None: one weight
-    [out, in], and N = M = 1. parts: of a format of packing.py, in the order of its layout. kind: "int4" or "hqq".
+    [out, in], and N = M = 1. parts: of a format of packing.py, in its layout's order. kind: "int4", "mxfp4" or "hqq".
     gated: the rows are w1's and then w3's, and the result is SwiGLU, x.dtype [N, out / 2].
     On Hopper it is set up, and loads its first weights, while the kernel before it ends: that one must not write them.
     """
@@ -592,7 +657,7 @@ def _(x: Tensor, weight: Tensor) -> Tensor:
 
 
 @jit
-def _fetch(experts, slots, host, pool, chunks, count, WORDS: tl.constexpr, CHUNK: tl.constexpr):
+def _fetch(experts, slots, host, pool, chunks, count, WORDS: tl.constexpr, CHUNK: tl.constexpr, FOURS: tl.constexpr):
     pair = tl.program_id(1)
     expert = tl.load(experts + pair)
     if expert >= 0:
@@ -600,11 +665,13 @@ def _fetch(experts, slots, host, pool, chunks, count, WORDS: tl.constexpr, CHUNK
         blob = host.to(tl.pointer_type(tl.int32)) + expert * WORDS
         for chunk in range(tl.program_id(0), count, tl.num_programs(0)):
             row = chunks + chunk * 4
-            word = tl.arange(0, CHUNK)
-            inside = word < tl.multiple_of(tl.load(row + 3), 4)
-            source = tl.max_contiguous(tl.multiple_of(blob + tl.load(row) + word, 16), 4)
-            target = tl.max_contiguous(tl.multiple_of(pool + tl.load(row + 1) + slot * tl.load(row + 2) + word, 16), 4)
-            tl.store(target, tl.load(source, mask=inside), mask=inside)
+            word, size = tl.arange(0, CHUNK), tl.load(row + 3)
+            source, target = blob + tl.load(row) + word, pool + tl.load(row + 1) + slot * tl.load(row + 2) + word
+            if FOURS:  # every part is whole 16 bytes, which a lane then copies at once
+                size = tl.multiple_of(size, 4)
+                source = tl.max_contiguous(tl.multiple_of(source, 16), 4)
+                target = tl.max_contiguous(tl.multiple_of(target, 16), 4)
+            tl.store(target, tl.load(source, mask=word < size), mask=word < size)
 
 
 CHUNK = 4096  # words of 32 bits that a program copies at a time, by 8 loads of 16 bytes a lane
@@ -629,9 +696,9 @@ def _fetch_chunks(parts: tuple[int, ...], slots: int, device: torch.device) -> T
 
 
 def fetch(experts: Tensor, slots: Tensor, host: Tensor, pool: Tensor, parts: list[int]) -> None:
-    """`slots.fetch` on a GPU, which reads registered host memory over the link by itself; sizes in multiples of 16."""
+    """`slots.fetch` on a GPU, which reads registered host memory over the link by itself; sizes in multiples of 4."""
     chunks = _fetch_chunks(tuple(parts), pool.numel() // host.shape[1], pool.device)
     _fetch[(min(len(chunks), FETCHERS), len(experts))](
         experts, slots, host.data_ptr(), pool.view(torch.int32), chunks, len(chunks), WORDS=host.shape[1] // 4,
-        CHUNK=CHUNK, num_warps=4,
+        CHUNK=CHUNK, FOURS=all(size % 16 == 0 for size in parts[1::2]), num_warps=4,
     )  # fmt: skip

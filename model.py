@@ -1,4 +1,4 @@
-"""A Mixture-of-Experts transformer for decoding: Mixtral, Qwen3-MoE and OLMoE are settings of this one model.
+"""A Mixture-of-Experts transformer for decoding: Mixtral, Qwen3-MoE, OLMoE, gpt-oss are settings of this one model.
 
 Shapes, here and in every comment of the project:
 
@@ -10,6 +10,7 @@ The idea that the rest serves: the router's choice never leaves the device. `exp
 weights [E, out, in], and torch.compile turns "gather, multiply, sum" into one kernel that reads the chosen rows once.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import wraps
@@ -18,9 +19,27 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 import kernels
+
+
+@dataclass(frozen=True)
+class Yarn:
+    """Rotary angles of a model made for `original` positions, for `factor` times as many (Peng et al. 2023)."""
+
+    factor: float
+    original: int
+    beta_fast: float = 32.0  # what turns more often than this over `original` positions keeps its frequency
+    beta_slow: float = 1.0  # what turns less often gets 1 / factor of it; between the two it is blended
+    truncate: bool = True  # the first and the last that are blended are rounded outwards to whole ones
+    attention: float = 1.0  # cosines and sines are multiplied by this, and so scores by its square
+
+    def __post_init__(self):
+        for field in fields(self):
+            value, kind = getattr(self, field.name), int | float if field.type is float else field.type
+            if not isinstance(value, kind) or (kind is not bool and not 0 < value < float("inf")):
+                raise ValueError(f"yarn.{field.name} cannot be {value!r}")
 
 
 @dataclass(frozen=True)
@@ -57,20 +76,29 @@ class ModelArgs:
     embedding_scale: float = 1.0  # this and the next two: Granite
     residual_scale: float = 1.0  # of what attention and experts add
     logit_scale: float = 1.0
-    layer_norm: bool = False  # LayerNorm, with biases, in place of RMSNorm; this and the rest: Phi-3.5-MoE
+    layer_norm: bool = False  # LayerNorm, with biases, in place of RMSNorm; this and the next four: Phi-3.5-MoE
     head_bias: bool = False
     mixer_eps: float | None = None  # routing weights by SparseMixer
     rope_factors: tuple[float, ...] = ()  # by which rope's wavelengths are longer, C / 2 of them
     rope_scale: float = 1.0  # of its cosines and sines
+    full_layers: tuple[int, ...] = ()  # layers without the sliding window; this and the rest: gpt-oss
+    attention_sinks: bool = False  # a logit for each head beside those of the positions, whose value is zero
+    router_bias: bool = False
+    expert_bias: bool = False  # of w13 and w2
+    swiglu_limit: float | None = None  # the experts' gate and up are clamped to this, as gpt-oss has it; None: plain
+    swiglu_alpha: float = 1.702  # the slope of that SwiGLU
+    yarn: Yarn | None = None
 
     def __post_init__(self):
-        for name in ("dense_layers", "rope_factors"):
+        tuples = "dense_layers", "full_layers", "rope_factors"
+        for name in tuples:
             if isinstance(getattr(self, name), list):  # as JSON gives it
                 object.__setattr__(self, name, tuple(getattr(self, name)))
+        if isinstance(self.yarn, dict):
+            object.__setattr__(self, "yarn", Yarn(**self.yarn))
         for field in fields(self):
             value, kind = getattr(self, field.name), field.type
-            kind = kind | int if kind in (float, float | None) else kind
-            kind = tuple if field.name in ("dense_layers", "rope_factors") else kind
+            kind = tuple if field.name in tuples else kind | int if kind in (float, float | None) else kind
             good = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
             number = isinstance(value, int | float) and kind is not bool and not field.name.endswith("_intermediate")
             if not good or (number and not 0 < value < float("inf")):
@@ -80,7 +108,10 @@ class ModelArgs:
             "head_dim": self.head_dim % 2 == 0,
             "n_active": self.n_active <= self.n_expert,
             "qk_norm": self.qk_norm in ("none", "head", "full"),
-            "dense_layers": all(type(layer) is int and 0 <= layer < self.n_layer for layer in self.dense_layers),
+            **{
+                name: all(type(layer) is int and 0 <= layer < self.n_layer for layer in getattr(self, name))
+                for name in ("dense_layers", "full_layers")
+            },
             "dense_intermediate": self.dense_intermediate > 0 or not self.dense_layers,
             "shared_intermediate": self.shared_intermediate >= 0,
             "rope_factors": len(self.rope_factors) in (0, self.head_dim // 2)
@@ -90,6 +121,10 @@ class ModelArgs:
         }.items():
             if not good:
                 raise ValueError(f"{name} cannot be {getattr(self, name)!r} with the other args")
+
+    def window(self, layer: int) -> int | None:
+        """How many positions a query of that layer sees, itself included; None: all."""
+        return None if layer in self.full_layers else self.sliding_window
 
 
 class Linear(nn.Module):
@@ -101,18 +136,23 @@ class Linear(nn.Module):
         self.bias = nn.Parameter(torch.empty(out_features), requires_grad=False) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
+        y = F.linear(x, self.weight)  # a product and a bias in one would be the library's, also where it is compiled
+        return y if self.bias is None else y + self.bias
 
 
 class ExpertLinear(nn.Module):
     """E linear maps stacked in weight [E, out, in], and three products. A number format supplies the same three.
 
-    The first two are gather-fused: they read the chosen experts' rows once, and copy none of them.
+    The first two are gather-fused: they read the chosen experts' rows once, and copy none of them. They add the bias
+    [E, out] of a model that has one; `grouped` leaves it to its caller, who knows the experts of the rows.
     """
 
-    def __init__(self, n_expert: int, in_features: int, out_features: int):
+    def __init__(self, n_expert: int, in_features: int, out_features: int, bias: bool = False,
+                 clamp: tuple[float, float] | None = None):  # fmt: skip
         super().__init__()
         self.weight = nn.Parameter(torch.empty(n_expert, out_features, in_features), requires_grad=False)
+        self.bias = nn.Parameter(torch.empty(n_expert, out_features), requires_grad=False) if bias else None
+        self.clamp = clamp  # of `swiglu`
 
     def gated(self, x: Tensor, expert_indices: Tensor) -> Tensor:
         """x [T, in], expert_indices [T, A] -> SwiGLU of the product, [T, A, out / 2].
@@ -121,12 +161,14 @@ class ExpertLinear(nn.Module):
         sum they would leave SwiGLU to the next kernel, where every row computes it again.
         """
         x = x.unsqueeze(1).expand(*expert_indices.shape, -1)
-        return swiglu(*(torch.einsum("tai,taoi->tao", x, w) for w in self.weight[expert_indices].chunk(2, dim=2)))
+        halves = (torch.einsum("tai,taoi->tao", x, w) for w in self.weight[expert_indices].chunk(2, dim=2))
+        return activate(self, *halves, expert_indices)
 
     def weighted(self, x: Tensor, expert_indices: Tensor, expert_weights: Tensor) -> Tensor:
         """x [T, A, in], expert_indices, expert_weights [T, A] -> [T, out], summed over the experts of each token."""
         x = realise(x)  # or every row would compute SwiGLU again
-        return weighted_sum(torch.einsum("tai,taoi->tao", x, self.weight[expert_indices]), expert_weights).to(x.dtype)
+        y = torch.einsum("tai,taoi->tao", x, self.weight[expert_indices])
+        return weighted_sum(biased(y, self.bias, expert_indices), expert_weights).to(x.dtype)
 
     def grouped(self, x: Tensor, group_ends: Tensor) -> Tensor:
         """x [N, in], rows sorted by expert; rows of expert e end before group_ends[e] (int32 [E]) -> [N, out]."""
@@ -199,9 +241,24 @@ def realise(x: Tensor) -> Tensor:
     return x.as_strided(x.shape, x.stride())
 
 
-def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """gate, up [..., I] -> [..., I] (Shazeer 2020, section 2)."""
-    return F.silu(gate) * up
+def swiglu(gate: Tensor, up: Tensor, clamp: tuple[float, float] | None = None) -> Tensor:
+    """gate, up [..., I] -> [..., I] (Shazeer 2020, section 2). clamp: gpt-oss's form, its limit and its slope."""
+    if clamp is None:
+        return F.silu(gate) * up
+    limit, alpha = clamp
+    gate = gate.clamp(max=limit)
+    return gate * (alpha * gate).sigmoid() * (up.clamp(-limit, limit) + 1)
+
+
+def biased(y: Tensor, bias: Tensor | None, experts: Tensor) -> Tensor:
+    """y [..., out], of those experts [...], with their bias [E, out]; any where the index is E, as y is then."""
+    return y if bias is None else y + bias[experts.clamp(max=len(bias) - 1)]
+
+
+def activate(w13: nn.Module, gate: Tensor, up: Tensor, experts: Tensor) -> Tensor:
+    """gate, up [..., I] of those experts [...] -> SwiGLU, with the bias and the limit that w13 may have."""
+    halves = (None, None) if w13.bias is None else w13.bias.chunk(2, dim=-1)
+    return swiglu(*(biased(y, half, experts) for y, half in zip((gate, up), halves, strict=True)), w13.clamp)
 
 
 def weighted_sum(y: Tensor, expert_weights: Tensor) -> Tensor:
@@ -246,8 +303,9 @@ class Experts(nn.Module):
 
     def __init__(self, args: ModelArgs):
         super().__init__()
-        self.w13 = ExpertLinear(args.n_expert, args.dim, 2 * args.intermediate)
-        self.w2 = ExpertLinear(args.n_expert, args.intermediate, args.dim)
+        clamp = (args.swiglu_limit, args.swiglu_alpha) if args.swiglu_limit else None
+        self.w13 = ExpertLinear(args.n_expert, args.dim, 2 * args.intermediate, args.expert_bias, clamp)
+        self.w2 = ExpertLinear(args.n_expert, args.intermediate, args.dim, args.expert_bias)
         self.n_expert = args.n_expert
         self.read_of = float(args.n_expert)  # a token reads A / read_of of the bytes that are stored here
 
@@ -283,8 +341,9 @@ class Experts(nn.Module):
             place = torch.empty_like(order).scatter_(0, order, pairs)
             experts = torch.arange(self.n_expert, dtype=small, device=x.device)
             group_ends = torch.searchsorted(sorted_experts, experts, right=True, out_int32=True)
-        hidden = swiglu(*self.w13.grouped(x[order // active], group_ends).chunk(2, dim=-1))
-        return self.w2.grouped(hidden, group_ends)[place].view(tokens, active, -1)
+        halves = self.w13.grouped(x[order // active], group_ends).chunk(2, dim=-1)
+        y = self.w2.grouped(activate(self.w13, *halves, chosen[order]), group_ends)[place]
+        return biased(y, self.w2.bias, chosen).view(tokens, active, -1)
 
     def combine(self, y: Tensor, expert_weights: Tensor) -> Tensor:
         """y [T, A, D], expert_weights [T, A] -> fp32 [T, D]."""
@@ -296,7 +355,7 @@ class MoE(nn.Module):
 
     def __init__(self, args: ModelArgs):
         super().__init__()
-        self.router = Linear(args.dim, args.n_expert)
+        self.router = Linear(args.dim, args.n_expert, bias=args.router_bias)
         self.experts = Experts(args)
         self.shared = FeedForward(args.dim, args.shared_intermediate) if args.shared_intermediate else None
         self.shared_gate = Linear(args.dim, 1) if args.shared_intermediate and args.shared_gated else None
@@ -365,8 +424,6 @@ class FeedForward(nn.Module):
 class KVCache(nn.Module):
     """Keys, then values, [2, B, K, S, C] of one layer, written in place at each sequence's own positions."""
 
-    blocks = True  # keys and values are as they are stored, so that attention can read some blocks of them
-
     def __init__(self, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device):
         super().__init__()
         self.register_buffer("kv", torch.zeros(2, *shape, dtype=dtype, device=device), persistent=False)
@@ -384,6 +441,15 @@ class KVCache(nn.Module):
         live = self.kv[:, :, :, : chunk.end]
         return (live if self.kv.shape[1] == 1 else live.index_select(1, chunk.row)).squeeze(1).unbind()
 
+    def reads_blocks(self, queries: int) -> bool:
+        """Whether attention of so many queries of a KV head can read some blocks of positions, and not the others."""
+        return True
+
+    def attend_blocks(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, blocks: tuple[Tensor, Tensor],
+                      window: int | None, sinks: Tensor | None) -> Tensor:  # fmt: skip
+        """`attend_blocks` of all that `update` gave; a cache that stores something else reads that."""
+        return attend_blocks(q, k, v, positions, blocks, window, sinks)
+
     def clear(self) -> None:
         """Forget everything: what is masked counts zero times its value, which has to be a number."""
         self.kv.zero_()
@@ -396,15 +462,44 @@ class Chunk(NamedTuple):
     end: int  # the position after its last token; the others stand before that
 
 
+class View(NamedTuple):
+    """What queries see of a cache."""
+
+    bias: Tensor  # [B, Q, S], 0 where a query may look and -inf elsewhere
+    blocks: tuple[Tensor, Tensor] | None = None  # of BLOCK positions that hold what a sequence's queries may look at:
+    # how many, int32 [B, 1, 1], and which come first, int32 [B, 1, 1, S / BLOCK]
+
+
 class Context(NamedTuple):
-    """What every block of one call shares. A chunk has no positions, bias and blocks."""
+    """What every block of one call shares. A chunk has no positions and views."""
 
     rope: Tensor  # [B, Q, 1, 2C], for each number of a head its cosine, then its signed sine, fp32
     chunk: Chunk | None = None
     positions: Tensor | None = None  # [B, Q]
-    bias: Tensor | None = None  # [B, Q, S], 0 where a query may look and -inf elsewhere
-    blocks: tuple[Tensor, Tensor] | None = None  # of BLOCK positions that hold what a sequence's queries may look at:
-    # how many, int32 [B, 1, 1], and which come first, int32 [B, 1, 1, S / BLOCK]
+    views: dict[int | None, View] | None = None  # by the layer's window
+
+
+def rope_table(args: ModelArgs, length: int, device: torch.device) -> Tensor:
+    """`Context.rope` of positions below `length`, fp32 [length, 2 C]. What of a head does not turn has cosine 1."""
+    turning, yarn, scale = args.rotary_dim or args.head_dim, args.yarn, args.rope_scale
+    frequencies = args.rope_theta ** -(torch.arange(0, turning, 2, device=device).float() / turning)
+    if args.rope_factors:
+        frequencies = frequencies / torch.tensor(args.rope_factors, device=device)
+    if yarn:
+        # Which pair turns so many times over the original positions. The blend is linear in pairs.
+        first, last = (
+            turning * math.log(yarn.original / (2 * math.pi * turns)) / (2 * math.log(args.rope_theta))
+            for turns in (yarn.beta_fast, yarn.beta_slow)
+        )
+        if yarn.truncate:
+            first, last = math.floor(first), math.ceil(last)
+        first, last = max(first, 0), min(last, turning - 1)
+        slow = ((torch.arange(turning // 2, device=device) - first) / (last - first or 1e-3)).clamp(0, 1)
+        frequencies, scale = frequencies * (1 - slow + slow / yarn.factor), scale * yarn.attention
+    angles = torch.outer(torch.arange(length, device=device).float(), frequencies)
+    cos, sin = angles.cos() * scale, angles.sin() * scale
+    still = cos.new_zeros(length, args.head_dim - turning)
+    return torch.cat((cos, cos, still + 1, -sin, sin, still), dim=-1)
 
 
 def rotate(x: Tensor, rope: Tensor, turning: int) -> Tensor:
@@ -424,8 +519,23 @@ BLOCK = 128  # positions of a cache that are read together
 SHORT_CACHE = 1024  # up to this length it is faster to read a cache whole than to ask which blocks are in use
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
-    """q [B, Q, H, C], k and v [B, K, S, C], bias [B, Q, S] -> [B, Q, H * C].
+def with_sink(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q [..., Q, C], k and v [..., S, C], sinks [..., 1, 1], q's but for the last two axes -> with a sink as a key.
+
+    That key stands before all others, and its value is zero. Its score is the head's sink: heads are longer by one
+    number, which is the sink in queries and sqrt(C) in this key, zero in the others. (By eight, for kernels that want
+    rows of whole 16 bytes.) So the library's attention, which knows no sinks, needs no mask for them. The caller gives
+    it the scale of C.
+    """
+    C = q.shape[-1]
+    q = torch.cat((q, F.pad(sinks.to(q.dtype), (0, 7)).expand(*q.shape[:-1], 8)), dim=-1)
+    k, v = (F.pad(t, (0, 8, 1, 0)) for t in (k, v))
+    k[..., 0, C] = C**0.5
+    return q, k, v
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, sinks: Tensor | None = None) -> Tensor:
+    """q [B, Q, H, C], k and v [B, K, S, C], bias [B, Q, S], sinks [H] -> [B, Q, H * C].
 
     Query heads are a [K, H / K] grid over the KV heads, so keys and values broadcast and are never repeated in memory.
     """
@@ -433,18 +543,28 @@ def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
     if Q == 1:  # one query: products and softmax that Inductor fuses
         q = q.view(B, K, H // K, 1, C).float() * C**-0.5
         scores = (q * k.unsqueeze(2)).sum(-1) + bias.unsqueeze(1)  # [B, K, H / K, S]
-        weights = scores.softmax(dim=-1)
+        if sinks is None:
+            weights = scores.softmax(dim=-1)
+        else:
+            sinks = sinks.float().view(K, H // K, 1)
+            largest = torch.maximum(scores.amax(-1, keepdim=True), sinks)
+            parts = (scores - largest).exp()
+            weights = parts / (parts.sum(-1, keepdim=True) + (sinks - largest).exp())
         return (weights.unsqueeze(-1) * v.unsqueeze(2).float()).sum(-2).to(v.dtype).view(B, 1, H * C)
     # B and K are folded into one axis: H / K is then a head axis along which keys and values have stride zero.
     q = q.view(B, Q, K, H // K, C).permute(0, 2, 3, 1, 4).flatten(0, 1)
-    k, v = (t.flatten(0, 1).unsqueeze(1).expand(-1, H // K, -1, -1) for t in (k, v))
+    k, v = (t.flatten(0, 1).unsqueeze(1) for t in (k, v))
+    if sinks is not None:
+        q, k, v = with_sink(q, k, v, sinks.view(K, H // K, 1, 1).repeat(B, 1, 1, 1))
+        bias = F.pad(bias, (1, 0))
+    k, v = (t.expand(-1, H // K, -1, -1) for t in (k, v))
     bias = bias.unsqueeze(1).expand(-1, K, -1, -1).flatten(0, 1).unsqueeze(1)
-    y = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)  # [B * K, H / K, Q, C]
-    return y.view(B, K, H // K, Q, C).permute(0, 3, 1, 2, 4).reshape(B, Q, H * C)
+    y = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=C**-0.5)[..., :C]  # [B * K, H / K, Q, C]
+    return y.unflatten(0, (B, K)).permute(0, 3, 1, 2, 4).reshape(B, Q, H * C)
 
 
 def blocks_in_use(positions: Tensor, length: int, window: int | None) -> tuple[Tensor, Tensor]:
-    """`Context.blocks` for queries at rising positions [B, Q] of a cache of that length."""
+    """`View.blocks` for queries at rising positions [B, Q] of a cache of that length."""
     first = (positions[:, :1] - (window or length) + 1).clamp(min=0) // BLOCK  # [B, 1]
     order = (first + torch.arange(length // BLOCK, device=positions.device)).clamp(max=length // BLOCK - 1)
     count = positions[:, -1:] // BLOCK + 1 - first
@@ -452,7 +572,7 @@ def blocks_in_use(positions: Tensor, length: int, window: int | None) -> tuple[T
 
 
 def attend_blocks(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, blocks: tuple[Tensor, Tensor],
-                  window: int | None) -> Tensor:  # fmt: skip
+                  window: int | None, sinks: Tensor | None) -> Tensor:  # fmt: skip
     """`attend` for few queries and a long cache, of which it reads only the blocks in use; to be compiled."""
 
     def visible(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -462,41 +582,50 @@ def attend_blocks(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, blocks: tu
     mask = BlockMask.from_kv_blocks(
         *blocks, BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=visible, seq_lengths=(q.shape[1], k.shape[2])
     )
-    return flex_attention(q.transpose(1, 2), k, v, block_mask=mask, enable_gqa=True).transpose(1, 2).flatten(2)
+    options = {"block_mask": mask, "enable_gqa": True}
+    if sinks is None:
+        y = flex_attention(q.transpose(1, 2), k, v, **options)
+    else:  # what a sink would have had of the sum takes its part from all others alike
+        y, sums = flex_attention(q.transpose(1, 2), k, v, **options, return_aux=AuxRequest(lse=True))
+        y = (y * (sums.lse - sinks.float().unsqueeze(-1)).sigmoid().unsqueeze(-1)).to(q.dtype)
+    return y.transpose(1, 2).flatten(2)
 
 
 @operator("moe_fast::attend_chunk")
-def attend_chunk(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+def attend_chunk(q: Tensor, k: Tensor, v: Tensor, window: int | None, sinks: Tensor | None) -> Tensor:
     """q [Q, H, C], of the last Q positions of k and v [K, S, C] -> [Q, H * C]; each query sees up to its own position.
 
     An operator of ours around the library's, which takes the masks of both kinds only where nothing is compiled.
     """
-    Q, S = q.shape[0], k.shape[1]
-    options = {} if Q == 1 else {"is_causal": True}
+    (Q, _, C), S, mask = q.shape, k.shape[1], None
     if window is not None and window < S:  # what the first query cannot see is left out
         k, v = (t[:, max(0, S - Q - window + 1) :] for t in (k, v))
         distance = torch.arange(k.shape[1] - Q, k.shape[1], device=q.device).unsqueeze(1)
         distance = distance - torch.arange(k.shape[1], device=q.device)
-        options = {"attn_mask": (distance >= 0) & (distance < window)}
-    elif 1 < Q < S:
+        mask = (distance >= 0) & (distance < window)
+    q, k, v = q.transpose(0, 1).unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
+    if sinks is not None:
+        q, k, v = with_sink(q, k, v, sinks.view(-1, 1, 1))
+        mask = None if mask is None else F.pad(mask, (1, 0), value=True)
+    if mask is None and 1 < Q < k.shape[2]:
         # Imported here, because it brings the compiler with it.
         from torch.nn.attention.bias import causal_lower_right
 
-        options = {"attn_mask": causal_lower_right(Q, S)}
-    q, k, v = q.transpose(0, 1).unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
-    y = F.scaled_dot_product_attention(q, k, v, enable_gqa=True, **options)
+        mask = causal_lower_right(Q, k.shape[2])
+    options = {"is_causal": mask is None and Q > 1, "enable_gqa": True, "scale": C**-0.5}
+    y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, **options)[..., :C]
     return y[0].transpose(0, 1).flatten(1).contiguous()
 
 
 @attend_chunk.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+def _(q: Tensor, k: Tensor, v: Tensor, window: int | None, sinks: Tensor | None) -> Tensor:
     return q.new_empty(q.shape[0], q.shape[1] * q.shape[2])
 
 
 class Attention(nn.Module):
     """Grouped-query attention (Ainslie et al. 2023) over the layer's cache, rotary positions: [B, Q, D] -> same."""
 
-    def __init__(self, args: ModelArgs):
+    def __init__(self, args: ModelArgs, layer: int):
         super().__init__()
         H, K, C = args.n_head, args.n_kv_head, args.head_dim
         self.wqkv = Linear(args.dim, (H + 2 * K) * C, bias=args.attention_bias or args.qkv_bias)
@@ -505,7 +634,8 @@ class Attention(nn.Module):
         norms = {"none": (), "head": (C, C), "full": (H * C, K * C)}[args.qk_norm]
         self.q_norm, self.k_norm = (RMSNorm(n, args.norm_eps) for n in norms) if norms else (None, None)
         self.qk_norm, self.clip_qkv = args.qk_norm, args.clip_qkv
-        self.heads, self.window, self.turning = (H, K, C), args.sliding_window, args.rotary_dim or C
+        self.heads, self.window, self.turning = (H, K, C), args.window(layer), args.rotary_dim or C
+        self.sinks = nn.Parameter(torch.empty(H), requires_grad=False) if args.attention_sinks else None
         # Beside the C ** -0.5 that every product has.
         self.query_scale = 1.0 if args.attention_scale is None else args.attention_scale * C**0.5
         self.cache: KVCache | None = None
@@ -528,11 +658,11 @@ class Attention(nn.Module):
         q = rotate(self.q_norm(q) if head else q, context.rope, self.turning) * self.query_scale
         q = realise(q.to(kv.dtype))
         if chunk:
-            y = attend_chunk(q[0], k, v, self.window).unsqueeze(0)
-        elif context.blocks and self.cache.blocks:
-            y = attend_blocks(q, k, v, positions, context.blocks, self.window)
+            y = attend_chunk(q[0], k, v, self.window, self.sinks).unsqueeze(0)
+        elif (view := context.views[self.window]).blocks and self.cache.reads_blocks(q.shape[1] * H // K):
+            y = self.cache.attend_blocks(q, k, v, positions, view.blocks, self.window, self.sinks)
         else:
-            y = attend(q, k, v, context.bias)
+            y = attend(q, k, v, view.bias, self.sinks)
         return self.reduce(self.wo(y))
 
     def clip(self, x: Tensor) -> Tensor:
@@ -545,7 +675,7 @@ class Block(nn.Module):
     def __init__(self, args: ModelArgs, layer: int):
         super().__init__()
         self.attention_norm = norm(args)
-        self.attention = Attention(args)
+        self.attention = Attention(args, layer)
         self.ffn_norm = norm(args)
         self.ffn = FeedForward(args.dim, args.dense_intermediate) if layer in args.dense_layers else MoE(args)
         self.residual_scale = args.residual_scale
@@ -594,6 +724,7 @@ class Transformer(nn.Module):
         self.head = Linear(args.dim, args.vocab_size, bias=args.head_bias)
         self.gather = nn.Identity()  # tensor parallelism gathers the vocabulary here
         self.cache_kind: type[KVCache] = KVCache  # of what `setup_cache` makes
+        self.windows = tuple(dict.fromkeys(map(args.window, range(args.n_layer))))  # that there are
         self.requires_grad_(False)
         self.tie()
 
@@ -611,15 +742,7 @@ class Transformer(nn.Module):
         for block in self.layers:
             kv_heads = block.attention.heads[1]
             block.attention.cache = self.cache_kind((batch, kv_heads, length, args.head_dim), dtype, device)
-        turning = args.rotary_dim or args.head_dim
-        exponents = torch.arange(0, turning, 2, device=device).float() / turning
-        frequencies = args.rope_theta**-exponents
-        if args.rope_factors:
-            frequencies = frequencies / torch.tensor(args.rope_factors, device=device)
-        angles = torch.outer(torch.arange(length, device=device).float(), frequencies)
-        cos, sin = angles.cos() * args.rope_scale, angles.sin() * args.rope_scale
-        still = cos.new_zeros(length, args.head_dim - turning)
-        table = torch.cat((cos, cos, still + 1, -sin, sin, still), dim=-1)
+        table = rope_table(args, length, device)
         self.register_buffer("rope_table", table, persistent=False)
 
     def start(self, tokens: Tensor, where: Tensor | Chunk) -> tuple[Tensor, Tensor, Context]:
@@ -629,17 +752,20 @@ class Transformer(nn.Module):
         if isinstance(where, Chunk):
             rope = self.rope_table[where.end - tokens.shape[1] : where.end]
             return x, normed, Context(rope[None, :, None], chunk=where)
-        S, window = self.rope_table.shape[0], self.args.sliding_window
+        rope, views = self.rope_table[where].unsqueeze(2), {window: self.view(where, window) for window in self.windows}
+        return x, normed, Context(rope, positions=where, views=views)
+
+    def view(self, where: Tensor, window: int | None) -> View:
+        """What queries at those positions [B, Q] see through a window."""
+        S = self.rope_table.shape[0]
         distance = where.unsqueeze(-1) - torch.arange(S, device=where.device)
         visible = distance >= 0
         if window is not None:
             visible = visible & (distance < window)
-        bias = torch.where(visible, 0.0, float("-inf")).to(x.dtype)
         blocks = None
         if S > SHORT_CACHE and S % BLOCK == 0 and where.is_cuda and torch.compiler.is_compiling():
             blocks = blocks_in_use(where, S, window)
-        rope = self.rope_table[where].unsqueeze(2)
-        return x, normed, Context(rope, positions=where, bias=bias, blocks=blocks)
+        return View(torch.where(visible, 0.0, float("-inf")).to(self.norm.weight.dtype), blocks)
 
     def finish(self, normed: Tensor, last: Tensor | None) -> Tensor:
         """`norm` of x [B, Q, D] -> logits fp32 [B, V] at query `last` [B] of each sequence, or [B, Q, V] of None."""

@@ -456,11 +456,11 @@ def apply(model: Transformer, settings: Offload, device: torch.device, dtype: to
     on_host = settings.tier == "host"
     host = torch.empty(total * sum(sizes) if on_host else 0, dtype=torch.uint8)
     link, start, above = Link(device, buffers, max(sizes)), 0, None
-    reachable = on_host and all(part.nbytes % 16 == 0 for parts, _ in layouts.values() for part in parts)
+    reachable = on_host and all(part.nbytes % 4 == 0 for parts, _ in layouts.values() for part in parts)
     if on_host and device.type == "cuda":
         reachable = register(host, link, device) and reachable
     if settings.driver == "device" and not reachable:
-        raise ValueError("--offload_driver device: registered memory in steps of 16 bytes is needed: leave it out")
+        raise ValueError("--offload_driver device: registered memory in steps of 4 bytes is needed: leave it out")
     driver = settings.driver or ("device" if reachable and not guesses and device.type == "cuda" else "host")
     for n, block in blocks:
         parts, size = layouts[n]

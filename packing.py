@@ -8,8 +8,9 @@ rank and the order of its axes, with size 1 where a value serves the whole row:
             neighbouring words multiplies are neighbours in x
     high    int32 [..., out, in / 32]: the third bit of 3-bit codes, whose lower two are `codes` (see `_high_bits`)
     scale   bf16 [..., out, 1 or in / G], or uint8 [..., out, in / G] with scale_step and scale_low bf16 [..., out, 1],
-            or fp32 [..., out / G, in / G] of blocks, the last of which may have fewer rows
-    zero    as the one in uint8
+            or fp32 [..., out / G, in / G] of blocks, the last of which may have fewer rows;
+            uint8 [..., out, in / G] alone is an exponent of two, less 127
+    zero    as the one in uint8 with a step
 
 Codes are packed along `in` alone and within groups, so that a weight can be cut along either axis (between blocks).
 """
@@ -193,6 +194,21 @@ def dot_fp8b(x: Tensor, parts: Parts, group: int) -> Tensor:
     return (_spread(scale, products.shape[-1]) * products).sum(-1)
 
 
+def dot_mxfp4(x: Tensor, parts: Parts, group: int) -> Tensor:
+    """x [..., in], parts of [..., out, in] -> fp32 [..., out].
+
+    e2m1 is s ee m: shifted into the place of an fp16 number's sign, last two exponent bits and first bit of the
+    mantissa, it is the number times 2 ** -14, 0.5 included (cf. `dot_fp8`).
+    """
+    words, values = parts["codes"], [None] * 8
+    for k in range(4):
+        magnitude = words << 9 - 4 * k if k < 3 else words >> 3
+        values[k], values[k + 4] = _halves(words << 12 - 4 * k & _twice(0x8000) | magnitude & _twice(0x0E00))
+    planes = _planes(x, 8, group, copy=group < 128)
+    total = sum(plane * value for plane, value in zip(planes, values, strict=True)) * 2.0**14
+    return (_spread(power_of_two(parts["scale"]), words.shape[-1]) * total).sum(-1)
+
+
 def dot_int4(x: Tensor, parts: Parts, group: int) -> Tensor:
     """x [..., in], parts of [..., out, in] -> fp32 [..., out]."""
     words, lift = parts["codes"], _lift(x)
@@ -275,6 +291,46 @@ def pack_int4(weight: Tensor, group: int) -> Parts:
 def unpack_int4(parts: Parts, group: int) -> Tensor:
     codes = (unpack(parts["codes"], 4, group) - 8).float()
     return codes * _spread(parts["scale"], codes.shape[-1])
+
+
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # what codes 0 to 7 are; 8 to 15 are the same, negative
+
+
+def power_of_two(exponents: Tensor) -> Tensor:
+    """e8m0, uint8 -> fp32, 2 ** (exponent - 127): its bits as those of an fp32 number, whose smallest is subnormal."""
+    bits = exponents.to(torch.int32) << 23
+    return torch.where(bits == 0, 1 << 22, bits).view(torch.float32)
+
+
+def pack_mxfp4(weight: Tensor, group: int) -> Parts:
+    """fp32 [..., out, in] -> e2m1 codes, scale e8m0 [..., out, in / G] (OCP Microscaling Formats v1.0, section 6.3).
+
+    The scale brings a group's largest magnitude to [4, 8); a number becomes the nearest there is, of two as near the
+    one with an even code, and what is above 6 becomes 6.
+    """
+    grouped = weight.unflatten(-1, (-1, group))
+    _, exponent = grouped.abs().amax(-1, keepdim=True).frexp()  # of a mantissa in [0.5, 1)
+    scale = (exponent - 3 + 127).clamp(0, 254).to(torch.uint8)
+    scaled = (grouped / power_of_two(scale)).flatten(-2)
+    magnitude = scaled.abs()
+    # Below 2 numbers are 0.5 apart, then 1 and 2: rounded in those steps, and counted from where they begin.
+    steps = ((2.0, 2.0, 0.0), (4.0, 1.0, 2.0), (math.inf, 0.5, 4.0))
+    codes = torch.zeros_like(scaled)
+    for end, per_step, before in reversed(steps):
+        codes = torch.where(magnitude < end, (magnitude * per_step).round() + before, codes)
+    codes = codes.clamp(max=7).to(torch.int32) | scaled.signbit().to(torch.int32) << 3
+    return {"codes": pack(codes, 4, group), "scale": scale.squeeze(-1)}
+
+
+def unpack_mxfp4(parts: Parts, group: int) -> Tensor:
+    codes = unpack(parts["codes"], 4, group)
+    values = torch.tensor(E2M1 + tuple(-value for value in E2M1), device=codes.device)[codes]
+    return values * _spread(power_of_two(parts["scale"]), codes.shape[-1])
+
+
+def mxfp4_codes(blocks: Tensor) -> Tensor:
+    """uint8 [..., in / 32, 16] as published, the first of two codes in a byte's lower bits -> `codes`, int32."""
+    return pack(torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-3), 4, 32)
 
 
 def solve_hqq(weight: Tensor, bits: int, iterations: int = 20) -> tuple[Tensor, Tensor, Tensor]:
@@ -364,11 +420,12 @@ class Format:
 
     bits: int  # of a code
     group: int  # G by default
-    kind: str  # "int8", "fp8", "fp8b", "int4" or "hqq": what a code counts, and what its scale is of
+    kind: str  # "int8", "fp8", "fp8b", "int4", "mxfp4" or "hqq": what a code counts, and what its scale is of
     pack: Callable[[Tensor, int], Parts]  # fp32 [..., out, in], G -> parts
     unpack: Callable[[Parts, int], Tensor]  # parts, G -> fp32 [..., out, in]
     dot: Callable[[Tensor, Parts, int], Tensor]  # x [..., in], parts of [..., out, in], G -> fp32 [..., out]
     head: str  # what the head gets where nothing else is asked for
+    attention: str | None = None  # what attention gets with a --mode; None: this format
 
     @property
     def per_row(self) -> bool:
@@ -382,8 +439,8 @@ class Format:
 
     @property
     def least(self) -> int:
-        """The smallest G: codes in a word, or in a word of high bits."""
-        return 32 if self.bits == 3 else 32 // self.bits
+        """The smallest G: codes in a word, or in a word of high bits, or those that share an exponent by definition."""
+        return 32 if self.bits == 3 or self.kind == "mxfp4" else 32 // self.bits
 
     def choose_group(self, width: int, group: int | None) -> int:
         """The G for rows of `width` numbers where `group` is asked for; None leaves it to the format.
@@ -407,6 +464,8 @@ class Format:
             layout["high"] = (*rows, width // 32), torch.int32
         if self.blocks:
             return layout | {"scale": ((*rows[:-1], -(-rows[-1] // group), width // group), torch.float32)}
+        if self.kind == "mxfp4":
+            return layout | {"scale": ((*rows, width // group), torch.uint8)}
         if self.kind != "hqq":
             return layout | {"scale": ((*rows, 1 if self.per_row else width // group), torch.bfloat16)}
         for name in ("scale", "zero"):
@@ -425,6 +484,7 @@ FORMATS = {
     "fp8": Format(8, 64, "fp8", pack_fp8, unpack_fp8, dot_fp8, head="int8"),
     "fp8b": Format(8, 128, "fp8b", pack_fp8b, unpack_fp8b, dot_fp8b, head="bf16"),
     "int4": Format(4, 128, "int4", pack_int4, unpack_int4, dot_int4, head="int8"),
+    "mxfp4": Format(4, 32, "mxfp4", pack_mxfp4, unpack_mxfp4, dot_mxfp4, head="bf16", attention="bf16"),
     "hqq4": _hqq(4, 64),
     "hqq3": _hqq(3, 64),
     "hqq2": _hqq(2, 16),

@@ -19,7 +19,7 @@ from tqdm import tqdm
 import kernels
 from checkpoint import Checkpoint, Writer, pick_device
 from command import Parser
-from model import Chunk, ExpertLinear, KVCache, Linear, ModelArgs, Transformer, realise, swiglu, weighted_sum
+from model import Chunk, ExpertLinear, KVCache, Linear, ModelArgs, Transformer, activate, biased, realise, weighted_sum
 from packing import FORMATS, PLAIN, Parts, grouped_order, nonzero
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}  # of what is in no number format
@@ -121,19 +121,23 @@ class PackedExpertLinear(Packed):
 
     def __init__(self, experts: ExpertLinear, format: str, group: int):
         super().__init__(experts.weight, format, group)
+        self.bias, self.clamp = experts.bias, experts.clamp
 
     def gated(self, x: Tensor, expert_indices: Tensor) -> Tensor:
-        if self.in_kernel(x, gated=True):
+        if self.bias is None and self.clamp is None and self.in_kernel(x, gated=True):
             return self.kernel(x, expert_indices, gated=True).view(*expert_indices.shape, -1)
+        if self.in_kernel(x):
+            return activate(self, *self.dot(x, expert_indices).chunk(2, dim=-1), expert_indices).to(x.dtype)
         # Gate and up are two sums, as in model.ExpertLinear.
         halves = [{}, {}]
         for name, part in self.parts(expert_indices).items():
             halves[0][name], halves[1][name] = part.chunk(2, dim=2)
         x, dot = x.unsqueeze(1), FORMATS[self.format].dot
-        return swiglu(*(dot(x, half, self.group) for half in halves)).to(x.dtype)
+        return activate(self, *(dot(x, half, self.group) for half in halves), expert_indices).to(x.dtype)
 
     def weighted(self, x: Tensor, expert_indices: Tensor, expert_weights: Tensor) -> Tensor:
-        return weighted_sum(self.dot(x, expert_indices), expert_weights).to(x.dtype)
+        y = biased(self.dot(x, expert_indices), self.bias, expert_indices)
+        return weighted_sum(y, expert_weights).to(x.dtype)
 
 
 # Caches -------------------------------------------------------------------------------------------------------------
@@ -155,11 +159,9 @@ class Int8KVCache(KVCache):
     """Codes int8 [2, B, K, S, C] and a scale bf16 [2, B, K, S, 1] for each position and head.
 
     That is 0.508 of a bf16 cache where C is 128. Keys and values are given as products of the two, which the compiled
-    attention of one token makes where it reads them. A prompt's attention is an operator of the library, and gets the
-    part in use written out.
+    attention of one token makes where it reads them; a long cache's attention is a kernel of ours, since the library's
+    read plain tensors. A prompt's attention is an operator of the library, and gets the part in use written out.
     """
-
-    blocks = False  # FlexAttention reads plain tensors
 
     def __init__(self, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device):
         super().__init__(shape, torch.int8, device)
@@ -172,6 +174,24 @@ class Int8KVCache(KVCache):
     def extend(self, chunk: Chunk, kv: Tensor) -> tuple[Tensor, Tensor]:
         codes, scale = to_int8(kv)
         return self._plain(super().extend(chunk, codes), self.scale.extend(chunk, scale))
+
+    def reads_blocks(self, queries: int) -> bool:
+        return queries <= 64  # rows that a kernel's registers hold
+
+    def attend_blocks(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, blocks: tuple[Tensor, Tensor],
+                      window: int | None, sinks: Tensor | None) -> Tensor:  # fmt: skip
+        (B, Q, H, C), (K, S) = q.shape, self.kv.shape[2:4]
+        y, sums = kernels.attend_int8(q, self.kv, self.scale.kv, positions, window or S)
+        rows = H // K * Q
+        y, (largest, total) = y[:, :, :, :rows], sums[:, :, :, :rows].unbind(-1)  # [B, K, parts, rows]
+        most = largest.amax(2, keepdim=True)
+        if sinks is not None:
+            sinks = sinks.float().view(1, K, 1, H // K, 1).expand(-1, -1, -1, -1, Q).flatten(3)
+            most = torch.maximum(most, sinks)
+        share = (largest - most).exp()
+        total = (total * share).sum(2) + (0.0 if sinks is None else (sinks - most).exp().squeeze(2))
+        y = (y * share.unsqueeze(-1)).sum(2) / total.unsqueeze(-1)
+        return y.unflatten(2, (H // K, Q)).permute(0, 3, 1, 2, 4).reshape(B, Q, H * C).to(q.dtype)
 
     def clear(self) -> None:
         super().clear()
@@ -229,12 +249,17 @@ def plan(
             fix = f"--group_size {' or '.join(sizes)} would do" if grouped and sizes else "choose other formats"
             raise ValueError(f"{path} in {name}: {error}: {fix}") from None
         modules[path] = {"format": name, "group_size": group}
-    name = attention if attention == experts else f"{attention}-{experts}"
+    name = experts if (attention, experts) == of_mode(experts) else f"{attention}-{experts}"
     if head != usual_head:
         name += f"-head_{head}"
     if group_size is not None:
         name += f"-g{group_size}"
     return {"name": name, "dtype": dtype, "modules": modules}
+
+
+def of_mode(mode: str) -> tuple[str, str]:
+    """The formats of attention and of experts that a --mode stands for."""
+    return FORMATS[mode].attention or mode if mode in FORMATS else mode, mode
 
 
 def model_args(source) -> ModelArgs:
@@ -388,7 +413,7 @@ def build_parser() -> Parser:
     )
     add, names = parser.add_argument, (PLAIN, *FORMATS)
     add("--checkpoint_path", type=Path, required=True, metavar="DIR", help="a converted checkpoint, not quantised yet")
-    add("--mode", choices=tuple(FORMATS), help="format of attention and experts")
+    add("--mode", choices=tuple(FORMATS), help="format of attention and experts; mxfp4 of experts alone")
     add("--attention", choices=names, help="format of the attention's weights, in place of --mode's")
     add("--experts", choices=names, help="format of the experts' (and dense feed-forward) weights, likewise")
     add("--head", choices=(PLAIN, "int8"), help="default: int8 with int8, fp8 and int4; bf16 with the others")
@@ -409,9 +434,10 @@ def run(options: argparse.Namespace) -> str:
     if options.mode and options.attention and options.experts:
         raise ValueError("--mode says nothing beside --attention and --experts: leave one of the three out")
     source = Checkpoint(options.checkpoint_path)
+    attention, experts = of_mode(options.mode or PLAIN)
     format = plan(
-        model_args(source), options.attention or options.mode or PLAIN, options.experts or options.mode or PLAIN,
-        options.head, options.group_size, source.format["name"],
+        model_args(source), options.attention or attention, options.experts or experts, options.head,
+        options.group_size, source.format["name"],
     )  # fmt: skip
     kinds = {FORMATS[spec["format"]].kind for spec in format["modules"].values()}
     if options.iterations is not None and "hqq" not in kinds:

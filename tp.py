@@ -72,10 +72,11 @@ class FixedRouter(nn.Module):
 
     def __init__(self, router: Linear):
         super().__init__()
-        self.weight = router.weight
+        self.weight, self.bias = router.weight, router.bias
 
     def forward(self, x: Tensor) -> Tensor:
-        return kernels.fixed_scores(x, self.weight)
+        y = kernels.fixed_scores(x, self.weight)
+        return y if self.bias is None else y + self.bias
 
 
 class LocalExperts(Experts):
@@ -84,7 +85,8 @@ class LocalExperts(Experts):
     def __init__(self, args: ModelArgs, first: int, count: int):
         super().__init__(args)
         for product in (self.w13, self.w2):
-            product.weight = nn.Parameter(product.weight[:count], requires_grad=False)
+            for name, whole in product.named_parameters():
+                setattr(product, name, nn.Parameter(whole[:count], requires_grad=False))
         self.first, self.n_expert = first, count
 
     def forward(self, x: Tensor, expert_indices: Tensor, expert_weights: Tensor) -> Tensor:
@@ -112,12 +114,14 @@ class LocalExperts(Experts):
 
 def table(args: ModelArgs, parallel: str) -> dict[str, tuple[int, Segments]]:
     """Module (without its layer) -> the axis of its weight [..., out, in] that is cut, and the segments along it.
+    A bias is cut along the same axis, where it has that many.
 
     Each segment is cut by itself, so that a rank gets its part of each. What is not here every rank has whole.
     """
     queries, kv = (args.n_head, args.head_dim), (args.n_kv_head, args.head_dim)
     inner, dense, shared = (args.intermediate, 1), (args.dense_intermediate, 1), (args.shared_intermediate, 1)
     rows = {
+        "attention": (0, ((args.n_head, 1),)),  # its sinks
         "attention.wqkv": (0, (queries, kv, kv)),
         "attention.wo": (1, (queries,)),
         "ffn.experts.w13": (1, (inner, inner)),
@@ -268,13 +272,13 @@ class Part:
 
         expert: of stacked experts' [E, ...], E of this rank's, that one alone, [1, ...].
         """
-        path, leaf = name.rsplit(".", 1)
+        path = name.rpartition(".")[0]
         if self.ranks == 1 or _key(path) not in self.table:
             return source.read(name, None if expert is None else (slice(expert, expert + 1),), device)
         axis, segments = self.table[_key(path)]
         shape = self.shapes[name]
-        if leaf == "bias" and axis == 1:  # it is added to a sum over ranks, so one rank adds it
-            bias = source.read(name, device=device)
+        if axis == len(shape):  # a bias that is added to a sum over ranks, so one rank adds it
+            bias = source.read(name, None if expert is None else (slice(expert, expert + 1),), device)
             return bias if self.rank == 0 else torch.zeros_like(bias)
         if name == "head.weight" and self.args.tied_embeddings:
             name = "embedding.weight"

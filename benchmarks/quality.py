@@ -64,7 +64,7 @@ def main() -> None:
     source = open_checkpoint(options.checkpoint_path)
     text, device = options.text_file.read_text(encoding="utf-8"), pick_device(options.device)
     schemes = [(attention, experts, None) for attention in BITS.values() for experts in BITS.values()]
-    schemes += [(name, name, None) for name in ("int8", "fp8", "fp8b", "int4")]
+    schemes += [(name, name, None) for name in ("int8", "fp8", "fp8b", "int4", "mxfp4")] + [(PLAIN, "mxfp4", None)]
     schemes += [(name, name, 0) for name, row in FORMATS.items() if row.kind == "hqq"]
     rows = []
     for attention, experts, iterations in schemes:

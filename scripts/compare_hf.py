@@ -81,7 +81,7 @@ def peer_places(peer: nn.Module, records: dict, hooks: list) -> None:
             watch(records, hooks, (layer, "router logits"), gate, lambda i, o: o[0])
             watch(records, hooks, (layer, ROUTING), gate, lambda i, o: by_expert(o[2], o[1])[0])
             watch(records, hooks, (layer, "expert weights"), gate, lambda i, o: by_expert(o[2], o[1])[1])
-        watch(records, hooks, (layer, "sum of experts"), ffn, lambda i, o: o)
+        watch(records, hooks, (layer, "sum of experts"), ffn, lambda i, o: o[0] if isinstance(o, tuple) else o)
         watch(records, hooks, (layer, "residual after experts"), block, lambda i, o: o)
     watch(records, hooks, ("", "last norm"), peer.model.norm, lambda i, o: o)
     watch(records, hooks, ("", "logits"), peer.lm_head, lambda i, o: o)

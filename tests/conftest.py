@@ -11,6 +11,8 @@ from torch import Tensor
 from transformers import (
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
     GraniteMoeConfig,
     GraniteMoeForCausalLM,
     MixtralConfig,
@@ -65,6 +67,16 @@ FAMILIES = {
             norm_topk_prob=False, clip_qkv=0.5, rope_parameters={"rope_type": "default", "rope_theta": 1e4},
         )
     ),
+    # Every second layer with a window; a limit that cuts, and angles that are blended.
+    "gpt_oss": lambda: GptOssForCausalLM(
+        GptOssConfig(
+            **COMMON, intermediate_size=96, num_key_value_heads=4, head_dim=16, num_local_experts=6,
+            num_experts_per_tok=2, sliding_window=16, swiglu_limit=1.5, rope_parameters={
+                "rope_type": "yarn", "rope_theta": 1.5e5, "factor": 8.0, "beta_fast": 8.0, "beta_slow": 1.0,
+                "truncate": False, "original_max_position_embeddings": 64,
+            },
+        )
+    ),
 }  # fmt: skip
 
 
@@ -112,10 +124,10 @@ def use_hub_keys(config_file: Path) -> None:
     """Rewrite a config.json of transformers 5 with the keys that the hub's files have."""
     config = json.loads(config_file.read_text())
     rope = config.pop("rope_parameters")
-    config |= {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope}
-    if rope["rope_type"] == "longrope":
-        scaling = {key: value for key, value in rope.items() if key not in ("rope_type", "rope_theta")}
-        config["rope_scaling"] = scaling | {"type": "longrope"}
+    config |= {key: rope.pop(key) for key in ("rope_theta", "partial_rotary_factor") if key in rope}
+    kind = rope.pop("rope_type")
+    if kind != "default":  # longrope has it under an older name
+        config["rope_scaling"] = rope | {"type" if kind == "longrope" else "rope_type": kind}
     config["torch_dtype"] = config.pop("dtype")
     if config["model_type"] == "mixtral":
         config["head_dim"] = None

@@ -26,7 +26,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
 from benchmark import ARCHITECTURES
-from model import Block, Context, ExpertLinear, KVCache, ModelArgs, Transformer, attend, realise
+from model import Block, Context, ExpertLinear, KVCache, ModelArgs, Transformer, View, attend, realise
 from packing import FORMATS
 from quantize import Int8KVCache, PackedExpertLinear, PackedLinear
 from session import CANDIDATES, compile_settings, sample
@@ -223,7 +223,8 @@ def block(args: ModelArgs, length: int = 256, kind: type[KVCache] = KVCache):
         model.setup_cache(1, length)
 
     def step(x: Tensor, normed: Tensor, positions: Tensor, rope: Tensor, bias: Tensor):
-        return model.layers[0](x, normed, Context(rope, positions=positions, bias=bias), model.norm)
+        context = Context(rope, positions=positions, views={model.layers[0].attention.window: View(bias)})
+        return model.layers[0](x, normed, context, model.norm)
 
     return step, (
         new(1, 1, args.dim),
@@ -239,6 +240,11 @@ def main() -> int:
     compile_settings()
     torch.set_default_dtype(torch.bfloat16)
     results = {}
+    args = ARCHITECTURES["gpt-oss-20b"]  # biases, sinks, a limit; and its published format
+    for name, case in (
+        ("experts", experts), ("block", block), ("packed_experts mxfp4", lambda args: packed_experts(args, "mxfp4")),
+    ):  # fmt: skip
+        results[f"gpt-oss-20b {name}"] = summary(cuda_code(lambda case=case: case(args)))
     for arch in ("Mixtral-8x7B", "Qwen3-30B-A3B"):
         args = ARCHITECTURES[arch]
         for case in (experts, library_products, block, early_reader, sampling):

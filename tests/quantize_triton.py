@@ -8,6 +8,8 @@
     python tests/quantize_triton.py fetch-compile
     TRITON_INTERPRET=1 python tests/quantize_triton.py fixed    and of the norm and router that are the same on all GPUs
     python tests/quantize_triton.py fixed-compile
+    TRITON_INTERPRET=1 python tests/quantize_triton.py attend   and of attention over an int8 cache
+    python tests/quantize_triton.py attend-compile
 
 Each prints one JSON object: the relative error of every case, or what its machine code consists of. A process of its
 own, because Triton reads its variables once, at import. No bf16 in the first: the interpreter multiplies the bits of
@@ -29,10 +31,11 @@ from triton.compiler import ASTSource, compile
 
 import kernels
 import slots
+from model import attend
 from packing import FORMATS, grouped_order
-from quantize import grouped_packed, pack_weight
+from quantize import Int8KVCache, grouped_packed, pack_weight
 
-GROUPS = {"int8": 8, "fp8": 32, "fp8b": 32, "int4": 16, "hqq4": 32, "hqq3": 32, "hqq2": 16}
+GROUPS = {"int8": 8, "fp8": 32, "fp8b": 32, "int4": 16, "mxfp4": 32, "hqq4": 32, "hqq3": 32, "hqq2": 16}
 SHAPES = {  # rows of each expert, out, in
     "experts without rows": ((3, 0, 20, 0, 14), 150, 96),
     "tiles of 64 rows": ((70, 0, 10), 40, 64),
@@ -44,6 +47,7 @@ OTHER_GROUPS = {
     "int8": (4,),
     "fp8b": (48, 128),
     "int4": (24, 128),
+    "mxfp4": (64,),
     "hqq4": (16, 64),
     "hqq3": (64, 96),
     "hqq2": (48, 128),
@@ -142,6 +146,9 @@ DOT4 = {  # format, G, out, in, experts (0: a dense weight), rows of x, pairs, g
     "int4, gated": ("int4", 32, 40, 448, 3, 1, 2, True, {}),
     "hqq4, gated, rows of 4096": ("hqq4", 64, 24, 4096, 3, 1, 2, True, {}),
     "hqq4, one turn of small blocks": ("hqq4", 64, 16, 4096, 2, 1, 2, False, {"pieces": 4, "block": 4, "resident": 8}),
+    "mxfp4, dense, two chunks": ("mxfp4", 32, 20, 4128, 0, 1, 1, False, {}),
+    "mxfp4, experts of gpt-oss's width": ("mxfp4", 32, 24, 2880, 3, 1, 2, False, {}),
+    "mxfp4, gated, two tokens": ("mxfp4", 32, 40, 448, 3, 2, 4, True, {}),
     "int4, gated, blocks of 16": ("int4", 64, 40, 2048, 2, 1, 2, True, {"pieces": 2, "block": 16, "warps": 8}),
 }
 
@@ -199,6 +206,22 @@ def twin(word, x_even, x_odd, even, odd):
     return even, odd
 
 
+@triton.jit
+def e2m1_twin(word, x_low, x_high, low, high):
+    """`kernels._add_e2m1` likewise: 12 and twice the number, from the code's exponent and mantissa."""
+    for k in tl.static_range(4):
+        for half in tl.static_range(2):
+            code = word >> 16 * half + 4 * k
+            exponent, mantissa = code >> 1 & 3, code & 1
+            twice = tl.where(exponent == 0, mantissa, (2 + mantissa) << tl.maximum(exponent - 1, 0))
+            value = 12 + tl.where((code & 8) == 0, twice, -twice)
+            if half == 0:
+                low += value * ((x_low << 48 - 16 * k) >> 48).to(tl.int32)
+            else:
+                high += value * ((x_high << 48 - 16 * k) >> 48).to(tl.int32)
+    return low, high
+
+
 def dot4_code(case: tuple, pdl: bool) -> dict[str, int]:
     """What the machine code of the product consists of: stores of spilled registers, products, waits, loads."""
     kernel, kernels._dot4 = kernels._dot4, Launch()
@@ -210,7 +233,7 @@ def dot4_code(case: tuple, pdl: bool) -> dict[str, int]:
     return {name: asm["sass"].count(text) for name, text in names.items()}
 
 
-BLOBS = (16, 160, 48), (65536 + 64, 20000)  # bytes of an expert's parts
+BLOBS = (16, 160, 48), (65536 + 64, 20000), (40, 20004)  # bytes of an expert's parts
 
 
 def fetch_case(sizes: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor, Tensor, list[int]]:
@@ -277,8 +300,51 @@ def fixed_code() -> dict[str, dict[str, int]]:
     return found
 
 
+ATTEND = {  # B, Q, H, K, C, S, window, sinks
+    "one token, many parts": (1, 1, 8, 2, 32, 384, None, False),
+    "two sequences, three queries, a window": (2, 3, 4, 2, 16, 256, 100, False),
+    "five queries, sinks": (1, 5, 32, 8, 16, 256, None, True),
+}
+
+
+def attend_error(B: int, Q: int, H: int, K: int, C: int, S: int, window: int | None, sinks: bool) -> float:
+    """Of attention over an int8 cache by blocks, against `attend` over the same numbers written out; relative."""
+    generator = torch.Generator().manual_seed(Q)
+    cache = Int8KVCache((B, K, S, C), torch.float32, torch.device("cpu"))
+    kv = torch.randn(B, S, 2, K, C, generator=generator)
+    k, v = cache.update(torch.arange(S).expand(B, S), kv)
+    positions = torch.randint(5, S - Q, (B, 1), generator=generator) + torch.arange(Q)
+    q = torch.randn(B, Q, H, C, generator=generator)
+    sinks = torch.randn(H, generator=generator) if sinks else None
+    distance = positions.unsqueeze(-1) - torch.arange(S)
+    bias = torch.where((distance >= 0) & (distance < (window or S)), 0.0, float("-inf"))
+    want = attend(q, k, v, bias, sinks)
+    got = cache.attend_blocks(q, k, v, positions, (positions, positions), window, sinks)
+    return ((got - want).norm() / want.norm()).item()
+
+
+def attend_code() -> dict[str, dict[str, int]]:
+    """Of its machine code: stores of spilled registers, tensor core products."""
+    found = {}
+    for Q, H, K, C in ((1, 32, 8, 128), (1, 32, 4, 128), (5, 32, 8, 128), (9, 64, 8, 64)):
+        cache = Int8KVCache((1, K, 4096, C), torch.bfloat16, torch.device("cpu"))
+        kernel, kernels._attend_int8 = kernels._attend_int8, Launch()
+        q, positions = torch.zeros(1, Q, H, C, dtype=torch.bfloat16), torch.zeros(1, Q, dtype=torch.int64)
+        kernels.attend_int8(q, cache.kv, cache.scale.kv, positions, 1 << 30)
+        launch, kernels._attend_int8 = kernels._attend_int8, kernel
+        asm = compiled(kernel, launch).asm["sass"]
+        found[f"{Q} queries, {H} heads, {K} KV heads"] = {"spills": asm.count("STL"), "products": asm.count("MMA")}
+    return found
+
+
 def main() -> int:
     torch.set_num_threads(1)
+    if sys.argv[1] == "attend":
+        print(json.dumps({name: attend_error(*case) for name, case in ATTEND.items()}))
+        return 0
+    if sys.argv[1] == "attend-compile":
+        print(json.dumps(attend_code()))
+        return 0
     if sys.argv[1] == "fixed":
         print(json.dumps(fixed_errors()))
         return 0
@@ -292,7 +358,7 @@ def main() -> int:
         print(json.dumps(fetch_code()))
         return 0
     if sys.argv[1] == "dot4":
-        kernels._add_word = twin
+        kernels._add_word, kernels._add_e2m1 = twin, e2m1_twin
         results = {name: dot4_error(case, 1.0) for name, case in DOT4.items()}
         results |= {f"x of {size}": dot4_error(DOT4["hqq4, experts, several tokens"], size) for size in (1e-6, 3e4)}
         results |= {str(value): dot4_is_no_number(value) for value in (math.inf, -math.inf, math.nan)}

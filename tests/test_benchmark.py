@@ -16,6 +16,7 @@ from benchmark import (
     PEER_SETTINGS,
     RandomWeights,
     architecture,
+    first_layers,
     hf_config,
     hf_model,
     kernel_table,
@@ -243,6 +244,13 @@ def test_the_peers_config_gives_our_args_again(name):
     assert args_from_hf(model.config.to_dict()) == args
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
     assert model.generation_config.eos_token_id is None  # or an answer could be short
+
+
+def test_the_first_layers_are_those_of_the_model():
+    args = ARCHITECTURES["gpt-oss-120b"]
+    assert [first_layers(args, 4).window(n) for n in range(4)] == [args.window(n) for n in range(4)]
+    dense = dataclasses.replace(args, dense_layers=(0, 5), dense_intermediate=64)
+    assert first_layers(dense, 3).dense_layers == (0,) and first_layers(dense, 36) == dense
 
 
 def test_what_no_peer_can_be_is_refused():

@@ -25,7 +25,7 @@ def generated() -> dict:
     return json.loads(run.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("arch", ARCHES)
+@pytest.mark.parametrize("arch", (*ARCHES, "gpt-oss-20b"))
 def test_one_token_reads_its_experts_without_copying_them(arch, generated):
     args, found = ARCHITECTURES[arch], generated[f"{arch} experts"]
     assert found["extern"] == []
@@ -52,10 +52,18 @@ def test_packed_weights_are_read_as_they_are(arch, mode, generated):
     assert linear["largest_buffer"] <= 4 * args.n_head * args.head_dim
 
 
-@pytest.mark.parametrize("arch", ARCHES)
+def test_gpt_oss_reads_mxfp4_as_it_is(generated):
+    """The kernel for one token, then biases and SwiGLU; no buffer is as large as one expert's packed weights."""
+    args, found = ARCHITECTURES["gpt-oss-20b"], generated["gpt-oss-20b packed_experts mxfp4"]
+    assert found["extern"] == [] and found["triton"] <= 8
+    assert found["largest_buffer"] <= args.n_active * 2 * args.intermediate  # what w13 gives
+
+
+@pytest.mark.parametrize("arch", (*ARCHES, "gpt-oss-20b"))
 def test_a_block_is_few_kernels_and_copies_no_weight(arch, generated):
     args, found = ARCHITECTURES[arch], generated[f"{arch} block"]
     assert found["triton"] + len(found["extern"]) <= 14
+    assert arch != "gpt-oss-20b" or found["extern"] == []  # its biases do not make library calls of products
     assert found["largest_buffer"] < args.dim * args.dim
 
 

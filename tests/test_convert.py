@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import os
 import re
 import shutil
@@ -20,6 +21,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     Glm4MoeConfig,
+    GptOssConfig,
     GraniteMoeConfig,
     MixtralConfig,
     OlmoeConfig,
@@ -32,7 +34,9 @@ import convert_hf_checkpoint
 from benchmark import ARCHITECTURES
 from checkpoint import Checkpoint
 from convert_hf_checkpoint import FAMILIES, args_from_hf, convert
-from model import ModelArgs
+from generate import load_model
+from model import ModelArgs, Yarn
+from packing import FORMATS
 
 SMALL = dict(vocab_size=96, hidden_size=32, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2)
 SMALL |= dict(max_position_embeddings=128, num_experts_per_tok=2, pad_token_id=0, bos_token_id=1, eos_token_id=2)
@@ -69,8 +73,20 @@ CONFIGS = {
         rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
     ),
     "olmoe": OlmoeConfig(**SMALL, intermediate_size=24, num_experts=4, clip_qkv=0.5, norm_topk_prob=False),
+    "gpt-oss": GptOssConfig(
+        **SMALL, intermediate_size=24, num_local_experts=4, head_dim=8, sliding_window=16, swiglu_limit=3.0,
+        layer_types=["full_attention", "sliding_attention", "full_attention"], rope_parameters={
+            "rope_type": "yarn", "rope_theta": 1.5e5, "factor": 4.0, "original_max_position_embeddings": 32,
+            "mscale": 1.0, "mscale_all_dim": 0.5,
+        },
+    ),
     "olmoe-lone": OlmoeConfig(**SMALL | dict(num_experts_per_tok=1), intermediate_size=24, num_experts=1, clip_qkv=0.5),
 }  # fmt: skip
+ATTENTION = (0.1 * math.log(4) + 1) / (0.05 * math.log(4) + 1)  # of its yarn
+GPT_OSS_ARGS = dict(
+    full_layers=(0, 2), attention_sinks=True, router_bias=True, expert_bias=True, swiglu_limit=3.0,
+    yarn=Yarn(4.0, 32, attention=ATTENTION),
+)  # fmt: skip
 LAYOUTS = ("one file", "shards", "shards without index", "fused", "older keys")
 
 
@@ -120,12 +136,10 @@ def older_keys(config: dict) -> dict:
     """config.json as the hub has it: keys of transformers 4, and what the class knows anyway left out."""
     config = dict(config)
     rope = config.pop("rope_parameters")
-    config |= {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope}
-    config |= {"rope_scaling": None, "torch_dtype": config.pop("dtype")}
-    if rope["rope_type"] == "longrope":
-        config["rope_scaling"] = {key: value for key, value in rope.items() if key != "rope_type"} | {
-            "type": "longrope"
-        }
+    config |= {key: rope.pop(key) for key in ("rope_theta", "partial_rotary_factor") if key in rope}
+    kind = rope.pop("rope_type")  # longrope has it under an older name
+    rope |= {"type" if kind == "longrope" else "rope_type": kind}
+    config |= {"rope_scaling": rope if kind != "default" else None, "torch_dtype": config.pop("dtype")}
     if config["model_type"] == "qwen3_moe":
         config["num_experts"] = config.pop("num_local_experts")
     fresh = AutoConfig.for_model(config["model_type"]).to_dict()
@@ -160,7 +174,17 @@ def expected(model) -> dict:
         for norm in ("q_norm", "k_norm"):
             if t + f"self_attn.{norm}.weight" in theirs:
                 ours[o + f"attention.{norm}.weight"] = theirs[t + f"self_attn.{norm}.weight"]
-        if t + "mlp.gate.weight" in theirs:
+        if t + "self_attn.sinks" in theirs:  # gpt-oss, in words other than the converter's
+            ours[o + "attention.sinks"] = theirs[t + "self_attn.sinks"]
+            for kind in ("weight", "bias"):
+                ours[o + f"ffn.router.{kind}"] = theirs[t + f"mlp.gate.{kind}"]
+            for name, source in (("w13", "gate_up_proj"), ("w2", "down_proj")):
+                weight, bias = theirs[t + f"mlp.experts.{source}"].mT, theirs[t + f"mlp.experts.{source}_bias"]
+                order = [*range(0, len(bias[0]), 2), *range(1, len(bias[0]), 2)] if name == "w13" else slice(None)
+                ours[o + f"ffn.experts.{name}.weight"], ours[o + f"ffn.experts.{name}.bias"] = (
+                    weight[:, order], bias[:, order]
+                )  # fmt: skip
+        elif t + "mlp.gate.weight" in theirs:
             ours[o + "ffn.router.weight"] = theirs[t + "mlp.gate.weight"]
             ours[o + "ffn.experts.w13.weight"] = theirs[t + "mlp.experts.gate_up_proj"]
             ours[o + "ffn.experts.w2.weight"] = theirs[t + "mlp.experts.down_proj"]
@@ -225,12 +249,12 @@ def test_every_family_in_every_layout(models, tmp_path, name, layout):
         max_position=64 if name == "phi" else 128,
         rope_theta=c.rope_parameters["rope_theta"],
         norm_eps=c.rms_norm_eps,
-        norm_topk=name in ("mixtral", "mixtral-tied", "qwen3", "granite", "glm"),
+        norm_topk=name in ("mixtral", "mixtral-tied", "qwen3", "granite", "glm", "gpt-oss"),
         qk_norm={"qwen3": "head", "olmoe": "full"}.get(name.split("-")[0], "none"),
         clip_qkv=0.5 if name.startswith("olmoe") else None,
-        attention_bias=name in ("qwen3-bias", "phi"),
+        attention_bias=name in ("qwen3-bias", "phi", "gpt-oss"),
         tied_embeddings=name in ("mixtral-tied", "granite"),
-        sliding_window={"mixtral-tied": 16, "qwen3-bias": 8, "phi": 64}.get(name),
+        sliding_window={"mixtral-tied": 16, "qwen3-bias": 8, "phi": 64, "gpt-oss": 16}.get(name),
         dense_layers={"qwen2": (2,), "qwen3": (0,), "qwen3-bias": (0, 2), "glm": (0, 1)}.get(name, ()),
         dense_intermediate=40 if name.startswith(("qwen", "glm")) else 0,
         qkv_bias=name in ("qwen2", "glm"),
@@ -241,6 +265,7 @@ def test_every_family_in_every_layout(models, tmp_path, name, layout):
                 layer_norm=True, head_bias=True, mixer_eps=0.01, rope_factors=(1.0, 1.5, 2.0, 4.0), rope_scale=1.2
             ),
             "granite": dict(embedding_scale=12.0, attention_scale=0.25, residual_scale=0.22, logit_scale=0.25),
+            "gpt-oss": GPT_OSS_ARGS,
         }.get(name, {}),
     )
 
@@ -318,6 +343,91 @@ def test_a_head_beside_tied_embeddings(saved, tmp_path, equal):
         assert torch.equal(opened.read("head.weight"), opened.read("embedding.weight") + 1)
 
 
+# MXFP4, as gpt-oss is published
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory):
+    """A small gpt-oss with experts in MXFP4 blocks, and transformers' model with what transformers makes of them."""
+    integrations = pytest.importorskip("transformers.integrations.mxfp4")
+    small = SMALL | dict(hidden_size=64, num_attention_heads=4)
+    config = GptOssConfig(**small, intermediate_size=96, num_local_experts=4, head_dim=24, sliding_window=8)
+    torch.manual_seed(3)
+    model, packed = AutoModelForCausalLM.from_config(config).eval(), {}
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_((1.0 if name.endswith("norm.weight") else 0.0) + 0.2 * torch.randn_like(parameter))
+        for name, tensor in model.state_dict().items():
+            if not name.endswith("experts.gate_up_proj") and not name.endswith("experts.down_proj"):
+                packed[name] = tensor.clone()
+                continue
+            experts, width, rows = tensor.shape
+            blocks = torch.randint(256, (experts, rows, width // 32, 16), dtype=torch.uint8)
+            scales = torch.randint(121, 126, blocks.shape[:-1], dtype=torch.uint8)
+            packed |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+            tensor.copy_(integrations.convert_moe_packed_tensors(blocks, scales, dtype=torch.float32))
+    directory = tmp_path_factory.mktemp("gpt-oss-mxfp4")
+    save_file(packed, directory / "model.safetensors")
+    method = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
+    (directory / "config.json").write_text(json.dumps(config.to_dict() | {"quantization_config": method}))
+    return directory, model
+
+
+def test_mxfp4_is_taken_over_without_quantising_again(published, tmp_path):
+    """The same numbers to the bit, and transformers' logits."""
+    directory, peer = published
+    opened = Checkpoint(convert(directory, tmp_path / "out", dtype="fp32", progress=False))
+    experts = {f"layers.{n}.ffn.experts.{w}" for n in range(3) for w in ("w13", "w2")}
+    modules = {path: {"format": "mxfp4", "group_size": 32} for path in experts}
+    assert opened.format == {"name": "mxfp4", "dtype": "fp32", "modules": modules}
+    want = expected(peer)
+    for name, tensor in want.items():
+        path, leaf = name.rsplit(".", 1)
+        if path in experts and leaf == "weight":
+            parts = {part: opened.read(f"{path}.{part}") for part in ("codes", "scale")}
+            assert torch.equal(FORMATS["mxfp4"].unpack(parts, 32), tensor), name
+        else:
+            assert torch.equal(opened.read(name), tensor), name
+    kept = {name for name in want if name.removesuffix(".weight") not in experts}
+    assert opened.tensors.keys() == kept | {f"{path}.{part}" for path in experts for part in ("codes", "scale")}
+    model, tokens = load_model(opened, "cpu"), torch.randint(96, (1, 40))
+    model.setup_cache(1, 64)
+    logits, theirs = model(tokens, torch.arange(40)[None], all_positions=True), peer(tokens).logits
+    assert (logits - theirs).norm() / theirs.norm() < 1e-4
+    step = model(tokens[:, -1:], torch.tensor([[39]]))
+    assert (step - theirs[:, -1]).norm() / theirs[:, -1].norm() < 1e-4
+
+
+def test_mxfp4_gives_the_directory_its_name(published, tmp_path):
+    directory = Path(shutil.copytree(published[0], tmp_path / "hf"))
+    output = convert(directory, progress=False)
+    assert output == directory / "model_mxfp4"
+    opened = Checkpoint(output)
+    assert opened.tensors["embedding.weight"][1] == opened.tensors["layers.0.attention.sinks"][1] == torch.bfloat16
+    assert opened.tensors["layers.0.ffn.experts.w2.scale"] == ((4, 64, 3), torch.uint8)
+
+
+BLOCKS, SCALES = (f"model.layers.1.mlp.experts.gate_up_proj_{part}" for part in ("blocks", "scales"))
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        (BLOCKS, dict.pop, f"{BLOCKS} is missing"),
+        (SCALES, dict.pop, f"{SCALES} is missing"),
+        (BLOCKS, lambda t, n: t.update({n: t[n].int()}), f"{BLOCKS} has dtype int32 where uint8 belongs"),
+        (BLOCKS, lambda t, n: t.update({n: t[n][:, :-1].contiguous()}), f"{BLOCKS} has shape"),
+        (SCALES, lambda t, n: t[n][0, 0].fill_(255), f"{SCALES} holds NaN or infinity"),
+    ],
+)
+def test_mxfp4_that_is_damaged_is_one_line(published, tmp_path, name, change, message):
+    directory = Path(shutil.copytree(published[0], tmp_path / "hf"))
+    edit_tensors(directory, name, change)
+    with pytest.raises(ValueError, match=message) as error:
+        convert(directory, progress=False)
+    assert "\n" not in str(error.value) and not list(directory.glob("*model_*"))
+
+
 # config.json alone
 
 
@@ -333,6 +443,9 @@ def test_absent_keys_mean_what_they_mean_to_transformers(architecture):
             assert config.rope_parameters[key] == value
         elif key != "sliding_window":
             assert getattr(config, key) == value, key
+    for key, value in FAMILIES[architecture].rope.items():
+        assert config.rope_parameters[key] == value, key
+    assert config.rope_parameters["rope_theta"] == args_from_hf(given).rope_theta
 
 
 def test_configs_as_they_are_on_the_hub():
@@ -368,6 +481,23 @@ def test_configs_as_they_are_on_the_hub():
     assert args_from_hf(olmoe) == ModelArgs(
         2048, 16, 16, 16, 128, 1024, 64, 8, 50304, 4096, qk_norm="full", norm_topk=False
     )
+
+    kinds = ["sliding_attention", "full_attention"]
+    gpt_oss = {
+        "architectures": ["GptOssForCausalLM"], "attention_bias": True, "attention_dropout": 0.0,
+        "eos_token_id": 200002, "experts_per_token": 4, "head_dim": 64, "hidden_act": "silu", "hidden_size": 2880,
+        "initial_context_length": 4096, "intermediate_size": 2880, "layer_types": kinds * 12,
+        "max_position_embeddings": 131072, "model_type": "gpt_oss", "num_attention_heads": 64,
+        "num_experts_per_tok": 4, "num_hidden_layers": 24, "num_key_value_heads": 8, "num_local_experts": 32,
+        "quantization_config": {"modules_to_not_convert": ["lm_head"], "quant_method": "mxfp4"},
+        "rms_norm_eps": 1e-05, "rope_theta": 150000, "rope_scaling": {
+            "beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096,
+            "rope_type": "yarn", "truncate": False,
+        }, "sliding_window": 128, "swiglu_limit": 7.0, "tie_word_embeddings": False, "vocab_size": 201088,
+    }  # fmt: skip
+    assert args_from_hf(gpt_oss) == ARCHITECTURES["gpt-oss-20b"]
+    gpt_oss |= {"num_hidden_layers": 36, "num_local_experts": 128, "layer_types": kinds * 18}
+    assert args_from_hf(gpt_oss) == ARCHITECTURES["gpt-oss-120b"]
 
 
 def test_newer_configs_as_they_are_on_the_hub():
@@ -416,6 +546,8 @@ SCALING = {
     "original_max_position_embeddings": 4096,
 }
 GLM = {"architectures": ["Glm4MoeForCausalLM"], "head_dim": 128}
+GPT_OSS = {"architectures": ["GptOssForCausalLM"]}
+YARN = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096}
 
 
 @pytest.mark.parametrize(
@@ -444,6 +576,19 @@ GLM = {"architectures": ["Glm4MoeForCausalLM"], "head_dim": 128}
         (QWEN3, {"quantization_config": FP8 | {"weight_block_size": [1, 128]}}, r"weight_block_size = \[1, 128\]"),
         (QWEN3, {"quantization_config": {"quant_method": "fp8"}}, "quantization_config's fmt = None"),
         (QWEN3, {"quantization_config": "fp8"}, "quantization_config = 'fp8'"),
+        (QWEN3, {"quantization_config": {"quant_method": "mxfp4"}}, "quantization_config = 'mxfp4'"),
+        (GPT_OSS, {"quantization_config": FP8}, "quantization_config = 'fp8'"),
+        (GPT_OSS, {"rope_scaling": YARN | {"factor": 0}}, "factor = 0 is not supported"),
+        (GPT_OSS, {"rope_scaling": YARN | {"factor": "32"}}, "factor = '32'"),
+        (GPT_OSS, {"rope_scaling": YARN | {"original_max_position_embeddings": None}}, "original_max_position"),
+        (GPT_OSS, {"rope_scaling": YARN | {"truncate": 1}}, "truncate = 1"),
+        (GPT_OSS, {"rope_scaling": YARN | {"beta_fast": [32]}}, r"beta_fast = \[32\]"),
+        (GPT_OSS, {"rope_scaling": YARN | {"rope_type": "longrope"}}, "rope_type = 'longrope'"),
+        (GPT_OSS, {"layer_types": ["full_attention", "chunked_attention"]}, "layer_types = .*'sliding_attention' or"),
+        (GPT_OSS, {"layer_types": ["full_attention"]}, "layer_types = .*there are 36 layers"),
+        (GPT_OSS, {"sliding_window": 0}, "sliding_window = 0"),
+        (GPT_OSS, {"swiglu_limit": 0.0}, "swiglu_limit = 0.0"),
+        (GPT_OSS, {"swiglu_alpha": "1.702"}, "swiglu_alpha = '1.702'"),
         (MIXTRAL, {"num_key_value_heads": 5}, "num_key_value_heads = 5"),
         (MIXTRAL, {"num_experts_per_tok": 9}, "num_experts_per_tok = 9"),
         (MIXTRAL, {"num_hidden_layers": 0}, "num_hidden_layers = 0"),
@@ -540,9 +685,8 @@ ANY_JSON |= st.lists(ANY_JSON, max_size=2) | st.dictionaries(st.text(max_size=3)
 @given(st.data())
 @settings(max_examples=300, deadline=None)
 def test_any_config_gives_arguments_or_a_value_error(data):
-    config = AutoConfig.for_model(
-        data.draw(st.sampled_from([family.model_type for family in FAMILIES.values()]))
-    ).to_dict()
+    model_types = [family.model_type for family in FAMILIES.values()]
+    config = AutoConfig.for_model(data.draw(st.sampled_from(model_types))).to_dict()
     extra = ["rope_scaling", "layer_types", "head_dim", "partial_rotary_factor", "quantization_config"]
     keys = st.sampled_from(sorted(config) + extra)
     config |= data.draw(st.dictionaries(keys, ANY_JSON, max_size=3))

@@ -12,7 +12,7 @@ import offload
 from benchmark import RandomWeights, random_prompt
 from checkpoint import Checkpoint
 from generate import EMBEDDED, embedded_checkpoint, load_model
-from model import SHORT_CACHE, ExpertLinear, Experts, ModelArgs
+from model import SHORT_CACHE, ExpertLinear, Experts, ModelArgs, Yarn
 from offload import Offload
 from packing import FORMATS
 from quantize import PackedExpertLinear, pack_weight, plan, quantize
@@ -135,11 +135,19 @@ def test_a_stream_given_up_leaves_the_next_one_alone():
     assert list(session.stream(embedded_prompt(200), 40, settings)) == got
 
 
-@pytest.mark.parametrize("window", (None, 150))
-def test_a_long_cache_read_in_blocks_gives_the_cpus_tokens(window):
+@pytest.mark.parametrize(
+    "more",
+    (
+        {},
+        {"sliding_window": 150},
+        {"sliding_window": 150, "full_layers": (1,), "attention_sinks": True, "yarn": Yarn(4.0, 1024)},
+    ),
+    ids=("all", "window", "gpt-oss"),
+)
+def test_a_long_cache_read_in_blocks_gives_the_cpus_tokens(more):
     """Answers that begin before and after the ends of blocks, of a cache long enough to be read in them."""
     args = ModelArgs(dim=64, n_layer=2, n_head=4, n_kv_head=2, head_dim=32, intermediate=48, n_expert=6, n_active=2,
-                     vocab_size=300, max_position=4096, sliding_window=window)  # fmt: skip
+                     vocab_size=300, max_position=4096, **more)  # fmt: skip
     model = load_model(RandomWeights(args, {"name": "fp32"}), "cpu")  # whose numbers are another device's others
     copy = deepcopy(model).cuda()
     sessions = {"cpu": Session(model, 1500), "cuda": Session(copy, 1500, compile=True, batch=2)}
@@ -224,7 +232,7 @@ def test_a_quantised_model_is_the_same_on_both_devices(mode, tmp_path):
         assert eager == compiled
 
 
-@pytest.mark.parametrize("name", ("int4", "hqq4"))
+@pytest.mark.parametrize("name", ("int4", "mxfp4", "hqq4"))
 @pytest.mark.parametrize(
     ("out", "width", "experts", "tokens", "pairs", "gated"),
     (
@@ -234,12 +242,13 @@ def test_a_quantised_model_is_the_same_on_both_devices(mode, tmp_path):
         (1024, 4096, 3, 1, 2, True),
         (2048, 768, 6, 4, 4, False),
         (520, 14336, 3, 2, 4, False),
+        (5760, 2880, 4, 1, 4, False),
     ),
 )
 def test_the_product_for_one_token_of_4_bits(name, out, width, experts, tokens, pairs, gated):
     """The Triton kernel against unpacked weights in fp64, and in a graph whose inputs are changed in place."""
     row, generator = FORMATS[name], torch.Generator().manual_seed(out)
-    group = 64 if width % 128 else row.group
+    group = 64 if width % 128 and row.group > 64 else row.group
     weight = torch.randn(max(experts, 1), out, width, generator=generator)
     parts = {key: part.cuda() for key, part in row.pack(weight, group).items()}
     plain = row.unpack(parts, group).double()

@@ -14,7 +14,9 @@ from pathlib import Path
 
 import huggingface_hub
 import pytest
+import torch
 from huggingface_hub.errors import HTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
+from safetensors.torch import load_file, save
 
 from checkpoint import Checkpoint
 from scripts import download as script
@@ -352,6 +354,29 @@ def test_prepare_keeps_what_is_published_in_fp8(hub, tmp_path, fp8_directory):
         run = prepare(hub, REPO, cwd=tmp_path)
         assert run.stdout == f"checkpoints/{REPO}/model_fp8b\n" and said in run.stderr, run.stderr
         assert [path.name for path in tmp_path.glob("checkpoints/*/*/model_*")] == ["model_fp8b"]
+
+
+def test_prepare_keeps_what_is_published_in_mxfp4(hub, tmp_path, make_family):
+    """Of a repository of MXFP4 experts, the first run converts, the second finds it; other formats are refused."""
+    source = make_family("gpt_oss").hf_directory
+    config = json.loads((source / "config.json").read_text()) | {"quantization_config": {"quant_method": "mxfp4"}}
+    tensors = {}
+    for path in source.glob("*.safetensors"):
+        for name, tensor in load_file(path).items():
+            if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+                experts, width, rows = tensor.shape
+                tensors[f"{name}_blocks"] = torch.randint(256, (experts, rows, width // 32, 16), dtype=torch.uint8)
+                tensors[f"{name}_scales"] = torch.full((experts, rows, width // 32), 124, dtype=torch.uint8)
+            else:
+                tensors[name] = tensor
+    hub.files = {"model.safetensors": save(tensors), "config.json": json.dumps(config).encode()}
+    directory = f"checkpoints/{REPO}/model_mxfp4"
+    for mode in ((), ("mxfp4",), ()):
+        run = prepare(hub, REPO, *mode, cwd=tmp_path)
+        assert run.returncode == 0 and run.stdout == directory + "\n", run.stderr
+    assert Checkpoint(tmp_path / directory).format["name"] == "mxfp4" and "is there already" in run.stderr
+    refused = prepare(hub, REPO, "int8", cwd=tmp_path)
+    assert refused.returncode == 2 and "is quantised already (mxfp4)" in refused.stderr
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ MAY_IMPORT = {
     "world": {"checkpoint", "kernels"},
     "tp": {"model", "packing", "quantize", "world", "kernels"},
     "offload": {"model", "checkpoint", "packing", "quantize", "kernels", "recording", "slots"},
-    "convert_hf_checkpoint": {"command", "model", "checkpoint", "packing", "quantize"},
+    "convert_hf_checkpoint": {"command", "model", "checkpoint", "packing"},
 }
 MAY_IMPORT["generate"] = set(MAY_IMPORT)
 MAY_IMPORT |= {name: set(MAY_IMPORT) for name in ("benchmark", "eval")}

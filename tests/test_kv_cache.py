@@ -170,7 +170,9 @@ def test_a_prompt_in_chunks_and_single_tokens_is_one_pass(family):
 
     plain, whole = (run(kind, [40], 0) for kind in KV_CACHES.values())
     parts = run(Int8KVCache, [1, 16, 17, 30], 10)
-    assert median(parts, whole) < 1e-3 < median(whole, plain) < 0.05
+    # SparseMixer's weights jump where an expert is no longer near enough to be weighed against.
+    most = 0.05 if model.args.mixer_eps is None else 0.1
+    assert median(parts, whole) < 1e-3 < median(whole, plain) < most
 
 
 def test_greedy_answers_of_the_embedded_model(tiny, tokenizer):

@@ -11,10 +11,25 @@ from conftest import FAMILIES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import GptOssConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from benchmark import ARCHITECTURES
+from convert_hf_checkpoint import args_from_hf
 from generate import load_model
-from model import BLOCK, Chunk, Experts, Transformer, attend, attend_blocks, attend_chunk, blocks_in_use, top_k
+from model import (
+    BLOCK,
+    Chunk,
+    Experts,
+    Transformer,
+    attend,
+    attend_blocks,
+    attend_chunk,
+    blocks_in_use,
+    rope_table,
+    top_k,
+)
+from quantize import apply, plan
 from session import Sampling, Session
 
 
@@ -102,7 +117,7 @@ def test_a_chunk_attends_as_a_mask_says(Q, more, K, G, window):
     q, k, v, *_ = attention_case(1, Q, S, K, G, window)
     distance = torch.arange(more, S).unsqueeze(1) - torch.arange(S)
     bias = torch.where((distance >= 0) & (distance < (window or S)), 0.0, float("-inf"))
-    torch.testing.assert_close(attend_chunk(q[0], k[0], v[0], window), attend(q, k, v, bias[None])[0])
+    torch.testing.assert_close(attend_chunk(q[0], k[0], v[0], window, None), attend(q, k, v, bias[None])[0])
 
 
 @given(B=st.integers(1, 3), Q=st.integers(1, 5), blocks=st.integers(1, 5), window=st.none() | st.integers(1, 700))
@@ -118,8 +133,73 @@ def test_the_blocks_in_use_hold_what_is_seen_and_little_more(B, Q, blocks, windo
         assert len(read) == inside.sum() == seen.sum() and torch.equal(inside, seen)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that it is slow where it is not compiled
-        got = attend_blocks(q, k, v, positions, (count, order), window)
+        got = attend_blocks(q, k, v, positions, (count, order), window, None)
     torch.testing.assert_close(got, attend(q, k, v, bias), rtol=1e-4, atol=1e-5)
+
+
+def attended_with_sinks(q, k, v, bias, sinks) -> torch.Tensor:
+    """Softmax over positions and the head's sink, which takes its share of nothing; in fp64."""
+    groups = q.shape[2] // k.shape[1]
+    k, v = (t.double().repeat_interleave(groups, 1) for t in (k, v))  # [B, H, S, C]
+    scores = q.double().transpose(1, 2) @ k.mT * q.shape[-1] ** -0.5 + bias.double().unsqueeze(1)
+    scores = torch.cat((scores, sinks.double().view(-1, 1, 1).expand(*scores.shape[:-1], 1)), dim=-1)
+    return (scores.softmax(-1)[..., :-1] @ v).transpose(1, 2).flatten(2)
+
+
+@given(B=st.integers(1, 3), Q=st.integers(1, 5), blocks=st.integers(1, 3), K=st.integers(1, 3), G=st.integers(1, 3),
+       window=st.none() | st.integers(1, 300), size=st.sampled_from((0.1, 3.0, 30.0)))  # fmt: skip
+@settings(max_examples=30, deadline=None)
+def test_every_way_to_attend_knows_sinks(B, Q, blocks, K, G, window, size):
+    S = blocks * BLOCK
+    q, k, v, positions, bias = attention_case(B, Q, S, K, G, window)
+    sinks = torch.randn(K * G, generator=torch.Generator().manual_seed(S)) * size
+    want = attended_with_sinks(q, k, v, bias, sinks).float()
+    torch.testing.assert_close(attend(q, k, v, bias, sinks), want, rtol=1e-4, atol=1e-5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it is slow where it is not compiled
+        got = attend_blocks(q, k, v, positions, blocks_in_use(positions, S, window), window, sinks)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+    for row in range(B):
+        end = int(positions[row, -1]) + 1
+        got = attend_chunk(q[row], k[row, :, :end], v[row, :, :end], window, sinks)
+        torch.testing.assert_close(got, want[row], rtol=1e-4, atol=1e-5)
+    assert (attend(q, k, v, bias, sinks - 1e4) - attend(q, k, v, bias)).abs().max() < 1e-5  # a sink may have no share
+
+
+@pytest.mark.parametrize("window", (100, 600))
+def test_sinks_take_a_prompt_no_scores_in_memory(window):
+    Q, S, H, K, C = 128, 640, 16, 2, 16
+    q, k, v = torch.randn(Q, H, C), torch.randn(K, S, C), torch.randn(K, S, C)
+    with LargestTensor(q, k, v) as largest:
+        attend_chunk(q, k, v, window, torch.randn(H))
+    assert largest.elements <= max(
+        Q * H * (C + 8), K * (S + 1) * (C + 8), Q * (S + 1)
+    )  # the last is a mask of all heads
+    with LargestTensor(q, k, v) as naive:
+        q.transpose(0, 1) @ k.repeat_interleave(H // K, 0).mT
+    assert naive.elements == H * Q * S
+
+
+@pytest.mark.parametrize(
+    "rope",
+    (
+        {"factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False, "rope_theta": 1.5e5},
+        {"factor": 40.0, "original_max_position_embeddings": 4096, "mscale": 1.0, "mscale_all_dim": 0.7},
+        {"factor": 8.0, "original_max_position_embeddings": 64, "beta_fast": 4.0, "beta_slow": 0.5},
+        {"factor": 4.0, "original_max_position_embeddings": 32768, "attention_factor": 0.9, "rope_theta": 1e6},
+        {"factor": 2.0, "original_max_position_embeddings": 7},  # no pair turns often enough
+    ),
+)
+def test_yarn_is_that_of_transformers(rope):
+    rope = {"rope_type": "yarn", "rope_theta": 1e4} | rope
+    config = GptOssConfig(head_dim=64, max_position_embeddings=131072, rope_parameters=dict(rope))
+    frequencies, attention = ROPE_INIT_FUNCTIONS["yarn"](config, "cpu")
+    args = args_from_hf(config.to_dict())
+    got = rope_table(args, 4096, torch.device("cpu"))
+    angles = torch.outer(torch.arange(4096).float(), frequencies)
+    want = torch.cat((angles.cos(), angles.cos(), -angles.sin(), angles.sin()), dim=-1) * attention
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-3)  # of angles up to 4096, in fp32
+    assert args.yarn.attention == pytest.approx(attention) and (got[1] - want[1]).abs().max() < 1e-6
 
 
 def test_sequences_of_a_batch_keep_their_own_positions(family):
@@ -180,12 +260,17 @@ def test_routing_is_that_of_transformers(family):
 def naive_experts(experts: Experts, x: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """Token by token, expert by expert, in fp64."""
     w13, w2 = experts.w13.weight.double(), experts.w2.weight.double()
+    b13, b2 = (0 * w[:, :, 0] if m.bias is None else m.bias.double() for w, m in ((w13, experts.w13), (w2, experts.w2)))
     rows = []
     for token, chosen, scale in zip(x.double(), indices, weights.double(), strict=True):
         y = torch.zeros_like(token)
         for expert, weight in zip(chosen.tolist(), scale, strict=True):
-            gate, up = (w13[expert] @ token).chunk(2)
-            y += weight * (w2[expert] @ (F.silu(gate) * up))
+            gate, up = (w13[expert] @ token + b13[expert]).chunk(2)
+            hidden = F.silu(gate) * up
+            if experts.w13.clamp:
+                gate = torch.minimum(gate, torch.tensor(1.5))
+                hidden = gate / (1 + (-1.7 * gate).exp()) * (1 + torch.minimum(up.abs(), torch.tensor(1.5)) * up.sign())
+            y += weight * (w2[expert] @ hidden + b2[expert])
         rows.append(y)
     return torch.stack(rows)
 
@@ -193,13 +278,21 @@ def naive_experts(experts: Experts, x: torch.Tensor, indices: torch.Tensor, weig
 @settings(max_examples=40, deadline=None)
 @given(
     T=st.integers(1, 40), E=st.integers(1, 12), D=st.integers(1, 6), I=st.integers(1, 6), data=st.data(),
-    seed=st.integers(0, 2**20),
+    seed=st.integers(0, 2**20), biased=st.booleans(), limit=st.sampled_from((None, 1.5)),
 )  # fmt: skip
-def test_experts_equal_a_naive_loop(T, E, D, I, data, seed):
+def test_experts_equal_a_naive_loop(T, E, D, I, data, seed, biased, limit):
     """D and I in units of 8: a grouped product wants rows of whole 16 bytes."""
     A = data.draw(st.integers(1, E))
     args = dataclasses.replace(
-        ARCHITECTURES["Mixtral-8x7B"], dim=8 * D, intermediate=8 * I, n_expert=E, n_active=A, n_layer=1
+        ARCHITECTURES["Mixtral-8x7B"],
+        dim=8 * D,
+        intermediate=8 * I,
+        n_expert=E,
+        n_active=A,
+        n_layer=1,
+        expert_bias=biased,
+        swiglu_limit=limit,
+        swiglu_alpha=1.7,
     )
     generator = torch.Generator().manual_seed(seed)
     experts = Experts(args)
@@ -262,12 +355,26 @@ def test_a_long_prompt_never_gathers_weights():
 
 
 @pytest.mark.parametrize(
-    ("arch", "gigabytes"), (("Mixtral-8x7B", 25.5), ("Qwen3-30B-A3B", 6.08)), ids=lambda value: str(value)
+    ("arch", "gigabytes"),
+    (("Mixtral-8x7B", 25.5), ("Qwen3-30B-A3B", 6.08), ("gpt-oss-20b", 7.217), ("gpt-oss-120b", 10.266)),
+    ids=lambda value: str(value),
 )
 def test_bytes_per_token(arch, gigabytes):
     with torch.device("meta"):
         model = Transformer(ARCHITECTURES[arch]).to(torch.bfloat16)
     assert model.bytes_per_token() / 1e9 == pytest.approx(gigabytes, rel=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("arch", "billions", "gibibytes"), (("gpt-oss-20b", 20.91, 12.8), ("gpt-oss-120b", 116.83, 60.8))
+)
+def test_gpt_oss_is_as_large_as_its_model_card_says(arch, billions, gibibytes):
+    args = ARCHITECTURES[arch]
+    with torch.device("meta"):
+        model = Transformer(args).to(torch.bfloat16)
+    assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(billions, abs=0.005)
+    apply(model, plan(args, "bf16", "mxfp4"))
+    assert sum(p.nbytes for p in model.parameters()) / 2**30 == pytest.approx(gibibytes, abs=0.05)
 
 
 def test_tied_embeddings_are_read_once(make_family):

@@ -22,7 +22,7 @@ import offload
 from benchmark import RandomWeights
 from checkpoint import Checkpoint, Writer
 from generate import embedded_checkpoint, load_model, main
-from model import ModelArgs, Stages, Transformer
+from model import ModelArgs, Stages, Transformer, Yarn
 from offload import COUNTERS, STAGING, Offload, OffloadedExperts, counters
 from packing import FORMATS
 from quantize import plan, quantize
@@ -38,6 +38,10 @@ ARGS = ModelArgs(
     dim=64, n_layer=4, n_head=4, n_kv_head=2, head_dim=16, intermediate=96, n_expert=E, n_active=A, vocab_size=160,
     max_position=64, dense_layers=(1,), dense_intermediate=64, shared_intermediate=64,
 )  # fmt: skip
+GPT_OSS = dataclasses.replace(
+    ARGS, dense_layers=(), dense_intermediate=0, shared_intermediate=0, attention_bias=True, sliding_window=8,
+    full_layers=(1, 3), attention_sinks=True, router_bias=True, expert_bias=True, swiglu_limit=1.0, yarn=Yarn(4.0, 16),
+)  # fmt: skip
 ALL_FORMATS = ("fp32", "bf16", *FORMATS)
 PROMPT = list(range(3, 15))
 pytestmark = pytest.mark.usefixtures("few_threads")
@@ -45,23 +49,23 @@ pytestmark = pytest.mark.usefixtures("few_threads")
 
 @pytest.fixture(scope="module")
 def make(tmp_path_factory):
-    """Format -> a checkpoint with random weights."""
+    """Format, and args other than ARGS -> a checkpoint with random weights."""
     folder = tmp_path_factory.mktemp("offload")
 
     @cache
-    def made(format: str) -> Path:
-        target = folder / f"model_{format}"
+    def made(format: str, *others: ModelArgs) -> Path:
+        args, target = (*others, ARGS)[0], folder / f"model_{format}{len(others) or ''}"
         if format in FORMATS:
             group = None if FORMATS[format].per_row else 32
-            spec = plan(ARGS, format, format, group_size=group, dtype="fp32")
-            return quantize(made("fp32"), spec, target, iterations=0, progress=False)
+            spec = plan(args, format, format, group_size=group, dtype="fp32")
+            return quantize(made("fp32", *others), spec, target, iterations=0, progress=False)
         torch.manual_seed(1)
         with torch.device("meta"):
-            shapes = {name: tensor.shape for name, tensor in Transformer(ARGS).named_parameters()}
+            shapes = {name: tensor.shape for name, tensor in Transformer(args).named_parameters()}
         weights = {n: 1 + 0.2 * torch.randn(s) if len(s) == 1 else torch.randn(s) * s[-1] ** -0.5
                    for n, s in shapes.items()}  # fmt: skip
         dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[format]
-        with Writer(target, dataclasses.asdict(ARGS), {"name": format}) as writer:
+        with Writer(target, dataclasses.asdict(args), {"name": format}) as writer:
             writer.write("all.safetensors", {name: tensor.to(dtype) for name, tensor in weights.items()})
         return target
 
@@ -175,6 +179,22 @@ def test_the_same_bits_and_the_copies_that_the_policy_makes(make, format, policy
         held = sum(p.nbytes for m in model.modules() if isinstance(m, OffloadedExperts) for p in m.experts.parameters())
         all_of_them = sum(p.nbytes for n in LAYERS for p in resident.layers[n].ffn.experts.parameters())
         assert held == all_of_them * slots // E
+
+
+@pytest.mark.parametrize("format", ("fp32", "int8", "mxfp4"))
+def test_biases_come_and_go_with_their_experts(make, format):
+    """gpt-oss: the same bits with any number of slots, single tokens and prompts in waves."""
+    path = make(format, GPT_OSS)
+    resident = load_model(path, "cpu")
+    (want, chosen), biases = run(resident), resident.layers[0].ffn.experts.w13.bias
+    for slots, tier in ((2, "host"), (3, "disk"), (5, "host")):
+        model = load_model(path, "cpu", experts=Offload(slots, prefetch=1, tier=tier))
+        got, routed = run(model)
+        assert all(map(torch.equal, got, want)) and all(map(torch.equal, routed, chosen)), slots
+        offloaded = model.layers[0].ffn.experts
+        for expert, slot in offloaded.cache.slot.items():
+            assert torch.equal(offloaded.experts.w13.bias[slot], biases[expert])
+        assert sum(counts["misses"] for counts in counters(model)) > 0
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float16))

@@ -16,7 +16,9 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from benchmark import RandomWeights
 from generate import load_model, pick_device
+from model import ModelArgs, Yarn
 from session import RANKED, Sampling, Session, largest, sample
 
 GREEDY = Sampling(temperature=0)
@@ -222,6 +224,24 @@ def test_nothing_is_compiled_again_for_another_length(family, monkeypatch):
     assert counts[0] > 0 and len(set(counts)) == 1, dict(zip(lengths, counts, strict=True))
 
 
+@pytest.mark.parametrize("layers", (2, 6))
+def test_layers_with_and_without_a_window_are_two_compiled_blocks(monkeypatch, layers):
+    """However many layers there are: start, two blocks and finish, for a prompt and for a step, and the sampling."""
+    compile = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function, **options: compile(function, backend="eager", **options))
+    args = ModelArgs(
+        dim=32, n_layer=layers, n_head=4, n_kv_head=2, head_dim=16, intermediate=32, n_expert=4, n_active=2,
+        vocab_size=160, max_position=256, sliding_window=8, full_layers=tuple(range(1, layers, 2)),
+        attention_sinks=True, router_bias=True, expert_bias=True, swiglu_limit=7.0, yarn=Yarn(4.0, 64),
+    )  # fmt: skip
+    torch.compiler.reset()
+    counters.clear()
+    session = Session(load_model(RandomWeights(args), "cpu"), 100, compile=True, compile_prefill=True)
+    tokens(session, count=6)
+    assert counters["stats"]["unique_graphs"] == 2 * 4 + 1
+    torch.compiler.reset()
+
+
 @pytest.mark.parametrize(
     ("ids", "count", "words"),
     ((PROMPT, 58, "at most 57 with --max_new_tokens"), ([], 1, "prompt is empty"), (PROMPT, -1, "--max_new_tokens"),
@@ -294,7 +314,7 @@ def check_compiled(directory, dtype=None) -> None:
     assert tokens(session, count=48) == eager
     tokens(session, sampling=Sampling(seed=0))
     before = counters["stats"]["unique_graphs"]
-    kinds = len({type(block.ffn) for block in model.layers})
+    kinds = len({(type(block.ffn), block.attention.window) for block in model.layers})
     # start, finish and each kind of block, for prefill and for decode, and two ways to sample: equal layers share one.
     assert before <= 2 * (2 + kinds) + 2
     for length in range(1, 160, 8):
@@ -356,7 +376,7 @@ def test_many_sessions_of_a_model_can_be_compiled(make_family):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ("qwen2_moe", "qwen3_moe", "olmoe", "granitemoe", "phimoe", "glm4_moe"))
+@pytest.mark.parametrize("name", ("qwen2_moe", "qwen3_moe", "olmoe", "granitemoe", "phimoe", "glm4_moe", "gpt_oss"))
 def test_other_families_compiled(make_family, name):
     counters.clear()
     check_compiled(make_family(name).directory)

@@ -9,7 +9,7 @@ import pytest
 import sentencepiece
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Library
 from transformers import PreTrainedTokenizerFast
 
@@ -398,6 +398,122 @@ def test_chat_is_transformers(qwen, llama, qwen_reference, llama_reference, add_
                 assert text == reference.apply_chat_template(messages, tokenize=False, **options)
                 expected = reference.apply_chat_template(messages, tokenize=True, **options)["input_ids"]
                 assert tokenizer.chat(messages, **options) == expected
+
+
+# In the style of gpt-oss: a macro that calls itself, named arguments, a namespace, dates, tests for kinds of value.
+HARMONY_TEMPLATE = """{%- macro kind(spec, required=false, indent="") -%}
+    {%- if spec.type is defined and spec.type == "array" -%}
+        {{- kind(spec["items"], indent=indent + "  ") + "[]" -}}
+    {%- elif spec.enum is defined and spec.enum is iterable and spec.enum is not string -%}
+        {%- for value in spec.enum -%}
+            {{- value | tojson -}}{%- if not loop.last %} | {% endif -%}
+        {%- endfor -%}
+    {%- elif spec is mapping and spec.properties is defined -%}
+        {{- "{\n" -}}
+        {%- for name, inner in spec.properties.items() -%}
+            {%- set optional = name not in (spec.required or []) -%}
+            {{- indent + "  " + name + ("?" if optional else "") + ": " + kind(inner, not optional, indent + "  ") -}}
+            {{- ",\n" if not loop.last else "\n" -}}
+        {%- endfor -%}
+        {{- indent + "}" -}}
+    {%- else -%}
+        {{- spec.type | default("any", true) -}}
+    {%- endif -%}
+{%- endmacro -%}
+{%- macro identity() -%}
+    {{- "Today: " + strftime_now("%Y-%m-%d") + "\nReasoning: " + (reasoning_effort or "medium") | trim -}}
+{%- endmacro -%}
+{{- "<|start|>system<|message|>" + identity() + "<|end|>" -}}
+{%- if messages[0].role in ["system", "developer"] -%}
+    {%- set instructions, rest = messages[0].content, messages[1:] -%}
+{%- else -%}
+    {%- set instructions, rest = "", messages -%}
+{%- endif -%}
+{%- if instructions or tools -%}
+    {{- "<|start|>developer<|message|>" + instructions -}}
+    {%- for tool in tools or [] -%}
+        {{- "\ntype " + tool.function.name + " = (_: " + kind(tool.function.parameters) + ") => any;" -}}
+    {%- endfor -%}
+    {{- "<|end|>" -}}
+{%- endif -%}
+{%- set last = namespace(call=none) -%}
+{%- for message in rest -%}
+    {%- if message.role == "assistant" and "tool_calls" in message -%}
+        {%- set last.call = message.tool_calls[0].function.name -%}
+        {{- "<|start|>assistant to=functions." ~ last.call ~ "<|channel|>commentary json<|message|>" -}}
+        {{- message.tool_calls[0].function.arguments | tojson + "<|call|>" -}}
+    {%- elif message.role == "assistant" -%}
+        {{- "<|start|>assistant<|channel|>final<|message|>" + message.content + "<|end|>" -}}
+        {%- set last.call = none -%}
+    {%- elif message.role == "tool" -%}
+        {%- if last.call is none -%}{{- raise_exception("a tool answers that was not called") -}}{%- endif -%}
+        {{- "<|start|>functions." + last.call + " to=assistant<|message|>" + message.content | tojson + "<|end|>" -}}
+    {%- else -%}
+        {{- "<|start|>user<|message|>" + message.content + "<|end|>" -}}
+    {%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}<|start|>assistant{%- endif -%}
+"""
+
+
+@pytest.fixture(scope="module")
+def harmony_dir(tmp_path_factory):
+    """Byte-level BPE behind a pattern of its own, as o200k's kind has it, with several tokens that end an answer."""
+    directory = tmp_path_factory.mktemp("harmony")
+    pattern = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}]*[\p{Ll}\p{M}]+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s+(?!\S)|\s+"
+    library = Library(models.BPE(ignore_merges=True))
+    library.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(pattern), behavior="isolated", invert=False),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, trim_offsets=True, use_regex=False),
+        ]
+    )
+    library.decoder = decoders.ByteLevel(add_prefix_space=True, trim_offsets=True, use_regex=True)
+    library.post_processor = processors.ByteLevel(add_prefix_space=True, trim_offsets=False, use_regex=True)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=500, initial_alphabet=alphabet, show_progress=False)
+    library.train_from_iterator(CORPUS, trainer)
+    names = ["startoftext", "endoftext", "return", "start", "end", "message", "channel", "call"]
+    library.add_special_tokens([f"<|{name}|>" for name in names])
+    library.save(str(directory / "tokenizer.json"))
+    write(directory, "tokenizer_config.json", {"bos_token": "<|startoftext|>", "eos_token": "<|return|>"})
+    write(directory, "chat_template.jinja", HARMONY_TEMPLATE)
+    ids = [library.token_to_id(f"<|{name}|>") for name in ("return", "endoftext", "call")]
+    write(directory, "generation_config.json", {"eos_token_id": ids})
+    return directory
+
+
+def test_a_template_with_macros_and_a_namespace_is_transformers(harmony_dir):
+    tokenizer, reference = load_tokenizer(harmony_dir), hugging_face(harmony_dir)
+    parameters = {"type": "object", "required": ["place"], "properties": {
+        "place": {"type": "string"}, "days": {"type": "array", "items": {"enum": ["mon", 2]}},
+        "near": {"type": "object", "properties": {"km": {"type": "number"}}},
+    }}  # fmt: skip
+    tools = [{"type": "function", "function": {"name": "météo", "parameters": parameters}}]
+    call = {"function": {"name": "météo", "arguments": {"place": "<Ulm> & é"}}}
+    messages = [
+        {"role": "developer", "content": "Be short."}, {"role": "user", "content": "Sun <|return|> in Ulm?"},
+        {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": {"sun": True}},
+        {"role": "assistant", "content": "Yes."}, {"role": "user", "content": "And → now?"},
+    ]  # fmt: skip
+    for some, variables in ((messages, {"tools": tools, "reasoning_effort": "high"}), (messages[1:2], {})):
+        text = tokenizer.chat_text(some, **variables)
+        assert text == reference.apply_chat_template(some, tokenize=False, add_generation_prompt=True, **variables)
+        ids, control = tokenizer.chat(some, **variables), tokenizer._vocabulary.control
+        assert control["<|return|>"] not in ids  # which stands in what the user says
+        assert ids.count(control["<|start|>"]) == text.count("<|start|>")
+        assert tokenizer.decode(ids) == re.sub(r"<\|(start|end|message|channel|call)\|>", "", text)
+    assert 'days?: "mon" | 2[]' in tokenizer.chat_text(messages, tools=tools)
+    assert tokenizer.stop_ids == tuple(control[f"<|{name}|>"] for name in ("return", "endoftext", "call"))
+    with pytest.raises(ValueError, match=r"^chat template: a tool answers that was not called$"):
+        tokenizer.chat(messages[3:4])
+
+
+def test_a_pattern_of_its_own_is_transformers(harmony_dir):
+    tokenizer, reference = load_tokenizer(harmony_dir), hugging_face(harmony_dir)
+    for text in (*CORPUS, "It's 1234567 Ωmega-CASE\r\n\n  x = [1]//2", " 👩‍👩‍👧‍👦 e\u0301 "):
+        ids = tokenizer.encode(text)
+        assert ids == reference.encode(text, add_special_tokens=False) and tokenizer.decode(ids) == text
 
 
 def test_sentencepiece_chat_has_one_bos_and_real_end_tokens(sp):

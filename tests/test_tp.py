@@ -25,7 +25,7 @@ import tp
 from benchmark import ARCHITECTURES, RandomWeights, number_format
 from checkpoint import Checkpoint, Writer
 from generate import embedded_checkpoint, load_model
-from model import ExpertLinear, ModelArgs, Transformer
+from model import ExpertLinear, ModelArgs, Transformer, Yarn
 from packing import FORMATS
 from quantize import plan, quantize
 
@@ -41,6 +41,10 @@ FAMILIES = {
     ),
     "qwen2_moe": ModelArgs(
         **COMMON, n_kv_head=4, n_expert=8, n_active=3, norm_topk=False, qkv_bias=True, shared_intermediate=512
+    ),
+    "gpt_oss": ModelArgs(
+        **COMMON, n_kv_head=4, n_expert=8, n_active=2, attention_bias=True, sliding_window=8, full_layers=(1,),
+        attention_sinks=True, router_bias=True, expert_bias=True, swiglu_limit=1.0, yarn=Yarn(4.0, 64),
     ),
     "olmoe": ModelArgs(**COMMON, n_kv_head=8, n_expert=16, n_active=4, qk_norm="full", norm_topk=False, clip_qkv=0.5),
     "granitemoe": ModelArgs(
@@ -235,7 +239,7 @@ def test_parts_are_all_of_the_weights(family, parallel, checkpoints):
         tensors = [part.read(source, name, "cpu") for part in parts]
         whole = source.read("embedding.weight" if name == "head.weight" and FAMILIES[family].tied_embeddings else name)
         assert tensors[0].shape == tensors[1].shape == parameter.shape
-        if name.endswith("wo.bias"):
+        if name.endswith(("wo.bias", *(("w2.bias",) if parallel == "tensor" else ()))):
             assert torch.equal(tensors[0] + tensors[1], whole)
         elif tensors[0].shape == whole.shape:
             assert torch.equal(tensors[0], whole) and torch.equal(tensors[1], whole)
@@ -253,6 +257,7 @@ REFUSALS = {
     "blocks": ("Qwen3-30B-A3B", "fp8b", 4, "tensor",
                "192 rows of a rank are no multiple of the group size 128: start 1, 2, or quantize again with "
                "--group_size 64"),
+    "groups of 32": ("gpt-oss-20b", "mxfp4", 4, "tensor", "720 are no multiple of the group size 32: start 1, 2"),
     "words": ("Qwen3-30B-A3B", "int8", 8, "tensor", "96 are no multiple of the group size 64: start 1, 2, 4"),
 }  # fmt: skip
 
