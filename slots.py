@@ -4,10 +4,19 @@ Counted by the host (`Cache`), or on the device (`DeviceCache`), where a step th
 the same experts. And `fetch`, by which the device itself copies what is missing.
 """
 
+from __future__ import annotations  # the annotations of kernels name triton, which may be absent
+
+from functools import cache
+
 import torch
 from torch import Tensor, nn
 
-import kernels
+from kernels import jit
+
+try:
+    import triton.language as tl
+except ImportError:  # a build of torch without CUDA: then no kernel here is called
+    tl = None
 
 POLICIES = "lru", "lfu"
 
@@ -102,6 +111,57 @@ class DeviceCache(nn.Module):
         self.now.zero_()
 
 
+# Copies that the device decides on -----------------------------------------------------------------------------------
+
+
+@jit
+def _fetch(experts, slots, host, pool, chunks, count, WORDS: tl.constexpr, CHUNK: tl.constexpr, FOURS: tl.constexpr):
+    pair = tl.program_id(1)
+    expert = tl.load(experts + pair)
+    if expert >= 0:
+        slot = tl.load(slots + pair)
+        blob = host.to(tl.pointer_type(tl.int32)) + expert * WORDS
+        for chunk in range(tl.program_id(0), count, tl.num_programs(0)):
+            row = chunks + chunk * 4
+            word, size = tl.arange(0, CHUNK), tl.load(row + 3)
+            source, target = blob + tl.load(row) + word, pool + tl.load(row + 1) + slot * tl.load(row + 2) + word
+            if FOURS:  # every part is whole 16 bytes, which a lane then copies at once
+                size = tl.multiple_of(size, 4)
+                source = tl.max_contiguous(tl.multiple_of(source, 16), 4)
+                target = tl.max_contiguous(tl.multiple_of(target, 16), 4)
+            tl.store(target, tl.load(source, mask=word < size), mask=word < size)
+
+
+CHUNK = 4096  # words of 32 bits that a program copies at a time, by 8 loads of 16 bytes a lane
+FETCHERS = 512  # programs an expert: 8 MB on their way, where the link's bandwidth times its latency is 0.1 MB
+
+
+def fetch_chunks(parts: tuple[int, ...], slots: int) -> list[list[int]]:
+    """What each program copies, in words: its place in a blob, in the pool's first slot, the slots' distance, its size.
+
+    parts: as for `fetch`.
+    """
+    found = []
+    for start, size in zip(parts[::2], parts[1::2], strict=True):
+        start, size = start // 4, size // 4
+        found += [[start + n, slots * start + n, size, min(CHUNK, size - n)] for n in range(0, size, CHUNK)]
+    return found
+
+
+@cache
+def _fetch_chunks(parts: tuple[int, ...], slots: int, device: torch.device) -> Tensor:
+    return torch.tensor(fetch_chunks(parts, slots)).to(device)
+
+
+def fetch_by_kernel(experts: Tensor, slots: Tensor, host: Tensor, pool: Tensor, parts: list[int]) -> None:
+    """`fetch` on a GPU, which reads registered host memory over the link by itself; sizes in multiples of 4."""
+    chunks = _fetch_chunks(tuple(parts), pool.numel() // host.shape[1], pool.device)
+    _fetch[(min(len(chunks), FETCHERS), len(experts))](
+        experts, slots, host.data_ptr(), pool.view(torch.int32), chunks, len(chunks), WORDS=host.shape[1] // 4,
+        CHUNK=CHUNK, FOURS=all(size % 16 == 0 for size in parts[1::2]), num_warps=4,
+    )  # fmt: skip
+
+
 @torch.library.custom_op("moe_fast::fetch", mutates_args=())
 def fetch(experts: Tensor, slots: Tensor, slot_map: Tensor, host: Tensor, pool: Tensor, parts: list[int]) -> Tensor:
     """Copy the blobs host[experts[p]] into slots slots[p] of the pool, none for -1 -> slot_map, once that is done.
@@ -112,7 +172,7 @@ def fetch(experts: Tensor, slots: Tensor, slot_map: Tensor, host: Tensor, pool: 
     Their readers come later since they read the slot_map that is returned, and none of them is from before.
     """
     if pool.is_cuda:
-        kernels.fetch(experts, slots, host, pool, parts)
+        fetch_by_kernel(experts, slots, host, pool, parts)
         return slot_map.clone()
     R = pool.numel() // host.shape[1]
     for expert, slot in zip(experts.tolist(), slots.tolist(), strict=True):

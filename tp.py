@@ -15,7 +15,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-import kernels
+import collective
 import world
 from model import Experts, Linear, ModelArgs, RMSNorm, Transformer
 from packing import FORMATS
@@ -57,14 +57,14 @@ class SplitNorm(nn.Module):
 
 
 class FixedNorm(nn.Module):
-    """The norm before a router, in one way on all ranks, so that all choose the same experts (`kernels.fixed_norm`)."""
+    """The norm before a router, in one way on all ranks, so that all choose alike (`collective.fixed_norm`)."""
 
     def __init__(self, norm: RMSNorm | nn.LayerNorm):
         super().__init__()
         self.weight, self.bias, self.eps = norm.weight, getattr(norm, "bias", None), norm.eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return kernels.fixed_norm(x, self.weight, self.bias, self.eps)
+        return collective.fixed_norm(x, self.weight, self.bias, self.eps)
 
 
 class FixedRouter(nn.Module):
@@ -75,7 +75,7 @@ class FixedRouter(nn.Module):
         self.weight, self.bias = router.weight, router.bias
 
     def forward(self, x: Tensor) -> Tensor:
-        y = kernels.fixed_scores(x, self.weight)
+        y = collective.fixed_scores(x, self.weight)
         return y if self.bias is None else y + self.bias
 
 

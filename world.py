@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import kernels
+import collective
 from checkpoint import pick_device
 
 PULSE = 5.0  # seconds between a rank's signs of life
@@ -58,7 +58,7 @@ class _World:
     answers: int = 0
     last_word: threading.Lock = field(default_factory=threading.Lock)
     buffer: Tensor | None = None  # uint8, in symmetric memory, as the next
-    inbox: tuple[Tensor, Tensor, Tensor] | None = None  # and `peers` and `turns` of `kernels.push_sum`
+    inbox: tuple[Tensor, Tensor, Tensor] | None = None  # and `peers` and `turns` of `collective.push_sum`
     choice: list[tuple[int, str]] = field(default_factory=list)  # up to so many bytes, by this method; rising
 
 
@@ -323,7 +323,7 @@ def sum_over_ranks(method: str, x: Tensor) -> Tensor:
     one-shot every rank adds all parts up, in the order of ranks (PyTorch's `load_and_reduce`), as it does after a push.
     """
     if method == "push":
-        return kernels.push_sum(x, *_world.inbox[1:], _world.rank)
+        return collective.push_sum(x, *_world.inbox[1:], _world.rank)
     if method == "library":
         y = x.clone()
         dist.all_reduce(y, group=_world.group)
@@ -357,7 +357,7 @@ def methods(device: torch.device) -> list[str]:
         symmetric.rendezvous(buffer, _world.group)
         inbox = symmetric.empty(2, size(), LARGEST_PUSH // 4, dtype=torch.int64, device=device).zero_()
         peers = torch.tensor(symmetric.rendezvous(inbox, _world.group).buffer_ptrs, device=device)
-        turns = torch.zeros(LARGEST_PUSH // 4 // kernels.PUSH_BLOCK, dtype=torch.int32, device=device)
+        turns = torch.zeros(LARGEST_PUSH // 4 // collective.PUSH_BLOCK, dtype=torch.int32, device=device)
         torch.cuda.synchronize()
         dist.barrier()  # no one writes before all have cleared
         _world.buffer, _world.inbox = buffer, (inbox, peers, turns)

@@ -29,6 +29,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
+import collective
 import kernels
 import slots
 from model import attend
@@ -255,46 +256,46 @@ def fetch_is_right(sizes: tuple[int, ...]) -> bool:
     experts, places, host, pool, parts = fetch_case(sizes)
     want = pool.clone()
     slots.fetch(experts, places, experts, host, want, parts)
-    kernels.fetch(experts, places, host, pool, parts)
+    slots.fetch_by_kernel(experts, places, host, pool, parts)
     return torch.equal(pool, want)
 
 
 def fetch_code() -> dict[str, int]:
     """Of the copy's machine code: loads and stores of 16 bytes."""
-    kernel, kernels._fetch = kernels._fetch, Launch()
+    kernel, slots._fetch = slots._fetch, Launch()
     experts, places, host, pool, parts = fetch_case(BLOBS[1])
-    kernels.fetch(experts, places, host, pool, parts)
-    launch, kernels._fetch = kernels._fetch, kernel
+    slots.fetch_by_kernel(experts, places, host, pool, parts)
+    launch, slots._fetch = slots._fetch, kernel
     asm = compiled(kernel, launch).asm["sass"]
     return {name: asm.count(name) for name in ("LDG.E.128", "STG.E.128")}
 
 
 def fixed_errors() -> dict[str, float]:
     """Of the norm and the product that are the same on every GPU, against the library's, relative."""
-    kernels._starts_early = lambda x: False
+    collective._starts_early = lambda x: False
     found = {}
     for D, E in ((64, 8), (2048, 128), (2880, 5)):
         x, weight, rows = torch.randn(3, D), torch.randn(D), torch.randn(E, D)
         # The functions behind the operators, without their dispatch by device.
-        got = kernels.fixed_norm._init_fn(x.as_subclass(OnCuda), weight, None, 1e-5).as_subclass(Tensor)
+        got = collective.fixed_norm._init_fn(x.as_subclass(OnCuda), weight, None, 1e-5).as_subclass(Tensor)
         want = torch.nn.functional.rms_norm(x, (D,), weight, 1e-5)
         found[f"norm of {D}"] = ((got - want).norm() / want.norm()).item()
-        got = kernels.fixed_norm._init_fn((x + 1).as_subclass(OnCuda), weight, rows[0], 1e-5).as_subclass(Tensor)
+        got = collective.fixed_norm._init_fn((x + 1).as_subclass(OnCuda), weight, rows[0], 1e-5).as_subclass(Tensor)
         want = torch.nn.functional.layer_norm(x + 1, (D,), weight, rows[0], 1e-5)
         found[f"norm with bias of {D}"] = ((got - want).norm() / want.norm()).item()
-        got = kernels.fixed_scores._init_fn(x[:1].as_subclass(OnCuda), rows).as_subclass(Tensor)
+        got = collective.fixed_scores._init_fn(x[:1].as_subclass(OnCuda), rows).as_subclass(Tensor)
         found[f"{E} scores of {D}"] = ((got - x[:1] @ rows.T).norm() / (x[:1] @ rows.T).norm()).item()
     return found
 
 
 def fixed_code() -> dict[str, dict[str, int]]:
     """Of their machine code, as a GPU of compute capability 9 runs it: waits, starts, stores of spilled registers."""
-    kernels._starts_early, found = lambda x: True, {}
+    collective._starts_early, found = lambda x: True, {}
     x, weight = torch.randn(1, 4096, dtype=torch.bfloat16), torch.randn(8, 4096, dtype=torch.bfloat16)
     for name, arguments in {"fixed_norm": (x, weight[0], None, 1e-5), "fixed_scores": (x, weight)}.items():
-        kernel = getattr(kernels, f"_{name}")
-        setattr(kernels, f"_{name}", launch := Launch())
-        getattr(kernels, name)._init_fn(arguments[0].as_subclass(OnCuda), *arguments[1:])
+        kernel = getattr(collective, f"_{name}")
+        setattr(collective, f"_{name}", launch := Launch())
+        getattr(collective, name)._init_fn(arguments[0].as_subclass(OnCuda), *arguments[1:])
         asm = compiled(kernel, launch).asm["sass"]
         found[name] = {"waits": asm.count("ACQBULK"), "starts": asm.count("PREEXIT"), "spills": asm.count("STL")}
     return found

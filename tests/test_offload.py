@@ -299,34 +299,21 @@ def test_the_device_counts_as_the_host_does(policy):
         assert device.found.tolist() == [hits, misses] and (misses > 0) == (slots < 7)
 
 
-def test_compiled_whole_where_the_device_drives(make):
-    steps = [call for call in calls() if call[0].shape[1] == 1]
-    resident = load_model(make("fp32"), "cpu")
-    model = load_model(make("fp32"), "cpu", experts=Offload(3, policy="lfu", driver="device"))
-    assert not model.host_driven and [model.recordable(n) for n in (1, 2)] == [True, False]
+@pytest.mark.parametrize("settings", (Offload(3, policy="lfu", driver="device"), Offload(2, prefetch=2)))
+def test_compiled_as_in_eager_mode(make, settings):
+    """Whole where the device drives, else up to the host and after it; what is compiled computes the same."""
+    resident, model = load_model(make("fp32"), "cpu"), load_model(make("fp32"), "cpu", experts=settings)
+    assert model.host_driven == (settings.driver is None) and not resident.host_driven
+    assert [model.recordable(tokens) for tokens in (1, 2)] == [True, False]
     stages = Stages(block=model.compile_block(partial(torch.compile, fullgraph=True)))
     for each in (resident, model):
         each.setup_cache(1, 64)
-    for tokens, positions in steps:
-        positions = positions - len(PROMPT)
-        assert (model(tokens, positions, stages=stages) - resident(tokens, positions)).abs().max() < 1e-4
-    assert sum(counts["misses"] for counts in counters(model)) > 0
-
-
-def test_compiled_in_pieces_as_in_eager_mode(make):
-    """Traced whole up to the host and after it; what is compiled computes the same."""
-    steps = [call for call in calls() if call[0].shape[1] == 1]
-    resident = load_model(make("fp32"), "cpu")
-    model = load_model(make("fp32"), "cpu", experts=Offload(2, prefetch=2))
-    assert model.host_driven and not resident.host_driven
-    stages = Stages(block=model.compile_block(partial(torch.compile, fullgraph=True)))
-    for each in (resident, model):
-        each.setup_cache(1, 64)
-    for tokens, positions in steps:
-        positions = positions - len(PROMPT)
-        assert (model(tokens, positions, stages=stages) - resident(tokens, positions)).abs().max() < 1e-4
+    for tokens, positions in calls():
+        if tokens.shape[1] == 1:
+            positions = positions - len(PROMPT)
+            assert (model(tokens, positions, stages=stages) - resident(tokens, positions)).abs().max() < 1e-4
     totals = {name: sum(counts[name] for counts in counters(model)) for name in COUNTERS}
-    assert totals["misses"] > 0 and totals["speculative_hits"] > 0
+    assert totals["misses"] > 0 and (totals["speculative_hits"] > 0) == (settings.prefetch > 0)
 
 
 class Graph:

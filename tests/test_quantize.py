@@ -1065,6 +1065,13 @@ def test_what_is_the_same_on_every_gpu():
         assert counts["waits"] == 1 and counts["starts"] == 1 and counts["spills"] == 0
 
 
+def test_attention_over_an_int8_cache_by_blocks():
+    errors = without_a_gpu("attend", TRITON_INTERPRET="1")
+    assert len(errors) == 3 and all(error < 1e-6 for error in errors.values()), errors
+    for counts in without_a_gpu("attend-compile").values():
+        assert counts["spills"] == 0 and counts["products"] > 0
+
+
 def check_machine_code(found: dict) -> None:
     """Tensor cores with weights from registers where experts have many rows; no spills."""
     for case, counts in found.items():
