@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from model import Block, Experts, RMSNorm, Transformer, realise, top_k
 from quantize import Packed
 from recording import between
-from slots import POLICIES, Cache, DeviceCache, fetch
+from slots import POLICIES, Cache, DeviceCache
 
 TIERS = "host", "disk"
 DRIVERS = "host", "device"
@@ -238,10 +238,8 @@ class OffloadedExperts(nn.Module):
 
     def page(self, expert_indices: Tensor) -> Tensor:
         """Driven by the device: have what is chosen in slots -> slots by expert, int64 [E of all ranks]."""
-        local = expert_indices.flatten() - self.first
-        mine = (local >= 0) & (local < self.total)
-        experts, slots = self.table.place(torch.where(mine, local, 0), mine)
-        slot_map = fetch(experts, slots, self.table.slot, self.host, self.pool, self.sizes)
+        chosen = expert_indices.flatten() - self.first  # others' experts are no numbers of this rank's
+        slot_map = self.table.page(chosen, self.host, self.pool, self.sizes)
         if self.total == self.everyone:
             return slot_map
         others = self.first, self.everyone - self.first - self.total
@@ -511,7 +509,7 @@ def counters(model: Transformer) -> list[dict[str, int]]:
         if isinstance(module, OffloadedExperts):
             found.append(dict(module.counts))
             if module.table:
-                hits, misses = module.table.found.tolist()
+                _, hits, misses = module.table.found.tolist()
                 also = {"hits": hits, "misses": misses, "bytes": misses * module.host.shape[1]}
                 found[-1] |= {name: found[-1][name] + count for name, count in also.items()}
     return found

@@ -1,7 +1,7 @@
 """Which of a layer's E experts are in its R slots, and which one goes when another comes.
 
 Counted by the host (`Cache`), or on the device (`DeviceCache`), where a step then asks nothing of the host: both keep
-the same experts. And `fetch`, by which the device itself copies what is missing.
+the same experts. And `page`, by which the device itself copies what is missing.
 """
 
 from __future__ import annotations  # the annotations of kernels name triton, which may be absent
@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from kernels import jit
 
 try:
+    import triton
     import triton.language as tl
 except ImportError:  # a build of torch without CUDA: then no kernel here is called
-    tl = None
+    triton = None
 
 POLICIES = "lru", "lfu"
 
@@ -46,49 +47,21 @@ class Cache:
 
 
 class DeviceCache(nn.Module):
-    """`Cache` as tensors [E]: a call is arithmetic alone, which compiles to a few kernels and can be recorded."""
+    """`Cache` as tensors: a call asks nothing of the host, and can be recorded."""
 
     def __init__(self, experts: int, slots: int, policy: str, device: torch.device):
         super().__init__()
         self.slots, self.policy = slots, policy
         ids = torch.arange(experts, device=device)
-        self.register_buffer("slot", ids.clamp(max=slots), persistent=False)  # R for one that is not there
-        self.register_buffer("last", ids - experts, persistent=False)  # when it was used; calls begin at 0
-        self.register_buffer("uses", torch.zeros_like(ids), persistent=False)
-        self.register_buffer("now", torch.zeros_like(ids[:1]), persistent=False)
-        self.register_buffer("found", torch.zeros_like(ids[:2]), persistent=False)  # hits, misses
+        self.register_buffer("slot", ids.clamp(max=slots), persistent=False)  # [E], R for one that is not there
+        self.register_buffer("last", ids - experts, persistent=False)  # [E], when it was used; calls begin at 0
+        self.register_buffer("uses", torch.zeros_like(ids), persistent=False)  # [E]
+        self.register_buffer("found", ids.new_zeros(3), persistent=False)  # now, hits, misses
 
-    def place(self, chosen: Tensor, mine: Tensor) -> tuple[Tensor, Tensor]:
-        """Have the experts chosen, int64 [P], in slots -> int64 [P]: those to copy, -1 for none, and where to.
-
-        mine: bool [P], which of them count. No more than R different ones: P <= R is enough. Used are first those that
-        are there, then the others, each in the order in which they were chosen.
-        """
-        order, experts = (
-            torch.arange(len(chosen), device=chosen.device),
-            torch.arange(len(self.slot), device=chosen.device),
-        )
-        before = order < order[:, None]  # [P, P]: q comes before p
-        first = mine & ~((chosen == chosen[:, None]) & mine & before).any(1)
-        here = self.slot[chosen] < self.slots
-        missing = first & ~here
-        turn = (first & (here & ~here[:, None] | (here == here[:, None]) & before)).sum(1)
-        one = first[:, None] & (chosen[:, None] == experts)  # [P, E]
-        needed = one.any(0)
-        # The n-th that is missing takes the slot of the n-th to go.
-        candidate = (self.slot < self.slots) & ~needed
-        worth = self.last if self.policy == "lru" else (self.uses << 40) + self.last
-        rank = (candidate & (worth < worth[:, None])).sum(1)
-        goes = (missing[:, None] & candidate) & (rank == (missing & before).sum(1)[:, None])
-        slot = torch.where(missing, (goes * self.slot).sum(1), self.slot[chosen])
-        self.slot.copy_(
-            torch.where(needed, (one * slot[:, None]).sum(0), torch.where(goes.any(0), self.slots, self.slot))
-        )
-        self.last.copy_(torch.where(needed, self.now + (one * turn[:, None]).sum(0), self.last))
-        self.uses.add_(needed)
-        self.now.add_(len(chosen))
-        self.found.add_(torch.stack(((first & here).sum(), missing.sum())))
-        return torch.where(missing, chosen, -1), slot
+    def page(self, chosen: Tensor, host: Tensor, pool: Tensor, parts: list[int]) -> Tensor:
+        """`page`, of this table."""
+        table = self.slot, self.last, self.uses, self.found
+        return page(chosen, *table, host, pool, parts, self.slots, self.policy)
 
     def read(self) -> Cache:
         """The same as the host counts it."""
@@ -108,10 +81,91 @@ class DeviceCache(nn.Module):
             (self.slot, self.last, self.uses), torch.tensor(table).to(self.slot.device), strict=True
         ):
             tensor.copy_(values)
-        self.now.zero_()
+        self.found[0].zero_()
 
 
-# Copies that the device decides on -----------------------------------------------------------------------------------
+# What the device does ------------------------------------------------------------------------------------------------
+
+
+def place(chosen: Tensor, slot: Tensor, last: Tensor, uses: Tensor, found: Tensor, slots: int,
+          policy: str) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Have the experts chosen, int64 [P], in slots -> int64 [P]: those to copy, -1 for none, and where to.
+
+    slot, last, uses, found: of a DeviceCache. Numbers that are no experts do not count. No more than R different ones:
+    P <= R is enough. Used are first those that are there, then the others, each in the order in which they were chosen.
+    """
+    order, experts = torch.arange(len(chosen)), torch.arange(len(slot))
+    mine = (chosen >= 0) & (chosen < len(slot))
+    chosen = torch.where(mine, chosen, 0)
+    before = order < order[:, None]  # [P, P]: q comes before p
+    first = mine & ~((chosen == chosen[:, None]) & mine & before).any(1)
+    here = slot[chosen] < slots
+    missing = first & ~here
+    turn = (first & (here & ~here[:, None] | (here == here[:, None]) & before)).sum(1)
+    one = first[:, None] & (chosen[:, None] == experts)  # [P, E]
+    needed = one.any(0)
+    # The n-th that is missing takes the slot of the n-th to go.
+    candidate = (slot < slots) & ~needed
+    worth = last if policy == "lru" else (uses << 40) + last
+    rank = (candidate & (worth < worth[:, None])).sum(1)
+    goes = (missing[:, None] & candidate) & (rank == (missing & before).sum(1)[:, None])
+    places = torch.where(missing, (goes * slot).sum(1), slot[chosen])
+    slot.copy_(torch.where(needed, (one * places[:, None]).sum(0), torch.where(goes.any(0), slots, slot)))
+    last.copy_(torch.where(needed, found[0] + (one * turn[:, None]).sum(0), last))
+    uses.add_(needed)
+    found.add_(torch.stack((torch.tensor(len(chosen)), (first & here).sum(), missing.sum())))
+    return torch.where(missing, chosen, -1), places
+
+
+@jit
+def _place(chosen, slot, last, uses, found, experts, places, SLOTS: tl.constexpr, LRU: tl.constexpr, E: tl.constexpr,
+           E2: tl.constexpr, P: tl.constexpr, P2: tl.constexpr):  # fmt: skip
+    """`place` by one program."""
+    p, e = tl.arange(0, P2), tl.arange(0, E2)
+    ids = tl.load(chosen + p, mask=p < P, other=-1)
+    mine = (ids >= 0) & (ids < E)
+    before = p[None, :] < p[:, None]
+    again = tl.max(((ids[:, None] == ids[None, :]) & before).to(tl.int32), 1)
+    first = mine & (again == 0)
+    place = tl.load(slot + ids, mask=mine, other=SLOTS)
+    here = place < SLOTS
+    missing = first & (place == SLOTS)
+    later = here[None, :] & (place == SLOTS)[:, None]
+    turn = tl.sum((first[None, :] & (later | ((here[None, :] == here[:, None]) & before))).to(tl.int64), 1)
+    nth = tl.sum((missing[None, :] & before).to(tl.int32), 1)
+    held = tl.load(slot + e, mask=e < E, other=SLOTS)
+    used, count, now = tl.load(last + e, mask=e < E), tl.load(uses + e, mask=e < E), tl.load(found)
+    one = first[:, None] & (ids[:, None] == e[None, :])
+    needed = tl.max(one.to(tl.int32), 0) > 0
+    left, held_after = (held < SLOTS) & (needed == 0), held
+    worth = used if LRU else (count << 40) + used
+    for n in tl.static_range(min(P, SLOTS)):
+        least = tl.min(tl.where(left, worth, 1 << 62), 0)
+        goes = left & (worth == least) & (n < tl.sum(missing.to(tl.int32), 0))
+        place = tl.where(missing & (nth == n), tl.sum(tl.where(goes, held, 0), 0), place)
+        held_after = tl.where(goes, SLOTS, held_after)
+        left = left & (goes == 0)
+    taken = tl.sum(tl.where(one, place[:, None], 0), 0)
+    tl.store(slot + e, tl.where(needed, taken, held_after), mask=e < E)
+    tl.store(last + e, tl.where(needed, now + tl.sum(tl.where(one, turn[:, None], 0), 0), used), mask=e < E)
+    tl.store(uses + e, count + needed.to(tl.int64), mask=e < E)
+    tl.store(found, now + P)
+    tl.store(found + 1, tl.load(found + 1) + tl.sum((first & here).to(tl.int64), 0))
+    tl.store(found + 2, tl.load(found + 2) + tl.sum(missing.to(tl.int64), 0))
+    tl.store(experts + p, tl.where(missing, ids, -1), mask=p < P)
+    tl.store(places + p, place, mask=p < P)
+
+
+def place_by_kernel(chosen: Tensor, slot: Tensor, last: Tensor, uses: Tensor, found: Tensor, slots: int,
+                    policy: str) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`place` on a GPU: ten small kernels, where the compiler makes it of the above."""
+    experts, places = torch.empty_like(chosen), torch.empty_like(chosen)
+    E, P = len(slot), len(chosen)
+    _place[(1,)](
+        chosen, slot, last, uses, found, experts, places, SLOTS=slots, LRU=policy == "lru", E=E,
+        E2=triton.next_power_of_2(E), P=P, P2=triton.next_power_of_2(P), num_warps=4,
+    )  # fmt: skip
+    return experts, places
 
 
 @jit
@@ -162,26 +216,35 @@ def fetch_by_kernel(experts: Tensor, slots: Tensor, host: Tensor, pool: Tensor, 
     )  # fmt: skip
 
 
-@torch.library.custom_op("moe_fast::fetch", mutates_args=())
-def fetch(experts: Tensor, slots: Tensor, slot_map: Tensor, host: Tensor, pool: Tensor, parts: list[int]) -> Tensor:
-    """Copy the blobs host[experts[p]] into slots slots[p] of the pool, none for -1 -> slot_map, once that is done.
+def fetch(experts: Tensor, slots: Tensor, host: Tensor, pool: Tensor, parts: list[int]) -> None:
+    """Copy the blobs host[experts[p]] into slots slots[p] of the pool, none for -1; experts, slots int64 [P].
 
-    experts, slots: int64 [P]. host: uint8 [E, bytes], registered with CUDA where the pool is a GPU's. parts: where in a
-    blob each part begins and how many bytes it has; in the pool its slots [R, bytes] begin at R times that.
-    The pool is written in place, which the compiler is not told: weights are views of it, and it would copy them all.
-    Their readers come later since they read the slot_map that is returned, and none of them is from before.
+    host: uint8 [E, bytes]. parts: where in a blob each part begins and how many bytes it has; in the pool its slots
+    [R, bytes] begin at R times that.
     """
-    if pool.is_cuda:
-        fetch_by_kernel(experts, slots, host, pool, parts)
-        return slot_map.clone()
     R = pool.numel() // host.shape[1]
     for expert, slot in zip(experts.tolist(), slots.tolist(), strict=True):
         for start, size in zip(parts[::2], parts[1::2], strict=True):
             if expert >= 0:
                 pool[R * start + slot * size :][:size] = host[expert, start : start + size]
-    return slot_map.clone()
 
 
-@fetch.register_fake
-def _(experts: Tensor, slots: Tensor, slot_map: Tensor, host: Tensor, pool: Tensor, parts: list[int]) -> Tensor:
-    return torch.empty_like(slot_map)
+@torch.library.custom_op("moe_fast::page", mutates_args=())
+def page(chosen: Tensor, slot: Tensor, last: Tensor, uses: Tensor, found: Tensor, host: Tensor, pool: Tensor,
+         parts: list[int], slots: int, policy: str) -> Tensor:  # fmt: skip
+    """`place`, then `fetch` -> the slot of each expert [E], once what it had to copy is there.
+
+    host: registered with CUDA where the pool is a GPU's. The table and the pool are written in place, which the
+    compiler is not told: weights are views of the pool, and it would copy them all. Their readers come later since they
+    read the slots that are returned, and none of them is from before.
+    """
+    by_kernel = pool.is_cuda
+    experts, places = (place_by_kernel if by_kernel else place)(chosen, slot, last, uses, found, slots, policy)
+    (fetch_by_kernel if by_kernel else fetch)(experts, places, host, pool, parts)
+    return slot.clone()  # by a kernel that waits for the copies, so that those after it need not
+
+
+@page.register_fake
+def _(chosen: Tensor, slot: Tensor, last: Tensor, uses: Tensor, found: Tensor, host: Tensor, pool: Tensor,
+      parts: list[int], slots: int, policy: str) -> Tensor:  # fmt: skip
+    return torch.empty_like(slot)
