@@ -81,6 +81,19 @@ ARCHITECTURES = {
         vocab_size=151552, max_position=131072, rope_theta=1e6, qkv_bias=True, dense_layers=(0,),
         dense_intermediate=10944, shared_intermediate=1408, shared_gated=False, scoring="sigmoid", rotary_dim=64,
     ),
+    "DeepSeek-V2-Lite": ModelArgs(
+        dim=2048, n_layer=27, n_head=16, n_kv_head=1, head_dim=192, intermediate=1408, n_expert=64, n_active=6,
+        vocab_size=102400, max_position=163840, norm_eps=1e-6, norm_topk=False, dense_layers=(0,),
+        dense_intermediate=10944, shared_intermediate=2816, shared_gated=False, rotary_dim=64,
+        attention_scale=192**-0.5 * (0.0707 * math.log(40) + 1) ** 2, yarn=Yarn(40.0, 4096), kv_rank=512, value_dim=128,
+    ),
+    "DeepSeek-V3": ModelArgs(
+        dim=7168, n_layer=61, n_head=128, n_kv_head=1, head_dim=192, intermediate=2048, n_expert=256, n_active=8,
+        vocab_size=129280, max_position=163840, norm_eps=1e-6, dense_layers=(0, 1, 2), dense_intermediate=18432,
+        shared_intermediate=2048, shared_gated=False, scoring="sigmoid", routed_scale=2.5, rotary_dim=64,
+        attention_scale=192**-0.5 * (0.1 * math.log(40) + 1) ** 2, yarn=Yarn(40.0, 4096), n_group=8, n_active_group=4,
+        kv_rank=512, q_rank=1536, value_dim=128,
+    ),
     "TinyMistral-6x248M": ModelArgs(
         dim=1024, n_layer=12, n_head=32, n_kv_head=8, head_dim=32, intermediate=4096, n_expert=6, n_active=2,
         vocab_size=32005, max_position=32768, norm_eps=1e-6,
@@ -347,6 +360,7 @@ def measure(args: ModelArgs, options: argparse.Namespace, ceiling: float) -> dic
 def sweep(args: ModelArgs, options: argparse.Namespace, ceiling: float) -> dict:
     """Measure each of EXPERTS at the model's A, then each of ACTIVE at its E, as far as memory holds them."""
     rows, result = [], {}
+    args = dataclasses.replace(args, n_group=1, n_active_group=1)  # few experts could not stand in them
     pairs = [(n_expert, args.n_active) for n_expert in EXPERTS] + [(args.n_expert, n_active) for n_active in ACTIVE]
     for n_expert, n_active in dict.fromkeys(pair for pair in pairs if pair[1] <= pair[0]):
         try:
@@ -372,6 +386,7 @@ def hf_config(args: ModelArgs) -> dict:
     kind = "qwen2_moe" if args.shared_intermediate else PEER_TYPES[args.qk_norm]
     kind = "granitemoe" if args.attention_scale else "phimoe" if args.layer_norm else kind
     kind = "glm4_moe" if args.scoring == "sigmoid" else "gpt_oss" if args.attention_sinks else kind
+    kind = {"sigmoid": "deepseek_v3", "softmax": "deepseek_v2"}[args.scoring] if args.kv_rank else kind
     config = {
         "model_type": kind, "vocab_size": args.vocab_size, "hidden_size": args.dim, "num_hidden_layers": args.n_layer,
         "num_attention_heads": args.n_head, "num_key_value_heads": args.n_kv_head, "head_dim": args.head_dim,
@@ -386,7 +401,7 @@ def hf_config(args: ModelArgs) -> dict:
         "use_sliding_window": args.sliding_window is not None, "sliding_window": args.sliding_window,
         "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
     }  # fmt: skip
-    if kind in ("granitemoe", "phimoe", "glm4_moe"):
+    if kind in ("granitemoe", "phimoe", "glm4_moe", "deepseek_v2", "deepseek_v3"):
         for name in ("num_experts", "qkv_bias", "shared_expert_intermediate_size", "mlp_only_layers"):
             del config[name]
     rope = config["rope_parameters"]
@@ -411,6 +426,17 @@ def hf_config(args: ModelArgs) -> dict:
             "use_qk_norm": args.qk_norm == "head", "routed_scaling_factor": args.routed_scale,
             "num_nextn_predict_layers": 0,
         }  # fmt: skip
+    if args.kv_rank:
+        config |= {
+            "n_routed_experts": args.n_expert, "n_shared_experts": args.shared_intermediate // args.intermediate,
+            "first_k_dense_replace": len(args.dense_layers), "routed_scaling_factor": args.routed_scale,
+            "num_nextn_predict_layers": 0, "num_key_value_heads": args.n_head, "n_group": args.n_group,
+            "topk_group": args.n_active_group, "kv_lora_rank": args.kv_rank, "q_lora_rank": args.q_rank,
+            "qk_nope_head_dim": args.head_dim - args.rotary_dim, "qk_rope_head_dim": args.rotary_dim,
+            "v_head_dim": args.value_dim, "head_dim": args.rotary_dim,
+        }  # fmt: skip
+        if kind == "deepseek_v2":
+            config["topk_method"] = "greedy" if args.n_group == 1 else "group_limited_greedy"
     if kind == "gpt_oss":
         kinds = ["sliding_attention" if args.window(layer) else "full_attention" for layer in range(args.n_layer)]
         config |= {"layer_types": kinds, "swiglu_limit": args.swiglu_limit, "swiglu_alpha": args.swiglu_alpha}
@@ -420,6 +446,9 @@ def hf_config(args: ModelArgs) -> dict:
             "beta_fast": yarn.beta_fast, "beta_slow": yarn.beta_slow, "truncate": yarn.truncate,
             "attention_factor": yarn.attention,
         }  # fmt: skip
+    if args.kv_rank and args.yarn and args.attention_scale:  # what its mscale_all_dim was
+        magnitude = (args.attention_scale * args.head_dim**0.5) ** 0.5
+        rope["mscale_all_dim"] = round((magnitude - 1) / (0.1 * math.log(args.yarn.factor)), 6)
     if args_from_hf(config) != args:
         raise ValueError(f"--peer hf: transformers' {kind} cannot have these args: leave --peer out")
     return config

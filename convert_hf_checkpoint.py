@@ -52,8 +52,11 @@ class Family:
     rope: dict = field(default_factory=dict)  # likewise its rope parameters
     rope_types: tuple[str, ...] = ("default",)  # rows of ROPES
     quantised: tuple[str, ...] = ("fp8",)  # rows of PUBLISHED
+    choices: tuple[str, ...] = ()  # what topk_method may be, the first where it is not given
 
 
+# Fields of ModelArgs that are the same wherever attention is latent.
+LATENT = dict(qk_norm="none", clip_qkv=None, sliding_window=None, attention_bias=False, shared_gated=False, n_kv_head=1)
 FAMILIES = {
     "MixtralForCausalLM": Family(
         model_type="mixtral",
@@ -136,6 +139,34 @@ FAMILIES = {
         renames=((".mlp.shared_experts.", ".mlp.shared_expert."),),
         keys=(("n_routed_experts", "num_experts"), ("attention_bias", "qkv_bias")),  # there is none of the output
     ),
+    "DeepseekV2ForCausalLM": Family(
+        model_type="deepseek_v2",
+        defaults=dict(vocab_size=102400, hidden_size=4096, num_hidden_layers=32, max_position_embeddings=2048)
+        | dict(num_attention_heads=32, rope_theta=1e4, rms_norm_eps=1e-6, bos_token_id=1, eos_token_id=2)
+        | dict(n_routed_experts=64, moe_intermediate_size=1407, intermediate_size=11008, n_shared_experts=2)
+        | dict(first_k_dense_replace=0, routed_scaling_factor=1.0, n_group=None, topk_group=None)
+        | dict(kv_lora_rank=512, q_lora_rank=1536, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
+        | dict(num_experts_per_tok=None),
+        fixed=LATENT | dict(norm_topk=False),
+        renames=((".mlp.shared_experts.", ".mlp.shared_expert."),),
+        keys=(("n_routed_experts", "num_experts"),),
+        rope_types=("default", "yarn"),
+        choices=("greedy", "group_limited_greedy"),
+    ),
+    "DeepseekV3ForCausalLM": Family(
+        model_type="deepseek_v3",
+        defaults=dict(vocab_size=129280, hidden_size=7168, num_hidden_layers=61, max_position_embeddings=4096)
+        | dict(num_attention_heads=128, num_key_value_heads=128, rope_theta=1e4, rms_norm_eps=1e-6, bos_token_id=0)
+        | dict(n_routed_experts=256, num_experts_per_tok=8, moe_intermediate_size=2048, intermediate_size=18432)
+        | dict(n_shared_experts=1, first_k_dense_replace=3, routed_scaling_factor=2.5, n_group=8, topk_group=4)
+        | dict(kv_lora_rank=512, q_lora_rank=1536, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
+        | dict(norm_topk_prob=True, eos_token_id=1, num_nextn_predict_layers=1),
+        fixed=LATENT | dict(scoring="sigmoid"),
+        renames=((".mlp.shared_experts.", ".mlp.shared_expert."),),
+        keys=(("n_routed_experts", "num_experts"),),
+        rope_types=("default", "yarn"),
+        choices=("noaux_tc",),
+    ),
     "GptOssForCausalLM": Family(
         model_type="gpt_oss",
         defaults=dict(vocab_size=201088, hidden_size=2880, num_hidden_layers=36, max_position_embeddings=131072)
@@ -167,7 +198,8 @@ ONLY = {
     **dict(use_qkv_bias=False, shared_expert_intermediate_size=0, n_shared_experts=0, shared_intermediate_size=0),
     **dict(use_qk_norm=False, first_k_dense_replace=0, num_nextn_predict_layers=0, scoring_func="softmax"),
     **dict(embedding_multiplier=1, attention_multiplier=None, residual_multiplier=1, logits_scaling=1),
-    **dict(routed_scaling_factor=1, n_group=1, topk_group=1, lm_head_bias=False),
+    **dict(routed_scaling_factor=1, n_group=1, topk_group=1, lm_head_bias=False, rope_interleave=True),
+    **dict(moe_layer_freq=1, kv_lora_rank=None),
 }
 
 # The keys of the rope parameters by their type, and what an absent one means.
@@ -262,14 +294,27 @@ def args_from_hf(config: dict) -> ModelArgs:
         refuse("rope_type", f"only {' and '.join(map(repr, family.rope_types))} can be run")
     keys = ROPES[c["rope_type"]]
     c = keys | c | {key: rope[key] for key in keys if rope.get(key) is not None}
-    for key, value in ONLY.items():
+    for key, value in (ONLY | {"scoring_func": family.fixed.get("scoring", "softmax")}).items():
         if key not in family.defaults and given.get(key, value) != value:
             refuse(key, f"only {value!r} is")
     heads = integer("num_attention_heads")
     c.setdefault("num_key_value_heads", heads)
+    c.setdefault("topk_method", family.choices[0] if family.choices else None)
     if heads % integer("num_key_value_heads"):
         refuse("num_key_value_heads", f"it must divide num_attention_heads = {heads}")
     dim = integer("hidden_size")
+    latent = "kv_lora_rank" in family.defaults
+    if latent:
+        if c["num_key_value_heads"] != heads:
+            refuse("num_key_value_heads", f"with latent attention, only num_attention_heads = {heads} is")
+        for key in ("attention_bias",) if "norm_topk" not in family.fixed else ("attention_bias", "norm_topk_prob"):
+            if flag(key):
+                refuse(key, "only False is")
+        c["head_dim"] = integer("qk_nope_head_dim") + integer("qk_rope_head_dim")
+        if c["qk_rope_head_dim"] % 2:
+            refuse("qk_rope_head_dim", "it must be even to be rotated")
+        if integer("v_head_dim") > c["head_dim"]:
+            refuse("v_head_dim", f"queries have {c['head_dim']}")
     if "head_dim" not in c and dim % heads:
         refuse("hidden_size", f"without a head_dim, it must be a multiple of num_attention_heads = {heads}")
     c.setdefault("head_dim", dim // heads)
@@ -297,7 +342,9 @@ def args_from_hf(config: dict) -> ModelArgs:
     dense = tuple(layer for layer in range(n_layer) if layer < first or layer in dense or (layer + 1) % step)
     count("num_nextn_predict_layers", limit=4096)  # the tensors of these are left out
     turning = int(number("partial_rotary_factor") * c["head_dim"])
-    if turning < 2 or turning % 2 or c["head_dim"] % turning:
+    if latent:
+        turning = c["qk_rope_head_dim"]
+    elif turning < 2 or turning % 2 or c["head_dim"] % turning:
         refuse("partial_rotary_factor", f"an even divisor of head_dim = {c['head_dim']} is needed")
     yarn, factors = None, ()
     if c["rope_type"] == "longrope":
@@ -321,6 +368,16 @@ def args_from_hf(config: dict) -> ModelArgs:
         refuse("num_experts_per_tok", "it must be 2 for SparseMixer")
     if "n_shared_experts" in family.defaults:
         c["shared_expert_intermediate_size"] = count("n_shared_experts") * integer(width)
+    if family.choices and c["topk_method"] not in family.choices:
+        refuse("topk_method", f"only {' and '.join(map(repr, family.choices))} can be run")
+    groups = active_groups = 1
+    if c["topk_method"] in ("group_limited_greedy", "noaux_tc"):
+        groups, active_groups = integer("n_group"), integer("topk_group")
+        members, rest = divmod(c["num_experts"], groups)
+        if rest or members < 2:
+            refuse("n_group", f"groups of at least two of {c['num_experts']} experts are needed")
+        if active_groups > groups or c["num_experts_per_tok"] > members * active_groups:
+            refuse("topk_group", f"there are {groups} groups of {members} experts")
     kind = "sliding_attention" if windowed else "full_attention"
     kinds = c["layer_types"] or list(family.layer_types) * n_layer
     known = (kind, "full_attention") if family.layer_types else (kind,)
@@ -365,9 +422,18 @@ def args_from_hf(config: dict) -> ModelArgs:
         rope_scale=number("short_mscale") if factors else 1.0,
         full_layers=full,
         yarn=yarn,
+        n_group=groups,
+        n_active_group=active_groups,
     )
     if "swiglu_limit" in family.defaults:
         fields |= {key: number(key) for key in ("swiglu_limit", "swiglu_alpha")}
+    if latent:
+        fields |= dict(kv_rank=integer("kv_lora_rank"), value_dim=c["v_head_dim"])
+        if config.get("q_lora_rank", True) is not None:  # null does not stand for absence here
+            fields["q_rank"] = integer("q_lora_rank")
+        if yarn and c["mscale_all_dim"]:
+            magnitude = yarn_magnitude(yarn.factor, number("mscale_all_dim"))
+            fields["attention_scale"] = c["head_dim"] ** -0.5 * magnitude**2
     return ModelArgs(**fields | family.fixed)
 
 
@@ -379,6 +445,7 @@ class Sources:
 
     def __init__(self, directory: Path, renames: tuple[tuple[str, str], ...]):
         self.directory, self.renames = directory, renames
+        self.unpacked: dict[str, int] = {}  # weights in fp8 that are read as numbers: the rows and columns of a block
         self.tensors: dict[str, tuple[Shard, str]] = {}  # shared name: the file, and the name in that file
         files, weight_map = weight_files(directory)
         shards = {file: Shard(directory / file) for file in files}
@@ -415,7 +482,12 @@ class Sources:
     def read(self, name: str) -> Tensor:
         """The tensor, mapped from its file."""
         shard, original = self.tensors[name]
-        return shard.read(original)
+        tensor = shard.read(original)
+        if name in self.unpacked:
+            (rows, width), block = tensor.shape, self.unpacked[name]
+            scale = self.read(name + SCALE).float().repeat_interleave(block, 0).repeat_interleave(block, 1)
+            tensor = tensor.float() * scale[:rows, :width]
+        return tensor
 
     def check(self, name: str, shape: tuple[int, ...], due: torch.dtype | None = None):
         """ValueError unless the tensor is there with this shape, of that dtype if it is none of PLAIN_DTYPES."""
@@ -423,6 +495,9 @@ class Sources:
             raise ValueError(f"{self.directory}: the tensor {self.original(name)} is missing; fetch its file again")
         shard, original = self.tensors[name]
         found, dtype = shard.tensors[original]
+        if name in self.unpacked:
+            due, block = torch.float8_e4m3fn, self.unpacked[name]
+            self.check(name + SCALE, tuple(-(-n // block) for n in shape))
         if dtype not in (PLAIN_DTYPES if due in (None, *PLAIN_DTYPES) else (due,)):
             what = f"{shard.path}: {original} has dtype {str(dtype).removeprefix('torch.')}"
             if due == torch.float8_e4m3fn:
@@ -485,7 +560,15 @@ class Recipe(NamedTuple):
 
 
 WHOLE = ()
-PACKABLE = ".wqkv.weight", ".wo.weight", ".w13.weight", ".w2.weight", "head.weight"  # what may stay as it was quantised
+PACKABLE = (
+    ".wqkv.weight",
+    ".wq.weight",
+    ".wo.weight",
+    ".w13.weight",
+    ".w2.weight",
+    "head.weight",
+)  # what may stay as it was quantised
+UNPACKED = ".wkv"  # what becomes 16 bits then: latent attention multiplies with it along either axis
 SCALE = "_scale_inv"  # after the name of a weight in fp8: that of its scales, by which codes are multiplied
 LARGEST_EXPONENT = 252  # an e8m0 scale with which every e2m1 number is a finite one of fp32
 
@@ -500,7 +583,9 @@ def block_recipes(ours: str, recipe: Recipe, sources: Sources, format: str) -> d
     """A weight's recipe -> those of its codes and scales, where theirs are in fp8 with a scale for each block."""
     group, path = FORMATS[format].group, ours.removesuffix(".weight")
     shape, dtype = FORMATS[format].layout(recipe.shape, group)["scale"]
-    scales = {}
+    make, scales, rows = recipe.make or (lambda t: t), {}, torch.arange(recipe.shape[-2]).unsqueeze(1)
+    if not torch.equal(make(rows) // group, rows // group):
+        raise ValueError(f"{ours}: rows would leave their blocks of {group}; fetch the original bf16 checkpoint")
     for name, place in recipe.parts.items():
         sizes = part_shape(recipe.shape, place)
         begin = next((at.start for at in place if isinstance(at, slice)), 0)
@@ -512,7 +597,7 @@ def block_recipes(ours: str, recipe: Recipe, sources: Sources, format: str) -> d
         )
     return {
         f"{path}.codes": recipe._replace(
-            make=lambda t: in_words(t, group),
+            make=lambda t: in_words(make(t), group),
             dtype=torch.float8_e4m3fn,
             finite=lambda t: not ((t.view(torch.uint8) & 0x7F) == 0x7F).any(),
         ),
@@ -549,6 +634,38 @@ def interleaved_recipes(args: ModelArgs, packed: bool) -> dict[str, tuple]:
     )
 
 
+def in_half_pairs(t: Tensor, width: int, turning: int) -> Tensor:
+    """Heads' rows [heads * width, ...], the last `turning` of each rotated in pairs of neighbours -> half with half."""
+    still, turned = t.unflatten(0, (-1, width)).split((width - turning, turning), dim=1)
+    turned = turned.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
+    return torch.cat((still, turned), dim=1).flatten(0, 1)
+
+
+def latent_recipes(args: ModelArgs) -> dict[str, tuple]:
+    """A layer's latent attention: what is of a position in wqkv, what is of each head in wq and wkv."""
+    D, H, C, R, r = args.dim, args.n_head, args.head_dim, args.rotary_dim, args.kv_rank
+    begin, made = args.q_rank or H * C, args.head_dim - R + args.value_dim
+    q, kv = slice(0, begin), slice(begin, begin + r + R)
+
+    def turn(t: Tensor) -> Tensor:
+        first = t[:begin] if args.q_rank else in_half_pairs(t[:begin], C, R)
+        return torch.cat((first, in_half_pairs(t[begin:], r + R, R)))
+
+    parts = {f"self_attn.{'q_a' if args.q_rank else 'q'}_proj.weight": (q,)}
+    parts["self_attn.kv_a_proj_with_mqa.weight"] = (kv,)
+    table = {
+        "attention.wqkv.weight": ((begin + r + R, D), parts, turn),
+        "attention.kv_norm.weight": ((r,), {"self_attn.kv_a_layernorm.weight": WHOLE}),
+        "attention.wkv": ((H * made, r), {"self_attn.kv_b_proj.weight": WHOLE}, lambda t: t.unflatten(0, (H, made))),
+        "attention.wo.weight": ((D, H * args.value_dim), {"self_attn.o_proj.weight": WHOLE}),
+    }
+    if args.q_rank:
+        table["attention.q_norm.weight"] = (args.q_rank,), {"self_attn.q_a_layernorm.weight": WHOLE}
+        wq = {"self_attn.q_b_proj.weight": WHOLE}
+        table["attention.wq.weight"] = (H * C, args.q_rank), wq, lambda t: in_half_pairs(t, C, R)
+    return table
+
+
 def layer_recipes(args: ModelArgs, layer: int, fused: bool, packed: bool = False) -> dict[str, Recipe]:
     """The recipes of one layer; `fused` if the source holds all experts of a layer in one tensor, `packed` in MXFP4."""
     D, C, E, I = args.dim, args.head_dim, args.n_expert, args.intermediate
@@ -559,7 +676,7 @@ def layer_recipes(args: ModelArgs, layer: int, fused: bool, packed: bool = False
         "attention.wqkv.weight": ((q + 2 * kv, D), {f"self_attn.{x}_proj.weight": (rows,) for x, rows in qkv.items()}),
         "attention.wo.weight": ((D, q), {"self_attn.o_proj.weight": WHOLE}),
         "ffn_norm.weight": ((D,), {"post_attention_layernorm.weight": WHOLE}),
-    }
+    } | (latent_recipes(args) if args.kv_rank else {})
     if args.layer_norm:
         table["attention_norm.bias"] = (D,), {"input_layernorm.bias": WHOLE}
         table["ffn_norm.bias"] = (D,), {"post_attention_layernorm.bias": WHOLE}
@@ -639,7 +756,11 @@ def plan(args: ModelArgs, sources: Sources, published: str | None = None) -> tup
     def add(file: str, recipes: dict[str, Recipe]):
         files[file] = {}
         for ours, recipe in recipes.items():
-            blocks = published and FORMATS[published].blocks and ours.endswith(PACKABLE) and sources.in_fp8(recipe)
+            blocks = published and FORMATS[published].blocks and sources.in_fp8(recipe)
+            if blocks and ours.endswith(UNPACKED):
+                sources.unpacked |= dict.fromkeys(recipe.parts, FORMATS[published].group)
+                used.update(name + SCALE for name in recipe.parts)
+            blocks = blocks and ours.endswith(PACKABLE)
             files[file] |= block_recipes(ours, recipe, sources, published) if blocks else {ours: recipe}
         for ours, recipe in files[file].items():
             if ours.endswith(".codes"):

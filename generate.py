@@ -6,6 +6,7 @@ Also a library: `load_model`, `generate`. How a token is made stands in model.py
 import argparse
 import io
 import json
+import math
 import os
 import re
 import resource
@@ -30,7 +31,7 @@ import world
 from checkpoint import FORMAT_VERSION, Checkpoint, pick_device
 from command import Parser
 from convert_hf_checkpoint import convert
-from model import BLOCK, ModelArgs, Transformer
+from model import BLOCK, HEADS, ModelArgs, Transformer
 from offload import Offload
 from quantize import DTYPES, KV_CACHES, Packed, model_args
 from session import PREFILL_CHUNK, Sampling, Session
@@ -509,9 +510,11 @@ def plan_offload(options: argparse.Namespace, part: ModelArgs, itemsize: int, le
     attention makes of it, and for each expert of each token its rows of x, w13's, SwiGLU's and w2's results.
     """
     tokens = max(min(options.prefill_chunk, length), batch)
-    heads = (part.n_head + 2 * part.n_kv_head) * part.head_dim
-    row = 4 * part.dim + 2 * heads + part.n_active * 3 * (part.intermediate + part.dim)
-    cache = 2 * part.n_layer * batch * part.n_kv_head * (length + BLOCK) * part.head_dim * itemsize
+    kept = math.prod(part.kept)
+    row = 4 * part.dim + 2 * (part.n_head * part.head_dim + kept) + part.n_active * 3 * (part.intermediate + part.dim)
+    cache = part.n_layer * batch * (length + BLOCK) * kept * itemsize
+    if part.kv_rank:  # the keys and values that a chunk's queries see, made and put together
+        cache += 5 * min(part.n_head, HEADS) * length * part.head_dim * itemsize
     reserve = cache + tokens * row * itemsize + batch * part.vocab_size * 16
     memory = None if options.gpu_memory is None else parse_size(options.gpu_memory)
     return Offload(

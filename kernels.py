@@ -513,3 +513,74 @@ def _attend_int8_fake(q: Tensor, codes: Tensor, scales: Tensor, positions: Tenso
     M = max(16, triton.next_power_of_2(H // K * Q))
     y = q.new_empty(B, K, max(1, 256 // (B * K)), M, C, dtype=torch.float32)  # parts: two for each SM
     return y, y.new_empty(*y.shape[:-1], 2)
+
+
+@jit
+def _attend_latent(q, kv, scales, positions, y, sums, S: tl.constexpr, H: tl.constexpr, C: tl.constexpr,
+                   R: tl.constexpr, Q: tl.constexpr, INT8: tl.constexpr, M: tl.constexpr,
+                   BLOCK: tl.constexpr):  # fmt: skip
+    # A program has M of one sequence's Q * H rows of queries, and every so manieth block of the positions they see.
+    sequence, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    row, c, r = tl.program_id(2) * M + tl.arange(0, M), tl.arange(0, C), tl.arange(0, R)
+    present = row < Q * H
+    at = tl.load(positions + sequence * Q + row // H, mask=present, other=0)
+    last = tl.load(positions + sequence * Q + Q - 1)
+    of_row = q + (sequence * Q * H + row)[:, None] * (C + R)
+    queries = tl.load(of_row + c[None, :], mask=present[:, None], other=0.0)
+    turned = tl.load(of_row + C + r[None, :], mask=present[:, None], other=0.0)
+    largest, total = tl.full([M], float("-inf"), tl.float32), tl.zeros([M], tl.float32)
+    found = tl.zeros([M, C], tl.float32)
+    for block in range(part, last // BLOCK + 1, parts):
+        key = block * BLOCK + tl.arange(0, BLOCK)
+        of_key = kv + (sequence * S + key)[:, None] * (C + R)
+        latent = tl.load(of_key + c[None, :]).to(queries.dtype)
+        scores = tl.dot(queries, tl.trans(latent))
+        scores = tl.dot(turned, tl.trans(tl.load(of_key + C + r[None, :]).to(queries.dtype)), scores)
+        scores *= (C + R) ** -0.5
+        if INT8:
+            scale = tl.load(scales + sequence * S + key).to(tl.float32)[None, :]
+            scores *= scale
+        scores = tl.where(at[:, None] >= key[None, :], scores, float("-inf"))
+        now = tl.maximum(largest, tl.max(scores, 1))
+        base = tl.where(now == float("-inf"), 0.0, now)
+        weights, kept = tl.exp(scores - base[:, None]), tl.exp(largest - base)
+        total, largest = total * kept + tl.sum(weights, 1), now
+        if INT8:
+            weights *= scale
+        found = found * kept[:, None] + tl.dot(weights.to(queries.dtype), latent)
+    line = ((sequence * parts + part) * tl.num_programs(2) + tl.program_id(2)) * M + tl.arange(0, M)
+    tl.store(y + line[:, None] * C + c[None, :], found)
+    tl.store(sums + line * 2, largest)
+    tl.store(sums + line * 2 + 1, total)
+
+
+@torch.library.custom_op("moe_fast::attend_latent", mutates_args=())
+def attend_latent(q: Tensor, kv: Tensor, scales: Tensor | None, positions: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """Queries [B, Q, H, r + R] at rising positions [B, Q] over kv [1, B, 1, S, r + R], whose first r are values too.
+
+    scales: [1, B, 1, S, 1] of an int8 kv. -> fp32 [B, parts, rows, r], and [.., rows, 2] of the largest score and the
+    sum of exp(score less that), as `attend_int8`; row q * H + h, others are undefined. Only blocks in use are read,
+    once for up to 32 rows. r and R are powers of two from 16 on, S a multiple of 32.
+    """
+    (B, Q, H, C), S = q.shape, kv.shape[3]
+    y, sums = _attend_latent_fake(q, kv, scales, positions, rank)
+    M = latent_rows(Q * H)
+    _attend_latent[(B, y.shape[1], y.shape[2] // M)](
+        q.contiguous(), kv, kv if scales is None else scales, positions.contiguous(), y, sums, S=S, H=H, C=rank,
+        R=C - rank, Q=Q, INT8=scales is not None, M=M, BLOCK=32 if kv.element_size() < 4 else 16,
+        num_warps=8, num_stages=2,
+    )  # fmt: skip
+    return y, sums
+
+
+def latent_rows(rows: int) -> int:
+    """How many of so many rows of queries a program has."""
+    return min(32, max(16, triton.next_power_of_2(rows)))
+
+
+@attend_latent.register_fake
+def _attend_latent_fake(q: Tensor, kv: Tensor, scales: Tensor | None, positions: Tensor, rank: int):
+    (B, Q, H, _), M = q.shape, latent_rows(q.shape[1] * q.shape[2])
+    programs = -(-Q * H // M)
+    y = q.new_empty(B, max(1, 256 // (B * programs)), programs * M, rank, dtype=torch.float32)
+    return y, y.new_empty(*y.shape[:-1], 2)

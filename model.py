@@ -1,4 +1,4 @@
-"""A Mixture-of-Experts transformer for decoding: Mixtral, Qwen3-MoE, OLMoE, gpt-oss are settings of this one model.
+"""A Mixture-of-Experts transformer for decoding: Mixtral, Qwen3-MoE, DeepSeek, gpt-oss are settings of this one model.
 
 Shapes, here and in every comment of the project:
 
@@ -70,7 +70,7 @@ class ModelArgs:
     shared_intermediate: int = 0  # I of the expert that every token uses; 0: none
     shared_gated: bool = True  # what it gives is weighted by a gate of its own (Qwen2-MoE)
     scoring: str = "softmax"  # of the router: or "sigmoid", of which a learned bias corrects the choice (GLM-4.5)
-    routed_scale: float = 1.0  # by which sigmoid's routing weights are multiplied
+    routed_scale: float = 1.0  # by which routing weights are multiplied
     rotary_dim: int | None = None  # the first so many of a head's C numbers turn with the position (GLM-4.5); None: all
     attention_scale: float | None = None  # of queries times keys (Granite); None: C ** -0.5
     embedding_scale: float = 1.0  # this and the next two: Granite
@@ -88,6 +88,11 @@ class ModelArgs:
     swiglu_limit: float | None = None  # the experts' gate and up are clamped to this, as gpt-oss has it; None: plain
     swiglu_alpha: float = 1.702  # the slope of that SwiGLU
     yarn: Yarn | None = None
+    n_group: int = 1  # experts stand in so many groups in order; this and the rest: DeepSeek
+    n_active_group: int = 1  # of which a token's are in the best so many
+    kv_rank: int | None = None  # r, of latent attention: what keys and values of all heads are made of; None: plain
+    q_rank: int | None = None  # likewise of queries; None: they are made of x
+    value_dim: int | None = None  # of a head's value, beside which C is of its query, whose last rotary_dim turn
 
     def __post_init__(self):
         tuples = "dense_layers", "full_layers", "rope_factors"
@@ -117,10 +122,25 @@ class ModelArgs:
             "rope_factors": len(self.rope_factors) in (0, self.head_dim // 2)
             and all(type(factor) in (int, float) and 0 < factor < float("inf") for factor in self.rope_factors),
             "scoring": self.scoring in ("softmax", "sigmoid"),
-            "rotary_dim": (turning := self.rotary_dim or 2) % 2 == 0 and self.head_dim % turning == 0,
+            "rotary_dim": (turning := self.rotary_dim or 2) % 2 == 0
+            and (self.head_dim > turning if self.kv_rank else self.head_dim % turning == 0),
+            "n_group": self.n_expert % self.n_group == 0 and self.n_group in (1, *range(self.n_expert // 2 + 1)),
+            "n_active_group": self.n_active_group <= self.n_group
+            and self.n_active * self.n_group <= self.n_expert * self.n_active_group,
+            "kv_rank": self.kv_rank is None
+            or (
+                all((self.rotary_dim, self.value_dim, self.n_kv_head == 1, self.qk_norm == "none", not self.clip_qkv))
+                and not any((self.sliding_window, self.attention_sinks, self.attention_bias, self.qkv_bias))
+            ),
+            "value_dim": not self.value_dim or self.value_dim <= self.head_dim,
         }.items():
             if not good:
                 raise ValueError(f"{name} cannot be {getattr(self, name)!r} with the other args")
+
+    @property
+    def kept(self) -> tuple[int, int, int]:
+        """What a layer's cache has of a position: keys and values of K heads, [2, K, C], or [1, 1, r + rotary_dim]."""
+        return (1, 1, self.kv_rank + self.rotary_dim) if self.kv_rank else (2, self.n_kv_head, self.head_dim)
 
     def window(self, layer: int) -> int | None:
         """How many positions a query of that layer sees, itself included; None: all."""
@@ -363,15 +383,29 @@ class MoE(nn.Module):
         self.score_bias = nn.Parameter(torch.empty(args.n_expert), requires_grad=False) if sigmoid else None  # fp32
         self.reduce = nn.Identity()  # tensor parallelism sums over ranks here
         self.n_active, self.norm_topk, self.routed_scale = args.n_active, args.norm_topk, args.routed_scale
-        self.mixer_eps = args.mixer_eps
+        self.mixer_eps, self.groups = args.mixer_eps, (args.n_group, args.n_active_group)
 
     def score(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x [T, D] -> fp32 [T, E] of which the largest are chosen, and the scores that routing weights are made of."""
         scores = self.router(x).float()
         if self.score_bias is None:
-            return scores, scores
+            return self.limit(scores), scores
         scores = scores.sigmoid()
-        return scores + self.score_bias, scores
+        return self.limit(scores + self.score_bias), scores
+
+    def limit(self, choice: Tensor) -> Tensor:
+        """choice [T, E] -> the same with -inf in all but the best groups, if there are groups.
+
+        A group is as good as its best expert, or as its best two together where a bias corrects the choice.
+        """
+        count, active = self.groups
+        if active == count:
+            return choice
+        members = choice.unflatten(-1, (count, -1))  # [T, groups, E / groups]
+        best, _ = top_k(members, 1 if self.score_bias is None else 2)
+        _, groups = top_k(sum(best).squeeze(-1), active)
+        kept = (groups.unsqueeze(-1) == torch.arange(count, device=choice.device)).any(1)
+        return torch.where(kept.unsqueeze(-1), members, float("-inf")).flatten(1)
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         choice, scores = self.score(x)
@@ -385,7 +419,7 @@ class MoE(nn.Module):
         parts = [(score - best[0]).exp() for score in best]
         # A softmax over the chosen experts, or over all of them.
         total = sum(parts) if self.norm_topk else (scores - best[0]).exp().sum(dim=-1, keepdim=True)
-        return expert_indices, torch.cat([part / total for part in parts], dim=-1)
+        return expert_indices, torch.cat([part / total for part in parts], dim=-1) * self.routed_scale
 
     def mix(self, scores: Tensor, best: list[Tensor], expert_indices: Tensor) -> Tensor:
         """SparseMixer's weights (Liu et al. 2024): each of a softmax over what is left and nearly as good, [T, A]."""
@@ -421,12 +455,23 @@ class FeedForward(nn.Module):
         return self.reduce(self.w2(swiglu(*self.w13(x).chunk(2, dim=-1)))), None, None
 
 
-class KVCache(nn.Module):
-    """Keys, then values, [2, B, K, S, C] of one layer, written in place at each sequence's own positions."""
+def join_parts(y: Tensor, sums: Tensor, q: Tensor) -> Tensor:
+    """What `kernels.attend_latent` found in parts of the positions -> [B, Q, H, r]."""
+    (B, Q, H, _), (largest, total) = q.shape, sums.unbind(-1)  # [B, parts, rows]
+    share = (largest - largest.amax(1, keepdim=True)).exp()
+    y = (y * share.unsqueeze(-1)).sum(1) / (total * share).sum(1).unsqueeze(-1)
+    return y.narrow(1, 0, Q * H).reshape(B, Q, H, -1).to(q.dtype)
 
-    def __init__(self, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device):
+
+class KVCache(nn.Module):
+    """Keys, then values, [2, B, K, S, C] of one layer, written in place at each sequence's own positions.
+
+    Of latent attention [1, B, 1, S, C], and the 2 of what is given and handed back is 1 too.
+    """
+
+    def __init__(self, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device, parts: int = 2):
         super().__init__()
-        self.register_buffer("kv", torch.zeros(2, *shape, dtype=dtype, device=device), persistent=False)
+        self.register_buffer("kv", torch.zeros(parts, *shape, dtype=dtype, device=device), persistent=False)
 
     def update(self, positions: Tensor, kv: Tensor) -> tuple[Tensor, Tensor]:
         """positions [B, Q], keys, then values [B, Q, 2, K, C] -> all keys, all values [B, K, S, C]."""
@@ -449,6 +494,10 @@ class KVCache(nn.Module):
                       window: int | None, sinks: Tensor | None) -> Tensor:  # fmt: skip
         """`attend_blocks` of all that `update` gave; a cache that stores something else reads that."""
         return attend_blocks(q, k, v, positions, blocks, window, sinks)
+
+    def attend_latent(self, q: Tensor, positions: Tensor, rank: int) -> Tensor:
+        """q [B, Q, H, C] over what latent attention keeps -> [B, Q, H, rank]; only the blocks in use are read."""
+        return join_parts(*kernels.attend_latent(q, self.kv, None, positions, rank), q)
 
     def clear(self) -> None:
         """Forget everything: what is masked counts zero times its value, which has to be a number."""
@@ -480,7 +529,10 @@ class Context(NamedTuple):
 
 
 def rope_table(args: ModelArgs, length: int, device: torch.device) -> Tensor:
-    """`Context.rope` of positions below `length`, fp32 [length, 2 C]. What of a head does not turn has cosine 1."""
+    """`Context.rope` of positions below `length`, fp32 [length, 2 C]. What of a head does not turn has cosine 1.
+
+    Of latent attention [length, 2 rotary_dim], since what does not turn is apart there.
+    """
     turning, yarn, scale = args.rotary_dim or args.head_dim, args.yarn, args.rope_scale
     frequencies = args.rope_theta ** -(torch.arange(0, turning, 2, device=device).float() / turning)
     if args.rope_factors:
@@ -498,7 +550,7 @@ def rope_table(args: ModelArgs, length: int, device: torch.device) -> Tensor:
         frequencies, scale = frequencies * (1 - slow + slow / yarn.factor), scale * yarn.attention
     angles = torch.outer(torch.arange(length, device=device).float(), frequencies)
     cos, sin = angles.cos() * scale, angles.sin() * scale
-    still = cos.new_zeros(length, args.head_dim - turning)
+    still = cos.new_zeros(length, 0 if args.kv_rank else args.head_dim - turning)
     return torch.cat((cos, cos, still + 1, -sin, sin, still), dim=-1)
 
 
@@ -535,7 +587,7 @@ def with_sink(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> tuple[Tensor, T
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, sinks: Tensor | None = None) -> Tensor:
-    """q [B, Q, H, C], k and v [B, K, S, C], bias [B, Q, S], sinks [H] -> [B, Q, H * C].
+    """q [B, Q, H, C], k [B, K, S, C], v [B, K, S, any], bias [B, Q, S], sinks [H] -> [B, Q, H * any].
 
     Query heads are a [K, H / K] grid over the KV heads, so keys and values broadcast and are never repeated in memory.
     """
@@ -550,7 +602,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, sinks: Tensor | None =
             largest = torch.maximum(scores.amax(-1, keepdim=True), sinks)
             parts = (scores - largest).exp()
             weights = parts / (parts.sum(-1, keepdim=True) + (sinks - largest).exp())
-        return (weights.unsqueeze(-1) * v.unsqueeze(2).float()).sum(-2).to(v.dtype).view(B, 1, H * C)
+        return (weights.unsqueeze(-1) * v.unsqueeze(2).float()).sum(-2).to(v.dtype).view(B, 1, -1)
     # B and K are folded into one axis: H / K is then a head axis along which keys and values have stride zero.
     q = q.view(B, Q, K, H // K, C).permute(0, 2, 3, 1, 4).flatten(0, 1)
     k, v = (t.flatten(0, 1).unsqueeze(1) for t in (k, v))
@@ -560,7 +612,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, sinks: Tensor | None =
     k, v = (t.expand(-1, H // K, -1, -1) for t in (k, v))
     bias = bias.unsqueeze(1).expand(-1, K, -1, -1).flatten(0, 1).unsqueeze(1)
     y = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=C**-0.5)[..., :C]  # [B * K, H / K, Q, C]
-    return y.unflatten(0, (B, K)).permute(0, 3, 1, 2, 4).reshape(B, Q, H * C)
+    return y.unflatten(0, (B, K)).permute(0, 3, 1, 2, 4).reshape(B, Q, -1)
 
 
 def blocks_in_use(positions: Tensor, length: int, window: int | None) -> tuple[Tensor, Tensor]:
@@ -669,13 +721,76 @@ class Attention(nn.Module):
         return x if self.clip_qkv is None else x.clamp(-self.clip_qkv, self.clip_qkv)
 
 
+HEADS = 16  # whose keys and values latent attention makes at a time, for a chunk
+
+
+class LatentAttention(nn.Module):
+    """Multi-head latent attention (DeepSeek-V2 2024, section 2.1): [B, Q, D] -> same.
+
+    A head's keys and values are products `wkv` of r numbers of their position, which alone are in the cache, with one
+    rotated key for all heads. Few queries go into the space of these numbers, where they all are one KV head's, and
+    what is found comes back from there: a cache is read once, and as it is. For a chunk, whose queries are many, that
+    would be 3.4 times the arithmetic, so it makes the keys and values, of a few heads at a time.
+    """
+
+    def __init__(self, args: ModelArgs, layer: int):
+        super().__init__()
+        H, C, r, R = args.n_head, args.head_dim, args.kv_rank, args.rotary_dim
+        self.wqkv = Linear(args.dim, (args.q_rank or H * C) + r + R)
+        self.q_norm = RMSNorm(args.q_rank, 1e-6) if args.q_rank else None  # both have this, whatever args.norm_eps is
+        self.wq = Linear(args.q_rank, H * C) if args.q_rank else None
+        self.kv_norm = RMSNorm(r, 1e-6)
+        self.wkv = nn.Parameter(torch.empty(H, C - R + args.value_dim, r), requires_grad=False)
+        self.wo = Linear(H * args.value_dim, args.dim)
+        self.reduce = nn.Identity()  # tensor parallelism sums over ranks here
+        self.sizes, self.scale = (H, C - R, R, r), args.attention_scale or C**-0.5
+        self.cache: KVCache | None = None
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        H, N, R, r = self.sizes
+        x, chunk, positions = self.wqkv(x), context.chunk, context.positions
+        q, latent, key = x.split((x.shape[-1] - r - R, r, R), dim=-1)
+        key = rotate(key.unsqueeze(2), context.rope, R).squeeze(2).to(x.dtype)
+        kv = realise(torch.cat((self.kv_norm(latent), key), dim=-1)).unflatten(-1, (1, 1, -1))  # [B, Q, 1, 1, r + R]
+        (kv,) = self.cache.extend(chunk, kv) if chunk else self.cache.update(positions, kv)
+        q = (q if self.wq is None else self.wq(realise(self.q_norm(q)))).unflatten(-1, (H, -1))
+        q, turned = q.split((N, R), dim=-1)
+        turned = rotate(turned, context.rope, R).to(x.dtype)
+        if chunk:
+            y = self.attend_chunk(torch.cat((q, turned), dim=-1).squeeze(0), kv.squeeze(0)).unsqueeze(0)
+            return self.reduce(self.wo(y))
+        w_key, w_value = self.wkv.split((N, self.wkv.shape[1] - N), dim=1)
+        q = torch.cat((torch.einsum("bqhn,hnr->bqhr", q, w_key), turned), dim=-1)
+        q = realise(q * (self.scale * (r + R) ** 0.5))  # in memory, as in Attention
+        v, view = kv.split((r, R), dim=-1)[0], context.views[None]
+        if view.blocks and all(n >= 16 and n & n - 1 == 0 for n in (r, R)):  # for which there is the kernel
+            y = self.cache.attend_latent(q, positions, r)
+        else:
+            y = attend(q, kv, v, view.bias).unflatten(-1, (H, r))
+        y = torch.einsum("bqhr,hvr->bqhv", y, w_value)
+        return self.reduce(self.wo(realise(y.flatten(2))))
+
+    def attend_chunk(self, q: Tensor, kv: Tensor) -> Tensor:
+        """q [Q, H, C], of the last Q positions of kv [S, r + R] -> [Q, H * value_dim]."""
+        _, N, R, r = self.sizes
+        parts, C, (latent, key) = [], q.shape[-1], kv.split((r, R), dim=-1)
+        q = q * (self.scale * C**0.5)
+        for few, w in zip(q.split(HEADS, dim=1), self.wkv.split(HEADS), strict=True):
+            k, v = torch.einsum("sr,hnr->hsn", latent, w).split((N, w.shape[1] - N), dim=-1)
+            k = torch.cat((k, key.expand(len(w), -1, -1)), dim=-1)
+            # The library's fast kernels want values as long as keys.
+            y = attend_chunk(few, k, F.pad(v, (0, C - v.shape[-1])), None, None)
+            parts.append(y.unflatten(-1, (-1, C))[..., : v.shape[-1]].flatten(1))
+        return torch.cat(parts, dim=-1)
+
+
 class Block(nn.Module):
     """Attention, then experts (or a dense FFN), each behind a norm and a residual connection."""
 
     def __init__(self, args: ModelArgs, layer: int):
         super().__init__()
         self.attention_norm = norm(args)
-        self.attention = Attention(args, layer)
+        self.attention = (LatentAttention if args.kv_rank else Attention)(args, layer)
         self.ffn_norm = norm(args)
         self.ffn = FeedForward(args.dim, args.dense_intermediate) if layer in args.dense_layers else MoE(args)
         self.residual_scale = args.residual_scale
@@ -739,9 +854,9 @@ class Transformer(nn.Module):
     def setup_cache(self, batch: int, length: int) -> None:
         """Give every layer an empty cache, `batch` sequences of `length` positions, and make the rope table for it."""
         args, device, dtype = self.args, self.norm.weight.device, self.norm.weight.dtype
+        parts, heads, width = args.kept
         for block in self.layers:
-            kv_heads = block.attention.heads[1]
-            block.attention.cache = self.cache_kind((batch, kv_heads, length, args.head_dim), dtype, device)
+            block.attention.cache = self.cache_kind((batch, heads, length, width), dtype, device, parts)
         table = rope_table(args, length, device)
         self.register_buffer("rope_table", table, persistent=False)
 

@@ -19,7 +19,19 @@ from tqdm import tqdm
 import kernels
 from checkpoint import Checkpoint, Writer, pick_device
 from command import Parser
-from model import Chunk, ExpertLinear, KVCache, Linear, ModelArgs, Transformer, activate, biased, realise, weighted_sum
+from model import (
+    Chunk,
+    ExpertLinear,
+    KVCache,
+    Linear,
+    ModelArgs,
+    Transformer,
+    activate,
+    biased,
+    join_parts,
+    realise,
+    weighted_sum,
+)
 from packing import FORMATS, PLAIN, Parts, grouped_order, nonzero
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}  # of what is in no number format
@@ -163,9 +175,9 @@ class Int8KVCache(KVCache):
     read plain tensors. A prompt's attention is an operator of the library, and gets the part in use written out.
     """
 
-    def __init__(self, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device):
-        super().__init__(shape, torch.int8, device)
-        self.scale, self.dtype = KVCache((*shape[:-1], 1), torch.bfloat16, device), dtype
+    def __init__(self, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device, parts: int = 2):
+        super().__init__(shape, torch.int8, device, parts)
+        self.scale, self.dtype = KVCache((*shape[:-1], 1), torch.bfloat16, device, parts), dtype
 
     def update(self, positions: Tensor, kv: Tensor) -> tuple[Tensor, Tensor]:
         codes, scale = to_int8(kv)
@@ -192,6 +204,9 @@ class Int8KVCache(KVCache):
         total = (total * share).sum(2) + (0.0 if sinks is None else (sinks - most).exp().squeeze(2))
         y = (y * share.unsqueeze(-1)).sum(2) / total.unsqueeze(-1)
         return y.unflatten(2, (H // K, Q)).permute(0, 3, 1, 2, 4).reshape(B, Q, H * C).to(q.dtype)
+
+    def attend_latent(self, q: Tensor, positions: Tensor, rank: int) -> Tensor:
+        return join_parts(*kernels.attend_latent(q, self.kv, self.scale.kv, positions, rank), q)
 
     def clear(self) -> None:
         super().clear()

@@ -119,11 +119,12 @@ def table(args: ModelArgs, parallel: str) -> dict[str, tuple[int, Segments]]:
     Each segment is cut by itself, so that a rank gets its part of each. What is not here every rank has whole.
     """
     queries, kv = (args.n_head, args.head_dim), (args.n_kv_head, args.head_dim)
+    values = (args.n_head, args.value_dim or args.head_dim)
     inner, dense, shared = (args.intermediate, 1), (args.dense_intermediate, 1), (args.shared_intermediate, 1)
     rows = {
-        "attention": (0, ((args.n_head, 1),)),  # its sinks
+        "attention": (0, ((args.n_head, 1),)),  # its sinks; wkv of latent attention
         "attention.wqkv": (0, (queries, kv, kv)),
-        "attention.wo": (1, (queries,)),
+        "attention.wo": (1, (values,)),
         "ffn.experts.w13": (1, (inner, inner)),
         "ffn.experts.w2": (2, (inner,)),
         "ffn.w13": (0, (dense, dense)),
@@ -132,6 +133,10 @@ def table(args: ModelArgs, parallel: str) -> dict[str, tuple[int, Segments]]:
         "ffn.shared.w2": (1, (shared,)),
         "head": (0, ((args.vocab_size, 1),)),
     }
+    if args.kv_rank:  # what all heads are made of every rank has, and so the same cache
+        rows["attention.wqkv"] = 0, (queries, (1, args.kv_rank + args.rotary_dim))
+        if args.q_rank:
+            rows["attention.wq"] = rows.pop("attention.wqkv")[0], (queries,)
     if args.qk_norm == "full":
         rows |= {"attention.q_norm": (0, (queries,)), "attention.k_norm": (0, (kv,))}
     if parallel == "expert":
@@ -164,6 +169,8 @@ def cut(shape: Sequence[int], axis: int, segments: Segments, rank: int, ranks: i
 
 def problem(args: ModelArgs, format: dict, ranks: int, parallel: str) -> str | None:
     """Why this model cannot be cut into so many parts, or None."""
+    if ranks == 1:
+        return None
     wholes = {"query heads": args.n_head, "the vocabulary's size": args.vocab_size}
     if parallel == "expert":
         wholes["experts"] = args.n_expert

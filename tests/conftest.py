@@ -9,6 +9,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import (
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
     GptOssConfig,
@@ -101,6 +105,29 @@ FAMILIES |= {
             },
         )
     ),
+    # Queries made of x; the best groups by their best expert.
+    "deepseek_v2": lambda: DeepseekV2ForCausalLM(
+        DeepseekV2Config(
+            **COMMON, intermediate_size=128, moe_intermediate_size=48, q_lora_rank=None, kv_lora_rank=32,
+            qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16, n_routed_experts=12, num_experts_per_tok=3,
+            n_shared_experts=2, first_k_dense_replace=1, routed_scaling_factor=1.7, n_group=4, topk_group=2,
+            topk_method="group_limited_greedy", rope_parameters={
+                "rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "beta_fast": 8, "beta_slow": 1,
+                "mscale": 0.707, "mscale_all_dim": 0.707, "original_max_position_embeddings": 32,
+            },
+        )
+    ),
+    "deepseek_v3": lambda: DeepseekV3ForCausalLM(
+        DeepseekV3Config(
+            **COMMON, intermediate_size=128, moe_intermediate_size=48, q_lora_rank=64, kv_lora_rank=32,
+            qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=24, n_routed_experts=12, num_experts_per_tok=3,
+            n_shared_experts=1, first_k_dense_replace=1, routed_scaling_factor=2.5, n_group=3, topk_group=2,
+            num_key_value_heads=8, rope_parameters={
+                "rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "beta_fast": 8, "beta_slow": 1,
+                "mscale": 1.0, "mscale_all_dim": 0.6, "original_max_position_embeddings": 32,
+            },
+        )
+    ),
     "glm4_moe": lambda: Glm4MoeForCausalLM(
         Glm4MoeConfig(
             **COMMON, intermediate_size=128, moe_intermediate_size=48, num_key_value_heads=2, head_dim=16,
@@ -126,8 +153,9 @@ def use_hub_keys(config_file: Path) -> None:
     rope = config.pop("rope_parameters")
     config |= {key: rope.pop(key) for key in ("rope_theta", "partial_rotary_factor") if key in rope}
     kind = rope.pop("rope_type")
-    if kind != "default":  # longrope has it under an older name
-        config["rope_scaling"] = rope | {"type" if kind == "longrope" else "rope_type": kind}
+    if kind != "default":  # longrope has it under an older name, and DeepSeek yarn
+        older = kind == "longrope" or config["model_type"].startswith("deepseek")
+        config["rope_scaling"] = rope | {"type" if older else "rope_type": kind}
     config["torch_dtype"] = config.pop("dtype")
     if config["model_type"] == "mixtral":
         config["head_dim"] = None
@@ -213,20 +241,23 @@ def in_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
     return codes, scale
 
 
-@pytest.fixture(scope="session")
-def fp8_directory(tmp_path_factory) -> Path:
-    """A small Qwen3-MoE as Qwen publishes it in fp8: every projection of attention and experts, not gate and head."""
-    torch.manual_seed(0)
-    model = Qwen3MoeForCausalLM(FP8_CONFIG)
+def save_in_fp8(model: PreTrainedModel, directory: Path) -> Path:
+    """A model with random weights, as its family is published in fp8: every projection, not gate and head."""
     for name, parameter in model.named_parameters():
         centre = 1.0 if name.endswith("norm.weight") else 0.0
         parameter.data = centre + torch.randn_like(parameter) * (0.1 if parameter.dim() > 1 else 0.2)
-    directory = tmp_path_factory.mktemp("qwen3-fp8")
     model.bfloat16().save_pretrained(directory)
     tensors = load_file(directory / "model.safetensors")
-    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+    for name in [name for name in tensors if "_proj" in name]:
         tensors[name], tensors[f"{name}_scale_inv"] = in_blocks(tensors[name].float())
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((directory / "config.json").read_text()) | {"quantization_config": FP8}
     (directory / "config.json").write_text(json.dumps(config))
     return directory
+
+
+@pytest.fixture(scope="session")
+def fp8_directory(tmp_path_factory) -> Path:
+    """A small Qwen3-MoE as Qwen publishes it."""
+    torch.manual_seed(0)
+    return save_in_fp8(Qwen3MoeForCausalLM(FP8_CONFIG), tmp_path_factory.mktemp("qwen3-fp8"))

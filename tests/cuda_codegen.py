@@ -25,7 +25,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
-from benchmark import ARCHITECTURES
+from benchmark import ARCHITECTURES, first_layers
 from model import Block, Context, ExpertLinear, KVCache, ModelArgs, Transformer, View, attend, realise
 from packing import FORMATS
 from quantize import Int8KVCache, PackedExpertLinear, PackedLinear
@@ -157,7 +157,7 @@ def routing(args: ModelArgs, tokens: int = 1) -> tuple[Tensor, Tensor]:
 def experts(args: ModelArgs):
     """The gather path of one layer's experts, one token."""
     with torch.device("cuda"):
-        layer = Block(args, 0).ffn.experts
+        layer = Block(args, len(args.dense_layers)).ffn.experts
     return lambda x, indices, weights: layer.gather(x, indices, weights), (new(1, args.dim), *routing(args))
 
 
@@ -221,16 +221,17 @@ def block(args: ModelArgs, length: int = 256, kind: type[KVCache] = KVCache):
         model = Transformer(args)
         model.cache_kind = kind
         model.setup_cache(1, length)
+    n = len(args.dense_layers)  # the first with experts
 
     def step(x: Tensor, normed: Tensor, positions: Tensor, rope: Tensor, bias: Tensor):
-        context = Context(rope, positions=positions, views={model.layers[0].attention.window: View(bias)})
-        return model.layers[0](x, normed, context, model.norm)
+        context = Context(rope, positions=positions, views={args.window(n): View(bias)})
+        return model.layers[n](x, normed, context, model.norm)
 
     return step, (
         new(1, 1, args.dim),
         new(1, 1, args.dim),
         new(1, 1, dtype=torch.int64),
-        new(1, 1, 1, 2 * args.head_dim, dtype=torch.float32),
+        new(1, 1, 1, 2 * (args.rotary_dim if args.kv_rank else args.head_dim), dtype=torch.float32),
         new(1, 1, length),
     )
 
@@ -245,6 +246,12 @@ def main() -> int:
         ("experts", experts), ("block", block), ("packed_experts mxfp4", lambda args: packed_experts(args, "mxfp4")),
     ):  # fmt: skip
         results[f"gpt-oss-20b {name}"] = summary(cuda_code(lambda case=case: case(args)))
+    for arch, layers in (("DeepSeek-V2-Lite", 2), ("DeepSeek-V3", 4)):
+        args = first_layers(ARCHITECTURES[arch], layers)
+        results[f"{arch} experts"] = summary(cuda_code(lambda args=args: experts(args)))
+        for kind in (KVCache, Int8KVCache):
+            code = cuda_code(lambda args=args, kind=kind: block(args, 1024, kind))
+            results[f"{arch} block {kind.__name__}"] = summary(code)
     for arch in ("Mixtral-8x7B", "Qwen3-30B-A3B"):
         args = ARCHITECTURES[arch]
         for case in (experts, library_products, block, early_reader, sampling):

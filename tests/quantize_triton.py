@@ -9,7 +9,7 @@
     TRITON_INTERPRET=1 python tests/quantize_triton.py fixed    and of the norm and router that are the same on all GPUs
     python tests/quantize_triton.py fixed-compile
     TRITON_INTERPRET=1 python tests/quantize_triton.py attend   and of attention over an int8 cache
-    python tests/quantize_triton.py attend-compile
+    python tests/quantize_triton.py attend-compile              likewise latent-compile
 
 Each prints one JSON object: the relative error of every case, or what its machine code consists of. A process of its
 own, because Triton reads its variables once, at import. No bf16 in the first: the interpreter multiplies the bits of
@@ -32,7 +32,7 @@ from triton.compiler import ASTSource, compile
 import collective
 import kernels
 import slots
-from model import attend
+from model import KVCache, attend
 from packing import FORMATS, grouped_order
 from quantize import Int8KVCache, grouped_packed, pack_weight
 
@@ -340,6 +340,44 @@ def attend_error(B: int, Q: int, H: int, K: int, C: int, S: int, window: int | N
     return ((got - want).norm() / want.norm()).item()
 
 
+LATENT = {  # B, Q, H, r, R, S, kind of the cache
+    "one query of 16 heads": (1, 1, 16, 64, 16, 1024, KVCache),
+    "one query of 128 heads": (1, 1, 128, 32, 16, 512, KVCache),
+    "a batch, drafts": (3, 5, 12, 32, 32, 512, KVCache),
+    "int8": (1, 1, 16, 64, 16, 1024, Int8KVCache),
+    "int8, a batch, drafts": (2, 3, 24, 32, 16, 512, Int8KVCache),
+}
+
+
+def latent_error(B: int, Q: int, H: int, r: int, R: int, S: int, kind: type[KVCache]) -> float:
+    """Of latent attention by blocks, against `attend` over the same numbers written out; relative."""
+    generator = torch.Generator().manual_seed(Q)
+    cache = kind((B, 1, S, r + R), torch.float32, torch.device("cpu"), 1)
+    (kv,) = cache.update(torch.arange(S).expand(B, S), torch.randn(B, S, 1, 1, r + R, generator=generator))
+    positions = torch.randint(5, S - Q, (B, 1), generator=generator) + torch.arange(Q)
+    q = 3 * torch.randn(B, Q, H, r + R, generator=generator)
+    bias = torch.where(positions.unsqueeze(-1) >= torch.arange(S), 0.0, float("-inf"))
+    want = attend(q, kv, kv[..., :r], bias).unflatten(-1, (H, r))
+    return ((cache.attend_latent(q, positions, r) - want).norm() / want.norm()).item()
+
+
+def latent_code() -> dict[str, dict[str, int]]:
+    """Of its machine code at DeepSeek's shapes: stores of spilled registers, tensor core products, shared memory."""
+    found = {}
+    for Q, H, kind in itertools.product((1, 5), (16, 128), (KVCache, Int8KVCache)):
+        cache = kind((1, 1, 4096, 576), torch.bfloat16, torch.device("cpu"), 1)
+        kernel, kernels._attend_latent = kernels._attend_latent, Launch()
+        q, positions = torch.zeros(1, Q, H, 576, dtype=torch.bfloat16), torch.zeros(1, Q, dtype=torch.int64)
+        cache.attend_latent(q, positions, 512)
+        launch, kernels._attend_latent = kernels._attend_latent, kernel
+        code = compiled(kernel, launch)
+        asm = code.asm["sass"]
+        found[f"{Q} queries, {H} heads, {kind.__name__}"] = {
+            "spills": asm.count("STL"), "products": asm.count("MMA"), "shared": code.metadata.shared,
+        }  # fmt: skip
+    return found
+
+
 def attend_code() -> dict[str, dict[str, int]]:
     """Of its machine code: stores of spilled registers, tensor core products."""
     found = {}
@@ -357,10 +395,14 @@ def attend_code() -> dict[str, dict[str, int]]:
 def main() -> int:
     torch.set_num_threads(1)
     if sys.argv[1] == "attend":
-        print(json.dumps({name: attend_error(*case) for name, case in ATTEND.items()}))
+        latent = {f"latent, {name}": latent_error(*case) for name, case in LATENT.items()}
+        print(json.dumps({name: attend_error(*case) for name, case in ATTEND.items()} | latent))
         return 0
     if sys.argv[1] == "attend-compile":
         print(json.dumps(attend_code()))
+        return 0
+    if sys.argv[1] == "latent-compile":
+        print(json.dumps(latent_code()))
         return 0
     if sys.argv[1] == "fixed":
         print(json.dumps(fixed_errors()))

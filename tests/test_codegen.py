@@ -11,6 +11,7 @@ from benchmark import ARCHITECTURES
 from packing import FORMATS
 
 ARCHES = ("Mixtral-8x7B", "Qwen3-30B-A3B")
+LATENT = {"DeepSeek-V2-Lite": 18, "DeepSeek-V3": 23}  # kernels of a block
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +26,7 @@ def generated() -> dict:
     return json.loads(run.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("arch", (*ARCHES, "gpt-oss-20b"))
+@pytest.mark.parametrize("arch", (*ARCHES, "gpt-oss-20b", *LATENT))
 def test_one_token_reads_its_experts_without_copying_them(arch, generated):
     args, found = ARCHITECTURES[arch], generated[f"{arch} experts"]
     assert found["extern"] == []
@@ -65,6 +66,17 @@ def test_a_block_is_few_kernels_and_copies_no_weight(arch, generated):
     assert found["triton"] + len(found["extern"]) <= 14
     assert arch != "gpt-oss-20b" or found["extern"] == []  # its biases do not make library calls of products
     assert found["largest_buffer"] < args.dim * args.dim
+
+
+@pytest.mark.parametrize("arch", LATENT)
+def test_latent_attention_reads_its_cache_as_it_is(arch, generated):
+    """1024 positions of 576 numbers, none of which is copied or made into keys and values of heads, int8 or not."""
+    args = ARCHITECTURES[arch]
+    for kind in ("KVCache", "Int8KVCache"):
+        found = generated[f"{arch} block {kind}"]
+        assert found["extern"] == [] and found["triton"] <= LATENT[arch]
+        assert found["largest_buffer"] == max(args.n_head * 1024, args.n_active * args.intermediate)  # scores
+        assert found["rounded"] == (kind == "Int8KVCache")
 
 
 def test_no_kernel_reads_what_the_one_before_it_may_still_be_writing(generated):

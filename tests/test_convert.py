@@ -20,6 +20,8 @@ from safetensors.torch import load_file, save_file
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    DeepseekV2Config,
+    DeepseekV3Config,
     Glm4MoeConfig,
     GptOssConfig,
     GraniteMoeConfig,
@@ -42,6 +44,7 @@ SMALL = dict(vocab_size=96, hidden_size=32, num_hidden_layers=3, num_attention_h
 SMALL |= dict(max_position_embeddings=128, num_experts_per_tok=2, pad_token_id=0, bos_token_id=1, eos_token_id=2)
 LONGROPE = dict(rope_type="longrope", rope_theta=1e4, short_factor=[1, 1.5, 2.0, 4.0], long_factor=[2.0, 3.0, 4.0, 9.0])
 LONGROPE |= dict(short_mscale=1.2, long_mscale=1.4, original_max_position_embeddings=64)
+LATENT = dict(num_key_value_heads=4, kv_lora_rank=24, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6)
 CONFIGS = {
     "mixtral": MixtralConfig(**SMALL, intermediate_size=24, num_local_experts=4),
     "mixtral-tied": MixtralConfig(
@@ -71,6 +74,17 @@ CONFIGS = {
         **SMALL, intermediate_size=40, moe_intermediate_size=24, n_routed_experts=4, n_shared_experts=2, head_dim=8,
         first_k_dense_replace=2, attention_bias=True, routed_scaling_factor=2.5, num_nextn_predict_layers=2,
         rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
+    ),
+    "deepseek-v2": DeepseekV2Config(
+        **SMALL | LATENT, intermediate_size=40, moe_intermediate_size=24, n_routed_experts=4, n_shared_experts=2,
+        q_lora_rank=None, first_k_dense_replace=1, rope_parameters={
+            "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32,
+            "mscale": 0.5, "mscale_all_dim": 0.5,
+        },
+    ),
+    "deepseek-v3": DeepseekV3Config(
+        **SMALL | LATENT, intermediate_size=40, moe_intermediate_size=24, n_routed_experts=4, n_shared_experts=2,
+        q_lora_rank=16, first_k_dense_replace=2, n_group=2, topk_group=1, num_mtp_layers=2, norm_topk_prob=False,
     ),
     "olmoe": OlmoeConfig(**SMALL, intermediate_size=24, num_experts=4, clip_qkv=0.5, norm_topk_prob=False),
     "gpt-oss": GptOssConfig(
@@ -150,6 +164,24 @@ def older_keys(config: dict) -> dict:
     }
 
 
+def latent(theirs: dict, at: str, config) -> dict:
+    """What becomes of a layer's latent attention, row by row: neighbours are rotated as half with half here."""
+    nope, rope, rank = config.qk_nope_head_dim, config.qk_rope_head_dim, config.kv_lora_rank
+
+    def rows(name: str, heads: int, still: int) -> torch.Tensor:
+        order = [*range(still), *range(still, still + rope, 2), *range(still + 1, still + rope, 2)]
+        return theirs[f"{at}self_attn.{name}.weight"][[h * (still + rope) + n for h in range(heads) for n in order]]
+
+    q = theirs.get(f"{at}self_attn.q_a_proj.weight")
+    wq = rows("q_proj" if q is None else "q_b_proj", config.num_attention_heads, nope)
+    ours = {} if q is None else {"wq.weight": wq, "q_norm.weight": theirs[f"{at}self_attn.q_a_layernorm.weight"]}
+    return ours | {
+        "wqkv.weight": torch.cat((wq if q is None else q, rows("kv_a_proj_with_mqa", 1, rank))),
+        "kv_norm.weight": theirs[f"{at}self_attn.kv_a_layernorm.weight"],
+        "wkv": theirs[f"{at}self_attn.kv_b_proj.weight"].view(config.num_attention_heads, -1, rank),
+    }
+
+
 def expected(model) -> dict:
     """Our tensors, put together from the state dict that transformers holds in memory."""
     theirs, ours = model.state_dict(), {}
@@ -167,10 +199,12 @@ def expected(model) -> dict:
             if t + f"input_layernorm.{kind}" in theirs:
                 ours[o + f"attention_norm.{kind}"] = theirs[t + f"input_layernorm.{kind}"]
                 ours[o + f"ffn_norm.{kind}"] = theirs[t + f"post_attention_layernorm.{kind}"]
-            if t + f"self_attn.q_proj.{kind}" in theirs:
+            if t + f"self_attn.k_proj.{kind}" in theirs:
                 ours[o + f"attention.wqkv.{kind}"] = join(*(t + f"self_attn.{x}_proj.{kind}" for x in "qkv"))
             if t + f"self_attn.o_proj.{kind}" in theirs:
                 ours[o + f"attention.wo.{kind}"] = theirs[t + f"self_attn.o_proj.{kind}"]
+        if t + "self_attn.kv_b_proj.weight" in theirs:
+            ours |= {f"{o}attention.{name}": tensor for name, tensor in latent(theirs, t, model.config).items()}
         for norm in ("q_norm", "k_norm"):
             if t + f"self_attn.{norm}.weight" in theirs:
                 ours[o + f"attention.{norm}.weight"] = theirs[t + f"self_attn.{norm}.weight"]
@@ -240,8 +274,8 @@ def test_every_family_in_every_layout(models, tmp_path, name, layout):
         dim=32,
         n_layer=3,
         n_head=4,
-        n_kv_head=2,
-        head_dim={"mixtral-tied": 6, "qwen3": 12}.get(name, 8),
+        n_kv_head=1 if name.startswith("deepseek") else 2,
+        head_dim={"mixtral-tied": 6, "qwen3": 12, "deepseek-v2": 12, "deepseek-v3": 12}.get(name, 8),
         intermediate=24,
         n_expert={"mixtral-tied": 3, "olmoe-lone": 1}.get(name, 4),
         n_active=1 if name == "olmoe-lone" else 2,
@@ -255,10 +289,13 @@ def test_every_family_in_every_layout(models, tmp_path, name, layout):
         attention_bias=name in ("qwen3-bias", "phi", "gpt-oss"),
         tied_embeddings=name in ("mixtral-tied", "granite"),
         sliding_window={"mixtral-tied": 16, "qwen3-bias": 8, "phi": 64, "gpt-oss": 16}.get(name),
-        dense_layers={"qwen2": (2,), "qwen3": (0,), "qwen3-bias": (0, 2), "glm": (0, 1)}.get(name, ()),
-        dense_intermediate=40 if name.startswith(("qwen", "glm")) else 0,
+        dense_layers={
+            **{"qwen2": (2,), "qwen3": (0,), "qwen3-bias": (0, 2), "glm": (0, 1)},
+            **{"deepseek-v2": (0,), "deepseek-v3": (0, 1)},
+        }.get(name, ()),
+        dense_intermediate=40 if name.startswith(("qwen", "glm", "deepseek")) else 0,
         qkv_bias=name in ("qwen2", "glm"),
-        shared_intermediate={"qwen2": 20, "glm": 48}.get(name, 0),
+        shared_intermediate={"qwen2": 20, "glm": 48, "deepseek-v2": 48, "deepseek-v3": 48}.get(name, 0),
         **{
             "glm": dict(shared_gated=False, scoring="sigmoid", routed_scale=2.5, rotary_dim=2),
             "phi": dict(
@@ -266,6 +303,25 @@ def test_every_family_in_every_layout(models, tmp_path, name, layout):
             ),
             "granite": dict(embedding_scale=12.0, attention_scale=0.25, residual_scale=0.22, logit_scale=0.25),
             "gpt-oss": GPT_OSS_ARGS,
+            "deepseek-v2": dict(
+                shared_gated=False,
+                rotary_dim=4,
+                kv_rank=24,
+                value_dim=6,
+                yarn=Yarn(4.0, 32),
+                attention_scale=12**-0.5 * (0.05 * math.log(4) + 1) ** 2,
+            ),
+            "deepseek-v3": dict(
+                shared_gated=False,
+                scoring="sigmoid",
+                routed_scale=2.5,
+                rotary_dim=4,
+                kv_rank=24,
+                q_rank=16,
+                value_dim=6,
+                n_group=2,
+                n_active_group=1,
+            ),
         }.get(name, {}),
     )
 
@@ -281,14 +337,15 @@ def test_dtypes(models, saved, tmp_path, name, dtype):
         assert torch.equal(opened.read(tensor), due), tensor
 
 
-def test_layers_that_predict_further_tokens_are_left_out(models, saved, tmp_path):
-    directory = Path(shutil.copytree(saved / "glm", tmp_path / "hf"))
+@pytest.mark.parametrize("name", ["glm", "deepseek-v3"])
+def test_layers_that_predict_further_tokens_are_left_out(models, saved, tmp_path, name):
+    directory = Path(shutil.copytree(saved / name, tmp_path / "hf"))
     layer = {f"model.layers.{n}.eh_proj.weight": torch.ones(32, 64) for n in (3, 4)}
     save_file(layer, directory / "model-mtp.safetensors")
     index = json.loads((directory / "model.safetensors.index.json").read_text())
     index["weight_map"] |= dict.fromkeys(layer, "model-mtp.safetensors")
     (directory / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert Checkpoint(convert(directory, progress=False)).tensors.keys() == expected(models["glm"]).keys()
+    assert Checkpoint(convert(directory, progress=False)).tensors.keys() == expected(models[name]).keys()
     edit(directory / "config.json", num_nextn_predict_layers=1)
     with pytest.raises(ValueError, match=r"model\.layers\.4\.eh_proj\.weight .* has no place"):
         convert(directory, progress=False, force=True)
@@ -434,10 +491,12 @@ def test_mxfp4_that_is_damaged_is_one_line(published, tmp_path, name, change, me
 @pytest.mark.parametrize("architecture", FAMILIES)
 def test_absent_keys_mean_what_they_mean_to_transformers(architecture):
     config = AutoConfig.for_model(FAMILIES[architecture].model_type)
-    heads = {"head_dim": 128} if config.hidden_size % config.num_attention_heads else {}  # GLM's files always say it
-    given = config.to_dict() | heads
-    assert args_from_hf({"architectures": [architecture], **heads}) == args_from_hf(given)
-    assert args_from_hf({"model_type": config.model_type, **heads}) == args_from_hf(given)
+    said = {"head_dim": 128} if config.hidden_size % config.num_attention_heads else {}  # GLM's files always say it
+    if architecture == "DeepseekV2ForCausalLM":  # and these, of which the class knows no or an odd number
+        said = {"num_experts_per_tok": 6, "moe_intermediate_size": 1408}
+    given = config.to_dict() | said
+    assert args_from_hf({"architectures": [architecture], **said}) == args_from_hf(given)
+    assert args_from_hf({"model_type": config.model_type, **said}) == args_from_hf(given)
     for key, value in FAMILIES[architecture].defaults.items():
         if key in ("rope_theta", "rope_type", "partial_rotary_factor"):
             assert config.rope_parameters[key] == value
@@ -533,6 +592,39 @@ def test_newer_configs_as_they_are_on_the_hub():
     assert args_from_hf(glm) == ARCHITECTURES["GLM-4.5-Air"]
 
 
+def test_deepseeks_configs_as_they_are_on_the_hub():
+    yarn = {
+        "beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 0.707, "mscale_all_dim": 0.707,
+        "original_max_position_embeddings": 4096, "type": "yarn",
+    }  # fmt: skip
+    lite = {
+        "architectures": ["DeepseekV2ForCausalLM"], "attention_bias": False, "aux_loss_alpha": 0.001,
+        "bos_token_id": 100000, "eos_token_id": 100001, "first_k_dense_replace": 1, "hidden_act": "silu",
+        "hidden_size": 2048, "intermediate_size": 10944, "kv_lora_rank": 512, "max_position_embeddings": 163840,
+        "model_type": "deepseek_v2", "moe_intermediate_size": 1408, "moe_layer_freq": 1, "n_group": 1,
+        "n_routed_experts": 64, "n_shared_experts": 2, "norm_topk_prob": False, "num_attention_heads": 16,
+        "num_experts_per_tok": 6, "num_hidden_layers": 27, "num_key_value_heads": 16, "pretraining_tp": 1,
+        "q_lora_rank": None, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-06,
+        "rope_scaling": yarn, "rope_theta": 10000, "routed_scaling_factor": 1.0, "scoring_func": "softmax",
+        "seq_aux": True, "tie_word_embeddings": False, "topk_group": 1, "topk_method": "greedy", "v_head_dim": 128,
+        "vocab_size": 102400,
+    }  # fmt: skip
+    assert args_from_hf(lite) == ARCHITECTURES["DeepSeek-V2-Lite"]
+    v3 = {
+        "architectures": ["DeepseekV3ForCausalLM"], "attention_bias": False, "bos_token_id": 0, "ep_size": 1,
+        "eos_token_id": 1, "first_k_dense_replace": 3, "hidden_act": "silu", "hidden_size": 7168,
+        "intermediate_size": 18432, "kv_lora_rank": 512, "max_position_embeddings": 163840,
+        "model_type": "deepseek_v3", "moe_intermediate_size": 2048, "moe_layer_freq": 1, "n_group": 8,
+        "n_routed_experts": 256, "n_shared_experts": 1, "norm_topk_prob": True, "num_attention_heads": 128,
+        "num_experts_per_tok": 8, "num_hidden_layers": 61, "num_key_value_heads": 128, "num_nextn_predict_layers": 1,
+        "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "quantization_config": FP8,
+        "rms_norm_eps": 1e-06, "rope_scaling": yarn | {"mscale": 1.0, "mscale_all_dim": 1.0}, "rope_theta": 10000,
+        "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "tie_word_embeddings": False, "topk_group": 4,
+        "topk_method": "noaux_tc", "v_head_dim": 128, "vocab_size": 129280,
+    }  # fmt: skip
+    assert args_from_hf(v3) == ARCHITECTURES["DeepSeek-V3"]
+
+
 MIXTRAL = {"architectures": ["MixtralForCausalLM"]}
 QWEN3 = {"architectures": ["Qwen3MoeForCausalLM"]}
 OLMOE = {"architectures": ["OlmoeForCausalLM"]}
@@ -547,6 +639,8 @@ SCALING = {
 }
 GLM = {"architectures": ["Glm4MoeForCausalLM"], "head_dim": 128}
 GPT_OSS = {"architectures": ["GptOssForCausalLM"]}
+V2 = {"architectures": ["DeepseekV2ForCausalLM"], "num_experts_per_tok": 6, "moe_intermediate_size": 1408}
+V3 = {"architectures": ["DeepseekV3ForCausalLM"]}
 YARN = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096}
 
 
@@ -554,7 +648,29 @@ YARN = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings":
     ("family", "changes", "message"),
     [
         (MIXTRAL, {"architectures": ["LlamaForCausalLM"]}, "'LlamaForCausalLM'.*MixtralForCausalLM, Qwen3Moe.*Olmoe"),
-        (MIXTRAL, {"architectures": None, "model_type": "deepseek_v2"}, "'deepseek_v2'"),
+        (MIXTRAL, {"architectures": None, "model_type": "llama4"}, "'llama4'"),
+        (MIXTRAL, {"kv_lora_rank": 512}, "kv_lora_rank = 512"),
+        (V2, {"norm_topk_prob": True}, "norm_topk_prob = True"),
+        (V2, {"scoring_func": "sigmoid"}, "scoring_func = 'sigmoid'"),
+        (V2, {"topk_method": "noaux_tc"}, "topk_method = 'noaux_tc'.*'greedy' and 'group_limited_greedy'"),
+        (V2, {"topk_method": "group_limited_greedy"}, "n_group = None"),
+        (V2, {"num_experts_per_tok": None}, "num_experts_per_tok = None"),
+        (V2, {"moe_layer_freq": 2}, "moe_layer_freq = 2"),
+        (V2, {"num_key_value_heads": 8}, "num_key_value_heads = 8"),
+        (V2, {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type = 'linear'"),
+        (V3, {"scoring_func": "softmax"}, "scoring_func = 'softmax'"),
+        (V3, {"topk_method": "greedy"}, "topk_method = 'greedy'"),
+        (V3, {"rope_interleave": False}, "rope_interleave = False"),
+        (V3, {"attention_bias": True}, "attention_bias = True"),
+        (V3, {"n_group": 7}, "n_group = 7"),
+        (V3, {"n_group": 256}, "n_group = 256.*at least two"),
+        (V3, {"topk_group": 9}, "topk_group = 9"),
+        (V3, {"topk_group": 1, "num_experts_per_tok": 33}, "topk_group = 1"),
+        (V3, {"v_head_dim": 256}, "v_head_dim = 256"),
+        (V3, {"qk_rope_head_dim": 63}, "qk_rope_head_dim = 63"),
+        (V3, {"kv_lora_rank": 0}, "kv_lora_rank = 0"),
+        (V3, {"q_lora_rank": "x"}, "q_lora_rank = 'x'"),
+        (V3, {"rope_scaling": YARN | {"mscale_all_dim": "x"}}, "mscale_all_dim = 'x'"),
         (MIXTRAL, {"architectures": []}, "architectures = "),
         (MIXTRAL, {"model_type": "qwen3_moe"}, "model_type = 'qwen3_moe'"),
         (MIXTRAL, {"hidden_act": "gelu"}, "hidden_act = 'gelu'"),

@@ -141,13 +141,14 @@ def test_a_stream_given_up_leaves_the_next_one_alone():
         {},
         {"sliding_window": 150},
         {"sliding_window": 150, "full_layers": (1,), "attention_sinks": True, "yarn": Yarn(4.0, 1024)},
+        {"n_kv_head": 1, "head_dim": 48, "rotary_dim": 16, "kv_rank": 32, "value_dim": 32},
     ),
-    ids=("all", "window", "gpt-oss"),
+    ids=("all", "window", "gpt-oss", "latent"),
 )
 def test_a_long_cache_read_in_blocks_gives_the_cpus_tokens(more):
     """Answers that begin before and after the ends of blocks, of a cache long enough to be read in them."""
-    args = ModelArgs(dim=64, n_layer=2, n_head=4, n_kv_head=2, head_dim=32, intermediate=48, n_expert=6, n_active=2,
-                     vocab_size=300, max_position=4096, **more)  # fmt: skip
+    args = ModelArgs(dim=64, n_layer=2, n_head=4, intermediate=48, n_expert=6, n_active=2, vocab_size=300,
+                     max_position=4096, **{"n_kv_head": 2, "head_dim": 32} | more)  # fmt: skip
     model = load_model(RandomWeights(args, {"name": "fp32"}), "cpu")  # whose numbers are another device's others
     copy = deepcopy(model).cuda()
     sessions = {"cpu": Session(model, 1500), "cuda": Session(copy, 1500, compile=True, batch=2)}

@@ -377,6 +377,17 @@ def test_gpt_oss_is_as_large_as_its_model_card_says(arch, billions, gibibytes):
     assert sum(p.nbytes for p in model.parameters()) / 2**30 == pytest.approx(gibibytes, abs=0.05)
 
 
+@pytest.mark.parametrize(
+    ("arch", "billions", "active"), (("DeepSeek-V2-Lite", 15.7, 2.4), ("DeepSeek-V3", 671.0, 36.6))
+)
+def test_deepseek_is_as_large_as_its_paper_says(arch, billions, active):
+    """15.7B and 671B parameters, of which a token uses 2.4B and 37B; of the embedding that is a row."""
+    with torch.device("meta"):
+        model = Transformer(ARCHITECTURES[arch]).to(torch.bfloat16)
+    assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(billions, abs=0.05)
+    assert model.bytes_per_token() / 2e9 == pytest.approx(active, abs=0.06)
+
+
 def test_tied_embeddings_are_read_once(make_family):
     model = load_model(make_family("qwen3_moe").directory, "cpu")
     assert model.head.weight is model.embedding.weight

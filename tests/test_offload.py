@@ -141,7 +141,7 @@ def blob_bytes(model: Transformer, layer: int) -> int:
     return sum(-(-part[0].nbytes // offload.ALIGN) * offload.ALIGN for part in parts)
 
 
-@pytest.mark.parametrize("family", ("granitemoe", "phimoe", "glm4_moe"))
+@pytest.mark.parametrize("family", ("granitemoe", "phimoe", "glm4_moe", "deepseek_v3"))
 def test_families_with_scales_and_sigmoid_routing_keep_their_bits(make_family, family):
     directory = make_family(family).directory
     resident = load_model(directory, "cpu")

@@ -6,10 +6,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import FP8_CONFIG, in_blocks
+from conftest import FP8_CONFIG, in_blocks, save_in_fp8
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, Qwen3MoeForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    PreTrainedModel,
+    Qwen3MoeForCausalLM,
+)
 
 from checkpoint import Checkpoint
 from convert_hf_checkpoint import convert
@@ -32,9 +38,13 @@ def converted(fp8_directory) -> Path:
 
 @pytest.fixture(scope="module")
 def peer(fp8_directory):
+    return unpacked(fp8_directory, Qwen3MoeForCausalLM(FP8_CONFIG))
+
+
+def unpacked(directory: Path, model: PreTrainedModel) -> PreTrainedModel:
     """transformers' model of the same codes times their scales (its own reading of such files wants a GPU)."""
     plain = {}
-    for name, tensor in sorted(load_file(fp8_directory / "model.safetensors").items()):
+    for name, tensor in sorted(load_file(directory / "model.safetensors").items()):
         if not name.endswith("_scale_inv"):  # which come after their weights
             plain[name] = tensor.float()
         else:
@@ -42,7 +52,7 @@ def peer(fp8_directory):
             rows = tensor.repeat_interleave(128, 0)[: weight.shape[0]]
             weight *= rows.repeat_interleave(128, 1)[:, : weight.shape[1]]
     with tempfile.TemporaryDirectory() as directory:
-        Qwen3MoeForCausalLM(FP8_CONFIG).save_pretrained(directory)
+        model.save_pretrained(directory)
         save_file(plain, Path(directory) / "model.safetensors", metadata={"format": "pt"})
         return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
 
@@ -158,16 +168,18 @@ BAD = {  # what is changed, and the message
 }  # fmt: skip
 
 
+def spoil(source: Path, target: Path, change) -> None:
+    """A copy, changed."""
+    tensors, config = load_file(source / "model.safetensors"), json.loads((source / "config.json").read_text())
+    change(tensors, config)
+    save_file(tensors, target / "model.safetensors")
+    (target / "config.json").write_text(json.dumps(config))
+
+
 @pytest.mark.parametrize("case", BAD)
 def test_what_cannot_be_kept_is_named_and_nothing_written(fp8_directory, tmp_path, case):
     change, message = BAD[case]
-    tensors, config = (
-        load_file(fp8_directory / "model.safetensors"),
-        json.loads((fp8_directory / "config.json").read_text()),
-    )
-    change(tensors, config)
-    save_file(tensors, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    spoil(fp8_directory, tmp_path, change)
     with pytest.raises(ValueError, match=message) as error:
         convert(tmp_path, progress=False)
     assert "\n" not in str(error.value)
@@ -188,3 +200,65 @@ def test_a_published_head_in_fp8_is_kept_too(fp8_directory, tmp_path):
     rows = scale.repeat_interleave(128, 0)[:160].repeat_interleave(128, 1)
     assert torch.equal(model.head.unpack(), tensors["lm_head.weight"].float() * rows)
     assert all_logits(model).isfinite().all()
+
+
+# DeepSeek-V3, whose rows are reordered within their blocks
+
+
+@pytest.fixture(scope="module")
+def deepseek(tmp_path_factory) -> tuple[Path, PreTrainedModel]:
+    """As it is published, and transformers' model of the same numbers."""
+    config = DeepseekV3Config(
+        vocab_size=160, hidden_size=256, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=4,
+        q_lora_rank=128, kv_lora_rank=128, n_routed_experts=6, num_experts_per_tok=2, n_group=3, topk_group=2,
+        moe_intermediate_size=256, intermediate_size=384, first_k_dense_replace=1, max_position_embeddings=256,
+        num_mtp_layers=0,
+    )  # fmt: skip
+    torch.manual_seed(2)
+    directory = save_in_fp8(DeepseekV3ForCausalLM(config), tmp_path_factory.mktemp("deepseek-fp8"))
+    return directory, unpacked(directory, DeepseekV3ForCausalLM(config))
+
+
+def test_deepseeks_codes_are_kept_but_for_what_makes_keys_and_values(deepseek, tmp_path):
+    directory, peer = deepseek
+    ours, theirs = (
+        Checkpoint(convert(directory, tmp_path / "out", "fp32", progress=False)),
+        load_file(directory / "model.safetensors"),
+    )
+    assert {path.split(".", 2)[-1] for path in ours.format["modules"]} == {
+        "attention.wqkv", "attention.wq", "attention.wo", "ffn.experts.w13", "ffn.experts.w2", "ffn.w13", "ffn.w2",
+        "ffn.shared.w13", "ffn.shared.w2",
+    }  # fmt: skip
+    prefix = "model.layers.1.self_attn."
+    scale = torch.cat([theirs[f"{prefix}{name}.weight_scale_inv"] for name in ("q_a_proj", "kv_a_proj_with_mqa")])
+    assert torch.equal(ours.read("layers.1.attention.wqkv.scale"), scale)
+    state = peer.state_dict()
+    assert torch.equal(ours.read("layers.1.attention.wkv").flatten(0, 1), state[f"{prefix}kv_b_proj.weight"])
+    model = load_model(ours, "cpu")
+    order = [h * 192 + n for h in range(4) for n in (*range(128), *range(128, 192, 2), *range(129, 192, 2))]
+    assert torch.equal(model.layers[1].attention.wq.unpack(), state[f"{prefix}q_b_proj.weight"][order])
+    assert relative(all_logits(model), peer(PROMPT).logits) < 1e-4
+    model.setup_cache(1, 64)
+    steps = [model(PROMPT[:, n : n + 1], torch.tensor([[n]])) for n in range(40)]
+    assert relative(torch.stack(steps, dim=1), peer(PROMPT).logits) < 1e-4
+
+
+KV_B = "model.layers.2.self_attn.kv_b_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    (
+        (lambda tensors, config: tensors.pop(f"{KV_B}_scale_inv"), f"{KV_B}_scale_inv is missing"),
+        (lambda tensors, config: tensors.update({f"{KV_B}_scale_inv": torch.ones(8, 2)}), r"shape \[8, 2\]"),
+        (filling(KV_B, float("nan")), f"{KV_B} holds NaN"),
+        (filling(f"{KV_B}_scale_inv", float("inf")), f"{KV_B} holds NaN"),
+        (lambda tensors, config: config.update(qk_nope_head_dim=96, qk_rope_head_dim=96), "rows would leave their"),
+    ),
+)
+def test_what_deepseek_cannot_be_is_named(deepseek, tmp_path, change, message):
+    spoil(deepseek[0], tmp_path, change)
+    with pytest.raises(ValueError, match=message) as error:
+        convert(tmp_path, progress=False)
+    assert "\n" not in str(error.value)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "model.safetensors"]

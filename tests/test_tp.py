@@ -55,6 +55,16 @@ FAMILIES = {
         **COMMON, n_kv_head=4, n_expert=8, n_active=2, attention_bias=True, layer_norm=True, head_bias=True,
         mixer_eps=0.2, rope_factors=tuple(1 + n / 4 for n in range(16)), rope_scale=1.2,
     ),
+    "deepseek_v2": ModelArgs(
+        **COMMON | dict(head_dim=48), n_kv_head=1, n_expert=8, n_active=3, norm_topk=False, shared_intermediate=512,
+        shared_gated=False, routed_scale=1.5, rotary_dim=16, attention_scale=0.2, yarn=Yarn(4.0, 64), n_group=4,
+        n_active_group=2, kv_rank=48, value_dim=32, dense_layers=(0,), dense_intermediate=512,
+    ),
+    "deepseek_v3": ModelArgs(
+        **COMMON | dict(head_dim=48), n_kv_head=1, n_expert=8, n_active=3, shared_intermediate=256, shared_gated=False,
+        scoring="sigmoid", routed_scale=2.5, rotary_dim=16, n_group=4, n_active_group=2, kv_rank=48, q_rank=128,
+        value_dim=32,
+    ),
     "glm4_moe": ModelArgs(
         **COMMON, n_kv_head=4, n_expert=8, n_active=3, qkv_bias=True, shared_intermediate=256, shared_gated=False,
         scoring="sigmoid", routed_scale=1.5, rotary_dim=16, dense_layers=(0,), dense_intermediate=512,
@@ -239,6 +249,9 @@ def test_parts_are_all_of_the_weights(family, parallel, checkpoints):
         tensors = [part.read(source, name, "cpu") for part in parts]
         whole = source.read("embedding.weight" if name == "head.weight" and FAMILIES[family].tied_embeddings else name)
         assert tensors[0].shape == tensors[1].shape == parameter.shape
+        if FAMILIES[family].kv_rank and name.endswith("wqkv.weight") and tensors[0].shape != whole.shape:
+            tensors[0], same = tensors[0].split((len(tensors[0]) - (shared := FAMILIES[family].kept[-1]), shared))
+            assert torch.equal(same, tensors[1][-shared:])  # what all heads are made of
         if name.endswith(("wo.bias", *(("w2.bias",) if parallel == "tensor" else ()))):
             assert torch.equal(tensors[0] + tensors[1], whole)
         elif tensors[0].shape == whole.shape:
@@ -258,6 +271,13 @@ REFUSALS = {
                "192 rows of a rank are no multiple of the group size 128: start 1, 2, or quantize again with "
                "--group_size 64"),
     "groups of 32": ("gpt-oss-20b", "mxfp4", 4, "tensor", "720 are no multiple of the group size 32: start 1, 2"),
+    "blocks of what all heads are made of": (
+        "DeepSeek-V2-Lite", "fp8b-bf16", 2, "tensor", "attention.wqkv: 576 rows of a rank are no multiple of the group "
+        "size 128: start 1, or quantize again with --group_size 64",
+    ),
+    "heads of latent attention": (
+        "DeepSeek-V2-Lite", "bf16", 3, "tensor", "16 (query heads) cannot be divided by 3: start 1, 2, 4, 8, 16",
+    ),
     "words": ("Qwen3-30B-A3B", "int8", 8, "tensor", "96 are no multiple of the group size 64: start 1, 2, 4"),
 }  # fmt: skip
 
