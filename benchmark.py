@@ -30,10 +30,12 @@ from torch import Tensor
 
 import tp
 import world
+from args import ModelArgs, Yarn
 from command import Parser
 from convert_hf_checkpoint import args_from_hf
 from generate import DTYPES, load_model, peak_bytes, pick_device
-from model import ExpertLinear, Linear, ModelArgs, Transformer, Yarn, stored
+from layers import Linear
+from model import ExpertLinear, Transformer, stored
 from packing import FORMATS, PLAIN
 from quantize import KV_CACHES, Packed, PackedExpertLinear, of_mode, pack_weight, plan
 from session import PREFILL_CHUNK, Sampling, Session

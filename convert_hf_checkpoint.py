@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from args import ModelArgs, Yarn
 from checkpoint import DTYPES, NAMES, Shard, Writer, is_checkpoint, read_json
 from command import Parser
-from model import ModelArgs, Yarn
 from packing import FORMATS, in_words, mxfp4_codes
 
 DOWNLOAD = "python scripts/download.py --repo_id OWNER/NAME"  # what to run where something is not there

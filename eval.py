@@ -23,9 +23,11 @@ from tqdm import tqdm
 
 import tp
 import world
+from args import ModelArgs
+from attention import Chunk
 from command import Parser
 from generate import DTYPES, EMBEDDED, generate, load_model, model_args, open_checkpoint
-from model import Chunk, ModelArgs, Stages, Transformer, stored
+from model import Stages, Transformer, stored
 from quantize import KV_CACHES
 from session import Sampling, Session
 from tokenizer import Tokenizer, load_tokenizer

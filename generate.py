@@ -28,10 +28,12 @@ from tqdm import tqdm
 import offload
 import tp
 import world
+from args import ModelArgs
+from attention import BLOCK, HEADS
 from checkpoint import FORMAT_VERSION, Checkpoint, pick_device
 from command import Parser
 from convert_hf_checkpoint import convert
-from model import BLOCK, HEADS, ModelArgs, Transformer
+from model import Transformer
 from offload import Offload
 from quantize import DTYPES, KV_CACHES, Packed, model_args
 from session import PREFILL_CHUNK, Sampling, Session

@@ -24,7 +24,8 @@ from math import prod
 import torch
 from torch import Tensor, nn
 
-from model import Block, Experts, RMSNorm, Transformer, realise, top_k
+from layers import RMSNorm, realise
+from model import Block, Experts, Transformer, top_k
 from quantize import Packed
 from recording import between
 from slots import POLICIES, Cache, DeviceCache

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import kernels
-from model import realise
+from layers import realise
 
 Parts = dict[str, Tensor]
 

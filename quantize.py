@@ -17,21 +17,12 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 import kernels
+from args import ModelArgs
+from attention import Chunk, KVCache, join_parts
 from checkpoint import Checkpoint, Writer, pick_device
 from command import Parser
-from model import (
-    Chunk,
-    ExpertLinear,
-    KVCache,
-    Linear,
-    ModelArgs,
-    Transformer,
-    activate,
-    biased,
-    join_parts,
-    realise,
-    weighted_sum,
-)
+from layers import Linear, realise
+from model import ExpertLinear, Transformer, activate, biased, weighted_sum
 from packing import FORMATS, PLAIN, Parts, grouped_order, nonzero
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}  # of what is in no number format
@@ -112,7 +103,7 @@ class Packed(nn.Module):
 
 
 class PackedLinear(Packed):
-    """model.Linear in a format."""
+    """layers.Linear in a format."""
 
     def __init__(self, linear: Linear, format: str, group: int):
         super().__init__(linear.weight, format, group)

@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from model import BLOCK, FEW_TOKENS, Chunk, Stages, Transformer
+from attention import BLOCK, Chunk
+from model import FEW_TOKENS, Stages, Transformer
 from recording import Recording
 
 CANDIDATES = 256  # tokens that sampling looks at: one compiled step serves every top_k up to this

@@ -14,7 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from model import Chunk, ModelArgs, Transformer
+from args import ModelArgs
+from attention import Chunk
+from model import Transformer
 from session import SPARE, Sampling, Session, read_later, sample, shortlist
 
 DRAFT_TOKENS = 4

@@ -17,7 +17,9 @@ from torch import Tensor, nn
 
 import collective
 import world
-from model import Experts, Linear, ModelArgs, RMSNorm, Transformer
+from args import ModelArgs
+from layers import Linear, RMSNorm
+from model import Experts, Transformer
 from packing import FORMATS
 from quantize import apply
 

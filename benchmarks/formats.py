@@ -10,9 +10,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from args import ModelArgs
 from benchmark import architecture, read_bandwidth
 from command import Parser
-from model import Experts, ModelArgs
+from model import Experts
 from packing import FORMATS, PLAIN
 from quantize import PackedExpertLinear, pack_weight
 from session import compile_settings

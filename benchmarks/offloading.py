@@ -17,11 +17,12 @@ import torch
 from torch import Tensor, nn
 
 import offload
+from attention import Chunk
 from benchmark import RandomWeights, architecture, number_format, random_prompt
 from checkpoint import pick_device
 from command import Parser
 from generate import EMBEDDED, embedded_checkpoint, load_model, moved
-from model import Chunk, Transformer
+from model import Transformer
 from offload import Offload, OffloadedExperts
 from session import Sampling, Session
 from tokenizer import load_tokenizer

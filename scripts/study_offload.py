@@ -18,11 +18,12 @@ import torch
 from torch import Tensor
 
 import world
+from attention import Chunk
 from checkpoint import pick_device
 from command import Parser
 from eval import read_text
 from generate import EMBEDDED, load_model, open_checkpoint
-from model import Chunk, Stages, Transformer
+from model import Stages, Transformer
 from slots import POLICIES, Cache
 from tokenizer import load_tokenizer
 

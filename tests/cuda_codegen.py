@@ -25,8 +25,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
+from args import ModelArgs
+from attention import Context, KVCache, View, attend
 from benchmark import ARCHITECTURES, first_layers
-from model import Block, Context, ExpertLinear, KVCache, ModelArgs, Transformer, View, attend, realise
+from layers import realise
+from model import Block, ExpertLinear, Transformer
 from packing import FORMATS
 from quantize import Int8KVCache, PackedExpertLinear, PackedLinear
 from session import CANDIDATES, compile_settings, sample

@@ -32,7 +32,7 @@ from triton.compiler import ASTSource, compile
 import collective
 import kernels
 import slots
-from model import KVCache, attend
+from attention import KVCache, attend
 from packing import FORMATS, grouped_order
 from quantize import Int8KVCache, grouped_packed, pack_weight
 

@@ -33,11 +33,11 @@ from transformers import (
 )
 
 import convert_hf_checkpoint
+from args import ModelArgs, Yarn
 from benchmark import ARCHITECTURES
 from checkpoint import Checkpoint
 from convert_hf_checkpoint import FAMILIES, args_from_hf, convert
 from generate import load_model
-from model import ModelArgs, Yarn
 from packing import FORMATS
 
 SMALL = dict(vocab_size=96, hidden_size=32, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2)

@@ -9,10 +9,12 @@ from torch._dynamo.utils import counters
 
 import kernels
 import offload
+from args import ModelArgs, Yarn
+from attention import SHORT_CACHE
 from benchmark import RandomWeights, random_prompt
 from checkpoint import Checkpoint
 from generate import EMBEDDED, embedded_checkpoint, load_model
-from model import SHORT_CACHE, ExpertLinear, Experts, ModelArgs, Yarn
+from model import ExpertLinear, Experts
 from offload import Offload
 from packing import FORMATS
 from quantize import PackedExpertLinear, pack_weight, plan, quantize

@@ -10,6 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 ROOMS = {path.stem for path in ROOT.glob("*.py")}
 GROUND = set()
+MODEL = {"args", "layers", "attention", "model"}
 MAY_IMPORT = {
     "command": GROUND,
     "checkpoint": {"command"},
@@ -18,15 +19,18 @@ MAY_IMPORT = {
     "recording": GROUND,
     "slots": {"kernels"},
     "collective": {"kernels"},
-    "model": {"kernels"},
-    "session": {"model", "recording"},
-    "speculate": {"model", "session"},
-    "packing": {"model", "kernels"},
-    "quantize": {"command", "model", "checkpoint", "kernels", "packing"},
+    "args": GROUND,
+    "layers": {"args"},
+    "attention": {"args", "layers", "kernels"},
+    "model": {"args", "layers", "attention", "kernels"},
+    "session": MODEL | {"recording"},
+    "speculate": MODEL | {"session"},
+    "packing": {"layers", "kernels"},
+    "quantize": MODEL | {"command", "checkpoint", "kernels", "packing"},
     "world": {"checkpoint", "collective"},
-    "tp": {"model", "packing", "quantize", "world", "collective"},
-    "offload": {"model", "checkpoint", "packing", "quantize", "kernels", "recording", "slots"},
-    "convert_hf_checkpoint": {"command", "model", "checkpoint", "packing"},
+    "tp": MODEL | {"packing", "quantize", "world", "collective"},
+    "offload": MODEL | {"checkpoint", "packing", "quantize", "kernels", "recording", "slots"},
+    "convert_hf_checkpoint": {"command", "args", "checkpoint", "packing"},
 }
 MAY_IMPORT["generate"] = set(MAY_IMPORT)
 MAY_IMPORT |= {name: set(MAY_IMPORT) for name in ("benchmark", "eval")}

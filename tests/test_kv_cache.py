@@ -12,9 +12,10 @@ from torch import Tensor
 import benchmark
 import eval
 import generate
+from attention import Chunk, KVCache
 from eval import perplexity
 from generate import EMBEDDED, load_model
-from model import Chunk, KVCache, Transformer
+from model import Transformer
 from quantize import KV_CACHES, Int8KVCache, to_int8
 from session import Sampling, Session
 

@@ -14,21 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GptOssConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from attention import BLOCK, Chunk, attend, attend_blocks, attend_chunk, blocks_in_use, rope_table
 from benchmark import ARCHITECTURES
 from convert_hf_checkpoint import args_from_hf
 from generate import load_model
-from model import (
-    BLOCK,
-    Chunk,
-    Experts,
-    Transformer,
-    attend,
-    attend_blocks,
-    attend_chunk,
-    blocks_in_use,
-    rope_table,
-    top_k,
-)
+from model import Experts, Transformer, top_k
 from quantize import apply, plan
 from session import Sampling, Session
 

@@ -19,10 +19,11 @@ import pytest
 import torch
 
 import offload
+from args import ModelArgs, Yarn
 from benchmark import RandomWeights
 from checkpoint import Checkpoint, Writer
 from generate import embedded_checkpoint, load_model, main
-from model import ModelArgs, Stages, Transformer, Yarn
+from model import Stages, Transformer
 from offload import COUNTERS, STAGING, Offload, OffloadedExperts, counters
 from packing import FORMATS
 from quantize import plan, quantize

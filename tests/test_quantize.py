@@ -23,11 +23,13 @@ from torch import Tensor, nn
 
 import packing
 import quantize as room
+from args import ModelArgs
 from benchmark import RandomWeights, number_format
 from checkpoint import Checkpoint, Writer
 from convert_hf_checkpoint import convert
 from generate import EMBEDDED, load_model
-from model import ExpertLinear, Linear, ModelArgs, Transformer
+from layers import Linear
+from model import ExpertLinear, Transformer
 from packing import FORMATS, pack, solve_hqq, unpack, word_order
 from quantize import PackedExpertLinear, PackedLinear, bits_per_weight, pack_weight, plan, quantize
 from session import Sampling, Session
@@ -698,7 +700,7 @@ import torch
 
 from benchmarks.load_checkpoint import Peak
 from checkpoint import Checkpoint
-from model import ModelArgs
+from args import ModelArgs
 import quantize as room
 from quantize import plan, quantize
 

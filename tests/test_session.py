@@ -16,9 +16,9 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from args import ModelArgs, Yarn
 from benchmark import RandomWeights
 from generate import load_model, pick_device
-from model import ModelArgs, Yarn
 from session import RANKED, Sampling, Session, largest, sample
 
 GREEDY = Sampling(temperature=0)

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from torch._dynamo.utils import counters
 
 import generate
+from args import ModelArgs
 from generate import load_model, main
-from model import ModelArgs, Transformer
+from model import Transformer
 from session import Sampling, Session, sample
 from speculate import NGRAM, DraftModel, Lookup, Speculation, accept
 

@@ -22,10 +22,11 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 import tp
+from args import ModelArgs, Yarn
 from benchmark import ARCHITECTURES, RandomWeights, number_format
 from checkpoint import Checkpoint, Writer
 from generate import embedded_checkpoint, load_model
-from model import ExpertLinear, ModelArgs, Transformer, Yarn
+from model import ExpertLinear, Transformer
 from packing import FORMATS
 from quantize import plan, quantize
 
