@@ -1041,7 +1041,7 @@ def test_the_embedded_model_in_every_format(tmp_path):
 def without_a_gpu(*options: str, **variables: str) -> dict:
     pytest.importorskip("triton", reason="kernels.py needs triton")
     run = subprocess.run(
-        [sys.executable, ROOT / "tests" / "quantize_triton.py", *options],
+        [sys.executable, ROOT / "tests" / "kernels_without_gpu.py", *options],
         cwd=ROOT, capture_output=True, text=True, env=os.environ | variables,
     )  # fmt: skip
     if run.returncode and "ImportError" in run.stderr:

@@ -1,15 +1,11 @@
-"""What the kernels of kernels.py compute and what they compile to, seen without a GPU.
+"""What our Triton kernels compute and what they compile to, seen without a GPU.
 
-    TRITON_INTERPRET=1 python tests/quantize_triton.py run      every format under Triton's interpreter, on CPU tensors
-    python tests/quantize_triton.py compile [all]               machine code for an H200, by Triton and ptxas alone
-    TRITON_INTERPRET=1 python tests/quantize_triton.py dot4     the same two of the product for one token
-    python tests/quantize_triton.py dot4-compile
-    TRITON_INTERPRET=1 python tests/quantize_triton.py fetch    and of the copy out of host memory
-    python tests/quantize_triton.py fetch-compile
-    TRITON_INTERPRET=1 python tests/quantize_triton.py fixed    and of the norm and router that are the same on all GPUs
-    python tests/quantize_triton.py fixed-compile
-    TRITON_INTERPRET=1 python tests/quantize_triton.py attend   and of attention over an int8 cache
-    python tests/quantize_triton.py attend-compile              likewise latent-compile
+    TRITON_INTERPRET=1 python tests/kernels_without_gpu.py CASE    under Triton's interpreter, on CPU tensors
+    python tests/kernels_without_gpu.py CASE-compile               machine code for an H200, by Triton and ptxas alone
+
+CASE is run (then: compile [all]), products by group in every format; dot4, those of 4 bits for one token; attend,
+attention over blocks of a cache (latent-compile too); fixed, what is the same on all GPUs; fetch, experts out of host
+memory.
 
 Each prints one JSON object: the relative error of every case, or what its machine code consists of. A process of its
 own, because Triton reads its variables once, at import. No bf16 in the first: the interpreter multiplies the bits of
