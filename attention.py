@@ -13,15 +13,24 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 
 import kernels
 from args import ModelArgs
-from layers import Linear, RMSNorm, operator, realise
+from layers import Linear, RMSNorm, operator, realise, scaled
 
 
-def join_parts(y: Tensor, sums: Tensor, q: Tensor) -> Tensor:
-    """What `kernels.attend_latent` found in parts of the positions -> [B, Q, H, r]."""
-    (B, Q, H, _), (largest, total) = q.shape, sums.unbind(-1)  # [B, parts, rows]
-    share = (largest - largest.amax(1, keepdim=True)).exp()
-    y = (y * share.unsqueeze(-1)).sum(1) / (total * share).sum(1).unsqueeze(-1)
-    return y.narrow(1, 0, Q * H).reshape(B, Q, H, -1).to(q.dtype)
+def join_parts(y: Tensor, sums: Tensor, sinks: Tensor | None = None) -> Tensor:
+    """What attention found in parts of the positions, as kernels.py has it, fp32 -> [..., rows, C].
+
+    y [..., parts, rows, C], sums [..., parts, rows, 2]: the largest score and the sum of exp(score less that). sinks
+    [..., rows]: one score more, whose value is zero.
+    """
+    largest, total = sums.unbind(-1)
+    most = largest.amax(-2, keepdim=True)
+    if sinks is not None:
+        most = torch.maximum(most, sinks.unsqueeze(-2))
+    share = (largest - most).exp()
+    total = (total * share).sum(-2)
+    if sinks is not None:
+        total = total + (sinks - most.squeeze(-2)).exp()
+    return (y * share.unsqueeze(-1)).sum(-3) / total.unsqueeze(-1)
 
 
 class KVCache(nn.Module):
@@ -56,9 +65,14 @@ class KVCache(nn.Module):
         """`attend_blocks` of all that `update` gave; a cache that stores something else reads that."""
         return attend_blocks(q, k, v, positions, blocks, window, sinks)
 
-    def attend_latent(self, q: Tensor, positions: Tensor, rank: int) -> Tensor:
-        """q [B, Q, H, C] over what latent attention keeps -> [B, Q, H, rank]; only the blocks in use are read."""
-        return join_parts(*kernels.attend_latent(q, self.kv, None, positions, rank), q)
+    def attend_latent(self, q: Tensor, positions: Tensor, rank: int, scale: Tensor | None = None) -> Tensor:
+        """q [B, Q, H, C] over what latent attention keeps -> [B, Q, H, rank]; only the blocks in use are read.
+
+        scale: by which each position's numbers are to be multiplied, where a cache stores codes.
+        """
+        B, Q, H, _ = q.shape
+        y = join_parts(*kernels.attend_latent(q, self.kv, scale, positions, rank))  # [B, rows, rank]
+        return y.narrow(1, 0, Q * H).reshape(B, Q, H, rank).to(q.dtype)
 
     def clear(self) -> None:
         """Forget everything: what is masked counts zero times its value, which has to be a number."""
@@ -129,8 +143,6 @@ def rotate(x: Tensor, rope: Tensor, turning: int) -> Tensor:
 
 
 BLOCK = 128  # positions of a cache that are read together
-
-
 SHORT_CACHE = 1024  # up to this length it is faster to read a cache whole than to ask which blocks are in use
 
 
@@ -270,8 +282,8 @@ class Attention(nn.Module):
         # Queries come after that, and are kept in memory: the compiler overlooks that the kernel after the one that
         # writes the cache has to wait for it before it reads the cache, so it must be one that does not.
         q = self.clip(self.q_norm(q) if full else q).unflatten(-1, (-1, C))  # [B, Q, H, C]
-        q = rotate(self.q_norm(q) if head else q, context.rope, self.turning) * self.query_scale
-        q = realise(q.to(kv.dtype))
+        q = rotate(self.q_norm(q) if head else q, context.rope, self.turning)
+        q = realise(scaled(q, self.query_scale).to(kv.dtype))
         if chunk:
             y = attend_chunk(q[0], k, v, self.window, self.sinks).unsqueeze(0)
         elif (view := context.views[self.window]).blocks and self.cache.reads_blocks(q.shape[1] * H // K):

@@ -16,6 +16,11 @@ except ImportError:  # a build of torch without CUDA: then no kernel here is cal
     triton = None
 
 
+def _starts_early(x: Tensor) -> bool:
+    """Whether kernels can be set up while the one before them ends."""
+    return torch.cuda.get_device_properties(x.device).major >= 9
+
+
 # Sums over GPUs -----------------------------------------------------------------------------------------------------
 
 
@@ -61,12 +66,11 @@ def push_sum(x: Tensor, peers: Tensor, turns: Tensor, rank: int) -> Tensor:
     halves of an inbox are used in turn: who has begun call n + 1 has ended call n, and a rank gets to n + 2 only after
     all have begun n + 1. (The idea of NCCL's LL protocol, for a message that all read.)
     """
-    y, words, ranks = torch.empty_like(x), x.nbytes // 4, len(peers)
-    pdl = torch.cuda.get_device_properties(x.device).major >= 9
+    y, words, ranks, early = torch.empty_like(x), x.nbytes // 4, len(peers), _starts_early(x)
     _push_sum[(triton.cdiv(words, PUSH_BLOCK),)](
         x.view(-1).view(torch.int32), y.view(-1).view(torch.int32), peers, turns, WORDS=words,
         MOST=len(turns) * PUSH_BLOCK, RANK=rank, RANKS=ranks, R2=triton.next_power_of_2(ranks), BLOCK=PUSH_BLOCK,
-        BF16=x.dtype == torch.bfloat16, PDL=pdl, launch_pdl=pdl, num_warps=1,
+        BF16=x.dtype == torch.bfloat16, PDL=early, launch_pdl=early, num_warps=1,
     )  # fmt: skip
     return y
 
@@ -106,10 +110,6 @@ def _fixed_scores(x, weight, y, D: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.co
         tl.extra.cuda.gdc_launch_dependents()
     total = tl.sum(tl.load(x + at, mask=at < D, other=0.0).to(tl.float32) * row, 0)
     tl.store(y + tl.program_id(0), total.to(y.dtype.element_ty))
-
-
-def _starts_early(x: Tensor) -> bool:
-    return x.is_cuda and torch.cuda.get_device_properties(x.device).major >= 9
 
 
 @torch.library.custom_op("moe_fast::fixed_norm", mutates_args=())

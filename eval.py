@@ -397,21 +397,21 @@ def run(options: argparse.Namespace) -> tuple[dict, str]:
     return result, f"{report}\n{result['bits_per_weight']:.4g} bits a weight, {result['bytes'] / 1e9:.4g} GB"
 
 
+def command() -> int:
+    options = build_parser().parse_args()
+    result, report = run(options)
+    if world.is_main():
+        print(json.dumps(result, default=str) if options.json else report, flush=True)
+    world.stop()
+    return 0
+
+
 def main() -> int:
     """Run the command; a user's mistake is one line on stderr and exit code 2."""
-    options = build_parser().parse_args()
     try:
-        result, report = run(options)
-        if world.is_main():
-            print(json.dumps(result, default=str) if options.json else report, flush=True)
-        world.stop()
-    except torch.cuda.OutOfMemoryError as error:
-        return world.fail(f"out of GPU memory ({str(error).splitlines()[0]}): shorten --seq_len")
-    except (ValueError, OSError) as error:
-        return world.fail(str(error).splitlines()[0])
+        return world.attempt(command, out_of_memory="shorten --seq_len")
     except KeyboardInterrupt:
         return 130
-    return 0
 
 
 if __name__ == "__main__":

@@ -678,8 +678,7 @@ def chat(session: Session | Speculation, tokenizer: Tokenizer, options: argparse
         ids = prompt + (answer[:-1] if answer[-1] in tokenizer.stop_ids else answer)
 
 
-def main() -> int:
-    """Run the command; a user's mistake is one line on stderr and exit code 2."""
+def command() -> int:
     options = build_parser().parse_args()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a terminal that cannot show a character shows a question mark
@@ -689,17 +688,19 @@ def main() -> int:
         if options.json and world.is_main():
             print(json.dumps(results[0] if len(results) == 1 else {"results": results}), flush=True)
         world.stop()
-    except torch.cuda.OutOfMemoryError as error:
-        return world.fail(f"out of GPU memory ({str(error).splitlines()[0]}): shorten --max_seq_len")
     except BrokenPipeError:  # whoever read our output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         world.leave(141)
         return 141
-    except (ValueError, OSError) as error:
-        return world.fail(str(error).splitlines()[0])
+    return 0
+
+
+def main() -> int:
+    """Run the command; a user's mistake is one line on stderr and exit code 2."""
+    try:
+        return world.attempt(command, out_of_memory="shorten --max_seq_len")
     except KeyboardInterrupt:
         return 130
-    return 0
 
 
 if __name__ == "__main__":

@@ -413,9 +413,8 @@ def dot4_launch(x: Tensor, parts: list[Tensor], index: Tensor | None, kind: str,
     """`dot4`, cut as `dot4_cut` says. pdl: started while the kernel before ends, on GPUs that know how to."""
     codes, scale, *fine = parts
     (M, width), out, pairs = x.shape, codes.shape[-2], 1 if index is None else index.numel()
-    fine = (
-        fine or [scale] * 5
-    )  # int4 and mxfp4 have no zeros, a dense weight no index: what stands in for them is not read
+    # int4 and mxfp4 have no zeros, a dense weight no index: what stands in for them is not read.
+    fine = fine or [scale] * 5
     programs, constants = cut
     chunks = triton.cdiv(width // 8, constants["CHUNK"])
     y = x.new_empty(pairs, out // 2) if gated else x.new_empty(chunks, pairs, out, dtype=torch.float32)
@@ -454,6 +453,16 @@ def _(x: Tensor, parts: list[Tensor], index: Tensor | None, kind: str, group: in
 
 
 @jit
+def _weigh(scores, largest, total):
+    """A softmax over one block of positions after the other: the block's scores [M, N], the largest score and the sum
+    of weights so far [M] -> the block's weights, by what to multiply all that was before, and the two with it."""
+    now = tl.maximum(largest, tl.max(scores, 1))
+    base = tl.where(now == float("-inf"), 0.0, now)
+    weights, kept = tl.exp(scores - base[:, None]), tl.exp(largest - base)
+    return weights, kept, now, total * kept + tl.sum(weights, 1)
+
+
+@jit
 def _attend_int8(q, codes, scales, positions, y, sums, S: tl.constexpr, H: tl.constexpr, K: tl.constexpr,
                  C: tl.constexpr, Q: tl.constexpr, WINDOW: tl.constexpr, M: tl.constexpr, BLOCK: tl.constexpr,
                  VALUES: tl.constexpr):  # fmt: skip
@@ -477,10 +486,7 @@ def _attend_int8(q, codes, scales, positions, y, sums, S: tl.constexpr, H: tl.co
         scores = tl.dot(queries, tl.trans(k)) * (tl.load(scales + line).to(tl.float32) * C**-0.5)[None, :]
         distance = at[:, None] - key[None, :]
         scores = tl.where((distance >= 0) & (distance < WINDOW), scores, float("-inf"))
-        now = tl.maximum(largest, tl.max(scores, 1))
-        base = tl.where(now == float("-inf"), 0.0, now)
-        weights, kept = tl.exp(scores - base[:, None]), tl.exp(largest - base)
-        total, largest = total * kept + tl.sum(weights, 1), now
+        weights, kept, largest, total = _weigh(scores, largest, total)
         weights *= tl.load(scales + VALUES + line).to(tl.float32)[None, :]
         v = tl.load(codes + VALUES * C + line[:, None] * C + c[None, :]).to(queries.dtype)
         found = found * kept[:, None] + tl.dot(weights.to(queries.dtype), v)
@@ -541,10 +547,7 @@ def _attend_latent(q, kv, scales, positions, y, sums, S: tl.constexpr, H: tl.con
             scale = tl.load(scales + sequence * S + key).to(tl.float32)[None, :]
             scores *= scale
         scores = tl.where(at[:, None] >= key[None, :], scores, float("-inf"))
-        now = tl.maximum(largest, tl.max(scores, 1))
-        base = tl.where(now == float("-inf"), 0.0, now)
-        weights, kept = tl.exp(scores - base[:, None]), tl.exp(largest - base)
-        total, largest = total * kept + tl.sum(weights, 1), now
+        weights, kept, largest, total = _weigh(scores, largest, total)
         if INT8:
             weights *= scale
         found = found * kept[:, None] + tl.dot(weights.to(queries.dtype), latent)

@@ -31,7 +31,7 @@ from attention import (
     blocks_in_use,
     rope_table,
 )
-from layers import Linear, RMSNorm, norm, operator, realise
+from layers import Linear, RMSNorm, norm, operator, realise, scaled
 
 
 class ExpertLinear(nn.Module):
@@ -248,7 +248,7 @@ class MoE(nn.Module):
         parts = [(score - best[0]).exp() for score in best]
         # A softmax over the chosen experts, or over all of them.
         total = sum(parts) if self.norm_topk else (scores - best[0]).exp().sum(dim=-1, keepdim=True)
-        return expert_indices, torch.cat([part / total for part in parts], dim=-1) * self.routed_scale
+        return expert_indices, scaled(torch.cat([part / total for part in parts], dim=-1), self.routed_scale)
 
     def mix(self, scores: Tensor, best: list[Tensor], expert_indices: Tensor) -> Tensor:
         """SparseMixer's weights (Liu et al. 2024): each of a softmax over what is left and nearly as good, [T, A]."""
@@ -362,7 +362,7 @@ class Transformer(nn.Module):
 
     def start(self, tokens: Tensor, where: Tensor | Chunk) -> tuple[Tensor, Tensor, Context]:
         """tokens [B, Q] and where they stand -> x [B, Q, D], the first block's norm of it, the context of the call."""
-        x = self.embedding(tokens) * self.args.embedding_scale
+        x = scaled(self.embedding(tokens), self.args.embedding_scale)
         normed = self.layers[0].attention_norm(x)
         if isinstance(where, Chunk):
             rope = self.rope_table[where.end - tokens.shape[1] : where.end]
@@ -386,7 +386,7 @@ class Transformer(nn.Module):
         """`norm` of x [B, Q, D] -> logits fp32 [B, V] at query `last` [B] of each sequence, or [B, Q, V] of None."""
         if last is not None:
             normed = normed[torch.arange(normed.shape[0], device=normed.device), last]
-        return self.gather(self.head(normed)).float() * self.args.logit_scale
+        return scaled(self.gather(self.head(normed)).float(), self.args.logit_scale)
 
     def forward(self, tokens: Tensor, where: Tensor | Chunk, last: Tensor | None = None, *, all_positions: bool = False,
                 return_routing: bool = False, stages: "Stages | None" = None):  # fmt: skip

@@ -217,7 +217,7 @@ class OffloadedExperts(nn.Module):
         for part in parts:
             here = self.pool[slots * part.start :][: slots * part.nbytes]
             self.slots.append(here.view(slots, -1))
-            # Typed once and for all: no compiled code writes the pool, since copies come from the host's side.
+            # Typed once and for all: no compiled code knows that the pool is written (by copies, or by `slots.page`).
             typed = nn.Parameter(here.view(part.dtype).view(slots, *part.shape), requires_grad=False)
             path, leaf = part.name.rsplit(".", 1)
             setattr(experts.get_submodule(path.rsplit(".", 1)[1]), leaf, typed)
@@ -283,7 +283,7 @@ class OffloadedExperts(nn.Module):
     def bring(self, wave: Sequence[int], guesses: Sequence[int] = (), alone: bool = False) -> Tensor:
         """Have the experts of a wave in slots, then begin with the guesses -> slots by expert, int64 [E].
 
-        alone: of this wave's experts only.
+        alone: of this wave's experts only; `note_slots` is to follow the last wave.
         """
         missing = [expert for expert in wave if expert not in self.cache.slot]
         if missing:
@@ -303,11 +303,17 @@ class OffloadedExperts(nn.Module):
         self.link.drop_unfinished()
         if guesses:
             self.ahead[1].guess(guesses)
+        if alone:
+            return self._map({expert: self.cache.slot[expert] for expert in wave})
+        if missing or self.table:
+            self.note_slots()
+        return self.slot_map
+
+    def note_slots(self) -> None:
+        """Tell the device what the host has in which slot."""
         if self.table:
             self.table.write(self.cache)
-        if missing or self.table:
-            self.slot_map.copy_(self._map(self.cache.slot))
-        return self._map({expert: self.cache.slot[expert] for expert in wave}) if alone else self.slot_map
+        self.slot_map.copy_(self._map(self.cache.slot))
 
     def bring_at_once(self, asked: Tensor, pairs: int) -> None:
         """What the host does for so few tokens that their experts are in the slots at once."""
@@ -340,6 +346,7 @@ class OffloadedExperts(nn.Module):
             slots = self.bring(wave, alone=True)[expert_indices]
             found = self.experts.each(x, slots)
             y = found if y is None else torch.where((slots < self.experts.n_expert).unsqueeze(-1), found, y)
+        self.note_slots()
         local = expert_indices - self.first
         expert_weights = torch.where((local >= 0) & (local < self.total), expert_weights, 0.0)
         return self.experts.combine(y, expert_weights).to(x.dtype)

@@ -184,20 +184,15 @@ class Int8KVCache(KVCache):
     def attend_blocks(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, blocks: tuple[Tensor, Tensor],
                       window: int | None, sinks: Tensor | None) -> Tensor:  # fmt: skip
         (B, Q, H, C), (K, S) = q.shape, self.kv.shape[2:4]
-        y, sums = kernels.attend_int8(q, self.kv, self.scale.kv, positions, window or S)
         rows = H // K * Q
-        y, (largest, total) = y[:, :, :, :rows], sums[:, :, :, :rows].unbind(-1)  # [B, K, parts, rows]
-        most = largest.amax(2, keepdim=True)
+        found = kernels.attend_int8(q, self.kv, self.scale.kv, positions, window or S)
         if sinks is not None:
-            sinks = sinks.float().view(1, K, 1, H // K, 1).expand(-1, -1, -1, -1, Q).flatten(3)
-            most = torch.maximum(most, sinks)
-        share = (largest - most).exp()
-        total = (total * share).sum(2) + (0.0 if sinks is None else (sinks - most).exp().squeeze(2))
-        y = (y * share.unsqueeze(-1)).sum(2) / total.unsqueeze(-1)
+            sinks = sinks.float().view(1, K, H // K, 1).expand(-1, -1, -1, Q).flatten(2)
+        y = join_parts(*(part[:, :, :, :rows] for part in found), sinks)  # [B, K, rows, C]
         return y.unflatten(2, (H // K, Q)).permute(0, 3, 1, 2, 4).reshape(B, Q, H * C).to(q.dtype)
 
-    def attend_latent(self, q: Tensor, positions: Tensor, rank: int) -> Tensor:
-        return join_parts(*kernels.attend_latent(q, self.kv, self.scale.kv, positions, rank), q)
+    def attend_latent(self, q: Tensor, positions: Tensor, rank: int, scale: Tensor | None = None) -> Tensor:
+        return super().attend_latent(q, positions, rank, self.scale.kv)
 
     def clear(self) -> None:
         super().clear()

@@ -20,8 +20,6 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import torch
-
 import world
 from api import ENDS, Job, Refusal, Writer, read_request, sse
 from command import Parser
@@ -352,20 +350,20 @@ def _terminated(*_) -> None:
     raise KeyboardInterrupt
 
 
-def main() -> int:
-    """Run the command; a user's mistake is one line on stderr and exit code 2. Ctrl-C and SIGTERM are how it ends."""
+def command() -> int:
     options = build_parser().parse_args()
     signal.signal(signal.SIGTERM, _terminated)
+    run(options)
+    world.stop()
+    return 0
+
+
+def main() -> int:
+    """Run the command; a user's mistake is one line on stderr and exit code 2. Ctrl-C and SIGTERM are how it ends."""
     try:
-        run(options)
-        world.stop()
-    except torch.cuda.OutOfMemoryError as error:
-        return world.fail(f"out of GPU memory ({str(error).splitlines()[0]}): shorten --max_seq_len")
-    except (ValueError, OSError) as error:
-        return world.fail(str(error).splitlines()[0])
+        return world.attempt(command, out_of_memory="shorten --max_seq_len")
     except KeyboardInterrupt:
         return 0
-    return 0
 
 
 if __name__ == "__main__":

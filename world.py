@@ -171,6 +171,20 @@ def _end(message: str, code: int) -> NoReturn:
     os._exit(code)
 
 
+def attempt(work: Callable[[], int], out_of_memory: str = "") -> int:
+    """The exit code of a command's work; a mistake of its user is one line, and 2 (`fail`).
+
+    out_of_memory: what to do where the GPU's does not do, for the line that tells of it.
+    """
+    try:
+        return work()
+    except (ValueError, OSError, torch.cuda.OutOfMemoryError) as error:
+        told = str(error).splitlines()[0]
+        if out_of_memory and isinstance(error, torch.cuda.OutOfMemoryError):
+            told = f"out of GPU memory ({told}): {out_of_memory}"
+        return fail(told)
+
+
 def fail(message: str) -> int:
     """Print a mistake as one line and return the exit code, 2; of several ranks that make the same, rank 0 alone does.
 

@@ -228,14 +228,15 @@ def build_parser() -> Parser:
     return parser
 
 
-def main() -> int:
+def command() -> int:
     options = build_parser().parse_args()
-    try:
-        found = run(options)
-    except (ValueError, OSError) as error:
-        return world.fail(str(error).splitlines()[0])
+    found = run(options)
     print(json.dumps(found) if options.json else report(found))
     return 1 if found["parts_at"] else 0
+
+
+def main() -> int:
+    return world.attempt(command)
 
 
 if __name__ == "__main__":

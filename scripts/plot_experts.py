@@ -134,14 +134,15 @@ def build_parser() -> Parser:
     return parser
 
 
-def main() -> int:
+def command() -> int:
     options = build_parser().parse_args()
-    try:
-        found = run(options)
-    except (ValueError, OSError) as error:
-        return world.fail(str(error).splitlines()[0])
+    found = run(options)
     print(json.dumps(found) if options.json else options.output)
     return 0
+
+
+def main() -> int:
+    return world.attempt(command)
 
 
 if __name__ == "__main__":

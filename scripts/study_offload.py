@@ -224,17 +224,18 @@ def build_parser() -> Parser:
     return parser
 
 
-def main() -> int:
-    """Run the command; a user's mistake is one line on stderr and exit code 2."""
+def command() -> int:
     options = build_parser().parse_args()
-    try:
-        found = run(options)
-    except (ValueError, OSError, torch.cuda.OutOfMemoryError) as error:
-        return world.fail(str(error).splitlines()[0])
+    found = run(options)
     print(tables(found))
     if options.json:
         print(json.dumps(found))
     return 0
+
+
+def main() -> int:
+    """Run the command; a user's mistake is one line on stderr and exit code 2."""
+    return world.attempt(command)
 
 
 if __name__ == "__main__":
