@@ -1,5 +1,5 @@
 """Triton kernels of several GPUs: sums for messages so small that what counts is how often one waits for the others,
-and a norm and a product that have the same bits on all of them."""
+and a residual with its norm and a product that have the same bits on all of them."""
 
 from __future__ import annotations  # the annotations of kernels name triton, which may be absent
 
@@ -83,8 +83,8 @@ def push_sum(x: Tensor, peers: Tensor, turns: Tensor, rank: int) -> Tensor:
 
 
 @jit
-def _fixed_norm(x, weight, bias, y, D: tl.constexpr, EPS: tl.constexpr, LAYER: tl.constexpr, BLOCK: tl.constexpr,
-                PDL: tl.constexpr):  # fmt: skip
+def _fixed_join(x, y, weight, bias, total, normed, D: tl.constexpr, SCALE: tl.constexpr, EPS: tl.constexpr,
+                LAYER: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     at = tl.arange(0, BLOCK)
     scale = tl.load(weight + at, mask=at < D, other=0.0).to(tl.float32)
     offset = tl.load(bias + at, mask=at < D, other=0.0).to(tl.float32) if LAYER else 0.0
@@ -93,12 +93,16 @@ def _fixed_norm(x, weight, bias, y, D: tl.constexpr, EPS: tl.constexpr, LAYER: t
     at += tl.program_id(0).to(tl.int64) * D
     inside = at < (tl.program_id(0) + 1).to(tl.int64) * D
     values = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    values += tl.load(y + at, mask=inside, other=0.0).to(tl.float32) * SCALE
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
+    values = values.to(total.dtype.element_ty)
+    tl.store(total + at, values, mask=inside)
+    values = values.to(tl.float32)  # the norm is of what is kept
     if LAYER:
         values = tl.where(inside, values - tl.sum(values, 0) / D, 0.0)
     values = values * tl.rsqrt(tl.sum(values * values, 0) / D + EPS) * scale + offset
-    tl.store(y + at, values.to(y.dtype.element_ty), mask=inside)
+    tl.store(normed + at, values.to(normed.dtype.element_ty), mask=inside)
 
 
 @jit
@@ -112,18 +116,22 @@ def _fixed_scores(x, weight, y, D: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.co
     tl.store(y + tl.program_id(0), total.to(y.dtype.element_ty))
 
 
-@torch.library.custom_op("moe_fast::fixed_norm", mutates_args=())
-def fixed_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-    """`F.rms_norm` of x [..., D], with a bias `F.layer_norm`, in one way on every GPU of a kind."""
+@torch.library.custom_op("moe_fast::fixed_join", mutates_args=())
+def fixed_join(x: Tensor, y: Tensor, scale: float, weight: Tensor, bias: Tensor | None,
+               eps: float) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """x + scale y of [..., D], and `F.rms_norm` of it, with a bias `F.layer_norm`, in one way on every GPU."""
     if not x.is_cuda:
-        plain = bias is None
-        return F.rms_norm(x, weight.shape, weight, eps) if plain else F.layer_norm(x, weight.shape, weight, bias, eps)
-    x, y, D, early = x.contiguous(), torch.empty_like(x), x.shape[-1], _starts_early(x)
-    _fixed_norm[(x.numel() // D,)](
-        x, weight, weight if bias is None else bias, y, D=D, EPS=eps, LAYER=bias is not None,
-        BLOCK=triton.next_power_of_2(D), PDL=early, launch_pdl=early, num_warps=8,
+        total = torch.add(x, y, alpha=scale)
+        if bias is None:
+            return total, F.rms_norm(total, weight.shape, weight, eps)
+        return total, F.layer_norm(total, weight.shape, weight, bias, eps)
+    x, y, D, early = x.contiguous(), y.contiguous(), x.shape[-1], _starts_early(x)
+    total, normed = torch.empty_like(x), torch.empty_like(x)
+    _fixed_join[(x.numel() // D,)](
+        x, y, weight, weight if bias is None else bias, total, normed, D=D, SCALE=scale, EPS=eps,
+        LAYER=bias is not None, BLOCK=triton.next_power_of_2(D), PDL=early, launch_pdl=early, num_warps=8,
     )  # fmt: skip
-    return y
+    return total, normed
 
 
 @torch.library.custom_op("moe_fast::fixed_scores", mutates_args=())
@@ -140,9 +148,9 @@ def fixed_scores(x: Tensor, weight: Tensor) -> Tensor:
     return y
 
 
-@fixed_norm.register_fake
-def _(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
+@fixed_join.register_fake
+def _(x: Tensor, y: Tensor, scale: float, weight: Tensor, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(2))
 
 
 @fixed_scores.register_fake

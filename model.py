@@ -284,6 +284,19 @@ class FeedForward(nn.Module):
         return self.reduce(self.w2(swiglu(*self.w13(x).chunk(2, dim=-1)))), None, None
 
 
+class Join(nn.Module):
+    """A residual connection and the norm after it. Tensor parallelism puts a kernel of its own in its place."""
+
+    def __init__(self, scale: float):
+        super().__init__()
+        self.scale = scale
+
+    def forward(self, x: Tensor, y: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
+        """x, y [..., D] -> x + scale y, its norm. The sum is kept in memory, or its readers would each make it."""
+        x = realise(torch.add(x, y, alpha=self.scale))
+        return x, norm(x)
+
+
 class Block(nn.Module):
     """Attention, then experts (or a dense FFN), each behind a norm and a residual connection."""
 
@@ -293,21 +306,17 @@ class Block(nn.Module):
         self.attention = (LatentAttention if args.kv_rank else Attention)(args, layer)
         self.ffn_norm = norm(args)
         self.ffn = FeedForward(args.dim, args.dense_intermediate) if layer in args.dense_layers else MoE(args)
-        self.residual_scale = args.residual_scale
+        self.join = Join(args.residual_scale)
 
     def forward(self, x: Tensor, normed: Tensor, context: Context, next_norm: RMSNorm):
         """x, its attention_norm [B, Q, D] -> x, its next_norm, and expert_indices, expert_weights [T, A] or None, None.
 
         A block ends with the norm that the next one begins with, since the sum before it and the norm are one kernel.
         """
-        # Norms and sums are kept in memory, or every row of the products that read them would compute them again.
-        x = self.add(x, self.attention(normed, context))
-        y, expert_indices, expert_weights = self.ffn(realise(self.ffn_norm(x)).flatten(0, 1))
-        x = self.add(x, y.view_as(x))
-        return x, next_norm(x), expert_indices, expert_weights
-
-    def add(self, x: Tensor, y: Tensor) -> Tensor:
-        return realise(torch.add(x, y, alpha=self.residual_scale))
+        x, h = self.join(x, self.attention(normed, context), self.ffn_norm)
+        # Kept in memory as well, or every row of the products that read it would compute the norm again.
+        y, expert_indices, expert_weights = self.ffn(realise(h).flatten(0, 1))
+        return *self.join(x, y.view_as(x), next_norm), expert_indices, expert_weights
 
 
 class Transformer(nn.Module):

@@ -358,8 +358,8 @@ class OffloadedExperts(nn.Module):
 
 def _begin(block: Block, x: Tensor, normed: Tensor, context):
     """`Block.forward` up to the experts -> x, what they multiply, expert_indices, expert_weights, `ask`'s."""
-    x = block.add(x, block.attention(normed, context))
-    h = realise(block.ffn_norm(x)).flatten(0, 1)
+    x, h = block.join(x, block.attention(normed, context), block.ffn_norm)
+    h = realise(h).flatten(0, 1)
     expert_indices, expert_weights = block.ffn.route(h)
     return x, h, expert_indices, expert_weights, block.ffn.experts.ask(h, expert_indices)
 
@@ -371,8 +371,7 @@ def _multiply(block: Block, x: Tensor, h: Tensor, expert_indices: Tensor, expert
 
 
 def _end(block: Block, x: Tensor, h: Tensor, y: Tensor, next_norm: RMSNorm):
-    x = block.add(x, block.ffn.finish(h, y).view_as(x))
-    return x, next_norm(x)
+    return block.join(x, block.ffn.finish(h, y).view_as(x), next_norm)
 
 
 def compile_block(compile: Callable) -> Callable:

@@ -19,7 +19,7 @@ import collective
 import world
 from args import ModelArgs
 from layers import Linear, RMSNorm
-from model import Experts, Transformer
+from model import Experts, Join, Transformer
 from packing import FORMATS
 from quantize import apply
 
@@ -58,19 +58,15 @@ class SplitNorm(nn.Module):
         return (x.float() * torch.rsqrt(mean + self.eps) * self.weight).to(x.dtype)
 
 
-class FixedNorm(nn.Module):
-    """The norm before a router, in one way on all ranks, so that all choose alike (`collective.fixed_norm`)."""
+class FixedJoin(Join):
+    """`model.Join` in one way on all ranks, so that all choose the same experts (`collective.fixed_join`)."""
 
-    def __init__(self, norm: RMSNorm | nn.LayerNorm):
-        super().__init__()
-        self.weight, self.bias, self.eps = norm.weight, getattr(norm, "bias", None), norm.eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        return collective.fixed_norm(x, self.weight, self.bias, self.eps)
+    def forward(self, x: Tensor, y: Tensor, norm: RMSNorm | nn.LayerNorm) -> tuple[Tensor, Tensor]:
+        return collective.fixed_join(x, y, self.scale, norm.weight, getattr(norm, "bias", None), norm.eps)
 
 
 class FixedRouter(nn.Module):
-    """The router, x [T, D] -> [T, E], likewise: what both read, a sum over ranks, has the same bits on all."""
+    """The router, x [T, D] -> [T, E], likewise: what it reads is made of sums over ranks, whose bits all share."""
 
     def __init__(self, router: Linear):
         super().__init__()
@@ -266,13 +262,14 @@ class Part:
         model.gather = Gather()
         for block in model.layers:
             block.attention.reduce = block.ffn.reduce = AllReduce()
+            block.join = FixedJoin(self.args.residual_scale)
             if self.args.qk_norm == "full":
                 block.attention.q_norm, block.attention.k_norm = map(
                     SplitNorm, (block.attention.q_norm, block.attention.k_norm)
                 )
             if not hasattr(block.ffn, "experts"):  # a dense layer
                 continue
-            block.ffn_norm, block.ffn.router = FixedNorm(block.ffn_norm), FixedRouter(block.ffn.router)
+            block.ffn.router = FixedRouter(block.ffn.router)
             if parallel == "expert":
                 block.ffn.experts = LocalExperts(model.args, self.rank * count, count)
 

@@ -69,6 +69,11 @@ class Scores(nn.Module):
         self.at.add_(x.shape[0])
         return self.router(x) * 0 + rows.to(x.dtype)
 
+    def score(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """As `MoE.score` has it, for guesses."""
+        scores = self(x).float()
+        return scores, scores
+
 
 def embedded_scores(steps: int) -> tuple[Tensor, Tensor]:
     """Of the embedded model over its held-out text: each layer's routing scores, and what the next layer's router says
@@ -86,13 +91,14 @@ def embedded_scores(steps: int) -> tuple[Tensor, Tensor]:
 
 def replay_scores(model: Transformer, own: Tensor, ahead: Tensor) -> None:
     """Layer n gets the scores of the embedded model's layer n mod 8, another stretch of text each time round."""
+    routers = [block.ffn.router for block in model.layers]
     for n, block in enumerate(model.layers):
         turn, layer = divmod(n, len(own))
         device = block.ffn_norm.weight.device
         own_table, ahead_table = (t[layer].roll(61 * turn, 0).to(device) for t in (own, ahead))
         block.ffn.router = Scores(block.ffn.router, own_table)
         if getattr(block.ffn.experts, "ahead", None):
-            block.ffn.experts.ahead[0] = Scores(block.ffn.experts.ahead[0], ahead_table)
+            block.ffn.experts.ahead[0] = Scores(routers[(n + 1) % len(routers)], ahead_table)
 
 
 def forgetting(experts: OffloadedExperts, whole: bool) -> None:

@@ -290,12 +290,13 @@ def fixed_errors() -> dict[str, float]:
     for D, E in ((64, 8), (2048, 128), (2880, 5)):
         x, weight, rows = torch.randn(3, D), torch.randn(D), torch.randn(E, D)
         # The functions behind the operators, without their dispatch by device.
-        got = collective.fixed_norm._init_fn(x.as_subclass(OnCuda), weight, None, 1e-5).as_subclass(Tensor)
-        want = torch.nn.functional.rms_norm(x, (D,), weight, 1e-5)
-        found[f"norm of {D}"] = ((got - want).norm() / want.norm()).item()
-        got = collective.fixed_norm._init_fn((x + 1).as_subclass(OnCuda), weight, rows[0], 1e-5).as_subclass(Tensor)
-        want = torch.nn.functional.layer_norm(x + 1, (D,), weight, rows[0], 1e-5)
-        found[f"norm with bias of {D}"] = ((got - want).norm() / want.norm()).item()
+        y, library = torch.randn(3, D), torch.nn.functional
+        for name, bias, norm in (("norm", None, library.rms_norm), ("norm with bias", rows[0], library.layer_norm)):
+            parts = x.as_subclass(OnCuda), y.as_subclass(OnCuda)
+            got = torch.stack([*map(torch.clone, collective.fixed_join._init_fn(*parts, 0.5, weight, bias, 1e-5))])
+            total = x + 0.5 * y
+            want = torch.stack([total, norm(total, (D,), weight, *(() if bias is None else (bias,)), 1e-5)])
+            found[f"{name} of {D}"] = ((got - want).norm() / want.norm()).item()
         got = collective.fixed_scores._init_fn(x[:1].as_subclass(OnCuda), rows).as_subclass(Tensor)
         found[f"{E} scores of {D}"] = ((got - x[:1] @ rows.T).norm() / (x[:1] @ rows.T).norm()).item()
     return found
@@ -305,7 +306,7 @@ def fixed_code() -> dict[str, dict[str, int]]:
     """Of their machine code, as a GPU of compute capability 9 runs it: waits, starts, stores of spilled registers."""
     collective._starts_early, found = lambda x: True, {}
     x, weight = torch.randn(1, 4096, dtype=torch.bfloat16), torch.randn(8, 4096, dtype=torch.bfloat16)
-    for name, arguments in {"fixed_norm": (x, weight[0], None, 1e-5), "fixed_scores": (x, weight)}.items():
+    for name, arguments in {"fixed_join": (x, x, 1.0, weight[0], None, 1e-5), "fixed_scores": (x, weight)}.items():
         kernel = getattr(collective, f"_{name}")
         setattr(collective, f"_{name}", launch := Launch())
         getattr(collective, name)._init_fn(arguments[0].as_subclass(OnCuda), *arguments[1:])
