@@ -156,7 +156,7 @@ def grouped_run(width: int, bits: int) -> int:
 def grouped_cut(N: int, E: int, bits: int) -> dict:
     """How `grouped` cuts its work: constants and options of the kernel. Plain weights are read fast by long rows."""
     if bits >= 16:
-        few = {"BM": 16, "BN": 64, "BK": 4096 // bits} if N <= 16 * E else {"BM": 64, "BN": 128, "BK": 64}
+        few = {"BM": 16, "BN": 64, "BK": 4096 // bits} if N <= 16 * E else {"BM": 64, "BN": 128, "BK": 1024 // bits}
         return few | {"LEFT": False, "num_warps": 4, "num_stages": 3}
     if N >= 256 * E:  # experts with many rows: tiles as large as registers hold, weights never in shared memory
         return {"BM": 256, "BN": 128, "BK": 64, "LEFT": True, "num_warps": 8, "num_stages": 3}
@@ -394,7 +394,8 @@ def dot4_cut(out: int, width: int, pairs: int, kind: str, gated: bool, sms: int 
     resident: programs an SM has at a time. 0: what was fastest on an H200 (benchmarks/dot4.py).
     """
     # Fewer pieces leave registers for more programs; where 4 hold a row, no sums are left to be added by a kernel more.
-    chunks = triton.cdiv(width, 1024 * (pieces or (4 if width <= 4096 else 2)))
+    pieces = pieces or (1 if kind == "mxfp4" and not gated else 4 if width <= 4096 else 2)
+    chunks = triton.cdiv(width, 1024 * pieces)
     chunk = triton.cdiv(width // 8, 4 * chunks) * 4
     pieces, each = triton.next_power_of_2(triton.cdiv(chunk, 128)), chunks * pairs
     long = triton.cdiv(out, 8) * each > 24 * sms

@@ -77,10 +77,10 @@ def grouped_mm(x: Tensor, weight: Tensor, group_ends: Tensor) -> Tensor:
     """x [N, in], weight [E, out, in], group_ends int32 [E] -> [N, out]; `in` and `out` multiples of 16 bytes.
 
     An operator of ours around the library's, because Inductor compiles the latter on CPU in bf16 only. Its tiles are
-    for many rows: with few, on a GPU, it reads weights at half of the memory's speed (and waits for the host, but for
-    bf16).
+    for many rows: with few, on a GPU, it reads weights at half of the memory's speed. And but for bf16 it loops over
+    the experts there, and waits for the host.
     """
-    if x.is_cuda and len(x) <= FEW_ROWS * len(weight):
+    if x.is_cuda and (len(x) <= FEW_ROWS * len(weight) or x.dtype is not torch.bfloat16):
         return kernels.grouped(x, group_ends, {"codes": weight}, "plain", 8 * x.element_size(), 1)
     return F.grouped_mm(x, weight.transpose(-2, -1), offs=group_ends)
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from attention import BLOCK, Chunk
 from model import FEW_TOKENS, Stages, Transformer
-from recording import Recording
+from recording import Recording, Repeated
 
 CANDIDATES = 256  # tokens that sampling looks at: one compiled step serves every top_k up to this
 RANKED = 2048  # so many numbers are put in order by comparing each with each
@@ -157,7 +157,8 @@ class Session:
     A model holds the cache, so it serves one session at a time, the newest; a session of another size compiles anew.
 
     max_seq_len: the most tokens a sequence may have, prompt and answer together.
-    compile: the decode step (on CUDA also recorded as a graph); compile_prefill: the prompt's pass as well.
+    compile: the decode step (on CUDA also recorded as a graph); compile_prefill: the prompt's pass as well (recorded
+    where prompts of a length come again).
     prefill_chunk: so many tokens of a prompt are computed at a time, which bounds the memory for activations.
     watch: set it before an answer to find the Details of each sequence's token in `details` whenever tokens are
     yielded. A step that is watched is compiled and recorded by itself, so that others pay nothing for it.
@@ -193,6 +194,9 @@ class Session:
         self.details: list[Details] = []
         self.generator = torch.Generator(device)
         self.steps: dict[tuple[int, bool], Callable[[], None]] = {}
+        # A prompt's kernels are short where it is: up to some hundred tokens take the host longer than the GPU.
+        record_prefill = self.recorded and compile_prefill and not model.host_driven
+        self.repeated = Repeated(self.generator) if record_prefill else None
         self.reset()
 
     def reset(self) -> None:
@@ -249,12 +253,23 @@ class Session:
         Of a pass that is watched, also the last token's experts and weights [L, 1, A].
         """
         for part in torch.tensor(ids).to(self.device).split(self.prefill_chunk):
-            tokens = F.pad(part, (0, -len(part) % self.prefill_multiple))  # padding is overwritten before it is read
-            chunk = Chunk(self.rows[row : row + 1], start + len(tokens))
+            # Padding is overwritten before it is read. No tensor is a view: the compiler makes another case of those.
+            tokens = F.pad(part.unsqueeze(0), (0, -len(part) % self.prefill_multiple))
             last = self.first[:1] + (len(part) - 1)
-            logits, *routing = self.run(tokens.unsqueeze(0), chunk, last, self.prefill_stages)
+            end = start + tokens.shape[1]
+            logits, *routing = self.take_in(tokens, self.rows[row : row + 1].clone(), last, end)
             start += len(part)
         return logits, *(of_tokens[:, len(part) - 1 : len(part)] for of_tokens in routing)
+
+    def take_in(self, tokens: Tensor, row: Tensor, last: Tensor, end: int) -> tuple[Tensor, ...]:
+        """`run` of a sequence's tokens [1, Q], the last of which goes to position end - 1."""
+
+        def run(tokens: Tensor, row: Tensor, last: Tensor) -> tuple[Tensor, ...]:
+            return self.run(tokens, Chunk(row, end), last, self.prefill_stages)
+
+        if self.repeated is None or not self.model.recordable(tokens.shape[1]):
+            return run(tokens, row, last)
+        return self.repeated((tokens.shape[1], end, self.watch), run, tokens, row, last)
 
     def decode(self, candidates: int) -> None:
         """One step: the tokens chosen last go in at `position`, the next ones are chosen."""

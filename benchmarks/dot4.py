@@ -15,16 +15,19 @@ from command import Parser
 from packing import FORMATS
 
 CUT = {"pieces": 0, "block": 0, "resident": 0, "warps": 4}  # of `kernels.dot4_cut`, and its own choice
-SHAPES = {  # out, in, experts a token (0: a dense weight), gated
-    "Mixtral w13": (28672, 4096, 2, True),
-    "Mixtral w2": (4096, 14336, 2, False),
-    "Mixtral wqkv": (6144, 4096, 0, False),
-    "Mixtral wo": (4096, 4096, 0, False),
-    "Qwen3 w13": (1536, 2048, 8, True),
-    "Qwen3 w2": (2048, 768, 8, False),
-    "Qwen3 wqkv": (5120, 2048, 0, False),
-    "Qwen3 wo": (2048, 4096, 0, False),
+SHAPES = {  # out, in, experts a token (0: a dense weight), rows of x, gated
+    "Mixtral w13": (28672, 4096, 2, 1, True),
+    "Mixtral w2": (4096, 14336, 2, 2, False),
+    "Mixtral wqkv": (6144, 4096, 0, 1, False),
+    "Mixtral wo": (4096, 4096, 0, 1, False),
+    "Qwen3 w13": (1536, 2048, 8, 1, True),
+    "Qwen3 w2": (2048, 768, 8, 8, False),
+    "Qwen3 wqkv": (5120, 2048, 0, 1, False),
+    "Qwen3 wo": (2048, 4096, 0, 1, False),
+    "gpt-oss w13": (5760, 2880, 4, 1, False),
+    "gpt-oss w2": (2880, 2880, 4, 4, False),
 }
+MODES = "int4", "hqq4", "mxfp4"
 
 
 def random_parts(name: str, shape: tuple[int, ...], group: int) -> dict[str, torch.Tensor]:
@@ -35,19 +38,20 @@ def random_parts(name: str, shape: tuple[int, ...], group: int) -> dict[str, tor
             low = 4.0 if part == "zero_low" else 0.01
             parts[part] = torch.empty(size, device="cuda", dtype=dtype).uniform_(low / 2, low)
         else:
-            ends = torch.iinfo(dtype)
-            parts[part] = torch.randint(ends.min, ends.max, size, dtype=dtype, device="cuda")
+            exponents = part == "scale" and name == "mxfp4"
+            ends = (118, 126) if exponents else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
+            parts[part] = torch.randint(*ends, size, dtype=dtype, device="cuda")
     return parts
 
 
 def measure(shape: tuple, name: str, cuts: list[dict]) -> list[tuple]:
     """(seconds, GB/s, relative error, programs, constants, cut) of each cut, the fastest first."""
-    (out, width, pairs, gated), row, n = shape, FORMATS[name], max(shape[2], 1)
+    (out, width, pairs, rows, gated), row, n = shape, FORMATS[name], max(shape[2], 1)
     group = row.choose_group(width, None)
     size = sum(torch.Size(s).numel() * d.itemsize for s, d in row.layout((n, out, width), group).values())
     copies = max(4, -(-220_000_000 // size))
     parts = random_parts(name, (copies * n, out, width), group)
-    x = torch.randn(1 if gated else n, width, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(rows, width, device="cuda", dtype=torch.bfloat16)
     choices = torch.randperm(copies * n, device="cuda").view(copies, n)
     where = [(list(parts.values()), c) for c in choices]
     if not pairs:
@@ -78,7 +82,7 @@ def build_parser() -> Parser:
         ),
     )
     parser.add_argument("--shape", action="append", choices=SHAPES, help="repeatable; default: all")
-    parser.add_argument("--mode", action="append", choices=("int4", "hqq4"), help="repeatable; default: both")
+    parser.add_argument("--mode", action="append", choices=MODES, help="repeatable; default: all")
     for name, default in CUT.items():
         parser.add_argument(f"--{name}", type=int, nargs="+", default=[default], help="see kernels.dot4_cut")
     return parser
@@ -89,7 +93,7 @@ def main() -> None:
     grid = itertools.product(*(getattr(options, name) for name in CUT))
     cuts = [dict(zip(CUT, cut, strict=True)) for cut in grid]
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
-    for shape, mode in itertools.product(options.shape or SHAPES, options.mode or ("int4", "hqq4")):
+    for shape, mode in itertools.product(options.shape or SHAPES, options.mode or MODES):
         for time, rate, error, programs, constants, cut in measure(SHAPES[shape], mode, cuts):
             told = f"{programs} programs of {constants['J']} pieces, {constants['BM']} rows, {cut['warps']} warps"
             told += f", {cut['resident'] or 'default'} resident"

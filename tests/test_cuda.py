@@ -116,6 +116,23 @@ def test_one_recorded_step_serves_every_prompt_and_setting():
     assert list(session.stream(embedded_prompt(200), 40, settings)) == first
 
 
+def test_a_prompt_whose_length_comes_again_is_recorded():
+    """Three times the same lengths, with other tokens: run, recorded, replayed, in both rows; then with a prefix."""
+    plain = embedded_session("cuda", torch.float32, False)
+    model = load_model(embedded_checkpoint(), "cuda", torch.float32)
+    session = Session(model, 512, compile=True, compile_prefill=True, batch=2, prefill_chunk=128)
+    text = embedded_prompt(3000)
+    for turn in range(3):
+        prompts = [text[50 * turn : 50 * turn + length] for length in (200, 30)]
+        for again in range(2):  # the second time the cache knows all but the last token
+            rows = [list(row) for row in zip(*session.stream_all(prompts, 20, GREEDY), strict=True)]
+            for ids, row in zip(prompts, rows, strict=True):
+                plain.reset()
+                assert row == list(plain.stream(ids, 20, GREEDY)), (turn, again)
+    lengths = [tokens for (tokens, _, _), run in session.repeated.known.items() if run is not None]
+    assert len(lengths) >= 4 and set(lengths) <= set(range(0, 129, session.prefill_multiple))
+
+
 def test_a_step_never_waits_for_the_device():
     """An eager step, since a recorded one cannot: no value of it is asked for by the host."""
     session = embedded_session("cuda", torch.bfloat16, False)

@@ -16,6 +16,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+import recording
 from args import ModelArgs, Yarn
 from benchmark import RandomWeights
 from generate import load_model, pick_device
@@ -330,6 +331,42 @@ def check_compiled(directory, dtype=None) -> None:
 def test_compiled_equals_eager_and_never_compiles_again(make_family):
     counters.clear()
     check_compiled(make_family("mixtral").directory)
+
+
+def test_what_comes_again_is_recorded(monkeypatch):
+    """With a recording that runs what is recorded, and again does nothing."""
+    log = []
+
+    class Fake:
+        def __init__(self, generator, pool):
+            log.append("record")
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+        def replay(self):
+            log.append("replay")
+
+    def double(x):
+        log.append(x)
+        return (2 * x,)
+
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(recording, "Recording", Fake)
+    repeated = recording.Repeated(torch.Generator())
+    x = [torch.full((2,), float(n)) for n in range(4)]
+    assert repeated("a", double, x[0])[0].tolist() == [0, 0] and log == [x[0]]
+    found = repeated("a", double, x[1]), repeated("a", double, x[2])  # the fake's result is that of its recording
+    assert found[0][0].tolist() == [2, 2] and [log[2], *log[4:]] == ["record", "replay"]
+    assert log[3].tolist() == x[2].tolist()  # what was recorded reads the tensors of the last call
+    repeated("a", double, x[3])
+    assert found[1][0].data_ptr() != repeated("a", double, x[3])[0].data_ptr()
+    for n in range(recording.KINDS):
+        repeated(n, double, x[3])
+    assert len(repeated.known) == recording.KINDS and "a" not in repeated.known
 
 
 def check_details(model, session: Session) -> None:
