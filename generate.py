@@ -360,9 +360,11 @@ def add_model_options(parser: Parser) -> None:
     add("--gpu_experts", type=int, metavar="R", help="experts of each layer that the GPU holds at a time")
     add("--gpu_memory", metavar="SIZE", help="16GB, or 900MB: R is what fits into this, beside everything else")
     add("--cache_policy", choices=POLICIES, help="which expert goes when another comes; default: lru")
-    add("--prefetch", type=int, metavar="N", help="experts that are copied on a guess, a layer and token; default: 0")
+    add("--prefetch", type=int, metavar="N", help="experts that are copied on a guess, a layer and token; default: 2 "
+        "where experts are large, else 0")  # fmt: skip
     add("--offload_tier", choices=offload.TIERS, help="disk: nothing in host memory, misses are read from the files")
-    add("--offload_driver", choices=offload.DRIVERS, help="who says what is copied; default: the device where it can")
+    add("--offload_driver", choices=offload.DRIVERS, help="who says what is copied; default: the device, but "
+        "where there are guesses")  # fmt: skip
 
 
 def build_parser() -> Parser:
@@ -520,7 +522,7 @@ def plan_offload(options: argparse.Namespace, part: ModelArgs, itemsize: int, le
     reserve = cache + tokens * row * itemsize + batch * part.vocab_size * 16
     memory = None if options.gpu_memory is None else parse_size(options.gpu_memory)
     return Offload(
-        options.gpu_experts, memory, options.cache_policy or Offload.policy, options.prefetch or 0,
+        options.gpu_experts, memory, options.cache_policy or Offload.policy, options.prefetch,
         options.offload_driver, options.offload_tier or Offload.tier, reserve,
     )  # fmt: skip
 

@@ -30,12 +30,12 @@ from tokenizer import load_tokenizer
 ROWS = {  # name: settings beside R, and what a layer forgets before each step
     "device": (dict(driver="device"), None),
     "device, lfu": (dict(driver="device", policy="lfu"), None),
-    "host": (dict(driver="host"), None),
-    "host, lfu": (dict(driver="host", policy="lfu"), None),
+    "host": (dict(driver="host", prefetch=0), None),
+    "host, lfu": (dict(driver="host", policy="lfu", prefetch=0), None),
     "host, 1 guess": (dict(driver="host", prefetch=1), None),
     "host, 2 guesses": (dict(driver="host", prefetch=2), None),
-    "no cache": (dict(driver="host"), "all"),
-    "whole layers": (dict(driver="host"), "naive"),
+    "no cache": (dict(driver="host", prefetch=0), "all"),
+    "whole layers": (dict(driver="host", prefetch=0), "naive"),
 }
 WARM = 20  # steps before those that are timed: the caches fill
 

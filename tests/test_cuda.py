@@ -93,13 +93,13 @@ def test_experts_in_host_memory(settings, compile):
     ids = embedded_prompt(600)
     want = list(embedded_session("cpu", torch.float32, False).stream(ids, 60, GREEDY))
     model = load_model(embedded_checkpoint(), "cuda", torch.float32, experts=settings)
-    assert model.host_driven == (settings.driver == "host" or settings.prefetch > 0)
+    assert model.host_driven == (settings.driver == "host" or bool(settings.prefetch))
     session = Session(model, 512, compile=compile)
     assert session.recorded == compile
     for _ in range(2):
         assert list(session.stream(ids, 60, GREEDY)) == want
     totals = {name: sum(counts[name] for counts in offload.counters(model)) for name in offload.COUNTERS}
-    assert totals["misses"] > 100 and (totals["speculative_hits"] > 100) == (settings.prefetch > 0)
+    assert totals["misses"] > 100 and (totals["speculative_hits"] > 100) == (bool(settings.prefetch))
 
 
 def test_one_recorded_step_serves_every_prompt_and_setting():

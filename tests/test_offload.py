@@ -300,6 +300,25 @@ def test_the_device_counts_as_the_host_does(policy):
         assert device.found.tolist()[1:] == [hits, misses] and (misses > 0) == (slots < 7)
 
 
+@pytest.mark.parametrize(
+    ("settings", "size", "device", "guesses"),
+    (
+        (dict(), 66 << 20, "cuda", 2),
+        (dict(driver="host"), 66 << 20, "cuda", 2),
+        (dict(prefetch=0), 66 << 20, "cuda", 0),
+        (dict(prefetch=3), 1 << 20, "cuda", 3),
+        (dict(), 2 << 20, "cuda", 0),
+        (dict(), 66 << 20, "cpu", 0),
+        (dict(driver="device"), 66 << 20, "cuda", 0),
+        (dict(tier="disk"), 66 << 20, "cuda", 0),
+        (dict(gpu_experts=8), 66 << 20, "cuda", 0),
+    ),
+)
+def test_guesses_are_made_where_experts_are_large(settings, size, device, guesses):
+    settings = Offload(**{"gpu_experts": 4} | settings)
+    assert offload.choose_guesses(settings, 8, size, torch.device(device)) == guesses
+
+
 @pytest.mark.parametrize("settings", (Offload(3, policy="lfu", driver="device"), Offload(2, prefetch=2)))
 def test_compiled_as_in_eager_mode(make, settings):
     """Whole where the device drives, else up to the host and after it; what is compiled computes the same."""
@@ -314,7 +333,7 @@ def test_compiled_as_in_eager_mode(make, settings):
             positions = positions - len(PROMPT)
             assert (model(tokens, positions, stages=stages) - resident(tokens, positions)).abs().max() < 1e-4
     totals = {name: sum(counts[name] for counts in counters(model)) for name in COUNTERS}
-    assert totals["misses"] > 0 and (totals["speculative_hits"] > 0) == (settings.prefetch > 0)
+    assert totals["misses"] > 0 and (totals["speculative_hits"] > 0) == bool(settings.prefetch)
 
 
 class Graph:
