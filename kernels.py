@@ -25,16 +25,63 @@ def jit(function):
 
 
 @jit
-def _bytes(codes, rows, k, inside, IN: tl.constexpr, KIND: tl.constexpr, DTYPE: tl.constexpr):
-    """The numbers of `rows` [BN, 1] at `k` [1, BK] in 8 bits as DTYPE [BN, BK], without the row's factor."""
-    bits = tl.load(codes + rows * IN + k, mask=inside, other=0).to(tl.int16)
+def _upper(units):
+    """The upper bytes of int16 `units`, below bits of no meaning: two at a time."""
+    return tl.inline_asm_elementwise("shr.u32 $0, $1, 8;", "=r,r", (units,), dtype=tl.int16, is_pure=True, pack=2)
+
+
+@jit
+def _signed_bytes(units):
+    """The lower bytes of int16 `units`, from -128 to 127, as bf16: two at a time."""
+    # 128 + the lower 7 bits, less 128 or, for a negative number, 256: all exact.
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 low, sign, minus;
+        mov.b32 minus, 0xBF80BF80;
+        lop3.b32 low, $1, 0x007F007F, 0x43004300, 0xEA;
+        lop3.b32 sign, $1, 0x00800080, 0x43004300, 0xEA;
+        fma.rn.bf16x2 $0, sign, minus, low;
+        }""", "=r,r", (units,), dtype=tl.bfloat16, is_pure=True, pack=2,
+    )  # fmt: skip
+
+
+@jit
+def _e4m3_bytes(units):
+    """The lower bytes of int16 `units`, as bf16, 2 ** -8 of what they are: two at a time."""
+    # Their bits as those of a bf16 number, 2 ** -120 of it.
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 sign, bits, factor, none;
+        mov.b32 factor, 0x77807780;
+        mov.b32 none, 0x80008000;
+        shl.b32 sign, $1, 8;
+        shl.b32 bits, $1, 4;
+        and.b32 bits, bits, 0x07F007F0;
+        lop3.b32 bits, sign, 0x80008000, bits, 0xEA;
+        fma.rn.bf16x2 $0, bits, factor, none;
+        }""", "=r,r", (units,), dtype=tl.bfloat16, is_pure=True, pack=2,
+    )  # fmt: skip
+
+
+@jit
+def _bytes(codes, rows, start, IN: tl.constexpr, KIND: tl.constexpr, RUN: tl.constexpr, DTYPE: tl.constexpr,
+           BN: tl.constexpr, BK: tl.constexpr):  # fmt: skip
+    """The BK numbers from `start` on of `rows` [BN, 1] in 8 bits, without the row's factor: as DTYPE [BN, BK] in
+    `grouped_order`."""
+    units = start // 2 + tl.arange(0, BK // 2)[None, :]
+    inside = units < IN // 2 if IN % BK else None
+    PLACES: tl.constexpr = [BN, BK // 4 // RUN, 1, RUN, 2]
+    WHOLE: tl.constexpr = [BN, BK // 4 // RUN, 2, RUN, 2]
+    unit = tl.broadcast_to(tl.reshape(tl.load(codes + rows * (IN // 2) + units, mask=inside), PLACES), WHOLE)
+    upper = tl.reshape(tl.arange(0, 2), [1, 1, 2, 1, 1]) > 0
+    bits = tl.where(upper, _upper(unit), unit)
+    if tl.bfloat16 == DTYPE:
+        return tl.reshape(_signed_bytes(bits) if KIND == "int8" else _e4m3_bytes(bits), [BN, BK])
     if KIND != "int8":  # its bits as those of an fp16 number, 2 ** -8 of it
         bits = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
-        return bits.to(tl.float16, bitcast=True).to(DTYPE)
-    if tl.bfloat16 == DTYPE:  # 128 + the lower 7 bits, less 128 or, for a negative number, 256: all exact
-        number = ((bits & 0x7F) | 0x4300).to(tl.bfloat16, bitcast=True)
-        return number - ((bits & 0x80) | 0x4300).to(tl.bfloat16, bitcast=True)
-    return ((bits ^ 0x6480).to(tl.float16, bitcast=True) - 1152.0).to(DTYPE)  # 1024 + 128 + the number
+        return tl.reshape(bits.to(tl.float16, bitcast=True).to(DTYPE), [BN, BK])
+    bits = (bits & 0xFF) ^ 0x6480  # of 1024 + 128 + the number
+    return tl.reshape((bits.to(tl.float16, bitcast=True) - 1152.0).to(DTYPE), [BN, BK])
 
 
 @jit
@@ -126,7 +173,7 @@ def _grouped(x, y, group_ends, codes, high, scale, scale_step, scale_low, zero, 
             if KIND == "plain":
                 b = tl.load(codes + weight_rows * IN + k, mask=k < IN if IN % BK else None)
             elif BITS == 8:
-                b = _bytes(codes, weight_rows, k, k < IN, IN, KIND, x.dtype.element_ty)
+                b = _bytes(codes, weight_rows, start, IN, KIND, RUN, x.dtype.element_ty, BN, BK)
                 if KIND == "fp8b":  # a scale for each block of GROUP rows and columns
                     block = start // GROUP if GROUP % BK == 0 else tl.minimum(k, IN - 1) // GROUP
                     factor = tl.load(scale + scale_rows * (IN // GROUP) + block) * 256.0
@@ -175,7 +222,7 @@ def grouped(x: Tensor, group_ends: Tensor, parts: dict[str, Tensor], kind: str, 
     (N, width), (E, out) = x.shape, parts["codes"].shape[:2]
     most = N if x.element_size() == 2 else 64 * E  # fp32 has no tensor cores: larger tiles would not fit registers
     y, cut = x.new_empty(N, out), cut or grouped_cut(min(N, most), E, bits)
-    codes = parts["codes"].view(torch.uint8) if bits == 8 else parts["codes"]
+    codes = parts["codes"].view(torch.int16) if bits == 8 else parts["codes"]
     high = parts.get("high", codes)
     scale = parts.get("scale", codes)
     fine = [parts.get(name, scale) for name in ("scale_step", "scale_low", "zero", "zero_step", "zero_low")]

@@ -103,7 +103,7 @@ class Launch:
 def compiled(kernel, launch: Launch):
     """The kernel, compiled for an H200, as it was to be launched."""
     types = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int32: "*i32",
-             torch.uint8: "*u8", torch.int8: "*i8", torch.int64: "*i64"}  # fmt: skip
+             torch.uint8: "*u8", torch.int8: "*i8", torch.int16: "*i16", torch.int64: "*i64"}  # fmt: skip
     kinds = ["i64" if isinstance(t, int) else types[t.dtype] for t in launch.tensors]
     signature = dict(zip(kernel.arg_names, kinds, strict=False))
     aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(kinds) if kind != "i64"}
@@ -201,6 +201,12 @@ def twin(word, x_even, x_odd, even, odd):
         even += ((word >> 8 * k) & 0x0F) * ((x_even << 48 - 16 * k) >> 48).to(tl.int32)
         odd += ((word >> 8 * k + 4) & 0x0F) * 16 * ((x_odd << 48 - 16 * k) >> 48).to(tl.int32)
     return even, odd
+
+
+@triton.jit
+def upper_twin(units):
+    """`kernels._upper` likewise."""
+    return units >> 8
 
 
 @triton.jit
@@ -420,6 +426,7 @@ def main() -> int:
         results = {name: dot4_code(case, False) for name, case in DOT4.items()}
         results |= {f"{name}, waiting": dot4_code(DOT4[name], True) for name in ("int4, groups of 128", "int4, gated")}
     elif sys.argv[1] == "run":
+        kernels._upper = upper_twin
         cases = itertools.product(FORMATS, SHAPES, (torch.float32, torch.float16))
         results = {
             f"{name}, {shape}, {dtype}": error(name, *SHAPES[shape], dtype, GROUPS[name])
