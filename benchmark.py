@@ -32,7 +32,7 @@ import tp
 import world
 from args import ModelArgs, Yarn
 from command import Parser
-from convert_hf_checkpoint import args_from_hf
+from families import args_from_hf
 from generate import DTYPES, load_model, peak_bytes, pick_device
 from layers import Linear
 from model import ExpertLinear, Transformer, stored

@@ -24,7 +24,7 @@ from benchmark import (
     number_format,
     weight_reads,
 )
-from convert_hf_checkpoint import args_from_hf
+from families import args_from_hf
 from generate import load_model
 from session import Sampling, Session
 

@@ -36,7 +36,8 @@ import convert_hf_checkpoint
 from args import ModelArgs, Yarn
 from benchmark import ARCHITECTURES
 from checkpoint import Checkpoint
-from convert_hf_checkpoint import FAMILIES, args_from_hf, convert
+from convert_hf_checkpoint import convert
+from families import FAMILIES, args_from_hf
 from generate import load_model
 from packing import FORMATS
 

@@ -30,7 +30,9 @@ MAY_IMPORT = {
     "world": {"checkpoint", "collective"},
     "tp": MODEL | {"packing", "quantize", "world", "collective"},
     "offload": MODEL | {"checkpoint", "packing", "quantize", "kernels", "recording", "slots"},
-    "convert_hf_checkpoint": {"command", "args", "checkpoint", "packing"},
+    "families": {"args"},
+    "recipes": {"args", "packing"},
+    "convert_hf_checkpoint": {"command", "args", "checkpoint", "packing", "families", "recipes"},
 }
 MAY_IMPORT["generate"] = set(MAY_IMPORT)
 MAY_IMPORT |= {name: set(MAY_IMPORT) for name in ("benchmark", "eval")}
