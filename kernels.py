@@ -265,11 +265,12 @@ def _add_word(word, x_even, x_odd, even, odd):
 
 
 @jit
-def _add_e2m1(word, x_low, x_high, low, high):
+def _add_e2m1(word, x_low, x_high, low, high, small, large, small_less, large_less):
     """low + the sum of x times (12 + twice the number) over the lower four codes of a word, high + that of the others.
 
-    The table of 16 bytes is two look-ups of 8, for codes of either sign. Each answers the other's codes by the sign of
-    a byte eight times, which is zero for all of its bytes: so that both together are the one that knows the code.
+    The table of 16 bytes (`_e2m1_table`) is two look-ups of 8, for codes of either sign. Each answers the other's codes
+    by the sign of a byte eight times, which is zero for all of its bytes: so that both together are the one that knows
+    the code. (Together by a sum, which another unit of the GPU makes than look-ups and shifts.)
     """
     return tl.inline_asm_elementwise(
         """{
@@ -277,21 +278,30 @@ def _add_e2m1(word, x_low, x_high, low, high):
         mov.b64 {x0, x1}, $3;
         mov.b64 {x2, x3}, $4;
         xor.b32 other, $2, 0x88888888;
-        prmt.b32 above0, 0x0F0E0D0C, 0x18141210, $2;
-        prmt.b32 below0, 0x090A0B0C, 0x00040608, other;
+        prmt.b32 above0, $7, $8, $2;
+        prmt.b32 below0, $9, $10, other;
         shr.u32 upper, $2, 16;
         shr.u32 other, other, 16;
-        prmt.b32 above1, 0x0F0E0D0C, 0x18141210, upper;
-        prmt.b32 below1, 0x090A0B0C, 0x00040608, other;
-        or.b32 above0, above0, below0;
-        or.b32 above1, above1, below1;
+        prmt.b32 above1, $7, $8, upper;
+        prmt.b32 below1, $9, $10, other;
+        add.u32 above0, above0, below0;
+        add.u32 above1, above1, below1;
         dp2a.lo.s32.u32 sum0, x0, above0, $5;
         dp2a.lo.s32.u32 sum1, x2, above1, $6;
         dp2a.hi.s32.u32 $0, x1, above0, sum0;
         dp2a.hi.s32.u32 $1, x3, above1, sum1;
         }""",
-        "=r,=r,r,l,l,r,r", (word, x_low, x_high, low, high), dtype=(tl.int32, tl.int32), is_pure=True, pack=1,
+        "=r,=r,r,l,l,r,r,r,r,r,r", (word, x_low, x_high, low, high, small, large, small_less, large_less),
+        dtype=(tl.int32, tl.int32), is_pure=True, pack=1,
     )  # fmt: skip
+
+
+@jit
+def _e2m1_table(unknown):
+    """12 + twice the number, of codes of magnitude 0 to 3 and 4 to 7, then of the same below zero: a byte each."""
+    # Of a zero that the compiler does not know, in every lane: or it makes them anew for each look-up that reads them.
+    nothing = tl.arange(0, 32)[None, None, :] * unknown
+    return nothing + 0x0F0E0D0C, nothing + 0x18141210, nothing + 0x090A0B0C, nothing + 0x00040608
 
 
 @jit
@@ -356,7 +366,7 @@ def _block(codes, scale, fine, row, rows, words, groups, W: tl.constexpr, GROUPS
 
 
 @jit
-def _dot4(x, index, codes, scale, scale_step, scale_low, zero, zero_step, zero_low, y, OUT: tl.constexpr,
+def _dot4(x, index, codes, scale, scale_step, scale_low, zero, zero_step, zero_low, y, unknown, OUT: tl.constexpr,
           IN: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr, PAIRS: tl.constexpr, EXPERTS: tl.constexpr,
           GATED: tl.constexpr, PDL: tl.constexpr, CHUNK: tl.constexpr, J: tl.constexpr, BM: tl.constexpr):  # fmt: skip
     # A program makes blocks of BM rows, of one chunk of `in` and one expert, and keeps x of that in registers.
@@ -391,12 +401,14 @@ def _dot4(x, index, codes, scale, scale_step, scale_low, zero, zero_step, zero_l
     x_even, x_odd, unit, sum_x = _whole_numbers(x, quads <= last, RUN, J, KIND)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
+    if KIND == "mxfp4":
+        small, large, small_less, large_less = _e2m1_table(unknown)
     for block in range(tl.program_id(0), tl.cdiv(ROWS, HALF), step):
         even = tl.zeros([J, BM, 32], tl.int32)
         odd, code = even, _four(ahead[0], J, BM)
         for i in tl.static_range(4):
             if KIND == "mxfp4":
-                even, odd = _add_e2m1(code[i], x_even[i], x_odd[i], even, odd)
+                even, odd = _add_e2m1(code[i], x_even[i], x_odd[i], even, odd, small, large, small_less, large_less)
             else:
                 even, odd = _add_word(code[i], x_even[i], x_odd[i], even, odd)
         factor = tl.reshape(ahead[1], [J, BM, 32])
@@ -467,7 +479,7 @@ def dot4_launch(x: Tensor, parts: list[Tensor], index: Tensor | None, kind: str,
     chunks = triton.cdiv(width // 8, constants["CHUNK"])
     y = x.new_empty(pairs, out // 2) if gated else x.new_empty(chunks, pairs, out, dtype=torch.float32)
     _dot4[programs, chunks, pairs](
-        x, codes if index is None else index, codes, scale, *fine, y, OUT=out, IN=width, GROUP=group, KIND=kind,
+        x, codes if index is None else index, codes, scale, *fine, y, 0, OUT=out, IN=width, GROUP=group, KIND=kind,
         PAIRS=pairs // M, EXPERTS=index is not None, GATED=gated, PDL=pdl, launch_pdl=pdl, num_stages=1, **constants,
     )  # fmt: skip
     return y

@@ -210,7 +210,7 @@ def upper_twin(units):
 
 
 @triton.jit
-def e2m1_twin(word, x_low, x_high, low, high):
+def e2m1_twin(word, x_low, x_high, low, high, *table):
     """`kernels._add_e2m1` likewise: 12 and twice the number, from the code's exponent and mantissa."""
     for k in tl.static_range(4):
         for half in tl.static_range(2):
