@@ -139,6 +139,15 @@ def sample(logits: Tensor, controls: Tensor, seen: Tensor, noise: Tensor | None)
     return tokens.gather(-1, (weights / noise).argmax(dim=-1, keepdim=True))
 
 
+def settle(
+    token: Tensor, position: Tensor, seen: Tensor, logits: Tensor, controls: Tensor, noise: Tensor | None
+) -> None:
+    """`sample`, and what a step does then, in place: `token` and `position` [B, 1] become the next, `seen` is told."""
+    token.copy_(sample(logits, controls, seen, noise))
+    position.add_(1)
+    seen[torch.arange(len(seen), device=seen.device), token.squeeze(1)] = True
+
+
 # Decoding -----------------------------------------------------------------------------------------------------------
 
 
@@ -178,7 +187,7 @@ class Session:
         self.recorded = compile and device.type == "cuda" and model.recordable(batch)
         self.decode_stages = _compile_stages(model, dynamic=False) if compile else Stages()
         self.prefill_stages = _compile_stages(model, dynamic=True) if compile_prefill else Stages()
-        self.sample = torch.compile(sample, fullgraph=True, dynamic=False) if compile else sample
+        self.settle = torch.compile(settle, fullgraph=True, dynamic=False) if compile else settle
         # What a step reads and writes in place, so that a recorded step finds it at the same address.
         self.token = torch.zeros(batch, 1, dtype=torch.int64, device=device)
         self.position = torch.zeros(batch, 1, dtype=torch.int64, device=device)
@@ -209,12 +218,11 @@ class Session:
         self.prefilled = 0  # how many prompt tokens the last call had to compute
 
     def choose(self, logits: Tensor, candidates: int) -> None:
-        """Sample each next token among so many of the likeliest (0: greedy) into `token`."""
+        """Sample each next token among so many of the likeliest (0: greedy) into `token`, for the next `position`."""
         noise = None
         if candidates:
             noise = torch.empty(self.batch, candidates, device=self.device).exponential_(generator=self.generator)
-        self.token.copy_(self.sample(logits, self.controls, self.seen, noise))
-        self.seen.scatter_(1, self.token, True)
+        self.settle(self.token, self.position, self.seen, logits, self.controls, noise)
 
     def keep(self, logits: Tensor, routing: Sequence[Tensor]) -> None:
         """If watched: put what Details are made of into `watched`. routing: the experts and weights [L, B, A]."""
@@ -279,7 +287,6 @@ class Session:
         logits, *routing = self.run(self.token, where, self.first, self.decode_stages)
         self.choose(logits, candidates)
         self.keep(logits, routing)
-        self.position.add_(1)
 
     def warm_up(self, candidates: int) -> Callable[[], None]:
         """The decode step for so many candidates: compiled and, on CUDA, recorded, on the first call; then kept."""
@@ -355,7 +362,7 @@ class Session:
             found.append(self.prefill(row, ids[start:], start))
             self.cached[row] = len(ids)
             self.prefilled += len(ids) - start
-            positions.append([len(ids)])
+            positions.append([len(ids) - 1])
         self.position.copy_(torch.tensor(positions))
         logits, *routing = zip(*found, strict=True)
         self.choose(logits := torch.cat(logits), self.candidates(sampling))

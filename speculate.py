@@ -148,6 +148,7 @@ class DraftModel(Session):
             noise = torch.empty(1, candidates, device=self.device).exponential_(generator=self.generator)
             token, q = self.draw(logits, self.controls, self.seen, noise)
             self.token.copy_(token)
+            self.position.add_(1)
             self.seen.scatter_(1, token, True)
             self.probabilities.index_copy_(0, self.place, q)
         else:
