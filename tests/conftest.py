@@ -1,11 +1,13 @@
 """Small random checkpoints of each family, saved by transformers, and their conversion; the embedded model."""
 
 import json
+import string
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import (
@@ -147,22 +149,20 @@ class Family:
     directory: Path  # converted to fp32
 
 
-def use_hub_keys(config_file: Path) -> None:
-    """Rewrite a config.json of transformers 5 with the keys that the hub's files have."""
-    config = json.loads(config_file.read_text())
-    rope = config.pop("rope_parameters")
+def hub_keys(config: dict) -> dict:
+    """A config.json of transformers 5 under the keys that the hub's files have, which are those of transformers 4."""
+    config, rope, model_type = dict(config), dict(config["rope_parameters"]), config["model_type"]
+    del config["rope_parameters"]
     config |= {key: rope.pop(key) for key in ("rope_theta", "partial_rotary_factor") if key in rope}
     kind = rope.pop("rope_type")
-    if kind != "default":  # longrope has it under an older name, and DeepSeek yarn
-        older = kind == "longrope" or config["model_type"].startswith("deepseek")
-        config["rope_scaling"] = rope | {"type" if older else "rope_type": kind}
-    config["torch_dtype"] = config.pop("dtype")
-    if config["model_type"] == "mixtral":
+    older = kind == "longrope" or model_type.startswith("deepseek")  # these have the kind under "type"
+    rope = rope | {"type" if older else "rope_type": kind} if kind != "default" else None
+    config |= {"rope_scaling": rope, "torch_dtype": config.pop("dtype")}
+    if model_type == "mixtral" and config["head_dim"] == config["hidden_size"] // config["num_attention_heads"]:
         config["head_dim"] = None
-    if config["model_type"] == "qwen3_moe":
-        config["rope_scaling"] = None
-        config["decoder_sparse_step"] = 1
-    config_file.write_text(json.dumps(config))
+    if model_type == "qwen3_moe" and "num_local_experts" in config:
+        config["num_experts"] = config.pop("num_local_experts")
+    return config
 
 
 @pytest.fixture(scope="session")
@@ -187,7 +187,8 @@ def make_family(tmp_path_factory):
             hf_directory = tmp_path_factory.mktemp(f"{name}-{layout}")
             peer.save_pretrained(hf_directory, max_shard_size="200KB")
             if layout == "hub":
-                use_hub_keys(hf_directory / "config.json")
+                config_file = hf_directory / "config.json"
+                config_file.write_text(json.dumps(hub_keys(json.loads(config_file.read_text()))))
             directory = convert(hf_directory, dtype="fp32", progress=False)
             made[name, layout] = Family(name, peer, hf_directory, directory)
         return made[name, layout]
@@ -219,6 +220,16 @@ def few_threads():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+def any_json(*keys: str) -> st.SearchStrategy:
+    """Whatever JSON can hold; its objects have these keys, or others."""
+    plain = st.none() | st.booleans() | st.integers() | st.floats()
+    return st.recursive(
+        plain | st.text(string.printable + "\ud800é", max_size=5),
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(keys) | st.text(max_size=3), inner),
+        max_leaves=5,
+    )
 
 
 FP8 = {

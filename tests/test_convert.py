@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import FP8
+from conftest import hub_keys
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -34,10 +34,8 @@ from transformers import (
 
 import convert_hf_checkpoint
 from args import ModelArgs, Yarn
-from benchmark import ARCHITECTURES
 from checkpoint import Checkpoint
 from convert_hf_checkpoint import convert
-from families import FAMILIES, args_from_hf
 from generate import load_model
 from packing import FORMATS
 
@@ -148,19 +146,11 @@ def edit_tensors(directory: Path, name: str, change):
 
 
 def older_keys(config: dict) -> dict:
-    """config.json as the hub has it: keys of transformers 4, and what the class knows anyway left out."""
-    config = dict(config)
-    rope = config.pop("rope_parameters")
-    config |= {key: rope.pop(key) for key in ("rope_theta", "partial_rotary_factor") if key in rope}
-    kind = rope.pop("rope_type")  # longrope has it under an older name
-    rope |= {"type" if kind == "longrope" else "rope_type": kind}
-    config |= {"rope_scaling": rope if kind != "default" else None, "torch_dtype": config.pop("dtype")}
-    if config["model_type"] == "qwen3_moe":
-        config["num_experts"] = config.pop("num_local_experts")
+    """config.json as the hub has it: its keys, and what the class knows anyway left out."""
     fresh = AutoConfig.for_model(config["model_type"]).to_dict()
     return {
         key: value
-        for key, value in config.items()
+        for key, value in hub_keys(config).items()
         if key in ("model_type", "rope_theta", "partial_rotary_factor") or fresh.get(key) != value
     }
 
@@ -456,363 +446,18 @@ def test_mxfp4_is_taken_over_without_quantising_again(published, tmp_path):
     assert (step - theirs[:, -1]).norm() / theirs[:, -1].norm() < 1e-4
 
 
-def test_mxfp4_gives_the_directory_its_name(published, tmp_path):
-    directory = Path(shutil.copytree(published[0], tmp_path / "hf"))
-    output = convert(directory, progress=False)
-    assert output == directory / "model_mxfp4"
+@pytest.fixture
+def gpt_oss(published, tmp_path) -> Path:
+    """A copy of it, to be spoilt."""
+    return Path(shutil.copytree(published[0], tmp_path / "hf"))
+
+
+def test_mxfp4_gives_the_directory_its_name(gpt_oss):
+    output = convert(gpt_oss, progress=False)
+    assert output == gpt_oss / "model_mxfp4"
     opened = Checkpoint(output)
     assert opened.tensors["embedding.weight"][1] == opened.tensors["layers.0.attention.sinks"][1] == torch.bfloat16
     assert opened.tensors["layers.0.ffn.experts.w2.scale"] == ((4, 64, 3), torch.uint8)
-
-
-BLOCKS, SCALES = (f"model.layers.1.mlp.experts.gate_up_proj_{part}" for part in ("blocks", "scales"))
-
-
-@pytest.mark.parametrize(
-    ("name", "change", "message"),
-    [
-        (BLOCKS, dict.pop, f"{BLOCKS} is missing"),
-        (SCALES, dict.pop, f"{SCALES} is missing"),
-        (BLOCKS, lambda t, n: t.update({n: t[n].int()}), f"{BLOCKS} has dtype int32 where uint8 belongs"),
-        (BLOCKS, lambda t, n: t.update({n: t[n][:, :-1].contiguous()}), f"{BLOCKS} has shape"),
-        (SCALES, lambda t, n: t[n][0, 0].fill_(255), f"{SCALES} holds NaN or infinity"),
-    ],
-)
-def test_mxfp4_that_is_damaged_is_one_line(published, tmp_path, name, change, message):
-    directory = Path(shutil.copytree(published[0], tmp_path / "hf"))
-    edit_tensors(directory, name, change)
-    with pytest.raises(ValueError, match=message) as error:
-        convert(directory, progress=False)
-    assert "\n" not in str(error.value) and not list(directory.glob("*model_*"))
-
-
-# config.json alone
-
-
-@pytest.mark.parametrize("architecture", FAMILIES)
-def test_absent_keys_mean_what_they_mean_to_transformers(architecture):
-    config = AutoConfig.for_model(FAMILIES[architecture].model_type)
-    said = {"head_dim": 128} if config.hidden_size % config.num_attention_heads else {}  # GLM's files always say it
-    if architecture == "DeepseekV2ForCausalLM":  # and these, of which the class knows no or an odd number
-        said = {"num_experts_per_tok": 6, "moe_intermediate_size": 1408}
-    given = config.to_dict() | said
-    assert args_from_hf({"architectures": [architecture], **said}) == args_from_hf(given)
-    assert args_from_hf({"model_type": config.model_type, **said}) == args_from_hf(given)
-    for key, value in FAMILIES[architecture].defaults.items():
-        if key in ("rope_theta", "rope_type", "partial_rotary_factor"):
-            assert config.rope_parameters[key] == value
-        elif key != "sliding_window":
-            assert getattr(config, key) == value, key
-    for key, value in FAMILIES[architecture].rope.items():
-        assert config.rope_parameters[key] == value, key
-    assert config.rope_parameters["rope_theta"] == args_from_hf(given).rope_theta
-
-
-def test_configs_as_they_are_on_the_hub():
-    mixtral = {
-        "architectures": ["MixtralForCausalLM"], "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu",
-        "hidden_size": 4096, "intermediate_size": 14336, "max_position_embeddings": 32768, "model_type": "mixtral",
-        "num_attention_heads": 32, "num_experts_per_tok": 2, "num_hidden_layers": 32, "num_key_value_heads": 8,
-        "num_local_experts": 8, "rms_norm_eps": 1e-05, "rope_theta": 1000000.0, "sliding_window": None,
-        "tie_word_embeddings": False, "torch_dtype": "bfloat16", "vocab_size": 32000,
-    }  # fmt: skip
-    assert args_from_hf(mixtral) == ModelArgs(
-        4096, 32, 32, 8, 128, 14336, 8, 2, 32000, 32768, rope_theta=1e6, norm_eps=1e-5
-    )
-    qwen3 = {
-        "architectures": ["Qwen3MoeForCausalLM"], "attention_bias": False, "decoder_sparse_step": 1, "head_dim": 128,
-        "hidden_act": "silu", "hidden_size": 2048, "intermediate_size": 6144, "max_position_embeddings": 40960,
-        "max_window_layers": 48, "mlp_only_layers": [], "model_type": "qwen3_moe", "moe_intermediate_size": 768,
-        "norm_topk_prob": True, "num_attention_heads": 32, "num_experts": 128, "num_experts_per_tok": 8,
-        "num_hidden_layers": 48, "num_key_value_heads": 4, "rms_norm_eps": 1e-06, "rope_scaling": None,
-        "rope_theta": 1000000.0, "sliding_window": None, "tie_word_embeddings": False, "use_sliding_window": False,
-        "vocab_size": 151936,
-    }  # fmt: skip
-    assert args_from_hf(qwen3) == ModelArgs(
-        2048, 48, 32, 4, 128, 768, 128, 8, 151936, 40960, rope_theta=1e6, norm_eps=1e-6, qk_norm="head"
-    )
-    olmoe = {
-        "architectures": ["OlmoeForCausalLM"], "attention_bias": False, "clip_qkv": None, "eos_token_id": 50279,
-        "hidden_act": "silu", "hidden_size": 2048, "intermediate_size": 1024, "max_position_embeddings": 4096,
-        "model_type": "olmoe", "norm_topk_prob": False, "num_attention_heads": 16, "num_experts": 64,
-        "num_experts_per_tok": 8, "num_hidden_layers": 16, "num_key_value_heads": 16, "rms_norm_eps": 1e-05,
-        "rope_scaling": None, "rope_theta": 10000.0, "tie_word_embeddings": False, "vocab_size": 50304,
-    }  # fmt: skip
-    assert args_from_hf(olmoe) == ModelArgs(
-        2048, 16, 16, 16, 128, 1024, 64, 8, 50304, 4096, qk_norm="full", norm_topk=False
-    )
-
-    kinds = ["sliding_attention", "full_attention"]
-    gpt_oss = {
-        "architectures": ["GptOssForCausalLM"], "attention_bias": True, "attention_dropout": 0.0,
-        "eos_token_id": 200002, "experts_per_token": 4, "head_dim": 64, "hidden_act": "silu", "hidden_size": 2880,
-        "initial_context_length": 4096, "intermediate_size": 2880, "layer_types": kinds * 12,
-        "max_position_embeddings": 131072, "model_type": "gpt_oss", "num_attention_heads": 64,
-        "num_experts_per_tok": 4, "num_hidden_layers": 24, "num_key_value_heads": 8, "num_local_experts": 32,
-        "quantization_config": {"modules_to_not_convert": ["lm_head"], "quant_method": "mxfp4"},
-        "rms_norm_eps": 1e-05, "rope_theta": 150000, "rope_scaling": {
-            "beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096,
-            "rope_type": "yarn", "truncate": False,
-        }, "sliding_window": 128, "swiglu_limit": 7.0, "tie_word_embeddings": False, "vocab_size": 201088,
-    }  # fmt: skip
-    assert args_from_hf(gpt_oss) == ARCHITECTURES["gpt-oss-20b"]
-    gpt_oss |= {"num_hidden_layers": 36, "num_local_experts": 128, "layer_types": kinds * 18}
-    assert args_from_hf(gpt_oss) == ARCHITECTURES["gpt-oss-120b"]
-
-
-def test_newer_configs_as_they_are_on_the_hub():
-    granite = {
-        "architectures": ["GraniteMoeForCausalLM"], "attention_bias": False, "attention_multiplier": 0.015625,
-        "bos_token_id": 0, "embedding_multiplier": 12.0, "eos_token_id": 0, "hidden_act": "silu", "hidden_size": 1536,
-        "intermediate_size": 512, "logits_scaling": 6.0, "max_position_embeddings": 131072, "model_type": "granitemoe",
-        "num_attention_heads": 24, "num_experts_per_tok": 8, "num_hidden_layers": 32, "num_key_value_heads": 8,
-        "num_local_experts": 40, "residual_multiplier": 0.22, "rms_norm_eps": 1e-06, "rope_scaling": None,
-        "rope_theta": 10000000.0, "tie_word_embeddings": True, "vocab_size": 49155,
-    }  # fmt: skip
-    assert args_from_hf(granite) == ARCHITECTURES["Granite-3.1-3b-a800m"]
-    phi = {
-        "architectures": ["PhimoeForCausalLM"], "attention_bias": True, "bos_token_id": 1, "eos_token_id": 32000,
-        "hidden_act": "silu", "hidden_size": 4096, "input_jitter_noise": 0.01, "intermediate_size": 6400,
-        "lm_head_bias": True, "max_position_embeddings": 131072, "model_type": "phimoe", "num_attention_heads": 32,
-        "num_experts_per_tok": 2, "num_hidden_layers": 32, "num_key_value_heads": 8, "num_local_experts": 16,
-        "original_max_position_embeddings": 4096, "rms_norm_eps": 1e-05, "rope_theta": 10000.0,
-        "rope_scaling": SCALING | {"short_mscale": 1.243163121016122}, "router_jitter_noise": 0.01,
-        "sliding_window": 131072, "tie_word_embeddings": False, "vocab_size": 32064,
-    }  # fmt: skip
-    assert args_from_hf(phi) == ARCHITECTURES["Phi-3.5-MoE"]
-    glm = {
-        "architectures": ["Glm4MoeForCausalLM"], "attention_bias": True, "eos_token_id": [151329, 151336, 151338],
-        "first_k_dense_replace": 1, "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096,
-        "intermediate_size": 10944, "max_position_embeddings": 131072, "model_type": "glm4_moe",
-        "moe_intermediate_size": 1408, "n_group": 1, "n_routed_experts": 128, "n_shared_experts": 1,
-        "norm_topk_prob": True, "num_attention_heads": 96, "num_experts_per_tok": 8, "num_hidden_layers": 46,
-        "num_key_value_heads": 8, "num_nextn_predict_layers": 1, "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-05,
-        "rope_scaling": None, "rope_theta": 1000000, "routed_scaling_factor": 1.0, "tie_word_embeddings": False,
-        "topk_group": 1, "use_qk_norm": False, "vocab_size": 151552,
-    }  # fmt: skip
-    assert args_from_hf(glm) == ARCHITECTURES["GLM-4.5-Air"]
-
-
-def test_deepseeks_configs_as_they_are_on_the_hub():
-    yarn = {
-        "beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 0.707, "mscale_all_dim": 0.707,
-        "original_max_position_embeddings": 4096, "type": "yarn",
-    }  # fmt: skip
-    lite = {
-        "architectures": ["DeepseekV2ForCausalLM"], "attention_bias": False, "aux_loss_alpha": 0.001,
-        "bos_token_id": 100000, "eos_token_id": 100001, "first_k_dense_replace": 1, "hidden_act": "silu",
-        "hidden_size": 2048, "intermediate_size": 10944, "kv_lora_rank": 512, "max_position_embeddings": 163840,
-        "model_type": "deepseek_v2", "moe_intermediate_size": 1408, "moe_layer_freq": 1, "n_group": 1,
-        "n_routed_experts": 64, "n_shared_experts": 2, "norm_topk_prob": False, "num_attention_heads": 16,
-        "num_experts_per_tok": 6, "num_hidden_layers": 27, "num_key_value_heads": 16, "pretraining_tp": 1,
-        "q_lora_rank": None, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-06,
-        "rope_scaling": yarn, "rope_theta": 10000, "routed_scaling_factor": 1.0, "scoring_func": "softmax",
-        "seq_aux": True, "tie_word_embeddings": False, "topk_group": 1, "topk_method": "greedy", "v_head_dim": 128,
-        "vocab_size": 102400,
-    }  # fmt: skip
-    assert args_from_hf(lite) == ARCHITECTURES["DeepSeek-V2-Lite"]
-    v3 = {
-        "architectures": ["DeepseekV3ForCausalLM"], "attention_bias": False, "bos_token_id": 0, "ep_size": 1,
-        "eos_token_id": 1, "first_k_dense_replace": 3, "hidden_act": "silu", "hidden_size": 7168,
-        "intermediate_size": 18432, "kv_lora_rank": 512, "max_position_embeddings": 163840,
-        "model_type": "deepseek_v3", "moe_intermediate_size": 2048, "moe_layer_freq": 1, "n_group": 8,
-        "n_routed_experts": 256, "n_shared_experts": 1, "norm_topk_prob": True, "num_attention_heads": 128,
-        "num_experts_per_tok": 8, "num_hidden_layers": 61, "num_key_value_heads": 128, "num_nextn_predict_layers": 1,
-        "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "quantization_config": FP8,
-        "rms_norm_eps": 1e-06, "rope_scaling": yarn | {"mscale": 1.0, "mscale_all_dim": 1.0}, "rope_theta": 10000,
-        "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "tie_word_embeddings": False, "topk_group": 4,
-        "topk_method": "noaux_tc", "v_head_dim": 128, "vocab_size": 129280,
-    }  # fmt: skip
-    assert args_from_hf(v3) == ARCHITECTURES["DeepSeek-V3"]
-
-
-MIXTRAL = {"architectures": ["MixtralForCausalLM"]}
-QWEN3 = {"architectures": ["Qwen3MoeForCausalLM"]}
-OLMOE = {"architectures": ["OlmoeForCausalLM"]}
-QWEN2 = {"architectures": ["Qwen2MoeForCausalLM"]}
-GRANITE = {"architectures": ["GraniteMoeForCausalLM"]}
-PHI = {"architectures": ["PhimoeForCausalLM"]}
-SCALING = {
-    "type": "longrope",
-    "short_factor": [1.0] * 64,
-    "short_mscale": 1.2,
-    "original_max_position_embeddings": 4096,
-}
-GLM = {"architectures": ["Glm4MoeForCausalLM"], "head_dim": 128}
-GPT_OSS = {"architectures": ["GptOssForCausalLM"]}
-V2 = {"architectures": ["DeepseekV2ForCausalLM"], "num_experts_per_tok": 6, "moe_intermediate_size": 1408}
-V3 = {"architectures": ["DeepseekV3ForCausalLM"]}
-YARN = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096}
-
-
-@pytest.mark.parametrize(
-    ("family", "changes", "message"),
-    [
-        (MIXTRAL, {"architectures": ["LlamaForCausalLM"]}, "'LlamaForCausalLM'.*MixtralForCausalLM, Qwen3Moe.*Olmoe"),
-        (MIXTRAL, {"architectures": None, "model_type": "llama4"}, "'llama4'"),
-        (MIXTRAL, {"kv_lora_rank": 512}, "kv_lora_rank = 512"),
-        (V2, {"norm_topk_prob": True}, "norm_topk_prob = True"),
-        (V2, {"scoring_func": "sigmoid"}, "scoring_func = 'sigmoid'"),
-        (V2, {"topk_method": "noaux_tc"}, "topk_method = 'noaux_tc'.*'greedy' and 'group_limited_greedy'"),
-        (V2, {"topk_method": "group_limited_greedy"}, "n_group = None"),
-        (V2, {"num_experts_per_tok": None}, "num_experts_per_tok = None"),
-        (V2, {"moe_layer_freq": 2}, "moe_layer_freq = 2"),
-        (V2, {"num_key_value_heads": 8}, "num_key_value_heads = 8"),
-        (V2, {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type = 'linear'"),
-        (V3, {"scoring_func": "softmax"}, "scoring_func = 'softmax'"),
-        (V3, {"topk_method": "greedy"}, "topk_method = 'greedy'"),
-        (V3, {"rope_interleave": False}, "rope_interleave = False"),
-        (V3, {"attention_bias": True}, "attention_bias = True"),
-        (V3, {"n_group": 7}, "n_group = 7"),
-        (V3, {"n_group": 256}, "n_group = 256.*at least two"),
-        (V3, {"topk_group": 9}, "topk_group = 9"),
-        (V3, {"topk_group": 1, "num_experts_per_tok": 33}, "topk_group = 1"),
-        (V3, {"v_head_dim": 256}, "v_head_dim = 256"),
-        (V3, {"qk_rope_head_dim": 63}, "qk_rope_head_dim = 63"),
-        (V3, {"kv_lora_rank": 0}, "kv_lora_rank = 0"),
-        (V3, {"q_lora_rank": "x"}, "q_lora_rank = 'x'"),
-        (V3, {"rope_scaling": YARN | {"mscale_all_dim": "x"}}, "mscale_all_dim = 'x'"),
-        (MIXTRAL, {"architectures": []}, "architectures = "),
-        (MIXTRAL, {"model_type": "qwen3_moe"}, "model_type = 'qwen3_moe'"),
-        (MIXTRAL, {"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
-        (MIXTRAL, {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type = 'linear'"),
-        (MIXTRAL, {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type = 'dynamic'"),
-        (QWEN3, {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type = 'yarn'"),
-        (QWEN3, {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "rope_type = 'llama3'"),
-        (QWEN3, {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5"),
-        (QWEN3, {"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "full_attention"),
-        (QWEN3, {"rope_parameters": "default"}, "rope parameters 'default'"),
-        (MIXTRAL, {"rope_theta": 0}, "rope_theta = 0"),
-        (MIXTRAL, {"rope_theta": "1e6"}, "rope_theta = '1e6'"),
-        (MIXTRAL, {"mlp_bias": True}, "mlp_bias = True"),
-        (MIXTRAL, {"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantization_config = 'gptq'"),
-        (MIXTRAL, {"quantization_config": {"quant_method": "awq"}}, "quantization_config = 'awq'"),
-        (QWEN3, {"quantization_config": FP8 | {"quant_method": "compressed-tensors"}}, "config = 'compressed-tensors'"),
-        (QWEN3, {"quantization_config": FP8 | {"fmt": "e5m2"}}, "quantization_config's fmt = 'e5m2'"),
-        (QWEN3, {"quantization_config": FP8 | {"activation_scheme": "static"}}, "activation_scheme = 'static'"),
-        (QWEN3, {"quantization_config": FP8 | {"weight_block_size": [1, 128]}}, r"weight_block_size = \[1, 128\]"),
-        (QWEN3, {"quantization_config": {"quant_method": "fp8"}}, "quantization_config's fmt = None"),
-        (QWEN3, {"quantization_config": "fp8"}, "quantization_config = 'fp8'"),
-        (QWEN3, {"quantization_config": {"quant_method": "mxfp4"}}, "quantization_config = 'mxfp4'"),
-        (GPT_OSS, {"quantization_config": FP8}, "quantization_config = 'fp8'"),
-        (GPT_OSS, {"rope_scaling": YARN | {"factor": 0}}, "factor = 0 is not supported"),
-        (GPT_OSS, {"rope_scaling": YARN | {"factor": "32"}}, "factor = '32'"),
-        (GPT_OSS, {"rope_scaling": YARN | {"original_max_position_embeddings": None}}, "original_max_position"),
-        (GPT_OSS, {"rope_scaling": YARN | {"truncate": 1}}, "truncate = 1"),
-        (GPT_OSS, {"rope_scaling": YARN | {"beta_fast": [32]}}, r"beta_fast = \[32\]"),
-        (GPT_OSS, {"rope_scaling": YARN | {"rope_type": "longrope"}}, "rope_type = 'longrope'"),
-        (GPT_OSS, {"layer_types": ["full_attention", "chunked_attention"]}, "layer_types = .*'sliding_attention' or"),
-        (GPT_OSS, {"layer_types": ["full_attention"]}, "layer_types = .*there are 36 layers"),
-        (GPT_OSS, {"sliding_window": 0}, "sliding_window = 0"),
-        (GPT_OSS, {"swiglu_limit": 0.0}, "swiglu_limit = 0.0"),
-        (GPT_OSS, {"swiglu_alpha": "1.702"}, "swiglu_alpha = '1.702'"),
-        (MIXTRAL, {"num_key_value_heads": 5}, "num_key_value_heads = 5"),
-        (MIXTRAL, {"num_experts_per_tok": 9}, "num_experts_per_tok = 9"),
-        (MIXTRAL, {"num_hidden_layers": 0}, "num_hidden_layers = 0"),
-        (MIXTRAL, {"num_hidden_layers": 10**12}, "num_hidden_layers = 1000000000000"),
-        (MIXTRAL, {"hidden_size": 4096.0}, "hidden_size = 4096.0"),
-        (MIXTRAL, {"hidden_size": 4100}, "hidden_size = 4100"),
-        (MIXTRAL, {"hidden_size": True}, "hidden_size = True"),
-        (MIXTRAL, {"hidden_size": 4100, "head_dim": 128}, "hidden_size = 4100"),
-        (QWEN3, {"moe_intermediate_size": 700}, "moe_intermediate_size = 700"),
-        (MIXTRAL, {"vocab_size": "32000"}, "vocab_size = '32000'"),
-        (MIXTRAL, {"head_dim": 127}, "head_dim = 127"),
-        (MIXTRAL, {"sliding_window": -1}, "sliding_window = -1"),
-        (MIXTRAL, {"rms_norm_eps": -1e-5}, "rms_norm_eps = -1e-05"),
-        (MIXTRAL, {"tie_word_embeddings": 1}, "tie_word_embeddings = 1"),
-        (OLMOE, {"clip_qkv": 0}, "clip_qkv = 0"),
-        (OLMOE, {"norm_topk_prob": "yes"}, "norm_topk_prob = 'yes'"),
-        (QWEN3, {"mlp_only_layers": 3}, "mlp_only_layers = 3"),
-        (QWEN3, {"mlp_only_layers": [True]}, r"mlp_only_layers = \[True\]"),
-        (QWEN3, {"decoder_sparse_step": 0}, "decoder_sparse_step = 0"),
-        (QWEN3, {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types = "),
-        (QWEN3, {"shared_expert_intermediate_size": 512}, "shared_expert_intermediate_size = 512"),
-        (QWEN3, {"use_qk_norm": True}, "use_qk_norm = True"),
-        (QWEN3, {"num_nextn_predict_layers": 1}, "num_nextn_predict_layers = 1"),
-        (QWEN3, {"scoring_func": "sigmoid"}, "scoring_func = 'sigmoid'"),
-        (QWEN3, {"first_k_dense_replace": 1}, "first_k_dense_replace = 1"),
-        (QWEN3, {"qkv_bias": True}, "qkv_bias = True"),
-        (QWEN2, {"qkv_bias": "yes"}, "qkv_bias = 'yes'"),
-        (QWEN2, {"use_sliding_window": True}, "use_sliding_window = True"),
-        (QWEN2, {"use_qkv_bias": True}, "use_qkv_bias = True"),
-        (QWEN2, {"shared_expert_intermediate_size": -1}, "shared_expert_intermediate_size = -1"),
-        (QWEN2, {"n_shared_experts": 1}, "n_shared_experts = 1"),
-        (QWEN2, {"hidden_act": "relu"}, "hidden_act = 'relu'"),
-        (OLMOE, {"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
-        (OLMOE, {"attention_bias": 0}, "attention_bias = 0"),
-        (OLMOE, {"use_sliding_window": 1}, "use_sliding_window = 1"),
-        (OLMOE, {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
-        (MIXTRAL, {"embedding_multiplier": 12.0}, "embedding_multiplier = 12.0"),
-        (MIXTRAL, {"attention_multiplier": 0.1}, "attention_multiplier = 0.1"),
-        (MIXTRAL, {"residual_multiplier": 0.2}, "residual_multiplier = 0.2"),
-        (MIXTRAL, {"logits_scaling": 8}, "logits_scaling = 8"),
-        (MIXTRAL, {"routed_scaling_factor": 2.5}, "routed_scaling_factor = 2.5"),
-        (GRANITE, {"residual_multiplier": 0}, "residual_multiplier = 0"),
-        (GRANITE, {"attention_multiplier": "1"}, "attention_multiplier = '1'"),
-        (GRANITE, {"embedding_multiplier": True}, "embedding_multiplier = True"),
-        (GRANITE, {"logits_scaling": -1.0}, "logits_scaling = -1.0"),
-        (GRANITE, {"num_local_experts": 1.5}, "num_local_experts = 1.5"),
-        (GRANITE, {"shared_intermediate_size": 1024}, "shared_intermediate_size = 1024"),
-        (GRANITE, {"rope_scaling": {"type": "yarn", "factor": 2.0}}, "rope_type = 'yarn'"),
-        (GRANITE, {"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
-        (GRANITE, {"mlp_bias": True}, "mlp_bias = True"),
-        (MIXTRAL, {"lm_head_bias": True}, "lm_head_bias = True"),
-        (MIXTRAL, {"rope_scaling": SCALING}, "rope_type = 'longrope'"),
-        (PHI, {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type = 'linear'"),
-        (PHI, {"rope_scaling": SCALING | {"short_factor": [1.0] * 63}}, "short_factor = .*64 positive numbers"),
-        (PHI, {"rope_scaling": SCALING | {"short_factor": [0.0] * 64}}, "short_factor = "),
-        (PHI, {"rope_scaling": SCALING | {"short_mscale": None}}, "short_mscale = None"),
-        (
-            PHI,
-            {"rope_scaling": SCALING | {"original_max_position_embeddings": None}},
-            "original_max_position_emb.* = None",
-        ),
-        (PHI, {"num_experts_per_tok": 4}, "num_experts_per_tok = 4"),
-        (PHI, {"router_jitter_noise": 0}, "router_jitter_noise = 0"),
-        (PHI, {"lm_head_bias": 1}, "lm_head_bias = 1"),
-        (PHI, {"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
-        (PHI, {"num_local_experts": "16"}, "num_local_experts = '16'"),
-        (GLM, {"n_group": 8}, "n_group = 8"),
-        (GLM, {"topk_group": 4}, "topk_group = 4"),
-        (GLM, {"partial_rotary_factor": 0.4}, "partial_rotary_factor = 0.4"),
-        (GLM, {"rope_parameters": {"partial_rotary_factor": 0.375}}, "partial_rotary_factor = 0.375"),
-        (GLM, {"n_routed_experts": 0}, "n_routed_experts = 0"),
-        (GLM, {"n_shared_experts": -1}, "n_shared_experts = -1"),
-        (GLM, {"first_k_dense_replace": "1"}, "first_k_dense_replace = '1'"),
-        (GLM, {"routed_scaling_factor": 0}, "routed_scaling_factor = 0"),
-        (GLM, {"attention_bias": 1}, "attention_bias = 1"),
-        (GLM, {"use_qk_norm": 1}, "use_qk_norm = 1"),
-        (GLM, {"norm_topk_prob": 1}, "norm_topk_prob = 1"),
-        (GLM, {"num_nextn_predict_layers": -1}, "num_nextn_predict_layers = -1"),
-        (GLM, {"head_dim": None}, "hidden_size = 4096"),
-        (GLM, {"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
-        (GLM, {"quantization_config": {"quant_method": "compressed-tensors"}}, "'compressed-tensors'"),
-    ],
-)
-def test_a_config_value_that_is_not_supported_is_named(family, changes, message):
-    with pytest.raises(ValueError, match=message) as error:
-        args_from_hf(family | changes)
-    assert "\n" not in str(error.value)
-
-
-ANY_JSON = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3)
-ANY_JSON |= st.lists(ANY_JSON, max_size=2) | st.dictionaries(st.text(max_size=3), ANY_JSON, max_size=2)
-
-
-@given(st.data())
-@settings(max_examples=300, deadline=None)
-def test_any_config_gives_arguments_or_a_value_error(data):
-    model_types = [family.model_type for family in FAMILIES.values()]
-    config = AutoConfig.for_model(data.draw(st.sampled_from(model_types))).to_dict()
-    extra = ["rope_scaling", "layer_types", "head_dim", "partial_rotary_factor", "quantization_config"]
-    keys = st.sampled_from(sorted(config) + extra)
-    config |= data.draw(st.dictionaries(keys, ANY_JSON, max_size=3))
-    try:
-        args = args_from_hf(config)
-    except ValueError as error:
-        assert str(error)
-    else:
-        assert args.n_head % args.n_kv_head == 0 and args.n_active <= args.n_expert
 
 
 # What cannot be converted, through the command
@@ -840,6 +485,7 @@ def second_copy(directory: Path):
 
 GATE = "model.layers.1.block_sparse_moe.gate.weight"
 EXPERT = "model.layers.2.block_sparse_moe.experts.3.w1.weight"
+BLOCKS, SCALES = (f"model.layers.1.mlp.experts.gate_up_proj_{part}" for part in ("blocks", "scales"))
 
 
 def config(**changes):
@@ -870,7 +516,7 @@ def remove_shard(directory: Path):
     sorted(directory.glob("*.safetensors"))[2].unlink()
 
 
-BAD = {  # how the directory is spoilt, the message, and options of the command
+BAD = {  # how the directory of a Mixtral is spoilt, the message, and options of the command
     "a missing tensor": (tensor(EXPERT, dict.pop), f"lacks {EXPERT}"),
     "a missing tensor, no index": (without_index(tensor(EXPERT, dict.pop)), f"{EXPERT} is missing"),
     "an extra tensor": (adding("model.extra"), "model.extra"),
@@ -902,6 +548,17 @@ BAD = {  # how the directory is spoilt, the message, and options of the command
     "output in no directory": (lambda d: None, "cannot write", "--output_dir", "{}/none/out"),
     "force upon the source": (lambda d: None, "not replaced", "--output_dir", "{}", "--force"),
 }
+BAD_MXFP4 = {  # likewise of a gpt-oss in MXFP4
+    "missing blocks": (tensor(BLOCKS, dict.pop), f"{BLOCKS} is missing"),
+    "missing scales": (tensor(SCALES, dict.pop), f"{SCALES} is missing"),
+    "blocks of integers": (
+        tensor(BLOCKS, lambda t, n: t.update({n: t[n].int()})), f"{BLOCKS} has dtype int32 where uint8 belongs"
+    ),
+    "blocks of another shape": (
+        tensor(BLOCKS, lambda t, n: t.update({n: t[n][:, :-1].contiguous()})), f"{BLOCKS} has shape"
+    ),
+    "an infinite scale": (tensor(SCALES, lambda t, n: t[n][0, 0].fill_(255)), f"{SCALES} holds NaN or infinity"),
+}  # fmt: skip
 
 
 def run_command(monkeypatch, capsys, *options: str) -> tuple[int, str, str]:
@@ -911,17 +568,20 @@ def run_command(monkeypatch, capsys, *options: str) -> tuple[int, str, str]:
     return code, out, err.split("\r")[-1].split("layer/s]")[-1].strip()  # what stands after the progress bar
 
 
-@pytest.mark.parametrize("case", BAD)
-def test_bad_input_is_one_line_and_leaves_nothing(mixtral, monkeypatch, capsys, case):
-    spoil, message, *options = BAD[case]
-    spoil(mixtral)
-    before = tree(mixtral.parent)
-    options = [option.format(mixtral) for option in options]
-    code, out, err = run_command(monkeypatch, capsys, "--checkpoint_dir", str(mixtral), *options)
+@pytest.mark.parametrize(
+    ("source", "case"), [("mixtral", case) for case in BAD] + [("gpt_oss", case) for case in BAD_MXFP4]
+)
+def test_bad_input_is_one_line_and_leaves_nothing(request, monkeypatch, capsys, source, case):
+    directory = request.getfixturevalue(source)
+    spoil, message, *options = (BAD | BAD_MXFP4)[case]
+    spoil(directory)
+    before = tree(directory.parent)
+    options = [option.format(directory) for option in options]
+    code, out, err = run_command(monkeypatch, capsys, "--checkpoint_dir", str(directory), *options)
     assert (code, out) == (2, "")
     assert err.startswith("error: ") and "\n" not in err
     assert re.search(message, err)
-    assert tree(mixtral.parent) == before
+    assert tree(directory.parent) == before
 
 
 def test_places_that_are_no_hugging_face_directory(mixtral, tmp_path, monkeypatch, capsys):

@@ -371,7 +371,7 @@ def test_a_client_that_leaves_the_line_frees_its_place(start, slowly):
 
 def test_the_time_limit_cuts_an_answer(start, slowly):
     running = start(time_limit=0.5)
-    found = running.complete(max_tokens=200)
+    found = running.complete(max_tokens=200, temperature=0)
     assert found.choices[0].finish_reason == "length" and found.usage.completion_tokens < 50
 
 
@@ -380,7 +380,7 @@ def test_a_server_that_ends_tells_its_clients(directory, slowly):
 
     def ask():
         try:
-            list(running.complete(max_tokens=200, stream=True))
+            list(running.complete(max_tokens=200, temperature=0, stream=True))
         except openai.APIError as error:
             told.append(error.message)
 
