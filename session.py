@@ -166,8 +166,8 @@ class Session:
     A model holds the cache, so it serves one session at a time, the newest; a session of another size compiles anew.
 
     max_seq_len: the most tokens a sequence may have, prompt and answer together.
-    compile: the decode step (on CUDA also recorded as a graph); compile_prefill: the prompt's pass as well (recorded
-    where prompts of a length come again).
+    compile: the decode step, on CUDA also recorded as a graph, and there prompts whose length comes again, too;
+    compile_prefill: the prompt's pass as well.
     prefill_chunk: so many tokens of a prompt are computed at a time, which bounds the memory for activations.
     watch: set it before an answer to find the Details of each sequence's token in `details` whenever tokens are
     yielded. A step that is watched is compiled and recorded by itself, so that others pay nothing for it.
@@ -177,14 +177,16 @@ class Session:
                  batch: int = 1, prefill_chunk: int = PREFILL_CHUNK):  # fmt: skip
         self.model, self.max_seq_len, self.batch, self.prefill_chunk = model, max_seq_len, batch, prefill_chunk
         self.device = device = model.norm.weight.device
-        self.prefill_multiple = PREFILL_MULTIPLE if compile_prefill else 1
+        self.compiled, self.compile_prefill = compile, compile_prefill
+        self.recorded = compile and device.type == "cuda" and model.recordable(batch)
+        # A prompt's pass is recorded as well: up to some hundred tokens take the host longer than the GPU.
+        repeats = self.recorded and not model.host_driven and model.recordable(PREFILL_MULTIPLE)
+        self.prefill_multiple = PREFILL_MULTIPLE if compile_prefill or repeats else 1
         self.slots = -(-(max_seq_len + max(SPARE, self.prefill_multiple)) // BLOCK) * BLOCK
         model.setup_cache(batch, self.slots)
         self.caches = [block.attention.cache for block in model.layers]
         if compile or compile_prefill:
             compile_settings()
-        self.compiled = compile
-        self.recorded = compile and device.type == "cuda" and model.recordable(batch)
         self.decode_stages = _compile_stages(model, dynamic=False) if compile else Stages()
         self.prefill_stages = _compile_stages(model, dynamic=True) if compile_prefill else Stages()
         self.settle = torch.compile(settle, fullgraph=True, dynamic=False) if compile else settle
@@ -203,9 +205,7 @@ class Session:
         self.details: list[Details] = []
         self.generator = torch.Generator(device)
         self.steps: dict[tuple[int, bool], Callable[[], None]] = {}
-        # A prompt's kernels are short where it is: up to some hundred tokens take the host longer than the GPU.
-        record_prefill = self.recorded and compile_prefill and not model.host_driven
-        self.repeated = Repeated(self.generator) if record_prefill else None
+        self.repeated = Repeated(self.generator) if repeats else None
         self.reset()
 
     def reset(self) -> None:

@@ -132,8 +132,7 @@ class DraftModel(Session):
 
     def __init__(self, model: Transformer, target: Session, count: int):
         model.cache_kind = target.model.cache_kind
-        compile_prefill = target.prefill_multiple > 1
-        super().__init__(model, target.max_seq_len, target.compiled, compile_prefill, 1, target.prefill_chunk)
+        super().__init__(model, target.max_seq_len, target.compiled, target.compile_prefill, 1, target.prefill_chunk)
         self.target, self.generator = target, target.generator
         self.draw = torch.compile(draw, fullgraph=True, dynamic=False) if target.compiled else draw
         # A step more than drafts, so that the cache knows the last one. What that step chooses is not looked at.

@@ -116,11 +116,12 @@ def test_one_recorded_step_serves_every_prompt_and_setting():
     assert list(session.stream(embedded_prompt(200), 40, settings)) == first
 
 
-def test_a_prompt_whose_length_comes_again_is_recorded():
+@pytest.mark.parametrize("compile_prefill", (False, True))
+def test_a_prompt_whose_length_comes_again_is_recorded(compile_prefill):
     """Three times the same lengths, with other tokens: run, recorded, replayed, in both rows; then with a prefix."""
     plain = embedded_session("cuda", torch.float32, False)
     model = load_model(embedded_checkpoint(), "cuda", torch.float32)
-    session = Session(model, 512, compile=True, compile_prefill=True, batch=2, prefill_chunk=128)
+    session = Session(model, 512, compile=True, compile_prefill=compile_prefill, batch=2, prefill_chunk=128)
     text = embedded_prompt(3000)
     for turn in range(3):
         prompts = [text[50 * turn : 50 * turn + length] for length in (200, 30)]
