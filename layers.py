@@ -1,7 +1,7 @@
-"""Layers that all parts of a model share, and two words to the compiler."""
+"""Layers that all parts of a model share, and three words to the compiler."""
 
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 
 import torch
 import torch.nn.functional as F
@@ -71,3 +71,33 @@ def realise(x: Tensor) -> Tensor:
 def scaled(x: Tensor, factor: float) -> Tensor:
     """x times a number that is one in most models, which then costs nothing."""
     return x if factor == 1 else x * factor
+
+
+@torch.library.custom_op("moe_fast::dot_bytes", mutates_args=())
+def dot_bytes(low: Tensor, high: Tensor, words: Tensor) -> Tensor:
+    """The four signed bytes of each word times four whole numbers of 16 bits, added up. All int32, and broadcast.
+
+    low: what the two lower bytes multiply, the first in its lower half; high: the same for the upper two. A GPU has an
+    instruction for two such products at once (dp2a), PyTorch has no word for it: `teach_compiler` makes it part of the
+    kernel around it. No byte is converted to a floating-point number.
+    """
+    numbers = [part << 16 >> 16 if half == 0 else part >> 16 for part in (low, high) for half in (0, 1)]
+    return sum(number * (words << 24 - 8 * n >> 24) for n, number in enumerate(numbers))
+
+
+@dot_bytes.register_fake
+def _(low: Tensor, high: Tensor, words: Tensor) -> Tensor:
+    return words.new_empty(torch.broadcast_shapes(low.shape, high.shape, words.shape))
+
+
+def teach_compiler() -> None:
+    """Tell Inductor what `dot_bytes` is on NVIDIA's GPUs; needed before anything with it is compiled."""
+    # Imported here, because the compiler takes long to import.
+    from torch._inductor.lowering import lowerings, make_pointwise, register_lowering
+    from torch._inductor.virtualized import ops
+
+    operator = torch.ops.moe_fast.dot_bytes.default
+    if operator not in lowerings:
+        code = "{ .reg .b32 t; dp2a.lo.s32.s32 t, $1, $3, 0; dp2a.hi.s32.s32 $0, $2, $3, t; }"
+        made = partial(ops.inline_asm_elementwise, asm=code, constraints="=r,r,r,r", dtype=torch.int32)
+        register_lowering(operator, broadcast=True, type_promotion_kind=None)(make_pointwise(made))

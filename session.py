@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attention import BLOCK, Chunk
+from layers import teach_compiler
 from model import FEW_TOKENS, Stages, Transformer
 from recording import Recording, Repeated
 
@@ -34,6 +35,7 @@ def compile_settings() -> None:
     import torch._inductor.config as inductor
     import torch.fx.experimental._config as fx
 
+    teach_compiler()
     # Without coordinate descent Inductor leaves one-token products to cuBLAS, which cannot fuse the expert gather.
     inductor.coordinate_descent_tuning = True
     # Several tile shapes are tried for each kernel before coordinate descent refines the best: from the one shape that

@@ -28,7 +28,7 @@ from benchmark import RandomWeights, number_format
 from checkpoint import Checkpoint, Writer
 from convert_hf_checkpoint import convert
 from generate import EMBEDDED, load_model
-from layers import Linear
+from layers import Linear, dot_bytes
 from model import ExpertLinear, Transformer
 from packing import FORMATS, pack, solve_hqq, unpack, word_order
 from quantize import PackedExpertLinear, PackedLinear, bits_per_weight, pack_weight, plan, quantize
@@ -1033,6 +1033,34 @@ def test_the_embedded_model_in_every_format(tmp_path):
             want = all_logits(load_model(source, "cpu", torch.float32), tokens).argmax(-1)
         same = (all_logits(model, tokens).argmax(-1) == want).float().mean().item()
         assert same > least, name
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
+@pytest.mark.parametrize(("mode", "group"), (("int8", 64), ("int8", 4), ("hqq3", 64), ("hqq2", 16), ("hqq2", 64)))
+def test_products_of_bytes_are_those_of_unpacked_weights(mode, group, dtype, monkeypatch):
+    """As GPUs make them, with numbers of very different size in one x."""
+    monkeypatch.setattr(packing, "_in_bytes", lambda x: True)
+    generator = torch.Generator().manual_seed(0)
+    weight, x = torch.randn(3, 40, 768, generator=generator), torch.randn(3, 768, generator=generator)
+    x = (x * torch.randn(3, 768, generator=generator).exp()).to(dtype)
+    x[1, :64] = 0  # whole groups, and one number that is far larger than all others of its group
+    x[2, 100] = 1000
+    parts = FORMATS[mode].pack(weight, group)
+    want = torch.einsum("ai,aoi->ao", x.double(), FORMATS[mode].unpack(parts, group).double())
+    got = FORMATS[mode].dot(x, parts, group).double()
+    assert ((got - want).norm() / want.norm()).item() < 2e-4
+    x[0, 5] = math.inf
+    found = FORMATS[mode].dot(x, parts, group)
+    assert not found[0].isfinite().any() and found[1:].isfinite().all()
+
+
+def test_bytes_times_whole_numbers():
+    generator = torch.Generator().manual_seed(0)
+    ends = torch.iinfo(torch.int32)
+    low, high, words = torch.randint(ends.min, ends.max, (3, 1000), generator=generator, dtype=torch.int32)
+    numbers = torch.stack((low, high), 1).view(torch.int16).long()
+    want = (numbers * words.unsqueeze(1).view(torch.int8).long()).sum(1)
+    assert torch.equal(dot_bytes(low, high, words).long(), want)
 
 
 # The kernel, without a GPU
