@@ -1140,7 +1140,7 @@ def test_the_product_for_one_token_compiles_for_an_h200():
 
 
 def run_assembly(source: str, **values: int) -> dict[str, int]:
-    """The PTX of an inline block, as far as look-ups and 2-way products need it. values: of $2, $3 ..."""
+    """The PTX of an inline block, as far as those here need it. values: of $2, $3 ..."""
     registers = {f"${name[1:]}": value for name, value in values.items()}
 
     def read(name: str) -> int:
@@ -1156,7 +1156,15 @@ def run_assembly(source: str, **values: int) -> dict[str, int]:
             registers[arguments[0]], registers[arguments[1]] = whole & 0xFFFFFFFF, whole >> 32
         elif name != ".reg":
             target, *given = arguments[0], *map(read, arguments[1:])
-            if name == "prmt.b32":  # bit 3 of a selector asks for the sign of the byte, eight times
+            if name == "mov.b32":
+                (found,) = given
+            elif name == "fma.rn.bf16x2":  # in fp32, and rounded: exact as far as products are
+                parts = torch.tensor(given).to(torch.int32).view(torch.bfloat16).view(3, 2).double()
+                found = (parts[0] * parts[1] + parts[2]).bfloat16().view(torch.int32).item() & 0xFFFFFFFF
+            elif name == "lop3.b32":
+                assert given.pop() == 0xEA
+                found = given[0] & given[1] | given[2]
+            elif name == "prmt.b32":  # bit 3 of a selector asks for the sign of the byte, eight times
                 table, found = given[0] | given[1] << 32, 0
                 for n in range(4):
                     selector = given[2] >> 4 * n & 15
@@ -1166,8 +1174,8 @@ def run_assembly(source: str, **values: int) -> dict[str, int]:
                 x, weights = given[0], given[1] >> (16 if ".hi." in name else 0)
                 found = given[2] + sum(signed(x >> 16 * n, 16) * (weights >> 8 * n & 255) for n in (0, 1))
             else:
-                found = {"xor.b32": operator.xor, "or.b32": operator.or_, "and.b32": operator.and_,
-                         "shr.u32": operator.rshift}[name](*given)  # fmt: skip
+                found = {"xor.b32": operator.xor, "and.b32": operator.and_, "shr.u32": operator.rshift,
+                         "shl.b32": operator.lshift, "add.u32": operator.add}[name](*given) & 0xFFFFFFFF  # fmt: skip
             registers[target] = found
     return registers
 
@@ -1180,12 +1188,31 @@ def test_the_assembly_of_e2m1_multiplies_what_the_codes_are(word, x):
     if kernels.triton is None:
         pytest.skip("kernels.py needs triton")
     low, high = (sum((number & 0xFFFF) << 16 * n for n, number in enumerate(some)) for some in (x[:4], x[4:]))
-    found = run_assembly(kernels._add_e2m1.src.split('"""{')[1], _2=word, _3=low, _4=high, _5=1000, _6=-1000)
+    table = {f"_{7 + n}": int(text, 16) for n, text in enumerate(re.findall("0x[0-9A-F]{8}", kernels._e2m1_table.src))}
+    found = run_assembly(kernels._add_e2m1.src.split('"""{')[1], _2=word, _3=low, _4=high, _5=1000, _6=-1000, **table)
     levels = [int(2 * value) for value in packing.E2M1]
     numbers = [(-1 if word >> 4 * n & 8 else 1) * levels[word >> 4 * n & 7] for n in range(8)]
     sums = [sum((12 + number) * of_x for number, of_x in zip(*half, strict=True))
             for half in ((numbers[:4], x[:4]), (numbers[4:], x[4:]))]  # fmt: skip
     assert [found["$0"], found["$1"]] == [sums[0] + 1000, sums[1] - 1000]
+
+
+@pytest.mark.parametrize("upper", (False, True))
+def test_the_assembly_of_bytes_makes_their_numbers(upper):
+    """Two at a time, from units that hold something else in their other bytes."""
+    kernels = pytest.importorskip("kernels")
+    if kernels.triton is None:
+        pytest.skip("kernels.py needs triton")
+    bits = torch.arange(256, dtype=torch.uint8)
+    wanted = bits.view(torch.int8).float(), bits.view(torch.float8_e4m3fn).float() / 256
+    wanted[1][[0x7F, 0xFF]] = torch.tensor((480.0, -480.0)) / 256  # not numbers of e4m3: in every format here they are
+    for function, numbers in zip((kernels._signed_bytes, kernels._e4m3_bytes), wanted, strict=True):
+        for byte, number in enumerate(numbers.tolist()):
+            units = byte * 0x01000100 | 0x00C30055 if upper else byte * 0x00010001 | 0x5500C300
+            if upper:
+                units = run_assembly(f"  {re.search('shr[^;]*;', kernels._upper.src)[0]}", _1=units)["$0"]
+            found = run_assembly(function.src.split('"""{')[1], _1=units)["$0"]
+            assert torch.tensor([found]).to(torch.int32).view(torch.bfloat16).tolist() == [number] * 2, (function, byte)
 
 
 @pytest.mark.slow
