@@ -87,7 +87,7 @@ def _high_bits(codes: Tensor) -> Tensor:
 # exactly. For x in 16 bits, what this lift of 1024 adds to the product is subtracted afterwards by a sum over x, which
 # all rows share; that costs some of fp32's digits, so for x in fp32 it is subtracted from each number.
 #
-# On NVIDIA's GPUs, and for x in 16 bits, codes of 8, 3 and 2 bits become no numbers at all: as bytes they are
+# On NVIDIA's GPUs, and for x in 16 bits, whole numbers as codes are never converted: as bytes they are
 # multiplied by whole numbers (`layers.dot_bytes`), with a half to a quarter of the instructions.
 
 
@@ -157,7 +157,7 @@ def _in_bytes(x: Tensor) -> bool:
 
 def _whole_numbers(x: Tensor, fields: int, group: int) -> tuple[list[tuple[Tensor, Tensor]], Tensor, Tensor]:
     """x [..., in] in 16 bits as what `dot_bytes` multiplies words of so many fields by, for each field of a byte; what
-    1 of it is worth; the sum of x over each word's fields, fp32. All [..., 1, W].
+    1 of it is worth; the sum of that over each word's fields, fp32. All [..., 1, W].
 
     The fields of a word have one power of two. In that bf16 keeps all its digits over 7 binary orders, and what is
     smaller is right to 2 ** -15 of the largest.
@@ -168,7 +168,8 @@ def _whole_numbers(x: Tensor, fields: int, group: int) -> tuple[list[tuple[Tenso
     power = (largest.view(torch.int32) & 0x7F800000).view(torch.float32)  # which is at most the largest
     whole = [(values * (2.0**14 / power)).round().to(torch.int32) for values in x]
     pairs = [first & 0xFFFF | second << 16 for first, second in zip(whole, whole[fields // 4 :], strict=False)]
-    *pairs, unit, total = (realise(values).unsqueeze(-2) for values in (*pairs, power * 2.0**-14, sum(x)))
+    unit = power * 2.0**-14
+    *pairs, unit, total = (realise(values).unsqueeze(-2) for values in (*pairs, unit, sum(whole) * unit))
     return list(zip(pairs, pairs[fields // 2 :], strict=False))[: fields // 4], unit, total
 
 
@@ -241,21 +242,24 @@ def dot_mxfp4(x: Tensor, parts: Parts, group: int) -> Tensor:
 def dot_int4(x: Tensor, parts: Parts, group: int) -> Tensor:
     """x [..., in], parts of [..., out, in] -> fp32 [..., out]."""
     words, lift = parts["codes"], _lift(x)
-    total = _sum_of_products(_planes(x, 8, group, copy=group < 128), _values(words, 4, lift), lift, 8.0)
+    if _in_bytes(x):
+        total, total_x = _products_of_bytes(x, parts, group, 4)
+        total = total - 8.0 * total_x
+    else:
+        total = _sum_of_products(_planes(x, 8, group, copy=group < 128), _values(words, 4, lift), lift, 8.0)
     return (_spread(parts["scale"], words.shape[-1]) * total).sum(-1)
 
 
 def _products_of_bytes(x: Tensor, parts: Parts, group: int, bits: int) -> tuple[Tensor, Tensor]:
-    """`_sum_of_products` of codes of 3 or 2 bits for x in 16: four fields of a word are four bytes of another one. And
-    the sum of x, by words."""
-    words, total = parts["codes"], 0
-    pairs, unit, total_x = _whole_numbers(x, 16, group)
+    """`_sum_of_products` of codes of fewer than 8 bits for x in 16: every so manieth field of a word is a byte of
+    another one. And the sum of x, by words."""
+    words, total, low = parts["codes"], 0, 2 if bits == 3 else bits
+    pairs, unit, total_x = _whole_numbers(x, 32 // low, group)
     if bits == 3:  # the high bits of two words in turn
-        high = (parts["high"].unsqueeze(-1) >> torch.arange(0, 16, 8, dtype=torch.int32, device=x.device)).flatten(
-            -2
-        ) << 6
+        halves = torch.arange(0, 16, 8, dtype=torch.int32, device=x.device)
+        high = (parts["high"].unsqueeze(-1) >> halves).flatten(-2) << 6
     for k, pair in enumerate(pairs):
-        chosen = words >> 2 * k & 0x03030303
+        chosen = words >> low * k & (2**low - 1) * 0x01010101
         if bits == 3:
             chosen = chosen | high >> 4 + k & 0x00040004 | high >> k & 0x04000400
         total = total + dot_bytes(*pair, chosen)
@@ -265,7 +269,7 @@ def _products_of_bytes(x: Tensor, parts: Parts, group: int, bits: int) -> tuple[
 def dot_hqq(x: Tensor, parts: Parts, group: int, bits: int) -> Tensor:
     """x [..., in], parts of [..., out, in] -> fp32 [..., out]."""
     words, lift = parts["codes"], _lift(x)
-    if bits < 4 and _in_bytes(x):
+    if _in_bytes(x):
         total, total_x = _products_of_bytes(x, parts, group, bits)
     else:
         if bits == 3:  # two words of low bits to one of high bits
