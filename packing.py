@@ -150,8 +150,8 @@ def _sum_of_products(x: list[Tensor], values: list[tuple[Tensor, float]], lift: 
     return total - realise(sum(plane * (lift / factor + zero) for plane, (_, factor) in zip(x, values, strict=True)))
 
 
-def _in_bytes(x: Tensor) -> bool:
-    """Whether products with x are made of bytes and whole numbers (`dot_bytes`)."""
+def in_bytes(x: Tensor) -> bool:
+    """Whether products of whole numbers with x are made by `dot_bytes`."""
     return x.is_cuda and torch.version.hip is None and x.element_size() == 2
 
 
@@ -162,7 +162,7 @@ def _whole_numbers(x: Tensor, fields: int, group: int) -> tuple[list[tuple[Tenso
     The fields of a word have one power of two. In that bf16 keeps all its digits over 7 binary orders, and what is
     smaller is right to 2 ** -15 of the largest.
     """
-    x = realise(x).float().unflatten(-1, (-1, fields, group // fields))
+    x = x.float().unflatten(-1, (-1, fields, group // fields))
     x = [field.flatten(-2) for field in x.unbind(-2)]
     largest = reduce(torch.maximum, map(torch.abs, x)).clamp(min=1e-30)
     power = (largest.view(torch.int32) & 0x7F800000).view(torch.float32)  # which is at most the largest
@@ -187,7 +187,7 @@ def _each_row(scale: Tensor, out: int, group: int) -> Tensor:
 def dot_int8(x: Tensor, parts: Parts, group: int) -> Tensor:
     """x [..., in], parts of [..., out, in] -> fp32 [..., out]."""
     words, values = parts["codes"], [None] * 4
-    if _in_bytes(x):
+    if in_bytes(x):
         (pair,), unit, _ = _whole_numbers(x, 4, group)
         return (dot_bytes(*pair, words).float() * unit).sum(-1) * parts["scale"].squeeze(-1).float()
     for k in (0, 1):
@@ -242,7 +242,7 @@ def dot_mxfp4(x: Tensor, parts: Parts, group: int) -> Tensor:
 def dot_int4(x: Tensor, parts: Parts, group: int) -> Tensor:
     """x [..., in], parts of [..., out, in] -> fp32 [..., out]."""
     words, lift = parts["codes"], _lift(x)
-    if _in_bytes(x):
+    if in_bytes(x):
         total, total_x = _products_of_bytes(x, parts, group, 4)
         total = total - 8.0 * total_x
     else:
@@ -269,7 +269,7 @@ def _products_of_bytes(x: Tensor, parts: Parts, group: int, bits: int) -> tuple[
 def dot_hqq(x: Tensor, parts: Parts, group: int, bits: int) -> Tensor:
     """x [..., in], parts of [..., out, in] -> fp32 [..., out]."""
     words, lift = parts["codes"], _lift(x)
-    if _in_bytes(x):
+    if in_bytes(x):
         total, total_x = _products_of_bytes(x, parts, group, bits)
     else:
         if bits == 3:  # two words of low bits to one of high bits
@@ -489,6 +489,10 @@ class Format:
     def blocks(self) -> bool:
         """Whether a group is of G rows too."""
         return self.kind == "fp8b"
+
+    def by_bytes(self, x: Tensor) -> bool:
+        """Whether `dot` makes whole numbers of x first: in a kernel of its own, with what x is computed by."""
+        return self.kind in ("int8", "int4", "hqq") and in_bytes(x)
 
     @property
     def least(self) -> int:
