@@ -420,20 +420,19 @@ def hf_config(args: ModelArgs) -> dict:
         factors, scale = list(args.rope_factors), args.rope_scale
         rope |= {"rope_type": "longrope", "original_max_position_embeddings": args.max_position}
         rope |= {"short_factor": factors, "long_factor": factors, "short_mscale": scale, "long_mscale": scale}
-    if kind == "glm4_moe":
-        rope["partial_rotary_factor"] = (args.rotary_dim or args.head_dim) / args.head_dim
-        config |= {
-            "n_routed_experts": args.n_expert, "n_shared_experts": args.shared_intermediate // args.intermediate,
-            "first_k_dense_replace": len(args.dense_layers), "attention_bias": args.qkv_bias,
-            "use_qk_norm": args.qk_norm == "head", "routed_scaling_factor": args.routed_scale,
-            "num_nextn_predict_layers": 0,
-        }  # fmt: skip
-    if args.kv_rank:
+    if kind == "glm4_moe" or args.kv_rank:
         config |= {
             "n_routed_experts": args.n_expert, "n_shared_experts": args.shared_intermediate // args.intermediate,
             "first_k_dense_replace": len(args.dense_layers), "routed_scaling_factor": args.routed_scale,
-            "num_nextn_predict_layers": 0, "num_key_value_heads": args.n_head, "n_group": args.n_group,
-            "topk_group": args.n_active_group, "kv_lora_rank": args.kv_rank, "q_lora_rank": args.q_rank,
+            "num_nextn_predict_layers": 0,
+        }  # fmt: skip
+    if kind == "glm4_moe":
+        rope["partial_rotary_factor"] = (args.rotary_dim or args.head_dim) / args.head_dim
+        config |= {"attention_bias": args.qkv_bias, "use_qk_norm": args.qk_norm == "head"}
+    if args.kv_rank:
+        config |= {
+            "num_key_value_heads": args.n_head, "n_group": args.n_group, "topk_group": args.n_active_group,
+            "kv_lora_rank": args.kv_rank, "q_lora_rank": args.q_rank,
             "qk_nope_head_dim": args.head_dim - args.rotary_dim, "qk_rope_head_dim": args.rotary_dim,
             "v_head_dim": args.value_dim, "head_dim": args.rotary_dim,
         }  # fmt: skip
@@ -516,7 +515,7 @@ def measure_peer(args: ModelArgs, options: argparse.Namespace) -> dict:
                 model.generate(prompt, past_key_values=cache, streamer=clock, **given)
             rate = (options.new_tokens - 1) / (clock[options.new_tokens] - clock[1])
         except Exception as error:  # whatever it is, the next setting may run
-            print(f"warning: --peer hf: {setting} fails: {first_line(error)}: left out", file=sys.stderr)
+            print(f"warning: --peer hf: {setting} fails: {world.first_line(error)}: left out", file=sys.stderr)
             continue
         peak = peak_bytes(device) if device.type == "cuda" else None  # a process is born with its parent's
         found[setting] = {"tok_s": rate, "ttft_s": clock[1] - start, "peak_bytes": peak}
@@ -540,13 +539,8 @@ def peer(args: ModelArgs, options: argparse.Namespace) -> dict | None:
         with ProcessPoolExecutor(1, get_context("spawn")) as pool:
             return pool.submit(measure_peer, args, options).result()
     except Exception as error:
-        print(f"warning: --peer hf: {first_line(error)}: no peer in this result", file=sys.stderr)
+        print(f"warning: --peer hf: {world.first_line(error)}: no peer in this result", file=sys.stderr)
         return None
-
-
-def first_line(error: Exception) -> str:
-    """What an error says, in one line."""
-    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def report(r: dict) -> str:
@@ -636,52 +630,53 @@ def build_parser() -> Parser:
     return parser
 
 
+def command() -> int:
+    options = build_parser().parse_args()
+    device = world.start(options.device)
+    for name, least in (("layers", 1), ("prompt_len", 1), ("new_tokens", 2), ("repeats", 1), ("batch", 1),
+                        ("prefill_chunk", 1)):  # fmt: skip
+        if (value := getattr(options, name)) is not None and value < least:
+            raise ValueError(f"--{name} {value}: it must be at least {least}")
+    args = architecture(options.arch)
+    if options.layers and options.layers > args.n_layer:
+        raise ValueError(f"--layers {options.layers}: {options.arch} has {args.n_layer}")
+    length, limit = options.prompt_len + options.new_tokens, options.max_seq_len or args.max_position
+    if length > limit or limit > args.max_position:
+        what = "--max_seq_len" if length > limit and options.max_seq_len else "the model's positions"
+        raise ValueError(
+            f"--prompt_len and --new_tokens, {length}, or --max_seq_len exceed {what}, "
+            f"{limit if length > limit else args.max_position}: ask for less"
+        )
+    if world.size() > 1 and (options.sweep or options.peer):
+        raise ValueError("--sweep and --peer measure one GPU: leave torchrun out")
+    if options.kernels and (device.type != "cuda" or options.eager):
+        raise ValueError("--kernels lists a recorded step: it needs a CUDA GPU, and no --eager")
+    if options.kernels and options.sweep:
+        raise ValueError("--kernels and --sweep: give one of them at a time")
+    if options.peer and options.batch > 1:
+        raise ValueError("--peer measures one sequence: leave --batch out")
+    if options.peer and options.sweep:
+        raise ValueError("--peer and --sweep: give one of them at a time")
+    number_format(options.mode, args)  # refuses a mode before anything is measured
+    layers = options.layers or (min(SWEEP_LAYERS, args.n_layer) if options.sweep else args.n_layer)
+    args = first_layers(args, layers)
+    if options.peer:
+        hf_model(args, torch.bfloat16, "meta")  # refuses what it cannot be, too
+    world.agree(vars(options), RandomWeights(args, number_format(options.mode, args)))
+    ceiling = read_bandwidth(device)
+    result = sweep(args, options, ceiling) if options.sweep else measure(args, options, ceiling)
+    if options.peer:
+        free(not options.eager)
+        result["peer"] = peer(args, options)
+    if world.is_main():
+        print(json.dumps(result) if options.json else report(result), flush=True)
+    world.stop()
+    return 0
+
+
 def main() -> int:
     """Run the command; a user's mistake is one line on stderr and exit code 2."""
-    options = build_parser().parse_args()
-    try:
-        device = world.start(options.device)
-        for name, least in (("layers", 1), ("prompt_len", 1), ("new_tokens", 2), ("repeats", 1), ("batch", 1),
-                            ("prefill_chunk", 1)):  # fmt: skip
-            if (value := getattr(options, name)) is not None and value < least:
-                raise ValueError(f"--{name} {value}: it must be at least {least}")
-        args = architecture(options.arch)
-        if options.layers and options.layers > args.n_layer:
-            raise ValueError(f"--layers {options.layers}: {options.arch} has {args.n_layer}")
-        length, limit = options.prompt_len + options.new_tokens, options.max_seq_len or args.max_position
-        if length > limit or limit > args.max_position:
-            what = "--max_seq_len" if length > limit and options.max_seq_len else "the model's positions"
-            raise ValueError(
-                f"--prompt_len and --new_tokens, {length}, or --max_seq_len exceed {what}, "
-                f"{limit if length > limit else args.max_position}: ask for less"
-            )
-        if world.size() > 1 and (options.sweep or options.peer):
-            raise ValueError("--sweep and --peer measure one GPU: leave torchrun out")
-        if options.kernels and (device.type != "cuda" or options.eager):
-            raise ValueError("--kernels lists a recorded step: it needs a CUDA GPU, and no --eager")
-        if options.kernels and options.sweep:
-            raise ValueError("--kernels and --sweep: give one of them at a time")
-        if options.peer and options.batch > 1:
-            raise ValueError("--peer measures one sequence: leave --batch out")
-        if options.peer and options.sweep:
-            raise ValueError("--peer and --sweep: give one of them at a time")
-        number_format(options.mode, args)  # refuses a mode before anything is measured
-        layers = options.layers or (min(SWEEP_LAYERS, args.n_layer) if options.sweep else args.n_layer)
-        args = first_layers(args, layers)
-        if options.peer:
-            hf_model(args, torch.bfloat16, "meta")  # refuses what it cannot be, too
-        world.agree(vars(options), RandomWeights(args, number_format(options.mode, args)))
-        ceiling = read_bandwidth(device)
-        result = sweep(args, options, ceiling) if options.sweep else measure(args, options, ceiling)
-        if options.peer:
-            free(not options.eager)
-            result["peer"] = peer(args, options)
-        if world.is_main():
-            print(json.dumps(result) if options.json else report(result), flush=True)
-        world.stop()
-    except (ValueError, ConnectionError, torch.cuda.OutOfMemoryError) as error:
-        return world.fail(first_line(error))
-    return 0
+    return world.attempt(command)
 
 
 if __name__ == "__main__":

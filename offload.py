@@ -48,7 +48,9 @@ class Offload:
     gpu_memory: int | None = None  # bytes that weights, slots and `reserve` may take together, on each GPU
     policy: str = "lru"
     prefetch: int | None = None  # N, guesses a token and layer; None: as `choose_guesses` has it
-    driver: str | None = None  # who says what is copied, of DRIVERS; None: the device where it can
+    driver: str | None = (
+        None  # who says what is copied, of DRIVERS; None: the device where it can and nothing is guessed
+    )
     tier: str = "host"  # "disk": what is missing is read from the mapped files, and host memory holds nothing
     reserve: int = 0  # bytes of gpu_memory for the cache and for activations
 
@@ -429,8 +431,8 @@ def choose_guesses(settings: Offload, total: int, size: int, device: torch.devic
     """
     if settings.prefetch is not None:
         return settings.prefetch
-    drives = settings.driver == "device" or settings.tier == "disk" or device.type != "cuda"
-    return 0 if drives or settings.gpu_experts == total or size < LARGE_EXPERT else 2
+    possible = settings.driver != "device" and settings.tier != "disk" and device.type == "cuda"
+    return 2 if possible and settings.gpu_experts != total and size >= LARGE_EXPERT else 0
 
 
 def register(host: Tensor, owner: object, device: torch.device) -> bool:

@@ -64,6 +64,11 @@ def in_words(codes: Tensor, group: int) -> Tensor:
     return word_order(codes.view(torch.uint8), 4, group).view(torch.int32)
 
 
+def out_of_words(words: Tensor, group: int) -> Tensor:
+    """The inverse of `in_words`: int32 [..., n / 4] -> uint8 [..., n]."""
+    return word_order(words.view(torch.uint8), group // 4, group)  # a transposition, back
+
+
 def unpack(words: Tensor, bits: int, group: int) -> Tensor:
     """The inverse of `pack`: int32 [..., n * bits / 32] -> int32 [..., n]."""
     fields = 32 // bits
@@ -305,7 +310,7 @@ def pack_int8(weight: Tensor, group: int) -> Parts:
 
 
 def unpack_int8(parts: Parts, group: int) -> Tensor:
-    codes = word_order(parts["codes"].view(torch.int8), group // 4, group)
+    codes = out_of_words(parts["codes"], group).view(torch.int8)
     return codes.float() * parts["scale"].float()
 
 
@@ -317,7 +322,7 @@ def pack_fp8(weight: Tensor, group: int) -> Parts:
 
 
 def unpack_fp8(parts: Parts, group: int) -> Tensor:
-    codes = word_order(parts["codes"].view(torch.uint8), group // 4, group).view(torch.float8_e4m3fn)
+    codes = out_of_words(parts["codes"], group).view(torch.float8_e4m3fn)
     return codes.float() * parts["scale"].float()
 
 
@@ -331,7 +336,7 @@ def pack_fp8b(weight: Tensor, group: int) -> Parts:
 
 
 def unpack_fp8b(parts: Parts, group: int) -> Tensor:
-    codes = word_order(parts["codes"].view(torch.uint8), group // 4, group).view(torch.float8_e4m3fn)
+    codes = out_of_words(parts["codes"], group).view(torch.float8_e4m3fn)
     return codes.float() * _spread(_each_row(parts["scale"], codes.shape[-2], group), codes.shape[-1])
 
 

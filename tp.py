@@ -278,13 +278,13 @@ class Part:
 
         expert: of stacked experts' [E, ...], E of this rank's, that one alone, [1, ...].
         """
-        path = name.rpartition(".")[0]
+        path, index = name.rpartition(".")[0], None if expert is None else (slice(expert, expert + 1),)
         if self.ranks == 1 or _key(path) not in self.table:
-            return source.read(name, None if expert is None else (slice(expert, expert + 1),), device)
+            return source.read(name, index, device)
         axis, segments = self.table[_key(path)]
         shape = self.shapes[name]
         if axis == len(shape):  # a bias that is added to a sum over ranks, so one rank adds it
-            bias = source.read(name, None if expert is None else (slice(expert, expert + 1),), device)
+            bias = source.read(name, index, device)
             return bias if self.rank == 0 else torch.zeros_like(bias)
         if name == "head.weight" and self.args.tied_embeddings:
             name = "embedding.weight"

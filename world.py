@@ -171,6 +171,11 @@ def _end(message: str, code: int) -> NoReturn:
     os._exit(code)
 
 
+def first_line(error: Exception) -> str:
+    """What an error says, in one line."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
 def attempt(work: Callable[[], int], out_of_memory: str = "") -> int:
     """The exit code of a command's work; a mistake of its user is one line, and 2 (`fail`).
 
@@ -179,7 +184,7 @@ def attempt(work: Callable[[], int], out_of_memory: str = "") -> int:
     try:
         return work()
     except (ValueError, OSError, torch.cuda.OutOfMemoryError) as error:
-        told = str(error).splitlines()[0]
+        told = first_line(error)
         if out_of_memory and isinstance(error, torch.cuda.OutOfMemoryError):
             told = f"out of GPU memory ({told}): {out_of_memory}"
         return fail(told)

@@ -59,30 +59,27 @@ def build_parser() -> Parser:
     return parser
 
 
-def main() -> int:
+def command() -> int:
     options = build_parser().parse_args()
-    try:
-        device = world.start(options.device)
-        if world.size() == 1:
-            raise ValueError("one process has nobody to add to: start several with torchrun --nproc_per_node")
-        dtype, rows, methods = (
-            {"bf16": torch.bfloat16, "fp32": torch.float32}[options.dtype],
-            [],
-            world.methods(device),
-        )
-        torch.manual_seed(world.rank())
-        for kilobytes in KILOBYTES:
-            x = torch.zeros((kilobytes << 10) // dtype.itemsize, dtype=dtype, device=device)
-            row = {"bytes": x.nbytes}
-            for method in methods:
-                if not world.can_sum(method, x.nbytes):
-                    continue
-                time_of_one = world.seconds(method, x) if device.type == "cuda" else seconds_on_cpu(x)
-                row[method] = {"us": 1e6 * time_of_one, "gb_s": x.nbytes / time_of_one / 1e9,
-                               "same_bits": same_bits(method, x)}  # fmt: skip
-            rows.append(row)
-    except (ValueError, OSError) as error:
-        return world.fail(str(error).splitlines()[0])
+    device = world.start(options.device)
+    if world.size() == 1:
+        raise ValueError("one process has nobody to add to: start several with torchrun --nproc_per_node")
+    dtype, rows, methods = (
+        {"bf16": torch.bfloat16, "fp32": torch.float32}[options.dtype],
+        [],
+        world.methods(device),
+    )
+    torch.manual_seed(world.rank())
+    for kilobytes in KILOBYTES:
+        x = torch.zeros((kilobytes << 10) // dtype.itemsize, dtype=dtype, device=device)
+        row = {"bytes": x.nbytes}
+        for method in methods:
+            if not world.can_sum(method, x.nbytes):
+                continue
+            time_of_one = world.seconds(method, x) if device.type == "cuda" else seconds_on_cpu(x)
+            row[method] = {"us": 1e6 * time_of_one, "gb_s": x.nbytes / time_of_one / 1e9,
+                           "same_bits": same_bits(method, x)}  # fmt: skip
+        rows.append(row)
     if world.is_main():
         gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
         result = {"gpu": gpu, "ranks": world.size(), "dtype": options.dtype, "torch": torch.__version__, "rows": rows}
@@ -98,6 +95,10 @@ def main() -> int:
             print(f"not the same bits on all ranks: {', '.join(bad)}" if bad else "the same bits on all ranks")
     world.stop()
     return 0
+
+
+def main() -> int:
+    return world.attempt(command)
 
 
 if __name__ == "__main__":

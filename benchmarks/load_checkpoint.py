@@ -7,7 +7,6 @@ time from the page cache) and prints one JSON object. Prediction: host memory gr
 because a tensor is mapped, copied to the device and unmapped before the next one.
 """
 
-import dataclasses
 import json
 import re
 import tempfile
@@ -17,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from benchmark import RandomWeights, architecture
+from benchmark import RandomWeights, architecture, first_layers
 from checkpoint import Checkpoint, Writer
 from command import Parser
 from generate import load_model, pick_device
@@ -63,7 +62,7 @@ def build_parser() -> Parser:
 def main() -> None:
     options = build_parser().parse_args()
     device = pick_device(options.device)
-    args = dataclasses.replace(architecture(options.arch), n_layer=options.layers)
+    args = first_layers(architecture(options.arch), options.layers)
     source, result = RandomWeights(args), {"arch": options.arch, "layers": options.layers, "device": str(device)}
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder) / "model_bf16"

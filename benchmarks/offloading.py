@@ -6,7 +6,6 @@ caches and guesses are as right as they are there. A run's bound is the longer o
 at the link's bandwidth, and that of a step with all experts on the GPU; both are measured.
 """
 
-import dataclasses
 import gc
 import json
 import sys
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 
 import offload
 from attention import Chunk
-from benchmark import RandomWeights, architecture, number_format, random_prompt
+from benchmark import RandomWeights, architecture, first_layers, number_format, random_prompt
 from checkpoint import pick_device
 from command import Parser
 from generate import EMBEDDED, embedded_checkpoint, load_model, moved
@@ -171,7 +170,7 @@ def build_parser() -> Parser:
 def main() -> None:
     options = build_parser().parse_args()
     device, args = pick_device("auto"), architecture(options.arch)
-    args = dataclasses.replace(args, n_layer=options.layers or args.n_layer)
+    args = first_layers(args, options.layers or args.n_layer)
     source = Kept(RandomWeights(args, number_format(options.mode, args)), device)
     replayed = embedded_scores(1500) if args.n_expert == 8 else None
     use = partial(replay_scores, own=replayed[0], ahead=replayed[1]) if replayed else lambda model: None

@@ -5,13 +5,12 @@ greedily, with drafts looked up: tokens a pass, tokens/s. With --arch: the time 
 with random weights and random drafts, over a plain step's. A shape gains where the tokens a pass are more than that.
 """
 
-import dataclasses
 import statistics
 import time
 
 import torch
 
-from benchmark import RandomWeights, architecture, number_format, random_prompt
+from benchmark import RandomWeights, architecture, first_layers, number_format, random_prompt
 from checkpoint import pick_device
 from command import Parser
 from generate import EMBEDDED, embedded_checkpoint, load_model
@@ -64,7 +63,7 @@ def embedded(device: torch.device, drafts: list[int]) -> None:
 def passes(arch: str, layers: int | None, mode: str, device: torch.device, drafts: list[int]) -> None:
     """Print the time of a pass with so many drafts, and over that of a plain step."""
     args = architecture(arch)
-    args = dataclasses.replace(args, n_layer=layers or args.n_layer)
+    args = first_layers(args, layers or args.n_layer)
     model = load_model(RandomWeights(args, number_format(mode, args)), device)
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     generator, plain = torch.Generator().manual_seed(0), 0.0

@@ -52,6 +52,19 @@ def test_there_are_commands():
     assert len(SCRIPTS) > 15 and {"serve.py", "scripts/download.py", "benchmarks/realise.py"} <= set(SCRIPTS)
 
 
+def check_command(line: str, script: str, build_parser) -> None:
+    """A line that starts the script is accepted by its parser."""
+    launcher, arguments = line.split(script, 1)
+    assert launcher in ("python ", " python ", "torchrun --standalone --nproc_per_node=4 ", "torchrun --standalone "
+                        "--nproc_per_node=2 ")  # fmt: skip
+    parser = build_parser(script)
+    if script == "benchmarks/realise.py":
+        _, rest = parser.parse_known_args(shlex.split(arguments))
+        build_parser("benchmark.py").parse_args(rest)
+    else:
+        parser.parse_args(shlex.split(arguments))
+
+
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_every_example_is_a_command_line_that_is_accepted(script, build_parser):
     parser = build_parser(script)
@@ -59,14 +72,15 @@ def test_every_example_is_a_command_line_that_is_accepted(script, build_parser):
     for example in parser.examples:
         assert f"  {example}\n" in parser.format_help()
         (line,) = [part for part in re.split(r"[|<]", example) if script in shlex.split(part)]
-        launcher, arguments = line.split(script, 1)
-        assert launcher in ("python ", " python ", "torchrun --standalone --nproc_per_node=4 ", "torchrun --standalone "
-                            "--nproc_per_node=2 ")  # fmt: skip
-        if script == "benchmarks/realise.py":
-            _, rest = parser.parse_known_args(shlex.split(arguments))
-            build_parser("benchmark.py").parse_args(rest)
-        else:
-            parser.parse_args(shlex.split(arguments))
+        check_command(line, script, build_parser)
+
+
+def test_the_page_on_benchmarks_has_commands_that_are_accepted(build_parser):
+    page = (ROOT / "docs" / "benchmarks.md").read_text()
+    commands = re.findall(r"`((?:python|torchrun) [^`]*?((?:\w+/)?\w+\.py)[^`]*)`", page)
+    for line, script in commands:
+        check_command(line, script, build_parser)
+    assert {script for script in SCRIPTS if script.startswith("benchmarks/")} <= {script for _, script in commands}
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

@@ -36,6 +36,9 @@ def logits(directory, device: str, dtype: torch.dtype, tokens: torch.Tensor) -> 
     return model(tokens.to(device), torch.arange(tokens.shape[1], device=device).unsqueeze(0), all_positions=True).cpu()
 
 
+NEAR_TIES = "gpt_oss", "phimoe"  # families whose small model's router leaves most positions near one, in bf16
+
+
 @pytest.mark.parametrize("limit", (0, 64), ids=("grouped", "gathered"))
 @pytest.mark.parametrize("name", FAMILIES)
 def test_logits_are_those_of_transformers(name, limit, make_family, monkeypatch):
@@ -44,15 +47,16 @@ def test_logits_are_those_of_transformers(name, limit, make_family, monkeypatch)
     want = family.peer(prompt()).logits[0]
     got = logits(family.directory, "cuda", torch.float32, prompt())[0]
     assert ((got - want).norm() / want.norm()).item() < 1e-4
-    for dtype in (torch.bfloat16, torch.float16):
+    for dtype, tolerance in ((torch.bfloat16, 4e-2), (torch.float16, 2e-2)):
         got, theirs = logits(family.directory, "cuda", dtype, prompt())[0], deepcopy(family.peer).to(dtype)
-        # Of a tenth of the positions: in 16 bits a near-tie of the router sends a token to another expert, and all
-        # tokens after it see that. Transformers is as far from what fp32 says.
-        error, allowed = (
-            ((found - want).norm(dim=-1) / want.norm(dim=-1)).quantile(0.1).item()
-            for found in (got, theirs(prompt()).logits[0].float())
+        ours, peers = (
+            (found - want).norm(dim=-1) / want.norm(dim=-1) for found in (got, theirs(prompt()).logits[0].float())
         )
-        assert error < 2 * allowed < 0.3, dtype
+        # In 16 bits a near-tie of the router sends a token to another expert, and all tokens after it see that: so it
+        # is a part of the positions that is looked at. Transformers is as far from what fp32 says.
+        assert ours.quantile(0.1).item() < 2 * peers.quantile(0.1).item() < 0.3, dtype
+        if name not in NEAR_TIES:
+            assert ours.median().item() < tolerance, dtype
 
 
 def embedded_session(device: str, dtype: torch.dtype, compile: bool) -> Session:
