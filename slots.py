@@ -169,7 +169,9 @@ def place_by_kernel(chosen: Tensor, slot: Tensor, last: Tensor, uses: Tensor, fo
 
 
 @jit
-def _fetch(experts, slots, host, pool, chunks, count, WORDS: tl.constexpr, CHUNK: tl.constexpr, FOURS: tl.constexpr):
+def _fetch(experts, slots, host: tl.int64, pool, chunks, count, WORDS: tl.constexpr, CHUNK: tl.constexpr,
+           FOURS: tl.constexpr):  # fmt: skip
+    # `host` is an address: by its size alone a low one would be taken for a number of 32 bits.
     pair = tl.program_id(1)
     expert = tl.load(experts + pair)
     if expert >= 0:
