@@ -35,7 +35,6 @@ def compile_settings() -> None:
     import torch._inductor.config as inductor
     import torch.fx.experimental._config as fx
 
-    teach_compiler()
     # Without coordinate descent Inductor leaves one-token products to cuBLAS, which cannot fuse the expert gather.
     inductor.coordinate_descent_tuning = True
     # Several tile shapes are tried for each kernel before coordinate descent refines the best: from the one shape that
@@ -55,6 +54,8 @@ def compile_settings() -> None:
     fx.use_duck_shape = False
     # One function is compiled for each kind of block, for prefill and decode, and anew for a session of another length.
     dynamo.recompile_limit = 256
+    # Last, since what it imports of the compiler reads the above on import.
+    teach_compiler()
 
 
 # Sampling -----------------------------------------------------------------------------------------------------------
@@ -147,7 +148,7 @@ def settle(
     """`sample`, and what a step does then, in place: `token` and `position` [B, 1] become the next, `seen` is told."""
     token.copy_(sample(logits, controls, seen, noise))
     position.add_(1)
-    seen[torch.arange(len(seen), device=seen.device), token.squeeze(1)] = True
+    seen.scatter_(1, token, True)
 
 
 # Decoding -----------------------------------------------------------------------------------------------------------
