@@ -90,42 +90,14 @@ def _(low: Tensor, high: Tensor, words: Tensor) -> Tensor:
     return words.new_empty(torch.broadcast_shapes(low.shape, high.shape, words.shape))
 
 
-E2M1_BYTES = tuple(12 + sign * twice for sign in (1, -1) for twice in (0, 1, 2, 3, 4, 6, 8, 12))
-
-
-@torch.library.custom_op("moe_fast::e2m1_bytes", mutates_args=())
-def e2m1_bytes(words: Tensor) -> Tensor:
-    """The four e2m1 codes in the lower half of each word, int32 -> their four bytes, 12 + twice the number."""
-    table = torch.tensor(E2M1_BYTES, dtype=torch.int32, device=words.device)
-    return sum(table[words >> 4 * n & 15] << 8 * n for n in range(4))
-
-
-@e2m1_bytes.register_fake
-def _(words: Tensor) -> Tensor:
-    return torch.empty_like(words)
-
-
 def teach_compiler() -> None:
-    """Tell Inductor what `dot_bytes` and `e2m1_bytes` are on NVIDIA's GPUs; needed before they are compiled."""
+    """Tell Inductor what `dot_bytes` is on NVIDIA's GPUs; needed before anything with it is compiled."""
     # Imported here, because the compiler takes long to import.
     from torch._inductor.lowering import lowerings, make_pointwise, register_lowering
     from torch._inductor.virtualized import ops
 
-    # A look-up in 16 bytes is two in 8, for codes of either sign. Each answers the other's codes by the sign of a byte
-    # eight times, which is zero for all of them: so that the sum of both is the one that knows the code.
-    table = [int.from_bytes(E2M1_BYTES[start : start + 4], "little") for start in range(0, 16, 4)]
-    for operator, constraints, code in (
-        (
-            torch.ops.moe_fast.dot_bytes.default, "=r,r,r,r",
-            ".reg .b32 t; dp2a.lo.s32.s32 t, $1, $3, 0; dp2a.hi.s32.s32 $0, $2, $3, t;",
-        ),
-        (
-            torch.ops.moe_fast.e2m1_bytes.default, "=r,r",
-            ".reg .b32 a, b; prmt.b32 a, {}, {}, $1; xor.b32 b, $1, 0x8888; prmt.b32 b, {}, {}, b; add.u32 $0, a, b;"
-            .format(*table),
-        ),
-    ):  # fmt: skip
-        if operator not in lowerings:
-            assembly = partial(ops.inline_asm_elementwise, asm=f"{{ {code} }}", constraints=constraints)
-            made = make_pointwise(partial(assembly, dtype=torch.int32))
-            register_lowering(operator, broadcast=True, type_promotion_kind=None)(made)
+    operator = torch.ops.moe_fast.dot_bytes.default
+    if operator not in lowerings:
+        code = "{ .reg .b32 t; dp2a.lo.s32.s32 t, $1, $3, 0; dp2a.hi.s32.s32 $0, $2, $3, t; }"
+        made = partial(ops.inline_asm_elementwise, asm=code, constraints="=r,r,r,r", dtype=torch.int32)
+        register_lowering(operator, broadcast=True, type_promotion_kind=None)(make_pointwise(made))

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import kernels
-from layers import dot_bytes, e2m1_bytes, realise
+from layers import dot_bytes, realise
 
 Parts = dict[str, Tensor]
 
@@ -160,9 +160,9 @@ def in_bytes(x: Tensor) -> bool:
     return x.is_cuda and torch.version.hip is None and x.element_size() == 2
 
 
-def _whole_numbers(x: Tensor, fields: int, group: int, together: bool = False):
-    """x [..., in] in 16 bits as what `dot_bytes` multiplies words of so many fields by, a pair for each field of a byte
-    (together: for each four neighbours); what 1 of it is worth; the sum over each word's fields, fp32. All [..., 1, W].
+def _whole_numbers(x: Tensor, fields: int, group: int) -> tuple[list[tuple[Tensor, Tensor]], Tensor, Tensor]:
+    """x [..., in] in 16 bits as what `dot_bytes` multiplies words of so many fields by, for each field of a byte; what
+    1 of it is worth; the sum of that over each word's fields, fp32. All [..., 1, W].
 
     The fields of a word have one power of two. In that bf16 keeps all its digits over 7 binary orders, and what is
     smaller is right to 2 ** -15 of the largest.
@@ -171,12 +171,11 @@ def _whole_numbers(x: Tensor, fields: int, group: int, together: bool = False):
     x = [field.flatten(-2) for field in x.unbind(-2)]
     largest = reduce(torch.maximum, map(torch.abs, x)).clamp(min=1e-30)
     power = (largest.view(torch.int32) & 0x7F800000).view(torch.float32)  # which is at most the largest
-    unit, whole = power * 2.0**-14, [(values * (2.0**14 / power)).round().to(torch.int32) for values in x]
-    total, sets = sum(whole) * unit, range(fields // 4)
-    chosen = [[whole[4 * k + n if together else k + n * len(sets)] for n in range(4)] for k in sets]
-    halves = [first & 0xFFFF | second << 16 for four in chosen for first, second in (four[:2], four[2:])]
-    *halves, unit, total = (realise(values).unsqueeze(-2) for values in (*halves, unit, total))
-    return list(zip(halves[::2], halves[1::2], strict=True)), unit, total
+    whole = [(values * (2.0**14 / power)).round().to(torch.int32) for values in x]
+    pairs = [first & 0xFFFF | second << 16 for first, second in zip(whole, whole[fields // 4 :], strict=False)]
+    unit = power * 2.0**-14
+    *pairs, unit, total = (realise(values).unsqueeze(-2) for values in (*pairs, unit, sum(whole) * unit))
+    return list(zip(pairs, pairs[fields // 2 :], strict=False))[: fields // 4], unit, total
 
 
 def _spread(values: Tensor, words: int) -> Tensor:
@@ -237,11 +236,6 @@ def dot_mxfp4(x: Tensor, parts: Parts, group: int) -> Tensor:
     mantissa, it is the number times 2 ** -14, 0.5 included (cf. `dot_fp8`).
     """
     words, values = parts["codes"], [None] * 8
-    if in_bytes(x):
-        (low, high), unit, total_x = _whole_numbers(x, 8, group, together=True)
-        total = dot_bytes(*low, e2m1_bytes(words)) + dot_bytes(*high, e2m1_bytes(words >> 16))
-        total = total.float() * (unit * 0.5) - 6.0 * total_x  # a byte is 12 + twice the number
-        return (_spread(power_of_two(parts["scale"]), words.shape[-1]) * total).sum(-1)
     for k in range(4):
         magnitude = words << 9 - 4 * k if k < 3 else words >> 3
         values[k], values[k + 4] = _halves(words << 12 - 4 * k & _twice(0x8000) | magnitude & _twice(0x0E00))
@@ -503,7 +497,7 @@ class Format:
 
     def by_bytes(self, x: Tensor) -> bool:
         """Whether `dot` makes whole numbers of x first: in a kernel of its own, with what x is computed by."""
-        return self.kind not in ("fp8", "fp8b") and in_bytes(x)
+        return self.kind in ("int8", "int4", "hqq") and in_bytes(x)
 
     @property
     def least(self) -> int:

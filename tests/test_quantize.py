@@ -1040,7 +1040,7 @@ def test_the_embedded_model_in_every_format(tmp_path):
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
 @pytest.mark.parametrize(
     ("mode", "group"),
-    (("int8", 64), ("int8", 4), ("int4", 128), ("mxfp4", 32), ("hqq4", 64), ("hqq3", 64), ("hqq2", 16), ("hqq2", 64)),
+    (("int8", 64), ("int8", 4), ("int4", 128), ("hqq4", 64), ("hqq3", 64), ("hqq2", 16), ("hqq2", 64)),
 )
 def test_products_of_bytes_are_those_of_unpacked_weights(mode, group, dtype, monkeypatch):
     """As GPUs make them, with numbers of very different size in one x."""
