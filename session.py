@@ -148,7 +148,8 @@ def settle(
     """`sample`, and what a step does then, in place: `token` and `position` [B, 1] become the next, `seen` is told."""
     token.copy_(sample(logits, controls, seen, noise))
     position.add_(1)
-    seen.scatter_(1, token, True)
+    rows = torch.arange(len(seen), device=seen.device)
+    seen[rows, token.squeeze(1)] = torch.ones_like(rows, dtype=torch.bool)  # of the device: a plain True would be copied
 
 
 # Decoding -----------------------------------------------------------------------------------------------------------
