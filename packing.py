@@ -510,7 +510,7 @@ class Format:
         Raises ValueError where it does not divide them, or not into whole words.
         """
         if group is None:
-            group = next((n for n in (64, 32, 16, 8) if width % n == 0), 4) if self.per_row else self.group
+            group = next((n for n in (16, 8) if width % n == 0), 4) if self.per_row else self.group
         if type(group) is not int or group < 1 or not self.fits(width, group):
             raise ValueError(f"groups of {group} do not divide rows of {width} numbers into whole words")
         return group
@@ -542,8 +542,8 @@ def _hqq(bits: int, group: int) -> Format:
 
 
 FORMATS = {
-    "int8": Format(8, 64, "int8", pack_int8, unpack_int8, dot_int8, head="int8"),
-    "fp8": Format(8, 64, "fp8", pack_fp8, unpack_fp8, dot_fp8, head="int8"),
+    "int8": Format(8, 16, "int8", pack_int8, unpack_int8, dot_int8, head="int8"),
+    "fp8": Format(8, 16, "fp8", pack_fp8, unpack_fp8, dot_fp8, head="int8"),
     "fp8b": Format(8, 128, "fp8b", pack_fp8b, unpack_fp8b, dot_fp8b, head="bf16"),
     "int4": Format(4, 128, "int4", pack_int4, unpack_int4, dot_int4, head="int8"),
     "mxfp4": Format(4, 32, "mxfp4", pack_mxfp4, unpack_mxfp4, dot_mxfp4, head="bf16", attention="bf16"),
