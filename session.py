@@ -149,7 +149,7 @@ def settle(
     token.copy_(sample(logits, controls, seen, noise))
     position.add_(1)
     rows = torch.arange(len(seen), device=seen.device)
-    seen[rows, token.squeeze(1)] = torch.ones_like(rows, dtype=torch.bool)  # of the device: a plain True would be copied
+    seen[rows, token.squeeze(1)] = torch.ones_like(rows, dtype=torch.bool)  # not True, which the host would copy there
 
 
 # Decoding -----------------------------------------------------------------------------------------------------------
