@@ -205,7 +205,7 @@ def grouped_cut(N: int, E: int, bits: int) -> dict:
     if bits >= 16:
         few = {"BM": 16, "BN": 64, "BK": 4096 // bits} if N <= 16 * E else {"BM": 64, "BN": 128, "BK": 1024 // bits}
         return few | {"LEFT": False, "num_warps": 4, "num_stages": 3}
-    if N >= 256 * E and bits < 8:  # many rows: tiles as large as registers hold, weights never in shared memory
+    if N >= 256 * E:  # experts with many rows: tiles as large as registers hold, weights never in shared memory
         return {"BM": 256, "BN": 128, "BK": 64, "LEFT": True, "num_warps": 8, "num_stages": 3}
     rows = 128 if N > 64 * E else 64 if N > 16 * E else 16  # a tile of rows: most are empty where experts have few
     return {"BM": rows, "BN": 128, "BK": 64, "LEFT": bits < 8, "num_warps": 4, "num_stages": 3}

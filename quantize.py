@@ -61,8 +61,8 @@ class Packed(nn.Module):
 
     def __init__(self, weight: Tensor, format: str, group: int):
         super().__init__()
-        self.format, self.group = format, group
-        FORMATS[format].choose_group(weight.shape[-1], group)
+        self.format, self.group, self.width = format, group, weight.shape[-1]
+        FORMATS[format].choose_group(self.width, group)
         self.layout = FORMATS[format].layout(weight.shape, group)
         for name, (shape, dtype) in self.layout.items():
             part = torch.empty(shape, dtype=dtype, device=weight.device)
@@ -92,6 +92,8 @@ class Packed(nn.Module):
 
     def grouped(self, x: Tensor, group_ends: Tensor, dense: bool = False) -> Tensor:
         """x [N, in], rows sorted by expert, group_ends int32 [E] -> [N, out]. dense: the weight is one expert's."""
+        # To the compiler of a prompt all sizes are variables: this one it would divide by, for each number put in order.
+        torch._check(x.shape[-1] == self.width)
         if x.is_cuda:  # ordered here and not by the operator, so that it becomes part of the kernel that computes x
             x = grouped_order(x, FORMATS[self.format].bits, self.group)
         parts = [part.unsqueeze(0) if dense else part for part in self.parts().values()]
