@@ -279,7 +279,7 @@ REFUSALS = {
     "heads of latent attention": (
         "DeepSeek-V2-Lite", "bf16", 3, "tensor", "16 (query heads) cannot be divided by 3: start 1, 2, 4, 8, 16",
     ),
-    "words": ("Qwen3-30B-A3B", "int8", 8, "tensor", "96 are no multiple of the group size 64: start 1, 2, 4"),
+    "words": ("Qwen1.5-MoE-A2.7B", "int8", 16, "tensor", "88 are no multiple of the group size 16: start 1, 2, 4, 8"),
 }  # fmt: skip
 
 
