@@ -92,7 +92,7 @@ class Packed(nn.Module):
 
     def grouped(self, x: Tensor, group_ends: Tensor, dense: bool = False) -> Tensor:
         """x [N, in], rows sorted by expert, group_ends int32 [E] -> [N, out]. dense: the weight is one expert's."""
-        # A number, where the compiler of a prompt takes all sizes for variables: it would divide by this one, for each x.
+        # A number, where a prompt's compiler takes all sizes for variables: it would divide by this one, for each x.
         torch._check(x.shape[-1] == self.width)
         if x.is_cuda:  # ordered here and not by the operator, so that it becomes part of the kernel that computes x
             x = grouped_order(x, FORMATS[self.format].bits, self.group)
