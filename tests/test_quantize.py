@@ -1044,7 +1044,7 @@ def test_the_embedded_model_in_every_format(tmp_path):
 )
 def test_products_of_bytes_are_those_of_unpacked_weights(mode, group, dtype, monkeypatch):
     """As GPUs make them, with numbers of very different size in one x."""
-    monkeypatch.setattr(packing, "in_bytes", lambda x: True)
+    monkeypatch.setattr(packing, "in_bytes", lambda *_: True)
     generator = torch.Generator().manual_seed(0)
     weight, x = torch.randn(3, 40, 768, generator=generator), torch.randn(3, 768, generator=generator)
     x = (x * torch.randn(3, 768, generator=generator).exp()).to(dtype)
