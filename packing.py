@@ -155,7 +155,7 @@ def _sum_of_products(x: list[Tensor], values: list[tuple[Tensor, float]], lift: 
     return total - realise(sum(plane * (lift / factor + zero) for plane, (_, factor) in zip(x, values, strict=True)))
 
 
-LARGE = 12 << 20  # bytes of 8-bit codes from which on a product gains more than the kernel costs that prepares x
+LARGE = 36_000_000  # bytes of 8-bit codes from which on a product gains more than the kernel costs that prepares x
 
 
 def in_bytes(x: Tensor, size: int = LARGE) -> bool:
