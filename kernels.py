@@ -107,7 +107,7 @@ def _e2m1(word, field):
 
 
 @jit
-def _weights(codes, high, scale, scale_step, scale_low, zero, zero_step, zero_low, rows, start, IN: tl.constexpr,
+def _weights(codes, third, scale, scale_step, scale_low, zero, zero_step, zero_low, rows, start, IN: tl.constexpr,
              BITS: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr, RUN: tl.constexpr, BN: tl.constexpr,
              BK: tl.constexpr):  # fmt: skip
     """The BK numbers from `start` on of `rows` [BN, 1], in 4, 3 or 2 bits, fp32 [BN, BK] in `grouped_order`."""
@@ -122,11 +122,11 @@ def _weights(codes, high, scale, scale_step, scale_low, zero, zero_step, zero_lo
     field = tl.reshape(tl.arange(0, F), [1, 1, F // 2, 1, 2])
     up = 23 - BITS - field * LOW
     bits = (word << tl.maximum(up, 0) >> tl.maximum(-up, 0)) & ((2**LOW - 1) << 23 - BITS)
-    if BITS == 3:  # of each 32, bit 16 m + 8 h + i stands at 16 h + 8 m + i
-        third = tl.load(high + rows * (IN // 32) + words // 2, mask=inside)
-        third = tl.reshape(third >> (tl.arange(0, BK // F) % 2 * 8)[None, :], PLACES)
-        up = 22 - field // 8 * 16 - field % 8
-        bits |= (third << tl.maximum(up, 0) >> tl.maximum(-up, 0)) & (1 << 22)
+    if BITS == 3:  # bit 8 b + 4 m + k is that of field 4 b + k of word m
+        bit = tl.load(third + rows * (IN // 32) + words // 2, mask=inside)
+        bit = tl.reshape(bit >> (tl.arange(0, BK // F) % 2 * 4)[None, :], PLACES)
+        up = 22 - field // 4 * 8 - field % 4
+        bits |= (bit << tl.maximum(up, 0) >> tl.maximum(-up, 0)) & (1 << 22)
     number = (bits | ((127 + BITS) << 23)).to(tl.float32, bitcast=True)
     WORDS: tl.constexpr = GROUP // F  # of a group
     EACH: tl.constexpr = min(BK // F, WORDS & -WORDS)  # so many neighbours are of one, wherever a tile begins
@@ -144,7 +144,7 @@ def _weights(codes, high, scale, scale_step, scale_low, zero, zero_step, zero_lo
 
 
 @jit
-def _grouped(x, y, group_ends, codes, high, scale, scale_step, scale_low, zero, zero_step, zero_low, OUT: tl.constexpr,
+def _grouped(x, y, group_ends, codes, third, scale, scale_step, scale_low, zero, zero_step, zero_low, OUT: tl.constexpr,
              IN: tl.constexpr, E: tl.constexpr, E2: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
              KIND: tl.constexpr, RUN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
              LEFT: tl.constexpr):  # fmt: skip
@@ -179,7 +179,7 @@ def _grouped(x, y, group_ends, codes, high, scale, scale_step, scale_low, zero, 
                     factor = tl.load(scale + scale_rows * (IN // GROUP) + block) * 256.0
                     b = (b.to(tl.float32) * factor).to(x.dtype.element_ty)
             else:
-                b = _weights(codes, high, scale, scale_step, scale_low, zero, zero_step, zero_low, weight_rows, start,
+                b = _weights(codes, third, scale, scale_step, scale_low, zero, zero_step, zero_low, weight_rows, start,
                              IN, BITS, GROUP, KIND, RUN, BN, BK).to(x.dtype.element_ty)  # fmt: skip
             if LEFT:
                 sums = tl.dot(b, tl.trans(a), sums, input_precision="ieee")
@@ -223,11 +223,11 @@ def grouped(x: Tensor, group_ends: Tensor, parts: dict[str, Tensor], kind: str, 
     most = N if x.element_size() == 2 else 64 * E  # fp32 has no tensor cores: larger tiles would not fit registers
     y, cut = x.new_empty(N, out), cut or grouped_cut(min(N, most), E, bits)
     codes = parts["codes"].view(torch.int16) if bits == 8 else parts["codes"]
-    high = parts.get("high", codes)
+    third = parts.get("third", codes)
     scale = parts.get("scale", codes)
     fine = [parts.get(name, scale) for name in ("scale_step", "scale_low", "zero", "zero_step", "zero_low")]
     grid = (min(N, triton.cdiv(N, cut["BM"]) + E), triton.cdiv(out, cut["BN"]))
-    _grouped[grid](x.contiguous(), y, group_ends, codes, high, scale, *fine, OUT=out, IN=width, E=E,
+    _grouped[grid](x.contiguous(), y, group_ends, codes, third, scale, *fine, OUT=out, IN=width, E=E,
                    E2=triton.next_power_of_2(E), BITS=bits, GROUP=group, KIND=kind, RUN=grouped_run(width, bits),
                    **cut)  # fmt: skip
     return y

@@ -6,7 +6,7 @@ rank and the order of its axes, with size 1 where a value serves the whole row:
     codes   int32 [..., out, in * bits / 32]: F = 32 / bits codes to a word, the first in the lowest bits. A group of G
             is G / F words; word i of it holds codes i, i + G / F, i + 2 G / F ..., so that what one field of
             neighbouring words multiplies are neighbours in x
-    high    int32 [..., out, in / 32]: the third bit of 3-bit codes, whose lower two are `codes` (see `_high_bits`)
+    third   int32 [..., out, in / 32]: the third bit of 3-bit codes, whose lower two are `codes` (see `_third_bits`)
     scale   bf16 [..., out, 1 or in / G], or uint8 [..., out, in / G] with scale_step and scale_low bf16 [..., out, 1],
             or fp32 [..., out / G, in / G] of blocks, the last of which may have fewer rows;
             uint8 [..., out, in / G] alone is an exponent of two, less 127
@@ -77,12 +77,13 @@ def unpack(words: Tensor, bits: int, group: int) -> Tensor:
     return word_order(ordered, group // fields, group)  # a transposition, back
 
 
-def _high_bits(codes: Tensor) -> Tensor:
-    """Bits [..., n] in word order to the order of a `high` plane, or back: of 32, the middle two eights change places.
+def _third_bits(bits: Tensor, back: bool = False) -> Tensor:
+    """Bits [..., n] in word order to the order of a `third` plane, or back.
 
-    Then the bits of fields i and i + 8 of a word of sixteen 2-bit codes lie 16 apart, as those fields themselves do.
+    Bit 8 b + 4 m + k is that of field 4 b + k of word m, of two words of sixteen 2-bit codes: those of the four fields
+    that one shift and one mask make bytes of lie 8 apart, as the fields themselves do.
     """
-    return codes.unflatten(-1, (-1, 2, 2, 8)).transpose(-3, -2).flatten(-4)
+    return bits.unflatten(-1, (-1, 4, 2, 4) if back else (-1, 2, 4, 4)).transpose(-3, -2).flatten(-4)
 
 
 # Products for one token ---------------------------------------------------------------------------------------------
@@ -125,19 +126,19 @@ def _planes(x: Tensor, fields: int, group: int, words: int = 1, copy: bool = Tru
     return [plane.unsqueeze(-2).float() for plane in planes.flatten(-3, -2).unbind(-2)]
 
 
-def _values(words: Tensor, bits: int, lift: float, high: Tensor | None = None) -> list[tuple[Tensor, float]]:
+def _values(words: Tensor, bits: int, lift: float, third: Tensor | None = None) -> list[tuple[Tensor, float]]:
     """The codes in `words` as (lift + factor * code, factor), field by field.
 
-    high: a third bit for 2-bit codes, already shifted so that its lowest sixteen are those of these words.
+    third: a third bit for 2-bit codes, already shifted so that its first, of every eight, is of these words.
     """
     fields = 16 // bits
     values = [None] * (2 * fields)
     for k in range(fields):
         at = bits * k % 8  # fields of one byte need no shift of their own: they are multiples of a larger factor
         chosen = (words >> (bits * k - at)) & _twice((2**bits - 1) << at)
-        if high is not None:
-            by = at + 2 - k  # from bit k to the place above the two
-            chosen = chosen | ((high << by if by > 0 else high >> -by) & _twice(4 << at))
+        if third is not None:
+            by = at + 2 - (k // 4 * 8 + k % 4)  # from its bit to the place above the two
+            chosen = chosen | ((third << by if by > 0 else third >> -by) & _twice(4 << at))
         low, upper = _halves(chosen | _twice(0x6400), 1024.0 - lift)
         values[k], values[k + fields] = (low, 2.0**at), (upper, 2.0**at)
     return values
@@ -163,9 +164,9 @@ def in_bytes(x: Tensor, size: int = LARGE) -> bool:
     return x.is_cuda and torch.version.hip is None and x.element_size() == 2 and size >= LARGE
 
 
-def _whole_numbers(x: Tensor, fields: int, group: int) -> tuple[list[tuple[Tensor, Tensor]], Tensor, Tensor]:
-    """x [..., in] in 16 bits as what `dot_bytes` multiplies words of so many fields by, for each field of a byte; what
-    1 of it is worth; the sum of that over each word's fields, fp32. All [..., 1, W].
+def _whole_numbers(x: Tensor, fields: int, group: int) -> list[Tensor]:
+    """x [..., in] in 16 bits as what `dot_bytes` multiplies words of so many fields by: two halves for each field of a
+    byte. Then what 1 of it is worth, and the sum of that over each word's fields, fp32. All [..., 1, W].
 
     The fields of a word have one power of two. In that bf16 keeps all its digits over 7 binary orders, and what is
     smaller is right to 2 ** -15 of the largest.
@@ -175,10 +176,10 @@ def _whole_numbers(x: Tensor, fields: int, group: int) -> tuple[list[tuple[Tenso
     largest = reduce(torch.maximum, map(torch.abs, x)).clamp(min=1e-30)
     power = (largest.view(torch.int32) & 0x7F800000).view(torch.float32)  # which is at most the largest
     whole = [(values * (2.0**14 / power)).round().to(torch.int32) for values in x]
-    pairs = [first & 0xFFFF | second << 16 for first, second in zip(whole, whole[fields // 4 :], strict=False)]
-    unit = power * 2.0**-14
-    *pairs, unit, total = (realise(values).unsqueeze(-2) for values in (*pairs, unit, sum(whole) * unit))
-    return list(zip(pairs, pairs[fields // 2 :], strict=False))[: fields // 4], unit, total
+    unit, sets = power * 2.0**-14, fields // 4
+    bytes_of = ([whole[k + n * sets] for n in range(4)] for k in range(sets))  # what set k multiplies, byte by byte
+    halves = [some[n] & 0xFFFF | some[n + 1] << 16 for some in bytes_of for n in (0, 2)]
+    return [realise(values).unsqueeze(-2) for values in (*halves, unit, sum(whole) * unit)]
 
 
 def _spread(values: Tensor, words: int) -> Tensor:
@@ -196,8 +197,8 @@ def dot_int8(x: Tensor, parts: Parts, group: int) -> Tensor:
     """x [..., in], parts of [..., out, in] -> fp32 [..., out]."""
     words, values = parts["codes"], [None] * 4
     if in_bytes(x, words.nbytes):
-        (pair,), unit, _ = _whole_numbers(x, 4, group)
-        return (dot_bytes(*pair, words).float() * unit).sum(-1) * parts["scale"].squeeze(-1).float()
+        low, high, unit, _ = _whole_numbers(x, 4, group)
+        return (dot_bytes(low, high, words).float() * unit).sum(-1) * parts["scale"].squeeze(-1).float()
     for k in (0, 1):
         # Two's complement with its top bit flipped is code + 128, in the mantissa of 1024. There are instructions to
         # spare at 8 bits to take both off at once, which spares a kernel for the sum of x.
@@ -262,14 +263,14 @@ def _products_of_bytes(x: Tensor, parts: Parts, group: int, bits: int) -> tuple[
     """`_sum_of_products` of codes of fewer than 8 bits for x in 16: every so manieth field of a word is a byte of
     another one. And the sum of x, by words."""
     words, total, low = parts["codes"], 0, 2 if bits == 3 else bits
-    pairs, unit, total_x = _whole_numbers(x, 32 // low, group)
-    if bits == 3:  # the high bits of two words in turn
-        halves = torch.arange(0, 16, 8, dtype=torch.int32, device=x.device)
-        high = (parts["high"].unsqueeze(-1) >> halves).flatten(-2) << 6
-    for k, pair in enumerate(pairs):
+    *halves, unit, total_x = _whole_numbers(x, 32 // low, group)
+    if bits == 3:  # of two words in turn, the third bits above the first codes of their bytes
+        odd = torch.arange(0, 4, 2, dtype=torch.int32, device=x.device)
+        third = (parts["third"].unsqueeze(-1) << 2 - odd >> odd).flatten(-2)
+    for k, pair in enumerate(zip(halves[::2], halves[1::2], strict=True)):
         chosen = words >> low * k & (2**low - 1) * 0x01010101
         if bits == 3:
-            chosen = chosen | high >> 4 + k & 0x00040004 | high >> k & 0x04000400
+            chosen = chosen | third >> k & 0x04040404
         total = total + dot_bytes(*pair, chosen)
     return total.float() * unit, total_x
 
@@ -280,10 +281,10 @@ def dot_hqq(x: Tensor, parts: Parts, group: int, bits: int) -> Tensor:
     if in_bytes(x):
         total, total_x = _products_of_bytes(x, parts, group, bits)
     else:
-        if bits == 3:  # two words of low bits to one of high bits
-            words, (first, second) = parts["high"], words.unflatten(-1, (-1, 2)).unbind(-1)
+        if bits == 3:  # two words of two bits to one of third bits
+            words, (first, second) = parts["third"], words.unflatten(-1, (-1, 2)).unbind(-1)
             planes = _planes(x, 16, group, 2)
-            values = _values(first, 2, lift, words) + _values(second, 2, lift, words >> 8)
+            values = _values(first, 2, lift, words) + _values(second, 2, lift, words >> 4)
         else:
             planes, values = _planes(x, 32 // bits, group), _values(words, bits, lift)
         total, total_x = _sum_of_products(planes, values, lift), realise(sum(planes))
@@ -457,15 +458,15 @@ def pack_hqq(weight: Tensor, group: int, bits: int, iterations: int = 20) -> Par
         (weight.unflatten(-1, (-1, group)) / nonzero(scale) + zero).round().clamp(0, top).flatten(-2).to(torch.int32)
     )
     if bits == 3:
-        high = pack(_high_bits(word_order(codes >> 2, 16, group)), 1, 32)
-        return {"codes": pack(codes & 3, 2, group), "high": high, **parts}
+        third = pack(_third_bits(word_order(codes >> 2, 16, group)), 1, 32)
+        return {"codes": pack(codes & 3, 2, group), "third": third, **parts}
     return {"codes": pack(codes, bits, group), **parts}
 
 
 def unpack_hqq(parts: Parts, group: int, bits: int) -> Tensor:
     if bits == 3:
-        high = word_order(_high_bits(unpack(parts["high"], 1, 32)), group // 16, group)
-        codes = unpack(parts["codes"], 2, group) | high << 2
+        third = word_order(_third_bits(unpack(parts["third"], 1, 32), back=True), group // 16, group)
+        codes = unpack(parts["codes"], 2, group) | third << 2
     else:
         codes = unpack(parts["codes"], bits, group)
     scale, zero = (_spread(_plain(parts, name), codes.shape[-1]) for name in ("scale", "zero"))
@@ -504,7 +505,7 @@ class Format:
 
     @property
     def least(self) -> int:
-        """The smallest G: codes in a word, or in a word of high bits, or those that share an exponent by definition."""
+        """The smallest G: codes in a word, or in one of third bits, or those that share an exponent by definition."""
         return 32 if self.bits == 3 or self.kind == "mxfp4" else 32 // self.bits
 
     def choose_group(self, width: int, group: int | None) -> int:
@@ -526,7 +527,7 @@ class Format:
         *rows, width = shape
         layout = {"codes": ((*rows, width * (2 if self.bits == 3 else self.bits) // 32), torch.int32)}
         if self.bits == 3:
-            layout["high"] = (*rows, width // 32), torch.int32
+            layout["third"] = (*rows, width // 32), torch.int32
         if self.blocks:
             return layout | {"scale": ((*rows[:-1], -(-rows[-1] // group), width // group), torch.float32)}
         if self.kind == "mxfp4":

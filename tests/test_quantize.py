@@ -104,12 +104,12 @@ def test_a_word_holds_what_the_docstring_says(bits):
     assert [word % 2**32 for word in pack(torch.tensor(codes), bits, group).tolist()] == want
 
 
-def test_high_bits_is_its_own_inverse_and_pairs_lie_16_apart():
-    order = packing._high_bits(torch.arange(96))
-    assert torch.equal(packing._high_bits(order), torch.arange(96))
+def test_third_bits_of_what_one_mask_makes_bytes_of_lie_8_apart():
+    order = packing._third_bits(torch.arange(96))
+    assert torch.equal(packing._third_bits(order, back=True), torch.arange(96))
     assert torch.equal(order.view(3, 32).sort(-1).values.flatten(), torch.arange(96))  # no word is left
     where = {code: bit for bit, code in enumerate(order[:32].tolist())}
-    assert all(where[word + i + 8] - where[word + i] == 16 for word in (0, 16) for i in range(8))
+    assert all(where[word + i + 4] - where[word + i] == 8 for word in (0, 16) for i in range(12))
 
 
 # Formats: packing and unpacking
