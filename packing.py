@@ -156,12 +156,13 @@ def _sum_of_products(x: list[Tensor], values: list[tuple[Tensor, float]], lift: 
     return total - realise(sum(plane * (lift / factor + zero) for plane, (_, factor) in zip(x, values, strict=True)))
 
 
-LARGE = 36_000_000  # bytes of 8-bit codes from which on a product gains more than the kernel costs that prepares x
+LARGE = 14_000_000  # bytes of an 8-bit matrix from which on it gains more than the kernel costs that prepares x for it
 
 
-def in_bytes(x: Tensor, size: int = LARGE) -> bool:
-    """Whether products of x and whole numbers, so many bytes of 8-bit ones, are made by `dot_bytes`."""
-    return x.is_cuda and torch.version.hip is None and x.element_size() == 2 and size >= LARGE
+def in_bytes(x: Tensor, codes: Tensor | None = None) -> bool:
+    """Whether products of x and whole numbers, of 8 bits these [..., out, W], are made by `dot_bytes`."""
+    large = codes is None or 4 * codes.shape[-2] * codes.shape[-1] >= LARGE
+    return large and x.is_cuda and torch.version.hip is None and x.element_size() == 2
 
 
 def _whole_numbers(x: Tensor, fields: int, group: int) -> list[Tensor]:
@@ -196,7 +197,7 @@ def _each_row(scale: Tensor, out: int, group: int) -> Tensor:
 def dot_int8(x: Tensor, parts: Parts, group: int) -> Tensor:
     """x [..., in], parts of [..., out, in] -> fp32 [..., out]."""
     words, values = parts["codes"], [None] * 4
-    if in_bytes(x, words.nbytes):
+    if in_bytes(x, words):
         low, high, unit, _ = _whole_numbers(x, 4, group)
         return (dot_bytes(low, high, words).float() * unit).sum(-1) * parts["scale"].squeeze(-1).float()
     for k in (0, 1):
@@ -499,9 +500,9 @@ class Format:
         """Whether a group is of G rows too."""
         return self.kind == "fp8b"
 
-    def by_bytes(self, x: Tensor, size: int) -> bool:
-        """Whether `dot` makes whole numbers of x for so many bytes of codes: in a kernel that makes x, too."""
-        return (self.kind in ("int4", "hqq") and in_bytes(x)) or (self.kind == "int8" and in_bytes(x, size))
+    def by_bytes(self, x: Tensor, codes: Tensor) -> bool:
+        """Whether `dot` makes whole numbers of x first: in a kernel of its own, with what x is computed by."""
+        return self.kind in ("int8", "int4", "hqq") and in_bytes(x, codes if self.kind == "int8" else None)
 
     @property
     def least(self) -> int:

@@ -131,8 +131,7 @@ class PackedExpertLinear(Packed):
     def gated(self, x: Tensor, expert_indices: Tensor) -> Tensor:
         if self.bias is None and self.clamp is None and self.in_kernel(x, gated=True):
             return self.kernel(x, expert_indices, gated=True).view(*expert_indices.shape, -1)
-        read = self.codes.nbytes // len(self.codes) * expert_indices.numel()
-        if self.in_kernel(x) or FORMATS[self.format].by_bytes(x, read):
+        if self.in_kernel(x) or FORMATS[self.format].by_bytes(x, self.codes):
             both = self.dot(x.unsqueeze(1), expert_indices)
             return activate(self, *both.chunk(2, dim=-1), expert_indices).to(x.dtype)
         # Gate and up are two sums, as in model.ExpertLinear.
