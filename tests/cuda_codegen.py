@@ -3,7 +3,7 @@
 Fake tensors on a fake H200: nothing is run. It patches `torch.cuda` for the whole process and leans on private API, so
 tests run it in a process of its own. It skips Dynamo and autotuning: read it as "does this formulation fuse". Prints
 one JSON object: for each case the Triton kernels, the library calls left over, the elements of the largest buffer,
-roundings to bf16 that the compiler cannot leave out, and what kernels use too early.
+roundings to bf16 that the compiler cannot leave out, products of bytes, and what kernels use too early.
 """
 
 import json
@@ -92,13 +92,14 @@ def cuda_code(build) -> str:
 
 
 def summary(code: str) -> dict:
-    """Kernels, library calls, the sizes of the buffers allocated between them, roundings that are kept."""
+    """Kernels, library calls, the sizes of the buffers allocated between them, roundings kept, products of bytes."""
     shapes = re.findall(r"empty_strided_cuda\((\([^)]*\))", code)
     return {
         "triton": code.count("@triton.jit"),
         "extern": re.findall(r"extern_kernels\.\w+", code),
         "largest_buffer": max((math.prod(int(n) for n in re.findall(r"\d+", shape)) for shape in shapes), default=0),
         "rounded": code.count(".to(tl.bfloat16).to(tl.int16, bitcast=True)"),
+        "as_bytes": code.count("dp2a.lo"),
         "early": early_uses(code),
     }
 
