@@ -315,8 +315,8 @@ def run(options: argparse.Namespace) -> None:
     try:
         import fastapi  # noqa: F401
         import uvicorn  # noqa: F401
-    except ImportError:
-        raise ValueError("a server needs FastAPI and uvicorn: pip install 'moe-fast[serve]'") from None
+    except ImportError as error:  # of one of them, or of what one of them needs
+        raise ValueError(f"a server needs FastAPI and uvicorn ({error}): pip install 'moe-fast[serve]'") from None
     bound = []
     world.share(lambda: bound.append(bind(options.host, options.port)))
     checkpoint = open_checkpoint(options.checkpoint_path)
