@@ -110,7 +110,7 @@ def load_model(source, device: str | torch.device = "auto", dtype: torch.dtype |
             if changing:
                 source.check_unchanged(name)
         except KeyError:
-            raise ValueError(f"the checkpoint lacks {name}: convert the model again") from None
+            raise ValueError(f"the checkpoint lacks {name}: convert the model again, or quantise it again") from None
         path, leaf = name.rsplit(".", 1)
         packed = isinstance(modules[path], Packed) and leaf in modules[path].layout
         shape, dtypes = parameters[name].shape, (parameters[name].dtype,) if packed else tuple(DTYPES.values())

@@ -48,9 +48,7 @@ class Offload:
     gpu_memory: int | None = None  # bytes that weights, slots and `reserve` may take together, on each GPU
     policy: str = "lru"
     prefetch: int | None = None  # N, guesses a token and layer; None: as `choose_guesses` has it
-    driver: str | None = (
-        None  # who says what is copied, of DRIVERS; None: the device where it can and nothing is guessed
-    )
+    driver: str | None = None  # who says what is copied, of DRIVERS; None: the device, but for guesses
     tier: str = "host"  # "disk": what is missing is read from the mapped files, and host memory holds nothing
     reserve: int = 0  # bytes of gpu_memory for the cache and for activations
 
