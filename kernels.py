@@ -64,24 +64,16 @@ def _e4m3_bytes(units):
 
 
 @jit
-def _bytes(codes, rows, start, IN: tl.constexpr, KIND: tl.constexpr, RUN: tl.constexpr, DTYPE: tl.constexpr,
-           BN: tl.constexpr, BK: tl.constexpr):  # fmt: skip
-    """The BK numbers from `start` on of `rows` [BN, 1] in 8 bits, without the row's factor: as DTYPE [BN, BK] in
-    `grouped_order`."""
-    units = start // 2 + tl.arange(0, BK // 2)[None, :]
-    inside = units < IN // 2 if IN % BK else None
-    PLACES: tl.constexpr = [BN, BK // 4 // RUN, 1, RUN, 2]
-    WHOLE: tl.constexpr = [BN, BK // 4 // RUN, 2, RUN, 2]
-    unit = tl.broadcast_to(tl.reshape(tl.load(codes + rows * (IN // 2) + units, mask=inside), PLACES), WHOLE)
-    upper = tl.reshape(tl.arange(0, 2), [1, 1, 2, 1, 1]) > 0
-    bits = tl.where(upper, _upper(unit), unit)
+def _bytes(units, UPPER: tl.constexpr, KIND: tl.constexpr, DTYPE: tl.constexpr):
+    """The lower or upper bytes of int16 `units` as DTYPE, without their row's factor."""
+    bits = _upper(units) if UPPER else units
     if tl.bfloat16 == DTYPE:
-        return tl.reshape(_signed_bytes(bits) if KIND == "int8" else _e4m3_bytes(bits), [BN, BK])
+        return _signed_bytes(bits) if KIND == "int8" else _e4m3_bytes(bits)
     if KIND != "int8":  # its bits as those of an fp16 number, 2 ** -8 of it
         bits = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
-        return tl.reshape(bits.to(tl.float16, bitcast=True).to(DTYPE), [BN, BK])
+        return bits.to(tl.float16, bitcast=True).to(DTYPE)
     bits = (bits & 0xFF) ^ 0x6480  # of 1024 + 128 + the number
-    return tl.reshape((bits.to(tl.float16, bitcast=True) - 1152.0).to(DTYPE), [BN, BK])
+    return (bits.to(tl.float16, bitcast=True) - 1152.0).to(DTYPE)
 
 
 @jit
@@ -164,27 +156,36 @@ def _grouped(x, y, group_ends, codes, third, scale, scale_step, scale_low, zero,
         n = tl.program_id(1) * BN + tl.arange(0, BN)
         weight_rows = expert.to(tl.int64) * OUT + tl.minimum(n, OUT - 1)[:, None]
         scale_rows = expert * tl.cdiv(OUT, GROUP) + tl.minimum(n, OUT - 1)[:, None] // GROUP  # of blocks
-        # Weights on the left stay in the registers in which they were unpacked; on the right they go through shared
-        # memory, but fewer rows of x are enough.
+        # Weights on the left stay in the registers in which they were unpacked. A tensor core reads these until its
+        # product is waited for, and the compiler does not see that they are written again before: unless there are two
+        # products, the first of which is waited for before the second one's weights are unpacked, and so in turn.
+        PARTS: tl.constexpr = 2 if LEFT else 1
+        PART: tl.constexpr = BK // PARTS
         sums = tl.zeros([BN, BM] if LEFT else [BM, BN], tl.float32)
         for start in range(0, IN, BK):
-            k = start + tl.arange(0, BK)[None, :]
-            a = tl.load(x + rows.to(tl.int64) * IN + k, mask=present & (k < IN) if IN % BK else present, other=0.0)
-            if KIND == "plain":
-                b = tl.load(codes + weight_rows * IN + k, mask=k < IN if IN % BK else None)
-            elif BITS == 8:
-                b = _bytes(codes, weight_rows, start, IN, KIND, RUN, x.dtype.element_ty, BN, BK)
-                if KIND == "fp8b":  # a scale for each block of GROUP rows and columns
-                    block = start // GROUP if GROUP % BK == 0 else tl.minimum(k, IN - 1) // GROUP
-                    factor = tl.load(scale + scale_rows * (IN // GROUP) + block) * 256.0
-                    b = (b.to(tl.float32) * factor).to(x.dtype.element_ty)
-            else:
-                b = _weights(codes, third, scale, scale_step, scale_low, zero, zero_step, zero_low, weight_rows, start,
-                             IN, BITS, GROUP, KIND, RUN, BN, BK).to(x.dtype.element_ty)  # fmt: skip
-            if LEFT:
-                sums = tl.dot(b, tl.trans(a), sums, input_precision="ieee")
-            else:
-                sums = tl.dot(a, tl.trans(b), sums, input_precision="ieee")
+            if BITS == 8:  # two to a unit: the lower bytes are one part, the upper ones the other
+                unit = start // 2 + tl.arange(0, PART)[None, :]
+                units = tl.load(codes + weight_rows * (IN // 2) + unit, mask=unit < IN // 2 if IN % BK else None)
+            for part in tl.static_range(PARTS):
+                if BITS == 8:
+                    k = (unit // (2 * RUN) * 2 + part) * (2 * RUN) + unit % (2 * RUN)
+                    b = _bytes(units, part == 1, KIND, x.dtype.element_ty)
+                    if KIND == "fp8b":  # a scale for each block of GROUP rows and columns
+                        block = start // GROUP if GROUP % BK == 0 else tl.minimum(2 * unit, IN - 1) // GROUP
+                        b = b * tl.load(scale + scale_rows * (IN // GROUP) + block) * 256.0
+                else:
+                    k = start + part * PART + tl.arange(0, PART)[None, :]
+                    if KIND == "plain":
+                        b = tl.load(codes + weight_rows * IN + k, mask=k < IN if IN % BK else None)
+                    else:
+                        b = _weights(codes, third, scale, scale_step, scale_low, zero, zero_step, zero_low, weight_rows,
+                                     start + part * PART, IN, BITS, GROUP, KIND, RUN, BN, PART)  # fmt: skip
+                b = b.to(x.dtype.element_ty)
+                a = tl.load(x + rows.to(tl.int64) * IN + k, mask=present & (k < IN) if IN % BK else present, other=0.0)
+                if LEFT:
+                    sums = tl.dot(b, tl.trans(a), sums, input_precision="ieee")
+                else:
+                    sums = tl.dot(a, tl.trans(b), sums, input_precision="ieee")
         sums = tl.trans(sums) if LEFT else sums
         if KIND == "int8" or KIND == "fp8":
             factor = tl.load(scale + expert.to(tl.int64) * OUT + tl.minimum(n, OUT - 1)).to(tl.float32)
@@ -195,9 +196,12 @@ def _grouped(x, y, group_ends, codes, third, scale, scale_step, scale_low, zero,
 
 
 def grouped_run(width: int, bits: int) -> int:
-    """How many neighbouring words `grouped` unpacks side by side: as many as a tensor core's layout gives lanes."""
+    """How many neighbouring words `grouped` unpacks side by side: as many as a tensor core's layout gives lanes.
+
+    In 8 bits as many as make 64 bytes of x in a row, since memory is read by 32.
+    """
     words = width * (2 if bits == 3 else bits) // 32
-    return min(4, words & -words)
+    return min(16 if bits == 8 else 4, words & -words)
 
 
 def grouped_cut(N: int, E: int, bits: int) -> dict:
@@ -205,10 +209,13 @@ def grouped_cut(N: int, E: int, bits: int) -> dict:
     if bits >= 16:
         few = {"BM": 16, "BN": 64, "BK": 4096 // bits} if N <= 16 * E else {"BM": 64, "BN": 128, "BK": 1024 // bits}
         return few | {"LEFT": False, "num_warps": 4, "num_stages": 3}
-    if N >= 256 * E:  # experts with many rows: tiles as large as registers hold, weights never in shared memory
-        return {"BM": 256, "BN": 128, "BK": 64, "LEFT": True, "num_warps": 8, "num_stages": 3}
     rows = 128 if N > 64 * E else 64 if N > 16 * E else 16  # a tile of rows: most are empty where experts have few
-    return {"BM": rows, "BN": 128, "BK": 64, "LEFT": bits < 8, "num_warps": 4, "num_stages": 3}
+    cut = {"BM": rows, "BN": 128, "BK": 64, "LEFT": True, "num_warps": 4, "num_stages": 4}
+    if bits < 4:  # at least four words to a part
+        cut |= {"BK": 128, "num_warps": 8, "num_stages": 2}
+    if bits < 8 and N >= 256 * E:  # unpacking takes longest: once for more rows
+        cut |= {"BM": 256, "num_warps": 8}
+    return cut
 
 
 def grouped(x: Tensor, group_ends: Tensor, parts: dict[str, Tensor], kind: str, bits: int, group: int,

@@ -114,14 +114,40 @@ def compiled(kernel, launch: Launch):
     return compile(source, target=GPUTarget("cuda", 90, 32), options=launch.options)
 
 
+def overwritten(ptx: str) -> int:
+    """How many registers of a loop are written again while a tensor core may still read them.
+
+    A product runs on after the instruction that begins it, which belongs to the next commit. `wait_group N` returns when
+    all commits but the last N have ended. What lies between is taken from the loop's text, run through twice.
+    """
+    lines = [line.strip() for line in ptx.splitlines()]
+    labels = {found[0]: n for n, line in enumerate(lines) if (found := re.match(r"\$\w+(?=:)", line))}
+    jumps = ((labels.get(line.split()[-1].rstrip(";"), n), n) for n, line in enumerate(lines) if "bra" in line.split()[:2])
+    loops = [lines[start:end] for start, end in jumps if any("wgmma.mma" in line for line in lines[start:end])]
+    found, commits, ended = set(), 0, 0
+    reading = {}  # register: the commit of the product that reads it
+    for line in 2 * max(loops, key=len, default=[]):
+        if "wgmma.mma_async" in line:
+            operands = re.findall(r"\{([^{}]*)\}", line)[1:]  # after the sums; in shared memory the weights are no list
+            reading |= dict.fromkeys(re.findall(r"%\w+", operands[0] if operands else ""), commits)
+        elif "wgmma.commit_group" in line:
+            commits += 1
+        elif "wgmma.wait_group" in line:
+            ended = commits - int(re.search(r"(\d+);", line)[1])
+            reading = {register: commit for register, commit in reading.items() if commit >= ended}
+        elif written := re.match(r"(?:@\S+ )?(?!st\.|cp\.|bra|bar|@)[a-z][\w.:]*\s+(\{[^}]*\}|%\w+)", line):
+            found |= reading.keys() & set(re.findall(r"%\w+", written[1]))
+    return len(found)
+
+
 def grouped_code(name: str, experts: int, rows: int, dtype: torch.dtype) -> dict:
     """What the kernel's machine code for so many experts with so many rows each needs, and its tensor core products.
 
     Those are told by the rows of x that one makes, and whether the left operand comes from shared memory.
     """
     kernel, kernels._grouped = kernels._grouped, Launch()
-    group = FORMATS[name].choose_group(256, None)
-    x, ends, parts = case(name, (rows,) * experts, 192, 256, dtype, group)
+    group = FORMATS[name].choose_group(1024, None)
+    x, ends, parts = case(name, (rows,) * experts, 192, 1024, dtype, group)
     kernels.grouped(x, ends, parts, FORMATS[name].kind, FORMATS[name].bits, group)
     launch, kernels._grouped = kernels._grouped, kernel
     found = compiled(kernel, launch)
@@ -131,6 +157,7 @@ def grouped_code(name: str, experts: int, rows: int, dtype: torch.dtype) -> dict
         "shared": found.metadata.shared,
         "spills": found.asm["sass"].count("STL"),
         "heights": sorted({int(rows) for rows, _ in products}),
+        "overwritten": overwritten(found.asm["ptx"]),
         "from_shared_memory": sum(not weights.startswith("R") for _, weights in products),
     }
 
