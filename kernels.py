@@ -138,8 +138,7 @@ def _weights(codes, third, scale, scale_step, scale_low, zero, zero_step, zero_l
 @jit
 def _grouped(x, y, group_ends, codes, third, scale, scale_step, scale_low, zero, zero_step, zero_low, OUT: tl.constexpr,
              IN: tl.constexpr, E: tl.constexpr, E2: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
-             KIND: tl.constexpr, RUN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-             LEFT: tl.constexpr):  # fmt: skip
+             KIND: tl.constexpr, RUN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):  # fmt: skip
     # Which expert this tile of rows belongs to: experts have as many tiles as their rows need, one after the other.
     tile, experts = tl.program_id(0), tl.arange(0, E2)
     ends = tl.load(group_ends + experts, mask=experts < E, other=0)
@@ -156,32 +155,34 @@ def _grouped(x, y, group_ends, codes, third, scale, scale_step, scale_low, zero,
         n = tl.program_id(1) * BN + tl.arange(0, BN)
         weight_rows = expert.to(tl.int64) * OUT + tl.minimum(n, OUT - 1)[:, None]
         scale_rows = expert * tl.cdiv(OUT, GROUP) + tl.minimum(n, OUT - 1)[:, None] // GROUP  # of blocks
-        # Weights on the left stay in the registers in which they were unpacked. A tensor core reads these until its
-        # product is waited for, and the compiler does not see that they are written again before: unless there are two
-        # products, the first of which is waited for before the second one's weights are unpacked, and so in turn.
-        PARTS: tl.constexpr = 2 if LEFT else 1
-        PART: tl.constexpr = BK // PARTS
+        # Weights are the left operand where they are unpacked in registers, and where there are no tensor cores.
+        LEFT: tl.constexpr = BITS == 8 or (BITS < 8 and x.dtype.element_ty == tl.float32)
         sums = tl.zeros([BN, BM] if LEFT else [BM, BN], tl.float32)
         for start in range(0, IN, BK):
-            if BITS == 8:  # two to a unit: the lower bytes are one part, the upper ones the other
-                unit = start // 2 + tl.arange(0, PART)[None, :]
+            if BITS == 8:
+                # Unpacked they stay in registers, which a tensor core reads until its product is waited for. So there
+                # are two products: the compiler waits for the first before it unpacks the second one's weights, and so
+                # in turn. One it cut into pieces, and Triton 3.6 wrote to registers that were still read.
+                unit = start // 2 + tl.arange(0, BK // 2)[None, :]
                 units = tl.load(codes + weight_rows * (IN // 2) + unit, mask=unit < IN // 2 if IN % BK else None)
-            for part in tl.static_range(PARTS):
-                if BITS == 8:
-                    k = (unit // (2 * RUN) * 2 + part) * (2 * RUN) + unit % (2 * RUN)
-                    b = _bytes(units, part == 1, KIND, x.dtype.element_ty)
+                for upper in tl.static_range(2):
+                    b = _bytes(units, upper == 1, KIND, x.dtype.element_ty)
                     if KIND == "fp8b":  # a scale for each block of GROUP rows and columns
                         block = start // GROUP if GROUP % BK == 0 else tl.minimum(2 * unit, IN - 1) // GROUP
-                        b = b * tl.load(scale + scale_rows * (IN // GROUP) + block) * 256.0
-                else:
-                    k = start + part * PART + tl.arange(0, PART)[None, :]
-                    if KIND == "plain":
-                        b = tl.load(codes + weight_rows * IN + k, mask=k < IN if IN % BK else None)
-                    else:
-                        b = _weights(codes, third, scale, scale_step, scale_low, zero, zero_step, zero_low, weight_rows,
-                                     start + part * PART, IN, BITS, GROUP, KIND, RUN, BN, PART)  # fmt: skip
-                b = b.to(x.dtype.element_ty)
+                        factor = tl.load(scale + scale_rows * (IN // GROUP) + block) * 256.0
+                        b = (b * factor).to(x.dtype.element_ty)
+                    k = (unit // (2 * RUN) * 2 + upper) * (2 * RUN) + unit % (2 * RUN)
+                    inside = present & (k < IN) if IN % BK else present
+                    a = tl.load(x + rows.to(tl.int64) * IN + k, mask=inside, other=0.0)
+                    sums = tl.dot(b, tl.trans(a), sums, input_precision="ieee")
+            else:
+                k = start + tl.arange(0, BK)[None, :]
                 a = tl.load(x + rows.to(tl.int64) * IN + k, mask=present & (k < IN) if IN % BK else present, other=0.0)
+                if KIND == "plain":
+                    b = tl.load(codes + weight_rows * IN + k, mask=k < IN if IN % BK else None)
+                else:
+                    b = _weights(codes, third, scale, scale_step, scale_low, zero, zero_step, zero_low, weight_rows,
+                                 start, IN, BITS, GROUP, KIND, RUN, BN, BK).to(x.dtype.element_ty)  # fmt: skip
                 if LEFT:
                     sums = tl.dot(b, tl.trans(a), sums, input_precision="ieee")
                 else:
@@ -208,14 +209,11 @@ def grouped_cut(N: int, E: int, bits: int) -> dict:
     """How `grouped` cuts its work: constants and options of the kernel. Plain weights are read fast by long rows."""
     if bits >= 16:
         few = {"BM": 16, "BN": 64, "BK": 4096 // bits} if N <= 16 * E else {"BM": 64, "BN": 128, "BK": 1024 // bits}
-        return few | {"LEFT": False, "num_warps": 4, "num_stages": 3}
+        return few | {"num_warps": 4, "num_stages": 3}
     rows = 128 if N > 64 * E else 64 if N > 16 * E else 16  # a tile of rows: most are empty where experts have few
-    cut = {"BM": rows, "BN": 128, "BK": 64, "LEFT": True, "num_warps": 4, "num_stages": 4}
-    if bits < 4:  # at least four words to a part
-        cut |= {"BK": 128, "num_warps": 8, "num_stages": 2}
-    if bits < 8 and N >= 256 * E:  # unpacking takes longest: once for more rows
-        cut |= {"BM": 256, "num_warps": 8}
-    return cut
+    cut = {"BM": rows, "BN": 128, "BK": 64, "num_warps": 4, "num_stages": 4 if bits == 8 else 3}
+    # Unpacking 4 bits and fewer takes longest: where experts have many rows, once for more of them.
+    return cut | {"BM": 256, "num_warps": 8} if bits < 8 and N >= 256 * E else cut
 
 
 def grouped(x: Tensor, group_ends: Tensor, parts: dict[str, Tensor], kind: str, bits: int, group: int,

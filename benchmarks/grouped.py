@@ -1,8 +1,8 @@
 """Speed of a prompt's expert products in each number format: python benchmarks/grouped.py --tokens 512 2048
 
 Times w13 and w2 of one layer for so many tokens, spread evenly over the experts, beside PyTorch's grouped product of
-bf16 weights, and checks the result against it. Other cuts of the work than the kernel's own: --BM 64 128 --LEFT 0 1 and
-so on time every combination, best first. TFLOP/s count the multiplications and additions of the products alone.
+bf16 weights, and checks the result against it. Other cuts of the work than the kernel's own: --BM 64 128 and so on time
+every combination, best first. TFLOP/s count the multiplications and additions of the products alone.
 """
 
 import itertools
@@ -17,7 +17,7 @@ from benchmark import architecture
 from command import Parser
 from packing import FORMATS, PLAIN, grouped_order
 
-CUT = "BM", "BN", "BK", "LEFT", "num_warps", "num_stages"  # of `kernels.grouped_cut`
+CUT = "BM", "BN", "BK", "num_warps", "num_stages"  # of `kernels.grouped_cut`
 
 
 def measure(args, mode: str, tokens: int, cuts: list[dict]) -> list[tuple]:
@@ -56,7 +56,7 @@ def build_parser() -> Parser:
         __doc__.partition("\n")[0],
         (
             "python benchmarks/grouped.py --tokens 512 2048",
-            "python benchmarks/grouped.py --mode int8 --BM 64 128 --LEFT 0 1 --best 3",
+            "python benchmarks/grouped.py --mode int8 --BM 64 128 --num_stages 3 4 --best 3",
         ),
     )
     parser.add_argument("--arch", default="Mixtral-8x7B")

@@ -117,12 +117,12 @@ def compiled(kernel, launch: Launch):
 def overwritten(ptx: str) -> int:
     """How many registers of a loop are written again while a tensor core may still read them.
 
-    A product runs on after the instruction that begins it, which belongs to the next commit. `wait_group N` returns when
-    all commits but the last N have ended. What lies between is taken from the loop's text, run through twice.
+    A product runs on after the instruction that begins it, which belongs to the next commit. `wait_group N` returns
+    when all commits but the last N have ended. The loop's text is gone through twice.
     """
     lines = [line.strip() for line in ptx.splitlines()]
     labels = {found[0]: n for n, line in enumerate(lines) if (found := re.match(r"\$\w+(?=:)", line))}
-    jumps = ((labels.get(line.split()[-1].rstrip(";"), n), n) for n, line in enumerate(lines) if "bra" in line.split()[:2])
+    jumps = ((labels.get(line.split()[-1][:-1], n), n) for n, line in enumerate(lines) if "bra" in line.split()[:2])
     loops = [lines[start:end] for start, end in jumps if any("wgmma.mma" in line for line in lines[start:end])]
     found, commits, ended = set(), 0, 0
     reading = {}  # register: the commit of the product that reads it
@@ -141,24 +141,22 @@ def overwritten(ptx: str) -> int:
 
 
 def grouped_code(name: str, experts: int, rows: int, dtype: torch.dtype) -> dict:
-    """What the kernel's machine code for so many experts with so many rows each needs, and its tensor core products.
-
-    Those are told by the rows of x that one makes, and whether the left operand comes from shared memory.
-    """
+    """What the kernel's machine code for so many experts with so many rows each needs, and its tensor core products:
+    how many there are, and of how many the left operand comes from shared memory."""
     kernel, kernels._grouped = kernels._grouped, Launch()
     group = FORMATS[name].choose_group(1024, None)
     x, ends, parts = case(name, (rows,) * experts, 192, 1024, dtype, group)
     kernels.grouped(x, ends, parts, FORMATS[name].kind, FORMATS[name].bits, group)
     launch, kernels._grouped = kernels._grouped, kernel
     found = compiled(kernel, launch)
-    products = re.findall(r"HGMMA\.64x(\d+)\S+ R\d+, (\w+)", found.asm["sass"])
+    products = re.findall(r"HG?MMA\S+ R\d+, (\w+)", found.asm["sass"])
     return {
         "bytes": len(found.asm["cubin"]),
         "shared": found.metadata.shared,
         "spills": found.asm["sass"].count("STL"),
-        "heights": sorted({int(rows) for rows, _ in products}),
+        "products": len(products),
         "overwritten": overwritten(found.asm["ptx"]),
-        "from_shared_memory": sum(not weights.startswith("R") for _, weights in products),
+        "from_shared_memory": sum(not left.startswith("R") for left in products),
     }
 
 
