@@ -160,26 +160,25 @@ def _grouped(x, y, group_ends, codes, third, scale, scale_step, scale_low, zero,
         sums = tl.zeros([BN, BM] if LEFT else [BM, BN], tl.float32)
         for start in range(0, IN, BK):
             if BITS == 8:
-                # Unpacked they stay in registers, which a tensor core reads until its product is waited for. So there
-                # are two products: the compiler waits for the first before it unpacks the second one's weights, and so
-                # in turn. One it cut into pieces, and Triton 3.6 wrote to registers that were still read.
                 unit = start // 2 + tl.arange(0, BK // 2)[None, :]
                 units = tl.load(codes + weight_rows * (IN // 2) + unit, mask=unit < IN // 2 if IN % BK else None)
-                for upper in tl.static_range(2):
-                    b = _bytes(units, upper == 1, KIND, x.dtype.element_ty)
+            # Weights of 8 bits stay in registers, which a tensor core reads until its product is waited for. So there
+            # are two products: the compiler waits for the first before it unpacks the second one's weights, and so in
+            # turn. One it cut into pieces, and Triton 3.6 wrote to registers that were still read.
+            for part in tl.static_range(2 if BITS == 8 else 1):
+                if BITS == 8:  # of the lower bytes, then of the upper ones
+                    k = (unit // (2 * RUN) * 2 + part) * (2 * RUN) + unit % (2 * RUN)
+                else:
+                    k = start + tl.arange(0, BK)[None, :]
+                a = tl.load(x + rows.to(tl.int64) * IN + k, mask=present & (k < IN) if IN % BK else present, other=0.0)
+                if KIND == "plain":
+                    b = tl.load(codes + weight_rows * IN + k, mask=k < IN if IN % BK else None)
+                elif BITS == 8:
+                    b = _bytes(units, part == 1, KIND, x.dtype.element_ty)
                     if KIND == "fp8b":  # a scale for each block of GROUP rows and columns
                         block = start // GROUP if GROUP % BK == 0 else tl.minimum(2 * unit, IN - 1) // GROUP
                         factor = tl.load(scale + scale_rows * (IN // GROUP) + block) * 256.0
                         b = (b * factor).to(x.dtype.element_ty)
-                    k = (unit // (2 * RUN) * 2 + upper) * (2 * RUN) + unit % (2 * RUN)
-                    inside = present & (k < IN) if IN % BK else present
-                    a = tl.load(x + rows.to(tl.int64) * IN + k, mask=inside, other=0.0)
-                    sums = tl.dot(b, tl.trans(a), sums, input_precision="ieee")
-            else:
-                k = start + tl.arange(0, BK)[None, :]
-                a = tl.load(x + rows.to(tl.int64) * IN + k, mask=present & (k < IN) if IN % BK else present, other=0.0)
-                if KIND == "plain":
-                    b = tl.load(codes + weight_rows * IN + k, mask=k < IN if IN % BK else None)
                 else:
                     b = _weights(codes, third, scale, scale_step, scale_low, zero, zero_step, zero_low, weight_rows,
                                  start, IN, BITS, GROUP, KIND, RUN, BN, BK).to(x.dtype.element_ty)  # fmt: skip

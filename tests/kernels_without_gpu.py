@@ -141,22 +141,25 @@ def overwritten(ptx: str) -> int:
 
 
 def grouped_code(name: str, experts: int, rows: int, dtype: torch.dtype) -> dict:
-    """What the kernel's machine code for so many experts with so many rows each needs, and its tensor core products:
-    how many there are, and of how many the left operand comes from shared memory."""
+    """What the kernel's machine code for so many experts with so many rows each needs, and its tensor core products.
+
+    Those are told by the columns that one makes, and whether the left operand comes from shared memory.
+    """
     kernel, kernels._grouped = kernels._grouped, Launch()
     group = FORMATS[name].choose_group(1024, None)
     x, ends, parts = case(name, (rows,) * experts, 192, 1024, dtype, group)
     kernels.grouped(x, ends, parts, FORMATS[name].kind, FORMATS[name].bits, group)
     launch, kernels._grouped = kernels._grouped, kernel
     found = compiled(kernel, launch)
-    products = re.findall(r"HG?MMA\S+ R\d+, (\w+)", found.asm["sass"])
+    products = re.findall(r"HG?MMA\.(?:64x)?(\d+)\S+ R\d+, (\w+)", found.asm["sass"])
     return {
         "bytes": len(found.asm["cubin"]),
         "shared": found.metadata.shared,
         "spills": found.asm["sass"].count("STL"),
         "products": len(products),
         "overwritten": overwritten(found.asm["ptx"]),
-        "from_shared_memory": sum(not left.startswith("R") for left in products),
+        "columns": sorted({int(columns) for columns, _ in products}),
+        "from_shared_memory": sum(not left.startswith("R") for _, left in products),
     }
 
 
