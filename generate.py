@@ -60,16 +60,23 @@ def embedded_checkpoint() -> Path:
         stamp = zlib.crc32(part.read_bytes(), stamp)
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moe-fast"
     target = cache / f"tiny-moe-{stamp:08x}" / "model_bf16"
+    there = target.exists()
     try:
         Checkpoint(target)
-    except ValueError:  # not there, or damaged since
+    except ValueError:
         try:
-            shutil.rmtree(target, ignore_errors=True)
+            if there:  # damaged; else another process may be just making it
+                shutil.rmtree(target)
             target.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             why = f"cannot write to {cache} ({error.strerror})"
             raise ValueError(f"{why}: set XDG_CACHE_HOME to a folder that can be written") from None
-        convert(EMBEDDED, target, force=True)  # another process may have been as quick
+        made = convert(EMBEDDED, target.with_name(f"model_bf16.{os.getpid()}"), force=True)
+        try:
+            made.rename(target)
+        except OSError:  # another was as quick, and may have begun to read its own
+            shutil.rmtree(made)
+            Checkpoint(target)
     return target
 
 

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from checkpoint import Checkpoint
-from generate import EMBEDDED, build_parser, chat, generate, load_model, main
+from generate import EMBEDDED, build_parser, chat, embedded_checkpoint, generate, load_model, main
 from session import Sampling, Session
 from tokenizer import load_tokenizer
 
@@ -327,6 +327,24 @@ def test_a_damaged_cache_folder_is_made_again(cache, directory, tmp_path):
     assert run.returncode == 0 and Checkpoint(found).verify(progress=False) is None
     run = command(Path("/dev/null"), "--max_new_tokens", "2")
     assert run.returncode == 2 and "XDG_CACHE_HOME" in run.stderr and len(run.stderr.splitlines()) == 1
+
+
+def test_what_another_process_made_meanwhile_stays(tmp_path, monkeypatch):
+    """It may have begun to read that."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+    def convert_as_another_does(source: Path, made: Path, **options) -> Path:
+        made = convert(source, made, **options)
+        shutil.copytree(made, made.with_name("model_bf16"))
+        found.append((made.with_name("model_bf16") / "rest.safetensors").stat().st_ino)
+        return made
+
+    module, found = sys.modules["generate"], []
+    convert = module.convert
+    monkeypatch.setattr(module, "convert", convert_as_another_does)
+    target = embedded_checkpoint()
+    assert (target / "rest.safetensors").stat().st_ino == found[0] and len(found) == 1
+    assert [path.name for path in target.parent.iterdir()] == ["model_bf16"]
 
 
 def edited(directory: Path, target: Path, file: str, change) -> Path:

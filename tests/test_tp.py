@@ -371,8 +371,12 @@ def children(pid: int) -> list[int]:
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds a rank's process through /proc")
-def test_a_killed_rank_ends_the_others_with_a_line():
-    process = torchrun(2, "generate.py", *ANSWER[2:], "--max_new_tokens", "2000")
+@pytest.mark.parametrize("options", ((), pytest.param(("--device", "cuda", "--compile"), marks=pytest.mark.cuda)))
+def test_a_killed_rank_ends_the_others_with_a_line(options):
+    """On GPUs those that are left wait in a recorded kernel for numbers that will not come."""
+    if options and torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+    process = torchrun(2, "generate.py", *ANSWER[2:], "--max_new_tokens", "2000", *options)
     assert process.stdout.read(20)  # the answer has begun
     os.kill(children(process.pid)[-1], signal.SIGKILL)
     start = time.monotonic()
