@@ -11,13 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-import kernels
+import attention_kernels
 from args import ModelArgs
 from layers import Linear, RMSNorm, operator, realise, scaled
 
 
 def join_parts(y: Tensor, sums: Tensor, sinks: Tensor | None = None) -> Tensor:
-    """What attention found in parts of the positions, as kernels.py has it, fp32 -> [..., rows, C].
+    """What attention found in parts of the positions, as attention_kernels.py has it, fp32 -> [..., rows, C].
 
     y [..., parts, rows, C], sums [..., parts, rows, 2]: the largest score and the sum of exp(score less that). sinks
     [..., rows]: one score more, whose value is zero.
@@ -71,7 +71,7 @@ class KVCache(nn.Module):
         scale: by which each position's numbers are to be multiplied, where a cache stores codes.
         """
         B, Q, H, _ = q.shape
-        y = join_parts(*kernels.attend_latent(q, self.kv, scale, positions, rank))  # [B, rows, rank]
+        y = join_parts(*attention_kernels.attend_latent(q, self.kv, scale, positions, rank))  # [B, rows, rank]
         return y.narrow(1, 0, Q * H).reshape(B, Q, H, rank).to(q.dtype)
 
     def clear(self) -> None:

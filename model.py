@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import kernels
+import grouped_kernel
 from args import ModelArgs
 from attention import (
     BLOCK,
@@ -81,7 +81,7 @@ def grouped_mm(x: Tensor, weight: Tensor, group_ends: Tensor) -> Tensor:
     the experts there, and waits for the host.
     """
     if x.is_cuda and (len(x) <= FEW_ROWS * len(weight) or x.dtype is not torch.bfloat16):
-        return kernels.grouped(x, group_ends, {"codes": weight}, "plain", 8 * x.element_size(), 1)
+        return grouped_kernel.grouped(x, group_ends, {"codes": weight}, "plain", 8 * x.element_size(), 1)
     return F.grouped_mm(x, weight.transpose(-2, -1), offs=group_ends)
 
 

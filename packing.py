@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import kernels
+import grouped_kernel
 from layers import dot_bytes, realise
 
 Parts = dict[str, Tensor]
@@ -39,14 +39,14 @@ def word_order(values: Tensor, fields: int, group: int) -> Tensor:
 
 
 def grouped_order(x: Tensor, bits: int, group: int) -> Tensor:
-    """[..., in] -> [..., in] in the order in which `kernels.grouped` unpacks weights of so many bits.
+    """[..., in] -> [..., in] in the order in which `grouped_kernel.grouped` unpacks weights of so many bits.
 
     Of as many neighbouring words as it unpacks side by side, first and second fields of each, then third and fourth
     ones: two neighbours in x are of one word, as in a tensor core's registers. At 8 bits first and third fields, then
     second and fourth ones.
     """
     fields = 16 if bits == 3 else 32 // bits
-    ordered, run = word_order(x, fields, group), kernels.grouped_run(x.shape[-1], bits)
+    ordered, run = word_order(x, fields, group), grouped_kernel.grouped_run(x.shape[-1], bits)
     if bits == 8:
         return ordered.unflatten(-1, (-1, run, 2, 2)).movedim(-1, -3).flatten(-4)
     return ordered.unflatten(-1, (-1, run, fields // 2, 2)).transpose(-3, -2).flatten(-4)

@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import tqdm
 
+import attention_kernels
+import grouped_kernel
 import kernels
 from args import ModelArgs
 from attention import Chunk, KVCache, join_parts
@@ -41,7 +43,7 @@ def grouped_packed(x: Tensor, group_ends: Tensor, parts: list[Tensor], format: s
     row, width = FORMATS[format], x.shape[-1]
     parts = dict(zip(row.layout((*parts[0].shape[:2], width), group), parts, strict=True))
     if x.is_cuda:
-        return kernels.grouped(x, group_ends, parts, row.kind, row.bits, group)
+        return grouped_kernel.grouped(x, group_ends, parts, row.kind, row.bits, group)
     y, start = x.new_empty(x.shape[0], parts["codes"].shape[1]), 0
     for expert, end in enumerate(group_ends.tolist()):
         if end > start:
@@ -188,7 +190,7 @@ class Int8KVCache(KVCache):
                       window: int | None, sinks: Tensor | None) -> Tensor:  # fmt: skip
         (B, Q, H, C), (K, S) = q.shape, self.kv.shape[2:4]
         rows = H // K * Q
-        found = kernels.attend_int8(q, self.kv, self.scale.kv, positions, window or S)
+        found = attention_kernels.attend_int8(q, self.kv, self.scale.kv, positions, window or S)
         if sinks is not None:
             sinks = sinks.float().view(1, K, H // K, 1).expand(-1, -1, -1, Q).flatten(2)
         y = join_parts(*(part[:, :, :, :rows] for part in found), sinks)  # [B, K, rows, C]

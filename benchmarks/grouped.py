@@ -12,12 +12,12 @@ import torch
 import torch.nn.functional as F
 from formats import random_experts, seconds
 
-import kernels
+import grouped_kernel
 from benchmark import architecture
 from command import Parser
 from packing import FORMATS, PLAIN, grouped_order
 
-CUT = "BM", "BN", "BK", "num_warps", "num_stages"  # of `kernels.grouped_cut`
+CUT = "BM", "BN", "BK", "num_warps", "num_stages"  # of `grouped_kernel.grouped_cut`
 
 
 def measure(args, mode: str, tokens: int, cuts: list[dict]) -> list[tuple]:
@@ -37,8 +37,8 @@ def measure(args, mode: str, tokens: int, cuts: list[dict]) -> list[tuple]:
         else:
             row = FORMATS[mode]
             arguments = grouped_order(x, row.bits, module.group), ends, module.parts(), row.kind, row.bits, module.group
-        default = kernels.grouped_cut(N, args.n_expert, arguments[4])
-        products += [(cut, partial(kernels.grouped, *arguments, cut=default | cut)) for cut in cuts]
+        default = grouped_kernel.grouped_cut(N, args.n_expert, arguments[4])
+        products += [(cut, partial(grouped_kernel.grouped, *arguments, cut=default | cut)) for cut in cuts]
         size = sum(part.nbytes for part in module.parameters()) * min(N, args.n_expert) / args.n_expert
         for cut, product in products:
             try:
@@ -64,7 +64,7 @@ def build_parser() -> Parser:
     parser.add_argument("--mode", action="append", choices=(PLAIN, *FORMATS), help="repeatable; default: all")
     parser.add_argument("--best", type=int, default=1, metavar="N", help="print the best N of each")
     for name in CUT:
-        parser.add_argument(f"--{name}", type=int, nargs="+", help="see kernels.grouped_cut")
+        parser.add_argument(f"--{name}", type=int, nargs="+", help="see grouped_kernel.grouped_cut")
     return parser
 
 

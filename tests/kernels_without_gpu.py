@@ -25,7 +25,9 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
+import attention_kernels
 import collective
+import grouped_kernel
 import kernels
 import slots
 from attention import KVCache, attend
@@ -82,7 +84,7 @@ def plain_error(sizes: tuple[int, ...], out: int, width: int, dtype: torch.dtype
     """Of the product of plain weights, relative."""
     x, weight = torch.randn(sum(sizes), width).to(dtype), torch.randn(len(sizes), out, width).to(dtype)
     ends = torch.tensor(sizes).cumsum(0).int()
-    got = kernels.grouped(x, ends, {"codes": weight}, "plain", 8 * x.element_size(), 1).double()
+    got = grouped_kernel.grouped(x, ends, {"codes": weight}, "plain", 8 * x.element_size(), 1).double()
     pairs = zip(x.double().split(sizes), weight.double(), strict=True)
     want = torch.cat([rows @ matrix.T for rows, matrix in pairs])
     return ((got - want).norm() / want.norm()).item()
@@ -145,11 +147,11 @@ def grouped_code(name: str, experts: int, rows: int, dtype: torch.dtype) -> dict
 
     Those are told by the columns that one makes, and whether the left operand comes from shared memory.
     """
-    kernel, kernels._grouped = kernels._grouped, Launch()
+    kernel, grouped_kernel._grouped = grouped_kernel._grouped, Launch()
     group = FORMATS[name].choose_group(1024, None)
     x, ends, parts = case(name, (rows,) * experts, 192, 1024, dtype, group)
-    kernels.grouped(x, ends, parts, FORMATS[name].kind, FORMATS[name].bits, group)
-    launch, kernels._grouped = kernels._grouped, kernel
+    grouped_kernel.grouped(x, ends, parts, FORMATS[name].kind, FORMATS[name].bits, group)
+    launch, grouped_kernel._grouped = grouped_kernel._grouped, kernel
     found = compiled(kernel, launch)
     products = re.findall(r"HG?MMA\.(?:64x)?(\d+)\S+ R\d+, (\w+)", found.asm["sass"])
     return {
@@ -233,7 +235,7 @@ def twin(word, x_even, x_odd, even, odd):
 
 @triton.jit
 def upper_twin(units):
-    """`kernels._upper` likewise."""
+    """`grouped_kernel._upper` likewise."""
     return units >> 8
 
 
@@ -398,10 +400,10 @@ def latent_code() -> dict[str, dict[str, int]]:
     found = {}
     for Q, H, kind in itertools.product((1, 5), (16, 128), (KVCache, Int8KVCache)):
         cache = kind((1, 1, 4096, 576), torch.bfloat16, torch.device("cpu"), 1)
-        kernel, kernels._attend_latent = kernels._attend_latent, Launch()
+        kernel, attention_kernels._attend_latent = attention_kernels._attend_latent, Launch()
         q, positions = torch.zeros(1, Q, H, 576, dtype=torch.bfloat16), torch.zeros(1, Q, dtype=torch.int64)
         cache.attend_latent(q, positions, 512)
-        launch, kernels._attend_latent = kernels._attend_latent, kernel
+        launch, attention_kernels._attend_latent = attention_kernels._attend_latent, kernel
         code = compiled(kernel, launch)
         asm = code.asm["sass"]
         found[f"{Q} queries, {H} heads, {kind.__name__}"] = {
@@ -415,10 +417,10 @@ def attend_code() -> dict[str, dict[str, int]]:
     found = {}
     for Q, H, K, C in ((1, 32, 8, 128), (1, 32, 4, 128), (5, 32, 8, 128), (9, 64, 8, 64)):
         cache = Int8KVCache((1, K, 4096, C), torch.bfloat16, torch.device("cpu"))
-        kernel, kernels._attend_int8 = kernels._attend_int8, Launch()
+        kernel, attention_kernels._attend_int8 = attention_kernels._attend_int8, Launch()
         q, positions = torch.zeros(1, Q, H, C, dtype=torch.bfloat16), torch.zeros(1, Q, dtype=torch.int64)
-        kernels.attend_int8(q, cache.kv, cache.scale.kv, positions, 1 << 30)
-        launch, kernels._attend_int8 = kernels._attend_int8, kernel
+        attention_kernels.attend_int8(q, cache.kv, cache.scale.kv, positions, 1 << 30)
+        launch, attention_kernels._attend_int8 = attention_kernels._attend_int8, kernel
         asm = compiled(kernel, launch).asm["sass"]
         found[f"{Q} queries, {H} heads, {K} KV heads"] = {"spills": asm.count("STL"), "products": asm.count("MMA")}
     return found
@@ -454,7 +456,7 @@ def main() -> int:
         results = {name: dot4_code(case, False) for name, case in DOT4.items()}
         results |= {f"{name}, waiting": dot4_code(DOT4[name], True) for name in ("int4, groups of 128", "int4, gated")}
     elif sys.argv[1] == "run":
-        kernels._upper = upper_twin
+        grouped_kernel._upper = upper_twin
         cases = itertools.product(FORMATS, SHAPES, (torch.float32, torch.float16))
         results = {
             f"{name}, {shape}, {dtype}": error(name, *SHAPES[shape], dtype, GROUPS[name])

@@ -21,6 +21,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+import grouped_kernel
+import kernels
 import packing
 import quantize as room
 from args import ModelArgs
@@ -1192,7 +1194,6 @@ def run_assembly(source: str, **values: int) -> dict[str, int]:
 @given(word=st.integers(0, 2**32 - 1), x=st.lists(st.integers(-(2**15), 2**15 - 1), min_size=8, max_size=8))
 def test_the_assembly_of_e2m1_multiplies_what_the_codes_are(word, x):
     """What the interpreter's twin stands for: sums of x times (12 + twice the number), of four codes each."""
-    kernels = pytest.importorskip("kernels")
     if kernels.triton is None:
         pytest.skip("kernels.py needs triton")
     low, high = (sum((number & 0xFFFF) << 16 * n for n, number in enumerate(some)) for some in (x[:4], x[4:]))
@@ -1208,17 +1209,16 @@ def test_the_assembly_of_e2m1_multiplies_what_the_codes_are(word, x):
 @pytest.mark.parametrize("upper", (False, True))
 def test_the_assembly_of_bytes_makes_their_numbers(upper):
     """Two at a time, from units that hold something else in their other bytes."""
-    kernels = pytest.importorskip("kernels")
-    if kernels.triton is None:
-        pytest.skip("kernels.py needs triton")
+    if grouped_kernel.triton is None:
+        pytest.skip("grouped_kernel.py needs triton")
     bits = torch.arange(256, dtype=torch.uint8)
     wanted = bits.view(torch.int8).float(), bits.view(torch.float8_e4m3fn).float() / 256
     wanted[1][[0x7F, 0xFF]] = torch.tensor((480.0, -480.0)) / 256  # not numbers of e4m3: in every format here they are
-    for function, numbers in zip((kernels._signed_bytes, kernels._e4m3_bytes), wanted, strict=True):
+    for function, numbers in zip((grouped_kernel._signed_bytes, grouped_kernel._e4m3_bytes), wanted, strict=True):
         for byte, number in enumerate(numbers.tolist()):
             units = byte * 0x01000100 | 0x00C30055 if upper else byte * 0x00010001 | 0x5500C300
             if upper:
-                units = run_assembly(f"  {re.search('shr[^;]*;', kernels._upper.src)[0]}", _1=units)["$0"]
+                units = run_assembly(f"  {re.search('shr[^;]*;', grouped_kernel._upper.src)[0]}", _1=units)["$0"]
             found = run_assembly(function.src.split('"""{')[1], _1=units)["$0"]
             assert torch.tensor([found]).to(torch.int32).view(torch.bfloat16).tolist() == [number] * 2, (function, byte)
 

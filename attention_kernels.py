@@ -1,0 +1,145 @@
+"""Attention over a long cache in 8 bits, or a compressed one, as Triton kernels: the library's reads neither."""
+
+from __future__ import annotations  # the annotations of kernels name triton, which may be absent
+
+import torch
+from torch import Tensor
+
+from kernels import jit, tl, triton
+
+
+@jit
+def _weigh(scores, largest, total):
+    """A softmax over one block of positions after the other: the block's scores [M, N], the largest score and the sum
+    of weights so far [M] -> the block's weights, by what to multiply all that was before, and the two with it."""
+    now = tl.maximum(largest, tl.max(scores, 1))
+    base = tl.where(now == float("-inf"), 0.0, now)
+    weights, kept = tl.exp(scores - base[:, None]), tl.exp(largest - base)
+    return weights, kept, now, total * kept + tl.sum(weights, 1)
+
+
+@jit
+def _attend_int8(q, codes, scales, positions, y, sums, S: tl.constexpr, H: tl.constexpr, K: tl.constexpr,
+                 C: tl.constexpr, Q: tl.constexpr, WINDOW: tl.constexpr, M: tl.constexpr, BLOCK: tl.constexpr,
+                 VALUES: tl.constexpr):  # fmt: skip
+    # A program has one sequence's KV head, and every so manieth block of the positions that its queries see.
+    pair, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    G: tl.constexpr = H // K
+    row, c = tl.arange(0, M), tl.arange(0, C)
+    query, present = row % Q, row < G * Q  # rows: the heads of a KV head, and of each all queries
+    place = pair // K * Q + query
+    at = tl.load(positions + place, mask=present, other=0)
+    last = tl.load(positions + pair // K * Q + Q - 1)
+    first = tl.maximum(tl.load(positions + pair // K * Q) - WINDOW + 1, 0) // BLOCK
+    head = pair % K * G + row // Q
+    queries = tl.load(q + (place * H + head)[:, None] * C + c[None, :], mask=present[:, None], other=0.0)
+    largest, total = tl.full([M], float("-inf"), tl.float32), tl.zeros([M], tl.float32)
+    found = tl.zeros([M, C], tl.float32)
+    for block in range(first + part, last // BLOCK + 1, parts):
+        key = block * BLOCK + tl.arange(0, BLOCK)
+        line = pair * S + key
+        k = tl.load(codes + line[:, None] * C + c[None, :]).to(queries.dtype)
+        scores = tl.dot(queries, tl.trans(k)) * (tl.load(scales + line).to(tl.float32) * C**-0.5)[None, :]
+        distance = at[:, None] - key[None, :]
+        scores = tl.where((distance >= 0) & (distance < WINDOW), scores, float("-inf"))
+        weights, kept, largest, total = _weigh(scores, largest, total)
+        weights *= tl.load(scales + VALUES + line).to(tl.float32)[None, :]
+        v = tl.load(codes + VALUES * C + line[:, None] * C + c[None, :]).to(queries.dtype)
+        found = found * kept[:, None] + tl.dot(weights.to(queries.dtype), v)
+    line = (pair * parts + part) * M + row
+    tl.store(y + line[:, None] * C + c[None, :], found)
+    tl.store(sums + line * 2, largest)
+    tl.store(sums + line * 2 + 1, total)
+
+
+@torch.library.custom_op("moe_fast::attend_int8", mutates_args=())
+def attend_int8(q: Tensor, codes: Tensor, scales: Tensor, positions: Tensor, window: int) -> tuple[Tensor, Tensor]:
+    """Queries [B, Q, H, C] at rising positions [B, Q] over codes [2, B, K, S, C] with scales [2, B, K, S, 1].
+
+    -> fp32 [B, K, parts, M, C], and [.., M, 2] of the largest score and the sum of exp(score less that), by parts of
+    the positions; row h * Q + q of M is of the KV head's h-th head, others are undefined. Only blocks in use are read,
+    each once (Dao et al. 2023, "Flash-Decoding"). S is a multiple of 128.
+    """
+    (B, Q, H, C), (K, S) = q.shape, codes.shape[2:4]
+    y, sums = _attend_int8_fake(q, codes, scales, positions, window)
+    _attend_int8[(B * K, y.shape[2])](
+        q.contiguous(), codes, scales, positions.contiguous(), y, sums, S=S, H=H, K=K, C=C, Q=Q, WINDOW=window,
+        M=y.shape[3], BLOCK=128, VALUES=B * K * S, num_warps=4 if y.shape[3] == 16 else 8, num_stages=2,
+    )  # fmt: skip
+    return y, sums
+
+
+@attend_int8.register_fake
+def _attend_int8_fake(q: Tensor, codes: Tensor, scales: Tensor, positions: Tensor, window: int):
+    (B, Q, H, C), K = q.shape, codes.shape[2]
+    M = max(16, triton.next_power_of_2(H // K * Q))
+    y = q.new_empty(B, K, max(1, 256 // (B * K)), M, C, dtype=torch.float32)  # parts: two for each SM
+    return y, y.new_empty(*y.shape[:-1], 2)
+
+
+@jit
+def _attend_latent(q, kv, scales, positions, y, sums, S: tl.constexpr, H: tl.constexpr, C: tl.constexpr,
+                   R: tl.constexpr, Q: tl.constexpr, INT8: tl.constexpr, M: tl.constexpr,
+                   BLOCK: tl.constexpr):  # fmt: skip
+    # A program has M of one sequence's Q * H rows of queries, and every so manieth block of the positions they see.
+    sequence, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    row, c, r = tl.program_id(2) * M + tl.arange(0, M), tl.arange(0, C), tl.arange(0, R)
+    present = row < Q * H
+    at = tl.load(positions + sequence * Q + row // H, mask=present, other=0)
+    last = tl.load(positions + sequence * Q + Q - 1)
+    of_row = q + (sequence * Q * H + row)[:, None] * (C + R)
+    queries = tl.load(of_row + c[None, :], mask=present[:, None], other=0.0)
+    turned = tl.load(of_row + C + r[None, :], mask=present[:, None], other=0.0)
+    largest, total = tl.full([M], float("-inf"), tl.float32), tl.zeros([M], tl.float32)
+    found = tl.zeros([M, C], tl.float32)
+    for block in range(part, last // BLOCK + 1, parts):
+        key = block * BLOCK + tl.arange(0, BLOCK)
+        of_key = kv + (sequence * S + key)[:, None] * (C + R)
+        latent = tl.load(of_key + c[None, :]).to(queries.dtype)
+        scores = tl.dot(queries, tl.trans(latent))
+        scores = tl.dot(turned, tl.trans(tl.load(of_key + C + r[None, :]).to(queries.dtype)), scores)
+        scores *= (C + R) ** -0.5
+        if INT8:
+            scale = tl.load(scales + sequence * S + key).to(tl.float32)[None, :]
+            scores *= scale
+        scores = tl.where(at[:, None] >= key[None, :], scores, float("-inf"))
+        weights, kept, largest, total = _weigh(scores, largest, total)
+        if INT8:
+            weights *= scale
+        found = found * kept[:, None] + tl.dot(weights.to(queries.dtype), latent)
+    line = ((sequence * parts + part) * tl.num_programs(2) + tl.program_id(2)) * M + tl.arange(0, M)
+    tl.store(y + line[:, None] * C + c[None, :], found)
+    tl.store(sums + line * 2, largest)
+    tl.store(sums + line * 2 + 1, total)
+
+
+@torch.library.custom_op("moe_fast::attend_latent", mutates_args=())
+def attend_latent(q: Tensor, kv: Tensor, scales: Tensor | None, positions: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """Queries [B, Q, H, r + R] at rising positions [B, Q] over kv [1, B, 1, S, r + R], whose first r are values too.
+
+    scales: [1, B, 1, S, 1] of an int8 kv. -> fp32 [B, parts, rows, r], and [.., rows, 2] of the largest score and the
+    sum of exp(score less that), as `attend_int8`; row q * H + h, others are undefined. Only blocks in use are read,
+    once for up to 32 rows. r and R are powers of two from 16 on, S a multiple of 32.
+    """
+    (B, Q, H, C), S = q.shape, kv.shape[3]
+    y, sums = _attend_latent_fake(q, kv, scales, positions, rank)
+    M = latent_rows(Q * H)
+    _attend_latent[(B, y.shape[1], y.shape[2] // M)](
+        q.contiguous(), kv, kv if scales is None else scales, positions.contiguous(), y, sums, S=S, H=H, C=rank,
+        R=C - rank, Q=Q, INT8=scales is not None, M=M, BLOCK=32 if kv.element_size() < 4 else 16,
+        num_warps=8, num_stages=2,
+    )  # fmt: skip
+    return y, sums
+
+
+def latent_rows(rows: int) -> int:
+    """How many of so many rows of queries a program has."""
+    return min(32, max(16, triton.next_power_of_2(rows)))
+
+
+@attend_latent.register_fake
+def _attend_latent_fake(q: Tensor, kv: Tensor, scales: Tensor | None, positions: Tensor, rank: int):
+    (B, Q, H, _), M = q.shape, latent_rows(q.shape[1] * q.shape[2])
+    programs = -(-Q * H // M)
+    y = q.new_empty(B, max(1, 256 // (B * programs)), programs * M, rank, dtype=torch.float32)
+    return y, y.new_empty(*y.shape[:-1], 2)
