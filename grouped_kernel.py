@@ -14,9 +14,9 @@ from kernels import jit, power_of_two, tl, triton
 
 
 @jit
-def _upper(units):
-    """The upper bytes of int16 `units`, below bits of no meaning: two at a time."""
-    return tl.inline_asm_elementwise("shr.u32 $0, $1, 8;", "=r,r", (units,), dtype=tl.int16, is_pure=True, pack=2)
+def _down(units, COUNT: tl.constexpr):
+    """int16 `units` with so many bits less below, and above them bits of no meaning: two at a time."""
+    return tl.inline_asm_elementwise(f"shr.u32 $0, $1, {COUNT};", "=r,r", (units,), tl.int16, is_pure=True, pack=2)
 
 
 @jit
@@ -53,69 +53,130 @@ def _e4m3_bytes(units):
 
 
 @jit
-def _bytes(units, UPPER: tl.constexpr, KIND: tl.constexpr, DTYPE: tl.constexpr):
-    """The lower or upper bytes of int16 `units` as DTYPE, without their row's factor."""
-    bits = _upper(units) if UPPER else units
+def _e2m1_fields(units):
+    """The lowest 4 bits of int16 `units`, as bf16: two at a time."""
+    # Their bits as those of a bf16 number, 2 ** -126 of it.
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 sign, bits, factor, none;
+        mov.b32 factor, 0x7E807E80;
+        mov.b32 none, 0x80008000;
+        shl.b32 sign, $1, 12;
+        shl.b32 bits, $1, 6;
+        and.b32 bits, bits, 0x01C001C0;
+        lop3.b32 bits, sign, 0x80008000, bits, 0xEA;
+        fma.rn.bf16x2 $0, bits, factor, none;
+        }""", "=r,r", (units,), dtype=tl.bfloat16, is_pure=True, pack=2,
+    )  # fmt: skip
+
+
+@jit
+def _fields(units, MASK: tl.constexpr):
+    """128 + the bits of int16 `units` below MASK, as bf16: two at a time."""
+    return tl.inline_asm_elementwise(
+        f"lop3.b32 $0, $1, {MASK * 65537}, 0x43004300, 0xEA;", "=r,r", (units,), tl.bfloat16, is_pure=True, pack=2
+    )
+
+
+@jit
+def _fields_3(units, thirds):
+    """128 + the lowest 2 bits of int16 `units` + 4 times bit 2 of `thirds`, as bf16: two at a time."""
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 low;
+        lop3.b32 low, $1, 0x00030003, 0x43004300, 0xEA;
+        lop3.b32 $0, $2, 0x00040004, low, 0xEA;
+        }""", "=r,r,r", (units, thirds), dtype=tl.bfloat16, is_pure=True, pack=2,
+    )  # fmt: skip
+
+
+@jit
+def _wide(numbers):
+    """bf16 -> fp32: two at a time."""
+    return tl.inline_asm_elementwise(
+        "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xFFFF0000;", "=r,=r,r", (numbers,), tl.float32, is_pure=True, pack=2
+    )
+
+
+@jit
+def _numbers(units, thirds, BITS: tl.constexpr, KIND: tl.constexpr, DTYPE: tl.constexpr):
+    """The numbers of the lowest fields of int16 `units`; 2 ** -8 of them in fp8, and in hqq codes, in bf16 128 more.
+
+    As fp32 where what they are multiplied by has more digits than DTYPE.
+    """
     if tl.bfloat16 == DTYPE:
-        return _signed_bytes(bits) if KIND == "int8" else _e4m3_bytes(bits)
-    if KIND != "int8":  # its bits as those of an fp16 number, 2 ** -8 of it
-        bits = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
+        if KIND == "int8":
+            return _signed_bytes(units)
+        elif BITS == 8:
+            return _wide(_e4m3_bytes(units)) if KIND == "fp8b" else _e4m3_bytes(units)
+        elif KIND == "mxfp4":
+            return _e2m1_fields(units)
+        elif BITS == 3:
+            return _wide(_fields_3(units, thirds))
+        elif KIND == "int4":
+            return _fields(units, 15) - 136.0
+        else:
+            return _wide(_fields(units, 2**BITS - 1))
+    elif KIND == "int8":
+        bits = (units & 0xFF) ^ 0x6480  # of 1024 + 128 + the number
+        return (bits.to(tl.float16, bitcast=True) - 1152.0).to(DTYPE)
+    elif BITS == 8:  # its bits as those of an fp16 number, 2 ** -8 of it
+        bits = ((units & 0x80) << 8) | ((units & 0x7F) << 7)
         return bits.to(tl.float16, bitcast=True).to(DTYPE)
-    bits = (bits & 0xFF) ^ 0x6480  # of 1024 + 128 + the number
-    return (bits.to(tl.float16, bitcast=True) - 1152.0).to(DTYPE)
+    elif KIND == "mxfp4":  # 2 ** -14 of it
+        bits = ((units & 8) << 12) | ((units & 7) << 9)
+        return bits.to(tl.float16, bitcast=True).to(tl.float32) * 16384.0
+    else:
+        code = units & (3 if BITS == 3 else 2**BITS - 1)
+        if BITS == 3:
+            code |= thirds & 4
+        return code.to(tl.float32) - (8.0 if KIND == "int4" else 0.0)
 
 
 @jit
-def _each_word(values, PLACES: tl.constexpr):
-    """[BN, n], each for as many neighbouring words -> one for each of PLACES, [BN, blocks, 1, words, 1]."""
+def _each_unit(values, COUNT: tl.constexpr):
+    """[BN, n], each for as many neighbouring units -> one for each of COUNT units, [BN, COUNT]."""
+    BN: tl.constexpr = values.shape[0]
     n: tl.constexpr = values.shape[1]
-    return tl.reshape(tl.broadcast_to(values[:, :, None], [PLACES[0], n, PLACES[1] * PLACES[3] // n]), PLACES)
+    return tl.reshape(tl.broadcast_to(values[:, :, None], [BN, n, COUNT // n]), [BN, COUNT])
 
 
 @jit
-def _e2m1(word, field):
-    """The numbers in such fields of words, fp32. Their bits are those of an fp32 number, 2 ** -126 of it."""
-    up = 22 - field * 4
-    magnitude = (word << tl.maximum(up, 0) >> tl.maximum(-up, 0)) & (7 << 22)
-    sign = (word << (28 - field * 4)) & -(2**31)
-    return (magnitude | sign).to(tl.float32, bitcast=True) * 2.0**126
+def _thirds(third, rows, start, IN: tl.constexpr, BK: tl.constexpr):
+    """The third bits of the BK numbers from `start` on, [BN, units]: bit 2 + 8 b + k is field 4 b + k's."""
+    # In memory bits 8 b + 4 m + k of units 0 and 1 are of units 2 m and 2 m + 1. What is loaded at all tells m, not a
+    # shift: Triton 3.6 moves loads to the lanes that multiply what they loaded, but nothing that knows its place.
+    unit = start // 8 + tl.arange(0, BK // 8)[None, :]
+    place, m = rows * (IN // 16) + unit // 4 * 2 + unit % 2, unit // 2 % 2
+    low = tl.load(third + place, mask=(m == 0) & (unit < IN // 8), other=0)
+    high = tl.load(third + place, mask=(m == 1) & (unit < IN // 8), other=0)
+    return (low << 2) | (high >> 2)
 
 
 @jit
-def _weights(codes, third, scale, scale_step, scale_low, zero, zero_step, zero_low, rows, start, IN: tl.constexpr,
-             BITS: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr, RUN: tl.constexpr, BN: tl.constexpr,
-             BK: tl.constexpr):  # fmt: skip
-    """The BK numbers from `start` on of `rows` [BN, 1], in 4, 3 or 2 bits, fp32 [BN, BK] in `grouped_order`."""
-    LOW: tl.constexpr = 2 if BITS == 3 else BITS  # bits of a field
-    F: tl.constexpr = 32 // LOW  # fields of a word
-    PLACES: tl.constexpr = [BN, BK // F // RUN, 1, RUN, 1]
-    words = start // F + tl.arange(0, BK // F)[None, :]
-    inside = words < IN // F if IN % BK else None
-    word = tl.reshape(tl.load(codes + rows * (IN // F) + words, mask=inside), PLACES)
-    # Fields are shifted to the first bits of an fp32 mantissa, which makes them 2 ** BITS + number: a lane shifts all
-    # its words by the same constants, and converts none.
-    field = tl.reshape(tl.arange(0, F), [1, 1, F // 2, 1, 2])
-    up = 23 - BITS - field * LOW
-    bits = (word << tl.maximum(up, 0) >> tl.maximum(-up, 0)) & ((2**LOW - 1) << 23 - BITS)
-    if BITS == 3:  # bit 8 b + 4 m + k is that of field 4 b + k of word m
-        bit = tl.load(third + rows * (IN // 32) + words // 2, mask=inside)
-        bit = tl.reshape(bit >> (tl.arange(0, BK // F) % 2 * 4)[None, :], PLACES)
-        up = 22 - field // 4 * 8 - field % 4
-        bits |= (bit << tl.maximum(up, 0) >> tl.maximum(-up, 0)) & (1 << 22)
-    number = (bits | ((127 + BITS) << 23)).to(tl.float32, bitcast=True)
-    WORDS: tl.constexpr = GROUP // F  # of a group
-    EACH: tl.constexpr = min(BK // F, WORDS & -WORDS)  # so many neighbours are of one, wherever a tile begins
-    group = (start // F + tl.arange(0, BK // F // EACH)[None, :] * EACH) // WORDS
+def _scales(scale, zero, rows, start, IN: tl.constexpr, FIELDS: tl.constexpr, GROUP: tl.constexpr, BK: tl.constexpr):
+    """As stored, scales and zeros of the groups that the BK numbers from `start` on are of, [BN, n]."""
+    UNITS: tl.constexpr = GROUP // FIELDS  # of a group
+    # So many neighbours are of one, wherever a tile begins; or half a tile, or Triton 3.6 moves not one scale a row to
+    # where it is multiplied, but all products, through shared memory.
+    EACH: tl.constexpr = min(BK // FIELDS // 2, UNITS & -UNITS)
+    group = (start // FIELDS + tl.arange(0, BK // FIELDS // EACH)[None, :] * EACH) // UNITS
     group = rows * (IN // GROUP) + tl.minimum(group, IN // GROUP - 1)
+    return tl.load(scale + group), tl.load(zero + group)
+
+
+@jit
+def _factors(scale, zero, scale_step, scale_low, zero_step, zero_low, rows, COUNT: tl.constexpr, KIND: tl.constexpr,
+             DTYPE: tl.constexpr):  # fmt: skip
+    """By what to multiply the numbers of COUNT units, and what to take off then, of such `_scales`."""
+    less = 0.0
     if KIND == "mxfp4":
-        number = _e2m1(word, field)
-        return tl.reshape(number * _each_word(power_of_two(tl.load(scale + group)), PLACES), [BN, BK])
-    factor, offset = tl.load(scale + group).to(tl.float32), 8.0
-    if KIND == "hqq":
-        factor = factor * tl.load(scale_step + rows) + tl.load(scale_low + rows)
-        offset = tl.load(zero + group).to(tl.float32) * tl.load(zero_step + rows) + tl.load(zero_low + rows)
-    less = (2**BITS + offset) * factor
-    return tl.reshape(number * _each_word(factor, PLACES) - _each_word(less, PLACES), [BN, BK])
+        scale = power_of_two(scale).to(tl.bfloat16 if tl.bfloat16 == DTYPE else tl.float32)
+    elif KIND == "hqq":
+        scale = scale.to(tl.float32) * tl.load(scale_step + rows) + tl.load(scale_low + rows)
+        zero = zero.to(tl.float32) * tl.load(zero_step + rows) + tl.load(zero_low + rows)
+        less = _each_unit((zero + (128.0 if tl.bfloat16 == DTYPE else 0.0)) * scale, COUNT)
+    return _each_unit(scale, COUNT), less
 
 
 @jit
@@ -138,38 +199,48 @@ def _grouped(x, y, group_ends, codes, third, scale, scale_step, scale_low, zero,
         n = tl.program_id(1) * BN + tl.arange(0, BN)
         weight_rows = expert.to(tl.int64) * OUT + tl.minimum(n, OUT - 1)[:, None]
         scale_rows = expert * tl.cdiv(OUT, GROUP) + tl.minimum(n, OUT - 1)[:, None] // GROUP  # of blocks
-        # Weights are the left operand where they are unpacked in registers, and where there are no tensor cores.
-        LEFT: tl.constexpr = BITS == 8 or (BITS < 8 and x.dtype.element_ty == tl.float32)
-        sums = tl.zeros([BN, BM] if LEFT else [BM, BN], tl.float32)
+        DTYPE: tl.constexpr = x.dtype.element_ty
+        PACKED: tl.constexpr = KIND != "plain"
+        FIELDS: tl.constexpr = 16 // (2 if BITS == 3 else BITS) if PACKED else 1  # of a unit
+        # Packed weights are unpacked in registers, from which a tensor core takes its left operand alone.
+        sums = tl.zeros([BN, BM] if PACKED else [BM, BN], tl.float32)
+        if PACKED and BITS < 8:  # loaded a step ahead: they are too small for the compiler to copy them ahead
+            scales_ahead, zeros_ahead = _scales(scale, zero, weight_rows, 0, IN, FIELDS, GROUP, BK)
         for start in range(0, IN, BK):
-            if BITS == 8:
-                unit = start // 2 + tl.arange(0, BK // 2)[None, :]
-                units = tl.load(codes + weight_rows * (IN // 2) + unit, mask=unit < IN // 2 if IN % BK else None)
-            # Weights of 8 bits stay in registers, which a tensor core reads until its product is waited for. So there
-            # are two products: the compiler waits for the first before it unpacks the second one's weights, and so in
-            # turn. One it cut into pieces, and Triton 3.6 wrote to registers that were still read.
-            for part in tl.static_range(2 if BITS == 8 else 1):
-                if BITS == 8:  # of the lower bytes, then of the upper ones
-                    k = (unit // (2 * RUN) * 2 + part) * (2 * RUN) + unit % (2 * RUN)
-                else:
-                    k = start + tl.arange(0, BK)[None, :]
+            unit = start // FIELDS + tl.arange(0, BK // FIELDS)[None, :]
+            inside = unit < IN // FIELDS if IN % BK else None
+            if PACKED:
+                units = tl.load(codes + weight_rows * (IN // FIELDS) + unit, mask=inside)
+                thirds = units
+            if BITS == 3:
+                thirds = _thirds(third, weight_rows, start, IN, BK)
+            if KIND == "fp8b":  # a scale for each block of GROUP rows and columns
+                block = start // GROUP if GROUP % BK == 0 else tl.minimum(2 * unit, IN - 1) // GROUP
+                factor = tl.load(scale + scale_rows * (IN // GROUP) + block) * 256.0
+            elif BITS < 8:
+                factor, less = _factors(scales_ahead, zeros_ahead, scale_step, scale_low, zero_step, zero_low,
+                                        weight_rows, BK // FIELDS, KIND, DTYPE)  # fmt: skip
+                scales_ahead, zeros_ahead = _scales(scale, zero, weight_rows, start + BK, IN, FIELDS, GROUP, BK)
+            # Weights stay in registers, which a tensor core reads until its product is waited for. So each field has a
+            # product: the compiler waits for one before it unpacks the next one's weights. One product it cut into
+            # pieces, and Triton 3.6 wrote to registers that were still read.
+            for field in tl.static_range(FIELDS):
+                k = (unit // RUN * FIELDS + field) * RUN + unit % RUN
                 a = tl.load(x + rows.to(tl.int64) * IN + k, mask=present & (k < IN) if IN % BK else present, other=0.0)
-                if KIND == "plain":
-                    b = tl.load(codes + weight_rows * IN + k, mask=k < IN if IN % BK else None)
-                elif BITS == 8:
-                    b = _bytes(units, part == 1, KIND, x.dtype.element_ty)
-                    if KIND == "fp8b":  # a scale for each block of GROUP rows and columns
-                        block = start // GROUP if GROUP % BK == 0 else tl.minimum(2 * unit, IN - 1) // GROUP
-                        factor = tl.load(scale + scale_rows * (IN // GROUP) + block) * 256.0
-                        b = (b * factor).to(x.dtype.element_ty)
-                else:
-                    b = _weights(codes, third, scale, scale_step, scale_low, zero, zero_step, zero_low, weight_rows,
-                                 start, IN, BITS, GROUP, KIND, RUN, BN, BK).to(x.dtype.element_ty)  # fmt: skip
-                if LEFT:
+                if PACKED:
+                    b = _numbers(units, thirds, BITS, KIND, DTYPE)
+                    if KIND == "hqq":
+                        b = (b * factor - less).to(DTYPE)
+                    elif KIND == "fp8b" or BITS < 8:
+                        b = (b * factor).to(DTYPE)
+                    units = _down(units, 16 // FIELDS)
+                    if BITS == 3:
+                        thirds = _down(thirds, 5 if field == 3 else 1)
                     sums = tl.dot(b, tl.trans(a), sums, input_precision="ieee")
                 else:
+                    b = tl.load(codes + weight_rows * IN + k, mask=inside)
                     sums = tl.dot(a, tl.trans(b), sums, input_precision="ieee")
-        sums = tl.trans(sums) if LEFT else sums
+        sums = tl.trans(sums) if PACKED else sums
         if KIND == "int8" or KIND == "fp8":
             factor = tl.load(scale + expert.to(tl.int64) * OUT + tl.minimum(n, OUT - 1)).to(tl.float32)
             sums *= (factor * (256.0 if KIND == "fp8" else 1.0))[None, :]
@@ -179,12 +250,9 @@ def _grouped(x, y, group_ends, codes, third, scale, scale_step, scale_low, zero,
 
 
 def grouped_run(width: int, bits: int) -> int:
-    """How many neighbouring words `grouped` unpacks side by side: as many as a tensor core's layout gives lanes.
-
-    In 8 bits as many as make 64 bytes of x in a row, since memory is read by 32.
-    """
-    words = width * (2 if bits == 3 else bits) // 32
-    return min(16 if bits == 8 else 4, words & -words)
+    """Of how many neighbouring int16 units `grouped` unpacks a field side by side: as many as make 64 bytes of x."""
+    units = width * (2 if bits == 3 else bits) // 16
+    return min(32, units & -units)
 
 
 def grouped_cut(N: int, E: int, bits: int) -> dict:
@@ -193,9 +261,13 @@ def grouped_cut(N: int, E: int, bits: int) -> dict:
         few = {"BM": 16, "BN": 64, "BK": 4096 // bits} if N <= 16 * E else {"BM": 64, "BN": 128, "BK": 1024 // bits}
         return few | {"num_warps": 4, "num_stages": 3}
     rows = 128 if N > 64 * E else 64 if N > 16 * E else 16  # a tile of rows: most are empty where experts have few
-    cut = {"BM": rows, "BN": 128, "BK": 64, "num_warps": 4, "num_stages": 4 if bits == 8 else 3}
-    # Unpacking 4 bits and fewer takes longest: where experts have many rows, once for more of them.
-    return cut | {"BM": 256, "num_warps": 8} if bits < 8 and N >= 256 * E else cut
+    if bits == 8:
+        return {"BM": rows, "BN": 128, "BK": 64, "num_warps": 4, "num_stages": 4}
+    # Unpacking fewer bits takes longer: where experts have many rows, once for more of them.
+    rows = 256 if N >= 256 * E else rows
+    # A field's 16 x 16 numbers of x would be 2 bytes a lane, which cannot be copied ahead.
+    width = 256 if rows == 16 and bits < 4 else 128
+    return {"BM": rows, "BN": 128, "BK": width, "num_warps": 8, "num_stages": 3}
 
 
 def grouped(x: Tensor, group_ends: Tensor, parts: dict[str, Tensor], kind: str, bits: int, group: int,
@@ -209,8 +281,9 @@ def grouped(x: Tensor, group_ends: Tensor, parts: dict[str, Tensor], kind: str, 
     (N, width), (E, out) = x.shape, parts["codes"].shape[:2]
     most = N if x.element_size() == 2 else 64 * E  # fp32 has no tensor cores: larger tiles would not fit registers
     y, cut = x.new_empty(N, out), cut or grouped_cut(min(N, most), E, bits)
-    codes = parts["codes"].view(torch.int16) if bits == 8 else parts["codes"]
-    third = parts.get("third", codes)
+    codes, third = (parts.get(name, parts["codes"]) for name in ("codes", "third"))
+    if bits < 16:
+        codes, third = codes.view(torch.int16), third.view(torch.int16)
     scale = parts.get("scale", codes)
     fine = [parts.get(name, scale) for name in ("scale_step", "scale_low", "zero", "zero_step", "zero_low")]
     grid = (min(N, triton.cdiv(N, cut["BM"]) + E), triton.cdiv(out, cut["BN"]))

@@ -41,15 +41,12 @@ def word_order(values: Tensor, fields: int, group: int) -> Tensor:
 def grouped_order(x: Tensor, bits: int, group: int) -> Tensor:
     """[..., in] -> [..., in] in the order in which `grouped_kernel.grouped` unpacks weights of so many bits.
 
-    Of as many neighbouring words as it unpacks side by side, first and second fields of each, then third and fourth
-    ones: two neighbours in x are of one word, as in a tensor core's registers. At 8 bits first and third fields, then
-    second and fourth ones.
+    A word is two units of 16 bits. Of as many neighbouring units as it unpacks side by side the first fields, then the
+    second ones, and so on.
     """
     fields = 16 if bits == 3 else 32 // bits
-    ordered, run = word_order(x, fields, group), grouped_kernel.grouped_run(x.shape[-1], bits)
-    if bits == 8:
-        return ordered.unflatten(-1, (-1, run, 2, 2)).movedim(-1, -3).flatten(-4)
-    return ordered.unflatten(-1, (-1, run, fields // 2, 2)).transpose(-3, -2).flatten(-4)
+    run = grouped_kernel.grouped_run(x.shape[-1], bits)
+    return word_order(x, fields, group).unflatten(-1, (-1, run, fields // 2)).transpose(-2, -1).flatten(-3)
 
 
 def pack(codes: Tensor, bits: int, group: int) -> Tensor:

@@ -234,9 +234,9 @@ def twin(word, x_even, x_odd, even, odd):
 
 
 @triton.jit
-def upper_twin(units):
-    """`grouped_kernel._upper` likewise."""
-    return units >> 8
+def down_twin(units, COUNT: tl.constexpr):
+    """`grouped_kernel._down` likewise."""
+    return units >> COUNT
 
 
 @triton.jit
@@ -456,7 +456,7 @@ def main() -> int:
         results = {name: dot4_code(case, False) for name, case in DOT4.items()}
         results |= {f"{name}, waiting": dot4_code(DOT4[name], True) for name in ("int4, groups of 128", "int4, gated")}
     elif sys.argv[1] == "run":
-        grouped_kernel._upper = upper_twin
+        grouped_kernel._down = down_twin
         cases = itertools.product(FORMATS, SHAPES, (torch.float32, torch.float16))
         results = {
             f"{name}, {shape}, {dtype}": error(name, *SHAPES[shape], dtype, GROUPS[name])

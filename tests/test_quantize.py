@@ -1115,16 +1115,13 @@ def test_attention_that_reads_the_blocks_in_use():
 
 
 def check_machine_code(found: dict) -> None:
-    """Tensor cores, at 8 bits with weights from registers, which nothing overwrites meanwhile; no spills."""
+    """Tensor cores, with weights from registers, which nothing overwrites meanwhile; no spills."""
     for case, counts in found.items():
         assert counts["bytes"] and counts["shared"] <= 227 << 10 and not counts["overwritten"], case
         if "float32" not in case:
-            assert counts["spills"] == 0 < counts["products"], case
-            bytes_of = "8" in case.partition(",")[0]
-            assert not (bytes_of and counts["from_shared_memory"]), case
+            assert counts["spills"] == 0 == counts["from_shared_memory"] and counts["products"], case
             if "300 rows" in case:
-                assert counts["columns"] == [128], case
-                assert bytes_of or counts["from_shared_memory"] == counts["products"], case
+                assert counts["columns"] == [128 if "8" in case.partition(",")[0] else 256], case
 
 
 def test_the_kernel_compiles_for_an_h200():
@@ -1206,21 +1203,57 @@ def test_the_assembly_of_e2m1_multiplies_what_the_codes_are(word, x):
     assert [found["$0"], found["$1"]] == [sums[0] + 1000, sums[1] - 1000]
 
 
-@pytest.mark.parametrize("upper", (False, True))
-def test_the_assembly_of_bytes_makes_their_numbers(upper):
-    """Two at a time, from units that hold something else in their other bytes."""
+def assembly(function, **constants: int) -> str:
+    """The PTX of a kernel function's inline block, an instruction a line. constants: what its braces stand for."""
+    source = function.src
+    text = source.split('"""{')[1].split('}"""')[0] if '"""{' in source else re.search(r'"([^"]*;)"', source)[1]
+    for name, value in constants.items():
+        text = text.replace(f"{{{name}}}", str(value))
+    return "".join(f"  {line.strip()};\n" for line in text.split(";") if line.strip())
+
+
+def as_bf16(register: int) -> list[float]:
+    """The two numbers of a register."""
+    return torch.tensor([register]).to(torch.int32).view(torch.bfloat16).tolist()
+
+
+def test_the_assembly_of_fields_makes_their_numbers():
+    """Two at a time, from units that hold something else in their other bits."""
     if grouped_kernel.triton is None:
         pytest.skip("grouped_kernel.py needs triton")
-    bits = torch.arange(256, dtype=torch.uint8)
-    wanted = bits.view(torch.int8).float(), bits.view(torch.float8_e4m3fn).float() / 256
-    wanted[1][[0x7F, 0xFF]] = torch.tensor((480.0, -480.0)) / 256  # not numbers of e4m3: in every format here they are
-    for function, numbers in zip((grouped_kernel._signed_bytes, grouped_kernel._e4m3_bytes), wanted, strict=True):
-        for byte, number in enumerate(numbers.tolist()):
-            units = byte * 0x01000100 | 0x00C30055 if upper else byte * 0x00010001 | 0x5500C300
-            if upper:
-                units = run_assembly(f"  {re.search('shr[^;]*;', grouped_kernel._upper.src)[0]}", _1=units)["$0"]
-            found = run_assembly(function.src.split('"""{')[1], _1=units)["$0"]
-            assert torch.tensor([found]).to(torch.int32).view(torch.bfloat16).tolist() == [number] * 2, (function, byte)
+    codes = torch.arange(256, dtype=torch.uint8)
+    e4m3 = codes.view(torch.float8_e4m3fn).float() / 256
+    e4m3[[0x7F, 0xFF]] = torch.tensor((480.0, -480.0)) / 256  # not numbers of e4m3: in every format here they are
+    e2m1 = torch.tensor(packing.E2M1)
+    fields, cases = grouped_kernel._fields, {}
+    cases[grouped_kernel._signed_bytes] = 8, {}, codes.view(torch.int8).float()
+    cases[grouped_kernel._e4m3_bytes] = 8, {}, e4m3
+    cases[grouped_kernel._e2m1_fields] = 4, {}, torch.cat((e2m1, -e2m1))
+    found = [(function, *case) for function, case in cases.items()]
+    found += [(fields, bits, {"MASK * 65537": (2**bits - 1) * 65537}, 128.0 + codes[: 2**bits]) for bits in (2, 4)]
+    for function, bits, constants, numbers in found:
+        for code, number in enumerate(numbers.tolist()):
+            units = code * 0x00010001 | (0xA5C3A5C3 & (0xFFFF << bits & 0xFFFF) * 0x00010001)
+            result = run_assembly(assembly(function, **constants), _1=units)["$0"]
+            assert as_bf16(result) == [number] * 2, (function, code)
+
+
+@pytest.mark.parametrize("code", range(8))
+def test_the_assembly_of_3_bits_joins_their_planes(code):
+    if grouped_kernel.triton is None:
+        pytest.skip("grouped_kernel.py needs triton")
+    units, thirds = (code & 3) * 0x00010001 | 0xFFF4FFF8, (code & 4) * 0x00010001 | 0xFFF3FFFB
+    assert as_bf16(run_assembly(assembly(grouped_kernel._fields_3), _1=units, _2=thirds)["$0"]) == [128.0 + code] * 2
+
+
+def test_the_assembly_that_widens_and_that_moves_down():
+    if grouped_kernel.triton is None:
+        pytest.skip("grouped_kernel.py needs triton")
+    pair = torch.tensor((1.5, -3.0)).bfloat16()
+    found = run_assembly(assembly(grouped_kernel._wide), _2=pair.view(torch.int32).item() & 0xFFFFFFFF)
+    for register, number in zip(("$0", "$1"), pair.tolist(), strict=True):
+        assert torch.tensor([found[register]]).to(torch.int32).view(torch.float32).item() == number
+    assert run_assembly(assembly(grouped_kernel._down, COUNT=4), _1=0x12345678)["$0"] == 0x01234567
 
 
 @pytest.mark.slow
