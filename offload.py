@@ -28,13 +28,14 @@ from layers import RMSNorm, realise
 from model import Block, Experts, Transformer, top_k
 from quantize import Packed
 from recording import between
-from slots import POLICIES, Cache, DeviceCache
+from slots import POLICIES, Cache, DeviceCache, fetch_by_kernel
 
 TIERS = "host", "disk"
 DRIVERS = "host", "device"
 STAGING = 4  # b, buffers for guesses, as in the paper
 LARGE_EXPERT = 16 << 20  # bytes from which guesses pay
-PIECE = 4 << 20  # bytes of a guess that are copied at a time: a missing expert waits for no more than this
+PIECE = 4 << 20  # bytes of a guess that are copied at a time
+UNDER_WAY = 2  # pieces handed over that have not arrived: a missing expert waits for no more than these
 ALIGN = 128  # bytes
 PORTABLE_AND_MAPPED = 1 | 2  # flags of cudaHostRegister
 COUNTERS = "hits", "misses", "speculative_hits", "speculative_loads", "bytes"
@@ -85,9 +86,9 @@ class Guess:
 class Link:
     """Copies to the device, on a stream of their own, and the staging buffers; plain copies on the CPU.
 
-    A copy that was handed to the GPU cannot be taken back or overtaken. So a guess is handed over piece by piece, the
-    next once the last has arrived, while the host waits for a router (`read`); once that has spoken, what is left of
-    wrong guesses is dropped, and a missing expert waits for one piece at most.
+    A copy that was handed to the GPU cannot be taken back or overtaken. So guesses are handed over piece by piece while
+    the host waits for a router (`read`). Once that has spoken, what is left of wrong guesses is dropped, and a missing
+    expert waits for UNDER_WAY pieces at most; with one alone the link would be idle until the host has seen it arrive.
     """
 
     def __init__(self, device: torch.device, buffers: int, size: int):
@@ -95,7 +96,7 @@ class Link:
         self.free = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(buffers)]
         self.held: dict[tuple[int, int], Guess] = {}  # by layer and expert, oldest first
         self.unfinished: deque[tuple[int, int]] = deque()
-        self.arrived: torch.cuda.Event | None = None  # of the piece handed over last
+        self.under_way: deque[torch.cuda.Event] = deque()  # of pieces handed over, in their order
 
     def here(self):
         """A context in which copies are this link's."""
@@ -123,14 +124,16 @@ class Link:
         return host.tolist()
 
     def go_on(self) -> None:
-        """Hand over the next piece of a guess, unless the last is still under way; on the CPU all of them."""
-        while self.unfinished and (self.arrived is None or self.arrived.query()):
+        """Hand over pieces of guesses, until UNDER_WAY of them have not arrived; on the CPU all of them."""
+        while self.under_way and self.under_way[0].query():
+            self.under_way.popleft()
+        while self.unfinished and len(self.under_way) < UNDER_WAY:
             guess = self.held[self.unfinished[0]]
             with self.here():
                 guess.copy(PIECE)
                 if self.stream:
-                    self.arrived = torch.cuda.Event()
-                    self.arrived.record()
+                    self.under_way.append(torch.cuda.Event())
+                    self.under_way[-1].record()
             if guess.copied == len(guess.blob):
                 self.unfinished.popleft()
 
@@ -203,8 +206,12 @@ class OffloadedExperts(nn.Module):
     """
 
     def __init__(self, experts: Experts, everyone: int, layer: int, parts: list[Stored], blobs: Blobs, slots: int,
-                 policy: str, link: Link, device: torch.device, host: Tensor | None = None):  # fmt: skip
-        """host: uint8 [E, bytes], from which the device itself is to copy; None: the host says what is copied."""
+                 policy: str, link: Link, device: torch.device, readable: bool = False,
+                 host: Tensor | None = None):  # fmt: skip
+        """readable: whether kernels of the device can read `blobs`, whole words of them.
+
+        host: uint8 [E, bytes], from which the device itself is to copy; None: the host says what is copied.
+        """
         super().__init__()
         self.experts, self.layer, self.parts, self.blobs, self.link = experts, layer, parts, blobs, link
         self.everyone, self.total = everyone, experts.n_expert  # E of all ranks and of this one, which begins at
@@ -212,8 +219,10 @@ class OffloadedExperts(nn.Module):
         self.guesses = 0  # N, and of which layer: MoE and experts, in a list, or they would be this one's modules
         self.ahead: list[nn.Module] = []
         self.counts, self.device = dict.fromkeys(COUNTERS, 0), device
+        self.ids = torch.arange(slots, device=device) if readable and device.type == "cuda" else None  # of slots
         size = len(blobs(0))
         self.pool = torch.empty(slots * size, dtype=torch.uint8, device=device)
+        self.sizes = [n for part in parts for n in (part.start, part.nbytes)]
         self.slots: list[Tensor] = []  # uint8 [R, bytes] of each part
         for part in parts:
             here = self.pool[slots * part.start :][: slots * part.nbytes]
@@ -226,13 +235,14 @@ class OffloadedExperts(nn.Module):
             self._fill(slot, blobs(slot))
         experts.n_expert, experts.read_of = slots, everyone * slots / self.total
         self.slot_map = self._map(self.cache.slot)  # stays where it is, for graphs that read it
-        self.host, self.sizes = host, [n for part in parts for n in (part.start, part.nbytes)]
+        self.host = host
         self.table = None if host is None else DeviceCache(self.total, slots, policy, device)
 
     def _map(self, slots: dict[int, int]) -> Tensor:
         """int64 [E of all ranks]: each expert's slot, R for those that are not in `slots`."""
-        ids = range(-self.first, self.everyone - self.first)
-        return torch.tensor([slots.get(n, self.experts.n_expert) for n in ids]).to(self.device, non_blocking=True)
+        places = [slots.get(n, self.experts.n_expert) for n in range(-self.first, self.everyone - self.first)]
+        # Pinned, so that the host need not wait for what is before it in the stream.
+        return torch.tensor(places, pin_memory=self.device.type == "cuda").to(self.device, non_blocking=True)
 
     def fits(self, pairs: int) -> bool:
         """Whether so many experts, of one token or several, are in the slots at once, whichever they are."""
@@ -248,6 +258,9 @@ class OffloadedExperts(nn.Module):
         return torch.nn.functional.pad(slot_map, others, value=self.experts.n_expert)
 
     def _fill(self, slot: int, blob: Tensor) -> None:
+        """Copy an expert into a slot: by one kernel, or part by part, where each copy costs 3.5 us beside its bytes."""
+        if self.ids is not None:
+            return fetch_by_kernel(self.ids[:1], self.ids[slot : slot + 1], blob[None], self.pool, self.sizes)
         for part, slots in zip(self.parts, self.slots, strict=True):
             slots[slot].copy_(blob[part.start : part.start + part.nbytes], non_blocking=True)
 
@@ -495,7 +508,7 @@ def apply(model: Transformer, settings: Offload, device: torch.device, dtype: to
         else:
             source = FromFiles(parts, size, read)
         block.ffn.experts = offloaded = OffloadedExperts(
-            block.ffn.experts, model.args.n_expert, n, parts, source, slots, settings.policy, link, device,
+            block.ffn.experts, model.args.n_expert, n, parts, source, slots, settings.policy, link, device, reachable,
             blobs if driver == "device" else None,
         )  # fmt: skip
         if above is not None and guesses:

@@ -230,11 +230,11 @@ def test_a_guess_that_has_not_arrived_is_finished_or_dropped(make, monkeypatch, 
     handed_over = link.go_on
 
     def go_on() -> None:
-        link.arrived = None
+        link.under_way.clear()
         for _ in range(pieces):
             if link.unfinished:
                 link.held[link.unfinished[0]].copy(offload.PIECE)
-        link.arrived = Slow()
+        link.under_way.extend(Slow() for _ in range(offload.UNDER_WAY))
         handed_over()
 
     monkeypatch.setattr(link, "go_on", go_on)
