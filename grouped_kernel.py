@@ -35,38 +35,22 @@ def _signed_bytes(units):
 
 
 @jit
-def _e4m3_bytes(units):
-    """The lower bytes of int16 `units`, as bf16, 2 ** -8 of what they are: two at a time."""
-    # Their bits as those of a bf16 number, 2 ** -120 of it.
+def _floats(units, BITS: tl.constexpr, MANTISSA: tl.constexpr, FACTOR: tl.constexpr):
+    """The lowest BITS of int16 `units`, floating-point numbers, as bf16: two at a time.
+
+    Their bits are those of a bf16 number, a power of two smaller. FACTOR: the bits of what brings it back.
+    """
     return tl.inline_asm_elementwise(
-        """{
+        f"""{{
         .reg .b32 sign, bits, factor, none;
-        mov.b32 factor, 0x77807780;
+        mov.b32 factor, {FACTOR * 65537};
         mov.b32 none, 0x80008000;
-        shl.b32 sign, $1, 8;
-        shl.b32 bits, $1, 4;
-        and.b32 bits, bits, 0x07F007F0;
+        shl.b32 sign, $1, {16 - BITS};
+        shl.b32 bits, $1, {7 - MANTISSA};
+        and.b32 bits, bits, {(2 ** (BITS - 1) - 1 << 7 - MANTISSA) * 65537};
         lop3.b32 bits, sign, 0x80008000, bits, 0xEA;
         fma.rn.bf16x2 $0, bits, factor, none;
-        }""", "=r,r", (units,), dtype=tl.bfloat16, is_pure=True, pack=2,
-    )  # fmt: skip
-
-
-@jit
-def _e2m1_fields(units):
-    """The lowest 4 bits of int16 `units`, as bf16: two at a time."""
-    # Their bits as those of a bf16 number, 2 ** -126 of it.
-    return tl.inline_asm_elementwise(
-        """{
-        .reg .b32 sign, bits, factor, none;
-        mov.b32 factor, 0x7E807E80;
-        mov.b32 none, 0x80008000;
-        shl.b32 sign, $1, 12;
-        shl.b32 bits, $1, 6;
-        and.b32 bits, bits, 0x01C001C0;
-        lop3.b32 bits, sign, 0x80008000, bits, 0xEA;
-        fma.rn.bf16x2 $0, bits, factor, none;
-        }""", "=r,r", (units,), dtype=tl.bfloat16, is_pure=True, pack=2,
+        }}""", "=r,r", (units,), dtype=tl.bfloat16, is_pure=True, pack=2,
     )  # fmt: skip
 
 
@@ -107,10 +91,11 @@ def _numbers(units, thirds, BITS: tl.constexpr, KIND: tl.constexpr, DTYPE: tl.co
     if tl.bfloat16 == DTYPE:
         if KIND == "int8":
             return _signed_bytes(units)
-        elif BITS == 8:
-            return _wide(_e4m3_bytes(units)) if KIND == "fp8b" else _e4m3_bytes(units)
-        elif KIND == "mxfp4":
-            return _e2m1_fields(units)
+        elif BITS == 8:  # 2 ** -120 of it, times 2 ** 112
+            numbers = _floats(units, 8, 3, 0x7780)
+            return _wide(numbers) if KIND == "fp8b" else numbers
+        elif KIND == "mxfp4":  # 2 ** -126 of it
+            return _floats(units, 4, 1, 0x7E80)
         elif BITS == 3:
             return _wide(_fields_3(units, thirds))
         elif KIND == "int4":

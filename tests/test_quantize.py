@@ -1,5 +1,6 @@
 """Number formats: what is packed comes back, products are those of the unpacked weights, a checkpoint is whole."""
 
+import ast
 import copy
 import dataclasses
 import json
@@ -1146,6 +1147,14 @@ def test_the_product_for_one_token_compiles_for_an_h200():
         assert counts["waits"] == counts["starts"] == ("waiting" in case), case
 
 
+def assembly(function, **constants: int) -> str:
+    """The PTX of a kernel function's inline block, an instruction a line. constants: its arguments that are such."""
+    calls = [node for node in ast.walk(ast.parse(function.src)) if isinstance(node, ast.Call)]
+    (call,) = (node for node in calls if getattr(node.func, "attr", None) == "inline_asm_elementwise")
+    text = eval(compile(ast.Expression(call.args[0]), function.__name__, "eval"), constants)
+    return "".join(f"  {line.strip()};\n" for line in text.strip("{}").split(";") if line.strip())
+
+
 def run_assembly(source: str, **values: int) -> dict[str, int]:
     """The PTX of an inline block, as far as those here need it. values: of $2, $3 ..."""
     registers = {f"${name[1:]}": value for name, value in values.items()}
@@ -1195,21 +1204,12 @@ def test_the_assembly_of_e2m1_multiplies_what_the_codes_are(word, x):
         pytest.skip("kernels.py needs triton")
     low, high = (sum((number & 0xFFFF) << 16 * n for n, number in enumerate(some)) for some in (x[:4], x[4:]))
     table = {f"_{7 + n}": int(text, 16) for n, text in enumerate(re.findall("0x[0-9A-F]{8}", kernels._e2m1_table.src))}
-    found = run_assembly(kernels._add_e2m1.src.split('"""{')[1], _2=word, _3=low, _4=high, _5=1000, _6=-1000, **table)
+    found = run_assembly(assembly(kernels._add_e2m1), _2=word, _3=low, _4=high, _5=1000, _6=-1000, **table)
     levels = [int(2 * value) for value in packing.E2M1]
     numbers = [(-1 if word >> 4 * n & 8 else 1) * levels[word >> 4 * n & 7] for n in range(8)]
     sums = [sum((12 + number) * of_x for number, of_x in zip(*half, strict=True))
             for half in ((numbers[:4], x[:4]), (numbers[4:], x[4:]))]  # fmt: skip
     assert [found["$0"], found["$1"]] == [sums[0] + 1000, sums[1] - 1000]
-
-
-def assembly(function, **constants: int) -> str:
-    """The PTX of a kernel function's inline block, an instruction a line. constants: what its braces stand for."""
-    source = function.src
-    text = source.split('"""{')[1].split('}"""')[0] if '"""{' in source else re.search(r'"([^"]*;)"', source)[1]
-    for name, value in constants.items():
-        text = text.replace(f"{{{name}}}", str(value))
-    return "".join(f"  {line.strip()};\n" for line in text.split(";") if line.strip())
 
 
 def as_bf16(register: int) -> list[float]:
@@ -1225,13 +1225,14 @@ def test_the_assembly_of_fields_makes_their_numbers():
     e4m3 = codes.view(torch.float8_e4m3fn).float() / 256
     e4m3[[0x7F, 0xFF]] = torch.tensor((480.0, -480.0)) / 256  # not numbers of e4m3: in every format here they are
     e2m1 = torch.tensor(packing.E2M1)
-    fields, cases = grouped_kernel._fields, {}
-    cases[grouped_kernel._signed_bytes] = 8, {}, codes.view(torch.int8).float()
-    cases[grouped_kernel._e4m3_bytes] = 8, {}, e4m3
-    cases[grouped_kernel._e2m1_fields] = 4, {}, torch.cat((e2m1, -e2m1))
-    found = [(function, *case) for function, case in cases.items()]
-    found += [(fields, bits, {"MASK * 65537": (2**bits - 1) * 65537}, 128.0 + codes[: 2**bits]) for bits in (2, 4)]
-    for function, bits, constants, numbers in found:
+    floats, fields = grouped_kernel._floats, grouped_kernel._fields
+    cases = [
+        (grouped_kernel._signed_bytes, 8, {}, codes.view(torch.int8).float()),
+        (floats, 8, {"BITS": 8, "MANTISSA": 3, "FACTOR": 0x7780}, e4m3),
+        (floats, 4, {"BITS": 4, "MANTISSA": 1, "FACTOR": 0x7E80}, torch.cat((e2m1, -e2m1))),
+        *((fields, bits, {"MASK": 2**bits - 1}, 128.0 + codes[: 2**bits]) for bits in (2, 4)),
+    ]
+    for function, bits, constants, numbers in cases:
         for code, number in enumerate(numbers.tolist()):
             units = code * 0x00010001 | (0xA5C3A5C3 & (0xFFFF << bits & 0xFFFF) * 0x00010001)
             result = run_assembly(assembly(function, **constants), _1=units)["$0"]
