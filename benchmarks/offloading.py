@@ -155,6 +155,7 @@ def build_parser() -> Parser:
         (
             "python benchmarks/offloading.py --mode hqq4-hqq2",
             "python benchmarks/offloading.py --arch Qwen3-30B-A3B --mode int4 --gpu_experts 64 --rows device host",
+            "python benchmarks/offloading.py --mode hqq4-hqq3 --rows 'host, 2 guesses' --under_way 1",
         ),
     )
     parser.add_argument("--arch", default="Mixtral-8x7B")
@@ -162,6 +163,8 @@ def build_parser() -> Parser:
     parser.add_argument("--mode", default="hqq4-hqq2")
     parser.add_argument("--gpu_experts", type=int, default=4, metavar="R")
     parser.add_argument("--tokens", type=int, default=100)
+    parser.add_argument("--piece_mb", type=int, default=offload.PIECE >> 20, help="of a guess, copied at a time")
+    parser.add_argument("--under_way", type=int, default=offload.UNDER_WAY, help="so many pieces at most")
     rows = f"of: {'; '.join(ROWS)}"
     parser.add_argument("--rows", nargs="+", default=[*ROWS], choices=ROWS, metavar="ROW", help=rows)
     return parser
@@ -169,6 +172,7 @@ def build_parser() -> Parser:
 
 def main() -> None:
     options = build_parser().parse_args()
+    offload.PIECE, offload.UNDER_WAY = options.piece_mb << 20, options.under_way
     device, args = pick_device("auto"), architecture(options.arch)
     args = first_layers(args, options.layers or args.n_layer)
     source = Kept(RandomWeights(args, number_format(options.mode, args)), device)
