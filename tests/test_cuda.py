@@ -215,7 +215,7 @@ def test_a_batch_gives_each_sequences_own_tokens(compile):
 
 @pytest.mark.parametrize("mode", FORMATS)
 def test_products_of_a_format_are_those_of_its_unpacked_weights(mode):
-    """One token, compiled, and the grouped kernel, with empty experts and sizes that no tile divides."""
+    """One token, compiled, and the grouped kernel in each of its tiles, with empty experts and sizes none divides."""
     generator = torch.Generator("cuda").manual_seed(0)
     E, A, width = 6, 2, 448
     out = 192 if mode == "fp8b" else 200  # gate and up are whole blocks
@@ -228,13 +228,14 @@ def test_products_of_a_format_are_those_of_its_unpacked_weights(mode):
         setattr(packed, name, torch.nn.Parameter(part, requires_grad=False))
     weight = packed.unpack().double()
     indices, weights = torch.tensor([[4, 1]], device="cuda"), torch.rand(1, A, device="cuda", generator=generator)
-    ends = [0, 70, 70, 71, 200, 203]
+    tiles = (0, 7, 1, 0, 16, 20), (0, 70, 0, 1, 129, 3), (100, 0, 128, 129, 90, 60), (300, 256, 0, 513, 400, 100)
     compile_settings()
     for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 1e-2), (torch.float16, 2e-3)):
-        x = torch.randn(203, width, device="cuda", generator=generator).to(dtype)
-        grouped = packed.grouped(x, torch.tensor(ends, dtype=torch.int32, device="cuda"))
-        runs = zip(x.double().tensor_split(ends[:-1]), weight, strict=True)
-        close(grouped, torch.cat([rows @ matrix.T for rows, matrix in runs]), tolerance)
+        for sizes in tiles:
+            x = torch.randn(sum(sizes), width, device="cuda", generator=generator).to(dtype)
+            grouped = packed.grouped(x, torch.tensor(sizes, device="cuda").cumsum(0).int())
+            runs = zip(x.double().split(sizes), weight, strict=True)
+            close(grouped, torch.cat([rows @ matrix.T for rows, matrix in runs]), tolerance)
         weighted = torch.compile(packed.weighted) if dtype is torch.bfloat16 else packed.weighted
         each = torch.einsum("ai,aoi->ao", x[:A].double(), weight[indices[0]])
         close(weighted(x[:A].unsqueeze(0), indices, weights), weights.double() @ each, tolerance)
