@@ -210,7 +210,7 @@ def _grouped(x, y, group_ends, codes, third, scale, scale_step, scale_low, zero,
             # product: the compiler waits for one before it unpacks the next one's weights. One product it cut into
             # pieces, and Triton 3.6 wrote to registers that were still read.
             for field in tl.static_range(FIELDS):
-                k = (unit // RUN * FIELDS + field) * RUN + unit % RUN
+                k = (unit // RUN * FIELDS + field) * RUN + unit % RUN if PACKED else unit
                 a = tl.load(x + rows.to(tl.int64) * IN + k, mask=present & (k < IN) if IN % BK else present, other=0.0)
                 if PACKED:
                     b = _numbers(units, thirds, BITS, KIND, DTYPE)
