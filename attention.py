@@ -257,7 +257,6 @@ class Attention(nn.Module):
         H, K, C = args.n_head, args.n_kv_head, args.head_dim
         self.wqkv = Linear(args.dim, (H + 2 * K) * C, bias=args.attention_bias or args.qkv_bias)
         self.wo = Linear(H * C, args.dim, bias=args.attention_bias)
-        self.reduce = nn.Identity()  # tensor parallelism sums over ranks here
         norms = {"none": (), "head": (C, C), "full": (H * C, K * C)}[args.qk_norm]
         self.q_norm, self.k_norm = (RMSNorm(n, args.norm_eps) for n in norms) if norms else (None, None)
         self.qk_norm, self.clip_qkv = args.qk_norm, args.clip_qkv
@@ -290,7 +289,7 @@ class Attention(nn.Module):
             y = self.cache.attend_blocks(q, k, v, positions, view.blocks, self.window, self.sinks)
         else:
             y = attend(q, k, v, view.bias, self.sinks)
-        return self.reduce(self.wo(y))
+        return self.wo(y)
 
     def clip(self, x: Tensor) -> Tensor:
         return x if self.clip_qkv is None else x.clamp(-self.clip_qkv, self.clip_qkv)
@@ -317,7 +316,6 @@ class LatentAttention(nn.Module):
         self.kv_norm = RMSNorm(r, 1e-6)
         self.wkv = nn.Parameter(torch.empty(H, C - R + args.value_dim, r), requires_grad=False)
         self.wo = Linear(H * args.value_dim, args.dim)
-        self.reduce = nn.Identity()  # tensor parallelism sums over ranks here
         self.sizes, self.scale = (H, C - R, R, r), args.attention_scale or C**-0.5
         self.cache: KVCache | None = None
 
@@ -333,7 +331,7 @@ class LatentAttention(nn.Module):
         turned = rotate(turned, context.rope, R).to(x.dtype)
         if chunk:
             y = self.attend_chunk(torch.cat((q, turned), dim=-1).squeeze(0), kv.squeeze(0)).unsqueeze(0)
-            return self.reduce(self.wo(y))
+            return self.wo(y)
         w_key, w_value = self.wkv.split((N, self.wkv.shape[1] - N), dim=1)
         q = torch.cat((torch.einsum("bqhn,hnr->bqhr", q, w_key), turned), dim=-1)
         q = realise(q * (self.scale * (r + R) ** 0.5))  # in memory, as in Attention
@@ -343,7 +341,7 @@ class LatentAttention(nn.Module):
         else:
             y = attend(q, kv, v, view.bias).unflatten(-1, (H, r))
         y = torch.einsum("bqhr,hvr->bqhv", y, w_value)
-        return self.reduce(self.wo(realise(y.flatten(2))))
+        return self.wo(realise(y.flatten(2)))
 
     def attend_chunk(self, q: Tensor, kv: Tensor) -> Tensor:
         """q [Q, H, C], of the last Q positions of kv [S, r + R] -> [Q, H * value_dim]."""

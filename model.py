@@ -210,7 +210,6 @@ class MoE(nn.Module):
         self.shared_gate = Linear(args.dim, 1) if args.shared_intermediate and args.shared_gated else None
         sigmoid = args.scoring == "sigmoid"
         self.score_bias = nn.Parameter(torch.empty(args.n_expert), requires_grad=False) if sigmoid else None  # fp32
-        self.reduce = nn.Identity()  # tensor parallelism sums over ranks here
         self.n_active, self.norm_topk, self.routed_scale = args.n_active, args.norm_topk, args.routed_scale
         self.mixer_eps, self.groups = args.mixer_eps, (args.n_group, args.n_active_group)
 
@@ -264,11 +263,11 @@ class MoE(nn.Module):
         return self.finish(x, self.experts(x, expert_indices, expert_weights)), expert_indices, expert_weights
 
     def finish(self, x: Tensor, y: Tensor) -> Tensor:
-        """x, the experts' result y [T, D] -> with the shared expert's, where there is one, summed over ranks."""
+        """x, the experts' result y [T, D] -> with the shared expert's, where there is one."""
         if self.shared is not None:
             shared = self.shared(x)[0]
             y = y + (shared if self.shared_gate is None else shared * self.shared_gate(x).sigmoid())
-        return self.reduce(y)
+        return y
 
 
 class FeedForward(nn.Module):
@@ -278,14 +277,13 @@ class FeedForward(nn.Module):
         super().__init__()
         self.w13 = Linear(dim, 2 * intermediate)
         self.w2 = Linear(intermediate, dim)
-        self.reduce = nn.Identity()
 
     def forward(self, x: Tensor) -> tuple[Tensor, None, None]:
-        return self.reduce(self.w2(swiglu(*self.w13(x).chunk(2, dim=-1)))), None, None
+        return self.w2(swiglu(*self.w13(x).chunk(2, dim=-1))), None, None
 
 
 class Join(nn.Module):
-    """A residual connection and the norm after it. Tensor parallelism puts a kernel of its own in its place."""
+    """A residual connection and the norm after it. Tensor parallelism first sums y over the ranks here."""
 
     def __init__(self, scale: float):
         super().__init__()

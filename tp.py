@@ -4,8 +4,9 @@
 
 Tensor parallelism (Shoeybi et al. 2019) cuts attention by heads, each expert along I and the head along V. A block then
 sums [T, D] over the ranks after `wo` and after the weighted sum over experts. Expert parallelism gives a rank E / N
-whole experts in place of a part of each. What is cut, and how, is a table (`table`); the sums and the gathered
-vocabulary stand in three slots of model.py; the rest of the program does not know. The processes are world.py's.
+whole experts in place of a part of each. What is cut, and how, is a table (`table`); the two sums stand in the slot
+`join`, the gathered vocabulary in `gather`, and the router in a third; the rest of the program does not know. The
+processes are world.py's.
 """
 
 import re
@@ -31,13 +32,6 @@ Segments = tuple[tuple[int, int], ...]  # of an axis: each how many pieces that 
 # What stands in a block's slots -------------------------------------------------------------------------------------
 
 
-class AllReduce(nn.Module):
-    """[..., D], this rank's part of a sum -> the sum over all ranks."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return world.all_reduce(x)
-
-
 class Gather(nn.Module):
     """[..., V / N], this rank's part of the vocabulary -> [..., V]."""
 
@@ -58,11 +52,11 @@ class SplitNorm(nn.Module):
         return (x.float() * torch.rsqrt(mean + self.eps) * self.weight).to(x.dtype)
 
 
-class FixedJoin(Join):
-    """`model.Join` in one way on all ranks, so that all choose the same experts (`collective.fixed_join`)."""
+class SumAndJoin(Join):
+    """`model.Join` of a sum over ranks, in one way on all of them, so that all choose the same experts."""
 
     def forward(self, x: Tensor, y: Tensor, norm: RMSNorm | nn.LayerNorm) -> tuple[Tensor, Tensor]:
-        return collective.fixed_join(x, y, self.scale, norm.weight, getattr(norm, "bias", None), norm.eps)
+        return world.sum_and_join(x, y, self.scale, norm.weight, getattr(norm, "bias", None), norm.eps)
 
 
 class FixedRouter(nn.Module):
@@ -261,8 +255,7 @@ class Part:
             setattr(model.head, name, nn.Parameter(whole[: self.args.vocab_size // self.ranks], requires_grad=False))
         model.gather = Gather()
         for block in model.layers:
-            block.attention.reduce = block.ffn.reduce = AllReduce()
-            block.join = FixedJoin(self.args.residual_scale)
+            block.join = SumAndJoin(self.args.residual_scale)
             if self.args.qk_norm == "full":
                 block.attention.q_norm, block.attention.k_norm = map(
                     SplitNorm, (block.attention.q_norm, block.attention.k_norm)

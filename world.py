@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import NoReturn, TypeVar
 
 import torch
@@ -58,7 +59,7 @@ class _World:
     answers: int = 0
     last_word: threading.Lock = field(default_factory=threading.Lock)
     buffer: Tensor | None = None  # uint8, in symmetric memory, as the next
-    inbox: tuple[Tensor, Tensor, Tensor] | None = None  # and `peers` and `turns` of `collective.push_sum`
+    inbox: collective.Inbox | None = None
     choice: list[tuple[int, str]] = field(default_factory=list)  # up to so many bytes, by this method; rising
 
 
@@ -313,13 +314,26 @@ _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tenso
 @torch.library.custom_op("moe_fast::all_reduce", mutates_args=())
 def all_reduce(x: Tensor) -> Tensor:
     """The sum of x over the ranks, the same bits on each. An operator of ours, so that a compiled block stays whole."""
-    method = next((method for most, method in _world.choice if x.nbytes <= most), "library")
-    return with_others(sum_over_ranks, method if can_sum(method, x.nbytes) else "library", x.contiguous())
+    return with_others(sum_over_ranks, _method(x.nbytes), x.contiguous())
 
 
 @all_reduce.register_fake
 def _(x: Tensor) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("moe_fast::sum_and_join", mutates_args=())
+def sum_and_join(x: Tensor, y: Tensor, scale: float, weight: Tensor, bias: Tensor | None,
+                 eps: float) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """x + scale * the sum of y over the ranks, of [..., D], and the norm of that (`collective.fixed_join`), the same
+    bits on each."""
+    y = with_others(sum_over_ranks, _method(y.nbytes), y.contiguous())
+    return collective.fixed_join(x, y, scale, weight, bias, eps)
+
+
+@sum_and_join.register_fake
+def _(x: Tensor, y: Tensor, scale: float, weight: Tensor, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(2))
 
 
 @torch.library.custom_op("moe_fast::all_gather", mutates_args=())
@@ -335,6 +349,12 @@ def _(x: Tensor, ranks: int) -> Tensor:
     return x.new_empty(ranks * x.shape[0], *x.shape[1:])
 
 
+def _method(nbytes: int) -> str:
+    """The way that was measured as the fastest, where it takes so many bytes."""
+    method = next((method for most, method in _world.choice if nbytes <= most), "library")
+    return method if can_sum(method, nbytes) else "library"
+
+
 def sum_over_ranks(method: str, x: Tensor) -> Tensor:
     """The sum of a contiguous x by one of `methods`, each of which can be recorded in a CUDA graph.
 
@@ -342,7 +362,7 @@ def sum_over_ranks(method: str, x: Tensor) -> Tensor:
     one-shot every rank adds all parts up, in the order of ranks (PyTorch's `load_and_reduce`), as it does after a push.
     """
     if method == "push":
-        return collective.push_sum(x, *_world.inbox[1:], _world.rank)
+        return collective.push_sum(x, _world.inbox)
     if method == "library":
         y = x.clone()
         dist.all_reduce(y, group=_world.group)
@@ -360,6 +380,15 @@ def can_sum(method: str, nbytes: int) -> bool:
     return method == "library" or (nbytes <= most and nbytes % 4 == 0)
 
 
+def _symmetric(device: torch.device, *shape: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Zeros in memory that all ranks of a host can read and write, and where each rank's are, int64 [N]."""
+    # Imported here, because it is of no use without GPUs.
+    import torch.distributed._symmetric_memory as symmetric
+
+    tensor = symmetric.empty(*shape, dtype=dtype, device=device).zero_()
+    return tensor, torch.tensor(symmetric.rendezvous(tensor, _world.group).buffer_ptrs, device=device)
+
+
 def methods(device: torch.device) -> list[str]:
     """The ways to sum that there are; those through symmetric memory need GPUs of one host that read each other's."""
     found = ["library"]
@@ -368,29 +397,25 @@ def methods(device: torch.device) -> list[str]:
     own = torch.cuda.current_device()
     if total(int(all(torch.cuda.can_device_access_peer(own, n) for n in range(size()) if n != own))) < size():
         return found
-    # Imported here, because it is of no use without GPUs.
-    import torch.distributed._symmetric_memory as symmetric
-
     if _world.buffer is None:
-        buffer = symmetric.empty(LARGEST_MESSAGE, dtype=torch.uint8, device=device)
-        symmetric.rendezvous(buffer, _world.group)
-        inbox = symmetric.empty(2, size(), LARGEST_PUSH // 4, dtype=torch.int64, device=device).zero_()
-        peers = torch.tensor(symmetric.rendezvous(inbox, _world.group).buffer_ptrs, device=device)
-        turns = torch.zeros(LARGEST_PUSH // 4 // collective.PUSH_BLOCK, dtype=torch.int32, device=device)
+        _world.buffer, _ = _symmetric(device, LARGEST_MESSAGE, dtype=torch.uint8)
+        programs = LARGEST_PUSH // 4 // collective.WORDS
+        inbox = _symmetric(device, 2, size(), programs, collective.WORDS, dtype=torch.int64)
+        turns = torch.zeros(programs, dtype=torch.int32, device=device)
+        _world.inbox = collective.Inbox(*inbox, turns, rank())
         torch.cuda.synchronize()
         dist.barrier()  # no one writes before all have cleared
-        _world.buffer, _world.inbox = buffer, (inbox, peers, turns)
     return [*found, "one-shot", "two-shot", "push"]
 
 
-def seconds(method: str, x: Tensor, calls: int = 20) -> float:
-    """Time of one sum on CUDA, inside a recorded graph as when decoding; the slowest rank's."""
-    sum_over_ranks(method, x)
+def seconds(work: Callable[[], object], calls: int = 20) -> float:
+    """Time of a sum, or what has one, on CUDA, inside a recorded graph as when decoding; the slowest rank's."""
+    work()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL's own thread goes on asking for events
         for _ in range(calls):
-            sum_over_ranks(method, x)
+            work()
     times = []
     for _ in range(4):
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -411,7 +436,7 @@ def choose(dtype: torch.dtype, device: torch.device) -> str:
     _world.choice, said = [], []
     for nbytes in SIZES:
         x = torch.zeros(nbytes // dtype.itemsize, dtype=dtype, device=device)
-        times = {method: seconds(method, x) for method in found if can_sum(method, nbytes)}
+        times = {method: seconds(partial(sum_over_ranks, method, x)) for method in found if can_sum(method, nbytes)}
         best = min(times, key=times.get)
         _world.choice.append((nbytes, best))
         said.append(f"{nbytes >> 10} KB {best} {times[best] * 1e6:.1f} us (library {times['library'] * 1e6:.1f})")

@@ -6,27 +6,34 @@ Prediction: for the [1, D] of a decode step (8 to 16 KB) one-shot is fastest, si
 waits twice; from some hundred KB on two-shot is, which reads and writes 2 / N of that; NCCL's rings pay for steps. Also
 checked: every method gives the same bits on all ranks. GB/s are message bytes over time. Without GPUs only the
 library's (gloo) is timed, by the clock.
+
+A block's sums are followed by a residual and its norm (`collective.fixed_join`), which are timed with them for a
+token's [1, D]. Prediction: 1 us more than the sum, since the second kernel is set up while the first one waits.
 """
 
 import json
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
+import collective
 import world
 from command import Parser
 
+WIDTHS = 2048, 4096, 6144
 KILOBYTES = 4, 8, 12, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768
 
 
-def seconds_on_cpu(x: torch.Tensor, calls: int = 20) -> float:
-    """Time of one of the library's sums by the clock, of so many in a row."""
-    world.sum_over_ranks("library", x)
+def seconds_on_cpu(work: Callable[[], object], calls: int = 20) -> float:
+    """Time of a sum by the clock, of so many in a row."""
+    work()
     begin = time.perf_counter()
     for _ in range(calls):
-        world.sum_over_ranks("library", x)
+        work()
     return (time.perf_counter() - begin) / calls
 
 
@@ -43,6 +50,25 @@ def same_bits(method: str, x: torch.Tensor) -> bool:
         good &= all(torch.equal(total, other) for other in totals)
         good &= ((total.float() - right).norm() / right.norm()).item() < 1e-2
     return good
+
+
+def joins(D: int, dtype: torch.dtype, device: torch.device, methods: list[str]) -> dict:
+    """A sum of a token's [1, D], a residual and its norm by each method, and whether all ranks get the same bits."""
+    generator = torch.Generator(device).manual_seed(D)  # all ranks' are the same, but for y
+    x, weight = (torch.randn(1, D, dtype=dtype, device=device, generator=generator) for _ in range(2))
+    y, row = torch.randn(1, D, dtype=dtype, device=device), {"D": D}
+    for method in methods:
+        if not world.can_sum(method, y.nbytes):
+            continue
+
+        def work(method=method):
+            return collective.fixed_join(x, world.sum_over_ranks(method, y), 1.0, weight[0], None, 1e-5)
+
+        totals = [torch.empty(2, D, dtype=dtype) for _ in range(world.size())]
+        dist.all_gather(totals, torch.cat(work()).cpu())
+        same = all(torch.equal(totals[0], other) for other in totals)
+        row[method] = {"us": 1e6 * world.seconds(work), "same_bits": same}
+    return row
 
 
 def build_parser() -> Parser:
@@ -76,13 +102,16 @@ def command() -> int:
         for method in methods:
             if not world.can_sum(method, x.nbytes):
                 continue
-            time_of_one = world.seconds(method, x) if device.type == "cuda" else seconds_on_cpu(x)
+            work = partial(world.sum_over_ranks, method, x)
+            time_of_one = world.seconds(work) if device.type == "cuda" else seconds_on_cpu(work)
             row[method] = {"us": 1e6 * time_of_one, "gb_s": x.nbytes / time_of_one / 1e9,
                            "same_bits": same_bits(method, x)}  # fmt: skip
         rows.append(row)
+    joined = [joins(D, dtype, device, methods) for D in WIDTHS] if device.type == "cuda" else []
     if world.is_main():
         gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-        result = {"gpu": gpu, "ranks": world.size(), "dtype": options.dtype, "torch": torch.__version__, "rows": rows}
+        result = {"gpu": gpu, "ranks": world.size(), "dtype": options.dtype, "torch": torch.__version__}
+        result |= {"rows": rows, "joins": joined}
         if options.json:
             print(json.dumps(result))
         else:
@@ -91,7 +120,11 @@ def command() -> int:
             for row in rows:
                 cells = [f"{row[m]['us']:.1f} ({row[m]['gb_s']:.1f})" if m in row else "" for m in methods]
                 print(f"{row['bytes'] >> 10:8}" + "".join(f"{cell:>22}" for cell in cells))
-            bad = sorted({m for row in rows for m in methods if m in row and not row[m]["same_bits"]})
+            for row in joined:
+                times = ", ".join(f"{name} {cell['us']:.1f}" for name, cell in row.items() if name != "D")
+                print(f"sum of {row['D']} numbers, residual and norm, us: {times}")
+            cells = [(name, cell) for row in rows + joined for name, cell in row.items() if isinstance(cell, dict)]
+            bad = sorted({name for name, cell in cells if not cell["same_bits"]})
             print(f"not the same bits on all ranks: {', '.join(bad)}" if bad else "the same bits on all ranks")
     world.stop()
     return 0

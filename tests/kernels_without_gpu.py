@@ -318,23 +318,48 @@ def fetch_code() -> dict[str, int]:
     return {name: asm.count(name) for name in ("LDG.E.128", "STG.E.128")}
 
 
+def push_error(parts: Tensor, rank: int, count: int) -> float:
+    """Of a rank's sum of parts [N, ...], each a rank's, after the others have written theirs; relative. Infinite where
+    it did not write its own into the inboxes of all others, with the count of this call, one after `count`."""
+    words = torch.nn.functional.pad(parts.flatten(1).view(torch.int32), (0, -parts[0].nbytes // 4 % collective.WORDS))
+    stamped = (words.long() & 0xFFFFFFFF | count + 1 << 32).unflatten(1, (-1, collective.WORDS))
+    inboxes, others = [torch.zeros(2, *stamped.shape, dtype=torch.int64) for _ in parts], [*range(len(parts))]
+    others.remove(rank)
+    inboxes[rank][count + 1 & 1, others] = stamped[others]
+    peers = torch.tensor([inbox.data_ptr() for inbox in inboxes])
+    turns = torch.full(stamped.shape[1:2], count, dtype=torch.int32)
+    inbox = collective.Inbox(inboxes[rank], peers, turns, rank)
+    got = collective.push_sum(parts[rank].as_subclass(OnCuda), inbox).as_subclass(Tensor).float()
+    there = [inboxes[other][count + 1 & 1, rank].flatten()[: parts[0].nbytes // 4] for other in others]
+    if (
+        not all(torch.equal(words, stamped[rank].flatten()[: len(words)]) for words in there)
+        or (turns != count + 1).any()
+    ):
+        return math.inf
+    want = parts.float().sum(0).to(parts.dtype).float()
+    return ((got - want).norm() / want.norm()).item()
+
+
 def fixed_errors() -> dict[str, float]:
-    """Of the norm and the product that are the same on every GPU, against the library's, relative."""
+    """Of a pushed sum, and of the norm and the product that are the same on every GPU, against the library's."""
     collective._starts_early = lambda x: False
     torch.manual_seed(0)
     found = {}
     for D, E in ((64, 8), (2048, 128), (2880, 5)):
         x, weight, rows = torch.randn(3, D), torch.randn(D), torch.randn(E, D)
-        # The functions behind the operators, without their dispatch by device.
         y, library = torch.randn(3, D), torch.nn.functional
         for name, bias, norm in (("norm", None, library.rms_norm), ("norm with bias", rows[0], library.layer_norm)):
             parts = x.as_subclass(OnCuda), y.as_subclass(OnCuda)
-            got = torch.stack([*map(torch.clone, collective.fixed_join._init_fn(*parts, 0.5, weight, bias, 1e-5))])
+            got = torch.stack([*map(torch.clone, collective.fixed_join(*parts, 0.5, weight, bias, 1e-5))])
             total = x + 0.5 * y
             want = torch.stack([total, norm(total, (D,), weight, *(() if bias is None else (bias,)), 1e-5)])
             found[f"{name} of {D}"] = ((got - want).norm() / want.norm()).item()
+        # The function behind the operator, without its dispatch by device.
         got = collective.fixed_scores._init_fn(x[:1].as_subclass(OnCuda), rows).as_subclass(Tensor)
         found[f"{E} scores of {D}"] = ((got - x[:1] @ rows.T).norm() / (x[:1] @ rows.T).norm()).item()
+    for ranks, dtype in itertools.product((2, 3, 4), (torch.float32, torch.bfloat16)):
+        parts = torch.randn(ranks, 3, 20 * ranks + 2, dtype=torch.float32).to(dtype)
+        found[f"sum over {ranks} in {dtype}"] = push_error(parts, ranks - 2, ranks)
     return found
 
 
@@ -342,12 +367,21 @@ def fixed_code() -> dict[str, dict[str, int]]:
     """Of their machine code, as a GPU of compute capability 9 runs it: waits, starts, stores of spilled registers."""
     collective._starts_early, found = lambda x: True, {}
     x, weight = torch.randn(1, 4096, dtype=torch.bfloat16), torch.randn(8, 4096, dtype=torch.bfloat16)
-    for name, arguments in {"fixed_join": (x, x, 1.0, weight[0], None, 1e-5), "fixed_scores": (x, weight)}.items():
-        kernel = getattr(collective, f"_{name}")
+    cases = {"fixed_join": (x, x, 1.0, weight[0], None, 1e-5), "fixed_scores": (x, weight)}
+    for ranks in (2, 4, 8):
+        inbox = collective.Inbox(x, torch.zeros(ranks, dtype=torch.int64), torch.zeros(32, dtype=torch.int32), 0)
+        cases[f"push_sum over {ranks}"] = x, inbox
+    for case, arguments in cases.items():
+        name = case.split()[0]
+        kernel, function = getattr(collective, f"_{name}"), getattr(collective, name)
         setattr(collective, f"_{name}", launch := Launch())
-        getattr(collective, name)._init_fn(arguments[0].as_subclass(OnCuda), *arguments[1:])
+        getattr(function, "_init_fn", function)(arguments[0].as_subclass(OnCuda), *arguments[1:])
+        setattr(collective, f"_{name}", kernel)
         asm = compiled(kernel, launch).asm["sass"]
-        found[name] = {"waits": asm.count("ACQBULK"), "starts": asm.count("PREEXIT"), "spills": asm.count("STL")}
+        found[case] = {
+            "waits": asm.count("ACQBULK"), "starts": asm.count("PREEXIT"), "spills": asm.count("STL"),
+            "sent": asm.count("STG.E.128 "),
+        }  # fmt: skip
     return found
 
 

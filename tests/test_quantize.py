@@ -1099,9 +1099,13 @@ def test_the_copy_out_of_host_memory():
 
 def test_what_is_the_same_on_every_gpu():
     errors = without_a_gpu("fixed", TRITON_INTERPRET="1")
-    assert len(errors) == 9 and all(error < 1e-6 for error in errors.values()), errors
-    for counts in without_a_gpu("fixed-compile").values():
-        assert counts["waits"] == 1 and counts["starts"] == 1 and counts["spills"] == 0
+    assert len(errors) == 15
+    for case, error in errors.items():  # the interpreter cuts where a GPU rounds to bf16
+        assert error < (5e-3 if "bfloat16" in case else 1e-6), case
+    for case, counts in without_a_gpu("fixed-compile").items():
+        assert counts["waits"] == counts["starts"] == 1 and counts["spills"] == 0, case
+        if "over" in case:  # two words with their counts at once, into the memory of each other rank
+            assert counts["sent"] == int(case[-1]) - 1
 
 
 def test_attention_that_reads_the_blocks_in_use():
