@@ -327,6 +327,7 @@ def test_other_ranks_experts_count_nothing(monkeypatch):
 ANSWER = "--max_new_tokens", "40", "--temperature", "0", "--dtype", "fp32", "--device", "cpu", "--ignore_eos"
 
 
+@cache
 def answer(*options: str) -> str:
     command = [sys.executable, "generate.py", *ANSWER, *map(str, options)]
     return subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, check=True).stdout
@@ -401,13 +402,25 @@ def test_a_rank_that_hangs_ends_the_others_within_30_seconds():
         second.kill()
 
 
-def check_embedded_model(format: str, parallel: str, ranks: int, target: Path, *options: str) -> None:
-    """The embedded model in that format says the same on so many ranks as alone, where it can be cut."""
-    path = embedded_checkpoint()
-    if format != "bf16":
+@pytest.fixture(scope="module")
+def embedded(tmp_path_factory):
+    """A function: the embedded model in a format, packed once."""
+
+    @cache
+    def make(format: str) -> Path:
+        path = embedded_checkpoint()
+        if format == "bf16":
+            return path
         args = ModelArgs(**Checkpoint(path).args)
         group = None if FORMATS[format].per_row else 16 if format == "hqq2" else 32
-        path = quantize(path, plan(args, format, format, group_size=group), target, progress=False)
+        target = tmp_path_factory.mktemp("embedded") / format
+        return quantize(path, plan(args, format, format, group_size=group), target, progress=False)
+
+    return make
+
+
+def check_same_text(path: Path, parallel: str, ranks: int, *options: str) -> None:
+    """That model says the same on so many ranks as alone, where it can be cut."""
     options = "--checkpoint_path", path, *options
     process = torchrun(ranks, "generate.py", *ANSWER, *options, "--parallel", parallel)
     out, errors = process.communicate(timeout=300)
@@ -421,9 +434,8 @@ def check_embedded_model(format: str, parallel: str, ranks: int, target: Path, *
 @pytest.mark.parametrize("ranks", (2, 4))
 @pytest.mark.parametrize("parallel", tp.PARALLEL)
 @pytest.mark.parametrize("format", ("bf16", *FORMATS))
-def test_torchrun_gives_the_same_text_from_the_embedded_model(format, parallel, ranks, tmp_path):
-    prompts = "--prompt", "import os\n", "--prompt", "class A:"
-    check_embedded_model(format, parallel, ranks, tmp_path / "model", *prompts)
+def test_torchrun_gives_the_same_text_from_the_embedded_model(format, parallel, ranks, embedded):
+    check_same_text(embedded(format), parallel, ranks, "--prompt", "import os\n", "--prompt", "class A:")
 
 
 @pytest.mark.slow
@@ -441,11 +453,11 @@ def test_compiled_ranks_give_the_same_text(parallel):
 @pytest.mark.parametrize("ranks", (2, 4))
 @pytest.mark.parametrize("parallel", tp.PARALLEL)
 @pytest.mark.parametrize("format", ("bf16", "int8", "hqq4"))
-def test_gpus_give_the_same_text_as_one(format, parallel, ranks, tmp_path):
+def test_gpus_give_the_same_text_as_one(format, parallel, ranks, embedded):
     """Compiled and recorded, sums through whatever was measured as fastest; in fp32, so that no near-tie differs."""
     if torch.cuda.device_count() < ranks:
         pytest.skip(f"needs {ranks} GPUs")
-    check_embedded_model(format, parallel, ranks, tmp_path / "model", "--device", "cuda", "--compile")
+    check_same_text(embedded(format), parallel, ranks, "--device", "cuda", "--compile")
 
 
 @pytest.mark.cuda
