@@ -13,166 +13,33 @@ The last line of stdout under --json is one JSON object.
 
 import argparse
 import dataclasses
-import gc
-import itertools
 import json
-import math
 import statistics
 import sys
 import time
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
-from pathlib import Path
 
 import torch
-from torch import Tensor
 
 import tp
 import world
-from args import ModelArgs, Yarn
+from answer import peak_bytes
+from args import ModelArgs
+from checkpoint import pick_device
 from command import Parser
-from families import args_from_hf
-from generate import DTYPES, load_model, peak_bytes, pick_device
+from generate import load_model
 from layers import Linear
 from model import ExpertLinear, Transformer, stored
-from packing import FORMATS, PLAIN
-from quantize import KV_CACHES, Packed, PackedExpertLinear, of_mode, pack_weight, plan
+from packing import FORMATS
+from peer import hf_model, peer
+from quantize import DTYPES, KV_CACHES, Packed, PackedExpertLinear
 from session import PREFILL_CHUNK, Sampling, Session
-
-GPT_OSS_20B = ModelArgs(
-    dim=2880, n_layer=24, n_head=64, n_kv_head=8, head_dim=64, intermediate=2880, n_expert=32, n_active=4,
-    vocab_size=201088, max_position=131072, rope_theta=1.5e5, attention_bias=True, sliding_window=128,
-    full_layers=tuple(range(1, 24, 2)), attention_sinks=True, router_bias=True, expert_bias=True, swiglu_limit=7.0,
-    yarn=Yarn(32.0, 4096, truncate=False, attention=0.1 * math.log(32) + 1),
-)  # fmt: skip
-ARCHITECTURES = {
-    "Mixtral-8x7B": ModelArgs(
-        dim=4096, n_layer=32, n_head=32, n_kv_head=8, head_dim=128, intermediate=14336, n_expert=8, n_active=2,
-        vocab_size=32000, max_position=32768, rope_theta=1e6,
-    ),
-    "Mixtral-8x22B": ModelArgs(
-        dim=6144, n_layer=56, n_head=48, n_kv_head=8, head_dim=128, intermediate=16384, n_expert=8, n_active=2,
-        vocab_size=32768, max_position=65536, rope_theta=1e6,
-    ),
-    "Qwen3-30B-A3B": ModelArgs(
-        dim=2048, n_layer=48, n_head=32, n_kv_head=4, head_dim=128, intermediate=768, n_expert=128, n_active=8,
-        vocab_size=151936, max_position=40960, rope_theta=1e6, norm_eps=1e-6, qk_norm="head",
-    ),
-    "OLMoE-1B-7B": ModelArgs(
-        dim=2048, n_layer=16, n_head=16, n_kv_head=16, head_dim=128, intermediate=1024, n_expert=64, n_active=8,
-        vocab_size=50304, max_position=4096, norm_topk=False, qk_norm="full",
-    ),
-    "Qwen1.5-MoE-A2.7B": ModelArgs(
-        dim=2048, n_layer=24, n_head=16, n_kv_head=16, head_dim=128, intermediate=1408, n_expert=60, n_active=4,
-        vocab_size=151936, max_position=8192, rope_theta=1e6, norm_eps=1e-6, norm_topk=False, qkv_bias=True,
-        shared_intermediate=5632,
-    ),
-    "Granite-3.1-3b-a800m": ModelArgs(
-        dim=1536, n_layer=32, n_head=24, n_kv_head=8, head_dim=64, intermediate=512, n_expert=40, n_active=8,
-        vocab_size=49155, max_position=131072, rope_theta=1e7, norm_eps=1e-6, tied_embeddings=True,
-        attention_scale=0.015625, embedding_scale=12.0, residual_scale=0.22, logit_scale=1 / 6,
-    ),
-    "Phi-3.5-MoE": ModelArgs(  # the factors of its rope change no time
-        dim=4096, n_layer=32, n_head=32, n_kv_head=8, head_dim=128, intermediate=6400, n_expert=16, n_active=2,
-        vocab_size=32064, max_position=4096, attention_bias=True, sliding_window=131072, layer_norm=True,
-        head_bias=True, norm_topk=False, mixer_eps=0.01, rope_factors=(1.0,) * 64, rope_scale=1.243163121016122,
-    ),
-    "GLM-4.5-Air": ModelArgs(
-        dim=4096, n_layer=46, n_head=96, n_kv_head=8, head_dim=128, intermediate=1408, n_expert=128, n_active=8,
-        vocab_size=151552, max_position=131072, rope_theta=1e6, qkv_bias=True, dense_layers=(0,),
-        dense_intermediate=10944, shared_intermediate=1408, shared_gated=False, scoring="sigmoid", rotary_dim=64,
-    ),
-    "DeepSeek-V2-Lite": ModelArgs(
-        dim=2048, n_layer=27, n_head=16, n_kv_head=1, head_dim=192, intermediate=1408, n_expert=64, n_active=6,
-        vocab_size=102400, max_position=163840, norm_eps=1e-6, norm_topk=False, dense_layers=(0,),
-        dense_intermediate=10944, shared_intermediate=2816, shared_gated=False, rotary_dim=64,
-        attention_scale=192**-0.5 * (0.0707 * math.log(40) + 1) ** 2, yarn=Yarn(40.0, 4096), kv_rank=512, value_dim=128,
-    ),
-    "DeepSeek-V3": ModelArgs(
-        dim=7168, n_layer=61, n_head=128, n_kv_head=1, head_dim=192, intermediate=2048, n_expert=256, n_active=8,
-        vocab_size=129280, max_position=163840, norm_eps=1e-6, dense_layers=(0, 1, 2), dense_intermediate=18432,
-        shared_intermediate=2048, shared_gated=False, scoring="sigmoid", routed_scale=2.5, rotary_dim=64,
-        attention_scale=192**-0.5 * (0.1 * math.log(40) + 1) ** 2, yarn=Yarn(40.0, 4096), n_group=8, n_active_group=4,
-        kv_rank=512, q_rank=1536, value_dim=128,
-    ),
-    "TinyMistral-6x248M": ModelArgs(
-        dim=1024, n_layer=12, n_head=32, n_kv_head=8, head_dim=32, intermediate=4096, n_expert=6, n_active=2,
-        vocab_size=32005, max_position=32768, norm_eps=1e-6,
-    ),
-    "gpt-oss-20b": GPT_OSS_20B,
-    "gpt-oss-120b": dataclasses.replace(
-        GPT_OSS_20B, n_layer=36, n_expert=128, full_layers=tuple(range(1, 36, 2))
-    ),
-}  # fmt: skip
+from shapes import ARCHITECTURES, RandomWeights, architecture, first_layers, free, number_format, random_prompt
 
 KERNEL_STEPS = 10  # steps that are profiled
 EXPERTS = 8, 16, 32, 64, 128  # the E and the A that a sweep tries, with so many layers
 ACTIVE = 1, 2, 4, 8
 SWEEP_LAYERS = 4
-PEER_TYPES = {"none": "mixtral", "head": "qwen3_moe", "full": "olmoe"}  # transformers' model_type for each qk_norm
-PEER_SETTINGS = tuple(itertools.product(("static", "dynamic"), ("batched_mm", "grouped_mm", "eager")))  # cache, experts
-
-
-class RandomWeights:
-    """A source for `load_model` that makes every tensor on the device: normal, scaled to keep activations near one.
-
-    format: a checkpoint's, as `quantize.plan` makes it; the weights are then packed as a checkpoint's would be (but
-    rounded to nearest in the half-quadratic formats, which take as long to multiply with).
-    """
-
-    def __init__(self, args: ModelArgs, format: dict | None = None, seed: int = 0):
-        self.args, self.format, self.seed = dataclasses.asdict(args), format or {"name": "bf16"}, seed
-        self.dtype = DTYPES[self.format.get("dtype", self.format["name"])]
-        with torch.device("meta"):
-            self.shapes = {name: parameter.shape for name, parameter in Transformer(args).named_parameters()}
-        self.packed: tuple[str, dict[str, Tensor]] = "", {}  # the module packed last, whose parts are read one by one
-        self.made: tuple[str, Tensor | None] = "", None  # the tensor made last, which may be read in several slices
-
-    def read(self, name: str, index: tuple[slice, ...] | None = None, device: torch.device | str = "cpu") -> Tensor:
-        """The tensor of that name, or its part `index`, the same for the same seed and device.
-
-        A part is cut from the whole tensor, so that all ranks together have the model that one would have.
-        """
-        whole = self._whole(name, device)
-        return whole if index is None else whole[index].clone()
-
-    def _whole(self, name: str, device: torch.device | str) -> Tensor:
-        path, leaf = name.rsplit(".", 1)
-        spec = self.format.get("modules", {}).get(path)
-        if spec is None or leaf == "bias":
-            if self.made[0] != name:
-                self.made = "", None  # not two at once
-                self.made = name, self._plain(name, device)
-            return self.made[1]
-        if self.packed[0] != path:
-            whole = f"{path}.weight" if f"{path}.weight" in self.shapes else "embedding.weight"  # of a tied head
-            self.packed = path, pack_weight(self._plain(whole, device), spec, torch.device(device), iterations=0)
-        return self.packed[1][leaf]
-
-    def _plain(self, name: str, device: torch.device | str) -> Tensor:
-        shape = self.shapes[name]
-        if len(shape) == 1:
-            return (torch.zeros if name.endswith("bias") else torch.ones)(shape, dtype=self.dtype, device=device)
-        generator = torch.Generator(device).manual_seed(self.seed + list(self.shapes).index(name))
-        scale = 1.0 if name == "embedding.weight" else shape[-1] ** -0.5
-        return torch.empty(shape, dtype=self.dtype, device=device).normal_(0, scale, generator=generator)
-
-
-def number_format(mode: str, args: ModelArgs) -> dict:
-    """--mode -> a checkpoint's "format": a dtype, a row of FORMATS, or ATTENTION-EXPERTS, such as hqq4-hqq2."""
-    if mode in DTYPES:
-        return {"name": mode}
-    attention, _, experts = mode.partition("-")
-    if not {attention, experts or attention} <= {PLAIN, *FORMATS}:
-        raise ValueError(f"--mode {mode}: it must be one of {', '.join((*DTYPES, *FORMATS))}, or ATTENTION-EXPERTS")
-    return plan(args, *((attention, experts) if experts else of_mode(mode)))
-
-
-def first_layers(args: ModelArgs, count: int) -> ModelArgs:
-    """The args of the model's first layers alone."""
-    named = {name: tuple(n for n in getattr(args, name) if n < count) for name in ("dense_layers", "full_layers")}
-    return dataclasses.replace(args, n_layer=count, **named)
 
 
 def read_bandwidth(device: torch.device, size: int = 4 << 30, repeats: int = 10) -> float:
@@ -282,19 +149,6 @@ def kernel_table(events: Sequence, steps: int, layers: int, reads: Sequence[int]
             "gaps": statistics.median(gaps), "rows": rows}  # fmt: skip
 
 
-def random_prompt(args: ModelArgs, length: int, seed: int = 0) -> list[int]:
-    """So many token ids, the same in every run."""
-    return torch.randint(args.vocab_size, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
-
-
-def free(compiled: bool) -> None:
-    """Give back the memory of models that are no longer used."""
-    if compiled:
-        torch.compiler.reset()
-    gc.collect()  # a session and its steps refer to each other, and hold the model
-    torch.cuda.empty_cache()  # nothing where there is no GPU
-
-
 def measure(args: ModelArgs, options: argparse.Namespace, ceiling: float) -> dict:
     """Decode `new_tokens` after random prompts, `repeats` times, and report the median. ceiling: one GPU's bytes/s.
 
@@ -380,169 +234,6 @@ def sweep(args: ModelArgs, options: argparse.Namespace, ceiling: float) -> dict:
     return {name: result[name] for name in common} | {"sweep": rows}
 
 
-# Peer: Hugging Face transformers ------------------------------------------------------------------------------------
-
-
-def hf_config(args: ModelArgs) -> dict:
-    """The config.json of a model with these args: the inverse of `args_from_hf`. ValueError where no model has them."""
-    kind = "qwen2_moe" if args.shared_intermediate else PEER_TYPES[args.qk_norm]
-    kind = "granitemoe" if args.attention_scale else "phimoe" if args.layer_norm else kind
-    kind = "glm4_moe" if args.scoring == "sigmoid" else "gpt_oss" if args.attention_sinks else kind
-    kind = {"sigmoid": "deepseek_v3", "softmax": "deepseek_v2"}[args.scoring] if args.kv_rank else kind
-    config = {
-        "model_type": kind, "vocab_size": args.vocab_size, "hidden_size": args.dim, "num_hidden_layers": args.n_layer,
-        "num_attention_heads": args.n_head, "num_key_value_heads": args.n_kv_head, "head_dim": args.head_dim,
-        "intermediate_size": args.dense_intermediate or args.intermediate, "moe_intermediate_size": args.intermediate,
-        "num_local_experts" if kind in ("mixtral", "gpt_oss") else "num_experts": args.n_expert,
-        "clip_qkv": args.clip_qkv,
-        "num_experts_per_tok": args.n_active, "norm_topk_prob": args.norm_topk, "rms_norm_eps": args.norm_eps,
-        "max_position_embeddings": args.max_position, "attention_bias": args.attention_bias,
-        "qkv_bias": args.qkv_bias, "shared_expert_intermediate_size": args.shared_intermediate,
-        "rope_parameters": {"rope_type": "default", "rope_theta": args.rope_theta},
-        "tie_word_embeddings": args.tied_embeddings, "mlp_only_layers": list(args.dense_layers),
-        "use_sliding_window": args.sliding_window is not None, "sliding_window": args.sliding_window,
-        "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
-    }  # fmt: skip
-    if kind in ("granitemoe", "phimoe", "glm4_moe", "deepseek_v2", "deepseek_v3"):
-        for name in ("num_experts", "qkv_bias", "shared_expert_intermediate_size", "mlp_only_layers"):
-            del config[name]
-    rope = config["rope_parameters"]
-    if kind == "granitemoe":
-        config |= {
-            "num_local_experts": args.n_expert, "attention_multiplier": args.attention_scale,
-            "embedding_multiplier": args.embedding_scale, "residual_multiplier": args.residual_scale,
-            "logits_scaling": 1 / args.logit_scale,
-        }  # fmt: skip
-    if kind == "phimoe":
-        config |= {"num_local_experts": args.n_expert, "lm_head_bias": args.head_bias}
-        config |= {"router_jitter_noise": args.mixer_eps}
-    if args.rope_factors:
-        factors, scale = list(args.rope_factors), args.rope_scale
-        rope |= {"rope_type": "longrope", "original_max_position_embeddings": args.max_position}
-        rope |= {"short_factor": factors, "long_factor": factors, "short_mscale": scale, "long_mscale": scale}
-    if kind == "glm4_moe" or args.kv_rank:
-        config |= {
-            "n_routed_experts": args.n_expert, "n_shared_experts": args.shared_intermediate // args.intermediate,
-            "first_k_dense_replace": len(args.dense_layers), "routed_scaling_factor": args.routed_scale,
-            "num_nextn_predict_layers": 0,
-        }  # fmt: skip
-    if kind == "glm4_moe":
-        rope["partial_rotary_factor"] = (args.rotary_dim or args.head_dim) / args.head_dim
-        config |= {"attention_bias": args.qkv_bias, "use_qk_norm": args.qk_norm == "head"}
-    if args.kv_rank:
-        config |= {
-            "num_key_value_heads": args.n_head, "n_group": args.n_group, "topk_group": args.n_active_group,
-            "kv_lora_rank": args.kv_rank, "q_lora_rank": args.q_rank,
-            "qk_nope_head_dim": args.head_dim - args.rotary_dim, "qk_rope_head_dim": args.rotary_dim,
-            "v_head_dim": args.value_dim, "head_dim": args.rotary_dim,
-        }  # fmt: skip
-        if kind == "deepseek_v2":
-            config["topk_method"] = "greedy" if args.n_group == 1 else "group_limited_greedy"
-    if kind == "gpt_oss":
-        kinds = ["sliding_attention" if args.window(layer) else "full_attention" for layer in range(args.n_layer)]
-        config |= {"layer_types": kinds, "swiglu_limit": args.swiglu_limit, "swiglu_alpha": args.swiglu_alpha}
-    if yarn := args.yarn:
-        rope |= {
-            "rope_type": "yarn", "factor": yarn.factor, "original_max_position_embeddings": yarn.original,
-            "beta_fast": yarn.beta_fast, "beta_slow": yarn.beta_slow, "truncate": yarn.truncate,
-            "attention_factor": yarn.attention,
-        }  # fmt: skip
-    if args.kv_rank and args.yarn and args.attention_scale:  # what its mscale_all_dim was
-        magnitude = (args.attention_scale * args.head_dim**0.5) ** 0.5
-        rope["mscale_all_dim"] = round((magnitude - 1) / (0.1 * math.log(args.yarn.factor)), 6)
-    if args_from_hf(config) != args:
-        raise ValueError(f"--peer hf: transformers' {kind} cannot have these args: leave --peer out")
-    return config
-
-
-def hf_model(args: ModelArgs, dtype: torch.dtype, device: torch.device | str):
-    """transformers' model of these args, its weights begun anew on the device. ValueError where there is none."""
-    try:
-        from transformers import AutoConfig, AutoModelForCausalLM
-    except ImportError:
-        raise ValueError("--peer hf needs transformers: pip install 'transformers>=5.0,<6'") from None
-    with torch.device(device):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**hf_config(args)), dtype=dtype).eval()
-    with torch.device("meta"):
-        models = Transformer(args), model
-    ours, theirs = (  # a bias of scores is none of transformers' parameters
-        sum(parameter.numel() for name, parameter in m.named_parameters() if not name.endswith("score_bias"))
-        for m in models
-    )
-    if ours != theirs:
-        raise ValueError(f"--peer hf: its model has {theirs:,} weights where ours has {ours:,}: leave --peer out")
-    return model
-
-
-class _Clock(list):
-    """A streamer for `generate`: the times at which the host has each token, after that of the prompt's."""
-
-    def put(self, tokens: Tensor) -> None:
-        self.append(time.perf_counter())
-
-    def end(self) -> None: ...
-
-
-def measure_peer(args: ModelArgs, options: argparse.Namespace) -> dict:
-    """What `measure` measures, of transformers in each of PEER_SETTINGS; the figures are those of the fastest.
-
-    Prompt, sampling and the reading of every token are those of `measure`; bf16 where the mode is not a dtype. One
-    answer counts, after one to warm up; a static cache serves both, since a new one could be compiled for anew.
-    A setting that fails is left out with a warning. Raises ValueError where all do.
-    """
-    device, dtype = pick_device(options.device), options.mode if options.mode in DTYPES else "bf16"
-    model, found = hf_model(args, DTYPES[dtype], device), {}
-    import transformers
-
-    transformers.logging.set_verbosity_error()
-    prompt = torch.tensor([random_prompt(args, options.prompt_len)], device=device)
-    given = {"do_sample": True, "temperature": Sampling.temperature, "top_k": Sampling.top_k, "eos_token_id": None}
-    given |= {"attention_mask": torch.ones_like(prompt), "max_new_tokens": options.new_tokens}
-    for kind, experts in PEER_SETTINGS:
-        compiled, cache = kind == "static" and device.type == "cuda", None  # by `generate` itself
-        setting = f"{kind} cache, {'compiled, ' * compiled}{experts} experts"
-        free(compiled)
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
-        try:
-            model.set_experts_implementation(experts)
-            if kind == "static":
-                cache = transformers.StaticCache(model.config, max_cache_len=options.prompt_len + options.new_tokens)
-            for _ in range(2):
-                if cache is not None:
-                    cache.reset()
-                clock, start = _Clock(), time.perf_counter()
-                model.generate(prompt, past_key_values=cache, streamer=clock, **given)
-            rate = (options.new_tokens - 1) / (clock[options.new_tokens] - clock[1])
-        except Exception as error:  # whatever it is, the next setting may run
-            print(f"warning: --peer hf: {setting} fails: {world.first_line(error)}: left out", file=sys.stderr)
-            continue
-        peak = peak_bytes(device) if device.type == "cuda" else None  # a process is born with its parent's
-        found[setting] = {"tok_s": rate, "ttft_s": clock[1] - start, "peak_bytes": peak}
-        print(f"transformers, {setting}: {rate:.1f} tokens/s", file=sys.stderr)
-    if not found:
-        raise ValueError("not one of its settings runs")
-    with torch.device("meta"):
-        size = Transformer(args).to(DTYPES[dtype]).bytes_per_token()
-    best = max(found, key=lambda setting: found[setting]["tok_s"])
-    rates = {setting: row["tok_s"] for setting, row in found.items()}
-    return {"name": f"transformers {transformers.__version__}", "dtype": dtype, "bytes_per_token": size,
-            "setting": best, **found[best], "settings": rates}  # fmt: skip
-
-
-def peer(args: ModelArgs, options: argparse.Namespace) -> dict | None:
-    """`measure_peer` in a process of its own: PyTorch's own compiler settings, and all of the memory.
-
-    None, after a warning, if it fails: what was measured of ours is not lost.
-    """
-    try:
-        with ProcessPoolExecutor(1, get_context("spawn")) as pool:
-            return pool.submit(measure_peer, args, options).result()
-    except Exception as error:
-        print(f"warning: --peer hf: {world.first_line(error)}: no peer in this result", file=sys.stderr)
-        return None
-
-
 def report(r: dict) -> str:
     """The result for a reader."""
     lines = [f"{r['arch']} {r['mode']}, {r['layers']} layers, {r['gpu']}, torch {r['torch']}"]
@@ -583,18 +274,6 @@ def report(r: dict) -> str:
             form = "  {launches:4} a {per}  {us:9.2f}  {us_per:9.2f}  {share:6.1%}  {speed:>5}  {name:.80}"
             lines.append(form.format(**row, speed="" if row["gb_s"] is None else round(row["gb_s"])))
     return "\n".join(lines)
-
-
-def architecture(name: str) -> ModelArgs:
-    """A name in ARCHITECTURES, or a Hugging Face config.json. Raises ValueError for anything else."""
-    if name in ARCHITECTURES:
-        return ARCHITECTURES[name]
-    if not Path(name).is_file():
-        raise ValueError(f"--arch {name}: neither a config.json nor one of {', '.join(ARCHITECTURES)}")
-    try:
-        return args_from_hf(json.loads(Path(name).read_text()))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"--arch {name}: not valid JSON ({error})") from None
 
 
 def build_parser() -> Parser:

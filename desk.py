@@ -16,8 +16,8 @@ import torch
 
 import offload
 import world
+from answer import generate
 from api import Job, Refusal
-from generate import generate
 from session import Session
 from tokenizer import Tokenizer
 

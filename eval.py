@@ -23,12 +23,13 @@ from tqdm import tqdm
 
 import tp
 import world
+from answer import generate
 from args import ModelArgs
 from attention import Chunk
 from command import Parser
-from generate import DTYPES, EMBEDDED, generate, load_model, model_args, open_checkpoint
+from generate import EMBEDDED, load_model, open_checkpoint
 from model import Stages, Transformer, stored
-from quantize import KV_CACHES
+from quantize import DTYPES, KV_CACHES, model_args
 from session import Sampling, Session
 from tokenizer import Tokenizer, load_tokenizer
 

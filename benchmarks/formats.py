@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from args import ModelArgs
-from benchmark import architecture, read_bandwidth
+from benchmark import read_bandwidth
 from command import Parser
 from model import Experts
 from packing import FORMATS, PLAIN
 from quantize import PackedExpertLinear, pack_weight
 from session import compile_settings
+from shapes import architecture
 
 
 def random_experts(args: ModelArgs, mode: str) -> Experts:

@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from formats import random_experts, seconds
 
 import grouped_kernel
-from benchmark import architecture
 from command import Parser
 from packing import FORMATS, PLAIN, grouped_order
+from shapes import architecture
 
 CUT = "BM", "BN", "BK", "num_warps", "num_stages"  # of `grouped_kernel.grouped_cut`
 

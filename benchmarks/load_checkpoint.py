@@ -16,10 +16,10 @@ from pathlib import Path
 
 import torch
 
-from benchmark import RandomWeights, architecture, first_layers
-from checkpoint import Checkpoint, Writer
+from checkpoint import Checkpoint, Writer, pick_device
 from command import Parser
-from generate import load_model, pick_device
+from generate import load_model
+from shapes import RandomWeights, architecture, first_layers
 
 
 def anonymous_bytes() -> int:

@@ -16,14 +16,15 @@ import torch
 from torch import Tensor, nn
 
 import offload
+from answer import moved
 from attention import Chunk
-from benchmark import RandomWeights, architecture, first_layers, number_format, random_prompt
 from checkpoint import pick_device
 from command import Parser
-from generate import EMBEDDED, embedded_checkpoint, load_model, moved
+from generate import EMBEDDED, embedded_checkpoint, load_model
 from model import Transformer
 from offload import Offload, OffloadedExperts
 from session import Sampling, Session
+from shapes import RandomWeights, architecture, first_layers, number_format, random_prompt
 from tokenizer import load_tokenizer
 
 ROWS = {  # name: settings beside R, and what a layer forgets before each step

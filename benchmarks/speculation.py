@@ -10,11 +10,11 @@ import time
 
 import torch
 
-from benchmark import RandomWeights, architecture, first_layers, number_format, random_prompt
 from checkpoint import pick_device
 from command import Parser
 from generate import EMBEDDED, embedded_checkpoint, load_model
 from session import Sampling, Session
+from shapes import RandomWeights, architecture, first_layers, number_format, random_prompt
 from speculate import Speculation
 from tokenizer import load_tokenizer
 

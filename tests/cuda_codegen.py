@@ -27,12 +27,12 @@ from triton.runtime.driver import driver
 
 from args import ModelArgs
 from attention import Context, KVCache, View, attend
-from benchmark import ARCHITECTURES, first_layers
 from layers import realise
 from model import Block, ExpertLinear, Transformer
 from packing import FORMATS
 from quantize import Int8KVCache, PackedExpertLinear, PackedLinear
 from session import CANDIDATES, compile_settings, sample
+from shapes import ARCHITECTURES, first_layers
 
 H200 = types.SimpleNamespace(
     name="NVIDIA H200", major=9, minor=0, multi_processor_count=132, warp_size=32, regs_per_multiprocessor=65536,

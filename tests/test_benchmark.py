@@ -11,22 +11,13 @@ import pytest
 import torch
 
 import benchmark
-from benchmark import (
-    ARCHITECTURES,
-    PEER_SETTINGS,
-    RandomWeights,
-    architecture,
-    first_layers,
-    hf_config,
-    hf_model,
-    kernel_table,
-    known_reads,
-    number_format,
-    weight_reads,
-)
+import peer
+from benchmark import kernel_table, known_reads, weight_reads
 from families import args_from_hf
 from generate import load_model
+from peer import PEER_SETTINGS, hf_config, hf_model
 from session import Sampling, Session
+from shapes import ARCHITECTURES, RandomWeights, architecture, first_layers, number_format
 
 ROOT = Path(__file__).parents[1]
 CONFIG = {
@@ -287,13 +278,13 @@ def test_the_peer_is_measured_beside_ours(measured):
 def test_a_setting_that_fails_is_left_out_in_one_line(monkeypatch, capsys):
     options = benchmark.argparse.Namespace(device="cpu", mode="fp32", prompt_len=3, new_tokens=3)
     args = args_from_hf(CONFIG)
-    monkeypatch.setattr(benchmark, "PEER_SETTINGS", (("dynamic", "no_such"), ("dynamic", "eager")))
-    assert list(benchmark.measure_peer(args, options)["settings"]) == ["dynamic cache, eager experts"]
+    monkeypatch.setattr(peer, "PEER_SETTINGS", (("dynamic", "no_such"), ("dynamic", "eager")))
+    assert list(peer.measure_peer(args, options)["settings"]) == ["dynamic cache, eager experts"]
     warning = next(line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: "))
     assert "no_such experts fails" in warning and warning.endswith("left out")
-    monkeypatch.setattr(benchmark, "PEER_SETTINGS", (("dynamic", "no_such"),))
+    monkeypatch.setattr(peer, "PEER_SETTINGS", (("dynamic", "no_such"),))
     with pytest.raises(ValueError, match="not one of its settings"):
-        benchmark.measure_peer(args, options)
+        peer.measure_peer(args, options)
 
 
 def test_without_transformers_nothing_is_measured(monkeypatch, capsys):
@@ -308,7 +299,7 @@ def test_a_peer_that_fails_does_not_take_our_result_with_it(tmp_path, monkeypatc
         raise RuntimeError("out of memory\nand more")
 
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    monkeypatch.setattr(benchmark, "ProcessPoolExecutor", fail)
+    monkeypatch.setattr(peer, "ProcessPoolExecutor", fail)
     code, out, err = main(monkeypatch, capsys, "--arch", str(tmp_path / "config.json"), "--device", "cpu", "--eager",
                           "--repeats", "1", "--new_tokens", "2", "--peer", "hf", "--json")  # fmt: skip
     result = json.loads(out.splitlines()[-1])

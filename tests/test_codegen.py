@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmark import ARCHITECTURES
 from packing import FORMATS
+from shapes import ARCHITECTURES
 
 ARCHES = ("Mixtral-8x7B", "Qwen3-30B-A3B")
 LATENT = {"DeepSeek-V2-Lite": 18, "DeepSeek-V3": 23}  # kernels of a block

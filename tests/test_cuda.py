@@ -11,7 +11,6 @@ import kernels
 import offload
 from args import ModelArgs, Yarn
 from attention import SHORT_CACHE
-from benchmark import RandomWeights, random_prompt
 from checkpoint import Checkpoint
 from generate import EMBEDDED, embedded_checkpoint, load_model
 from model import ExpertLinear, Experts
@@ -19,6 +18,7 @@ from offload import Offload
 from packing import FORMATS
 from quantize import PackedExpertLinear, pack_weight, plan, quantize
 from session import Sampling, Session, compile_settings
+from shapes import RandomWeights, random_prompt
 from speculate import Speculation
 from tokenizer import load_tokenizer
 

@@ -15,10 +15,11 @@ import torch
 import torch.nn.functional as F
 
 import eval as room
+from answer import generate
 from benchmarks.quality import measure
 from checkpoint import Checkpoint
 from eval import generate_until, join, loglikelihood, loglikelihood_rolling, perplexity, score_windows, weight_size
-from generate import EMBEDDED, embedded_checkpoint, generate, load_model
+from generate import EMBEDDED, embedded_checkpoint, load_model
 from model import Transformer
 from session import Sampling, Session
 

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoConfig
 
-from benchmark import ARCHITECTURES
 from families import FAMILIES, args_from_hf, published_format
+from shapes import ARCHITECTURES
 
 # What the files of these always say, and transformers' classes have no default for, or an odd one.
 SAID = {

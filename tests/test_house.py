@@ -36,11 +36,14 @@ MAY_IMPORT = {
     "recipes": {"args", "packing"},
     "convert_hf_checkpoint": {"command", "args", "checkpoint", "packing", "families", "recipes"},
 }
+MAY_IMPORT["answer"] = {"model", "offload", "session", "speculate", "tokenizer", "world"}
 MAY_IMPORT["generate"] = set(MAY_IMPORT)
+MAY_IMPORT["shapes"] = MODEL | {"families", "packing", "quantize"}
+MAY_IMPORT["peer"] = MODEL | {"answer", "checkpoint", "families", "quantize", "session", "shapes", "world"}
 MAY_IMPORT |= {name: set(MAY_IMPORT) for name in ("benchmark", "eval")}
 MAY_IMPORT |= {
     "api": {"session", "tokenizer"},
-    "desk": {"api", "generate", "offload", "session", "tokenizer", "world"},
+    "desk": {"api", "answer", "offload", "session", "tokenizer", "world"},
     "serve": {"api", "desk", *MAY_IMPORT["generate"], "generate"},
 }
 SOURCES = [

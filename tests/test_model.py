@@ -15,12 +15,12 @@ from transformers import GptOssConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from attention import BLOCK, Chunk, attend, attend_blocks, attend_chunk, blocks_in_use, rope_table
-from benchmark import ARCHITECTURES
 from families import args_from_hf
 from generate import load_model
 from model import Experts, Transformer, top_k
 from quantize import apply, plan
 from session import Sampling, Session
+from shapes import ARCHITECTURES
 
 
 def relative(got: torch.Tensor, want: torch.Tensor) -> float:

@@ -20,7 +20,6 @@ import torch
 
 import offload
 from args import ModelArgs, Yarn
-from benchmark import RandomWeights
 from checkpoint import Checkpoint, Writer
 from generate import embedded_checkpoint, load_model, main
 from model import Stages, Transformer
@@ -29,6 +28,7 @@ from packing import FORMATS
 from quantize import plan, quantize
 from recording import Recording
 from session import Sampling, Session
+from shapes import RandomWeights
 from slots import POLICIES, Cache, DeviceCache, place
 from speculate import Speculation
 from tp import LocalExperts

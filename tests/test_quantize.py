@@ -27,7 +27,6 @@ import kernels
 import packing
 import quantize as room
 from args import ModelArgs
-from benchmark import RandomWeights, number_format
 from checkpoint import Checkpoint, Writer
 from convert_hf_checkpoint import convert
 from generate import EMBEDDED, load_model
@@ -36,6 +35,7 @@ from model import ExpertLinear, Transformer
 from packing import FORMATS, pack, solve_hqq, unpack, word_order
 from quantize import PackedExpertLinear, PackedLinear, bits_per_weight, pack_weight, plan, quantize
 from session import Sampling, Session
+from shapes import RandomWeights, number_format
 from tokenizer import load_tokenizer
 
 ROOT = Path(__file__).parents[1]

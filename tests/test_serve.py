@@ -20,10 +20,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from answer import generate
 from api import NUMBERS, Refusal, read_request
 from checkpoint import Checkpoint
 from desk import Desk
-from generate import generate, load_model, open_session
+from generate import load_model, open_session
 from model import Transformer
 from serve import bind, build_parser, check_options, make_app, serve
 from session import Sampling, Session
@@ -327,7 +328,9 @@ def test_200_requests_at_once_are_neither_lost_nor_mixed_up(running, alone):
 def test_a_full_queue_says_when_to_come_back(start, slowly):
     running = start(max_queue=2)
     waiting = [threading.Thread(target=running.complete, kwargs={"max_tokens": 20}) for _ in range(3)]
-    for thread in waiting:  # one under way, two in line
+    waiting[0].start()
+    wait_until(lambda: running.desk.job is not None)
+    for thread in waiting[1:]:
         thread.start()
     wait_until(lambda: len(running.desk.line) == 2)
     refused = running.post(json={"prompt": "x"})

@@ -18,9 +18,10 @@ from transformers import (
 
 import recording
 from args import ModelArgs, Yarn
-from benchmark import RandomWeights
-from generate import load_model, pick_device
+from checkpoint import pick_device
+from generate import load_model
 from session import RANKED, Sampling, Session, largest, sample
+from shapes import RandomWeights
 
 GREEDY = Sampling(temperature=0)
 PROMPT = [5, 17, 3, 99, 42, 8, 120]

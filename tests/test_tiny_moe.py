@@ -15,8 +15,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from answer import generate
+from attention import Chunk
 from checkpoint import Checkpoint
-from generate import EMBEDDED, build_parser, chat, embedded_checkpoint, generate, load_model, main
+from generate import EMBEDDED, build_parser, chat, embedded_checkpoint, load_model, main
 from session import Sampling, Session
 from tokenizer import load_tokenizer
 
@@ -75,15 +77,13 @@ def test_it_is_trained_and_its_experts_are_all_at_work(directory):
     text = (EMBEDDED / "heldout.txt").read_text()
     model, tokenizer = load_model(directory, "cpu", torch.float32), load_tokenizer(directory)
     ids = torch.tensor(tokenizer.encode(text))
-    positions = torch.arange(WINDOW).unsqueeze(0)
     model.setup_cache(1, WINDOW)
     nats, load = 0.0, torch.zeros(model.args.n_layer, model.args.n_expert)
     for start in range(0, len(ids) - 1 - WINDOW // 2, WINDOW // 2):
         part = ids[start : start + WINDOW + 1]
         fresh = slice(WINDOW // 2 if start else 0, None)
-        logits, experts, _ = model(
-            part[None, :-1], positions[:, : len(part) - 1], all_positions=True, return_routing=True
-        )
+        chunk = Chunk(torch.zeros(1, dtype=torch.long), len(part) - 1)
+        logits, experts, _ = model(part[None, :-1], chunk, all_positions=True, return_routing=True)
         nats += F.cross_entropy(logits[0, fresh], part[1:][fresh], reduction="sum").item()
         load += F.one_hot(experts[:, fresh], model.args.n_expert).sum((1, 2))
     bits = nats / math.log(2) / len(text.encode())

@@ -23,12 +23,12 @@ from safetensors.torch import save_file
 
 import tp
 from args import ModelArgs, Yarn
-from benchmark import ARCHITECTURES, RandomWeights, number_format
 from checkpoint import Checkpoint, Writer
 from generate import embedded_checkpoint, load_model
 from model import ExpertLinear, Transformer
 from packing import FORMATS
 from quantize import plan, quantize
+from shapes import ARCHITECTURES, RandomWeights, number_format
 
 ROOT = Path(__file__).parents[1]
 COMMON = dict(dim=64, n_layer=2, n_head=8, head_dim=32, intermediate=256, vocab_size=160, max_position=256)
