@@ -15,7 +15,7 @@ import types
 import torch
 import torch._dynamo.device_interface as device_interface
 import torch._inductor.config as inductor_config
-from torch import Tensor
+from torch import Tensor, nn
 from torch._inductor.debug import DebugContext
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.graph import GraphLowering
@@ -25,10 +25,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
+import tp
 from args import ModelArgs
 from attention import Context, KVCache, View, attend
 from layers import realise
-from model import Block, ExpertLinear, Transformer
+from model import Block, ExpertLinear
 from packing import FORMATS
 from quantize import Int8KVCache, PackedExpertLinear, PackedLinear
 from session import CANDIDATES, compile_settings, sample
@@ -97,6 +98,7 @@ def summary(code: str) -> dict:
     return {
         "triton": code.count("@triton.jit"),
         "extern": re.findall(r"extern_kernels\.\w+", code),
+        "ours": re.findall(r" = torch\.ops\.moe_fast\.(\w+)", code),
         "largest_buffer": max((math.prod(int(n) for n in re.findall(r"\d+", shape)) for shape in shapes), default=0),
         "rounded": code.count(".to(tl.bfloat16).to(tl.int16, bitcast=True)"),
         "as_bytes": code.count("dp2a.lo"),
@@ -144,7 +146,7 @@ def early_uses(code: str) -> list[str]:
             read, written = (now_read, now_written) if waits else (read | now_read, written | now_written)
         elif library := re.match(r"(?:extern_kernels\..*out=(\w+)|(\w+) = torch\.ops\.)", line):
             read, written = set(re.findall(r"\w+", line)), {buffer(library[1] or library[2])}
-        elif again := re.match(r"(\w+) = (\w+)(?:; del \2.*)?$", line):
+        elif again := re.match(r"(\w+) = (\w+)(?:\[\d\])?(?:; del \2.*)?$", line):
             renamed[again[1]] = again[2]
     return early
 
@@ -219,12 +221,15 @@ def library_products(args: ModelArgs):
     return product, (new(1, args.n_active, 2, args.dim), routing(args)[0])
 
 
-def block(args: ModelArgs, length: int = 256, kind: type[KVCache] = KVCache):
-    """A whole block, one token, a cache of so many positions."""
-    with torch.device("cuda"):
-        model = Transformer(args)
-        model.cache_kind = kind
-        model.setup_cache(1, length)
+def block(args: ModelArgs, length: int = 256, kind: type[KVCache] = KVCache, ranks: int = 1):
+    """A whole block, one token, a cache of so many positions; or the first rank's part of it."""
+    model = tp.Part(args, {}, "tensor", 0, ranks).model
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            on_gpu = torch.empty(parameter.shape, dtype=parameter.dtype, device="cuda")
+            setattr(module, name, nn.Parameter(on_gpu, requires_grad=False))
+    model.cache_kind = kind
+    model.setup_cache(1, length)
     n = len(args.dense_layers)  # the first with experts
 
     def step(x: Tensor, normed: Tensor, positions: Tensor, rope: Tensor, bias: Tensor):
@@ -256,6 +261,9 @@ def main() -> int:
         for kind in (KVCache, Int8KVCache):
             code = cuda_code(lambda args=args, kind=kind: block(args, 1024, kind))
             results[f"{arch} block {kind.__name__}"] = summary(code)
+    for arch in ("Mixtral-8x7B", "OLMoE-1B-7B"):  # the latter sums in its attention too
+        args = first_layers(ARCHITECTURES[arch], 1)
+        results[f"{arch} block of 2"] = summary(cuda_code(lambda args=args: block(args, ranks=2)))
     for arch in ("Mixtral-8x7B", "Qwen3-30B-A3B"):
         args = ARCHITECTURES[arch]
         for case in (experts, library_products, block, early_reader, sampling):
