@@ -7,6 +7,8 @@ from torch import Tensor
 
 from kernels import jit, tl, triton
 
+PROGRAMS = 256  # that share the positions: two for each SM
+
 
 @jit
 def _weigh(scores, largest, total):
@@ -73,7 +75,7 @@ def attend_int8(q: Tensor, codes: Tensor, scales: Tensor, positions: Tensor, win
 def _attend_int8_fake(q: Tensor, codes: Tensor, scales: Tensor, positions: Tensor, window: int):
     (B, Q, H, C), K = q.shape, codes.shape[2]
     M = max(16, triton.next_power_of_2(H // K * Q))
-    y = q.new_empty(B, K, max(1, 256 // (B * K)), M, C, dtype=torch.float32)  # parts: two for each SM
+    y = q.new_empty(B, K, max(1, PROGRAMS // (B * K)), M, C, dtype=torch.float32)
     return y, y.new_empty(*y.shape[:-1], 2)
 
 
@@ -141,5 +143,5 @@ def latent_rows(rows: int) -> int:
 def _attend_latent_fake(q: Tensor, kv: Tensor, scales: Tensor | None, positions: Tensor, rank: int):
     (B, Q, H, _), M = q.shape, latent_rows(q.shape[1] * q.shape[2])
     programs = -(-Q * H // M)
-    y = q.new_empty(B, max(1, 256 // (B * programs)), programs * M, rank, dtype=torch.float32)
+    y = q.new_empty(B, max(1, PROGRAMS // (B * programs)), programs * M, rank, dtype=torch.float32)
     return y, y.new_empty(*y.shape[:-1], 2)
