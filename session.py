@@ -145,8 +145,13 @@ def sample(logits: Tensor, controls: Tensor, seen: Tensor, noise: Tensor | None)
 def settle(
     token: Tensor, position: Tensor, seen: Tensor, logits: Tensor, controls: Tensor, noise: Tensor | None
 ) -> None:
-    """`sample`, and what a step does then, in place: `token` and `position` [B, 1] become the next, `seen` is told."""
-    token.copy_(sample(logits, controls, seen, noise))
+    """`sample`, and what a step does then (`advance`)."""
+    advance(token, position, seen, sample(logits, controls, seen, noise))
+
+
+def advance(token: Tensor, position: Tensor, seen: Tensor, chosen: Tensor) -> None:
+    """In place: `token` [B, 1] becomes the chosen one, `position` [B, 1] the next, and `seen` [B, V] is told."""
+    token.copy_(chosen)
     position.add_(1)
     rows = torch.arange(len(seen), device=seen.device)
     seen[rows, token.squeeze(1)] = torch.ones_like(rows, dtype=torch.bool)  # not True, which the host would copy there

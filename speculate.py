@@ -17,7 +17,7 @@ from torch import Tensor
 from args import ModelArgs
 from attention import Chunk
 from model import Transformer
-from session import SPARE, Sampling, Session, read_later, sample, shortlist
+from session import SPARE, Sampling, Session, advance, read_later, sample, shortlist
 
 DRAFT_TOKENS = 4
 MOST_DRAFT_TOKENS = SPARE - 1  # every session has room for so many past its last token
@@ -68,11 +68,12 @@ def accept(logits: Tensor, token: Tensor, drafts: Tensor, q: Tensor | None, cont
     return torch.cat((torch.where(places < count, F.pad(drafts[0], (0, 1)), own[0]), count + 1))
 
 
-def draw(logits: Tensor, controls: Tensor, seen: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
-    """`session.sample` -> the token [1, 1], and the probability that each token had, fp32 [1, V]."""
+def draw(token: Tensor, position: Tensor, seen: Tensor, logits: Tensor, controls: Tensor, noise: Tensor) -> Tensor:
+    """`session.settle` for one sequence -> the probability that each token had, fp32 [1, V]."""
     tokens, weights = shortlist(logits, controls, seen, noise.shape[-1])
     q = torch.zeros_like(logits).scatter(1, tokens, weights / weights.sum(dim=-1, keepdim=True))
-    return tokens.gather(1, (weights / noise).argmax(dim=-1, keepdim=True)), q
+    advance(token, position, seen, tokens.gather(1, (weights / noise).argmax(dim=-1, keepdim=True)))
+    return q
 
 
 # Drafters -----------------------------------------------------------------------------------------------------------
@@ -145,10 +146,7 @@ class DraftModel(Session):
         """As a session does; the token is kept as the next draft, with the probabilities that it was drawn with."""
         if candidates:
             noise = torch.empty(1, candidates, device=self.device).exponential_(generator=self.generator)
-            token, q = self.draw(logits, self.controls, self.seen, noise)
-            self.token.copy_(token)
-            self.position.add_(1)
-            self.seen.scatter_(1, token, True)
+            q = self.draw(self.token, self.position, self.seen, logits, self.controls, noise)
             self.probabilities.index_copy_(0, self.place, q)
         else:
             super().choose(logits, 0)
