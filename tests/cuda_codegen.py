@@ -121,8 +121,8 @@ def split_arguments(text: str) -> list[str]:
 def early_uses(code: str) -> list[str]:
     """Kernels that, before they wait for the kernel before them, read what it writes or write what it uses.
 
-    With programmatic dependent launch they may run before it has ended. Of the kernels before that one it has itself
-    waited for the last, if it waits at all. A load in a loop stands before a wait after the loop in the text, too.
+    With programmatic dependent launch they may run before it has ended. For the kernels before that one it has itself
+    waited, so one that never waits is found too. A load in a loop stands before a wait after the loop in the text, too.
     """
     kernels, early, renamed, read, written = {}, [], {}, set(), set()
     for name, parameters, body in re.findall(r"\ndef (triton_\w+)\(([^)]*)\):\n((?:    .*\n|\n)+)", code):
@@ -141,9 +141,10 @@ def early_uses(code: str) -> list[str]:
             names, waits, *uses = kernels[launch[1]]
             given = dict(zip(names, map(buffer, split_arguments(launch[2])), strict=False))
             soon_read, soon_written, now_read, now_written = ({given[p] for p in some} for some in uses)
+            early += [] if waits else [f"{launch[1]} never waits"]
             early += [f"{launch[1]} reads {name}" for name in soon_read & written]
             early += [f"{launch[1]} writes {name}" for name in soon_written & (read | written)]
-            read, written = (now_read, now_written) if waits else (read | now_read, written | now_written)
+            read, written = now_read, now_written
         elif library := re.match(r"(?:extern_kernels\..*out=(\w+)|(\w+) = torch\.ops\.)", line):
             read, written = set(re.findall(r"\w+", line)), {buffer(library[1] or library[2])}
         elif again := re.match(r"(\w+) = (\w+)(?:\[\d\])?(?:; del \2.*)?$", line):
