@@ -1,5 +1,6 @@
 """Small random checkpoints of each family, saved by transformers, and their conversion; the embedded model."""
 
+import importlib.util
 import json
 import string
 from dataclasses import dataclass
@@ -34,10 +35,12 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from command import Parser
 from convert_hf_checkpoint import convert
 from generate import EMBEDDED
 from tokenizer import load_tokenizer
 
+ROOT = Path(__file__).parents[1]
 COMMON = dict(
     vocab_size=160, hidden_size=64, num_hidden_layers=3, num_attention_heads=8, max_position_embeddings=256,
     bos_token_id=1, eos_token_id=2, pad_token_id=None,
@@ -275,3 +278,19 @@ def fp8_directory(tmp_path_factory) -> Path:
     """A small Qwen3-MoE as Qwen publishes it."""
     torch.manual_seed(0)
     return save_in_fp8(Qwen3MoeForCausalLM(FP8_CONFIG), tmp_path_factory.mktemp("qwen3-fp8"))
+
+
+@pytest.fixture
+def build_parser(monkeypatch):
+    """A command's path -> its parser."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")  # they import each other, as `python benchmarks/x.py` lets them
+
+    def build(script: str) -> Parser:
+        spec = importlib.util.spec_from_file_location(f"command_{Path(script).stem}", ROOT / script)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        parser = module.build_parser()
+        parser.prog = Path(script).name
+        return parser
+
+    return build

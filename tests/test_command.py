@@ -1,6 +1,5 @@
 """What a new user meets: examples that work, mistakes in one line that say what to do, an answer in seconds."""
 
-import importlib.util
 import json
 import os
 import re
@@ -17,7 +16,6 @@ import eval
 import generate
 import quantize
 from checkpoint import Checkpoint
-from command import Parser
 from generate import EMBEDDED
 
 ROOT = Path(__file__).parents[1]
@@ -27,22 +25,6 @@ SCRIPTS = sorted(
     for path in (ROOT / folder).glob("*.py")
     if "__main__" in path.read_text()
 )
-
-
-@pytest.fixture
-def build_parser(monkeypatch):
-    """A command's path -> its parser."""
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")  # they import each other, as `python benchmarks/x.py` lets them
-
-    def build(script: str) -> Parser:
-        spec = importlib.util.spec_from_file_location(f"command_{Path(script).stem}", ROOT / script)
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        parser = module.build_parser()
-        parser.prog = Path(script).name
-        return parser
-
-    return build
 
 
 # Options ------------------------------------------------------------------------------------------------------------
