@@ -314,7 +314,7 @@ _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tenso
 @torch.library.custom_op("moe_fast::all_reduce", mutates_args=())
 def all_reduce(x: Tensor) -> Tensor:
     """The sum of x over the ranks, the same bits on each. An operator of ours, so that a compiled block stays whole."""
-    return with_others(sum_over_ranks, _method(x.nbytes), x.contiguous())
+    return _sum(x)
 
 
 @all_reduce.register_fake
@@ -327,8 +327,7 @@ def sum_and_join(x: Tensor, y: Tensor, scale: float, weight: Tensor, bias: Tenso
                  eps: float) -> tuple[Tensor, Tensor]:  # fmt: skip
     """x + scale * the sum of y over the ranks, of [..., D], and the norm of that (`collective.fixed_join`), the same
     bits on each."""
-    y = with_others(sum_over_ranks, _method(y.nbytes), y.contiguous())
-    return collective.fixed_join(x, y, scale, weight, bias, eps)
+    return collective.fixed_join(x, _sum(y), scale, weight, bias, eps)
 
 
 @sum_and_join.register_fake
@@ -349,10 +348,10 @@ def _(x: Tensor, ranks: int) -> Tensor:
     return x.new_empty(ranks * x.shape[0], *x.shape[1:])
 
 
-def _method(nbytes: int) -> str:
-    """The way that was measured as the fastest, where it takes so many bytes."""
-    method = next((method for most, method in _world.choice if nbytes <= most), "library")
-    return method if can_sum(method, nbytes) else "library"
+def _sum(x: Tensor) -> Tensor:
+    """`sum_over_ranks` by what was measured as the fastest for so many bytes, where it takes them."""
+    method = next((method for most, method in _world.choice if x.nbytes <= most), "library")
+    return with_others(sum_over_ranks, method if can_sum(method, x.nbytes) else "library", x.contiguous())
 
 
 def sum_over_ranks(method: str, x: Tensor) -> Tensor:

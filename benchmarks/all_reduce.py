@@ -37,17 +37,21 @@ def seconds_on_cpu(work: Callable[[], object], calls: int = 20) -> float:
     return (time.perf_counter() - begin) / calls
 
 
+def of_all(x: torch.Tensor) -> list[torch.Tensor]:
+    """Each rank's x, on the host."""
+    tensors = [torch.empty_like(x) for _ in range(world.size())]
+    dist.all_gather(tensors, x)
+    return tensors
+
+
 def same_bits(method: str, x: torch.Tensor) -> bool:
     """Whether all ranks get the same sum of their own random numbers, and the right one, several times in a row."""
     good = True
     for _ in range(3):
         own = torch.randn_like(x)
         total = world.sum_over_ranks(method, own).cpu()
-        totals, parts = ([torch.empty_like(total) for _ in range(world.size())] for _ in range(2))
-        dist.all_gather(totals, total)
-        dist.all_gather(parts, own.cpu())
-        right = torch.stack(parts).float().sum(0)
-        good &= all(torch.equal(total, other) for other in totals)
+        right = torch.stack(of_all(own.cpu())).float().sum(0)
+        good &= all(torch.equal(total, other) for other in of_all(total))
         good &= ((total.float() - right).norm() / right.norm()).item() < 1e-2
     return good
 
@@ -64,9 +68,8 @@ def joins(D: int, dtype: torch.dtype, device: torch.device, methods: list[str]) 
         def work(method=method):
             return collective.fixed_join(x, world.sum_over_ranks(method, y), 1.0, weight[0], None, 1e-5)
 
-        totals = [torch.empty(2, D, dtype=dtype) for _ in range(world.size())]
-        dist.all_gather(totals, torch.cat(work()).cpu())
-        same = all(torch.equal(totals[0], other) for other in totals)
+        found = torch.cat(work()).cpu()
+        same = all(torch.equal(found, other) for other in of_all(found))
         row[method] = {"us": 1e6 * world.seconds(work), "same_bits": same}
     return row
 
