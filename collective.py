@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels import jit
+from layers import operator
 
 try:
     import triton
@@ -146,7 +147,7 @@ def fixed_join(x: Tensor, y: Tensor, scale: float, weight: Tensor, bias: Tensor 
     return total, normed
 
 
-@torch.library.custom_op("moe_fast::fixed_scores", mutates_args=())
+@operator("moe_fast::fixed_scores")
 def fixed_scores(x: Tensor, weight: Tensor) -> Tensor:
     """`F.linear` of x [T, D] with weight [E, D] in one way on every GPU of a kind.
 

@@ -23,7 +23,7 @@ from args import ModelArgs
 from attention import Chunk, KVCache, join_parts
 from checkpoint import Checkpoint, Writer, pick_device
 from command import Parser
-from layers import Linear, realise
+from layers import Linear, operator, realise
 from model import ExpertLinear, Transformer, activate, biased, weighted_sum
 from packing import FORMATS, PLAIN, Parts, grouped_order, nonzero
 
@@ -34,7 +34,7 @@ PACKED_AT_ONCE = 1 << 22  # weights; in fp32, with what the solver keeps beside 
 # Modules ------------------------------------------------------------------------------------------------------------
 
 
-@torch.library.custom_op("moe_fast::grouped_packed", mutates_args=())
+@operator("moe_fast::grouped_packed")
 def grouped_packed(x: Tensor, group_ends: Tensor, parts: list[Tensor], format: str, group: int) -> Tensor:
     """x [N, in], group_ends int32 [E], parts of [E, out, in] in the order of the format's layout -> [N, out].
 

@@ -28,6 +28,7 @@ from torch import Tensor
 
 import collective
 from checkpoint import pick_device
+from layers import operator
 
 PULSE = 5.0  # seconds between a rank's signs of life
 LOST_AFTER = 20.0  # seconds without one until it counts as lost
@@ -311,7 +312,7 @@ def check_tokens(ids: Sequence[Sequence[int]]) -> None:
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name from torch 2.13 on, before
 
 
-@torch.library.custom_op("moe_fast::all_reduce", mutates_args=())
+@operator("moe_fast::all_reduce")
 def all_reduce(x: Tensor) -> Tensor:
     """The sum of x over the ranks, the same bits on each. An operator of ours, so that a compiled block stays whole."""
     return _sum(x)
@@ -322,7 +323,7 @@ def _(x: Tensor) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-@torch.library.custom_op("moe_fast::sum_and_join", mutates_args=())
+@operator("moe_fast::sum_and_join")
 def sum_and_join(x: Tensor, y: Tensor, scale: float, weight: Tensor, bias: Tensor | None,
                  eps: float) -> tuple[Tensor, Tensor]:  # fmt: skip
     """x + scale * the sum of y over the ranks, of [..., D], and the norm of that (`collective.fixed_join`), the same
@@ -335,7 +336,7 @@ def _(x: Tensor, y: Tensor, scale: float, weight: Tensor, bias: Tensor | None, e
     return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(2))
 
 
-@torch.library.custom_op("moe_fast::all_gather", mutates_args=())
+@operator("moe_fast::all_gather")
 def all_gather(x: Tensor, ranks: int) -> Tensor:
     """x [..., n] -> [ranks * ..., n], that of rank 0 first."""
     y = x.new_empty(ranks * x.shape[0], *x.shape[1:])

@@ -52,6 +52,7 @@ def pretend_gpu() -> None:
     extra = {"get_device_capability": (9, 0), "is_initialized": True, "_lazy_init": None}
     for name, value in {**present, **extra}.items():
         setattr(torch.cuda, name, always(value))
+    torch.compiler.is_compiling = always(True)  # or operators of ours would be plain functions
     extra = {"get_compute_capability": 90, "synchronize": None, "get_raw_stream": 0, "is_triton_capable": True,
              "raise_if_triton_unavailable": None}  # fmt: skip
     for name, value in {**present, **extra}.items():

@@ -15,6 +15,7 @@ import convert_hf_checkpoint
 import eval
 import generate
 import quantize
+from args import ModelArgs
 from checkpoint import Checkpoint
 from generate import EMBEDDED
 
@@ -215,8 +216,12 @@ def test_the_first_answer_takes_less_than_ten_seconds(tmp_path):
     assert min(times) < 10
 
 
-def test_an_eager_answer_does_not_load_the_compiler(directory):
+@pytest.mark.parametrize("format", ("bf16", "int8"))
+def test_an_eager_answer_does_not_load_the_compiler(format, directory, tmp_path):
     """Which takes more than a second: torch._dynamo comes with drawing weights, and with operators of ours."""
+    if format != "bf16":
+        spec = quantize.plan(ModelArgs(**Checkpoint(directory).args), format, format)
+        directory = quantize.quantize(directory, spec, tmp_path / "packed", progress=False)
     code = (
         "import sys, generate; model = generate.load_model(sys.argv[1], 'cpu'); "
         "session = generate.Session(model, 64); list(session.stream([1, 2, 3], 3, generate.Sampling())); "
