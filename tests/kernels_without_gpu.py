@@ -1,22 +1,23 @@
 """What our Triton kernels compute and what they compile to, seen without a GPU.
 
-    TRITON_INTERPRET=1 python tests/kernels_without_gpu.py CASE    under Triton's interpreter, on CPU tensors
-    python tests/kernels_without_gpu.py CASE-compile               machine code for an H200, by Triton and ptxas alone
+    TRITON_INTERPRET=1 python tests/kernels_without_gpu.py NAME...    under Triton's interpreter, on CPU tensors
+    python tests/kernels_without_gpu.py NAME...    machine code for an H200, by Triton and ptxas alone
 
-CASE is run (then: compile [all]), products by group in every format; dot4, those of 4 bits for one token; attend,
-attention over blocks of a cache (latent-compile too); fixed, what is the same on all GPUs; fetch, experts out of host
-memory.
+NAME (default: all) is grouped, products by group in every format; dot4, those of 4 bits for one token; attend,
+attention over blocks of a cache (and latent); fixed, what is the same on all GPUs; fetch, experts out of host memory.
 
-Each prints one JSON object: the relative error of every case, or what its machine code consists of. A process of its
-own, because Triton reads its variables once, at import. No bf16 in the first: the interpreter multiplies the bits of
-such numbers as if they were integers. It does not know inline assembly either: there a twin stands in for it.
+Each prints one JSON object, by name: the relative error of every case, or what its machine code consists of. A process
+of its own, because Triton reads its variables once, at import. No bf16 in the first: the interpreter multiplies the
+bits of such numbers as if they were integers. It does not know inline assembly either: there a twin stands in for it.
 """
 
 import itertools
 import json
 import math
+import os
 import re
 import sys
+from collections.abc import Iterable
 
 import torch
 import triton
@@ -71,9 +72,8 @@ def case(name: str, sizes: tuple[int, ...], out: int, width: int, dtype: torch.d
 def error(name: str, sizes: tuple[int, ...], out: int, width: int, dtype: torch.dtype, group: int) -> float:
     """Of the kernel against unpack-then-matmul in fp64, relative."""
     x, ends, parts = case(name, sizes, out, width, dtype, group)
-    operator = grouped_packed._init_fn  # the function behind the operator, without its dispatch by device
-    ordered = grouped_order(x, FORMATS[name].bits, group)
-    got = operator(ordered.as_subclass(OnCuda), ends, list(parts.values()), name, group).as_subclass(Tensor)
+    ordered = grouped_order(x, FORMATS[name].bits, group).as_subclass(OnCuda)
+    got = grouped_packed(ordered, ends, list(parts.values()), name, group).as_subclass(Tensor)
     got = got.double()
     weights = FORMATS[name].unpack(parts, group).double()
     want = torch.cat([rows @ weight.T for rows, weight in zip(x.double().split(sizes), weights, strict=True)])
@@ -354,8 +354,7 @@ def fixed_errors() -> dict[str, float]:
             total = x + 0.5 * y
             want = torch.stack([total, norm(total, (D,), weight, *(() if bias is None else (bias,)), 1e-5)])
             found[f"{name} of {D}"] = ((got - want).norm() / want.norm()).item()
-        # The function behind the operator, without its dispatch by device.
-        got = collective.fixed_scores._init_fn(x[:1].as_subclass(OnCuda), rows).as_subclass(Tensor)
+        got = collective.fixed_scores(x[:1].as_subclass(OnCuda), rows).as_subclass(Tensor)
         found[f"{E} scores of {D}"] = ((got - x[:1] @ rows.T).norm() / (x[:1] @ rows.T).norm()).item()
     for ranks, dtype in itertools.product((2, 3, 4), (torch.float32, torch.bfloat16)):
         parts = torch.randn(ranks, 3, 20 * ranks + 2, dtype=torch.float32).to(dtype)
@@ -375,7 +374,7 @@ def fixed_code() -> dict[str, dict[str, int]]:
         name = case.split()[0]
         kernel, function = getattr(collective, f"_{name}"), getattr(collective, name)
         setattr(collective, f"_{name}", launch := Launch())
-        getattr(function, "_init_fn", function)(arguments[0].as_subclass(OnCuda), *arguments[1:])
+        function(arguments[0].as_subclass(OnCuda), *arguments[1:])
         setattr(collective, f"_{name}", kernel)
         asm = compiled(kernel, launch).asm["sass"]
         found[case] = {
@@ -471,53 +470,57 @@ def fetch_results() -> dict:
     return {"right": [fetch_is_right(sizes) for sizes in BLOBS], "wrong": wrong}
 
 
-CASES = {
-    "attend": attend_errors, "attend-compile": attend_code, "latent-compile": latent_code, "fixed": fixed_errors,
-    "fixed-compile": fixed_code, "fetch": fetch_results, "fetch-compile": fetch_code,
+def dot4_errors() -> dict[str, float]:
+    kernels._add_word, kernels._add_e2m1 = twin, e2m1_twin
+    found = {name: dot4_error(case, 1.0) for name, case in DOT4.items()}
+    found |= {f"x of {size}": dot4_error(DOT4["hqq4, experts, several tokens"], size) for size in (1e-6, 3e4)}
+    return found | {str(value): dot4_is_no_number(value) for value in (math.inf, -math.inf, math.nan)}
+
+
+def dot4_codes() -> dict[str, dict[str, int]]:
+    waiting = {f"{name}, waiting": dot4_code(DOT4[name], True) for name in ("int4, groups of 128", "int4, gated")}
+    return {name: dot4_code(case, False) for name, case in DOT4.items()} | waiting
+
+
+def grouped_errors() -> dict[str, float]:
+    grouped_kernel._down = down_twin
+    cases = [*itertools.product(SHAPES, (torch.float32, torch.float16))]
+    found = {
+        f"{name}, {shape}, {dtype}": error(name, *SHAPES[shape], dtype, GROUPS[name])
+        for name, (shape, dtype) in itertools.product(FORMATS, cases)
+    }
+    found |= {
+        f"{name}, groups of {group}, float32": error(name, (3, 20), 40, 768, torch.float32, group)
+        for name, groups in OTHER_GROUPS.items()
+        for group in groups
+    }
+    return found | {f"plain, {shape}, {dtype}": plain_error(*SHAPES[shape], dtype) for shape, dtype in cases}
+
+
+def grouped_codes(cases: Iterable[tuple] = ((8, 1, torch.bfloat16), (2, 300, torch.bfloat16))) -> dict[str, dict]:
+    return {f"{name}, {e} experts, {n} rows, {d}": grouped_code(name, e, n, d) for name in FORMATS for e, n, d in cases}
+
+
+def other_codes() -> dict[str, dict]:
+    tokens = [(8, 40), (8, 100), *itertools.product((1, 128), (1, 40))]
+    plain = [(*case, torch.bfloat16) for case in tokens]
+    return grouped_codes([*plain, *itertools.product((8,), (1, 300), (torch.float16, torch.float32))])
+
+
+INTERPRETED = {
+    "grouped": grouped_errors, "dot4": dot4_errors, "attend": attend_errors, "fixed": fixed_errors,
+    "fetch": fetch_results,
+}  # fmt: skip
+COMPILED = {
+    "grouped": grouped_codes, "grouped, other shapes": other_codes, "dot4": dot4_codes, "attend": attend_code,
+    "latent": latent_code, "fixed": fixed_code, "fetch": fetch_code,
 }  # fmt: skip
 
 
 def main() -> int:
     torch.set_num_threads(1)
-    if sys.argv[1] in CASES:
-        print(json.dumps(CASES[sys.argv[1]]()))
-        return 0
-    if sys.argv[1] == "dot4":
-        kernels._add_word, kernels._add_e2m1 = twin, e2m1_twin
-        results = {name: dot4_error(case, 1.0) for name, case in DOT4.items()}
-        results |= {f"x of {size}": dot4_error(DOT4["hqq4, experts, several tokens"], size) for size in (1e-6, 3e4)}
-        results |= {str(value): dot4_is_no_number(value) for value in (math.inf, -math.inf, math.nan)}
-    elif sys.argv[1] == "dot4-compile":
-        results = {name: dot4_code(case, False) for name, case in DOT4.items()}
-        results |= {f"{name}, waiting": dot4_code(DOT4[name], True) for name in ("int4, groups of 128", "int4, gated")}
-    elif sys.argv[1] == "run":
-        grouped_kernel._down = down_twin
-        cases = itertools.product(FORMATS, SHAPES, (torch.float32, torch.float16))
-        results = {
-            f"{name}, {shape}, {dtype}": error(name, *SHAPES[shape], dtype, GROUPS[name])
-            for name, shape, dtype in cases
-        }
-        results |= {
-            f"{name}, groups of {group}, float32": error(name, (3, 20), 40, 768, torch.float32, group)
-            for name, groups in OTHER_GROUPS.items()
-            for group in groups
-        }
-        results |= {
-            f"plain, {shape}, {dtype}": plain_error(*SHAPES[shape], dtype)
-            for shape, dtype in itertools.product(SHAPES, (torch.float32, torch.float16))
-        }
-    else:
-        cases = [(8, 1, torch.bfloat16), (2, 300, torch.bfloat16)]
-        if sys.argv[2:] == ["all"]:
-            cases += [
-                *itertools.product((1, 128), (1, 40), (torch.bfloat16,)),
-                *itertools.product((8,), (40, 100), (torch.bfloat16,)),
-                *itertools.product((8,), (1, 300), (torch.float16, torch.float32)),
-            ]
-        results = {
-            f"{name}, {e} experts, {n} rows, {d}": grouped_code(name, e, n, d) for name in FORMATS for e, n, d in cases
-        }
-    print(json.dumps(results))
+    cases = INTERPRETED if os.environ.get("TRITON_INTERPRET") == "1" else COMPILED
+    print(json.dumps({name: cases[name]() for name in sys.argv[1:] or cases}))
     return 0
 
 

@@ -1074,10 +1074,10 @@ def test_bytes_times_whole_numbers():
 # The kernel, without a GPU
 
 
-def without_a_gpu(*options: str, **variables: str) -> dict:
+def without_a_gpu(*names: str, **variables: str) -> dict[str, dict]:
     pytest.importorskip("triton", reason="kernels.py needs triton")
     run = subprocess.run(
-        [sys.executable, ROOT / "tests" / "kernels_without_gpu.py", *options],
+        [sys.executable, ROOT / "tests" / "kernels_without_gpu.py", *names],
         cwd=ROOT, capture_output=True, text=True, env=os.environ | variables,
     )  # fmt: skip
     if run.returncode and "ImportError" in run.stderr:
@@ -1086,36 +1086,47 @@ def without_a_gpu(*options: str, **variables: str) -> dict:
     return json.loads(run.stdout.splitlines()[-1])
 
 
-def test_the_kernel_computes_what_the_cpu_computes():
-    errors = without_a_gpu("run", TRITON_INTERPRET="1")
+@pytest.fixture(scope="module")
+def interpreted() -> dict[str, dict]:
+    """What all kernels compute, from one process: it takes longer to start than most of them."""
+    return without_a_gpu("grouped", "dot4", "attend", "fixed", "fetch", TRITON_INTERPRET="1")
+
+
+@pytest.fixture(scope="module")
+def machine_code() -> dict[str, dict]:
+    return without_a_gpu("grouped", "dot4", "attend", "latent", "fixed", "fetch")
+
+
+def test_the_kernel_computes_what_the_cpu_computes(interpreted):
+    errors = interpreted["grouped"]
     assert len(errors) == 2 * 5 * (len(FORMATS) + 1) + 12
     assert all(error < (1e-6 if "float32" in case else 2e-3) for case, error in errors.items()), errors
 
 
-def test_the_copy_out_of_host_memory():
-    assert without_a_gpu("fetch", TRITON_INTERPRET="1") == {"right": [True] * 3, "wrong": 0}
-    assert without_a_gpu("fetch-compile") == {"LDG.E.128": 8, "STG.E.128": 8}
+def test_the_copy_out_of_host_memory(interpreted, machine_code):
+    assert interpreted["fetch"] == {"right": [True] * 3, "wrong": 0}
+    assert machine_code["fetch"] == {"LDG.E.128": 8, "STG.E.128": 8}
 
 
-def test_what_is_the_same_on_every_gpu():
-    errors = without_a_gpu("fixed", TRITON_INTERPRET="1")
+def test_what_is_the_same_on_every_gpu(interpreted, machine_code):
+    errors = interpreted["fixed"]
     assert len(errors) == 15
     for case, error in errors.items():  # the interpreter cuts where a GPU rounds to bf16
         assert error < (5e-3 if "bfloat16" in case else 1e-6), case
-    for case, counts in without_a_gpu("fixed-compile").items():
+    for case, counts in machine_code["fixed"].items():
         assert counts["waits"] == counts["starts"] == 1 and counts["spills"] == 0, case
         if "over" in case:  # two words with their counts at once, into the memory of each other rank
             assert counts["sent"] == int(case[-1]) - 1
 
 
-def test_attention_that_reads_the_blocks_in_use():
-    errors = without_a_gpu("attend", TRITON_INTERPRET="1")
+def test_attention_that_reads_the_blocks_in_use(interpreted, machine_code):
+    errors = interpreted["attend"]
     assert len(errors) == 8 and all(error < 2e-6 for error in errors.values()), errors
-    found = without_a_gpu("latent-compile")
+    found = machine_code["latent"]
     assert len(found) == 8
     for case, counts in found.items():
         assert counts["products"] and not counts["spills"] and counts["shared"] <= 227 << 10, case
-    for counts in without_a_gpu("attend-compile").values():
+    for counts in machine_code["attend"].values():
         assert counts["spills"] == 0 and counts["products"] > 0
 
 
@@ -1129,22 +1140,22 @@ def check_machine_code(found: dict) -> None:
                 assert counts["columns"] == [128 if "8" in case.partition(",")[0] else 256], case
 
 
-def test_the_kernel_compiles_for_an_h200():
-    found = without_a_gpu("compile")
+def test_the_kernel_compiles_for_an_h200(machine_code):
+    found = machine_code["grouped"]
     assert len(found) == 2 * len(FORMATS)
     check_machine_code(found)
 
 
-def test_the_product_for_one_token_computes_what_unpacked_weights_do():
-    errors = without_a_gpu("dot4", TRITON_INTERPRET="1")
+def test_the_product_for_one_token_computes_what_unpacked_weights_do(interpreted):
+    errors = interpreted["dot4"]
     assert [errors.pop(value) for value in ("inf", "-inf", "nan")] == [True] * 3
     assert len(errors) == 13
     assert all(error < (1e-3 if "gated" in case else 1e-5) for case, error in errors.items()), errors
 
 
-def test_the_product_for_one_token_compiles_for_an_h200():
+def test_the_product_for_one_token_compiles_for_an_h200(machine_code):
     """Four words a load, bytes multiplied in pairs, nothing spilled; a wait for the kernel before if asked for."""
-    found = without_a_gpu("dot4-compile")
+    found = machine_code["dot4"]
     assert len(found) == 13
     for case, counts in found.items():
         assert counts["spills"] == 0 and counts["loads"] and counts["products"] % 16 == 0 < counts["products"], case
@@ -1263,8 +1274,8 @@ def test_the_assembly_that_widens_and_that_moves_down():
 
 @pytest.mark.slow
 def test_the_kernel_compiles_for_an_h200_at_every_number_of_experts():
-    found = without_a_gpu("compile", "all")
-    assert len(found) == 12 * len(FORMATS)
+    found = without_a_gpu("grouped, other shapes")["grouped, other shapes"]
+    assert len(found) == 10 * len(FORMATS)
     check_machine_code(found)
 
 
