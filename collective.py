@@ -3,6 +3,7 @@ and a residual with its norm and a product that have the same bits on all of the
 
 from __future__ import annotations  # the annotations of kernels name triton, which may be absent
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -10,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels import jit
-from layers import operator
 
 try:
     import triton
@@ -45,8 +45,32 @@ WORDS = 64  # that one program, a warp, sums
 
 
 @jit
-def _push_sum(x, y, peers, turns, N: tl.constexpr, WORDS: tl.constexpr, PLACES: tl.constexpr, RANK: tl.constexpr,
-              RANKS: tl.constexpr, R2: tl.constexpr, BF16: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+def _pair(low, high):
+    """Two fp32 -> the bits of two bf16, the first lower, in 32."""
+    low, high = low.to(tl.bfloat16).to(tl.int16, bitcast=True), high.to(tl.bfloat16).to(tl.int16, bitcast=True)
+    return low.to(tl.int32) & 0xFFFF | high.to(tl.int32) << 16
+
+
+@jit
+def _own(x, at, N: tl.constexpr, TERMS: tl.constexpr, BF16: tl.constexpr):
+    """Words of a message of N: of x as it is, or of the sum of so many terms in fp32."""
+    if TERMS == 0:
+        return tl.load(x + at, mask=at < N, other=0)
+    else:
+        words: tl.constexpr = 2 if BF16 else 1  # of fp32 for one of the message
+        x = x.to(tl.pointer_type(tl.float32))
+        low, high = tl.zeros(at.shape, tl.float32), tl.zeros(at.shape, tl.float32)
+        for term in tl.static_range(TERMS):
+            low += tl.load(x + (term * N + at) * words, mask=at < N, other=0.0)
+            if BF16:
+                high += tl.load(x + (term * N + at) * words + 1, mask=at < N, other=0.0)
+        return _pair(low, high) if BF16 else low.to(tl.int32, bitcast=True)
+
+
+@jit
+def _push_sum(x, y, peers, turns, N: tl.constexpr, TERMS: tl.constexpr, WORDS: tl.constexpr, PLACES: tl.constexpr,
+              RANK: tl.constexpr, RANKS: tl.constexpr, R2: tl.constexpr, BF16: tl.constexpr,
+              PDL: tl.constexpr):  # fmt: skip
     rank, word, place = tl.arange(0, R2)[:, None], tl.arange(0, WORDS), tl.program_id(0)
     theirs = tl.load(peers + rank, mask=rank < RANKS, other=0).to(tl.pointer_type(tl.int64))
     theirs = tl.multiple_of(theirs, (16, 16)) + (RANK * PLACES + place) * WORDS + word[None, :]
@@ -59,7 +83,7 @@ def _push_sum(x, y, peers, turns, N: tl.constexpr, WORDS: tl.constexpr, PLACES: 
         tl.extra.cuda.gdc_launch_dependents()  # which are set up while this one waits for the others
     turn = tl.load(turns + place) + 1
     half = (turn & 1) * (RANKS * PLACES * WORDS)
-    own = tl.load(x + at, mask=at < N, other=0)[None, :]
+    own = _own(x, at, N, TERMS, BF16)[None, :]
     stamped = own.to(tl.int64) & 0xFFFFFFFF | turn.to(tl.int64) << 32
     tl.store(theirs + half, tl.broadcast_to(stamped, others.shape), mask=others)
     found = tl.load(ours + half, mask=others, other=0, volatile=True)
@@ -69,23 +93,24 @@ def _push_sum(x, y, peers, turns, N: tl.constexpr, WORDS: tl.constexpr, PLACES: 
         missing = others & (found >> 32 != turn)
     bits = tl.where((rank == RANK) & (at < N)[None, :], own, found.to(tl.int32))
     if BF16:
-        low = tl.sum((bits << 16).to(tl.float32, bitcast=True), 0).to(tl.bfloat16).to(tl.int16, bitcast=True)
-        high = tl.sum((bits & -65536).to(tl.float32, bitcast=True), 0).to(tl.bfloat16).to(tl.int16, bitcast=True)
-        total = low.to(tl.int32) & 0xFFFF | high.to(tl.int32) << 16
+        low = tl.sum((bits << 16).to(tl.float32, bitcast=True), 0)
+        total = _pair(low, tl.sum((bits & -65536).to(tl.float32, bitcast=True), 0))
     else:
         total = tl.sum(bits.to(tl.float32, bitcast=True), 0).to(tl.int32, bitcast=True)
     tl.store(y + at, total, mask=at < N)
     tl.store(turns + place, turn)  # all threads have read it, since all have been asked what is missing
 
 
-def push_sum(x: Tensor, inbox: Inbox) -> Tensor:
+def push_sum(x: Tensor, inbox: Inbox, like: Tensor) -> Tensor:
     """The sum over GPUs of x, bf16 or fp32, whose bytes are a multiple of 4 and fit into the inbox: the same bits on
-    each."""
-    y, words, ranks, early = torch.empty_like(x), x.nbytes // 4, len(inbox.peers), _starts_early(x)
+    each. x: contiguous, of the shape and dtype of `like`, or fp32 [..., A, D] for a token's [..., D]."""
+    y = torch.empty_like(like, memory_format=torch.contiguous_format)
+    words, ranks, early = y.nbytes // 4, len(inbox.peers), _starts_early(y)
     _push_sum[(triton.cdiv(words, WORDS),)](
-        x.view(-1).view(torch.int32), y.view(-1).view(torch.int32), inbox.peers, inbox.turns, N=words, WORDS=WORDS,
+        x.view(-1).view(torch.int32), y.view(-1).view(torch.int32), inbox.peers, inbox.turns, N=words,
+        TERMS=x.numel() // y.numel() if x.dim() > y.dim() else 0, WORDS=WORDS,
         PLACES=len(inbox.turns), RANK=inbox.rank, RANKS=ranks, R2=triton.next_power_of_2(ranks),
-        BF16=x.dtype == torch.bfloat16, PDL=early, launch_pdl=early, num_warps=1,
+        BF16=y.dtype == torch.bfloat16, PDL=early, launch_pdl=early, num_warps=1,
     )  # fmt: skip
     return y
 
@@ -96,11 +121,16 @@ def push_sum(x: Tensor, inbox: Inbox) -> Tensor:
 # their last bits there, and some ranks would choose another one of two experts with nearly equal scores. Here shapes
 # are fixed.
 
+HELD = 1 << 17  # bytes that a program of 8 warps holds in half of its registers
+
 
 @jit
-def _fixed_join(x, y, weight, bias, total, normed, D: tl.constexpr, SCALE: tl.constexpr, EPS: tl.constexpr,
-                LAYER: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+def _fixed_join(x, y, weight, bias, rows, total, normed, scores, D: tl.constexpr, E: tl.constexpr, SCALE: tl.constexpr,
+                EPS: tl.constexpr, LAYER: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     at = tl.arange(0, BLOCK)
+    if E:  # of one token alone; read while the kernel before is at work
+        expert = tl.arange(0, E)
+        row = tl.load(rows + expert[:, None] * D + at[None, :], mask=(at < D)[None, :], other=0.0)
     scale = tl.load(weight + at, mask=at < D, other=0.0).to(tl.float32)
     offset = tl.load(bias + at, mask=at < D, other=0.0).to(tl.float32) if LAYER else 0.0
     if PDL:
@@ -116,7 +146,11 @@ def _fixed_join(x, y, weight, bias, total, normed, D: tl.constexpr, SCALE: tl.co
     if LAYER:
         values = tl.where(inside, values - tl.sum(values, 0) / D, 0.0)
     values = values * tl.rsqrt(tl.sum(values * values, 0) / D + EPS) * scale + offset
-    tl.store(normed + at, values.to(normed.dtype.element_ty), mask=inside)
+    values = values.to(normed.dtype.element_ty)
+    tl.store(normed + at, values, mask=inside)
+    if E:
+        found = tl.sum(row.to(tl.float32) * values.to(tl.float32)[None, :], 1)
+        tl.store(scores + expert, found.to(scores.dtype.element_ty))
 
 
 @jit
@@ -130,37 +164,36 @@ def _fixed_scores(x, weight, y, D: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.co
     tl.store(y + tl.program_id(0), total.to(y.dtype.element_ty))
 
 
-def fixed_join(x: Tensor, y: Tensor, scale: float, weight: Tensor, bias: Tensor | None,
-               eps: float) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """x + scale y of [..., D], and `F.rms_norm` of it, with a bias `F.layer_norm`, in one way on every GPU."""
+def new_scores(x: Tensor, rows: Tensor | None) -> Tensor:
+    """Room for the scores of x [..., D] by rows [E, D], [T, E]; none of it without rows."""
+    return x.new_empty(0) if rows is None else x.new_empty(x.numel() // x.shape[-1], rows.shape[0])
+
+
+def fixed_join(x: Tensor, y: Tensor, scale: float, weight: Tensor, bias: Tensor | None, eps: float,
+               rows: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """x + scale y of [..., D], `F.rms_norm` of it (with a bias `F.layer_norm`), and that times rows [E, D], [T, E]
+    (empty without rows), in one way on every GPU of a kind.
+
+    Scores of one token are made by the norm's program where it can hold all rows in registers, else by one for each.
+    Those of more tokens are the library's, which chooses by shapes alone.
+    """
+    D = x.shape[-1]
     if not x.is_cuda:
         total = torch.add(x, y, alpha=scale)
-        if bias is None:
-            return total, F.rms_norm(total, weight.shape, weight, eps)
-        return total, F.layer_norm(total, weight.shape, weight, bias, eps)
-    x, y, D, early = x.contiguous(), y.contiguous(), x.shape[-1], _starts_early(x)
-    total, normed = torch.empty_like(x), torch.empty_like(x)
-    _fixed_join[(x.numel() // D,)](
-        x, y, weight, weight if bias is None else bias, total, normed, D=D, SCALE=scale, EPS=eps,
-        LAYER=bias is not None, BLOCK=triton.next_power_of_2(D), PDL=early, launch_pdl=early, num_warps=8,
+        norm = F.rms_norm if bias is None else partial(F.layer_norm, bias=bias)
+        normed = norm(total, weight.shape, weight=weight, eps=eps)
+        return total, normed, x.new_empty(0) if rows is None else F.linear(normed.view(-1, D), rows)
+    x, y, T, block, early = x.contiguous(), y.contiguous(), x.numel() // D, triton.next_power_of_2(D), _starts_early(x)
+    total, normed, scores = torch.empty_like(x), torch.empty_like(x), new_scores(x, rows)
+    E = 0 if rows is None else len(rows)
+    together = T == 1 and E * block * x.element_size() <= HELD and E & E - 1 == 0
+    _fixed_join[(T,)](
+        x, y, weight, weight if bias is None else bias, weight if rows is None else rows, total, normed, scores, D=D,
+        E=E if together else 0, SCALE=scale, EPS=eps, LAYER=bias is not None, BLOCK=block, PDL=early, launch_pdl=early,
+        num_warps=8,
     )  # fmt: skip
-    return total, normed
-
-
-@operator("moe_fast::fixed_scores")
-def fixed_scores(x: Tensor, weight: Tensor) -> Tensor:
-    """`F.linear` of x [T, D] with weight [E, D] in one way on every GPU of a kind.
-
-    For one token an expert is a program's; more tokens are the library's, which chooses by shapes alone.
-    """
-    if not x.is_cuda or x.shape[0] > 1:
-        return F.linear(x, weight)
-    (E, D), early = weight.shape, _starts_early(x)
-    y = x.new_empty(1, E)
-    _fixed_scores[(E,)](x, weight, y, D=D, BLOCK=triton.next_power_of_2(D), PDL=early, launch_pdl=early, num_warps=4)
-    return y
-
-
-@fixed_scores.register_fake
-def _(x: Tensor, weight: Tensor) -> Tensor:
-    return x.new_empty(x.shape[0], weight.shape[0])
+    if E and T > 1:
+        scores = F.linear(normed.view(-1, D), rows)
+    elif E and not together:
+        _fixed_scores[(E,)](normed, rows, scores, D=D, BLOCK=block, PDL=early, launch_pdl=early, num_warps=4)
+    return total, normed, scores

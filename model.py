@@ -59,10 +59,10 @@ class ExpertLinear(nn.Module):
         return activate(self, *halves, expert_indices)
 
     def weighted(self, x: Tensor, expert_indices: Tensor, expert_weights: Tensor) -> Tensor:
-        """x [T, A, in], expert_indices, expert_weights [T, A] -> [T, out], summed over the experts of each token."""
+        """x [T, A, in], expert_indices, expert_weights [T, A] -> fp32 [T, A, out], whose sum over A is the result."""
         x = realise(x)  # or every row would compute SwiGLU again
         y = torch.einsum("tai,taoi->tao", x, self.weight[expert_indices])
-        return weighted_sum(biased(y, self.bias, expert_indices), expert_weights).to(x.dtype)
+        return biased(y, self.bias, expert_indices) * expert_weights.unsqueeze(-1)
 
     def grouped(self, x: Tensor, group_ends: Tensor) -> Tensor:
         """x [N, in], rows sorted by expert; rows of expert e end before group_ends[e] (int32 [E]) -> [N, out]."""
@@ -110,13 +110,13 @@ def activate(w13: nn.Module, gate: Tensor, up: Tensor, experts: Tensor) -> Tenso
     return swiglu(*(biased(y, half, experts) for y, half in zip((gate, up), halves, strict=True)), w13.clamp)
 
 
-def weighted_sum(y: Tensor, expert_weights: Tensor) -> Tensor:
-    """y [T, A, out], expert_weights fp32 [T, A] -> fp32 [T, out].
+def add_up(terms: Tensor) -> Tensor:
+    """[..., A, D] -> [..., D].
 
     Written out over A, it becomes part of the kernel that reads it. (One sum over A and the product's own axis compiles
     to one kernel as well, but to fewer and longer rows: 61 instead of 56 us a layer for Mixtral in bf16 on an H200.)
     """
-    return sum((y * expert_weights.unsqueeze(-1)).unbind(1))
+    return sum(terms.unbind(-2))
 
 
 def top_k(scores: Tensor, k: int) -> tuple[list[Tensor], Tensor]:
@@ -149,6 +149,7 @@ class Experts(nn.Module):
     """The E feed-forward experts: x [T, D], expert_indices [T, A], expert_weights [T, A] -> [T, D]."""
 
     gather_tokens = 1  # up to this many tokens the fused gather wins, above it each expert's rows are grouped
+    apart = False  # what is gathered is [T, A, D], for a `Join` that adds up
 
     def __init__(self, args: ModelArgs):
         super().__init__()
@@ -164,7 +165,8 @@ class Experts(nn.Module):
 
     def gather(self, x: Tensor, expert_indices: Tensor, expert_weights: Tensor) -> Tensor:
         """For few tokens: each token reads the weights of its own experts and no others."""
-        return self.w2.weighted(self.w13.gated(x, expert_indices), expert_indices, expert_weights)
+        y = self.w2.weighted(self.w13.gated(x, expert_indices), expert_indices, expert_weights)
+        return y if self.apart else add_up(y).to(x.dtype)
 
     def group(self, x: Tensor, expert_indices: Tensor, expert_weights: Tensor) -> Tensor:
         """For many tokens: sort (token, expert) pairs by expert, one grouped product, back in order, weighted sum.
@@ -200,7 +202,8 @@ class Experts(nn.Module):
 
 
 class MoE(nn.Module):
-    """A layer of experts with its router. x [T, D] -> y [T, D], expert_indices [T, A], expert_weights [T, A] fp32."""
+    """A layer of experts with its router, which `Join` asks. x [T, D], the router's scores of it [T, E] -> y [T, D],
+    expert_indices [T, A], expert_weights [T, A] fp32."""
 
     def __init__(self, args: ModelArgs):
         super().__init__()
@@ -214,8 +217,12 @@ class MoE(nn.Module):
         self.mixer_eps, self.groups = args.mixer_eps, (args.n_group, args.n_active_group)
 
     def score(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x [T, D] -> fp32 [T, E] of which the largest are chosen, and the scores that routing weights are made of."""
-        scores = self.router(x).float()
+        """x [T, D] -> `judge` of the router's scores: for guesses, by what an earlier layer's router reads."""
+        return self.judge(self.router(x))
+
+    def judge(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+        """The router's, [T, E] -> fp32 [T, E] of which the largest are chosen, and what routing weights are made of."""
+        scores = scores.float()
         if self.score_bias is None:
             return self.limit(scores), scores
         scores = scores.sigmoid()
@@ -235,8 +242,9 @@ class MoE(nn.Module):
         kept = (groups.unsqueeze(-1) == torch.arange(count, device=choice.device)).any(1)
         return torch.where(kept.unsqueeze(-1), members, float("-inf")).flatten(1)
 
-    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        choice, scores = self.score(x)
+    def route(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+        """The router's scores [T, E] -> expert_indices, expert_weights [T, A]."""
+        choice, scores = self.judge(scores)
         best, expert_indices = top_k(choice, self.n_active)
         if self.score_bias is not None:
             parts = scores.gather(-1, expert_indices)
@@ -258,14 +266,14 @@ class MoE(nn.Module):
             left = torch.where(experts == index, float("-inf"), left)
         return torch.cat(parts, dim=-1)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        expert_indices, expert_weights = self.route(x)
+    def forward(self, x: Tensor, scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        expert_indices, expert_weights = self.route(scores)
         return self.finish(x, self.experts(x, expert_indices, expert_weights)), expert_indices, expert_weights
 
     def finish(self, x: Tensor, y: Tensor) -> Tensor:
         """x, the experts' result y [T, D] -> with the shared expert's, where there is one."""
         if self.shared is not None:
-            shared = self.shared(x)[0]
+            shared = self.shared(x, None)[0]
             y = y + (shared if self.shared_gate is None else shared * self.shared_gate(x).sigmoid())
         return y
 
@@ -273,26 +281,33 @@ class MoE(nn.Module):
 class FeedForward(nn.Module):
     """One dense SwiGLU: a dense layer's, or a shared expert. Same signature as MoE, with no routing to report."""
 
+    router = None
+
     def __init__(self, dim: int, intermediate: int):
         super().__init__()
         self.w13 = Linear(dim, 2 * intermediate)
         self.w2 = Linear(intermediate, dim)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, None, None]:
+    def forward(self, x: Tensor, scores: None) -> tuple[Tensor, None, None]:
         return self.w2(swiglu(*self.w13(x).chunk(2, dim=-1))), None, None
 
 
 class Join(nn.Module):
-    """A residual connection and the norm after it. Tensor parallelism first sums y over the ranks here."""
+    """A residual connection, the norm after it, and the router that reads that. Tensor parallelism first sums y over
+    the ranks here."""
 
     def __init__(self, scale: float):
         super().__init__()
         self.scale = scale
 
-    def forward(self, x: Tensor, y: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
-        """x, y [..., D] -> x + scale y, its norm. The sum is kept in memory, or its readers would each make it."""
+    def forward(self, x: Tensor, y: Tensor, norm: nn.Module, router: Linear | None = None):
+        """x, y [..., D] -> x + scale y, its norm, the router's scores of that [T, E] (None without one).
+
+        Both are kept in memory, or each of their readers would make them again: every row of a product.
+        """
         x = realise(torch.add(x, y, alpha=self.scale))
-        return x, norm(x)
+        normed = realise(norm(x))
+        return x, normed, None if router is None else router(normed.flatten(0, -2))
 
 
 class Block(nn.Module):
@@ -311,10 +326,10 @@ class Block(nn.Module):
 
         A block ends with the norm that the next one begins with, since the sum before it and the norm are one kernel.
         """
-        x, h = self.join(x, self.attention(normed, context), self.ffn_norm)
-        # Kept in memory as well, or every row of the products that read it would compute the norm again.
-        y, expert_indices, expert_weights = self.ffn(realise(h).flatten(0, 1))
-        return *self.join(x, y.view_as(x), next_norm), expert_indices, expert_weights
+        x, h, scores = self.join(x, self.attention(normed, context), self.ffn_norm, self.ffn.router)
+        y, expert_indices, expert_weights = self.ffn(h.flatten(0, 1), scores)
+        x, normed, _ = self.join(x, y.unflatten(0, x.shape[:-1]), next_norm)
+        return x, normed, expert_indices, expert_weights
 
 
 class Transformer(nn.Module):

@@ -24,7 +24,7 @@ from math import prod
 import torch
 from torch import Tensor, nn
 
-from layers import RMSNorm, realise
+from layers import RMSNorm
 from model import Block, Experts, Transformer, top_k
 from quantize import Packed
 from recording import between
@@ -372,9 +372,9 @@ class OffloadedExperts(nn.Module):
 
 def _begin(block: Block, x: Tensor, normed: Tensor, context):
     """`Block.forward` up to the experts -> x, what they multiply, expert_indices, expert_weights, `ask`'s."""
-    x, h = block.join(x, block.attention(normed, context), block.ffn_norm)
-    h = realise(h).flatten(0, 1)
-    expert_indices, expert_weights = block.ffn.route(h)
+    x, h, scores = block.join(x, block.attention(normed, context), block.ffn_norm, block.ffn.router)
+    h = h.flatten(0, 1)
+    expert_indices, expert_weights = block.ffn.route(scores)
     return x, h, expert_indices, expert_weights, block.ffn.experts.ask(h, expert_indices)
 
 
@@ -385,7 +385,8 @@ def _multiply(block: Block, x: Tensor, h: Tensor, expert_indices: Tensor, expert
 
 
 def _end(block: Block, x: Tensor, h: Tensor, y: Tensor, next_norm: RMSNorm):
-    return block.join(x, block.ffn.finish(h, y).view_as(x), next_norm)
+    x, normed, _ = block.join(x, block.ffn.finish(h, y).unflatten(0, x.shape[:-1]), next_norm)
+    return x, normed
 
 
 def compile_block(compile: Callable) -> Callable:

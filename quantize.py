@@ -24,7 +24,7 @@ from attention import Chunk, KVCache, join_parts
 from checkpoint import Checkpoint, Writer, pick_device
 from command import Parser
 from layers import Linear, operator, realise
-from model import ExpertLinear, Transformer, activate, biased, weighted_sum
+from model import ExpertLinear, Transformer, activate, biased
 from packing import FORMATS, PLAIN, Parts, grouped_order, nonzero
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}  # of what is in no number format
@@ -144,8 +144,7 @@ class PackedExpertLinear(Packed):
         return activate(self, *(dot(x, half, self.group) for half in halves), expert_indices).to(x.dtype)
 
     def weighted(self, x: Tensor, expert_indices: Tensor, expert_weights: Tensor) -> Tensor:
-        y = biased(self.dot(x, expert_indices), self.bias, expert_indices)
-        return weighted_sum(y, expert_weights).to(x.dtype)
+        return biased(self.dot(x, expert_indices), self.bias, expert_indices) * expert_weights.unsqueeze(-1)
 
 
 # Caches -------------------------------------------------------------------------------------------------------------

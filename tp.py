@@ -5,8 +5,7 @@
 Tensor parallelism (Shoeybi et al. 2019) cuts attention by heads, each expert along I and the head along V. A block then
 sums [T, D] over the ranks after `wo` and after the weighted sum over experts. Expert parallelism gives a rank E / N
 whole experts in place of a part of each. What is cut, and how, is a table (`table`); the two sums stand in the slot
-`join`, the gathered vocabulary in `gather`, and the router in a third; the rest of the program does not know. The
-processes are world.py's.
+`join`, the gathered vocabulary in `gather`; the rest of the program does not know. The processes are world.py's.
 """
 
 import re
@@ -16,7 +15,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-import collective
 import world
 from args import ModelArgs
 from layers import Linear, RMSNorm
@@ -53,22 +51,18 @@ class SplitNorm(nn.Module):
 
 
 class SumAndJoin(Join):
-    """`model.Join` of a sum over ranks, in one way on all of them, so that all choose the same experts."""
+    """`model.Join` of a sum over ranks, in one way on all of them, so that all choose the same experts.
 
-    def forward(self, x: Tensor, y: Tensor, norm: RMSNorm | nn.LayerNorm) -> tuple[Tensor, Tensor]:
-        return world.sum_and_join(x, y, self.scale, norm.weight, getattr(norm, "bias", None), norm.eps)
+    y: [..., D], or [..., A, D] to be added up as well.
+    """
 
-
-class FixedRouter(nn.Module):
-    """The router, x [T, D] -> [T, E], likewise: what it reads is made of sums over ranks, whose bits all share."""
-
-    def __init__(self, router: Linear):
-        super().__init__()
-        self.weight, self.bias = router.weight, router.bias
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = collective.fixed_scores(x, self.weight)
-        return y if self.bias is None else y + self.bias
+    def forward(self, x: Tensor, y: Tensor, norm: RMSNorm | nn.LayerNorm, router: Linear | None = None):
+        rows = None if router is None else router.weight
+        bias = getattr(norm, "bias", None)
+        x, normed, scores = world.sum_and_join(x, y, self.scale, norm.weight, bias, norm.eps, rows)
+        if router is None:
+            return x, normed, None
+        return x, normed, scores if router.bias is None else scores + router.bias
 
 
 class LocalExperts(Experts):
@@ -262,9 +256,9 @@ class Part:
                 )
             if not hasattr(block.ffn, "experts"):  # a dense layer
                 continue
-            block.ffn.router = FixedRouter(block.ffn.router)
             if parallel == "expert":
                 block.ffn.experts = LocalExperts(model.args, self.rank * count, count)
+            block.ffn.experts.apart = block.ffn.shared is None
 
     def read(self, source, name: str, device: torch.device | str, expert: int | None = None) -> Tensor:
         """This rank's part of the model's parameter `name`, and nothing else, from a source as `load_model` has it.

@@ -315,7 +315,7 @@ _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tenso
 @operator("moe_fast::all_reduce")
 def all_reduce(x: Tensor) -> Tensor:
     """The sum of x over the ranks, the same bits on each. An operator of ours, so that a compiled block stays whole."""
-    return _sum(x)
+    return _sum(x, x)
 
 
 @all_reduce.register_fake
@@ -324,16 +324,18 @@ def _(x: Tensor) -> Tensor:
 
 
 @operator("moe_fast::sum_and_join")
-def sum_and_join(x: Tensor, y: Tensor, scale: float, weight: Tensor, bias: Tensor | None,
-                 eps: float) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """x + scale * the sum of y over the ranks, of [..., D], and the norm of that (`collective.fixed_join`), the same
-    bits on each."""
-    return collective.fixed_join(x, _sum(y), scale, weight, bias, eps)
+def sum_and_join(x: Tensor, y: Tensor, scale: float, weight: Tensor, bias: Tensor | None, eps: float,
+                 rows: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """x + scale * the sum of y over the ranks, the norm of that, and its product with rows (`collective.fixed_join`),
+    the same bits on each. x [..., D]; y the same, or [..., A, D] to be added up as well."""
+    return collective.fixed_join(x, _sum(y, x), scale, weight, bias, eps, rows)
 
 
 @sum_and_join.register_fake
-def _(x: Tensor, y: Tensor, scale: float, weight: Tensor, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
-    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(2))
+def _(x: Tensor, y: Tensor, scale: float, weight: Tensor, bias: Tensor | None, eps: float,
+      rows: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    total, normed = (torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(2))
+    return total, normed, collective.new_scores(x, rows)
 
 
 @operator("moe_fast::all_gather")
@@ -349,10 +351,18 @@ def _(x: Tensor, ranks: int) -> Tensor:
     return x.new_empty(ranks * x.shape[0], *x.shape[1:])
 
 
-def _sum(x: Tensor) -> Tensor:
-    """`sum_over_ranks` by what was measured as the fastest for so many bytes, where it takes them."""
-    method = next((method for most, method in _world.choice if x.nbytes <= most), "library")
-    return with_others(sum_over_ranks, method if can_sum(method, x.nbytes) else "library", x.contiguous())
+def _sum(y: Tensor, like: Tensor) -> Tensor:
+    """`sum_over_ranks` by what was measured as the fastest for so many bytes, where it takes them.
+
+    y: of the shape and dtype of `like`, or [..., A, D] to be added up first, which a push does by itself for one token.
+    """
+    method = next((method for most, method in _world.choice if like.nbytes <= most), "library")
+    method = method if can_sum(method, like.nbytes) else "library"
+    if method == "push" and like.numel() == like.shape[-1]:
+        return with_others(collective.push_sum, y.contiguous(), _world.inbox, like)
+    if y.dim() > like.dim():
+        y = y.sum(-2).to(like.dtype)
+    return with_others(sum_over_ranks, method, y.contiguous())
 
 
 def sum_over_ranks(method: str, x: Tensor) -> Tensor:
@@ -362,7 +372,7 @@ def sum_over_ranks(method: str, x: Tensor) -> Tensor:
     one-shot every rank adds all parts up, in the order of ranks (PyTorch's `load_and_reduce`), as it does after a push.
     """
     if method == "push":
-        return collective.push_sum(x, _world.inbox)
+        return collective.push_sum(x, _world.inbox, x)
     if method == "library":
         y = x.clone()
         dist.all_reduce(y, group=_world.group)

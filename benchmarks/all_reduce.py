@@ -8,7 +8,8 @@ checked: every method gives the same bits on all ranks. GB/s are message bytes o
 library's (gloo) is timed, by the clock.
 
 A block's sums are followed by a residual and its norm (`collective.fixed_join`), which are timed with them for a
-token's [1, D]. Prediction: 1 us more than the sum, since the second kernel is set up while the first one waits.
+token's [1, D]. Prediction: 1 us more than the sum, since the second kernel is set up while the first one waits; and
+0.5 us more as a block has it, with experts to be added up and a router's scores.
 """
 
 import json
@@ -57,20 +58,22 @@ def same_bits(method: str, x: torch.Tensor) -> bool:
 
 
 def joins(D: int, dtype: torch.dtype, device: torch.device, methods: list[str]) -> dict:
-    """A sum of a token's [1, D], a residual and its norm by each method, and whether all ranks get the same bits."""
-    generator = torch.Generator(device).manual_seed(D)  # all ranks' are the same, but for y
-    x, weight = (torch.randn(1, D, dtype=dtype, device=device, generator=generator) for _ in range(2))
-    y, row = torch.randn(1, D, dtype=dtype, device=device), {"D": D}
-    for method in methods:
-        if not world.can_sum(method, y.nbytes):
-            continue
+    """A sum of a token's [1, D], a residual and its norm by each method, and whether all ranks get the same bits. Then
+    the same as a block has it: by the method that was chosen, of two experts' terms, with a router of eight."""
+    generator = torch.Generator(device).manual_seed(D)  # all ranks' are the same, but for y and terms
+    x, rows = (torch.randn(n, D, dtype=dtype, device=device, generator=generator) for n in (1, 8))
+    y, terms = torch.randn(1, D, dtype=dtype, device=device), torch.randn(1, 2, D, device=device)
 
-        def work(method=method):
-            return collective.fixed_join(x, world.sum_over_ranks(method, y), 1.0, weight[0], None, 1e-5)
+    def join(method: str) -> tuple[torch.Tensor, ...]:
+        return collective.fixed_join(x, world.sum_over_ranks(method, y), 1.0, rows[0], None, 1e-5, None)
 
-        found = torch.cat(work()).cpu()
+    works = {method: partial(join, method) for method in methods if world.can_sum(method, y.nbytes)}
+    works["as a block has it"] = partial(world.sum_and_join, x, terms, 1.0, rows[0], None, 1e-5, rows)
+    row = {"D": D}
+    for name, work in works.items():
+        found = torch.cat([part.flatten() for part in work()]).cpu()
         same = all(torch.equal(found, other) for other in of_all(found))
-        row[method] = {"us": 1e6 * world.seconds(work), "same_bits": same}
+        row[name] = {"us": 1e6 * world.seconds(work), "same_bits": same}
     return row
 
 
@@ -110,6 +113,7 @@ def command() -> int:
             row[method] = {"us": 1e6 * time_of_one, "gb_s": x.nbytes / time_of_one / 1e9,
                            "same_bits": same_bits(method, x)}  # fmt: skip
         rows.append(row)
+    world.choose(dtype, device)
     joined = [joins(D, dtype, device, methods) for D in WIDTHS] if device.type == "cuda" else []
     if world.is_main():
         gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"

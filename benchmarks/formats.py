@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from args import ModelArgs
 from benchmark import read_bandwidth
 from command import Parser
-from model import Experts
+from model import Experts, add_up
 from packing import FORMATS, PLAIN
 from quantize import PackedExpertLinear, pack_weight
 from session import compile_settings
@@ -90,7 +90,11 @@ def main() -> None:
         hidden = torch.randn(1, A, args.intermediate, device="cuda", dtype=torch.bfloat16)
         weights = torch.rand(1, A, device="cuda")
         gated = torch.compile(lambda choice, e=experts, x=x: e.w13.gated(x, choice), **compiled)
-        weighted = torch.compile(lambda choice, e=experts, h=hidden, w=weights: e.w2.weighted(h, choice, w), **compiled)
+
+        def w2(choice: Tensor, w2=experts.w2, hidden: Tensor = hidden, weights: Tensor = weights) -> Tensor:
+            return add_up(w2.weighted(hidden, choice, weights)).bfloat16()
+
+        weighted = torch.compile(w2, **compiled)
         both = torch.compile(lambda choice, e=experts, x=x, w=weights: e.gather(x, choice, w), **compiled)
         columns = []
         for function, size in ((gated, sizes[0]), (weighted, sizes[1]), (both, sum(sizes))):

@@ -318,9 +318,10 @@ def fetch_code() -> dict[str, int]:
     return {name: asm.count(name) for name in ("LDG.E.128", "STG.E.128")}
 
 
-def push_error(parts: Tensor, rank: int, count: int) -> float:
+def push_error(parts: Tensor, rank: int, count: int, terms: Tensor | None = None) -> float:
     """Of a rank's sum of parts [N, ...], each a rank's, after the others have written theirs; relative. Infinite where
-    it did not write its own into the inboxes of all others, with the count of this call, one after `count`."""
+    it did not write its own into the inboxes of all others, with the count of this call, one after `count`. terms: what
+    it has to add up to get its own, [A, ...]."""
     words = torch.nn.functional.pad(parts.flatten(1).view(torch.int32), (0, -parts[0].nbytes // 4 % collective.WORDS))
     stamped = (words.long() & 0xFFFFFFFF | count + 1 << 32).unflatten(1, (-1, collective.WORDS))
     inboxes, others = [torch.zeros(2, *stamped.shape, dtype=torch.int64) for _ in parts], [*range(len(parts))]
@@ -329,7 +330,8 @@ def push_error(parts: Tensor, rank: int, count: int) -> float:
     peers = torch.tensor([inbox.data_ptr() for inbox in inboxes])
     turns = torch.full(stamped.shape[1:2], count, dtype=torch.int32)
     inbox = collective.Inbox(inboxes[rank], peers, turns, rank)
-    got = collective.push_sum(parts[rank].as_subclass(OnCuda), inbox).as_subclass(Tensor).float()
+    given = parts[rank] if terms is None else terms
+    got = collective.push_sum(given.as_subclass(OnCuda), inbox, parts[rank]).as_subclass(Tensor).float()
     there = [inboxes[other][count + 1 & 1, rank].flatten()[: parts[0].nbytes // 4] for other in others]
     if (
         not all(torch.equal(words, stamped[rank].flatten()[: len(words)]) for words in there)
@@ -349,16 +351,23 @@ def fixed_errors() -> dict[str, float]:
         x, weight, rows = torch.randn(3, D), torch.randn(D), torch.randn(E, D)
         y, library = torch.randn(3, D), torch.nn.functional
         for name, bias, norm in (("norm", None, library.rms_norm), ("norm with bias", rows[0], library.layer_norm)):
-            parts = x.as_subclass(OnCuda), y.as_subclass(OnCuda)
-            got = torch.stack([*map(torch.clone, collective.fixed_join(*parts, 0.5, weight, bias, 1e-5))])
-            total = x + 0.5 * y
-            want = torch.stack([total, norm(total, (D,), weight, *(() if bias is None else (bias,)), 1e-5)])
-            found[f"{name} of {D}"] = ((got - want).norm() / want.norm()).item()
-        got = collective.fixed_scores(x[:1].as_subclass(OnCuda), rows).as_subclass(Tensor)
-        found[f"{E} scores of {D}"] = ((got - x[:1] @ rows.T).norm() / (x[:1] @ rows.T).norm()).item()
+            for T, rows_of in ((1, rows), (3, rows), (3, None)):
+                parts = x[:T].as_subclass(OnCuda), y[:T].as_subclass(OnCuda)
+                got = collective.fixed_join(*parts, 0.5, weight, bias, 1e-5, rows_of)
+                total = x[:T] + 0.5 * y[:T]
+                normed = norm(total, (D,), weight, *(() if bias is None else (bias,)), 1e-5)
+                want = total, normed, total.new_empty(0) if rows_of is None else normed @ rows.T
+                got, want = (torch.cat([*map(torch.flatten, some)]).as_subclass(Tensor) for some in (got, want))
+                scores = "no" if rows_of is None else E
+                found[f"{name} of {D}, {T} tokens, {scores} scores"] = ((got - want).norm() / want.norm()).item()
     for ranks, dtype in itertools.product((2, 3, 4), (torch.float32, torch.bfloat16)):
         parts = torch.randn(ranks, 3, 20 * ranks + 2, dtype=torch.float32).to(dtype)
         found[f"sum over {ranks} in {dtype}"] = push_error(parts, ranks - 2, ranks)
+        # Small whole numbers, whose sum is the same in any order and in bf16.
+        terms = torch.randint(-9, 9, (5, 1, 150)).float()
+        parts = torch.randn(ranks, 1, 150).to(dtype)
+        parts[ranks - 2] = terms.sum(0)
+        found[f"sum over {ranks} of terms in {dtype}"] = push_error(parts, ranks - 2, ranks, terms)
     return found
 
 
@@ -366,20 +375,32 @@ def fixed_code() -> dict[str, dict[str, int]]:
     """Of their machine code, as a GPU of compute capability 9 runs it: waits, starts, stores of spilled registers."""
     collective._starts_early, found = lambda x: True, {}
     x, weight = torch.randn(1, 4096, dtype=torch.bfloat16), torch.randn(8, 4096, dtype=torch.bfloat16)
-    cases = {"fixed_join": (x, x, 1.0, weight[0], None, 1e-5), "fixed_scores": (x, weight)}
+    many = torch.randn(128, 4096, dtype=torch.bfloat16)
+    wide, wide_rows = torch.randn(1, 6144, dtype=torch.bfloat16), torch.randn(8, 6144, dtype=torch.bfloat16)
+    cases = {
+        "fixed_join": (collective.fixed_join, (x, x, 1.0, weight[0], None, 1e-5, None)),
+        "fixed_join with scores": (collective.fixed_join, (x, x, 1.0, weight[0], None, 1e-5, weight)),
+        "fixed_join, wide, with scores": (collective.fixed_join, (wide, wide, 1.0, wide[0], None, 1e-5, wide_rows)),
+        "fixed_scores": (collective.fixed_join, (x, x, 1.0, weight[0], None, 1e-5, many)),
+    }
     for ranks in (2, 4, 8):
         inbox = collective.Inbox(x, torch.zeros(ranks, dtype=torch.int64), torch.zeros(32, dtype=torch.int32), 0)
-        cases[f"push_sum over {ranks}"] = x, inbox
-    for case, arguments in cases.items():
-        name = case.split()[0]
-        kernel, function = getattr(collective, f"_{name}"), getattr(collective, name)
-        setattr(collective, f"_{name}", launch := Launch())
+        cases[f"push_sum over {ranks}"] = collective.push_sum, (x, inbox, x)
+        cases[f"push_sum of terms over {ranks}"] = collective.push_sum, (torch.randn(1, 2, 4096), inbox, x)
+    for case, (function, arguments) in cases.items():
+        launches = {name: Launch() for name in ("fixed_join", "fixed_scores", "push_sum")}
+        kernels_of = {name: getattr(collective, f"_{name}") for name in launches}
+        for name, launch in launches.items():
+            setattr(collective, f"_{name}", launch)
         function(arguments[0].as_subclass(OnCuda), *arguments[1:])
-        setattr(collective, f"_{name}", kernel)
+        for name, kernel in kernels_of.items():
+            setattr(collective, f"_{name}", kernel)
+        name = case.split()[0].strip(",")
+        kernel, launch = kernels_of[name], launches[name]
         asm = compiled(kernel, launch).asm["sass"]
         found[case] = {
             "waits": asm.count("ACQBULK"), "starts": asm.count("PREEXIT"), "spills": asm.count("STL"),
-            "sent": asm.count("STG.E.128 "),
+            "sent": asm.count("STG.E.128 "), "ahead": asm.partition("ACQBULK")[0].count("LDG.E.128"),
         }  # fmt: skip
     return found
 

@@ -238,7 +238,7 @@ def test_products_of_a_format_are_those_of_its_unpacked_weights(mode):
             close(grouped, torch.cat([rows @ matrix.T for rows, matrix in runs]), tolerance)
         weighted = torch.compile(packed.weighted) if dtype is torch.bfloat16 else packed.weighted
         each = torch.einsum("ai,aoi->ao", x[:A].double(), weight[indices[0]])
-        close(weighted(x[:A].unsqueeze(0), indices, weights), weights.double() @ each, tolerance)
+        close(weighted(x[:A].unsqueeze(0), indices, weights).sum(1), weights.double() @ each, tolerance)
         gated = torch.compile(packed.gated) if dtype is torch.bfloat16 else packed.gated
         gate, up = (x[:1].double() @ weight[indices[0]].transpose(1, 2)).squeeze(1).chunk(2, dim=-1)
         close(gated(x[:1], indices)[0], torch.nn.functional.silu(gate) * up, tolerance)

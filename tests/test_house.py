@@ -20,7 +20,7 @@ MAY_IMPORT = {
     "attention_kernels": {"kernels"},
     "recording": GROUND,
     "slots": {"kernels"},
-    "collective": {"kernels", "layers"},
+    "collective": {"kernels"},
     "args": GROUND,
     "layers": {"args"},
     "attention": {"args", "layers", "attention_kernels"},

@@ -230,7 +230,7 @@ def test_routing_is_that_of_transformers(family):
     model = load_model(family.directory, "cpu")
     model.setup_cache(1, 64)
     _, indices, weights = model(tokens, torch.arange(40).unsqueeze(0), return_routing=True)
-    sparse = [block for block in model.layers if hasattr(block.ffn, "router")]
+    sparse = [block for block in model.layers if hasattr(block.ffn, "experts")]
     assert indices.shape == weights.shape == (len(sparse), 40, model.args.n_active)
     routers = [module for module in family.peer.modules() if type(module).__name__.endswith("Router")]
     peer = []

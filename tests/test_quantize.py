@@ -414,7 +414,7 @@ def test_packed_experts_are_the_experts_of_their_unpacked_weights(name, dtype):
     assert got.shape == (3, 2, 32) and got.dtype == dtype and relative(got, want) < LIMITS[dtype]
     x = random_tensor(3, 2, 96).to(dtype)
     got, want = twin.weighted(x, index, weights), plain.weighted(x.double(), index, weights)
-    assert got.shape == (3, 64) and got.dtype == dtype and relative(got, want) < LIMITS[dtype]
+    assert got.shape == (3, 2, 64) and got.dtype == torch.float32 and relative(got, want) < LIMITS[dtype]
     for sizes in ((3, 0, 9, 0, 2), (0, 0, 0, 0, 6), (1, 1, 1, 1, 1), (0, 0, 0, 0, 0)):
         x = random_tensor(sum(sizes), 96).to(dtype)
         got = twin.grouped(x, torch.tensor(sizes).cumsum(0).int())
@@ -1110,13 +1110,15 @@ def test_the_copy_out_of_host_memory(interpreted, machine_code):
 
 def test_what_is_the_same_on_every_gpu(interpreted, machine_code):
     errors = interpreted["fixed"]
-    assert len(errors) == 15
+    assert len(errors) == 30
     for case, error in errors.items():  # the interpreter cuts where a GPU rounds to bf16
         assert error < (5e-3 if "bfloat16" in case else 1e-6), case
     for case, counts in machine_code["fixed"].items():
         assert counts["waits"] == counts["starts"] == 1 and counts["spills"] == 0, case
         if "over" in case:  # two words with their counts at once, into the memory of each other rank
             assert counts["sent"] == int(case[-1]) - 1
+        if "with scores" in case:  # the norm's weight and eight rows of a router, while the kernel before is at work
+            assert counts["ahead"] >= 18
 
 
 def test_attention_that_reads_the_blocks_in_use(interpreted, machine_code):
