@@ -1,5 +1,7 @@
 """Speed of one token's expert products in each number format: python benchmarks/formats.py --arch Mixtral-8x7B
 
+With --ranks N of the part of them that one of so many GPUs has.
+
 Times `gated`, `weighted` and both in turn as the model runs them (compiled, recorded as a CUDA graph), with a different
 choice of experts each time so that nothing is read from the cache. GB/s count the packed bytes with scales and zeros,
 gaps between kernels included; the last column is the part of the read bandwidth measured in the same run.
@@ -10,6 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+import tp
 from args import ModelArgs
 from benchmark import read_bandwidth
 from command import Parser
@@ -64,16 +67,21 @@ def build_parser() -> Parser:
         (
             "python benchmarks/formats.py --arch Mixtral-8x7B",
             "python benchmarks/formats.py --arch OLMoE-1B-7B --mode int4 --mode hqq4",
+            "python benchmarks/formats.py --arch Mixtral-8x7B --ranks 4 --mode int8",
         ),
     )
     parser.add_argument("--arch", default="Mixtral-8x7B")
+    parser.add_argument("--ranks", type=int, default=1, help="GPUs that tensor parallelism cuts experts for; default 1")
     parser.add_argument("--mode", action="append", choices=(PLAIN, *FORMATS), help="repeatable; default: all")
     return parser
 
 
 def main() -> None:
-    options = build_parser().parse_args()
+    options = (parser := build_parser()).parse_args()
     args, compiled = architecture(options.arch), {"fullgraph": True, "dynamic": False}
+    if why := tp.refusal(args, {}, options.ranks, "tensor"):
+        parser.error(why)
+    args = tp.local_args(args, options.ranks, "tensor")
     compile_settings()
     ceiling = read_bandwidth(torch.device("cuda"))
     print(f"{options.arch}, {torch.cuda.get_device_name()}, torch {torch.__version__}, read {ceiling / 1e9:.0f} GB/s")
