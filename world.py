@@ -358,9 +358,9 @@ def _sum(y: Tensor, like: Tensor) -> Tensor:
     """
     method = next((method for most, method in _world.choice if like.nbytes <= most), "library")
     method = method if can_sum(method, like.nbytes) else "library"
-    if method == "push" and like.numel() == like.shape[-1]:
-        return with_others(collective.push_sum, y.contiguous(), _world.inbox, like)
     if y.dim() > like.dim():
+        if method == "push" and like.numel() == like.shape[-1]:
+            return with_others(collective.push_sum, y.contiguous(), _world.inbox, like)
         y = y.sum(-2).to(like.dtype)
     return with_others(sum_over_ranks, method, y.contiguous())
 

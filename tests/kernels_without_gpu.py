@@ -18,6 +18,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable
+from unittest import mock
 
 import torch
 import triton
@@ -388,15 +389,11 @@ def fixed_code() -> dict[str, dict[str, int]]:
         cases[f"push_sum over {ranks}"] = collective.push_sum, (x, inbox, x)
         cases[f"push_sum of terms over {ranks}"] = collective.push_sum, (torch.randn(1, 2, 4096), inbox, x)
     for case, (function, arguments) in cases.items():
-        launches = {name: Launch() for name in ("fixed_join", "fixed_scores", "push_sum")}
-        kernels_of = {name: getattr(collective, f"_{name}") for name in launches}
-        for name, launch in launches.items():
-            setattr(collective, f"_{name}", launch)
-        function(arguments[0].as_subclass(OnCuda), *arguments[1:])
-        for name, kernel in kernels_of.items():
-            setattr(collective, f"_{name}", kernel)
-        name = case.split()[0].strip(",")
-        kernel, launch = kernels_of[name], launches[name]
+        launches = {name: Launch() for name in ("_fixed_join", "_fixed_scores", "_push_sum")}
+        with mock.patch.multiple(collective, **launches):
+            function(arguments[0].as_subclass(OnCuda), *arguments[1:])
+        name = f"_{case.split()[0].strip(',')}"
+        kernel, launch = getattr(collective, name), launches[name]
         asm = compiled(kernel, launch).asm["sass"]
         found[case] = {
             "waits": asm.count("ACQBULK"), "starts": asm.count("PREEXIT"), "spills": asm.count("STL"),

@@ -72,9 +72,9 @@ def test_heldout_text_is_what_the_list_names():
     assert text == (EMBEDDED / "heldout.txt").read_bytes()
 
 
-@pytest.mark.parametrize("size", (20_000, pytest.param(None, marks=pytest.mark.slow)))
-def test_it_is_trained_and_its_experts_are_all_at_work(size, directory):
-    """Bits per byte on the held-out text, on all of it what the README states, and the load of every expert."""
+@pytest.mark.parametrize(("size", "stated"), ((20_000, 1.1268), pytest.param(None, None, marks=pytest.mark.slow)))
+def test_it_is_trained_and_its_experts_are_all_at_work(size, stated, directory):
+    """Bits per byte on the held-out text, and the load of every expert; all of the text has what the README states."""
     text = (EMBEDDED / "heldout.txt").read_text()[:size]
     model, tokenizer = load_model(directory, "cpu", torch.float32), load_tokenizer(directory)
     ids = torch.tensor(tokenizer.encode(text))
@@ -88,8 +88,8 @@ def test_it_is_trained_and_its_experts_are_all_at_work(size, directory):
         nats += F.cross_entropy(logits[0, fresh], part[1:][fresh], reduction="sum").item()
         load += F.one_hot(experts[:, fresh], model.args.n_expert).sum((1, 2))
     bits = nats / math.log(2) / len(text.encode())
-    stated = re.search(r"held-out bits per byte \| \*\*([\d.]+)\*\*", (EMBEDDED / "README.md").read_text())[1]
-    assert bits == pytest.approx(float(stated), abs=2e-4) if size is None else bits < 1.2
+    told = re.search(r"held-out bits per byte \| \*\*([\d.]+)\*\*", (EMBEDDED / "README.md").read_text())[1]
+    assert bits == pytest.approx(stated or float(told), abs=2e-4) and bits < 1.40
     share = load / load.sum(1, keepdim=True) * model.args.n_expert
     assert share.min() > 0.25
 

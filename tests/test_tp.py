@@ -167,6 +167,12 @@ def test_ranks_together_answer_as_one_process(family, format, parallel, ranks, c
         assert case["tokens"] == json.loads((checkpoints(family, format) / "expected" / "tokens.json").read_text())
 
 
+@pytest.mark.parametrize("ranks", (2, 4))
+def test_eager_ranks_do_not_load_the_compiler(ranks, found):
+    """Those of the first family, that is; the attention of some others brings it with it."""
+    assert not any(found(ranks, f"mixtral {format} tensor")["compiler"] for format in PLAIN_AND_PACKED)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("parallel", tp.PARALLEL)
 @pytest.mark.parametrize("format", FOR_8)

@@ -1,7 +1,7 @@
 """One rank of tests/test_tp.py: `torchrun ... tp_worker.py FOLDER` runs each case of FOLDER/cases.json.
 
 Rank 0 writes FOLDER/found.json: for each case the largest difference of logits, the greedy tokens, whether all ranks
-had the same bits, and the bytes that each rank read.
+had the same bits, the bytes that each rank read, and whether the compiler was loaded.
 """
 
 import json
@@ -82,6 +82,7 @@ def main() -> None:
             "tokens": greedy(model) if case["greedy"] else None,
             "same_bits": len(set(everyone(zlib.crc32(ours.numpy().tobytes())))) == 1,
             "bytes_read": everyone(source.bytes_read),
+            "compiler": "torch._dynamo" in sys.modules,
             "bytes_held": everyone(sum(parameter.nbytes for parameter in model.parameters())),
         }
     if world.is_main():
