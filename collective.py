@@ -52,25 +52,28 @@ def _pair(low, high):
 
 
 @jit
-def _own(x, at, N: tl.constexpr, TERMS: tl.constexpr, BF16: tl.constexpr):
-    """Words of a message of N: of x as it is, or of the sum of so many terms in fp32."""
+def _own(x, weights, at, N: tl.constexpr, TERMS: tl.constexpr, WIDE: tl.constexpr, BF16: tl.constexpr):
+    """Words of a message of N: of x as it is, or of the weighted sum of so many terms, which are in fp32 if WIDE."""
     if TERMS == 0:
         return tl.load(x + at, mask=at < N, other=0)
     else:
-        words: tl.constexpr = 2 if BF16 else 1  # of fp32 for one of the message
-        x = x.to(tl.pointer_type(tl.float32))
         low, high = tl.zeros(at.shape, tl.float32), tl.zeros(at.shape, tl.float32)
         for term in tl.static_range(TERMS):
-            low += tl.load(x + (term * N + at) * words, mask=at < N, other=0.0)
-            if BF16:
-                high += tl.load(x + (term * N + at) * words + 1, mask=at < N, other=0.0)
+            weight, begin = tl.load(weights + term), term * N + at
+            if BF16 and WIDE:  # two numbers of it for one word of the message
+                low += weight * tl.load(x + begin * 2, mask=at < N, other=0).to(tl.float32, bitcast=True)
+                high += weight * tl.load(x + begin * 2 + 1, mask=at < N, other=0).to(tl.float32, bitcast=True)
+            else:
+                bits = tl.load(x + begin, mask=at < N, other=0)
+                low += weight * (bits << 16 if BF16 else bits).to(tl.float32, bitcast=True)
+                high += weight * (bits & -65536).to(tl.float32, bitcast=True)
         return _pair(low, high) if BF16 else low.to(tl.int32, bitcast=True)
 
 
 @jit
-def _push_sum(x, y, peers, turns, N: tl.constexpr, TERMS: tl.constexpr, WORDS: tl.constexpr, PLACES: tl.constexpr,
-              RANK: tl.constexpr, RANKS: tl.constexpr, R2: tl.constexpr, BF16: tl.constexpr,
-              PDL: tl.constexpr):  # fmt: skip
+def _push_sum(x, weights, y, peers, turns, N: tl.constexpr, TERMS: tl.constexpr, WIDE: tl.constexpr,
+              WORDS: tl.constexpr, PLACES: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr, R2: tl.constexpr,
+              BF16: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     rank, word, place = tl.arange(0, R2)[:, None], tl.arange(0, WORDS), tl.program_id(0)
     theirs = tl.load(peers + rank, mask=rank < RANKS, other=0).to(tl.pointer_type(tl.int64))
     theirs = tl.multiple_of(theirs, (16, 16)) + (RANK * PLACES + place) * WORDS + word[None, :]
@@ -83,7 +86,7 @@ def _push_sum(x, y, peers, turns, N: tl.constexpr, TERMS: tl.constexpr, WORDS: t
         tl.extra.cuda.gdc_launch_dependents()  # which are set up while this one waits for the others
     turn = tl.load(turns + place) + 1
     half = (turn & 1) * (RANKS * PLACES * WORDS)
-    own = _own(x, at, N, TERMS, BF16)[None, :]
+    own = _own(x, weights, at, N, TERMS, WIDE, BF16)[None, :]
     stamped = own.to(tl.int64) & 0xFFFFFFFF | turn.to(tl.int64) << 32
     tl.store(theirs + half, tl.broadcast_to(stamped, others.shape), mask=others)
     found = tl.load(ours + half, mask=others, other=0, volatile=True)
@@ -101,15 +104,16 @@ def _push_sum(x, y, peers, turns, N: tl.constexpr, TERMS: tl.constexpr, WORDS: t
     tl.store(turns + place, turn)  # all threads have read it, since all have been asked what is missing
 
 
-def push_sum(x: Tensor, inbox: Inbox, like: Tensor) -> Tensor:
+def push_sum(x: Tensor, inbox: Inbox, like: Tensor, weights: Tensor | None = None) -> Tensor:
     """The sum over GPUs of x, bf16 or fp32, whose bytes are a multiple of 4 and fit into the inbox: the same bits on
-    each. x: contiguous, of the shape and dtype of `like`, or fp32 [..., A, D] for a token's [..., D]."""
+    each. x: contiguous, of the shape and dtype of `like`; or, with weights fp32 [1, A], a token's terms [1, A, D], of
+    that dtype or fp32."""
     y = torch.empty_like(like, memory_format=torch.contiguous_format)
     words, ranks, early = y.nbytes // 4, len(inbox.peers), _starts_early(y)
     _push_sum[(triton.cdiv(words, WORDS),)](
-        x.view(-1).view(torch.int32), y.view(-1).view(torch.int32), inbox.peers, inbox.turns, N=words,
-        TERMS=x.numel() // y.numel() if x.dim() > y.dim() else 0, WORDS=WORDS,
-        PLACES=len(inbox.turns), RANK=inbox.rank, RANKS=ranks, R2=triton.next_power_of_2(ranks),
+        x.view(-1).view(torch.int32), x if weights is None else weights, y.view(-1).view(torch.int32), inbox.peers,
+        inbox.turns, N=words, TERMS=0 if weights is None else weights.numel(), WIDE=x.dtype == torch.float32,
+        WORDS=WORDS, PLACES=len(inbox.turns), RANK=inbox.rank, RANKS=ranks, R2=triton.next_power_of_2(ranks),
         BF16=y.dtype == torch.bfloat16, PDL=early, launch_pdl=early, num_warps=1,
     )  # fmt: skip
     return y

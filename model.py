@@ -31,7 +31,7 @@ from attention import (
     blocks_in_use,
     rope_table,
 )
-from layers import Linear, RMSNorm, norm, operator, realise, scaled
+from layers import Linear, RMSNorm, norm, operator, realise, scaled, weighted_sum
 
 
 class ExpertLinear(nn.Module):
@@ -58,11 +58,10 @@ class ExpertLinear(nn.Module):
         halves = (torch.einsum("tai,taoi->tao", x, w) for w in self.weight[expert_indices].chunk(2, dim=2))
         return activate(self, *halves, expert_indices)
 
-    def weighted(self, x: Tensor, expert_indices: Tensor, expert_weights: Tensor) -> Tensor:
-        """x [T, A, in], expert_indices, expert_weights [T, A] -> fp32 [T, A, out], whose sum over A is the result."""
+    def gathered(self, x: Tensor, expert_indices: Tensor) -> Tensor:
+        """x [T, A, in], expert_indices [T, A] -> [T, A, out], in x's dtype or fp32."""
         x = realise(x)  # or every row would compute SwiGLU again
-        y = torch.einsum("tai,taoi->tao", x, self.weight[expert_indices])
-        return biased(y, self.bias, expert_indices) * expert_weights.unsqueeze(-1)
+        return biased(torch.einsum("tai,taoi->tao", x, self.weight[expert_indices]), self.bias, expert_indices)
 
     def grouped(self, x: Tensor, group_ends: Tensor) -> Tensor:
         """x [N, in], rows sorted by expert; rows of expert e end before group_ends[e] (int32 [E]) -> [N, out]."""
@@ -110,15 +109,6 @@ def activate(w13: nn.Module, gate: Tensor, up: Tensor, experts: Tensor) -> Tenso
     return swiglu(*(biased(y, half, experts) for y, half in zip((gate, up), halves, strict=True)), w13.clamp)
 
 
-def add_up(terms: Tensor) -> Tensor:
-    """[..., A, D] -> [..., D].
-
-    Written out over A, it becomes part of the kernel that reads it. (One sum over A and the product's own axis compiles
-    to one kernel as well, but to fewer and longer rows: 61 instead of 56 us a layer for Mixtral in bf16 on an H200.)
-    """
-    return sum(terms.unbind(-2))
-
-
 def top_k(scores: Tensor, k: int) -> tuple[list[Tensor], Tensor]:
     """scores fp32 [T, E] -> the k largest, falling, each [T, 1], and their indices [T, k], the first one on a tie.
 
@@ -145,11 +135,18 @@ def _flip(bits: Tensor) -> Tensor:
 FEW_TOKENS = 32  # of a batch's step; a compiled prompt is padded to more, so that it is one case
 
 
+class Terms(NamedTuple):
+    """A sum over each token's experts that is still to be made."""
+
+    each: Tensor  # [T, A, D], in the model's dtype or fp32
+    weights: Tensor  # fp32 [T, A]
+
+
 class Experts(nn.Module):
     """The E feed-forward experts: x [T, D], expert_indices [T, A], expert_weights [T, A] -> [T, D]."""
 
     gather_tokens = 1  # up to this many tokens the fused gather wins, above it each expert's rows are grouped
-    apart = False  # what is gathered is [T, A, D], for a `Join` that adds up
+    apart = False  # what is gathered is left as terms, for a `Join` that adds them up
 
     def __init__(self, args: ModelArgs):
         super().__init__()
@@ -159,14 +156,14 @@ class Experts(nn.Module):
         self.n_expert = args.n_expert
         self.read_of = float(args.n_expert)  # a token reads A / read_of of the bytes that are stored here
 
-    def forward(self, x: Tensor, expert_indices: Tensor, expert_weights: Tensor) -> Tensor:
+    def forward(self, x: Tensor, expert_indices: Tensor, expert_weights: Tensor) -> Tensor | Terms:
         product = self.gather if x.shape[0] <= self.gather_tokens else self.group
         return product(x, expert_indices, expert_weights)
 
-    def gather(self, x: Tensor, expert_indices: Tensor, expert_weights: Tensor) -> Tensor:
+    def gather(self, x: Tensor, expert_indices: Tensor, expert_weights: Tensor) -> Tensor | Terms:
         """For few tokens: each token reads the weights of its own experts and no others."""
-        y = self.w2.weighted(self.w13.gated(x, expert_indices), expert_indices, expert_weights)
-        return y if self.apart else add_up(y).to(x.dtype)
+        y = self.w2.gathered(self.w13.gated(x, expert_indices), expert_indices)
+        return Terms(y, expert_weights) if self.apart else weighted_sum(y, expert_weights).to(x.dtype)
 
     def group(self, x: Tensor, expert_indices: Tensor, expert_weights: Tensor) -> Tensor:
         """For many tokens: sort (token, expert) pairs by expert, one grouped product, back in order, weighted sum.
@@ -202,8 +199,8 @@ class Experts(nn.Module):
 
 
 class MoE(nn.Module):
-    """A layer of experts with its router, which `Join` asks. x [T, D], the router's scores of it [T, E] -> y [T, D],
-    expert_indices [T, A], expert_weights [T, A] fp32."""
+    """A layer of experts with its router, which `Join` asks. x [T, D], the router's scores of it [T, E] -> y [T, D] (or
+    its terms), expert_indices [T, A], expert_weights [T, A] fp32."""
 
     def __init__(self, args: ModelArgs):
         super().__init__()
@@ -270,8 +267,8 @@ class MoE(nn.Module):
         expert_indices, expert_weights = self.route(scores)
         return self.finish(x, self.experts(x, expert_indices, expert_weights)), expert_indices, expert_weights
 
-    def finish(self, x: Tensor, y: Tensor) -> Tensor:
-        """x, the experts' result y [T, D] -> with the shared expert's, where there is one."""
+    def finish(self, x: Tensor, y: Tensor | Terms) -> Tensor | Terms:
+        """x, the experts' result y [T, D] -> with the shared expert's, where there is one (then y is no terms)."""
         if self.shared is not None:
             shared = self.shared(x, None)[0]
             y = y + (shared if self.shared_gate is None else shared * self.shared_gate(x).sigmoid())
@@ -301,11 +298,11 @@ class Join(nn.Module):
         self.scale = scale
 
     def forward(self, x: Tensor, y: Tensor, norm: nn.Module, router: Linear | None = None):
-        """x, y [..., D] -> x + scale y, its norm, the router's scores of that [T, E] (None without one).
+        """x [..., D], y [T, D] or the like -> x + scale y, its norm, the router's scores of that [T, E] (or None).
 
         Both are kept in memory, or each of their readers would make them again: every row of a product.
         """
-        x = realise(torch.add(x, y, alpha=self.scale))
+        x = realise(torch.add(x, y.view_as(x), alpha=self.scale))
         normed = realise(norm(x))
         return x, normed, None if router is None else router(normed.flatten(0, -2))
 
@@ -328,7 +325,7 @@ class Block(nn.Module):
         """
         x, h, scores = self.join(x, self.attention(normed, context), self.ffn_norm, self.ffn.router)
         y, expert_indices, expert_weights = self.ffn(h.flatten(0, 1), scores)
-        x, normed, _ = self.join(x, y.unflatten(0, x.shape[:-1]), next_norm)
+        x, normed, _ = self.join(x, y, next_norm)
         return x, normed, expert_indices, expert_weights
 
 

@@ -385,7 +385,7 @@ def _multiply(block: Block, x: Tensor, h: Tensor, expert_indices: Tensor, expert
 
 
 def _end(block: Block, x: Tensor, h: Tensor, y: Tensor, next_norm: RMSNorm):
-    x, normed, _ = block.join(x, block.ffn.finish(h, y).unflatten(0, x.shape[:-1]), next_norm)
+    x, normed, _ = block.join(x, block.ffn.finish(h, y), next_norm)
     return x, normed
 
 

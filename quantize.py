@@ -143,8 +143,8 @@ class PackedExpertLinear(Packed):
         x, dot = x.unsqueeze(1), FORMATS[self.format].dot
         return activate(self, *(dot(x, half, self.group) for half in halves), expert_indices).to(x.dtype)
 
-    def weighted(self, x: Tensor, expert_indices: Tensor, expert_weights: Tensor) -> Tensor:
-        return biased(self.dot(x, expert_indices), self.bias, expert_indices) * expert_weights.unsqueeze(-1)
+    def gathered(self, x: Tensor, expert_indices: Tensor) -> Tensor:
+        return biased(self.dot(x, expert_indices), self.bias, expert_indices)
 
 
 # Caches -------------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import world
 from args import ModelArgs
 from layers import Linear, RMSNorm
-from model import Experts, Join, Transformer
+from model import Experts, Join, Terms, Transformer
 from packing import FORMATS
 from quantize import apply
 
@@ -53,13 +53,14 @@ class SplitNorm(nn.Module):
 class SumAndJoin(Join):
     """`model.Join` of a sum over ranks, in one way on all of them, so that all choose the same experts.
 
-    y: [..., D], or [..., A, D] to be added up as well.
+    y may be terms, which are added up as well.
     """
 
-    def forward(self, x: Tensor, y: Tensor, norm: RMSNorm | nn.LayerNorm, router: Linear | None = None):
+    def forward(self, x: Tensor, y: Tensor | Terms, norm: RMSNorm | nn.LayerNorm, router: Linear | None = None):
         rows = None if router is None else router.weight
         bias = getattr(norm, "bias", None)
-        x, normed, scores = world.sum_and_join(x, y, self.scale, norm.weight, bias, norm.eps, rows)
+        y, weights = y if isinstance(y, Terms) else (y.view_as(x), None)
+        x, normed, scores = world.sum_and_join(x, y, weights, self.scale, norm.weight, bias, norm.eps, rows)
         if router is None:
             return x, normed, None
         return x, normed, scores if router.bias is None else scores + router.bias
@@ -75,11 +76,11 @@ class LocalExperts(Experts):
                 setattr(product, name, nn.Parameter(whole[:count], requires_grad=False))
         self.first, self.n_expert = first, count
 
-    def forward(self, x: Tensor, expert_indices: Tensor, expert_weights: Tensor) -> Tensor:
+    def forward(self, x: Tensor, expert_indices: Tensor, expert_weights: Tensor) -> Tensor | Terms:
         local = expert_indices - self.first
         return self.of_own(x, local, (local >= 0) & (local < self.n_expert), expert_weights)
 
-    def of_own(self, x: Tensor, local: Tensor, mine: Tensor, expert_weights: Tensor) -> Tensor:
+    def of_own(self, x: Tensor, local: Tensor, mine: Tensor, expert_weights: Tensor) -> Tensor | Terms:
         """The product of the pairs [T, A] that are `mine`, whose expert is the one at `local` here."""
         expert_weights = torch.where(mine, expert_weights, 0.0)
         if x.shape[0] <= self.gather_tokens:

@@ -28,7 +28,7 @@ from torch import Tensor
 
 import collective
 from checkpoint import pick_device
-from layers import operator
+from layers import operator, weighted_sum
 
 PULSE = 5.0  # seconds between a rank's signs of life
 LOST_AFTER = 20.0  # seconds without one until it counts as lost
@@ -315,7 +315,7 @@ _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tenso
 @operator("moe_fast::all_reduce")
 def all_reduce(x: Tensor) -> Tensor:
     """The sum of x over the ranks, the same bits on each. An operator of ours, so that a compiled block stays whole."""
-    return _sum(x, x)
+    return _sum(x, None, x)
 
 
 @all_reduce.register_fake
@@ -324,15 +324,15 @@ def _(x: Tensor) -> Tensor:
 
 
 @operator("moe_fast::sum_and_join")
-def sum_and_join(x: Tensor, y: Tensor, scale: float, weight: Tensor, bias: Tensor | None, eps: float,
-                 rows: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+def sum_and_join(x: Tensor, y: Tensor, weights: Tensor | None, scale: float, weight: Tensor, bias: Tensor | None,
+                 eps: float, rows: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """x + scale * the sum of y over the ranks, the norm of that, and its product with rows (`collective.fixed_join`),
-    the same bits on each. x [..., D]; y the same, or [..., A, D] to be added up as well."""
-    return collective.fixed_join(x, _sum(y, x), scale, weight, bias, eps, rows)
+    the same bits on each. x [..., D]; y the same, or with weights as in `_sum`."""
+    return collective.fixed_join(x, _sum(y, weights, x), scale, weight, bias, eps, rows)
 
 
 @sum_and_join.register_fake
-def _(x: Tensor, y: Tensor, scale: float, weight: Tensor, bias: Tensor | None, eps: float,
+def _(x: Tensor, y: Tensor, weights: Tensor | None, scale: float, weight: Tensor, bias: Tensor | None, eps: float,
       rows: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     total, normed = (torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(2))
     return total, normed, collective.new_scores(x, rows)
@@ -351,17 +351,18 @@ def _(x: Tensor, ranks: int) -> Tensor:
     return x.new_empty(ranks * x.shape[0], *x.shape[1:])
 
 
-def _sum(y: Tensor, like: Tensor) -> Tensor:
+def _sum(y: Tensor, weights: Tensor | None, like: Tensor) -> Tensor:
     """`sum_over_ranks` by what was measured as the fastest for so many bytes, where it takes them.
 
-    y: of the shape and dtype of `like`, or [..., A, D] to be added up first, which a push does by itself for one token.
+    y: of the shape and dtype of `like`; or, with weights fp32 [T, A], [T, A, D] to be added up first, which a push does
+    by itself for one token.
     """
     method = next((method for most, method in _world.choice if like.nbytes <= most), "library")
     method = method if can_sum(method, like.nbytes) else "library"
-    if y.dim() > like.dim():
+    if weights is not None:
         if method == "push" and like.numel() == like.shape[-1]:
-            return with_others(collective.push_sum, y.contiguous(), _world.inbox, like)
-        y = y.sum(-2).to(like.dtype)
+            return with_others(collective.push_sum, y.contiguous(), _world.inbox, like, weights.contiguous())
+        y = weighted_sum(y, weights).to(like.dtype).view_as(like)
     return with_others(sum_over_ranks, method, y.contiguous())
 
 

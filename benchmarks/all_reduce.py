@@ -62,13 +62,14 @@ def joins(D: int, dtype: torch.dtype, device: torch.device, methods: list[str]) 
     the same as a block has it: by the method that was chosen, of two experts' terms, with a router of eight."""
     generator = torch.Generator(device).manual_seed(D)  # all ranks' are the same, but for y and terms
     x, rows = (torch.randn(n, D, dtype=dtype, device=device, generator=generator) for n in (1, 8))
-    y, terms = torch.randn(1, D, dtype=dtype, device=device), torch.randn(1, 2, D, device=device)
+    y, terms = (torch.randn(*shape, D, dtype=dtype, device=device) for shape in ((1,), (1, 2)))
 
     def join(method: str) -> tuple[torch.Tensor, ...]:
         return collective.fixed_join(x, world.sum_over_ranks(method, y), 1.0, rows[0], None, 1e-5, None)
 
     works = {method: partial(join, method) for method in methods if world.can_sum(method, y.nbytes)}
-    works["as a block has it"] = partial(world.sum_and_join, x, terms, 1.0, rows[0], None, 1e-5, rows)
+    of_block = terms, torch.rand(1, 2, device=device)
+    works["as a block has it"] = partial(world.sum_and_join, x, *of_block, 1.0, rows[0], None, 1e-5, rows)
     row = {"D": D}
     for name, work in works.items():
         found = torch.cat([part.flatten() for part in work()]).cpu()

@@ -2,9 +2,10 @@
 
 With --ranks N of the part of them that one of so many GPUs has.
 
-Times `gated`, `weighted` and both in turn as the model runs them (compiled, recorded as a CUDA graph), with a different
-choice of experts each time so that nothing is read from the cache. GB/s count the packed bytes with scales and zeros,
-gaps between kernels included; the last column is the part of the read bandwidth measured in the same run.
+Times `gated`, the weighted sum of `gathered` and both in turn as the model runs them (compiled, recorded as a CUDA
+graph), with a different choice of experts each time so that nothing is read from the cache. GB/s count the packed bytes
+with scales and zeros, gaps between kernels included; the last column is the part of the read bandwidth measured in the
+same run.
 """
 
 from collections.abc import Callable
@@ -16,7 +17,8 @@ import tp
 from args import ModelArgs
 from benchmark import read_bandwidth
 from command import Parser
-from model import Experts, add_up
+from layers import weighted_sum
+from model import Experts
 from packing import FORMATS, PLAIN
 from quantize import PackedExpertLinear, pack_weight
 from session import compile_settings
@@ -100,7 +102,7 @@ def main() -> None:
         gated = torch.compile(lambda choice, e=experts, x=x: e.w13.gated(x, choice), **compiled)
 
         def w2(choice: Tensor, w2=experts.w2, hidden: Tensor = hidden, weights: Tensor = weights) -> Tensor:
-            return add_up(w2.weighted(hidden, choice, weights)).bfloat16()
+            return weighted_sum(w2.gathered(hidden, choice), weights).bfloat16()
 
         weighted = torch.compile(w2, **compiled)
         both = torch.compile(lambda choice, e=experts, x=x, w=weights: e.gather(x, choice, w), **compiled)

@@ -33,6 +33,7 @@ import grouped_kernel
 import kernels
 import slots
 from attention import KVCache, attend
+from layers import weighted_sum
 from packing import FORMATS, grouped_order
 from quantize import Int8KVCache, grouped_packed, pack_weight
 
@@ -319,10 +320,10 @@ def fetch_code() -> dict[str, int]:
     return {name: asm.count(name) for name in ("LDG.E.128", "STG.E.128")}
 
 
-def push_error(parts: Tensor, rank: int, count: int, terms: Tensor | None = None) -> float:
+def push_error(parts: Tensor, rank: int, count: int, terms: tuple[Tensor, Tensor] | None = None) -> float:
     """Of a rank's sum of parts [N, ...], each a rank's, after the others have written theirs; relative. Infinite where
     it did not write its own into the inboxes of all others, with the count of this call, one after `count`. terms: what
-    it has to add up to get its own, [A, ...]."""
+    it has to add up to get its own, [1, A, ...], and the weights of that."""
     words = torch.nn.functional.pad(parts.flatten(1).view(torch.int32), (0, -parts[0].nbytes // 4 % collective.WORDS))
     stamped = (words.long() & 0xFFFFFFFF | count + 1 << 32).unflatten(1, (-1, collective.WORDS))
     inboxes, others = [torch.zeros(2, *stamped.shape, dtype=torch.int64) for _ in parts], [*range(len(parts))]
@@ -331,8 +332,8 @@ def push_error(parts: Tensor, rank: int, count: int, terms: Tensor | None = None
     peers = torch.tensor([inbox.data_ptr() for inbox in inboxes])
     turns = torch.full(stamped.shape[1:2], count, dtype=torch.int32)
     inbox = collective.Inbox(inboxes[rank], peers, turns, rank)
-    given = parts[rank] if terms is None else terms
-    got = collective.push_sum(given.as_subclass(OnCuda), inbox, parts[rank]).as_subclass(Tensor).float()
+    given, weights = (parts[rank], None) if terms is None else terms
+    got = collective.push_sum(given.as_subclass(OnCuda), inbox, parts[rank], weights).as_subclass(Tensor).float()
     there = [inboxes[other][count + 1 & 1, rank].flatten()[: parts[0].nbytes // 4] for other in others]
     if (
         not all(torch.equal(words, stamped[rank].flatten()[: len(words)]) for words in there)
@@ -365,10 +366,12 @@ def fixed_errors() -> dict[str, float]:
         parts = torch.randn(ranks, 3, 20 * ranks + 2, dtype=torch.float32).to(dtype)
         found[f"sum over {ranks} in {dtype}"] = push_error(parts, ranks - 2, ranks)
         # Small whole numbers, whose sum is the same in any order and in bf16.
-        terms = torch.randint(-9, 9, (5, 1, 150)).float()
+        terms, weights = torch.randint(-9, 9, (1, 5, 150)).float(), torch.tensor([[1.0, 3.0, 0.0, 2.0, -1.0]])
         parts = torch.randn(ranks, 1, 150).to(dtype)
-        parts[ranks - 2] = terms.sum(0)
-        found[f"sum over {ranks} of terms in {dtype}"] = push_error(parts, ranks - 2, ranks, terms)
+        parts[ranks - 2] = weighted_sum(terms, weights)
+        for kind in dict.fromkeys((torch.float32, dtype)):
+            name = f"sum over {ranks} in {dtype} of terms in {kind}"
+            found[name] = push_error(parts, ranks - 2, ranks, (terms.to(kind), weights))
     return found
 
 
@@ -387,7 +390,9 @@ def fixed_code() -> dict[str, dict[str, int]]:
     for ranks in (2, 4, 8):
         inbox = collective.Inbox(x, torch.zeros(ranks, dtype=torch.int64), torch.zeros(32, dtype=torch.int32), 0)
         cases[f"push_sum over {ranks}"] = collective.push_sum, (x, inbox, x)
-        cases[f"push_sum of terms over {ranks}"] = collective.push_sum, (torch.randn(1, 2, 4096), inbox, x)
+        terms, weights = torch.randn(1, 2, 4096), torch.rand(1, 2)
+        cases[f"push_sum of terms over {ranks}"] = collective.push_sum, (terms, inbox, x, weights)
+        cases[f"push_sum of terms in bf16 over {ranks}"] = collective.push_sum, (terms.bfloat16(), inbox, x, weights)
     for case, (function, arguments) in cases.items():
         launches = {name: Launch() for name in ("_fixed_join", "_fixed_scores", "_push_sum")}
         with mock.patch.multiple(collective, **launches):

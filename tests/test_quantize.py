@@ -408,12 +408,11 @@ def test_packed_experts_are_the_experts_of_their_unpacked_weights(name, dtype):
     twin, plain = unpacked_twin(filled(ExpertLinear(5, 96, 64), dtype), name)
     plain = plain.double()
     index = torch.tensor([[0, 3], [3, 1], [4, 0]])
-    weights = torch.rand(3, 2, generator=torch.Generator().manual_seed(0))
     x = random_tensor(3, 96).to(dtype)
     got, want = twin.gated(x, index), plain.gated(x.double(), index)
     assert got.shape == (3, 2, 32) and got.dtype == dtype and relative(got, want) < LIMITS[dtype]
     x = random_tensor(3, 2, 96).to(dtype)
-    got, want = twin.weighted(x, index, weights), plain.weighted(x.double(), index, weights)
+    got, want = twin.gathered(x, index), plain.gathered(x.double(), index)
     assert got.shape == (3, 2, 64) and got.dtype == torch.float32 and relative(got, want) < LIMITS[dtype]
     for sizes in ((3, 0, 9, 0, 2), (0, 0, 0, 0, 6), (1, 1, 1, 1, 1), (0, 0, 0, 0, 0)):
         x = random_tensor(sum(sizes), 96).to(dtype)
@@ -1110,7 +1109,7 @@ def test_the_copy_out_of_host_memory(interpreted, machine_code):
 
 def test_what_is_the_same_on_every_gpu(interpreted, machine_code):
     errors = interpreted["fixed"]
-    assert len(errors) == 30
+    assert len(errors) == 33
     for case, error in errors.items():  # the interpreter cuts where a GPU rounds to bf16
         assert error < (5e-3 if "bfloat16" in case else 1e-6), case
     for case, counts in machine_code["fixed"].items():
