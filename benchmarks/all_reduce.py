@@ -65,11 +65,11 @@ def joins(D: int, dtype: torch.dtype, device: torch.device, methods: list[str]) 
     y, terms = (torch.randn(*shape, D, dtype=dtype, device=device) for shape in ((1,), (1, 2)))
 
     def join(method: str) -> tuple[torch.Tensor, ...]:
-        return collective.fixed_join(x, world.sum_over_ranks(method, y), 1.0, rows[0], None, 1e-5, None)
+        return collective.fixed_join(x, world.sum_over_ranks(method, y), 1.0, rows[0], None, 1e-5, None)[:2]
 
     works = {method: partial(join, method) for method in methods if world.can_sum(method, y.nbytes)}
     of_block = terms, torch.rand(1, 2, device=device)
-    works["as a block has it"] = partial(world.sum_and_join, x, *of_block, 1.0, rows[0], None, 1e-5, rows)
+    works["as a block has it"] = partial(world.sum_and_join, x, *of_block, 1.0, rows[0], None, 1e-5, rows, 2)
     row = {"D": D}
     for name, work in works.items():
         found = torch.cat([part.flatten() for part in work()]).cpu()
