@@ -129,22 +129,8 @@ HELD = 1 << 17  # bytes that a program of 8 warps holds in half of its registers
 
 
 @jit
-def _choose(scores, experts, weights, E: tl.constexpr, A: tl.constexpr):
-    """`model.top_k` of scores fp32 [E] and their softmax. What is not a number has its place, too."""
-    at = tl.arange(0, E)
-    bits = scores.to(tl.int32, bitcast=True)
-    keys = bits ^ (bits >> 31 & 0x7FFFFFFF)
-    first = (keys[None, :] > keys[:, None]) | ((keys[None, :] == keys[:, None]) & (at[None, :] < at[:, None]))
-    place = tl.sum(first.to(tl.int32), 1)
-    parts = tl.where(place < A, tl.exp(scores - tl.max(scores, 0)), 0.0)
-    tl.store(experts + place, at.to(tl.int64), mask=place < A)
-    tl.store(weights + place, parts / tl.sum(parts, 0), mask=place < A)
-
-
-@jit
-def _fixed_join(x, y, weight, bias, rows, total, normed, scores, experts, weights, D: tl.constexpr, E: tl.constexpr,
-                A: tl.constexpr, SCALE: tl.constexpr, EPS: tl.constexpr, LAYER: tl.constexpr, BLOCK: tl.constexpr,
-                PDL: tl.constexpr):  # fmt: skip
+def _fixed_join(x, y, weight, bias, rows, total, normed, scores, D: tl.constexpr, E: tl.constexpr, SCALE: tl.constexpr,
+                EPS: tl.constexpr, LAYER: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     at = tl.arange(0, BLOCK)
     if E:  # of one token alone; read while the kernel before is at work
         expert = tl.arange(0, E)
@@ -167,11 +153,8 @@ def _fixed_join(x, y, weight, bias, rows, total, normed, scores, experts, weight
     values = values.to(normed.dtype.element_ty)
     tl.store(normed + at, values, mask=inside)
     if E:
-        found = tl.sum(row.to(tl.float32) * values.to(tl.float32)[None, :], 1).to(scores.dtype.element_ty)
-        if A:
-            _choose(found.to(tl.float32), experts, weights, E, A)
-        else:
-            tl.store(scores + expert, found)
+        found = tl.sum(row.to(tl.float32) * values.to(tl.float32)[None, :], 1)
+        tl.store(scores + expert, found.to(scores.dtype.element_ty))
 
 
 @jit
@@ -185,50 +168,36 @@ def _fixed_scores(x, weight, y, D: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.co
     tl.store(y + tl.program_id(0), total.to(y.dtype.element_ty))
 
 
-def held(x: Tensor, rows: Tensor | None) -> int:
-    """How many rows [E, D] the program that makes a token's norm holds in registers: all, or none."""
-    if rows is None or not x.is_cuda or x.numel() > x.shape[-1]:
-        return 0
-    E, D = rows.shape
-    return E if E & E - 1 == 0 and E * (1 << (D - 1).bit_length()) * x.element_size() <= HELD else 0
-
-
-def new_join(x: Tensor, rows: Tensor | None, active: int) -> list[Tensor]:
-    """Room for what `fixed_join` gives."""
-    T, sizes = x.numel() // x.shape[-1], [0, 0]  # of scores, of what is chosen
-    if rows is not None:
-        sizes = [0, active] if active and held(x, rows) else [len(rows), 0]
-    total, normed = (torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(2))
-    experts, weights = (x.new_empty(T, sizes[1], dtype=dtype) for dtype in (torch.int64, torch.float32))
-    return [total, normed, x.new_empty(T, sizes[0]), experts, weights]
+def new_scores(x: Tensor, rows: Tensor | None) -> Tensor:
+    """Room for the scores of x [..., D] by rows [E, D], [T, E]; none of it without rows."""
+    return x.new_empty(0) if rows is None else x.new_empty(x.numel() // x.shape[-1], rows.shape[0])
 
 
 def fixed_join(x: Tensor, y: Tensor, scale: float, weight: Tensor, bias: Tensor | None, eps: float,
-               rows: Tensor | None, active: int = 0) -> list[Tensor]:  # fmt: skip
-    """x + scale y of [..., D], `F.rms_norm` of it (with a bias `F.layer_norm`), and that times rows [E, D], [T, E], in
-    one way on every GPU of a kind; then expert_indices, expert_weights [T, A], empty.
+               rows: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """x + scale y of [..., D], `F.rms_norm` of it (with a bias `F.layer_norm`), and that times rows [E, D], [T, E]
+    (empty without rows), in one way on every GPU of a kind.
 
     Scores of one token are made by the norm's program where it can hold all rows in registers, else by one for each.
-    Those of more tokens are the library's, which chooses by shapes alone. Where they are made by the norm's program, so
-    is the choice of as many as are to be active, by the softmax of those: then the scores are empty.
+    Those of more tokens are the library's, which chooses by shapes alone.
     """
     D = x.shape[-1]
     if not x.is_cuda:
         total = torch.add(x, y, alpha=scale)
         norm = F.rms_norm if bias is None else partial(F.layer_norm, bias=bias)
         normed = norm(total, weight.shape, weight=weight, eps=eps)
-        _, _, scores, *chosen = new_join(x, rows, active)
-        return [total, normed, scores if rows is None else F.linear(normed.view(-1, D), rows), *chosen]
+        return total, normed, x.new_empty(0) if rows is None else F.linear(normed.view(-1, D), rows)
     x, y, T, block, early = x.contiguous(), y.contiguous(), x.numel() // D, triton.next_power_of_2(D), _starts_early(x)
-    total, normed, scores, experts, weights = new_join(x, rows, active)
-    together = held(x, rows)
+    total, normed, scores = torch.empty_like(x), torch.empty_like(x), new_scores(x, rows)
+    E = 0 if rows is None else len(rows)
+    together = T == 1 and E * block * x.element_size() <= HELD and E & E - 1 == 0
     _fixed_join[(T,)](
-        x, y, weight, weight if bias is None else bias, weight if rows is None else rows, total, normed, scores,
-        experts, weights, D=D, E=together, A=experts.shape[-1], SCALE=scale, EPS=eps, LAYER=bias is not None,
-        BLOCK=block, PDL=early, launch_pdl=early, num_warps=8,
+        x, y, weight, weight if bias is None else bias, weight if rows is None else rows, total, normed, scores, D=D,
+        E=E if together else 0, SCALE=scale, EPS=eps, LAYER=bias is not None, BLOCK=block, PDL=early, launch_pdl=early,
+        num_warps=8,
     )  # fmt: skip
-    if rows is not None and T > 1:
+    if E and T > 1:
         scores = F.linear(normed.view(-1, D), rows)
-    elif rows is not None and not together:
-        _fixed_scores[(len(rows),)](normed, rows, scores, D=D, BLOCK=block, PDL=early, launch_pdl=early, num_warps=4)
-    return [total, normed, scores, experts, weights]
+    elif E and not together:
+        _fixed_scores[(E,)](normed, rows, scores, D=D, BLOCK=block, PDL=early, launch_pdl=early, num_warps=4)
+    return total, normed, scores

@@ -199,7 +199,8 @@ class Experts(nn.Module):
 
 
 class MoE(nn.Module):
-    """A layer of experts with its router, which `Join` asks: x [T, D], what `route` gave -> y [T, D] (or its terms)."""
+    """A layer of experts with its router, which `Join` asks. x [T, D], the router's scores of it [T, E] -> y [T, D] (or
+    its terms), expert_indices [T, A], expert_weights [T, A] fp32."""
 
     def __init__(self, args: ModelArgs):
         super().__init__()
@@ -211,9 +212,6 @@ class MoE(nn.Module):
         self.score_bias = nn.Parameter(torch.empty(args.n_expert), requires_grad=False) if sigmoid else None  # fp32
         self.n_active, self.norm_topk, self.routed_scale = args.n_active, args.norm_topk, args.routed_scale
         self.mixer_eps, self.groups = args.mixer_eps, (args.n_group, args.n_active_group)
-        # Whether the largest scores are chosen, and weights are no more than a softmax of those.
-        largest = args.n_group == 1 and args.mixer_eps is None and not args.router_bias
-        self.plain_softmax = largest and not sigmoid and args.norm_topk and args.routed_scale == 1
 
     def score(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x [T, D] -> `judge` of the router's scores: for guesses, by what an earlier layer's router reads."""
@@ -241,12 +239,8 @@ class MoE(nn.Module):
         kept = (groups.unsqueeze(-1) == torch.arange(count, device=choice.device)).any(1)
         return torch.where(kept.unsqueeze(-1), members, float("-inf")).flatten(1)
 
-    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x [T, D] -> expert_indices [T, A], expert_weights fp32 [T, A]."""
-        return self.choose(self.router(x))
-
-    def choose(self, scores: Tensor) -> tuple[Tensor, Tensor]:
-        """`route` of the router's scores [T, E]."""
+    def route(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+        """The router's scores [T, E] -> expert_indices, expert_weights [T, A]."""
         choice, scores = self.judge(scores)
         best, expert_indices = top_k(choice, self.n_active)
         if self.score_bias is not None:
@@ -269,48 +263,48 @@ class MoE(nn.Module):
             left = torch.where(experts == index, float("-inf"), left)
         return torch.cat(parts, dim=-1)
 
-    def forward(self, x: Tensor, expert_indices: Tensor, expert_weights: Tensor) -> Tensor | Terms:
-        return self.finish(x, self.experts(x, expert_indices, expert_weights))
+    def forward(self, x: Tensor, scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        expert_indices, expert_weights = self.route(scores)
+        return self.finish(x, self.experts(x, expert_indices, expert_weights)), expert_indices, expert_weights
 
     def finish(self, x: Tensor, y: Tensor | Terms) -> Tensor | Terms:
         """x, the experts' result y [T, D] -> with the shared expert's, where there is one (then y is no terms)."""
         if self.shared is not None:
-            shared = self.shared(x)
+            shared = self.shared(x, None)[0]
             y = y + (shared if self.shared_gate is None else shared * self.shared_gate(x).sigmoid())
         return y
 
 
 class FeedForward(nn.Module):
-    """One dense SwiGLU: a dense layer's, or a shared expert. Same signature as MoE, with nothing to choose."""
+    """One dense SwiGLU: a dense layer's, or a shared expert. Same signature as MoE, with no routing to report."""
+
+    router = None
 
     def __init__(self, dim: int, intermediate: int):
         super().__init__()
         self.w13 = Linear(dim, 2 * intermediate)
         self.w2 = Linear(intermediate, dim)
 
-    def route(self, x: Tensor) -> tuple[None, None]:
-        return None, None
-
-    def forward(self, x: Tensor, expert_indices: None = None, expert_weights: None = None) -> Tensor:
-        return self.w2(swiglu(*self.w13(x).chunk(2, dim=-1)))
+    def forward(self, x: Tensor, scores: None) -> tuple[Tensor, None, None]:
+        return self.w2(swiglu(*self.w13(x).chunk(2, dim=-1))), None, None
 
 
 class Join(nn.Module):
-    """A residual connection, the norm after it, and the choice of experts by that. Tensor parallelism first sums y over
+    """A residual connection, the norm after it, and the router that reads that. Tensor parallelism first sums y over
     the ranks here."""
 
     def __init__(self, scale: float):
         super().__init__()
         self.scale = scale
 
-    def forward(self, x: Tensor, y: Tensor, norm: nn.Module, ffn: MoE | FeedForward | None = None):
-        """x [..., D], y [T, D] or the like -> x + scale y, its norm, and the ffn's `route` of that (None without one).
+    def forward(self, x: Tensor, y: Tensor, norm: nn.Module, router: Linear | None = None):
+        """x [..., D], y [T, D] or the like -> x + scale y, its norm, the router's scores of that [T, E] (or None).
 
         Both are kept in memory, or each of their readers would make them again: every row of a product.
         """
         x = realise(torch.add(x, y.view_as(x), alpha=self.scale))
         normed = realise(norm(x))
-        return x, normed, None if ffn is None else ffn.route(normed.flatten(0, -2))
+        return x, normed, None if router is None else router(normed.flatten(0, -2))
 
 
 class Block(nn.Module):
@@ -329,9 +323,10 @@ class Block(nn.Module):
 
         A block ends with the norm that the next one begins with, since the sum before it and the norm are one kernel.
         """
-        x, h, routing = self.join(x, self.attention(normed, context), self.ffn_norm, self.ffn)
-        x, normed, _ = self.join(x, self.ffn(h.flatten(0, 1), *routing), next_norm)
-        return x, normed, *routing
+        x, h, scores = self.join(x, self.attention(normed, context), self.ffn_norm, self.ffn.router)
+        y, expert_indices, expert_weights = self.ffn(h.flatten(0, 1), scores)
+        x, normed, _ = self.join(x, y, next_norm)
+        return x, normed, expert_indices, expert_weights
 
 
 class Transformer(nn.Module):

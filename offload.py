@@ -372,9 +372,10 @@ class OffloadedExperts(nn.Module):
 
 def _begin(block: Block, x: Tensor, normed: Tensor, context):
     """`Block.forward` up to the experts -> x, what they multiply, expert_indices, expert_weights, `ask`'s."""
-    x, h, routing = block.join(x, block.attention(normed, context), block.ffn_norm, block.ffn)
+    x, h, scores = block.join(x, block.attention(normed, context), block.ffn_norm, block.ffn.router)
     h = h.flatten(0, 1)
-    return x, h, *routing, block.ffn.experts.ask(h, routing[0])
+    expert_indices, expert_weights = block.ffn.route(scores)
+    return x, h, expert_indices, expert_weights, block.ffn.experts.ask(h, expert_indices)
 
 
 def _multiply(block: Block, x: Tensor, h: Tensor, expert_indices: Tensor, expert_weights: Tensor, slot_map: Tensor,

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 import world
 from args import ModelArgs
-from layers import RMSNorm
-from model import Experts, FeedForward, Join, MoE, Terms, Transformer
+from layers import Linear, RMSNorm
+from model import Experts, Join, Terms, Transformer
 from packing import FORMATS
 from quantize import apply
 
@@ -56,18 +56,14 @@ class SumAndJoin(Join):
     y may be terms, which are added up as well.
     """
 
-    def forward(self, x: Tensor, y: Tensor | Terms, norm: RMSNorm | nn.LayerNorm, ffn: MoE | FeedForward | None = None):
-        router, bias = getattr(ffn, "router", None), getattr(norm, "bias", None)
-        rows, active = (None, 0) if router is None else (router.weight, ffn.n_active if ffn.plain_softmax else 0)
+    def forward(self, x: Tensor, y: Tensor | Terms, norm: RMSNorm | nn.LayerNorm, router: Linear | None = None):
+        rows = None if router is None else router.weight
+        bias = getattr(norm, "bias", None)
         y, weights = y if isinstance(y, Terms) else (y.view_as(x), None)
-        x, normed, scores, *chosen = world.sum_and_join(
-            x, y, weights, self.scale, norm.weight, bias, norm.eps, rows, active
-        )
+        x, normed, scores = world.sum_and_join(x, y, weights, self.scale, norm.weight, bias, norm.eps, rows)
         if router is None:
-            return x, normed, None if ffn is None else ffn.route(normed)
-        if not scores.numel():
-            return x, normed, chosen
-        return x, normed, ffn.choose(scores if router.bias is None else scores + router.bias)
+            return x, normed, None
+        return x, normed, scores if router.bias is None else scores + router.bias
 
 
 class LocalExperts(Experts):

@@ -325,16 +325,17 @@ def _(x: Tensor) -> Tensor:
 
 @operator("moe_fast::sum_and_join")
 def sum_and_join(x: Tensor, y: Tensor, weights: Tensor | None, scale: float, weight: Tensor, bias: Tensor | None,
-                 eps: float, rows: Tensor | None, active: int) -> list[Tensor]:  # fmt: skip
-    """x + scale * the sum of y over the ranks, the norm of that, and its product with rows or what that chooses
-    (`collective.fixed_join`), the same bits on each. x [..., D]; y the same, or with weights as in `_sum`."""
-    return collective.fixed_join(x, _sum(y, weights, x), scale, weight, bias, eps, rows, active)
+                 eps: float, rows: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """x + scale * the sum of y over the ranks, the norm of that, and its product with rows (`collective.fixed_join`),
+    the same bits on each. x [..., D]; y the same, or with weights as in `_sum`."""
+    return collective.fixed_join(x, _sum(y, weights, x), scale, weight, bias, eps, rows)
 
 
 @sum_and_join.register_fake
 def _(x: Tensor, y: Tensor, weights: Tensor | None, scale: float, weight: Tensor, bias: Tensor | None, eps: float,
-      rows: Tensor | None, active: int) -> list[Tensor]:  # fmt: skip
-    return collective.new_join(x, rows, active)
+      rows: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    total, normed = (torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(2))
+    return total, normed, collective.new_scores(x, rows)
 
 
 @operator("moe_fast::all_gather")

@@ -60,9 +60,9 @@ def our_places(model: Transformer, records: dict, hooks: list) -> None:
         watch(records, hooks, (layer, "ffn norm"), block.ffn_norm, lambda i, o: o)
         if n not in model.args.dense_layers:
             watch(records, hooks, (layer, "router logits"), block.ffn.router, lambda i, o: o)
-            watch(records, hooks, (layer, ROUTING), block.ffn, lambda i, o: by_expert(*i[1:])[0])
-            watch(records, hooks, (layer, "expert weights"), block.ffn, lambda i, o: by_expert(*i[1:])[1])
-        watch(records, hooks, (layer, "sum of experts"), block.ffn, lambda i, o: o)
+            watch(records, hooks, (layer, ROUTING), block.ffn, lambda i, o: by_expert(*o[1:])[0])
+            watch(records, hooks, (layer, "expert weights"), block.ffn, lambda i, o: by_expert(*o[1:])[1])
+        watch(records, hooks, (layer, "sum of experts"), block.ffn, lambda i, o: o[0])
         watch(records, hooks, (layer, "residual after experts"), next_norm, lambda i, o: i[0])
     watch(records, hooks, ("", "last norm"), model.norm, lambda i, o: o)
     watch(records, hooks, ("", "logits"), model.head, lambda i, o: o)

@@ -34,7 +34,6 @@ import kernels
 import slots
 from attention import KVCache, attend
 from layers import weighted_sum
-from model import top_k
 from packing import FORMATS, grouped_order
 from quantize import Int8KVCache, grouped_packed, pack_weight
 
@@ -345,27 +344,6 @@ def push_error(parts: Tensor, rank: int, count: int, terms: tuple[Tensor, Tensor
     return ((got - want).norm() / want.norm()).item()
 
 
-def choice_error() -> float:
-    """Of the weights of the experts that the norm's program chooses, the largest of many cases, ties and what is not a
-    number among them; infinite where it chooses others than the model does by the scores of that program."""
-    largest, D = 0.0, 64
-    for E, A, seed in itertools.product((2, 8, 32), (1, 2), range(4)):
-        generator = torch.Generator().manual_seed(seed)
-        x, y, rows = (torch.randn(n, D, generator=generator) for n in (1, 1, E))
-        rows = rows[[n // (E, 2)[seed % 2] for n in range(E)]] if seed < 2 else rows
-        rows[E // 2 :] *= math.nan if seed == 3 else 1
-        given = x.as_subclass(OnCuda), y.as_subclass(OnCuda), 1.0, torch.ones(D), None, 1e-5, rows
-        scores, _, experts, weights = (part.as_subclass(Tensor) for part in (
-            collective.fixed_join(*given)[2], *collective.fixed_join(*given, A)[2:]
-        ))  # fmt: skip
-        best, want = top_k(scores, A)
-        best = torch.cat(best, dim=-1).softmax(-1)
-        if not torch.equal(experts, want) or (weights.isnan() != best.isnan()).any():
-            return math.inf
-        largest = max(largest, (weights - best).abs().nan_to_num().max().item())
-    return largest
-
-
 def fixed_errors() -> dict[str, float]:
     """Of a pushed sum, and of the norm and the product that are the same on every GPU, against the library's."""
     collective._starts_early = lambda x: False
@@ -381,10 +359,9 @@ def fixed_errors() -> dict[str, float]:
                 total = x[:T] + 0.5 * y[:T]
                 normed = norm(total, (D,), weight, *(() if bias is None else (bias,)), 1e-5)
                 want = total, normed, total.new_empty(0) if rows_of is None else normed @ rows.T
-                got, want = (torch.cat([*map(torch.flatten, some)]).as_subclass(Tensor) for some in (got[:3], want))
+                got, want = (torch.cat([*map(torch.flatten, some)]).as_subclass(Tensor) for some in (got, want))
                 scores = "no" if rows_of is None else E
                 found[f"{name} of {D}, {T} tokens, {scores} scores"] = ((got - want).norm() / want.norm()).item()
-    found["choice"] = choice_error()
     for ranks, dtype in itertools.product((2, 3, 4), (torch.float32, torch.bfloat16)):
         parts = torch.randn(ranks, 3, 20 * ranks + 2, dtype=torch.float32).to(dtype)
         found[f"sum over {ranks} in {dtype}"] = push_error(parts, ranks - 2, ranks)
@@ -408,7 +385,6 @@ def fixed_code() -> dict[str, dict[str, int]]:
         "fixed_join": (collective.fixed_join, (x, x, 1.0, weight[0], None, 1e-5, None)),
         "fixed_join with scores": (collective.fixed_join, (x, x, 1.0, weight[0], None, 1e-5, weight)),
         "fixed_join, wide, with scores": (collective.fixed_join, (wide, wide, 1.0, wide[0], None, 1e-5, wide_rows)),
-        "fixed_join with scores and choice": (collective.fixed_join, (x, x, 1.0, weight[0], None, 1e-5, weight, 2)),
         "fixed_scores": (collective.fixed_join, (x, x, 1.0, weight[0], None, 1e-5, many)),
     }
     for ranks in (2, 4, 8):

@@ -318,7 +318,7 @@ def test_other_ranks_experts_count_nothing(monkeypatch):
     whole = load_model(source, "cpu").layers[0].ffn
     for tokens in (1, 4, 40):
         x, sums = torch.randn(tokens, args.dim), 0.0
-        chosen = whole.route(x)
+        chosen = whole.route(whole.router(x))
         for rank in range(4):
             part = tp.Part(args, source.format, "expert", rank, 4)
             experts = part.model.layers[0].ffn.experts
