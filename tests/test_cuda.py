@@ -13,6 +13,7 @@ from args import ModelArgs, Yarn
 from attention import SHORT_CACHE
 from checkpoint import Checkpoint
 from generate import EMBEDDED, embedded_checkpoint, load_model
+from layers import weighted_sum
 from model import ExpertLinear, Experts
 from offload import Offload
 from packing import FORMATS
@@ -227,7 +228,7 @@ def test_products_of_a_format_are_those_of_its_unpacked_weights(mode):
     for name, part in parts.items():
         setattr(packed, name, torch.nn.Parameter(part, requires_grad=False))
     weight = packed.unpack().double()
-    indices = torch.tensor([[4, 1]], device="cuda")
+    indices, weights = torch.tensor([[4, 1]], device="cuda"), torch.rand(1, A, device="cuda", generator=generator)
     tiles = (0, 7, 1, 0, 16, 20), (0, 70, 0, 1, 129, 3), (100, 0, 128, 129, 90, 60), (300, 256, 0, 513, 400, 100)
     compile_settings()
     for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 1e-2), (torch.float16, 2e-3)):
@@ -238,7 +239,9 @@ def test_products_of_a_format_are_those_of_its_unpacked_weights(mode):
             close(grouped, torch.cat([rows @ matrix.T for rows, matrix in runs]), tolerance)
         gathered = torch.compile(packed.gathered) if dtype is torch.bfloat16 else packed.gathered
         each = torch.einsum("ai,aoi->ao", x[:A].double(), weight[indices[0]])
-        close(gathered(x[:A].unsqueeze(0), indices)[0], each, tolerance)
+        got = gathered(x[:A].unsqueeze(0), indices)
+        close(got[0], each, tolerance)
+        close(weighted_sum(got, weights), weights.double() @ each, tolerance)
         gated = torch.compile(packed.gated) if dtype is torch.bfloat16 else packed.gated
         gate, up = (x[:1].double() @ weight[indices[0]].transpose(1, 2)).squeeze(1).chunk(2, dim=-1)
         close(gated(x[:1], indices)[0], torch.nn.functional.silu(gate) * up, tolerance)

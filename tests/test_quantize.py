@@ -30,7 +30,7 @@ from args import ModelArgs
 from checkpoint import Checkpoint, Writer
 from convert_hf_checkpoint import convert
 from generate import EMBEDDED, load_model
-from layers import Linear, dot_bytes
+from layers import Linear, dot_bytes, weighted_sum
 from model import ExpertLinear, Transformer
 from packing import FORMATS, pack, solve_hqq, unpack, word_order
 from quantize import PackedExpertLinear, PackedLinear, bits_per_weight, pack_weight, plan, quantize
@@ -408,12 +408,15 @@ def test_packed_experts_are_the_experts_of_their_unpacked_weights(name, dtype):
     twin, plain = unpacked_twin(filled(ExpertLinear(5, 96, 64), dtype), name)
     plain = plain.double()
     index = torch.tensor([[0, 3], [3, 1], [4, 0]])
+    weights = torch.rand(3, 2, generator=torch.Generator().manual_seed(0))
     x = random_tensor(3, 96).to(dtype)
     got, want = twin.gated(x, index), plain.gated(x.double(), index)
     assert got.shape == (3, 2, 32) and got.dtype == dtype and relative(got, want) < LIMITS[dtype]
     x = random_tensor(3, 2, 96).to(dtype)
     got, want = twin.gathered(x, index), plain.gathered(x.double(), index)
     assert got.shape == (3, 2, 64) and got.dtype == torch.float32 and relative(got, want) < LIMITS[dtype]
+    got, want = weighted_sum(got, weights).to(dtype), weighted_sum(want, weights)
+    assert got.shape == (3, 64) and relative(got, want) < LIMITS[dtype]
     for sizes in ((3, 0, 9, 0, 2), (0, 0, 0, 0, 6), (1, 1, 1, 1, 1), (0, 0, 0, 0, 0)):
         x = random_tensor(sum(sizes), 96).to(dtype)
         got = twin.grouped(x, torch.tensor(sizes).cumsum(0).int())
