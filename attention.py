@@ -143,6 +143,7 @@ def rotate(x: Tensor, rope: Tensor, turning: int) -> Tensor:
 
 
 BLOCK = 128  # positions of a cache that are read together
+FEW = 512  # positions up to which one token's attention in one kernel is the faster one
 SHORT_CACHE = 1024  # up to this length it is faster to read a cache whole than to ask which blocks are in use
 
 
@@ -252,6 +253,8 @@ def _(q: Tensor, k: Tensor, v: Tensor, window: int | None, sinks: Tensor | None)
 class Attention(nn.Module):
     """Grouped-query attention (Ainslie et al. 2023) over the layer's cache, rotary positions: [B, Q, D] -> same."""
 
+    one_kernel = False  # may all that one token needs between the products be one kernel of ours?
+
     def __init__(self, args: ModelArgs, layer: int):
         super().__init__()
         H, K, C = args.n_head, args.n_kv_head, args.head_dim
@@ -268,7 +271,10 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         H, K, C = self.heads
-        q, kv = self.wqkv(x).split((H * C, 2 * K * C), dim=-1)
+        qkv = self.wqkv(x)
+        if self.fits_one_kernel(x, context):
+            return self.wo(self.attend_token(qkv, context))
+        q, kv = qkv.split((H * C, 2 * K * C), dim=-1)
         # What is done to keys is done to values too, and dropped: so one kernel makes and writes both.
         kv, full, head = kv.unflatten(-1, (2, K * C)), self.qk_norm == "full", self.qk_norm == "head"
         # In memory: the compiler tunes a kernel that writes the cache badly, since it copies and times all of it.
@@ -290,6 +296,23 @@ class Attention(nn.Module):
         else:
             y = attend(q, k, v, view.bias, self.sinks)
         return self.wo(y)
+
+    def fits_one_kernel(self, x: Tensor, context: Context) -> bool:
+        """Whether `attend_token` is to be used: for one token of each sequence, compiled, a short plain cache."""
+        if not self.one_kernel or context.chunk or x.shape[1] > 1 or not (x.is_cuda and torch.compiler.is_compiling()):
+            return False
+        C, view = self.heads[2], context.views[self.window]
+        known = self.qk_norm != "full" and self.cache.kv.dtype == x.dtype and C & C - 1 == 0 and 16 <= C <= 256
+        return known and view.blocks is None and min(self.window or math.inf, view.bias.shape[-1]) <= FEW
+
+    def attend_token(self, qkv: Tensor, context: Context) -> Tensor:
+        """What `wqkv` gives for one token of each sequence [B, 1, (H + 2 K) C] -> what `wo` gets, in one kernel."""
+        weights, eps = (None, None), 0.0
+        if self.q_norm is not None:
+            weights, eps = (self.q_norm.weight, self.k_norm.weight), self.q_norm.eps
+        scale, clip = self.query_scale * self.heads[2] ** -0.5, self.clip_qkv or 0.0
+        return attention_kernels.attend_token(qkv, context.rope, context.positions, self.cache.kv, *weights, self.sinks,
+                                              self.turning, scale, eps, clip, self.window or 1 << 30)  # fmt: skip
 
     def clip(self, x: Tensor) -> Tensor:
         return x if self.clip_qkv is None else x.clamp(-self.clip_qkv, self.clip_qkv)

@@ -1,11 +1,130 @@
-"""Attention over a long cache in 8 bits, or a compressed one, as Triton kernels: the library's reads neither."""
+"""Attention as Triton kernels: what one token needs of a short cache at once; a long cache in 8 bits, or compressed."""
 
 from __future__ import annotations  # the annotations of kernels name triton, which may be absent
 
 import torch
 from torch import Tensor
 
-from kernels import jit, tl, triton
+from kernels import jit, starts_early, tl, triton
+
+# One token over a short cache ---------------------------------------------------------------------------------------
+#
+# What there is to read is so little that a step waits for kernels to start, not for memory. Here one does all that is
+# between the products, and begins to read the cache before the one before it has made the queries.
+
+
+@jit
+def _turned(x, weight, c, other, cos, sin, C: tl.constexpr, EPS: tl.constexpr, CLIP: tl.constexpr, NORM: tl.constexpr):
+    """A head's numbers [ROWS, 1, C], clipped, normed and turned by their position, fp32."""
+    # The compiler does not see through the indices that 8 neighbours are one aligned load.
+    turned = tl.load(tl.max_contiguous(tl.multiple_of(x + other, (1, 1, 16)), (1, 1, 8))).to(tl.float32)
+    x = tl.load(x + c).to(tl.float32)
+    if CLIP > 0:
+        turned, x = tl.clamp(turned, -CLIP, CLIP), tl.clamp(x, -CLIP, CLIP)
+    if NORM:
+        unit = tl.rsqrt(tl.sum(x * x, 2, keep_dims=True) / C + EPS)
+        turned *= unit * tl.load(weight + other).to(tl.float32)
+        x *= unit * tl.load(weight + c).to(tl.float32)
+    return x * cos + turned * sin
+
+
+@jit
+def _kept(cache, key, end, c, C: tl.constexpr):
+    """Keys or values [ROWS, N, C] of those positions [ROWS, N] that are below `end`, zeros of others."""
+    return tl.load(cache + key[:, :, None] * C + c, mask=(key < end)[:, :, None], other=0.0)
+
+
+@jit
+def _attend_token(x, rope, q_norm, k_norm, sinks, positions, cache, y, S: tl.constexpr, H: tl.constexpr,
+                  K: tl.constexpr, C: tl.constexpr, TURNING: tl.constexpr, SCALE: tl.constexpr, EPS: tl.constexpr,
+                  CLIP: tl.constexpr, WINDOW: tl.constexpr, NORM: tl.constexpr, SINKS: tl.constexpr,
+                  ROWS: tl.constexpr, BLOCK: tl.constexpr, VALUES: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    # A program has one query head of one sequence; the first of a KV head's also writes its key and value. A block of
+    # positions is a grid [ROWS, N]: lanes that have a row have all of its positions, and a softmax of their own, so
+    # that warps wait for each other only at the end. What is the same for all rows is computed by each.
+    sequence, head = tl.program_id(1).to(tl.int64), tl.program_id(0)
+    group, row = head // (H // K), tl.arange(0, ROWS)
+    key = row[:, None] + tl.arange(0, BLOCK // ROWS)[None, :] * ROWS
+    c = row[:, None, None] * 0 + tl.arange(0, C)[None, None, :]
+    other = tl.where(c < TURNING, (c + TURNING // 2) % TURNING, c)
+    rope += sequence * 2 * C + c
+    cos, sin = tl.load(rope), tl.load(rope + C)
+    at = tl.load(positions + sequence).to(tl.int32)
+    cache += (sequence * K + group) * S * C
+    if WINDOW < S:
+        key += tl.maximum(at - WINDOW + 1, 0) // BLOCK * BLOCK
+    k, v = _kept(cache, key, S, c, C), _kept(cache + VALUES, key, S, c, C)  # of all, not to wait for `at`
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    x += sequence * (H + 2 * K) * C
+    value = tl.load(x + (H + K + group) * C + c)
+    if CLIP > 0:
+        value = tl.clamp(value.to(tl.float32), -CLIP, CLIP).to(value.dtype)
+    own = _turned(x + (H + group) * C, k_norm, c, other, cos, sin, C, EPS, CLIP, NORM).to(value.dtype)
+    query = _turned(x + head * C, q_norm, c, other, cos, sin, C, EPS, CLIP, NORM) * SCALE
+    alone = (row == 0)[:, None]  # which has the token's own position too; it is not in the cache yet
+    if head % (H // K) == 0:
+        tl.store(cache + at * C + c, own, mask=alone[:, :, None])
+        tl.store(cache + VALUES + at * C + c, value, mask=alone[:, :, None])
+    largest = tl.where(alone, tl.sum(query * own.to(tl.float32), 2), float("-inf"))  # [ROWS, 1]
+    total = tl.where(alone, 1.0, 0.0)
+    found = tl.where(alone[:, :, None], value.to(tl.float32), 0.0)  # [ROWS, 1, C]
+    for _ in range(tl.maximum(at - WINDOW + 1, 0) // BLOCK * BLOCK, at, BLOCK):
+        scores = tl.sum(k.to(tl.float32) * query, 2)
+        k = _kept(cache, key + BLOCK, at, c, C)
+        scores = tl.where((key < at) & (key > at - WINDOW), scores, float("-inf"))
+        most = tl.maximum(largest, tl.max(scores, 1, keep_dims=True))
+        base = tl.where(most == float("-inf"), 0.0, most)
+        weights, before = tl.exp(scores - base), tl.exp(largest - base)
+        found = found * before[:, :, None] + tl.sum(v.to(tl.float32) * weights[:, :, None], 1, keep_dims=True)
+        v = _kept(cache + VALUES, key + BLOCK, at, c, C)
+        largest, total = most, total * before + tl.sum(weights, 1, keep_dims=True)
+        key += BLOCK
+    most = tl.max(largest, 0, keep_dims=True)
+    if SINKS:
+        sink = tl.load(sinks + head).to(tl.float32)
+        most = tl.maximum(most, sink)
+    share = tl.exp(largest - most)
+    total = tl.sum(total * share, 0, keep_dims=True)
+    if SINKS:
+        total += tl.exp(sink - most)
+    found = tl.sum(found * share[:, :, None], 0, keep_dims=True) / total[:, :, None]
+    y += (sequence * H + head) * C + tl.arange(0, C)[None, None, :]
+    tl.store(y, found.to(y.dtype.element_ty))
+
+
+@torch.library.custom_op("moe_fast::attend_token", mutates_args=("cache",))
+def attend_token(x: Tensor, rope: Tensor, positions: Tensor, cache: Tensor, q_norm: Tensor | None,
+                 k_norm: Tensor | None, sinks: Tensor | None, turning: int, scale: float, eps: float, clip: float,
+                 window: int) -> Tensor:  # fmt: skip
+    """x [B, 1, (H + 2 K) C], the queries, keys and values of a token at positions [B, 1], and a cache [2, B, K, S, C],
+    in which the latter two are put -> [B, 1, H * C]. C is a power of two, from 16 to 256.
+
+    rope: `attention.Context.rope`, which turns the first `turning` numbers of queries and keys. q_norm, k_norm [C]:
+    weights of an RMS norm of each head before that, with this eps; clip: what bounds all of x before that, or 0.
+    scale: of the products of queries and keys. sinks [H]: as `attention.attend` has them. window: how many positions
+    a token sees, itself included. What the cache holds is numbers, also where nobody looks. On Hopper it is set up, and
+    reads all but x, while the kernel before it ends: that one must not write them.
+    """
+    (_, B, K, S, C), y, early = cache.shape, _attend_token_fake(x, rope, positions, cache), starts_early(x)
+    H, size = y.shape[-1] // C, cache.element_size()
+    _attend_token[H, B](
+        x.contiguous(), rope, x if q_norm is None else q_norm, x if k_norm is None else k_norm,
+        x if sinks is None else sinks, positions, cache, y, S=S, H=H, K=K, C=C, TURNING=turning, SCALE=scale, EPS=eps,
+        CLIP=clip, WINDOW=window, NORM=q_norm is not None, SINKS=sinks is not None, ROWS=4096 // (C * size),
+        BLOCK=32768 // (C * size), VALUES=B * K * S * C, PDL=early, launch_pdl=early, num_warps=8,
+    )  # fmt: skip
+    return y
+
+
+@attend_token.register_fake
+def _attend_token_fake(x: Tensor, rope: Tensor, positions: Tensor, cache: Tensor, *rest) -> Tensor:
+    _, B, K, _, C = cache.shape
+    return x.new_empty(B, 1, x.shape[-1] - 2 * K * C)
+
+
+# Long caches --------------------------------------------------------------------------------------------------------
 
 PROGRAMS = 256  # that share the positions: two for each SM
 

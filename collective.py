@@ -10,19 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels import jit
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # a build of torch without CUDA: then no kernel here is called
-    triton = None
-
-
-def _starts_early(x: Tensor) -> bool:
-    """Whether kernels can be set up while the one before them ends."""
-    return torch.cuda.get_device_properties(x.device).major >= 9
-
+from kernels import jit, starts_early, tl, triton
 
 # Sums over GPUs -----------------------------------------------------------------------------------------------------
 #
@@ -109,7 +97,7 @@ def push_sum(x: Tensor, inbox: Inbox, like: Tensor, weights: Tensor | None = Non
     each. x: contiguous, of the shape and dtype of `like`; or, with weights fp32 [1, A], a token's terms [1, A, D], of
     that dtype or fp32."""
     y = torch.empty_like(like, memory_format=torch.contiguous_format)
-    words, ranks, early = y.nbytes // 4, len(inbox.peers), _starts_early(y)
+    words, ranks, early = y.nbytes // 4, len(inbox.peers), starts_early(y)
     _push_sum[(triton.cdiv(words, WORDS),)](
         x.view(-1).view(torch.int32), x if weights is None else weights, y.view(-1).view(torch.int32), inbox.peers,
         inbox.turns, N=words, TERMS=0 if weights is None else weights.numel(), WIDE=x.dtype == torch.float32,
@@ -187,7 +175,7 @@ def fixed_join(x: Tensor, y: Tensor, scale: float, weight: Tensor, bias: Tensor 
         norm = F.rms_norm if bias is None else partial(F.layer_norm, bias=bias)
         normed = norm(total, weight.shape, weight=weight, eps=eps)
         return total, normed, x.new_empty(0) if rows is None else F.linear(normed.view(-1, D), rows)
-    x, y, T, block, early = x.contiguous(), y.contiguous(), x.numel() // D, triton.next_power_of_2(D), _starts_early(x)
+    x, y, T, block, early = x.contiguous(), y.contiguous(), x.numel() // D, triton.next_power_of_2(D), starts_early(x)
     total, normed, scores = torch.empty_like(x), torch.empty_like(x), new_scores(x, rows)
     E = 0 if rows is None else len(rows)
     together = T == 1 and E * block * x.element_size() <= HELD and E & E - 1 == 0

@@ -21,6 +21,11 @@ def jit(function):
     return triton.jit(function) if triton else function
 
 
+def starts_early(x: Tensor) -> bool:
+    """Whether kernels can be set up while the one before them ends, on the GPU that has x."""
+    return torch.cuda.get_device_properties(x.device).major >= 9
+
+
 @jit
 def power_of_two(exponents):
     """e8m0 -> fp32, but for the smallest, 2 ** -127, which becomes 0."""
@@ -289,9 +294,9 @@ def dot4(x: Tensor, parts: list[Tensor], index: Tensor | None, kind: str, group:
     On Hopper it is set up, and loads its first weights, while the kernel before it ends: that one must not write them.
     """
     pairs = 1 if index is None else index.numel()
-    gpu = torch.cuda.get_device_properties(x.device)
-    cut = dot4_cut(parts[0].shape[-2], x.shape[-1], pairs, kind, gated, gpu.multi_processor_count)
-    return dot4_launch(x, parts, index, kind, group, gated, gpu.major >= 9, cut)
+    sms = torch.cuda.get_device_properties(x.device).multi_processor_count
+    cut = dot4_cut(parts[0].shape[-2], x.shape[-1], pairs, kind, gated, sms)
+    return dot4_launch(x, parts, index, kind, group, gated, starts_early(x), cut)
 
 
 @dot4.register_fake

@@ -251,6 +251,7 @@ class Part:
         model.gather = Gather()
         for block in model.layers:
             block.join = SumAndJoin(self.args.residual_scale)
+            block.attention.one_kernel = not self.args.kv_rank
             if self.args.qk_norm == "full":
                 block.attention.q_norm, block.attention.k_norm = map(
                     SplitNorm, (block.attention.q_norm, block.attention.k_norm)

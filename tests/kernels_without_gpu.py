@@ -4,7 +4,8 @@
     python tests/kernels_without_gpu.py NAME...    machine code for an H200, by Triton and ptxas alone
 
 NAME (default: all) is grouped, products by group in every format; dot4, those of 4 bits for one token; attend,
-attention over blocks of a cache (and latent); fixed, what is the same on all GPUs; fetch, experts out of host memory.
+attention over blocks of a cache (and latent); token, one token's over a short cache; fixed, what is the same on all
+GPUs; fetch, experts out of host memory.
 
 Each prints one JSON object, by name: the relative error of every case, or what its machine code consists of. A process
 of its own, because Triton reads its variables once, at import. No bf16 in the first: the interpreter multiplies the
@@ -18,6 +19,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable
+from dataclasses import replace
 from unittest import mock
 
 import torch
@@ -32,10 +34,11 @@ import collective
 import grouped_kernel
 import kernels
 import slots
-from attention import KVCache, attend
+from attention import Attention, Context, KVCache, View, attend, rope_table
 from layers import weighted_sum
 from packing import FORMATS, grouped_order
 from quantize import Int8KVCache, grouped_packed, pack_weight
+from shapes import ARCHITECTURES
 
 GROUPS = {"int8": 8, "fp8": 32, "fp8b": 32, "int4": 16, "mxfp4": 32, "hqq4": 32, "hqq3": 32, "hqq2": 16}
 SHAPES = {  # rows of each expert, out, in
@@ -346,7 +349,7 @@ def push_error(parts: Tensor, rank: int, count: int, terms: tuple[Tensor, Tensor
 
 def fixed_errors() -> dict[str, float]:
     """Of a pushed sum, and of the norm and the product that are the same on every GPU, against the library's."""
-    collective._starts_early = lambda x: False
+    collective.starts_early = lambda x: False
     torch.manual_seed(0)
     found = {}
     for D, E in ((64, 8), (2048, 128), (2880, 5)):
@@ -377,7 +380,7 @@ def fixed_errors() -> dict[str, float]:
 
 def fixed_code() -> dict[str, dict[str, int]]:
     """Of their machine code, as a GPU of compute capability 9 runs it: waits, starts, stores of spilled registers."""
-    collective._starts_early, found = lambda x: True, {}
+    collective.starts_early, found = lambda x: True, {}
     x, weight = torch.randn(1, 4096, dtype=torch.bfloat16), torch.randn(8, 4096, dtype=torch.bfloat16)
     many = torch.randn(128, 4096, dtype=torch.bfloat16)
     wide, wide_rows = torch.randn(1, 6144, dtype=torch.bfloat16), torch.randn(8, 6144, dtype=torch.bfloat16)
@@ -428,6 +431,60 @@ def attend_error(B: int, Q: int, H: int, K: int, C: int, S: int, window: int | N
     want = attend(q, k, v, bias, sinks)
     got = cache.attend_blocks(q, k, v, positions, (positions, positions), window, sinks)
     return ((got - want).norm() / want.norm()).item()
+
+
+TOKEN = {  # B, H, K, C, S, positions, window, turning, norm, clip, sinks
+    "one block": (1, 4, 2, 32, 256, (70,), None, 32, False, None, False),
+    "the first token, Mixtral's grid": (1, 32, 8, 128, 256, (0,), None, 128, False, None, False),
+    "some blocks, a norm": (2, 4, 1, 64, 768, (513, 767), None, 64, True, None, False),
+    "a window, sinks, half turned, clipped": (3, 8, 2, 64, 768, (5, 300, 700), 300, 32, False, 0.7, True),
+    "a position after a block's end": (1, 2, 2, 256, 256, (64,), None, 256, False, None, True),
+}
+
+
+def token_error(B: int, H: int, K: int, C: int, S: int, at: tuple[int, ...], window: int | None, turning: int,
+                norm: bool, clip: float | None, sinks: bool) -> float:  # fmt: skip
+    """Of a token's attention in one kernel, and of what that leaves in the cache, against the several; relative."""
+    torch.manual_seed(B + H)
+    args = replace(ARCHITECTURES["Mixtral-8x7B"], dim=64, n_head=H, n_kv_head=K, head_dim=C, clip_qkv=clip,
+                   sliding_window=window, rotary_dim=turning, attention_sinks=sinks, attention_scale=0.3,
+                   qk_norm="head" if norm else "none")  # fmt: skip
+    layer, positions = Attention(args, 0), torch.tensor(at).unsqueeze(1)
+    for parameter in layer.parameters():
+        parameter.data = torch.randn_like(parameter) * 0.2
+    distance = positions.unsqueeze(-1) - torch.arange(S)
+    bias = torch.where((distance >= 0) & (distance < (window or S)), 0.0, float("-inf"))
+    rope = rope_table(args, S, torch.device("cpu"))[positions].unsqueeze(2)
+    context, x = Context(rope, positions=positions, views={window: View(bias)}), torch.randn(B, 1, 64)
+    kv, found = torch.randn(2, B, K, S, C), []
+    for one_kernel in (False, True):
+        layer.cache = KVCache((B, K, S, C), torch.float32, torch.device("cpu"))
+        layer.cache.kv.copy_(kv)
+        with mock.patch.object(Attention, "fits_one_kernel", lambda *_, one_kernel=one_kernel: one_kernel):
+            found.append((layer(x, context), layer.cache.kv))
+    return max(((got - want).norm() / want.norm()).item() for want, got in zip(*found, strict=True))
+
+
+def token_code() -> dict[str, dict[str, int]]:
+    """Of its machine code: waits, starts, stores of spilled registers, loads of 16 bytes before it waits, barriers."""
+    found, kernel = {}, attention_kernels._attend_token
+    archs = (ARCHITECTURES[name] for name in ("Mixtral-8x7B", "Qwen3-30B-A3B", "gpt-oss-20b"))
+    for args, dtype in itertools.product(archs, (torch.bfloat16, torch.float32)):
+        H, K, C, launch = args.n_head, args.n_kv_head, args.head_dim, Launch()
+        x, rope = torch.zeros(1, 1, (H + 2 * K) * C, dtype=dtype), torch.zeros(1, 1, 1, 2 * C)
+        positions, cache = torch.zeros(1, 1, dtype=torch.int64), torch.zeros(2, 1, K, 256, C, dtype=dtype)
+        norms = (x[0, 0, :C],) * 2 if args.qk_norm == "head" else (None, None)
+        sinks = x[0, 0, :H] if args.attention_sinks else None
+        with mock.patch.multiple(attention_kernels, _attend_token=launch, starts_early=lambda x: True):
+            attention_kernels.attend_token._init_fn(
+                x, rope, positions, cache, *norms, sinks, C, 0.1, 1e-5, 0.0, args.sliding_window or 1 << 30
+            )
+        asm = compiled(kernel, launch).asm["sass"]
+        found[f"{H} heads, {K} KV heads, {dtype}"] = {
+            "waits": asm.count("ACQBULK"), "starts": asm.count("PREEXIT"), "spills": asm.count("STL"),
+            "ahead": asm.partition("ACQBULK")[0].count("LDG.E.128"), "barriers": asm.count("BAR.SYNC"),
+        }  # fmt: skip
+    return found
 
 
 LATENT = {  # B, Q, H, r, R, S, kind of the cache
@@ -488,6 +545,11 @@ def attend_errors() -> dict[str, float]:
     return {name: attend_error(*case) for name, case in ATTEND.items()} | latent
 
 
+def token_errors() -> dict[str, float]:
+    attention_kernels.starts_early = lambda x: False
+    return {name: token_error(*case) for name, case in TOKEN.items()}
+
+
 def fetch_results() -> dict:
     wrong = sum(map(placed_differently, slots.POLICIES))
     return {"right": [fetch_is_right(sizes) for sizes in BLOBS], "wrong": wrong}
@@ -531,12 +593,12 @@ def other_codes() -> dict[str, dict]:
 
 
 INTERPRETED = {
-    "grouped": grouped_errors, "dot4": dot4_errors, "attend": attend_errors, "fixed": fixed_errors,
-    "fetch": fetch_results,
+    "grouped": grouped_errors, "dot4": dot4_errors, "attend": attend_errors, "token": token_errors,
+    "fixed": fixed_errors, "fetch": fetch_results,
 }  # fmt: skip
 COMPILED = {
     "grouped": grouped_codes, "grouped, other shapes": other_codes, "dot4": dot4_codes, "attend": attend_code,
-    "latent": latent_code, "fixed": fixed_code, "fetch": fetch_code,
+    "token": token_code, "latent": latent_code, "fixed": fixed_code, "fetch": fetch_code,
 }  # fmt: skip
 
 

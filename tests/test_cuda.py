@@ -7,10 +7,11 @@ import torch
 from conftest import FAMILIES
 from torch._dynamo.utils import counters
 
+import attention
 import kernels
 import offload
 from args import ModelArgs, Yarn
-from attention import SHORT_CACHE
+from attention import FEW, SHORT_CACHE
 from checkpoint import Checkpoint
 from generate import EMBEDDED, embedded_checkpoint, load_model
 from layers import weighted_sum
@@ -189,6 +190,38 @@ def test_a_long_cache_read_in_blocks_gives_the_cpus_tokens(more):
             sessions["cpu"].reset()
             want.append(list(sessions["cpu"].stream(ids, 20, GREEDY)))
         got = list(zip(*sessions["cuda"].stream_all(prompts, 20, GREEDY), strict=True))
+        assert [list(row) for row in got] == want
+
+
+@pytest.mark.parametrize(
+    "more",
+    (
+        {"qk_norm": "head", "clip_qkv": 1.5},
+        {"head_dim": 128, "rotary_dim": 64},
+        {"sliding_window": 150, "full_layers": (1,), "attention_sinks": True, "attention_scale": 0.3},
+    ),
+    ids=("norms", "half of a head turns", "window and sinks"),
+)
+def test_one_tokens_attention_in_one_kernel_gives_the_cpus_tokens(more, monkeypatch):
+    """As several GPUs have it; answers that begin before and after the ends of blocks."""
+    args = ModelArgs(dim=64, n_layer=2, n_head=4, intermediate=48, n_expert=6, n_active=2, vocab_size=300,
+                     max_position=4096, **{"n_kv_head": 2, "head_dim": 32} | more)  # fmt: skip
+    model = load_model(RandomWeights(args, {"name": "fp32"}), "cpu")  # whose numbers are another device's others
+    copy, alone, cases = deepcopy(model).cuda(), Session(model, 384), []
+    for lengths in ((1, 120), (62, 127), (250, 360)):
+        prompts = [random_prompt(args, length, seed=length) for length in lengths]
+        want = []
+        for ids in prompts:
+            alone.reset()
+            want.append(list(alone.stream(ids, 20, GREEDY)))
+        cases.append((prompts, want))
+    for block in copy.layers:
+        block.attention.one_kernel = True
+    monkeypatch.setattr(attention, "attend", None)  # the several kernels
+    session = Session(copy, 384, compile=True, batch=2)
+    assert session.slots == FEW
+    for prompts, want in cases:
+        got = list(zip(*session.stream_all(prompts, 20, GREEDY), strict=True))
         assert [list(row) for row in got] == want
 
 

@@ -1091,12 +1091,12 @@ def without_a_gpu(*names: str, **variables: str) -> dict[str, dict]:
 @pytest.fixture(scope="module")
 def interpreted() -> dict[str, dict]:
     """What all kernels compute, from one process: it takes longer to start than most of them."""
-    return without_a_gpu("grouped", "dot4", "attend", "fixed", "fetch", TRITON_INTERPRET="1")
+    return without_a_gpu("grouped", "dot4", "attend", "token", "fixed", "fetch", TRITON_INTERPRET="1")
 
 
 @pytest.fixture(scope="module")
 def machine_code() -> dict[str, dict]:
-    return without_a_gpu("grouped", "dot4", "attend", "latent", "fixed", "fetch")
+    return without_a_gpu("grouped", "dot4", "attend", "token", "latent", "fixed", "fetch")
 
 
 def test_the_kernel_computes_what_the_cpu_computes(interpreted):
@@ -1132,6 +1132,15 @@ def test_attention_that_reads_the_blocks_in_use(interpreted, machine_code):
         assert counts["products"] and not counts["spills"] and counts["shared"] <= 227 << 10, case
     for counts in machine_code["attend"].values():
         assert counts["spills"] == 0 and counts["products"] > 0
+
+
+def test_one_tokens_attention_in_one_kernel(interpreted, machine_code):
+    errors = interpreted["token"]
+    assert len(errors) == 5 and all(error < 2e-6 for error in errors.values()), errors
+    for case, counts in machine_code["token"].items():
+        assert counts["waits"] == counts["starts"] == 1 and counts["spills"] == 0, case
+        assert counts["ahead"] >= 16, case  # its first block of the cache, while the kernel before is at work
+        assert counts["barriers"] <= 10, case  # at the end alone: warps do not wait for each other block by block
 
 
 def check_machine_code(found: dict) -> None:
