@@ -15,45 +15,44 @@ from kernels import jit, starts_early, tl, triton
 
 @jit
 def _turned(x, weight, c, other, cos, sin, C: tl.constexpr, EPS: tl.constexpr, CLIP: tl.constexpr, NORM: tl.constexpr):
-    """A head's numbers [ROWS, 1, C], clipped, normed and turned by their position, fp32."""
+    """A head's numbers [ROWS, C], clipped, normed and turned by their position, fp32."""
     # The compiler does not see through the indices that 8 neighbours are one aligned load.
-    turned = tl.load(tl.max_contiguous(tl.multiple_of(x + other, (1, 1, 16)), (1, 1, 8))).to(tl.float32)
+    turned = tl.load(tl.max_contiguous(tl.multiple_of(x + other, (1, 16)), (1, 8))).to(tl.float32)
     x = tl.load(x + c).to(tl.float32)
     if CLIP > 0:
         turned, x = tl.clamp(turned, -CLIP, CLIP), tl.clamp(x, -CLIP, CLIP)
     if NORM:
-        unit = tl.rsqrt(tl.sum(x * x, 2, keep_dims=True) / C + EPS)
+        unit = tl.rsqrt(tl.sum(x * x, 1, keep_dims=True) / C + EPS)
         turned *= unit * tl.load(weight + other).to(tl.float32)
         x *= unit * tl.load(weight + c).to(tl.float32)
     return x * cos + turned * sin
 
 
 @jit
-def _kept(cache, key, end, c, C: tl.constexpr):
-    """Keys or values [ROWS, N, C] of those positions [ROWS, N] that are below `end`, zeros of others."""
-    return tl.load(cache + key[:, :, None] * C + c, mask=(key < end)[:, :, None], other=0.0)
+def _kept(cache, begin, end, C: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr):
+    """Keys or values of a block of positions from `begin` on, [N, ROWS, C], zeros from `end` on."""
+    key = begin + tl.arange(0, N * ROWS)[:, None]
+    return tl.reshape(tl.load(cache + key * C + tl.arange(0, C)[None, :], mask=key < end, other=0.0), [N, ROWS, C])
 
 
 @jit
 def _attend_token(x, rope, q_norm, k_norm, sinks, positions, cache, y, S: tl.constexpr, H: tl.constexpr,
                   K: tl.constexpr, C: tl.constexpr, TURNING: tl.constexpr, SCALE: tl.constexpr, EPS: tl.constexpr,
-                  CLIP: tl.constexpr, WINDOW: tl.constexpr, NORM: tl.constexpr, SINKS: tl.constexpr,
-                  ROWS: tl.constexpr, BLOCK: tl.constexpr, VALUES: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+                  CLIP: tl.constexpr, WINDOW: tl.constexpr, NORM: tl.constexpr, SINKS: tl.constexpr, N: tl.constexpr,
+                  ROWS: tl.constexpr, VALUES: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     # A program has one query head of one sequence; the first of a KV head's also writes its key and value. A block of
-    # positions is a grid [ROWS, N]: lanes that have a row have all of its positions, and a softmax of their own, so
+    # positions is a grid [N, ROWS]: lanes that have a row have all of its positions, and a softmax of their own, so
     # that warps wait for each other only at the end. What is the same for all rows is computed by each.
-    sequence, head = tl.program_id(1).to(tl.int64), tl.program_id(0)
-    group, row = head // (H // K), tl.arange(0, ROWS)
-    key = row[:, None] + tl.arange(0, BLOCK // ROWS)[None, :] * ROWS
-    c = row[:, None, None] * 0 + tl.arange(0, C)[None, None, :]
+    sequence, head, row = tl.program_id(1).to(tl.int64), tl.program_id(0), tl.arange(0, ROWS)
+    group, c = head // (H // K), row[:, None] * 0 + tl.arange(0, C)[None, :]
     other = tl.where(c < TURNING, (c + TURNING // 2) % TURNING, c)
     rope += sequence * 2 * C + c
     cos, sin = tl.load(rope), tl.load(rope + C)
     at = tl.load(positions + sequence).to(tl.int32)
     cache += (sequence * K + group) * S * C
-    if WINDOW < S:
-        key += tl.maximum(at - WINDOW + 1, 0) // BLOCK * BLOCK
-    k, v = _kept(cache, key, S, c, C), _kept(cache + VALUES, key, S, c, C)  # of all, not to wait for `at`
+    first = tl.maximum(at - WINDOW + 1, 0) // (N * ROWS) * (N * ROWS) if WINDOW < S else 0
+    # Up to S, not `at`: whose loading this does not wait for where there is no window.
+    k, v = _kept(cache, first, S, C, N, ROWS), _kept(cache + VALUES, first, S, C, N, ROWS)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -63,35 +62,34 @@ def _attend_token(x, rope, q_norm, k_norm, sinks, positions, cache, y, S: tl.con
         value = tl.clamp(value.to(tl.float32), -CLIP, CLIP).to(value.dtype)
     own = _turned(x + (H + group) * C, k_norm, c, other, cos, sin, C, EPS, CLIP, NORM).to(value.dtype)
     query = _turned(x + head * C, q_norm, c, other, cos, sin, C, EPS, CLIP, NORM) * SCALE
-    alone = (row == 0)[:, None]  # which has the token's own position too; it is not in the cache yet
+    alone = row == 0  # which has the token's own position too; it is not in the cache yet
     if head % (H // K) == 0:
-        tl.store(cache + at * C + c, own, mask=alone[:, :, None])
-        tl.store(cache + VALUES + at * C + c, value, mask=alone[:, :, None])
-    largest = tl.where(alone, tl.sum(query * own.to(tl.float32), 2), float("-inf"))  # [ROWS, 1]
+        tl.store(cache + at * C + c, own, mask=alone[:, None])
+        tl.store(cache + VALUES + at * C + c, value, mask=alone[:, None])
+    largest = tl.where(alone, tl.sum(query * own.to(tl.float32), 1), float("-inf"))  # [ROWS]
     total = tl.where(alone, 1.0, 0.0)
-    found = tl.where(alone[:, :, None], value.to(tl.float32), 0.0)  # [ROWS, 1, C]
-    for _ in range(tl.maximum(at - WINDOW + 1, 0) // BLOCK * BLOCK, at, BLOCK):
-        scores = tl.sum(k.to(tl.float32) * query, 2)
-        k = _kept(cache, key + BLOCK, at, c, C)
+    found = tl.where(alone[:, None], value.to(tl.float32), 0.0)  # [ROWS, C]
+    for begin in range(first, at, N * ROWS):
+        key = begin + tl.arange(0, N)[:, None] * ROWS + row[None, :]
+        scores = tl.sum(k.to(tl.float32) * query[None, :, :], 2)
+        k = _kept(cache, begin + N * ROWS, at, C, N, ROWS)
         scores = tl.where((key < at) & (key > at - WINDOW), scores, float("-inf"))
-        most = tl.maximum(largest, tl.max(scores, 1, keep_dims=True))
+        most = tl.maximum(largest, tl.max(scores, 0))
         base = tl.where(most == float("-inf"), 0.0, most)
-        weights, before = tl.exp(scores - base), tl.exp(largest - base)
-        found = found * before[:, :, None] + tl.sum(v.to(tl.float32) * weights[:, :, None], 1, keep_dims=True)
-        v = _kept(cache + VALUES, key + BLOCK, at, c, C)
-        largest, total = most, total * before + tl.sum(weights, 1, keep_dims=True)
-        key += BLOCK
-    most = tl.max(largest, 0, keep_dims=True)
+        weights, before = tl.exp(scores - base[None, :]), tl.exp(largest - base)
+        found = found * before[:, None] + tl.sum(v.to(tl.float32) * weights[:, :, None], 0)
+        v = _kept(cache + VALUES, begin + N * ROWS, at, C, N, ROWS)
+        largest, total = most, total * before + tl.sum(weights, 0)
+    most = tl.max(largest, 0)
     if SINKS:
         sink = tl.load(sinks + head).to(tl.float32)
         most = tl.maximum(most, sink)
     share = tl.exp(largest - most)
-    total = tl.sum(total * share, 0, keep_dims=True)
+    total = tl.sum(total * share, 0)
     if SINKS:
         total += tl.exp(sink - most)
-    found = tl.sum(found * share[:, :, None], 0, keep_dims=True) / total[:, :, None]
-    y += (sequence * H + head) * C + tl.arange(0, C)[None, None, :]
-    tl.store(y, found.to(y.dtype.element_ty))
+    y += (sequence * H + head) * C + tl.arange(0, C)
+    tl.store(y, (tl.sum(found * share[:, None], 0) / total).to(y.dtype.element_ty))
 
 
 @torch.library.custom_op("moe_fast::attend_token", mutates_args=("cache",))
@@ -112,8 +110,8 @@ def attend_token(x: Tensor, rope: Tensor, positions: Tensor, cache: Tensor, q_no
     _attend_token[H, B](
         x.contiguous(), rope, x if q_norm is None else q_norm, x if k_norm is None else k_norm,
         x if sinks is None else sinks, positions, cache, y, S=S, H=H, K=K, C=C, TURNING=turning, SCALE=scale, EPS=eps,
-        CLIP=clip, WINDOW=window, NORM=q_norm is not None, SINKS=sinks is not None, ROWS=4096 // (C * size),
-        BLOCK=32768 // (C * size), VALUES=B * K * S * C, PDL=early, launch_pdl=early, num_warps=8,
+        CLIP=clip, WINDOW=window, NORM=q_norm is not None, SINKS=sinks is not None, N=8, ROWS=4096 // (C * size),
+        VALUES=B * K * S * C, PDL=early, launch_pdl=early, num_warps=8,
     )  # fmt: skip
     return y
 

@@ -466,7 +466,8 @@ def token_error(B: int, H: int, K: int, C: int, S: int, at: tuple[int, ...], win
 
 
 def token_code() -> dict[str, dict[str, int]]:
-    """Of its machine code: waits, starts, stores of spilled registers, loads of 16 bytes before it waits, barriers."""
+    """Of its machine code: waits, starts, stores of spilled registers, loads of 16 bytes before it waits, barriers
+    before all of the cache is read."""
     found, kernel = {}, attention_kernels._attend_token
     archs = (ARCHITECTURES[name] for name in ("Mixtral-8x7B", "Qwen3-30B-A3B", "gpt-oss-20b"))
     for args, dtype in itertools.product(archs, (torch.bfloat16, torch.float32)):
@@ -479,10 +480,11 @@ def token_code() -> dict[str, dict[str, int]]:
             attention_kernels.attend_token._init_fn(
                 x, rope, positions, cache, *norms, sinks, C, 0.1, 1e-5, 0.0, args.sliding_window or 1 << 30
             )
-        asm = compiled(kernel, launch).asm["sass"]
+        code = compiled(kernel, launch).asm
+        asm, within = code["sass"], code["ptx"].rpartition("bra ")[0]  # up to the end of the loop over blocks
         found[f"{H} heads, {K} KV heads, {dtype}"] = {
             "waits": asm.count("ACQBULK"), "starts": asm.count("PREEXIT"), "spills": asm.count("STL"),
-            "ahead": asm.partition("ACQBULK")[0].count("LDG.E.128"), "barriers": asm.count("BAR.SYNC"),
+            "ahead": asm.partition("ACQBULK")[0].count("LDG.E.128"), "barriers": within.count("bar.sync"),
         }  # fmt: skip
     return found
 
