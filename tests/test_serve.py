@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -638,7 +639,8 @@ def test_the_pages_stop_button_stops_the_server(start, slowly, browser):
 def command(*arguments: str, **options) -> subprocess.Popen:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | options.pop("env", {})
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen([sys.executable, *arguments], env=environment, **streams, **options)
+    heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # which a job in the background is started without
+    return subprocess.Popen([sys.executable, *arguments], env=environment, preexec_fn=heard, **streams, **options)
 
 
 @pytest.mark.parametrize(
