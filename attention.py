@@ -143,7 +143,7 @@ def rotate(x: Tensor, rope: Tensor, turning: int) -> Tensor:
 
 
 BLOCK = 128  # positions of a cache that are read together
-FEW = 512  # positions up to which one token's attention in one kernel is the faster one
+FEW = 640  # up to this length one token's attention in one kernel is the faster one, or no slower
 SHORT_CACHE = 1024  # up to this length it is faster to read a cache whole than to ask which blocks are in use
 
 

@@ -207,8 +207,8 @@ def test_one_tokens_attention_in_one_kernel_gives_the_cpus_tokens(more, monkeypa
     args = ModelArgs(dim=64, n_layer=2, n_head=4, intermediate=48, n_expert=6, n_active=2, vocab_size=300,
                      max_position=4096, **{"n_kv_head": 2, "head_dim": 32} | more)  # fmt: skip
     model = load_model(RandomWeights(args, {"name": "fp32"}), "cpu")  # whose numbers are another device's others
-    copy, alone, cases = deepcopy(model).cuda(), Session(model, 384), []
-    for lengths in ((1, 120), (62, 127), (250, 360)):
+    copy, alone, cases = deepcopy(model).cuda(), Session(model, 512), []
+    for lengths in ((1, 120), (62, 127), (250, 490)):
         prompts = [random_prompt(args, length, seed=length) for length in lengths]
         want = []
         for ids in prompts:
@@ -218,7 +218,7 @@ def test_one_tokens_attention_in_one_kernel_gives_the_cpus_tokens(more, monkeypa
     for block in copy.layers:
         block.attention.one_kernel = True
     monkeypatch.setattr(attention, "attend", None)  # the several kernels
-    session = Session(copy, 384, compile=True, batch=2)
+    session = Session(copy, 512, compile=True, batch=2)
     assert session.slots == FEW
     for prompts, want in cases:
         got = list(zip(*session.stream_all(prompts, 20, GREEDY), strict=True))
