@@ -94,6 +94,15 @@ class View(NamedTuple):
     # how many, int32 [B, 1, 1], and which come first, int32 [B, 1, 1, S / BLOCK]
 
 
+def bias_of(positions: Tensor, length: int, window: int | None, dtype: torch.dtype) -> Tensor:
+    """`View.bias` for queries at those positions [B, Q] of a cache of that length, seen through a window."""
+    distance = positions.unsqueeze(-1) - torch.arange(length, device=positions.device)
+    visible = distance >= 0
+    if window is not None:
+        visible = visible & (distance < window)
+    return torch.where(visible, 0.0, float("-inf")).to(dtype)
+
+
 class Context(NamedTuple):
     """What every block of one call shares. A chunk has no positions and views."""
 

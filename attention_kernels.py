@@ -7,6 +7,17 @@ from torch import Tensor
 
 from kernels import jit, starts_early, tl, triton
 
+
+@jit
+def _weigh(scores, largest, total):
+    """A softmax over one block of positions after the other: the block's scores [M, N], the largest score and the sum
+    of weights so far [M] -> the block's weights, by what to multiply all that was before, and the two with it."""
+    now = tl.maximum(largest, tl.max(scores, 1))
+    base = tl.where(now == float("-inf"), 0.0, now)
+    weights, kept = tl.exp(scores - base[:, None]), tl.exp(largest - base)
+    return weights, kept, now, total * kept + tl.sum(weights, 1)
+
+
 # One token over a short cache ---------------------------------------------------------------------------------------
 #
 # What there is to read is so little that a step waits for kernels to start, not for memory. Here one does all that is
@@ -74,12 +85,9 @@ def _attend_token(x, rope, q_norm, k_norm, sinks, positions, cache, y, S: tl.con
         scores = tl.sum(k.to(tl.float32) * query[None, :, :], 2)
         k = _kept(cache, begin + N * ROWS, at, C, N, ROWS)
         scores = tl.where((key < at) & (key > at - WINDOW), scores, float("-inf"))
-        most = tl.maximum(largest, tl.max(scores, 0))
-        base = tl.where(most == float("-inf"), 0.0, most)
-        weights, before = tl.exp(scores - base[None, :]), tl.exp(largest - base)
-        found = found * before[:, None] + tl.sum(v.to(tl.float32) * weights[:, :, None], 0)
+        weights, before, largest, total = _weigh(tl.trans(scores), largest, total)
+        found = found * before[:, None] + tl.sum(v.to(tl.float32) * tl.trans(weights)[:, :, None], 0)
         v = _kept(cache + VALUES, begin + N * ROWS, at, C, N, ROWS)
-        largest, total = most, total * before + tl.sum(weights, 0)
     most = tl.max(largest, 0)
     if SINKS:
         sink = tl.load(sinks + head).to(tl.float32)
@@ -125,16 +133,6 @@ def _attend_token_fake(x: Tensor, rope: Tensor, positions: Tensor, cache: Tensor
 # Long caches --------------------------------------------------------------------------------------------------------
 
 PROGRAMS = 256  # that share the positions: two for each SM
-
-
-@jit
-def _weigh(scores, largest, total):
-    """A softmax over one block of positions after the other: the block's scores [M, N], the largest score and the sum
-    of weights so far [M] -> the block's weights, by what to multiply all that was before, and the two with it."""
-    now = tl.maximum(largest, tl.max(scores, 1))
-    base = tl.where(now == float("-inf"), 0.0, now)
-    weights, kept = tl.exp(scores - base[:, None]), tl.exp(largest - base)
-    return weights, kept, now, total * kept + tl.sum(weights, 1)
 
 
 @jit

@@ -28,6 +28,7 @@ from attention import (
     KVCache,
     LatentAttention,
     View,
+    bias_of,
     blocks_in_use,
     rope_table,
 )
@@ -391,15 +392,10 @@ class Transformer(nn.Module):
 
     def view(self, where: Tensor, window: int | None) -> View:
         """What queries at those positions [B, Q] see through a window."""
-        S = self.rope_table.shape[0]
-        distance = where.unsqueeze(-1) - torch.arange(S, device=where.device)
-        visible = distance >= 0
-        if window is not None:
-            visible = visible & (distance < window)
-        blocks = None
+        S, blocks = self.rope_table.shape[0], None
         if S > SHORT_CACHE and S % BLOCK == 0 and where.is_cuda and torch.compiler.is_compiling():
             blocks = blocks_in_use(where, S, window)
-        return View(torch.where(visible, 0.0, float("-inf")).to(self.norm.weight.dtype), blocks)
+        return View(bias_of(where, S, window, self.norm.weight.dtype), blocks)
 
     def finish(self, normed: Tensor, last: Tensor | None) -> Tensor:
         """`norm` of x [B, Q, D] -> logits fp32 [B, V] at query `last` [B] of each sequence, or [B, Q, V] of None."""

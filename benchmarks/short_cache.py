@@ -5,7 +5,6 @@ With --ranks N of the heads that one of so many GPUs has. Times a layer's attent
 two results differ. us are of one layer, and of that without its two products, as the compiler has them.
 """
 
-from collections.abc import Callable
 from functools import partial
 from unittest import mock
 
@@ -14,7 +13,7 @@ from formats import seconds
 
 import tp
 from args import ModelArgs
-from attention import Attention, Context, KVCache, View, rope_table
+from attention import Attention, Context, KVCache, View, bias_of, rope_table
 from command import Parser
 from session import compile_settings
 from shapes import architecture
@@ -36,15 +35,9 @@ def random_layers(args: ModelArgs, length: int) -> list[Attention]:
 def context(args: ModelArgs, length: int, position: int) -> Context:
     """Of a token at this position."""
     where, window = torch.tensor([[position]], device="cuda"), args.window(0)
-    distance = where.unsqueeze(-1) - torch.arange(length, device="cuda")
-    visible = (distance >= 0) & (distance < (window or length))
-    bias = torch.where(visible, 0.0, float("-inf")).bfloat16()
+    view = View(bias_of(where, length, window, torch.bfloat16))
     rope = rope_table(args, length, torch.device("cuda"))[where].unsqueeze(2)
-    return Context(rope, positions=where, views={window: View(bias)})
-
-
-def call(step: Callable, now: Context, layer: Attention) -> torch.Tensor:
-    return step(layer, now)
+    return Context(rope, positions=where, views={window: view})
 
 
 def build_parser() -> Parser:
@@ -85,8 +78,8 @@ def main() -> None:
             with mock.patch.object(Attention, "fits_one_kernel", lambda *_, name=name: name == "one"):
                 for position in positions:
                     now = context(args, length, position)
-                    times[name, position] = seconds(partial(call, compiled, now), layers) * 1e6
-                    results[name, position] = compiled(layers[0], now).float()
+                    times[name, position] = seconds(partial(compiled, now=now), layers) * 1e6
+                    results[name, position] = compiled(layers[0], now=now).float()
         for position in positions:
             products, several, one = (times[name, position] for name in ("products", "several", "one"))
             want, got = (results[name, position] for name in ("several", "one"))

@@ -34,7 +34,7 @@ import collective
 import grouped_kernel
 import kernels
 import slots
-from attention import Attention, Context, KVCache, View, attend, rope_table
+from attention import Attention, Context, KVCache, View, attend, bias_of, rope_table
 from layers import weighted_sum
 from packing import FORMATS, grouped_order
 from quantize import Int8KVCache, grouped_packed, pack_weight
@@ -426,8 +426,7 @@ def attend_error(B: int, Q: int, H: int, K: int, C: int, S: int, window: int | N
     positions = torch.randint(5, S - Q, (B, 1), generator=generator) + torch.arange(Q)
     q = torch.randn(B, Q, H, C, generator=generator)
     sinks = torch.randn(H, generator=generator) if sinks else None
-    distance = positions.unsqueeze(-1) - torch.arange(S)
-    bias = torch.where((distance >= 0) & (distance < (window or S)), 0.0, float("-inf"))
+    bias = bias_of(positions, S, window, torch.float32)
     want = attend(q, k, v, bias, sinks)
     got = cache.attend_blocks(q, k, v, positions, (positions, positions), window, sinks)
     return ((got - want).norm() / want.norm()).item()
@@ -452,10 +451,9 @@ def token_error(B: int, H: int, K: int, C: int, S: int, at: tuple[int, ...], win
     layer, positions = Attention(args, 0), torch.tensor(at).unsqueeze(1)
     for parameter in layer.parameters():
         parameter.data = torch.randn_like(parameter) * 0.2
-    distance = positions.unsqueeze(-1) - torch.arange(S)
-    bias = torch.where((distance >= 0) & (distance < (window or S)), 0.0, float("-inf"))
     rope = rope_table(args, S, torch.device("cpu"))[positions].unsqueeze(2)
-    context, x = Context(rope, positions=positions, views={window: View(bias)}), torch.randn(B, 1, 64)
+    views = {window: View(bias_of(positions, S, window, torch.float32))}
+    context, x = Context(rope, positions=positions, views=views), torch.randn(B, 1, 64)
     kv, found = torch.randn(2, B, K, S, C), []
     for one_kernel in (False, True):
         layer.cache = KVCache((B, K, S, C), torch.float32, torch.device("cpu"))
@@ -477,7 +475,7 @@ def token_code() -> dict[str, dict[str, int]]:
         norms = (x[0, 0, :C],) * 2 if args.qk_norm == "head" else (None, None)
         sinks = x[0, 0, :H] if args.attention_sinks else None
         with mock.patch.multiple(attention_kernels, _attend_token=launch, starts_early=lambda x: True):
-            attention_kernels.attend_token._init_fn(
+            attention_kernels.attend_token(
                 x, rope, positions, cache, *norms, sinks, C, 0.1, 1e-5, 0.0, args.sliding_window or 1 << 30
             )
         code = compiled(kernel, launch).asm
