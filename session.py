@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attention import BLOCK, Chunk
-from layers import teach_compiler
+from compiling import compile_settings
 from model import FEW_TOKENS, Stages, Transformer
 from recording import Recording, Repeated
 
@@ -26,36 +26,6 @@ PREFILL_CHUNK = 2048  # tokens of a prompt that are computed at a time
 PREFILL_MULTIPLE = 2 * FEW_TOKENS  # a compiled prefill sees lengths padded to this: one graph serves every prompt
 TOP = 20  # likeliest tokens that are told of beside a chosen one
 SPARE = 16  # positions of every cache past the last: for warm-up, and for drafts that are not taken
-
-
-def compile_settings() -> None:
-    """Torch's compiler options, set once and only where something is compiled."""
-    # Imported here, because importing the compiler takes longer than an eager answer of a small model.
-    import torch._dynamo.config as dynamo
-    import torch._inductor.config as inductor
-    import torch.fx.experimental._config as fx
-
-    # Without coordinate descent Inductor leaves one-token products to cuBLAS, which cannot fuse the expert gather.
-    inductor.coordinate_descent_tuning = True
-    # Several tile shapes are tried for each kernel before coordinate descent refines the best: from the one shape that
-    # Inductor guesses it ends at up to a third fewer GB/s for the products of packed weights (docs/LOG.md).
-    inductor.max_autotune_pointwise = True
-    # Tile shapes are compared by the median of their times. By the least time, the other way that Inductor has, noise
-    # chose shapes for small kernels that took twice as long.
-    inductor.use_experimental_benchmarker = False
-    # Before each run of a kernel that works in place its arguments are copied, and that is timed as part of it: of
-    # small ones the noise of the copy chose shapes that took twice as long.
-    inductor.inplace_buffers = False
-    # A kernel may be set up while the one before it ends (programmatic dependent launch, from Hopper on).
-    inductor.triton.enable_pdl = True
-    # Every index is made here, by a router or by sampling: no kernel has to check that it is within bounds.
-    inductor.assert_indirect_indexing = False
-    # Two sizes that happen to be equal in the first prompt (its length and the head dim) are not the same size.
-    fx.use_duck_shape = False
-    # One function is compiled for each kind of block, for prefill and decode, and anew for a session of another length.
-    dynamo.recompile_limit = 256
-    # Last, since what it imports of the compiler reads the above on import.
-    teach_compiler()
 
 
 # Sampling -----------------------------------------------------------------------------------------------------------

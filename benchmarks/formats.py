@@ -17,11 +17,11 @@ import tp
 from args import ModelArgs
 from benchmark import read_bandwidth
 from command import Parser
+from compiling import compile_settings
 from layers import weighted_sum
 from model import Experts
 from packing import FORMATS, PLAIN
 from quantize import PackedExpertLinear, pack_weight
-from session import compile_settings
 from shapes import architecture
 
 

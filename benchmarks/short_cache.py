@@ -15,7 +15,7 @@ import tp
 from args import ModelArgs
 from attention import Attention, Context, KVCache, View, bias_of, rope_table
 from command import Parser
-from session import compile_settings
+from compiling import compile_settings
 from shapes import architecture
 
 LAYERS = 16

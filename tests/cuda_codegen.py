@@ -28,11 +28,12 @@ from triton.runtime.driver import driver
 import tp
 from args import ModelArgs
 from attention import Context, KVCache, View, attend
+from compiling import compile_settings
 from layers import realise
 from model import Block, ExpertLinear
 from packing import FORMATS
 from quantize import Int8KVCache, PackedExpertLinear, PackedLinear
-from session import CANDIDATES, compile_settings, sample
+from session import CANDIDATES, sample
 from shapes import ARCHITECTURES, first_layers
 
 H200 = types.SimpleNamespace(

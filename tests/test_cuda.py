@@ -1,5 +1,6 @@
 """What only a GPU can show: the same tokens there, eager, compiled and recorded; weights streamed past the host."""
 
+import time
 from copy import deepcopy
 
 import pytest
@@ -13,13 +14,14 @@ import offload
 from args import ModelArgs, Yarn
 from attention import FEW, SHORT_CACHE
 from checkpoint import Checkpoint
+from compiling import compile_settings, gpu_ms
 from generate import EMBEDDED, embedded_checkpoint, load_model
 from layers import weighted_sum
 from model import ExpertLinear, Experts
 from offload import Offload
 from packing import FORMATS
 from quantize import PackedExpertLinear, pack_weight, plan, quantize
-from session import Sampling, Session, compile_settings
+from session import Sampling, Session
 from shapes import RandomWeights, random_prompt
 from speculate import Speculation
 from tokenizer import load_tokenizer
@@ -223,6 +225,16 @@ def test_one_tokens_attention_in_one_kernel_gives_the_cpus_tokens(more, monkeypa
     for prompts, want in cases:
         got = list(zip(*session.stream_all(prompts, 20, GREEDY), strict=True))
         assert [list(row) for row in got] == want
+
+
+def test_what_the_compiler_times_is_the_gpu_and_not_the_host():
+    x = torch.zeros(1, device="cuda")
+
+    def call() -> None:
+        time.sleep(200e-6)
+        x.add_(1)
+
+    assert gpu_ms(call) < 0.02
 
 
 @pytest.mark.parametrize("length", (512, 1500), ids=("read whole", "read in blocks"))
