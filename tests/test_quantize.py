@@ -33,7 +33,7 @@ from generate import EMBEDDED, load_model
 from layers import Linear, dot_bytes, weighted_sum
 from model import ExpertLinear, Transformer
 from packing import FORMATS, pack, solve_hqq, unpack, word_order
-from quantize import PackedExpertLinear, PackedLinear, bits_per_weight, pack_weight, plan, quantize
+from quantize import PackedExpertLinear, PackedLinear, bits_per_weight, of_mode, pack_weight, plan, quantize
 from session import Sampling, Session
 from shapes import RandomWeights, number_format
 from tokenizer import load_tokenizer
@@ -917,6 +917,15 @@ def test_gate_and_up_have_blocks_of_their_own():
     modules = {"layers.0.ffn.experts.w13": {"format": "fp8b", "group_size": 64}}  # of 192 rows, 96 each
     with pytest.raises(ValueError, match=r"experts\.w13.*not of whole blocks"):
         room.apply(model, {"modules": modules})
+
+
+@pytest.mark.parametrize("mode", FORMATS)
+def test_only_four_bits_bring_a_kernel_of_ours_into_attention(mode):
+    with torch.device("meta"):
+        model = Transformer(LARGER)
+    assert not any(block.attention.one_kernel for block in model.layers)
+    room.apply(model, plan(LARGER, *of_mode(mode)))
+    assert {block.attention.one_kernel for block in model.layers} == {mode in ("int4", "hqq4", "mxfp4")}
 
 
 @pytest.mark.parametrize("case", TAMPERED)
