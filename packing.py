@@ -123,6 +123,13 @@ def _planes(x: Tensor, fields: int, group: int, words: int = 1, copy: bool = Tru
     return [plane.unsqueeze(-2).float() for plane in planes.flatten(-3, -2).unbind(-2)]
 
 
+def _planes_of_bytes(x: Tensor, words: Tensor, group: int) -> list[Tensor]:
+    """`_planes` for 8-bit codes, in place. Many rows read x faster in fp32; a small dense matrix has been read by the
+    time that a kernel has made that of it."""
+    small = words.dim() == 2 and words.nbytes < LARGE
+    return _planes(x if small else x.float(), 4, group, copy=False)
+
+
 def _values(words: Tensor, bits: int, lift: float, third: Tensor | None = None) -> list[tuple[Tensor, float]]:
     """The codes in `words` as (lift + factor * code, factor), field by field.
 
@@ -201,8 +208,7 @@ def dot_int8(x: Tensor, parts: Parts, group: int) -> Tensor:
         # Two's complement with its top bit flipped is code + 128, in the mantissa of 1024. There are instructions to
         # spare at 8 bits to take both off at once, which spares a kernel for the sum of x.
         values[k], values[k + 2] = _halves(((words >> 8 * k) & _twice(0xFF)) ^ _twice(0x6480), 1024.0 + 128.0)
-    x = realise(x.float())
-    products = (plane * value for plane, value in zip(_planes(x, 4, group, copy=False), values, strict=True))
+    products = (plane * value for plane, value in zip(_planes_of_bytes(x, words, group), values, strict=True))
     return sum(products).sum(-1) * parts["scale"].squeeze(-1).float()
 
 
@@ -215,8 +221,7 @@ def _fp8_products(x: Tensor, words: Tensor, group: int) -> Tensor:
     values = [None] * 4
     for k, byte in ((0, words << 8), (1, words)):
         values[k], values[k + 2] = _halves((byte & _twice(0x8000)) | ((byte >> 1) & _twice(0x3F80)))
-    x = realise(x.float())
-    return sum(plane * value for plane, value in zip(_planes(x, 4, group, copy=False), values, strict=True))
+    return sum(plane * value for plane, value in zip(_planes_of_bytes(x, words, group), values, strict=True))
 
 
 def dot_fp8(x: Tensor, parts: Parts, group: int) -> Tensor:
@@ -226,7 +231,8 @@ def dot_fp8(x: Tensor, parts: Parts, group: int) -> Tensor:
 
 def dot_fp8b(x: Tensor, parts: Parts, group: int) -> Tensor:
     """x [..., in], parts of [..., out, in] -> fp32 [..., out]."""
-    products = _fp8_products(x, parts["codes"], group)
+    # x always in fp32: where it is not, the compiler makes two kernels of the sum over a row.
+    products = _fp8_products(x.float(), parts["codes"], group)
     scale = _each_row(parts["scale"], products.shape[-2], group) * 2.0**8
     return (_spread(scale, products.shape[-1]) * products).sum(-1)
 
