@@ -21,8 +21,6 @@ def compile_settings() -> None:
     # Several tile shapes are tried for each kernel before coordinate descent refines the best: from the one shape that
     # Inductor guesses it ends at up to a third fewer GB/s for the products of packed weights (docs/LOG.md).
     inductor.max_autotune_pointwise = True
-    # Of Inductor's two ways of timing the one that calls Triton's `do_bench`, in place of which it gets ours below.
-    inductor.use_experimental_benchmarker = False
     # Before each run of a kernel that works in place its arguments are copied, and that is timed as part of it: of
     # small ones the noise of the copy chose shapes that took twice as long.
     inductor.inplace_buffers = False
@@ -38,19 +36,19 @@ def compile_settings() -> None:
     # After all that, since what is imported here reads the above on import.
     from torch._inductor.runtime.benchmarking import benchmarker
 
-    benchmarker.triton_do_bench = gpu_ms
+    benchmarker.benchmark_gpu = gpu_ms  # whichever of Inductor's own ways of timing it came with
     teach_compiler()
 
 
 ROUNDS = 50
 
 
-def gpu_ms(call: Callable[[], object], return_mode: str = "median") -> float:
+def gpu_ms(call: Callable[[], object], **_) -> float:
     """Median of the milliseconds that the GPU takes for what `call` launches, its L2 cache emptied before each.
 
-    The GPU sleeps until all is launched. Triton's `do_bench` does not wait: a host that compiles the next kernels takes
-    longer to launch a small one than emptying the cache takes, so what it times is the host, and tile shapes are chosen
-    by its noise.
+    The GPU sleeps until all is launched. Inductor's own ways do not wait: a host that compiles the next kernels takes
+    longer to launch a small one than emptying the cache takes, so what they time is the host, and tile shapes are
+    chosen by its noise. How long they would measure, and which of the times they would give, is not heeded.
     """
     cache = torch.empty(64 << 20, dtype=torch.int32, device="cuda")  # 256 MB, several times any GPU's L2
     events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(ROUNDS)]

@@ -3,6 +3,8 @@
 from types import SimpleNamespace
 
 import pytest
+from torch._inductor.runtime import benchmarking
+from torch._inductor.runtime.benchmarking import InductorBenchmarker, TritonBenchmarker
 
 import compiling
 
@@ -59,10 +61,12 @@ def test_a_long_kernel_is_timed_a_few_times(acted):
     assert ms == pytest.approx(20) and len(calls) == 3 + 3 + 5
 
 
-def test_the_compiler_asks_it(acted, monkeypatch):
+@pytest.mark.parametrize("kind", (TritonBenchmarker, InductorBenchmarker))
+def test_the_compiler_asks_it(kind, acted, monkeypatch):
+    """Whichever benchmarker it has: which one depends on what was imported first."""
+    monkeypatch.setattr(benchmarking, "benchmarker", kind())
     monkeypatch.setattr(compiling, "teach_compiler", lambda: None)
     compiling.compile_settings()
-    from torch._inductor.runtime.benchmarking import benchmarker
-
-    ms = benchmarker.benchmark_gpu(lambda: acted.do(KERNEL), rep=40, is_vetted_benchmarking=True)
+    options = {"device": "cuda", "rep": 40, "is_vetted_benchmarking": True}  # as an autotuner gives
+    ms = benchmarking.benchmarker.benchmark(fn=lambda: acted.do(KERNEL), **options)
     assert ms == pytest.approx(KERNEL * 1e3)
