@@ -327,6 +327,13 @@ class Attention(nn.Module):
         return x if self.clip_qkv is None else x.clamp(-self.clip_qkv, self.clip_qkv)
 
 
+def allow_one_kernel(model: nn.Module) -> None:
+    """All that one token needs between the products of its `Attention` may be one kernel of ours from now on."""
+    for module in model.modules():
+        if isinstance(module, Attention):
+            module.one_kernel = True
+
+
 HEADS = 16  # whose keys and values latent attention makes at a time, for a chunk
 
 

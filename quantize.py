@@ -20,7 +20,7 @@ import attention_kernels
 import grouped_kernel
 import kernels
 from args import ModelArgs
-from attention import Attention, Chunk, KVCache, join_parts
+from attention import Chunk, KVCache, allow_one_kernel, join_parts
 from checkpoint import Checkpoint, Writer, pick_device
 from command import Parser
 from layers import Linear, operator, realise
@@ -303,9 +303,7 @@ def apply(model: Transformer, format: dict) -> None:
         model.set_submodule(path, packed)
     # One GPU's decoding has no kernel of ours in bf16, int8 and fp8; in 4 bits it has, and may have one more.
     if any(FORMATS[spec["format"]].bits == 4 for spec in modules.values()):
-        for block in model.layers:
-            if isinstance(block.attention, Attention):  # not latent attention
-                block.attention.one_kernel = True
+        allow_one_kernel(model)
 
 
 # Writing a quantised checkpoint -------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import world
 from args import ModelArgs
+from attention import allow_one_kernel
 from layers import Linear, RMSNorm
 from model import Experts, Join, Terms, Transformer
 from packing import FORMATS
@@ -249,9 +250,9 @@ class Part:
         for name, whole in [*model.head.named_parameters()]:
             setattr(model.head, name, nn.Parameter(whole[: self.args.vocab_size // self.ranks], requires_grad=False))
         model.gather = Gather()
+        allow_one_kernel(model)
         for block in model.layers:
             block.join = SumAndJoin(self.args.residual_scale)
-            block.attention.one_kernel = not self.args.kv_rank
             if self.args.qk_norm == "full":
                 block.attention.q_norm, block.attention.k_norm = map(
                     SplitNorm, (block.attention.q_norm, block.attention.k_norm)

@@ -17,7 +17,7 @@ class ActedGPU:
     def __init__(self, launching: list[float]):
         self.launching, self.now, self.free = launching, 0.0, 0.0
         self.int32, self.cuda = None, self
-        self.launched, self.slept = 0, 0.0
+        self.launched = 0
 
     def do(self, seconds: float) -> float:
         self.now += self.launching[self.launched % len(self.launching)]
@@ -35,7 +35,6 @@ class ActedGPU:
         return event
 
     def _sleep(self, clocks: int):
-        self.slept += clocks / 2e9
         self.do(clocks / 2e9)
 
     def synchronize(self):

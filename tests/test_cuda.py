@@ -12,7 +12,7 @@ import attention
 import kernels
 import offload
 from args import ModelArgs, Yarn
-from attention import FEW, SHORT_CACHE
+from attention import FEW, SHORT_CACHE, allow_one_kernel
 from checkpoint import Checkpoint
 from compiling import compile_settings, gpu_ms
 from generate import EMBEDDED, embedded_checkpoint, load_model
@@ -205,7 +205,7 @@ def test_a_long_cache_read_in_blocks_gives_the_cpus_tokens(more):
     ids=("norms", "half of a head turns", "window and sinks"),
 )
 def test_one_tokens_attention_in_one_kernel_gives_the_cpus_tokens(more, monkeypatch):
-    """As several GPUs have it; answers that begin before and after the ends of blocks."""
+    """As several GPUs have it, and 4 bits; answers that begin before and after the ends of blocks."""
     args = ModelArgs(dim=64, n_layer=2, n_head=4, intermediate=48, n_expert=6, n_active=2, vocab_size=300,
                      max_position=4096, **{"n_kv_head": 2, "head_dim": 32} | more)  # fmt: skip
     model = load_model(RandomWeights(args, {"name": "fp32"}), "cpu")  # whose numbers are another device's others
@@ -217,8 +217,7 @@ def test_one_tokens_attention_in_one_kernel_gives_the_cpus_tokens(more, monkeypa
             alone.reset()
             want.append(list(alone.stream(ids, 20, GREEDY)))
         cases.append((prompts, want))
-    for block in copy.layers:
-        block.attention.one_kernel = True
+    allow_one_kernel(copy)
     monkeypatch.setattr(attention, "attend", None)  # the several kernels
     session = Session(copy, 512, compile=True, batch=2)
     assert session.slots == FEW
