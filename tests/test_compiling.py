@@ -1,10 +1,15 @@
-"""How the compiler's tile shapes are timed, on a GPU that is acted."""
+"""How the compiler's tile shapes are timed, on a GPU that is acted, and how they are searched."""
 
+import math
+import threading
 from types import SimpleNamespace
 
 import pytest
-from torch._inductor.runtime import benchmarking
+import torch._inductor.config as inductor
+from torch._inductor.runtime import benchmarking, triton_heuristics
 from torch._inductor.runtime.benchmarking import InductorBenchmarker, TritonBenchmarker
+from torch._inductor.runtime.coordinate_descent_tuner import CoordescTuner
+from triton import Config
 
 import compiling
 
@@ -69,3 +74,93 @@ def test_the_compiler_asks_it(kind, acted, monkeypatch):
     options = {"device": "cuda", "rep": 40, "is_vetted_benchmarking": True}  # as an autotuner gives
     ms = benchmarking.benchmarker.benchmark(fn=lambda: acted.do(KERNEL), **options)
     assert ms == pytest.approx(KERNEL * 1e3)
+
+
+# The search -----------------------------------------------------------------------------------------------------------
+
+
+def tuner() -> CoordescTuner:
+    limits = {"warp_size": 32, "max_threads_per_block": 1024}
+    return CoordescTuner(name="acted", size_hints={"x": 4096, "r0_": 4096}, inductor_meta=limits)
+
+
+def shape(x: int, r: int, warps: int) -> Config:
+    return Config({"XBLOCK": x, "R0_BLOCK": r}, num_warps=warps)
+
+
+def numbers(config: Config) -> tuple[int, int, int]:
+    return config.kwargs["XBLOCK"], config.kwargs["R0_BLOCK"], config.num_warps
+
+
+def valley(config: Config) -> float:
+    """Milliseconds of a shape, least at (16, 256, 4): a step in one number from (64, 64, 4) costs, one in two gains."""
+    x, r, warps = (math.log2(number) for number in numbers(config))
+    return 0.05 * (1 + 0.1 * abs(x - 4) + 0.1 * abs(x + r - 12) * 3 + 0.2 * abs(warps - 2))
+
+
+def search(measure, begin: Config, compile=lambda config: None, long: float = compiling.LONG) -> tuple[int, int, int]:
+    return numbers(compiling.best_shape(tuner(), compile, long, measure, begin))
+
+
+@pytest.mark.parametrize(("long", "found"), ((0.02, (16, 256, 4)), (0.08, (64, 64, 4))))
+def test_several_numbers_are_changed_at_once_where_a_kernel_takes_long(long, found):
+    begin = shape(64, 64, 16)
+    assert search(valley, begin, long=long) == found
+    assert numbers(begin) == (64, 64, 16)
+
+
+def test_neighbours_are_compiled_side_by_side_and_timed_one_by_one():
+    """All six, and each shape once: those that compile wait for one another here."""
+    together, compiled, timed = threading.Barrier(6, timeout=20), [], []
+
+    def compile(config: Config) -> None:
+        compiled.append(numbers(config))
+        together.wait()
+
+    def measure(config: Config) -> float:
+        assert threading.current_thread() is threading.main_thread() and len(compiled) % 6 == 0
+        timed.append(numbers(config))
+        return 0.006 if numbers(config) == (16, 256, 4) else 0.007
+
+    with inductor.patch(compile_threads=6):
+        assert search(measure, shape(16, 256, 4), compile) == (16, 256, 4)
+    assert sorted([*compiled, (16, 256, 4)]) == sorted(timed) and len(timed) == 7
+
+
+def test_shapes_that_need_more_than_there_is_are_passed_by():
+    def fits(config: Config) -> None:
+        if math.prod(numbers(config)) > 16 * 256 * 4:
+            raise RuntimeError("out of resources")
+
+    def measure(config: Config) -> float:
+        fits(config)
+        return 1 / math.prod(numbers(config))
+
+    assert math.prod(search(measure, shape(4, 64, 1), fits)) == 16 * 256 * 4
+
+
+def test_no_lane_holds_so_much_that_it_spills():
+    def measure(config: Config) -> float:
+        x, r, warps = numbers(config)
+        return warps / (x * r)  # the more the better
+
+    x, r, warps = search(measure, shape(4, 64, 4))
+    assert x * r == compiling.MOST * 32 * warps
+
+
+@pytest.mark.parametrize(("signature", "found"), (({"xnumel": "i32"}, (16, 256, 4)), ({"ks0": "i64"}, (64, 64, 4))))
+def test_the_compiler_searches_by_it(signature, found, monkeypatch):
+    """Less where sizes are arguments: those are a prompt's. Settings made twice wrap its method once."""
+    autotuner = SimpleNamespace(
+        coordesc_tuner=tuner(), triton_meta={"signature": signature}, _precompile_config=lambda config: None
+    )
+
+    def inductors(self, launcher, *args):
+        return self.coordesc_tuner.autotune(valley, launcher, None)
+
+    monkeypatch.setattr(triton_heuristics.CachingAutotuner, "_coordinate_descent_tuning", inductors)
+    for _ in range(2):
+        compiling.search_side_by_side()
+    by_it = triton_heuristics.CachingAutotuner._coordinate_descent_tuning
+    assert by_it is not inductors and numbers(by_it(autotuner, shape(64, 64, 16))) == found
+    assert autotuner.coordesc_tuner.autotune.__func__ is CoordescTuner.autotune  # its own is there again
