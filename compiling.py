@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
-from functools import partial
 from statistics import median
 
 import torch
@@ -23,8 +22,8 @@ def compile_settings() -> None:
 
     # Without coordinate descent Inductor leaves one-token products to cuBLAS, which cannot fuse the expert gather.
     inductor.coordinate_descent_tuning = True
-    # Several tile shapes are tried for each kernel before coordinate descent refines the best: from the one shape that
-    # Inductor guesses it ends at up to a third fewer GB/s for the products of packed weights (docs/LOG.md).
+    # Several tile shapes are tried for each kernel before the best is refined: from the one shape that Inductor guesses
+    # that ends at up to a third fewer GB/s for the products of packed weights (docs/LOG.md).
     inductor.max_autotune_pointwise = True
     # Before each run of a kernel that works in place its arguments are copied, and that is timed as part of it: of
     # small ones the noise of the copy chose shapes that took twice as long.
@@ -56,8 +55,8 @@ def search_side_by_side() -> None:
 
     def search(autotuner, *args, **kwargs):
         fixed = not any(name.startswith("ks") for name in autotuner.triton_meta["signature"])  # no size is an argument
-        tuner = autotuner.coordesc_tuner
-        tuner.autotune = partial(best_shape, tuner, autotuner._precompile_config, LONG if fixed else math.inf)
+        tuner, compile, long = autotuner.coordesc_tuner, autotuner._precompile_config, LONG if fixed else math.inf
+        tuner.autotune = lambda measure, shape, _: best_shape(tuner, compile, measure, shape, long)
         try:
             return inductors(autotuner, *args, **kwargs)
         finally:
@@ -69,7 +68,7 @@ def search_side_by_side() -> None:
 LONG = 0.008  # ms, as `gpu_ms` times a kernel: one that does nothing takes 0.005
 
 
-def best_shape(tuner, compile: Callable, long: float, measure: Callable, shape, ms: float | None = None):
+def best_shape(tuner, compile: Callable, measure: Callable, shape, long: float):
     """The tile shape that no neighbour of it betters, found from `shape` on.
 
     tuner: Inductor's CoordescTuner: which numbers a shape has, what they may be, and which shapes were timed already
@@ -89,16 +88,15 @@ def best_shape(tuner, compile: Callable, long: float, measure: Callable, shape, 
             tuner.cache_benchmark_result(neighbour, math.inf)
             return math.inf
 
-    ms = timed(shape) if ms is None else ms
     several = False
     with ThreadPoolExecutor(inductor.compile_threads) as pool:
         while True:
             steps = list(neighbours(tuner, shape, several))
             wait([pool.submit(compile, step) for step in steps if tuner.lookup_in_cache(step) is None])
             best = min(steps, key=timed, default=shape)
-            if tuner.has_improvement(ms, timed(best)):
-                shape, ms, several = best, timed(best), False
-            elif several or ms < long:
+            if tuner.has_improvement(timed(shape), timed(best)):
+                shape, several = best, False
+            elif several or timed(shape) < long:
                 return shape
             else:
                 several = True

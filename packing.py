@@ -126,7 +126,7 @@ def _planes(x: Tensor, fields: int, group: int, words: int = 1, copy: bool = Tru
 def _planes_of_bytes(x: Tensor, words: Tensor, group: int) -> list[Tensor]:
     """`_planes` for 8-bit codes, in place. Many rows read x faster in fp32; a small dense matrix has been read by the
     time that a kernel has made that of it."""
-    small = words.dim() == 2 and words.nbytes < LARGE
+    small = words.dim() == 2 and not _large(words)
     return _planes(x if small else x.float(), 4, group, copy=False)
 
 
@@ -163,9 +163,14 @@ def _sum_of_products(x: list[Tensor], values: list[tuple[Tensor, float]], lift: 
 LARGE = 14_000_000  # bytes of an 8-bit matrix from which on it gains more than the kernel costs that prepares x for it
 
 
+def _large(codes: Tensor) -> bool:
+    """Whether each matrix of these [..., out, W], four codes of 8 bits to a word, is."""
+    return 4 * codes.shape[-2] * codes.shape[-1] >= LARGE
+
+
 def in_bytes(x: Tensor, codes: Tensor | None = None) -> bool:
     """Whether products of x and whole numbers, of 8 bits these [..., out, W], are made by `dot_bytes`."""
-    large = codes is None or 4 * codes.shape[-2] * codes.shape[-1] >= LARGE
+    large = codes is None or _large(codes)
     return large and x.is_cuda and torch.version.hip is None and x.element_size() == 2
 
 

@@ -99,7 +99,7 @@ def valley(config: Config) -> float:
 
 
 def search(measure, begin: Config, compile=lambda config: None, long: float = compiling.LONG) -> tuple[int, int, int]:
-    return numbers(compiling.best_shape(tuner(), compile, long, measure, begin))
+    return numbers(compiling.best_shape(tuner(), compile, measure, begin, long))
 
 
 @pytest.mark.parametrize(("long", "found"), ((0.02, (16, 256, 4)), (0.08, (64, 64, 4))))
