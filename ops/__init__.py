@@ -1,0 +1,1 @@
+"""Triton kernels, custom operators, and everything that touches Inductor's private API."""

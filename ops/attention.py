@@ -1,0 +1,151 @@
+"""Attention in plain PyTorch: one token, a few tokens over a long cache, a chunk of a prompt.
+
+Shapes are those of model.py. Triton kernels for the same work are in decode_attention.py and
+long_attention.py. `sinks` [H] are attention sinks: one more score per head, whose value is zero.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+
+from ops.inductor import custom_op
+
+BLOCK = 128  # positions of a cache that `attend_blocks` reads together
+
+
+def causal_bias(positions: Tensor, length: int, window: int | None, dtype: torch.dtype) -> Tensor:
+    """Queries at positions [B, Q] -> [B, Q, length]: 0 where a query may look, else -inf."""
+    distance = positions.unsqueeze(-1) - torch.arange(length, device=positions.device)
+    visible = distance >= 0
+    if window is not None:
+        visible = visible & (distance < window)
+    return torch.where(visible, 0.0, float("-inf")).to(dtype)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, sinks: Tensor | None = None) -> Tensor:
+    """q [B, Q, H, C], k [B, K, S, C], v [B, K, S, any], bias [B, Q, S] -> [B, Q, H * any].
+
+    Query heads are a [K, H / K] grid over the KV heads, so that keys and values broadcast and are
+    never repeated in memory.
+    """
+    if q.shape[1] == 1:
+        return attend_one(q, k, v, bias, sinks)
+    (B, Q, H, C), K = q.shape, k.shape[1]
+    # Fold B and K into one axis: H / K is then a head axis, along which keys have stride zero.
+    q = q.view(B, Q, K, H // K, C).permute(0, 2, 3, 1, 4).flatten(0, 1)
+    k, v = (t.flatten(0, 1).unsqueeze(1) for t in (k, v))
+    if sinks is not None:
+        q, k, v = append_sink(q, k, v, sinks.view(K, H // K, 1, 1).repeat(B, 1, 1, 1))
+        bias = F.pad(bias, (1, 0))
+    k, v = (t.expand(-1, H // K, -1, -1) for t in (k, v))
+    bias = bias.unsqueeze(1).expand(-1, K, -1, -1).flatten(0, 1).unsqueeze(1)
+    y = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=C**-0.5)[..., :C]
+    return y.unflatten(0, (B, K)).permute(0, 3, 1, 2, 4).reshape(B, Q, -1)
+
+
+def attend_one(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor, sinks: Tensor | None = None
+) -> Tensor:
+    """`attend` for one query of each sequence: products and a softmax that Inductor fuses."""
+    (B, _, H, C), K = q.shape, k.shape[1]
+    q = q.view(B, K, H // K, 1, C).float() * C**-0.5
+    scores = (q * k.unsqueeze(2)).sum(-1) + bias.unsqueeze(1)  # [B, K, H / K, S]
+    if sinks is None:
+        weights = scores.softmax(dim=-1)
+    else:
+        sinks = sinks.float().view(K, H // K, 1)
+        largest = torch.maximum(scores.amax(-1, keepdim=True), sinks)
+        parts = (scores - largest).exp()
+        weights = parts / (parts.sum(-1, keepdim=True) + (sinks - largest).exp())
+    return (weights.unsqueeze(-1) * v.unsqueeze(2).float()).sum(-2).to(v.dtype).view(B, 1, -1)
+
+
+def append_sink(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Add each head's sink as a first key with value zero, so that SDPA needs no mask for it.
+
+    q [..., Q, C], k and v [..., S, C], sinks [..., 1, 1] with q's other axes. Heads grow by one
+    number: the sink in queries, sqrt(C) in the new key, zero in the others. (By eight, since
+    SDPA's kernels want rows of 16 bytes.) The caller gives SDPA the scale of C.
+    """
+    C = q.shape[-1]
+    q = torch.cat((q, F.pad(sinks.to(q.dtype), (0, 7)).expand(*q.shape[:-1], 8)), dim=-1)
+    k, v = (F.pad(t, (0, 8, 1, 0)) for t in (k, v))
+    k[..., 0, C] = C**0.5
+    return q, k, v
+
+
+def blocks_in_use(positions: Tensor, length: int, window: int | None) -> tuple[Tensor, Tensor]:
+    """Queries at rising positions [B, Q] of a cache -> the fields of `model.Mask.blocks`."""
+    first = (positions[:, :1] - (window or length) + 1).clamp(min=0) // BLOCK  # [B, 1]
+    order = first + torch.arange(length // BLOCK, device=positions.device)
+    order = order.clamp(max=length // BLOCK - 1)
+    count = positions[:, -1:] // BLOCK + 1 - first
+    return count.to(torch.int32).unsqueeze(-1), order.to(torch.int32)[:, None, None]
+
+
+def attend_blocks(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    positions: Tensor,
+    blocks: tuple[Tensor, Tensor],
+    window: int | None,
+    return_lse: bool = False,
+):
+    """`attend` for few queries over a long cache: read only the blocks in use. Only compiled.
+
+    return_lse: return also the log-sum-exp of each query's scores, fp32 [B, H, Q].
+    """
+
+    def visible(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        distance = positions[b, query] - key
+        return distance >= 0 if window is None else (distance >= 0) & (distance < window)
+
+    mask = BlockMask.from_kv_blocks(
+        *blocks,
+        BLOCK_SIZE=(BLOCK, BLOCK),
+        mask_mod=visible,
+        seq_lengths=(q.shape[1], k.shape[2]),
+    )
+    options = {"block_mask": mask, "enable_gqa": True}
+    if not return_lse:
+        return flex_attention(q.transpose(1, 2), k, v, **options).transpose(1, 2).flatten(2)
+    aux = AuxRequest(lse=True)
+    y, sums = flex_attention(q.transpose(1, 2), k, v, **options, return_aux=aux)
+    return y.transpose(1, 2).flatten(2), sums.lse
+
+
+@custom_op("moe_fast::attend_chunk")
+def attend_chunk(
+    q: Tensor, k: Tensor, v: Tensor, window: int | None, sinks: Tensor | None
+) -> Tensor:
+    """q [Q, H, C] of the last Q positions of k and v [K, S, C] -> [Q, H * C], causal.
+
+    A custom operator, since SDPA takes a causal_lower_right bias only outside of compiled code.
+    """
+    (Q, _, C), S, mask = q.shape, k.shape[1], None
+    if window is not None and window < S:  # drop what the first query cannot see
+        k, v = (t[:, max(0, S - Q - window + 1) :] for t in (k, v))
+        distance = torch.arange(k.shape[1] - Q, k.shape[1], device=q.device).unsqueeze(1)
+        distance = distance - torch.arange(k.shape[1], device=q.device)
+        mask = (distance >= 0) & (distance < window)
+    q, k, v = q.transpose(0, 1).unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
+    if sinks is not None:
+        q, k, v = append_sink(q, k, v, sinks.view(-1, 1, 1))
+        mask = None if mask is None else F.pad(mask, (1, 0), value=True)
+    if mask is None and 1 < Q < k.shape[2]:
+        # Imported here, since it imports the compiler.
+        from torch.nn.attention.bias import causal_lower_right
+
+        mask = causal_lower_right(Q, k.shape[2])
+    is_causal = mask is None and Q > 1
+    y = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=is_causal, enable_gqa=True, scale=C**-0.5
+    )
+    return y[0, ..., :C].transpose(0, 1).flatten(1).contiguous()
+
+
+@attend_chunk.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, window: int | None, sinks: Tensor | None) -> Tensor:
+    return q.new_empty(q.shape[0], q.shape[1] * q.shape[2])

@@ -1,0 +1,248 @@
+"""Decode attention over a short cache: RoPE, cache append and attention in one kernel.
+
+Up to a few hundred positions a decode step waits for kernel launches, not for memory.
+One kernel therefore does everything between the products `wqkv` and `wo`. With
+programmatic dependent launch (PDL, Hopper and newer) it loads the cache while `wqkv` is
+running.
+
+Letters: B sequences, S positions of the cache, H query heads, K KV heads, C head dim.
+"""
+
+from __future__ import annotations  # annotations of kernels name triton, which may be absent
+
+import torch
+from torch import Tensor
+
+from ops.jit import jit, supports_pdl, tl
+
+
+@jit
+def online_softmax(scores, row_max, row_sum):
+    """Add one block of positions to a running softmax (Milakov & Gimelshein 2018, algorithm 3).
+
+    scores [M, N] of the block; row_max, row_sum [M]: the maximum score and the sum of
+    exp(score - row_max) so far. Return the block's weights [M, N], the factor [M] that
+    rescales all accumulated so far, and the new row_max and row_sum. All scores of a row
+    may be -inf.
+    """
+    new_max = tl.maximum(row_max, tl.max(scores, 1))
+    base = tl.where(new_max == float("-inf"), 0.0, new_max)
+    weights = tl.exp(scores - base[:, None])
+    rescale = tl.exp(row_max - base)
+    return weights, rescale, new_max, row_sum * rescale + tl.sum(weights, 1)
+
+
+@jit
+def _load_rotation(rope, sequence, c, C: tl.constexpr, ROTARY_DIM: tl.constexpr):
+    """Load RoPE of a sequence's token for the numbers c [SPLITS, C] of a head.
+
+    Return c, the index of the number that RoPE pairs each with, its cosine and its
+    signed sine.
+    """
+    partner = tl.where(c < ROTARY_DIM, (c + ROTARY_DIM // 2) % ROTARY_DIM, c)
+    rope += sequence * 2 * C + c
+    cos, sin = tl.load(rope), tl.load(rope + C)
+    return c, partner, cos, sin
+
+
+@jit
+def _load_head(
+    x,
+    norm,
+    rotation,
+    C: tl.constexpr,
+    EPS: tl.constexpr,
+    CLIP: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+):
+    """Load one head at x -> [SPLITS, C] fp32, after clip, RMS norm and RoPE."""
+    c, partner, cos, sin = rotation
+    # Triton cannot derive from `partner` that 8 neighbors are one aligned load of 16 bytes.
+    partner_x = tl.load(tl.max_contiguous(tl.multiple_of(x + partner, (1, 16)), (1, 8)))
+    partner_x = partner_x.to(tl.float32)
+    x = tl.load(x + c).to(tl.float32)
+    if CLIP > 0:
+        partner_x, x = tl.clamp(partner_x, -CLIP, CLIP), tl.clamp(x, -CLIP, CLIP)
+    if HAS_NORM:
+        rms = tl.rsqrt(tl.sum(x * x, 1, keep_dims=True) / C + EPS)
+        partner_x *= rms * tl.load(norm + partner).to(tl.float32)
+        x *= rms * tl.load(norm + c).to(tl.float32)
+    return x * cos + partner_x * sin
+
+
+@jit
+def _load_value(x, c, CLIP: tl.constexpr):
+    """Load one head at x -> [SPLITS, C], after clip."""
+    value = tl.load(x + c)
+    if CLIP > 0:
+        value = tl.clamp(value.to(tl.float32), -CLIP, CLIP).to(value.dtype)
+    return value
+
+
+@jit
+def _load_block(cache, begin, end, C: tl.constexpr, N: tl.constexpr, SPLITS: tl.constexpr):
+    """Load N * SPLITS keys or values from position `begin` -> [N, SPLITS, C], 0 from `end` on."""
+    key = begin + tl.arange(0, N * SPLITS)[:, None]
+    block = tl.load(cache + key * C + tl.arange(0, C)[None, :], mask=key < end, other=0.0)
+    return tl.reshape(block, [N, SPLITS, C])
+
+
+@jit
+def _begin_splits(query, own_key, own_value, is_own):
+    """Start the splits' softmaxes with the token's own position: row_max, row_sum, acc."""
+    row_max = tl.where(is_own, tl.sum(query * own_key.to(tl.float32), 1), float("-inf"))
+    row_sum = tl.where(is_own, 1.0, 0.0)
+    acc = tl.where(is_own[:, None], own_value.to(tl.float32), 0.0)
+    return row_max, row_sum, acc
+
+
+@jit
+def _merge_splits(row_max, row_sum, sinks, head, HAS_SINKS: tl.constexpr):
+    """Merge the splits' softmaxes -> the factor of each split [SPLITS], the sum of all weights."""
+    largest = tl.max(row_max, 0)
+    if HAS_SINKS:
+        sink = tl.load(sinks + head).to(tl.float32)
+        largest = tl.maximum(largest, sink)
+    share = tl.exp(row_max - largest)
+    total = tl.sum(row_sum * share, 0)
+    if HAS_SINKS:
+        total += tl.exp(sink - largest)
+    return share, total
+
+
+# Grid [H, B]: a program computes one query head of one sequence. The first query head
+# of each KV head also appends the token's key and value to the cache. No program waits
+# for that store: each computes the token's own key and value itself, and reads only
+# earlier positions from the cache.
+#
+# Layout: positions are read in blocks of N * SPLITS, as a grid [N, SPLITS]. A lane
+# loads 16 bytes of a position, so C * itemsize / 16 lanes hold one position, and the
+# 256 lanes of a program hold SPLITS. A lane sees only positions of its own split, which
+# has its own running softmax. Warps therefore exchange data only once, when the splits
+# are merged. Each split computes query, RoPE and norm itself, though they are equal for
+# all splits: a broadcast would go through shared memory.
+#
+# The first block is masked by S, not by `position`: without a window its loads need not
+# wait for the position. Each later block is loaded as soon as the registers of the one
+# before are free.
+@jit
+def _decode_attention(
+    qkv,
+    rope,
+    q_norm,
+    k_norm,
+    sinks,
+    positions,
+    cache,
+    y,
+    S: tl.constexpr,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    C: tl.constexpr,
+    ROTARY_DIM: tl.constexpr,
+    SCALE: tl.constexpr,
+    EPS: tl.constexpr,
+    CLIP: tl.constexpr,
+    WINDOW: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    N: tl.constexpr,
+    SPLITS: tl.constexpr,
+    V_OFFSET: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    sequence, head = tl.program_id(1).to(tl.int64), tl.program_id(0)
+    split, kv_head = tl.arange(0, SPLITS), head // (H // K)
+    c = split[:, None] * 0 + tl.arange(0, C)[None, :]
+    rotation = _load_rotation(rope, sequence, c, C, ROTARY_DIM)
+    position = tl.load(positions + sequence).to(tl.int32)
+    cache += (sequence * K + kv_head) * S * C
+    BLOCK: tl.constexpr = N * SPLITS
+    first = tl.maximum(position - WINDOW + 1, 0) // BLOCK * BLOCK if WINDOW < S else 0
+    k = _load_block(cache, first, S, C, N, SPLITS)
+    v = _load_block(cache + V_OFFSET, first, S, C, N, SPLITS)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    qkv += sequence * (H + 2 * K) * C
+    own_value = _load_value(qkv + (H + K + kv_head) * C, c, CLIP)
+    own_key = _load_head(qkv + (H + kv_head) * C, k_norm, rotation, C, EPS, CLIP, HAS_NORM)
+    own_key = own_key.to(own_value.dtype)
+    query = _load_head(qkv + head * C, q_norm, rotation, C, EPS, CLIP, HAS_NORM) * SCALE
+    is_own = split == 0  # the split that has the token's own position
+    if head % (H // K) == 0:
+        tl.store(cache + position * C + c, own_key, mask=is_own[:, None])
+        tl.store(cache + V_OFFSET + position * C + c, own_value, mask=is_own[:, None])
+    row_max, row_sum, acc = _begin_splits(query, own_key, own_value, is_own)
+    for begin in range(first, position, BLOCK):
+        key = begin + tl.arange(0, N)[:, None] * SPLITS + split[None, :]
+        scores = tl.sum(k.to(tl.float32) * query[None, :, :], 2)  # [N, SPLITS]
+        k = _load_block(cache, begin + BLOCK, position, C, N, SPLITS)
+        scores = tl.where((key < position) & (key > position - WINDOW), scores, float("-inf"))
+        weights, rescale, row_max, row_sum = online_softmax(tl.trans(scores), row_max, row_sum)
+        acc = acc * rescale[:, None] + tl.sum(v.to(tl.float32) * tl.trans(weights)[:, :, None], 0)
+        v = _load_block(cache + V_OFFSET, begin + BLOCK, position, C, N, SPLITS)
+    share, total = _merge_splits(row_max, row_sum, sinks, head, HAS_SINKS)
+    y += (sequence * H + head) * C + tl.arange(0, C)
+    out = tl.sum(acc * share[:, None], 0) / total
+    tl.store(y, out.to(y.dtype.element_ty))
+
+
+@torch.library.custom_op("moe_fast::attend_token", mutates_args=("cache",))
+def decode_attention(
+    qkv: Tensor,
+    rope: Tensor,
+    positions: Tensor,
+    cache: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    sinks: Tensor | None,
+    rotary_dim: int,
+    scale: float,
+    eps: float,
+    clip: float,
+    window: int,
+) -> Tensor:
+    """Attend with one token of each sequence, and append its key and value to the cache.
+
+    qkv [B, 1, (H + 2 K) C] at positions [B, 1], cache [2, B, K, S, C] -> [B, 1, H * C].
+    C is a power of two from 16 to 256. The order of operations: clip to +-clip (0:
+    none), RMS norm of each head (weights q_norm, k_norm [C], eps), RoPE of the first
+    rotary_dim numbers (rope is `model.Context.rope`), scores times scale, softmax with
+    sinks [H].
+
+    window: the number of positions that a token sees, its own included. Masked
+    positions of the cache must be finite: they are multiplied by 0, and 0 * NaN is NaN.
+    With PDL the kernel reads all but qkv while the previous kernel runs, which must not
+    write them.
+    """
+    _, B, K, S, C = cache.shape
+    y = _decode_attention_fake(qkv, rope, positions, cache)
+    H, pdl = y.shape[-1] // C, supports_pdl(qkv)
+    # The kernel needs a valid pointer for an absent tensor, which it then does not read.
+    weights = (qkv if tensor is None else tensor for tensor in (q_norm, k_norm, sinks))
+    shape = dict(S=S, H=H, K=K, C=C, ROTARY_DIM=rotary_dim, V_OFFSET=B * K * S * C)
+    scores = dict(SCALE=scale, EPS=eps, CLIP=clip, WINDOW=window)
+    flags = dict(HAS_NORM=q_norm is not None, HAS_SINKS=sinks is not None, PDL=pdl)
+    tile = dict(N=8, SPLITS=4096 // (C * cache.element_size()))  # 256 lanes of 16 bytes
+    _decode_attention[H, B](
+        qkv.contiguous(),
+        rope,
+        *weights,
+        positions,
+        cache,
+        y,
+        **shape,
+        **scores,
+        **flags,
+        **tile,
+        launch_pdl=pdl,
+        num_warps=8,
+    )
+    return y
+
+
+@decode_attention.register_fake
+def _decode_attention_fake(qkv: Tensor, rope: Tensor, positions: Tensor, cache: Tensor, *rest):
+    _, B, K, _, C = cache.shape
+    return qkv.new_empty(B, 1, qkv.shape[-1] - 2 * K * C)

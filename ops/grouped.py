@@ -1,0 +1,431 @@
+"""Grouped GEMM: rows sorted by expert times stacked weights, plain or packed, as a Triton kernel.
+
+`F.grouped_mm` wants plain weights; unpacking those of all experts first would take the memory
+that packing saved. This kernel dequantizes each tile in registers. It also multiplies plain
+weights with few rows an expert, for which the library reads at half of the memory's bandwidth.
+
+Codes are read as int16 units, two of a word's at once. A tensor core takes its left operand alone
+from registers, so packed weights are the left operand and sums are transposed at the end. Formats
+are in formats/; tests compare the kernel with their `unpack`.
+"""
+
+from __future__ import annotations  # annotations of kernels name triton, which may be absent
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ops.inductor import custom_op
+from ops.jit import e8m0_to_float, jit, tl, triton
+
+FEW_ROWS = (
+    64  # an expert, on average: up to this many, the kernel beats the library with plain weights
+)
+
+
+@jit
+def _shift_right(units, COUNT: tl.constexpr):
+    """int16 `units` shifted right by COUNT, two at a time; the upper bits become garbage."""
+    return tl.inline_asm_elementwise(
+        f"shr.u32 $0, $1, {COUNT};", "=r,r", (units,), tl.int16, is_pure=True, pack=2
+    )
+
+
+@jit
+def _signed_bytes(units):
+    """The lower bytes of int16 `units` as signed numbers in bf16, two at a time."""
+    # 128 + the lower 7 bits, minus 128 or, for a negative number, 256: all exact.
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 low, sign, minus;
+        mov.b32 minus, 0xBF80BF80;
+        lop3.b32 low, $1, 0x007F007F, 0x43004300, 0xEA;
+        lop3.b32 sign, $1, 0x00800080, 0x43004300, 0xEA;
+        fma.rn.bf16x2 $0, sign, minus, low;
+        }""",
+        "=r,r",
+        (units,),
+        dtype=tl.bfloat16,
+        is_pure=True,
+        pack=2,
+    )
+
+
+@jit
+def _floats(units, BITS: tl.constexpr, MANTISSA: tl.constexpr, FACTOR: tl.constexpr):
+    """The lowest BITS of int16 `units`, small floating-point numbers, as bf16, two at a time.
+
+    Shifted into place they are a bf16 number that is a power of two too small; FACTOR has the
+    bits of that power.
+    """
+    return tl.inline_asm_elementwise(
+        f"""{{
+        .reg .b32 sign, bits, factor, none;
+        mov.b32 factor, {FACTOR * 65537};
+        mov.b32 none, 0x80008000;
+        shl.b32 sign, $1, {16 - BITS};
+        shl.b32 bits, $1, {7 - MANTISSA};
+        and.b32 bits, bits, {(2 ** (BITS - 1) - 1 << 7 - MANTISSA) * 65537};
+        lop3.b32 bits, sign, 0x80008000, bits, 0xEA;
+        fma.rn.bf16x2 $0, bits, factor, none;
+        }}""",
+        "=r,r",
+        (units,),
+        dtype=tl.bfloat16,
+        is_pure=True,
+        pack=2,
+    )
+
+
+@jit
+def _fields(units, MASK: tl.constexpr):
+    """128 + (units & MASK) of int16 `units` as bf16, two at a time."""
+    return tl.inline_asm_elementwise(
+        f"lop3.b32 $0, $1, {MASK * 65537}, 0x43004300, 0xEA;",
+        "=r,r",
+        (units,),
+        tl.bfloat16,
+        is_pure=True,
+        pack=2,
+    )
+
+
+@jit
+def _fields_3(units, thirds):
+    """128 + (units & 3) + (thirds & 4) as bf16, two at a time."""
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 low;
+        lop3.b32 low, $1, 0x00030003, 0x43004300, 0xEA;
+        lop3.b32 $0, $2, 0x00040004, low, 0xEA;
+        }""",
+        "=r,r,r",
+        (units, thirds),
+        dtype=tl.bfloat16,
+        is_pure=True,
+        pack=2,
+    )
+
+
+@jit
+def _to_fp32(numbers):
+    """bf16 -> fp32, two at a time."""
+    return tl.inline_asm_elementwise(
+        "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xFFFF0000;",
+        "=r,=r,r",
+        (numbers,),
+        tl.float32,
+        is_pure=True,
+        pack=2,
+    )
+
+
+@jit
+def _dequantize(units, thirds, BITS: tl.constexpr, KIND: tl.constexpr, DTYPE: tl.constexpr):
+    """The numbers of the lowest field of each int16 unit.
+
+    fp8 comes 2 ** -8 too small; hqq comes as codes, in bf16 with 128 added. The result is fp32 if
+    the scales that follow have more digits than DTYPE.
+    """
+    if tl.bfloat16 == DTYPE:
+        if KIND == "int8":
+            return _signed_bytes(units)
+        elif BITS == 8:  # 2 ** -120 too small, times 2 ** 112
+            numbers = _floats(units, 8, 3, 0x7780)
+            return _to_fp32(numbers) if KIND == "fp8b" else numbers
+        elif KIND == "mxfp4":  # 2 ** -126 too small
+            return _floats(units, 4, 1, 0x7E80)
+        elif BITS == 3:
+            return _to_fp32(_fields_3(units, thirds))
+        elif KIND == "int4":
+            return _fields(units, 15) - 136.0
+        else:
+            return _to_fp32(_fields(units, 2**BITS - 1))
+    elif KIND == "int8":
+        bits = (units & 0xFF) ^ 0x6480  # fp16 bits of 1024 + 128 + the number
+        return (bits.to(tl.float16, bitcast=True) - 1152.0).to(DTYPE)
+    elif BITS == 8:  # bits of an fp16 number, 2 ** -8 too small
+        bits = ((units & 0x80) << 8) | ((units & 0x7F) << 7)
+        return bits.to(tl.float16, bitcast=True).to(DTYPE)
+    elif KIND == "mxfp4":  # bits of an fp16 number, 2 ** -14 too small
+        bits = ((units & 8) << 12) | ((units & 7) << 9)
+        return bits.to(tl.float16, bitcast=True).to(tl.float32) * 16384.0
+    else:
+        code = units & (3 if BITS == 3 else 2**BITS - 1)
+        if BITS == 3:
+            code |= thirds & 4
+        return code.to(tl.float32) - (8.0 if KIND == "int4" else 0.0)
+
+
+@jit
+def _expand(values, COUNT: tl.constexpr):
+    """[BN, n] -> [BN, COUNT]: repeat each value for COUNT / n neighboring units."""
+    BN: tl.constexpr = values.shape[0]
+    n: tl.constexpr = values.shape[1]
+    return tl.reshape(tl.broadcast_to(values[:, :, None], [BN, n, COUNT // n]), [BN, COUNT])
+
+
+@jit
+def _load_thirds(third, rows, start, IN: tl.constexpr, BK: tl.constexpr):
+    """Load third bits of BK numbers, [BN, units]: bit 2 + 8 b + k is field 4 b + k's."""
+    # In memory, bits 8 b + 4 m + k of units 0 and 1 belong to units 2 m and 2 m + 1. m selects by
+    # the load's mask and not by a shift: Triton 3.6 moves loads to the lanes that multiply what
+    # they loaded, but nothing that depends on a position.
+    unit = start // 8 + tl.arange(0, BK // 8)[None, :]
+    place, m = rows * (IN // 16) + unit // 4 * 2 + unit % 2, unit // 2 % 2
+    low = tl.load(third + place, mask=(m == 0) & (unit < IN // 8), other=0)
+    high = tl.load(third + place, mask=(m == 1) & (unit < IN // 8), other=0)
+    return (low << 2) | (high >> 2)
+
+
+@jit
+def _load_scales(
+    scale,
+    zero,
+    rows,
+    start,
+    IN: tl.constexpr,
+    FIELDS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BK: tl.constexpr,
+):
+    """Load stored scales and zeros of the groups of BK numbers from `start` on, [BN, n]."""
+    UNITS: tl.constexpr = GROUP // FIELDS  # units of a group
+    # Units that surely share a group, wherever a tile begins. At most half a tile: with one scale
+    # a row, Triton 3.6 moves all products through shared memory instead of the scale.
+    EACH: tl.constexpr = min(BK // FIELDS // 2, UNITS & -UNITS)
+    group = (start // FIELDS + tl.arange(0, BK // FIELDS // EACH)[None, :] * EACH) // UNITS
+    group = rows * (IN // GROUP) + tl.minimum(group, IN // GROUP - 1)
+    return tl.load(scale + group), tl.load(zero + group)
+
+
+@jit
+def _factors(
+    scale,
+    zero,
+    scale_step,
+    scale_low,
+    zero_step,
+    zero_low,
+    rows,
+    COUNT: tl.constexpr,
+    KIND: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    """Factor and offset of COUNT units' numbers, from `_load_scales`: number * factor - offset."""
+    offset = 0.0
+    if KIND == "mxfp4":
+        scale = e8m0_to_float(scale).to(tl.bfloat16 if tl.bfloat16 == DTYPE else tl.float32)
+    elif KIND == "hqq":
+        scale = scale.to(tl.float32) * tl.load(scale_step + rows) + tl.load(scale_low + rows)
+        zero = zero.to(tl.float32) * tl.load(zero_step + rows) + tl.load(zero_low + rows)
+        offset = _expand((zero + (128.0 if tl.bfloat16 == DTYPE else 0.0)) * scale, COUNT)
+    return _expand(scale, COUNT), offset
+
+
+@jit
+def _grouped(
+    x,
+    y,
+    group_ends,
+    codes,
+    third,
+    scale,
+    scale_step,
+    scale_low,
+    zero,
+    zero_step,
+    zero_low,
+    OUT: tl.constexpr,
+    IN: tl.constexpr,
+    E: tl.constexpr,
+    E2: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    KIND: tl.constexpr,
+    RUN: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+):
+    # A program computes one tile [BM rows of x, BN outputs] of one expert, in steps of BK numbers
+    # along `in`. Experts have as many tiles as their rows need, one after the other: find the
+    # tile's expert from group_ends.
+    tile, experts = tl.program_id(0), tl.arange(0, E2)
+    ends = tl.load(group_ends + experts, mask=experts < E, other=0)
+    starts = tl.load(group_ends + experts - 1, mask=(experts > 0) & (experts < E), other=0)
+    tiles = (tl.maximum(ends - starts, 0) + BM - 1) // BM
+    last = tl.cumsum(tiles, 0)
+    expert = tl.sum(((last <= tile) & (experts < E)).to(tl.int32))
+    if expert < E:
+        mine = experts == expert
+        tile -= tl.sum(tl.where(mine, last - tiles, 0))
+        row, end = tl.sum(tl.where(mine, starts, 0)) + tile * BM, tl.sum(tl.where(mine, ends, 0))
+        rows = row + tl.arange(0, BM)[:, None]
+        present = rows < end
+        n = tl.program_id(1) * BN + tl.arange(0, BN)
+        weight_rows = expert.to(tl.int64) * OUT + tl.minimum(n, OUT - 1)[:, None]
+        scale_rows = expert * tl.cdiv(OUT, GROUP) + tl.minimum(n, OUT - 1)[:, None] // GROUP
+        DTYPE: tl.constexpr = x.dtype.element_ty
+        PACKED: tl.constexpr = KIND != "plain"
+        FIELDS: tl.constexpr = 16 // (2 if BITS == 3 else BITS) if PACKED else 1  # in a unit
+        # Packed weights are the left operand, which a tensor core can take from registers.
+        sums = tl.zeros([BN, BM] if PACKED else [BM, BN], tl.float32)
+        if PACKED and BITS < 8:  # prefetched one step: too small for the compiler to pipeline
+            next_scales, next_zeros = _load_scales(
+                scale, zero, weight_rows, 0, IN, FIELDS, GROUP, BK
+            )
+        for start in range(0, IN, BK):
+            unit = start // FIELDS + tl.arange(0, BK // FIELDS)[None, :]
+            inside = unit < IN // FIELDS if IN % BK else None
+            if PACKED:
+                units = tl.load(codes + weight_rows * (IN // FIELDS) + unit, mask=inside)
+                thirds = units
+            if BITS == 3:
+                thirds = _load_thirds(third, weight_rows, start, IN, BK)
+            if KIND == "fp8b":  # a scale for each block of GROUP rows and columns
+                block = start // GROUP if GROUP % BK == 0 else tl.minimum(2 * unit, IN - 1) // GROUP
+                factor = tl.load(scale + scale_rows * (IN // GROUP) + block) * 256.0
+            elif BITS < 8:
+                factor, offset = _factors(
+                    next_scales,
+                    next_zeros,
+                    scale_step,
+                    scale_low,
+                    zero_step,
+                    zero_low,
+                    weight_rows,
+                    BK // FIELDS,
+                    KIND,
+                    DTYPE,
+                )
+                next_scales, next_zeros = _load_scales(
+                    scale, zero, weight_rows, start + BK, IN, FIELDS, GROUP, BK
+                )
+            # One product per field: a tensor core reads the registers of its operand until it is
+            # waited for, and the compiler waits before it dequantizes the next field. It cut a
+            # single product into pieces, and Triton 3.6 wrote to registers that were still being
+            # read.
+            for field in tl.static_range(FIELDS):
+                k = (unit // RUN * FIELDS + field) * RUN + unit % RUN if PACKED else unit
+                a = tl.load(
+                    x + rows.to(tl.int64) * IN + k,
+                    mask=present & (k < IN) if IN % BK else present,
+                    other=0.0,
+                )
+                if PACKED:
+                    b = _dequantize(units, thirds, BITS, KIND, DTYPE)
+                    if KIND == "hqq":
+                        b = (b * factor - offset).to(DTYPE)
+                    elif KIND == "fp8b" or BITS < 8:
+                        b = (b * factor).to(DTYPE)
+                    units = _shift_right(units, 16 // FIELDS)
+                    if BITS == 3:
+                        thirds = _shift_right(thirds, 5 if field == 3 else 1)
+                    sums = tl.dot(b, tl.trans(a), sums, input_precision="ieee")
+                else:
+                    b = tl.load(codes + weight_rows * IN + k, mask=inside)
+                    sums = tl.dot(a, tl.trans(b), sums, input_precision="ieee")
+        sums = tl.trans(sums) if PACKED else sums
+        if KIND == "int8" or KIND == "fp8":
+            factor = tl.load(scale + expert.to(tl.int64) * OUT + tl.minimum(n, OUT - 1)).to(
+                tl.float32
+            )
+            sums *= (factor * (256.0 if KIND == "fp8" else 1.0))[None, :]
+        tl.store(
+            y + rows.to(tl.int64) * OUT + n[None, :],
+            sums.to(y.dtype.element_ty),
+            mask=present & (n < OUT)[None, :],
+        )
+
+
+def grouped_run(width: int, bits: int) -> int:
+    """Return how many neighboring int16 units the kernel unpacks side by side: 64 bytes of x."""
+    units = width * (2 if bits == 3 else bits) // 16
+    return min(32, units & -units)
+
+
+def grouped_tiling(N: int, E: int, bits: int) -> dict:
+    """Return constants and options of the kernel, as fastest on an H200 (benchmarks/grouped.py)."""
+    if bits >= 16:  # plain weights: long rows read fast
+        few = (
+            {"BM": 16, "BN": 64, "BK": 4096 // bits}
+            if N <= 16 * E
+            else {"BM": 64, "BN": 128, "BK": 1024 // bits}
+        )
+        return few | {"num_warps": 4, "num_stages": 3}
+    rows = (
+        128 if N > 64 * E else 64 if N > 16 * E else 16
+    )  # of a tile: most are empty if experts have few rows
+    if bits == 8:
+        return {"BM": rows, "BN": 128, "BK": 64, "num_warps": 4, "num_stages": 4}
+    # Unpacking fewer bits takes longer: with many rows an expert, unpack once for more of them.
+    rows = 256 if N >= 256 * E else rows
+    # A field's 16 x 16 numbers of x would be 2 bytes a lane, which cannot be copied asynchronously.
+    width = 256 if rows == 16 and bits < 4 else 128
+    return {"BM": rows, "BN": 128, "BK": width, "num_warps": 8, "num_stages": 3}
+
+
+def grouped_gemm(
+    x: Tensor,
+    group_ends: Tensor,
+    parts: dict[str, Tensor],
+    kind: str,
+    bits: int,
+    group: int,
+    tiling: dict | None = None,
+) -> Tensor:
+    """x [N, in], rows sorted by expert, those of e before group_ends[e] -> [N, out].
+
+    parts: of a packed format, [E, out, ...], with its kind, bits and group; x is then in the
+    order of `Format.grouped_order`. Or kind "plain": codes are weights of x's dtype, bits 16 or
+    32. tiling: instead of `grouped_tiling`'s.
+    """
+    (N, width), (E, out) = x.shape, parts["codes"].shape[:2]
+    most = N if x.element_size() == 2 else 64 * E  # fp32 has no tensor cores: larger tiles spill
+    y, tiling = x.new_empty(N, out), tiling or grouped_tiling(min(N, most), E, bits)
+    codes, third = (parts.get(name, parts["codes"]) for name in ("codes", "third"))
+    if bits < 16:
+        codes, third = codes.view(torch.int16), third.view(torch.int16)
+    scale = parts.get("scale", codes)
+    names = "scale_step", "scale_low", "zero", "zero_step", "zero_low"
+    fine = [parts.get(name, scale) for name in names]  # stand-ins are not read
+    grid = (min(N, triton.cdiv(N, tiling["BM"]) + E), triton.cdiv(out, tiling["BN"]))
+    _grouped[grid](
+        x.contiguous(),
+        y,
+        group_ends,
+        codes,
+        third,
+        scale,
+        *fine,
+        OUT=out,
+        IN=width,
+        E=E,
+        E2=triton.next_power_of_2(E),
+        BITS=bits,
+        GROUP=group,
+        KIND=kind,
+        RUN=grouped_run(width, bits),
+        **tiling,
+    )
+    return y
+
+
+@custom_op("moe_fast::grouped_mm")
+def grouped_mm(x: Tensor, weight: Tensor, group_ends: Tensor) -> Tensor:
+    """x [N, in], weight [E, out, in], group_ends int32 [E] -> [N, out]; rows of 16-byte multiples.
+
+    A custom operator around `F.grouped_mm`, since Inductor compiles that on CPU in bf16 only. On
+    a GPU its tiles are for many rows: with few it reads at half of the memory's bandwidth. And
+    except in bf16 it loops over the experts and synchronizes with the host.
+    """
+    few = len(x) <= FEW_ROWS * len(weight)
+    if x.is_cuda and (few or x.dtype is not torch.bfloat16):
+        return grouped_gemm(x, group_ends, {"codes": weight}, "plain", 8 * x.element_size(), 1)
+    return F.grouped_mm(x, weight.transpose(-2, -1), offs=group_ends)
+
+
+@grouped_mm.register_fake
+def _(x: Tensor, weight: Tensor, group_ends: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[1])

@@ -1,0 +1,114 @@
+"""Inductor helpers: materializing, custom operators, dp2a products, and the compiler's settings.
+
+With ops/tuning.py this is the only place that touches Inductor's private API.
+"""
+
+from collections.abc import Callable
+from functools import partial, wraps
+
+import torch
+from torch import Tensor
+
+from ops import tuning
+
+
+def materialize(x: Tensor) -> Tensor:
+    """Return x, and keep Inductor from recomputing it in every row of its consumer.
+
+    Inductor has no such operation; but a view with given strides needs its base in memory. x must
+    be a whole tensor or a view that begins where its base begins: a slice from the middle would
+    be read from the start.
+    """
+    return x.as_strided(x.shape, x.stride())
+
+
+def custom_op(name: str) -> Callable:
+    """Like `torch.library.custom_op`, used only in compiled code and on the meta device.
+
+    Elsewhere the function itself is called: calling a custom operator imports the compiler, which
+    takes longer than an eager answer of a small model.
+    """
+
+    def decorate(function: Callable) -> Callable:
+        operator = torch.library.custom_op(name, function, mutates_args=())
+
+        @wraps(function)
+        def call(x: Tensor, *rest):
+            traced = torch.compiler.is_compiling() or x.is_meta
+            return (operator if traced else function)(x, *rest)
+
+        call.register_fake = operator.register_fake
+        return call
+
+    return decorate
+
+
+@torch.library.custom_op("moe_fast::dot_bytes", mutates_args=())
+def dot_bytes(low: Tensor, high: Tensor, words: Tensor) -> Tensor:
+    """The dot product of each word's four signed bytes with four int16: all int32, broadcast.
+
+    low: the int16 for the two lower bytes, the first in its lower half; high: those for the upper
+    two. A GPU has an instruction for two such products (dp2a), PyTorch has none:
+    `register_dot_bytes` makes it part of the kernel around it. No byte is converted to floating
+    point.
+    """
+    numbers = [
+        part << 16 >> 16 if half == 0 else part >> 16 for part in (low, high) for half in (0, 1)
+    ]
+    return sum(number * (words << 24 - 8 * n >> 24) for n, number in enumerate(numbers))
+
+
+@dot_bytes.register_fake
+def _(low: Tensor, high: Tensor, words: Tensor) -> Tensor:
+    return words.new_empty(torch.broadcast_shapes(low.shape, high.shape, words.shape))
+
+
+def register_dot_bytes() -> None:
+    """Give Inductor a lowering of `dot_bytes` for NVIDIA GPUs. Call it before compiling."""
+    # Imported here: the compiler takes long to import.
+    from torch._inductor.lowering import lowerings, make_pointwise, register_lowering
+    from torch._inductor.virtualized import ops
+
+    operator = torch.ops.moe_fast.dot_bytes.default
+    if operator not in lowerings:
+        asm = "{ .reg .b32 t; dp2a.lo.s32.s32 t, $1, $3, 0; dp2a.hi.s32.s32 $0, $2, $3, t; }"
+        pointwise = partial(
+            ops.inline_asm_elementwise, asm=asm, constraints="=r,r,r,r", dtype=torch.int32
+        )
+        lower = register_lowering(operator, broadcast=True, type_promotion_kind=None)
+        lower(make_pointwise(pointwise))
+
+
+def configure_inductor() -> None:
+    """Set the compiler's options. Call it before the first compilation."""
+    # Imported here: the compiler takes longer to import than an eager answer of a small model.
+    import torch._dynamo.config as dynamo
+    import torch._inductor.config as inductor
+    import torch.fx.experimental._config as fx
+
+    # Without it Inductor leaves M = 1 products to cuBLAS, which cannot fuse the expert gather.
+    inductor.coordinate_descent_tuning = True
+    # Benchmark several tilings of each kernel before descending from the best. Descending from
+    # Inductor's one heuristic tiling loses up to a third of the GB/s for products of packed
+    # weights.
+    inductor.max_autotune_pointwise = True
+    # A kernel that works in place is benchmarked with a copy of its arguments in each run. The
+    # noise of that copy chose tilings for small kernels that took twice as long.
+    inductor.inplace_buffers = False
+    # Programmatic dependent launch, on Hopper and later.
+    inductor.triton.enable_pdl = True
+    # All indices are made on the device, by a router or by sampling, and are within bounds.
+    inductor.assert_indirect_indexing = False
+    # Two sizes that are equal in the first prompt (its length and the head dim) are not the same
+    # size.
+    fx.use_duck_shape = False
+    # One function is compiled for each kind of block, for prefill and decode, and for each cache
+    # length.
+    dynamo.recompile_limit = 256
+
+    # After that, since importing this reads the settings above.
+    from torch._inductor.runtime.benchmarking import benchmarker
+
+    benchmarker.benchmark_gpu = tuning.gpu_ms  # whatever way of timing Inductor came with
+    tuning.replace_coordinate_descent()
+    register_dot_bytes()

@@ -1,0 +1,31 @@
+"""Triton if it is installed, and what all kernels here share."""
+
+from __future__ import annotations  # annotations of kernels name triton, which may be absent
+
+import torch
+from torch import Tensor
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # a build of torch without CUDA: no kernel here is called then
+    triton = tl = None
+
+
+def jit(function):
+    """Apply `triton.jit` if Triton is installed."""
+    return triton.jit(function) if triton else function
+
+
+def supports_pdl(x: Tensor) -> bool:
+    """Whether the GPU of x has programmatic dependent launch (PDL): Hopper and later.
+
+    With PDL a kernel is launched while the one before it drains, and waits for it explicitly.
+    """
+    return torch.cuda.get_device_properties(x.device).major >= 9
+
+
+@jit
+def e8m0_to_float(exponents):
+    """e8m0 scales -> fp32, except that the smallest, 2 ** -127, becomes 0."""
+    return (exponents.to(tl.int32) << 23).to(tl.float32, bitcast=True)

@@ -1,0 +1,129 @@
+"""Tile-size search for the kernels that Inductor generates, and how they are timed."""
+
+import copy
+import itertools
+import math
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
+from statistics import median
+
+import torch
+
+LONG_KERNEL_MS = 0.008  # as `gpu_ms` times it: an empty kernel takes 0.005
+MAX_VALUES_PER_LANE = (
+    64  # with more, registers spill, which takes a second of compiling to find out
+)
+MAX_ROUNDS = 50
+
+
+def replace_coordinate_descent() -> None:
+    """Let Inductor search tilings by `best_tiling`, instead of its own coordinate descent."""
+    # Imported here: the compiler takes long to import.
+    from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+
+    original = CachingAutotuner._coordinate_descent_tuning
+    if original.__module__ == __name__:
+        return
+
+    def search(autotuner, *args, **kwargs):
+        signature = autotuner.triton_meta["signature"]
+        static = not any(name.startswith("ks") for name in signature)  # no size is an argument
+        tuner, compile_tiling = autotuner.coordesc_tuner, autotuner._precompile_config
+        # Kernels of a compiled prompt are not searched further: 232 s of compiling, and no gain.
+        long_ms = LONG_KERNEL_MS if static else math.inf
+        tuner.autotune = lambda measure, tiling, _: best_tiling(
+            tuner, compile_tiling, measure, tiling, long_ms
+        )
+        try:
+            return original(autotuner, *args, **kwargs)
+        finally:
+            del tuner.autotune
+
+    CachingAutotuner._coordinate_descent_tuning = search
+
+
+def best_tiling(tuner, compile_tiling: Callable, measure: Callable, tiling, long_ms: float):
+    """Return a tiling that no neighbor improves on, searching from `tiling`.
+
+    tuner: Inductor's CoordescTuner: the fields of a tiling, their values, and which tilings were
+    timed. compile_tiling(tiling): leaves the kernel in Triton's cache. measure(tiling):
+    milliseconds; raises if a tiling needs more registers or shared memory than there are.
+
+    Neighbors differ by one step in one field. If none of those is better and the kernel takes
+    `long_ms`, neighbors that differ in several fields are tried too: Mixtral's int8 experts gain
+    a tenth by that. They are compiled side by side, since a search waits for little else, and
+    timed one by one.
+    """
+    import torch._inductor.config as inductor
+
+    def timed(neighbor) -> float:
+        try:
+            return tuner.call_func(measure, neighbor)
+        except Exception:  # more registers or shared memory than there are
+            tuner.cache_benchmark_result(neighbor, math.inf)
+            return math.inf
+
+    several = False
+    with ThreadPoolExecutor(inductor.compile_threads) as pool:
+        while True:
+            candidates = list(neighbors(tuner, tiling, several))
+            new = [t for t in candidates if tuner.lookup_in_cache(t) is None]
+            wait([pool.submit(compile_tiling, candidate) for candidate in new])
+            best = min(candidates, key=timed, default=tiling)
+            if tuner.has_improvement(timed(tiling), timed(best)):
+                tiling, several = best, False
+            elif several or timed(tiling) < long_ms:
+                return tiling
+            else:
+                several = True
+
+
+def neighbors(tuner, tiling, several: bool):
+    """Yield tilings that differ from this one by a step in one field, or in several."""
+    from torch._inductor.runtime.coordinate_descent_tuner import get_field, set_field
+
+    fields = [field for field in tuner.tunable_fields if get_field(tiling, field) is not None]
+    steps = [tuner.get_neighbour_values(field, get_field(tiling, field)) for field in fields]
+    for values in itertools.product(*([None, *values] for values in steps)):
+        changed = {f: value for f, value in zip(fields, values, strict=True) if value is not None}
+        neighbor = copy.deepcopy(tiling)
+        for field, value in changed.items():
+            set_field(neighbor, field, value)
+        blocks = (get_field(neighbor, field) for field in fields if field.endswith("BLOCK"))
+        fits = math.prod(blocks) <= MAX_VALUES_PER_LANE * 32 * neighbor.num_warps
+        fits = fits and tuner.is_valid_config(neighbor)
+        if fits and (len(changed) > 1 if several else len(changed) == 1):
+            yield neighbor
+
+
+def gpu_ms(call: Callable[[], object], **_) -> float:
+    """Return the median milliseconds that the GPU takes for what `call` launches, with a cold L2.
+
+    The GPU sleeps until everything is launched. Inductor's own timers do not wait: a host that
+    compiles other kernels takes longer to launch a small one than to flush L2, so they time the
+    host, and tilings are chosen by its noise. Their arguments (rounds, which quantile) are
+    ignored.
+    """
+    flush = torch.empty(64 << 20, dtype=torch.int32, device="cuda")  # 256 MB, several times any L2
+    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(MAX_ROUNDS)]
+
+    def launch(count: int) -> float:
+        begin = time.perf_counter()
+        for start, end in events[:count]:
+            flush.zero_()
+            start.record()
+            call()
+            end.record()
+        return (time.perf_counter() - begin) / count
+
+    launch(3)
+    torch.cuda.synchronize()
+    host_seconds = launch(3)
+    torch.cuda.synchronize()
+    round_ms = events[0][0].elapsed_time(events[2][0]) / 2
+    count = max(5, min(MAX_ROUNDS, int(40 / round_ms)))  # 40 ms in all
+    torch.cuda._sleep(int(3e9 * host_seconds * count))  # cycles, of which a GPU has 2 to 3 per ns
+    launch(count)
+    torch.cuda.synchronize()
+    return median(start.elapsed_time(end) for start, end in events[:count])
