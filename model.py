@@ -1,452 +1,617 @@
-"""A Mixture-of-Experts transformer for decoding: Mixtral, Qwen3-MoE, DeepSeek, gpt-oss are settings of this one model.
+"""A Mixture-of-Experts transformer in one file, made to decode at the speed of memory.
 
-Shapes, here and in every comment of the project:
+The idea: the router's choice never leaves the GPU. `expert_indices` [T, A] index the stacked expert
+weights [E, out, in], and torch.compile fuses that gather with the matrix-vector product into one
+Triton kernel. So a token reads the weights of its own experts, once, and copies none of them.
 
-    B sequences      Q positions a sequence in this call      T tokens, B * Q      S cache length      V vocabulary
-    D model dim      L layers     H query heads     K KV heads     C head dim
-    E experts        A active experts a token       I intermediate dim of one expert
+    weight[expert_indices]                        # [T, A, out, in], never materialized
+    torch.einsum("tai,taoi->tao", x, weight)      # one kernel: gather, multiply, sum
 
-The idea that the rest serves: the router's choice never leaves the device. `expert_indices` [T, A] index the stacked
-weights [E, out, in], and torch.compile turns "gather, multiply, sum" into one kernel that reads the chosen rows once.
+Shapes, here and everywhere in the project:
+
+    B sequences    Q positions of a sequence in this call    T tokens, B * Q    S cache length
+    D model dim    L layers    H query heads    K KV heads    C head dim    V vocabulary
+    E experts      A active experts of a token    I intermediate dim of one expert
+
+This file runs Mixtral, Qwen3-MoE and OLMoE. Everything else stands beside it and substitutes
+modules: other families in models/, packed weights in formats/, several GPUs in tp.py, experts in
+host memory in offload/, and the decode loop in runtime/session.py.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import grouped_kernel
-from args import ModelArgs
-from attention import (
-    BLOCK,
-    SHORT_CACHE,
-    Attention,
-    Chunk,
-    Context,
-    KVCache,
-    LatentAttention,
-    View,
-    bias_of,
-    blocks_in_use,
-    rope_table,
+from ops.attention import BLOCK, attend, attend_blocks, attend_chunk, blocks_in_use, causal_bias
+from ops.grouped import grouped_mm
+from ops.inductor import materialize
+from ops.rope import rope_frequencies, rope_table, rotate
+from ops.topk import top_k
+
+SHORT_CACHE = (
+    1024  # up to this length, reading the whole cache is faster than finding blocks in use
 )
-from layers import Linear, RMSNorm, norm, operator, realise, scaled, weighted_sum
+COUNTING_SORT_MAX_TOKENS = 32  # a compiled prompt is padded to more, so that it compiles once
+
+
+@dataclass(frozen=True)
+class ModelArgs:
+    """Shape and variant of a model: "args" in a converted checkpoint's config.json.
+
+    Families with further variants subclass this. Raises ValueError for values that cannot be.
+    """
+
+    family: str  # a name in models.FAMILIES
+    dim: int  # D
+    n_layer: int  # L
+    n_head: int  # H
+    n_kv_head: int  # K
+    head_dim: int  # C
+    intermediate: int  # I
+    n_expert: int  # E
+    n_active: int  # A
+    vocab_size: int  # V
+    max_position: int  # longest sequence that the model was trained for
+    rope_theta: float = 10000.0
+    norm_eps: float = 1e-5
+    norm_topk: bool = True  # scale the A routing weights to sum to one
+    qk_norm: str = "none"  # "none", "head" (over C, Qwen3-MoE) or "full" (over H * C, OLMoE)
+    clip_qkv: float | None = None  # clamp queries, keys and values to +- this
+    attention_bias: bool = False
+    tied_embeddings: bool = False
+    sliding_window: int | None = None  # a query sees this many positions, its own included
+    dense_layers: tuple[int, ...] = ()  # layers with one dense FFN instead of experts
+    dense_intermediate: int = 0  # intermediate dim of that FFN
+
+    def __post_init__(self):
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, list):  # JSON has no tuples
+                object.__setattr__(self, field.name, value := tuple(value))
+            if not is_valid(value, field.type, zero=field.name.endswith("_intermediate")):
+                raise ValueError(f"{field.name} cannot be {value!r}")
+        for name, valid in self.constraints().items():
+            if not valid:
+                raise ValueError(f"{name} cannot be {getattr(self, name)!r} with the other args")
+
+    def constraints(self) -> dict[str, bool]:
+        """Return field -> whether its value fits the others. Subclasses extend it."""
+        return {
+            "n_kv_head": self.n_head % self.n_kv_head == 0,
+            "head_dim": self.head_dim % 2 == 0,
+            "n_active": self.n_active <= self.n_expert,
+            "qk_norm": self.qk_norm in ("none", "head", "full"),
+            "dense_layers": all(is_layer(layer, self.n_layer) for layer in self.dense_layers),
+            "dense_intermediate": self.dense_intermediate > 0 or not self.dense_layers,
+        }
+
+
+def is_valid(value, kind, zero: bool = False) -> bool:
+    """Whether `value` has a field's type; numbers are finite and positive (or 0 if `zero`)."""
+    if getattr(kind, "__origin__", None) is tuple:
+        return isinstance(value, tuple)
+    if kind in (float, float | None):
+        kind = kind | int
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        return False
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return not is_number or 0 < value < float("inf") or (zero and value == 0)
+
+
+def is_layer(layer, n_layer: int) -> bool:
+    return type(layer) is int and 0 <= layer < n_layer
+
+
+# Linear maps --------------------------------------------------------------------------------------
+
+
+class Linear(nn.Module):
+    """x [..., in] -> [..., out], with weight [out, in]."""
+
+    def __init__(self, in_features: int, out_features: int, bias: bool = False):
+        super().__init__()
+        self.weight = new_parameter(out_features, in_features)
+        self.bias = new_parameter(out_features) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.linear(x, self.weight)  # Inductor leaves a fused product + bias (addmm) to cuBLAS
+        return y if self.bias is None else y + self.bias
 
 
 class ExpertLinear(nn.Module):
-    """E linear maps stacked in weight [E, out, in], and three products. A number format supplies the same three.
+    """E linear maps, stacked in weight [E, out, in]."""
 
-    The first two are gather-fused: they read the chosen experts' rows once, and copy none of them. They add the bias
-    [E, out] of a model that has one; `grouped` leaves it to its caller, who knows the experts of the rows.
-    """
-
-    def __init__(self, n_expert: int, in_features: int, out_features: int, bias: bool = False,
-                 clamp: tuple[float, float] | None = None):  # fmt: skip
+    def __init__(self, n_expert: int, in_features: int, out_features: int):
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(n_expert, out_features, in_features), requires_grad=False)
-        self.bias = nn.Parameter(torch.empty(n_expert, out_features), requires_grad=False) if bias else None
-        self.clamp = clamp  # of `swiglu`
+        self.weight = new_parameter(n_expert, out_features, in_features)
 
-    def gated(self, x: Tensor, expert_indices: Tensor) -> Tensor:
-        """x [T, in], expert_indices [T, A] -> SwiGLU of the product, [T, A, out / 2].
+    def gather(self, x: Tensor, expert_indices: Tensor) -> Tensor:
+        """x [T, A, in], expert_indices [T, A] -> [T, A, out], fused with the gather."""
+        x = materialize(x)  # or Inductor recomputes SwiGLU in every row of the product
+        return torch.einsum("tai,taoi->tao", x, self.weight[expert_indices])
 
-        Gate and up are two sums over the same shape: they compile to one kernel with SwiGLU at its end. Stacked in one
-        sum they would leave SwiGLU to the next kernel, where every row computes it again.
+    def gather_gated(self, x: Tensor, expert_indices: Tensor, activation: Callable) -> Tensor:
+        """x [T, in], expert_indices [T, A] -> activation(gate, up) [T, A, out / 2].
+
+        Two einsums, so that Inductor fuses the activation into the epilogue. One stacked einsum
+        leaves it to the next kernel, which recomputes it in every row (+8 us a layer on an H200).
         """
         x = x.unsqueeze(1).expand(*expert_indices.shape, -1)
-        halves = (torch.einsum("tai,taoi->tao", x, w) for w in self.weight[expert_indices].chunk(2, dim=2))
-        return activate(self, *halves, expert_indices)
-
-    def gathered(self, x: Tensor, expert_indices: Tensor) -> Tensor:
-        """x [T, A, in], expert_indices [T, A] -> [T, A, out], in x's dtype or fp32."""
-        x = realise(x)  # or every row would compute SwiGLU again
-        return biased(torch.einsum("tai,taoi->tao", x, self.weight[expert_indices]), self.bias, expert_indices)
+        halves = self.weight[expert_indices].chunk(2, dim=2)
+        gate, up = (torch.einsum("tai,taoi->tao", x, half) for half in halves)
+        return activation(gate, up)
 
     def grouped(self, x: Tensor, group_ends: Tensor) -> Tensor:
-        """x [N, in], rows sorted by expert; rows of expert e end before group_ends[e] (int32 [E]) -> [N, out]."""
+        """x [N, in], sorted by expert, rows of e before group_ends[e] (int32 [E]) -> [N, out]."""
         return grouped_mm(x, self.weight, group_ends)
 
 
-FEW_ROWS = 64  # an expert, on average
+class RMSNorm(nn.Module):
+    """Root-mean-square norm over the last dimension (Zhang & Sennrich 2019, equation 4)."""
+
+    def __init__(self, dim: int, eps: float):
+        super().__init__()
+        self.weight = new_parameter(dim)
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
-@operator("moe_fast::grouped_mm")
-def grouped_mm(x: Tensor, weight: Tensor, group_ends: Tensor) -> Tensor:
-    """x [N, in], weight [E, out, in], group_ends int32 [E] -> [N, out]; `in` and `out` multiples of 16 bytes.
+def new_parameter(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.empty(*shape), requires_grad=False)
 
-    An operator of ours around the library's, because Inductor compiles the latter on CPU in bf16 only. Its tiles are
-    for many rows: with few, on a GPU, it reads weights at half of the memory's speed. And but for bf16 it loops over
-    the experts there, and waits for the host.
+
+# Experts ------------------------------------------------------------------------------------------
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """gate, up [..., I] -> [..., I] (Shazeer 2020, section 2)."""
+    return F.silu(gate) * up
+
+
+def weighted_sum(outputs: Tensor, weights: Tensor) -> Tensor:
+    """outputs [T, A, D], weights fp32 [T, A] -> fp32 [T, D].
+
+    Unrolled over A, so that Inductor fuses it into the next kernel. (One sum over A and the
+    product's own axis is one kernel too, with fewer and longer rows: 61 instead of 56 us a layer,
+    Mixtral bf16.)
     """
-    if x.is_cuda and (len(x) <= FEW_ROWS * len(weight) or x.dtype is not torch.bfloat16):
-        return grouped_kernel.grouped(x, group_ends, {"codes": weight}, "plain", 8 * x.element_size(), 1)
-    return F.grouped_mm(x, weight.transpose(-2, -1), offs=group_ends)
+    return sum((outputs * weights.unsqueeze(-1)).unbind(1))
 
 
-@grouped_mm.register_fake
-def _(x: Tensor, weight: Tensor, group_ends: Tensor) -> Tensor:
-    return x.new_empty(x.shape[0], weight.shape[1])
+def group_by_expert(expert_indices: Tensor, n_expert: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Sort (token, expert) pairs by expert: FlexFlow's GroupBy, without the host.
 
-
-def swiglu(gate: Tensor, up: Tensor, clamp: tuple[float, float] | None = None) -> Tensor:
-    """gate, up [..., I] -> [..., I] (Shazeer 2020, section 2). clamp: gpt-oss's form, its limit and its slope."""
-    if clamp is None:
-        return F.silu(gate) * up
-    limit, alpha = clamp
-    gate = gate.clamp(max=limit)
-    return gate * (alpha * gate).sigmoid() * (up.clamp(-limit, limit) + 1)
-
-
-def biased(y: Tensor, bias: Tensor | None, experts: Tensor) -> Tensor:
-    """y [..., out], of those experts [...], with their bias [E, out]; any where the index is E, as y is then."""
-    return y if bias is None else y + bias[experts.clamp(max=len(bias) - 1)]
-
-
-def activate(w13: nn.Module, gate: Tensor, up: Tensor, experts: Tensor) -> Tensor:
-    """gate, up [..., I] of those experts [...] -> SwiGLU, with the bias and the limit that w13 may have."""
-    halves = (None, None) if w13.bias is None else w13.bias.chunk(2, dim=-1)
-    return swiglu(*(biased(y, half, experts) for y, half in zip((gate, up), halves, strict=True)), w13.clamp)
-
-
-def top_k(scores: Tensor, k: int) -> tuple[list[Tensor], Tensor]:
-    """scores fp32 [T, E] -> the k largest, falling, each [T, 1], and their indices [T, k], the first one on a tie.
-
-    k rounds of one maximum each instead of `torch.topk`, which is two library kernels (8 us a layer on an H200): these
-    compile to one kernel, together with what is made of the values. A score's bits and its index stand in one whole
-    number, whose order is that of the scores: bits of negative ones fall where the numbers rise, so they are flipped.
+    expert_indices [T, A] -> order [T * A]: the pair of each sorted row; inverse [T * A]: the sorted
+    row of each pair; group_ends int32 [E]: one past each expert's last row.
     """
-    bits, experts = scores.contiguous().view(torch.int32), torch.arange(scores.shape[-1], device=scores.device)
-    keys = _flip(bits).long() << 32 | (scores.shape[-1] - 1 - experts)
-    values, indices = [], []
-    for _ in range(k):
-        key = keys.amax(dim=-1, keepdim=True)
-        values.append(_flip((key >> 32).to(torch.int32)).view(torch.float32))
-        indices.append(scores.shape[-1] - 1 - (key & 0xFFFFFFFF))
-        keys = torch.where(keys == key, torch.iinfo(torch.int64).min, keys)
-    return values, torch.cat(indices, dim=-1)
-
-
-def _flip(bits: Tensor) -> Tensor:
-    """The bits of fp32 numbers as int32 in the numbers' order, or back."""
-    return bits ^ (bits >> 31 & 0x7FFFFFFF)
-
-
-FEW_TOKENS = 32  # of a batch's step; a compiled prompt is padded to more, so that it is one case
-
-
-class Terms(NamedTuple):
-    """A sum over each token's experts that is still to be made."""
-
-    each: Tensor  # [T, A, D], in the model's dtype or fp32
-    weights: Tensor  # fp32 [T, A]
+    chosen = expert_indices.flatten()
+    pairs = torch.arange(len(chosen), device=chosen.device)
+    if (
+        len(expert_indices) <= COUNTING_SORT_MAX_TOKENS
+    ):  # fuses to a kernel or two; a sort is several
+        before = (chosen < chosen[:, None]) | (
+            (chosen == chosen[:, None]) & (pairs < pairs[:, None])
+        )
+        inverse = before.sum(1)
+        order = torch.empty_like(inverse).scatter_(0, inverse, pairs)
+        experts = torch.arange(n_expert, device=chosen.device)
+        return order, inverse, (chosen <= experts[:, None]).sum(1, dtype=torch.int32)
+    small = torch.uint8 if n_expert < 256 else torch.int16  # the radix sort makes a pass per byte
+    sorted_experts, order = chosen.to(small).sort(stable=True)
+    inverse = torch.empty_like(order).scatter_(0, order, pairs)
+    experts = torch.arange(n_expert, dtype=small, device=chosen.device)
+    return order, inverse, torch.searchsorted(sorted_experts, experts, right=True, out_int32=True)
 
 
 class Experts(nn.Module):
-    """The E feed-forward experts: x [T, D], expert_indices [T, A], expert_weights [T, A] -> [T, D]."""
+    """The E experts: x [T, D], expert_indices [T, A], expert_weights fp32 [T, A] -> [T, D]."""
 
-    gather_tokens = 1  # up to this many tokens the fused gather wins, above it each expert's rows are grouped
-    apart = False  # what is gathered is left as terms, for a `Join` that adds them up
+    gather_max_tokens = 1  # with more tokens, grouping rows by expert is faster than gathering
 
     def __init__(self, args: ModelArgs):
         super().__init__()
-        clamp = (args.swiglu_limit, args.swiglu_alpha) if args.swiglu_limit else None
-        self.w13 = ExpertLinear(args.n_expert, args.dim, 2 * args.intermediate, args.expert_bias, clamp)
-        self.w2 = ExpertLinear(args.n_expert, args.intermediate, args.dim, args.expert_bias)
+        self.w13 = ExpertLinear(args.n_expert, args.dim, 2 * args.intermediate)  # gate, then up
+        self.w2 = ExpertLinear(args.n_expert, args.intermediate, args.dim)
         self.n_expert = args.n_expert
-        self.read_of = float(args.n_expert)  # a token reads A / read_of of the bytes that are stored here
+        self.activation = swiglu  # (gate, up) -> h
 
-    def forward(self, x: Tensor, expert_indices: Tensor, expert_weights: Tensor) -> Tensor | Terms:
-        product = self.gather if x.shape[0] <= self.gather_tokens else self.group
-        return product(x, expert_indices, expert_weights)
-
-    def gather(self, x: Tensor, expert_indices: Tensor, expert_weights: Tensor) -> Tensor | Terms:
-        """For few tokens: each token reads the weights of its own experts and no others."""
-        y = self.w2.gathered(self.w13.gated(x, expert_indices), expert_indices)
-        return Terms(y, expert_weights) if self.apart else weighted_sum(y, expert_weights).to(x.dtype)
-
-    def group(self, x: Tensor, expert_indices: Tensor, expert_weights: Tensor) -> Tensor:
-        """For many tokens: sort (token, expert) pairs by expert, one grouped product, back in order, weighted sum.
-
-        FlexFlow's GroupBy and Aggregate as tensor operations: no loop over experts, no host synchronisation, and
-        memory O(T * A * I), for activations only.
-        """
-        return self.combine(self.each(x, expert_indices), expert_weights).to(x.dtype)
-
-    def each(self, x: Tensor, expert_indices: Tensor) -> Tensor:
-        """What each of a token's experts makes of it, [T, A, D]; undefined where the index is n_expert."""
-        tokens, active = expert_indices.shape
-        chosen, pairs = expert_indices.flatten(), torch.arange(tokens * active, device=x.device)
-        if tokens <= FEW_TOKENS:  # counted in a kernel or two, where a sort is several of the library's
-            earlier = (chosen < chosen[:, None]) | ((chosen == chosen[:, None]) & (pairs < pairs[:, None]))
-            place = earlier.sum(1)
-            order = torch.empty_like(place).scatter_(0, place, pairs)
-            experts = torch.arange(self.n_expert, device=x.device)
-            group_ends = (chosen <= experts[:, None]).sum(1, dtype=torch.int32)
+    def forward(self, x: Tensor, expert_indices: Tensor, expert_weights: Tensor) -> Tensor:
+        if x.shape[0] <= self.gather_max_tokens:
+            y = weighted_sum(self.per_expert(x, expert_indices), expert_weights)
         else:
-            small = torch.uint8 if self.n_expert < 256 else torch.int16  # the sort makes one pass for each byte
-            sorted_experts, order = chosen.to(small).sort(stable=True)
-            place = torch.empty_like(order).scatter_(0, order, pairs)
-            experts = torch.arange(self.n_expert, dtype=small, device=x.device)
-            group_ends = torch.searchsorted(sorted_experts, experts, right=True, out_int32=True)
-        halves = self.w13.grouped(x[order // active], group_ends).chunk(2, dim=-1)
-        y = self.w2.grouped(activate(self.w13, *halves, chosen[order]), group_ends)[place]
-        return biased(y, self.w2.bias, chosen).view(tokens, active, -1)
+            y = self.combine(self.per_expert_grouped(x, expert_indices), expert_weights)
+        return y.to(x.dtype)
 
-    def combine(self, y: Tensor, expert_weights: Tensor) -> Tensor:
-        """y [T, A, D], expert_weights [T, A] -> fp32 [T, D]."""
-        return (y * expert_weights.unsqueeze(-1)).sum(1)
+    def per_expert(self, x: Tensor, expert_indices: Tensor) -> Tensor:
+        """Return the output of each of a token's experts [T, A, D], for few tokens: gather."""
+        h = self.w13.gather_gated(x, expert_indices, self.activation)
+        return self.w2.gather(h, expert_indices)
+
+    def per_expert_grouped(self, x: Tensor, expert_indices: Tensor) -> Tensor:
+        """The same for many tokens: grouped. Undefined where the index is n_expert."""
+        tokens, active = expert_indices.shape
+        order, inverse, group_ends = group_by_expert(expert_indices, self.n_expert)
+        gate, up = self.w13.grouped(x[order // active], group_ends).chunk(2, dim=-1)
+        y = self.w2.grouped(self.activation(gate, up), group_ends)
+        return y[inverse].view(tokens, active, -1)
+
+    def combine(self, outputs: Tensor, expert_weights: Tensor) -> Tensor:
+        """outputs [T, A, D], expert_weights [T, A] -> fp32 [T, D]."""
+        return (outputs * expert_weights.unsqueeze(-1)).sum(1)
 
 
 class MoE(nn.Module):
-    """A layer of experts with its router, which `Join` asks. x [T, D], the router's scores of it [T, E] -> y [T, D] (or
-    its terms), expert_indices [T, A], expert_weights [T, A] fp32."""
+    """Router and experts: x [T, D] -> y [T, D], expert_indices and expert_weights [T, A]."""
 
     def __init__(self, args: ModelArgs):
         super().__init__()
-        self.router = Linear(args.dim, args.n_expert, bias=args.router_bias)
+        self.router = Linear(args.dim, args.n_expert)
         self.experts = Experts(args)
-        self.shared = FeedForward(args.dim, args.shared_intermediate) if args.shared_intermediate else None
-        self.shared_gate = Linear(args.dim, 1) if args.shared_intermediate and args.shared_gated else None
-        sigmoid = args.scoring == "sigmoid"
-        self.score_bias = nn.Parameter(torch.empty(args.n_expert), requires_grad=False) if sigmoid else None  # fp32
-        self.n_active, self.norm_topk, self.routed_scale = args.n_active, args.norm_topk, args.routed_scale
-        self.mixer_eps, self.groups = args.mixer_eps, (args.n_group, args.n_active_group)
+        self.n_active, self.norm_topk = args.n_active, args.norm_topk
 
-    def score(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x [T, D] -> `judge` of the router's scores: for guesses, by what an earlier layer's router reads."""
-        return self.judge(self.router(x))
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        expert_indices, expert_weights = self.route(self.router(x))
+        y = self.experts(x, expert_indices, expert_weights)
+        return self.merge(x, y), expert_indices, expert_weights
 
-    def judge(self, scores: Tensor) -> tuple[Tensor, Tensor]:
-        """The router's, [T, E] -> fp32 [T, E] of which the largest are chosen, and what routing weights are made of."""
-        scores = scores.float()
-        if self.score_bias is None:
-            return self.limit(scores), scores
-        scores = scores.sigmoid()
-        return self.limit(scores + self.score_bias), scores
-
-    def limit(self, choice: Tensor) -> Tensor:
-        """choice [T, E] -> the same with -inf in all but the best groups, if there are groups.
-
-        A group is as good as its best expert, or as its best two together where a bias corrects the choice.
-        """
-        count, active = self.groups
-        if active == count:
-            return choice
-        members = choice.unflatten(-1, (count, -1))  # [T, groups, E / groups]
-        best, _ = top_k(members, 1 if self.score_bias is None else 2)
-        _, groups = top_k(sum(best).squeeze(-1), active)
-        kept = (groups.unsqueeze(-1) == torch.arange(count, device=choice.device)).any(1)
-        return torch.where(kept.unsqueeze(-1), members, float("-inf")).flatten(1)
+    def rank_scores(self, scores: Tensor) -> Tensor:
+        """The router's scores, fp32 [T, E] -> same; the A experts with the largest are chosen."""
+        return scores
 
     def route(self, scores: Tensor) -> tuple[Tensor, Tensor]:
         """The router's scores [T, E] -> expert_indices, expert_weights [T, A]."""
-        choice, scores = self.judge(scores)
-        best, expert_indices = top_k(choice, self.n_active)
-        if self.score_bias is not None:
-            parts = scores.gather(-1, expert_indices)
-            total = parts.sum(dim=-1, keepdim=True) if self.norm_topk else 1.0
-            return expert_indices, parts * (self.routed_scale / total)
-        if self.mixer_eps is not None:
-            return expert_indices, self.mix(scores, best, expert_indices)
+        scores = scores.float()
+        best, expert_indices = top_k(self.rank_scores(scores), self.n_active)
         parts = [(score - best[0]).exp() for score in best]
-        # A softmax over the chosen experts, or over all of them.
-        total = sum(parts) if self.norm_topk else (scores - best[0]).exp().sum(dim=-1, keepdim=True)
-        return expert_indices, scaled(torch.cat([part / total for part in parts], dim=-1), self.routed_scale)
+        if self.norm_topk:  # softmax over the chosen experts
+            total = sum(parts)
+        else:  # softmax over all experts
+            total = (scores - best[0]).exp().sum(dim=-1, keepdim=True)
+        return expert_indices, torch.cat([part / total for part in parts], dim=-1)
 
-    def mix(self, scores: Tensor, best: list[Tensor], expert_indices: Tensor) -> Tensor:
-        """SparseMixer's weights (Liu et al. 2024): each of a softmax over what is left and nearly as good, [T, A]."""
-        parts, left, experts = [], scores, torch.arange(scores.shape[-1], device=scores.device)
-        for score, index in zip(best, expert_indices.split(1, dim=-1), strict=True):
-            near = (score - left) / scores.abs().maximum(score) <= 2 * self.mixer_eps
-            parts.append(1 / torch.where(near, (left - score).exp(), 0.0).sum(dim=-1, keepdim=True))
-            left = torch.where(experts == index, float("-inf"), left)
-        return torch.cat(parts, dim=-1)
-
-    def forward(self, x: Tensor, scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        expert_indices, expert_weights = self.route(scores)
-        return self.finish(x, self.experts(x, expert_indices, expert_weights)), expert_indices, expert_weights
-
-    def finish(self, x: Tensor, y: Tensor | Terms) -> Tensor | Terms:
-        """x, the experts' result y [T, D] -> with the shared expert's, where there is one (then y is no terms)."""
-        if self.shared is not None:
-            shared = self.shared(x, None)[0]
-            y = y + (shared if self.shared_gate is None else shared * self.shared_gate(x).sigmoid())
+    def merge(self, x: Tensor, y: Tensor) -> Tensor:
+        """Return the layer's output from its input x and the routed experts' output y [T, D]."""
         return y
 
 
 class FeedForward(nn.Module):
-    """One dense SwiGLU: a dense layer's, or a shared expert. Same signature as MoE, with no routing to report."""
-
-    router = None
+    """One dense SwiGLU FFN, with the signature of MoE and no routing to report."""
 
     def __init__(self, dim: int, intermediate: int):
         super().__init__()
         self.w13 = Linear(dim, 2 * intermediate)
         self.w2 = Linear(intermediate, dim)
 
-    def forward(self, x: Tensor, scores: None) -> tuple[Tensor, None, None]:
+    def forward(self, x: Tensor) -> tuple[Tensor, None, None]:
         return self.w2(swiglu(*self.w13(x).chunk(2, dim=-1))), None, None
 
 
-class Join(nn.Module):
-    """A residual connection, the norm after it, and the router that reads that. Tensor parallelism first sums y over
-    the ranks here."""
+# Attention ----------------------------------------------------------------------------------------
 
-    def __init__(self, scale: float):
+
+class Chunk(NamedTuple):
+    """One chunk of a prompt (chunked prefill). The host knows its end, so it needs no mask."""
+
+    row: Tensor  # int64 [1], row of the cache; no int, as Dynamo specializes on 0 and 1
+    end: int  # position after the chunk's last token
+
+
+class Mask(NamedTuple):
+    """Which positions of a cache the queries of a call see."""
+
+    bias: Tensor  # [B, Q, S], 0 where a query may look, else -inf
+    # Blocks of BLOCK positions in use: their number int32 [B, 1, 1], and all block numbers
+    # int32 [B, 1, 1, S / BLOCK], those in use first. None: read the whole cache.
+    blocks: tuple[Tensor, Tensor] | None = None
+
+
+class Context(NamedTuple):
+    """What all blocks of one call share. A chunk has no positions and no masks."""
+
+    rope: Tensor  # fp32 [B, Q, 1, 2 C]: cosines, then signed sines
+    chunk: Chunk | None = None
+    positions: Tensor | None = None  # int64 [B, Q]
+    masks: dict[int | None, Mask] | None = None  # by sliding window
+    last: Tensor | None = None  # int64 [B]: each row's last real token, before padding
+
+
+class KVCache(nn.Module):
+    """Keys, then values, [2, B, K, S, C], written in place at each sequence's own positions.
+
+    It implements the protocol of runtime/sequence_state.py. Tokens past a sequence's known length
+    need no undoing: positions rise, so they are masked until they are overwritten.
+    """
+
+    def __init__(
+        self,
+        shape: tuple[int, int, int, int],
+        dtype: torch.dtype,
+        device: torch.device,
+        parts: int = 2,
+    ):
         super().__init__()
-        self.scale = scale
+        kv = torch.zeros(parts, *shape, dtype=dtype, device=device)
+        self.register_buffer("kv", kv, persistent=False)
 
-    def forward(self, x: Tensor, y: Tensor, norm: nn.Module, router: Linear | None = None):
-        """x [..., D], y [T, D] or the like -> x + scale y, its norm, the router's scores of that [T, E] (or None).
+    def append(self, kv: Tensor, context: Context) -> tuple[Tensor, ...]:
+        """Write keys and values [B, Q, 2, K, C]; return all keys, all values [B, K, S, C].
 
-        Both are kept in memory, or each of their readers would make them again: every row of a product.
+        A chunk gets those of its sequence up to its end [K, end, C].
         """
-        x = realise(torch.add(x, y.view_as(x), alpha=self.scale))
-        normed = realise(norm(x))
-        return x, normed, None if router is None else router(normed.flatten(0, -2))
+        if context.chunk is None:
+            rows = torch.arange(kv.shape[0], device=kv.device).unsqueeze(1)
+            self.kv[:, rows, :, context.positions] = kv
+            return self.kv.unbind()
+        row, end = context.chunk
+        self.kv[:, row, :, torch.arange(end - kv.shape[1], end, device=kv.device)] = kv[0]
+        live = self.kv[:, :, :, :end]
+        live = live if self.kv.shape[1] == 1 else live.index_select(1, row)
+        return live.squeeze(1).unbind()
+
+    def stored(self) -> tuple[Tensor, Tensor | None]:
+        """Return what is in memory, and its scales if that is quantized."""
+        return self.kv, None
+
+    def reads_blocks(self, queries: int) -> bool:
+        """Whether `attend_blocks` takes this many queries of a KV head."""
+        return True
+
+    def attend_blocks(
+        self, q: Tensor, k: Tensor, v: Tensor, context: Context, window: int | None, **options
+    ) -> Tensor:
+        """Attend over the blocks in use of what `append` returned."""
+        blocks = context.masks[window].blocks
+        return attend_blocks(q, k, v, context.positions, blocks, window, **options)
+
+    def truncate(self, row: int, length: int) -> int:
+        """Forget the row's tokens past `length`; return how many remain."""
+        return length
+
+    def snapshot(self, row: int, length: int) -> None:
+        """Remember the row's state at `length` tokens: a KV cache can be truncated anywhere."""
+
+    def accept(self, counts: Tensor) -> None:
+        """Keep the first counts [B] of the tokens just appended to each row: nothing to undo."""
+
+    def reset(self) -> None:
+        """Zero the cache: masked positions are multiplied by 0, and 0 * NaN is NaN."""
+        self.kv.zero_()
+
+    @property
+    def nbytes(self) -> int:
+        return sum(buffer.nbytes for buffer in self.buffers())
+
+
+class Attention(nn.Module):
+    """Grouped-query attention (Ainslie et al. 2023) over a KV cache: [B, Q, D] -> same."""
+
+    def __init__(self, args: ModelArgs):
+        super().__init__()
+        H, K, C = self.heads = args.n_head, args.n_kv_head, args.head_dim
+        self.wqkv = Linear(args.dim, (H + 2 * K) * C, bias=args.attention_bias)
+        self.wo = Linear(H * C, args.dim, bias=args.attention_bias)
+        norm_dims = {"none": None, "head": (C, C), "full": (H * C, K * C)}[args.qk_norm]
+        self.q_norm = RMSNorm(norm_dims[0], args.norm_eps) if norm_dims else None
+        self.k_norm = RMSNorm(norm_dims[1], args.norm_eps) if norm_dims else None
+        self.qk_norm, self.clip_qkv = args.qk_norm, args.clip_qkv
+        self.window, self.rotary_dim = args.sliding_window, C
+
+    def allocate(
+        self, batch: int, length: int, cache_class: type[KVCache], like: Tensor
+    ) -> KVCache:
+        """Make this layer's cache, in the dtype and on the device of `like`, and return it."""
+        _, K, C = self.heads
+        self.cache = cache_class((batch, K, length, C), like.dtype, like.device)
+        return self.cache
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        return self.wo(self.core(self.wqkv(x), context))
+
+    def core(self, qkv: Tensor, context: Context) -> Tensor:
+        """qkv [B, Q, (H + 2 K) C] -> [B, Q, H * C]: norms, RoPE, cache append, attention."""
+        H, K, C = self.heads
+        q, kv = qkv.split((H * C, 2 * K * C), dim=-1)
+        kv = self.keys_and_values(kv, context.rope)
+        k, v = self.cache.append(kv, context)
+        # Prepare queries after the append, and materialize them. Inductor's PDL overlooks that the
+        # kernel after the append must wait for it; this kernel does not read the cache.
+        q = materialize(self.queries(q, context.rope).to(kv.dtype))
+        return self.attend(q, k, v, context)
+
+    def keys_and_values(self, kv: Tensor, rope: Tensor) -> Tensor:
+        """kv [B, Q, 2 K C] -> keys, then values [B, Q, 2, K, C].
+
+        Values take the keys' path too and are dropped there, so that one kernel writes both.
+        """
+        _, K, C = self.heads
+        kv = kv.unflatten(-1, (2, K * C))
+        # Materialize: Inductor tunes a kernel that writes the cache badly, as it copies all of it.
+        keys = materialize(self.k_norm(kv)) if self.qk_norm == "full" else kv
+        keys, values = (self.clip(t).unflatten(-1, (-1, C)) for t in (keys, kv))
+        keys = self.k_norm(keys) if self.qk_norm == "head" else keys
+        keys = rotate(keys, rope.unsqueeze(2), self.rotary_dim).to(values.dtype)
+        is_key = torch.arange(2, device=kv.device).view(2, 1, 1) == 0
+        return torch.where(is_key, keys, values)
+
+    def queries(self, q: Tensor, rope: Tensor) -> Tensor:
+        """q [B, Q, H C] -> normed and rotated, fp32 [B, Q, H, C]."""
+        q = self.q_norm(q) if self.qk_norm == "full" else q
+        q = self.clip(q).unflatten(-1, (-1, self.heads[2]))
+        return rotate(self.q_norm(q) if self.qk_norm == "head" else q, rope, self.rotary_dim)
+
+    def clip(self, x: Tensor) -> Tensor:
+        return x if self.clip_qkv is None else x.clamp(-self.clip_qkv, self.clip_qkv)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
+        """q [B, Q, H, C], keys and values as the cache returned them -> [B, Q, H * C]."""
+        if context.chunk:
+            return attend_chunk(q[0], k, v, self.window, None).unsqueeze(0)
+        H, K, _ = self.heads
+        mask = context.masks[self.window]
+        if mask.blocks and self.cache.reads_blocks(q.shape[1] * H // K):
+            return self.cache.attend_blocks(q, k, v, context, self.window)
+        return attend(q, k, v, mask.bias)
+
+
+# The model ----------------------------------------------------------------------------------------
+
+
+class AddNorm(nn.Module):
+    """Residual connection and the norm after it, as one kernel."""
+
+    def forward(self, x: Tensor, y: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
+        """x [B, Q, D], y [T, D] or like x -> x + y and its norm [B, Q, D].
+
+        Materialize both, so that Inductor does not recompute them in every row of a product.
+        """
+        x = materialize(x + y.view_as(x))
+        return x, materialize(norm(x))
 
 
 class Block(nn.Module):
-    """Attention, then experts (or a dense FFN), each behind a norm and a residual connection."""
+    """Attention, then experts (or a dense FFN), each after a norm and with a residual."""
 
     def __init__(self, args: ModelArgs, layer: int):
         super().__init__()
-        self.attention_norm = norm(args)
-        self.attention = (LatentAttention if args.kv_rank else Attention)(args, layer)
-        self.ffn_norm = norm(args)
-        self.ffn = FeedForward(args.dim, args.dense_intermediate) if layer in args.dense_layers else MoE(args)
-        self.join = Join(args.residual_scale)
+        self.attention_norm = RMSNorm(args.dim, args.norm_eps)
+        self.attention = Attention(args)
+        self.ffn_norm = RMSNorm(args.dim, args.norm_eps)
+        if layer in args.dense_layers:
+            self.ffn = FeedForward(args.dim, args.dense_intermediate)
+        else:
+            self.ffn = MoE(args)
+        self.add_attention, self.add_ffn = AddNorm(), AddNorm()
 
-    def forward(self, x: Tensor, normed: Tensor, context: Context, next_norm: RMSNorm):
-        """x, its attention_norm [B, Q, D] -> x, its next_norm, and expert_indices, expert_weights [T, A] or None, None.
+    def forward(self, x: Tensor, normed: Tensor, context: Context, next_norm: nn.Module):
+        """x and its norm [B, Q, D] -> x, its next_norm, expert_indices, expert_weights [T, A].
 
-        A block ends with the norm that the next one begins with, since the sum before it and the norm are one kernel.
+        A block ends with the next block's norm: the residual sum before it and the norm are one
+        kernel. A dense block returns None for indices and weights.
         """
-        x, h, scores = self.join(x, self.attention(normed, context), self.ffn_norm, self.ffn.router)
-        y, expert_indices, expert_weights = self.ffn(h.flatten(0, 1), scores)
-        x, normed, _ = self.join(x, y, next_norm)
+        x, h = self.add_attention(x, self.attention(normed, context), self.ffn_norm)
+        y, expert_indices, expert_weights = self.ffn(h.flatten(0, 1))
+        x, normed = self.add_ffn(x, y, next_norm)
         return x, normed, expert_indices, expert_weights
 
 
+class Runner:
+    """Runs the three stages of a forward pass eagerly. See runtime/runner.py for others."""
+
+    def begin(self, model: "Transformer", tokens: Tensor, where: Tensor | Chunk):
+        return model.begin(tokens, where)
+
+    def block(
+        self, block: Block, x: Tensor, normed: Tensor, context: Context, next_norm: nn.Module
+    ):
+        return block(x, normed, context, next_norm)
+
+    def logits(self, model: "Transformer", normed: Tensor, last: Tensor | None) -> Tensor:
+        return model.logits(normed, last)
+
+
 class Transformer(nn.Module):
-    """The model. Build it on the meta device, fill its parameters, give it a cache, call it.
-
-    `model(tokens, positions)` runs three stages: `start`, each `Block.forward`, `finish`. A caller that compiled them
-    passes the compiled functions as `stages`; equal layers share one compiled block.
-    """
-
-    host_driven = False  # the host takes part in a step, layer by layer
-
-    @staticmethod
-    def recordable(tokens: int) -> bool:
-        """Whether a step of so many tokens can be recorded as CUDA graphs; offloading puts its own in its place."""
-        return True
-
-    @staticmethod
-    def compile_block(compile: Callable) -> Callable:
-        """`Block.forward`, compiled by this function; offloading puts pieces and the host between them in its place."""
-        return compile(Block.forward)
+    """Build it on the meta device, fill its parameters, call `setup_cache`, then call it."""
 
     def __init__(self, args: ModelArgs):
         super().__init__()
         self.args = args
-        # Of a given weight, since to draw one on the meta device would load the compiler.
+        # from_pretrained, since nn.Embedding(V, D) would initialize it, which imports the compiler.
         self.embedding = nn.Embedding.from_pretrained(torch.empty(args.vocab_size, args.dim))
-        self.layers = nn.ModuleList(Block(args, layer) for layer in range(args.n_layer))
-        self.norm = norm(args)
-        self.head = Linear(args.dim, args.vocab_size, bias=args.head_bias)
-        self.gather = nn.Identity()  # tensor parallelism gathers the vocabulary here
-        self.cache_kind: type[KVCache] = KVCache  # of what `setup_cache` makes
-        self.windows = tuple(dict.fromkeys(map(args.window, range(args.n_layer))))  # that there are
-        self.requires_grad_(False)
-        self.tie()
+        self.layers = nn.ModuleList(self.make_block(args, layer) for layer in range(args.n_layer))
+        self.norm = RMSNorm(args.dim, args.norm_eps)
+        self.head = Linear(args.dim, args.vocab_size)
+        self.tie_weights()
 
-    def tie(self) -> None:
-        """Make the head's weight the embedding's where the args say so; call again after replacing either.
+    def make_block(self, args: ModelArgs, layer: int) -> Block:
+        """Return one layer. Families override this."""
+        return Block(args, layer)
 
-        A head in a number format of its own has parts in place of a weight, and stays as it is.
-        """
+    def tie_weights(self) -> None:
+        """Share the embedding's weight with the head, if the args say so. Call it after loading."""
         if self.args.tied_embeddings and isinstance(self.head, Linear):
             self.head.weight = self.embedding.weight
 
-    def setup_cache(self, batch: int, length: int) -> None:
-        """Give every layer an empty cache, `batch` sequences of `length` positions, and make the rope table for it."""
-        args, device, dtype = self.args, self.norm.weight.device, self.norm.weight.dtype
-        parts, heads, width = args.kept
-        for block in self.layers:
-            block.attention.cache = self.cache_kind((batch, heads, length, width), dtype, device, parts)
-        table = rope_table(args, length, device)
-        self.register_buffer("rope_table", table, persistent=False)
+    def setup_cache(self, batch: int, length: int, cache_class: type[KVCache] = KVCache) -> list:
+        """Allocate every layer's sequence state for `batch` sequences of `length` positions.
 
-    def start(self, tokens: Tensor, where: Tensor | Chunk) -> tuple[Tensor, Tensor, Context]:
-        """tokens [B, Q] and where they stand -> x [B, Q, D], the first block's norm of it, the context of the call."""
-        x = scaled(self.embedding(tokens), self.args.embedding_scale)
+        Returns the states, one a layer (also as `.states`); they replace those of an earlier call.
+        """
+        like = self.norm.weight
+        self.states = [
+            block.attention.allocate(batch, length, cache_class, like) for block in self.layers
+        ]
+        self.windows = tuple(dict.fromkeys(block.attention.window for block in self.layers))
+        table = self.make_rope_table(length, like.device)
+        self.register_buffer("rope_table", table, persistent=False)
+        return self.states
+
+    def make_rope_table(self, length: int, device: torch.device) -> Tensor:
+        """Return cosines, then signed sines of all positions, fp32 [length, 2 C]."""
+        frequencies = rope_frequencies(self.args.head_dim, self.args.rope_theta, device)
+        return rope_table(frequencies, length)
+
+    def begin(self, tokens: Tensor, where: Tensor | Chunk) -> tuple[Tensor, Tensor, Context]:
+        """Embed tokens [B, Q] -> x [B, Q, D], the first block's norm of it, the call's context."""
+        x = self.embed(tokens)
         normed = self.layers[0].attention_norm(x)
         if isinstance(where, Chunk):
             rope = self.rope_table[where.end - tokens.shape[1] : where.end]
             return x, normed, Context(rope[None, :, None], chunk=where)
-        rope, views = self.rope_table[where].unsqueeze(2), {window: self.view(where, window) for window in self.windows}
-        return x, normed, Context(rope, positions=where, views=views)
+        masks = {window: self.mask(where, window) for window in self.windows}
+        rope = self.rope_table[where].unsqueeze(2)
+        return x, normed, Context(rope, positions=where, masks=masks)
 
-    def view(self, where: Tensor, window: int | None) -> View:
-        """What queries at those positions [B, Q] see through a window."""
-        S, blocks = self.rope_table.shape[0], None
-        if S > SHORT_CACHE and S % BLOCK == 0 and where.is_cuda and torch.compiler.is_compiling():
-            blocks = blocks_in_use(where, S, window)
-        return View(bias_of(where, S, window, self.norm.weight.dtype), blocks)
+    def embed(self, tokens: Tensor) -> Tensor:
+        return self.embedding(tokens)
 
-    def finish(self, normed: Tensor, last: Tensor | None) -> Tensor:
-        """`norm` of x [B, Q, D] -> logits fp32 [B, V] at query `last` [B] of each sequence, or [B, Q, V] of None."""
+    def mask(self, positions: Tensor, window: int | None) -> Mask:
+        """Return what queries at positions [B, Q] see through a sliding window."""
+        length, blocks = self.rope_table.shape[0], None
+        long = length > SHORT_CACHE and length % BLOCK == 0
+        if long and positions.is_cuda and torch.compiler.is_compiling():
+            blocks = blocks_in_use(positions, length, window)
+        return Mask(causal_bias(positions, length, window, self.norm.weight.dtype), blocks)
+
+    def logits(self, normed: Tensor, last: Tensor | None) -> Tensor:
+        """Normed x [B, Q, D] -> fp32 logits [B, V] of query last [B]; None: of all [B, Q, V]."""
         if last is not None:
             normed = normed[torch.arange(normed.shape[0], device=normed.device), last]
-        return scaled(self.gather(self.head(normed)).float(), self.args.logit_scale)
+        return self.head(normed).float()
 
-    def forward(self, tokens: Tensor, where: Tensor | Chunk, last: Tensor | None = None, *, all_positions: bool = False,
-                return_routing: bool = False, stages: "Stages | None" = None):  # fmt: skip
-        """Run tokens [B, Q], reading and extending the cache, at positions `where` [B, Q] (each below the cache's
-        length), or at a Chunk's (B = 1).
+    def forward(
+        self,
+        tokens: Tensor,
+        where: Tensor | Chunk,
+        last: Tensor | None = None,
+        *,
+        all_positions: bool = False,
+        return_routing: bool = False,
+        runner: Runner | None = None,
+    ):
+        """Run tokens [B, Q] at positions `where` [B, Q] (rising, below S) or in a Chunk (B = 1).
 
-        Returns logits fp32 [B, V] of each sequence's query `last` [B] (default: the last of Q), or [B, Q, V] of
-        `all_positions`; with `return_routing` also expert_indices and expert_weights [L, T, A] of the layers that have
-        experts. Positions of one sequence must rise; what the cache holds past them is masked.
+        Returns fp32 logits [B, V] of each row's query last [B] (default: Q - 1), or of all queries
+        [B, Q, V] if `all_positions`. With `return_routing` also expert_indices and expert_weights
+        [L, T, A] of the layers that have experts. Queries after `last` are padding; -1: all are.
         """
         if last is None and not all_positions:
             last = torch.full(tokens.shape[:1], tokens.shape[1] - 1, device=tokens.device)
-        stages = stages or Stages()
-        x, normed, context = stages.start(self, tokens, where)
-        next_norms, routing = [block.attention_norm for block in self.layers[1:]] + [self.norm], []
+        runner = runner or Runner()
+        x, normed, context = runner.begin(self, tokens, where)
+        context = context._replace(last=last)
+        next_norms = [block.attention_norm for block in self.layers[1:]] + [self.norm]
+        routing = []
         for block, next_norm in zip(self.layers, next_norms, strict=True):
-            x, normed, *chosen = stages.block(block, x, normed, context, next_norm)
+            x, normed, *chosen = runner.block(block, x, normed, context, next_norm)
             if return_routing and chosen[0] is not None:
                 routing.append(chosen)
-        logits = stages.finish(self, normed, None if all_positions else last)
+        logits = runner.logits(self, normed, None if all_positions else last)
         if not return_routing:
             return logits
-        return logits, *(torch.stack(part) for part in zip(*routing, strict=True))
-
-    def bytes_per_token(self, experts_read: float | None = None) -> int:
-        """Weight bytes that one token must read: A of E experts, everything else but the embedding's other rows.
-
-        experts_read: of several tokens at once, how many experts a layer they read together.
-        """
-        total = sum(tensor.nbytes for tensor in stored(self))
-        experts = [(sum(t.nbytes for t in stored(m)), m.read_of) for m in self.modules() if isinstance(m, Experts)]
-        tied = self.args.tied_embeddings and isinstance(self.head, Linear)
-        embedding = 0 if tied else self.embedding.weight.nbytes
-        idle = sum(size - int(size * (experts_read or self.args.n_active) / read_of) for size, read_of in experts)
-        return total - idle - embedding + self.embedding.weight[0].nbytes
-
-
-def stored(module: nn.Module):
-    """Parameters and saved buffers (a format keeps its packed weights as either), each once."""
-    return {id(t): t for t in module.state_dict(keep_vars=True).values()}.values()
-
-
-class Stages(NamedTuple):
-    """The three functions that `Transformer.forward` calls; replace them by compiled ones."""
-
-    start: Callable = Transformer.start
-    block: Callable = Block.forward
-    finish: Callable = Transformer.finish
+        return logits, *(torch.stack(parts) for parts in zip(*routing, strict=True))

@@ -1,0 +1,101 @@
+"""Model families, one file each. docs/adding_a_model.md shows how to add one."""
+
+import torch
+
+from formats.quantizer import DTYPES
+from model import ModelArgs, Transformer
+from models.deepseek import DeepseekV2, DeepseekV3
+from models.family import Family
+from models.glm4_moe import Glm4Moe
+from models.gpt_oss import GptOss
+from models.granitemoe import GraniteMoe
+from models.legacy import args_of_version_one
+from models.mixtral import Mixtral
+from models.olmoe import Olmoe
+from models.phimoe import Phimoe
+from models.qwen2_moe import Qwen2Moe
+from models.qwen3_moe import Qwen3Moe
+
+# By the name in config.json's "architectures".
+FAMILIES: dict[str, Family] = {
+    "MixtralForCausalLM": Mixtral(),
+    "Qwen3MoeForCausalLM": Qwen3Moe(),
+    "Qwen2MoeForCausalLM": Qwen2Moe(),
+    "OlmoeForCausalLM": Olmoe(),
+    "GraniteMoeForCausalLM": GraniteMoe(),
+    "PhimoeForCausalLM": Phimoe(),
+    "Glm4MoeForCausalLM": Glm4Moe(),
+    "DeepseekV2ForCausalLM": DeepseekV2(),
+    "DeepseekV3ForCausalLM": DeepseekV3(),
+    "GptOssForCausalLM": GptOss(),
+}
+
+# Published models by name, for benchmark.py.
+ARCHITECTURES: dict[str, ModelArgs] = {
+    name: args for family in FAMILIES.values() for name, args in family.shapes.items()
+}
+
+
+def family_of_config(config: dict) -> Family:
+    """Return the family that a config.json names by `architectures`, or else by `model_type`.
+
+    Raises ValueError for one that is not supported.
+    """
+    names, model_type = config.get("architectures"), config.get("model_type")
+    for name, family in FAMILIES.items():
+        known_type = model_type in (None, family.name)
+        if known_type and (names == [name] or (not names and model_type)):
+            return family
+    what = f"architectures = {names!r} with model_type = {model_type!r}"
+    raise ValueError(f"config.json: {what} is not supported; supported are {', '.join(FAMILIES)}")
+
+
+def family_of(args: ModelArgs) -> Family:
+    """Return the family of these args."""
+    return family_named(args.family)
+
+
+def family_named(name: str) -> Family:
+    """Return the family of this name. Raises ValueError for an unknown one."""
+    for family in FAMILIES.values():
+        if family.name == name:
+            return family
+    known = ", ".join(family.name for family in FAMILIES.values())
+    raise ValueError(f"family {name!r} is not supported; supported are {known}")
+
+
+def args_from_hf(config: dict) -> ModelArgs:
+    """Return the args of a config.json. Raises ValueError naming what cannot be run."""
+    return family_of_config(config).from_hf(config)
+
+
+def args_from_json(values: dict) -> ModelArgs:
+    """Return the args that a converted checkpoint's config.json holds, of version one too.
+
+    Raises ValueError for args of another version.
+    """
+    try:
+        if "family" not in values:
+            values = args_of_version_one(values, {f.name: f.args_class for f in FAMILIES.values()})
+        return family_named(values["family"]).args_class(**values)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"the checkpoint's args are of another version ({error}): convert the model again"
+        ) from None
+
+
+def args_of_checkpoint(source) -> ModelArgs:
+    """Return a checkpoint's args. Raises ValueError for an unknown version or format."""
+    format = source.format if isinstance(source.format, dict) else {}
+    dtype = format.get("dtype", format.get("name"))
+    known = isinstance(format.get("name"), str) and isinstance(dtype, str) and dtype in DTYPES
+    if not known:
+        what = str(source.format)[:80]
+        raise ValueError(f"number format {what!r} is not known here: convert the model again")
+    return args_from_json(source.args)
+
+
+def build_model(args: ModelArgs) -> Transformer:
+    """Return the model of these args on the meta device, without weights."""
+    with torch.device("meta"):
+        return family_of(args).model_class(args)

@@ -1,0 +1,400 @@
+"""Hugging Face layout -> our checkpoint, one layer at a time: 93 GB of Mixtral in 16 GB of memory.
+
+Reads safetensors only. Everything that the config and the files' headers tell is checked before a
+byte is written; values are checked for NaN and infinity on the way.
+"""
+
+import dataclasses
+import math
+import re
+import sys
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from checkpoint import DTYPES, NAMES, Shard, Writer, is_checkpoint, read_json
+from formats import FORMATS
+from formats.words import bytes_to_words
+from model import ModelArgs
+from models import family_of_config
+from models.family import Family, Layout
+from models.tensors import WHOLE, Recipe, is_finite
+
+DOWNLOAD = "python scripts/download.py --repo_id OWNER/NAME"
+SIDE_FILES = (  # copied beside the weights; the last is completed by `generation_config`
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+PLAIN_DTYPES = torch.bfloat16, torch.float16, torch.float32
+SCALE = "_scale_inv"  # suffix of a block-FP8 weight's scales
+# Weights that stay in block FP8.
+PACKABLE = ".wqkv.weight", ".wq.weight", ".wo.weight", ".w13.weight", ".w2.weight", "head.weight"
+DEQUANTIZED = ".wkv"  # dequantized: latent attention multiplies with it along either axis
+
+
+def weight_files(directory: Path) -> tuple[list[str], dict[str, str]]:
+    """Return the safetensors files to read, and the index's map from tensor to file (or {}).
+
+    As in transformers: `model.safetensors`, else an index, else a bare set of shards.
+    """
+    index = directory / "model.safetensors.index.json"
+    if (directory / "model.safetensors").is_file():
+        return ["model.safetensors"], {}
+    weight_map: dict[str, str] = {}
+    if index.is_file():
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or any(
+            Path(str(file)).name != file for file in weight_map.values()
+        ):
+            raise ValueError(f"{index} has no weight_map from tensors to files; fetch it again")
+        files = sorted(set(weight_map.values()))
+    else:
+        files = unindexed_files(directory)
+    missing = [file for file in files if not (directory / file).is_file()]
+    if missing:
+        what = f"{len(missing)} of {len(files)} shards missing"
+        raise ValueError(f"{directory}: {what}; fetch {missing[0]} again")
+    if not files:
+        refuse_other_files(directory)
+    return files, weight_map
+
+
+def unindexed_files(directory: Path) -> list[str]:
+    """Return the names of all shards that a set without an index should have."""
+    found = sorted(path.name for path in directory.glob("*.safetensors"))
+    files = [name for name in found if name.startswith("model-")] or found
+    numbered = re.fullmatch(r"(.*-)\d{5}(-of-(\d{5})\.safetensors)", files[0] if files else "")
+    if numbered:
+        before, after, count = numbered.groups()
+        files = [f"{before}{i:05d}{after}" for i in range(1, int(count) + 1)]
+    return files
+
+
+def refuse_other_files(directory: Path) -> None:
+    """Raise the ValueError for a directory without safetensors."""
+    for path in sorted(directory.iterdir()):
+        if path.suffix == ".gguf":
+            raise ValueError(
+                f"{directory} has {path.name}: GGUF is quantised already; "
+                "fetch the original safetensors"
+            )
+        if path.suffix in (".bin", ".pt", ".pth"):
+            raise ValueError(
+                f"{directory} has only {path.name}: pickle is never loaded; fetch the safetensors"
+            )
+    raise ValueError(f"{directory} has no safetensors files; fetch them: {DOWNLOAD}")
+
+
+class PublishedTensors:
+    """The tensors of a Hugging Face directory, under the names that families share."""
+
+    def __init__(self, directory: Path, renames: tuple[tuple[str, str], ...]):
+        self.directory, self.renames = directory, renames
+        self.dequantized: dict[str, int] = {}  # FP8 weights read as numbers: size of their blocks
+        self.tensors: dict[str, tuple[Shard, str]] = {}  # shared name -> file, its name there
+        files, weight_map = weight_files(directory)
+        shards = {file: Shard(directory / file) for file in files}
+        for name, file in weight_map.items():
+            if name not in shards[file].tensors:
+                raise ValueError(
+                    f"{directory / file} lacks {name}, which the index puts there; fetch it again"
+                )
+        for shard in shards.values():
+            for original in shard.tensors:
+                self.add(shard, original)
+
+    def add(self, shard: Shard, original: str) -> None:
+        """Enter one tensor under its shared name."""
+        name = original
+        for theirs, shared in self.renames:
+            name = name.replace(theirs, shared)
+        if name in self.tensors:
+            both = f"{self.tensors[name][0].path.name} and {shard.path.name}"
+            what = f"{original} is there twice, in {both}"
+            raise ValueError(f"{self.directory}: {what}; remove the stale file")
+        if not name.endswith("rotary_emb.inv_freq"):  # a constant in old files
+            self.tensors[name] = shard, original
+
+    def drop_layers(self, first: int, count: int) -> None:
+        """Leave out `count` layers from `first` on: those for multi-token prediction."""
+        beyond = tuple(f"model.layers.{layer}." for layer in range(first, first + count))
+        kept = {name: at for name, at in self.tensors.items() if not name.startswith(beyond)}
+        self.tensors = kept
+
+    def original(self, name: str) -> str:
+        """Return the name as this directory's files have it."""
+        for theirs, shared in self.renames:
+            name = name.replace(shared, theirs)
+        return name
+
+    def has_fp8(self, recipe: Recipe) -> bool:
+        """Whether any source of the recipe is in FP8."""
+        files = (self.tensors[name] for name in recipe.sources if name in self.tensors)
+        fp8 = torch.float8_e4m3fn
+        return any(shard.tensors[original][1] == fp8 for shard, original in files)
+
+    def read(self, name: str) -> Tensor:
+        """Return the tensor, mapped from its file."""
+        shard, original = self.tensors[name]
+        tensor = shard.read(original)
+        if name in self.dequantized:
+            (rows, width), block = tensor.shape, self.dequantized[name]
+            scale = self.read(name + SCALE).float()
+            scale = scale.repeat_interleave(block, 0).repeat_interleave(block, 1)
+            tensor = tensor.float() * scale[:rows, :width]
+        return tensor
+
+    def check(self, name: str, shape: tuple[int, ...], due: torch.dtype | None = None) -> None:
+        """Raise ValueError unless the tensor has this shape and dtype `due` (None: any plain)."""
+        if name not in self.tensors:
+            missing = f"the tensor {self.original(name)} is missing"
+            raise ValueError(f"{self.directory}: {missing}; fetch its file again")
+        shard, original = self.tensors[name]
+        found, dtype = shard.tensors[original]
+        if name in self.dequantized:
+            due, block = torch.float8_e4m3fn, self.dequantized[name]
+            self.check(name + SCALE, tuple(-(-n // block) for n in shape))
+        if dtype not in (PLAIN_DTYPES if due in (None, *PLAIN_DTYPES) else (due,)):
+            self.refuse_dtype(shard, original, dtype, due)
+        if found != shape:
+            raise ValueError(
+                f"{shard.path}: {original} has shape {list(found)} where config.json says "
+                f"{list(shape)}"
+            )
+
+    def refuse_dtype(self, shard: Shard, original: str, dtype, due) -> None:
+        """Raise the ValueError for a tensor of another dtype."""
+        what = f"{shard.path}: {original} has dtype {str(dtype).removeprefix('torch.')}"
+        if due == torch.float8_e4m3fn:
+            raise ValueError(
+                f"{what} beside others in fp8, of which one weight is made; fetch its file again"
+            )
+        if due == torch.uint8:
+            raise ValueError(f"{what} where uint8 belongs; fetch its file again")
+        raise ValueError(
+            f"{what}; only bf16, fp16 and fp32 are converted, and fp8 and mxfp4 where the config "
+            "says so"
+        )
+
+
+def place_shape(shape: tuple[int, ...], place: tuple) -> tuple[int, ...]:
+    """Return the shape of what has this place (ints and slices) in a tensor of that shape."""
+    sizes = (
+        len(range(n)[at]) for n, at in zip(shape, place, strict=False) if isinstance(at, slice)
+    )
+    return *sizes, *shape[len(place) :]
+
+
+def block_recipes(
+    ours: str, recipe: Recipe, format: str, tensors: PublishedTensors
+) -> dict[str, Recipe]:
+    """Turn a weight's recipe into those of its codes and scales in block FP8.
+
+    Raises ValueError if the published blocks are not whole ones of ours.
+    """
+    group, path = FORMATS[format].group, ours.removesuffix(".weight")
+    shape, dtype = FORMATS[format].layout(recipe.shape, group)["scale"]
+    transform = recipe.transform or (lambda t: t)
+    rows = torch.arange(recipe.shape[-2]).unsqueeze(1)
+    if not torch.equal(transform(rows) // group, rows // group):
+        raise ValueError(
+            f"{ours}: rows would leave their blocks of {group}; fetch the original bf16 checkpoint"
+        )
+    scales = {}
+    for name, place in recipe.sources.items():
+        sizes = place_shape(recipe.shape, place)
+        begin = next((at.start for at in place if isinstance(at, slice)), 0)
+        if begin % group or sizes[-1] % group:
+            what = (
+                f"{tensors.original(name)} {list(sizes)} has no place among whole blocks of {group}"
+            )
+            fix = "fetch the original bf16 checkpoint"
+            raise ValueError(f"{what}, at row {begin} of {ours}; {fix}")
+        scales[name + SCALE] = tuple(
+            slice(at.start // group, -(-at.stop // group)) if isinstance(at, slice) else at
+            for at in place
+        )
+
+    def has_no_nan(t: Tensor) -> bool:
+        return not ((t.view(torch.uint8) & 0x7F) == 0x7F).any()
+
+    codes = recipe._replace(
+        transform=lambda t: bytes_to_words(transform(t), group),
+        dtype=torch.float8_e4m3fn,
+        is_valid=has_no_nan,
+    )
+    return {f"{path}.codes": codes, f"{path}.scale": Recipe(shape, scales, dtype=dtype)}
+
+
+class ConversionPlan:
+    """The recipes by file, and the modules that stay in the published format.
+
+    Raises ValueError unless every tensor that the recipes need is there as they need it, and no
+    other.
+    """
+
+    def __init__(
+        self, family: Family, args: ModelArgs, tensors: PublishedTensors, published: str | None
+    ):
+        self.tensors, self.published = tensors, published
+        self.files: dict[str, dict[str, Recipe]] = {}
+        self.modules: dict[str, dict] = {}  # as in a checkpoint's "format"
+        self.used: set[str] = set()
+        for layer in range(args.n_layer):
+            fused = f"model.layers.{layer}.mlp.experts.gate_up_proj" in tensors.tensors
+            layout = Layout(fused, published == "mxfp4")
+            recipes = family.layer_recipes(args, layer, layout)
+            self.add(f"layer_{layer:02d}.safetensors", recipes)
+        self.add("rest.safetensors", family.rest_recipes(args))
+        if extra := sorted(tensors.tensors.keys() - self.used):
+            shard, original = tensors.tensors[extra[0]]
+            what = f"{original} (of {len(extra)}) has no place in the model of config.json"
+            raise ValueError(f"{shard.path}: {what}")
+
+    def add(self, file: str, recipes: dict[str, Recipe]) -> None:
+        """Plan one file."""
+        planned: dict[str, Recipe] = {}
+        self.files[file] = planned
+        for ours, recipe in recipes.items():
+            planned |= self.with_blocks(ours, recipe)
+        for ours, recipe in planned.items():
+            if ours.endswith(".codes"):
+                group = FORMATS[self.published].group
+                spec = {"format": self.published, "group_size": group}
+                self.modules[ours.removesuffix(".codes")] = spec
+            for name, place in recipe.sources.items():
+                self.tensors.check(name, place_shape(recipe.shape, place), recipe.dtype)
+            self.used.update(recipe.sources)
+
+    def with_blocks(self, ours: str, recipe: Recipe) -> dict[str, Recipe]:
+        """Return the recipe, or those of codes and scales if it is published in block FP8."""
+        in_blocks = self.published and FORMATS[self.published].blocks
+        if not (in_blocks and self.tensors.has_fp8(recipe)):
+            return {ours: recipe}
+        if ours.endswith(DEQUANTIZED):
+            block = FORMATS[self.published].group
+            self.tensors.dequantized |= dict.fromkeys(recipe.sources, block)
+            self.used.update(name + SCALE for name in recipe.sources)
+        if ours.endswith(PACKABLE):
+            return block_recipes(ours, recipe, self.published, self.tensors)
+        return {ours: recipe}
+
+    def nbytes(self, dtype: torch.dtype) -> int:
+        """Return the bytes of all tensors to write."""
+        recipes = (recipe for file in self.files.values() for recipe in file.values())
+        return sum(math.prod(r.shape) * (r.dtype or dtype).itemsize for r in recipes)
+
+
+def assemble(recipe: Recipe, tensors: PublishedTensors, dtype: torch.dtype) -> Tensor:
+    """Return the tensor of ours, in `dtype` unless it has its own, with finite values.
+
+    A tensor that is one source unchanged stays mapped from its file.
+    """
+    dtype, assembled = recipe.dtype or dtype, None
+    for name, place in recipe.sources.items():
+        if place == WHOLE:
+            assembled = part = tensors.read(name).to(dtype)
+        else:
+            if assembled is None:
+                assembled = torch.empty(recipe.shape, dtype=dtype)
+            part = assembled[place].copy_(tensors.read(name))
+        if not recipe.is_valid(part):
+            if part.dtype in PLAIN_DTYPES and is_finite(tensors.read(name)):
+                what = f"{tensors.original(name)} overflows {NAMES[dtype]}"
+                raise ValueError(f"{what}; convert with --dtype bf16")
+            what = f"{tensors.original(name.removesuffix(SCALE))} holds NaN or infinity"
+            raise ValueError(f"{what}; fetch its file again")
+    return recipe.transform(assembled) if recipe.transform else assembled
+
+
+def check_tie(args: ModelArgs, tensors: PublishedTensors) -> ModelArgs:
+    """Return args for files with a head although the config ties it, as transformers does.
+
+    The head is dropped if it equals the embedding; otherwise nothing is tied.
+    """
+    head, embedding = "lm_head.weight", "model.embed_tokens.weight"
+    for name in (head, embedding):
+        tensors.check(name, (args.vocab_size, args.dim))
+    a, b = tensors.read(head), tensors.read(embedding)
+    if a.dtype != b.dtype or not torch.equal(a, b):
+        return dataclasses.replace(args, tied_embeddings=False)
+    del tensors.tensors[head]
+    return args
+
+
+def generation_config(directory: Path, config: dict) -> dict:
+    """Return generation_config.json, with the stop ids that only config.json has."""
+    path = directory / "generation_config.json"
+    given = read_json(path) if path.is_file() else {}
+    ids = {
+        key: config[key] for key in ("bos_token_id", "eos_token_id") if config.get(key) is not None
+    }
+    return ids | {key: value for key, value in given.items() if value is not None}
+
+
+def check_source(directory: Path, dtype: str) -> None:
+    """Raise ValueError unless this is a directory of a Hugging Face checkpoint."""
+    if dtype not in ("bf16", "fp16", "fp32"):
+        raise ValueError(f"dtype {dtype!r} is not one of bf16, fp16, fp32")
+    if directory.is_file():
+        what = "GGUF is quantised already" if directory.suffix == ".gguf" else "it is a file"
+        raise ValueError(f"{directory}: {what}; give the directory of a Hugging Face checkpoint")
+    if not directory.is_dir():
+        raise ValueError(f"{directory}: no such directory; fetch the model first: {DOWNLOAD}")
+    if is_checkpoint(directory):
+        command = f"python generate.py --checkpoint_path {directory}"
+        raise ValueError(f"{directory} is converted already; use it: {command}")
+    weight_files(directory)  # a directory without safetensors hears that first
+
+
+def convert(
+    checkpoint_dir: Path | str,
+    output_dir: Path | str | None = None,
+    dtype: str = "bf16",
+    force: bool = False,
+    progress: bool = True,
+) -> Path:
+    """Convert a Hugging Face directory; return the new one.
+
+    output_dir: by default `checkpoint_dir/model_<format>`. Weights published in a format that we
+    have keep it; dtype is of the rest. Raises ValueError, one line with nothing left behind, for
+    anything missing, damaged or not supported.
+    """
+    directory = Path(checkpoint_dir)
+    check_source(directory, dtype)
+    config = read_json(directory / "config.json")
+    family = family_of_config(config)
+    args, published = family.from_hf(config), family.published_format(config)
+    config = dict(family.defaults) | config
+    tensors = PublishedTensors(directory, family.renames)
+    tensors.drop_layers(args.n_layer, config.get("num_nextn_predict_layers") or 0)
+    if args.tied_embeddings and "lm_head.weight" in tensors.tensors:
+        args = check_tie(args, tensors)
+    plan = ConversionPlan(family, args, tensors, published)
+    format: dict = {"name": dtype}
+    if plan.modules:
+        format = {"name": published, "dtype": dtype, "modules": plan.modules}
+    output = Path(output_dir) if output_dir else directory / f"model_{format['name']}"
+    torch_dtype = DTYPES[dtype][0]
+    with Writer(output, dataclasses.asdict(args), format, force) as writer:
+        writer.reserve(plan.nbytes(torch_dtype))
+        files, disable = plan.files.items(), not progress
+        for file, recipes in tqdm(
+            files, desc="convert", unit="layer", file=sys.stderr, disable=disable
+        ):
+            # Not bound to a name, which would keep this layer while the next is assembled.
+            writer.write(
+                file, {ours: assemble(r, tensors, torch_dtype) for ours, r in recipes.items()}
+            )
+        for path in (directory / name for name in SIDE_FILES):
+            if path.is_file():
+                writer.copy(path)
+        writer.write_json("generation_config.json", generation_config(directory, config))
+    return output

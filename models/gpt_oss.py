@@ -1,0 +1,300 @@
+"""gpt-oss: attention sinks, windows in every other layer, biased experts, clamped SwiGLU."""
+
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from formats import FORMATS
+from formats.mxfp4 import published_codes
+from model import (
+    Attention,
+    Block,
+    Context,
+    ExpertLinear,
+    Linear,
+    ModelArgs,
+    MoE,
+    Transformer,
+    is_layer,
+    new_parameter,
+)
+from models.config import HFConfig, common_fields
+from models.family import Family, Layout, Shard
+from models.layers.yarn import Yarn, read_yarn, yarn_frequencies, yarn_scale, yarn_to_hf
+from models.tensors import WHOLE, Recipe, attention_recipes
+from ops.attention import attend, attend_chunk
+from ops.rope import rope_frequencies, rope_table
+
+MAX_MXFP4_EXPONENT = 252  # the largest e8m0 scale with which every e2m1 number is finite in fp32
+
+
+@dataclass(frozen=True)
+class GptOssArgs(ModelArgs):
+    full_layers: tuple[int, ...] = ()  # layers without the sliding window
+    swiglu_limit: float = 7.0  # clamp of gate and up
+    swiglu_alpha: float = 1.702  # slope of the gate's sigmoid
+    yarn: Yarn | None = None
+
+    def __post_init__(self):
+        if isinstance(self.yarn, dict):  # from JSON
+            object.__setattr__(self, "yarn", Yarn(**self.yarn))
+        super().__post_init__()
+
+    def constraints(self) -> dict[str, bool]:
+        known = all(is_layer(layer, self.n_layer) for layer in self.full_layers)
+        return super().constraints() | {"full_layers": known}
+
+
+class SinkAttention(Attention):
+    """Attention with a learned sink per head: one more score, whose value is zero."""
+
+    def __init__(self, args: GptOssArgs, layer: int):
+        super().__init__(args)
+        self.sinks = new_parameter(args.n_head)
+        self.window = None if layer in args.full_layers else args.sliding_window
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
+        if context.chunk:
+            return attend_chunk(q[0], k, v, self.window, self.sinks).unsqueeze(0)
+        H, K, C = self.heads
+        mask = context.masks[self.window]
+        if not (mask.blocks and self.cache.reads_blocks(q.shape[1] * H // K)):
+            return attend(q, k, v, mask.bias, self.sinks)
+        y, lse = self.cache.attend_blocks(q, k, v, context, self.window, return_lse=True)
+        # The sink's share of the softmax is taken from all positions alike.
+        share = (lse - self.sinks.float().unsqueeze(-1)).sigmoid()  # [B, H, Q]
+        y = y.unflatten(-1, (H, C)) * share.transpose(1, 2).unsqueeze(-1)
+        return y.to(q.dtype).flatten(2)
+
+    def fused_decode_settings(self) -> dict:
+        """See runtime/fused_attention.py."""
+        return {"sinks": self.sinks}
+
+
+class BiasedExpertLinear(ExpertLinear):
+    """E linear maps with biases [E, out]. An index of E, of an expert elsewhere, gets any bias."""
+
+    def __init__(self, n_expert: int, in_features: int, out_features: int):
+        super().__init__(n_expert, in_features, out_features)
+        self.bias = new_parameter(n_expert, out_features)
+
+    def gather(self, x: Tensor, expert_indices: Tensor) -> Tensor:
+        return super().gather(x, expert_indices) + self.bias[self.clamped(expert_indices)]
+
+    def gather_gated(self, x: Tensor, expert_indices: Tensor, activation) -> Tensor:
+        gate_bias, up_bias = self.bias[self.clamped(expert_indices)].chunk(2, dim=-1)
+
+        def biased(gate: Tensor, up: Tensor) -> Tensor:
+            return activation(gate + gate_bias, up + up_bias)
+
+        return super().gather_gated(x, expert_indices, biased)
+
+    def grouped(self, x: Tensor, group_ends: Tensor) -> Tensor:
+        rows = torch.arange(x.shape[0], dtype=torch.int32, device=x.device)
+        experts = torch.searchsorted(group_ends, rows, right=True)
+        return super().grouped(x, group_ends) + self.bias[self.clamped(experts)]
+
+    def clamped(self, experts: Tensor) -> Tensor:
+        return experts.clamp(max=len(self.bias) - 1)
+
+
+def clamped_swiglu(gate: Tensor, up: Tensor, limit: float, alpha: float) -> Tensor:
+    """gate, up [..., I] -> gate * sigmoid(alpha * gate) * (up + 1), both clamped to `limit`."""
+    gate = gate.clamp(max=limit)
+    return gate * (alpha * gate).sigmoid() * (up.clamp(-limit, limit) + 1)
+
+
+class GptOssMoE(MoE):
+    def __init__(self, args: GptOssArgs):
+        super().__init__(args)
+        E, D, I = args.n_expert, args.dim, args.intermediate
+        self.router = Linear(D, E, bias=True)
+        self.experts.w13 = BiasedExpertLinear(E, D, 2 * I)
+        self.experts.w2 = BiasedExpertLinear(E, I, D)
+        limit, alpha = args.swiglu_limit, args.swiglu_alpha
+        self.experts.activation = partial(clamped_swiglu, limit=limit, alpha=alpha)
+
+
+class GptOssTransformer(Transformer):
+    args: GptOssArgs
+
+    def make_block(self, args: GptOssArgs, layer: int) -> Block:
+        block = Block(args, layer)
+        block.attention = SinkAttention(args, layer)
+        block.ffn = GptOssMoE(args)
+        return block
+
+    def make_rope_table(self, length: int, device: torch.device) -> Tensor:
+        args = self.args
+        if args.yarn is None:
+            return rope_table(rope_frequencies(args.head_dim, args.rope_theta, device), length)
+        frequencies = yarn_frequencies(args.yarn, args.head_dim, args.rope_theta, device)
+        return rope_table(frequencies, length, args.yarn.attention)
+
+
+GPT_OSS_20B = GptOssArgs(
+    "gpt_oss",
+    dim=2880,
+    n_layer=24,
+    n_head=64,
+    n_kv_head=8,
+    head_dim=64,
+    intermediate=2880,
+    n_expert=32,
+    n_active=4,
+    vocab_size=201088,
+    max_position=131072,
+    rope_theta=1.5e5,
+    attention_bias=True,
+    sliding_window=128,
+    full_layers=tuple(range(1, 24, 2)),
+    yarn=Yarn(32.0, 4096, truncate=False, attention=yarn_scale(32.0)),
+)
+
+
+class GptOss(Family):
+    name = "gpt_oss"
+    architecture = "GptOssForCausalLM"
+    args_class = GptOssArgs
+    model_class = GptOssTransformer
+    defaults = dict(
+        vocab_size=201088,
+        hidden_size=2880,
+        num_hidden_layers=36,
+        max_position_embeddings=131072,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+        head_dim=64,
+        rope_theta=1.5e5,
+        rms_norm_eps=1e-5,
+        num_experts=128,
+        num_experts_per_tok=4,
+        intermediate_size=2880,
+        attention_bias=True,
+        sliding_window=128,
+        swiglu_alpha=1.702,
+        swiglu_limit=7.0,
+    )
+    rope = dict(
+        rope_type="yarn", factor=32.0, original_max_position_embeddings=4096, truncate=False
+    )
+    rope_types = ("default", "yarn")
+    published = ("mxfp4",)
+    renames = ((".mlp.router.", ".mlp.gate."),)
+
+    def fields(self, c: HFConfig) -> dict:
+        return (
+            common_fields(c)
+            | window_fields(c)
+            | {
+                "attention_bias": c.flag("attention_bias"),
+                "swiglu_limit": c.number("swiglu_limit"),
+                "swiglu_alpha": c.number("swiglu_alpha"),
+                "yarn": read_yarn(c),
+            }
+        )
+
+    def to_hf(self, args: GptOssArgs) -> dict:
+        kinds = ["full_attention"] * args.n_layer
+        if args.sliding_window:
+            kinds = [
+                "full_attention" if layer in args.full_layers else "sliding_attention"
+                for layer in range(args.n_layer)
+            ]
+        config = super().to_hf(args) | {
+            "num_local_experts": args.n_expert,
+            "attention_bias": args.attention_bias,
+            "use_sliding_window": args.sliding_window is not None,
+            "sliding_window": args.sliding_window,
+            "layer_types": kinds,
+            "swiglu_limit": args.swiglu_limit,
+            "swiglu_alpha": args.swiglu_alpha,
+        }
+        if args.yarn:
+            config["rope_parameters"] |= yarn_to_hf(args.yarn)
+        return config
+
+    def attention_recipes(self, args: GptOssArgs) -> dict[str, Recipe]:
+        sinks = {"attention.sinks": Recipe((args.n_head,), {"self_attn.sinks": WHOLE})}
+        return attention_recipes(args) | sinks
+
+    def expert_recipes(self, args: GptOssArgs, layout: Layout) -> dict[str, Recipe]:
+        """Gate and up are interleaved; weights are transposed, or in MXFP4 as published."""
+        D, E, I = args.dim, args.n_expert, args.intermediate
+        table = {
+            "ffn.router.weight": Recipe((E, D), {"mlp.gate.weight": WHOLE}),
+            "ffn.router.bias": Recipe((E,), {"mlp.gate.bias": WHOLE}),
+        }
+        recipes = packed_recipes if layout.packed else transposed_recipes
+        for ours, theirs, rows, width, order in (
+            ("ffn.experts.w13", "mlp.experts.gate_up_proj", 2 * I, D, deinterleave),
+            ("ffn.experts.w2", "mlp.experts.down_proj", D, I, lambda t: t),
+        ):
+            table[f"{ours}.bias"] = Recipe((E, rows), {f"{theirs}_bias": WHOLE}, order)
+            table |= recipes(ours, theirs, (E, rows, width), order)
+        return table
+
+    def shard_table(self, args: GptOssArgs) -> dict[str, Shard]:
+        sinks = {"attention": Shard(0, ((args.n_head, 1),))}
+        return super().shard_table(args) | sinks
+
+    shapes = {
+        "gpt-oss-20b": GPT_OSS_20B,
+        "gpt-oss-120b": replace(
+            GPT_OSS_20B, n_layer=36, n_expert=128, full_layers=tuple(range(1, 36, 2))
+        ),
+    }
+
+
+def window_fields(c: HFConfig) -> dict:
+    """Return the sliding window, and the layers without it: every other one by default."""
+    n_layer = c.integer("num_hidden_layers")
+    windowed = c.flag("use_sliding_window") and c["sliding_window"] is not None
+    kind = "sliding_attention" if windowed else "full_attention"
+    kinds = c["layer_types"] or ["sliding_attention", "full_attention"] * n_layer
+    known = dict.fromkeys((kind, "full_attention"))
+    if not isinstance(kinds, list) or any(other not in known for other in kinds):
+        c.refuse("layer_types", f"all must be {' or '.join(map(repr, known))}")
+    if len(kinds) < n_layer:
+        c.refuse("layer_types", f"there are {n_layer} layers")
+    if not windowed:
+        return {}
+    full = tuple(n for n, other in enumerate(kinds[:n_layer]) if other == "full_attention")
+    return {"sliding_window": c.integer("sliding_window"), "full_layers": full}
+
+
+def deinterleave(t: Tensor) -> Tensor:
+    """[E, 2 I, ...], gate and up rows in turn -> all gate rows, then all up rows."""
+    return t.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
+
+
+def transposed_recipes(ours: str, theirs: str, shape: tuple, order) -> dict[str, Recipe]:
+    """The recipe of a weight [E, rows, width] that is published as [E, width, rows]."""
+    E, rows, width = shape
+    recipe = Recipe((E, width, rows), {theirs: WHOLE}, lambda t: order(t.transpose(1, 2)))
+    return {f"{ours}.weight": recipe}
+
+
+def packed_recipes(ours: str, theirs: str, shape: tuple, order) -> dict[str, Recipe]:
+    """The recipes of a weight's codes and scales in MXFP4."""
+    E, rows, width = shape
+    groups = E, rows, width // FORMATS["mxfp4"].choose_group(width, None)
+
+    def codes(blocks: Tensor) -> Tensor:
+        # One expert at a time, so that temporaries take the memory of one.
+        return order(torch.stack([published_codes(expert) for expert in blocks]))
+
+    return {
+        f"{ours}.codes": Recipe(
+            (*groups, 16), {f"{theirs}_blocks": WHOLE}, codes, torch.uint8, lambda t: True
+        ),
+        f"{ours}.scale": Recipe(
+            groups,
+            {f"{theirs}_scales": WHOLE},
+            order,
+            torch.uint8,
+            lambda t: bool(t.max() <= MAX_MXFP4_EXPONENT),
+        ),
+    }

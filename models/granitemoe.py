@@ -1,0 +1,142 @@
+"""Granite-MoE: four multipliers, of the embedding, attention scores, residuals and logits."""
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from model import AddNorm, Attention, Block, ModelArgs, Transformer
+from models.config import HFConfig, common_fields, refuse_windows
+from models.family import Family
+from ops.inductor import materialize
+
+
+@dataclass(frozen=True)
+class GraniteMoeArgs(ModelArgs):
+    attention_scale: float | None = None  # of attention scores; None: C ** -0.5
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0  # of what attention and experts add
+    logit_scale: float = 1.0
+
+
+class ScaledAttention(Attention):
+    """Attention with a scale of its own."""
+
+    def __init__(self, args: GraniteMoeArgs):
+        super().__init__(args)
+        scale = args.attention_scale
+        # A factor of queries, beside the C ** -0.5 of every attention function.
+        self.query_scale = 1.0 if scale is None else scale * args.head_dim**0.5
+
+    def queries(self, q: Tensor, rope: Tensor) -> Tensor:
+        q = super().queries(q, rope)
+        return q if self.query_scale == 1 else q * self.query_scale
+
+    def fused_decode_settings(self) -> dict:
+        """See runtime/fused_attention.py."""
+        return {"query_scale": self.query_scale}
+
+
+class ScaledAddNorm(AddNorm):
+    """x + scale * y, and its norm."""
+
+    def __init__(self, scale: float):
+        super().__init__()
+        self.scale = scale
+
+    def forward(self, x: Tensor, y: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
+        x = materialize(x.add(y.view_as(x), alpha=self.scale))
+        return x, materialize(norm(x))
+
+
+class GraniteMoeTransformer(Transformer):
+    args: GraniteMoeArgs
+
+    def make_block(self, args: GraniteMoeArgs, layer: int) -> Block:
+        block = Block(args, layer)
+        block.attention = ScaledAttention(args)
+        block.add_attention = ScaledAddNorm(args.residual_scale)
+        block.add_ffn = ScaledAddNorm(args.residual_scale)
+        return block
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        return super().embed(tokens) * self.args.embedding_scale
+
+    def logits(self, normed: Tensor, last: Tensor | None) -> Tensor:
+        return super().logits(normed, last) * self.args.logit_scale
+
+
+class GraniteMoe(Family):
+    name = "granitemoe"
+    architecture = "GraniteMoeForCausalLM"
+    args_class = GraniteMoeArgs
+    model_class = GraniteMoeTransformer
+    defaults = dict(
+        vocab_size=32000,
+        hidden_size=4096,
+        num_hidden_layers=32,
+        max_position_embeddings=2048,
+        num_attention_heads=32,
+        rope_theta=1e4,
+        rms_norm_eps=1e-6,
+        bos_token_id=1,
+        eos_token_id=2,
+        num_local_experts=8,
+        num_experts_per_tok=2,
+        intermediate_size=11008,
+        embedding_multiplier=1.0,
+        attention_multiplier=1.0,
+        residual_multiplier=1.0,
+        logits_scaling=1.0,
+    )
+    keys = {"num_local_experts": "num_experts"}
+    renames = (
+        (".block_sparse_moe.input_linear.weight", ".mlp.experts.gate_up_proj"),
+        (".block_sparse_moe.output_linear.weight", ".mlp.experts.down_proj"),
+        (".block_sparse_moe.router.layer.", ".mlp.gate."),
+        # The next two as transformers 5 holds them in memory.
+        (".block_sparse_moe.router.", ".mlp.gate."),
+        (".block_sparse_moe.experts.", ".mlp.experts."),
+    )
+
+    def fields(self, c: HFConfig) -> dict:
+        refuse_windows(c)
+        return common_fields(c) | {
+            "attention_bias": c.flag("attention_bias"),
+            "attention_scale": c.optional("attention_multiplier"),
+            "embedding_scale": c.number("embedding_multiplier"),
+            "residual_scale": c.number("residual_multiplier"),
+            "logit_scale": 1 / c.number("logits_scaling"),
+        }
+
+    def to_hf(self, args: GraniteMoeArgs) -> dict:
+        return super().to_hf(args) | {
+            "num_local_experts": args.n_expert,
+            "attention_bias": args.attention_bias,
+            "attention_multiplier": args.attention_scale,
+            "embedding_multiplier": args.embedding_scale,
+            "residual_multiplier": args.residual_scale,
+            "logits_scaling": 1 / args.logit_scale,
+        }
+
+    shapes = {
+        "Granite-3.1-3b-a800m": GraniteMoeArgs(
+            "granitemoe",
+            dim=1536,
+            n_layer=32,
+            n_head=24,
+            n_kv_head=8,
+            head_dim=64,
+            intermediate=512,
+            n_expert=40,
+            n_active=8,
+            vocab_size=49155,
+            max_position=131072,
+            rope_theta=1e7,
+            norm_eps=1e-6,
+            tied_embeddings=True,
+            attention_scale=0.015625,
+            embedding_scale=12.0,
+            residual_scale=0.22,
+            logit_scale=1 / 6,
+        ),
+    }

@@ -1,0 +1,60 @@
+"""Routers that choose groups of experts first, by softmax or by sigmoid scores (DeepSeek, GLM)."""
+
+import torch
+from torch import Tensor, nn
+
+from models.layers.shared_expert import SharedExpertMoE
+from ops.topk import top_k
+
+
+class GroupRoutedMoE(SharedExpertMoE):
+    """Softmax routing within the best groups of experts (DeepSeek-V2 2024, section 2.2.2).
+
+    args.n_group groups, a token's experts are in the best args.n_active_group; args.routed_scale
+    multiplies the routing weights.
+    """
+
+    group_experts = 1  # a group's score is the sum of its best scores
+
+    def __init__(self, args):
+        super().__init__(args)
+        self.n_group, self.n_active_group = args.n_group, args.n_active_group
+        self.routed_scale = args.routed_scale
+
+    def rank_scores(self, scores: Tensor) -> Tensor:
+        """fp32 [T, E] -> same, with -inf outside of the best groups."""
+        if self.n_active_group == self.n_group:
+            return scores
+        members = scores.unflatten(-1, (self.n_group, -1))  # [T, groups, E / groups]
+        best, _ = top_k(members, self.group_experts)
+        _, groups = top_k(sum(best).squeeze(-1), self.n_active_group)
+        ids = torch.arange(self.n_group, device=scores.device)
+        active = (groups.unsqueeze(-1) == ids).any(1)
+        return torch.where(active.unsqueeze(-1), members, float("-inf")).flatten(1)
+
+    def route(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+        expert_indices, expert_weights = super().route(scores)
+        if self.routed_scale != 1:
+            expert_weights = expert_weights * self.routed_scale
+        return expert_indices, expert_weights
+
+
+class SigmoidRoutedMoE(GroupRoutedMoE):
+    """Sigmoid scores; a learned bias corrects the choice alone (DeepSeek-V3 2024, 2.1.2)."""
+
+    group_experts = 2
+
+    def __init__(self, args):
+        super().__init__(args)
+        # fp32: the bias balances experts by its last digits.
+        self.score_bias = nn.Parameter(torch.empty(args.n_expert), requires_grad=False)
+
+    def rank_scores(self, scores: Tensor) -> Tensor:
+        return super().rank_scores(scores.sigmoid() + self.score_bias)
+
+    def route(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+        scores = scores.float()
+        _, expert_indices = top_k(self.rank_scores(scores), self.n_active)
+        parts = scores.sigmoid().gather(-1, expert_indices)
+        total = parts.sum(dim=-1, keepdim=True) if self.norm_topk else 1.0
+        return expert_indices, parts * (self.routed_scale / total)

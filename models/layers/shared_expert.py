@@ -1,0 +1,30 @@
+"""MoE layers with a shared expert, which every token uses."""
+
+from torch import Tensor
+
+from model import FeedForward, Linear, MoE
+
+
+class SharedExpertMoE(MoE):
+    """Routed experts + a shared expert of args.shared_intermediate (0: none)."""
+
+    def __init__(self, args):
+        super().__init__(args)
+        width = args.shared_intermediate
+        self.shared = FeedForward(args.dim, width) if width else None
+
+    def merge(self, x: Tensor, y: Tensor) -> Tensor:
+        return y if self.shared is None else y + self.shared(x)[0]
+
+
+class GatedSharedExpertMoE(SharedExpertMoE):
+    """The shared expert's output is weighted by a learned sigmoid gate (Qwen2-MoE)."""
+
+    def __init__(self, args):
+        super().__init__(args)
+        self.shared_gate = Linear(args.dim, 1) if args.shared_intermediate else None
+
+    def merge(self, x: Tensor, y: Tensor) -> Tensor:
+        if self.shared is None:
+            return y
+        return y + self.shared(x)[0] * self.shared_gate(x).sigmoid()

@@ -1,0 +1,194 @@
+"""Phi-3.5-MoE: LayerNorms, SparseMixer routing, LongRoPE."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from model import Block, Linear, ModelArgs, MoE, Transformer
+from models.config import HFConfig, common_fields, window_field
+from models.family import Family, Layout
+from models.tensors import WHOLE, Recipe, biased_norms, prefixed, rest_recipes
+from ops.rope import rope_frequencies, rope_table
+from ops.topk import top_k
+
+
+@dataclass(frozen=True)
+class PhimoeArgs(ModelArgs):
+    mixer_eps: float = 0.01  # of SparseMixer's weights
+    head_bias: bool = False
+    rope_factors: tuple[float, ...] = ()  # LongRoPE: factors of the C / 2 wavelengths
+    rope_scale: float = 1.0  # of cosines and sines
+
+    def constraints(self) -> dict[str, bool]:
+        factors = self.rope_factors
+        valid = all(type(n) in (int, float) and 0 < n < float("inf") for n in factors)
+        sized = len(factors) in (0, self.head_dim // 2)
+        return super().constraints() | {"rope_factors": sized and valid}
+
+
+class SparseMixerMoE(MoE):
+    """Routing weights by SparseMixer (Liu et al. 2024, "GRIN")."""
+
+    def __init__(self, args: PhimoeArgs):
+        super().__init__(args)
+        self.mixer_eps = args.mixer_eps
+
+    def route(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+        """Each weight is a softmax over the experts that are left and nearly as good."""
+        scores = scores.float()
+        best, expert_indices = top_k(scores, self.n_active)
+        weights, left = [], scores
+        experts = torch.arange(scores.shape[-1], device=scores.device)
+        for score, index in zip(best, expert_indices.split(1, dim=-1), strict=True):
+            near = (score - left) / scores.abs().maximum(score) <= 2 * self.mixer_eps
+            total = torch.where(near, (left - score).exp(), 0.0).sum(dim=-1, keepdim=True)
+            weights.append(1 / total)
+            left = torch.where(experts == index, float("-inf"), left)
+        return expert_indices, torch.cat(weights, dim=-1)
+
+
+class PhimoeTransformer(Transformer):
+    args: PhimoeArgs
+
+    def __init__(self, args: PhimoeArgs):
+        super().__init__(args)
+        self.norm = nn.LayerNorm(args.dim, args.norm_eps)
+        self.head = Linear(args.dim, args.vocab_size, bias=args.head_bias)
+        self.tie_weights()
+        self.requires_grad_(False)
+
+    def make_block(self, args: PhimoeArgs, layer: int) -> Block:
+        block = Block(args, layer)
+        block.attention_norm = nn.LayerNorm(args.dim, args.norm_eps)
+        block.ffn_norm = nn.LayerNorm(args.dim, args.norm_eps)
+        block.ffn = SparseMixerMoE(args)
+        return block
+
+    def make_rope_table(self, length: int, device: torch.device) -> Tensor:
+        args = self.args
+        frequencies = rope_frequencies(args.head_dim, args.rope_theta, device)
+        if args.rope_factors:
+            frequencies = frequencies / torch.tensor(args.rope_factors, device=device)
+        return rope_table(frequencies, length, args.rope_scale)
+
+
+class Phimoe(Family):
+    name = "phimoe"
+    architecture = "PhimoeForCausalLM"
+    args_class = PhimoeArgs
+    model_class = PhimoeTransformer
+    defaults = dict(
+        vocab_size=32064,
+        hidden_size=4096,
+        num_hidden_layers=32,
+        max_position_embeddings=131072,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        rope_theta=1e6,
+        rms_norm_eps=1e-5,
+        num_local_experts=16,
+        num_experts_per_tok=2,
+        intermediate_size=6400,
+        bos_token_id=1,
+        eos_token_id=2,
+        router_jitter_noise=0.01,
+        lm_head_bias=False,
+    )
+    keys = {"num_local_experts": "num_experts"}
+    rope_types = ("default", "longrope")
+    renames = (
+        (".block_sparse_moe.", ".mlp."),
+        (".mlp.router.", ".mlp.gate."),  # as transformers 5 holds it in memory
+        (".w1.", ".gate_proj."),
+        (".w2.", ".down_proj."),
+        (".w3.", ".up_proj."),
+    )
+
+    def fields(self, c: HFConfig) -> dict:
+        if c.integer("num_experts_per_tok") != 2:
+            c.refuse("num_experts_per_tok", "it must be 2 for SparseMixer")
+        fields = common_fields(c) | window_field(c)
+        return (
+            fields
+            | longrope_fields(c)
+            | {
+                "norm_topk": False,
+                "attention_bias": c.flag("attention_bias"),
+                "mixer_eps": c.number("router_jitter_noise"),
+                "head_bias": c.flag("lm_head_bias"),
+            }
+        )
+
+    def to_hf(self, args: PhimoeArgs) -> dict:
+        config = super().to_hf(args) | {
+            "num_local_experts": args.n_expert,
+            "attention_bias": args.attention_bias,
+            "sliding_window": args.sliding_window,
+            "lm_head_bias": args.head_bias,
+            "router_jitter_noise": args.mixer_eps,
+        }
+        if args.rope_factors:
+            config["rope_parameters"] |= {
+                "rope_type": "longrope",
+                "original_max_position_embeddings": args.max_position,
+                "short_factor": list(args.rope_factors),
+                "long_factor": list(args.rope_factors),
+                "short_mscale": args.rope_scale,
+                "long_mscale": args.rope_scale,
+            }
+        return config
+
+    def layer_recipes(self, args: PhimoeArgs, layer: int, layout: Layout) -> dict[str, Recipe]:
+        return super().layer_recipes(args, layer, layout) | prefixed(biased_norms(args), layer)
+
+    def rest_recipes(self, args: PhimoeArgs) -> dict[str, Recipe]:
+        table = rest_recipes(args)
+        table["norm.bias"] = Recipe((args.dim,), {"model.norm.bias": WHOLE})
+        if args.head_bias:
+            table["head.bias"] = Recipe((args.vocab_size,), {"lm_head.bias": WHOLE})
+        return table
+
+    shapes = {
+        "Phi-3.5-MoE": PhimoeArgs(  # the factors of its RoPE change no time
+            "phimoe",
+            dim=4096,
+            n_layer=32,
+            n_head=32,
+            n_kv_head=8,
+            head_dim=128,
+            intermediate=6400,
+            n_expert=16,
+            n_active=2,
+            vocab_size=32064,
+            max_position=4096,
+            attention_bias=True,
+            sliding_window=131072,
+            norm_topk=False,
+            head_bias=True,
+            mixer_eps=0.01,
+            rope_factors=(1.0,) * 64,
+            rope_scale=1.243163121016122,
+        ),
+    }
+
+
+def longrope_fields(c: HFConfig) -> dict:
+    """Return the fields of LongRoPE's table for short sequences; sequences are limited to those.
+
+    Beyond the original positions another table holds, also for keys that are in the cache already.
+    """
+    if c["rope_type"] != "longrope":
+        return {}
+    pairs = c["head_dim"] // 2
+    factors = c["short_factor"] if isinstance(c["short_factor"], list) else ()
+    if len(factors) != pairs or any(
+        type(n) not in (int, float) or not 0 < n < 1e30 for n in factors
+    ):
+        c.refuse("short_factor", f"{pairs} positive numbers are needed")
+    original = c.integer("original_max_position_embeddings")
+    return {
+        "max_position": min(c.integer("max_position_embeddings"), original),
+        "rope_factors": tuple(map(float, factors)),
+        "rope_scale": c.number("short_mscale"),
+    }

@@ -1,0 +1,126 @@
+"""Models at published shapes with random weights made on the device: no checkpoint is needed."""
+
+import dataclasses
+import gc
+import json
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from formats import FORMATS, PLAIN
+from formats.quantizer import DTYPES, formats_of_mode, pack_weight, plan_format
+from model import ModelArgs
+from models import ARCHITECTURES, args_from_hf, build_model
+
+
+def architecture(name: str) -> ModelArgs:
+    """Return the args of a name in ARCHITECTURES, or of a Hugging Face config.json.
+
+    Raises ValueError for anything else.
+    """
+    if name in ARCHITECTURES:
+        return ARCHITECTURES[name]
+    if not Path(name).is_file():
+        known = ", ".join(ARCHITECTURES)
+        raise ValueError(f"--arch {name}: neither a config.json nor one of {known}")
+    try:
+        return args_from_hf(json.loads(Path(name).read_text()))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"--arch {name}: not valid JSON ({error})") from None
+
+
+def first_layers(args: ModelArgs, count: int) -> ModelArgs:
+    """Return the args of the model's first layers alone."""
+    layer_lists = {
+        name: tuple(layer for layer in getattr(args, name) if layer < count)
+        for name in ("dense_layers", "full_layers")
+        if hasattr(args, name)
+    }
+    return dataclasses.replace(args, n_layer=count, **layer_lists)
+
+
+class RandomWeights:
+    """A source for `load_model`: every tensor normal, scaled to keep activations near one.
+
+    format: a checkpoint's, as `plan_format` makes it; the weights are then packed as a
+    checkpoint's would be (but rounded to nearest in the half-quadratic formats, which take as
+    long to multiply with).
+    """
+
+    def __init__(self, args: ModelArgs, format: dict | None = None, seed: int = 0):
+        self.args, self.seed = dataclasses.asdict(args), seed
+        self.format = format or {"name": "bf16"}
+        self.dtype = DTYPES[self.format.get("dtype", self.format["name"])]
+        named = build_model(args).named_parameters()
+        self.shapes = {name: parameter.shape for name, parameter in named}
+        # The module packed last, whose parts are read one by one; the tensor made last, which may
+        # be read in several slices.
+        self.packed: tuple[str, dict[str, Tensor]] = "", {}
+        self.made: tuple[str, Tensor | None] = "", None
+
+    def read(
+        self,
+        name: str,
+        index: tuple[slice, ...] | None = None,
+        device: torch.device | str = "cpu",
+    ) -> Tensor:
+        """Return the tensor of that name, or its part `index`: the same for one seed and device.
+
+        A part is cut from the whole tensor, so that all ranks together have one rank's model.
+        """
+        whole = self.whole(name, device)
+        return whole if index is None else whole[index].clone()
+
+    def whole(self, name: str, device: torch.device | str) -> Tensor:
+        path, leaf = name.rsplit(".", 1)
+        spec = self.format.get("modules", {}).get(path)
+        if spec is None or leaf == "bias":
+            if self.made[0] != name:
+                self.made = "", None  # not two at once
+                self.made = name, self.plain(name, device)
+            return self.made[1]
+        if self.packed[0] != path:
+            weight = f"{path}.weight"
+            source = weight if weight in self.shapes else "embedding.weight"  # a tied head
+            plain = self.plain(source, device)
+            self.packed = path, pack_weight(plain, spec, torch.device(device), iterations=0)
+        return self.packed[1][leaf]
+
+    def plain(self, name: str, device: torch.device | str) -> Tensor:
+        """Make an unpacked tensor: norms are one, biases zero."""
+        shape = self.shapes[name]
+        if len(shape) == 1:
+            fill = torch.zeros if name.endswith("bias") else torch.ones
+            return fill(shape, dtype=self.dtype, device=device)
+        seed = self.seed + list(self.shapes).index(name)
+        generator = torch.Generator(device).manual_seed(seed)
+        scale = 1.0 if name == "embedding.weight" else shape[-1] ** -0.5
+        tensor = torch.empty(shape, dtype=self.dtype, device=device)
+        return tensor.normal_(0, scale, generator=generator)
+
+
+def number_format(mode: str, args: ModelArgs) -> dict:
+    """Return a checkpoint's "format" for a --mode: a dtype, a format, or ATTENTION-EXPERTS."""
+    if mode in DTYPES:
+        return {"name": mode}
+    attention, _, experts = mode.partition("-")
+    if not {attention, experts or attention} <= {PLAIN, *FORMATS}:
+        known = ", ".join((*DTYPES, *FORMATS))
+        raise ValueError(f"--mode {mode}: it must be one of {known}, or ATTENTION-EXPERTS")
+    names = (attention, experts) if experts else formats_of_mode(mode)
+    return plan_format(build_model(args), *names)
+
+
+def random_prompt(args: ModelArgs, length: int, seed: int = 0) -> list[int]:
+    """Return `length` token ids, the same in every run."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(args.vocab_size, (length,), generator=generator).tolist()
+
+
+def free_memory(compiled: bool) -> None:
+    """Give back the memory of models that are no longer used."""
+    if compiled:
+        torch.compiler.reset()
+    gc.collect()  # a session and its steps refer to each other, and hold the model
+    torch.cuda.empty_cache()  # nothing without a GPU
