@@ -1,0 +1,124 @@
+"""What a weight format is: the base class of every file in formats/ that describes one.
+
+A format stores a weight [..., out, in] as a few tensors, its parts. They keep the weight's rank and
+the order of its axes, with size 1 where one value serves a whole row:
+
+    codes   int32 [..., out, in * bits / 32], packed as in formats/words.py
+    scale   [..., out, 1] of rows, [..., out, in / G] of groups, [..., out / G, in / G] of blocks
+
+Further parts are the format's own; `layout` lists all. Codes are packed along `in` alone and within
+groups, so a weight can be sharded along either axis, between groups or blocks.
+
+docs/adding_a_format.md walks through one format and adds another.
+"""
+
+import torch
+from torch import Tensor
+
+from formats.words import interleave
+from ops.grouped import grouped_run
+from ops.inductor import materialize
+
+Parts = dict[str, Tensor]
+Layout = dict[str, tuple[tuple[int, ...], torch.dtype]]  # part -> its shape and dtype
+
+PLAIN = "bf16"  # in place of a format's name: the weight stays as it is
+
+
+class Format:
+    """One way to store a weight and to multiply with it. Subclasses set the attributes."""
+
+    name: str
+    bits: int  # per code
+    group: int  # default of G, the numbers along `in` that are packed (and scaled) together
+    kind: str | None = None  # how ops.grouped and ops.gemv4 decode it; None: they do not
+    has_gemv = False  # ops.gemv4 multiplies it with one token
+    has_solver = False  # `pack` takes the number of a solver's iterations
+    per_row = False  # a row has one scale; a group is only the unit of packing
+    blocks = False  # a group is of G rows too
+    head = PLAIN  # format of the head, unless the user chooses one
+    attention: str | None = None  # format of attention with --mode; None: this one
+
+    # What a format defines ------------------------------------------------------------------------
+
+    def pack(self, weight: Tensor, group: int) -> Parts:
+        """fp32 [..., out, in] -> parts."""
+        raise NotImplementedError
+
+    def unpack(self, parts: Parts, group: int) -> Tensor:
+        """Dequantize: parts -> fp32 [..., out, in]. Invert `pack`, up to its rounding."""
+        raise NotImplementedError
+
+    def dot(self, x: Tensor, parts: Parts, group: int) -> Tensor:
+        """x [..., in], parts of [..., out, in] -> fp32 [..., out]: the product for one token.
+
+        Plain PyTorch, which Inductor fuses with the gather of the parts into one kernel. This form
+        is correct for every format; override it with one that decodes in fewer instructions.
+        """
+        x = materialize(x)  # or Inductor recomputes SwiGLU in every row of the product
+        return (self.unpack(parts, group) * x.unsqueeze(-2).float()).sum(-1)
+
+    def code_layout(self, rows: tuple[int, ...], width: int) -> Layout:
+        """Return the layout of the codes of rows [*rows, width]."""
+        return {"codes": ((*rows, width * self.bits // 32), torch.int32)}
+
+    def scale_layout(self, rows: tuple[int, ...], width: int, group: int) -> Layout:
+        """Return the layout of scales (and zeros) of rows [*rows, width]."""
+        return {"scale": ((*rows, 1 if self.per_row else width // group), torch.bfloat16)}
+
+    @property
+    def min_group(self) -> int:
+        """The smallest G: as many codes as a word has."""
+        return 32 // self.bits
+
+    @property
+    def fields(self) -> int:
+        """Codes in one word of `codes`."""
+        return 32 // self.bits
+
+    def uses_integer_products(self, x: Tensor, codes: Tensor) -> bool:
+        """Whether `dot` multiplies bytes with integers made of x (`words.integer_products`).
+
+        Then x is prepared by a kernel of its own, so a stacked product is better than two.
+        """
+        return False
+
+    # What follows from that -----------------------------------------------------------------------
+
+    def layout(self, shape: torch.Size, group: int) -> Layout:
+        """Return shape and dtype of each part of a weight [..., out, in], in the parts' order."""
+        *rows, width = shape
+        return self.code_layout(rows, width) | self.scale_layout(rows, width, group)
+
+    def fits(self, width: int, group: int) -> bool:
+        """Whether groups of this size divide rows of `width` numbers into whole words."""
+        return group % self.min_group == 0 and width % group == 0
+
+    def choose_group(self, width: int, group: int | None) -> int:
+        """Return the G for rows of `width` numbers; group: the one asked for, or None.
+
+        Raises ValueError for a G that does not divide the rows into whole words.
+        """
+        if group is None:
+            group = self.default_group(width)
+        if type(group) is not int or group < 1 or not self.fits(width, group):
+            raise ValueError(
+                f"groups of {group} do not divide rows of {width} numbers into whole words"
+            )
+        return group
+
+    def default_group(self, width: int) -> int:
+        """Return the G to use for rows of `width` numbers."""
+        if self.per_row:  # any that divides the row; large ones let kernels load more at once
+            return next((n for n in (16, 8) if width % n == 0), 4)
+        return self.group
+
+    def grouped_order(self, x: Tensor, group: int) -> Tensor:
+        """Reorder x [..., in] along `in` as ops.grouped unpacks this format's weights.
+
+        A word is two units of 16 bits. The kernel unpacks `run` neighboring units side by side:
+        their first fields, then their second fields, and so on.
+        """
+        run = grouped_run(x.shape[-1], self.bits)
+        ordered = interleave(x, self.fields, group).unflatten(-1, (-1, run, self.fields // 2))
+        return ordered.transpose(-2, -1).flatten(-3)

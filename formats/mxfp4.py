@@ -1,0 +1,88 @@
+"""mxfp4: e2m1 numbers and a power of two a group (OCP Microscaling Formats v1.0)."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from formats.base import PLAIN, Format, Layout, Parts
+from formats.words import (
+    both_halves,
+    expand_groups,
+    halves_as_fp16,
+    pack_words,
+    split_fields,
+    unpack_words,
+)
+
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # numbers of codes 0 to 7; codes 8 to 15: negative
+GROUP = 32  # by definition
+
+
+class MXFP4(Format):
+    """codes e2m1; scale e8m0, uint8 [..., out, in / G]: a power of two's exponent + 127."""
+
+    name = "mxfp4"
+    bits = 4
+    group = GROUP
+    kind = "mxfp4"
+    has_gemv = True
+    attention = PLAIN
+
+    @property
+    def min_group(self) -> int:
+        return GROUP
+
+    def scale_layout(self, rows: tuple[int, ...], width: int, group: int) -> Layout:
+        return {"scale": ((*rows, width // group), torch.uint8)}
+
+    def pack(self, weight: Tensor, group: int) -> Parts:
+        """fp32 [..., out, in] -> parts, by section 6.3.
+
+        The scale brings a group's largest magnitude to [4, 8). Numbers are rounded to the nearest,
+        ties to the even code; above 6 they become 6.
+        """
+        grouped = weight.unflatten(-1, (-1, group))
+        _, exponent = grouped.abs().amax(-1, keepdim=True).frexp()  # its mantissa is in [0.5, 1)
+        scale = (exponent - 3 + 127).clamp(0, 254).to(torch.uint8)
+        scaled = (grouped / e8m0_to_float(scale)).flatten(-2)
+        magnitude = scaled.abs()
+        # Numbers are 0.5 apart below 2, then 1, then 2. Round in these steps; add the first code.
+        steps = ((2.0, 2.0, 0.0), (4.0, 1.0, 2.0), (math.inf, 0.5, 4.0))
+        codes = torch.zeros_like(scaled)
+        for end, per_unit, first in reversed(steps):
+            codes = torch.where(magnitude < end, (magnitude * per_unit).round() + first, codes)
+        codes = codes.clamp(max=7).to(torch.int32) | scaled.signbit().to(torch.int32) << 3
+        return {"codes": pack_words(codes, self.bits, group), "scale": scale.squeeze(-1)}
+
+    def unpack(self, parts: Parts, group: int) -> Tensor:
+        codes = unpack_words(parts["codes"], self.bits, group)
+        values = torch.tensor(E2M1 + tuple(-value for value in E2M1), device=codes.device)[codes]
+        return values * expand_groups(e8m0_to_float(parts["scale"]), codes.shape[-1])
+
+    def dot(self, x: Tensor, parts: Parts, group: int) -> Tensor:
+        """x [..., in], parts of [..., out, in] -> fp32 [..., out].
+
+        e2m1 is s ee m: shifted to an fp16 number's sign, last two exponent bits and first mantissa
+        bit, it is 2 ** -14 times the number, 0.5 included.
+        """
+        words, values = parts["codes"], [None] * 8
+        for k in range(4):
+            magnitude = words << 9 - 4 * k if k < 3 else words >> 3
+            bits = words << 12 - 4 * k & both_halves(0x8000) | magnitude & both_halves(0x0E00)
+            values[k], values[k + 4] = halves_as_fp16(bits)
+        fields = split_fields(x, self.fields, group, copy=group < 128)
+        total = sum(field * value for field, value in zip(fields, values, strict=True)) * 2.0**14
+        return (expand_groups(e8m0_to_float(parts["scale"]), words.shape[-1]) * total).sum(-1)
+
+
+def e8m0_to_float(exponents: Tensor) -> Tensor:
+    """e8m0, uint8 -> fp32 2 ** (exponent - 127). The smallest is a subnormal number of fp32."""
+    bits = exponents.to(torch.int32) << 23
+    return torch.where(bits == 0, 1 << 22, bits).view(torch.float32)
+
+
+def published_codes(blocks: Tensor) -> Tensor:
+    """Published uint8 [..., in / 32, 16], of two codes the first in the low bits -> `codes`."""
+    codes = torch.stack((blocks & 15, blocks >> 4), dim=-1)
+    return pack_words(codes.flatten(-3), MXFP4.bits, GROUP)

@@ -1,0 +1,375 @@
+"""Modules with packed weights, and the one table that decides which implementation multiplies.
+
+`IMPLEMENTATIONS` lists, by format, device and product, what computes it. The first row that serves
+a request wins. The last row of each product is plain PyTorch, which serves everything and is the
+reference for the others.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from formats import FORMATS
+from formats.base import Format, Parts
+from model import ExpertLinear, Linear, swiglu
+from ops.gemv4 import dot4, dot4_supports
+from ops.grouped import grouped_gemm, grouped_mm
+from ops.inductor import custom_op, materialize
+
+# Products
+TOKEN = "token"  # one token, or one (token, expert) pair, per weight matrix: a GEMV
+GATED = "token, gated"  # the same with w13, and the activation of gate and up
+ROWS = "rows"  # many rows, sorted by expert: a grouped GEMM
+
+
+class Request(NamedTuple):
+    """One product to be computed: all that the choice of an implementation depends on."""
+
+    product: str
+    format: Format
+    x: Tensor  # [..., in]
+    codes: Tensor  # int32 [..., out, W]
+    group: int
+    activation: Callable | None = None  # of GATED: (gate, up) -> h
+    bias: Tensor | None = None  # of GATED: [E, out], added before the activation
+
+
+class Implementation(NamedTuple):
+    """One row of the table.
+
+    run:
+        TOKEN   (weight, x [..., in], expert_indices [T, A] or None) -> fp32 [..., out]
+        GATED   (weight, x [T, in], expert_indices [T, A], activation) -> [T, A, out / 2]
+        ROWS    (x [N, in], group_ends int32 [E], parts, format, group) -> [N, out]
+    """
+
+    name: str
+    product: str
+    device: str  # "cuda" or "any"
+    formats: Callable[[Format], bool]
+    computes: str  # exactly what, with the activation and the bias it knows
+    run: Callable
+    supports: Callable[[Request], bool] = lambda request: True
+    reorders_x: bool = False  # ROWS: it wants x in `Format.grouped_order`
+
+
+def choose(request: Request) -> Implementation:
+    """Return the first row of IMPLEMENTATIONS that serves the request.
+
+    The choice depends on the format, on the device, dtype and shapes, and for GATED on activation
+    and bias. It is made on the host when code is traced, so compiled code contains one
+    implementation and no branch.
+    """
+    for row in IMPLEMENTATIONS:
+        if row.product != request.product or not row.formats(request.format):
+            continue
+        if (row.device == "any" or request.x.is_cuda) and row.supports(request):
+            return row
+    raise LookupError(f"no implementation of {request.product} for {request.format.name}")
+
+
+# Modules ------------------------------------------------------------------------------------------
+
+
+class Packed(nn.Module):
+    """A weight [..., out, in] in a format: its parts are the module's parameters."""
+
+    def __init__(self, module: Linear | ExpertLinear, format: str, group: int):
+        """module: the one to replace; its bias is kept. Raises ValueError for a misfit group."""
+        super().__init__()
+        weight = module.weight
+        self.format, self.group, self.width = format, group, weight.shape[-1]
+        FORMATS[format].choose_group(self.width, group)
+        self.layout = FORMATS[format].layout(weight.shape, group)
+        for name, (shape, dtype) in self.layout.items():
+            part = torch.empty(shape, dtype=dtype, device=weight.device)
+            self.register_parameter(name, nn.Parameter(part, requires_grad=False))
+        self.bias = getattr(module, "bias", None)
+
+    def parts(self, expert_indices: Tensor | None = None) -> Parts:
+        """Return the parts, or those of the chosen experts: a gather, which the product fuses."""
+        parts = {name: getattr(self, name) for name in self.layout}
+        if expert_indices is None:
+            return parts
+        return {name: part[expert_indices] for name, part in parts.items()}
+
+    def unpack(self) -> Tensor:
+        """Dequantize: return the weight, fp32 [..., out, in]."""
+        return FORMATS[self.format].unpack(self.parts(), self.group)
+
+    def request(self, product: str, x: Tensor, activation: Callable | None = None) -> Request:
+        format = FORMATS[self.format]
+        return Request(product, format, x, self.codes, self.group, activation, self.bias)
+
+    def dot(self, x: Tensor, expert_indices: Tensor | None = None) -> Tensor:
+        """x [..., in] -> fp32 [..., out], without the bias.
+
+        expert_indices [T, A]: the expert of each pair, and x is [T, A or 1, in].
+        """
+        return choose(self.request(TOKEN, x)).run(self, x, expert_indices)
+
+    def multiply_rows(self, x: Tensor, group_ends: Tensor, dense: bool = False) -> Tensor:
+        """x [N, in], rows sorted by expert, group_ends int32 [E] -> [N, out], without the bias.
+
+        dense: the weight is [out, in], of one expert.
+        """
+        # Make `in` a constant where Dynamo takes all of a prompt's sizes for symbols: it would be
+        # divided by for each element of x.
+        torch._check(x.shape[-1] == self.width)
+        # Reorder x here and not in the operator, so that Inductor fuses it with what computes x.
+        if choose(self.request(ROWS, x)).reorders_x:
+            x = FORMATS[self.format].grouped_order(x, self.group)
+        parts = [part.unsqueeze(0) if dense else part for part in self.parts().values()]
+        return grouped_packed(x, group_ends, parts, self.format, self.group)
+
+
+class PackedLinear(Packed):
+    """`model.Linear` in a format."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.numel() == x.shape[-1]:  # one token
+            y = self.dot(x).to(x.dtype)
+        else:
+            rows = x.flatten(0, -2)
+            group_ends = torch.full((1,), rows.shape[0], dtype=torch.int32, device=x.device)
+            y = self.multiply_rows(rows, group_ends, dense=True).unflatten(0, x.shape[:-1])
+        return y if self.bias is None else y + self.bias
+
+
+class PackedExpertLinear(Packed):
+    """`model.ExpertLinear` in a format, with the bias [E, out] that a subclass of it may have."""
+
+    def gather(self, x: Tensor, expert_indices: Tensor) -> Tensor:
+        """x [T, A, in], expert_indices [T, A] -> fp32 [T, A, out]."""
+        return add_bias(self.dot(x, expert_indices), self.bias, expert_indices)
+
+    def gather_gated(self, x: Tensor, expert_indices: Tensor, activation: Callable) -> Tensor:
+        """x [T, in], expert_indices [T, A] -> activation(gate, up) [T, A, out / 2]."""
+        return choose(self.request(GATED, x, activation)).run(self, x, expert_indices, activation)
+
+    def grouped(self, x: Tensor, group_ends: Tensor) -> Tensor:
+        """x [N, in] sorted by expert, rows of e before group_ends[e] (int32 [E]) -> [N, out]."""
+        y = self.multiply_rows(x, group_ends)
+        if self.bias is None:
+            return y
+        rows = torch.arange(x.shape[0], dtype=torch.int32, device=x.device)
+        return add_bias(y, self.bias, torch.searchsorted(group_ends, rows, right=True))
+
+    def activate(
+        self, gate: Tensor, up: Tensor, expert_indices: Tensor, activation: Callable
+    ) -> Tensor:
+        """gate, up [T, A, out / 2] -> activation of both with their bias."""
+        if self.bias is None:
+            return activation(gate, up)
+        gate_bias, up_bias = self.bias.chunk(2, dim=-1)
+        gate = add_bias(gate, gate_bias, expert_indices)
+        return activation(gate, add_bias(up, up_bias, expert_indices))
+
+
+def add_bias(y: Tensor, bias: Tensor | None, experts: Tensor) -> Tensor:
+    """y [..., out] + bias [E, out] of experts [...]. Index E, an expert elsewhere, gets any."""
+    return y if bias is None else y + bias[experts.clamp(max=len(bias) - 1)]
+
+
+@custom_op("moe_fast::grouped_packed")
+def grouped_packed(
+    x: Tensor, group_ends: Tensor, parts: list[Tensor], format: str, group: int
+) -> Tensor:
+    """x [N, in], group_ends int32 [E], parts of [E, out, in] in the layout's order -> [N, out].
+
+    x is in the order that the chosen implementation wants (`Implementation.reorders_x`).
+    """
+    spec = FORMATS[format]
+    layout = spec.layout((*parts[0].shape[:2], x.shape[-1]), group)
+    named = dict(zip(layout, parts, strict=True))
+    run = choose(Request(ROWS, spec, x, named["codes"], group)).run
+    return run(x, group_ends, named, spec, group)
+
+
+@grouped_packed.register_fake
+def _(x: Tensor, group_ends: Tensor, parts: list[Tensor], format: str, group: int) -> Tensor:
+    return x.new_empty(x.shape[0], parts[0].shape[1])
+
+
+# Implementations ----------------------------------------------------------------------------------
+
+
+def token_plain(weight: Packed, x: Tensor, expert_indices: Tensor | None) -> Tensor:
+    format = FORMATS[weight.format]
+    # Materialize, or Inductor recomputes the scaling in each row of the product that reads this.
+    return materialize(format.dot(x, weight.parts(expert_indices), weight.group))
+
+
+def token_gemv4(weight: Packed, x: Tensor, expert_indices: Tensor | None) -> Tensor:
+    pairs = x.shape[:-1] if expert_indices is None else expert_indices.shape
+    return launch_gemv4(weight, x, expert_indices, fuse_swiglu=False).sum(0).view(*pairs, -1)
+
+
+def gated_gemv4(
+    weight: PackedExpertLinear, x: Tensor, expert_indices: Tensor, activation: Callable
+) -> Tensor:
+    return launch_gemv4(weight, x, expert_indices, fuse_swiglu=True).view(*expert_indices.shape, -1)
+
+
+def launch_gemv4(
+    weight: Packed, x: Tensor, expert_indices: Tensor | None, fuse_swiglu: bool
+) -> Tensor:
+    parts = list(weight.parts().values())
+    pairs = None if expert_indices is None else expert_indices.flatten()
+    kind = FORMATS[weight.format].kind
+    return dot4(materialize(x).flatten(0, -2), parts, pairs, kind, weight.group, fuse_swiglu)
+
+
+def gated_stacked(
+    weight: PackedExpertLinear, x: Tensor, expert_indices: Tensor, activation: Callable
+) -> Tensor:
+    """One product of gate and up, then the activation in the next kernel."""
+    both = weight.dot(x.unsqueeze(1), expert_indices)
+    gate, up = both.chunk(2, dim=-1)
+    return weight.activate(gate, up, expert_indices, activation).to(x.dtype)
+
+
+def gated_split(
+    weight: PackedExpertLinear, x: Tensor, expert_indices: Tensor, activation: Callable
+) -> Tensor:
+    """Two products with the activation in their epilogue, as `ExpertLinear.gather_gated` has it."""
+    halves = [{}, {}]
+    for name, part in weight.parts(expert_indices).items():
+        halves[0][name], halves[1][name] = part.chunk(2, dim=2)
+    x, dot = x.unsqueeze(1), FORMATS[weight.format].dot
+    gate, up = (dot(x, half, weight.group) for half in halves)
+    return weight.activate(gate, up, expert_indices, activation).to(x.dtype)
+
+
+def rows_kernel(x: Tensor, group_ends: Tensor, parts: Parts, format: Format, group: int) -> Tensor:
+    return grouped_gemm(x, group_ends, parts, format.kind, format.bits, group)
+
+
+def rows_unpacked(
+    x: Tensor, group_ends: Tensor, parts: Parts, format: Format, group: int
+) -> Tensor:
+    """Unpack all experts, in x's dtype. Takes the memory that packing saved; does not wait for the
+    GPU, so it can be captured."""
+    each = range(parts["codes"].shape[0])
+    weight = torch.stack([unpack_expert(parts, e, format, group).to(x.dtype) for e in each])
+    return grouped_mm(x, weight, group_ends)
+
+
+def rows_by_expert(
+    x: Tensor, group_ends: Tensor, parts: Parts, format: Format, group: int
+) -> Tensor:
+    """Unpack one expert at a time, of those that have rows."""
+    y, start = x.new_empty(x.shape[0], parts["codes"].shape[1]), 0
+    for expert, end in enumerate(group_ends.tolist()):
+        if end > start:
+            weight = unpack_expert(parts, expert, format, group).to(x.dtype)
+            y[start:end] = F.linear(x[start:end], weight)
+        start = end
+    return y
+
+
+def unpack_expert(parts: Parts, expert: int, format: Format, group: int) -> Tensor:
+    return format.unpack({name: part[expert] for name, part in parts.items()}, group)
+
+
+# The table ----------------------------------------------------------------------------------------
+
+
+def any_format(format: Format) -> bool:
+    return True
+
+
+def gemv4_fits(request: Request, swiglu: bool = False) -> bool:
+    return dot4_supports(request.x, request.codes.shape[-2], request.group, swiglu)
+
+
+def fuses_swiglu(request: Request) -> bool:
+    """Whether the requested activation is the one that the GEMV kernel fuses, and it fits."""
+    is_swiglu = request.activation is swiglu and request.bias is None
+    return is_swiglu and gemv4_fits(request, swiglu=True)
+
+
+IMPLEMENTATIONS = (
+    # For 4 bits Inductor's best was slower than the kernel by half.
+    Implementation(
+        "ops.gemv4",
+        TOKEN,
+        "cuda",
+        formats=lambda format: format.has_gemv,
+        computes="weight @ x",
+        run=token_gemv4,
+        supports=gemv4_fits,
+    ),
+    Implementation(
+        "Format.dot",
+        TOKEN,
+        "any",
+        formats=any_format,
+        computes="weight @ x",
+        run=token_plain,
+    ),
+    Implementation(
+        "ops.gemv4 with SwiGLU",
+        GATED,
+        "cuda",
+        formats=lambda format: format.has_gemv,
+        computes="model.swiglu(gate, up), no bias, no other activation",
+        run=gated_gemv4,
+        supports=fuses_swiglu,
+    ),
+    Implementation(
+        "ops.gemv4, then the activation",
+        GATED,
+        "cuda",
+        formats=lambda format: format.has_gemv,
+        computes="activation(gate + bias, up + bias), any",
+        run=gated_stacked,
+        supports=gemv4_fits,
+    ),
+    # Integer products take a kernel that prepares x: one product is better than two.
+    Implementation(
+        "Format.dot by integers, then the activation",
+        GATED,
+        "cuda",
+        formats=any_format,
+        computes="activation(gate + bias, up + bias), any",
+        run=gated_stacked,
+        supports=lambda request: request.format.uses_integer_products(request.x, request.codes),
+    ),
+    Implementation(
+        "Format.dot of gate and of up",
+        GATED,
+        "any",
+        formats=any_format,
+        computes="activation(gate + bias, up + bias), any",
+        run=gated_split,
+    ),
+    Implementation(
+        "ops.grouped",
+        ROWS,
+        "cuda",
+        formats=lambda format: format.kind is not None,
+        computes="weight[expert of the row] @ x",
+        run=rows_kernel,
+        reorders_x=True,
+    ),
+    Implementation(
+        "unpack all experts, then ops.grouped.grouped_mm",
+        ROWS,
+        "cuda",
+        formats=any_format,
+        computes="weight[expert of the row] @ x",
+        run=rows_unpacked,
+    ),
+    Implementation(
+        "unpack expert by expert, then F.linear",
+        ROWS,
+        "any",
+        formats=any_format,
+        computes="weight[expert of the row] @ x",
+        run=rows_by_expert,
+    ),
+)
