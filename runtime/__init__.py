@@ -1,0 +1,1 @@
+"""The decode loop: session, sampling, CUDA graphs, runners, speculative decoding, text."""

@@ -1,0 +1,82 @@
+"""One Triton kernel for one token's attention: norms, RoPE, cache append, scores, softmax, values.
+
+It replaces `Attention.core` for one token of each sequence over a short plain cache, where starting
+five kernels takes longer than reading the cache. Everything else takes the plain path, which is the
+reference that tests compare it with.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from model import Attention, Context, Transformer
+from ops.decode_attention import decode_attention
+
+MAX_CACHE_LEN = 640  # up to this length the fused kernel is faster, or no slower (H200)
+
+
+class FusedDecodeAttention(Attention):
+    """An attention layer whose core is `ops.decode_attention`, where that computes the same.
+
+    It shares the plain layer's parameters, submodules and cache, under the same names.
+    """
+
+    def __init__(self, plain: Attention, settings: dict):
+        """settings: what the kernel computes beyond plain attention: sinks, query_scale."""
+        nn.Module.__init__(self)
+        self.__dict__.update(plain.__dict__)
+        self.plain = (plain,)  # a tuple hides it from nn.Module
+        self.settings = settings
+        _, _, C = self.heads
+        self.decode_scale = settings.get("query_scale", 1.0) * C**-0.5
+        fits = C & C - 1 == 0 and 16 <= C <= 256
+        self.supported = self.qk_norm != "full" and fits
+
+    def core(self, qkv: Tensor, context: Context) -> Tensor:
+        if self.is_fused(qkv, context):
+            return self.fused_core(qkv, context)
+        return self.plain[0].core(qkv, context)
+
+    def is_fused(self, qkv: Tensor, context: Context) -> bool:
+        """Whether the kernel takes this call: compiled, one token, a short plain cache."""
+        if not self.supported or context.chunk or qkv.shape[1] > 1:
+            return False
+        if not (qkv.is_cuda and torch.compiler.is_compiling()):
+            return False
+        mask = context.masks[self.window]
+        length = mask.bias.shape[-1]
+        short = min(self.window or length, length) <= MAX_CACHE_LEN
+        return self.cache.kv.dtype == qkv.dtype and mask.blocks is None and short
+
+    def fused_core(self, qkv: Tensor, context: Context) -> Tensor:
+        """qkv [B, 1, (H + 2 K) C] -> [B, 1, H * C]."""
+        q_norm, k_norm, eps = None, None, 0.0
+        if self.q_norm is not None:
+            q_norm, k_norm, eps = self.q_norm.weight, self.k_norm.weight, self.q_norm.eps
+        return decode_attention(
+            qkv,
+            context.rope,
+            context.positions,
+            self.cache.kv,
+            q_norm,
+            k_norm,
+            self.settings.get("sinks"),
+            self.rotary_dim,
+            self.decode_scale,
+            eps,
+            self.clip_qkv or 0.0,
+            self.window or 1 << 30,
+        )
+
+
+def fuse_decode_attention(model: Transformer) -> None:
+    """Let the kernel replace the attention of every layer whose computation it knows.
+
+    A subclass of Attention takes part only if it says what it adds, by `fused_decode_settings()`.
+    """
+    for block in model.layers:
+        attention = block.attention
+        if type(attention) is Attention:
+            block.attention = FusedDecodeAttention(attention, {})
+        elif hasattr(attention, "fused_decode_settings"):
+            settings = attention.fused_decode_settings()
+            block.attention = FusedDecodeAttention(attention, settings)

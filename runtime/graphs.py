@@ -1,0 +1,112 @@
+"""CUDA graphs: capture a step once, replay it without launch overhead.
+
+A step that needs the host in between is captured as several graphs: `run_on_host` marks the places.
+Host work must leave tensors where they are: graphs read and write the addresses of their capture.
+"""
+
+from collections.abc import Callable, Hashable
+from contextlib import ExitStack
+
+import torch
+from torch import Tensor
+
+MAX_GRAPHS = 64  # captured calls that a GraphCache remembers
+
+
+class CapturedStep:
+    """Captures a step: `with CapturedStep(generator) as step: work()`, then `step.replay()`.
+
+    generator: what the step draws from; every replay draws new numbers. The step must have run
+    before, so that nothing is left to compile; it does not run during capture. pool: memory
+    shared with other captures, none of which needs results of the one before.
+    """
+
+    current: "CapturedStep | None" = None  # the capture in progress
+
+    def __init__(self, generator: torch.Generator, pool: tuple[int, int] | None = None):
+        self.generator, self.parts = generator, []
+        # One pool for all graphs of a step: they run in turn and pass tensors on.
+        self.pool = pool or torch.cuda.graph_pool_handle()
+
+    def __enter__(self) -> "CapturedStep":
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        self.stack = ExitStack()
+        self.stack.enter_context(torch.cuda.stream(torch.cuda.Stream()))
+        CapturedStep.current = self
+        self.begin_graph()
+        return self
+
+    def __exit__(self, kind, error, trace) -> None:
+        CapturedStep.current = None
+        with self.stack:
+            self.end_graph()
+
+    def begin_graph(self) -> None:
+        self.graph = torch.cuda.CUDAGraph()
+        self.graph.register_generator_state(self.generator)
+        # thread_local: NCCL's own thread queries events during the capture.
+        self.graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
+
+    def end_graph(self) -> None:
+        self.graph.capture_end()
+        self.parts.append(self.graph.replay)
+
+    def split(self, host_work: Callable[[], None]) -> None:
+        """End one graph, call `host_work` between the two at every replay, begin the next graph."""
+        self.end_graph()
+        self.parts.append(host_work)
+        self.begin_graph()
+
+    def replay(self) -> None:
+        for part in self.parts:
+            part()
+
+
+def run_on_host(work: Callable[[], None]) -> None:
+    """Call `work` now; during a capture, at this place of every replay instead."""
+    if CapturedStep.current is None:
+        work()
+    else:
+        CapturedStep.current.split(work)
+
+
+class GraphCache:
+    """Calls `function(*tensors)` through a CUDA graph: `cache(key, function, *tensors)`.
+
+    A key is captured when it comes for the second time: most come once, and a capture takes as
+    long as a call. Whatever else the function reads must stay where it is. The oldest of
+    MAX_GRAPHS are dropped.
+    """
+
+    def __init__(self, generator: torch.Generator):
+        self.generator, self.pool = generator, torch.cuda.graph_pool_handle()
+        self.known: dict[Hashable, Callable[..., tuple[Tensor, ...]] | None] = {}
+
+    def __call__(self, key: Hashable, function: Callable, *tensors: Tensor) -> tuple[Tensor, ...]:
+        if key not in self.known:
+            self.known[key] = None
+            if len(self.known) > MAX_GRAPHS:
+                del self.known[next(iter(self.known))]
+            return function(*tensors)
+        if replay := self.known[key]:
+            return replay(*tensors)
+        inputs = [tensor.clone() for tensor in tensors]
+        outputs = function(*inputs)  # with these very tensors, so that capture compiles nothing
+        self.known[key] = self.capture(function, inputs)
+        return outputs
+
+    def capture(
+        self, function: Callable, inputs: list[Tensor]
+    ) -> Callable[..., tuple[Tensor, ...]]:
+        """Return the function, captured with these input tensors."""
+        with CapturedStep(self.generator, self.pool) as step:
+            outputs = function(*inputs)
+
+        def replay(*tensors: Tensor) -> tuple[Tensor, ...]:
+            for old, new in zip(inputs, tensors, strict=True):
+                old.copy_(new)
+            step.replay()
+            return tuple(output.clone() for output in outputs)  # the next replay overwrites them
+
+        return replay

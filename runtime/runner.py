@@ -1,0 +1,51 @@
+"""How the stages of a forward pass are executed: eagerly, compiled, or captured as CUDA graphs."""
+
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from model import Block, Chunk, Context, Runner, Transformer
+
+
+class EagerRunner(Runner):
+    """Runs each stage eagerly. A session asks a runner what it may capture."""
+
+    needs_host = False  # the host takes part in a step, layer by layer
+
+    def __init__(self, model: Transformer):
+        self.model = model
+
+    def can_capture(self, tokens: int) -> bool:
+        """Whether a call of this many tokens can be captured as CUDA graphs."""
+        return True
+
+
+class CompiledRunner(EagerRunner):
+    """Compiles each stage once; equal blocks share one compiled function.
+
+    dynamic: compile for any number of tokens (prompts) instead of one shape (decoding).
+    """
+
+    def __init__(self, model: Transformer, dynamic: bool = False):
+        super().__init__(model)
+        self.compile = partial(torch.compile, fullgraph=True, dynamic=dynamic)
+        self.compiled_begin = self.compile(type(model).begin)
+        self.compiled_block = self.compile(run_block)
+        self.compiled_logits = self.compile(type(model).logits)
+
+    def begin(self, model: Transformer, tokens: Tensor, where: Tensor | Chunk):
+        return self.compiled_begin(model, tokens, where)
+
+    def block(
+        self, block: Block, x: Tensor, normed: Tensor, context: Context, next_norm: nn.Module
+    ):
+        return self.compiled_block(block, x, normed, context, next_norm)
+
+    def logits(self, model: Transformer, normed: Tensor, last: Tensor | None) -> Tensor:
+        return self.compiled_logits(model, normed, last)
+
+
+def run_block(block: Block, x: Tensor, normed: Tensor, context: Context, next_norm: nn.Module):
+    """Call a block of any class: one function to compile, since families subclass Block."""
+    return block.forward(x, normed, context, next_norm)

@@ -1,0 +1,66 @@
+"""What a layer remembers of its sequences, as sessions, speculation and the server see it.
+
+A layer's `attention.allocate` makes one such object. model.KVCache implements the protocol for
+keys and values; a recurrent layer (linear attention, Mamba) would implement it for its state. The
+two differ in what they forgive. A KV cache masks what stands past a sequence's length, so it may
+be written there: padding of a prompt, warm-up of a captured graph, idle rows of a batch, refused
+drafts. A recurrent state must not take these tokens in. Every call therefore tells which tokens
+are real: `context.last` [B] is the index of each row's last real query, -1 for none.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from model import Context
+
+MAX_TENTATIVE = 16  # tokens of one call that `accept` can still refuse
+
+
+class SequenceState(Protocol):
+    """Memory of `batch` sequences in one layer."""
+
+    def append(self, values: Tensor, context: Context):
+        """Take in the values [B, Q, ...] of the call's real tokens; return what the layer reads.
+
+        After a call of up to MAX_TENTATIVE tokens a row, `accept` may drop the last ones again.
+        """
+
+    def accept(self, counts: Tensor) -> None:
+        """Of each row's tokens in the last call, keep the first counts [B]; on the device."""
+
+    def truncate(self, row: int, length: int) -> int:
+        """Forget the row's tokens past `length`; return how many remain, which may be fewer.
+
+        A KV cache keeps `length` tokens, a recurrent state those of its latest snapshot before
+        that.
+        """
+
+    def snapshot(self, row: int, length: int) -> None:
+        """Make the row's length now, `length`, one to which it can be truncated."""
+
+    def reset(self) -> None:
+        """Forget all sequences and snapshots."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of device memory, snapshots included."""
+
+
+def truncate_all(states: Sequence[SequenceState], row: int, length: int) -> int:
+    """Truncate a row in all layers to the same length, at most `length`; return it."""
+    while True:
+        kept = min((state.truncate(row, length) for state in states), default=length)
+        if kept == length:
+            return length
+        length = kept
+
+
+def real_tokens(queries: int, context: Context, device: torch.device) -> Tensor:
+    """Return which queries of a call are real tokens, bool [B, Q] or [1, Q]."""
+    index = torch.arange(queries, device=device)
+    if context.last is None:
+        return torch.ones_like(index, dtype=torch.bool).unsqueeze(0)
+    return index <= context.last.unsqueeze(1)

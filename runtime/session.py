@@ -1,0 +1,363 @@
+"""Sequences being continued: their cache, and the step that adds one token to each.
+
+A decode step runs the model on the tokens chosen last, chooses the next ones on the device and
+moves on by one position. It depends on no value that the host would have to read. So on CUDA the
+whole step is one graph that feeds itself; the host reads each token one step behind, to print it.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from model import COUNTING_SORT_MAX_TOKENS, Chunk, KVCache, Runner, Transformer
+from ops.attention import BLOCK
+from ops.inductor import configure_inductor
+from runtime.graphs import CapturedStep, GraphCache
+from runtime.runner import CompiledRunner, EagerRunner
+from runtime.sampling import TOP_LOGPROBS, Sampling, make_sample_step, sample
+from runtime.sequence_state import MAX_TENTATIVE, truncate_all
+
+PREFILL_CHUNK = 2048  # prompt tokens in one call, which bounds the memory for activations
+PADDING_MULTIPLE = 2 * COUNTING_SORT_MAX_TOKENS  # compiled prompts are padded to multiples of this
+SPARE = MAX_TENTATIVE  # positions past the last: for warm-up, and for drafts that are refused
+
+
+class Details(NamedTuple):
+    """What the model's pass computed for one token, before temperature and the other controls."""
+
+    logprob: float
+    top: list[tuple[int, float]]  # the TOP_LOGPROBS likeliest tokens, their log-probabilities
+    experts: list[list[int]]  # [L, A], of the layers that have experts
+    weights: list[list[float]]  # [L, A]
+
+
+@dataclass(frozen=True)
+class SessionOptions:
+    """How a session runs."""
+
+    batch: int = 1  # sequences
+    compile: bool = False  # compile the decode step; on CUDA also capture it as a graph
+    compile_prefill: bool = False  # compile the prompt's pass too
+    prefill_chunk: int = PREFILL_CHUNK  # prompt tokens in one call
+    cache_class: type[KVCache] = KVCache
+    runner_class: type[CompiledRunner] = CompiledRunner  # offload.runner has another
+    sample_rule: Callable = (
+        sample  # (logits, controls, seen, noise) -> tokens, see runtime/sampling.py
+    )
+
+
+class Session:
+    """`batch` sequences of up to `max_seq_len` tokens, prompt and answer together, on one device.
+
+    The model holds the cache, so it serves one session at a time, the newest. Set `watch` before
+    an answer to find the Details of each sequence's token in `details` whenever tokens are
+    yielded; a watched step is compiled and captured by itself, so that others pay nothing for it.
+    """
+
+    def __init__(self, model: Transformer, max_seq_len: int, options: SessionOptions | None = None):
+        self.model, self.max_seq_len = model, max_seq_len
+        self.options = options = options or SessionOptions()
+        self.batch, self.compiled = options.batch, options.compile
+        self.device = device = model.norm.weight.device
+        if options.compile or options.compile_prefill:
+            configure_inductor()
+        self.make_runners()
+        self.captured = self.compiled and device.type == "cuda"
+        self.captured = self.captured and self.runner.can_capture(self.batch)
+        # Prompts are captured too: launching one of up to some hundred tokens takes longer than
+        # its work.
+        captures_prompts = self.captured and not self.runner.needs_host
+        captures_prompts = captures_prompts and self.runner.can_capture(PADDING_MULTIPLE)
+        padded = options.compile_prefill or captures_prompts
+        self.padding_multiple = PADDING_MULTIPLE if padded else 1
+        length = max_seq_len + max(SPARE, self.padding_multiple)
+        self.cache_len = -(-length // BLOCK) * BLOCK
+        self.states = model.setup_cache(self.batch, self.cache_len, options.cache_class)
+        self.make_buffers()
+        self.graphs = GraphCache(self.generator) if captures_prompts else None
+        self.steps: dict[tuple[int, bool], Callable[[], None]] = {}
+        self.reset()
+
+    def make_runners(self) -> None:
+        """Make what runs the decode step and the prompt's pass, and the sampling step."""
+        runner_class, model = self.options.runner_class, self.model
+        self.runner = runner_class(model) if self.compiled else EagerRunner(model)
+        self.prefill_runner: Runner = EagerRunner(model)
+        if self.options.compile_prefill:
+            self.prefill_runner = runner_class(model, dynamic=True)
+        sample_step = make_sample_step(self.options.sample_rule)
+        if self.compiled:
+            sample_step = torch.compile(sample_step, fullgraph=True, dynamic=False)
+        self.sample_step = sample_step
+
+    def make_buffers(self) -> None:
+        """Allocate what a step reads and writes in place: a captured step needs fixed addresses."""
+        batch, device, args = self.batch, self.device, self.model.args
+        self.token = torch.zeros(batch, 1, dtype=torch.int64, device=device)
+        self.position = torch.zeros(batch, 1, dtype=torch.int64, device=device)
+        self.last = torch.zeros(batch, dtype=torch.int64, device=device)  # 0; -1: an idle row
+        self.seen = torch.zeros(batch, args.vocab_size, dtype=torch.bool, device=device)
+        self.controls = torch.ones(5, device=device)
+        self.rows = torch.arange(batch, device=device)
+        sparse_layers = args.n_layer - len(set(args.dense_layers))
+        self.routing_shape = 2, sparse_layers, args.n_active  # experts, then weights
+        self.top = min(TOP_LOGPROBS, args.vocab_size)
+        width = 1 + 2 * self.top + 2 * sparse_layers * args.n_active
+        self.watch, self.watched = False, torch.zeros(batch, width, device=device)
+        self.details: list[Details] = []
+        self.generator = torch.Generator(device)
+
+    def reset(self) -> None:
+        """Forget the sequences."""
+        for state in self.states:
+            state.reset()
+        # Tokens of each sequence that the host knows; the cache has the first `cached` of them.
+        self.ids: list[list[int]] = [[] for _ in range(self.batch)]
+        self.cached = [0] * self.batch
+        self.prefilled = 0  # prompt tokens that the last call had to compute
+
+    # One step ---------------------------------------------------------------------------------
+
+    def choose_tokens(self, logits: Tensor, candidates: int) -> None:
+        """Sample each next token among `candidates` (0: greedy) into `token`, step `position`."""
+        noise = None
+        if candidates:
+            noise = torch.empty(self.batch, candidates, device=self.device)
+            noise.exponential_(generator=self.generator)
+        self.sample_step(self.token, self.position, self.seen, logits, self.controls, noise)
+
+    def record_details(self, logits: Tensor, routing: Sequence[Tensor]) -> None:
+        """If watched, write what Details hold to `watched`. routing: experts, weights [L, B, A].
+
+        One row of fp32 numbers, so that it takes one copy; token and expert ids are far below 2
+        ** 24.
+        """
+        if self.watch:
+            logprobs = logits.log_softmax(dim=-1)
+            parts = logprobs.gather(1, self.token), *logprobs.topk(self.top, dim=-1)
+            routing = (part.transpose(0, 1).flatten(1) for part in routing)
+            self.watched.copy_(torch.cat([part.float() for part in (*parts, *routing)], dim=1))
+
+    def read_tokens(self) -> Callable[[], list[int]]:
+        """Start copying the tokens chosen last; the result waits for them and sets `details`."""
+        token = read_later(self.token)
+        if not self.watch:
+            return token
+        watched = read_later(self.watched)
+
+        def wait() -> list[int]:
+            rows = torch.tensor(watched()).view(self.batch, -1)
+            self.details = [self.read_details(row) for row in rows]
+            return token()
+
+        return wait
+
+    def read_details(self, row: Tensor) -> Details:
+        """A row of `watched` -> its Details."""
+        top, ids, routing = row[1:].split([self.top, self.top, len(row) - 1 - 2 * self.top])
+        experts, weights = routing.view(self.routing_shape)
+        top = list(zip(ids.int().tolist(), top.tolist(), strict=True))
+        return Details(row[0].item(), top, experts.int().tolist(), weights.tolist())
+
+    def run_model(
+        self, tokens: Tensor, where: Tensor | Chunk, last: Tensor, runner: Runner
+    ) -> tuple[Tensor, ...]:
+        """Return logits [B, V], and if watched the experts and weights [L, T, A]."""
+        found = self.model(tokens, where, last, return_routing=self.watch, runner=runner)
+        return found if self.watch else (found,)
+
+    def decode(self, candidates: int) -> None:
+        """One step: run the tokens chosen last at `position`, choose the next ones."""
+        # Eager code reads the part of the cache in use, whose length the host knows for one
+        # sequence.
+        as_chunk = not self.compiled and self.batch == 1
+        where = Chunk(self.rows, self.cached[0] + 1) if as_chunk else self.position
+        logits, *routing = self.run_model(self.token, where, self.last, self.runner)
+        self.choose_tokens(logits, candidates)
+        self.record_details(logits, routing)
+
+    def warm_up(self, candidates: int) -> Callable[[], None]:
+        """Return the decode step, compiled and on CUDA captured on the first call."""
+        key = candidates, self.watch
+        if key not in self.steps:
+            self.steps[key] = self.capture(lambda: self.decode(candidates))
+        return self.steps[key]
+
+    def capture(self, step: Callable[[], None], tokens: int = 1) -> Callable[[], None]:
+        """Return a step over `tokens` tokens from `position` on, compiled and on CUDA captured.
+
+        What the step reads and writes must stay where it is; it draws from `generator`.
+        """
+        if self.captured:
+            torch.cuda.synchronize()  # a step in flight would move `position`
+        if self.compiled:
+            last = self.last.clone()
+            with torch.cuda.stream(torch.cuda.Stream()) if self.captured else nullcontext():
+                for _ in range(2):
+                    self.position.fill_(self.cache_len - tokens)  # no sequence reaches these
+                    self.last.fill_(-1)  # no token is real, so that recurrent states stay
+                    step()
+            self.last.copy_(last)
+        if not self.captured or not self.runner.can_capture(self.batch * tokens):
+            return step
+        with CapturedStep(self.generator) as captured:
+            step()
+        return captured.replay
+
+    # Prompts ------------------------------------------------------------------------------------
+
+    def prefill(self, row: int, ids: Sequence[int], start: int) -> tuple[Tensor, ...]:
+        """Run one sequence's tokens from position `start` on -> logits of the next token [1, V].
+
+        If watched, also the last token's experts and weights [L, 1, A].
+        """
+        for part in torch.tensor(ids).to(self.device).split(self.options.prefill_chunk):
+            # Padding is overwritten before it is read. Tensors are no views: those would recompile.
+            tokens = F.pad(part.unsqueeze(0), (0, -len(part) % self.padding_multiple))
+            last = torch.zeros_like(self.last[:1]) + (len(part) - 1)
+            end = start + tokens.shape[1]
+            rows = self.rows[row : row + 1].clone()
+            logits, *routing = self.run_chunk(tokens, rows, last, end)
+            start += len(part)
+            for state in self.states:
+                state.snapshot(row, start)
+        return logits, *(layers[:, len(part) - 1 : len(part)] for layers in routing)
+
+    def run_chunk(self, tokens: Tensor, row: Tensor, last: Tensor, end: int) -> tuple[Tensor, ...]:
+        """`run_model` on one chunk [1, Q] that ends before `end`, captured if it repeats."""
+
+        def run(tokens: Tensor, row: Tensor, last: Tensor) -> tuple[Tensor, ...]:
+            return self.run_model(tokens, Chunk(row, end), last, self.prefill_runner)
+
+        if self.graphs is None or not self.runner.can_capture(tokens.shape[1]):
+            return run(tokens, row, last)
+        return self.graphs((tokens.shape[1], end, self.watch), run, tokens, row, last)
+
+    def check_prompts(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
+        """Raise ValueError unless these prompts and this many new tokens each can be run."""
+        vocabulary = self.seen.shape[1]
+        if self.model.states is not self.states:
+            raise ValueError("another session has taken this model since: make a new Session")
+        if not 0 < len(prompts) <= self.batch:
+            raise ValueError(
+                f"{len(prompts)} prompts in a session for {self.batch}: make one with a larger "
+                "batch"
+            )
+        for ids in prompts:
+            if not ids:
+                raise ValueError("the prompt is empty: give at least one token")
+            if min(ids) < 0 or max(ids) >= vocabulary:
+                raise ValueError(
+                    f"token ids must be from 0 to {vocabulary - 1}: does the tokenizer belong to "
+                    "this model?"
+                )
+            if max_new_tokens < 0 or len(ids) + max_new_tokens > self.max_seq_len:
+                room = max(0, self.max_seq_len - len(ids))
+                raise ValueError(
+                    f"{len(ids)} prompt tokens and {max_new_tokens} new ones exceed --max_seq_len "
+                    f"{self.max_seq_len}: raise it, or ask for at most {room} with --max_new_tokens"
+                )
+
+    def candidates(self, sampling: Sampling) -> int:
+        """Return among how many of the likeliest tokens a step chooses; 0 is greedy."""
+        return sampling.candidates(self.seen.shape[1])
+
+    def start_prompts(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
+        """Prefill what the cache lacks of the prompts, choose the token after each into `token`.
+
+        Warm up steps before: warming up runs them on what is set here.
+        """
+        self.controls.copy_(sampling.controls(self.seen.shape[1]))
+        if sampling.seed is None:
+            self.generator.seed()
+        else:
+            self.generator.manual_seed(sampling.seed)
+        self.seen.zero_()
+        self.prefilled, found = 0, []
+        for row, ids in enumerate(prompts):
+            self.seen[row, torch.tensor(ids, device=self.device)] = True
+            start = min(common_prefix(self.ids[row], ids), self.cached[row], len(ids) - 1)
+            start = truncate_all(self.states, row, start)
+            self.ids[row], self.cached[row] = list(ids), start
+            found.append(self.prefill(row, ids[start:], start))
+            self.cached[row] = len(ids)
+            self.prefilled += len(ids) - start
+        for row in range(len(prompts), self.batch):  # idle rows compute, but take nothing in
+            truncate_all(self.states, row, 0)
+            self.ids[row], self.cached[row] = [], 0
+            found.append(tuple(torch.zeros_like(part) for part in found[0]))
+        lengths = [len(ids) for ids in self.ids]
+        self.position.copy_(torch.tensor([[max(length - 1, 0)] for length in lengths]))
+        self.last.copy_(torch.tensor([0 if length else -1 for length in lengths]))
+        logits, *routing = zip(*found, strict=True)
+        self.choose_tokens(logits := torch.cat(logits), self.candidates(sampling))
+        self.record_details(logits, [torch.cat(part, dim=1) for part in routing])
+
+    # Streams ------------------------------------------------------------------------------------
+
+    def stream(self, ids: Sequence[int], max_new_tokens: int, sampling: Sampling) -> Iterator[int]:
+        """`stream_all` for one sequence: its tokens one by one."""
+        return (tokens[0] for tokens in self.stream_all([ids], max_new_tokens, sampling))
+
+    def stream_all(
+        self, prompts: Sequence[Sequence[int]], max_new_tokens: int, sampling: Sampling
+    ) -> Iterator[list[int]]:
+        """Continue each prompt's token ids by max_new_tokens; yield the next token of each.
+
+        What the cache holds of a prompt is not recomputed. If the step needs no host, the next
+        one is in flight while tokens are read. Raises ValueError if the tokens do not fit, before
+        anything runs.
+        """
+        self.check_prompts(prompts, max_new_tokens)
+        if max_new_tokens == 0:
+            return
+        step = self.warm_up(self.candidates(sampling))
+        self.start_prompts(prompts, sampling)
+        tokens = self.read_tokens()
+        overlaps = self.captured and not self.runner.needs_host
+
+        def launch() -> Callable[[], list[int]]:
+            step()
+            self.cached = [
+                n + 1 if ids else 0 for n, ids in zip(self.cached, self.ids, strict=True)
+            ]
+            return self.read_tokens()
+
+        for left in reversed(range(max_new_tokens)):
+            current = tokens
+            if left and overlaps:
+                tokens = launch()
+            found = current()
+            for ids, token in zip(self.ids, found[: len(prompts)], strict=False):
+                ids.append(token)
+            yield found[: len(prompts)]
+            if left and not overlaps:  # the host does the step's work, which would delay the tokens
+                tokens = launch()
+
+
+def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    """Return the length of the longest common prefix."""
+    pairs = enumerate(zip(a, b, strict=False))
+    return next((n for n, (x, y) in pairs if x != y), min(len(a), len(b)))
+
+
+def read_later(tensor: Tensor) -> Callable[[], list]:
+    """Start copying a tensor to the host; the function returned waits for its flat values."""
+    if tensor.device.type != "cuda":
+        values = tensor.flatten().tolist()
+        return lambda: values
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    host.copy_(tensor, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record(torch.cuda.current_stream(tensor.device))
+
+    def wait() -> list:
+        copied.synchronize()
+        return host.flatten().tolist()
+
+    return wait

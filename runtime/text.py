@@ -1,0 +1,111 @@
+"""From a sequence's tokens to text: pieces as they become certain, stop texts, statistics."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+
+class TextStream:
+    """The text of one sequence as its tokens arrive. `finish_reason` is set once it has ended."""
+
+    def __init__(self, ids: Sequence[int], tokenizer, settings: "TextSettings"):
+        """tokenizer: a tokenizer.Tokenizer. ids: the prompt."""
+        self.prompt_tokens, self.settings = len(ids), settings
+        self.stop_ids = () if settings.ignore_eos else tokenizer.stop_ids
+        self.pieces = tokenizer.stream(() if settings.reply else ids)
+        self.text, self.shown = "", 0
+        self.times: list[float] = []
+        self.finish_reason: str | None = None
+
+    def push(self, token: int) -> None:
+        """Take the next token; pass on the text that has become certain."""
+        self.times.append(time.perf_counter())
+        if token in self.stop_ids:
+            self.end("stop")
+            return
+        self.settings.on_token(token, len(self.text))
+        self.text += self.pieces.push(token)
+        stop = self.settings.stop
+        if (end := find_stop(self.text, stop)) is not None:
+            self.text = self.text[:end]
+            self.end("stop")
+            return
+        self.show(len(self.text) - held_back(self.text, stop))
+
+    def end(self, reason: str) -> None:
+        """End for this reason, unless it has ended before."""
+        if self.finish_reason is None:
+            self.finish_reason = reason
+            if reason != "stop":
+                self.text += self.pieces.flush()
+            self.show(len(self.text))
+
+    def show(self, certain: int) -> None:
+        self.settings.on_text(self.text[self.shown : certain])
+        self.shown = certain
+
+    def result(self, start: float) -> dict:
+        """Return what the text alone knows; times are from `start`."""
+        seconds = self.times[-1] - self.times[0] if len(self.times) > 1 else 0.0
+        return {
+            "text": self.text,
+            "prompt_tokens": self.prompt_tokens,
+            "new_tokens": len(self.times),
+            "finish_reason": self.finish_reason,
+            "ttft_s": self.times[0] - start if self.times else None,
+            "decode_tok_s": (len(self.times) - 1) / seconds if seconds else None,
+        }
+
+
+@dataclass(frozen=True)
+class TextSettings:
+    """When a text ends, and who hears of it."""
+
+    stop: Sequence[str]  # texts that end it, and are no part of it
+    ignore_eos: bool
+    reply: bool  # a text of its own, as in a chat: the tokenizer's leading space is no part of it
+    on_text: Callable[[str], None]  # each piece, as soon as it is certain
+    on_token: Callable[[int, int], None]  # each token, and where in the text it begins
+
+
+def check_stop(stop: Sequence[str]) -> None:
+    """Raise ValueError for a stop text that every answer begins with."""
+    if "" in stop:
+        raise ValueError("--stop '' would end every answer before it begins: give it some text")
+
+
+def find_stop(text: str, stop: Sequence[str]) -> int | None:
+    """Return where the first stop text begins."""
+    return min((at for at in map(text.find, stop) if at >= 0), default=None)
+
+
+def held_back(text: str, stop: Sequence[str]) -> int:
+    """Return how many last characters may be the beginning of a stop text."""
+    begun = (n for s in stop for n in range(1, len(s)) if text.endswith(s[:n]))
+    return max(begun, default=0)
+
+
+def format_statistics(result: dict) -> str:
+    """Return the line that a run ends with, from a result of `generate.generate`."""
+
+    def number(value: float | None, form: str) -> str:
+        return "-" if value is None else format(value, form)
+
+    pace = ""
+    if "speculation" in result:
+        pace = f", {number(result['speculation']['tokens_per_pass'], '.2f')} tokens a pass"
+    if "offload" in result:
+        found = result["offload"]
+        copied = found["bytes_moved_per_token"]
+        pace += (
+            f", hit ratio {number(found['hit_ratio'], '.2f')} and "
+            f"{number(found['guessed_ratio'], '.2f')} prefetched, "
+            f"{number(copied and copied / 1e6, '.4g')} MB a token copied"
+        )
+    return (
+        f"first token {number(result['ttft_s'], '.3f')} s, "
+        f"prompt {result['prompt_tokens']} tokens at {number(result['prefill_tok_s'], '.1f')}/s, "
+        f"new {result['new_tokens']} tokens at {number(result['decode_tok_s'], '.1f')}/s, "
+        f"{result['bytes_per_token'] / 1e9:.4g} GB a token, {number(result['gb_s'], '.4g')} GB/s, "
+        f"peak {result['peak_bytes'] / 1e9:.4g} GB{pace}"
+    )

@@ -1,0 +1,46 @@
+"""Bytes: what a token reads of the weights, the base of every bandwidth figure; peak memory."""
+
+import resource
+import sys
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from model import Experts, Linear, Transformer
+
+
+def stored_tensors(module: nn.Module) -> Iterable[Tensor]:
+    """Return parameters and saved buffers, each once."""
+    tensors = module.state_dict(keep_vars=True).values()
+    return {id(tensor): tensor for tensor in tensors}.values()
+
+
+def stored_bytes(module: nn.Module) -> int:
+    return sum(tensor.nbytes for tensor in stored_tensors(module))
+
+
+def bytes_per_token(model: Transformer, experts_read: float | None = None) -> int:
+    """Return the bytes that one token reads: A of E experts, one row of the embedding, all else.
+
+    experts_read: for several tokens at once, the distinct experts that they read in a layer.
+    """
+    active = experts_read or model.args.n_active
+    idle = 0
+    for module in model.modules():
+        if isinstance(module, Experts):
+            # A module that holds a part of the experts says among how many a token chooses.
+            total = getattr(module, "choose_from", module.n_expert)
+            size = stored_bytes(module)
+            idle += size - int(size * active / total)
+    tied = model.args.tied_embeddings and isinstance(model.head, Linear)
+    table = model.embedding.weight
+    return stored_bytes(model) - idle - (0 if tied else table.nbytes) + table[0].nbytes
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Return the most memory used so far: of the device on CUDA, of the process on CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
