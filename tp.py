@@ -1,285 +1,370 @@
-"""Several GPUs: which part of the model each process holds, and where parts are summed.
+"""Tensor and expert parallelism: which shard of the model each rank holds, and the sharded modules.
 
     torchrun --standalone --nproc_per_node=4 generate.py --checkpoint_path DIR ...
 
-Tensor parallelism (Shoeybi et al. 2019) cuts attention by heads, each expert along I and the head along V. A block then
-sums [T, D] over the ranks after `wo` and after the weighted sum over experts. Expert parallelism gives a rank E / N
-whole experts in place of a part of each. What is cut, and how, is a table (`table`); the two sums stand in the slot
-`join`, the gathered vocabulary in `gather`; the rest of the program does not know. The processes are world.py's.
+Tensor parallelism (Shoeybi et al. 2019) shards attention by heads, each expert along I, and the
+head along V. A block then all-reduces [T, D] twice: after `wo`, and after the weighted sum over
+experts. Expert parallelism gives a rank E / N whole experts instead. The shard table is the
+family's (models/).
+
+Sharded modules take the place of the model's own: AllReduceAddNorm, FusedScores (the router),
+ShardedExperts, GatheredHead. Processes and collectives are in parallel/.
 """
 
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-import world
-from args import ModelArgs
-from attention import allow_one_kernel
-from layers import Linear, RMSNorm
-from model import Experts, Join, Terms, Transformer
-from packing import FORMATS
-from quantize import apply
+from formats import FORMATS
+from formats.quantizer import pack_modules
+from model import AddNorm, Experts, Linear, ModelArgs, MoE, RMSNorm
+from models import build_model, family_of
+from models.family import Shard
+from parallel import process_group
+from parallel.all_reduce import all_gather, all_reduce, all_reduce_add_norm
 
 PARALLEL = "tensor", "expert"
 
-Segments = tuple[tuple[int, int], ...]  # of an axis: each how many pieces that stay whole, and the width of one
+
+# Sharded modules ----------------------------------------------------------------------------------
 
 
-# What stands in a block's slots -------------------------------------------------------------------------------------
+class PerExpertOutputs(NamedTuple):
+    """Per-expert outputs, not yet combined: the all-reduce combines them as it pushes them."""
+
+    outputs: Tensor  # [T, A, D], in the model's dtype or fp32
+    weights: Tensor  # fp32 [T, A]
 
 
-class Gather(nn.Module):
-    """[..., V / N], this rank's part of the vocabulary -> [..., V]."""
+class GatheredHead(nn.Module):
+    """A head sharded along V: [..., D] -> all logits [..., V]."""
+
+    def __init__(self, head: nn.Module, ranks: int):
+        super().__init__()
+        self.head, self.ranks = head, ranks
 
     def forward(self, x: Tensor) -> Tensor:
-        parts = world.all_gather(x.flatten(0, -2), world.size()).unflatten(0, (world.size(), -1))  # [N, ..., V / N]
+        x = self.head(x)
+        parts = all_gather(x.flatten(0, -2), self.ranks).unflatten(0, (self.ranks, -1))
         return parts.transpose(0, 1).flatten(1).unflatten(0, x.shape[:-1])
 
 
-class SplitNorm(nn.Module):
-    """RMSNorm over a last dimension that is cut over the ranks into equal parts."""
+class ShardedRMSNorm(nn.Module):
+    """RMSNorm over a last dimension that is sharded in equal parts."""
 
-    def __init__(self, norm: RMSNorm):
+    def __init__(self, norm: RMSNorm, ranks: int):
         super().__init__()
-        self.weight, self.eps = norm.weight, norm.eps
+        self.weight, self.eps, self.ranks = norm.weight, norm.eps, ranks
 
     def forward(self, x: Tensor) -> Tensor:
-        mean = world.all_reduce(x.float().square().mean(dim=-1, keepdim=True)) / world.size()
+        mean = all_reduce(x.float().square().mean(dim=-1, keepdim=True)) / self.ranks
         return (x.float() * torch.rsqrt(mean + self.eps) * self.weight).to(x.dtype)
 
 
-class SumAndJoin(Join):
-    """`model.Join` of a sum over ranks, in one way on all of them, so that all choose the same experts.
+class AllReduceAddNorm(AddNorm):
+    """All-reduce + residual add + norm, in a fixed order, and the scores of the router after it.
 
-    y may be terms, which are added up as well.
+    The scores come from the same fixed-shape kernel, so that they are bitwise identical on all
+    ranks and all choose the same experts. `FusedScores` hands them to MoE.
     """
 
-    def forward(self, x: Tensor, y: Tensor | Terms, norm: RMSNorm | nn.LayerNorm, router: Linear | None = None):
-        rows = None if router is None else router.weight
+    def __init__(self, scale: float, router: Linear | None = None):
+        super().__init__()
+        self.scale, self.router, self.scores = scale, router, None
+
+    def forward(
+        self, x: Tensor, y: Tensor | PerExpertOutputs, norm: nn.Module
+    ) -> tuple[Tensor, Tensor]:
+        y, weights = y if isinstance(y, PerExpertOutputs) else (y.view_as(x), None)
+        rows = None if self.router is None else self.router.weight
         bias = getattr(norm, "bias", None)
-        y, weights = y if isinstance(y, Terms) else (y.view_as(x), None)
-        x, normed, scores = world.sum_and_join(x, y, weights, self.scale, norm.weight, bias, norm.eps, rows)
-        if router is None:
-            return x, normed, None
-        return x, normed, scores if router.bias is None else scores + router.bias
+        x, normed, scores = all_reduce_add_norm(
+            x, y, weights, self.scale, norm.weight, bias, norm.eps, rows
+        )
+        if self.router is not None:
+            self.scores = scores
+        return x, normed
 
 
-class LocalExperts(Experts):
-    """E / N of the E experts, from `first` on: what the router gives to others counts nothing here."""
+class FusedScores(nn.Module):
+    """A router whose scores the AllReduceAddNorm before it has computed."""
 
-    def __init__(self, args: ModelArgs, first: int, count: int):
-        super().__init__(args)
-        for product in (self.w13, self.w2):
-            for name, whole in product.named_parameters():
-                setattr(product, name, nn.Parameter(whole[:count], requires_grad=False))
-        self.first, self.n_expert = first, count
+    def __init__(self, add_norm: AllReduceAddNorm):
+        super().__init__()
+        self.add_norm = add_norm
 
-    def forward(self, x: Tensor, expert_indices: Tensor, expert_weights: Tensor) -> Tensor | Terms:
-        local = expert_indices - self.first
-        return self.of_own(x, local, (local >= 0) & (local < self.n_expert), expert_weights)
-
-    def of_own(self, x: Tensor, local: Tensor, mine: Tensor, expert_weights: Tensor) -> Tensor | Terms:
-        """The product of the pairs [T, A] that are `mine`, whose expert is the one at `local` here."""
-        expert_weights = torch.where(mine, expert_weights, 0.0)
-        if x.shape[0] <= self.gather_tokens:
-            # Others' become one more reading of the token's largest own, which a cache may still hold, at no weight.
-            one = torch.where(mine, local, 0).amax(dim=-1, keepdim=True)
-            return self.gather(x, torch.where(mine, local, one), expert_weights)
-        # Others' sort last, after the end of the last group, and are not multiplied.
-        return self.group(x, torch.where(mine, local, self.n_expert), expert_weights)
-
-    def combine(self, y: Tensor, expert_weights: Tensor) -> Tensor:
-        """What was not multiplied is undefined, and not a number times 0 is not a number."""
-        expert_weights = expert_weights.unsqueeze(-1)
-        return torch.where(expert_weights == 0, 0.0, y * expert_weights).sum(1)
+    def forward(self, x: Tensor) -> Tensor:
+        router = self.add_norm.router
+        scores, self.add_norm.scores = self.add_norm.scores, None
+        if scores is None:  # called by another layer, to predict this one's experts
+            return router(x)
+        return scores if router.bias is None else scores + router.bias
 
 
-# What a rank holds --------------------------------------------------------------------------------------------------
+class ShardedExperts(Experts):
+    """A rank's experts: a part of each (tensor parallel) or whole ones (expert parallel).
 
-
-def table(args: ModelArgs, parallel: str) -> dict[str, tuple[int, Segments]]:
-    """Module (without its layer) -> the axis of its weight [..., out, in] that is cut, and the segments along it.
-    A bias is cut along the same axis, where it has that many.
-
-    Each segment is cut by itself, so that a rank gets its part of each. What is not here every rank has whole.
+    combines: return the weighted sum; otherwise few tokens' outputs stay per expert.
     """
-    queries, kv = (args.n_head, args.head_dim), (args.n_kv_head, args.head_dim)
-    values = (args.n_head, args.value_dim or args.head_dim)
-    inner, dense, shared = (args.intermediate, 1), (args.dense_intermediate, 1), (args.shared_intermediate, 1)
-    rows = {
-        "attention": (0, ((args.n_head, 1),)),  # its sinks; wkv of latent attention
-        "attention.wqkv": (0, (queries, kv, kv)),
-        "attention.wo": (1, (values,)),
-        "ffn.experts.w13": (1, (inner, inner)),
-        "ffn.experts.w2": (2, (inner,)),
-        "ffn.w13": (0, (dense, dense)),
-        "ffn.w2": (1, (dense,)),
-        "ffn.shared.w13": (0, (shared, shared)),
-        "ffn.shared.w2": (1, (shared,)),
-        "head": (0, ((args.vocab_size, 1),)),
-    }
-    if args.kv_rank:  # what all heads are made of every rank has, and so the same cache
-        rows["attention.wqkv"] = 0, (queries, (1, args.kv_rank + args.rotary_dim))
-        if args.q_rank:
-            rows["attention.wq"] = rows.pop("attention.wqkv")[0], (queries,)
-    if args.qk_norm == "full":
-        rows |= {"attention.q_norm": (0, (queries,)), "attention.k_norm": (0, (kv,))}
+
+    def __init__(self, experts: Experts, first: int, count: int, combines: bool):
+        nn.Module.__init__(self)
+        self.w13, self.w2, self.activation = experts.w13, experts.w2, experts.activation
+        self.choose_from = experts.n_expert
+        self.first, self.n_expert, self.combines = first, count, combines
+        if count < experts.n_expert:
+            for module in (self.w13, self.w2):
+                for name, whole in module.named_parameters():
+                    setattr(module, name, nn.Parameter(whole[:count], requires_grad=False))
+
+    def forward(self, x: Tensor, expert_indices: Tensor, expert_weights: Tensor):
+        if self.n_expert == self.choose_from:
+            return self.forward_local(x, expert_indices, expert_weights)
+        local = expert_indices - self.first
+        mine = (local >= 0) & (local < self.n_expert)
+        return self.forward_masked(x, local, mine, expert_weights)
+
+    def forward_masked(self, x: Tensor, local: Tensor, mine: Tensor, expert_weights: Tensor):
+        """Compute the pairs [T, A] that are `mine`, by the experts at `local`; others add 0."""
+        expert_weights = torch.where(mine, expert_weights, 0.0)
+        if x.shape[0] <= self.gather_max_tokens:
+            # Remap other ranks' experts to a local one with weight 0, which a cache may still hold.
+            one = torch.where(mine, local, 0).amax(dim=-1, keepdim=True)
+            return self.forward_local(x, torch.where(mine, local, one), expert_weights)
+        # Others sort last, past the end of the last group, and are not multiplied.
+        return self.forward_local(x, torch.where(mine, local, self.n_expert), expert_weights)
+
+    def forward_local(self, x: Tensor, expert_indices: Tensor, expert_weights: Tensor):
+        if not self.combines and x.shape[0] <= self.gather_max_tokens:
+            return PerExpertOutputs(self.per_expert(x, expert_indices), expert_weights)
+        return super().forward(x, expert_indices, expert_weights)
+
+    def combine(self, outputs: Tensor, expert_weights: Tensor) -> Tensor:
+        """Zero what was not multiplied: it is undefined, and NaN * 0 is NaN."""
+        if self.n_expert == self.choose_from:
+            return super().combine(outputs, expert_weights)
+        weights = expert_weights.unsqueeze(-1)
+        return torch.where(weights == 0, 0.0, outputs * weights).sum(1)
+
+
+# The shard table ----------------------------------------------------------------------------------
+
+
+def shard_table(args: ModelArgs, parallel: str) -> dict[str, Shard]:
+    """Return module (without its layer) -> how its weight is sharded. Others are replicated."""
+    table = family_of(args).shard_table(args)
     if parallel == "expert":
-        rows |= {f"ffn.experts.{name}": (0, ((args.n_expert, 1),)) for name in ("w13", "w2")}
-    return rows
+        for name in ("ffn.experts.w13", "ffn.experts.w2"):
+            table[name] = Shard(0, ((args.n_expert, 1),))
+    return table
 
 
-def _key(path: str) -> str:
-    """A module's name in `table`."""
+def table_key(path: str) -> str:
+    """Return a module's name in the shard table."""
     return re.sub(r"^layers\.\d+\.", "", path)
 
 
-def cut(shape: Sequence[int], axis: int, segments: Segments, rank: int, ranks: int) -> list[tuple[slice, ...]]:
-    """The slices of a part of a weight, of that shape, that `rank` has, to be joined along the axis.
+def shard_slices(shape: Sequence[int], shard: Shard, rank: int, ranks: int) -> list[tuple]:
+    """Return the slices of a tensor that `rank` holds, to be concatenated along the shard's axis.
 
-    A part is cut in proportion to its weight (codes in words, scales in groups), and is whole where it is 1 long.
-    Where there are fewer pieces than ranks (KV heads), neighbouring ranks have the same one.
+    The tensor has a part of a weight (codes in words, scales in groups): it is cut in proportion,
+    and is whole where it is 1 long. If a segment has fewer pieces than ranks (KV heads),
+    neighbours share one.
     """
+    axis, segments = shard
     if shape[axis] == 1:
         return [(slice(None),)]
-    whole, begin, found = sum(count * width for count, width in segments), 0, []
+    total, begin, slices = sum(count * width for count, width in segments), 0, []
     for count, width in segments:
         parts = min(count, ranks)
-        edges = [begin + count * width * (rank * parts // ranks + n) // parts for n in (0, 1)]
-        assert all(edge * shape[axis] % whole == 0 for edge in edges), (shape, axis, segments, ranks)
-        found.append((slice(None),) * axis + (slice(*(edge * shape[axis] // whole for edge in edges)),))
+        part = rank * parts // ranks
+        edges = [begin + count * width * (part + n) // parts for n in (0, 1)]
+        assert all(edge * shape[axis] % total == 0 for edge in edges), (shape, shard, ranks)
+        start, stop = (edge * shape[axis] // total for edge in edges)
+        slices.append((slice(None),) * axis + (slice(start, stop),))
         begin += count * width
-    return found
+    return slices
 
 
-def problem(args: ModelArgs, format: dict, ranks: int, parallel: str) -> str | None:
-    """Why this model cannot be cut into so many parts, or None."""
+def shard_problem(args: ModelArgs, format: dict, ranks: int, parallel: str) -> str | None:
+    """Return why this model cannot be sharded over `ranks`, or None."""
     if ranks == 1:
         return None
-    wholes = {"query heads": args.n_head, "the vocabulary's size": args.vocab_size}
+    sizes = {"query heads": args.n_head, "the vocabulary's size": args.vocab_size}
     if parallel == "expert":
-        wholes["experts"] = args.n_expert
+        sizes["experts"] = args.n_expert
     else:
-        wholes["the experts' intermediate size"] = args.intermediate
+        sizes["the experts' intermediate size"] = args.intermediate
     if args.dense_layers:
-        wholes["the dense layers' intermediate size"] = args.dense_intermediate
-    if args.shared_intermediate:
-        wholes["the shared expert's intermediate size"] = args.shared_intermediate
-    for name, number in wholes.items():
-        if number % ranks:
-            return f"{number} ({name}) cannot be divided by {ranks}"
+        sizes["the dense layers' intermediate size"] = args.dense_intermediate
+    if shared := getattr(args, "shared_intermediate", 0):
+        sizes["the shared expert's intermediate size"] = shared
+    for name, size in sizes.items():
+        if size % ranks:
+            return f"{size} ({name}) cannot be divided by {ranks}"
     if args.n_kv_head % ranks and ranks % args.n_kv_head:
         return f"{args.n_kv_head} key-value heads are neither a multiple nor a divisor of {ranks}"
+    table = shard_table(args, parallel)
     for path, spec in format.get("modules", {}).items():
-        axis, segments = table(args, parallel).get(_key(path), (None, ()))
-        width, group = sum(count * width for count, width in segments), spec["group_size"]
-        along = 2 if ".experts." in path else 1  # the axis of a row's numbers, after that of the rows
-        if axis == along and (width // ranks) % group:
-            return f"{path} has rows of {width}, of which {width // ranks} are no multiple of the group size {group}"
-        if axis == along - 1 and FORMATS[spec["format"]].blocks:
-            rows = [count // min(count, ranks) * size for count, size in segments]
-            if short := next((n for n in rows if n % group), None):
-                return f"{path}: {short} rows of a rank are no multiple of the group size {group}"
+        if why := group_problem(path, spec, table.get(table_key(path)), ranks):
+            return why
     return None
 
 
-def refusal(args: ModelArgs, format: dict, ranks: int, parallel: str) -> str | None:
-    """`problem` with the numbers of processes, and the group sizes, that would do."""
-    why = problem(args, format, ranks, parallel)
+def group_problem(path: str, spec: dict, shard: Shard | None, ranks: int) -> str | None:
+    """Return why a packed module's groups cannot be sharded, or None."""
+    if shard is None:
+        return None
+    width, group = sum(count * width for count, width in shard.segments), spec["group_size"]
+    along = 2 if ".experts." in path else 1  # the axis of a row's numbers
+    if shard.axis == along and (width // ranks) % group:
+        return (
+            f"{path} has rows of {width}, of which {width // ranks} are no multiple of the group "
+            f"size {group}"
+        )
+    if shard.axis == along - 1 and FORMATS[spec["format"]].blocks:
+        rows = [count // min(count, ranks) * size for count, size in shard.segments]
+        if short := next((n for n in rows if n % group), None):
+            return f"{path}: {short} rows of a rank are no multiple of the group size {group}"
+    return None
+
+
+def shard_refusal(args: ModelArgs, format: dict, ranks: int, parallel: str) -> str | None:
+    """Return `shard_problem` with the numbers of processes, and the group sizes, that would do."""
+    why = shard_problem(args, format, ranks, parallel)
     if why is None:
         return None
-    counts = [str(n) for n in range(1, 65) if problem(args, format, n, parallel) is None]
+    counts = [str(n) for n in range(1, 65) if shard_problem(args, format, n, parallel) is None]
     fixes = [f"start {', '.join(counts)}"]
-    for group in (128, 64, 32, 16):
-        modules = {
-            path: spec if FORMATS[spec["format"]].per_row else spec | {"group_size": group}
-            for path, spec in format.get("modules", {}).items()
-        }
-        if "group size" in why and problem(args, {"modules": modules}, ranks, parallel) is None and all(
-            FORMATS[spec["format"]].per_row or group % FORMATS[spec["format"]].least == 0 for spec in modules.values()
-        ):  # fmt: skip
-            fixes.append(f"quantize again with --group_size {group}")
-            break
+    if "group size" in why:
+        modules = format.get("modules", {}).values()
+        grouped = [FORMATS[m["format"]] for m in modules if not FORMATS[m["format"]].per_row]
+        for group in (128, 64, 32, 16):
+            fits = all(group % row.min_group == 0 for row in grouped)
+            other = regrouped(format, group)
+            if fits and shard_problem(args, other, ranks, parallel) is None:
+                fixes.append(f"quantize again with --group_size {group}")
+                break
     return f"{ranks} processes, --parallel {parallel}: {why}: {', or '.join(fixes)}"
 
 
-def local_args(args: ModelArgs, ranks: int, parallel: str) -> ModelArgs:
-    """The args of one rank's part. The vocabulary and the number of experts, which the router counts, stay.
+def regrouped(format: dict, group: int) -> dict:
+    """Return a checkpoint's format with another group size, in the formats that have groups."""
+    modules = {
+        path: spec if FORMATS[spec["format"]].per_row else spec | {"group_size": group}
+        for path, spec in format.get("modules", {}).items()
+    }
+    return {"modules": modules}
 
-    A part of a tied head is no longer the embedding.
+
+def local_args(args: ModelArgs, ranks: int, parallel: str) -> ModelArgs:
+    """Return the args of one rank's shard. The vocabulary and the number of experts stay.
+
+    A shard of a tied head is no longer the embedding.
     """
     if ranks == 1:
         return args
     inner = args.intermediate if parallel == "expert" else args.intermediate // ranks
+    sharded = {name: getattr(args, name) // ranks for name in family_of(args).sharded_fields}
     return replace(
-        args, n_head=args.n_head // ranks, n_kv_head=max(1, args.n_kv_head // ranks), intermediate=inner,
-        dense_intermediate=args.dense_intermediate // ranks, shared_intermediate=args.shared_intermediate // ranks,
+        args,
+        n_head=args.n_head // ranks,
+        n_kv_head=max(1, args.n_kv_head // ranks),
+        intermediate=inner,
         tied_embeddings=False,
-    )  # fmt: skip
+        **sharded,
+    )
 
 
-class Part:
-    """What one rank holds of the model with these args and this format (a checkpoint's), the whole of it if alone.
+class ModelShard:
+    """One rank's shard of a model in a number format; the whole model if there is one rank.
 
-    `.model` is on the meta device, `.read` gives its parameters one by one. Raises ValueError for a model that cannot
-    be cut into so many parts, and as `quantize.apply`.
+    `.model` is on the meta device, `.read` gives its parameters one by one, and
+    `.insert_collectives` ends the loading. Raises ValueError for a model that cannot be sharded
+    so, and as `pack_modules`.
     """
 
-    def __init__(self, args: ModelArgs, format: dict, parallel: str = "tensor", rank: int | None = None,
-                 ranks: int | None = None):  # fmt: skip
-        self.rank, self.ranks = (world.rank(), world.size()) if ranks is None else (rank, ranks)
-        self.args, self.table = args, table(args, parallel)
-        with torch.device("meta"):
-            self.model = whole = Transformer(args)
-        apply(whole, format)
+    def __init__(
+        self,
+        args: ModelArgs,
+        format: dict,
+        parallel: str = "tensor",
+        rank: int | None = None,
+        ranks: int | None = None,
+    ):
+        self.rank = process_group.rank() if rank is None else rank
+        self.ranks = process_group.size() if ranks is None else ranks
+        self.args, self.table = args, shard_table(args, parallel)
+        self.model = whole = build_model(args)
+        pack_modules(whole, format)
         if self.ranks == 1:
             return
-        if why := refusal(args, format, self.ranks, parallel):
+        if why := shard_refusal(args, format, self.ranks, parallel):
             raise ValueError(why)
-        self.shapes = {name: tensor.shape for name, tensor in whole.named_parameters(remove_duplicate=False)}
-        with torch.device("meta"):
-            self.model = Transformer(local_args(args, self.ranks, parallel))
-            self._fill_slots(parallel)
-        apply(self.model, format)
+        named = whole.named_parameters(remove_duplicate=False)
+        self.shapes = {name: tensor.shape for name, tensor in named}
+        self.model = build_model(local_args(args, self.ranks, parallel))
+        self.shard_modules(parallel)
+        pack_modules(self.model, format)
 
-    def _fill_slots(self, parallel: str) -> None:
-        model, count = self.model, self.args.n_expert // self.ranks
+    def shard_modules(self, parallel: str) -> None:
+        """Shard what keeps its parameters' names: head, experts, norms over all heads."""
+        model, ranks = self.model, self.ranks
         for name, whole in [*model.head.named_parameters()]:
-            setattr(model.head, name, nn.Parameter(whole[: self.args.vocab_size // self.ranks], requires_grad=False))
-        model.gather = Gather()
-        allow_one_kernel(model)
+            rows = whole[: self.args.vocab_size // ranks]
+            setattr(model.head, name, nn.Parameter(rows, requires_grad=False))
         for block in model.layers:
-            block.join = SumAndJoin(self.args.residual_scale)
             if self.args.qk_norm == "full":
-                block.attention.q_norm, block.attention.k_norm = map(
-                    SplitNorm, (block.attention.q_norm, block.attention.k_norm)
-                )
-            if not hasattr(block.ffn, "experts"):  # a dense layer
-                continue
-            if parallel == "expert":
-                block.ffn.experts = LocalExperts(model.args, self.rank * count, count)
-            block.ffn.experts.apart = block.ffn.shared is None
+                attention = block.attention
+                attention.q_norm = ShardedRMSNorm(attention.q_norm, ranks)
+                attention.k_norm = ShardedRMSNorm(attention.k_norm, ranks)
+            if isinstance(block.ffn, MoE):
+                experts = block.ffn.experts
+                count = experts.n_expert // ranks if parallel == "expert" else experts.n_expert
+                first = self.rank * count if parallel == "expert" else 0
+                # A layer that adds a shared expert needs the sum.
+                combines = type(block.ffn).merge is not MoE.merge
+                block.ffn.experts = ShardedExperts(experts, first, count, combines)
 
-    def read(self, source, name: str, device: torch.device | str, expert: int | None = None) -> Tensor:
-        """This rank's part of the model's parameter `name`, and nothing else, from a source as `load_model` has it.
+    def insert_collectives(self) -> None:
+        """Replace AddNorm, the routers and the head by modules that communicate. After loading."""
+        if self.ranks == 1:
+            return
+        self.model.head = GatheredHead(self.model.head, self.ranks)
+        for block in self.model.layers:
+            scale = getattr(block.add_attention, "scale", 1.0)
+            router = block.ffn.router if isinstance(block.ffn, MoE) else None
+            block.add_attention = AllReduceAddNorm(scale, router)
+            block.add_ffn = AllReduceAddNorm(scale)
+            if router is not None:
+                block.ffn.router = FusedScores(block.add_attention)
+
+    def read(
+        self, source, name: str, device: torch.device | str, expert: int | None = None
+    ) -> Tensor:
+        """Read this rank's part of parameter `name`, and nothing else, from `load_model`'s source.
 
         expert: of stacked experts' [E, ...], E of this rank's, that one alone, [1, ...].
         """
-        path, index = name.rpartition(".")[0], None if expert is None else (slice(expert, expert + 1),)
-        if self.ranks == 1 or _key(path) not in self.table:
+        path = name.rpartition(".")[0]
+        index = None if expert is None else (slice(expert, expert + 1),)
+        if self.ranks == 1 or table_key(path) not in self.table:
             return source.read(name, index, device)
-        axis, segments = self.table[_key(path)]
+        shard = self.table[table_key(path)]
         shape = self.shapes[name]
-        if axis == len(shape):  # a bias that is added to a sum over ranks, so one rank adds it
+        if shard.axis == len(shape):  # a bias after an all-reduce: one rank adds it
             bias = source.read(name, index, device)
             return bias if self.rank == 0 else torch.zeros_like(bias)
         if name == "head.weight" and self.args.tied_embeddings:
             name = "embedding.weight"
-        pieces = cut(shape, axis, segments, self.rank, self.ranks)
+        slices = shard_slices(shape, shard, self.rank, self.ranks)
         if expert is not None:
-            pieces = [(slice(at := (rows.start or 0) + expert, at + 1), *rest) for rows, *rest in pieces]
-        parts = [source.read(name, index, device) for index in pieces]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=axis)
+            slices = [
+                (slice(at := (rows.start or 0) + expert, at + 1), *rest) for rows, *rest in slices
+            ]
+        parts = [source.read(name, index, device) for index in slices]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=shard.axis)

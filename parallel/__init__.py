@@ -1,0 +1,1 @@
+"""Several processes on one model: process groups, failure detection, all-reduce."""

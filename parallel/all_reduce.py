@@ -1,0 +1,231 @@
+"""Collectives of the model: all-reduce, all-reduce + residual add + norm, all-gather.
+
+All-reduce results are bitwise identical on all ranks. There are four methods: "library"
+(NCCL, or gloo on the CPU), "one-shot" and "two-shot" (PyTorch's, through symmetric
+memory), and "push" (`ops.all_reduce.push_all_reduce`). `choose_all_reduce` measures
+which is fastest for each message size. Collectives are custom operators, so that a
+compiled block stays one graph.
+"""
+
+import os
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symmetric_memory
+from torch import Tensor
+
+from ops.all_reduce import WORDS, Inbox, empty_scores, fixed_add_norm, push_all_reduce
+from ops.inductor import custom_op
+from parallel.process_group import rank, run_collective, size, state, total
+
+MAX_SYMMETRIC_BYTES = 32 << 20  # largest message of one-shot and two-shot
+MAX_PUSH_BYTES = 128 << 10
+# The method is chosen for messages up to each of these sizes.
+MEASURED_BYTES = tuple(kilobytes << 10 for kilobytes in (8, 32, 128, 512, 2048, 8192, 32768))
+
+# all_gather_single is the name from torch 2.13 on.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+# Operators ----------------------------------------------------------------------------
+
+
+@custom_op("moe_fast::all_reduce")
+def all_reduce(x: Tensor) -> Tensor:
+    """Sum x over the ranks."""
+    return _all_reduce(x, None, x)
+
+
+@all_reduce.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+@custom_op("moe_fast::sum_and_join")
+def all_reduce_add_norm(
+    x: Tensor,
+    y: Tensor,
+    weights: Tensor | None,
+    scale: float,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    router: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """All-reduce y, then add, norm and compute router scores as `ops.all_reduce.fixed_add_norm`.
+
+    x [..., D]. y: of the same shape; or, with weights fp32 [T, A], per-expert outputs
+    [T, A, D], which are combined first. Return x + scale * sum, the norm of that, and
+    the scores.
+    """
+    y = _all_reduce(y, weights, x)
+    return fixed_add_norm(x, y, scale, weight, bias, eps, router)
+
+
+@all_reduce_add_norm.register_fake
+def _(
+    x: Tensor,
+    y: Tensor,
+    weights: Tensor | None,
+    scale: float,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    router: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    added, normed = (torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(2))
+    return added, normed, empty_scores(x, router)
+
+
+@custom_op("moe_fast::all_gather")
+def all_gather(x: Tensor, ranks: int) -> Tensor:
+    """Concatenate x [n, ...] of all ranks along the first axis -> [ranks * n, ...]."""
+    y = x.new_empty(ranks * x.shape[0], *x.shape[1:])
+    run_collective(_all_gather, y, x.contiguous(), group=state().group)
+    return y
+
+
+@all_gather.register_fake
+def _(x: Tensor, ranks: int) -> Tensor:
+    return x.new_empty(ranks * x.shape[0], *x.shape[1:])
+
+
+# Methods ------------------------------------------------------------------------------
+
+
+def _weighted_sum(outputs: Tensor, weights: Tensor) -> Tensor:
+    """outputs [T, A, D], weights fp32 [T, A] -> fp32 [T, D]; the same as model.py's."""
+    return sum((outputs * weights.unsqueeze(-1)).unbind(1))
+
+
+def _all_reduce(y: Tensor, weights: Tensor | None, like: Tensor) -> Tensor:
+    """Sum y over the ranks by the fastest method for a message like `like` that can take it.
+
+    y: of the shape and dtype of `like`; or, with weights [T, A], per-expert outputs
+    [T, A, D], which are combined first. For one token "push" combines them in its own
+    kernel.
+    """
+    nbytes = like.nbytes
+    method = next((method for most, method in state().choice if nbytes <= most), "library")
+    method = method if can_sum(method, nbytes) else "library"
+    if weights is not None:
+        if method == "push" and like.numel() == like.shape[-1]:
+            y, weights = y.contiguous(), weights.contiguous()
+            return run_collective(push_all_reduce, y, state().inbox, like, weights)
+        y = _weighted_sum(y, weights).to(like.dtype).view_as(like)
+    return run_collective(sum_over_ranks, method, y.contiguous())
+
+
+def sum_over_ranks(method: str, x: Tensor) -> Tensor:
+    """Sum a contiguous x over the ranks by a method. Each can be captured in a CUDA graph.
+
+    Why the bits are the same on all ranks: "library" and two-shot compute each number
+    on one rank and copy it; in one-shot and push each rank adds all messages up in the
+    order of ranks.
+    """
+    if method == "push":
+        return push_all_reduce(x, state().inbox, x)
+    group = state().group
+    if method == "library":
+        y = x.clone()
+        dist.all_reduce(y, group=group)
+        return y
+    buffer = state().buffer[: x.nbytes].view(x.dtype).view(x.shape)
+    symm_mem, name = torch.ops.symm_mem, group.group_name
+    if method == "one-shot":
+        return symm_mem.one_shot_all_reduce_copy(buffer, x, "sum", name)
+    buffer.copy_(x)
+    return symm_mem.two_shot_all_reduce_out(buffer, "sum", name, torch.empty_like(x))
+
+
+def can_sum(method: str, nbytes: int) -> bool:
+    """Return whether a method can take a message of this size."""
+    most = MAX_PUSH_BYTES if method == "push" else MAX_SYMMETRIC_BYTES
+    return method == "library" or (nbytes <= most and nbytes % 4 == 0)
+
+
+def methods(device: torch.device) -> list[str]:
+    """List the methods that this run can use, and allocate their symmetric memory.
+
+    All but "library" need GPUs of one host with peer access.
+    """
+    if device.type != "cuda" or int(os.environ.get("LOCAL_WORLD_SIZE", 0)) != size():
+        return ["library"]
+    own = torch.cuda.current_device()
+    peers = (other for other in range(size()) if other != own)
+    has_access = all(torch.cuda.can_device_access_peer(own, other) for other in peers)
+    if total(int(has_access)) < size():
+        return ["library"]
+    if state().buffer is None:
+        state().buffer, _ = _symmetric_zeros(device, MAX_SYMMETRIC_BYTES, dtype=torch.uint8)
+        state().inbox = _make_inbox(device)
+        torch.cuda.synchronize()
+        dist.barrier()  # no rank pushes into an inbox that is not zeroed yet
+    return ["library", "one-shot", "two-shot", "push"]
+
+
+def _make_inbox(device: torch.device) -> Inbox:
+    programs = MAX_PUSH_BYTES // 4 // WORDS
+    shape = 2, size(), programs, WORDS
+    memory, peers = _symmetric_zeros(device, *shape, dtype=torch.int64)
+    calls = torch.zeros(programs, dtype=torch.int32, device=device)
+    return Inbox(memory, peers, calls, rank())
+
+
+def _symmetric_zeros(
+    device: torch.device, *shape: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Allocate zeros that all ranks of a host can read and write -> them, addresses int64 [N]."""
+    tensor = symmetric_memory.empty(*shape, dtype=dtype, device=device).zero_()
+    addresses = symmetric_memory.rendezvous(tensor, state().group).buffer_ptrs
+    return tensor, torch.tensor(addresses, device=device)
+
+
+# Measurement --------------------------------------------------------------------------
+
+
+def graph_seconds(work: Callable[[], object], calls: int = 20) -> float:
+    """Time `work` on CUDA inside a captured graph, as in a decode step; the slowest rank's time.
+
+    The best of 4 replays with `calls` calls each.
+    """
+    work()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    # thread_local: NCCL's own thread queries events during the capture.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        for _ in range(calls):
+            work()
+    times = []
+    for _ in range(4):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) / 1e3 / calls)
+    slowest = torch.tensor(min(times))
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return slowest.item()
+
+
+def choose_all_reduce(dtype: torch.dtype, device: torch.device) -> str:
+    """Measure all methods for messages from one token to a prompt, and use the fastest by size.
+
+    Return one line that describes the choice.
+    """
+    available = methods(device)
+    if len(available) == 1 or dtype not in (torch.bfloat16, torch.float32):
+        return "all-reduce by the library"
+    state().choice, described = [], []
+    for nbytes in MEASURED_BYTES:
+        x = torch.zeros(nbytes // dtype.itemsize, dtype=dtype, device=device)
+        usable = [method for method in available if can_sum(method, nbytes)]
+        times = {method: graph_seconds(partial(sum_over_ranks, method, x)) for method in usable}
+        best = min(times, key=times.get)
+        state().choice.append((nbytes, best))
+        microseconds = f"{times[best] * 1e6:.1f} us (library {times['library'] * 1e6:.1f})"
+        described.append(f"{nbytes >> 10} KB {best} {microseconds}")
+    return "all-reduce: " + ", ".join(described)

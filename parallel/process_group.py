@@ -1,0 +1,223 @@
+"""Process groups: join the ranks that torchrun has started, share values, compare them.
+
+Every rank runs the same program. Host values that may differ (a seed, a typed line, a
+request) are rank 0's, and `share` gives them to all. Without torchrun there is one
+rank, and every function here returns at once.
+"""
+
+import gc
+import json
+import os
+import secrets
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ops.all_reduce import Inbox
+from parallel import heartbeat
+from parallel.device import pick_device
+
+NO_TIMEOUT = timedelta(days=1)  # of collectives: see parallel/heartbeat.py
+ANSWER_TIMEOUT = timedelta(seconds=30)  # between the ends of one answer on two ranks
+
+Value = TypeVar("Value")
+
+
+@dataclass
+class State:
+    """This process's view of the group; the defaults are those of a process alone.
+
+    The last three fields belong to parallel/all_reduce.py. They are here so that `stop`
+    frees the symmetric memory.
+    """
+
+    rank: int = 0
+    size: int = 1
+    group: dist.ProcessGroup | None = None  # the model's; the default group has host values
+    store: dist.Store | None = None
+    answers: int = 0  # calls of check_same_tokens
+    buffer: Tensor | None = None  # uint8, in symmetric memory
+    inbox: Inbox | None = None  # in symmetric memory
+    choice: list[tuple[int, str]] = field(default_factory=list)  # (largest bytes, method), rising
+
+
+_state = State()
+
+
+def state() -> State:
+    """Return the current state; `start` and `stop` replace it."""
+    return _state
+
+
+def rank() -> int:
+    return _state.rank
+
+
+def size() -> int:
+    """Return N, the number of ranks."""
+    return _state.size
+
+
+def is_main() -> bool:
+    """Return whether this is rank 0, the one that prints."""
+    return _state.rank == 0
+
+
+# Start and stop -----------------------------------------------------------------------
+
+
+def start(name: str = "auto") -> torch.device:
+    """Join the ranks that torchrun has started, if any -> this rank's device.
+
+    name: auto, cuda or cpu. Raises ValueError for a missing device and for more
+    processes than GPUs.
+    """
+    global _state
+    if int(os.environ.get("WORLD_SIZE", 1)) == 1:
+        return pick_device(name)
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    run_collective(dist.init_process_group, "gloo", timeout=NO_TIMEOUT)
+    _state = State(rank, size, store=dist.distributed_c10d._get_default_store())
+    heartbeat.enter(rank, size, _state.store)
+    device = _pick_rank_device(name)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    _state.group = run_collective(dist.new_group, backend=backend, timeout=NO_TIMEOUT)
+    heartbeat.start_thread()
+    return device
+
+
+def _pick_rank_device(name: str) -> torch.device:
+    device = pick_device(name)
+    if device.type != "cuda":
+        return device
+    local_rank, gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+    if local_rank >= gpus:
+        raise ValueError(f"process {local_rank} of this host has no GPU: start {gpus} a host")
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    # NVLink SHARP: not available on every fabric, and no faster for messages of a few KB.
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+    return device
+
+
+def stop() -> None:
+    """Wait for all ranks, then leave the group."""
+    global _state
+    if size() == 1:
+        return
+    run_collective(dist.barrier)
+    heartbeat.stop_thread()
+    _state = State()
+    gc.collect()  # captured CUDA graphs, since NCCL waits for them when it is destroyed
+    dist.destroy_process_group()
+
+
+def run_collective(collective: Callable, *args, **options):
+    """Call a collective. Raises ConnectionError, with one line, if another rank is gone."""
+    try:
+        return collective(*args, **options)
+    except torch.cuda.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        cause = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        message = f"another process of this run has ended: start all again ({cause:.100})"
+        raise ConnectionError(message) from None
+
+
+# Host values --------------------------------------------------------------------------
+
+
+def share(make: Callable[[], Value]) -> Value:
+    """Call `make` on rank 0 and return its value, or raise its ValueError or OSError, on all.
+
+    An OSError becomes a ValueError.
+    """
+    if size() == 1:
+        return make()
+    box = [None]
+    if is_main():
+        try:
+            box = [make()]
+        except (ValueError, OSError) as error:
+            box = [ValueError(str(error))]
+    run_collective(dist.broadcast_object_list, box, src=0)
+    if isinstance(box[0], ValueError):
+        raise box[0]
+    return box[0]
+
+
+def share_each(make: Callable[[], Iterator[Value]]) -> Iterator[Value]:
+    """Iterate over `make()` on rank 0; yield its values, one by one, on all ranks."""
+    values = make() if is_main() else iter(())
+    while found := share(lambda: [*zip((0,), values, strict=False)]):  # [] at the end
+        yield found[0][1]
+
+
+def common_seed(seed: int | None) -> int | None:
+    """Return seed, or one that rank 0 draws for all ranks; None for a process alone."""
+    return seed if seed is not None or size() == 1 else share(lambda: secrets.randbits(62))
+
+
+def total(number: int) -> int:
+    """Sum a number over all ranks."""
+    if size() == 1:
+        return number
+    numbers = torch.tensor(number)
+    run_collective(dist.all_reduce, numbers)
+    return int(numbers)
+
+
+# Checks -------------------------------------------------------------------------------
+
+
+def check_agreement(options: dict, source) -> None:
+    """Raise ValueError on every rank unless all have the same options, model and software.
+
+    Compared are options other than paths, the source's args, format and checksums, the
+    version of torch, and the GPU's name. The message names the difference.
+    """
+    if size() == 1:
+        return
+    weights = json.dumps(
+        [source.args, source.format, getattr(source, "files", None)], sort_keys=True
+    )
+    own = {"torch": torch.__version__, "checkpoint": f"{zlib.crc32(weights.encode()):08x}"}
+    if dist.get_backend(_state.group) == "nccl":
+        own["GPU"] = torch.cuda.get_device_name()
+    own |= {
+        f"--{name}": value for name, value in options.items() if not isinstance(value, os.PathLike)
+    }
+    ranks = [None] * size()
+    run_collective(dist.all_gather_object, ranks, own)
+    for other, theirs in enumerate(ranks):
+        for name in {**ranks[0], **theirs}:
+            first, second = ranks[0].get(name), theirs.get(name)
+            if first != second:
+                values = f"{name}, {first} and {second}"
+                raise ValueError(f"ranks 0 and {other} differ in {values}: start all alike")
+
+
+def check_same_tokens(ids: Sequence[Sequence[int]]) -> None:
+    """Raise ValueError unless all ranks have generated the same tokens. Call after each answer."""
+    if size() == 1:
+        return
+    _state.answers += 1
+    keys = [f"tokens/{_state.answers}/{other}" for other in range(size())]
+    store = _state.store
+    store.set(keys[rank()], str(zlib.crc32(json.dumps(ids).encode())))
+    try:
+        store.wait(keys, ANSWER_TIMEOUT)
+        same = len(set(store.multi_get(keys))) == 1
+    except RuntimeError:
+        same = False
+    # All ranks are past the previous answer, so its keys have been read.
+    store.delete_key(f"tokens/{_state.answers - 1}/{rank()}")
+    if not same:
+        fix = "use GPUs of one kind, and report it if they are"
+        raise ValueError(f"the ranks have chosen different tokens: {fix}")
