@@ -1,0 +1,1 @@
+"""The command line: parser, shared options, chat input. Imports no torch: --help is fast."""

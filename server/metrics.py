@@ -1,0 +1,79 @@
+"""What GET /metrics exports for Prometheus."""
+
+from collections.abc import Callable, Iterator, Mapping
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    disable_created_metrics,
+    generate_latest,
+)
+from prometheus_client.core import CounterMetricFamily
+from prometheus_client.registry import Collector
+
+# Keys: offload.experts.COUNTERS. Values: a metric's name and help text.
+EXPERT_METRICS = {
+    "hits": ("expert_hits", "Expert cache hits, one per expert, layer and pass."),
+    "speculative_hits": ("expert_guessed", "Needed experts that had been prefetched."),
+    "misses": ("expert_misses", "Expert cache misses, each of which delays its layer."),
+    "speculative_loads": ("expert_guesses", "Experts prefetched."),
+    "bytes": ("expert_bytes", "Bytes of experts copied from host memory."),
+}
+
+
+class Metrics:
+    """The metrics of one server, in a registry of their own."""
+
+    def __init__(self, queue_length: Callable[[], int]):
+        disable_created_metrics()  # a second time series for every counter
+        self.registry = CollectorRegistry()
+        self.responses = self.counter(
+            "responses", "HTTP responses to requests, by status.", ["status"]
+        )
+        self.answers = self.counter("answers", "Answers decoded, whole or until a disconnect.")
+        self.failures = self.counter("failures", "Answers that failed in the server.")
+        self.dropped = self.counter("dropped", "Requests whose client left the queue.")
+        self.prompt_tokens = self.counter("prompt_tokens", "Prompt tokens.")
+        self.cached_tokens = self.counter("cached_tokens", "Prompt tokens found in the KV cache.")
+        self.new_tokens = self.counter("new_tokens", "Generated tokens.")
+        self.answer_seconds = self.counter("answer_seconds", "Seconds of prefill and decoding.")
+        self.first_token_seconds = self.counter(
+            "first_token_seconds", "Seconds of these until the first token."
+        )
+        waiting = Gauge("moe_fast_waiting", "Requests in the queue.", registry=self.registry)
+        waiting.set_function(queue_length)
+        self.experts = ExpertCollector()
+        self.registry.register(self.experts)
+
+    def counter(self, name: str, help: str, labels: list[str] | None = None) -> Counter:
+        """Register a counter; it is exported as moe_fast_NAME_total."""
+        return Counter(f"moe_fast_{name}", help, labels or [], registry=self.registry)
+
+    def count_answer(self, result: Mapping) -> None:
+        """Add the result of one answer (`scheduler.answer`)."""
+        self.answers.inc()
+        self.prompt_tokens.inc(result["prompt_tokens"])
+        self.cached_tokens.inc(result["cached_tokens"])
+        self.new_tokens.inc(result["new_tokens"])
+        self.answer_seconds.inc(result["seconds"])
+        self.first_token_seconds.inc(result["ttft_s"] or 0.0)
+
+    def export(self) -> bytes:
+        """Return all metrics in Prometheus's text format."""
+        return generate_latest(self.registry)
+
+
+class ExpertCollector(Collector):
+    """Totals of the expert cache, which the offloaded layers count themselves.
+
+    Exports nothing while `totals` is empty, as it is if the model is not offloaded.
+    """
+
+    def __init__(self):
+        self.totals: dict[str, int] = {}
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        for key, total in self.totals.items():
+            name, help = EXPERT_METRICS[key]
+            yield CounterMetricFamily(f"moe_fast_{name}", help, total)
