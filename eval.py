@@ -3,8 +3,8 @@
     python eval.py --checkpoint_path DIR --text_file FILE
     python eval.py --checkpoint_path DIR --tasks arc_easy,hellaswag --limit 100
 
-Everything rests on `score`: the nats of the last tokens of a window, each given all before it. Perplexity and lm-eval's
-log-likelihoods differ only in the windows they ask about. The last line of stdout under --json is one JSON object.
+All of it rests on `score`: the nats of the last tokens of a window, each given all before it.
+Perplexity and lm-eval's log-likelihoods differ only in their windows.
 """
 
 import argparse
@@ -22,67 +22,97 @@ from torch import Tensor
 from tqdm import tqdm
 
 import tp
-import world
-from answer import generate
-from args import ModelArgs
-from attention import Chunk
-from command import Parser
-from generate import EMBEDDED, load_model, open_checkpoint
-from model import Stages, Transformer, stored
-from quantize import DTYPES, KV_CACHES, model_args
-from session import Sampling, Session
+from cli.parser import Parser
+from formats.kv_cache import KV_CACHES
+from formats.quantizer import DTYPES
+from generate import EMBEDDED, generate, load_model, log_to_stderr, open_checkpoint
+from model import Chunk, KVCache, ModelArgs, Runner, Transformer
+from models import args_of_checkpoint, build_model
+from parallel import process_group
+from parallel.heartbeat import attempt
+from runtime.sampling import Sampling
+from runtime.session import Session, SessionOptions
+from runtime.weights import stored_bytes
 from tokenizer import Tokenizer, load_tokenizer
 
 DEFAULT_SEQ_LEN = 2048
-LOGIT_POSITIONS = 256  # logits are made for so many positions at a time: those of a whole window may be gigabytes
+LOGIT_POSITIONS = 256  # positions whose logits are in memory at a time
 DEFAULT_GEN_TOKENS = 256  # of a task that does not say, as in lm-eval
-GENERATION_SETTINGS = {"until", "max_gen_toks", "max_new_tokens", "do_sample", "temperature", "top_k", "top_p"}
+GENERATION_SETTINGS = {
+    "until",
+    "max_gen_toks",
+    "max_new_tokens",
+    "do_sample",
+    "temperature",
+    "top_k",
+    "top_p",
+}
 
 
-# Scoring ------------------------------------------------------------------------------------------------------------
+# Scoring ------------------------------------------------------------------------------------------
+
+
+class ScoringRunner(Runner):
+    """Returns nats of the last tokens instead of logits, which may be gigabytes."""
+
+    def __init__(self, targets: Tensor):
+        """targets: int64 [count], the ids after the last `count` queries."""
+        self.targets = targets
+
+    def logits(self, model: Transformer, normed: Tensor, last: None) -> tuple[Tensor, Tensor]:
+        """Return nats fp32 [count], and whether each target is likeliest, bool [count]."""
+        nats, greedy = [], []
+        parts = normed[:, -len(self.targets) :].split(LOGIT_POSITIONS, 1)
+        for part, targets in zip(parts, self.targets.split(LOGIT_POSITIONS), strict=True):
+            logits = model.logits(part, None)[0]
+            nats.append(F.cross_entropy(logits, targets, reduction="none"))
+            greedy.append(logits.argmax(dim=-1) == targets)
+        return torch.cat(nats), torch.cat(greedy)
 
 
 def score(model: Transformer, ids: Sequence[int], count: int) -> tuple[Tensor, Tensor]:
-    """The last `count` of ids, each given all ids before it: nats fp32 [count], and whether greedy decoding would have
-    chosen it, bool [count]. Both stay on the model's device, and nothing is waited for.
+    """Score the last `count` of ids, each given all ids before it.
 
-    count is from 1 to len(ids) - 1. The model's cache must have len(ids) - 1 positions, and is written from 0 on.
+    Returns nats fp32 [count], and whether greedy decoding would choose it, bool [count]; both
+    stay on the device. count is from 1 to len(ids) - 1. The model's cache must have len(ids) - 1
+    positions, and is written from 0 on.
     """
-    ids = torch.tensor(ids, device=model.norm.weight.device)
-    targets = ids[-count:]
-
-    def finish(model: Transformer, normed: Tensor, last: None) -> tuple[Tensor, Tensor]:
-        nats, greedy = [], []
-        parts = normed[:, -count:].split(LOGIT_POSITIONS, 1)
-        for part, wanted in zip(parts, targets.split(LOGIT_POSITIONS), strict=True):
-            logits = Transformer.finish(model, part, None)[0]
-            nats.append(F.cross_entropy(logits, wanted, reduction="none"))
-            greedy.append(logits.argmax(dim=-1) == wanted)
-        return torch.cat(nats), torch.cat(greedy)
-
-    chunk = Chunk(ids.new_zeros(1), len(ids) - 1)
-    return model(ids[None, :-1], chunk, all_positions=True, stages=Stages(finish=finish))
+    tokens = torch.tensor(ids, device=model.norm.weight.device)
+    chunk = Chunk(tokens.new_zeros(1), len(ids) - 1)
+    runner = ScoringRunner(tokens[-count:])
+    return model(tokens[None, :-1], chunk, all_positions=True, runner=runner)
 
 
-def score_windows(model: Transformer, windows: Sequence[tuple[Sequence[int], int]], progress: bool = True) -> list:
-    """(ids, count) of each window, as `score` has them -> (nats of the count tokens, whether all are greedy) of each.
+def score_windows(
+    model: Transformer,
+    windows: Sequence[tuple[Sequence[int], int]],
+    cache_class: type[KVCache] = KVCache,
+    progress: bool = True,
+) -> list[tuple[float, bool]]:
+    """Score (ids, count) of each window -> the sum of its nats, and whether all tokens are greedy.
 
-    No token at all is certain: (0, True). The device is waited for once, at the end. Raises ValueError for ids beyond
-    the vocabulary, and where a sum is not finite.
+    No token at all is certain: (0, True). The device is waited for once, at the end. Raises
+    ValueError for ids beyond the vocabulary, and if a sum is not finite.
     """
     vocabulary, device = model.args.vocab_size, model.norm.weight.device
     if not windows:
         return []
     if max(max(ids) for ids, _ in windows) >= vocabulary:
-        raise ValueError(f"token ids must be below {vocabulary}: does the tokenizer belong to this model?")
-    model.setup_cache(1, max(len(ids) for ids, _ in windows) - 1)
-    sums = []
+        raise ValueError(
+            f"token ids must be below {vocabulary}: does the tokenizer belong to this model?"
+        )
+    model.setup_cache(1, max(len(ids) for ids, _ in windows) - 1, cache_class)
+    sums, total = [], sum(count for _, count in windows)
+    hidden = None if progress else True  # None: hidden unless stderr is a terminal
     with tqdm(
-        total=sum(count for _, count in windows), desc="scoring", unit="token", leave=False, file=sys.stderr,
-        disable=None if progress else True,
-    ) as bar:  # fmt: skip
+        total=total, desc="scoring", unit="token", leave=False, file=sys.stderr, disable=hidden
+    ) as bar:
         for ids, count in windows:
-            nats, greedy = score(model, ids, count) if count else torch.empty(2, 0, device=device)
+            nats, greedy = torch.empty(2, 0, device=device)
+            if count:
+                for state in model.states:
+                    state.truncate(0, 0)
+                nats, greedy = score(model, ids, count)
             sums.append(torch.stack((nats.double().sum(), greedy.all().double())))
             bar.update(count)
         sums = torch.stack(sums).tolist()
@@ -91,12 +121,14 @@ def score_windows(model: Transformer, windows: Sequence[tuple[Sequence[int], int
     return [(nats, greedy == 1) for nats, greedy in sums]
 
 
-# Perplexity ---------------------------------------------------------------------------------------------------------
+# Perplexity ---------------------------------------------------------------------------------------
 
 
 def window_bounds(length: int, seq_len: int, stride: int) -> Iterator[tuple[int, int, int]]:
-    """(start, end, count) of each window over `length` ids: seq_len inputs and the id that follows them; its last
-    `count` ids are those that no window before it held. The first window begins at 0, each other `stride` further on.
+    """Yield (start, end, count) of each window over `length` ids.
+
+    A window has seq_len inputs and the id after them; its last `count` ids are in no earlier
+    window. The first begins at 0, each other `stride` later.
     """
     start, held = 0, 1  # the first id has nothing before it
     while held < length:
@@ -106,22 +138,35 @@ def window_bounds(length: int, seq_len: int, stride: int) -> Iterator[tuple[int,
 
 
 def check_seq_len(args: ModelArgs, seq_len: int) -> None:
-    """Raises ValueError for a window that this model cannot have."""
+    """Raise ValueError for a window that this model cannot have."""
     if seq_len < 2:
         raise ValueError(f"--seq_len {seq_len}: it must be at least 2")
     if seq_len > args.max_position:
-        raise ValueError(f"--seq_len {seq_len}: the model was made for {args.max_position} positions at most")
+        raise ValueError(
+            f"--seq_len {seq_len}: the model was made for {args.max_position} positions at most"
+        )
 
 
-def perplexity(model: Transformer, tokenizer: Tokenizer, text: str, seq_len: int, stride: int | None = None,
-               progress: bool = True) -> dict:  # fmt: skip
-    """How well the model predicts the text, cut into windows of seq_len tokens that move by `stride` (half a window).
+def perplexity(
+    model: Transformer,
+    tokenizer: Tokenizer,
+    text: str,
+    seq_len: int,
+    stride: int | None = None,
+    *,
+    cache_class: type[KVCache] = KVCache,
+    progress: bool = True,
+) -> dict:
+    """Measure how well the model predicts a text, in windows of seq_len.
 
-    The text is one sequence: BOS once at its beginning where the tokenizer puts one. Each token is scored once, in the
-    first window that holds it, so with at least seq_len - stride tokens of context once there are as many.
-    Returns perplexity (exp of the nats a token), bits_per_byte (of UTF-8), tokens (scored: without BOS; without BOS in
-    the tokenizer, all but the first, whose bytes then do not count either), seq_len, stride, seconds,
-    tokens_per_second. Raises ValueError for a text with no token to predict, and for windows that cannot be.
+    The text is one sequence, with BOS once at its beginning if the tokenizer has one. Each token
+    is scored once, in the first window that has it: with at least seq_len - stride tokens of
+    context, later on.
+
+    Returns perplexity (exp of nats per token), bits_per_byte (of UTF-8), tokens (scored ones:
+    without BOS; without a BOS all but the first, whose bytes do not count either), seq_len,
+    stride, seconds, tokens_per_second. Raises ValueError for a text without a token to predict
+    and for bad windows.
     """
     check_seq_len(model.args, seq_len)
     stride = seq_len // 2 if stride is None else stride
@@ -131,10 +176,13 @@ def perplexity(model: Transformer, tokenizer: Tokenizer, text: str, seq_len: int
     if len(ids) < 2:
         raise ValueError("the text has no token to predict: give a longer one")
     begin = time.perf_counter()
-    windows = [(ids[start:end], count) for start, end, count in window_bounds(len(ids), seq_len, stride)]
-    nats = math.fsum(nats for nats, _ in score_windows(model, windows, progress))
+    bounds = window_bounds(len(ids), seq_len, stride)
+    windows = [(ids[start:end], count) for start, end, count in bounds]
+    scores = score_windows(model, windows, cache_class, progress)
+    nats = math.fsum(nats for nats, _ in scores)
     seconds = time.perf_counter() - begin
-    tokens, size = len(ids) - 1, len(text.encode()) - len(tokenizer.token_bytes(ids[0]))
+    tokens = len(ids) - 1
+    size = len(text.encode()) - len(tokenizer.token_bytes(ids[0]))
     return {
         "perplexity": math.exp(nats / tokens),
         "bits_per_byte": nats / math.log(2) / size,
@@ -147,30 +195,33 @@ def perplexity(model: Transformer, tokenizer: Tokenizer, text: str, seq_len: int
 
 
 def weight_size(model: Transformer) -> dict:
-    """bytes: of everything the model stores, scales and zero points included; bits_per_weight: over the weights that
-    the plain model of the same args has. Shared tensors count once."""
-    with torch.device("meta"):
-        weights = sum(parameter.numel() for parameter in Transformer(model.args).parameters())
-    size = sum(tensor.nbytes for tensor in stored(model))
+    """Return bytes of all that the model stores, with scales and zeros, and bits_per_weight.
+
+    Weights are those of the plain model of the same args. Shared tensors count once.
+    """
+    weights = sum(parameter.numel() for parameter in build_model(model.args).parameters())
+    size = stored_bytes(model)
     return {"bits_per_weight": 8 * size / weights, "bytes": size}
 
 
-# lm-eval ------------------------------------------------------------------------------------------------------------
-# The three questions of a task. Each takes all its requests at once, and results keep their order.
+# lm-eval ------------------------------------------------------------------------------------------
+# The three questions of a task. Each takes all its requests at once; results keep their order.
 
 
 def prefix_id(tokenizer: Tokenizer) -> int:
-    """What stands before a text that nothing precedes: BOS, else the end-of-text token."""
-    for id in (tokenizer.bos_id, *tokenizer.stop_ids):
-        if id is not None:
-            return id
+    """Return the token before a text that nothing precedes: BOS, else the end-of-text token."""
+    for token in (tokenizer.bos_id, *tokenizer.stop_ids):
+        if token is not None:
+            return token
     raise ValueError("the tokenizer has neither a BOS nor an EOS token for a text to begin with")
 
 
-def join(tokenizer: Tokenizer, context: str, continuation: str) -> tuple[list[int], int]:
-    """Ids of both, and how many of them are the continuation's, as lm-eval has it, so that its figures compare: spaces
-    that end the context go to the continuation, both are encoded as one text, and what is longer than the context's own
-    encoding is the continuation's. Where no token is, but the last one has changed, it is that one.
+def encode_pair(tokenizer: Tokenizer, context: str, continuation: str) -> tuple[list[int], int]:
+    """Return the ids of both, and how many are the continuation's, as lm-eval counts.
+
+    Spaces that end the context go to the continuation, both are encoded as one text, and what is
+    longer than the context's own encoding is the continuation's: at least the last token, if that
+    has changed.
     """
     begin = context.rstrip()
     if not begin:
@@ -181,25 +232,42 @@ def join(tokenizer: Tokenizer, context: str, continuation: str) -> tuple[list[in
     return (before + after, len(after)) if after or whole == before else (whole, 1)
 
 
-def loglikelihood(model: Transformer, tokenizer: Tokenizer, requests: Sequence[tuple[str, str]],
-                  max_length: int) -> list[tuple[float, bool]]:  # fmt: skip
-    """(context, continuation) -> log-probability of the continuation, and whether it is what greedy decoding gives.
+def loglikelihood(
+    model: Transformer,
+    tokenizer: Tokenizer,
+    requests: Sequence[tuple[str, str]],
+    max_length: int,
+    cache_class: type[KVCache] = KVCache,
+) -> list[tuple[float, bool]]:
+    """(context, continuation) -> log-probability of the continuation, and whether it is greedy.
 
-    A context too long for max_length inputs loses its beginning. Raises ValueError for a continuation that is too long.
+    A context too long for max_length inputs loses its beginning. Raises ValueError for a
+    continuation that is too long.
     """
-    joined = [join(tokenizer, *request) for request in requests]
+    joined = [encode_pair(tokenizer, *request) for request in requests]
     if (longest := max(count for _, count in joined)) > max_length:
-        raise ValueError(f"a continuation of {longest} tokens is longer than the window: raise --seq_len {max_length}")
+        raise ValueError(
+            f"a continuation of {longest} tokens is longer than the window: raise --seq_len "
+            f"{max_length}"
+        )
     if cut := sum(len(ids) > max_length + 1 for ids, _ in joined):
-        print(f"{cut} of {len(joined)} contexts are cut to --seq_len {max_length}", file=sys.stderr)
+        cuts = f"{cut} of {len(joined)} contexts are cut to --seq_len {max_length}"
+        print(cuts, file=sys.stderr)
     windows = [(ids[-max_length - 1 :], count) for ids, count in joined]
-    return [(-nats, greedy) for nats, greedy in score_windows(model, windows)]
+    return [(-nats, greedy) for nats, greedy in score_windows(model, windows, cache_class)]
 
 
-def loglikelihood_rolling(model: Transformer, tokenizer: Tokenizer, requests: Sequence[tuple[str]],
-                          max_length: int) -> list[float]:  # fmt: skip
-    """(text,) -> log-probability of the whole text after BOS (or EOS), in windows of max_length tokens that follow each
-    other, the last one begun early enough to be full."""
+def loglikelihood_rolling(
+    model: Transformer,
+    tokenizer: Tokenizer,
+    requests: Sequence[tuple[str]],
+    max_length: int,
+    cache_class: type[KVCache] = KVCache,
+) -> list[float]:
+    """(text,) -> log-probability of the whole text after BOS (or EOS).
+
+    Windows of max_length tokens follow each other; the last begins early enough to be full.
+    """
     windows, owners = [], []
     for owner, (text,) in enumerate(requests):
         ids = [prefix_id(tokenizer), *tokenizer.encode(text, bos=False)]
@@ -207,98 +275,135 @@ def loglikelihood_rolling(model: Transformer, tokenizer: Tokenizer, requests: Se
             windows.append((ids[max(0, end - max_length - 1) : end], count))
             owners.append(owner)
     sums = [0.0] * len(requests)
-    for owner, (nats, _) in zip(owners, score_windows(model, windows), strict=True):
+    scores = score_windows(model, windows, cache_class)
+    for owner, (nats, _) in zip(owners, scores, strict=True):
         sums[owner] -= nats
     return sums
 
 
-def generate_until(model: Transformer, tokenizer: Tokenizer, requests: Sequence[tuple[str, dict]],
-                   max_length: int) -> list[str]:  # fmt: skip
-    """(context, settings) -> the text generated after the context, up to a stop text, EOS or max_gen_toks.
+def plan_generation(
+    tokenizer: Tokenizer, context: str, settings: dict, max_length: int, seed: int
+) -> tuple[list[int], int, Sampling, list[str]]:
+    """Return prompt ids, new tokens, sampling and stop texts of one request.
 
-    settings are lm-eval's, GENERATION_SETTINGS; greedy unless they say otherwise. A context too long loses its
-    beginning. Raises ValueError for other settings, and where max_gen_toks leaves no room for a context.
+    Raises ValueError for settings other than GENERATION_SETTINGS, and if max_gen_toks leaves no
+    room.
     """
-    plans = []
-    for seed, (context, settings) in enumerate(requests):
-        others = {name for name, value in settings.items() if (name, value) != ("num_beams", 1)} - GENERATION_SETTINGS
-        if others:
-            raise ValueError(f"a task asks for {', '.join(sorted(others))} in generation, which is not supported here")
-        new = settings.get("max_gen_toks") or settings.get("max_new_tokens") or DEFAULT_GEN_TOKENS
-        if not 0 < new < max_length:
-            raise ValueError(f"max_gen_toks {new} must be from 1 to {max_length - 1}: raise --seq_len {max_length}")
-        temperature = settings.get("temperature")
-        sampled = settings.get("do_sample", bool(temperature))
-        temperature = (1.0 if temperature is None else float(temperature)) if sampled else 0.0
-        sampling = Sampling(temperature, settings.get("top_k") or None, settings.get("top_p") or 1.0, seed=seed)
-        until = settings.get("until") or ()
-        stop = [text for text in ([until] if isinstance(until, str) else until) if text]
-        ids = tokenizer.encode(context) or [prefix_id(tokenizer)]
-        plans.append((ids[new - max_length :], new, sampling, stop))
-    session = Session(model, max(len(ids) + new for ids, new, _, _ in plans))
+    given = {name for name, value in settings.items() if (name, value) != ("num_beams", 1)}
+    if others := given - GENERATION_SETTINGS:
+        names = ", ".join(sorted(others))
+        raise ValueError(f"a task asks for {names} in generation, which is not supported here")
+    new = settings.get("max_gen_toks") or settings.get("max_new_tokens") or DEFAULT_GEN_TOKENS
+    if not 0 < new < max_length:
+        raise ValueError(
+            f"max_gen_toks {new} must be from 1 to {max_length - 1}: raise --seq_len {max_length}"
+        )
+    temperature = settings.get("temperature")
+    sampled = settings.get("do_sample", bool(temperature))
+    temperature = (1.0 if temperature is None else float(temperature)) if sampled else 0.0
+    top_k, top_p = settings.get("top_k") or None, settings.get("top_p") or 1.0
+    until = settings.get("until") or ()
+    stop = [text for text in ([until] if isinstance(until, str) else until) if text]
+    ids = tokenizer.encode(context) or [prefix_id(tokenizer)]
+    return ids[new - max_length :], new, Sampling(temperature, top_k, top_p, seed=seed), stop
+
+
+def generate_until(
+    model: Transformer,
+    tokenizer: Tokenizer,
+    requests: Sequence[tuple[str, dict]],
+    max_length: int,
+    cache_class: type[KVCache] = KVCache,
+) -> list[str]:
+    """(context, settings) -> the text after the context, up to a stop text, EOS or max_gen_toks.
+
+    settings are lm-eval's; greedy unless they say otherwise. A context too long loses its
+    beginning. Raises ValueError as `plan_generation`.
+    """
+    plans = [
+        plan_generation(tokenizer, context, settings, max_length, seed)
+        for seed, (context, settings) in enumerate(requests)
+    ]
+    longest = max(len(ids) + new for ids, new, _, _ in plans)
+    session = Session(model, longest, SessionOptions(cache_class=cache_class))
     texts = []
-    for ids, new, sampling, stop in tqdm(plans, desc="generating", unit="text", leave=False, disable=None):
-        session.reset()  # so that order does not matter
+    bar = tqdm(plans, desc="generating", unit="text", leave=False, disable=None)
+    for ids, new, sampling, stop in bar:
+        session.reset()  # so that the order of requests does not matter
         texts.append(generate(session, tokenizer, ids, new, sampling, stop=stop)["text"])
     return texts
 
 
-def lm_eval_model(load: Callable[[], Transformer], tokenizer: Tokenizer, max_length: int):
-    """An `lm_eval.api.model.LM` over a model of ours, which is loaded when the first task asks something of it."""
+def lm_eval_model(
+    load: Callable[[], Transformer],
+    tokenizer: Tokenizer,
+    max_length: int,
+    cache_class: type[KVCache] = KVCache,
+):
+    """Return an `lm_eval.api.model.LM`; `load` is called with the first request."""
     from lm_eval.api.model import LM
 
     class MoeFast(LM):
-        asked = False
+        was_asked = False
 
-        def ask(self, question: Callable, requests: list) -> list:
-            self.asked = True
-            return question(load(), tokenizer, [request.args for request in requests], max_length)
+        def run_requests(self, question: Callable, requests: list) -> list:
+            self.was_asked = True
+            arguments = [request.args for request in requests]
+            return question(load(), tokenizer, arguments, max_length, cache_class)
 
         def loglikelihood(self, requests: list) -> list[tuple[float, bool]]:
-            return self.ask(loglikelihood, requests)
+            return self.run_requests(loglikelihood, requests)
 
         def loglikelihood_rolling(self, requests: list) -> list[float]:
-            return self.ask(loglikelihood_rolling, requests)
+            return self.run_requests(loglikelihood_rolling, requests)
 
         def generate_until(self, requests: list) -> list[str]:
-            return self.ask(generate_until, requests)
+            return self.run_requests(generate_until, requests)
 
     return MoeFast()
 
 
-def run_tasks(load: Callable[[], Transformer], tokenizer: Tokenizer, max_length: int, tasks: Sequence[str],
-              include_path: Path | None = None, limit: int | None = None, num_fewshot: int | None = None
-              ) -> dict:  # fmt: skip
-    """Run lm-eval's tasks, or those of the files in include_path, on the first `limit` documents of each.
+def run_tasks(
+    adapter,
+    tasks: Sequence[str],
+    include_path: Path | None = None,
+    limit: int | None = None,
+    num_fewshot: int | None = None,
+) -> dict:
+    """Run lm-eval's tasks, or those of the files in include_path, on `limit` documents of each.
 
-    `load` gives the model, and is called once the tasks are ready. Returns results (the metrics of each task), n-shot,
-    and table, the same for a reader. Raises ValueError without lm-eval, and for tasks that cannot be made ready.
+    adapter: of `lm_eval_model`. Returns results (the metrics of each task), n-shot, and table,
+    the same as text. Raises ValueError without lm-eval, and for tasks that cannot be made ready.
     """
-    try:
-        from lm_eval import simple_evaluate
-        from lm_eval.tasks import TaskManager
-        from lm_eval.utils import make_table
-    except ImportError:
-        raise ValueError("--tasks needs lm-eval: pip install 'moe-fast[eval]'") from None
+    from lm_eval import simple_evaluate
+    from lm_eval.tasks import TaskManager
+    from lm_eval.utils import make_table
+
     manager = TaskManager(include_path=include_path and str(include_path))
     if unknown := [name for name in tasks if name not in manager.all_tasks]:
         raise ValueError(
-            f"--tasks {','.join(unknown)}: there is no such task: `lm-eval ls tasks` shows lm-eval's own, and "
-            "--include_path DIR adds those of a folder"
+            f"--tasks {','.join(unknown)}: there is no such task: `lm-eval ls tasks` shows "
+            "lm-eval's own, and --include_path DIR adds those of a folder"
         )
-    adapter = lm_eval_model(load, tokenizer, max_length)
     try:
         found = simple_evaluate(
-            adapter, tasks=list(tasks), task_manager=manager, num_fewshot=num_fewshot, limit=limit, log_samples=False
+            adapter,
+            tasks=list(tasks),
+            task_manager=manager,
+            num_fewshot=num_fewshot,
+            limit=limit,
+            log_samples=False,
         )
     except Exception as error:
-        if adapter.asked:
+        if adapter.was_asked:
             raise
-        raise ValueError(f"--tasks {','.join(tasks)} cannot be read: {' '.join(str(error).split())}") from error
-    return {"results": found["results"], "n-shot": found["n-shot"], "table": make_table(found).rstrip()}
+        why = " ".join(str(error).split())
+        raise ValueError(f"--tasks {','.join(tasks)} cannot be read: {why}") from error
+    table = make_table(found).rstrip()
+    return {"results": found["results"], "n-shot": found["n-shot"], "table": table}
 
 
-# Command ------------------------------------------------------------------------------------------------------------
+# Command ------------------------------------------------------------------------------------------
 
 
 def build_parser() -> Parser:
@@ -306,30 +411,60 @@ def build_parser() -> Parser:
         "Measure a converted checkpoint's quality: perplexity of a text, or lm-eval's tasks.",
         (
             "python eval.py",
-            "python eval.py --checkpoint_path checkpoints/OWNER/NAME/model_int4 --text_file wiki.test.raw --json",
-            "python eval.py --checkpoint_path checkpoints/OWNER/NAME/model_bf16 --tasks arc_easy,piqa --limit 100",
+            "python eval.py --checkpoint_path checkpoints/OWNER/NAME/model_int4"
+            " --text_file wiki.test.raw --json",
+            "python eval.py --checkpoint_path checkpoints/OWNER/NAME/model_bf16"
+            " --tasks arc_easy,piqa --limit 100",
         ),
     )
     add = parser.add_argument
-    add("--checkpoint_path", type=Path, metavar="DIR", help="converted checkpoint; default: the embedded tiny model")
-    add("--text_file", type=Path, metavar="F", help="UTF-8 text; default with the embedded model: its held-out text")
-    add("--seq_len", type=int, metavar="N",
-        help=f"tokens of a window; default: {DEFAULT_SEQ_LEN}, with --tasks as many as the model has")  # fmt: skip
-    add("--tasks", metavar="NAME[,NAME]", help="lm-eval tasks in place of a text (pip install 'moe-fast[eval]')")
-    add("--include_path", type=Path, metavar="DIR", help="folder of task files of your own")
+    add(
+        "--checkpoint_path",
+        type=Path,
+        metavar="DIR",
+        help="converted checkpoint; default: the embedded tiny model",
+    )
+    add(
+        "--text_file",
+        type=Path,
+        metavar="F",
+        help="UTF-8 text; default with the embedded model: its held-out text",
+    )
+    add(
+        "--seq_len",
+        type=int,
+        metavar="N",
+        help=f"tokens of a window; default: {DEFAULT_SEQ_LEN}, with --tasks the model's maximum",
+    )
+    add(
+        "--tasks",
+        metavar="NAME[,NAME]",
+        help="lm-eval tasks instead of a text (pip install 'moe-fast[eval]')",
+    )
+    add("--include_path", type=Path, metavar="DIR", help="folder of your own task files")
     add("--limit", type=int, metavar="N", help="only the first N documents of each task")
-    add("--num_fewshot", type=int, metavar="N", help="examples in each prompt; default: as the task says")
+    add("--num_fewshot", type=int, metavar="N", help="examples in each prompt; default: the task's")
     add("--device", default="auto", choices=("auto", "cuda", "cpu"))
-    add("--dtype", choices=tuple(DTYPES), help="default: as the checkpoint has it")
-    add("--kv_cache", choices=tuple(KV_CACHES), default="plain", help="int8: keys and values in half the bytes")
-    add("--parallel", default="tensor", choices=tp.PARALLEL, help="how torchrun's processes share the experts")
-    add("--json", action="store_true", help="print one JSON object in place of the line or table")
+    add("--dtype", choices=tuple(DTYPES), help="default: the checkpoint's")
+    add(
+        "--kv_cache",
+        choices=tuple(KV_CACHES),
+        default="plain",
+        help="int8: keys and values in half the bytes",
+    )
+    add(
+        "--parallel",
+        default="tensor",
+        choices=tp.PARALLEL,
+        help="how torchrun's processes shard the experts",
+    )
+    add("--json", action="store_true", help="print one JSON object instead of text")
     return parser
 
 
 def check_options(options: argparse.Namespace) -> None:
-    """Raises ValueError for options that cannot be, or cannot be together."""
-    if options.tasks is not None and world.size() > 1:
+    """Raise ValueError for options that cannot be, or cannot be together."""
+    if options.tasks is not None and process_group.size() > 1:
         raise ValueError("--tasks runs on one GPU: leave torchrun out")
     if options.tasks is None:
         for name in ("include_path", "limit", "num_fewshot"):
@@ -345,72 +480,94 @@ def check_options(options: argparse.Namespace) -> None:
         if (value := getattr(options, name)) is not None and value < least:
             raise ValueError(f"--{name} {value}: it must be at least {least}")
     if options.include_path is not None and not options.include_path.is_dir():
-        raise ValueError(f"--include_path {options.include_path}: no such folder: give one that holds task files")
+        raise ValueError(
+            f"--include_path {options.include_path}: no such folder: give one that holds task files"
+        )
 
 
 def read_text(path: Path) -> str:
-    """The text of a file as it stands there. Raises ValueError for one that cannot be read, is empty or not UTF-8."""
+    """Return a file's text. Raises ValueError if it cannot be read, is empty or not UTF-8."""
     try:
         text = path.read_bytes().decode()
     except OSError as error:
-        raise ValueError(f"--text_file {path}: {error.strerror}: give a file that can be read") from None
+        raise ValueError(
+            f"--text_file {path}: {error.strerror}: give a file that can be read"
+        ) from None
     except UnicodeDecodeError as error:
-        raise ValueError(f"--text_file {path} is not UTF-8 at byte {error.start}: convert it to UTF-8") from None
+        raise ValueError(
+            f"--text_file {path} is not UTF-8 at byte {error.start}: convert it to UTF-8"
+        ) from None
     if not text:
         raise ValueError(f"--text_file {path} is empty: give a file with some text")
     return text
 
 
 def run(options: argparse.Namespace) -> tuple[dict, str]:
-    """Do what the options ask for; return the result, and the same for a reader."""
-    device = world.start(options.device)
+    """Measure what the options ask for; return the result, and the same as text."""
+    device = process_group.start(options.device)
     check_options(options)
-    text = None if options.tasks else read_text(options.text_file or EMBEDDED / "heldout.txt")
+    text = None
+    if options.tasks is None:
+        text = read_text(options.text_file or EMBEDDED / "heldout.txt")
     checkpoint = open_checkpoint(options.checkpoint_path)
-    tokenizer, args = load_tokenizer(checkpoint.directory), model_args(checkpoint)
+    tokenizer, args = load_tokenizer(checkpoint.directory), args_of_checkpoint(checkpoint)
     default = args.max_position if options.tasks else min(DEFAULT_SEQ_LEN, args.max_position)
     seq_len = default if options.seq_len is None else options.seq_len
     check_seq_len(args, seq_len)
-    world.agree(vars(options), checkpoint)
+    process_group.check_agreement(vars(options), checkpoint)
+    cache_class = KV_CACHES[options.kv_cache]
 
     @cache
     def load() -> Transformer:
-        model = load_model(checkpoint, device, DTYPES[options.dtype] if options.dtype else None, options.parallel)
-        model.cache_kind = KV_CACHES[options.kv_cache]
-        return model
+        return load_model(checkpoint, device, DTYPES.get(options.dtype), options.parallel)
 
     if options.tasks:
         names = options.tasks.split(",")
-        result = run_tasks(
-            load, tokenizer, seq_len, names, options.include_path, options.limit, options.num_fewshot
-        )  # fmt: skip
+        check_lm_eval()
+        adapter = lm_eval_model(load, tokenizer, seq_len, cache_class)
+        limits = options.include_path, options.limit, options.num_fewshot
+        result = run_tasks(adapter, names, *limits)
         result["seq_len"], report = seq_len, result.pop("table")
     else:
-        result = perplexity(load(), tokenizer, text, seq_len, progress=world.is_main())
+        progress = process_group.is_main()
+        result = perplexity(
+            load(), tokenizer, text, seq_len, cache_class=cache_class, progress=progress
+        )
         report = (
             f"perplexity {result['perplexity']:.4f}, {result['bits_per_byte']:.4f} bits a byte, "
-            f"{result['tokens']} tokens at {result['tokens_per_second']:.0f}/s in windows of {seq_len}"
+            f"{result['tokens']} tokens at {result['tokens_per_second']:.0f}/s "
+            f"in windows of {seq_len}"
         )
     result["kv_cache"] = options.kv_cache
-    if world.size() > 1:  # a part of a model says nothing of its size
+    if process_group.size() > 1:  # the size of one rank's shard says nothing
         return result, report
     result |= weight_size(load())
-    return result, f"{report}\n{result['bits_per_weight']:.4g} bits a weight, {result['bytes'] / 1e9:.4g} GB"
+    size = f"{result['bits_per_weight']:.4g} bits a weight, {result['bytes'] / 1e9:.4g} GB"
+    return result, f"{report}\n{size}"
+
+
+def check_lm_eval() -> None:
+    """Raise ValueError unless lm-eval is installed."""
+    try:
+        import lm_eval  # noqa: F401
+    except ImportError:
+        raise ValueError("--tasks needs lm-eval: pip install 'moe-fast[eval]'") from None
 
 
 def command() -> int:
     options = build_parser().parse_args()
+    log_to_stderr()
     result, report = run(options)
-    if world.is_main():
+    if process_group.is_main():
         print(json.dumps(result, default=str) if options.json else report, flush=True)
-    world.stop()
+    process_group.stop()
     return 0
 
 
 def main() -> int:
     """Run the command; a user's mistake is one line on stderr and exit code 2."""
     try:
-        return world.attempt(command, out_of_memory="shorten --seq_len")
+        return attempt(command, out_of_memory="shorten --seq_len")
     except KeyboardInterrupt:
         return 130
 

@@ -1,17 +1,20 @@
-"""Time of a sum over ranks by each method and message size, recorded in a CUDA graph as a decode step has it.
+"""Time of an all-reduce by method and message size, in a CUDA graph as in a decode step.
 
     torchrun --standalone --nproc_per_node=4 benchmarks/all_reduce.py --json
 
-Prediction: for the [1, D] of a decode step (8 to 16 KB) one-shot is fastest, since each GPU reads all others once and
-waits twice; from some hundred KB on two-shot is, which reads and writes 2 / N of that; NCCL's rings pay for steps. Also
-checked: every method gives the same bits on all ranks. GB/s are message bytes over time. Without GPUs only the
-library's (gloo) is timed, by the clock.
+Prediction: one-shot is fastest for the [1, D] of a decode step (8 to 16 KB), since each GPU reads
+all others once and waits twice. Two-shot is fastest from some hundred KB on, since it reads and
+writes 2 / N of that. NCCL's rings pay for their steps. The script also checks that every method
+gives the same bits on all ranks. GB/s are message bytes over time. Without GPUs only the library
+(gloo) is timed, by the clock.
 
-A block's sums are followed by a residual and its norm (`collective.fixed_join`), which are timed with them for a
-token's [1, D]. Prediction: 1 us more than the sum, since the second kernel is set up while the first one waits; and
-0.5 us more as a block has it, with experts to be added up and a router's scores.
+A block's all-reduces are followed by a residual add and a norm (`ops.all_reduce.fixed_add_norm`).
+Both together are timed for a token's [1, D]. Prediction: 1 us more than the all-reduce, since the
+second kernel starts while the first one waits; 0.5 us more if it also combines per-expert outputs
+and computes a router's scores, as in a block.
 """
 
+import argparse
 import json
 import sys
 import time
@@ -21,18 +24,34 @@ from functools import partial
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import Tensor
 
-import collective
-import world
-from command import Parser
-from layers import weighted_sum
+from cli.parser import Parser
+from model import weighted_sum
+from ops.all_reduce import fixed_add_norm
+from parallel import process_group
+from parallel.all_reduce import (
+    all_reduce_add_norm,
+    can_sum,
+    choose_all_reduce,
+    graph_seconds,
+    methods,
+    sum_over_ranks,
+)
+from parallel.heartbeat import attempt
 
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 WIDTHS = 2048, 4096, 6144
 KILOBYTES = 4, 8, 12, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768
+EXPERTS, ACTIVE = 8, 2  # rows of the router, per-expert outputs of the token
+EPS = 1e-5
 
 
-def seconds_on_cpu(work: Callable[[], object], calls: int = 20) -> float:
-    """Time of a sum by the clock, of so many in a row."""
+# All-reduce ---------------------------------------------------------------------------------------
+
+
+def clock_seconds(work: Callable[[], object], calls: int = 20) -> float:
+    """Return the mean time of a call by the clock."""
     work()
     begin = time.perf_counter()
     for _ in range(calls):
@@ -40,57 +59,133 @@ def seconds_on_cpu(work: Callable[[], object], calls: int = 20) -> float:
     return (time.perf_counter() - begin) / calls
 
 
-def of_all(x: torch.Tensor) -> list[torch.Tensor]:
-    """Each rank's x, on the host."""
-    tensors = [torch.empty_like(x) for _ in range(world.size())]
+def gather_ranks(x: Tensor) -> list[Tensor]:
+    """Return each rank's x, on the host."""
+    tensors = [torch.empty_like(x) for _ in range(process_group.size())]
     dist.all_gather(tensors, x)
     return tensors
 
 
-def same_bits(method: str, x: torch.Tensor) -> bool:
-    """Whether all ranks get the same sum of their own random numbers, and the right one, several times in a row."""
+def same_bits(method: str, x: Tensor) -> bool:
+    """Whether all ranks get the same and the right sum of random numbers, three times in a row."""
     good = True
     for _ in range(3):
         own = torch.randn_like(x)
-        total = world.sum_over_ranks(method, own).cpu()
-        right = torch.stack(of_all(own.cpu())).float().sum(0)
-        good &= all(torch.equal(total, other) for other in of_all(total))
-        good &= near(total, right)
+        total = sum_over_ranks(method, own).cpu()
+        expected = torch.stack(gather_ranks(own.cpu())).float().sum(0)
+        good &= all(torch.equal(total, other) for other in gather_ranks(total))
+        good &= is_close(total, expected)
     return good
 
 
-def near(got: torch.Tensor, want: torch.Tensor) -> bool:
-    """Whether it is that but for roundings to bf16."""
-    return ((got.float() - want).norm() / want.norm()).item() < 1e-2
+def is_close(got: Tensor, expected: Tensor) -> bool:
+    """Whether the difference is no more than rounding to bf16."""
+    return ((got.float() - expected).norm() / expected.norm()).item() < 1e-2
 
 
-def joins(D: int, dtype: torch.dtype, device: torch.device, methods: list[str]) -> dict:
-    """A sum of a token's [1, D], a residual and its norm by each method, and whether all ranks get the same bits, and
-    the right ones. Then the same as a block has it: by the method that was chosen, of two experts' terms (of plain
-    weights in `dtype`, of packed ones in fp32), with a router of eight."""
-    generator = torch.Generator(device).manual_seed(D)  # all ranks' are the same, but for y, terms and their weights
-    x, rows = (torch.randn(n, D, dtype=dtype, device=device, generator=generator) for n in (1, 8))
-    y, terms = (torch.randn(*shape, D, dtype=dtype, device=device) for shape in ((1,), (1, 2)))
-    weights, rest = torch.rand(1, 2, device=device), (1.0, rows[0], None, 1e-5)
+def measure_size(nbytes: int, dtype: torch.dtype, device: torch.device) -> dict:
+    """Return the row of a message size: by method us, gb_s and same_bits."""
+    x = torch.zeros(nbytes // dtype.itemsize, dtype=dtype, device=device)
+    row = {"bytes": x.nbytes}
+    for method in methods(device):
+        if not can_sum(method, x.nbytes):
+            continue
+        work = partial(sum_over_ranks, method, x)
+        seconds = graph_seconds(work) if device.type == "cuda" else clock_seconds(work)
+        row[method] = {
+            "us": 1e6 * seconds,
+            "gb_s": x.nbytes / seconds / 1e9,
+            "same_bits": same_bits(method, x),
+        }
+    return row
 
-    def join(method: str) -> tuple[torch.Tensor, ...]:
-        return collective.fixed_join(x, world.sum_over_ranks(method, y), *rest, None)
 
-    works = {method: (partial(join, method), y) for method in methods if world.can_sum(method, y.nbytes)}
-    for name, some in {"as a block has it": terms, "as a packed block has it": terms.float()}.items():
-        work = partial(world.sum_and_join, x, some, weights, *rest, rows)
-        works[name] = work, weighted_sum(some, weights)
+# All-reduce + residual add + norm -----------------------------------------------------------------
+
+
+class JoinInputs:
+    """One token's tensors. x, weight and router are the same on all ranks, the others are not."""
+
+    def __init__(self, D: int, dtype: torch.dtype, device: torch.device):
+        own = {"dtype": dtype, "device": device}
+        shared = own | {"generator": torch.Generator(device).manual_seed(D)}
+        self.x = torch.randn(1, D, **shared)
+        self.router = torch.randn(EXPERTS, D, **shared)
+        self.y = torch.randn(1, D, **own)
+        self.outputs = torch.randn(1, ACTIVE, D, **own)
+        self.expert_weights = torch.rand(1, ACTIVE, device=device)
+        self.norm = 1.0, self.router[0], None, EPS  # scale, weight, bias, eps
+
+    def by_method(self, method: str) -> tuple[Tensor, ...]:
+        """All-reduce y by a method, then add and norm."""
+        return fixed_add_norm(self.x, sum_over_ranks(method, self.y), *self.norm, None)
+
+    def as_in_a_block(self, outputs: Tensor) -> tuple[Tensor, ...]:
+        """The same by the chosen method, of per-expert outputs, with a router's scores."""
+        return all_reduce_add_norm(self.x, outputs, self.expert_weights, *self.norm, self.router)
+
+    def is_correct(self, results: tuple[Tensor, ...], own: Tensor) -> bool:
+        """Whether all ranks have the same and the right results. own: this rank's summand."""
+        total, normed, scores = (part.cpu() for part in results)
+        found = torch.cat([part.flatten() for part in (total, normed, scores)])
+        router = self.router.float().cpu()
+        good = all(torch.equal(found, other) for other in gather_ranks(found))
+        expected = self.x.float().cpu() + torch.stack(gather_ranks(own.float().cpu())).sum(0)
+        good &= is_close(total, expected)
+        good &= is_close(normed, F.rms_norm(expected, router[0].shape, router[0], EPS))
+        if scores.numel():
+            good &= is_close(scores, F.linear(normed.float(), router))
+        return good
+
+
+def measure_joins(D: int, dtype: torch.dtype, device: torch.device) -> dict:
+    """Return the row of a width: us and same_bits by method, and as in a block.
+
+    A block's per-expert outputs are in `dtype` with plain weights, in fp32 with packed ones.
+    """
+    inputs = JoinInputs(D, dtype, device)
+    works = {
+        method: (partial(inputs.by_method, method), inputs.y)
+        for method in methods(device)
+        if can_sum(method, inputs.y.nbytes)
+    }
+    outputs = {
+        "as a block has it": inputs.outputs,
+        "as a packed block has it": inputs.outputs.float(),
+    }
+    for name, some in outputs.items():
+        own = weighted_sum(some, inputs.expert_weights)
+        works[name] = partial(inputs.as_in_a_block, some), own
     row = {"D": D}
     for name, (work, own) in works.items():
-        total, normed, scores = (part.cpu() for part in work())
-        found = torch.cat([part.flatten() for part in (total, normed, scores)])
-        good = all(torch.equal(found, other) for other in of_all(found))
-        right = x.float().cpu() + torch.stack(of_all(own.float().cpu())).sum(0)
-        good &= near(total, right) and near(normed, F.rms_norm(right, (D,), rows[0].float().cpu(), 1e-5))
-        if scores.numel():
-            good &= near(scores, F.linear(normed.float(), rows.float().cpu()))
-        row[name] = {"us": 1e6 * world.seconds(work), "same_bits": good}
+        good = inputs.is_correct(work(), own)
+        row[name] = {"us": 1e6 * graph_seconds(work), "same_bits": good}
     return row
+
+
+# Command ------------------------------------------------------------------------------------------
+
+
+def print_table(result: dict) -> None:
+    rows, joins = result["rows"], result["joins"]
+    columns = [name for name in rows[0] if name != "bytes"]
+    print(f"{result['ranks']} x {result['gpu']}, {result['dtype']}: us (GB/s)")
+    print("      KB" + "".join(f"{method:>22}" for method in columns))
+    for row in rows:
+        cells = [
+            f"{row[method]['us']:.1f} ({row[method]['gb_s']:.1f})" if method in row else ""
+            for method in columns
+        ]
+        print(f"{row['bytes'] >> 10:8}" + "".join(f"{cell:>22}" for cell in cells))
+    for row in joins:
+        times = [f"{name} {cell['us']:.1f}" for name, cell in row.items() if name != "D"]
+        print(f"sum of {row['D']} numbers, residual and norm, us: {', '.join(times)}")
+    cells = [item for row in rows + joins for item in row.items() if isinstance(item[1], dict)]
+    bad = sorted({name for name, cell in cells if not cell["same_bits"]})
+    if bad:
+        print(f"not the same bits on all ranks: {', '.join(bad)}")
+    else:
+        print("the same bits on all ranks")
 
 
 def build_parser() -> Parser:
@@ -98,63 +193,53 @@ def build_parser() -> Parser:
         __doc__.partition("\n")[0],
         (
             "torchrun --standalone --nproc_per_node=4 benchmarks/all_reduce.py --json",
-            "torchrun --standalone --nproc_per_node=2 benchmarks/all_reduce.py --device cpu --dtype fp32",
+            "torchrun --standalone --nproc_per_node=2 benchmarks/all_reduce.py --device cpu"
+            " --dtype fp32",
         ),
     )
-    parser.add_argument("--device", default="auto", choices=("auto", "cuda", "cpu"))
-    parser.add_argument("--dtype", default="bf16", choices=("bf16", "fp32"))
-    parser.add_argument("--json", action="store_true", help="print one JSON object in place of the table")
+    add = parser.add_argument
+    add("--device", default="auto", choices=("auto", "cuda", "cpu"))
+    add("--dtype", default="bf16", choices=DTYPES)
+    add("--json", action="store_true", help="print one JSON object instead of the table")
     return parser
+
+
+def measure(options: argparse.Namespace, device: torch.device) -> dict:
+    """Return what --json prints."""
+    dtype, on_gpu = DTYPES[options.dtype], device.type == "cuda"
+    torch.manual_seed(process_group.rank())
+    rows = [measure_size(kilobytes << 10, dtype, device) for kilobytes in KILOBYTES]
+    choose_all_reduce(dtype, device)
+    return {
+        "gpu": torch.cuda.get_device_name(device) if on_gpu else "cpu",
+        "ranks": process_group.size(),
+        "dtype": options.dtype,
+        "torch": torch.__version__,
+        "rows": rows,
+        "joins": [measure_joins(D, dtype, device) for D in WIDTHS] if on_gpu else [],
+    }
 
 
 def command() -> int:
     options = build_parser().parse_args()
-    device = world.start(options.device)
-    if world.size() == 1:
-        raise ValueError("one process has nobody to add to: start several with torchrun --nproc_per_node")
-    dtype, rows, methods = (
-        {"bf16": torch.bfloat16, "fp32": torch.float32}[options.dtype],
-        [],
-        world.methods(device),
-    )
-    torch.manual_seed(world.rank())
-    for kilobytes in KILOBYTES:
-        x = torch.zeros((kilobytes << 10) // dtype.itemsize, dtype=dtype, device=device)
-        row = {"bytes": x.nbytes}
-        for method in methods:
-            if not world.can_sum(method, x.nbytes):
-                continue
-            work = partial(world.sum_over_ranks, method, x)
-            time_of_one = world.seconds(work) if device.type == "cuda" else seconds_on_cpu(work)
-            row[method] = {"us": 1e6 * time_of_one, "gb_s": x.nbytes / time_of_one / 1e9,
-                           "same_bits": same_bits(method, x)}  # fmt: skip
-        rows.append(row)
-    world.choose(dtype, device)
-    joined = [joins(D, dtype, device, methods) for D in WIDTHS] if device.type == "cuda" else []
-    if world.is_main():
-        gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-        result = {"gpu": gpu, "ranks": world.size(), "dtype": options.dtype, "torch": torch.__version__}
-        result |= {"rows": rows, "joins": joined}
+    device = process_group.start(options.device)
+    if process_group.size() == 1:
+        raise ValueError(
+            "one process has no other rank: start several by torchrun --nproc_per_node"
+        )
+    result = measure(options, device)
+    if process_group.is_main():
         if options.json:
             print(json.dumps(result))
         else:
-            print(f"{world.size()} x {gpu}, {options.dtype}: us (GB/s)")
-            print("      KB" + "".join(f"{method:>22}" for method in methods))
-            for row in rows:
-                cells = [f"{row[m]['us']:.1f} ({row[m]['gb_s']:.1f})" if m in row else "" for m in methods]
-                print(f"{row['bytes'] >> 10:8}" + "".join(f"{cell:>22}" for cell in cells))
-            for row in joined:
-                times = ", ".join(f"{name} {cell['us']:.1f}" for name, cell in row.items() if name != "D")
-                print(f"sum of {row['D']} numbers, residual and norm, us: {times}")
-            cells = [(name, cell) for row in rows + joined for name, cell in row.items() if isinstance(cell, dict)]
-            bad = sorted({name for name, cell in cells if not cell["same_bits"]})
-            print(f"not the same bits on all ranks: {', '.join(bad)}" if bad else "the same bits on all ranks")
-    world.stop()
+            print_table(result)
+    process_group.stop()
     return 0
 
 
 def main() -> int:
-    return world.attempt(command)
+    """Run the command; a user's mistake is one line on stderr and exit code 2."""
+    return attempt(command)
 
 
 if __name__ == "__main__":

@@ -1,54 +1,99 @@
-"""Speed of a prompt's expert products in each number format: python benchmarks/grouped.py --tokens 512 2048
+"""Speed of a prompt's expert products, by number format.
 
-Times w13 and w2 of one layer for so many tokens, spread evenly over the experts, beside PyTorch's grouped product of
-bf16 weights, and checks the result against it. Other cuts of the work than the kernel's own: --BM 64 128 and so on time
-every combination, best first. TFLOP/s count the multiplications and additions of the products alone.
+    python benchmarks/grouped.py --tokens 512 2048
+
+Times w13 and w2 of one layer for a number of tokens that are spread evenly over the experts, beside
+PyTorch's grouped product of bf16 weights, and checks the result against it. Other tilings than the
+kernel's own: `--BM 64 128` and so on time every combination, best first. TFLOP/s count the
+multiplications and additions of the products alone.
 """
 
 import itertools
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from formats import random_experts, seconds
+from torch import Tensor
 
-import grouped_kernel
-from command import Parser
-from packing import FORMATS, PLAIN, grouped_order
-from shapes import architecture
+from benchmarks.cuda_timing import graph_seconds
+from benchmarks.one_layer import random_experts
+from cli.parser import Parser
+from formats import FORMATS, PLAIN
+from formats.packed import Packed
+from model import ExpertLinear, ModelArgs
+from models.random_weights import architecture
+from ops.grouped import grouped_gemm, grouped_tiling
 
-CUT = "BM", "BN", "BK", "num_warps", "num_stages"  # of `grouped_kernel.grouped_cut`
+TILING = "BM", "BN", "BK", "num_warps", "num_stages"  # keys of `ops.grouped.grouped_tiling`
+REPEATS = 5
 
 
-def measure(args, mode: str, tokens: int, cuts: list[dict]) -> list[tuple]:
-    """(seconds, TFLOP/s, GB/s of weights, relative error, name, cut) of each product and cut, the fastest first."""
-    experts, N, found = random_experts(args, mode), tokens * args.n_active, []
+class Result(NamedTuple):
+    """Time of one product with one tiling."""
+
+    seconds: float
+    tflop_s: float
+    gb_s: float  # weights read
+    error: float  # relative, of the norm
+    product: str  # mode and name
+    tiling: dict | str
+
+    def __str__(self) -> str:
+        return (
+            f"{self.product} {self.seconds * 1e3:8.3f} ms {self.tflop_s:5.0f} TFLOP/s "
+            f"{self.gb_s:5.0f} GB/s  error {self.error:.1e}  {self.tiling or ''}"
+        )
+
+
+def candidates(
+    weight: ExpertLinear | Packed, x: Tensor, ends: Tensor, tilings: Sequence[dict]
+) -> list[tuple[dict | str, Callable]]:
+    """Return products of x [N, in] to compare: by tiling, or "library"."""
+    if isinstance(weight, ExpertLinear):
+        arguments = x, ends, {"codes": weight.weight}, "plain", 16, 1
+        found = [("library", partial(F.grouped_mm, x, weight.weight.transpose(-2, -1), offs=ends))]
+    else:
+        format, found = FORMATS[weight.format], []
+        ordered = format.grouped_order(x, weight.group)
+        arguments = ordered, ends, weight.parts(), format.kind, format.bits, weight.group
+    default = grouped_tiling(len(x), len(ends), arguments[4])
+    return found + [
+        (tiling, partial(grouped_gemm, *arguments, tiling=default | tiling)) for tiling in tilings
+    ]
+
+
+def measure_product(
+    name: str, weight: ExpertLinear | Packed, ends: Tensor, tilings: Sequence[dict]
+) -> list[Result]:
+    """Return a result of each tiling, the fastest first. ends: int32 [E], see `grouped_gemm`."""
+    plain = weight.unpack().bfloat16() if isinstance(weight, Packed) else weight.weight
+    (E, out, width), N = plain.shape, int(ends[-1])
+    x = torch.randn(N, width, device="cuda", dtype=torch.bfloat16)
+    expected = F.grouped_mm(x, plain.transpose(-2, -1), offs=ends).float()
+    nbytes = sum(part.nbytes for part in weight.parameters()) * min(N, E) / E
+    found = []
+    for tiling, product in candidates(weight, x, ends, tilings):
+        try:
+            error = ((product().float() - expected).norm() / expected.norm()).item()
+            time = graph_seconds(lambda _, product=product: product(), [None] * 4, REPEATS)
+        except Exception as problem:  # too little shared memory, or too few registers
+            print(f"{name} {tiling}: {str(problem).splitlines()[0]:.80}", flush=True)
+            continue
+        rates = 2 * N * out * width / time / 1e12, nbytes / time / 1e9
+        found.append(Result(time, *rates, error, name, tiling))
+    return sorted(found, key=lambda result: result.seconds)
+
+
+def measure(args: ModelArgs, mode: str, tokens: int, tilings: Sequence[dict]) -> list[list[Result]]:
+    """Return results of w13 and of w2."""
+    experts, N = random_experts(args, mode), tokens * args.n_active
     ends = (torch.arange(1, args.n_expert + 1, device="cuda") * N // args.n_expert).int()
-    for name in ("w13", "w2"):
-        module, rows = experts.get_submodule(name), []
-        plain = module.weight if mode == PLAIN else module.unpack().bfloat16()
-        out, width = plain.shape[1:]
-        x = torch.randn(N, width, device="cuda", dtype=torch.bfloat16)
-        library = partial(F.grouped_mm, x, plain.transpose(-2, -1), offs=ends)
-        want, products = library().float(), []
-        arguments = x, ends, {"codes": plain}, "plain", 16, 1
-        if mode == PLAIN:
-            products = [("library", library)]
-        else:
-            row = FORMATS[mode]
-            arguments = grouped_order(x, row.bits, module.group), ends, module.parts(), row.kind, row.bits, module.group
-        default = grouped_kernel.grouped_cut(N, args.n_expert, arguments[4])
-        products += [(cut, partial(grouped_kernel.grouped, *arguments, cut=default | cut)) for cut in cuts]
-        size = sum(part.nbytes for part in module.parameters()) * min(N, args.n_expert) / args.n_expert
-        for cut, product in products:
-            try:
-                error = ((product().float() - want).norm() / want.norm()).item()
-                time = seconds(lambda _, product=product: product(), [None] * 4, repeats=5)
-                rows.append((time, 2 * N * out * width / time / 1e12, size / time / 1e9, error, name, cut))
-            except Exception as problem:  # a cut that needs more shared memory or registers than there are
-                print(f"{mode} {name} {cut}: {str(problem).splitlines()[0]:.80}", flush=True)
-        found += sorted(rows, key=lambda row: row[0])
-    return found
+    return [
+        measure_product(f"{mode:5} {name:4}", experts.get_submodule(name), ends, tilings)
+        for name in ("w13", "w2")
+    ]
 
 
 def build_parser() -> Parser:
@@ -59,28 +104,28 @@ def build_parser() -> Parser:
             "python benchmarks/grouped.py --mode int8 --BM 64 128 --num_stages 3 4 --best 3",
         ),
     )
-    parser.add_argument("--arch", default="Mixtral-8x7B")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[512, 2048])
-    parser.add_argument("--mode", action="append", choices=(PLAIN, *FORMATS), help="repeatable; default: all")
-    parser.add_argument("--best", type=int, default=1, metavar="N", help="print the best N of each")
-    for name in CUT:
-        parser.add_argument(f"--{name}", type=int, nargs="+", help="see grouped_kernel.grouped_cut")
+    add = parser.add_argument
+    add("--arch", default="Mixtral-8x7B")
+    add("--tokens", type=int, nargs="+", default=[512, 2048])
+    add("--mode", action="append", choices=(PLAIN, *FORMATS), help="repeatable; default: all")
+    add("--best", type=int, default=1, metavar="N", help="print the best N of each")
+    for name in TILING:
+        add(f"--{name}", type=int, nargs="+", help="see ops.grouped.grouped_tiling")
     return parser
 
 
 def main() -> None:
     options = build_parser().parse_args()
-    given = {name: getattr(options, name) for name in CUT if getattr(options, name)}
-    cuts = [dict(zip(given, cut, strict=True)) for cut in itertools.product(*given.values())]
+    given = {name: getattr(options, name) for name in TILING if getattr(options, name)}
+    tilings = [
+        dict(zip(given, values, strict=True)) for values in itertools.product(*given.values())
+    ]
     args = architecture(options.arch)
     print(f"{options.arch}, {torch.cuda.get_device_name()}, torch {torch.__version__}")
     for tokens, mode in itertools.product(options.tokens, options.mode or (PLAIN, *FORMATS)):
-        printed = {"w13": 0, "w2": 0}
-        for time, rate, speed, error, name, cut in measure(args, mode, tokens, cuts):
-            printed[name] += 1
-            if printed[name] <= options.best:
-                told = f"{time * 1e3:8.3f} ms {rate:5.0f} TFLOP/s {speed:5.0f} GB/s  error {error:.1e}  {cut or ''}"
-                print(f"{tokens:6} tokens {mode:5} {name:4} {told}", flush=True)
+        for results in measure(args, mode, tokens, tilings):
+            for result in results[: options.best]:
+                print(f"{tokens:6} tokens {result}", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
-"""How fast a checkpoint streams to the device, and how much host memory that takes.
+"""Speed of loading a checkpoint to the device, and the host memory that it takes.
 
     python benchmarks/load_checkpoint.py --arch Mixtral-8x7B --layers 4
 
-Writes a converted checkpoint with random weights at real shapes into a temporary folder, loads it twice (the second
-time from the page cache) and prints one JSON object. Prediction: host memory grows by less than one tensor + 1 GB,
-because a tensor is mapped, copied to the device and unmapped before the next one.
+Writes a converted checkpoint with random weights at real shapes into a temporary folder, loads it
+twice (the second time from the page cache) and prints one JSON object. Prediction: host memory
+grows by less than one tensor + 1 GB, because a tensor is mapped, copied to the device and unmapped
+before the next one.
 """
 
 import json
@@ -16,19 +17,21 @@ from pathlib import Path
 
 import torch
 
-from checkpoint import Checkpoint, Writer, pick_device
-from command import Parser
+from checkpoint import Checkpoint, Writer
+from cli.parser import Parser
 from generate import load_model
-from shapes import RandomWeights, architecture, first_layers
+from models.random_weights import RandomWeights, architecture, first_layers
+from parallel.device import pick_device
 
 
 def anonymous_bytes() -> int:
-    """Anonymous memory of this process (RssAnon): what mapped files take is not in it."""
-    return int(re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
+    """Return this process's anonymous memory (RssAnon), which mapped files are no part of."""
+    status = Path("/proc/self/status").read_text()
+    return int(re.search(r"RssAnon:\s+(\d+) kB", status)[1]) * 1024
 
 
 class Peak:
-    """`with Peak() as peak: ...`: afterwards `peak.bytes` is the most anonymous memory seen above that at the start."""
+    """`with Peak() as peak: ...`; then `peak.bytes` is the largest growth of anonymous memory."""
 
     def __enter__(self) -> "Peak":
         self.start, self.bytes, self.done = anonymous_bytes(), 0, threading.Event()
@@ -43,6 +46,39 @@ class Peak:
     def __exit__(self, *_) -> None:
         self.done.set()
         self.watcher.join()
+
+
+def write_checkpoint(source: RandomWeights, target: Path, device: torch.device) -> None:
+    """Write random weights as a checkpoint, one file a layer."""
+    layers = range(source.args["n_layer"])
+    files = {f"layer_{layer:02d}.safetensors": f"layers.{layer}." for layer in layers}
+    with Writer(target, args=source.args, format=source.format) as writer:
+        for file, prefix in files.items():
+            names = [name for name in source.shapes if name.startswith(prefix)]
+            writer.write(file, {name: source.read(name, device=device).cpu() for name in names})
+        rest = [name for name in source.shapes if not name.startswith("layers.")]
+        tensors = {name: source.read(name, device=device).cpu() for name in rest}
+        writer.write("rest.safetensors", tensors)
+
+
+def measure(source: RandomWeights, target: Path, device: torch.device) -> dict:
+    """Write a checkpoint to `target` and load it twice; return seconds, bytes and GB/s."""
+    start = time.perf_counter()
+    write_checkpoint(source, target, device)
+    result = {"write_s": time.perf_counter() - start}
+    checkpoint = Checkpoint(target)
+    sizes = [checkpoint.nbytes(name) for name in checkpoint.tensors]
+    result |= {"bytes": sum(sizes), "largest_tensor_bytes": max(sizes)}
+    torch.zeros(1, device=device)  # the device's own context is no part of the figures
+    for turn in ("first", "second"):
+        start = time.perf_counter()
+        with Peak() as peak:
+            load_model(target, device)
+        seconds = time.perf_counter() - start
+        result[f"{turn}_load_s"] = seconds
+        result[f"{turn}_gb_s"] = result["bytes"] / 1e9 / seconds
+        result[f"{turn}_host_bytes"] = peak.bytes
+    return result
 
 
 def build_parser() -> Parser:
@@ -62,29 +98,10 @@ def build_parser() -> Parser:
 def main() -> None:
     options = build_parser().parse_args()
     device = pick_device(options.device)
-    args = first_layers(architecture(options.arch), options.layers)
-    source, result = RandomWeights(args), {"arch": options.arch, "layers": options.layers, "device": str(device)}
+    source = RandomWeights(first_layers(architecture(options.arch), options.layers))
+    result = {"arch": options.arch, "layers": options.layers, "device": str(device)}
     with tempfile.TemporaryDirectory() as folder:
-        target = Path(folder) / "model_bf16"
-        start = time.perf_counter()
-        with Writer(target, args=source.args, format=source.format) as writer:
-            for layer in range(args.n_layer):
-                names = [name for name in source.shapes if name.startswith(f"layers.{layer}.")]
-                writer.write(f"layer_{layer:02d}.safetensors", {n: source.read(n, device=device).cpu() for n in names})
-            rest = [name for name in source.shapes if not name.startswith("layers.")]
-            writer.write("rest.safetensors", {n: source.read(n, device=device).cpu() for n in rest})
-        result["write_s"] = time.perf_counter() - start
-        result["bytes"] = sum(Checkpoint(target).nbytes(name) for name in Checkpoint(target).tensors)
-        result["largest_tensor_bytes"] = max(Checkpoint(target).nbytes(name) for name in Checkpoint(target).tensors)
-        torch.zeros(1, device=device)  # the device's own context is not part of the figure
-        for turn in ("first", "second"):
-            start = time.perf_counter()
-            with Peak() as peak:
-                model = load_model(target, device)
-            result[f"{turn}_load_s"] = time.perf_counter() - start
-            result[f"{turn}_gb_s"] = result["bytes"] / 1e9 / result[f"{turn}_load_s"]
-            result[f"{turn}_host_bytes"] = peak.bytes
-            del model
+        result |= measure(source, Path(folder) / "model_bf16", device)
     print(json.dumps(result))
 
 

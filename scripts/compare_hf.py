@@ -1,13 +1,16 @@
-"""This project and transformers on the same prompt, operator by operator: the first place where they part.
+"""Compare this project and transformers on one prompt, operator by operator.
 
     python scripts/compare_hf.py checkpoints/R/model_fp32
     python scripts/compare_hf.py checkpoints/R/model_bf16 --device cuda --compile
 
-CHECKPOINT is a converted checkpoint; the Hugging Face one it was made from is the folder around it, or --hf_dir. In
-each layer these are compared: norm, attention, residual, norm, router logits, chosen experts, their weights, the
-experts' sum, residual. Ours runs the prompt but its last token at once, with grouped experts, and the last one by
-itself, with gathered experts. An error is the largest difference over the largest number. After that each continues
-the prompt greedily, and is timed token by token. Exit code 1 says that they part (needs transformers).
+CHECKPOINT is a converted checkpoint. The Hugging Face checkpoint it was made from is the
+folder around it, or --hf_dir. Compared in each layer are norm, attention, residual, norm,
+router logits, chosen experts, their weights, the experts' sum, and the residual after it.
+
+Our model runs the prompt without its last token in one call (grouped experts), and the
+last token alone (gathered experts). An error is the largest difference over the largest
+number. After that both models continue the prompt greedily and are timed token by token.
+Exit code 1: they differ (needs transformers).
 """
 
 import argparse
@@ -16,109 +19,142 @@ import json
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-import world
-from checkpoint import Checkpoint, pick_device
-from command import Parser
+from checkpoint import Checkpoint
+from cli.parser import Parser
+from formats.quantizer import DTYPES
 from generate import DEFAULT_PROMPT, load_model
-from model import Transformer
-from quantize import DTYPES, model_args
-from session import Sampling, Session
+from model import ModelArgs, Transformer
+from models import args_of_checkpoint
+from parallel.device import pick_device
+from parallel.heartbeat import attempt
+from runtime.sampling import Sampling
+from runtime.session import Session, SessionOptions
 from tokenizer import load_tokenizer
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 ROUTING = "chosen experts"
 
 
-def watch(records: dict, hooks: list, place: tuple, module: nn.Module, take) -> None:
-    """Record what `take(inputs, output)` finds at each call of the module, as rows [tokens, n]."""
-
-    def hook(_, inputs, output) -> None:
-        records.setdefault(place, []).append(take(inputs, output).detach().float().cpu().flatten(0, -2))
-
-    hooks.append(module.register_forward_hook(hook))
+# Recording ----------------------------------------------------------------------------------------
 
 
-def by_expert(experts: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """experts, weights [T, A], each token's experts in rising order: which comes first in a tie says nothing."""
+class Recorder:
+    """Forward hooks that record activations by place, (layer, operator), as rows [tokens, n]."""
+
+    def __init__(self):
+        self.rows: dict[tuple[str, str], list[Tensor]] = {}
+        self.handles = []
+
+    def record(self, place: tuple[str, str], module: nn.Module, select: Callable) -> None:
+        """Record `select(inputs, output)` at each call of the module."""
+
+        def hook(_, inputs, output) -> None:
+            found = select(inputs, output).detach().float().cpu().flatten(0, -2)
+            self.rows.setdefault(place, []).append(found)
+
+        self.handles.append(module.register_forward_hook(hook))
+
+    def remove(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+
+def sort_by_expert(experts: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Sort each token's experts, and their weights [T, A]: the order within a tie is arbitrary."""
     experts, order = experts.sort(dim=-1)
     return experts, weights.gather(-1, order)
 
 
-def our_places(model: Transformer, records: dict, hooks: list) -> None:
-    watch(records, hooks, ("", "embedding"), model.embedding, lambda i, o: o)
+def record_ours(model: Transformer, recorder: Recorder) -> None:
+    """Hook all places of our model."""
+    record = recorder.record
+    record(("", "embedding"), model.embedding, lambda i, o: o)
     next_norms = [block.attention_norm for block in model.layers[1:]] + [model.norm]
     for n, (block, next_norm) in enumerate(zip(model.layers, next_norms, strict=True)):
-        layer = f"layer {n}"
-        watch(records, hooks, (layer, "attention norm"), block.attention_norm, lambda i, o: o)
-        watch(records, hooks, (layer, "attention"), block.attention, lambda i, o: o)
-        watch(records, hooks, (layer, "residual after attention"), block.ffn_norm, lambda i, o: i[0])
-        watch(records, hooks, (layer, "ffn norm"), block.ffn_norm, lambda i, o: o)
+        layer, norm, ffn = f"layer {n}", block.ffn_norm, block.ffn
+        record((layer, "attention norm"), block.attention_norm, lambda i, o: o)
+        record((layer, "attention"), block.attention, lambda i, o: o)
+        record((layer, "residual after attention"), norm, lambda i, o: i[0])
+        record((layer, "ffn norm"), norm, lambda i, o: o)
         if n not in model.args.dense_layers:
-            watch(records, hooks, (layer, "router logits"), block.ffn.router, lambda i, o: o)
-            watch(records, hooks, (layer, ROUTING), block.ffn, lambda i, o: by_expert(*o[1:])[0])
-            watch(records, hooks, (layer, "expert weights"), block.ffn, lambda i, o: by_expert(*o[1:])[1])
-        watch(records, hooks, (layer, "sum of experts"), block.ffn, lambda i, o: o[0])
-        watch(records, hooks, (layer, "residual after experts"), next_norm, lambda i, o: i[0])
-    watch(records, hooks, ("", "last norm"), model.norm, lambda i, o: o)
-    watch(records, hooks, ("", "logits"), model.head, lambda i, o: o)
+            record((layer, "router logits"), ffn.router, lambda i, o: o)
+            record((layer, ROUTING), ffn, lambda i, o: sort_by_expert(*o[1:])[0])
+            record((layer, "expert weights"), ffn, lambda i, o: sort_by_expert(*o[1:])[1])
+        record((layer, "sum of experts"), ffn, lambda i, o: o[0])
+        record((layer, "residual after experts"), next_norm, lambda i, o: i[0])
+    record(("", "last norm"), model.norm, lambda i, o: o)
+    record(("", "logits"), model.head, lambda i, o: o)
 
 
-def peer_places(peer: nn.Module, records: dict, hooks: list) -> None:
-    watch(records, hooks, ("", "embedding"), peer.model.embed_tokens, lambda i, o: o)
+def record_peer(peer: nn.Module, recorder: Recorder) -> None:
+    """Hook the same places of transformers' model."""
+    record = recorder.record
+    record(("", "embedding"), peer.model.embed_tokens, lambda i, o: o)
     for n, block in enumerate(peer.model.layers):
-        layer = f"layer {n}"
-        watch(records, hooks, (layer, "attention norm"), block.input_layernorm, lambda i, o: o)
-        watch(records, hooks, (layer, "attention"), block.self_attn, lambda i, o: o[0])
-        watch(records, hooks, (layer, "residual after attention"), block.post_attention_layernorm, lambda i, o: i[0])
-        watch(records, hooks, (layer, "ffn norm"), block.post_attention_layernorm, lambda i, o: o)
+        layer, norm = f"layer {n}", block.post_attention_layernorm
         ffn = block.mlp if hasattr(block, "mlp") else block.block_sparse_moe
-        if (gate := getattr(ffn, "gate", getattr(ffn, "router", None))) is not None:
-            watch(records, hooks, (layer, "router logits"), gate, lambda i, o: o[0])
-            watch(records, hooks, (layer, ROUTING), gate, lambda i, o: by_expert(o[2], o[1])[0])
-            watch(records, hooks, (layer, "expert weights"), gate, lambda i, o: by_expert(o[2], o[1])[1])
-        watch(records, hooks, (layer, "sum of experts"), ffn, lambda i, o: o[0] if isinstance(o, tuple) else o)
-        watch(records, hooks, (layer, "residual after experts"), block, lambda i, o: o)
-    watch(records, hooks, ("", "last norm"), peer.model.norm, lambda i, o: o)
-    watch(records, hooks, ("", "logits"), peer.lm_head, lambda i, o: o)
+        gate = getattr(ffn, "gate", getattr(ffn, "router", None))
+        record((layer, "attention norm"), block.input_layernorm, lambda i, o: o)
+        record((layer, "attention"), block.self_attn, lambda i, o: o[0])
+        record((layer, "residual after attention"), norm, lambda i, o: i[0])
+        record((layer, "ffn norm"), norm, lambda i, o: o)
+        if gate is not None:
+            record((layer, "router logits"), gate, lambda i, o: o[0])
+            record((layer, ROUTING), gate, lambda i, o: sort_by_expert(o[2], o[1])[0])
+            record((layer, "expert weights"), gate, lambda i, o: sort_by_expert(o[2], o[1])[1])
+        record((layer, "sum of experts"), ffn, lambda i, o: o[0] if isinstance(o, tuple) else o)
+        record((layer, "residual after experts"), block, lambda i, o: o)
+    record(("", "last norm"), peer.model.norm, lambda i, o: o)
+    record(("", "logits"), peer.lm_head, lambda i, o: o)
+
+
+# Comparing ----------------------------------------------------------------------------------------
 
 
 @torch.inference_mode()
 def compare(model: Transformer, peer: nn.Module, ids: list[int]) -> list[dict]:
-    """Each place in order: layer, operator, error, and the token where the error is largest. ids: at least two.
+    """Return layer, operator, error, and the token with the largest error of each place, in order.
 
-    The error of chosen experts is the share of tokens that chose others.
+    ids: at least two. The error of chosen experts is the share of tokens with other experts.
     """
-    device, ours, theirs, hooks = model.norm.weight.device, {}, {}, []
+    ours, theirs = Recorder(), Recorder()
     try:
-        our_places(model, ours, hooks)
-        peer_places(peer, theirs, hooks)
+        record_ours(model, ours)
+        record_peer(peer, theirs)
         model.setup_cache(1, len(ids))
-        tokens, where = torch.tensor([ids], device=device), torch.arange(len(ids), device=device)[None]
+        tokens = torch.tensor([ids], device=model.norm.weight.device)
+        where = torch.arange(len(ids), device=tokens.device)[None]
         for part in (slice(0, -1), slice(-1, None)):
             model(tokens[:, part], where[:, part], all_positions=True)
         peer(tokens, use_cache=False)
     finally:
-        for hook in hooks:
-            hook.remove()
-    found = []
-    for place, parts in ours.items():
-        mine, other = torch.cat(parts), torch.cat(theirs[place])
-        difference = (mine - other).abs().amax(dim=-1)  # of each token
-        scale = other.abs().max().clamp(min=1e-12)
-        error = (difference > 0).float().mean() if place[1] == ROUTING else difference.max() / scale
-        entry = {"layer": place[0], "operator": place[1], "error": error.item(), "token": int(difference.argmax())}
-        found.append(entry)
-    return sorted(found, key=lambda entry: list(theirs).index((entry["layer"], entry["operator"])))
+        ours.remove()
+        theirs.remove()
+    found = [compare_place(place, rows, theirs.rows[place]) for place, rows in ours.rows.items()]
+    order = list(theirs.rows)
+    return sorted(found, key=lambda entry: order.index((entry["layer"], entry["operator"])))
+
+
+def compare_place(place: tuple[str, str], ours: list[Tensor], theirs: list[Tensor]) -> dict:
+    """Return the entry of one place, see `compare`."""
+    mine, other = torch.cat(ours), torch.cat(theirs)
+    difference = (mine - other).abs().amax(dim=-1)  # of each token
+    scale = other.abs().max().clamp(min=1e-12)
+    layer, operator = place
+    error = (difference > 0).float().mean() if operator == ROUTING else difference.max() / scale
+    token = int(difference.argmax())
+    return {"layer": layer, "operator": operator, "error": error.item(), "token": token}
 
 
 @torch.inference_mode()
-def peer_greedy(peer: nn.Module, ids: list[int], count: int) -> tuple[list[int], list[float]]:
-    """transformers' next tokens, eagerly with its dynamic cache, and when each was known."""
+def continue_peer(peer: nn.Module, ids: list[int], count: int) -> tuple[list[int], list[float]]:
+    """Return transformers' next tokens (eager, with its dynamic cache), and the time of each."""
     tokens, times, cache = [], [], None
     step = torch.tensor([ids], device=peer.device)
     for _ in range(count):
@@ -129,101 +165,176 @@ def peer_greedy(peer: nn.Module, ids: list[int], count: int) -> tuple[list[int],
     return tokens, times
 
 
-def our_greedy(session: Session, ids: list[int], count: int) -> tuple[list[int], list[float]]:
-    pairs = [(token, time.perf_counter()) for token in session.stream(ids, count, Sampling(temperature=0))]
-    return [token for token, _ in pairs], [moment for _, moment in pairs]
+def continue_ours(session: Session, ids: list[int], count: int) -> tuple[list[int], list[float]]:
+    """Return our next tokens, and the time of each."""
+    tokens, times = [], []
+    for token in session.stream(ids, count, Sampling(temperature=0)):
+        tokens.append(token)
+        times.append(time.perf_counter())
+    return tokens, times
 
 
-def latency(times: list[float]) -> float | None:
-    """Milliseconds between two tokens, the median."""
+def median_latency(times: list[float]) -> float | None:
+    """Return the median of milliseconds between two tokens; None below two."""
     steps = [later - earlier for earlier, later in itertools.pairwise(times)]
     return statistics.median(steps) * 1e3 if steps else None
 
 
+# Command ------------------------------------------------------------------------------------------
+
+
+def hf_folder(options: argparse.Namespace, checkpoint: Checkpoint) -> Path:
+    """Return the Hugging Face checkpoint.
+
+    Raises ValueError if it is missing, or if ours is quantized.
+    """
+    folder = options.hf_dir or checkpoint.directory.absolute().parent
+    if not (folder / "config.json").is_file():
+        raise ValueError(
+            f"{folder} holds no config.json: name the Hugging Face checkpoint with --hf_dir"
+        )
+    if checkpoint.format["name"] not in DTYPES:
+        raise ValueError(
+            f"{checkpoint.directory} is quantised: give the checkpoint that it was made from"
+        )
+    return folder
+
+
+def prompt_ids(options: argparse.Namespace, checkpoint: Checkpoint, args: ModelArgs) -> list[int]:
+    """Return the prompt's tokens. Raises ValueError if they cannot be compared."""
+    if options.new_tokens < 1:
+        raise ValueError(f"--new_tokens {options.new_tokens}: it must be at least 1")
+    if options.tokens:
+        try:
+            ids = [int(token) for token in options.tokens.split(",")]
+        except ValueError:
+            example = "give numbers with commas between, such as 3,14,15"
+            raise ValueError(f"--tokens {options.tokens}: {example}") from None
+    else:
+        ids = load_tokenizer(checkpoint.directory).encode(options.prompt)
+    if len(ids) < 2:
+        raise ValueError(
+            f"the prompt is {len(ids)} tokens: give at least 2, so that grouped and gathered "
+            "experts are compared"
+        )
+    fits = len(ids) + options.new_tokens <= args.max_position
+    if not fits or not all(0 <= token < args.vocab_size for token in ids):
+        raise ValueError(
+            f"the model is for {args.max_position} tokens below {args.vocab_size}: give it those"
+        )
+    return ids
+
+
 def run(options: argparse.Namespace) -> dict:
+    """Compare as the options ask for; return the result."""
     try:
         from transformers import AutoModelForCausalLM
     except ImportError:
         raise ValueError("this needs transformers: pip install 'transformers>=5.0,<6'") from None
     checkpoint = Checkpoint(options.checkpoint)
-    folder = options.hf_dir or checkpoint.directory.absolute().parent
-    if not (folder / "config.json").is_file():
-        raise ValueError(f"{folder} holds no config.json: name the Hugging Face checkpoint with --hf_dir")
-    if checkpoint.format["name"] not in DTYPES:
-        raise ValueError(f"{checkpoint.directory} is quantised: give the checkpoint that it was made from")
-    if options.new_tokens < 1:
-        raise ValueError(f"--new_tokens {options.new_tokens}: it must be at least 1")
-    if options.tokens:
-        try:
-            ids = [int(id) for id in options.tokens.split(",")]
-        except ValueError:
-            raise ValueError(f"--tokens {options.tokens}: give numbers with commas between, such as 3,14,15") from None
-    else:
-        ids = load_tokenizer(checkpoint.directory).encode(options.prompt)
-    if len(ids) < 2:
-        raise ValueError(f"the prompt is {len(ids)} tokens: give at least 2, so that both kinds of pass are compared")
-    args, count = model_args(checkpoint), options.new_tokens
-    if len(ids) + count > args.max_position or not all(0 <= id < args.vocab_size for id in ids):
-        raise ValueError(f"the model is for {args.max_position} tokens below {args.vocab_size}: give it those")
-    device, dtype = pick_device(options.device), DTYPES[options.dtype] if options.dtype else None
-    model = load_model(checkpoint, device, dtype)
+    folder = hf_folder(options, checkpoint)
+    ids = prompt_ids(options, checkpoint, args_of_checkpoint(checkpoint))
+    device = pick_device(options.device)
+    model = load_model(checkpoint, device, DTYPES.get(options.dtype))
     dtype = model.norm.weight.dtype
-    peer = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True).to(device).eval()
+    peer = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
+    peer = peer.to(device).eval()
     places = compare(model, peer, ids)
     limit = TOLERANCE[dtype] if options.tolerance is None else options.tolerance
-    parts = next((p for p in places if p["error"] > (0 if p["operator"] == ROUTING else limit)), None)
-    session = Session(model, len(ids) + count, options.compile)
-    our_greedy(session, ids, min(count, 3))  # compiles and warms up
+    limits = {ROUTING: 0}
+    differing = (p for p in places if p["error"] > limits.get(p["operator"], limit))
+    found = {
+        "parts_at": next(differing, None),
+        "tolerance": limit,
+        "places": places,
+        "dtype": str(dtype).removeprefix("torch."),
+        "device": str(device),
+    }
+    return found | continue_both(model, peer, ids, options)
+
+
+def continue_both(
+    model: Transformer, peer: nn.Module, ids: list[int], options: argparse.Namespace
+) -> dict:
+    """Continue the prompt with both models; return the tokens and the time of one."""
+    count = options.new_tokens
+    session = Session(model, len(ids) + count, SessionOptions(compile=options.compile))
+    continue_ours(session, ids, min(count, 3))  # compiles and warms up
     session.reset()
-    ours, our_times = our_greedy(session, ids, count)
-    peer_greedy(peer, ids, min(count, 3))
-    theirs, peer_times = peer_greedy(peer, ids, count)
-    pairs = zip(ours, theirs, strict=True)
+    ours, our_times = continue_ours(session, ids, count)
+    continue_peer(peer, ids, min(count, 3))
+    theirs, peer_times = continue_peer(peer, ids, count)
+    pairs = enumerate(zip(ours, theirs, strict=True))
     return {
-        "parts_at": parts, "tolerance": limit, "places": places, "dtype": str(dtype).removeprefix("torch."),
-        "device": str(device), "tokens": ours, "peer_tokens": theirs,
-        "same_tokens": next((n for n, (a, b) in enumerate(pairs) if a != b), count),
-        "ms": latency(our_times), "peer_ms": latency(peer_times),
-    }  # fmt: skip
+        "tokens": ours,
+        "peer_tokens": theirs,
+        "same_tokens": next((n for n, (a, b) in pairs if a != b), count),
+        "ms": median_latency(our_times),
+        "peer_ms": median_latency(peer_times),
+    }
 
 
 def report(found: dict) -> str:
-    worst = max(found["places"], key=lambda place: place["error"])
-    said = lambda place: f"{place['layer']} {place['operator']}".strip() + f", error {place['error']:.2g}"  # noqa: E731
-    if found["parts_at"]:
-        first = f"they part at {said(found['parts_at'])} (token {found['parts_at']['token']} of the prompt)"
+    """Return the result as text."""
+
+    def describe(place: dict) -> str:
+        name = f"{place['layer']} {place['operator']}".strip()
+        return f"{name}, error {place['error']:.2g}"
+
+    def number(ms: float | None) -> str:
+        return "-" if ms is None else f"{ms:.2f} ms"
+
+    if first := found["parts_at"]:
+        verdict = f"they part at {describe(first)} (token {first['token']} of the prompt)"
     else:
-        first = f"the same at all {len(found['places'])} places; the largest: {said(worst)}"
-    number = lambda ms: "-" if ms is None else f"{ms:.2f} ms"  # noqa: E731
-    same, count = found["same_tokens"], len(found["tokens"])
-    rows = [f"{n:5} {a:8} {b:8}{'' if a == b else '  <-'}" for n, (a, b) in
-            enumerate(zip(found["tokens"], found["peer_tokens"], strict=True))]  # fmt: skip
-    return "\n".join([
-        f"{first}; tolerance {found['tolerance']:g}, {found['dtype']} on {found['device']}",
-        f"greedy: the first {same} of {count} tokens are the same", "token     ours     peer", *rows,
-        f"a token: ours {number(found['ms'])}, transformers {number(found['peer_ms'])} (medians; transformers eagerly)",
-    ])  # fmt: skip
+        worst = max(found["places"], key=lambda place: place["error"])
+        verdict = f"the same at all {len(found['places'])} places; the largest: {describe(worst)}"
+    pairs = enumerate(zip(found["tokens"], found["peer_tokens"], strict=True))
+    rows = [f"{n:5} {a:8} {b:8}{'' if a == b else '  <-'}" for n, (a, b) in pairs]
+    lines = [
+        f"{verdict}; tolerance {found['tolerance']:g}, {found['dtype']} on {found['device']}",
+        f"greedy: the first {found['same_tokens']} of {len(found['tokens'])} tokens are the same",
+        "token     ours     peer",
+        *rows,
+        f"a token: ours {number(found['ms'])}, transformers {number(found['peer_ms'])} "
+        "(medians; transformers is eager)",
+    ]
+    return "\n".join(lines)
 
 
 def build_parser() -> Parser:
     parser = Parser(
-        __doc__.partition("\n")[0],
+        "Compare this project and transformers on one prompt, operator by operator.",
         (
             "python scripts/compare_hf.py checkpoints/OWNER/NAME/model_fp32 --prompt 'import os'",
-            "python scripts/compare_hf.py checkpoints/OWNER/NAME/model_bf16 --device cuda --compile --json",
+            "python scripts/compare_hf.py checkpoints/OWNER/NAME/model_bf16 --device cuda"
+            " --compile --json",
         ),
     )
     add = parser.add_argument
-    add("checkpoint", type=Path, metavar="CHECKPOINT", help="converted, and not quantised")
-    add("--hf_dir", type=Path, metavar="DIR", help="what it was made from; default: the folder it lies in")
+    add("checkpoint", type=Path, metavar="CHECKPOINT", help="converted, not quantized")
+    add(
+        "--hf_dir",
+        type=Path,
+        metavar="DIR",
+        help="the Hugging Face checkpoint it was made from; default: the folder around it",
+    )
     add("--prompt", default=DEFAULT_PROMPT, metavar="TEXT")
-    add("--tokens", metavar="ID,ID", help="a prompt as token ids, for a checkpoint without a tokenizer")
-    add("--new_tokens", type=int, default=128, metavar="N", help="tokens to continue greedily (128)")
-    add("--tolerance", type=float, metavar="X", help="error from which they part; default: 1e-4 in fp32, 1e-2 in fp16, "
-        "5e-2 in bf16")  # fmt: skip
+    add(
+        "--tokens",
+        metavar="ID,ID",
+        help="the prompt as token ids, for a checkpoint without a tokenizer",
+    )
+    add("--new_tokens", type=int, default=128, metavar="N", help="tokens to generate (128)")
+    add(
+        "--tolerance",
+        type=float,
+        metavar="X",
+        help="errors up to this count as equal; default: 1e-4 in fp32, 1e-2 in fp16, 5e-2 in bf16",
+    )
     add("--device", default="auto", choices=("auto", "cuda", "cpu"))
-    add("--dtype", choices=tuple(DTYPES), help="default: as the checkpoint has it")
-    add("--compile", action="store_true", help="compile our decode step (transformers stays eager)")
+    add("--dtype", choices=tuple(DTYPES), help="default: the checkpoint's")
+    add("--compile", action="store_true", help="compile our decode step; transformers stays eager")
     add("--json", action="store_true", help="print one JSON object")
     return parser
 
@@ -236,7 +347,8 @@ def command() -> int:
 
 
 def main() -> int:
-    return world.attempt(command)
+    """Run the command; a user's mistake is one line on stderr and exit code 2."""
+    return attempt(command)
 
 
 if __name__ == "__main__":

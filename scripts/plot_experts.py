@@ -1,136 +1,227 @@
-"""Where a prompt goes: which experts each token uses, how evenly they are used, and how sure the router is.
+"""Draw which experts each token of a prompt uses, how evenly, and how sure the router is.
 
-    python scripts/plot_experts.py --prompt 'def read_lines(path):' --layers 0,3,7 --output experts.svg
+    python scripts/plot_experts.py --prompt 'def read_lines(path):' --layers 0,3,7 --output F.svg
 
-Above, for each chosen layer a map of tokens by experts, as dark as the expert's weight. Below, each layer's load (the
-share of choices that fall on each expert), and two entropies a layer in bits: of that load, at most log2 E, and the
-mean of a token's own weights, at most log2 A. A token's experts are those that run when it is read. Standard output
-has the picture's name, or with --json the numbers.
+Above: for each chosen layer a map of tokens by experts, shaded by the expert's weight.
+Below: each layer's load (the share of choices that each expert gets), and two entropies a
+layer in bits: of that load (at most log2 E), and the mean over tokens of their routing
+weights' (at most log2 A). A token's experts are those that run when the token is read.
+Standard output has the picture's name, or with --json the numbers.
 """
 
 import argparse
 import json
 import math
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
-import world
-from command import Parser
+from cli.parser import Parser
 from generate import DEFAULT_PROMPT, load_model, open_checkpoint
 from model import Transformer
+from parallel.heartbeat import attempt
 from tokenizer import load_tokenizer
 
 FORMATS = ".png", ".svg"
-MOST_TOKENS = 512  # that a map can show
+MAX_TOKENS = 512  # that a map can show
+MAX_LABELED_TOKENS = 120
 
 
-def entropy(shares: torch.Tensor) -> torch.Tensor:
-    """Of shares [..., n] that sum to one, in bits (Shannon 1948, section 6) -> [...]."""
+# Numbers ------------------------------------------------------------------------------------------
+
+
+def entropy(shares: Tensor) -> Tensor:
+    """shares [..., n] that sum to one -> their entropy in bits [...] (Shannon 1948, section 6)."""
     return -torch.special.xlogy(shares, shares).sum(dim=-1) / math.log(2)
 
 
 @torch.inference_mode()
-def routing(model: Transformer, ids: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """The experts int64 and weights fp32 [L, T, A] of each token of ids; L layers have experts."""
+def record_routing(model: Transformer, ids: list[int]) -> tuple[Tensor, Tensor]:
+    """Return experts int64 and weights fp32 [L, T, A] of all tokens; L layers have experts."""
     model.setup_cache(1, len(ids))
     device = model.norm.weight.device
     where = torch.arange(len(ids), device=device)[None]
-    _, *found = model(torch.tensor([ids], device=device), where, return_routing=True)
-    if not found:
-        raise ValueError("no layer of this model has experts: give one that has")
-    return found[0].cpu(), found[1].float().cpu()
+    tokens = torch.tensor([ids], device=device)
+    _, experts, weights = model(tokens, where, return_routing=True)
+    return experts.cpu(), weights.float().cpu()
 
 
-def study(experts: torch.Tensor, weights: torch.Tensor, n_expert: int) -> dict:
-    """experts, weights [L, T, A] -> load [L][E], load_entropy [L] and weight_entropy [L] in bits."""
-    load = torch.stack([torch.bincount(layer.flatten(), minlength=n_expert) for layer in experts]).float()
+def study(experts: Tensor, weights: Tensor, n_expert: int) -> dict:
+    """experts, weights [L, T, A] -> load [L][E], load_entropy [L], weight_entropy [L] in bits."""
+    counts = [torch.bincount(layer.flatten(), minlength=n_expert) for layer in experts]
+    load = torch.stack(counts).float()
     load /= load.sum(dim=-1, keepdim=True)
-    own = entropy(weights / weights.sum(dim=-1, keepdim=True)).mean(dim=-1)
-    return {"load": load.tolist(), "load_entropy": entropy(load).tolist(), "weight_entropy": own.tolist()}
+    weight_entropy = entropy(weights / weights.sum(dim=-1, keepdim=True)).mean(dim=-1)
+    return {
+        "load": load.tolist(),
+        "load_entropy": entropy(load).tolist(),
+        "weight_entropy": weight_entropy.tolist(),
+    }
 
 
-def draw(found: dict, experts: torch.Tensor, weights: torch.Tensor, layers: list[int], numbers: list[int],
-         tokens: list[str], path: Path) -> None:  # fmt: skip
-    """Write the picture. numbers: each sparse layer's number in the model. Raises ValueError without matplotlib."""
+# Picture ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Everything that is drawn."""
+
+    found: dict  # of `study`
+    experts: Tensor  # int64 [L, T, A]
+    weights: Tensor  # fp32 [L, T, A]
+    numbers: list[int]  # number in the model of each of the L layers
+    tokens: list[str]
+
+
+def draw(routing: Routing, layers: list[int], path: Path) -> None:
+    """Write the picture, with maps of these layers. Raises ValueError without matplotlib."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
         raise ValueError("a picture needs matplotlib: pip install 'moe-fast[plot]'") from None
-    E, T, A = len(found["load"][0]), len(tokens), experts.shape[2]
-    tall = 0.9 + 0.12 * min(E, 32)
-    figure = Figure(figsize=(max(8.0, min(24.0, 0.2 * T)), tall * len(layers) + 3.6), dpi=110, layout="constrained")
+    E, T = len(routing.found["load"][0]), len(routing.tokens)
+    width, map_height, bottom = max(8.0, min(24.0, 0.2 * T)), 0.9 + 0.12 * min(E, 32), 3.6
+    size = width, map_height * len(layers) + bottom
+    figure = Figure(figsize=size, dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
-    grid = figure.add_gridspec(len(layers) + 1, 2, height_ratios=[tall] * len(layers) + [3.6])
+    heights = [map_height] * len(layers) + [bottom]
+    grid = figure.add_gridspec(len(layers) + 1, 2, height_ratios=heights)
     for row, layer in enumerate(layers):
-        at = numbers.index(layer)
-        shares = torch.zeros(T, E).scatter_(1, experts[at], weights[at])
         axes = figure.add_subplot(grid[row, :])
-        axes.imshow(shares.T, aspect="auto", cmap="Blues", vmin=0, vmax=max(1.0, shares.max().item()))
-        axes.set_ylabel(f"layer {layer}\nexpert")
-        names = [token.replace("\n", "\\n").replace("$", r"\$") for token in tokens]
-        last = row == len(layers) - 1 and T <= 120
-        axes.set_xticks(range(T), names, rotation=90, fontsize=7, family="monospace") if last else axes.set_xticks([])
-    axes = figure.add_subplot(grid[-1, 0])
-    image = axes.imshow(found["load"], aspect="auto", cmap="Blues", vmin=0)
+        draw_map(axes, routing, layer)
+        if row == len(layers) - 1 and T <= MAX_LABELED_TOKENS:
+            names = [token.replace("\n", "\\n").replace("$", r"\$") for token in routing.tokens]
+            axes.set_xticks(range(T), names, rotation=90, fontsize=7, family="monospace")
+        else:
+            axes.set_xticks([])
+    draw_load(figure, figure.add_subplot(grid[-1, 0]), routing)
+    draw_entropy(figure.add_subplot(grid[-1, 1]), routing)
+    save(figure, path)
+
+
+def draw_map(axes, routing: Routing, layer: int) -> None:
+    """Draw one layer's map of tokens by experts."""
+    at, E = routing.numbers.index(layer), len(routing.found["load"][0])
+    shares = torch.zeros(len(routing.tokens), E)
+    shares.scatter_(1, routing.experts[at], routing.weights[at])
+    largest = max(1.0, shares.max().item())
+    axes.imshow(shares.T, aspect="auto", cmap="Blues", vmin=0, vmax=largest)
+    axes.set_ylabel(f"layer {layer}\nexpert")
+
+
+def draw_load(figure, axes, routing: Routing) -> None:
+    """Draw the load of each layer's experts."""
+    load, numbers = routing.found["load"], routing.numbers
+    image = axes.imshow(load, aspect="auto", cmap="Blues", vmin=0)
     axes.set_yticks(range(len(numbers)), numbers, fontsize=7)
-    axes.set(title=f"share of the choices (even: {1 / E:.3f})", xlabel="expert", ylabel="layer")
+    title = f"share of the choices (even: {1 / len(load[0]):.3f})"
+    axes.set(title=title, xlabel="expert", ylabel="layer")
     figure.colorbar(image, ax=axes)
-    axes = figure.add_subplot(grid[-1, 1])
-    for name, label, most in (("load_entropy", "of the load", E), ("weight_entropy", "of a token's weights", A)):
-        (line,) = axes.plot(numbers, found[name], "o-", label=label)
-        axes.axhline(math.log2(most), linestyle=":", color=line.get_color())
-    axes.set(title="entropy in bits, and the most it can be", xlabel="layer", ylim=(0, math.log2(E) * 1.1))
+
+
+def draw_entropy(axes, routing: Routing) -> None:
+    """Draw both entropies by layer, each with its maximum as a dotted line."""
+    E, A = len(routing.found["load"][0]), routing.experts.shape[2]
+    lines = (("load_entropy", "of the load", E), ("weight_entropy", "of a token's weights", A))
+    for name, label, count in lines:
+        (line,) = axes.plot(routing.numbers, routing.found[name], "o-", label=label)
+        axes.axhline(math.log2(count), linestyle=":", color=line.get_color())
+    title = "entropy in bits, dotted: its maximum"
+    axes.set(title=title, xlabel="layer", ylim=(0, math.log2(E) * 1.1))
     axes.legend()
+
+
+def save(figure, path: Path) -> None:
+    """Write a figure, all or nothing. Raises ValueError if the file cannot be written."""
     part = path.with_name(path.name + ".part")
     try:
         figure.savefig(part, format=path.suffix[1:])
         part.replace(path)
     except OSError as error:
         part.unlink(missing_ok=True)
-        raise ValueError(f"--output {path}: {error.strerror}: give a file that can be written") from None
+        raise ValueError(
+            f"--output {path}: {error.strerror}: give a file that can be written"
+        ) from None
+
+
+# Command ------------------------------------------------------------------------------------------
+
+
+def parse_layers(text: str | None, numbers: list[int]) -> list[int]:
+    """Return the layers of --layers, each once. Raises ValueError for layers without experts.
+
+    numbers: the layers with experts; the first and the last are the default.
+    """
+    if not text:
+        return list(dict.fromkeys((numbers[0], numbers[-1])))
+    try:
+        layers = [int(number) for number in text.split(",")]
+    except ValueError:
+        raise ValueError(
+            f"--layers {text}: give numbers with commas between, such as 0,3"
+        ) from None
+    if not set(layers) <= set(numbers):
+        known = ", ".join(map(str, numbers))
+        raise ValueError(f"--layers {text}: layers with experts are {known}")
+    return list(dict.fromkeys(layers))
 
 
 def run(options: argparse.Namespace) -> dict:
+    """Draw what the options ask for; return the numbers."""
     if options.output.suffix not in FORMATS:
-        raise ValueError(f"--output {options.output}: its name must end in {' or '.join(FORMATS)}")
+        endings = " or ".join(FORMATS)
+        raise ValueError(f"--output {options.output}: its name must end in {endings}")
     checkpoint = open_checkpoint(options.checkpoint_path)
     tokenizer = load_tokenizer(checkpoint.directory)
     ids = tokenizer.encode(sys.stdin.read() if options.prompt == "-" else options.prompt)
-    if not 0 < len(ids) <= MOST_TOKENS:
-        raise ValueError(f"the prompt is {len(ids)} tokens: give from 1 to {MOST_TOKENS}")
+    if not 0 < len(ids) <= MAX_TOKENS:
+        raise ValueError(f"the prompt is {len(ids)} tokens: give from 1 to {MAX_TOKENS}")
     model = load_model(checkpoint, options.device)
     numbers = [n for n in range(model.args.n_layer) if n not in model.args.dense_layers]
-    try:
-        layers = [int(n) for n in options.layers.split(",")] if options.layers else [numbers[0], numbers[-1]]
-    except ValueError:
-        raise ValueError(f"--layers {options.layers}: give numbers with commas between, such as 0,3") from None
-    if not set(layers) <= set(numbers):
-        raise ValueError(f"--layers {options.layers}: layers with experts are {', '.join(map(str, numbers))}")
-    experts, weights = routing(model, ids)
+    if not numbers:
+        raise ValueError("no layer of this model has experts: give one that has")
+    layers = parse_layers(options.layers, numbers)
+    experts, weights = record_routing(model, ids)
     found = study(experts, weights, model.args.n_expert)
-    tokens = [tokenizer.token_bytes(id).decode(errors="replace") for id in ids]
-    draw(found, experts, weights, list(dict.fromkeys(layers)), numbers, tokens, options.output)
+    tokens = [tokenizer.token_bytes(token).decode(errors="replace") for token in ids]
+    draw(Routing(found, experts, weights, numbers, tokens), layers, options.output)
     return {"layers": numbers, "tokens": len(ids), **found}
 
 
 def build_parser() -> Parser:
     parser = Parser(
-        __doc__.partition("\n")[0],
+        "Draw which experts each token of a prompt uses, how evenly, and how sure the router is.",
         (
             "python scripts/plot_experts.py --prompt 'import os' --layers 0,7 --output experts.png",
             "python scripts/plot_experts.py --checkpoint_path DIR --prompt - --json < text.txt",
         ),
     )
     add = parser.add_argument
-    add("--checkpoint_path", type=Path, metavar="DIR", help="converted checkpoint; default: the embedded tiny model")
-    add("--prompt", default=DEFAULT_PROMPT, metavar="TEXT", help="what the model reads; '-' reads stdin")
-    add("--layers", metavar="N,N", help="maps of these; default: the first and the last with experts")
-    add("--output", type=Path, default=Path("experts.png"), metavar="FILE", help="a .png or .svg (experts.png)")
+    add(
+        "--checkpoint_path",
+        type=Path,
+        metavar="DIR",
+        help="converted checkpoint; default: the embedded tiny model",
+    )
+    add("--prompt", default=DEFAULT_PROMPT, metavar="TEXT", help="the text; '-' reads stdin")
+    add(
+        "--layers",
+        metavar="N,N",
+        help="layers with a map; default: the first and the last with experts",
+    )
+    add(
+        "--output",
+        type=Path,
+        default=Path("experts.png"),
+        metavar="FILE",
+        help="a .png or .svg (experts.png)",
+    )
     add("--device", default="auto", choices=("auto", "cuda", "cpu"))
-    add("--json", action="store_true", help="print the load and the entropies as one JSON object")
+    add("--json", action="store_true", help="print load and entropies as one JSON object")
     return parser
 
 
@@ -142,7 +233,8 @@ def command() -> int:
 
 
 def main() -> int:
-    return world.attempt(command)
+    """Run the command; a user's mistake is one line on stderr and exit code 2."""
+    return attempt(command)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,16 @@
 #!/usr/bin/env bash
-# From the Hub to a model that generate.py takes: download, convert, quantise, in one command.
+# Prepare a model for generate.py: download it from the Hub, convert it, quantize it.
 #
 #     scripts/prepare.sh mistralai/Mixtral-8x7B-Instruct-v0.1          # 16 bits
-#     scripts/prepare.sh mistralai/Mixtral-8x7B-Instruct-v0.1 int4     # and in fewer bits
+#     scripts/prepare.sh mistralai/Mixtral-8x7B-Instruct-v0.1 int4     # and quantized
 #
-# Each step is all or nothing and is left out where its result is there, so after an interruption the same command goes
-# on from where it was. The files go to checkpoints/REPO, or to the folder in $MOE_FAST_CHECKPOINTS; the last line of
-# standard output is the directory for --checkpoint_path. $PYTHON names another Python than python3.
-# What is published in MXFP4 (gpt-oss) or in FP8 with a scale for each block (Qwen3) keeps it: model_mxfp4 or model_fp8b
-# takes the place of model_bf16.
+# Each step is all or nothing, and is skipped if its result exists. So the same command
+# resumes after an interruption. Files go to checkpoints/REPO, or to REPO in the folder
+# $MOE_FAST_CHECKPOINTS. The last line of stdout is the directory for --checkpoint_path.
+# $PYTHON names the Python to use instead of .venv's or python3.
+#
+# A model published in MXFP4 (gpt-oss) or block-wise FP8 (Qwen3) keeps its format: model_mxfp4
+# or model_fp8b takes the place of model_bf16.
 set -euo pipefail
 
 usage="usage: scripts/prepare.sh OWNER/NAME [int8|fp8|fp8b|int4|mxfp4|hqq4|hqq3|hqq2]
@@ -25,42 +27,49 @@ case "$mode" in
 esac
 if [ $# -gt 2 ]; then echo "error: too many arguments; ${usage%%$'\n'*}" >&2; exit 2; fi
 
-home=$(cd "$(dirname "$0")/.." && pwd)
+root=$(cd "$(dirname "$0")/.." && pwd)
 directory=${MOE_FAST_CHECKPOINTS:-checkpoints}/$repo
-python=${PYTHON:-$(if [ -x "$home/.venv/bin/python" ]; then echo "$home/.venv/bin/python"; else echo python3; fi)}
+python=python3
+if [ -x "$root/.venv/bin/python" ]; then python="$root/.venv/bin/python"; fi
+python=${PYTHON:-$python}
 
-if ! "$python" -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("torch") is None)'; then
-    echo "error: $python has no PyTorch: run make demo in $home first, or name another Python: PYTHON=... $0 $*" >&2; exit 2
+has_torch='import importlib.util, sys; sys.exit(importlib.util.find_spec("torch") is None)'
+if ! "$python" -c "$has_torch"; then
+    fix="run make demo in $root first, or name another Python: PYTHON=... $0 $*"
+    echo "error: $python has no PyTorch: $fix" >&2
+    exit 2
 fi
 
-whole() { [ -f "$1/config.json" ]; }  # a converted checkpoint has its name only once it is complete
+is_complete() { [ -f "$1/config.json" ]; }  # conversion renames a checkpoint when it is complete
 step() { echo "$1: $2" >&2; }
 
-plain=bf16  # or the format in which it is published
-if ! whole "$directory/model_bf16"; then
+plain=bf16  # format of the converted checkpoint: bf16, or the published one
+if ! is_complete "$directory/model_bf16"; then
     for format in mxfp4 fp8b; do
-        if whole "$directory/model_$format"; then plain=$format; fi
+        if is_complete "$directory/model_$format"; then plain=$format; fi
     done
 fi
 if [ "$mode" = bf16 ]; then mode=$plain; fi
 
-if whole "$directory/model_$mode"; then
+if is_complete "$directory/model_$mode"; then
     step prepare "$directory/model_$mode is there already"
 else
-    if whole "$directory/model_$plain"; then
+    if is_complete "$directory/model_$plain"; then
         step download "not needed"
     else
         step download "$repo"
-        "$python" "$home/scripts/download.py" --repo_id "$repo" --output_dir "$directory" > /dev/null
+        "$python" "$root/scripts/download.py" --repo_id "$repo" --output_dir "$directory" \
+            > /dev/null
         step convert "$directory"
-        converted=$("$python" "$home/convert_hf_checkpoint.py" --checkpoint_dir "$directory")
+        converted=$("$python" "$root/convert_hf_checkpoint.py" --checkpoint_dir "$directory")
         plain=${converted##*model_}
         if [ "$mode" = bf16 ]; then mode=$plain; fi
     fi
     if [ "$mode" != "$plain" ]; then
-        step quantise "$directory/model_$mode"
-        "$python" "$home/quantize.py" --checkpoint_path "$directory/model_$plain" --mode "$mode" > /dev/null
+        step quantize "$directory/model_$mode"
+        "$python" "$root/quantize.py" --checkpoint_path "$directory/model_$plain" \
+            --mode "$mode" > /dev/null
     fi
 fi
-step next "$python $home/generate.py --checkpoint_path $directory/model_$mode --interactive"
+step next "$python $root/generate.py --checkpoint_path $directory/model_$mode --interactive"
 echo "$directory/model_$mode"

@@ -1,0 +1,29 @@
+"""Time of a kernel or two inside a CUDA graph, as in a decode step."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+
+def graph_seconds(function: Callable, arguments: Sequence, repeats: int = 20) -> float:
+    """Return the time of one call: the best replay of a graph with one call for each argument.
+
+    Give arguments that select different weights, more of them than L2 holds.
+    """
+    with torch.cuda.stream(torch.cuda.Stream()):
+        for _ in range(2):  # compiles
+            for argument in arguments:
+                function(argument)
+    torch.cuda.synchronize()
+    graph, best = torch.cuda.CUDAGraph(), float("inf")
+    with torch.cuda.graph(graph):
+        for argument in arguments:
+            function(argument)
+    for _ in range(repeats):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        best = min(best, begin.elapsed_time(end) / 1e3 / len(arguments))
+    return best

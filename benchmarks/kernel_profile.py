@@ -1,0 +1,126 @@
+"""The kernels of one decode step: their times, and the speed of those whose reads are known."""
+
+import statistics
+from collections.abc import Sequence
+
+import torch
+
+from formats.packed import Packed, PackedExpertLinear
+from model import ExpertLinear, Linear, Transformer
+from runtime.session import Session
+
+Event = tuple[str, float, float]  # name, start and duration in us
+
+
+def cuda_kernels(session: Session, steps: int, position: int) -> list[Event]:
+    """Return each kernel and copy of `steps` steps from a position on, sampling included."""
+    step = next(iter(session.steps.values()))
+    session.position.fill_(position)
+    torch.cuda.synchronize()
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        for _ in range(steps):
+            step()
+        torch.cuda.synchronize()
+    cuda = torch.autograd.DeviceType.CUDA
+    events = [event for event in profile.events() if event.device_type == cuda]
+    return [(e.name, e.time_range.start, e.time_range.elapsed_us()) for e in events]
+
+
+def weight_reads(model: Transformer) -> list[int]:
+    """Return the bytes that a token reads of each product's weights, in order of definition."""
+    sizes, args = [], model.args
+    for module in model.modules():
+        if isinstance(module, Linear | ExpertLinear | Packed):
+            size = sum(parameter.nbytes for parameter in module.parameters())
+            stacked = isinstance(module, ExpertLinear | PackedExpertLinear)
+            sizes.append(size * args.n_active // args.n_expert if stacked else size)
+    return sizes
+
+
+def known_reads(times: Sequence[float], reads: Sequence[int], bandwidth: float) -> dict[int, int]:
+    """Match kernels with weight reads where that is certain: index in `times` -> bytes.
+
+    times: us; reads: bytes; both in order; bandwidth: bytes/s. Names do not tell what a kernel
+    reads, but each weight is read by one kernel, in order, no faster than memory allows. A match
+    is certain if the earliest kernel that this allows is the latest too. Reads below 1 us are not
+    matched.
+    """
+    bounds = [size / bandwidth / 1.05 * 1e6 for size in reads]  # 5 %: bandwidth is measured too
+    kept = [(bound, size) for bound, size in zip(bounds, reads, strict=True) if bound >= 1]
+
+    def match(backwards: bool) -> list[int]:
+        order = iter(range(len(times))[::-1] if backwards else range(len(times)))
+        found = []
+        for bound, _ in reversed(kept) if backwards else kept:
+            found += next(([n] for n in order if times[n] >= bound), [])
+        return found
+
+    first, last = match(False), match(True)[::-1]
+    matched = zip(first, last, kept, strict=True) if len(first) == len(kept) else ()
+    return {n: size for n, other, (_, size) in matched if n == other}
+
+
+def split_steps(events: Sequence[Event], steps: int) -> list[list[Event]]:
+    """Return the events of each step. Raises ValueError if steps differ."""
+    events = sorted(events, key=lambda event: event[1])
+    size = len(events) // steps
+    split = [events[n * size : (n + 1) * size] for n in range(steps)]
+    names = [name for name, _, _ in split[0]]
+    same = all([name for name, _, _ in step] == names for step in split)
+    if not size or len(events) % steps or not same:
+        seen = f"{len(events)} kernels seen, not the same in each of {steps} steps"
+        raise ValueError(f"--kernels: {seen}: run again")
+    return split
+
+
+def span_and_gaps(step: Sequence[Event]) -> tuple[float, float]:
+    """Return a step's duration in us, and the share of it in which no kernel ran."""
+    end, idle = step[0][1], 0.0
+    for _, start, duration in step:
+        idle, end = idle + max(0.0, start - end), max(end, start + duration)
+    span = end - step[0][1]
+    return span, idle / span
+
+
+def kernel_table(
+    events: Sequence[Event], steps: int, layers: int, reads: Sequence[int], bandwidth: float
+) -> dict:
+    """Return a step's times, medians over `steps` equal steps, with a row for each kernel's name.
+
+    gaps: share of the span in which no kernel ran; the profiler may widen it. A row's `per` is
+    "layer" if its launches are a multiple of the layers, else "token"; us_per is the time of all
+    its launches in one of them; gb_s the speed of those whose bytes are known (`known_reads`), or
+    None.
+    """
+    split = split_steps(events, steps)
+    names = [name for name, _, _ in split[0]]
+    spans, gaps = zip(*map(span_and_gaps, split), strict=True)
+    times = [statistics.median(step[n][2] for step in split) for n in range(len(names))]
+    known, rows = known_reads(times, reads, bandwidth), []
+    for name in dict.fromkeys(names):
+        at = [n for n in range(len(names)) if names[n] == name]
+        read, total = [n for n in at if n in known], sum(times[n] for n in at)
+        per, count = ("token", 1) if len(at) % layers else ("layer", layers)
+        speed = None
+        if read:
+            speed = sum(known[n] for n in read) / sum(times[n] for n in read) / 1e3
+        rows.append(
+            {
+                "name": name,
+                "per": per,
+                "launches": len(at) // count,
+                "us": total / len(at),
+                "us_per": total / count,
+                "share": total / sum(times),
+                "gb_s": speed,
+            }
+        )
+    rows.sort(key=lambda row: -row["share"])
+    return {
+        "steps": steps,
+        "span_us": statistics.median(spans),
+        "kernels_us": sum(times),
+        "gaps": statistics.median(gaps),
+        "rows": rows,
+    }
