@@ -1,4 +1,4 @@
-"""Small random checkpoints of each family, saved by transformers, and their conversion; the embedded model."""
+"""Fixtures: a small random checkpoint of every family, converted; the embedded model."""
 
 import importlib.util
 import json
@@ -35,113 +35,222 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from command import Parser
-from convert_hf_checkpoint import convert
+from cli.parser import Parser
 from generate import EMBEDDED
+from models.converter import convert
 from tokenizer import load_tokenizer
 
 ROOT = Path(__file__).parents[1]
 COMMON = dict(
-    vocab_size=160, hidden_size=64, num_hidden_layers=3, num_attention_heads=8, max_position_embeddings=256,
-    bos_token_id=1, eos_token_id=2, pad_token_id=None,
-)  # fmt: skip
+    vocab_size=160,
+    hidden_size=64,
+    num_hidden_layers=3,
+    num_attention_heads=8,
+    max_position_embeddings=256,
+    bos_token_id=1,
+    eos_token_id=2,
+    pad_token_id=None,
+)
 FAMILIES = {
-    # A window shorter than the prompts of the tests, so that it matters.
+    # The sliding window is shorter than the prompts of the tests, so that it matters.
     "mixtral": lambda: MixtralForCausalLM(
         MixtralConfig(
-            **COMMON, intermediate_size=96, num_key_value_heads=2, num_local_experts=6, num_experts_per_tok=2,
-            sliding_window=16, rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+            **COMMON,
+            intermediate_size=96,
+            num_key_value_heads=2,
+            num_local_experts=6,
+            num_experts_per_tok=2,
+            sliding_window=16,
+            rope_parameters={"rope_type": "default", "rope_theta": 1e4},
         )
     ),
-    # A dense layer among sparse ones, biases, tied embeddings, head_dim other than dim / heads.
+    # A dense layer among sparse ones, biases, tied embeddings, head_dim != dim / heads.
     "qwen3_moe": lambda: Qwen3MoeForCausalLM(
         Qwen3MoeConfig(
-            **COMMON, intermediate_size=128, moe_intermediate_size=48, num_key_value_heads=4, head_dim=16,
-            num_experts=16, num_experts_per_tok=4, norm_topk_prob=True, mlp_only_layers=[1], attention_bias=True,
-            tie_word_embeddings=True, rope_parameters={"rope_type": "default", "rope_theta": 1e6},
-        )
-    ),
-    # A shared expert, biases of queries, keys and values alone.
-    "qwen2_moe": lambda: Qwen2MoeForCausalLM(
-        Qwen2MoeConfig(
-            **COMMON, intermediate_size=128, moe_intermediate_size=48, shared_expert_intermediate_size=80,
-            num_key_value_heads=4, num_experts=12, num_experts_per_tok=3, mlp_only_layers=[0],
+            **COMMON,
+            intermediate_size=128,
+            moe_intermediate_size=48,
+            num_key_value_heads=4,
+            head_dim=16,
+            num_experts=16,
+            num_experts_per_tok=4,
+            norm_topk_prob=True,
+            mlp_only_layers=[1],
+            attention_bias=True,
+            tie_word_embeddings=True,
             rope_parameters={"rope_type": "default", "rope_theta": 1e6},
         )
     ),
-    # A clip that cuts.
-    "olmoe": lambda: OlmoeForCausalLM(
-        OlmoeConfig(
-            **COMMON, intermediate_size=48, num_key_value_heads=8, num_experts=16, num_experts_per_tok=4,
-            norm_topk_prob=False, clip_qkv=0.5, rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+    # A shared expert; biases for queries, keys and values only.
+    "qwen2_moe": lambda: Qwen2MoeForCausalLM(
+        Qwen2MoeConfig(
+            **COMMON,
+            intermediate_size=128,
+            moe_intermediate_size=48,
+            shared_expert_intermediate_size=80,
+            num_key_value_heads=4,
+            num_experts=12,
+            num_experts_per_tok=3,
+            mlp_only_layers=[0],
+            rope_parameters={"rope_type": "default", "rope_theta": 1e6},
         )
     ),
-    # Every second layer with a window; a limit that cuts, and angles that are blended.
+    # clip_qkv is low enough to clip.
+    "olmoe": lambda: OlmoeForCausalLM(
+        OlmoeConfig(
+            **COMMON,
+            intermediate_size=48,
+            num_key_value_heads=8,
+            num_experts=16,
+            num_experts_per_tok=4,
+            norm_topk_prob=False,
+            clip_qkv=0.5,
+            rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+        )
+    ),
+    # Every second layer has a window; swiglu_limit is low enough to clamp; YaRN.
     "gpt_oss": lambda: GptOssForCausalLM(
         GptOssConfig(
-            **COMMON, intermediate_size=96, num_key_value_heads=4, head_dim=16, num_local_experts=6,
-            num_experts_per_tok=2, sliding_window=16, swiglu_limit=1.5, rope_parameters={
-                "rope_type": "yarn", "rope_theta": 1.5e5, "factor": 8.0, "beta_fast": 8.0, "beta_slow": 1.0,
-                "truncate": False, "original_max_position_embeddings": 64,
+            **COMMON,
+            intermediate_size=96,
+            num_key_value_heads=4,
+            head_dim=16,
+            num_local_experts=6,
+            num_experts_per_tok=2,
+            sliding_window=16,
+            swiglu_limit=1.5,
+            rope_parameters={
+                "rope_type": "yarn",
+                "rope_theta": 1.5e5,
+                "factor": 8.0,
+                "beta_fast": 8.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 64,
             },
         )
     ),
-}  # fmt: skip
-
-
-# What is set apart from the families above: Granite's four multipliers; GLM's sigmoid routing with a bias, its shared
-# expert without a gate, its first dense layer, and heads half of which turn.
-FAMILIES |= {
+    # Four multipliers, tied embeddings.
     "granitemoe": lambda: GraniteMoeForCausalLM(
         GraniteMoeConfig(
-            **COMMON, intermediate_size=96, num_key_value_heads=2, num_local_experts=6, num_experts_per_tok=2,
-            embedding_multiplier=3.0, attention_multiplier=0.2, residual_multiplier=0.7, logits_scaling=1.5,
-            tie_word_embeddings=True, rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+            **COMMON,
+            intermediate_size=96,
+            num_key_value_heads=2,
+            num_local_experts=6,
+            num_experts_per_tok=2,
+            embedding_multiplier=3.0,
+            attention_multiplier=0.2,
+            residual_multiplier=0.7,
+            logits_scaling=1.5,
+            tie_word_embeddings=True,
+            rope_parameters={"rope_type": "default", "rope_theta": 1e4},
         )
     ),
+    # LayerNorm, biases everywhere, LongRoPE.
     "phimoe": lambda: PhimoeForCausalLM(
         PhimoeConfig(
-            **COMMON, intermediate_size=96, num_key_value_heads=2, num_local_experts=6, num_experts_per_tok=2,
-            attention_bias=True, lm_head_bias=True, router_jitter_noise=0.3,
+            **COMMON,
+            intermediate_size=96,
+            num_key_value_heads=2,
+            num_local_experts=6,
+            num_experts_per_tok=2,
+            attention_bias=True,
+            lm_head_bias=True,
+            router_jitter_noise=0.3,
             rope_parameters={
-                "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0, 1.5, 2.0, 4.0],
-                "long_factor": [2.0, 3.0, 4.0, 9.0], "short_mscale": 1.2, "long_mscale": 1.4,
+                "rope_type": "longrope",
+                "rope_theta": 1e4,
+                "short_factor": [1.0, 1.5, 2.0, 4.0],
+                "long_factor": [2.0, 3.0, 4.0, 9.0],
+                "short_mscale": 1.2,
+                "long_mscale": 1.4,
                 "original_max_position_embeddings": 128,
             },
         )
     ),
-    # Queries made of x; the best groups by their best expert.
+    # Latent attention without a low-rank query; groups ranked by their best expert.
     "deepseek_v2": lambda: DeepseekV2ForCausalLM(
         DeepseekV2Config(
-            **COMMON, intermediate_size=128, moe_intermediate_size=48, q_lora_rank=None, kv_lora_rank=32,
-            qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16, n_routed_experts=12, num_experts_per_tok=3,
-            n_shared_experts=2, first_k_dense_replace=1, routed_scaling_factor=1.7, n_group=4, topk_group=2,
-            topk_method="group_limited_greedy", rope_parameters={
-                "rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "beta_fast": 8, "beta_slow": 1,
-                "mscale": 0.707, "mscale_all_dim": 0.707, "original_max_position_embeddings": 32,
+            **COMMON,
+            intermediate_size=128,
+            moe_intermediate_size=48,
+            q_lora_rank=None,
+            kv_lora_rank=32,
+            qk_nope_head_dim=16,
+            qk_rope_head_dim=8,
+            v_head_dim=16,
+            n_routed_experts=12,
+            num_experts_per_tok=3,
+            n_shared_experts=2,
+            first_k_dense_replace=1,
+            routed_scaling_factor=1.7,
+            n_group=4,
+            topk_group=2,
+            topk_method="group_limited_greedy",
+            rope_parameters={
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 8.0,
+                "beta_fast": 8,
+                "beta_slow": 1,
+                "mscale": 0.707,
+                "mscale_all_dim": 0.707,
+                "original_max_position_embeddings": 32,
             },
         )
     ),
+    # Low-rank queries; sigmoid routing; value heads of another size.
     "deepseek_v3": lambda: DeepseekV3ForCausalLM(
         DeepseekV3Config(
-            **COMMON, intermediate_size=128, moe_intermediate_size=48, q_lora_rank=64, kv_lora_rank=32,
-            qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=24, n_routed_experts=12, num_experts_per_tok=3,
-            n_shared_experts=1, first_k_dense_replace=1, routed_scaling_factor=2.5, n_group=3, topk_group=2,
-            num_key_value_heads=8, rope_parameters={
-                "rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "beta_fast": 8, "beta_slow": 1,
-                "mscale": 1.0, "mscale_all_dim": 0.6, "original_max_position_embeddings": 32,
+            **COMMON,
+            intermediate_size=128,
+            moe_intermediate_size=48,
+            q_lora_rank=64,
+            kv_lora_rank=32,
+            qk_nope_head_dim=16,
+            qk_rope_head_dim=8,
+            v_head_dim=24,
+            n_routed_experts=12,
+            num_experts_per_tok=3,
+            n_shared_experts=1,
+            first_k_dense_replace=1,
+            routed_scaling_factor=2.5,
+            n_group=3,
+            topk_group=2,
+            num_key_value_heads=8,
+            rope_parameters={
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 8.0,
+                "beta_fast": 8,
+                "beta_slow": 1,
+                "mscale": 1.0,
+                "mscale_all_dim": 0.6,
+                "original_max_position_embeddings": 32,
             },
         )
     ),
+    # Sigmoid routing with a bias, an ungated shared expert, a dense first layer, partial RoPE.
     "glm4_moe": lambda: Glm4MoeForCausalLM(
         Glm4MoeConfig(
-            **COMMON, intermediate_size=128, moe_intermediate_size=48, num_key_value_heads=2, head_dim=16,
-            n_routed_experts=12, num_experts_per_tok=3, attention_bias=True, use_qk_norm=True,
+            **COMMON,
+            intermediate_size=128,
+            moe_intermediate_size=48,
+            num_key_value_heads=2,
+            head_dim=16,
+            n_routed_experts=12,
+            num_experts_per_tok=3,
+            attention_bias=True,
+            use_qk_norm=True,
             routed_scaling_factor=1.7,
-            rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+            rope_parameters={
+                "rope_type": "default",
+                "rope_theta": 1e4,
+                "partial_rotary_factor": 0.5,
+            },
         )
     ),
-}  # fmt: skip
+}
 
 
 @dataclass
@@ -153,40 +262,49 @@ class Family:
 
 
 def hub_keys(config: dict) -> dict:
-    """A config.json of transformers 5 under the keys that the hub's files have, which are those of transformers 4."""
+    """Rename the keys of transformers 5's config.json to those on the Hub (transformers 4)."""
     config, rope, model_type = dict(config), dict(config["rope_parameters"]), config["model_type"]
     del config["rope_parameters"]
     config |= {key: rope.pop(key) for key in ("rope_theta", "partial_rotary_factor") if key in rope}
     kind = rope.pop("rope_type")
-    older = kind == "longrope" or model_type.startswith("deepseek")  # these have the kind under "type"
-    rope = rope | {"type" if older else "rope_type": kind} if kind != "default" else None
+    type_key = "rope_type"
+    if kind == "longrope" or model_type.startswith("deepseek"):
+        type_key = "type"
+    rope = rope | {type_key: kind} if kind != "default" else None
     config |= {"rope_scaling": rope, "torch_dtype": config.pop("dtype")}
-    if model_type == "mixtral" and config["head_dim"] == config["hidden_size"] // config["num_attention_heads"]:
+    even_head_dim = config["hidden_size"] // config["num_attention_heads"]
+    if model_type == "mixtral" and config["head_dim"] == even_head_dim:
         config["head_dim"] = None
     if model_type == "qwen3_moe" and "num_local_experts" in config:
         config["num_experts"] = config.pop("num_local_experts")
     return config
 
 
+def randomize(peer: PreTrainedModel) -> None:
+    """Fill the weights with random numbers large enough that every part of the model matters."""
+    for module in peer.modules():
+        if hasattr(module, "limit"):  # swiglu_limit; older transformers always use 7
+            module.limit = peer.config.swiglu_limit
+    with torch.no_grad():
+        for name, parameter in peer.named_parameters():
+            mean = 1.0 if name.endswith("norm.weight") else 0.0
+            std = 0.2 if parameter.dim() > 1 else 0.1
+            parameter.copy_(mean + torch.randn_like(parameter) * std)
+        for name, buffer in peer.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(0, 0.2)
+
+
 @pytest.fixture(scope="session")
 def make_family(tmp_path_factory):
-    """(family name, "current" or "hub" layout of its config) -> Family; each made once."""
+    """Map a family's name and its config's layout ("current" or "hub") to a cached Family."""
     made = {}
 
     def make(name: str, layout: str = "current") -> Family:
         if (name, layout) not in made:
             torch.manual_seed(0)
             peer = FAMILIES[name]().eval()
-            for module in peer.modules():
-                if hasattr(module, "limit"):  # of SwiGLU, for which older releases take 7 whatever the config says
-                    module.limit = peer.config.swiglu_limit
-            with torch.no_grad():
-                for parameter_name, parameter in peer.named_parameters():
-                    centre = 1.0 if parameter_name.endswith("norm.weight") else 0.0
-                    parameter.copy_(centre + torch.randn_like(parameter) * (0.2 if parameter.dim() > 1 else 0.1))
-                for buffer_name, buffer in peer.named_buffers():
-                    if buffer_name.endswith("e_score_correction_bias"):
-                        buffer.normal_(0, 0.2)
+            randomize(peer)
             hf_directory = tmp_path_factory.mktemp(f"{name}-{layout}")
             peer.save_pretrained(hf_directory, max_shard_size="200KB")
             if layout == "hub":
@@ -206,19 +324,20 @@ def family(request, make_family) -> Family:
 
 @pytest.fixture(scope="session")
 def directory(tmp_path_factory) -> Path:
-    """The embedded model, converted to bf16."""
-    return convert(EMBEDDED, tmp_path_factory.mktemp("tiny-moe") / "model_bf16", progress=False)
+    """Return the embedded model, converted to bf16."""
+    output = tmp_path_factory.mktemp("tiny-moe") / "model_bf16"
+    return convert(EMBEDDED, output, progress=False)
 
 
 @pytest.fixture(scope="session")
 def tokenizer(directory):
-    """The embedded model's."""
+    """Return the embedded model's tokenizer."""
     return load_tokenizer(directory)
 
 
 @pytest.fixture(scope="module")
 def few_threads():
-    """One thread: for tests of many small tensors, which several only slow down."""
+    """Run on one thread: for tests of many small tensors, which more threads slow down."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -226,28 +345,43 @@ def few_threads():
 
 
 def any_json(*keys: str) -> st.SearchStrategy:
-    """Whatever JSON can hold; its objects have these keys, or others."""
+    """Draw any JSON value; its objects have these keys, or others."""
+    names = st.sampled_from(keys) | st.text(max_size=3)
     plain = st.none() | st.booleans() | st.integers() | st.floats()
     return st.recursive(
         plain | st.text(string.printable + "\ud800é", max_size=5),
-        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(keys) | st.text(max_size=3), inner),
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(names, inner),
         max_leaves=5,
     )
 
 
 FP8 = {
-    "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128],
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [128, 128],
     "modules_to_not_convert": ["lm_head", "model.layers.0.mlp.gate", "model.layers.1.mlp.gate"],
-}  # fmt: skip
+}
 FP8_CONFIG = Qwen3MoeConfig(
-    vocab_size=160, hidden_size=256, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=128,
-    num_experts=6, num_experts_per_tok=2, moe_intermediate_size=256, intermediate_size=384, mlp_only_layers=[1],
-    norm_topk_prob=True, max_position_embeddings=256, rope_parameters={"rope_type": "default", "rope_theta": 1e6},
-)  # fmt: skip
+    vocab_size=160,
+    hidden_size=256,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=128,
+    num_experts=6,
+    num_experts_per_tok=2,
+    moe_intermediate_size=256,
+    intermediate_size=384,
+    mlp_only_layers=[1],
+    norm_topk_prob=True,
+    max_position_embeddings=256,
+    rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+)
 
 
 def in_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """[out, in] -> codes e4m3 of the same shape, and what each block of 128 x 128 has to be multiplied by, fp32."""
+    """Quantize [out, in] to e4m3 codes of that shape and an fp32 scale for each 128 x 128 block."""
     codes = torch.empty(weight.shape, dtype=torch.float8_e4m3fn)
     scale = torch.empty(-(-weight.shape[0] // 128), -(-weight.shape[1] // 128))
     for i in range(scale.shape[0]):
@@ -259,10 +393,10 @@ def in_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def save_in_fp8(model: PreTrainedModel, directory: Path) -> Path:
-    """A model with random weights, as its family is published in fp8: every projection, not gate and head."""
+    """Save a model with random weights, its projections in FP8 as published."""
     for name, parameter in model.named_parameters():
-        centre = 1.0 if name.endswith("norm.weight") else 0.0
-        parameter.data = centre + torch.randn_like(parameter) * (0.1 if parameter.dim() > 1 else 0.2)
+        mean = 1.0 if name.endswith("norm.weight") else 0.0
+        parameter.data = mean + torch.randn_like(parameter) * (0.1 if parameter.dim() > 1 else 0.2)
     model.bfloat16().save_pretrained(directory)
     tensors = load_file(directory / "model.safetensors")
     for name in [name for name in tensors if "_proj" in name]:
@@ -275,15 +409,14 @@ def save_in_fp8(model: PreTrainedModel, directory: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def fp8_directory(tmp_path_factory) -> Path:
-    """A small Qwen3-MoE as Qwen publishes it."""
+    """Return a small Qwen3-MoE in FP8 as Qwen publishes it."""
     torch.manual_seed(0)
     return save_in_fp8(Qwen3MoeForCausalLM(FP8_CONFIG), tmp_path_factory.mktemp("qwen3-fp8"))
 
 
 @pytest.fixture
-def build_parser(monkeypatch):
-    """A command's path -> its parser."""
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")  # they import each other, as `python benchmarks/x.py` lets them
+def build_parser():
+    """Map a command's path to its parser."""
 
     def build(script: str) -> Parser:
         spec = importlib.util.spec_from_file_location(f"command_{Path(script).stem}", ROOT / script)

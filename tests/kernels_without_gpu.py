@@ -1,15 +1,17 @@
 """What our Triton kernels compute and what they compile to, seen without a GPU.
 
-    TRITON_INTERPRET=1 python tests/kernels_without_gpu.py NAME...    under Triton's interpreter, on CPU tensors
-    python tests/kernels_without_gpu.py NAME...    machine code for an H200, by Triton and ptxas alone
+    TRITON_INTERPRET=1 python tests/kernels_without_gpu.py NAME...    under Triton's interpreter,
+    on CPU tensors python tests/kernels_without_gpu.py NAME...    machine code for an H200, by
+    Triton and ptxas alone
 
-NAME (default: all) is grouped, products by group in every format; dot4, those of 4 bits for one token; attend,
-attention over blocks of a cache (and latent); token, one token's over a short cache; fixed, what is the same on all
-GPUs; fetch, experts out of host memory.
+NAME (default: all) is grouped, products by group in every format; dot4, those of 4 bits for one
+token; attend, attention over blocks of a cache (and latent); token, one token's over a short
+cache; fixed, what is the same on all GPUs; fetch, experts out of host memory.
 
-Each prints one JSON object, by name: the relative error of every case, or what its machine code consists of. A process
-of its own, because Triton reads its variables once, at import. No bf16 in the first: the interpreter multiplies the
-bits of such numbers as if they were integers. It does not know inline assembly either: there a twin stands in for it.
+Each prints one JSON object, by name: the relative error of every case, or what its machine code
+consists of. A process of its own, because Triton reads its variables once, at import. No bf16 in
+the first: the interpreter multiplies the bits of such numbers as if they were integers. It does
+not know inline assembly either: there a twin stands in for it.
 """
 
 import itertools
@@ -29,18 +31,28 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
-import attention_kernels
-import collective
-import grouped_kernel
-import kernels
-import slots
-from attention import Attention, Context, KVCache, View, attend, bias_of, rope_table
-from layers import weighted_sum
-from packing import FORMATS, grouped_order
-from quantize import Int8KVCache, grouped_packed, pack_weight
-from shapes import ARCHITECTURES
+from formats import FORMATS
+from formats.kv_cache import Int8KVCache
+from formats.packed import grouped_packed
+from formats.quantizer import pack_weight
+from model import Attention, Context, KVCache, Mask, ModelArgs, weighted_sum
+from models import ARCHITECTURES
+from offload.cache import POLICIES, DeviceExpertCache
+from ops import all_reduce, decode_attention, expert_paging, gemv4, grouped, long_attention
+from ops.attention import attend, causal_bias
+from ops.rope import rope_frequencies, rope_table
+from runtime.fused_attention import FusedDecodeAttention
 
-GROUPS = {"int8": 8, "fp8": 32, "fp8b": 32, "int4": 16, "mxfp4": 32, "hqq4": 32, "hqq3": 32, "hqq2": 16}
+GROUPS = {
+    "int8": 8,
+    "fp8": 32,
+    "fp8b": 32,
+    "int4": 16,
+    "mxfp4": 32,
+    "hqq4": 32,
+    "hqq3": 32,
+    "hqq2": 16,
+}
 SHAPES = {  # rows of each expert, out, in
     "experts without rows": ((3, 0, 20, 0, 14), 150, 96),
     "tiles of 64 rows": ((70, 0, 10), 40, 64),
@@ -65,7 +77,9 @@ class OnCuda(Tensor):
     is_cuda = True
 
 
-def case(name: str, sizes: tuple[int, ...], out: int, width: int, dtype: torch.dtype, group: int) -> tuple:
+def case(
+    name: str, sizes: tuple[int, ...], out: int, width: int, dtype: torch.dtype, group: int
+) -> tuple:
     """x sorted by expert, group_ends, and the parts of random weights."""
     generator = torch.Generator().manual_seed(len(sizes))
     weight = torch.randn(len(sizes), out, width, generator=generator)
@@ -74,22 +88,31 @@ def case(name: str, sizes: tuple[int, ...], out: int, width: int, dtype: torch.d
     return x, torch.tensor(sizes).cumsum(0).int(), parts
 
 
-def error(name: str, sizes: tuple[int, ...], out: int, width: int, dtype: torch.dtype, group: int) -> float:
+def error(
+    name: str, sizes: tuple[int, ...], out: int, width: int, dtype: torch.dtype, group: int
+) -> float:
     """Of the kernel against unpack-then-matmul in fp64, relative."""
     x, ends, parts = case(name, sizes, out, width, dtype, group)
-    ordered = grouped_order(x, FORMATS[name].bits, group).as_subclass(OnCuda)
+    ordered = FORMATS[name].grouped_order(x, group).as_subclass(OnCuda)
     got = grouped_packed(ordered, ends, list(parts.values()), name, group).as_subclass(Tensor)
     got = got.double()
     weights = FORMATS[name].unpack(parts, group).double()
-    want = torch.cat([rows @ weight.T for rows, weight in zip(x.double().split(sizes), weights, strict=True)])
+    want = torch.cat(
+        [rows @ weight.T for rows, weight in zip(x.double().split(sizes), weights, strict=True)]
+    )
     return ((got - want).norm() / want.norm()).item()
 
 
 def plain_error(sizes: tuple[int, ...], out: int, width: int, dtype: torch.dtype) -> float:
     """Of the product of plain weights, relative."""
-    x, weight = torch.randn(sum(sizes), width).to(dtype), torch.randn(len(sizes), out, width).to(dtype)
+    x, weight = (
+        torch.randn(sum(sizes), width).to(dtype),
+        torch.randn(len(sizes), out, width).to(dtype),
+    )
     ends = torch.tensor(sizes).cumsum(0).int()
-    got = grouped_kernel.grouped(x, ends, {"codes": weight}, "plain", 8 * x.element_size(), 1).double()
+    got = grouped.grouped_gemm(
+        x, ends, {"codes": weight}, "plain", 8 * x.element_size(), 1
+    ).double()
     pairs = zip(x.double().split(sizes), weight.double(), strict=True)
     want = torch.cat([rows @ matrix.T for rows, matrix in pairs])
     return ((got - want).norm() / want.norm()).item()
@@ -109,14 +132,25 @@ class Launch:
 
 def compiled(kernel, launch: Launch):
     """The kernel, compiled for an H200, as it was to be launched."""
-    types = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int32: "*i32",
-             torch.uint8: "*u8", torch.int8: "*i8", torch.int16: "*i16", torch.int64: "*i64"}  # fmt: skip
+    types = {
+        torch.bfloat16: "*bf16",
+        torch.float16: "*fp16",
+        torch.float32: "*fp32",
+        torch.int32: "*i32",
+        torch.uint8: "*u8",
+        torch.int8: "*i8",
+        torch.int16: "*i16",
+        torch.int64: "*i64",
+    }
     kinds = ["i64" if isinstance(t, int) else types[t.dtype] for t in launch.tensors]
     signature = dict(zip(kernel.arg_names, kinds, strict=False))
     aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(kinds) if kind != "i64"}
     signature |= dict.fromkeys(launch.constants, "constexpr")
     source = ASTSource(
-        kernel, signature, {(kernel.arg_names.index(n),): v for n, v in launch.constants.items()}, aligned
+        kernel,
+        signature,
+        {(kernel.arg_names.index(n),): v for n, v in launch.constants.items()},
+        aligned,
     )
     return compile(source, target=GPUTarget("cuda", 90, 32), options=launch.options)
 
@@ -124,39 +158,56 @@ def compiled(kernel, launch: Launch):
 def overwritten(ptx: str) -> int:
     """How many registers of a loop are written again while a tensor core may still read them.
 
-    A product runs on after the instruction that begins it, which belongs to the next commit. `wait_group N` returns
-    when all commits but the last N have ended. The loop's text is gone through twice.
+    A product runs on after the instruction that begins it, which belongs to the next commit.
+    `wait_group N` returns when all commits but the last N have ended. The loop's text is gone
+    through twice.
     """
     lines = [line.strip() for line in ptx.splitlines()]
-    labels = {found[0]: n for n, line in enumerate(lines) if (found := re.match(r"\$\w+(?=:)", line))}
-    jumps = ((labels.get(line.split()[-1][:-1], n), n) for n, line in enumerate(lines) if "bra" in line.split()[:2])
-    loops = [lines[start:end] for start, end in jumps if any("wgmma.mma" in line for line in lines[start:end])]
+    labels = {
+        found[0]: n for n, line in enumerate(lines) if (found := re.match(r"\$\w+(?=:)", line))
+    }
+    jumps = (
+        (labels.get(line.split()[-1][:-1], n), n)
+        for n, line in enumerate(lines)
+        if "bra" in line.split()[:2]
+    )
+    loops = [
+        lines[start:end]
+        for start, end in jumps
+        if any("wgmma.mma" in line for line in lines[start:end])
+    ]
     found, commits, ended = set(), 0, 0
     reading = {}  # register: the commit of the product that reads it
     for line in 2 * max(loops, key=len, default=[]):
         if "wgmma.mma_async" in line:
-            operands = re.findall(r"\{([^{}]*)\}", line)[1:]  # after the sums; in shared memory the weights are no list
+            operands = re.findall(r"\{([^{}]*)\}", line)[
+                1:
+            ]  # after the sums; in shared memory the weights are no list
             reading |= dict.fromkeys(re.findall(r"%\w+", operands[0] if operands else ""), commits)
         elif "wgmma.commit_group" in line:
             commits += 1
         elif "wgmma.wait_group" in line:
             ended = commits - int(re.search(r"(\d+);", line)[1])
             reading = {register: commit for register, commit in reading.items() if commit >= ended}
-        elif written := re.match(r"(?:@\S+ )?(?!st\.|cp\.|bra|bar|@)[a-z][\w.:]*\s+(\{[^}]*\}|%\w+)", line):
+        elif written := re.match(
+            r"(?:@\S+ )?(?!st\.|cp\.|bra|bar|@)[a-z][\w.:]*\s+(\{[^}]*\}|%\w+)", line
+        ):
             found |= reading.keys() & set(re.findall(r"%\w+", written[1]))
     return len(found)
 
 
 def grouped_code(name: str, experts: int, rows: int, dtype: torch.dtype) -> dict:
-    """What the kernel's machine code for so many experts with so many rows each needs, and its tensor core products.
+    """What the kernel's machine code for so many experts with so many rows each needs, and its
+    tensor core products.
 
-    Those are told by the columns that one makes, and whether the left operand comes from shared memory.
+    Those are told by the columns that one makes, and whether the left operand comes from shared
+    memory.
     """
-    kernel, grouped_kernel._grouped = grouped_kernel._grouped, Launch()
+    kernel, grouped._grouped = grouped._grouped, Launch()
     group = FORMATS[name].choose_group(1024, None)
     x, ends, parts = case(name, (rows,) * experts, 192, 1024, dtype, group)
-    grouped_kernel.grouped(x, ends, parts, FORMATS[name].kind, FORMATS[name].bits, group)
-    launch, grouped_kernel._grouped = grouped_kernel._grouped, kernel
+    grouped.grouped_gemm(x, ends, parts, FORMATS[name].kind, FORMATS[name].bits, group)
+    launch, grouped._grouped = grouped._grouped, kernel
     found = compiled(kernel, launch)
     products = re.findall(r"HG?MMA\.(?:64x)?(\d+)\S+ R\d+, (\w+)", found.asm["sass"])
     return {
@@ -170,46 +221,72 @@ def grouped_code(name: str, experts: int, rows: int, dtype: torch.dtype) -> dict
     }
 
 
-DOT4 = {  # format, G, out, in, experts (0: a dense weight), rows of x, pairs, gated; and how the work is cut
+# format, G, out, in, experts (0: a dense weight), rows of x, pairs, gated; and how the work is
+# cut
+DOT4 = {
     "int4, dense, two chunks and half a row of lanes": ("int4", 32, 20, 2272, 0, 1, 1, False, {}),
     "int4, groups of 128": ("int4", 128, 200, 512, 0, 1, 1, False, {}),
     "hqq4, experts, several tokens": ("hqq4", 64, 20, 448, 3, 2, 4, False, {}),
     "hqq4, a row of x for each pair": ("hqq4", 64, 16, 5120, 2, 4, 4, False, {}),
     "int4, gated": ("int4", 32, 40, 448, 3, 1, 2, True, {}),
     "hqq4, gated, rows of 4096": ("hqq4", 64, 24, 4096, 3, 1, 2, True, {}),
-    "hqq4, one turn of small blocks": ("hqq4", 64, 16, 4096, 2, 1, 2, False, {"pieces": 4, "block": 4, "resident": 8}),
+    "hqq4, one turn of small blocks": (
+        "hqq4",
+        64,
+        16,
+        4096,
+        2,
+        1,
+        2,
+        False,
+        {"pieces": 4, "block": 4, "resident": 8},
+    ),
     "mxfp4, dense, two chunks": ("mxfp4", 32, 20, 4128, 0, 1, 1, False, {}),
     "mxfp4, experts of gpt-oss's width": ("mxfp4", 32, 24, 2880, 3, 1, 2, False, {}),
     "mxfp4, gated, two tokens": ("mxfp4", 32, 40, 448, 3, 2, 4, True, {}),
-    "int4, gated, blocks of 16": ("int4", 64, 40, 2048, 2, 1, 2, True, {"pieces": 2, "block": 16, "warps": 8}),
+    "int4, gated, blocks of 16": (
+        "int4",
+        64,
+        40,
+        2048,
+        2,
+        1,
+        2,
+        True,
+        {"pieces": 2, "block": 16, "warps": 8},
+    ),
 }
 
 
 def dot4_case(case: tuple, size: float) -> tuple:
-    """Arguments of `kernels.dot4_launch`, and the weights as fp64 [pairs, out, in]."""
+    """Arguments of `gemv4.launch_dot4`, and the weights as fp64 [pairs, out, in]."""
     name, group, out, width, experts, tokens, pairs, gated, cut = case
     generator = torch.Generator().manual_seed(width)
     weight = torch.randn(max(experts, 1), out, width, generator=generator)
     parts = FORMATS[name].pack(weight, group)
     # fp16 has no normal numbers at 1e-6, but a few digits, which are the test's x.
     x = (torch.rand(tokens, width, generator=generator) * 2 - 1).mul(size).half()
-    index = torch.randint(experts, (tokens, pairs // tokens), generator=generator) if experts else None
+    index = (
+        torch.randint(experts, (tokens, pairs // tokens), generator=generator) if experts else None
+    )
     plain = FORMATS[name].unpack(parts, group).double()[index.flatten() if experts else [0]]
     if not experts:
         parts = {key: part[0] for key, part in parts.items()}
     kind = FORMATS[name].kind
-    cut = kernels.dot4_cut(out, width, pairs, kind, gated, sms=1, **cut)
-    return (x, list(parts.values()), index, kind, group, gated, False, cut), plain
+    tiling = gemv4.dot4_tiling((out, width), pairs, kind, gated, 1, gemv4.Tiling(**cut))
+    return (x, list(parts.values()), index, (kind, group, gated), tiling, False), plain
 
 
 def dot4_error(case: tuple, size: float) -> float:
-    """Of the product against that of the unpacked weights in fp64, relative; infinite where a zero row is not zero."""
+    """Of the product against that of the unpacked weights in fp64, relative; infinite where a
+    zero row is not zero.
+    """
     arguments, plain = dot4_case(case, size)
     x, gated = arguments[0], case[-2]
     zero = x.shape[0] - 1 if x.shape[0] > 1 else None
     if zero is not None:
         x[zero] = 0
-    got, each = kernels.dot4_launch(*arguments).double(), plain.shape[0] // x.shape[0]
+    got, each = gemv4.launch_dot4(*arguments).double(), plain.shape[0] // x.shape[0]
     want = torch.einsum("noi,ni->no", plain, x.double().repeat_interleave(each, 0))
     if gated:
         gate, up = want.chunk(2, -1)
@@ -225,13 +302,13 @@ def dot4_is_no_number(value: float) -> bool:
     """Whether an x with such a number in it makes every row of the result infinite or nan."""
     arguments, _ = dot4_case(DOT4["hqq4, experts, several tokens"], 1.0)
     arguments[0][0, 5] = value
-    first, second = kernels.dot4_launch(*arguments).sum(0).split(2)
+    first, second = gemv4.launch_dot4(*arguments).sum(0).split(2)
     return bool(second.isfinite().all()) and not first.isfinite().any()
 
 
 @triton.jit
 def twin(word, x_even, x_odd, even, odd):
-    """`kernels._add_word` without inline assembly, code by code."""
+    """`gemv4._add_word` without inline assembly, code by code."""
     for k in tl.static_range(4):
         even += ((word >> 8 * k) & 0x0F) * ((x_even << 48 - 16 * k) >> 48).to(tl.int32)
         odd += ((word >> 8 * k + 4) & 0x0F) * 16 * ((x_odd << 48 - 16 * k) >> 48).to(tl.int32)
@@ -240,13 +317,13 @@ def twin(word, x_even, x_odd, even, odd):
 
 @triton.jit
 def down_twin(units, COUNT: tl.constexpr):
-    """`grouped_kernel._down` likewise."""
+    """`grouped._shift_right` likewise."""
     return units >> COUNT
 
 
 @triton.jit
 def e2m1_twin(word, x_low, x_high, low, high, *table):
-    """`kernels._add_e2m1` likewise: 12 and twice the number, from the code's exponent and mantissa."""
+    """`gemv4._add_e2m1` without assembly: 12 + twice the number, from exponent and mantissa."""
     for k in tl.static_range(4):
         for half in tl.static_range(2):
             code = word >> 16 * half + 4 * k
@@ -261,13 +338,21 @@ def e2m1_twin(word, x_low, x_high, low, high, *table):
 
 
 def dot4_code(case: tuple, pdl: bool) -> dict[str, int]:
-    """What the machine code of the product consists of: stores of spilled registers, products, waits, loads."""
-    kernel, kernels._dot4 = kernels._dot4, Launch()
+    """What the machine code of the product consists of: stores of spilled registers, products,
+    waits, loads.
+    """
+    kernel, gemv4._dot4 = gemv4._dot4, Launch()
     arguments, _ = dot4_case(case, 1.0)
-    kernels.dot4_launch(*arguments[:-2], pdl, arguments[-1])
-    launch, kernels._dot4 = kernels._dot4, kernel
+    gemv4.launch_dot4(*arguments[:-1], pdl)
+    launch, gemv4._dot4 = gemv4._dot4, kernel
     asm = compiled(kernel, launch).asm
-    names = {"spills": "STL", "products": "IDP.2A", "waits": "ACQBULK", "starts": "PREEXIT", "loads": "LDG.E.128"}
+    names = {
+        "spills": "STL",
+        "products": "IDP.2A",
+        "waits": "ACQBULK",
+        "starts": "PREEXIT",
+        "loads": "LDG.E.128",
+    }
     return {name: asm["sass"].count(text) for name, text in names.items()}
 
 
@@ -275,9 +360,13 @@ BLOBS = (16, 160, 48), (65536 + 64, 20000), (40, 20004)  # bytes of an expert's 
 
 
 def fetch_case(sizes: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor, Tensor, list[int]]:
-    """Experts and slots of three copies, one of them none; host memory of 5 experts, a pool of 3 slots, the parts."""
+    """Experts and slots of three copies, one of them none; host memory of 5 experts, a pool of 3
+    slots, the parts.
+    """
     starts = [0, *itertools.accumulate(-(-size // 128) * 128 for size in sizes)]
-    host = torch.randint(256, (5, starts[-1]), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    host = torch.randint(
+        256, (5, starts[-1]), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
+    )
     parts = [number for part in zip(starts, sizes, strict=False) for number in part]
     return (
         torch.tensor([3, -1, 0]),
@@ -292,19 +381,25 @@ def fetch_is_right(sizes: tuple[int, ...]) -> bool:
     """Whether the kernel copies what the operator's own loop on the CPU does."""
     experts, places, host, pool, parts = fetch_case(sizes)
     want = pool.clone()
-    slots.fetch(experts, places, host, want, parts)
-    slots.fetch_by_kernel(experts, places, host, pool, parts)
+    expert_paging.fetch(experts, places, host, want, parts)
+    expert_paging.fetch_by_kernel(experts, places, host, pool, parts)
     return torch.equal(pool, want)
 
 
 def placed_differently(policy: str) -> int:
-    """In how many of 120 calls the kernel's table of slots, or what it says, is not that of tensor arithmetic."""
+    """In how many of 120 calls the kernel's table of slots, or what it says, is not that of
+    tensor arithmetic.
+    """
     wrong, generator = 0, torch.Generator().manual_seed(0)
     for E, R, P in ((7, 4, 3), (7, 1, 1), (12, 12, 5)):
-        tables = [[*slots.DeviceCache(E, R, policy, torch.device("cpu")).buffers()] for _ in range(2)]
+        tables = [
+            [*DeviceExpertCache(E, R, policy, torch.device("cpu")).buffers()] for _ in range(2)
+        ]
         for _ in range(40):
-            chosen = torch.randint(-1, E + 1, (P,), generator=generator)  # the first and the last are others'
-            pairs = zip((slots.place, slots.place_by_kernel), tables, strict=True)
+            chosen = torch.randint(
+                -1, E + 1, (P,), generator=generator
+            )  # the first and the last are others'
+            pairs = zip((expert_paging.place, expert_paging.place_by_kernel), tables, strict=True)
             results = [[*function(chosen, *table, R, policy), *table] for function, table in pairs]
             copied = results[0][0] >= 0  # where to copy what is not copied nobody asks
             for result in results:
@@ -315,29 +410,44 @@ def placed_differently(policy: str) -> int:
 
 def fetch_code() -> dict[str, int]:
     """Of the copy's machine code: loads and stores of 16 bytes."""
-    kernel, slots._fetch = slots._fetch, Launch()
+    kernel, expert_paging._fetch = expert_paging._fetch, Launch()
     experts, places, host, pool, parts = fetch_case(BLOBS[1])
-    slots.fetch_by_kernel(experts, places, host, pool, parts)
-    launch, slots._fetch = slots._fetch, kernel
+    expert_paging.fetch_by_kernel(experts, places, host, pool, parts)
+    launch, expert_paging._fetch = expert_paging._fetch, kernel
     asm = compiled(kernel, launch).asm["sass"]
     return {name: asm.count(name) for name in ("LDG.E.128", "STG.E.128")}
 
 
-def push_error(parts: Tensor, rank: int, count: int, terms: tuple[Tensor, Tensor] | None = None) -> float:
-    """Of a rank's sum of parts [N, ...], each a rank's, after the others have written theirs; relative. Infinite where
-    it did not write its own into the inboxes of all others, with the count of this call, one after `count`. terms: what
-    it has to add up to get its own, [1, A, ...], and the weights of that."""
-    words = torch.nn.functional.pad(parts.flatten(1).view(torch.int32), (0, -parts[0].nbytes // 4 % collective.WORDS))
-    stamped = (words.long() & 0xFFFFFFFF | count + 1 << 32).unflatten(1, (-1, collective.WORDS))
-    inboxes, others = [torch.zeros(2, *stamped.shape, dtype=torch.int64) for _ in parts], [*range(len(parts))]
+def push_error(
+    parts: Tensor, rank: int, count: int, terms: tuple[Tensor, Tensor] | None = None
+) -> float:
+    """Of a rank's sum of parts [N, ...], each a rank's, after the others have written theirs;
+    relative. Infinite where
+    it did not write its own into the inboxes of all others, with the count of this call, one
+    after `count`. terms: what it has to add up to get its own, [1, A, ...], and the weights of
+    that."""
+    words = torch.nn.functional.pad(
+        parts.flatten(1).view(torch.int32), (0, -parts[0].nbytes // 4 % all_reduce.WORDS)
+    )
+    stamped = (words.long() & 0xFFFFFFFF | count + 1 << 32).unflatten(1, (-1, all_reduce.WORDS))
+    inboxes, others = (
+        [torch.zeros(2, *stamped.shape, dtype=torch.int64) for _ in parts],
+        [*range(len(parts))],
+    )
     others.remove(rank)
     inboxes[rank][count + 1 & 1, others] = stamped[others]
     peers = torch.tensor([inbox.data_ptr() for inbox in inboxes])
     turns = torch.full(stamped.shape[1:2], count, dtype=torch.int32)
-    inbox = collective.Inbox(inboxes[rank], peers, turns, rank)
+    inbox = all_reduce.Inbox(inboxes[rank], peers, turns, rank)
     given, weights = (parts[rank], None) if terms is None else terms
-    got = collective.push_sum(given.as_subclass(OnCuda), inbox, parts[rank], weights).as_subclass(Tensor).float()
-    there = [inboxes[other][count + 1 & 1, rank].flatten()[: parts[0].nbytes // 4] for other in others]
+    got = (
+        all_reduce.push_all_reduce(given.as_subclass(OnCuda), inbox, parts[rank], weights)
+        .as_subclass(Tensor)
+        .float()
+    )
+    there = [
+        inboxes[other][count + 1 & 1, rank].flatten()[: parts[0].nbytes // 4] for other in others
+    ]
     if (
         not all(torch.equal(words, stamped[rank].flatten()[: len(words)]) for words in there)
         or (turns != count + 1).any()
@@ -348,28 +458,41 @@ def push_error(parts: Tensor, rank: int, count: int, terms: tuple[Tensor, Tensor
 
 
 def fixed_errors() -> dict[str, float]:
-    """Of a pushed sum, and of the norm and the product that are the same on every GPU, against the library's."""
-    collective.starts_early = lambda x: False
+    """Of a pushed sum, and of the norm and the product that are the same on every GPU, against
+    the library's.
+    """
+    all_reduce.supports_pdl = lambda x: False
     torch.manual_seed(0)
     found = {}
     for D, E in ((64, 8), (2048, 128), (2880, 5)):
         x, weight, rows = torch.randn(3, D), torch.randn(D), torch.randn(E, D)
         y, library = torch.randn(3, D), torch.nn.functional
-        for name, bias, norm in (("norm", None, library.rms_norm), ("norm with bias", rows[0], library.layer_norm)):
+        for name, bias, norm in (
+            ("norm", None, library.rms_norm),
+            ("norm with bias", rows[0], library.layer_norm),
+        ):
             for T, rows_of in ((1, rows), (3, rows), (3, None)):
                 parts = x[:T].as_subclass(OnCuda), y[:T].as_subclass(OnCuda)
-                got = collective.fixed_join(*parts, 0.5, weight, bias, 1e-5, rows_of)
+                got = all_reduce.fixed_add_norm(*parts, 0.5, weight, bias, 1e-5, rows_of)
                 total = x[:T] + 0.5 * y[:T]
                 normed = norm(total, (D,), weight, *(() if bias is None else (bias,)), 1e-5)
                 want = total, normed, total.new_empty(0) if rows_of is None else normed @ rows.T
-                got, want = (torch.cat([*map(torch.flatten, some)]).as_subclass(Tensor) for some in (got, want))
+                got, want = (
+                    torch.cat([*map(torch.flatten, some)]).as_subclass(Tensor)
+                    for some in (got, want)
+                )
                 scores = "no" if rows_of is None else E
-                found[f"{name} of {D}, {T} tokens, {scores} scores"] = ((got - want).norm() / want.norm()).item()
+                found[f"{name} of {D}, {T} tokens, {scores} scores"] = (
+                    (got - want).norm() / want.norm()
+                ).item()
     for ranks, dtype in itertools.product((2, 3, 4), (torch.float32, torch.bfloat16)):
         parts = torch.randn(ranks, 3, 20 * ranks + 2, dtype=torch.float32).to(dtype)
         found[f"sum over {ranks} in {dtype}"] = push_error(parts, ranks - 2, ranks)
         # Small whole numbers, whose sum is the same in any order and in bf16.
-        terms, weights = torch.randint(-9, 9, (1, 5, 150)).float(), torch.tensor([[1.0, 3.0, 0.0, 2.0, -1.0]])
+        terms, weights = (
+            torch.randint(-9, 9, (1, 5, 150)).float(),
+            torch.tensor([[1.0, 3.0, 0.0, 2.0, -1.0]]),
+        )
         parts = torch.randn(ranks, 1, 150).to(dtype)
         parts[ranks - 2] = weighted_sum(terms, weights)
         for kind in dict.fromkeys((torch.float32, dtype)):
@@ -379,34 +502,61 @@ def fixed_errors() -> dict[str, float]:
 
 
 def fixed_code() -> dict[str, dict[str, int]]:
-    """Of their machine code, as a GPU of compute capability 9 runs it: waits, starts, stores of spilled registers."""
-    collective.starts_early, found = lambda x: True, {}
-    x, weight = torch.randn(1, 4096, dtype=torch.bfloat16), torch.randn(8, 4096, dtype=torch.bfloat16)
+    """Of their machine code, as a GPU of compute capability 9 runs it: waits, starts, stores of
+    spilled registers.
+    """
+    all_reduce.supports_pdl, found = lambda x: True, {}
+    x, weight = (
+        torch.randn(1, 4096, dtype=torch.bfloat16),
+        torch.randn(8, 4096, dtype=torch.bfloat16),
+    )
     many = torch.randn(128, 4096, dtype=torch.bfloat16)
-    wide, wide_rows = torch.randn(1, 6144, dtype=torch.bfloat16), torch.randn(8, 6144, dtype=torch.bfloat16)
+    wide, wide_rows = (
+        torch.randn(1, 6144, dtype=torch.bfloat16),
+        torch.randn(8, 6144, dtype=torch.bfloat16),
+    )
     cases = {
-        "fixed_join": (collective.fixed_join, (x, x, 1.0, weight[0], None, 1e-5, None)),
-        "fixed_join with scores": (collective.fixed_join, (x, x, 1.0, weight[0], None, 1e-5, weight)),
-        "fixed_join, wide, with scores": (collective.fixed_join, (wide, wide, 1.0, wide[0], None, 1e-5, wide_rows)),
-        "fixed_scores": (collective.fixed_join, (x, x, 1.0, weight[0], None, 1e-5, many)),
+        "fixed_add_norm": (all_reduce.fixed_add_norm, (x, x, 1.0, weight[0], None, 1e-5, None)),
+        "fixed_add_norm with scores": (
+            all_reduce.fixed_add_norm,
+            (x, x, 1.0, weight[0], None, 1e-5, weight),
+        ),
+        "fixed_add_norm, wide, with scores": (
+            all_reduce.fixed_add_norm,
+            (wide, wide, 1.0, wide[0], None, 1e-5, wide_rows),
+        ),
+        "fixed_scores": (all_reduce.fixed_add_norm, (x, x, 1.0, weight[0], None, 1e-5, many)),
     }
     for ranks in (2, 4, 8):
-        inbox = collective.Inbox(x, torch.zeros(ranks, dtype=torch.int64), torch.zeros(32, dtype=torch.int32), 0)
-        cases[f"push_sum over {ranks}"] = collective.push_sum, (x, inbox, x)
+        inbox = all_reduce.Inbox(
+            x, torch.zeros(ranks, dtype=torch.int64), torch.zeros(32, dtype=torch.int32), 0
+        )
+        cases[f"push_all_reduce over {ranks}"] = all_reduce.push_all_reduce, (x, inbox, x)
         terms, weights = torch.randn(1, 2, 4096), torch.rand(1, 2)
-        cases[f"push_sum of terms over {ranks}"] = collective.push_sum, (terms, inbox, x, weights)
-        cases[f"push_sum of terms in bf16 over {ranks}"] = collective.push_sum, (terms.bfloat16(), inbox, x, weights)
+        cases[f"push_all_reduce of terms over {ranks}"] = (
+            all_reduce.push_all_reduce,
+            (terms, inbox, x, weights),
+        )
+        cases[f"push_all_reduce of terms in bf16 over {ranks}"] = (
+            all_reduce.push_all_reduce,
+            (terms.bfloat16(), inbox, x, weights),
+        )
     for case, (function, arguments) in cases.items():
-        launches = {name: Launch() for name in ("_fixed_join", "_fixed_scores", "_push_sum")}
-        with mock.patch.multiple(collective, **launches):
+        launches = {
+            name: Launch() for name in ("_fixed_add_norm", "_fixed_scores", "_push_all_reduce")
+        }
+        with mock.patch.multiple(all_reduce, **launches):
             function(arguments[0].as_subclass(OnCuda), *arguments[1:])
         name = f"_{case.split()[0].strip(',')}"
-        kernel, launch = getattr(collective, name), launches[name]
+        kernel, launch = getattr(all_reduce, name), launches[name]
         asm = compiled(kernel, launch).asm["sass"]
         found[case] = {
-            "waits": asm.count("ACQBULK"), "starts": asm.count("PREEXIT"), "spills": asm.count("STL"),
-            "sent": asm.count("STG.E.128 "), "ahead": asm.partition("ACQBULK")[0].count("LDG.E.128"),
-        }  # fmt: skip
+            "waits": asm.count("ACQBULK"),
+            "starts": asm.count("PREEXIT"),
+            "spills": asm.count("STL"),
+            "sent": asm.count("STG.E.128 "),
+            "ahead": asm.partition("ACQBULK")[0].count("LDG.E.128"),
+        }
     return found
 
 
@@ -417,18 +567,26 @@ ATTEND = {  # B, Q, H, K, C, S, window, sinks
 }
 
 
-def attend_error(B: int, Q: int, H: int, K: int, C: int, S: int, window: int | None, sinks: bool) -> float:
-    """Of attention over an int8 cache by blocks, against `attend` over the same numbers written out; relative."""
+def attend_error(
+    B: int, Q: int, H: int, K: int, C: int, S: int, window: int | None, sinks: bool
+) -> float:
+    """Of attention over an int8 cache by blocks, against `attend` over the same numbers written
+    out; relative.
+    """
     generator = torch.Generator().manual_seed(Q)
     cache = Int8KVCache((B, K, S, C), torch.float32, torch.device("cpu"))
     kv = torch.randn(B, S, 2, K, C, generator=generator)
-    k, v = cache.update(torch.arange(S).expand(B, S), kv)
+    k, v = cache.append(kv, Context(torch.empty(0), positions=torch.arange(S).expand(B, S)))
     positions = torch.randint(5, S - Q, (B, 1), generator=generator) + torch.arange(Q)
     q = torch.randn(B, Q, H, C, generator=generator)
     sinks = torch.randn(H, generator=generator) if sinks else None
-    bias = bias_of(positions, S, window, torch.float32)
+    bias = causal_bias(positions, S, window, torch.float32)
     want = attend(q, k, v, bias, sinks)
-    got = cache.attend_blocks(q, k, v, positions, (positions, positions), window, sinks)
+    context = Context(torch.empty(0), positions=positions)
+    got, lse = cache.attend_blocks(q, k, v, context, window, return_lse=True)
+    if sinks is not None:
+        share = (lse - sinks.unsqueeze(-1)).sigmoid().transpose(1, 2).unsqueeze(-1)
+        got = (got.unflatten(-1, (H, C)) * share).flatten(2)
     return ((got - want).norm() / want.norm()).item()
 
 
@@ -436,54 +594,125 @@ TOKEN = {  # B, H, K, C, S, positions, window, turning, norm, clip, sinks
     "one block": (1, 4, 2, 32, 256, (70,), None, 32, False, None, False),
     "the first token, Mixtral's grid": (1, 32, 8, 128, 256, (0,), None, 128, False, None, False),
     "some blocks, a norm": (2, 4, 1, 64, 768, (513, 767), None, 64, True, None, False),
-    "a window, sinks, half turned, clipped": (3, 8, 2, 64, 768, (5, 300, 700), 300, 32, False, 0.7, True),
+    "a window, sinks, half turned, clipped": (
+        3,
+        8,
+        2,
+        64,
+        768,
+        (5, 300, 700),
+        300,
+        32,
+        False,
+        0.7,
+        True,
+    ),
     "a position after a block's end": (1, 2, 2, 256, 256, (64,), None, 256, False, None, True),
 }
 
 
-def token_error(B: int, H: int, K: int, C: int, S: int, at: tuple[int, ...], window: int | None, turning: int,
-                norm: bool, clip: float | None, sinks: bool) -> float:  # fmt: skip
-    """Of a token's attention in one kernel, and of what that leaves in the cache, against the several; relative."""
+class ReferenceAttention(Attention):
+    """Attention with all that the kernel computes."""
+
+    def __init__(self, args: ModelArgs, rotary_dim: int, scale: float, sinks: bool):
+        super().__init__(args)
+        self.sinks = torch.nn.Parameter(torch.empty(args.n_head)) if sinks else None
+        self.rotary_dim, self.query_scale = rotary_dim, scale * args.head_dim**0.5
+
+    def queries(self, q: Tensor, rope: Tensor) -> Tensor:
+        return super().queries(q, rope) * self.query_scale
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
+        return attend(q, k, v, context.masks[self.window].bias, self.sinks)
+
+
+def token_error(
+    B: int,
+    H: int,
+    K: int,
+    C: int,
+    S: int,
+    at: tuple[int, ...],
+    window: int | None,
+    rotary_dim: int,
+    norm: bool,
+    clip: float | None,
+    sinks: bool,
+) -> float:
+    """Relative error of the fused kernel, and of the cache after it, against the plain layer."""
     torch.manual_seed(B + H)
-    args = replace(ARCHITECTURES["Mixtral-8x7B"], dim=64, n_head=H, n_kv_head=K, head_dim=C, clip_qkv=clip,
-                   sliding_window=window, rotary_dim=turning, attention_sinks=sinks, attention_scale=0.3,
-                   qk_norm="head" if norm else "none")  # fmt: skip
-    layer, positions = Attention(args, 0), torch.tensor(at).unsqueeze(1)
+    args = replace(
+        ARCHITECTURES["Mixtral-8x7B"],
+        dim=64,
+        n_head=H,
+        n_kv_head=K,
+        head_dim=C,
+        clip_qkv=clip,
+        sliding_window=window,
+        qk_norm="head" if norm else "none",
+    )
+    layer, positions = ReferenceAttention(args, rotary_dim, 0.3, sinks), torch.tensor(at)
+    positions = positions.unsqueeze(1)
     for parameter in layer.parameters():
         parameter.data = torch.randn_like(parameter) * 0.2
-    rope = rope_table(args, S, torch.device("cpu"))[positions].unsqueeze(2)
-    views = {window: View(bias_of(positions, S, window, torch.float32))}
-    context, x = Context(rope, positions=positions, views=views), torch.randn(B, 1, 64)
+    frequencies = rope_frequencies(rotary_dim, args.rope_theta, torch.device("cpu"))
+    rope = rope_table(frequencies, S, unrotated=C - rotary_dim)[positions].unsqueeze(2)
+    masks = {window: Mask(causal_bias(positions, S, window, torch.float32))}
+    context, x = Context(rope, positions=positions, masks=masks), torch.randn(B, 1, 64)
     kv, found = torch.randn(2, B, K, S, C), []
-    for one_kernel in (False, True):
-        layer.cache = KVCache((B, K, S, C), torch.float32, torch.device("cpu"))
-        layer.cache.kv.copy_(kv)
-        with mock.patch.object(Attention, "fits_one_kernel", lambda *_, one_kernel=one_kernel: one_kernel):
-            found.append((layer(x, context), layer.cache.kv))
+    settings = {"sinks": layer.sinks, "query_scale": layer.query_scale}
+    fused = FusedDecodeAttention(layer, settings)
+    for attention, is_fused in ((layer, False), (fused, True)):
+        cache = attention.allocate(B, S, KVCache, x)
+        cache.kv.copy_(kv)
+        with mock.patch.object(FusedDecodeAttention, "is_fused", lambda *_, f=is_fused: f):
+            found.append((attention(x, context), cache.kv))
     return max(((got - want).norm() / want.norm()).item() for want, got in zip(*found, strict=True))
 
 
 def token_code() -> dict[str, dict[str, int]]:
-    """Of its machine code: waits, starts, stores of spilled registers, loads of 16 bytes before it waits, barriers
+    """Of its machine code: waits, starts, stores of spilled registers, loads of 16 bytes before
+    it waits, barriers
     before all of the cache is read."""
-    found, kernel = {}, attention_kernels._attend_token
+    found, kernel = {}, decode_attention._decode_attention
     archs = (ARCHITECTURES[name] for name in ("Mixtral-8x7B", "Qwen3-30B-A3B", "gpt-oss-20b"))
     for args, dtype in itertools.product(archs, (torch.bfloat16, torch.float32)):
         H, K, C, launch = args.n_head, args.n_kv_head, args.head_dim, Launch()
         x, rope = torch.zeros(1, 1, (H + 2 * K) * C, dtype=dtype), torch.zeros(1, 1, 1, 2 * C)
-        positions, cache = torch.zeros(1, 1, dtype=torch.int64), torch.zeros(2, 1, K, 256, C, dtype=dtype)
+        positions, cache = (
+            torch.zeros(1, 1, dtype=torch.int64),
+            torch.zeros(2, 1, K, 256, C, dtype=dtype),
+        )
         norms = (x[0, 0, :C],) * 2 if args.qk_norm == "head" else (None, None)
-        sinks = x[0, 0, :H] if args.attention_sinks else None
-        with mock.patch.multiple(attention_kernels, _attend_token=launch, starts_early=lambda x: True):
-            attention_kernels.attend_token(
-                x, rope, positions, cache, *norms, sinks, C, 0.1, 1e-5, 0.0, args.sliding_window or 1 << 30
+        sinks = x[0, 0, :H] if args.family == "gpt_oss" else None
+        with mock.patch.multiple(
+            decode_attention, _decode_attention=launch, supports_pdl=lambda x: True
+        ):
+            decode_attention.decode_attention(
+                x,
+                rope,
+                positions,
+                cache,
+                *norms,
+                sinks,
+                C,
+                0.1,
+                1e-5,
+                0.0,
+                args.sliding_window or 1 << 30,
             )
         code = compiled(kernel, launch).asm
-        asm, within = code["sass"], code["ptx"].rpartition("bra ")[0]  # up to the end of the loop over blocks
+        asm, within = (
+            code["sass"],
+            code["ptx"].rpartition("bra ")[0],
+        )  # up to the end of the loop over blocks
         found[f"{H} heads, {K} KV heads, {dtype}"] = {
-            "waits": asm.count("ACQBULK"), "starts": asm.count("PREEXIT"), "spills": asm.count("STL"),
-            "ahead": asm.partition("ACQBULK")[0].count("LDG.E.128"), "barriers": within.count("bar.sync"),
-        }  # fmt: skip
+            "waits": asm.count("ACQBULK"),
+            "starts": asm.count("PREEXIT"),
+            "spills": asm.count("STL"),
+            "ahead": asm.partition("ACQBULK")[0].count("LDG.E.128"),
+            "barriers": within.count("bar.sync"),
+        }
     return found
 
 
@@ -497,31 +726,44 @@ LATENT = {  # B, Q, H, r, R, S, kind of the cache
 
 
 def latent_error(B: int, Q: int, H: int, r: int, R: int, S: int, kind: type[KVCache]) -> float:
-    """Of latent attention by blocks, against `attend` over the same numbers written out; relative."""
+    """Of latent attention by blocks, against `attend` over the same numbers written out;
+    relative.
+    """
     generator = torch.Generator().manual_seed(Q)
     cache = kind((B, 1, S, r + R), torch.float32, torch.device("cpu"), 1)
-    (kv,) = cache.update(torch.arange(S).expand(B, S), torch.randn(B, S, 1, 1, r + R, generator=generator))
+    values = torch.randn(B, S, 1, 1, r + R, generator=generator)
+    everywhere = Context(torch.empty(0), positions=torch.arange(S).expand(B, S))
+    (kv,) = cache.append(values, everywhere)
     positions = torch.randint(5, S - Q, (B, 1), generator=generator) + torch.arange(Q)
     q = 3 * torch.randn(B, Q, H, r + R, generator=generator)
     bias = torch.where(positions.unsqueeze(-1) >= torch.arange(S), 0.0, float("-inf"))
     want = attend(q, kv, kv[..., :r], bias).unflatten(-1, (H, r))
-    return ((cache.attend_latent(q, positions, r) - want).norm() / want.norm()).item()
+    parts = long_attention.attend_latent(q, *cache.stored(), positions, r)
+    got = long_attention.merge_partial(*parts).narrow(1, 0, Q * H).reshape(B, Q, H, r)
+    return ((got - want).norm() / want.norm()).item()
 
 
 def latent_code() -> dict[str, dict[str, int]]:
-    """Of its machine code at DeepSeek's shapes: stores of spilled registers, tensor core products, shared memory."""
+    """Of its machine code at DeepSeek's shapes: stores of spilled registers, tensor core
+    products, shared memory.
+    """
     found = {}
     for Q, H, kind in itertools.product((1, 5), (16, 128), (KVCache, Int8KVCache)):
         cache = kind((1, 1, 4096, 576), torch.bfloat16, torch.device("cpu"), 1)
-        kernel, attention_kernels._attend_latent = attention_kernels._attend_latent, Launch()
-        q, positions = torch.zeros(1, Q, H, 576, dtype=torch.bfloat16), torch.zeros(1, Q, dtype=torch.int64)
-        cache.attend_latent(q, positions, 512)
-        launch, attention_kernels._attend_latent = attention_kernels._attend_latent, kernel
+        kernel, long_attention._attend_latent = long_attention._attend_latent, Launch()
+        q, positions = (
+            torch.zeros(1, Q, H, 576, dtype=torch.bfloat16),
+            torch.zeros(1, Q, dtype=torch.int64),
+        )
+        long_attention.attend_latent(q, *cache.stored(), positions, 512)
+        launch, long_attention._attend_latent = long_attention._attend_latent, kernel
         code = compiled(kernel, launch)
         asm = code.asm["sass"]
         found[f"{Q} queries, {H} heads, {kind.__name__}"] = {
-            "spills": asm.count("STL"), "products": asm.count("MMA"), "shared": code.metadata.shared,
-        }  # fmt: skip
+            "spills": asm.count("STL"),
+            "products": asm.count("MMA"),
+            "shared": code.metadata.shared,
+        }
     return found
 
 
@@ -530,45 +772,59 @@ def attend_code() -> dict[str, dict[str, int]]:
     found = {}
     for Q, H, K, C in ((1, 32, 8, 128), (1, 32, 4, 128), (5, 32, 8, 128), (9, 64, 8, 64)):
         cache = Int8KVCache((1, K, 4096, C), torch.bfloat16, torch.device("cpu"))
-        kernel, attention_kernels._attend_int8 = attention_kernels._attend_int8, Launch()
-        q, positions = torch.zeros(1, Q, H, C, dtype=torch.bfloat16), torch.zeros(1, Q, dtype=torch.int64)
-        attention_kernels.attend_int8(q, cache.kv, cache.scale.kv, positions, 1 << 30)
-        launch, attention_kernels._attend_int8 = attention_kernels._attend_int8, kernel
+        kernel, long_attention._attend_int8 = long_attention._attend_int8, Launch()
+        q, positions = (
+            torch.zeros(1, Q, H, C, dtype=torch.bfloat16),
+            torch.zeros(1, Q, dtype=torch.int64),
+        )
+        long_attention.attend_int8(q, cache.kv, cache.scale.kv, positions, 1 << 30)
+        launch, long_attention._attend_int8 = long_attention._attend_int8, kernel
         asm = compiled(kernel, launch).asm["sass"]
-        found[f"{Q} queries, {H} heads, {K} KV heads"] = {"spills": asm.count("STL"), "products": asm.count("MMA")}
+        found[f"{Q} queries, {H} heads, {K} KV heads"] = {
+            "spills": asm.count("STL"),
+            "products": asm.count("MMA"),
+        }
     return found
 
 
 def attend_errors() -> dict[str, float]:
-    attention_kernels.PROGRAMS = 12  # so that some have several blocks, and some none
+    long_attention.TARGET_PROGRAMS = 12  # so that some have several blocks, and some none
     latent = {f"latent, {name}": latent_error(*case) for name, case in LATENT.items()}
     return {name: attend_error(*case) for name, case in ATTEND.items()} | latent
 
 
 def token_errors() -> dict[str, float]:
-    attention_kernels.starts_early = lambda x: False
+    decode_attention.supports_pdl = lambda x: False
     return {name: token_error(*case) for name, case in TOKEN.items()}
 
 
 def fetch_results() -> dict:
-    wrong = sum(map(placed_differently, slots.POLICIES))
+    wrong = sum(map(placed_differently, POLICIES))
     return {"right": [fetch_is_right(sizes) for sizes in BLOBS], "wrong": wrong}
 
 
 def dot4_errors() -> dict[str, float]:
-    kernels._add_word, kernels._add_e2m1 = twin, e2m1_twin
+    gemv4._add_word, gemv4._add_e2m1 = twin, e2m1_twin
     found = {name: dot4_error(case, 1.0) for name, case in DOT4.items()}
-    found |= {f"x of {size}": dot4_error(DOT4["hqq4, experts, several tokens"], size) for size in (1e-6, 3e4)}
-    return found | {str(value): dot4_is_no_number(value) for value in (math.inf, -math.inf, math.nan)}
+    found |= {
+        f"x of {size}": dot4_error(DOT4["hqq4, experts, several tokens"], size)
+        for size in (1e-6, 3e4)
+    }
+    return found | {
+        str(value): dot4_is_no_number(value) for value in (math.inf, -math.inf, math.nan)
+    }
 
 
 def dot4_codes() -> dict[str, dict[str, int]]:
-    waiting = {f"{name}, waiting": dot4_code(DOT4[name], True) for name in ("int4, groups of 128", "int4, gated")}
+    waiting = {
+        f"{name}, waiting": dot4_code(DOT4[name], True)
+        for name in ("int4, groups of 128", "int4, gated")
+    }
     return {name: dot4_code(case, False) for name, case in DOT4.items()} | waiting
 
 
 def grouped_errors() -> dict[str, float]:
-    grouped_kernel._down = down_twin
+    grouped._shift_right = down_twin
     cases = [*itertools.product(SHAPES, (torch.float32, torch.float16))]
     found = {
         f"{name}, {shape}, {dtype}": error(name, *SHAPES[shape], dtype, GROUPS[name])
@@ -579,27 +835,47 @@ def grouped_errors() -> dict[str, float]:
         for name, groups in OTHER_GROUPS.items()
         for group in groups
     }
-    return found | {f"plain, {shape}, {dtype}": plain_error(*SHAPES[shape], dtype) for shape, dtype in cases}
+    return found | {
+        f"plain, {shape}, {dtype}": plain_error(*SHAPES[shape], dtype) for shape, dtype in cases
+    }
 
 
-def grouped_codes(cases: Iterable[tuple] = ((8, 1, torch.bfloat16), (2, 300, torch.bfloat16))) -> dict[str, dict]:
-    return {f"{name}, {e} experts, {n} rows, {d}": grouped_code(name, e, n, d) for name in FORMATS for e, n, d in cases}
+def grouped_codes(
+    cases: Iterable[tuple] = ((8, 1, torch.bfloat16), (2, 300, torch.bfloat16)),
+) -> dict[str, dict]:
+    return {
+        f"{name}, {e} experts, {n} rows, {d}": grouped_code(name, e, n, d)
+        for name in FORMATS
+        for e, n, d in cases
+    }
 
 
 def other_codes() -> dict[str, dict]:
     tokens = [(8, 40), (8, 100), *itertools.product((1, 128), (1, 40))]
     plain = [(*case, torch.bfloat16) for case in tokens]
-    return grouped_codes([*plain, *itertools.product((8,), (1, 300), (torch.float16, torch.float32))])
+    return grouped_codes(
+        [*plain, *itertools.product((8,), (1, 300), (torch.float16, torch.float32))]
+    )
 
 
 INTERPRETED = {
-    "grouped": grouped_errors, "dot4": dot4_errors, "attend": attend_errors, "token": token_errors,
-    "fixed": fixed_errors, "fetch": fetch_results,
-}  # fmt: skip
+    "grouped": grouped_errors,
+    "dot4": dot4_errors,
+    "attend": attend_errors,
+    "token": token_errors,
+    "fixed": fixed_errors,
+    "fetch": fetch_results,
+}
 COMPILED = {
-    "grouped": grouped_codes, "grouped, other shapes": other_codes, "dot4": dot4_codes, "attend": attend_code,
-    "token": token_code, "latent": latent_code, "fixed": fixed_code, "fetch": fetch_code,
-}  # fmt: skip
+    "grouped": grouped_codes,
+    "grouped, other shapes": other_codes,
+    "dot4": dot4_codes,
+    "attend": attend_code,
+    "token": token_code,
+    "latent": latent_code,
+    "fixed": fixed_code,
+    "fetch": fetch_code,
+}
 
 
 def main() -> int:

@@ -1,5 +1,6 @@
-"""The benchmark's own workings, at a size for CPUs."""
+"""benchmark.py, benchmarks/ and scripts/plot_roofline.py, at a size for CPUs."""
 
+import argparse
 import dataclasses
 import json
 import os
@@ -11,41 +12,90 @@ import pytest
 import torch
 
 import benchmark
-import peer
-from benchmark import kernel_table, known_reads, weight_reads
-from families import args_from_hf
+from benchmarks import transformers_peer
+from benchmarks.kernel_profile import kernel_table, known_reads, weight_reads
+from benchmarks.transformers_peer import SETTINGS, hf_config, hf_model, measure_peer
 from generate import load_model
-from peer import PEER_SETTINGS, hf_config, hf_model
-from session import Sampling, Session
-from shapes import ARCHITECTURES, RandomWeights, architecture, first_layers, number_format
+from models import ARCHITECTURES, args_from_hf, build_model
+from models.random_weights import RandomWeights, architecture, first_layers, number_format
+from runtime.sampling import Sampling
+from runtime.session import Session
+from runtime.weights import bytes_per_token
 
 ROOT = Path(__file__).parents[1]
 CONFIG = {
-    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 64, "head_dim": 16,
-    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "moe_intermediate_size": 32,
-    "intermediate_size": 64, "num_experts": 8, "num_experts_per_tok": 2, "vocab_size": 300, "norm_topk_prob": True,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "hidden_size": 64,
+    "head_dim": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "moe_intermediate_size": 32,
+    "intermediate_size": 64,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "vocab_size": 300,
+    "norm_topk_prob": True,
     "max_position_embeddings": 512,
-}  # fmt: skip
+}
+CPU = ("--device", "cpu", "--eager")
 
 
-def command(*arguments: str) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, ROOT / "benchmark.py", *arguments], capture_output=True, text=True, cwd=ROOT)
+def write_config(directory: Path, **changes) -> str:
+    """Write CONFIG with these changes; return the path."""
+    path = directory / "config.json"
+    path.write_text(json.dumps({**CONFIG, **changes}))
+    return str(path)
 
 
-def test_the_known_shapes_are_those_of_the_hubs_configs():
-    """Against the values of the published config.json files, through the conversion's own reading of them."""
-    mixtral = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "max_position_embeddings": 32768}
-    assert architecture("Mixtral-8x7B") == args_from_hf({**mixtral, "rope_theta": 1e6, "vocab_size": 32000})
-    qwen = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "head_dim": 128, "rope_theta": 1e6}
-    qwen |= {"num_hidden_layers": 48, "max_position_embeddings": 40960, "norm_topk_prob": True}
+def run_main(monkeypatch, capsys, *arguments: str) -> tuple[int, str, str]:
+    """Run the command in this process -> exit code, stdout, stderr. Does not measure bandwidth."""
+    monkeypatch.setattr(sys, "argv", ["benchmark.py", *arguments])
+    monkeypatch.setattr(benchmark, "read_bandwidth", lambda device: 1e10)
+    return benchmark.main(), *capsys.readouterr()
+
+
+def last_json(output: str) -> dict:
+    return json.loads(output.splitlines()[-1])
+
+
+# Models -------------------------------------------------------------------------------------------
+
+
+def test_architectures_match_published_configs():
+    """Values are those of the published config.json files."""
+    mixtral = {
+        "architectures": ["MixtralForCausalLM"],
+        "model_type": "mixtral",
+        "max_position_embeddings": 32768,
+        "rope_theta": 1e6,
+        "vocab_size": 32000,
+    }
+    assert architecture("Mixtral-8x7B") == args_from_hf(mixtral)
+    qwen = {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "head_dim": 128,
+        "rope_theta": 1e6,
+        "num_hidden_layers": 48,
+        "max_position_embeddings": 40960,
+        "norm_topk_prob": True,
+    }
     assert architecture("Qwen3-30B-A3B") == args_from_hf(qwen)
-    olmoe = {"architectures": ["OlmoeForCausalLM"], "model_type": "olmoe", "intermediate_size": 1024}
+    olmoe = {
+        "architectures": ["OlmoeForCausalLM"],
+        "model_type": "olmoe",
+        "intermediate_size": 1024,
+    }
     assert architecture("OLMoE-1B-7B") == args_from_hf(olmoe)
 
 
-def test_random_weights_are_the_same_for_a_seed_and_keep_activations_sane():
+def test_random_weights_repeat_for_a_seed_and_keep_activations_near_one():
     args = args_from_hf(CONFIG)
-    first, second = (load_model(RandomWeights(args, {"name": "fp32"}, seed=3), "cpu") for _ in range(2))
+    first, second = (
+        load_model(RandomWeights(args, {"name": "fp32"}, seed=3), "cpu") for _ in range(2)
+    )
     for a, b in zip(first.parameters(), second.parameters(), strict=True):
         assert torch.equal(a, b)
     first.setup_cache(1, 64)
@@ -54,92 +104,116 @@ def test_random_weights_are_the_same_for_a_seed_and_keep_activations_sane():
     assert len(set(Session(first, 64).stream([1, 2], 20, Sampling(seed=0)))) > 3
 
 
+def test_first_layers_are_those_of_the_model():
+    args = ARCHITECTURES["gpt-oss-120b"]
+    windows = [block.attention.window for block in build_model(args).layers]
+    cut = build_model(first_layers(args, 4))
+    assert [block.attention.window for block in cut.layers] == windows[:4]
+    assert len(set(windows[:4])) == 2
+    dense = dataclasses.replace(args, dense_layers=(0, 5), dense_intermediate=64)
+    assert first_layers(dense, 3).dense_layers == (0,) and first_layers(dense, 36) == dense
+
+
+# Measuring ----------------------------------------------------------------------------------------
+
+
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory) -> dict:
-    """What the command itself prints, of ours and of its peer."""
-    config = tmp_path_factory.mktemp("benchmark") / "config.json"
-    config.write_text(json.dumps(CONFIG))
-    run = command("--arch", str(config), "--device", "cpu", "--eager", "--json", "--repeats", "2", "--new_tokens", "5",
-                  "--layers", "1", "--mode", "int8", "--peer", "hf")  # fmt: skip
+    """Return what the command prints for our model and for transformers."""
+    config = write_config(tmp_path_factory.mktemp("benchmark"))
+    arguments = ("--arch", config, *CPU, "--json", "--repeats", "2", "--new_tokens", "5")
+    arguments += ("--layers", "1", "--mode", "int8", "--peer", "hf")
+    line = [sys.executable, ROOT / "benchmark.py", *arguments]
+    run = subprocess.run(line, capture_output=True, text=True, cwd=ROOT)
     assert run.returncode == 0, run.stderr
-    return json.loads(run.stdout.splitlines()[-1])
+    return last_json(run.stdout)
 
 
-def test_json_has_the_fields_of_the_design(measured):
+def test_json_has_its_fields(measured):
     result = measured
-    names = "arch mode gpu tok_s ms bytes_per_token gb_s read_gb_s fraction kernels_per_layer peak_bytes compile_s"
+    names = "arch mode gpu tok_s ms bytes_per_token gb_s read_gb_s fraction kernels_per_layer"
+    names += " peak_bytes compile_s"
     assert result["ttft_s"] > 0 and 0 < result["ttft_cold_s"] < result["compile_s"]
     assert set(names.split()) <= set(result)
     assert result["layers"] == 1 and len(result["tok_s_all"]) == 2
     assert result["fraction"] == pytest.approx(result["gb_s"] / result["read_gb_s"])
     assert result["gb_s"] == pytest.approx(result["bytes_per_step"] / result["ms"] / 1e6)
-    assert result["bytes_per_step"] == result["bytes_per_token"] + result["cache_bytes"] > result["bytes_per_token"]
+    assert result["bytes_per_step"] == result["bytes_per_token"] + result["cache_bytes"]
+    assert result["bytes_per_step"] > result["bytes_per_token"]
 
 
 def test_a_batch_reads_each_distinct_expert_once(tmp_path, monkeypatch, capsys):
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    config = str(tmp_path / "config.json")
-    options = ("--arch", config, "--device", "cpu", "--eager", "--repeats", "1", "--prompt_len", "9",
-               "--new_tokens", "4", "--mode", "fp32", "--layers", "1", "--json")  # fmt: skip
-    one, many = (
-        json.loads(main(monkeypatch, capsys, *options, "--batch", n, "--max_seq_len", "200")[1].splitlines()[-1])
-        for n in ("1", "6")
-    )
+    options = ("--arch", write_config(tmp_path), *CPU, "--repeats", "1", "--prompt_len", "9")
+    options += ("--new_tokens", "4", "--mode", "fp32", "--layers", "1", "--json")
+
+    def measure(batch: str) -> dict:
+        lengths = "--batch", batch, "--max_seq_len", "200"
+        return last_json(run_main(monkeypatch, capsys, *options, *lengths)[1])
+
+    one, many = measure("1"), measure("6")
     assert one["experts_read"] == 2 < many["experts_read"] <= 8 and many["max_seq_len"] == 200
-    assert many["tok_s"] == pytest.approx(6e3 / many["ms"]) and many["cache_bytes"] == 6 * one["cache_bytes"]
+    assert many["tok_s"] == pytest.approx(6e3 / many["ms"])
+    assert many["cache_bytes"] == 6 * one["cache_bytes"]
     more = many["bytes_per_step"] - many["cache_bytes"] - many["bytes_per_token"]
     assert more == (many["experts_read"] - 2) * 4 * (3 * 64 * 32)
 
 
-def main(monkeypatch, capsys, *arguments: str) -> tuple[int, str, str]:
-    """The command in this process, without the measurement of the bandwidth: exit code, stdout, stderr."""
-    monkeypatch.setattr(sys, "argv", ["benchmark.py", *arguments])
-    monkeypatch.setattr(benchmark, "read_bandwidth", lambda device: 1e10)
-    return benchmark.main(), *capsys.readouterr()
+MIXTRAL = ("--arch", "Mixtral-8x7B")
+MISTAKES = (
+    (("--arch", "Mixtral-9x9B"), ", ".join(ARCHITECTURES)),
+    (("--arch", "config.json"), "JSON"),
+    ((*MIXTRAL, "--new_tokens", "1"), "--new_tokens 1"),
+    ((*MIXTRAL, "--mode", "int5"), "--mode int5"),
+    ((*MIXTRAL, "--kernels", "--device", "cpu"), "CUDA"),
+    ((*MIXTRAL, "--peer", "hf", "--sweep", "experts"), "--peer and --sweep"),
+    ((*MIXTRAL, "--peer", "hf", "--batch", "2"), "leave --batch out"),
+    ((*MIXTRAL, "--prompt_len", "100", "--max_seq_len", "299"), "exceed --max_seq_len, 299"),
+    ((*MIXTRAL, "--max_seq_len", "32769"), "exceed the model's positions, 32768"),
+    ((*MIXTRAL, "--prompt_len", "32768"), "exceed the model's positions, 32768"),
+)
 
 
-def test_mistakes_are_one_line(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(("arguments", "message"), MISTAKES)
+def test_a_users_mistake_is_one_line(arguments, message, tmp_path, monkeypatch, capsys):
     (tmp_path / "config.json").write_text("{")
-    for arguments, words in (
-        (("--arch", "Mixtral-9x9B"), ", ".join(ARCHITECTURES)),
-        (("--arch", str(tmp_path / "config.json")), "JSON"),
-        (("--arch", "Mixtral-8x7B", "--new_tokens", "1"), "--new_tokens 1"),
-        (("--arch", "Mixtral-8x7B", "--mode", "int5"), "--mode int5"),
-        (("--arch", "Mixtral-8x7B", "--kernels", "--device", "cpu"), "CUDA"),
-        (("--arch", "Mixtral-8x7B", "--peer", "hf", "--sweep", "experts"), "--peer and --sweep"),
-        (("--arch", "Mixtral-8x7B", "--peer", "hf", "--batch", "2"), "leave --batch out"),
-        (("--arch", "Mixtral-8x7B", "--prompt_len", "100", "--max_seq_len", "299"), "exceed --max_seq_len, 299"),
-        (("--arch", "Mixtral-8x7B", "--max_seq_len", "32769"), "exceed the model's positions, 32768"),
-        (("--arch", "Mixtral-8x7B", "--prompt_len", "32768"), "exceed the model's positions, 32768"),
-    ):
-        code, out, err = main(monkeypatch, capsys, *arguments)
-        assert code == 2 and out == "" and len(err.splitlines()) == 1 and err.startswith("error: ")
-        assert words in err
+    monkeypatch.chdir(tmp_path)
+    code, out, err = run_main(monkeypatch, capsys, *arguments)
+    assert code == 2 and out == "" and len(err.splitlines()) == 1 and err.startswith("error: ")
+    assert message in err
 
 
-def test_a_sweep_has_a_row_for_each_number_of_experts_and_active_ones(tmp_path, monkeypatch, capsys):
-    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "num_hidden_layers": 6}))
-    options = ("--arch", str(tmp_path / "config.json"), "--device", "cpu", "--eager", "--sweep", "experts",
-               "--repeats", "1", "--prompt_len", "1", "--new_tokens", "3", "--mode", "fp32")  # fmt: skip
-    code, out, err = main(monkeypatch, capsys, *options, "--json")
+@pytest.fixture
+def sweep_options(tmp_path) -> tuple[str, ...]:
+    options = ("--arch", write_config(tmp_path, num_hidden_layers=6), *CPU, "--sweep", "experts")
+    return (*options, "--repeats", "1", "--prompt_len", "1", "--new_tokens", "3", "--mode", "fp32")
+
+
+def test_a_sweep_measures_each_number_of_experts(sweep_options, monkeypatch, capsys):
+    code, out, err = run_main(monkeypatch, capsys, *sweep_options, "--json")
     assert code == 0, err
-    result = json.loads(out.splitlines()[-1])
+    result = last_json(out)
     rows = {(row["n_expert"], row["n_active"]): row for row in result["sweep"]}
     assert list(rows) == [(8, 2), (16, 2), (32, 2), (64, 2), (128, 2), (8, 1), (8, 4), (8, 8)]
     assert result["layers"] == 4 and all(row["us"] > 0 for row in rows.values())
     for row in rows.values():
         assert row["fraction"] == pytest.approx(row["bytes_per_step"] / row["us"] * 1e6 / 1e10)
     size = {shape: row["bytes_per_token"] for shape, row in rows.items()}
-    router, expert = 4 * 4 * 64, 4 * 4 * (3 * 64 * 32)  # bytes of one expert's, over 4 layers in fp32
+    # Bytes of one expert over 4 layers in fp32: its row of the router, its weights.
+    router, expert = 4 * 4 * 64, 4 * 4 * (3 * 64 * 32)
     assert size[128, 2] - size[8, 2] == 120 * router  # all that a token reads of an idle expert
     assert size[8, 8] - size[8, 2] == 6 * expert and size[8, 2] - size[8, 1] == expert
-    monkeypatch.setattr(benchmark, "EXPERTS", (1, 128))  # of one expert, two cannot be active
-    monkeypatch.setattr(benchmark, "ACTIVE", (8,))
-    code, out, _ = main(monkeypatch, capsys, *options, "--layers", "1")
-    assert code == 0 and ", 1 layers" in out and "\n  128   2 " in out and len(out.splitlines()) == 3 + 2
 
 
-# Kernels: the device's events are made up, since there are none on a CPU.
+def test_a_sweep_skips_more_active_experts_than_there_are(sweep_options, monkeypatch, capsys):
+    monkeypatch.setattr(benchmark, "SWEEP_EXPERTS", (1, 128))  # 1 has no 2 active ones
+    monkeypatch.setattr(benchmark, "SWEEP_ACTIVE", (8,))
+    code, out, _ = run_main(monkeypatch, capsys, *sweep_options, "--layers", "1")
+    assert code == 0 and ", 1 layers" in out and "\n  128   2 " in out
+    assert len(out.splitlines()) == 3 + 2
+
+
+# Kernels ------------------------------------------------------------------------------------------
+# The events are made up, since a CPU has none.
 
 LAYER = [
     ("norm", 2.0),
@@ -151,108 +225,124 @@ LAYER = [
     ("w2", 20.0),
 ]
 HEAD = [("head", 30.0), ("sort", 35.0)]
-GIGA = 1e9  # bytes a second at which a byte takes a nanosecond
+GIGA = 1e9  # bytes/s at which one byte takes 1 ns
 
 
-def events(steps: int, layers: int = 3, gap: float = 1.0) -> list[tuple[str, float, float]]:
-    """Steps one after another, each kernel `gap` us after the one before; long pauses between steps."""
-    found, now = [], 1000.0
+def make_events(steps: int, layers: int = 3, gap: float = 1.0) -> list[tuple[str, float, float]]:
+    """Return the events of equal steps: `gap` us between kernels, 500 us more between steps."""
+    events, now = [], 1000.0
     for step in range(steps):
         for name, duration in LAYER * layers + HEAD:
-            found.append((name, now, duration + 0.1 * (step == 0)))  # the first step is slower
-            now += duration + 0.1 * (step == 0) + gap
+            duration += 0.1 * (step == 0)  # the first step is slower
+            events.append((name, now, duration))
+            now += duration + gap
         now += 500.0
-    return found
+    return events
 
 
-def test_the_kernel_table_adds_up():
-    table = kernel_table(events(3)[::-1], 3, 3, (), GIGA)  # in any order
+def test_kernel_table_adds_up():
+    table = kernel_table(make_events(3)[::-1], 3, 3, (), GIGA)  # events in any order
     total = 3 * 90.0 + 65.0
-    assert table["kernels_us"] == pytest.approx(total) and table["span_us"] == pytest.approx(total + 22)
+    assert table["kernels_us"] == pytest.approx(total)
+    assert table["span_us"] == pytest.approx(total + 22)
     assert table["gaps"] == pytest.approx(22 / (total + 22))
     rows = {row["name"]: row for row in table["rows"]}
     assert list(rows) == ["w13", "product", "w2", "sort", "head", "scores", "norm"]
     norm, sort = rows["norm"], rows["sort"]
-    assert (norm["per"], norm["launches"]) == ("layer", 2) and (sort["per"], sort["launches"]) == ("token", 1)
+    assert (norm["per"], norm["launches"]) == ("layer", 2)
+    assert (sort["per"], sort["launches"]) == ("token", 1)
     assert norm["us"] == pytest.approx(2) and norm["us_per"] == pytest.approx(4)
-    assert rows["product"]["us"] == pytest.approx(10.5) and sum(row["share"] for row in rows.values()) == pytest.approx(
-        1
-    )
+    assert rows["product"]["us"] == pytest.approx(10.5)
+    assert sum(row["share"] for row in rows.values()) == pytest.approx(1)
     assert all(row["gb_s"] is None for row in rows.values())
 
 
-def test_kernels_that_overlap_leave_no_gap_twice():
+def test_overlapping_kernels_count_no_gap_twice():
     table = kernel_table([("a", 0.0, 10.0), ("b", 2.0, 4.0), ("c", 15.0, 5.0)], 1, 1, (), GIGA)
     assert (table["span_us"], table["kernels_us"], table["gaps"]) == (20.0, 19.0, 0.25)
 
 
-@pytest.mark.parametrize("damage", (lambda e: e[:-1], lambda e: [("other", *e[0][1:]), *e[1:]], lambda e: []))
+@pytest.mark.parametrize(
+    "damage", (lambda e: e[:-1], lambda e: [("other", *e[0][1:]), *e[1:]], lambda e: [])
+)
 def test_steps_that_differ_are_refused(damage):
     with pytest.raises(ValueError, match="run again"):
-        kernel_table(damage(events(2)), 2, 3, (), GIGA)
+        kernel_table(damage(make_events(2)), 2, 3, (), GIGA)
 
 
-def test_bytes_are_given_only_to_kernels_that_alone_can_have_read_them():
-    """wqkv, wo, w13 and w2 follow from their order; the head's could be the sort's, and the last w2's the head's."""
+def test_bytes_are_matched_only_where_one_kernel_can_have_read_them():
+    """wqkv, wo, w13 and w2 follow from their order. "sort" may have read the head's weights."""
     reads = [11000, 8000, 36000, 18000] * 3 + [29000]
-    rows = {row["name"]: row["gb_s"] for row in kernel_table(events(2, gap=0), 2, 3, reads, GIGA)["rows"]}
-    assert rows["w13"] == pytest.approx(36 / 40.05, rel=1e-3) and rows["w2"] == pytest.approx(18 / 20.05, rel=1e-3)
+    table = kernel_table(make_events(2, gap=0), 2, 3, reads, GIGA)
+    rows = {row["name"]: row["gb_s"] for row in table["rows"]}
+    assert rows["w13"] == pytest.approx(36 / 40.05, rel=1e-3)
+    assert rows["w2"] == pytest.approx(18 / 20.05, rel=1e-3)
     assert rows["product"] == pytest.approx(19 / 21.1, rel=1e-3)
     assert [rows[name] for name in ("head", "sort", "norm", "scores")] == [None] * 4
     times = [time for _, time in LAYER * 3 + HEAD]
     known = known_reads(times, reads, GIGA)
+    # "head" may have read the last layer's w2.
     assert len(known) == 11 and 20 not in known and not {21, 22} & set(known)
-    assert known_reads(times, [*reads, 10**6], GIGA) == {}  # no kernel is long enough: nothing is certain
+    assert known_reads(times, [*reads, 10**6], GIGA) == {}  # no kernel is long enough for the last
 
 
 @pytest.mark.parametrize("mode", ("bf16", "int8", "hqq4-hqq2"))
 def test_weight_reads_are_the_bytes_of_a_token(mode):
-    """All but norms and the token's row of the embedding, in the order in which the model uses them."""
+    """All but norms and the token's row of the embedding, in the order in which they are read."""
     args = args_from_hf(CONFIG)
     model = load_model(RandomWeights(args, number_format(mode, args)), "cpu")
     reads, layers = weight_reads(model), args.n_layer
     norms = sum(p.nbytes for name, p in model.named_parameters() if "norm" in name)
-    assert sum(reads) == model.bytes_per_token() - norms - 2 * args.dim
+    assert sum(reads) == bytes_per_token(model) - norms - 2 * args.dim
     assert len(reads) == 5 * layers + 1 and reads[:5] == reads[5:10]
     router = 2 * args.n_expert * args.dim
     assert reads[2] == router and reads[3] > reads[4] > router and reads[0] > reads[1]
 
 
-# Peer
+# The peer: transformers ---------------------------------------------------------------------------
 
 VARIANTS = {
-    "window": {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "sliding_window": 16, "head_dim": 64},
-    "dense, biased, tied": {**CONFIG, "num_hidden_layers": 4, "mlp_only_layers": [1], "intermediate_size": 96,
-                            "attention_bias": True, "tie_word_embeddings": True},
-    "clipped": {"architectures": ["OlmoeForCausalLM"], "model_type": "olmoe", "clip_qkv": 0.5, "rope_theta": 1e5},
-}  # fmt: skip
+    "window": {
+        "architectures": ["MixtralForCausalLM"],
+        "model_type": "mixtral",
+        "sliding_window": 16,
+        "head_dim": 64,
+    },
+    "dense, biased, tied": {
+        **CONFIG,
+        "num_hidden_layers": 4,
+        "mlp_only_layers": [1],
+        "intermediate_size": 96,
+        "attention_bias": True,
+        "tie_word_embeddings": True,
+    },
+    "clipped": {
+        "architectures": ["OlmoeForCausalLM"],
+        "model_type": "olmoe",
+        "clip_qkv": 0.5,
+        "rope_theta": 1e5,
+    },
+}
 
 
 @pytest.mark.parametrize("name", (*ARCHITECTURES, *VARIANTS))
-def test_the_peers_config_gives_our_args_again(name):
+def test_the_peers_config_gives_our_args_back(name):
     args = ARCHITECTURES[name] if name in ARCHITECTURES else args_from_hf(VARIANTS[name])
-    model = hf_model(args, torch.bfloat16, "meta")  # which compares the number of weights
+    model = hf_model(args, torch.bfloat16, "meta")  # compares the number of weights
     assert args_from_hf(model.config.to_dict()) == args
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
     assert model.generation_config.eos_token_id is None  # or an answer could be short
 
 
-def test_the_first_layers_are_those_of_the_model():
-    args = ARCHITECTURES["gpt-oss-120b"]
-    assert [first_layers(args, 4).window(n) for n in range(4)] == [args.window(n) for n in range(4)]
-    dense = dataclasses.replace(args, dense_layers=(0, 5), dense_intermediate=64)
-    assert first_layers(dense, 3).dense_layers == (0,) and first_layers(dense, 36) == dense
-
-
-def test_what_no_peer_can_be_is_refused():
+def test_args_that_transformers_lacks_are_refused():
     olmoe = ARCHITECTURES["OLMoE-1B-7B"]
     with pytest.raises(ValueError, match="olmoe cannot have these args"):
         hf_config(dataclasses.replace(olmoe, sliding_window=64))
-    with pytest.raises(ValueError, match="weights where ours has"):  # its norms are as wide as the model
+    with pytest.raises(ValueError, match="weights where ours has"):  # its norms are D wide
         hf_model(dataclasses.replace(olmoe, head_dim=64), torch.bfloat16, "meta")
 
 
-def test_the_peer_begins_with_weights_and_frequencies_that_run():
+def test_the_peer_has_weights_and_rope_frequencies():
     torch.manual_seed(0)
     args = args_from_hf(CONFIG)
     model = hf_model(args, torch.float32, "cpu")
@@ -262,62 +352,84 @@ def test_the_peer_begins_with_weights_and_frequencies_that_run():
     assert torch.allclose(inv_freq, args.rope_theta ** (-torch.arange(0, 16, 2) / 16))
 
 
-def test_the_peer_is_measured_beside_ours(measured):
-    result, peer, args = measured, measured["peer"], dataclasses.replace(args_from_hf(CONFIG), n_layer=1)
-    assert set(peer["settings"]) == {f"{cache} cache, {experts} experts" for cache, experts in PEER_SETTINGS}
+def test_the_peer_is_measured_in_every_setting(measured):
+    result, peer = measured, measured["peer"]
+    args = dataclasses.replace(args_from_hf(CONFIG), n_layer=1)
+    settings = {f"{cache} cache, {experts} experts" for cache, experts in SETTINGS}
+    assert set(peer["settings"]) == settings
     assert peer["tok_s"] == max(peer["settings"].values()) == peer["settings"][peer["setting"]] > 0
-    assert peer["name"].startswith("transformers 5.") and peer["dtype"] == "bf16" and peer["ttft_s"] > 0
-    assert (
-        peer["bytes_per_token"] == load_model(RandomWeights(args), "cpu").bytes_per_token() > result["bytes_per_token"]
-    )
-    lines = benchmark.report(result | {"peer": peer | {"peak_bytes": 10**9}})
-    assert f"{peer['name']} in bf16" in lines and f"ours / peer {result['tok_s'] / peer['tok_s']:.2f}" in lines
-    assert peer["setting"] in lines and lines.endswith("peak memory 1.0 GB")
+    assert peer["name"].startswith("transformers 5.")
+    assert peer["dtype"] == "bf16" and peer["ttft_s"] > 0
+    size = bytes_per_token(load_model(RandomWeights(args), "cpu"))
+    assert peer["bytes_per_token"] == size > result["bytes_per_token"]
+    text = benchmark.report(result | {"peer": peer | {"peak_bytes": 10**9}})
+    assert f"{peer['name']} in bf16" in text
+    assert f"ours / peer {result['tok_s'] / peer['tok_s']:.2f}" in text
+    assert peer["setting"] in text and text.endswith("peak memory 1.0 GB")
 
 
-def test_a_setting_that_fails_is_left_out_in_one_line(monkeypatch, capsys):
-    options = benchmark.argparse.Namespace(device="cpu", mode="fp32", prompt_len=3, new_tokens=3)
+def test_a_setting_that_fails_is_left_out_with_one_warning(monkeypatch, capsys):
+    options = argparse.Namespace(device="cpu", mode="fp32", prompt_len=3, new_tokens=3)
     args = args_from_hf(CONFIG)
-    monkeypatch.setattr(peer, "PEER_SETTINGS", (("dynamic", "no_such"), ("dynamic", "eager")))
-    assert list(peer.measure_peer(args, options)["settings"]) == ["dynamic cache, eager experts"]
-    warning = next(line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: "))
+    failing, working = ("dynamic", "no_such"), ("dynamic", "eager")
+    monkeypatch.setattr(transformers_peer, "SETTINGS", (failing, working))
+    assert list(measure_peer(args, options)["settings"]) == ["dynamic cache, eager experts"]
+    lines = capsys.readouterr().err.splitlines()
+    warning = next(line for line in lines if line.startswith("warning: "))
     assert "no_such experts fails" in warning and warning.endswith("left out")
-    monkeypatch.setattr(peer, "PEER_SETTINGS", (("dynamic", "no_such"),))
+    monkeypatch.setattr(transformers_peer, "SETTINGS", (failing,))
     with pytest.raises(ValueError, match="not one of its settings"):
-        peer.measure_peer(args, options)
+        measure_peer(args, options)
 
 
 def test_without_transformers_nothing_is_measured(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "transformers", None)
     monkeypatch.setattr(benchmark, "measure", lambda *_: pytest.fail("measured"))
-    code, out, err = main(monkeypatch, capsys, "--arch", "OLMoE-1B-7B", "--device", "cpu", "--peer", "hf")
+    arguments = "--arch", "OLMoE-1B-7B", "--device", "cpu", "--peer", "hf"
+    code, out, err = run_main(monkeypatch, capsys, *arguments)
     assert code == 2 and out == "" and len(err.splitlines()) == 1 and "pip install" in err
 
 
-def test_a_peer_that_fails_does_not_take_our_result_with_it(tmp_path, monkeypatch, capsys):
+def test_a_peer_that_fails_leaves_our_result(tmp_path, monkeypatch, capsys):
     def fail(*_):
         raise RuntimeError("out of memory\nand more")
 
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    monkeypatch.setattr(peer, "ProcessPoolExecutor", fail)
-    code, out, err = main(monkeypatch, capsys, "--arch", str(tmp_path / "config.json"), "--device", "cpu", "--eager",
-                          "--repeats", "1", "--new_tokens", "2", "--peer", "hf", "--json")  # fmt: skip
-    result = json.loads(out.splitlines()[-1])
-    assert code == 0 and result["tok_s"] > 0 and result["peer"] is None and "hf: out of memory: no peer" in err
+    monkeypatch.setattr(transformers_peer, "ProcessPoolExecutor", fail)
+    options = ("--arch", write_config(tmp_path), *CPU, "--repeats", "1", "--new_tokens", "2")
+    code, out, err = run_main(monkeypatch, capsys, *options, "--peer", "hf", "--json")
+    result = last_json(out)
+    assert code == 0 and result["tok_s"] > 0 and result["peer"] is None
+    assert "hf: out of memory: no peer" in err
     assert "transformers" not in benchmark.report(result)
 
 
-# scripts/plot_roofline.py
+# scripts/plot_roofline.py -------------------------------------------------------------------------
 
-RESULT = {"arch": "Mixtral-8x7B", "mode": "bf16", "gpu": "NVIDIA H200", "tok_s": 134.5, "bytes_per_token": 25.5e9,
-          "read_gb_s": 4490.0, "fraction": 0.76}  # fmt: skip
+RESULT = {
+    "arch": "Mixtral-8x7B",
+    "mode": "bf16",
+    "gpu": "NVIDIA H200",
+    "tok_s": 134.5,
+    "bytes_per_token": 25.5e9,
+    "read_gb_s": 4490.0,
+    "fraction": 0.76,
+}
 PEER = {"name": "transformers 5.17.0", "dtype": "bf16", "tok_s": 44.0, "bytes_per_token": 25.5e9}
-INT8 = RESULT | {"mode": "int8", "tok_s": 185.5, "bytes_per_token": 12.76e9, "fraction": 0.53, "peer": PEER}
+INT8 = RESULT | {
+    "mode": "int8",
+    "tok_s": 185.5,
+    "bytes_per_token": 12.76e9,
+    "fraction": 0.53,
+    "peer": PEER,
+}
 
 
-def plot(*arguments: str | Path, stdin: str | None = None) -> subprocess.CompletedProcess:
+def plot(
+    *arguments: str | Path, stdin: str | None = None, path: str = str(ROOT)
+) -> subprocess.CompletedProcess:
+    """Run the script. path: PYTHONPATH."""
     script = [sys.executable, ROOT / "scripts" / "plot_roofline.py", *arguments]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": path}
     return subprocess.run(script, capture_output=True, text=True, input=stdin, env=environment)
 
 
@@ -325,25 +437,22 @@ def test_the_roofline_is_drawn(tmp_path):
     pytest.importorskip("matplotlib")
     (tmp_path / "one.json").write_text(json.dumps(RESULT | {"peer": None}, indent=1))
     png, svg, twin = tmp_path / "a.png", tmp_path / "a.svg", tmp_path / "b.svg"
-    run = plot(tmp_path / "one.json", "-", "--output", png, stdin=f"{json.dumps(INT8)}\n\n{json.dumps(RESULT)}\n")
+    lines = f"{json.dumps(INT8)}\n\n{json.dumps(RESULT)}\n"
+    run = plot(tmp_path / "one.json", "-", "--output", png, stdin=lines)
     assert run.returncode == 0 and run.stdout == f"{png}\n", run.stderr
     assert png.read_bytes().startswith(b"\x89PNG") and len(png.read_bytes()) > 20_000
-    for path, result in ((svg, INT8), (twin, INT8)):
-        assert plot("-", "--output", path, stdin=json.dumps(result)).returncode == 0
+    for path in (svg, twin):
+        assert plot("-", "--output", path, stdin=json.dumps(INT8)).returncode == 0
     assert svg.read_bytes() == twin.read_bytes()
-    for text in (
-        "Mixtral-8x7B int8",
-        "186 (0.53)",
-        "transformers 5.17.0 bf16",
-        "44",
-        "NVIDIA H200: 4,490 GB/s measured",
-    ):
+    texts = "Mixtral-8x7B int8", "186 (0.53)", "transformers 5.17.0 bf16", "44"
+    for text in (*texts, "NVIDIA H200: 4,490 GB/s measured"):
         assert f"<!-- {text} -->" in svg.read_text(), text
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.png", "a.svg", "b.svg", "one.json"]
+    files = sorted(path.name for path in tmp_path.iterdir())
+    assert files == ["a.png", "a.svg", "b.svg", "one.json"]
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "message"),
     (
         ("not JSON", "line 1"),
         (f"{json.dumps(RESULT)}\n{{", "line 2"),
@@ -355,22 +464,23 @@ def test_the_roofline_is_drawn(tmp_path):
         (json.dumps(RESULT | {"peer": {"name": "x"}}), "not a result"),
     ),
 )
-def test_what_is_no_result_is_refused(text, words, tmp_path):
+def test_a_file_that_is_no_result_is_refused(text, message, tmp_path):
     run = plot("-", "--output", tmp_path / "a.png", stdin=text)
     assert run.returncode == 2 and run.stdout == "" and not list(tmp_path.iterdir())
-    assert len(run.stderr.splitlines()) == 1 and run.stderr.startswith("error: ") and words in run.stderr
+    assert len(run.stderr.splitlines()) == 1 and run.stderr.startswith("error: ")
+    assert message in run.stderr
 
 
-def test_a_picture_that_cannot_be_is_refused(tmp_path):
-    (tmp_path / "one.json").write_text(json.dumps(RESULT))
+def test_a_picture_that_cannot_be_drawn_is_refused(tmp_path):
+    one, two = tmp_path / "one.json", tmp_path / "two.json"
+    one.write_text(json.dumps(RESULT))
     (tmp_path / "matplotlib.py").write_text("raise ImportError")
-    script, environment = ROOT / "scripts" / "plot_roofline.py", {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
-    missing = subprocess.run([sys.executable, script, tmp_path / "one.json", "--output", tmp_path / "a.svg"],
-                             capture_output=True, text=True, env=environment)  # fmt: skip
-    for run, words in (
+    svg, jpg, png = (tmp_path / f"a.{suffix}" for suffix in ("svg", "jpg", "png"))
+    missing = plot(one, "--output", svg, path=f"{tmp_path}:{ROOT}")
+    for run, message in (
         (missing, "pip install 'moe-fast[plot]'"),
-        (plot(tmp_path / "one.json", "--output", tmp_path / "a.jpg"), ".png or .svg"),
-        (plot(tmp_path / "two.json", "--output", tmp_path / "a.png"), "No such file"),
+        (plot(one, "--output", jpg), ".png or .svg"),
+        (plot(two, "--output", png), "No such file"),
     ):
-        assert run.returncode == 2 and len(run.stderr.splitlines()) == 1 and words in run.stderr
+        assert run.returncode == 2 and len(run.stderr.splitlines()) == 1 and message in run.stderr
     assert not list(tmp_path.glob("a.*"))

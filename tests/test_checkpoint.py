@@ -1,4 +1,4 @@
-"""The on-disk format: what is written is read back, and nothing else is."""
+"""The on-disk format: round trips, failed writes, damaged files."""
 
 import json
 import os
@@ -27,7 +27,11 @@ def some_tensors() -> dict:
     generator = torch.Generator().manual_seed(0)
     random = torch.randint(-100, 100, (3, 5, 7), generator=generator)
     tensors = {name: random.to(dtype) for name, (dtype, _) in DTYPES.items()}
-    tensors |= {"scalar": torch.tensor(1.5), "strided": torch.arange(24.0).view(4, 6).t(), "empty": torch.empty(0, 3)}
+    tensors |= {
+        "scalar": torch.tensor(1.5),
+        "strided": torch.arange(24.0).view(4, 6).t(),
+        "empty": torch.empty(0, 3),
+    }
     return tensors
 
 
@@ -41,7 +45,11 @@ def write(target: Path, force: bool = False, args=ARGS) -> dict:
 
 
 def contents(directory: Path) -> dict:
-    return {path.relative_to(directory): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+    return {
+        path.relative_to(directory): path.read_bytes()
+        for path in directory.rglob("*")
+        if path.is_file()
+    }
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -50,7 +58,7 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory) -> Path:
-    """A good checkpoint, to be read only."""
+    """A valid checkpoint, shared: do not modify it."""
     target = tmp_path_factory.mktemp("written") / "model_int4"
     write(target)
     return target
@@ -58,7 +66,7 @@ def written(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def copied(tmp_path, written) -> Path:
-    """A good checkpoint, to be spoilt."""
+    """A copy of the valid checkpoint, for the test to damage."""
     target = tmp_path / "model_int4"
     target.mkdir()
     for name, data in contents(written).items():
@@ -71,7 +79,9 @@ def test_round_trip(tmp_path):
     tensors = write(target)
     opened = Checkpoint(target)
     assert opened.args == ARGS and opened.format == FORMAT
-    assert opened.tensors == {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+    assert opened.tensors == {
+        name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()
+    }
     for name, tensor in tensors.items():
         assert same(opened.read(name), tensor), name
         assert opened.nbytes(name) == tensor.nbytes
@@ -79,18 +89,20 @@ def test_round_trip(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["model_int4"]
 
 
-def test_the_safetensors_library_reads_what_we_write_and_we_read_what_it_writes(written, tmp_path):
+def test_files_are_exchanged_with_the_safetensors_library(written, tmp_path):
     tensors = some_tensors()
     loaded = safetensors.torch.load_file(written / "layer_00.safetensors")
     assert loaded.keys() == tensors.keys()
     assert all(same(loaded[name], tensor) for name, tensor in tensors.items())
-    safetensors.torch.save_file({n: t.contiguous() for n, t in tensors.items()}, tmp_path / "x", {"made": "elsewhere"})
+    safetensors.torch.save_file(
+        {n: t.contiguous() for n, t in tensors.items()}, tmp_path / "x", {"made": "elsewhere"}
+    )
     shard = Shard(tmp_path / "x")
     assert shard.tensors.keys() == tensors.keys()
     assert all(same(shard.read(name), tensor) for name, tensor in tensors.items())
 
 
-def test_a_tensor_at_an_odd_offset_is_read(tmp_path):
+def test_an_unaligned_tensor_is_read(tmp_path):
     header = {
         "a": {"dtype": "U8", "shape": [3], "data_offsets": [0, 3]},
         "b": {"dtype": "F32", "shape": [2], "data_offsets": [3, 11]},
@@ -98,13 +110,16 @@ def test_a_tensor_at_an_odd_offset_is_read(tmp_path):
     text = json.dumps(header).encode()
     data = bytes([7, 8, 9]) + torch.tensor([1.25, -2.5]).numpy().tobytes()
     (tmp_path / "x").write_bytes(len(text).to_bytes(8, "little") + text + data)
-    assert Shard(tmp_path / "x").read("b").tolist() == [1.25, -2.5]
+    tensor = Shard(tmp_path / "x").read("b")
+    assert tensor.tolist() == [1.25, -2.5] and tensor.data_ptr() % 4 == 0
 
 
 @pytest.mark.parametrize(
-    "spans", [([0, 4], [8, 12]), ([0, 8], [4, 12]), ([4, 8], [8, 12])], ids=["gap", "overlap", "late"]
+    "spans",
+    [([0, 4], [8, 12]), ([0, 8], [4, 12]), ([4, 8], [8, 12])],
+    ids=["gap", "overlap", "late"],
 )
-def test_tensors_that_do_not_lie_side_by_side_are_refused(tmp_path, spans):
+def test_gaps_and_overlaps_between_tensors_are_refused(tmp_path, spans):
     shapes = [(end - start) // 4 for start, end in spans]
     header = {
         name: {"dtype": "F32", "shape": [n], "data_offsets": span}
@@ -116,21 +131,37 @@ def test_tensors_that_do_not_lie_side_by_side_are_refused(tmp_path, spans):
         Shard(tmp_path / "x")
 
 
-def test_every_tensor_we_write_starts_on_a_multiple_of_its_element_size(written):
-    shard = Shard(written / "layer_00.safetensors")
-    assert len(shard.spans) == len(some_tensors())
-    for name, (start, _) in shard.spans.items():
-        assert start % shard.tensors[name][1].itemsize == 0, name
+def test_written_tensors_are_aligned_to_their_element_size(written):
+    path = written / "layer_00.safetensors"
+    data = path.read_bytes()
+    start = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:start])
+    assert header.keys() == some_tensors().keys()
+    for name, entry in header.items():
+        itemsize = Shard(path).tensors[name][1].itemsize
+        assert (start + entry["data_offsets"][0]) % itemsize == 0, name
 
 
-def test_read_a_part(written):
+def test_a_dtype_without_a_counterpart_is_refused_by_name(tmp_path):
+    header = {"a": {"dtype": "F4", "shape": [2], "data_offsets": [0, 1]}}
+    text = json.dumps(header).encode()
+    (tmp_path / "x").write_bytes(len(text).to_bytes(8, "little") + text + bytes(1))
+    with pytest.raises(ValueError, match="unsupported dtype F4 of a"):
+        Shard(tmp_path / "x")
+
+
+def test_read_a_slice(written):
     opened, full = Checkpoint(written), some_tensors()["bf16"]
-    for index in [(slice(1, 3),), (slice(None), slice(2, 4)), (slice(0, 2), slice(None), slice(5, 7))]:
+    for index in [
+        (slice(1, 3),),
+        (slice(None), slice(2, 4)),
+        (slice(0, 2), slice(None), slice(5, 7)),
+    ]:
         part = opened.read("bf16", index)
         assert same(part, full[index]) and part.is_contiguous()
 
 
-def test_a_tensor_read_may_be_changed_without_changing_the_file(written):
+def test_writing_to_a_tensor_changes_neither_the_file_nor_the_next_read(written):
     before = contents(written)
     opened = Checkpoint(written)
     opened.read("second").zero_()
@@ -139,9 +170,32 @@ def test_a_tensor_read_may_be_changed_without_changing_the_file(written):
 
 
 def test_permissions_follow_the_umask(tmp_path):
-    write(tmp_path / "model_int4")
-    (tmp_path / "plain").mkdir()
-    assert stat.S_IMODE((tmp_path / "model_int4").stat().st_mode) == stat.S_IMODE((tmp_path / "plain").stat().st_mode)
+    def mode(path: Path) -> int:
+        return stat.S_IMODE(path.stat().st_mode)
+
+    target = tmp_path / "model_int4"
+    write(target)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").write_text("")
+    assert mode(target) == mode(tmp_path / "folder")
+    assert {mode(path) for path in target.iterdir()} == {mode(tmp_path / "file")}
+
+
+def test_a_file_that_changes_after_opening(copied):
+    path = copied / "rest.safetensors"
+    opened = Checkpoint(copied)
+    opened.check_unchanged("second")
+    data = path.read_bytes()
+    path.write_bytes(data[:-1])
+    with pytest.raises(ValueError, match="has changed since it was opened; start again"):
+        opened.check_unchanged("second")
+    with pytest.raises(ValueError, match=r"cannot be read any more \(.+\); start again"):
+        opened.read("second")
+    path.unlink()
+    for call in (opened.check_unchanged, opened.read):
+        with pytest.raises(ValueError, match="cannot be read any more") as error:
+            call("second")
+        assert "\n" not in str(error.value)
 
 
 def test_side_files(tmp_path):
@@ -150,22 +204,27 @@ def test_side_files(tmp_path):
         writer.copy(tmp_path / "tokenizer.model")
         writer.write_json("generation_config.json", {"eos_token_id": [1, 2]})
     assert (tmp_path / "out/tokenizer.model").read_bytes() == b"\x00\x01"
-    assert json.loads((tmp_path / "out/generation_config.json").read_text()) == {"eos_token_id": [1, 2]}
+    assert json.loads((tmp_path / "out/generation_config.json").read_text()) == {
+        "eos_token_id": [1, 2]
+    }
     assert Checkpoint(tmp_path / "out").tensors == {}
 
 
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from Linux's /proc")
+@pytest.mark.skipif(
+    not Path("/proc/self/status").exists(), reason="reads memory from Linux's /proc"
+)
 def test_writing_and_reading_copy_nothing(tmp_path):
     tensor = torch.ones(128 << 18)  # 128 MiB
+    other = torch.ones(128 << 18, dtype=torch.bfloat16)
     with Peak() as peak:
         with Writer(tmp_path / "out", ARGS, FORMAT) as writer:
-            writer.write("x.safetensors", {"a": tensor, "b": tensor.view(torch.bfloat16)})
+            writer.write("x.safetensors", {"a": tensor, "b": other})
         read = Checkpoint(tmp_path / "out").read("a")
         assert read.sum() == tensor.numel()
     assert 0 < peak.bytes < 16 << 20
 
 
-# Writing fails
+# Failed writes
 
 
 @pytest.mark.parametrize("error", [RuntimeError("mine"), KeyboardInterrupt()], ids=repr)
@@ -189,7 +248,17 @@ def test_an_existing_target_is_refused_without_force(tmp_path):
     assert contents(tmp_path) == before
 
 
-def test_force_replaces_at_the_end_only(tmp_path):
+def test_a_file_is_written_once(tmp_path):
+    with (
+        pytest.raises(ValueError, match="File exists"),
+        Writer(tmp_path / "out", {}, FORMAT) as writer,
+    ):
+        writer.write("x.safetensors", {"a": torch.ones(3)})
+        writer.write("x.safetensors", {"b": torch.ones(3)})
+    assert os.listdir(tmp_path) == []
+
+
+def test_force_replaces_only_at_the_end(tmp_path):
     write(tmp_path / "out")
     with Writer(tmp_path / "out", {"new": 1}, FORMAT, force=True) as writer:
         writer.write("x.safetensors", {"a": torch.ones(3)})
@@ -199,14 +268,14 @@ def test_force_replaces_at_the_end_only(tmp_path):
     assert os.listdir(tmp_path) == ["out"]
 
 
-def test_force_replaces_nothing_but_a_checkpoint(tmp_path):
+def test_force_replaces_only_a_checkpoint(tmp_path):
     (tmp_path / "thesis.txt").write_text("years of work")
     with pytest.raises(ValueError, match="not replaced"):
         write(tmp_path, force=True)
     assert (tmp_path / "thesis.txt").read_text() == "years of work"
 
 
-def test_the_old_checkpoint_comes_back_if_the_new_cannot_take_its_place(tmp_path, monkeypatch):
+def test_a_failed_rename_restores_the_old_checkpoint(tmp_path, monkeypatch):
     write(tmp_path / "out")
     before, rename = contents(tmp_path), Path.rename
 
@@ -216,12 +285,15 @@ def test_the_old_checkpoint_comes_back_if_the_new_cannot_take_its_place(tmp_path
         return rename(self, target)
 
     monkeypatch.setattr(Path, "rename", failing)
-    with pytest.raises(ValueError, match="Input/output error"), Writer(tmp_path / "out", {}, FORMAT, True) as writer:
+    with (
+        pytest.raises(ValueError, match="Input/output error"),
+        Writer(tmp_path / "out", {}, FORMAT, True) as writer,
+    ):
         writer.write("x.safetensors", {"a": torch.ones(3)})
     assert contents(tmp_path) == before and os.listdir(tmp_path) == ["out"]
 
 
-def test_a_target_that_cannot_be_made(tmp_path):
+def test_a_target_that_cannot_be_created(tmp_path):
     (tmp_path / "file").write_text("")
     for target in (tmp_path / "none" / "out", tmp_path / "file" / "out"):
         with pytest.raises(ValueError, match="cannot write"):
@@ -240,7 +312,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
-# Reading what is not right
+# Damaged checkpoints
 
 
 def edit(path: Path, change):
@@ -249,18 +321,35 @@ def edit(path: Path, change):
     path.write_text(json.dumps(value))
 
 
-SPOILS = {
+DAMAGE = {
     "no config": (lambda d: (d / "config.json").unlink(), "config.json is missing"),
-    "config is not JSON": (lambda d: (d / "config.json").write_text("{"), "config.json cannot be read"),
+    "config is not JSON": (
+        lambda d: (d / "config.json").write_text("{"),
+        "config.json cannot be read",
+    ),
     "config is a list": (lambda d: (d / "config.json").write_text("[]"), "JSON object"),
-    "another program's config": (lambda d: (d / "config.json").write_text("{}"), "not of a moe-fast checkpoint"),
-    "a later version": (lambda d: edit(d / "config.json", lambda c: c.update(moe_fast=99)), "format version 99"),
+    "another program's config": (
+        lambda d: (d / "config.json").write_text("{}"),
+        "not of a moe-fast checkpoint",
+    ),
+    "a later version": (
+        lambda d: edit(d / "config.json", lambda c: c.update(moe_fast=99)),
+        "format version 99",
+    ),
     "no args": (lambda d: edit(d / "config.json", lambda c: c.pop("args")), "lacks its args"),
     "no index": (lambda d: (d / "index.json").unlink(), "index.json is missing"),
-    "no files": (lambda d: edit(d / "index.json", lambda c: c.pop("files")), "index.json makes no sense"),
-    "no tensor entry": (lambda d: edit(d / "index.json", lambda c: c["tensors"].update(fp32=1)), "makes no sense"),
+    "no files": (
+        lambda d: edit(d / "index.json", lambda c: c.pop("files")),
+        "index.json makes no sense",
+    ),
+    "no tensor entry": (
+        lambda d: edit(d / "index.json", lambda c: c["tensors"].update(fp32=1)),
+        "makes no sense",
+    ),
     "a file outside": (
-        lambda d: edit(d / "index.json", lambda c: c["files"].update({"../x": {"bytes": 1, "crc32": 1}})),
+        lambda d: edit(
+            d / "index.json", lambda c: c["files"].update({"../x": {"bytes": 1, "crc32": 1}})
+        ),
         "outside",
     ),
     "a missing file": (lambda d: (d / "rest.safetensors").unlink(), "rest.safetensors is missing"),
@@ -272,24 +361,35 @@ SPOILS = {
         lambda d: os.truncate(d / "rest.safetensors", 90000),
         "rest.safetensors is damaged or truncated",
     ),
-    "an empty file": (lambda d: os.truncate(d / "rest.safetensors", 0), "rest.safetensors is damaged or truncated"),
+    "an empty file": (
+        lambda d: os.truncate(d / "rest.safetensors", 0),
+        "rest.safetensors is damaged or truncated",
+    ),
     "another size": (
         lambda d: edit(d / "index.json", lambda c: c["files"]["rest.safetensors"].update(bytes=1)),
         "1 bytes",
     ),
-    "another shape": (lambda d: edit(d / "index.json", lambda c: c["tensors"]["bf16"].update(shape=[5, 3, 7])), "bf16"),
-    "another dtype": (lambda d: edit(d / "index.json", lambda c: c["tensors"]["bf16"].update(dtype="fp16")), "bf16"),
+    "another shape": (
+        lambda d: edit(d / "index.json", lambda c: c["tensors"]["bf16"].update(shape=[5, 3, 7])),
+        "bf16",
+    ),
+    "another dtype": (
+        lambda d: edit(d / "index.json", lambda c: c["tensors"]["bf16"].update(dtype="fp16")),
+        "bf16",
+    ),
     "another file": (
-        lambda d: edit(d / "index.json", lambda c: c["tensors"]["bf16"].update(file="rest.safetensors")),
+        lambda d: edit(
+            d / "index.json", lambda c: c["tensors"]["bf16"].update(file="rest.safetensors")
+        ),
         "bf16",
     ),
 }
 
 
-@pytest.mark.parametrize("case", SPOILS)
-def test_a_spoilt_checkpoint(copied, case):
-    spoil, message = SPOILS[case]
-    spoil(copied)
+@pytest.mark.parametrize("case", DAMAGE)
+def test_a_damaged_checkpoint(copied, case):
+    damage, message = DAMAGE[case]
+    damage(copied)
     with pytest.raises(ValueError, match=message) as error:
         Checkpoint(copied)
     assert "\n" not in str(error.value)
@@ -305,13 +405,26 @@ def test_verify_finds_one_flipped_bit(copied):
         opened.verify(progress=False)
 
 
-def test_a_hugging_face_directory_is_told_the_command(tmp_path):
+def test_verify_finds_an_edited_config(copied):
+    edit(copied / "config.json", lambda config: config["args"].update(rope_theta=1e4))
+    opened = Checkpoint(copied)
+    with pytest.raises(ValueError, match=r"config\.json differs"):
+        opened.verify(progress=False)
+    edit(copied / "index.json", lambda index: index.pop("config_crc32"))  # as version one wrote it
+    Checkpoint(copied).verify(progress=False)
+
+
+def test_a_hugging_face_directory_gets_the_command_that_converts_it(tmp_path):
     directory = tmp_path / "my model"
     directory.mkdir()
-    (directory / "config.json").write_text('{"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}')
+    (directory / "config.json").write_text(
+        '{"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}'
+    )
     with pytest.raises(ValueError, match="convert") as error:
         Checkpoint(directory)
-    assert str(error.value).endswith(f"python convert_hf_checkpoint.py --checkpoint_dir '{directory}'")
+    assert str(error.value).endswith(
+        f"python convert_hf_checkpoint.py --checkpoint_dir '{directory}'"
+    )
     write(directory / "model_bf16")
     with pytest.raises(ValueError, match=f"use {re.escape(str(directory / 'model_bf16'))}$"):
         Checkpoint(directory)
@@ -323,8 +436,8 @@ def test_no_such_directory(tmp_path):
 
 
 @st.composite
-def spoilt(draw, data: bytes, within: int):
-    """`data` with some bytes of its first `within` changed, or cut short."""
+def damaged(draw, data: bytes, within: int):
+    """`data` with some of its first `within` bytes changed, or truncated."""
     changed = bytearray(data)
     for _ in range(draw(st.integers(0, 3))):
         changed[draw(st.integers(0, min(within, len(data)) - 1))] = draw(
@@ -334,7 +447,7 @@ def spoilt(draw, data: bytes, within: int):
 
 
 def read_all(files: dict) -> None:
-    """Opens, reads and verifies a checkpoint of these contents: it must succeed, or raise a ValueError."""
+    """Open, read and verify a checkpoint of these files; only a ValueError may be raised."""
     with tempfile.TemporaryDirectory() as directory:
         for path, value in files.items():
             (Path(directory) / path).write_bytes(value)
@@ -349,20 +462,29 @@ def read_all(files: dict) -> None:
 
 @given(data=st.data())
 @settings(max_examples=300, deadline=None)
-def test_no_damage_gives_anything_but_a_value_error(written, data):
+def test_damaged_bytes_raise_only_value_errors(written, data):
     files = contents(written)
     name = data.draw(st.sampled_from(sorted(files)))
-    files[name] = data.draw(spoilt(files[name], within=2000))
+    files[name] = data.draw(damaged(files[name], within=2000))
     read_all(files)
 
 
-ANY_JSON = st.none() | st.booleans() | st.integers(-1, 9) | st.integers() | st.floats() | st.text(max_size=3)
-ANY_JSON |= st.lists(ANY_JSON, max_size=3) | st.dictionaries(st.text(max_size=3), ANY_JSON, max_size=2)
+ANY_JSON = (
+    st.none()
+    | st.booleans()
+    | st.integers(-1, 9)
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=3)
+)
+ANY_JSON |= st.lists(ANY_JSON, max_size=3) | st.dictionaries(
+    st.text(max_size=3), ANY_JSON, max_size=2
+)
 
 
 @st.composite
 def replaced(draw, value):
-    """The JSON `value` with something inside it replaced by something else, or removed."""
+    """The JSON `value` with one item inside it replaced or removed."""
     if not value or not isinstance(value, dict | list) or draw(st.integers(0, 4)) == 0:
         return draw(ANY_JSON)
     value = value.copy()
@@ -376,7 +498,7 @@ def replaced(draw, value):
 
 @given(data=st.data())
 @settings(max_examples=300, deadline=None)
-def test_no_json_gives_anything_but_a_value_error(written, data):
+def test_other_json_raises_only_value_errors(written, data):
     files = contents(written)
     name = data.draw(st.sampled_from(sorted(files)))
     if name.suffix == ".json":

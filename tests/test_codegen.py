@@ -1,14 +1,19 @@
-"""What Inductor generates for CUDA, seen without a GPU."""
+"""What Inductor generates for CUDA, without a GPU."""
 
+import copy
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from packing import FORMATS
-from shapes import ARCHITECTURES
+from benchmarks.generated_code import compare
+from benchmarks.inductor_code import normalize
+from benchmarks.speed_check import CASES, TABLE, find_problems, format_table
+from formats import FORMATS
+from models import ARCHITECTURES
 
 ARCHES = ("Mixtral-8x7B", "Qwen3-30B-A3B")
 LATENT = {"DeepSeek-V2-Lite": 18, "DeepSeek-V3": 23}  # kernels of a block
@@ -16,11 +21,12 @@ LATENT = {"DeepSeek-V2-Lite": 18, "DeepSeek-V3": 23}  # kernels of a block
 
 @pytest.fixture(scope="module")
 def generated() -> dict:
-    """Case -> kernels, library calls and largest buffer, from a process of its own (it patches torch.cuda)."""
+    """Case -> its summary, from a process of its own (it patches torch)."""
     pytest.importorskip("triton", reason="Inductor's CUDA code needs triton")
     root = Path(__file__).parents[1]
-    run = subprocess.run([sys.executable, root / "tests" / "cuda_codegen.py"], cwd=root, capture_output=True, text=True)
-    if run.returncode and ("ImportError" in run.stderr or "AttributeError" in run.stderr):
+    command = [sys.executable, root / "tests" / "cuda_codegen.py"]
+    run = subprocess.run(command, cwd=root, capture_output=True, text=True)
+    if run.returncode and re.match(r"(Import|Attribute)Error.*torch", run.stderr.splitlines()[-1]):
         pytest.skip(f"Inductor's private API has changed: {run.stderr.splitlines()[-1]}")
     assert run.returncode == 0, run.stderr
     return json.loads(run.stdout.splitlines()[-1])
@@ -30,82 +36,148 @@ def generated() -> dict:
 def test_one_token_reads_its_experts_without_copying_them(arch, generated):
     args, found = ARCHITECTURES[arch], generated[f"{arch} experts"]
     assert found["extern"] == []
-    assert found["triton"] == 3  # w13 with SwiGLU, w2, and the sum over A, which in a block is part of the next kernel
-    assert found["largest_buffer"] == args.n_active * max(args.intermediate, args.dim)  # what w13 and w2 give
+    # w13 with SwiGLU, w2, and the weighted sum, which in a block is part of the next kernel
+    assert found["triton"] == 3
+    assert found["largest_buffer"] == args.n_active * max(args.intermediate, args.dim)
 
 
 @pytest.mark.parametrize("arch", ARCHES)
 def test_the_assertion_fails_for_a_formulation_that_does_not_fuse(arch, generated):
     args, found = ARCHITECTURES[arch], generated[f"{arch} library_products"]
     assert found["extern"] != []
-    assert found["largest_buffer"] >= args.n_active * 2 * args.intermediate * args.dim  # the gathered weights
+    gathered_weights = args.n_active * 2 * args.intermediate * args.dim
+    assert found["largest_buffer"] >= gathered_weights
 
 
 @pytest.mark.parametrize("mode", FORMATS)
 @pytest.mark.parametrize("arch", ARCHES)
-def test_packed_weights_are_read_as_they_are(arch, mode, generated):
-    """No library call, and no buffer as large as one expert's packed weights, let alone its unpacked ones."""
+def test_packed_weights_are_not_unpacked_to_memory(arch, mode, generated):
+    """No library call, and no buffer as large as one expert's packed weights."""
     args = ARCHITECTURES[arch]
-    experts, linear = generated[f"{arch} packed_experts {mode}"], generated[f"{arch} packed_linear {mode}"]
+    experts = generated[f"{arch} packed_experts {mode}"]
+    linear = generated[f"{arch} packed_linear {mode}"]
     assert experts["extern"] == linear["extern"] == []
     assert experts["triton"] <= 8 and linear["triton"] <= 4
-    assert experts["largest_buffer"] <= args.n_active * max(2 * args.intermediate, args.dim)  # what w13 and w2 give
+    # the outputs of w13 and w2
+    assert experts["largest_buffer"] <= args.n_active * max(2 * args.intermediate, args.dim)
     assert linear["largest_buffer"] <= 4 * args.n_head * args.head_dim
-    # As bytes where it pays: of 8 bits Mixtral's matrices. Four bits have a kernel of ours, which does so too.
-    by_bytes = mode in ("hqq3", "hqq2") or (mode == "int8" and arch == "Mixtral-8x7B")
-    assert bool(experts["as_bytes"]) == bool(linear["as_bytes"]) == by_bytes
+    # Integer products where they pay: 8 bits in Mixtral's shapes. The 4-bit kernel has its own.
+    integer = mode in ("hqq3", "hqq2") or (mode == "int8" and arch == "Mixtral-8x7B")
+    assert bool(experts["integer_products"]) == bool(linear["integer_products"]) == integer
 
 
 def test_gpt_oss_reads_mxfp4_as_it_is(generated):
-    """The kernel for one token, then biases and SwiGLU; no buffer is as large as one expert's packed weights."""
+    """The kernel for one token, then biases and SwiGLU; no buffer as large as an expert's codes."""
     args, found = ARCHITECTURES["gpt-oss-20b"], generated["gpt-oss-20b packed_experts mxfp4"]
     assert found["extern"] == [] and found["triton"] <= 8
-    assert found["largest_buffer"] <= args.n_active * 2 * args.intermediate  # what w13 gives
+    assert found["largest_buffer"] <= args.n_active * 2 * args.intermediate  # the output of w13
 
 
 @pytest.mark.parametrize("arch", (*ARCHES, "gpt-oss-20b"))
 def test_a_block_is_few_kernels_and_copies_no_weight(arch, generated):
     args, found = ARCHITECTURES[arch], generated[f"{arch} block"]
     assert found["triton"] + len(found["extern"]) <= 14
-    assert arch != "gpt-oss-20b" or found["extern"] == []  # its biases do not make library calls of products
+    # The biases of gpt-oss do not turn products into library calls.
+    assert arch != "gpt-oss-20b" or found["extern"] == []
     assert found["largest_buffer"] < args.dim * args.dim
 
 
 @pytest.mark.parametrize("arch", LATENT)
 def test_latent_attention_reads_its_cache_as_it_is(arch, generated):
-    """1024 positions of 576 numbers, none of which is copied or made into keys and values of heads, int8 or not."""
+    """The cache, plain or int8, is neither copied nor expanded to keys and values of heads."""
     args = ARCHITECTURES[arch]
-    for kind in ("KVCache", "Int8KVCache"):
-        found = generated[f"{arch} block {kind}"]
+    for cache in ("KVCache", "Int8KVCache"):
+        found = generated[f"{arch} block {cache}"]
         assert found["extern"] == [] and found["triton"] <= LATENT[arch]
-        assert found["largest_buffer"] == max(args.n_head * 1024, args.n_active * args.intermediate)  # scores
-        assert found["rounded"] == (kind == "Int8KVCache")
+        scores = args.n_head * 1024
+        assert found["largest_buffer"] == max(scores, args.n_active * args.intermediate)
+        assert found["rounded"] == (cache == "Int8KVCache")
 
 
-def test_ranks_sum_twice_a_block(generated):
-    """What ranks do together is two of our operators, the sum over A and the router's scores included; all between the
-    attention's products is one more. OLMoE's norms over all heads are two sums more, and keep it apart."""
+def test_ranks_communicate_twice_a_block(generated):
+    """Two custom operators all-reduce, with the weighted sum and the router's scores included.
+
+    One more is all of attention between its products. OLMoE's norms over all heads are two more
+    all-reduces, and prevent that.
+    """
     found = [generated[f"{arch} block of 2"] for arch in ("Mixtral-8x7B", "OLMoE-1B-7B")]
-    together = ["sum_and_join", "sum_and_join"]
-    assert [case["ours"] for case in found] == [["attend_token", *together], ["all_reduce", "all_reduce", *together]]
-    assert [case["triton"] for case in found] == [5, 14] and not any(case["extern"] for case in found)
+    add_norm = ["sum_and_join", "sum_and_join"]
+    custom = [["attend_token", *add_norm], ["all_reduce", "all_reduce", *add_norm]]
+    assert [case["custom"] for case in found] == custom
+    assert [case["triton"] for case in found] == [5, 14]
+    assert not any(case["extern"] for case in found)
 
 
 def test_no_kernel_reads_what_the_one_before_it_may_still_be_writing(generated):
     early = {case: found["early"] for case, found in generated.items() if "Copied" not in case}
     wrong = [early.pop(f"{arch} early_reader") for arch in ARCHES]
-    assert all(
-        "_tensor_constant" in reads[0] for reads in wrong
-    )  # the check finds the cache where it is read too early
+    assert all("_tensor_constant" in reads[0] for reads in wrong)  # the cache, read too early
     assert not any(early.values()), early
 
 
 @pytest.mark.parametrize("arch", ARCHES)
-def test_an_int8_cache_is_read_as_it_is_in_as_many_kernels(arch, generated):
-    """No buffer is as large as the keys of its 1024 positions, which the cache to avoid does have."""
+def test_an_int8_cache_is_read_as_it_is_in_no_more_kernels(arch, generated):
+    """No buffer is as large as the keys of its 1024 positions, unlike with the cache to avoid."""
     args, plain = ARCHITECTURES[arch], generated[f"{arch} block KVCache"]
     int8, copied = (generated[f"{arch} block {name}"] for name in ("Int8KVCache", "CopiedKVCache"))
     assert int8["extern"] == [] and int8["triton"] <= plain["triton"]
     assert int8["largest_buffer"] == args.n_head * 1024  # the scores
     assert int8["rounded"] == 1  # codes are made with the scale that is stored
     assert copied["largest_buffer"] == args.n_kv_head * 1024 * args.head_dim
+
+
+# The tools that compare code and speed -----------------------------------------------------------
+
+GENERATED = '''
+triton_red_fused_mul_{n} = async_compile.triton("triton_red_fused_mul_{n}", """
+@triton_heuristics.reduction(size_hints={{'x': 8}}, inductor_meta={{'kernel_name': 'x{n}', 'a': 1}})
+@triton.jit
+def triton_red_fused_mul_{n}(in_ptr0, out_ptr0):
+    tmp{n} = tl.load(in_ptr0) * {factor}  # a comment
+    tl.store(out_ptr0, tmp{n})
+""", device_str="cuda")
+def call(args):
+    unused, arg{n}_1 = args
+    args.clear()
+    assert_size_stride(arg{n}_1, (8, ), (1, ), 'input')
+    with torch.cuda._DeviceGuard(0):
+        buf{n} = empty_strided_cuda((8, ), (1, ), torch.float32)
+        triton_red_fused_mul_{n}.run(arg{n}_1, buf{n}, 8, stream=raw_stream0)
+        del arg{n}_1
+        return (buf{n}, )
+'''
+
+
+def test_normalized_code_keeps_what_runs_and_not_the_names():
+    first, second = (normalize(GENERATED.format(n=n, factor=2)) for n in (0, 7))
+    assert first == second
+    assert "kernel_0.run(input0, buf0, 8)" in first and "input0: (8,), (1,)" in first
+    assert "comment" not in first and "'a': 1" in first and "kernel_name" not in first
+    assert normalize(GENERATED.format(n=0, factor=3)) != first
+
+
+def test_two_dumps_are_compared_stage_by_stage(tmp_path, capsys):
+    before, after = tmp_path / "before", tmp_path / "after"
+    for folder, line in ((before, "a"), (after, "b")):
+        folder.mkdir()
+        (folder / "case.txt").write_text(f"=== begin\nx\n=== block\n{line}\nx\n")
+    assert compare(before, before, ["case"], show_diff=False) == 0
+    assert compare(before, after, ["case"], show_diff=True) == 1
+    printed = capsys.readouterr().out
+    assert "-1 +1" in printed and "+b" in printed and "1 stages differ" in printed
+
+
+def test_speed_check_finds_what_is_slower_or_recompiles_more():
+    table = json.loads(TABLE.read_text())
+    assert [(row["arch"], row["mode"]) for row in table["rows"]] == list(CASES)
+    now = copy.deepcopy(table)
+    now["rows"][0]["tok_s"] *= 0.98
+    assert find_problems(now, table) == []
+    assert "-2.0%" in format_table(now, table)
+    now["rows"][0]["tok_s"] *= 0.98
+    now["rows"][1]["graphs"] += 1
+    slower, more = find_problems(now, table)
+    assert "Mixtral-8x7B int8 is 4.0% slower" in slower and "5 graphs instead of 4" in more
+    now["rows"][0]["layers"] += 1  # of another depth: not compared
+    assert len(find_problems(now, table)) == 1
+    assert "new" in format_table(now, {})

@@ -1,4 +1,4 @@
-"""What a new user meets: examples that work, mistakes in one line that say what to do, an answer in seconds."""
+"""First use: examples that work, one-line errors with the fix, an answer within seconds."""
 
 import json
 import os
@@ -15,9 +15,10 @@ import convert_hf_checkpoint
 import eval
 import generate
 import quantize
-from args import ModelArgs
 from checkpoint import Checkpoint
+from formats import quantizer
 from generate import EMBEDDED
+from models import args_of_checkpoint, build_model
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = sorted(
@@ -28,18 +29,25 @@ SCRIPTS = sorted(
 )
 
 
-# Options ------------------------------------------------------------------------------------------------------------
+# Options
+
+
+LAUNCHERS = (
+    "python ",
+    "torchrun --standalone --nproc_per_node=2 ",
+    "torchrun --standalone --nproc_per_node=4 ",
+)
 
 
 def test_there_are_commands():
-    assert len(SCRIPTS) > 15 and {"serve.py", "scripts/download.py", "benchmarks/realise.py"} <= set(SCRIPTS)
+    assert len(SCRIPTS) > 15
+    assert {"serve.py", "scripts/download.py", "benchmarks/realise.py"} <= set(SCRIPTS)
 
 
 def check_command(line: str, script: str, build_parser) -> None:
-    """A line that starts the script is accepted by its parser."""
+    """Check that the script's parser accepts a line that starts it."""
     launcher, arguments = line.split(script, 1)
-    assert launcher in ("python ", " python ", "torchrun --standalone --nproc_per_node=4 ", "torchrun --standalone "
-                        "--nproc_per_node=2 ")  # fmt: skip
+    assert launcher.removeprefix(" ") in LAUNCHERS
     parser = build_parser(script)
     if script == "benchmarks/realise.py":
         _, rest = parser.parse_known_args(shlex.split(arguments))
@@ -49,7 +57,7 @@ def check_command(line: str, script: str, build_parser) -> None:
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_every_example_is_a_command_line_that_is_accepted(script, build_parser):
+def test_examples_of_help_are_accepted(script, build_parser):
     parser = build_parser(script)
     assert 2 <= len(parser.examples) <= 4
     for example in parser.examples:
@@ -58,16 +66,17 @@ def test_every_example_is_a_command_line_that_is_accepted(script, build_parser):
         check_command(line, script, build_parser)
 
 
-def test_the_page_on_benchmarks_has_commands_that_are_accepted(build_parser):
+def test_commands_of_the_benchmarks_page_are_accepted(build_parser):
     page = (ROOT / "docs" / "benchmarks.md").read_text()
     commands = re.findall(r"`((?:python|torchrun) [^`]*?((?:\w+/)?\w+\.py)[^`]*)`", page)
     for line, script in commands:
         check_command(line, script, build_parser)
-    assert {script for script in SCRIPTS if script.startswith("benchmarks/")} <= {script for _, script in commands}
+    benchmarks = {script for script in SCRIPTS if script.startswith("benchmarks/")}
+    assert benchmarks <= {script for _, script in commands}
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_every_command_reads_its_options_alike(script, build_parser, capsys):
+def test_every_command_uses_the_same_parser_class(script, build_parser, capsys):
     assert "ArgumentParser" not in (ROOT / script).read_text()
     with pytest.raises(SystemExit) as ended:
         build_parser(script).parse_args(["--hepl"])
@@ -80,7 +89,10 @@ def test_every_command_reads_its_options_alike(script, build_parser, capsys):
     (
         ("--temprature 0.5", "unrecognized option --temprature; did you mean --temperature?"),
         ("--temprature=0.5", "unrecognized option --temprature; did you mean --temperature?"),
-        ("--max-new-tokens 3", "unrecognized option --max-new-tokens; did you mean --max_new_tokens?"),
+        (
+            "--max-new-tokens 3",
+            "unrecognized option --max-new-tokens; did you mean --max_new_tokens?",
+        ),
         ("-prompt x", "unrecognized option -prompt; did you mean --prompt?"),
         ("--inter", "unrecognized option --inter; did you mean --interactive?"),
         ("--PROMPT x", "unrecognized option --PROMPT; generate.py --help lists them"),
@@ -88,49 +100,72 @@ def test_every_command_reads_its_options_alike(script, build_parser, capsys):
         ("--prompt -x", "--prompt -x: write a value that begins with a dash as --prompt=-x"),
         ("--json -x", "unrecognized option -x; generate.py --help lists them"),
         ("--device gpu", "--device gpu: it must be one of auto, cuda, cpu"),
+        (
+            "--offload --gpu_experts 4 --offload_tier disk",
+            "--offload_tier: the disk tier was removed: use --offload_tier host, with a smaller "
+            "checkpoint (quantize.py --mode int4) if host memory cannot hold the experts; "
+            "generate.py --help has examples",
+        ),
         ("--seed", "--seed: expected one argument; generate.py --help has examples"),
         ("--seed one", "--seed: invalid int value: 'one'; generate.py --help has examples"),
         ("hello", "unrecognized arguments: hello; generate.py --help has examples"),
         ("--json=1", "--json: ignored explicit argument '1'; generate.py --help has examples"),
     ),
 )
-def test_a_mistake_among_the_options_is_one_line(arguments, message, build_parser, capsys):
+def test_a_wrong_option_is_one_line(arguments, message, build_parser, capsys):
     with pytest.raises(SystemExit) as ended:
         build_parser("generate.py").parse_args(arguments.split())
     assert ended.value.code == 2
     assert capsys.readouterr() == ("", f"error: {message}\n")
 
 
-def test_a_misspelt_option_is_told_of_before_the_one_that_is_missing(build_parser, capsys):
+def test_a_misspelled_option_is_reported_before_a_missing_one(build_parser, capsys):
+    parser = build_parser("convert_hf_checkpoint.py")
     with pytest.raises(SystemExit):
-        build_parser("convert_hf_checkpoint.py").parse_args(["--checkpoint_dri", "x"])
-    assert capsys.readouterr().err == "error: unrecognized option --checkpoint_dri; did you mean --checkpoint_dir?\n"
+        parser.parse_args(["--checkpoint_dri", "x"])
+    error = "unrecognized option --checkpoint_dri; did you mean --checkpoint_dir?"
+    assert capsys.readouterr().err == f"error: {error}\n"
     with pytest.raises(SystemExit):
-        build_parser("convert_hf_checkpoint.py").parse_args([])
-    assert "required: --checkpoint_dir; convert_hf_checkpoint.py --help has examples" in capsys.readouterr().err
+        parser.parse_args([])
+    error = "required: --checkpoint_dir; convert_hf_checkpoint.py --help has examples"
+    assert error in capsys.readouterr().err
 
 
 def test_values_that_begin_with_dashes_are_values(build_parser):
     parser = build_parser("generate.py")
-    options = parser.parse_args(["--prompt=--help me", "--stop", "-- a", "--prompt", "-", "--temperature", "-1"])
-    assert (options.prompt, options.stop, options.temperature) == (["--help me", "-"], ["-- a"], -1.0)
+    options = parser.parse_args(
+        ["--prompt=--help me", "--stop", "-- a", "--prompt", "-", "--temperature", "-1"]
+    )
+    assert options.prompt == ["--help me", "-"]
+    assert (options.stop, options.temperature) == (["-- a"], -1.0)
 
 
-def test_lines_in_a_mistake_stay_in_one(build_parser, capsys):
+def test_newlines_in_an_argument_leave_the_error_one_line(build_parser, capsys):
     with pytest.raises(SystemExit):
         build_parser("generate.py").parse_args(["a\nb" * 1000])
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: unrecognized arguments: a b") and len(line) < 600
 
 
-# Errors name the next command ---------------------------------------------------------------------------------------
+# Errors name the next command
+
+
+def quantize_int8(source: Path, target: Path) -> Path:
+    """Write `source` with all weights in int8; return the new directory."""
+    opened = Checkpoint(source)
+    model = build_model(args_of_checkpoint(opened))
+    plan = quantizer.plan_format(model, "int8", "int8")
+    return quantizer.quantize(opened, plan, model, target, progress=False)
 
 
 @pytest.fixture(scope="module")
 def places(tmp_path_factory, directory) -> dict[str, Path]:
-    """Directories that a first user may point at."""
+    """Return paths that a new user may give instead of a checkpoint."""
     folder = tmp_path_factory.mktemp("places")
-    made = {name: folder / name for name in ("empty", "elsewhere", "hub", "around", "no_tokenizer", "int8", "latin")}
+    made = {
+        name: folder / name
+        for name in ("empty", "elsewhere", "hub", "around", "no_tokenizer", "int8", "latin")
+    }
     made["empty"].mkdir()
     made["elsewhere"].mkdir()
     (made["elsewhere"] / "config.json").write_text("{}")
@@ -139,14 +174,14 @@ def places(tmp_path_factory, directory) -> dict[str, Path]:
     shutil.copytree(directory, made["no_tokenizer"])
     for path in made["no_tokenizer"].glob("tokenizer*"):
         path.unlink()
-    quantize.quantize(
-        directory, quantize.plan(quantize.model_args(Checkpoint(directory)), "int8", "int8"), made["int8"]
-    )
+    quantize_int8(directory, made["int8"])
     made["latin"].write_bytes(b"\xe9t\xe9")
     return made
 
 
-MAINS = {module.__name__: module.main for module in (convert_hf_checkpoint, eval, generate, quantize)}
+MAINS = {
+    module.__name__: module.main for module in (convert_hf_checkpoint, eval, generate, quantize)
+}
 MAKE = "make one first: scripts/prepare.sh OWNER/NAME"
 
 
@@ -158,50 +193,93 @@ MAKE = "make one first: scripts/prepare.sh OWNER/NAME"
             "generate --checkpoint_path mistralai/Mixtral-8x7B-v0.1",
             "not a directory; make one first: scripts/prepare.sh mistralai/Mixtral-8x7B-v0.1",
         ),
-        ("generate --checkpoint_path {empty}", "no checkpoint; make one first: scripts/prepare.sh OWNER/NAME"),
+        (
+            "generate --checkpoint_path {empty}",
+            "no checkpoint; make one first: scripts/prepare.sh OWNER/NAME",
+        ),
         ("generate --checkpoint_path {elsewhere}", MAKE),
         ("generate --checkpoint_path {latin}", f"is not a directory; {MAKE}"),
-        ("generate --checkpoint_path {hub}", "first: python convert_hf_checkpoint.py --checkpoint_dir {hub}"),
+        (
+            "generate --checkpoint_path {hub}",
+            "first: python convert_hf_checkpoint.py --checkpoint_dir {hub}",
+        ),
         ("generate --checkpoint_path {around}", "not converted itself; use {around}/model_bf16"),
-        ("generate --checkpoint_path {no_tokenizer}", "fetch that again: python scripts/download.py --repo_id"),
-        ("generate --prompts_file nowhere.txt", "--prompts_file nowhere.txt: No such file or directory: give a file"),
+        (
+            "generate --checkpoint_path {no_tokenizer}",
+            "fetch that again: python scripts/download.py --repo_id",
+        ),
+        (
+            "generate --prompts_file nowhere.txt",
+            "--prompts_file nowhere.txt: No such file or directory: give a file",
+        ),
         ("generate --prompts_file {latin}", "it is not UTF-8 text: convert it to UTF-8"),
-        ("generate --gpu_experts 4", "--gpu_experts is about experts in host memory: add --offload"),
-        ("generate --offload", "offloading takes --gpu_experts or --gpu_memory: give one of the two"),
+        (
+            "generate --gpu_experts 4",
+            "--gpu_experts is about experts in host memory: add --offload",
+        ),
+        (
+            "generate --offload",
+            "offloading takes --gpu_experts or --gpu_memory: give one of the two",
+        ),
         ("generate --device cuda", "no CUDA device 0 is visible to PyTorch: use --device cpu"),
-        ("generate --system x", "--system needs a chat template, and this model has none: leave --system out"),
-        ("eval --checkpoint_path {around}/model_bf16", "nothing to measure on: give --text_file FILE"),
-        ("eval --text_file nowhere.txt", "--text_file nowhere.txt: No such file or directory: give a file"),
-        ("quantize --checkpoint_path {hub} --mode int8", "python convert_hf_checkpoint.py --checkpoint_dir {hub}"),
-        ("quantize --checkpoint_path {int8} --mode int4", "is quantised already (int8): use it or its bf16 original"),
-        ("quantize --checkpoint_path {around}/model_bf16", "nothing is to be quantised: give --mode"),
-        ("convert_hf_checkpoint --checkpoint_dir nowhere", "python scripts/download.py --repo_id OWNER/NAME"),
-        ("convert_hf_checkpoint --checkpoint_dir {empty}", "python scripts/download.py --repo_id OWNER/NAME"),
+        (
+            "generate --system x",
+            "--system needs a chat template, and this model has none: leave --system out",
+        ),
+        (
+            "eval --checkpoint_path {around}/model_bf16",
+            "nothing to measure on: give --text_file FILE",
+        ),
+        (
+            "eval --text_file nowhere.txt",
+            "--text_file nowhere.txt: No such file or directory: give a file",
+        ),
+        (
+            "quantize --checkpoint_path {hub} --mode int8",
+            "python convert_hf_checkpoint.py --checkpoint_dir {hub}",
+        ),
+        (
+            "quantize --checkpoint_path {int8} --mode int4",
+            "is quantised already (int8): use it or its bf16 original",
+        ),
+        (
+            "quantize --checkpoint_path {around}/model_bf16",
+            "nothing is to be quantised: give --mode",
+        ),
+        (
+            "convert_hf_checkpoint --checkpoint_dir nowhere",
+            "python scripts/download.py --repo_id OWNER/NAME",
+        ),
+        (
+            "convert_hf_checkpoint --checkpoint_dir {empty}",
+            "python scripts/download.py --repo_id OWNER/NAME",
+        ),
         (
             "convert_hf_checkpoint --checkpoint_dir {around}/model_bf16",
             "use it: python generate.py --checkpoint_path {around}/model_bf16",
         ),
     ),
-)  # fmt: skip
+)
 def test_an_error_names_what_to_do_next(command, message, places, tmp_path, monkeypatch, capsys):
     if "--device cuda" in command and generate.torch.cuda.is_available():
-        pytest.skip("there is one")
+        pytest.skip("this machine has a GPU")
     name, *arguments = command.format(**places).split()
     monkeypatch.setattr(sys, "argv", [name, *arguments])
     monkeypatch.chdir(tmp_path)
     assert MAINS[name]() == 2
     found = capsys.readouterr()
     assert found.out == "" and message.format(**places) in found.err
-    assert found.err.startswith("error: ") and found.err.count("\n") == 1 and not list(tmp_path.iterdir())
+    assert found.err.startswith("error: ") and found.err.count("\n") == 1
+    assert not list(tmp_path.iterdir())
 
 
-# An answer in seconds -----------------------------------------------------------------------------------------------
+# Time to the first answer
 
 
 def test_the_first_answer_takes_less_than_ten_seconds(tmp_path):
-    """The whole command, with the embedded model on the CPU and nothing compiled; the first of two also converts it.
+    """Run generate.py twice with the embedded model, eagerly on the CPU; the first run converts it.
 
-    A processor's time, by one thread, so that other work of the machine does not count.
+    Measured is CPU time of one thread, which other work on the machine does not change.
     """
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(tmp_path)}
     environment["OMP_NUM_THREADS"] = "1"
@@ -209,8 +287,10 @@ def test_the_first_answer_takes_less_than_ten_seconds(tmp_path):
     times = []
     for _ in range(2):
         start = os.times()
-        run = subprocess.run([sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True)
-        times.append(sum(os.times()[2:4]) - sum(start[2:4]))  # of children, in their own code and in the system's
+        run = subprocess.run(
+            [sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True
+        )
+        times.append(sum(os.times()[2:4]) - sum(start[2:4]))  # user and system time of children
         assert run.returncode == 0, run.stderr
         assert json.loads(run.stdout)["new_tokens"] == 200
     assert min(times) < 10
@@ -218,14 +298,16 @@ def test_the_first_answer_takes_less_than_ten_seconds(tmp_path):
 
 @pytest.mark.parametrize("format", ("bf16", "int8"))
 def test_an_eager_answer_does_not_load_the_compiler(format, directory, tmp_path):
-    """Which takes more than a second: torch._dynamo comes with drawing weights, and with operators of ours."""
+    """Importing torch._dynamo takes over a second; custom operators may import it."""
     if format != "bf16":
-        spec = quantize.plan(ModelArgs(**Checkpoint(directory).args), format, format)
-        directory = quantize.quantize(directory, spec, tmp_path / "packed", progress=False)
+        directory = quantize_int8(directory, tmp_path / "packed")
     code = (
         "import sys, generate; model = generate.load_model(sys.argv[1], 'cpu'); "
-        "session = generate.Session(model, 64); list(session.stream([1, 2, 3], 3, generate.Sampling())); "
+        "session = generate.Session(model, 64); "
+        "list(session.stream([1, 2, 3], 3, generate.Sampling())); "
         "sys.exit('torch._dynamo' in sys.modules)"
     )
-    run = subprocess.run([sys.executable, "-c", code, directory], cwd=ROOT, capture_output=True, text=True)
+    run = subprocess.run(
+        [sys.executable, "-c", code, directory], cwd=ROOT, capture_output=True, text=True
+    )
     assert run.returncode == 0, run.stderr

@@ -4,6 +4,7 @@ import math
 import threading
 from types import SimpleNamespace
 
+import compiling
 import pytest
 import torch._inductor.config as inductor
 from torch._inductor.runtime import benchmarking, triton_heuristics
@@ -11,13 +12,13 @@ from torch._inductor.runtime.benchmarking import InductorBenchmarker, TritonBenc
 from torch._inductor.runtime.coordinate_descent_tuner import CoordescTuner
 from triton import Config
 
-import compiling
-
 FLUSH, KERNEL = 60e-6, 5e-6  # seconds on the GPU
 
 
 class ActedGPU:
-    """A GPU that takes a time for each thing in turn, and a host that takes one to launch it; in seconds."""
+    """A GPU that takes a time for each thing in turn, and a host that takes one to launch it; in
+    seconds.
+    """
 
     def __init__(self, launching: list[float]):
         self.launching, self.now, self.free = launching, 0.0, 0.0
@@ -46,7 +47,10 @@ class ActedGPU:
         self.now = max(self.now, self.free)
 
 
-@pytest.fixture(params=([1e-6], [25e-6], [25e-6] * 40 + [400e-6]), ids=("quick host", "slow host", "host that stalls"))
+@pytest.fixture(
+    params=([1e-6], [25e-6], [25e-6] * 40 + [400e-6]),
+    ids=("quick host", "slow host", "host that stalls"),
+)
 def acted(request, monkeypatch) -> ActedGPU:
     gpu = ActedGPU(request.param)
     monkeypatch.setattr(compiling, "torch", gpu)
@@ -76,7 +80,8 @@ def test_the_compiler_asks_it(kind, acted, monkeypatch):
     assert ms == pytest.approx(KERNEL * 1e3)
 
 
-# The search -----------------------------------------------------------------------------------------------------------
+# The search
+# ------------------------------------------------------------------------------------------------
 
 
 def tuner() -> CoordescTuner:
@@ -93,12 +98,16 @@ def numbers(config: Config) -> tuple[int, int, int]:
 
 
 def valley(config: Config) -> float:
-    """Milliseconds of a shape, least at (16, 256, 4): a step in one number from (64, 64, 4) costs, one in two gains."""
+    """Milliseconds of a shape, least at (16, 256, 4): a step in one number from (64, 64, 4)
+    costs, one in two gains.
+    """
     x, r, warps = (math.log2(number) for number in numbers(config))
     return 0.05 * (1 + 0.1 * abs(x - 4) + 0.1 * abs(x + r - 12) * 3 + 0.2 * abs(warps - 2))
 
 
-def search(measure, begin: Config, compile=lambda config: None, long: float = compiling.LONG) -> tuple[int, int, int]:
+def search(
+    measure, begin: Config, compile=lambda config: None, long: float = compiling.LONG
+) -> tuple[int, int, int]:
     return numbers(compiling.best_shape(tuner(), compile, measure, begin, long))
 
 
@@ -148,11 +157,17 @@ def test_no_lane_holds_so_much_that_it_spills():
     assert x * r == compiling.MOST * 32 * warps
 
 
-@pytest.mark.parametrize(("signature", "found"), (({"xnumel": "i32"}, (16, 256, 4)), ({"ks0": "i64"}, (64, 64, 4))))
+@pytest.mark.parametrize(
+    ("signature", "found"), (({"xnumel": "i32"}, (16, 256, 4)), ({"ks0": "i64"}, (64, 64, 4)))
+)
 def test_the_compiler_searches_by_it(signature, found, monkeypatch):
-    """Less where sizes are arguments: those are a prompt's. Settings made twice wrap its method once."""
+    """Less where sizes are arguments: those are a prompt's. Settings made twice wrap its method
+    once.
+    """
     autotuner = SimpleNamespace(
-        coordesc_tuner=tuner(), triton_meta={"signature": signature}, _precompile_config=lambda config: None
+        coordesc_tuner=tuner(),
+        triton_meta={"signature": signature},
+        _precompile_config=lambda config: None,
     )
 
     def inductors(self, launcher, *args):
@@ -163,4 +178,6 @@ def test_the_compiler_searches_by_it(signature, found, monkeypatch):
         compiling.search_side_by_side()
     by_it = triton_heuristics.CachingAutotuner._coordinate_descent_tuning
     assert by_it is not inductors and numbers(by_it(autotuner, shape(64, 64, 16))) == found
-    assert autotuner.coordesc_tuner.autotune.__func__ is CoordescTuner.autotune  # its own is there again
+    assert (
+        autotuner.coordesc_tuner.autotune.__func__ is CoordescTuner.autotune
+    )  # its own is there again

@@ -26,7 +26,10 @@ from shapes import RandomWeights, random_prompt
 from speculate import Speculation
 from tokenizer import load_tokenizer
 
-pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
 GREEDY = Sampling(temperature=0)
 
 
@@ -37,10 +40,17 @@ def prompt(length: int = 40) -> torch.Tensor:
 def logits(directory, device: str, dtype: torch.dtype, tokens: torch.Tensor) -> torch.Tensor:
     model = load_model(directory, device, dtype)
     model.setup_cache(1, 64)
-    return model(tokens.to(device), torch.arange(tokens.shape[1], device=device).unsqueeze(0), all_positions=True).cpu()
+    return model(
+        tokens.to(device),
+        torch.arange(tokens.shape[1], device=device).unsqueeze(0),
+        all_positions=True,
+    ).cpu()
 
 
-NEAR_TIES = "gpt_oss", "phimoe"  # families whose small model's router leaves most positions near one, in bf16
+NEAR_TIES = (
+    "gpt_oss",
+    "phimoe",
+)  # families whose small model's router leaves most positions near one, in bf16
 
 
 @pytest.mark.parametrize("limit", (0, 64), ids=("grouped", "gathered"))
@@ -52,19 +62,29 @@ def test_logits_are_those_of_transformers(name, limit, make_family, monkeypatch)
     got = logits(family.directory, "cuda", torch.float32, prompt())[0]
     assert ((got - want).norm() / want.norm()).item() < 1e-4
     for dtype, tolerance in ((torch.bfloat16, 4e-2), (torch.float16, 2e-2)):
-        got, theirs = logits(family.directory, "cuda", dtype, prompt())[0], deepcopy(family.peer).to(dtype)
-        ours, peers = (
-            (found - want).norm(dim=-1) / want.norm(dim=-1) for found in (got, theirs(prompt()).logits[0].float())
+        got, theirs = (
+            logits(family.directory, "cuda", dtype, prompt())[0],
+            deepcopy(family.peer).to(dtype),
         )
-        # In 16 bits a near-tie of the router sends a token to another expert, and all tokens after it see that: so it
-        # is a part of the positions that is looked at. Transformers is as far from what fp32 says.
+        ours, peers = (
+            (found - want).norm(dim=-1) / want.norm(dim=-1)
+            for found in (got, theirs(prompt()).logits[0].float())
+        )
+        # In 16 bits a near-tie of the router sends a token to another expert, and all tokens
+        # after it see that: so it is a part of the positions that is looked at. Transformers is
+        # as far from what fp32 says.
         assert ours.quantile(0.1).item() < 2 * peers.quantile(0.1).item() < 0.3, dtype
         if name not in NEAR_TIES:
             assert ours.median().item() < tolerance, dtype
 
 
 def embedded_session(device: str, dtype: torch.dtype, compile: bool) -> Session:
-    return Session(load_model(embedded_checkpoint(), device, dtype), 512, compile=compile, compile_prefill=compile)
+    return Session(
+        load_model(embedded_checkpoint(), device, dtype),
+        512,
+        compile=compile,
+        compile_prefill=compile,
+    )
 
 
 def embedded_prompt(characters: int) -> list[int]:
@@ -76,7 +96,9 @@ def test_greedy_text_in_fp32_is_the_cpus_eager_and_compiled():
     ids = embedded_prompt(600)
     want = list(embedded_session("cpu", torch.float32, False).stream(ids, 100, GREEDY))
     for compile in (False, True):
-        assert list(embedded_session("cuda", torch.float32, compile).stream(ids, 100, GREEDY)) == want
+        assert (
+            list(embedded_session("cuda", torch.float32, compile).stream(ids, 100, GREEDY)) == want
+        )
 
 
 def test_the_first_difference_in_bf16_is_a_near_tie():
@@ -94,7 +116,8 @@ def test_the_first_difference_in_bf16_is_a_near_tie():
 
 @pytest.mark.parametrize("compile", (False, True), ids=("eager", "recorded"))
 @pytest.mark.parametrize(
-    "settings", (Offload(3), Offload(2, policy="lfu"), Offload(3, driver="host"), Offload(2, prefetch=2))
+    "settings",
+    (Offload(3), Offload(2, policy="lfu"), Offload(3, driver="host"), Offload(2, prefetch=2)),
 )
 def test_experts_in_host_memory(settings, compile):
     """The tokens of the resident model, and experts were copied: by the device, by the host, and on a guess."""
@@ -106,8 +129,12 @@ def test_experts_in_host_memory(settings, compile):
     assert session.recorded == compile
     for _ in range(2):
         assert list(session.stream(ids, 60, GREEDY)) == want
-    totals = {name: sum(counts[name] for counts in offload.counters(model)) for name in offload.COUNTERS}
-    assert totals["misses"] > 100 and (totals["speculative_hits"] > 100) == (bool(settings.prefetch))
+    totals = {
+        name: sum(counts[name] for counts in offload.counters(model)) for name in offload.COUNTERS
+    }
+    assert totals["misses"] > 100 and (totals["speculative_hits"] > 100) == (
+        bool(settings.prefetch)
+    )
 
 
 def test_one_recorded_step_serves_every_prompt_and_setting():
@@ -118,7 +145,13 @@ def test_one_recorded_step_serves_every_prompt_and_setting():
     before, steps = counters["stats"]["unique_graphs"], dict(session.steps)
     for characters in range(1, 900, 60):
         session.reset()
-        list(session.stream(embedded_prompt(characters), 5, Sampling(temperature=0.1 + characters / 500, top_p=0.9)))
+        list(
+            session.stream(
+                embedded_prompt(characters),
+                5,
+                Sampling(temperature=0.1 + characters / 500, top_p=0.9),
+            )
+        )
     assert counters["stats"]["unique_graphs"] == before and session.steps == steps
     session.reset()
     assert list(session.stream(embedded_prompt(200), 40, settings)) == first
@@ -129,7 +162,9 @@ def test_a_prompt_whose_length_comes_again_is_recorded(compile_prefill):
     """Three times the same lengths, with other tokens: run, recorded, replayed, in both rows; then with a prefix."""
     plain = embedded_session("cuda", torch.float32, False)
     model = load_model(embedded_checkpoint(), "cuda", torch.float32)
-    session = Session(model, 512, compile=True, compile_prefill=compile_prefill, batch=2, prefill_chunk=128)
+    session = Session(
+        model, 512, compile=True, compile_prefill=compile_prefill, batch=2, prefill_chunk=128
+    )
     text = embedded_prompt(3000)
     for turn in range(3):
         prompts = [text[50 * turn : 50 * turn + length] for length in (200, 30)]
@@ -172,7 +207,12 @@ def test_a_stream_given_up_leaves_the_next_one_alone():
     (
         {},
         {"sliding_window": 150},
-        {"sliding_window": 150, "full_layers": (1,), "attention_sinks": True, "yarn": Yarn(4.0, 1024)},
+        {
+            "sliding_window": 150,
+            "full_layers": (1,),
+            "attention_sinks": True,
+            "yarn": Yarn(4.0, 1024),
+        },
         {"n_kv_head": 1, "head_dim": 48, "rotary_dim": 16, "kv_rank": 32, "value_dim": 32},
     ),
     ids=("all", "window", "gpt-oss", "latent"),
@@ -181,7 +221,9 @@ def test_a_long_cache_read_in_blocks_gives_the_cpus_tokens(more):
     """Answers that begin before and after the ends of blocks, of a cache long enough to be read in them."""
     args = ModelArgs(dim=64, n_layer=2, n_head=4, intermediate=48, n_expert=6, n_active=2, vocab_size=300,
                      max_position=4096, **{"n_kv_head": 2, "head_dim": 32} | more)  # fmt: skip
-    model = load_model(RandomWeights(args, {"name": "fp32"}), "cpu")  # whose numbers are another device's others
+    model = load_model(
+        RandomWeights(args, {"name": "fp32"}), "cpu"
+    )  # whose numbers are another device's others
     copy = deepcopy(model).cuda()
     sessions = {"cpu": Session(model, 1500), "cuda": Session(copy, 1500, compile=True, batch=2)}
     assert sessions["cuda"].slots > SHORT_CACHE
@@ -200,7 +242,12 @@ def test_a_long_cache_read_in_blocks_gives_the_cpus_tokens(more):
     (
         {"qk_norm": "head", "clip_qkv": 1.5},
         {"head_dim": 128, "rotary_dim": 64},
-        {"sliding_window": 150, "full_layers": (1,), "attention_sinks": True, "attention_scale": 0.3},
+        {
+            "sliding_window": 150,
+            "full_layers": (1,),
+            "attention_sinks": True,
+            "attention_scale": 0.3,
+        },
     ),
     ids=("norms", "half of a head turns", "window and sinks"),
 )
@@ -208,7 +255,9 @@ def test_one_tokens_attention_in_one_kernel_gives_the_cpus_tokens(more, monkeypa
     """As several GPUs have it, and 4 bits; answers that begin before and after the ends of blocks."""
     args = ModelArgs(dim=64, n_layer=2, n_head=4, intermediate=48, n_expert=6, n_active=2, vocab_size=300,
                      max_position=4096, **{"n_kv_head": 2, "head_dim": 32} | more)  # fmt: skip
-    model = load_model(RandomWeights(args, {"name": "fp32"}), "cpu")  # whose numbers are another device's others
+    model = load_model(
+        RandomWeights(args, {"name": "fp32"}), "cpu"
+    )  # whose numbers are another device's others
     copy, alone, cases = deepcopy(model).cuda(), Session(model, 512), []
     for lengths in ((1, 120), (62, 127), (250, 490)):
         prompts = [random_prompt(args, length, seed=length) for length in lengths]
@@ -243,7 +292,9 @@ def test_speculation_gives_the_plain_tokens(drafts, length):
     ids = embedded_prompt(700)
     want = list(embedded_session("cpu", torch.float32, False).stream(ids, 100, GREEDY))
     for draft in (None, load_model(embedded_checkpoint(), "cuda", torch.float32)):
-        session = Session(load_model(embedded_checkpoint(), "cuda", torch.float32), length, compile=True)
+        session = Session(
+            load_model(embedded_checkpoint(), "cuda", torch.float32), length, compile=True
+        )
         speculation = Speculation(session, drafts, draft)
         assert list(speculation.stream(ids, 100, GREEDY)) == want
         assert speculation.statistics()["tokens_per_pass"] > (1 if draft is None else drafts)
@@ -254,8 +305,12 @@ def test_a_batch_gives_each_sequences_own_tokens(compile):
     prompts = [embedded_prompt(n) for n in (600, 40, 1200)]
     model = load_model(embedded_checkpoint(), "cuda", torch.float32)
     alone = [list(Session(model, 600).stream(ids, 60, GREEDY)) for ids in prompts]
-    session = Session(model, 600, compile=compile, compile_prefill=compile, batch=3, prefill_chunk=100)
-    assert [list(row) for row in zip(*session.stream_all(prompts, 60, GREEDY), strict=True)] == alone
+    session = Session(
+        model, 600, compile=compile, compile_prefill=compile, batch=3, prefill_chunk=100
+    )
+    assert [
+        list(row) for row in zip(*session.stream_all(prompts, 60, GREEDY), strict=True)
+    ] == alone
 
 
 @pytest.mark.parametrize("mode", FORMATS)
@@ -272,8 +327,16 @@ def test_products_of_a_format_are_those_of_its_unpacked_weights(mode):
     for name, part in parts.items():
         setattr(packed, name, torch.nn.Parameter(part, requires_grad=False))
     weight = packed.unpack().double()
-    indices, weights = torch.tensor([[4, 1]], device="cuda"), torch.rand(1, A, device="cuda", generator=generator)
-    tiles = (0, 7, 1, 0, 16, 20), (0, 70, 0, 1, 129, 3), (100, 0, 128, 129, 90, 60), (300, 256, 0, 513, 400, 100)
+    indices, weights = (
+        torch.tensor([[4, 1]], device="cuda"),
+        torch.rand(1, A, device="cuda", generator=generator),
+    )
+    tiles = (
+        (0, 7, 1, 0, 16, 20),
+        (0, 70, 0, 1, 129, 3),
+        (100, 0, 128, 129, 90, 60),
+        (300, 256, 0, 513, 400, 100),
+    )
     compile_settings()
     for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 1e-2), (torch.float16, 2e-3)):
         for sizes in tiles:
@@ -305,8 +368,13 @@ def test_a_quantised_model_is_the_same_on_both_devices(mode, tmp_path):
     close(got, want, 1e-4)
     if mode in ("int8", "hqq3"):  # the others compile the same way, and compiling takes long
         models = (load_model(directory, "cuda", torch.float32) for _ in range(2))
-        sessions = (Session(model, 512, compile=compile) for model, compile in zip(models, (False, True), strict=True))
-        eager, compiled = (list(session.stream(ids[0].tolist(), 40, GREEDY)) for session in sessions)
+        sessions = (
+            Session(model, 512, compile=compile)
+            for model, compile in zip(models, (False, True), strict=True)
+        )
+        eager, compiled = (
+            list(session.stream(ids[0].tolist(), 40, GREEDY)) for session in sessions
+        )
         assert eager == compiled
 
 
@@ -331,7 +399,11 @@ def test_the_product_for_one_token_of_4_bits(name, out, width, experts, tokens, 
     parts = {key: part.cuda() for key, part in row.pack(weight, group).items()}
     plain = row.unpack(parts, group).double()
     x = torch.randn(tokens, width, generator=generator).bfloat16().cuda()
-    index = torch.randint(experts, (tokens, pairs // tokens), generator=generator).cuda() if experts else None
+    index = (
+        torch.randint(experts, (tokens, pairs // tokens), generator=generator).cuda()
+        if experts
+        else None
+    )
     given = list(parts.values()) if experts else [part[0] for part in parts.values()]
 
     def want() -> torch.Tensor:

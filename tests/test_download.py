@@ -1,4 +1,4 @@
-"""`scripts/download.py` against a Hub on the loopback interface: the real client, real HTTP, real error classes."""
+"""scripts/download.py and prepare.sh against a local Hub: real client, HTTP and error classes."""
 
 import errno
 import hashlib
@@ -46,8 +46,11 @@ COMMIT = "c" * 40
 
 
 class Hub(ThreadingHTTPServer):
-    """Answers as the Hub does for one repository. `requests` logs (method, file, Range); `fail` maps (method, file) to
-    (status, X-Error-Code); `drops` is how often the first shard's connection still breaks in the middle."""
+    """Serves one repository as the Hub does.
+
+    requests: a log of (method, file, Range). fail: (method, file) -> (status, X-Error-Code).
+    drops: how often the first shard's connection will still break off.
+    """
 
     def __init__(self):
         super().__init__(("127.0.0.1", 0), Handler)
@@ -63,7 +66,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def answer(self, status, body=b"", headers=(), cut=None):
         self.send_response(status)
-        for name, value in {"Content-Length": len(body), "X-Repo-Commit": COMMIT, **dict(headers)}.items():
+        common = {"Content-Length": len(body), "X-Repo-Commit": COMMIT}
+        for name, value in {**common, **dict(headers)}.items():
             self.send_header(name, str(value))
         self.end_headers()
         if self.command != "HEAD":
@@ -79,22 +83,30 @@ class Handler(BaseHTTPRequestHandler):
         for (method, where), (status, code) in self.server.fail.items():
             if method == self.command and where == name:
                 return self.answer(status, headers={"X-Error-Code": code} if code else {})
-        if api and api[2] not in (None, "main", "v1", COMMIT):
-            return self.answer(404, headers={"X-Error-Code": "RevisionNotFound"})
-        if api and "/tree/" in path:
-            entries = [self.entry(n) for n in self.server.files]
-            return self.answer(200, json.dumps(entries).encode())
         if api:
-            siblings = [{"rfilename": n, "size": len(data)} for n, data in self.server.files.items()]
-            return self.answer(200, json.dumps({"id": REPO, "sha": COMMIT, "siblings": siblings}).encode())
+            return self.answer_api(path, revision=api[2])
         if not file or name not in self.server.files:
-            return self.answer(404, headers={"X-Error-Code": "EntryNotFound" if file else "RepoNotFound"})
-        data = self.server.files[name]
-        headers = {"ETag": f'"{hashlib.sha256(data).hexdigest()}"', "Accept-Ranges": "bytes"}
+            code = "EntryNotFound" if file else "RepoNotFound"
+            return self.answer(404, headers={"X-Error-Code": code})
+        return self.answer_file(name)
+
+    def answer_api(self, path, revision):
+        if revision not in (None, "main", "v1", COMMIT):
+            return self.answer(404, headers={"X-Error-Code": "RevisionNotFound"})
+        files = self.server.files
+        if "/tree/" in path:
+            return self.answer(200, json.dumps([self.entry(name) for name in files]).encode())
+        siblings = [{"rfilename": name, "size": len(data)} for name, data in files.items()]
+        info = {"id": REPO, "sha": COMMIT, "siblings": siblings}
+        return self.answer(200, json.dumps(info).encode())
+
+    def answer_file(self, name):
+        data, cut = self.server.files[name], None
+        digest = hashlib.sha256(data).hexdigest()
+        headers = {"ETag": f'"{digest}"', "Accept-Ranges": "bytes"}
         start = int(self.headers.get("Range", "bytes=0-")[6:].partition("-")[0])
         if start:
             headers["Content-Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"
-        cut = None
         if self.command == "GET" and name.startswith("model-00001") and self.server.drops:
             self.server.drops -= 1
             cut = 500_000
@@ -104,9 +116,11 @@ class Handler(BaseHTTPRequestHandler):
 
     def entry(self, name):
         data = self.server.files[name]
-        entry = {"type": "file", "path": name, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
+        digest = hashlib.sha1(data).hexdigest()
+        entry = {"type": "file", "path": name, "size": len(data), "oid": digest}
         if name.endswith(".safetensors"):
-            entry["lfs"] = {"oid": hashlib.sha256(data).hexdigest(), "size": len(data), "pointerSize": 130}
+            digest = hashlib.sha256(data).hexdigest()
+            entry["lfs"] = {"oid": digest, "size": len(data), "pointerSize": 130}
         return entry
 
 
@@ -124,33 +138,49 @@ def hub(monkeypatch):
     thread.join()
 
 
-def command(hub, *arguments, cwd):
-    """The command itself, in a process of its own, with the Hub at the fake's address."""
-    environment = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "HUGGING"))}
+def run_script(hub, *program, cwd):
+    """Run a script in a process of its own, with the local Hub."""
+    environment = {
+        key: value for key, value in os.environ.items() if not key.startswith(("HF_", "HUGGING"))
+    }
     environment |= {"HF_ENDPOINT": hub.url, "HF_HOME": str(cwd / "home"), "PYTHONPATH": str(ROOT)}
-    program = [sys.executable, str(ROOT / "scripts" / "download.py"), "--repo_id", REPO, *arguments]
-    return subprocess.run(program, cwd=cwd, env=environment, capture_output=True, text=True, timeout=100)
+    environment |= {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        program, cwd=cwd, env=environment, capture_output=True, text=True, timeout=200
+    )
+
+
+def command(hub, *arguments, cwd):
+    script = str(ROOT / "scripts" / "download.py")
+    return run_script(hub, sys.executable, script, "--repo_id", REPO, *arguments, cwd=cwd)
 
 
 def contents(directory):
-    paths = [path for path in directory.rglob("*") if path.is_file() and ".cache" not in path.parts]
-    return {str(path.relative_to(directory)): path.read_bytes() for path in paths}
+    """Return file -> bytes, without the client's own cache."""
+    return {
+        str(path.relative_to(directory)): path.read_bytes()
+        for path in directory.rglob("*")
+        if path.is_file() and ".cache" not in path.parts
+    }
 
 
 def fetched(hub):
-    return [(name, range_) for method, name, range_ in hub.requests if method == "GET" and name != "api"]
+    """Return the files requested so far, with their Range."""
+    requests = [(name, part) for method, name, part in hub.requests if method == "GET"]
+    return [(name, part) for name, part in requests if name != "api"]
 
 
 def fails(capsys, *arguments):
-    """Runs the command in this process; it must answer with 2 and one line, which is returned."""
+    """Run the command in this process; it must end with code 2 and one line, which is returned."""
     assert main(["--repo_id", REPO, *map(str, arguments)]) == 2
     out, err = capsys.readouterr()
     lines = [line for line in err.splitlines() if line.startswith("error: ")]
-    assert out == "" and len(lines) == 1 and err.rstrip().endswith(lines[0]) and "Traceback" not in err
+    assert out == "" and len(lines) == 1 and err.rstrip().endswith(lines[0])
+    assert "Traceback" not in err
     return lines[0]
 
 
-def test_the_files_needed_and_no_others(hub, tmp_path):
+def test_only_needed_files_are_fetched(hub, tmp_path):
     result = command(hub, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     directory = tmp_path / "checkpoints" / REPO
@@ -160,31 +190,33 @@ def test_the_files_needed_and_no_others(hub, tmp_path):
     assert last == f"next: python convert_hf_checkpoint.py --checkpoint_dir checkpoints/{REPO}"
     assert "%|" in result.stderr  # a progress bar
 
-    hub.requests.clear()  # all is there: nothing is fetched again
+    hub.requests.clear()  # everything is there, so nothing is fetched
     assert command(hub, "--revision", "v1", cwd=tmp_path).returncode == 0
     assert fetched(hub) == []
 
-    # What is gone or cut short is fetched, and only that.
+    # Only missing and truncated files are fetched.
     (directory / "config.json").unlink()
     shard = directory / "model-00002-of-00002.safetensors"
     shard.write_bytes(shard.read_bytes()[:100])
     hub.requests.clear()
     assert command(hub, cwd=tmp_path).returncode == 0
-    assert sorted(fetched(hub)) == [("config.json", None), (shard.name, None)] and contents(directory) == FILES
+    assert sorted(fetched(hub)) == [("config.json", None), (shard.name, None)]
+    assert contents(directory) == FILES
 
 
-def test_a_dropped_connection_goes_on_where_it_broke_off(hub, tmp_path, monkeypatch):
-    monkeypatch.setattr(huggingface_hub.constants, "DOWNLOAD_CHUNK_SIZE", 100_000)  # of 10 MB: what a write holds
+def test_a_dropped_connection_is_resumed(hub, tmp_path, monkeypatch):
+    # The client writes whole chunks (10 MB by default).
+    monkeypatch.setattr(huggingface_hub.constants, "DOWNLOAD_CHUNK_SIZE", 100_000)
     hub.drops = 2
     assert main(["--repo_id", REPO, "--output_dir", str(tmp_path / "out")]) == 0
     assert contents(tmp_path / "out") == FILES
-    ranges = [range_ for name, range_ in fetched(hub) if name.startswith("model-00001")]
+    ranges = [part for name, part in fetched(hub) if name.startswith("model-00001")]
     assert len(ranges) == 3 and ranges[0] is None
-    starts = [int(range_[6:-1]) for range_ in ranges[1:]]
+    starts = [int(part[6:-1]) for part in ranges[1:]]
     assert 0 < starts[0] < starts[1] <= 1_000_000
 
 
-def test_an_interrupted_run_keeps_what_is_whole(hub, tmp_path, capsys):
+def test_an_interrupted_run_keeps_complete_files(hub, tmp_path, capsys):
     hub.fail["GET", "model-00001-of-00002.safetensors"] = (500, None)
     assert "HTTP status 500" in fails(capsys, "--output_dir", tmp_path / "out")
     assert "model-00001-of-00002.safetensors" not in contents(tmp_path / "out")
@@ -197,7 +229,7 @@ def test_an_interrupted_run_keeps_what_is_whole(hub, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("where", "answer", "says"),
+    ("where", "answer", "message"),
     [
         (("GET", "api"), (401, "RepoNotFound"), "no repository someone/tiny-moe"),
         (("GET", "api"), (404, "RepoNotFound"), "no repository someone/tiny-moe"),
@@ -208,14 +240,15 @@ def test_an_interrupted_run_keeps_what_is_whole(hub, tmp_path, capsys):
         (("GET", "api"), (503, None), "HTTP status 503"),
     ],
 )
-def test_what_the_hub_refuses(hub, tmp_path, capsys, where, answer, says):
+def test_a_refusal_by_the_hub(hub, tmp_path, capsys, where, answer, message):
     hub.fail[where] = answer
-    assert says in fails(capsys, "--output_dir", tmp_path / "out")
+    assert message in fails(capsys, "--output_dir", tmp_path / "out")
     assert not contents(tmp_path).get("out/config.json")
 
 
-def test_a_revision_that_is_not_there(hub, tmp_path, capsys):
-    assert "has no revision 'v9'" in fails(capsys, "--revision", "v9", "--output_dir", tmp_path / "out")
+def test_an_unknown_revision(hub, tmp_path, capsys):
+    line = fails(capsys, "--revision", "v9", "--output_dir", tmp_path / "out")
+    assert "has no revision 'v9'" in line
     assert not (tmp_path / "out").exists()
 
 
@@ -226,7 +259,9 @@ def test_no_network(hub, tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("repo_id", ["a/b/c", "../x", "a--b/c", "", "name with space", "x" * 200, "/etc/passwd"])
+@pytest.mark.parametrize(
+    "repo_id", ["a/b/c", "../x", "a--b/c", "", "name with space", "x" * 200, "/etc/passwd"]
+)
 def test_an_invalid_name(hub, tmp_path, monkeypatch, capsys, repo_id):
     monkeypatch.chdir(tmp_path)
     assert "give it as owner/name" in fails(capsys, "--repo_id", repo_id)
@@ -244,7 +279,7 @@ def test_an_invalid_name(hub, tmp_path, monkeypatch, capsys, repo_id):
         ConnectionResetError(errno.ECONNRESET, "reset"),
     ],
 )
-def test_what_breaks_on_the_way(hub, tmp_path, monkeypatch, capsys, error):
+def test_a_failed_transfer(hub, tmp_path, monkeypatch, capsys, error):
     def broken(*_, **__):
         raise error
 
@@ -253,10 +288,11 @@ def test_what_breaks_on_the_way(hub, tmp_path, monkeypatch, capsys, error):
     assert "the download broke off" in line and "run the same command again" in line
 
 
-def test_a_network_lost_at_the_start_is_not_taken_for_success(hub, tmp_path, monkeypatch, capsys):
-    # The real client answers so: the directory as it is, and a warning.
+def test_no_network_at_the_start_is_not_success(hub, tmp_path, monkeypatch, capsys):
+    # The real client then returns the directory as it is, and warns.
     monkeypatch.setattr(script, "snapshot_download", lambda *_, local_dir, **__: str(local_dir))
-    assert "incomplete (model-00001-of-00002.safetensors and 6 more)" in fails(capsys, "--output_dir", tmp_path / "out")
+    line = fails(capsys, "--output_dir", tmp_path / "out")
+    assert "incomplete (model-00001-of-00002.safetensors and 6 more)" in line
 
 
 def test_ctrl_c(hub, tmp_path, monkeypatch, capsys):
@@ -268,13 +304,13 @@ def test_ctrl_c(hub, tmp_path, monkeypatch, capsys):
     assert "run the same command again" in capsys.readouterr().err
 
 
-def test_an_output_directory_that_cannot_be(hub, tmp_path, capsys):
+def test_an_invalid_output_directory(hub, tmp_path, capsys):
     (tmp_path / "file").write_text("")
     assert "is a file" in fails(capsys, "--output_dir", tmp_path / "file")
     assert "cannot write" in fails(capsys, "--output_dir", tmp_path / "file" / "below")
 
 
-def test_no_room(hub, tmp_path, monkeypatch, capsys):
+def test_a_full_disk(hub, tmp_path, monkeypatch, capsys):
     usage = type("Usage", (), {"free": 1000})
     monkeypatch.setattr(script.shutil, "disk_usage", lambda path: usage)
     assert "needs 0.0 GB more" in fails(capsys, "--output_dir", tmp_path / "out")
@@ -282,10 +318,13 @@ def test_no_room(hub, tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    ("names", "says"),
+    ("names", "message"),
     [
         (["config.json", "pytorch_model.bin"], "only pickled weights"),
-        (["config.json", "model-00001-of-00002.pt", "original/model.safetensors"], "only pickled weights"),
+        (
+            ["config.json", "model-00001-of-00002.pt", "original/model.safetensors"],
+            "only pickled weights",
+        ),
         (["model.Q4_K_M.gguf"], "only GGUF"),
         (["params.json", "consolidated.safetensors"], "Mistral's own layout"),
         (["adapter_model.safetensors", "adapter_config.json"], "only an adapter"),
@@ -294,41 +333,48 @@ def test_no_room(hub, tmp_path, monkeypatch, capsys):
         (["model.safetensors"], "no config.json"),
     ],
 )
-def test_a_repository_without_usable_weights(hub, tmp_path, capsys, names, says):
+def test_a_repository_without_usable_weights(hub, tmp_path, capsys, names, message):
     hub.files = dict.fromkeys(names, b"x")
-    assert says in fails(capsys, "--output_dir", tmp_path / "out")
+    assert message in fails(capsys, "--output_dir", tmp_path / "out")
     assert not (tmp_path / "out").exists() and fetched(hub) == []
 
 
 def test_wanted():
     assert sorted(wanted([*FILES, *UNWANTED])) == sorted(FILES)
-    assert wanted(["model.safetensors", "config.json"]) == ["model.safetensors", "config.json"]
+    names = ["model.safetensors", "config.json"]
+    assert wanted(names) == names
 
 
 def test_the_token_reaches_the_hub(hub, tmp_path, monkeypatch):
     seen = []
     original = Handler.do_GET
-    monkeypatch.setattr(Handler, "do_GET", lambda self: seen.append(self.headers["Authorization"]) or original(self))
-    assert main(["--repo_id", REPO, "--output_dir", str(tmp_path / "out"), "--token", "hf_secret"]) == 0
+
+    def do_GET(self):
+        seen.append(self.headers["Authorization"])
+        return original(self)
+
+    monkeypatch.setattr(Handler, "do_GET", do_GET)
+    output = str(tmp_path / "out")
+    assert main(["--repo_id", REPO, "--output_dir", output, "--token", "hf_secret"]) == 0
     assert seen and set(seen) == {"Bearer hf_secret"}
 
 
-# scripts/prepare.sh
+# scripts/prepare.sh -------------------------------------------------------------------------------
 
 
 def prepare(hub, *arguments, cwd):
-    environment = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "HUGGING"))}
-    environment |= {"HF_ENDPOINT": hub.url, "HF_HOME": str(cwd / "home"), "PYTHONPATH": str(ROOT)}
-    environment |= {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
-    program = [str(ROOT / "scripts" / "prepare.sh"), *arguments]
-    return subprocess.run(program, cwd=cwd, env=environment, capture_output=True, text=True, timeout=200)
+    return run_script(hub, str(ROOT / "scripts" / "prepare.sh"), *arguments, cwd=cwd)
 
 
-def test_prepare_goes_from_the_hub_to_a_quantised_model_and_on_from_where_it_was(hub, tmp_path, make_family):
+def files_of(directory):
+    return {path.name: path.read_bytes() for path in directory.iterdir() if path.is_file()}
+
+
+def test_prepare_quantizes_a_model_of_the_hub_and_resumes(hub, tmp_path, make_family):
     family = make_family("mixtral")
-    hub.files = {path.name: path.read_bytes() for path in family.hf_directory.iterdir() if path.is_file()}
+    hub.files = files_of(family.hf_directory)
     shard = next(name for name in hub.files if name.endswith(".safetensors"))
-    hub.fail["GET", shard] = 403, None  # the first try breaks off
+    hub.fail["GET", shard] = 403, None  # the first run fails
     broken = prepare(hub, REPO, "int8", cwd=tmp_path)
     assert broken.returncode == 2 and broken.stdout == "" and broken.stderr.count("error: ") == 1
     assert not list(tmp_path.glob("checkpoints/*/*/model_*"))
@@ -341,32 +387,36 @@ def test_prepare_goes_from_the_hub_to_a_quantised_model_and_on_from_where_it_was
     before = contents(tmp_path / "checkpoints")
     for mode in ("int8", "bf16"):
         again = prepare(hub, REPO, mode, cwd=tmp_path)
-        assert again.stdout == f"checkpoints/{REPO}/model_{mode}\n" and "is there already" in again.stderr
+        assert again.stdout == f"checkpoints/{REPO}/model_{mode}\n"
+        assert "is there already" in again.stderr
     assert not hub.requests and contents(tmp_path / "checkpoints") == before
-    shutil.rmtree(tmp_path / directory)  # another format needs no other download
+    shutil.rmtree(tmp_path / directory)  # quantizing again needs no download
     assert prepare(hub, REPO, "int8", cwd=tmp_path).returncode == 0 and not hub.requests
     assert contents(tmp_path / "checkpoints") == before
 
 
-def test_prepare_keeps_what_is_published_in_fp8(hub, tmp_path, fp8_directory):
-    hub.files = {path.name: path.read_bytes() for path in fp8_directory.iterdir() if path.is_file()}
-    for said in ("convert: ", "is there already"):
+def test_prepare_keeps_published_fp8(hub, tmp_path, fp8_directory):
+    hub.files = files_of(fp8_directory)
+    for message in ("convert: ", "is there already"):
         run = prepare(hub, REPO, cwd=tmp_path)
-        assert run.stdout == f"checkpoints/{REPO}/model_fp8b\n" and said in run.stderr, run.stderr
+        assert run.stdout == f"checkpoints/{REPO}/model_fp8b\n", run.stderr
+        assert message in run.stderr
         assert [path.name for path in tmp_path.glob("checkpoints/*/*/model_*")] == ["model_fp8b"]
 
 
-def test_prepare_keeps_what_is_published_in_mxfp4(hub, tmp_path, make_family):
-    """Of a repository of MXFP4 experts, the first run converts, the second finds it; other formats are refused."""
+def test_prepare_keeps_published_mxfp4(hub, tmp_path, make_family):
+    """The first run converts, the next ones find it; other formats are refused."""
     source = make_family("gpt_oss").hf_directory
-    config = json.loads((source / "config.json").read_text()) | {"quantization_config": {"quant_method": "mxfp4"}}
+    config = json.loads((source / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4"}
     tensors = {}
     for path in source.glob("*.safetensors"):
         for name, tensor in load_file(path).items():
             if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
                 experts, width, rows = tensor.shape
-                tensors[f"{name}_blocks"] = torch.randint(256, (experts, rows, width // 32, 16), dtype=torch.uint8)
-                tensors[f"{name}_scales"] = torch.full((experts, rows, width // 32), 124, dtype=torch.uint8)
+                groups, dtype = (experts, rows, width // 32), torch.uint8
+                tensors[f"{name}_blocks"] = torch.randint(256, (*groups, 16), dtype=dtype)
+                tensors[f"{name}_scales"] = torch.full(groups, 124, dtype=dtype)
             else:
                 tensors[name] = tensor
     hub.files = {"model.safetensors": save(tensors), "config.json": json.dumps(config).encode()}
@@ -374,17 +424,24 @@ def test_prepare_keeps_what_is_published_in_mxfp4(hub, tmp_path, make_family):
     for mode in ((), ("mxfp4",), ()):
         run = prepare(hub, REPO, *mode, cwd=tmp_path)
         assert run.returncode == 0 and run.stdout == directory + "\n", run.stderr
-    assert Checkpoint(tmp_path / directory).format["name"] == "mxfp4" and "is there already" in run.stderr
+    assert Checkpoint(tmp_path / directory).format["name"] == "mxfp4"
+    assert "is there already" in run.stderr
     refused = prepare(hub, REPO, "int8", cwd=tmp_path)
     assert refused.returncode == 2 and "is quantised already (mxfp4)" in refused.stderr
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    (((), "OWNER/NAME"), (("name",), "OWNER/NAME"), ((REPO, "int5"), "int5"), ((REPO, "int8", "x"), "too many")),
+    (
+        ((), "OWNER/NAME"),
+        (("name",), "OWNER/NAME"),
+        ((REPO, "int5"), "int5"),
+        ((REPO, "int8", "x"), "too many"),
+    ),
 )
-def test_prepare_says_what_it_takes(hub, tmp_path, arguments, message):
+def test_prepare_checks_its_arguments(hub, tmp_path, arguments, message):
     run = prepare(hub, *arguments, cwd=tmp_path)
     assert run.returncode == 2 and run.stdout == "" and not hub.requests
-    assert run.stderr.startswith("error: ") and message in run.stderr and run.stderr.count("\n") == 1
+    assert run.stderr.startswith("error: ") and message in run.stderr
+    assert run.stderr.count("\n") == 1
     assert prepare(hub, "--help", cwd=tmp_path).stdout.startswith("usage: ")

@@ -17,31 +17,34 @@ from scripts.plot_experts import study
 
 ROOT = Path(__file__).parents[1]
 IDS = [3, 141, 59, 26, 53, 58, 97, 93, 23, 84, 62, 64, 33, 83, 27, 95, 2, 88]
+NO_MATPLOTLIB = "pictures need matplotlib: pip install 'moe-fast[plot]'"
 pytestmark = pytest.mark.usefixtures("few_threads")
 
 
-def command(script: str, *arguments: str):
+def run_script(script: str, *arguments: str):
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    program = [sys.executable, ROOT / "scripts" / script, *arguments]
-    return subprocess.run(program, capture_output=True, text=True, env=environment, timeout=120)
+    command = [sys.executable, ROOT / "scripts" / script, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
 
 
-# compare_hf.py ------------------------------------------------------------------------------------------------------
+# compare_hf.py ------------------------------------------------------------------------------------
 
 
-def first_parting(model, peer, tolerance: float = 1e-4) -> tuple:
+def first_difference(model, peer, tolerance: float = 1e-4) -> tuple:
+    """Return layer and operator of the first place that differs."""
     for place in compare(model, peer, IDS):
         if place["error"] > (0 if place["operator"] == "chosen experts" else tolerance):
             return place["layer"], place["operator"]
     return ()
 
 
-def test_no_place_parts_in_any_family(family):
+def test_no_place_differs_in_any_family(family):
     model = load_model(family.directory, "cpu")
     places = compare(model, family.peer, IDS)
     assert max(place["error"] for place in places) < 1e-5
     args = model.args
-    assert len(places) == 3 + 6 * args.n_layer + 3 * (args.n_layer - len(args.dense_layers))
+    sparse_layers = args.n_layer - len(args.dense_layers)
+    assert len(places) == 3 + 6 * args.n_layer + 3 * sparse_layers
     assert [places[0]["operator"], places[-1]["operator"]] == ["embedding", "logits"]
 
 
@@ -60,35 +63,35 @@ def test_no_place_parts_in_any_family(family):
         ("head", ("", "logits")),
     ),
 )
-def test_a_broken_weight_is_found_where_it_is(make_family, path, place):
+def test_a_broken_weight_is_located(make_family, path, place):
     family = make_family("mixtral")
     model = load_model(family.directory, "cpu")
     model.get_submodule(path).weight.data *= 1.01
-    assert first_parting(model, family.peer) == place
+    assert first_difference(model, family.peer) == place
 
 
-def test_a_router_that_breaks_a_tie_otherwise_is_told_from_one_that_is_wrong(make_family):
-    """Two experts with their rows exchanged: logits and choices differ, in that layer and not before."""
+def test_a_router_with_two_rows_exchanged_is_located(make_family):
+    """Logits and choices differ in that layer, and nothing before it."""
     family = make_family("olmoe")
     model = load_model(family.directory, "cpu")
     weight = model.layers[1].ffn.router.weight.data
     weight[[0, 1]] = weight[[1, 0]]
     places = compare(model, family.peer, IDS)
     errors = {(place["layer"], place["operator"]): place["error"] for place in places}
-    assert first_parting(model, family.peer) == ("layer 1", "router logits")
+    assert first_difference(model, family.peer) == ("layer 1", "router logits")
     assert errors["layer 1", "chosen experts"] > 0 and errors["layer 1", "ffn norm"] < 1e-5
 
 
 def test_the_command_compares_and_continues(make_family):
-    family, tokens = make_family("mixtral"), ",".join(map(str, IDS))
-    run = command("compare_hf.py", str(family.directory), "--tokens", tokens, "--new_tokens", "8", "--json")
+    directory, tokens = str(make_family("mixtral").directory), ",".join(map(str, IDS))
+    common = "compare_hf.py", directory, "--tokens", tokens
+    run = run_script(*common, "--new_tokens", "8", "--json")
     assert run.returncode == 0, run.stderr
     found = json.loads(run.stdout.splitlines()[-1])
-    assert found["parts_at"] is None and found["same_tokens"] == 8 and found["tokens"] == found["peer_tokens"]
+    assert found["parts_at"] is None and found["same_tokens"] == 8
+    assert found["tokens"] == found["peer_tokens"]
     assert found["ms"] > 0 and found["peer_ms"] > 0
-    strict = command(
-        "compare_hf.py", str(family.directory), "--tokens", tokens, "--new_tokens", "2", "--tolerance", "0"
-    )
+    strict = run_script(*common, "--new_tokens", "2", "--tolerance", "0")
     assert strict.returncode == 1 and strict.stdout.startswith("they part at ")
 
 
@@ -108,14 +111,15 @@ def test_a_mistake_is_one_line(make_family, capsys, monkeypatch, arguments, mess
     monkeypatch.setattr(sys, "argv", ["compare_hf.py", directory, *arguments])
     assert compare_hf.main() == 2
     output, errors = capsys.readouterr()
-    assert output == "" and errors.startswith("error: ") and message in errors and errors.count("\n") == 1
+    assert output == "" and message in errors
+    assert errors.startswith("error: ") and errors.count("\n") == 1
 
 
-# plot_experts.py ----------------------------------------------------------------------------------------------------
+# plot_experts.py ----------------------------------------------------------------------------------
 
 
 def test_load_and_entropy_by_hand():
-    """One layer whose choices are even, one whose tokens all go to experts 0 and 1."""
+    """One layer has even choices, in the other all tokens choose experts 0 and 1."""
     experts = torch.tensor([[[0, 1], [2, 3]], [[0, 1], [1, 0]]])
     weights = torch.tensor([[[0.5, 0.5], [0.5, 0.5]], [[1.0, 0.0], [0.75, 0.25]]])
     found = study(experts, weights, 4)
@@ -126,11 +130,12 @@ def test_load_and_entropy_by_hand():
 
 
 @pytest.mark.parametrize("suffix", ("png", "svg"))
-def test_the_picture_shows_what_the_numbers_say(directory, tmp_path, suffix):
-    pytest.importorskip("matplotlib", reason="pictures need matplotlib: pip install 'moe-fast[plot]'")
+def test_the_picture_and_its_numbers(directory, tmp_path, suffix):
+    pytest.importorskip("matplotlib", reason=NO_MATPLOTLIB)
     output = tmp_path / f"experts.{suffix}"
-    options = "--checkpoint_path", str(directory), "--prompt", "def f($x):\n    return", "--output", str(output)
-    run = command("plot_experts.py", *options, "--layers", "0,5", "--json")
+    options = "--checkpoint_path", str(directory), "--prompt", "def f($x):\n    return"
+    options += "--output", str(output), "--layers", "0,5", "--json"
+    run = run_script("plot_experts.py", *options)
     assert run.returncode == 0, run.stderr
     found = json.loads(run.stdout.splitlines()[-1])
     assert found["layers"] == list(range(8)) and found["tokens"] > 4
@@ -151,9 +156,10 @@ def test_the_picture_shows_what_the_numbers_say(directory, tmp_path, suffix):
         (("--output", "/nowhere/x.png"), "a file that can be written"),
     ),
 )
-def test_a_picture_that_cannot_be_is_one_line(directory, capsys, monkeypatch, arguments, message):
-    pytest.importorskip("matplotlib", reason="pictures need matplotlib: pip install 'moe-fast[plot]'")
-    monkeypatch.setattr(sys, "argv", ["plot_experts.py", "--checkpoint_path", str(directory), *arguments])
+def test_a_mistake_about_a_picture_is_one_line(directory, capsys, monkeypatch, arguments, message):
+    pytest.importorskip("matplotlib", reason=NO_MATPLOTLIB)
+    line = ["plot_experts.py", "--checkpoint_path", str(directory), *arguments]
+    monkeypatch.setattr(sys, "argv", line)
     assert plot_experts.main() == 2
     output, errors = capsys.readouterr()
     error = [line for line in errors.splitlines() if line.startswith("error: ")]

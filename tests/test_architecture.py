@@ -1,0 +1,315 @@
+"""The import rules of docs/design.md, checked from the syntax tree."""
+
+import ast
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from functools import cache
+from importlib.metadata import packages_distributions
+from pathlib import Path
+
+import pytest
+import transformers.utils.import_utils
+
+from models import FAMILIES
+
+ROOT = Path(__file__).parents[1]
+SETUPTOOLS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+
+# A unit is a root module or a package. A row lists the units that it may import.
+LIBRARY = {
+    "ops": set(),
+    "cli": set(),
+    "tokenizer": set(),
+    "checkpoint": {"cli"},
+    "model": {"ops"},
+    "formats": {"ops", "model", "checkpoint"},
+    "models": {"ops", "model", "formats", "checkpoint"},
+    "runtime": {"ops", "model"},
+    "parallel": {"ops"},
+    "tp": {"model", "models", "formats", "parallel"},
+    "offload": {"ops", "model", "formats", "runtime"},
+}
+MAY_IMPORT = LIBRARY | {
+    "generate": set(LIBRARY),
+    "server": {"generate", "runtime", "parallel", "offload", "tokenizer"},
+    "serve": {*LIBRARY, "generate", "server"},
+    "convert_hf_checkpoint": {"cli", "models"},
+    "quantize": {"cli", "checkpoint", "formats", "models", "parallel"},
+    "eval": {*LIBRARY, "generate"},
+    "benchmark": {*LIBRARY, "generate", "benchmarks"},
+    "benchmarks": {*LIBRARY, "generate", "benchmark", "eval"},
+}
+# Single modules that may import less than their package.
+NARROWER = {
+    ("formats", "checkpoint"): {"formats.quantizer"},  # writes checkpoints
+    ("models", "checkpoint"): {"models.converter"},
+}
+# Packages from outside of the standard library, for the units that may import few.
+THIRD_PARTY = {
+    "cli": set(),
+    "ops": {"torch", "triton"},
+    "model": {"torch"},
+    "formats": {"torch", "tqdm"},
+    "models": {"torch", "tqdm"},
+    "runtime": {"torch"},
+    "parallel": {"torch"},
+    "tp": {"torch"},
+    "offload": {"torch"},
+}
+INDUCTOR_PRIVATE = {"ops/inductor.py", "ops/tuning.py"}
+# Imports inside a function: file -> imported packages, and why.
+SLOW = "importing it imports the compiler, which takes seconds"
+OPTIONAL = "an optional package, named in the error if it is missing"
+HIDDEN_IMPORTS = {
+    "ops/attention.py": ({"torch.nn.attention.bias"}, SLOW),
+    "ops/inductor.py": (
+        {
+            "torch._dynamo.config",
+            "torch._inductor.config",
+            "torch._inductor.lowering",
+            "torch._inductor.runtime.benchmarking",
+            "torch._inductor.virtualized",
+            "torch.fx.experimental._config",
+        },
+        SLOW,
+    ),
+    "ops/tuning.py": (
+        {
+            "torch._inductor.config",
+            "torch._inductor.runtime.coordinate_descent_tuner",
+            "torch._inductor.runtime.triton_heuristics",
+        },
+        SLOW,
+    ),
+    "eval.py": ({"lm_eval", "lm_eval.api.model", "lm_eval.tasks", "lm_eval.utils"}, OPTIONAL),
+    "serve.py": ({"server.app"}, "needs FastAPI, " + OPTIONAL),
+}
+
+
+def modules_of(*folders: str) -> dict[str, Path]:
+    """Map dotted names to the Python files in these folders ("." is not searched deeper)."""
+    found = {}
+    for folder in folders:
+        pattern = "*.py" if folder == "." else "**/*.py"
+        for path in sorted((ROOT / folder).glob(pattern)):
+            name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+            found[name.removesuffix(".__init__")] = path
+    return found
+
+
+PACKAGES = [name for name in SETUPTOOLS["packages"] if "." not in name]
+MODULES = modules_of(".", *PACKAGES)
+UNITS = {name.split(".")[0] for name in MODULES}
+INSTALLED = {name: path for name, path in MODULES.items() if name.split(".")[0] != "benchmarks"}
+SOURCES = MODULES | modules_of("scripts", "examples", "tests")
+
+
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(), filename=str(path))
+
+
+def imports(node: ast.AST) -> set[str]:
+    """Return the modules that a syntax tree imports: dotted names, our submodules included."""
+    names = set()
+    for child in ast.walk(node):
+        if isinstance(child, ast.Import):
+            names |= {alias.name for alias in child.names}
+        elif isinstance(child, ast.ImportFrom):
+            assert not child.level, "imports are absolute"
+            full = {f"{child.module}.{alias.name}" for alias in child.names}
+            names |= {name if name in MODULES else child.module for name in full}
+    return names
+
+
+def unit(name: str) -> str:
+    return name.split(".")[0]
+
+
+def relative_names(modules: dict[str, Path]) -> list[str]:
+    return [str(path.relative_to(ROOT)) for path in modules.values()]
+
+
+# Who imports whom ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_a_module_imports_only_what_its_unit_may(name):
+    assert unit(name) in MAY_IMPORT, f"{unit(name)} is new: add a row here and to docs/design.md"
+    imported = {other for other in imports(tree(MODULES[name])) if unit(other) in UNITS}
+    allowed = MAY_IMPORT[unit(name)] | {unit(name)}
+    forbidden = {other for other in imported if unit(other) not in allowed}
+    for other in map(unit, imported):
+        if name not in NARROWER.get((unit(name), other), {name}):
+            forbidden.add(other)
+    assert not forbidden, f"{name} imports {sorted(forbidden)}"
+
+
+def test_the_table_has_no_stale_row():
+    assert set(MAY_IMPORT) == UNITS
+    for name, row in MAY_IMPORT.items():
+        assert row <= UNITS - {name}
+
+
+def test_no_cycle_between_units():
+    """Command-line modules of benchmarks/ aside: benchmark.py imports two of them."""
+    table = {name: row - {"benchmarks"} for name, row in MAY_IMPORT.items()}
+    assert not cyclic(table), f"a cycle among {cyclic(table)}"
+
+
+def test_no_cycle_between_modules():
+    graph = {
+        name: {other for other in imports(tree(path)) if other in MODULES and other != name}
+        for name, path in MODULES.items()
+    }
+    assert not cyclic(graph), f"a cycle among {cyclic(graph)}"
+
+
+def cyclic(graph: dict[str, set[str]]) -> list[str]:
+    """Return the nodes of a graph that cannot be put in order."""
+    left = dict(graph)
+    while ready := [name for name, below in left.items() if not below & set(left)]:
+        for name in ready:
+            del left[name]
+    return sorted(left)
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if unit(name) in THIRD_PARTY])
+def test_a_library_imports_few_packages(name):
+    packages = set(map(unit, imports(tree(MODULES[name])))) - set(sys.stdlib_module_names) - UNITS
+    assert packages <= THIRD_PARTY[unit(name)]
+
+
+def test_model_py_imports_only_torch_and_ops():
+    imported = imports(tree(ROOT / "model.py"))
+    assert {unit(name) for name in imported} - set(sys.stdlib_module_names) == {"torch", "ops"}
+
+
+def test_families_never_import_each_other():
+    files = {type(family).__module__ for family in FAMILIES.values()}
+    assert len(files) >= 9
+    for name in files:
+        assert not (imports(tree(MODULES[name])) & files) - {name}, name
+    registry = imports(tree(MODULES["models"]))
+    for name in set(MODULES) - files - {"models"}:
+        shared = imports(tree(MODULES[name])) & files
+        assert not shared, f"{name} imports the family {sorted(shared)}"
+    assert files <= registry
+
+
+@pytest.mark.parametrize("path", relative_names(INSTALLED | modules_of("scripts", "examples")))
+def test_private_inductor_stays_in_ops(path):
+    if path not in INDUCTOR_PRIVATE:
+        assert not re.search(r"torch\._(inductor|dynamo)", (ROOT / path).read_text())
+
+
+# What happens at import ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", relative_names(SOURCES))
+def test_no_hidden_import(path):
+    """Packages and root modules import at the top; the rest at least our own modules."""
+    functions = ast.FunctionDef | ast.AsyncFunctionDef
+    nodes = [node for node in ast.walk(tree(ROOT / path)) if isinstance(node, functions)]
+    hidden = {name for node in nodes for name in imports(node)}
+    allowed, _ = HIDDEN_IMPORTS.get(path, (set(), ""))
+    if path not in relative_names(INSTALLED):
+        hidden = {name for name in hidden if unit(name) in UNITS}
+    assert hidden == allowed
+
+
+def is_definition(node: ast.stmt) -> bool:
+    """Whether a statement defines something: import, function, class, docstring, constant."""
+    functions = ast.FunctionDef | ast.AsyncFunctionDef
+    if isinstance(node, ast.Import | ast.ImportFrom | functions | ast.ClassDef | ast.AnnAssign):
+        return True
+    if isinstance(node, ast.Expr):
+        return isinstance(node.value, ast.Constant)
+    if isinstance(node, ast.Assign):
+        return all(isinstance(target, ast.Name | ast.Tuple) for target in node.targets)
+    if isinstance(node, ast.Try):  # a package that may be missing, and None in its place
+        statements = (*node.body, *node.handlers[0].body)
+        return all(isinstance(n, ast.Import | ast.ImportFrom | ast.Assign) for n in statements)
+    if isinstance(node, ast.If):
+        return ast.unparse(node.test) == "__name__ == '__main__'"
+    return False
+
+
+@pytest.mark.parametrize("path", relative_names(SOURCES))
+def test_an_import_only_defines(path):
+    if not path.startswith("tests/"):
+        effects = [ast.unparse(node) for node in tree(ROOT / path).body if not is_definition(node)]
+        assert not effects
+
+
+@pytest.mark.parametrize("path", relative_names(SOURCES))
+def test_sys_path_is_not_changed(path):
+    for node in ast.walk(tree(ROOT / path)):
+        if isinstance(node, ast.Attribute) and node.attr == "path":
+            assert getattr(node.value, "id", "") != "sys"
+
+
+@pytest.mark.parametrize("path", relative_names(SOURCES))
+def test_no_pickle(path):
+    nodes = tree(ROOT / path)
+    assert not set(map(unit, imports(nodes))) & {"pickle", "dill", "joblib"}
+    calls = {ast.unparse(node.func) for node in ast.walk(nodes) if isinstance(node, ast.Call)}
+    assert not calls & {"torch.load", "torch.save"}
+
+
+# Installation and names ---------------------------------------------------------------------------
+
+
+def test_pyproject_lists_every_package_and_root_module():
+    """An installation, an editable one too, has only those that are listed."""
+    assert set(SETUPTOOLS["py-modules"]) == {path.stem for path in ROOT.glob("*.py")}
+    folders = {path.parent.relative_to(ROOT) for path in ROOT.glob("[a-z]*/**/__init__.py")}
+    assert set(SETUPTOOLS["packages"]) == {".".join(folder.parts) for folder in folders}
+    for package, patterns in SETUPTOOLS["package-data"].items():
+        for pattern in patterns:
+            assert list((ROOT / package).glob(pattern)), pattern
+
+
+def our_names() -> set[str]:
+    """Return the names that the repository's root makes importable."""
+    folders = (path for path in ROOT.iterdir() if path.is_dir() and path.name.isidentifier())
+    return UNITS | {folder.name for folder in folders}
+
+
+def test_no_name_is_a_librarys():
+    """A folder or module of ours would hide the library while the root is on sys.path.
+
+    transformers probes packages by name, installed or not: `kernels` and `datasets` are two.
+    """
+    source = Path(transformers.utils.import_utils.__file__).read_text()
+    probed = set(re.findall(r'_is_package_available\(\s*"(\w+)"', source))
+    assert {"kernels", "datasets"} <= probed
+    others = {
+        name for name, owners in packages_distributions().items() if set(owners) != {"moe-fast"}
+    }
+    hidden = our_names() & (others | probed | set(sys.stdlib_module_names) | {"distributed"})
+    assert not hidden
+
+
+@pytest.mark.parametrize("folder", ("scripts", "benchmarks", "examples", "tests"))
+def test_no_script_hides_a_module(folder):
+    """`python FOLDER/x.py` puts FOLDER first on sys.path."""
+    names = {path.stem for path in (ROOT / folder).iterdir()} - {"__init__"}
+    assert not names & (our_names() | set(sys.stdlib_module_names))
+
+
+def test_transformers_imports_beside_ours(tmp_path):
+    """Also if packages with the names of ours are installed, as far as their metadata says."""
+    for name in our_names():
+        metadata = tmp_path / f"{name}-1.0.dist-info"
+        metadata.mkdir()
+        (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    code = "from transformers import AutoConfig, MixtralForCausalLM"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(ROOT), str(tmp_path)))}
+    run = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stderr

@@ -1,0 +1,88 @@
+"""Options shared by generate.py and serve.py: literal choices, no torch, the removed tier."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import checkpoint
+import tp
+from cli import options
+from cli.parser import Parser
+from formats import kv_cache, quantizer
+from offload import cache, plan
+from runtime import session
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture
+def parser() -> Parser:
+    made = Parser("Test.", ("python x.py",), prog="x.py")
+    options.add_model_options(made)
+    return made
+
+
+def test_choices_are_those_of_the_modules_that_implement_them():
+    assert tuple(kv_cache.KV_CACHES) == options.KV_CACHES
+    assert tuple(cache.POLICIES) == options.CACHE_POLICIES
+    assert tuple(plan.DRIVERS) == options.OFFLOAD_DRIVERS
+    assert tuple(tp.PARALLEL) == options.PARALLEL
+    assert tuple(quantizer.DTYPES) == options.DTYPES
+    assert options.DTYPES == ("bf16", "fp16", "fp32")
+    assert set(options.DTYPES) <= set(checkpoint.DTYPES)
+    assert options.PREFILL_CHUNK == session.PREFILL_CHUNK
+
+
+def test_the_command_line_imports_no_torch():
+    code = (
+        "import sys, cli.chat, cli.options, cli.parser; "
+        "sys.exit(sorted({'torch', 'numpy'} & set(sys.modules)) or 0)"
+    )
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+
+
+def test_the_host_tier_is_accepted(parser):
+    given = parser.parse_args(["--offload", "--gpu_experts", "2", "--offload_tier", "host"])
+    options.check_model_options(given)
+    assert given.offload_tier == "host"
+    assert parser.parse_args([]).offload_tier is None
+
+
+@pytest.mark.parametrize(
+    ("tier", "message"),
+    (
+        ("disk", "--offload_tier: the disk tier was removed: use --offload_tier host"),
+        ("tape", "--offload_tier tape: it must be one of host"),
+    ),
+)
+def test_other_tiers_are_refused_in_one_line(parser, capsys, tier, message):
+    with pytest.raises(SystemExit) as ended:
+        parser.parse_args(["--offload", "--offload_tier", tier])
+    assert ended.value.code == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith(f"error: {message}") and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", options.OFFLOAD_OPTIONS)
+def test_options_of_offloading_need_it(parser, name):
+    value = {"cache_policy": "lru", "offload_tier": "host", "offload_driver": "host"}.get(name, "1")
+    given = parser.parse_args([f"--{name}", value])
+    with pytest.raises(ValueError, match=f"--{name} is about experts in host memory: add --off"):
+        options.check_model_options(given)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    (("16GB", 16e9), ("900MB", 9e8), ("1.5 gb", 1.5e9), ("2G", 2e9), ("0.5m", 5e5)),
+)
+def test_sizes(text, size):
+    assert options.parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ("16", "GB", "16KB", "-1GB", "16 GB GB", ""))
+def test_other_sizes_are_refused(text):
+    with pytest.raises(ValueError, match="it must be a number of GB or MB, as in 16GB"):
+        options.parse_size(text)

@@ -1,0 +1,236 @@
+"""The sequence-state protocol, driven by a model with a recurrent layer."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from formats.kv_cache import Int8KVCache
+from model import Context, KVCache, Linear, ModelArgs, Transformer
+from models.deepseek import DeepseekArgs, DeepseekTransformer
+from runtime.sampling import Sampling
+from runtime.sequence_state import MAX_TENTATIVE, real_tokens, truncate_all
+from runtime.session import Session, SessionOptions
+from runtime.speculation import Speculation
+
+WIDTH = 16
+DECAY = 0.7
+GREEDY = Sampling(temperature=0)
+
+
+class RecurrentState:
+    """h <- DECAY * h + v for each real token: the smallest state that a stray token spoils."""
+
+    def __init__(self, batch: int, like: Tensor):
+        self.h = torch.zeros(batch, WIDTH, dtype=like.dtype, device=like.device)
+        # States after 0, 1, ... tokens of the last call, for `accept`.
+        self.tentative = self.h.unsqueeze(1).repeat(1, MAX_TENTATIVE + 1, 1)
+        self.snapshots: list[dict[int, Tensor]] = [{} for _ in range(batch)]
+
+    def append(self, values: Tensor, context: Context) -> Tensor:
+        rows = slice(None) if context.chunk is None else context.chunk.row
+        real = real_tokens(values.shape[1], context, values.device)
+        h, after = self.h[rows], []
+        for n in range(values.shape[1]):
+            h = torch.where(real[:, n : n + 1], DECAY * h + values[:, n], h)
+            after.append(h)
+        if len(after) <= MAX_TENTATIVE:
+            states = torch.stack([self.h[rows], *after], dim=1)
+            self.tentative[rows, : states.shape[1]] = states
+        self.h[rows] = h
+        return torch.stack(after, dim=1)
+
+    def accept(self, counts: Tensor) -> None:
+        rows = torch.arange(len(self.h))
+        self.h.copy_(self.tentative[rows, counts])
+
+    def truncate(self, row: int, length: int) -> int:
+        kept = max((n for n in self.snapshots[row] if n <= length), default=0)
+        self.snapshots[row] = {n: h for n, h in self.snapshots[row].items() if n <= kept}
+        self.h[row] = self.snapshots[row].get(kept, torch.zeros(WIDTH))
+        return kept
+
+    def snapshot(self, row: int, length: int) -> None:
+        self.snapshots[row][length] = self.h[row].clone()
+
+    def reset(self) -> None:
+        self.h.zero_()
+        self.snapshots = [{} for _ in self.snapshots]
+
+    @property
+    def nbytes(self) -> int:
+        return self.h.nbytes + self.tentative.nbytes
+
+
+class RecurrentLayer(nn.Module):
+    """In place of an attention layer."""
+
+    window = None
+
+    def __init__(self, args: ModelArgs):
+        super().__init__()
+        self.wv, self.wo = Linear(args.dim, WIDTH), Linear(WIDTH, args.dim)
+
+    def allocate(self, batch, length, cache_class, like) -> RecurrentState:
+        self.state = RecurrentState(batch, like)
+        return self.state
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        return self.wo(self.state.append(self.wv(x), context))
+
+
+SIZES = dict(dim=32, n_layer=3, n_head=4, intermediate=24, n_expert=6, n_active=2)
+SIZES |= dict(vocab_size=64, max_position=256)
+
+
+def with_recurrence(model: Transformer, seed: int = 0) -> Transformer:
+    """Replace the middle layer, and draw all weights."""
+    model.layers[1].attention = RecurrentLayer(model.args)
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if parameter.dim() > 1:
+            size = parameter.shape[-1] ** -0.5
+            parameter.data.normal_(0, 2 * size, generator=generator)
+        else:
+            parameter.data.fill_(0.0 if name.endswith("bias") else 1.0)
+    return model
+
+
+def make_model(kind: str = "plain", seed: int = 0) -> Transformer:
+    if kind == "latent":
+        latent = dict(n_kv_head=1, head_dim=16, rotary_dim=8, kv_rank=16, value_dim=8)
+        args = DeepseekArgs("deepseek_v2", **SIZES, **latent)
+        return with_recurrence(DeepseekTransformer(args), seed)
+    args = ModelArgs("mixtral", **SIZES, n_kv_head=2, head_dim=8)
+    return with_recurrence(Transformer(args), seed)
+
+
+KINDS = {"plain": KVCache, "int8": Int8KVCache, "latent": KVCache, "latent-int8": Int8KVCache}
+
+
+@pytest.fixture(params=KINDS)
+def kind(request) -> str:
+    return request.param
+
+
+def open_session(kind: str, **options) -> Session:
+    model = make_model(kind.split("-")[0])
+    return Session(model, 128, SessionOptions(cache_class=KINDS[kind], **options))
+
+
+@pytest.fixture
+def no_compiler(monkeypatch):
+    """Sessions take their compiled paths, with functions that are not compiled."""
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    monkeypatch.setattr("runtime.session.configure_inductor", lambda: None)
+
+
+def prompt(length: int, seed: int = 1) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(64, (length,), generator=generator).tolist()
+
+
+def fresh_answer(kind: str, ids: list[int], count: int) -> list[int]:
+    """The greedy answer, each token from a session that has seen nothing else."""
+    session, answer = open_session(kind), []
+    for _ in range(count):
+        session.reset()
+        answer += session.stream(ids + answer, 1, GREEDY)
+    return answer
+
+
+def test_decoding_keeps_the_state(kind):
+    ids = prompt(11)
+    assert list(open_session(kind).stream(ids, 12, GREEDY)) == fresh_answer(kind, ids, 12)
+
+
+def test_padding_of_a_prompt_is_not_taken_in(kind, no_compiler):
+    ids = prompt(11)
+    session = open_session(kind, compile_prefill=True)
+    assert session.padding_multiple > 1
+    assert list(session.stream(ids, 12, GREEDY)) == fresh_answer(kind, ids, 12)
+
+
+def test_a_prompt_in_chunks(kind):
+    ids = prompt(30)
+    session = open_session(kind, prefill_chunk=7)
+    assert list(session.stream(ids, 6, GREEDY)) == fresh_answer(kind, ids, 6)
+
+
+def test_warming_up_a_step_is_not_taken_in(kind, no_compiler):
+    """Between two answers a step of another kind is warmed up, as before its capture."""
+    session, ids = open_session(kind, compile=True), prompt(11)
+    first = list(session.stream(ids, 6, GREEDY))
+    before = session.states[1].h.clone()
+    session.warm_up(session.candidates(Sampling(temperature=1.0)))
+    assert torch.equal(session.states[1].h, before)
+    more = [*ids, *first, *prompt(3, 2)]
+    assert list(session.stream(more, 6, GREEDY)) == fresh_answer(kind, more, 6)
+
+
+def test_idle_rows_of_a_batch(kind, no_compiler):
+    session = open_session(kind, batch=3, compile=True)
+    prompts = [prompt(9, 3), prompt(5, 4), prompt(7, 5)]
+    list(session.stream_all(prompts, 4, GREEDY))
+    alone = [tokens[0] for tokens in session.stream_all(prompts[1:2], 5, GREEDY)]
+    assert alone == fresh_answer(kind, prompts[1], 5)
+    assert torch.equal(
+        session.states[1].h[1:], torch.zeros(2, WIDTH)
+    )  # the idle rows took nothing in
+    rows = list(zip(*session.stream_all(prompts, 4, GREEDY), strict=True))
+    assert [list(row) for row in rows] == [fresh_answer(kind, ids, 4) for ids in prompts]
+
+
+@pytest.mark.parametrize("compiled", (False, True))
+@pytest.mark.parametrize("drafts", ("lookup", "model"))
+def test_refused_drafts_are_not_taken_in(kind, compiled, drafts, no_compiler):
+    ids = prompt(5) * 3
+    draft = make_model(seed=1) if drafts == "model" else None
+    speculation = Speculation(open_session(kind, compile=compiled), 4, draft)
+    assert list(speculation.stream(ids, 20, GREEDY)) == fresh_answer(kind, ids, 20)
+    assert speculation.statistics()["drafted"] > speculation.statistics()["accepted"]
+
+
+def test_a_prefix_is_reused_from_the_snapshot_after_the_prompt(kind):
+    session, ids = open_session(kind), prompt(20)
+    answer = list(session.stream(ids, 6, GREEDY))
+    more = [*ids, *answer, *prompt(3, 2)]
+    assert list(session.stream(more, 6, GREEDY)) == fresh_answer(kind, more, 6)
+    assert session.prefilled == len(more) - len(ids)
+    other = [*ids[:10], *prompt(5, 6)]  # leaves the prefix before any snapshot
+    assert list(session.stream(other, 6, GREEDY)) == fresh_answer(kind, other, 6)
+    assert session.prefilled == len(other)
+
+
+def test_a_prefix_ends_at_a_chunk(kind):
+    session, ids = open_session(kind, prefill_chunk=8), prompt(20)
+    list(session.stream(ids, 3, GREEDY))
+    other = [*ids[:13], *prompt(5, 6)]
+    assert list(session.stream(other, 6, GREEDY)) == fresh_answer(kind, other, 6)
+    assert session.prefilled == len(other) - 8
+
+
+@pytest.mark.parametrize("cache_class", (KVCache, Int8KVCache))
+def test_a_cache_implements_the_protocol(cache_class):
+    cache = cache_class((2, 4, 32, 16), torch.bfloat16, torch.device("cpu"))
+    context = Context(torch.empty(0), positions=torch.tensor([[0, 1], [5, 6]]))
+    k, v = cache.append(torch.ones(2, 2, 2, 4, 16, dtype=torch.bfloat16), context)
+    assert k.shape == v.shape == (2, 4, 32, 16)
+    assert k[1, :, 5:7].eq(1).all() and k[0, :, :2].eq(1).all()
+    cache.accept(torch.tensor([1, 0]))
+    cache.snapshot(0, 2)
+    assert cache.truncate(0, 1) == 1
+    assert cache.nbytes == sum(buffer.nbytes for buffer in cache.buffers()) > 0
+    cache.reset()
+    assert not cache.stored()[0].any()
+
+
+def test_all_layers_are_truncated_to_the_same_length():
+    class Stepped:
+        def __init__(self, step: int):
+            self.step = step
+
+        def truncate(self, row: int, length: int) -> int:
+            return length // self.step * self.step
+
+    assert truncate_all([Stepped(1), Stepped(6), Stepped(4)], 0, 23) == 12
+    assert truncate_all([], 0, 7) == 7
