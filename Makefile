@@ -2,39 +2,48 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --quiet --constraint constraints.txt
+TYPED := benchmark.py checkpoint.py convert_hf_checkpoint.py eval.py generate.py model.py quantize.py \
+	serve.py tokenizer.py tp.py runtime models server
 
 .PHONY: demo test test-all oracles lint clean
 
-$(VENV)/.run: pyproject.toml
+$(VENV)/.run: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("moe-fast needs Python 3.11 or newer; name one: make PYTHON=python3.11") if sys.version_info < (3, 11) else None'
 	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
-	@echo 'installing PyTorch and the other packages into $(VENV): minutes, and gigabytes where PyTorch comes with CUDA'
+	@echo 'installing PyTorch and the other packages into $(VENV): minutes, and gigabytes if PyTorch comes with CUDA'
 	$(BIN)/python -m pip install --quiet --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --quiet --editable .
+	$(PIP) --editable .
 	touch $@
 
 $(VENV)/.test: $(VENV)/.run
-	$(BIN)/python -m pip install --quiet --quiet --editable '.[test]'
+	$(PIP) --editable '.[test]'
 	touch $@
 
 demo: $(VENV)/.run
-	$(BIN)/python generate.py --prompt 'def read_lines(path):' --max_new_tokens 100 --temperature 0.6 --seed 1
-	@echo 'next: . $(BIN)/activate, and then python generate.py --help, or scripts/prepare.sh OWNER/NAME for a model from the Hub'
+	$(BIN)/python generate.py --prompt "$$(printf 'import json\n\n\ndef load_config(path):\n')" \
+		--max_new_tokens 130 --temperature 0.5 --repetition_penalty 1.1 --seed 1
+	@echo
+	@echo 'Next, after `. $(BIN)/activate`:'
+	@echo '  python serve.py                                  a chat page on http://127.0.0.1:8000'
+	@echo '  scripts/prepare.sh OWNER/NAME                    download and convert a model from the Hub'
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mypy $(TYPED)
 
+# OMP_NUM_THREADS=1: tests run two processes side by side.
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'not slow' -n 2 --dist loadfile
 
 test-all: lint oracles
 	$(BIN)/python -m pytest
 
-# Packages that tests are held against. What they depend on is left out: it is not needed, and would replace what is.
+# Packages that tests compare with. Without their dependencies, which would replace what is installed.
 # hqq's solver is another one from 0.2.7 on (tests/test_quantize.py).
 oracles: $(VENV)/.test
 	$(BIN)/python -m pip install --quiet --no-deps hqq==0.2.6 termcolor || echo 'no hqq: its tests will be skipped'
 
 clean:
-	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache .hypothesis .mypy_cache
