@@ -389,12 +389,13 @@ class Writer:
             assert name not in self.index["tensors"], f"{name} written twice"
             entry = {"file": file, "shape": list(tensor.shape), "dtype": NAMES[tensor.dtype]}
             self.index["tensors"][name] = entry
+        tensors = {name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}
         path = self.directory / file
         path.touch(exist_ok=False)
         mode = path.stat().st_mode
-        save_file({name: t.detach().contiguous().cpu() for name, t in tensors.items()}, path)
+        save_file(tensors, path)
         path.chmod(mode)  # safetensors 0.8 ignores the umask and sets 0600 (its issue 782)
-        crc = file_crc32(path)  # a second pass, from the page cache
+        crc = saved_crc32(path, tensors)
         flush_to_disk(path)
         self.index["files"][file] = {"bytes": path.stat().st_size, "crc32": crc}
 
@@ -417,6 +418,22 @@ def file_crc32(path: Path, on_read: Callable[[int], object] = lambda count: None
         while count := file.readinto(buffer):
             crc = zlib.crc32(buffer[:count], crc)
             on_read(count)
+    return crc
+
+
+def saved_crc32(path: Path, tensors: dict[str, Tensor]) -> int:
+    """Return the CRC32 of a safetensors file that was written from these CPU tensors.
+
+    Only the header is read back; the rest is summed in memory. Reading all of a file back cost 30 %
+    of the writing speed, measured in memory (tmpfs).
+    """
+    with open(path, "rb") as file:
+        size = 8 + int.from_bytes(file.read(8), "little")
+        file.seek(0)
+        crc = zlib.crc32(file.read(size))
+    with safe_open(path, framework="pt") as file:
+        for name in file.offset_keys():
+            crc = zlib.crc32(tensors[name].reshape(-1).view(torch.uint8).numpy(), crc)
     return crc
 
 

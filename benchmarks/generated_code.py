@@ -38,6 +38,7 @@ from runtime.sampling import MAX_CANDIDATES, make_sample_step, sample
 from tp import ModelShard
 
 STAGE = "=== "  # begins the title of a stage in a dump
+FAILED = "failed: "  # begins the text of a stage that could not be compiled
 
 
 @dataclass(frozen=True)
@@ -152,7 +153,7 @@ def dump(case: Case, folder: Path) -> bool:
         try:
             text = normalize(compiled_code(build))
         except Exception as error:  # a result, too: the other stages still compare
-            text, complete = f"failed: {str(error).splitlines()[0]}\n", False
+            text, complete = f"{FAILED}{str(error).splitlines()[0]}\n", False
             print(f"error: {case.name}, {name}: {text}", file=sys.stderr, end="")
         texts.append(f"{STAGE}{name}\n{text}")
     (folder / f"{case.name}.txt").write_text("\n".join(texts))
@@ -184,6 +185,8 @@ def compare(before: Path, after: Path, cases: Sequence[str], show_diff: bool) ->
         a, b = old.get((case, stage)), new.get((case, stage))
         if a is None or b is None:
             result = f"only in {before if b is None else after}"
+        elif any(lines[0].startswith(FAILED) for lines in (a, b)):
+            result = "failed"
         else:
             lines = [*difflib.unified_diff(a, b, str(before), str(after), lineterm="", n=2)]
             removed = sum(line.startswith("-") for line in lines[2:])

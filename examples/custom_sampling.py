@@ -11,10 +11,9 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from generate import embedded_checkpoint, load_model
+from generate import embedded_checkpoint, generate, load_model
 from runtime.sampling import Sampling, sample, shortlist
 from runtime.session import Session, SessionOptions
-from runtime.text import generate
 from tokenizer import load_tokenizer
 
 PROMPT = "def read_lines(path):\n"

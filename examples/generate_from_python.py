@@ -8,10 +8,9 @@ converted checkpoint.
 
 import sys
 
-from generate import embedded_checkpoint, load_model
+from generate import embedded_checkpoint, generate, load_model
 from runtime.sampling import Sampling
 from runtime.session import Session, SessionOptions
-from runtime.text import generate
 from tokenizer import load_tokenizer
 
 PROMPT = "import os\nimport sys\n\n\n"

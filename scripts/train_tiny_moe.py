@@ -571,7 +571,7 @@ def write_checkpoint(
 # ------------------------------------------------------------------------------------------ command
 
 
-def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
+def build_parser() -> Parser:
     parser = Parser(
         "Train the embedded checkpoint on the source of Python's standard library.",
         (
@@ -591,6 +591,12 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--device", choices=("auto", "cuda", "cpu"), default="auto", help="where to train")
     for name, (full, _, text) in SETTINGS.items():
         add(f"--{name}", type=type(full), default=full, help=text)
+    return parser
+
+
+def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Parse the options; with --smoke, those in SETTINGS have its own defaults."""
+    parser = build_parser()
     if parser.parse_known_args(arguments)[0].smoke:
         parser.set_defaults(**{name: smoke for name, (_, smoke, _) in SETTINGS.items()})
     return parser.parse_args(arguments)
