@@ -132,6 +132,23 @@ def cache_in_use(session: Session, position: int) -> int:
     return used
 
 
+def describe_run(session: Session, options: argparse.Namespace) -> dict:
+    """Return the first fields of a result: the model, its settings and the GPU."""
+    on_gpu = session.device.type == "cuda"
+    return {
+        "arch": options.arch,
+        "mode": options.mode,
+        "kv_cache": options.kv_cache,
+        "batch": options.batch,
+        "prompt_len": options.prompt_len,
+        "new_tokens": options.new_tokens,
+        "max_seq_len": session.max_seq_len,
+        "layers": session.model.args.n_layer,
+        "torch": torch.__version__,
+        "gpu": torch.cuda.get_device_name(session.device) if on_gpu else "cpu",
+    }
+
+
 def measure(args: ModelArgs, options: argparse.Namespace, ceiling: float) -> dict:
     """Decode `new_tokens` after random prompts, `repeats` times; report medians.
 
@@ -143,8 +160,7 @@ def measure(args: ModelArgs, options: argparse.Namespace, ceiling: float) -> dic
     bandwidths' sum, memory that of rank 0.
     """
     device = pick_device(options.device)
-    session = open_session(args, options, device)
-    model = session.model
+    model = (session := open_session(args, options, device)).model
     cold, rates, first = time_answers(session, options)
     rate, ttft, peak = statistics.median(rates), statistics.median(first), peak_bytes(device)
     cache = sum(state.nbytes for state in session.states)
@@ -155,17 +171,7 @@ def measure(args: ModelArgs, options: argparse.Namespace, ceiling: float) -> dic
     on_gpu, ranks = device.type == "cuda", process_group.size()
     beside = max(0, peak - stored_bytes(model) - cache)
     events = cuda_kernels(session, KERNEL_STEPS, options.prompt_len) if on_gpu else []
-    result = {
-        "arch": options.arch,
-        "mode": options.mode,
-        "kv_cache": options.kv_cache,
-        "batch": options.batch,
-        "prompt_len": options.prompt_len,
-        "new_tokens": options.new_tokens,
-        "max_seq_len": session.max_seq_len,
-        "layers": args.n_layer,
-        "torch": torch.__version__,
-        "gpu": torch.cuda.get_device_name(device) if on_gpu else "cpu",
+    result = describe_run(session, options) | {
         "tok_s": rate * options.batch,
         "tok_s_all": [rate * options.batch for rate in rates],
         "ms": 1e3 / rate,
@@ -189,10 +195,9 @@ def measure(args: ModelArgs, options: argparse.Namespace, ceiling: float) -> dic
     if options.kernels:
         # Weights that stay in L2 from one token to the next are read faster than memory allows.
         l2 = torch.cuda.get_device_properties(device).L2_cache_size
-        cached = size < 4 * ranks * l2
-        reads = [] if cached or options.batch > 1 else weight_reads(model)
-        table = kernel_table(events, KERNEL_STEPS, args.n_layer, reads, ceiling)
-        result["kernels"] = table
+        unknown = size < 4 * ranks * l2 or options.batch > 1
+        reads = [] if unknown else weight_reads(model)
+        result["kernels"] = kernel_table(events, KERNEL_STEPS, args.n_layer, reads, ceiling)
     return result
 
 
@@ -218,10 +223,8 @@ def sweep(args: ModelArgs, options: argparse.Namespace, ceiling: float) -> dict:
         free_memory(not options.eager)
     if not rows:
         raise ValueError("--sweep: not one of its models fits into memory: lower --layers")
-    common = (
-        "arch", "mode", "kv_cache", "batch", "layers", "gpu", "torch", "prompt_len", "new_tokens",
-        "read_gb_s",
-    )  # fmt: skip
+    common = "arch", "mode", "kv_cache", "batch", "layers", "gpu", "torch"
+    common += "prompt_len", "new_tokens", "read_gb_s"
     return {name: result[name] for name in common} | {"sweep": rows}
 
 
@@ -311,6 +314,23 @@ def build_parser() -> Parser:
             " --parallel expert",
         ),
     )
+    add_shape_options(parser)
+    add = parser.add_argument
+    add("--repeats", type=int, default=5, metavar="N")
+    add("--device", default="auto", choices=("auto", "cuda", "cpu"))
+    add("--eager", action="store_true", help="do not compile")
+    kernels = "also list a step's kernels, their times and the gaps"
+    add("--kernels", action="store_true", help=kernels)
+    sweep = f"latency against experts and active ones, with {SWEEP_LAYERS} layers by default"
+    add("--sweep", choices=("experts",), help=sweep)
+    peer = "also measure Hugging Face transformers (in bf16 if the mode is no dtype)"
+    add("--peer", choices=("hf",), help=peer)
+    add("--json", action="store_true", help="print one JSON object instead of text")
+    return parser
+
+
+def add_shape_options(parser: Parser) -> None:
+    """Model, number format, lengths, and how they are run."""
     formats = ", ".join((*DTYPES, *FORMATS))
     add = parser.add_argument
     add("--arch", required=True, help=f"{', '.join(ARCHITECTURES)}, or a Hugging Face config.json")
@@ -319,7 +339,7 @@ def build_parser() -> Parser:
     add("--prompt_len", type=int, default=5, metavar="N")
     add("--new_tokens", type=int, default=200, metavar="N")
     add("--batch", type=int, default=1, metavar="N", help="sequences at once, with a prompt each")
-    add("--max_seq_len", type=int, metavar="N", help="cache length; default: what is needed")
+    add("--max_seq_len", type=int, metavar="N", help="cache length; default: prompt and new tokens")
     add("--compile_prefill", action="store_true", help="compile the prompt's pass too")
     add(
         "--prefill_chunk",
@@ -334,32 +354,12 @@ def build_parser() -> Parser:
         default="plain",
         help="int8: keys and values in half the bytes",
     )
-    add("--repeats", type=int, default=5, metavar="N")
-    add("--device", default="auto", choices=("auto", "cuda", "cpu"))
     add(
         "--parallel",
         default="tensor",
         choices=tp.PARALLEL,
         help="how torchrun's processes shard the experts",
     )
-    add("--eager", action="store_true", help="do not compile")
-    add(
-        "--kernels",
-        action="store_true",
-        help="also list a step's kernels, their times and the gaps",
-    )
-    add(
-        "--sweep",
-        choices=("experts",),
-        help=f"latency against experts and active ones, with {SWEEP_LAYERS} layers by default",
-    )
-    add(
-        "--peer",
-        choices=("hf",),
-        help="also measure Hugging Face transformers (in bf16 if the mode is no dtype)",
-    )
-    add("--json", action="store_true", help="print one JSON object instead of text")
-    return parser
 
 
 def check_options(options: argparse.Namespace, args: ModelArgs, device: torch.device) -> None:

@@ -37,7 +37,7 @@ from tokenizer import Tokenizer, load_tokenizer
 
 DEFAULT_SEQ_LEN = 2048
 LOGIT_POSITIONS = 256  # positions whose logits are in memory at a time
-DEFAULT_GEN_TOKENS = 256  # of a task that does not say, as in lm-eval
+DEFAULT_GEN_TOKENS = 256  # if a task sets none, as in lm-eval
 GENERATION_SETTINGS = {
     "until",
     "max_gen_toks",
@@ -286,8 +286,8 @@ def plan_generation(
 ) -> tuple[list[int], int, Sampling, list[str]]:
     """Return prompt ids, new tokens, sampling and stop texts of one request.
 
-    Raises ValueError for settings other than GENERATION_SETTINGS, and if max_gen_toks leaves no
-    room.
+    Raises ValueError for settings other than GENERATION_SETTINGS, and for a max_gen_toks that
+    leaves no space for the prompt.
     """
     given = {name for name, value in settings.items() if (name, value) != ("num_beams", 1)}
     if others := given - GENERATION_SETTINGS:
@@ -446,12 +446,8 @@ def build_parser() -> Parser:
     add("--num_fewshot", type=int, metavar="N", help="examples in each prompt; default: the task's")
     add("--device", default="auto", choices=("auto", "cuda", "cpu"))
     add("--dtype", choices=tuple(DTYPES), help="default: the checkpoint's")
-    add(
-        "--kv_cache",
-        choices=tuple(KV_CACHES),
-        default="plain",
-        help="int8: keys and values in half the bytes",
-    )
+    kv_cache = "int8: keys and values in half the bytes"
+    add("--kv_cache", choices=tuple(KV_CACHES), default="plain", help=kv_cache)
     add(
         "--parallel",
         default="tensor",

@@ -128,7 +128,10 @@ def main() -> None:
     print(f"{options.arch} of {options.ranks}, {gpu}")
     print(HEADER)
     for length in options.length:
-        measure(args, length)
+        try:
+            measure(args, length)
+        except ValueError as error:
+            parser.error(f"--arch {options.arch}: {error}")
 
 
 if __name__ == "__main__":

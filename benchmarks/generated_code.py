@@ -177,25 +177,28 @@ def read_dump(folder: Path, cases: Sequence[str]) -> dict[tuple[str, str], list[
     return found
 
 
+def compare_stage(a: list[str], b: list[str], diff: list[str]) -> str:
+    """Return "same", or in a few words what differs."""
+    if not a or not b:
+        return "missing " + ("after" if a else "before")
+    if any(text[0].startswith(FAILED) for text in (a, b)):
+        return "failed"
+    removed, added = (sum(line.startswith(sign) for line in diff[2:]) for sign in "-+")
+    return f"-{removed} +{added}" if diff else "same"
+
+
 def compare(before: Path, after: Path, cases: Sequence[str], show_diff: bool) -> int:
     """Print a table of the stages. Return how many differ."""
     old, new, differing = read_dump(before, cases), read_dump(after, cases), 0
     print(f"{'case':34} {'stage':36} {'lines':>6}  result")
     for case, stage in dict.fromkeys((*old, *new)):
-        a, b = old.get((case, stage)), new.get((case, stage))
-        if a is None or b is None:
-            result = f"only in {before if b is None else after}"
-        elif any(lines[0].startswith(FAILED) for lines in (a, b)):
-            result = "failed"
-        else:
-            lines = [*difflib.unified_diff(a, b, str(before), str(after), lineterm="", n=2)]
-            removed = sum(line.startswith("-") for line in lines[2:])
-            added = sum(line.startswith("+") for line in lines[2:])
-            result = f"-{removed} +{added}" if lines else "same"
+        a, b = old.get((case, stage), []), new.get((case, stage), [])
+        lines = [*difflib.unified_diff(a, b, str(before), str(after), lineterm="", n=2)]
+        result = compare_stage(a, b, lines)
         differing += result != "same"
         print(f"{case:34} {stage:36} {len(a or b):6}  {result}")
-        if show_diff and a and b and a != b:
-            print("\n".join(f"    {line}" for line in lines))
+        if show_diff and a and b:
+            print("".join(f"    {line}\n" for line in lines), end="")
     print(f"{differing} stages differ")
     return differing
 

@@ -282,14 +282,14 @@ def any_format(format: Format) -> bool:
     return True
 
 
-def gemv4_fits(request: Request, swiglu: bool = False) -> bool:
-    return dot4_supports(request.x, request.codes.shape[-2], request.group, swiglu)
+def gemv4_fits(request: Request, fuse_swiglu: bool = False) -> bool:
+    return dot4_supports(request.x, request.codes.shape[-2], request.group, fuse_swiglu)
 
 
 def fuses_swiglu(request: Request) -> bool:
     """Whether the requested activation is the one that the GEMV kernel fuses, and it fits."""
     is_swiglu = request.activation is swiglu and request.bias is None
-    return is_swiglu and gemv4_fits(request, swiglu=True)
+    return is_swiglu and gemv4_fits(request, fuse_swiglu=True)
 
 
 IMPLEMENTATIONS = (

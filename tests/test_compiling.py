@@ -4,13 +4,15 @@ import math
 import threading
 from types import SimpleNamespace
 
-import compiling
 import pytest
 import torch._inductor.config as inductor
 from torch._inductor.runtime import benchmarking, triton_heuristics
 from torch._inductor.runtime.benchmarking import InductorBenchmarker, TritonBenchmarker
 from torch._inductor.runtime.coordinate_descent_tuner import CoordescTuner
 from triton import Config
+
+from ops import tuning
+from ops.inductor import configure_inductor
 
 FLUSH, KERNEL = 60e-6, 5e-6  # seconds on the GPU
 
@@ -53,19 +55,19 @@ class ActedGPU:
 )
 def acted(request, monkeypatch) -> ActedGPU:
     gpu = ActedGPU(request.param)
-    monkeypatch.setattr(compiling, "torch", gpu)
-    monkeypatch.setattr(compiling, "time", SimpleNamespace(perf_counter=lambda: gpu.now))
+    monkeypatch.setattr(tuning, "torch", gpu)
+    monkeypatch.setattr(tuning, "time", SimpleNamespace(perf_counter=lambda: gpu.now))
     return gpu
 
 
 def test_what_is_timed_is_the_gpu_and_not_the_host(acted):
-    assert compiling.gpu_ms(lambda: acted.do(KERNEL)) == pytest.approx(KERNEL * 1e3)
+    assert tuning.gpu_ms(lambda: acted.do(KERNEL)) == pytest.approx(KERNEL * 1e3)
     assert acted.now < 0.05
 
 
 def test_a_long_kernel_is_timed_a_few_times(acted):
     calls = []
-    ms = compiling.gpu_ms(lambda: calls.append(acted.do(20e-3)))
+    ms = tuning.gpu_ms(lambda: calls.append(acted.do(20e-3)))
     assert ms == pytest.approx(20) and len(calls) == 3 + 3 + 5
 
 
@@ -73,8 +75,8 @@ def test_a_long_kernel_is_timed_a_few_times(acted):
 def test_the_compiler_asks_it(kind, acted, monkeypatch):
     """Whichever benchmarker it has: which one depends on what was imported first."""
     monkeypatch.setattr(benchmarking, "benchmarker", kind())
-    monkeypatch.setattr(compiling, "teach_compiler", lambda: None)
-    compiling.compile_settings()
+    monkeypatch.setattr("ops.inductor.register_dot_bytes", lambda: None)
+    configure_inductor()
     options = {"device": "cuda", "rep": 40, "is_vetted_benchmarking": True}  # as an autotuner gives
     ms = benchmarking.benchmarker.benchmark(fn=lambda: acted.do(KERNEL), **options)
     assert ms == pytest.approx(KERNEL * 1e3)
@@ -106,9 +108,9 @@ def valley(config: Config) -> float:
 
 
 def search(
-    measure, begin: Config, compile=lambda config: None, long: float = compiling.LONG
+    measure, begin: Config, compile=lambda config: None, long: float = tuning.LONG_KERNEL_MS
 ) -> tuple[int, int, int]:
-    return numbers(compiling.best_shape(tuner(), compile, measure, begin, long))
+    return numbers(tuning.best_tiling(tuner(), compile, measure, begin, long))
 
 
 @pytest.mark.parametrize(("long", "found"), ((0.02, (16, 256, 4)), (0.08, (64, 64, 4))))
@@ -154,7 +156,7 @@ def test_no_lane_holds_so_much_that_it_spills():
         return warps / (x * r)  # the more the better
 
     x, r, warps = search(measure, shape(4, 64, 4))
-    assert x * r == compiling.MOST * 32 * warps
+    assert x * r == tuning.MAX_VALUES_PER_LANE * 32 * warps
 
 
 @pytest.mark.parametrize(
@@ -175,7 +177,7 @@ def test_the_compiler_searches_by_it(signature, found, monkeypatch):
 
     monkeypatch.setattr(triton_heuristics.CachingAutotuner, "_coordinate_descent_tuning", inductors)
     for _ in range(2):
-        compiling.search_side_by_side()
+        tuning.replace_coordinate_descent()
     by_it = triton_heuristics.CachingAutotuner._coordinate_descent_tuning
     assert by_it is not inductors and numbers(by_it(autotuner, shape(64, 64, 16))) == found
     assert (

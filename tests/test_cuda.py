@@ -1,4 +1,6 @@
-"""What only a GPU can show: the same tokens there, eager, compiled and recorded; weights streamed past the host."""
+"""What only a GPU can show: the same tokens there, eager, compiled and recorded; weights streamed
+past the host.
+"""
 
 import time
 from copy import deepcopy
@@ -8,22 +10,28 @@ import torch
 from conftest import FAMILIES
 from torch._dynamo.utils import counters
 
-import attention
-import kernels
-import offload
-from args import ModelArgs, Yarn
-from attention import FEW, SHORT_CACHE, allow_one_kernel
 from checkpoint import Checkpoint
-from compiling import compile_settings, gpu_ms
+from formats import FORMATS
+from formats.packed import PackedExpertLinear
+from formats.quantizer import pack_weight, plan_format, quantize
 from generate import EMBEDDED, embedded_checkpoint, load_model
-from layers import weighted_sum
-from model import ExpertLinear, Experts
-from offload import Offload
-from packing import FORMATS
-from quantize import PackedExpertLinear, pack_weight, plan, quantize
-from session import Sampling, Session
-from shapes import RandomWeights, random_prompt
-from speculate import Speculation
+from model import SHORT_CACHE, ExpertLinear, Experts, ModelArgs, swiglu, weighted_sum
+from models import args_of_checkpoint, build_model
+from models.deepseek import DeepseekArgs
+from models.glm4_moe import Glm4MoeArgs
+from models.gpt_oss import GptOssArgs
+from models.layers.yarn import Yarn
+from models.random_weights import RandomWeights, random_prompt
+from offload.experts import COUNTERS, expert_counters
+from offload.plan import OffloadSettings
+from offload.runner import runner_class_for
+from ops import gemv4
+from ops.inductor import configure_inductor
+from ops.tuning import gpu_ms
+from runtime.fused_attention import MAX_CACHE_LEN, fuse_decode_attention
+from runtime.sampling import Sampling
+from runtime.session import Session, SessionOptions
+from runtime.speculation import Speculation
 from tokenizer import load_tokenizer
 
 pytestmark = [
@@ -56,7 +64,7 @@ NEAR_TIES = (
 @pytest.mark.parametrize("limit", (0, 64), ids=("grouped", "gathered"))
 @pytest.mark.parametrize("name", FAMILIES)
 def test_logits_are_those_of_transformers(name, limit, make_family, monkeypatch):
-    monkeypatch.setattr(Experts, "gather_tokens", limit)
+    monkeypatch.setattr(Experts, "gather_max_tokens", limit)
     family = make_family(name)
     want = family.peer(prompt()).logits[0]
     got = logits(family.directory, "cuda", torch.float32, prompt())[0]
@@ -82,8 +90,7 @@ def embedded_session(device: str, dtype: torch.dtype, compile: bool) -> Session:
     return Session(
         load_model(embedded_checkpoint(), device, dtype),
         512,
-        compile=compile,
-        compile_prefill=compile,
+        SessionOptions(compile=compile, compile_prefill=compile),
     )
 
 
@@ -117,21 +124,28 @@ def test_the_first_difference_in_bf16_is_a_near_tie():
 @pytest.mark.parametrize("compile", (False, True), ids=("eager", "recorded"))
 @pytest.mark.parametrize(
     "settings",
-    (Offload(3), Offload(2, policy="lfu"), Offload(3, driver="host"), Offload(2, prefetch=2)),
+    (
+        OffloadSettings(3),
+        OffloadSettings(2, policy="lfu"),
+        OffloadSettings(3, driver="host"),
+        OffloadSettings(2, prefetch=2),
+    ),
 )
 def test_experts_in_host_memory(settings, compile):
-    """The tokens of the resident model, and experts were copied: by the device, by the host, and on a guess."""
+    """The tokens of the resident model, and experts were copied: by the device, by the host, and
+    on a guess.
+    """
     ids = embedded_prompt(600)
     want = list(embedded_session("cpu", torch.float32, False).stream(ids, 60, GREEDY))
     model = load_model(embedded_checkpoint(), "cuda", torch.float32, experts=settings)
-    assert model.host_driven == (settings.driver == "host" or bool(settings.prefetch))
-    session = Session(model, 512, compile=compile)
-    assert session.recorded == compile
+    runner_class = runner_class_for(model)
+    needs_host = settings.driver == "host" or bool(settings.prefetch)
+    assert runner_class(model).needs_host == needs_host
+    session = Session(model, 512, SessionOptions(compile=compile, runner_class=runner_class))
+    assert session.captured == compile
     for _ in range(2):
         assert list(session.stream(ids, 60, GREEDY)) == want
-    totals = {
-        name: sum(counts[name] for counts in offload.counters(model)) for name in offload.COUNTERS
-    }
+    totals = {name: sum(counts[name] for counts in expert_counters(model)) for name in COUNTERS}
     assert totals["misses"] > 100 and (totals["speculative_hits"] > 100) == (
         bool(settings.prefetch)
     )
@@ -159,11 +173,15 @@ def test_one_recorded_step_serves_every_prompt_and_setting():
 
 @pytest.mark.parametrize("compile_prefill", (False, True))
 def test_a_prompt_whose_length_comes_again_is_recorded(compile_prefill):
-    """Three times the same lengths, with other tokens: run, recorded, replayed, in both rows; then with a prefix."""
+    """Three times the same lengths, with other tokens: run, recorded, replayed, in both rows;
+    then with a prefix.
+    """
     plain = embedded_session("cuda", torch.float32, False)
     model = load_model(embedded_checkpoint(), "cuda", torch.float32)
     session = Session(
-        model, 512, compile=True, compile_prefill=compile_prefill, batch=2, prefill_chunk=128
+        model,
+        512,
+        SessionOptions(compile=True, compile_prefill=compile_prefill, batch=2, prefill_chunk=128),
     )
     text = embedded_prompt(3000)
     for turn in range(3):
@@ -173,8 +191,8 @@ def test_a_prompt_whose_length_comes_again_is_recorded(compile_prefill):
             for ids, row in zip(prompts, rows, strict=True):
                 plain.reset()
                 assert row == list(plain.stream(ids, 20, GREEDY)), (turn, again)
-    lengths = [tokens for (tokens, _, _), run in session.repeated.known.items() if run is not None]
-    assert len(lengths) >= 4 and set(lengths) <= set(range(0, 129, session.prefill_multiple))
+    lengths = [tokens for (tokens, _, _), run in session.graphs.known.items() if run is not None]
+    assert len(lengths) >= 4 and set(lengths) <= set(range(0, 129, session.padding_multiple))
 
 
 def test_a_step_never_waits_for_the_device():
@@ -190,7 +208,9 @@ def test_a_step_never_waits_for_the_device():
 
 
 def test_a_stream_given_up_leaves_the_next_one_alone():
-    """The look-ahead step of a closed stream may still be under way when another way of sampling is recorded."""
+    """The look-ahead step of a closed stream may still be under way when another way of sampling
+    is recorded.
+    """
     session = embedded_session("cuda", torch.bfloat16, True)
     stream = session.stream(embedded_prompt(200), 40, GREEDY)
     next(stream)
@@ -205,28 +225,48 @@ def test_a_stream_given_up_leaves_the_next_one_alone():
 @pytest.mark.parametrize(
     "more",
     (
-        {},
-        {"sliding_window": 150},
-        {
-            "sliding_window": 150,
-            "full_layers": (1,),
-            "attention_sinks": True,
-            "yarn": Yarn(4.0, 1024),
-        },
-        {"n_kv_head": 1, "head_dim": 48, "rotary_dim": 16, "kv_rank": 32, "value_dim": 32},
+        (ModelArgs, "mixtral", {}),
+        (ModelArgs, "mixtral", {"sliding_window": 150}),
+        (
+            GptOssArgs,
+            "gpt_oss",
+            {"sliding_window": 150, "full_layers": (1,), "yarn": Yarn(4.0, 1024)},
+        ),
+        (
+            DeepseekArgs,
+            "deepseek_v2",
+            {"n_kv_head": 1, "head_dim": 48, "rotary_dim": 16, "kv_rank": 32, "value_dim": 32},
+        ),
     ),
     ids=("all", "window", "gpt-oss", "latent"),
 )
 def test_a_long_cache_read_in_blocks_gives_the_cpus_tokens(more):
-    """Answers that begin before and after the ends of blocks, of a cache long enough to be read in them."""
-    args = ModelArgs(dim=64, n_layer=2, n_head=4, intermediate=48, n_expert=6, n_active=2, vocab_size=300,
-                     max_position=4096, **{"n_kv_head": 2, "head_dim": 32} | more)  # fmt: skip
+    """Answers that begin before and after the ends of blocks, of a cache long enough to be read
+    in them.
+    """
+    args_class, family, sizes = more
+    sizes = {"n_kv_head": 2, "head_dim": 32} | sizes
+    args = args_class(
+        family,
+        dim=64,
+        n_layer=2,
+        n_head=4,
+        intermediate=48,
+        n_expert=6,
+        n_active=2,
+        vocab_size=300,
+        max_position=4096,
+        **sizes,
+    )
     model = load_model(
         RandomWeights(args, {"name": "fp32"}), "cpu"
     )  # whose numbers are another device's others
     copy = deepcopy(model).cuda()
-    sessions = {"cpu": Session(model, 1500), "cuda": Session(copy, 1500, compile=True, batch=2)}
-    assert sessions["cuda"].slots > SHORT_CACHE
+    sessions = {
+        "cpu": Session(model, 1500),
+        "cuda": Session(copy, 1500, SessionOptions(compile=True, batch=2)),
+    }
+    assert sessions["cuda"].cache_len > SHORT_CACHE
     for lengths in ((1, 120), (127, 128), (700, 250), (1400, 3)):
         prompts = [random_prompt(args, length, seed=length) for length in lengths]
         want = []
@@ -240,21 +280,30 @@ def test_a_long_cache_read_in_blocks_gives_the_cpus_tokens(more):
 @pytest.mark.parametrize(
     "more",
     (
-        {"qk_norm": "head", "clip_qkv": 1.5},
-        {"head_dim": 128, "rotary_dim": 64},
-        {
-            "sliding_window": 150,
-            "full_layers": (1,),
-            "attention_sinks": True,
-            "attention_scale": 0.3,
-        },
+        (ModelArgs, "qwen3_moe", {"qk_norm": "head", "clip_qkv": 1.5}),
+        (Glm4MoeArgs, "glm4_moe", {"head_dim": 128, "rotary_dim": 64}),
+        (GptOssArgs, "gpt_oss", {"sliding_window": 150, "full_layers": (1,)}),
     ),
     ids=("norms", "half of a head turns", "window and sinks"),
 )
 def test_one_tokens_attention_in_one_kernel_gives_the_cpus_tokens(more, monkeypatch):
-    """As several GPUs have it, and 4 bits; answers that begin before and after the ends of blocks."""
-    args = ModelArgs(dim=64, n_layer=2, n_head=4, intermediate=48, n_expert=6, n_active=2, vocab_size=300,
-                     max_position=4096, **{"n_kv_head": 2, "head_dim": 32} | more)  # fmt: skip
+    """As several GPUs have it, and 4 bits; answers that begin before and after the ends of
+    blocks.
+    """
+    args_class, family, sizes = more
+    sizes = {"n_kv_head": 2, "head_dim": 32} | sizes
+    args = args_class(
+        family,
+        dim=64,
+        n_layer=2,
+        n_head=4,
+        intermediate=48,
+        n_expert=6,
+        n_active=2,
+        vocab_size=300,
+        max_position=4096,
+        **sizes,
+    )
     model = load_model(
         RandomWeights(args, {"name": "fp32"}), "cpu"
     )  # whose numbers are another device's others
@@ -266,10 +315,11 @@ def test_one_tokens_attention_in_one_kernel_gives_the_cpus_tokens(more, monkeypa
             alone.reset()
             want.append(list(alone.stream(ids, 20, GREEDY)))
         cases.append((prompts, want))
-    allow_one_kernel(copy)
-    monkeypatch.setattr(attention, "attend", None)  # the several kernels
-    session = Session(copy, 512, compile=True, batch=2)
-    assert session.slots == FEW
+    fuse_decode_attention(copy)
+    monkeypatch.setattr("model.attend", None)  # the several kernels
+    monkeypatch.setattr("models.gpt_oss.attend", None)
+    session = Session(copy, 512, SessionOptions(compile=True, batch=2))
+    assert session.cache_len == MAX_CACHE_LEN
     for prompts, want in cases:
         got = list(zip(*session.stream_all(prompts, 20, GREEDY), strict=True))
         assert [list(row) for row in got] == want
@@ -288,12 +338,16 @@ def test_what_the_compiler_times_is_the_gpu_and_not_the_host():
 @pytest.mark.parametrize("length", (512, 1500), ids=("read whole", "read in blocks"))
 @pytest.mark.parametrize("drafts", (2, 6))
 def test_speculation_gives_the_plain_tokens(drafts, length):
-    """By lookup, and by the model itself as a draft, of which all is accepted; 6 drafts take the grouped product."""
+    """By lookup, and by the model itself as a draft, of which all is accepted; 6 drafts take the
+    grouped product.
+    """
     ids = embedded_prompt(700)
     want = list(embedded_session("cpu", torch.float32, False).stream(ids, 100, GREEDY))
     for draft in (None, load_model(embedded_checkpoint(), "cuda", torch.float32)):
         session = Session(
-            load_model(embedded_checkpoint(), "cuda", torch.float32), length, compile=True
+            load_model(embedded_checkpoint(), "cuda", torch.float32),
+            length,
+            SessionOptions(compile=True),
         )
         speculation = Speculation(session, drafts, draft)
         assert list(speculation.stream(ids, 100, GREEDY)) == want
@@ -306,7 +360,9 @@ def test_a_batch_gives_each_sequences_own_tokens(compile):
     model = load_model(embedded_checkpoint(), "cuda", torch.float32)
     alone = [list(Session(model, 600).stream(ids, 60, GREEDY)) for ids in prompts]
     session = Session(
-        model, 600, compile=compile, compile_prefill=compile, batch=3, prefill_chunk=100
+        model,
+        600,
+        SessionOptions(compile=compile, compile_prefill=compile, batch=3, prefill_chunk=100),
     )
     assert [
         list(row) for row in zip(*session.stream_all(prompts, 60, GREEDY), strict=True)
@@ -315,7 +371,9 @@ def test_a_batch_gives_each_sequences_own_tokens(compile):
 
 @pytest.mark.parametrize("mode", FORMATS)
 def test_products_of_a_format_are_those_of_its_unpacked_weights(mode):
-    """One token, compiled, and the grouped kernel in each of its tiles, with empty experts and sizes none divides."""
+    """One token, compiled, and the grouped kernel in each of its tiles, with empty experts and
+    sizes none divides.
+    """
     generator = torch.Generator("cuda").manual_seed(0)
     E, A, width = 6, 2, 448
     out = 192 if mode == "fp8b" else 200  # gate and up are whole blocks
@@ -337,21 +395,22 @@ def test_products_of_a_format_are_those_of_its_unpacked_weights(mode):
         (100, 0, 128, 129, 90, 60),
         (300, 256, 0, 513, 400, 100),
     )
-    compile_settings()
+    configure_inductor()
     for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 1e-2), (torch.float16, 2e-3)):
         for sizes in tiles:
             x = torch.randn(sum(sizes), width, device="cuda", generator=generator).to(dtype)
             grouped = packed.grouped(x, torch.tensor(sizes, device="cuda").cumsum(0).int())
             runs = zip(x.double().split(sizes), weight, strict=True)
             close(grouped, torch.cat([rows @ matrix.T for rows, matrix in runs]), tolerance)
-        gathered = torch.compile(packed.gathered) if dtype is torch.bfloat16 else packed.gathered
+        gathered = torch.compile(packed.gather) if dtype is torch.bfloat16 else packed.gather
         each = torch.einsum("ai,aoi->ao", x[:A].double(), weight[indices[0]])
         got = gathered(x[:A].unsqueeze(0), indices)
         close(got[0], each, tolerance)
         close(weighted_sum(got, weights), weights.double() @ each, tolerance)
-        gated = torch.compile(packed.gated) if dtype is torch.bfloat16 else packed.gated
+        gated = packed.gather_gated
+        gated = torch.compile(gated) if dtype is torch.bfloat16 else gated
         gate, up = (x[:1].double() @ weight[indices[0]].transpose(1, 2)).squeeze(1).chunk(2, dim=-1)
-        close(gated(x[:1], indices)[0], torch.nn.functional.silu(gate) * up, tolerance)
+        close(gated(x[:1], indices, swiglu)[0], torch.nn.functional.silu(gate) * up, tolerance)
 
 
 def close(got: torch.Tensor, want: torch.Tensor, tolerance: float) -> None:
@@ -361,15 +420,17 @@ def close(got: torch.Tensor, want: torch.Tensor, tolerance: float) -> None:
 @pytest.mark.parametrize("mode", FORMATS)
 def test_a_quantised_model_is_the_same_on_both_devices(mode, tmp_path):
     source = Checkpoint(embedded_checkpoint())
-    format = plan(ModelArgs(**source.args), attention=mode, experts=mode)
-    directory = quantize(source.directory, format, tmp_path / mode, "cuda", progress=False)
+    args = args_of_checkpoint(source)
+    format = plan_format(build_model(args), attention=mode, experts=mode)
+    target = tmp_path / mode
+    directory = quantize(source, format, build_model(args), target, "cuda", progress=False)
     ids = torch.tensor([embedded_prompt(600)[:60]])
     want, got = (logits(directory, device, torch.float32, ids) for device in ("cpu", "cuda"))
     close(got, want, 1e-4)
     if mode in ("int8", "hqq3"):  # the others compile the same way, and compiling takes long
         models = (load_model(directory, "cuda", torch.float32) for _ in range(2))
         sessions = (
-            Session(model, 512, compile=compile)
+            Session(model, 512, SessionOptions(compile=compile))
             for model, compile in zip(models, (False, True), strict=True)
         )
         eager, compiled = (
@@ -392,7 +453,9 @@ def test_a_quantised_model_is_the_same_on_both_devices(mode, tmp_path):
     ),
 )
 def test_the_product_for_one_token_of_4_bits(name, out, width, experts, tokens, pairs, gated):
-    """The Triton kernel against unpacked weights in fp64, and in a graph whose inputs are changed in place."""
+    """The Triton kernel against unpacked weights in fp64, and in a graph whose inputs are changed
+    in place.
+    """
     row, generator = FORMATS[name], torch.Generator().manual_seed(out)
     group = 64 if width % 128 and row.group > 64 else row.group
     weight = torch.randn(max(experts, 1), out, width, generator=generator)
@@ -413,7 +476,7 @@ def test_the_product_for_one_token_of_4_bits(name, out, width, experts, tokens, 
         return torch.nn.functional.silu(gate) * up if gated else y
 
     def got() -> torch.Tensor:
-        y = kernels.dot4(x, given, index, row.kind, group, gated)
+        y = gemv4.dot4(x, given, index, row.kind, group, gated)
         return y if gated else y.sum(0)
 
     def error(y: torch.Tensor) -> float:
@@ -438,5 +501,5 @@ def test_the_product_of_4_bits_with_what_is_no_number_is_none(value):
     parts = FORMATS["int4"].pack(torch.randn(64, 2048), 128)
     x = torch.randn(1, 2048).bfloat16()
     x[0, 77] = value
-    y = kernels.dot4(x.cuda(), [part.cuda() for part in parts.values()], None, "int4", 128, False)
+    y = gemv4.dot4(x.cuda(), [part.cuda() for part in parts.values()], None, "int4", 128, False)
     assert not y.sum(0).isfinite().any()
