@@ -49,9 +49,9 @@ class Implementation(NamedTuple):
     name: str
     product: str
     device: str  # "cuda" or "any"
-    formats: Callable[[Format], bool]
-    computes: str  # exactly what, with the activation and the bias it knows
+    computes: str  # the exact result, with the activation and the bias that it supports
     run: Callable
+    formats: Callable[[Format], bool] = lambda format: True
     supports: Callable[[Request], bool] = lambda request: True
     reorders_x: bool = False  # ROWS: it wants x in `Format.grouped_order`
 
@@ -278,8 +278,8 @@ def unpack_expert(parts: Parts, expert: int, format: Format, group: int) -> Tens
 # The table ----------------------------------------------------------------------------------------
 
 
-def any_format(format: Format) -> bool:
-    return True
+def has_gemv(format: Format) -> bool:
+    return format.has_gemv
 
 
 def gemv4_fits(request: Request, fuse_swiglu: bool = False) -> bool:
@@ -298,7 +298,7 @@ IMPLEMENTATIONS = (
         "ops.gemv4",
         TOKEN,
         "cuda",
-        formats=lambda format: format.has_gemv,
+        formats=has_gemv,
         computes="weight @ x",
         run=token_gemv4,
         supports=gemv4_fits,
@@ -307,7 +307,6 @@ IMPLEMENTATIONS = (
         "Format.dot",
         TOKEN,
         "any",
-        formats=any_format,
         computes="weight @ x",
         run=token_plain,
     ),
@@ -315,7 +314,7 @@ IMPLEMENTATIONS = (
         "ops.gemv4 with SwiGLU",
         GATED,
         "cuda",
-        formats=lambda format: format.has_gemv,
+        formats=has_gemv,
         computes="model.swiglu(gate, up), no bias, no other activation",
         run=gated_gemv4,
         supports=fuses_swiglu,
@@ -324,7 +323,7 @@ IMPLEMENTATIONS = (
         "ops.gemv4, then the activation",
         GATED,
         "cuda",
-        formats=lambda format: format.has_gemv,
+        formats=has_gemv,
         computes="activation(gate + bias, up + bias), any",
         run=gated_stacked,
         supports=gemv4_fits,
@@ -334,7 +333,6 @@ IMPLEMENTATIONS = (
         "Format.dot by integers, then the activation",
         GATED,
         "cuda",
-        formats=any_format,
         computes="activation(gate + bias, up + bias), any",
         run=gated_stacked,
         supports=lambda request: request.format.uses_integer_products(request.x, request.codes),
@@ -343,7 +341,6 @@ IMPLEMENTATIONS = (
         "Format.dot of gate and of up",
         GATED,
         "any",
-        formats=any_format,
         computes="activation(gate + bias, up + bias), any",
         run=gated_split,
     ),
@@ -360,7 +357,6 @@ IMPLEMENTATIONS = (
         "unpack all experts, then ops.grouped.grouped_mm",
         ROWS,
         "cuda",
-        formats=any_format,
         computes="weight[expert of the row] @ x",
         run=rows_unpacked,
     ),
@@ -368,7 +364,6 @@ IMPLEMENTATIONS = (
         "unpack expert by expert, then F.linear",
         ROWS,
         "any",
-        formats=any_format,
         computes="weight[expert of the row] @ x",
         run=rows_by_expert,
     ),

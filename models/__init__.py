@@ -16,7 +16,7 @@ from models.phimoe import Phimoe
 from models.qwen2_moe import Qwen2Moe
 from models.qwen3_moe import Qwen3Moe
 
-# By the name in config.json's "architectures".
+# Keys are names in config.json's "architectures".
 FAMILIES: dict[str, Family] = {
     "MixtralForCausalLM": Mixtral(),
     "Qwen3MoeForCausalLM": Qwen3Moe(),
@@ -32,7 +32,9 @@ FAMILIES: dict[str, Family] = {
 
 # Published models by name, for benchmark.py.
 ARCHITECTURES: dict[str, ModelArgs] = {
-    name: args for family in FAMILIES.values() for name, args in family.shapes.items()
+    name: family.from_hf(config)
+    for family in FAMILIES.values()
+    for name, config in family.shapes.items()
 }
 
 

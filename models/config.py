@@ -5,25 +5,23 @@ transformers 5 (rope_parameters, dtype). Every unsupported value is refused by t
 file has.
 """
 
-# Defaults of keys that are optional in every family. A family's own defaults come first.
-OPTIONAL: dict = dict(
-    tie_word_embeddings=False,
-    norm_topk_prob=False,
-    attention_bias=False,
-    qkv_bias=False,
-    clip_qkv=None,
-    use_sliding_window=True,
-    sliding_window=None,
-    layer_types=[],
-    mlp_only_layers=[],
-    decoder_sparse_step=1,
-    use_qk_norm=False,
-    routed_scaling_factor=1.0,
-    partial_rotary_factor=1,
-    first_k_dense_replace=0,
-    num_nextn_predict_layers=0,
-    shared_expert_intermediate_size=0,
-    lm_head_bias=False,
+import dataclasses
+from typing import get_args
+
+# Keys that are one field of ModelArgs in every family. A family adds rows (`field_of_key`).
+COMMON_FIELDS = dict(
+    vocab_size="vocab_size",
+    hidden_size="dim",
+    num_hidden_layers="n_layer",
+    num_attention_heads="n_head",
+    num_key_value_heads="n_kv_head",
+    head_dim="head_dim",
+    num_experts="n_expert",
+    num_experts_per_tok="n_active",
+    max_position_embeddings="max_position",
+    rope_theta="rope_theta",
+    rms_norm_eps="norm_eps",
+    tie_word_embeddings="tied_embeddings",
 )
 
 # The only value that a key may have, in families that have no default for it.
@@ -53,7 +51,20 @@ ONLY = dict(
     kv_lora_rank=None,
 )
 
-# Keys of the rope parameters by rope_type, and their defaults.
+# Defaults of other keys that are optional in every family. A family's own defaults come first.
+OPTIONAL: dict = dict(
+    tie_word_embeddings=False,
+    norm_topk_prob=False,
+    attention_bias=False,
+    clip_qkv=None,
+    use_sliding_window=True,
+    sliding_window=None,
+    layer_types=[],
+    mlp_only_layers=[],
+    decoder_sparse_step=1,
+)
+
+# Defaults of further rope parameters, by rope_type.
 ROPE_KEYS: dict[str, dict] = {
     "default": {},
     "longrope": dict(short_factor=None, short_mscale=None, original_max_position_embeddings=None),
@@ -69,7 +80,7 @@ ROPE_KEYS: dict[str, dict] = {
     ),
 }
 
-# By quant_method: the format of formats.FORMATS, and what else quantization_config must say.
+# By quant_method: the name in formats.FORMATS, and what quantization_config must have besides.
 PUBLISHED: dict[str, tuple[str, dict]] = {
     "fp8": (
         "fp8b",
@@ -103,43 +114,44 @@ def published_format(config: dict, methods: tuple[str, ...]) -> str | None:
     )
 
 
+def own_key(family, key: str) -> str:
+    """Return the family's own name of a shared key."""
+    return {shared: own for own, shared in family.renamed_keys.items()}.get(key, key)
+
+
 class HFConfig(dict):
     """A config.json under the keys that families share. Accessors raise ValueError naming the key.
 
-    family: has defaults, keys (its own key -> the shared one), rope, rope_types, only, published.
+    family: a models.family.Family, whose defaults, renamed keys and refusals apply.
     """
 
     def __init__(self, config: dict, family):
         self.family = family
-        # null stands for an absent key, except where queries have no low-rank projection.
+        # null means an absent key, except that q_lora_rank = null means a full-rank query.
         given = {k: v for k, v in config.items() if v is not None or k == "q_lora_rank"}
         published_format(given, family.published)
         if "num_local_experts" in given:  # both names are in use
             given.setdefault("num_experts", given["num_local_experts"])
         rope = given.get("rope_scaling") or given.get("rope_parameters") or dict(family.rope)
         if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
-            raise ValueError(
-                f"config.json: rope parameters {rope!r} are not supported "
-                "(one set for all layers is)"
-            )
-        given["rope_type"] = rope.get("rope_type") or rope.get("type") or "default"
-        for key in ("rope_theta", "partial_rotary_factor"):
-            if rope.get(key) is not None:
-                given[key] = rope[key]
-        shared = {family.keys.get(k, k): v for k, v in (family.defaults | given).items()}
-        super().__init__(OPTIONAL | shared)
-        if self["rope_type"] not in family.rope_types:
+            what = f"rope parameters {rope!r} are not supported (one set for all layers is)"
+            raise ValueError(f"config.json: {what}")
+        kind = given["rope_type"] = rope.get("rope_type") or rope.get("type") or "default"
+        rope_defaults = ROPE_KEYS[kind] if kind in family.rope_types else {}
+        rope_keys = "rope_theta", "partial_rotary_factor", *rope_defaults
+        given |= {key: rope[key] for key in rope_keys if rope.get(key) is not None}
+        shared = {family.renamed_keys.get(k, k): v for k, v in (family.defaults | given).items()}
+        super().__init__(ONLY | OPTIONAL | rope_defaults | shared)
+        if kind not in family.rope_types:
             known = " and ".join(map(repr, family.rope_types))
             self.refuse("rope_type", f"only {known} can be run")
-        for key, default in ROPE_KEYS[self["rope_type"]].items():
-            self[key] = rope[key] if rope.get(key) is not None else self.get(key, default)
         for key, value in (ONLY | family.only).items():
             if key not in family.defaults and given.get(key, value) != value:
                 self.refuse(key, f"only {value!r} is")
 
     def refuse(self, key: str, why: str):
         """Raise the ValueError for a key, named as the file has it."""
-        own = {shared: own for own, shared in self.family.keys.items()}.get(key, key)
+        own = own_key(self.family, key)
         raise ValueError(f"config.json: {own} = {self.get(key)!r:.80} is not supported ({why})")
 
     def integer(self, key: str) -> int:
@@ -159,36 +171,80 @@ class HFConfig(dict):
             self.refuse(key, "a positive number is needed")
         return float(self[key])
 
-    def optional(self, key: str) -> float | None:
-        """Return a positive number, or None for null."""
-        return None if self[key] is None else self.number(key)
-
     def flag(self, key: str) -> bool:
         if type(self[key]) is not bool:
             self.refuse(key, "true or false is needed")
         return self[key]
 
+    def value(self, key: str, kind, zero: bool = False):
+        """Return a value of an args field's type: bool, int, float, or one of these or None.
+
+        zero: 0 is allowed too.
+        """
+        plain, *none = get_args(kind) or (kind,)
+        if none and self[key] is None:
+            return None
+        read = {bool: self.flag, int: self.count if zero else self.integer, float: self.number}
+        return read[plain](key)
+
 
 # Fields of ModelArgs ------------------------------------------------------------------------------
 
 
-def common_fields(c: HFConfig, width_key: str = "intermediate_size") -> dict:
-    """Return the fields that every family has. width_key: an expert's intermediate size."""
-    return head_fields(c) | {
-        "family": c.family.name,
-        "dim": c.integer("hidden_size"),
-        "n_layer": c.integer("num_hidden_layers"),
-        "vocab_size": c.integer("vocab_size"),
-        "max_position": c.integer("max_position_embeddings"),
-        "rope_theta": c.number("rope_theta"),
-        "norm_eps": c.number("rms_norm_eps"),
-        "tied_embeddings": c.flag("tie_word_embeddings"),
-        **expert_fields(c, width_key),
+def common_fields(c: HFConfig) -> dict:
+    """Return the fields that most families read alike, and those of the family's `field_of_key`."""
+    check_heads(c)
+    width_key = expert_width_key(c.family)
+    check_experts(c, width_key)
+    kinds = {field.name: field.type for field in dataclasses.fields(c.family.args_class)}
+    rows = COMMON_FIELDS | c.family.field_of_key | {width_key: "intermediate"}
+    fields = {
+        name: c.value(key, kinds[name], zero=name.endswith("_intermediate"))
+        for key, name in rows.items()
     }
+    if has_dense_layers(c.family):
+        fields |= dense_fields(c)
+    if "n_shared_experts" in c.family.defaults:
+        c.count("num_nextn_predict_layers")  # the converter leaves these layers out
+        fields["shared_intermediate"] = c.count("n_shared_experts") * fields["intermediate"]
+    return {"family": c.family.name} | fields
 
 
-def head_fields(c: HFConfig) -> dict:
-    """Return the number and size of attention heads."""
+def common_keys(family, args) -> dict:
+    """Return a config.json for these args: the inverse of `common_fields` and `window_field`."""
+    rows = COMMON_FIELDS | family.field_of_key
+    config = {own_key(family, key): getattr(args, name) for key, name in rows.items()}
+    rope = {"rope_type": "default", "rope_theta": config.pop("rope_theta")}
+    config |= {
+        "model_type": family.name,
+        "intermediate_size": args.dense_intermediate or args.intermediate,
+        expert_width_key(family): args.intermediate,
+        "rope_parameters": rope,
+        "use_sliding_window": args.sliding_window is not None,
+        "sliding_window": args.sliding_window,
+        **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
+    }
+    if "first_k_dense_replace" in family.defaults:
+        config["first_k_dense_replace"] = len(args.dense_layers)
+    elif has_dense_layers(family):
+        config["mlp_only_layers"] = list(args.dense_layers)
+    if "n_shared_experts" in family.defaults:
+        config["n_shared_experts"] = args.shared_intermediate // args.intermediate
+        config["num_nextn_predict_layers"] = 0
+    return config
+
+
+def has_dense_layers(family) -> bool:
+    """Whether config.json may ask for dense layers: then it has two intermediate sizes."""
+    return "moe_intermediate_size" in family.defaults
+
+
+def expert_width_key(family) -> str:
+    return "moe_intermediate_size" if has_dense_layers(family) else "intermediate_size"
+
+
+def check_heads(c: HFConfig) -> None:
+    """Check the attention heads; fill in their size and the number of KV heads."""
     heads, dim = c.integer("num_attention_heads"), c.integer("hidden_size")
     c.setdefault("num_key_value_heads", heads)
     if heads % c.integer("num_key_value_heads"):
@@ -199,22 +255,19 @@ def head_fields(c: HFConfig) -> dict:
     c.setdefault("head_dim", dim // heads)
     if c.integer("head_dim") % 2:
         c.refuse("head_dim", "it must be even to be rotated")
-    return {"n_head": heads, "n_kv_head": c["num_key_value_heads"], "head_dim": c["head_dim"]}
 
 
-def expert_fields(c: HFConfig, width_key: str) -> dict:
-    """Return the number of experts and the intermediate dim of one."""
-    n_active, n_expert = c.integer("num_experts_per_tok"), c.integer("num_experts")
-    if n_active > n_expert:
-        c.refuse("num_experts_per_tok", f"there are {n_expert} experts")
+def check_experts(c: HFConfig, width_key: str) -> None:
+    """Check the numbers of experts and what the grouped GEMM needs of sizes."""
+    if c.integer("num_experts_per_tok") > c.integer("num_experts"):
+        c.refuse("num_experts_per_tok", f"there are {c['num_experts']} experts")
     for key in ("hidden_size", width_key):
         if c.integer(key) % 8:
             c.refuse(key, "it must be a multiple of 8: a grouped GEMM wants rows of 16 bytes")
-    return {"n_active": n_active, "n_expert": n_expert, "intermediate": c[width_key]}
 
 
 def dense_fields(c: HFConfig) -> dict:
-    """Return which layers have one dense FFN instead of experts."""
+    """Return which layers have one dense FFN instead of experts, and its intermediate size."""
     listed, step = c["mlp_only_layers"], c.integer("decoder_sparse_step")
     if not isinstance(listed, list) or any(type(layer) is not int for layer in listed):
         c.refuse("mlp_only_layers", "a list of layer numbers is needed")
@@ -226,20 +279,16 @@ def dense_fields(c: HFConfig) -> dict:
 
 
 def window_field(c: HFConfig) -> dict:
-    """Return the sliding window of a family whose layers all have the same."""
-    windowed = c.flag("use_sliding_window") and c["sliding_window"] is not None
+    """Return the sliding window that all layers have, or None. Refuse one that only some have.
+
+    A family without windows ignores the key, as transformers does.
+    """
+    wanted = c.flag("use_sliding_window") and c["sliding_window"] is not None
+    windowed = wanted and c.family.has_window
     kind = "sliding_attention" if windowed else "full_attention"
     if not isinstance(c["layer_types"], list) or any(other != kind for other in c["layer_types"]):
         c.refuse("layer_types", f"all must be {kind!r}")
     return {"sliding_window": c.integer("sliding_window") if windowed else None}
-
-
-def refuse_windows(c: HFConfig) -> None:
-    """Raise ValueError if some layer of a family without sliding windows has one."""
-    c.flag("use_sliding_window")  # ignored, as transformers does, but it must be a flag
-    kinds = c["layer_types"]
-    if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
-        c.refuse("layer_types", "all must be 'full_attention'")
 
 
 def rotary_dim(c: HFConfig) -> int:

@@ -14,25 +14,22 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from checkpoint import DTYPES, NAMES, Shard, Writer, is_checkpoint, read_json
+from checkpoint import DTYPES, NAMES, SIDE_FILES, Shard, Writer, is_checkpoint, is_finite, read_json
 from formats import FORMATS
 from formats.words import bytes_to_words
 from model import ModelArgs
 from models import family_of_config
 from models.family import Family, Layout
-from models.tensors import WHOLE, Recipe, is_finite
+from models.tensors import WHOLE, Recipe, Recipes
+from tokenizer import load_tokenizer
 
 DOWNLOAD = "python scripts/download.py --repo_id OWNER/NAME"
-SIDE_FILES = (  # copied beside the weights; the last is completed by `generation_config`
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "generation_config.json",
-)
 PLAIN_DTYPES = torch.bfloat16, torch.float16, torch.float32
+NOT_PLAIN = "; only bf16, fp16 and fp32 are converted, and fp8 and mxfp4 where the config says so"
+WRONG_DTYPE = {  # keys: the dtype that is due
+    torch.float8_e4m3fn: " beside others in fp8, of which one weight is made; fetch its file again",
+    torch.uint8: " where uint8 belongs; fetch its file again",
+}
 SCALE = "_scale_inv"  # suffix of a block-FP8 weight's scales
 # Weights that stay in block FP8.
 PACKABLE = ".wqkv.weight", ".wq.weight", ".wo.weight", ".w13.weight", ".w2.weight", "head.weight"
@@ -162,26 +159,13 @@ class PublishedTensors:
             due, block = torch.float8_e4m3fn, self.dequantized[name]
             self.check(name + SCALE, tuple(-(-n // block) for n in shape))
         if dtype not in (PLAIN_DTYPES if due in (None, *PLAIN_DTYPES) else (due,)):
-            self.refuse_dtype(shard, original, dtype, due)
+            what = f"{shard.path}: {original} has dtype {str(dtype).removeprefix('torch.')}"
+            raise ValueError(what + WRONG_DTYPE.get(due, NOT_PLAIN))
         if found != shape:
             raise ValueError(
                 f"{shard.path}: {original} has shape {list(found)} where config.json says "
                 f"{list(shape)}"
             )
-
-    def refuse_dtype(self, shard: Shard, original: str, dtype, due) -> None:
-        """Raise the ValueError for a tensor of another dtype."""
-        what = f"{shard.path}: {original} has dtype {str(dtype).removeprefix('torch.')}"
-        if due == torch.float8_e4m3fn:
-            raise ValueError(
-                f"{what} beside others in fp8, of which one weight is made; fetch its file again"
-            )
-        if due == torch.uint8:
-            raise ValueError(f"{what} where uint8 belongs; fetch its file again")
-        raise ValueError(
-            f"{what}; only bf16, fp16 and fp32 are converted, and fp8 and mxfp4 where the config "
-            "says so"
-        )
 
 
 def place_shape(shape: tuple[int, ...], place: tuple) -> tuple[int, ...]:
@@ -192,9 +176,7 @@ def place_shape(shape: tuple[int, ...], place: tuple) -> tuple[int, ...]:
     return *sizes, *shape[len(place) :]
 
 
-def block_recipes(
-    ours: str, recipe: Recipe, format: str, tensors: PublishedTensors
-) -> dict[str, Recipe]:
+def block_recipes(ours: str, recipe: Recipe, format: str, tensors: PublishedTensors) -> Recipes:
     """Turn a weight's recipe into those of its codes and scales in block FP8.
 
     Raises ValueError if the published blocks are not whole ones of ours.
@@ -222,13 +204,9 @@ def block_recipes(
             for at in place
         )
 
-    def has_no_nan(t: Tensor) -> bool:
-        return not ((t.view(torch.uint8) & 0x7F) == 0x7F).any()
-
     codes = recipe._replace(
         transform=lambda t: bytes_to_words(transform(t), group),
         dtype=torch.float8_e4m3fn,
-        is_valid=has_no_nan,
     )
     return {f"{path}.codes": codes, f"{path}.scale": Recipe(shape, scales, dtype=dtype)}
 
@@ -244,7 +222,7 @@ class ConversionPlan:
         self, family: Family, args: ModelArgs, tensors: PublishedTensors, published: str | None
     ):
         self.tensors, self.published = tensors, published
-        self.files: dict[str, dict[str, Recipe]] = {}
+        self.files: dict[str, Recipes] = {}
         self.modules: dict[str, dict] = {}  # as in a checkpoint's "format"
         self.used: set[str] = set()
         for layer in range(args.n_layer):
@@ -258,9 +236,9 @@ class ConversionPlan:
             what = f"{original} (of {len(extra)}) has no place in the model of config.json"
             raise ValueError(f"{shard.path}: {what}")
 
-    def add(self, file: str, recipes: dict[str, Recipe]) -> None:
+    def add(self, file: str, recipes: Recipes) -> None:
         """Plan one file."""
-        planned: dict[str, Recipe] = {}
+        planned: Recipes = {}
         self.files[file] = planned
         for ours, recipe in recipes.items():
             planned |= self.with_blocks(ours, recipe)
@@ -273,7 +251,7 @@ class ConversionPlan:
                 self.tensors.check(name, place_shape(recipe.shape, place), recipe.dtype)
             self.used.update(recipe.sources)
 
-    def with_blocks(self, ours: str, recipe: Recipe) -> dict[str, Recipe]:
+    def with_blocks(self, ours: str, recipe: Recipe) -> Recipes:
         """Return the recipe, or those of codes and scales if it is published in block FP8."""
         in_blocks = self.published and FORMATS[self.published].blocks
         if not (in_blocks and self.tensors.has_fp8(recipe)):
@@ -333,10 +311,22 @@ def generation_config(directory: Path, config: dict) -> dict:
     """Return generation_config.json, with the stop ids that only config.json has."""
     path = directory / "generation_config.json"
     given = read_json(path) if path.is_file() else {}
-    ids = {
-        key: config[key] for key in ("bos_token_id", "eos_token_id") if config.get(key) is not None
-    }
-    return ids | {key: value for key, value in given.items() if value is not None}
+    ids = {key: config.get(key) for key in ("bos_token_id", "eos_token_id")}
+    return {key: value for key, value in (ids | given).items() if value is not None}
+
+
+def check_side_files(directory: Path, config: dict, vocab_size: int) -> None:
+    """Raise ValueError for a damaged tokenizer, chat template or generation config.
+
+    Otherwise the damage would show after hours, when text is generated.
+    """
+    ids = generation_config(directory, config).get("eos_token_id")
+    for id in ids if isinstance(ids, list) else [ids]:
+        if id is not None and (type(id) is not int or not 0 <= id < vocab_size):
+            what = f"eos_token_id {id!r:.40} is not a token of the model"
+            raise ValueError(f"{directory}: {what} (0 to {vocab_size - 1}); fetch its files again")
+    if any((directory / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
+        load_tokenizer(directory).check(vocab_size)
 
 
 def check_source(directory: Path, dtype: str) -> None:
@@ -373,7 +363,7 @@ def convert(
     family = family_of_config(config)
     args, published = family.from_hf(config), family.published_format(config)
     config = dict(family.defaults) | config
-    tensors = PublishedTensors(directory, family.renames)
+    tensors = PublishedTensors(directory, family.renamed_tensors)
     tensors.drop_layers(args.n_layer, config.get("num_nextn_predict_layers") or 0)
     if args.tied_embeddings and "lm_head.weight" in tensors.tensors:
         args = check_tie(args, tensors)
@@ -381,6 +371,7 @@ def convert(
     format: dict = {"name": dtype}
     if plan.modules:
         format = {"name": published, "dtype": dtype, "modules": plan.modules}
+    check_side_files(directory, config, args.vocab_size)
     output = Path(output_dir) if output_dir else directory / f"model_{format['name']}"
     torch_dtype = DTYPES[dtype][0]
     with Writer(output, dataclasses.asdict(args), format, force) as writer:

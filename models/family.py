@@ -4,20 +4,28 @@ A family maps config.json to ModelArgs and back, published tensor names to ours,
 parallelism shards its weights. models/mixtral.py is the smallest example.
 """
 
+import dataclasses
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 from model import ModelArgs, Transformer
-from models.config import HFConfig, published_format
+from models.config import (
+    HFConfig,
+    common_fields,
+    common_keys,
+    published_format,
+    window_field,
+)
 from models.tensors import (
-    Recipe,
+    Recipes,
     attention_recipes,
     dense_recipes,
     expert_recipes,
     norm_recipes,
     prefixed,
     rest_recipes,
+    shared_expert_recipes,
 )
 
 NOTHING: Mapping = MappingProxyType({})
@@ -44,48 +52,45 @@ class Layout(NamedTuple):
 class Family:
     """One architecture. Subclasses set the attributes and override what differs from Mixtral."""
 
-    name: ClassVar[str]  # ModelArgs.family, and transformers' model_type
-    architecture: ClassVar[str]  # in config.json's "architectures"
-    args_class: ClassVar[type[ModelArgs]] = ModelArgs
-    model_class: ClassVar[type[Transformer]] = Transformer
-    defaults: ClassVar[Mapping] = NOTHING  # of config.json's keys, as transformers' config has them
-    keys: ClassVar[Mapping[str, str]] = NOTHING  # the family's own key -> the shared one
-    only: ClassVar[Mapping] = NOTHING  # further rows of config.ONLY, or other values
-    rope: ClassVar[Mapping] = NOTHING  # rope parameters of a config.json without any
-    rope_types: ClassVar[tuple[str, ...]] = ("default",)
-    published: ClassVar[tuple[str, ...]] = ("fp8",)  # rows of config.PUBLISHED
-    renames: ClassVar[tuple[tuple[str, str], ...]] = ()  # its tensor names -> the shared ones
-    shapes: ClassVar[Mapping[str, ModelArgs]] = NOTHING  # published models, for benchmark.py
-    sharded_fields: ClassVar[tuple[str, ...]] = ("dense_intermediate",)  # divided by the ranks
+    name: str  # ModelArgs.family, and transformers' model_type
+    args_class: type[ModelArgs] = ModelArgs
+    model_class: type[Transformer] = Transformer
+
+    # config.json
+    defaults: Mapping = NOTHING  # values of absent keys, those of transformers' config class
+    renamed_keys: Mapping[str, str] = NOTHING  # its own key -> the shared one
+    field_of_key: Mapping[str, str] = NOTHING  # shared key -> field, for both directions
+    fixed: Mapping = NOTHING  # fields with one value in the whole family
+    only: Mapping = NOTHING  # further rows of config.ONLY, or other values
+    has_window: bool = False  # all layers may share a sliding window
+    rope: Mapping = NOTHING  # rope parameters of a config.json without any
+    rope_types: tuple[str, ...] = ("default",)
+    published: tuple[str, ...] = ("fp8",)  # rows of config.PUBLISHED
+    # Published models, for benchmark.py: config.json without what `defaults` has.
+    shapes: Mapping[str, dict] = NOTHING
+
+    renamed_tensors: tuple[tuple[str, str], ...] = ()  # its names -> the shared ones
 
     def from_hf(self, config: dict) -> ModelArgs:
         """Return the args of a config.json. Raises ValueError naming the key that cannot be run."""
         return self.args_class(**self.fields(HFConfig(config, self)))
 
     def fields(self, c: HFConfig) -> dict:
-        """Return the fields of args_class."""
-        raise NotImplementedError
+        """Return the fields of args_class. Families extend it, and refuse what they cannot run."""
+        return common_fields(c) | self.window_fields(c) | dict(self.fixed)
+
+    def window_fields(self, c: HFConfig) -> dict:
+        return window_field(c)
 
     def to_hf(self, args: ModelArgs) -> dict:
         """Return a config.json for these args: the inverse of `from_hf`."""
-        return {
-            "model_type": self.name,
-            "vocab_size": args.vocab_size,
-            "hidden_size": args.dim,
-            "num_hidden_layers": args.n_layer,
-            "num_attention_heads": args.n_head,
-            "num_key_value_heads": args.n_kv_head,
-            "head_dim": args.head_dim,
-            "intermediate_size": args.dense_intermediate or args.intermediate,
-            "num_experts_per_tok": args.n_active,
-            "rms_norm_eps": args.norm_eps,
-            "max_position_embeddings": args.max_position,
-            "rope_parameters": {"rope_type": "default", "rope_theta": args.rope_theta},
-            "tie_word_embeddings": args.tied_embeddings,
-            "bos_token_id": None,
-            "eos_token_id": None,
-            "pad_token_id": None,
-        }
+        return common_keys(self, args)
+
+    @property
+    def sharded_fields(self) -> tuple[str, ...]:
+        """The fields that tensor parallelism divides by the ranks, beside those of every family."""
+        names = (field.name for field in dataclasses.fields(self.args_class))
+        return tuple(name for name in names if name.endswith("_intermediate"))
 
     def attention_memory(self, args: ModelArgs, length: int) -> tuple[int, int]:
         """Return a layer's cached numbers per position, and those of a prompt's temporaries."""
@@ -97,22 +102,25 @@ class Family:
 
     # Conversion ---------------------------------------------------------------------------------
 
-    def layer_recipes(self, args: ModelArgs, layer: int, layout: Layout) -> dict[str, Recipe]:
+    def layer_recipes(self, args: ModelArgs, layer: int, layout: Layout) -> Recipes:
         """Return the recipes of one layer."""
         if layer in args.dense_layers:
             ffn = dense_recipes("ffn", "mlp", args.dim, args.dense_intermediate)
         else:
             ffn = self.expert_recipes(args, layout)
-        table = norm_recipes(args) | self.attention_recipes(args) | ffn
+        table = self.norm_recipes(args) | self.attention_recipes(args) | ffn
         return prefixed(table, layer)
 
-    def attention_recipes(self, args: ModelArgs) -> dict[str, Recipe]:
+    def norm_recipes(self, args: ModelArgs) -> Recipes:
+        return norm_recipes(args)
+
+    def attention_recipes(self, args: ModelArgs) -> Recipes:
         return attention_recipes(args)
 
-    def expert_recipes(self, args: ModelArgs, layout: Layout) -> dict[str, Recipe]:
-        return expert_recipes(args, layout.fused)
+    def expert_recipes(self, args: ModelArgs, layout: Layout) -> Recipes:
+        return expert_recipes(args, layout.fused) | shared_expert_recipes(args)
 
-    def rest_recipes(self, args: ModelArgs) -> dict[str, Recipe]:
+    def rest_recipes(self, args: ModelArgs) -> Recipes:
         return rest_recipes(args)
 
     # Tensor parallelism ---------------------------------------------------------------------------
@@ -133,10 +141,7 @@ class Family:
         if args.qk_norm == "full":
             table["attention.q_norm"] = Shard(0, (queries,))
             table["attention.k_norm"] = Shard(0, (kv,))
+        if shared := getattr(args, "shared_intermediate", 0):
+            table["ffn.shared.w13"] = Shard(0, ((shared, 1), (shared, 1)))
+            table["ffn.shared.w2"] = Shard(1, ((shared, 1),))
         return table
-
-
-def shared_expert_shards(args) -> dict[str, Shard]:
-    """Return the rows of the shard table for a shared expert."""
-    width = (args.shared_intermediate, 1)
-    return {"ffn.shared.w13": Shard(0, (width, width)), "ffn.shared.w2": Shard(1, (width,))}

@@ -6,16 +6,10 @@ import torch
 from torch import Tensor
 
 from model import Block, Linear, ModelArgs, Transformer
-from models.config import HFConfig, common_fields, dense_fields, refuse_windows, rotary_dim
-from models.family import Family, Layout, Shard, shared_expert_shards
+from models.config import HFConfig, rotary_dim
+from models.family import Family, Layout
 from models.layers.group_routing import SigmoidRoutedMoE
-from models.tensors import (
-    Recipe,
-    attention_recipes,
-    expert_recipes,
-    score_bias_recipe,
-    shared_expert_recipes,
-)
+from models.tensors import Recipes, score_bias_recipe
 from ops.rope import rope_frequencies, rope_table
 
 
@@ -54,7 +48,6 @@ class Glm4MoeTransformer(Transformer):
 
 class Glm4Moe(Family):
     name = "glm4_moe"
-    architecture = "Glm4MoeForCausalLM"
     args_class = Glm4MoeArgs
     model_class = Glm4MoeTransformer
     defaults = dict(
@@ -80,69 +73,30 @@ class Glm4Moe(Family):
         num_nextn_predict_layers=1,
     )
     # attention_bias is of queries, keys and values alone.
-    keys = {"n_routed_experts": "num_experts", "attention_bias": "qkv_bias"}
+    renamed_keys = {"n_routed_experts": "num_experts", "attention_bias": "qkv_bias"}
+    field_of_key = {
+        "norm_topk_prob": "norm_topk",
+        "qkv_bias": "qkv_bias",
+        "routed_scaling_factor": "routed_scale",
+    }
     only = {"scoring_func": "sigmoid"}
-    renames = ((".mlp.shared_experts.", ".mlp.shared_expert."),)
-    sharded_fields = ("dense_intermediate", "shared_intermediate")
+    renamed_tensors = ((".mlp.shared_experts.", ".mlp.shared_expert."),)
 
     def fields(self, c: HFConfig) -> dict:
-        refuse_windows(c)
-        fields = common_fields(c, "moe_intermediate_size") | dense_fields(c)
-        c.count("num_nextn_predict_layers")  # the converter leaves these layers out
+        fields = super().fields(c)
         rotated = rotary_dim(c)
         return fields | {
             "qk_norm": "head" if c.flag("use_qk_norm") else "none",
-            "norm_topk": c.flag("norm_topk_prob"),
-            "qkv_bias": c.flag("qkv_bias"),
-            "shared_intermediate": c.count("n_shared_experts") * fields["intermediate"],
-            "routed_scale": c.number("routed_scaling_factor"),
-            "rotary_dim": rotated if rotated < fields["head_dim"] else None,
+            "rotary_dim": rotated if rotated < c["head_dim"] else None,
         }
 
     def to_hf(self, args: Glm4MoeArgs) -> dict:
-        config = super().to_hf(args) | {
-            "n_routed_experts": args.n_expert,
-            "moe_intermediate_size": args.intermediate,
-            "n_shared_experts": args.shared_intermediate // args.intermediate,
-            "first_k_dense_replace": len(args.dense_layers),
-            "routed_scaling_factor": args.routed_scale,
-            "norm_topk_prob": args.norm_topk,
-            "attention_bias": args.qkv_bias,
-            "use_qk_norm": args.qk_norm == "head",
-            "num_nextn_predict_layers": 0,
-        }
+        config = super().to_hf(args) | {"use_qk_norm": args.qk_norm == "head"}
         factor = (args.rotary_dim or args.head_dim) / args.head_dim
         config["rope_parameters"]["partial_rotary_factor"] = factor
         return config
 
-    def attention_recipes(self, args: Glm4MoeArgs) -> dict[str, Recipe]:
-        return attention_recipes(args, args.qkv_bias)
+    def expert_recipes(self, args: Glm4MoeArgs, layout: Layout) -> Recipes:
+        return super().expert_recipes(args, layout) | score_bias_recipe(args)
 
-    def expert_recipes(self, args: Glm4MoeArgs, layout: Layout) -> dict[str, Recipe]:
-        experts = expert_recipes(args, layout.fused)
-        return experts | shared_expert_recipes(args) | score_bias_recipe(args)
-
-    def shard_table(self, args: Glm4MoeArgs) -> dict[str, Shard]:
-        return super().shard_table(args) | shared_expert_shards(args)
-
-    shapes = {
-        "GLM-4.5-Air": Glm4MoeArgs(
-            "glm4_moe",
-            dim=4096,
-            n_layer=46,
-            n_head=96,
-            n_kv_head=8,
-            head_dim=128,
-            intermediate=1408,
-            n_expert=128,
-            n_active=8,
-            vocab_size=151552,
-            max_position=131072,
-            rope_theta=1e6,
-            qkv_bias=True,
-            dense_layers=(0,),
-            dense_intermediate=10944,
-            shared_intermediate=1408,
-            rotary_dim=64,
-        ),
-    }
+    shapes = {"GLM-4.5-Air": dict(head_dim=128, rope_theta=1e6, attention_bias=True)}

@@ -1,6 +1,6 @@
 """gpt-oss: attention sinks, windows in every other layer, biased experts, clamped SwiGLU."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -14,33 +14,25 @@ from model import (
     Context,
     ExpertLinear,
     Linear,
-    ModelArgs,
     MoE,
     Transformer,
     is_layer,
     new_parameter,
 )
-from models.config import HFConfig, common_fields
+from models.config import HFConfig
 from models.family import Family, Layout, Shard
-from models.layers.yarn import Yarn, read_yarn, yarn_frequencies, yarn_scale, yarn_to_hf
-from models.tensors import WHOLE, Recipe, attention_recipes
+from models.layers.yarn import YarnArgs, read_yarn, yarn_rope_table, yarn_to_hf
+from models.tensors import WHOLE, Recipe, Recipes, copy_of
 from ops.attention import attend, attend_chunk
-from ops.rope import rope_frequencies, rope_table
 
 MAX_MXFP4_EXPONENT = 252  # the largest e8m0 scale with which every e2m1 number is finite in fp32
 
 
 @dataclass(frozen=True)
-class GptOssArgs(ModelArgs):
+class GptOssArgs(YarnArgs):
     full_layers: tuple[int, ...] = ()  # layers without the sliding window
     swiglu_limit: float = 7.0  # clamp of gate and up
     swiglu_alpha: float = 1.702  # slope of the gate's sigmoid
-    yarn: Yarn | None = None
-
-    def __post_init__(self):
-        if isinstance(self.yarn, dict):  # from JSON
-            object.__setattr__(self, "yarn", Yarn(**self.yarn))
-        super().__post_init__()
 
     def constraints(self) -> dict[str, bool]:
         known = all(is_layer(layer, self.n_layer) for layer in self.full_layers)
@@ -127,36 +119,11 @@ class GptOssTransformer(Transformer):
         return block
 
     def make_rope_table(self, length: int, device: torch.device) -> Tensor:
-        args = self.args
-        if args.yarn is None:
-            return rope_table(rope_frequencies(args.head_dim, args.rope_theta, device), length)
-        frequencies = yarn_frequencies(args.yarn, args.head_dim, args.rope_theta, device)
-        return rope_table(frequencies, length, args.yarn.attention)
-
-
-GPT_OSS_20B = GptOssArgs(
-    "gpt_oss",
-    dim=2880,
-    n_layer=24,
-    n_head=64,
-    n_kv_head=8,
-    head_dim=64,
-    intermediate=2880,
-    n_expert=32,
-    n_active=4,
-    vocab_size=201088,
-    max_position=131072,
-    rope_theta=1.5e5,
-    attention_bias=True,
-    sliding_window=128,
-    full_layers=tuple(range(1, 24, 2)),
-    yarn=Yarn(32.0, 4096, truncate=False, attention=yarn_scale(32.0)),
-)
+        return yarn_rope_table(self.args, self.args.head_dim, length, device)
 
 
 class GptOss(Family):
     name = "gpt_oss"
-    architecture = "GptOssForCausalLM"
     args_class = GptOssArgs
     model_class = GptOssTransformer
     defaults = dict(
@@ -169,7 +136,7 @@ class GptOss(Family):
         head_dim=64,
         rope_theta=1.5e5,
         rms_norm_eps=1e-5,
-        num_experts=128,
+        num_local_experts=128,
         num_experts_per_tok=4,
         intermediate_size=2880,
         attention_bias=True,
@@ -177,62 +144,66 @@ class GptOss(Family):
         swiglu_alpha=1.702,
         swiglu_limit=7.0,
     )
+    renamed_keys = {"num_local_experts": "num_experts"}
+    field_of_key = {
+        "attention_bias": "attention_bias",
+        "swiglu_limit": "swiglu_limit",
+        "swiglu_alpha": "swiglu_alpha",
+    }
     rope = dict(
         rope_type="yarn", factor=32.0, original_max_position_embeddings=4096, truncate=False
     )
     rope_types = ("default", "yarn")
     published = ("mxfp4",)
-    renames = ((".mlp.router.", ".mlp.gate."),)
+    renamed_tensors = ((".mlp.router.", ".mlp.gate."),)
 
     def fields(self, c: HFConfig) -> dict:
-        return (
-            common_fields(c)
-            | window_fields(c)
-            | {
-                "attention_bias": c.flag("attention_bias"),
-                "swiglu_limit": c.number("swiglu_limit"),
-                "swiglu_alpha": c.number("swiglu_alpha"),
-                "yarn": read_yarn(c),
-            }
-        )
+        return super().fields(c) | {"yarn": read_yarn(c)}
+
+    def window_fields(self, c: HFConfig) -> dict:
+        """Every other layer has the sliding window, unless layer_types says otherwise."""
+        n_layer = c.integer("num_hidden_layers")
+        windowed = c.flag("use_sliding_window") and c["sliding_window"] is not None
+        kind = "sliding_attention" if windowed else "full_attention"
+        kinds = c["layer_types"] or ["sliding_attention", "full_attention"] * n_layer
+        known = dict.fromkeys((kind, "full_attention"))
+        if not isinstance(kinds, list) or any(other not in known for other in kinds):
+            c.refuse("layer_types", f"all must be {' or '.join(map(repr, known))}")
+        if len(kinds) < n_layer:
+            c.refuse("layer_types", f"there are {n_layer} layers")
+        if not windowed:
+            return {}
+        full = tuple(n for n, other in enumerate(kinds[:n_layer]) if other == "full_attention")
+        return {"sliding_window": c.integer("sliding_window"), "full_layers": full}
 
     def to_hf(self, args: GptOssArgs) -> dict:
-        kinds = ["full_attention"] * args.n_layer
-        if args.sliding_window:
-            kinds = [
-                "full_attention" if layer in args.full_layers else "sliding_attention"
-                for layer in range(args.n_layer)
-            ]
-        config = super().to_hf(args) | {
-            "num_local_experts": args.n_expert,
-            "attention_bias": args.attention_bias,
-            "use_sliding_window": args.sliding_window is not None,
-            "sliding_window": args.sliding_window,
-            "layer_types": kinds,
-            "swiglu_limit": args.swiglu_limit,
-            "swiglu_alpha": args.swiglu_alpha,
-        }
+        full = args.full_layers if args.sliding_window else range(args.n_layer)
+        kinds = [
+            "full_attention" if layer in full else "sliding_attention"
+            for layer in range(args.n_layer)
+        ]
+        config = super().to_hf(args) | {"layer_types": kinds}
         if args.yarn:
             config["rope_parameters"] |= yarn_to_hf(args.yarn)
         return config
 
-    def attention_recipes(self, args: GptOssArgs) -> dict[str, Recipe]:
-        sinks = {"attention.sinks": Recipe((args.n_head,), {"self_attn.sinks": WHOLE})}
-        return attention_recipes(args) | sinks
+    def attention_recipes(self, args: GptOssArgs) -> Recipes:
+        sinks = {"attention.sinks": copy_of("self_attn.sinks", args.n_head)}
+        return super().attention_recipes(args) | sinks
 
-    def expert_recipes(self, args: GptOssArgs, layout: Layout) -> dict[str, Recipe]:
+    def expert_recipes(self, args: GptOssArgs, layout: Layout) -> Recipes:
         """Gate and up are interleaved; weights are transposed, or in MXFP4 as published."""
         D, E, I = args.dim, args.n_expert, args.intermediate
         table = {
-            "ffn.router.weight": Recipe((E, D), {"mlp.gate.weight": WHOLE}),
-            "ffn.router.bias": Recipe((E,), {"mlp.gate.bias": WHOLE}),
+            "ffn.router.weight": copy_of("mlp.gate.weight", E, D),
+            "ffn.router.bias": copy_of("mlp.gate.bias", E),
         }
         recipes = packed_recipes if layout.packed else transposed_recipes
         for ours, theirs, rows, width, order in (
             ("ffn.experts.w13", "mlp.experts.gate_up_proj", 2 * I, D, deinterleave),
             ("ffn.experts.w2", "mlp.experts.down_proj", D, I, lambda t: t),
         ):
-            table[f"{ours}.bias"] = Recipe((E, rows), {f"{theirs}_bias": WHOLE}, order)
+            table[f"{ours}.bias"] = copy_of(f"{theirs}_bias", E, rows, transform=order)
             table |= recipes(ours, theirs, (E, rows, width), order)
         return table
 
@@ -241,28 +212,9 @@ class GptOss(Family):
         return super().shard_table(args) | sinks
 
     shapes = {
-        "gpt-oss-20b": GPT_OSS_20B,
-        "gpt-oss-120b": replace(
-            GPT_OSS_20B, n_layer=36, n_expert=128, full_layers=tuple(range(1, 36, 2))
-        ),
+        "gpt-oss-20b": dict(num_hidden_layers=24, num_local_experts=32),
+        "gpt-oss-120b": {},
     }
-
-
-def window_fields(c: HFConfig) -> dict:
-    """Return the sliding window, and the layers without it: every other one by default."""
-    n_layer = c.integer("num_hidden_layers")
-    windowed = c.flag("use_sliding_window") and c["sliding_window"] is not None
-    kind = "sliding_attention" if windowed else "full_attention"
-    kinds = c["layer_types"] or ["sliding_attention", "full_attention"] * n_layer
-    known = dict.fromkeys((kind, "full_attention"))
-    if not isinstance(kinds, list) or any(other not in known for other in kinds):
-        c.refuse("layer_types", f"all must be {' or '.join(map(repr, known))}")
-    if len(kinds) < n_layer:
-        c.refuse("layer_types", f"there are {n_layer} layers")
-    if not windowed:
-        return {}
-    full = tuple(n for n, other in enumerate(kinds[:n_layer]) if other == "full_attention")
-    return {"sliding_window": c.integer("sliding_window"), "full_layers": full}
 
 
 def deinterleave(t: Tensor) -> Tensor:
@@ -270,14 +222,14 @@ def deinterleave(t: Tensor) -> Tensor:
     return t.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
 
 
-def transposed_recipes(ours: str, theirs: str, shape: tuple, order) -> dict[str, Recipe]:
+def transposed_recipes(ours: str, theirs: str, shape: tuple, order) -> Recipes:
     """The recipe of a weight [E, rows, width] that is published as [E, width, rows]."""
     E, rows, width = shape
-    recipe = Recipe((E, width, rows), {theirs: WHOLE}, lambda t: order(t.transpose(1, 2)))
+    recipe = copy_of(theirs, E, width, rows, transform=lambda t: order(t.transpose(1, 2)))
     return {f"{ours}.weight": recipe}
 
 
-def packed_recipes(ours: str, theirs: str, shape: tuple, order) -> dict[str, Recipe]:
+def packed_recipes(ours: str, theirs: str, shape: tuple, order) -> Recipes:
     """The recipes of a weight's codes and scales in MXFP4."""
     E, rows, width = shape
     groups = E, rows, width // FORMATS["mxfp4"].choose_group(width, None)
@@ -286,15 +238,11 @@ def packed_recipes(ours: str, theirs: str, shape: tuple, order) -> dict[str, Rec
         # One expert at a time, so that temporaries take the memory of one.
         return order(torch.stack([published_codes(expert) for expert in blocks]))
 
+    def is_finite(scales: Tensor) -> bool:
+        return bool(scales.max() <= MAX_MXFP4_EXPONENT)
+
+    byte, blocks, scales = torch.uint8, f"{theirs}_blocks", f"{theirs}_scales"
     return {
-        f"{ours}.codes": Recipe(
-            (*groups, 16), {f"{theirs}_blocks": WHOLE}, codes, torch.uint8, lambda t: True
-        ),
-        f"{ours}.scale": Recipe(
-            groups,
-            {f"{theirs}_scales": WHOLE},
-            order,
-            torch.uint8,
-            lambda t: bool(t.max() <= MAX_MXFP4_EXPONENT),
-        ),
+        f"{ours}.codes": Recipe((*groups, 16), {blocks: WHOLE}, codes, byte, lambda t: True),
+        f"{ours}.scale": Recipe(groups, {scales: WHOLE}, order, byte, is_finite),
     }

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from model import AddNorm, Attention, Block, ModelArgs, Transformer
-from models.config import HFConfig, common_fields, refuse_windows
+from models.config import HFConfig
 from models.family import Family
 from ops.inductor import materialize
 
@@ -67,7 +67,6 @@ class GraniteMoeTransformer(Transformer):
 
 class GraniteMoe(Family):
     name = "granitemoe"
-    architecture = "GraniteMoeForCausalLM"
     args_class = GraniteMoeArgs
     model_class = GraniteMoeTransformer
     defaults = dict(
@@ -88,8 +87,14 @@ class GraniteMoe(Family):
         residual_multiplier=1.0,
         logits_scaling=1.0,
     )
-    keys = {"num_local_experts": "num_experts"}
-    renames = (
+    renamed_keys = {"num_local_experts": "num_experts"}
+    field_of_key = {
+        "attention_bias": "attention_bias",
+        "attention_multiplier": "attention_scale",
+        "embedding_multiplier": "embedding_scale",
+        "residual_multiplier": "residual_scale",
+    }
+    renamed_tensors = (
         (".block_sparse_moe.input_linear.weight", ".mlp.experts.gate_up_proj"),
         (".block_sparse_moe.output_linear.weight", ".mlp.experts.down_proj"),
         (".block_sparse_moe.router.layer.", ".mlp.gate."),
@@ -99,44 +104,26 @@ class GraniteMoe(Family):
     )
 
     def fields(self, c: HFConfig) -> dict:
-        refuse_windows(c)
-        return common_fields(c) | {
-            "attention_bias": c.flag("attention_bias"),
-            "attention_scale": c.optional("attention_multiplier"),
-            "embedding_scale": c.number("embedding_multiplier"),
-            "residual_scale": c.number("residual_multiplier"),
-            "logit_scale": 1 / c.number("logits_scaling"),
-        }
+        return super().fields(c) | {"logit_scale": 1 / c.number("logits_scaling")}
 
     def to_hf(self, args: GraniteMoeArgs) -> dict:
-        return super().to_hf(args) | {
-            "num_local_experts": args.n_expert,
-            "attention_bias": args.attention_bias,
-            "attention_multiplier": args.attention_scale,
-            "embedding_multiplier": args.embedding_scale,
-            "residual_multiplier": args.residual_scale,
-            "logits_scaling": 1 / args.logit_scale,
-        }
+        return super().to_hf(args) | {"logits_scaling": 1 / args.logit_scale}
 
     shapes = {
-        "Granite-3.1-3b-a800m": GraniteMoeArgs(
-            "granitemoe",
-            dim=1536,
-            n_layer=32,
-            n_head=24,
-            n_kv_head=8,
-            head_dim=64,
-            intermediate=512,
-            n_expert=40,
-            n_active=8,
+        "Granite-3.1-3b-a800m": dict(
             vocab_size=49155,
-            max_position=131072,
+            hidden_size=1536,
+            max_position_embeddings=131072,
+            num_attention_heads=24,
+            num_key_value_heads=8,
             rope_theta=1e7,
-            norm_eps=1e-6,
-            tied_embeddings=True,
-            attention_scale=0.015625,
-            embedding_scale=12.0,
-            residual_scale=0.22,
-            logit_scale=1 / 6,
+            tie_word_embeddings=True,
+            num_local_experts=40,
+            num_experts_per_tok=8,
+            intermediate_size=512,
+            attention_multiplier=0.015625,
+            embedding_multiplier=12.0,
+            residual_multiplier=0.22,
+            logits_scaling=6.0,
         ),
     }

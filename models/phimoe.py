@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from model import Block, Linear, ModelArgs, MoE, Transformer
-from models.config import HFConfig, common_fields, window_field
-from models.family import Family, Layout
-from models.tensors import WHOLE, Recipe, biased_norms, prefixed, rest_recipes
+from models.config import HFConfig
+from models.family import Family
+from models.tensors import Recipes, copy_of, norm_recipes
 from ops.rope import rope_frequencies, rope_table
 from ops.topk import top_k
 
@@ -21,10 +21,8 @@ class PhimoeArgs(ModelArgs):
     rope_scale: float = 1.0  # of cosines and sines
 
     def constraints(self) -> dict[str, bool]:
-        factors = self.rope_factors
-        valid = all(type(n) in (int, float) and 0 < n < float("inf") for n in factors)
-        sized = len(factors) in (0, self.head_dim // 2)
-        return super().constraints() | {"rope_factors": sized and valid}
+        sized = len(self.rope_factors) in (0, self.head_dim // 2)
+        return super().constraints() | {"rope_factors": sized and are_factors(self.rope_factors)}
 
 
 class SparseMixerMoE(MoE):
@@ -75,7 +73,6 @@ class PhimoeTransformer(Transformer):
 
 class Phimoe(Family):
     name = "phimoe"
-    architecture = "PhimoeForCausalLM"
     args_class = PhimoeArgs
     model_class = PhimoeTransformer
     defaults = dict(
@@ -95,9 +92,16 @@ class Phimoe(Family):
         router_jitter_noise=0.01,
         lm_head_bias=False,
     )
-    keys = {"num_local_experts": "num_experts"}
+    renamed_keys = {"num_local_experts": "num_experts"}
+    field_of_key = {
+        "attention_bias": "attention_bias",
+        "router_jitter_noise": "mixer_eps",
+        "lm_head_bias": "head_bias",
+    }
+    fixed = {"norm_topk": False}
+    has_window = True
     rope_types = ("default", "longrope")
-    renames = (
+    renamed_tensors = (
         (".block_sparse_moe.", ".mlp."),
         (".mlp.router.", ".mlp.gate."),  # as transformers 5 holds it in memory
         (".w1.", ".gate_proj."),
@@ -108,26 +112,10 @@ class Phimoe(Family):
     def fields(self, c: HFConfig) -> dict:
         if c.integer("num_experts_per_tok") != 2:
             c.refuse("num_experts_per_tok", "it must be 2 for SparseMixer")
-        fields = common_fields(c) | window_field(c)
-        return (
-            fields
-            | longrope_fields(c)
-            | {
-                "norm_topk": False,
-                "attention_bias": c.flag("attention_bias"),
-                "mixer_eps": c.number("router_jitter_noise"),
-                "head_bias": c.flag("lm_head_bias"),
-            }
-        )
+        return super().fields(c) | longrope_fields(c)
 
     def to_hf(self, args: PhimoeArgs) -> dict:
-        config = super().to_hf(args) | {
-            "num_local_experts": args.n_expert,
-            "attention_bias": args.attention_bias,
-            "sliding_window": args.sliding_window,
-            "lm_head_bias": args.head_bias,
-            "router_jitter_noise": args.mixer_eps,
-        }
+        config = super().to_hf(args)
         if args.rope_factors:
             config["rope_parameters"] |= {
                 "rope_type": "longrope",
@@ -139,38 +127,35 @@ class Phimoe(Family):
             }
         return config
 
-    def layer_recipes(self, args: PhimoeArgs, layer: int, layout: Layout) -> dict[str, Recipe]:
-        return super().layer_recipes(args, layer, layout) | prefixed(biased_norms(args), layer)
+    def norm_recipes(self, args: PhimoeArgs) -> Recipes:
+        return norm_recipes(args) | norm_recipes(args, "bias")
 
-    def rest_recipes(self, args: PhimoeArgs) -> dict[str, Recipe]:
-        table = rest_recipes(args)
-        table["norm.bias"] = Recipe((args.dim,), {"model.norm.bias": WHOLE})
+    def rest_recipes(self, args: PhimoeArgs) -> Recipes:
+        table = super().rest_recipes(args)
+        table["norm.bias"] = copy_of("model.norm.bias", args.dim)
         if args.head_bias:
-            table["head.bias"] = Recipe((args.vocab_size,), {"lm_head.bias": WHOLE})
+            table["head.bias"] = copy_of("lm_head.bias", args.vocab_size)
         return table
 
     shapes = {
-        "Phi-3.5-MoE": PhimoeArgs(  # the factors of its RoPE change no time
-            "phimoe",
-            dim=4096,
-            n_layer=32,
-            n_head=32,
-            n_kv_head=8,
-            head_dim=128,
-            intermediate=6400,
-            n_expert=16,
-            n_active=2,
-            vocab_size=32064,
-            max_position=4096,
+        "Phi-3.5-MoE": dict(
+            rope_theta=1e4,
             attention_bias=True,
+            lm_head_bias=True,
             sliding_window=131072,
-            norm_topk=False,
-            head_bias=True,
-            mixer_eps=0.01,
-            rope_factors=(1.0,) * 64,
-            rope_scale=1.243163121016122,
+            rope_scaling=dict(
+                type="longrope",
+                short_factor=[1.0] * 64,  # not the published ones, which change no time
+                short_mscale=1.243163121016122,
+                original_max_position_embeddings=4096,
+            ),
         ),
     }
+
+
+def are_factors(values) -> bool:
+    """Whether all are positive numbers of fp32."""
+    return all(type(n) in (int, float) and 0 < n < 1e30 for n in values)
 
 
 def longrope_fields(c: HFConfig) -> dict:
@@ -180,11 +165,8 @@ def longrope_fields(c: HFConfig) -> dict:
     """
     if c["rope_type"] != "longrope":
         return {}
-    pairs = c["head_dim"] // 2
-    factors = c["short_factor"] if isinstance(c["short_factor"], list) else ()
-    if len(factors) != pairs or any(
-        type(n) not in (int, float) or not 0 < n < 1e30 for n in factors
-    ):
+    pairs, factors = c["head_dim"] // 2, c["short_factor"]
+    if not isinstance(factors, list) or len(factors) != pairs or not are_factors(factors):
         c.refuse("short_factor", f"{pairs} positive numbers are needed")
     original = c.integer("original_max_position_embeddings")
     return {

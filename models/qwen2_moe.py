@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 
 from model import Block, Linear, ModelArgs, Transformer
-from models.config import HFConfig, common_fields, dense_fields, window_field
-from models.family import Family, Layout, Shard, shared_expert_shards
+from models.config import HFConfig
+from models.family import Family, Layout
 from models.layers.shared_expert import GatedSharedExpertMoE
-from models.tensors import WHOLE, Recipe, attention_recipes, expert_recipes, shared_expert_recipes
+from models.tensors import Recipes, copy_of
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,6 @@ class Qwen2MoeTransformer(Transformer):
 
 class Qwen2Moe(Family):
     name = "qwen2_moe"
-    architecture = "Qwen2MoeForCausalLM"
     args_class = Qwen2MoeArgs
     model_class = Qwen2MoeTransformer
     defaults = dict(
@@ -49,61 +48,25 @@ class Qwen2Moe(Family):
         sliding_window=4096,
         max_window_layers=28,
     )
-    sharded_fields = ("dense_intermediate", "shared_intermediate")
+    field_of_key = {
+        "norm_topk_prob": "norm_topk",
+        "qkv_bias": "qkv_bias",
+        "shared_expert_intermediate_size": "shared_intermediate",
+    }
+    has_window = True
 
-    def fields(self, c: HFConfig) -> dict:
+    def window_fields(self, c: HFConfig) -> dict:
         windowed = c.flag("use_sliding_window") and c["sliding_window"] is not None
         if windowed and not c["layer_types"]:
             why = "every other layer would have one, up to max_window_layers"
             c.refuse("use_sliding_window", why)
-        fields = common_fields(c, "moe_intermediate_size") | dense_fields(c) | window_field(c)
-        return fields | {
-            "norm_topk": c.flag("norm_topk_prob"),
-            "qkv_bias": c.flag("qkv_bias"),
-            "shared_intermediate": c.count("shared_expert_intermediate_size"),
-        }
+        return super().window_fields(c)
 
-    def to_hf(self, args: Qwen2MoeArgs) -> dict:
-        return super().to_hf(args) | {
-            "num_experts": args.n_expert,
-            "moe_intermediate_size": args.intermediate,
-            "shared_expert_intermediate_size": args.shared_intermediate,
-            "norm_topk_prob": args.norm_topk,
-            "qkv_bias": args.qkv_bias,
-            "mlp_only_layers": list(args.dense_layers),
-            "use_sliding_window": args.sliding_window is not None,
-            "sliding_window": args.sliding_window,
-        }
-
-    def attention_recipes(self, args: Qwen2MoeArgs) -> dict[str, Recipe]:
-        return attention_recipes(args, args.qkv_bias)
-
-    def expert_recipes(self, args: Qwen2MoeArgs, layout: Layout) -> dict[str, Recipe]:
-        table = expert_recipes(args, layout.fused) | shared_expert_recipes(args)
+    def expert_recipes(self, args: Qwen2MoeArgs, layout: Layout) -> Recipes:
+        table = super().expert_recipes(args, layout)
         if args.shared_intermediate:
-            source = {"mlp.shared_expert_gate.weight": WHOLE}
-            table["ffn.shared_gate.weight"] = Recipe((1, args.dim), source)
+            gate = copy_of("mlp.shared_expert_gate.weight", 1, args.dim)
+            table["ffn.shared_gate.weight"] = gate
         return table
 
-    def shard_table(self, args: Qwen2MoeArgs) -> dict[str, Shard]:
-        return super().shard_table(args) | shared_expert_shards(args)
-
-    shapes = {
-        "Qwen1.5-MoE-A2.7B": Qwen2MoeArgs(
-            "qwen2_moe",
-            dim=2048,
-            n_layer=24,
-            n_head=16,
-            n_kv_head=16,
-            head_dim=128,
-            intermediate=1408,
-            n_expert=60,
-            n_active=4,
-            vocab_size=151936,
-            max_position=8192,
-            rope_theta=1e6,
-            norm_eps=1e-6,
-            norm_topk=False,
-            shared_intermediate=5632,
-        ),
-    }
+    shapes = {"Qwen1.5-MoE-A2.7B": dict(max_position_embeddings=8192, rope_theta=1e6)}

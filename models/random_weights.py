@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from formats import FORMATS, PLAIN
+from formats.base import Parts
 from formats.quantizer import DTYPES, formats_of_mode, pack_weight, plan_format
 from model import ModelArgs
 from models import ARCHITECTURES, args_from_hf, build_model
@@ -54,10 +55,8 @@ class RandomWeights:
         self.dtype = DTYPES[self.format.get("dtype", self.format["name"])]
         named = build_model(args).named_parameters()
         self.shapes = {name: parameter.shape for name, parameter in named}
-        # The module packed last, whose parts are read one by one; the tensor made last, which may
-        # be read in several slices.
-        self.packed: tuple[str, dict[str, Tensor]] = "", {}
-        self.made: tuple[str, Tensor | None] = "", None
+        # The tensor made last, or all parts of the module packed last: it may be read in slices.
+        self.made: tuple[str, dict[str, Tensor]] = "", {}
 
     def read(
         self,
@@ -73,19 +72,21 @@ class RandomWeights:
         return whole if index is None else whole[index].clone()
 
     def whole(self, name: str, device: torch.device | str) -> Tensor:
+        """Return the tensor of that name; keep it, with the other parts of a packed module."""
         path, leaf = name.rsplit(".", 1)
-        spec = self.format.get("modules", {}).get(path)
-        if spec is None or leaf == "bias":
-            if self.made[0] != name:
-                self.made = "", None  # not two at once
-                self.made = name, self.plain(name, device)
-            return self.made[1]
-        if self.packed[0] != path:
-            weight = f"{path}.weight"
-            source = weight if weight in self.shapes else "embedding.weight"  # a tied head
-            plain = self.plain(source, device)
-            self.packed = path, pack_weight(plain, spec, torch.device(device), iterations=0)
-        return self.packed[1][leaf]
+        spec = None if leaf == "bias" else self.format.get("modules", {}).get(path)
+        key = path if spec else name
+        if self.made[0] != key:
+            self.made = "", {}  # not two at once
+            packed = self.pack(path, spec, device) if spec else None
+            self.made = key, packed or {leaf: self.plain(name, device)}
+        return self.made[1][leaf]
+
+    def pack(self, path: str, spec: dict, device: torch.device | str) -> Parts:
+        """Make the parts of a packed module, rounded to nearest."""
+        weight = f"{path}.weight"
+        source = weight if weight in self.shapes else "embedding.weight"  # a tied head
+        return pack_weight(self.plain(source, device), spec, torch.device(device), iterations=0)
 
     def plain(self, name: str, device: torch.device | str) -> Tensor:
         """Make an unpacked tensor: norms are one, biases zero."""

@@ -12,6 +12,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+import tokenizers
 import torch
 from conftest import hub_keys
 from hypothesis import given, settings
@@ -502,15 +503,55 @@ def test_multi_token_prediction_layers_are_left_out(models, saved, tmp_path, nam
 
 
 def test_files_and_side_files(mixtral):
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        (mixtral / name).write_text(f"the {name}")
+    library = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "?": 1}, "?"))
+    library.save(str(mixtral / "tokenizer.json"))
+    (mixtral / "tokenizer_config.json").write_text('{"eos_token": "a"}')
+    (mixtral / "chat_template.jinja").write_text("{{ messages }}")
     (mixtral / "README.md").write_text("not wanted")
     output = convert(mixtral, progress=False)
     side = {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
     made = {"config.json", "index.json", "generation_config.json"}
     weights = {f"{name}.safetensors" for name in ("layer_00", "layer_01", "layer_02", "rest")}
     assert set(os.listdir(output)) == made | side | weights
-    assert (output / "tokenizer.json").read_text() == "the tokenizer.json"
+    for name in side:
+        assert (output / name).read_bytes() == (mixtral / name).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "words"),
+    [
+        ("tokenizer.json", "{", "tokenizer.json is not a tokenizer"),
+        ("tokenizer_config.json", "[", "not valid JSON"),
+        ("tokenizer_config.json", '{"eos_token": 7}', "eos_token is 7"),
+        (
+            "tokenizer_config.json",
+            '{"chat_template": [{"name": {}}, {"name": "default", "template": 5}]}',
+            "chat_template",
+        ),
+        ("tokenizer_config.json", '{"add_bos_token": "yes"}', "add_bos_token"),
+        ("chat_template.jinja", "{% for %}", "chat template is damaged"),
+        ("generation_config.json", '{"eos_token_id": 96}', "eos_token_id 96 is not a token"),
+        ("generation_config.json", '{"eos_token_id": [1, "x"]}', "eos_token_id 'x'"),
+        ("generation_config.json", "{", "cannot be read as JSON"),
+    ],
+)
+def test_damaged_side_files_are_found_before_the_weights(mixtral, file, content, words):
+    library = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "?": 1}, "?"))
+    library.save(str(mixtral / "tokenizer.json"))
+    (mixtral / file).write_text(content)
+    before = sorted(os.listdir(mixtral))
+    with pytest.raises(ValueError, match=re.escape(words)) as error:
+        convert(mixtral, progress=False)
+    assert "\n" not in str(error.value) and sorted(os.listdir(mixtral)) == before
+
+
+def test_a_tokenizer_of_another_model_is_refused(mixtral):
+    words = {"a": 0, "?": 5000}
+    tokenizers.Tokenizer(tokenizers.models.WordLevel(words, "?")).save(
+        str(mixtral / "tokenizer.json")
+    )
+    with pytest.raises(ValueError, match="beyond the model's 96 tokens"):
+        convert(mixtral, progress=False)
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,14 @@
 """YaRN: RoPE of a model that was trained for shorter sequences (Peng et al. 2023)."""
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 
 import torch
 from torch import Tensor
 
-from model import is_valid
+from model import ModelArgs, is_valid
 from models.config import HFConfig
-from ops.rope import rope_frequencies
+from ops.rope import rope_frequencies, rope_table
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,26 @@ class Yarn:
         for field in fields(self):
             if not is_valid(value := getattr(self, field.name), field.type):
                 raise ValueError(f"yarn.{field.name} cannot be {value!r}")
+
+
+@dataclass(frozen=True)
+class YarnArgs(ModelArgs):
+    """Args of a family that may use YaRN. None: plain RoPE."""
+
+    yarn: Yarn | None = None
+
+    def __post_init__(self):
+        if isinstance(self.yarn, dict):  # from JSON
+            object.__setattr__(self, "yarn", Yarn(**self.yarn))
+        super().__post_init__()
+
+
+def yarn_rope_table(args: YarnArgs, rotary_dim: int, length: int, device: torch.device) -> Tensor:
+    """Return cosines, then signed sines of all positions, fp32 [length, 2 rotary_dim]."""
+    if args.yarn is None:
+        return rope_table(rope_frequencies(rotary_dim, args.rope_theta, device), length)
+    frequencies = yarn_frequencies(args.yarn, rotary_dim, args.rope_theta, device)
+    return rope_table(frequencies, length, args.yarn.attention)
 
 
 def yarn_frequencies(yarn: Yarn, rotary_dim: int, theta: float, device: torch.device) -> Tensor:
@@ -63,7 +83,7 @@ def read_yarn(c: HFConfig) -> Yarn | None:
         c.number("beta_fast"),
         c.number("beta_slow"),
         c.flag("truncate"),
-        c.optional("attention_factor") or scale,
+        c.value("attention_factor", float | None) or scale,
     )
 
 
@@ -74,12 +94,7 @@ def yarn_scale(factor: float, mscale: float = 1.0) -> float:
 
 def yarn_to_hf(yarn: Yarn) -> dict:
     """Return config.json's rope parameters: the inverse of `read_yarn`."""
-    return {
-        "rope_type": "yarn",
-        "factor": yarn.factor,
-        "original_max_position_embeddings": yarn.original,
-        "beta_fast": yarn.beta_fast,
-        "beta_slow": yarn.beta_slow,
-        "truncate": yarn.truncate,
-        "attention_factor": yarn.attention,
-    }
+    parameters = asdict(yarn) | {"rope_type": "yarn"}
+    parameters["original_max_position_embeddings"] = parameters.pop("original")
+    parameters["attention_factor"] = parameters.pop("attention")
+    return parameters
