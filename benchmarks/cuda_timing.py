@@ -4,6 +4,14 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from cli.parser import Parser
+
+
+def require_gpu(parser: Parser) -> None:
+    """End the command with one line and exit code 2 if there is no CUDA GPU."""
+    if not torch.cuda.is_available():
+        parser.error(f"{parser.prog} needs a CUDA GPU")
+
 
 def graph_seconds(function: Callable, arguments: Sequence, repeats: int = 20) -> float:
     """Return the time of one call: the best replay of a graph with one call for each argument.

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import tp
-from benchmarks.cuda_timing import graph_seconds
+from benchmarks.cuda_timing import graph_seconds, require_gpu
 from cli.parser import Parser
 from model import Context, KVCache, Mask, ModelArgs
 from models import build_model
@@ -119,6 +119,7 @@ def build_parser() -> Parser:
 
 def main() -> None:
     options = (parser := build_parser()).parse_args()
+    require_gpu(parser)
     args = architecture(options.arch)
     if why := tp.shard_refusal(args, {}, options.ranks, "tensor"):
         parser.error(why)

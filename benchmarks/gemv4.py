@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.cuda_timing import graph_seconds
+from benchmarks.cuda_timing import graph_seconds, require_gpu
 from cli.parser import Parser
 from formats import FORMATS
 from formats.base import Format, Parts
@@ -165,7 +165,8 @@ def build_parser() -> Parser:
 
 
 def main() -> None:
-    options = build_parser().parse_args()
+    options = (parser := build_parser()).parse_args()
+    require_gpu(parser)
     values = [getattr(options, field.name) for field in fields(Tiling)]
     tilings = [Tiling(*combination) for combination in itertools.product(*values)]
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")

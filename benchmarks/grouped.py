@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.cuda_timing import graph_seconds
+from benchmarks.cuda_timing import graph_seconds, require_gpu
 from benchmarks.one_layer import random_experts
 from cli.parser import Parser
 from formats import FORMATS, PLAIN
@@ -115,7 +115,8 @@ def build_parser() -> Parser:
 
 
 def main() -> None:
-    options = build_parser().parse_args()
+    options = (parser := build_parser()).parse_args()
+    require_gpu(parser)
     given = {name: getattr(options, name) for name in TILING if getattr(options, name)}
     tilings = [
         dict(zip(given, values, strict=True)) for values in itertools.product(*given.values())

@@ -1,8 +1,10 @@
 """Generate Inductor's CUDA code on a machine without a GPU, and normalize it for comparison.
 
+A module, not a command: benchmarks/generated_code.py and tests/cuda_codegen.py use it.
+
 Tensors are fake and live on a fake H200, so nothing runs. `pretend_gpu` patches torch for the whole
-process and leans on private API: use this module in a process of its own. The code has no tile
-shapes: a GPU chooses them by measurement.
+process and uses private API: call it in a process of its own. The code has no tile shapes: a GPU
+chooses them by measurement.
 """
 
 import ast

@@ -142,7 +142,7 @@ def disable_cache(experts: OffloadedExperts, whole: bool) -> None:
         slots = experts.cache.slot.values()
         experts.cache.slot = {~n: slot for n, slot in enumerate(slots)}  # ids of no expert
         waves, predicted = plan_waves(needed_ids, pairs)
-        return [list(range(experts.total))] if whole else waves, predicted
+        return [list(range(experts.n_local))] if whole else waves, predicted
 
     experts.plan_waves = plan
 

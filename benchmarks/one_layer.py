@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import tp
 from benchmark import read_bandwidth
-from benchmarks.cuda_timing import graph_seconds
+from benchmarks.cuda_timing import graph_seconds, require_gpu
 from cli.parser import Parser
 from formats import FORMATS, PLAIN
 from formats.packed import PackedExpertLinear
@@ -114,6 +114,7 @@ def build_parser() -> Parser:
 
 def main() -> None:
     options = (parser := build_parser()).parse_args()
+    require_gpu(parser)
     args = architecture(options.arch)
     if why := tp.shard_refusal(args, {}, options.ranks, "tensor"):
         parser.error(why)

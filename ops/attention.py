@@ -1,7 +1,9 @@
 """Attention in plain PyTorch: one token, a few tokens over a long cache, a chunk of a prompt.
 
-Shapes are those of model.py. Triton kernels for the same work are in decode_attention.py and
-long_attention.py. `sinks` [H] are attention sinks: one more score per head, whose value is zero.
+Triton kernels for the same work are in decode_attention.py and long_attention.py.
+
+Letters: B sequences, Q queries of each, S positions of keys, H query heads, K KV heads, C head dim.
+`sinks` [H] are attention sinks: one more score per head, whose value is zero.
 """
 
 import torch
@@ -11,11 +13,14 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 
 from ops.inductor import custom_op
 
-BLOCK = 128  # positions of a cache that `attend_blocks` reads together
+BLOCK = 128  # positions of a block, the unit in which `attend_blocks` reads a cache
 
 
 def causal_bias(positions: Tensor, length: int, window: int | None, dtype: torch.dtype) -> Tensor:
-    """Queries at positions [B, Q] -> [B, Q, length]: 0 where a query may look, else -inf."""
+    """Return each query's mask [B, Q, length]: 0 for the positions that it sees, else -inf.
+
+    positions [B, Q]. window: the number of positions that a query sees, its own included.
+    """
     distance = positions.unsqueeze(-1) - torch.arange(length, device=positions.device)
     visible = distance >= 0
     if window is not None:
@@ -24,10 +29,11 @@ def causal_bias(positions: Tensor, length: int, window: int | None, dtype: torch
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, sinks: Tensor | None = None) -> Tensor:
-    """q [B, Q, H, C], k [B, K, S, C], v [B, K, S, any], bias [B, Q, S] -> [B, Q, H * any].
+    """Attend with queries q [B, Q, H, C] -> [B, Q, H * V].
 
-    Query heads are a [K, H / K] grid over the KV heads, so that keys and values broadcast and are
-    never repeated in memory.
+    k [B, K, S, C], v [B, K, S, V], bias [B, Q, S] is added to the scores. Query heads are a
+    [K, H / K] grid over the KV heads, so that keys and values broadcast and are never repeated in
+    memory.
     """
     if q.shape[1] == 1:
         return attend_one(q, k, v, bias, sinks)
@@ -62,11 +68,12 @@ def attend_one(
 
 
 def append_sink(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Add each head's sink as a first key with value zero, so that SDPA needs no mask for it.
+    """Add each head's sink as a first key whose value is zero, because SDPA knows no sinks.
 
-    q [..., Q, C], k and v [..., S, C], sinks [..., 1, 1] with q's other axes. Heads grow by one
-    number: the sink in queries, sqrt(C) in the new key, zero in the others. (By eight, since
-    SDPA's kernels want rows of 16 bytes.) The caller gives SDPA the scale of C.
+    q [..., Q, C], k and v [..., S, C], sinks [..., 1, 1] with q's other axes. Each head gets one
+    more number: the sink in queries, sqrt(C) in the new key, zero in the other keys. With the scale
+    C ** -0.5, which the caller passes to SDPA, the score is the sink. (Heads grow by 8 numbers:
+    SDPA's kernels need rows of 16 bytes.)
     """
     C = q.shape[-1]
     q = torch.cat((q, F.pad(sinks.to(q.dtype), (0, 7)).expand(*q.shape[:-1], 8)), dim=-1)
@@ -76,7 +83,11 @@ def append_sink(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> tuple[Tensor,
 
 
 def blocks_in_use(positions: Tensor, length: int, window: int | None) -> tuple[Tensor, Tensor]:
-    """Queries at rising positions [B, Q] of a cache -> the fields of `model.Mask.blocks`."""
+    """Find the blocks of a cache that queries at rising positions [B, Q] see.
+
+    Return `model.Mask.blocks`: the number of those blocks, int32 [B, 1, 1], and their indices,
+    int32 [B, 1, 1, length / BLOCK], padded by any.
+    """
     first = (positions[:, :1] - (window or length) + 1).clamp(min=0) // BLOCK  # [B, 1]
     order = first + torch.arange(length // BLOCK, device=positions.device)
     order = order.clamp(max=length // BLOCK - 1)
@@ -91,11 +102,13 @@ def attend_blocks(
     positions: Tensor,
     blocks: tuple[Tensor, Tensor],
     window: int | None,
+    *,
     return_lse: bool = False,
 ):
-    """`attend` for few queries over a long cache: read only the blocks in use. Only compiled.
+    """Attend with few queries over a long cache, reading only the blocks in use -> as `attend`.
 
-    return_lse: return also the log-sum-exp of each query's scores, fp32 [B, H, Q].
+    Call it in compiled code only: eager FlexAttention computes all scores. blocks: from
+    `blocks_in_use`. return_lse: return also the log-sum-exp of each query's scores, fp32 [B, H, Q].
     """
 
     def visible(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -120,12 +133,13 @@ def attend_blocks(
 def attend_chunk(
     q: Tensor, k: Tensor, v: Tensor, window: int | None, sinks: Tensor | None
 ) -> Tensor:
-    """q [Q, H, C] of the last Q positions of k and v [K, S, C] -> [Q, H * C], causal.
+    """Attend causally with a chunk of one prompt -> [Q, H * C].
 
-    A custom operator, since SDPA takes a causal_lower_right bias only outside of compiled code.
+    q [Q, H, C] are the last Q positions of k and v [K, S, C]. A custom operator, since SDPA takes a
+    causal_lower_right bias only outside of compiled code.
     """
     (Q, _, C), S, mask = q.shape, k.shape[1], None
-    if window is not None and window < S:  # drop what the first query cannot see
+    if window is not None and window < S:  # drop positions that the first query does not see
         k, v = (t[:, max(0, S - Q - window + 1) :] for t in (k, v))
         distance = torch.arange(k.shape[1] - Q, k.shape[1], device=q.device).unsqueeze(1)
         distance = distance - torch.arange(k.shape[1], device=q.device)

@@ -125,8 +125,11 @@ def _merge_splits(row_max, row_sum, sinks, head, HAS_SINKS: tl.constexpr):
 # The first block is masked by S, not by `position`: without a window its loads need not
 # wait for the position. Each later block is loaded as soon as the registers of the one
 # before are free.
+#
+# One kernel: its speed depends on the order of waits and loads. A reader should see that
+# order whole.
 @jit
-def _decode_attention(
+def _attend_token(
     qkv,
     rope,
     q_norm,
@@ -189,7 +192,7 @@ def _decode_attention(
 
 
 @torch.library.custom_op("moe_fast::attend_token", mutates_args=("cache",))
-def decode_attention(
+def attend_token(
     qkv: Tensor,
     rope: Tensor,
     positions: Tensor,
@@ -206,10 +209,9 @@ def decode_attention(
     """Attend with one token of each sequence, and append its key and value to the cache.
 
     qkv [B, 1, (H + 2 K) C] at positions [B, 1], cache [2, B, K, S, C] -> [B, 1, H * C].
-    C is a power of two from 16 to 256. The order of operations: clip to +-clip (0:
-    none), RMS norm of each head (weights q_norm, k_norm [C], eps), RoPE of the first
-    rotary_dim numbers (rope is `model.Context.rope`), scores times scale, softmax with
-    sinks [H].
+    C is a power of two from 16 to 256. Order: clip to +-clip (0: none), RMS norm of each
+    head (weights q_norm, k_norm [C], eps), RoPE of the first rotary_dim numbers (rope is
+    `model.Context.rope`), scores times scale, softmax with sinks [H].
 
     window: the number of positions that a token sees, its own included. Masked
     positions of the cache must be finite: they are multiplied by 0, and 0 * NaN is NaN.
@@ -217,7 +219,7 @@ def decode_attention(
     write them.
     """
     _, B, K, S, C = cache.shape
-    y = _decode_attention_fake(qkv, rope, positions, cache)
+    y = _attend_token_fake(qkv, rope, positions, cache)
     H, pdl = y.shape[-1] // C, supports_pdl(qkv)
     # The kernel needs a valid pointer for an absent tensor, which it then does not read.
     weights = (qkv if tensor is None else tensor for tensor in (q_norm, k_norm, sinks))
@@ -225,7 +227,7 @@ def decode_attention(
     scores = dict(SCALE=scale, EPS=eps, CLIP=clip, WINDOW=window)
     flags = dict(HAS_NORM=q_norm is not None, HAS_SINKS=sinks is not None, PDL=pdl)
     tile = dict(N=8, SPLITS=4096 // (C * cache.element_size()))  # 256 lanes of 16 bytes
-    _decode_attention[H, B](
+    _attend_token[H, B](
         qkv.contiguous(),
         rope,
         *weights,
@@ -242,7 +244,7 @@ def decode_attention(
     return y
 
 
-@decode_attention.register_fake
-def _decode_attention_fake(qkv: Tensor, rope: Tensor, positions: Tensor, cache: Tensor, *rest):
+@attend_token.register_fake
+def _attend_token_fake(qkv: Tensor, rope: Tensor, positions: Tensor, cache: Tensor, *rest):
     _, B, K, _, C = cache.shape
     return qkv.new_empty(B, 1, qkv.shape[-1] - 2 * K * C)

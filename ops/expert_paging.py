@@ -33,7 +33,7 @@ def place(
     slots: int,
     policy: str,
 ) -> tuple[Tensor, Tensor]:
-    """Give each chosen expert a slot and update the table -> experts to copy, their slots.
+    """Give each chosen expert a slot and update the table -> experts to copy and their slots.
 
     chosen int64 [P]: experts, at most R = slots different ones; P <= R is enough.
     Values outside 0 .. E - 1 (other ranks' experts) are ignored. policy: "lru" or
@@ -71,6 +71,8 @@ def place(
 # Grid [1]: one program computes `place`. P is a few tens and E a few hundred, so all
 # [P, P] and [P, E] comparisons fit into the registers of 4 warps. The loop finds one
 # victim for each possible miss, the minimum of `priority`.
+#
+# One kernel: each step reads registers that the step before has filled.
 @jit
 def _place(
     chosen,
@@ -205,6 +207,7 @@ def list_chunks(layout: tuple[int, ...], slots: int) -> list[list[int]]:
 
 @cache
 def _chunk_table(layout: tuple[int, ...], slots: int, device: torch.device) -> Tensor:
+    """Return `list_chunks` on the device, made once, since a captured step cannot copy it."""
     return torch.tensor(list_chunks(layout, slots)).to(device)
 
 
@@ -224,11 +227,11 @@ def fetch_by_kernel(
 
 
 def fetch(experts: Tensor, slots: Tensor, host: Tensor, pool: Tensor, layout: list[int]) -> None:
-    """Copy blob host[experts[p]] into slot slots[p] of the pool, for each expert but -1.
+    """Copy blob host[experts[p]] into slot slots[p] of the pool, except where the expert is -1.
 
     experts, slots int64 [P]; host uint8 [E, bytes]; pool uint8 [R * bytes]. layout:
-    start and size of each tensor in a blob, in bytes. The pool holds a tensor's slots
-    [R, size] from byte R * start on.
+    start and size of each tensor in a blob, in bytes, one after the other. The pool has
+    a tensor's slots [R, size] from byte R * start on.
     """
     R = pool.numel() // host.shape[1]
     for expert, slot in zip(experts.tolist(), slots.tolist(), strict=True):

@@ -1,14 +1,14 @@
 """GEMV with 4-bit weights as a Triton kernel: int4, mxfp4 and hqq4, for one token and its experts.
 
-At 4 bits a GPU runs out of instructions before it runs out of bandwidth, so the arithmetic is
-chosen for few of them (what Inductor makes of PyTorch takes half as long again):
+At 4 bits a GPU runs out of instructions before it runs out of bandwidth. The kernel therefore
+multiplies integers, which takes few instructions. (Inductor's code for the same product in PyTorch
+takes 1.5 times as long.)
 
-- x becomes int16 with one power of two for each 32 numbers, those that one lane multiplies at a
-  time. bf16 keeps
-  all its digits over 7 binary orders in that, smaller numbers are right to 2 ** -15 of the largest.
-- Two masks make bytes of a word's codes, and one instruction (dp2a) multiplies 2 bytes by 2 int16
-  and adds,
-  exactly. No code is ever converted to floating point.
+- x becomes int16, with one power of two for each 32 numbers (those that a lane multiplies at a
+  time). A bf16 number keeps all its digits if it is within 7 binary orders of the largest of the
+  32. Smaller numbers have an error of at most 2 ** -15 of the largest.
+- Two masks unpack a word's 4-bit codes to bytes. One instruction (dp2a) multiplies 2 bytes by 2
+  int16 and adds, exactly. No code is ever converted to floating point.
 
 Formats are in formats/; tests compare the kernel with their `unpack`.
 """
@@ -22,15 +22,19 @@ from torch import Tensor
 
 from ops.jit import e8m0_to_float, jit, supports_pdl, tl, triton
 
-MAX_SWIGLU_WIDTH = 4096  # SwiGLU needs whole dot products, which one program can make of so many
+# SwiGLU needs whole dot products, so one program must hold all of x. It has registers for this many
+# numbers.
+MAX_SWIGLU_WIDTH = 4096
+
+# Dot products of words ---------------------------------------------------------------------------
 
 
 @jit
 def _add_word(word, x_even, x_odd, even, odd):
-    """Dot products of one word of int4 or hqq4 codes, added to `even` and `odd`.
+    """Add one word's dot products to `even` and `odd`: int4 or hqq4 codes.
 
-    even: the sum of x times code over the even fields; odd: 16 times that over the odd ones.
-    x_even, x_odd: four int16 in an int64.
+    even: the sum of x times code over the even fields of words. odd: 16 times that sum over the
+    odd fields. x_even, x_odd: four int16 in an int64.
     """
     return tl.inline_asm_elementwise(
         """{
@@ -53,14 +57,16 @@ def _add_word(word, x_even, x_odd, even, odd):
 
 
 @jit
-def _add_e2m1(word, x_low, x_high, low, high, small, large, small_neg, large_neg):
-    """Dot products of one word of mxfp4 codes: with 12 + twice the number, from a table of bytes.
+def _add_e2m1(word, x_low, x_high, low, high, table):
+    """Add one word's dot products to `low` and `high`: mxfp4 codes (e2m1 numbers).
 
-    low: over the lower four codes, high: over the upper four. The table has 16 bytes
-    (`_e2m1_table`); a look-up (prmt) has 8, so there is one per sign. For the other sign's codes
-    a look-up copies the sign bit of a byte, which is zero in all of its bytes: the sum of both is
-    the one that knows the code. (A sum, since adders are another unit of the GPU than look-ups
-    and shifts.)
+    low: over the lower four codes of words, high: over the upper four. A code's byte is 12 + twice
+    its number, from `table` (`_e2m1_table`).
+
+    The table has 16 bytes and a look-up (prmt) takes 8, so there is one look-up for each sign. For
+    a code of the other sign, prmt copies the sign bit of a byte, which is 0 in all bytes of the
+    table. The look-up of the other sign is therefore 0, and the sum of both is the result. (A sum,
+    because additions run on another unit of the GPU than look-ups and shifts.)
     """
     return tl.inline_asm_elementwise(
         """{
@@ -82,7 +88,7 @@ def _add_e2m1(word, x_low, x_high, low, high, small, large, small_neg, large_neg
         dp2a.hi.s32.u32 $1, x3, above1, sum1;
         }""",
         "=r,=r,r,l,l,r,r,r,r,r,r",
-        (word, x_low, x_high, low, high, small, large, small_neg, large_neg),
+        (word, x_low, x_high, low, high, table[0], table[1], table[2], table[3]),
         dtype=(tl.int32, tl.int32),
         is_pure=True,
         pack=1,
@@ -91,8 +97,8 @@ def _add_e2m1(word, x_low, x_high, low, high, small, large, small_neg, large_neg
 
 @jit
 def _e2m1_table(zero):
-    """12 + twice the number, a byte each: magnitudes 0 to 3, 4 to 7, then the negative ones."""
-    # Built on a zero that the compiler does not know, in every lane: otherwise it recomputes the
+    """Return 12 + twice each e2m1 number as bytes: codes 0 to 3, 4 to 7, 8 to 11, 12 to 15."""
+    # Added to a zero that the compiler does not know, in every lane: otherwise it recomputes the
     # constants for each look-up.
     lanes = tl.arange(0, 32)[None, None, :] * zero
     return lanes + 0x0F0E0D0C, lanes + 0x18141210, lanes + 0x090A0B0C, lanes + 0x00040608
@@ -109,9 +115,10 @@ def _split_four(words, J: tl.constexpr, ROWS: tl.constexpr):
 
 @jit
 def _quantize_x(x, inside, stride: tl.constexpr, J: tl.constexpr, KIND: tl.constexpr):
-    """Load x at words [quads, 4] as int16 -> operands of `_add_word` or `_add_e2m1`, unit, sums.
+    """Quantize x to int16 -> the two x operands of `_add_word` or `_add_e2m1`, unit, sums.
 
-    unit: what 1 of the int16 is worth, and sums of x: both [J, 1, 32].
+    x: addresses [quads, 4] of the first number of each word, whose 8 numbers are `stride` apart.
+    unit: the value of 1 in the int16. sums: sums of x. Both [J, 1, 32].
     """
     largest, total = tl.zeros(x.shape, tl.float32), tl.zeros(x.shape, tl.int32)
     for k in tl.static_range(8):
@@ -126,9 +133,8 @@ def _quantize_x(x, inside, stride: tl.constexpr, J: tl.constexpr, KIND: tl.const
     even, odd = total.to(tl.int64), total.to(tl.int64)
     for k in tl.static_range(8):
         # Adding 1.5 * 2 ** 23 rounds to a whole number, and leaves it in the lowest bits.
-        values = (
-            tl.load(x + k * stride, mask=inside, other=0.0).to(tl.float32) * inverse + 12582912.0
-        )
+        values = tl.load(x + k * stride, mask=inside, other=0.0).to(tl.float32)
+        values = values * inverse + 12582912.0
         number = values.to(tl.int32, bitcast=True) - 0x4B400000
         total += number
         plane = (number & 0xFFFF).to(tl.int64)
@@ -143,28 +149,57 @@ def _quantize_x(x, inside, stride: tl.constexpr, J: tl.constexpr, KIND: tl.const
     return _split_four(even, J, 1), _split_four(odd, J, 1), unit, total
 
 
+# Tiles -------------------------------------------------------------------------------------------
+#
+# A quad is four neighboring words of a row: 32 numbers, 16 bytes, which a lane loads at once.
+
+
 @jit
 def _quad_position(quad, last, BM: tl.constexpr, HALF: tl.constexpr, UP: tl.constexpr):
-    """Quads of a tile [J * BM * 32] -> their row, from the tile's first, and which of its quads."""
+    """Map quads [J * BM * 32] of a tile to their rows and to their positions in the row.
+
+    Rows count from the tile's first row; rows from HALF on are `up`, UP rows further on. Positions
+    beyond the last quad become the last.
+    """
     # Lanes along `in` and warps along rows: every lane has 4 neighbors, no sum spans two warps.
     row = quad // 32 % BM
     return row // HALF * UP + row % HALF, tl.minimum(quad // (32 * BM) * 32 + quad % 32, last)
 
 
 @jit
-def _load_tile(
-    codes,
-    scale,
-    fine,
-    row,
-    rows,
-    words,
-    groups,
+def _tile_offsets(
+    start,
+    last,
     W: tl.constexpr,
-    GROUPS: tl.constexpr,
-    KIND: tl.constexpr,
+    RUN: tl.constexpr,
+    J: tl.constexpr,
+    BM: tl.constexpr,
+    HALF: tl.constexpr,
+    UP: tl.constexpr,
 ):
-    """Load codes and scales of the rows from `row` on, with zeros what dequantizes both (hqq)."""
+    """Return where a tile's words, scales and rows are, from its first row on.
+
+    Words [J * BM * 128] and scales [J * BM * 32] of the chunk that begins at word `start`; rows
+    [1, BM, 1]. A row has W words and W // RUN scales.
+    """
+    at = tl.arange(0, J * BM * 128)
+    row, quad = _quad_position(at // 4, last, BM, HALF, UP)
+    words = row * W + start + quad * 4 + at % 4
+    row, quad = _quad_position(tl.arange(0, J * BM * 32), last, BM, HALF, UP)
+    groups = row * (W // RUN) + (start + quad * 4) // RUN
+    rows = (tl.arange(0, BM) // HALF * UP + tl.arange(0, BM) % HALF)[None, :, None]
+    return words, groups, rows
+
+
+@jit
+def _load_tile(weights, row, offsets, W: tl.constexpr, RUN: tl.constexpr, KIND: tl.constexpr):
+    """Load the codes and scales of the tile whose first row is `row`; for hqq also the zeros.
+
+    weights: addresses of the seven tensors of hqq; the other kinds have the first two.
+    """
+    words, groups, rows = offsets
+    GROUPS: tl.constexpr = W // RUN
+    codes, scale, scale_step, scale_low, zero, zero_step, zero_low = weights
     # A lane's four words are one aligned load, which the compiler does not see through their
     # indices.
     code = tl.load(tl.max_contiguous(tl.multiple_of(codes + row * W + words, 16), 4))
@@ -172,7 +207,6 @@ def _load_tile(
     if KIND != "hqq":
         return code, factor
     else:
-        scale_step, scale_low, zero, zero_step, zero_low = fine
         at = row + rows
         return (
             code,
@@ -185,6 +219,55 @@ def _load_tile(
         )
 
 
+@jit
+def _multiply_tile(tile, operands, table, J: tl.constexpr, BM: tl.constexpr, KIND: tl.constexpr):
+    """Multiply a tile (`_load_tile`) by x (`_quantize_x`) -> each lane's sums, fp32 [J, BM, 32]."""
+    x_even, x_odd, unit, sum_x = operands
+    even = tl.zeros([J, BM, 32], tl.int32)
+    odd, code = even, _split_four(tile[0], J, BM)
+    for i in tl.static_range(4):
+        if KIND == "mxfp4":
+            even, odd = _add_e2m1(code[i], x_even[i], x_odd[i], even, odd, table)
+        else:
+            even, odd = _add_word(code[i], x_even[i], x_odd[i], even, odd)
+    factor = tl.reshape(tile[1], [J, BM, 32])
+    if KIND == "mxfp4":
+        total = (even + odd).to(tl.float32) * (unit * 0.5)
+        factor = e8m0_to_float(factor)
+    else:
+        total = (even * 16 + odd).to(tl.float32) * (unit * 0.0625)
+        factor = factor.to(tl.float32)
+    if KIND == "int4":
+        return (total - 8.0 * sum_x) * factor
+    elif KIND == "mxfp4":
+        return (total - 6.0 * sum_x) * factor
+    else:
+        offset = tl.reshape(tile[4], [J, BM, 32]).to(tl.float32) * tile[5] + tile[6]
+        return (total - offset * sum_x) * (factor * tile[2] + tile[3])
+
+
+@jit
+def _store_rows(out, total, HALF: tl.constexpr, SWIGLU: tl.constexpr):
+    """Sum the lanes' sums [J, BM, 32], apply SwiGLU and store HALF rows at `out`."""
+    total = tl.sum(tl.sum(total, 0), 1)
+    if SWIGLU:
+        gate, up = tl.split(tl.trans(tl.reshape(total, [2, HALF])))
+        total = gate / (1.0 + tl.exp(-gate)) * up
+    # The first lane of those that hold a row stores it: otherwise warps wait for each other.
+    lane = tl.arange(0, HALF * 32)
+    total = tl.reshape(tl.broadcast_to(total[:, None], [HALF, 32]), [HALF * 32])
+    tl.store(out + lane // 32, total.to(out.dtype.element_ty), mask=lane % 32 == 0)
+
+
+# Grid [R, S, N]: a program multiplies one chunk of x (split-K) by one pair's expert, for every R-th
+# tile of BM rows. x stays in registers. With SWIGLU a tile has BM / 2 rows of gate and the BM / 2
+# rows of up that belong to them.
+#
+# With PDL a dense weight's first tile is loaded before the wait: weights do not depend on the
+# previous kernel. An expert's tile needs the index, so it is loaded after the wait.
+#
+# One kernel: its speed depends on the order of waits, loads and products. A reader should see that
+# order whole. Formats differ in constexprs only.
 @jit
 def _dot4(
     x,
@@ -210,16 +293,11 @@ def _dot4(
     J: tl.constexpr,
     BM: tl.constexpr,
 ):
-    # A program (step, part, pair) makes every step-th tile of BM rows, for one chunk of `in`
-    # (split-K) and one expert. It keeps its x in registers. With SWIGLU a tile has BM / 2 rows of
-    # gate and as many of up. Codes of the first tile are loaded before the PDL wait: they do not
-    # depend on the kernel before.
-    W: tl.constexpr = IN // 8
-    RUN: tl.constexpr = GROUP // 8
-    GROUPS: tl.constexpr = IN // GROUP
-    ROWS: tl.constexpr = OUT // 2 if SWIGLU else OUT  # of the result
-    HALF: tl.constexpr = BM // 2 if SWIGLU else BM
-    fine = (scale_step, scale_low, zero, zero_step, zero_low)
+    W: tl.constexpr = IN // 8  # words of a row
+    RUN: tl.constexpr = GROUP // 8  # words of a group
+    ROWS: tl.constexpr = OUT // 2 if SWIGLU else OUT  # rows of the result
+    HALF: tl.constexpr = BM // 2 if SWIGLU else BM  # rows of the result that a tile gives
+    weights = (codes, scale, scale_step, scale_low, zero, zero_step, zero_low)
     part, pair, step = tl.program_id(1), tl.program_id(2), tl.num_programs(0)
     first = 0
     if EXPERTS:
@@ -229,66 +307,33 @@ def _dot4(
     start = part * CHUNK
     # Lanes beyond the chunk read its last quad, with x = 0.
     last = (CHUNK if W % CHUNK == 0 else tl.minimum(CHUNK, W - start)) // 4 - 1
-    at = tl.arange(0, J * BM * 128)
-    row, quad = _quad_position(at // 4, last, BM, HALF, ROWS)
-    words = row * W + start + quad * 4 + at % 4
-    row, quad = _quad_position(tl.arange(0, J * BM * 32), last, BM, HALF, ROWS)
-    groups = row * GROUPS + (start + quad * 4) // RUN
-    rows = (tl.arange(0, BM) // HALF * ROWS + tl.arange(0, BM) % HALF)[None, :, None]
+    offsets = _tile_offsets(start, last, W, RUN, J, BM, HALF, ROWS)
     # The last tile begins early enough to be whole: some of its rows are computed twice.
     row = tl.minimum(tl.program_id(0) * HALF, ROWS - HALF)
-    tile = _load_tile(codes, scale, fine, first + row, rows, words, groups, W, GROUPS, KIND)
+    tile = _load_tile(weights, first + row, offsets, W, RUN, KIND)
     if PDL and not EXPERTS:
         tl.extra.cuda.gdc_wait()
     quads = tl.arange(0, J * 32)[:, None]
     word = start + quads * 4 + tl.arange(0, 4)[None, :]
     x += pair // PAIRS * IN + word // RUN * GROUP + word % RUN
-    x_even, x_odd, unit, sum_x = _quantize_x(x, quads <= last, RUN, J, KIND)
+    operands = _quantize_x(x, quads <= last, RUN, J, KIND)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    if KIND == "mxfp4":
-        small, large, small_neg, large_neg = _e2m1_table(unknown_zero)
+    table = _e2m1_table(unknown_zero) if KIND == "mxfp4" else None
     for block in range(tl.program_id(0), tl.cdiv(ROWS, HALF), step):
-        even = tl.zeros([J, BM, 32], tl.int32)
-        odd, code = even, _split_four(tile[0], J, BM)
-        for i in tl.static_range(4):
-            if KIND == "mxfp4":
-                even, odd = _add_e2m1(
-                    code[i], x_even[i], x_odd[i], even, odd, small, large, small_neg, large_neg
-                )
-            else:
-                even, odd = _add_word(code[i], x_even[i], x_odd[i], even, odd)
-        factor = tl.reshape(tile[1], [J, BM, 32])
-        if KIND == "mxfp4":
-            total = (even + odd).to(tl.float32) * (unit * 0.5)
-            factor = e8m0_to_float(factor)
-        else:
-            total = (even * 16 + odd).to(tl.float32) * (unit * 0.0625)
-            factor = factor.to(tl.float32)
-        if KIND == "int4":
-            total = (total - 8.0 * sum_x) * factor
-        elif KIND == "mxfp4":
-            total = (total - 6.0 * sum_x) * factor
-        else:
-            offset = tl.reshape(tile[4], [J, BM, 32]).to(tl.float32) * tile[5] + tile[6]
-            total = (total - offset * sum_x) * (factor * tile[2] + tile[3])
+        total = _multiply_tile(tile, operands, table, J, BM, KIND)
         out = y + (part * tl.num_programs(2) + pair).to(tl.int64) * ROWS + row
         if block + step < tl.cdiv(ROWS, HALF):  # prefetch: this tile's registers are free now
             row = tl.minimum((block + step) * HALF, ROWS - HALF)
-            tile = _load_tile(codes, scale, fine, first + row, rows, words, groups, W, GROUPS, KIND)
-        total = tl.sum(tl.sum(total, 0), 1)
-        if SWIGLU:
-            gate, up = tl.split(tl.trans(tl.reshape(total, [2, HALF])))
-            total = gate / (1.0 + tl.exp(-gate)) * up
-        # Each row is stored by the first lane of those that hold it: otherwise warps wait for
-        # each other.
-        lane = tl.arange(0, HALF * 32)
-        total = tl.reshape(tl.broadcast_to(total[:, None], [HALF, 32]), [HALF * 32])
-        tl.store(out + lane // 32, total.to(y.dtype.element_ty), mask=lane % 32 == 0)
+            tile = _load_tile(weights, first + row, offsets, W, RUN, KIND)
+        _store_rows(out, total, HALF, SWIGLU)
+
+
+# Launching ---------------------------------------------------------------------------------------
 
 
 def dot4_supports(x: Tensor, out: int, group: int, swiglu: bool = False) -> bool:
-    """Whether `dot4` multiplies x [M, in] with weights [..., out, in] in groups of that size."""
+    """Whether `dot4` can multiply x [M, in] by weights [..., out, in] with groups of that size."""
     fits = x.shape[-1] <= MAX_SWIGLU_WIDTH or not swiglu
     sixteen_bits = x.dtype in (torch.bfloat16, torch.float16)
     return triton is not None and sixteen_bits and group % 32 == 0 and out >= 16 and fits
@@ -296,11 +341,11 @@ def dot4_supports(x: Tensor, out: int, group: int, swiglu: bool = False) -> bool
 
 @dataclass(frozen=True)
 class Tiling:
-    """How `dot4` cuts its work. Zeros are chosen by `dot4_tiling`, as fastest on an H200."""
+    """How `dot4` divides its work. For 0, `dot4_tiling` takes the fastest value on an H200."""
 
-    pieces: int = 0  # of 1024 numbers along `in`, at most this many a program
+    pieces: int = 0  # most pieces of 1024 numbers along `in` that a program holds
     block: int = 0  # BM, rows of a tile
-    resident: int = 0  # programs that an SM holds at a time
+    resident: int = 0  # programs that run on an SM at the same time
     warps: int = 4
 
 
@@ -312,35 +357,37 @@ def dot4_tiling(
     sms: int = 132,
     tiling: Tiling = Tiling(),
 ) -> tuple[int, dict]:
-    """Return programs along rows, and constants and options of the kernel. shape: (out, in).
+    """Choose the number of programs along rows, and constants and options of the kernel.
 
-    From shapes alone, so that sums agree between calls. benchmarks/gemv4.py searches.
+    shape: (out, in). sms: SMs of the GPU. The split of `in` follows from shapes alone, so that
+    sums have the same bits in every call. benchmarks/gemv4.py measures other tilings.
     """
     (out, width), warps = shape, tiling.warps
-    # Fewer pieces leave registers for more programs; where 4 hold a row, no split-K sum is left.
-    few = 1 if kind == "mxfp4" and not swiglu else 4 if width <= 4096 else 2
-    pieces = tiling.pieces or few
-    chunks = triton.cdiv(width, 1024 * pieces)
+    # With fewer pieces more programs fit into an SM's registers. 4 pieces hold a row of up to 4096,
+    # which then needs no split-K sum.
+    default_pieces = 1 if kind == "mxfp4" and not swiglu else 4 if width <= 4096 else 2
+    chunks = triton.cdiv(width, 1024 * (tiling.pieces or default_pieces))
     chunk = triton.cdiv(width // 8, 4 * chunks) * 4
-    pieces, each = triton.next_power_of_2(triton.cdiv(chunk, 128)), chunks * pairs
-    long = triton.cdiv(out, 8) * each > 24 * sms
-    block = tiling.block or (16 if pieces == 1 or (pieces == 2 and long) else 8)
-    blocks = triton.cdiv(out, block)
-    # One tile per program if the GPU holds that many at a time; else nearly equal numbers of tiles.
-    resident = tiling.resident
-    most = resident or (3 if pieces > 2 else 6 if kind == "int4" else 4)
-    turns = 1
-    if blocks * each > sms * most:
-        turns = triton.cdiv(blocks * each, sms * (resident or min(most, 4)))
-    registers = 168 if pieces > 2 and warps == 4 else None  # as many as 3 resident programs have
+    pieces, launches = triton.next_power_of_2(triton.cdiv(chunk, 128)), chunks * pairs
+    many_tiles = triton.cdiv(out, 8) * launches > 24 * sms
+    block = tiling.block or (16 if pieces == 1 or (pieces == 2 and many_tiles) else 8)
+    tiles = triton.cdiv(out, block)
+    # One tile per program if the GPU can run all programs at the same time. Else each program
+    # computes several, in nearly equal numbers.
+    resident = tiling.resident or (3 if pieces > 2 else 6 if kind == "int4" else 4)
+    tiles_each = 1
+    if tiles * launches > sms * resident:
+        resident = tiling.resident or min(resident, 4)
+        tiles_each = triton.cdiv(tiles * launches, sms * resident)
     constants = {
         "CHUNK": chunk,
         "J": pieces,
         "BM": block,
         "num_warps": warps,
-        "maxnreg": registers,
+        # registers of a lane with which 3 programs fit into an SM
+        "maxnreg": 168 if pieces > 2 and warps == 4 else None,
     }
-    return triton.cdiv(blocks, turns), constants
+    return triton.cdiv(tiles, tiles_each), constants
 
 
 def launch_dot4(
@@ -351,12 +398,13 @@ def launch_dot4(
     tiling: tuple[int, dict],
     pdl: bool,
 ) -> Tensor:
-    """Launch the kernel. mode: kind, group, swiglu as in `dot4`; tiling: of `dot4_tiling`."""
+    """Launch the kernel. mode: kind, group, swiglu as in `dot4`; tiling: from `dot4_tiling`."""
     (kind, group, swiglu), (programs, constants) = mode, tiling
     codes, scale, *fine = parts
     (M, width), out = x.shape, codes.shape[-2]
     pairs = 1 if index is None else index.numel()
-    # int4 and mxfp4 have no zeros, a dense weight has no index: the stand-ins are not read.
+    # The kernel needs a valid pointer for an absent tensor, which it then does not read: int4 and
+    # mxfp4 have no zeros, a dense weight has no index.
     fine = fine or [scale] * 5
     chunks = triton.cdiv(width // 8, constants["CHUNK"])
     if swiglu:
@@ -390,15 +438,17 @@ def launch_dot4(
 def dot4(
     x: Tensor, parts: list[Tensor], index: Tensor | None, kind: str, group: int, swiglu: bool
 ) -> Tensor:
-    """x [M, in] times 4-bit weights [E, out, in], expert index[n] for pair n -> fp32 [S, N, out].
+    """Multiply x [M, in] by 4-bit weights [E, out, in] -> fp32 partial sums [S, N, out] (split-K).
 
-    The S partial sums (split-K) are to be added. x: bf16 or fp16, contiguous. index: int64, N in
-    all; pair n belongs to row n // (N // M) of x. None: one weight [out, in], N = M = 1. parts:
-    of a format, in its layout's order. kind: "int4", "mxfp4" or "hqq".
+    x: bf16 or fp16, contiguous. index: int64, N in all: pair n multiplies row n // (N // M) of x
+    by expert index[n]. None: one dense weight [out, in], N = M = 1. parts: the weight's tensors,
+    ordered as in its format's layout. kind: "int4", "mxfp4" or "hqq". group: numbers along `in`
+    that share a scale.
 
-    swiglu: the rows are w1's, then w3's, and the result is silu(gate) * up, and no other
-    activation, in x.dtype [N, out / 2]. On Hopper the kernel starts, and loads its first weights,
-    while the kernel before it drains: that one must not write them.
+    swiglu: weight rows are w1's, then w3's; return silu(gate) * up in x.dtype, [N, out / 2].
+
+    With PDL (Hopper and later) the kernel loads its first weights while the previous kernel runs,
+    which must not write them.
     """
     pairs = 1 if index is None else index.numel()
     sms = torch.cuda.get_device_properties(x.device).multi_processor_count

@@ -1,12 +1,16 @@
 """Grouped GEMM: rows sorted by expert times stacked weights, plain or packed, as a Triton kernel.
 
-`F.grouped_mm` wants plain weights; unpacking those of all experts first would take the memory
-that packing saved. This kernel dequantizes each tile in registers. It also multiplies plain
-weights with few rows an expert, for which the library reads at half of the memory's bandwidth.
+`F.grouped_mm` takes plain weights only; unpacking the weights of all experts first would use the
+memory that packing saved. This kernel dequantizes each tile in registers. It also multiplies plain
+weights if experts have few rows, for which the library reads at half of the memory's bandwidth.
 
-Codes are read as int16 units, two of a word's at once. A tensor core takes its left operand alone
-from registers, so packed weights are the left operand and sums are transposed at the end. Formats
-are in formats/; tests compare the kernel with their `unpack`.
+Codes are loaded as int16 units. The inline assembly works on two units of a 32-bit word at once.
+Only the left operand of a tensor core can come from registers, so packed weights are the left
+operand and the sums are transposed at the end. Formats are in formats/; tests compare the kernel
+with their `unpack`.
+
+Letters: N rows of x, E experts. A tile has BM rows of x and BN outputs; a step covers BK numbers
+along `in`.
 """
 
 from __future__ import annotations  # annotations of kernels name triton, which may be absent
@@ -18,14 +22,16 @@ from torch import Tensor
 from ops.inductor import custom_op
 from ops.jit import e8m0_to_float, jit, tl, triton
 
-FEW_ROWS = (
-    64  # an expert, on average: up to this many, the kernel beats the library with plain weights
-)
+# Average rows of x for each expert, up to which the kernel is faster than the library with plain
+# weights (H200).
+FEW_ROWS = 64
+
+# Dequantizing ------------------------------------------------------------------------------------
 
 
 @jit
 def _shift_right(units, COUNT: tl.constexpr):
-    """int16 `units` shifted right by COUNT, two at a time; the upper bits become garbage."""
+    """Shift int16 units right by COUNT, two at a time; the upper bits become garbage."""
     return tl.inline_asm_elementwise(
         f"shr.u32 $0, $1, {COUNT};", "=r,r", (units,), tl.int16, is_pure=True, pack=2
     )
@@ -33,8 +39,8 @@ def _shift_right(units, COUNT: tl.constexpr):
 
 @jit
 def _signed_bytes(units):
-    """The lower bytes of int16 `units` as signed numbers in bf16, two at a time."""
-    # 128 + the lower 7 bits, minus 128 or, for a negative number, 256: all exact.
+    """Convert the lower bytes of int16 units, signed numbers, to bf16, two at a time."""
+    # 128 + the lower 7 bits, minus 128, or minus 256 for a negative number: all exact.
     return tl.inline_asm_elementwise(
         """{
         .reg .b32 low, sign, minus;
@@ -53,10 +59,10 @@ def _signed_bytes(units):
 
 @jit
 def _floats(units, BITS: tl.constexpr, MANTISSA: tl.constexpr, FACTOR: tl.constexpr):
-    """The lowest BITS of int16 `units`, small floating-point numbers, as bf16, two at a time.
+    """Convert the lowest BITS of int16 units, small floating-point numbers, to bf16, two at a time.
 
-    Shifted into place they are a bf16 number that is a power of two too small; FACTOR has the
-    bits of that power.
+    Shifted into the fields of a bf16 number, they are too small by a power of two. FACTOR has the
+    bf16 bits of that power.
     """
     return tl.inline_asm_elementwise(
         f"""{{
@@ -79,7 +85,7 @@ def _floats(units, BITS: tl.constexpr, MANTISSA: tl.constexpr, FACTOR: tl.conste
 
 @jit
 def _fields(units, MASK: tl.constexpr):
-    """128 + (units & MASK) of int16 `units` as bf16, two at a time."""
+    """Return 128 + (units & MASK) of int16 units as bf16, two at a time."""
     return tl.inline_asm_elementwise(
         f"lop3.b32 $0, $1, {MASK * 65537}, 0x43004300, 0xEA;",
         "=r,r",
@@ -92,7 +98,7 @@ def _fields(units, MASK: tl.constexpr):
 
 @jit
 def _fields_3(units, thirds):
-    """128 + (units & 3) + (thirds & 4) as bf16, two at a time."""
+    """Return 128 + (units & 3) + (thirds & 4) as bf16, two at a time."""
     return tl.inline_asm_elementwise(
         """{
         .reg .b32 low;
@@ -109,7 +115,7 @@ def _fields_3(units, thirds):
 
 @jit
 def _to_fp32(numbers):
-    """bf16 -> fp32, two at a time."""
+    """Convert bf16 to fp32, two at a time."""
     return tl.inline_asm_elementwise(
         "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xFFFF0000;",
         "=r,=r,r",
@@ -122,10 +128,10 @@ def _to_fp32(numbers):
 
 @jit
 def _dequantize(units, thirds, BITS: tl.constexpr, KIND: tl.constexpr, DTYPE: tl.constexpr):
-    """The numbers of the lowest field of each int16 unit.
+    """Convert the lowest field of each int16 unit to a number, not yet scaled.
 
-    fp8 comes 2 ** -8 too small; hqq comes as codes, in bf16 with 128 added. The result is fp32 if
-    the scales that follow have more digits than DTYPE.
+    fp8 numbers are 2 ** -8 too small. hqq numbers are the codes, plus 128 if DTYPE is bf16. The
+    result is fp32 if the scales have more digits than DTYPE.
     """
     if tl.bfloat16 == DTYPE:
         if KIND == "int8":
@@ -167,10 +173,13 @@ def _expand(values, COUNT: tl.constexpr):
 
 @jit
 def _load_thirds(third, rows, start, IN: tl.constexpr, BK: tl.constexpr):
-    """Load third bits of BK numbers, [BN, units]: bit 2 + 8 b + k is field 4 b + k's."""
-    # In memory, bits 8 b + 4 m + k of units 0 and 1 belong to units 2 m and 2 m + 1. m selects by
-    # the load's mask and not by a shift: Triton 3.6 moves loads to the lanes that multiply what
-    # they loaded, but nothing that depends on a position.
+    """Load the third bits of BK numbers -> int16 [BN, units].
+
+    Bit 2 + 8 b + k of a unit belongs to its field 4 b + k.
+    """
+    # In memory, bits 8 b + 4 m + k of units 0 and 1 belong to units 2 m and 2 m + 1. Select m by
+    # the mask of the load, not by a shift: Triton 3.6 moves loads to the lanes that multiply what
+    # they loaded, but moves nothing that depends on a position.
     unit = start // 8 + tl.arange(0, BK // 8)[None, :]
     place, m = rows * (IN // 16) + unit // 4 * 2 + unit % 2, unit // 2 % 2
     low = tl.load(third + place, mask=(m == 0) & (unit < IN // 8), other=0)
@@ -180,8 +189,7 @@ def _load_thirds(third, rows, start, IN: tl.constexpr, BK: tl.constexpr):
 
 @jit
 def _load_scales(
-    scale,
-    zero,
+    scales,
     rows,
     start,
     IN: tl.constexpr,
@@ -189,30 +197,26 @@ def _load_scales(
     GROUP: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """Load stored scales and zeros of the groups of BK numbers from `start` on, [BN, n]."""
+    """Load scales and zeros of the groups of BK numbers from `start` on -> [BN, n] each."""
     UNITS: tl.constexpr = GROUP // FIELDS  # units of a group
-    # Units that surely share a group, wherever a tile begins. At most half a tile: with one scale
-    # a row, Triton 3.6 moves all products through shared memory instead of the scale.
+    # EACH units share a group, wherever a tile begins. At most half a tile: with one scale a row,
+    # Triton 3.6 moves all products through shared memory instead of the scale.
     EACH: tl.constexpr = min(BK // FIELDS // 2, UNITS & -UNITS)
     group = (start // FIELDS + tl.arange(0, BK // FIELDS // EACH)[None, :] * EACH) // UNITS
     group = rows * (IN // GROUP) + tl.minimum(group, IN // GROUP - 1)
-    return tl.load(scale + group), tl.load(zero + group)
+    return tl.load(scales[0] + group), tl.load(scales[3] + group)
 
 
 @jit
-def _factors(
-    scale,
-    zero,
-    scale_step,
-    scale_low,
-    zero_step,
-    zero_low,
-    rows,
-    COUNT: tl.constexpr,
-    KIND: tl.constexpr,
-    DTYPE: tl.constexpr,
+def _group_factors(
+    fetched, scales, rows, COUNT: tl.constexpr, KIND: tl.constexpr, DTYPE: tl.constexpr
 ):
-    """Factor and offset of COUNT units' numbers, from `_load_scales`: number * factor - offset."""
+    """Convert the result of `_load_scales` to a factor and an offset for each of COUNT units.
+
+    A weight is number * factor - offset, the number being from `_dequantize`.
+    """
+    scale, zero = fetched
+    _, scale_step, scale_low, _, zero_step, zero_low = scales
     offset = 0.0
     if KIND == "mxfp4":
         scale = e8m0_to_float(scale).to(tl.bfloat16 if tl.bfloat16 == DTYPE else tl.float32)
@@ -223,6 +227,109 @@ def _factors(
     return _expand(scale, COUNT), offset
 
 
+@jit
+def _block_factor(
+    scale, rows, unit, start, IN: tl.constexpr, GROUP: tl.constexpr, BK: tl.constexpr
+):
+    """Load the factor of each unit of fp8b: a scale for each block of GROUP rows and columns."""
+    block = start // GROUP if GROUP % BK == 0 else tl.minimum(2 * unit, IN - 1) // GROUP
+    return tl.load(scale + rows * (IN // GROUP) + block) * 256.0
+
+
+# Tiles -------------------------------------------------------------------------------------------
+
+
+@jit
+def _find_expert(tile, group_ends, E: tl.constexpr, E_POW2: tl.constexpr, BM: tl.constexpr):
+    """Find a tile's expert; E if there is none. Also return the arguments of `_find_rows`.
+
+    Each expert has the tiles that its rows need, and its tiles follow those of the expert before.
+    """
+    experts = tl.arange(0, E_POW2)
+    ends = tl.load(group_ends + experts, mask=experts < E, other=0)
+    starts = tl.load(group_ends + experts - 1, mask=(experts > 0) & (experts < E), other=0)
+    tiles = (tl.maximum(ends - starts, 0) + BM - 1) // BM
+    last = tl.cumsum(tiles, 0)
+    expert = tl.sum(((last <= tile) & (experts < E)).to(tl.int32))
+    return expert, (experts, starts, ends, tiles, last)
+
+
+@jit
+def _find_rows(tile, expert, groups, BM: tl.constexpr):
+    """Return the rows of x [BM, 1] of a tile, and whether each is present."""
+    experts, starts, ends, tiles, last = groups
+    mine = experts == expert
+    tile -= tl.sum(tl.where(mine, last - tiles, 0))
+    row, end = tl.sum(tl.where(mine, starts, 0)) + tile * BM, tl.sum(tl.where(mine, ends, 0))
+    rows = row + tl.arange(0, BM)[:, None]
+    return rows, rows < end
+
+
+@jit
+def _multiply_fields(
+    sums,
+    numbers,
+    x_tile,
+    IN: tl.constexpr,
+    BITS: tl.constexpr,
+    FIELDS: tl.constexpr,
+    KIND: tl.constexpr,
+    RUN: tl.constexpr,
+    BK: tl.constexpr,
+):
+    """Add the products of all fields of packed units [BN, n] with x to the sums [BN, BM]."""
+    units, thirds, factor, offset = numbers
+    x, rows, present, unit = x_tile
+    DTYPE: tl.constexpr = x.dtype.element_ty
+    # One product per field: a tensor core reads the registers of its operand until the kernel
+    # waits for it, and the compiler waits before it dequantizes the next field. It cut a single
+    # product of all fields into several, and Triton 3.6 wrote to registers that were still being
+    # read.
+    for field in tl.static_range(FIELDS):
+        k = (unit // RUN * FIELDS + field) * RUN + unit % RUN
+        inside = present & (k < IN) if IN % BK else present
+        a = tl.load(x + rows.to(tl.int64) * IN + k, mask=inside, other=0.0)
+        b = _dequantize(units, thirds, BITS, KIND, DTYPE)
+        if KIND == "hqq":
+            b = (b * factor - offset).to(DTYPE)
+        elif KIND == "fp8b" or BITS < 8:
+            b = (b * factor).to(DTYPE)
+        units = _shift_right(units, 16 // FIELDS)
+        if BITS == 3:
+            thirds = _shift_right(thirds, 5 if field == 3 else 1)
+        sums = tl.dot(b, tl.trans(a), sums, input_precision="ieee")
+    return sums
+
+
+@jit
+def _multiply_plain(sums, weight, weight_rows, inside, x_tile, IN: tl.constexpr, BK: tl.constexpr):
+    """Add the product of x with plain weights to the sums [BM, BN]."""
+    x, rows, present, k = x_tile
+    x_inside = present & (k < IN) if IN % BK else present
+    a = tl.load(x + rows.to(tl.int64) * IN + k, mask=x_inside, other=0.0)
+    b = tl.load(weight + weight_rows * IN + k, mask=inside)
+    return tl.dot(a, tl.trans(b), sums, input_precision="ieee")
+
+
+@jit
+def _store_tile(y, sums, scale, rows, present, n, OUT: tl.constexpr, KIND: tl.constexpr):
+    """Store the sums of outputs n [BN]; for int8 and fp8 scale them by each weight row's scale."""
+    sums = tl.trans(sums) if KIND != "plain" else sums
+    if KIND == "int8" or KIND == "fp8":
+        factor = tl.load(scale + tl.minimum(n, OUT - 1)).to(tl.float32)
+        sums *= (factor * (256.0 if KIND == "fp8" else 1.0))[None, :]
+    tl.store(
+        y + rows.to(tl.int64) * OUT + n[None, :],
+        sums.to(y.dtype.element_ty),
+        mask=present & (n < OUT)[None, :],
+    )
+
+
+# Grid [T, out / BN]: a program computes one tile, of BM rows of x and BN outputs of one expert, in
+# steps of BK numbers along `in`. T is an upper bound of the tiles of all experts.
+#
+# One kernel: its speed depends on the order of loads, prefetches and products. A reader should see
+# that order whole. Formats differ in constexprs only.
 @jit
 def _grouped(
     x,
@@ -239,7 +346,7 @@ def _grouped(
     OUT: tl.constexpr,
     IN: tl.constexpr,
     E: tl.constexpr,
-    E2: tl.constexpr,
+    E_POW2: tl.constexpr,
     BITS: tl.constexpr,
     GROUP: tl.constexpr,
     KIND: tl.constexpr,
@@ -248,115 +355,67 @@ def _grouped(
     BN: tl.constexpr,
     BK: tl.constexpr,
 ):
-    # A program computes one tile [BM rows of x, BN outputs] of one expert, in steps of BK numbers
-    # along `in`. Experts have as many tiles as their rows need, one after the other: find the
-    # tile's expert from group_ends.
-    tile, experts = tl.program_id(0), tl.arange(0, E2)
-    ends = tl.load(group_ends + experts, mask=experts < E, other=0)
-    starts = tl.load(group_ends + experts - 1, mask=(experts > 0) & (experts < E), other=0)
-    tiles = (tl.maximum(ends - starts, 0) + BM - 1) // BM
-    last = tl.cumsum(tiles, 0)
-    expert = tl.sum(((last <= tile) & (experts < E)).to(tl.int32))
+    PACKED: tl.constexpr = KIND != "plain"
+    GROUPED: tl.constexpr = BITS < 8  # a scale for each group of numbers along `in`
+    FIELDS: tl.constexpr = 16 // (2 if BITS == 3 else BITS) if PACKED else 1  # fields of a unit
+    DTYPE: tl.constexpr = x.dtype.element_ty
+    scales = (scale, scale_step, scale_low, zero, zero_step, zero_low)
+    tile = tl.program_id(0)
+    expert, groups = _find_expert(tile, group_ends, E, E_POW2, BM)
     if expert < E:
-        mine = experts == expert
-        tile -= tl.sum(tl.where(mine, last - tiles, 0))
-        row, end = tl.sum(tl.where(mine, starts, 0)) + tile * BM, tl.sum(tl.where(mine, ends, 0))
-        rows = row + tl.arange(0, BM)[:, None]
-        present = rows < end
+        rows, present = _find_rows(tile, expert, groups, BM)
         n = tl.program_id(1) * BN + tl.arange(0, BN)
         weight_rows = expert.to(tl.int64) * OUT + tl.minimum(n, OUT - 1)[:, None]
         scale_rows = expert * tl.cdiv(OUT, GROUP) + tl.minimum(n, OUT - 1)[:, None] // GROUP
-        DTYPE: tl.constexpr = x.dtype.element_ty
-        PACKED: tl.constexpr = KIND != "plain"
-        FIELDS: tl.constexpr = 16 // (2 if BITS == 3 else BITS) if PACKED else 1  # in a unit
-        # Packed weights are the left operand, which a tensor core can take from registers.
         sums = tl.zeros([BN, BM] if PACKED else [BM, BN], tl.float32)
-        if PACKED and BITS < 8:  # prefetched one step: too small for the compiler to pipeline
-            next_scales, next_zeros = _load_scales(
-                scale, zero, weight_rows, 0, IN, FIELDS, GROUP, BK
-            )
+        if GROUPED:  # prefetched one step ahead: too small for the compiler to pipeline
+            fetched = _load_scales(scales, weight_rows, 0, IN, FIELDS, GROUP, BK)
         for start in range(0, IN, BK):
             unit = start // FIELDS + tl.arange(0, BK // FIELDS)[None, :]
             inside = unit < IN // FIELDS if IN % BK else None
+            x_tile = (x, rows, present, unit)
             if PACKED:
                 units = tl.load(codes + weight_rows * (IN // FIELDS) + unit, mask=inside)
-                thirds = units
-            if BITS == 3:
-                thirds = _load_thirds(third, weight_rows, start, IN, BK)
-            if KIND == "fp8b":  # a scale for each block of GROUP rows and columns
-                block = start // GROUP if GROUP % BK == 0 else tl.minimum(2 * unit, IN - 1) // GROUP
-                factor = tl.load(scale + scale_rows * (IN // GROUP) + block) * 256.0
-            elif BITS < 8:
-                factor, offset = _factors(
-                    next_scales,
-                    next_zeros,
-                    scale_step,
-                    scale_low,
-                    zero_step,
-                    zero_low,
-                    weight_rows,
-                    BK // FIELDS,
-                    KIND,
-                    DTYPE,
-                )
-                next_scales, next_zeros = _load_scales(
-                    scale, zero, weight_rows, start + BK, IN, FIELDS, GROUP, BK
-                )
-            # One product per field: a tensor core reads the registers of its operand until it is
-            # waited for, and the compiler waits before it dequantizes the next field. It cut a
-            # single product into pieces, and Triton 3.6 wrote to registers that were still being
-            # read.
-            for field in tl.static_range(FIELDS):
-                k = (unit // RUN * FIELDS + field) * RUN + unit % RUN if PACKED else unit
-                a = tl.load(
-                    x + rows.to(tl.int64) * IN + k,
-                    mask=present & (k < IN) if IN % BK else present,
-                    other=0.0,
-                )
-                if PACKED:
-                    b = _dequantize(units, thirds, BITS, KIND, DTYPE)
-                    if KIND == "hqq":
-                        b = (b * factor - offset).to(DTYPE)
-                    elif KIND == "fp8b" or BITS < 8:
-                        b = (b * factor).to(DTYPE)
-                    units = _shift_right(units, 16 // FIELDS)
-                    if BITS == 3:
-                        thirds = _shift_right(thirds, 5 if field == 3 else 1)
-                    sums = tl.dot(b, tl.trans(a), sums, input_precision="ieee")
-                else:
-                    b = tl.load(codes + weight_rows * IN + k, mask=inside)
-                    sums = tl.dot(a, tl.trans(b), sums, input_precision="ieee")
-        sums = tl.trans(sums) if PACKED else sums
-        if KIND == "int8" or KIND == "fp8":
-            factor = tl.load(scale + expert.to(tl.int64) * OUT + tl.minimum(n, OUT - 1)).to(
-                tl.float32
-            )
-            sums *= (factor * (256.0 if KIND == "fp8" else 1.0))[None, :]
-        tl.store(
-            y + rows.to(tl.int64) * OUT + n[None, :],
-            sums.to(y.dtype.element_ty),
-            mask=present & (n < OUT)[None, :],
-        )
+                thirds = _load_thirds(third, weight_rows, start, IN, BK) if BITS == 3 else units
+                factor, offset = 0.0, 0.0
+                if KIND == "fp8b":
+                    factor = _block_factor(scale, scale_rows, unit, start, IN, GROUP, BK)
+                elif GROUPED:
+                    factor, offset = _group_factors(
+                        fetched, scales, weight_rows, BK // FIELDS, KIND, DTYPE
+                    )
+                    fetched = _load_scales(scales, weight_rows, start + BK, IN, FIELDS, GROUP, BK)
+                numbers = (units, thirds, factor, offset)
+                sums = _multiply_fields(sums, numbers, x_tile, IN, BITS, FIELDS, KIND, RUN, BK)
+            else:
+                sums = _multiply_plain(sums, codes, weight_rows, inside, x_tile, IN, BK)
+        scale_row = scale + expert.to(tl.int64) * OUT
+        _store_tile(y, sums, scale_row, rows, present, n, OUT, KIND)
+
+
+# Launching ---------------------------------------------------------------------------------------
 
 
 def grouped_run(width: int, bits: int) -> int:
-    """Return how many neighboring int16 units the kernel unpacks side by side: 64 bytes of x."""
+    """Return RUN: the number of neighboring int16 units whose fields are neighbors in x.
+
+    RUN neighboring units hold FIELDS * RUN neighboring numbers: field 0 of all units first, then
+    field 1. At most 32, which are 64 bytes of x.
+    """
     units = width * (2 if bits == 3 else bits) // 16
     return min(32, units & -units)
 
 
 def grouped_tiling(N: int, E: int, bits: int) -> dict:
-    """Return constants and options of the kernel, as fastest on an H200 (benchmarks/grouped.py)."""
+    """Return constants and options of the kernel: the fastest in benchmarks/grouped.py (H200)."""
     if bits >= 16:  # plain weights: long rows read fast
-        few = (
-            {"BM": 16, "BN": 64, "BK": 4096 // bits}
-            if N <= 16 * E
-            else {"BM": 64, "BN": 128, "BK": 1024 // bits}
-        )
-        return few | {"num_warps": 4, "num_stages": 3}
-    rows = (
-        128 if N > 64 * E else 64 if N > 16 * E else 16
-    )  # of a tile: most are empty if experts have few rows
+        if N <= 16 * E:
+            tile = {"BM": 16, "BN": 64, "BK": 4096 // bits}
+        else:
+            tile = {"BM": 64, "BN": 128, "BK": 1024 // bits}
+        return tile | {"num_warps": 4, "num_stages": 3}
+    # Small tiles for few rows an expert: most rows of a large tile would be empty.
+    rows = 128 if N > 64 * E else 64 if N > 16 * E else 16
     if bits == 8:
         return {"BM": rows, "BN": 128, "BK": 64, "num_warps": 4, "num_stages": 4}
     # Unpacking fewer bits takes longer: with many rows an expert, unpack once for more of them.
@@ -373,13 +432,15 @@ def grouped_gemm(
     kind: str,
     bits: int,
     group: int,
+    *,
     tiling: dict | None = None,
 ) -> Tensor:
-    """x [N, in], rows sorted by expert, those of e before group_ends[e] -> [N, out].
+    """Multiply rows x [N, in], sorted by expert, by their experts' weights -> [N, out].
 
-    parts: of a packed format, [E, out, ...], with its kind, bits and group; x is then in the
-    order of `Format.grouped_order`. Or kind "plain": codes are weights of x's dtype, bits 16 or
-    32. tiling: instead of `grouped_tiling`'s.
+    Rows of expert e end before group_ends[e]. parts: tensors of a packed weight [E, out, ...] of
+    this kind, bits and group; the numbers of x are then in the order of `Format.grouped_order`.
+    For kind "plain", codes are weights of x's dtype and bits is 16 or 32. tiling: replaces that of
+    `grouped_tiling`.
     """
     (N, width), (E, out) = x.shape, parts["codes"].shape[:2]
     most = N if x.element_size() == 2 else 64 * E  # fp32 has no tensor cores: larger tiles spill
@@ -389,7 +450,8 @@ def grouped_gemm(
         codes, third = codes.view(torch.int16), third.view(torch.int16)
     scale = parts.get("scale", codes)
     names = "scale_step", "scale_low", "zero", "zero_step", "zero_low"
-    fine = [parts.get(name, scale) for name in names]  # stand-ins are not read
+    # The kernel needs a valid pointer for an absent tensor, which it then does not read.
+    fine = [parts.get(name, scale) for name in names]
     grid = (min(N, triton.cdiv(N, tiling["BM"]) + E), triton.cdiv(out, tiling["BN"]))
     _grouped[grid](
         x.contiguous(),
@@ -402,7 +464,7 @@ def grouped_gemm(
         OUT=out,
         IN=width,
         E=E,
-        E2=triton.next_power_of_2(E),
+        E_POW2=triton.next_power_of_2(E),
         BITS=bits,
         GROUP=group,
         KIND=kind,
@@ -414,11 +476,12 @@ def grouped_gemm(
 
 @custom_op("moe_fast::grouped_mm")
 def grouped_mm(x: Tensor, weight: Tensor, group_ends: Tensor) -> Tensor:
-    """x [N, in], weight [E, out, in], group_ends int32 [E] -> [N, out]; rows of 16-byte multiples.
+    """Multiply x [N, in] by weight [E, out, in], by int32 group_ends [E] -> [N, out].
 
-    A custom operator around `F.grouped_mm`, since Inductor compiles that on CPU in bf16 only. On
-    a GPU its tiles are for many rows: with few it reads at half of the memory's bandwidth. And
-    except in bf16 it loops over the experts and synchronizes with the host.
+    Rows of x and of the weight are multiples of 16 bytes. A custom operator around
+    `F.grouped_mm`: Inductor compiles that on a CPU in bf16 only. On a GPU the library's tiles are
+    for many rows: with few it reads at half of the memory's bandwidth. In other dtypes than bf16
+    it loops over the experts and synchronizes with the host.
     """
     few = len(x) <= FEW_ROWS * len(weight)
     if x.is_cuda and (few or x.dtype is not torch.bfloat16):

@@ -1,6 +1,6 @@
 """Inductor helpers: materializing, custom operators, dp2a products, and the compiler's settings.
 
-With ops/tuning.py this is the only place that touches Inductor's private API.
+Only this file and ops/tuning.py use Inductor's private API.
 """
 
 from collections.abc import Callable
@@ -15,18 +15,19 @@ from ops import tuning
 def materialize(x: Tensor) -> Tensor:
     """Return x, and keep Inductor from recomputing it in every row of its consumer.
 
-    Inductor has no such operation; but a view with given strides needs its base in memory. x must
-    be a whole tensor or a view that begins where its base begins: a slice from the middle would
-    be read from the start.
+    Inductor has no operation for that, but a view with given strides needs its base in memory. x
+    must be a whole tensor or a view that begins where its base begins: a slice from the middle
+    would be read from the base's start.
     """
     return x.as_strided(x.shape, x.stride())
 
 
 def custom_op(name: str) -> Callable:
-    """Like `torch.library.custom_op`, used only in compiled code and on the meta device.
+    """Define an operator as `torch.library.custom_op` does, but call it only when necessary.
 
-    Elsewhere the function itself is called: calling a custom operator imports the compiler, which
-    takes longer than an eager answer of a small model.
+    That is in compiled code and on the meta device. Elsewhere the function itself is called:
+    calling a custom operator imports the compiler, which takes longer than an eager answer of a
+    small model.
     """
 
     def decorate(function: Callable) -> Callable:
@@ -45,12 +46,12 @@ def custom_op(name: str) -> Callable:
 
 @torch.library.custom_op("moe_fast::dot_bytes", mutates_args=())
 def dot_bytes(low: Tensor, high: Tensor, words: Tensor) -> Tensor:
-    """The dot product of each word's four signed bytes with four int16: all int32, broadcast.
+    """Multiply each word's four signed bytes by four int16 and sum -> int32.
 
-    low: the int16 for the two lower bytes, the first in its lower half; high: those for the upper
-    two. A GPU has an instruction for two such products (dp2a), PyTorch has none:
-    `register_dot_bytes` makes it part of the kernel around it. No byte is converted to floating
-    point.
+    All arguments are int32 and broadcast. low: the int16 for the two lower bytes, the first in its
+    lower half. high: those for the upper two. A GPU has an instruction for two such products
+    (dp2a), PyTorch has none: `register_dot_bytes` lets Inductor fuse it. No byte is converted to
+    floating point.
     """
     numbers = [
         part << 16 >> 16 if half == 0 else part >> 16 for part in (low, high) for half in (0, 1)
@@ -88,27 +89,26 @@ def configure_inductor() -> None:
 
     # Without it Inductor leaves M = 1 products to cuBLAS, which cannot fuse the expert gather.
     inductor.coordinate_descent_tuning = True
-    # Benchmark several tilings of each kernel before descending from the best. Descending from
-    # Inductor's one heuristic tiling loses up to a third of the GB/s for products of packed
-    # weights.
+    # Measure several tilings of each kernel and search from the best. A search from Inductor's one
+    # heuristic tiling loses up to a third of the GB/s for products of packed weights.
     inductor.max_autotune_pointwise = True
-    # A kernel that works in place is benchmarked with a copy of its arguments in each run. The
-    # noise of that copy chose tilings for small kernels that took twice as long.
+    # Inductor copies the arguments of an in-place kernel before each run that it measures. Because
+    # of that noise it chose tilings of small kernels that took twice as long.
     inductor.inplace_buffers = False
     # Programmatic dependent launch, on Hopper and later.
     inductor.triton.enable_pdl = True
-    # All indices are made on the device, by a router or by sampling, and are within bounds.
+    # A router and sampling make all indices, on the device and within bounds.
     inductor.assert_indirect_indexing = False
     # Two sizes that are equal in the first prompt (its length and the head dim) are not the same
     # size.
     fx.use_duck_shape = False
-    # One function is compiled for each kind of block, for prefill and decode, and for each cache
+    # A function is compiled once for each kind of block, for prefill and decode, and for each cache
     # length.
     dynamo.recompile_limit = 256
 
-    # After that, since importing this reads the settings above.
+    # Imported last, since importing it reads the settings above.
     from torch._inductor.runtime.benchmarking import benchmarker
 
-    benchmarker.benchmark_gpu = tuning.gpu_ms  # whatever way of timing Inductor came with
+    benchmarker.benchmark_gpu = tuning.gpu_ms  # instead of Inductor's timer
     tuning.replace_coordinate_descent()
     register_dot_bytes()

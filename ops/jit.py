@@ -1,4 +1,4 @@
-"""Triton if it is installed, and what all kernels here share."""
+"""Triton, if installed, and the helpers that several kernels share."""
 
 from __future__ import annotations  # annotations of kernels name triton, which may be absent
 
@@ -8,7 +8,7 @@ from torch import Tensor
 try:
     import triton
     import triton.language as tl
-except ImportError:  # a build of torch without CUDA: no kernel here is called then
+except ImportError:  # a build of torch without CUDA, where no kernel is called
     triton = tl = None
 
 
@@ -20,12 +20,12 @@ def jit(function):
 def supports_pdl(x: Tensor) -> bool:
     """Whether the GPU of x has programmatic dependent launch (PDL): Hopper and later.
 
-    With PDL a kernel is launched while the one before it drains, and waits for it explicitly.
+    With PDL a kernel starts while the previous one is still running, and waits for it explicitly.
     """
     return torch.cuda.get_device_properties(x.device).major >= 9
 
 
 @jit
 def e8m0_to_float(exponents):
-    """e8m0 scales -> fp32, except that the smallest, 2 ** -127, becomes 0."""
+    """Convert e8m0 scales to fp32; the smallest, 2 ** -127, becomes 0."""
     return (exponents.to(tl.int32) << 23).to(tl.float32, bitcast=True)

@@ -1,19 +1,22 @@
-"""Rotary position embedding (RoPE). Shapes are those of model.py."""
+"""Rotary position embedding (RoPE).
+
+Letters: B sequences, Q tokens of each, C head dim, of which the first rotary_dim numbers rotate.
+"""
 
 import torch
 from torch import Tensor
 
 
 def rope_frequencies(rotary_dim: int, theta: float, device: torch.device) -> Tensor:
-    """Return the angle per position of each pair, fp32 [rotary_dim / 2]."""
+    """Return the angle, in radians per position, of each pair of numbers: fp32 [rotary_dim / 2]."""
     return theta ** -(torch.arange(0, rotary_dim, 2, device=device).float() / rotary_dim)
 
 
 def rope_table(frequencies: Tensor, length: int, scale: float = 1.0, unrotated: int = 0) -> Tensor:
-    """Return cosines, then signed sines of all positions, fp32 [length, 2 C].
+    """Return the cosines, then the signed sines, of positions 0 .. length - 1: fp32 [length, 2 C].
 
-    scale: factor of cosines and sines. unrotated: numbers of a head that keep their value: their
-    cosine is 1 and their sine 0.
+    frequencies: from `rope_frequencies`. scale: factor of cosines and sines. unrotated: how many
+    numbers of a head keep their value: their cosine is 1 and their sine 0.
     """
     angles = torch.outer(torch.arange(length, device=frequencies.device).float(), frequencies)
     cos, sin = angles.cos() * scale, angles.sin() * scale
@@ -22,10 +25,11 @@ def rope_table(frequencies: Tensor, length: int, scale: float = 1.0, unrotated: 
 
 
 def rotate(x: Tensor, rope: Tensor, rotary_dim: int) -> Tensor:
-    """Rotate x [B, Q, heads, C] in fp32, first half against second (Su et al. 2021, equation 34).
+    """Rotate x [B, Q, heads, C] by RoPE -> fp32 (Su et al. 2021, equation 34).
 
-    rope: rows of `rope_table`, broadcast. Only the first rotary_dim numbers of a head are rotated.
-    A roll instead of joining two halves: Inductor materializes a `cat`, but fuses this.
+    rope: rows of `rope_table`, broadcast. Only the first rotary_dim numbers of a head rotate:
+    number n of their first half pairs with number n of the second. A roll swaps the halves, because
+    Inductor fuses it; it would materialize a `cat`.
     """
     cos, sin = rope.chunk(2, dim=-1)
     x = x.float()

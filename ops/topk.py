@@ -1,4 +1,4 @@
-"""Top-k without library kernels: for a router's few scores, and for a vocabulary's many logits."""
+"""Top-k without library kernels: of a router's few scores, and of a vocabulary's many logits."""
 
 import torch
 import torch.nn.functional as F
@@ -8,12 +8,13 @@ RANK_KERNEL_MAX = 2048  # largest N for the O(N^2) rank kernel
 
 
 def top_k(scores: Tensor, k: int) -> tuple[list[Tensor], Tensor]:
-    """scores fp32 [T, E] -> the k largest, descending, each [T, 1], and their indices [T, k].
+    """Return the k largest of scores fp32 [T, E], descending, and their indices [T, k].
 
-    Ties go to the lower index. k unrolled rounds of one maximum each: Inductor fuses them to one
-    kernel, with whatever is computed from the values. (`torch.topk` is two library kernels, 8 us
-    a layer on an H200.) A score's ordered bits and its index are packed into one int64, so that
-    one maximum finds both.
+    The values are a list of k tensors [T, 1]. Ties go to the lower index.
+
+    k unrolled rounds find one maximum each: Inductor fuses all of them, and what is computed from
+    the values, into one kernel. (`torch.topk` is two library kernels, 8 us a layer on an H200.) A
+    score's ordered bits and its index are packed into one int64, so that one maximum finds both.
     """
     last = scores.shape[-1] - 1
     bits = scores.contiguous().view(torch.int32)
@@ -29,20 +30,21 @@ def top_k(scores: Tensor, k: int) -> tuple[list[Tensor], Tensor]:
 
 
 def ordered_bits(bits: Tensor) -> Tensor:
-    """Map the bits of fp32 numbers to int32 in the numbers' order, or back.
+    """Map the bits of fp32 numbers to int32 that have the numbers' order, or back.
 
-    Bits of negative numbers fall where the numbers rise, so they are flipped.
+    As integers, the bits of negative numbers have the reverse order, so they are flipped.
     """
     return bits ^ (bits >> 31 & 0x7FFFFFFF)
 
 
 def largest_by_rank(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """values [B, N], above -inf -> the k largest, descending, and their indices [B, k].
+    """Return the k largest of values [B, N], descending, and their indices: both [B, k].
 
-    For GPUs, where `torch.topk` is four passes and a sort (60 us for a vocabulary on an H200). A
-    value's rank is the number of larger ones: one sum over all pairs. If N is large, blocks are
-    ranked by their maxima first. Each of the k largest values is in one of the k best blocks,
-    since every better block holds a larger one.
+    All values are above -inf. For GPUs, where `torch.topk` is four passes and a sort (60 us for a
+    vocabulary on an H200). The rank of a value is the number of larger ones: one sum over all
+    pairs. If N is large, blocks of values are ranked by their maxima first. Each of the k largest
+    values is in one of the k blocks with the largest maxima: the maximum of every block ranked
+    before its own is larger.
     """
     N = values.shape[-1]
     if k > RANK_KERNEL_MAX // 4:

@@ -1,4 +1,4 @@
-"""Tile-size search for the kernels that Inductor generates, and how they are timed."""
+"""Tiling search for the kernels that Inductor generates, and a timer for kernels."""
 
 import copy
 import itertools
@@ -10,15 +10,14 @@ from statistics import median
 
 import torch
 
-LONG_KERNEL_MS = 0.008  # as `gpu_ms` times it: an empty kernel takes 0.005
-MAX_VALUES_PER_LANE = (
-    64  # with more, registers spill, which takes a second of compiling to find out
-)
-MAX_ROUNDS = 50
+LONG_KERNEL_MS = 0.008  # by `gpu_ms`, which gives 0.005 for an empty kernel
+# With more values registers spill, and compiling such a tiling takes a second.
+MAX_VALUES_PER_LANE = 64
+MAX_ROUNDS = 50  # most launches that `gpu_ms` times
 
 
 def replace_coordinate_descent() -> None:
-    """Let Inductor search tilings by `best_tiling`, instead of its own coordinate descent."""
+    """Let Inductor search tilings with `best_tiling` instead of its own coordinate descent."""
     # Imported here: the compiler takes long to import.
     from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
@@ -30,7 +29,8 @@ def replace_coordinate_descent() -> None:
         signature = autotuner.triton_meta["signature"]
         static = not any(name.startswith("ks") for name in signature)  # no size is an argument
         tuner, compile_tiling = autotuner.coordesc_tuner, autotuner._precompile_config
-        # Kernels of a compiled prompt are not searched further: 232 s of compiling, and no gain.
+        # Do not vary several fields for kernels of a compiled prompt: that took 232 s of compiling
+        # and gained nothing.
         long_ms = LONG_KERNEL_MS if static else math.inf
         tuner.autotune = lambda measure, tiling, _: best_tiling(
             tuner, compile_tiling, measure, tiling, long_ms
@@ -44,23 +44,23 @@ def replace_coordinate_descent() -> None:
 
 
 def best_tiling(tuner, compile_tiling: Callable, measure: Callable, tiling, long_ms: float):
-    """Return a tiling that no neighbor improves on, searching from `tiling`.
+    """Search from `tiling` -> a tiling that no neighbor improves on.
 
-    tuner: Inductor's CoordescTuner: the fields of a tiling, their values, and which tilings were
-    timed. compile_tiling(tiling): leaves the kernel in Triton's cache. measure(tiling):
-    milliseconds; raises if a tiling needs more registers or shared memory than there are.
+    tuner: Inductor's CoordescTuner, which has the fields of a tiling, their values, and the times
+    measured so far. compile_tiling(tiling): compiles into Triton's cache. measure(tiling): returns
+    milliseconds; raises if a tiling needs more registers or shared memory than the GPU has.
 
-    Neighbors differ by one step in one field. If none of those is better and the kernel takes
-    `long_ms`, neighbors that differ in several fields are tried too: Mixtral's int8 experts gain
-    a tenth by that. They are compiled side by side, since a search waits for little else, and
-    timed one by one.
+    Neighbors differ by one step in one field. If none of them is better and the kernel takes
+    `long_ms` milliseconds or more, also try neighbors that differ in several fields: Mixtral's int8
+    experts are a tenth faster for it. Neighbors are compiled in parallel, since compiling takes
+    most of the search, and timed one after the other.
     """
     import torch._inductor.config as inductor
 
     def timed(neighbor) -> float:
         try:
             return tuner.call_func(measure, neighbor)
-        except Exception:  # more registers or shared memory than there are
+        except Exception:  # more registers or shared memory than the GPU has
             tuner.cache_benchmark_result(neighbor, math.inf)
             return math.inf
 
@@ -80,7 +80,7 @@ def best_tiling(tuner, compile_tiling: Callable, measure: Callable, tiling, long
 
 
 def neighbors(tuner, tiling, several: bool):
-    """Yield tilings that differ from this one by a step in one field, or in several."""
+    """Yield tilings that differ from this one by one step in one field, or in several fields."""
     from torch._inductor.runtime.coordinate_descent_tuner import get_field, set_field
 
     fields = [field for field in tuner.tunable_fields if get_field(tiling, field) is not None]
@@ -98,12 +98,12 @@ def neighbors(tuner, tiling, several: bool):
 
 
 def gpu_ms(call: Callable[[], object], **_) -> float:
-    """Return the median milliseconds that the GPU takes for what `call` launches, with a cold L2.
+    """Measure the GPU time of the kernels that `call` launches, with a cold L2 -> median, in ms.
 
-    The GPU sleeps until everything is launched. Inductor's own timers do not wait: a host that
-    compiles other kernels takes longer to launch a small one than to flush L2, so they time the
-    host, and tilings are chosen by its noise. Their arguments (rounds, which quantile) are
-    ignored.
+    The GPU sleeps until everything is launched. Inductor's own timers do not wait. While the host
+    compiles other kernels, launching a small kernel takes it longer than the GPU takes to flush L2.
+    Inductor's timers then measure the host, and its noise chooses the tiling. Their keyword
+    arguments (rounds, which quantile) are ignored.
     """
     flush = torch.empty(64 << 20, dtype=torch.int32, device="cuda")  # 256 MB, several times any L2
     events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(MAX_ROUNDS)]
@@ -123,7 +123,7 @@ def gpu_ms(call: Callable[[], object], **_) -> float:
     torch.cuda.synchronize()
     round_ms = events[0][0].elapsed_time(events[2][0]) / 2
     count = max(5, min(MAX_ROUNDS, int(40 / round_ms)))  # 40 ms in all
-    torch.cuda._sleep(int(3e9 * host_seconds * count))  # cycles, of which a GPU has 2 to 3 per ns
+    torch.cuda._sleep(int(3e9 * host_seconds * count))  # in cycles: 2 to 3 per ns
     launch(count)
     torch.cuda.synchronize()
     return median(start.elapsed_time(end) for start, end in events[:count])

@@ -1,1 +1,1 @@
-"""Several processes on one model: process groups, failure detection, all-reduce."""
+"""Several processes that run one model: process groups, failure detection, all-reduce."""

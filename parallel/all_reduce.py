@@ -1,10 +1,10 @@
 """Collectives of the model: all-reduce, all-reduce + residual add + norm, all-gather.
 
 All-reduce results are bitwise identical on all ranks. There are four methods: "library"
-(NCCL, or gloo on the CPU), "one-shot" and "two-shot" (PyTorch's, through symmetric
-memory), and "push" (`ops.all_reduce.push_all_reduce`). `choose_all_reduce` measures
-which is fastest for each message size. Collectives are custom operators, so that a
-compiled block stays one graph.
+(NCCL, or gloo on the CPU), "one-shot" and "two-shot" (PyTorch's, in symmetric memory),
+and "push" (`ops.all_reduce.push_all_reduce`). `choose_all_reduce` measures the fastest
+for each message size. Collectives are custom operators, so that a compiled block stays
+one graph.
 """
 
 import os
@@ -22,7 +22,7 @@ from parallel.process_group import rank, run_collective, size, state, total
 
 MAX_SYMMETRIC_BYTES = 32 << 20  # largest message of one-shot and two-shot
 MAX_PUSH_BYTES = 128 << 10
-# The method is chosen for messages up to each of these sizes.
+# Upper bounds of message size; the fastest method is chosen for each.
 MEASURED_BYTES = tuple(kilobytes << 10 for kilobytes in (8, 32, 128, 512, 2048, 8192, 32768))
 
 # all_gather_single is the name from torch 2.13 on.
@@ -33,12 +33,12 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 
 @custom_op("moe_fast::all_reduce")
-def all_reduce(x: Tensor) -> Tensor:
+def all_reduce_sum(x: Tensor) -> Tensor:
     """Sum x over the ranks."""
     return _all_reduce(x, None, x)
 
 
-@all_reduce.register_fake
+@all_reduce_sum.register_fake
 def _(x: Tensor) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
@@ -56,25 +56,15 @@ def all_reduce_add_norm(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """All-reduce y, then add, norm and compute router scores as `ops.all_reduce.fixed_add_norm`.
 
-    x [..., D]. y: of the same shape; or, with weights fp32 [T, A], per-expert outputs
-    [T, A, D], which are combined first. Return x + scale * sum, the norm of that, and
-    the scores.
+    x, y [..., D]. With weights, fp32 [T, A], y is per-expert outputs [T, A, D], which are
+    combined first. Return x + scale * sum, its norm, and the scores.
     """
     y = _all_reduce(y, weights, x)
     return fixed_add_norm(x, y, scale, weight, bias, eps, router)
 
 
 @all_reduce_add_norm.register_fake
-def _(
-    x: Tensor,
-    y: Tensor,
-    weights: Tensor | None,
-    scale: float,
-    weight: Tensor,
-    bias: Tensor | None,
-    eps: float,
-    router: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(x, y, weights, scale, weight, bias, eps, router) -> tuple[Tensor, Tensor, Tensor]:
     added, normed = (torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(2))
     return added, normed, empty_scores(x, router)
 
@@ -96,16 +86,15 @@ def _(x: Tensor, ranks: int) -> Tensor:
 
 
 def _weighted_sum(outputs: Tensor, weights: Tensor) -> Tensor:
-    """outputs [T, A, D], weights fp32 [T, A] -> fp32 [T, D]; the same as model.py's."""
+    """outputs [T, A, D], weights fp32 [T, A] -> fp32 [T, D], as model.weighted_sum."""
     return sum((outputs * weights.unsqueeze(-1)).unbind(1))
 
 
 def _all_reduce(y: Tensor, weights: Tensor | None, like: Tensor) -> Tensor:
-    """Sum y over the ranks by the fastest method for a message like `like` that can take it.
+    """Sum y over the ranks by the fastest method that supports a message like `like`.
 
-    y: of the shape and dtype of `like`; or, with weights [T, A], per-expert outputs
-    [T, A, D], which are combined first. For one token "push" combines them in its own
-    kernel.
+    y has the shape and dtype of `like`. With weights [T, A], y is per-expert outputs
+    [T, A, D], which are combined first; for one token "push" combines them in its kernel.
     """
     nbytes = like.nbytes
     method = next((method for most, method in state().choice if nbytes <= most), "library")
@@ -119,11 +108,11 @@ def _all_reduce(y: Tensor, weights: Tensor | None, like: Tensor) -> Tensor:
 
 
 def sum_over_ranks(method: str, x: Tensor) -> Tensor:
-    """Sum a contiguous x over the ranks by a method. Each can be captured in a CUDA graph.
+    """Sum a contiguous x over the ranks by a method. CUDA graphs can capture all methods.
 
-    Why the bits are the same on all ranks: "library" and two-shot compute each number
-    on one rank and copy it; in one-shot and push each rank adds all messages up in the
-    order of ranks.
+    Results are bitwise identical on all ranks: "library" and two-shot compute each number
+    on one rank and copy it; in one-shot and push each rank adds all messages in the order
+    of ranks.
     """
     if method == "push":
         return push_all_reduce(x, state().inbox, x)
@@ -141,13 +130,13 @@ def sum_over_ranks(method: str, x: Tensor) -> Tensor:
 
 
 def can_sum(method: str, nbytes: int) -> bool:
-    """Return whether a method can take a message of this size."""
+    """Return whether a method supports a message of this size."""
     most = MAX_PUSH_BYTES if method == "push" else MAX_SYMMETRIC_BYTES
     return method == "library" or (nbytes <= most and nbytes % 4 == 0)
 
 
 def methods(device: torch.device) -> list[str]:
-    """List the methods that this run can use, and allocate their symmetric memory.
+    """Return the available methods, and allocate their symmetric memory.
 
     All but "library" need GPUs of one host with peer access.
     """
@@ -162,7 +151,7 @@ def methods(device: torch.device) -> list[str]:
         state().buffer, _ = _symmetric_zeros(device, MAX_SYMMETRIC_BYTES, dtype=torch.uint8)
         state().inbox = _make_inbox(device)
         torch.cuda.synchronize()
-        dist.barrier()  # no rank pushes into an inbox that is not zeroed yet
+        dist.barrier()  # a rank may push only into an inbox that is zeroed
     return ["library", "one-shot", "two-shot", "push"]
 
 
@@ -177,7 +166,7 @@ def _make_inbox(device: torch.device) -> Inbox:
 def _symmetric_zeros(
     device: torch.device, *shape: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Allocate zeros that all ranks of a host can read and write -> them, addresses int64 [N]."""
+    """Allocate zeros in symmetric memory -> them, and their address on each rank, int64 [N]."""
     tensor = symmetric_memory.empty(*shape, dtype=dtype, device=device).zero_()
     addresses = symmetric_memory.rendezvous(tensor, state().group).buffer_ptrs
     return tensor, torch.tensor(addresses, device=device)
@@ -187,14 +176,14 @@ def _symmetric_zeros(
 
 
 def graph_seconds(work: Callable[[], object], calls: int = 20) -> float:
-    """Time `work` on CUDA inside a captured graph, as in a decode step; the slowest rank's time.
+    """Return the seconds of one call of `work` in a CUDA graph, as in a decode step.
 
-    The best of 4 replays with `calls` calls each.
+    The best of 4 replays with `calls` calls each, on the slowest rank.
     """
     work()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    # thread_local: NCCL's own thread queries events during the capture.
+    # thread_local: NCCL's own thread may query events during the capture.
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         for _ in range(calls):
             work()
@@ -212,9 +201,9 @@ def graph_seconds(work: Callable[[], object], calls: int = 20) -> float:
 
 
 def choose_all_reduce(dtype: torch.dtype, device: torch.device) -> str:
-    """Measure all methods for messages from one token to a prompt, and use the fastest by size.
+    """Measure all methods and select the fastest for each message size, token to prompt.
 
-    Return one line that describes the choice.
+    Return one line that describes the selection.
     """
     available = methods(device)
     if len(available) == 1 or dtype not in (torch.bfloat16, torch.float32):

@@ -6,7 +6,7 @@ import torch
 
 
 def pick_device(name: str = "auto") -> torch.device:
-    """auto, cuda, cuda:N or cpu -> the device. Raises ValueError if it does not exist."""
+    """Return the device `name`: auto, cuda, cuda:N or cpu. Raises ValueError if it is missing."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
@@ -15,5 +15,5 @@ def pick_device(name: str = "auto") -> torch.device:
     index = device.index or 0
     if device.type == "cuda" and index >= torch.cuda.device_count():
         cause = f"no CUDA device {index} is visible to PyTorch"
-        raise ValueError(f"{cause}: use --device cpu, or a CUDA build")
+        raise ValueError(f"{cause}: use --device cpu, or install a CUDA build")
     return device

@@ -1,10 +1,9 @@
-"""End all ranks when one of them fails, each with at most one line on stderr.
+"""End all ranks when one of them fails. Each prints at most one line on stderr.
 
-A heartbeat thread detects dead ranks; collectives have no timeout. A collective may
-rightly wait for hours, for a rank that compiles, reads a slow disk or waits for its
-user. A dead rank ends the others within 25 s, whatever they wait for: a thread can end
-a process that hangs in a captured CUDA graph, where no exception and no Python signal
-handler would run.
+A heartbeat thread detects dead ranks within 25 s; collectives have no timeout, because
+they may wait for hours while a rank compiles, reads a slow disk or waits for its user.
+Only a thread can end a process that hangs in a CUDA graph: no exception and no Python
+signal handler would run there.
 
 Without torchrun `_run` is None: there is no thread, and `fail` and `leave` return.
 """
@@ -26,12 +25,12 @@ import torch.distributed as dist
 
 INTERVAL = 5.0  # seconds between two heartbeats of a rank
 DEAD_AFTER = 20.0  # seconds without a heartbeat
-FAIL_TOGETHER = timedelta(seconds=2)  # how long a failing rank waits for the others to fail too
+FAIL_TOGETHER = timedelta(seconds=2)  # a failing rank waits this long for others to fail too
 
 
 @dataclass
 class _Run:
-    """This process as one of several ranks."""
+    """The run of several ranks that this process belongs to."""
 
     rank: int
     size: int
@@ -46,7 +45,7 @@ _run: _Run | None = None
 
 
 def enter(rank: int, size: int, store: dist.Store) -> None:
-    """Declare this process to be one of several ranks; write its first heartbeat."""
+    """Make this process one of several ranks, and send its first heartbeat."""
     global _run
     _run = _Run(rank, size, store)
     store.set(f"heartbeat/{rank}", "0")
@@ -56,8 +55,8 @@ def start_thread() -> None:
     """Start the heartbeat thread, which also ends this process on SIGINT and SIGTERM."""
     read, _run.wake = os.pipe()
     os.set_blocking(_run.wake, False)
-    # Python runs no signal handler while its main thread waits for a GPU, but the C handler
-    # writes the signal's number into the pipe at once.
+    # While the main thread waits for a GPU, Python runs no signal handler. The C handler writes
+    # the signal's number into the pipe at once.
     signal.set_wakeup_fd(_run.wake)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: None)
@@ -68,7 +67,7 @@ def start_thread() -> None:
 
 
 def stop_thread() -> None:
-    """Stop the heartbeat thread; from here on this process is alone."""
+    """Stop the heartbeat thread, and leave the run."""
     global _run
     _run.stopping = True
     signal.set_wakeup_fd(-1)
@@ -78,7 +77,7 @@ def stop_thread() -> None:
 
 
 def _watch(run: _Run, store: dist.Store, wake: int) -> None:
-    """Body of the thread: handle signals, send heartbeats, check those of all ranks."""
+    """Handle signals, send heartbeats, and check those of all ranks: the thread's loop."""
     beats, seen = 0, {}
     while not run.stopping:
         if select.select([wake], [], [], INTERVAL)[0]:
@@ -90,25 +89,25 @@ def _watch(run: _Run, store: dist.Store, wake: int) -> None:
             found = store.multi_get([f"heartbeat/{rank}" for rank in range(run.size)])
         except RuntimeError:
             if not run.stopping:
-                _exit("the process that hosts the store has ended: start all processes again", 1)
+                _exit("the process that hosts the store has ended: start all processes again")
             return
         now = time.monotonic()
         for rank, beat in enumerate(found):
             if seen.get(rank, ("", 0))[0] != beat:
                 seen[rank] = beat, now
             elif now - seen[rank][1] > DEAD_AFTER and not run.stopping:
-                _exit(f"rank {rank} sends no heartbeat: start all processes again", 1)
+                _exit(f"rank {rank} sends no heartbeat: start all processes again")
 
 
 def _handle_signal(run: _Run, store: dist.Store, number: int) -> None:
-    """End this process on SIGINT, and on torchrun's SIGTERM after another rank has ended."""
+    """End this process on SIGINT, and on the SIGTERM that torchrun sends after a rank has ended."""
     if number == signal.SIGINT:
         os._exit(130)
     if number == signal.SIGTERM:
         with suppress(RuntimeError):
             if run.rank and store.check(["failed/0"]):  # rank 0 has printed the cause
                 os._exit(2)
-        _exit("another process of this run has ended, or torchrun received SIGTERM", 1)
+        _exit("another process of this run has ended, or torchrun received SIGTERM")
 
 
 def _print_error(message: str) -> bool:
@@ -122,14 +121,11 @@ def _print_error(message: str) -> bool:
     return first
 
 
-def _exit(message: str, code: int) -> NoReturn:
-    """Print the error and end this process.
-
-    An exception would not do: the main thread may hang in a GPU call.
-    """
+def _exit(message: str) -> NoReturn:
+    """Print the error and end this process, whose main thread may hang in a GPU call."""
     if not _print_error(message):
         time.sleep(5)  # another thread has printed an error and is ending the process
-    os._exit(code)
+    os._exit(1)
 
 
 # For commands -------------------------------------------------------------------------
@@ -137,13 +133,13 @@ def _exit(message: str, code: int) -> NoReturn:
 
 def first_line(error: Exception) -> str:
     """Return the first line of an error's message."""
-    return (str(error).splitlines() or [type(error).__name__])[0]
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def attempt(work: Callable[[], int], out_of_memory: str = "") -> int:
-    """Run a command -> its exit code. A user's mistake is one line on stderr, and 2 (`fail`).
+    """Run a command -> its exit code. A user's mistake prints one line and returns 2 (`fail`).
 
-    out_of_memory: advice for the error line when the GPU runs out of memory.
+    out_of_memory: the fix that is printed when the GPU runs out of memory.
     """
     try:
         return work()
@@ -155,19 +151,19 @@ def attempt(work: Callable[[], int], out_of_memory: str = "") -> int:
 
 
 def fail(message: str) -> int:
-    """Print an error as one line -> exit code 2; one of several ranks ends the process instead.
+    """Print an error as one line -> exit code 2. One of several ranks ends its process instead.
 
-    It must end, since the others may wait for its part of a collective. Only rank 0
-    prints an error that several ranks have in common.
+    Otherwise the other ranks would wait for it in a collective. If ranks have the same
+    error, only rank 0 prints it.
     """
     if _run is None:
         print(f"error: {message}", file=sys.stderr)
         return 2
     rank, store = _run.rank, _run.store
     if rank == 0:
-        # Print now: torchrun ends this rank as soon as another one has ended.
+        # Print at once: torchrun ends this rank as soon as another one has ended.
         _print_error(message)
-    with suppress(RuntimeError):  # a timeout, or the store's process has ended
+    with suppress(RuntimeError):  # a timeout, or the process of the store has ended
         store.set(f"failed/{rank}", message)
         if rank == 0:  # which may host the store: wait until the others have read it
             store.wait([f"failed/{other}" for other in range(1, _run.size)], FAIL_TOGETHER)
@@ -182,6 +178,6 @@ def fail(message: str) -> int:
 
 
 def leave(code: int) -> None:
-    """End this process at once and silently if it is one of several ranks; the others follow."""
+    """End this process silently if it is one of several ranks; the others follow."""
     if _run is not None:
         os._exit(code)

@@ -1,8 +1,8 @@
 """Process groups: join the ranks that torchrun has started, share values, compare them.
 
-Every rank runs the same program. Host values that may differ (a seed, a typed line, a
-request) are rank 0's, and `share` gives them to all. Without torchrun there is one
-rank, and every function here returns at once.
+Every rank runs the same program. `share` broadcasts host values that may differ (a
+seed, a typed line, a request) from rank 0. Without torchrun there is one rank, and no
+function here communicates.
 """
 
 import gc
@@ -23,28 +23,28 @@ from ops.all_reduce import Inbox
 from parallel import heartbeat
 from parallel.device import pick_device
 
-NO_TIMEOUT = timedelta(days=1)  # of collectives: see parallel/heartbeat.py
-ANSWER_TIMEOUT = timedelta(seconds=30)  # between the ends of one answer on two ranks
+NO_TIMEOUT = timedelta(days=1)  # for collectives: see parallel/heartbeat.py
+ANSWER_TIMEOUT = timedelta(seconds=30)  # for all ranks to finish the same answer
 
 Value = TypeVar("Value")
 
 
 @dataclass
 class State:
-    """This process's view of the group; the defaults are those of a process alone.
+    """State of this process in the group. The defaults are for a single process.
 
-    The last three fields belong to parallel/all_reduce.py. They are here so that `stop`
-    frees the symmetric memory.
+    parallel/all_reduce.py uses the last three fields. They are here so that `stop` frees
+    the symmetric memory.
     """
 
     rank: int = 0
     size: int = 1
-    group: dist.ProcessGroup | None = None  # the model's; the default group has host values
+    group: dist.ProcessGroup | None = None  # of tensors; the default group shares host values
     store: dist.Store | None = None
     answers: int = 0  # calls of check_same_tokens
     buffer: Tensor | None = None  # uint8, in symmetric memory
     inbox: Inbox | None = None  # in symmetric memory
-    choice: list[tuple[int, str]] = field(default_factory=list)  # (largest bytes, method), rising
+    choice: list[tuple[int, str]] = field(default_factory=list)  # (largest bytes, method), sorted
 
 
 _state = State()
@@ -65,7 +65,7 @@ def size() -> int:
 
 
 def is_main() -> bool:
-    """Return whether this is rank 0, the one that prints."""
+    """Return whether this is rank 0. Only rank 0 prints."""
     return _state.rank == 0
 
 
@@ -79,9 +79,10 @@ def start(name: str = "auto") -> torch.device:
     processes than GPUs.
     """
     global _state
-    if int(os.environ.get("WORLD_SIZE", 1)) == 1:
+    size = int(os.environ.get("WORLD_SIZE", 1))
+    if size == 1:
         return pick_device(name)
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank = int(os.environ["RANK"])
     run_collective(dist.init_process_group, "gloo", timeout=NO_TIMEOUT)
     _state = State(rank, size, store=dist.distributed_c10d._get_default_store())
     heartbeat.enter(rank, size, _state.store)
@@ -98,10 +99,10 @@ def _pick_rank_device(name: str) -> torch.device:
         return device
     local_rank, gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
     if local_rank >= gpus:
-        raise ValueError(f"process {local_rank} of this host has no GPU: start {gpus} a host")
+        raise ValueError(f"process {local_rank} of this host has no GPU: start {gpus} per host")
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
-    # NVLink SHARP: not available on every fabric, and no faster for messages of a few KB.
+    # NVLink SHARP is missing on some fabrics, and no faster for messages of a few KB.
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     return device
 
@@ -114,18 +115,18 @@ def stop() -> None:
     run_collective(dist.barrier)
     heartbeat.stop_thread()
     _state = State()
-    gc.collect()  # captured CUDA graphs, since NCCL waits for them when it is destroyed
+    gc.collect()  # free captured CUDA graphs: NCCL's destruction would wait for them
     dist.destroy_process_group()
 
 
 def run_collective(collective: Callable, *args, **options):
-    """Call a collective. Raises ConnectionError, with one line, if another rank is gone."""
+    """Call a collective. Raises ConnectionError with one line if another rank has ended."""
     try:
         return collective(*args, **options)
     except torch.cuda.OutOfMemoryError:
         raise
     except RuntimeError as error:
-        cause = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        cause = heartbeat.first_line(error)
         message = f"another process of this run has ended: start all again ({cause:.100})"
         raise ConnectionError(message) from None
 
@@ -134,9 +135,9 @@ def run_collective(collective: Callable, *args, **options):
 
 
 def share(make: Callable[[], Value]) -> Value:
-    """Call `make` on rank 0 and return its value, or raise its ValueError or OSError, on all.
+    """Call `make` on rank 0 and return its value on all ranks.
 
-    An OSError becomes a ValueError.
+    If it raises ValueError or OSError, all ranks raise ValueError.
     """
     if size() == 1:
         return make()
@@ -153,14 +154,14 @@ def share(make: Callable[[], Value]) -> Value:
 
 
 def share_each(make: Callable[[], Iterator[Value]]) -> Iterator[Value]:
-    """Iterate over `make()` on rank 0; yield its values, one by one, on all ranks."""
+    """Iterate over `make()` on rank 0, and yield its values on all ranks."""
     values = make() if is_main() else iter(())
     while found := share(lambda: [*zip((0,), values, strict=False)]):  # [] at the end
         yield found[0][1]
 
 
 def common_seed(seed: int | None) -> int | None:
-    """Return seed, or one that rank 0 draws for all ranks; None for a process alone."""
+    """Return seed; if it is None and there are several ranks, one that rank 0 draws for all."""
     return seed if seed is not None or size() == 1 else share(lambda: secrets.randbits(62))
 
 
@@ -179,7 +180,7 @@ def total(number: int) -> int:
 def check_agreement(options: dict, source) -> None:
     """Raise ValueError on every rank unless all have the same options, model and software.
 
-    Compared are options other than paths, the source's args, format and checksums, the
+    This compares options other than paths, the source's args, format and checksums, the
     version of torch, and the GPU's name. The message names the difference.
     """
     if size() == 1:
@@ -204,7 +205,7 @@ def check_agreement(options: dict, source) -> None:
 
 
 def check_same_tokens(ids: Sequence[Sequence[int]]) -> None:
-    """Raise ValueError unless all ranks have generated the same tokens. Call after each answer."""
+    """Raise ValueError unless all ranks have generated these tokens. Call after each answer."""
     if size() == 1:
         return
     _state.answers += 1
@@ -216,8 +217,8 @@ def check_same_tokens(ids: Sequence[Sequence[int]]) -> None:
         same = len(set(store.multi_get(keys))) == 1
     except RuntimeError:
         same = False
-    # All ranks are past the previous answer, so its keys have been read.
+    # All ranks have finished the previous answer, so its keys have been read.
     store.delete_key(f"tokens/{_state.answers - 1}/{rank()}")
     if not same:
-        fix = "use GPUs of one kind, and report it if they are"
+        fix = "use identical GPUs; if they are, report a bug"
         raise ValueError(f"the ranks have chosen different tokens: {fix}")

@@ -9,19 +9,19 @@ import torch
 from torch import Tensor, nn
 
 from model import Attention, Context, Transformer
-from ops.decode_attention import decode_attention
+from ops.decode_attention import attend_token
 
 MAX_CACHE_LEN = 640  # up to this length the fused kernel is faster, or no slower (H200)
 
 
 class FusedDecodeAttention(Attention):
-    """An attention layer whose core is `ops.decode_attention`, where that computes the same.
+    """An attention layer whose core is `attend_token`, where that computes the same.
 
     It shares the plain layer's parameters, submodules and cache, under the same names.
     """
 
     def __init__(self, plain: Attention, settings: dict):
-        """settings: what the kernel computes beyond plain attention: sinks, query_scale."""
+        """settings: additions to plain attention that the kernel computes: sinks, query_scale."""
         nn.Module.__init__(self)
         self.__dict__.update(plain.__dict__)
         self.plain = (plain,)  # a tuple hides it from nn.Module
@@ -52,7 +52,7 @@ class FusedDecodeAttention(Attention):
         q_norm, k_norm, eps = None, None, 0.0
         if self.q_norm is not None:
             q_norm, k_norm, eps = self.q_norm.weight, self.k_norm.weight, self.q_norm.eps
-        return decode_attention(
+        return attend_token(
             qkv,
             context.rope,
             context.positions,
@@ -69,9 +69,9 @@ class FusedDecodeAttention(Attention):
 
 
 def fuse_decode_attention(model: Transformer) -> None:
-    """Let the kernel replace the attention of every layer whose computation it knows.
+    """Use the kernel in every layer whose attention it supports.
 
-    A subclass of Attention takes part only if it says what it adds, by `fused_decode_settings()`.
+    A subclass of Attention is replaced only if its `fused_decode_settings()` lists its additions.
     """
     for block in model.layers:
         attention = block.attention

@@ -1,17 +1,20 @@
-"""What our Triton kernels compute and what they compile to, seen without a GPU.
+"""Run and compile our Triton kernels without a GPU.
 
-    TRITON_INTERPRET=1 python tests/kernels_without_gpu.py NAME...    under Triton's interpreter,
-    on CPU tensors python tests/kernels_without_gpu.py NAME...    machine code for an H200, by
-    Triton and ptxas alone
+    TRITON_INTERPRET=1 python tests/kernels_without_gpu.py NAME...    Triton's interpreter, CPU
+    python tests/kernels_without_gpu.py NAME...    machine code for an H200, by Triton and ptxas
 
-NAME (default: all) is grouped, products by group in every format; dot4, those of 4 bits for one
-token; attend, attention over blocks of a cache (and latent); token, one token's over a short
-cache; fixed, what is the same on all GPUs; fetch, experts out of host memory.
+NAME (default: all):
+    grouped    grouped GEMM in every format
+    dot4       GEMV in the 4-bit formats
+    attend     attention over blocks of an int8 cache; latent attention
+    token      the fused decode-attention kernel
+    fixed      all-reduce, and norms with bitwise identical results on all GPUs
+    fetch      copies of experts out of host memory
 
-Each prints one JSON object, by name: the relative error of every case, or what its machine code
-consists of. A process of its own, because Triton reads its variables once, at import. No bf16 in
-the first: the interpreter multiplies the bits of such numbers as if they were integers. It does
-not know inline assembly either: there a twin stands in for it.
+Each prints one JSON object: by name, the relative error of every case, or counts of instructions in
+its machine code. Each is a process of its own: Triton reads its environment once, at import. The
+interpreter runs no bf16 case, since it multiplies bf16 bits as integers. Nor does it run inline
+assembly; plain Triton code replaces it.
 """
 
 import itertools
@@ -72,7 +75,7 @@ OTHER_GROUPS = {
 
 
 class OnCuda(Tensor):
-    """A tensor that takes the operator's way for CUDA, and stays on the CPU."""
+    """A CPU tensor with is_cuda, so that operators take their CUDA path."""
 
     is_cuda = True
 
@@ -80,7 +83,7 @@ class OnCuda(Tensor):
 def case(
     name: str, sizes: tuple[int, ...], out: int, width: int, dtype: torch.dtype, group: int
 ) -> tuple:
-    """x sorted by expert, group_ends, and the parts of random weights."""
+    """Return x sorted by expert, group_ends, and the parts of random weights."""
     generator = torch.Generator().manual_seed(len(sizes))
     weight = torch.randn(len(sizes), out, width, generator=generator)
     parts = pack_weight(weight, {"format": name, "group_size": group}, torch.device("cpu"))
@@ -91,7 +94,7 @@ def case(
 def error(
     name: str, sizes: tuple[int, ...], out: int, width: int, dtype: torch.dtype, group: int
 ) -> float:
-    """Of the kernel against unpack-then-matmul in fp64, relative."""
+    """Return the kernel's relative error against unpack-then-matmul in fp64."""
     x, ends, parts = case(name, sizes, out, width, dtype, group)
     ordered = FORMATS[name].grouped_order(x, group).as_subclass(OnCuda)
     got = grouped_packed(ordered, ends, list(parts.values()), name, group).as_subclass(Tensor)
@@ -104,7 +107,7 @@ def error(
 
 
 def plain_error(sizes: tuple[int, ...], out: int, width: int, dtype: torch.dtype) -> float:
-    """Of the product of plain weights, relative."""
+    """Return the relative error of the grouped GEMM with plain weights."""
     x, weight = (
         torch.randn(sum(sizes), width).to(dtype),
         torch.randn(len(sizes), out, width).to(dtype),
@@ -119,7 +122,7 @@ def plain_error(sizes: tuple[int, ...], out: int, width: int, dtype: torch.dtype
 
 
 class Launch:
-    """In place of a kernel: notes what it is launched with."""
+    """Stands in for a kernel and records the arguments of its launch."""
 
     def __getitem__(self, grid):
         return self.note
@@ -131,7 +134,7 @@ class Launch:
 
 
 def compiled(kernel, launch: Launch):
-    """The kernel, compiled for an H200, as it was to be launched."""
+    """Compile the kernel for an H200 with the arguments of a recorded launch."""
     types = {
         torch.bfloat16: "*bf16",
         torch.float16: "*fp16",
@@ -156,11 +159,10 @@ def compiled(kernel, launch: Launch):
 
 
 def overwritten(ptx: str) -> int:
-    """How many registers of a loop are written again while a tensor core may still read them.
+    """Count registers of a loop that are overwritten while a tensor core may still read them.
 
-    A product runs on after the instruction that begins it, which belongs to the next commit.
-    `wait_group N` returns when all commits but the last N have ended. The loop's text is gone
-    through twice.
+    An MMA is asynchronous: it belongs to the next commit group. `wait_group N` returns when all
+    groups but the last N have ended. The scan goes through the loop's text twice.
     """
     lines = [line.strip() for line in ptx.splitlines()]
     labels = {
@@ -197,11 +199,9 @@ def overwritten(ptx: str) -> int:
 
 
 def grouped_code(name: str, experts: int, rows: int, dtype: torch.dtype) -> dict:
-    """What the kernel's machine code for so many experts with so many rows each needs, and its
-    tensor core products.
+    """Return counts of the kernel's machine code for `experts` with `rows` rows each.
 
-    Those are told by the columns that one makes, and whether the left operand comes from shared
-    memory.
+    An MMA has a number of columns, and its left operand in registers or in shared memory.
     """
     kernel, grouped._grouped = grouped._grouped, Launch()
     group = FORMATS[name].choose_group(1024, None)
@@ -221,8 +221,7 @@ def grouped_code(name: str, experts: int, rows: int, dtype: torch.dtype) -> dict
     }
 
 
-# format, G, out, in, experts (0: a dense weight), rows of x, pairs, gated; and how the work is
-# cut
+# Format, G, out, in, experts (0: a dense weight), rows of x, pairs, gated, tiling.
 DOT4 = {
     "int4, dense, two chunks and half a row of lanes": ("int4", 32, 20, 2272, 0, 1, 1, False, {}),
     "int4, groups of 128": ("int4", 128, 200, 512, 0, 1, 1, False, {}),
@@ -259,7 +258,7 @@ DOT4 = {
 
 
 def dot4_case(case: tuple, size: float) -> tuple:
-    """Arguments of `gemv4.launch_dot4`, and the weights as fp64 [pairs, out, in]."""
+    """Return the arguments of `gemv4.launch_dot4`, and the weights as fp64 [pairs, out, in]."""
     name, group, out, width, experts, tokens, pairs, gated, cut = case
     generator = torch.Generator().manual_seed(width)
     weight = torch.randn(max(experts, 1), out, width, generator=generator)
@@ -278,8 +277,9 @@ def dot4_case(case: tuple, size: float) -> tuple:
 
 
 def dot4_error(case: tuple, size: float) -> float:
-    """Of the product against that of the unpacked weights in fp64, relative; infinite where a
-    zero row is not zero.
+    """Return the kernel's relative error against unpacked weights in fp64.
+
+    It is infinite if a row of zeros does not stay zero.
     """
     arguments, plain = dot4_case(case, size)
     x, gated = arguments[0], case[-2]
@@ -299,7 +299,7 @@ def dot4_error(case: tuple, size: float) -> float:
 
 
 def dot4_is_no_number(value: float) -> bool:
-    """Whether an x with such a number in it makes every row of the result infinite or nan."""
+    """Return whether one such value in x makes all of its token's results inf or nan."""
     arguments, _ = dot4_case(DOT4["hqq4, experts, several tokens"], 1.0)
     arguments[0][0, 5] = value
     first, second = gemv4.launch_dot4(*arguments).sum(0).split(2)
@@ -308,7 +308,7 @@ def dot4_is_no_number(value: float) -> bool:
 
 @triton.jit
 def twin(word, x_even, x_odd, even, odd):
-    """`gemv4._add_word` without inline assembly, code by code."""
+    """Replace `gemv4._add_word`, whose inline assembly takes four codes at a time."""
     for k in tl.static_range(4):
         even += ((word >> 8 * k) & 0x0F) * ((x_even << 48 - 16 * k) >> 48).to(tl.int32)
         odd += ((word >> 8 * k + 4) & 0x0F) * 16 * ((x_odd << 48 - 16 * k) >> 48).to(tl.int32)
@@ -317,13 +317,13 @@ def twin(word, x_even, x_odd, even, odd):
 
 @triton.jit
 def down_twin(units, COUNT: tl.constexpr):
-    """`grouped._shift_right` likewise."""
+    """Replace `grouped._shift_right`, which is inline assembly."""
     return units >> COUNT
 
 
 @triton.jit
 def e2m1_twin(word, x_low, x_high, low, high, *table):
-    """`gemv4._add_e2m1` without assembly: 12 + twice the number, from exponent and mantissa."""
+    """Replace `gemv4._add_e2m1`: 12 + 2 * number, from exponent and mantissa."""
     for k in tl.static_range(4):
         for half in tl.static_range(2):
             code = word >> 16 * half + 4 * k
@@ -338,9 +338,7 @@ def e2m1_twin(word, x_low, x_high, low, high, *table):
 
 
 def dot4_code(case: tuple, pdl: bool) -> dict[str, int]:
-    """What the machine code of the product consists of: stores of spilled registers, products,
-    waits, loads.
-    """
+    """Count spills, products, waits and loads in the kernel's machine code."""
     kernel, gemv4._dot4 = gemv4._dot4, Launch()
     arguments, _ = dot4_case(case, 1.0)
     gemv4.launch_dot4(*arguments[:-1], pdl)
@@ -360,9 +358,7 @@ BLOBS = (16, 160, 48), (65536 + 64, 20000), (40, 20004)  # bytes of an expert's 
 
 
 def fetch_case(sizes: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor, Tensor, list[int]]:
-    """Experts and slots of three copies, one of them none; host memory of 5 experts, a pool of 3
-    slots, the parts.
-    """
+    """Return three copies' experts (-1: none) and slots, and 5 experts, a pool of 3, the parts."""
     starts = [0, *itertools.accumulate(-(-size // 128) * 128 for size in sizes)]
     host = torch.randint(
         256, (5, starts[-1]), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
@@ -378,7 +374,7 @@ def fetch_case(sizes: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor, Tensor, 
 
 
 def fetch_is_right(sizes: tuple[int, ...]) -> bool:
-    """Whether the kernel copies what the operator's own loop on the CPU does."""
+    """Return whether the kernel copies the same bytes as the operator's loop on the CPU."""
     experts, places, host, pool, parts = fetch_case(sizes)
     want = pool.clone()
     expert_paging.fetch(experts, places, host, want, parts)
@@ -387,21 +383,18 @@ def fetch_is_right(sizes: tuple[int, ...]) -> bool:
 
 
 def placed_differently(policy: str) -> int:
-    """In how many of 120 calls the kernel's table of slots, or what it says, is not that of
-    tensor arithmetic.
-    """
+    """Count the calls, of 120 a shape, in which the kernel and tensor arithmetic differ."""
     wrong, generator = 0, torch.Generator().manual_seed(0)
     for E, R, P in ((7, 4, 3), (7, 1, 1), (12, 12, 5)):
         tables = [
             [*DeviceExpertCache(E, R, policy, torch.device("cpu")).buffers()] for _ in range(2)
         ]
         for _ in range(40):
-            chosen = torch.randint(
-                -1, E + 1, (P,), generator=generator
-            )  # the first and the last are others'
+            # -1 and E are experts of other ranks.
+            chosen = torch.randint(-1, E + 1, (P,), generator=generator)
             pairs = zip((expert_paging.place, expert_paging.place_by_kernel), tables, strict=True)
             results = [[*function(chosen, *table, R, policy), *table] for function, table in pairs]
-            copied = results[0][0] >= 0  # where to copy what is not copied nobody asks
+            copied = results[0][0] >= 0  # the slot of an expert that is not copied is undefined
             for result in results:
                 result[1] = result[1][copied]
             wrong += not all(map(torch.equal, *results))
@@ -409,7 +402,7 @@ def placed_differently(policy: str) -> int:
 
 
 def fetch_code() -> dict[str, int]:
-    """Of the copy's machine code: loads and stores of 16 bytes."""
+    """Count loads and stores of 16 bytes in the copy's machine code."""
     kernel, expert_paging._fetch = expert_paging._fetch, Launch()
     experts, places, host, pool, parts = fetch_case(BLOBS[1])
     expert_paging.fetch_by_kernel(experts, places, host, pool, parts)
@@ -421,11 +414,12 @@ def fetch_code() -> dict[str, int]:
 def push_error(
     parts: Tensor, rank: int, count: int, terms: tuple[Tensor, Tensor] | None = None
 ) -> float:
-    """Of a rank's sum of parts [N, ...], each a rank's, after the others have written theirs;
-    relative. Infinite where
-    it did not write its own into the inboxes of all others, with the count of this call, one
-    after `count`. terms: what it has to add up to get its own, [1, A, ...], and the weights of
-    that."""
+    """Return the relative error of one rank's all-reduce of parts [N, ...], one part a rank.
+
+    The other ranks have already pushed theirs. The error is infinite if this rank did not push its
+    own part, with the number `count + 1` of this call, into the inboxes of all others.
+    terms: [1, A, ...] and their weights, of which this rank's part is the weighted sum.
+    """
     words = torch.nn.functional.pad(
         parts.flatten(1).view(torch.int32), (0, -parts[0].nbytes // 4 % all_reduce.WORDS)
     )
@@ -458,9 +452,7 @@ def push_error(
 
 
 def fixed_errors() -> dict[str, float]:
-    """Of a pushed sum, and of the norm and the product that are the same on every GPU, against
-    the library's.
-    """
+    """Return relative errors of the push all-reduce, and of norm and scores, against PyTorch."""
     all_reduce.supports_pdl = lambda x: False
     torch.manual_seed(0)
     found = {}
@@ -502,9 +494,7 @@ def fixed_errors() -> dict[str, float]:
 
 
 def fixed_code() -> dict[str, dict[str, int]]:
-    """Of their machine code, as a GPU of compute capability 9 runs it: waits, starts, stores of
-    spilled registers.
-    """
+    """Count waits, starts, spills and loads in their machine code for compute capability 9."""
     all_reduce.supports_pdl, found = lambda x: True, {}
     x, weight = (
         torch.randn(1, 4096, dtype=torch.bfloat16),
@@ -570,9 +560,7 @@ ATTEND = {  # B, Q, H, K, C, S, window, sinks
 def attend_error(
     B: int, Q: int, H: int, K: int, C: int, S: int, window: int | None, sinks: bool
 ) -> float:
-    """Of attention over an int8 cache by blocks, against `attend` over the same numbers written
-    out; relative.
-    """
+    """Return the relative error of block-wise attention over an int8 cache against `attend`."""
     generator = torch.Generator().manual_seed(Q)
     cache = Int8KVCache((B, K, S, C), torch.float32, torch.device("cpu"))
     kv = torch.randn(B, S, 2, K, C, generator=generator)
@@ -590,7 +578,7 @@ def attend_error(
     return ((got - want).norm() / want.norm()).item()
 
 
-TOKEN = {  # B, H, K, C, S, positions, window, turning, norm, clip, sinks
+TOKEN = {  # B, H, K, C, S, positions, window, rotary_dim, norm, clip, sinks
     "one block": (1, 4, 2, 32, 256, (70,), None, 32, False, None, False),
     "the first token, Mixtral's grid": (1, 32, 8, 128, 256, (0,), None, 128, False, None, False),
     "some blocks, a norm": (2, 4, 1, 64, 768, (513, 767), None, 64, True, None, False),
@@ -671,10 +659,11 @@ def token_error(
 
 
 def token_code() -> dict[str, dict[str, int]]:
-    """Of its machine code: waits, starts, stores of spilled registers, loads of 16 bytes before
-    it waits, barriers
-    before all of the cache is read."""
-    found, kernel = {}, decode_attention._decode_attention
+    """Count waits, starts, spills, loads before the wait, and barriers in its machine code.
+
+    Loads are those of 16 bytes; barriers those before the end of the loop over the cache.
+    """
+    found, kernel = {}, decode_attention._attend_token
     archs = (ARCHITECTURES[name] for name in ("Mixtral-8x7B", "Qwen3-30B-A3B", "gpt-oss-20b"))
     for args, dtype in itertools.product(archs, (torch.bfloat16, torch.float32)):
         H, K, C, launch = args.n_head, args.n_kv_head, args.head_dim, Launch()
@@ -686,9 +675,9 @@ def token_code() -> dict[str, dict[str, int]]:
         norms = (x[0, 0, :C],) * 2 if args.qk_norm == "head" else (None, None)
         sinks = x[0, 0, :H] if args.family == "gpt_oss" else None
         with mock.patch.multiple(
-            decode_attention, _decode_attention=launch, supports_pdl=lambda x: True
+            decode_attention, _attend_token=launch, supports_pdl=lambda x: True
         ):
-            decode_attention.decode_attention(
+            decode_attention.attend_token(
                 x,
                 rope,
                 positions,
@@ -702,10 +691,8 @@ def token_code() -> dict[str, dict[str, int]]:
                 args.sliding_window or 1 << 30,
             )
         code = compiled(kernel, launch).asm
-        asm, within = (
-            code["sass"],
-            code["ptx"].rpartition("bra ")[0],
-        )  # up to the end of the loop over blocks
+        asm = code["sass"]
+        within = code["ptx"].rpartition("bra ")[0]  # up to the end of the loop over blocks
         found[f"{H} heads, {K} KV heads, {dtype}"] = {
             "waits": asm.count("ACQBULK"),
             "starts": asm.count("PREEXIT"),
@@ -716,7 +703,7 @@ def token_code() -> dict[str, dict[str, int]]:
     return found
 
 
-LATENT = {  # B, Q, H, r, R, S, kind of the cache
+LATENT = {  # B, Q, H, r, R, S, cache class
     "one query of 16 heads": (1, 1, 16, 64, 16, 1024, KVCache),
     "one query of 128 heads": (1, 1, 128, 32, 16, 512, KVCache),
     "a batch, drafts": (3, 5, 12, 32, 32, 512, KVCache),
@@ -726,9 +713,7 @@ LATENT = {  # B, Q, H, r, R, S, kind of the cache
 
 
 def latent_error(B: int, Q: int, H: int, r: int, R: int, S: int, kind: type[KVCache]) -> float:
-    """Of latent attention by blocks, against `attend` over the same numbers written out;
-    relative.
-    """
+    """Return the relative error of block-wise latent attention against `attend`."""
     generator = torch.Generator().manual_seed(Q)
     cache = kind((B, 1, S, r + R), torch.float32, torch.device("cpu"), 1)
     values = torch.randn(B, S, 1, 1, r + R, generator=generator)
@@ -744,9 +729,7 @@ def latent_error(B: int, Q: int, H: int, r: int, R: int, S: int, kind: type[KVCa
 
 
 def latent_code() -> dict[str, dict[str, int]]:
-    """Of its machine code at DeepSeek's shapes: stores of spilled registers, tensor core
-    products, shared memory.
-    """
+    """Count spills, MMAs and bytes of shared memory in its machine code at DeepSeek's shapes."""
     found = {}
     for Q, H, kind in itertools.product((1, 5), (16, 128), (KVCache, Int8KVCache)):
         cache = kind((1, 1, 4096, 576), torch.bfloat16, torch.device("cpu"), 1)
@@ -768,7 +751,7 @@ def latent_code() -> dict[str, dict[str, int]]:
 
 
 def attend_code() -> dict[str, dict[str, int]]:
-    """Of its machine code: stores of spilled registers, tensor core products."""
+    """Count spills and MMAs in its machine code."""
     found = {}
     for Q, H, K, C in ((1, 32, 8, 128), (1, 32, 4, 128), (5, 32, 8, 128), (9, 64, 8, 64)):
         cache = Int8KVCache((1, K, 4096, C), torch.bfloat16, torch.device("cpu"))
@@ -840,6 +823,26 @@ def grouped_errors() -> dict[str, float]:
     }
 
 
+def grouped_diagonal_errors() -> dict[str, float]:
+    """Return the errors of one shape and dtype for each format, and of plain weights."""
+    grouped._shift_right = down_twin
+    cases = itertools.cycle(itertools.product((torch.float16, torch.float32), SHAPES))
+    found = {
+        f"{name}, {shape}, {dtype}": error(name, *SHAPES[shape], dtype, GROUPS[name])
+        for name, (dtype, shape) in zip(FORMATS, cases, strict=False)
+    }
+    return found | {"plain, float32": plain_error((70, 0, 10), 40, 64, torch.float32)}
+
+
+def grouped_diagonal_codes() -> dict[str, dict]:
+    """Return the machine code's counts of one case for each format: few rows, or many."""
+    cases = itertools.cycle(((8, 1), (2, 300)))
+    return {
+        f"{name}, {experts} experts, {rows} rows": grouped_code(name, experts, rows, torch.bfloat16)
+        for name, (experts, rows) in zip(FORMATS, cases, strict=False)
+    }
+
+
 def grouped_codes(
     cases: Iterable[tuple] = ((8, 1, torch.bfloat16), (2, 300, torch.bfloat16)),
 ) -> dict[str, dict]:
@@ -860,6 +863,7 @@ def other_codes() -> dict[str, dict]:
 
 INTERPRETED = {
     "grouped": grouped_errors,
+    "grouped, a shape a format": grouped_diagonal_errors,
     "dot4": dot4_errors,
     "attend": attend_errors,
     "token": token_errors,
@@ -868,6 +872,7 @@ INTERPRETED = {
 }
 COMPILED = {
     "grouped": grouped_codes,
+    "grouped, a shape a format": grouped_diagonal_codes,
     "grouped, other shapes": other_codes,
     "dot4": dot4_codes,
     "attend": attend_code,
