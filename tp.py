@@ -4,11 +4,11 @@
 
 Tensor parallelism (Shoeybi et al. 2019) shards attention by heads, each expert along I, and the
 head along V. A block then all-reduces [T, D] twice: after `wo`, and after the weighted sum over
-experts. Expert parallelism gives a rank E / N whole experts instead. The shard table is the
-family's (models/).
+experts. Expert parallelism gives a rank E / N whole experts instead. Each family has a shard table
+(models/). parallel/ has the processes and collectives.
 
-Sharded modules take the place of the model's own: AllReduceAddNorm, FusedScores (the router),
-ShardedExperts, GatheredHead. Processes and collectives are in parallel/.
+These modules replace the model's: AllReduceAddNorm, FusedScores (the router), ShardedExperts,
+GatheredHead.
 """
 
 import re
@@ -25,7 +25,7 @@ from model import AddNorm, Experts, Linear, ModelArgs, MoE, RMSNorm
 from models import build_model, family_of
 from models.family import Shard
 from parallel import process_group
-from parallel.all_reduce import all_gather, all_reduce, all_reduce_add_norm
+from parallel.all_reduce import all_gather, all_reduce_add_norm, all_reduce_sum
 
 PARALLEL = "tensor", "expert"
 
@@ -34,14 +34,14 @@ PARALLEL = "tensor", "expert"
 
 
 class PerExpertOutputs(NamedTuple):
-    """Per-expert outputs, not yet combined: the all-reduce combines them as it pushes them."""
+    """Per-expert outputs, not yet combined: the all-reduce does it in its kernel."""
 
     outputs: Tensor  # [T, A, D], in the model's dtype or fp32
     weights: Tensor  # fp32 [T, A]
 
 
 class GatheredHead(nn.Module):
-    """A head sharded along V: [..., D] -> all logits [..., V]."""
+    """A head sharded along V: [..., D] -> the logits of all ranks [..., V]."""
 
     def __init__(self, head: nn.Module, ranks: int):
         super().__init__()
@@ -54,22 +54,22 @@ class GatheredHead(nn.Module):
 
 
 class ShardedRMSNorm(nn.Module):
-    """RMSNorm over a last dimension that is sharded in equal parts."""
+    """RMSNorm over a last dimension that is sharded equally."""
 
     def __init__(self, norm: RMSNorm, ranks: int):
         super().__init__()
         self.weight, self.eps, self.ranks = norm.weight, norm.eps, ranks
 
     def forward(self, x: Tensor) -> Tensor:
-        mean = all_reduce(x.float().square().mean(dim=-1, keepdim=True)) / self.ranks
+        mean = all_reduce_sum(x.float().square().mean(dim=-1, keepdim=True)) / self.ranks
         return (x.float() * torch.rsqrt(mean + self.eps) * self.weight).to(x.dtype)
 
 
 class AllReduceAddNorm(AddNorm):
-    """All-reduce + residual add + norm, in a fixed order, and the scores of the router after it.
+    """All-reduce + residual add + norm + the scores of the router that follows.
 
-    The scores come from the same fixed-shape kernel, so that they are bitwise identical on all
-    ranks and all choose the same experts. `FusedScores` hands them to MoE.
+    One fixed-shape kernel computes all but the all-reduce. So scores are bitwise identical on all
+    ranks, and all choose the same experts. `FusedScores` passes the scores to MoE.
     """
 
     def __init__(self, scale: float, router: Linear | None = None):
@@ -91,7 +91,7 @@ class AllReduceAddNorm(AddNorm):
 
 
 class FusedScores(nn.Module):
-    """A router whose scores the AllReduceAddNorm before it has computed."""
+    """A router that returns the scores computed by the AllReduceAddNorm before it."""
 
     def __init__(self, add_norm: AllReduceAddNorm):
         super().__init__()
@@ -100,15 +100,16 @@ class FusedScores(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         router = self.add_norm.router
         scores, self.add_norm.scores = self.add_norm.scores, None
-        if scores is None:  # called by another layer, to predict this one's experts
+        if scores is None:  # the previous layer predicts this one's experts (offload/)
             return router(x)
         return scores if router.bias is None else scores + router.bias
 
 
 class ShardedExperts(Experts):
-    """A rank's experts: a part of each (tensor parallel) or whole ones (expert parallel).
+    """A rank's experts: a part of each (tensor parallel) or some whole ones (expert parallel).
 
-    combines: return the weighted sum; otherwise few tokens' outputs stay per expert.
+    first, count: the experts of this rank. combines: always return the weighted sum; otherwise
+    return PerExpertOutputs for up to gather_max_tokens tokens.
     """
 
     def __init__(self, experts: Experts, first: int, count: int, combines: bool):
@@ -129,13 +130,13 @@ class ShardedExperts(Experts):
         return self.forward_masked(x, local, mine, expert_weights)
 
     def forward_masked(self, x: Tensor, local: Tensor, mine: Tensor, expert_weights: Tensor):
-        """Compute the pairs [T, A] that are `mine`, by the experts at `local`; others add 0."""
+        """Run the pairs [T, A] that are `mine` with the experts `local`; other pairs add 0."""
         expert_weights = torch.where(mine, expert_weights, 0.0)
         if x.shape[0] <= self.gather_max_tokens:
-            # Remap other ranks' experts to a local one with weight 0, which a cache may still hold.
+            # Remap other ranks' experts to a local one with weight 0, which may be in the L2 cache.
             one = torch.where(mine, local, 0).amax(dim=-1, keepdim=True)
             return self.forward_local(x, torch.where(mine, local, one), expert_weights)
-        # Others sort last, past the end of the last group, and are not multiplied.
+        # Other pairs sort after the last group, and are not multiplied.
         return self.forward_local(x, torch.where(mine, local, self.n_expert), expert_weights)
 
     def forward_local(self, x: Tensor, expert_indices: Tensor, expert_weights: Tensor):
@@ -144,7 +145,7 @@ class ShardedExperts(Experts):
         return super().forward(x, expert_indices, expert_weights)
 
     def combine(self, outputs: Tensor, expert_weights: Tensor) -> Tensor:
-        """Zero what was not multiplied: it is undefined, and NaN * 0 is NaN."""
+        """Combine without the pairs that were not multiplied: undefined, and NaN * 0 is NaN."""
         if self.n_expert == self.choose_from:
             return super().combine(outputs, expert_weights)
         weights = expert_weights.unsqueeze(-1)
@@ -155,7 +156,7 @@ class ShardedExperts(Experts):
 
 
 def shard_table(args: ModelArgs, parallel: str) -> dict[str, Shard]:
-    """Return module (without its layer) -> how its weight is sharded. Others are replicated."""
+    """Return module name (`table_key`) -> Shard. Weights of other modules are replicated."""
     table = family_of(args).shard_table(args)
     if parallel == "expert":
         for name in ("ffn.experts.w13", "ffn.experts.w2"):
@@ -164,16 +165,16 @@ def shard_table(args: ModelArgs, parallel: str) -> dict[str, Shard]:
 
 
 def table_key(path: str) -> str:
-    """Return a module's name in the shard table."""
+    """Return a module's name in the shard table: without its layer."""
     return re.sub(r"^layers\.\d+\.", "", path)
 
 
 def shard_slices(shape: Sequence[int], shard: Shard, rank: int, ranks: int) -> list[tuple]:
     """Return the slices of a tensor that `rank` holds, to be concatenated along the shard's axis.
 
-    The tensor has a part of a weight (codes in words, scales in groups): it is cut in proportion,
-    and is whole where it is 1 long. If a segment has fewer pieces than ranks (KV heads),
-    neighbours share one.
+    The tensor may be packed (codes in words, scales in groups): the slices are proportional. An
+    axis of size 1 is not sliced. If a segment has fewer pieces than ranks (KV heads), neighboring
+    ranks share a piece.
     """
     axis, segments = shard
     if shape[axis] == 1:
@@ -220,7 +221,7 @@ def group_problem(path: str, spec: dict, shard: Shard | None, ranks: int) -> str
     if shard is None:
         return None
     width, group = sum(count * width for count, width in shard.segments), spec["group_size"]
-    along = 2 if ".experts." in path else 1  # the axis of a row's numbers
+    along = 2 if ".experts." in path else 1  # the input dimension
     if shard.axis == along and (width // ranks) % group:
         return (
             f"{path} has rows of {width}, of which {width // ranks} are no multiple of the group "
@@ -234,7 +235,7 @@ def group_problem(path: str, spec: dict, shard: Shard | None, ranks: int) -> str
 
 
 def shard_refusal(args: ModelArgs, format: dict, ranks: int, parallel: str) -> str | None:
-    """Return `shard_problem` with the numbers of processes, and the group sizes, that would do."""
+    """Return `shard_problem` as an error message, with process counts and group sizes that work."""
     why = shard_problem(args, format, ranks, parallel)
     if why is None:
         return None
@@ -253,7 +254,7 @@ def shard_refusal(args: ModelArgs, format: dict, ranks: int, parallel: str) -> s
 
 
 def regrouped(format: dict, group: int) -> dict:
-    """Return a checkpoint's format with another group size, in the formats that have groups."""
+    """Return a checkpoint's format with another group size for its grouped modules."""
     modules = {
         path: spec if FORMATS[spec["format"]].per_row else spec | {"group_size": group}
         for path, spec in format.get("modules", {}).items()
@@ -262,9 +263,9 @@ def regrouped(format: dict, group: int) -> dict:
 
 
 def local_args(args: ModelArgs, ranks: int, parallel: str) -> ModelArgs:
-    """Return the args of one rank's shard. The vocabulary and the number of experts stay.
+    """Return the args of one rank's shard, with all of the vocabulary and experts.
 
-    A shard of a tied head is no longer the embedding.
+    The head is untied, since the embedding is not sharded.
     """
     if ranks == 1:
         return args
@@ -283,9 +284,9 @@ def local_args(args: ModelArgs, ranks: int, parallel: str) -> ModelArgs:
 class ModelShard:
     """One rank's shard of a model in a number format; the whole model if there is one rank.
 
-    `.model` is on the meta device, `.read` gives its parameters one by one, and
-    `.insert_collectives` ends the loading. Raises ValueError for a model that cannot be sharded
-    so, and as `pack_modules`.
+    `model` is on the meta device. Fill its parameters with `read`, then call `insert_collectives`.
+    rank, ranks: default to this process's. Raises ValueError for a model that cannot be sharded,
+    and as `pack_modules`.
     """
 
     def __init__(
@@ -312,7 +313,7 @@ class ModelShard:
         pack_modules(self.model, format)
 
     def shard_modules(self, parallel: str) -> None:
-        """Shard what keeps its parameters' names: head, experts, norms over all heads."""
+        """Shard the head, the experts and the norms over all heads. Parameters keep their names."""
         model, ranks = self.model, self.ranks
         for name, whole in [*model.head.named_parameters()]:
             rows = whole[: self.args.vocab_size // ranks]
@@ -324,14 +325,16 @@ class ModelShard:
                 attention.k_norm = ShardedRMSNorm(attention.k_norm, ranks)
             if isinstance(block.ffn, MoE):
                 experts = block.ffn.experts
-                count = experts.n_expert // ranks if parallel == "expert" else experts.n_expert
-                first = self.rank * count if parallel == "expert" else 0
-                # A layer that adds a shared expert needs the sum.
+                count, first = experts.n_expert, 0
+                if parallel == "expert":
+                    count //= ranks
+                    first = self.rank * count
+                # `merge` of a shared expert needs the combined output.
                 combines = type(block.ffn).merge is not MoE.merge
                 block.ffn.experts = ShardedExperts(experts, first, count, combines)
 
     def insert_collectives(self) -> None:
-        """Replace AddNorm, the routers and the head by modules that communicate. After loading."""
+        """Replace AddNorm, routers and head by modules that communicate. Call it after loading."""
         if self.ranks == 1:
             return
         self.model.head = GatheredHead(self.model.head, self.ranks)
@@ -346,9 +349,9 @@ class ModelShard:
     def read(
         self, source, name: str, device: torch.device | str, expert: int | None = None
     ) -> Tensor:
-        """Read this rank's part of parameter `name`, and nothing else, from `load_model`'s source.
+        """Read only this rank's part of parameter `name` from a source (`generate.load_model`).
 
-        expert: of stacked experts' [E, ...], E of this rank's, that one alone, [1, ...].
+        expert: read one of this rank's stacked experts only, [1, ...].
         """
         path = name.rpartition(".")[0]
         index = None if expert is None else (slice(expert, expert + 1),)

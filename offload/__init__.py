@@ -1,1 +1,1 @@
-"""Offloading: experts live in host memory, and each layer keeps some of them on the GPU."""
+"""Offloading: experts are in host memory, and each layer caches some of them on the GPU."""

@@ -1,7 +1,7 @@
 """Expert cache: which of a layer's E experts are in its R slots, and which one is evicted.
 
-`ExpertCache` is the host's. `DeviceExpertCache` keeps the same state in tensors, so
-that the device pages experts without the host. Given the same calls, both hold the same
+`ExpertCache` is for the host. `DeviceExpertCache` keeps the same state in tensors, so
+that the GPU pages experts without the host. After the same calls both hold the same
 experts.
 """
 
@@ -16,12 +16,11 @@ POLICIES = "lru", "lfu"
 
 
 class ExpertCache:
-    """The cache of one layer, kept by the host. Experts 0 .. R - 1 are cached at the start.
+    """The cache of one layer, on the host. Experts 0 .. R - 1 are cached at the start.
 
-    Policy lru evicts the least recently used expert. lfu evicts the least often used
-    one, and the least recently used of several. Uses count from the start, also while
-    an expert is not cached; one use per call of the layer, regardless of the number of
-    tokens.
+    Policy lru evicts the least recently used expert; lfu the least frequently used one,
+    with ties broken by lru. A call of the layer counts as one use of an expert, for any
+    number of tokens. The counts survive eviction.
     """
 
     def __init__(self, experts: int, slots: int, policy: str):
@@ -34,9 +33,9 @@ class ExpertCache:
         self.uses[expert] += 1
 
     def replace(self, expert: int, keep: Collection[int]) -> int:
-        """Evict an expert to cache `expert` instead -> its slot.
+        """Evict an expert and cache `expert` in its slot -> the slot.
 
-        Experts of `keep` are not evicted; fewer than R of them are cached.
+        Experts in `keep` are not evicted. Fewer than R of them may be cached.
         """
         candidates = [other for other in self.slot if other not in keep]
         lru = self.policy == "lru"
@@ -46,10 +45,7 @@ class ExpertCache:
 
 
 class DeviceExpertCache(nn.Module):
-    """`ExpertCache` in tensors (the table of `ops.expert_paging`): needs no host, can be captured.
-
-    Order of the buffers: slot, last_use, uses, counters.
-    """
+    """`ExpertCache` in tensors, for CUDA graphs: the table of `ops.expert_paging`."""
 
     def __init__(self, experts: int, slots: int, policy: str, device: torch.device):
         super().__init__()
@@ -75,7 +71,7 @@ class DeviceExpertCache(nn.Module):
         return cache
 
     def write(self, cache: ExpertCache) -> None:
-        """Replace the state by the host's; the clock starts again at 0, hits and misses stay."""
+        """Overwrite the state with the host's. Resets the clock to 0; hits and misses stay."""
         E = len(self.slot)
         order = {expert: n - E for n, expert in enumerate(cache.slot)}
         slot = [cache.slot.get(expert, self.slots) for expert in range(E)]

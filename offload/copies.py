@@ -1,4 +1,4 @@
-"""Copies of experts from host memory to the device, on a stream of their own."""
+"""Copies of experts from host memory to the device, on a separate CUDA stream."""
 
 from collections import deque
 from contextlib import nullcontext
@@ -7,17 +7,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-PIECE = 4 << 20  # bytes of a prefetch that are copied at a time
-MAX_IN_FLIGHT = 2  # pieces that a missing expert may have to wait for
+PIECE = 4 << 20  # bytes; a prefetch is copied in pieces
+MAX_IN_FLIGHT = 2  # pieces
 
 
 @dataclass
 class Prefetch:
-    """One expert on its way into a staging buffer."""
+    """One expert that is copied into a staging buffer."""
 
     blob: Tensor  # uint8, on the host
     buffer: Tensor  # uint8, on the device
-    counts: dict[str, int]  # of the layer that it is for
+    counts: dict[str, int]  # the layer's COUNTERS
     copied: int = 0  # bytes
 
     def copy(self, count: int) -> None:
@@ -29,12 +29,11 @@ class Prefetch:
 
 
 class CopyStream:
-    """A stream for copies, and the staging buffers of prefetches; plain copies on the CPU.
+    """A CUDA stream for copies, and the staging buffers of prefetches. On the CPU copies block.
 
-    Prefetches are issued in pieces, since a queued copy can be neither cancelled nor overtaken.
-    They go on while the host waits for a router (`read`). After that, what is left of wrong
-    prefetches is dropped, and a missing expert waits for MAX_IN_FLIGHT pieces at most; with one
-    piece the link would idle between two.
+    Prefetches are issued in pieces: a queued copy can be neither cancelled nor overtaken. The host
+    issues pieces while it waits for a router (`read`). Then wrong prefetches are dropped, so that a
+    missing expert waits for at most MAX_IN_FLIGHT pieces. With one the link would idle in between.
     """
 
     def __init__(self, device: torch.device, buffers: int, size: int):
@@ -46,21 +45,21 @@ class CopyStream:
         self.in_flight: deque[torch.cuda.Event] = deque()  # of issued pieces, in their order
 
     def as_current(self):
-        """Return a context in which copies are issued to this stream."""
+        """Return a context that issues copies to this stream."""
         return torch.cuda.stream(self.stream) if self.stream else nullcontext()
 
     def wait_for_compute(self) -> None:
-        """Order further copies after the kernels issued so far, which may read their targets."""
+        """Make later copies wait for all issued kernels, which may read their targets."""
         if self.stream:
             self.stream.wait_stream(torch.cuda.current_stream())
 
     def block_compute(self) -> None:
-        """Order further kernels after the copies issued so far."""
+        """Make later kernels wait for all issued copies."""
         if self.stream:
             torch.cuda.current_stream().wait_stream(self.stream)
 
     def read(self, values: Tensor) -> list[int]:
-        """Copy numbers to the host: the one wait of a layer, in which prefetches go on."""
+        """Copy numbers to the host, and issue prefetches meanwhile: the one wait of a layer."""
         if not self.stream:
             return values.tolist()
         host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
@@ -72,7 +71,7 @@ class CopyStream:
         return host.tolist()
 
     def issue_pieces(self) -> None:
-        """Issue pieces of prefetches until MAX_IN_FLIGHT have not arrived; on the CPU all."""
+        """Issue pieces of prefetches until MAX_IN_FLIGHT are in flight; all of them on the CPU."""
         while self.in_flight and self.in_flight[0].query():
             self.in_flight.popleft()
         while self.unfinished and len(self.in_flight) < MAX_IN_FLIGHT:
@@ -86,7 +85,10 @@ class CopyStream:
                 self.unfinished.popleft()
 
     def start_prefetch(self, key: tuple[int, int], blob: Tensor, counts: dict[str, int]) -> None:
-        """Stage an expert (layer, expert), in place of the oldest if no buffer is free."""
+        """Start to copy an expert; evict the oldest prefetch if no buffer is free.
+
+        key: layer and expert. counts: the COUNTERS of that layer.
+        """
         if not self.free:
             oldest = next(iter(self.staged))
             self.free.append(self._unstage(oldest).buffer)
@@ -95,7 +97,7 @@ class CopyStream:
         self.unfinished.append(key)
 
     def take(self, key: tuple[int, int]) -> Prefetch | None:
-        """Return a prefetch that is needed now, all copies issued; None if there is none."""
+        """Issue the rest of a prefetch and return it; None if there is none."""
         if key not in self.staged:
             return None
         prefetch = self._unstage(key)
@@ -103,12 +105,12 @@ class CopyStream:
         return prefetch
 
     def drop_unfinished(self) -> None:
-        """Forget the prefetches that are not fully issued."""
-        for key in [*self.unfinished]:
+        """Drop the prefetches that are not fully issued."""
+        for key in list(self.unfinished):
             self.release(self._unstage(key))
 
     def release(self, prefetch: Prefetch) -> None:
-        """Free a staging buffer: the next copy into it follows those out of it issued so far."""
+        """Free a staging buffer. The stream orders later copies into it after those out of it."""
         self.free.append(prefetch.buffer)
 
     def _unstage(self, key: tuple[int, int]) -> Prefetch:

@@ -1,22 +1,22 @@
-"""Experts in host memory: the GPU has R slots a layer, missing experts are copied in.
+"""Experts in host memory: the GPU has R slots per layer, and copies missing experts into them.
 
-One token through a layer: chosen experts that miss are copied into the slots of evicted ones,
-expert ids become slot ids, and the ordinary products of model.py read a pool of R experts.
+A layer computes one token in three steps. It copies the chosen experts that miss into the slots of
+evicted ones, maps expert ids to slot ids, and runs the ordinary products of model.py on a pool of R
+experts. Weights never change, so nothing is copied back.
 
-- Scheduled by the GPU: the slot table is on the device, a kernel reads host memory itself, and
-  the host is
-  never asked.
-- Scheduled by the CPU: the chosen ids come to the host, the one wait of a layer. Meanwhile the
-  next layer's
-  router has predicted its experts from this layer's hidden state (Eliseev & Mazur 2023, section
-  3.2), and these are prefetched into staging buffers that all layers share.
+The GPU or the CPU schedules the copies:
 
-Weights never change, so nothing is copied back.
+- GPU: the slot table is on the device, and a kernel reads host memory. The host never waits.
+- CPU: the host waits once per layer, for the chosen ids. Meanwhile the next layer's router predicts
+  its experts from this layer's hidden state (Eliseev & Mazur 2023, section 3.2). They are
+  prefetched into staging buffers that all layers share.
 
-    host      [E, bytes] a layer, registered with CUDA: all parts of an expert's w13 and w2 in one
-    blob device    one byte pool a layer, part by part [R, ...], so that products find each part
-    as elsewhere;
-              and staging buffers of one blob each
+Memory:
+
+    host    per layer [E, bytes], registered with CUDA: one blob per expert, all tensors of its w13
+            and w2
+    device  per layer one byte pool, tensor by tensor [R, ...], as the products expect them; and
+            staging buffers of one blob each
 """
 
 from collections.abc import Callable, Sequence
@@ -35,19 +35,18 @@ from ops.topk import top_k
 ALIGN = 128  # bytes
 COUNTERS = "hits", "misses", "speculative_hits", "speculative_loads", "bytes"
 
-Reader = Callable[
-    ..., Tensor
-]  # (name, device, expert=None) -> a parameter, or one expert's [1, ...]
+# (name, device, expert=None) -> a parameter, or that of one expert [1, ...]
+Reader = Callable[..., Tensor]
 
 
 @dataclass(frozen=True)
 class BlobPart:
     """One tensor of an expert's w13 or w2 within its blob."""
 
-    name: str  # of the model's parameter [E, ...]
-    shape: tuple[int, ...]  # of one expert's
+    name: str  # the model's parameter [E, ...]
+    shape: tuple[int, ...]  # without E
     dtype: torch.dtype
-    start: int  # byte of the blob
+    start: int  # byte offset in the blob
 
     @property
     def nbytes(self) -> int:
@@ -55,7 +54,7 @@ class BlobPart:
 
 
 def plan_blob(path: str, experts: Experts, read: Reader) -> tuple[list[BlobPart], int]:
-    """Return the parts of a layer's experts, as the first one is stored, and a blob's size."""
+    """Return the parts of a layer's blobs, and a blob's bytes. Reads the first expert."""
     parts, size = [], 0
     for name, _ in experts.named_parameters():
         tensor = read(f"{path}.{name}", "cpu", 0)
@@ -66,7 +65,7 @@ def plan_blob(path: str, experts: Experts, read: Reader) -> tuple[list[BlobPart]
 
 @dataclass(frozen=True)
 class LayerStorage:
-    """Where one layer's experts are, and how they come to the device."""
+    """One layer's experts in host memory, and the settings of its cache."""
 
     layer: int
     total_experts: int  # E of all ranks
@@ -77,23 +76,23 @@ class LayerStorage:
     copies: CopyStream
     device: torch.device
     kernel_reads_host: bool  # registered with CUDA, all parts in words of 4 bytes
-    gpu_schedules: bool  # the GPU schedules copies
+    gpu_schedules: bool
 
 
 class OffloadedExperts(nn.Module):
     """`Experts` (or a rank's `tp.ShardedExperts`) over R slots: same call, same result.
 
-    No product depends on the slot of an expert, nor on which others are cached.
+    The result does not depend on which experts are cached, nor on their slots.
     """
 
     def __init__(self, experts: Experts, storage: LayerStorage):
         super().__init__()
         self.experts, self.storage = experts, storage
-        self.total, self.first = experts.n_expert, getattr(experts, "first", 0)
+        self.n_local, self.first = experts.n_expert, getattr(experts, "first", 0)
         slots, device = storage.slots, storage.device
-        self.cache = ExpertCache(self.total, slots, storage.policy)
-        # Prefetching: how many experts, and [MoE, OffloadedExperts] of the next layer (a list hides
-        # them from nn.Module).
+        self.cache = ExpertCache(self.n_local, slots, storage.policy)
+        # Prefetches: experts per token, and the next layer's MoE and OffloadedExperts. A list hides
+        # them from nn.Module.
         self.prefetch_count = 0
         self.next_layer: list[nn.Module] = []
         self.counts = dict.fromkeys(COUNTERS, 0)
@@ -103,12 +102,12 @@ class OffloadedExperts(nn.Module):
         self.make_pool()
         for slot in range(slots):
             self.fill_slot(slot, storage.blobs[slot])
-        experts.choose_from = storage.total_experts * slots / self.total
+        experts.choose_from = storage.total_experts * slots / self.n_local
         experts.n_expert = slots
-        self.slot_map = self.make_slot_map(self.cache.slot)  # captured graphs read it
+        self.slot_map = self.make_slot_map(self.cache.slot)  # CUDA graphs read it: update in place
         self.table = None
         if storage.gpu_schedules:
-            self.table = DeviceExpertCache(self.total, slots, storage.policy, device)
+            self.table = DeviceExpertCache(self.n_local, slots, storage.policy, device)
 
     def make_pool(self) -> None:
         """Allocate R slots and make the experts' parameters views of them."""
@@ -118,7 +117,7 @@ class OffloadedExperts(nn.Module):
         for part in self.storage.parts:
             view = self.pool[slots * part.start :][: slots * part.nbytes]
             self.slot_bytes.append(view.view(slots, -1))
-            # Typed once: compiled code does not see that copies, or `page`, write the pool.
+            # View as the dtype here, not in forward: Dynamo does not see who writes the pool.
             typed = nn.Parameter(
                 view.view(part.dtype).view(slots, *part.shape), requires_grad=False
             )
@@ -126,17 +125,17 @@ class OffloadedExperts(nn.Module):
             setattr(self.experts.get_submodule(path.rsplit(".", 1)[1]), leaf, typed)
 
     def make_slot_map(self, slots: dict[int, int]) -> Tensor:
-        """Return each expert's slot, int64 [E of all ranks]; R for those not in `slots`."""
+        """Return each expert's slot, int64 [E of all ranks]; R for experts not in `slots`."""
         ids = range(-self.first, self.storage.total_experts - self.first)
         found = torch.tensor(
             [slots.get(expert, self.storage.slots) for expert in ids],
-            # Pinned: the host need not wait for what is before it in the stream.
+            # Pinned, so that the host does not wait for earlier work in the stream.
             pin_memory=self.storage.device.type == "cuda",
         )
         return found.to(self.storage.device, non_blocking=True)
 
     def fits(self, pairs: int) -> bool:
-        """Whether any choice of this many experts fits into the slots at once."""
+        """Return whether any choice of this many experts fits into the slots at once."""
         return pairs <= self.storage.slots
 
     def fill_slot(self, slot: int, blob: Tensor) -> None:
@@ -160,13 +159,12 @@ class OffloadedExperts(nn.Module):
         return self.multiply(x, expert_indices, expert_weights, slot_map)
 
     def page(self, expert_indices: Tensor) -> Tensor:
-        """Let the GPU bring what is chosen into slots; return slots by expert, [E of all ranks]."""
-        chosen = expert_indices.flatten() - self.first  # other ranks' ids are out of range here
+        """Let the GPU copy missing experts -> each expert's slot, int64 [E of all ranks]."""
+        chosen = expert_indices.flatten() - self.first  # other ranks' ids get out of range
         slot_map = self.table.page(chosen, self.storage.blobs, self.pool, self.layout)
-        total = self.storage.total_experts
-        if self.total == total:
+        others = self.first, self.storage.total_experts - self.first - self.n_local
+        if not any(others):
             return slot_map
-        others = self.first, total - self.first - self.total
         return nn.functional.pad(slot_map, others, value=self.storage.slots)
 
     def needed_ids(self, x: Tensor, expert_indices: Tensor) -> Tensor:
@@ -175,13 +173,13 @@ class OffloadedExperts(nn.Module):
             return expert_indices.flatten()
         moe = self.next_layer[0]
         scores = moe.rank_scores(moe.router(x).float())
-        predicted = top_k(scores, self.prefetch_count)[1]  # the likeliest first
+        predicted = top_k(scores, self.prefetch_count)[1]  # the most likely first
         return torch.cat((expert_indices.flatten(), predicted.t().flatten()))
 
     def plan_waves(self, needed_ids: Tensor, pairs: int) -> tuple[list[list[int]], list[int]]:
-        """Wait for `needed_ids` -> experts needed, in waves of at most R, and predicted ones.
+        """Wait for `needed_ids` -> chosen experts in waves of at most R, and predicted experts.
 
-        Cached experts come first, then the others, each in the order in which they were chosen.
+        Cached experts come first; otherwise the order is that of the choice.
         """
         ids = self.storage.copies.read(needed_ids)
         if self.table:
@@ -195,16 +193,16 @@ class OffloadedExperts(nn.Module):
         return waves, predicted
 
     def local_ids(self, ids: Sequence[int]) -> list[int]:
-        """Return this rank's experts among ids, each once, counted from its first."""
-        last = self.first + self.total
-        return [n - self.first for n in dict.fromkeys(ids) if self.first <= n < last]
+        """Return this rank's experts among ids: unique, as indices into its own."""
+        end = self.first + self.n_local
+        return [n - self.first for n in dict.fromkeys(ids) if self.first <= n < end]
 
     def load_wave(
         self, wave: Sequence[int], predicted: Sequence[int] = (), only: bool = False
     ) -> Tensor:
-        """Bring a wave's experts into slots, start prefetches -> slots by expert, int64 [E].
+        """Load a wave's experts, start prefetches -> each expert's slot, int64 [E of all ranks].
 
-        only: of this wave's experts alone; `publish_slots` must follow the last wave.
+        only: return slots of this wave's experts only. `publish_slots` must follow the last wave.
         """
         missing = [expert for expert in wave if expert not in self.cache.slot]
         if missing:
@@ -221,7 +219,7 @@ class OffloadedExperts(nn.Module):
         return self.slot_map
 
     def load_missing(self, missing: Sequence[int], wave: Sequence[int]) -> None:
-        """Copy experts into the slots of evicted ones, from a staging buffer if prefetched."""
+        """Copy experts into the slots of evicted ones; from a staging buffer if prefetched."""
         copies = self.storage.copies
         copies.wait_for_compute()
         with copies.as_current():
@@ -238,22 +236,22 @@ class OffloadedExperts(nn.Module):
         copies.block_compute()
 
     def publish_slots(self) -> None:
-        """Copy the host's slot table to the device."""
+        """Copy the host's slots to the device, in place."""
         if self.table:
             self.table.write(self.cache)
         self.slot_map.copy_(self.make_slot_map(self.cache.slot))
 
     def load_chosen(self, needed_ids: Tensor, pairs: int) -> None:
-        """The host's work between two graphs, for few tokens whose experts fit at once."""
+        """Load chosen experts that fit at once: the host's work between two CUDA graphs."""
         waves, predicted = self.plan_waves(needed_ids, pairs)
         self.load_wave(waves[0], predicted)
 
     def start_prefetches(self, experts: Sequence[int]) -> None:
-        """Stage missing experts of this layer, as many as there are staging buffers."""
+        """Prefetch missing experts of this layer, limited by the number of staging buffers."""
         copies, layer = self.storage.copies, self.storage.layer
         missing = [n for n in self.local_ids(experts) if n not in self.cache.slot]
         wanted = missing[: len(copies.free) + len(copies.staged)]
-        for expert in wanted:  # staged ones count among the newest
+        for expert in wanted:  # staged ones become the newest, which are evicted last
             if (key := (layer, expert)) in copies.staged:
                 copies.staged[key] = copies.staged.pop(key)
         for expert in wanted:
@@ -265,18 +263,16 @@ class OffloadedExperts(nn.Module):
     def multiply(
         self, x: Tensor, expert_indices: Tensor, expert_weights: Tensor, slot_map: Tensor
     ) -> Tensor:
-        """The ordinary product, of experts that all are in slots."""
+        """Run the ordinary products; all chosen experts of this rank are in slots."""
         experts, slots = self.experts, slot_map[expert_indices]
-        if self.total < self.storage.total_experts:  # expert parallelism
+        if self.n_local < self.storage.total_experts:  # expert parallelism
             return experts.forward_masked(x, slots, slots < experts.n_expert, expert_weights)
-        if hasattr(experts, "forward_local"):
-            return experts.forward_local(x, slots, expert_weights)
         return experts(x, slots, expert_weights)
 
     def multiply_in_waves(
         self, x: Tensor, expert_indices: Tensor, expert_weights: Tensor, waves: list[list[int]]
     ) -> Tensor:
-        """More experts than slots, wave by wave. The sum over A is last, in one fixed order."""
+        """Run more experts than slots, wave by wave; then sum over A in one fixed order."""
         y = None
         for wave in waves:
             slots = self.load_wave(wave, only=True)[expert_indices]
@@ -287,13 +283,13 @@ class OffloadedExperts(nn.Module):
                 y = torch.where((slots < self.experts.n_expert).unsqueeze(-1), outputs, y)
         self.publish_slots()
         local = expert_indices - self.first
-        mine = (local >= 0) & (local < self.total)
+        mine = (local >= 0) & (local < self.n_local)
         expert_weights = torch.where(mine, expert_weights, 0.0)
         return self.experts.combine(y, expert_weights).to(x.dtype)
 
 
 def expert_counters(model: Transformer) -> list[dict[str, int]]:
-    """Return COUNTERS of each offloaded layer so far; bytes are those copied to the device."""
+    """Return the COUNTERS of each offloaded layer. "bytes" are those copied to the device."""
     found = []
     for module in model.modules():
         if isinstance(module, OffloadedExperts):

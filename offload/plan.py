@@ -1,4 +1,4 @@
-"""Deciding how experts are offloaded, and putting them into host memory while a model is loaded."""
+"""Plan how experts are offloaded, and move them to host memory while a model is loaded."""
 
 import logging
 import weakref
@@ -13,9 +13,9 @@ from offload.cache import POLICIES
 from offload.copies import CopyStream
 from offload.experts import BlobPart, LayerStorage, OffloadedExperts, Reader, plan_blob
 
-DRIVERS = "host", "device"  # whether the CPU or the GPU schedules copies
+DRIVERS = "host", "device"  # the CPU or the GPU schedules copies
 STAGING_BUFFERS = 4  # for prefetches, as in Eliseev & Mazur 2023
-LARGE_EXPERT = 16 << 20  # bytes from which prefetching pays
+LARGE_EXPERT = 16 << 20  # bytes; prefetching larger ones is faster
 PORTABLE_AND_MAPPED = 1 | 2  # flags of cudaHostRegister
 
 log = logging.getLogger("moe_fast")
@@ -23,13 +23,13 @@ log = logging.getLogger("moe_fast")
 
 @dataclass(frozen=True)
 class OffloadSettings:
-    """Give gpu_experts, or the gpu_memory that it follows from. Raises ValueError otherwise."""
+    """Give either gpu_experts or gpu_memory. Raises ValueError for invalid combinations."""
 
-    gpu_experts: int | None = None  # R, slots a layer
+    gpu_experts: int | None = None  # R, slots per layer
     gpu_memory: int | None = None  # bytes for weights, slots and `reserve` together, per GPU
     policy: str = "lru"
-    prefetch: int | None = None  # experts a token and layer; None: see `choose_prefetch`
-    driver: str | None = None  # of DRIVERS; None: the GPU schedules, unless there are prefetches
+    prefetch: int | None = None  # experts per token and layer; None: see `choose_prefetch`
+    driver: str | None = None  # of DRIVERS; None: device, or host if there are prefetches
     reserve: int = 0  # bytes of gpu_memory for the KV cache and activations
 
     def __post_init__(self):
@@ -46,10 +46,10 @@ class OffloadSettings:
 def choose_slots(
     settings: OffloadSettings, total: int, active: int, resident: int, slot: int
 ) -> int:
-    """Return R.
+    """Return R, the slots per layer. Raises ValueError naming the limits.
 
-    total: E of this rank; resident: bytes on the GPU beside slots; slot: bytes of one slot in every
-    layer. Raises ValueError with what would do.
+    total: E of this rank. resident: bytes on the GPU beside slots. slot: bytes of one slot in every
+    layer.
     """
     least = min(active, total)  # one token's experts must fit at once
     if settings.gpu_experts is None:
@@ -57,8 +57,8 @@ def choose_slots(
         if found < least:
             need = (resident + least * slot) / 1e9
             raise ValueError(
-                f"--gpu_memory {settings.gpu_memory / 1e9:.4g}GB: what stays on the GPU takes "
-                f"{resident / 1e9:.4g} GB, {least} experts a layer {least * slot / 1e9:.4g} GB: "
+                f"--gpu_memory {settings.gpu_memory / 1e9:.4g}GB: {least} experts per layer take "
+                f"{least * slot / 1e9:.4g} GB, everything else {resident / 1e9:.4g} GB: "
                 f"give at least {need + 5e-4:.3f}GB"
             )
         return min(found, total)
@@ -71,11 +71,11 @@ def choose_slots(
 
 
 def choose_prefetch(settings: OffloadSettings, total: int, size: int, device: torch.device) -> int:
-    """Return how many experts a token and layer are prefetched. size: bytes of an expert.
+    """Return the number of prefetches per token and layer. size: bytes of an expert.
 
-    Prefetching needs the host, whose wait takes 0.1 ms a layer on an H200. With experts of 66 MB
-    (Mixtral in 2 bits) the CPU with two prefetches is faster than the GPU's scheduling; with 2.4
-    MB (Qwen3-30B-A3B in 4 bits) the GPU's makes twice the tokens.
+    Only the CPU prefetches, and its wait takes 0.1 ms per layer on an H200. With experts of 66 MB
+    (Mixtral in 2 bits) the CPU with two prefetches is faster than the GPU without; with 2.4 MB
+    (Qwen3-30B-A3B in 4 bits) the GPU makes twice the tokens/s.
     """
     if settings.prefetch is not None:
         return settings.prefetch
@@ -86,16 +86,16 @@ def choose_prefetch(settings: OffloadSettings, total: int, size: int, device: to
 def register_host_memory(host: torch.Tensor, owner: object, device: torch.device) -> bool:
     """Register host memory with CUDA for the owner's life, so that copies are asynchronous.
 
-    Logs a warning if that fails. PyTorch's pinned memory rounds up to powers of two: up to twice
-    the bytes.
+    Return whether it worked; log a warning if not. PyTorch's pinned memory would take up to twice
+    the bytes, because it rounds up to powers of two.
     """
     runtime = torch.cuda.cudart()
     error = runtime.cudaHostRegister(host.data_ptr(), host.nbytes, PORTABLE_AND_MAPPED)
     if int(error) == 0:
         undo = weakref.finalize(owner, runtime.cudaHostUnregister, host.data_ptr())
-        undo.atexit = False  # the end of the process does it
+        undo.atexit = False  # the process's end unregisters it anyway
         return True
-    with suppress(RuntimeError):  # CUDA reports the error again with the next kernel: launch one
+    with suppress(RuntimeError):  # the next kernel reports the error again: launch one here
         torch.empty(1, device=device).zero_()
     log.warning(
         f"warning: {host.nbytes / 1e9:.1f} GB of host memory cannot be registered with CUDA "
@@ -106,14 +106,14 @@ def register_host_memory(host: torch.Tensor, owner: object, device: torch.device
 
 @dataclass
 class OffloadPlan:
-    """What `offload_experts` found out about a model before it moves a weight."""
+    """All decisions of `offload_experts`, made before it moves a weight."""
 
-    layouts: dict[int, tuple[list[BlobPart], int]]  # by layer: parts and size of a blob
-    total: int  # E of this rank
-    prefetch: int
+    layouts: dict[int, tuple[list[BlobPart], int]]  # by layer: parts and bytes of a blob
+    n_local: int  # E of this rank
+    prefetch: int  # experts per token and layer
     kept: int  # bytes of weights that stay on the device
     buffers: int  # staging buffers
-    slots: int
+    slots: int  # R
 
     @property
     def sizes(self) -> list[int]:
@@ -127,9 +127,9 @@ def make_plan(
     dtype: torch.dtype,
     read: Reader,
 ) -> OffloadPlan:
-    """Return the plan. Raises ValueError for a model without experts and as `choose_slots`."""
-    blocks = {n: block for n, block in enumerate(model.layers) if isinstance(block.ffn, MoE)}
-    if not blocks:
+    """Return the plan. Raises ValueError for a model without experts, and as `choose_slots`."""
+    ffns = {n: block.ffn for n, block in enumerate(model.layers) if isinstance(block.ffn, MoE)}
+    if not ffns:
         raise ValueError("--offload: no layer of this model has experts")
     n_expert = model.args.n_expert
     if not 0 <= (settings.prefetch or 0) <= n_expert:
@@ -138,13 +138,12 @@ def make_plan(
             "layer"
         )
     layouts = {
-        n: plan_blob(f"layers.{n}.ffn.experts", block.ffn.experts, read)
-        for n, block in blocks.items()
+        n: plan_blob(f"layers.{n}.ffn.experts", ffn.experts, read) for n, ffn in ffns.items()
     }
     sizes = [size for _, size in layouts.values()]
-    total = next(iter(blocks.values())).ffn.experts.n_expert
-    prefetch = choose_prefetch(settings, total, max(sizes), device)
-    experts = {id(p) for block in blocks.values() for p in block.ffn.experts.parameters()}
+    n_local = next(iter(ffns.values())).experts.n_expert
+    prefetch = choose_prefetch(settings, n_local, max(sizes), device)
+    experts = {id(p) for ffn in ffns.values() for p in ffn.experts.parameters()}
     packed = {
         id(part) for m in model.modules() if isinstance(m, Packed) for part in m.parts().values()
     }
@@ -155,8 +154,8 @@ def make_plan(
     )
     buffers = max(STAGING_BUFFERS, prefetch) if prefetch else 0
     resident = kept + buffers * max(sizes) + settings.reserve
-    slots = choose_slots(settings, total, model.args.n_active, resident, sum(sizes))
-    return OffloadPlan(layouts, total, prefetch, kept, buffers, slots)
+    slots = choose_slots(settings, n_local, model.args.n_active, resident, sum(sizes))
+    return OffloadPlan(layouts, n_local, prefetch, kept, buffers, slots)
 
 
 def offload_experts(
@@ -166,17 +165,15 @@ def offload_experts(
     dtype: torch.dtype,
     read: Reader,
 ) -> str:
-    """Put a meta model's experts into host memory and R of each layer on the device.
+    """Move a meta model's experts to host memory, and R of each layer to the device.
 
-    dtype: of weights in no number format. read: this rank's parameters. Returns the plan in one
-    line. Raises ValueError, before much is read, as `make_plan`.
+    dtype: of unpacked weights. read: reads this rank's parameters. Return the plan as one line.
+    Raises ValueError as `make_plan`, before it reads all experts.
     """
     plan = make_plan(model, settings, device, dtype, read)
-    size = max(plan.sizes)
-    host = torch.empty(plan.total * sum(plan.sizes), dtype=torch.uint8)
-    copies = CopyStream(device, plan.buffers, size)
-    parts = [part for parts, _ in plan.layouts.values() for part in parts]
-    readable = all(part.nbytes % 4 == 0 for part in parts)
+    host = torch.empty(plan.n_local * sum(plan.sizes), dtype=torch.uint8)
+    copies = CopyStream(device, plan.buffers, max(plan.sizes))
+    readable = all(part.nbytes % 4 == 0 for parts, _ in plan.layouts.values() for part in parts)
     if device.type == "cuda":
         readable = register_host_memory(host, copies, device) and readable
     if settings.driver == "device" and not readable:
@@ -185,23 +182,22 @@ def offload_experts(
         )
     gpu_default = readable and not plan.prefetch and device.type == "cuda"
     driver = settings.driver or ("device" if gpu_default else "host")
-    start, above = 0, None
-    for n, (parts, size) in plan.layouts.items():
-        blobs = host[start : start + plan.total * size].view(plan.total, size)
-        start += plan.total * size
-        fill_blobs(blobs, parts, read)
+    blobs = host.split([plan.n_local * size for size in plan.sizes])
+    above = None
+    for (n, (parts, _)), layer_blobs in zip(plan.layouts.items(), blobs, strict=True):
         storage = LayerStorage(
-            n,
-            model.args.n_expert,
-            parts,
-            blobs,
-            plan.slots,
-            settings.policy,
-            copies,
-            device,
-            readable,
-            driver == "device",
+            layer=n,
+            total_experts=model.args.n_expert,
+            parts=parts,
+            blobs=layer_blobs.view(plan.n_local, -1),
+            slots=plan.slots,
+            policy=settings.policy,
+            copies=copies,
+            device=device,
+            kernel_reads_host=readable,
+            gpu_schedules=driver == "device",
         )
+        fill_blobs(storage.blobs, parts, read)
         ffn = model.layers[n].ffn
         ffn.experts = offloaded = OffloadedExperts(ffn.experts, storage)
         if above is not None and plan.prefetch:
@@ -218,18 +214,16 @@ def fill_blobs(blobs: torch.Tensor, parts: list[BlobPart], read: Reader) -> None
 
 
 def describe_plan(plan: OffloadPlan, settings: OffloadSettings, args, host_bytes: int) -> str:
-    """Return the line that loading prints."""
+    """Return the plan as one line, for the log."""
 
     def gb(size: float) -> str:
         return f"{size / 1e9:.4g} GB"
 
-    sizes, slots, total = plan.sizes, plan.slots, plan.total
-    token = args.n_active * sum(sizes) * (1 - slots / total) * total / args.n_expert
+    sizes, slots, n_local = plan.sizes, plan.slots, plan.n_local
+    missed = args.n_active * sum(sizes) * (n_local - slots) / args.n_expert
     return (
-        f"offload: {slots} of {total} experts a layer on the device ({gb(slots * sum(sizes))}), "
-        "with "
-        f"{gb(plan.kept)} of other weights, {gb(plan.buffers * max(sizes))} for prefetches, "
-        f"{gb(settings.reserve)} reserved for cache and activations; {gb(host_bytes)} in host "
-        "memory; "
-        f"{token / 1e6:.4g} MB a token to copy if all experts were chosen alike"
+        f"offload: {slots} of {n_local} experts a layer on the device ({gb(slots * sum(sizes))}),"
+        f" {gb(plan.kept)} of other weights, {gb(plan.buffers * max(sizes))} for prefetches, "
+        f"{gb(settings.reserve)} reserved for KV cache and activations; {gb(host_bytes)} in host "
+        f"memory; {missed / 1e6:.4g} MB to copy per token if the router chose uniformly"
     )

@@ -1,9 +1,9 @@
 """Compiled execution of a model with offloaded experts.
 
-If the GPU schedules copies, a block is compiled whole. If the CPU does, a block is compiled in
-two pieces with the host between; captured, the second piece of a block and the first of the next
-are one graph. Calls with more experts than slots, which prompts make, load experts eagerly in
-between.
+If the GPU schedules copies, a block is compiled as a whole. If the CPU does, a block is compiled in
+two parts, and the host loads experts between them. One CUDA graph captures the second part of a
+block and the first of the next. Prompts may choose more experts than slots; these run eagerly in
+waves between the two parts.
 """
 
 from torch import Tensor, nn
@@ -15,6 +15,8 @@ from runtime.runner import CompiledRunner
 
 
 class OffloadRunner(CompiledRunner):
+    """Runs blocks with offloaded experts; other blocks as CompiledRunner does."""
+
     def __init__(self, model: Transformer, dynamic: bool = False):
         super().__init__(model, dynamic)
         self.compiled_route = self.compile(route_experts)
@@ -51,7 +53,7 @@ class OffloadRunner(CompiledRunner):
 
 
 def runner_class_for(model: Transformer) -> type[CompiledRunner]:
-    """Return the runner that this model's session needs."""
+    """Return the class of runner that this model needs."""
     return OffloadRunner if offloaded_layers(model) else CompiledRunner
 
 
@@ -60,7 +62,11 @@ def offloaded_layers(model: Transformer) -> list[OffloadedExperts]:
 
 
 def route_experts(block: Block, x: Tensor, normed: Tensor, context: Context):
-    """`Block.forward` up to the experts -> x, their input h, indices, weights, ids for the host."""
+    """Run `Block.forward` up to the experts.
+
+    Return x, the experts' input h [T, D], expert_indices, expert_weights [T, A], and the ids that
+    the host needs.
+    """
     x, h = block.add_attention(x, block.attention(normed, context), block.ffn_norm)
     h = h.flatten(0, 1)
     expert_indices, expert_weights = block.ffn.route(block.ffn.router(h))
@@ -77,7 +83,7 @@ def multiply_experts(
     slot_map: Tensor,
     next_norm: nn.Module,
 ):
-    """The rest of `Block.forward` -> x, its next_norm."""
+    """Run the rest of `Block.forward` -> x, its next_norm."""
     y = block.ffn.experts.multiply(h, expert_indices, expert_weights, slot_map)
     return finish_block(block, x, h, y, next_norm)
 

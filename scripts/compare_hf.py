@@ -3,14 +3,14 @@
     python scripts/compare_hf.py checkpoints/R/model_fp32
     python scripts/compare_hf.py checkpoints/R/model_bf16 --device cuda --compile
 
-CHECKPOINT is a converted checkpoint. The Hugging Face checkpoint it was made from is the
-folder around it, or --hf_dir. Compared in each layer are norm, attention, residual, norm,
-router logits, chosen experts, their weights, the experts' sum, and the residual after it.
+CHECKPOINT is a converted checkpoint. Its Hugging Face checkpoint is the folder around it,
+or --hf_dir. The command compares in each layer: norm, attention, residual, norm, router
+logits, chosen experts, their weights, the weighted sum over experts, and the residual.
 
-Our model runs the prompt without its last token in one call (grouped experts), and the
-last token alone (gathered experts). An error is the largest difference over the largest
-number. After that both models continue the prompt greedily and are timed token by token.
-Exit code 1: they differ (needs transformers).
+Our model runs the prompt in two calls: all tokens but the last (grouped experts), then the
+last one (gathered experts). An error is the largest absolute difference, divided by
+transformers' largest absolute value. Then both models continue the prompt greedily and are
+timed per token. The exit code is 1 if they differ. Needs transformers.
 """
 
 import argparse
@@ -45,7 +45,7 @@ ROUTING = "chosen experts"
 
 
 class Recorder:
-    """Forward hooks that record activations by place, (layer, operator), as rows [tokens, n]."""
+    """Records activations with forward hooks: (layer, operator) -> rows [tokens, n]."""
 
     def __init__(self):
         self.rows: dict[tuple[str, str], list[Tensor]] = {}
@@ -66,13 +66,13 @@ class Recorder:
 
 
 def sort_by_expert(experts: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Sort each token's experts, and their weights [T, A]: the order within a tie is arbitrary."""
+    """Sort each token's experts, and their weights [T, A]: the order of ties is arbitrary."""
     experts, order = experts.sort(dim=-1)
     return experts, weights.gather(-1, order)
 
 
 def record_ours(model: Transformer, recorder: Recorder) -> None:
-    """Hook all places of our model."""
+    """Record all operators of our model."""
     record = recorder.record
     record(("", "embedding"), model.embedding, lambda i, o: o)
     next_norms = [block.attention_norm for block in model.layers[1:]] + [model.norm]
@@ -93,7 +93,7 @@ def record_ours(model: Transformer, recorder: Recorder) -> None:
 
 
 def record_peer(peer: nn.Module, recorder: Recorder) -> None:
-    """Hook the same places of transformers' model."""
+    """Record the same operators of transformers' model."""
     record = recorder.record
     record(("", "embedding"), peer.model.embed_tokens, lambda i, o: o)
     for n, block in enumerate(peer.model.layers):
@@ -119,9 +119,9 @@ def record_peer(peer: nn.Module, recorder: Recorder) -> None:
 
 @torch.inference_mode()
 def compare(model: Transformer, peer: nn.Module, ids: list[int]) -> list[dict]:
-    """Return layer, operator, error, and the token with the largest error of each place, in order.
+    """Run both models -> layer, operator, error and worst token of each place, in model order.
 
-    ids: at least two. The error of chosen experts is the share of tokens with other experts.
+    ids: at least two. The error of chosen experts is the fraction of tokens whose experts differ.
     """
     ours, theirs = Recorder(), Recorder()
     try:
@@ -142,9 +142,9 @@ def compare(model: Transformer, peer: nn.Module, ids: list[int]) -> list[dict]:
 
 
 def compare_place(place: tuple[str, str], ours: list[Tensor], theirs: list[Tensor]) -> dict:
-    """Return the entry of one place, see `compare`."""
+    """Return the entry of one place for `compare`."""
     mine, other = torch.cat(ours), torch.cat(theirs)
-    difference = (mine - other).abs().amax(dim=-1)  # of each token
+    difference = (mine - other).abs().amax(dim=-1)  # [tokens]
     scale = other.abs().max().clamp(min=1e-12)
     layer, operator = place
     error = (difference > 0).float().mean() if operator == ROUTING else difference.max() / scale
@@ -154,7 +154,7 @@ def compare_place(place: tuple[str, str], ours: list[Tensor], theirs: list[Tenso
 
 @torch.inference_mode()
 def continue_peer(peer: nn.Module, ids: list[int], count: int) -> tuple[list[int], list[float]]:
-    """Return transformers' next tokens (eager, with its dynamic cache), and the time of each."""
+    """Return transformers' next tokens (eager, with a KV cache), and the times in seconds."""
     tokens, times, cache = [], [], None
     step = torch.tensor([ids], device=peer.device)
     for _ in range(count):
@@ -166,7 +166,7 @@ def continue_peer(peer: nn.Module, ids: list[int], count: int) -> tuple[list[int
 
 
 def continue_ours(session: Session, ids: list[int], count: int) -> tuple[list[int], list[float]]:
-    """Return our next tokens, and the time of each."""
+    """Return our next tokens, and the times in seconds."""
     tokens, times = [], []
     for token in session.stream(ids, count, Sampling(temperature=0)):
         tokens.append(token)
@@ -175,7 +175,7 @@ def continue_ours(session: Session, ids: list[int], count: int) -> tuple[list[in
 
 
 def median_latency(times: list[float]) -> float | None:
-    """Return the median of milliseconds between two tokens; None below two."""
+    """Return the median milliseconds between tokens; None for fewer than two tokens."""
     steps = [later - earlier for earlier, later in itertools.pairwise(times)]
     return statistics.median(steps) * 1e3 if steps else None
 
@@ -184,9 +184,9 @@ def median_latency(times: list[float]) -> float | None:
 
 
 def hf_folder(options: argparse.Namespace, checkpoint: Checkpoint) -> Path:
-    """Return the Hugging Face checkpoint.
+    """Return the folder of the Hugging Face checkpoint.
 
-    Raises ValueError if it is missing, or if ours is quantized.
+    Raises ValueError if it is missing, or if our checkpoint is quantized.
     """
     folder = options.hf_dir or checkpoint.directory.absolute().parent
     if not (folder / "config.json").is_file():
@@ -195,13 +195,13 @@ def hf_folder(options: argparse.Namespace, checkpoint: Checkpoint) -> Path:
         )
     if checkpoint.format["name"] not in DTYPES:
         raise ValueError(
-            f"{checkpoint.directory} is quantised: give the checkpoint that it was made from"
+            f"{checkpoint.directory} is quantized: give the checkpoint that it was made from"
         )
     return folder
 
 
 def prompt_ids(options: argparse.Namespace, checkpoint: Checkpoint, args: ModelArgs) -> list[int]:
-    """Return the prompt's tokens. Raises ValueError if they cannot be compared."""
+    """Return the prompt's token ids. Raises ValueError if the models cannot run them."""
     if options.new_tokens < 1:
         raise ValueError(f"--new_tokens {options.new_tokens}: it must be at least 1")
     if options.tokens:
@@ -214,19 +214,20 @@ def prompt_ids(options: argparse.Namespace, checkpoint: Checkpoint, args: ModelA
         ids = load_tokenizer(checkpoint.directory).encode(options.prompt)
     if len(ids) < 2:
         raise ValueError(
-            f"the prompt is {len(ids)} tokens: give at least 2, so that grouped and gathered "
-            "experts are compared"
+            f"the prompt is {len(ids)} tokens: give at least 2, to compare grouped and gathered "
+            "experts"
         )
     fits = len(ids) + options.new_tokens <= args.max_position
     if not fits or not all(0 <= token < args.vocab_size for token in ids):
         raise ValueError(
-            f"the model is for {args.max_position} tokens below {args.vocab_size}: give it those"
+            f"the model takes up to {args.max_position} tokens with ids below {args.vocab_size}: "
+            "shorten the prompt or --new_tokens"
         )
     return ids
 
 
 def run(options: argparse.Namespace) -> dict:
-    """Compare as the options ask for; return the result."""
+    """Run the comparison -> the JSON object of --json."""
     try:
         from transformers import AutoModelForCausalLM
     except ImportError:
@@ -256,7 +257,7 @@ def run(options: argparse.Namespace) -> dict:
 def continue_both(
     model: Transformer, peer: nn.Module, ids: list[int], options: argparse.Namespace
 ) -> dict:
-    """Continue the prompt with both models; return the tokens and the time of one."""
+    """Continue the prompt with both models -> their tokens, and milliseconds per token."""
     count = options.new_tokens
     session = Session(model, len(ids) + count, SessionOptions(compile=options.compile))
     continue_ours(session, ids, min(count, 3))  # compiles and warms up
@@ -275,7 +276,7 @@ def continue_both(
 
 
 def report(found: dict) -> str:
-    """Return the result as text."""
+    """Format the result of `run` as text."""
 
     def describe(place: dict) -> str:
         name = f"{place['layer']} {place['operator']}".strip()
@@ -293,10 +294,10 @@ def report(found: dict) -> str:
     rows = [f"{n:5} {a:8} {b:8}{'' if a == b else '  <-'}" for n, (a, b) in pairs]
     lines = [
         f"{verdict}; tolerance {found['tolerance']:g}, {found['dtype']} on {found['device']}",
-        f"greedy: the first {found['same_tokens']} of {len(found['tokens'])} tokens are the same",
+        f"greedy: the first {found['same_tokens']} of {len(found['tokens'])} tokens are equal",
         "token     ours     peer",
         *rows,
-        f"a token: ours {number(found['ms'])}, transformers {number(found['peer_ms'])} "
+        f"time per token: ours {number(found['ms'])}, transformers {number(found['peer_ms'])} "
         "(medians; transformers is eager)",
     ]
     return "\n".join(lines)
@@ -312,25 +313,25 @@ def build_parser() -> Parser:
         ),
     )
     add = parser.add_argument
-    add("checkpoint", type=Path, metavar="CHECKPOINT", help="converted, not quantized")
+    add("checkpoint", type=Path, metavar="CHECKPOINT", help="converted checkpoint, not quantized")
     add(
         "--hf_dir",
         type=Path,
         metavar="DIR",
-        help="the Hugging Face checkpoint it was made from; default: the folder around it",
+        help="its Hugging Face checkpoint; default: the folder around it",
     )
     add("--prompt", default=DEFAULT_PROMPT, metavar="TEXT")
     add(
         "--tokens",
         metavar="ID,ID",
-        help="the prompt as token ids, for a checkpoint without a tokenizer",
+        help="prompt as token ids, for checkpoints without a tokenizer",
     )
     add("--new_tokens", type=int, default=128, metavar="N", help="tokens to generate (128)")
     add(
         "--tolerance",
         type=float,
         metavar="X",
-        help="errors up to this count as equal; default: 1e-4 in fp32, 1e-2 in fp16, 5e-2 in bf16",
+        help="largest error that is accepted; default: 1e-4 in fp32, 1e-2 in fp16, 5e-2 in bf16",
     )
     add("--device", default="auto", choices=("auto", "cuda", "cpu"))
     add("--dtype", choices=tuple(DTYPES), help="default: the checkpoint's")

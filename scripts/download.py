@@ -2,8 +2,8 @@
 
     python scripts/download.py --repo_id mistralai/Mixtral-8x7B-Instruct-v0.1
 
-The files go to checkpoints/<repo_id>, and this directory is printed on stdout. A dropped connection
-is resumed. Run again after an interruption, the command keeps complete files.
+Files go to checkpoints/<repo_id>; stdout has the name of this directory. The download resumes after
+a dropped connection. After an interruption, run the command again: it keeps complete files.
 """
 
 import shlex
@@ -21,17 +21,18 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
+from checkpoint import SIDE_FILES
+from cli.command import command
 from cli.parser import Parser
-from models.converter import SIDE_FILES
 
-AGAIN = "run the same command again to go on from here"
+AGAIN = "run the same command again to resume"
 
 
 def wanted(names: list[str]) -> list[str]:
     """Return the files of a repository that a conversion reads.
 
-    Folders are left out (`original/` holds a second copy of the weights), and so is Mistral's own
-    `consolidated` layout. Raises ValueError for a repository without safetensors or config.json.
+    Skips folders (`original/` has a second copy of the weights) and Mistral's own `consolidated`
+    layout. Raises ValueError for a repository without safetensors or config.json.
     """
     top = [name for name in names if "/" not in name]
     weights = [
@@ -51,7 +52,7 @@ def wanted(names: list[str]) -> list[str]:
 
 
 def describe_weights(names: list[str], top: list[str]) -> str:
-    """Name the weights of a repository without usable ones. top: its files outside of folders."""
+    """Describe the unusable weights of a repository. top: its files outside of folders."""
     if any(name.endswith((".bin", ".pt", ".pth")) for name in top):
         return "only pickled weights (.bin, .pt), which are never loaded"
     if any(name.endswith(".gguf") for name in names):
@@ -71,9 +72,9 @@ def download(
 ) -> Path:
     """Download `repo_id` (owner/name) at `revision` (branch, tag or commit); return its directory.
 
-    output_dir: by default checkpoints/<repo_id>. token: by default $HF_TOKEN, then that of
+    output_dir: default checkpoints/<repo_id>. token: default $HF_TOKEN, then the one saved by
     `hf auth login`. Raises ValueError, one line with the fix, for a wrong name, a gated repository,
-    no network, a full disk.
+    a network error, or a full disk.
     """
     directory = Path(output_dir or f"checkpoints/{repo_id}")
     if directory.exists() and not directory.is_dir():
@@ -92,7 +93,7 @@ def download(
 
 
 def fetch(repo_id: str, revision: str | None, directory: Path, token: str | None) -> dict[str, int]:
-    """Download what the directory lacks; return the size of every wanted file."""
+    """Download missing files; return the size of every wanted file."""
     info = HfApi(token=token).model_info(
         repo_id, revision=revision, files_metadata=True, timeout=30
     )
@@ -100,10 +101,10 @@ def fetch(repo_id: str, revision: str | None, directory: Path, token: str | None
     sizes = {name: sizes[name] for name in wanted(list(sizes))}
     missing = [name for name, size in sizes.items() if not is_complete(directory / name, size)]
     check_disk(directory, sum(sizes[name] for name in missing))
-    # Remove truncated files: the client takes one that is newer than its own record for complete.
+    # Remove truncated files: the client considers a file complete if it is newer than its record.
     for name in missing:
         (directory / name).unlink(missing_ok=True)
-    # Pin the commit just listed, so that a push meanwhile cannot mix two versions.
+    # Pin the listed commit, so that a push during the download cannot mix two versions.
     snapshot_download(
         repo_id, revision=info.sha, local_dir=directory, allow_patterns=list(sizes), token=token
     )
@@ -111,7 +112,7 @@ def fetch(repo_id: str, revision: str | None, directory: Path, token: str | None
 
 
 def describe_error(error: Exception, repo_id: str, revision: str | None) -> str:
-    """Return the line for an error of the client: cause and fix."""
+    """Return a one-line message with cause and fix for an error of huggingface_hub."""
     page = f"{constants.ENDPOINT}/{repo_id}"
     if isinstance(error, HFValidationError):
         return f"{repo_id!r} is not a repository's name; give it as owner/name"
@@ -161,21 +162,14 @@ def build_parser() -> Parser:
     add("--repo_id", required=True, metavar="OWNER/NAME", help="repository on the Hub")
     add("--revision", help="branch, tag or commit; default: the main branch")
     add("--output_dir", type=Path, help="default: checkpoints/OWNER/NAME")
-    add("--token", help="access token; default: $HF_TOKEN, else that of `hf auth login`")
+    add("--token", help="access token; default: $HF_TOKEN, else the one saved by `hf auth login`")
     return parser
 
 
+@command(interrupted=AGAIN)
 def main(argv: list[str] | None = None) -> int:
     """Run the command; a user's mistake is one line on stderr and exit code 2."""
-    arguments = build_parser().parse_args(argv)
-    try:
-        directory = download(**vars(arguments))
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print(f"\ninterrupted; {AGAIN}", file=sys.stderr)
-        return 130
+    directory = download(**vars(build_parser().parse_args(argv)))
     print(directory)
     command = f"python convert_hf_checkpoint.py --checkpoint_dir {shlex.quote(str(directory))}"
     print(f"next: {command}", file=sys.stderr)

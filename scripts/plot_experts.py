@@ -2,11 +2,11 @@
 
     python scripts/plot_experts.py --prompt 'def read_lines(path):' --layers 0,3,7 --output F.svg
 
-Above: for each chosen layer a map of tokens by experts, shaded by the expert's weight.
-Below: each layer's load (the share of choices that each expert gets), and two entropies a
-layer in bits: of that load (at most log2 E), and the mean over tokens of their routing
-weights' (at most log2 A). A token's experts are those that run when the token is read.
-Standard output has the picture's name, or with --json the numbers.
+Top: for each layer of --layers a map of tokens by experts, shaded by the expert's weight.
+Bottom: the load of each layer (the fraction of choices that each expert gets), and two
+entropies per layer in bits: of the load (at most log2 E), and of a token's routing weights,
+as a mean over tokens (at most log2 A). A token's experts are those of the forward pass that
+reads it. stdout has the picture's name, or with --json the numbers.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from parallel.heartbeat import attempt
 from tokenizer import load_tokenizer
 
 FORMATS = ".png", ".svg"
-MAX_TOKENS = 512  # that a map can show
+MAX_TOKENS = 512  # columns of a map
 MAX_LABELED_TOKENS = 120
 
 
@@ -34,13 +34,13 @@ MAX_LABELED_TOKENS = 120
 
 
 def entropy(shares: Tensor) -> Tensor:
-    """shares [..., n] that sum to one -> their entropy in bits [...] (Shannon 1948, section 6)."""
+    """Return the entropy in bits [...] of shares [..., n] with sum 1 (Shannon 1948, section 6)."""
     return -torch.special.xlogy(shares, shares).sum(dim=-1) / math.log(2)
 
 
 @torch.inference_mode()
 def record_routing(model: Transformer, ids: list[int]) -> tuple[Tensor, Tensor]:
-    """Return experts int64 and weights fp32 [L, T, A] of all tokens; L layers have experts."""
+    """Return experts int64 and weights fp32 [L, T, A]. L counts the layers with experts."""
     model.setup_cache(1, len(ids))
     device = model.norm.weight.device
     where = torch.arange(len(ids), device=device)[None]
@@ -67,17 +67,17 @@ def study(experts: Tensor, weights: Tensor, n_expert: int) -> dict:
 
 @dataclass(frozen=True)
 class Routing:
-    """Everything that is drawn."""
+    """The data of the picture."""
 
-    found: dict  # of `study`
+    found: dict  # from `study`
     experts: Tensor  # int64 [L, T, A]
     weights: Tensor  # fp32 [L, T, A]
-    numbers: list[int]  # number in the model of each of the L layers
+    numbers: list[int]  # the L layers' indices in the model
     tokens: list[str]
 
 
 def draw(routing: Routing, layers: list[int], path: Path) -> None:
-    """Write the picture, with maps of these layers. Raises ValueError without matplotlib."""
+    """Write the picture with maps of `layers`. Raises ValueError without matplotlib."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -118,7 +118,7 @@ def draw_load(figure, axes, routing: Routing) -> None:
     load, numbers = routing.found["load"], routing.numbers
     image = axes.imshow(load, aspect="auto", cmap="Blues", vmin=0)
     axes.set_yticks(range(len(numbers)), numbers, fontsize=7)
-    title = f"share of the choices (even: {1 / len(load[0]):.3f})"
+    title = f"fraction of the choices (even: {1 / len(load[0]):.3f})"
     axes.set(title=title, xlabel="expert", ylabel="layer")
     figure.colorbar(image, ax=axes)
 
@@ -126,17 +126,17 @@ def draw_load(figure, axes, routing: Routing) -> None:
 def draw_entropy(axes, routing: Routing) -> None:
     """Draw both entropies by layer, each with its maximum as a dotted line."""
     E, A = len(routing.found["load"][0]), routing.experts.shape[2]
-    lines = (("load_entropy", "of the load", E), ("weight_entropy", "of a token's weights", A))
+    lines = (("load_entropy", "load", E), ("weight_entropy", "routing weights", A))
     for name, label, count in lines:
         (line,) = axes.plot(routing.numbers, routing.found[name], "o-", label=label)
         axes.axhline(math.log2(count), linestyle=":", color=line.get_color())
-    title = "entropy in bits, dotted: its maximum"
+    title = "entropy in bits (dotted: maximum)"
     axes.set(title=title, xlabel="layer", ylim=(0, math.log2(E) * 1.1))
     axes.legend()
 
 
 def save(figure, path: Path) -> None:
-    """Write a figure, all or nothing. Raises ValueError if the file cannot be written."""
+    """Write a figure atomically. Raises ValueError if the file cannot be written."""
     part = path.with_name(path.name + ".part")
     try:
         figure.savefig(part, format=path.suffix[1:])
@@ -152,9 +152,9 @@ def save(figure, path: Path) -> None:
 
 
 def parse_layers(text: str | None, numbers: list[int]) -> list[int]:
-    """Return the layers of --layers, each once. Raises ValueError for layers without experts.
+    """Return the unique layers of --layers. Raises ValueError for layers without experts.
 
-    numbers: the layers with experts; the first and the last are the default.
+    numbers: the layers with experts. Default: the first and the last of them.
     """
     if not text:
         return list(dict.fromkeys((numbers[0], numbers[-1])))
@@ -171,7 +171,7 @@ def parse_layers(text: str | None, numbers: list[int]) -> list[int]:
 
 
 def run(options: argparse.Namespace) -> dict:
-    """Draw what the options ask for; return the numbers."""
+    """Draw the picture; return the numbers."""
     if options.output.suffix not in FORMATS:
         endings = " or ".join(FORMATS)
         raise ValueError(f"--output {options.output}: its name must end in {endings}")
@@ -183,7 +183,7 @@ def run(options: argparse.Namespace) -> dict:
     model = load_model(checkpoint, options.device)
     numbers = [n for n in range(model.args.n_layer) if n not in model.args.dense_layers]
     if not numbers:
-        raise ValueError("no layer of this model has experts: give one that has")
+        raise ValueError("no layer of this model has experts: give another model")
     layers = parse_layers(options.layers, numbers)
     experts, weights = record_routing(model, ids)
     found = study(experts, weights, model.args.n_expert)
@@ -207,7 +207,7 @@ def build_parser() -> Parser:
         metavar="DIR",
         help="converted checkpoint; default: the embedded tiny model",
     )
-    add("--prompt", default=DEFAULT_PROMPT, metavar="TEXT", help="the text; '-' reads stdin")
+    add("--prompt", default=DEFAULT_PROMPT, metavar="TEXT", help="prompt; '-' reads stdin")
     add(
         "--layers",
         metavar="N,N",
@@ -218,7 +218,7 @@ def build_parser() -> Parser:
         type=Path,
         default=Path("experts.png"),
         metavar="FILE",
-        help="a .png or .svg (experts.png)",
+        help="picture, .png or .svg (experts.png)",
     )
     add("--device", default="auto", choices=("auto", "cuda", "cpu"))
     add("--json", action="store_true", help="print load and entropies as one JSON object")

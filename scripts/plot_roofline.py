@@ -1,13 +1,12 @@
-"""Draw results of benchmark.py: tokens/s against the bytes that a token reads, under the
-roofline.
+"""Draw the roofline of benchmark.py's results: tokens/s against the bytes that a token reads.
 
     python scripts/plot_roofline.py mixtral.json qwen3.json --output roofline.svg
 
-At batch 1 a step is bound by memory. Its roof is the measured read bandwidth over those
-bytes (Williams et al. 2009, "Roofline"), a falling line on logarithmic axes. Each RESULT
-is the output of `benchmark.py --json`, one object or one on each line; `-` is stdin. A
-result is a filled point with its tokens/s and its fraction of the bandwidth measured in
-the same run. The peer of its run is a hollow point, tied to it.
+At batch 1 a step is memory-bound. Its roof is the measured read bandwidth divided by the
+bytes (Williams et al. 2009, "Roofline"), a falling line on logarithmic axes. RESULT is the
+output of `benchmark.py --json`: one object, or one per line; `-` is stdin. A filled point
+is a result, with tokens/s and the fraction of the bandwidth measured in the same run. A
+hollow point is the peer of that run; a line connects both.
 """
 
 import io
@@ -23,8 +22,8 @@ NUMBERS = "tok_s", "bytes_per_token", "read_gb_s", "fraction"
 PEER_TEXTS, PEER_NUMBERS = ("name", "dtype"), ("tok_s", "bytes_per_token")
 FORMATS = ".png", ".svg"
 INK, GREY, ACCENT = "#1a1a1a", "#767676", "#0b5fa5"
-LINE_BOXES = 150  # boxes along a line, by which overlaps with it are counted
-# Sides of a point for its label, the best first: offset in points (1 / 72 inch), alignment.
+LINE_BOXES = 150  # boxes along a line, for counting overlaps with labels
+# Positions of a label beside its point, best first: offset in 1/72 inch, alignment.
 SIDES = (
     (9, 0, "left", "center"),
     (-9, 0, "right", "center"),
@@ -41,7 +40,7 @@ SIDES = (
 
 
 def is_row(row: object, texts: tuple[str, ...], numbers: tuple[str, ...]) -> bool:
-    """Whether `row` is an object with these texts and positive, finite numbers."""
+    """Return whether `row` is an object with these strings and positive, finite numbers."""
     if not isinstance(row, dict) or not all(isinstance(row.get(name), str) for name in texts):
         return False
     values = [row.get(name) for name in numbers]
@@ -49,7 +48,7 @@ def is_row(row: object, texts: tuple[str, ...], numbers: tuple[str, ...]) -> boo
 
 
 def check_result(result: object, where: str) -> dict:
-    """Return the result. Raises ValueError unless it is one of benchmark.py's, without --sweep."""
+    """Return the result. Raises ValueError unless benchmark.py made it, without --sweep."""
     peer = result.get("peer") if isinstance(result, dict) else None
     valid = is_row(result, TEXTS, NUMBERS)
     if not valid or (peer and not is_row(peer, PEER_TEXTS, PEER_NUMBERS)):
@@ -69,7 +68,7 @@ def read_results(name: str) -> list[dict]:
     try:
         return [check_result(json.loads(text), name)]
     except json.JSONDecodeError:
-        pass  # not one object, so one a line
+        pass  # not one object: one per line
     results = []
     for n, line in enumerate(text.splitlines(), 1):
         if not line.strip():
@@ -86,7 +85,7 @@ def read_results(name: str) -> list[dict]:
 
 
 def format_speed(speed: float) -> str:
-    """Return tokens/s to three digits, at least to whole ones."""
+    """Format tokens/s with three digits, or as a whole number from 100 on."""
     return f"{speed:,.0f}" if speed >= 100 else f"{speed:.3g}"
 
 
@@ -97,10 +96,7 @@ Label = tuple[float, float, str, dict]  # x, y, text, style
 
 
 def draw(results: list[dict], format: str) -> bytes:
-    """Return the picture as a file's bytes. format: "png" or "svg".
-
-    Raises ValueError without matplotlib.
-    """
+    """Return the picture's bytes. format: "png" or "svg". Raises ValueError without matplotlib."""
     try:
         from matplotlib import rc_context
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -116,13 +112,13 @@ def draw(results: list[dict], format: str) -> bytes:
         roofs[gpu] = max(roofs.get(gpu, 0.0), result["read_gb_s"])
     set_limits(axes, results, max(roofs.values()))
     style_axes(axes)
-    figure.draw_without_rendering()  # places the axes, so that texts can be measured
+    figure.draw_without_rendering()  # lays out the axes, so that texts can be measured
     figure.set_layout_engine("none")
     lines = draw_roofs(axes, roofs)
     labels, ties = draw_points(axes, results)
     place_labels(axes, labels, lines + ties)
     buffer = io.BytesIO()
-    with rc_context({"svg.hashsalt": "roofline"}):  # the same picture is the same bytes
+    with rc_context({"svg.hashsalt": "roofline"}):  # reproducible bytes
         metadata = {"Date": None} if format == "svg" else None
         figure.savefig(buffer, format=format, metadata=metadata)
     return buffer.getvalue()
@@ -161,7 +157,7 @@ def style_axes(axes) -> None:
 
 
 def draw_roofs(axes, roofs: dict[str, float]) -> list[tuple[Point, Point]]:
-    """Draw the roof of each GPU, with its name along it; return the lines."""
+    """Draw each GPU's roof and its name; return the lines."""
     lines, (x_min, x_max), (y_min, y_max) = [], axes.get_xlim(), axes.get_ylim()
     for gpu, speed in roofs.items():
         left, right = max(x_min, speed / y_max), min(x_max, speed / y_min)
@@ -185,7 +181,7 @@ def draw_roofs(axes, roofs: dict[str, float]) -> list[tuple[Point, Point]]:
 
 
 def draw_points(axes, results: list[dict]) -> tuple[list[Label], list[tuple[Point, Point]]]:
-    """Draw results and their peers -> their labels, still to be placed, and lines to the peers."""
+    """Draw results and their peers -> labels that are not drawn yet, and the connecting lines."""
     labels, ties = [], []
     for result in sorted(results, key=lambda result: -result["tok_s"]):
         x, y = result["bytes_per_token"] / 1e9, result["tok_s"]
@@ -207,9 +203,9 @@ def draw_points(axes, results: list[dict]) -> tuple[list[Label], list[tuple[Poin
 
 
 def place_labels(axes, labels: list[Label], lines: list[tuple[Point, Point]]) -> None:
-    """Write each label beside its point, on the first side that covers no point, line or label.
+    """Draw each label beside its point, where it covers the fewest points, lines and labels.
 
-    lines: both ends; straight on the screen. If every side covers something: where it covers least.
+    lines: the two ends of each line, which is straight on the screen.
     """
     from matplotlib.transforms import Bbox
 
@@ -249,7 +245,7 @@ def place_labels(axes, labels: list[Label], lines: list[tuple[Point, Point]]) ->
 
 
 def write(path: Path, data: bytes) -> None:
-    """Write a file, all or nothing. Raises ValueError if it cannot be written."""
+    """Write a file atomically. Raises ValueError if it cannot be written."""
     part = path.with_name(path.name + ".part")
     try:
         part.write_bytes(data)
@@ -263,8 +259,7 @@ def write(path: Path, data: bytes) -> None:
 
 def build_parser() -> Parser:
     parser = Parser(
-        "Draw results of benchmark.py: tokens/s against the bytes that a token reads, "
-        "under the roofline.",
+        "Draw the roofline of benchmark.py's results: tokens/s against bytes read per token.",
         (
             "python scripts/plot_roofline.py mixtral.json qwen3.json --output roofline.svg",
             "python benchmark.py --arch OLMoE-1B-7B --json | python scripts/plot_roofline.py -",
@@ -277,7 +272,10 @@ def build_parser() -> Parser:
         help="output of benchmark.py --json; - is stdin",
     )
     parser.add_argument(
-        "--output", type=Path, default=Path("roofline.svg"), help="a .png or .svg (roofline.svg)"
+        "--output",
+        type=Path,
+        default=Path("roofline.svg"),
+        help="picture, .png or .svg (roofline.svg)",
     )
     return parser
 

@@ -4,13 +4,13 @@
 #     scripts/prepare.sh mistralai/Mixtral-8x7B-Instruct-v0.1          # 16 bits
 #     scripts/prepare.sh mistralai/Mixtral-8x7B-Instruct-v0.1 int4     # and quantized
 #
-# Each step is all or nothing, and is skipped if its result exists. So the same command
-# resumes after an interruption. Files go to checkpoints/REPO, or to REPO in the folder
-# $MOE_FAST_CHECKPOINTS. The last line of stdout is the directory for --checkpoint_path.
-# $PYTHON names the Python to use instead of .venv's or python3.
+# Each step is atomic, and is skipped if its result exists. So the same command resumes after
+# an interruption. Files go to checkpoints/OWNER/NAME; $MOE_FAST_CHECKPOINTS replaces
+# "checkpoints". The last line of stdout is the directory for --checkpoint_path. $PYTHON names
+# the Python to use; default: .venv's, else python3.
 #
-# A model published in MXFP4 (gpt-oss) or block-wise FP8 (Qwen3) keeps its format: model_mxfp4
-# or model_fp8b takes the place of model_bf16.
+# A model published in MXFP4 (gpt-oss) or block-wise FP8 (Qwen3) keeps its format: its directory
+# is model_mxfp4 or model_fp8b instead of model_bf16.
 set -euo pipefail
 
 usage="usage: scripts/prepare.sh OWNER/NAME [int8|fp8|fp8b|int4|mxfp4|hqq4|hqq3|hqq2]
@@ -43,7 +43,7 @@ fi
 is_complete() { [ -f "$1/config.json" ]; }  # conversion renames a checkpoint when it is complete
 step() { echo "$1: $2" >&2; }
 
-plain=bf16  # format of the converted checkpoint: bf16, or the published one
+plain=bf16  # format of the converted checkpoint: bf16, mxfp4 or fp8b
 if ! is_complete "$directory/model_bf16"; then
     for format in mxfp4 fp8b; do
         if is_complete "$directory/model_$format"; then plain=$format; fi

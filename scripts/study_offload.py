@@ -3,11 +3,11 @@
     python scripts/study_offload.py [--checkpoint_path DIR] [--text_file FILE] [--tokens N]
         [--output_dir DIR] [--json]
 
-The model reads a text once, and its routing is recorded. Then expert caches are replayed
-over that record, one token a step as in decoding: `offload.cache.ExpertCache` for lru and
-lfu, and Belady's policy, which knows the future and is the upper bound. These are figures
-1 and 2 of Eliseev & Mazur 2023 for any converted checkpoint, by default the embedded model
-and its held-out text. With --output_dir they are also drawn.
+The model reads a text once while its routing is recorded. Then expert caches replay the
+record, one token per step as in decoding: `offload.cache.ExpertCache` for lru and lfu, and
+Belady's policy, which knows the future and is the upper bound. These are figures 1 and 2
+of Eliseev & Mazur 2023 for any converted checkpoint. Default: the embedded model and its
+held-out text. --output_dir also draws the figures.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from parallel.heartbeat import attempt
 from tokenizer import load_tokenizer
 
 LAYERS_AHEAD = 1, 2, 10  # as in the paper
-SHOWN_TOKENS = 64  # of the second picture
+SHOWN_TOKENS = 64  # in offload_experts.png
 INK, GREY, COLORS = "#1a1a1a", "#767676", ("#0b5fa5", "#c4561a", "#767676")
 
 
@@ -51,8 +51,8 @@ def moe_layers(model: Transformer) -> list[MoE]:
 def record(model: Transformer, ids: list[int]) -> tuple[Tensor, Tensor, dict[int, Tensor]]:
     """Run the model over ids -> expert_indices, expert_weights [L, T, A], predictions.
 
-    L layers have experts. predictions: by how many of these layers ahead, all experts of a
-    layer in the order in which they would be prefetched, [L - ahead, T, E].
+    L counts the layers with experts. predictions: number of layers ahead -> all experts in
+    the order of prefetching, [L - ahead, T, E].
     """
     layers, hidden = moe_layers(model), []
     hooks = [
@@ -85,7 +85,7 @@ def replay(
 ) -> tuple[int, list[set[int]]]:
     """Replay one layer's steps of A experts each -> hits, and the cached experts before each step.
 
-    policy: of `ExpertCache`, or "belady": evict the expert whose next use is furthest away.
+    policy: "lru", "lfu", or "belady": evict the expert whose next use is furthest away.
     """
     uses = [[n for n, step in enumerate(steps) if expert in step] for expert in range(experts)]
     cache, hits, before = ExpertCache(experts, slots, policy), 0, []
@@ -112,7 +112,7 @@ def replay(
 
 
 def hit_ratios(chosen: Tensor, experts: int) -> dict[str, dict[int, float]]:
-    """chosen [L, T, A] -> for each policy, and each R from A to E, hits over chosen experts."""
+    """chosen [L, T, A] -> hits / chosen experts, by policy and by R from A to E."""
     layers, active = chosen.tolist(), chosen.shape[-1]
     ratios: dict[str, dict[int, float]] = {}
     for policy in (*POLICIES, "belady"):
@@ -124,7 +124,7 @@ def hit_ratios(chosen: Tensor, experts: int) -> dict[str, dict[int, float]]:
 
 
 def recall(chosen: Tensor, predictions: Tensor) -> list[float]:
-    """Return the share of chosen experts among the first 1, 2, ... E predicted ones.
+    """Return the fraction of chosen experts among the first 1, 2, ... E predicted ones.
 
     chosen [L, T, A], predictions [L - ahead, T, E].
     """
@@ -135,7 +135,7 @@ def recall(chosen: Tensor, predictions: Tensor) -> list[float]:
 
 
 def study(model: Transformer, ids: list[int]) -> tuple[dict, Tensor, Tensor]:
-    """Return all figures, and the routing that they describe: indices and weights [L, T, A]."""
+    """Return all figures, and the recorded expert_indices and expert_weights [L, T, A]."""
     chosen, weights, predictions = record(model, ids)
     found = {
         "tokens": len(ids),
@@ -173,7 +173,7 @@ def tables(found: dict) -> str:
 
 
 def draw_curves(found: dict, path: Path) -> None:
-    """Draw hit ratio against slots, and recall against predictions."""
+    """Draw hit ratio against slots, and recall against the number of predictions."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
@@ -193,14 +193,14 @@ def draw_curves(found: dict, path: Path) -> None:
         axes.set_ylim(0, 1.03)
         axes.legend(frameon=False)
         axes.spines[["top", "right"]].set_visible(False)
-    with rc_context({"svg.hashsalt": "offload"}):  # the same picture is the same bytes
+    with rc_context({"svg.hashsalt": "offload"}):  # reproducible bytes
         figure.savefig(path, metadata={"Date": None})
 
 
 def draw_experts(found: dict, chosen: Tensor, weights: Tensor, slots: int, path: Path) -> None:
     """Draw the experts that the last tokens chose in up to four layers, shaded by weight.
 
-    Grey squares: the experts that lru with this many slots had cached before the token.
+    Grey squares: the experts cached before the token, by lru with `slots` slots.
     """
     from matplotlib.figure import Figure
 
@@ -240,7 +240,7 @@ def read_ids(options: argparse.Namespace, directory: Path) -> list[int]:
 
 
 def run(options: argparse.Namespace) -> dict:
-    """Do what the options ask for; return the figures."""
+    """Run the study; return the figures."""
     if options.tokens < 2:
         raise ValueError(f"--tokens {options.tokens}: it must be at least 2")
     if options.output_dir:
@@ -286,15 +286,15 @@ def build_parser() -> Parser:
         "--text_file",
         type=Path,
         metavar="FILE",
-        help="the text to read; default: the embedded model's held-out text",
+        help="text to read; default: the embedded model's held-out text",
     )
-    add("--tokens", type=int, default=2000, metavar="N", help="read its first N tokens (2000)")
+    add("--tokens", type=int, default=2000, metavar="N", help="number of tokens to read (2000)")
     add("--device", default="auto", choices=("auto", "cuda", "cpu"))
     add(
         "--output_dir",
         type=Path,
         metavar="DIR",
-        help="draw offload_curves.svg and offload_experts.png there",
+        help="folder for the pictures offload_curves.svg and offload_experts.png",
     )
     add("--json", action="store_true", help="print one JSON object after the tables")
     return parser

@@ -184,8 +184,8 @@ def shingles(text: str, length: int = 200) -> set[str]:
 def check_leaks(corpus: Corpus) -> dict[str, float]:
     """Search the training text for held-out text.
 
-    Returns the share of long held-out lines, and of 200-character substrings, that occur in the
-    training text; they include idioms and license notices. Raises ValueError for a near-copy: a
+    Return the fraction of long held-out lines, and of 200-character substrings, that occur in the
+    training text, idioms and license notices included. Raises ValueError for a near-copy: a
     training document and a held-out module that share half of the long lines of either.
     """
     modules_with = defaultdict(list)
@@ -307,12 +307,12 @@ def build_model(family: str, dropout: float = 0.0, **sizes) -> PreTrainedModel:
 
 
 def predict(model: nn.Module, tokens: Tensor, weights: dict | None = None) -> tuple[Tensor, ...]:
-    """Run the model with some of its `weights` replaced. tokens [B, S]
+    """Run the model on tokens [B, S], with some of its `weights` replaced.
 
-    Returns fp32 logits [B, S, V], the load-balancing loss [] and the used experts [L, B, S, E].
-    The loss is that of the Switch Transformer (arXiv 2101.03961, section 2.2), 1 for an even load,
-    as a mean over layers. transformers' own `aux_loss` pools the layers: the unused expert of one
-    layer can hide behind the busy expert of another.
+    Return fp32 logits [B, S, V], the load-balancing loss [] and the used experts [L, B, S, E].
+    The loss is that of the Switch Transformer (arXiv 2101.03961, section 2.2), as a mean over
+    layers; an even load gives 1. transformers' own `aux_loss` pools the layers, so that a busy
+    expert in one layer compensates for an unused one in another.
     """
     arguments = {"output_router_logits": True, "use_cache": False}
     output = functional_call(model, weights or {}, (tokens,), arguments)
@@ -366,7 +366,7 @@ def matrices(name: str, parameter: nn.Parameter) -> list[nn.Parameter]:
 
 
 def build_optimizers(model: PreTrainedModel, options: argparse.Namespace) -> list:
-    """Muon for the layers' matrices, AdamW for embeddings, routers, norms and biases."""
+    """Return Muon for the layers' matrices, AdamW for embeddings, routers, norms and biases."""
     by_muon, decayed, others = [], [], []
     for name, parameter in model.named_parameters():
         if parameter.dim() == 1 or name.endswith("bias"):
@@ -431,7 +431,7 @@ def train(
     evaluate: Callable[[PreTrainedModel], float],
     options: argparse.Namespace,
 ) -> tuple[PreTrainedModel, dict]:
-    """Train for `--steps`. Returns the average of the weights that validates best, and statistics.
+    """Train for `--steps`. Return the averaged weights that validate best, and statistics.
 
     The learning rate rises for `--warmup` steps, then falls linearly to zero. `evaluate` gives
     validation bits per byte of the exponential moving average of the weights, `--evals` times.
@@ -451,7 +451,7 @@ def train(
         for optimizer in optimizers:
             optimizer.step()
         model.zero_grad(set_to_none=False)  # Muon's matrices are views of these gradients
-        # The first steps' weights are poor: forget them faster.
+        # Decay the poor weights of the first steps faster.
         fresh = 1 - min(options.ema, step / (step + 9))
         with torch.no_grad():
             torch._foreach_lerp_([*average.parameters()], [*model.parameters()], fresh)
@@ -481,7 +481,7 @@ def write_json(path: Path, value: dict) -> None:
 
 
 def save_model(model: PreTrainedModel, folder: Path) -> None:
-    """Write the configs and bf16 shards of about half of the size, with their index."""
+    """Write the configs, two bf16 shards of about equal size, and their index."""
     model = copy.deepcopy(model).bfloat16()
     weights = list(model.parameters())
     expert = max(weight[0].nbytes for weight in weights if weight.dim() == 3)
@@ -514,7 +514,7 @@ def sample(model: PreTrainedModel, tokenizer, prompt: str, new_tokens: int) -> s
 
 
 def unigram_bits(documents: list[list[int]], heldout: list[int], vocab_size: int) -> float:
-    """Return the bits of `heldout` under the training text's token counts, each plus one."""
+    """Return the bits of `heldout` in a unigram model: training token counts, plus one."""
     ids = torch.tensor([*itertools.chain(*documents)])
     counts = torch.bincount(ids, minlength=vocab_size).double() + 1
     return -(counts / counts.sum()).log2()[torch.tensor(heldout)].sum().item()
@@ -595,7 +595,7 @@ def build_parser() -> Parser:
 
 
 def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Parse the options; with --smoke, those in SETTINGS have its own defaults."""
+    """Parse the options. --smoke changes the defaults of those in SETTINGS."""
     parser = build_parser()
     if parser.parse_known_args(arguments)[0].smoke:
         parser.set_defaults(**{name: smoke for name, (_, smoke, _) in SETTINGS.items()})
