@@ -5,7 +5,8 @@ A checkpoint is a self-contained directory:
     config.json               {"moe_fast": format version, "format": any JSON, "args": {...}}
     layer_00.safetensors ...  one file a layer, and rest.safetensors; other names work too
     index.json                {"tensors": {name: {file, shape, dtype}},
-                               "files": {file: {bytes, crc32}}, "config_crc32": of config.json}
+                               "files": {file: {bytes, crc32}}, "config_crc32": of config.json,
+                               "side_files": [names]}
     tokenizer.json ...        side files: read by other modules, and free to be edited
 
 This module does not interpret `args` and `format`: it returns them as they were written.
@@ -17,7 +18,6 @@ import json
 import math
 import os
 import re
-import secrets
 import shlex
 import shutil
 import sys
@@ -31,9 +31,20 @@ from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
+from cli.command import command
 from cli.parser import Parser
+from cli.staging import LOCK, StagedDirectory, flush_to_disk, recover
 
 FORMAT_VERSION = 1
+SIDE_FILES = (  # of a Hugging Face directory, copied beside the weights
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "generation_config.json",
+)
 MAKE_ONE = "make one first: scripts/prepare.sh OWNER/NAME"  # the fix for a missing checkpoint
 CHECKSUM_CHUNK = 4 << 20  # bytes read at a time
 
@@ -196,7 +207,10 @@ class Checkpoint:
         self.tensors: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         self._shard_of: dict[str, Shard] = {}  # by tensor
         index = read_json(self.directory / "index.json")
-        self._config_crc32 = index.get("config_crc32")  # version one did not write it
+        # Version one wrote neither the checksum nor the list.
+        if index.get("config_crc32") not in (None, file_crc32(self.directory / "config.json")):
+            raise self._damaged("config.json differs from its checksum: it was edited")
+        self._side_files = index.get("side_files", SIDE_FILES)
         try:
             self._read_index(index)
         except (KeyError, TypeError, AttributeError):
@@ -205,6 +219,8 @@ class Checkpoint:
     def _check_layout(self):
         """Raise ValueError for the other directories that users give, each with its own fix."""
         directory = self.directory
+        if not directory.exists():
+            recover(directory.parent)  # a run may have been killed between two renames
         if not directory.is_dir():
             is_name = re.fullmatch(r"[\w.-]+/[\w.-]+", str(directory))
             fix = MAKE_ONE.replace("OWNER/NAME", str(directory)) if is_name else MAKE_ONE
@@ -276,15 +292,15 @@ class Checkpoint:
         return files
 
     def side_files(self) -> list[Path]:
-        """Return the other files of the directory: the tokenizer's, generation_config.json ..."""
-        ours = {"config.json", "index.json", *self.files}
-        paths = self.directory.iterdir()
-        return sorted(path for path in paths if path.is_file() and path.name not in ours)
+        """Return the other files that belong to it: the tokenizer's, generation_config.json ..."""
+        paths = (self.directory / name for name in self._side_files)
+        return sorted(path for path in paths if path.is_file())
 
     def verify(self, progress: bool = True):
-        """Read every file and compare its CRC32. Raises ValueError with the first that differs."""
-        if self._config_crc32 not in (None, file_crc32(self.directory / "config.json")):
-            raise self._damaged("config.json differs from its checksum")
+        """Read every file: compare its CRC32, and check that its numbers are finite.
+
+        Raises ValueError with the first that is wrong.
+        """
         total = sum(size for size, _ in self.files.values())
         bar = tqdm(
             total=total,
@@ -298,6 +314,9 @@ class Checkpoint:
             for file, (_, expected) in self.files.items():
                 if file_crc32(self.directory / file, bar.update) != expected:
                     raise self._damaged(f"{file} differs from its checksum")
+        for name, (_, dtype) in self.tensors.items():
+            if dtype.is_floating_point and not is_finite(self.read(name)):
+                raise self._damaged(f"{name} holds NaN or infinity")
 
 
 class Writer:
@@ -318,6 +337,7 @@ class Writer:
         self.config = {"moe_fast": FORMAT_VERSION, "format": format, "args": args}
         self.index = {"tensors": {}, "files": {}}
         self.force = force
+        self._side_files: set[str] = set()
 
     def _check_target(self):
         target = self.target
@@ -328,15 +348,20 @@ class Writer:
         if not is_checkpoint(target):
             cause = "is no moe-fast checkpoint, so it is not replaced"
             raise ValueError(f"{target} {cause}; name another place")
+        others = sorted({path.name for path in target.iterdir()} - own_names(target))
+        if others:
+            more = f" and {len(others) - 1} more" if len(others) > 1 else ""
+            cause = f"also holds {others[0]}{more}, so it is not replaced"
+            raise ValueError(f"{target} {cause}; move them, or name another place")
 
     def __enter__(self) -> "Writer":
         self._check_target()
-        self.directory = self._temporary_sibling()
         try:
-            self.directory.mkdir()
+            self._staged = StagedDirectory(self.target)
         except OSError as error:
-            cause = f"cannot write to {self.target.parent}: {error.strerror}"
+            cause = f"cannot write to {self.target.parent}: {error.strerror or error}"
             raise ValueError(f"{cause}; name another place") from None
+        self.directory = self._staged.path
         return self
 
     def reserve(self, size: int):
@@ -346,38 +371,20 @@ class Writer:
             need = f"needs {size / 1e9:.1f} GB, {free / 1e9:.1f} are free"
             raise ValueError(f"{self.target} {need}; name another place")
 
-    def _temporary_sibling(self) -> Path:
-        return self.target.parent / f".{self.target.name}.{secrets.token_hex(4)}.tmp"
-
     def __exit__(self, kind, error, traceback):
         try:
             if error is not None:
                 raise error
             self.write_json("config.json", self.config)
             self.index["config_crc32"] = file_crc32(self.directory / "config.json")
-            self.write_json("index.json", self.index)
-            self._move_to_target()
+            self.write_json("index.json", self.index | {"side_files": sorted(self._side_files)})
+            self._check_target()  # again: hours may have passed
+            self._staged.commit()
         except (OSError, SafetensorError) as failure:
             fix = "free some space or name another place"
             raise ValueError(f"cannot write {self.target} ({failure}); {fix}") from None
         finally:
-            shutil.rmtree(self.directory, ignore_errors=True)
-
-    def _move_to_target(self):
-        """Rename the finished directory to the target; restore a replaced target if that fails."""
-        self._check_target()  # again: hours may have passed
-        flush_to_disk(self.directory)
-        backup = self._temporary_sibling()
-        try:
-            if self.target.exists():
-                self.target.rename(backup)
-            self.directory.rename(self.target)
-            flush_to_disk(self.target.parent)
-        finally:
-            if self.target.exists():
-                shutil.rmtree(backup, ignore_errors=True)
-            elif backup.exists():
-                backup.rename(self.target)
+            self._staged.close()
 
     def write(self, file: str, tensors: dict[str, Tensor]):
         """Write one safetensors file.
@@ -400,7 +407,9 @@ class Writer:
         self.index["files"][file] = {"bytes": path.stat().st_size, "crc32": crc}
 
     def write_json(self, file: str, value):
-        """Write a JSON side file; it replaces a copied one of that name."""
+        """Write a JSON file; it replaces a copied one of that name."""
+        if file not in ("config.json", "index.json"):
+            self._side_files.add(file)
         with open(self.directory / file, "w") as stream:
             json.dump(value, stream, indent=1)
             stream.flush()
@@ -408,6 +417,7 @@ class Writer:
 
     def copy(self, path: Path | str):
         """Copy a side file, keeping its name."""
+        self._side_files.add(Path(path).name)
         flush_to_disk(shutil.copyfile(path, self.directory / Path(path).name))
 
 
@@ -437,13 +447,21 @@ def saved_crc32(path: Path, tensors: dict[str, Tensor]) -> int:
     return crc
 
 
-def flush_to_disk(path: Path):
-    """Wait until the file or directory has reached the disk (fsync)."""
-    handle = os.open(path, os.O_RDONLY)
+def own_names(directory: Path) -> set[str]:
+    """Return the names in a checkpoint's directory that this project wrote, damaged or not."""
+    names = {"config.json", "index.json", LOCK}
     try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        index = read_json(directory / "index.json")
+        return names | {*index["files"], *index.get("side_files", SIDE_FILES)}
+    except (ValueError, KeyError, TypeError):
+        return names | set(SIDE_FILES)
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether a floating-point tensor holds neither NaN nor infinity, without a copy of it."""
+    if tensor.dtype == torch.float8_e4m3fn:  # it has no infinity, and no kernels
+        return not ((tensor.view(torch.uint8) & 0x7F) == 0x7F).any()
+    return tensor.numel() == 0 or all(bool(end.isfinite()) for end in tensor.aminmax())
 
 
 def build_parser() -> Parser:
@@ -463,16 +481,13 @@ def build_parser() -> Parser:
     return parser
 
 
+@command()
 def main() -> int:
     """Run the command; a user's mistake is one line on stderr and exit code 2."""
     options = build_parser().parse_args()
-    try:
-        checkpoint = Checkpoint(options.directory)
-        if options.verify:
-            checkpoint.verify()
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    checkpoint = Checkpoint(options.directory)
+    if options.verify:
+        checkpoint.verify()
     total = sum(map(checkpoint.nbytes, checkpoint.tensors))
     print(f"{checkpoint.directory}: {len(checkpoint.tensors)} tensors, {total / 1e9:.3f} GB")
     print(f"format: {json.dumps(checkpoint.format)}")

@@ -7,6 +7,7 @@ import sys
 import time
 from pathlib import Path
 
+from cli.command import command
 from cli.parser import Parser
 from models.converter import convert
 
@@ -28,18 +29,12 @@ def build_parser() -> Parser:
     return parser
 
 
+@command(interrupted="nothing was written")
 def main() -> int:
     """Run the command; a user's mistake is one line on stderr and exit code 2."""
     options = build_parser().parse_args()
     start = time.perf_counter()
-    try:
-        output = convert(options.checkpoint_dir, options.output_dir, options.dtype, options.force)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("error: interrupted; nothing was written", file=sys.stderr)
-        return 130
+    output = convert(options.checkpoint_dir, options.output_dir, options.dtype, options.force)
     seconds = time.perf_counter() - start
     size = sum(path.stat().st_size for path in output.glob("*.safetensors")) / 1e9
     print(f"{size:.2f} GB in {seconds:.1f} s, {size / seconds:.2f} GB/s", file=sys.stderr)

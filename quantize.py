@@ -11,9 +11,8 @@ import sys
 import time
 from pathlib import Path
 
-import torch
-
 from checkpoint import Checkpoint
+from cli.command import command
 from cli.parser import Parser
 from formats import FORMATS, PLAIN
 from formats.quantizer import bits_per_weight, formats_of_mode, plan_format, quantize
@@ -142,17 +141,10 @@ def summary(target: Checkpoint, args, seconds: float) -> str:
     )
 
 
+@command(out_of_memory="add --device cpu", interrupted="nothing was written")
 def main() -> int:
     """Run the command; a user's mistake is one line on stderr and exit code 2."""
-    options = build_parser().parse_args()
-    try:
-        print(run(options))
-    except (ValueError, OSError, torch.cuda.OutOfMemoryError) as error:
-        print(f"error: {str(error).splitlines()[0]}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted: nothing was written", file=sys.stderr)
-        return 130
+    print(run(build_parser().parse_args()))
     return 0
 
 

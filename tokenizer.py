@@ -73,6 +73,26 @@ class Tokenizer:
         self._control = re.compile(_any_of(vocabulary.control))
         self._bytes: dict[int, bytes] = {}  # cache of token_bytes
 
+    def check(self, vocab_size: int) -> None:
+        """Raise ValueError if an id is beyond the model's, or the chat template does not compile.
+
+        vocab_size: rows of the embedding.
+        """
+        ids = (*self.stop_ids, *self._prefix, *self.encode("def f(x):\n    return 1"))
+        if max(ids) >= vocab_size:
+            raise ValueError(
+                f"the tokenizer has the id {max(ids)}, beyond the model's {vocab_size} tokens; "
+                "it belongs to another model: download both again"
+            )
+        if self.has_chat_template:
+            try:
+                assert self._template
+            except Exception as error:  # the template is a program of the checkpoint's author
+                fix = "download it again"
+                raise ValueError(
+                    f"the chat template is damaged ({_one_line(error)}); {fix}"
+                ) from None
+
     def encode(self, text: str, bos: bool = True, *, special: bool = False) -> list[int]:
         """Return the ids of a text.
 
@@ -116,26 +136,28 @@ class Tokenizer:
             self._bytes[id] = self._vocabulary.token_bytes(id) if in_range else b""
         return self._bytes[id]
 
-    def chat_text(
-        self, messages: list[dict], add_generation_prompt: bool = True, **variables
-    ) -> str:
+    def max_bytes_per_token(self) -> int:
+        """Return how many bytes of text one token can stand for, at most."""
+        longest = max(len(self.token_bytes(id)) for id in range(self.vocab_size))
+        # A normalizer may shorten text: NFC joins three Hangul letters of 3 bytes each into one.
+        return 3 * max(longest, 1)
+
+    def chat_text(self, messages: list[dict], **variables) -> str:
         """Return a conversation as text, formatted by the checkpoint's chat template.
 
-        messages: dicts with `role` and `content`. variables: more names for the template (`tools`;
-        Qwen3 knows `enable_thinking`). Raises ValueError if there is no template, or if the
-        template rejects the messages.
+        messages: dicts with `role` and `content`. variables: names for the template, such as
+        `tools`, `add_generation_prompt` (default: True), and Qwen3's `enable_thinking`. Raises
+        ValueError if there is no template, or if the template rejects the messages.
         """
-        return self._render(messages, add_generation_prompt, variables).replace(TEXT_MARK, "")
+        return self._render(messages, variables).replace(TEXT_MARK, "")
 
-    def chat(
-        self, messages: list[dict], add_generation_prompt: bool = True, **variables
-    ) -> list[int]:
+    def chat(self, messages: list[dict], **variables) -> list[int]:
         """Return the ids of `chat_text`.
 
         Control tokens of the template become their ids; those spelled out in a message stay text.
         No BOS is added to the template's own.
         """
-        text = self._render(messages, add_generation_prompt, variables)
+        text = self._render(messages, variables)
         ids = []
         for number, part in enumerate(MARKED.split(text)):  # odd parts are marked characters
             # Drop single marks: the template may have cut a marked text between character and mark.
@@ -143,7 +165,7 @@ class Tokenizer:
                 ids += self.encode(plain, bos=False, special=number % 2 == 0)
         return ids
 
-    def _render(self, messages, add_generation_prompt: bool, variables: dict) -> str:
+    def _render(self, messages, variables: dict) -> str:
         """Return the template's text, with the messages' control tokens marked as text."""
         if not self.has_chat_template:
             fix = "give a plain prompt, or use an instruct checkpoint"
@@ -151,10 +173,10 @@ class Tokenizer:
         if not isinstance(messages, list | tuple) or not all(isinstance(m, dict) for m in messages):
             example = '{"role": "user", "content": "Hello"}'
             raise ValueError(f"a chat is a list of messages such as {example}")
-        context = {"messages": messages, "tools": None, "documents": None} | variables
+        defaults = {"tools": None, "documents": None, "add_generation_prompt": True}
+        context = defaults | {"messages": messages} | variables
         try:
-            context = self._special_names | self._mark_control_tokens(context)
-            return self._template.render(context, add_generation_prompt=add_generation_prompt)
+            return self._template.render(self._special_names | self._mark_control_tokens(context))
         except Exception as error:  # the template is a program of the checkpoint's author
             raise ValueError(f"chat template: {_one_line(error)}") from None
 
@@ -403,8 +425,12 @@ def _template_source(directory: Path, config: dict) -> str | None:
         return _read_text(path)
     template = config.get("chat_template")
     if isinstance(template, list):  # several, by name
-        entries = [item for item in template if isinstance(item, dict)]
-        template = {item.get("name"): item.get("template") for item in entries}.get("default")
+        defaults = (
+            item.get("template")
+            for item in template
+            if isinstance(item, dict) and item.get("name") == "default"
+        )
+        template = next(defaults, None)
     if template is not None and not isinstance(template, str):
         path = directory / "tokenizer_config.json"
         raise ValueError(f"{path}: chat_template must be a text or named texts")

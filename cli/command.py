@@ -1,0 +1,153 @@
+"""The frame around every command's main(): one line for each error, none for a traceback."""
+
+import contextlib
+import errno
+import functools
+import os
+import signal
+import sys
+from collections.abc import Callable
+
+USER_ERROR, INTERRUPTED = 2, 128  # exit codes; the latter plus the signal's number
+MAX_MESSAGE = 500  # characters
+FIXES = {  # by errno
+    errno.EACCES: "check its permissions",
+    errno.EPERM: "check its permissions",
+    errno.EROFS: "name another place",
+    errno.ELOOP: "remove the loop of symbolic links",
+    errno.ENAMETOOLONG: "name a shorter path",
+    errno.ENOSPC: "free some space or name another place",
+    errno.EDQUOT: "free some space or name another place",
+    errno.ENOENT: "check the path and the working directory",
+    errno.EMFILE: "raise the limit: ulimit -n 4096",
+    errno.EIO: "check the disk",
+}
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM or SIGHUP. Handled as Ctrl-C is, so that temporary files are removed."""
+
+    def __init__(self, number: int):
+        super().__init__(number)
+        self.number = number
+
+
+def command(
+    fail: Callable[[str], int] | None = None,
+    out_of_memory: str = "use a smaller checkpoint: quantize.py --mode int4",
+    interrupted: str = "",
+) -> Callable[[Callable[..., int]], Callable[..., int]]:
+    """Decorate a main() that returns an exit code: errors of the user become one line and code 2.
+
+    fail: prints the line and returns the code; default: `report`. out_of_memory: the fix to name.
+    interrupted: what to tell about an interruption. After SIGINT, SIGTERM or SIGHUP, main returns
+    128 plus the signal's number; if the reader of stdout has left, 141.
+    """
+    fail = fail or report
+
+    def decorate(main: Callable[..., int]) -> Callable[..., int]:
+        @functools.wraps(main)
+        def framed(*arguments) -> int:
+            try:
+                open_standard_streams()
+                handle_termination()
+                code = main(*arguments)
+                sys.stdout.flush()
+                return code
+            except ValueError as error:
+                return fail(str(error))
+            except KeyboardInterrupt as error:
+                if interrupted:
+                    report(f"interrupted; {interrupted}")
+                return INTERRUPTED + (error.number if isinstance(error, Terminated) else 2)
+            except BrokenPipeError:
+                discard_stdout()
+                return INTERRUPTED + signal.SIGPIPE
+            except OSError as error:
+                discard_stdout()
+                return fail(describe_os_error(error))
+            except (MemoryError, RuntimeError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                return fail(f"out of memory ({first_line(error)}); {out_of_memory}")
+
+        return framed
+
+    return decorate
+
+
+def report(message: str) -> int:
+    """Print one line on stderr, as far as it can be written; return the code of a user's error."""
+    with contextlib.suppress(OSError):
+        print(f"error: {printable(message)}", file=sys.stderr, flush=True)
+    return USER_ERROR
+
+
+def printable(message: str) -> str:
+    """Return one line of at most MAX_MESSAGE characters, control characters escaped.
+
+    Names of files and tensors come from others: an escape sequence in one would drive the terminal.
+    """
+    line = "".join(
+        char if char.isprintable() else " " if char == "\n" else repr(char)[1:-1]
+        for char in message.strip()
+    )
+    return line if len(line) <= MAX_MESSAGE else f"{line[: MAX_MESSAGE - 3]}..."
+
+
+def describe_os_error(error: OSError) -> str:
+    """Return cause and fix. Only writes to stdout and stderr raise errors without a file's name."""
+    cause = error.strerror or str(error)
+    where = error.filename if error.filename is not None else "stdout"
+    return f"{where}: {cause}; {FIXES.get(error.errno or 0, 'check the path')}"
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether Python, PyTorch's CPU allocator or its GPU allocator ran out of memory."""
+    return (
+        isinstance(error, MemoryError)
+        or type(error).__name__ == "OutOfMemoryError"
+        or "can't allocate memory" in str(error)
+    )
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or the error's type."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def handle_termination() -> None:
+    """Let SIGTERM and SIGHUP raise Terminated; nohup's ignored SIGHUP stays ignored."""
+
+    def terminate(number, frame):
+        raise Terminated(number)
+
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) == signal.SIG_DFL:
+            signal.signal(number, terminate)
+
+
+def open_standard_streams() -> None:
+    """Point closed standard streams at /dev/null, and let no character fail to print.
+
+    A closed descriptor 1 or 2 would be given to the next file opened, and receive what is printed.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
+        elif hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def discard_stdout() -> None:
+    """Point stdout at /dev/null, so that Python's flush at exit does not fail once more."""
+    with contextlib.suppress(OSError, ValueError):
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, sys.stdout.fileno())
+        os.close(null)

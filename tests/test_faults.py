@@ -1,0 +1,231 @@
+"""Faults: any file operation may fail or be the last, and no option or file gives a traceback."""
+
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import FAMILIES
+from safetensors.torch import load_file, save_file
+
+import checkpoint
+import convert_hf_checkpoint
+import quantize
+from checkpoint import Checkpoint
+from cli.staging import recover
+
+fork = multiprocessing.get_context("fork")
+EVENTS = ("open", "os.", "shutil.", "fcntl.")
+
+
+@pytest.fixture(scope="module")
+def hf(tmp_path_factory) -> Path:
+    """A small Mixtral in Hugging Face layout, with the embedded model's tokenizer."""
+    directory = tmp_path_factory.mktemp("hf")
+    FAMILIES["mixtral"]().save_pretrained(directory)
+    for name in ("tokenizer.model", "tokenizer_config.json"):
+        shutil.copy(Path(__file__).parents[1] / "checkpoints/tiny-moe" / name, directory)
+    config = json.loads((directory / "config.json").read_text())
+    vocabulary = 4096
+    weights = load_file(directory / "model.safetensors")
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        weights[name] = weights[name].repeat(-(-vocabulary // len(weights[name])), 1)[:vocabulary]
+    save_file(
+        {name: tensor.contiguous() for name, tensor in weights.items()},
+        directory / "model.safetensors",
+    )
+    (directory / "config.json").write_text(json.dumps(config | {"vocab_size": vocabulary}))
+    return directory
+
+
+@pytest.fixture(scope="module")
+def converted(hf, tmp_path_factory) -> Path:
+    target = tmp_path_factory.mktemp("converted") / "model_bf16"
+    assert run(convert_hf_checkpoint, "--checkpoint_dir", hf, "--output_dir", target) == 0
+    return target
+
+
+def run(module, *arguments) -> int:
+    """Run a command in this process."""
+    before = sys.argv
+    sys.argv = [module.__name__, *map(str, arguments)]
+    try:
+        return module.main()
+    except SystemExit as end:
+        return end.code
+    finally:
+        sys.argv = before
+
+
+def run_apart(work, *arguments) -> int:
+    """Call work(*arguments) in a forked process -> its exit code, or minus its signal."""
+
+    def body():
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, 1)
+        os.dup2(null, 2)
+        os._exit(work(*arguments))
+
+    process = fork.Process(target=body)
+    process.start()
+    process.join()
+    return process.exitcode
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+# Every file operation in turn ---------------------------------------------------------------------
+
+
+def with_fault(folder: Path, step: int, kill: bool, command, *arguments) -> int:
+    """Run a command whose file operation number `step` in `folder` fails, or is its last.
+
+    Returns 100 if there are fewer operations.
+    """
+    seen = []
+
+    def hook(event, arguments):
+        if not event.startswith(EVENTS) or len(seen) >= step:
+            return
+        if any(str(folder) in str(argument) for argument in arguments):
+            seen.append(event)
+            if len(seen) == step:
+                if kill:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                raise OSError(28, "No space left on device", str(folder))
+
+    sys.addaudithook(hook)
+    code = run(command, *arguments)
+    return code if len(seen) == step else 100
+
+
+@pytest.mark.parametrize("kill", (False, True), ids=("fails", "is the last"))
+@pytest.mark.parametrize("command", (convert_hf_checkpoint, quantize), ids=lambda m: m.__name__)
+@pytest.mark.parametrize("force", (False, True))
+@pytest.mark.slow
+def test_any_file_operation(hf, converted, tmp_path, command, kill, force):
+    """The target is then absent, or old and whole, or new and whole, and nothing else is left."""
+    source = ("--checkpoint_dir", hf)
+    if command is quantize:
+        source = ("--checkpoint_path", converted, "--mode", "int8")
+    for step in range(1, 500):
+        folder = tmp_path / str(step)
+        folder.mkdir()
+        if force:
+            shutil.copytree(converted, folder / "model", symlinks=True)
+        arguments = (*source, "--output_dir", folder / "model", *(["--force"] if force else []))
+        code = run_apart(with_fault, folder, step, kill, command, *arguments)
+        assert code in ((-signal.SIGKILL, 100) if kill else (0, 2, 100)), step
+        recover(folder)  # the next run calls it
+        whole = (folder / "model").exists()
+        assert names(folder) == (["model"] if whole else []), step
+        assert whole or not force, step
+        if whole:
+            Checkpoint(folder / "model").verify(progress=False)
+        shutil.rmtree(folder)
+        if code == 100:
+            break
+    assert code == 100 and step > 20
+
+
+def test_a_full_disk_in_the_middle(hf, tmp_path):
+    """The smoke case of test_any_file_operation."""
+    code = run_apart(
+        with_fault, tmp_path, 12, False, convert_hf_checkpoint,
+        "--checkpoint_dir", hf, "--output_dir", tmp_path / "model",
+    )  # fmt: skip
+    assert code == 2 and names(tmp_path) == []
+
+
+# --force ------------------------------------------------------------------------------------------
+
+
+def tree(directory: Path) -> dict[str, bytes]:
+    paths = (path for path in directory.rglob("*") if path.is_file())
+    return {str(path.relative_to(directory)): path.read_bytes() for path in paths}
+
+
+@pytest.mark.parametrize(
+    "name", ("hf/model.safetensors", "notes.txt", "model_int4/config.json", ".hidden")
+)
+def test_force_refuses_what_it_did_not_write(hf, converted, tmp_path, capsys, name):
+    target = tmp_path / "target"
+    shutil.copytree(converted, target)
+    (target / name).parent.mkdir(exist_ok=True)
+    (target / name).write_text("the user's")
+    before = tree(target)
+    arguments = ("--checkpoint_dir", hf, "--output_dir", target, "--force")
+    assert run(convert_hf_checkpoint, *arguments) == 2
+    error = capsys.readouterr().err
+    assert name.split("/")[0] in error and "not replaced" in error and error.count("\n") == 1
+    assert tree(target) == before and names(tmp_path) == ["target"]
+
+
+def test_force_keeps_a_source_inside_the_target(hf, converted, tmp_path, capsys):
+    target = tmp_path / "target"
+    shutil.copytree(converted, target)
+    shutil.copytree(hf, target / "hf")
+    before = tree(target)
+    arguments = ("--checkpoint_dir", target / "hf", "--output_dir", target, "--force")
+    assert run(convert_hf_checkpoint, *arguments) == 2
+    shutil.copytree(converted, target / "model_bf16")
+    arguments = ("--checkpoint_path", target / "model_bf16", "--output_dir", target)
+    assert run(quantize, *arguments, "--mode", "int8", "--force") == 2
+    shutil.rmtree(target / "model_bf16")
+    assert tree(target) == before
+
+
+def test_force_replaces_side_files_of_its_own(hf, converted, tmp_path):
+    target = tmp_path / "target"
+    shutil.copytree(converted, target)
+    arguments = ("--checkpoint_dir", hf, "--output_dir", target, "--force")
+    assert run(convert_hf_checkpoint, *arguments) == 0
+    assert names(tmp_path) == ["target"]
+    Checkpoint(target).verify(progress=False)
+
+
+# Checksums ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("key, value", (("n_head", 4), ("rope_theta", 5.0), ("norm_eps", 0.1)))
+def test_edited_args_are_refused(converted, tmp_path, key, value):
+    shutil.copytree(converted, tmp_path / "model")
+    path = tmp_path / "model/config.json"
+    config = json.loads(path.read_text())
+    assert key in config["args"]
+    config["args"][key] = value
+    path.write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"config\.json differs from its checksum"):
+        Checkpoint(tmp_path / "model")
+
+
+def test_an_index_without_a_checksum_loads(converted, tmp_path):
+    shutil.copytree(converted, tmp_path / "model")
+    path = tmp_path / "model/index.json"
+    index = json.loads(path.read_text())
+    for key in ("config_crc32", "side_files"):
+        del index[key]
+    path.write_text(json.dumps(index))
+    assert Checkpoint(tmp_path / "model").args
+
+
+@pytest.mark.parametrize("value", (float("nan"), float("inf")))
+def test_verify_finds_numbers_that_are_not_finite(converted, tmp_path, capsys, value):
+    source = Checkpoint(converted)
+    with checkpoint.Writer(tmp_path / "model", source.args, source.format) as writer:
+        for file, tensors in source.by_file().items():
+            read = {name: source.read(name) for name in tensors}
+            if "layers.1.attention.wo.weight" in read:
+                read["layers.1.attention.wo.weight"][3, 5] = value
+            writer.write(file, read)
+    assert run(checkpoint, tmp_path / "model") == 0
+    capsys.readouterr()
+    assert run(checkpoint, tmp_path / "model", "--verify") == 2
+    error = capsys.readouterr().err
+    assert "layers.1.attention.wo.weight" in error and error.count("error") == 1
