@@ -9,17 +9,23 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from cli.options import add_model_options, check_counts, check_model_options
+from cli.log import log_to_stderr
+from cli.options import (
+    DEFAULT_CHAT_LENGTH,
+    add_model_options,
+    check_counts,
+    check_model_options,
+)
 from cli.parser import Parser
-from generate import DEFAULT_CHAT_LENGTH, log_to_stderr, open_checkpoint, open_session
+from generate import open_checkpoint, open_session
 from models import args_of_checkpoint
 from parallel import process_group
-from parallel.heartbeat import attempt, fail
+from parallel.heartbeat import attempt
 from runtime.sampling import Sampling
 from runtime.session import Session
 from server import LOCAL_HOSTS
@@ -39,9 +45,9 @@ def build_parser() -> Parser:
     add(
         "--host",
         default="127.0.0.1",
-        help="address to listen on; any but this machine's own needs --api_key",
+        help="address to listen on; addresses that others can reach need --api_key (127.0.0.1)",
     )
-    add("--port", type=int, default=8000, help="0 takes a free one (8000)")
+    add("--port", type=int, default=8000, help="port to listen on; 0: any free port (8000)")
     add(
         "--api_key",
         metavar="KEY",
@@ -52,9 +58,15 @@ def build_parser() -> Parser:
         type=int,
         default=256,
         metavar="N",
-        help="queue length; further requests get 429 (256)",
+        help="queue length; when it is full, requests get status 429 (256)",
     )
-    add("--max_body", type=int, default=4 << 20, metavar="BYTES", help="largest request (4 MiB)")
+    add(
+        "--max_body",
+        type=int,
+        default=4 << 20,
+        metavar="BYTES",
+        help="largest request body (4 MiB)",
+    )
     add(
         "--time_limit",
         type=float,
@@ -74,7 +86,7 @@ def build_parser() -> Parser:
 
 
 def check_options(options: argparse.Namespace) -> None:
-    """Fill in the API key. Raises ValueError for options that are invalid or exclude each other."""
+    """Check options and read $MOE_FAST_API_KEY. Raises ValueError for invalid combinations."""
     check_model_options(options)
     check_counts(options, "max_queue", "max_body", "max_seq_len")
     if not 0 <= options.port < 65536:
@@ -93,7 +105,7 @@ def check_options(options: argparse.Namespace) -> None:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Return a socket bound to an address, not yet listening. Raises ValueError if it is taken."""
+    """Return a socket bound to an address, not listening yet. Raises ValueError if it is taken."""
     try:
         addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         family, kind, protocol, _, address = addresses[0]
@@ -115,7 +127,10 @@ def bind_rank_0(options: argparse.Namespace) -> socket.socket | None:
 
 
 def load(options: argparse.Namespace, device: torch.device) -> tuple[Session, Path]:
-    """Return the session and its checkpoint's directory. Raises ValueError for a wrong length."""
+    """Return the session and its checkpoint's directory.
+
+    Raises ValueError for a --max_seq_len over the model's, and as `open_session`.
+    """
     checkpoint = open_checkpoint(options.checkpoint_path)
     max_position = args_of_checkpoint(checkpoint).max_position
     if (options.max_seq_len or 0) > max_position:
@@ -131,7 +146,7 @@ def load(options: argparse.Namespace, device: torch.device) -> tuple[Session, Pa
 
 
 def compile_steps(session: Session) -> None:
-    """Run the greedy and the sampling step once, so that no request waits for the compiler."""
+    """Run the greedy and the sampling step once, so that no request waits for compilation."""
     start = time.perf_counter()
     for temperature in (0.0, 1.0):
         for _ in session.stream([0], 2, Sampling(temperature, seed=0)):
@@ -141,30 +156,26 @@ def compile_steps(session: Session) -> None:
         print(f"compiled in {time.perf_counter() - start:.1f} s", file=sys.stderr)
 
 
-def run(options: argparse.Namespace, serve_session: Callable) -> int:
-    """Load the model and serve it until Ctrl-C. serve_session: `server.app.serve_session`."""
+def print_address(listener: socket.socket, name: str) -> None:
+    """Print the URLs of the API and of the chat page."""
+    host, port = listener.getsockname()[:2]
+    url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    print(f"serving {name} on {url}/v1, the chat page on {url}/", file=sys.stderr, flush=True)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Load the model and serve it until Ctrl-C. Raises ValueError for a user's mistake."""
+    try:
+        from server.app import serve_session
+    except ImportError as error:
+        raise ValueError(
+            f"a server needs FastAPI and uvicorn ({error}): pip install 'moe-fast[serve]'"
+        ) from None
     device = process_group.start(options.device)
     check_options(options)
     listener = bind_rank_0(options)
     session, directory = load(options, device)
-    name = directory.absolute().parent.name  # of OWNER/NAME/model_bf16
-
-    def print_address() -> None:
-        host, port = listener.getsockname()[:2]
-        url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-        print(f"serving {name} on {url}/v1, the chat page on {url}/", file=sys.stderr, flush=True)
-
-    serve_session(
-        session,
-        directory,
-        listener,
-        model_name=name,
-        max_queue=options.max_queue,
-        time_limit=options.time_limit,
-        max_body=options.max_body,
-        api_key=options.api_key,
-        on_ready=print_address,
-    )
+    serve_session(session, directory, listener, options, partial(print_address, listener))
     process_group.stop()
     return 0
 
@@ -178,13 +189,9 @@ def main() -> int:
     """Run the command until Ctrl-C or SIGTERM. A user's mistake is one line and exit code 2."""
     options = build_parser().parse_args()
     log_to_stderr()
-    try:
-        from server.app import serve_session
-    except ImportError as error:
-        return fail(f"a server needs FastAPI and uvicorn ({error}): pip install 'moe-fast[serve]'")
     signal.signal(signal.SIGTERM, interrupt)
     try:
-        return attempt(lambda: run(options, serve_session), out_of_memory="shorten --max_seq_len")
+        return attempt(lambda: run(options), out_of_memory="shorten --max_seq_len")
     except KeyboardInterrupt:
         return 0
 

@@ -1,8 +1,9 @@
 """The HTTP side of the server: a FastAPI app, and the thread that runs it.
 
-HTTP runs in a thread of its own while the main thread decodes (server/scheduler.py).
+The main thread decodes meanwhile (server/scheduler.py).
 """
 
+import argparse
 import asyncio
 import hmac
 import re
@@ -11,12 +12,11 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import uvicorn
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.responses import (
     HTMLResponse,
@@ -31,6 +31,7 @@ from starlette.requests import ClientDisconnect
 
 from runtime.session import Session
 from server import LOCAL_HOSTS
+from server.connections import make_http_server
 from server.scheduler import QueuedRequest, Scheduler, decode_requests
 from server.schema import (
     APIError,
@@ -40,6 +41,7 @@ from server.schema import (
     read_request,
     server_sent_event,
 )
+from server.tokenizing import TokenizerPool
 from tokenizer import Tokenizer, load_tokenizer
 
 CHAT_PAGE = Path(__file__).with_name("chat.html")
@@ -51,38 +53,42 @@ BODY_TIMEOUT = 30.0  # seconds in which a request's body must arrive
 
 @dataclass(frozen=True)
 class AppSettings:
-    """What the HTTP side needs to know."""
+    """Settings of the HTTP side."""
 
     model_name: str
     max_seq_len: int
     max_body: int  # bytes
+    max_requests: int = 256  # that are read or wait at a time
     api_key: str | None = None
 
 
-def make_app(scheduler: Scheduler, tokenizer: Tokenizer, settings: AppSettings) -> FastAPI:
-    """Return the ASGI app. The tokenizer must not be shared with the decoding thread."""
+def make_app(scheduler: Scheduler, tokenizer: TokenizerPool, settings: AppSettings) -> FastAPI:
+    """Return the ASGI app."""
     endpoints = Endpoints(scheduler, tokenizer, settings)
     guarded = APIRouter(dependencies=[Depends(endpoints.check_access)])
     guarded.post("/v1/chat/completions")(endpoints.chat_completions)
     guarded.post("/v1/completions")(endpoints.completions)
     guarded.get("/v1/models")(endpoints.models)
     guarded.get("/metrics")(endpoints.metrics)
-    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    handlers = {
+        APIError: endpoints.handle_api_error,
+        HTTPException: endpoints.handle_http_error,
+        ClientDisconnect: endpoints.handle_disconnect,
+    }
+    app = FastAPI(openapi_url=None, exception_handlers=handlers)  # without pages about itself
     app.include_router(guarded)
     app.get("/health")(endpoints.health)
     app.get("/")(endpoints.chat_page)
-    app.exception_handler(APIError)(endpoints.handle_api_error)
-    app.exception_handler(HTTPException)(endpoints.handle_http_error)
-    app.exception_handler(ClientDisconnect)(endpoints.handle_disconnect)
     return app
 
 
 class Endpoints:
-    """The handlers of the app's routes, and what they share."""
+    """The handlers of routes and exceptions, with their shared state."""
 
-    def __init__(self, scheduler: Scheduler, tokenizer: Tokenizer, settings: AppSettings):
+    def __init__(self, scheduler: Scheduler, tokenizer: TokenizerPool, settings: AppSettings):
         self.scheduler, self.tokenizer, self.settings = scheduler, tokenizer, settings
-        self.tokenizer_thread = ThreadPoolExecutor(1)  # a tokenizer is not thread-safe
+        self.reading = ThreadPoolExecutor(tokenizer.workers)
+        self.requests = 0  # being read, waiting or answered
         self.started = int(time.time())
 
     # Completions ------------------------------------------------------------------------------
@@ -94,34 +100,42 @@ class Endpoints:
         return await self.complete(request, chat=False)
 
     async def complete(self, http_request: Request, chat: bool) -> Response:
-        """Queue a request and return its answer, whole or as a stream."""
-        body, loop = await self.read_body(http_request), asyncio.get_running_loop()
-        read = partial(read_request, body, chat, self.tokenizer, self.settings.max_seq_len)
-        request = await loop.run_in_executor(self.tokenizer_thread, read)
-        events = EventQueue(loop)
-        queued = QueuedRequest(request, events.send)
-        builder = ResponseBuilder(request, self.settings.model_name, self.tokenizer)
-        self.scheduler.submit(queued)
-        streaming = False
-        try:
+        """Queue a request and return its answer as one object or as a stream."""
+        with ExitStack() as stack:
+            self.admit(stack)
+            body, loop = await self.read_body(http_request), asyncio.get_running_loop()
+            read = partial(read_request, body, chat, self.tokenizer, self.settings.max_seq_len)
+            request = await loop.run_in_executor(self.reading, read)
+            events = EventQueue(loop)
+            queued = QueuedRequest(request, events.send)
+            builder = ResponseBuilder(request, self.settings.model_name, self.tokenizer.vocabulary)
+            self.scheduler.submit(queued)
+            stack.callback(self.scheduler.cancel, queued)
             event = await events.first(http_request)
             if event is None:
-                return PlainTextResponse("", 400)  # the client has left
+                raise ClientDisconnect
             if isinstance(event, APIError):
                 raise event
-            if not request.stream:
+            if not request.body.stream:
                 return self.json_response(builder.completion(event))
             self.count_response(200)
-            chunks = stream_chunks(builder, events, event)
-            response = EventStream(chunks, partial(self.scheduler.cancel, queued))
-            streaming = True
-            return response
-        finally:
-            if not streaming:
-                self.scheduler.cancel(queued)
+            # The stream outlives this function: it cancels the request when it ends.
+            return EventStream(stream_chunks(builder, events, event), stack.pop_all().close)
+
+    def admit(self, stack: ExitStack) -> None:
+        """Count a request until the stack closes. Raises APIError if there are too many."""
+        if self.requests >= self.settings.max_requests:
+            reason = f"{self.requests} requests are open, the limit: try again later"
+            raise APIError(reason, 429, "queue_full", {"Retry-After": "1"})
+        self.requests += 1
+
+        def leave() -> None:
+            self.requests -= 1
+
+        stack.callback(leave)
 
     async def read_body(self, request: Request) -> bytes:
-        """Return the body of a request. Raises APIError if it is no JSON, too large or too slow."""
+        """Return a request's body. Raises APIError if it is not JSON, too large or too slow."""
         content_type = request.headers.get("content-type", "").split(";")[0].strip().lower()
         if content_type != "application/json":
             raise APIError("send the body as Content-Type: application/json", 415)
@@ -138,22 +152,22 @@ class Endpoints:
         return bytes(body)
 
     async def check_access(self, request: Request) -> None:
-        """Raise APIError for a wrong API key; without a key, for a Host that is not local.
+        """Raise APIError for a wrong API key. A server without a key checks the Host header.
 
-        Without that check another site's page could reach the server by DNS rebinding.
+        Otherwise the page of another site could reach a local server by DNS rebinding.
         """
         if self.settings.api_key is None:
             host = re.sub(r":\d*$", "", request.headers.get("host", "")).strip("[]")
-            if host not in LOCAL_HOSTS:
+            if host.lower() not in LOCAL_HOSTS:
                 names = ", ".join(LOCAL_HOSTS)
-                raise APIError(
-                    f"{host!r:.80} is not a name of this server: use one of {names}", 403
-                )
+                fix = f"use one of {names}, or start the server with --api_key"
+                raise APIError(f"{host!r:.80} is not a name of this server: {fix}", 403)
             return
-        key = request.headers.get("authorization", "").removeprefix("Bearer ")
-        if not hmac.compare_digest(key.encode(), self.settings.api_key.encode()):
+        scheme, _, key = request.headers.get("authorization", "").partition(" ")
+        right = hmac.compare_digest(key.strip().encode(), self.settings.api_key.encode())
+        if scheme.lower() != "bearer" or not right:
             reason = "wrong API key: send it as the header Authorization: Bearer KEY"
-            raise APIError(reason, 401, "invalid_api_key")
+            raise APIError(reason, 401, "invalid_api_key", {"WWW-Authenticate": "Bearer"})
 
     # Other routes -----------------------------------------------------------------------------
 
@@ -201,21 +215,19 @@ class Endpoints:
 
 
 class EventQueue:
-    """Carries the events of one answer from the decoding thread to the HTTP thread."""
+    """Passes the events of one answer from the decoding thread to the HTTP thread."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop):
         self.loop, self.events = loop, asyncio.Queue()
+        self.get = self.events.get
 
     def send(self, event: Event) -> None:
-        """Add an event; callable from any thread."""
+        """Add an event, from any thread."""
         with suppress(RuntimeError):  # the HTTP thread has ended
             self.loop.call_soon_threadsafe(self.events.put_nowait, event)
 
-    async def get(self) -> Event:
-        return await self.events.get()
-
     async def first(self, request: Request) -> Event | None:
-        """Return the first event, or None once the client has left."""
+        """Return the first event, or None if the client disconnects before it."""
         tasks = [asyncio.ensure_future(self.get()), asyncio.ensure_future(request.receive())]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -226,9 +238,9 @@ class EventQueue:
 
 
 class EventStream(StreamingResponse):
-    """A stream of server-sent events that calls `on_close` when it ends, for whatever reason.
+    """A stream of server-sent events that calls `on_close` when it ends, for any reason.
 
-    A generator's own `finally` would not run if its client leaves before the first chunk.
+    The generator's own `finally` would not run if the client disconnects before the first chunk.
     """
 
     def __init__(self, chunks: AsyncIterator[bytes], on_close: Callable[[], None]):
@@ -246,16 +258,16 @@ async def stream_chunks(
     builder: ResponseBuilder, events: EventQueue, event: Event
 ) -> AsyncIterator[bytes]:
     """Yield the chunks of an answer whose first event is `event`."""
-    if builder.request.chat:
+    if builder.body.chat:
         yield builder.role_chunk()
     while isinstance(event, TextDelta):
-        yield builder.chunk(event)
+        yield builder.chunk(event.text, event.tokens)
         event = await events.get()
     if isinstance(event, APIError):
         yield server_sent_event(event.body())
         return
-    yield builder.chunk(event)
-    if builder.request.include_usage:
+    yield builder.chunk("", event.tokens, event.result["finish_reason"])
+    if builder.body.stream_options.include_usage:
         yield builder.usage_chunk(event)
     yield b"data: [DONE]\n\n"
 
@@ -267,26 +279,31 @@ def serve_session(
     session: Session,
     directory: Path,
     listener: socket.socket | None,
-    *,
-    model_name: str,
-    max_queue: int,
-    time_limit: float,
-    max_body: int,
-    api_key: str | None,
-    on_ready: Callable[[], None],
+    options: argparse.Namespace,
+    on_ready: Callable[[str], None],
 ) -> None:
     """Serve a session until Ctrl-C. With several ranks rank 0 listens and the others follow it.
 
-    directory: the session's checkpoint. listener: a bound socket, None on other ranks.
+    directory: the session's checkpoint, OWNER/NAME/model_FORMAT. listener: a bound socket; None
+    on other ranks. options: those of serve.py. on_ready: gets NAME when the server listens.
     """
     tokenizer = load_tokenizer(directory)
     if listener is None:
         decode_requests(session, tokenizer, None)
         return
-    scheduler = Scheduler(max_queue, time_limit)
-    settings = AppSettings(model_name, session.max_seq_len, max_body, api_key)
-    app = make_app(scheduler, load_tokenizer(directory), settings)
-    run_server(session, tokenizer, scheduler, app, listener, on_ready)
+    name = directory.absolute().parent.name
+    scheduler = Scheduler(options.max_queue, options.time_limit)
+    settings = AppSettings(
+        name,
+        session.max_seq_len,
+        options.max_body,
+        max_requests=2 * options.max_queue + 64,
+        api_key=options.api_key,
+    )
+    pool = TokenizerPool(directory, session.max_seq_len)
+    app = make_app(scheduler, pool, settings)
+    with closing(pool):
+        run_server(session, tokenizer, scheduler, app, listener, partial(on_ready, name))
 
 
 def run_server(
@@ -299,9 +316,9 @@ def run_server(
 ) -> None:
     """Listen and decode until the scheduler closes or a KeyboardInterrupt.
 
-    Calls `on_ready` once it listens. Raises ValueError if the HTTP thread does not start.
+    Calls `on_ready` when it listens. Raises ValueError if the HTTP thread does not start.
     """
-    http_server = make_http_server(app, scheduler.max_queue)
+    http_server = make_http_server(app)
     thread = threading.Thread(target=http_server.run, args=([listener],), daemon=True)
     thread.start()
     try:
@@ -316,20 +333,3 @@ def run_server(
         http_server.should_exit = True
         thread.join(timeout=10)
         listener.close()
-
-
-def make_http_server(app: FastAPI, max_queue: int) -> uvicorn.Server:
-    """Return the server that runs an app; its `run` takes a list of sockets."""
-    config = uvicorn.Config(
-        app,
-        log_level="warning",
-        access_log=False,
-        timeout_graceful_shutdown=3,
-        timeout_keep_alive=60,
-        limit_concurrency=2 * max_queue + 64,
-        h11_max_incomplete_event_size=64 << 10,
-        server_header=False,
-        ws="none",
-        lifespan="off",
-    )
-    return uvicorn.Server(config)

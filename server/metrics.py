@@ -14,9 +14,9 @@ from prometheus_client.registry import Collector
 
 # Keys: offload.experts.COUNTERS. Values: a metric's name and help text.
 EXPERT_METRICS = {
-    "hits": ("expert_hits", "Expert cache hits, one per expert, layer and pass."),
-    "speculative_hits": ("expert_guessed", "Needed experts that had been prefetched."),
-    "misses": ("expert_misses", "Expert cache misses, each of which delays its layer."),
+    "hits": ("expert_hits", "Expert cache hits, one per expert, layer and forward pass."),
+    "speculative_hits": ("expert_guessed", "Prefetched experts that were then needed."),
+    "misses": ("expert_misses", "Expert cache misses. Each one delays its layer."),
     "speculative_loads": ("expert_guesses", "Experts prefetched."),
     "bytes": ("expert_bytes", "Bytes of experts copied from host memory."),
 }
@@ -26,14 +26,14 @@ class Metrics:
     """The metrics of one server, in a registry of their own."""
 
     def __init__(self, queue_length: Callable[[], int]):
-        disable_created_metrics()  # a second time series for every counter
+        disable_created_metrics()  # they double the number of time series
         self.registry = CollectorRegistry()
         self.responses = self.counter(
             "responses", "HTTP responses to requests, by status.", ["status"]
         )
-        self.answers = self.counter("answers", "Answers decoded, whole or until a disconnect.")
-        self.failures = self.counter("failures", "Answers that failed in the server.")
-        self.dropped = self.counter("dropped", "Requests whose client left the queue.")
+        self.answers = self.counter("answers", "Answers decoded, completely or until a disconnect.")
+        self.failures = self.counter("failures", "Answers that ended in an internal error.")
+        self.dropped = self.counter("dropped", "Requests whose client disconnected in the queue.")
         self.prompt_tokens = self.counter("prompt_tokens", "Prompt tokens.")
         self.cached_tokens = self.counter("cached_tokens", "Prompt tokens found in the KV cache.")
         self.new_tokens = self.counter("new_tokens", "Generated tokens.")
@@ -47,7 +47,7 @@ class Metrics:
         self.registry.register(self.experts)
 
     def counter(self, name: str, help: str, labels: list[str] | None = None) -> Counter:
-        """Register a counter; it is exported as moe_fast_NAME_total."""
+        """Register a counter, exported as moe_fast_NAME_total."""
         return Counter(f"moe_fast_{name}", help, labels or [], registry=self.registry)
 
     def count_answer(self, result: Mapping) -> None:
@@ -65,10 +65,7 @@ class Metrics:
 
 
 class ExpertCollector(Collector):
-    """Totals of the expert cache, which the offloaded layers count themselves.
-
-    Exports nothing while `totals` is empty, as it is if the model is not offloaded.
-    """
+    """Exports `totals` of the expert cache; nothing while they are empty (no offloading)."""
 
     def __init__(self):
         self.totals: dict[str, int] = {}

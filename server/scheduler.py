@@ -1,7 +1,7 @@
 """Requests in a bounded queue, decoded one after the other.
 
-The HTTP thread submits requests and the main thread decodes them; both share a `Scheduler`. Only
-rank 0 has one. Other ranks receive each request's Generation from it and run the same loop.
+The HTTP thread submits requests to a `Scheduler`, and the main thread decodes them. Only rank 0
+has a scheduler. It sends each request's Generation to the other ranks, which run the same loop.
 """
 
 import math
@@ -37,7 +37,7 @@ MAX_RETRY_SECONDS = 600.0
 
 @dataclass(eq=False)
 class QueuedRequest:
-    """A request, and the way back to its client."""
+    """A request, and the function that sends events to its client."""
 
     request: GenerationRequest
     send: Callable[[Event], None]
@@ -48,7 +48,7 @@ class QueuedRequest:
 class Scheduler:
     """The queue, the request being decoded, and the metrics.
 
-    max_queue: requests that may wait. time_limit: seconds from a request's arrival to its end.
+    max_queue: maximum of waiting requests. time_limit: seconds from a request's arrival to its end.
     """
 
     def __init__(self, max_queue: int, time_limit: float):
@@ -78,7 +78,7 @@ class Scheduler:
             self.changed.notify()
 
     def cancel(self, request: QueuedRequest) -> None:
-        """Stop a request: its client has left, or has the whole answer."""
+        """Stop a request whose client has disconnected or has the complete answer."""
         with self.changed:
             request.cancelled = True
             with suppress(ValueError):
@@ -86,15 +86,15 @@ class Scheduler:
                 self.metrics.dropped.inc()
 
     def close(self) -> None:
-        """Refuse further requests, and send an error to all clients."""
+        """Refuse further requests, and send an error to the clients of all others."""
         with self.changed:
             self.closed = True
             self.changed.notify()
-            for request in [*self.queue, *([self.active] if self.active else [])]:
+            for request in filter(None, [*self.queue, self.active]):
                 request.send(APIError("the server is ending", 503))
 
     def generations(self) -> Iterator[Generation | None]:
-        """Yield the work of each request until `close`; None is a heartbeat."""
+        """Yield each request's Generation until `close`; None is a heartbeat."""
         while not self.closed:
             with self.changed:
                 if not self.queue:
@@ -109,11 +109,11 @@ class Scheduler:
                 yield self.active.request.generation
 
     def expired(self) -> bool:
-        """Return whether the active request is over the time limit."""
+        """Return whether the active request has exceeded the time limit."""
         return time.monotonic() - self.active.arrived > self.time_limit
 
     def interrupted(self) -> bool:
-        """Return whether decoding of the active request should end."""
+        """Return whether to stop decoding the active request."""
         return self.active.cancelled or self.closed or self.expired()
 
     def finish(self, result: dict, tokens: list[GeneratedToken]) -> None:
@@ -123,7 +123,7 @@ class Scheduler:
         self.active.send(Finished(result, tokens))
 
     def fail(self, error: Exception) -> None:
-        """Send an error of the server to the active request's client, and count it."""
+        """Send an internal error to the active request's client, and count it."""
         reason = f"the server failed: {type(error).__name__}"
         if isinstance(error, torch.cuda.OutOfMemoryError):
             reason = "out of GPU memory: shorten the prompt"
@@ -132,7 +132,7 @@ class Scheduler:
 
 
 def decode_requests(session: Session, tokenizer: Tokenizer, scheduler: Scheduler | None) -> None:
-    """Answer requests until the scheduler closes. Ranks without one answer those of rank 0."""
+    """Decode requests until the scheduler closes. Ranks without one decode those of rank 0."""
     update_expert_totals(session, scheduler)
     for generation in process_group.share_each(lambda: scheduler.generations()):
         if generation is None:
@@ -140,7 +140,7 @@ def decode_requests(session: Session, tokenizer: Tokenizer, scheduler: Scheduler
         try:
             answer(session, tokenizer, generation, scheduler)
         except Exception as error:
-            if process_group.size() > 1:  # the other ranks would wait forever
+            if process_group.size() > 1:  # end all: the other ranks wait in a collective
                 raise
             traceback.print_exc()
             scheduler.fail(error)
@@ -150,7 +150,7 @@ def decode_requests(session: Session, tokenizer: Tokenizer, scheduler: Scheduler
 def answer(
     session: Session, tokenizer: Tokenizer, generation: Generation, scheduler: Scheduler | None
 ) -> None:
-    """Decode one request on this rank; the rank with the scheduler sends the answer."""
+    """Decode one request on this rank. The rank with the scheduler sends the answer."""
     start = time.monotonic()
     session.watch = generation.watch
     writer = AnswerWriter(session, scheduler)
@@ -174,22 +174,22 @@ def answer(
 
 
 class AnswerWriter:
-    """Sends the active request's text as it is generated; does nothing without a scheduler."""
+    """Sends the active request's text as it is generated. Does nothing without a scheduler."""
 
     def __init__(self, session: Session, scheduler: Scheduler | None):
         self.session = session
         self.client = scheduler.active if scheduler else None
-        self.tokens: list[GeneratedToken] = []  # that no TextDelta has had
+        self.tokens: list[GeneratedToken] = []  # in no TextDelta yet
         self.sent = 0  # characters
 
     def add_token(self, id: int, offset: int) -> None:
-        """Keep a token's details, if they are recorded, until its text is certain."""
+        """Keep a token's Details, if they are recorded, until its text is sent."""
         if self.client and self.session.watch:
             self.tokens.append(GeneratedToken(id, offset, self.session.details[0]))
 
     def write(self, text: str) -> None:
-        """Send text that has become certain, if the request is a stream."""
-        if self.client and self.client.request.stream and text:
+        """Send new text, if the request is a stream."""
+        if self.client and self.client.request.body.stream and text:
             self.sent += len(text)
             self.client.send(TextDelta(text, self.take_tokens(self.sent)))
 
@@ -200,13 +200,13 @@ class AnswerWriter:
         return taken
 
     def rest(self, result: dict) -> list[GeneratedToken]:
-        """Return the tokens not sent, without those of a stop text."""
+        """Return the tokens not sent yet, without those of a stop string."""
         stopped = result["finish_reason"] == "stop"
         return self.take_tokens(len(result["text"]) if stopped else math.inf)
 
 
 def update_expert_totals(session: Session, scheduler: Scheduler | None) -> None:
-    """Copy the expert cache's counters to the metrics: bytes of all ranks, the rest of rank 0."""
+    """Copy the expert cache's counters to the metrics. Bytes are of all ranks, others of rank 0."""
     layers = expert_counters(session.model)
     if not layers:
         return

@@ -1,12 +1,12 @@
-"""The API's requests as pydantic models, and the shapes of its answers. No model, no HTTP."""
+"""The API's request bodies as pydantic models, and the JSON of its answers."""
 
 import json
 import math
 import secrets
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import (
     AfterValidator,
@@ -25,14 +25,15 @@ from tokenizer import Tokenizer
 
 DEFAULT_COMPLETION_TOKENS = 16  # of /v1/completions, as in OpenAI's API
 MIN_TEMPERATURE = 1e-4  # below it, dividing logits by the temperature would overflow
-FINISH_REASONS = {"stop": "stop", "length": "length", "interrupted": "length"}  # by time limit
+# Of `generate` -> the API's. The time limit interrupts; None: the stream goes on.
+FINISH_REASONS = {"stop": "stop", "length": "length", "interrupted": "length", None: None}
 
 
 # Errors ---------------------------------------------------------------------------------------
 
 
 class APIError(Exception):
-    """An error that a client gets in place of an answer."""
+    """An error response. status: of HTTP. code: for programs, such as "queue_full"."""
 
     def __init__(
         self,
@@ -45,29 +46,29 @@ class APIError(Exception):
         self.status, self.code, self.headers = status, code, headers or {}
 
     def body(self) -> dict:
-        """Return OpenAI's error object."""
+        """Return the JSON object that OpenAI's clients expect."""
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
         error = {"message": str(self), "type": kind, "param": None, "code": self.code}
         return {"error": error}
 
 
-# Messages for fields with a structure. The others get theirs from type and limits.
+# Messages for structured fields. `error_message` derives those of other fields.
 FIELD_MESSAGES = {
     "response_format": 'response_format must be {"type": "text"}: other formats are not supported',
-    "stop": "stop must be a text of 1 to 500 characters, or up to 4 of them",
+    "stop": "stop must be a string of 1 to 500 characters, or a list of up to 4",
     "messages": 'messages must be a list such as [{"role": "user", "content": "Hello"}], '
-    "whose roles and contents are text",
-    "prompt": "there is no prompt: give one text, or a list of token ids (whole numbers)",
+    "whose roles and contents are strings",
+    "prompt": "there is no prompt: give one string, or a list of token ids (whole numbers)",
 }
 TYPE_RULES = {
     "bool_type": "true or false",
-    "string_type": "a text",
+    "string_type": "a string",
     "model_type": "an object",
 }
 
 
 def error_message(error: ValidationError, model: type[BaseModel]) -> str:
-    """Return one line about the first error of a request that should be this model."""
+    """Return a one-line message about the first error of a body. model: the body's class."""
     first = error.errors(include_url=False)[0]
     kind, path, value = first["type"], first["loc"], first["input"]
     if kind == "json_invalid":
@@ -84,7 +85,7 @@ def error_message(error: ValidationError, model: type[BaseModel]) -> str:
 
 @cache
 def limits_of(model: type[BaseModel], name: str) -> str:
-    """Return the rule for a field that is a number."""
+    """Return the range of a numeric field, as text."""
     schema = model.model_json_schema()["properties"][name]
     schema = schema.get("anyOf", [schema])[0]
     kind = "a whole number " if schema["type"] == "integer" else ""
@@ -103,19 +104,19 @@ def whole_to_int(value: Any) -> Any:
 
 
 def text_to_list(value: Any) -> Any:
-    """Return a text as a list of one."""
+    """Return a string as a list with that string."""
     return [value] if isinstance(value, str) else value
 
 
 def refuse_if_set(value: Any, info: ValidationInfo) -> Any:
-    """Raise ValueError for a parameter that is not supported, unless it is empty or false."""
+    """Raise ValueError for an unsupported parameter. Empty and false values are accepted."""
     if value:
         raise ValueError(f"{info.field_name} is not supported: leave it out")
     return value
 
 
 def take_single_prompt(prompt: str | list) -> str | list[int]:
-    """Return a list of one prompt as that prompt. Raise ValueError for several prompts."""
+    """Unpack a list with one prompt. Raises ValueError for several prompts."""
     if isinstance(prompt, str) or not prompt or isinstance(prompt[0], int):
         return prompt
     if len(prompt) > 1:
@@ -129,7 +130,7 @@ Unsupported = Annotated[Any, AfterValidator(refuse_if_set)]
 WHOLE = BeforeValidator(whole_to_int)
 One = Annotated[int, Field(ge=1, le=1), WHOLE]
 TokenLimit = Annotated[int, Field(ge=1, le=2**31), WHOLE]
-# Any number up to MAX_CANDIDATES uses one compiled step; a larger one would compile another.
+# One compiled step serves all top_k up to MAX_CANDIDATES; a larger one would compile another.
 TopK = Annotated[int, Field(ge=1, le=MAX_CANDIDATES), WHOLE]
 LogprobCount = Annotated[int, Field(ge=0, le=TOP_LOGPROBS), WHOLE]
 Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1), WHOLE]
@@ -137,7 +138,7 @@ StopText = Annotated[str, Field(min_length=1, max_length=500)]
 StopTexts = Annotated[
     list[StopText], Field(max_length=4, fail_fast=True), BeforeValidator(text_to_list)
 ]
-# fail_fast: a body of 4 MB could hold a million errors, each of which takes memory.
+# fail_fast: a 4 MB body could hold a million errors, and pydantic keeps all of them.
 FAIL_FAST = Field(fail_fast=True)
 TokenIds = Annotated[list[int], FAIL_FAST]
 Prompt = Annotated[
@@ -147,7 +148,7 @@ Prompt = Annotated[
 
 
 class StrictModel(BaseModel):
-    """Strict types; null stands for the default; unknown fields are ignored."""
+    """Base class: strict types; null means the default; unknown fields are ignored."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
 
@@ -173,20 +174,23 @@ class TextPart(StrictModel):
     text: str
 
 
+def join_parts(content: str | list[TextPart]) -> str:
+    """Return a message's content as one string."""
+    return content if isinstance(content, str) else "".join(part.text for part in content)
+
+
 class Message(StrictModel):
     role: str
-    content: str | Annotated[list[TextPart], FAIL_FAST]
-
-    def plain(self) -> dict[str, str]:
-        """Return the message for a chat template, its parts joined."""
-        content = self.content
-        if not isinstance(content, str):
-            content = "".join(part.text for part in content)
-        return {"role": self.role, "content": content}
+    content: Annotated[
+        str | Annotated[list[TextPart], FAIL_FAST],
+        AfterValidator(join_parts),
+    ]
 
 
 class GenerationBody(StrictModel):
-    """The fields that both kinds of request have."""
+    """The fields of both kinds of request."""
+
+    chat: ClassVar[bool]
 
     tools: Unsupported = None
     functions: Unsupported = None
@@ -217,7 +221,7 @@ class GenerationBody(StrictModel):
     routing: bool = False
 
     def sampling(self) -> Sampling:
-        """Return the sampling options; a temperature close to 0 is greedy."""
+        """Return the sampling options. A temperature below MIN_TEMPERATURE means greedy."""
         return Sampling(
             temperature=0.0 if self.temperature < MIN_TEMPERATURE else self.temperature,
             top_k=self.top_k,
@@ -231,14 +235,17 @@ class GenerationBody(StrictModel):
 class CompletionBody(GenerationBody):
     """The body of POST /v1/completions."""
 
+    chat = False
+
     prompt: Prompt
+    max_tokens: TokenLimit = DEFAULT_COMPLETION_TOKENS
     logprobs: LogprobCount | None = None
 
     def requested_tokens(self) -> int:
-        return self.max_tokens or DEFAULT_COMPLETION_TOKENS
+        return self.max_tokens
 
     def logprob_count(self) -> int | None:
-        """Return how many top logprobs each token gets; None: no logprobs at all."""
+        """Return the number of top logprobs per token; None: no logprobs at all."""
         return self.logprobs
 
     def encode(self, tokenizer: Tokenizer) -> tuple[list[int], bool]:
@@ -248,6 +255,8 @@ class CompletionBody(GenerationBody):
 
 class ChatCompletionBody(GenerationBody):
     """The body of POST /v1/chat/completions."""
+
+    chat = True
 
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     logprobs: bool = False
@@ -262,15 +271,15 @@ class ChatCompletionBody(GenerationBody):
         return self.max_completion_tokens or self.max_tokens
 
     def logprob_count(self) -> int | None:
-        """Return how many top logprobs each token gets; None: no logprobs at all."""
+        """Return the number of top logprobs per token; None: no logprobs at all."""
         return self.top_logprobs if self.logprobs else None
 
     def encode(self, tokenizer: Tokenizer) -> tuple[list[int], bool]:
-        """Return the conversation's token ids, and whether the answer is a text of its own.
+        """Return the conversation's token ids, and whether the answer is a separate message.
 
-        The answer continues the messages' texts if there is no chat template.
+        The answer continues the concatenated contents if there is no chat template.
         """
-        messages = [message.plain() for message in self.messages]
+        messages = [message.model_dump() for message in self.messages]
         if tokenizer.has_chat_template:
             return tokenizer.chat(messages), True
         text = "".join(message["content"] for message in messages)
@@ -278,7 +287,7 @@ class ChatCompletionBody(GenerationBody):
 
 
 def encode_prompt(prompt: str | list[int], tokenizer: Tokenizer) -> list[int]:
-    """Return the token ids of a text or of token ids. Raises ValueError for bad ones."""
+    """Return a prompt's token ids. Raises ValueError for an empty prompt and invalid ids."""
     if not prompt:
         raise ValueError(FIELD_MESSAGES["prompt"])
     if isinstance(prompt, str):
@@ -297,28 +306,21 @@ class Generation:
     max_new_tokens: int
     sampling: Sampling
     stop: list[str]
-    reply: bool  # the answer is a text of its own, not a continuation
+    reply: bool  # the answer is a separate message, not a continuation of the prompt
     watch: bool  # record the Details of each token
 
 
-@dataclass(frozen=True)
-class GenerationRequest:
+class GenerationRequest(NamedTuple):
     """A validated request."""
 
+    body: CompletionBody | ChatCompletionBody
     generation: Generation
-    chat: bool
-    stream: bool
-    include_usage: bool
-    logprobs: int | None  # top logprobs of each token; None: no logprobs at all
-    routing: bool
-    id: str
-    created: int = field(default_factory=lambda: int(time.time()))
 
 
 def read_request(
     body: bytes, chat: bool, tokenizer: Tokenizer, max_seq_len: int
 ) -> GenerationRequest:
-    """Parse and validate the body of a request. Raises APIError for a bad or unsupported one."""
+    """Parse and validate a request's body. Raises APIError if it is invalid or unsupported."""
     model = ChatCompletionBody if chat else CompletionBody
     try:
         fields = model.model_validate_json(body)
@@ -327,28 +329,19 @@ def read_request(
         raise APIError(error_message(error, model)) from None
     except ValueError as error:
         raise APIError(str(error)) from None
-    logprobs = fields.logprob_count()
     generation = Generation(
         prompt_ids=prompt_ids,
         max_new_tokens=plan_length(len(prompt_ids), fields.requested_tokens(), max_seq_len),
         sampling=fields.sampling(),
         stop=fields.stop,
         reply=reply,
-        watch=logprobs is not None or fields.routing,
+        watch=fields.logprob_count() is not None or fields.routing,
     )
-    return GenerationRequest(
-        generation=generation,
-        chat=chat,
-        stream=fields.stream,
-        include_usage=fields.stream_options.include_usage,
-        logprobs=logprobs,
-        routing=fields.routing,
-        id=f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}",
-    )
+    return GenerationRequest(fields, generation)
 
 
 def plan_length(prompt_tokens: int, requested: int | None, max_seq_len: int) -> int:
-    """Return the most new tokens; None requests all that fit. Raises APIError if too many."""
+    """Return the maximum of new tokens; None requests all that fit. Raises APIError if too long."""
     available = max_seq_len - prompt_tokens
     needed = requested or 1
     if available < needed:
@@ -365,7 +358,7 @@ def plan_length(prompt_tokens: int, requested: int | None, max_seq_len: int) -> 
 
 
 class GeneratedToken(NamedTuple):
-    """A token of an answer that is watched."""
+    """A token whose Details were recorded."""
 
     id: int
     offset: int  # of its first character in the answer's text
@@ -374,7 +367,7 @@ class GeneratedToken(NamedTuple):
 
 @dataclass(frozen=True)
 class TextDelta:
-    """A piece of an answer: text that has become certain, and the tokens that begin in it."""
+    """New text of a streamed answer, and the tokens that begin in it."""
 
     text: str
     tokens: list[GeneratedToken]
@@ -382,7 +375,7 @@ class TextDelta:
 
 @dataclass(frozen=True)
 class Finished:
-    """The end of an answer: the result of `generate`, and the tokens in no TextDelta."""
+    """The end of an answer: the result of `generate`, and the tokens not in any TextDelta."""
 
     result: dict
     tokens: list[GeneratedToken]
@@ -395,54 +388,59 @@ class ResponseBuilder:
     """Builds the JSON objects of one request's answer."""
 
     def __init__(self, request: GenerationRequest, model_name: str, tokenizer: Tokenizer):
-        self.request, self.tokenizer = request, tokenizer
-        self.object = "chat.completion" if request.chat else "text_completion"
-        self.header = {"id": request.id, "created": request.created, "model": model_name}
+        self.body, self.tokenizer = request.body, tokenizer
+        self.object, prefix = "text_completion", "cmpl"
+        if self.body.chat:
+            self.object, prefix = "chat.completion", "chatcmpl"
+        self.header = {
+            "id": f"{prefix}-{secrets.token_hex(12)}",
+            "created": int(time.time()),
+            "model": model_name,
+        }
 
     def completion(self, event: Finished) -> dict:
-        """Return a whole answer."""
+        """Return the answer to a request without `stream`."""
         choice = self.choice(event.result["text"], event.tokens, event.result["finish_reason"])
-        if self.request.chat:
+        if self.body.chat:
             text = choice.pop("text")
             choice["message"] = {"role": "assistant", "content": text, "refusal": None}
         body = {"choices": [choice], "usage": self.usage(event.result)}
         return self.header | {"object": self.object} | body
 
-    def chunk(self, event: TextDelta | Finished) -> bytes:
-        """Return one chunk of a stream."""
-        finished = isinstance(event, Finished)
-        text = "" if finished else event.text
-        finish_reason = event.result["finish_reason"] if finished else None
-        choice = self.choice(text, event.tokens, finish_reason)
-        if self.request.chat:
+    def chunk(
+        self, text: str, tokens: list[GeneratedToken], finish_reason: str | None = None
+    ) -> bytes:
+        """Return one chunk of a stream; the last one has a finish_reason."""
+        choice = self.choice(text, tokens, finish_reason)
+        if self.body.chat:
             del choice["text"]
             choice["delta"] = {"content": text} if text else {}
         return self.event([choice])
 
     def role_chunk(self) -> bytes:
-        """Return the first chunk of a chat's stream."""
+        """Return the first chunk of a streamed chat."""
         delta = {"role": "assistant", "content": ""}
         return self.event([{"index": 0, "delta": delta, "finish_reason": None}])
 
     def usage_chunk(self, event: Finished) -> bytes:
-        """Return the last chunk of a stream, if its client asked for usage."""
+        """Return the chunk after the last one, for requests with `include_usage`."""
         return self.event([], self.usage(event.result))
 
     def event(self, choices: list[dict], usage: dict | None = None) -> bytes:
         """Return a chunk as a server-sent event."""
-        kind = "chat.completion.chunk" if self.request.chat else self.object
+        kind = "chat.completion.chunk" if self.body.chat else self.object
         chunk = self.header | {"object": kind, "choices": choices}
-        if self.request.include_usage:
+        if self.body.stream_options.include_usage:
             chunk["usage"] = usage
         return server_sent_event(chunk)
 
     def choice(self, text: str, tokens: list[GeneratedToken], finish_reason: str | None) -> dict:
-        """Return a choice of a completion; a chat's has the text in another field."""
-        reason = None if finish_reason is None else FINISH_REASONS[finish_reason]
+        """Return a choice of a text completion. Chats move its `text` to another field."""
+        reason = FINISH_REASONS[finish_reason]
         choice = {"index": 0, "finish_reason": reason, "logprobs": None, "text": text}
-        if self.request.logprobs is not None:
+        if self.body.logprob_count() is not None:
             choice["logprobs"] = self.logprobs(tokens)
-        if self.request.routing:
+        if self.body.routing:
             choice["moe_fast"] = self.routing(tokens)
         return choice
 
@@ -450,11 +448,11 @@ class ResponseBuilder:
         """Return the tokens' logprobs in the shape of the request's API."""
         content = []
         for token in tokens:
-            logprob, top = token.details.logprob, token.details.top[: self.request.logprobs]
+            logprob, top = token.details.logprob, token.details.top[: self.body.logprob_count()]
             entry = self.token_logprob(token.id, logprob)
             entry["top_logprobs"] = [self.token_logprob(*candidate) for candidate in top]
             content.append(entry)
-        if self.request.chat:
+        if self.body.chat:
             return {"content": content, "refusal": None}
         return {
             "tokens": [entry["token"] for entry in content],
@@ -466,13 +464,13 @@ class ResponseBuilder:
         }
 
     def token_logprob(self, id: int, logprob: float) -> dict:
-        """Return one token and its logprob. JSON has no infinity: -9999 stands for it."""
+        """Return one token and its logprob; -9999 stands for -inf, which JSON lacks."""
         data = self.tokenizer.token_bytes(id)
         logprob = logprob if math.isfinite(logprob) else -9999.0
         return {"token": data.decode(errors="replace"), "bytes": list(data), "logprob": logprob}
 
     def routing(self, tokens: list[GeneratedToken]) -> dict:
-        """Return tokens [T], experts [T][L][A] and weights [T][L][A]."""
+        """Return the tokens' texts [T], experts [T][L][A] and weights [T][L][A]."""
         texts = [self.tokenizer.token_bytes(token.id) for token in tokens]
         return {
             "tokens": [text.decode(errors="replace") for text in texts],

@@ -35,6 +35,7 @@ httpx, openai, *_ = (pytest.importorskip(name, reason=REASON) for name in PACKAG
 
 from prometheus_client.parser import text_string_to_metric_families  # noqa: E402
 
+from server import connections  # noqa: E402
 from server.app import AppSettings, make_app, run_server  # noqa: E402
 from server.scheduler import Scheduler  # noqa: E402
 from server.schema import (  # noqa: E402
@@ -43,6 +44,7 @@ from server.schema import (  # noqa: E402
     CompletionBody,
     read_request,
 )
+from server.tokenizing import TokenizerPool  # noqa: E402
 
 ROOT = Path(__file__).parents[1]
 PROMPT = "def read_lines(path):\n"
@@ -62,8 +64,9 @@ class Running:
         self.tokenizer = load_tokenizer(directory)
         self.scheduler = Scheduler(max_queue, time_limit)
         listener, ready = bind("127.0.0.1", 0), threading.Event()
-        app_settings = AppSettings("tiny", LENGTH, max_body, api_key)
-        app = make_app(self.scheduler, load_tokenizer(directory), app_settings)
+        app_settings = AppSettings("tiny", LENGTH, max_body, 2 * max_queue + 64, api_key)
+        self.pool = TokenizerPool(directory, LENGTH, workers=1)
+        app = make_app(self.scheduler, self.pool, app_settings)
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         arguments = self.session, self.tokenizer, self.scheduler, app, listener, ready.set
         self.thread = threading.Thread(target=run_server, args=arguments)
@@ -93,6 +96,7 @@ class Running:
     def close(self):
         self.scheduler.close()
         self.thread.join(20)
+        self.pool.close()
         assert not self.thread.is_alive()
 
 
@@ -185,7 +189,7 @@ def test_a_chat_without_a_template_is_continued(running, alone):
 def test_a_chat_goes_through_the_template(tokenizer, monkeypatch):
     monkeypatch.setattr(
         tokenizer,
-        "_template_text",
+        "_template_source",
         "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}",
     )
     monkeypatch.setattr(tokenizer, "has_chat_template", True)
@@ -385,8 +389,9 @@ def rss() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
-def test_200_concurrent_requests_get_their_own_answers(running, alone):
-    words = [f"{chr(97 + n % 26)}{n} = {n * 37 % 1000}\n" for n in range(200)]
+@pytest.mark.parametrize("count", (40, pytest.param(200, marks=pytest.mark.slow)))
+def test_concurrent_requests_get_their_own_answers(running, alone, count):
+    words = [f"{chr(97 + n % 26)}{n} = {n * 37 % 1000}\n" for n in range(count)]
     expected = {word: alone(word, 3)["text"] for word in words[::8]}
 
     async def ask_all(words: list[str]) -> list[tuple]:
@@ -408,11 +413,13 @@ def test_200_concurrent_requests_get_their_own_answers(running, alone):
 
     found = asyncio.run(ask_all(words))
     before = rss()  # after the client has loaded its libraries and made its buffers
-    found += asyncio.run(ask_all(words[:100]))
+    found += asyncio.run(ask_all(words[: count // 2]))
     assert rss() - before < 20e6
-    assert len({id for _, _, id in found}) == 300
-    first = {word: text for word, text, _ in found[:200]}
-    assert first.keys() == set(words) and all(first[word] == text for word, text, _ in found[200:])
+    assert len({id for _, _, id in found}) == count + count // 2
+    first = {word: text for word, text, _ in found[:count]}
+    assert first.keys() == set(words) and all(
+        first[word] == text for word, text, _ in found[count:]
+    )
     assert {word: first[word] for word in expected} == expected
     assert not running.scheduler.queue
 
@@ -606,13 +613,58 @@ def test_a_slow_body_gets_408(start, monkeypatch):
         assert connection.recv(100).startswith(b"HTTP/1.1 408")
 
 
+def test_idle_sockets_lock_nobody_out(start, monkeypatch):
+    monkeypatch.setattr(connections, "HEADER_TIMEOUT", 1.0)
+    running = start(max_queue=3)
+    address = ("127.0.0.1", int(running.url.rsplit(":", 1)[1]))
+    sockets = [socket.create_connection(address) for _ in range(90)]
+    for number, idle in enumerate(sockets):
+        if number % 2:
+            idle.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localho")
+    assert running.complete(max_tokens=2).choices[0].text
+    for idle in sockets:
+        idle.settimeout(5)
+        assert idle.recv(1) == b""  # closed by the server, without an answer
+        idle.close()
+
+
+def test_a_late_second_request_is_closed(start, monkeypatch):
+    monkeypatch.setattr(connections, "HEADER_TIMEOUT", 1.0)
+    running = start()
+    port = int(running.url.rsplit(":", 1)[1])
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as client:
+        client.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        answer = client.recv(4096)
+        while b"ok" not in answer:
+            answer += client.recv(4096)
+        time.sleep(1.5)  # idle between requests: that is allowed for longer
+        client.sendall(b"GET /health HT")
+        assert client.recv(1) == b""
+
+
+def test_a_wrong_host_is_told_the_option(running):
+    error = running.post(json={"prompt": "x"}, headers={"Host": "evil.example"})
+    assert error.status_code == 403 and "--api_key" in error.text
+    assert running.post(json={"prompt": "x"}, headers={"Host": "LocalHost:80"}).status_code == 200
+
+
 def test_the_api_key_is_checked(start):
     running = start(api_key="secret")
     assert running.complete(max_tokens=1).usage.completion_tokens == 1
-    for key in ("wrong", "secret2", "schlüssel"):
-        headers = {"Authorization": f"Bearer {key}".encode()}
+    for value in (
+        "Bearer wrong",
+        "Bearer secret2",
+        "Bearer schlüssel",
+        "secret",
+        "Basic secret",
+        "",
+    ):
         for path in ("/v1/models", "/metrics"):
-            assert httpx.get(running.url + path, headers=headers).status_code == 401
+            refused = httpx.get(running.url + path, headers={"Authorization": value.encode()})
+            assert refused.status_code == 401
+            assert refused.headers["www-authenticate"] == "Bearer"
+    headers = {"Authorization": "bearer secret"}  # a scheme's case does not matter (RFC 9110)
+    assert httpx.get(running.url + "/v1/models", headers=headers).status_code == 200
     with pytest.raises(openai.AuthenticationError):
         running.client.with_options(api_key="wrong").completions.create(model="any", prompt="x")
     assert httpx.get(running.url + "/health").status_code == 200

@@ -1,0 +1,118 @@
+"""Prompts are formatted and tokenized in child processes that cannot hold up the server."""
+
+import os
+import shutil
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from server.tokenizing import TIME_LIMIT, TokenizerPool
+from tokenizer import load_tokenizer
+
+TINY = Path(__file__).parents[1] / "checkpoints/tiny-moe"
+TEMPLATE = "{% for m in messages %}[{{ m.content }}]{% endfor %}"
+BOMBS = {
+    "loops": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "memory": "{{ 'a' * (messages | length * 10 ** 10) }}",
+    "growth": "{% set ns = namespace(x='a' * 4096) %}"
+    "{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}{{ ns.x }}",
+}
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory):
+    """A pool whose template is chosen by the first message: a bomb's name, or anything."""
+    directory = tmp_path_factory.mktemp("model")
+    for name in ("tokenizer.model", "tokenizer_config.json"):
+        shutil.copy(TINY / name, directory)
+    cases = "".join(
+        f"{{% elif messages[0].content == '{name}' %}}{bomb}" for name, bomb in BOMBS.items()
+    )
+    template = f"{{% if false %}}{cases}{{% else %}}{TEMPLATE}{{% endif %}}"
+    (directory / "chat_template.jinja").write_text(template)
+    pool = TokenizerPool(directory, 64)
+    pool.encode("warm")
+    yield pool
+    pool.close()
+    assert all(process.poll() is not None for process in pool.processes)
+
+
+def message(text: str) -> list[dict]:
+    return [{"role": "user", "content": text}]
+
+
+def test_it_encodes_as_the_tokenizer_does(pool):
+    tokenizer = load_tokenizer(pool.directory)
+    for text in ("def main():\n    pass\n", "", "\u2028é\n\n\x00", "</s>" * 3):
+        assert pool.encode(text) == tokenizer.encode(text)
+        assert pool.chat(message(text)) == tokenizer.chat(message(text))
+
+
+def test_a_text_beyond_the_context_is_refused_by_its_length(pool):
+    tokenizer = pool.vocabulary
+    longest = max((tokenizer.token_bytes(id) for id in range(tokenizer.vocab_size)), key=len)
+    assert pool.encode(longest.decode() * 64)
+    start = time.monotonic()
+    with pytest.raises(ValueError, match="over .* bytes, the most that the context can hold"):
+        pool.encode("x" * 4_000_000)
+    with pytest.raises(ValueError, match="shorten it"):
+        pool.chat(message("x" * 4_000_000))
+    assert time.monotonic() - start < 0.5
+
+
+def test_an_error_is_a_value_error(pool):
+    with pytest.raises(ValueError, match="not valid Unicode"):
+        pool.encode("\ud800")
+    assert pool.encode("fine")
+
+
+@pytest.mark.parametrize("bomb", BOMBS)
+def test_a_bomb_fails_alone(pool, bomb):
+    start = time.monotonic()
+    failed = []
+
+    def explode():
+        try:
+            pool.chat(message(bomb))
+        except ValueError as error:
+            failed.append(str(error))
+
+    thread = threading.Thread(target=explode)
+    thread.start()
+    begin = time.monotonic()
+    assert pool.encode("another client")
+    assert time.monotonic() - begin < TIME_LIMIT
+    thread.join(TIME_LIMIT + 10)
+    assert failed and time.monotonic() - start < TIME_LIMIT + 10
+    assert pool.chat(message("x")) and pool.encode("y")
+
+
+def test_close_ends_a_request_in_flight(pool):
+    other = TokenizerPool(pool.directory, 64, workers=1)
+    other.encode("warm")
+    errors = []
+
+    def explode():
+        try:
+            other.chat(message("loops"))
+        except ValueError as error:
+            errors.append(str(error))
+
+    thread = threading.Thread(target=explode)
+    thread.start()
+    time.sleep(0.3)
+    start = time.monotonic()
+    other.close()
+    thread.join(2)
+    assert errors and time.monotonic() - start < 1
+
+
+def test_children_end_with_their_parent(pool):
+    other = TokenizerPool(pool.directory, 64, workers=1)
+    (process,) = other.processes
+    other.encode("warm")
+    process.stdin.close()  # as if the parent had been killed
+    assert process.wait(5) == 0
+    assert not os.path.exists(f"/proc/{process.pid}/fd")
