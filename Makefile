@@ -33,9 +33,10 @@ lint: $(VENV)/.test
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy $(TYPED)
 
-# OMP_NUM_THREADS=1: tests run two processes side by side.
+# OMP_NUM_THREADS=1: tests run two processes side by side. They take whole files, since fixtures of
+# a file may cost a minute, and in the order of tests/conftest.py.
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'not slow' -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'not slow' -n 2 --dist loadfile --no-loadscope-reorder
 
 test-all: lint oracles
 	$(BIN)/python -m pytest

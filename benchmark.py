@@ -13,20 +13,23 @@ depend on A alone. `--peer hf` measures Hugging Face transformers in the same ru
 import argparse
 import dataclasses
 import json
+import logging
 import statistics
 import sys
 import time
 
 import torch
 
-import tp
 from benchmarks.kernel_profile import cuda_kernels, kernel_table, weight_reads
 from benchmarks.transformers_peer import hf_model, peer
+from cli.command import command
+from cli.log import log_to_stderr
+from cli.options import add_device_options, add_prefill_options, check_counts
 from cli.parser import Parser
 from formats import FORMATS
 from formats.kv_cache import KV_CACHES
 from formats.quantizer import DTYPES
-from generate import load_model, log_to_stderr
+from generate import load_model
 from model import ModelArgs
 from models import ARCHITECTURES
 from models.random_weights import (
@@ -39,15 +42,17 @@ from models.random_weights import (
 )
 from parallel import process_group
 from parallel.device import pick_device
-from parallel.heartbeat import attempt
+from parallel.heartbeat import fail
 from runtime.sampling import Sampling
-from runtime.session import PREFILL_CHUNK, Session, SessionOptions
+from runtime.session import Session, SessionOptions
 from runtime.weights import bytes_per_token, peak_bytes, stored_bytes
 
 KERNEL_STEPS = 10  # steps that are profiled
 SWEEP_EXPERTS = 8, 16, 32, 64, 128
 SWEEP_ACTIVE = 1, 2, 4, 8
 SWEEP_LAYERS = 4
+
+log = logging.getLogger("moe_fast")
 
 
 # Measuring ----------------------------------------------------------------------------------------
@@ -102,24 +107,27 @@ def open_session(args: ModelArgs, options: argparse.Namespace, device: torch.dev
     )
 
 
-def time_answers(
-    session: Session, options: argparse.Namespace
-) -> tuple[list[float], list[float], list[float]]:
-    """Return the first answer's two times, then each repeat's steps/s and time to first token."""
+def time_answers(session: Session, options: argparse.Namespace) -> dict[str, list[float]]:
+    """Decode random prompts once with compilation, then `repeats` times.
+
+    Returns seconds to both tokens of the first answer (cold), then of each repeat the steps/s
+    (rates) and the seconds to the first token (first).
+    """
     sampling, args = Sampling(seed=0), session.model.args
     prompts = [random_prompt(args, options.prompt_len, seed) for seed in range(options.batch)]
-    start = time.perf_counter()
-    cold = [time.perf_counter() - start for _ in session.stream_all(prompts, 2, sampling)]
-    rates, first = [], []
-    for _ in range(options.repeats):
+
+    def token_times(count: int) -> list[float]:
         session.reset()
         start = time.perf_counter()
-        stream = session.stream_all(prompts, options.new_tokens, sampling)
-        times = [time.perf_counter() for _ in stream]
+        return [time.perf_counter() - start for _ in session.stream_all(prompts, count, sampling)]
+
+    cold, rates, first = token_times(2), [], []
+    for _ in range(options.repeats):
+        times = token_times(options.new_tokens)
         rates.append((len(times) - 1) / (times[-1] - times[0]))
-        first.append(times[0] - start)
+        first.append(times[0])
         process_group.check_same_tokens(session.ids)
-    return cold, rates, first
+    return {"cold": cold, "rates": rates, "first": first}
 
 
 def cache_in_use(session: Session, position: int) -> int:
@@ -135,13 +143,8 @@ def cache_in_use(session: Session, position: int) -> int:
 def describe_run(session: Session, options: argparse.Namespace) -> dict:
     """Return the first fields of a result: the model, its settings and the GPU."""
     on_gpu = session.device.type == "cuda"
-    return {
-        "arch": options.arch,
-        "mode": options.mode,
-        "kv_cache": options.kv_cache,
-        "batch": options.batch,
-        "prompt_len": options.prompt_len,
-        "new_tokens": options.new_tokens,
+    names = "arch", "mode", "kv_cache", "batch", "prompt_len", "new_tokens"
+    return {name: getattr(options, name) for name in names} | {
         "max_seq_len": session.max_seq_len,
         "layers": session.model.args.n_layer,
         "torch": torch.__version__,
@@ -152,53 +155,60 @@ def describe_run(session: Session, options: argparse.Namespace) -> dict:
 def measure(args: ModelArgs, options: argparse.Namespace, ceiling: float) -> dict:
     """Decode `new_tokens` after random prompts, `repeats` times; report medians.
 
-    ceiling: one GPU's bytes/s. tok_s is of all sequences together, ms a step's. bytes_per_step:
-    the weights of each distinct expert that a step reads (experts_read a layer, of the last step)
-    and of all else, and the cache in use at half of the answer. ttft_cold_s is the first
-    answer's, which compiles and captures. activation_bytes: the most memory beside weights and
-    cache, after loading. On several ranks bytes are sums over them, fraction is of their
-    bandwidths' sum, memory that of rank 0.
+    ceiling: one GPU's bytes/s. tok_s counts all sequences; ms is the time of a step. bytes_per_step
+    is the weights of each distinct expert that a step reads (experts_read a layer, of the last
+    step), all other weights, and the cache in use at half of the answer. ttft_cold_s is the first
+    answer's, which compiles and captures. activation_bytes: peak memory after loading, less weights
+    and cache. On several ranks bytes are sums over them, fraction is of the sum of their
+    bandwidths, memory is that of rank 0.
     """
     device = pick_device(options.device)
-    model = (session := open_session(args, options, device)).model
-    cold, rates, first = time_answers(session, options)
-    rate, ttft, peak = statistics.median(rates), statistics.median(first), peak_bytes(device)
+    session = open_session(args, options, device)
+    times = time_answers(session, options)
+    rate, ttft = statistics.median(times["rates"]), statistics.median(times["first"])
+    result = describe_run(session, options) | {
+        "tok_s": rate * options.batch,
+        "tok_s_all": [rate * options.batch for rate in times["rates"]],
+        "ms": 1e3 / rate,
+        "ttft_s": ttft,
+        "ttft_cold_s": times["cold"][0],
+        "compile_s": times["cold"][-1],
+        "prefill_tok_s": options.batch * options.prompt_len / ttft,
+    }
+    result |= measure_bytes(session, options)
+    size, ranks = result["bytes_per_step"], result["ranks"]
+    result["gb_s"], result["read_gb_s"] = size * rate / 1e9, ceiling / 1e9
+    result["fraction"] = size * rate / (ceiling * ranks)
+    on_gpu = device.type == "cuda"
+    events = cuda_kernels(session, KERNEL_STEPS, options.prompt_len) if on_gpu else []
+    result["kernels_per_layer"] = len(events) / KERNEL_STEPS / args.n_layer if events else None
+    if options.kernels:
+        # Weights that stay in L2 from one token to the next are read faster than memory allows.
+        l2 = torch.cuda.get_device_properties(device).L2_cache_size
+        unknown = size < 4 * ranks * l2 or options.batch > 1
+        reads = [] if unknown else weight_reads(session.model)
+        result["kernels"] = kernel_table(events, KERNEL_STEPS, args.n_layer, reads, ceiling)
+    return result
+
+
+def measure_bytes(session: Session, options: argparse.Namespace) -> dict:
+    """Return the fields of `measure` about ranks and bytes. Call it after an answer."""
+    model, ranks, peak = session.model, process_group.size(), peak_bytes(session.device)
     cache = sum(state.nbytes for state in session.states)
     used = cache_in_use(session, options.prompt_len + options.new_tokens // 2)
     routing = model(session.token, session.position - 1, return_routing=True)[1]  # [L, B, A]
     experts_read = statistics.fmean(len(layer.unique()) for layer in routing)
-    size = process_group.total(bytes_per_token(model, experts_read) + used)
-    on_gpu, ranks = device.type == "cuda", process_group.size()
     beside = max(0, peak - stored_bytes(model) - cache)
-    events = cuda_kernels(session, KERNEL_STEPS, options.prompt_len) if on_gpu else []
-    result = describe_run(session, options) | {
-        "tok_s": rate * options.batch,
-        "tok_s_all": [rate * options.batch for rate in rates],
-        "ms": 1e3 / rate,
-        "ttft_s": ttft,
-        "ttft_cold_s": cold[0],
-        "compile_s": cold[-1],
-        "prefill_tok_s": options.batch * options.prompt_len / ttft,
+    return {
         "ranks": ranks,
         "parallel": options.parallel if ranks > 1 else None,
         "bytes_per_token": process_group.total(bytes_per_token(model)),
         "experts_read": experts_read,
         "cache_bytes": process_group.total(used),
-        "bytes_per_step": size,
-        "gb_s": size * rate / 1e9,
-        "read_gb_s": ceiling / 1e9,
-        "fraction": size * rate / (ceiling * ranks),
+        "bytes_per_step": process_group.total(bytes_per_token(model, experts_read) + used),
         "peak_bytes": peak,
-        "activation_bytes": beside if on_gpu else None,
-        "kernels_per_layer": len(events) / KERNEL_STEPS / args.n_layer if events else None,
+        "activation_bytes": beside if session.device.type == "cuda" else None,
     }
-    if options.kernels:
-        # Weights that stay in L2 from one token to the next are read faster than memory allows.
-        l2 = torch.cuda.get_device_properties(device).L2_cache_size
-        unknown = size < 4 * ranks * l2 or options.batch > 1
-        reads = [] if unknown else weight_reads(model)
-        result["kernels"] = kernel_table(events, KERNEL_STEPS, args.n_layer, reads, ceiling)
-    return result
 
 
 def sweep(args: ModelArgs, options: argparse.Namespace, ceiling: float) -> dict:
@@ -215,11 +225,9 @@ def sweep(args: ModelArgs, options: argparse.Namespace, ceiling: float) -> dict:
             row = {"n_expert": n_expert, "n_active": n_active, "us": 1e3 * result["ms"]}
             names = "bytes_per_token", "bytes_per_step", "gb_s", "fraction"
             rows.append(row | {name: result[name] for name in names})
-            line = f"{n_expert} experts, {n_active} active: {row['us']:.1f} us a token"
-            print(line, file=sys.stderr)
+            log.info(f"{n_expert} experts, {n_active} active: {row['us']:.1f} us a token")
         except torch.cuda.OutOfMemoryError:
-            warning = f"warning: {n_expert} experts do not fit into memory: left out"
-            print(warning, file=sys.stderr)
+            log.warning(f"warning: {n_expert} experts do not fit into memory: left out")
         free_memory(not options.eager)
     if not rows:
         raise ValueError("--sweep: not one of its models fits into memory: lower --layers")
@@ -315,67 +323,46 @@ def build_parser() -> Parser:
         ),
     )
     add_shape_options(parser)
-    add = parser.add_argument
-    add("--repeats", type=int, default=5, metavar="N")
-    add("--device", default="auto", choices=("auto", "cuda", "cpu"))
-    add("--eager", action="store_true", help="do not compile")
-    kernels = "also list a step's kernels, their times and the gaps"
-    add("--kernels", action="store_true", help=kernels)
+    parser.add_number("--repeats", default=5)
+    parser.add_flag("--eager", "do not compile")
+    parser.add_flag("--kernels", "also list a step's kernels, their times and the gaps")
     sweep = f"latency against experts and active ones, with {SWEEP_LAYERS} layers by default"
-    add("--sweep", choices=("experts",), help=sweep)
+    parser.add_argument("--sweep", choices=("experts",), help=sweep)
     peer = "also measure Hugging Face transformers (in bf16 if the mode is no dtype)"
-    add("--peer", choices=("hf",), help=peer)
-    add("--json", action="store_true", help="print one JSON object instead of text")
+    parser.add_argument("--peer", choices=("hf",), help=peer)
+    parser.add_flag("--json", "print one JSON object instead of text")
     return parser
 
 
 def add_shape_options(parser: Parser) -> None:
     """Model, number format, lengths, and how they are run."""
     formats = ", ".join((*DTYPES, *FORMATS))
-    add = parser.add_argument
-    add("--arch", required=True, help=f"{', '.join(ARCHITECTURES)}, or a Hugging Face config.json")
-    add("--mode", default="bf16", help=f"number format: {formats}, or ATTENTION-EXPERTS")
-    add("--layers", type=int, metavar="N", help="build only the first N layers")
-    add("--prompt_len", type=int, default=5, metavar="N")
-    add("--new_tokens", type=int, default=200, metavar="N")
-    add("--batch", type=int, default=1, metavar="N", help="sequences at once, with a prompt each")
-    add("--max_seq_len", type=int, metavar="N", help="cache length; default: prompt and new tokens")
-    add("--compile_prefill", action="store_true", help="compile the prompt's pass too")
-    add(
-        "--prefill_chunk",
-        type=int,
-        default=PREFILL_CHUNK,
-        metavar="N",
-        help="prompt tokens in one call",
-    )
-    add(
-        "--kv_cache",
-        choices=tuple(KV_CACHES),
-        default="plain",
-        help="int8: keys and values in half the bytes",
-    )
-    add(
-        "--parallel",
-        default="tensor",
-        choices=tp.PARALLEL,
-        help="how torchrun's processes shard the experts",
-    )
+    arch = f"{', '.join(ARCHITECTURES)}, or a Hugging Face config.json"
+    parser.add_argument("--arch", required=True, help=arch)
+    mode = f"number format: {formats}, or ATTENTION-EXPERTS"
+    parser.add_argument("--mode", default="bf16", help=mode)
+    parser.add_number("--layers", "build only the first N layers")
+    parser.add_number("--prompt_len", default=5)
+    parser.add_number("--new_tokens", default=200)
+    parser.add_number("--batch", "sequences at once, with a prompt each", 1)
+    parser.add_number("--max_seq_len", "cache length; default: prompt and new tokens")
+    add_prefill_options(parser)
+    add_device_options(parser)
 
 
 def check_options(options: argparse.Namespace, args: ModelArgs, device: torch.device) -> None:
-    """Raise ValueError for options that cannot be, or cannot be together."""
+    """Raise ValueError for options that do not fit the model, the device or each other."""
     if options.layers and options.layers > args.n_layer:
         raise ValueError(f"--layers {options.layers}: {options.arch} has {args.n_layer}")
     length = options.prompt_len + options.new_tokens
     limit = options.max_seq_len or args.max_position
     if length > limit or limit > args.max_position:
-        what = "the model's positions"
-        if length > limit and options.max_seq_len:
-            what = "--max_seq_len"
-        raise ValueError(
-            f"--prompt_len and --new_tokens, {length}, or --max_seq_len exceed {what}, "
-            f"{limit if length > limit else args.max_position}: ask for less"
+        given = length > limit and options.max_seq_len
+        bound = (
+            f"--max_seq_len, {given}" if given else f"the model's positions, {args.max_position}"
         )
+        cause = f"--prompt_len and --new_tokens, {length}, or --max_seq_len exceed {bound}"
+        raise ValueError(f"{cause}: ask for less")
     if process_group.size() > 1 and (options.sweep or options.peer):
         raise ValueError("--sweep and --peer measure one GPU: leave torchrun out")
     if options.kernels and (device.type != "cuda" or options.eager):
@@ -388,19 +375,14 @@ def check_options(options: argparse.Namespace, args: ModelArgs, device: torch.de
         raise ValueError("--peer and --sweep: give one of them at a time")
 
 
-def check_minima(options: argparse.Namespace) -> None:
-    """Raise ValueError for a number that is too small."""
-    minima = {"layers": 1, "prompt_len": 1, "new_tokens": 2, "repeats": 1, "batch": 1}
-    for name, least in (minima | {"prefill_chunk": 1}).items():
-        if (value := getattr(options, name)) is not None and value < least:
-            raise ValueError(f"--{name} {value}: it must be at least {least}")
-
-
-def command() -> int:
+@command(fail, out_of_memory="use fewer --layers, or a smaller --mode")
+def main() -> int:
+    """Run the command; a user's mistake is one line on stderr and exit code 2."""
     options = build_parser().parse_args()
     log_to_stderr()
     device = process_group.start(options.device)
-    check_minima(options)
+    check_counts(options, "layers", "prompt_len", "repeats", "batch", "prefill_chunk")
+    check_counts(options, "new_tokens", least=2)
     args = architecture(options.arch)
     check_options(options, args, device)
     number_format(options.mode, args)  # refuses a mode before anything is measured
@@ -411,10 +393,7 @@ def command() -> int:
     source = RandomWeights(args, number_format(options.mode, args))
     process_group.check_agreement(vars(options), source)
     ceiling = read_bandwidth(device)
-    if options.sweep:
-        result = sweep(args, options, ceiling)
-    else:
-        result = measure(args, options, ceiling)
+    result = (sweep if options.sweep else measure)(args, options, ceiling)
     if options.peer:
         free_memory(not options.eager)
         result["peer"] = peer(args, options)
@@ -422,11 +401,6 @@ def command() -> int:
         print(json.dumps(result) if options.json else report(result), flush=True)
     process_group.stop()
     return 0
-
-
-def main() -> int:
-    """Run the command; a user's mistake is one line on stderr and exit code 2."""
-    return attempt(command)
 
 
 if __name__ == "__main__":

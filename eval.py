@@ -3,8 +3,8 @@
     python eval.py --checkpoint_path DIR --text_file FILE
     python eval.py --checkpoint_path DIR --tasks arc_easy,hellaswag --limit 100
 
-All of it rests on `score`: the nats of the last tokens of a window, each given all before it.
-Perplexity and lm-eval's log-likelihoods differ only in their windows.
+Perplexity and lm-eval's log-likelihoods both call `score_windows`, with different windows. It
+returns the nats (-ln p) of a window's last tokens, each given all tokens before it.
 """
 
 import argparse
@@ -21,15 +21,17 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
-import tp
+from cli.command import command
+from cli.log import log_to_stderr
+from cli.options import add_checkpoint_path, add_device_options, add_dtype, check_counts
 from cli.parser import Parser
 from formats.kv_cache import KV_CACHES
 from formats.quantizer import DTYPES
-from generate import EMBEDDED, generate, load_model, log_to_stderr, open_checkpoint
+from generate import EMBEDDED, generate, load_model, open_checkpoint
 from model import Chunk, KVCache, ModelArgs, Runner, Transformer
 from models import args_of_checkpoint, build_model
 from parallel import process_group
-from parallel.heartbeat import attempt
+from parallel.heartbeat import fail
 from runtime.sampling import Sampling
 from runtime.session import Session, SessionOptions
 from runtime.weights import stored_bytes
@@ -38,15 +40,8 @@ from tokenizer import Tokenizer, load_tokenizer
 DEFAULT_SEQ_LEN = 2048
 LOGIT_POSITIONS = 256  # positions whose logits are in memory at a time
 DEFAULT_GEN_TOKENS = 256  # if a task sets none, as in lm-eval
-GENERATION_SETTINGS = {
-    "until",
-    "max_gen_toks",
-    "max_new_tokens",
-    "do_sample",
-    "temperature",
-    "top_k",
-    "top_p",
-}
+SAMPLING_SETTINGS = {"do_sample", "temperature", "top_k", "top_p"}
+GENERATION_SETTINGS = SAMPLING_SETTINGS | {"until", "max_gen_toks", "max_new_tokens"}
 
 
 # Scoring ------------------------------------------------------------------------------------------
@@ -91,22 +86,19 @@ def score_windows(
 ) -> list[tuple[float, bool]]:
     """Score (ids, count) of each window -> the sum of its nats, and whether all tokens are greedy.
 
-    No token at all is certain: (0, True). The device is waited for once, at the end. Raises
+    A window with count 0 gets (0, True). The host waits for the device once, at the end. Raises
     ValueError for ids beyond the vocabulary, and if a sum is not finite.
     """
-    vocabulary, device = model.args.vocab_size, model.norm.weight.device
     if not windows:
         return []
+    vocabulary, device = model.args.vocab_size, model.norm.weight.device
     if max(max(ids) for ids, _ in windows) >= vocabulary:
-        raise ValueError(
-            f"token ids must be below {vocabulary}: does the tokenizer belong to this model?"
-        )
+        cause = f"token ids must be below {vocabulary}"
+        raise ValueError(f"{cause}: does the tokenizer belong to this model?")
     model.setup_cache(1, max(len(ids) for ids, _ in windows) - 1, cache_class)
     sums, total = [], sum(count for _, count in windows)
     hidden = None if progress else True  # None: hidden unless stderr is a terminal
-    with tqdm(
-        total=total, desc="scoring", unit="token", leave=False, file=sys.stderr, disable=hidden
-    ) as bar:
+    with tqdm(total=total, desc="scoring", unit="token", leave=False, disable=hidden) as bar:
         for ids, count in windows:
             nats, greedy = torch.empty(2, 0, device=device)
             if count:
@@ -115,10 +107,10 @@ def score_windows(
                 nats, greedy = score(model, ids, count)
             sums.append(torch.stack((nats.double().sum(), greedy.all().double())))
             bar.update(count)
-        sums = torch.stack(sums).tolist()
-    if not all(math.isfinite(nats) for nats, _ in sums):
+        scores = torch.stack(sums).tolist()
+    if not all(math.isfinite(nats) for nats, _ in scores):
         raise ValueError("the model's output is not finite: use --dtype bf16 or fp32")
-    return [(nats, greedy == 1) for nats, greedy in sums]
+    return [(nats, greedy == 1) for nats, greedy in scores]
 
 
 # Perplexity ---------------------------------------------------------------------------------------
@@ -142,9 +134,8 @@ def check_seq_len(args: ModelArgs, seq_len: int) -> None:
     if seq_len < 2:
         raise ValueError(f"--seq_len {seq_len}: it must be at least 2")
     if seq_len > args.max_position:
-        raise ValueError(
-            f"--seq_len {seq_len}: the model was made for {args.max_position} positions at most"
-        )
+        limit = f"the model was made for {args.max_position} positions at most"
+        raise ValueError(f"--seq_len {seq_len}: {limit}")
 
 
 def perplexity(
@@ -205,7 +196,7 @@ def weight_size(model: Transformer) -> dict:
 
 
 # lm-eval ------------------------------------------------------------------------------------------
-# The three questions of a task. Each takes all its requests at once; results keep their order.
+# The three kinds of requests. Each function gets all requests at once; results keep their order.
 
 
 def prefix_id(tokenizer: Tokenizer) -> int:
@@ -246,10 +237,8 @@ def loglikelihood(
     """
     joined = [encode_pair(tokenizer, *request) for request in requests]
     if (longest := max(count for _, count in joined)) > max_length:
-        raise ValueError(
-            f"a continuation of {longest} tokens is longer than the window: raise --seq_len "
-            f"{max_length}"
-        )
+        cause = f"a continuation of {longest} tokens is longer than the window"
+        raise ValueError(f"{cause}: raise --seq_len {max_length}")
     if cut := sum(len(ids) > max_length + 1 for ids, _ in joined):
         cuts = f"{cut} of {len(joined)} contexts are cut to --seq_len {max_length}"
         print(cuts, file=sys.stderr)
@@ -295,9 +284,8 @@ def plan_generation(
         raise ValueError(f"a task asks for {names} in generation, which is not supported here")
     new = settings.get("max_gen_toks") or settings.get("max_new_tokens") or DEFAULT_GEN_TOKENS
     if not 0 < new < max_length:
-        raise ValueError(
-            f"max_gen_toks {new} must be from 1 to {max_length - 1}: raise --seq_len {max_length}"
-        )
+        cause = f"max_gen_toks {new} must be from 1 to {max_length - 1}"
+        raise ValueError(f"{cause}: raise --seq_len {max_length}")
     temperature = settings.get("temperature")
     sampled = settings.get("do_sample", bool(temperature))
     temperature = (1.0 if temperature is None else float(temperature)) if sampled else 0.0
@@ -340,25 +328,31 @@ def lm_eval_model(
     max_length: int,
     cache_class: type[KVCache] = KVCache,
 ):
-    """Return an `lm_eval.api.model.LM`; `load` is called with the first request."""
-    from lm_eval.api.model import LM
+    """Return an `lm_eval.api.model.LM`; it calls `load` with its first requests.
+
+    Raises ValueError unless lm-eval is installed.
+    """
+    try:
+        from lm_eval.api.model import LM
+    except ImportError:
+        raise ValueError("--tasks needs lm-eval: pip install 'moe-fast[eval]'") from None
 
     class MoeFast(LM):
-        was_asked = False
+        has_requests = False
 
-        def run_requests(self, question: Callable, requests: list) -> list:
-            self.was_asked = True
+        def send(self, function: Callable, requests: list) -> list:
+            self.has_requests = True
             arguments = [request.args for request in requests]
-            return question(load(), tokenizer, arguments, max_length, cache_class)
+            return function(load(), tokenizer, arguments, max_length, cache_class)
 
-        def loglikelihood(self, requests: list) -> list[tuple[float, bool]]:
-            return self.run_requests(loglikelihood, requests)
+        def loglikelihood(self, requests):
+            return self.send(loglikelihood, requests)
 
-        def loglikelihood_rolling(self, requests: list) -> list[float]:
-            return self.run_requests(loglikelihood_rolling, requests)
+        def loglikelihood_rolling(self, requests):
+            return self.send(loglikelihood_rolling, requests)
 
-        def generate_until(self, requests: list) -> list[str]:
-            return self.run_requests(generate_until, requests)
+        def generate_until(self, requests):
+            return self.send(generate_until, requests)
 
     return MoeFast()
 
@@ -373,7 +367,7 @@ def run_tasks(
     """Run lm-eval's tasks, or those of the files in include_path, on `limit` documents of each.
 
     adapter: of `lm_eval_model`. Returns results (the metrics of each task), n-shot, and table,
-    the same as text. Raises ValueError without lm-eval, and for tasks that cannot be made ready.
+    the same as text. Raises ValueError without lm-eval, and for tasks that cannot be loaded.
     """
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
@@ -381,10 +375,10 @@ def run_tasks(
 
     manager = TaskManager(include_path=include_path and str(include_path))
     if unknown := [name for name in tasks if name not in manager.all_tasks]:
-        raise ValueError(
-            f"--tasks {','.join(unknown)}: there is no such task: `lm-eval ls tasks` shows "
-            "lm-eval's own, and --include_path DIR adds those of a folder"
+        fix = (
+            "`lm-eval ls tasks` shows lm-eval's own, and --include_path DIR adds those of a folder"
         )
+        raise ValueError(f"--tasks {','.join(unknown)}: there is no such task: {fix}")
     try:
         found = simple_evaluate(
             adapter,
@@ -395,7 +389,7 @@ def run_tasks(
             log_samples=False,
         )
     except Exception as error:
-        if adapter.was_asked:
+        if adapter.has_requests:
             raise
         why = " ".join(str(error).split())
         raise ValueError(f"--tasks {','.join(tasks)} cannot be read: {why}") from error
@@ -417,84 +411,58 @@ def build_parser() -> Parser:
             " --tasks arc_easy,piqa --limit 100",
         ),
     )
-    add = parser.add_argument
-    add(
-        "--checkpoint_path",
-        type=Path,
-        metavar="DIR",
-        help="converted checkpoint; default: the embedded tiny model",
-    )
-    add(
-        "--text_file",
-        type=Path,
-        metavar="F",
-        help="UTF-8 text; default with the embedded model: its held-out text",
-    )
-    add(
-        "--seq_len",
-        type=int,
-        metavar="N",
-        help=f"tokens of a window; default: {DEFAULT_SEQ_LEN}, with --tasks the model's maximum",
-    )
-    add(
-        "--tasks",
-        metavar="NAME[,NAME]",
-        help="lm-eval tasks instead of a text (pip install 'moe-fast[eval]')",
-    )
-    add("--include_path", type=Path, metavar="DIR", help="folder of your own task files")
-    add("--limit", type=int, metavar="N", help="only the first N documents of each task")
-    add("--num_fewshot", type=int, metavar="N", help="examples in each prompt; default: the task's")
-    add("--device", default="auto", choices=("auto", "cuda", "cpu"))
-    add("--dtype", choices=tuple(DTYPES), help="default: the checkpoint's")
-    kv_cache = "int8: keys and values in half the bytes"
-    add("--kv_cache", choices=tuple(KV_CACHES), default="plain", help=kv_cache)
-    add(
-        "--parallel",
-        default="tensor",
-        choices=tp.PARALLEL,
-        help="how torchrun's processes shard the experts",
-    )
-    add("--json", action="store_true", help="print one JSON object instead of text")
+    add_checkpoint_path(parser)
+    text = "UTF-8 text; default with the embedded model: its held-out text"
+    parser.add_path("--text_file", text, "F")
+    window = f"tokens of a window; default: {DEFAULT_SEQ_LEN}, with --tasks the model's maximum"
+    parser.add_number("--seq_len", window)
+    tasks = "lm-eval tasks instead of a text (pip install 'moe-fast[eval]')"
+    parser.add_argument("--tasks", metavar="NAME[,NAME]", help=tasks)
+    parser.add_path("--include_path", "folder of your own task files")
+    parser.add_number("--limit", "only the first N documents of each task")
+    parser.add_number("--num_fewshot", "examples in each prompt; default: the task's")
+    add_dtype(parser)
+    add_device_options(parser)
+    parser.add_flag("--json", "print one JSON object instead of text")
     return parser
 
 
 def check_options(options: argparse.Namespace) -> None:
-    """Raise ValueError for options that cannot be, or cannot be together."""
-    if options.tasks is not None and process_group.size() > 1:
-        raise ValueError("--tasks runs on one GPU: leave torchrun out")
+    """Raise ValueError for invalid options, and for options that exclude each other."""
     if options.tasks is None:
         for name in ("include_path", "limit", "num_fewshot"):
             if getattr(options, name) is not None:
                 raise ValueError(f"--{name} needs --tasks: name the tasks, or leave it out")
         if options.text_file is None and options.checkpoint_path is not None:
             raise ValueError("nothing to measure on: give --text_file FILE or --tasks NAME")
-    elif options.text_file is not None:
+        return
+    if process_group.size() > 1:
+        raise ValueError("--tasks runs on one GPU: leave torchrun out")
+    if options.text_file is not None:
         raise ValueError("--text_file does not go with --tasks: leave one of them out")
-    elif not all(options.tasks.split(",")):
+    if not all(options.tasks.split(",")):
         raise ValueError(f"--tasks {options.tasks!r}: give names with commas between them")
-    for name, least in (("limit", 1), ("num_fewshot", 0)):
-        if (value := getattr(options, name)) is not None and value < least:
-            raise ValueError(f"--{name} {value}: it must be at least {least}")
-    if options.include_path is not None and not options.include_path.is_dir():
-        raise ValueError(
-            f"--include_path {options.include_path}: no such folder: give one that holds task files"
-        )
+    check_counts(options, "limit")
+    check_counts(options, "num_fewshot", least=0)
+    folder = options.include_path
+    if folder is not None and not folder.is_dir():
+        fix = "give one that holds task files"
+        raise ValueError(f"--include_path {folder}: no such folder: {fix}")
 
 
 def read_text(path: Path) -> str:
     """Return a file's text. Raises ValueError if it cannot be read, is empty or not UTF-8."""
+    name = f"--text_file {path}"
     try:
         text = path.read_bytes().decode()
     except OSError as error:
-        raise ValueError(
-            f"--text_file {path}: {error.strerror}: give a file that can be read"
-        ) from None
+        raise ValueError(f"{name}: {error.strerror}: give a file that can be read") from None
     except UnicodeDecodeError as error:
         raise ValueError(
-            f"--text_file {path} is not UTF-8 at byte {error.start}: convert it to UTF-8"
+            f"{name} is not UTF-8 at byte {error.start}: convert it to UTF-8"
         ) from None
     if not text:
-        raise ValueError(f"--text_file {path} is empty: give a file with some text")
+        raise ValueError(f"{name} is empty: give a file with some text")
     return text
 
 
@@ -502,13 +470,12 @@ def run(options: argparse.Namespace) -> tuple[dict, str]:
     """Measure what the options ask for; return the result, and the same as text."""
     device = process_group.start(options.device)
     check_options(options)
-    text = None
-    if options.tasks is None:
-        text = read_text(options.text_file or EMBEDDED / "heldout.txt")
+    text = "" if options.tasks else read_text(options.text_file or EMBEDDED / "heldout.txt")
     checkpoint = open_checkpoint(options.checkpoint_path)
     tokenizer, args = load_tokenizer(checkpoint.directory), args_of_checkpoint(checkpoint)
-    default = args.max_position if options.tasks else min(DEFAULT_SEQ_LEN, args.max_position)
-    seq_len = default if options.seq_len is None else options.seq_len
+    seq_len = options.seq_len
+    if seq_len is None:
+        seq_len = min(args.max_position, args.max_position if options.tasks else DEFAULT_SEQ_LEN)
     check_seq_len(args, seq_len)
     process_group.check_agreement(vars(options), checkpoint)
     cache_class = KV_CACHES[options.kv_cache]
@@ -518,39 +485,28 @@ def run(options: argparse.Namespace) -> tuple[dict, str]:
         return load_model(checkpoint, device, DTYPES.get(options.dtype), options.parallel)
 
     if options.tasks:
-        names = options.tasks.split(",")
-        check_lm_eval()
         adapter = lm_eval_model(load, tokenizer, seq_len, cache_class)
         limits = options.include_path, options.limit, options.num_fewshot
-        result = run_tasks(adapter, names, *limits)
+        result = run_tasks(adapter, options.tasks.split(","), *limits)
         result["seq_len"], report = seq_len, result.pop("table")
     else:
-        progress = process_group.is_main()
-        result = perplexity(
-            load(), tokenizer, text, seq_len, cache_class=cache_class, progress=progress
-        )
+        settings = {"cache_class": cache_class, "progress": process_group.is_main()}
+        result = perplexity(load(), tokenizer, text, seq_len, **settings)
         report = (
             f"perplexity {result['perplexity']:.4f}, {result['bits_per_byte']:.4f} bits a byte, "
             f"{result['tokens']} tokens at {result['tokens_per_second']:.0f}/s "
             f"in windows of {seq_len}"
         )
     result["kv_cache"] = options.kv_cache
-    if process_group.size() > 1:  # the size of one rank's shard says nothing
-        return result, report
-    result |= weight_size(load())
-    size = f"{result['bits_per_weight']:.4g} bits a weight, {result['bytes'] / 1e9:.4g} GB"
-    return result, f"{report}\n{size}"
+    if process_group.size() == 1:  # one rank's size is that of its shard
+        result |= weight_size(load())
+        report += f"\n{result['bits_per_weight']:.4g} bits a weight, {result['bytes'] / 1e9:.4g} GB"
+    return result, report
 
 
-def check_lm_eval() -> None:
-    """Raise ValueError unless lm-eval is installed."""
-    try:
-        import lm_eval  # noqa: F401
-    except ImportError:
-        raise ValueError("--tasks needs lm-eval: pip install 'moe-fast[eval]'") from None
-
-
-def command() -> int:
+@command(fail, out_of_memory="shorten --seq_len")
+def main() -> int:
+    """Run the command; a user's mistake is one line on stderr and exit code 2."""
     options = build_parser().parse_args()
     log_to_stderr()
     result, report = run(options)
@@ -558,14 +514,6 @@ def command() -> int:
         print(json.dumps(result, default=str) if options.json else report, flush=True)
     process_group.stop()
     return 0
-
-
-def main() -> int:
-    """Run the command; a user's mistake is one line on stderr and exit code 2."""
-    try:
-        return attempt(command, out_of_memory="shorten --seq_len")
-    except KeyboardInterrupt:
-        return 130
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
 """Generate text: `python generate.py --checkpoint_path DIR --prompt TEXT --compile`.
 
-Also the library's entry: `load_model`, `open_session`, `generate`. model.py makes one token,
-runtime/session.py one token after the other.
+Library entry points: `load_model` and `generate`; `open_session` for parsed options. To follow one
+token, read `generate_all` here, `Session.stream_all` and `Session.decode` in runtime/session.py,
+`Transformer.forward` and `Block.forward` in model.py, then ops/attention.py.
 """
 
 import argparse
-import io
 import json
 import logging
 import os
@@ -14,25 +14,30 @@ import sys
 import time
 import zlib
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from tqdm import tqdm
 
 import tp
 from checkpoint import FORMAT_VERSION, Checkpoint
 from cli.chat import ctrl_c_flag, read_lines
-from cli.options import (
-    add_model_options,
-    check_counts,
-    check_model_options,
-    parse_size,
+from cli.command import command
+from cli.folders import user_cache
+from cli.generate_options import (
+    DEFAULT_NEW_TOKENS,
+    SAMPLING,
+    build_parser,
+    check_options,
+    plan_lengths,
 )
-from cli.parser import Parser
+from cli.log import log_to_stderr
+from cli.options import parse_size
+from cli.prompts import read_prompts
 from formats import FORMATS
 from formats.kv_cache import KV_CACHES
 from formats.packed import Packed
@@ -47,7 +52,7 @@ from ops.attention import BLOCK
 from parallel import process_group
 from parallel.all_reduce import choose_all_reduce
 from parallel.device import pick_device
-from parallel.heartbeat import attempt, leave
+from parallel.heartbeat import fail, leave
 from runtime.fused_attention import fuse_decode_attention
 from runtime.sampling import Sampling
 from runtime.session import Session, SessionOptions
@@ -58,8 +63,6 @@ from tokenizer import Tokenizer, load_tokenizer
 
 EMBEDDED = Path(__file__).parent / "checkpoints" / "tiny-moe"
 DEFAULT_PROMPT = "def read_lines(path):"
-DEFAULT_CHAT_LENGTH = 4096  # positions of a chat's cache
-DEFAULT_NEW_TOKENS = 200
 
 log = logging.getLogger("moe_fast")
 
@@ -73,38 +76,36 @@ def embedded_checkpoint() -> Path:
     Raises ValueError if that folder cannot be written.
     """
     stamp = FORMAT_VERSION
-    for part in sorted(
-        path for path in EMBEDDED.iterdir() if path.suffix in (".safetensors", ".json", ".model")
-    ):
-        stamp = zlib.crc32(part.read_bytes(), stamp)
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moe-fast"
+    for path in sorted(EMBEDDED.iterdir()):
+        if path.suffix in (".safetensors", ".json", ".model"):
+            stamp = zlib.crc32(path.read_bytes(), stamp)
+    cache = user_cache()
     target = cache / f"tiny-moe-{stamp:08x}" / "model_bf16"
     existed = target.exists()
-    try:
+    with suppress(ValueError):
         Checkpoint(target)
+        load_tokenizer(target)
         return target
-    except ValueError:
-        pass
     try:
-        if existed:  # damaged; otherwise another process may be making it
+        if existed:  # it is damaged; a target that appears later is another process's
             shutil.rmtree(target)
         target.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         why = f"cannot write to {cache} ({error.strerror})"
         raise ValueError(f"{why}: set XDG_CACHE_HOME to a folder that can be written") from None
-    made = convert(EMBEDDED, target.with_name(f"model_bf16.{os.getpid()}"), force=True)
     try:
-        made.rename(target)
-    except OSError:  # another process was as quick, and may be reading its own
-        shutil.rmtree(made)
-        Checkpoint(target)
+        return convert(EMBEDDED, target)
+    except ValueError:
+        if not target.exists():
+            raise
+    Checkpoint(target)  # another process was first, and may be reading it
     return target
 
 
 def open_checkpoint(path: Path | None) -> Checkpoint:
     """Open a converted checkpoint; None: the embedded model, on every rank."""
     if path is None:
-        process_group.share(embedded_checkpoint)  # other ranks of this host then find it made
+        process_group.share(embedded_checkpoint)  # rank 0 converts it, then the others find it
         path = embedded_checkpoint()
     return Checkpoint(path)
 
@@ -120,36 +121,44 @@ def load_model(
 
     source: the directory of a converted checkpoint, or any object with its `args`, `format` and
     `read(name, index, device)`. dtype: of floating-point weights; None: the checkpoint's.
-    parallel: how several ranks (`process_group.start`) shard it. experts: how they are kept in
-    host memory; None: on the device. Raises ValueError for what cannot be loaded.
+    parallel: how several ranks (`process_group.start`) shard it. experts: how they are offloaded
+    to host memory; None: not at all. Raises ValueError for a source that cannot be loaded.
     """
     source = Checkpoint(source) if isinstance(source, str | os.PathLike) else source
     device = pick_device(device) if isinstance(device, str) else device
     if device.index is not None:
         torch.cuda.set_device(device)  # streams, events and graphs belong to the current device
     shard = tp.ModelShard(args_of_checkpoint(source), source.format, parallel)
-    loader = WeightLoader(shard, source, dtype)
+    model, loader = shard.model, WeightLoader(shard, source, dtype)
     start, plan = time.perf_counter(), None
     with loader.progress:
         if experts:
-            plain = dtype or DTYPES[source.format.get("dtype", source.format["name"])]
-            plan = offload_experts(shard.model, experts, device, plain, loader.read)
+            plain = dtype or stored_dtype(source)
+            plan = offload_experts(model, experts, device, plain, loader.read)
         loader.fill(device)
-    model = shard.model
     model.tie_weights()
     shard.insert_collectives()
-    # One GPU decodes bf16, int8 and fp8 by Inductor's kernels alone; 4 bits have own kernels
-    # anyway.
+    # On one GPU, bf16, int8 and fp8 decode by Inductor's kernels alone; 4-bit formats have Triton
+    # kernels of ours anyway.
     modules = source.format.get("modules", {}).values()
     if shard.ranks > 1 or any(FORMATS[module["format"]].bits == 4 for module in modules):
         fuse_decode_attention(model)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    lazy = device.type == "cpu" and dtype is None  # mapped tensors are read when first used
-    loader.report(time.perf_counter() - start, device, parallel, mapped=lazy and not experts)
+    message = loader.summary(device, time.perf_counter() - start, experts is not None)
+    if shard.ranks > 1:
+        chosen = choose_all_reduce(model.norm.weight.dtype, device)
+        message += f", {parallel} parallel on {shard.ranks} ranks; {chosen}"
+    if process_group.is_main():
+        log.info(message)
     if plan:
         log.info(plan)
     return model.eval()
+
+
+def stored_dtype(source) -> torch.dtype:
+    """Return the dtype of a checkpoint's floating-point weights and of its activations."""
+    return DTYPES[source.format.get("dtype", source.format["name"])]
 
 
 class WeightLoader:
@@ -159,74 +168,107 @@ class WeightLoader:
         self.shard, self.source, self.dtype, self.nbytes = shard, source, dtype, 0
         self.parameters = dict(shard.model.named_parameters())
         self.modules = dict(shard.model.named_modules())
+        hidden = None if process_group.is_main() else True  # None: unless stderr is a terminal
+        total = len(self.parameters)
         self.progress = tqdm(
-            total=len(self.parameters),
-            desc="loading",
-            unit="tensor",
-            leave=False,
-            file=sys.stderr,
-            disable=None if process_group.is_main() else True,
+            total=total, desc="loading", unit="tensor", leave=False, disable=hidden
         )
 
-    def read(
-        self, name: str, device: torch.device | str, expert: int | None = None
-    ) -> torch.Tensor:
+    def read(self, name: str, device: torch.device | str, expert: int | None = None) -> Tensor:
         """Read this rank's part of a parameter, or of one expert of it.
 
         Raises ValueError if it is missing, or not as the config says.
         """
-        # One expert is read while the model runs: the file may have been replaced since.
-        checked = expert is not None and isinstance(self.source, Checkpoint)
         try:
-            if checked:
-                self.source.check_unchanged(name)
             tensor = self.shard.read(self.source, name, device, expert)
-            if checked:
-                self.source.check_unchanged(name)
         except KeyError:
-            raise ValueError(
-                f"the checkpoint lacks {name}: convert the model again, or quantise it again"
-            ) from None
-        path, leaf = name.rsplit(".", 1)
-        packed = isinstance(self.modules[path], Packed) and leaf in self.modules[path].layout
-        self.check(name, tensor, packed, expert)
+            fix = "convert the model again, or quantise it again"
+            raise ValueError(f"the checkpoint lacks {name}: {fix}") from None
         if expert is None:
             self.nbytes += tensor.nbytes
             self.progress.update(1)
+        elif isinstance(self.source, Checkpoint):  # hours may have passed since it was opened
+            self.source.check_unchanged(name)
+        path, leaf = name.rsplit(".", 1)
+        packed = isinstance(self.modules[path], Packed) and leaf in self.modules[path].layout
+        self.check(name, tensor, packed, expert)
         keeps_dtype = self.dtype is None or packed or leaf == "score_bias"
         return tensor if keeps_dtype else tensor.to(self.dtype)
 
-    def check(self, name: str, tensor: torch.Tensor, packed: bool, expert: int | None) -> None:
+    def check(self, name: str, tensor: Tensor, packed: bool, expert: int | None) -> None:
         """Raise ValueError unless the tensor has the parameter's shape and a known dtype."""
-        due = self.parameters[name]
-        shape = due.shape if expert is None else (1, *due.shape[1:])
-        dtypes = (due.dtype,) if packed else tuple(DTYPES.values())
+        parameter = self.parameters[name]
+        shape = parameter.shape if expert is None else (1, *parameter.shape[1:])
+        dtypes = (parameter.dtype,) if packed else tuple(DTYPES.values())
         if tensor.shape != shape or tensor.dtype not in dtypes:
             found = f"{list(tensor.shape)} {tensor.dtype}"
             expected = f"{list(shape)} {' or '.join(map(str, dtypes))}"
-            raise ValueError(
-                f"{name} is {found} where the config says {expected}: convert the model again"
-            )
+            fix = "convert the model again"
+            raise ValueError(f"{name} is {found} where the config says {expected}: {fix}")
 
     def fill(self, device: torch.device) -> None:
         """Read every parameter that is still on the meta device."""
-        model = self.shard.model
-        for name in [name for name, tensor in model.named_parameters() if tensor.is_meta]:
-            path, leaf = name.rsplit(".", 1)
-            parameter = nn.Parameter(self.read(name, device), requires_grad=False)
-            setattr(self.modules[path], leaf, parameter)
+        for name, parameter in list(self.shard.model.named_parameters()):
+            if parameter.is_meta:
+                path, leaf = name.rsplit(".", 1)
+                loaded = nn.Parameter(self.read(name, device), requires_grad=False)
+                setattr(self.modules[path], leaf, loaded)
 
-    def report(self, seconds: float, device: torch.device, parallel: str, mapped: bool) -> None:
-        """Log what was loaded, and on several ranks how they all-reduce."""
-        size = process_group.total(self.nbytes)
+    def summary(self, device: torch.device, seconds: float, offloaded: bool) -> str:
+        """Return the bytes of all ranks, and the speed unless tensors are read when first used."""
+        size = process_group.total(self.nbytes) / 1e9
         lazy = device.type == "cpu" and self.dtype is None
-        speed = "" if lazy else f" in {seconds:.1f} s, {size / 1e9 / seconds:.1f} GB/s"
-        message = f"{'mapped' if mapped else 'loaded'} {size / 1e9:.2f} GB{speed}"
-        if process_group.size() > 1:
-            chosen = choose_all_reduce(self.shard.model.norm.weight.dtype, device)
-            message += f", {parallel} parallel on {process_group.size()} ranks; {chosen}"
-        if process_group.is_main():
-            log.info(message)
+        speed = "" if lazy else f" in {seconds:.1f} s, {size / seconds:.1f} GB/s"
+        return f"{'mapped' if lazy and not offloaded else 'loaded'} {size:.2f} GB{speed}"
+
+
+def open_session(
+    options: argparse.Namespace,
+    checkpoint: Checkpoint,
+    device: torch.device,
+    length: int,
+    batch: int = 1,
+) -> Session:
+    """Load the model as the options of `cli.options` say, with memory for `batch` sequences."""
+    dtype, experts = DTYPES.get(options.dtype), None
+    if options.offload:
+        args = tp.local_args(args_of_checkpoint(checkpoint), process_group.size(), options.parallel)
+        itemsize = (dtype or stored_dtype(checkpoint)).itemsize
+        experts = offload_settings(options, args, itemsize, length, batch)
+    model = load_model(checkpoint, device, dtype, options.parallel, experts)
+    settings = SessionOptions(
+        batch=batch,
+        compile=options.compile,
+        compile_prefill=options.compile_prefill,
+        prefill_chunk=options.prefill_chunk,
+        cache_class=KV_CACHES[options.kv_cache],
+        runner_class=runner_class_for(model),
+    )
+    return Session(model, length, settings)
+
+
+def offload_settings(
+    options: argparse.Namespace, args: ModelArgs, itemsize: int, length: int, batch: int
+) -> OffloadSettings:
+    """Return the options as settings. args: one rank's; itemsize: bytes of an activation.
+
+    The reserve is the KV cache, and the activations of one layer for a prefill chunk or a step:
+    x, attention's temporaries, and for each of a token's experts its row of x, of w13's and w2's
+    outputs and of SwiGLU.
+    """
+    tokens = max(min(options.prefill_chunk, length), batch)
+    per_position, extra = family_of(args).attention_memory(args, length)
+    row = 4 * args.dim + 2 * (args.n_head * args.head_dim + per_position)
+    row += args.n_active * 3 * (args.intermediate + args.dim)
+    cache = args.n_layer * batch * (length + BLOCK) * per_position + extra
+    return OffloadSettings(
+        options.gpu_experts,
+        None if options.gpu_memory is None else parse_size(options.gpu_memory),
+        options.cache_policy or OffloadSettings.policy,
+        options.prefetch,
+        options.offload_driver,
+        (cache + tokens * row) * itemsize + batch * args.vocab_size * 16,
+    )
 
 
 # Generation ---------------------------------------------------------------------------------------
@@ -256,7 +298,7 @@ def generate_all(
     max_new_tokens: int = DEFAULT_NEW_TOKENS,
     sampling: Sampling | None = None,
     *,
-    stop: Sequence[str] = (),
+    stop: str | Sequence[str] = (),
     ignore_eos: bool = False,
     reply: bool = False,
     on_text: Callable[[int, str], None] = lambda number, text: None,
@@ -265,15 +307,12 @@ def generate_all(
 ) -> list[dict]:
     """Continue each prompt, all at once, until EOS, a `stop` text or max_new_tokens.
 
-    At most as many prompts as the session's batch. on_text gets a prompt's number and each piece
-    of text as soon as it is certain; on_token, before that, the number, each token that does not
-    end the text, and where in the text it begins. `interrupted` is called after every step. See
-    runtime.text.TextSettings.
+    The session's batch limits the number of prompts. on_text gets a prompt's number and each piece
+    of text as soon as it is certain. on_token gets the number, each token that does not end the
+    text, and where in the text it begins; it is called before on_text. `interrupted` is called
+    after every step. reply: see runtime.text.TextSettings.
 
-    Returns for each prompt: text, prompt_tokens, new_tokens, finish_reason ("stop", "length" or
-    "interrupted"), ttft_s (time to first token), prefill_tok_s (of all tokens that the cache did
-    not hold), decode_tok_s (None below two tokens), bytes_per_token (weights, all ranks), gb_s
-    (of one sequence, one token a pass), peak_bytes; with a Speculation its "speculation", with
+    Returns for each prompt the fields of `TextStream.result` and `weight_statistics`, and with
     offloaded experts "offload" (see `expert_traffic`). Raises ValueError as `Session.stream_all`,
     and for an empty stop text.
     """
@@ -283,16 +322,14 @@ def generate_all(
     streams = []
     for number, prompt in enumerate(ids):
         callbacks = partial(on_text, number), partial(on_token, number)
-        streams.append(
-            TextStream(prompt, tokenizer, TextSettings(stop, ignore_eos, reply, *callbacks))
-        )
+        settings = TextSettings(stop, ignore_eos, reply, *callbacks)
+        streams.append(TextStream(prompt, tokenizer, settings))
     start, steps, counters = time.perf_counter(), 0, None
     for tokens in session.stream_all(ids, max_new_tokens, sampling or Sampling()):
         steps += 1
         counters = counters or expert_counters(session.model)  # excludes the prompt's copies
         for stream, token in zip(streams, tokens, strict=True):
-            if stream.finish_reason is None:
-                stream.push(token)
+            stream.push(token)
         if all(stream.finish_reason for stream in streams):
             break
         if interrupted():
@@ -300,33 +337,21 @@ def generate_all(
                 stream.end("interrupted")
             break
     process_group.check_same_tokens(session.ids)
-    traffic = expert_traffic(session.model, counters, (steps - 1) * len(ids)) if counters else None
-    return text_results(session, streams, start, traffic)
+    common = weight_statistics(session)
+    if counters:
+        common["offload"] = expert_traffic(session.model, counters, (steps - 1) * len(ids))
+    one_token = len(ids) == 1 and "speculation" not in common  # a pass
+    read = common["bytes_per_token"] if one_token else None
+    return [stream.result(start, session.prefilled, read) | common for stream in streams]
 
 
-def text_results(
-    session: Session | Speculation,
-    streams: Sequence[TextStream],
-    start: float,
-    traffic: dict | None,
-) -> list[dict]:
-    """Return the result of each stream, see `generate_all`."""
+def weight_statistics(session: Session | Speculation) -> dict:
+    """Return bytes_per_token (of weights, all ranks), peak_bytes, and a Speculation's counts."""
     size = process_group.total(bytes_per_token(session.model))
-    shared = {"bytes_per_token": size, "peak_bytes": peak_bytes(session.device)}
+    common = {"bytes_per_token": size, "peak_bytes": peak_bytes(session.device)}
     if isinstance(session, Speculation):
-        shared["speculation"] = session.statistics()
-    if traffic:
-        shared["offload"] = traffic
-    results = []
-    for stream in streams:
-        stream.end("length")
-        result = stream.result(start)
-        rate, ttft = result["decode_tok_s"], result["ttft_s"]
-        alone = rate and len(streams) == 1 and "speculation" not in shared
-        result["prefill_tok_s"] = session.prefilled / ttft if ttft else None
-        result["gb_s"] = size * rate / 1e9 if alone else None
-        results.append(result | shared)
-    return results
+        common["speculation"] = session.statistics()
+    return common
 
 
 def expert_traffic(model: Transformer, before: list[dict[str, int]], tokens: int) -> dict:
@@ -337,11 +362,8 @@ def expert_traffic(model: Transformer, before: list[dict[str, int]], tokens: int
     bytes_moved_per_token (copied to the devices, all ranks). Ratios are None if nothing was
     needed.
     """
-    after = expert_counters(model)
-    found = {
-        name: sum(new[name] - old[name] for new, old in zip(after, before, strict=True))
-        for name in COUNTERS
-    }
+    layers = list(zip(expert_counters(model), before, strict=True))
+    found = {name: sum(new[name] - old[name] for new, old in layers) for name in COUNTERS}
     found["bytes"] = process_group.total(found["bytes"])
     needed = found["hits"] + found["misses"] + found["speculative_hits"]
     return found | {
@@ -351,319 +373,54 @@ def expert_traffic(model: Transformer, before: list[dict[str, int]], tokens: int
     }
 
 
-def plan_offload(
-    options: argparse.Namespace, args: ModelArgs, itemsize: int, length: int, batch: int
-) -> OffloadSettings:
-    """Return the options as settings. args: one rank's; itemsize: bytes of an activation.
-
-    Reserved are the cache, and what a chunk of a prompt or a step makes in one layer: x,
-    attention's temporaries, and for each expert of each token its rows of x, w13's and w2's
-    results and SwiGLU.
-    """
-    tokens = max(min(options.prefill_chunk, length), batch)
-    per_position, extra = family_of(args).attention_memory(args, length)
-    row = 4 * args.dim + 2 * (args.n_head * args.head_dim + per_position)
-    row += args.n_active * 3 * (args.intermediate + args.dim)
-    cache = args.n_layer * batch * (length + BLOCK) * per_position + extra
-    reserve = (cache + tokens * row) * itemsize + batch * args.vocab_size * 16
-    memory = None if options.gpu_memory is None else parse_size(options.gpu_memory)
-    return OffloadSettings(
-        options.gpu_experts,
-        memory,
-        options.cache_policy or OffloadSettings.policy,
-        options.prefetch,
-        options.offload_driver,
-        reserve,
-    )
-
-
-def open_session(
-    options: argparse.Namespace,
-    checkpoint: Checkpoint,
-    device: torch.device,
-    length: int,
-    batch: int = 1,
-) -> Session:
-    """Load the model as the options of `cli.options` say, with room for `batch` sequences."""
-    dtype, experts = DTYPES.get(options.dtype), None
-    if options.offload:
-        stored = checkpoint.format.get("dtype", checkpoint.format["name"])
-        itemsize = (dtype or DTYPES[stored]).itemsize
-        args = tp.local_args(args_of_checkpoint(checkpoint), process_group.size(), options.parallel)
-        experts = plan_offload(options, args, itemsize, length, batch)
-    model = load_model(checkpoint, device, dtype, options.parallel, experts)
-    return Session(
-        model,
-        length,
-        SessionOptions(
-            batch=batch,
-            compile=options.compile,
-            compile_prefill=options.compile_prefill,
-            prefill_chunk=options.prefill_chunk,
-            cache_class=KV_CACHES[options.kv_cache],
-            runner_class=runner_class_for(model),
-        ),
-    )
-
-
 # Command ------------------------------------------------------------------------------------------
-
-
-def build_parser() -> Parser:
-    parser = Parser(
-        "Generate text from a converted Mixture-of-Experts checkpoint.",
-        (
-            "python generate.py --prompt 'def read_lines(path):' --temperature 0.6 --seed 1",
-            "python generate.py --checkpoint_path checkpoints/OWNER/NAME/model_bf16 --interactive"
-            " --compile",
-            "python generate.py --checkpoint_path DIR --offload --gpu_memory 16GB"
-            " --prompts_file prompts.txt --json",
-            "torchrun --standalone --nproc_per_node=4 generate.py --checkpoint_path DIR"
-            " --prompt 'Hello' --compile",
-        ),
-    )
-    add_prompt_options(parser)
-    add_sampling_options(parser)
-    add = parser.add_argument
-    add(
-        "--speculate",
-        choices=("lookup",),
-        help="draft tokens from the text so far, verify several in one pass",
-    )
-    add(
-        "--draft_checkpoint_path",
-        type=Path,
-        metavar="DIR",
-        help="draft with this smaller model instead",
-    )
-    add("--draft_tokens", type=int, metavar="N", help=f"drafts a pass; default: {DRAFT_TOKENS}")
-    add(
-        "--profile",
-        type=Path,
-        metavar="FILE",
-        help="write a trace of the generation for chrome://tracing",
-    )
-    add("--json", action="store_true", help="print one JSON object instead of the text")
-    add_model_options(parser)
-    return parser
-
-
-def add_prompt_options(parser: Parser) -> None:
-    """What to continue, and how far."""
-    add = parser.add_argument
-    add(
-        "--checkpoint_path",
-        type=Path,
-        metavar="DIR",
-        help="converted checkpoint; default: the embedded tiny model",
-    )
-    add(
-        "--prompt",
-        action="append",
-        metavar="TEXT",
-        help="text to continue, '-' reads stdin; repeatable",
-    )
-    add(
-        "--prompts_file",
-        type=Path,
-        metavar="FILE",
-        help="one prompt a line; in a .jsonl a string or {'prompt': ...}",
-    )
-    add(
-        "--batch_size",
-        type=int,
-        default=8,
-        metavar="N",
-        help="most prompts and samples continued at once (8)",
-    )
-    add(
-        "--max_new_tokens",
-        type=int,
-        metavar="N",
-        help="default: 200, or as many as fit into --max_seq_len",
-    )
-    add("--num_samples", type=int, default=1, metavar="N", help="samples of each prompt")
-    add(
-        "--stop",
-        action="append",
-        default=[],
-        metavar="TEXT",
-        help="end before this text; may be repeated",
-    )
-    add("--ignore_eos", action="store_true", help="do not end at the end-of-text token")
-    add(
-        "--max_seq_len",
-        type=int,
-        metavar="N",
-        help="cache length; default: what prompt and new tokens need",
-    )
-    add(
-        "--interactive",
-        action="store_true",
-        help="chat; /reset forgets, /exit ends, Ctrl-C stops an answer",
-    )
-    add(
-        "--system",
-        metavar="TEXT",
-        help="system message; prompts then go through the model's chat template",
-    )
-
-
-def add_sampling_options(parser: Parser) -> None:
-    """How a token is chosen."""
-    add = parser.add_argument
-    add("--temperature", type=float, default=Sampling.temperature, metavar="X", help="0 is greedy")
-    add("--top_k", type=int, default=Sampling.top_k, metavar="N")
-    add("--top_p", type=float, default=Sampling.top_p, metavar="X")
-    add("--min_p", type=float, default=Sampling.min_p, metavar="X")
-    add("--repetition_penalty", type=float, default=Sampling.repetition_penalty, metavar="X")
-    add("--seed", type=int, metavar="N", help="same seed, same text")
-
-
-def read_prompts(path: Path) -> list[str]:
-    """Return the prompts of a file, one a line; in a .jsonl each a string or an object's "prompt".
-
-    Empty lines are skipped. Raises ValueError naming the option and the line.
-    """
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise ValueError(
-            f"--prompts_file {path}: {error.strerror}: give a file that can be read"
-        ) from None
-    except UnicodeDecodeError:
-        raise ValueError(
-            f"--prompts_file {path}: it is not UTF-8 text: convert it to UTF-8"
-        ) from None
-    prompts = []
-    for number, line in enumerate(lines, 1):
-        if line.strip():
-            where = f"--prompts_file {path}: line {number}"
-            prompts.append(read_json_prompt(line, where) if path.suffix == ".jsonl" else line)
-    if not prompts:
-        raise ValueError(f"--prompts_file {path}: it holds no prompt")
-    return prompts
-
-
-def read_json_prompt(line: str, where: str) -> str:
-    """Return the prompt of one line of a .jsonl file."""
-    try:
-        prompt = json.loads(line)
-    except (ValueError, RecursionError):
-        raise ValueError(f"{where} is not JSON") from None
-    prompt = prompt.get("prompt") if isinstance(prompt, dict) else prompt
-    if not isinstance(prompt, str) or not prompt:
-        raise ValueError(f'{where} is neither a text nor {{"prompt": a text}}')
-    return prompt
 
 
 def encode_prompts(options: argparse.Namespace, tokenizer: Tokenizer) -> list[list[int]]:
     """Return the token ids of every prompt, through the chat template if --system is given."""
-    prompts, stdin = [], sys.stdin or io.StringIO()  # a process may have no stdin
-    texts = [stdin.read() if text == "-" else text for text in options.prompt or []]
-    texts += read_prompts(options.prompts_file) if options.prompts_file else []
-    for text in texts or [DEFAULT_PROMPT]:
-        if not text:
-            raise ValueError(
-                "the prompt is empty: give --prompt some text, or pipe some in with --prompt -"
-            )
-        if options.system is None:
-            prompts.append(tokenizer.encode(text))
-        else:
-            system = {"role": "system", "content": options.system}
-            prompts.append(tokenizer.chat([system, {"role": "user", "content": text}]))
-    return prompts
-
-
-def plan_lengths(longest: int, options: argparse.Namespace, args: ModelArgs) -> int:
-    """Set --max_new_tokens if it is not given; return the session's length.
-
-    Raises ValueError if prompt and answer do not fit, before a weight is read.
-    """
-    given = options.max_seq_len
-    limit, what = given or args.max_position, "--max_seq_len" if given else "the model's"
-    if limit > args.max_position:
-        raise ValueError(
-            f"--max_seq_len {limit}: the model was made for {args.max_position} positions at most"
-        )
-    if options.interactive:
-        options.max_new_tokens = options.max_new_tokens or DEFAULT_NEW_TOKENS
-        return min(limit, given or DEFAULT_CHAT_LENGTH)
-    room = max(0, limit - longest)
-    if options.max_new_tokens is None:
-        options.max_new_tokens = min(DEFAULT_NEW_TOKENS, room) or DEFAULT_NEW_TOKENS
-    if options.max_new_tokens > room:
-        raise ValueError(
-            f"{longest} prompt tokens and {options.max_new_tokens} new ones exceed {what} {limit} "
-            f"positions: shorten the prompt or ask for at most {room} with --max_new_tokens"
-        )
-    return given or longest + options.max_new_tokens
-
-
-def check_options(options: argparse.Namespace) -> None:
-    """Raise ValueError for options that cannot be, or cannot be together."""
-    check_model_options(options)
-    check_counts(options, "max_new_tokens", "num_samples", "max_seq_len", "batch_size")
-    check_stop(options.stop)
-    profile = options.profile
-    if profile and (profile.is_dir() or not profile.absolute().parent.is_dir()):
-        raise ValueError(f"--profile {profile}: it must be a file in a folder that is there")
-    if options.speculate and options.draft_checkpoint_path:
-        raise ValueError(
-            "--speculate and --draft_checkpoint_path are two sources of drafts: "
-            "leave one of them out"
-        )
-    drafts = options.speculate or options.draft_checkpoint_path
-    if options.draft_tokens is not None and not drafts:
-        raise ValueError(
-            "--draft_tokens needs a source of drafts: add --speculate lookup or "
-            "--draft_checkpoint_path"
-        )
-    for name in ("prompt", "prompts_file", "json"):
-        if options.interactive and getattr(options, name):
-            raise ValueError(f"--{name} does not go with --interactive: leave one of them out")
+    texts = read_prompts(options.prompt, options.prompts_file) or [DEFAULT_PROMPT]
+    if options.system is None:
+        return [tokenizer.encode(text) for text in texts]
+    system = {"role": "system", "content": options.system}
+    return [tokenizer.chat([system, {"role": "user", "content": text}]) for text in texts]
 
 
 def run(options: argparse.Namespace) -> list[dict]:
     """Load the model, generate what the options ask for, return the results (none for a chat)."""
     device = process_group.start(options.device)
     check_options(options)
-    sampling = Sampling(
-        options.temperature,
-        options.top_k,
-        options.top_p,
-        options.min_p,
-        options.repetition_penalty,
-        process_group.common_seed(options.seed),
-    )
+    check_stop(options.stop)
+    options.seed = process_group.common_seed(options.seed)
+    given = {name: getattr(options, name) for name in SAMPLING}
+    sampling = Sampling(**{name: value for name, value in given.items() if value is not None})
     checkpoint = open_checkpoint(options.checkpoint_path)
     tokenizer, args = load_tokenizer(checkpoint.directory), args_of_checkpoint(checkpoint)
     if options.system is not None and not tokenizer.has_chat_template:
-        raise ValueError(
-            "--system needs a chat template, and this model has none: leave --system out"
-        )
+        why = "--system needs a chat template, and this model has none"
+        raise ValueError(f"{why}: leave --system out")
     prompts = []
     if not options.interactive:
         prompts = process_group.share(lambda: encode_prompts(options, tokenizer))
-    length = plan_lengths(max(map(len, prompts), default=0), options, args)
-    work = [ids for ids in prompts for _ in range(options.num_samples)]
-    session = open_any_session(options, checkpoint, device, length, len(work))
+    length = plan_lengths(max(map(len, prompts), default=0), options, args.max_position)
+    prompts = [ids for ids in prompts for _ in range(options.num_samples)]
+    session = prepare_session(options, checkpoint, device, length, len(prompts))
     if options.compile or options.compile_prefill:
         compile_session(session, prompts[0] if prompts else [0], sampling)
     results, batch = [], session.batch
     with torch.profiler.profile() if options.profile else nullcontext() as profile:
         if options.interactive:
             chat(session, tokenizer, options, sampling)
-        for first in range(0, len(work), batch):
-            seed = None if sampling.seed is None else sampling.seed + first
-            some = work[first : first + batch]
-            results += answer_batch(session, tokenizer, some, options, replace(sampling, seed=seed))
+        for first in range(0, len(prompts), batch):
+            if sampling.seed is not None:
+                sampling = replace(sampling, seed=options.seed + first)
+            some = prompts[first : first + batch]
+            results += generate_batch(session, tokenizer, some, options, sampling)
     if options.profile and process_group.is_main():
         profile.export_chrome_trace(str(options.profile))
     return results
 
 
-def open_any_session(
+def prepare_session(
     options: argparse.Namespace,
     checkpoint: Checkpoint,
     device: torch.device,
@@ -671,19 +428,18 @@ def open_any_session(
     prompts: int,
 ) -> Session | Speculation:
     """`open_session` for this many prompts, with speculation if the options ask for it."""
-    path = options.draft_checkpoint_path
-    drafter = Checkpoint(path) if path else None
+    drafter = options.draft_checkpoint_path and Checkpoint(options.draft_checkpoint_path)
     drafts = DRAFT_TOKENS if options.draft_tokens is None else options.draft_tokens
-    draft_args = args_of_checkpoint(drafter) if drafter else None
+    draft_args = drafter and args_of_checkpoint(drafter)
     check_drafting(drafts, args_of_checkpoint(checkpoint), draft_args)
     process_group.check_agreement(vars(options), checkpoint)
-    if not (options.speculate or drafter):
-        batch = min(options.batch_size, prompts) or 1
-        return open_session(options, checkpoint, device, length, batch)
-    session = open_session(options, checkpoint, device, length)
-    draft = None
-    if drafter:
-        draft = load_model(drafter, device, DTYPES.get(options.dtype), options.parallel)
+    speculates = options.speculate or drafter
+    batch = 1 if speculates else min(options.batch_size, prompts) or 1
+    session = open_session(options, checkpoint, device, length, batch)
+    if not speculates:
+        return session
+    dtype = DTYPES.get(options.dtype)
+    draft = drafter and load_model(drafter, device, dtype, options.parallel)
     return Speculation(session, drafts, draft)
 
 
@@ -697,7 +453,7 @@ def compile_session(session: Session | Speculation, ids: list[int], sampling: Sa
         log.info(f"compiled in {time.perf_counter() - start:.1f} s")
 
 
-def answer_batch(
+def generate_batch(
     session: Session | Speculation,
     tokenizer: Tokenizer,
     prompts: list[list[int]],
@@ -705,8 +461,9 @@ def answer_batch(
     sampling: Sampling,
 ) -> list[dict]:
     """Continue a batch: prompts go to stderr, answers to stdout (a single one as it comes)."""
-    session.reset()  # prompts share nothing, so that their order does not matter
-    streaming = len(prompts) == 1 and not options.json and process_group.is_main()
+    session.reset()  # results must not depend on the order of prompts, so share no prefix
+    main = process_group.is_main()
+    streaming = main and len(prompts) == 1 and not options.json
 
     def echo(ids: list[int]) -> None:  # on a terminal the answer continues the prompt's line
         end = "" if sys.stdout.isatty() else "\n"
@@ -727,15 +484,14 @@ def answer_batch(
         on_text=lambda number, text: print(text, end="", flush=True) if streaming else None,
     )
     seconds = time.perf_counter() - start
-    if not process_group.is_main():
-        return results
-    for ids, result in zip(prompts, results, strict=True):
-        if not options.json:
-            if not streaming:
-                echo(ids)
-            print("" if streaming else result["text"], flush=True)
+    for ids, result in zip(prompts, results, strict=True) if main else ():
+        if streaming:
+            print(flush=True)
+        elif not options.json:
+            echo(ids)
+            print(result["text"], flush=True)
         print(format_statistics(result), file=sys.stderr)
-    if len(results) > 1:
+    if main and len(results) > 1:
         new = sum(result["new_tokens"] for result in results)
         rate = f"{new / seconds:.1f}/s with the prompts"
         print(f"{len(results)} sequences, {new} new tokens, {rate}", file=sys.stderr)
@@ -750,26 +506,26 @@ def chat(
 ) -> None:
     """Read lines, stream answers, keep the cache between turns.
 
-    The text is simply continued if there is no chat template.
+    If there is no chat template, each line continues the text so far.
     """
     opening = [] if options.system is None else [{"role": "system", "content": options.system}]
     messages, ids = list(opening), []
     show = print if process_group.is_main() else lambda *_, **__: None
-    templated = tokenizer.has_chat_template
     for text in process_group.share_each(read_lines):
         if text.strip() == "/reset":
             messages, ids = list(opening), []
             continue
         asked = [*messages, {"role": "user", "content": text}]
         try:
-            prompt = (
-                tokenizer.chat(asked) if templated else ids + tokenizer.encode(text, bos=not ids)
-            )
+            if tokenizer.has_chat_template:
+                prompt = tokenizer.chat(asked)
+            else:
+                prompt = ids + tokenizer.encode(text, bos=not ids)
         except ValueError as error:  # bytes that are no text, or the template's own objection
             show(f"error: {error}", file=sys.stderr)
             continue
-        room = session.max_seq_len - len(prompt)
-        if room < 1:
+        left = session.max_seq_len - len(prompt)
+        if left < 1:
             full = f"the context of {session.max_seq_len} positions is full: /reset starts anew"
             show(full, file=sys.stderr)
             continue
@@ -778,54 +534,37 @@ def chat(
                 session,
                 tokenizer,
                 prompt,
-                min(options.max_new_tokens, room),
+                min(options.max_new_tokens, left),
                 sampling,
                 stop=options.stop,
                 ignore_eos=options.ignore_eos,
-                reply=templated,
+                reply=tokenizer.has_chat_template,
                 on_text=lambda piece: show(piece, end="", flush=True),
                 interrupted=interrupted,
             )
         show(flush=True)
         show(format_statistics(result), file=sys.stderr)
         messages = [*asked, {"role": "assistant", "content": result["text"]}]
-        answer = session.ids[0][len(prompt) :]
-        ids = prompt + (answer[:-1] if answer[-1] in tokenizer.stop_ids else answer)
+        ids = list(session.ids[0])
+        if ids[-1] in tokenizer.stop_ids:
+            ids.pop()
 
 
-def log_to_stderr() -> None:
-    """Print this project's log messages to stderr, as they are."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(message)s"))
-    log.handlers = [handler]
-    log.setLevel(logging.INFO)
-
-
-def command() -> int:
+@command(fail, out_of_memory="shorten --max_seq_len")
+def main() -> int:
+    """Run the command; a user's mistake is one line on stderr and exit code 2."""
     options = build_parser().parse_args()
     log_to_stderr()
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # show a question mark for what it cannot encode
-            stream.reconfigure(errors="replace")
     try:
         results = run(options)
         if options.json and process_group.is_main():
             output = results[0] if len(results) == 1 else {"results": results}
             print(json.dumps(output), flush=True)
-        process_group.stop()
     except BrokenPipeError:  # the reader of our output has left
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         leave(141)
-        return 141
+        raise
+    process_group.stop()
     return 0
-
-
-def main() -> int:
-    """Run the command; a user's mistake is one line on stderr and exit code 2."""
-    try:
-        return attempt(command, out_of_memory="shorten --max_seq_len")
-    except KeyboardInterrupt:
-        return 130
 
 
 if __name__ == "__main__":

@@ -32,9 +32,8 @@ from ops.inductor import materialize
 from ops.rope import rope_frequencies, rope_table, rotate
 from ops.topk import top_k
 
-SHORT_CACHE = (
-    1024  # up to this length, reading the whole cache is faster than finding blocks in use
-)
+# Up to this cache length, reading the whole cache is faster than finding the blocks in use.
+SHORT_CACHE = 1024
 COUNTING_SORT_MAX_TOKENS = 32  # a compiled prompt is padded to more, so that it compiles once
 
 
@@ -42,7 +41,7 @@ COUNTING_SORT_MAX_TOKENS = 32  # a compiled prompt is padded to more, so that it
 class ModelArgs:
     """Shape and variant of a model: "args" in a converted checkpoint's config.json.
 
-    Families with further variants subclass this. Raises ValueError for values that cannot be.
+    A family with more fields subclasses it. Raises ValueError for invalid values.
     """
 
     family: str  # a name in models.FAMILIES
@@ -118,7 +117,7 @@ class Linear(nn.Module):
         self.bias = new_parameter(out_features) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        y = F.linear(x, self.weight)  # Inductor leaves a fused product + bias (addmm) to cuBLAS
+        y = F.linear(x, self.weight)  # without bias: Inductor leaves product + bias to cuBLAS
         return y if self.bias is None else y + self.bias
 
 
@@ -177,24 +176,22 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 def weighted_sum(outputs: Tensor, weights: Tensor) -> Tensor:
     """outputs [T, A, D], weights fp32 [T, A] -> fp32 [T, D].
 
-    Unrolled over A, so that Inductor fuses it into the next kernel. (One sum over A and the
-    product's own axis is one kernel too, with fewer and longer rows: 61 instead of 56 us a layer,
-    Mixtral bf16.)
+    Unrolled over A, so that Inductor fuses it into the next kernel. Summing over A inside the
+    product is one kernel too, but with fewer and longer rows: 61 us a layer instead of 56 (Mixtral
+    bf16).
     """
     return sum((outputs * weights.unsqueeze(-1)).unbind(1))
 
 
 def group_by_expert(expert_indices: Tensor, n_expert: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Sort (token, expert) pairs by expert: FlexFlow's GroupBy, without the host.
+    """Sort (token, expert) pairs by expert, without the host.
 
     expert_indices [T, A] -> order [T * A]: the pair of each sorted row; inverse [T * A]: the sorted
     row of each pair; group_ends int32 [E]: one past each expert's last row.
     """
     chosen = expert_indices.flatten()
     pairs = torch.arange(len(chosen), device=chosen.device)
-    if (
-        len(expert_indices) <= COUNTING_SORT_MAX_TOKENS
-    ):  # fuses to a kernel or two; a sort is several
+    if len(expert_indices) <= COUNTING_SORT_MAX_TOKENS:  # fuses to 1 or 2 kernels; a sort is more
         before = (chosen < chosen[:, None]) | (
             (chosen == chosen[:, None]) & (pairs < pairs[:, None])
         )
@@ -229,12 +226,12 @@ class Experts(nn.Module):
         return y.to(x.dtype)
 
     def per_expert(self, x: Tensor, expert_indices: Tensor) -> Tensor:
-        """Return the output of each of a token's experts [T, A, D], for few tokens: gather."""
+        """Return each chosen expert's output [T, A, D] by `gather`, for few tokens."""
         h = self.w13.gather_gated(x, expert_indices, self.activation)
         return self.w2.gather(h, expert_indices)
 
     def per_expert_grouped(self, x: Tensor, expert_indices: Tensor) -> Tensor:
-        """The same for many tokens: grouped. Undefined where the index is n_expert."""
+        """The same by `grouped`, for many tokens. Undefined where the index is n_expert."""
         tokens, active = expert_indices.shape
         order, inverse, group_ends = group_by_expert(expert_indices, self.n_expert)
         gate, up = self.w13.grouped(x[order // active], group_ends).chunk(2, dim=-1)
@@ -261,11 +258,11 @@ class MoE(nn.Module):
         return self.merge(x, y), expert_indices, expert_weights
 
     def rank_scores(self, scores: Tensor) -> Tensor:
-        """The router's scores, fp32 [T, E] -> same; the A experts with the largest are chosen."""
+        """Router scores fp32 [T, E] -> the scores by which the top A experts are chosen."""
         return scores
 
     def route(self, scores: Tensor) -> tuple[Tensor, Tensor]:
-        """The router's scores [T, E] -> expert_indices, expert_weights [T, A]."""
+        """Choose experts: router scores [T, E] -> expert_indices, expert_weights [T, A]."""
         scores = scores.float()
         best, expert_indices = top_k(self.rank_scores(scores), self.n_active)
         parts = [(score - best[0]).exp() for score in best]
@@ -303,16 +300,16 @@ class Chunk(NamedTuple):
 
 
 class Mask(NamedTuple):
-    """Which positions of a cache the queries of a call see."""
+    """The cache positions that each query of a call attends to."""
 
-    bias: Tensor  # [B, Q, S], 0 where a query may look, else -inf
-    # Blocks of BLOCK positions in use: their number int32 [B, 1, 1], and all block numbers
-    # int32 [B, 1, 1, S / BLOCK], those in use first. None: read the whole cache.
+    bias: Tensor  # [B, Q, S], 0 where a query attends, else -inf
+    # The cache's blocks of BLOCK positions: how many are in use, int32 [B, 1, 1], and all block
+    # indices, int32 [B, 1, 1, S / BLOCK], those in use first. None: read the whole cache.
     blocks: tuple[Tensor, Tensor] | None = None
 
 
 class Context(NamedTuple):
-    """What all blocks of one call share. A chunk has no positions and no masks."""
+    """Inputs that all blocks of one call share. A chunk has no positions and no masks."""
 
     rope: Tensor  # fp32 [B, Q, 1, 2 C]: cosines, then signed sines
     chunk: Chunk | None = None
@@ -342,7 +339,7 @@ class KVCache(nn.Module):
     def append(self, kv: Tensor, context: Context) -> tuple[Tensor, ...]:
         """Write keys and values [B, Q, 2, K, C]; return all keys, all values [B, K, S, C].
 
-        A chunk gets those of its sequence up to its end [K, end, C].
+        With a chunk, it returns those of one sequence up to its end, [K, end, C] each.
         """
         if context.chunk is None:
             rows = torch.arange(kv.shape[0], device=kv.device).unsqueeze(1)
@@ -355,17 +352,17 @@ class KVCache(nn.Module):
         return live.squeeze(1).unbind()
 
     def stored(self) -> tuple[Tensor, Tensor | None]:
-        """Return what is in memory, and its scales if that is quantized."""
+        """Return the stored tensor, and its scales if it is quantized."""
         return self.kv, None
 
     def reads_blocks(self, queries: int) -> bool:
-        """Whether `attend_blocks` takes this many queries of a KV head."""
+        """Whether `attend_blocks` supports this number of queries per KV head."""
         return True
 
     def attend_blocks(
         self, q: Tensor, k: Tensor, v: Tensor, context: Context, window: int | None, **options
     ) -> Tensor:
-        """Attend over the blocks in use of what `append` returned."""
+        """Attend over the blocks in use. k and v are those that `append` returned."""
         blocks = context.masks[window].blocks
         return attend_blocks(q, k, v, context.positions, blocks, window, **options)
 
@@ -377,7 +374,7 @@ class KVCache(nn.Module):
         """Remember the row's state at `length` tokens: a KV cache can be truncated anywhere."""
 
     def accept(self, counts: Tensor) -> None:
-        """Keep the first counts [B] of the tokens just appended to each row: nothing to undo."""
+        """Keep the first counts [B] of each row's newest tokens: the rest is masked anyway."""
 
     def reset(self) -> None:
         """Zero the cache: masked positions are multiplied by 0, and 0 * NaN is NaN."""
@@ -419,19 +416,20 @@ class Attention(nn.Module):
         q, kv = qkv.split((H * C, 2 * K * C), dim=-1)
         kv = self.keys_and_values(kv, context.rope)
         k, v = self.cache.append(kv, context)
-        # Prepare queries after the append, and materialize them. Inductor's PDL overlooks that the
-        # kernel after the append must wait for it; this kernel does not read the cache.
+        # With programmatic dependent launch (PDL), Inductor lets the kernel after the append start
+        # before the append ends. So the queries' kernel comes next: it does not read the cache.
         q = materialize(self.queries(q, context.rope).to(kv.dtype))
         return self.attend(q, k, v, context)
 
     def keys_and_values(self, kv: Tensor, rope: Tensor) -> Tensor:
         """kv [B, Q, 2 K C] -> keys, then values [B, Q, 2, K, C].
 
-        Values take the keys' path too and are dropped there, so that one kernel writes both.
+        Norm and RoPE are computed for values too, and discarded, so that one kernel writes both.
         """
         _, K, C = self.heads
         kv = kv.unflatten(-1, (2, K * C))
-        # Materialize: Inductor tunes a kernel that writes the cache badly, as it copies all of it.
+        # Materialize: Inductor tunes a kernel that writes the cache badly, since each timed run
+        # copies the whole cache.
         keys = materialize(self.k_norm(kv)) if self.qk_norm == "full" else kv
         keys, values = (self.clip(t).unflatten(-1, (-1, C)) for t in (keys, kv))
         keys = self.k_norm(keys) if self.qk_norm == "head" else keys
@@ -501,7 +499,7 @@ class Block(nn.Module):
 
 
 class Runner:
-    """Runs the three stages of a forward pass eagerly. See runtime/runner.py for others."""
+    """Runs the three stages of a forward pass eagerly. runtime/runner.py compiles them."""
 
     def begin(self, model: "Transformer", tokens: Tensor, where: Tensor | Chunk):
         return model.begin(tokens, where)
@@ -516,7 +514,7 @@ class Runner:
 
 
 class Transformer(nn.Module):
-    """Build it on the meta device, fill its parameters, call `setup_cache`, then call it."""
+    """The model. Build it on the meta device, load its parameters, call `setup_cache`, call it."""
 
     def __init__(self, args: ModelArgs):
         super().__init__()
@@ -571,7 +569,7 @@ class Transformer(nn.Module):
         return self.embedding(tokens)
 
     def mask(self, positions: Tensor, window: int | None) -> Mask:
-        """Return what queries at positions [B, Q] see through a sliding window."""
+        """Return the mask of queries at positions [B, Q]. window: of sliding attention, or None."""
         length, blocks = self.rope_table.shape[0], None
         long = length > SHORT_CACHE and length % BLOCK == 0
         if long and positions.is_cuda and torch.compiler.is_compiling():
@@ -598,7 +596,8 @@ class Transformer(nn.Module):
 
         Returns fp32 logits [B, V] of each row's query last [B] (default: Q - 1), or of all queries
         [B, Q, V] if `all_positions`. With `return_routing` also expert_indices and expert_weights
-        [L, T, A] of the layers that have experts. Queries after `last` are padding; -1: all are.
+        [L, T, A] of the layers that have experts. Queries after `last` are padding: all, if last
+        is -1.
         """
         if last is None and not all_positions:
             last = torch.full(tokens.shape[:1], tokens.shape[1] - 1, device=tokens.device)

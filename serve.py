@@ -5,7 +5,6 @@ The API is at http://127.0.0.1:8000/v1, a chat page at /. docs/server.md describ
 
 import argparse
 import os
-import signal
 import socket
 import sys
 import time
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from cli.command import command
 from cli.log import log_to_stderr
 from cli.options import (
     DEFAULT_CHAT_LENGTH,
@@ -25,7 +25,7 @@ from cli.parser import Parser
 from generate import open_checkpoint, open_session
 from models import args_of_checkpoint
 from parallel import process_group
-from parallel.heartbeat import attempt
+from parallel.heartbeat import fail
 from runtime.sampling import Sampling
 from runtime.session import Session
 from server import LOCAL_HOSTS
@@ -36,7 +36,7 @@ def build_parser() -> Parser:
         "Serve a converted checkpoint by OpenAI's API, with a chat page at /.",
         (
             "python serve.py --checkpoint_path checkpoints/OWNER/NAME/model_bf16 --compile",
-            "python serve.py --checkpoint_path DIR --host 0.0.0.0 --api_key KEY --max_queue 32",
+            "python serve.py --checkpoint_path DIR --host 0.0.0.0 --max_queue 32",
             "python serve.py --checkpoint_path DIR --offload --gpu_memory 16GB --prefetch 2",
         ),
     )
@@ -51,7 +51,7 @@ def build_parser() -> Parser:
     add(
         "--api_key",
         metavar="KEY",
-        help="key that clients must send; default: $MOE_FAST_API_KEY, else none",
+        help="key that clients must send; better as $MOE_FAST_API_KEY: ps shows options to all",
     )
     add(
         "--max_queue",
@@ -180,18 +180,13 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def interrupt(*_) -> None:
-    """Handle SIGTERM as Ctrl-C."""
-    raise KeyboardInterrupt
-
-
+@command(fail, out_of_memory="shorten --max_seq_len")
 def main() -> int:
     """Run the command until Ctrl-C or SIGTERM. A user's mistake is one line and exit code 2."""
     options = build_parser().parse_args()
     log_to_stderr()
-    signal.signal(signal.SIGTERM, interrupt)
     try:
-        return attempt(lambda: run(options), out_of_memory="shorten --max_seq_len")
+        return run(options)
     except KeyboardInterrupt:
         return 0
 

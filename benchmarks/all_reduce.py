@@ -26,6 +26,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from cli.command import command
 from cli.parser import Parser
 from model import weighted_sum
 from ops.all_reduce import fixed_add_norm
@@ -38,7 +39,7 @@ from parallel.all_reduce import (
     methods,
     sum_over_ranks,
 )
-from parallel.heartbeat import attempt
+from parallel.heartbeat import fail
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 WIDTHS = 2048, 4096, 6144
@@ -220,7 +221,9 @@ def measure(options: argparse.Namespace, device: torch.device) -> dict:
     }
 
 
-def command() -> int:
+@command(fail)
+def main() -> int:
+    """Run the command; a user's mistake is one line on stderr and exit code 2."""
     options = build_parser().parse_args()
     device = process_group.start(options.device)
     if process_group.size() == 1:
@@ -235,11 +238,6 @@ def command() -> int:
             print_table(result)
     process_group.stop()
     return 0
-
-
-def main() -> int:
-    """Run the command; a user's mistake is one line on stderr and exit code 2."""
-    return attempt(command)
 
 
 if __name__ == "__main__":

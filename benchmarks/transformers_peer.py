@@ -10,12 +10,12 @@ from multiprocessing import get_context
 import torch
 from torch import Tensor
 
+from cli.command import first_line
 from formats.quantizer import DTYPES
 from model import ModelArgs
 from models import build_model, family_of
 from models.random_weights import free_memory, random_prompt
 from parallel.device import pick_device
-from parallel.heartbeat import first_line
 from runtime.sampling import Sampling
 from runtime.weights import bytes_per_token, peak_bytes
 

@@ -6,7 +6,8 @@ import functools
 import os
 import signal
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 
 USER_ERROR, INTERRUPTED = 2, 128  # exit codes; the latter plus the signal's number
 MAX_MESSAGE = 500  # characters
@@ -50,9 +51,9 @@ def command(
         def framed(*arguments) -> int:
             try:
                 open_standard_streams()
-                handle_termination()
-                code = main(*arguments)
-                sys.stdout.flush()
+                with termination_raises():
+                    code = main(*arguments)
+                    sys.stdout.flush()
                 return code
             except ValueError as error:
                 return fail(str(error))
@@ -97,6 +98,8 @@ def printable(message: str) -> str:
 
 def describe_os_error(error: OSError) -> str:
     """Return cause and fix. Only writes to stdout and stderr raise errors without a file's name."""
+    if error.errno is None:
+        return str(error)
     cause = error.strerror or str(error)
     where = error.filename if error.filename is not None else "stdout"
     return f"{where}: {cause}; {FIXES.get(error.errno or 0, 'check the path')}"
@@ -116,15 +119,27 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-def handle_termination() -> None:
-    """Let SIGTERM and SIGHUP raise Terminated; nohup's ignored SIGHUP stays ignored."""
+@contextlib.contextmanager
+def termination_raises() -> Iterator[None]:
+    """Within, SIGTERM and SIGHUP raise Terminated; nohup's ignored SIGHUP stays ignored."""
 
     def terminate(number, frame):
         raise Terminated(number)
 
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) == signal.SIG_DFL:
-            signal.signal(number, terminate)
+    numbers = [
+        number
+        for number in (signal.SIGTERM, signal.SIGHUP)
+        if signal.getsignal(number) == signal.SIG_DFL
+    ]
+    if threading.current_thread() is not threading.main_thread():
+        numbers = []  # Python allows handlers there alone
+    for number in numbers:
+        signal.signal(number, terminate)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def open_standard_streams() -> None:

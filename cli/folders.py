@@ -6,10 +6,14 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("moe_fast")
 
 
-@cache
+@cache  # one warning a process
+def warn(message: str) -> None:
+    log.warning(message)
+
+
 def user_cache() -> Path:
     """Return the folder for this program's files in the user's cache; it may not exist yet.
 
@@ -25,5 +29,5 @@ def user_cache() -> Path:
         folder = Path(tempfile.gettempdir()) / f"moe-fast-{os.getuid()}"
         if folder.exists() and folder.stat().st_uid != os.getuid():
             raise ValueError(f"{folder} belongs to another user: set XDG_CACHE_HOME") from None
-        log.warning("there is no home directory: using %s (or set XDG_CACHE_HOME)", folder)
+        warn(f"there is no home directory: using {folder} (or set XDG_CACHE_HOME)")
         return folder

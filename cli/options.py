@@ -1,4 +1,4 @@
-"""Options shared by generate.py and serve.py.
+"""Options shared by several commands.
 
 The choices are literals: the modules that implement them import torch, which takes
 seconds. tests/test_cli_options.py compares the literals with those modules.
@@ -17,6 +17,7 @@ CACHE_POLICIES = "lru", "lfu"
 OFFLOAD_DRIVERS = "host", "device"
 OFFLOAD_TIERS = ("host",)
 PREFILL_CHUNK = 2048  # tokens
+DEFAULT_CHAT_LENGTH = 4096  # positions of a chat's cache
 
 OFFLOAD_OPTIONS = (  # these need --offload
     "gpu_experts",
@@ -38,92 +39,69 @@ def offload_tier(text: str) -> str:
     return text
 
 
+def add_checkpoint_path(parser: Parser) -> None:
+    """Add the option that names a checkpoint."""
+    parser.add_path("--checkpoint_path", "converted checkpoint; default: the embedded tiny model")
+
+
 def add_model_options(parser: Parser) -> None:
     """Add the options that `generate.open_session` reads."""
-    add = parser.add_argument
-    add(
-        "--compile",
-        action="store_true",
-        help="compile the decode step, and capture it as a CUDA graph",
-    )
-    add("--compile_prefill", action="store_true", help="compile the prefill too")
-    add(
-        "--prefill_chunk",
-        type=int,
-        default=PREFILL_CHUNK,
-        metavar="N",
-        help=f"tokens of a prefill chunk ({PREFILL_CHUNK})",
-    )
-    add(
-        "--kv_cache",
-        choices=KV_CACHES,
-        default="plain",
-        help="number format of the KV cache; int8 takes half the bytes of plain (plain)",
-    )
-    add("--device", default="auto", choices=DEVICES, help="auto: cuda if there is a GPU (auto)")
-    add(
-        "--dtype",
-        choices=DTYPES,
-        help="dtype of weights and activations; default: the checkpoint's",
-    )
-    add(
-        "--parallel",
-        default="tensor",
-        choices=PARALLEL,
-        help="how torchrun's ranks shard the experts (tensor)",
-    )
+    parser.add_flag("--compile", "compile the decode step, and capture it as a CUDA graph")
+    add_prefill_options(parser)
+    add_device_options(parser)
+    add_dtype(parser)
     add_offload_options(parser)
+
+
+def add_prefill_options(parser: Parser) -> None:
+    """Add how prompts are computed."""
+    parser.add_flag("--compile_prefill", "compile the prefill too")
+    chunk = f"tokens of a prefill chunk ({PREFILL_CHUNK})"
+    parser.add_number("--prefill_chunk", chunk, PREFILL_CHUNK)
+
+
+def add_device_options(parser: Parser) -> None:
+    """Add the number format of the KV cache, the device, and how several GPUs share the model."""
+    add = parser.add_argument
+    cache = "number format of the KV cache; int8 takes half the bytes of plain (plain)"
+    add("--kv_cache", choices=KV_CACHES, default="plain", help=cache)
+    add("--device", default="auto", choices=DEVICES, help="auto: cuda if there is a GPU (auto)")
+    shards = "how torchrun's ranks shard the experts (tensor)"
+    add("--parallel", default="tensor", choices=PARALLEL, help=shards)
+
+
+def add_dtype(parser: Parser) -> None:
+    """Add the dtype that replaces the checkpoint's."""
+    dtype = "dtype of weights and activations; default: the checkpoint's"
+    parser.add_argument("--dtype", choices=DTYPES, help=dtype)
 
 
 def add_offload_options(parser: Parser) -> None:
     """Add the options of experts in host memory."""
     add = parser.add_argument
-    add(
-        "--offload",
-        action="store_true",
-        help="keep experts in host memory, and cache them on the GPU",
+    parser.add_flag("--offload", "keep experts in host memory, and cache them on the GPU")
+    slots = "size of the expert cache: experts of each layer on the GPU"
+    parser.add_number("--gpu_experts", slots)
+    memory = "GPU memory to use, as 16GB or 900MB; R is what fits beside everything else"
+    add("--gpu_memory", metavar="SIZE", help=memory)
+    policy = "eviction policy of the expert cache; default: lru"
+    add("--cache_policy", choices=CACHE_POLICIES, help=policy)
+    prefetch = "experts prefetched per layer and token; default: 2 for large experts, else 0"
+    parser.add_number("--prefetch", prefetch)
+    tier = "where the experts are kept; default: host"
+    add("--offload_tier", type=offload_tier, choices=OFFLOAD_TIERS, help=tier)
+    driver = (
+        "whether the CPU (host) or the GPU (device) schedules expert copies; "
+        "default: the GPU, or the CPU if it prefetches"
     )
-    add(
-        "--gpu_experts",
-        type=int,
-        metavar="R",
-        help="size of the expert cache: experts of each layer on the GPU",
-    )
-    add(
-        "--gpu_memory",
-        metavar="SIZE",
-        help="GPU memory to use, as 16GB or 900MB; R is what fits beside everything else",
-    )
-    add(
-        "--cache_policy",
-        choices=CACHE_POLICIES,
-        help="eviction policy of the expert cache; default: lru",
-    )
-    add(
-        "--prefetch",
-        type=int,
-        metavar="N",
-        help="experts prefetched per layer and token; default: 2 for large experts, else 0",
-    )
-    add(
-        "--offload_tier",
-        type=offload_tier,
-        choices=OFFLOAD_TIERS,
-        help="where the experts are kept; default: host",
-    )
-    add(
-        "--offload_driver",
-        choices=OFFLOAD_DRIVERS,
-        help="whether the CPU (host) or the GPU (device) schedules expert copies; "
-        "default: the GPU, or the CPU if it prefetches",
-    )
+    add("--offload_driver", choices=OFFLOAD_DRIVERS, help=driver)
 
 
-def check_counts(options: argparse.Namespace, *names: str) -> None:
-    """Raise ValueError if one of these options is given and below 1."""
+def check_counts(options: argparse.Namespace, *names: str, least: int = 1) -> None:
+    """Raise ValueError if one of these options is given and below `least`."""
     for name in names:
-        if (value := getattr(options, name)) is not None and value < 1:
-            raise ValueError(f"--{name} {value}: it must be at least 1")
+        if (value := getattr(options, name)) is not None and value < least:
+            raise ValueError(f"--{name} {value}: it must be at least {least}")
 
 
 def check_model_options(options: argparse.Namespace) -> None:

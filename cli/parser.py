@@ -5,6 +5,7 @@ import difflib
 import re
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NoReturn
 
 OPTION = re.compile(r"--?[A-Za-z][^\s=]*")  # an argument of this form is meant as an option
@@ -19,6 +20,18 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, description: str, examples: Sequence[str], **settings):
         super().__init__(description=description, allow_abbrev=False, **settings)
         self.examples = tuple(examples)
+
+    def add_flag(self, name: str, help: str) -> None:
+        """Add an option without a value."""
+        self.add_argument(name, action="store_true", help=help)
+
+    def add_number(self, name: str, help: str | None = None, default: int | None = None) -> None:
+        """Add an option that takes an integer."""
+        self.add_argument(name, type=int, default=default, metavar="N", help=help)
+
+    def add_path(self, name: str, help: str, metavar: str = "DIR") -> None:
+        """Add an option that takes a path."""
+        self.add_argument(name, type=Path, metavar=metavar, help=help)
 
     def format_help(self) -> str:
         lines = (f"{super().format_help()}\nexamples:", *(f"  {line}" for line in self.examples))

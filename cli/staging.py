@@ -19,7 +19,7 @@ LOCK = ".moe_fast.lock"  # before the renames it also names the target and its b
 TEMPORARY = re.compile(r"\.(.+)\.[0-9a-f]{8}\.(tmp|old)")
 ATTEMPTS = 8  # another process may remove a directory before its lock is taken
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("moe_fast")
 
 
 class StagedDirectory:

@@ -7,6 +7,7 @@ Reads one message a line from stdin until its end. URL: the server's API, by def
 http://127.0.0.1:8000/v1. OPENAI_API_KEY holds the server's key if it has one.
 """
 
+import argparse
 import os
 import sys
 
@@ -39,7 +40,9 @@ def answer(client: openai.OpenAI, messages: list[dict]) -> str:
 
 
 def main() -> None:
-    url = sys.argv[1] if len(sys.argv) > 1 else URL
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("url", nargs="?", default=URL, metavar="URL", help=f"default: {URL}")
+    url = parser.parse_args().url
     client = openai.OpenAI(base_url=url, api_key=os.environ.get("OPENAI_API_KEY", "none"))
     messages: list[dict] = []
     for line in sys.stdin:

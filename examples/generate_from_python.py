@@ -6,7 +6,7 @@ Runs the embedded model on a CPU or a GPU in a few seconds. DIR: the directory o
 converted checkpoint.
 """
 
-import sys
+import argparse
 
 from generate import embedded_checkpoint, generate, load_model
 from runtime.sampling import Sampling
@@ -21,7 +21,9 @@ def show(text: str) -> None:
 
 
 def main() -> None:
-    path = sys.argv[1] if len(sys.argv) > 1 else embedded_checkpoint()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("path", nargs="?", metavar="DIR", help="a converted checkpoint")
+    path = parser.parse_args().path or embedded_checkpoint()
     model, tokenizer = load_model(path), load_tokenizer(path)
     # A session holds the KV cache of its sequences. Compiling pays on a GPU, where the decode
     # step becomes a CUDA graph.

@@ -14,14 +14,14 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import NoReturn
 
-import torch
 import torch.distributed as dist
+
+from cli.command import printable, report
 
 INTERVAL = 5.0  # seconds between two heartbeats of a rank
 DEAD_AFTER = 20.0  # seconds without a heartbeat
@@ -131,34 +131,15 @@ def _exit(message: str) -> NoReturn:
 # For commands -------------------------------------------------------------------------
 
 
-def first_line(error: Exception) -> str:
-    """Return the first line of an error's message."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
-
-
-def attempt(work: Callable[[], int], out_of_memory: str = "") -> int:
-    """Run a command -> its exit code. A user's mistake prints one line and returns 2 (`fail`).
-
-    out_of_memory: the fix that is printed when the GPU runs out of memory.
-    """
-    try:
-        return work()
-    except (ValueError, OSError, torch.cuda.OutOfMemoryError) as error:
-        message = first_line(error)
-        if out_of_memory and isinstance(error, torch.cuda.OutOfMemoryError):
-            message = f"out of GPU memory ({message}): {out_of_memory}"
-        return fail(message)
-
-
 def fail(message: str) -> int:
     """Print an error as one line -> exit code 2. One of several ranks ends its process instead.
 
     Otherwise the other ranks would wait for it in a collective. If ranks have the same
     error, only rank 0 prints it.
     """
+    message = printable(message)
     if _run is None:
-        print(f"error: {message}", file=sys.stderr)
-        return 2
+        return report(message)
     rank, store = _run.rank, _run.store
     if rank == 0:
         # Print at once: torchrun ends this rank as soon as another one has ended.

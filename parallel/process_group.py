@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from cli.command import first_line
 from ops.all_reduce import Inbox
 from parallel import heartbeat
 from parallel.device import pick_device
@@ -79,10 +80,9 @@ def start(name: str = "auto") -> torch.device:
     processes than GPUs.
     """
     global _state
-    size = int(os.environ.get("WORLD_SIZE", 1))
+    rank, size = read_rank()
     if size == 1:
         return pick_device(name)
-    rank = int(os.environ["RANK"])
     run_collective(dist.init_process_group, "gloo", timeout=NO_TIMEOUT)
     _state = State(rank, size, store=dist.distributed_c10d._get_default_store())
     heartbeat.enter(rank, size, _state.store)
@@ -91,6 +91,28 @@ def start(name: str = "auto") -> torch.device:
     _state.group = run_collective(dist.new_group, backend=backend, timeout=NO_TIMEOUT)
     heartbeat.start_thread()
     return device
+
+
+def read_rank() -> tuple[int, int]:
+    """Return rank and number of ranks from torchrun's environment; 0, 1 without it.
+
+    Raises ValueError if the environment has only a part of it.
+    """
+    if "WORLD_SIZE" not in os.environ:
+        return 0, 1
+    names = ["WORLD_SIZE"]
+    if os.environ["WORLD_SIZE"] != "1":
+        names += ["RANK", "LOCAL_RANK", "MASTER_PORT"]
+    for name in names:
+        value = os.environ.get(name, "")
+        if not value.isdecimal() or (name == "WORLD_SIZE" and int(value) < 1):
+            others = ", ".join(name for name in names if name in os.environ)
+            raise ValueError(
+                f"the environment has {others}, but {name} is {value!r:.40}: start with torchrun, "
+                "or unset WORLD_SIZE"
+            )
+    size = int(os.environ["WORLD_SIZE"])
+    return (int(os.environ["RANK"]) if size > 1 else 0), size
 
 
 def _pick_rank_device(name: str) -> torch.device:
@@ -126,7 +148,7 @@ def run_collective(collective: Callable, *args, **options):
     except torch.cuda.OutOfMemoryError:
         raise
     except RuntimeError as error:
-        cause = heartbeat.first_line(error)
+        cause = first_line(error)
         message = f"another process of this run has ended: start all again ({cause:.100})"
         raise ConnectionError(message) from None
 

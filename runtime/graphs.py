@@ -1,7 +1,7 @@
 """CUDA graphs: capture a step once, replay it without launch overhead.
 
-A step that needs the host in between is captured as several graphs: `run_on_host` marks the places.
-Host work must leave tensors where they are: graphs read and write the addresses of their capture.
+A step that needs host work in between is captured as several graphs, split at `run_on_host`.
+Host work must not reallocate tensors: graphs read and write the addresses seen at capture.
 """
 
 from collections.abc import Callable, Hashable
@@ -16,9 +16,9 @@ MAX_GRAPHS = 64  # captured calls that a GraphCache remembers
 class CapturedStep:
     """Captures a step: `with CapturedStep(generator) as step: work()`, then `step.replay()`.
 
-    generator: what the step draws from; every replay draws new numbers. The step must have run
-    before, so that nothing is left to compile; it does not run during capture. pool: memory
-    shared with other captures, none of which needs results of the one before.
+    generator: the step's source of random numbers; every replay draws new ones. Run the step once
+    before, so that capture compiles nothing; capture does not execute it. pool: memory shared with
+    other captures; a replay overwrites the results of the others.
     """
 
     current: "CapturedStep | None" = None  # the capture in progress
@@ -64,7 +64,7 @@ class CapturedStep:
 
 
 def run_on_host(work: Callable[[], None]) -> None:
-    """Call `work` now; during a capture, at this place of every replay instead."""
+    """Call `work` now; during a capture, call it at this point of every replay instead."""
     if CapturedStep.current is None:
         work()
     else:
@@ -74,9 +74,9 @@ def run_on_host(work: Callable[[], None]) -> None:
 class GraphCache:
     """Calls `function(*tensors)` through a CUDA graph: `cache(key, function, *tensors)`.
 
-    A key is captured when it comes for the second time: most come once, and a capture takes as
-    long as a call. Whatever else the function reads must stay where it is. The oldest of
-    MAX_GRAPHS are dropped.
+    A key is captured at its second call: most keys are called once, and a capture takes as long
+    as a call. All else that the function reads must keep its address. The oldest key is dropped
+    when there are more than MAX_GRAPHS.
     """
 
     def __init__(self, generator: torch.Generator):
@@ -92,7 +92,7 @@ class GraphCache:
         if replay := self.known[key]:
             return replay(*tensors)
         inputs = [tensor.clone() for tensor in tensors]
-        outputs = function(*inputs)  # with these very tensors, so that capture compiles nothing
+        outputs = function(*inputs)  # warm up with these tensors: capture then compiles nothing
         self.known[key] = self.capture(function, inputs)
         return outputs
 

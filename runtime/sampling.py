@@ -8,9 +8,7 @@ from torch import Tensor
 
 from ops.topk import largest_by_rank
 
-MAX_CANDIDATES = (
-    256  # tokens that sampling looks at: one compiled step serves every top_k up to this
-)
+MAX_CANDIDATES = 256  # likeliest tokens sampled from: one compiled step serves any smaller top_k
 TOP_LOGPROBS = 20  # maximum `top_logprobs`
 
 
@@ -48,7 +46,7 @@ class Sampling:
                 raise ValueError(f"--{name} {getattr(self, name)}: it must be {rule}")
 
     def controls(self, vocab_size: int) -> Tensor:
-        """Return what `shortlist` takes: fp32 [5]."""
+        """Return the `controls` of `shortlist`, fp32 [5]."""
         top_k = min(self.top_k or vocab_size, vocab_size)
         top_p = self.top_p if self.top_p < 1 else 2.0  # a rounded sum may reach 1 before the end
         temperature = self.temperature or 1.0

@@ -1,8 +1,8 @@
 """Sequences being continued: their cache, and the step that adds one token to each.
 
-A decode step runs the model on the tokens chosen last, chooses the next ones on the device and
-moves on by one position. It depends on no value that the host would have to read. So on CUDA the
-whole step is one graph that feeds itself; the host reads each token one step behind, to print it.
+A decode step runs the model on the newest tokens, samples the next ones on the device and
+increments the positions. It needs no value from the host. So on CUDA the whole step is one graph
+whose outputs are its next inputs. The host reads each token one step later, to print it.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +28,7 @@ SPARE = MAX_TENTATIVE  # positions past the last: for warm-up, and for drafts th
 
 
 class Details(NamedTuple):
-    """What the model's pass computed for one token, before temperature and the other controls."""
+    """A token's probabilities and experts, before temperature and the other controls."""
 
     logprob: float
     top: list[tuple[int, float]]  # the TOP_LOGPROBS likeliest tokens, their log-probabilities
@@ -46,17 +46,15 @@ class SessionOptions:
     prefill_chunk: int = PREFILL_CHUNK  # prompt tokens in one call
     cache_class: type[KVCache] = KVCache
     runner_class: type[CompiledRunner] = CompiledRunner  # offload.runner has another
-    sample_rule: Callable = (
-        sample  # (logits, controls, seen, noise) -> tokens, see runtime/sampling.py
-    )
+    sample_rule: Callable = sample  # (logits, controls, seen, noise) -> tokens [B, 1]
 
 
 class Session:
     """`batch` sequences of up to `max_seq_len` tokens, prompt and answer together, on one device.
 
-    The model holds the cache, so it serves one session at a time, the newest. Set `watch` before
-    an answer to find the Details of each sequence's token in `details` whenever tokens are
-    yielded; a watched step is compiled and captured by itself, so that others pay nothing for it.
+    The model owns the cache, so it serves only the newest session. If `watch` is set before a
+    stream starts, `details` holds each sequence's Details whenever tokens are yielded. A watched
+    step is compiled and captured separately, so that plain steps stay as fast.
     """
 
     def __init__(self, model: Transformer, max_seq_len: int, options: SessionOptions | None = None):
@@ -69,8 +67,7 @@ class Session:
         self.make_runners()
         self.captured = self.compiled and device.type == "cuda"
         self.captured = self.captured and self.runner.can_capture(self.batch)
-        # Prompts are captured too: launching one of up to some hundred tokens takes longer than
-        # its work.
+        # Prompts are captured too: below some hundred tokens, launch overhead exceeds the work.
         captures_prompts = self.captured and not self.runner.needs_host
         captures_prompts = captures_prompts and self.runner.can_capture(PADDING_MULTIPLE)
         padded = options.compile_prefill or captures_prompts
@@ -132,10 +129,9 @@ class Session:
         self.sample_step(self.token, self.position, self.seen, logits, self.controls, noise)
 
     def record_details(self, logits: Tensor, routing: Sequence[Tensor]) -> None:
-        """If watched, write what Details hold to `watched`. routing: experts, weights [L, B, A].
+        """If watched, write the Details to `watched`. routing: experts, weights [L, B, A].
 
-        One row of fp32 numbers, so that it takes one copy; token and expert ids are far below 2
-        ** 24.
+        One fp32 row per sequence, so that one copy moves all: fp32 represents ids below 2 ** 24.
         """
         if self.watch:
             logprobs = logits.log_softmax(dim=-1)
@@ -173,8 +169,7 @@ class Session:
 
     def decode(self, candidates: int) -> None:
         """One step: run the tokens chosen last at `position`, choose the next ones."""
-        # Eager code reads the part of the cache in use, whose length the host knows for one
-        # sequence.
+        # Eager code reads only the part of the cache in use: of one sequence, the host knows it.
         as_chunk = not self.compiled and self.batch == 1
         where = Chunk(self.rows, self.cached[0] + 1) if as_chunk else self.position
         logits, *routing = self.run_model(self.token, where, self.last, self.runner)
@@ -191,7 +186,7 @@ class Session:
     def capture(self, step: Callable[[], None], tokens: int = 1) -> Callable[[], None]:
         """Return a step over `tokens` tokens from `position` on, compiled and on CUDA captured.
 
-        What the step reads and writes must stay where it is; it draws from `generator`.
+        The step's tensors must keep their addresses; it draws from `generator`.
         """
         if self.captured:
             torch.cuda.synchronize()  # a step in flight would move `position`
@@ -257,10 +252,10 @@ class Session:
                     "this model?"
                 )
             if max_new_tokens < 0 or len(ids) + max_new_tokens > self.max_seq_len:
-                room = max(0, self.max_seq_len - len(ids))
+                left = max(0, self.max_seq_len - len(ids))
                 raise ValueError(
                     f"{len(ids)} prompt tokens and {max_new_tokens} new ones exceed --max_seq_len "
-                    f"{self.max_seq_len}: raise it, or ask for at most {room} with --max_new_tokens"
+                    f"{self.max_seq_len}: raise it, or ask for at most {left} with --max_new_tokens"
                 )
 
     def candidates(self, sampling: Sampling) -> int:
@@ -268,9 +263,9 @@ class Session:
         return sampling.candidates(self.seen.shape[1])
 
     def start_prompts(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
-        """Prefill what the cache lacks of the prompts, choose the token after each into `token`.
+        """Prefill what the cache lacks of the prompts, sample the token after each into `token`.
 
-        Warm up steps before: warming up runs them on what is set here.
+        Call `warm_up` before: it runs steps, which overwrite the state that is set here.
         """
         self.controls.copy_(sampling.controls(self.seen.shape[1]))
         if sampling.seed is None:
@@ -309,9 +304,9 @@ class Session:
     ) -> Iterator[list[int]]:
         """Continue each prompt's token ids by max_new_tokens; yield the next token of each.
 
-        What the cache holds of a prompt is not recomputed. If the step needs no host, the next
-        one is in flight while tokens are read. Raises ValueError if the tokens do not fit, before
-        anything runs.
+        A prompt's prefix that is in the cache is not recomputed. If a step does not need the host,
+        the next one is in flight while tokens are read. Raises ValueError as `check_prompts`,
+        before anything runs.
         """
         self.check_prompts(prompts, max_new_tokens)
         if max_new_tokens == 0:

@@ -10,18 +10,20 @@ them.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from model import Chunk, ModelArgs, Transformer
+from runtime.runner import CompiledRunner
 from runtime.sampling import Sampling, sample, shortlist, step_to
 from runtime.sequence_state import truncate_all
-from runtime.session import SPARE, Session, SessionOptions, read_later
+from runtime.session import SPARE, Session, read_later
 
 DRAFT_TOKENS = 4
-MAX_DRAFT_TOKENS = SPARE - 1  # every session has room for this many past its last token
+MAX_DRAFT_TOKENS = SPARE - 1  # every session's cache has SPARE positions past its last token
 NGRAM = 3  # longest run of last tokens that is looked up
 
 
@@ -172,17 +174,8 @@ class DraftModel(Session):
     """
 
     def __init__(self, model: Transformer, target: Session, count: int):
-        options = target.options
-        super().__init__(
-            model,
-            target.max_seq_len,
-            SessionOptions(
-                compile=options.compile,
-                compile_prefill=options.compile_prefill,
-                prefill_chunk=options.prefill_chunk,
-                cache_class=options.cache_class,
-            ),
-        )
+        options = replace(target.options, runner_class=CompiledRunner, sample_rule=sample)
+        super().__init__(model, target.max_seq_len, options)
         self.target, self.generator = target, target.generator
         self.draw = draw_with_probabilities
         if target.compiled:
@@ -234,9 +227,9 @@ class DraftModel(Session):
 class Speculation:
     """A session for one sequence whose `stream` takes fewer passes. All else is the session's own.
 
-    draft_tokens: N. draft: the model that drafts; None looks drafts up in the text so far. Counts
-    of the last stream: passes of the model after the prompt, tokens drafted, accepted and
-    delivered by them. Raises ValueError for a session of several sequences and as
+    draft_tokens: N. draft: the model that drafts; None looks drafts up in the text so far. Four
+    counts describe the last stream: passes of the model after the prompt, and the tokens drafted,
+    accepted and delivered in them. Raises ValueError for a session of several sequences, and as
     `check_drafting`.
     """
 
@@ -286,7 +279,7 @@ class Speculation:
         """One step: run the last token and its drafts at `position`, write `result`."""
         session, drafts = self.session, self.drafter.drafts
         noise = uniform = None
-        if candidates:  # before the pass, as the noise of a decode step's is after: one fixed order
+        if candidates:  # draw before the pass, in one fixed order, so that a seed repeats the text
             device, generator = session.device, session.generator
             noise = torch.empty(1, candidates, device=device).exponential_(generator=generator)
             uniform = torch.rand(self.count, 1, device=device, generator=generator)

@@ -1,4 +1,4 @@
-"""From a sequence's tokens to text: pieces as they become certain, stop texts, statistics."""
+"""Text of a token stream: pieces as they become certain, stop texts, statistics."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -18,7 +18,9 @@ class TextStream:
         self.finish_reason: str | None = None
 
     def push(self, token: int) -> None:
-        """Take the next token; pass on the text that has become certain."""
+        """Add the next token and show the text that has become certain, unless it has ended."""
+        if self.finish_reason:
+            return
         self.times.append(time.perf_counter())
         if token in self.stop_ids:
             self.end("stop")
@@ -44,26 +46,39 @@ class TextStream:
         self.settings.on_text(self.text[self.shown : certain])
         self.shown = certain
 
-    def result(self, start: float) -> dict:
-        """Return what the text alone knows; times are from `start`."""
-        seconds = self.times[-1] - self.times[0] if len(self.times) > 1 else 0.0
+    def result(self, start: float, prefilled: int, read: int | None) -> dict:
+        """End the text; return it with its statistics.
+
+        start: when generation began. prefilled: prompt tokens computed, of all sequences. read:
+        bytes of weights that a pass reads for one token; None if it computes several.
+
+        Returns text, prompt_tokens, new_tokens, finish_reason ("stop", "length" or "interrupted"),
+        ttft_s (time to first token), prefill_tok_s, decode_tok_s and gb_s (None below two tokens).
+        """
+        self.end("length")
+        count = len(self.times)
+        ttft = self.times[0] - start if count else None
+        seconds = self.times[-1] - self.times[0] if count else 0.0
+        rate = (count - 1) / seconds if seconds else None
         return {
             "text": self.text,
             "prompt_tokens": self.prompt_tokens,
-            "new_tokens": len(self.times),
+            "new_tokens": count,
             "finish_reason": self.finish_reason,
-            "ttft_s": self.times[0] - start if self.times else None,
-            "decode_tok_s": (len(self.times) - 1) / seconds if seconds else None,
+            "ttft_s": ttft,
+            "prefill_tok_s": ttft and prefilled / ttft,
+            "decode_tok_s": rate,
+            "gb_s": rate and read and read * rate / 1e9,
         }
 
 
 @dataclass(frozen=True)
 class TextSettings:
-    """When a text ends, and who hears of it."""
+    """When a text ends, and the callbacks that get it."""
 
     stop: Sequence[str]  # texts that end it, and are no part of it
     ignore_eos: bool
-    reply: bool  # a text of its own, as in a chat: the tokenizer's leading space is no part of it
+    reply: bool  # not a continuation of the prompt: drop the tokenizer's leading space
     on_text: Callable[[str], None]  # each piece, as soon as it is certain
     on_token: Callable[[int, int], None]  # each token, and where in the text it begins
 

@@ -1,4 +1,4 @@
-"""Bytes: what a token reads of the weights, the base of every bandwidth figure; peak memory."""
+"""Bytes of weights that a token reads (the base of every bandwidth figure), and peak memory."""
 
 import resource
 import sys
@@ -29,7 +29,7 @@ def bytes_per_token(model: Transformer, experts_read: float | None = None) -> in
     idle = 0
     for module in model.modules():
         if isinstance(module, Experts):
-            # A module that holds a part of the experts says among how many a token chooses.
+            # `choose_from` is set if the module has only a part of the experts to choose from.
             total = getattr(module, "choose_from", module.n_expert)
             size = stored_bytes(module)
             idle += size - int(size * active / total)

@@ -26,13 +26,14 @@ import torch
 from torch import Tensor, nn
 
 from checkpoint import Checkpoint
+from cli.command import command
 from cli.parser import Parser
 from formats.quantizer import DTYPES
 from generate import DEFAULT_PROMPT, load_model
 from model import ModelArgs, Transformer
 from models import args_of_checkpoint
 from parallel.device import pick_device
-from parallel.heartbeat import attempt
+from parallel.heartbeat import fail
 from runtime.sampling import Sampling
 from runtime.session import Session, SessionOptions
 from tokenizer import load_tokenizer
@@ -340,16 +341,13 @@ def build_parser() -> Parser:
     return parser
 
 
-def command() -> int:
+@command(fail)
+def main() -> int:
+    """Run the command; a user's mistake is one line on stderr and exit code 2."""
     options = build_parser().parse_args()
     found = run(options)
     print(json.dumps(found) if options.json else report(found))
     return 1 if found["parts_at"] else 0
-
-
-def main() -> int:
-    """Run the command; a user's mistake is one line on stderr and exit code 2."""
-    return attempt(command)
 
 
 if __name__ == "__main__":

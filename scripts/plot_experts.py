@@ -19,10 +19,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from cli.command import command
 from cli.parser import Parser
 from generate import DEFAULT_PROMPT, load_model, open_checkpoint
 from model import Transformer
-from parallel.heartbeat import attempt
+from parallel.heartbeat import fail
 from tokenizer import load_tokenizer
 
 FORMATS = ".png", ".svg"
@@ -225,16 +226,13 @@ def build_parser() -> Parser:
     return parser
 
 
-def command() -> int:
+@command(fail)
+def main() -> int:
+    """Run the command; a user's mistake is one line on stderr and exit code 2."""
     options = build_parser().parse_args()
     found = run(options)
     print(json.dumps(found) if options.json else options.output)
     return 0
-
-
-def main() -> int:
-    """Run the command; a user's mistake is one line on stderr and exit code 2."""
-    return attempt(command)
 
 
 if __name__ == "__main__":

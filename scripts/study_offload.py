@@ -19,13 +19,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from cli.command import command
 from cli.parser import Parser
 from eval import read_text
 from generate import EMBEDDED, load_model, open_checkpoint
 from model import Chunk, MoE, Runner, Transformer
 from offload.cache import POLICIES, ExpertCache
 from parallel.device import pick_device
-from parallel.heartbeat import attempt
+from parallel.heartbeat import fail
 from tokenizer import load_tokenizer
 
 LAYERS_AHEAD = 1, 2, 10  # as in the paper
@@ -300,18 +301,15 @@ def build_parser() -> Parser:
     return parser
 
 
-def command() -> int:
+@command(fail)
+def main() -> int:
+    """Run the command; a user's mistake is one line on stderr and exit code 2."""
     options = build_parser().parse_args()
     found = run(options)
     print(tables(found))
     if options.json:
         print(json.dumps(found))
     return 0
-
-
-def main() -> int:
-    """Run the command; a user's mistake is one line on stderr and exit code 2."""
-    return attempt(command)
 
 
 if __name__ == "__main__":

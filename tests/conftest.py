@@ -1,8 +1,10 @@
 """Fixtures: a small random checkpoint of every family, converted; the embedded model."""
 
 import importlib.util
+import itertools
 import json
 import string
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -259,6 +261,44 @@ class Family:
     peer: PreTrainedModel  # in fp32, eval mode
     hf_directory: Path
     directory: Path  # converted to fp32
+
+
+# Files of 30 seconds and more. Two workers that take them in this order end about together.
+LONG_FILES = (
+    "test_quantize.py",
+    "test_tp.py",
+    "test_kernels.py",
+    "test_tiny_moe.py",
+    "test_codegen.py",
+    "test_session.py",
+    "test_speculate.py",
+    "test_benchmark.py",
+    "test_train_tiny_moe.py",
+    "test_model.py",
+    "test_serve.py",
+    "test_offload.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run the longest files first; pytest-xdist hands files to its workers in this order."""
+    order = {name: place for place, name in enumerate(LONG_FILES)}
+    items.sort(key=lambda item: order.get(item.path.name, len(order)))
+
+
+def smoke_diagonal(*axes: Iterable, also: Iterable[tuple] = ()) -> list:
+    """Return all combinations of the axes' values as pytest parameters, most of them slow.
+
+    `make test` runs the diagonal, which has every value of every axis at least once, and the
+    combinations in `also`. `make test-all` runs all.
+    """
+    values = [tuple(axis) for axis in axes]
+    rows = range(max(map(len, values)))
+    quick = {tuple(axis[row % len(axis)] for axis in values) for row in rows} | {*also}
+    return [
+        pytest.param(*case, marks=() if case in quick else pytest.mark.slow)
+        for case in itertools.product(*values)
+    ]
 
 
 def hub_keys(config: dict) -> dict:

@@ -1,4 +1,7 @@
-"""Count what fuses in Inductor's CUDA code for one decode step: python tests/cuda_codegen.py
+"""Count what fuses in Inductor's CUDA code for one decode step.
+
+    python tests/cuda_codegen.py quick    the cases of `make test`
+    python tests/cuda_codegen.py slow     the others, which `make test-all` needs
 
 Nothing runs: tensors are fake (benchmarks/inductor_code.py), which patches torch for the whole
 process, so tests run this in a process of its own. Dynamo and tuning are skipped: read a result as
@@ -11,7 +14,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -212,32 +215,63 @@ def block(args: ModelArgs, length: int = 256, cache_class: type[KVCache] = KVCac
 # All cases ----------------------------------------------------------------------------------------
 
 
-def cases() -> Iterator[tuple[str, Callable, tuple]]:
-    """Yield the name of each case, the function that makes it, and the function's arguments."""
+ARCHES = ("Mixtral-8x7B", "Qwen3-30B-A3B")
+Case = tuple[str, Callable, tuple]
+
+
+def plain_cases(arch: str) -> Iterator[Case]:
+    """Yield the cases of one architecture with plain weights."""
+    args = first_layers(ARCHITECTURES[arch], 1)
+    for case in (experts, library_products, block, early_reader, sampling):
+        yield f"{arch} {case.__name__}", case, (args,)
+    for cache_class in (KVCache, Int8KVCache, CopiedKVCache):
+        yield f"{arch} block {cache_class.__name__}", block, (args, 1024, cache_class)
+
+
+def packed_cases(arch: str, formats: Iterable[str]) -> Iterator[Case]:
+    """Yield the cases of one architecture with packed weights."""
+    args = first_layers(ARCHITECTURES[arch], 1)
+    for format in formats:
+        for case in (packed_experts, packed_linear):
+            yield f"{arch} {case.__name__} {format}", case, (args, format)
+
+
+def latent_cases(arch: str, layers: int) -> Iterator[Case]:
+    """Yield the cases of one architecture with latent attention."""
+    args = first_layers(ARCHITECTURES[arch], layers)
+    yield f"{arch} experts", experts, (args,)
+    for cache_class in (KVCache, Int8KVCache):
+        yield f"{arch} block {cache_class.__name__}", block, (args, 1024, cache_class)
+
+
+def quick_cases() -> Iterator[Case]:
+    """Yield the name of each case, the function that makes it, and the function's arguments.
+
+    Every format is there with one of two architectures, as in conftest.smoke_diagonal.
+    """
     gpt_oss = ARCHITECTURES["gpt-oss-20b"]  # biases, sinks, a clamped SwiGLU, a published format
     yield "gpt-oss-20b experts", experts, (gpt_oss,)
     yield "gpt-oss-20b block", block, (first_layers(gpt_oss, 1),)
     yield "gpt-oss-20b packed_experts mxfp4", packed_experts, (gpt_oss, "mxfp4")
-    for arch, layers in (("DeepSeek-V2-Lite", 2), ("DeepSeek-V3", 4)):
-        args = first_layers(ARCHITECTURES[arch], layers)
-        yield f"{arch} experts", experts, (args,)
-        for cache_class in (KVCache, Int8KVCache):
-            yield f"{arch} block {cache_class.__name__}", block, (args, 1024, cache_class)
+    yield from latent_cases("DeepSeek-V2-Lite", 2)
     for arch in ("Mixtral-8x7B", "OLMoE-1B-7B"):  # OLMoE all-reduces in its attention, too
         args = first_layers(ARCHITECTURES[arch], 1)
         yield f"{arch} block of 2", block, (args, 256, KVCache, 2)
-    for arch in ("Mixtral-8x7B", "Qwen3-30B-A3B"):
-        args = first_layers(ARCHITECTURES[arch], 1)
-        for case in (experts, library_products, block, early_reader, sampling):
-            yield f"{arch} {case.__name__}", case, (args,)
-        for cache_class in (KVCache, Int8KVCache, CopiedKVCache):
-            yield f"{arch} block {cache_class.__name__}", block, (args, 1024, cache_class)
-        for format in FORMATS:
-            for case in (packed_experts, packed_linear):
-                yield f"{arch} {case.__name__} {format}", case, (args, format)
+    yield from plain_cases(ARCHES[0])
+    for row, arch in enumerate(ARCHES):
+        yield from packed_cases(arch, tuple(FORMATS)[row::2])
+
+
+def slow_cases() -> Iterator[Case]:
+    """Yield the other cases."""
+    yield from latent_cases("DeepSeek-V3", 4)
+    yield from plain_cases(ARCHES[1])
+    for row, arch in enumerate(ARCHES):
+        yield from packed_cases(arch, tuple(FORMATS)[1 - row :: 2])
 
 
 def main() -> int:
+    cases = {"quick": quick_cases, "slow": slow_cases}[sys.argv[1]]
     pretend_gpu()
     configure_inductor()
     torch.set_default_dtype(torch.bfloat16)

@@ -26,15 +26,15 @@ LIBRARY = {
     "checkpoint": {"cli"},
     "model": {"ops"},
     "formats": {"ops", "model", "checkpoint"},
-    "models": {"ops", "model", "formats", "checkpoint"},
+    "models": {"ops", "model", "formats", "checkpoint", "tokenizer"},
     "runtime": {"ops", "model"},
-    "parallel": {"ops"},
+    "parallel": {"ops", "cli"},
     "tp": {"model", "models", "formats", "parallel"},
     "offload": {"ops", "model", "formats", "runtime"},
 }
 MAY_IMPORT = LIBRARY | {
     "generate": set(LIBRARY),
-    "server": {"generate", "runtime", "parallel", "offload", "tokenizer"},
+    "server": {"cli", "generate", "runtime", "parallel", "offload", "tokenizer"},
     "serve": {*LIBRARY, "generate", "server"},
     "convert_hf_checkpoint": {"cli", "models"},
     "quantize": {"cli", "checkpoint", "formats", "models", "parallel"},
@@ -45,7 +45,8 @@ MAY_IMPORT = LIBRARY | {
 # Single modules that may import less than their package.
 NARROWER = {
     ("formats", "checkpoint"): {"formats.quantizer"},  # writes checkpoints
-    ("models", "checkpoint"): {"models.converter"},
+    ("models", "checkpoint"): {"models.converter", "models.tensors"},
+    ("models", "tokenizer"): {"models.converter"},
 }
 # Packages from outside of the standard library, for the units that may import few.
 THIRD_PARTY = {

@@ -2,17 +2,18 @@
 
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 import checkpoint
 import tp
-from cli import options
+from cli import generate_options, options
 from cli.parser import Parser
 from formats import kv_cache, quantizer
 from offload import cache, plan
-from runtime import session
+from runtime import sampling, session, speculation
 
 ROOT = Path(__file__).parents[1]
 
@@ -33,11 +34,14 @@ def test_choices_are_those_of_the_modules_that_implement_them():
     assert options.DTYPES == ("bf16", "fp16", "fp32")
     assert set(options.DTYPES) <= set(checkpoint.DTYPES)
     assert options.PREFILL_CHUNK == session.PREFILL_CHUNK
+    assert generate_options.DRAFT_TOKENS == speculation.DRAFT_TOKENS
+    assert set(generate_options.SAMPLING) == {field.name for field in fields(sampling.Sampling)}
 
 
 def test_the_command_line_imports_no_torch():
     code = (
-        "import sys, cli.chat, cli.options, cli.parser; "
+        "import sys, cli.chat, cli.generate_options, cli.log, cli.options, cli.parser; "
+        "import cli.prompts; "
         "sys.exit(sorted({'torch', 'numpy'} & set(sys.modules)) or 0)"
     )
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)

@@ -5,9 +5,11 @@ import json
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
+from conftest import smoke_diagonal
 
 from benchmarks.generated_code import compare
 from benchmarks.inductor_code import normalize
@@ -15,16 +17,25 @@ from benchmarks.speed_check import CASES, TABLE, find_problems, format_table
 from formats import FORMATS
 from models import ARCHITECTURES
 
+SLOW = {"Qwen3-30B-A3B", "DeepSeek-V3"}  # but for some of the former's packed weights
 ARCHES = ("Mixtral-8x7B", "Qwen3-30B-A3B")
 LATENT = {"DeepSeek-V2-Lite": 18, "DeepSeek-V3": 23}  # kernels of a block
 
 
-@pytest.fixture(scope="module")
-def generated() -> dict:
-    """Case -> its summary, from a process of its own (it patches torch)."""
+def by_speed(*arches: str) -> list:
+    """Return the architectures as pytest parameters, those whose cases are slow marked so."""
+    return [pytest.param(arch, marks=pytest.mark.slow if arch in SLOW else ()) for arch in arches]
+
+
+@cache
+def summaries(kind: str) -> dict[str, dict]:
+    """Return the summary of each case, quick or slow, from a process of its own.
+
+    It patches torch.
+    """
     pytest.importorskip("triton", reason="Inductor's CUDA code needs triton")
     root = Path(__file__).parents[1]
-    command = [sys.executable, root / "tests" / "cuda_codegen.py"]
+    command = [sys.executable, root / "tests" / "cuda_codegen.py", kind]
     run = subprocess.run(command, cwd=root, capture_output=True, text=True)
     if run.returncode and re.match(r"(Import|Attribute)Error.*torch", run.stderr.splitlines()[-1]):
         pytest.skip(f"Inductor's private API has changed: {run.stderr.splitlines()[-1]}")
@@ -32,30 +43,35 @@ def generated() -> dict:
     return json.loads(run.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("arch", (*ARCHES, "gpt-oss-20b", *LATENT))
-def test_one_token_reads_its_experts_without_copying_them(arch, generated):
-    args, found = ARCHITECTURES[arch], generated[f"{arch} experts"]
+def generated(case: str) -> dict:
+    """Return the summary of one case."""
+    quick = summaries("quick")
+    return quick[case] if case in quick else summaries("slow")[case]
+
+
+@pytest.mark.parametrize("arch", by_speed(*ARCHES, "gpt-oss-20b", *LATENT))
+def test_one_token_reads_its_experts_without_copying_them(arch):
+    args, found = ARCHITECTURES[arch], generated(f"{arch} experts")
     assert found["extern"] == []
     # w13 with SwiGLU, w2, and the weighted sum, which in a block is part of the next kernel
     assert found["triton"] == 3
     assert found["largest_buffer"] == args.n_active * max(args.intermediate, args.dim)
 
 
-@pytest.mark.parametrize("arch", ARCHES)
-def test_the_assertion_fails_for_a_formulation_that_does_not_fuse(arch, generated):
-    args, found = ARCHITECTURES[arch], generated[f"{arch} library_products"]
+@pytest.mark.parametrize("arch", by_speed(*ARCHES))
+def test_the_assertion_fails_for_a_formulation_that_does_not_fuse(arch):
+    args, found = ARCHITECTURES[arch], generated(f"{arch} library_products")
     assert found["extern"] != []
     gathered_weights = args.n_active * 2 * args.intermediate * args.dim
     assert found["largest_buffer"] >= gathered_weights
 
 
-@pytest.mark.parametrize("mode", FORMATS)
-@pytest.mark.parametrize("arch", ARCHES)
-def test_packed_weights_are_not_unpacked_to_memory(arch, mode, generated):
+@pytest.mark.parametrize(("arch", "mode"), smoke_diagonal(ARCHES, FORMATS))
+def test_packed_weights_are_not_unpacked_to_memory(arch, mode):
     """No library call, and no buffer as large as one expert's packed weights."""
     args = ARCHITECTURES[arch]
-    experts = generated[f"{arch} packed_experts {mode}"]
-    linear = generated[f"{arch} packed_linear {mode}"]
+    experts = generated(f"{arch} packed_experts {mode}")
+    linear = generated(f"{arch} packed_linear {mode}")
     assert experts["extern"] == linear["extern"] == []
     assert experts["triton"] <= 8 and linear["triton"] <= 4
     # the outputs of w13 and w2
@@ -66,41 +82,41 @@ def test_packed_weights_are_not_unpacked_to_memory(arch, mode, generated):
     assert bool(experts["integer_products"]) == bool(linear["integer_products"]) == integer
 
 
-def test_gpt_oss_reads_mxfp4_as_it_is(generated):
+def test_gpt_oss_reads_mxfp4_as_it_is():
     """The kernel for one token, then biases and SwiGLU; no buffer as large as an expert's codes."""
-    args, found = ARCHITECTURES["gpt-oss-20b"], generated["gpt-oss-20b packed_experts mxfp4"]
+    args, found = ARCHITECTURES["gpt-oss-20b"], generated("gpt-oss-20b packed_experts mxfp4")
     assert found["extern"] == [] and found["triton"] <= 8
     assert found["largest_buffer"] <= args.n_active * 2 * args.intermediate  # the output of w13
 
 
-@pytest.mark.parametrize("arch", (*ARCHES, "gpt-oss-20b"))
-def test_a_block_is_few_kernels_and_copies_no_weight(arch, generated):
-    args, found = ARCHITECTURES[arch], generated[f"{arch} block"]
+@pytest.mark.parametrize("arch", by_speed(*ARCHES, "gpt-oss-20b"))
+def test_a_block_is_few_kernels_and_copies_no_weight(arch):
+    args, found = ARCHITECTURES[arch], generated(f"{arch} block")
     assert found["triton"] + len(found["extern"]) <= 14
     # The biases of gpt-oss do not turn products into library calls.
     assert arch != "gpt-oss-20b" or found["extern"] == []
     assert found["largest_buffer"] < args.dim * args.dim
 
 
-@pytest.mark.parametrize("arch", LATENT)
-def test_latent_attention_reads_its_cache_as_it_is(arch, generated):
+@pytest.mark.parametrize("arch", by_speed(*LATENT))
+def test_latent_attention_reads_its_cache_as_it_is(arch):
     """The cache, plain or int8, is neither copied nor expanded to keys and values of heads."""
     args = ARCHITECTURES[arch]
-    for cache in ("KVCache", "Int8KVCache"):
-        found = generated[f"{arch} block {cache}"]
+    for name in ("KVCache", "Int8KVCache"):
+        found = generated(f"{arch} block {name}")
         assert found["extern"] == [] and found["triton"] <= LATENT[arch]
         scores = args.n_head * 1024
         assert found["largest_buffer"] == max(scores, args.n_active * args.intermediate)
-        assert found["rounded"] == (cache == "Int8KVCache")
+        assert found["rounded"] == (name == "Int8KVCache")
 
 
-def test_ranks_communicate_twice_a_block(generated):
+def test_ranks_communicate_twice_a_block():
     """Two custom operators all-reduce, with the weighted sum and the router's scores included.
 
     One more is all of attention between its products. OLMoE's norms over all heads are two more
     all-reduces, and prevent that.
     """
-    found = [generated[f"{arch} block of 2"] for arch in ("Mixtral-8x7B", "OLMoE-1B-7B")]
+    found = [generated(f"{arch} block of 2") for arch in ("Mixtral-8x7B", "OLMoE-1B-7B")]
     add_norm = ["sum_and_join", "sum_and_join"]
     custom = [["attend_token", *add_norm], ["all_reduce", "all_reduce", *add_norm]]
     assert [case["custom"] for case in found] == custom
@@ -108,18 +124,23 @@ def test_ranks_communicate_twice_a_block(generated):
     assert not any(case["extern"] for case in found)
 
 
-def test_no_kernel_reads_what_the_one_before_it_may_still_be_writing(generated):
-    early = {case: found["early"] for case, found in generated.items() if "Copied" not in case}
-    wrong = [early.pop(f"{arch} early_reader") for arch in ARCHES]
-    assert all("_tensor_constant" in reads[0] for reads in wrong)  # the cache, read too early
+@pytest.mark.parametrize(
+    ("kind", "arch"),
+    [("quick", ARCHES[0]), pytest.param("slow", ARCHES[1], marks=pytest.mark.slow)],
+)
+def test_no_kernel_reads_what_the_one_before_it_may_still_be_writing(kind, arch):
+    found = summaries(kind)
+    early = {case: found[case]["early"] for case in found if "Copied" not in case}
+    wrong = early.pop(f"{arch} early_reader")
+    assert "_tensor_constant" in wrong[0]  # the cache, read too early
     assert not any(early.values()), early
 
 
-@pytest.mark.parametrize("arch", ARCHES)
-def test_an_int8_cache_is_read_as_it_is_in_no_more_kernels(arch, generated):
+@pytest.mark.parametrize("arch", by_speed(*ARCHES))
+def test_an_int8_cache_is_read_as_it_is_in_no_more_kernels(arch):
     """No buffer is as large as the keys of its 1024 positions, unlike with the cache to avoid."""
-    args, plain = ARCHITECTURES[arch], generated[f"{arch} block KVCache"]
-    int8, copied = (generated[f"{arch} block {name}"] for name in ("Int8KVCache", "CopiedKVCache"))
+    args, plain = ARCHITECTURES[arch], generated(f"{arch} block KVCache")
+    int8, copied = (generated(f"{arch} block {name}") for name in ("Int8KVCache", "CopiedKVCache"))
     assert int8["extern"] == [] and int8["triton"] <= plain["triton"]
     assert int8["largest_buffer"] == args.n_head * 1024  # the scores
     assert int8["rounded"] == 1  # codes are made with the scale that is stored

@@ -132,9 +132,7 @@ def test_the_first_difference_in_bf16_is_a_near_tie():
     ),
 )
 def test_experts_in_host_memory(settings, compile):
-    """The tokens of the resident model, and experts were copied: by the device, by the host, and
-    on a guess.
-    """
+    """The tokens are the resident model's; copies by the device, by the host, and prefetched."""
     ids = embedded_prompt(600)
     want = list(embedded_session("cpu", torch.float32, False).stream(ids, 60, GREEDY))
     model = load_model(embedded_checkpoint(), "cuda", torch.float32, experts=settings)
@@ -196,7 +194,7 @@ def test_a_prompt_whose_length_comes_again_is_recorded(compile_prefill):
 
 
 def test_a_step_never_waits_for_the_device():
-    """An eager step, since a recorded one cannot: no value of it is asked for by the host."""
+    """The host reads no value of an eager step (a captured one cannot synchronize)."""
     session = embedded_session("cuda", torch.bfloat16, False)
     list(session.stream(embedded_prompt(40), 2, GREEDY))
     torch.cuda.set_sync_debug_mode("error")

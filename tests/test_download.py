@@ -395,6 +395,7 @@ def test_prepare_quantizes_a_model_of_the_hub_and_resumes(hub, tmp_path, make_fa
     assert contents(tmp_path / "checkpoints") == before
 
 
+@pytest.mark.slow
 def test_prepare_keeps_published_fp8(hub, tmp_path, fp8_directory):
     hub.files = files_of(fp8_directory)
     for message in ("convert: ", "is there already"):
@@ -404,6 +405,7 @@ def test_prepare_keeps_published_fp8(hub, tmp_path, fp8_directory):
         assert [path.name for path in tmp_path.glob("checkpoints/*/*/model_*")] == ["model_fp8b"]
 
 
+@pytest.mark.slow
 def test_prepare_keeps_published_mxfp4(hub, tmp_path, make_family):
     """The first run converts, the next ones find it; other formats are refused."""
     source = make_family("gpt_oss").hf_directory

@@ -285,7 +285,17 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("format", "policy"), dict.fromkeys(CASES))
+# The slowest formats, and one of each kind of packing is left.
+SLOW_CASES = {("hqq3", "lru"), ("hqq4", "lru"), ("fp8", "lru")}
+
+
+@pytest.mark.parametrize(
+    ("format", "policy"),
+    [
+        pytest.param(*case, marks=pytest.mark.slow if case in SLOW_CASES else ())
+        for case in dict.fromkeys(CASES)
+    ],
+)
 def test_the_same_bits_and_the_copies_that_the_policy_predicts(make, format, policy):
     resident = load(make(format))
     expected, chosen, hidden = run_watched(resident)

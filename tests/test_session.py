@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from conftest import FAMILIES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._dynamo.utils import counters
@@ -275,6 +276,17 @@ def eager_backend(monkeypatch):
     torch.compiler.reset()
 
 
+@pytest.mark.parametrize(
+    "family",
+    [
+        # A window; two kinds of layers; latent attention.
+        pytest.param(
+            name, marks=() if name in ("mixtral", "gpt_oss", "deepseek_v3") else pytest.mark.slow
+        )
+        for name in FAMILIES
+    ],
+    indirect=True,
+)
 def test_another_length_does_not_recompile(family, eager_backend):
     """By Dynamo's own counts."""
     model = load_model(family.directory, "cpu")

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from conftest import FAMILIES, smoke_diagonal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._dynamo.utils import counters
@@ -80,9 +81,13 @@ def no_compiler(monkeypatch):
 # Greedy -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("count", (1, 3, 7))
-@pytest.mark.parametrize("source", ("lookup", "twin", "other"))
-def test_greedy_tokens_are_those_of_plain_decoding(family, make, plain, source, count):
+@pytest.mark.parametrize(
+    ("family", "drafts"),
+    smoke_diagonal(FAMILIES, itertools.product(("lookup", "twin", "other"), (1, 3, 7))),
+    indirect=["family"],
+)
+def test_greedy_tokens_are_those_of_plain_decoding(family, make, plain, drafts):
+    source, count = drafts
     speculation = make(source, count, family.name)
     expected = plain(PROMPT, 25, name=family.name)
     assert list(speculation.stream(PROMPT, 25, GREEDY)) == expected
@@ -373,7 +378,7 @@ def exact_answers(model: Transformer, ids: list[int], count: int, sampling: Samp
     return answers
 
 
-@pytest.mark.parametrize("source", ("lookup", "draft"))
+@pytest.mark.parametrize("source", ("lookup", pytest.param("draft", marks=pytest.mark.slow)))
 @pytest.mark.parametrize("right", (True, False))
 def test_answers_have_the_models_distribution(source, right):
     """500 answers of 3 tokens have their exact probabilities; not so if every draft is accepted."""

@@ -401,23 +401,24 @@ def test_a_checkpoint_that_another_process_made_stays(tmp_path, monkeypatch):
     """Another process may be reading it."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
-    def convert_beside_another_process(source: Path, made: Path, **options) -> Path:
-        made = convert(source, made, **options)
-        shutil.copytree(made, made.with_name("model_bf16"))
-        found.append((made.with_name("model_bf16") / "rest.safetensors").stat().st_ino)
-        return made
+    def convert_after_another_process(source: Path, made: Path, **options) -> Path:
+        found.append((convert(source, made) / "rest.safetensors").stat().st_ino)
+        return convert(source, made, **options)
 
     module, found = sys.modules["generate"], []
     convert = module.convert
-    monkeypatch.setattr(module, "convert", convert_beside_another_process)
+    monkeypatch.setattr(module, "convert", convert_after_another_process)
     target = embedded_checkpoint()
     assert (target / "rest.safetensors").stat().st_ino == found[0] and len(found) == 1
     assert [path.name for path in target.parent.iterdir()] == ["model_bf16"]
 
 
 def edited(directory: Path, target: Path, file: str, change) -> Path:
-    """Return a copy of the checkpoint with one of its JSON files changed."""
+    """Return a copy of the checkpoint with a JSON file changed, and without its checksum."""
     shutil.copytree(directory, target)
+    index = json.loads((target / "index.json").read_text())
+    del index["config_crc32"]
+    (target / "index.json").write_text(json.dumps(index))
     content = json.loads((target / file).read_text())
     change(content)
     (target / file).write_text(json.dumps(content))

@@ -55,7 +55,7 @@ def test_a_text_beyond_the_context_is_refused_by_its_length(pool):
     longest = max((tokenizer.token_bytes(id) for id in range(tokenizer.vocab_size)), key=len)
     assert pool.encode(longest.decode() * 64)
     start = time.monotonic()
-    with pytest.raises(ValueError, match="over .* bytes, the most that the context can hold"):
+    with pytest.raises(ValueError, match=r"over .* bytes, the most that the context can hold"):
         pool.encode("x" * 4_000_000)
     with pytest.raises(ValueError, match="shorten it"):
         pool.chat(message("x" * 4_000_000))

@@ -1,7 +1,8 @@
 """Several processes: each rank's shard of the weights, and the same answer as one process's.
 
-One launch of 2 and one of 4 processes (gloo) runs every family in every format, with both kinds
-of parallelism; see tp_worker.py.
+Every family runs in every format, with both kinds of parallelism, on 2 and on 4 processes (gloo).
+One launch runs all cases of a number of ranks; see tp_worker.py. `make test` runs the cases of
+QUICK on two ranks, `make test-all` the others.
 """
 
 import dataclasses
@@ -18,6 +19,7 @@ from pathlib import Path
 import pytest
 import torch
 import tp_worker
+from conftest import smoke_diagonal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
@@ -164,6 +166,9 @@ PLAIN_AND_PACKED = ("fp32", *FORMATS)
 # An eighth of these small rows is less than the 64 codes that 8-bit formats pack together.
 FOR_8_RANKS = "fp32", "int4", "hqq2"
 COMPILED = ("olmoe", "fp32"), ("olmoe", "int8")  # with two all-reduces that are independent
+CASES = smoke_diagonal(FAMILIES, PLAIN_AND_PACKED, also=[("olmoe", "fp32"), ("olmoe", "int4")])
+QUICK = {tuple(case.values) for case in CASES if not case.marks}
+RANKS = (2, pytest.param(4, marks=pytest.mark.slow))
 
 
 def random_tensor(name: str, shape: torch.Size) -> torch.Tensor:
@@ -222,11 +227,13 @@ def torchrun(ranks: int, *command: str, **options) -> subprocess.Popen:
     return subprocess.Popen(launch, cwd=ROOT, env=environment(), **pipes, **options)
 
 
-def list_cases(ranks: int, checkpoints) -> dict[str, dict]:
+def list_cases(ranks: int, quick: bool, checkpoints) -> dict[str, dict]:
     """Return the cases of one launch, by name."""
     cases = {}
     for family in FAMILIES:
         for format in PLAIN_AND_PACKED if ranks < 8 else FOR_8_RANKS:
+            if quick and (family, format) not in QUICK:
+                continue
             for parallel in tp.PARALLEL:
                 case = {
                     "checkpoint": str(checkpoints(family, format)),
@@ -235,7 +242,8 @@ def list_cases(ranks: int, checkpoints) -> dict[str, dict]:
                     "greedy": format == "fp32",
                 }
                 cases[f"{family} {format} {parallel}"] = case
-                if ranks == 2 and (family, format) in COMPILED and parallel == "tensor":
+                compiles = (family, format) in COMPILED and ranks == 2 and not quick
+                if compiles and parallel == "tensor":
                     compiled = {**case, "compiled": True, "greedy": False}
                     cases[f"{family} {format} compiled"] = compiled
     return cases
@@ -243,12 +251,15 @@ def list_cases(ranks: int, checkpoints) -> dict[str, dict]:
 
 @pytest.fixture(scope="module")
 def found(checkpoints, tmp_path_factory):
-    """(ranks, case) -> what the ranks found; all cases of a number of ranks are one launch."""
+    """(ranks, case) -> the ranks' results.
+
+    All cases of a number of ranks are one launch, but for the quick ones of two ranks.
+    """
 
     @cache
-    def launch(ranks: int) -> dict:
+    def launch(ranks: int, quick: bool) -> dict:
         folder = tmp_path_factory.mktemp(f"ranks{ranks}")
-        (folder / "cases.json").write_text(json.dumps(list_cases(ranks, checkpoints)))
+        (folder / "cases.json").write_text(json.dumps(list_cases(ranks, quick, checkpoints)))
         process = torchrun(ranks, ROOT / "tests" / "tp_worker.py", folder)
         _, errors = process.communicate(timeout=600)
         if process.returncode:  # cached: the next test does not launch it again
@@ -256,17 +267,18 @@ def found(checkpoints, tmp_path_factory):
         return json.loads((folder / "found.json").read_text())
 
     def case(ranks: int, name: str) -> dict:
-        cases = launch(ranks)
+        family, format, kind = name.split()
+        quick = ranks == 2 and (family, format) in QUICK and kind in tp.PARALLEL
+        cases = launch(ranks, quick)
         assert "failed" not in cases, cases["failed"][-4000:]
         return cases[name]
 
     return case
 
 
-@pytest.mark.parametrize("ranks", (2, 4))
+@pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("parallel", tp.PARALLEL)
-@pytest.mark.parametrize("format", PLAIN_AND_PACKED)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "format"), CASES)
 def test_ranks_answer_as_one_process(family, format, parallel, ranks, checkpoints, found):
     case = found(ranks, f"{family} {format} {parallel}")
     assert case["difference"] < 1e-4  # the logits' standard deviation is near one
@@ -276,11 +288,13 @@ def test_ranks_answer_as_one_process(family, format, parallel, ranks, checkpoint
         assert case["tokens"] == json.loads(expected.read_text())
 
 
-@pytest.mark.parametrize("ranks", (2, 4))
-def test_eager_ranks_do_not_load_the_compiler(ranks, found):
-    """Only of the first family: attention of some others imports it."""
-    cases = [found(ranks, f"mixtral {format} tensor") for format in PLAIN_AND_PACKED]
-    assert not any(case["compiler"] for case in cases)
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize(
+    ("family", "format"), [case for case in CASES if case.values[0] == "mixtral"]
+)
+def test_eager_ranks_do_not_load_the_compiler(family, format, ranks, found):
+    """Only the first family: some others' attention imports the compiler."""
+    assert not found(ranks, f"{family} {format} tensor")["compiler"]
 
 
 @pytest.mark.slow
@@ -291,13 +305,14 @@ def test_eight_ranks_answer_as_one_process(family, format, parallel, checkpoints
     test_ranks_answer_as_one_process(family, format, parallel, 8, checkpoints, found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "format"), COMPILED)
 def test_compiled_ranks_answer_as_one_process(family, format, found):
     case = found(2, f"{family} {format} compiled")
     assert case["difference"] < 1e-4 and case["same_bits"]
 
 
-@pytest.mark.parametrize("ranks", (2, 4))
+@pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("parallel", tp.PARALLEL)
 @pytest.mark.parametrize("format", ("fp32", "int4"))
 def test_a_rank_reads_only_its_own_shard(format, parallel, ranks, checkpoints, found):

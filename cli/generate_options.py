@@ -1,0 +1,116 @@
+"""generate.py's own options: prompts, lengths, sampling, drafts."""
+
+import argparse
+
+from cli.options import (
+    DEFAULT_CHAT_LENGTH,
+    add_checkpoint_path,
+    add_model_options,
+    check_counts,
+    check_model_options,
+)
+from cli.parser import Parser
+
+DEFAULT_NEW_TOKENS = 200
+DRAFT_TOKENS = 4
+SAMPLING = "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed"
+
+
+def build_parser() -> Parser:
+    parser = Parser(
+        "Generate text from a converted Mixture-of-Experts checkpoint.",
+        (
+            "python generate.py --prompt 'def read_lines(path):' --temperature 0.6 --seed 1",
+            "python generate.py --checkpoint_path checkpoints/OWNER/NAME/model_bf16 --interactive"
+            " --compile",
+            "python generate.py --checkpoint_path DIR --offload --gpu_memory 16GB"
+            " --prompts_file prompts.txt --json",
+            "torchrun --standalone --nproc_per_node=4 generate.py --checkpoint_path DIR"
+            " --prompt 'Hello' --compile",
+        ),
+    )
+    add_checkpoint_path(parser)
+    add_prompt_options(parser)
+    add_sampling_options(parser)
+    lookup = "draft tokens from the text so far, verify several in one pass"
+    parser.add_argument("--speculate", choices=("lookup",), help=lookup)
+    parser.add_path("--draft_checkpoint_path", "draft with this smaller model instead")
+    parser.add_number("--draft_tokens", f"drafts a pass; default: {DRAFT_TOKENS}")
+    trace = "write a trace of the generation for chrome://tracing"
+    parser.add_path("--profile", trace, "FILE")
+    parser.add_flag("--json", "print one JSON object instead of the text")
+    add_model_options(parser)
+    return parser
+
+
+def add_prompt_options(parser: Parser) -> None:
+    """Add the prompts, and where their continuations end."""
+    add = parser.add_argument
+    prompt = "text to continue, '-' reads stdin; repeatable"
+    add("--prompt", action="append", default=[], metavar="TEXT", help=prompt)
+    lines = "one prompt a line; in a .jsonl a string or {'prompt': ...}"
+    parser.add_path("--prompts_file", lines, "FILE")
+    parser.add_number("--batch_size", "most prompts and samples continued at once (8)", 8)
+    new = "default: 200, or fewer if --max_seq_len is short"
+    parser.add_number("--max_new_tokens", new)
+    parser.add_number("--num_samples", "samples of each prompt", 1)
+    stop = "end before this text; may be repeated"
+    add("--stop", action="append", default=[], metavar="TEXT", help=stop)
+    parser.add_flag("--ignore_eos", "do not end at the end-of-text token")
+    parser.add_number("--max_seq_len", "cache length; default: prompt and new tokens")
+    parser.add_flag("--interactive", "chat; /reset forgets, /exit ends, Ctrl-C stops an answer")
+    system = "system message; prompts then go through the model's chat template"
+    add("--system", metavar="TEXT", help=system)
+
+
+def add_sampling_options(parser: Parser) -> None:
+    """Add how a token is chosen. Defaults are those of runtime.sampling.Sampling."""
+    parser.add_argument("--temperature", type=float, metavar="X", help="0 is greedy")
+    parser.add_number("--top_k")
+    for name in ("--top_p", "--min_p", "--repetition_penalty"):
+        parser.add_argument(name, type=float, metavar="X")
+    parser.add_number("--seed", "same seed, same text")
+
+
+def check_options(options: argparse.Namespace) -> None:
+    """Raise ValueError for invalid options, and for options that exclude each other."""
+    check_model_options(options)
+    check_counts(options, "max_new_tokens", "num_samples", "max_seq_len", "batch_size")
+    profile = options.profile
+    if profile and (profile.is_dir() or not profile.absolute().parent.is_dir()):
+        raise ValueError(f"--profile {profile}: it must be a file in a folder that is there")
+    drafts = options.speculate, options.draft_checkpoint_path
+    if all(drafts):
+        names = "--speculate and --draft_checkpoint_path"
+        raise ValueError(f"{names} are two sources of drafts: leave one of them out")
+    if options.draft_tokens is not None and not any(drafts):
+        fix = "add --speculate lookup or --draft_checkpoint_path"
+        raise ValueError(f"--draft_tokens needs a source of drafts: {fix}")
+    for name in ("prompt", "prompts_file", "json"):
+        if options.interactive and getattr(options, name):
+            raise ValueError(f"--{name} does not go with --interactive: leave one of them out")
+
+
+def plan_lengths(longest: int, options: argparse.Namespace, max_position: int) -> int:
+    """Set --max_new_tokens if it is not given; return the session's length.
+
+    longest: tokens of the longest prompt. max_position: the model's limit. Raises ValueError if
+    prompt and answer do not fit.
+    """
+    given = options.max_seq_len
+    limit, owner = given or max_position, "--max_seq_len" if given else "the model's"
+    if limit > max_position:
+        why = f"the model was made for {max_position} positions at most"
+        raise ValueError(f"--max_seq_len {limit}: {why}")
+    if options.interactive:
+        options.max_new_tokens = options.max_new_tokens or DEFAULT_NEW_TOKENS
+        return min(limit, given or DEFAULT_CHAT_LENGTH)
+    left = max(0, limit - longest)
+    if options.max_new_tokens is None:
+        options.max_new_tokens = min(DEFAULT_NEW_TOKENS, left) or DEFAULT_NEW_TOKENS
+    if options.max_new_tokens > left:
+        raise ValueError(
+            f"{longest} prompt tokens and {options.max_new_tokens} new ones exceed {owner} {limit} "
+            f"positions: shorten the prompt or ask for at most {left} with --max_new_tokens"
+        )
+    return given or longest + options.max_new_tokens

@@ -1,0 +1,313 @@
+"""Our Triton kernels without a GPU: results under the interpreter, machine code for an H200.
+
+kernels_without_gpu.py makes both, in processes of its own. Inline assembly, which the interpreter
+does not know, is run here by a small interpreter of PTX.
+"""
+
+import ast
+import json
+import operator
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from formats import FORMATS
+from formats.mxfp4 import E2M1
+from ops import gemv4
+from ops import grouped as grouped_kernel
+
+ROOT = Path(__file__).parents[1]
+pytestmark = pytest.mark.usefixtures("few_threads")
+
+
+def without_a_gpu(*names: str, **variables: str) -> dict[str, dict]:
+    pytest.importorskip("triton", reason="ops/ needs triton")
+    run = subprocess.run(
+        [sys.executable, ROOT / "tests" / "kernels_without_gpu.py", *names],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env=os.environ | variables,
+    )
+    if run.returncode and "ImportError" in run.stderr:
+        pytest.skip(f"Triton's private API has changed: {run.stderr.splitlines()[-1]}")
+    assert run.returncode == 0, run.stderr
+    return json.loads(run.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> dict[str, dict]:
+    """Return the kernels' errors; one process, which takes longer to start than most of them."""
+    names = "grouped, a shape a format", "dot4", "attend", "token", "fixed", "fetch"
+    return without_a_gpu(*names, TRITON_INTERPRET="1")
+
+
+@pytest.fixture(scope="module")
+def machine_code() -> dict[str, dict]:
+    return without_a_gpu("grouped, a shape a format", "dot4", "token", "fixed", "fetch")
+
+
+def check_grouped_errors(errors: dict[str, float]) -> None:
+    limits = {case: 1e-6 if "float32" in case else 2e-3 for case in errors}
+    assert all(error < limits[case] for case, error in errors.items()), errors
+
+
+def test_the_kernel_computes_what_the_cpu_computes(interpreted):
+    errors = interpreted["grouped, a shape a format"]
+    assert len(errors) == len(FORMATS) + 1
+    check_grouped_errors(errors)
+
+
+@pytest.mark.slow
+def test_the_kernel_computes_what_the_cpu_computes_in_every_shape():
+    errors = without_a_gpu("grouped", TRITON_INTERPRET="1")["grouped"]
+    assert len(errors) == 2 * 5 * (len(FORMATS) + 1) + 12
+    check_grouped_errors(errors)
+
+
+def test_the_copy_out_of_host_memory(interpreted, machine_code):
+    assert interpreted["fetch"] == {"right": [True] * 3, "wrong": 0}
+    assert machine_code["fetch"] == {"LDG.E.128": 8, "STG.E.128": 8}
+
+
+def test_what_is_the_same_on_every_gpu(interpreted, machine_code):
+    errors = interpreted["fixed"]
+    assert len(errors) == 33
+    for case, error in errors.items():  # the interpreter cuts where a GPU rounds to bf16
+        assert error < (5e-3 if "bfloat16" in case else 1e-6), case
+    for case, counts in machine_code["fixed"].items():
+        assert counts["waits"] == counts["starts"] == 1 and counts["spills"] == 0, case
+        if "over" in case:  # 16 bytes, two words with their counts, to each other rank
+            assert counts["sent"] == int(case[-1]) - 1
+        if "with scores" in case:  # the prefetch of the norm's weight and 8 rows of the router
+            assert counts["ahead"] >= 18
+
+
+def test_attention_that_reads_the_blocks_in_use(interpreted):
+    errors = interpreted["attend"]
+    assert len(errors) == 8 and all(error < 2e-6 for error in errors.values()), errors
+
+
+@pytest.mark.slow
+def test_attention_that_reads_the_blocks_in_use_compiles_for_an_h200():
+    found = without_a_gpu("attend", "latent")
+    assert len(found["latent"]) == 8
+    for case, counts in found["latent"].items():
+        assert counts["products"] and not counts["spills"] and counts["shared"] <= 227 << 10, case
+    for counts in found["attend"].values():
+        assert counts["spills"] == 0 and counts["products"] > 0
+
+
+def test_one_tokens_attention_in_one_kernel(interpreted, machine_code):
+    errors = interpreted["token"]
+    assert len(errors) == 5 and all(error < 2e-6 for error in errors.values()), errors
+    for case, counts in machine_code["token"].items():
+        assert counts["waits"] == counts["starts"] == 1 and counts["spills"] == 0, case
+        # The first block of the cache is loaded before the wait for the previous kernel.
+        assert counts["ahead"] >= 16, case
+        assert counts["barriers"] == 0, case  # warps wait for each other only at the end
+
+
+def check_machine_code(found: dict) -> None:
+    """Tensor cores, with weights from registers, which nothing overwrites meanwhile; no spills."""
+    for case, counts in found.items():
+        assert counts["bytes"] and counts["shared"] <= 227 << 10 and not counts["overwritten"], case
+        if "float32" not in case:
+            assert counts["products"], case
+            assert counts["spills"] == 0 == counts["from_shared_memory"], case
+            if "300 rows" in case:
+                assert counts["columns"] == [128 if "8" in case.partition(",")[0] else 256], case
+
+
+def test_the_kernel_compiles_for_an_h200(machine_code):
+    found = machine_code["grouped, a shape a format"]
+    assert len(found) == len(FORMATS)
+    check_machine_code(found)
+
+
+def test_the_product_for_one_token_computes_what_unpacked_weights_do(interpreted):
+    errors = interpreted["dot4"]
+    assert [errors.pop(value) for value in ("inf", "-inf", "nan")] == [True] * 3
+    assert len(errors) == 13
+    limits = {case: 1e-3 if "gated" in case else 1e-5 for case in errors}
+    assert all(error < limits[case] for case, error in errors.items()), errors
+
+
+def test_the_product_for_one_token_compiles_for_an_h200(machine_code):
+    """Four words a load, bytes multiplied in pairs, no spills, and a wait only with PDL."""
+    found = machine_code["dot4"]
+    assert len(found) == 13
+    for case, counts in found.items():
+        assert counts["loads"] and counts["spills"] == 0, case
+        assert counts["products"] % 16 == 0 < counts["products"], case
+        assert counts["waits"] == counts["starts"] == ("waiting" in case), case
+
+
+def assembly(function, **constants: int) -> str:
+    """Return the PTX of a kernel function's inline block, one instruction a line.
+
+    constants: values of its constexpr arguments.
+    """
+    calls = [node for node in ast.walk(ast.parse(function.src)) if isinstance(node, ast.Call)]
+    (call,) = (
+        node for node in calls if getattr(node.func, "attr", None) == "inline_asm_elementwise"
+    )
+    text = eval(compile(ast.Expression(call.args[0]), function.__name__, "eval"), constants)
+    return "".join(f"  {line.strip()};\n" for line in text.strip("{}").split(";") if line.strip())
+
+
+def run_assembly(source: str, **values: int) -> dict[str, int]:
+    """Interpret the PTX of an inline block -> its registers. values: _2 is that of $2, etc.
+
+    It knows only the instructions of the blocks tested here.
+    """
+    registers = {f"${name[1:]}": value for name, value in values.items()}
+
+    def read(name: str) -> int:
+        return (
+            int(name, 16)
+            if name.startswith("0x")
+            else int(name)
+            if name.isdecimal()
+            else registers[name]
+        )
+
+    def signed(value: int, bits: int) -> int:
+        return (value & (1 << bits) - 1) - (value >> bits - 1 & 1) * (1 << bits)
+
+    for line in re.findall(r"^\s+(\w+[.\w]*) ([^;]+);", source, flags=re.M):
+        name, arguments = line[0], line[1].replace("{", "").replace("}", "").split(", ")
+        if name == "mov.b64":
+            whole = read(arguments[2]) & (1 << 64) - 1
+            registers[arguments[0]], registers[arguments[1]] = whole & 0xFFFFFFFF, whole >> 32
+        elif name != ".reg":
+            target, *given = arguments[0], *map(read, arguments[1:])
+            if name == "mov.b32":
+                (found,) = given
+            elif name == "fma.rn.bf16x2":  # in fp32, and rounded: exact as far as products are
+                parts = torch.tensor(given).to(torch.int32).view(torch.bfloat16).view(3, 2).double()
+                found = (parts[0] * parts[1] + parts[2]).bfloat16().view(
+                    torch.int32
+                ).item() & 0xFFFFFFFF
+            elif name == "lop3.b32":
+                assert given.pop() == 0xEA
+                found = given[0] & given[1] | given[2]
+            elif name == "prmt.b32":  # bit 3 of a selector replicates the byte's sign
+                table, found = given[0] | given[1] << 32, 0
+                for n in range(4):
+                    selector = given[2] >> 4 * n & 15
+                    byte = table >> 8 * (selector & 7) & 255
+                    found |= (255 * (byte >> 7) if selector & 8 else byte) << 8 * n
+            elif name.startswith("dp2a."):
+                x, weights = given[0], given[1] >> (16 if ".hi." in name else 0)
+                found = given[2] + sum(
+                    signed(x >> 16 * n, 16) * (weights >> 8 * n & 255) for n in (0, 1)
+                )
+            else:
+                found = {
+                    "xor.b32": operator.xor,
+                    "and.b32": operator.and_,
+                    "shr.u32": operator.rshift,
+                    "shl.b32": operator.lshift,
+                    "add.u32": operator.add,
+                }[name](*given) & 0xFFFFFFFF
+            registers[target] = found
+    return registers
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    word=st.integers(0, 2**32 - 1),
+    x=st.lists(st.integers(-(2**15), 2**15 - 1), min_size=8, max_size=8),
+)
+def test_the_assembly_of_e2m1_multiplies_what_the_codes_are(word, x):
+    """Sums of x * (12 + 2 * number) over four codes each, as in the interpreter's twin."""
+    if gemv4.triton is None:
+        pytest.skip("ops/ needs triton")
+    low, high = (
+        sum((number & 0xFFFF) << 16 * n for n, number in enumerate(some)) for some in (x[:4], x[4:])
+    )
+    table = {
+        f"_{7 + n}": int(text, 16)
+        for n, text in enumerate(re.findall("0x[0-9A-F]{8}", gemv4._e2m1_table.src))
+    }
+    found = run_assembly(
+        assembly(gemv4._add_e2m1), _2=word, _3=low, _4=high, _5=1000, _6=-1000, **table
+    )
+    levels = [int(2 * value) for value in E2M1]
+    numbers = [(-1 if word >> 4 * n & 8 else 1) * levels[word >> 4 * n & 7] for n in range(8)]
+    sums = [
+        sum((12 + number) * of_x for number, of_x in zip(*half, strict=True))
+        for half in ((numbers[:4], x[:4]), (numbers[4:], x[4:]))
+    ]
+    assert [found["$0"], found["$1"]] == [sums[0] + 1000, sums[1] - 1000]
+
+
+def as_bf16(register: int) -> list[float]:
+    """Return the two bf16 numbers in a register."""
+    return torch.tensor([register]).to(torch.int32).view(torch.bfloat16).tolist()
+
+
+def test_the_assembly_of_fields_makes_their_numbers():
+    """Two codes at a time; the other bits of the units hold garbage."""
+    if grouped_kernel.triton is None:
+        pytest.skip("ops/ needs triton")
+    codes = torch.arange(256, dtype=torch.uint8)
+    e4m3 = codes.view(torch.float8_e4m3fn).float() / 256
+    # NaN in e4m3; our formats read these two codes as numbers.
+    e4m3[[0x7F, 0xFF]] = torch.tensor((480.0, -480.0)) / 256
+    e2m1 = torch.tensor(E2M1)
+    floats, fields = grouped_kernel._floats, grouped_kernel._fields
+    cases = [
+        (grouped_kernel._signed_bytes, 8, {}, codes.view(torch.int8).float()),
+        (floats, 8, {"BITS": 8, "MANTISSA": 3, "FACTOR": 0x7780}, e4m3),
+        (floats, 4, {"BITS": 4, "MANTISSA": 1, "FACTOR": 0x7E80}, torch.cat((e2m1, -e2m1))),
+        *((fields, bits, {"MASK": 2**bits - 1}, 128.0 + codes[: 2**bits]) for bits in (2, 4)),
+    ]
+    for function, bits, constants, numbers in cases:
+        for code, number in enumerate(numbers.tolist()):
+            units = code * 0x00010001 | (0xA5C3A5C3 & (0xFFFF << bits & 0xFFFF) * 0x00010001)
+            result = run_assembly(assembly(function, **constants), _1=units)["$0"]
+            assert as_bf16(result) == [number] * 2, (function, code)
+
+
+@pytest.mark.parametrize("code", range(8))
+def test_the_assembly_of_3_bits_joins_their_planes(code):
+    if grouped_kernel.triton is None:
+        pytest.skip("ops/ needs triton")
+    units, thirds = (code & 3) * 0x00010001 | 0xFFF4FFF8, (code & 4) * 0x00010001 | 0xFFF3FFFB
+    assert (
+        as_bf16(run_assembly(assembly(grouped_kernel._fields_3), _1=units, _2=thirds)["$0"])
+        == [128.0 + code] * 2
+    )
+
+
+def test_the_assembly_that_widens_and_that_moves_down():
+    if grouped_kernel.triton is None:
+        pytest.skip("ops/ needs triton")
+    pair = torch.tensor((1.5, -3.0)).bfloat16()
+    found = run_assembly(
+        assembly(grouped_kernel._to_fp32), _2=pair.view(torch.int32).item() & 0xFFFFFFFF
+    )
+    for register, number in zip(("$0", "$1"), pair.tolist(), strict=True):
+        assert torch.tensor([found[register]]).to(torch.int32).view(torch.float32).item() == number
+    assert (
+        run_assembly(assembly(grouped_kernel._shift_right, COUNT=4), _1=0x12345678)["$0"]
+        == 0x01234567
+    )
+
+
+@pytest.mark.slow
+def test_the_kernel_compiles_for_an_h200_at_every_number_of_experts():
+    found = without_a_gpu("grouped", "grouped, other shapes")
+    assert len(found["grouped"]) == 2 * len(FORMATS)
+    assert len(found["grouped, other shapes"]) == 10 * len(FORMATS)
+    check_machine_code(found["grouped"])
+    check_machine_code(found["grouped, other shapes"])
