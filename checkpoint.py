@@ -11,7 +11,7 @@ A checkpoint is a self-contained directory:
 
 This module does not interpret `args` and `format`: it returns them as they were written.
 
-    python checkpoint.py DIR [--verify]     print a summary; --verify compares all checksums
+    python checkpoint.py DIR [--verify]     print a summary; --verify reads every file
 """
 
 import json
@@ -34,11 +34,12 @@ from tqdm import tqdm
 from cli.command import command
 from cli.parser import Parser
 from cli.staging import LOCK, StagedDirectory, flush_to_disk, recover
+from tokenizer import load_tokenizer
 
 FORMAT_VERSION = 1
+TOKENIZER_FILES = "tokenizer.json", "tokenizer.model"
 SIDE_FILES = (  # of a Hugging Face directory, copied beside the weights
-    "tokenizer.json",
-    "tokenizer.model",
+    *TOKENIZER_FILES,
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
@@ -222,6 +223,10 @@ class Checkpoint:
         if not directory.exists():
             recover(directory.parent)  # a run may have been killed between two renames
         if not directory.is_dir():
+            for path in sorted(directory.parent.glob("model_*")):
+                if is_checkpoint(path):
+                    fix = f"use {path}, or make it with quantize.py"
+                    raise ValueError(f"{directory} is not there; {fix}")
             is_name = re.fullmatch(r"[\w.-]+/[\w.-]+", str(directory))
             fix = MAKE_ONE.replace("OWNER/NAME", str(directory)) if is_name else MAKE_ONE
             raise ValueError(f"{directory} is not a directory; {fix}")
@@ -477,7 +482,11 @@ def build_parser() -> Parser:
         type=Path,
         help="a directory written by convert_hf_checkpoint.py or quantize.py",
     )
-    parser.add_argument("--verify", action="store_true", help="compare the checksum of every file")
+    parser.add_argument(
+        "--verify",
+        action="store_true",
+        help="read every file: compare checksums, find NaN and infinity, load the tokenizer",
+    )
     return parser
 
 
@@ -488,6 +497,8 @@ def main() -> int:
     checkpoint = Checkpoint(options.directory)
     if options.verify:
         checkpoint.verify()
+        if any(path.name in TOKENIZER_FILES for path in checkpoint.side_files()):
+            load_tokenizer(options.directory).check(checkpoint.args.get("vocab_size", 1 << 62))
     total = sum(map(checkpoint.nbytes, checkpoint.tensors))
     print(f"{checkpoint.directory}: {len(checkpoint.tensors)} tensors, {total / 1e9:.3f} GB")
     print(f"format: {json.dumps(checkpoint.format)}")

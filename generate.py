@@ -43,10 +43,17 @@ from formats.kv_cache import KV_CACHES
 from formats.packed import Packed
 from formats.quantizer import DTYPES
 from model import ModelArgs, Transformer
-from models import args_of_checkpoint, family_of
+from models import args_of_checkpoint, build_model, family_of
 from models.converter import convert
 from offload.experts import COUNTERS, expert_counters
-from offload.plan import OffloadSettings, offload_experts
+from offload.plan import (
+    OffloadSettings,
+    cache_bytes,
+    check_weights_fit,
+    free_gpu_memory,
+    offload_experts,
+    weight_bytes,
+)
 from offload.runner import runner_class_for
 from ops.attention import BLOCK
 from parallel import process_group
@@ -122,7 +129,8 @@ def load_model(
     source: the directory of a converted checkpoint, or any object with its `args`, `format` and
     `read(name, index, device)`. dtype: of floating-point weights; None: the checkpoint's.
     parallel: how several ranks (`process_group.start`) shard it. experts: how they are offloaded
-    to host memory; None: not at all. Raises ValueError for a source that cannot be loaded.
+    to host memory; None: not at all. Raises ValueError for a source that cannot be loaded, and
+    before it reads weights that exceed the GPU's free memory.
     """
     source = Checkpoint(source) if isinstance(source, str | os.PathLike) else source
     device = pick_device(device) if isinstance(device, str) else device
@@ -131,6 +139,9 @@ def load_model(
     shard = tp.ModelShard(args_of_checkpoint(source), source.format, parallel)
     model, loader = shard.model, WeightLoader(shard, source, dtype)
     start, plan = time.perf_counter(), None
+    if device.type == "cuda" and not experts:
+        need = weight_bytes(model, dtype or stored_dtype(source))
+        check_weights_fit(need, free_gpu_memory(device))
     with loader.progress:
         if experts:
             plain = dtype or stored_dtype(source)
@@ -233,8 +244,8 @@ def open_session(
     dtype, experts = DTYPES.get(options.dtype), None
     if options.offload:
         args = tp.local_args(args_of_checkpoint(checkpoint), process_group.size(), options.parallel)
-        itemsize = (dtype or stored_dtype(checkpoint)).itemsize
-        experts = offload_settings(options, args, itemsize, length, batch)
+        plain = dtype or stored_dtype(checkpoint)
+        experts = offload_settings(options, args, plain, length, batch)
     model = load_model(checkpoint, device, dtype, options.parallel, experts)
     settings = SessionOptions(
         batch=batch,
@@ -248,26 +259,29 @@ def open_session(
 
 
 def offload_settings(
-    options: argparse.Namespace, args: ModelArgs, itemsize: int, length: int, batch: int
+    options: argparse.Namespace, args: ModelArgs, dtype: torch.dtype, length: int, batch: int
 ) -> OffloadSettings:
-    """Return the options as settings. args: one rank's; itemsize: bytes of an activation.
+    """Return the options as settings. args: one rank's; dtype: of activations.
 
     The reserve is the KV cache, and the activations of one layer for a prefill chunk or a step:
     x, attention's temporaries, and for each of a token's experts its row of x, of w13's and w2's
-    outputs and of SwiGLU.
+    outputs and of SwiGLU. An int8 cache is dequantized one layer at a time, through fp32.
     """
     tokens = max(min(options.prefill_chunk, length), batch)
     per_position, extra = family_of(args).attention_memory(args, length)
     row = 4 * args.dim + 2 * (args.n_head * args.head_dim + per_position)
     row += args.n_active * 3 * (args.intermediate + args.dim)
-    cache = args.n_layer * batch * (length + BLOCK) * per_position + extra
+    cache_class, positions = KV_CACHES[options.kv_cache], length + BLOCK
+    cache = cache_bytes(build_model(args), batch, positions, cache_class, dtype)
+    if options.kv_cache == "int8":  # codes and their product in fp32, then in dtype
+        cache += batch * positions * per_position * (2 * torch.float32.itemsize + dtype.itemsize)
     return OffloadSettings(
         options.gpu_experts,
         None if options.gpu_memory is None else parse_size(options.gpu_memory),
         options.cache_policy or OffloadSettings.policy,
         options.prefetch,
         options.offload_driver,
-        (cache + tokens * row) * itemsize + batch * args.vocab_size * 16,
+        cache + (extra + tokens * row) * dtype.itemsize + batch * args.vocab_size * 16,
     )
 
 
@@ -391,8 +405,7 @@ def run(options: argparse.Namespace) -> list[dict]:
     check_options(options)
     check_stop(options.stop)
     options.seed = process_group.common_seed(options.seed)
-    given = {name: getattr(options, name) for name in SAMPLING}
-    sampling = Sampling(**{name: value for name, value in given.items() if value is not None})
+    sampling = Sampling(**{name: getattr(options, name) for name in SAMPLING})
     checkpoint = open_checkpoint(options.checkpoint_path)
     tokenizer, args = load_tokenizer(checkpoint.directory), args_of_checkpoint(checkpoint)
     if options.system is not None and not tokenizer.has_chat_template:

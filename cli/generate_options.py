@@ -13,7 +13,14 @@ from cli.parser import Parser
 
 DEFAULT_NEW_TOKENS = 200
 DRAFT_TOKENS = 4
-SAMPLING = "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed"
+SAMPLING = {  # option: default
+    "temperature": 0.8,
+    "top_k": 200,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "seed": None,
+}
 
 
 def build_parser() -> Parser:
@@ -64,12 +71,21 @@ def add_prompt_options(parser: Parser) -> None:
 
 
 def add_sampling_options(parser: Parser) -> None:
-    """Add how a token is chosen. Defaults are those of runtime.sampling.Sampling."""
-    parser.add_argument("--temperature", type=float, metavar="X", help="0 is greedy")
-    parser.add_number("--top_k")
-    for name in ("--top_p", "--min_p", "--repetition_penalty"):
-        parser.add_argument(name, type=float, metavar="X")
-    parser.add_number("--seed", "same seed, same text")
+    """Add how a token is chosen."""
+    helps = {
+        "temperature": "0 is greedy",
+        "top_k": "choose among this many of the likeliest tokens",
+        "top_p": "choose among the likeliest tokens with this total probability",
+        "min_p": "leave out tokens below this share of the likeliest one's probability",
+        "repetition_penalty": "above 1 makes tokens of the text less likely",
+        "seed": "same seed, same text",
+    }
+    for name, default in SAMPLING.items():
+        kind, metavar = (int, "N") if name in ("top_k", "seed") else (float, "X")
+        shown = "" if default is None else f" ({default})"
+        parser.add_argument(
+            f"--{name}", type=kind, metavar=metavar, default=default, help=helps[name] + shown
+        )
 
 
 def check_options(options: argparse.Namespace) -> None:

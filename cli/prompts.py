@@ -2,9 +2,13 @@
 
 import io
 import json
+import os
+import stat
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+
+MAX_BYTES = 1 << 30  # of a file
 
 
 def read_prompts(texts: Iterable[str], file: Path | None) -> list[str]:
@@ -23,26 +27,25 @@ def read_prompts(texts: Iterable[str], file: Path | None) -> list[str]:
 def read_prompts_file(path: Path) -> list[str]:
     """Return the prompts of a file, one a line; in a .jsonl each a string or an object's "prompt".
 
-    Empty lines are skipped. Raises ValueError naming the option and the line.
+    Lines end at "\\n" or "\\r\\n" alone: U+2028, U+0085 or a form feed may be part of a prompt. A
+    BOM and empty lines are skipped. Raises ValueError naming the option and the line.
     """
-    where = f"--prompts_file {path}"
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise ValueError(f"{where}: {error.strerror}: give a file that can be read") from None
-    except UnicodeDecodeError:
-        raise ValueError(f"{where}: it is not UTF-8 text: convert it to UTF-8") from None
+    option = f"--prompts_file {path}"
     prompts = []
-    for number, line in enumerate(lines, 1):
+    for number, data in enumerate(read_regular_file(path, option).split(b"\n"), 1):
+        where = f"{option}: line {number}"
+        try:
+            line = data.removesuffix(b"\r").decode("utf-8-sig" if number == 1 else "utf-8")
+        except UnicodeDecodeError:
+            raise ValueError(f"{where} is not UTF-8 text: convert the file to UTF-8") from None
         if line.strip():
-            is_json = path.suffix == ".jsonl"
-            prompts.append(parse_prompt(line, f"{where}: line {number}") if is_json else line)
+            prompts.append(read_json_prompt(line, where) if path.suffix == ".jsonl" else line)
     if not prompts:
-        raise ValueError(f"{where}: it holds no prompt")
+        raise ValueError(f"{option}: it holds no prompt")
     return prompts
 
 
-def parse_prompt(line: str, where: str) -> str:
+def read_json_prompt(line: str, where: str) -> str:
     """Return the prompt of one line of a .jsonl file."""
     try:
         prompt = json.loads(line)
@@ -52,3 +55,20 @@ def parse_prompt(line: str, where: str) -> str:
     if not isinstance(prompt, str) or not prompt:
         raise ValueError(f'{where} is neither a text nor {{"prompt": a text}}')
     return prompt
+
+
+def read_regular_file(path: Path, option: str) -> bytes:
+    """Return the bytes of a file. Raises ValueError unless it is a regular one that fits.
+
+    Opening a FIFO would wait for its writer for ever.
+    """
+    try:
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
+            raise ValueError(f"{option}: it is not a regular file: give a file of prompts")
+        if status.st_size > MAX_BYTES:
+            raise ValueError(f"{option}: it is over {MAX_BYTES >> 30} GiB: split it")
+        return path.read_bytes()
+    except OSError as error:
+        cause = error.strerror or os.strerror(error.errno or 0)
+        raise ValueError(f"{option}: {cause}: give a file that can be read") from None

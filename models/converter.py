@@ -14,7 +14,17 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from checkpoint import DTYPES, NAMES, SIDE_FILES, Shard, Writer, is_checkpoint, is_finite, read_json
+from checkpoint import (
+    DTYPES,
+    NAMES,
+    SIDE_FILES,
+    TOKENIZER_FILES,
+    Shard,
+    Writer,
+    is_checkpoint,
+    is_finite,
+    read_json,
+)
 from formats import FORMATS
 from formats.words import bytes_to_words
 from model import ModelArgs
@@ -325,7 +335,7 @@ def check_side_files(directory: Path, config: dict, vocab_size: int) -> None:
         if id is not None and (type(id) is not int or not 0 <= id < vocab_size):
             what = f"eos_token_id {id!r:.40} is not a token of the model"
             raise ValueError(f"{directory}: {what} (0 to {vocab_size - 1}); fetch its files again")
-    if any((directory / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
+    if any((directory / name).is_file() for name in TOKENIZER_FILES):
         load_tokenizer(directory).check(vocab_size)
 
 

@@ -21,9 +21,10 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
-from checkpoint import SIDE_FILES
+from checkpoint import SIDE_FILES, read_json
 from cli.command import command
 from cli.parser import Parser
+from models import args_from_hf
 
 AGAIN = "run the same command again to resume"
 
@@ -105,9 +106,12 @@ def fetch(repo_id: str, revision: str | None, directory: Path, token: str | None
     for name in missing:
         (directory / name).unlink(missing_ok=True)
     # Pin the listed commit, so that a push during the download cannot mix two versions.
-    snapshot_download(
-        repo_id, revision=info.sha, local_dir=directory, allow_patterns=list(sizes), token=token
-    )
+    for names in (["config.json"], list(sizes)):
+        snapshot_download(
+            repo_id, revision=info.sha, local_dir=directory, allow_patterns=names, token=token
+        )
+        if (directory / "config.json").is_file():
+            args_from_hf(read_json(directory / "config.json"))  # refused before the weights come
     return sizes
 
 

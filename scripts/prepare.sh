@@ -52,7 +52,8 @@ fi
 if [ "$mode" = bf16 ]; then mode=$plain; fi
 
 if is_complete "$directory/model_$mode"; then
-    step prepare "$directory/model_$mode is there already"
+    step prepare "$directory/model_$mode is there already; verifying it"
+    "$python" "$root/checkpoint.py" "$directory/model_$mode" --verify > /dev/null || exit 2
 else
     if is_complete "$directory/model_$plain"; then
         step download "not needed"

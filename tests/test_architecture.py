@@ -23,7 +23,7 @@ LIBRARY = {
     "ops": set(),
     "cli": set(),
     "tokenizer": set(),
-    "checkpoint": {"cli"},
+    "checkpoint": {"cli", "tokenizer"},
     "model": {"ops"},
     "formats": {"ops", "model", "checkpoint"},
     "models": {"ops", "model", "formats", "checkpoint", "tokenizer"},

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cli.prompts import read_prompts
+from cli.prompts import read_prompts_file
 
 SEPARATORS = "\u2028\u2029\x85\x0b\x0c\x1c\x1d\x1e"  # str.splitlines() cuts at these
 
@@ -18,16 +18,16 @@ def test_only_newlines_end_a_prompt(tmp_path, separator, end):
     text = f"one{separator}two"
     plain, lines = tmp_path / "p.txt", tmp_path / "p.jsonl"
     plain.write_bytes(f"{text}{end}{end}three".encode())
-    assert read_prompts(plain) == [text, "three"]
+    assert read_prompts_file(plain) == [text, "three"]
     lines.write_bytes((json.dumps(text, ensure_ascii=False) + end).encode())
     if separator >= " ":  # JSON allows no bare control characters
-        assert read_prompts(lines) == [text]
+        assert read_prompts_file(lines) == [text]
 
 
 def test_a_bom_is_skipped(tmp_path):
     for name, data in (("p.txt", b"\xef\xbb\xbfone\n"), ("p.jsonl", b'\xef\xbb\xbf"one"\n')):
         (tmp_path / name).write_bytes(data)
-        assert read_prompts(tmp_path / name) == ["one"]
+        assert read_prompts_file(tmp_path / name) == ["one"]
 
 
 @pytest.mark.parametrize(
@@ -43,14 +43,14 @@ def test_a_bom_is_skipped(tmp_path):
 def test_a_mistake_names_option_and_line(tmp_path, name, data, message):
     (tmp_path / name).write_bytes(data)
     with pytest.raises(ValueError, match=f"--prompts_file .*{message}") as error:
-        read_prompts(tmp_path / name)
+        read_prompts_file(tmp_path / name)
     assert "\n" not in str(error.value)
 
 
 def test_a_fifo_is_refused_at_once(tmp_path):
     os.mkfifo(tmp_path / "p.txt")
     with pytest.raises(ValueError, match="not a regular file"):
-        read_prompts(tmp_path / "p.txt")
+        read_prompts_file(tmp_path / "p.txt")
 
 
 @given(prompts=st.lists(st.text(st.characters(exclude_categories=["Cs"]), min_size=1), min_size=1))
@@ -58,4 +58,4 @@ def test_a_fifo_is_refused_at_once(tmp_path):
 def test_json_lines_come_back(tmp_path_factory, prompts):
     path = tmp_path_factory.mktemp("prompts") / "p.jsonl"
     path.write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
-    assert read_prompts(path) == prompts
+    assert read_prompts_file(path) == prompts
