@@ -298,7 +298,7 @@ class Checkpoint:
 
     def side_files(self) -> list[Path]:
         """Return the other files that belong to it: the tokenizer's, generation_config.json ..."""
-        paths = (self.directory / name for name in self._side_files)
+        paths = (self.directory / name for name in {*self._side_files, *SIDE_FILES})
         return sorted(path for path in paths if path.is_file())
 
     def verify(self, progress: bool = True):
