@@ -566,7 +566,8 @@ class Transformer(nn.Module):
         return x, normed, Context(rope, positions=where, masks=masks)
 
     def embed(self, tokens: Tensor) -> Tensor:
-        return self.embedding(tokens)
+        # A token is -1 if no logit was finite; the host reads it a step later, and stops.
+        return self.embedding(tokens.clamp(min=0))
 
     def mask(self, positions: Tensor, window: int | None) -> Mask:
         """Return the mask of queries at positions [B, Q]. window: of sliding attention, or None."""

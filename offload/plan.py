@@ -1,14 +1,15 @@
-"""Plan how experts are offloaded, and move them to host memory while a model is loaded."""
+"""Plan the GPU's memory, and move experts to host memory while a model is loaded."""
 
 import logging
 import weakref
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
 
 from formats.packed import Packed
-from model import MoE, Transformer
+from model import KVCache, MoE, Transformer
 from offload.cache import POLICIES
 from offload.copies import CopyStream
 from offload.experts import BlobPart, LayerStorage, OffloadedExperts, Reader, plan_blob
@@ -19,6 +20,71 @@ LARGE_EXPERT = 16 << 20  # bytes; prefetching larger ones is faster
 PORTABLE_AND_MAPPED = 1 | 2  # flags of cudaHostRegister
 
 log = logging.getLogger("moe_fast")
+
+
+# Memory -------------------------------------------------------------------------------------------
+
+
+def weight_bytes(model: Transformer, dtype: torch.dtype, without: Collection[int] = ()) -> int:
+    """Return the bytes of the weights, of those that are not packed in `dtype`.
+
+    without: the ids of parameters that do not count.
+    """
+    packed = {
+        id(part) for m in model.modules() if isinstance(m, Packed) for part in m.parts().values()
+    }
+    return sum(
+        p.nbytes if id(p) in packed else p.numel() * dtype.itemsize
+        for p in model.parameters()
+        if id(p) not in without
+    )
+
+
+def cache_bytes(
+    model: Transformer,
+    batch: int,
+    length: int,
+    cache_class: type[KVCache],
+    dtype: torch.dtype,
+) -> int:
+    """Return the bytes of every layer's cache for `batch` sequences of `length` positions.
+
+    The caches are made on the meta device, so that each class counts its own tensors.
+    """
+    like = torch.empty(0, dtype=dtype, device="meta")
+    attentions = [block.attention for block in model.layers]
+    return sum(a.allocate(batch, length, cache_class, like).nbytes for a in attentions)
+
+
+def free_gpu_memory(device: torch.device) -> int:
+    """Return the bytes that PyTorch can allocate: the driver's free ones, and its own cache's."""
+    free, total = torch.cuda.mem_get_info(device)
+    if torch.cuda.get_device_properties(device).is_integrated:
+        return total  # it shares the host's memory, where the driver counts the page cache as used
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
+def check_weights_fit(need: int, free: int) -> None:
+    """Raise ValueError if `need` bytes of weights exceed `free` bytes of GPU memory."""
+    if need > free:
+        limit = f"{free // 10**9}GB" if free >= 10**9 else f"{free // 10**6}MB"
+        raise ValueError(
+            f"the weights need {need / 1e9:.1f} GB and the GPU has {free / 1e9:.1f} GB free: "
+            "quantize them (quantize.py --mode int4), add --offload --gpu_memory "
+            f"{limit}, or start more processes with torchrun"
+        )
+
+
+def check_plan_fits(need: int, slots: int, free: int) -> None:
+    """Raise ValueError if offloading allocates `need` bytes, with R = slots, of `free` bytes."""
+    if need > free:
+        raise ValueError(
+            f"{slots} experts per layer and all other weights need {need / 1e9:.1f} GB and the "
+            f"GPU has {free / 1e9:.1f} GB free: lower --gpu_experts or --gpu_memory"
+        )
+
+
+# The plan -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -116,6 +182,11 @@ class OffloadPlan:
     slots: int  # R
 
     @property
+    def nbytes(self) -> int:
+        """Bytes to allocate on the device: other weights, slots and staging buffers."""
+        return self.kept + self.slots * sum(self.sizes) + self.buffers * max(self.sizes)
+
+    @property
     def sizes(self) -> list[int]:
         return [size for _, size in self.layouts.values()]
 
@@ -144,14 +215,7 @@ def make_plan(
     n_local = next(iter(ffns.values())).experts.n_expert
     prefetch = choose_prefetch(settings, n_local, max(sizes), device)
     experts = {id(p) for ffn in ffns.values() for p in ffn.experts.parameters()}
-    packed = {
-        id(part) for m in model.modules() if isinstance(m, Packed) for part in m.parts().values()
-    }
-    kept = sum(
-        p.nbytes if id(p) in packed else p.numel() * dtype.itemsize
-        for p in model.parameters()
-        if id(p) not in experts
-    )
+    kept = weight_bytes(model, dtype, experts)
     buffers = max(STAGING_BUFFERS, prefetch) if prefetch else 0
     resident = kept + buffers * max(sizes) + settings.reserve
     slots = choose_slots(settings, n_local, model.args.n_active, resident, sum(sizes))
@@ -168,9 +232,11 @@ def offload_experts(
     """Move a meta model's experts to host memory, and R of each layer to the device.
 
     dtype: of unpacked weights. read: reads this rank's parameters. Return the plan as one line.
-    Raises ValueError as `make_plan`, before it reads all experts.
+    Raises ValueError as `make_plan`, and if the GPU lacks memory, before it reads all experts.
     """
     plan = make_plan(model, settings, device, dtype, read)
+    if device.type == "cuda":
+        check_plan_fits(plan.nbytes, plan.slots, free_gpu_memory(device))
     host = torch.empty(plan.n_local * sum(plan.sizes), dtype=torch.uint8)
     copies = CopyStream(device, plan.buffers, max(plan.sizes))
     readable = all(part.nbytes % 4 == 0 for parts, _ in plan.layouts.values() for part in parts)

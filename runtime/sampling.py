@@ -10,6 +10,17 @@ from ops.topk import largest_by_rank
 
 MAX_CANDIDATES = 256  # likeliest tokens sampled from: one compiled step serves any smaller top_k
 TOP_LOGPROBS = 20  # maximum `top_logprobs`
+NOT_FINITE = -1  # the token of a row whose largest logit is NaN or infinite
+
+
+class NotFiniteError(ValueError):
+    """Says that a token was NOT_FINITE, with the causes and fixes."""
+
+    def __init__(self):
+        super().__init__(
+            "the logits are not finite: a weight is damaged, or overflows its dtype; check it with "
+            "python checkpoint.py DIR --verify, or use --dtype bf16"
+        )
 
 
 @dataclass(frozen=True)
@@ -68,27 +79,42 @@ def shortlist(logits: Tensor, controls: Tensor, seen: Tensor, count: int) -> tup
     """logits fp32 [B, V] -> the `count` likeliest tokens and their weights fp32 [B, count].
 
     controls fp32 [5]: temperature, top_k, top_p, min_p, repetition penalty (of tokens in `seen`,
-    bool [B, V]). Weights are proportional to the probabilities; excluded tokens have 0.
+    bool [B, V]). Weights are proportional to the probabilities; excluded tokens have 0. A row whose
+    largest logit is not finite has NOT_FINITE as every token, so that every rule chooses that.
     """
+    tokens, weights, finite = rank_candidates(logits, controls, seen, count)
+    return torch.where(finite, tokens, NOT_FINITE), weights
+
+
+def rank_candidates(
+    logits: Tensor, controls: Tensor, seen: Tensor, count: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return `shortlist`, with valid tokens in every row, and whether it is finite, bool [B, 1]."""
     temperature, top_k, top_p, min_p, penalty = controls.unbind()
-    logits = penalize(logits, seen, penalty)
+    # Ranks need comparable numbers above -inf: a NaN would give indices outside of the vocabulary.
+    logits = penalize(logits, seen, penalty).nan_to_num(nan=float("inf"), posinf=float("inf"))
     values, tokens = (largest_by_rank if logits.is_cuda else torch.topk)(logits, count)
     among = torch.arange(count, device=logits.device) < top_k
     probabilities = torch.where(among, values / temperature, float("-inf")).softmax(dim=-1)
     likelier = probabilities.cumsum(dim=-1) - probabilities  # the mass before each candidate
     keep = among & (likelier < top_p) & (probabilities >= min_p * probabilities[:, :1])
-    return tokens, torch.where(keep, probabilities, 0.0)
+    finite = values[:, :1].abs() < torch.finfo(values.dtype).max  # nan_to_num maps -inf to -max
+    return tokens, torch.where(keep, probabilities, 0.0), finite
 
 
 def sample(logits: Tensor, controls: Tensor, seen: Tensor, noise: Tensor | None) -> Tensor:
-    """logits fp32 [B, V] -> tokens [B, 1]. controls and seen are those of `shortlist`.
+    """logits fp32 [B, V] -> tokens [B, 1], NOT_FINITE for a row whose largest logit is not finite.
+
+    controls and seen are those of `shortlist`.
 
     noise [B, N]: standard exponential, above 0. The largest p / noise among the N likeliest
     tokens is a draw from p (Gumbel's trick, without the sum and search of `torch.multinomial`).
     None: greedy.
     """
     if noise is None:
-        return penalize(logits, seen, controls[4]).argmax(dim=-1, keepdim=True)
+        logits = penalize(logits, seen, controls[4])
+        tokens = logits.argmax(dim=-1, keepdim=True)  # argmax takes a NaN for the largest
+        return torch.where(logits.gather(-1, tokens).isfinite(), tokens, NOT_FINITE)
     tokens, weights = shortlist(logits, controls, seen, noise.shape[-1])
     return tokens.gather(-1, (weights / noise).argmax(dim=-1, keepdim=True))
 
@@ -113,9 +139,14 @@ def make_sample_step(rule: Callable) -> Callable:
 
 
 def step_to(token: Tensor, position: Tensor, seen: Tensor, chosen: Tensor) -> None:
-    """Set `token` [B, 1] to the chosen one, increment `position` [B, 1], mark it in `seen`."""
+    """Set `token` [B, 1] to the chosen one, increment `position` [B, 1], mark it in `seen`.
+
+    NOT_FINITE marks the last token of the vocabulary, until the next prompt clears `seen`.
+    """
     token.copy_(chosen)
     position.add_(1)
     rows = torch.arange(len(seen), device=seen.device)
-    # A tensor of True: assigning a Python bool would copy from the host.
-    seen[rows, token.squeeze(1)] = torch.ones_like(rows, dtype=torch.bool)
+    # Index by `chosen`: with programmatic dependent launch, Inductor's kernel would read `token`
+    # before the kernel that writes it has ended. True is a tensor: a bool would be copied from the
+    # host.
+    seen[rows, chosen.squeeze(1)] = torch.ones_like(rows, dtype=torch.bool)

@@ -19,7 +19,14 @@ from ops.attention import BLOCK
 from ops.inductor import configure_inductor
 from runtime.graphs import CapturedStep, GraphCache
 from runtime.runner import CompiledRunner, EagerRunner
-from runtime.sampling import TOP_LOGPROBS, Sampling, make_sample_step, sample
+from runtime.sampling import (
+    NOT_FINITE,
+    TOP_LOGPROBS,
+    NotFiniteError,
+    Sampling,
+    make_sample_step,
+    sample,
+)
 from runtime.sequence_state import MAX_TENTATIVE, truncate_all
 
 PREFILL_CHUNK = 2048  # prompt tokens in one call, which bounds the memory for activations
@@ -135,7 +142,8 @@ class Session:
         """
         if self.watch:
             logprobs = logits.log_softmax(dim=-1)
-            parts = logprobs.gather(1, self.token), *logprobs.topk(self.top, dim=-1)
+            token = self.token.clamp(min=0)  # NOT_FINITE is no index
+            parts = logprobs.gather(1, token), *logprobs.topk(self.top, dim=-1)
             routing = (part.transpose(0, 1).flatten(1) for part in routing)
             self.watched.copy_(torch.cat([part.float() for part in (*parts, *routing)], dim=1))
 
@@ -306,7 +314,7 @@ class Session:
 
         A prompt's prefix that is in the cache is not recomputed. If a step does not need the host,
         the next one is in flight while tokens are read. Raises ValueError as `check_prompts`,
-        before anything runs.
+        before anything runs; NotFiniteError, after a reset, if a row's logits are not finite.
         """
         self.check_prompts(prompts, max_new_tokens)
         if max_new_tokens == 0:
@@ -327,10 +335,13 @@ class Session:
             current = tokens
             if left and overlaps:
                 tokens = launch()
-            found = current()
-            for ids, token in zip(self.ids, found[: len(prompts)], strict=False):
+            found = current()[: len(prompts)]
+            if NOT_FINITE in found:
+                self.reset()  # the cache has NaNs
+                raise NotFiniteError
+            for ids, token in zip(self.ids, found, strict=False):
                 ids.append(token)
-            yield found[: len(prompts)]
+            yield found
             if left and not overlaps:  # the host does the step's work, which would delay the tokens
                 tokens = launch()
 

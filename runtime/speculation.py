@@ -18,7 +18,7 @@ from torch import Tensor
 
 from model import Chunk, ModelArgs, Transformer
 from runtime.runner import CompiledRunner
-from runtime.sampling import Sampling, sample, shortlist, step_to
+from runtime.sampling import NOT_FINITE, NotFiniteError, Sampling, rank_candidates, sample, step_to
 from runtime.sequence_state import truncate_all
 from runtime.session import SPARE, Session, read_later
 
@@ -44,7 +44,8 @@ def verify_greedy(
     """Return the accepted drafts, the model's own next token, and their number: int64 [N + 2].
 
     logits fp32 [N + 1, V] after `token` [1, 1] and after each of `drafts` [1, N]; controls and seen
-    [1, V] are those of `sampling.shortlist`. Places after the model's own token repeat it.
+    [1, V] are those of `sampling.shortlist`. Places after the model's own token repeat it. It is
+    NOT_FINITE if its logits are.
     """
     seen = seen_by_row(token, drafts, seen)
     tokens = sample(logits, controls, seen, None)
@@ -72,16 +73,19 @@ def verify_sampled(
     """
     N = drafts.shape[1]
     seen = seen_by_row(token, drafts, seen)
-    tokens, weights = shortlist(logits, controls, seen, noise.shape[-1])
+    tokens, weights, finite = rank_candidates(logits, controls, seen, noise.shape[-1])
     p, is_draft = weights / weights.sum(dim=-1, keepdim=True), tokens[:N] == drafts.T
     p_draft = torch.where(is_draft, p[:N], 0.0).sum(dim=-1, keepdim=True)
-    q_draft = 1.0 if q is None else q.gather(1, drafts.T)
-    good = uniform * q_draft < p_draft
-    left = (p[:N] - (is_draft.float() if q is None else q.gather(1, tokens[:N]))).clamp(min=0.0)
+    # NOT_FINITE is no index. A draft that is NOT_FINITE is refused, since no token equals it.
+    q_draft = 1.0 if q is None else q.gather(1, drafts.T.clamp(min=0))
+    good = (uniform * q_draft < p_draft) & finite[:N]
+    q_tokens = is_draft.float() if q is None else q.gather(1, tokens[:N])
+    left = (p[:N] - q_tokens).clamp(min=0.0)
     p = torch.cat((left, p[N:]))
     count = good.flatten().long().cumprod(dim=0).sum().view(1)
     own = tokens.index_select(0, count)
     own = own.gather(1, (p.index_select(0, count) / noise).argmax(dim=-1, keepdim=True))
+    own = torch.where(finite.index_select(0, count), own, NOT_FINITE)
     return pack_result(drafts, count, own)
 
 
@@ -89,7 +93,7 @@ def seen_by_row(token: Tensor, drafts: Tensor, seen: Tensor) -> Tensor:
     """Return bool [N + 1, V]: row i has also seen `token` and the first i drafts."""
     N = drafts.shape[1]
     places = torch.arange(N + 1, device=seen.device)
-    new = torch.where(places[:N] < places.unsqueeze(1), drafts, token)
+    new = torch.where(places[:N] < places.unsqueeze(1), drafts, token).clamp(min=0)
     return seen.expand(N + 1, -1).scatter(1, new, True)
 
 
@@ -108,12 +112,15 @@ def draw_with_probabilities(
     controls: Tensor,
     noise: Tensor,
 ) -> Tensor:
-    """Sample and step as a session does; return the probability of each token, fp32 [1, V]."""
-    tokens, weights = shortlist(logits, controls, seen, noise.shape[-1])
-    probabilities = weights / weights.sum(dim=-1, keepdim=True)
+    """Sample and step as a session does; return the probability of each token, fp32 [1, V].
+
+    If the logits are not finite, all are 0, so that verification draws from the model's own.
+    """
+    tokens, weights, finite = rank_candidates(logits, controls, seen, noise.shape[-1])
+    probabilities = torch.where(finite, weights / weights.sum(dim=-1, keepdim=True), 0.0)
     q = torch.zeros_like(logits).scatter(1, tokens, probabilities)
     chosen = tokens.gather(1, (weights / noise).argmax(dim=-1, keepdim=True))
-    step_to(token, position, seen, chosen)
+    step_to(token, position, seen, torch.where(finite, chosen, NOT_FINITE))
     return q
 
 
@@ -301,7 +308,7 @@ class Speculation:
         for layer in session.states:
             layer.accept(self.result[-1:])
         session.token.copy_(self.result[-2])
-        session.seen.scatter_(1, self.result[:-1].unsqueeze(0), True)
+        session.seen.index_fill_(1, self.result[:-1], True)  # unlike scatter_, it takes a -1
         session.position.add_(self.result[-1])
 
     def warm_up(self, candidates: int) -> Callable[[], None]:
@@ -337,6 +344,9 @@ class Speculation:
         tokens, left = read_later(session.token)(), max_new_tokens
         while True:
             for place, token in enumerate(tokens[:left]):
+                if token == NOT_FINITE:
+                    self.reset()  # the cache has NaNs
+                    raise NotFiniteError
                 session.ids[0].append(token)
                 self.accepted += place < len(tokens) - 1
                 self.delivered += self.passes > 0

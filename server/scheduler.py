@@ -18,6 +18,7 @@ import torch
 from generate import generate
 from offload.experts import COUNTERS, expert_counters
 from parallel import process_group
+from runtime.sampling import NotFiniteError
 from runtime.session import Session
 from server.metrics import Metrics
 from server.schema import (
@@ -127,6 +128,8 @@ class Scheduler:
         reason = f"the server failed: {type(error).__name__}"
         if isinstance(error, torch.cuda.OutOfMemoryError):
             reason = "out of GPU memory: shorten the prompt"
+        elif isinstance(error, NotFiniteError):
+            reason = f"the server failed: {error}"
         self.metrics.failures.inc()
         self.active.send(APIError(reason, 500))
 
