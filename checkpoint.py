@@ -38,7 +38,7 @@ from tokenizer import load_tokenizer
 
 FORMAT_VERSION = 1
 TOKENIZER_FILES = "tokenizer.json", "tokenizer.model"
-SIDE_FILES = (  # of a Hugging Face directory, copied beside the weights
+SIDE_FILES = (  # copied beside the weights from a Hugging Face directory
     *TOKENIZER_FILES,
     "tokenizer_config.json",
     "special_tokens_map.json",

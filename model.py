@@ -339,7 +339,7 @@ class KVCache(nn.Module):
     def append(self, kv: Tensor, context: Context) -> tuple[Tensor, ...]:
         """Write keys and values [B, Q, 2, K, C]; return all keys, all values [B, K, S, C].
 
-        With a chunk, it returns those of one sequence up to its end, [K, end, C] each.
+        A chunk gets those of its own sequence up to its end, [K, end, C] each.
         """
         if context.chunk is None:
             rows = torch.arange(kv.shape[0], device=kv.device).unsqueeze(1)

@@ -41,7 +41,7 @@ def command(
     """Decorate a main() that returns an exit code: errors of the user become one line and code 2.
 
     fail: prints the line and returns the code; default: `report`. out_of_memory: the fix to name.
-    interrupted: what to tell about an interruption. After SIGINT, SIGTERM or SIGHUP, main returns
+    interrupted: printed after an interruption. After SIGINT, SIGTERM or SIGHUP, main returns
     128 plus the signal's number; if the reader of stdout has left, 141.
     """
     fail = fail or report

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-MAX_BYTES = 1 << 30  # of a file
+MAX_BYTES = 1 << 30  # largest file
 
 
 def read_prompts(texts: Iterable[str], file: Path | None) -> list[str]:

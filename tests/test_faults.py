@@ -136,10 +136,8 @@ def test_any_file_operation(hf, converted, tmp_path, command, kill, force):
 
 def test_a_full_disk_in_the_middle(hf, tmp_path):
     """The smoke case of test_any_file_operation."""
-    code = run_apart(
-        with_fault, tmp_path, 12, False, convert_hf_checkpoint,
-        "--checkpoint_dir", hf, "--output_dir", tmp_path / "model",
-    )  # fmt: skip
+    arguments = ("--checkpoint_dir", hf, "--output_dir", tmp_path / "model")
+    code = run_apart(with_fault, tmp_path, 12, False, convert_hf_checkpoint, *arguments)
     assert code == 2 and names(tmp_path) == []
 
 

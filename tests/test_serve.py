@@ -56,7 +56,14 @@ class Running:
     """A server in this process: one thread decodes, another runs HTTP."""
 
     def __init__(
-        self, directory, max_queue=256, time_limit=600.0, api_key=None, max_body=100_000, options=()
+        self,
+        directory,
+        max_queue=256,
+        time_limit=600.0,
+        api_key=None,
+        max_body=100_000,
+        options=(),
+        workers=1,
     ):
         options = build_parser().parse_args(["--dtype", "fp32", *options])
         check_options(options)
@@ -65,7 +72,7 @@ class Running:
         self.scheduler = Scheduler(max_queue, time_limit)
         listener, ready = bind("127.0.0.1", 0), threading.Event()
         app_settings = AppSettings("tiny", LENGTH, max_body, 2 * max_queue + 64, api_key)
-        self.pool = TokenizerPool(directory, LENGTH, workers=1)
+        self.pool = TokenizerPool(directory, LENGTH, workers=workers)
         app = make_app(self.scheduler, self.pool, app_settings)
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         arguments = self.session, self.tokenizer, self.scheduler, app, listener, ready.set
@@ -611,6 +618,41 @@ def test_a_slow_body_gets_408(start, monkeypatch):
             b"Content-Type: application/json\r\nContent-Length: 100\r\n\r\n{"
         )
         assert connection.recv(100).startswith(b"HTTP/1.1 408")
+
+
+def test_a_template_bomb_stops_nobody_else(directory, tmp_path):
+    """Its client gets 400, another client gets an answer meanwhile, and closing takes no time."""
+    model = Path(shutil.copytree(directory, tmp_path / "model"))
+    bomb = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    choice = f"{{% if messages[0].content == 'bomb' %}}{bomb}{{% else %}}x{{% endif %}}"
+    (model / "chat_template.jinja").write_text(choice)
+    running = Running(model, workers=2)
+    try:
+        assert running.chat("warm", max_completion_tokens=1, max_tokens=openai.omit)
+        refused = []
+
+        def explode():
+            try:
+                running.chat("bomb", max_completion_tokens=1, max_tokens=openai.omit)
+            except openai.APIError as error:
+                refused.append(str(error))
+
+        thread = threading.Thread(target=explode)
+        thread.start()
+        time.sleep(0.3)
+        begin = time.monotonic()
+        assert running.complete(max_tokens=1).usage.completion_tokens == 1
+        assert time.monotonic() - begin < 1.5
+        thread.join(10)
+        assert refused and "400" in refused[0] and "over 2 s" in refused[0]
+        thread = threading.Thread(target=explode)
+        thread.start()
+        time.sleep(0.3)
+    finally:
+        begin = time.monotonic()
+        running.close()
+    assert time.monotonic() - begin < 4
+    thread.join(10)
 
 
 def test_idle_sockets_lock_nobody_out(start, monkeypatch):
