@@ -37,7 +37,7 @@ def read_prompts_file(path: Path) -> list[str]:
         try:
             line = data.removesuffix(b"\r").decode("utf-8-sig" if number == 1 else "utf-8")
         except UnicodeDecodeError:
-            raise ValueError(f"{where} is not UTF-8 text: convert the file to UTF-8") from None
+            raise ValueError(f"{where}: it is not UTF-8 text: convert it to UTF-8") from None
         if line.strip():
             prompts.append(read_json_prompt(line, where) if path.suffix == ".jsonl" else line)
     if not prompts:
@@ -65,7 +65,8 @@ def read_regular_file(path: Path, option: str) -> bytes:
     try:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):
-            raise ValueError(f"{option}: it is not a regular file: give a file of prompts")
+            kind = "a directory" if stat.S_ISDIR(status.st_mode) else "not a regular file"
+            raise ValueError(f"{option}: it is {kind}: give a file of prompts")
         if status.st_size > MAX_BYTES:
             raise ValueError(f"{option}: it is over {MAX_BYTES >> 30} GiB: split it")
         return path.read_bytes()

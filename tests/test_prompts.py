@@ -33,7 +33,7 @@ def test_a_bom_is_skipped(tmp_path):
 @pytest.mark.parametrize(
     "name, data, message",
     (
-        ("p.txt", b"a\nb\xff\n", "line 2 is not UTF-8"),
+        ("p.txt", b"a\nb\xff\n", "line 2: it is not UTF-8"),
         ("p.jsonl", b'"a"\n{"prompt": 1}\n', "line 2 is neither"),
         ("p.jsonl", b'"a"\n\n[\n', "line 3 is not JSON"),
         ("p.jsonl", b"[" * 100_000, "line 1 is not JSON"),
