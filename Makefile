@@ -21,8 +21,8 @@ $(VENV)/.test: $(VENV)/.run
 	touch $@
 
 demo: $(VENV)/.run
-	$(BIN)/python generate.py --prompt "$$(printf 'import json\n\n\ndef load_config(path):\n')" \
-		--max_new_tokens 130 --temperature 0.5 --repetition_penalty 1.1 --seed 1
+	$(BIN)/python generate.py --prompt "$$(printf 'import os\n\n\ndef find_files(directory, suffix):\n')" \
+		--stop "$$(printf '\ndef')" --temperature 0.4 --repetition_penalty 1.1 --seed 4
 	@echo
 	@echo 'Next, after `. $(BIN)/activate`:'
 	@echo '  python serve.py                                  a chat page on http://127.0.0.1:8000'
