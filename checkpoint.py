@@ -14,12 +14,14 @@ This module does not interpret `args` and `format`: it returns them as they were
     python checkpoint.py DIR [--verify]     print a summary; --verify reads every file
 """
 
+import errno
 import json
 import math
 import os
 import re
 import shlex
 import shutil
+import stat
 import sys
 import zlib
 from collections.abc import Callable
@@ -79,6 +81,7 @@ def read_json(path: Path) -> dict:
     Raises ValueError if the file is missing, unreadable or holds anything but an object.
     """
     try:
+        check_regular(path)
         value = json.loads(path.read_bytes())
     except FileNotFoundError:
         raise ValueError(f"{path} is missing; fetch or convert the checkpoint again") from None
@@ -89,6 +92,12 @@ def read_json(path: Path) -> dict:
     if not isinstance(value, dict):
         raise ValueError(f"{path} does not hold a JSON object; fetch or convert it again")
     return value
+
+
+def check_regular(path: Path) -> None:
+    """Raise OSError unless the file is a regular one: opening a FIFO waits for its writer."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
 
 
 def is_checkpoint(directory: Path | str) -> bool:
@@ -110,6 +119,7 @@ class Shard:
         self.path = Path(path)
         self.tensors: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         try:
+            check_regular(self.path)
             with open(self.path, "rb") as file:  # safe_open reports every failure as "not found"
                 self._stamp = stamp(os.fstat(file.fileno()))
             self._read_header()

@@ -13,6 +13,7 @@ from cli.parser import Parser
 
 DEFAULT_NEW_TOKENS = 200
 DRAFT_TOKENS = 4
+MAX_SAMPLES = 100_000
 SAMPLING = {  # option: default
     "temperature": 0.8,
     "top_k": 200,
@@ -91,7 +92,8 @@ def add_sampling_options(parser: Parser) -> None:
 def check_options(options: argparse.Namespace) -> None:
     """Raise ValueError for invalid options, and for options that exclude each other."""
     check_model_options(options)
-    check_counts(options, "max_new_tokens", "num_samples", "max_seq_len", "batch_size")
+    check_counts(options, "max_new_tokens", "max_seq_len")
+    check_counts(options, "num_samples", "batch_size", most=MAX_SAMPLES)
     profile = options.profile
     if profile and (profile.is_dir() or not profile.absolute().parent.is_dir()):
         raise ValueError(f"--profile {profile}: it must be a file in a folder that is there")

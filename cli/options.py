@@ -97,11 +97,16 @@ def add_offload_options(parser: Parser) -> None:
     add("--offload_driver", choices=OFFLOAD_DRIVERS, help=driver)
 
 
-def check_counts(options: argparse.Namespace, *names: str, least: int = 1) -> None:
-    """Raise ValueError if one of these options is given and below `least`."""
+def check_counts(
+    options: argparse.Namespace, *names: str, least: int = 1, most: int = 1 << 32
+) -> None:
+    """Raise ValueError if one of these options is given and not from `least` to `most`."""
     for name in names:
-        if (value := getattr(options, name)) is not None and value < least:
+        value = getattr(options, name)
+        if value is not None and value < least:
             raise ValueError(f"--{name} {value}: it must be at least {least}")
+        if value is not None and value > most:
+            raise ValueError(f"--{name} {str(value)[:40]}: it must be at most {most}")
 
 
 def check_model_options(options: argparse.Namespace) -> None:
@@ -114,7 +119,7 @@ def check_model_options(options: argparse.Namespace) -> None:
 
 def parse_size(text: str) -> int:
     """Return the bytes of "16GB" or "900MB" (powers of 1000). Raises ValueError otherwise."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([GM])B?", text, re.IGNORECASE)
+    match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?) ?([GM])B?", text, re.IGNORECASE | re.ASCII)
     if not match:
-        raise ValueError(f"--gpu_memory {text}: it must be a number of GB or MB, as in 16GB")
+        raise ValueError(f"--gpu_memory {text:.40}: it must be a number of GB or MB, as in 16GB")
     return int(float(match[1]) * {"G": 1e9, "M": 1e6}[match[2].upper()])

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from cli.command import printable
+
 OPTION = re.compile(r"--?[A-Za-z][^\s=]*")  # an argument of this form is meant as an option
 
 
@@ -70,4 +72,4 @@ class Parser(argparse.ArgumentParser):
         line = " ".join(message.removeprefix("argument ").split())
         starts = ("argument ", "the following arguments", "unrecognized arguments")
         hint = f"; {self.prog} --help has examples" if message.startswith(starts) else ""
-        self.exit(2, f"error: {line:.500}{hint}\n")
+        self.exit(2, f"error: {printable(line)}{hint}\n")

@@ -26,9 +26,12 @@ def architecture(name: str) -> ModelArgs:
         known = ", ".join(ARCHITECTURES)
         raise ValueError(f"--arch {name}: neither a config.json nor one of {known}")
     try:
-        return args_from_hf(json.loads(Path(name).read_text()))
-    except json.JSONDecodeError as error:
+        config = json.loads(Path(name).read_bytes())
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"--arch {name}: not valid JSON ({error})") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"--arch {name}: it holds no JSON object; give a model's config.json")
+    return args_from_hf(config)
 
 
 def first_layers(args: ModelArgs, count: int) -> ModelArgs:

@@ -5,17 +5,22 @@ import multiprocessing
 import os
 import shutil
 import signal
+import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 from conftest import FAMILIES
 from safetensors.torch import load_file, save_file
 
+import benchmark
 import checkpoint
 import convert_hf_checkpoint
+import generate
 import quantize
 from checkpoint import Checkpoint
+from cli.folders import user_cache
 from cli.staging import recover
 
 fork = multiprocessing.get_context("fork")
@@ -227,3 +232,86 @@ def test_verify_finds_numbers_that_are_not_finite(converted, tmp_path, capsys, v
     assert run(checkpoint, tmp_path / "model", "--verify") == 2
     error = capsys.readouterr().err
     assert "layers.1.attention.wo.weight" in error and error.count("error") == 1
+
+
+# Odd files and environments -----------------------------------------------------------------------
+
+
+def refusal(capsys, module, *arguments) -> str:
+    """Run a command that must refuse -> its one line."""
+    capsys.readouterr()
+    assert run(module, *arguments) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1 and lines[0].startswith("error: ") and lines[0].isprintable()
+    return lines[0]
+
+
+@pytest.mark.parametrize("name", ("config.json", "index.json", "rest.safetensors"))
+def test_a_fifo_in_place_of_a_file_is_refused(converted, tmp_path, capsys, name):
+    shutil.copytree(converted, tmp_path / "model")
+    (tmp_path / "model" / name).unlink()
+    os.mkfifo(tmp_path / "model" / name)
+    refusal(capsys, checkpoint, tmp_path / "model")
+
+
+@pytest.mark.parametrize("name", ("x" * 300, "a\nb\x1b[31m", "\udcff", "loop", "loop/x"))
+def test_odd_names_are_one_line(tmp_path, monkeypatch, capsys, name):
+    monkeypatch.chdir(tmp_path)
+    Path("loop").symlink_to("loop")
+    refusal(capsys, checkpoint, name)
+    refusal(capsys, generate, "--checkpoint_path", name)
+    refusal(capsys, convert_hf_checkpoint, "--checkpoint_dir", name)
+    assert names(tmp_path) == ["loop"]
+
+
+@pytest.mark.parametrize("content", ("[1]", "null", '"x"', "[" * 100_000, "{", "\xff"))
+def test_an_arch_that_is_no_config(tmp_path, capsys, content):
+    (tmp_path / "arch.json").write_bytes(content.encode("latin-1"))
+    assert "--arch" in refusal(capsys, benchmark, "--arch", tmp_path / "arch.json")
+
+
+@pytest.mark.parametrize("value", ("", "x", "0", "-1", "2"))
+def test_a_part_of_torchruns_environment(monkeypatch, capsys, value):
+    monkeypatch.setenv("WORLD_SIZE", value)
+    for name in ("RANK", "LOCAL_RANK", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    assert "start with torchrun" in refusal(capsys, generate, "--max_new_tokens", "1")
+
+
+def test_a_user_without_a_home(tmp_path, monkeypatch):
+    def no_home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", no_home)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert user_cache() == tmp_path / f"moe-fast-{os.getuid()}"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert user_cache() == tmp_path / "moe-fast"
+
+
+@pytest.mark.parametrize("number", (signal.SIGTERM, signal.SIGHUP, signal.SIGINT))
+def test_a_signal_leaves_nothing(hf, tmp_path, number):
+    def interrupted() -> int:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        write = checkpoint.Writer.write
+
+        def signalled(self, file, tensors):
+            write(self, file, tensors)
+            os.kill(os.getpid(), number)
+
+        checkpoint.Writer.write = signalled
+        target = tmp_path / "model"
+        return run(convert_hf_checkpoint, "--checkpoint_dir", hf, "--output_dir", target)
+
+    assert run_apart(interrupted) == 128 + number and names(tmp_path) == []
+
+
+@pytest.mark.parametrize("streams", (">&-", "2>&-", "> /dev/full", "> /dev/full 2>&1", ">&- 2>&-"))
+@pytest.mark.slow
+def test_closed_and_full_streams(streams):
+    script = Path(generate.__file__)
+    line = f"{sys.executable} {script} --max_new_tokens 2 --json {streams}"
+    ended = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=120)
+    assert ended.returncode == (2 if "full" in streams else 0)
+    assert "Traceback" not in ended.stderr + ended.stdout
