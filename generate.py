@@ -430,6 +430,8 @@ def run(options: argparse.Namespace) -> list[dict]:
             results += generate_batch(session, tokenizer, some, options, sampling)
     if options.profile and process_group.is_main():
         profile.export_chrome_trace(str(options.profile))
+        if not options.profile.is_file() or not options.profile.stat().st_size:
+            raise ValueError(f"--profile {options.profile}: it could not be written")
     return results
 
 

@@ -95,7 +95,9 @@ def check_options(options: argparse.Namespace) -> None:
     check_counts(options, "max_new_tokens", "max_seq_len")
     check_counts(options, "num_samples", "batch_size", most=MAX_SAMPLES)
     profile = options.profile
-    if profile and (profile.is_dir() or not profile.absolute().parent.is_dir()):
+    # The profiler replaces whatever is there, devices too.
+    other = profile and profile.exists() and not profile.is_file()
+    if other or (profile and not profile.absolute().parent.is_dir()):
         raise ValueError(f"--profile {profile}: it must be a file in a folder that is there")
     drafts = options.speculate, options.draft_checkpoint_path
     if all(drafts):

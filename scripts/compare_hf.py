@@ -239,7 +239,9 @@ def run(options: argparse.Namespace) -> dict:
     device = pick_device(options.device)
     model = load_model(checkpoint, device, DTYPES.get(options.dtype))
     dtype = model.norm.weight.dtype
-    peer = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
+    peer = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, local_files_only=True, use_safetensors=True
+    )
     peer = peer.to(device).eval()
     places = compare(model, peer, ids)
     limit = TOLERANCE[dtype] if options.tolerance is None else options.tolerance
