@@ -294,6 +294,7 @@ def test_a_user_without_a_home(tmp_path, monkeypatch):
 def test_a_signal_leaves_nothing(hf, tmp_path, number):
     def interrupted() -> int:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup has it ignored
         write = checkpoint.Writer.write
 
         def signalled(self, file, tensors):
