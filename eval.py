@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
+from checkpoint import check_regular
 from cli.command import command
 from cli.log import log_to_stderr
 from cli.options import add_checkpoint_path, add_device_options, add_dtype, check_counts
@@ -454,6 +455,7 @@ def read_text(path: Path) -> str:
     """Return a file's text. Raises ValueError if it cannot be read, is empty or not UTF-8."""
     name = f"--text_file {path}"
     try:
+        check_regular(path)  # opening a FIFO waits for its writer
         text = path.read_bytes().decode()
     except OSError as error:
         raise ValueError(f"{name}: {error.strerror}: give a file that can be read") from None

@@ -68,6 +68,8 @@ def command(
                 discard_stdout()
                 return fail(describe_os_error(error))
             except (MemoryError, RuntimeError) as error:
+                if str(error).startswith("Symlink loop"):  # Path.resolve, before Python 3.13
+                    return fail(f"{error}; {FIXES[errno.ELOOP]}")
                 if not is_out_of_memory(error):
                     raise
                 return fail(f"out of memory ({first_line(error)}); {out_of_memory}")

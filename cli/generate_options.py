@@ -1,6 +1,8 @@
 """generate.py's own options: prompts, lengths, sampling, drafts."""
 
 import argparse
+import os
+from pathlib import Path
 
 from cli.options import (
     DEFAULT_CHAT_LENGTH,
@@ -95,10 +97,9 @@ def check_options(options: argparse.Namespace) -> None:
     check_counts(options, "max_new_tokens", "max_seq_len")
     check_counts(options, "num_samples", "batch_size", most=MAX_SAMPLES)
     profile = options.profile
-    # The profiler replaces whatever is there, devices too.
-    other = profile and profile.exists() and not profile.is_file()
-    if other or (profile and not profile.absolute().parent.is_dir()):
-        raise ValueError(f"--profile {profile}: it must be a file in a folder that is there")
+    if profile and not is_writable(profile):  # before hours of work
+        fix = "it must be a file in a folder that is there, and can be written"
+        raise ValueError(f"--profile {profile}: {fix}")
     drafts = options.speculate, options.draft_checkpoint_path
     if all(drafts):
         names = "--speculate and --draft_checkpoint_path"
@@ -109,6 +110,17 @@ def check_options(options: argparse.Namespace) -> None:
     for name in ("prompt", "prompts_file", "json"):
         if options.interactive and getattr(options, name):
             raise ValueError(f"--{name} does not go with --interactive: leave one of them out")
+
+
+def is_writable(path: Path) -> bool:
+    """Return whether a path is a file that may be written, or free for one.
+
+    The profiler replaces whatever is there, devices too.
+    """
+    if os.path.lexists(path):  # a link to nothing, too
+        return path.is_file() and os.access(path, os.W_OK)
+    folder = path.absolute().parent
+    return folder.is_dir() and os.access(folder, os.W_OK)
 
 
 def plan_lengths(longest: int, options: argparse.Namespace, max_position: int) -> int:

@@ -25,13 +25,13 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from checkpoint import Checkpoint
-from cli.command import command
+from checkpoint import Checkpoint, read_json
+from cli.command import command, first_line, is_out_of_memory
 from cli.parser import Parser
 from formats.quantizer import DTYPES
 from generate import DEFAULT_PROMPT, load_model
 from model import ModelArgs, Transformer
-from models import args_of_checkpoint
+from models import args_from_hf, args_of_checkpoint
 from parallel.device import pick_device
 from parallel.heartbeat import fail
 from runtime.sampling import Sampling
@@ -187,7 +187,7 @@ def median_latency(times: list[float]) -> float | None:
 def hf_folder(options: argparse.Namespace, checkpoint: Checkpoint) -> Path:
     """Return the folder of the Hugging Face checkpoint.
 
-    Raises ValueError if it is missing, or if our checkpoint is quantized.
+    Raises ValueError if it is missing or of another model, or if our checkpoint is quantized.
     """
     folder = options.hf_dir or checkpoint.directory.absolute().parent
     if not (folder / "config.json").is_file():
@@ -198,6 +198,13 @@ def hf_folder(options: argparse.Namespace, checkpoint: Checkpoint) -> Path:
         raise ValueError(
             f"{checkpoint.directory} is quantized: give the checkpoint that it was made from"
         )
+    ours = args_of_checkpoint(checkpoint)
+    theirs = args_from_hf(read_json(folder / "config.json"))
+    for name in ("family", "n_layer", "dim", "vocab_size", "n_head", "n_expert", "n_active"):
+        pair = getattr(ours, name), getattr(theirs, name)
+        if pair[0] != pair[1]:
+            cause = f"{name} is {pair[0]!r} here and {pair[1]!r} in {folder}"
+            raise ValueError(f"{checkpoint.directory} is another model ({cause}): give --hf_dir")
     return folder
 
 
@@ -205,6 +212,8 @@ def prompt_ids(options: argparse.Namespace, checkpoint: Checkpoint, args: ModelA
     """Return the prompt's token ids. Raises ValueError if the models cannot run them."""
     if options.new_tokens < 1:
         raise ValueError(f"--new_tokens {options.new_tokens}: it must be at least 1")
+    if options.tolerance is not None and not options.tolerance >= 0:
+        raise ValueError(f"--tolerance {options.tolerance}: it must be at least 0")
     if options.tokens:
         try:
             ids = [int(token) for token in options.tokens.split(",")]
@@ -227,6 +236,23 @@ def prompt_ids(options: argparse.Namespace, checkpoint: Checkpoint, args: ModelA
     return ids
 
 
+def load_peer(auto_model, folder: Path, dtype: torch.dtype) -> nn.Module:
+    """Load the Hugging Face checkpoint from safetensors alone: a pickle may run any program.
+
+    Raises ValueError if transformers cannot.
+    """
+    try:
+        return auto_model.from_pretrained(
+            folder, dtype=dtype, local_files_only=True, use_safetensors=True
+        )
+    except Exception as error:  # transformers and safetensors raise many types
+        if is_out_of_memory(error):
+            raise
+        fix = "download it again, or name another with --hf_dir"
+        cause = f"transformers cannot load it ({first_line(error)})"
+        raise ValueError(f"{folder}: {cause}: {fix}") from None
+
+
 def run(options: argparse.Namespace) -> dict:
     """Run the comparison -> the JSON object of --json."""
     try:
@@ -239,10 +265,7 @@ def run(options: argparse.Namespace) -> dict:
     device = pick_device(options.device)
     model = load_model(checkpoint, device, DTYPES.get(options.dtype))
     dtype = model.norm.weight.dtype
-    peer = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=dtype, local_files_only=True, use_safetensors=True
-    )
-    peer = peer.to(device).eval()
+    peer = load_peer(AutoModelForCausalLM, folder, dtype).to(device).eval()
     places = compare(model, peer, ids)
     limit = TOLERANCE[dtype] if options.tolerance is None else options.tolerance
     limits = {ROUTING: 0}

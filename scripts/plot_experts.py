@@ -176,6 +176,8 @@ def run(options: argparse.Namespace) -> dict:
     if options.output.suffix not in FORMATS:
         endings = " or ".join(FORMATS)
         raise ValueError(f"--output {options.output}: its name must end in {endings}")
+    if options.output.is_dir() or not options.output.absolute().parent.is_dir():
+        raise ValueError(f"--output {options.output}: it must be a file in a folder that is there")
     checkpoint = open_checkpoint(options.checkpoint_path)
     tokenizer = load_tokenizer(checkpoint.directory)
     ids = tokenizer.encode(sys.stdin.read() if options.prompt == "-" else options.prompt)

@@ -3,9 +3,12 @@
 import argparse
 import contextlib
 import io
+import json
 import os
 import shutil
+import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import types
@@ -237,7 +240,8 @@ def check_values(command, data, models: Path) -> None:
                 after = tree(Path(folder))
                 assert not after.keys() - there.keys()
                 assert after == there or command is download  # it removes truncated files
-            Checkpoint("model").verify(progress=False)
+            if command is not download:
+                Checkpoint("model").verify(progress=False)
         finally:
             os.chdir(before)
 
@@ -259,3 +263,199 @@ def test_a_few_values(command, data, models):
 @given(data=st.data())
 def test_many_values(command, data, models):
     check_values(command, data, models)
+
+
+# Numbers ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", ("1000000000", str(10**18), "9" * 4000))
+@pytest.mark.parametrize(
+    ("command", "option"),
+    (
+        *((generate, name) for name in ("num_samples", "batch_size", "max_seq_len", "top_k x")),
+        *((benchmark, name) for name in ("layers", "batch", "repeats", "prompt_len")),
+        *((serve, name) for name in ("max_seq_len", "port")),
+        (eval, "seq_len"),
+        (quantize, "group_size"),
+        (study_offload, "tokens"),
+        (compare_hf, "new_tokens"),
+    ),
+    ids=lambda value: value if isinstance(value, str) else value.__name__,
+)
+def test_huge_counts_are_refused_before_loading(command, option, value, place, monkeypatch):
+    name, _, optional = option.partition(" ")
+    if hasattr(command, "load_model"):
+        monkeypatch.setattr(command, "load_model", None)
+    arguments = *SHORT[command].split(), f"--{name}={value}"
+    if not optional and (command, name) != (study_offload, "tokens"):
+        refused(command, *arguments)
+
+
+def test_gpu_memory_of_many_digits(place):
+    short = SHORT[generate].split()
+    for size in ("9" * 5000 + "GB", "9" * 5000, "1." + "9" * 5000 + "MB", "1e400GB"):
+        assert "--gpu_memory" in refused(generate, *short, "--offload", "--gpu_memory", size)
+
+
+@pytest.mark.parametrize("layers", (10**9, -1, 0, 1.5, "9" * 5000))
+def test_an_arch_of_many_layers(place, layers):
+    config = json.loads(Path("config.json").read_text())
+    Path("config.json").write_text(json.dumps(config | {"num_hidden_layers": layers}))
+    refused(benchmark, *SHORT[benchmark].split())
+
+
+# Files --------------------------------------------------------------------------------------------
+
+
+def test_fifos_do_not_hang(place):
+    for command, option in ((eval, "text_file"), (study_offload, "text_file")):
+        assert "regular" in refused(command, *SHORT[command].split(), f"--{option}=fifo")
+    refused(benchmark, "--arch", "fifo")
+    refused(generate, *SHORT[generate].split(), "--profile", "fifo")
+    refused(generate, *SHORT[generate].split(), "--prompts_file", "fifo")
+
+
+@pytest.mark.parametrize("name", ("tokenizer.model", "config.json", "model.safetensors"))
+def test_a_fifo_in_a_published_checkpoint(place, name):
+    (place / "hf" / name).unlink()
+    os.mkfifo(place / "hf" / name)
+    if name != "tokenizer.model":  # it is then a checkpoint without a tokenizer
+        refused(convert_hf_checkpoint, "--checkpoint_dir", "hf")
+    shutil.rmtree("model")
+    if name == "tokenizer.model":
+        convert("hf", "model", progress=False)
+        assert "neither" in refused(generate, "--checkpoint_path", "model")
+
+
+def test_an_unreadable_directory(place):
+    (place / "folder").chmod(0)
+    if os.access("folder", os.R_OK):
+        pytest.skip("root can read it")
+    for command, option in ((generate, "path"), (eval, "path"), (convert_hf_checkpoint, "dir")):
+        refused(command, *SHORT[command].split(), f"--checkpoint_{option}=folder")
+
+
+@pytest.mark.parametrize("name", ("folder", "file/a", "new/a", "loop", "fifo", "/dev/full"))
+def test_a_profile_that_cannot_be_written(place, name):
+    before = Path("/dev/full").is_char_device(), tree(place)
+    assert "--profile" in refused(generate, *SHORT[generate].split(), "--profile", name)
+    assert (Path("/dev/full").is_char_device(), tree(place)) == before
+
+
+def test_names_of_tensors_cannot_drive_the_terminal(place):
+    config = json.loads((place / "model/index.json").read_text())
+    name = next(iter(config["tensors"]))
+    config["tensors"]["\x1b]0;owned\x07\n\u202e"] = config["tensors"].pop(name)
+    (place / "model/index.json").write_text(json.dumps(config))
+    assert "\\x1b]0;owned\\x07 \\u202e" in refused(checkpoint, "model")
+
+
+@pytest.mark.parametrize("value", (5, True, [], [5], {}, {"default": "x"}, "{% for %}", "\ud800"))
+def test_odd_chat_templates(place, value):
+    path = place / "model/tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": value}))
+    code, _, err = run(generate, *SHORT[generate].split(), "--system", "x")
+    check_error(code, err)
+    code, _, err = run(generate, *SHORT[generate].split())
+    assert code == 0 or check_error(code, err)
+
+
+def test_compare_hf_refuses_what_it_cannot_load(place):
+    short = SHORT[compare_hf].split()
+    weights = place / "hf/model.safetensors"
+    data = weights.read_bytes()
+    weights.write_bytes(data[: len(data) // 2])
+    assert "cannot load" in refused(compare_hf, *short)
+    weights.unlink()
+    torch.save({"x": torch.zeros(1)}, place / "hf/pytorch_model.bin")
+    assert "cannot load" in refused(compare_hf, *short)
+    weights.write_bytes(data)
+    path = place / "hf/config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps(config | {"model_type": "nothing", "architectures": ["Nothing"]}))
+    refused(compare_hf, *short)
+    path.write_text("[1]")
+    refused(compare_hf, *short)
+
+
+@pytest.mark.parametrize("changes", ({"vocab_size": 99}, {"num_hidden_layers": 1}))
+def test_compare_hf_refuses_another_model(place, changes):
+    other = MixtralConfig(**CONFIG.to_dict() | changes)
+    MixtralForCausalLM(other).save_pretrained(place / "hf")
+    refused(compare_hf, *SHORT[compare_hf].split())
+
+
+@pytest.mark.parametrize("value", ("nan", "-1", "-inf"))
+def test_compare_hf_refuses_a_tolerance(place, value):
+    assert "--tolerance" in refused(compare_hf, *SHORT[compare_hf].split(), f"--tolerance={value}")
+
+
+# Signals and streams ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("command", "owner", "name", "more"),
+    (
+        (checkpoint, Checkpoint, "verify", ["--verify"]),
+        (benchmark, benchmark, "measure", []),
+        (plot_experts, plot_experts, "record_routing", []),
+        (study_offload, study_offload, "study", []),
+        (eval, eval, "perplexity", []),
+    ),
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_ctrl_c_is_silent(place, monkeypatch, command, owner, name, more):
+    monkeypatch.setattr(owner, name, lambda *_, **__: signal.raise_signal(signal.SIGINT))
+    before = tree(place)
+    code, out, err = run(command, *SHORT[command].split(), *more)
+    assert (code, out) == (130, "") and "Traceback" not in err
+    assert tree(place) == before
+
+
+def test_ascii_streams(place, monkeypatch):
+    """PYTHONIOENCODING=ascii, and a path that ASCII lacks."""
+    (place / "model").rename(place / "modèle")
+    monkeypatch.setattr(Stream.__init__, "__defaults__", ("ascii",))
+    code, out, _ = run(checkpoint, "modèle")
+    assert code == 0 and out.startswith("mod\\xe8le: ")
+    assert refused(checkpoint, "né").startswith("error: n\\xe9 is not a directory")
+
+
+def start(line: str, **environment: str) -> subprocess.CompletedProcess:
+    """Run a shell line in an environment of its own; `python` is this one."""
+    python = Path(sys.executable).parent
+    environment = {"PATH": f"{python}:/usr/bin:/bin", "PYTHONPATH": str(ROOT)} | environment
+    options = dict(env=environment, capture_output=True, text=True, timeout=120)
+    return subprocess.run(["bash", "-c", line], **options)
+
+
+def test_a_working_directory_that_is_gone(tmp_path):
+    ended = start(f"mkdir {tmp_path}/a; cd {tmp_path}/a; rmdir ../a; python {ROOT}/checkpoint.py x")
+    assert ended.returncode == 2 and ended.stderr.count("\n") == 1  # MKL's own line, where it is
+    assert "error" in ended.stderr.lower()
+
+
+@pytest.mark.slow
+def test_a_user_without_home_and_passwd_entry(tmp_path):
+    """Without $HOME and $XDG_CACHE_HOME, of a user id that has no passwd entry."""
+    if os.getuid() != 0 or shutil.which("setpriv") is None:
+        pytest.skip("needs root and setpriv")
+    tmp_path.chmod(0o777)
+    drop = "setpriv --reuid 54321 --regid 54321 --clear-groups"
+    ended = start(
+        f"cd /; {drop} python {ROOT}/generate.py --max_new_tokens 1 --json", TMPDIR=str(tmp_path)
+    )
+    if "Permission denied" in ended.stderr and "python" in ended.stderr:
+        pytest.skip("other users cannot read this checkout")
+    assert "Traceback" not in ended.stderr
+    if ended.returncode:
+        check_error(ended.returncode, ended.stderr)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", ("checkpoint.py model --verify", "eval.py"))
+def test_no_stream_gives_a_traceback(place, script):
+    for streams in (">&-", "2>&-", "> /dev/full", "2> /dev/full", "<&- >&- 2>&-", "| true"):
+        ended = start(f"cd {place}; python {ROOT}/{script} {streams}; exit ${{PIPESTATUS[0]}}")
+        assert ended.returncode in (0, 2, 141), (streams, ended)
+        assert "Traceback" not in ended.stderr + ended.stdout
