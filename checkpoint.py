@@ -108,7 +108,7 @@ def is_checkpoint(directory: Path | str) -> bool:
         return False
 
 
-class Shard:
+class SafetensorsFile:
     """One safetensors file.
 
     `.tensors` maps a name to (shape, dtype). Opening reads the header alone. Raises ValueError if
@@ -216,7 +216,7 @@ class Checkpoint:
             raise self._damaged("config.json lacks its args or format")
         self.files: dict[str, tuple[int, int]] = {}
         self.tensors: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
-        self._shard_of: dict[str, Shard] = {}  # by tensor
+        self._shard_of: dict[str, SafetensorsFile] = {}  # by tensor
         index = read_json(self.directory / "index.json")
         # Version one wrote neither the checksum nor the list.
         if index.get("config_crc32") not in (None, file_crc32(self.directory / "config.json")):
@@ -257,7 +257,7 @@ class Checkpoint:
 
     def _read_index(self, index: dict):
         """Open every file of the index and compare it. Raises KeyError and others for bad JSON."""
-        shards: dict[str, Shard] = {}
+        shards: dict[str, SafetensorsFile] = {}
         for file, entry in index["files"].items():
             self.files[file] = entry["bytes"], entry["crc32"]
             shards[file] = self._open_shard(file, entry["bytes"])
@@ -269,10 +269,10 @@ class Checkpoint:
             self.tensors[name] = found
             self._shard_of[name] = shard
 
-    def _open_shard(self, file: str, size: int) -> Shard:
+    def _open_shard(self, file: str, size: int) -> SafetensorsFile:
         if Path(file).name != file:
             raise self._damaged(f"index.json names {file!r}, outside the directory")
-        shard = Shard(self.directory / file)
+        shard = SafetensorsFile(self.directory / file)
         if shard.path.stat().st_size != size:
             raise self._damaged(f"{file} has not the {size} bytes that index.json has")
         return shard
@@ -287,7 +287,7 @@ class Checkpoint:
         index: tuple[slice, ...] | None = None,
         device: str | torch.device = "cpu",
     ) -> Tensor:
-        """Return a tensor, or its part `tensor[index]`, on `device`; see `Shard.read`."""
+        """Return a tensor, or its part `tensor[index]`, on `device`; see `SafetensorsFile.read`."""
         return self._shard_of[name].read(name, index, device)
 
     def check_unchanged(self, name: str):

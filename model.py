@@ -257,14 +257,14 @@ class MoE(nn.Module):
         y = self.experts(x, expert_indices, expert_weights)
         return self.merge(x, y), expert_indices, expert_weights
 
-    def rank_scores(self, scores: Tensor) -> Tensor:
+    def selection_scores(self, scores: Tensor) -> Tensor:
         """Router scores fp32 [T, E] -> the scores by which the top A experts are chosen."""
         return scores
 
     def route(self, scores: Tensor) -> tuple[Tensor, Tensor]:
         """Choose experts: router scores [T, E] -> expert_indices, expert_weights [T, A]."""
         scores = scores.float()
-        best, expert_indices = top_k(self.rank_scores(scores), self.n_active)
+        best, expert_indices = top_k(self.selection_scores(scores), self.n_active)
         parts = [(score - best[0]).exp() for score in best]
         if self.norm_topk:  # softmax over the chosen experts
             total = sum(parts)
@@ -501,8 +501,8 @@ class Block(nn.Module):
 class Runner:
     """Runs the three stages of a forward pass eagerly. runtime/runner.py compiles them."""
 
-    def begin(self, model: "Transformer", tokens: Tensor, where: Tensor | Chunk):
-        return model.begin(tokens, where)
+    def begin(self, model: "Transformer", tokens: Tensor, span: Tensor | Chunk):
+        return model.begin(tokens, span)
 
     def block(
         self, block: Block, x: Tensor, normed: Tensor, context: Context, next_norm: nn.Module
@@ -554,16 +554,16 @@ class Transformer(nn.Module):
         frequencies = rope_frequencies(self.args.head_dim, self.args.rope_theta, device)
         return rope_table(frequencies, length)
 
-    def begin(self, tokens: Tensor, where: Tensor | Chunk) -> tuple[Tensor, Tensor, Context]:
+    def begin(self, tokens: Tensor, span: Tensor | Chunk) -> tuple[Tensor, Tensor, Context]:
         """Embed tokens [B, Q] -> x [B, Q, D], the first block's norm of it, the call's context."""
         x = self.embed(tokens)
         normed = self.layers[0].attention_norm(x)
-        if isinstance(where, Chunk):
-            rope = self.rope_table[where.end - tokens.shape[1] : where.end]
-            return x, normed, Context(rope[None, :, None], chunk=where)
-        masks = {window: self.mask(where, window) for window in self.windows}
-        rope = self.rope_table[where].unsqueeze(2)
-        return x, normed, Context(rope, positions=where, masks=masks)
+        if isinstance(span, Chunk):
+            rope = self.rope_table[span.end - tokens.shape[1] : span.end]
+            return x, normed, Context(rope[None, :, None], chunk=span)
+        masks = {window: self.mask(span, window) for window in self.windows}
+        rope = self.rope_table[span].unsqueeze(2)
+        return x, normed, Context(rope, positions=span, masks=masks)
 
     def embed(self, tokens: Tensor) -> Tensor:
         # A token is -1 if no logit was finite; the host reads it a step later, and stops.
@@ -586,14 +586,14 @@ class Transformer(nn.Module):
     def forward(
         self,
         tokens: Tensor,
-        where: Tensor | Chunk,
+        span: Tensor | Chunk,
         last: Tensor | None = None,
         *,
         all_positions: bool = False,
         return_routing: bool = False,
         runner: Runner | None = None,
     ):
-        """Run tokens [B, Q] at positions `where` [B, Q] (rising, below S) or in a Chunk (B = 1).
+        """Run tokens [B, Q] at positions `span` [B, Q] (rising, below S) or in a Chunk (B = 1).
 
         Returns fp32 logits [B, V] of each row's query last [B] (default: Q - 1), or of all queries
         [B, Q, V] if `all_positions`. With `return_routing` also expert_indices and expert_weights
@@ -603,7 +603,7 @@ class Transformer(nn.Module):
         if last is None and not all_positions:
             last = torch.full(tokens.shape[:1], tokens.shape[1] - 1, device=tokens.device)
         runner = runner or Runner()
-        x, normed, context = runner.begin(self, tokens, where)
+        x, normed, context = runner.begin(self, tokens, span)
         context = context._replace(last=last)
         next_norms = [block.attention_norm for block in self.layers[1:]] + [self.norm]
         routing = []

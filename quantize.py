@@ -79,7 +79,7 @@ def build_parser() -> Parser:
 
 def default_heads() -> str:
     """Return the default of --head by format, such as "int8 with int8; bf16 with the others"."""
-    chosen = [format.name for format in FORMATS.values() if format.head == "int8"]
+    chosen = [format.name for format in FORMATS.values() if format.head_format == "int8"]
     return f"int8 with {', '.join(chosen)}; {PLAIN} with the others"
 
 

@@ -96,7 +96,7 @@ class ReplayedPrediction(nn.Module):
         super().__init__()
         self.router = ReplayedRouter(router, table)
 
-    def rank_scores(self, scores: Tensor) -> Tensor:
+    def selection_scores(self, scores: Tensor) -> Tensor:
         return scores
 
 

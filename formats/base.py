@@ -36,8 +36,8 @@ class Format:
     has_solver = False  # `pack` takes the number of a solver's iterations
     per_row = False  # a row has one scale; a group is only the unit of packing
     blocks = False  # a group is of G rows too
-    head = PLAIN  # format of the head, unless the user chooses one
-    attention: str | None = None  # format of attention with --mode; None: this one
+    head_format = PLAIN  # format of the head, unless the user chooses one
+    attention_format: str | None = None  # format of attention with --mode; None: this one
 
     # What a format defines ------------------------------------------------------------------------
 
@@ -72,7 +72,7 @@ class Format:
         return 32 // self.bits
 
     @property
-    def fields(self) -> int:
+    def codes_per_word(self) -> int:
         """Codes in one word of `codes`."""
         return 32 // self.bits
 
@@ -120,5 +120,7 @@ class Format:
         their first fields, then their second fields, and so on.
         """
         run = grouped_run(x.shape[-1], self.bits)
-        ordered = interleave(x, self.fields, group).unflatten(-1, (-1, run, self.fields // 2))
+        ordered = interleave(x, self.codes_per_word, group).unflatten(
+            -1, (-1, run, self.codes_per_word // 2)
+        )
         return ordered.transpose(-2, -1).flatten(-3)

@@ -18,7 +18,7 @@ class FP8(Format):
     group = 16
     kind = "fp8"
     per_row = True
-    head = "int8"
+    head_format = "int8"
 
     def pack(self, weight: Tensor, group: int) -> Parts:
         scale = nonzero((weight.abs().amax(-1, keepdim=True) / E4M3_MAX).bfloat16())

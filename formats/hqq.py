@@ -84,7 +84,7 @@ class HQQ(Format):
     def dot(self, x: Tensor, parts: Parts, group: int) -> Tensor:
         if self.uses_integer_products(x, parts["codes"]):
             planes = self.byte_planes(parts)
-            total, total_x = integer_products(x, self.fields, group, planes)
+            total, total_x = integer_products(x, self.codes_per_word, group, planes)
         else:
             total, total_x = self.float_products(x, parts, group)
         scale, zero = (expanded(parts, name, total.shape[-1]) for name in ("scale", "zero"))
@@ -105,7 +105,7 @@ class HQQ(Format):
     def float_products(self, x: Tensor, parts: Parts, group: int) -> tuple[Tensor, Tensor]:
         """Return what `integer_products` does, by fp16 arithmetic."""
         offset = offset_for(x)
-        fields = split_fields(x, self.fields, group)
+        fields = split_fields(x, self.codes_per_word, group)
         values = field_values(parts["codes"], self.bits, offset)
         return sum_of_products(fields, values, offset), materialize(sum(fields))
 
@@ -126,7 +126,7 @@ class HQQ3(HQQ):
         return 32  # codes in a word of `third`
 
     @property
-    def fields(self) -> int:
+    def codes_per_word(self) -> int:
         return 16
 
     def code_layout(self, rows: tuple[int, ...], width: int) -> Layout:
@@ -136,12 +136,14 @@ class HQQ3(HQQ):
         }
 
     def pack_codes(self, codes: Tensor, group: int) -> Parts:
-        third = pack_words(third_from_fields(interleave(codes >> 2, self.fields, group)), 1, 32)
+        third = pack_words(
+            third_from_fields(interleave(codes >> 2, self.codes_per_word, group)), 1, 32
+        )
         return {"codes": pack_words(codes & 3, 2, group), "third": third}
 
     def unpack_codes(self, parts: Parts, group: int) -> Tensor:
         third = third_to_fields(unpack_words(parts["third"], 1, 32))
-        third = interleave(third, group // self.fields, group)
+        third = interleave(third, group // self.codes_per_word, group)
         return unpack_words(parts["codes"], 2, group) | third << 2
 
     def byte_planes(self, parts: Parts) -> Iterable[Tensor]:
@@ -154,7 +156,7 @@ class HQQ3(HQQ):
     def float_products(self, x: Tensor, parts: Parts, group: int) -> tuple[Tensor, Tensor]:
         third, offset = parts["third"], offset_for(x)
         first, second = parts["codes"].unflatten(-1, (-1, 2)).unbind(-1)
-        fields = split_fields(x, self.fields, group, words=2)
+        fields = split_fields(x, self.codes_per_word, group, words=2)
         values = field_values(first, 2, offset, partial(shifted_third, third))
         values += field_values(second, 2, offset, partial(shifted_third, third >> 4))
         return sum_of_products(fields, values, offset), materialize(sum(fields))

@@ -32,7 +32,7 @@ class Int4(Format):
     group = 128
     kind = "int4"
     has_gemv = True
-    head = "int8"
+    head_format = "int8"
 
     def pack(self, weight: Tensor, group: int) -> Parts:
         grouped = weight.unflatten(-1, (-1, group))
@@ -52,10 +52,10 @@ class Int4(Format):
         words, offset = parts["codes"], offset_for(x)
         if self.uses_integer_products(x, words):
             planes = byte_planes(words, self.bits)
-            total, total_x = integer_products(x, self.fields, group, planes)
+            total, total_x = integer_products(x, self.codes_per_word, group, planes)
             total = total - float(ZERO) * total_x
         else:
-            fields = split_fields(x, self.fields, group, copy=group < 128)
+            fields = split_fields(x, self.codes_per_word, group, copy=group < 128)
             values = field_values(words, self.bits, offset)
             total = sum_of_products(fields, values, offset, float(ZERO))
         return (expand_groups(parts["scale"], words.shape[-1]) * total).sum(-1)

@@ -26,7 +26,7 @@ class Int8(Format):
     group = 16
     kind = "int8"
     per_row = True
-    head = "int8"
+    head_format = "int8"
 
     def pack(self, weight: Tensor, group: int) -> Parts:
         scale = nonzero((weight.abs().amax(-1, keepdim=True) / 127).bfloat16())

@@ -27,7 +27,7 @@ class MXFP4(Format):
     group = GROUP
     kind = "mxfp4"
     has_gemv = True
-    attention = PLAIN
+    attention_format = PLAIN
 
     @property
     def min_group(self) -> int:
@@ -71,7 +71,7 @@ class MXFP4(Format):
             magnitude = words << 9 - 4 * k if k < 3 else words >> 3
             bits = words << 12 - 4 * k & both_halves(0x8000) | magnitude & both_halves(0x0E00)
             values[k], values[k + 4] = halves_as_fp16(bits)
-        fields = split_fields(x, self.fields, group, copy=group < 128)
+        fields = split_fields(x, self.codes_per_word, group, copy=group < 128)
         total = sum(field * value for field, value in zip(fields, values, strict=True)) * 2.0**14
         return (expand_groups(e8m0_to_float(parts["scale"]), words.shape[-1]) * total).sum(-1)
 

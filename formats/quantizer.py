@@ -28,7 +28,7 @@ NEVER_PACKED = ".router", ".shared_gate"
 
 def formats_of_mode(mode: str) -> tuple[str, str]:
     """Return the formats of attention and of experts that a --mode stands for."""
-    return FORMATS[mode].attention or mode if mode in FORMATS else mode, mode
+    return FORMATS[mode].attention_format or mode if mode in FORMATS else mode, mode
 
 
 def plan_format(
@@ -46,7 +46,7 @@ def plan_format(
     group size that does not fit.
     """
     main_format = FORMATS.get(experts) or FORMATS.get(attention)
-    default_head = main_format.head if main_format else PLAIN
+    default_head = main_format.head_format if main_format else PLAIN
     head = head or default_head
     names = {"attention": attention, "experts": experts, "head": head}
     check_formats(names, group_size)

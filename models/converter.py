@@ -19,7 +19,7 @@ from checkpoint import (
     NAMES,
     SIDE_FILES,
     TOKENIZER_FILES,
-    Shard,
+    SafetensorsFile,
     Writer,
     is_checkpoint,
     is_finite,
@@ -29,7 +29,7 @@ from formats import FORMATS
 from formats.words import bytes_to_words
 from model import ModelArgs
 from models import family_of_config
-from models.family import Family, Layout
+from models.family import Family, PublishedLayout
 from models.tensors import WHOLE, Recipe, Recipes
 from tokenizer import load_tokenizer
 
@@ -105,9 +105,11 @@ class PublishedTensors:
     def __init__(self, directory: Path, renames: tuple[tuple[str, str], ...]):
         self.directory, self.renames = directory, renames
         self.dequantized: dict[str, int] = {}  # FP8 weights read as numbers: size of their blocks
-        self.tensors: dict[str, tuple[Shard, str]] = {}  # shared name -> file, its name there
+        self.tensors: dict[
+            str, tuple[SafetensorsFile, str]
+        ] = {}  # shared name -> file, its name there
         files, weight_map = weight_files(directory)
-        shards = {file: Shard(directory / file) for file in files}
+        shards = {file: SafetensorsFile(directory / file) for file in files}
         for name, file in weight_map.items():
             if name not in shards[file].tensors:
                 raise ValueError(
@@ -117,7 +119,7 @@ class PublishedTensors:
             for original in shard.tensors:
                 self.add(shard, original)
 
-    def add(self, shard: Shard, original: str) -> None:
+    def add(self, shard: SafetensorsFile, original: str) -> None:
         """Enter one tensor under its shared name."""
         name = original
         for theirs, shared in self.renames:
@@ -237,7 +239,7 @@ class ConversionPlan:
         self.used: set[str] = set()
         for layer in range(args.n_layer):
             fused = f"model.layers.{layer}.mlp.experts.gate_up_proj" in tensors.tensors
-            layout = Layout(fused, published == "mxfp4")
+            layout = PublishedLayout(fused, published == "mxfp4")
             recipes = family.layer_recipes(args, layer, layout)
             self.add(f"layer_{layer:02d}.safetensors", recipes)
         self.add("rest.safetensors", family.rest_recipes(args))

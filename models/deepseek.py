@@ -8,7 +8,7 @@ from torch import Tensor
 
 from model import Block, Transformer
 from models.config import HFConfig
-from models.family import Family, Layout, Shard
+from models.family import Family, PublishedLayout, Shard
 from models.layers.group_routing import GroupRoutedMoE, SigmoidRoutedMoE
 from models.layers.latent_attention import HEADS_AT_ONCE, LatentAttention
 from models.layers.yarn import YarnArgs, read_yarn, yarn_rope_table, yarn_scale, yarn_to_hf
@@ -109,9 +109,9 @@ class DeepseekV2(Family):
     renamed_tensors = ((".mlp.shared_experts.", ".mlp.shared_expert."),)
     topk_methods = ("greedy", "group_limited_greedy")  # the first is the default
 
-    def fields(self, c: HFConfig) -> dict:
+    def arg_fields(self, c: HFConfig) -> dict:
         set_head_dim(c)
-        fields = super().fields(c) | group_fields(c, self.topk_methods) | {"yarn": read_yarn(c)}
+        fields = super().arg_fields(c) | group_fields(c, self.topk_methods) | {"yarn": read_yarn(c)}
         if fields["yarn"] and c["mscale_all_dim"]:
             scale = yarn_scale(fields["yarn"].factor, c.number("mscale_all_dim"))
             fields["attention_scale"] = fields["head_dim"] ** -0.5 * scale**2
@@ -231,7 +231,7 @@ class DeepseekV3(DeepseekV2):
     only = {"attention_bias": False, "scoring_func": "sigmoid"}
     topk_methods = ("noaux_tc",)
 
-    def expert_recipes(self, args: DeepseekArgs, layout: Layout) -> Recipes:
+    def expert_recipes(self, args: DeepseekArgs, layout: PublishedLayout) -> Recipes:
         return super().expert_recipes(args, layout) | score_bias_recipe(args)
 
     shapes = {

@@ -42,7 +42,7 @@ class Shard(NamedTuple):
     segments: tuple[tuple[int, int], ...]
 
 
-class Layout(NamedTuple):
+class PublishedLayout(NamedTuple):
     """How a published checkpoint stores one layer's experts."""
 
     fused: bool  # all experts in one tensor
@@ -73,9 +73,9 @@ class Family:
 
     def from_hf(self, config: dict) -> ModelArgs:
         """Return the args of a config.json. Raises ValueError naming the key that cannot be run."""
-        return self.args_class(**self.fields(HFConfig(config, self)))
+        return self.args_class(**self.arg_fields(HFConfig(config, self)))
 
-    def fields(self, c: HFConfig) -> dict:
+    def arg_fields(self, c: HFConfig) -> dict:
         """Return the fields of args_class. Families extend it, and refuse what they cannot run."""
         return common_fields(c) | self.window_fields(c) | dict(self.fixed)
 
@@ -102,7 +102,7 @@ class Family:
 
     # Conversion ---------------------------------------------------------------------------------
 
-    def layer_recipes(self, args: ModelArgs, layer: int, layout: Layout) -> Recipes:
+    def layer_recipes(self, args: ModelArgs, layer: int, layout: PublishedLayout) -> Recipes:
         """Return the recipes of one layer."""
         if layer in args.dense_layers:
             ffn = dense_recipes("ffn", "mlp", args.dim, args.dense_intermediate)
@@ -117,7 +117,7 @@ class Family:
     def attention_recipes(self, args: ModelArgs) -> Recipes:
         return attention_recipes(args)
 
-    def expert_recipes(self, args: ModelArgs, layout: Layout) -> Recipes:
+    def expert_recipes(self, args: ModelArgs, layout: PublishedLayout) -> Recipes:
         return expert_recipes(args, layout.fused) | shared_expert_recipes(args)
 
     def rest_recipes(self, args: ModelArgs) -> Recipes:

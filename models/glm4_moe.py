@@ -7,7 +7,7 @@ from torch import Tensor
 
 from model import Block, Linear, ModelArgs, Transformer
 from models.config import HFConfig, rotary_dim
-from models.family import Family, Layout
+from models.family import Family, PublishedLayout
 from models.layers.group_routing import SigmoidRoutedMoE
 from models.tensors import Recipes, score_bias_recipe
 from ops.rope import rope_frequencies, rope_table
@@ -82,8 +82,8 @@ class Glm4Moe(Family):
     only = {"scoring_func": "sigmoid"}
     renamed_tensors = ((".mlp.shared_experts.", ".mlp.shared_expert."),)
 
-    def fields(self, c: HFConfig) -> dict:
-        fields = super().fields(c)
+    def arg_fields(self, c: HFConfig) -> dict:
+        fields = super().arg_fields(c)
         rotated = rotary_dim(c)
         return fields | {
             "qk_norm": "head" if c.flag("use_qk_norm") else "none",
@@ -96,7 +96,7 @@ class Glm4Moe(Family):
         config["rope_parameters"]["partial_rotary_factor"] = factor
         return config
 
-    def expert_recipes(self, args: Glm4MoeArgs, layout: Layout) -> Recipes:
+    def expert_recipes(self, args: Glm4MoeArgs, layout: PublishedLayout) -> Recipes:
         return super().expert_recipes(args, layout) | score_bias_recipe(args)
 
     shapes = {"GLM-4.5-Air": dict(head_dim=128, rope_theta=1e6, attention_bias=True)}

@@ -20,7 +20,7 @@ from model import (
     new_parameter,
 )
 from models.config import HFConfig
-from models.family import Family, Layout, Shard
+from models.family import Family, PublishedLayout, Shard
 from models.layers.yarn import YarnArgs, read_yarn, yarn_rope_table, yarn_to_hf
 from models.tensors import WHOLE, Recipe, Recipes, copy_of
 from ops.attention import attend, attend_chunk
@@ -157,8 +157,8 @@ class GptOss(Family):
     published = ("mxfp4",)
     renamed_tensors = ((".mlp.router.", ".mlp.gate."),)
 
-    def fields(self, c: HFConfig) -> dict:
-        return super().fields(c) | {"yarn": read_yarn(c)}
+    def arg_fields(self, c: HFConfig) -> dict:
+        return super().arg_fields(c) | {"yarn": read_yarn(c)}
 
     def window_fields(self, c: HFConfig) -> dict:
         """Every other layer has the sliding window, unless layer_types says otherwise."""
@@ -191,7 +191,7 @@ class GptOss(Family):
         sinks = {"attention.sinks": copy_of("self_attn.sinks", args.n_head)}
         return super().attention_recipes(args) | sinks
 
-    def expert_recipes(self, args: GptOssArgs, layout: Layout) -> Recipes:
+    def expert_recipes(self, args: GptOssArgs, layout: PublishedLayout) -> Recipes:
         """Gate and up are interleaved; weights are transposed, or in MXFP4 as published."""
         D, E, I = args.dim, args.n_expert, args.intermediate
         table = {

@@ -103,8 +103,8 @@ class GraniteMoe(Family):
         (".block_sparse_moe.experts.", ".mlp.experts."),
     )
 
-    def fields(self, c: HFConfig) -> dict:
-        return super().fields(c) | {"logit_scale": 1 / c.number("logits_scaling")}
+    def arg_fields(self, c: HFConfig) -> dict:
+        return super().arg_fields(c) | {"logit_scale": 1 / c.number("logits_scaling")}
 
     def to_hf(self, args: GraniteMoeArgs) -> dict:
         return super().to_hf(args) | {"logits_scaling": 1 / args.logit_scale}

@@ -109,10 +109,10 @@ class Phimoe(Family):
         (".w3.", ".up_proj."),
     )
 
-    def fields(self, c: HFConfig) -> dict:
+    def arg_fields(self, c: HFConfig) -> dict:
         if c.integer("num_experts_per_tok") != 2:
             c.refuse("num_experts_per_tok", "it must be 2 for SparseMixer")
-        return super().fields(c) | longrope_fields(c)
+        return super().arg_fields(c) | longrope_fields(c)
 
     def to_hf(self, args: PhimoeArgs) -> dict:
         config = super().to_hf(args)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from model import Block, Linear, ModelArgs, Transformer
 from models.config import HFConfig
-from models.family import Family, Layout
+from models.family import Family, PublishedLayout
 from models.layers.shared_expert import GatedSharedExpertMoE
 from models.tensors import Recipes, copy_of
 
@@ -62,7 +62,7 @@ class Qwen2Moe(Family):
             c.refuse("use_sliding_window", why)
         return super().window_fields(c)
 
-    def expert_recipes(self, args: Qwen2MoeArgs, layout: Layout) -> Recipes:
+    def expert_recipes(self, args: Qwen2MoeArgs, layout: PublishedLayout) -> Recipes:
         table = super().expert_recipes(args, layout)
         if args.shared_intermediate:
             gate = copy_of("mlp.shared_expert_gate.weight", 1, args.dim)

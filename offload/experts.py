@@ -172,7 +172,7 @@ class OffloadedExperts(nn.Module):
         if not self.next_layer:
             return expert_indices.flatten()
         moe = self.next_layer[0]
-        scores = moe.rank_scores(moe.router(x).float())
+        scores = moe.selection_scores(moe.router(x).float())
         predicted = top_k(scores, self.prefetch_count)[1]  # the most likely first
         return torch.cat((expert_indices.flatten(), predicted.t().flatten()))
 

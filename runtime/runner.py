@@ -34,8 +34,8 @@ class CompiledRunner(EagerRunner):
         self.compiled_block = self.compile(run_block)
         self.compiled_logits = self.compile(type(model).logits)
 
-    def begin(self, model: Transformer, tokens: Tensor, where: Tensor | Chunk):
-        return self.compiled_begin(model, tokens, where)
+    def begin(self, model: Transformer, tokens: Tensor, span: Tensor | Chunk):
+        return self.compiled_begin(model, tokens, span)
 
     def block(
         self, block: Block, x: Tensor, normed: Tensor, context: Context, next_norm: nn.Module

@@ -169,18 +169,18 @@ class Session:
         return Details(row[0].item(), top, experts.int().tolist(), weights.tolist())
 
     def run_model(
-        self, tokens: Tensor, where: Tensor | Chunk, last: Tensor, runner: Runner
+        self, tokens: Tensor, span: Tensor | Chunk, last: Tensor, runner: Runner
     ) -> tuple[Tensor, ...]:
         """Return logits [B, V], and if watched the experts and weights [L, T, A]."""
-        found = self.model(tokens, where, last, return_routing=self.watch, runner=runner)
+        found = self.model(tokens, span, last, return_routing=self.watch, runner=runner)
         return found if self.watch else (found,)
 
     def decode(self, candidates: int) -> None:
         """One step: run the tokens chosen last at `position`, choose the next ones."""
         # Eager code reads only the part of the cache in use: of one sequence, the host knows it.
         as_chunk = not self.compiled and self.batch == 1
-        where = Chunk(self.rows, self.cached[0] + 1) if as_chunk else self.position
-        logits, *routing = self.run_model(self.token, where, self.last, self.runner)
+        span = Chunk(self.rows, self.cached[0] + 1) if as_chunk else self.position
+        logits, *routing = self.run_model(self.token, span, self.last, self.runner)
         self.choose_tokens(logits, candidates)
         self.record_details(logits, routing)
 

@@ -291,13 +291,13 @@ class Speculation:
             noise = torch.empty(1, candidates, device=device).exponential_(generator=generator)
             uniform = torch.rand(self.count, 1, device=device, generator=generator)
         if session.compiled:
-            where = session.position + self.offsets
+            span = session.position + self.offsets
         else:  # read the part of the cache in use, as `Session.decode` does
-            where = Chunk(session.rows, session.cached[0] + self.count + 1)
+            span = Chunk(session.rows, session.cached[0] + self.count + 1)
         tokens = torch.cat((session.token, drafts), dim=1)
         last = torch.where(session.last < 0, session.last, self.count)
         runner = session.runner
-        logits = session.model(tokens, where, last, all_positions=True, runner=runner)[0]
+        logits = session.model(tokens, span, last, all_positions=True, runner=runner)[0]
         state = session.controls, session.seen
         if candidates:
             q = self.drafter.q

@@ -72,7 +72,7 @@ def record(model: Transformer, ids: list[int]) -> tuple[Tensor, Tensor, dict[int
     for ahead in LAYERS_AHEAD:
         if ahead < len(layers):
             pairs = zip(layers[ahead:], hidden, strict=False)
-            scores = [moe.rank_scores(moe.router(x).float()) for moe, x in pairs]
+            scores = [moe.selection_scores(moe.router(x).float()) for moe, x in pairs]
             order = torch.stack(scores).argsort(dim=-1, descending=True, stable=True)
             predictions[ahead] = order.cpu()
     return chosen.cpu(), weights.cpu(), predictions

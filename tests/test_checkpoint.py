@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import checkpoint
 from benchmarks.load_checkpoint import Peak
-from checkpoint import DTYPES, Checkpoint, Shard, Writer
+from checkpoint import DTYPES, Checkpoint, SafetensorsFile, Writer
 
 ARGS = {"dim": 64, "dense_layers": [0, 2], "rope_theta": 1e6}
 FORMAT = {"name": "int4", "group": 128}
@@ -97,7 +97,7 @@ def test_files_are_exchanged_with_the_safetensors_library(written, tmp_path):
     safetensors.torch.save_file(
         {n: t.contiguous() for n, t in tensors.items()}, tmp_path / "x", {"made": "elsewhere"}
     )
-    shard = Shard(tmp_path / "x")
+    shard = SafetensorsFile(tmp_path / "x")
     assert shard.tensors.keys() == tensors.keys()
     assert all(same(shard.read(name), tensor) for name, tensor in tensors.items())
 
@@ -110,7 +110,7 @@ def test_an_unaligned_tensor_is_read(tmp_path):
     text = json.dumps(header).encode()
     data = bytes([7, 8, 9]) + torch.tensor([1.25, -2.5]).numpy().tobytes()
     (tmp_path / "x").write_bytes(len(text).to_bytes(8, "little") + text + data)
-    tensor = Shard(tmp_path / "x").read("b")
+    tensor = SafetensorsFile(tmp_path / "x").read("b")
     assert tensor.tolist() == [1.25, -2.5] and tensor.data_ptr() % 4 == 0
 
 
@@ -128,7 +128,7 @@ def test_gaps_and_overlaps_between_tensors_are_refused(tmp_path, spans):
     text = json.dumps(header).encode()
     (tmp_path / "x").write_bytes(len(text).to_bytes(8, "little") + text + bytes(12))
     with pytest.raises(ValueError, match="overlap or leave a gap"):
-        Shard(tmp_path / "x")
+        SafetensorsFile(tmp_path / "x")
 
 
 def test_written_tensors_are_aligned_to_their_element_size(written):
@@ -138,7 +138,7 @@ def test_written_tensors_are_aligned_to_their_element_size(written):
     header = json.loads(data[8:start])
     assert header.keys() == some_tensors().keys()
     for name, entry in header.items():
-        itemsize = Shard(path).tensors[name][1].itemsize
+        itemsize = SafetensorsFile(path).tensors[name][1].itemsize
         assert (start + entry["data_offsets"][0]) % itemsize == 0, name
 
 
@@ -147,7 +147,7 @@ def test_a_dtype_without_a_counterpart_is_refused_by_name(tmp_path):
     text = json.dumps(header).encode()
     (tmp_path / "x").write_bytes(len(text).to_bytes(8, "little") + text + bytes(1))
     with pytest.raises(ValueError, match="unsupported dtype F4 of a"):
-        Shard(tmp_path / "x")
+        SafetensorsFile(tmp_path / "x")
 
 
 def test_read_a_slice(written):

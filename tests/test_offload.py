@@ -189,7 +189,7 @@ def run_watched(model: Transformer):
 
 def predicted_experts(moe: MoE, hidden: torch.Tensor, count: int) -> list[int]:
     """Return the experts to prefetch for these hidden states, the likeliest first."""
-    scores = moe.rank_scores(moe.router(hidden).float())
+    scores = moe.selection_scores(moe.router(hidden).float())
     likeliest = scores.topk(count).indices.t().flatten().tolist()
     return list(dict.fromkeys(likeliest))
 

@@ -21,7 +21,7 @@ class GroupRoutedMoE(SharedExpertMoE):
         self.n_group, self.n_active_group = args.n_group, args.n_active_group
         self.routed_scale = args.routed_scale
 
-    def rank_scores(self, scores: Tensor) -> Tensor:
+    def selection_scores(self, scores: Tensor) -> Tensor:
         """fp32 [T, E] -> same, with -inf outside of the best groups."""
         if self.n_active_group == self.n_group:
             return scores
@@ -49,12 +49,12 @@ class SigmoidRoutedMoE(GroupRoutedMoE):
         # fp32: the bias balances experts by its last digits.
         self.score_bias = nn.Parameter(torch.empty(args.n_expert), requires_grad=False)
 
-    def rank_scores(self, scores: Tensor) -> Tensor:
-        return super().rank_scores(scores.sigmoid() + self.score_bias)
+    def selection_scores(self, scores: Tensor) -> Tensor:
+        return super().selection_scores(scores.sigmoid() + self.score_bias)
 
     def route(self, scores: Tensor) -> tuple[Tensor, Tensor]:
         scores = scores.float()
-        _, expert_indices = top_k(self.rank_scores(scores), self.n_active)
+        _, expert_indices = top_k(self.selection_scores(scores), self.n_active)
         parts = scores.sigmoid().gather(-1, expert_indices)
         total = parts.sum(dim=-1, keepdim=True) if self.norm_topk else 1.0
         return expert_indices, parts * (self.routed_scale / total)
