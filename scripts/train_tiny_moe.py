@@ -69,7 +69,16 @@ FAMILIES = {  # transformers' model_type -> the fields that SIZES lacks
     "deepseek_v2": ROUTED | LATENT,
     "deepseek_v3": ROUTED | LATENT,
     "gpt_oss": LOCAL | dict(sliding_window=128),
+    "qwen3_5_moe": dict(
+        hidden_size=128, num_attention_heads=4, num_key_value_heads=2, head_dim=32, num_experts=16,
+        num_experts_per_tok=4, moe_intermediate_size=32, shared_expert_intermediate_size=32,
+        linear_num_key_heads=2, linear_num_value_heads=8, linear_key_head_dim=32,
+        linear_value_head_dim=32, full_attention_interval=4,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0,
+                         "partial_rotary_factor": 0.5},
+    ),
 }
+MODEL_TYPES = {"qwen3_5_moe": "qwen3_5_moe_text"}  # where transformers names the text part apart
 # fmt: on
 SETTINGS = {  # option: default, default of --smoke, help
     "seed": (0, 0, "seed of weights, batches and dropout"),
@@ -287,9 +296,9 @@ def load_data(options: argparse.Namespace, vocab_size: int) -> Data:
 def build_model(family: str, dropout: float = 0.0, **sizes) -> PreTrainedModel:
     """Build transformers' model of `family` in fp32, with dropout on each residual branch."""
     fields = copy.deepcopy(SIZES | sizes | FAMILIES[family])  # a config changes its rope_parameters
-    config = AutoConfig.for_model(family, **fields)
+    config = AutoConfig.for_model(MODEL_TYPES.get(family, family), **fields)
     model = AutoModelForCausalLM.from_config(config, experts_implementation="grouped_mm")
-    outputs = "o_proj.weight", "down_proj", "down_proj.weight"
+    outputs = "o_proj.weight", "out_proj.weight", "down_proj", "down_proj.weight"
     for name, parameter in model.named_parameters():
         if name.endswith(outputs):  # GPT-2's init: 2L branches add up in the residual stream
             parameter.data /= math.sqrt(2 * config.num_hidden_layers)
@@ -350,19 +359,55 @@ def score(model: PreTrainedModel, ids: list[int], window: int) -> tuple[float, T
 # ----------------------------------------------------------------------------------------- training
 
 
-def matrices(name: str, parameter: nn.Parameter) -> list[nn.Parameter]:
-    """Split a parameter into matrices that share its memory and its gradient's.
+class Muon(torch.optim.Optimizer):
+    """Muon (Jordan et al. 2024) for stacks of matrices: parameters [..., rows, columns].
 
-    torch's Muon takes matrices only. Stacked experts are one matrix each, or two if `gate_up_proj`.
+    torch.optim.Muon takes one matrix at a time. For hundreds of small experts that is a hundred
+    thousand kernels a step, and most of the training's time. Updates have AdamW's size, so both
+    share one learning rate (arXiv 2502.16982, 2.2).
     """
-    rows, columns = parameter.shape[-2:]
-    rows //= 2 if name.endswith("gate_up_proj") else 1
+
+    def __init__(self, params: list[nn.Parameter], lr: float, weight_decay: float):
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": 0.95})
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            rate, momentum = group["lr"], group["momentum"]
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state["momentum"] = torch.zeros_like(p.grad)
+                average = state["momentum"].lerp_(p.grad, 1 - momentum)
+                update = orthogonalize(p.grad.lerp(average, momentum))
+                p.mul_(1 - rate * group["weight_decay"])
+                p.add_(update, alpha=-rate * 0.2 * math.sqrt(max(p.shape[-2:])))
+
+
+def orthogonalize(x: Tensor, steps: int = 5) -> Tensor:
+    """[..., rows, columns] -> about U V^T of each matrix's SVD, bf16, by Newton-Schulz."""
+    if x.shape[-2] > x.shape[-1]:
+        return orthogonalize(x.mT, steps).mT
+    x = x.bfloat16()
+    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
+    for _ in range(steps):  # Jordan's coefficients: singular values end between 0.7 and 1.2
+        gram = x @ x.mT
+        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+    return x
+
+
+def matrices(name: str, parameter: nn.Parameter) -> nn.Parameter:
+    """Return a parameter as a stack of matrices [..., rows, columns] that shares its memory.
+
+    It shares the gradient too. `gate_up_proj` is a stack of two matrices an expert.
+    """
+    if not name.endswith("gate_up_proj"):
+        return parameter
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
-    views = [nn.Parameter(view) for view in parameter.data.view(-1, rows, columns)]
-    for view, grad in zip(views, parameter.grad.view(-1, rows, columns), strict=True):
-        view.grad = grad
-    return views
+    stack = nn.Parameter(parameter.data.unflatten(-2, (2, -1)))
+    stack.grad = parameter.grad.unflatten(-2, (2, -1))
+    return stack
 
 
 def build_optimizers(model: PreTrainedModel, options: argparse.Namespace) -> list:
@@ -371,17 +416,13 @@ def build_optimizers(model: PreTrainedModel, options: argparse.Namespace) -> lis
     for name, parameter in model.named_parameters():
         if parameter.dim() == 1 or name.endswith("bias"):
             others.append(parameter)
-        elif "layers" not in name or "router" in name or name.endswith("gate.weight"):
+        elif "layers" not in name or any(part in name for part in ("router", "gate.w", "conv1d")):
             decayed.append(parameter)
         else:
-            by_muon += matrices(name, parameter)
+            by_muon.append(matrices(name, parameter))
     decay = {"lr": options.lr, "weight_decay": options.weight_decay}
     groups = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
-    return [
-        # Updates have AdamW's size, so both share one learning rate (arXiv 2502.16982, 2.2).
-        torch.optim.Muon(by_muon, **decay, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(groups, **decay, betas=(0.9, 0.95)),
-    ]
+    return [Muon(by_muon, **decay), torch.optim.AdamW(groups, **decay, betas=(0.9, 0.95))]
 
 
 def batches(
@@ -450,7 +491,7 @@ def train(
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer in optimizers:
             optimizer.step()
-        model.zero_grad(set_to_none=False)  # Muon's matrices are views of these gradients
+        model.zero_grad(set_to_none=False)  # Muon's stacks are views of these gradients
         # Decay the poor weights of the first steps faster.
         fresh = 1 - min(options.ema, step / (step + 9))
         with torch.no_grad():

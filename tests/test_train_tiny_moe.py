@@ -157,6 +157,13 @@ def test_the_full_model_has_about_nine_million_parameters_and_fits_the_repositor
     assert 2 * parameters < 19 * 2**20
 
 
+def test_the_hybrid_model_fits_in_six_mebibytes():
+    with torch.device("meta"):
+        model = tiny.build_model("qwen3_5_moe")
+    assert 5.5 * 2**20 < 2 * sum(p.numel() for p in model.parameters()) < 6 * 2**20
+    assert model.config.layer_types == (3 * ["linear_attention"] + ["full_attention"]) * 2
+
+
 def test_the_balance_loss_equals_a_loop_over_tokens():
     model = build()
     tokens = torch.randint(64, (2, 5))
@@ -210,7 +217,7 @@ def test_every_family_learns_and_is_saved(family, tmp_path):
     assert losses[-1] < 0.8 * losses[0]
     tiny.save_model(model, tmp_path)
     saved = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
-    assert saved.config.model_type == family
+    assert saved.config.model_type == tiny.MODEL_TYPES.get(family, family)
     for parameter in model.eval().parameters():
         parameter.data = parameter.data.bfloat16().float()
     expected = tiny.predict(model, tokens)[0]
@@ -224,10 +231,12 @@ def test_muon_moves_each_matrix_by_the_promised_amount(name):
     params = [torch.nn.Parameter(torch.zeros(shape)) for shape in shapes]
     for p in params:
         p.grad = torch.randn_like(p)
-    views = [view for p in params for view in tiny.matrices(name, p)]
-    assert len(views) == (1 + 1 + 4 + 4 + 1) * (2 if name == "gate_up_proj" else 1)
-    settings = {"lr": 0.1, "weight_decay": 0.0, "adjust_lr_fn": "match_rms_adamw"}
-    torch.optim.Muon(views, **settings).step()
+    stacks = [tiny.matrices(name, p) for p in params]
+    count = sum(stack.shape[:-2].numel() for stack in stacks)
+    assert count == (1 + 1 + 4 + 4 + 1) * (2 if name == "gate_up_proj" else 1)
+    views = [view for stack in stacks for view in stack.reshape(-1, *stack.shape[-2:]).unbind()]
+    optimizer = tiny.Muon(stacks, lr=0.1, weight_decay=0.0)
+    optimizer.step()
     for p in params:
         assert (p * p.grad).sum() < 0  # downhill
         assert p.detach().pow(2).mean().sqrt().item() == pytest.approx(0.1 * 0.2, rel=0.3)
@@ -236,6 +245,22 @@ def test_muon_moves_each_matrix_by_the_promised_amount(name):
             continue
         singular = torch.linalg.svdvals(view.detach()) / (0.1 * 0.2 * max(view.shape) ** 0.5)
         assert singular.min() > 0.6 and singular.max() < 1.3
+
+
+def test_muon_is_torchs_for_each_matrix():
+    torch.manual_seed(0)
+    stack = torch.nn.Parameter(torch.randn(3, 32, 64))
+    alone = [torch.nn.Parameter(matrix.clone()) for matrix in stack.data]
+    settings = {"lr": 0.1, "weight_decay": 0.4}
+    ours = tiny.Muon([stack], **settings)
+    theirs = torch.optim.Muon(alone, **settings, adjust_lr_fn="match_rms_adamw")
+    for _ in range(3):
+        stack.grad = torch.randn_like(stack)
+        for matrix, grad in zip(alone, stack.grad, strict=True):
+            matrix.grad = grad.clone()
+        ours.step()
+        theirs.step()
+    torch.testing.assert_close(stack.data, torch.stack([m.data for m in alone]), atol=0.02, rtol=0)
 
 
 def test_an_epoch_draws_windows_of_its_documents_in_order():
