@@ -25,7 +25,7 @@ from tqdm import tqdm
 
 import tp
 from checkpoint import FORMAT_VERSION, Checkpoint
-from cli.chat import ctrl_c_flag, read_lines
+from cli.chat import AnswerPrinter, ctrl_c_flag, read_lines
 from cli.command import command
 from cli.folders import user_cache
 from cli.generate_options import (
@@ -158,7 +158,7 @@ def load_model(
         torch.cuda.synchronize(device)
     message = loader.summary(device, time.perf_counter() - start, experts is not None)
     if shard.ranks > 1:
-        chosen = choose_all_reduce(model.norm.weight.dtype, device)
+        chosen = choose_all_reduce(model.embedding.weight.dtype, device)
         message += f", {parallel} parallel on {shard.ranks} ranks; {chosen}"
     if process_group.is_main():
         log.info(message)
@@ -203,7 +203,8 @@ class WeightLoader:
         path, leaf = name.rsplit(".", 1)
         packed = isinstance(self.modules[path], Packed) and leaf in self.modules[path].layout
         self.check(name, tensor, packed, expert)
-        keeps_dtype = self.dtype is None or packed or leaf == "score_bias"
+        in_fp32 = getattr(self.modules[path], "fp32", ("score_bias",))
+        keeps_dtype = self.dtype is None or packed or leaf in in_fp32
         return tensor if keeps_dtype else tensor.to(self.dtype)
 
     def check(self, name: str, tensor: Tensor, packed: bool, expert: int | None) -> None:
@@ -297,11 +298,14 @@ def generate(
     *,
     on_text: Callable[[str], None] = lambda text: None,
     on_token: Callable[[int, int], None] = lambda token, begin: None,
+    on_reasoning: Callable[[str], None] | None = None,
     **options,
 ) -> dict:
-    """`generate_all` for one prompt: text or token ids. Both callbacks get no prompt number."""
+    """`generate_all` for one prompt: text or token ids. The callbacks get no prompt number."""
     options["on_text"] = lambda number, text: on_text(text)
     options["on_token"] = lambda number, token, begin: on_token(token, begin)
+    if on_reasoning:
+        options["on_reasoning"] = lambda number, text: on_reasoning(text)
     return generate_all(session, tokenizer, [prompt], max_new_tokens, sampling, **options)[0]
 
 
@@ -317,6 +321,7 @@ def generate_all(
     reply: bool = False,
     on_text: Callable[[int, str], None] = lambda number, text: None,
     on_token: Callable[[int, int, int], None] = lambda number, token, begin: None,
+    on_reasoning: Callable[[int, str], None] | None = None,
     interrupted: Callable[[], bool] = lambda: False,
 ) -> list[dict]:
     """Continue each prompt, all at once, until EOS, a `stop` text or max_new_tokens.
@@ -324,7 +329,8 @@ def generate_all(
     The session's batch limits the number of prompts. on_text gets a prompt's number and each piece
     of text as soon as it is certain. on_token gets the number, each token that does not end the
     text, and where in the text it begins; it is called before on_text. `interrupted` is called
-    after every step. reply: see runtime.text.TextSettings.
+    after every step. on_reasoning gets the number and each piece of a chat model's reasoning, which
+    is then no part of the text; None: it is. reply: see runtime.text.TextSettings.
 
     Returns for each prompt the fields of `TextStream.result` and `weight_statistics`, and with
     offloaded experts "offload" (see `expert_traffic`). Raises ValueError as `Session.stream_all`,
@@ -335,7 +341,8 @@ def generate_all(
     ids = [tokenizer.encode(p) if isinstance(p, str) else list(p) for p in prompts]
     streams = []
     for number, prompt in enumerate(ids):
-        callbacks = partial(on_text, number), partial(on_token, number)
+        thoughts = partial(on_reasoning, number) if on_reasoning else None
+        callbacks = partial(on_text, number), partial(on_token, number), thoughts
         settings = TextSettings(stop, ignore_eos, reply, *callbacks)
         streams.append(TextStream(prompt, tokenizer, settings))
     start, steps, counters = time.perf_counter(), 0, None
@@ -544,6 +551,7 @@ def chat(
             full = f"the context of {session.max_seq_len} positions is full: /reset starts anew"
             show(full, file=sys.stderr)
             continue
+        printer = AnswerPrinter(show)
         with ctrl_c_flag() as interrupted:
             result = generate(
                 session,
@@ -554,7 +562,8 @@ def chat(
                 stop=options.stop,
                 ignore_eos=options.ignore_eos,
                 reply=tokenizer.has_chat_template,
-                on_text=lambda piece: show(piece, end="", flush=True),
+                on_text=printer.answer,
+                on_reasoning=printer.reasoning if tokenizer.has_chat_template else None,
                 interrupted=interrupted,
             )
         show(flush=True)

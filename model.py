@@ -254,8 +254,11 @@ class MoE(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         expert_indices, expert_weights = self.route(self.router(x))
-        y = self.experts(x, expert_indices, expert_weights)
+        y = self.experts(self.expert_input(x), expert_indices, expert_weights)
         return self.merge(x, y), expert_indices, expert_weights
+
+    def expert_input(self, x: Tensor) -> Tensor:
+        return x
 
     def selection_scores(self, scores: Tensor) -> Tensor:
         """Router scores fp32 [T, E] -> the scores by which the top A experts are chosen."""
@@ -412,8 +415,8 @@ class Attention(nn.Module):
 
     def core(self, qkv: Tensor, context: Context) -> Tensor:
         """qkv [B, Q, (H + 2 K) C] -> [B, Q, H * C]: norms, RoPE, cache append, attention."""
-        H, K, C = self.heads
-        q, kv = qkv.split((H * C, 2 * K * C), dim=-1)
+        H, _, C = self.heads
+        q, kv = qkv.split((H * C, qkv.shape[-1] - H * C), dim=-1)
         kv = self.keys_and_values(kv, context.rope)
         k, v = self.cache.append(kv, context)
         # With programmatic dependent launch (PDL), Inductor lets the kernel after the append start
@@ -540,7 +543,7 @@ class Transformer(nn.Module):
 
         Returns the states, one a layer (also as `.states`); they replace those of an earlier call.
         """
-        like = self.norm.weight
+        like = self.embedding.weight  # a norm may be in fp32
         self.states = [
             block.attention.allocate(batch, length, cache_class, like) for block in self.layers
         ]
@@ -575,7 +578,7 @@ class Transformer(nn.Module):
         long = length > SHORT_CACHE and length % BLOCK == 0
         if long and positions.is_cuda and torch.compiler.is_compiling():
             blocks = blocks_in_use(positions, length, window)
-        return Mask(causal_bias(positions, length, window, self.norm.weight.dtype), blocks)
+        return Mask(causal_bias(positions, length, window, self.embedding.weight.dtype), blocks)
 
     def logits(self, normed: Tensor, last: Tensor | None) -> Tensor:
         """Normed x [B, Q, D] -> fp32 logits [B, V] of query last [B]; None: of all [B, Q, V]."""

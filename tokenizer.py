@@ -136,6 +136,14 @@ class Tokenizer:
             self._bytes[id] = self._vocabulary.token_bytes(id) if in_range else b""
         return self._bytes[id]
 
+    def token_id(self, name: str) -> int | None:
+        """Return the id of the token with this name, such as "<think>"; None if there is none."""
+        return self._vocabulary.find(name)
+
+    def template_has(self, text: str) -> bool:
+        """Whether the source of the chat template has this text."""
+        return text in (self._template_source or "")
+
     def max_bytes_per_token(self) -> int:
         """Return how many bytes of text one token can stand for, at most."""
         longest = max(len(self.token_bytes(id)) for id in range(self.vocab_size))

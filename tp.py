@@ -24,8 +24,14 @@ from formats.quantizer import pack_modules
 from model import AddNorm, Experts, Linear, ModelArgs, MoE, RMSNorm
 from models import build_model, family_of
 from models.family import Shard
+from models.layers.sandwich import Branches, SandwichAddNorm
 from parallel import process_group
-from parallel.all_reduce import all_gather, all_reduce_add_norm, all_reduce_sum
+from parallel.all_reduce import (
+    all_gather,
+    all_reduce_add_norm,
+    all_reduce_sandwich,
+    all_reduce_sum,
+)
 
 PARALLEL = "tensor", "expert"
 
@@ -90,6 +96,27 @@ class AllReduceAddNorm(AddNorm):
         return x, normed
 
 
+class AllReduceSandwich(AllReduceAddNorm):
+    """The same for SandwichAddNorm: its norms need the sum over the ranks."""
+
+    def __init__(self, plain: SandwichAddNorm, router: Linear | None = None):
+        super().__init__(1.0, router)
+        self.weight, self.eps, self.scalar = plain.norm.weight, plain.norm.eps, plain.scalar
+        weights = [norm.weight for norm in plain.branch_norms]
+        branches = torch.stack(weights) if weights else None
+        self.register_buffer("branch_weights", branches, persistent=False)
+
+    def forward(self, x: Tensor, y: Tensor | Branches, norm: nn.Module) -> tuple[Tensor, Tensor]:
+        parts = y if isinstance(y, Branches) else (y,)
+        y = torch.stack([part.view_as(x) for part in parts])  # one message
+        rows = None if self.router is None else self.router.weight
+        weights = self.branch_weights, self.weight, self.scalar, norm.weight
+        x, normed, scores = all_reduce_sandwich(x, y, *weights, self.eps, rows)
+        if self.router is not None:
+            self.scores = scores
+        return x, normed
+
+
 class FusedScores(nn.Module):
     """A router that returns the scores computed by the AllReduceAddNorm before it."""
 
@@ -103,6 +130,13 @@ class FusedScores(nn.Module):
         if scores is None:  # the previous layer predicts this one's experts (offload/)
             return router(x)
         return scores if router.bias is None else scores + router.bias
+
+
+def all_reduced(add_norm: AddNorm, router: Linear | None = None) -> AllReduceAddNorm:
+    """Return what replaces a block's AddNorm; router: of the FFN that follows it."""
+    if isinstance(add_norm, SandwichAddNorm):
+        return AllReduceSandwich(add_norm, router)
+    return AllReduceAddNorm(getattr(add_norm, "scale", 1.0), router)
 
 
 class ShardedExperts(Experts):
@@ -204,11 +238,12 @@ def shard_problem(args: ModelArgs, format: dict, ranks: int, parallel: str) -> s
         sizes["the dense layers' intermediate size"] = args.dense_intermediate
     if shared := getattr(args, "shared_intermediate", 0):
         sizes["the shared expert's intermediate size"] = shared
-    for name, size in sizes.items():
+    for name, size in (sizes | family_of(args).sharded_heads(args)).items():
         if size % ranks:
             return f"{size} ({name}) cannot be divided by {ranks}"
-    if args.n_kv_head % ranks and ranks % args.n_kv_head:
-        return f"{args.n_kv_head} key-value heads are neither a multiple nor a divisor of {ranks}"
+    for heads in (getattr(args, name) for name in family_of(args).kv_head_fields):
+        if heads % ranks and ranks % heads:
+            return f"{heads} key-value heads are neither a multiple nor a divisor of {ranks}"
     table = shard_table(args, parallel)
     for path, spec in format.get("modules", {}).items():
         if why := group_problem(path, spec, table.get(table_key(path)), ranks):
@@ -270,11 +305,12 @@ def local_args(args: ModelArgs, ranks: int, parallel: str) -> ModelArgs:
     if ranks == 1:
         return args
     inner = args.intermediate if parallel == "expert" else args.intermediate // ranks
+    kv_heads = family_of(args).kv_head_fields
     sharded = {name: getattr(args, name) // ranks for name in family_of(args).sharded_fields}
+    sharded |= {name: max(1, getattr(args, name) // ranks) for name in kv_heads}
     return replace(
         args,
         n_head=args.n_head // ranks,
-        n_kv_head=max(1, args.n_kv_head // ranks),
         intermediate=inner,
         tied_embeddings=False,
         **sharded,
@@ -339,10 +375,9 @@ class ModelShard:
             return
         self.model.head = GatheredHead(self.model.head, self.ranks)
         for block in self.model.layers:
-            scale = getattr(block.add_attention, "scale", 1.0)
             router = block.ffn.router if isinstance(block.ffn, MoE) else None
-            block.add_attention = AllReduceAddNorm(scale, router)
-            block.add_ffn = AllReduceAddNorm(scale)
+            block.add_attention = all_reduced(block.add_attention, router)
+            block.add_ffn = all_reduced(block.add_ffn)
             if router is not None:
                 block.ffn.router = FusedScores(block.add_attention)
 

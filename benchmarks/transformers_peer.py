@@ -47,8 +47,10 @@ def hf_model(args: ModelArgs, dtype: torch.dtype, device: torch.device | str):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
     with torch.device("meta"):
         models = build_model(args), model
-    ours, theirs = (  # transformers has score_bias as a buffer
-        sum(p.numel() for name, p in m.named_parameters() if not name.endswith("score_bias"))
+    # Transformers has score_bias and Gemma 4's scalar as buffers. Our router includes its scale.
+    apart = "score_bias", ".scalar", "router.scale"
+    ours, theirs = (
+        sum(p.numel() for name, p in m.named_parameters() if not name.endswith(apart))
         for m in models
     )
     if ours != theirs:

@@ -1,9 +1,33 @@
-"""Reading a chat from the terminal: lines, and Ctrl-C that stops an answer."""
+"""A chat in the terminal: lines, answers as they come, and Ctrl-C that stops one."""
 
 import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+
+DIM, NORMAL = "\x1b[2m", "\x1b[0m"
+
+
+class AnswerPrinter:
+    """Prints an answer piece by piece, its reasoning before it, dimmed on a terminal.
+
+    show: `print`, or what takes its arguments.
+    """
+
+    def __init__(self, show: Callable[..., None]):
+        self.show, self.reasoned = show, False
+        self.dims = sys.stdout is not None and sys.stdout.isatty()
+
+    def reasoning(self, piece: str) -> None:
+        # Each piece for itself, so that Ctrl-C leaves no dimmed terminal.
+        self.show(f"{DIM}{piece}{NORMAL}" if self.dims else piece, end="", flush=True)
+        self.reasoned = True
+
+    def answer(self, piece: str) -> None:
+        if piece and self.reasoned:
+            self.show("\n")
+            self.reasoned = False
+        self.show(piece, end="", flush=True)
 
 
 @contextmanager

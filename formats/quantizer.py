@@ -21,7 +21,7 @@ from model import ExpertLinear, Linear, Transformer
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 PACK_CHUNK = 1 << 22  # weights packed at a time: 150 MB in fp32, with the solver's temporaries
 SUGGESTED_GROUPS = 8, 16, 32, 64, 128, 256
-NEVER_PACKED = ".router", ".shared_gate"
+NEVER_PACKED = ".router", ".shared_gate", ".wba"
 
 # Planning -----------------------------------------------------------------------------------------
 

@@ -6,7 +6,9 @@ from formats.quantizer import DTYPES
 from model import ModelArgs, Transformer
 from models.deepseek import DeepseekV2, DeepseekV3
 from models.family import Family
+from models.gemma4 import Gemma4, Gemma4Text
 from models.glm4_moe import Glm4Moe
+from models.glm4_moe_lite import Glm4MoeLite
 from models.gpt_oss import GptOss
 from models.granitemoe import GraniteMoe
 from models.legacy import args_of_version_one
@@ -14,17 +16,25 @@ from models.mixtral import Mixtral
 from models.olmoe import Olmoe
 from models.phimoe import Phimoe
 from models.qwen2_moe import Qwen2Moe
+from models.qwen3_5_moe import Qwen3_5Moe, Qwen3_5MoeText
 from models.qwen3_moe import Qwen3Moe
+from models.qwen3_next import Qwen3Next
 
 # Keys are names in config.json's "architectures".
 FAMILIES: dict[str, Family] = {
     "MixtralForCausalLM": Mixtral(),
     "Qwen3MoeForCausalLM": Qwen3Moe(),
     "Qwen2MoeForCausalLM": Qwen2Moe(),
+    "Qwen3NextForCausalLM": Qwen3Next(),
+    "Qwen3_5MoeForConditionalGeneration": Qwen3_5Moe(),
+    "Qwen3_5MoeForCausalLM": Qwen3_5MoeText(),
     "OlmoeForCausalLM": Olmoe(),
     "GraniteMoeForCausalLM": GraniteMoe(),
     "PhimoeForCausalLM": Phimoe(),
     "Glm4MoeForCausalLM": Glm4Moe(),
+    "Glm4MoeLiteForCausalLM": Glm4MoeLite(),
+    "Gemma4ForConditionalGeneration": Gemma4(),
+    "Gemma4ForCausalLM": Gemma4Text(),
     "DeepseekV2ForCausalLM": DeepseekV2(),
     "DeepseekV3ForCausalLM": DeepseekV3(),
     "GptOssForCausalLM": GptOss(),

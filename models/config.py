@@ -114,6 +114,14 @@ def published_format(config: dict, methods: tuple[str, ...]) -> str | None:
     )
 
 
+def nested_text_config(config: dict) -> dict:
+    """Return the language model's config, which a larger config.json has as `text_config`."""
+    nested = config.get("text_config", {})
+    if not isinstance(nested, dict):
+        raise ValueError(f"config.json: text_config = {nested!r:.80} is not supported")
+    return config | nested
+
+
 def own_key(family, key: str) -> str:
     """Return the family's own name of a shared key."""
     return {shared: own for own, shared in family.renamed_keys.items()}.get(key, key)

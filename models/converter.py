@@ -42,8 +42,12 @@ WRONG_DTYPE = {  # keys: the dtype that is due
 }
 SCALE = "_scale_inv"  # suffix of a block-FP8 weight's scales
 # Weights that stay in block FP8.
-PACKABLE = ".wqkv.weight", ".wq.weight", ".wo.weight", ".w13.weight", ".w2.weight", "head.weight"
-DEQUANTIZED = ".wkv"  # dequantized: latent attention multiplies with it along either axis
+PACKABLE = (
+    *(".wqkv.weight", ".wq.weight", ".wo.weight", ".w13.weight", ".w2.weight", "head.weight"),
+    *(".wqkvz.weight", ".wout.weight", ".wqk.weight"),
+)
+# Dequantized: latent attention multiplies with wkv along either axis; wba is never packed.
+DEQUANTIZED = ".wkv", ".wba.weight"
 
 
 def weight_files(directory: Path) -> tuple[list[str], dict[str, str]]:
@@ -137,6 +141,17 @@ class PublishedTensors:
         kept = {name: at for name, at in self.tensors.items() if not name.startswith(beyond)}
         self.tensors = kept
 
+    def leave_out(self, prefixes: tuple[str, ...]) -> str:
+        """Leave out the tensors with these prefixes; say how many there were of each."""
+        counts = dict.fromkeys(prefixes, 0)
+        for name in list(self.tensors):
+            prefix = next((prefix for prefix in prefixes if name.startswith(prefix)), None)
+            if prefix is not None:
+                counts[prefix] += 1
+                del self.tensors[name]
+        found = (f"{prefix}* ({count} tensors)" for prefix, count in counts.items() if count)
+        return ", ".join(found)
+
     def original(self, name: str) -> str:
         """Return the name as this directory's files have it."""
         for theirs, shared in self.renames:
@@ -197,7 +212,9 @@ def block_recipes(ours: str, recipe: Recipe, format: str, tensors: PublishedTens
     shape, dtype = FORMATS[format].layout(recipe.shape, group)["scale"]
     transform = recipe.transform or (lambda t: t)
     rows = torch.arange(recipe.shape[-2]).unsqueeze(1)
-    if not torch.equal(transform(rows) // group, rows // group):
+    blocks = transform(rows).flatten() // group  # the block that each row of ours comes from
+    order = blocks[::group]
+    if not torch.equal(blocks, order.repeat_interleave(group)[: len(rows)]):
         raise ValueError(
             f"{ours}: rows would leave their blocks of {group}; fetch the original bf16 checkpoint"
         )
@@ -220,7 +237,8 @@ def block_recipes(ours: str, recipe: Recipe, format: str, tensors: PublishedTens
         transform=lambda t: bytes_to_words(transform(t), group),
         dtype=torch.float8_e4m3fn,
     )
-    return {f"{path}.codes": codes, f"{path}.scale": Recipe(shape, scales, dtype=dtype)}
+    scale = Recipe(shape, scales, lambda t: t.index_select(-2, order), dtype)
+    return {f"{path}.codes": codes, f"{path}.scale": scale}
 
 
 class ConversionPlan:
@@ -374,8 +392,10 @@ def convert(
     config = read_json(directory / "config.json")
     family = family_of_config(config)
     args, published = family.from_hf(config), family.published_format(config)
-    config = dict(family.defaults) | config
+    config = dict(family.defaults) | family.text_config(config)
     tensors = PublishedTensors(directory, family.renamed_tensors)
+    if (left_out := tensors.leave_out(family.left_out)) and progress:
+        tqdm.write(f"left out, as they are not run: {left_out}", file=sys.stderr)
     tensors.drop_layers(args.n_layer, config.get("num_nextn_predict_layers") or 0)
     if args.tied_embeddings and "lm_head.weight" in tensors.tensors:
         args = check_tie(args, tensors)

@@ -69,11 +69,19 @@ class Family:
     # Published models, for benchmark.py: config.json without what `defaults` has.
     shapes: Mapping[str, dict] = NOTHING
 
+    # Fields whose KV heads are sharded, or replicated if there are fewer of them than ranks.
+    kv_head_fields: tuple[str, ...] = ("n_kv_head",)
+
     renamed_tensors: tuple[tuple[str, str], ...] = ()  # its names -> the shared ones
+    left_out: tuple[str, ...] = ()  # prefixes (shared) of tensors that the model has no use for
+
+    def text_config(self, config: dict) -> dict:
+        """Return the config of the language model, which may be nested in config.json."""
+        return config
 
     def from_hf(self, config: dict) -> ModelArgs:
         """Return the args of a config.json. Raises ValueError naming the key that cannot be run."""
-        return self.args_class(**self.arg_fields(HFConfig(config, self)))
+        return self.args_class(**self.arg_fields(HFConfig(self.text_config(config), self)))
 
     def arg_fields(self, c: HFConfig) -> dict:
         """Return the fields of args_class. Families extend it, and refuse what they cannot run."""
@@ -91,6 +99,10 @@ class Family:
         """The fields that tensor parallelism divides by the ranks, beside those of every family."""
         names = (field.name for field in dataclasses.fields(self.args_class))
         return tuple(name for name in names if name.endswith("_intermediate"))
+
+    def sharded_heads(self, args: ModelArgs) -> dict[str, int]:
+        """Return what to call them -> heads besides `n_head` that the ranks must divide."""
+        return {}
 
     def attention_memory(self, args: ModelArgs, length: int) -> tuple[int, int]:
         """Return a layer's cached numbers per position, and those of a prompt's temporaries."""

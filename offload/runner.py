@@ -41,7 +41,7 @@ class OffloadRunner(CompiledRunner):
         if not experts.fits(pairs):
             waves, predicted = experts.plan_waves(needed, pairs)
             if len(waves) > 1:
-                y = experts.multiply_in_waves(h, indices, weights, waves)
+                y = experts.multiply_in_waves(block.ffn.expert_input(h), indices, weights, waves)
                 return *finish_block(block, x, h, y, next_norm), indices, weights
             experts.load_wave(waves[0], predicted)
         else:
@@ -84,7 +84,8 @@ def multiply_experts(
     next_norm: nn.Module,
 ):
     """Run the rest of `Block.forward` -> x, its next_norm."""
-    y = block.ffn.experts.multiply(h, expert_indices, expert_weights, slot_map)
+    experts: OffloadedExperts = block.ffn.experts
+    y = experts.multiply(block.ffn.expert_input(h), expert_indices, expert_weights, slot_map)
     return finish_block(block, x, h, y, next_norm)
 
 

@@ -269,7 +269,8 @@ def fixed_add_norm(
     if not x.is_cuda:
         total = torch.add(x, y, alpha=scale)
         norm = F.rms_norm if bias is None else partial(F.layer_norm, bias=bias)
-        normed = norm(total, weight.shape, weight=weight, eps=eps)
+        normed = norm(total.to(weight.dtype), weight.shape, weight=weight, eps=eps)
+        normed = normed.to(x.dtype)  # the weight may be in fp32
         rows = normed.view(-1, D)
         return total, normed, x.new_empty(0) if router is None else F.linear(rows, router)
     x, y = x.contiguous(), y.contiguous()

@@ -33,14 +33,22 @@ def online_softmax(scores, row_max, row_sum):
 
 
 @jit
-def _load_rotation(rope, sequence, c, C: tl.constexpr, ROTARY_DIM: tl.constexpr):
+def _load_rotation(
+    rope,
+    sequence,
+    c,
+    C: tl.constexpr,
+    ROTARY_DIM: tl.constexpr,
+    ROPE_WIDTH: tl.constexpr,
+    ROPE_BEGIN: tl.constexpr,
+):
     """Load RoPE of a sequence's token for the numbers c [SPLITS, C] of a head.
 
     Return c, the index of the number that RoPE pairs each with, its cosine and its
     signed sine.
     """
     partner = tl.where(c < ROTARY_DIM, (c + ROTARY_DIM // 2) % ROTARY_DIM, c)
-    rope += sequence * 2 * C + c
+    rope += sequence * ROPE_WIDTH + ROPE_BEGIN + c
     cos, sin = tl.load(rope), tl.load(rope + C)
     return c, partner, cos, sin
 
@@ -71,9 +79,15 @@ def _load_head(
 
 
 @jit
-def _load_value(x, c, CLIP: tl.constexpr):
-    """Load one head at x -> [SPLITS, C], after clip."""
+def _load_value(
+    x, c, C: tl.constexpr, EPS: tl.constexpr, CLIP: tl.constexpr, NORM_VALUES: tl.constexpr
+):
+    """Load one head at x -> [SPLITS, C], after clip or a norm without a weight."""
     value = tl.load(x + c)
+    if NORM_VALUES:
+        number = value.to(tl.float32)
+        rms = tl.rsqrt(tl.sum(number * number, 1, keep_dims=True) / C + EPS)
+        value = (number * rms).to(value.dtype)
     if CLIP > 0:
         value = tl.clamp(value.to(tl.float32), -CLIP, CLIP).to(value.dtype)
     return value
@@ -149,6 +163,10 @@ def _attend_token(
     WINDOW: tl.constexpr,
     HAS_NORM: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    NORM_VALUES: tl.constexpr,
+    KEYS_ARE_VALUES: tl.constexpr,
+    ROPE_WIDTH: tl.constexpr,
+    ROPE_BEGIN: tl.constexpr,
     N: tl.constexpr,
     SPLITS: tl.constexpr,
     V_OFFSET: tl.constexpr,
@@ -157,7 +175,7 @@ def _attend_token(
     sequence, head = tl.program_id(1).to(tl.int64), tl.program_id(0)
     split, kv_head = tl.arange(0, SPLITS), head // (H // K)
     c = split[:, None] * 0 + tl.arange(0, C)[None, :]
-    rotation = _load_rotation(rope, sequence, c, C, ROTARY_DIM)
+    rotation = _load_rotation(rope, sequence, c, C, ROTARY_DIM, ROPE_WIDTH, ROPE_BEGIN)
     position = tl.load(positions + sequence).to(tl.int32)
     cache += (sequence * K + kv_head) * S * C
     BLOCK: tl.constexpr = N * SPLITS
@@ -167,8 +185,11 @@ def _attend_token(
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    qkv += sequence * (H + 2 * K) * C
-    own_value = _load_value(qkv + (H + K + kv_head) * C, c, CLIP)
+    HEADS: tl.constexpr = H + K if KEYS_ARE_VALUES else H + 2 * K
+    FIRST_VALUE: tl.constexpr = H if KEYS_ARE_VALUES else H + K
+    qkv += sequence * HEADS * C
+    value = qkv + (FIRST_VALUE + kv_head) * C
+    own_value = _load_value(value, c, C, EPS, CLIP, NORM_VALUES)
     own_key = _load_head(qkv + (H + kv_head) * C, k_norm, rotation, C, EPS, CLIP, HAS_NORM)
     own_key = own_key.to(own_value.dtype)
     query = _load_head(qkv + head * C, q_norm, rotation, C, EPS, CLIP, HAS_NORM) * SCALE
@@ -205,13 +226,20 @@ def attend_token(
     eps: float,
     clip: float,
     window: int,
+    norm_values: bool = False,
+    keys_are_values: bool = False,
+    rope_begin: int = 0,
 ) -> Tensor:
     """Attend with one token of each sequence, and append its key and value to the cache.
 
     qkv [B, 1, (H + 2 K) C] at positions [B, 1], cache [2, B, K, S, C] -> [B, 1, H * C].
-    C is a power of two from 16 to 256. Order: clip to +-clip (0: none), RMS norm of each
+    C is a power of two from 16 to 512. Order: clip to +-clip (0: none), RMS norm of each
     head (weights q_norm, k_norm [C], eps), RoPE of the first rotary_dim numbers (rope is
     `model.Context.rope`), scores times scale, softmax with sinks [H].
+
+    norm_values: RMS norm of values too, without a weight. keys_are_values: qkv is
+    [B, 1, (H + K) C], and values are its keys before norm and RoPE. rope_begin: the
+    layer's first column of rope.
 
     window: the number of positions that a token sees, its own included. Masked
     positions of the cache must be finite: they are multiplied by 0, and 0 * NaN is NaN.
@@ -219,13 +247,15 @@ def attend_token(
     write them.
     """
     _, B, K, S, C = cache.shape
-    y = _attend_token_fake(qkv, rope, positions, cache)
+    y = qkv.new_empty(B, 1, qkv.shape[-1] - (1 if keys_are_values else 2) * K * C)
     H, pdl = y.shape[-1] // C, supports_pdl(qkv)
     # The kernel needs a valid pointer for an absent tensor, which it then does not read.
     weights = (qkv if tensor is None else tensor for tensor in (q_norm, k_norm, sinks))
     shape = dict(S=S, H=H, K=K, C=C, ROTARY_DIM=rotary_dim, V_OFFSET=B * K * S * C)
     scores = dict(SCALE=scale, EPS=eps, CLIP=clip, WINDOW=window)
     flags = dict(HAS_NORM=q_norm is not None, HAS_SINKS=sinks is not None, PDL=pdl)
+    flags |= dict(NORM_VALUES=norm_values, KEYS_ARE_VALUES=keys_are_values)
+    flags |= dict(ROPE_WIDTH=rope.shape[-1], ROPE_BEGIN=rope_begin)
     tile = dict(N=8, SPLITS=4096 // (C * cache.element_size()))  # 256 lanes of 16 bytes
     _attend_token[H, B](
         qkv.contiguous(),
@@ -245,6 +275,22 @@ def attend_token(
 
 
 @attend_token.register_fake
-def _attend_token_fake(qkv: Tensor, rope: Tensor, positions: Tensor, cache: Tensor, *rest):
+def _(
+    qkv,
+    rope,
+    positions,
+    cache,
+    q_norm,
+    k_norm,
+    sinks,
+    rotary_dim,
+    scale,
+    eps,
+    clip,
+    window,
+    norm_values=False,
+    keys_are_values=False,
+    rope_begin=0,
+) -> Tensor:
     _, B, K, _, C = cache.shape
-    return qkv.new_empty(B, 1, qkv.shape[-1] - 2 * K * C)
+    return qkv.new_empty(B, 1, qkv.shape[-1] - (1 if keys_are_values else 2) * K * C)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ops.all_reduce import WORDS, Inbox, empty_scores, fixed_add_norm, push_all_reduce
 from ops.inductor import custom_op
+from ops.sandwich import fixed_sandwich
 from parallel.process_group import rank, run_collective, size, state, total
 
 MAX_SYMMETRIC_BYTES = 32 << 20  # largest message of one-shot and two-shot
@@ -65,6 +66,30 @@ def all_reduce_add_norm(
 
 @all_reduce_add_norm.register_fake
 def _(x, y, weights, scale, weight, bias, eps, router) -> tuple[Tensor, Tensor, Tensor]:
+    added, normed = (torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(2))
+    return added, normed, empty_scores(x, router)
+
+
+@custom_op("moe_fast::sum_and_sandwich")
+def all_reduce_sandwich(
+    x: Tensor,
+    y: Tensor,
+    branch_weights: Tensor | None,
+    weight: Tensor,
+    scalar: Tensor | None,
+    next_weight: Tensor | None,
+    eps: float,
+    router: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """All-reduce y [N, ..., D] in one message, then compute `ops.sandwich.fixed_sandwich`."""
+    y = _all_reduce(y, None, y)
+    return fixed_sandwich(x, y, branch_weights, weight, scalar, next_weight, eps, router)
+
+
+@all_reduce_sandwich.register_fake
+def _(
+    x, y, branch_weights, weight, scalar, next_weight, eps, router
+) -> tuple[Tensor, Tensor, Tensor]:
     added, normed = (torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(2))
     return added, normed, empty_scores(x, router)
 

@@ -21,15 +21,25 @@ class FusedDecodeAttention(Attention):
     """
 
     def __init__(self, plain: Attention, settings: dict):
-        """settings: additions to plain attention that the kernel computes: sinks, query_scale."""
+        """settings: additions to plain attention that the kernel computes.
+
+        Those are sinks, query_scale, norm_values, keys_are_values and rope_begin of `attend_token`,
+        and the projection's name if it is not wqkv.
+        """
         nn.Module.__init__(self)
         self.__dict__.update(plain.__dict__)
         self.plain = (plain,)  # a tuple hides it from nn.Module
         self.settings = settings
         _, _, C = self.heads
         self.decode_scale = settings.get("query_scale", 1.0) * C**-0.5
-        fits = C & C - 1 == 0 and 16 <= C <= 256
+        fits = C & C - 1 == 0 and 16 <= C <= 512
         self.supported = self.qk_norm != "full" and fits
+        # Larger heads were not measured: as many bytes as with heads of 128.
+        self.max_length = MAX_CACHE_LEN * 128 // max(C, 128)
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        projection = getattr(self, self.settings.get("projection", "wqkv"))
+        return self.wo(self.core(projection(x), context))
 
     def core(self, qkv: Tensor, context: Context) -> Tensor:
         if self.is_fused(qkv, context):
@@ -44,7 +54,7 @@ class FusedDecodeAttention(Attention):
             return False
         mask = context.masks[self.window]
         length = mask.bias.shape[-1]
-        short = min(self.window or length, length) <= MAX_CACHE_LEN
+        short = min(self.window or length, length) <= self.max_length
         return self.cache.kv.dtype == qkv.dtype and mask.blocks is None and short
 
     def fused_core(self, qkv: Tensor, context: Context) -> Tensor:
@@ -65,6 +75,9 @@ class FusedDecodeAttention(Attention):
             eps,
             self.clip_qkv or 0.0,
             self.window or 1 << 30,
+            self.settings.get("norm_values", False),
+            self.settings.get("keys_are_values", False),
+            self.settings.get("rope_begin", 0),
         )
 
 

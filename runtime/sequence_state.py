@@ -1,11 +1,11 @@
 """What a layer remembers of its sequences, as sessions, speculation and the server see it.
 
 A layer's `attention.allocate` makes one such object. model.KVCache implements the protocol for
-keys and values; a recurrent layer (linear attention, Mamba) would implement it for its state. The
-two differ in what they forgive. A KV cache masks what stands past a sequence's length, so it may
-be written there: padding of a prompt, warm-up of a captured graph, idle rows of a batch, refused
-drafts. A recurrent state must not take these tokens in. Every call therefore tells which tokens
-are real: `context.last` [B] is the index of each row's last real query, -1 for none.
+keys and values, models/layers/gated_delta_net.py for a recurrent state. The two differ in what they
+forgive. A KV cache masks what stands past a sequence's length, so it may be written there: padding
+of a prompt, warm-up of a captured graph, idle rows of a batch, refused drafts. A recurrent state
+must not take these tokens in. Every call therefore tells which tokens are real: `context.last` [B]
+is the index of each row's last real query, -1 for none.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ class SequenceState(Protocol):
     def append(self, values: Tensor, context: Context):
         """Take in the values [B, Q, ...] of the call's real tokens; return what the layer reads.
 
-        After a call of up to MAX_TENTATIVE tokens a row, `accept` may drop the last ones again.
+        After a call of 2 to MAX_TENTATIVE tokens a row, `accept` may drop the last ones again.
         """
 
     def accept(self, counts: Tensor) -> None:

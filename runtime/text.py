@@ -4,6 +4,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from runtime.reasoning import ANSWER, REASONING, Parts, make_splitter
+
 
 class TextStream:
     """The text of one sequence as its tokens arrive. `finish_reason` is set once it has ended."""
@@ -13,7 +15,8 @@ class TextStream:
         self.prompt_tokens, self.settings = len(ids), settings
         self.stop_ids = () if settings.ignore_eos else tokenizer.stop_ids
         self.pieces = tokenizer.stream(() if settings.reply else ids)
-        self.text, self.shown = "", 0
+        self.splitter = make_splitter(tokenizer, ids) if settings.on_reasoning else None
+        self.text, self.reasoning, self.shown = "", "", 0
         self.times: list[float] = []
         self.finish_reason: str | None = None
 
@@ -25,8 +28,9 @@ class TextStream:
         if token in self.stop_ids:
             self.end("stop")
             return
-        self.settings.on_token(token, len(self.text))
-        self.text += self.pieces.push(token)
+        self.settings.on_token(token, len(self.reasoning) + len(self.text))
+        text = self.pieces.push(token)
+        self.add(self.splitter.push(token, text) if self.splitter else [(ANSWER, text)])
         stop = self.settings.stop
         if (end := find_stop(self.text, stop)) is not None:
             self.text = self.text[:end]
@@ -38,9 +42,18 @@ class TextStream:
         """End for this reason, unless it has ended before."""
         if self.finish_reason is None:
             self.finish_reason = reason
-            if reason != "stop":
-                self.text += self.pieces.flush()
+            rest = "" if reason == "stop" else self.pieces.flush()
+            self.add(self.splitter.flush(rest) if self.splitter else [(ANSWER, rest)])
             self.show(len(self.text))
+
+    def add(self, parts: Parts) -> None:
+        """Add new text to the answer, or to its reasoning, which is shown at once."""
+        for kind, text in parts:
+            if kind == REASONING and self.settings.on_reasoning:
+                self.reasoning += text
+                self.settings.on_reasoning(text)
+            else:
+                self.text += text
 
     def show(self, certain: int) -> None:
         self.settings.on_text(self.text[self.shown : certain])
@@ -54,12 +67,16 @@ class TextStream:
 
         Returns text, prompt_tokens, new_tokens, finish_reason ("stop", "length" or "interrupted"),
         ttft_s (time to first token), prefill_tok_s, decode_tok_s and gb_s (None below two tokens).
+        If reasoning is split off: also reasoning and reasoning_tokens.
         """
         self.end("length")
         count = len(self.times)
         ttft = self.times[0] - start if count else None
         seconds = self.times[-1] - self.times[0] if count else 0.0
         rate = (count - 1) / seconds if seconds else None
+        split = {}
+        if self.splitter:
+            split = {"reasoning": self.reasoning, "reasoning_tokens": self.splitter.tokens}
         return {
             "text": self.text,
             "prompt_tokens": self.prompt_tokens,
@@ -69,6 +86,7 @@ class TextStream:
             "prefill_tok_s": ttft and prefilled / ttft,
             "decode_tok_s": rate,
             "gb_s": rate and read and read * rate / 1e9,
+            **split,
         }
 
 
@@ -80,7 +98,10 @@ class TextSettings:
     ignore_eos: bool
     reply: bool  # not a continuation of the prompt: drop the tokenizer's leading space
     on_text: Callable[[str], None]  # each piece, as soon as it is certain
-    on_token: Callable[[int, int], None]  # each token, and where in the text it begins
+    # Each token, and where it begins in the text, after the reasoning if that is split off.
+    on_token: Callable[[int, int], None]
+    # Each piece of reasoning, which is then no part of the text. None: do not split it off.
+    on_reasoning: Callable[[str], None] | None = None
 
 
 def check_stop(stop: Sequence[str]) -> None:

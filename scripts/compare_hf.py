@@ -75,7 +75,8 @@ def sort_by_expert(experts: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
 def record_ours(model: Transformer, recorder: Recorder) -> None:
     """Record all operators of our model."""
     record = recorder.record
-    record(("", "embedding"), model.embedding, lambda i, o: o)
+    scale = getattr(model, "embedding_scale", {})  # Gemma 4's; transformers' embedding has it
+    record(("", "embedding"), model.embedding, lambda i, o: o * scale.get(o.dtype, 1))
     next_norms = [block.attention_norm for block in model.layers[1:]] + [model.norm]
     for n, (block, next_norm) in enumerate(zip(model.layers, next_norms, strict=True)):
         layer, norm, ffn = f"layer {n}", block.ffn_norm, block.ffn
@@ -87,7 +88,7 @@ def record_ours(model: Transformer, recorder: Recorder) -> None:
             record((layer, "router logits"), ffn.router, lambda i, o: o)
             record((layer, ROUTING), ffn, lambda i, o: sort_by_expert(*o[1:])[0])
             record((layer, "expert weights"), ffn, lambda i, o: sort_by_expert(*o[1:])[1])
-        record((layer, "sum of experts"), ffn, lambda i, o: o[0])
+        record((layer, "sum of experts"), ffn, lambda i, o: getattr(o[0], "experts", o[0]))
         record((layer, "residual after experts"), next_norm, lambda i, o: i[0])
     record(("", "last norm"), model.norm, lambda i, o: o)
     record(("", "logits"), model.head, lambda i, o: o)
@@ -100,13 +101,18 @@ def record_peer(peer: nn.Module, recorder: Recorder) -> None:
     for n, block in enumerate(peer.model.layers):
         layer, norm = f"layer {n}", block.post_attention_layernorm
         ffn = block.mlp if hasattr(block, "mlp") else block.block_sparse_moe
-        gate = getattr(ffn, "gate", getattr(ffn, "router", None))
+        gate = scores = getattr(ffn, "gate", getattr(ffn, "router", None))
+        ffn_norm, is_gemma4 = norm, hasattr(block, "pre_feedforward_layernorm_2")
+        if is_gemma4:  # the router and the experts stand beside a dense FFN
+            norm, gate, ffn = block.pre_feedforward_layernorm, block.router, block.experts
+            ffn_norm, scores = gate.norm, gate.proj
         record((layer, "attention norm"), block.input_layernorm, lambda i, o: o)
-        record((layer, "attention"), block.self_attn, lambda i, o: o[0])
+        attention = block.self_attn if hasattr(block, "self_attn") else block.linear_attn
+        record((layer, "attention"), attention, lambda i, o: o[0] if isinstance(o, tuple) else o)
         record((layer, "residual after attention"), norm, lambda i, o: i[0])
-        record((layer, "ffn norm"), norm, lambda i, o: o)
+        record((layer, "ffn norm"), ffn_norm, lambda i, o: o)
         if gate is not None:
-            record((layer, "router logits"), gate, lambda i, o: o[0])
+            record((layer, "router logits"), scores, lambda i, o: o[0] if type(o) is tuple else o)
             record((layer, ROUTING), gate, lambda i, o: sort_by_expert(o[2], o[1])[0])
             record((layer, "expert weights"), gate, lambda i, o: sort_by_expert(o[2], o[1])[1])
         record((layer, "sum of experts"), ffn, lambda i, o: o[0] if isinstance(o, tuple) else o)
@@ -264,7 +270,7 @@ def run(options: argparse.Namespace) -> dict:
     ids = prompt_ids(options, checkpoint, args_of_checkpoint(checkpoint))
     device = pick_device(options.device)
     model = load_model(checkpoint, device, DTYPES.get(options.dtype))
-    dtype = model.norm.weight.dtype
+    dtype = model.embedding.weight.dtype
     peer = load_peer(AutoModelForCausalLM, folder, dtype).to(device).eval()
     places = compare(model, peer, ids)
     limit = TOLERANCE[dtype] if options.tolerance is None else options.tolerance

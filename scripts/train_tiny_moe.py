@@ -13,6 +13,7 @@ Shapes: B sequences, S positions, V vocabulary, L layers, E experts, A active ex
 
 import argparse
 import copy
+import importlib
 import io
 import itertools
 import json
@@ -24,9 +25,11 @@ import tempfile
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
+from unittest import mock
 
 import sentencepiece
 import torch
@@ -38,6 +41,7 @@ from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from cli.parser import Parser
+from ops.gated_delta import chunk_in_torch
 
 BOS, EOS = 1, 2  # sentencepiece's default ids, and Mixtral's
 PROMPT = 'class Stack:\n    """A last-in, first-out container."""\n\n    def __init__(self'
@@ -313,6 +317,30 @@ def build_model(family: str, dropout: float = 0.0, **sizes) -> PreTrainedModel:
         if "Norm" not in type(module).__name__:
             module.register_forward_hook(drop)
     return model
+
+
+@torch.compiler.disable  # its loop over chunks would be unrolled in every layer
+def delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **_) -> tuple:
+    """Compute transformers' chunk_gated_delta_rule from an empty state, in fp32.
+
+    transformers' own solves the systems row by row, in 64 steps a layer, and keeps each for the
+    backward pass. q, k [B, S, K, Ck], v [B, S, H, Cv], g and beta [B, S, H] -> out [B, S, H, Cv]
+    and no state.
+    """
+    with torch.autocast(v.device.type, enabled=False):
+        state = torch.zeros(len(v), v.shape[2], k.shape[3], v.shape[3], device=v.device)
+        return chunk_in_torch(q, k, v, g.float(), beta.float(), state)[0], None
+
+
+@contextmanager
+def own_delta_rule(family: str) -> Iterator[None]:
+    """Let transformers' class of a hybrid family compute `delta_rule`."""
+    if family not in MODEL_TYPES:
+        yield
+        return
+    module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    with mock.patch.object(module, "torch_chunk_gated_delta_rule", delta_rule):
+        yield
 
 
 def predict(model: nn.Module, tokens: Tensor, weights: dict | None = None) -> tuple[Tensor, ...]:
@@ -691,7 +719,8 @@ def run(options: argparse.Namespace) -> dict:
     def evaluate(model: PreTrainedModel) -> float:
         return score(model, ids, options.seq_len)[0] / math.log(2) / len(text.encode())
 
-    model, facts = train(model, stream, evaluate, options)
+    with own_delta_rule(options.family):
+        model, facts = train(model, stream, evaluate, options)
     options.output_dir.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=options.output_dir.parent, prefix=".tiny-moe-") as scratch:
         folder = Path(scratch) / "new"

@@ -261,7 +261,7 @@ async def stream_chunks(
     if builder.body.chat:
         yield builder.role_chunk()
     while isinstance(event, TextDelta):
-        yield builder.chunk(event.text, event.tokens)
+        yield builder.chunk(event.text, event.tokens, is_reasoning=event.is_reasoning)
         event = await events.get()
     if isinstance(event, APIError):
         yield server_sent_event(event.body())

@@ -167,6 +167,7 @@ def answer(
         reply=generation.reply,
         on_text=writer.write,
         on_token=writer.add_token,
+        on_reasoning=writer.write_reasoning if generation.reply else None,
         interrupted=lambda: process_group.share(lambda: scheduler.interrupted()),
     )
     update_expert_totals(session, scheduler)
@@ -190,11 +191,14 @@ class AnswerWriter:
         if self.client and self.session.watch:
             self.tokens.append(GeneratedToken(id, offset, self.session.details[0]))
 
-    def write(self, text: str) -> None:
+    def write_reasoning(self, text: str) -> None:
+        self.write(text, is_reasoning=True)
+
+    def write(self, text: str, *, is_reasoning: bool = False) -> None:
         """Send new text, if the request is a stream."""
         if self.client and self.client.request.body.stream and text:
             self.sent += len(text)
-            self.client.send(TextDelta(text, self.take_tokens(self.sent)))
+            self.client.send(TextDelta(text, self.take_tokens(self.sent), is_reasoning))
 
     def take_tokens(self, end: int | float) -> list[GeneratedToken]:
         """Remove and return the tokens that begin before character `end`."""
@@ -205,7 +209,8 @@ class AnswerWriter:
     def rest(self, result: dict) -> list[GeneratedToken]:
         """Return the tokens not sent yet, without those of a stop string."""
         stopped = result["finish_reason"] == "stop"
-        return self.take_tokens(len(result["text"]) if stopped else math.inf)
+        length = len(result.get("reasoning", "")) + len(result["text"])
+        return self.take_tokens(length if stopped else math.inf)
 
 
 def update_expert_totals(session: Session, scheduler: Scheduler | None) -> None:

@@ -367,10 +367,11 @@ class GeneratedToken(NamedTuple):
 
 @dataclass(frozen=True)
 class TextDelta:
-    """New text of a streamed answer, and the tokens that begin in it."""
+    """New text of a streamed answer or of its reasoning, and the tokens that begin in it."""
 
     text: str
     tokens: list[GeneratedToken]
+    is_reasoning: bool = False
 
 
 @dataclass(frozen=True)
@@ -404,17 +405,25 @@ class ResponseBuilder:
         if self.body.chat:
             text = choice.pop("text")
             choice["message"] = {"role": "assistant", "content": text, "refusal": None}
+            if reasoning := event.result.get("reasoning"):
+                choice["message"]["reasoning_content"] = reasoning
         body = {"choices": [choice], "usage": self.usage(event.result)}
         return self.header | {"object": self.object} | body
 
     def chunk(
-        self, text: str, tokens: list[GeneratedToken], finish_reason: str | None = None
+        self,
+        text: str,
+        tokens: list[GeneratedToken],
+        finish_reason: str | None = None,
+        *,
+        is_reasoning: bool = False,
     ) -> bytes:
         """Return one chunk of a stream; the last one has a finish_reason."""
         choice = self.choice(text, tokens, finish_reason)
         if self.body.chat:
             del choice["text"]
-            choice["delta"] = {"content": text} if text else {}
+            key = "reasoning_content" if is_reasoning else "content"
+            choice["delta"] = {key: text} if text else {}
         return self.event([choice])
 
     def role_chunk(self) -> bytes:
@@ -483,11 +492,16 @@ class ResponseBuilder:
 
     def usage(self, result: dict) -> dict:
         prompt_tokens, new_tokens = result["prompt_tokens"], result["new_tokens"]
+        details = {}
+        if self.body.chat:
+            reasoning = {"reasoning_tokens": result.get("reasoning_tokens", 0)}
+            details = {"completion_tokens_details": reasoning}
         return {
             "prompt_tokens": prompt_tokens,
             "completion_tokens": new_tokens,
             "total_tokens": prompt_tokens + new_tokens,
             "prompt_tokens_details": {"cached_tokens": result["cached_tokens"]},
+            **details,
         }
 
 

@@ -18,8 +18,12 @@ from transformers import (
     DeepseekV2ForCausalLM,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
+    Glm4MoeLiteConfig,
+    Glm4MoeLiteForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
     GraniteMoeConfig,
@@ -33,8 +37,12 @@ from transformers import (
     PreTrainedModel,
     Qwen2MoeConfig,
     Qwen2MoeForCausalLM,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeTextConfig,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
 )
 
 from cli.parser import Parser
@@ -52,6 +60,23 @@ COMMON = dict(
     bos_token_id=1,
     eos_token_id=2,
     pad_token_id=None,
+)
+# One layer of four has attention; key and value heads differ in number and size.
+HYBRID = dict(
+    hidden_size=64,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=32,
+    linear_key_head_dim=16,
+    linear_value_head_dim=24,
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    moe_intermediate_size=48,
+    shared_expert_intermediate_size=80,
+    num_experts=12,
+    num_experts_per_tok=3,
+    rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
 )
 FAMILIES = {
     # The sliding window is shorter than the prompts of the tests, so that it matters.
@@ -95,6 +120,32 @@ FAMILIES = {
             num_experts_per_tok=3,
             mlp_only_layers=[0],
             rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+        )
+    ),
+    # A dense layer among sparse ones.
+    "qwen3_next": lambda: Qwen3NextForCausalLM(
+        Qwen3NextConfig(**COMMON | HYBRID, intermediate_size=128, mlp_only_layers=[1])
+    ),
+    "qwen3_5_moe": lambda: Qwen3_5MoeForCausalLM(Qwen3_5MoeTextConfig(**COMMON | HYBRID)),
+    # Windows, two kinds of heads and of RoPE, a dense FFN beside the experts, a soft cap that caps.
+    "gemma4": lambda: Gemma4ForCausalLM(
+        Gemma4TextConfig(
+            **COMMON,
+            intermediate_size=96,
+            moe_intermediate_size=48,
+            num_key_value_heads=4,
+            head_dim=16,
+            global_head_dim=32,
+            num_global_key_value_heads=2,
+            attention_k_eq_v=True,
+            enable_moe_block=True,
+            num_experts=12,
+            top_k_experts=3,
+            sliding_window=16,
+            layer_types=["sliding_attention", "sliding_attention", "full_attention"],
+            hidden_size_per_layer_input=0,
+            final_logit_softcapping=5.0,
+            tie_word_embeddings=True,
         )
     ),
     # clip_qkv is low enough to clip.
@@ -232,6 +283,23 @@ FAMILIES = {
             },
         )
     ),
+    # Values as long as queries, more heads than are expanded at once.
+    "glm4_moe_lite": lambda: Glm4MoeLiteForCausalLM(
+        Glm4MoeLiteConfig(
+            **COMMON | {"num_attention_heads": 20},
+            num_key_value_heads=20,
+            intermediate_size=128,
+            moe_intermediate_size=48,
+            q_lora_rank=64,
+            kv_lora_rank=32,
+            qk_nope_head_dim=16,
+            qk_rope_head_dim=8,
+            v_head_dim=24,
+            n_routed_experts=12,
+            num_experts_per_tok=3,
+            rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+        )
+    ),
     # Sigmoid routing with a bias, an ungated shared expert, a dense first layer, partial RoPE.
     "glm4_moe": lambda: Glm4MoeForCausalLM(
         Glm4MoeConfig(
@@ -304,6 +372,10 @@ def smoke_diagonal(*axes: Iterable, also: Iterable[tuple] = ()) -> list:
 def hub_keys(config: dict) -> dict:
     """Rename the keys of transformers 5's config.json to those on the Hub (transformers 4)."""
     config, rope, model_type = dict(config), dict(config["rope_parameters"]), config["model_type"]
+    if model_type == "gemma4_text":
+        first, *_ = config.pop("per_layer_config").values()
+        heads = {"num_global_key_value_heads": first["num_key_value_heads"]}
+        return config | heads | {"global_head_dim": first["head_dim"]}
     del config["rope_parameters"]
     config |= {key: rope.pop(key) for key in ("rope_theta", "partial_rotary_factor") if key in rope}
     kind = rope.pop("rope_type")
@@ -320,6 +392,10 @@ def hub_keys(config: dict) -> dict:
     return config
 
 
+# Names of weights that are factors: norms, and Gemma 4's of routers.
+FACTORS = "norm.weight", "norm_1.weight", "norm_2.weight", "router.scale", "per_expert_scale"
+
+
 def randomize(peer: PreTrainedModel) -> None:
     """Fill the weights with random numbers large enough that every part of the model matters."""
     for module in peer.modules():
@@ -327,12 +403,19 @@ def randomize(peer: PreTrainedModel) -> None:
             module.limit = peer.config.swiglu_limit
     with torch.no_grad():
         for name, parameter in peer.named_parameters():
-            mean = 1.0 if name.endswith("norm.weight") else 0.0
+            # A norm's weight begins at 1, or at 0 where transformers adds 1 to it.
+            mean = parameter.mean() if name.endswith(FACTORS) else 0.0
             std = 0.2 if parameter.dim() > 1 else 0.1
+            # Gated DeltaNet decays slowly, so that the state has more than the newest tokens; and
+            # values are large, since the norm after it would scale up the rounding of small ones.
+            mean = -3.0 if name.endswith("A_log") else mean
+            std = 0.5 if name.endswith("conv1d.weight") else std
             parameter.copy_(mean + torch.randn_like(parameter) * std)
         for name, buffer in peer.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.normal_(0, 0.2)
+            if name.endswith("layer_scalar"):
+                buffer.normal_(0.7, 0.1)
 
 
 @pytest.fixture(scope="session")

@@ -40,8 +40,18 @@ from formats.packed import grouped_packed
 from formats.quantizer import pack_weight
 from model import Attention, Context, KVCache, Mask, ModelArgs, weighted_sum
 from models import ARCHITECTURES
+from models.gemma4 import Gemma4Transformer
+from models.random_weights import first_layers
 from offload.cache import POLICIES, DeviceExpertCache
-from ops import all_reduce, decode_attention, expert_paging, gemv4, grouped, long_attention
+from ops import (
+    all_reduce,
+    decode_attention,
+    expert_paging,
+    gemv4,
+    grouped,
+    long_attention,
+    sandwich,
+)
 from ops.attention import attend, causal_bias
 from ops.rope import rope_frequencies, rope_table
 from runtime.fused_attention import FusedDecodeAttention
@@ -477,6 +487,7 @@ def fixed_errors() -> dict[str, float]:
                 found[f"{name} of {D}, {T} tokens, {scores} scores"] = (
                     (got - want).norm() / want.norm()
                 ).item()
+    found |= sandwich_errors()
     for ranks, dtype in itertools.product((2, 3, 4), (torch.float32, torch.bfloat16)):
         parts = torch.randn(ranks, 3, 20 * ranks + 2, dtype=torch.float32).to(dtype)
         found[f"sum over {ranks} in {dtype}"] = push_error(parts, ranks - 2, ranks)
@@ -493,9 +504,31 @@ def fixed_errors() -> dict[str, float]:
     return found
 
 
+def sandwich_errors() -> dict[str, float]:
+    """Return relative errors of `ops.sandwich.fixed_sandwich` against its form for the CPU."""
+    sandwich.supports_pdl, found = lambda x: False, {}
+    for D, tokens, branches in ((2816, 1, 2), (2816, 1, 1), (64, 3, 2)):
+        x, y, router = torch.randn(tokens, D), torch.randn(branches, tokens, D), torch.randn(7, D)
+        norms, weight, after = torch.randn(2, D), torch.randn(D), torch.randn(D)
+        scalar = torch.tensor([0.7])
+        of_branches = norms if branches > 1 else None
+        for given in ((scalar, after, None), (None, None, router), (scalar, None, router)):
+            rest = of_branches, weight, *given[:2], 1e-6, given[2]
+            got = sandwich.fixed_sandwich(x.as_subclass(OnCuda), y, *rest)
+            want = sandwich.fixed_sandwich(x, y, *rest)
+            got, want = (
+                torch.cat([*map(torch.flatten, some)]).as_subclass(Tensor) for some in (got, want)
+            )
+            options = [part is not None for part in given]
+            name = f"sandwich of {D}, {tokens} tokens, {branches} branches, {options}"
+            found[name] = ((got - want).norm() / want.norm()).item()
+    return found
+
+
 def fixed_code() -> dict[str, dict[str, int]]:
     """Count waits, starts, spills and loads in their machine code for compute capability 9."""
-    all_reduce.supports_pdl, found = lambda x: True, {}
+    all_reduce.supports_pdl = sandwich.supports_pdl = lambda x: True
+    found = {}
     x, weight = (
         torch.randn(1, 4096, dtype=torch.bfloat16),
         torch.randn(8, 4096, dtype=torch.bfloat16),
@@ -515,6 +548,10 @@ def fixed_code() -> dict[str, dict[str, int]]:
             all_reduce.fixed_add_norm,
             (wide, wide, 1.0, wide[0], None, 1e-5, wide_rows),
         ),
+        "fixed_sandwich": (
+            sandwich.fixed_sandwich,
+            (x, weight[:2, None], weight[:2], weight[0], weight[0, :1], weight[0], 1e-6, None),
+        ),
         "fixed_scores": (all_reduce.fixed_add_norm, (x, x, 1.0, weight[0], None, 1e-5, many)),
     }
     for ranks in (2, 4, 8):
@@ -532,13 +569,17 @@ def fixed_code() -> dict[str, dict[str, int]]:
             (terms.bfloat16(), inbox, x, weights),
         )
     for case, (function, arguments) in cases.items():
-        launches = {
-            name: Launch() for name in ("_fixed_add_norm", "_fixed_scores", "_push_all_reduce")
-        }
-        with mock.patch.multiple(all_reduce, **launches):
+        names = "_fixed_add_norm", "_fixed_scores", "_push_all_reduce"
+        launches = {name: Launch() for name in names}
+        launches["_fixed_sandwich"] = of_sandwich = Launch()
+        with (
+            mock.patch.multiple(all_reduce, **{n: launches[n] for n in names}),
+            mock.patch.object(sandwich, "_fixed_sandwich", of_sandwich),
+        ):
             function(arguments[0].as_subclass(OnCuda), *arguments[1:])
         name = f"_{case.split()[0].strip(',')}"
-        kernel, launch = getattr(all_reduce, name), launches[name]
+        module = sandwich if name == "_fixed_sandwich" else all_reduce
+        kernel, launch = getattr(module, name), launches[name]
         asm = compiled(kernel, launch).asm["sass"]
         found[case] = {
             "waits": asm.count("ACQBULK"),
@@ -647,11 +688,46 @@ def token_error(
     rope = rope_table(frequencies, S, unrotated=C - rotary_dim)[positions].unsqueeze(2)
     masks = {window: Mask(causal_bias(positions, S, window, torch.float32))}
     context, x = Context(rope, positions=positions, masks=masks), torch.randn(B, 1, 64)
-    kv, found = torch.randn(2, B, K, S, C), []
+    kv = torch.randn(2, B, K, S, C)
     settings = {"sinks": layer.sinks, "query_scale": layer.query_scale}
-    fused = FusedDecodeAttention(layer, settings)
+    return fused_error(layer, settings, x, context, kv)
+
+
+def gemma4_token_error(is_global: bool) -> float:
+    """The same for Gemma 4's layers: normed values, a part of the rope table, keys as values."""
+    torch.manual_seed(0)
+    args = replace(
+        ARCHITECTURES["gemma-4-26B-A4B"],
+        dim=64,
+        n_head=4,
+        n_kv_head=2,
+        head_dim=16,
+        sliding_window=20,
+        global_head_dim=32,
+        global_kv_head=1,
+        global_rotary_dim=8,
+        vocab_size=32,
+        n_expert=8,
+        intermediate=16,
+        shared_intermediate=16,
+    )
+    model = Gemma4Transformer(first_layers(args, 6))
+    layer, S = model.layers[5 if is_global else 0].attention, 64
+    for parameter in layer.parameters():
+        parameter.data = torch.randn_like(parameter) * 0.2
+    positions, (_, K, C) = torch.tensor([[40], [3]]), layer.heads
+    rope = model.make_rope_table(S, torch.device("cpu"))[positions].unsqueeze(2)
+    masks = {layer.window: Mask(causal_bias(positions, S, layer.window, torch.float32))}
+    context, x = Context(rope, positions=positions, masks=masks), torch.randn(2, 1, 64)
+    settings = layer.fused_decode_settings()
+    return fused_error(layer, settings, x, context, torch.randn(2, 2, K, S, C))
+
+
+def fused_error(layer: Attention, settings: dict, x: Tensor, context: Context, kv: Tensor) -> float:
+    """Return the relative error of the fused layer over a cache kv [2, B, K, S, C]."""
+    found, fused = [], FusedDecodeAttention(layer, settings)
     for attention, is_fused in ((layer, False), (fused, True)):
-        cache = attention.allocate(B, S, KVCache, x)
+        cache = attention.allocate(kv.shape[1], kv.shape[3], KVCache, x)
         cache.kv.copy_(kv)
         with mock.patch.object(FusedDecodeAttention, "is_fused", lambda *_, f=is_fused: f):
             found.append((attention(x, context), cache.kv))
@@ -778,7 +854,9 @@ def attend_errors() -> dict[str, float]:
 
 def token_errors() -> dict[str, float]:
     decode_attention.supports_pdl = lambda x: False
-    return {name: token_error(*case) for name, case in TOKEN.items()}
+    found = {name: token_error(*case) for name, case in TOKEN.items()}
+    kinds = {"Gemma 4's window layer": False, "Gemma 4's global layer": True}
+    return found | {name: gemma4_token_error(is_global) for name, is_global in kinds.items()}
 
 
 def fetch_results() -> dict:

@@ -10,6 +10,7 @@ import torch
 from conftest import FAMILIES
 from torch._dynamo.utils import counters
 
+from benchmarks import gated_delta as delta_benchmark
 from checkpoint import Checkpoint
 from formats import FORMATS
 from formats.packed import PackedExpertLinear
@@ -26,6 +27,7 @@ from offload.experts import COUNTERS, expert_counters
 from offload.plan import OffloadSettings
 from offload.runner import runner_class_for
 from ops import gemv4
+from ops.gated_delta_token import delta_token
 from ops.inductor import configure_inductor
 from ops.tuning import gpu_ms
 from runtime.fused_attention import MAX_CACHE_LEN, fuse_decode_attention
@@ -58,6 +60,7 @@ def logits(directory, device: str, dtype: torch.dtype, tokens: torch.Tensor) -> 
 NEAR_TIES = (
     "gpt_oss",
     "phimoe",
+    "qwen3_5_moe",
 )  # families whose small model's router leaves most positions near one, in bf16
 
 
@@ -501,3 +504,36 @@ def test_the_product_of_4_bits_with_what_is_no_number_is_none(value):
     x[0, 77] = value
     y = gemv4.dot4(x.cuda(), [part.cuda() for part in parts.values()], None, "int4", 128, False)
     assert not y.sum(0).isfinite().any()
+
+
+@pytest.mark.parametrize("last", (None, (0, -1, 0)))
+def test_one_token_of_a_delta_layer(last):
+    """The fused kernels against PyTorch, in a graph, and rows without a token, which keep all."""
+    layer, gone = delta_benchmark.random_layer(3), [1] if last else []
+    before = {name: tensor.clone() for name, tensor in layer.items()}
+    want = {name: tensor.clone() for name, tensor in layer.items()}
+    last = None if last is None else torch.tensor(last).cuda()
+
+    def step() -> torch.Tensor:
+        return delta_token(**layer, last=last, key_heads=delta_benchmark.K, eps=delta_benchmark.EPS)
+
+    step()  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = step()
+    for _ in range(2):
+        graph.replay()
+    for _ in range(3):
+        wanted = delta_benchmark.plain_step(want)
+    real = [row for row in range(3) if row not in gone]
+    assert delta_benchmark.difference(y[real], wanted[real]) < 1e-2
+    assert delta_benchmark.difference(layer["state"][real], want["state"][real]) < 1e-3
+    assert torch.equal(layer["window"][real], want["window"][real])
+    for name in ("state", "window"):
+        assert torch.equal(layer[name][gone], before[name][gone])
+
+
+@pytest.mark.parametrize("tokens", (1, 5, 64, 150, 2048))
+def test_a_prompt_of_a_delta_layer(tokens):
+    """`rule_difference` ends the process if a state is too far from that of the plain form."""
+    assert delta_benchmark.rule_difference(tokens, "tf32x3") < 1e-4

@@ -13,7 +13,13 @@ from model import ModelArgs
 from models import ARCHITECTURES, FAMILIES, args_from_hf, family_of_config
 
 # Keys that these families' files always have, and for which transformers has no or an odd default.
+GEMMA4 = {
+    **dict(enable_moe_block=True, attention_k_eq_v=True, hidden_size_per_layer_input=0),
+    **dict(num_experts=128, top_k_experts=8, moe_intermediate_size=704),
+}
 REQUIRED = {
+    "Gemma4ForCausalLM": GEMMA4,
+    "Gemma4ForConditionalGeneration": {"text_config": GEMMA4},
     "Glm4MoeForCausalLM": {"head_dim": 128},
     "DeepseekV2ForCausalLM": {"num_experts_per_tok": 6, "moe_intermediate_size": 1408},
 }
@@ -52,9 +58,10 @@ def but(parameters: dict, **change) -> dict:
 def test_absent_keys_have_the_defaults_of_transformers(architecture):
     family, required = FAMILIES[architecture], REQUIRED.get(architecture, {})
     config = AutoConfig.for_model(family.name)
-    given = config.to_dict() | required
+    given, config = config.to_dict() | required, config.get_text_config()
+    config.allow_global_per_layer_attribute_access = True
     assert args_from_hf({"architectures": [architecture], **required}) == args_from_hf(given)
-    assert args_from_hf({"model_type": config.model_type, **required}) == args_from_hf(given)
+    assert args_from_hf({"model_type": family.name, **required}) == args_from_hf(given)
     for key, value in family.defaults.items():
         if key in ("rope_theta", "rope_type", "partial_rotary_factor"):
             assert config.rope_parameters[key] == value
@@ -62,7 +69,9 @@ def test_absent_keys_have_the_defaults_of_transformers(architecture):
             assert getattr(config, key) == value, key
     for key, value in family.rope.items():
         assert config.rope_parameters[key] == value, key
-    assert config.rope_parameters["rope_theta"] == args_from_hf(given).rope_theta
+    rope = config.rope_parameters
+    rope = rope.get("sliding_attention", rope)  # Gemma 4 has a set for each kind of layer
+    assert rope["rope_theta"] == args_from_hf(given).rope_theta
 
 
 @pytest.mark.parametrize("name", HUB)
@@ -133,6 +142,33 @@ REFUSED = {
         dict(shared_expert_intermediate_size=-1),
         dict(hidden_act="relu"),
     ],
+    "Qwen3Next": [
+        dict(hidden_act="gelu"),
+        dict(attention_bias=1),
+        dict(head_dim=0),
+        dict(norm_topk_prob=1),
+        dict(partial_rotary_factor=0.3),
+        dict(rope_scaling={"factor": 4.0, "rope_type": "yarn"}),
+        dict(layer_types=["linear_attention"] * 47),
+        dict(layer_types=["sliding_attention"] * 48),
+        dict(full_attention_interval=0),
+        dict(linear_num_key_heads=0),
+        dict(linear_num_value_heads=24),
+        dict(linear_key_head_dim="128"),
+        dict(linear_value_head_dim=-1),
+        dict(linear_conv_kernel_dim=1),
+        dict(num_experts_per_tok=513),
+        dict(mlp_only_layers=[0.5]),
+        dict(shared_expert_intermediate_size=-1),
+        dict(num_nextn_predict_layers=1),
+    ],
+    "Qwen3_5Moe": [
+        dict(attn_output_gate=False),
+        dict(mlp_only_layers=[1]),
+        dict(decoder_sparse_step=2),
+        dict(rope_parameters={"rope_type": "dynamic"}),
+        dict(moe_intermediate_size=100),
+    ],
     "Olmoe": [
         dict(clip_qkv=0),
         dict(norm_topk_prob="yes"),
@@ -178,6 +214,28 @@ REFUSED = {
         dict(num_nextn_predict_layers=-1),
         dict(head_dim=None, hidden_size=4096),
         dict(hidden_act="gelu"),
+    ],
+    "Glm4MoeLite": [
+        dict(first_k_dense_replace=2),
+        dict(num_nextn_predict_layers=-1),
+        dict(num_nextn_predict_layers="1"),
+        dict(mlp_layer_types=["sparse"] * 46),
+        dict(mlp_layer_types=["sparse"] * 46 + ["moe"]),
+        dict(mlp_layer_types="dense"),
+        dict(rope_interleave=False),
+        dict(attention_bias=True),
+        dict(partial_rotary_factor=0.5),
+        dict(scoring_func="softmax"),
+        dict(topk_method="greedy"),
+        dict(norm_topk_prob=1),
+        dict(n_group=3),
+        dict(topk_group=2),
+        dict(num_key_value_heads=4),
+        dict(v_head_dim=320),
+        dict(qk_rope_head_dim=63),
+        dict(q_lora_rank=0),
+        dict(hidden_act="gelu"),
+        dict(rope_scaling={"factor": 2.0, "rope_type": "yarn"}),
     ],
     "GptOss": [
         dict(sliding_window=0),

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import FAMILIES
 
 from checkpoint import Checkpoint
 from generate import load_model
@@ -39,7 +38,7 @@ def logits(model) -> torch.Tensor:
     return model(tokens, torch.arange(40).unsqueeze(0), all_positions=True)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", SMALL)
 def test_a_checkpoint_of_version_one_gives_the_same_logits(name, make_family, tmp_path):
     directory = make_family(name).directory
     assert len(SMALL[name]) == 47 and "family" not in SMALL[name]

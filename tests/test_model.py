@@ -96,7 +96,9 @@ def test_a_prompt_in_chunks_equals_one_pass(family, ends):
     ]
     assert relative(torch.cat(parts, dim=1), whole) < 1e-5
     # The other rows of the cache are untouched.
-    assert not any(block.attention.cache.kv[:, ::2].any() for block in model.layers)
+    buffers = [buffer for state in model.states for buffer in state.buffers()]
+    rows = [t if len(t) == 3 else t.transpose(0, 1) for t in buffers]  # a KV cache has keys first
+    assert not any(t[::2].any() for t in rows)
 
 
 def attention_case(B: int, Q: int, S: int, K: int, G: int, window: int | None):
@@ -299,7 +301,7 @@ def test_routing_matches_transformers(family):
         assert torch.equal(ours.gather(1, order), theirs.gather(1, their_order))
         their_weights = their_weights.gather(1, their_order)
         torch.testing.assert_close(our_weights.gather(1, order), their_weights)
-    if model.args.norm_topk:
+    if model.args.norm_topk and family.name != "gemma4":  # whose experts have factors
         scale = getattr(model.args, "routed_scale", 1.0)
         torch.testing.assert_close(weights.sum(-1), torch.full((len(sparse), 40), scale))
 

@@ -265,7 +265,9 @@ def blob_bytes(model: Transformer, layer: int) -> int:
 # Equality with resident experts -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", ("granitemoe", "phimoe", "glm4_moe", "deepseek_v3"))
+@pytest.mark.parametrize(
+    "family", ("granitemoe", "phimoe", "glm4_moe", "glm4_moe_lite", "deepseek_v3", "gemma4")
+)
 def test_families_with_scales_and_sigmoid_routing_keep_their_bits(make_family, family):
     directory = make_family(family).directory
     resident = load(directory)

@@ -702,7 +702,7 @@ def test_what_a_quantised_checkpoint_holds(family, name, make_family, make_quant
     model = build_model(args_of_checkpoint(source))
     linear = {path for path, m in model.named_modules() if isinstance(m, Linear | ExpertLinear)}
     assert target.format["modules"].keys() == {
-        path for path in linear if not path.endswith(("router", "_gate"))
+        path for path in linear if not path.endswith(("router", "_gate", "wba"))
     }
     # Embeddings, router, gates, norms, q/k norms and biases: the same bits.
     kept = {
@@ -714,14 +714,20 @@ def test_what_a_quantised_checkpoint_holds(family, name, make_family, make_quant
         "embedding.weight",
         "norm.weight",
         "layers.2.ffn.router.weight",
-        "layers.2.ffn_norm.weight",
+        "layers.2.attention_norm.weight",
     } <= kept
-    assert (family == "qwen2_moe") == ("layers.2.ffn.shared_gate.weight" in kept)
-    with_norms = family in ("qwen3_moe", "olmoe", "glm4_moe", "deepseek_v3")
+    hybrid = family in ("qwen3_next", "qwen3_5_moe")
+    gated = hybrid or family == "qwen2_moe"
+    assert gated == ("layers.2.ffn.shared_gate.weight" in kept)
+    of_delta_net = {f"layers.0.attention.{n}" for n in ("a_log", "dt_bias", "conv.weight")}
+    assert (of_delta_net if hybrid else set()) == of_delta_net & kept
+    sigmoid_routed = family in ("glm4_moe", "glm4_moe_lite", "deepseek_v3")
+    with_norms = sigmoid_routed or family in ("qwen3_moe", "olmoe", "gemma4")
     assert with_norms == ("layers.0.attention.q_norm.weight" in kept)
     assert (family in ("qwen3_moe", "phimoe", "gpt_oss")) == ("layers.1.attention.wo.bias" in kept)
-    assert (family in ("glm4_moe", "deepseek_v3")) == ("layers.2.ffn.score_bias" in kept)
-    assert family.startswith("deepseek") == ("layers.0.attention.wkv" in kept)
+    assert sigmoid_routed == ("layers.2.ffn.score_bias" in kept)
+    latent = family.startswith("deepseek") or family == "glm4_moe_lite"
+    assert latent == ("layers.0.attention.wkv" in kept)
     of_gpt_oss = {
         "layers.0.attention.sinks",
         "layers.1.ffn.router.bias",

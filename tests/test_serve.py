@@ -272,6 +272,42 @@ def test_an_incomplete_character_is_held_back(running):
     assert [part for part in parts if part.strip()] == ["é", "€"]
 
 
+def test_reasoning_is_sent_apart(directory, tmp_path):
+    """The template opens the block, and the tokenizer has no tokens for its markers."""
+    model = Path(shutil.copytree(directory, tmp_path / "model"))
+    (model / "chat_template.jinja").write_text("{{ messages[-1].content }}<think>{# </think> #}")
+    running = Running(model)
+    choose_tokens = running.session.choose_tokens
+
+    def forced(logits, candidates):
+        choose_tokens(logits, candidates)
+        running.session.token.fill_(next(ids))
+
+    running.session.choose_tokens = forced
+    text = "so é </th </think>\nYes."
+    try:
+        script = running.tokenizer.encode(text, bos=False)
+        ids = iter(script)
+        whole = running.chat(max_tokens=len(script))
+        ids = iter(script)
+        options = {"stream_options": {"include_usage": True}}
+        *parts, last = running.chat(max_tokens=len(script), stream=True, **options)
+        ids = iter(script)
+        completion = running.complete(max_tokens=len(script))
+    finally:
+        running.close()
+    message, deltas = whole.choices[0].message, [part.choices[0].delta for part in parts]
+    assert (message.reasoning_content.strip(), message.content) == ("so é </th", "Yes.")
+    thoughts = [getattr(delta, "reasoning_content", None) or "" for delta in deltas]
+    assert "".join(thoughts) == message.reasoning_content
+    assert "".join(delta.content or "" for delta in deltas) == message.content
+    counted = whole.usage.completion_tokens_details.reasoning_tokens
+    assert 0 < counted < len(script)
+    assert last.usage.completion_tokens_details.reasoning_tokens == counted
+    assert completion.choices[0].text.strip() == text
+    assert completion.usage.completion_tokens_details is None
+
+
 def test_the_same_seed_gives_the_same_text(running, alone):
     texts = [running.complete(temperature=1.2, seed=seed).choices[0].text for seed in (7, 7, 8, -1)]
     assert texts[0] == texts[1] and len(set(texts)) == 3

@@ -33,9 +33,12 @@ from model import ExpertLinear, ModelArgs, weighted_sum
 from models import ARCHITECTURES, args_of_checkpoint, build_model
 from models.deepseek import DeepseekArgs
 from models.family import Shard
+from models.gemma4 import Gemma4Args
 from models.glm4_moe import Glm4MoeArgs
 from models.gpt_oss import GptOssArgs
 from models.granitemoe import GraniteMoeArgs
+from models.latent_family import LatentArgs
+from models.layers.gated_hybrid import HybridArgs
 from models.layers.yarn import Yarn
 from models.phimoe import PhimoeArgs
 from models.qwen2_moe import Qwen2MoeArgs
@@ -53,6 +56,19 @@ SIZES = dict(
 )
 LATENT = SIZES | dict(head_dim=48, n_kv_head=1, kv_rank=48, value_dim=32, rotary_dim=16)
 EIGHT_EXPERTS = dict(n_expert=8, n_active=2)
+HYBRID = dict(
+    **SIZES,
+    n_expert=8,
+    n_active=3,
+    qk_norm="head",
+    full_layers=(1,),
+    rotary_dim=16,
+    shared_intermediate=256,
+    delta_key_heads=8,
+    delta_value_heads=16,
+    delta_key_dim=32,
+    delta_value_dim=32,
+)
 # All families, with sizes that can be sharded over 4 ranks in every format; Mixtral has fewer KV
 # heads than ranks.
 FAMILIES = {
@@ -77,6 +93,26 @@ FAMILIES = {
         n_active=3,
         norm_topk=False,
         qkv_bias=True,
+        shared_intermediate=512,
+    ),
+    "qwen3_next": HybridArgs(
+        "qwen3_next", **HYBRID, n_kv_head=2, dense_layers=(0,), dense_intermediate=512
+    ),
+    "qwen3_5_moe": HybridArgs("qwen3_5_moe_text", **HYBRID, n_kv_head=4),
+    "gemma4": Gemma4Args(
+        "gemma4",
+        **SIZES,
+        n_kv_head=4,
+        n_expert=8,
+        n_active=3,
+        qk_norm="head",
+        tied_embeddings=True,
+        sliding_window=8,
+        full_layers=(1,),
+        global_head_dim=64,
+        global_kv_head=2,
+        global_rotary_dim=16,
+        logit_softcap=5.0,
         shared_intermediate=512,
     ),
     "gpt_oss": GptOssArgs(
@@ -147,6 +183,17 @@ FAMILIES = {
         n_group=4,
         n_active_group=2,
         q_rank=128,
+    ),
+    "glm4_moe_lite": LatentArgs(
+        "glm4_moe_lite",
+        **LATENT,
+        n_expert=8,
+        n_active=3,
+        shared_intermediate=256,
+        routed_scale=1.8,
+        q_rank=128,
+        dense_layers=(0,),
+        dense_intermediate=512,
     ),
     "glm4_moe": Glm4MoeArgs(
         "glm4_moe",

@@ -1,0 +1,203 @@
+"""Time of a Gated DeltaNet layer: fused decode against Inductor's kernels, and prompts.
+
+    python benchmarks/gated_delta.py
+
+Sizes of Qwen3.6-35B-A3B and Qwen3-Next. Every form is first compared with the plain one; the
+command fails if a result is wrong. Decode: us of one layer without its projections, in a CUDA graph
+of 16 layers, whose states do not fit into L2. Prompt: one layer with and without its projections,
+against causal SDPA of the same model. "apart" is the relative difference to fp32 in PyTorch.
+"""
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.cuda_timing import graph_seconds, require_gpu
+from cli.parser import Parser
+from ops import gated_delta_prompt
+from ops.gated_delta import (
+    causal_conv_silu,
+    chunk_in_torch,
+    gated_delta_chunk,
+    gated_delta_step,
+    gated_rms_norm,
+)
+from ops.gated_delta_token import delta_token
+from ops.inductor import configure_inductor
+
+D, K, H, C, W, EPS = 2048, 16, 32, 128, 4, 1e-6  # delta layer; Ck = Cv = C
+N, VALUES = 2 * K * C + H * C, H * C
+HEADS, KV_HEADS, HEAD_DIM = 16, 2, 256  # attention layer; its query has a gate as well
+LAYERS = 16
+# (chunk, precision): how `launch_delta_chunk` may compute; the first is its default.
+PROMPT_FORMS = ((64, "tf32x3"), (64, "tf32"), (32, "tf32x3"), (32, "tf32"))
+LIMITS = {"tf32x3": 1e-4, "tf32": 1e-2}
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.bfloat16, scale: float = 1.0) -> Tensor:
+    return scale * torch.randn(*shape, dtype=dtype, device="cuda")
+
+
+def difference(got: Tensor, want: Tensor) -> float:
+    return ((got.double() - want.double()).norm() / want.double().norm()).item()
+
+
+def check(name: str, found: float, limit: float) -> float:
+    """End the command if a result is too far from the plain form's; return the difference."""
+    if not found <= limit:
+        sys.exit(f"{name}: the relative difference is {found:.1e}, above {limit:.0e}")
+    return found
+
+
+# Decode -------------------------------------------------------------------------------------------
+
+
+def random_layer(batch: int) -> dict[str, Tensor]:
+    """Return the tensors of one layer's decode step."""
+    return {
+        "qkvz": normal(batch, 1, N + VALUES),
+        "ba": normal(batch, 1, 2 * H),
+        "state": normal(batch, H, C, C, dtype=torch.float32, scale=0.1),
+        "window": normal(batch, W - 1, N),
+        "conv_weight": normal(N, W),
+        "a_log": normal(H, dtype=torch.float32),
+        "dt_bias": normal(H),
+        "norm": normal(C),
+    }
+
+
+def fused_step(layer: dict[str, Tensor]) -> Tensor:
+    return delta_token(**layer, last=None, key_heads=K, eps=EPS)
+
+
+def plain_step(layer: dict[str, Tensor]) -> Tensor:
+    """Compute what `delta_token` does, in PyTorch."""
+    qkvz, state, window, batch = (
+        *(layer[n] for n in ("qkvz", "state", "window")),
+        len(layer["ba"]),
+    )
+    x, gate = qkvz.split((N, VALUES), -1)
+    b, a = layer["ba"].float().squeeze(1).chunk(2, -1)
+    g = -layer["a_log"].exp() * F.softplus(a + layer["dt_bias"].float())
+    y = causal_conv_silu(x, window, layer["conv_weight"]).squeeze(1)
+    q, k, v = y.split((K * C, K * C, VALUES), -1)
+    q, k, v = q.view(batch, K, C), k.view(batch, K, C), v.view(batch, H, C)
+    out, new = gated_delta_step(q, k, v, g, b.sigmoid(), state)
+    moved = torch.cat((window, x), 1)[:, 1:]
+    state.copy_(new)
+    window.copy_(moved)
+    y = gated_rms_norm(out, gate.reshape(batch, H, C), layer["norm"], EPS)
+    return y.reshape(batch, 1, VALUES)
+
+
+def decode_rows(batch: int) -> str:
+    """Check and time a step -> one row of the table."""
+    plain = torch.compile(plain_step, fullgraph=True, dynamic=False)
+    fused = torch.compile(fused_step, fullgraph=True, dynamic=False)
+    layer, results = random_layer(batch), []
+    for form in (plain_step, plain, fused):
+        copy = {name: tensor.clone() for name, tensor in layer.items()}
+        for _ in range(3):
+            y = form(copy)
+        results.append((y, copy["state"], copy["window"]))
+    # bf16 may round otherwise after another order of sums, and Inductor leaves roundings out.
+    limits = {"output": (2e-2, 1e-2), "state": (2e-2, 1e-3), "window": (0.0, 0.0)}
+    for n, (name, allowed) in enumerate(limits.items()):
+        for got, limit in zip(results[1:], allowed, strict=True):
+            check(f"decode, {name}", difference(got[n], results[0][n]), limit)
+    apart = difference(results[2][0], results[0][0])
+    layers = [random_layer(batch) for _ in range(LAYERS)]
+    times = [graph_seconds(form, layers) * 1e6 for form in (plain, fused)]
+    gbs = 2 * batch * H * C * C * 4 / times[1] / 1e3
+    return f"{batch:5}   {times[0]:9.2f}   {times[1]:8.2f}   {gbs:11.0f}   {apart:.1e}"
+
+
+# Prompts ------------------------------------------------------------------------------------------
+
+
+def delta_mix(qkvz: Tensor, ba: Tensor, layer: dict[str, Tensor], chunk: Callable) -> Tensor:
+    """Compute all between a layer's projections for a prompt, as in eager code."""
+    x, gate = qkvz.split((N, VALUES), -1)
+    b, a = ba.float().chunk(2, -1)
+    g = -layer["a_log"].exp() * F.softplus(a + layer["dt_bias"].float())
+    y = causal_conv_silu(x, layer["window"], layer["conv_weight"])
+    q, k, v = y.split((K * C, K * C, VALUES), -1)
+    q, k, v = q.unflatten(-1, (K, C)), k.unflatten(-1, (K, C)), v.unflatten(-1, (H, C))
+    out, _ = chunk(q, k, v, g, b.sigmoid(), layer["state"])
+    return gated_rms_norm(out, gate.unflatten(-1, (H, C)), layer["norm"], EPS).flatten(2)
+
+
+def attention_mix(qkv: Tensor) -> Tensor:
+    """Attend causally: qkv [B, Q, (2 HEADS + 2 KV_HEADS) HEAD_DIM], with a gate, without RoPE."""
+    q, gate, k, v = qkv.split([n * HEAD_DIM for n in (HEADS, HEADS, KV_HEADS, KV_HEADS)], dim=-1)
+    q, k, v = (x.unflatten(-1, (-1, HEAD_DIM)).transpose(1, 2) for x in (q, k, v))
+    y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    return y.transpose(1, 2).flatten(2) * gate.sigmoid()
+
+
+def print_row(name: str, tokens: int, layer: float, mix: float, apart: float | None) -> None:
+    found = "" if apart is None else f"{apart:.1e}"
+    print(f"{name:22}   {layer * 1e6:8.1f}   {mix * 1e6:6.1f}   {tokens / layer:12,.0f}   {found}")
+
+
+def prompt_rows(tokens: int) -> None:
+    """Check and time a prompt's layers, and print the table."""
+    x, layer = normal(1, tokens, D), random_layer(1)
+    wqkv = normal((2 * HEADS + 2 * KV_HEADS) * HEAD_DIM, D, scale=D**-0.5)
+    wqkvz, wba = normal(N + VALUES, D, scale=D**-0.5), normal(2 * H, D, scale=D**-0.5)
+    wo = normal(D, VALUES, scale=VALUES**-0.5)
+    qkv, qkvz, ba = (F.linear(x, weight) for weight in (wqkv, wqkvz, wba))
+    attention = partial(graph_seconds, arguments=[None] * 4)
+    whole = attention(lambda _: F.linear(attention_mix(F.linear(x, wqkv)), wo))
+    print_row("attention", tokens, whole, attention(lambda _: attention_mix(qkv)), None)
+    want = delta_mix(qkvz, ba, layer, chunk_in_torch)
+
+    def whole_delta(_) -> Tensor:
+        y = delta_mix(F.linear(x, wqkvz), F.linear(x, wba), layer, gated_delta_chunk)
+        return F.linear(y, wo)
+
+    for size, precision in PROMPT_FORMS:
+        with mock.patch.multiple(gated_delta_prompt, CHUNK=size, PRECISION=precision):
+            y = delta_mix(qkvz, ba, layer, gated_delta_chunk)
+            check(f"prompt, {size}, {precision}", difference(y, want), 2e-2)
+            apart = rule_difference(tokens, precision)
+            times = (
+                attention(whole_delta),
+                attention(lambda _: delta_mix(qkvz, ba, layer, gated_delta_chunk)),
+            )
+        print_row(f"delta, {size}, {precision}", tokens, *times, apart)
+    in_torch = attention(lambda _: delta_mix(qkvz, ba, layer, chunk_in_torch))
+    print(f"{'delta, PyTorch':22}   {'':8}   {in_torch * 1e6:6.1f}")
+
+
+def rule_difference(tokens: int, precision: str) -> float:
+    """Compare the final state with that of the plain form, for strongly and weakly decaying g."""
+    q, k, v = normal(1, tokens, K, C), normal(1, tokens, K, C), normal(1, tokens, H, C)
+    g = -(normal(1, tokens, H, dtype=torch.float32) * 2 - 2).exp()
+    beta, state = g.neg().sigmoid(), normal(1, H, C, C, dtype=torch.float32)
+    got, want = (f(q, k, v, g, beta, state)[1] for f in (gated_delta_chunk, chunk_in_torch))
+    return check(f"state, {precision}", difference(got, want), LIMITS[precision])
+
+
+def main() -> None:
+    parser = Parser(__doc__.partition("\n")[0], ("python benchmarks/gated_delta.py",))
+    parser.add_argument("--tokens", type=int, default=2048, help="length of the prompt")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8], help="rows of a step")
+    options = parser.parse_args()
+    require_gpu(parser)
+    configure_inductor()
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
+    print("batch   plain us   fused us   GB/s of it   apart")
+    for batch in options.batch:
+        print(decode_rows(batch), flush=True)
+    print(f"{options.tokens} tokens             layer us   mix us   tokens/s       apart")
+    prompt_rows(options.tokens)
+
+
+if __name__ == "__main__":
+    main()

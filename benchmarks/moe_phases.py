@@ -1,0 +1,447 @@
+"""Speed of the phases of one token's MoE layer: ops/moe_decode.py in several tilings, and today's.
+
+    python benchmarks/moe_phases.py --json phases.json
+
+A phase is one kernel: the gate and up product, the down product, wqkv with its norm, wo with its
+residual, and norm with router. Each runs in a CUDA graph of 48 layers, whose weights are distinct,
+so that L2 holds none of them. Every tiling is first checked against unpacked weights in fp64, in
+one process per case, which also fills Triton's cache. The table is sorted by time for each phase.
+
+Column `bound`: bytes / 4.4 TB/s. Column `expected`: that plus 1.6 us, the cost of a phase in a
+graph with PDL on an H200. Expected us, gate_up / down: Qwen3-30B-A3B int4 4.5 / 3.1, int8 7.3 /
+4.5, bf16 13.0 / 7.3; OLMoE bf16 16.9 / 9.2; gpt-oss-20b mxfp4 9.6 / 5.6; Mixtral int4 29.1 / 15.4.
+`down` may be faster than that: it loads its first weights while `gate_up` runs.
+
+`experts` is gate_up and down in turn, `block` adds norm and router before them. `today` is the
+compiled `Experts.forward`.
+"""
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from benchmarks.cuda_timing import graph_seconds, require_gpu
+from benchmarks.gemv4 import random_parts
+from cli.parser import Parser
+from formats import FORMATS, PLAIN
+from formats.packed import PackedExpertLinear
+from model import Experts, ModelArgs, swiglu
+from models import ARCHITECTURES
+from ops import moe_decode
+from ops.inductor import configure_inductor
+from ops.moe_decode import Tiles, Weight
+
+CASES = (
+    ("Qwen3-30B-A3B", "int4"),
+    ("Qwen3-30B-A3B", PLAIN),
+    ("Qwen3-30B-A3B", "int8"),
+    ("gpt-oss-20b", "mxfp4"),  # its shapes, with plain SwiGLU and no biases
+    ("OLMoE-1B-7B", PLAIN),
+    ("Mixtral-8x7B", "int4"),
+)
+LAYERS = 48
+MAX_BYTES = 12e9  # of a case's weights: fewer layers are distinct, if they are large
+BANDWIDTH = 4.4e12  # bytes/s
+PHASE_SECONDS = 1.6e-6  # what a phase costs beside its bytes
+MAX_ERROR = 8e-3  # relative; results are rounded to bf16
+MAX_TILE_REGISTERS = 128  # of a lane, for weights in flight
+BFLOAT16 = {"dtype": torch.bfloat16, "device": "cuda"}
+
+
+@dataclass
+class Phase:
+    """One kernel: its calls, what it must return, and the tilings to try."""
+
+    name: str
+    run: Callable  # (argument, Tiles, pdl) -> result of several parts
+    arguments: list
+    expected: Tensor  # fp64, of the first argument
+    nbytes: int  # that one call reads
+    tilings: list[Tiles]
+
+    def error(self, tiles: Tiles, pdl: bool) -> float:
+        got = self.run(self.arguments[0], tiles, pdl).double()
+        got = got.sum(0) if got.dim() > self.expected.dim() else got
+        return ((got - self.expected).norm() / self.expected.norm()).item()
+
+    def seconds(self, tiles: Tiles, pdl: bool) -> float:
+        return graph_seconds(lambda argument: self.run(argument, tiles, pdl), self.arguments)
+
+
+def tilings_of(quads: int, out: int, kind: str, loads: int) -> list[Tiles]:
+    """Return tilings for a product. loads: rows of weights for each row of the result.
+
+    As many lanes as waste little at the end of x; all chunks in flight, if registers allow.
+    """
+
+    def waste(lanes: int) -> float:
+        return -(-quads // lanes) * lanes / quads - 1
+
+    widths = sorted((32, 64, 128, 256), key=lambda lanes: (round(waste(lanes), 1), -lanes))
+    wanted = [(rows, lanes) for lanes in widths[:2] for rows in (2, 4, 8, 16)]
+    if kind == "bf16":
+        wanted = [pair for pair in wanted if pair[0] < 16]
+    else:
+        wanted = [pair for pair in wanted if pair[0] > 2]
+        wanted += [(8, 256), (16, 256)] if waste(256) < 0.5 and 256 not in widths[:2] else []
+    found = []
+    for rows, lanes in wanted:
+        depth = MAX_TILE_REGISTERS // (4 * rows * loads)
+        if depth and out // rows >= 64:
+            depth = min(depth, -(-quads // lanes))
+            found.append(Tiles(rows, lanes, depth, 1, lanes // 32))
+    return found
+
+
+class Weights:
+    """Random weights [n, out, in] of one format, for the kernels and for the reference."""
+
+    def __init__(self, mode: str, shape: tuple[int, int, int]):
+        self.mode, self.width = mode, shape[-1]
+        if mode == PLAIN:
+            plain = torch.empty(shape, **BFLOAT16).normal_(0, shape[-1] ** -0.5)
+            self.parts, self.kernel = {"weight": plain}, moe_decode.plain_weight(plain)
+            self.group = 0
+        else:
+            format = FORMATS[mode]
+            self.group = format.choose_group(shape[-1], None)
+            self.parts = random_parts(format, shape, self.group)
+            parts = list(self.parts.values())
+            self.kernel = moe_decode.packed_weight(parts, format.kind, self.group)
+        self.nbytes = sum(part[:1].nbytes for part in self.parts.values())
+
+    def unpack(self, index: Tensor) -> Tensor:
+        """Return the weights of an index, fp64 [..., out, in]."""
+        chosen = {name: part[index] for name, part in self.parts.items()}
+        plain = chosen["weight"] if self.mode == PLAIN else self.unpack_parts(chosen)
+        return plain.double()
+
+    def unpack_parts(self, parts: dict[str, Tensor]) -> Tensor:
+        return FORMATS[self.mode].unpack(parts, self.group)
+
+    def single(self, n: int) -> Weight:
+        """Return one of the weights as a dense one."""
+        kernel = self.kernel
+        return Weight(tuple(part[n] for part in kernel.parts), kernel.kind, kernel.group)
+
+
+class Case:
+    """One model's MoE layer in one format."""
+
+    def __init__(self, arch: str, mode: str, layers: int = LAYERS):
+        self.args, self.mode, args = ARCHITECTURES[arch], mode, ARCHITECTURES[arch]
+        D, I, A = args.dim, args.intermediate, args.n_active
+        bytes_each = 3 * D * I * (2 if mode == PLAIN else FORMATS[mode].bits / 8 + 0.04)
+        distinct = max(2, min(layers, int(MAX_BYTES / bytes_each / A)))
+        self.w13 = Weights(mode, (distinct * A, 2 * I, D))
+        self.w2 = Weights(mode, (distinct * A, D, I))
+        choices = torch.randperm(distinct * A, device="cuda").view(distinct, 1, A)
+        self.choices = [choices[layer % distinct] for layer in range(layers)]
+        self.x = torch.randn(1, D, **BFLOAT16)
+        self.h = torch.randn(A, I, **BFLOAT16)
+        self.routing = torch.rand(1, A, device="cuda")
+        self.norm = torch.rand(D, **BFLOAT16) + 0.5
+        self.routers = torch.randn(layers, args.n_expert, D, **BFLOAT16) * D**-0.5
+        self.layers = layers
+
+    def phases(self) -> list[Phase]:
+        return [self.gate_up(), self.down(), *self.dense_phases()]
+
+    def gate_up(self) -> Phase:
+        weight, kernel = self.w13, self.w13.kernel
+        gate, up = (weight.unpack(self.choices[0][0]) @ self.x[0].double()).chunk(2, -1)
+        return Phase(
+            "gate_up",
+            lambda choice, tiles, pdl: moe_decode.gate_up(
+                self.x, choice, kernel, "silu", tiles, pdl
+            ),
+            self.choices,
+            swiglu(gate, up),
+            weight.nbytes * self.args.n_active,
+            tilings_of(kernel.quads, kernel.out // 2, kernel.kind, 2),
+        )
+
+    def down(self) -> Phase:
+        weight, kernel, A = self.w2, self.w2.kernel, self.args.n_active
+        each = (weight.unpack(self.choices[0][0]) @ self.h.double().unsqueeze(-1)).squeeze(-1)
+        expected = (each * self.routing[0].double().unsqueeze(-1)).sum(0, keepdim=True)
+        return Phase(
+            "down",
+            lambda choice, tiles, pdl: moe_decode.down(
+                self.h, kernel, choice, self.routing, self.x, tiles=tiles, pdl=pdl
+            ),
+            self.choices,
+            expected + self.x.double(),
+            weight.nbytes * A,
+            tilings_of(A * kernel.quads, kernel.out, kernel.kind, 1),
+        )
+
+    def dense_phases(self) -> list[Phase]:
+        """wqkv with the norm of its input, wo with the residual; of one model alone."""
+        args = self.args
+        if args.family != "qwen3_moe":
+            return []
+        H, K, C = args.n_head, args.n_kv_head, args.head_dim
+        wqkv = Weights(self.mode, (self.layers, (H + 2 * K) * C, args.dim))
+        wo = Weights(self.mode, (self.layers, args.dim, H * C))
+        heads, first = torch.randn(1, H * C, **BFLOAT16), torch.zeros(1, dtype=torch.int64)
+        normed = torch.nn.functional.rms_norm(
+            self.x.double(), (args.dim,), self.norm.double(), args.norm_eps
+        )
+        layers = range(self.layers)
+        first = first.cuda()
+        return [
+            Phase(
+                "wqkv",
+                lambda weight, tiles, pdl: moe_decode.down(
+                    self.x, weight, norm=self.norm, eps=args.norm_eps, tiles=tiles, pdl=pdl
+                ),
+                [wqkv.single(layer) for layer in layers],
+                normed @ wqkv.unpack(first)[0].T,
+                wqkv.nbytes,
+                tilings_of(wqkv.kernel.quads, wqkv.kernel.out, wqkv.kernel.kind, 1),
+            ),
+            Phase(
+                "wo",
+                lambda weight, tiles, pdl: moe_decode.down(
+                    heads, weight, residual=self.x, tiles=tiles, pdl=pdl
+                ),
+                [wo.single(layer) for layer in layers],
+                heads.double() @ wo.unpack(first)[0].T + self.x.double(),
+                wo.nbytes,
+                tilings_of(wo.kernel.quads, wo.kernel.out, wo.kernel.kind, 1),
+            ),
+        ]
+
+    def route(self, layer: int, rows: int, warps: int, counter: Tensor | None, pdl: bool) -> tuple:
+        return moe_decode.norm_router(
+            self.x,
+            None,
+            self.norm,
+            self.args.norm_eps,
+            self.routers[layer],
+            self.args.n_active,
+            self.args.norm_topk,
+            counter,
+            rows=rows,
+            warps=warps,
+            pdl=pdl,
+        )
+
+    def router_is_right(self, rows: int, warps: int, counter: Tensor | None, pdl: bool) -> bool:
+        """Whether the router's kernel finds the weights that fp64 gives, twice."""
+        x = self.x.double()
+        normed = torch.nn.functional.rms_norm(
+            x, x.shape[-1:], self.norm.double(), self.args.norm_eps
+        )
+        scores = normed.bfloat16().double() @ self.routers[0].double().T
+        best = scores.topk(self.args.n_active).values
+        whole = best if self.args.norm_topk else scores
+        weights = (best - whole.logsumexp(-1, keepdim=True)).exp()
+        for _ in range(2):
+            _, _, indices, got = self.route(0, rows, warps, counter, pdl)
+            # Compare weights, since experts with nearly equal scores may change places.
+            same = scores.gather(1, indices).sort(descending=True).values
+            if (got - weights).abs().max() > 1e-2 or (same - best).abs().max() > 1e-2:
+                return False
+        return True
+
+    def experts(self, tiles: dict[str, Tiles], pdl: bool, router: tuple | None = None) -> Callable:
+        """Return a layer's kernels as a function of the layer, with the router's if given."""
+
+        def run(layer: int) -> Tensor:
+            choice, x = self.choices[layer], self.x
+            if router is not None:
+                x, normed, _, _ = self.route(layer, *router, pdl)
+            else:
+                normed = x
+            h = moe_decode.gate_up(normed, choice, self.w13.kernel, "silu", tiles["gate_up"], pdl)
+            weights = self.routing
+            return moe_decode.down(
+                h, self.w2.kernel, choice, weights, x, tiles=tiles["down"], pdl=pdl
+            )
+
+        return run
+
+    def today(self) -> Callable:
+        """Return the compiled plain experts, as a function of the choice."""
+        with torch.device("meta"):
+            experts = Experts(plain_args(self.args))
+        for name, weights in (("w13", self.w13), ("w2", self.w2)):
+            plain = experts.get_submodule(name)
+            if self.mode == PLAIN:
+                plain.weight = torch.nn.Parameter(weights.parts["weight"], requires_grad=False)
+                continue
+            packed = PackedExpertLinear(plain, self.mode, weights.group)
+            for part, tensor in weights.parts.items():
+                setattr(packed, part, torch.nn.Parameter(tensor, requires_grad=False))
+            experts.set_submodule(name, packed)
+        return torch.compile(
+            lambda choice: experts(self.x, choice, self.routing), fullgraph=True, dynamic=False
+        )
+
+
+def plain_args(args: ModelArgs) -> ModelArgs:
+    """Return args with which `Experts` has the smallest parameters: they are replaced."""
+    return replace(args)
+
+
+ROUTERS = ((1, 4, True), (2, 4, True), (1, 8, True), (1, 4, False))  # rows, warps, one launch
+
+
+def router_settings(rows: int, warps: int, one_launch: bool) -> tuple:
+    counter = torch.zeros(1, dtype=torch.int32, device="cuda") if one_launch else None
+    return rows, warps, counter
+
+
+# Commands -----------------------------------------------------------------------------------------
+
+
+def check(arch: str, mode: str) -> dict:
+    """Compile and check all tilings of a case -> wrong ones, by name."""
+    case, wrong = Case(arch, mode, layers=2), {}
+    for phase in case.phases():
+        for tiles in phase.tilings:
+            for pdl in (True, False):
+                name = f"{phase.name} {tiles} pdl {pdl}"
+                try:
+                    error = phase.error(tiles, pdl)
+                except Exception as failure:  # another tiling may work
+                    wrong[name] = f"{type(failure).__name__}: {str(failure)[:200]}"
+                    continue
+                if not error < MAX_ERROR:
+                    wrong[name] = f"relative error {error:.1e}"
+    for setting in ROUTERS:
+        for pdl in (True, False):
+            if not case.router_is_right(*router_settings(*setting), pdl):
+                wrong[f"router {setting} pdl {pdl}"] = "wrong experts or weights"
+    return wrong
+
+
+def check_all(cases: list[tuple[str, str]]) -> dict[tuple[str, str], dict]:
+    """Check cases at the same time, a process each."""
+    processes = [
+        subprocess.Popen(
+            [sys.executable, __file__, "--check", "--case", f"{arch}:{mode}"],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for arch, mode in cases
+    ]
+    found = {}
+    for case, process in zip(cases, processes, strict=True):
+        output, _ = process.communicate()
+        lines = output.splitlines()
+        found[case] = json.loads(lines[-1]) if process.returncode == 0 else {"process": "failed"}
+    return found
+
+
+def measure(arch: str, mode: str, wrong: dict, with_today: bool) -> list[dict]:
+    """Return rows of a case: phase, tiling, us with and without PDL, bound and expected us."""
+    case, rows, best = Case(arch, mode), [], {}
+
+    def note(phase: str, tiling: str, seconds: dict[str, float], nbytes: int, kernels: int) -> None:
+        bound = nbytes / BANDWIDTH
+        row = {"arch": arch, "format": mode, "phase": phase, "tiling": tiling}
+        row |= {name: round(value * 1e6, 2) for name, value in seconds.items()}
+        row |= {"bound_us": round(bound * 1e6, 2)}
+        row["expected_us"] = round((bound + kernels * PHASE_SECONDS) * 1e6, 2)
+        rows.append(row)
+
+    for phase in case.phases():
+        timed = []
+        for tiles in phase.tilings:
+            if f"{phase.name} {tiles} pdl True" in wrong:
+                continue
+            seconds = {"us": phase.seconds(tiles, True)}
+            if f"{phase.name} {tiles} pdl False" not in wrong:
+                seconds["no_pdl_us"] = phase.seconds(tiles, False)
+            timed.append((seconds["us"], tiles, seconds))
+        for _, tiles, seconds in sorted(timed, key=lambda each: each[0]):
+            best.setdefault(phase.name, tiles)
+            note(phase.name, str(tiles), seconds, phase.nbytes, 1)
+    nbytes = (case.w13.nbytes + case.w2.nbytes) * case.args.n_active
+    layers = list(range(LAYERS))
+    if {"gate_up", "down"} <= best.keys():
+        seconds = {
+            name: graph_seconds(case.experts(best, pdl), layers)
+            for name, pdl in (("us", True), ("no_pdl_us", False))
+        }
+        note("experts", "best", seconds, nbytes, 2)
+        for setting in ROUTERS:
+            if f"router {setting} pdl True" in wrong:
+                continue
+            run = case.experts(best, True, router_settings(*setting))
+            size = nbytes + case.routers[0].nbytes
+            note("block", f"router {setting}", {"us": graph_seconds(run, layers)}, size, 3)
+    if with_today:
+        note("experts", "today", {"us": graph_seconds(case.today(), case.choices)}, nbytes, 2)
+        torch._dynamo.reset()
+    return rows
+
+
+def show(rows: list[dict]) -> None:
+    for row in rows:
+        no_pdl = row.get("no_pdl_us", float("nan"))
+        print(
+            f"{row['arch']:14} {row['format']:5} {row['phase']:8} {row['us']:7.2f} us, no PDL "
+            f"{no_pdl:7.2f}, bound {row['bound_us']:6.2f}, expected {row['expected_us']:6.2f}  "
+            f"{row['tiling']}",
+            flush=True,
+        )
+
+
+def build_parser() -> Parser:
+    parser = Parser(
+        __doc__.partition("\n")[0],
+        (
+            "python benchmarks/moe_phases.py --json phases.json",
+            "python benchmarks/moe_phases.py --case Qwen3-30B-A3B:int4",
+        ),
+    )
+    names = [f"{arch}:{mode}" for arch, mode in CASES]
+    add = parser.add_argument
+    add("--case", action="append", metavar="ARCH:FORMAT", help=f"repeatable; {', '.join(names)}")
+    add("--json", metavar="FILE", help="write all rows")
+    add("--budget", type=float, default=140.0, help="seconds; then leave out today's experts")
+    add("--check", action="store_true", help="only check the tilings of one case; print JSON")
+    return parser
+
+
+def main() -> None:
+    options = (parser := build_parser()).parse_args()
+    require_gpu(parser)
+    started = time.perf_counter()
+    cases = [tuple(name.split(":")) for name in options.case] if options.case else list(CASES)
+    torch.manual_seed(0)
+    if options.check:
+        print(json.dumps(check(*cases[0])))
+        return
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
+    rows, wrong = [], check_all(cases)
+    print(f"checked in {time.perf_counter() - started:.0f} s")
+    for case, found in wrong.items():
+        for name, why in found.items():
+            print(f"WRONG {':'.join(case)} {name}: {why}")
+    configure_inductor()
+    for case in cases:
+        with_today = time.perf_counter() - started < options.budget
+        found = measure(*case, wrong[case], with_today)
+        show(found)
+        rows += found
+        if options.json:
+            result = {"rows": rows, "wrong": {":".join(key): value for key, value in wrong.items()}}
+            Path(options.json).write_text(json.dumps(result, indent=1))
+        torch.cuda.empty_cache()
+    print(f"{time.perf_counter() - started:.0f} s")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""GLM-4.7-Flash: DeepSeek-V3's latent attention and sigmoid routing, without groups or YaRN."""
+
+from model import ModelArgs
+from models.config import HFConfig
+from models.family import PublishedLayout
+from models.latent_family import LatentArgs, LatentFamily, LatentTransformer
+from models.layers.group_routing import SigmoidRoutedMoE
+from models.tensors import Recipes, score_bias_recipe
+
+
+class Glm4MoeLiteTransformer(LatentTransformer):
+    moe_class = SigmoidRoutedMoE
+
+
+class Glm4MoeLite(LatentFamily):
+    name = "glm4_moe_lite"
+    model_class = Glm4MoeLiteTransformer
+    defaults = dict(
+        vocab_size=154880,
+        hidden_size=2048,
+        num_hidden_layers=47,
+        max_position_embeddings=202752,
+        num_attention_heads=20,
+        num_key_value_heads=20,
+        rope_theta=1e4,
+        rms_norm_eps=1e-5,
+        bos_token_id=0,
+        eos_token_id=1,
+        norm_topk_prob=True,
+        n_routed_experts=64,
+        num_experts_per_tok=4,
+        moe_intermediate_size=1536,
+        intermediate_size=10240,
+        n_shared_experts=1,
+        routed_scaling_factor=1.8,
+        n_group=1,
+        topk_group=1,
+        kv_lora_rank=512,
+        q_lora_rank=768,
+        qk_nope_head_dim=192,
+        qk_rope_head_dim=64,
+        v_head_dim=256,
+    )
+    field_of_key = LatentFamily.field_of_key | {"norm_topk_prob": "norm_topk"}
+    # transformers reads mlp_layer_types instead of first_k_dense_replace; absent, it means 1.
+    only = {"attention_bias": False, "scoring_func": "sigmoid", "first_k_dense_replace": 1}
+    topk_methods = ("noaux_tc",)
+
+    def from_hf(self, config: dict) -> ModelArgs:
+        """Transformers' config class has no count of MTP layers; the converter leaves them out."""
+        count = config.get("num_nextn_predict_layers") or 0
+        if type(count) is not int or not 0 <= count <= 4096:
+            what = f"num_nextn_predict_layers = {count!r:.80} is not supported"
+            raise ValueError(f"config.json: {what} (an integer from 0 to 4096 is needed)")
+        return super().from_hf({k: v for k, v in config.items() if k != "num_nextn_predict_layers"})
+
+    def arg_fields(self, c: HFConfig) -> dict:
+        layers = c.integer("num_hidden_layers")
+        kinds = c.get("mlp_layer_types")
+        if kinds is None:
+            kinds = ["dense"] + ["sparse"] * (layers - 1)
+        known = isinstance(kinds, list) and all(kind in ("dense", "sparse") for kind in kinds)
+        if not known or len(kinds) != layers:
+            c.refuse(
+                "mlp_layer_types", f"'dense' or 'sparse' is needed for each of {layers} layers"
+            )
+        c["mlp_only_layers"] = [layer for layer, kind in enumerate(kinds) if kind == "dense"]
+        return super().arg_fields(c)
+
+    def to_hf(self, args: LatentArgs) -> dict:
+        dense = args.dense_layers
+        kinds = ["dense" if layer in dense else "sparse" for layer in range(args.n_layer)]
+        return super().to_hf(args) | {"mlp_layer_types": kinds}
+
+    def expert_recipes(self, args: LatentArgs, layout: PublishedLayout) -> Recipes:
+        return super().expert_recipes(args, layout) | score_bias_recipe(args)
+
+    # config.json of zai-org/GLM-4.7-Flash. It has the defaults but for RoPE's theta.
+    shapes = {"GLM-4.7-Flash": dict(rope_theta=1e6, num_nextn_predict_layers=1)}

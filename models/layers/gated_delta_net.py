@@ -1,0 +1,240 @@
+"""Gated DeltaNet: linear attention with a matrix of fixed size as its memory (Yang et al. 2024).
+
+A head's state S [Ck, Cv] decays, corrects what it returns for the key towards the value, and is
+read with the query. Queries, keys and values first pass a causal convolution over few positions.
+
+Letters: K key heads (queries have as many), H value heads, Ck and Cv their sizes, N = 2 K Ck + H Cv
+channels of the convolution, W its width.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from model import Context, KVCache, Linear, RMSNorm, new_parameter
+from models.tensors import Recipes, copy_of
+from ops.gated_delta import (
+    causal_conv_silu,
+    gated_delta_chunk,
+    gated_delta_step,
+    gated_rms_norm,
+)
+from ops.inductor import materialize
+
+MAX_TENTATIVE = 16  # tokens of one call that `accept` can still refuse
+MAX_SNAPSHOTS = 8  # kept for a sequence; each is as large as its state
+
+
+class DeltaSizes(NamedTuple):
+    """Heads and sizes of a Gated DeltaNet layer."""
+
+    key_heads: int  # K
+    value_heads: int  # H
+    key_dim: int  # Ck
+    value_dim: int  # Cv
+    width: int  # W
+
+    @property
+    def channels(self) -> int:
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+    def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x [..., N] -> q, k [..., K, Ck], v [..., H, Cv]."""
+        K, H, Ck, Cv, _ = self
+        q, k, v = x.split((K * Ck, K * Ck, H * Cv), dim=-1)
+        return q.unflatten(-1, (K, Ck)), k.unflatten(-1, (K, Ck)), v.unflatten(-1, (H, Cv))
+
+
+class DeltaInputs(NamedTuple):
+    """What a layer appends for a call's tokens."""
+
+    x: Tensor  # [B, Q, N], before the convolution
+    g: Tensor  # fp32 [B, Q, H], logarithm of the decay
+    beta: Tensor  # fp32 [B, Q, H], how far the state is corrected
+    weight: Tensor  # [N, W], of the convolution
+
+
+class DeltaState(nn.Module):
+    """Each sequence's state and the last W - 1 inputs of its convolution, updated in place.
+
+    It implements the protocol of runtime/sequence_state.py. For `accept` it keeps the state before
+    the last call of several tokens, and that call's inputs: running the accepted ones again takes
+    less memory than a state after each.
+    """
+
+    def __init__(self, batch: int, sizes: DeltaSizes, like: Tensor):
+        super().__init__()
+        _, H, Ck, Cv, W = self.sizes = sizes
+        N, M = sizes.channels, MAX_TENTATIVE
+        shapes = {"state": (H, Ck, Cv), "before": (H, Ck, Cv), "g": (M, H), "beta": (M, H)}
+        shapes_like = {"window": (W - 1, N), "inputs": (W - 1 + M, N), "convolved": (M, N)}
+        for name, shape in (shapes | shapes_like).items():
+            dtype = like.dtype if name in shapes_like else torch.float32
+            buffer = torch.zeros(batch, *shape, dtype=dtype, device=like.device)
+            self.register_buffer(name, buffer, persistent=False)
+        # How many of the last call's tokens were real.
+        count = torch.zeros(batch, dtype=torch.int64, device=like.device)
+        self.register_buffer("count", count, persistent=False)
+        self.snapshots: list[dict[int, tuple[Tensor, Tensor]]] = [{} for _ in range(batch)]
+
+    def append(self, values: DeltaInputs, context: Context) -> Tensor:
+        """Take in the call's real tokens; return what they read from the state, [B, Q, H, Cv]."""
+        x, g, beta, weight = values
+        B, Q, _ = x.shape
+        row = None if context.chunk is None else context.chunk.row
+        # Several tokens read copies. AOTAutograd would copy the buffer `state` to `before` after
+        # `state` has changed; a clone does not help, since Inductor removes it.
+        rows = torch.arange(B, device=x.device) if row is None else row
+        count = torch.full((B,), Q, device=x.device) if context.last is None else context.last + 1
+        real = (torch.arange(Q, device=x.device) < count.unsqueeze(1)).unsqueeze(-1)
+        g, beta = torch.where(real, g, 0.0), torch.where(real, beta, 0.0)  # padding does nothing
+        is_step = Q == 1 and row is None
+        window, state = (t if is_step else t[rows] for t in (self.window, self.state))
+        y, inputs = causal_conv_silu(x, window, weight), torch.cat((window, x), dim=1)
+        q, k, v = self.sizes.heads(y)
+        if Q == 1:
+            q, k, v, g, beta = (t.squeeze(1) for t in (q, k, v, g, beta))
+            out, after = gated_delta_step(q, k, v, g, beta, state)
+            out = out.unsqueeze(1)
+        else:
+            out, after = gated_delta_chunk(q, k, v, g, beta, state)
+        new = {"state": after, "window": last_inputs(inputs, count, self.sizes.width - 1)}
+        if 1 < Q <= MAX_TENTATIVE:
+            # `accept` may follow. It runs MAX_TENTATIVE tokens: g = beta = 0 makes more of these.
+            tokens = {"inputs": inputs, "convolved": y, "g": g, "beta": beta}
+            padded = {n: F.pad(t, (0, 0, 0, MAX_TENTATIVE - Q)) for n, t in tokens.items()}
+            new = {"before": state, "count": count} | padded | new
+        for name, value in new.items():
+            buffer = getattr(self, name)
+            if row is None:
+                buffer.copy_(value)
+            else:
+                buffer.index_copy_(0, row, value)
+        return out
+
+    def accept(self, counts: Tensor) -> None:
+        """Keep the first counts [B] of each row's tokens in the last call of several tokens."""
+        counts = torch.minimum(counts, self.count)
+        index = torch.arange(MAX_TENTATIVE, device=counts.device)
+        kept = (index < counts.unsqueeze(1)).unsqueeze(-1)
+        g, beta = torch.where(kept, self.g, 0.0), torch.where(kept, self.beta, 0.0)
+        q, k, v = self.sizes.heads(self.convolved)
+        self.state.copy_(gated_delta_chunk(q, k, v, g, beta, self.before)[1])
+        self.window.copy_(last_inputs(self.inputs, counts, self.sizes.width - 1))
+
+    def truncate(self, row: int, length: int) -> int:
+        """Go back to the row's latest snapshot of at most `length` tokens; return its length."""
+        kept = max((n for n in self.snapshots[row] if n <= length), default=0)
+        self.snapshots[row] = {n: t for n, t in self.snapshots[row].items() if n <= kept}
+        if kept:
+            state, window = self.snapshots[row][kept]
+            self.state[row].copy_(state)
+            self.window[row].copy_(window)
+        else:
+            self.state[row].zero_()
+            self.window[row].zero_()
+        return kept
+
+    def snapshot(self, row: int, length: int) -> None:
+        """Remember the row's state at `length` tokens.
+
+        Of too many snapshots the second goes: the first may be of a system prompt.
+        """
+        taken = self.snapshots[row]
+        taken[length] = self.state[row].clone(), self.window[row].clone()
+        if len(taken) > MAX_SNAPSHOTS:
+            del taken[sorted(taken)[1]]
+
+    def reset(self) -> None:
+        """Forget all sequences and snapshots."""
+        for buffer in self.buffers():
+            buffer.zero_()
+        self.snapshots = [{} for _ in self.snapshots]
+
+    @property
+    def nbytes(self) -> int:
+        taken = (t for row in self.snapshots for pair in row.values() for t in pair)
+        return sum(t.nbytes for t in (*self.buffers(), *taken))
+
+
+def last_inputs(inputs: Tensor, count: Tensor, length: int) -> Tensor:
+    """inputs [B, length + Q, N] -> the `length` of them that end after the first count [B] of Q."""
+    index = count.unsqueeze(1) + torch.arange(length, device=inputs.device)
+    return inputs.gather(1, index.unsqueeze(-1).expand(-1, -1, inputs.shape[-1]))
+
+
+class Convolution(nn.Module):
+    """Holds the weight [N, W] of a depthwise causal convolution."""
+
+    def __init__(self, channels: int, width: int):
+        super().__init__()
+        self.weight = new_parameter(channels, width)
+
+
+class DeltaNet(nn.Module):
+    """[B, Q, D] -> same, in place of an attention layer. args: models.layers.gated_hybrid."""
+
+    window = None
+    fp32 = ("a_log",)  # parameters that a change of dtype leaves alone
+
+    def __init__(self, args):
+        super().__init__()
+        sizes = self.sizes = args.delta_sizes
+        H, values = sizes.value_heads, sizes.value_heads * sizes.value_dim
+        self.wqkvz = Linear(args.dim, sizes.channels + values)
+        # Apart, since it is never packed: an error of the decay grows with every token.
+        self.wba = Linear(args.dim, 2 * H)
+        self.conv = Convolution(sizes.channels, sizes.width)
+        self.a_log, self.dt_bias = new_parameter(H), new_parameter(H)
+        self.norm = RMSNorm(sizes.value_dim, args.norm_eps)
+        self.wout = Linear(values, args.dim)
+
+    def allocate(
+        self, batch: int, length: int, cache_class: type[KVCache], like: Tensor
+    ) -> DeltaState:
+        """Make this layer's state, of any length, on the device of `like`, and return it."""
+        self.state = DeltaState(batch, self.sizes, like)
+        return self.state
+
+    def join_projections(self) -> None:
+        """Make the two products one, unless wqkvz is packed: a step has one kernel less."""
+        if type(self.wqkvz) is Linear:
+            joined = torch.cat((self.wqkvz.weight, self.wba.weight))
+            self.wqkvz.weight = nn.Parameter(joined, requires_grad=False)
+            self.wba = None
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        if self.wba is None:
+            y, heads = self.wqkvz(x), 2 * self.sizes.value_heads
+            qkvz, ba = y.split((y.shape[-1] - heads, heads), dim=-1)
+        else:
+            qkvz, ba = self.wqkvz(x), self.wba(x)
+        # Materialized, or Inductor recomputes the gated norm in every row of the product.
+        return self.wout(materialize(self.core(qkvz, ba, context)))
+
+    def core(self, qkvz: Tensor, ba: Tensor, context: Context) -> Tensor:
+        """qkvz [B, Q, N + H Cv], ba [B, Q, 2 H] -> [B, Q, H Cv]: all between the projections."""
+        H, Cv = self.sizes.value_heads, self.sizes.value_dim
+        x, gate = qkvz.split((self.sizes.channels, H * Cv), dim=-1)
+        b, a = ba.float().chunk(2, dim=-1)
+        g = -self.a_log.float().exp() * F.softplus(a + self.dt_bias.float())
+        y = self.state.append(DeltaInputs(x, g, b.sigmoid(), self.conv.weight), context)
+        gate = gate.unflatten(-1, (H, Cv))
+        return gated_rms_norm(y, gate, self.norm.weight, self.norm.eps).to(qkvz.dtype).flatten(2)
+
+
+def delta_net_recipes(sizes: DeltaSizes, dim: int) -> Recipes:
+    """A layer's Gated DeltaNet, but for the projections of its input."""
+    H, Cv, N = sizes.value_heads, sizes.value_dim, sizes.channels
+    theirs = "linear_attn."
+    return {
+        "attention.conv.weight": copy_of(
+            theirs + "conv1d.weight", N, 1, sizes.width, transform=lambda t: t.squeeze(1)
+        ),
+        "attention.a_log": copy_of(theirs + "A_log", H, dtype=torch.float32),
+        "attention.dt_bias": copy_of(theirs + "dt_bias", H),
+        "attention.norm.weight": copy_of(theirs + "norm.weight", Cv),
+        "attention.wout.weight": copy_of(theirs + "out_proj.weight", dim, H * Cv),
+    }

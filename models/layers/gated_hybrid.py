@@ -1,0 +1,209 @@
+"""Models in which Gated DeltaNet and gated attention alternate: Qwen3-Next, Qwen3.5, Qwen3.6."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from model import Block, ModelArgs, Transformer, is_layer
+from models.config import HFConfig, rotary_dim
+from models.family import Family, PublishedLayout, Shard
+from models.layers.gated_attention import GatedAttention, gated_attention_recipes
+from models.layers.gated_delta_net import (
+    MAX_SNAPSHOTS,
+    DeltaNet,
+    DeltaSizes,
+    delta_net_recipes,
+)
+from models.layers.shared_expert import GatedSharedExpertMoE
+from models.layers.zero_centred_norm import ZeroCentredRMSNorm, zero_centred
+from models.tensors import Recipes, copy_of, prefixed
+from ops.rope import rope_frequencies, rope_table
+
+PROMPT_CHUNK = 2048  # tokens of a prompt that run at once, if it is not changed
+KINDS = "linear_attention", "full_attention"
+
+
+@dataclass(frozen=True)
+class HybridArgs(ModelArgs):
+    full_layers: tuple[int, ...] = ()  # layers with attention; the others have Gated DeltaNet
+    rotary_dim: int = 64  # the first numbers of a head that are rotated
+    shared_intermediate: int = 0  # intermediate dim of the shared expert; 0: none
+    delta_key_heads: int = 16
+    delta_value_heads: int = 32
+    delta_key_dim: int = 128
+    delta_value_dim: int = 128
+    conv_width: int = 4
+
+    def constraints(self) -> dict[str, bool]:
+        return super().constraints() | {
+            "full_layers": all(is_layer(layer, self.n_layer) for layer in self.full_layers),
+            "rotary_dim": self.rotary_dim % 2 == 0 and self.head_dim % self.rotary_dim == 0,
+            "delta_key_heads": self.delta_value_heads % self.delta_key_heads == 0,
+            "conv_width": self.conv_width > 1,
+            "sliding_window": self.sliding_window is None,
+        }
+
+    @property
+    def delta_sizes(self) -> DeltaSizes:
+        return DeltaSizes(
+            self.delta_key_heads,
+            self.delta_value_heads,
+            self.delta_key_dim,
+            self.delta_value_dim,
+            self.conv_width,
+        )
+
+
+class HybridTransformer(Transformer):
+    args: HybridArgs
+
+    def __init__(self, args: HybridArgs):
+        super().__init__(args)
+        self.norm = ZeroCentredRMSNorm(args.dim, args.norm_eps)
+
+    def make_block(self, args: HybridArgs, layer: int) -> Block:
+        block = Block(args, layer)
+        block.attention_norm = ZeroCentredRMSNorm(args.dim, args.norm_eps)
+        block.ffn_norm = ZeroCentredRMSNorm(args.dim, args.norm_eps)
+        block.attention = GatedAttention(args) if layer in args.full_layers else DeltaNet(args)
+        if layer not in args.dense_layers:
+            block.ffn = GatedSharedExpertMoE(args)
+        return block
+
+    def tie_weights(self) -> None:
+        super().tie_weights()
+        for block in self.layers:
+            if isinstance(block.attention, DeltaNet) and self.embedding.weight.is_cuda:
+                block.attention.join_projections()
+
+    def make_rope_table(self, length: int, device: torch.device) -> Tensor:
+        rotated = self.args.rotary_dim
+        frequencies = rope_frequencies(rotated, self.args.rope_theta, device)
+        return rope_table(frequencies, length, unrotated=self.args.head_dim - rotated)
+
+
+class HybridFamily(Family):
+    args_class = HybridArgs
+    model_class = HybridTransformer
+    defaults = dict(
+        hidden_size=2048,
+        max_position_embeddings=32768,
+        num_attention_heads=16,
+        num_key_value_heads=2,
+        head_dim=256,
+        rope_theta=1e4,
+        partial_rotary_factor=0.25,
+        rms_norm_eps=1e-6,
+        attention_bias=False,
+        linear_conv_kernel_dim=4,
+        linear_key_head_dim=128,
+        linear_value_head_dim=128,
+        linear_num_key_heads=16,
+        linear_num_value_heads=32,
+        moe_intermediate_size=512,
+        shared_expert_intermediate_size=512,
+    )
+    field_of_key = {
+        "attention_bias": "attention_bias",
+        "shared_expert_intermediate_size": "shared_intermediate",
+        "linear_conv_kernel_dim": "conv_width",
+        "linear_key_head_dim": "delta_key_dim",
+        "linear_value_head_dim": "delta_value_dim",
+        "linear_num_key_heads": "delta_key_heads",
+        "linear_num_value_heads": "delta_value_heads",
+    }
+    fixed = {"qk_norm": "head"}
+
+    def arg_fields(self, c: HFConfig) -> dict:
+        fields = super().arg_fields(c)
+        if c["linear_num_value_heads"] % c["linear_num_key_heads"]:
+            heads = c["linear_num_key_heads"]
+            c.refuse("linear_num_value_heads", f"a multiple of linear_num_key_heads = {heads} is")
+        if c["linear_conv_kernel_dim"] < 2:
+            c.refuse("linear_conv_kernel_dim", "at least 2 is needed")
+        return fields | {"rotary_dim": rotary_dim(c)}
+
+    def window_fields(self, c: HFConfig) -> dict:
+        """Every fourth layer has attention, unless the file says otherwise."""
+        n_layer = c.integer("num_hidden_layers")
+        c.setdefault("full_attention_interval", 4)
+        interval, kinds = c.integer("full_attention_interval"), c["layer_types"]
+        if not isinstance(kinds, list) or any(kind not in KINDS for kind in kinds):
+            c.refuse("layer_types", f"all must be {' or '.join(map(repr, KINDS))}")
+        kinds = kinds or [KINDS[(layer + 1) % interval == 0] for layer in range(n_layer)]
+        if len(kinds) != n_layer:
+            c.refuse("layer_types", f"there are {n_layer} layers")
+        return {"full_layers": tuple(n for n, kind in enumerate(kinds) if kind == KINDS[1])}
+
+    def to_hf(self, args: HybridArgs) -> dict:
+        config = super().to_hf(args)
+        config["layer_types"] = [KINDS[n in args.full_layers] for n in range(args.n_layer)]
+        config["rope_parameters"]["partial_rotary_factor"] = args.rotary_dim / args.head_dim
+        return config
+
+    def attention_memory(self, args: HybridArgs, length: int) -> tuple[int, int]:
+        """The delta rule of a prompt's chunk takes most, then a sequence's snapshots; both fp32."""
+        sizes, tokens = args.delta_sizes, min(length, PROMPT_CHUNK)
+        _, H, Ck, Cv, _ = sizes
+        rule = tokens * H * (6 * Ck + 4 * Cv + 4 * 64)  # keys, values, scores of 64 tokens
+        taken = MAX_SNAPSHOTS * (args.n_layer - len(args.full_layers)) * H * Ck * Cv
+        extra = 4 * tokens * sizes.channels + 2 * (rule + taken)
+        return 2 * args.n_kv_head * args.head_dim, extra
+
+    # Conversion ---------------------------------------------------------------------------------
+
+    def layer_recipes(self, args: HybridArgs, layer: int, layout: PublishedLayout) -> Recipes:
+        table = super().layer_recipes(args, layer, layout)
+        if layer in args.full_layers:
+            return table
+        attention = f"layers.{layer}.attention."
+        table = {name: recipe for name, recipe in table.items() if not name.startswith(attention)}
+        delta = self.projection_recipes(args) | delta_net_recipes(args.delta_sizes, args.dim)
+        return table | prefixed(delta, layer)
+
+    def projection_recipes(self, args: HybridArgs) -> Recipes:
+        """Return the recipes of a Gated DeltaNet layer's wqkvz and wba."""
+        raise NotImplementedError
+
+    def norm_recipes(self, args: HybridArgs) -> Recipes:
+        return {
+            "attention_norm.weight": zero_centred("input_layernorm.weight", args.dim),
+            "ffn_norm.weight": zero_centred("post_attention_layernorm.weight", args.dim),
+        }
+
+    def attention_recipes(self, args: HybridArgs) -> Recipes:
+        return gated_attention_recipes(args)
+
+    def expert_recipes(self, args: HybridArgs, layout: PublishedLayout) -> Recipes:
+        table = super().expert_recipes(args, layout)
+        if args.shared_intermediate:
+            gate = copy_of("mlp.shared_expert_gate.weight", 1, args.dim)
+            table["ffn.shared_gate.weight"] = gate
+        return table
+
+    def rest_recipes(self, args: HybridArgs) -> Recipes:
+        norm = zero_centred("model.norm.weight", args.dim)
+        return super().rest_recipes(args) | {"norm.weight": norm}
+
+    # Tensor parallelism ---------------------------------------------------------------------------
+
+    @property
+    def sharded_fields(self) -> tuple[str, ...]:
+        return *super().sharded_fields, "delta_key_heads", "delta_value_heads"
+
+    def sharded_heads(self, args: HybridArgs) -> dict[str, int]:
+        return {"key heads of Gated DeltaNet": args.delta_key_heads}
+
+    def shard_table(self, args: HybridArgs) -> dict[str, Shard]:
+        K, H, Ck, Cv, _ = args.delta_sizes
+        keys, values, head = (K, Ck), (H, Cv), (H, 1)
+        queries, kv = (args.n_head, args.head_dim), (args.n_kv_head, args.head_dim)
+        return super().shard_table(args) | {
+            "attention.wqkv": Shard(0, (queries, kv, kv, queries)),
+            "attention.wqkvz": Shard(0, (keys, keys, values, values)),
+            "attention.wba": Shard(0, (head, head)),
+            "attention.conv": Shard(0, (keys, keys, values)),
+            "attention": Shard(0, (head,)),  # a_log and dt_bias
+            "attention.wout": Shard(1, (values,)),
+        }

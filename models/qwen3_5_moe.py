@@ -1,0 +1,51 @@
+"""Qwen3.5 and Qwen3.6 with experts, text alone: as Qwen3-Next, but for config and tensor names."""
+
+from models.config import nested_text_config
+from models.layers.gated_hybrid import HybridArgs, HybridFamily
+from models.tensors import Recipe, Recipes
+
+
+class Qwen3_5MoeText(HybridFamily):
+    """The text model alone, as transformers saves Qwen3_5MoeForCausalLM."""
+
+    name = "qwen3_5_moe_text"
+    defaults = HybridFamily.defaults | dict(
+        vocab_size=248320,
+        num_hidden_layers=40,
+        num_experts=256,
+        num_experts_per_tok=8,
+    )
+    fixed = HybridFamily.fixed | {"norm_topk": True}
+    left_out = ("mtp.",)
+    only = {"mlp_only_layers": [], "decoder_sparse_step": 1, "attn_output_gate": True}
+
+    def projection_recipes(self, args: HybridArgs) -> Recipes:
+        _, H, _, Cv, _ = sizes = args.delta_sizes
+        N = sizes.channels
+        qkvz = {"qkv": slice(0, N), "z": slice(N, N + H * Cv)}
+        ba = {"b": slice(0, H), "a": slice(H, 2 * H)}
+        return {
+            f"attention.{ours}.weight": Recipe(
+                (max(place.stop for place in places.values()), args.dim),
+                {f"linear_attn.in_proj_{name}.weight": (place,) for name, place in places.items()},
+            )
+            for ours, places in (("wqkvz", qkvz), ("wba", ba))
+        }
+
+
+class Qwen3_5Moe(Qwen3_5MoeText):
+    """The model with vision, of which the text part is run. M-RoPE is RoPE for text."""
+
+    name = "qwen3_5_moe"
+    renamed_tensors = (("model.language_model.", "model."),)
+    left_out = "mtp.", "model.visual."
+    fixed = Qwen3_5MoeText.fixed | {"family": Qwen3_5MoeText.name}  # what is left is that model
+
+    def text_config(self, config: dict) -> dict:
+        return nested_text_config(config)
+
+    # As in text_config of Qwen/Qwen3.5-35B-A3B and Qwen/Qwen3.6-35B-A3B on the Hugging Face Hub.
+    shapes = {
+        name: dict(max_position_embeddings=262144, rope_theta=1e7)
+        for name in ("Qwen3.5-35B-A3B", "Qwen3.6-35B-A3B")
+    }

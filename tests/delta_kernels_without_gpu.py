@@ -1,0 +1,183 @@
+"""Run and compile the kernels of ops/gated_delta_{prompt,token}.py; see kernels_without_gpu.py.
+
+    TRITON_INTERPRET=1 python tests/delta_kernels_without_gpu.py    Triton's interpreter, CPU
+    python tests/delta_kernels_without_gpu.py    machine code for an H200, by Triton and ptxas
+
+It prints one JSON object: by case, the relative error of each result, or counts of machine code.
+"""
+
+import json
+import os
+import sys
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from ops import gated_delta_prompt, gated_delta_token
+from ops.gated_delta import (
+    causal_conv_silu,
+    chunk_in_torch,
+    gated_delta_step,
+    gated_rms_norm,
+)
+from tests.kernels_without_gpu import Launch, compiled, overwritten
+
+PROMPTS = {  # B, Q, K, H, Ck, Cv
+    "one token": (1, 1, 1, 1, 16, 16),
+    "draft": (2, 5, 2, 4, 16, 32),
+    "a part of a chunk": (1, 40, 1, 2, 32, 16),
+    "chunks, two blocks of columns": (2, 150, 2, 4, 16, 64),
+    "equal keys": (1, 130, 1, 1, 16, 16),
+}
+TOKENS = {  # B, K, H, Ck, Cv, W, last
+    "one row": (1, 2, 4, 16, 16, 4, None),
+    "rows without a token": (3, 1, 2, 32, 64, 4, (0, -1, 0)),
+    "more channels than a program moves": (2, 4, 8, 64, 128, 3, (-1, 0)),
+}
+
+
+def random_prompt(B: int, Q: int, K: int, H: int, Ck: int, Cv: int, dtype=torch.float32) -> tuple:
+    """Return q, k, v as views of one tensor, as after the convolution; g, beta and a state."""
+    generator = torch.Generator().manual_seed(Q)
+    x = torch.randn(B, Q, 2 * K * Ck + H * Cv, generator=generator).to(dtype)
+    q, k, v = x.split((K * Ck, K * Ck, H * Cv), -1)
+    g = -torch.randn(B, Q, H, generator=generator).exp()
+    beta = torch.rand(B, Q, H, generator=generator)
+    state = torch.randn(B, H, Ck, Cv, generator=generator)
+    return (
+        q.unflatten(-1, (K, Ck)),
+        k.unflatten(-1, (K, Ck)),
+        v.unflatten(-1, (H, Cv)),
+        g,
+        beta,
+        state,
+    )
+
+
+def random_token(
+    B: int, K: int, H: int, Ck: int, Cv: int, W: int, last, dtype=torch.float32
+) -> list:
+    """Return the arguments of `delta_token`."""
+    generator, N = torch.Generator().manual_seed(N_SEED), 2 * K * Ck + H * Cv
+
+    def normal(*shape: int, dtype=dtype) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    qkvz, ba = normal(B, 1, N + H * Cv), 5 * normal(B, 1, 2 * H)
+    state, window = normal(B, H, Ck, Cv, dtype=torch.float32), normal(B, W - 1, N)
+    weights = normal(N, W), normal(H, dtype=torch.float32), normal(H), normal(Cv)
+    last = None if last is None else torch.tensor(last)
+    return [qkvz, ba, state, window, *weights, last, K, 1e-6]
+
+
+N_SEED = 3
+
+
+def plain_token(qkvz, ba, state, window, conv_weight, a_log, dt_bias, norm, last, K, eps):
+    """Compute `delta_token` in PyTorch -> y, the new state and the new window."""
+    B, H, Ck, Cv = state.shape
+    x, gate = qkvz.split((conv_weight.shape[0], H * Cv), -1)
+    b, a = ba.float().chunk(2, -1)
+    g = -a_log.float().exp() * torch.nn.functional.softplus(a + dt_bias.float())
+    y = causal_conv_silu(x, window, conv_weight).squeeze(1)
+    q, k, v = y.split((K * Ck, K * Ck, H * Cv), -1)
+    q, k, v = q.view(B, K, Ck), k.view(B, K, Ck), v.view(B, H, Cv)
+    out, new = gated_delta_step(q, k, v, g.squeeze(1), b.sigmoid().squeeze(1), state)
+    y = gated_rms_norm(out, gate.view(B, H, Cv), norm, eps).to(qkvz.dtype).view(B, 1, H * Cv)
+    moved = torch.cat((window, x), 1)[:, 1:]
+    if last is None:
+        return y, new, moved
+    kept = last >= 0
+    return (
+        y,
+        torch.where(kept.view(B, 1, 1, 1), new, state),
+        torch.where(kept.view(B, 1, 1), moved, window),
+    )
+
+
+def relative_error(got: Tensor, want: Tensor) -> float:
+    return ((got.double() - want.double()).norm() / want.double().norm()).item()
+
+
+def errors() -> dict[str, list[float]]:
+    found = {}
+    for name, case in PROMPTS.items():
+        q, k, v, g, beta, state = random_prompt(*case)
+        if name == "equal keys":
+            k, g, beta = k[:, :1].expand_as(k).contiguous(), g * 0, beta * 0 + 1
+        results = (
+            f(q, k, v, g, beta, state)
+            for f in (gated_delta_prompt.launch_delta_chunk, chunk_in_torch)
+        )
+        found[name] = [relative_error(*pair) for pair in zip(*results, strict=True)]
+        x = torch.randn(v.shape[0], v.shape[1], 300)
+        window, weight = torch.randn(len(x), 3, 300), torch.randn(300, 4)
+        pair = (
+            f(x, window, weight)
+            for f in (gated_delta_prompt.launch_convolve_tokens, causal_conv_silu)
+        )
+        gate, scale = torch.cat((v, v), 2)[:, :, v.shape[2] :].sin(), torch.randn(v.shape[3])
+        norms = (
+            f(v, gate, scale, 1e-6) for f in (gated_delta_prompt.launch_norm_heads, gated_rms_norm)
+        )
+        found[name] += [relative_error(*pair), relative_error(*norms)]
+    for name, case in TOKENS.items():
+        arguments = random_token(*case)
+        want = plain_token(*arguments)
+        y = gated_delta_token.delta_token(*arguments)
+        got = y, arguments[2], arguments[3]
+        found[name] = [relative_error(*pair) for pair in zip(got, want, strict=True)]
+    return found
+
+
+def counts(kernel, launch: Launch) -> dict[str, int]:
+    """Count waits, starts, spills, loads of 16 bytes before the wait, and matrix products."""
+    code = compiled(kernel, launch)
+    asm = code.asm["sass"]
+    return {
+        "waits": asm.count("ACQBULK"),
+        "starts": asm.count("PREEXIT"),
+        "spills": asm.count("STL"),
+        "ahead": asm.partition("ACQBULK")[0].count("LDG.E.128"),
+        "products": asm.count("MMA."),
+        "overwritten": overwritten(code.asm["ptx"]),
+        "shared": code.metadata.shared,
+    }
+
+
+def machine_code() -> dict[str, dict[str, int]]:
+    """Compile each kernel at the sizes of Qwen3-Next and Qwen3.6-35B-A3B."""
+    found, prompt, token = {}, gated_delta_prompt, gated_delta_token
+    q, k, v, g, beta, state = random_prompt(1, 2048, 16, 32, 128, 128, torch.bfloat16)
+    x, window, weight = (
+        torch.zeros(*n).bfloat16() for n in ((1, 40, 8192), (1, 3, 8192), (8192, 4))
+    )
+    one = random_token(1, 16, 32, 128, 128, 4, None, torch.bfloat16)
+    names = {
+        prompt: ("_solve_chunk", "_scan_chunks", "_convolve_tokens", "_norm_heads"),
+        token: ("_update_state", "_finish_token"),
+    }
+    for module, kernels in names.items():
+        launches = {name: Launch() for name in kernels}
+        with mock.patch.multiple(module, **launches):
+            if module is prompt:
+                prompt.launch_delta_chunk(q, k, v, g, beta, state)
+                prompt.launch_convolve_tokens(x, window, weight)
+                prompt.launch_norm_heads(v, v, weight[:128, 0].contiguous(), 1e-6)
+            else:
+                token.delta_token(*one)
+        found |= {name: counts(getattr(module, name), launches[name]) for name in kernels}
+    return found
+
+
+def main() -> int:
+    torch.set_num_threads(1)
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    gated_delta_token.supports_pdl = lambda x: not interpreted
+    print(json.dumps(errors() if interpreted else machine_code()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,193 @@
+"""The gated delta rule: its forms against transformers and against each other."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers.models.qwen3_next import modeling_qwen3_next as reference
+
+from ops.gated_delta import (
+    causal_conv_silu,
+    gated_delta_chunk,
+    gated_delta_recurrent,
+    gated_delta_step,
+    gated_rms_norm,
+)
+
+pytestmark = pytest.mark.usefixtures("few_threads")
+TOLERANCE = dict(rtol=1e-4, atol=2e-5)
+SIZES = st.fixed_dictionaries(
+    dict(
+        batch=st.integers(1, 3),
+        key_heads=st.integers(1, 3),
+        repeats=st.integers(1, 3),
+        key_dim=st.sampled_from((1, 4, 16)),
+        value_dim=st.sampled_from((1, 8, 12)),
+    )
+)
+
+
+def random_inputs(tokens: int, sizes: dict, seed: int = 0) -> tuple[Tensor, ...]:
+    """Return q, k, v, g, beta and a state."""
+    B, K, Ck, Cv = (sizes[name] for name in ("batch", "key_heads", "key_dim", "value_dim"))
+    H, generator = K * sizes["repeats"], torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    q, k, v = normal(B, tokens, K, Ck), normal(B, tokens, K, Ck), normal(B, tokens, H, Cv)
+    g, beta = -normal(B, tokens, H).exp(), normal(B, tokens, H).sigmoid()
+    return q, k, v, g, beta, normal(B, H, Ck, Cv)
+
+
+def theirs(function, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor):
+    return function(
+        q,
+        k,
+        v,
+        g=g,
+        beta=beta,
+        initial_state=state,
+        output_final_state=True,
+        use_qk_l2norm_in_kernel=True,
+    )
+
+
+@settings(deadline=None, max_examples=30)
+@given(SIZES, st.integers(1, 150))
+def test_a_prompt_in_chunks_is_transformers(sizes, tokens):
+    inputs = random_inputs(tokens, sizes)
+    expected = theirs(reference.torch_chunk_gated_delta_rule, *inputs)
+    for got, want in zip(gated_delta_chunk(*inputs), expected, strict=True):
+        torch.testing.assert_close(got, want, **TOLERANCE)
+
+
+@settings(deadline=None, max_examples=30)
+@given(SIZES, st.integers(1, 9))
+def test_tokens_one_by_one_are_transformers(sizes, tokens):
+    inputs = random_inputs(tokens, sizes)
+    want_out, want_state = theirs(reference.torch_recurrent_gated_delta_rule, *inputs)
+    out, states = gated_delta_recurrent(*inputs)
+    torch.testing.assert_close(out, want_out, **TOLERANCE)
+    torch.testing.assert_close(states[:, -1], want_state, **TOLERANCE)
+
+
+@settings(deadline=None, max_examples=30)
+@given(SIZES, st.integers(1, 80), st.data())
+def test_a_prompt_may_be_cut_anywhere(sizes, tokens, data):
+    """Chunks, tokens one by one, and steps reach the same state, whichever comes first."""
+    *inputs, state = random_inputs(tokens, sizes)
+    cut = data.draw(st.integers(0, tokens - 1))
+    want, final = gated_delta_chunk(*inputs, state)
+    outs = []
+    if cut:
+        out, state = gated_delta_chunk(*(x[:, :cut] for x in inputs), state)
+        outs.append(out)
+    _, states = gated_delta_recurrent(*(x[:, cut:] for x in inputs), state)
+    for token in range(cut, tokens):
+        out, state = gated_delta_step(*(x[:, token] for x in inputs), state)
+        outs.append(out.unsqueeze(1))
+        torch.testing.assert_close(states[:, token - cut], state, **TOLERANCE)
+    torch.testing.assert_close(torch.cat(outs, 1), want, **TOLERANCE)
+    torch.testing.assert_close(state, final, **TOLERANCE)
+
+
+@settings(deadline=None, max_examples=20)
+@given(SIZES, st.integers(0, 70), st.integers(1, 70))
+def test_padding_leaves_the_state_unchanged(sizes, real, padding):
+    q, k, v, g, beta, state = random_inputs(real + padding, sizes)
+    g[:, real:], beta[:, real:] = 0, 0
+    _, padded = gated_delta_chunk(q, k, v, g, beta, state)
+    wanted = state
+    if real:
+        wanted = gated_delta_chunk(*(x[:, :real] for x in (q, k, v, g, beta)), state)[1]
+    torch.testing.assert_close(padded, wanted, **TOLERANCE)
+
+
+def test_equal_keys_that_nothing_forgets_stay_exact():
+    """The inverse by powers of the system loses all digits here."""
+    q, k, v, g, beta, state = random_inputs(
+        128, dict(batch=1, key_heads=1, repeats=1, key_dim=16, value_dim=8)
+    )
+    k = k[:, :1].expand_as(k)
+    inputs = q, k, v, torch.zeros_like(g), torch.ones_like(beta)
+    exact, final = gated_delta_recurrent(*inputs, state)
+    out, after = gated_delta_chunk(*inputs, state)
+    torch.testing.assert_close(out, exact, **TOLERANCE)
+    torch.testing.assert_close(after, final[:, -1], **TOLERANCE)
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.integers(1, 3), st.integers(1, 20), st.integers(1, 40), st.integers(2, 5))
+def test_the_convolution_is_transformers(batch, tokens, channels, width):
+    generator = torch.Generator().manual_seed(tokens)
+    x = torch.randn(batch, tokens, channels, generator=generator)
+    window = torch.randn(batch, width - 1, channels, generator=generator)
+    weight = torch.randn(channels, width, generator=generator)
+    want = reference.causal_conv1d_update(x.mT, window.mT.clone(), weight, None, "silu").mT
+    torch.testing.assert_close(causal_conv_silu(x, window, weight), want)
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+def test_the_gated_norm_is_transformers(dtype):
+    norm = reference.Qwen3NextRMSNormGated(24, 1e-5).to(dtype)
+    norm.weight.data.normal_()
+    x, gate = torch.randn(2, 3, 5, 24).to(dtype)
+    got = gated_rms_norm(x, gate, norm.weight, 1e-5)
+    torch.testing.assert_close(
+        got, norm(x, gate), **{} if dtype is torch.float32 else {"rtol": 2e-2, "atol": 1e-2}
+    )
+
+
+def test_a_prompt_compiles_without_a_loop():
+    inputs = random_inputs(70, dict(batch=1, key_heads=2, repeats=2, key_dim=16, value_dim=8))
+    compiled = torch.compile(gated_delta_chunk, fullgraph=True, backend="aot_eager")
+    for got, want in zip(compiled(*inputs), gated_delta_chunk(*inputs), strict=True):
+        torch.testing.assert_close(got, want)
+
+
+# Triton kernels without a GPU ---------------------------------------------------------------------
+
+
+def without_a_gpu(**variables: str) -> dict:
+    pytest.importorskip("triton", reason="ops/ needs triton")
+    root = Path(__file__).parents[1]
+    run = subprocess.run(
+        [sys.executable, root / "tests" / "delta_kernels_without_gpu.py"],
+        cwd=root,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(root)} | variables,
+    )
+    if run.returncode and "ImportError" in run.stderr:
+        pytest.skip(f"Triton's private API has changed: {run.stderr.splitlines()[-1]}")
+    assert run.returncode == 0, run.stderr
+    return json.loads(run.stdout.splitlines()[-1])
+
+
+def test_the_kernels_compute_what_the_plain_forms_do():
+    errors = without_a_gpu(TRITON_INTERPRET="1")
+    assert len(errors) == 8
+    for case, found in errors.items():  # the order of sums of g differs
+        assert max(found) < 2e-5, (case, found)
+
+
+def test_the_kernels_compile_for_an_h200():
+    found = without_a_gpu()
+    for name in ("_update_state", "_finish_token"):
+        counts = found.pop(name)
+        assert counts["waits"] == counts["starts"] == 1 and counts["spills"] == 0, name
+        if name == "_update_state":  # the state is loaded before the wait
+            assert counts["ahead"] >= 8
+    for name in ("_solve_chunk", "_scan_chunks"):
+        counts = found.pop(name)
+        assert counts["products"] and counts["shared"] <= 227 << 10, name
+        assert not counts["overwritten"], name
+    assert all(counts["spills"] == 0 for counts in found.values())
