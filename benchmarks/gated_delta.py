@@ -35,8 +35,8 @@ N, VALUES = 2 * K * C + H * C, H * C
 HEADS, KV_HEADS, HEAD_DIM = 16, 2, 256  # attention layer; its query has a gate as well
 LAYERS = 16
 # (chunk, precision): how `launch_delta_chunk` may compute; the first is its default.
-PROMPT_FORMS = ((64, "tf32x3"), (64, "tf32"), (32, "tf32x3"), (32, "tf32"))
-LIMITS = {"tf32x3": 1e-4, "tf32": 1e-2}
+PROMPT_FORMS = ((64, "tf32"), (64, "tf32x3"), (32, "tf32"), (32, "tf32x3"))
+LIMITS = {"tf32": 3e-4, "tf32x3": 1e-4}
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.bfloat16, scale: float = 1.0) -> Tensor:
@@ -184,11 +184,15 @@ def rule_difference(tokens: int, precision: str) -> float:
     return check(f"state, {precision}", difference(got, want), LIMITS[precision])
 
 
-def main() -> None:
+def build_parser() -> Parser:
     parser = Parser(__doc__.partition("\n")[0], ("python benchmarks/gated_delta.py",))
     parser.add_argument("--tokens", type=int, default=2048, help="length of the prompt")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8], help="rows of a step")
-    options = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    options = (parser := build_parser()).parse_args()
     require_gpu(parser)
     configure_inductor()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")

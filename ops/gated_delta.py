@@ -62,7 +62,7 @@ def gated_delta_step(
     """
     dtype = v.dtype
     q, k, v = _to_value_heads(q, k, v)
-    state = state * g.exp()[..., None, None]
+    state = state * g.exp().unsqueeze(-1).unsqueeze(-1)
     correction = (v - (k.unsqueeze(-1) * state).sum(-2)) * beta.unsqueeze(-1)
     state = state + k.unsqueeze(-1) * correction.unsqueeze(-2)
     return (q.unsqueeze(-1) * state).sum(-2).to(dtype), state

@@ -115,7 +115,8 @@ def _prepare_bf16(raw, norm, NORM: tl.constexpr, LANES: tl.constexpr):
 def _prepare_integers(raw, norm, NORM: tl.constexpr, KIND: tl.constexpr, LANES: tl.constexpr):
     """Quantize x to int16 -> two operands (four int16 in an int64), unit and sum of x.
 
-    Each is [1, LANES // 32, 32]. As `gemv4._quantize_x`, but of x in registers. int8 has one operand; the second is the same.
+    Each is [1, LANES // 32, 32]. As `gemv4._quantize_x`, but of x in registers. int8 has one
+    operand; the second is the same.
     """
     FIELDS: tl.constexpr = 4 if KIND == "int8" else 8
     values = ()

@@ -356,7 +356,7 @@ MISTAKES = {
     "an empty text": (("--text_file", "empty.txt"), "empty.txt is empty"),
     "a text that is not UTF-8": (("--text_file", "latin.txt"), "not UTF-8 at byte 3"),
     "a missing file": (("--text_file", "nowhere.txt"), "nowhere.txt: No such file"),
-    "a folder instead of a file": (("--text_file", "."), "Is a directory"),
+    "a folder instead of a file": (("--text_file", "."), "not a regular file"),
     "no text": (("--seq_len", "64"), "--text_file FILE or --tasks"),
     "a window of one": ((*TEXT, "--seq_len", "1"), "--seq_len 1"),
     "a window beyond the model": ((*TEXT, "--seq_len", "4097"), "4096 positions"),

@@ -21,6 +21,7 @@ from ops.gated_delta import (
     gated_delta_step,
     gated_rms_norm,
 )
+from ops.gated_delta_token import delta_token, delta_token_supports
 from ops.inductor import materialize
 
 MAX_TENTATIVE = 16  # tokens of one call that `accept` can still refuse
@@ -216,11 +217,15 @@ class DeltaNet(nn.Module):
 
     def core(self, qkvz: Tensor, ba: Tensor, context: Context) -> Tensor:
         """qkvz [B, Q, N + H Cv], ba [B, Q, 2 H] -> [B, Q, H Cv]: all between the projections."""
-        H, Cv = self.sizes.value_heads, self.sizes.value_dim
+        H, Cv, memory = self.sizes.value_heads, self.sizes.value_dim, self.state
+        if qkvz.shape[1] == 1 and context.chunk is None and delta_token_supports(memory.state):
+            tensors = memory.state, memory.window, self.conv.weight, self.a_log, self.dt_bias
+            options = self.norm.weight, context.last, self.sizes.key_heads, self.norm.eps
+            return delta_token(qkvz, ba, *tensors, *options)
         x, gate = qkvz.split((self.sizes.channels, H * Cv), dim=-1)
         b, a = ba.float().chunk(2, dim=-1)
         g = -self.a_log.float().exp() * F.softplus(a + self.dt_bias.float())
-        y = self.state.append(DeltaInputs(x, g, b.sigmoid(), self.conv.weight), context)
+        y = memory.append(DeltaInputs(x, g, b.sigmoid(), self.conv.weight), context)
         gate = gate.unflatten(-1, (H, Cv))
         return gated_rms_norm(y, gate, self.norm.weight, self.norm.eps).to(qkvz.dtype).flatten(2)
 
