@@ -100,6 +100,14 @@ def check_regular(path: Path) -> None:
         raise OSError(errno.EINVAL, "not a regular file", str(path))
 
 
+def check_name(path: Path) -> None:
+    """Raise ValueError for a path that safetensors cannot open: one that is not UTF-8."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{path}: its name is not UTF-8; rename it, or name another") from None
+
+
 def is_checkpoint(directory: Path | str) -> bool:
     """Return whether a directory holds a checkpoint in this format, by its config.json alone."""
     try:
@@ -117,6 +125,7 @@ class SafetensorsFile:
 
     def __init__(self, path: Path):
         self.path = Path(path)
+        check_name(self.path)
         self.tensors: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         try:
             check_regular(self.path)
@@ -356,6 +365,7 @@ class Writer:
 
     def _check_target(self):
         target = self.target
+        check_name(target)
         if not target.exists() or (target.is_dir() and not any(target.iterdir())):
             return
         if not self.force:
@@ -507,8 +517,11 @@ def main() -> int:
     checkpoint = Checkpoint(options.directory)
     if options.verify:
         checkpoint.verify()
+        vocab_size = checkpoint.args.get("vocab_size", 1 << 62)
+        if type(vocab_size) is not int:
+            raise checkpoint._damaged("config.json has a vocab_size that is no integer")
         if any(path.name in TOKENIZER_FILES for path in checkpoint.side_files()):
-            load_tokenizer(options.directory).check(checkpoint.args.get("vocab_size", 1 << 62))
+            load_tokenizer(options.directory).check(vocab_size)
     total = sum(map(checkpoint.nbytes, checkpoint.tensors))
     print(f"{checkpoint.directory}: {len(checkpoint.tensors)} tensors, {total / 1e9:.3f} GB")
     print(f"format: {json.dumps(checkpoint.format)}")

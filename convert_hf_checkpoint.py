@@ -7,7 +7,7 @@ import sys
 import time
 from pathlib import Path
 
-from cli.command import command
+from cli.command import check_stdout, command
 from cli.parser import Parser
 from models.converter import convert
 
@@ -33,6 +33,7 @@ def build_parser() -> Parser:
 def main() -> int:
     """Run the command; a user's mistake is one line on stderr and exit code 2."""
     options = build_parser().parse_args()
+    check_stdout()
     start = time.perf_counter()
     output = convert(options.checkpoint_dir, options.output_dir, options.dtype, options.force)
     seconds = time.perf_counter() - start

@@ -22,7 +22,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from checkpoint import check_regular
-from cli.command import command
+from cli.command import check_stdout, command
 from cli.log import log_to_stderr
 from cli.options import add_checkpoint_path, add_device_options, add_dtype, check_counts
 from cli.parser import Parser
@@ -511,6 +511,7 @@ def main() -> int:
     """Run the command; a user's mistake is one line on stderr and exit code 2."""
     options = build_parser().parse_args()
     log_to_stderr()
+    check_stdout()
     result, report = run(options)
     if process_group.is_main():
         print(json.dumps(result, default=str) if options.json else report, flush=True)

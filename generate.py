@@ -26,7 +26,7 @@ from tqdm import tqdm
 import tp
 from checkpoint import FORMAT_VERSION, Checkpoint
 from cli.chat import AnswerPrinter, ctrl_c_flag, read_lines
-from cli.command import command
+from cli.command import check_stdout, command
 from cli.folders import user_cache
 from cli.generate_options import (
     DEFAULT_NEW_TOKENS,
@@ -579,6 +579,7 @@ def main() -> int:
     """Run the command; a user's mistake is one line on stderr and exit code 2."""
     options = build_parser().parse_args()
     log_to_stderr()
+    check_stdout()
     try:
         results = run(options)
         if options.json and process_group.is_main():

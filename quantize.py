@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 from checkpoint import Checkpoint
-from cli.command import command
+from cli.command import check_stdout, command
 from cli.parser import Parser
 from formats import FORMATS, PLAIN
 from formats.quantizer import bits_per_weight, formats_of_mode, plan_format, quantize
@@ -144,7 +144,9 @@ def summary(target: Checkpoint, args, seconds: float) -> str:
 @command(out_of_memory="add --device cpu", interrupted="nothing was written")
 def main() -> int:
     """Run the command; a user's mistake is one line on stderr and exit code 2."""
-    print(run(build_parser().parse_args()))
+    options = build_parser().parse_args()
+    check_stdout()
+    print(run(options))
     return 0
 
 

@@ -2,12 +2,14 @@
 
 import contextlib
 import errno
+import fcntl
 import functools
 import os
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from typing import TextIO
 
 USER_ERROR, INTERRUPTED = 2, 128  # exit codes; the latter plus the signal's number
 MAX_MESSAGE = 500  # characters
@@ -22,6 +24,7 @@ FIXES = {  # by errno
     errno.ENOENT: "check the path and the working directory",
     errno.EMFILE: "raise the limit: ulimit -n 4096",
     errno.EIO: "check the disk",
+    errno.EBADF: "redirect it to a file, or to /dev/null",
 }
 
 
@@ -52,7 +55,11 @@ def command(
             try:
                 open_standard_streams()
                 with termination_raises():
-                    code = main(*arguments)
+                    try:
+                        code = main(*arguments)
+                    except SystemExit:  # --help has been printed
+                        sys.stdout.flush()
+                        raise
                     sys.stdout.flush()
                 return code
             except ValueError as error:
@@ -62,10 +69,10 @@ def command(
                     report(f"interrupted; {interrupted}")
                 return INTERRUPTED + (error.number if isinstance(error, Terminated) else 2)
             except BrokenPipeError:
-                discard_stdout()
+                discard(sys.stdout)
                 return INTERRUPTED + signal.SIGPIPE
             except OSError as error:
-                discard_stdout()
+                discard(sys.stdout)
                 return fail(describe_os_error(error))
             except (MemoryError, RuntimeError) as error:
                 if str(error).startswith("Symlink loop"):  # Path.resolve, before Python 3.13
@@ -73,6 +80,11 @@ def command(
                 if not is_out_of_memory(error):
                     raise
                 return fail(f"out of memory ({first_line(error)}); {out_of_memory}")
+            finally:
+                try:
+                    sys.stderr.flush()
+                except (OSError, ValueError):  # nobody reads it: Python would exit with 120
+                    discard(sys.stderr)
 
         return framed
 
@@ -148,23 +160,31 @@ def open_standard_streams() -> None:
     """Point closed standard streams at /dev/null, and let no character fail to print.
 
     A closed descriptor 1 or 2 would be given to the next file opened, and receive what is printed.
+    A closed stdout can only be read, so that printing a result fails with EBADF.
     """
     for number in range(3):
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)
-    for name in ("stdout", "stderr"):
+            os.open(os.devnull, os.O_RDONLY if number == 1 else os.O_RDWR)
+    for number, name in ((1, "stdout"), (2, "stderr")):
         stream = getattr(sys, name)
         if stream is None:
-            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
-        elif hasattr(stream, "reconfigure"):
+            stream = open(number, "w", closefd=False)  # noqa: SIM115
+            setattr(sys, name, stream)
+        if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
 
 
-def discard_stdout() -> None:
-    """Point stdout at /dev/null, so that Python's flush at exit does not fail once more."""
+def check_stdout() -> None:
+    """Raise OSError if stdout cannot be written: before hours of work, not after them."""
+    if fcntl.fcntl(1, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
+        raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+
+
+def discard(stream: TextIO) -> None:
+    """Point a stream at /dev/null, so that Python's flush at exit does not fail once more."""
     with contextlib.suppress(OSError, ValueError):
         null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, sys.stdout.fileno())
+        os.dup2(null, stream.fileno())
         os.close(null)

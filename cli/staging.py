@@ -68,8 +68,9 @@ class StagedDirectory:
         flush_to_disk(self.target.parent)
         try:
             finish_replacement(self.target, backup)
-        except OSError as error:
-            log.warning("cannot remove %s (%s); the next run tries again", backup, error.strerror)
+        except (OSError, KeyboardInterrupt) as error:  # the target is whole, and work is done
+            cause = getattr(error, "strerror", None) or "interrupted"
+            log.warning("cannot remove %s (%s); the next run tries again", backup, cause)
 
     def close(self) -> None:
         """Remove the directory unless it was committed; release the lock."""

@@ -4,6 +4,7 @@ import torch
 
 from formats.quantizer import DTYPES
 from model import ModelArgs, Transformer
+from models.config import MAX_INTEGER, MAX_INTEGERS, MAX_NUMBER
 from models.deepseek import DeepseekV2, DeepseekV3
 from models.family import Family
 from models.gemma4 import Gemma4, Gemma4Text
@@ -89,11 +90,25 @@ def args_from_json(values: dict) -> ModelArgs:
     try:
         if "family" not in values:
             values = args_of_version_one(values, {f.name: f.args_class for f in FAMILIES.values()})
-        return family_named(values["family"]).args_class(**values)
+        args = family_named(values["family"]).args_class(**values)
+        check_sizes(args)
+        return args
     except (TypeError, ValueError) as error:
         raise ValueError(
             f"the checkpoint's args are of another version ({error}): convert the model again"
         ) from None
+
+
+def check_sizes(args: ModelArgs) -> None:
+    """Raise ValueError for numbers beyond those that any config.json may have."""
+    limits = {
+        "n_layer": MAX_INTEGERS["num_hidden_layers"],
+        "n_expert": MAX_INTEGERS["num_experts"],
+    }
+    for name, value in vars(args).items():
+        limit = MAX_NUMBER if isinstance(value, float) else limits.get(name, MAX_INTEGER)
+        if isinstance(value, int | float) and value > limit:
+            raise ValueError(f"{name} cannot be {str(value)[:40]}")
 
 
 def args_of_checkpoint(source) -> ModelArgs:
@@ -108,6 +123,14 @@ def args_of_checkpoint(source) -> ModelArgs:
 
 
 def build_model(args: ModelArgs) -> Transformer:
-    """Return the model of these args on the meta device, without weights."""
-    with torch.device("meta"):
-        return family_of(args).model_class(args)
+    """Return the model of these args on the meta device, without weights.
+
+    Raises ValueError if a parameter would have more than 2**63 bytes.
+    """
+    try:
+        with torch.device("meta"):
+            return family_of(args).model_class(args)
+    except RuntimeError as error:
+        if "overflow" not in str(error):
+            raise
+        raise ValueError("the model's args are too large: convert the model again") from None

@@ -89,6 +89,7 @@ PUBLISHED: dict[str, tuple[str, dict]] = {
     "mxfp4": ("mxfp4", {}),
 }
 
+MAX_NUMBER = 1e30
 MAX_INTEGER = 1 << 24
 MAX_INTEGERS = dict(num_hidden_layers=4096, num_experts=4096, num_nextn_predict_layers=4096)
 
@@ -175,7 +176,7 @@ class HFConfig(dict):
 
     def number(self, key: str) -> float:
         """Return a positive number."""
-        if type(self[key]) not in (int, float) or not 0 < self[key] < 1e30:
+        if type(self[key]) not in (int, float) or not 0 < self[key] < MAX_NUMBER:
             self.refuse(key, "a positive number is needed")
         return float(self[key])
 

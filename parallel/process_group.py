@@ -9,8 +9,11 @@ import gc
 import json
 import os
 import secrets
+import signal
+import threading
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TypeVar
@@ -83,14 +86,28 @@ def start(name: str = "auto") -> torch.device:
     rank, size = read_rank()
     if size == 1:
         return pick_device(name)
-    run_collective(dist.init_process_group, "gloo", timeout=NO_TIMEOUT)
-    _state = State(rank, size, store=dist.distributed_c10d._get_default_store())
-    heartbeat.enter(rank, size, _state.store)
-    device = _pick_rank_device(name)
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    _state.group = run_collective(dist.new_group, backend=backend, timeout=NO_TIMEOUT)
+    with signals_end_process():  # other ranks may never come
+        run_collective(dist.init_process_group, "gloo", timeout=NO_TIMEOUT)
+        _state = State(rank, size, store=dist.distributed_c10d._get_default_store())
+        heartbeat.enter(rank, size, _state.store)
+        device = _pick_rank_device(name)
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        _state.group = run_collective(dist.new_group, backend=backend, timeout=NO_TIMEOUT)
     heartbeat.start_thread()
     return device
+
+
+@contextmanager
+def signals_end_process() -> Iterator[None]:
+    """Within, SIGINT and SIGTERM end the process: a wait in C++ runs no Python handler."""
+    before = {}
+    if threading.current_thread() is threading.main_thread():  # Python sets handlers there alone
+        before = {n: signal.signal(n, signal.SIG_DFL) for n in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def read_rank() -> tuple[int, int]:
@@ -112,7 +129,11 @@ def read_rank() -> tuple[int, int]:
                 "or unset WORLD_SIZE"
             )
     size = int(os.environ["WORLD_SIZE"])
-    return (int(os.environ["RANK"]) if size > 1 else 0), size
+    rank = int(os.environ["RANK"]) if size > 1 else 0
+    if rank >= size:  # it would wait for ever
+        fix = "start with torchrun, or unset WORLD_SIZE"
+        raise ValueError(f"the environment has RANK {rank} and WORLD_SIZE {size}: {fix}")
+    return rank, size
 
 
 def _pick_rank_device(name: str) -> torch.device:

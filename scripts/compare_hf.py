@@ -200,11 +200,11 @@ def hf_folder(options: argparse.Namespace, checkpoint: Checkpoint) -> Path:
         raise ValueError(
             f"{folder} holds no config.json: name the Hugging Face checkpoint with --hf_dir"
         )
+    ours = args_of_checkpoint(checkpoint)  # checks the format, too
     if checkpoint.format["name"] not in DTYPES:
         raise ValueError(
             f"{checkpoint.directory} is quantized: give the checkpoint that it was made from"
         )
-    ours = args_of_checkpoint(checkpoint)
     theirs = args_from_hf(read_json(folder / "config.json"))
     for name in ("family", "n_layer", "dim", "vocab_size", "n_head", "n_expert", "n_active"):
         pair = getattr(ours, name), getattr(theirs, name)

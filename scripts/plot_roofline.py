@@ -15,6 +15,7 @@ import math
 import sys
 from pathlib import Path
 
+from cli.command import command
 from cli.parser import Parser
 
 TEXTS = "arch", "mode", "gpu"
@@ -280,18 +281,15 @@ def build_parser() -> Parser:
     return parser
 
 
+@command()
 def main() -> int:
     """Run the command; a user's mistake is one line on stderr and exit code 2."""
     options = build_parser().parse_args()
-    try:
-        if options.output.suffix not in FORMATS:
-            endings = " or ".join(FORMATS)
-            raise ValueError(f"--output {options.output}: its name must end in {endings}")
-        results = [result for name in options.results for result in read_results(name)]
-        write(options.output, draw(results, options.output.suffix[1:]))
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    if options.output.suffix not in FORMATS:
+        endings = " or ".join(FORMATS)
+        raise ValueError(f"--output {options.output}: its name must end in {endings}")
+    results = [result for name in options.results for result in read_results(name)]
+    write(options.output, draw(results, options.output.suffix[1:]))
     print(options.output)
     return 0
 

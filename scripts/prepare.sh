@@ -42,6 +42,7 @@ fi
 
 is_complete() { [ -f "$1/config.json" ]; }  # conversion renames a checkpoint when it is complete
 step() { echo "$1: $2" >&2; }
+verify() { "$python" "$root/checkpoint.py" "$1" --verify > /dev/null || exit 2; }
 
 plain=bf16  # format of the converted checkpoint: bf16, mxfp4 or fp8b
 if ! is_complete "$directory/model_bf16"; then
@@ -53,10 +54,12 @@ if [ "$mode" = bf16 ]; then mode=$plain; fi
 
 if is_complete "$directory/model_$mode"; then
     step prepare "$directory/model_$mode is there already; verifying it"
-    "$python" "$root/checkpoint.py" "$directory/model_$mode" --verify > /dev/null || exit 2
+    verify "$directory/model_$mode"
 else
     if is_complete "$directory/model_$plain"; then
         step download "not needed"
+        step quantize "verifying $directory/model_$plain"
+        verify "$directory/model_$plain"
     else
         step download "$repo"
         "$python" "$root/scripts/download.py" --repo_id "$repo" --output_dir "$directory" \

@@ -40,6 +40,7 @@ from torch.func import functional_call
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from cli.command import command
 from cli.parser import Parser
 from ops.gated_delta import chunk_in_torch
 
@@ -732,13 +733,12 @@ def run(options: argparse.Namespace) -> dict:
     return {**summary, "seconds": time.perf_counter() - started}
 
 
-def main() -> None:
-    try:
-        print(json.dumps(run(parse_options())))
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+@command(out_of_memory="use a smaller --batch_size")
+def main() -> int:
+    """Run the command; a user's mistake is one line on stderr and exit code 2."""
+    print(json.dumps(run(parse_options())))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -393,6 +393,13 @@ def test_prepare_quantizes_a_model_of_the_hub_and_resumes(hub, tmp_path, make_fa
     shutil.rmtree(tmp_path / directory)  # quantizing again needs no download
     assert prepare(hub, REPO, "int8", cwd=tmp_path).returncode == 0 and not hub.requests
     assert contents(tmp_path / "checkpoints") == before
+    shutil.rmtree(tmp_path / directory)  # a damaged source is not quantized
+    damaged = tmp_path / "checkpoints" / REPO / "model_bf16/layer_00.safetensors"
+    data = damaged.read_bytes()
+    damaged.write_bytes(data[:-1] + bytes((data[-1] ^ 1,)))
+    refused = prepare(hub, REPO, "int8", cwd=tmp_path)
+    assert refused.returncode == 2 and "checksum" in refused.stderr
+    assert not (tmp_path / directory).exists()
 
 
 @pytest.mark.slow

@@ -5,9 +5,11 @@ import multiprocessing
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -278,6 +280,71 @@ def test_a_part_of_torchruns_environment(monkeypatch, capsys, value):
     assert "start with torchrun" in refusal(capsys, generate, "--max_new_tokens", "1")
 
 
+@pytest.mark.parametrize("rank", (2, 5))
+def test_a_rank_beyond_the_ranks(monkeypatch, capsys, rank):
+    """It would wait for ever."""
+    for name, value in dict(WORLD_SIZE=2, RANK=rank, LOCAL_RANK=0, MASTER_PORT=29500).items():
+        monkeypatch.setenv(name, str(value))
+    assert f"RANK {rank} and WORLD_SIZE 2" in refusal(capsys, generate, "--max_new_tokens", "1")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", (signal.SIGTERM, signal.SIGINT))
+def test_a_signal_ends_a_rank_that_waits_for_others(number):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ranks = dict(WORLD_SIZE="2", RANK="1", LOCAL_RANK="1", MASTER_ADDR="127.0.0.1")
+    process = subprocess.Popen(
+        [sys.executable, generate.__file__, "--max_new_tokens", "1"],
+        env=os.environ | ranks | {"MASTER_PORT": str(port)},
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        time.sleep(12)  # imports, then the wait for rank 0
+        process.send_signal(number)
+        assert process.wait(10) == -number
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_names_that_are_not_utf8(hf, converted, tmp_path, capsys):
+    """safetensors can neither write nor read below them."""
+    for command, option in ((convert_hf_checkpoint, "dir"), (quantize, "path")):
+        source = hf if option == "dir" else converted
+        arguments = (f"--checkpoint_{option}", source, "--output_dir", tmp_path / "\udcff")
+        mode = ("--mode", "int8") if command is quantize else ()
+        assert "not UTF-8; rename it" in refusal(capsys, command, *arguments, *mode)
+    assert names(tmp_path) == []
+    shutil.copytree(converted, tmp_path / "\udcff")
+    assert "not UTF-8; rename it" in refusal(capsys, checkpoint, tmp_path / "\udcff")
+
+
+@pytest.mark.parametrize(
+    "key, value",
+    (
+        *(("n_layer", 10**9), ("dim", 2**63), ("dim", 1 << 24), ("vocab_size", None)),
+        *(("clip_qkv", 1e300), ("n_expert", 10**5), ("format", True), ("format", {})),
+    ),
+)
+def test_args_beyond_any_model(converted, tmp_path, capsys, key, value):
+    """Nobody waits for such a model, also if the checkpoint has no checksums."""
+    shutil.copytree(converted, tmp_path / "model")
+    for file, keys in (("index.json", ("config_crc32",)), ("config.json", (key,))):
+        path = tmp_path / "model" / file
+        content = json.loads(path.read_text())
+        place = content["args"] if file == "config.json" and key != "format" else content
+        for name in keys:
+            place.pop(name, None)
+            if file == "config.json":
+                place[name] = value
+        path.write_text(json.dumps(content))
+    refusal(capsys, generate, "--checkpoint_path", tmp_path / "model", "--max_new_tokens", "1")
+    refusal(capsys, quantize, "--checkpoint_path", tmp_path / "model", "--mode", "int8")
+    assert names(tmp_path) == ["model"]
+
+
 def test_a_user_without_a_home(tmp_path, monkeypatch):
     def no_home():
         raise RuntimeError("Could not determine home directory.")
@@ -314,5 +381,7 @@ def test_closed_and_full_streams(streams):
     script = Path(generate.__file__)
     line = f"{sys.executable} {script} --max_new_tokens 2 --json {streams}"
     ended = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=120)
-    assert ended.returncode == (2 if "full" in streams else 0)
+    assert ended.returncode == (0 if streams == "2>&-" else 2)
     assert "Traceback" not in ended.stderr + ended.stdout
+    if "2>" not in streams:
+        assert ended.stderr.splitlines()[-1].startswith("error: stdout: ")

@@ -2,9 +2,11 @@
 
 import argparse
 import contextlib
+import copy
 import io
 import json
 import os
+import resource
 import shutil
 import signal
 import socket
@@ -12,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import types
+import zlib
 from pathlib import Path
 
 import pytest
@@ -31,7 +34,7 @@ import serve
 import server.app
 from checkpoint import Checkpoint
 from models.converter import convert
-from scripts import compare_hf, download, plot_experts, study_offload
+from scripts import compare_hf, download, plot_experts, plot_roofline, study_offload
 
 ROOT = Path(__file__).parents[1]
 COMMANDS = (
@@ -69,6 +72,7 @@ SHORT = {
     compare_hf: "model --hf_dir hf --new_tokens 2",
     download: "--repo_id a/b --output_dir new",
     plot_experts: "--checkpoint_path model",
+    plot_roofline: "file",
     study_offload: "--checkpoint_path model --text_file text --tokens 9",
 }
 LEFT_OUT = (
@@ -265,6 +269,118 @@ def test_many_values(command, data, models):
     check_values(command, data, models)
 
 
+# Values in config.json ----------------------------------------------------------------------------
+
+CONFIGS = (  # a command, and the config.json that it reads
+    *((command, "model") for command in (checkpoint, generate, eval, quantize, compare_hf)),
+    *((command, "hf") for command in (convert_hf_checkpoint, compare_hf)),
+    (benchmark, "."),
+)
+MORE = {checkpoint: ["--verify"]}  # beside SHORT
+ODD_VALUES = (
+    *(None, True, False, 0, -1, 1, 2, 3, 7, 8, 24, 64, 4097, 10**9, 2**63, -(10**18), 10**400),
+    *(0.0, 0.5, 1.5, -2.0, 1e-300, 1e300, float("nan"), float("inf"), float("-inf")),
+    *("", "x", "1", "bf16", "int8", "a\nb\x1b[31m", "\ud800", "9" * 5000),
+    *([], [0], [1, 1], [None], [[]], ["x"], {}, {"a": 1}, {"name": "int4", "modules": {}}),
+)
+MEMORY = 4 << 30  # bytes that a run may take beyond those of this process
+SECONDS = 10  # that a run may take
+
+
+def paths_of(value: object, path: tuple = ()) -> list[tuple]:
+    """Return the keys and list positions that lead to each value in a JSON value."""
+    if isinstance(value, dict | list):
+        pairs = value.items() if isinstance(value, dict) else enumerate(value)
+        return [way for key, item in pairs for way in [(*path, key), *paths_of(item, (*path, key))]]
+    return []
+
+
+@st.composite
+def edited_configs(draw, config: dict) -> dict:
+    """Draw a config.json with other values under one to three of its keys, or without them."""
+    config = copy.deepcopy(config)
+    for _ in range(draw(st.integers(1, 3))):
+        *path, key = draw(st.sampled_from(paths_of(config) or [("new",)]))
+        place = config
+        for step in path:
+            place = place[step]
+        if draw(st.integers(0, 9)) == 0:
+            del place[key]
+        else:
+            place[key] = copy.deepcopy(draw(st.sampled_from(ODD_VALUES)))
+    return config
+
+
+@contextlib.contextmanager
+def limits():
+    """Within, a run that hangs fails, and one that asks for much memory gets no more."""
+
+    def hangs(*_):
+        raise AssertionError(f"it runs for more than {SECONDS} s")
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    handler = signal.signal(signal.SIGALRM, hangs)
+    signal.alarm(SECONDS)
+    resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, handler)
+
+
+def check_config(command, owner: str, data, models: Path) -> None:
+    before = Path.cwd()
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder)
+        fill(place, models)
+        os.chdir(place)
+        try:
+            path = place / owner / "config.json"
+            old = path.read_bytes()
+            path.write_text(json.dumps(data.draw(edited_configs(json.loads(old)))))
+            edited = path.read_bytes() != old
+            if owner == "model" and (fresh := data.draw(st.booleans())):
+                index = json.loads((place / "model/index.json").read_text())
+                index["config_crc32"] = zlib.crc32(path.read_bytes())
+                (place / "model/index.json").write_text(json.dumps(index))
+            there = tree(place)
+            with limits():
+                code, _, err = run(command, *SHORT[command].split(), *MORE.get(command, ()))
+            assert "Traceback" not in err
+            assert code in (0, 2) or (code == 1 and command is compare_hf), (code, err)
+            if owner == "model" and edited and not fresh:
+                assert code == 2  # the checksum differs
+            if code == 2:
+                # Before it there may be progress, and what transformers warns of.
+                check_error(code, err.replace("\r", "\n").splitlines()[-1] + "\n")
+                assert tree(place) == there
+        finally:
+            os.chdir(before)
+
+
+each_config = pytest.mark.parametrize(
+    ("command", "owner"), CONFIGS, ids=lambda value: getattr(value, "__name__", value)
+)
+
+
+@each_config
+@settings(max_examples=12, derandomize=True, database=None, **RELAXED)
+@given(data=st.data())
+def test_a_few_configs(command, owner, data, models):
+    check_config(command, owner, data, models)
+
+
+@pytest.mark.slow
+@each_config
+@settings(max_examples=500, **RELAXED)
+@given(data=st.data())
+def test_many_configs(command, owner, data, models):
+    check_config(command, owner, data, models)
+
+
 # Numbers ------------------------------------------------------------------------------------------
 
 
@@ -399,6 +515,7 @@ def test_compare_hf_refuses_a_tolerance(place, value):
         (benchmark, benchmark, "measure", []),
         (plot_experts, plot_experts, "record_routing", []),
         (study_offload, study_offload, "study", []),
+        (plot_roofline, plot_roofline, "read_results", []),
         (eval, eval, "perplexity", []),
     ),
     ids=lambda value: getattr(value, "__name__", ""),
@@ -442,7 +559,8 @@ def test_a_user_without_home_and_passwd_entry(tmp_path):
     tmp_path.chmod(0o777)
     drop = "setpriv --reuid 54321 --regid 54321 --clear-groups"
     ended = start(
-        f"cd /; {drop} python {ROOT}/generate.py --max_new_tokens 1 --json", TMPDIR=str(tmp_path)
+        f"cd /; {drop} {sys.executable} {ROOT}/generate.py --max_new_tokens 1 --json",
+        TMPDIR=str(tmp_path),
     )
     if "Permission denied" in ended.stderr and "python" in ended.stderr:
         pytest.skip("other users cannot read this checkout")
@@ -451,8 +569,22 @@ def test_a_user_without_home_and_passwd_entry(tmp_path):
         check_error(ended.returncode, ended.stderr)
 
 
+PRINTS = [command for command in COMMANDS if command not in (serve, download, plot_experts)]
+slow_ones = [pytest.param(c, marks=pytest.mark.slow) for c in PRINTS if c is not quantize]
+
+
+@pytest.mark.parametrize("command", [quantize, *slow_ones], ids=lambda m: m.__name__)
+def test_a_closed_stdout_is_an_error(place, command):
+    script, before = Path(command.__file__), tree(place)
+    ended = start(f"cd {place}; python {script} {SHORT[command]} >&-", HF_HUB_OFFLINE="1")
+    assert ended.returncode == 2 and ended.stdout == ""
+    line = ended.stderr.replace("\r", "\n").splitlines()[-1]
+    assert line == "error: stdout: Bad file descriptor; redirect it to a file, or to /dev/null"
+    assert tree(place) == before
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("script", ("checkpoint.py model --verify", "eval.py"))
+@pytest.mark.parametrize("script", ("checkpoint.py model --verify", f"eval.py {SHORT[eval]}"))
 def test_no_stream_gives_a_traceback(place, script):
     for streams in (">&-", "2>&-", "> /dev/full", "2> /dev/full", "<&- >&- 2>&-", "| true"):
         ended = start(f"cd {place}; python {ROOT}/{script} {streams}; exit ${{PIPESTATUS[0]}}")

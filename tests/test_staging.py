@@ -113,6 +113,21 @@ def test_a_kill_around_the_renames_leaves_old_or_new(tmp_path, count, text):
     assert (target / "file").read_text() == text
 
 
+def test_an_interruption_after_the_renames_leaves_the_new(tmp_path, monkeypatch, caplog):
+    put(tmp_path / "out", "old")
+
+    def interrupted(path):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("cli.staging.shutil.rmtree", interrupted)
+        stage(tmp_path / "out", "new")  # returns: it would be wrong that nothing was written
+    assert "the next run tries again" in caplog.text
+    recover(tmp_path)
+    assert names(tmp_path) == ["out"] and names(tmp_path / "out") == ["file"]
+    assert (tmp_path / "out/file").read_text() == "new"
+
+
 @pytest.mark.parametrize(
     "record",
     (
