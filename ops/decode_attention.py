@@ -165,6 +165,7 @@ def _attend_token(
     HAS_SINKS: tl.constexpr,
     NORM_VALUES: tl.constexpr,
     KEYS_ARE_VALUES: tl.constexpr,
+    GATED: tl.constexpr,
     ROPE_WIDTH: tl.constexpr,
     ROPE_BEGIN: tl.constexpr,
     N: tl.constexpr,
@@ -185,8 +186,9 @@ def _attend_token(
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    HEADS: tl.constexpr = H + K if KEYS_ARE_VALUES else H + 2 * K
     FIRST_VALUE: tl.constexpr = H if KEYS_ARE_VALUES else H + K
+    FIRST_GATE: tl.constexpr = FIRST_VALUE + K
+    HEADS: tl.constexpr = FIRST_GATE + H if GATED else FIRST_GATE
     qkv += sequence * HEADS * C
     value = qkv + (FIRST_VALUE + kv_head) * C
     own_value = _load_value(value, c, C, EPS, CLIP, NORM_VALUES)
@@ -209,7 +211,17 @@ def _attend_token(
     share, total = _merge_splits(row_max, row_sum, sinks, head, HAS_SINKS)
     y += (sequence * H + head) * C + tl.arange(0, C)
     out = tl.sum(acc * share[:, None], 0) / total
+    if GATED:
+        gate = tl.load(qkv + (FIRST_GATE + head) * C + tl.arange(0, C)).to(tl.float32)
+        out = out / (1 + tl.exp(-gate))
     tl.store(y, out.to(y.dtype.element_ty))
+
+
+def empty_output(qkv: Tensor, cache: Tensor, keys_are_values: bool, gated: bool) -> Tensor:
+    """Return `attend_token`'s output [B, 1, H * C], not yet written."""
+    _, B, K, _, C = cache.shape
+    width = qkv.shape[-1] - (1 if keys_are_values else 2) * K * C
+    return qkv.new_empty(B, 1, width // 2 if gated else width)
 
 
 @torch.library.custom_op("moe_fast::attend_token", mutates_args=("cache",))
@@ -229,6 +241,7 @@ def attend_token(
     norm_values: bool = False,
     keys_are_values: bool = False,
     rope_begin: int = 0,
+    gated: bool = False,
 ) -> Tensor:
     """Attend with one token of each sequence, and append its key and value to the cache.
 
@@ -239,7 +252,8 @@ def attend_token(
 
     norm_values: RMS norm of values too, without a weight. keys_are_values: qkv is
     [B, 1, (H + K) C], and values are its keys before norm and RoPE. rope_begin: the
-    layer's first column of rope.
+    layer's first column of rope. gated: qkv ends with H more heads, whose sigmoid the output is
+    multiplied by.
 
     window: the number of positions that a token sees, its own included. Masked
     positions of the cache must be finite: they are multiplied by 0, and 0 * NaN is NaN.
@@ -247,7 +261,7 @@ def attend_token(
     write them.
     """
     _, B, K, S, C = cache.shape
-    y = qkv.new_empty(B, 1, qkv.shape[-1] - (1 if keys_are_values else 2) * K * C)
+    y = empty_output(qkv, cache, keys_are_values, gated)
     H, pdl = y.shape[-1] // C, supports_pdl(qkv)
     # The kernel needs a valid pointer for an absent tensor, which it then does not read.
     weights = (qkv if tensor is None else tensor for tensor in (q_norm, k_norm, sinks))
@@ -255,7 +269,7 @@ def attend_token(
     scores = dict(SCALE=scale, EPS=eps, CLIP=clip, WINDOW=window)
     flags = dict(HAS_NORM=q_norm is not None, HAS_SINKS=sinks is not None, PDL=pdl)
     flags |= dict(NORM_VALUES=norm_values, KEYS_ARE_VALUES=keys_are_values)
-    flags |= dict(ROPE_WIDTH=rope.shape[-1], ROPE_BEGIN=rope_begin)
+    flags |= dict(GATED=gated, ROPE_WIDTH=rope.shape[-1], ROPE_BEGIN=rope_begin)
     tile = dict(N=8, SPLITS=4096 // (C * cache.element_size()))  # 256 lanes of 16 bytes
     _attend_token[H, B](
         qkv.contiguous(),
@@ -291,6 +305,6 @@ def _(
     norm_values=False,
     keys_are_values=False,
     rope_begin=0,
+    gated=False,
 ) -> Tensor:
-    _, B, K, _, C = cache.shape
-    return qkv.new_empty(B, 1, qkv.shape[-1] - (1 if keys_are_values else 2) * K * C)
+    return empty_output(qkv, cache, keys_are_values, gated)

@@ -23,8 +23,8 @@ class FusedDecodeAttention(Attention):
     def __init__(self, plain: Attention, settings: dict):
         """settings: additions to plain attention that the kernel computes.
 
-        Those are sinks, query_scale, norm_values, keys_are_values and rope_begin of `attend_token`,
-        and the projection's name if it is not wqkv.
+        Those are sinks, query_scale, norm_values, keys_are_values, rope_begin and gated of
+        `attend_token`, and the projection's name if it is not wqkv.
         """
         nn.Module.__init__(self)
         self.__dict__.update(plain.__dict__)
@@ -58,7 +58,7 @@ class FusedDecodeAttention(Attention):
         return self.cache.kv.dtype == qkv.dtype and mask.blocks is None and short
 
     def fused_core(self, qkv: Tensor, context: Context) -> Tensor:
-        """qkv [B, 1, (H + 2 K) C] -> [B, 1, H * C]."""
+        """qkv [B, 1, (H + 2 K) C], or as the settings say -> [B, 1, H * C]."""
         q_norm, k_norm, eps = None, None, 0.0
         if self.q_norm is not None:
             q_norm, k_norm, eps = self.q_norm.weight, self.k_norm.weight, self.q_norm.eps
@@ -78,6 +78,7 @@ class FusedDecodeAttention(Attention):
             self.settings.get("norm_values", False),
             self.settings.get("keys_are_values", False),
             self.settings.get("rope_begin", 0),
+            self.settings.get("gated", False),
         )
 
 

@@ -41,6 +41,7 @@ from formats.quantizer import pack_weight
 from model import Attention, Context, KVCache, Mask, ModelArgs, weighted_sum
 from models import ARCHITECTURES
 from models.gemma4 import Gemma4Transformer
+from models.layers.gated_attention import GatedAttention
 from models.random_weights import first_layers
 from offload.cache import POLICIES, DeviceExpertCache
 from ops import (
@@ -723,6 +724,23 @@ def gemma4_token_error(is_global: bool) -> float:
     return fused_error(layer, settings, x, context, torch.randn(2, 2, K, S, C))
 
 
+def gated_token_error() -> float:
+    """The same for Qwen3-Next's layer: a gated output, part of each head rotated, fp32 norms."""
+    torch.manual_seed(0)
+    sizes = dict(dim=64, n_head=4, n_kv_head=2, head_dim=32, rotary_dim=8)
+    args = replace(ARCHITECTURES["Qwen3-Next-80B-A3B"], **sizes)
+    layer, S = GatedAttention(args), 64
+    for parameter in layer.parameters():
+        parameter.data = torch.randn_like(parameter) * 0.2
+    positions = torch.tensor([[40], [3]])
+    frequencies = rope_frequencies(8, args.rope_theta, torch.device("cpu"))
+    rope = rope_table(frequencies, S, unrotated=24)[positions].unsqueeze(2)
+    masks = {None: Mask(causal_bias(positions, S, None, torch.float32))}
+    context, x = Context(rope, positions=positions, masks=masks), torch.randn(2, 1, 64)
+    settings = layer.fused_decode_settings()
+    return fused_error(layer, settings, x, context, torch.randn(2, 2, 2, S, 32))
+
+
 def fused_error(layer: Attention, settings: dict, x: Tensor, context: Context, kv: Tensor) -> float:
     """Return the relative error of the fused layer over a cache kv [2, B, K, S, C]."""
     found, fused = [], FusedDecodeAttention(layer, settings)
@@ -856,7 +874,8 @@ def token_errors() -> dict[str, float]:
     decode_attention.supports_pdl = lambda x: False
     found = {name: token_error(*case) for name, case in TOKEN.items()}
     kinds = {"Gemma 4's window layer": False, "Gemma 4's global layer": True}
-    return found | {name: gemma4_token_error(is_global) for name, is_global in kinds.items()}
+    found |= {name: gemma4_token_error(is_global) for name, is_global in kinds.items()}
+    return found | {"a gated output": gated_token_error()}
 
 
 def fetch_results() -> dict:

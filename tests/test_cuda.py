@@ -31,7 +31,7 @@ from ops.gated_delta_token import delta_token
 from ops.inductor import configure_inductor
 from ops.tuning import gpu_ms
 from runtime.fused_attention import MAX_CACHE_LEN, fuse_decode_attention
-from runtime.sampling import Sampling
+from runtime.sampling import NotFiniteError, Sampling
 from runtime.session import Session, SessionOptions
 from runtime.speculation import Speculation
 from tokenizer import load_tokenizer
@@ -87,6 +87,76 @@ def test_logits_are_those_of_transformers(name, limit, make_family, monkeypatch)
         assert ours.quantile(0.1).item() < 2 * peers.quantile(0.1).item() < 0.3, dtype
         if name not in NEAR_TIES:
             assert ours.median().item() < tolerance, dtype
+
+
+NEW_FAMILIES = ("glm4_moe_lite", "qwen3_next", "qwen3_5_moe", "gemma4")
+
+
+def family_sessions(directory, dtype: torch.dtype = torch.float32, **options) -> list[Session]:
+    """Return an eager and a captured session of a converted family."""
+    models = (load_model(directory, "cuda", dtype) for _ in range(2))
+    return [
+        Session(model, 256, SessionOptions(compile=compile, compile_prefill=compile, **options))
+        for model, compile in zip(models, (False, True), strict=True)
+    ]
+
+
+@pytest.mark.parametrize("batch", (1, 2))
+@pytest.mark.parametrize("name", NEW_FAMILIES)
+def test_a_familys_captured_tokens_are_the_eager_ones(name, batch, make_family):
+    """Prompts in chunks, of any length; after the first answers nothing is compiled again."""
+    directory = make_family(name).directory
+    plain, captured = family_sessions(directory, prefill_chunk=64, batch=batch)
+    assert captured.captured
+    compiled = None
+    for lengths in ((40, 150), (64, 7), (129, 65), (9, 128)):
+        prompts = [prompt(length)[0].tolist() for length in lengths][:batch]
+        plain.reset()
+        captured.reset()
+        want = list(plain.stream_all(prompts, 30, GREEDY))
+        assert list(captured.stream_all(prompts, 30, GREEDY)) == want
+        found = counters["stats"]["unique_graphs"], len(captured.steps)
+        assert compiled in (None, found)
+        compiled = found
+    assert len(captured.steps) == 1  # greedy: one captured graph for every position
+
+
+@pytest.mark.parametrize("mode", ("int4", "fp8b"))
+@pytest.mark.parametrize("name", NEW_FAMILIES)
+def test_a_quantised_familys_captured_tokens_are_the_eager_ones(name, mode, make_family, tmp_path):
+    """In fp32, so that the attention kernel and plain attention round alike."""
+    source = Checkpoint(make_family(name).directory)
+    model = build_model(args_of_checkpoint(source))
+    # Groups of 128 divide no row of these small models.
+    format = plan_format(model, attention=mode, experts=mode, group_size=8)
+    directory = quantize(source, format, model, tmp_path / mode, "cuda", progress=False)
+    plain, captured = family_sessions(directory, prefill_chunk=64)
+    ids = prompt(150)[0].tolist()
+    want = list(plain.stream(ids, 30, GREEDY))
+    for _ in range(2):  # compiled, then replayed
+        captured.reset()
+        assert list(captured.stream(ids, 30, GREEDY)) == want
+
+
+@pytest.mark.parametrize("settings", (GREEDY, Sampling(temperature=1.0, seed=3)))
+@pytest.mark.parametrize("value", (float("nan"), float("inf")))
+@pytest.mark.parametrize("name", ("mixtral", *NEW_FAMILIES))
+def test_a_captured_session_stops_if_logits_are_not_finite(name, value, settings, make_family):
+    """The step replays over the damaged weight, and over the repaired one."""
+    _, session = family_sessions(make_family(name).directory)
+    ids = prompt()[0].tolist()
+    want = list(session.stream(ids, 12, settings))
+    weight = session.model.norm.weight
+    saved = weight.clone()
+    session.reset()
+    stream = session.stream(ids, 12, settings)
+    assert next(stream) == want[0]
+    weight.data[3] = value
+    with pytest.raises(NotFiniteError, match="check it with python checkpoint"):
+        list(stream)
+    weight.data.copy_(saved)
+    session.reset()
+    assert list(session.stream(ids, 12, settings)) == want
 
 
 def embedded_session(device: str, dtype: torch.dtype, compile: bool) -> Session:

@@ -23,11 +23,16 @@ class GatedAttention(Attention):
         self.k_norm = ZeroCentredRMSNorm(C, args.norm_eps)
         self.rotary_dim = args.rotary_dim
 
-    def forward(self, x: Tensor, context: Context) -> Tensor:
+    def core(self, qkv: Tensor, context: Context) -> Tensor:
+        """qkv [B, Q, (2 H + 2 K) C] -> [B, Q, H * C]."""
         H, K, C = self.heads
-        qkv, gate = self.wqkv(x).split(((H + 2 * K) * C, H * C), dim=-1)
+        qkv, gate = qkv.split(((H + 2 * K) * C, H * C), dim=-1)
         # Materialized, or Inductor recomputes the gate in every row of the product.
-        return self.wo(materialize(self.core(qkv, context) * gate.sigmoid()))
+        return materialize(super().core(qkv, context) * gate.sigmoid())
+
+    def fused_decode_settings(self) -> dict:
+        """See runtime/fused_attention.py."""
+        return {"gated": True}
 
 
 def gated_attention_recipes(args) -> Recipes:
