@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip install --quiet --quiet --constraint constraints.txt
 TYPED := benchmark.py checkpoint.py convert_hf_checkpoint.py eval.py generate.py model.py quantize.py \
 	serve.py tokenizer.py tp.py runtime models server
 
-.PHONY: demo test test-all oracles lint clean
+.PHONY: demo test test-all oracles clients lint clean
 
 $(VENV)/.run: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("moe-fast needs Python 3.11 or newer; name one: make PYTHON=python3.11") if sys.version_info < (3, 11) else None'
@@ -38,13 +38,17 @@ lint: $(VENV)/.test
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'not slow' -n 2 --dist loadfile --no-loadscope-reorder
 
-test-all: lint oracles
+test-all: lint oracles clients
 	$(BIN)/python -m pytest
 
 # Packages that tests compare with. Without their dependencies, which would replace what is installed.
 # hqq's solver is another one from 0.2.7 on (tests/test_quantize.py).
 oracles: $(VENV)/.test
 	$(BIN)/python -m pip install --quiet --no-deps hqq==0.2.6 termcolor || echo 'no hqq: its tests will be skipped'
+
+# Clients of the server, about 200 MB (tests/test_clients.py).
+clients: $(VENV)/.test
+	$(PIP) --editable '.[clients]' || echo 'no clients: their tests will be skipped'
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache .hypothesis .mypy_cache

@@ -185,7 +185,13 @@ def rule_difference(tokens: int, precision: str) -> float:
 
 
 def build_parser() -> Parser:
-    parser = Parser(__doc__.partition("\n")[0], ("python benchmarks/gated_delta.py",))
+    parser = Parser(
+        __doc__.partition("\n")[0],
+        (
+            "python benchmarks/gated_delta.py",
+            "python benchmarks/gated_delta.py --tokens 512 --batch 1",
+        ),
+    )
     parser.add_argument("--tokens", type=int, default=2048, help="length of the prompt")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8], help="rows of a step")
     return parser

@@ -1,8 +1,8 @@
 """Text of a token stream: pieces as they become certain, stop texts, statistics."""
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from runtime.reasoning import ANSWER, REASONING, Parts, make_splitter
 
@@ -29,7 +29,7 @@ class TextStream:
             self.end("stop")
             return
         self.settings.on_token(token, len(self.reasoning) + len(self.text))
-        text = self.pieces.push(token)
+        text = self.settings.markers.get(token) or self.pieces.push(token)
         self.add(self.splitter.push(token, text) if self.splitter else [(ANSWER, text)])
         stop = self.settings.stop
         if (end := find_stop(self.text, stop)) is not None:
@@ -102,6 +102,8 @@ class TextSettings:
     on_token: Callable[[int, int], None]
     # Each piece of reasoning, which is then no part of the text. None: do not split it off.
     on_reasoning: Callable[[str], None] | None = None
+    # {id: text} of control tokens that appear in the text, which otherwise has none.
+    markers: Mapping[int, str] = field(default_factory=dict)
 
 
 def check_stop(stop: Sequence[str]) -> None:

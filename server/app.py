@@ -19,7 +19,7 @@ from pathlib import Path
 
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.responses import (
-    HTMLResponse,
+    FileResponse,
     JSONResponse,
     PlainTextResponse,
     Response,
@@ -27,27 +27,43 @@ from fastapi.responses import (
 )
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 
 from runtime.session import Session
 from server import LOCAL_HOSTS
 from server.connections import make_http_server
+from server.responses import (
+    ItemStore,
+    ResponsesBuilder,
+    detokenize,
+    read_responses_request,
+    tokenize,
+)
 from server.scheduler import QueuedRequest, Scheduler, decode_requests
 from server.schema import (
     APIError,
     Event,
+    GenerationRequest,
     ResponseBuilder,
     TextDelta,
     read_request,
-    server_sent_event,
 )
 from server.tokenizing import TokenizerPool
 from tokenizer import Tokenizer, load_tokenizer
 
-CHAT_PAGE = Path(__file__).with_name("chat.html")
-CHAT_PAGE_POLICY = (
-    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
-)
+Prepared = tuple[GenerationRequest, ResponseBuilder | ResponsesBuilder]
+PAGE_FILES = {path.name: path for path in Path(__file__).with_name("page").iterdir()}
+PAGE_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
+PAGE_HEADERS = {
+    # Only the server's own files: text of the model can neither run a script nor load an image.
+    "Content-Security-Policy": "default-src 'none'; style-src 'self'; script-src 'self'; "
+    "connect-src 'self'; img-src 'self'; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'",
+    "X-Frame-Options": "DENY",
+    "X-Content-Type-Options": "nosniff",
+    "Cache-Control": "no-cache",  # a new version's files belong together
+}
 BODY_TIMEOUT = 30.0  # seconds in which a request's body must arrive
 
 
@@ -60,6 +76,7 @@ class AppSettings:
     max_body: int  # bytes
     max_requests: int = 256  # that are read or wait at a time
     api_key: str | None = None
+    cors_origin: str | None = None  # whose web pages may use the API
 
 
 def make_app(scheduler: Scheduler, tokenizer: TokenizerPool, settings: AppSettings) -> FastAPI:
@@ -68,8 +85,13 @@ def make_app(scheduler: Scheduler, tokenizer: TokenizerPool, settings: AppSettin
     guarded = APIRouter(dependencies=[Depends(endpoints.check_access)])
     guarded.post("/v1/chat/completions")(endpoints.chat_completions)
     guarded.post("/v1/completions")(endpoints.completions)
-    guarded.get("/v1/models")(endpoints.models)
-    guarded.get("/metrics")(endpoints.metrics)
+    guarded.post("/v1/responses")(endpoints.responses)
+    guarded.post("/tokenize")(endpoints.tokenize)
+    guarded.post("/detokenize")(endpoints.detokenize)
+    readable = ["GET", "HEAD"]
+    guarded.api_route("/v1/models", methods=readable)(endpoints.models)
+    guarded.api_route("/v1/models/{name:path}", methods=readable)(endpoints.model)
+    guarded.api_route("/metrics", methods=readable)(endpoints.metrics)
     handlers = {
         APIError: endpoints.handle_api_error,
         HTTPException: endpoints.handle_http_error,
@@ -77,8 +99,16 @@ def make_app(scheduler: Scheduler, tokenizer: TokenizerPool, settings: AppSettin
     }
     app = FastAPI(openapi_url=None, exception_handlers=handlers)  # without pages about itself
     app.include_router(guarded)
-    app.get("/health")(endpoints.health)
-    app.get("/")(endpoints.chat_page)
+    app.api_route("/health", methods=readable)(endpoints.health)
+    app.api_route("/", methods=readable)(endpoints.chat_page)
+    app.api_route("/page/{name}", methods=readable)(endpoints.page_file)
+    if settings.cors_origin:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=[settings.cors_origin],
+            allow_methods=["GET", "HEAD", "POST"],
+            allow_headers=["*"],
+        )
     return app
 
 
@@ -89,26 +119,43 @@ class Endpoints:
         self.scheduler, self.tokenizer, self.settings = scheduler, tokenizer, settings
         self.reading = ThreadPoolExecutor(tokenizer.workers)
         self.requests = 0  # being read, waiting or answered
+        self.items = ItemStore()
         self.started = int(time.time())
 
     # Completions ------------------------------------------------------------------------------
 
     async def chat_completions(self, request: Request) -> Response:
-        return await self.complete(request, chat=True)
+        return await self.complete(request, partial(self.prepare, chat=True))
 
     async def completions(self, request: Request) -> Response:
-        return await self.complete(request, chat=False)
+        return await self.complete(request, partial(self.prepare, chat=False))
 
-    async def complete(self, http_request: Request, chat: bool) -> Response:
+    async def responses(self, request: Request) -> Response:
+        return await self.complete(request, self.prepare_response)
+
+    def prepare(self, body: bytes, chat: bool) -> Prepared:
+        """Read a request's body. Raises APIError."""
+        request = read_request(body, chat, self.tokenizer, self.settings.max_seq_len)
+        name = self.settings.model_name
+        return request, ResponseBuilder(request, name, self.tokenizer.vocabulary)
+
+    def prepare_response(self, body: bytes) -> Prepared:
+        """Read the body of POST /v1/responses. Raises APIError."""
+        length, vocabulary = self.settings.max_seq_len, self.tokenizer.vocabulary
+        fields, request = read_responses_request(body, self.tokenizer, length, self.items)
+        name = self.settings.model_name
+        return request, ResponsesBuilder(fields, request, name, vocabulary, self.items)
+
+    async def complete(
+        self, http_request: Request, prepare: Callable[[bytes], Prepared]
+    ) -> Response:
         """Queue a request and return its answer as one object or as a stream."""
         with ExitStack() as stack:
             self.admit(stack)
             body, loop = await self.read_body(http_request), asyncio.get_running_loop()
-            read = partial(read_request, body, chat, self.tokenizer, self.settings.max_seq_len)
-            request = await loop.run_in_executor(self.reading, read)
+            request, builder = await loop.run_in_executor(self.reading, prepare, body)
             events = EventQueue(loop)
             queued = QueuedRequest(request, events.send)
-            builder = ResponseBuilder(request, self.settings.model_name, self.tokenizer.vocabulary)
             self.scheduler.submit(queued)
             stack.callback(self.scheduler.cancel, queued)
             event = await events.first(http_request)
@@ -121,6 +168,20 @@ class Endpoints:
             self.count_response(200)
             # The stream outlives this function: it cancels the request when it ends.
             return EventStream(stream_chunks(builder, events, event), stack.pop_all().close)
+
+    async def tokenize(self, request: Request) -> Response:
+        return await self.convert(request, tokenize)
+
+    async def detokenize(self, request: Request) -> Response:
+        return await self.convert(request, detokenize)
+
+    async def convert(self, request: Request, answer: Callable[..., dict]) -> Response:
+        """Answer a request that needs the tokenizer alone."""
+        with ExitStack() as stack:
+            self.admit(stack)
+            body, loop = await self.read_body(request), asyncio.get_running_loop()
+            compute = partial(answer, body, self.tokenizer, self.settings.max_seq_len)
+            return self.json_response(await loop.run_in_executor(self.reading, compute))
 
     def admit(self, stack: ExitStack) -> None:
         """Count a request until the stack closes. Raises APIError if there are too many."""
@@ -171,15 +232,24 @@ class Endpoints:
 
     # Other routes -----------------------------------------------------------------------------
 
-    async def models(self) -> Response:
-        model = {
+    def describe_model(self) -> dict:
+        return {
             "id": self.settings.model_name,
             "object": "model",
             "created": self.started,
             "owned_by": "moe-fast",
             "max_model_len": self.settings.max_seq_len,
+            "chat_template": self.tokenizer.has_chat_template,
         }
-        return JSONResponse({"object": "list", "data": [model]})
+
+    async def models(self) -> Response:
+        return JSONResponse({"object": "list", "data": [self.describe_model()]})
+
+    async def model(self, name: str) -> Response:
+        if name != self.settings.model_name:
+            reason = f"the model {name!r:.80} is not here: it is {self.settings.model_name!r}"
+            raise APIError(reason, 404, "model_not_found", param="model")
+        return JSONResponse(self.describe_model())
 
     async def metrics(self) -> Response:
         return Response(self.scheduler.metrics.export(), media_type=CONTENT_TYPE_LATEST)
@@ -188,8 +258,13 @@ class Endpoints:
         return JSONResponse({"status": "ok"})
 
     async def chat_page(self) -> Response:
-        headers = {"Content-Security-Policy": CHAT_PAGE_POLICY, "X-Frame-Options": "DENY"}
-        return HTMLResponse(CHAT_PAGE.read_text(encoding="utf-8"), headers=headers)
+        return await self.page_file("index.html")
+
+    async def page_file(self, name: str) -> Response:
+        if name not in PAGE_FILES:
+            raise HTTPException(404, "Not Found")
+        media_type = PAGE_TYPES.get(PAGE_FILES[name].suffix, "image/svg+xml")
+        return FileResponse(PAGE_FILES[name], media_type=media_type, headers=PAGE_HEADERS)
 
     # Responses --------------------------------------------------------------------------------
 
@@ -244,7 +319,9 @@ class EventStream(StreamingResponse):
     """
 
     def __init__(self, chunks: AsyncIterator[bytes], on_close: Callable[[], None]):
-        super().__init__(chunks, media_type="text/event-stream")
+        # Proxies neither store the stream nor collect it (X-Accel-Buffering: nginx).
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(chunks, media_type="text/event-stream", headers=headers)
         self.on_close = on_close
 
     async def __call__(self, *connection) -> None:
@@ -255,21 +332,20 @@ class EventStream(StreamingResponse):
 
 
 async def stream_chunks(
-    builder: ResponseBuilder, events: EventQueue, event: Event
+    builder: ResponseBuilder | ResponsesBuilder, events: EventQueue, event: Event
 ) -> AsyncIterator[bytes]:
     """Yield the chunks of an answer whose first event is `event`."""
-    if builder.body.chat:
-        yield builder.role_chunk()
+    for chunk in builder.start():
+        yield chunk
     while isinstance(event, TextDelta):
-        yield builder.chunk(event.text, event.tokens, is_reasoning=event.is_reasoning)
+        for chunk in builder.deltas(event):
+            yield chunk
         event = await events.get()
     if isinstance(event, APIError):
-        yield server_sent_event(event.body())
+        yield builder.error(event)
         return
-    yield builder.chunk("", event.tokens, event.result["finish_reason"])
-    if builder.body.stream_options.include_usage:
-        yield builder.usage_chunk(event)
-    yield b"data: [DONE]\n\n"
+    for chunk in builder.end(event):
+        yield chunk
 
 
 # Running --------------------------------------------------------------------------------------
@@ -299,6 +375,7 @@ def serve_session(
         options.max_body,
         max_requests=2 * options.max_queue + 64,
         api_key=options.api_key,
+        cors_origin=getattr(options, "cors_origin", None),
     )
     pool = TokenizerPool(directory, session.max_seq_len)
     app = make_app(scheduler, pool, settings)

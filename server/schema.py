@@ -4,9 +4,11 @@ import json
 import math
 import secrets
 import time
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from functools import cache
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -19,10 +21,28 @@ from pydantic import (
     model_validator,
 )
 
+from runtime.reasoning import REASONING, TextSplitter, make_splitter
 from runtime.sampling import MAX_CANDIDATES, TOP_LOGPROBS, Sampling
 from runtime.session import Details
+from server.tokenizing import PromptTooLongError, TokenizerPool
+from server.tools import (
+    NAME,
+    CallParser,
+    CallPiece,
+    Piece,
+    TextPiece,
+    control_markers,
+    find_format,
+    make_parser,
+    parse_json,
+)
 from tokenizer import Tokenizer
 
+BodyType = TypeVar("BodyType", bound=BaseModel)
+MAX_ANSWERS = 8  # `n` of one request
+OWN_VARIABLES = {"messages", "tools", "add_generation_prompt"}  # a request cannot set these
+# OpenAI's values of `reasoning_effort` that open models do not know.
+REASONING_EFFORTS = {"none": "low", "minimal": "low", "xhigh": "high"}
 DEFAULT_COMPLETION_TOKENS = 16  # of /v1/completions, as in OpenAI's API
 MIN_TEMPERATURE = 1e-4  # below it, dividing logits by the temperature would overflow
 # Of `generate` -> the API's. The time limit interrupts; None: the stream goes on.
@@ -33,7 +53,10 @@ FINISH_REASONS = {"stop": "stop", "length": "length", "interrupted": "length", N
 
 
 class APIError(Exception):
-    """An error response. status: of HTTP. code: for programs, such as "queue_full"."""
+    """An error response. status: of HTTP. code: for programs, such as "queue_full".
+
+    param: the field of the request that is wrong.
+    """
 
     def __init__(
         self,
@@ -41,29 +64,41 @@ class APIError(Exception):
         status: int = 400,
         code: str | None = None,
         headers: dict[str, str] | None = None,
+        param: str | None = None,
     ):
         super().__init__(message)
         self.status, self.code, self.headers = status, code, headers or {}
+        self.param = param
 
     def body(self) -> dict:
         """Return the JSON object that OpenAI's clients expect."""
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
-        error = {"message": str(self), "type": kind, "param": None, "code": self.code}
+        error = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
         return {"error": error}
 
 
 # Messages for structured fields. `error_message` derives those of other fields.
 FIELD_MESSAGES = {
-    "response_format": 'response_format must be {"type": "text"}: other formats are not supported',
+    "response_format": 'response_format must be {"type": "text"}, {"type": "json_object"}, or '
+    '{"type": "json_schema", "json_schema": {"name": ..., "schema": {...}}}',
     "stop": "stop must be a string of 1 to 500 characters, or a list of up to 4",
     "messages": 'messages must be a list such as [{"role": "user", "content": "Hello"}], '
     "whose roles and contents are strings",
     "prompt": "there is no prompt: give one string, or a list of token ids (whole numbers)",
+    "tools": 'tools must be a list such as [{"type": "function", "function": {"name": ..., '
+    '"description": ..., "parameters": {...}}}], with names of letters, digits and _.:/-',
+    "tool_choice": 'tool_choice must be "none", "auto", "required", or '
+    '{"type": "function", "function": {"name": ...}}',
+    "logit_bias": "logit_bias must be an object of token ids and numbers from -100 to 100",
+    "chat_template_kwargs": "chat_template_kwargs must be an object of names and values",
+    "input": "input must be a string, or a list of messages, function calls and their outputs",
+    "tokens": "tokens must be a list of token ids (whole numbers)",
 }
 TYPE_RULES = {
     "bool_type": "true or false",
     "string_type": "a string",
     "model_type": "an object",
+    "dict_type": "an object",
 }
 
 
@@ -83,6 +118,12 @@ def error_message(error: ValidationError, model: type[BaseModel]) -> str:
     return f"{path[-1]} {value!r:.40}: it must be {rule}"
 
 
+def error_field(error: ValidationError) -> str | None:
+    """Return the name of the first wrong field, if there is one."""
+    path = error.errors(include_url=False)[0]["loc"]
+    return str(path[0]) if path else None
+
+
 @cache
 def limits_of(model: type[BaseModel], name: str) -> str:
     """Return the range of a numeric field, as text."""
@@ -90,8 +131,6 @@ def limits_of(model: type[BaseModel], name: str) -> str:
     schema = schema.get("anyOf", [schema])[0]
     kind = "a whole number " if schema["type"] == "integer" else ""
     low, high = whole_to_int(schema["minimum"]), whole_to_int(schema["maximum"])
-    if low == high:
-        return f"{kind}{low}, since nothing else is supported"
     return f"{kind}from {low} to {high}"
 
 
@@ -115,23 +154,19 @@ def refuse_if_set(value: Any, info: ValidationInfo) -> Any:
     return value
 
 
-def take_single_prompt(prompt: str | list) -> str | list[int]:
-    """Unpack a list with one prompt. Raises ValueError for several prompts."""
-    if isinstance(prompt, str) or not prompt or isinstance(prompt[0], int):
-        return prompt
-    if len(prompt) > 1:
-        raise ValueError(
-            "several prompts in one request are not supported: send a request for each"
-        )
-    return prompt[0]
+def list_prompts(prompt: str | list) -> list[str | list[int]]:
+    """Return the prompts of a request as a list."""
+    return [prompt] if isinstance(prompt, str) or not prompt or type(prompt[0]) is int else prompt
 
 
 Unsupported = Annotated[Any, AfterValidator(refuse_if_set)]
 WHOLE = BeforeValidator(whole_to_int)
-One = Annotated[int, Field(ge=1, le=1), WHOLE]
+AnswerCount = Annotated[int, Field(ge=1, le=MAX_ANSWERS), WHOLE]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+Bias = Annotated[float, Field(ge=-100, le=100)]
 TokenLimit = Annotated[int, Field(ge=1, le=2**31), WHOLE]
 # One compiled step serves all top_k up to MAX_CANDIDATES; a larger one would compile another.
-TopK = Annotated[int, Field(ge=1, le=MAX_CANDIDATES), WHOLE]
+TopK = Annotated[int, Field(ge=-1, le=MAX_CANDIDATES), WHOLE]
 LogprobCount = Annotated[int, Field(ge=0, le=TOP_LOGPROBS), WHOLE]
 Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1), WHOLE]
 StopText = Annotated[str, Field(min_length=1, max_length=500)]
@@ -143,8 +178,9 @@ FAIL_FAST = Field(fail_fast=True)
 TokenIds = Annotated[list[int], FAIL_FAST]
 Prompt = Annotated[
     str | TokenIds | Annotated[list[str], FAIL_FAST] | Annotated[list[TokenIds], FAIL_FAST],
-    AfterValidator(take_single_prompt),
+    AfterValidator(list_prompts),
 ]
+FunctionName = Annotated[str, Field(pattern=rf"^{NAME}$", max_length=128)]
 
 
 class StrictModel(BaseModel):
@@ -164,10 +200,65 @@ class StreamOptions(StrictModel):
     include_usage: bool = False
 
 
-class ResponseFormat(StrictModel):
-    model_config = ConfigDict(extra="forbid")
+class JsonSchema(StrictModel):
+    """A schema that an answer has to follow."""
 
-    type: Literal["text"]
+    model_config = ConfigDict(populate_by_name=True)
+
+    name: str = ""
+    json_schema: dict[str, Any] = Field(alias="schema")
+
+
+class ResponseFormat(StrictModel):
+    """The format of an answer; `json_schema` is given for that type."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def check_schema(self) -> "ResponseFormat":
+        if self.type == "json_schema" and self.json_schema is None:
+            raise ValueError(FIELD_MESSAGES["response_format"])
+        return self
+
+
+class Function(StrictModel):
+    name: FunctionName
+    description: str = ""
+    parameters: dict[str, Any] = Field(default_factory=lambda: {"type": "object", "properties": {}})
+
+
+class Tool(StrictModel):
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(StrictModel):
+    name: FunctionName
+
+
+class NamedChoice(StrictModel):
+    type: Literal["function"] = "function"
+    function: NamedFunction
+
+
+class FunctionCall(StrictModel):
+    name: str
+    arguments: str | dict[str, Any] = ""
+
+    def template_fields(self) -> dict:
+        """Return the call for a template: arguments as an object, if they are one."""
+        value = parse_json(self.arguments) if isinstance(self.arguments, str) else self.arguments
+        empty = not self.arguments
+        return {
+            "name": self.name,
+            "arguments": value if isinstance(value, dict) else {} if empty else self.arguments,
+        }
+
+
+class ToolCall(StrictModel):
+    id: str = ""
+    function: FunctionCall
 
 
 class TextPart(StrictModel):
@@ -184,23 +275,71 @@ class Message(StrictModel):
     content: Annotated[
         str | Annotated[list[TextPart], FAIL_FAST],
         AfterValidator(join_parts),
-    ]
+    ] = ""
+    tool_calls: Annotated[list[ToolCall], FAIL_FAST] = Field(default_factory=list)
+    tool_call_id: str = ""
+    name: str = ""
+
+    @model_validator(mode="after")
+    def check_content(self) -> "Message":
+        if "content" not in self.model_fields_set and self.role != "assistant":
+            raise ValueError(FIELD_MESSAGES["messages"])
+        return self
+
+
+def template_messages(messages: list[Message], tokenizer: Tokenizer) -> list[dict]:
+    """Return messages as a chat template expects them."""
+    format, names, found = find_format(tokenizer), {}, []
+    as_id = format.template_id if format else str
+    for message in messages:
+        fields: dict[str, Any] = {"role": message.role, "content": message.content}
+        if message.role == "developer" and not tokenizer.template_has("developer"):
+            fields["role"] = "system"
+        if message.tool_calls:
+            calls = [(call.id, call.function.template_fields()) for call in message.tool_calls]
+            names |= {id: function["name"] for id, function in calls}
+            fields["tool_calls"] = [
+                {"id": as_id(id), "type": "function", "function": call} for id, call in calls
+            ]
+        if message.role == "tool":
+            fields["tool_call_id"] = as_id(message.tool_call_id)
+            if name := message.name or names.get(message.tool_call_id):
+                fields["name"] = name
+        found.append(fields)
+    return found
+
+
+# Valid parameters that nothing decodes so far: name -> whether a value needs no decoding.
+NOT_DECODED: dict[str, Callable[[Any], bool]] = {
+    "n": lambda count: count == 1,
+    "best_of": lambda count: count == 1,
+    "frequency_penalty": lambda penalty: penalty == 0,
+    "presence_penalty": lambda penalty: penalty == 0,
+    "logit_bias": lambda bias: not bias,
+    "response_format": lambda format: format.type == "text",
+    "prompt": lambda prompts: len(prompts) <= 1,
+}
+
+
+def printed(value: Any) -> str:
+    """Return the beginning of a value, for a message."""
+    return f"{value.type if isinstance(value, ResponseFormat) else value!r:.40}"
 
 
 class GenerationBody(StrictModel):
     """The fields of both kinds of request."""
 
     chat: ClassVar[bool]
+    prompt_name: ClassVar[str]  # the field that has the prompt
 
-    tools: Unsupported = None
     functions: Unsupported = None
-    logit_bias: Unsupported = None
     echo: Unsupported = None
     suffix: Unsupported = None
     audio: Unsupported = None
     prediction: Unsupported = None
     web_search_options: Unsupported = None
-    response_format: ResponseFormat | None = None
+    response_format: ResponseFormat = ResponseFormat(type="text")
+    logit_bias: dict[str, Bias] = Field(default_factory=dict)
     model: str = ""
     stream_options: StreamOptions = StreamOptions()
     temperature: float = Field(1.0, ge=0, le=2)
@@ -212,19 +351,28 @@ class GenerationBody(StrictModel):
     max_tokens: TokenLimit | None = None
     max_completion_tokens: TokenLimit | None = None
     top_logprobs: LogprobCount = 0
-    n: One = 1
-    best_of: One = 1
-    frequency_penalty: float = Field(0.0, ge=0, le=0)
-    presence_penalty: float = Field(0.0, ge=0, le=0)
+    n: AnswerCount = 1
+    best_of: AnswerCount = 1
+    frequency_penalty: Penalty = 0.0
+    presence_penalty: Penalty = 0.0
     stop: StopTexts = Field(default_factory=list)
     stream: bool = False
     routing: bool = False
+
+    @model_validator(mode="after")
+    def refuse_undecoded(self) -> "GenerationBody":
+        for name, is_decoded in NOT_DECODED.items():
+            value = getattr(self, name, None)
+            if value is not None and not is_decoded(value):
+                raise ValueError(f"{name} {printed(value)} is not supported yet: leave it out")
+        return self
 
     def sampling(self) -> Sampling:
         """Return the sampling options. A temperature below MIN_TEMPERATURE means greedy."""
         return Sampling(
             temperature=0.0 if self.temperature < MIN_TEMPERATURE else self.temperature,
-            top_k=self.top_k,
+            # 0 and -1: off, as far as the sampler goes.
+            top_k=self.top_k if self.top_k > 0 else MAX_CANDIDATES,
             top_p=max(self.top_p, 1e-6),
             min_p=self.min_p,
             repetition_penalty=self.repetition_penalty,
@@ -236,6 +384,8 @@ class CompletionBody(GenerationBody):
     """The body of POST /v1/completions."""
 
     chat = False
+
+    prompt_name = "prompt"
 
     prompt: Prompt
     max_tokens: TokenLimit = DEFAULT_COMPLETION_TOKENS
@@ -250,7 +400,10 @@ class CompletionBody(GenerationBody):
 
     def encode(self, tokenizer: Tokenizer) -> tuple[list[int], bool]:
         """Return the prompt's token ids, and False: the answer continues the prompt."""
-        return encode_prompt(self.prompt, tokenizer), False
+        return encode_prompt(self.prompt[0] if self.prompt else "", tokenizer), False
+
+    def calls(self, tokenizer: Tokenizer) -> None:
+        """Return None: a completion has no tool calls."""
 
 
 class ChatCompletionBody(GenerationBody):
@@ -258,13 +411,30 @@ class ChatCompletionBody(GenerationBody):
 
     chat = True
 
+    prompt_name = "messages"
+
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
+    tools: Annotated[list[Tool], FAIL_FAST] = Field(default_factory=list)
+    tool_choice: Literal["none", "auto", "required"] | NamedChoice = "auto"
+    parallel_tool_calls: bool = True
+    reasoning_effort: str | None = None
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     logprobs: bool = False
 
     @model_validator(mode="after")
     def check_logprobs(self) -> "ChatCompletionBody":
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs: true")
+        return self
+
+    @model_validator(mode="after")
+    def check_tools(self) -> "ChatCompletionBody":
+        names = {tool.function.name for tool in self.tools}
+        choice = self.tool_choice
+        if isinstance(choice, NamedChoice) and choice.function.name not in names:
+            raise ValueError(f"tool_choice names {choice.function.name!r:.80}, which is no tool")
+        if choice == "required" and not names:
+            raise ValueError('tool_choice "required" needs tools')
         return self
 
     def requested_tokens(self) -> int | None:
@@ -279,11 +449,89 @@ class ChatCompletionBody(GenerationBody):
 
         The answer continues the concatenated contents if there is no chat template.
         """
-        messages = [message.model_dump() for message in self.messages]
-        if tokenizer.has_chat_template:
-            return tokenizer.chat(messages), True
-        text = "".join(message["content"] for message in messages)
-        return encode_prompt(text, tokenizer), False
+        vocabulary = vocabulary_of(tokenizer)
+        messages = template_messages(self.messages, vocabulary)
+        if not tokenizer.has_chat_template:
+            text = "".join(message["content"] for message in messages)
+            return encode_prompt(text, tokenizer), False
+        ids = tokenizer.chat(messages, **self.template_variables())
+        calls = self.calls(vocabulary)
+        if calls and calls.prefix:
+            splitter = make_splitter(vocabulary, ids)
+            is_open = isinstance(splitter, TextSplitter) and splitter.kind == REASONING
+            prefix = ("\n</think>\n\n" if is_open else "") + calls.prefix
+            ids = ids + tokenizer.encode(prefix, bos=False, special=True)
+        return ids, True
+
+    def template_variables(self) -> dict[str, Any]:
+        """Return the chat template's variables beside the messages."""
+        variables = {k: v for k, v in self.chat_template_kwargs.items() if k not in OWN_VARIABLES}
+        if self.reasoning_effort is not None:
+            effort = REASONING_EFFORTS.get(self.reasoning_effort, self.reasoning_effort)
+            variables = {"reasoning_effort": effort} | variables
+            if self.reasoning_effort == "none":
+                variables = {"enable_thinking": False} | variables
+        if self.active_tools():
+            variables["tools"] = [tool.model_dump() for tool in self.active_tools()]
+        return variables
+
+    def active_tools(self) -> list[Tool]:
+        """Return the tools that the model may call."""
+        return [] if self.tool_choice == "none" else self.tools
+
+    def calls(self, tokenizer: Tokenizer) -> "CallSettings | None":
+        """Return how the answer's tool calls are read; None without tools.
+
+        Raises ValueError for a template without a known format of calls.
+        """
+        if not self.active_tools():
+            return None
+        format = find_format(tokenizer)
+        if format is None:
+            raise ValueError(
+                "tools: this model has no chat template with a known format of tool calls; "
+                "leave them out"
+            )
+        prefix, choice = "", self.tool_choice
+        if choice != "auto":
+            name = choice.function.name if isinstance(choice, NamedChoice) else None
+            prefix = format.prefix(name, tokenizer)
+        schemas = {tool.function.name: tool.function.parameters for tool in self.tools}
+        single = not self.parallel_tool_calls or isinstance(choice, NamedChoice)
+        return CallSettings(format, schemas, prefix, single)
+
+
+class CallSettings(NamedTuple):
+    """How the tool calls of an answer are read."""
+
+    format: type[CallParser]
+    schemas: dict[str, dict]  # name -> JSON schema of the parameters
+    prefix: str  # the answer's beginning, which the prompt ends with
+    single: bool  # one call at most
+
+    def parser(self, tokenizer: Tokenizer) -> CallParser:
+        """Return a parser of one answer."""
+        return make_parser(self.format, tokenizer, self.schemas, self.prefix, single=self.single)
+
+    def generation_fields(self, tokenizer: Tokenizer) -> dict[str, Any]:
+        """Return the fields of Generation that calls need."""
+        return {
+            "markers": control_markers(self.format, tokenizer),
+            "split_reasoning": not self.format.splits_reasoning,
+        }
+
+    def stop(self, tokenizer: Tokenizer) -> list[str]:
+        """Return the text that ends an answer with a single call, if the format has one."""
+        if not self.single or not self.format.closer:
+            return []
+        marker = self.format.closer
+        id = tokenizer.token_id(marker)
+        return [control_markers(self.format, tokenizer).get(-1 if id is None else id, marker)]
+
+
+def vocabulary_of(tokenizer: Tokenizer | TokenizerPool) -> Tokenizer:
+    """Return the tokenizer of this process."""
+    return tokenizer.vocabulary if isinstance(tokenizer, TokenizerPool) else tokenizer
 
 
 def encode_prompt(prompt: str | list[int], tokenizer: Tokenizer) -> list[int]:
@@ -308,6 +556,9 @@ class Generation:
     stop: list[str]
     reply: bool  # the answer is a separate message, not a continuation of the prompt
     watch: bool  # record the Details of each token
+    # {id: text} of control tokens that appear in the text: runtime.text.TextSettings.markers.
+    markers: dict[int, str] = field(default_factory=dict)
+    split_reasoning: bool = True  # with `reply`: split off reasoning blocks
 
 
 class GenerationRequest(NamedTuple):
@@ -315,43 +566,72 @@ class GenerationRequest(NamedTuple):
 
     body: CompletionBody | ChatCompletionBody
     generation: Generation
+    calls: CallSettings | None = None
 
 
 def read_request(
-    body: bytes, chat: bool, tokenizer: Tokenizer, max_seq_len: int
+    body: bytes, chat: bool, tokenizer: Tokenizer | TokenizerPool, max_seq_len: int
 ) -> GenerationRequest:
     """Parse and validate a request's body. Raises APIError if it is invalid or unsupported."""
-    model = ChatCompletionBody if chat else CompletionBody
+    fields = parse_body(ChatCompletionBody if chat else CompletionBody, body)
+    return plan_request(fields, tokenizer, max_seq_len)
+
+
+def parse_body(model: type[BodyType], body: bytes) -> BodyType:
+    """Return a body as an instance of its class. Raises APIError if it is invalid."""
     try:
-        fields = model.model_validate_json(body)
-        prompt_ids, reply = fields.encode(tokenizer)
+        return model.model_validate_json(body)
     except ValidationError as error:
-        raise APIError(error_message(error, model)) from None
+        raise APIError(error_message(error, model), param=error_field(error)) from None
+
+
+def plan_request(
+    fields: CompletionBody | ChatCompletionBody,
+    tokenizer: Tokenizer | TokenizerPool,
+    max_seq_len: int,
+    prompt_name: str | None = None,
+) -> GenerationRequest:
+    """Encode a request's prompt and set its length. Raises APIError if it is too long.
+
+    prompt_name: of the field that has the prompt, for errors.
+    """
+    vocabulary, name = vocabulary_of(tokenizer), prompt_name or fields.prompt_name
+    try:
+        prompt_ids, reply = fields.encode(tokenizer)
+        calls = fields.calls(vocabulary)
+    except PromptTooLongError as error:
+        reason = f"This model's maximum context length is {max_seq_len} tokens. However, {error}"
+        raise APIError(reason, code="context_length_exceeded", param=name) from None
     except ValueError as error:
-        raise APIError(str(error)) from None
+        raise APIError(str(error), param=name) from None
     generation = Generation(
         prompt_ids=prompt_ids,
-        max_new_tokens=plan_length(len(prompt_ids), fields.requested_tokens(), max_seq_len),
+        max_new_tokens=plan_length(len(prompt_ids), fields.requested_tokens(), max_seq_len, name),
         sampling=fields.sampling(),
-        stop=fields.stop,
+        stop=fields.stop + (calls.stop(vocabulary) if calls else []),
         reply=reply,
         watch=fields.logprob_count() is not None or fields.routing,
+        **(calls.generation_fields(vocabulary) if calls else {}),
     )
-    return GenerationRequest(fields, generation)
+    return GenerationRequest(fields, generation, calls)
 
 
-def plan_length(prompt_tokens: int, requested: int | None, max_seq_len: int) -> int:
-    """Return the maximum of new tokens; None requests all that fit. Raises APIError if too long."""
+def plan_length(prompt_tokens: int, requested: int | None, max_seq_len: int, name: str) -> int:
+    """Return the maximum of new tokens, at most those that fit. None requests all of them.
+
+    name: the field of the prompt. Raises APIError for a prompt that leaves no token.
+    """
     available = max_seq_len - prompt_tokens
-    needed = requested or 1
-    if available < needed:
-        shorter = f", or max_tokens to {available}" if available > 0 else ""
+    if available < 1:
+        # OpenAI's wording, by which clients recognize the error and shorten the conversation.
         raise APIError(
-            f"the context is {max_seq_len} tokens, and {prompt_tokens} of the prompt and {needed} "
-            f"asked for are {prompt_tokens + needed}: shorten the prompt{shorter}",
+            f"This model's maximum context length is {max_seq_len} tokens. However, your {name} "
+            f"resulted in {prompt_tokens} tokens, and an answer needs at least one. Please reduce "
+            f"the length of the {name}.",
             code="context_length_exceeded",
+            param=name,
         )
-    return requested or available
+    return min(requested or available, available)
 
 
 # Answers --------------------------------------------------------------------------------------
@@ -372,6 +652,7 @@ class TextDelta:
     text: str
     tokens: list[GeneratedToken]
     is_reasoning: bool = False
+    index: int = 0  # which answer, for requests with several
 
 
 @dataclass(frozen=True)
@@ -380,16 +661,78 @@ class Finished:
 
     result: dict
     tokens: list[GeneratedToken]
+    index: int = 0
 
 
 Event = TextDelta | Finished | APIError
+
+
+class AnswerReader:
+    """Splits an answer into text, reasoning and tool calls. `calls` counts the latter."""
+
+    def __init__(self, request: GenerationRequest, tokenizer: Tokenizer):
+        self.parser = request.calls.parser(tokenizer) if request.calls else None
+        self.held = self.parser.take() if self.parser else []  # pieces of the prefix in the prompt
+        self.calls = 0
+
+    def read(self, text: str, is_reasoning: bool = False) -> list[Piece]:
+        """Take new text; return the pieces now certain."""
+        if is_reasoning or self.parser is None:
+            return self.count([TextPiece(text, is_reasoning)] if text else [])
+        return self.count(self.parser.push(text))
+
+    def end(self) -> list[Piece]:
+        """End the answer; return the rest."""
+        return self.count(self.parser.flush() if self.parser else [])
+
+    def whole(self, result: dict) -> list[Piece]:
+        """Return the pieces of a whole answer."""
+        reasoning = self.read(result.get("reasoning", ""), is_reasoning=True)
+        return reasoning + self.read(result["text"]) + self.end()
+
+    def count(self, pieces: list[Piece]) -> list[Piece]:
+        pieces, self.held = self.held + pieces, []
+        self.calls += sum(isinstance(p, CallPiece) and p.name is not None for p in pieces)
+        return pieces
+
+    def finish_reason(self, reason: str | None) -> str | None:
+        """Return the API's finish_reason for that of `generate`."""
+        return "tool_calls" if self.calls and reason == "stop" else FINISH_REASONS[reason]
+
+
+def join_pieces(pieces: list[Piece]) -> tuple[str, str, list[dict]]:
+    """Return an answer's text, its reasoning, and its calls as OpenAI's API has them."""
+    texts: dict[bool, str] = {False: "", True: ""}
+    calls: list[dict] = []
+    for piece in pieces:
+        if isinstance(piece, TextPiece):
+            texts[piece.is_reasoning] += piece.text
+            continue
+        if piece.name is not None:
+            function = {"name": piece.name, "arguments": ""}
+            calls.append({"id": piece.id, "type": "function", "function": function})
+        calls[-1]["function"]["arguments"] += piece.arguments
+    return texts[False], texts[True], calls
+
+
+def piece_delta(piece: Piece) -> dict:
+    """Return the delta of a streamed chat for a piece of its answer."""
+    if isinstance(piece, TextPiece):
+        return {"reasoning_content" if piece.is_reasoning else "content": piece.text}
+    call: dict[str, Any] = {"index": piece.index, "function": {"arguments": piece.arguments}}
+    if piece.name is not None:
+        function = {"name": piece.name, "arguments": piece.arguments}
+        call |= {"id": piece.id, "type": "function", "function": function}
+    return {"tool_calls": [call]}
 
 
 class ResponseBuilder:
     """Builds the JSON objects of one request's answer."""
 
     def __init__(self, request: GenerationRequest, model_name: str, tokenizer: Tokenizer):
-        self.body, self.tokenizer = request.body, tokenizer
+        self.request, self.body, self.tokenizer = request, request.body, tokenizer
+        self.readers = defaultdict(lambda: AnswerReader(request, tokenizer))  # by answer
+        self.tokens: list[GeneratedToken] = []  # in no chunk yet
         self.object, prefix = "text_completion", "cmpl"
         if self.body.chat:
             self.object, prefix = "chat.completion", "chatcmpl"
@@ -401,25 +744,73 @@ class ResponseBuilder:
 
     def completion(self, event: Finished) -> dict:
         """Return the answer to a request without `stream`."""
-        choice = self.choice(event.result["text"], event.tokens, event.result["finish_reason"])
+        reader, result = self.readers[event.index], event.result
+        text, reasoning, calls = join_pieces(reader.whole(result))
+        choice = self.choice(text, event.tokens, reader.finish_reason(result["finish_reason"]))
         if self.body.chat:
-            text = choice.pop("text")
-            choice["message"] = {"role": "assistant", "content": text, "refusal": None}
-            if reasoning := event.result.get("reasoning"):
+            del choice["text"]
+            content = None if calls and not text else text
+            choice["message"] = {"role": "assistant", "content": content, "refusal": None}
+            if reasoning:
                 choice["message"]["reasoning_content"] = reasoning
-        body = {"choices": [choice], "usage": self.usage(event.result)}
+            if calls:
+                choice["message"]["tool_calls"] = calls
+        body = {"choices": [choice], "usage": self.usage(result)}
         return self.header | {"object": self.object} | body
+
+    def start(self) -> Iterator[bytes]:
+        """Yield what a stream begins with."""
+        if self.body.chat:
+            yield self.role_chunk()
+
+    def deltas(self, event: TextDelta) -> Iterator[bytes]:
+        """Yield the chunks for new text of a stream."""
+        if self.request.calls is None:
+            yield self.chunk(event.text, event.tokens, is_reasoning=event.is_reasoning)
+            return
+        self.tokens += event.tokens
+        yield from map(
+            self.piece_chunk, self.readers[event.index].read(event.text, event.is_reasoning)
+        )
+
+    def end(self, event: Finished) -> Iterator[bytes]:
+        """Yield what a stream ends with."""
+        reader = self.readers[event.index]
+        yield from map(self.piece_chunk, reader.end())
+        reason = reader.finish_reason(event.result["finish_reason"])
+        choice = self.choice("", self.take_tokens() + event.tokens, reason)
+        if self.body.chat:
+            del choice["text"]
+            choice["delta"] = {}
+        yield self.event([choice])
+        if self.body.stream_options.include_usage:
+            yield self.usage_chunk(event)
+        yield b"data: [DONE]\n\n"
+
+    def error(self, error: APIError) -> bytes:
+        """Return the end of a stream that fails."""
+        return server_sent_event(error.body())
+
+    def piece_chunk(self, piece: Piece) -> bytes:
+        """Return a chunk of a streamed chat with tools."""
+        choice = self.choice("", self.take_tokens(), None)
+        del choice["text"]
+        choice["delta"] = piece_delta(piece)
+        return self.event([choice])
+
+    def take_tokens(self) -> list[GeneratedToken]:
+        taken, self.tokens = self.tokens, []
+        return taken
 
     def chunk(
         self,
         text: str,
         tokens: list[GeneratedToken],
-        finish_reason: str | None = None,
         *,
         is_reasoning: bool = False,
     ) -> bytes:
-        """Return one chunk of a stream; the last one has a finish_reason."""
-        choice = self.choice(text, tokens, finish_reason)
+        """Return one chunk of a stream."""
+        choice = self.choice(text, tokens, None)
         if self.body.chat:
             del choice["text"]
             key = "reasoning_content" if is_reasoning else "content"
@@ -445,8 +836,7 @@ class ResponseBuilder:
 
     def choice(self, text: str, tokens: list[GeneratedToken], finish_reason: str | None) -> dict:
         """Return a choice of a text completion. Chats move its `text` to another field."""
-        reason = FINISH_REASONS[finish_reason]
-        choice = {"index": 0, "finish_reason": reason, "logprobs": None, "text": text}
+        choice = {"index": 0, "finish_reason": finish_reason, "logprobs": None, "text": text}
         if self.body.logprob_count() is not None:
             choice["logprobs"] = self.logprobs(tokens)
         if self.body.routing:

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from cli.command import printable
 from tokenizer import Tokenizer, load_tokenizer
@@ -20,6 +21,10 @@ TIME_LIMIT = 2.0  # seconds of a request
 MEMORY_LIMIT = 1 << 30  # bytes that a request may allocate
 WORKERS = 2  # child processes; one that starts again does not hold up everyone
 ROOT = Path(__file__).parents[1]
+
+
+class PromptTooLongError(ValueError):
+    """A prompt has more bytes than the context can hold."""
 
 
 class TokenizerPool:
@@ -45,21 +50,25 @@ class TokenizerPool:
         pipe = subprocess.PIPE
         return subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, cwd=ROOT)
 
-    def encode(self, prompt: str) -> list[int]:
-        """Return the ids of a text. Raises ValueError, also beyond the limits."""
+    def encode(self, prompt: str, bos: bool = True, *, special: bool = False) -> list[int]:
+        """Return the ids of a text, as `Tokenizer.encode`. Raises ValueError beyond the limits."""
         self._check_length(prompt)
-        return self._call({"prompt": prompt})
+        return self._call({"prompt": prompt, "bos": bos, "special": special})
 
-    def chat(self, messages: list[dict]) -> list[int]:
-        """Return the ids of a conversation in the chat template. Raises ValueError."""
-        self._check_length(*(message["content"] for message in messages))
-        return self._call({"messages": messages})
+    def chat(self, messages: list[dict], **variables: Any) -> list[int]:
+        """Return the ids of a conversation in the chat template. Raises ValueError.
 
-    def _check_length(self, *texts: str) -> None:
-        size = sum(len(text.encode(errors="replace")) for text in texts)
+        variables: of the template, JSON values. A system message that the template refuses is
+        merged into the first user message.
+        """
+        self._check_length(messages, variables)
+        return self._call({"messages": messages, "variables": variables})
+
+    def _check_length(self, *values: Any) -> None:
+        size = sum(text_bytes(value) for value in values)
         if size > self.max_bytes:
             limit = f"{self.max_bytes} bytes, the most that the context can hold"
-            raise ValueError(f"the prompt has {size} bytes, over {limit}: shorten it")
+            raise PromptTooLongError(f"the prompt has {size} bytes, over {limit}: shorten it")
 
     def _call(self, request: dict) -> list[int]:
         process = self.idle.get()
@@ -91,6 +100,14 @@ class TokenizerPool:
             end(process)
 
 
+def text_bytes(value: Any) -> int:
+    """Return the bytes of all texts in a JSON value, those of an object's keys aside."""
+    if isinstance(value, str):
+        return len(value.encode(errors="replace"))
+    values = value.values() if isinstance(value, dict) else value
+    return sum(map(text_bytes, values)) if isinstance(value, dict | list) else 0
+
+
 def exchange(process: subprocess.Popen, request: dict) -> list[int] | str | None:
     """Send a request to a child -> ids, an error message, or None if the child has ended."""
     assert process.stdin and process.stdout
@@ -119,13 +136,41 @@ def answer_requests(tokenizer: Tokenizer) -> None:
         try:
             request = json.loads(line)
             if "messages" in request:
-                answer: list[int] | str = tokenizer.chat(request["messages"])
+                answer: list[int] | str = chat_ids(tokenizer, **request)
             else:
-                answer = tokenizer.encode(request["prompt"])
+                answer = tokenizer.encode(
+                    request["prompt"], request["bos"], special=request["special"]
+                )
         except BaseException as error:  # a panic in Rust is not even an Exception
             answer = printable(str(error) or type(error).__name__)
         signal.setitimer(signal.ITIMER_REAL, 0)
         print(json.dumps(answer), flush=True)
+
+
+def chat_ids(tokenizer: Tokenizer, messages: list[dict], variables: dict) -> list[int]:
+    """Return the ids of a conversation, without a system message if the template refuses it."""
+    try:
+        return tokenizer.chat(messages, **variables)
+    except ValueError:
+        merged = merge_system(messages)
+        if merged is None:
+            raise
+        return tokenizer.chat(merged, **variables)
+
+
+def merge_system(messages: list[dict]) -> list[dict] | None:
+    """Return the messages with the system's put before the first user message.
+
+    Return None if there is no such pair.
+    """
+    texts = [message["content"] for message in messages if message["role"] == "system"]
+    others = [message for message in messages if message["role"] != "system"]
+    first = next((n for n, message in enumerate(others) if message["role"] == "user"), None)
+    if not texts or first is None:
+        return None
+    texts.append(others[first]["content"])
+    others[first] = others[first] | {"content": "\n\n".join(texts)}
+    return others
 
 
 def limit_memory(size: int) -> None:

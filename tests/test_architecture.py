@@ -298,7 +298,7 @@ def test_no_name_is_a_librarys():
 @pytest.mark.parametrize("folder", ("scripts", "benchmarks", "examples", "tests"))
 def test_no_script_hides_a_module(folder):
     """`python FOLDER/x.py` puts FOLDER first on sys.path."""
-    names = {path.stem for path in (ROOT / folder).iterdir()} - {"__init__"}
+    names = {path.stem for path in (ROOT / folder).iterdir()} - {"__init__", "__pycache__"}
     assert not names & (our_names() | set(sys.stdlib_module_names))
 
 

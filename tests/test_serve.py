@@ -561,10 +561,10 @@ def test_an_exception_fails_one_answer_only(running, monkeypatch, capfd):
     (
         (
             {"prompt": "x" * 1000},
-            r"the context is 256 tokens, and \d+ of the prompt and 16 asked for are \d+",
+            r"maximum context length is 256 tokens. However, your prompt resulted in \d+ tokens",
         ),
-        ({"max_tokens": 256}, r"or max_tokens to 2\d\d"),
-        ({"n": 2}, "n 2: it must be a whole number 1, since"),
+        ({"n": 2}, "n 2 is not supported yet"),
+        ({"n": 9}, "n 9: it must be a whole number from 1 to 8"),
         ({"temperature": "hot"}, "temperature 'hot': it must be from 0 to 2"),
         ({"temperature": float("nan")}, "temperature nan"),
         ({"top_p": 1.5}, "top_p 1.5"),
@@ -575,14 +575,20 @@ def test_an_exception_fails_one_answer_only(running, monkeypatch, capfd):
         ({"stop": ["a"] * 5}, "stop must be"),
         ({"stop": "a" * 501}, "stop must be"),
         ({"prompt": ""}, "there is no prompt"),
-        ({"prompt": ["a", "b"]}, "send a request for each"),
+        ({"prompt": ["a", "b"]}, "prompt .* is not supported yet"),
         ({"prompt": [5, -1]}, "token ids must be"),
         ({"prompt": "\ud800"}, "not valid Unicode"),
         ({"logprobs": 21}, "from 0 to 20"),
-        ({"frequency_penalty": 0.5}, "frequency_penalty 0.5: it must be 0"),
+        ({"frequency_penalty": 0.5}, "frequency_penalty 0.5 is not supported yet"),
+        ({"presence_penalty": 2.5}, "presence_penalty 2.5: it must be from -2 to 2"),
+        ({"logit_bias": {"5": 101}}, "logit_bias must be"),
         ({"echo": True}, "echo is not supported"),
         ({"stream": 1}, "stream 1: it must be true or false"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        (
+            {"response_format": {"type": "json_object"}},
+            "response_format 'json_object' is not supported yet",
+        ),
+        ({"response_format": {"type": "json_schema"}}, "response_format must be"),
         ({"stream_options": []}, "stream_options"),
     ),
 )
@@ -629,7 +635,43 @@ def test_bad_messages_are_refused(running, messages):
 def test_the_client_raises_its_own_errors(running):
     with pytest.raises(openai.BadRequestError) as caught:
         running.complete("x" * 1000)
+    assert caught.value.code == "context_length_exceeded" and caught.value.param == "prompt"
+    with pytest.raises(openai.BadRequestError, match="maximum context length is 256") as caught:
+        running.chat("x" * 1000)
+    assert caught.value.code == "context_length_exceeded" and caught.value.param == "messages"
+    with pytest.raises(openai.BadRequestError, match="maximum context length is 256") as caught:
+        running.complete("x " * 40_000)  # refused by its length in bytes
     assert caught.value.code == "context_length_exceeded"
+
+
+def test_max_tokens_is_clamped_to_the_free_context(running):
+    found = running.complete(max_tokens=100_000, temperature=0, stop=["\n"])
+    assert found.choices[0].finish_reason in ("stop", "length")
+    body = json.dumps({"prompt": PROMPT, "max_tokens": 100_000}).encode()
+    generation = read_request(body, False, running.tokenizer, LENGTH).generation
+    assert generation.max_new_tokens == LENGTH - len(generation.prompt_ids)
+
+
+def test_what_clients_send_by_default_is_accepted(running):
+    found = running.chat(
+        max_tokens=1,
+        user="me",
+        store=False,
+        metadata={"a": "b"},
+        service_tier="auto",
+        n=1,
+        presence_penalty=0,
+        frequency_penalty=0.0,
+        logit_bias={},
+        tools=[],
+        parallel_tool_calls=True,
+        reasoning_effort="low",
+        response_format={"type": "text"},
+        logprobs=False,
+        extra_body={"top_k": -1, "chat_template_kwargs": {"enable_thinking": False}, "tools": []},
+    )
+    assert found.choices[0].finish_reason == "length"
+    assert running.chat(max_tokens=1, extra_body={"top_k": 0}).usage.completion_tokens == 1
 
 
 def test_body_size_content_type_and_host_are_checked(running):

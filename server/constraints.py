@@ -1,0 +1,277 @@
+"""Constrained decoding: llguidance computes on the host which tokens a grammar allows next.
+
+The host fills a row of the mask while the GPU runs the step. `runtime.token_mask` describes the
+bits, and applies the mask on the device.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+
+import torch
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from torch import Tensor
+
+from runtime.token_mask import mask_words
+
+MAX_DEPTH = 64  # of nested JSON or brackets: llguidance recurses on the native stack
+MAX_GRAMMAR_BYTES = 256 << 10
+MAX_WHITESPACE = 64  # characters between JSON tokens: a model may otherwise never leave them
+# Fuel bounds time: about 50k a ms for a grammar, 14k a ms for a step.
+LIMITS = {
+    "max_items_in_row": 2000,
+    "initial_lexer_fuel": 1_000_000,
+    "step_lexer_fuel": 200_000,
+    "step_max_items": 50_000,
+    "max_lexer_states": 50_000,
+    "max_grammar_size": 200_000,
+    "verbose_errors": False,
+}
+CONTROL_NAME = re.compile(r"(<\|[^|<>]+\|>|</?[^<>\s]+>|\[/?[A-Z_]+\])")
+
+
+class GrammarTokens:
+    """A tokenizer as llguidance reads it; build one per model.
+
+    tokenizer: a `tokenizer.Tokenizer`. vocab_size: rows of the model's embedding. Rows beyond the
+    tokenizer's ids have no bytes, so no grammar allows them. Raises
+    ValueError if the checkpoint names no end token.
+    """
+
+    def __init__(self, tokenizer, vocab_size: int):
+        if not tokenizer.stop_ids:
+            fix = "add eos_token_id to generation_config.json"
+            raise ValueError(f"this checkpoint has no end token, which a grammar needs; {fix}")
+        self.tokenizer, self.vocab_size = tokenizer, vocab_size
+        self.library = LLTokenizer(
+            _Vocabulary(tokenizer, vocab_size),
+            n_vocab=vocab_size,
+            eos_token=list(tokenizer.stop_ids),
+        )
+
+
+class _Vocabulary:
+    """The attributes that LLTokenizer reads from a Python tokenizer."""
+
+    def __init__(self, tokenizer, vocab_size: int):
+        self.eos_token_id = tokenizer.stop_ids[0]
+        self.bos_token_id = tokenizer.bos_id
+        self.tokens = [tokenizer.token_bytes(id) for id in range(vocab_size)]
+        size = min(tokenizer.vocab_size, vocab_size)
+        # A control token has no text: a grammar names it by its id, and text never matches it.
+        self.special_token_ids = [id for id in range(size) if not self.tokens[id]]
+        for id in self.special_token_ids:
+            self.tokens[id] = f"<|control {id}|>".encode()
+        self.is_tokenizer_wrapper = True
+        self._encode = tokenizer.encode
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        text = text.decode(errors="replace") if isinstance(text, bytes) else text
+        return self._encode(text, bos=False)
+
+
+class Constraint:
+    """Follows one sequence through a grammar.
+
+    grammar: from `json_object`, `json_schema`, `regex`, `lark` or `tool_calls` below. started:
+    False allows every token until `start`, for models that reason before they answer. Raises
+    ValueError, one line, if the grammar is invalid or exceeds LIMITS.
+    """
+
+    def __init__(self, tokens: GrammarTokens, grammar: str, started: bool = True):
+        self.tokens, self.started = tokens, started
+        limits = LLParserLimits(**LIMITS)
+        self._matcher = LLMatcher(tokens.library, grammar, log_level=0, limits=limits)
+        self._raise_error("the schema or grammar is not supported")
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the grammar allows no further text: the answer ends."""
+        return self.started and self._matcher.is_stopped()
+
+    @property
+    def may_end(self) -> bool:
+        """Whether a stop token is allowed next."""
+        return not self.started or self._matcher.is_accepting() or self._matcher.is_stopped()
+
+    def start(self) -> None:
+        """Apply the grammar from the next token on."""
+        self.started = True
+
+    def mask(self, row: Tensor) -> None:
+        """Write the allowed next tokens to `row`, contiguous int32 [W] in host memory.
+
+        Raises ValueError if the step exceeds LIMITS.
+        """
+        words = mask_words(self.tokens.vocab_size)
+        is_valid = row.shape == (words,) and row.dtype == torch.int32 and row.is_contiguous()
+        assert is_valid and row.device.type == "cpu"
+        if not self.started:
+            row.fill_(-1)
+            return
+        self._matcher.unsafe_compute_mask_ptr(row.data_ptr(), 4 * words)
+        self._raise_error("the grammar is too complex")
+
+    def advance(self, token: int) -> None:
+        """Continue after `token`. Raises ValueError if the grammar does not allow it."""
+        if self.started:
+            self._matcher.consume_token(token)
+            self._raise_error(f"the grammar does not allow token {token}")
+
+    def forced_tokens(self) -> list[int]:
+        """Return the next tokens if the grammar allows no others; else []."""
+        return self._matcher.compute_ff_tokens() if self.started else []
+
+    def _raise_error(self, cause: str) -> None:
+        if self._matcher.is_error():
+            detail = " ".join(self._matcher.get_error().split())[:300]
+            raise ValueError(f"{cause} ({detail}); simplify it")
+
+
+def json_object() -> str:
+    """Return the grammar of any JSON object."""
+    return json_schema({"type": "object"})
+
+
+def json_schema(schema: dict | bool, strict: bool = True) -> str:
+    """Return the grammar of JSON that a schema accepts.
+
+    strict: False ignores keywords that llguidance does not know. Raises ValueError.
+    """
+    return json.dumps({"grammars": [{"json_schema": _checked_schema(schema, strict)}]})
+
+
+def regex(pattern: str) -> str:
+    """Return the grammar of texts that match a regular expression as a whole. No backreferences."""
+    _check_text(pattern)
+    return json.dumps({"grammars": [{"lark_grammar": f"start: /{_escape_slashes(pattern)}/"}]})
+
+
+def lark(grammar: str) -> str:
+    """Return the grammar written in llguidance's variant of Lark."""
+    _check_text(grammar)
+    return json.dumps({"grammars": [{"lark_grammar": grammar}]})
+
+
+def tool_calls(
+    tokenizer,
+    tools: Sequence[tuple[str, dict | None]],
+    begin: str = "<tool_call>\n",
+    end: str = "\n</tool_call>",
+    *,
+    name_key: str = "name",
+    arguments_key: str = "arguments",
+    parallel: bool = True,
+) -> str:
+    """Return the grammar of calls as JSON objects between markers, for tool_choice required.
+
+    tools: (name, schema of the arguments or None); one tool for a named choice. Control tokens in
+    the markers become their ids. parallel: allow several calls. Raises ValueError.
+    """
+    if not tools:
+        raise ValueError("tool_choice needs a tool, but tools is empty; give one")
+    call = {
+        "anyOf": [
+            {
+                "type": "object",
+                "properties": {name_key: {"const": name}, arguments_key: schema or OBJECT},
+                "required": [name_key, arguments_key],
+                "additionalProperties": False,
+            }
+            for name, schema in _hoist_definitions(tools)
+        ]
+    }
+    if definitions := _definitions(tools):
+        call["$defs"] = definitions
+    body = json.dumps(_checked_schema(call, strict=False))
+    marked = f"{_marker(tokenizer, begin)} body {_marker(tokenizer, end)}"
+    more = ' ("\\n"? call)*' if parallel else ""
+    return lark(f"start: call{more}\ncall: {marked}\nbody: %json {body}\n")
+
+
+OBJECT = {"type": "object"}
+
+
+def _hoist_definitions(tools: Iterable) -> list[tuple[str, dict | None]]:
+    """Return the tools with each `#/...` reference pointing into the common `$defs`."""
+    return [
+        (name, _move_references(schema, f"#/$defs/tool{number}"))
+        for number, (name, schema) in enumerate(tools)
+    ]
+
+
+def _definitions(tools: Iterable) -> dict:
+    """Return the tools' schemas that hold references, by the names of `_hoist_definitions`."""
+    return {
+        f"tool{number}": _move_references(schema, f"#/$defs/tool{number}")
+        for number, (_, schema) in enumerate(tools)
+        if "$ref" in json.dumps(schema)
+    }
+
+
+def _move_references(value, root: str):
+    """Return a schema with `#` of its references replaced by `root`."""
+    _check_depth(value)
+    if isinstance(value, dict):
+        return {
+            key: root + item[1:]
+            if key == "$ref" and isinstance(item, str) and item.startswith("#")
+            else _move_references(item, root)
+            for key, item in value.items()
+        }
+    return [_move_references(item, root) for item in value] if isinstance(value, list) else value
+
+
+def _marker(tokenizer, text: str) -> str:
+    """Return a marker as Lark: texts, and control tokens by id."""
+    symbols = []
+    for part in filter(None, CONTROL_NAME.split(text)):
+        id = tokenizer.token_id(part)
+        is_control = id is not None and not tokenizer.token_bytes(id)
+        symbols.append(f"<[{id}]>" if is_control else json.dumps(part, ensure_ascii=False))
+    return " ".join(symbols)
+
+
+def _checked_schema(schema: dict | bool, strict: bool) -> dict:
+    if not isinstance(schema, dict | bool):
+        raise ValueError('a JSON schema must be an object; give one such as {"type": "object"}')
+    _check_depth(schema)
+    schema = dict(schema) if isinstance(schema, dict) else ({} if schema else {"not": {}})
+    if len(json.dumps(schema)) > MAX_GRAMMAR_BYTES:
+        raise ValueError(f"the schema is over {MAX_GRAMMAR_BYTES >> 10} KiB; shorten it")
+    schema["x-guidance"] = {
+        "whitespace_pattern": rf"[\x20\x0A\x0D\x09]{{1,{MAX_WHITESPACE}}}",
+        "lenient": not strict,
+    }
+    return schema
+
+
+def _check_depth(value) -> None:
+    """Raise ValueError for JSON nested deeper than MAX_DEPTH, without recursion."""
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [
+            child
+            for item in level
+            if isinstance(item, dict | list)
+            for child in (item.values() if isinstance(item, dict) else item)
+        ]
+        if not level:
+            return
+    raise ValueError(f"the schema is nested deeper than {MAX_DEPTH} levels; flatten it")
+
+
+def _check_text(text: str) -> None:
+    if len(text.encode(errors="replace")) > MAX_GRAMMAR_BYTES:
+        raise ValueError(f"the grammar is over {MAX_GRAMMAR_BYTES >> 10} KiB; shorten it")
+    depth = 0
+    for character in text:
+        depth += (character in "([{") - (character in ")]}")
+        if depth > 2 * MAX_DEPTH:
+            raise ValueError(f"the grammar has over {2 * MAX_DEPTH} open brackets; flatten it")
+
+
+def _escape_slashes(pattern: str) -> str:
+    """Return a pattern that can stand between slashes on one line."""
+    escaped = re.sub(r"\\.|/", lambda m: r"\/" if m[0] == "/" else m[0], pattern, flags=re.S)
+    return escaped.replace("\n", r"\n")

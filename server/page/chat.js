@@ -1,0 +1,108 @@
+// Conversations as data: the request for an answer, and the answer from the server's chunks.
+//
+// A chat is {id, title, named, updated, system, messages}. A message is {role, content}; answers
+// also have reasoning, tool_calls, finish, error, usage, rate, count (tokens) and heat (Counts).
+
+const CONTINUE = "Continue exactly where your last message was cut off. Do not repeat any of it.";
+
+/** Return an empty answer. */
+export function newAnswer() {
+  return {role: "assistant", content: "", reasoning: "", tool_calls: [], count: 0};
+}
+
+/** Whether an answer has neither text nor tool calls, such as after an error. */
+export function isEmpty(message) {
+  return !message.content && !message.tool_calls?.length;
+}
+
+/** Return the body of the request for `answer`, the last message of a chat. */
+export function requestBody(chat, answer, model, settings) {
+  const body = {
+    messages: requestMessages(chat, answer, model),
+    stream: true,
+    stream_options: {include_usage: true},
+    routing: true,
+    temperature: settings.temperature,
+    top_p: settings.top_p,
+  };
+  if (settings.max_tokens) body.max_tokens = settings.max_tokens;
+  if (settings.tools?.length) body.tools = settings.tools;
+  return body;
+}
+
+function requestMessages(chat, answer, model) {
+  const messages = chat.system ? [{role: "system", content: chat.system}] : [];
+  chat.messages.forEach((message, n) => {
+    const next = chat.messages[n + 1];
+    // Chat templates require a reply to each message: leave out a message whose answer failed.
+    const hasFailed =
+      message.role === "user" && next?.role === "assistant" && next !== answer && isEmpty(next);
+    if (!hasFailed && !(message.role === "assistant" && isEmpty(message)))
+      messages.push(sent(message));
+  });
+  const goesOn = !isEmpty(answer);
+  if (goesOn && model.template) messages.push({role: "user", content: CONTINUE});
+  return messages;
+}
+
+/** Return the fields of a message that the server reads. */
+function sent({role, content, tool_calls: calls, tool_call_id: id}) {
+  return {role, content, ...(calls?.length && {tool_calls: calls}), ...(id && {tool_call_id: id})};
+}
+
+/** Add a chunk of the stream to an answer and its Routing. */
+export function applyChunk(answer, routing, chunk) {
+  if (chunk.usage) answer.usage = readUsage(chunk.usage, answer.earlier);
+  const choice = chunk.choices?.[0];
+  if (!choice) return;
+  const delta = choice.delta ?? {};
+  const part = delta.reasoning_content ? "reasoning" : delta.content ? "content" : null;
+  const text = part ? delta[part === "reasoning" ? "reasoning_content" : "content"] : "";
+  addTokens(answer, routing, part, text, choice.moe_fast);
+  if (part) answer[part] += text;
+  for (const call of delta.tool_calls ?? []) addCall(answer.tool_calls, call);
+  if (choice.finish_reason) answer.finish = choice.finish_reason;
+}
+
+/** earlier: tokens of the answer before it was continued. */
+function readUsage(usage, earlier = 0) {
+  return {
+    completion: usage.completion_tokens + earlier,
+    total: usage.total_tokens,
+    reasoning: usage.completion_tokens_details?.reasoning_tokens ?? 0,
+  };
+}
+
+function addTokens(answer, routing, part, text, routed) {
+  const names = routed?.tokens ?? [];
+  answer.count += routed ? names.length : text ? 1 : 0;
+  let start = part ? answer[part].length : 0;
+  // A chunk is one token unless text was held back. If tokens and text differ, the last token
+  // gets the whole text.
+  const isExact = names.join("") === text;
+  names.forEach((name, n) => {
+    const length = isExact ? name.length : n === names.length - 1 ? text.length : 0;
+    if (!routing.fits(routed.experts[n])) return;
+    routing.add(name, routed.experts[n], routed.weights[n], part, start, start + length);
+    start += length;
+  });
+}
+
+/** Add a delta of a tool call. The arguments arrive in parts. */
+function addCall(calls, delta) {
+  const call = (calls[delta.index ?? calls.length] ??= {
+    id: "",
+    type: "function",
+    function: {name: "", arguments: ""},
+  });
+  if (delta.id) call.id = delta.id;
+  call.function.name += delta.function?.name ?? "";
+  call.function.arguments += delta.function?.arguments ?? "";
+}
+
+/** Return a title from the first message. */
+export function titleOf(chat) {
+  const first = chat.messages.find(message => message.role === "user")?.content ?? "";
+  const line = first.trim().split("\n")[0];
+  return line.length > 60 ? line.slice(0, 57) + "..." : line || "New chat";
+}

@@ -1,0 +1,148 @@
+// The experts that each token of an answer used.
+
+const GROWTH = 2; // arrays grow by this factor
+
+/** Experts and weights [T][L][A] of an answer's tokens, and the place of each token in the text. */
+export class Routing {
+  layers = 0;
+  active = 0; // experts of one token in one layer
+  experts = 0; // 1 + the largest index seen: the server does not send the number
+  length = 0; // tokens
+  chosen = new Uint16Array(0); // [T * L * A]
+  weights = new Float32Array(0);
+  texts = [];
+  spans = {content: [], reasoning: []}; // {start, end, token} by part, ascending
+
+  /** Add a token. experts and weights: [L][A]. part: "content", "reasoning" or null (not shown). */
+  add(text, experts, weights, part, start, end) {
+    if (!this.length) [this.layers, this.active] = [experts.length, experts[0]?.length ?? 0];
+    if (part && end > start) this.spans[part].push({start, end, token: this.length});
+    const size = this.layers * this.active;
+    const offset = this.length * size;
+    this.reserve(offset + size);
+    this.chosen.set(experts.flat(), offset);
+    this.weights.set(weights.flat(), offset);
+    for (let n = offset; n < offset + size; n++)
+      this.experts = Math.max(this.experts, this.chosen[n] + 1);
+    this.texts.push(text);
+    this.length++;
+  }
+
+  reserve(size) {
+    if (size <= this.chosen.length) return;
+    const grown = Math.max(size, GROWTH * this.chosen.length);
+    const chosen = new Uint16Array(grown);
+    const weights = new Float32Array(grown);
+    chosen.set(this.chosen);
+    weights.set(this.weights);
+    [this.chosen, this.weights] = [chosen, weights];
+  }
+
+  /** Whether a token's experts have this shape. They differ after another model was loaded. */
+  fits(experts) {
+    return !this.length || (experts.length === this.layers && experts[0]?.length === this.active);
+  }
+
+  /** Return [{expert, weight}] of a token in a layer, the largest weight first. */
+  at(token, layer) {
+    const offset = (token * this.layers + layer) * this.active;
+    const pairs = Array.from({length: this.active}, (_, n) => ({
+      expert: this.chosen[offset + n],
+      weight: this.weights[offset + n],
+    }));
+    return pairs.sort((a, b) => b.weight - a.weight);
+  }
+
+  uses(token, layer, expert) {
+    const offset = (token * this.layers + layer) * this.active;
+    return this.chosen.subarray(offset, offset + this.active).includes(expert);
+  }
+
+  /** Return the counts of the first `tokens` tokens. */
+  counts(tokens = this.length) {
+    // The last result grows with a streamed answer: counting all tokens at each frame is too slow.
+    const last = this.counted;
+    const reuse = last && last.experts === this.experts && last.tokens <= tokens;
+    const counts = reuse ? last : new Counts(this.layers, this.experts, this.active, 0);
+    for (; counts.tokens < tokens; counts.tokens++) this.countToken(counts);
+    this.counted = counts;
+    return counts;
+  }
+
+  countToken(counts) {
+    let n = counts.tokens * this.layers * this.active;
+    for (let layer = 0; layer < this.layers; layer++) {
+      for (let k = 0; k < this.active; k++)
+        counts.values[layer * this.experts + this.chosen[n++]]++;
+    }
+  }
+}
+
+/** The number of tokens that chose each expert of each layer. */
+export class Counts {
+  constructor(layers, experts, active, tokens) {
+    Object.assign(this, {layers, experts, active, tokens});
+    this.values = new Uint32Array(layers * experts);
+  }
+
+  /** Return the share of tokens that chose an expert. */
+  share(layer, expert) {
+    return this.tokens ? this.values[layer * this.experts + expert] / this.tokens : 0;
+  }
+
+  largest() {
+    return this.tokens ? this.values.reduce((a, b) => Math.max(a, b), 0) / this.tokens : 0;
+  }
+
+  /** The share of every expert if the router balanced its load perfectly. */
+  get even() {
+    return this.experts ? this.active / this.experts : 0;
+  }
+
+  /** Return the experts of a layer, the most used first. */
+  ranking(layer) {
+    const row = this.values.subarray(layer * this.experts, (layer + 1) * this.experts);
+    return Array.from(row.keys()).sort((a, b) => row[b] - row[a]);
+  }
+
+  /** Return exp(entropy) of a layer's load: E if balanced, 1 if one expert has all tokens. */
+  effective(layer) {
+    const total = this.tokens * this.active;
+    let entropy = 0;
+    for (let expert = 0; expert < this.experts; expert++) {
+      const part = this.values[layer * this.experts + expert] / total;
+      if (part) entropy -= part * Math.log(part);
+    }
+    return Math.exp(entropy);
+  }
+
+  /** Return an object for JSON. 16 bits a cell keep a conversation small in localStorage. */
+  pack() {
+    const bytes = new Uint8Array(
+      Uint16Array.from(this.values, value => Math.min(value, 65535)).buffer,
+    );
+    let text = "";
+    for (const byte of bytes) text += String.fromCharCode(byte);
+    const {layers, experts, active, tokens} = this;
+    return {layers, experts, active, tokens, values: btoa(text)};
+  }
+
+  /** Return the counts of a packed object, or null if it is damaged. */
+  static unpack(packed) {
+    if (!packed?.layers) return null;
+    const counts = new Counts(packed.layers, packed.experts, packed.active, packed.tokens);
+    const bytes = Uint8Array.from(atob(packed.values), character => character.charCodeAt(0));
+    if (bytes.length !== 2 * counts.values.length) return null;
+    counts.values.set(new Uint16Array(bytes.buffer));
+    return counts;
+  }
+}
+
+/** Return the color of an expert in the text. The golden angle separates neighbors' hues. */
+export function expertColor(expert, weight = 1) {
+  const hue = (expert * 137.508 + 12) % 360;
+  const alpha = 0.1 + 0.9 * Math.min(weight, 1);
+  // The lightness depends on the theme (style.css), so that text on it stays readable.
+  const shade = "var(--expert-lightness) var(--expert-chroma)";
+  return `oklch(${shade} ${hue.toFixed(1)} / ${alpha.toFixed(2)})`;
+}

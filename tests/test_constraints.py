@@ -1,0 +1,212 @@
+"""Constrained decoding: random walks through grammars, masks, and hostile schemas."""
+
+import json
+import random
+import re
+import time
+
+import jsonschema
+import numpy as np
+import pytest
+import tokenizers
+import torch
+
+from runtime.token_mask import mask_logits, mask_words
+from server import constraints
+from server.constraints import Constraint, GrammarTokens
+from tokenizer import load_tokenizer
+
+STRING, INTEGER = {"type": "string", "maxLength": 8}, {"type": "integer"}
+
+
+def record(**properties) -> dict:
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": list(properties),
+        "additionalProperties": False,
+    }
+
+
+SCHEMAS = [
+    record(name=STRING),
+    record(a=INTEGER, b={"type": "boolean"}),
+    {"enum": ["red", "green", "blüe"]},
+    {"const": {"a": [1, None]}},
+    {"type": "array", "items": {"type": "boolean"}, "minItems": 2, "maxItems": 4},
+    {"type": "integer", "minimum": 3, "maximum": 250},
+    {"type": "number", "minimum": 0, "maximum": 1},
+    record(point=record(x={"type": "integer", "minimum": 0, "maximum": 9}, y=INTEGER)),
+    {"$defs": {"item": record(id=INTEGER)}, "type": "array", "items": {"$ref": "#/$defs/item"},
+     "minItems": 1, "maxItems": 3},
+    {"$defs": {"n": record(next={"anyOf": [{"$ref": "#/$defs/n"}, {"type": "null"}]})},
+     "$ref": "#/$defs/n"},
+    {"type": "string", "pattern": "^[a-z]{2,5}-[0-9]{3}$"},
+    {"type": "string", "format": "date"},
+    {"anyOf": [{"type": "null"}, record(é=STRING)]},
+    record(文={"enum": ["日本", "中国", "😀"]}),
+    {"type": ["string", "null"], "maxLength": 5},
+    record(tags={"type": "array", "items": STRING, "maxItems": 2}),
+    {"type": "object", "properties": {"a": INTEGER}, "additionalProperties": False},
+    {"type": "array", "prefixItems": [INTEGER, {"type": "boolean"}], "items": False,
+     "minItems": 2},
+    {"allOf": [record(a=INTEGER)]},
+    {"type": "null"},
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=["tiny-moe", "byte-level"])
+def tokens(request, tmp_path_factory):
+    if request.param == "tiny-moe":
+        loaded = load_tokenizer("checkpoints/tiny-moe")
+        return GrammarTokens(loaded, loaded.vocab_size + 37)
+    return byte_level(tmp_path_factory.mktemp("byte"))
+
+
+def byte_level(directory) -> GrammarTokens:
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {c: id for id, c in enumerate([*alphabet, '{"', '":', "true", "tr", '"}'])}
+    library = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
+    library.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = tokenizers.decoders.ByteLevel()
+    library.add_special_tokens(["<|end|>", "<|call|>"])
+    library.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text('{"eos_token": "<|end|>"}')
+    loaded = load_tokenizer(directory)
+    return GrammarTokens(loaded, loaded.vocab_size + 3)
+
+
+def allowed(constraint: Constraint) -> list[int]:
+    row = torch.full((mask_words(constraint.tokens.vocab_size),), -1, dtype=torch.int32)
+    constraint.mask(row)
+    bits = np.unpackbits(row.numpy().view(np.uint8), bitorder="little")
+    return np.flatnonzero(bits).tolist()
+
+
+def walk(constraint: Constraint, rng: random.Random, limit: int = 3000) -> str:
+    """Return the text of random allowed tokens; end as soon as the grammar may, at odds of half."""
+    tokenizer, ids = constraint.tokens.tokenizer, []
+    for _ in range(limit):
+        choices = allowed(constraint)
+        assert choices and max(choices) < tokenizer.vocab_size
+        stops = [id for id in choices if id in tokenizer.stop_ids]
+        assert bool(stops) == constraint.may_end
+        if stops and (len(stops) == len(choices) or rng.random() < 0.5):
+            return b"".join(map(tokenizer.token_bytes, ids)).decode()
+        # Quotes and brackets close what random text would leave open for thousands of tokens.
+        closing = [id for id in choices if tokenizer.token_bytes(id)[:1] in (b'"', b"}", b"]")]
+        ids.append(rng.choice(closing if closing and rng.random() < 0.3 else choices))
+        constraint.advance(ids[-1])
+    raise AssertionError("the walk did not end")
+
+
+@pytest.mark.parametrize("schema", SCHEMAS, ids=range(len(SCHEMAS)))
+def test_random_walks_satisfy_the_schema(tokens, schema):
+    grammar = constraints.json_schema(schema)
+    for seed in range(2):
+        text = walk(Constraint(tokens, grammar), random.Random(seed))
+        jsonschema.validate(json.loads(text), schema)
+
+
+def test_regex_and_lark_and_tool_calls(tokens):
+    pattern = r"[a-c]{2}/\d+\.x"
+    text = walk(Constraint(tokens, constraints.regex(pattern)), random.Random(0))
+    assert re.fullmatch(pattern, text)
+    text = walk(Constraint(tokens, constraints.lark('start: "yes" | "no"')), random.Random(0))
+    assert text in ("yes", "no")
+    tools = [("add", SCHEMAS[8]), ("stop", None)]
+    grammar = constraints.tool_calls(tokens.tokenizer, tools[:1], parallel=False)
+    text = walk(Constraint(tokens, grammar), random.Random(1))
+    call = json.loads(text.removeprefix("<tool_call>").removesuffix("</tool_call>"))
+    assert call["name"] == "add"
+    jsonschema.validate(call["arguments"], SCHEMAS[8])
+    Constraint(tokens, constraints.tool_calls(tokens.tokenizer, tools))
+
+
+def test_mask_equals_trying_each_token(tmp_path):
+    tokens = byte_level(tmp_path)
+    grammar = constraints.json_schema(SCHEMAS[1])
+    prefix = [tokens.tokenizer.token_id(c) for c in ['{"', "a", '":']]
+    for length in range(len(prefix) + 1):
+        accepted = []
+        for id in range(tokens.vocab_size):
+            constraint = Constraint(tokens, grammar)
+            for token in prefix[:length]:
+                constraint.advance(token)
+            try:
+                constraint.advance(id)
+                accepted.append(id)
+            except ValueError:
+                pass
+        constraint = Constraint(tokens, grammar)
+        for token in prefix[:length]:
+            constraint.advance(token)
+        assert allowed(constraint) == accepted
+
+
+def test_control_token_markers_and_a_late_start(tmp_path):
+    tokens = byte_level(tmp_path)
+    grammar = constraints.tool_calls(tokens.tokenizer, [("f", None)], "<|call|>", "")
+    constraint = Constraint(tokens, grammar, started=False)
+    constraint.advance(5)
+    assert len(allowed(constraint)) == 32 * mask_words(tokens.vocab_size)
+    constraint.start()
+    assert allowed(constraint) == [tokens.tokenizer.token_id("<|call|>")]
+
+
+def nested(depth: int) -> dict:
+    schema: dict = {}
+    for _ in range(depth):
+        schema = {"items": schema}
+    return schema
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: constraints.json_schema(nested(100_000)),
+        lambda: constraints.json_schema({"enum": [f"item {n}" for n in range(200_000)]}),
+        lambda: constraints.json_schema({"type": "nonsense"}),
+        lambda: constraints.json_schema({"$ref": "https://example.com/schema"}),
+        lambda: constraints.json_schema([]),
+        lambda: constraints.regex("(" * 100_000),
+        lambda: constraints.lark("start: missing"),
+        lambda: constraints.tool_calls(None, []),
+    ],
+)
+def test_hostile_grammars_are_refused_quickly(tokens, make):
+    began = time.monotonic()
+    with pytest.raises(ValueError) as caught:
+        allowed(Constraint(tokens, make()))
+    assert time.monotonic() - began < 5
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 500
+
+
+@pytest.mark.parametrize(
+    "pattern", ["(((a{1,1000}){1,1000}){1,1000}){1,1000}", "(a+)+b", "(.*a){40}", "(a|aa)*c"]
+)
+def test_a_costly_regex_takes_bounded_time(tokens, pattern):
+    """It may be served, since llguidance is lazy, or refused."""
+    began = time.monotonic()
+    try:
+        constraint, rng = Constraint(tokens, constraints.regex(pattern)), random.Random(0)
+        for _ in range(20):
+            stops = tokens.tokenizer.stop_ids
+            choices = [id for id in allowed(constraint) if id not in stops]
+            if not choices:
+                break
+            constraint.advance(rng.choice(choices))
+    except ValueError as error:
+        assert "\n" not in str(error)
+    assert time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize("vocab_size", [1, 32, 100])
+def test_mask_logits_equals_numpy(vocab_size):
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(3, vocab_size, generator=generator)
+    shape = (3, mask_words(vocab_size))
+    packed = torch.randint(-(2**31), 2**31, shape, generator=generator).int()
+    bits = np.unpackbits(packed.numpy().view(np.uint8), axis=1, bitorder="little")[:, :vocab_size]
+    expected = np.where(bits == 1, logits.numpy(), -np.inf)
+    assert np.array_equal(mask_logits(logits, packed).numpy(), expected)

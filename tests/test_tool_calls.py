@@ -1,0 +1,505 @@
+"""Tools and the Responses API through the server, with templates in the layouts of the families.
+
+The answers are scripted: the decoder's tokens are replaced by those of a given text. The templates
+are the tests' own; they follow the documented layouts of the published ones.
+"""
+
+import json
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import any_json
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from test_reasoning import make_tokenizer
+
+from checkpoint import Checkpoint
+from generate import open_session
+from runtime.text import TextSettings, TextStream
+from serve import bind, build_parser
+
+REASON = "the server's tests need it: pip install 'moe-fast[test]'"
+PACKAGES = "httpx", "openai", "fastapi", "uvicorn", "pydantic", "prometheus_client"
+httpx, openai, *_ = (pytest.importorskip(name, reason=REASON) for name in PACKAGES)
+
+from server.app import AppSettings, make_app, run_server  # noqa: E402
+from server.responses import ItemStore, ResponsesBody, read_responses_request  # noqa: E402
+from server.scheduler import Scheduler  # noqa: E402
+from server.schema import (  # noqa: E402
+    AnswerReader,
+    APIError,
+    ChatCompletionBody,
+    GenerationRequest,
+    join_pieces,
+    plan_request,
+)
+from server.tokenizing import TokenizerPool, chat_ids  # noqa: E402
+from server.tools import MARK  # noqa: E402
+from tokenizer import load_tokenizer  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("few_threads")
+LENGTH = 2048
+# Hermes's layout, as Qwen3 has it. It refuses a second system message.
+HERMES = """\
+{%- if tools %}<tools>{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}</tools>
+Answer with <tool_call>{"name": ..., "arguments": ...}</tool_call>\n{% endif %}
+{%- for m in messages %}
+{%- if m.role == "system" and not loop.first %}{{ raise_exception("system") }}{% endif %}
+[{{ m.role }}]{{ m.content }}
+{%- for call in m.tool_calls or [] %}
+<tool_call>{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
+{%- raw %}</tool_call>{% endraw %}
+{%- endfor %}
+{% endfor %}[assistant]"""
+CODER = """\
+{%- for tool in tools or [] %}<function>{{ tool.function.name }}</function>{% endfor %}
+{%- for m in messages %}[{{ m.role }}]{{ m.content }}
+{%- for call in m.tool_calls or [] %}<function={{ call.function.name }}>
+{%- for key, value in call.function.arguments | items %}<parameter={{ key }}>{{ value }}</parameter>
+{%- endfor %}</function>{% endfor %}{% endfor %}[assistant]"""
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "The weather of a city",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    },
+}
+CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Rom"}}</tool_call>'
+QUESTION = [{"role": "user", "content": "Weather?"}]
+
+
+class Server:
+    """A server in this process whose answers are scripted: `answer` maps a prompt to a text."""
+
+    def __init__(self, directory: Path, monkeypatch, cors_origin: str | None = None):
+        self.answer: Callable[[str], str] = lambda prompt: "Yes."
+        self.prompts: list[str] = []
+        options = build_parser().parse_args(["--dtype", "fp32"])
+        device = torch.device("cpu")
+        self.session = open_session(options, Checkpoint(directory), device, LENGTH)
+        self.tokenizer = load_tokenizer(directory)
+        self.script(monkeypatch)
+        self.scheduler = Scheduler(256, 600.0)
+        listener, ready = bind("127.0.0.1", 0), threading.Event()
+        self.pool = TokenizerPool(directory, LENGTH, workers=1)
+        settings = AppSettings("tiny", LENGTH, 1_000_000, cors_origin=cors_origin)
+        app = make_app(self.scheduler, self.pool, settings)
+        self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        arguments = self.session, self.tokenizer, self.scheduler, app, listener, ready.set
+        self.thread = threading.Thread(target=run_server, args=arguments)
+        self.thread.start()
+        assert ready.wait(20)
+        self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
+
+    def script(self, monkeypatch) -> None:
+        """Replace the tokens of every answer."""
+        server, start, push = self, TextStream.__init__, TextStream.push
+        end = self.tokenizer.stop_ids[0]
+
+        def init(stream, ids, tokenizer, settings):
+            start(stream, ids, tokenizer, settings)
+            if tokenizer is not server.tokenizer:
+                return
+            prompt = tokenizer.decode(ids)
+            server.prompts.append(prompt)
+            text = server.answer(prompt)
+            stream.ids_of_script = iter(tokenizer.encode(text, bos=False))
+
+        def scripted(stream, token):
+            is_ours = hasattr(stream, "ids_of_script")
+            push(stream, next(stream.ids_of_script, end) if is_ours else token)
+
+        monkeypatch.setattr(TextStream, "__init__", init)
+        monkeypatch.setattr(TextStream, "push", scripted)
+
+    def chat(self, messages=QUESTION, **options):
+        return self.client.chat.completions.create(model="any", messages=messages, **options)
+
+    def close(self):
+        self.scheduler.close()
+        self.thread.join(20)
+        self.pool.close()
+
+
+def with_template(directory: Path, folder: Path, template: str) -> Path:
+    model = Path(shutil.copytree(directory, folder / "model"))
+    (model / "chat_template.jinja").write_text(template)
+    return model
+
+
+@pytest.fixture(scope="module")
+def server(directory, tmp_path_factory, few_threads):
+    with pytest.MonkeyPatch.context() as patch:
+        model = with_template(directory, tmp_path_factory.mktemp("hermes"), HERMES)
+        server = Server(model, patch, "https://page.example")
+        yield server
+        server.close()
+
+
+def call_then_answer(prompt: str) -> str:
+    return "It rains." if "[tool]rain" in prompt else f"Let me see.\n{CALL}"
+
+
+# Chats --------------------------------------------------------------------------------------------
+
+
+def test_a_call_and_its_result(server):
+    server.answer = call_then_answer
+    choice = server.chat(tools=[WEATHER]).choices[0]
+    assert choice.finish_reason == "tool_calls" and choice.message.content == "Let me see."
+    (call,) = choice.message.tool_calls
+    assert call.function.name == "weather" and json.loads(call.function.arguments) == {
+        "city": "Rom"
+    }
+    assert '"description": "The weather of a city"' in server.prompts[-1]
+    history = [
+        *QUESTION,
+        choice.message,
+        {"role": "tool", "tool_call_id": call.id, "content": "rain"},
+    ]
+    found = server.chat(history, tools=[WEATHER]).choices[0]
+    assert (found.finish_reason, found.message.content) == ("stop", "It rains.")
+    assert found.message.tool_calls is None
+    assert CALL in server.prompts[-1]  # the arguments are an object again
+    null = {"role": "assistant", "content": None, "tool_calls": [call.model_dump()]}
+    assert server.chat([*QUESTION, null, history[-1]]).choices[0].message.content == "It rains."
+
+
+def test_a_stream_has_the_call_as_deltas(server):
+    server.answer = lambda prompt: f"Let me see.\n{CALL}\n{CALL}"
+    chunks = list(server.chat(tools=[WEATHER], stream=True, stream_options={"include_usage": True}))
+    deltas = [chunk.choices[0].delta for chunk in chunks[:-1]]
+    assert "".join(delta.content or "" for delta in deltas) == "Let me see."
+    pieces = [call for delta in deltas for call in delta.tool_calls or []]
+    for index in (0, 1):
+        first, *rest = [piece for piece in pieces if piece.index == index]
+        assert first.id and first.type == "function" and first.function.name == "weather"
+        assert all(piece.id is None and piece.function.name is None for piece in rest)
+        arguments = first.function.arguments + "".join(p.function.arguments for p in rest)
+        assert json.loads(arguments) == {"city": "Rom"} and len(rest) > 1
+    assert chunks[-2].choices[0].finish_reason == "tool_calls" and chunks[-1].usage
+    with server.client.chat.completions.stream(
+        model="any", messages=QUESTION, tools=[WEATHER]
+    ) as stream:
+        message = stream.get_final_completion().choices[0].message
+    assert len(message.tool_calls) == 2
+
+
+def test_one_call_only(server):
+    server.answer = lambda prompt: f"{CALL}\n{CALL}"
+    choice = server.chat(tools=[WEATHER], parallel_tool_calls=False).choices[0]
+    assert len(choice.message.tool_calls) == 1 and choice.finish_reason == "tool_calls"
+    assert choice.message.content is None
+
+
+@pytest.mark.parametrize(
+    ("choice", "prefix"),
+    (
+        ("required", '<tool_call>\n{"name": "'),
+        (
+            {"type": "function", "function": {"name": "weather"}},
+            '<tool_call>\n{"name": "weather", "arguments":',
+        ),
+    ),
+)
+@pytest.mark.parametrize("stream", (False, True))
+def test_a_call_is_forced_by_the_prompt(server, choice, prefix, stream):
+    server.answer = lambda prompt: CALL.partition(prefix.replace("\n", ""))[2]
+    found = server.chat(tools=[WEATHER], tool_choice=choice, stream=stream)
+    if stream:
+        deltas = [chunk.choices[0].delta for chunk in found]
+        pieces = [call for delta in deltas for call in delta.tool_calls or []]
+        assert pieces[0].function.name == "weather"
+        arguments = "".join(piece.function.arguments for piece in pieces)
+    else:
+        (call,) = found.choices[0].message.tool_calls
+        assert call.function.name == "weather" and found.choices[0].finish_reason == "tool_calls"
+        arguments = call.function.arguments
+    assert json.loads(arguments) == {"city": "Rom"}
+    assert server.prompts[-1].endswith(prefix)
+
+
+def test_tool_choice_none_leaves_the_text(server):
+    server.answer = lambda prompt: CALL
+    choice = server.chat(tools=[WEATHER], tool_choice="none").choices[0]
+    assert choice.message.content == CALL and choice.finish_reason == "stop"
+    assert "<tools>" not in server.prompts[-1]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    (
+        ({"tools": [{"type": "web_search"}]}, "tools must be a list"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools must be a list"),
+        ({"tools": [WEATHER], "tool_choice": "always"}, "tool_choice must be"),
+        ({"tool_choice": "required"}, "needs tools"),
+        (
+            {
+                "tools": [WEATHER],
+                "tool_choice": {"type": "function", "function": {"name": "news"}},
+            },
+            "'news', which is no tool",
+        ),
+    ),
+)
+def test_wrong_tools_are_refused(server, options, message):
+    body = {"messages": QUESTION, **options}
+    error = httpx.post(f"{server.url}/v1/chat/completions", json=body)
+    assert error.status_code == 400 and message in error.json()["error"]["message"]
+
+
+def test_a_model_without_a_template_refuses_tools(tokenizer):
+    body = ChatCompletionBody(messages=QUESTION, tools=[WEATHER])
+    with pytest.raises(APIError, match="known format of tool calls"):
+        plan_request(body, tokenizer, LENGTH)
+
+
+def test_a_second_system_message_is_merged(server):
+    server.answer = lambda prompt: "Yes."
+    messages = [
+        {"role": "developer", "content": "Be kind."},
+        *QUESTION,
+        {"role": "system", "content": "Be short."},
+    ]
+    assert server.chat(messages).choices[0].message.content == "Yes."
+    assert "[user]Be kind.\n\nBe short.\n\nWeather?" in server.prompts[-1]
+    assert "[system]" not in server.prompts[-1]
+
+
+def test_a_template_error_without_a_system_message_is_shown(server):
+    class Refusing:
+        def chat(self, messages, **variables):
+            raise ValueError("chat template: no")
+
+    with pytest.raises(ValueError, match="no"):
+        chat_ids(Refusing(), [{"role": "user", "content": "x"}], {})
+
+
+def test_an_open_block_is_closed_before_a_forced_call(directory, tmp_path):
+    template = HERMES + "<think>{# </think> #}"
+    tokenizer = load_tokenizer(with_template(directory, tmp_path, template))
+    body = ChatCompletionBody(messages=QUESTION, tools=[WEATHER], tool_choice="required")
+    generation = plan_request(body, tokenizer, LENGTH).generation
+    end = '[assistant]<think>\n</think>\n\n<tool_call>\n{"name": "'
+    assert tokenizer.decode(generation.prompt_ids).replace("  ", " ").endswith(end)
+
+
+def test_templates_get_arguments_as_objects(directory, tmp_path):
+    tokenizer = load_tokenizer(with_template(directory, tmp_path, CODER))
+    call = {"id": "1", "function": {"name": "weather", "arguments": '{"city": "Rom"}'}}
+    messages = [*QUESTION, {"role": "assistant", "tool_calls": [call]}]
+    body = ChatCompletionBody(messages=messages, tools=[WEATHER])
+    request = plan_request(body, tokenizer, LENGTH)
+    text = tokenizer.decode(request.generation.prompt_ids)
+    assert "<function=weather><parameter=city>Rom</parameter></function>" in text
+    assert request.calls.format.__name__ == "QwenCoderParser"
+
+
+def test_markers_that_are_control_tokens_reach_the_parser(tmp_path):
+    """gpt-oss: the header of a message is known by control tokens, which have no text."""
+    names = ("<|start|>", "<|channel|>", "<|message|>", "<|call|>", "<|constrain|>")
+    messages = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    template = f"{messages}<|start|>assistant{{# <|channel|> #}}"
+    tokenizer = make_tokenizer(tmp_path, names, True, template)
+    body = ChatCompletionBody(messages=QUESTION, tools=[WEATHER])
+    request = plan_request(body, tokenizer, LENGTH)
+    generation = request.generation
+    expected = {MARK + name for name in (*names, "<|return|>", "<|end|>")}
+    assert set(generation.markers.values()) == expected
+    assert not generation.split_reasoning
+    shown: list[str] = []
+    settings = TextSettings(
+        (), False, True, shown.append, lambda *_: None, None, generation.markers
+    )
+    stream = TextStream(generation.prompt_ids, tokenizer, settings)
+    answer = (
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary "
+        'to=functions.weather <|constrain|>json<|message|>{"city": "Rom"}<|return|>'
+    )
+    for id in tokenizer.encode(answer, special=True):
+        stream.push(id)
+    assert stream.finish_reason == "stop" and "".join(shown) == stream.text
+    reader = AnswerReader(GenerationRequest(body, generation, request.calls), tokenizer)
+    text, reasoning, calls = join_pieces(reader.whole({"text": stream.text}))
+    assert (text, reasoning) == ("", "Hm.") and reader.finish_reason("stop") == "tool_calls"
+    assert calls[0]["function"] == {"name": "weather", "arguments": '{"city": "Rom"}'}
+
+
+# Responses ----------------------------------------------------------------------------------------
+
+FLAT_WEATHER = {"type": "function", **WEATHER["function"], "strict": False}
+
+
+def test_a_response_has_text(server):
+    server.answer = lambda prompt: "Yes."
+    found = server.client.responses.create(
+        model="any", input="Weather?", instructions="Be short.", store=False, max_output_tokens=50
+    )
+    assert (found.status, found.output_text, found.output[0].type) == (
+        "completed",
+        "Yes.",
+        "message",
+    )
+    assert found.usage.total_tokens == found.usage.input_tokens + found.usage.output_tokens
+    assert "[system]Be short." in server.prompts[-1] and "[user]Weather?" in server.prompts[-1]
+    cut = server.client.responses.create(model="any", input="Weather?", max_output_tokens=1)
+    assert cut.status == "incomplete" and cut.incomplete_details.reason == "max_output_tokens"
+
+
+def test_a_response_calls_a_tool_and_gets_its_output(server):
+    server.answer = call_then_answer
+    first = server.client.responses.create(model="any", input="Weather?", tools=[FLAT_WEATHER])
+    message, call = first.output
+    assert message.content[0].text == "Let me see." and call.type == "function_call"
+    assert call.name == "weather" and json.loads(call.arguments) == {"city": "Rom"}
+    output = {"type": "function_call_output", "call_id": call.call_id, "output": "rain"}
+    reasoning = {"type": "reasoning", "id": "rs_1", "summary": []}
+    history = [
+        {"role": "user", "content": [{"type": "input_text", "text": "Weather?"}]},
+        reasoning,
+        *(item.model_dump() for item in first.output),
+        output,
+    ]
+    second = server.client.responses.create(model="any", input=history, tools=[FLAT_WEATHER])
+    assert second.output_text == "It rains."
+    assert f"[assistant]Let me see.{CALL}" in server.prompts[-1]
+
+
+def test_items_may_stand_by_their_ids(server):
+    server.answer = call_then_answer
+    options = {"model": "any", "tools": [FLAT_WEATHER]}
+    first = server.client.responses.create(input="Weather?", **options)
+    output = {"type": "function_call_output", "call_id": first.output[1].call_id, "output": "rain"}
+    references = [{"type": "item_reference", "id": item.id} for item in first.output]
+    history = [{"role": "user", "content": "Weather?"}, *references, output]
+    assert server.client.responses.create(input=history, **options).output_text == "It rains."
+    assert f"[assistant]Let me see.{CALL}" in server.prompts[-1]
+    unkept = server.client.responses.create(input="Weather?", store=False, **options)
+    reference = {"type": "item_reference", "id": unkept.output[0].id}
+    with pytest.raises(openai.BadRequestError, match="is not stored here"):
+        server.client.responses.create(input=[reference], **options)
+    small = ItemStore(100)
+    small.add([{"id": str(n), "text": "x" * 20} for n in range(5)])
+    assert [small.find(str(n))["id"] for n in (3, 4)] == ["3", "4"] and small.bytes <= 100
+    with pytest.raises(APIError):
+        small.find("0")
+
+
+def test_a_streamed_response_adds_up(server):
+    server.answer = call_then_answer
+    events = list(
+        server.client.responses.create(
+            model="any", input="Weather?", tools=[FLAT_WEATHER], stream=True
+        )
+    )
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    kinds = [event.type for event in events]
+    assert kinds[:4] == [
+        "response.created",
+        "response.in_progress",
+        "response.output_item.added",
+        "response.content_part.added",
+    ]
+    assert kinds[-3:] == [
+        "response.function_call_arguments.done",
+        "response.output_item.done",
+        "response.completed",
+    ]
+    text = "".join(e.delta for e in events if e.type == "response.output_text.delta")
+    parts = [e.delta for e in events if e.type == "response.function_call_arguments.delta"]
+    assert text == "Let me see." and json.loads("".join(parts)) == {"city": "Rom"}
+    final = events[-1].response
+    assert final.output_text == text and final.output[1].arguments == "".join(parts)
+    with server.client.responses.stream(
+        model="any", input="Weather?", tools=[FLAT_WEATHER]
+    ) as stream:
+        assert stream.get_final_response().output_text == text
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    (
+        ({"input": 5}, "input must be a string"),
+        ({"input": []}, "input must be a string"),
+        ({"input": [{"role": "user"}]}, "input must be a string"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "send it whole"),
+        ({"previous_response_id": "x"}, "previous_response_id is not supported"),
+        ({"tools": [{"type": "web_search"}]}, "'web_search' is not supported"),
+        ({"input": "x " * 5000}, "maximum context length is 2048 tokens"),
+        ({"text": {"format": {"type": "xml"}}}, "response_format must be"),
+        ({"temperature": 3}, "temperature 3"),
+    ),
+)
+def test_a_wrong_response_is_refused(server, options, message):
+    found = httpx.post(f"{server.url}/v1/responses", json={"input": "x", **options})
+    assert found.status_code == 400 and message in found.json()["error"]["message"]
+
+
+JUNK = any_json("type", "role", "content", "call_id", "name", "arguments", "output", "function")
+KINDS = st.sampled_from(("message", "function_call", "function_call_output", "reasoning"))
+NAMES = st.sampled_from(("role", "content", "call_id", "name", "arguments", "output"))
+ITEM = st.builds(lambda kind, junk: {"type": kind, **junk}, KINDS, st.dictionaries(NAMES, JUNK))
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    st.dictionaries(st.sampled_from(sorted(ResponsesBody.model_fields)), JUNK, max_size=3),
+    st.lists(ITEM, max_size=3) | JUNK,
+)
+def test_every_response_body_becomes_a_request_or_an_api_error(tokenizer, fields, items):
+    body = json.dumps({**fields, "input": items}).encode()
+    try:
+        _, request = read_responses_request(body, tokenizer, LENGTH, ItemStore())
+    except APIError as error:
+        json.dumps(error.body())
+        assert "\n" not in str(error)
+    else:
+        assert request.generation.prompt_ids
+
+
+# Other routes -------------------------------------------------------------------------------------
+
+
+def test_one_model(server):
+    assert server.client.models.retrieve("tiny").id == "tiny"
+    with pytest.raises(openai.NotFoundError) as caught:
+        server.client.models.retrieve("a/b")
+    assert caught.value.code == "model_not_found"
+
+
+def test_head_has_no_body(server):
+    for path in ("/", "/health", "/v1/models", "/v1/models/tiny", "/metrics"):
+        found = httpx.head(server.url + path)
+        assert found.status_code == 200 and not found.content
+
+
+def test_tokenize_and_back(server):
+    post = lambda path, **body: httpx.post(server.url + path, json=body)  # noqa: E731
+    found = post("/tokenize", prompt="def é").json()
+    assert found["tokens"] == server.tokenizer.encode("def é")
+    assert found["count"] == len(found["tokens"]) and found["max_model_len"] == LENGTH
+    assert post("/detokenize", tokens=found["tokens"]).json() == {"prompt": "def é"}
+    chat = post("/tokenize", messages=QUESTION).json()["tokens"]
+    assert "[user]Weather?" in server.tokenizer.decode(chat)
+    assert post("/tokenize").status_code == 400
+    assert post("/tokenize", messages=[{}]).status_code == 400
+    assert post("/detokenize", tokens=["a"]).status_code == 400
+
+
+def test_streams_are_not_stored_and_other_origins_are_named(server):
+    body = {"messages": QUESTION, "stream": True}
+    headers = {"Origin": "https://page.example"}
+    found = httpx.post(f"{server.url}/v1/chat/completions", json=body, headers=headers)
+    assert found.headers["cache-control"] == "no-cache"
+    assert found.headers["x-accel-buffering"] == "no"
+    assert found.headers["access-control-allow-origin"] == "https://page.example"
+    ask = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "x-api"}
+    preflight = httpx.options(f"{server.url}/v1/responses", headers=headers | ask)
+    assert preflight.status_code == 200
+    other = httpx.get(f"{server.url}/v1/models", headers={"Origin": "https://evil.example"})
+    assert "access-control-allow-origin" not in other.headers
