@@ -342,12 +342,13 @@ class KVCache(nn.Module):
     def append(self, kv: Tensor, context: Context) -> tuple[Tensor, ...]:
         """Write keys and values [B, Q, 2, K, C]; return all keys, all values [B, K, S, C].
 
-        A chunk gets those of its own sequence up to its end, [K, end, C] each.
+        Fewer sequences than the cache has rows are its first. A chunk gets the keys and values of
+        its own sequence up to its end, [K, end, C] each.
         """
         if context.chunk is None:
-            rows = torch.arange(kv.shape[0], device=kv.device).unsqueeze(1)
-            self.kv[:, rows, :, context.positions] = kv
-            return self.kv.unbind()
+            rows = torch.arange(kv.shape[0], device=kv.device)
+            self.kv[:, rows.unsqueeze(1), :, context.positions] = kv
+            return self.kv[:, : kv.shape[0]].unbind()
         row, end = context.chunk
         self.kv[:, row, :, torch.arange(end - kv.shape[1], end, device=kv.device)] = kv[0]
         live = self.kv[:, :, :, :end]
@@ -379,9 +380,20 @@ class KVCache(nn.Module):
     def accept(self, counts: Tensor) -> None:
         """Keep the first counts [B] of each row's newest tokens: the rest is masked anyway."""
 
-    def reset(self) -> None:
-        """Zero the cache: masked positions are multiplied by 0, and 0 * NaN is NaN."""
-        self.kv.zero_()
+    def copy_row(self, source: int, target: int, length: int) -> None:
+        """Make the first `length` tokens of a row those of another."""
+        for tensor in self.buffers():
+            tensor[:, target, :, :length] = tensor[:, source, :, :length]
+
+    def swap_rows(self, a: int, b: int, length: int) -> None:
+        """Exchange two rows' first `length` tokens."""
+        for tensor in self.buffers():
+            tensor[:, [a, b], :, :length] = tensor[:, [b, a], :, :length]
+
+    def reset(self, row: int | None = None) -> None:
+        """Zero a row, or all: masked positions are multiplied by 0, and 0 * NaN is NaN."""
+        for tensor in self.buffers():
+            (tensor if row is None else tensor[:, row]).zero_()
 
     @property
     def nbytes(self) -> int:

@@ -35,7 +35,7 @@ from ops.inductor import configure_inductor
 from parallel import process_group
 from runtime.fused_attention import fuse_decode_attention
 from runtime.runner import run_block
-from runtime.sampling import MAX_CANDIDATES, make_sample_step, sample
+from runtime.sampling import MAX_CANDIDATES, StepState, make_sample_step, sample
 from tp import ModelShard
 
 STAGE = "=== "  # begins the title of a stage in a dump
@@ -126,12 +126,16 @@ def logits_stage(case: Case) -> tuple[Callable, tuple]:
 
 def sampling_stage(case: Case, greedy: bool) -> tuple[Callable, tuple]:
     vocab_size = architecture(case.arch).vocab_size
-    seen = fake_empty(1, vocab_size, dtype=torch.bool)
+    state = StepState(
+        token=token_ids(),
+        position=token_ids(),
+        last=fake_empty(1, dtype=torch.int64),
+        seen=fake_empty(1, vocab_size, dtype=torch.bool),
+        controls=fake_empty(1, 5, dtype=torch.float32),
+        seeds=fake_empty(1, dtype=torch.int64),
+    )
     logits = fake_empty(1, vocab_size, dtype=torch.float32)
-    controls = fake_empty(5, dtype=torch.float32)
-    noise = None if greedy else fake_empty(1, MAX_CANDIDATES, dtype=torch.float32)
-    step = make_sample_step(sample)
-    return step, (token_ids(), token_ids(), seen, logits, controls, noise)
+    return make_sample_step(sample), (state, logits, 0 if greedy else MAX_CANDIDATES)
 
 
 def stages(case: Case) -> Iterator[tuple[str, Callable[[], tuple[Callable, tuple]]]]:

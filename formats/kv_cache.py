@@ -80,9 +80,5 @@ class Int8KVCache(KVCache):
             return y, lse.unflatten(2, (H // K, Q)).flatten(1, 2)
         return y.to(q.dtype)
 
-    def reset(self) -> None:
-        super().reset()
-        self.scale.reset()
-
 
 KV_CACHES = {"plain": KVCache, "int8": Int8KVCache}  # plain: in the model's dtype

@@ -219,9 +219,9 @@ def _attend_token(
 
 def empty_output(qkv: Tensor, cache: Tensor, keys_are_values: bool, gated: bool) -> Tensor:
     """Return `attend_token`'s output [B, 1, H * C], not yet written."""
-    _, B, K, _, C = cache.shape
+    K, C = cache.shape[2], cache.shape[4]
     width = qkv.shape[-1] - (1 if keys_are_values else 2) * K * C
-    return qkv.new_empty(B, 1, width // 2 if gated else width)
+    return qkv.new_empty(qkv.shape[0], 1, width // 2 if gated else width)
 
 
 @torch.library.custom_op("moe_fast::attend_token", mutates_args=("cache",))
@@ -245,7 +245,8 @@ def attend_token(
 ) -> Tensor:
     """Attend with one token of each sequence, and append its key and value to the cache.
 
-    qkv [B, 1, (H + 2 K) C] at positions [B, 1], cache [2, B, K, S, C] -> [B, 1, H * C].
+    qkv [B, 1, (H + 2 K) C] at positions [B, 1], cache [2, rows, K, S, C], of which the first B
+    rows are used -> [B, 1, H * C].
     C is a power of two from 16 to 512. Order: clip to +-clip (0: none), RMS norm of each
     head (weights q_norm, k_norm [C], eps), RoPE of the first rotary_dim numbers (rope is
     `model.Context.rope`), scores times scale, softmax with sinks [H].
@@ -260,12 +261,12 @@ def attend_token(
     With PDL the kernel reads all but qkv while the previous kernel runs, which must not
     write them.
     """
-    _, B, K, S, C = cache.shape
+    B, (K, S, C) = qkv.shape[0], cache.shape[2:]
     y = empty_output(qkv, cache, keys_are_values, gated)
     H, pdl = y.shape[-1] // C, supports_pdl(qkv)
     # The kernel needs a valid pointer for an absent tensor, which it then does not read.
     weights = (qkv if tensor is None else tensor for tensor in (q_norm, k_norm, sinks))
-    shape = dict(S=S, H=H, K=K, C=C, ROTARY_DIM=rotary_dim, V_OFFSET=B * K * S * C)
+    shape = dict(S=S, H=H, K=K, C=C, ROTARY_DIM=rotary_dim, V_OFFSET=cache.stride(0))
     scores = dict(SCALE=scale, EPS=eps, CLIP=clip, WINDOW=window)
     flags = dict(HAS_NORM=q_norm is not None, HAS_SINKS=sinks is not None, PDL=pdl)
     flags |= dict(NORM_VALUES=norm_values, KEYS_ARE_VALUES=keys_are_values)

@@ -174,7 +174,7 @@ def delta_token(
     (`delta_token_supports`). With PDL the kernels read state, window and weights while the
     previous kernel runs, which must not write them.
     """
-    B, H, CK, CV = state.shape
+    B, (H, CK, CV) = len(qkvz), state.shape[1:]
     N, W = conv_weight.shape
     qkvz, ba, pdl = qkvz.contiguous(), ba.contiguous(), supports_pdl(qkvz)
     out = qkvz.new_empty(B, H, CV)
@@ -197,7 +197,7 @@ def delta_token(
 
 @delta_token.register_fake
 def _(qkvz: Tensor, ba: Tensor, state: Tensor, *rest) -> Tensor:
-    B, H, _, CV = state.shape
+    B, (H, _, CV) = len(qkvz), state.shape[1:]
     return qkvz.new_empty(B, 1, H * CV)
 
 

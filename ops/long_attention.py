@@ -109,7 +109,7 @@ def attend_int8(
     """
     (B, Q, H, C), (K, S) = q.shape, codes.shape[2:4]
     y, sums = _attend_int8_fake(q, codes, scales, positions, window)
-    shape = dict(S=S, H=H, K=K, C=C, Q=Q, WINDOW=window, V_OFFSET=B * K * S)
+    shape = dict(S=S, H=H, K=K, C=C, Q=Q, WINDOW=window, V_OFFSET=codes.shape[1] * K * S)
     tile = dict(M=y.shape[3], BLOCK=128, num_warps=4 if y.shape[3] == 16 else 8, num_stages=2)
     _attend_int8[(B * K, y.shape[2])](
         q.contiguous(), codes, scales, positions.contiguous(), y, sums, **shape, **tile

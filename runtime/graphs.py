@@ -14,17 +14,16 @@ MAX_GRAPHS = 64  # captured calls that a GraphCache remembers
 
 
 class CapturedStep:
-    """Captures a step: `with CapturedStep(generator) as step: work()`, then `step.replay()`.
+    """Captures a step: `with CapturedStep() as step: work()`, then `step.replay()`.
 
-    generator: the step's source of random numbers; every replay draws new ones. Run the step once
-    before, so that capture compiles nothing; capture does not execute it. pool: memory shared with
-    other captures; a replay overwrites the results of the others.
+    Run the step once before, so that capture compiles nothing; capture does not execute it. pool:
+    memory shared with other captures; a replay overwrites the results of the others.
     """
 
     current: "CapturedStep | None" = None  # the capture in progress
 
-    def __init__(self, generator: torch.Generator, pool: tuple[int, int] | None = None):
-        self.generator, self.parts = generator, []
+    def __init__(self, pool: tuple[int, int] | None = None):
+        self.parts = []
         # One pool for all graphs of a step: they run in turn and pass tensors on.
         self.pool = pool or torch.cuda.graph_pool_handle()
 
@@ -44,7 +43,6 @@ class CapturedStep:
 
     def begin_graph(self) -> None:
         self.graph = torch.cuda.CUDAGraph()
-        self.graph.register_generator_state(self.generator)
         # thread_local: NCCL's own thread queries events during the capture.
         self.graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
 
@@ -79,8 +77,8 @@ class GraphCache:
     when there are more than MAX_GRAPHS.
     """
 
-    def __init__(self, generator: torch.Generator):
-        self.generator, self.pool = generator, torch.cuda.graph_pool_handle()
+    def __init__(self):
+        self.pool = torch.cuda.graph_pool_handle()
         self.known: dict[Hashable, Callable[..., tuple[Tensor, ...]] | None] = {}
 
     def __call__(self, key: Hashable, function: Callable, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -100,7 +98,7 @@ class GraphCache:
         self, function: Callable, inputs: list[Tensor]
     ) -> Callable[..., tuple[Tensor, ...]]:
         """Return the function, captured with these input tensors."""
-        with CapturedStep(self.generator, self.pool) as step:
+        with CapturedStep(self.pool) as step:
             outputs = function(*inputs)
 
         def replay(*tensors: Tensor) -> tuple[Tensor, ...]:

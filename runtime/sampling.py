@@ -1,7 +1,12 @@
-"""Choosing the next token on the device, without synchronisation. Shapes are those of model.py."""
+"""Choosing the next token on the device, without synchronization. Shapes are those of model.py.
+
+Each row of a batch has its own controls. Its noise is a function of its seed and the token's
+position, so that its tokens depend neither on its neighbors nor on the device.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -58,28 +63,77 @@ class Sampling:
 
     def controls(self, vocab_size: int) -> Tensor:
         """Return the `controls` of `shortlist`, fp32 [5]."""
-        top_k = min(self.top_k or vocab_size, vocab_size)
+        top_k = min(self.top_k or vocab_size, vocab_size) if self.temperature else 1
         top_p = self.top_p if self.top_p < 1 else 2.0  # a rounded sum may reach 1 before the end
         temperature = self.temperature or 1.0
         return torch.tensor((temperature, top_k, top_p, self.min_p, self.repetition_penalty))
 
     def candidates(self, vocab_size: int) -> int:
-        """Return among how many of the likeliest tokens a step chooses; 0 is greedy."""
+        """Return among how many of the likeliest tokens a step chooses; 0 is greedy.
+
+        There are few values, since each is another compiled step.
+        """
         if self.temperature == 0:
             return 0
-        return min(max(self.top_k or vocab_size, MAX_CANDIDATES), vocab_size)
+        few = self.top_k is not None and self.top_k <= MAX_CANDIDATES
+        return min(MAX_CANDIDATES, vocab_size) if few else vocab_size
+
+
+# Noise --------------------------------------------------------------------------------------------
+
+
+def uniform(seeds: Tensor, position: Tensor, count: int, stream: int = 0) -> Tensor:
+    """Return fp32 [B, count] from the open interval (0, 1): a hash of seed, position and index.
+
+    seeds int64 [B], position int64 [B, 1]. stream: its numbers are those of another seed. The hash
+    is SplitMix64's (Steele, Lea & Flood 2014, figure 15).
+    """
+    index = torch.arange(count, device=seeds.device)
+    key = scramble(scramble(seeds.unsqueeze(1) ^ stream) + position * WEYL)
+    # Xor: Inductor would compute index * WEYL as an address, which overflows.
+    bits = shift_right(scramble(key ^ index), 32)
+    # The largest fp32 below 1: half of the values near 1 would be rounded to it.
+    return ((bits.float() + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)
+
+
+def exponential(seeds: Tensor, position: Tensor, count: int, stream: int = 0) -> Tensor:
+    """Return standard exponential noise above 0, fp32 [B, count]. The rest is as in `uniform`."""
+    return -torch.log1p(-uniform(seeds, position, count, stream))
+
+
+# SplitMix64's constants, as signed numbers: 2 ** 64 / golden ratio, and two of its finalizer.
+WEYL = 0x9E3779B97F4A7C15 - 2**64
+FACTORS = 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64
+
+
+def scramble(x: Tensor) -> Tensor:
+    """int64 -> int64: every bit of the result depends on every bit of x."""
+    x = (x ^ shift_right(x, 30)) * FACTORS[0]
+    x = (x ^ shift_right(x, 27)) * FACTORS[1]
+    return x ^ shift_right(x, 31)
+
+
+def shift_right(x: Tensor, count: int) -> Tensor:
+    """Shift as unsigned numbers."""
+    return (x >> count) & ((1 << (64 - count)) - 1)
+
+
+# Rules --------------------------------------------------------------------------------------------
 
 
 def penalize(logits: Tensor, seen: Tensor, penalty: Tensor) -> Tensor:
-    """Make tokens in `seen` (bool [B, V]) less likely: logits [B, V] (Keskar et al. 2019, 4.1)."""
+    """Make tokens in `seen` (bool [B, V]) less likely: logits [B, V] (Keskar et al. 2019, 4.1).
+
+    penalty [B, 1], or [1, 1] for all rows.
+    """
     return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
 def shortlist(logits: Tensor, controls: Tensor, seen: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """logits fp32 [B, V] -> the `count` likeliest tokens and their weights fp32 [B, count].
 
-    controls fp32 [5]: temperature, top_k, top_p, min_p, repetition penalty (of tokens in `seen`,
-    bool [B, V]). Weights are proportional to the probabilities; excluded tokens have 0. A row whose
+    controls fp32 [B, 5], or [1, 5] for all rows: temperature, top_k, top_p, min_p, repetition
+    penalty (of tokens in `seen`, bool [B, V]). Weights are proportional to the probabilities; excluded tokens have 0. A row whose
     largest logit is not finite has NOT_FINITE as every token, so that every rule chooses that.
     """
     tokens, weights, finite = rank_candidates(logits, controls, seen, count)
@@ -90,7 +144,7 @@ def rank_candidates(
     logits: Tensor, controls: Tensor, seen: Tensor, count: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return `shortlist`, with valid tokens in every row, and whether it is finite, bool [B, 1]."""
-    temperature, top_k, top_p, min_p, penalty = controls.unbind()
+    temperature, top_k, top_p, min_p, penalty = controls.split(1, dim=-1)
     # Ranks need comparable numbers above -inf: a NaN would give indices outside of the vocabulary.
     logits = penalize(logits, seen, penalty).nan_to_num(nan=float("inf"), posinf=float("inf"))
     values, tokens = (largest_by_rank if logits.is_cuda else torch.topk)(logits, count)
@@ -112,41 +166,50 @@ def sample(logits: Tensor, controls: Tensor, seen: Tensor, noise: Tensor | None)
     None: greedy.
     """
     if noise is None:
-        logits = penalize(logits, seen, controls[4])
+        logits = penalize(logits, seen, controls[:, 4:])
         tokens = logits.argmax(dim=-1, keepdim=True)  # argmax takes a NaN for the largest
         return torch.where(logits.gather(-1, tokens).isfinite(), tokens, NOT_FINITE)
     tokens, weights = shortlist(logits, controls, seen, noise.shape[-1])
     return tokens.gather(-1, (weights / noise).argmax(dim=-1, keepdim=True))
 
 
-def make_sample_step(rule: Callable) -> Callable:
-    """Return (token, position, seen, logits, controls, noise) -> None: `rule`, then `step_to`.
+# Steps --------------------------------------------------------------------------------------------
 
-    rule: (logits, controls, seen, noise) -> tokens [B, 1], such as `sample`.
+
+class StepState(NamedTuple):
+    """What a step reads and writes in place, of each row."""
+
+    token: Tensor  # int64 [B, 1], the newest
+    position: Tensor  # int64 [B, 1], of `token`
+    last: Tensor  # int64 [B]: 0; -1 for an idle row, which stays where it is
+    seen: Tensor  # bool [B, V]: tokens of prompt and answer
+    controls: Tensor  # fp32 [B, 5], of `shortlist`
+    seeds: Tensor  # int64 [B]
+
+
+def make_sample_step(rule: Callable) -> Callable:
+    """Return (state, logits, count) -> None: `rule`, then `step_to`.
+
+    rule: (logits, controls, seen, noise) -> tokens [B, 1], such as `sample`. count: candidates.
     """
 
-    def sample_step(
-        token: Tensor,
-        position: Tensor,
-        seen: Tensor,
-        logits: Tensor,
-        controls: Tensor,
-        noise: Tensor | None,
-    ) -> None:
-        step_to(token, position, seen, rule(logits, controls, seen, noise))
+    def sample_step(state: StepState, logits: Tensor, count: int) -> None:
+        # The noise of a token is keyed by the position of the token before it.
+        noise = exponential(state.seeds, state.position, count) if count else None
+        step_to(state, rule(logits, state.controls, state.seen, noise))
 
     return sample_step
 
 
-def step_to(token: Tensor, position: Tensor, seen: Tensor, chosen: Tensor) -> None:
-    """Set `token` [B, 1] to the chosen one, increment `position` [B, 1], mark it in `seen`.
+def step_to(state: StepState, chosen: Tensor) -> None:
+    """Set `token` to the chosen one [B, 1], mark it in `seen`, increment `position`.
 
     NOT_FINITE marks the last token of the vocabulary, until the next prompt clears `seen`.
     """
-    token.copy_(chosen)
-    position.add_(1)
-    rows = torch.arange(len(seen), device=seen.device)
+    state.token.copy_(chosen)
+    state.position.add_(state.last.unsqueeze(1) + 1)
+    rows = torch.arange(len(state.seen), device=state.seen.device)
     # Index by `chosen`: with programmatic dependent launch, Inductor's kernel would read `token`
     # before the kernel that writes it has ended. True is a tensor: a bool would be copied from the
     # host.
-    seen[rows, chosen.squeeze(1)] = torch.ones_like(rows, dtype=torch.bool)
+    state.seen[rows, chosen.squeeze(1)] = torch.ones_like(rows, dtype=torch.bool)

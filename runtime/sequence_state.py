@@ -25,6 +25,7 @@ class SequenceState(Protocol):
     def append(self, values: Tensor, context: Context):
         """Take in the values [B, Q, ...] of the call's real tokens; return what the layer reads.
 
+        B may be less than the rows; then the call is of the first rows.
         After a call of 2 to MAX_TENTATIVE tokens a row, `accept` may drop the last ones again.
         """
 
@@ -38,11 +39,17 @@ class SequenceState(Protocol):
         that.
         """
 
+    def copy_row(self, source: int, target: int, length: int) -> None:
+        """Make the first `length` tokens of a row those of another."""
+
+    def swap_rows(self, a: int, b: int, length: int) -> None:
+        """Exchange two rows' first `length` tokens."""
+
     def snapshot(self, row: int, length: int) -> None:
         """Make the row's length now, `length`, one to which it can be truncated."""
 
-    def reset(self) -> None:
-        """Forget all sequences and snapshots."""
+    def reset(self, row: int | None = None) -> None:
+        """Forget a row's sequence and snapshots, or all."""
 
     @property
     def nbytes(self) -> int:

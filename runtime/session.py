@@ -3,11 +3,16 @@
 A decode step runs the model on the newest tokens, samples the next ones on the device and
 increments the positions. It needs no value from the host. So on CUDA the whole step is one graph
 whose outputs are its next inputs. The host reads each token one step later, to print it.
+
+A session has `batch` rows, each for one sequence. A step covers the first rows, as many as one of
+its sizes: `stream_all` uses all rows, runtime/batch.py as many as sequences run. A row among them
+that has no sequence is idle: it computes, but its memory stays as it is.
 """
 
+import secrets
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -24,6 +29,7 @@ from runtime.sampling import (
     TOP_LOGPROBS,
     NotFiniteError,
     Sampling,
+    StepState,
     make_sample_step,
     sample,
 )
@@ -83,8 +89,9 @@ class Session:
         self.cache_len = -(-length // BLOCK) * BLOCK
         self.states = model.setup_cache(self.batch, self.cache_len, options.cache_class)
         self.make_buffers()
-        self.graphs = GraphCache(self.generator) if captures_prompts else None
-        self.steps: dict[tuple[int, bool], Callable[[], None]] = {}
+        self.graphs = GraphCache() if captures_prompts else None
+        self.pool = torch.cuda.graph_pool_handle() if self.captured else None  # of all steps
+        self.steps: dict[tuple[int, int, bool], Callable[[], None]] = {}
         self.reset()
 
     def make_runners(self) -> None:
@@ -102,11 +109,22 @@ class Session:
     def make_buffers(self) -> None:
         """Allocate what a step reads and writes in place: a captured step needs fixed addresses."""
         batch, device, args = self.batch, self.device, self.model.args
-        self.token = torch.zeros(batch, 1, dtype=torch.int64, device=device)
-        self.position = torch.zeros(batch, 1, dtype=torch.int64, device=device)
-        self.last = torch.zeros(batch, dtype=torch.int64, device=device)  # 0; -1: an idle row
-        self.seen = torch.zeros(batch, args.vocab_size, dtype=torch.bool, device=device)
-        self.controls = torch.ones(5, device=device)
+
+        def make_state(rows: int) -> StepState:
+            return StepState(
+                token=torch.zeros(rows, 1, dtype=torch.int64, device=device),
+                position=torch.zeros(rows, 1, dtype=torch.int64, device=device),
+                last=torch.full((rows,), -1, device=device),
+                seen=torch.zeros(rows, args.vocab_size, dtype=torch.bool, device=device),
+                controls=torch.ones(rows, 5, device=device),
+                seeds=torch.zeros(rows, dtype=torch.int64, device=device),
+            )
+
+        self.state = make_state(batch)
+        self.token, self.position, self.last, self.seen, self.controls, self.seeds = self.state
+        # A sequence's first token is sampled for one row. A view of it would recompile.
+        self.single = self.state if batch == 1 else make_state(1)
+        self.views = {batch: self.state}  # by number of rows
         self.rows = torch.arange(batch, device=device)
         sparse_layers = args.n_layer - len(set(args.dense_layers))
         self.routing_shape = 2, sparse_layers, args.n_active  # experts, then weights
@@ -114,12 +132,20 @@ class Session:
         width = 1 + 2 * self.top + 2 * sparse_layers * args.n_active
         self.watch, self.watched = False, torch.zeros(batch, width, device=device)
         self.details: list[Details] = []
-        self.generator = torch.Generator(device)
 
-    def reset(self) -> None:
-        """Forget the sequences."""
+    def first_rows(self, size: int) -> StepState:
+        """Return the state of the first rows: always the same tensors, as compiled code wants."""
+        if size not in self.views:
+            self.views[size] = StepState(*(tensor[:size] for tensor in self.state))
+        return self.views[size]
+
+    def reset(self, row: int | None = None) -> None:
+        """Forget the sequence of a row, or all."""
         for state in self.states:
-            state.reset()
+            state.reset(row)
+        if row is not None:
+            self.ids[row], self.cached[row] = [], 0
+            return
         # Tokens of each sequence that the host knows; the cache has the first `cached` of them.
         self.ids: list[list[int]] = [[] for _ in range(self.batch)]
         self.cached = [0] * self.batch
@@ -127,28 +153,23 @@ class Session:
 
     # One step ---------------------------------------------------------------------------------
 
-    def choose_tokens(self, logits: Tensor, candidates: int) -> None:
+    def choose_tokens(self, state: StepState, logits: Tensor, candidates: int) -> None:
         """Sample each next token among `candidates` (0: greedy) into `token`, step `position`."""
-        noise = None
-        if candidates:
-            noise = torch.empty(self.batch, candidates, device=self.device)
-            noise.exponential_(generator=self.generator)
-        self.sample_step(self.token, self.position, self.seen, logits, self.controls, noise)
+        self.sample_step(state, logits, candidates)
 
-    def record_details(self, logits: Tensor, routing: Sequence[Tensor]) -> None:
-        """If watched, write the Details to `watched`. routing: experts, weights [L, B, A].
+    def record_details(self, token: Tensor, logits: Tensor, routing: Sequence[Tensor]) -> Tensor:
+        """Return the Details of the chosen tokens [B, 1]. routing: experts, weights [L, B, A].
 
         One fp32 row per sequence, so that one copy moves all: fp32 represents ids below 2 ** 24.
         """
-        if self.watch:
-            logprobs = logits.log_softmax(dim=-1)
-            token = self.token.clamp(min=0)  # NOT_FINITE is no index
-            parts = logprobs.gather(1, token), *logprobs.topk(self.top, dim=-1)
-            routing = (part.transpose(0, 1).flatten(1) for part in routing)
-            self.watched.copy_(torch.cat([part.float() for part in (*parts, *routing)], dim=1))
+        logprobs = logits.log_softmax(dim=-1)
+        token = token.clamp(min=0)  # NOT_FINITE is no index
+        parts = logprobs.gather(1, token), *logprobs.topk(self.top, dim=-1)
+        routing = (part.transpose(0, 1).flatten(1) for part in routing)
+        return torch.cat([part.float() for part in (*parts, *routing)], dim=1)
 
     def read_tokens(self) -> Callable[[], list[int]]:
-        """Start copying the tokens chosen last; the result waits for them and sets `details`."""
+        """Start copying the newest token of each row; the result waits and sets `details`."""
         token = read_later(self.token)
         if not self.watch:
             return token
@@ -175,51 +196,60 @@ class Session:
         found = self.model(tokens, span, last, return_routing=self.watch, runner=runner)
         return found if self.watch else (found,)
 
-    def decode(self, candidates: int) -> None:
-        """One step: run the tokens chosen last at `position`, choose the next ones."""
+    def decode(self, size: int, candidates: int) -> None:
+        """One step of the first rows: run their tokens at `position`, choose the next ones."""
+        state = self.first_rows(size)
         # Eager code reads only the part of the cache in use: of one sequence, the host knows it.
-        as_chunk = not self.compiled and self.batch == 1
-        span = Chunk(self.rows, self.cached[0] + 1) if as_chunk else self.position
-        logits, *routing = self.run_model(self.token, span, self.last, self.runner)
-        self.choose_tokens(logits, candidates)
-        self.record_details(logits, routing)
+        as_chunk = not self.compiled and size == 1
+        span = Chunk(self.rows[:1], self.cached[0] + 1) if as_chunk else state.position
+        logits, *routing = self.run_model(state.token, span, state.last, self.runner)
+        self.choose_tokens(state, logits, candidates)
+        if self.watch:
+            self.watched[:size].copy_(self.record_details(state.token, logits, routing))
 
-    def warm_up(self, candidates: int) -> Callable[[], None]:
-        """Return the decode step, compiled and on CUDA captured on the first call."""
-        key = candidates, self.watch
+    def warm_up(self, candidates: int, size: int | None = None) -> Callable[[], None]:
+        """Return the decode step, compiled and on CUDA captured on the first call.
+
+        size: its rows, the first ones; None: all.
+        """
+        key = size or self.batch, candidates, self.watch
         if key not in self.steps:
-            self.steps[key] = self.capture(lambda: self.decode(candidates))
+            self.steps[key] = self.capture(lambda: self.decode(*key[:2]), key[0])
         return self.steps[key]
 
-    def capture(self, step: Callable[[], None], tokens: int = 1) -> Callable[[], None]:
-        """Return a step over `tokens` tokens from `position` on, compiled and on CUDA captured.
+    def capture(self, step: Callable[[], None], tokens: int, ahead: int = 1) -> Callable[[], None]:
+        """Return a step over this many tokens, compiled and on CUDA captured.
 
-        The step's tensors must keep their addresses; it draws from `generator`.
+        The step's tensors must keep their addresses. ahead: a row's tokens, from `position` on.
         """
         if self.captured:
             torch.cuda.synchronize()  # a step in flight would move `position`
         if self.compiled:
-            last = self.last.clone()
+            kept = [tensor.clone() for tensor in self.state]
             with torch.cuda.stream(torch.cuda.Stream()) if self.captured else nullcontext():
                 for _ in range(2):
-                    self.position.fill_(self.cache_len - tokens)  # no sequence reaches these
+                    self.position.fill_(self.cache_len - ahead)  # no sequence reaches these
                     self.last.fill_(-1)  # no token is real, so that recurrent states stay
                     step()
-            self.last.copy_(last)
-        if not self.captured or not self.runner.can_capture(self.batch * tokens):
+                for tensor, value in zip(self.state, kept, strict=True):
+                    tensor.copy_(value)
+        if not self.captured or not self.runner.can_capture(tokens):
             return step
-        with CapturedStep(self.generator) as captured:
+        with CapturedStep(self.pool) as captured:
             step()
         return captured.replay
 
     # Prompts ------------------------------------------------------------------------------------
 
-    def prefill(self, row: int, ids: Sequence[int], start: int) -> tuple[Tensor, ...]:
-        """Run one sequence's tokens from position `start` on -> logits of the next token [1, V].
+    def prefill(
+        self, row: int, ids: Sequence[int], start: int, chunk: int | None = None
+    ) -> Iterator[tuple[Tensor, ...]]:
+        """Run one sequence's tokens from position `start` on, a chunk at a time.
 
-        If watched, also the last token's experts and weights [L, 1, A].
+        Yields the logits [1, V] after each chunk; if watched, also its last token's experts and
+        weights [L, 1, A]. chunk: its tokens; None: --prefill_chunk.
         """
-        for part in torch.tensor(ids).to(self.device).split(self.options.prefill_chunk):
+        for part in torch.tensor(ids).to(self.device).split(chunk or self.options.prefill_chunk):
             # Padding is overwritten before it is read. Tensors are no views: those would recompile.
             tokens = F.pad(part.unsqueeze(0), (0, -len(part) % self.padding_multiple))
             last = torch.zeros_like(self.last[:1]) + (len(part) - 1)
@@ -229,7 +259,7 @@ class Session:
             start += len(part)
             for state in self.states:
                 state.snapshot(row, start)
-        return logits, *(layers[:, len(part) - 1 : len(part)] for layers in routing)
+            yield logits, *(layers[:, len(part) - 1 : len(part)] for layers in routing)
 
     def run_chunk(self, tokens: Tensor, row: Tensor, last: Tensor, end: int) -> tuple[Tensor, ...]:
         """`run_model` on one chunk [1, Q] that ends before `end`, captured if it repeats."""
@@ -270,36 +300,86 @@ class Session:
         """Return among how many of the likeliest tokens a step chooses; 0 is greedy."""
         return sampling.candidates(self.seen.shape[1])
 
-    def start_prompts(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
-        """Prefill what the cache lacks of the prompts, sample the token after each into `token`.
+    def start_row(
+        self, row: int, ids: Sequence[int], sampling: Sampling, chunk: int | None = None
+    ) -> Iterator[None]:
+        """Begin a prompt: keep its prefix that is in the row, and return the rest of the work.
 
-        Call `warm_up` before: it runs steps, which overwrite the state that is set here.
+        The iterator runs a chunk of the prompt at each step; after the last, it samples the token
+        after the prompt into `token`. Until then the row is idle. Call `warm_up` before, since
+        compiling takes long.
         """
-        self.controls.copy_(sampling.controls(self.seen.shape[1]))
-        if sampling.seed is None:
-            self.generator.seed()
-        else:
-            self.generator.manual_seed(sampling.seed)
-        self.seen.zero_()
-        self.prefilled, found = 0, []
-        for row, ids in enumerate(prompts):
-            self.seen[row, torch.tensor(ids, device=self.device)] = True
-            start = min(common_prefix(self.ids[row], ids), self.cached[row], len(ids) - 1)
-            start = truncate_all(self.states, row, start)
-            self.ids[row], self.cached[row] = list(ids), start
-            found.append(self.prefill(row, ids[start:], start))
-            self.cached[row] = len(ids)
-            self.prefilled += len(ids) - start
-        for row in range(len(prompts), self.batch):  # idle rows compute, but take nothing in
-            truncate_all(self.states, row, 0)
-            self.ids[row], self.cached[row] = [], 0
-            found.append(tuple(torch.zeros_like(part) for part in found[0]))
-        lengths = [len(ids) for ids in self.ids]
-        self.position.copy_(torch.tensor([[max(length - 1, 0)] for length in lengths]))
-        self.last.copy_(torch.tensor([0 if length else -1 for length in lengths]))
-        logits, *routing = zip(*found, strict=True)
-        self.choose_tokens(logits := torch.cat(logits), self.candidates(sampling))
-        self.record_details(logits, [torch.cat(part, dim=1) for part in routing])
+        self.controls[row] = sampling.controls(self.seen.shape[1]).to(self.device)
+        self.seeds[row] = secrets.randbits(62) if sampling.seed is None else sampling.seed
+        self.seen[row] = False
+        self.seen[row, torch.tensor(ids, device=self.device)] = True
+        start = min(common_prefix(self.ids[row], ids), self.cached[row], len(ids) - 1)
+        start = truncate_all(self.states, row, start)
+        self.prefilled += len(ids) - start
+        self.ids[row], self.cached[row] = list(ids), start
+        self.stop_row(row)
+        return self.run_prompt(row, ids, sampling, chunk or self.options.prefill_chunk)
+
+    def run_prompt(
+        self, row: int, ids: Sequence[int], sampling: Sampling, chunk: int
+    ) -> Iterator[None]:
+        """Run a prompt from where the row's cache ends, then sample; yield between chunks."""
+        start = self.cached[row]
+        for found in self.prefill(row, ids[start:], start, chunk):
+            self.cached[row] = min(self.cached[row] + chunk, len(ids))
+            if self.cached[row] < len(ids):
+                self.stop_row(row)
+                yield
+        self.position[row], self.last[row] = len(ids) - 1, 0
+        self.choose_first(row, sampling, *found)
+
+    def choose_first(
+        self, row: int, sampling: Sampling, logits: Tensor, *routing: Tensor
+    ) -> None:
+        """Sample a row's token after its prompt."""
+        single, own = self.single, StepState(*(t[row : row + 1] for t in self.state))
+        if self.batch > 1:
+            for tensor, value in zip(single, own, strict=True):
+                tensor.copy_(value)
+        self.choose_tokens(single, logits, self.candidates(sampling))
+        if self.batch > 1:
+            for tensor, value in zip(own, single, strict=True):
+                tensor.copy_(value)
+        if self.watch:
+            self.watched[row] = self.record_details(single.token, logits, routing)[0]
+
+    def stop_row(self, row: int) -> None:
+        """Make a row idle. A step may write past its tokens in the cache, and nowhere else."""
+        self.last[row] = -1
+        self.position[row] = self.cached[row]
+
+    def swap_rows(self, a: int, b: int) -> None:
+        """Exchange two rows: their sequences and what is remembered of these."""
+        length = max(self.cached[a], self.cached[b])
+        for state in self.states:
+            state.swap_rows(a, b, length)
+        for tensor in self.state:
+            tensor[[a, b]] = tensor[[b, a]]
+        for values in (self.ids, self.cached):
+            values[a], values[b] = values[b], values[a]
+
+    def copy_row(self, source: int, target: int, length: int) -> None:
+        """Make an idle row remember the first tokens of another row, at most `length`."""
+        for state in self.states:
+            state.copy_row(source, target, length)
+        self.ids[target], self.cached[target] = self.ids[source][:length], length
+
+    def start_prompts(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
+        """`start_row` for each prompt, with the next seed in the next row; other rows are idle."""
+        self.prefilled = 0
+        seed = secrets.randbits(62) if sampling.seed is None else sampling.seed
+        for row in range(self.batch):
+            if row < len(prompts):
+                own = replace(sampling, seed=(seed + row) % 2**63)
+                for _ in self.start_row(row, prompts[row], own):
+                    pass
+            else:
+                self.stop_row(row)
 
     # Streams ------------------------------------------------------------------------------------
 
@@ -326,9 +406,8 @@ class Session:
 
         def launch() -> Callable[[], list[int]]:
             step()
-            self.cached = [
-                n + 1 if ids else 0 for n, ids in zip(self.cached, self.ids, strict=True)
-            ]
+            for row in range(len(prompts)):
+                self.cached[row] += 1
             return self.read_tokens()
 
         for left in reversed(range(max_new_tokens)):

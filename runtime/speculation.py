@@ -18,13 +18,26 @@ from torch import Tensor
 
 from model import Chunk, ModelArgs, Transformer
 from runtime.runner import CompiledRunner
-from runtime.sampling import NOT_FINITE, NotFiniteError, Sampling, rank_candidates, sample, step_to
+from runtime.sampling import (
+    NOT_FINITE,
+    NotFiniteError,
+    Sampling,
+    StepState,
+    exponential,
+    rank_candidates,
+    sample,
+    step_to,
+    uniform,
+)
 from runtime.sequence_state import truncate_all
 from runtime.session import SPARE, Session, read_later
 
 DRAFT_TOKENS = 4
 MAX_DRAFT_TOKENS = SPARE - 1  # every session's cache has SPARE positions past its last token
 NGRAM = 3  # longest run of last tokens that is looked up
+# Streams of random numbers beside that of plain steps: if a draft and its verification shared one,
+# the output would have another distribution.
+DRAFT_STREAM, ACCEPT_STREAM = 1, 2
 
 
 def check_drafting(draft_tokens: int, args: ModelArgs, draft: ModelArgs | None) -> None:
@@ -38,47 +51,39 @@ def check_drafting(draft_tokens: int, args: ModelArgs, draft: ModelArgs | None) 
         )
 
 
-def verify_greedy(
-    logits: Tensor, token: Tensor, drafts: Tensor, controls: Tensor, seen: Tensor
-) -> Tensor:
+def verify_greedy(logits: Tensor, drafts: Tensor, state: StepState) -> Tensor:
     """Return the accepted drafts, the model's own next token, and their number: int64 [N + 2].
 
-    logits fp32 [N + 1, V] after `token` [1, 1] and after each of `drafts` [1, N]; controls and seen
-    [1, V] are those of `sampling.shortlist`. Places after the model's own token repeat it. It is
-    NOT_FINITE if its logits are.
+    logits fp32 [N + 1, V] after the state's token and after each of `drafts` [1, N]. Places after
+    the model's own token repeat it. It is NOT_FINITE if its logits are.
     """
-    seen = seen_by_row(token, drafts, seen)
-    tokens = sample(logits, controls, seen, None)
+    seen = seen_by_row(state.token, drafts, state.seen)
+    tokens = sample(logits, state.controls, seen, None)
     good = tokens[: drafts.shape[1]] == drafts.T
     count = good.flatten().long().cumprod(dim=0).sum().view(1)
     return pack_result(drafts, count, tokens.index_select(0, count))
 
 
 def verify_sampled(
-    logits: Tensor,
-    token: Tensor,
-    drafts: Tensor,
-    q: Tensor | None,
-    controls: Tensor,
-    seen: Tensor,
-    noise: Tensor,
-    uniform: Tensor,
+    logits: Tensor, drafts: Tensor, q: Tensor | None, state: StepState, candidates: int
 ) -> Tensor:
     """`verify_greedy` for sampling. Drafts were drawn from q fp32 [N, V] (None: they were certain).
 
-    noise [1, C]: standard exponential; uniform [N, 1]: from [0, 1). Draft d is accepted with
-    probability min(1, p(d) / q(d)); after the first refusal, the token is drawn from max(p - q,
-    0), normalized. Together that is a draw from p (Leviathan et al. 2023, algorithm 1 and
-    appendix A.1).
+    Draft d is accepted with probability min(1, p(d) / q(d)); after the first refusal, the token is
+    drawn from max(p - q, 0), normalized. Together that is a draw from p (Leviathan et al. 2023,
+    algorithm 1 and appendix A.1). Two passes never begin at the same position, so their random
+    numbers differ.
     """
-    N = drafts.shape[1]
-    seen = seen_by_row(token, drafts, seen)
-    tokens, weights, finite = rank_candidates(logits, controls, seen, noise.shape[-1])
+    N, keys = drafts.shape[1], (state.seeds, state.position)
+    noise = exponential(*keys, candidates)
+    chances = uniform(*keys, N, ACCEPT_STREAM).T
+    seen = seen_by_row(state.token, drafts, state.seen)
+    tokens, weights, finite = rank_candidates(logits, state.controls, seen, candidates)
     p, is_draft = weights / weights.sum(dim=-1, keepdim=True), tokens[:N] == drafts.T
     p_draft = torch.where(is_draft, p[:N], 0.0).sum(dim=-1, keepdim=True)
     # NOT_FINITE is no index. A draft that is NOT_FINITE is refused, since no token equals it.
     q_draft = 1.0 if q is None else q.gather(1, drafts.T.clamp(min=0))
-    good = (uniform * q_draft < p_draft) & finite[:N]
+    good = (chances * q_draft < p_draft) & finite[:N]
     q_tokens = is_draft.float() if q is None else q.gather(1, tokens[:N])
     left = (p[:N] - q_tokens).clamp(min=0.0)
     p = torch.cat((left, p[N:]))
@@ -104,23 +109,17 @@ def pack_result(drafts: Tensor, count: Tensor, own: Tensor) -> Tensor:
     return torch.cat((tokens, count + 1))
 
 
-def draw_with_probabilities(
-    token: Tensor,
-    position: Tensor,
-    seen: Tensor,
-    logits: Tensor,
-    controls: Tensor,
-    noise: Tensor,
-) -> Tensor:
+def draw_with_probabilities(state: StepState, logits: Tensor, count: int) -> Tensor:
     """Sample and step as a session does; return the probability of each token, fp32 [1, V].
 
     If the logits are not finite, all are 0, so that verification draws from the model's own.
     """
-    tokens, weights, finite = rank_candidates(logits, controls, seen, noise.shape[-1])
+    tokens, weights, finite = rank_candidates(logits, state.controls, state.seen, count)
     probabilities = torch.where(finite, weights / weights.sum(dim=-1, keepdim=True), 0.0)
     q = torch.zeros_like(logits).scatter(1, tokens, probabilities)
+    noise = exponential(state.seeds, state.position, count, DRAFT_STREAM)
     chosen = tokens.gather(1, (weights / noise).argmax(dim=-1, keepdim=True))
-    step_to(token, position, seen, torch.where(finite, chosen, NOT_FINITE))
+    step_to(state, torch.where(finite, chosen, NOT_FINITE))
     return q
 
 
@@ -174,16 +173,12 @@ class LookupDrafter:
 
 
 class DraftModel(Session):
-    """Drafts by a smaller model, sampled as the target's tokens are, from the target's generator.
-
-    One generator for both: the same seed in two would make drafts and verification dependent, and
-    the output would have another distribution.
-    """
+    """Drafts by a smaller model, sampled as the target's tokens are, with noise of its own."""
 
     def __init__(self, model: Transformer, target: Session, count: int):
         options = replace(target.options, runner_class=CompiledRunner, sample_rule=sample)
         super().__init__(model, target.max_seq_len, options)
-        self.target, self.generator = target, target.generator
+        self.target = target
         self.draw = draw_with_probabilities
         if target.compiled:
             self.draw = torch.compile(self.draw, fullgraph=True, dynamic=False)
@@ -193,21 +188,18 @@ class DraftModel(Session):
         self.drafts, self.q = self.chosen[:, :count], self.probabilities[:count]
         self.place = torch.zeros(1, dtype=torch.int64, device=self.device)
 
-    def choose_tokens(self, logits: Tensor, candidates: int) -> None:
+    def choose_tokens(self, state: StepState, logits: Tensor, candidates: int) -> None:
         """Choose as a session does; store the token as the next draft, with its probabilities."""
         if candidates:
-            noise = torch.empty(1, candidates, device=self.device)
-            noise.exponential_(generator=self.generator)
-            state = self.token, self.position, self.seen
-            q = self.draw(*state, logits, self.controls, noise)
+            q = self.draw(state, logits, candidates)
             self.probabilities.index_copy_(0, self.place, q)
         else:
-            super().choose_tokens(logits, 0)
-        self.chosen.index_copy_(1, self.place, self.token)
+            super().choose_tokens(state, logits, 0)
+        self.chosen.index_copy_(1, self.place, state.token)
         self.place.add_(1).remainder_(self.chosen.shape[1])
 
     def start_prompt(self, ids: Sequence[int], sampling: Sampling) -> None:
-        """Prefill the prompt, before the target draws from the generator."""
+        """Prefill the prompt."""
         self.check_prompts([ids], 0)
         self.step = self.warm_up(self.candidates(sampling))
         self.start_prompts([ids], sampling)
@@ -217,9 +209,10 @@ class DraftModel(Session):
         self.ids[0], known = self.target.ids[0], self.target.cached[0]
         kept = truncate_all(self.states, 0, known)
         if kept < known:  # a recurrent state is back at a snapshot
-            self.prefill(0, self.ids[0][kept:known], kept)
-        for name in ("token", "position", "seen"):
-            getattr(self, name).copy_(getattr(self.target, name))
+            for _ in self.prefill(0, self.ids[0][kept:known], kept):
+                pass
+        for own, other in zip(self.state, self.target.state, strict=True):
+            own.copy_(other)
         self.place.zero_()
         for n in range(self.chosen.shape[1]):
             self.cached[0] = known + n
@@ -285,11 +278,6 @@ class Speculation:
     def verify(self, candidates: int) -> None:
         """One step: run the last token and its drafts at `position`, write `result`."""
         session, drafts = self.session, self.drafter.drafts
-        noise = uniform = None
-        if candidates:  # draw before the pass, in one fixed order, so that a seed repeats the text
-            device, generator = session.device, session.generator
-            noise = torch.empty(1, candidates, device=device).exponential_(generator=generator)
-            uniform = torch.rand(self.count, 1, device=device, generator=generator)
         if session.compiled:
             span = session.position + self.offsets
         else:  # read the part of the cache in use, as `Session.decode` does
@@ -298,12 +286,10 @@ class Speculation:
         last = torch.where(session.last < 0, session.last, self.count)
         runner = session.runner
         logits = session.model(tokens, span, last, all_positions=True, runner=runner)[0]
-        state = session.controls, session.seen
         if candidates:
-            q = self.drafter.q
-            result = self.verify_sampled(logits, session.token, drafts, q, *state, noise, uniform)
+            result = self.verify_sampled(logits, drafts, self.drafter.q, session.state, candidates)
         else:
-            result = self.verify_greedy(logits, session.token, drafts, *state)
+            result = self.verify_greedy(logits, drafts, session.state)
         self.result.copy_(result)
         for layer in session.states:
             layer.accept(self.result[-1:])
@@ -318,7 +304,7 @@ class Speculation:
             self.verify(candidates)
 
         if candidates not in self.steps:
-            self.steps[candidates] = self.session.capture(step, self.count + 1)
+            self.steps[candidates] = self.session.capture(step, self.count + 1, self.count + 1)
         return self.steps[candidates]
 
     def stream_all(

@@ -171,7 +171,7 @@ def early_reader(args: ModelArgs):
 def sampling(args: ModelArgs):
     """The choice of a token."""
     V = args.vocab_size
-    logits, controls = fake_empty(1, V, dtype=torch.float32), fake_empty(5, dtype=torch.float32)
+    logits, controls = fake_empty(1, V, dtype=torch.float32), fake_empty(1, 5, dtype=torch.float32)
     noise = fake_empty(1, MAX_CANDIDATES, dtype=torch.float32)
     return sample, (logits, controls, fake_empty(1, V, dtype=torch.bool), noise)
 

@@ -78,7 +78,7 @@ def test_a_row_without_a_finite_maximum_gives_no_token(monkeypatch, greedy, rank
     logits = torch.cat((logits, torch.full((1, 4000), -INF), torch.full((1, 4000), NAN)))
     seen = torch.zeros(logits.shape, dtype=torch.bool)
     seen[:, 5:10] = True
-    controls = Sampling(repetition_penalty=1.3).controls(4000)
+    controls = Sampling(repetition_penalty=1.3).controls(4000)[None]
     noise = None if greedy else torch.ones(len(logits), 256)
     tokens = sample(logits, controls, seen, noise).flatten().tolist()
     assert [token == NOT_FINITE for token in tokens] == [True, True, False, False, True, True, True]
@@ -87,13 +87,13 @@ def test_a_row_without_a_finite_maximum_gives_no_token(monkeypatch, greedy, rank
 
 def test_a_rule_of_shortlist_gives_no_token():
     seen = torch.zeros(2, 4000, dtype=torch.bool)
-    tokens, _ = shortlist(rows({7: NAN}, {}), Sampling().controls(4000), seen, 256)
+    tokens, _ = shortlist(rows({7: NAN}, {}), Sampling().controls(4000)[None], seen, 256)
     assert (tokens[0] == NOT_FINITE).all() and (tokens[1] >= 0).all()
 
 
 def test_a_tiny_temperature_is_no_damage():
     logits, seen = rows({7: 90.0}), torch.zeros(1, 4000, dtype=torch.bool)
-    controls = Sampling(temperature=1e-38).controls(4000)
+    controls = Sampling(temperature=1e-38).controls(4000)[None]
     assert sample(logits, controls, seen, torch.ones(1, 256)).item() == 7
 
 
@@ -102,7 +102,7 @@ def test_finite_logits_give_the_tokens_of_plain_torch(settings):
     logits, generator = rows(*[{}] * 32), torch.Generator().manual_seed(1)
     seen = torch.rand(logits.shape, generator=generator) < 0.1
     noise = torch.empty(32, settings.candidates(4000)).exponential_(generator=generator)
-    tokens = sample(logits, settings.controls(4000), seen, noise if noise.numel() else None)
+    tokens = sample(logits, settings.controls(4000)[None], seen, noise if noise.numel() else None)
     scaled = torch.where(logits > 0, logits / settings.repetition_penalty, logits)
     scaled = torch.where(logits > 0, scaled, logits * settings.repetition_penalty)
     scaled = torch.where(seen, scaled, logits)
@@ -149,8 +149,8 @@ def test_an_idle_row_does_not_stop_a_batch(model):
     session = Session(model, 64, SessionOptions(batch=2))
     decode = session.decode
 
-    def decode_with_damage(candidates: int) -> None:
-        decode(candidates)
+    def decode_with_damage(*args: int) -> None:
+        decode(*args)
         session.token[1] = NOT_FINITE
 
     session.decode = decode_with_damage

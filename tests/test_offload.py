@@ -557,7 +557,7 @@ def test_a_captured_step_is_split_where_the_host_takes_part(make, monkeypatch):
     model = load(make("fp32"), OffloadSettings(E, driver="host"))
     model.setup_cache(1, 64)
     step = partial(model, torch.tensor([[4]]), torch.tensor([[0]]), runner=OffloadRunner(model))
-    with CapturedStep(torch.Generator()) as captured:
+    with CapturedStep() as captured:
         step()
     assert expert_counters(model)[0]["hits"] == 0 and CapturedStep.current is None
     assert log == ["begin", "end"] * (len(LAYERS) + 1)

@@ -260,9 +260,9 @@ def test_an_incomplete_character_is_held_back(running):
     assert len(list(running.tokenizer.encode("é€", bos=False))) > 2
     choose_tokens = running.session.choose_tokens
 
-    def forced(logits, candidates):
-        choose_tokens(logits, candidates)
-        running.session.token.fill_(next(ids))
+    def forced(state, *rest):
+        choose_tokens(state, *rest)
+        state.token.fill_(next(ids))
 
     running.session.choose_tokens = forced
     try:
@@ -279,9 +279,9 @@ def test_reasoning_is_sent_apart(directory, tmp_path):
     running = Running(model)
     choose_tokens = running.session.choose_tokens
 
-    def forced(logits, candidates):
-        choose_tokens(logits, candidates)
-        running.session.token.fill_(next(ids))
+    def forced(state, *rest):
+        choose_tokens(state, *rest)
+        state.token.fill_(next(ids))
 
     running.session.choose_tokens = forced
     text = "so é </th </think>\nYes."

@@ -70,7 +70,7 @@ def draw(logits, count, *, k, temperature=1.0, top_p=2.0, min_p=0.0, penalty=1.0
     generator = torch.Generator().manual_seed(0)
     noise = torch.empty(count, len(logits)).exponential_(generator=generator)
     seen = torch.zeros_like(rows, dtype=torch.bool) if seen is None else seen.expand(count, -1)
-    controls = torch.tensor([temperature, k, top_p, min_p, penalty])
+    controls = torch.tensor([[temperature, k, top_p, min_p, penalty]])
     return sample(rows, controls, seen, noise).squeeze(1)
 
 
@@ -124,9 +124,9 @@ def test_largest_by_rank_agrees_with_topk(data, count, rows):
 
 def test_greedy_takes_the_likeliest_after_the_penalty():
     logits, seen = torch.tensor([[1.0, 3.0, 2.5]]), torch.tensor([[False, True, False]])
-    controls = torch.tensor([1.0, 1.0, 2.0, 0.0, 1.0])
+    controls = torch.tensor([[1.0, 1.0, 2.0, 0.0, 1.0]])
     assert sample(logits, controls, seen, None).tolist() == [[1]]
-    controls[4] = 2.0
+    controls[0, 4] = 2.0
     assert sample(logits, controls, seen, None).tolist() == [[2]]
 
 
@@ -181,9 +181,9 @@ def test_a_cached_prefix_is_not_recomputed(model, taken):
     stream.close()
     prefilled = []
 
-    def prefill(row, part, start):
+    def prefill(row, part, start, chunk):
         prefilled.append((len(part), start))
-        return Session.prefill(session, row, part, start)
+        return Session.prefill(session, row, part, start, chunk)
 
     session.prefill = prefill
     again = list(session.stream(ids, 12, GREEDY))
@@ -242,9 +242,9 @@ def test_a_batch_continues_from_its_cache(model):
     stream.close()
     more = [[*ids, *answer, 7] for ids, answer in zip(PROMPTS, answers, strict=False)]
 
-    def prefill(row, part, start):
+    def prefill(row, part, start, chunk):
         computed.append(len(part))
-        return Session.prefill(session, row, part, start)
+        return Session.prefill(session, row, part, start, chunk)
 
     session.prefill = prefill
     continued = list(zip(*session.stream_all(more, 6, GREEDY), strict=True))
@@ -354,9 +354,9 @@ def test_a_token_is_yielded_before_the_next_step_begins(model):
     session, steps = Session(model, 64), []
     decode = session.decode
 
-    def count_step(candidates):
+    def count_step(*args):
         steps.append(1)
-        decode(candidates)
+        decode(*args)
 
     session.decode = count_step
     stream = session.stream(PROMPT, 5, GREEDY)
@@ -436,7 +436,7 @@ def test_a_repeated_call_is_captured(monkeypatch):
     log = []
 
     class FakeCapture:
-        def __init__(self, generator, pool):
+        def __init__(self, pool):
             log.append("capture")
 
         def __enter__(self):
@@ -454,7 +454,7 @@ def test_a_repeated_call_is_captured(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(graphs, "CapturedStep", FakeCapture)
-    cache = graphs.GraphCache(torch.Generator())
+    cache = graphs.GraphCache()
     x = [torch.full((2,), float(n)) for n in range(4)]
     assert cache("a", double, x[0])[0].tolist() == [0, 0] and log == [x[0]]
     # The fake replay leaves the result of the capture.

@@ -18,7 +18,8 @@ from torch._dynamo.utils import counters
 import generate
 from generate import load_model, main
 from model import ModelArgs, Transformer
-from runtime.sampling import Sampling, sample
+from runtime import speculation as speculation_module
+from runtime.sampling import Sampling, StepState, exponential, sample
 from runtime.session import Session, SessionOptions
 from runtime.speculation import NGRAM, DraftModel, LookupDrafter, Speculation, verify_sampled
 
@@ -312,7 +313,7 @@ SETTINGS = (
 @pytest.mark.parametrize("sampling", SETTINGS, ids=str)
 @pytest.mark.parametrize("source", ("certain", "drawn"))
 @pytest.mark.parametrize("rule", ("right", "accept all", "no residual"))
-def test_verified_tokens_have_the_models_distribution(sampling, source, rule):
+def test_verified_tokens_have_the_models_distribution(sampling, source, rule, monkeypatch):
     """3000 verifications of 2 drafts; wrong rules fail."""
     V, N, total = 12, 2, 3000
     generator = torch.Generator().manual_seed(5)
@@ -320,33 +321,32 @@ def test_verified_tokens_have_the_models_distribution(sampling, source, rule):
     q = (logits[:N] / 2 + torch.randn(N, V, generator=generator)).softmax(-1)
     seen, token = torch.zeros(1, V, dtype=torch.bool), torch.tensor([[3]])
     seen[0, [3, 5]] = True
-    controls = torch.tensor(
-        [
-            sampling.temperature,
-            sampling.top_k,
-            min(2.0, sampling.top_p),
-            sampling.min_p,
-            sampling.repetition_penalty,
-        ]
+    state = StepState(
+        token,
+        torch.zeros(1, 1, dtype=torch.int64),
+        torch.zeros(1, dtype=torch.int64),
+        seen,
+        sampling.controls(V)[None],
+        torch.tensor([11]),
     )
     best = probabilities(logits[0], sampling, [3, 5]).argsort(descending=True)
     first, second = Counter(), {}
-    for _ in range(total):
+    for n in range(total):
+        state.position.fill_(n)
         if source == "drawn":
             drafts = torch.multinomial(q, 1, generator=generator).T
         else:  # the second likeliest, then any
             drafts = best[None, 1 : N + 1]
-        noise = torch.empty(1, V).exponential_(generator=generator)
-        uniform = torch.rand(N, 1, generator=generator)
         given = q if source == "drawn" else None
         if rule == "accept all":
-            uniform.zero_()
-        out = verify_sampled(logits, token, drafts, given, controls, seen, noise, uniform)
+            monkeypatch.setattr(speculation_module, "uniform", lambda *_: torch.zeros(1, N))
+        out = verify_sampled(logits, drafts, given, state, V)
         *tokens, count = out.tolist()
         assert len(tokens) == N + 1 and 1 <= count <= N + 1
         assert len(set(tokens[count - 1 :])) == 1
         if rule == "no residual" and count == 1:  # after a refusal, draw from p
-            tokens[0] = sample(logits[:1], controls, seen, noise).item()
+            noise = exponential(state.seeds, state.position, V)
+            tokens[0] = sample(logits[:1], state.controls, seen, noise).item()
         first[tokens[0]] += 1
         if count > 1:
             second.setdefault(tokens[0], Counter())[tokens[1]] += 1
@@ -418,13 +418,6 @@ def test_drafts_of_a_twin_are_always_accepted(make):
     assert len(list(speculation.stream(PROMPT, 61, sampling))) == 61
     counts = {"passes": 12, "drafted": 48, "accepted": 48, "tokens_per_pass": 5.0}
     assert speculation.statistics() == counts
-
-
-def test_a_draft_model_draws_from_its_targets_generator(make):
-    """Two generators of one seed would make a draft and its verification dependent."""
-    speculation = make("twin", 2)
-    assert isinstance(speculation.drafter, DraftModel)
-    assert speculation.drafter.generator is speculation.session.generator
 
 
 # Compiled -----------------------------------------------------------------------------------------

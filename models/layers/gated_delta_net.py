@@ -81,7 +81,10 @@ class DeltaState(nn.Module):
         self.snapshots: list[dict[int, tuple[Tensor, Tensor]]] = [{} for _ in range(batch)]
 
     def append(self, values: DeltaInputs, context: Context) -> Tensor:
-        """Take in the call's real tokens; return what they read from the state, [B, Q, H, Cv]."""
+        """Take in the call's real tokens; return what they read from the state, [B, Q, H, Cv].
+
+        Fewer sequences than there are rows are the first ones.
+        """
         x, g, beta, weight = values
         B, Q, _ = x.shape
         row = None if context.chunk is None else context.chunk.row
@@ -92,7 +95,7 @@ class DeltaState(nn.Module):
         real = (torch.arange(Q, device=x.device) < count.unsqueeze(1)).unsqueeze(-1)
         g, beta = torch.where(real, g, 0.0), torch.where(real, beta, 0.0)  # padding does nothing
         is_step = Q == 1 and row is None
-        window, state = (t if is_step else t[rows] for t in (self.window, self.state))
+        window, state = (t[:B] if is_step else t[rows] for t in (self.window, self.state))
         y, inputs = causal_conv_silu(x, window, weight), torch.cat((window, x), dim=1)
         q, k, v = self.sizes.heads(y)
         if Q == 1:
@@ -110,20 +113,21 @@ class DeltaState(nn.Module):
         for name, value in new.items():
             buffer = getattr(self, name)
             if row is None:
-                buffer.copy_(value)
+                buffer[:B].copy_(value)
             else:
                 buffer.index_copy_(0, row, value)
         return out
 
     def accept(self, counts: Tensor) -> None:
         """Keep the first counts [B] of each row's tokens in the last call of several tokens."""
-        counts = torch.minimum(counts, self.count)
+        B = len(counts)
+        counts = torch.minimum(counts, self.count[:B])
         index = torch.arange(MAX_TENTATIVE, device=counts.device)
         kept = (index < counts.unsqueeze(1)).unsqueeze(-1)
-        g, beta = torch.where(kept, self.g, 0.0), torch.where(kept, self.beta, 0.0)
-        q, k, v = self.sizes.heads(self.convolved)
-        self.state.copy_(gated_delta_chunk(q, k, v, g, beta, self.before)[1])
-        self.window.copy_(last_inputs(self.inputs, counts, self.sizes.width - 1))
+        g, beta = torch.where(kept, self.g[:B], 0.0), torch.where(kept, self.beta[:B], 0.0)
+        q, k, v = self.sizes.heads(self.convolved[:B])
+        self.state[:B].copy_(gated_delta_chunk(q, k, v, g, beta, self.before[:B])[1])
+        self.window[:B].copy_(last_inputs(self.inputs[:B], counts, self.sizes.width - 1))
 
     def truncate(self, row: int, length: int) -> int:
         """Go back to the row's latest snapshot of at most `length` tokens; return its length."""
@@ -148,11 +152,24 @@ class DeltaState(nn.Module):
         if len(taken) > MAX_SNAPSHOTS:
             del taken[sorted(taken)[1]]
 
-    def reset(self) -> None:
-        """Forget all sequences and snapshots."""
+    def copy_row(self, source: int, target: int, length: int) -> None:
+        """Make a row equal to another. The two share snapshots, which never change."""
         for buffer in self.buffers():
-            buffer.zero_()
-        self.snapshots = [{} for _ in self.snapshots]
+            buffer[target].copy_(buffer[source])
+        self.snapshots[target] = dict(self.snapshots[source])
+
+    def swap_rows(self, a: int, b: int, length: int) -> None:
+        """Exchange two rows."""
+        for buffer in self.buffers():
+            buffer[[a, b]] = buffer[[b, a]]
+        self.snapshots[a], self.snapshots[b] = self.snapshots[b], self.snapshots[a]
+
+    def reset(self, row: int | None = None) -> None:
+        """Forget a row's sequence and snapshots, or all."""
+        for buffer in self.buffers():
+            (buffer if row is None else buffer[row]).zero_()
+        for taken in self.snapshots if row is None else [self.snapshots[row]]:
+            taken.clear()
 
     @property
     def nbytes(self) -> int:
