@@ -340,7 +340,7 @@ class KVCache(nn.Module):
         self.register_buffer("kv", kv, persistent=False)
 
     def append(self, kv: Tensor, context: Context) -> tuple[Tensor, ...]:
-        """Write keys and values [B, Q, 2, K, C]; return all keys, all values [B, K, S, C].
+        """Write keys and values [B, Q, 2, K, C]; return keys and values [B, K, S, C] of the mask.
 
         Fewer sequences than the cache has rows are its first. A chunk gets the keys and values of
         its own sequence up to its end, [K, end, C] each.
@@ -348,7 +348,8 @@ class KVCache(nn.Module):
         if context.chunk is None:
             rows = torch.arange(kv.shape[0], device=kv.device)
             self.kv[:, rows.unsqueeze(1), :, context.positions] = kv
-            return self.kv[:, : kv.shape[0]].unbind()
+            length = next(iter(context.masks.values())).bias.shape[-1]
+            return self.kv[:, : kv.shape[0], :, :length].unbind()
         row, end = context.chunk
         self.kv[:, row, :, torch.arange(end - kv.shape[1], end, device=kv.device)] = kv[0]
         live = self.kv[:, :, :, :end]
@@ -587,6 +588,8 @@ class Transformer(nn.Module):
     def mask(self, positions: Tensor, window: int | None) -> Mask:
         """Return the mask of queries at positions [B, Q]. window: of sliding attention, or None."""
         length, blocks = self.rope_table.shape[0], None
+        if positions.device.type == "cpu" and not torch.compiler.is_compiling():
+            length = int(positions.max()) + 1  # the host knows how much of the cache is in use
         long = length > SHORT_CACHE and length % BLOCK == 0
         if long and positions.is_cuda and torch.compiler.is_compiling():
             blocks = blocks_in_use(positions, length, window)

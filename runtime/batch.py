@@ -11,7 +11,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from runtime.sampling import NOT_FINITE, Sampling
+import torch
+
+from runtime.logit_edits import ALL, Constraint
+from runtime.sampling import NOT_FINITE, NotFiniteError, Sampling
 from runtime.session import Details, Session, common_prefix
 
 STEP_SIZES = (1, 2, 4, 8)  # rows of a compiled step; above that, multiples of the last
@@ -20,7 +23,7 @@ SHARED_CHUNK = 512
 
 
 def step_sizes(max_batch: int) -> list[int]:
-    """Return the sizes of steps for up to `max_batch` sequences."""
+    """Return the sizes of compiled steps for up to `max_batch` sequences."""
     largest = STEP_SIZES[-1]
     sizes = [*STEP_SIZES, *range(2 * largest, max_batch + largest, largest)]
     return sorted({min(size, max_batch) for size in sizes})
@@ -33,17 +36,23 @@ class Running:
     ids: list[int]  # of the prompt
     tokens_left: int  # that no step has computed yet
     sampling: Sampling
-    watch: bool  # report each token's Details
+    watch: bool = False  # report each token's Details
+    constraint: Constraint | None = None
     row: int | None = None  # None: no row yet, or none any more
     cached_tokens: int = 0  # of the prompt, found in a row
 
+    @property
+    def edited(self) -> bool:
+        return self.constraint is not None or self.sampling.edits_logits
+
 
 class NewToken(NamedTuple):
-    """A sequence's next token; NOT_FINITE if its logits are not finite, which ends it."""
+    """A sequence's next token, or the error that has ended it."""
 
     sequence: Running
     token: int
     details: Details | None
+    error: ValueError | None = None
 
 
 class Launched(NamedTuple):
@@ -51,7 +60,6 @@ class Launched(NamedTuple):
 
     sequences: dict[int, Running]
     read: Callable[[], list[int]]
-    watch: bool
 
 
 class Batch:
@@ -59,15 +67,24 @@ class Batch:
 
     def __init__(self, session: Session, max_batch: int | None = None):
         self.session, self.max_batch = session, max_batch or session.batch
-        self.sizes = step_sizes(self.max_batch)
-        self.waiting: deque[Running] = deque()
-        self.prefilling: tuple[Running, Iterator[None]] | None = None
-        self.rows: list[Running | None] = [None] * session.batch
-        self.last_used = [0] * session.batch  # `clock` when a row's sequence began
-        self.clock = 0
-        self.launched: list[Launched] = []
+        # Eager steps need no padding.
+        sizes = step_sizes if session.compiled else (lambda largest: range(1, largest + 1))
+        self.sizes = list(sizes(self.max_batch))
+        words = session.edits.allowed.shape
+        self.masks = torch.full(words, ALL, dtype=torch.int32, pin_memory=session.captured)
+        session.before_edit = self.write_masks
         # If a step needs the host, the next one would delay the tokens of this one.
         self.overlaps = session.captured and not session.runner.needs_host
+        self.last_used, self.clock = [0] * session.batch, 0  # `clock` when a row's sequence began
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop all sequences."""
+        self.waiting: deque[Running] = deque()
+        self.prefilling: tuple[Running, Iterator[None]] | None = None
+        self.rows: list[Running | None] = [None] * self.session.batch
+        self.in_flight: list[Launched] = []
+        self.arrived: list[NewToken] = []
 
     @property
     def count(self) -> int:
@@ -75,30 +92,47 @@ class Batch:
         return len(self.waiting) + sum(1 for sequence in self.rows if sequence)
 
     def prepare(self) -> None:
-        """Compile and capture the usual steps: greedy or sampled, with and without Details."""
+        """Compile and capture all steps: of each size, greedy or sampled, watched, edited."""
+        session = self.session
+        if not session.compiled:
+            return
         for size in self.sizes:
-            for watch in (False, True):
-                for temperature in (0.0, 1.0):
-                    self.session.watch = watch
-                    self.session.warm_up(self.session.candidates(Sampling(temperature)), size)
-        self.session.watch = False
+            for session.watch in (False, True):
+                for session.edited in (False, True):
+                    for temperature in (0.0, 1.0):
+                        session.warm_up(session.candidates(Sampling(temperature)), size)
+        session.watch = session.edited = False
+        for sampling in (Sampling(0.0), Sampling(1.0), Sampling(0.0, frequency_penalty=1.0)):
+            self.start([0], 1, sampling)  # the token after a prompt is chosen by code of its own
+            while self.count:
+                self.prefill()
+                for token in self.step():
+                    if not token.sequence.tokens_left:
+                        self.end(token.sequence)
+        session.reset()
 
     def start(
-        self, ids: Sequence[int], max_new_tokens: int, sampling: Sampling, watch: bool = False
+        self,
+        ids: Sequence[int],
+        max_new_tokens: int,
+        sampling: Sampling,
+        watch: bool = False,
+        constraint: Constraint | None = None,
     ) -> Running:
         """Add a sequence, whose tokens come from `step`. Raises ValueError as `check_prompts`.
 
-        Sequences above `max_batch` wait for others to end.
+        Sequences above `max_batch` wait for others to end. constraint: the grammar to follow.
         """
         self.session.check_prompts([ids], max_new_tokens)
-        sequence = Running(list(ids), max_new_tokens, sampling, watch)
+        sequence = Running(list(ids), max_new_tokens, sampling, watch, constraint)
         self.waiting.append(sequence)
         return sequence
 
     def end(self, sequence: Running) -> None:
         """End a sequence. Its row keeps the tokens, for a prompt that begins with them."""
         if sequence.row is None:
-            self.waiting.remove(sequence)
+            if sequence in self.waiting:
+                self.waiting.remove(sequence)
             return
         if self.prefilling and self.prefilling[0] is sequence:
             self.prefilling = None
@@ -106,30 +140,32 @@ class Batch:
         self.rows[sequence.row] = sequence.row = None
 
     def step(self) -> list[NewToken]:
-        """Prefill waiting prompts, decode one token of each sequence, return tokens that arrived.
+        """Decode one token of each sequence whose prompt is done; return tokens that arrived.
 
         On a GPU the tokens of this step are still in flight; those of the step before are returned.
         """
-        self.prefill()
-        arrived, self.launched = self.launched, []
-        self.launch()
+        launched = self.launch()
+        self.receive()
+        if launched:
+            self.in_flight.append(launched)
         if not self.overlaps:
-            arrived, self.launched = arrived + self.launched, []
-        return [token for launched in arrived for token in self.collect(launched)]
+            self.receive()
+        arrived, self.arrived = self.arrived, []
+        return arrived
 
     # Prompts ------------------------------------------------------------------------------------
 
     def prefill(self) -> None:
-        """Run prompts until SHARED_CHUNK tokens are done."""
+        """Run waiting prompts until SHARED_CHUNK tokens are done."""
         session, budget = self.session, SHARED_CHUNK
         while budget > 0 and (self.prefilling or self.admit()):
             sequence, chunks = self.prefilling
             done, session.watch = session.cached[sequence.row], sequence.watch
-            if next(chunks, self) is self:
+            is_done = next(chunks, self) is self
+            budget -= session.cached[sequence.row] - done
+            if is_done:
                 self.prefilling = None
-                self.expect_tokens({sequence.row: sequence})
-            if sequence.row is not None:
-                budget -= session.cached[sequence.row] - done
+                self.in_flight.append(self.expect_tokens({sequence.row: sequence}))
 
     def admit(self) -> bool:
         """Give the next waiting sequence a row, and begin its prompt. False if none can run."""
@@ -138,11 +174,16 @@ class Batch:
             return False
         session, sequence = self.session, self.waiting.popleft()
         row = sequence.row = self.take_row(sequence.ids)
+        self.rows[row] = sequence
         chunk = session.options.prefill_chunk
         chunk = min(chunk, SHARED_CHUNK) if others else chunk
+        session.edited = sequence.edited
         chunks = session.start_row(row, sequence.ids, sequence.sampling, chunk)
+        if sequence.constraint:
+            sequence.constraint.mask(self.masks[row])
+            session.edits.allowed[row] = self.masks[row].to(session.device)
         sequence.cached_tokens = session.cached[row]
-        self.rows[row], self.prefilling = sequence, (sequence, chunks)
+        self.prefilling = sequence, chunks
         return True
 
     def take_row(self, ids: Sequence[int]) -> int:
@@ -176,12 +217,12 @@ class Batch:
             for rows in (self.rows, self.last_used):
                 rows[a], rows[b] = rows[b], rows[a]
             for row in (a, b):
-                if self.rows[row]:
-                    self.rows[row].row = row
+                if sequence := self.rows[row]:
+                    sequence.row = row
 
     # Steps --------------------------------------------------------------------------------------
 
-    def launch(self) -> None:
+    def launch(self) -> Launched | None:
         """Start a step of all sequences whose prompt is done, if there are any."""
         self.compact()
         busy = self.prefilling and self.prefilling[0]
@@ -191,15 +232,16 @@ class Batch:
             if sequence and sequence is not busy and sequence.tokens_left
         }
         if not decoding:
-            return
+            return None
         session = self.session
         size = next(size for size in self.sizes if size > max(decoding))
         candidates = max(session.candidates(sequence.sampling) for sequence in decoding.values())
         session.watch = any(sequence.watch for sequence in decoding.values())
+        session.edited = any(sequence.edited for sequence in decoding.values())
         session.warm_up(candidates, size)()
         for row in decoding:
             session.cached[row] += 1
-        self.expect_tokens(decoding)
+        return self.expect_tokens(decoding)
 
     def compact(self) -> None:
         """Move sequences to lower rows, so that a step is no larger than it has to be.
@@ -212,25 +254,54 @@ class Batch:
             if self.rows[row] and self.rows[row] is not busy and free < row:
                 self.swap(free, row)
 
-    def expect_tokens(self, sequences: dict[int, Running]) -> None:
+    def expect_tokens(self, sequences: dict[int, Running]) -> Launched:
         """Start to copy the rows' newest tokens to the host."""
-        self.launched.append(Launched(sequences, self.session.read_tokens(), self.session.watch))
+        launched = Launched(sequences, self.session.read_tokens())
         for row, sequence in sequences.items():
             sequence.tokens_left -= 1
             if not sequence.tokens_left:
                 self.session.stop_row(row)
+        return launched
 
-    def collect(self, launched: Launched) -> Iterator[NewToken]:
-        """Wait for a step's tokens; yield those of sequences that have not ended meanwhile."""
-        session, tokens = self.session, launched.read()
-        for row, sequence in launched.sequences.items():
-            if sequence.row is None:
-                continue
-            if tokens[row] == NOT_FINITE:
-                last = sequence.row
-                self.end(sequence)
-                session.reset(last)
-            else:
-                session.ids[sequence.row].append(tokens[row])
-            details = session.details[row] if launched.watch and sequence.watch else None
-            yield NewToken(sequence, tokens[row], details)
+    def receive(self) -> None:
+        """Wait for the tokens in flight; keep those of sequences that have not ended meanwhile."""
+        in_flight, self.in_flight = self.in_flight, []
+        for launched in in_flight:
+            tokens = launched.read()
+            for row, sequence in launched.sequences.items():
+                if sequence.row is not None:
+                    details = self.session.details[row] if sequence.watch else None
+                    error = self.take_token(sequence, tokens[row])
+                    self.arrived.append(NewToken(sequence, tokens[row], details, error))
+
+    def take_token(self, sequence: Running, token: int) -> ValueError | None:
+        """Add a token to its sequence; return the error if that ends it."""
+        if token == NOT_FINITE:
+            row = sequence.row
+            self.end(sequence)
+            self.session.reset(row)
+            return NotFiniteError()
+        self.session.ids[sequence.row].append(token)
+        try:
+            if sequence.constraint:
+                sequence.constraint.advance(token)
+        except ValueError as error:
+            self.end(sequence)
+            return error
+        return None
+
+    def write_masks(self) -> None:
+        """Copy to the device which tokens each row's grammar allows next."""
+        constrained = [sequence for sequence in self.rows if sequence and sequence.constraint]
+        if not constrained:
+            return
+        self.receive()  # a grammar needs the tokens so far
+        self.masks.fill_(ALL)
+        for sequence in constrained:
+            if sequence.row is not None:
+                try:
+                    sequence.constraint.mask(self.masks[sequence.row])
+                except ValueError as error:
+                    self.end(sequence)
+                    self.arrived.append(NewToken(sequence, NOT_FINITE, None, error))
+        self.session.edits.allowed.copy_(self.masks, non_blocking=True)

@@ -4,8 +4,8 @@ Each row of a batch has its own controls. Its noise is a function of its seed an
 position, so that its tokens depend neither on its neighbors nor on the device.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -41,6 +41,10 @@ class Sampling:
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     seed: int | None = None
+    # Of runtime/logit_edits.py. logit_bias: {token id: number added to its logit}.
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
 
     def __post_init__(self):
         limits = {
@@ -60,6 +64,11 @@ class Sampling:
         for name, (valid, rule) in limits.items():
             if not valid:
                 raise ValueError(f"--{name} {getattr(self, name)}: it must be {rule}")
+
+    @property
+    def edits_logits(self) -> bool:
+        """Whether steps need `edit_logits`."""
+        return bool(self.frequency_penalty or self.presence_penalty or self.logit_bias)
 
     def controls(self, vocab_size: int) -> Tensor:
         """Return the `controls` of `shortlist`, fp32 [5]."""
@@ -133,8 +142,9 @@ def shortlist(logits: Tensor, controls: Tensor, seen: Tensor, count: int) -> tup
     """logits fp32 [B, V] -> the `count` likeliest tokens and their weights fp32 [B, count].
 
     controls fp32 [B, 5], or [1, 5] for all rows: temperature, top_k, top_p, min_p, repetition
-    penalty (of tokens in `seen`, bool [B, V]). Weights are proportional to the probabilities; excluded tokens have 0. A row whose
-    largest logit is not finite has NOT_FINITE as every token, so that every rule chooses that.
+    penalty (of tokens in `seen`, bool [B, V]). Weights are proportional to the probabilities;
+    excluded tokens have 0. A row whose largest logit is not finite has NOT_FINITE as every token,
+    so that every rule chooses that.
     """
     tokens, weights, finite = rank_candidates(logits, controls, seen, count)
     return torch.where(finite, tokens, NOT_FINITE), weights

@@ -13,6 +13,7 @@ import secrets
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -22,7 +23,8 @@ from torch import Tensor
 from model import COUNTING_SORT_MAX_TOKENS, Chunk, KVCache, Runner, Transformer
 from ops.attention import BLOCK
 from ops.inductor import configure_inductor
-from runtime.graphs import CapturedStep, GraphCache
+from runtime.graphs import CapturedStep, GraphCache, run_on_host
+from runtime.logit_edits import EditState, edit_logits, make_edit_state, set_edits
 from runtime.runner import CompiledRunner, EagerRunner
 from runtime.sampling import (
     NOT_FINITE,
@@ -66,8 +68,8 @@ class Session:
     """`batch` sequences of up to `max_seq_len` tokens, prompt and answer together, on one device.
 
     The model owns the cache, so it serves only the newest session. If `watch` is set before a
-    stream starts, `details` holds each sequence's Details whenever tokens are yielded. A watched
-    step is compiled and captured separately, so that plain steps stay as fast.
+    stream starts, `details` holds each sequence's Details whenever tokens are yielded. A step that
+    is watched or edits the logits is captured separately, so that plain steps stay as fast.
     """
 
     def __init__(self, model: Transformer, max_seq_len: int, options: SessionOptions | None = None):
@@ -91,7 +93,7 @@ class Session:
         self.make_buffers()
         self.graphs = GraphCache() if captures_prompts else None
         self.pool = torch.cuda.graph_pool_handle() if self.captured else None  # of all steps
-        self.steps: dict[tuple[int, int, bool], Callable[[], None]] = {}
+        self.steps: dict[tuple[int, int, bool, bool], Callable[[], None]] = {}
         self.reset()
 
     def make_runners(self) -> None:
@@ -101,10 +103,10 @@ class Session:
         self.prefill_runner: Runner = EagerRunner(model)
         if self.options.compile_prefill:
             self.prefill_runner = runner_class(model, dynamic=True)
-        sample_step = make_sample_step(self.options.sample_rule)
+        self.sample_step, self.edit_step = make_sample_step(self.options.sample_rule), edit_logits
         if self.compiled:
-            sample_step = torch.compile(sample_step, fullgraph=True, dynamic=False)
-        self.sample_step = sample_step
+            whole = partial(torch.compile, fullgraph=True, dynamic=False)
+            self.sample_step, self.edit_step = whole(self.sample_step), whole(edit_logits)
 
     def make_buffers(self) -> None:
         """Allocate what a step reads and writes in place: a captured step needs fixed addresses."""
@@ -122,9 +124,15 @@ class Session:
 
         self.state = make_state(batch)
         self.token, self.position, self.last, self.seen, self.controls, self.seeds = self.state
+        self.edited = False  # steps edit the logits
+        self.edits = make_edit_state(batch, args.vocab_size, device)
+        self.row_is_edited = [False] * batch  # its edits may change something
+        self.before_edit: Callable[[], None] = lambda: None  # on the host: may write masks
         # A sequence's first token is sampled for one row. A view of it would recompile.
-        self.single = self.state if batch == 1 else make_state(1)
-        self.views = {batch: self.state}  # by number of rows
+        self.single = self.state, self.edits
+        if batch > 1:
+            self.single = make_state(1), make_edit_state(1, args.vocab_size, device)
+        self.views = {batch: (self.state, self.edits)}  # by number of rows
         self.rows = torch.arange(batch, device=device)
         sparse_layers = args.n_layer - len(set(args.dense_layers))
         self.routing_shape = 2, sparse_layers, args.n_active  # experts, then weights
@@ -133,11 +141,15 @@ class Session:
         self.watch, self.watched = False, torch.zeros(batch, width, device=device)
         self.details: list[Details] = []
 
-    def first_rows(self, size: int) -> StepState:
+    def first_rows(self, size: int) -> tuple[StepState, EditState]:
         """Return the state of the first rows: always the same tensors, as compiled code wants."""
         if size not in self.views:
-            self.views[size] = StepState(*(tensor[:size] for tensor in self.state))
+            self.views[size] = self.view_rows(0, size)
         return self.views[size]
+
+    def view_rows(self, start: int, end: int) -> tuple[StepState, EditState]:
+        state, edits = ([t[start:end] for t in part] for part in (self.state, self.edits))
+        return StepState(*state), EditState(*edits)
 
     def reset(self, row: int | None = None) -> None:
         """Forget the sequence of a row, or all."""
@@ -198,12 +210,16 @@ class Session:
 
     def decode(self, size: int, candidates: int) -> None:
         """One step of the first rows: run their tokens at `position`, choose the next ones."""
-        state = self.first_rows(size)
+        state, edits = self.first_rows(size)
         # Eager code reads only the part of the cache in use: of one sequence, the host knows it.
         as_chunk = not self.compiled and size == 1
         span = Chunk(self.rows[:1], self.cached[0] + 1) if as_chunk else state.position
         logits, *routing = self.run_model(state.token, span, state.last, self.runner)
-        self.choose_tokens(state, logits, candidates)
+        edited = logits
+        if self.edited:
+            run_on_host(lambda: self.before_edit())
+            edited = self.edit_step(edits, state, logits)
+        self.choose_tokens(state, edited, candidates)
         if self.watch:
             self.watched[:size].copy_(self.record_details(state.token, logits, routing))
 
@@ -212,7 +228,7 @@ class Session:
 
         size: its rows, the first ones; None: all.
         """
-        key = size or self.batch, candidates, self.watch
+        key = size or self.batch, candidates, self.watch, self.edited
         if key not in self.steps:
             self.steps[key] = self.capture(lambda: self.decode(*key[:2]), key[0])
         return self.steps[key]
@@ -226,6 +242,7 @@ class Session:
             torch.cuda.synchronize()  # a step in flight would move `position`
         if self.compiled:
             kept = [tensor.clone() for tensor in self.state]
+            before_edit, self.before_edit = self.before_edit, lambda: None
             with torch.cuda.stream(torch.cuda.Stream()) if self.captured else nullcontext():
                 for _ in range(2):
                     self.position.fill_(self.cache_len - ahead)  # no sequence reaches these
@@ -233,6 +250,7 @@ class Session:
                     step()
                 for tensor, value in zip(self.state, kept, strict=True):
                     tensor.copy_(value)
+            self.before_edit = before_edit
         if not self.captured or not self.runner.can_capture(tokens):
             return step
         with CapturedStep(self.pool) as captured:
@@ -311,6 +329,9 @@ class Session:
         """
         self.controls[row] = sampling.controls(self.seen.shape[1]).to(self.device)
         self.seeds[row] = secrets.randbits(62) if sampling.seed is None else sampling.seed
+        if self.edited or self.row_is_edited[row]:
+            set_edits(self.edits, row, sampling)
+            self.row_is_edited[row] = self.edited
         self.seen[row] = False
         self.seen[row, torch.tensor(ids, device=self.device)] = True
         start = min(common_prefix(self.ids[row], ids), self.cached[row], len(ids) - 1)
@@ -324,29 +345,29 @@ class Session:
         self, row: int, ids: Sequence[int], sampling: Sampling, chunk: int
     ) -> Iterator[None]:
         """Run a prompt from where the row's cache ends, then sample; yield between chunks."""
-        start = self.cached[row]
-        for found in self.prefill(row, ids[start:], start, chunk):
+        start, found = self.cached[row], ()
+        for last in self.prefill(row, ids[start:], start, chunk):
+            found = last
             self.cached[row] = min(self.cached[row] + chunk, len(ids))
             if self.cached[row] < len(ids):
                 self.stop_row(row)
                 yield
-        self.position[row], self.last[row] = len(ids) - 1, 0
+        self.position[row] = len(ids) - 1
         self.choose_first(row, sampling, *found)
+        self.position[row], self.last[row] = len(ids), 0
 
-    def choose_first(
-        self, row: int, sampling: Sampling, logits: Tensor, *routing: Tensor
-    ) -> None:
-        """Sample a row's token after its prompt."""
-        single, own = self.single, StepState(*(t[row : row + 1] for t in self.state))
+    def choose_first(self, row: int, sampling: Sampling, logits: Tensor, *routing: Tensor) -> None:
+        """Sample a row's token after its prompt. The row is idle meanwhile."""
+        state, edits = self.single
+        own = self.view_rows(row, row + 1)
         if self.batch > 1:
-            for tensor, value in zip(single, own, strict=True):
-                tensor.copy_(value)
-        self.choose_tokens(single, logits, self.candidates(sampling))
+            copy_all((*own[0], *own[1]), (*state, *edits))
+        edited = self.edit_step(edits, state, logits) if self.row_is_edited[row] else logits
+        self.choose_tokens(state, edited, self.candidates(sampling))
         if self.batch > 1:
-            for tensor, value in zip(own, single, strict=True):
-                tensor.copy_(value)
+            copy_all(state, own[0])
         if self.watch:
-            self.watched[row] = self.record_details(single.token, logits, routing)[0]
+            self.watched[row] = self.record_details(state.token, logits, routing)[0]
 
     def stop_row(self, row: int) -> None:
         """Make a row idle. A step may write past its tokens in the cache, and nowhere else."""
@@ -358,9 +379,9 @@ class Session:
         length = max(self.cached[a], self.cached[b])
         for state in self.states:
             state.swap_rows(a, b, length)
-        for tensor in self.state:
+        for tensor in (*self.state, *self.edits):
             tensor[[a, b]] = tensor[[b, a]]
-        for values in (self.ids, self.cached):
+        for values in (self.ids, self.cached, self.row_is_edited):
             values[a], values[b] = values[b], values[a]
 
     def copy_row(self, source: int, target: int, length: int) -> None:
@@ -399,6 +420,7 @@ class Session:
         self.check_prompts(prompts, max_new_tokens)
         if max_new_tokens == 0:
             return
+        self.edited = sampling.edits_logits
         step = self.warm_up(self.candidates(sampling))
         self.start_prompts(prompts, sampling)
         tokens = self.read_tokens()
@@ -423,6 +445,12 @@ class Session:
             yield found
             if left and not overlaps:  # the host does the step's work, which would delay the tokens
                 tokens = launch()
+
+
+def copy_all(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+    """Copy each tensor to the one in its place."""
+    for source, target in zip(sources, targets, strict=True):
+        target.copy_(source)
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:

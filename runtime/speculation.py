@@ -319,6 +319,8 @@ class Speculation:
         session = self.session
         self.passes = self.drafted = self.accepted = self.delivered = 0
         session.check_prompts([ids], max_new_tokens)
+        if sampling.edits_logits:
+            raise ValueError("speculation knows no penalties and biases of tokens: leave them out")
         if max_new_tokens == 0:
             return
         candidates = session.candidates(sampling)

@@ -1,6 +1,6 @@
 """Constrained decoding: llguidance computes on the host which tokens a grammar allows next.
 
-The host fills a row of the mask while the GPU runs the step. `runtime.token_mask` describes the
+The host fills a row of the mask while the GPU runs the step. `runtime.logit_edits` describes the
 bits, and applies the mask on the device.
 """
 
@@ -12,7 +12,7 @@ import torch
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from torch import Tensor
 
-from runtime.token_mask import mask_words
+from runtime.logit_edits import mask_words
 
 MAX_DEPTH = 64  # of nested JSON or brackets: llguidance recurses on the native stack
 MAX_GRAMMAR_BYTES = 256 << 10

@@ -11,7 +11,7 @@ import pytest
 import tokenizers
 import torch
 
-from runtime.token_mask import mask_logits, mask_words
+from runtime.logit_edits import mask_logits, mask_words
 from server import constraints
 from server.constraints import Constraint, GrammarTokens
 from tokenizer import load_tokenizer

@@ -1,0 +1,303 @@
+"""Sequences that decode together get the tokens that each would get alone."""
+
+import random
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+from test_sequence_state import KINDS, make_model
+
+from runtime.batch import SHARED_CHUNK, Batch, step_sizes
+from runtime.logit_edits import edit_logits, make_edit_state, mask_logits, mask_words, set_edits
+from runtime.sampling import NotFiniteError, Sampling, StepState
+from runtime.session import Session, SessionOptions
+
+LENGTH, VOCABULARY = 96, 64
+GREEDY = Sampling(temperature=0)
+SAMPLINGS = (
+    GREEDY,
+    Sampling(temperature=1.3, top_k=20, seed=5),
+    Sampling(temperature=0.9, top_k=None, top_p=0.9, seed=6),
+    Sampling(temperature=0, frequency_penalty=1.5, presence_penalty=-0.5),
+    Sampling(temperature=1, seed=7, repetition_penalty=1.3, logit_bias={3: 4.0, 9: -100.0}),
+)
+pytestmark = pytest.mark.usefixtures("few_threads")
+
+
+def make_session(kind: str = "plain", rows: int = 4, **options) -> Session:
+    options = SessionOptions(batch=rows, cache_class=KINDS[kind], **options)
+    return Session(make_model(kind), LENGTH, options)
+
+
+def answers_alone(kind: str, requests: list[tuple]) -> list[list[int]]:
+    session = make_session(kind, 1)
+    found = []
+    for ids, count, sampling in requests:
+        session.reset()
+        found.append(list(session.stream(ids, count, sampling)))
+    return found
+
+
+def run(batch: Batch, requests: list[tuple], arrivals: list[int] | None = None) -> list[list]:
+    """Start each request at its step, and step until all have ended; return tokens or errors."""
+    arrivals = list(arrivals or [0] * len(requests))
+    found, numbers, left = [[] for _ in requests], {}, list(range(len(requests)))
+    for step in range(10_000):
+        for number in [n for n in left if arrivals[n] <= step]:
+            left.remove(number)
+            numbers[batch.start(*requests[number])] = number
+        batch.prefill()
+        for token in batch.step():
+            answer = found[numbers[token.sequence]]
+            answer.append(token.error or token.token)
+            if len(answer) == requests[numbers[token.sequence]][1] and not token.error:
+                batch.end(token.sequence)
+        if not left and not batch.count:
+            return found
+    raise AssertionError("the batch never ended")
+
+
+def random_requests(seed: int, count: int) -> tuple[list[tuple], list[int]]:
+    """Requests with prompts that share beginnings, and the steps at which they arrive."""
+    rng = random.Random(seed)
+    start = [rng.randrange(VOCABULARY) for _ in range(30)]
+    requests = []
+    for _ in range(count):
+        own = [rng.randrange(VOCABULARY) for _ in range(rng.randrange(1, 20))]
+        ids = start[: rng.randrange(31)] + own
+        sampling = rng.choice(SAMPLINGS)
+        if sampling.seed is not None:
+            sampling = replace(sampling, seed=rng.randrange(1000))
+        requests.append((ids, rng.randrange(1, 25), sampling))
+    return requests, sorted(rng.randrange(40) for _ in range(count))
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("kind", KINDS)
+def test_neighbors_never_change_an_answer(kind, seed):
+    requests, arrivals = random_requests(seed, 14)
+    session = make_session(kind, rows=5, prefill_chunk=(7, 64)[seed % 2])
+    assert run(Batch(session, 3), requests, arrivals) == answers_alone(kind, requests)
+
+
+def test_an_answer_that_ends_early_leaves_its_neighbors_alone():
+    requests, _ = random_requests(9, 6)
+    expected = answers_alone("plain", requests)
+    batch, found = Batch(make_session(rows=3)), {}
+    sequences = [batch.start(*request) for request in requests]
+    for step in range(200):
+        if step == 3:
+            batch.end(sequences[1])
+            batch.end(sequences[5])  # which has no row yet
+        batch.prefill()
+        for token in batch.step():
+            found.setdefault(token.sequence, []).append(token.token)
+            number = sequences.index(token.sequence)
+            if len(found[token.sequence]) == requests[number][1]:
+                batch.end(token.sequence)
+    assert batch.count == 0 and sequences[5] not in found
+    for number in (0, 2, 3, 4):
+        assert found[sequences[number]] == expected[number]
+    assert found[sequences[1]] == expected[1][: len(found[sequences[1]])]
+
+
+def test_steps_are_no_larger_than_necessary(monkeypatch):
+    session, sizes = make_session(rows=6), []
+    decode = session.decode
+    monkeypatch.setattr(session, "decode", lambda size, n: (sizes.append(size), decode(size, n)))
+    lengths = (4, 20, 8)
+    run(Batch(session, 4), [([n + 1], length, GREEDY) for n, length in enumerate(lengths)])
+    assert sizes == [3] * 3 + [2] * 4 + [1] * 12
+    assert step_sizes(1) == [1] and step_sizes(6) == [1, 2, 4, 6]
+    assert step_sizes(20) == [1, 2, 4, 8, 16, 20]
+
+
+# Prefixes -----------------------------------------------------------------------------------------
+
+
+def ask(batch: Batch, ids: list[int], count: int = 4) -> tuple[list[int], int]:
+    """Return the answer to a prompt and the number of its tokens that were cached."""
+    sequence, answer = batch.start(ids, count, GREEDY), []
+    while batch.count:
+        batch.prefill()
+        for token in batch.step():
+            answer.append(token.token)
+            if len(answer) == count:
+                batch.end(sequence)
+    return answer, sequence.cached_tokens
+
+
+def test_short_requests_between_do_not_make_a_conversation_cold():
+    batch = Batch(make_session(rows=4))
+    talk, known = list(range(1, 31)), 0
+    for turn in range(3):
+        answer, cached = ask(batch, talk)
+        assert cached >= known
+        known = len(talk)
+        talk = talk + answer + [50 + turn, 51]
+        # A title of the conversation, as chat pages ask for: another beginning.
+        ask(batch, [60, 61, *talk[:5], turn])
+
+
+def test_as_many_conversations_as_rows_stay_warm():
+    batch = Batch(make_session(rows=4), max_batch=2)
+    talks = [[40 + n, *range(20)] for n in range(4)]
+    for turn in range(3):
+        for n, talk in enumerate(talks):
+            answer, cached = ask(batch, talk)
+            # A recurrent layer goes back to a prompt's end.
+            assert cached >= (len(talk) - 6 if turn else 0)
+            talks[n] = talk + answer + [turn]
+    assert ask(batch, talks[0])[1] > 20
+    ask(batch, [63] * 20)
+    assert ask(batch, talks[1])[1] == 0  # the fifth conversation took the oldest one's row
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_prompts_with_a_common_beginning_share_its_work(kind):
+    batch = Batch(make_session(kind, rows=4))
+    session = batch.session
+    prompt = list(range(1, 40))
+    requests = [(prompt, 6, replace(SAMPLINGS[1], seed=seed)) for seed in range(4)]
+    expected = answers_alone(kind, requests)
+    ask(batch, prompt[:30])  # a recurrent layer can go back to its end only
+    before = session.prefilled
+    assert run(batch, requests) == expected
+    assert session.prefilled - before <= 4 * 9
+    assert len({tuple(answer) for answer in expected}) > 1
+
+
+def test_long_prompts_run_in_chunks_between_steps():
+    length = 3 * SHARED_CHUNK
+    session = Session(make_model(), length + 64, SessionOptions(batch=2))
+    batch, calls = Batch(session), []
+    first = batch.start([1, 2, 3], 60, GREEDY)
+    for _ in range(3):
+        batch.prefill()
+        calls.append(len(batch.step()))
+    second = batch.start([5] * length, 2, GREEDY)
+    waits = 0
+    while second.row is None or not second.tokens_left < 2:
+        batch.prefill()
+        assert first in [token.sequence for token in batch.step()]
+        waits += 1
+    assert waits == 3 and calls == [2, 1, 1]
+
+
+# Edits of logits ----------------------------------------------------------------------------------
+
+
+def test_edits_are_those_of_their_formula():
+    edits = make_edit_state(3, 40, torch.device("cpu"))
+    sampling = Sampling(frequency_penalty=0.5, presence_penalty=-0.25, logit_bias={7: 2.0, 39: -9})
+    set_edits(edits, 1, sampling)
+    state = StepState(
+        token=torch.tensor([[4], [5], [6]]),
+        position=torch.zeros(3, 1, dtype=torch.int64),
+        last=torch.tensor([0, 0, -1]),
+        seen=torch.zeros(3, 40, dtype=torch.bool),
+        controls=torch.ones(3, 5),
+        seeds=torch.zeros(3, dtype=torch.int64),
+    )
+    logits = torch.randn(3, 40)
+    for tokens in ([4, 5, 6], [4, 5, 6], [9, 7, 6]):
+        state.token.copy_(torch.tensor(tokens).unsqueeze(1))
+        found = edit_logits(edits, state, logits)
+    expected = logits.clone()
+    counts = Counter([5, 5, 7])
+    for token in range(40):
+        count = counts[token]
+        expected[1, token] -= 0.5 * count - 0.25 * (count > 0)
+        expected[1, token] += {7: 2.0, 39: -9.0}.get(token, 0.0)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+    assert torch.equal(found[[0, 2]], logits[[0, 2]])
+    assert edits.counts[2].sum() == 0  # the idle row counts nothing
+    edits.allowed[0] = 0
+    edits.allowed[0, 1] = 1 << 3
+    masked = mask_logits(logits, edits.allowed)
+    assert mask_words(40) == 2 and masked[0].isfinite().nonzero().tolist() == [[35]]
+
+
+class Alternating:
+    """A grammar: even tokens, then odd ones, in turn. It ends in an error after `limit` tokens."""
+
+    def __init__(self, limit: int = 1000):
+        self.count, self.limit = 0, limit
+
+    def mask(self, row: torch.Tensor) -> None:
+        word = sum(1 << bit for bit in range(self.count % 2, 32, 2))
+        row.fill_(word - (1 << 32) if word >> 31 else word)
+
+    def advance(self, token: int) -> None:
+        if token % 2 != self.count % 2:
+            raise ValueError(f"token {token} is not allowed")
+        self.count += 1
+        if self.count > self.limit:
+            raise ValueError("too long")
+
+
+@pytest.mark.parametrize("sampling", (GREEDY, Sampling(temperature=2.0, top_k=None, seed=3)))
+def test_a_grammar_is_obeyed_and_changes_no_neighbor(sampling):
+    requests, _ = random_requests(3, 5)
+    constrained = [([1, 2, n], 12, sampling, False, Alternating()) for n in range(3)]
+    mixed = [*requests[:2], *constrained, *requests[2:]]
+    found = run(Batch(make_session(rows=4)), mixed, [0, 0, 1, 2, 4, 5, 9, 9])
+    assert found[:2] + found[5:] == answers_alone("plain", requests)
+    for answer in found[2:5]:
+        assert [token % 2 for token in answer] == [0, 1] * 6
+
+
+def test_a_grammar_that_fails_ends_its_sequence_only():
+    requests, _ = random_requests(4, 3)
+    failing = ([1, 2], 12, GREEDY, False, Alternating(limit=5))
+    found = run(Batch(make_session(rows=3)), [requests[0], failing, *requests[1:]])
+    assert [found[0], *found[2:]] == answers_alone("plain", requests)
+    assert len(found[1]) == 6 and str(found[1][-1]) == "too long"
+
+
+def test_logits_that_are_not_finite_end_their_sequence_only():
+    requests, _ = random_requests(5, 4)
+    session = make_session(rows=4)
+    session.model.embedding.weight.data[33] = float("nan")
+    requests = [
+        ([token % 32 for token in ids], count, replace(sampling, logit_bias={33: -100.0}))
+        for ids, count, sampling in requests
+    ]
+    expected = []
+    for ids, count, sampling in requests:
+        single = make_session(rows=1)
+        expected.append(list(single.stream(ids, count, sampling)))
+    # The model of `session` is another one with the same weights.
+    batch = Batch(session)
+    found = run(batch, [requests[0], ([1, 33], 9, GREEDY), *requests[1:]])
+    assert isinstance(found[1][-1], NotFiniteError) and len(found[1]) == 1
+    assert [found[0], *found[2:]] == expected
+    again = run(batch, requests)
+    assert again == expected
+
+
+def test_details_come_for_the_sequences_that_ask():
+    session = make_session(rows=3)
+    batch = Batch(session)
+    plain, watched = batch.start([1, 2], 4, GREEDY), batch.start([1, 2], 4, GREEDY, watch=True)
+    found = []
+    for _ in range(6):
+        batch.prefill()
+        found += batch.step()
+    assert all(token.details is None for token in found if token.sequence is plain)
+    details = [token.details for token in found if token.sequence is watched]
+    assert len(details) == 4 and all(d.top[0][1] == d.logprob for d in details)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ("plain", "int8"))
+def test_compiled_equals_eager(kind):
+    torch._dynamo.reset()
+    requests, arrivals = random_requests(1, 8)
+    batch = Batch(make_session(kind, rows=4, compile=True), 4)
+    batch.prepare()
+    recompiles = torch._dynamo.utils.counters["recompiles"].copy()
+    expected = answers_alone(kind, requests)
+    assert run(batch, requests, arrivals) == expected
+    assert torch._dynamo.utils.counters["recompiles"] == recompiles
