@@ -5,9 +5,9 @@ The API is at http://127.0.0.1:8000/v1, a chat page at /. docs/server.md describ
 
 import argparse
 import os
+import re
 import socket
 import sys
-import time
 from functools import partial
 from pathlib import Path
 
@@ -26,9 +26,10 @@ from generate import open_checkpoint, open_session
 from models import args_of_checkpoint
 from parallel import process_group
 from parallel.heartbeat import fail
-from runtime.sampling import Sampling
 from runtime.session import Session
 from server import LOCAL_HOSTS
+
+DEFAULT_BATCH, MAX_BATCH = 8, 64  # answers decoded side by side
 
 
 def build_parser() -> Parser:
@@ -54,6 +55,12 @@ def build_parser() -> Parser:
         help="key that clients must send; better as $MOE_FAST_API_KEY: ps shows options to all",
     )
     add(
+        "--max_batch",
+        type=int,
+        metavar="N",
+        help="answers decoded side by side (8; with --offload 1)",
+    )
+    add(
         "--max_queue",
         type=int,
         default=256,
@@ -66,6 +73,11 @@ def build_parser() -> Parser:
         default=4 << 20,
         metavar="BYTES",
         help="largest request body (4 MiB)",
+    )
+    add(
+        "--cors_origin",
+        metavar="URL",
+        help="origin of web pages that may use the API, such as http://localhost:3000",
     )
     add(
         "--time_limit",
@@ -89,6 +101,12 @@ def check_options(options: argparse.Namespace) -> None:
     """Check options and read $MOE_FAST_API_KEY. Raises ValueError for invalid combinations."""
     check_model_options(options)
     check_counts(options, "max_queue", "max_body", "max_seq_len")
+    check_counts(options, "max_batch", most=MAX_BATCH)
+    if options.offload and (options.max_batch or 1) > 1:
+        raise ValueError(f"--max_batch {options.max_batch}: with --offload it must be 1")
+    options.max_batch = options.max_batch or (1 if options.offload else DEFAULT_BATCH)
+    if options.cors_origin is not None:
+        check_origin(options.cors_origin)
     if not 0 <= options.port < 65536:
         raise ValueError(f"--port {options.port}: it must be from 0 to 65535")
     if not options.time_limit > 0:
@@ -101,6 +119,14 @@ def check_options(options: argparse.Namespace) -> None:
     if options.host not in LOCAL_HOSTS and key is None:
         raise ValueError(
             f"--host {options.host} can be reached by others: add --api_key, or listen on 127.0.0.1"
+        )
+
+
+def check_origin(text: str) -> None:
+    """Raise ValueError unless a text is an origin as browsers send it."""
+    if not re.fullmatch(r"https?://[^/\s*]+|\*", text):
+        raise ValueError(
+            f"--cors_origin {text!r:.80}: it must be as http://localhost:3000, without a path"
         )
 
 
@@ -139,21 +165,8 @@ def load(options: argparse.Namespace, device: torch.device) -> tuple[Session, Pa
         )
     length = options.max_seq_len or min(max_position, DEFAULT_CHAT_LENGTH)
     process_group.check_agreement(vars(options) | {"api_key": None}, checkpoint)
-    session = open_session(options, checkpoint, device, length)
-    if options.compile or options.compile_prefill:
-        compile_steps(session)
+    session = open_session(options, checkpoint, device, length, options.max_batch)
     return session, checkpoint.directory
-
-
-def compile_steps(session: Session) -> None:
-    """Run the greedy and the sampling step once, so that no request waits for compilation."""
-    start = time.perf_counter()
-    for temperature in (0.0, 1.0):
-        for _ in session.stream([0], 2, Sampling(temperature, seed=0)):
-            pass
-    session.reset()
-    if process_group.is_main():
-        print(f"compiled in {time.perf_counter() - start:.1f} s", file=sys.stderr)
 
 
 def print_address(listener: socket.socket, name: str) -> None:

@@ -137,7 +137,8 @@ class Batch:
         if self.prefilling and self.prefilling[0] is sequence:
             self.prefilling = None
         self.session.stop_row(sequence.row)
-        self.rows[sequence.row] = sequence.row = None
+        self.rows[sequence.row] = None
+        sequence.row = None
 
     def step(self) -> list[NewToken]:
         """Decode one token of each sequence whose prompt is done; return tokens that arrived.
@@ -160,12 +161,13 @@ class Batch:
         session, budget = self.session, SHARED_CHUNK
         while budget > 0 and (self.prefilling or self.admit()):
             sequence, chunks = self.prefilling
-            done, session.watch = session.cached[sequence.row], sequence.watch
+            row: int = sequence.row
+            done, session.watch = session.cached[row], sequence.watch
             is_done = next(chunks, self) is self
-            budget -= session.cached[sequence.row] - done
+            budget -= session.cached[row] - done
             if is_done:
                 self.prefilling = None
-                self.in_flight.append(self.expect_tokens({sequence.row: sequence}))
+                self.in_flight.append(self.expect_tokens({row: sequence}))
 
     def admit(self) -> bool:
         """Give the next waiting sequence a row, and begin its prompt. False if none can run."""
@@ -173,6 +175,7 @@ class Batch:
         if not self.waiting or others == self.max_batch:
             return False
         session, sequence = self.session, self.waiting.popleft()
+        self.prefilling = sequence, iter(())
         row = sequence.row = self.take_row(sequence.ids)
         self.rows[row] = sequence
         chunk = session.options.prefill_chunk

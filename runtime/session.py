@@ -160,7 +160,7 @@ class Session:
             return
         # Tokens of each sequence that the host knows; the cache has the first `cached` of them.
         self.ids: list[list[int]] = [[] for _ in range(self.batch)]
-        self.cached = [0] * self.batch
+        self.cached: list[int] = [0] * self.batch
         self.prefilled = 0  # prompt tokens that the last call had to compute
 
     # One step ---------------------------------------------------------------------------------
@@ -345,7 +345,8 @@ class Session:
         self, row: int, ids: Sequence[int], sampling: Sampling, chunk: int
     ) -> Iterator[None]:
         """Run a prompt from where the row's cache ends, then sample; yield between chunks."""
-        start, found = self.cached[row], ()
+        start = self.cached[row]
+        found: Sequence[Tensor] = ()
         for last in self.prefill(row, ids[start:], start, chunk):
             found = last
             self.cached[row] = min(self.cached[row] + chunk, len(ids))
@@ -381,7 +382,8 @@ class Session:
             state.swap_rows(a, b, length)
         for tensor in (*self.state, *self.edits):
             tensor[[a, b]] = tensor[[b, a]]
-        for values in (self.ids, self.cached, self.row_is_edited):
+        lists: tuple[list, ...] = self.ids, self.cached, self.row_is_edited
+        for values in lists:
             values[a], values[b] = values[b], values[a]
 
     def copy_row(self, source: int, target: int, length: int) -> None:

@@ -33,6 +33,7 @@ from starlette.requests import ClientDisconnect
 from runtime.session import Session
 from server import LOCAL_HOSTS
 from server.connections import make_http_server
+from server.constraints import grammar_tokens
 from server.responses import (
     ItemStore,
     ResponsesBuilder,
@@ -40,13 +41,14 @@ from server.responses import (
     read_responses_request,
     tokenize,
 )
-from server.scheduler import QueuedRequest, Scheduler, decode_requests
+from server.scheduler import Decoder, QueuedRequest, Scheduler
 from server.schema import (
     APIError,
     Event,
+    Finished,
     GenerationRequest,
+    Limits,
     ResponseBuilder,
-    TextDelta,
     read_request,
 )
 from server.tokenizing import TokenizerPool
@@ -72,7 +74,7 @@ class AppSettings:
     """Settings of the HTTP side."""
 
     model_name: str
-    max_seq_len: int
+    limits: Limits
     max_body: int  # bytes
     max_requests: int = 256  # that are read or wait at a time
     api_key: str | None = None
@@ -135,14 +137,14 @@ class Endpoints:
 
     def prepare(self, body: bytes, chat: bool) -> Prepared:
         """Read a request's body. Raises APIError."""
-        request = read_request(body, chat, self.tokenizer, self.settings.max_seq_len)
+        request = read_request(body, chat, self.tokenizer, self.settings.limits)
         name = self.settings.model_name
         return request, ResponseBuilder(request, name, self.tokenizer.vocabulary)
 
     def prepare_response(self, body: bytes) -> Prepared:
         """Read the body of POST /v1/responses. Raises APIError."""
-        length, vocabulary = self.settings.max_seq_len, self.tokenizer.vocabulary
-        fields, request = read_responses_request(body, self.tokenizer, length, self.items)
+        limits, vocabulary = self.settings.limits, self.tokenizer.vocabulary
+        fields, request = read_responses_request(body, self.tokenizer, limits, self.items)
         name = self.settings.model_name
         return request, ResponsesBuilder(fields, request, name, vocabulary, self.items)
 
@@ -158,16 +160,16 @@ class Endpoints:
             queued = QueuedRequest(request, events.send)
             self.scheduler.submit(queued)
             stack.callback(self.scheduler.cancel, queued)
-            event = await events.first(http_request)
-            if event is None:
-                raise ClientDisconnect
-            if isinstance(event, APIError):
+            event = await events.next(http_request)
+            if isinstance(event, APIError):  # before the stream begins: with its status
                 raise event
             if not request.body.stream:
-                return self.json_response(builder.completion(event))
+                ends = await events.ends(event, len(request.generations), http_request)
+                return self.json_response(builder.completion(ends))
             self.count_response(200)
             # The stream outlives this function: it cancels the request when it ends.
-            return EventStream(stream_chunks(builder, events, event), stack.pop_all().close)
+            chunks = stream_chunks(builder, events, event, len(request.generations))
+            return EventStream(chunks, stack.pop_all().close)
 
     async def tokenize(self, request: Request) -> Response:
         return await self.convert(request, tokenize)
@@ -180,7 +182,7 @@ class Endpoints:
         with ExitStack() as stack:
             self.admit(stack)
             body, loop = await self.read_body(request), asyncio.get_running_loop()
-            compute = partial(answer, body, self.tokenizer, self.settings.max_seq_len)
+            compute = partial(answer, body, self.tokenizer, self.settings.limits.max_seq_len)
             return self.json_response(await loop.run_in_executor(self.reading, compute))
 
     def admit(self, stack: ExitStack) -> None:
@@ -238,7 +240,7 @@ class Endpoints:
             "object": "model",
             "created": self.started,
             "owned_by": "moe-fast",
-            "max_model_len": self.settings.max_seq_len,
+            "max_model_len": self.settings.limits.max_seq_len,
             "chat_template": self.tokenizer.has_chat_template,
         }
 
@@ -301,15 +303,31 @@ class EventQueue:
         with suppress(RuntimeError):  # the HTTP thread has ended
             self.loop.call_soon_threadsafe(self.events.put_nowait, event)
 
-    async def first(self, request: Request) -> Event | None:
-        """Return the first event, or None if the client disconnects before it."""
+    async def next(self, request: Request) -> Event:
+        """Return the next event. Raises ClientDisconnect if the client leaves before it."""
         tasks = [asyncio.ensure_future(self.get()), asyncio.ensure_future(request.receive())]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            return tasks[0].result() if tasks[0].done() else None
+            if not tasks[0].done():
+                raise ClientDisconnect
+            return tasks[0].result()
         finally:
             for task in tasks:
                 task.cancel()
+
+    async def ends(self, event: Event, count: int, request: Request) -> list[Finished]:
+        """Return the ends of `count` answers, of which `event` is the first.
+
+        Raises APIError if one fails, and ClientDisconnect.
+        """
+        found = []
+        while True:
+            if isinstance(event, APIError):
+                raise event
+            found.append(event)
+            if len(found) == count:
+                return found
+            event = await self.next(request)
 
 
 class EventStream(StreamingResponse):
@@ -332,20 +350,22 @@ class EventStream(StreamingResponse):
 
 
 async def stream_chunks(
-    builder: ResponseBuilder | ResponsesBuilder, events: EventQueue, event: Event
+    builder: ResponseBuilder | ResponsesBuilder, events: EventQueue, event: Event, answers: int
 ) -> AsyncIterator[bytes]:
-    """Yield the chunks of an answer whose first event is `event`."""
+    """Yield the chunks of a stream with this many answers, whose first event is `event`."""
     for chunk in builder.start():
         yield chunk
-    while isinstance(event, TextDelta):
-        for chunk in builder.deltas(event):
+    while True:
+        if isinstance(event, APIError):
+            yield builder.error(event)
+            return
+        ended = isinstance(event, Finished)
+        for chunk in builder.end(event) if ended else builder.deltas(event):
             yield chunk
+        answers -= ended
+        if not answers:
+            return
         event = await events.get()
-    if isinstance(event, APIError):
-        yield builder.error(event)
-        return
-    for chunk in builder.end(event):
-        yield chunk
 
 
 # Running --------------------------------------------------------------------------------------
@@ -363,33 +383,41 @@ def serve_session(
     directory: the session's checkpoint, OWNER/NAME/model_FORMAT. listener: a bound socket; None
     on other ranks. options: those of serve.py. on_ready: gets NAME when the server listens.
     """
-    tokenizer = load_tokenizer(directory)
+    tokenizer, scheduler = load_tokenizer(directory), None
+    if listener:
+        scheduler = Scheduler(options.max_queue, options.time_limit, options.max_batch)
+    decoder = Decoder(session, tokenizer, scheduler)
+    decoder.prepare()
     if listener is None:
-        decode_requests(session, tokenizer, None)
+        decoder.run()
         return
     name = directory.absolute().parent.name
-    scheduler = Scheduler(options.max_queue, options.time_limit)
     settings = AppSettings(
         name,
-        session.max_seq_len,
+        make_limits(session, tokenizer),
         options.max_body,
         max_requests=2 * options.max_queue + 64,
         api_key=options.api_key,
-        cors_origin=getattr(options, "cors_origin", None),
+        cors_origin=options.cors_origin,
     )
     pool = TokenizerPool(directory, session.max_seq_len)
     app = make_app(scheduler, pool, settings)
     with closing(pool):
-        run_server(session, tokenizer, scheduler, app, listener, partial(on_ready, name))
+        run_server(decoder, app, listener, partial(on_ready, name))
+
+
+def make_limits(session: Session, tokenizer: Tokenizer) -> Limits:
+    """Return what requests to this session may ask for."""
+    vocab_size = session.model.args.vocab_size
+
+    def check_grammar(grammar: str) -> None:
+        grammar_tokens(tokenizer, vocab_size).matcher(grammar)
+
+    return Limits(session.max_seq_len, vocab_size, check_grammar)
 
 
 def run_server(
-    session: Session,
-    tokenizer: Tokenizer,
-    scheduler: Scheduler,
-    app: FastAPI,
-    listener: socket.socket,
-    on_ready: Callable[[], None],
+    decoder: Decoder, app: FastAPI, listener: socket.socket, on_ready: Callable[[], None]
 ) -> None:
     """Listen and decode until the scheduler closes or a KeyboardInterrupt.
 
@@ -404,9 +432,9 @@ def run_server(
         if not http_server.started:
             raise ValueError("the HTTP server did not start: its own message is above")
         on_ready()
-        decode_requests(session, tokenizer, scheduler)
+        decoder.run()
     finally:
-        scheduler.close()
+        decoder.scheduler.close()
         http_server.should_exit = True
         thread.join(timeout=10)
         listener.close()

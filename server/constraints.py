@@ -6,17 +6,22 @@ bits, and applies the mask on the device.
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+import threading
+from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from torch import Tensor
 
-from runtime.logit_edits import mask_words
+from runtime.logit_edits import ALL, mask_words
+from runtime.reasoning import ANSWER, TextSplitter, make_splitter
+from tokenizer import Tokenizer
 
 MAX_DEPTH = 64  # of nested JSON or brackets: llguidance recurses on the native stack
 MAX_GRAMMAR_BYTES = 256 << 10
-MAX_WHITESPACE = 64  # characters between JSON tokens: a model may otherwise never leave them
+MAX_COMPILED = 32  # grammars kept
+MAX_WHITESPACE = 20  # characters between JSON tokens: a model may otherwise never leave them
 # Fuel bounds time: about 50k a ms for a grammar, 14k a ms for a step.
 LIMITS = {
     "max_items_in_row": 2000,
@@ -31,7 +36,7 @@ CONTROL_NAME = re.compile(r"(<\|[^|<>]+\|>|</?[^<>\s]+>|\[/?[A-Z_]+\])")
 
 
 class GrammarTokens:
-    """A tokenizer as llguidance reads it; build one per model.
+    """A tokenizer as llguidance reads it, and the grammars compiled for it; one per model.
 
     tokenizer: a `tokenizer.Tokenizer`. vocab_size: rows of the model's embedding. Rows beyond the
     tokenizer's ids have no bytes, so no grammar allows them. Raises
@@ -48,6 +53,34 @@ class GrammarTokens:
             n_vocab=vocab_size,
             eos_token=list(tokenizer.stop_ids),
         )
+        self.compiled: dict[str, LLMatcher] = {}  # latest last
+        self.lock = threading.Lock()
+
+    def matcher(self, grammar: str) -> LLMatcher:
+        """Return a new matcher of a grammar. Raises ValueError if it is invalid or too large."""
+        with self.lock:
+            known = self.compiled.pop(grammar, None)
+            if known is None:
+                limits = LLParserLimits(**LIMITS)
+                known = LLMatcher(self.library, grammar, log_level=0, limits=limits)
+                raise_error(known, "the schema or grammar is not supported")
+            self.compiled[grammar] = known
+            if len(self.compiled) > MAX_COMPILED:
+                del self.compiled[next(iter(self.compiled))]
+            return known.deep_copy()
+
+
+@lru_cache(maxsize=2)  # a tokenizer's bytes take up to a second
+def grammar_tokens(tokenizer: Tokenizer, vocab_size: int) -> GrammarTokens:
+    """Return the GrammarTokens of a model, made at the first call."""
+    return GrammarTokens(tokenizer, vocab_size)
+
+
+def raise_error(matcher: LLMatcher, cause: str) -> None:
+    """Raise ValueError if a matcher has failed."""
+    if matcher.is_error():
+        detail = " ".join(matcher.get_error().split())[:300]
+        raise ValueError(f"{cause} ({detail}); simplify it")
 
 
 class _Vocabulary:
@@ -73,16 +106,14 @@ class _Vocabulary:
 class Constraint:
     """Follows one sequence through a grammar.
 
-    grammar: from `json_object`, `json_schema`, `regex`, `lark` or `tool_calls` below. started:
+    grammar: from `json_object`, `json_schema`, `regex`, `lark` or `forced_call` below. started:
     False allows every token until `start`, for models that reason before they answer. Raises
     ValueError, one line, if the grammar is invalid or exceeds LIMITS.
     """
 
     def __init__(self, tokens: GrammarTokens, grammar: str, started: bool = True):
         self.tokens, self.started = tokens, started
-        limits = LLParserLimits(**LIMITS)
-        self._matcher = LLMatcher(tokens.library, grammar, log_level=0, limits=limits)
-        self._raise_error("the schema or grammar is not supported")
+        self._matcher = tokens.matcher(grammar)
 
     @property
     def is_finished(self) -> bool:
@@ -107,25 +138,48 @@ class Constraint:
         is_valid = row.shape == (words,) and row.dtype == torch.int32 and row.is_contiguous()
         assert is_valid and row.device.type == "cpu"
         if not self.started:
-            row.fill_(-1)
+            row.fill_(ALL)
             return
         self._matcher.unsafe_compute_mask_ptr(row.data_ptr(), 4 * words)
-        self._raise_error("the grammar is too complex")
+        raise_error(self._matcher, "the grammar is too complex")
 
     def advance(self, token: int) -> None:
         """Continue after `token`. Raises ValueError if the grammar does not allow it."""
         if self.started:
             self._matcher.consume_token(token)
-            self._raise_error(f"the grammar does not allow token {token}")
+            raise_error(self._matcher, f"the grammar does not allow token {token}")
 
     def forced_tokens(self) -> list[int]:
         """Return the next tokens if the grammar allows no others; else []."""
         return self._matcher.compute_ff_tokens() if self.started else []
 
-    def _raise_error(self, cause: str) -> None:
-        if self._matcher.is_error():
-            detail = " ".join(self._matcher.get_error().split())[:300]
-            raise ValueError(f"{cause} ({detail}); simplify it")
+
+class AnswerConstraint:
+    """A Constraint that begins where a chat's answer begins, after its reasoning block.
+
+    prompt: its token ids, which may open the block. A model that has not opened one answers at
+    once.
+    """
+
+    def __init__(self, constraint: Constraint, tokenizer: Tokenizer, prompt: Sequence[int]):
+        self.constraint, self.pieces = constraint, tokenizer.stream()
+        self.splitter = make_splitter(tokenizer, prompt)
+        self.start_if_answering()
+
+    def start_if_answering(self) -> None:
+        splitter, undecided = self.splitter, isinstance(self.splitter, TextSplitter)
+        if splitter is None or splitter.kind == ANSWER or (undecided and splitter.kind is None):
+            self.constraint.start()
+
+    def mask(self, row: Tensor) -> None:
+        self.constraint.mask(row)
+
+    def advance(self, token: int) -> None:
+        if self.constraint.started:
+            self.constraint.advance(token)
+        else:
+            self.splitter.push(token, self.pieces.push(token))
+            self.start_if_answering()
 
 
 def json_object() -> str:
@@ -153,73 +207,32 @@ def lark(grammar: str) -> str:
     return json.dumps({"grammars": [{"lark_grammar": grammar}]})
 
 
-def tool_calls(
-    tokenizer,
+def forced_call(
+    tokenizer: Tokenizer,
     tools: Sequence[tuple[str, dict | None]],
-    begin: str = "<tool_call>\n",
-    end: str = "\n</tool_call>",
-    *,
-    name_key: str = "name",
-    arguments_key: str = "arguments",
-    parallel: bool = True,
+    markers: tuple[str, str],
+    name: str | None,
 ) -> str:
-    """Return the grammar of calls as JSON objects between markers, for tool_choice required.
+    """Return the grammar of a call whose beginning the prompt has: tool_choice required or a name.
 
-    tools: (name, schema of the arguments or None); one tool for a named choice. Control tokens in
-    the markers become their ids. parallel: allow several calls. Raises ValueError.
+    tools: (name, schema of the arguments or None). markers: what stands between a name and its
+    arguments, and after these. name: of the function; None: the answer chooses it. Control tokens
+    in the markers become their ids. Raises ValueError.
     """
-    if not tools:
+    between, end = (_marker(tokenizer, text) for text in markers)
+    rules, calls = [], []
+    for number, (tool, schema) in enumerate(tools):
+        if name in (None, tool):
+            schema = json.dumps(_checked_schema(schema or OBJECT, strict=False))
+            rules.append(f"arguments{number}: %json {schema}\n")
+            begin = "" if name else f"{json.dumps(tool, ensure_ascii=False)} {between}"
+            calls.append(f'({begin} " "? arguments{number} {end})')
+    if not calls:
         raise ValueError("tool_choice needs a tool, but tools is empty; give one")
-    call = {
-        "anyOf": [
-            {
-                "type": "object",
-                "properties": {name_key: {"const": name}, arguments_key: schema or OBJECT},
-                "required": [name_key, arguments_key],
-                "additionalProperties": False,
-            }
-            for name, schema in _hoist_definitions(tools)
-        ]
-    }
-    if definitions := _definitions(tools):
-        call["$defs"] = definitions
-    body = json.dumps(_checked_schema(call, strict=False))
-    marked = f"{_marker(tokenizer, begin)} body {_marker(tokenizer, end)}"
-    more = ' ("\\n"? call)*' if parallel else ""
-    return lark(f"start: call{more}\ncall: {marked}\nbody: %json {body}\n")
+    return lark(f"start: {' | '.join(calls)}\n{''.join(rules)}")
 
 
 OBJECT = {"type": "object"}
-
-
-def _hoist_definitions(tools: Iterable) -> list[tuple[str, dict | None]]:
-    """Return the tools with each `#/...` reference pointing into the common `$defs`."""
-    return [
-        (name, _move_references(schema, f"#/$defs/tool{number}"))
-        for number, (name, schema) in enumerate(tools)
-    ]
-
-
-def _definitions(tools: Iterable) -> dict:
-    """Return the tools' schemas that hold references, by the names of `_hoist_definitions`."""
-    return {
-        f"tool{number}": _move_references(schema, f"#/$defs/tool{number}")
-        for number, (_, schema) in enumerate(tools)
-        if "$ref" in json.dumps(schema)
-    }
-
-
-def _move_references(value, root: str):
-    """Return a schema with `#` of its references replaced by `root`."""
-    _check_depth(value)
-    if isinstance(value, dict):
-        return {
-            key: root + item[1:]
-            if key == "$ref" and isinstance(item, str) and item.startswith("#")
-            else _move_references(item, root)
-            for key, item in value.items()
-        }
-    return [_move_references(item, root) for item in value] if isinstance(value, list) else value
 
 
 def _marker(tokenizer, text: str) -> str:

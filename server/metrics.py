@@ -25,7 +25,7 @@ EXPERT_METRICS = {
 class Metrics:
     """The metrics of one server, in a registry of their own."""
 
-    def __init__(self, queue_length: Callable[[], int]):
+    def __init__(self, queue_length: Callable[[], int], running: Callable[[], int]):
         disable_created_metrics()  # they double the number of time series
         self.registry = CollectorRegistry()
         self.responses = self.counter(
@@ -43,6 +43,8 @@ class Metrics:
         )
         waiting = Gauge("moe_fast_waiting", "Requests in the queue.", registry=self.registry)
         waiting.set_function(queue_length)
+        decoding = Gauge("moe_fast_running", "Answers being decoded.", registry=self.registry)
+        decoding.set_function(running)
         self.experts = ExpertCollector()
         self.registry.register(self.experts)
 
@@ -51,7 +53,7 @@ class Metrics:
         return Counter(f"moe_fast_{name}", help, labels or [], registry=self.registry)
 
     def count_answer(self, result: Mapping) -> None:
-        """Add the result of one answer (`scheduler.answer`)."""
+        """Add the result of one answer (`Decoder.finish`)."""
         self.answers.inc()
         self.prompt_tokens.inc(result["prompt_tokens"])
         self.cached_tokens.inc(result["cached_tokens"])

@@ -21,6 +21,7 @@ from server.schema import (
     ChatCompletionBody,
     Finished,
     GenerationRequest,
+    Limits,
     LogprobCount,
     Seed,
     StrictModel,
@@ -184,11 +185,11 @@ def add_call(messages: list[Item], item: Item) -> None:
 
 
 def read_responses_request(
-    body: bytes, tokenizer: Tokenizer | TokenizerPool, max_seq_len: int, store: ItemStore
+    body: bytes, tokenizer: Tokenizer | TokenizerPool, limits: Limits, store: ItemStore
 ) -> tuple[ResponsesBody, GenerationRequest]:
     """Parse and validate a request's body. Raises APIError if it is invalid or unsupported."""
     fields = parse_body(ResponsesBody, body)
-    return fields, plan_request(fields.chat_body(store), tokenizer, max_seq_len, "input")
+    return fields, plan_request(fields.chat_body(store), tokenizer, limits, "input")
 
 
 class ResponsesBuilder:
@@ -209,8 +210,9 @@ class ResponsesBuilder:
         self.open: Item | None = None  # the item being written
         self.events = 0
 
-    def completion(self, event: Finished) -> dict:
+    def completion(self, events: list[Finished]) -> dict:
         """Return the answer to a request without `stream`."""
+        (event,) = events
         pieces = self.reader.whole(event.result)
         for _ in self.add_pieces(pieces):
             pass
@@ -388,7 +390,7 @@ class TokenizeBody(StrictModel):
         if self.messages is not None:
             fields = {"messages": self.messages, "tools": self.tools}
             chat = ChatCompletionBody.model_validate(fields)
-            return chat.encode(tokenizer)[0]
+            return chat.encode(tokenizer)[0][0]
         if self.prompt is None:
             raise ValueError("give a prompt, or the messages of a chat")
         return tokenizer.encode(self.prompt, self.add_special_tokens)

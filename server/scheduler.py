@@ -1,9 +1,11 @@
-"""Requests in a bounded queue, decoded one after the other.
+"""Requests in a bounded queue, decoded side by side.
 
 The HTTP thread submits requests to a `Scheduler`, and the main thread decodes them. Only rank 0
-has a scheduler. It sends each request's Generation to the other ranks, which run the same loop.
+has a scheduler. Before each step it sends a Command to all ranks, which run the same `Decoder`.
 """
 
+import itertools
+import logging
 import math
 import threading
 import time
@@ -12,14 +14,18 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
 
 import torch
 
-from generate import generate
 from offload.experts import COUNTERS, expert_counters
 from parallel import process_group
+from runtime.batch import Batch, NewToken, Running
 from runtime.sampling import NotFiniteError
-from runtime.session import Session
+from runtime.session import Details, Session
+from runtime.text import TextSettings, TextStream
+from server.constraints import AnswerConstraint, Constraint, grammar_tokens
 from server.metrics import Metrics
 from server.schema import (
     APIError,
@@ -32,6 +38,7 @@ from server.schema import (
 )
 from tokenizer import Tokenizer
 
+log = logging.getLogger("moe_fast")
 HEARTBEAT_SECONDS = 60.0  # between messages from an idle rank 0 to the other ranks
 MAX_RETRY_SECONDS = 600.0
 
@@ -46,19 +53,44 @@ class QueuedRequest:
     cancelled: bool = False
 
 
+class Client(NamedTuple):
+    """The receiver of one answer: a request, and the answer's number in it."""
+
+    queued: QueuedRequest
+    index: int
+
+    def send(self, event: Event) -> None:
+        self.queued.send(event)
+
+    @property
+    def streams(self) -> bool:
+        return self.queued.request.body.stream
+
+
+class Command(NamedTuple):
+    """What all ranks do before a step: numbers of answers to begin, and of those to interrupt."""
+
+    started: list[tuple[int, Generation]]
+    interrupted: list[int]
+
+
 class Scheduler:
-    """The queue, the request being decoded, and the metrics.
+    """The queue, the clients of the answers being decoded, and the metrics.
 
     max_queue: maximum of waiting requests. time_limit: seconds from a request's arrival to its end.
+    max_batch: a request may begin while fewer answers than that are decoded.
     """
 
-    def __init__(self, max_queue: int, time_limit: float):
-        self.max_queue, self.time_limit = max_queue, time_limit
+    def __init__(self, max_queue: int, time_limit: float, max_batch: int = 1):
+        self.max_queue, self.time_limit, self.max_batch = max_queue, time_limit, max_batch
         self.queue: deque[QueuedRequest] = deque()
-        self.active: QueuedRequest | None = None
+        self.clients: dict[int, Client] = {}  # by the answer's number
+        self.numbers = itertools.count()
         self.changed, self.closed = threading.Condition(), False
-        self.metrics = Metrics(lambda: len(self.queue))
+        self.metrics = Metrics(lambda: len(self.queue), lambda: len(self.clients))
         self.seconds_per_answer = 1.0  # a moving average
+
+    # On the HTTP thread -------------------------------------------------------------------------
 
     def submit(self, request: QueuedRequest) -> None:
         """Put a request into the queue. Raises APIError if the queue is full or closed."""
@@ -67,7 +99,7 @@ class Scheduler:
                 raise APIError("the server is ending", 503)
             waiting = len(self.queue)
             if waiting >= self.max_queue:
-                seconds = self.seconds_per_answer * (waiting + 1) / 2
+                seconds = self.seconds_per_answer * (waiting + 1) / 2 / self.max_batch
                 retry = str(math.ceil(min(seconds, MAX_RETRY_SECONDS)))
                 raise APIError(
                     f"{waiting} requests are waiting, the limit: try again in {retry} s",
@@ -91,114 +123,94 @@ class Scheduler:
         with self.changed:
             self.closed = True
             self.changed.notify()
-            for request in filter(None, [*self.queue, self.active]):
+            for request in {*self.queue, *(client.queued for client in self.clients.values())}:
                 request.send(APIError("the server is ending", 503))
 
-    def generations(self) -> Iterator[Generation | None]:
-        """Yield each request's Generation until `close`; None is a heartbeat."""
+    # On the main thread -------------------------------------------------------------------------
+
+    def commands(self) -> Iterator[Command]:
+        """Yield a Command before each step, until `close`. Waits while there is nothing to do."""
         while not self.closed:
             with self.changed:
-                if not self.queue:
+                if not self.queue and not self.clients:
                     self.changed.wait(HEARTBEAT_SECONDS)
-                self.active = self.queue.popleft() if self.queue else None
-            if self.active is None:
-                yield None
-            elif self.expired():
-                reason = "the time limit has passed in the queue: try again later"
-                self.active.send(APIError(reason, 503))
-            else:
-                yield self.active.request.generation
+                started: list[tuple[int, Generation]] = []
+                while self.queue and len(self.clients) < self.max_batch:
+                    started += self.begin(self.queue.popleft())
+                interrupted = [n for n, c in self.clients.items() if self.is_over(c.queued)]
+            yield Command(started, interrupted)
 
-    def expired(self) -> bool:
-        """Return whether the active request has exceeded the time limit."""
-        return time.monotonic() - self.active.arrived > self.time_limit
+    def begin(self, queued: QueuedRequest) -> list[tuple[int, Generation]]:
+        """Number the answers of a request; none if it has waited for too long."""
+        if self.has_expired(queued):
+            reason = "the time limit has passed in the queue: try again later"
+            queued.send(APIError(reason, 503))
+            return []
+        started = []
+        for index, generation in enumerate(queued.request.generations):
+            number = next(self.numbers)
+            self.clients[number] = Client(queued, index)
+            started.append((number, generation))
+        return started
 
-    def interrupted(self) -> bool:
-        """Return whether to stop decoding the active request."""
-        return self.active.cancelled or self.closed or self.expired()
+    def has_expired(self, queued: QueuedRequest) -> bool:
+        """Return whether a request has exceeded the time limit."""
+        return time.monotonic() - queued.arrived > self.time_limit
 
-    def finish(self, result: dict, tokens: list[GeneratedToken]) -> None:
-        """Send the end of the active request's answer, and count it."""
+    def is_over(self, queued: QueuedRequest) -> bool:
+        """Return whether to interrupt a request's answers."""
+        return queued.cancelled or self.has_expired(queued)
+
+    def finish(self, number: int, result: dict, tokens: list[GeneratedToken]) -> None:
+        """Send the end of an answer to its client, and count it."""
         self.metrics.count_answer(result)
         self.seconds_per_answer += 0.2 * (result["seconds"] - self.seconds_per_answer)
-        self.active.send(Finished(result, tokens))
+        with self.changed:
+            client = self.clients.pop(number)
+        client.send(Finished(result, tokens, client.index))
 
-    def fail(self, error: Exception) -> None:
-        """Send an internal error to the active request's client, and count it."""
+    def fail(self, number: int, error: Exception) -> None:
+        """Send an error to an answer's client, and count it. Its other answers are interrupted."""
         reason = f"the server failed: {type(error).__name__}"
         if isinstance(error, torch.cuda.OutOfMemoryError):
             reason = "out of GPU memory: shorten the prompt"
         elif isinstance(error, NotFiniteError):
             reason = f"the server failed: {error}"
+        elif isinstance(error, ValueError):  # of a grammar
+            reason = str(error)
         self.metrics.failures.inc()
-        self.active.send(APIError(reason, 500))
+        with self.changed:
+            client = self.clients.pop(number)
+            client.queued.cancelled = True
+        client.send(APIError(reason, 500))
 
 
-def decode_requests(session: Session, tokenizer: Tokenizer, scheduler: Scheduler | None) -> None:
-    """Decode requests until the scheduler closes. Ranks without one decode those of rank 0."""
-    update_expert_totals(session, scheduler)
-    for generation in process_group.share_each(lambda: scheduler.generations()):
-        if generation is None:
-            continue
-        try:
-            answer(session, tokenizer, generation, scheduler)
-        except Exception as error:
-            if process_group.size() > 1:  # end all: the other ranks wait in a collective
-                raise
-            traceback.print_exc()
-            scheduler.fail(error)
-            session.reset()
-
-
-def answer(
-    session: Session, tokenizer: Tokenizer, generation: Generation, scheduler: Scheduler | None
-) -> None:
-    """Decode one request on this rank. The rank with the scheduler sends the answer."""
-    start = time.monotonic()
-    session.watch = generation.watch
-    writer = AnswerWriter(session, scheduler)
-    result = generate(
-        session,
-        tokenizer,
-        generation.prompt_ids,
-        generation.max_new_tokens,
-        generation.sampling,
-        stop=generation.stop,
-        reply=generation.reply,
-        on_text=writer.write,
-        on_token=writer.add_token,
-        on_reasoning=writer.write_reasoning if generation.reply else None,
-        interrupted=lambda: process_group.share(lambda: scheduler.interrupted()),
-    )
-    update_expert_totals(session, scheduler)
-    if scheduler:
-        result["seconds"] = time.monotonic() - start
-        result["cached_tokens"] = len(generation.prompt_ids) - session.prefilled
-        scheduler.finish(result, writer.rest(result))
+# Answers ------------------------------------------------------------------------------------------
 
 
 class AnswerWriter:
-    """Sends the active request's text as it is generated. Does nothing without a scheduler."""
+    """Sends an answer's text as it is generated. Does nothing without a client."""
 
-    def __init__(self, session: Session, scheduler: Scheduler | None):
-        self.session = session
-        self.client = scheduler.active if scheduler else None
+    def __init__(self, client: Client | None):
+        self.client = client
+        self.details: Details | None = None  # of the next token
         self.tokens: list[GeneratedToken] = []  # in no TextDelta yet
         self.sent = 0  # characters
 
     def add_token(self, id: int, offset: int) -> None:
         """Keep a token's Details, if they are recorded, until its text is sent."""
-        if self.client and self.session.watch:
-            self.tokens.append(GeneratedToken(id, offset, self.session.details[0]))
+        if self.client and self.details:
+            self.tokens.append(GeneratedToken(id, offset, self.details))
 
     def write_reasoning(self, text: str) -> None:
         self.write(text, is_reasoning=True)
 
     def write(self, text: str, *, is_reasoning: bool = False) -> None:
         """Send new text, if the request is a stream."""
-        if self.client and self.client.request.body.stream and text:
+        if self.client and self.client.streams and text:
             self.sent += len(text)
-            self.client.send(TextDelta(text, self.take_tokens(self.sent), is_reasoning))
+            tokens = self.take_tokens(self.sent)
+            self.client.send(TextDelta(text, tokens, is_reasoning, self.client.index))
 
     def take_tokens(self, end: int | float) -> list[GeneratedToken]:
         """Remove and return the tokens that begin before character `end`."""
@@ -211,6 +223,148 @@ class AnswerWriter:
         stopped = result["finish_reason"] == "stop"
         length = len(result.get("reasoning", "")) + len(result["text"])
         return self.take_tokens(length if stopped else math.inf)
+
+
+@dataclass(eq=False)
+class Answer:
+    """An answer being decoded on this rank."""
+
+    number: int
+    sequence: Running
+    text: TextStream
+    writer: AnswerWriter
+    max_new_tokens: int
+    tokens: list[int] = field(default_factory=list)
+    started: float = field(default_factory=time.perf_counter)
+
+
+class Decoder:
+    """Decodes answers side by side on one rank. The rank with the scheduler sends them."""
+
+    def __init__(self, session: Session, tokenizer: Tokenizer, scheduler: Scheduler | None):
+        self.session, self.tokenizer, self.scheduler = session, tokenizer, scheduler
+        self.batch = Batch(session, process_group.share(lambda: scheduler.max_batch))
+        self.answers: dict[int, Answer] = {}  # by number
+        self.by_sequence: dict[Running, Answer] = {}
+
+    def prepare(self) -> None:
+        """Compile and capture everything, so that no request waits for it."""
+        start = time.perf_counter()
+        self.batch.prepare()
+        if self.session.compiled and process_group.is_main():
+            log.info("compiled in %.1f s", time.perf_counter() - start)
+
+    def run(self) -> None:
+        """Decode until the scheduler closes. Ranks without one decode the answers of rank 0."""
+        update_expert_totals(self.session, self.scheduler)
+        for command in process_group.share_each(lambda: self.scheduler.commands()):
+            self.follow(command)
+
+    def follow(self, command: Command) -> None:
+        """Begin and interrupt answers; run prompts and one step."""
+        for number, generation in command.started:
+            self.isolate(partial(self.start, number, generation), lambda: [number])  # noqa: B023
+        for number in command.interrupted:
+            if answer := self.answers.get(number):
+                answer.text.end("interrupted")
+                self.finish(answer)
+        self.isolate(self.batch.prefill, self.in_prefill)
+        self.isolate(self.step, lambda: list(self.answers))
+
+    def in_prefill(self) -> list[int]:
+        """Return the number of the answer whose prompt is being run."""
+        return [self.by_sequence[self.batch.prefilling[0]].number] if self.batch.prefilling else []
+
+    def isolate(self, work: Callable[[], None], numbers: Callable[[], list[int]]) -> None:
+        """Do this work. If it raises, fail the answers of these numbers, and go on with the others.
+
+        One of several ranks ends instead: the others wait for it in a collective.
+        """
+        try:
+            work()
+        except Exception as error:
+            if process_group.size() > 1:
+                raise
+            traceback.print_exc()
+            for number in numbers():
+                self.fail(number, error)
+
+    def start(self, number: int, generation: Generation) -> None:
+        """Begin an answer."""
+        scheduler, ids = self.scheduler, generation.prompt_ids
+        writer = AnswerWriter(scheduler.clients[number] if scheduler else None)
+        splits = generation.reply and generation.split_reasoning
+        settings = TextSettings(
+            generation.stop,
+            False,
+            generation.reply,
+            writer.write,
+            writer.add_token,
+            writer.write_reasoning if splits else None,
+            generation.markers,
+        )
+        text = TextStream(ids, self.tokenizer, settings)
+        count, constraint = generation.max_new_tokens, self.make_constraint(generation)
+        sampling = generation.sampling
+        sequence = self.batch.start(ids, count, sampling, generation.watch, constraint)
+        answer = Answer(number, sequence, text, writer, count)
+        self.answers[number] = self.by_sequence[sequence] = answer
+
+    def make_constraint(self, generation: Generation) -> Constraint | AnswerConstraint | None:
+        """Return what holds an answer to its grammar; None without one."""
+        if generation.grammar is None:
+            return None
+        tokens = grammar_tokens(self.tokenizer, self.session.model.args.vocab_size)
+        waits = generation.reply and generation.reasons
+        constraint = Constraint(tokens, generation.grammar, started=not waits)
+        if not waits:
+            return constraint
+        return AnswerConstraint(constraint, self.tokenizer, generation.prompt_ids)
+
+    def step(self) -> None:
+        """Decode one token of each answer."""
+        for token in self.batch.step():
+            answer = self.by_sequence[token.sequence]
+            if token.error:
+                self.fail(answer.number, token.error)
+            else:
+                self.isolate(partial(self.add, answer, token), lambda: [answer.number])  # noqa: B023
+
+    def add(self, answer: Answer, token: NewToken) -> None:
+        """Add a token to its answer, and finish the answer if that ends it."""
+        answer.writer.details = token.details
+        answer.tokens.append(token.token)
+        answer.text.push(token.token)
+        if len(answer.tokens) == answer.max_new_tokens:
+            answer.text.end("length")
+        if answer.text.finish_reason:
+            self.finish(answer)
+
+    def finish(self, answer: Answer) -> None:
+        """End an answer, and send its end."""
+        self.remove(answer)
+        process_group.check_same_tokens([answer.tokens])
+        update_expert_totals(self.session, self.scheduler)
+        if self.scheduler:
+            computed = len(answer.sequence.ids) - answer.sequence.cached_tokens
+            result = answer.text.result(answer.started, computed, None)
+            result["seconds"] = time.perf_counter() - answer.started
+            result["cached_tokens"] = answer.sequence.cached_tokens
+            self.scheduler.finish(answer.number, result, answer.writer.rest(result))
+
+    def remove(self, answer: Answer) -> None:
+        self.batch.end(answer.sequence)
+        del self.answers[answer.number], self.by_sequence[answer.sequence]
+
+    def fail(self, number: int, error: Exception) -> None:
+        """End an answer by an error. What its row remembers is not used again."""
+        if answer := self.answers.get(number):
+            row = answer.sequence.row
+            self.remove(answer)
+            if row is not None:
+                self.session.reset(row)
+        if self.scheduler and number in self.scheduler.clients:
+            self.scheduler.fail(number, error)
 
 
 def update_expert_totals(session: Session, scheduler: Scheduler | None) -> None:

@@ -24,6 +24,7 @@ from pydantic import (
 from runtime.reasoning import REASONING, TextSplitter, make_splitter
 from runtime.sampling import MAX_CANDIDATES, TOP_LOGPROBS, Sampling
 from runtime.session import Details
+from server.constraints import forced_call, json_object, json_schema
 from server.tokenizing import PromptTooLongError, TokenizerPool
 from server.tools import (
     NAME,
@@ -40,6 +41,7 @@ from tokenizer import Tokenizer
 
 BodyType = TypeVar("BodyType", bound=BaseModel)
 MAX_ANSWERS = 8  # `n` of one request
+MAX_PROMPTS = 64  # of one request
 OWN_VARIABLES = {"messages", "tools", "add_generation_prompt"}  # a request cannot set these
 # OpenAI's values of `reasoning_effort` that open models do not know.
 REASONING_EFFORTS = {"none": "low", "minimal": "low", "xhigh": "high"}
@@ -155,8 +157,12 @@ def refuse_if_set(value: Any, info: ValidationInfo) -> Any:
 
 
 def list_prompts(prompt: str | list) -> list[str | list[int]]:
-    """Return the prompts of a request as a list."""
-    return [prompt] if isinstance(prompt, str) or not prompt or type(prompt[0]) is int else prompt
+    """Return the prompts of a request as a list. Raises ValueError for too many."""
+    if isinstance(prompt, str) or not prompt or type(prompt[0]) is int:
+        return [prompt]
+    if len(prompt) > MAX_PROMPTS:
+        raise ValueError(f"{len(prompt)} prompts in one request: send up to {MAX_PROMPTS}")
+    return prompt
 
 
 Unsupported = Annotated[Any, AfterValidator(refuse_if_set)]
@@ -206,6 +212,7 @@ class JsonSchema(StrictModel):
     model_config = ConfigDict(populate_by_name=True)
 
     name: str = ""
+    strict: bool = False  # refuse keywords that are not supported
     json_schema: dict[str, Any] = Field(alias="schema")
 
 
@@ -309,23 +316,6 @@ def template_messages(messages: list[Message], tokenizer: Tokenizer) -> list[dic
     return found
 
 
-# Valid parameters that nothing decodes so far: name -> whether a value needs no decoding.
-NOT_DECODED: dict[str, Callable[[Any], bool]] = {
-    "n": lambda count: count == 1,
-    "best_of": lambda count: count == 1,
-    "frequency_penalty": lambda penalty: penalty == 0,
-    "presence_penalty": lambda penalty: penalty == 0,
-    "logit_bias": lambda bias: not bias,
-    "response_format": lambda format: format.type == "text",
-    "prompt": lambda prompts: len(prompts) <= 1,
-}
-
-
-def printed(value: Any) -> str:
-    """Return the beginning of a value, for a message."""
-    return f"{value.type if isinstance(value, ResponseFormat) else value!r:.40}"
-
-
 class GenerationBody(StrictModel):
     """The fields of both kinds of request."""
 
@@ -360,15 +350,20 @@ class GenerationBody(StrictModel):
     routing: bool = False
 
     @model_validator(mode="after")
-    def refuse_undecoded(self) -> "GenerationBody":
-        for name, is_decoded in NOT_DECODED.items():
-            value = getattr(self, name, None)
-            if value is not None and not is_decoded(value):
-                raise ValueError(f"{name} {printed(value)} is not supported yet: leave it out")
+    def check_best_of(self) -> "GenerationBody":
+        if self.best_of not in (1, self.n):
+            raise ValueError(f"best_of {self.best_of}: all answers are returned, so it must be n")
         return self
 
-    def sampling(self) -> Sampling:
-        """Return the sampling options. A temperature below MIN_TEMPERATURE means greedy."""
+    def sampling(self, vocab_size: int, index: int) -> Sampling:
+        """Return the sampling options of one of the request's answers, each with its own seed.
+
+        A temperature below MIN_TEMPERATURE means greedy. Raises ValueError for a logit_bias of a
+        token that the vocabulary lacks.
+        """
+        bias = {int(id): value for id, value in self.logit_bias.items() if id.isdecimal()}
+        if len(bias) < len(self.logit_bias) or max(bias, default=0) >= vocab_size:
+            raise ValueError(f"logit_bias: token ids must be from 0 to {vocab_size - 1}")
         return Sampling(
             temperature=0.0 if self.temperature < MIN_TEMPERATURE else self.temperature,
             # 0 and -1: off, as far as the sampler goes.
@@ -376,8 +371,21 @@ class GenerationBody(StrictModel):
             top_p=max(self.top_p, 1e-6),
             min_p=self.min_p,
             repetition_penalty=self.repetition_penalty,
-            seed=self.seed % 2**63,
+            seed=(self.seed + index) % 2**63,
+            frequency_penalty=self.frequency_penalty,
+            presence_penalty=self.presence_penalty,
+            logit_bias=bias,
         )
+
+    def grammar(self) -> str | None:
+        """Return the grammar that answers must follow; None: any text.
+
+        Raises ValueError for a schema that is not supported.
+        """
+        if self.response_format.json_schema:
+            wanted = self.response_format.json_schema
+            return json_schema(wanted.json_schema, wanted.strict)
+        return None if self.response_format.type == "text" else json_object()
 
 
 class CompletionBody(GenerationBody):
@@ -398,9 +406,9 @@ class CompletionBody(GenerationBody):
         """Return the number of top logprobs per token; None: no logprobs at all."""
         return self.logprobs
 
-    def encode(self, tokenizer: Tokenizer) -> tuple[list[int], bool]:
-        """Return the prompt's token ids, and False: the answer continues the prompt."""
-        return encode_prompt(self.prompt[0] if self.prompt else "", tokenizer), False
+    def encode(self, tokenizer: Tokenizer) -> tuple[list[list[int]], bool]:
+        """Return each prompt's token ids, and False: the answers continue the prompts."""
+        return [encode_prompt(prompt, tokenizer) for prompt in self.prompt], False
 
     def calls(self, tokenizer: Tokenizer) -> None:
         """Return None: a completion has no tool calls."""
@@ -435,6 +443,11 @@ class ChatCompletionBody(GenerationBody):
             raise ValueError(f"tool_choice names {choice.function.name!r:.80}, which is no tool")
         if choice == "required" and not names:
             raise ValueError('tool_choice "required" needs tools')
+        if self.active_tools() and self.response_format.type != "text":
+            raise ValueError(
+                "response_format would forbid the calls of tools: send one of them, or tool_choice "
+                '"none"'
+            )
         return self
 
     def requested_tokens(self) -> int | None:
@@ -444,7 +457,7 @@ class ChatCompletionBody(GenerationBody):
         """Return the number of top logprobs per token; None: no logprobs at all."""
         return self.top_logprobs if self.logprobs else None
 
-    def encode(self, tokenizer: Tokenizer) -> tuple[list[int], bool]:
+    def encode(self, tokenizer: Tokenizer) -> tuple[list[list[int]], bool]:
         """Return the conversation's token ids, and whether the answer is a separate message.
 
         The answer continues the concatenated contents if there is no chat template.
@@ -453,7 +466,7 @@ class ChatCompletionBody(GenerationBody):
         messages = template_messages(self.messages, vocabulary)
         if not tokenizer.has_chat_template:
             text = "".join(message["content"] for message in messages)
-            return encode_prompt(text, tokenizer), False
+            return [encode_prompt(text, tokenizer)], False
         ids = tokenizer.chat(messages, **self.template_variables())
         calls = self.calls(vocabulary)
         if calls and calls.prefix:
@@ -461,7 +474,7 @@ class ChatCompletionBody(GenerationBody):
             is_open = isinstance(splitter, TextSplitter) and splitter.kind == REASONING
             prefix = ("\n</think>\n\n" if is_open else "") + calls.prefix
             ids = ids + tokenizer.encode(prefix, bos=False, special=True)
-        return ids, True
+        return [ids], True
 
     def template_variables(self) -> dict[str, Any]:
         """Return the chat template's variables beside the messages."""
@@ -492,13 +505,15 @@ class ChatCompletionBody(GenerationBody):
                 "tools: this model has no chat template with a known format of tool calls; "
                 "leave them out"
             )
-        prefix, choice = "", self.tool_choice
+        schemas = {tool.function.name: tool.function.parameters for tool in self.tools}
+        prefix, grammar, choice = "", None, self.tool_choice
         if choice != "auto":
             name = choice.function.name if isinstance(choice, NamedChoice) else None
-            prefix = format.prefix(name, tokenizer)
-        schemas = {tool.function.name: tool.function.parameters for tool in self.tools}
+            prefix, markers = format.prefix(name, tokenizer), format.json_markers(tokenizer)
+            if markers:
+                grammar = forced_call(tokenizer, list(schemas.items()), markers, name)
         single = not self.parallel_tool_calls or isinstance(choice, NamedChoice)
-        return CallSettings(format, schemas, prefix, single)
+        return CallSettings(format, schemas, prefix, single, grammar)
 
 
 class CallSettings(NamedTuple):
@@ -508,6 +523,7 @@ class CallSettings(NamedTuple):
     schemas: dict[str, dict]  # name -> JSON schema of the parameters
     prefix: str  # the answer's beginning, which the prompt ends with
     single: bool  # one call at most
+    grammar: str | None = None  # of a forced call's rest
 
     def parser(self, tokenizer: Tokenizer) -> CallParser:
         """Return a parser of one answer."""
@@ -515,10 +531,11 @@ class CallSettings(NamedTuple):
 
     def generation_fields(self, tokenizer: Tokenizer) -> dict[str, Any]:
         """Return the fields of Generation that calls need."""
-        return {
+        found = {
             "markers": control_markers(self.format, tokenizer),
             "split_reasoning": not self.format.splits_reasoning,
         }
+        return found | ({"grammar": self.grammar, "reasons": False} if self.grammar else {})
 
     def stop(self, tokenizer: Tokenizer) -> list[str]:
         """Return the text that ends an answer with a single call, if the format has one."""
@@ -548,7 +565,7 @@ def encode_prompt(prompt: str | list[int], tokenizer: Tokenizer) -> list[int]:
 
 @dataclass(frozen=True)
 class Generation:
-    """The part of a request that every rank needs."""
+    """One answer of a request, as every rank needs it."""
 
     prompt_ids: list[int]
     max_new_tokens: int
@@ -559,22 +576,32 @@ class Generation:
     # {id: text} of control tokens that appear in the text: runtime.text.TextSettings.markers.
     markers: dict[int, str] = field(default_factory=dict)
     split_reasoning: bool = True  # with `reply`: split off reasoning blocks
+    grammar: str | None = None  # that the answer follows, see server.constraints
+    reasons: bool = True  # with `reply`: the grammar begins after the reasoning block, if any
 
 
 class GenerationRequest(NamedTuple):
-    """A validated request."""
+    """A validated request, and its answers: `n` for each prompt."""
 
     body: CompletionBody | ChatCompletionBody
-    generation: Generation
+    generations: list[Generation]
     calls: CallSettings | None = None
 
 
+class Limits(NamedTuple):
+    """What a request may ask for."""
+
+    max_seq_len: int
+    vocab_size: int  # rows of the model's embedding
+    check_grammar: Callable[[str], Any] = lambda grammar: None  # raises ValueError
+
+
 def read_request(
-    body: bytes, chat: bool, tokenizer: Tokenizer | TokenizerPool, max_seq_len: int
+    body: bytes, chat: bool, tokenizer: Tokenizer | TokenizerPool, limits: Limits
 ) -> GenerationRequest:
     """Parse and validate a request's body. Raises APIError if it is invalid or unsupported."""
     fields = parse_body(ChatCompletionBody if chat else CompletionBody, body)
-    return plan_request(fields, tokenizer, max_seq_len)
+    return plan_request(fields, tokenizer, limits)
 
 
 def parse_body(model: type[BodyType], body: bytes) -> BodyType:
@@ -588,32 +615,53 @@ def parse_body(model: type[BodyType], body: bytes) -> BodyType:
 def plan_request(
     fields: CompletionBody | ChatCompletionBody,
     tokenizer: Tokenizer | TokenizerPool,
-    max_seq_len: int,
+    limits: Limits,
     prompt_name: str | None = None,
 ) -> GenerationRequest:
-    """Encode a request's prompt and set its length. Raises APIError if it is too long.
+    """Encode a request's prompts and set its lengths. Raises APIError if one is too long.
 
     prompt_name: of the field that has the prompt, for errors.
     """
     vocabulary, name = vocabulary_of(tokenizer), prompt_name or fields.prompt_name
+    length = limits.max_seq_len
     try:
-        prompt_ids, reply = fields.encode(tokenizer)
+        prompts, reply = fields.encode(tokenizer)
         calls = fields.calls(vocabulary)
+        if calls and calls.grammar:
+            limits.check_grammar(calls.grammar)
     except PromptTooLongError as error:
-        reason = f"This model's maximum context length is {max_seq_len} tokens. However, {error}"
+        reason = f"This model's maximum context length is {length} tokens. However, {error}"
         raise APIError(reason, code="context_length_exceeded", param=name) from None
     except ValueError as error:
         raise APIError(str(error), param=name) from None
-    generation = Generation(
-        prompt_ids=prompt_ids,
-        max_new_tokens=plan_length(len(prompt_ids), fields.requested_tokens(), max_seq_len, name),
-        sampling=fields.sampling(),
-        stop=fields.stop + (calls.stop(vocabulary) if calls else []),
-        reply=reply,
-        watch=fields.logprob_count() is not None or fields.routing,
+    common: dict[str, Any] = {
+        "stop": fields.stop + (calls.stop(vocabulary) if calls else []),
+        "reply": reply,
+        "watch": fields.logprob_count() is not None or fields.routing,
+        "grammar": plan_grammar(fields, limits),
         **(calls.generation_fields(vocabulary) if calls else {}),
-    )
-    return GenerationRequest(fields, generation, calls)
+    }
+    generations = []
+    for ids in prompts:
+        new_tokens = plan_length(len(ids), fields.requested_tokens(), length, name)
+        for _ in range(fields.n):
+            try:
+                sampling = fields.sampling(limits.vocab_size, len(generations))
+            except ValueError as error:
+                raise APIError(str(error), param="logit_bias") from None
+            generations.append(Generation(ids, new_tokens, sampling, **common))
+    return GenerationRequest(fields, generations, calls)
+
+
+def plan_grammar(fields: CompletionBody | ChatCompletionBody, limits: Limits) -> str | None:
+    """Return the grammar of a request's answers. Raises APIError if it is not supported."""
+    try:
+        grammar = fields.grammar()
+        if grammar is not None:
+            limits.check_grammar(grammar)
+        return grammar
+    except ValueError as error:
+        raise APIError(str(error), param="response_format") from None
 
 
 def plan_length(prompt_tokens: int, requested: int | None, max_seq_len: int, name: str) -> int:
@@ -652,7 +700,7 @@ class TextDelta:
     text: str
     tokens: list[GeneratedToken]
     is_reasoning: bool = False
-    index: int = 0  # which answer, for requests with several
+    index: int = 0  # which of the request's answers
 
 
 @dataclass(frozen=True)
@@ -732,7 +780,9 @@ class ResponseBuilder:
     def __init__(self, request: GenerationRequest, model_name: str, tokenizer: Tokenizer):
         self.request, self.body, self.tokenizer = request, request.body, tokenizer
         self.readers = defaultdict(lambda: AnswerReader(request, tokenizer))  # by answer
-        self.tokens: list[GeneratedToken] = []  # in no chunk yet
+        # Tokens in no chunk yet, by answer.
+        self.tokens: dict[int, list[GeneratedToken]] = defaultdict(list)
+        self.ended: list[Finished] = []
         self.object, prefix = "text_completion", "cmpl"
         if self.body.chat:
             self.object, prefix = "chat.completion", "chatcmpl"
@@ -742,11 +792,18 @@ class ResponseBuilder:
             "model": model_name,
         }
 
-    def completion(self, event: Finished) -> dict:
-        """Return the answer to a request without `stream`."""
+    def completion(self, events: list[Finished]) -> dict:
+        """Return the answers to a request without `stream`."""
+        choices = [self.whole_choice(event) for event in sorted(events, key=lambda e: e.index)]
+        body = {"choices": choices, "usage": self.usage(events)}
+        return self.header | {"object": self.object} | body
+
+    def whole_choice(self, event: Finished) -> dict:
+        """Return the choice with a whole answer."""
         reader, result = self.readers[event.index], event.result
         text, reasoning, calls = join_pieces(reader.whole(result))
-        choice = self.choice(text, event.tokens, reader.finish_reason(result["finish_reason"]))
+        reason = reader.finish_reason(result["finish_reason"])
+        choice = self.choice(text, event.tokens, reason, event.index)
         if self.body.chat:
             del choice["text"]
             content = None if calls and not text else text
@@ -755,76 +812,63 @@ class ResponseBuilder:
                 choice["message"]["reasoning_content"] = reasoning
             if calls:
                 choice["message"]["tool_calls"] = calls
-        body = {"choices": [choice], "usage": self.usage(result)}
-        return self.header | {"object": self.object} | body
+        return choice
 
     def start(self) -> Iterator[bytes]:
         """Yield what a stream begins with."""
-        if self.body.chat:
-            yield self.role_chunk()
+        for index in range(len(self.request.generations) if self.body.chat else 0):
+            delta = {"role": "assistant", "content": ""}
+            yield self.event([{"index": index, "delta": delta, "finish_reason": None}])
 
     def deltas(self, event: TextDelta) -> Iterator[bytes]:
         """Yield the chunks for new text of a stream."""
         if self.request.calls is None:
-            yield self.chunk(event.text, event.tokens, is_reasoning=event.is_reasoning)
+            yield self.chunk(event)
             return
-        self.tokens += event.tokens
-        yield from map(
-            self.piece_chunk, self.readers[event.index].read(event.text, event.is_reasoning)
-        )
+        self.tokens[event.index] += event.tokens
+        for piece in self.readers[event.index].read(event.text, event.is_reasoning):
+            yield self.piece_chunk(piece, event.index)
 
     def end(self, event: Finished) -> Iterator[bytes]:
-        """Yield what a stream ends with."""
+        """Yield what an answer ends with, and after the last answer what the stream ends with."""
         reader = self.readers[event.index]
-        yield from map(self.piece_chunk, reader.end())
+        for piece in reader.end():
+            yield self.piece_chunk(piece, event.index)
         reason = reader.finish_reason(event.result["finish_reason"])
-        choice = self.choice("", self.take_tokens() + event.tokens, reason)
+        tokens = self.take_tokens(event.index) + event.tokens
+        choice = self.choice("", tokens, reason, event.index)
         if self.body.chat:
             del choice["text"]
             choice["delta"] = {}
         yield self.event([choice])
-        if self.body.stream_options.include_usage:
-            yield self.usage_chunk(event)
-        yield b"data: [DONE]\n\n"
+        self.ended.append(event)
+        if len(self.ended) == len(self.request.generations):
+            if self.body.stream_options.include_usage:
+                yield self.event([], self.usage(self.ended))
+            yield b"data: [DONE]\n\n"
 
     def error(self, error: APIError) -> bytes:
         """Return the end of a stream that fails."""
         return server_sent_event(error.body())
 
-    def piece_chunk(self, piece: Piece) -> bytes:
+    def piece_chunk(self, piece: Piece, index: int) -> bytes:
         """Return a chunk of a streamed chat with tools."""
-        choice = self.choice("", self.take_tokens(), None)
+        choice = self.choice("", self.take_tokens(index), None, index)
         del choice["text"]
         choice["delta"] = piece_delta(piece)
         return self.event([choice])
 
-    def take_tokens(self) -> list[GeneratedToken]:
-        taken, self.tokens = self.tokens, []
-        return taken
+    def take_tokens(self, index: int) -> list[GeneratedToken]:
+        return self.tokens.pop(index, [])
 
-    def chunk(
-        self,
-        text: str,
-        tokens: list[GeneratedToken],
-        *,
-        is_reasoning: bool = False,
-    ) -> bytes:
-        """Return one chunk of a stream."""
-        choice = self.choice(text, tokens, None)
+    def chunk(self, event: TextDelta) -> bytes:
+        """Return the chunk of a stream with new text."""
+        choice = self.choice(event.text, event.tokens, None, event.index)
         if self.body.chat:
             del choice["text"]
-            key = "reasoning_content" if is_reasoning else "content"
-            choice["delta"] = {key: text} if text else {}
+            key = "reasoning_content" if event.is_reasoning else "content"
+            choice["delta"] = {key: event.text} if event.text else {}
         return self.event([choice])
-
-    def role_chunk(self) -> bytes:
-        """Return the first chunk of a streamed chat."""
-        delta = {"role": "assistant", "content": ""}
-        return self.event([{"index": 0, "delta": delta, "finish_reason": None}])
-
-    def usage_chunk(self, event: Finished) -> bytes:
-        """Return the chunk after the last one, for requests with `include_usage`."""
-        return self.event([], self.usage(event.result))
 
     def event(self, choices: list[dict], usage: dict | None = None) -> bytes:
         """Return a chunk as a server-sent event."""
@@ -834,9 +878,11 @@ class ResponseBuilder:
             chunk["usage"] = usage
         return server_sent_event(chunk)
 
-    def choice(self, text: str, tokens: list[GeneratedToken], finish_reason: str | None) -> dict:
+    def choice(
+        self, text: str, tokens: list[GeneratedToken], finish_reason: str | None, index: int
+    ) -> dict:
         """Return a choice of a text completion. Chats move its `text` to another field."""
-        choice = {"index": 0, "finish_reason": finish_reason, "logprobs": None, "text": text}
+        choice = {"index": index, "finish_reason": finish_reason, "logprobs": None, "text": text}
         if self.body.logprob_count() is not None:
             choice["logprobs"] = self.logprobs(tokens)
         if self.body.routing:
@@ -880,17 +926,22 @@ class ResponseBuilder:
             ],
         }
 
-    def usage(self, result: dict) -> dict:
-        prompt_tokens, new_tokens = result["prompt_tokens"], result["new_tokens"]
+    def usage(self, events: list[Finished]) -> dict:
+        """Return the token counts of all answers. A prompt with several answers counts once."""
+        results = {event.index: event.result for event in events}
+        firsts = [results[index] for index in results if index % self.body.n == 0]
+        prompt_tokens = sum(result["prompt_tokens"] for result in firsts)
+        new_tokens = sum(result["new_tokens"] for result in results.values())
         details = {}
         if self.body.chat:
-            reasoning = {"reasoning_tokens": result.get("reasoning_tokens", 0)}
-            details = {"completion_tokens_details": reasoning}
+            reasoning = sum(result.get("reasoning_tokens", 0) for result in results.values())
+            details = {"completion_tokens_details": {"reasoning_tokens": reasoning}}
+        cached = sum(result["cached_tokens"] for result in firsts)
         return {
             "prompt_tokens": prompt_tokens,
             "completion_tokens": new_tokens,
             "total_tokens": prompt_tokens + new_tokens,
-            "prompt_tokens_details": {"cached_tokens": result["cached_tokens"]},
+            "prompt_tokens_details": {"cached_tokens": cached},
             **details,
         }
 

@@ -77,6 +77,14 @@ class CallParser:
         raise NotImplementedError
 
     @classmethod
+    def json_markers(cls, tokenizer: Tokenizer) -> tuple[str, str] | None:
+        """Return what stands between a call's name and its arguments, and after these.
+
+        None: the arguments are not JSON.
+        """
+        return None
+
+    @classmethod
     def template_id(cls, id: str) -> str:
         """Return the id of a call in a form that the templates accept."""
         return id
@@ -268,6 +276,10 @@ class HermesParser(CallParser):
     def prefix(cls, name: str | None, tokenizer: Tokenizer) -> str:
         return '<tool_call>\n{"name": "' + (f'{name}", "arguments":' if name else "")
 
+    @classmethod
+    def json_markers(cls, tokenizer: Tokenizer) -> tuple[str, str] | None:
+        return '", "arguments":', "}\n</tool_call>"
+
     def call(self) -> Reader:
         closer = self.marker(self.closer)
         if not (yield from self.json_call(closer)):
@@ -398,6 +410,11 @@ class MistralParser(CallParser):
             return "[TOOL_CALLS]" + (f"{name}[ARGS]" if name else "")
         return '[TOOL_CALLS][{"name": "' + (f'{name}", "arguments":' if name else "")
 
+    @classmethod
+    def json_markers(cls, tokenizer: Tokenizer) -> tuple[str, str] | None:
+        is_new = tokenizer.template_has("[ARGS]")
+        return ("[ARGS]", "") if is_new else ('", "arguments":', "}]")
+
     def new_id(self) -> str:
         """Return nine letters or digits: Mistral's templates accept no other id."""
         return "".join(secrets.choice(LETTERS) for _ in range(9))
@@ -505,6 +522,10 @@ class HarmonyParser(CallParser):
     def prefix(cls, name: str | None, tokenizer: Tokenizer) -> str:
         rest = f"{name} <|constrain|>json<|message|>" if name else ""
         return f"<|channel|>commentary to=functions.{rest}"
+
+    @classmethod
+    def json_markers(cls, tokenizer: Tokenizer) -> tuple[str, str] | None:
+        return " <|constrain|>json<|message|>", ""
 
     def read(self) -> Reader:
         message, channel = self.marker("<|message|>"), self.marker("<|channel|>")

@@ -115,12 +115,14 @@ def test_regex_and_lark_and_tool_calls(tokens):
     text = walk(Constraint(tokens, constraints.lark('start: "yes" | "no"')), random.Random(0))
     assert text in ("yes", "no")
     tools = [("add", SCHEMAS[8]), ("stop", None)]
-    grammar = constraints.tool_calls(tokens.tokenizer, tools[:1], parallel=False)
-    text = walk(Constraint(tokens, grammar), random.Random(1))
-    call = json.loads(text.removeprefix("<tool_call>").removesuffix("</tool_call>"))
-    assert call["name"] == "add"
-    jsonschema.validate(call["arguments"], SCHEMAS[8])
-    Constraint(tokens, constraints.tool_calls(tokens.tokenizer, tools))
+    markers = '", "arguments":', "}\n</tool_call>"
+    for name in ("add", None):
+        grammar = constraints.forced_call(tokens.tokenizer, tools, markers, name)
+        text = walk(Constraint(tokens, grammar), random.Random(1)).removesuffix("\n</tool_call>")
+        call = json.loads('{"name": "' + ('add", "arguments":' if name else "") + text)
+        assert call["name"] == "add" or (not name and call["name"] == "stop")
+        schema = SCHEMAS[8] if call["name"] == "add" else {"type": "object"}
+        jsonschema.validate(call["arguments"], schema)
 
 
 def test_mask_equals_trying_each_token(tmp_path):
@@ -146,11 +148,16 @@ def test_mask_equals_trying_each_token(tmp_path):
 
 def test_control_token_markers_and_a_late_start(tmp_path):
     tokens = byte_level(tmp_path)
-    grammar = constraints.tool_calls(tokens.tokenizer, [("f", None)], "<|call|>", "")
+    markers = "<|call|>", ""
+    grammar = constraints.forced_call(tokens.tokenizer, [("tr", None)], markers, None)
     constraint = Constraint(tokens, grammar, started=False)
     constraint.advance(5)
     assert len(allowed(constraint)) == 32 * mask_words(tokens.vocab_size)
     constraint.start()
+    for token in ("t", "r"):
+        id = tokens.tokenizer.token_id(token)
+        assert id in allowed(constraint)
+        constraint.advance(id)
     assert allowed(constraint) == [tokens.tokenizer.token_id("<|call|>")]
 
 
@@ -171,7 +178,7 @@ def nested(depth: int) -> dict:
         lambda: constraints.json_schema([]),
         lambda: constraints.regex("(" * 100_000),
         lambda: constraints.lark("start: missing"),
-        lambda: constraints.tool_calls(None, []),
+        lambda: constraints.forced_call(None, [], ("", ""), None),
     ],
 )
 def test_hostile_grammars_are_refused_quickly(tokens, make):

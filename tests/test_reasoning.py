@@ -14,7 +14,7 @@ from runtime import reasoning
 from runtime.reasoning import ANSWER, HARMONY, REASONING, make_splitter
 from runtime.sampling import Sampling
 from runtime.text import TextSettings, TextStream
-from server.scheduler import AnswerWriter
+from server.scheduler import AnswerWriter, Client, QueuedRequest
 from server.schema import (
     ChatCompletionBody,
     CompletionBody,
@@ -271,11 +271,10 @@ def serve(tokenizer, prompt: str, answer: str, chat=True, **fields) -> list:
         messages = [{"role": "user", "content": prompt}]
         body = ChatCompletionBody(messages=messages, **fields)
     ids = tokenizer.encode(prompt, special=True)
-    generation = Generation(ids, 1000, body.sampling(), body.stop, chat, False)
-    request, events = GenerationRequest(body, generation), []
+    generation = Generation(ids, 1000, Sampling(), body.stop, chat, False)
+    request, events = GenerationRequest(body, [generation]), []
     session = Scripted(tokenizer.encode(answer, special=True))
-    client = SimpleNamespace(request=request, send=events.append)
-    writer = AnswerWriter(session, SimpleNamespace(active=client))
+    writer = AnswerWriter(Client(QueuedRequest(request, events.append), 0))
     result = generate(
         session,
         tokenizer,
@@ -294,7 +293,7 @@ def serve(tokenizer, prompt: str, answer: str, chat=True, **fields) -> list:
 def test_a_message_has_its_reasoning_apart(tmp_path):
     tokenizer = make_tokenizer(tmp_path, THINK)
     *events, done, builder = serve(tokenizer, "why?<think>", f"so</think>\nYes.{EOS}")
-    answer = builder.completion(done)
+    answer = builder.completion([done])
     message = answer["choices"][0]["message"]
     assert (message["content"], message["reasoning_content"]) == ("Yes.", "so") and not events
     assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": 3}
@@ -303,7 +302,7 @@ def test_a_message_has_its_reasoning_apart(tmp_path):
 def test_a_message_without_reasoning_is_as_before(tmp_path):
     tokenizer = make_tokenizer(tmp_path, THINK)
     *_, done, builder = serve(tokenizer, "why?", f"Yes.{EOS}")
-    answer = builder.completion(done)
+    answer = builder.completion([done])
     assert answer["choices"][0]["message"].keys() == {"role", "content", "refusal"}
     assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": 0}
 
@@ -313,18 +312,18 @@ def test_a_stream_has_its_reasoning_apart(tmp_path):
     *events, done, builder = serve(tokenizer, "why?<think>", f"so</think>\nYes.{EOS}", stream=True)
     deltas = []
     for event in events:
-        chunk = builder.chunk(event.text, event.tokens, is_reasoning=event.is_reasoning)
+        chunk = builder.chunk(event)
         deltas.append(json.loads(chunk.removeprefix(b"data: "))["choices"][0]["delta"])
     assert all(len(delta) == 1 for delta in deltas)
     for key, text in (("reasoning_content", "so"), ("content", "Yes.")):
         assert "".join(delta.get(key, "") for delta in deltas) == text
-    assert builder.usage(done.result)["completion_tokens_details"]["reasoning_tokens"] == 3
+    assert builder.usage([done])["completion_tokens_details"]["reasoning_tokens"] == 3
 
 
 def test_completions_keep_the_markers(tmp_path):
     tokenizer = make_tokenizer(tmp_path, THINK)
     *_, done, builder = serve(tokenizer, "why?", f"<think>so</think>Yes.{EOS}", chat=False)
-    answer = builder.completion(done)
+    answer = builder.completion([done])
     assert answer["choices"][0]["text"] == "<think>so</think>Yes."
     assert "completion_tokens_details" not in answer["usage"]
 

@@ -13,98 +13,61 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
+import jsonschema
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from checkpoint import Checkpoint
-from generate import generate, load_model, open_session
+from generate import generate, load_model
 from model import Transformer
 from runtime.sampling import Sampling
 from runtime.session import Session
-from serve import bind, build_parser, check_options
-from tokenizer import load_tokenizer
+from serve import build_parser, check_options
 
 REASON = "the server's tests need it: pip install 'moe-fast[test]'"
 PACKAGES = "httpx", "openai", "fastapi", "uvicorn", "pydantic", "prometheus_client"
 httpx, openai, *_ = (pytest.importorskip(name, reason=REASON) for name in PACKAGES)
 
+from local_server import LocalServer  # noqa: E402
 from prometheus_client.parser import text_string_to_metric_families  # noqa: E402
 
 from server import connections  # noqa: E402
-from server.app import AppSettings, make_app, run_server  # noqa: E402
-from server.scheduler import Scheduler  # noqa: E402
 from server.schema import (  # noqa: E402
     APIError,
     ChatCompletionBody,
     CompletionBody,
+    Limits,
     read_request,
 )
-from server.tokenizing import TokenizerPool  # noqa: E402
 
 ROOT = Path(__file__).parents[1]
 PROMPT = "def read_lines(path):\n"
 LENGTH = 256
+LIMITS = Limits(LENGTH, 4096)
+ALONE = "--max_batch", "1"
 pytestmark = pytest.mark.usefixtures("few_threads")
 
 
-class Running:
-    """A server in this process: one thread decodes, another runs HTTP."""
+class Running(LocalServer):
+    """A server, and requests with defaults."""
 
-    def __init__(
-        self,
-        directory,
-        max_queue=256,
-        time_limit=600.0,
-        api_key=None,
-        max_body=100_000,
-        options=(),
-        workers=1,
-    ):
-        options = build_parser().parse_args(["--dtype", "fp32", *options])
-        check_options(options)
-        self.session = open_session(options, Checkpoint(directory), torch.device("cpu"), LENGTH)
-        self.tokenizer = load_tokenizer(directory)
-        self.scheduler = Scheduler(max_queue, time_limit)
-        listener, ready = bind("127.0.0.1", 0), threading.Event()
-        app_settings = AppSettings("tiny", LENGTH, max_body, 2 * max_queue + 64, api_key)
-        self.pool = TokenizerPool(directory, LENGTH, workers=workers)
-        app = make_app(self.scheduler, self.pool, app_settings)
-        self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        arguments = self.session, self.tokenizer, self.scheduler, app, listener, ready.set
-        self.thread = threading.Thread(target=run_server, args=arguments)
-        self.thread.start()
-        assert ready.wait(20)
-        self.client = openai.OpenAI(
-            base_url=f"{self.url}/v1", api_key=api_key or "none", max_retries=0, timeout=60
-        )
+    def __init__(self, directory, **settings):
+        super().__init__(directory, LENGTH, **settings)
 
     def complete(self, prompt=PROMPT, **options):
-        return self.client.completions.create(
-            model="any", prompt=prompt, **{"max_tokens": 12, **options}
-        )
+        return super().complete(prompt, **options)
 
     def chat(self, content=PROMPT, **options):
         messages = [{"role": "user", "content": content}]
-        return self.client.chat.completions.create(
-            model="any", messages=messages, **{"max_tokens": 12, **options}
-        )
-
-    def post(self, path="completions", **options):
-        return httpx.post(f"{self.url}/v1/{path}", timeout=60, **options)
+        return super().chat(messages, **{"max_tokens": 12, **options})
 
     def metric(self, name: str) -> float:
         return read_metric(self.url, name)
-
-    def close(self):
-        self.scheduler.close()
-        self.thread.join(20)
-        self.pool.close()
-        assert not self.thread.is_alive()
 
 
 def read_metric(url: str, name: str) -> float:
@@ -204,7 +167,7 @@ def test_a_chat_goes_through_the_template(tokenizer, monkeypatch):
     body = json.dumps(
         {"messages": [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]}
     ).encode()
-    generation = read_request(body, True, tokenizer, LENGTH).generation
+    generation = read_request(body, True, tokenizer, LIMITS).generations[0]
     tokenizer.__dict__.pop("_template")
     assert tokenizer.decode(generation.prompt_ids).strip() == "[system]a[user]b"
     assert generation.max_new_tokens == LENGTH - len(generation.prompt_ids) and generation.reply
@@ -398,10 +361,12 @@ def test_a_resident_model_has_no_expert_metrics(running):
     assert "moe_fast_expert" not in httpx.get(f"{running.url}/metrics").text
 
 
-def test_metrics_are_counters_and_a_gauge(running):
+def test_metrics_are_counters_and_gauges(running):
     families = list(text_string_to_metric_families(httpx.get(f"{running.url}/metrics").text))
     types = {family.name.removeprefix("moe_fast_"): family.type for family in families}
-    assert types.pop("waiting") == "gauge" and set(types.values()) == {"counter"}
+    assert types.pop("waiting") == types.pop("running") == "gauge" and set(types.values()) == {
+        "counter"
+    }
     assert types.keys() == {
         "responses",
         "answers",
@@ -423,6 +388,148 @@ def test_models_health_and_unknown_pages(running):
     assert missing.status_code == 404 and "/v1/nothing" in missing.json()["error"]["message"]
     page = httpx.get(running.url)
     assert page.headers["content-type"].startswith("text/html") and "http://" not in page.text
+
+
+# Answers side by side -------------------------------------------------------------------------
+
+
+def test_answers_decode_side_by_side_and_are_those_given_alone(start, alone, monkeypatch):
+    running, sizes = start(), set()
+    decode = running.session.decode
+    monkeypatch.setattr(
+        running.session, "decode", lambda size, n: (sizes.add(size), decode(size, n))
+    )
+    requests = [(f"def f{n}(x):\n", {"seed": n, "temperature": 0.9 * (n % 2)}) for n in range(12)]
+    with ThreadPoolExecutor(12) as pool:
+        found = list(pool.map(lambda r: running.complete(r[0], max_tokens=40, **r[1]), requests))
+    for (prompt, options), answer in zip(requests, found, strict=True):
+        assert answer.choices[0].text == alone(prompt, 40, Sampling(**options))["text"]
+    assert max(sizes) > 2
+
+
+def test_several_answers_to_a_prompt_have_seeds_of_their_own(running, alone):
+    options = {"temperature": 0.9}
+    found = running.complete(n=3, seed=5, **options)
+    expected = [alone(PROMPT, 12, Sampling(seed=5 + k, **options)) for k in range(3)]
+    assert [choice.index for choice in found.choices] == [0, 1, 2]
+    assert [choice.text for choice in found.choices] == [result["text"] for result in expected]
+    assert len({choice.text for choice in found.choices}) > 1
+    usage = found.usage
+    assert usage.prompt_tokens == expected[0]["prompt_tokens"]
+    assert usage.completion_tokens == sum(result["new_tokens"] for result in expected)
+
+
+def test_several_prompts_in_one_request(running, alone):
+    prompts = ["def a(", "class B:", "import "]
+    found = running.complete(prompts, temperature=0, n=2)
+    expected = [alone(prompt, 12, Sampling(temperature=0)) for prompt in prompts]
+    texts = [result["text"] for result in expected for _ in range(2)]
+    assert [choice.text for choice in found.choices] == texts
+    assert found.usage.prompt_tokens == sum(result["prompt_tokens"] for result in expected)
+
+
+def test_streams_of_several_answers_name_the_answer(running, alone):
+    options = {"temperature": 0.9}
+    texts, reasons = {}, {}
+    stream = running.chat(
+        n=3, seed=5, stream=True, stream_options={"include_usage": True}, **options
+    )
+    usage = None
+    for chunk in stream:
+        usage = chunk.usage or usage
+        for choice in chunk.choices:
+            texts[choice.index] = texts.get(choice.index, "") + (choice.delta.content or "")
+            reasons[choice.index] = choice.finish_reason or reasons.get(choice.index)
+    whole = running.chat(n=3, seed=5, **options)
+    assert texts == {choice.index: choice.message.content for choice in whole.choices}
+    assert reasons == {choice.index: choice.finish_reason for choice in whole.choices}
+    assert usage.completion_tokens == whole.usage.completion_tokens
+
+
+def test_a_conversation_survives_other_requests(running):
+    talk = [{"role": "user", "content": PROMPT * 6}]
+    client, known = running.client.chat.completions, 0
+    for turn in range(3):
+        found = client.create(model="any", messages=talk, max_tokens=8, temperature=0)
+        assert found.usage.prompt_tokens_details.cached_tokens >= known
+        known = found.usage.prompt_tokens
+        for n in range(3):  # titles, tags, ...
+            running.complete(f"A title {turn} {n}: {PROMPT}", max_tokens=4)
+        talk.append({"role": "assistant", "content": found.choices[0].message.content})
+        talk.append({"role": "user", "content": "x = 1\n"})
+
+
+# What a request asks of the logits --------------------------------------------------------------
+
+
+def test_a_bias_forbids_and_forces_tokens(running):
+    id = running.tokenizer.encode("x", bos=False)[-1]
+    forced = running.complete(max_tokens=3, temperature=0, logit_bias={str(id): 100})
+    assert forced.choices[0].text == "xxx"
+    plain = running.complete(temperature=0).choices[0].text
+    first = running.tokenizer.encode(plain, bos=False)[0]
+    other = running.complete(temperature=0, logit_bias={str(first): -100}).choices[0].text
+    assert other != plain
+
+
+def test_penalties_are_those_of_the_library(running, alone):
+    penalties = {"frequency_penalty": 1.5, "presence_penalty": 0.5}
+    found = running.complete(max_tokens=40, temperature=0, **penalties).choices[0].text
+    assert found == alone(PROMPT, 40, Sampling(temperature=0, **penalties))["text"]
+    assert found != alone(PROMPT, 40, Sampling(temperature=0))["text"]
+
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+    },
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("temperature", (0, 0.8))
+def test_answers_follow_a_json_schema(running, temperature):
+    schema = {"name": "person", "schema": PERSON, "strict": True}
+    for seed in range(3):
+        found = running.chat(
+            max_tokens=200,
+            temperature=temperature,
+            seed=seed,
+            response_format={"type": "json_schema", "json_schema": schema},
+        ).choices[0]
+        assert found.finish_reason == "stop"
+        jsonschema.validate(json.loads(found.message.content), PERSON)
+
+
+def test_formats_of_neighbors_differ(running, alone):
+    def ask(n: int) -> str:
+        schema = {"name": "n", "schema": {"const": n}}
+        format = {"type": "json_schema", "json_schema": schema} if n % 2 else {"type": "text"}
+        return (
+            running.complete(
+                f"{n} = ", temperature=0, max_tokens=20, extra_body={"response_format": format}
+            )
+            .choices[0]
+            .text
+        )
+
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(ask, range(8)))
+    for n, text in enumerate(found):
+        expected = str(n) if n % 2 else alone(f"{n} = ", 20, Sampling(temperature=0))["text"]
+        assert text == expected
+
+
+def test_any_json_object(running):
+    found = running.chat(
+        max_tokens=200, temperature=0, response_format={"type": "json_object"}
+    ).choices[0]
+    assert found.message.content.startswith("{")
+    if found.finish_reason == "stop":
+        assert isinstance(json.loads(found.message.content), dict)
 
 
 # Load, limits and disconnects -----------------------------------------------------------------
@@ -468,12 +575,12 @@ def test_concurrent_requests_get_their_own_answers(running, alone, count):
 
 
 def test_a_full_queue_returns_429_with_retry_after(start, slowly):
-    running = start(max_queue=2)
+    running = start(max_queue=2, options=ALONE)
     waiting = [
         threading.Thread(target=running.complete, kwargs={"max_tokens": 20}) for _ in range(3)
     ]
     waiting[0].start()
-    wait_until(lambda: running.scheduler.active is not None)
+    wait_until(lambda: running.scheduler.clients)
     for thread in waiting[1:]:
         thread.start()
     wait_until(lambda: len(running.scheduler.queue) == 2)
@@ -510,10 +617,10 @@ def test_a_disconnect_stops_the_generation(start, slowly, streaming):
 
 
 def test_a_disconnect_leaves_the_queue(start, slowly):
-    running = start(max_queue=1)
+    running = start(max_queue=1, options=ALONE)
     first = threading.Thread(target=running.complete, kwargs={"max_tokens": 60})
     first.start()
-    wait_until(lambda: running.scheduler.active is not None)
+    wait_until(lambda: running.scheduler.clients)
     with pytest.raises(openai.APITimeoutError):
         running.complete(timeout=0.2)
     wait_until(lambda: not running.scheduler.queue)
@@ -545,7 +652,7 @@ def test_a_closing_server_sends_clients_an_error(directory, slowly):
 
 
 def test_an_exception_fails_one_answer_only(running, monkeypatch, capfd):
-    monkeypatch.setattr(Session, "start_prompts", lambda *_: 1 / 0)
+    monkeypatch.setattr(Session, "start_row", lambda *_: 1 / 0)
     with pytest.raises(openai.InternalServerError, match="ZeroDivisionError"):
         running.complete()
     monkeypatch.undo()
@@ -563,7 +670,7 @@ def test_an_exception_fails_one_answer_only(running, monkeypatch, capfd):
             {"prompt": "x" * 1000},
             r"maximum context length is 256 tokens. However, your prompt resulted in \d+ tokens",
         ),
-        ({"n": 2}, "n 2 is not supported yet"),
+        ({"best_of": 2}, "best_of 2: all answers are returned"),
         ({"n": 9}, "n 9: it must be a whole number from 1 to 8"),
         ({"temperature": "hot"}, "temperature 'hot': it must be from 0 to 2"),
         ({"temperature": float("nan")}, "temperature nan"),
@@ -575,18 +682,25 @@ def test_an_exception_fails_one_answer_only(running, monkeypatch, capfd):
         ({"stop": ["a"] * 5}, "stop must be"),
         ({"stop": "a" * 501}, "stop must be"),
         ({"prompt": ""}, "there is no prompt"),
-        ({"prompt": ["a", "b"]}, "prompt .* is not supported yet"),
+        ({"prompt": ["a"] * 65}, "65 prompts in one request: send up to 64"),
         ({"prompt": [5, -1]}, "token ids must be"),
         ({"prompt": "\ud800"}, "not valid Unicode"),
         ({"logprobs": 21}, "from 0 to 20"),
-        ({"frequency_penalty": 0.5}, "frequency_penalty 0.5 is not supported yet"),
+        ({"frequency_penalty": 2.5}, "frequency_penalty 2.5: it must be from -2 to 2"),
         ({"presence_penalty": 2.5}, "presence_penalty 2.5: it must be from -2 to 2"),
         ({"logit_bias": {"5": 101}}, "logit_bias must be"),
+        ({"logit_bias": {"4096": 1}}, "logit_bias: token ids must be from 0 to 4095"),
+        ({"logit_bias": {"x": 1}}, "logit_bias: token ids must be"),
         ({"echo": True}, "echo is not supported"),
         ({"stream": 1}, "stream 1: it must be true or false"),
         (
-            {"response_format": {"type": "json_object"}},
-            "response_format 'json_object' is not supported yet",
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"strict": True, "schema": {"uniqueItems": True}},
+                }
+            },
+            "not supported",
         ),
         ({"response_format": {"type": "json_schema"}}, "response_format must be"),
         ({"stream_options": []}, "stream_options"),
@@ -648,7 +762,7 @@ def test_max_tokens_is_clamped_to_the_free_context(running):
     found = running.complete(max_tokens=100_000, temperature=0, stop=["\n"])
     assert found.choices[0].finish_reason in ("stop", "length")
     body = json.dumps({"prompt": PROMPT, "max_tokens": 100_000}).encode()
-    generation = read_request(body, False, running.tokenizer, LENGTH).generation
+    generation = read_request(body, False, running.tokenizer, LIMITS).generations[0]
     assert generation.max_new_tokens == LENGTH - len(generation.prompt_ids)
 
 
@@ -806,8 +920,8 @@ def test_null_stands_for_the_default(tokenizer):
     for chat in (True, False):
         empty = json.dumps(required | {"seed": 0}).encode()
         nulls = json.dumps(dict.fromkeys(OPTIONS) | required | {"seed": 0}).encode()
-        expected, found = (read_request(body, chat, tokenizer, LENGTH) for body in (empty, nulls))
-        assert found.generation == expected.generation
+        expected, found = (read_request(body, chat, tokenizer, LIMITS) for body in (empty, nulls))
+        assert found.generations[0] == expected.generations[0]
 
 
 @settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
@@ -816,12 +930,12 @@ def test_every_body_becomes_a_request_or_an_api_error(tokenizer, fields, chat, v
     if valid:
         fields = {**fields, "prompt": "x", "messages": [{"role": "user", "content": "x"}]}
     try:
-        request = read_request(json.dumps(fields).encode(), chat, tokenizer, LENGTH)
+        request = read_request(json.dumps(fields).encode(), chat, tokenizer, LIMITS)
     except APIError as error:
         json.dumps(error.body())
         assert "\n" not in str(error)
     else:
-        generation = request.generation
+        generation = request.generations[0]
         length = len(generation.prompt_ids) + generation.max_new_tokens
         assert generation.prompt_ids and length <= LENGTH
 

@@ -6,43 +6,41 @@ are the tests' own; they follow the documented layouts of the published ones.
 
 import json
 import shutil
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
+import jsonschema
 import pytest
-import torch
 from conftest import any_json
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_reasoning import make_tokenizer
 
-from checkpoint import Checkpoint
-from generate import open_session
 from runtime.text import TextSettings, TextStream
-from serve import bind, build_parser
 
 REASON = "the server's tests need it: pip install 'moe-fast[test]'"
 PACKAGES = "httpx", "openai", "fastapi", "uvicorn", "pydantic", "prometheus_client"
 httpx, openai, *_ = (pytest.importorskip(name, reason=REASON) for name in PACKAGES)
 
-from server.app import AppSettings, make_app, run_server  # noqa: E402
+from local_server import LocalServer  # noqa: E402
+
 from server.responses import ItemStore, ResponsesBody, read_responses_request  # noqa: E402
-from server.scheduler import Scheduler  # noqa: E402
 from server.schema import (  # noqa: E402
     AnswerReader,
     APIError,
     ChatCompletionBody,
     GenerationRequest,
+    Limits,
     join_pieces,
     plan_request,
 )
-from server.tokenizing import TokenizerPool, chat_ids  # noqa: E402
+from server.tokenizing import chat_ids  # noqa: E402
 from server.tools import MARK  # noqa: E402
 from tokenizer import load_tokenizer  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("few_threads")
 LENGTH = 2048
+LIMITS = Limits(LENGTH, 1 << 20)
 # Hermes's layout, as Qwen3 has it. It refuses a second system message.
 HERMES = """\
 {%- if tools %}<tools>{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}</tools>
@@ -73,28 +71,14 @@ CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Rom"}}</tool_call>
 QUESTION = [{"role": "user", "content": "Weather?"}]
 
 
-class Server:
-    """A server in this process whose answers are scripted: `answer` maps a prompt to a text."""
+class Server(LocalServer):
+    """A server whose answers are scripted: `answer` maps a prompt to a text."""
 
-    def __init__(self, directory: Path, monkeypatch, cors_origin: str | None = None):
+    def __init__(self, directory: Path, monkeypatch, **settings):
         self.answer: Callable[[str], str] = lambda prompt: "Yes."
         self.prompts: list[str] = []
-        options = build_parser().parse_args(["--dtype", "fp32"])
-        device = torch.device("cpu")
-        self.session = open_session(options, Checkpoint(directory), device, LENGTH)
-        self.tokenizer = load_tokenizer(directory)
+        super().__init__(directory, LENGTH, max_body=1_000_000, **settings)
         self.script(monkeypatch)
-        self.scheduler = Scheduler(256, 600.0)
-        listener, ready = bind("127.0.0.1", 0), threading.Event()
-        self.pool = TokenizerPool(directory, LENGTH, workers=1)
-        settings = AppSettings("tiny", LENGTH, 1_000_000, cors_origin=cors_origin)
-        app = make_app(self.scheduler, self.pool, settings)
-        self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        arguments = self.session, self.tokenizer, self.scheduler, app, listener, ready.set
-        self.thread = threading.Thread(target=run_server, args=arguments)
-        self.thread.start()
-        assert ready.wait(20)
-        self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
 
     def script(self, monkeypatch) -> None:
         """Replace the tokens of every answer."""
@@ -118,12 +102,7 @@ class Server:
         monkeypatch.setattr(TextStream, "push", scripted)
 
     def chat(self, messages=QUESTION, **options):
-        return self.client.chat.completions.create(model="any", messages=messages, **options)
-
-    def close(self):
-        self.scheduler.close()
-        self.thread.join(20)
-        self.pool.close()
+        return super().chat(messages, **options)
 
 
 def with_template(directory: Path, folder: Path, template: str) -> Path:
@@ -136,7 +115,7 @@ def with_template(directory: Path, folder: Path, template: str) -> Path:
 def server(directory, tmp_path_factory, few_threads):
     with pytest.MonkeyPatch.context() as patch:
         model = with_template(directory, tmp_path_factory.mktemp("hermes"), HERMES)
-        server = Server(model, patch, "https://page.example")
+        server = Server(model, patch, cors_origin="https://page.example")
         yield server
         server.close()
 
@@ -256,7 +235,7 @@ def test_wrong_tools_are_refused(server, options, message):
 def test_a_model_without_a_template_refuses_tools(tokenizer):
     body = ChatCompletionBody(messages=QUESTION, tools=[WEATHER])
     with pytest.raises(APIError, match="known format of tool calls"):
-        plan_request(body, tokenizer, LENGTH)
+        plan_request(body, tokenizer, LIMITS)
 
 
 def test_a_second_system_message_is_merged(server):
@@ -284,9 +263,34 @@ def test_an_open_block_is_closed_before_a_forced_call(directory, tmp_path):
     template = HERMES + "<think>{# </think> #}"
     tokenizer = load_tokenizer(with_template(directory, tmp_path, template))
     body = ChatCompletionBody(messages=QUESTION, tools=[WEATHER], tool_choice="required")
-    generation = plan_request(body, tokenizer, LENGTH).generation
+    generation = plan_request(body, tokenizer, LIMITS).generations[0]
     end = '[assistant]<think>\n</think>\n\n<tool_call>\n{"name": "'
     assert tokenizer.decode(generation.prompt_ids).replace("  ", " ").endswith(end)
+
+
+@pytest.mark.parametrize("choice", ("required", "weather"))
+def test_forced_calls_have_arguments_of_their_schema(directory, tmp_path, choice):
+    place = {
+        "type": "object",
+        "properties": {"city": {"type": "string", "maxLength": 9}, "days": {"enum": [1, 3]}},
+        "required": ["city", "days"],
+        "additionalProperties": False,
+    }
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": place}}]
+    if choice != "required":
+        tools.append({"type": "function", "function": {"name": "other"}})
+        choice = {"type": "function", "function": {"name": choice}}
+    server = LocalServer(with_template(directory, tmp_path, HERMES), LENGTH)
+    try:
+        for seed in range(2):
+            options = {"tools": tools, "tool_choice": choice, "seed": seed, "max_tokens": 300}
+            (found,) = server.chat(QUESTION, **options).choices
+            assert found.finish_reason == "tool_calls"
+            (call,) = found.message.tool_calls
+            assert call.function.name == "weather"
+            jsonschema.validate(json.loads(call.function.arguments), place)
+    finally:
+        server.close()
 
 
 def test_templates_get_arguments_as_objects(directory, tmp_path):
@@ -294,8 +298,8 @@ def test_templates_get_arguments_as_objects(directory, tmp_path):
     call = {"id": "1", "function": {"name": "weather", "arguments": '{"city": "Rom"}'}}
     messages = [*QUESTION, {"role": "assistant", "tool_calls": [call]}]
     body = ChatCompletionBody(messages=messages, tools=[WEATHER])
-    request = plan_request(body, tokenizer, LENGTH)
-    text = tokenizer.decode(request.generation.prompt_ids)
+    request = plan_request(body, tokenizer, LIMITS)
+    text = tokenizer.decode(request.generations[0].prompt_ids)
     assert "<function=weather><parameter=city>Rom</parameter></function>" in text
     assert request.calls.format.__name__ == "QwenCoderParser"
 
@@ -307,8 +311,8 @@ def test_markers_that_are_control_tokens_reach_the_parser(tmp_path):
     template = f"{messages}<|start|>assistant{{# <|channel|> #}}"
     tokenizer = make_tokenizer(tmp_path, names, True, template)
     body = ChatCompletionBody(messages=QUESTION, tools=[WEATHER])
-    request = plan_request(body, tokenizer, LENGTH)
-    generation = request.generation
+    request = plan_request(body, tokenizer, LIMITS)
+    generation = request.generations[0]
     expected = {MARK + name for name in (*names, "<|return|>", "<|end|>")}
     assert set(generation.markers.values()) == expected
     assert not generation.split_reasoning
@@ -454,12 +458,12 @@ ITEM = st.builds(lambda kind, junk: {"type": kind, **junk}, KINDS, st.dictionari
 def test_every_response_body_becomes_a_request_or_an_api_error(tokenizer, fields, items):
     body = json.dumps({**fields, "input": items}).encode()
     try:
-        _, request = read_responses_request(body, tokenizer, LENGTH, ItemStore())
+        _, request = read_responses_request(body, tokenizer, LIMITS, ItemStore())
     except APIError as error:
         json.dumps(error.body())
         assert "\n" not in str(error)
     else:
-        assert request.generation.prompt_ids
+        assert request.generations[0].prompt_ids
 
 
 # Other routes -------------------------------------------------------------------------------------
