@@ -4,6 +4,7 @@ The API is at http://127.0.0.1:8000/v1, a chat page at /. docs/server.md describ
 """
 
 import argparse
+import logging
 import os
 import re
 import socket
@@ -13,6 +14,8 @@ from pathlib import Path
 
 import torch
 
+import tp
+from checkpoint import Checkpoint
 from cli.command import command
 from cli.log import log_to_stderr
 from cli.options import (
@@ -22,14 +25,21 @@ from cli.options import (
     check_model_options,
 )
 from cli.parser import Parser
-from generate import open_checkpoint, open_session
+from formats.kv_cache import KV_CACHES
+from formats.quantizer import DTYPES
+from generate import open_checkpoint, open_session, stored_dtype
 from models import args_of_checkpoint
+from offload.capacity import Capacity, free_host_memory, plan_capacity
+from offload.plan import cache_bytes, free_gpu_memory, weight_bytes
+from ops.attention import BLOCK
 from parallel import process_group
 from parallel.heartbeat import fail
 from runtime.session import Session
 from server import LOCAL_HOSTS
 
-DEFAULT_BATCH, MAX_BATCH = 8, 64  # answers decoded side by side
+# Answers decoded side by side. A CPU's step takes the same time for 1 as for 16.
+DEFAULT_BATCH, MAX_BATCH = {"cuda": 8, "cpu": 16}, 64
+log = logging.getLogger("moe_fast")
 
 
 def build_parser() -> Parser:
@@ -58,7 +68,7 @@ def build_parser() -> Parser:
         "--max_batch",
         type=int,
         metavar="N",
-        help="answers decoded side by side (8; with --offload 1)",
+        help="answers decoded side by side (8; on a CPU 16; with --offload 1)",
     )
     add(
         "--max_queue",
@@ -90,8 +100,7 @@ def build_parser() -> Parser:
         "--max_seq_len",
         type=int,
         metavar="N",
-        help="maximum tokens of prompt and answer; default: the model's, up to "
-        f"{DEFAULT_CHAT_LENGTH}",
+        help="maximum tokens of prompt and answer; default: the model's, or what memory holds",
     )
     add_model_options(parser)
     return parser
@@ -104,7 +113,6 @@ def check_options(options: argparse.Namespace) -> None:
     check_counts(options, "max_batch", most=MAX_BATCH)
     if options.offload and (options.max_batch or 1) > 1:
         raise ValueError(f"--max_batch {options.max_batch}: with --offload it must be 1")
-    options.max_batch = options.max_batch or (1 if options.offload else DEFAULT_BATCH)
     if options.cors_origin is not None:
         check_origin(options.cors_origin)
     if not 0 <= options.port < 65536:
@@ -153,9 +161,10 @@ def bind_rank_0(options: argparse.Namespace) -> socket.socket | None:
 
 
 def load(options: argparse.Namespace, device: torch.device) -> tuple[Session, Path]:
-    """Return the session and its checkpoint's directory.
+    """Return the session and its checkpoint's directory. Lowers --max_batch to what fits.
 
-    Raises ValueError for a --max_seq_len over the model's, and as `open_session`.
+    Raises ValueError for a --max_seq_len over the model's, a --max_batch that does not fit, and as
+    `open_session`.
     """
     checkpoint = open_checkpoint(options.checkpoint_path)
     max_position = args_of_checkpoint(checkpoint).max_position
@@ -163,10 +172,37 @@ def load(options: argparse.Namespace, device: torch.device) -> tuple[Session, Pa
         raise ValueError(
             f"--max_seq_len {options.max_seq_len}: the model was made for {max_position} positions"
         )
-    length = options.max_seq_len or min(max_position, DEFAULT_CHAT_LENGTH)
     process_group.check_agreement(vars(options) | {"api_key": None}, checkpoint)
-    session = open_session(options, checkpoint, device, length, options.max_batch)
+    given = options.max_batch
+    if given is None:
+        options.max_batch = 1 if options.offload else DEFAULT_BATCH[device.type]
+    capacity = process_group.share(lambda: plan(options, checkpoint, device))
+    if capacity.rows < (given or 1):
+        raise ValueError(
+            f"--max_batch {given}: {capacity.rows} sequences of {capacity.length} tokens fit; "
+            "lower it, or --max_seq_len"
+        )
+    options.max_batch = min(options.max_batch, capacity.rows)
+    if process_group.is_main():
+        log.info(capacity.describe(options.max_batch))
+    session = open_session(options, checkpoint, device, capacity.length, capacity.rows)
     return session, checkpoint.directory
+
+
+def plan(options: argparse.Namespace, checkpoint: Checkpoint, device: torch.device) -> Capacity:
+    """Return the size of a session for serve.py's options. Raises ValueError if nothing fits."""
+    args = args_of_checkpoint(checkpoint)
+    dtype = DTYPES.get(options.dtype) or stored_dtype(checkpoint)
+    model = tp.ModelShard(args, checkpoint.format, options.parallel).model
+    cache_class, length = KV_CACHES[options.kv_cache], options.max_seq_len
+    if options.offload:  # the expert cache takes what one sequence leaves
+        length = length or min(args.max_position, DEFAULT_CHAT_LENGTH)
+        return Capacity(length, 1, cache_bytes(model, 1, length + BLOCK, cache_class, dtype))
+    if device.type == "cuda":
+        free = free_gpu_memory(device) - weight_bytes(model, dtype)
+    else:
+        free = free_host_memory() // (2 * process_group.size()) - weight_bytes(model, dtype)
+    return plan_capacity(model, cache_class, dtype, free, options.max_batch, length)
 
 
 def print_address(listener: socket.socket, name: str) -> None:

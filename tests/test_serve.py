@@ -1219,3 +1219,46 @@ def test_two_ranks_give_the_same_answers_and_stop_together(directory, alone):
         server.communicate(timeout=60)
     finally:
         server.kill()
+
+
+# Several ranks ----------------------------------------------------------------------------------
+
+
+def test_two_ranks_decode_side_by_side(alone, tmp_path):
+    command = ["torchrun", "--standalone", "--nproc_per_node=2", "serve.py", "--port", "0"]
+    options = ["--device", "cpu", "--dtype", "fp32", "--max_seq_len", str(LENGTH)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    command[0] = str(Path(sys.executable).with_name("torchrun"))
+    process = subprocess.Popen(
+        [*command, *options], cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        url = next(
+            found[1] for line in process.stderr if (found := re.search(r"on (\S+)/v1", line))
+        )
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60)
+        schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": PERSON}}
+
+        def ask(n: int):
+            extra = {"response_format": schema} if n == 0 else {}
+            return client.completions.create(
+                model="any",
+                prompt=f"def f{n}(x):\n",
+                max_tokens=20 if n else 150,
+                temperature=0.9 * (n % 2),
+                seed=n,
+                n=1 + n % 2,
+                extra_body=extra,
+            )
+
+        with ThreadPoolExecutor(6) as pool:
+            first, *found = pool.map(ask, range(6))
+        jsonschema.validate(json.loads(first.choices[0].text), PERSON)
+        for n, answer in enumerate(found, start=1):
+            for choice in answer.choices:
+                sampling = Sampling(temperature=0.9 * (n % 2), seed=n + choice.index)
+                expected = alone(f"def f{n}(x):\n", 20, sampling)
+                assert choice.text == expected["text"]
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=30)
