@@ -3,16 +3,21 @@
     python benchmarks/server_load.py --clients 200
     python benchmarks/server_load.py --clients 8 --requests 2000 --new_tokens 8
     python benchmarks/server_load.py --url http://127.0.0.1:8000 --clients 8
+    python benchmarks/server_load.py --conversation 1086
 
 Each client sends one streamed completion after the other, until --requests are done. Without --url
 the script starts serve.py with the embedded model, and --server has its options. Prompts differ
 from their first token on, so that no prefix is reused. The command fails if an answer is lost or
 cut. Memory is the server's resident set after the first tenth of the requests and at the end.
+
+--conversation measures how long the second turn of a chat waits for its first token: at once, and
+after a request for a title, as chat pages send it.
 """
 
 import argparse
 import asyncio
 import json
+import math
 import re
 import shlex
 import statistics
@@ -20,7 +25,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import httpx
@@ -115,6 +120,33 @@ class Load:
         return "\n".join(lines)
 
 
+async def first_token(client: httpx.AsyncClient, url: str, prompt: list[int], count: int) -> float:
+    """Return the seconds to the first token of an answer of `count` tokens."""
+    body = {"prompt": prompt, "max_tokens": count, "stream": True, "temperature": 0}
+    started, first = time.perf_counter(), None
+    async with client.stream("POST", f"{url}/v1/completions", json=body) as answer:
+        async for line in answer.aiter_lines():
+            if first is None and line.startswith("data: {"):
+                first = time.perf_counter() - started
+    return first or math.nan
+
+
+async def measure_conversation(url: str, length: int) -> str:
+    """Return the times of turns of a chat whose first prompt has `length` tokens, as text."""
+    turns = {"first turn": [], "second turn": [], "second turn, after a title": []}
+    async with httpx.AsyncClient(timeout=None) as client:
+        for number in range(5):
+            for with_title in (False, True):
+                begin = [100 + 2 * number + with_title]
+                talk = begin + [10 + (7 * n + n * n) % 4000 for n in range(length)]
+                turns["first turn"].append(await first_token(client, url, talk, 16))
+                if with_title:
+                    await first_token(client, url, [50, 60, *talk[: length // 2]], 8)
+                name = "second turn, after a title" if with_title else "second turn"
+                turns[name].append(await first_token(client, url, [*talk, *range(200, 240)], 16))
+    return "\n".join(f"{name}: {statistics.median(s):.3f} s" for name, s in turns.items())
+
+
 def build_parser() -> Parser:
     parser = Parser(
         __doc__.partition("\n")[0],
@@ -122,11 +154,13 @@ def build_parser() -> Parser:
             "python benchmarks/server_load.py --clients 200",
             "python benchmarks/server_load.py --clients 8 --requests 2000 --new_tokens 8",
             "python benchmarks/server_load.py --url http://127.0.0.1:8000 --clients 8",
+            "python benchmarks/server_load.py --conversation 1086",
         ),
     )
     add = parser.add_argument
     add("--url", help="of a running server; default: start one with the embedded model")
     add("--server", default="", metavar="OPTIONS", help="options of the server to start")
+    add("--conversation", type=int, metavar="N", help="measure the turns of a chat of N tokens")
     add("--clients", type=int, default=8, help="requests in flight (8)")
     add("--requests", type=int, help="of all clients (one each)")
     add("--prompt_tokens", type=int, default=16, help="tokens of a prompt (16)")
@@ -136,13 +170,13 @@ def build_parser() -> Parser:
 
 def main() -> None:
     options = build_parser().parse_args()
-    if options.url:
-        load = Load(options, options.url.rstrip("/"), None)
+    with nullcontext((options.url, None)) if options.url else server(options.server) as (url, pid):
+        url = url.rstrip("/")
+        if options.conversation:
+            print(asyncio.run(measure_conversation(url, options.conversation)))
+            return
+        load = Load(options, url, pid)
         print(load.report(asyncio.run(load.run())))
-    else:
-        with server(options.server) as (url, pid):
-            load = Load(options, url, pid)
-            print(load.report(asyncio.run(load.run())))
     if load.lost:
         sys.exit(1)
 

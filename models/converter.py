@@ -8,6 +8,7 @@ import dataclasses
 import math
 import re
 import sys
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import torch
@@ -28,7 +29,7 @@ from checkpoint import (
 from formats import FORMATS
 from formats.words import bytes_to_words
 from model import ModelArgs
-from models import family_of_config
+from models import args_from_hf, family_of_config
 from models.family import Family, PublishedLayout
 from models.tensors import WHOLE, Recipe, Recipes
 from tokenizer import load_tokenizer
@@ -50,13 +51,18 @@ PACKABLE = (
 DEQUANTIZED = ".wkv", ".wba.weight"
 
 
-def weight_files(directory: Path) -> tuple[list[str], dict[str, str]]:
+def weight_files(
+    directory: Path, names: Collection[str] | None = None
+) -> tuple[list[str], dict[str, str]]:
     """Return the safetensors files to read, and the index's map from tensor to file (or {}).
 
-    As in transformers: `model.safetensors`, else an index, else a bare set of shards.
+    As in transformers: `model.safetensors`, else an index, else a bare set of shards. names: files
+    that there are, here or on the Hub; None: those of the directory.
     """
     index = directory / "model.safetensors.index.json"
-    if (directory / "model.safetensors").is_file():
+    if names is None:
+        names = {path.name for path in directory.iterdir() if path.is_file()}
+    if "model.safetensors" in names:
         return ["model.safetensors"], {}
     weight_map: dict[str, str] = {}
     if index.is_file():
@@ -67,8 +73,8 @@ def weight_files(directory: Path) -> tuple[list[str], dict[str, str]]:
             raise ValueError(f"{index} has no weight_map from tensors to files; fetch it again")
         files = sorted(set(weight_map.values()))
     else:
-        files = unindexed_files(directory)
-    missing = [file for file in files if not (directory / file).is_file()]
+        files = unindexed_files(names)
+    missing = [file for file in files if file not in names]
     if missing:
         what = f"{len(missing)} of {len(files)} shards missing"
         raise ValueError(f"{directory}: {what}; fetch {missing[0]} again")
@@ -77,9 +83,9 @@ def weight_files(directory: Path) -> tuple[list[str], dict[str, str]]:
     return files, weight_map
 
 
-def unindexed_files(directory: Path) -> list[str]:
+def unindexed_files(names: Collection[str]) -> list[str]:
     """Return the names of all shards that a set without an index should have."""
-    found = sorted(path.name for path in directory.glob("*.safetensors"))
+    found = sorted(name for name in names if name.endswith(".safetensors"))
     files = [name for name in found if name.startswith("model-")] or found
     numbered = re.fullmatch(r"(.*-)\d{5}(-of-(\d{5})\.safetensors)", files[0] if files else "")
     if numbered:
@@ -104,16 +110,24 @@ def refuse_other_files(directory: Path) -> None:
 
 
 class PublishedTensors:
-    """The tensors of a Hugging Face directory, under the names that families share."""
+    """The tensors of a Hugging Face directory, under the names that families share.
 
-    def __init__(self, directory: Path, renames: tuple[tuple[str, str], ...]):
+    shards: file -> an object with the `path`, `tensors` and `read` of a SafetensorsFile.
+    weight_map: tensor -> file, as the index says; {}: there is none.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        renames: tuple[tuple[str, str], ...],
+        shards: Mapping[str, SafetensorsFile],
+        weight_map: Mapping[str, str],
+    ):
         self.directory, self.renames = directory, renames
         self.dequantized: dict[str, int] = {}  # FP8 weights read as numbers: size of their blocks
         self.tensors: dict[
             str, tuple[SafetensorsFile, str]
         ] = {}  # shared name -> file, its name there
-        files, weight_map = weight_files(directory)
-        shards = {file: SafetensorsFile(directory / file) for file in files}
         for name, file in weight_map.items():
             if name not in shards[file].tensors:
                 raise ValueError(
@@ -294,10 +308,23 @@ class ConversionPlan:
             return block_recipes(ours, recipe, self.published, self.tensors)
         return {ours: recipe}
 
+    def sizes(self, file: str, dtype: torch.dtype) -> dict[str, int]:
+        """Return the bytes of each tensor to write into a file of ours."""
+        recipes = self.files[file].items()
+        return {
+            ours: math.prod(recipe.shape) * (recipe.dtype or dtype).itemsize
+            for ours, recipe in recipes
+        }
+
     def nbytes(self, dtype: torch.dtype) -> int:
         """Return the bytes of all tensors to write."""
-        recipes = (recipe for file in self.files.values() for recipe in file.values())
-        return sum(math.prod(r.shape) * (r.dtype or dtype).itemsize for r in recipes)
+        return sum(sum(self.sizes(file, dtype).values()) for file in self.files)
+
+    def shards(self, file: str) -> set[str]:
+        """Return the published files that a file of ours is made from."""
+        names = {name for recipe in self.files[file].values() for name in recipe.sources}
+        names |= {name + SCALE for name in names if name in self.tensors.dequantized}
+        return {self.tensors.tensors[name][0].path.name for name in names}
 
 
 def assemble(recipe: Recipe, tensors: PublishedTensors, dtype: torch.dtype) -> Tensor:
@@ -374,6 +401,53 @@ def check_source(directory: Path, dtype: str) -> None:
     weight_files(directory)  # a directory without safetensors hears that first
 
 
+class Conversion:
+    """What config.json and the files' headers tell of a conversion; makes one file at a time.
+
+    directory: has config.json and the side files. shards, weight_map: as for PublishedTensors.
+    args, format: of the checkpoint to write. plan: its files. left_out: tensors that are not run,
+    in words. Raises ValueError for anything missing or not supported.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        shards: Mapping[str, SafetensorsFile],
+        weight_map: Mapping[str, str],
+        dtype: str = "bf16",
+    ):
+        config = read_json(directory / "config.json")
+        family = family_of_config(config)
+        args, published = family.from_hf(config), family.published_format(config)
+        self.directory = directory
+        self.config = dict(family.defaults) | family.text_config(config)
+        self.tensors = PublishedTensors(directory, family.renamed_tensors, shards, weight_map)
+        self.left_out = self.tensors.leave_out(family.left_out)
+        extra_layers = self.config.get("num_nextn_predict_layers") or 0
+        self.tensors.drop_layers(args.n_layer, extra_layers)
+        if args.tied_embeddings and "lm_head.weight" in self.tensors.tensors:
+            args = check_tie(args, self.tensors)
+        self.args, self.dtype = args, DTYPES[dtype][0]
+        self.plan = ConversionPlan(family, args, self.tensors, published)
+        self.format: dict = {"name": dtype}
+        if self.plan.modules:
+            self.format = {"name": published, "dtype": dtype, "modules": self.plan.modules}
+        check_side_files(directory, self.config, args.vocab_size)
+
+    def assemble(self, file: str) -> dict[str, Tensor]:
+        """Return the tensors of one file of the plan."""
+        recipes = self.plan.files[file].items()
+        return {ours: assemble(recipe, self.tensors, self.dtype) for ours, recipe in recipes}
+
+    def write_side_files(self, writer: Writer) -> None:
+        """Copy the tokenizer's files, and write generation_config.json."""
+        for path in (self.directory / name for name in SIDE_FILES):
+            if path.is_file():
+                writer.copy(path)
+        values = generation_config(self.directory, self.config)
+        writer.write_json("generation_config.json", values)
+
+
 def convert(
     checkpoint_dir: Path | str,
     output_dir: Path | str | None = None,
@@ -389,35 +463,18 @@ def convert(
     """
     directory = Path(checkpoint_dir)
     check_source(directory, dtype)
-    config = read_json(directory / "config.json")
-    family = family_of_config(config)
-    args, published = family.from_hf(config), family.published_format(config)
-    config = dict(family.defaults) | family.text_config(config)
-    tensors = PublishedTensors(directory, family.renamed_tensors)
-    if (left_out := tensors.leave_out(family.left_out)) and progress:
-        tqdm.write(f"left out, as they are not run: {left_out}", file=sys.stderr)
-    tensors.drop_layers(args.n_layer, config.get("num_nextn_predict_layers") or 0)
-    if args.tied_embeddings and "lm_head.weight" in tensors.tensors:
-        args = check_tie(args, tensors)
-    plan = ConversionPlan(family, args, tensors, published)
-    format: dict = {"name": dtype}
-    if plan.modules:
-        format = {"name": published, "dtype": dtype, "modules": plan.modules}
-    check_side_files(directory, config, args.vocab_size)
-    output = Path(output_dir) if output_dir else directory / f"model_{format['name']}"
-    torch_dtype = DTYPES[dtype][0]
-    with Writer(output, dataclasses.asdict(args), format, force) as writer:
-        writer.reserve(plan.nbytes(torch_dtype))
-        files, disable = plan.files.items(), not progress
-        for file, recipes in tqdm(
-            files, desc="convert", unit="layer", file=sys.stderr, disable=disable
-        ):
-            # Not bound to a name, which would keep this layer while the next is assembled.
-            writer.write(
-                file, {ours: assemble(r, tensors, torch_dtype) for ours, r in recipes.items()}
-            )
-        for path in (directory / name for name in SIDE_FILES):
-            if path.is_file():
-                writer.copy(path)
-        writer.write_json("generation_config.json", generation_config(directory, config))
+    args_from_hf(read_json(directory / "config.json"))  # refused before any header is read
+    files, weight_map = weight_files(directory)
+    shards = {file: SafetensorsFile(directory / file) for file in files}
+    conversion = Conversion(directory, shards, weight_map, dtype)
+    if conversion.left_out and progress:
+        left_out = f"left out, as they are not run: {conversion.left_out}"
+        tqdm.write(left_out, file=sys.stderr)
+    output = Path(output_dir) if output_dir else directory / f"model_{conversion.format['name']}"
+    with Writer(output, dataclasses.asdict(conversion.args), conversion.format, force) as writer:
+        writer.reserve(conversion.plan.nbytes(conversion.dtype))
+        show = dict(desc="convert", unit="layer", file=sys.stderr, disable=not progress)
+        for file in tqdm(conversion.plan.files, **show):
+            writer.write(file, conversion.assemble(file))  # unnamed: freed before the next layer
+        conversion.write_side_files(writer)
     return output

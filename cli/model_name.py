@@ -1,0 +1,61 @@
+"""Names of models on the Hugging Face Hub, OWNER/NAME[:FORMAT], and their folders on this disk."""
+
+import os
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+FORMATS = "int8", "fp8", "fp8b", "int4", "mxfp4", "hqq4", "hqq3", "hqq2"
+PLAIN = "bf16"
+PUBLISHED = PLAIN, "mxfp4", "fp8b"  # formats that a conversion keeps
+MODEL_NAME = "OWNER/NAME[:FORMAT]"
+PART = r"\w(?:[.-]?\w)*"  # the Hub's rule: neither "--" nor "..", no dash or dot at either end
+
+
+class ModelName(NamedTuple):
+    """A repository of the Hub, and the number format to run it in. None: the published one."""
+
+    repo_id: str
+    format: str | None = None
+
+    def __str__(self) -> str:
+        return self.repo_id if self.format is None else f"{self.repo_id}:{self.format}"
+
+    @property
+    def folder(self) -> Path:
+        """The folder with the model in each of its formats."""
+        return models_folder() / self.repo_id
+
+    def checkpoint(self, format: str | None = None) -> Path:
+        """Return the checkpoint's directory in a format, by default in this name's."""
+        return self.folder / f"model_{format or self.format}"
+
+    @property
+    def roles(self) -> tuple[str, str]:
+        """The formats of attention and of experts: int4-hqq2 names one for each."""
+        attention, _, experts = (self.format or PLAIN).partition("-")
+        return attention, experts or attention
+
+
+def models_folder() -> Path:
+    """Return the folder of all models: $MOE_FAST_CHECKPOINTS, else `checkpoints`."""
+    return Path(os.environ.get("MOE_FAST_CHECKPOINTS") or "checkpoints")
+
+
+def parse_model_name(text: str) -> ModelName:
+    """Return the parts of OWNER/NAME[:FORMAT]. Raises ValueError for anything else."""
+    repo_id, colon, format = text.partition(":")
+    if not re.fullmatch(f"{PART}/{PART}", repo_id, re.ASCII) or len(repo_id) > 96:
+        raise ValueError(f"{text[:100]!r} is no name of a model: give it as {MODEL_NAME}")
+    if colon and not re.fullmatch(r"\w+(?:-\w+)*", format, re.ASCII):
+        known = ", ".join((PLAIN, *FORMATS))
+        raise ValueError(f"{text[:100]!r} names no format: give one of {known} after the colon")
+    return ModelName(repo_id, format or None)
+
+
+def check_format(name: ModelName) -> None:
+    """Raise ValueError unless a checkpoint can be made in the name's format."""
+    for format in name.roles:
+        if format not in (PLAIN, *FORMATS):
+            known = ", ".join((PLAIN, *FORMATS))
+            raise ValueError(f"{name}: {format} is no number format; it must be one of {known}")

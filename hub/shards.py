@@ -1,0 +1,194 @@
+"""Safetensors files that come from the Hub while others are converted.
+
+Headers come first, a few kilobytes each by HTTP range requests: everything about a conversion is
+checked before the weights are downloaded. Files then come one ahead of the conversion, in a thread,
+and are removed when it needs them no more.
+"""
+
+import contextlib
+import threading
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+from huggingface_hub import HfApi
+from huggingface_hub.errors import SafetensorsParsingError
+from torch import Tensor
+from tqdm import tqdm
+
+from checkpoint import HEADER_DTYPES, SafetensorsFile
+from hub.client import FAILURES, Repository, fetch_file, is_complete
+
+HEADERS_AT_ONCE = 8
+AHEAD = 1  # files downloaded before the conversion asks for them
+CANCEL_SECONDS = 3.0
+
+Header = dict[str, tuple[tuple[int, ...], torch.dtype]]  # tensor -> shape, dtype
+
+
+class Cancelled(Exception):
+    """Raised in the download's thread when the conversion has ended."""
+
+
+def read_header(repository: Repository, file: str) -> Header:
+    """Return the header of a file that is still on the Hub. Raises ValueError if it is damaged."""
+    api = HfApi(token=repository.token)
+    try:
+        header = api.parse_safetensors_file_metadata(
+            repository.repo_id, file, revision=repository.commit, timeout=30
+        )
+        return {
+            name: (tuple(tensor.shape), HEADER_DTYPES[tensor.dtype])
+            for name, tensor in header.tensors.items()
+        }
+    except (SafetensorsParsingError, KeyError) as error:
+        cause = " ".join(str(error).split())[:160]
+        what = f"{file} of {repository.repo_id} has no header of a safetensors file ({cause})"
+        raise ValueError(f"{what}; choose another --revision") from None
+
+
+def read_headers(repository: Repository, files: list[str], progress: bool) -> dict[str, Header]:
+    """Return the header of each file."""
+    with ThreadPoolExecutor(HEADERS_AT_ONCE) as pool:
+        headers = pool.map(lambda file: read_header(repository, file), files)
+        bar = tqdm(headers, "headers", len(files), leave=False, delay=2, disable=not progress)
+        return dict(zip(files, bar, strict=True))
+
+
+class Shard:
+    """A safetensors file that may still be on the Hub, with the interface of SafetensorsFile."""
+
+    def __init__(self, path: Path, header: Header, downloads: "Downloads"):
+        self.path, self.tensors, self._downloads = path, header, downloads
+        self._file: SafetensorsFile | None = None
+
+    def read(self, name: str) -> Tensor:
+        """Return a tensor, mapped from the file; wait until that is here."""
+        if self._file is None:
+            self._downloads.wait_for(self.path.name)
+            self._file = SafetensorsFile(self.path)
+            if self._file.tensors != self.tensors:
+                self._file = None
+                fix = "remove it and run the same command again"
+                raise ValueError(f"{self.path} is not the file that the Hub has; {fix}")
+        return self._file.read(name)
+
+
+class Downloads:
+    """Downloads files in their order, in a thread that starts when the first is asked for.
+
+    Files of `kept` are complete already, in folders of their own, and stay. The others go to
+    `directory`; `release` removes them if `remove` says so.
+    """
+
+    def __init__(
+        self,
+        repository: Repository,
+        order: Iterable[str],
+        directory: Path,
+        kept: Mapping[str, Path],
+        remove: bool,
+        bar: tqdm,
+    ):
+        self.repository, self.order, self.directory = repository, list(order), directory
+        self.kept, self.remove, self.bar = kept, remove, bar
+        self._ready, self._released = set(kept), set()
+        self._reached, self._asked = -1, None  # last position asked for; file that is waited for
+        self._error: BaseException | None = None
+        self._closed, self._changed = False, threading.Condition()
+        self._thread: threading.Thread | None = None
+
+    def path(self, file: str) -> Path:
+        return self.kept.get(file, self.directory / file)
+
+    def wait_for(self, file: str) -> None:
+        """Wait until a file is here. Raises the error of its download."""
+        with self._changed:
+            self._asked = file
+            self._reached = max(self._reached, self.order.index(file))
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: file in self._ready or self._error is not None)
+            if file not in self._ready:
+                raise self._error
+
+    def release(self, files: Iterable[str]) -> None:
+        """Remove files that the conversion needs no more, unless they are to be kept."""
+        with self._changed:
+            for file in files:
+                self._released.add(file)
+                if self.remove and file not in self.kept and file in self._ready:
+                    self.path(file).unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """End the thread. It may be inside the client: wait for a moment only."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join(CANCEL_SECONDS)
+
+    def _run(self) -> None:
+        with contextlib.suppress(Cancelled):
+            while (file := self._next()) is not None:
+                try:
+                    fetch_file(self.repository, file, self.directory, self._bar_class())
+                except Exception as error:
+                    with self._changed:
+                        self._error = error
+                        self._changed.notify_all()
+                    return
+                with self._changed:
+                    self._ready.add(file)
+                    self._changed.notify_all()
+
+    def _next(self) -> str | None:
+        """Wait for the turn of the next file; return it, or None at the end."""
+        with self._changed:
+            while not self._closed:
+                left = [f for f in self.order if f not in self._ready and f not in self._released]
+                if not left:
+                    return None
+                if self._asked in left:
+                    return self._asked
+                if self.order.index(left[0]) <= self._reached + AHEAD:
+                    return left[0]
+                self._changed.wait()
+            return None
+
+    def _bar_class(self) -> type:
+        """Return the class of a bar that adds to ours, and ends the download after `close`."""
+        downloads = self
+
+        class Bar(tqdm):
+            def __init__(self, *args, **options):
+                super().__init__(*args, **options | {"disable": True})
+
+            def update(self, n=1):
+                if downloads._closed:
+                    raise Cancelled
+                downloads.bar.update(n)
+
+            def update_transfer(self, n):  # of Xet: bytes before they are put together
+                pass
+
+            def set_transfer_postfix_str(self, text, refresh=True):
+                pass
+
+        return Bar
+
+
+def complete_files(repository: Repository, *folders: Path) -> dict[str, Path]:
+    """Return the weights that are here already, in one of these folders."""
+    return {
+        file: folder / file
+        for folder in reversed(folders)
+        for file in repository.weights
+        if is_complete(folder / file, repository.sizes[file])
+    }
+
+
+__all__ = ["FAILURES", "Downloads", "Shard", "complete_files", "read_headers"]
