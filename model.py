@@ -34,7 +34,9 @@ from ops.topk import top_k
 
 # Up to this cache length, reading the whole cache is faster than finding the blocks in use.
 SHORT_CACHE = 1024
-COUNTING_SORT_MAX_TOKENS = 32  # a compiled prompt is padded to more, so that it compiles once
+# Up to this number of tokens, experts are sorted by counting: one or two kernels, where a sort is
+# more. runtime/session.py pads compiled prompts to more tokens, so that all take the other branch.
+COUNTING_SORT_MAX_TOKENS = 32
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,8 @@ class ModelArgs:
             value = getattr(self, field.name)
             if isinstance(value, list):  # JSON has no tuples
                 object.__setattr__(self, field.name, value := tuple(value))
-            if not is_valid(value, field.type, zero=field.name.endswith("_intermediate")):
+            may_be_zero = field.name.endswith("_intermediate")  # the model has no such FFN
+            if not is_valid(value, field.type, may_be_zero):
                 raise ValueError(f"{field.name} cannot be {value!r}")
         for name, valid in self.constraints().items():
             if not valid:
@@ -89,8 +92,8 @@ class ModelArgs:
         }
 
 
-def is_valid(value, kind, zero: bool = False) -> bool:
-    """Whether `value` has a field's type; numbers are finite and positive (or 0 if `zero`)."""
+def is_valid(value, kind, may_be_zero: bool = False) -> bool:
+    """Whether `value` has a field's type; numbers are finite and positive, or 0 if they may be."""
     if getattr(kind, "__origin__", None) is tuple:
         return isinstance(value, tuple)
     if kind in (float, float | None):
@@ -98,7 +101,7 @@ def is_valid(value, kind, zero: bool = False) -> bool:
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
         return False
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return not is_number or 0 < value < float("inf") or (zero and value == 0)
+    return not is_number or 0 < value < float("inf") or (may_be_zero and value == 0)
 
 
 def is_layer(layer, n_layer: int) -> bool:
@@ -191,7 +194,7 @@ def group_by_expert(expert_indices: Tensor, n_expert: int) -> tuple[Tensor, Tens
     """
     chosen = expert_indices.flatten()
     pairs = torch.arange(len(chosen), device=chosen.device)
-    if len(expert_indices) <= COUNTING_SORT_MAX_TOKENS:  # fuses to 1 or 2 kernels; a sort is more
+    if len(expert_indices) <= COUNTING_SORT_MAX_TOKENS:
         before = (chosen < chosen[:, None]) | (
             (chosen == chosen[:, None]) & (pairs < pairs[:, None])
         )
@@ -348,7 +351,8 @@ class KVCache(nn.Module):
         if context.chunk is None:
             rows = torch.arange(kv.shape[0], device=kv.device)
             self.kv[:, rows.unsqueeze(1), :, context.positions] = kv
-            length = next(iter(context.masks.values())).bias.shape[-1]
+            masks = (context.masks or {}).values()
+            length = next((mask.bias.shape[-1] for mask in masks), None)
             return self.kv[:, : kv.shape[0], :, :length].unbind()
         row, end = context.chunk
         self.kv[:, row, :, torch.arange(end - kv.shape[1], end, device=kv.device)] = kv[0]

@@ -47,11 +47,11 @@ CASES = (
     ("Mixtral-8x7B", "int4"),
 )
 LAYERS = 48
-MAX_BYTES = 12e9  # of a case's weights: fewer layers are distinct, if they are large
+MAX_BYTES = 12e9  # a case's weights: fewer layers are distinct, if they are large
 BANDWIDTH = 4.4e12  # bytes/s
 PHASE_SECONDS = 1.6e-6  # what a phase costs beside its bytes
 MAX_ERROR = 8e-3  # relative; results are rounded to bf16
-MAX_TILE_REGISTERS = 128  # of a lane, for weights in flight
+MAX_TILE_REGISTERS = 128  # a lane's, for weights in flight
 BFLOAT16 = {"dtype": torch.bfloat16, "device": "cuda"}
 
 

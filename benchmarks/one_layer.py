@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 import tp
-from benchmark import read_bandwidth
 from benchmarks.cuda_timing import graph_seconds, require_gpu
+from benchmarks.decode_speed import read_bandwidth
 from cli.parser import Parser
 from formats import FORMATS, PLAIN
 from formats.packed import PackedExpertLinear

@@ -158,7 +158,7 @@ def build_parser() -> Parser:
         ),
     )
     add = parser.add_argument
-    add("--url", help="of a running server; default: start one with the embedded model")
+    add("--url", help="a running server's; default: start one with the embedded model")
     add("--server", default="", metavar="OPTIONS", help="options of the server to start")
     add("--conversation", type=int, metavar="N", help="measure the turns of a chat of N tokens")
     add("--clients", type=int, default=8, help="requests in flight (8)")

@@ -19,7 +19,7 @@ from torch._dynamo.utils import (
     get_compilation_metrics,
 )
 
-import benchmark
+from benchmarks.decode_speed import add_measure_options, measure, read_bandwidth
 from cli.parser import Parser
 from models.random_weights import architecture, first_layers, free_memory
 
@@ -33,12 +33,13 @@ TABLE = Path(__file__).with_suffix(".json")
 
 
 def measure_case(arch: str, mode: str, layers: int, bandwidth: float) -> dict:
-    """Decode with benchmark.measure. bandwidth: of the GPU, bytes a second."""
-    options = ["--arch", arch, "--mode", mode, "--layers", str(layers)]
+    """Decode as benchmark.py does. bandwidth: of the GPU, bytes a second."""
+    add_measure_options(parser := Parser("the defaults of benchmark.py", ()))
+    options = parser.parse_args(["--arch", arch, "--mode", mode, "--layers", str(layers)])
     counters.clear()
     clear_compilation_metrics()
     args = first_layers(architecture(arch), layers)
-    result = benchmark.measure(args, benchmark.build_parser().parse_args(options), bandwidth)
+    result = measure(args, options, bandwidth)
     reasons = [metrics.recompile_reason for metrics in get_compilation_metrics()]
     graphs = counters["stats"]["unique_graphs"]
     free_memory(compiled=True)
@@ -52,7 +53,7 @@ def measure_case(arch: str, mode: str, layers: int, bandwidth: float) -> dict:
 def measure_all(layers: int) -> dict:
     """Measure every case; return what the table holds."""
     device = torch.device("cuda")
-    bandwidth = benchmark.read_bandwidth(device)
+    bandwidth = read_bandwidth(device)
     return {
         "gpu": torch.cuda.get_device_name(device),
         "torch": torch.__version__,

@@ -67,7 +67,7 @@ def check_formats(names: dict[str, str], group_size: int | None) -> None:
     packed = [FORMATS[name] for name in names.values() if name != PLAIN]
     if not packed:
         raise ValueError(
-            "nothing is to be quantised: give --mode, --attention, --experts or --head a format"
+            "nothing is to be quantized: give --mode, --attention, --experts or --head a format"
         )
     if group_size is not None and all(format.per_row for format in packed):
         raise ValueError(
@@ -204,7 +204,7 @@ def quantize(
     directory = source.directory.resolve()
     target = Path(target) if target else directory.parent / f"model_{format['name']}"
     if target.resolve() == directory:
-        raise ValueError(f"{target} is what is to be quantised: name another --output_dir")
+        raise ValueError(f"{target} is what is to be quantized: name another --output_dir")
     sizes = {name: source.nbytes(name) for name in source.tensors}
     pack_modules(model, format)
     show = dict(desc="quantize", unit="B", unit_scale=True, file=sys.stderr, disable=not progress)
@@ -228,7 +228,7 @@ def check_source(source: Checkpoint, model: Transformer) -> None:
     """Raise ValueError unless the checkpoint has all parameters of the model in 16 or 32 bits."""
     if "modules" in source.format:
         raise ValueError(
-            f"{source.directory} is quantised already ({source.format['name']}): "
+            f"{source.directory} is quantized already ({source.format['name']}): "
             "use it or its bf16 original"
         )
     for name, parameter in model.named_parameters():

@@ -11,7 +11,9 @@ from ops.attention import BLOCK
 KEPT = 4  # conversations that stay cached, at least
 # Where memory is short, fewer sequences run before the context becomes shorter than this.
 LEAST_LENGTH = 8192
-LEFT_FREE = 0.1  # of the memory that the weights leave: activations, CUDA graphs, other programs
+LEFT_FREE = (
+    0.1  # a part of the memory beside the weights: for activations, CUDA graphs, other programs
+)
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ def plan_capacity(
     def needed(rows: int, length: int) -> int:
         return cache_bytes(model, rows, length, cache_class, dtype)
 
-    fixed = 2 * needed(1, BLOCK) - needed(1, 2 * BLOCK)  # of a row: recurrent states
+    fixed = 2 * needed(1, BLOCK) - needed(1, 2 * BLOCK)  # a row's recurrent states
     per_block = needed(1, 2 * BLOCK) - needed(1, BLOCK)
     limit, running = model.args.max_position, max(max_batch, KEPT)
     if length is None:

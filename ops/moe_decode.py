@@ -19,7 +19,7 @@ Quads. A lane loads 16 bytes of a row: a quad of four words, which hold 8 bf16 n
 8 bits or 32 of 4 bits. A chunk is LANES neighboring quads of each row of the program's tile. With
 LANES = 32 each warp has rows of its own, and prepares all of x. With LANES = 32 * warps each warp
 has all rows and its own part of x. Quantizing x takes as many instructions as multiplying it by six
-rows of 4-bit codes, so many lanes are better for these. A program keeps DEPTH chunks in flight.
+rows of 4-bit codes, so 32 lanes or more are better. A program keeps DEPTH chunks in flight.
 
 Products of codes are those of ops/gemv4.py: x becomes int16, with one power of two a quad.
 """

@@ -33,13 +33,13 @@ def step_sizes(max_batch: int) -> list[int]:
 class Running:
     """A sequence of a batch, from `start` to `end`."""
 
-    ids: list[int]  # of the prompt
+    ids: list[int]  # the prompt's
     tokens_left: int  # that no step has computed yet
     sampling: Sampling
     watch: bool = False  # report each token's Details
     constraint: Constraint | None = None
     row: int | None = None  # None: no row yet, or none any more
-    cached_tokens: int = 0  # of the prompt, found in a row
+    cached_tokens: int = 0  # prompt tokens found in a row
 
     @property
     def edited(self) -> bool:

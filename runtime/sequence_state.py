@@ -2,10 +2,10 @@
 
 A layer's `attention.allocate` makes one such object. model.KVCache implements the protocol for
 keys and values, models/layers/gated_delta_net.py for a recurrent state. The two differ in what they
-forgive. A KV cache masks what stands past a sequence's length, so it may be written there: padding
-of a prompt, warm-up of a captured graph, idle rows of a batch, refused drafts. A recurrent state
-must not take these tokens in. Every call therefore tells which tokens are real: `context.last` [B]
-is the index of each row's last real query, -1 for none.
+forgive. A KV cache masks what stands past a sequence's length, so it may be written there: a
+prompt's padding, warm-up of a captured graph, idle rows of a batch, refused drafts. A recurrent
+state must not take these tokens in. Every call therefore tells which tokens are real:
+`context.last` [B] is the index of each row's last real query, -1 for none.
 """
 
 from collections.abc import Sequence

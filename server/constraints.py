@@ -215,9 +215,9 @@ def forced_call(
 ) -> str:
     """Return the grammar of a call whose beginning the prompt has: tool_choice required or a name.
 
-    tools: (name, schema of the arguments or None). markers: what stands between a name and its
-    arguments, and after these. name: of the function; None: the answer chooses it. Control tokens
-    in the markers become their ids. Raises ValueError.
+    tools: (name, schema of the arguments or None). markers: the texts between a name and its
+    arguments, and after these. name: of the function; None: the answer chooses it. Markers that are
+    control tokens become their ids. Raises ValueError.
     """
     between, end = (_marker(tokenizer, text) for text in markers)
     rules, calls = [], []

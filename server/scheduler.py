@@ -84,7 +84,7 @@ class Scheduler:
     def __init__(self, max_queue: int, time_limit: float, max_batch: int = 1):
         self.max_queue, self.time_limit, self.max_batch = max_queue, time_limit, max_batch
         self.queue: deque[QueuedRequest] = deque()
-        self.clients: dict[int, Client] = {}  # by the answer's number
+        self.clients: dict[int, Client] = {}  # keys: numbers of answers
         self.numbers = itertools.count()
         self.changed, self.closed = threading.Condition(), False
         self.metrics = Metrics(lambda: len(self.queue), lambda: len(self.clients))
@@ -176,7 +176,7 @@ class Scheduler:
             reason = "out of GPU memory: shorten the prompt"
         elif isinstance(error, NotFiniteError):
             reason = f"the server failed: {error}"
-        elif isinstance(error, ValueError):  # of a grammar
+        elif isinstance(error, ValueError):  # a grammar's
             reason = str(error)
         self.metrics.failures.inc()
         with self.changed:
@@ -193,7 +193,7 @@ class AnswerWriter:
 
     def __init__(self, client: Client | None):
         self.client = client
-        self.details: Details | None = None  # of the next token
+        self.details: Details | None = None  # the next token's
         self.tokens: list[GeneratedToken] = []  # in no TextDelta yet
         self.sent = 0  # characters
 
@@ -357,7 +357,7 @@ class Decoder:
         del self.answers[answer.number], self.by_sequence[answer.sequence]
 
     def fail(self, number: int, error: Exception) -> None:
-        """End an answer by an error. What its row remembers is not used again."""
+        """End an answer by an error. Its row is forgotten."""
         if answer := self.answers.get(number):
             row = answer.sequence.row
             self.remove(answer)

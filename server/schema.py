@@ -40,8 +40,8 @@ from server.tools import (
 from tokenizer import Tokenizer
 
 BodyType = TypeVar("BodyType", bound=BaseModel)
-MAX_ANSWERS = 8  # `n` of one request
-MAX_PROMPTS = 64  # of one request
+MAX_ANSWERS = 8  # the largest `n`
+MAX_PROMPTS = 64  # a request
 OWN_VARIABLES = {"messages", "tools", "add_generation_prompt"}  # a request cannot set these
 # OpenAI's values of `reasoning_effort` that open models do not know.
 REASONING_EFFORTS = {"none": "low", "minimal": "low", "xhigh": "high"}
@@ -523,7 +523,7 @@ class CallSettings(NamedTuple):
     schemas: dict[str, dict]  # name -> JSON schema of the parameters
     prefix: str  # the answer's beginning, which the prompt ends with
     single: bool  # one call at most
-    grammar: str | None = None  # of a forced call's rest
+    grammar: str | None = None  # a forced call's, after the prefix
 
     def parser(self, tokenizer: Tokenizer) -> CallParser:
         """Return a parser of one answer."""

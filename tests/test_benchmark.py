@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import benchmark
-from benchmarks import transformers_peer
+from benchmarks import decode_speed, transformers_peer
 from benchmarks.kernel_profile import kernel_table, known_reads, weight_reads
 from benchmarks.transformers_peer import SETTINGS, hf_config, hf_model, measure_peer
 from generate import load_model
@@ -205,8 +205,8 @@ def test_a_sweep_measures_each_number_of_experts(sweep_options, monkeypatch, cap
 
 
 def test_a_sweep_skips_more_active_experts_than_there_are(sweep_options, monkeypatch, capsys):
-    monkeypatch.setattr(benchmark, "SWEEP_EXPERTS", (1, 128))  # 1 has no 2 active ones
-    monkeypatch.setattr(benchmark, "SWEEP_ACTIVE", (8,))
+    monkeypatch.setattr(decode_speed, "SWEEP_EXPERTS", (1, 128))  # 1 has no 2 active ones
+    monkeypatch.setattr(decode_speed, "SWEEP_ACTIVE", (8,))
     code, out, _ = run_main(monkeypatch, capsys, *sweep_options, "--layers", "1")
     assert code == 0 and ", 1 layers" in out and "\n  128   2 " in out
     assert len(out.splitlines()) == 3 + 2

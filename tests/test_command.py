@@ -235,11 +235,11 @@ MAKE = "make one first: scripts/prepare.sh OWNER/NAME"
         ),
         (
             "quantize --checkpoint_path {int8} --mode int4",
-            "is quantised already (int8): use it or its bf16 original",
+            "is quantized already (int8): use it or its bf16 original",
         ),
         (
             "quantize --checkpoint_path {around}/model_bf16",
-            "nothing is to be quantised: give --mode",
+            "nothing is to be quantized: give --mode",
         ),
         (
             "convert_hf_checkpoint --checkpoint_dir nowhere",

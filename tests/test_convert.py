@@ -764,7 +764,7 @@ BAD = {
     ),
     "fewer layers in the config": (config(num_hidden_layers=2), r"model\.layers\.2"),
     "more experts in the config": (config(num_local_experts=5), GATE.replace(".1.", ".0.")),
-    "a quantised model": (config(quantization_config={"quant_method": "gptq"}), "'gptq'"),
+    "a quantized model": (config(quantization_config={"quant_method": "gptq"}), "'gptq'"),
     "NaN": (filling(EXPERT, float("nan")), f"{EXPERT} holds NaN"),
     "infinity": (
         filling("model.norm.weight", float("-inf")),
@@ -782,7 +782,7 @@ BAD = {
     "a .bin": (lambda d: only(d, ".bin"), "pickle is never loaded"),
     "a .pt": (lambda d: only(d, ".pt"), "pickle is never loaded"),
     "a .pth": (lambda d: only(d, ".pth"), "pickle is never loaded"),
-    "a .gguf": (lambda d: only(d, ".gguf"), "GGUF is quantised"),
+    "a .gguf": (lambda d: only(d, ".gguf"), "GGUF is quantized"),
     "no weights": (lambda d: only(d, ".txt"), "no safetensors"),
     "no config": (lambda d: (d / "config.json").unlink(), "config.json is missing"),
     "config not JSON": (writing("config.json", "{'a': 1}"), "config.json cannot be read"),

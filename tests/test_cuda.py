@@ -123,7 +123,7 @@ def test_a_familys_captured_tokens_are_the_eager_ones(name, batch, make_family):
 
 @pytest.mark.parametrize("mode", ("int4", "fp8b"))
 @pytest.mark.parametrize("name", NEW_FAMILIES)
-def test_a_quantised_familys_captured_tokens_are_the_eager_ones(name, mode, make_family, tmp_path):
+def test_a_quantized_familys_captured_tokens_are_the_eager_ones(name, mode, make_family, tmp_path):
     """In fp32, so that the attention kernel and plain attention round alike."""
     source = Checkpoint(make_family(name).directory)
     model = build_model(args_of_checkpoint(source))
@@ -489,7 +489,7 @@ def close(got: torch.Tensor, want: torch.Tensor, tolerance: float) -> None:
 
 
 @pytest.mark.parametrize("mode", FORMATS)
-def test_a_quantised_model_is_the_same_on_both_devices(mode, tmp_path):
+def test_a_quantized_model_is_the_same_on_both_devices(mode, tmp_path):
     source = Checkpoint(embedded_checkpoint())
     args = args_of_checkpoint(source)
     format = plan_format(build_model(args), attention=mode, experts=mode)

@@ -596,8 +596,8 @@ def family_format(args: ModelArgs, name: str) -> dict:
 
 
 @pytest.fixture(scope="module")
-def make_quantised(make_family, tmp_path_factory):
-    """(family, format) -> its fp32 checkpoint quantised; each made once."""
+def make_quantized(make_family, tmp_path_factory):
+    """(family, format) -> its fp32 checkpoint quantized; each made once."""
     made = {}
 
     def make(family: str, name: str) -> Path:
@@ -611,10 +611,10 @@ def make_quantised(make_family, tmp_path_factory):
     return make
 
 
-def with_unpacked_weights(quantised: Transformer, source: Path) -> Transformer:
-    """The plain model whose weights are those of the quantised one, unpacked."""
+def with_unpacked_weights(quantized: Transformer, source: Path) -> Transformer:
+    """The plain model whose weights are those of the quantized one, unpacked."""
     plain = load_model(source, "cpu")
-    for path, module in quantised.named_modules():
+    for path, module in quantized.named_modules():
         if isinstance(module, PackedLinear | PackedExpertLinear):
             plain.get_submodule(path).weight = nn.Parameter(module.unpack(), requires_grad=False)
     return plain
@@ -630,10 +630,10 @@ def all_logits(model: Transformer, tokens: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(("family", "name"), smoke_diagonal(FAMILIES, FORMATS))
-def test_a_quantised_model_is_the_plain_one_with_its_unpacked_weights(
-    family, name, make_family, make_quantised
+def test_a_quantized_model_is_the_plain_one_with_its_unpacked_weights(
+    family, name, make_family, make_quantized
 ):
-    model = load_model(make_quantised(family, name), "cpu")
+    model = load_model(make_quantized(family, name), "cpu")
     plain = with_unpacked_weights(model, make_family(family).directory)
     tokens = prompt()
     whole = all_logits(model, tokens)
@@ -649,8 +649,8 @@ def test_a_quantised_model_is_the_plain_one_with_its_unpacked_weights(
 
 
 @pytest.mark.parametrize("name", ("int8", "hqq2"))
-def test_few_tokens_and_many_take_the_same_experts(name, make_quantised, monkeypatch):
-    model, results = load_model(make_quantised("qwen3_moe", name), "cpu"), []
+def test_few_tokens_and_many_take_the_same_experts(name, make_quantized, monkeypatch):
+    model, results = load_model(make_quantized("qwen3_moe", name), "cpu"), []
     for limit in (0, 64):  # always grouped, always gathered
         for block in model.layers:
             if isinstance(block.ffn, MoE):
@@ -661,11 +661,11 @@ def test_few_tokens_and_many_take_the_same_experts(name, make_quantised, monkeyp
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ("int8", "hqq3"))
-def test_compiled_tokens_are_the_eager_ones(name, make_quantised):
+def test_compiled_tokens_are_the_eager_ones(name, make_quantized):
     got = []
     for compile in (False, True):
         session = Session(
-            load_model(make_quantised("mixtral", name), "cpu"),
+            load_model(make_quantized("mixtral", name), "cpu"),
             64,
             SessionOptions(compile=compile, compile_prefill=compile),
         )
@@ -673,16 +673,16 @@ def test_compiled_tokens_are_the_eager_ones(name, make_quantised):
     assert got[0] == got[1]
 
 
-def test_dtype_is_of_the_rest_only(make_quantised):
-    model = load_model(make_quantised("qwen3_moe", "hqq4"), "cpu", torch.float16)
+def test_dtype_is_of_the_rest_only(make_quantized):
+    model = load_model(make_quantized("qwen3_moe", "hqq4"), "cpu", torch.float16)
     wqkv = model.layers[0].attention.wqkv
     assert wqkv.scale_step.dtype == torch.bfloat16 and wqkv.codes.dtype == torch.int32
     assert wqkv.bias.dtype == model.norm.weight.dtype == torch.float16
     assert all_logits(model, prompt()).isfinite().all()
 
 
-def test_head_and_embedding_that_were_one_are_two(make_family, make_quantised):
-    model = load_model(make_quantised("qwen3_moe", "int4"), "cpu")
+def test_head_and_embedding_that_were_one_are_two(make_family, make_quantized):
+    model = load_model(make_quantized("qwen3_moe", "int4"), "cpu")
     embedding = Checkpoint(make_family("qwen3_moe").directory).read("embedding.weight")
     assert isinstance(model.head, PackedLinear) and torch.equal(model.embedding.weight, embedding)
     assert relative(model.head.unpack(), embedding) < ERRORS["int8"]
@@ -692,10 +692,10 @@ def test_head_and_embedding_that_were_one_are_two(make_family, make_quantised):
 
 
 @pytest.mark.parametrize(("family", "name"), smoke_diagonal(FAMILIES, FORMATS))
-def test_what_a_quantised_checkpoint_holds(family, name, make_family, make_quantised):
+def test_what_a_quantized_checkpoint_holds(family, name, make_family, make_quantized):
     source, target = (
         Checkpoint(make_family(family).directory),
-        Checkpoint(make_quantised(family, name)),
+        Checkpoint(make_quantized(family, name)),
     )
     target.verify(progress=False)
     assert target.args == source.args and target.format["dtype"] == "fp32"
@@ -865,7 +865,7 @@ def test_an_interruption_leaves_what_was_there(source, monkeypatch, capsys, forc
     assert contents(source.parent) == before and len(os.listdir(source.parent)) == 1 + force
 
 
-def test_bits_per_weight_by_hand(make_family, make_quantised):
+def test_bits_per_weight_by_hand(make_family, make_quantized):
     """Mixtral of conftest: D 64, I 96, E 6, L 3, V 160; H 8 and K 2 heads of 8."""
     attention, experts, head = 64 * (64 + 2 * 16) + 64 * 64, 6 * (192 * 64 + 64 * 96), 160 * 64
     rows_of_64, rows_of_96 = 3 * (96 + 64 + 6 * 192), 3 * 6 * 64  # wqkv, wo, w13; w2
@@ -886,10 +886,10 @@ def test_bits_per_weight_by_hand(make_family, make_quantised):
         ("mxfp4", 4 * body + body // 32 * 8 + 8 * head + 16 * 160),
         ("hqq2", 2 * body + body // 16 * 16 + fine),
     ):
-        packed_bits, all_bits = bits_of(Checkpoint(make_quantised("mixtral", name)))
+        packed_bits, all_bits = bits_of(Checkpoint(make_quantized("mixtral", name)))
         assert packed_bits == pytest.approx(bits / weights), name
         assert all_bits == pytest.approx((bits + 32 * rest) / (weights + rest)), name
-    opened = Checkpoint(make_quantised("qwen3_moe", "int8"))  # its biases are no quantised weights
+    opened = Checkpoint(make_quantized("qwen3_moe", "int8"))  # its biases are no quantized weights
     codes = sum(
         math.prod(shape) for name, (shape, _) in opened.tensors.items() if name.endswith(".codes")
     )
@@ -1014,7 +1014,7 @@ def test_the_command(source):
     target = source.parent / "model_hqq4-hqq2-g16"
     assert ran.returncode == 0 and "quantize: 100%" in ran.stderr
     form = (
-        r"(\S+): ([\d.]+) GB, ([\d.]+) bits a quantised weight, "
+        r"(\S+): ([\d.]+) GB, ([\d.]+) bits a quantized weight, "
         r"([\d.]+) over all weights, in [\d.]+ s\n"
     )
     directory, size, *bits = re.fullmatch(form, ran.stdout).groups()
@@ -1026,11 +1026,11 @@ def test_the_command(source):
     assert {spec["format"] for spec in opened.format["modules"].values()} == {"hqq4", "hqq2"}
     again = command("--checkpoint_path", str(target), "--mode", "int8")
     assert again.returncode == 2 and again.stdout == ""
-    assert re.fullmatch(r"error: .*quantised already.*bf16 original.*\n", again.stderr)
+    assert re.fullmatch(r"error: .*quantized already.*bf16 original.*\n", again.stderr)
 
 
 BAD = {
-    "quantised already": (lambda d: quantised_in_place(d), "quantised already", "--mode", "int8"),
+    "quantized already": (lambda d: quantized_in_place(d), "quantized already", "--mode", "int8"),
     "nothing to do": (lambda d: None, "--mode", "--head", "bf16"),
     "group that does not divide": (lambda d: None, "--group_size", "--mode", "int4"),
     "group of the user's": (
@@ -1180,11 +1180,11 @@ def drop(directory: Path, *names: str) -> None:
     (directory / "index.json").write_text(json.dumps(index))
 
 
-def quantised_in_place(directory: Path) -> None:
+def quantized_in_place(directory: Path) -> None:
     format = plan(args_of(directory), "fp8", "fp8", dtype="fp32")
-    quantised = quantize(directory, format, directory.parent / "quantised", progress=False)
+    quantized = quantize(directory, format, directory.parent / "quantized", progress=False)
     shutil.rmtree(directory)
-    quantised.rename(directory)
+    quantized.rename(directory)
 
 
 @pytest.mark.parametrize("case", BAD)
@@ -1217,12 +1217,12 @@ def test_places_that_hold_no_plain_checkpoint(make_family, tmp_path, monkeypatch
         )
 
 
-# Tampering with a quantised checkpoint
+# Tampering with a quantized checkpoint
 
 
 @pytest.fixture
-def quantised(make_quantised, tmp_path) -> Path:
-    return Path(shutil.copytree(make_quantised("qwen3_moe", "hqq4"), tmp_path / "model"))
+def quantized(make_quantized, tmp_path) -> Path:
+    return Path(shutil.copytree(make_quantized("qwen3_moe", "hqq4"), tmp_path / "model"))
 
 
 def one_module(path: str, **spec):
@@ -1287,10 +1287,10 @@ def test_only_four_bits_fuse_decode_attention(mode):
 
 
 @pytest.mark.parametrize("case", TAMPERED)
-def test_a_format_that_does_not_fit_is_one_line(quantised, case):
-    edit(quantised, TAMPERED[case])
+def test_a_format_that_does_not_fit_is_one_line(quantized, case):
+    edit(quantized, TAMPERED[case])
     with pytest.raises(ValueError) as caught:
-        load_model(quantised, "cpu")
+        load_model(quantized, "cpu")
     assert str(caught.value) and "\n" not in str(caught.value) and len(str(caught.value)) < 500
 
 
@@ -1321,10 +1321,10 @@ def rewrite(directory: Path, name: str, change) -> None:
         ("bias", lambda t: None, "lacks"),
     ],
 )
-def test_a_tensor_that_does_not_fit_is_one_line(quantised, leaf, change, message):
-    rewrite(quantised, f"{WQKV}.{leaf}", change)
+def test_a_tensor_that_does_not_fit_is_one_line(quantized, leaf, change, message):
+    rewrite(quantized, f"{WQKV}.{leaf}", change)
     with pytest.raises(ValueError, match=f"{WQKV}.{leaf}") as caught:
-        load_model(quantised, "cpu")
+        load_model(quantized, "cpu")
     assert "\n" not in str(caught.value) and re.search(message, str(caught.value))
 
 
@@ -1364,8 +1364,8 @@ ANY_FORMAT = JUNK | st.fixed_dictionaries(
 
 @settings(max_examples=300, deadline=None)
 @given(format=ANY_FORMAT)
-def test_no_format_gives_anything_but_a_value_error(make_quantised, format):
-    source = Checkpoint(make_quantised("qwen3_moe", "hqq4"))
+def test_no_format_gives_anything_but_a_value_error(make_quantized, format):
+    source = Checkpoint(make_quantized("qwen3_moe", "hqq4"))
     source.format = format
     try:
         model = load_model(source, "cpu")

@@ -12,10 +12,11 @@ from torch import Tensor
 from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
 
 import tp
+from benchmarks.decode_speed import cache_in_use
 from checkpoint import Checkpoint
 from formats import FORMATS
 from generate import load_model
-from model import Chunk, Transformer
+from model import Chunk, KVCache, Transformer
 from models import ARCHITECTURES, build_model
 from models.converter import convert
 from models.layers import gated_delta_net
@@ -374,3 +375,11 @@ def test_published_fp8_is_kept(tmp_path):
     torch.testing.assert_close(wqkv[-256:], heads[:, 1].flatten(0, 1))
     model.setup_cache(1, 64)
     assert run(model, prompt(20)).isfinite().all()
+
+
+def test_a_token_reads_a_recurrent_state_once_and_a_cache_up_to_its_position(model):
+    session = Session(model, 100)
+    near, far = (cache_in_use(session, position) for position in (10, 20))
+    states = sum(state.state.nbytes + state.window.nbytes for state in delta_states(model))
+    cache = next(state for state in session.states if isinstance(state, KVCache))
+    assert 0 < near - states == (far - states) // 2 == 10 * cache.nbytes // session.cache_len

@@ -84,6 +84,45 @@ def test_every_link_leads_somewhere(page):
             assert anchor in anchors(target.read_text()), link
 
 
+GUIDES = ("adding_a_model", "adding_a_format")
+# Names of what the reader writes, and of config.json's keys.
+OF_THE_READER = {"int5", "check", "NAME", "python", "prints"}
+
+
+def names_in(page: str) -> tuple[set[str], set[str]]:
+    """Return the files and the other names that a page mentions in backticks, outside of blocks."""
+    text = re.sub(r"^```.*?^```|^    .*?$", "", page, flags=re.S | re.M)
+    spans = re.findall(r"`([^`\n]+)`", text)
+    files = {span for span in spans if re.fullmatch(r"[\w/]+(?:\.py|/)", span)}
+    spans = [re.sub(r"\"[^\"]*\"|--\w+|\(.*", "", span) for span in spans if span not in files]
+    return files, {name for span in spans for name in re.findall(r"[A-Za-z_][\w.]{2,}", span)}
+
+
+@pytest.mark.parametrize("guide", GUIDES)
+def test_names_in_the_guides_exist(guide):
+    files, names = names_in((ROOT / "docs" / f"{guide}.md").read_text())
+    own = {name for name in files if Path(name).stem in OF_THE_READER}
+    for name in files - own:
+        places = (ROOT, ROOT / "models", ROOT / "formats")
+        assert any((place / name).exists() for place in places), name
+    folders = "models", "formats", "ops", "runtime", "tests"
+    paths = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    sources = [path.read_text() for path in [*paths, *ROOT.glob("*.py")]]
+    everything = "\n".join(sources)
+    assert len(names) > 20
+    for name in names:
+        owner, _, member = name.rpartition(".")
+        if OF_THE_READER & {owner, member}:
+            continue
+        where = everything
+        if owner[:1].isupper():  # a class: the member is in its file
+            where = "\n".join(s for s in sources if re.search(rf"^class {owner}\b", s, re.M))
+            member = rf"(def {member}\b|self\.{member}\b|^    {member}\b)"
+        elif not member.startswith("_"):
+            member = rf"\b{member}"
+        assert re.search(rf"{member}\b", where, re.M), name
+
+
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_every_described_option_exists(script, build_parser):
     after = COMMANDS.split(f"**`{script}")[1]

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from model import Attention, Context, Linear
-from models.layers.zero_centred_norm import ZeroCentredRMSNorm, zero_centred
+from models.layers.zero_centered_norm import ZeroCenteredRMSNorm, zero_centered
 from models.tensors import Recipe, Recipes, copy_of
 from ops.inductor import materialize
 
@@ -19,8 +19,8 @@ class GatedAttention(Attention):
         super().__init__(args)
         H, K, C = self.heads
         self.wqkv = Linear(args.dim, 2 * (H + K) * C, bias=args.attention_bias)
-        self.q_norm = ZeroCentredRMSNorm(C, args.norm_eps)
-        self.k_norm = ZeroCentredRMSNorm(C, args.norm_eps)
+        self.q_norm = ZeroCenteredRMSNorm(C, args.norm_eps)
+        self.k_norm = ZeroCenteredRMSNorm(C, args.norm_eps)
         self.rotary_dim = args.rotary_dim
 
     def core(self, qkv: Tensor, context: Context) -> Tensor:
@@ -55,8 +55,8 @@ def gated_attention_recipes(args) -> Recipes:
     table = {
         "attention.wqkv.weight": joined("weight", D),
         "attention.wo.weight": copy_of("self_attn.o_proj.weight", D, H * C),
-        "attention.q_norm.weight": zero_centred("self_attn.q_norm.weight", C),
-        "attention.k_norm.weight": zero_centred("self_attn.k_norm.weight", C),
+        "attention.q_norm.weight": zero_centered("self_attn.q_norm.weight", C),
+        "attention.k_norm.weight": zero_centered("self_attn.k_norm.weight", C),
     }
     if args.attention_bias:
         table["attention.wqkv.bias"] = joined("bias")

@@ -16,7 +16,7 @@ from models.layers.gated_delta_net import (
     delta_net_recipes,
 )
 from models.layers.shared_expert import GatedSharedExpertMoE
-from models.layers.zero_centred_norm import ZeroCentredRMSNorm, zero_centred
+from models.layers.zero_centered_norm import ZeroCenteredRMSNorm, zero_centered
 from models.tensors import Recipes, copy_of, prefixed
 from ops.rope import rope_frequencies, rope_table
 
@@ -60,12 +60,12 @@ class HybridTransformer(Transformer):
 
     def __init__(self, args: HybridArgs):
         super().__init__(args)
-        self.norm = ZeroCentredRMSNorm(args.dim, args.norm_eps)
+        self.norm = ZeroCenteredRMSNorm(args.dim, args.norm_eps)
 
     def make_block(self, args: HybridArgs, layer: int) -> Block:
         block = Block(args, layer)
-        block.attention_norm = ZeroCentredRMSNorm(args.dim, args.norm_eps)
-        block.ffn_norm = ZeroCentredRMSNorm(args.dim, args.norm_eps)
+        block.attention_norm = ZeroCenteredRMSNorm(args.dim, args.norm_eps)
+        block.ffn_norm = ZeroCenteredRMSNorm(args.dim, args.norm_eps)
         block.attention = GatedAttention(args) if layer in args.full_layers else DeltaNet(args)
         if layer not in args.dense_layers:
             block.ffn = GatedSharedExpertMoE(args)
@@ -168,8 +168,8 @@ class HybridFamily(Family):
 
     def norm_recipes(self, args: HybridArgs) -> Recipes:
         return {
-            "attention_norm.weight": zero_centred("input_layernorm.weight", args.dim),
-            "ffn_norm.weight": zero_centred("post_attention_layernorm.weight", args.dim),
+            "attention_norm.weight": zero_centered("input_layernorm.weight", args.dim),
+            "ffn_norm.weight": zero_centered("post_attention_layernorm.weight", args.dim),
         }
 
     def attention_recipes(self, args: HybridArgs) -> Recipes:
@@ -183,7 +183,7 @@ class HybridFamily(Family):
         return table
 
     def rest_recipes(self, args: HybridArgs) -> Recipes:
-        norm = zero_centred("model.norm.weight", args.dim)
+        norm = zero_centered("model.norm.weight", args.dim)
         return super().rest_recipes(args) | {"norm.weight": norm}
 
     # Tensor parallelism ---------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from model import RMSNorm
 from models.tensors import Recipe, copy_of
 
 
-class ZeroCentredRMSNorm(RMSNorm):
+class ZeroCenteredRMSNorm(RMSNorm):
     """RMSNorm with the weight 1 + w, which the checkpoint holds in fp32.
 
     Near one, bf16 has steps of 1/128, and would drop most digits of w.
@@ -21,6 +21,6 @@ class ZeroCentredRMSNorm(RMSNorm):
         return y.to(x.dtype)
 
 
-def zero_centred(name: str, size: int) -> Recipe:
+def zero_centered(name: str, size: int) -> Recipe:
     """Return the recipe of a norm's weight that is published without its 1."""
     return copy_of(name, size, transform=lambda weight: weight + 1, dtype=torch.float32)

@@ -1,0 +1,243 @@
+"""Measure a model's decode speed with random weights, for benchmark.py and speed_check.py."""
+
+import argparse
+import dataclasses
+import logging
+import statistics
+import time
+
+import torch
+
+from benchmarks.kernel_profile import cuda_kernels, kernel_table, weight_reads
+from cli.options import add_device_options, add_prefill_options
+from cli.parser import Parser
+from formats import FORMATS
+from formats.kv_cache import KV_CACHES
+from formats.quantizer import DTYPES
+from generate import load_model
+from model import ModelArgs
+from models import ARCHITECTURES
+from models.layers.gated_delta_net import DeltaState
+from models.random_weights import (
+    RandomWeights,
+    free_memory,
+    number_format,
+    random_prompt,
+)
+from parallel import process_group
+from parallel.device import pick_device
+from runtime.sampling import Sampling
+from runtime.session import Session, SessionOptions
+from runtime.weights import bytes_per_token, peak_bytes, stored_bytes
+
+KERNEL_STEPS = 10  # steps that are profiled
+SWEEP_EXPERTS = 8, 16, 32, 64, 128
+SWEEP_ACTIVE = 1, 2, 4, 8
+
+log = logging.getLogger("moe_fast")
+
+
+# Options ------------------------------------------------------------------------------------------
+
+
+def add_measure_options(parser: Parser) -> None:
+    """Model, number format, lengths, how they are run, and what `measure` adds."""
+    formats = ", ".join((*DTYPES, *FORMATS))
+    arch = f"{', '.join(ARCHITECTURES)}, or a Hugging Face config.json"
+    parser.add_argument("--arch", required=True, help=arch)
+    mode = f"number format: {formats}, or ATTENTION-EXPERTS"
+    parser.add_argument("--mode", default="bf16", help=mode)
+    parser.add_number("--layers", "build only the first N layers")
+    parser.add_number("--prompt_len", default=5)
+    parser.add_number("--new_tokens", default=200)
+    parser.add_number("--batch", "sequences at once, with a prompt each", 1)
+    parser.add_number("--max_seq_len", "cache length; default: prompt and new tokens")
+    add_prefill_options(parser)
+    add_device_options(parser)
+    parser.add_number("--repeats", default=5)
+    parser.add_flag("--eager", "do not compile")
+    parser.add_flag("--kernels", "also list a step's kernels, their times and the gaps")
+
+
+# Measuring ----------------------------------------------------------------------------------------
+
+
+def read_bandwidth(device: torch.device, size: int = 4 << 30, repeats: int = 10) -> float:
+    """Return the read bandwidth in bytes/s: the best of several reductions."""
+    if device.type != "cuda":
+        size, repeats = size >> 4, 3
+    x = torch.empty(size // 2, dtype=torch.bfloat16, device=device).normal_()
+    best = 0.0
+    for rows in (1 << 12, 1 << 15, 1 << 18):
+        view = x.view(rows, -1)
+        for kernel in (lambda t: t.sum(-1, dtype=torch.float32), lambda t: t.amax(-1)):
+            kernel(view)
+            for _ in range(repeats):
+                best = max(best, size / seconds_of(kernel, view))
+    return best
+
+
+def seconds_of(work, x: torch.Tensor) -> float:
+    """Return the time of one call: by events on CUDA, by the clock on CPU."""
+    if not x.is_cuda:
+        start = time.perf_counter()
+        work(x)
+        return time.perf_counter() - start
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    work(x)
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / 1e3
+
+
+def open_session(args: ModelArgs, options: argparse.Namespace, device: torch.device) -> Session:
+    """Return a session over a model with random weights."""
+    source = RandomWeights(args, number_format(options.mode, args))
+    model = load_model(source, device, parallel=options.parallel)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    length = options.max_seq_len or options.prompt_len + options.new_tokens
+    return Session(
+        model,
+        length,
+        SessionOptions(
+            batch=options.batch,
+            compile=not options.eager,
+            compile_prefill=options.compile_prefill,
+            prefill_chunk=options.prefill_chunk,
+            cache_class=KV_CACHES[options.kv_cache],
+        ),
+    )
+
+
+def time_answers(session: Session, options: argparse.Namespace) -> dict[str, list[float]]:
+    """Decode random prompts once with compilation, then `repeats` times.
+
+    Returns seconds to both tokens of the first answer (cold), then of each repeat the steps/s
+    (rates) and the seconds to the first token (first).
+    """
+    sampling, args = Sampling(seed=0), session.model.args
+    prompts = [random_prompt(args, options.prompt_len, seed) for seed in range(options.batch)]
+
+    def token_times(count: int) -> list[float]:
+        session.reset()
+        start = time.perf_counter()
+        return [time.perf_counter() - start for _ in session.stream_all(prompts, count, sampling)]
+
+    cold, rates, first = token_times(2), [], []
+    for _ in range(options.repeats):
+        times = token_times(options.new_tokens)
+        rates.append((len(times) - 1) / (times[-1] - times[0]))
+        first.append(times[0])
+        process_group.check_same_tokens(session.ids)
+    return {"cold": cold, "rates": rates, "first": first}
+
+
+def cache_in_use(session: Session, position: int) -> int:
+    """Return the bytes of all layers' states that a token at this position reads."""
+    used = 0
+    for block, state in zip(session.model.layers, session.states, strict=True):
+        if isinstance(state, DeltaState):  # the same at every position
+            used += state.state.nbytes + state.window.nbytes
+            continue
+        window: int | None = block.attention.window
+        visible = min(position, window or position)
+        used += state.nbytes * visible // session.cache_len
+    return used
+
+
+def describe_run(session: Session, options: argparse.Namespace) -> dict:
+    """Return the first fields of a result: the model, its settings and the GPU."""
+    on_gpu = session.device.type == "cuda"
+    names = "arch", "mode", "kv_cache", "batch", "prompt_len", "new_tokens"
+    return {name: getattr(options, name) for name in names} | {
+        "max_seq_len": session.max_seq_len,
+        "layers": session.model.args.n_layer,
+        "torch": torch.__version__,
+        "gpu": torch.cuda.get_device_name(session.device) if on_gpu else "cpu",
+    }
+
+
+def measure(args: ModelArgs, options: argparse.Namespace, ceiling: float) -> dict:
+    """Decode `new_tokens` after random prompts, `repeats` times; report medians.
+
+    ceiling: one GPU's bytes/s. tok_s counts all sequences; ms is the time of a step. bytes_per_step
+    is the weights of each distinct expert that a step reads (experts_read a layer, of the last
+    step), all other weights, and the cache in use at half of the answer. ttft_cold_s is the first
+    answer's, which compiles and captures. activation_bytes: peak memory after loading, less weights
+    and cache. On several ranks bytes are sums over them, fraction is of the sum of their
+    bandwidths, memory is that of rank 0.
+    """
+    device = pick_device(options.device)
+    session = open_session(args, options, device)
+    times = time_answers(session, options)
+    rate, ttft = statistics.median(times["rates"]), statistics.median(times["first"])
+    result = describe_run(session, options) | {
+        "tok_s": rate * options.batch,
+        "tok_s_all": [rate * options.batch for rate in times["rates"]],
+        "ms": 1e3 / rate,
+        "ttft_s": ttft,
+        "ttft_cold_s": times["cold"][0],
+        "compile_s": times["cold"][-1],
+        "prefill_tok_s": options.batch * options.prompt_len / ttft,
+    }
+    result |= measure_bytes(session, options)
+    size, ranks = result["bytes_per_step"], result["ranks"]
+    result["gb_s"], result["read_gb_s"] = size * rate / 1e9, ceiling / 1e9
+    result["fraction"] = size * rate / (ceiling * ranks)
+    on_gpu = device.type == "cuda"
+    events = cuda_kernels(session, KERNEL_STEPS, options.prompt_len) if on_gpu else []
+    result["kernels_per_layer"] = len(events) / KERNEL_STEPS / args.n_layer if events else None
+    if options.kernels:
+        # Weights that stay in L2 from one token to the next are read faster than memory allows.
+        l2 = torch.cuda.get_device_properties(device).L2_cache_size
+        unknown = size < 4 * ranks * l2 or options.batch > 1
+        reads = [] if unknown else weight_reads(session.model)
+        result["kernels"] = kernel_table(events, KERNEL_STEPS, args.n_layer, reads, ceiling)
+    return result
+
+
+def measure_bytes(session: Session, options: argparse.Namespace) -> dict:
+    """Return the fields of `measure` about ranks and bytes. Call it after an answer."""
+    model, ranks, peak = session.model, process_group.size(), peak_bytes(session.device)
+    cache = sum(state.nbytes for state in session.states)
+    used = cache_in_use(session, options.prompt_len + options.new_tokens // 2)
+    routing = model(session.token, session.position - 1, return_routing=True)[1]  # [L, B, A]
+    experts_read = statistics.fmean(len(layer.unique()) for layer in routing)
+    beside = max(0, peak - stored_bytes(model) - cache)
+    return {
+        "ranks": ranks,
+        "parallel": options.parallel if ranks > 1 else None,
+        "bytes_per_token": process_group.total(bytes_per_token(model)),
+        "experts_read": experts_read,
+        "cache_bytes": process_group.total(used),
+        "bytes_per_step": process_group.total(bytes_per_token(model, experts_read) + used),
+        "peak_bytes": peak,
+        "activation_bytes": beside if session.device.type == "cuda" else None,
+    }
+
+
+def sweep(args: ModelArgs, options: argparse.Namespace, ceiling: float) -> dict:
+    """Measure each of SWEEP_EXPERTS at the model's A, then each of SWEEP_ACTIVE at its E."""
+    rows, result = [], {}
+    if hasattr(args, "n_group"):  # few experts would not fit into groups
+        args = dataclasses.replace(args, **{"n_group": 1, "n_active_group": 1})
+    pairs = [(n_expert, args.n_active) for n_expert in SWEEP_EXPERTS]
+    pairs += [(args.n_expert, n_active) for n_active in SWEEP_ACTIVE]
+    for n_expert, n_active in dict.fromkeys(pair for pair in pairs if pair[1] <= pair[0]):
+        try:
+            variant = dataclasses.replace(args, n_expert=n_expert, n_active=n_active)
+            result = measure(variant, options, ceiling)
+            row = {"n_expert": n_expert, "n_active": n_active, "us": 1e3 * result["ms"]}
+            names = "bytes_per_token", "bytes_per_step", "gb_s", "fraction"
+            rows.append(row | {name: result[name] for name in names})
+            log.info(f"{n_expert} experts, {n_active} active: {row['us']:.1f} us a token")
+        except torch.cuda.OutOfMemoryError:
+            log.warning(f"warning: {n_expert} experts do not fit into memory: left out")
+        free_memory(not options.eager)
+    if not rows:
+        raise ValueError("--sweep: not one of its models fits into memory: lower --layers")
+    common = "arch", "mode", "kv_cache", "batch", "layers", "gpu", "torch"
+    common += "prompt_len", "new_tokens", "read_gb_s"
+    return {name: result[name] for name in common} | {"sweep": rows}
