@@ -138,14 +138,19 @@ class Family:
     # Tensor parallelism ---------------------------------------------------------------------------
 
     def shard_table(self, args: ModelArgs) -> dict[str, Shard]:
-        """Return module (without its layer) -> how its weight is sharded. Others are replicated."""
+        """Return module (without its layer) -> how its weight is sharded. Others are replicated.
+
+        The first product of a pair is column-parallel, in the terms of Megatron-LM (Shoeybi et al.
+        2019): each rank has some of the outputs. The second is row-parallel: each rank has the
+        inputs that it computed, and the ranks' partial outputs are summed by one all-reduce.
+        """
         queries, kv = (args.n_head, args.head_dim), (args.n_kv_head, args.head_dim)
         inner, dense = (args.intermediate, 1), (args.dense_intermediate, 1)
         table = {
-            "attention.wqkv": Shard(0, (queries, kv, kv)),
-            "attention.wo": Shard(1, (queries,)),
-            "ffn.experts.w13": Shard(1, (inner, inner)),
-            "ffn.experts.w2": Shard(2, (inner,)),
+            "attention.wqkv": Shard(0, (queries, kv, kv)),  # column-parallel: whole heads
+            "attention.wo": Shard(1, (queries,)),  # row-parallel
+            "ffn.experts.w13": Shard(1, (inner, inner)),  # column-parallel: gate, then up
+            "ffn.experts.w2": Shard(2, (inner,)),  # row-parallel
             "ffn.w13": Shard(0, (dense, dense)),
             "ffn.w2": Shard(1, (dense,)),
             "head": Shard(0, ((args.vocab_size, 1),)),
