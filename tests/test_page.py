@@ -11,8 +11,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from test_serve import Browser, wait_until
 
+from scripts.capture_page import Browser, wait_until
 from server.app import PAGE_FILES, PAGE_HEADERS, PAGE_TYPES
 
 MARKDOWN = """# Sorting

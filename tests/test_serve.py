@@ -1,7 +1,6 @@
 """The server with its clients (openai, httpx, a browser) and the embedded model in fp32."""
 
 import asyncio
-import base64
 import json
 import os
 import re
@@ -27,6 +26,7 @@ from generate import generate, load_model
 from model import Transformer
 from runtime.sampling import Sampling
 from runtime.session import Session
+from scripts.capture_page import Browser, wait_until
 from serve import build_parser, check_options
 
 REASON = "the server's tests need it: pip install 'moe-fast[test]'"
@@ -122,13 +122,6 @@ def slowly(monkeypatch):
         return forward(*arguments, **options)
 
     monkeypatch.setattr(Transformer, "forward", slow)
-
-
-def wait_until(condition, seconds=20.0):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not happen"
-        time.sleep(0.01)
 
 
 # Answers --------------------------------------------------------------------------------------
@@ -956,44 +949,6 @@ def test_no_body_stops_the_server(running, fields, noise, raw):
 # The page -------------------------------------------------------------------------------------
 
 
-class Browser:
-    """Headless Chromium through its driver's own protocol (W3C WebDriver)."""
-
-    def __init__(self, folder: Path):
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
-        self.driver = subprocess.Popen(
-            ["chromedriver", f"--port={port}"], stdout=subprocess.DEVNULL
-        )
-        self.url = f"http://127.0.0.1:{port}"
-        wait_until(self.ready)
-        arguments = ["--headless=new", "--no-sandbox", "--disable-gpu", "--window-size=900,640"]
-        options = {"args": [*arguments, f"--user-data-dir={folder}"]}
-        capabilities = {
-            "alwaysMatch": {"goog:chromeOptions": options, "goog:loggingPrefs": {"browser": "ALL"}}
-        }
-        self.url += "/session/" + self.send("session", capabilities=capabilities)["sessionId"]
-
-    def ready(self) -> bool:
-        try:
-            return httpx.get(self.url + "/status").json()["value"]["ready"]
-        except httpx.TransportError:
-            return False
-
-    def send(self, command: str, **arguments):
-        found = httpx.post(f"{self.url}/{command}", json=arguments, timeout=60).json()["value"]
-        assert not (isinstance(found, dict) and "error" in found), found
-        return found
-
-    def run(self, script: str):
-        return self.send("execute/sync", script=script, args=[])
-
-    def close(self):
-        httpx.delete(self.url, timeout=20)
-        self.driver.terminate()
-        self.driver.wait(10)
-
-
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory):
     if not all(map(shutil.which, ("chromedriver", "chromium"))):
@@ -1046,10 +1001,6 @@ def test_the_page_streams_a_chat_and_shows_the_experts(running, browser):
     ):
         shown = {expert: float(text) for expert, text in enumerate(row) if text}
         assert shown == pytest.approx(dict(zip(experts, weights, strict=True)), abs=0.006)
-    if target := os.environ.get("MOE_FAST_SCREENSHOT"):  # makes docs/chat.png
-        Path(target).write_bytes(
-            base64.b64decode(httpx.get(browser.url + "/screenshot", timeout=60).json()["value"])
-        )
     # Another layer has other colors; the page requests nothing elsewhere and logs no error.
     browser.run("const l = document.getElementById('layer'); l.value = 7; l.onchange()")
     assert (
