@@ -6,7 +6,8 @@ At batch 1 a step is memory-bound. Its roof is the measured read bandwidth divid
 bytes (Williams et al. 2009, "Roofline"), a falling line on logarithmic axes. RESULT is the
 output of `benchmark.py --json`: one object, or one per line; `-` is stdin. A filled point
 is a result, with tokens/s and the fraction of the bandwidth measured in the same run. A
-hollow point is the peer of that run; a line connects both.
+hollow point is the peer of that run; a line connects both. Light points are other engines on the
+same GPU: "others" in a result, which benchmark.py does not write; docs/roofline.jsonl has them.
 """
 
 import io
@@ -21,8 +22,9 @@ from cli.parser import Parser
 TEXTS = "arch", "mode", "gpu"
 NUMBERS = "tok_s", "bytes_per_token", "read_gb_s", "fraction"
 PEER_TEXTS, PEER_NUMBERS = ("name", "dtype"), ("tok_s", "bytes_per_token")
+OTHER_TEXTS = ("name",)
 FORMATS = ".png", ".svg"
-INK, GREY, ACCENT = "#1a1a1a", "#767676", "#0b5fa5"
+INK, GREY, LIGHT, ACCENT = "#1a1a1a", "#767676", "#b9b9b9", "#0b5fa5"
 LINE_BOXES = 150  # boxes along a line, for counting overlaps with labels
 # Positions of a label beside its point, best first: offset in 1/72 inch, alignment.
 SIDES = (
@@ -34,6 +36,10 @@ SIDES = (
     (-6, 6, "right", "bottom"),
     (0, -9, "center", "top"),
     (0, 9, "center", "bottom"),
+    (10, -16, "left", "top"),
+    (-10, -16, "right", "top"),
+    (10, 16, "left", "bottom"),
+    (-10, 16, "right", "bottom"),
 )
 
 
@@ -52,6 +58,9 @@ def check_result(result: object, where: str) -> dict:
     """Return the result. Raises ValueError unless benchmark.py made it, without --sweep."""
     peer = result.get("peer") if isinstance(result, dict) else None
     valid = is_row(result, TEXTS, NUMBERS)
+    others = result.get("others", []) if valid else []
+    valid = valid and isinstance(others, list)
+    valid = valid and all(is_row(other, OTHER_TEXTS, PEER_NUMBERS) for other in others)
     if not valid or (peer and not is_row(peer, PEER_TEXTS, PEER_NUMBERS)):
         raise ValueError(
             f"{where} is not a result: give what benchmark.py --json prints, without --sweep"
@@ -104,7 +113,7 @@ def draw(results: list[dict], format: str) -> bytes:
         from matplotlib.figure import Figure
     except ImportError:
         raise ValueError("a picture needs matplotlib: pip install 'moe-fast[plot]'") from None
-    figure = Figure(figsize=(9, 5.2), dpi=200, layout="constrained")
+    figure = Figure(figsize=(11, 6.6), dpi=200, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot(xscale="log", yscale="log")
     roofs: dict[str, float] = {}  # GB/s by GPU
@@ -112,7 +121,7 @@ def draw(results: list[dict], format: str) -> bytes:
         gpu = result["gpu"]
         roofs[gpu] = max(roofs.get(gpu, 0.0), result["read_gb_s"])
     set_limits(axes, results, max(roofs.values()))
-    style_axes(axes)
+    style_axes(axes, any(result.get("others") for result in results))
     figure.draw_without_rendering()  # lays out the axes, so that texts can be measured
     figure.set_layout_engine("none")
     lines = draw_roofs(axes, roofs)
@@ -128,13 +137,14 @@ def draw(results: list[dict], format: str) -> bytes:
 def set_limits(axes, results: list[dict], bandwidth: float) -> None:
     """Set limits that show all points and the roof of the largest bandwidth."""
     rows = results + [result["peer"] for result in results if result.get("peer")]
+    rows += [other for result in results for other in result.get("others", [])]
     xs = [row["bytes_per_token"] / 1e9 for row in rows]
     ys = [row["tok_s"] for row in rows]
     top = max(max(ys), bandwidth / min(xs))
     axes.set(xlim=(min(xs) / 1.6, max(xs) * 2.2), ylim=(min(ys) / 1.6, top * 1.3))
 
 
-def style_axes(axes) -> None:
+def style_axes(axes, has_others: bool) -> None:
     """Set ticks, frame, labels and title."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
@@ -154,6 +164,8 @@ def style_axes(axes) -> None:
         "measured in the same run"
     )
     place = dict(xycoords="axes fraction", textcoords="offset points")
+    if has_others:
+        note += "; light: other engines on the same GPU"
     axes.annotate(note, (0, 1), (0, 10), color=GREY, fontsize=9, **place)
 
 
@@ -200,7 +212,18 @@ def draw_points(axes, results: list[dict]) -> tuple[list[Label], list[tuple[Poin
             axes.plot(x, y, "o", zorder=3, **hollow)
             text = f"{peer['name']} {peer['dtype']}\n{format_speed(y)}"
             labels.append((x, y, text, {"color": GREY, "fontsize": 8, "linespacing": 1.25}))
-    return labels, ties
+    return labels + draw_others(axes, results), ties
+
+
+def draw_others(axes, results: list[dict]) -> list[Label]:
+    """Draw other engines' points, one color for all -> labels that are not drawn yet."""
+    labels = []
+    for other in (other for result in results for other in result.get("others", [])):
+        x, y = other["bytes_per_token"] / 1e9, other["tok_s"]
+        axes.plot(x, y, "o", color=LIGHT, markersize=5, zorder=3)
+        text = f"{other['name']} {format_speed(y)}"
+        labels.append((x, y, text, {"color": GREY, "fontsize": 7}))
+    return labels
 
 
 def place_labels(axes, labels: list[Label], lines: list[tuple[Point, Point]]) -> None:

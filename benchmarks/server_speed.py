@@ -1,0 +1,166 @@
+"""What HTTP and the scheduler cost: tokens/s of a server's clients against a session's own.
+
+    python benchmarks/server_speed.py --arch Qwen3-30B-A3B --mode int4
+
+Random weights, greedy, prompts of 5 tokens, in one process and on one GPU. First a session decodes
+1 and 8 sequences, as benchmark.py does. Then a server with the same model answers as many clients,
+which run in another process (benchmarks/server_load.py). Due: 0.97 of a session's tokens/s for one
+client, 0.93 for 8. The pause is the longest time between two tokens of a running answer while a
+prompt of 4,096 tokens arrives; due are 50 ms.
+"""
+
+import argparse
+import json
+import socket
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from contextlib import closing
+from itertools import pairwise
+from pathlib import Path
+
+import httpx
+import torch
+
+from benchmarks.decode_speed import open_session
+from cli.benchmark_options import add_measure_options
+from cli.parser import Parser
+from generate import embedded_checkpoint
+from models.random_weights import architecture, first_layers, random_prompt
+from runtime.sampling import Sampling
+from runtime.session import Session, SessionOptions
+from server.app import AppSettings, make_app, make_limits, run_server
+from server.scheduler import Decoder, Scheduler
+from server.tokenizing import TokenizerPool
+
+ROOT = Path(__file__).parents[1]
+CLIENTS = 1, 8
+GREEDY = Sampling(temperature=0)
+LONG_PROMPT = 4096
+
+
+def session_speed(session: Session, options: argparse.Namespace) -> float:
+    """Return a session's tokens/s of all its sequences: the median of `repeats` after one more."""
+    prompts = [
+        random_prompt(session.model.args, options.prompt_len, n) for n in range(session.batch)
+    ]
+    rates = []
+    for _ in range(options.repeats + 1):
+        session.reset()
+        started = time.perf_counter()
+        for _ in session.stream_all(prompts, options.new_tokens, GREEDY):
+            pass
+        seconds = time.perf_counter() - started
+        rates.append(session.batch * options.new_tokens / seconds)
+    return statistics.median(rates[1:])
+
+
+def client_speed(url: str, clients: int, options: argparse.Namespace) -> float:
+    """Return the tokens/s of this many clients in another process."""
+    requests = clients * (options.repeats + 1)
+    line = [sys.executable, "benchmarks/server_load.py", "--url", url, "--clients", str(clients)]
+    line += ["--requests", str(requests), "--prompt_tokens", str(options.prompt_len)]
+    line += ["--new_tokens", str(options.new_tokens)]
+    found = subprocess.run(line, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    return float(found.partition(" tokens/s of all")[0].rsplit(None, 1)[-1])
+
+
+def longest_pause(url: str) -> float:
+    """Return the longest seconds between two tokens while a long prompt arrives."""
+    times: list[float] = []
+
+    def ask(prompt: list[int], count: int, keep: bool) -> None:
+        body = {"prompt": prompt, "max_tokens": count, "stream": True, "temperature": 0}
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=None) as answer:
+            for line in answer.iter_lines():
+                if keep and line.startswith("data: {"):
+                    times.append(time.perf_counter())
+
+    first = threading.Thread(target=ask, args=([5, 6, 7], 400, True))
+    first.start()
+    while len(times) < 20:
+        time.sleep(0.01)
+    ask([10 + n * n % 4000 for n in range(LONG_PROMPT)], 1, False)
+    first.join()
+    return max(b - a for a, b in pairwise(times[20:]))
+
+
+def serve_clients(session: Session, options: argparse.Namespace) -> dict[str, float]:
+    """Serve a session; return the tokens/s of 1 and 8 clients, and the longest pause."""
+    directory = embedded_checkpoint()  # for its tokenizer
+    scheduler = Scheduler(256, 600.0, max(CLIENTS))
+    pool = TokenizerPool(directory, session.max_seq_len)
+    decoder = Decoder(session, pool.vocabulary, scheduler)
+    started = time.perf_counter()
+    decoder.prepare()
+    found = {"prepare_s": time.perf_counter() - started}
+    listener = socket.create_server(("127.0.0.1", 0))
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    app = make_app(
+        scheduler, pool, AppSettings("random", make_limits(session, pool.vocabulary), 4 << 20)
+    )
+
+    def measure() -> None:
+        try:
+            for clients in CLIENTS:
+                found[f"http_{clients}"] = client_speed(url, clients, options)
+            found["pause_s"] = longest_pause(url)
+        finally:
+            scheduler.close()
+
+    thread = threading.Thread(target=measure)
+    with closing(pool):
+        run_server(decoder, app, listener, thread.start)
+        thread.join()
+    return found
+
+
+def measure(options: argparse.Namespace) -> dict[str, float]:
+    """Return all figures of one model."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    args = architecture(options.arch)
+    args = first_layers(args, options.layers or args.n_layer)
+    found, session = {}, None
+    for clients in CLIENTS:
+        options.batch = clients
+        if session is None:
+            session = open_session(args, options, device)
+        else:
+            session = Session(session.model, session.max_seq_len, renewed(session, clients))
+        found[f"session_{clients}"] = session_speed(session, options)
+    length = LONG_PROMPT + 512
+    server = Session(session.model, length, renewed(session, 2 * max(CLIENTS)))
+    return found | serve_clients(server, options)
+
+
+def renewed(session: Session, batch: int) -> SessionOptions:
+    """Return a session's options with another number of rows."""
+    return SessionOptions(**vars(session.options) | {"batch": batch})
+
+
+def build_parser() -> Parser:
+    parser = Parser(
+        __doc__.partition("\n")[0],
+        (
+            "python benchmarks/server_speed.py --arch Qwen3-30B-A3B --mode int4",
+            "python benchmarks/server_speed.py --arch Mixtral-8x7B --mode int8 --layers 8",
+        ),
+    )
+    add_measure_options(parser)
+    return parser
+
+
+def main() -> None:
+    options = build_parser().parse_args()
+    found = measure(options)
+    print(json.dumps({"arch": options.arch, "mode": options.mode} | found))
+    for clients in CLIENTS:
+        ours, alone = found[f"http_{clients}"], found[f"session_{clients}"]
+        print(f"{clients} clients: {ours:.1f} tokens/s, session {alone:.1f}: {ours / alone:.3f}")
+    print(f"prepared in {found['prepare_s']:.1f} s, longest pause {found['pause_s'] * 1e3:.0f} ms")
+
+
+if __name__ == "__main__":
+    main()
