@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --quiet --constraint constraints.txt
 TYPED := benchmark.py checkpoint.py convert_hf_checkpoint.py eval.py generate.py model.py quantize.py \
-	serve.py tokenizer.py tp.py runtime models server
+	serve.py tokenizer.py tp.py runtime models server hub
 
 .PHONY: demo test test-all oracles clients lint clean
 
@@ -13,7 +13,7 @@ $(VENV)/.run: pyproject.toml constraints.txt
 	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
 	@echo 'installing PyTorch and the other packages into $(VENV): minutes, and gigabytes if PyTorch comes with CUDA'
 	$(BIN)/python -m pip install --quiet --quiet --upgrade pip
-	$(PIP) --editable .
+	$(PIP) --editable '.[serve]'
 	touch $@
 
 $(VENV)/.test: $(VENV)/.run
@@ -22,7 +22,7 @@ $(VENV)/.test: $(VENV)/.run
 
 demo: $(VENV)/.run
 	$(BIN)/python generate.py --prompt "$$(printf 'import os\n\n\ndef find_files(directory, suffix):\n')" \
-		--stop "$$(printf '\ndef')" --temperature 0.4 --repetition_penalty 1.1 --seed 4
+		--stop "$$(printf '\ndef')" --temperature 0.4 --repetition_penalty 1.1 --seed 24
 	@echo
 	@echo 'Next, after `. $(BIN)/activate`:'
 	@echo '  python serve.py                                  a chat page on http://127.0.0.1:8000'

@@ -4,8 +4,11 @@ The answers are scripted, see there.
 """
 
 import json
+from typing import Annotated
 
 import pytest
+from local_server import LocalServer
+from pydantic import BaseModel, ConfigDict, Field
 from test_tool_calls import CALL, HERMES, LENGTH, QUESTION, WEATHER, Server, with_template
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("few_threads")]
@@ -19,6 +22,23 @@ def server(directory, tmp_path_factory, few_threads):
         server = Server(model, patch)
         yield server
         server.close()
+
+
+class Place(BaseModel):
+    """Where it is."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    city: Annotated[str, Field(max_length=9)]
+    days: Annotated[int, Field(ge=1, le=9)]
+
+
+@pytest.fixture(scope="module")
+def model(directory, tmp_path_factory, few_threads):
+    """A server whose answers are the embedded model's."""
+    server = LocalServer(with_template(directory, tmp_path_factory.mktemp("h"), HERMES), LENGTH)
+    yield server
+    server.close()
 
 
 @pytest.fixture(autouse=True)
@@ -79,6 +99,20 @@ def test_langchain_uses_responses(server):
     assert "".join(chunk.text for chunk in model.stream("Well?")) == "Yes."
 
 
+@pytest.mark.parametrize("method", ("json_schema", "function_calling", "json_mode"))
+def test_langchain_gets_structured_answers(model, method):
+    package = pytest.importorskip("langchain_openai", reason=REASON)
+    chat = package.ChatOpenAI(
+        base_url=f"{model.url}/v1", api_key="none", model="any", seed=1, max_tokens=300
+    )
+    structured = chat.with_structured_output(Place, method=method, include_raw=True)
+    found = structured.invoke("Where? Answer in JSON.")
+    if method == "json_mode":  # any object
+        assert found["raw"].content.startswith("{")
+    else:
+        assert isinstance(found["parsed"], Place) and not found["parsing_error"]
+
+
 # LiteLLM ------------------------------------------------------------------------------------------
 
 
@@ -114,6 +148,15 @@ def test_litellm_knows_that_a_prompt_is_too_long(litellm):
         litellm([{"role": "user", "content": "x " * LENGTH}])
 
 
+def test_litellm_gets_json(model, litellm):
+    address = {"api_base": f"{model.url}/v1", "api_key": "none", "seed": 1, "max_tokens": 300}
+    ask = litellm.package.completion
+    found = ask("openai/any", QUESTION, response_format=Place, **address).choices[0]
+    Place.model_validate_json(found.message.content)
+    found = ask("openai/any", QUESTION, response_format={"type": "json_object"}, **address)
+    assert found.choices[0].message.content.startswith("{")
+
+
 # llm ----------------------------------------------------------------------------------------------
 
 
@@ -125,3 +168,12 @@ def test_llm_runs_a_tool(server):
         chain = model.chain("Weather?", tools=[weather], key="none", stream=stream)
         assert chain.text().endswith("It rains.")
     assert "[tool]rain" in server.prompts[-1]
+
+
+def test_llm_gets_json_of_a_schema(model):
+    pytest.importorskip("llm", reason=REASON)
+    models = pytest.importorskip("llm.default_plugins.openai_models", reason=REASON)
+    chat = models.Chat("tiny", api_base=f"{model.url}/v1", supports_schema=True)
+    for stream in (False, True):
+        found = chat.prompt("Where?", schema=Place, key="none", stream=stream, max_tokens=300)
+        Place.model_validate_json(found.text())

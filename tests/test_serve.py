@@ -15,8 +15,10 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import Annotated, Literal
 
 import jsonschema
+import pydantic
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -514,6 +516,20 @@ def test_formats_of_neighbors_differ(running, alone):
     for n, text in enumerate(found):
         expected = str(n) if n % 2 else alone(f"{n} = ", 20, Sampling(temperature=0))["text"]
         assert text == expected
+
+
+def test_openais_parse_returns_an_object(running):
+    class Person(pydantic.BaseModel):
+        model_config = pydantic.ConfigDict(extra="forbid")
+
+        age: Annotated[int, pydantic.Field(ge=0, le=120)]
+        tags: Annotated[list[Literal["a", "b"]], pydantic.Field(max_length=3)]
+
+    messages = [{"role": "user", "content": PROMPT}]
+    found = running.client.chat.completions.parse(
+        model="any", messages=messages, response_format=Person, max_tokens=150, seed=2
+    )
+    assert isinstance(found.choices[0].message.parsed, Person)
 
 
 def test_any_json_object(running):
