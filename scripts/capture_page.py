@@ -21,8 +21,8 @@ from benchmarks.server_load import server
 from cli.command import command
 from cli.parser import Parser
 
-WIDTH, HEIGHT, PIXELS = 1440, 860, 1.5  # of the window; device pixels of one of its pixels
-PROMPT = "class Stack:\n"
+WIDTH, HEIGHT, PIXELS = 1360, 800, 1.25  # the window; device pixels of one of its pixels
+PROMPT = "import os\n\n\ndef find_files(directory, suffix):\n"
 PICTURES = {"chat.png": "light", "chat_dark.png": "dark"}
 
 
@@ -89,7 +89,7 @@ def capture(browser: Browser, url: str, folder: Path) -> list[Path]:
     browser.send("url", url=url)
     wait_until(lambda: browser.run("return document.title") != "moe-fast")
     browser.run(f"""const $ = id => document.getElementById(id);
-        $('temperature').value = 0.5; $('max_tokens').value = 120; $('text').value = {PROMPT!r};
+        $('temperature').value = 0.7; $('max_tokens').value = 110; $('text').value = {PROMPT!r};
         $('form').requestSubmit();
         if ($('experts').hidden) $('open_experts').click();
         if (!$('colors').checked) $('colors').click();""")
