@@ -14,14 +14,19 @@ import argparse
 import json
 import sys
 
-import torch
-
-from benchmarks.decode_speed import add_measure_options, measure, read_bandwidth, sweep
-from benchmarks.transformers_peer import hf_model, peer
+from cli.benchmark_options import SWEEP_LAYERS, build_parser, check_options
 from cli.command import command
 from cli.log import log_to_stderr
-from cli.options import check_counts
-from cli.parser import Parser
+from cli.report import in_bytes, in_seconds
+from cli.startup import check_arguments
+
+if __name__ == "__main__":
+    check_arguments(build_parser, check_options)
+
+import torch
+
+from benchmarks.decode_speed import measure, read_bandwidth, sweep
+from benchmarks.transformers_peer import hf_model, peer
 from model import ModelArgs
 from models.random_weights import (
     RandomWeights,
@@ -32,9 +37,6 @@ from models.random_weights import (
 )
 from parallel import process_group
 from parallel.heartbeat import fail
-
-SWEEP_LAYERS = 4
-
 
 # Reports ------------------------------------------------------------------------------------------
 
@@ -55,34 +57,37 @@ def report(r: dict) -> str:
 
 
 def sweep_lines(r: dict) -> list[str]:
-    form = "  {n_expert:3} {n_active:3} {us:12.1f} {bytes_per_token:15,} {fraction:9.3f}"
+    form = "  {n_expert:3} {n_active:3} {us:12.1f} {bytes_per_token:15,} {fraction:9.0%}"
     return [
-        f"  prompt {r['prompt_len']}, new {r['new_tokens']}, measured bandwidth "
-        f"{r['read_gb_s']:.0f} GB/s",
-        "    E   A   us a token   bytes a token  fraction",
+        f"  prompt of {r['prompt_len']} tokens, {r['new_tokens']} new ones, measured bandwidth "
+        f"{in_bytes(r['read_gb_s'] * 1e9)}/s",
+        "    E   A     us/token     bytes/token  of bandwidth",
         *(form.format(**row) for row in r["sweep"]),
     ]
 
 
 def speed_lines(r: dict) -> list[str]:
-    beside = ""
+    """Return a line each of lengths, prefill, decode, bytes, bandwidth, and memory."""
+    sequences = f"{r['batch']} sequence{'s' * (r['batch'] > 1)}"
+    memory = f"peak memory {in_bytes(r['peak_bytes'])}"
     if r["activation_bytes"] is not None:
-        beside = f" ({r['activation_bytes'] / 1e9:.2f} beside weights and cache)"
-    kernels = r["kernels_per_layer"] and round(r["kernels_per_layer"], 1)
-    return [
-        f"  {r['batch']} sequence{'s' * (r['batch'] > 1)}, prompt {r['prompt_len']}, "
-        f"new {r['new_tokens']}, cache {r['max_seq_len']}",
-        f"  first token {r['ttft_s'] * 1e3:.1f} ms ({r['prefill_tok_s']:.0f} prompt tokens/s), "
-        f"cold {r['ttft_cold_s']:.1f} s",
+        memory += f", {in_bytes(r['activation_bytes'])} of it besides weights and cache"
+    lines = [
+        f"  {sequences}, prompt of {r['prompt_len']:,} tokens, {r['new_tokens']:,} new ones, "
+        f"cache of {r['max_seq_len']:,}",
+        f"  first token after {in_seconds(r['ttft_s'])} (prompt at {r['prefill_tok_s']:,.0f} "
+        f"tokens/s), the first time after {in_seconds(r['ttft_cold_s'])}",
         f"  {r['tok_s']:.1f} tokens/s (median of {len(r['tok_s_all'])}: "
-        f"{min(r['tok_s_all']):.1f} to {max(r['tok_s_all']):.1f}), {r['ms']:.3f} ms a step",
-        f"  {r['bytes_per_token'] / 1e9:.3f} GB a token, {r['bytes_per_step'] / 1e9:.3f} GB a step "
-        f"({r['experts_read']:.1f} experts a layer, {r['cache_bytes'] / 1e9:.3f} GB of cache)",
-        f"  {r['gb_s']:.0f} GB/s, {r['fraction']:.3f} of the measured {r['read_gb_s']:.0f} GB/s"
-        f"{' a GPU' * (r['ranks'] > 1)}",
-        f"  kernels a layer {kernels}, peak memory {r['peak_bytes'] / 1e9:.1f} GB{beside}, "
-        f"compile and capture {r['compile_s']:.1f} s",
+        f"{min(r['tok_s_all']):.1f} to {max(r['tok_s_all']):.1f}), {r['ms']:.3f} ms/step",
+        f"  reads {in_bytes(r['bytes_per_token'])}/token, {in_bytes(r['bytes_per_step'])}/step "
+        f"({r['experts_read']:.1f} experts/layer, {in_bytes(r['cache_bytes'])} of cache)",
+        f"  {in_bytes(r['gb_s'] * 1e9)}/s{' per GPU' * (r['ranks'] > 1)}, {r['fraction']:.0%} of "
+        f"measured bandwidth ({in_bytes(r['read_gb_s'] * 1e9)}/s)",
+        f"  {memory}",
     ]
+    if r["kernels_per_layer"] is not None:  # not counted on a CPU
+        lines[-1] += f", {r['kernels_per_layer']:.1f} kernels/layer"
+    return [*lines, f"  first step (compile and capture) {in_seconds(r['compile_s'])}"]
 
 
 def peer_lines(r: dict) -> list[str]:
@@ -99,7 +104,7 @@ def peer_lines(r: dict) -> list[str]:
 def kernel_lines(table: dict) -> list[str]:
     times = f"{table['span_us']:.1f} us, kernels {table['kernels_us']:.1f} us"
     lines = [
-        f"  a step, median of {table['steps']}: {times}, gaps {table['gaps']:.1%}",
+        f"  one step, median of {table['steps']}: {times}, gaps {table['gaps']:.1%}",
         "    launches      us each  us in all   share   GB/s  name",
     ]
     form = "  {launches:4} a {per}  {us:9.2f}  {us_per:9.2f}  {share:6.1%}  {speed:>5}  {name:.80}"
@@ -112,27 +117,8 @@ def kernel_lines(table: dict) -> list[str]:
 # Command ------------------------------------------------------------------------------------------
 
 
-def build_parser() -> Parser:
-    parser = Parser(
-        "Measure decode speed with random weights at real shapes.",
-        (
-            "python benchmark.py --arch Mixtral-8x7B --mode int4 --kernels",
-            "python benchmark.py --arch Qwen3-30B-A3B --layers 4 --prompt_len 512 --peer hf --json",
-            "torchrun --standalone --nproc_per_node=4 benchmark.py --arch Mixtral-8x7B"
-            " --parallel expert",
-        ),
-    )
-    add_measure_options(parser)
-    sweep = f"latency against experts and active ones, with {SWEEP_LAYERS} layers by default"
-    parser.add_argument("--sweep", choices=("experts",), help=sweep)
-    peer = "also measure Hugging Face transformers (in bf16 if the mode is no dtype)"
-    parser.add_argument("--peer", choices=("hf",), help=peer)
-    parser.add_flag("--json", "print one JSON object instead of text")
-    return parser
-
-
-def check_options(options: argparse.Namespace, args: ModelArgs, device: torch.device) -> None:
-    """Raise ValueError for options that do not fit the model, the device or each other."""
+def check_model(options: argparse.Namespace, args: ModelArgs, device: torch.device) -> None:
+    """Raise ValueError for options that do not fit the model or the device."""
     if options.layers and options.layers > args.n_layer:
         raise ValueError(f"--layers {options.layers}: {options.arch} has {args.n_layer}")
     length = options.prompt_len + options.new_tokens
@@ -148,12 +134,6 @@ def check_options(options: argparse.Namespace, args: ModelArgs, device: torch.de
         raise ValueError("--sweep and --peer measure one GPU: leave torchrun out")
     if options.kernels and (device.type != "cuda" or options.eager):
         raise ValueError("--kernels lists a captured step: it needs a CUDA GPU, and no --eager")
-    if options.kernels and options.sweep:
-        raise ValueError("--kernels and --sweep: give one of them at a time")
-    if options.peer and options.batch > 1:
-        raise ValueError("--peer measures one sequence: leave --batch out")
-    if options.peer and options.sweep:
-        raise ValueError("--peer and --sweep: give one of them at a time")
 
 
 @command(fail, out_of_memory="use fewer --layers, or a smaller --mode")
@@ -162,11 +142,9 @@ def main() -> int:
     options = build_parser().parse_args()
     log_to_stderr()
     device = process_group.start(options.device)
-    check_counts(options, "layers", "prompt_len", "prefill_chunk")
-    check_counts(options, "repeats", "batch", most=100_000)
-    check_counts(options, "new_tokens", least=2)
+    check_options(options)
     args = architecture(options.arch)
-    check_options(options, args, device)
+    check_model(options, args, device)
     number_format(options.mode, args)  # refuses a mode before anything is measured
     default = min(SWEEP_LAYERS, args.n_layer) if options.sweep else args.n_layer
     args = first_layers(args, options.layers or default)

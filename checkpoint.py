@@ -27,15 +27,20 @@ import zlib
 from collections.abc import Callable
 from pathlib import Path
 
+from cli.checkpoint_options import build_parser
+from cli.command import command
+from cli.staging import LOCK, StagedDirectory, flush_to_disk, recover
+from cli.startup import check_arguments
+
+if __name__ == "__main__":
+    check_arguments(build_parser)
+
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
-from cli.command import command
-from cli.parser import Parser
-from cli.staging import LOCK, StagedDirectory, flush_to_disk, recover
 from tokenizer import load_tokenizer
 
 FORMAT_VERSION = 1
@@ -487,27 +492,6 @@ def is_finite(tensor: Tensor) -> bool:
     if tensor.dtype == torch.float8_e4m3fn:  # it has no infinity, and no kernels
         return not ((tensor.view(torch.uint8) & 0x7F) == 0x7F).any()
     return tensor.numel() == 0 or all(bool(end.isfinite()) for end in tensor.aminmax())
-
-
-def build_parser() -> Parser:
-    parser = Parser(
-        "Show a converted checkpoint, and check it.",
-        (
-            "python checkpoint.py checkpoints/OWNER/NAME/model_bf16",
-            "python checkpoint.py checkpoints/OWNER/NAME/model_int4 --verify",
-        ),
-    )
-    parser.add_argument(
-        "directory",
-        type=Path,
-        help="a directory written by convert_hf_checkpoint.py or quantize.py",
-    )
-    parser.add_argument(
-        "--verify",
-        action="store_true",
-        help="read every file: compare checksums, find NaN and infinity, load the tokenizer",
-    )
-    return parser
 
 
 @command()

@@ -5,28 +5,15 @@ models/converter.py does the work.
 
 import sys
 import time
-from pathlib import Path
 
 from cli.command import check_stdout, command
-from cli.parser import Parser
+from cli.convert_options import build_parser
+from cli.startup import check_arguments
+
+if __name__ == "__main__":
+    check_arguments(build_parser)
+
 from models.converter import convert
-
-
-def build_parser() -> Parser:
-    parser = Parser(
-        "Convert a Hugging Face checkpoint for generate.py.",
-        (
-            "python convert_hf_checkpoint.py --checkpoint_dir checkpoints/OWNER/NAME",
-            "python convert_hf_checkpoint.py --checkpoint_dir HF_DIR --dtype fp32"
-            " --output_dir DIR --force",
-        ),
-    )
-    add = parser.add_argument
-    add("--checkpoint_dir", type=Path, required=True, help="has config.json and *.safetensors")
-    add("--output_dir", type=Path, help="default: model_<format> in the checkpoint_dir")
-    add("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16", help="of unpacked weights")
-    add("--force", action="store_true", help="replace an existing output")
-    return parser
 
 
 @command(interrupted="nothing was written")

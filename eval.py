@@ -9,6 +9,7 @@ returns the nats (-ln p) of a window's last tokens, each given all tokens before
 
 import argparse
 import json
+import logging
 import math
 import sys
 import time
@@ -16,19 +17,24 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
+from cli.command import check_stdout, command
+from cli.eval_options import DEFAULT_SEQ_LEN, build_parser, check_options
+from cli.log import log_to_stderr
+from cli.report import in_bytes
+from cli.startup import check_arguments
+
+if __name__ == "__main__":
+    check_arguments(build_parser, check_options)
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
 from checkpoint import check_regular
-from cli.command import check_stdout, command
-from cli.log import log_to_stderr
-from cli.options import add_checkpoint_path, add_device_options, add_dtype, check_counts
-from cli.parser import Parser
 from formats.kv_cache import KV_CACHES
 from formats.quantizer import DTYPES
-from generate import EMBEDDED, generate, load_model, open_checkpoint
+from generate import EMBEDDED, generate, load_model, open_model
 from model import Chunk, KVCache, ModelArgs, Runner, Transformer
 from models import args_of_checkpoint, build_model
 from parallel import process_group
@@ -38,11 +44,13 @@ from runtime.session import Session, SessionOptions
 from runtime.weights import stored_bytes
 from tokenizer import Tokenizer, load_tokenizer
 
-DEFAULT_SEQ_LEN = 2048
 LOGIT_POSITIONS = 256  # positions whose logits are in memory at a time
 DEFAULT_GEN_TOKENS = 256  # if a task sets none, as in lm-eval
 SAMPLING_SETTINGS = {"do_sample", "temperature", "top_k", "top_p"}
+WINDOWS_IN_FLIGHT = 4  # that the GPU may be behind the progress bar
 GENERATION_SETTINGS = SAMPLING_SETTINGS | {"until", "max_gen_toks", "max_new_tokens"}
+
+log = logging.getLogger("moe_fast")
 
 
 # Scoring ------------------------------------------------------------------------------------------
@@ -87,8 +95,9 @@ def score_windows(
 ) -> list[tuple[float, bool]]:
     """Score (ids, count) of each window -> the sum of its nats, and whether all tokens are greedy.
 
-    A window with count 0 gets (0, True). The host waits for the device once, at the end. Raises
-    ValueError for ids beyond the vocabulary, and if a sum is not finite.
+    A window with count 0 gets (0, True). The host is at most WINDOWS_IN_FLIGHT ahead of the device,
+    so that the progress bar is right. Raises ValueError for ids beyond the vocabulary, and if a sum
+    is not finite.
     """
     if not windows:
         return []
@@ -107,8 +116,10 @@ def score_windows(
                     state.truncate(0, 0)
                 nats, greedy = score(model, ids, count)
             sums.append(torch.stack((nats.double().sum(), greedy.all().double())))
+            if len(sums) > WINDOWS_IN_FLIGHT:
+                sums[-WINDOWS_IN_FLIGHT] = sums[-WINDOWS_IN_FLIGHT].cpu()
             bar.update(count)
-        scores = torch.stack(sums).tolist()
+        scores = torch.stack([found.cpu() for found in sums]).tolist()
     if not all(math.isfinite(nats) for nats, _ in scores):
         raise ValueError("the model's output is not finite: use --dtype bf16 or fp32")
     return [(nats, greedy == 1) for nats, greedy in scores]
@@ -241,8 +252,7 @@ def loglikelihood(
         cause = f"a continuation of {longest} tokens is longer than the window"
         raise ValueError(f"{cause}: raise --seq_len {max_length}")
     if cut := sum(len(ids) > max_length + 1 for ids, _ in joined):
-        cuts = f"{cut} of {len(joined)} contexts are cut to --seq_len {max_length}"
-        print(cuts, file=sys.stderr)
+        log.warning(f"{cut} of {len(joined)} contexts are cut to --seq_len {max_length}")
     windows = [(ids[-max_length - 1 :], count) for ids, count in joined]
     return [(-nats, greedy) for nats, greedy in score_windows(model, windows, cache_class)]
 
@@ -401,56 +411,6 @@ def run_tasks(
 # Command ------------------------------------------------------------------------------------------
 
 
-def build_parser() -> Parser:
-    parser = Parser(
-        "Measure a converted checkpoint's quality: perplexity of a text, or lm-eval's tasks.",
-        (
-            "python eval.py",
-            "python eval.py --checkpoint_path checkpoints/OWNER/NAME/model_int4"
-            " --text_file wiki.test.raw --json",
-            "python eval.py --checkpoint_path checkpoints/OWNER/NAME/model_bf16"
-            " --tasks arc_easy,piqa --limit 100",
-        ),
-    )
-    add_checkpoint_path(parser)
-    text = "UTF-8 text; default with the embedded model: its held-out text"
-    parser.add_path("--text_file", text, "F")
-    window = f"tokens of a window; default: {DEFAULT_SEQ_LEN}, with --tasks the model's maximum"
-    parser.add_number("--seq_len", window)
-    tasks = "lm-eval tasks instead of a text (pip install 'moe-fast[eval]')"
-    parser.add_argument("--tasks", metavar="NAME[,NAME]", help=tasks)
-    parser.add_path("--include_path", "folder of your own task files")
-    parser.add_number("--limit", "only the first N documents of each task")
-    parser.add_number("--num_fewshot", "examples in each prompt; default: the task's")
-    add_dtype(parser)
-    add_device_options(parser)
-    parser.add_flag("--json", "print one JSON object instead of text")
-    return parser
-
-
-def check_options(options: argparse.Namespace) -> None:
-    """Raise ValueError for invalid options, and for options that exclude each other."""
-    if options.tasks is None:
-        for name in ("include_path", "limit", "num_fewshot"):
-            if getattr(options, name) is not None:
-                raise ValueError(f"--{name} needs --tasks: name the tasks, or leave it out")
-        if options.text_file is None and options.checkpoint_path is not None:
-            raise ValueError("nothing to measure on: give --text_file FILE or --tasks NAME")
-        return
-    if process_group.size() > 1:
-        raise ValueError("--tasks runs on one GPU: leave torchrun out")
-    if options.text_file is not None:
-        raise ValueError("--text_file does not go with --tasks: leave one of them out")
-    if not all(options.tasks.split(",")):
-        raise ValueError(f"--tasks {options.tasks!r}: give names with commas between them")
-    check_counts(options, "limit")
-    check_counts(options, "num_fewshot", least=0)
-    folder = options.include_path
-    if folder is not None and not folder.is_dir():
-        fix = "give one that holds task files"
-        raise ValueError(f"--include_path {folder}: no such folder: {fix}")
-
-
 def read_text(path: Path) -> str:
     """Return a file's text. Raises ValueError if it cannot be read, is empty or not UTF-8."""
     name = f"--text_file {path}"
@@ -472,8 +432,10 @@ def run(options: argparse.Namespace) -> tuple[dict, str]:
     """Measure what the options ask for; return the result, and the same as text."""
     device = process_group.start(options.device)
     check_options(options)
+    if options.tasks and process_group.size() > 1:
+        raise ValueError("--tasks runs on one GPU: leave torchrun out")
     text = "" if options.tasks else read_text(options.text_file or EMBEDDED / "heldout.txt")
-    checkpoint = open_checkpoint(options.checkpoint_path)
+    checkpoint = open_model(options, device)
     tokenizer, args = load_tokenizer(checkpoint.directory), args_of_checkpoint(checkpoint)
     seq_len = options.seq_len
     if seq_len is None:
@@ -495,14 +457,15 @@ def run(options: argparse.Namespace) -> tuple[dict, str]:
         settings = {"cache_class": cache_class, "progress": process_group.is_main()}
         result = perplexity(load(), tokenizer, text, seq_len, **settings)
         report = (
-            f"perplexity {result['perplexity']:.4f}, {result['bits_per_byte']:.4f} bits a byte, "
-            f"{result['tokens']} tokens at {result['tokens_per_second']:.0f}/s "
-            f"in windows of {seq_len}"
+            f"perplexity {result['perplexity']:.4f}, {result['bits_per_byte']:.4f} bits/byte, "
+            f"{result['tokens']:,} tokens at {result['tokens_per_second']:,.0f}/s "
+            f"in windows of {seq_len:,}"
         )
     result["kv_cache"] = options.kv_cache
     if process_group.size() == 1:  # one rank's size is that of its shard
         result |= weight_size(load())
-        report += f"\n{result['bits_per_weight']:.4g} bits a weight, {result['bytes'] / 1e9:.4g} GB"
+        size = in_bytes(result["bytes"])
+        report += f"\n{result['bits_per_weight']:.4g} bits/weight, {size} of weights"
     return result, report
 
 

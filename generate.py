@@ -19,25 +19,34 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from cli.chat import Chat, greeting, read_requests
+from cli.command import check_stdout, command
+from cli.folders import user_cache
+from cli.generate_options import (
+    DEFAULT_NEW_TOKENS,
+    DEFAULT_PROMPT,
+    SAMPLING,
+    build_parser,
+    check_disk_options,
+    check_options,
+    plan_lengths,
+)
+from cli.log import log_to_stderr
+from cli.options import check_checkpoint_path, parse_size
+from cli.prompts import read_prompts
+from cli.report import format_statistics, in_bytes, in_seconds
+from cli.startup import check_arguments
+from hub.manage import manage, manage_and_exit
+
+if __name__ == "__main__":
+    check_arguments(build_parser, check_options, manage_and_exit)
+
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
 import tp
 from checkpoint import FORMAT_VERSION, Checkpoint
-from cli.chat import AnswerPrinter, ctrl_c_flag, read_lines
-from cli.command import check_stdout, command
-from cli.folders import user_cache
-from cli.generate_options import (
-    DEFAULT_NEW_TOKENS,
-    SAMPLING,
-    build_parser,
-    check_options,
-    plan_lengths,
-)
-from cli.log import log_to_stderr
-from cli.options import parse_size
-from cli.prompts import read_prompts
 from formats import FORMATS
 from formats.kv_cache import KV_CACHES
 from formats.packed import Packed
@@ -64,12 +73,11 @@ from runtime.fused_attention import fuse_decode_attention
 from runtime.sampling import Sampling
 from runtime.session import Session, SessionOptions
 from runtime.speculation import DRAFT_TOKENS, Speculation, check_drafting
-from runtime.text import TextSettings, TextStream, check_stop, format_statistics
+from runtime.text import TextSettings, TextStream, check_stop
 from runtime.weights import bytes_per_token, peak_bytes
 from tokenizer import Tokenizer, load_tokenizer
 
 EMBEDDED = Path(__file__).parent / "checkpoints" / "tiny-moe"
-DEFAULT_PROMPT = "def read_lines(path):"
 
 log = logging.getLogger("moe_fast")
 
@@ -115,6 +123,19 @@ def open_checkpoint(path: Path | None) -> Checkpoint:
         process_group.share(embedded_checkpoint)  # rank 0 converts it, then the others find it
         path = embedded_checkpoint()
     return Checkpoint(path)
+
+
+def open_model(options: argparse.Namespace, device: torch.device) -> Checkpoint:
+    """Open the checkpoint of --checkpoint_path or --model; rank 0 downloads the latter if needed.
+
+    device: where weights are packed. Raises ValueError for a model that cannot be had.
+    """
+    check_checkpoint_path(options)
+    if options.model is None:
+        return open_checkpoint(options.checkpoint_path)
+    from hub.prepare import prepare_for
+
+    return Checkpoint(process_group.share(lambda: prepare_for(options, device)))
 
 
 def load_model(
@@ -193,7 +214,7 @@ class WeightLoader:
         try:
             tensor = self.shard.read(self.source, name, device, expert)
         except KeyError:
-            fix = "convert the model again, or quantise it again"
+            fix = "convert the model again, or quantize it again"
             raise ValueError(f"the checkpoint lacks {name}: {fix}") from None
         if expert is None:
             self.nbytes += tensor.nbytes
@@ -228,10 +249,11 @@ class WeightLoader:
 
     def summary(self, device: torch.device, seconds: float, offloaded: bool) -> str:
         """Return the bytes of all ranks, and the speed unless tensors are read when first used."""
-        size = process_group.total(self.nbytes) / 1e9
-        lazy = device.type == "cpu" and self.dtype is None
-        speed = "" if lazy else f" in {seconds:.1f} s, {size / seconds:.1f} GB/s"
-        return f"{'mapped' if lazy and not offloaded else 'loaded'} {size:.2f} GB{speed}"
+        size = process_group.total(self.nbytes)
+        if device.type == "cpu" and self.dtype is None:
+            return f"{in_bytes(size)} of weights{'' if offloaded else ', read when first used'}"
+        speed = f"{in_seconds(seconds)}, {in_bytes(size / seconds)}/s"
+        return f"loaded {in_bytes(size)} of weights in {speed}"
 
 
 def open_session(
@@ -413,7 +435,11 @@ def run(options: argparse.Namespace) -> list[dict]:
     check_stop(options.stop)
     options.seed = process_group.common_seed(options.seed)
     sampling = Sampling(**{name: getattr(options, name) for name in SAMPLING})
-    checkpoint = open_checkpoint(options.checkpoint_path)
+    checkpoint = open_model(options, device)
+    if options.prepare_only:
+        if process_group.is_main():
+            print(checkpoint.directory, flush=True)
+        return []
     tokenizer, args = load_tokenizer(checkpoint.directory), args_of_checkpoint(checkpoint)
     if options.system is not None and not tokenizer.has_chat_template:
         why = "--system needs a chat template, and this model has none"
@@ -429,6 +455,11 @@ def run(options: argparse.Namespace) -> list[dict]:
     results, batch = [], session.batch
     with torch.profiler.profile() if options.profile else nullcontext() as profile:
         if options.interactive:
+            if process_group.is_main():
+                folder = checkpoint.directory.absolute().parent.name
+                format = checkpoint.format["name"]
+                template = tokenizer.has_chat_template
+                print(greeting(folder, format, session.max_seq_len, template), file=sys.stderr)
             chat(session, tokenizer, options, sampling)
         for first in range(0, len(prompts), batch):
             if sampling.seed is not None:
@@ -472,7 +503,7 @@ def compile_session(session: Session | Speculation, ids: list[int], sampling: Sa
         pass
     session.reset()
     if process_group.is_main():
-        log.info(f"compiled in {time.perf_counter() - start:.1f} s")
+        log.info(f"compiled in {in_seconds(time.perf_counter() - start)}")
 
 
 def generate_batch(
@@ -515,8 +546,8 @@ def generate_batch(
         print(format_statistics(result), file=sys.stderr)
     if main and len(results) > 1:
         new = sum(result["new_tokens"] for result in results)
-        rate = f"{new / seconds:.1f}/s with the prompts"
-        print(f"{len(results)} sequences, {new} new tokens, {rate}", file=sys.stderr)
+        rate = f"{new / seconds:,.1f}/s, prompts included"
+        print(f"{len(results)} sequences, {new:,} new tokens at {rate}", file=sys.stderr)
     return results
 
 
@@ -526,52 +557,11 @@ def chat(
     options: argparse.Namespace,
     sampling: Sampling,
 ) -> None:
-    """Read lines, stream answers, keep the cache between turns.
-
-    If there is no chat template, each line continues the text so far.
-    """
-    opening = [] if options.system is None else [{"role": "system", "content": options.system}]
-    messages, ids = list(opening), []
-    show = print if process_group.is_main() else lambda *_, **__: None
-    for text in process_group.share_each(read_lines):
-        if text.strip() == "/reset":
-            messages, ids = list(opening), []
-            continue
-        asked = [*messages, {"role": "user", "content": text}]
-        try:
-            if tokenizer.has_chat_template:
-                prompt = tokenizer.chat(asked)
-            else:
-                prompt = ids + tokenizer.encode(text, bos=not ids)
-        except ValueError as error:  # bytes that are no text, or the template's own objection
-            show(f"error: {error}", file=sys.stderr)
-            continue
-        left = session.max_seq_len - len(prompt)
-        if left < 1:
-            full = f"the context of {session.max_seq_len} positions is full: /reset starts anew"
-            show(full, file=sys.stderr)
-            continue
-        printer = AnswerPrinter(show)
-        with ctrl_c_flag() as interrupted:
-            result = generate(
-                session,
-                tokenizer,
-                prompt,
-                min(options.max_new_tokens, left),
-                sampling,
-                stop=options.stop,
-                ignore_eos=options.ignore_eos,
-                reply=tokenizer.has_chat_template,
-                on_text=printer.answer,
-                on_reasoning=printer.reasoning if tokenizer.has_chat_template else None,
-                interrupted=interrupted,
-            )
-        show(flush=True)
-        show(format_statistics(result), file=sys.stderr)
-        messages = [*asked, {"role": "assistant", "content": result["text"]}]
-        ids = list(session.ids[0])
-        if ids[-1] in tokenizer.stop_ids:
-            ids.pop()
+    """Read messages and commands, stream answers, keep the cache between turns."""
+    turns = Chat(partial(generate, session, tokenizer), session, tokenizer, options, sampling)
+    turns.silent = not process_group.is_main()
+    for name, given in process_group.share_each(read_requests):
+        turns.handle(name, given)
 
 
 @command(fail, out_of_memory="shorten --max_seq_len")
@@ -580,6 +570,9 @@ def main() -> int:
     options = build_parser().parse_args()
     log_to_stderr()
     check_stdout()
+    if options.list or options.remove:
+        check_disk_options(options)
+        return manage(options)
     try:
         results = run(options)
         if options.json and process_group.is_main():

@@ -9,117 +9,79 @@ formats/quantizer.py does the work.
 import argparse
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
-from checkpoint import Checkpoint
 from cli.command import check_stdout, command
-from cli.parser import Parser
+from cli.model_name import ModelName, parse_model_name
+from cli.quantize_options import build_parser, check_options
+from cli.startup import check_arguments
+
+if __name__ == "__main__":
+    check_arguments(build_parser, check_options)
+
+import torch
+
+from checkpoint import Checkpoint
 from formats import FORMATS, PLAIN
 from formats.quantizer import bits_per_weight, formats_of_mode, plan_format, quantize
+from hub.disk import find_checkpoint
+from hub.prepare import Settings, fetch_model
+from model import ModelArgs
 from models import args_of_checkpoint, build_model
 from parallel.device import pick_device
 
 
-def build_parser() -> Parser:
-    parser = Parser(
-        "Write a checkpoint with its weights in fewer bits.",
-        (
-            "python quantize.py --checkpoint_path checkpoints/OWNER/NAME/model_bf16 --mode int8",
-            "python quantize.py --checkpoint_path DIR/model_bf16 "
-            "--attention hqq4 --experts hqq2 --head int8",
-        ),
-    )
-    add, names = parser.add_argument, (PLAIN, *FORMATS)
-    add(
-        "--checkpoint_path",
-        type=Path,
-        required=True,
-        metavar="DIR",
-        help="a converted checkpoint, not quantized yet",
-    )
-    add(
-        "--mode",
-        choices=tuple(FORMATS),
-        help="format of attention and experts; mxfp4: of experts alone",
-    )
-    add("--attention", choices=names, help="format of the attention weights; default: --mode's")
-    add(
-        "--experts",
-        choices=names,
-        help="format of the expert (and dense feed-forward) weights; default: --mode's",
-    )
-    add("--head", choices=(PLAIN, "int8"), help=f"default: {default_heads()}")
-    add(
-        "--group_size",
-        type=int,
-        metavar="N",
-        help=f"numbers that share a scale; default: {default_groups()}",
-    )
-    add(
-        "--iterations",
-        type=int,
-        metavar="N",
-        help="iterations of the hqq solver; default: 20; 0 rounds to nearest",
-    )
-    add(
-        "--output_dir",
-        type=Path,
-        metavar="DIR",
-        help="default: model_<format> beside the checkpoint",
-    )
-    add(
-        "--device",
-        default="auto",
-        choices=("auto", "cuda", "cpu"),
-        help="where the weights are packed",
-    )
-    add("--force", action="store_true", help="replace an existing checkpoint")
-    return parser
-
-
-def default_heads() -> str:
-    """Return the default of --head by format, such as "int8 with int8; bf16 with the others"."""
-    chosen = [format.name for format in FORMATS.values() if format.head_format == "int8"]
-    return f"int8 with {', '.join(chosen)}; {PLAIN} with the others"
-
-
-def default_groups() -> str:
-    """Return the default group sizes, such as "128 for int4, 64 for hqq4 and hqq3"."""
-    names = {}
-    for format in FORMATS.values():
-        if not format.per_row:
-            names.setdefault(format.group, []).append(format.name)
-    sizes = sorted(names, reverse=True)
-    return ", ".join(f"{size} for {' and '.join(names[size])}" for size in sizes)
-
-
 def run(options: argparse.Namespace) -> str:
     """Do what the options ask for; return the line to print."""
-    for name, minimum in (("group_size", 1), ("iterations", 0)):
-        if (value := getattr(options, name)) is not None and value < minimum:
-            raise ValueError(f"--{name} {value}: it must be at least {minimum}")
-    if options.mode and options.attention and options.experts:
-        raise ValueError(
-            "--mode has no effect beside --attention and --experts: leave one of the three out"
-        )
-    source = Checkpoint(options.checkpoint_path)
-    args = args_of_checkpoint(source)
+    check_options(options)
+    start, device = time.perf_counter(), pick_device(options.device)
+    path, model = options.checkpoint_path, None
+    if options.model:
+        model = hub_model(options)
+        path = find_checkpoint(ModelName(model.repo_id), options.revision)
+    if path is not None:
+        target = quantize_directory(options, path, device)
+    elif model is not None:
+        target = quantize_download(options, model, device)
+    else:
+        raise ValueError("nothing to quantize: give --checkpoint_path DIR or --model OWNER/NAME")
+    return summary(Checkpoint(target), time.perf_counter() - start)
+
+
+def hub_model(options: argparse.Namespace) -> ModelName:
+    """Return --model's name; its format becomes --mode. Raises ValueError if both are given."""
+    name = parse_model_name(options.model)
+    if name.format is not None:
+        if options.mode:
+            raise ValueError(f"--mode and :{name.format} name two formats: leave one of them out")
+        if name.format not in FORMATS:
+            known = ", ".join(FORMATS)
+            raise ValueError(f"--model {name}: {name.format} is not one of {known}")
+        options.mode = name.format
+    return name
+
+
+def make_format(options: argparse.Namespace, args: ModelArgs, dtype: str) -> dict:
+    """Return the "format" that the options ask for. dtype: of weights that stay plain."""
     attention, experts = formats_of_mode(options.mode or PLAIN)
-    format = plan_format(
-        build_model(args),
-        options.attention or attention,
-        options.experts or experts,
-        options.head,
-        options.group_size,
-        source.format["name"],
-    )
+    attention, experts = options.attention or attention, options.experts or experts
+    model = build_model(args)
+    format = plan_format(model, attention, experts, options.head, options.group_size, dtype)
     used = {FORMATS[spec["format"]] for spec in format["modules"].values()}
     if options.iterations is not None and not any(used_format.has_solver for used_format in used):
         raise ValueError(
             f"--iterations {options.iterations}: none of these formats has a solver, leave it out"
         )
-    start, device = time.perf_counter(), pick_device(options.device)
-    target = quantize(
+    return format
+
+
+def quantize_directory(options: argparse.Namespace, path: Path, device: torch.device) -> Path:
+    """Quantize a converted checkpoint; return the new directory."""
+    source = Checkpoint(path)
+    args = args_of_checkpoint(source)
+    format = make_format(options, args, source.format["name"])
+    return quantize(
         source,
         format,
         build_model(args),
@@ -128,15 +90,31 @@ def run(options: argparse.Namespace) -> str:
         options.force,
         options.iterations,
     )
-    return summary(Checkpoint(target), args, time.perf_counter() - start)
 
 
-def summary(target: Checkpoint, args, seconds: float) -> str:
+def quantize_download(options: argparse.Namespace, name: ModelName, device: torch.device) -> Path:
+    """Quantize a model while it is downloaded; return the new directory."""
+    settings = Settings(
+        options.revision,
+        options.keep_download,
+        device,
+        iterations=options.iterations,
+        force=options.force,
+    )
+    names = "mode", "attention", "experts", "head", "group_size", "iterations"
+    given = [f"{n}_{value}" for n in names if (value := getattr(options, n)) is not None]
+    label = options.mode if given == [f"mode_{options.mode}"] else "-".join(given)
+    choose = partial(make_format, options)
+    return fetch_model(ModelName(name.repo_id), settings, choose, label, options.output_dir)
+
+
+def summary(target: Checkpoint, seconds: float) -> str:
     """Return the line about a checkpoint that was written."""
+    args = args_of_checkpoint(target)
     packed, whole = bits_per_weight(target, build_model(args))
     size = sum(map(target.nbytes, target.tensors))
     return (
-        f"{target.directory}: {size / 1e9:.3f} GB, {packed:.3f} bits a quantised weight, "
+        f"{target.directory}: {size / 1e9:.3f} GB, {packed:.3f} bits a quantized weight, "
         f"{whole:.3f} over all weights, in {seconds:.1f} s"
     )
 

@@ -5,29 +5,27 @@ The API is at http://127.0.0.1:8000/v1, a chat page at /. docs/server.md describ
 
 import argparse
 import logging
-import os
-import re
 import socket
 import sys
 from functools import partial
 from pathlib import Path
 
+from cli.command import command
+from cli.log import log_to_stderr
+from cli.options import DEFAULT_CHAT_LENGTH
+from cli.serve_options import build_parser, check_options
+from cli.startup import check_arguments
+
+if __name__ == "__main__":
+    check_arguments(build_parser, check_options)
+
 import torch
 
 import tp
 from checkpoint import Checkpoint
-from cli.command import command
-from cli.log import log_to_stderr
-from cli.options import (
-    DEFAULT_CHAT_LENGTH,
-    add_model_options,
-    check_counts,
-    check_model_options,
-)
-from cli.parser import Parser
 from formats.kv_cache import KV_CACHES
 from formats.quantizer import DTYPES
-from generate import open_checkpoint, open_session, stored_dtype
+from generate import open_model, open_session, stored_dtype
 from models import args_of_checkpoint
 from offload.capacity import Capacity, free_host_memory, plan_capacity
 from offload.plan import cache_bytes, free_gpu_memory, weight_bytes
@@ -35,107 +33,10 @@ from ops.attention import BLOCK
 from parallel import process_group
 from parallel.heartbeat import fail
 from runtime.session import Session
-from server import LOCAL_HOSTS
 
 # Answers decoded side by side. A CPU's step takes the same time for 1 as for 16.
-DEFAULT_BATCH, MAX_BATCH = {"cuda": 8, "cpu": 16}, 64
+DEFAULT_BATCH = {"cuda": 8, "cpu": 16}
 log = logging.getLogger("moe_fast")
-
-
-def build_parser() -> Parser:
-    parser = Parser(
-        "Serve a converted checkpoint by OpenAI's API, with a chat page at /.",
-        (
-            "python serve.py --checkpoint_path checkpoints/OWNER/NAME/model_bf16 --compile",
-            "python serve.py --checkpoint_path DIR --host 0.0.0.0 --max_queue 32",
-            "python serve.py --checkpoint_path DIR --offload --gpu_memory 16GB --prefetch 2",
-        ),
-    )
-    add = parser.add_argument
-    add("--checkpoint_path", type=Path, metavar="DIR", help="default: the embedded tiny model")
-    add(
-        "--host",
-        default="127.0.0.1",
-        help="address to listen on; addresses that others can reach need --api_key (127.0.0.1)",
-    )
-    add("--port", type=int, default=8000, help="port to listen on; 0: any free port (8000)")
-    add(
-        "--api_key",
-        metavar="KEY",
-        help="key that clients must send; better as $MOE_FAST_API_KEY: ps shows options to all",
-    )
-    add(
-        "--max_batch",
-        type=int,
-        metavar="N",
-        help="answers decoded side by side (8; on a CPU 16; with --offload 1)",
-    )
-    add(
-        "--max_queue",
-        type=int,
-        default=256,
-        metavar="N",
-        help="queue length; when it is full, requests get status 429 (256)",
-    )
-    add(
-        "--max_body",
-        type=int,
-        default=4 << 20,
-        metavar="BYTES",
-        help="largest request body (4 MiB)",
-    )
-    add(
-        "--cors_origin",
-        metavar="URL",
-        help="origin of web pages that may use the API, such as http://localhost:3000",
-    )
-    add(
-        "--time_limit",
-        type=float,
-        default=600.0,
-        metavar="S",
-        help="maximum seconds from a request's arrival to its end (600)",
-    )
-    add(
-        "--max_seq_len",
-        type=int,
-        metavar="N",
-        help="maximum tokens of prompt and answer; default: the model's, or what memory holds",
-    )
-    add_model_options(parser)
-    return parser
-
-
-def check_options(options: argparse.Namespace) -> None:
-    """Check options and read $MOE_FAST_API_KEY. Raises ValueError for invalid combinations."""
-    check_model_options(options)
-    check_counts(options, "max_queue", "max_body", "max_seq_len")
-    check_counts(options, "max_batch", most=MAX_BATCH)
-    if options.offload and (options.max_batch or 1) > 1:
-        raise ValueError(f"--max_batch {options.max_batch}: with --offload it must be 1")
-    if options.cors_origin is not None:
-        check_origin(options.cors_origin)
-    if not 0 <= options.port < 65536:
-        raise ValueError(f"--port {options.port}: it must be from 0 to 65535")
-    if not options.time_limit > 0:
-        raise ValueError(f"--time_limit {options.time_limit}: it must be above 0")
-    if options.api_key is None:
-        options.api_key = os.environ.get("MOE_FAST_API_KEY")
-    key = options.api_key
-    if key is not None and (not key.isascii() or not key.strip()):
-        raise ValueError("--api_key: it must be ASCII text, and not empty")
-    if options.host not in LOCAL_HOSTS and key is None:
-        raise ValueError(
-            f"--host {options.host} can be reached by others: add --api_key, or listen on 127.0.0.1"
-        )
-
-
-def check_origin(text: str) -> None:
-    """Raise ValueError unless a text is an origin as browsers send it."""
-    if not re.fullmatch(r"https?://[^/\s*]+|\*", text):
-        raise ValueError(
-            f"--cors_origin {text!r:.80}: it must be as http://localhost:3000, without a path"
-        )
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -166,7 +67,7 @@ def load(options: argparse.Namespace, device: torch.device) -> tuple[Session, Pa
     Raises ValueError for a --max_seq_len over the model's, a --max_batch that does not fit, and as
     `open_session`.
     """
-    checkpoint = open_checkpoint(options.checkpoint_path)
+    checkpoint = open_model(options, device)
     max_position = args_of_checkpoint(checkpoint).max_position
     if (options.max_seq_len or 0) > max_position:
         raise ValueError(

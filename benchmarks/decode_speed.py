@@ -9,14 +9,9 @@ import time
 import torch
 
 from benchmarks.kernel_profile import cuda_kernels, kernel_table, weight_reads
-from cli.options import add_device_options, add_prefill_options
-from cli.parser import Parser
-from formats import FORMATS
 from formats.kv_cache import KV_CACHES
-from formats.quantizer import DTYPES
 from generate import load_model
 from model import ModelArgs
-from models import ARCHITECTURES
 from models.layers.gated_delta_net import DeltaState
 from models.random_weights import (
     RandomWeights,
@@ -35,28 +30,6 @@ SWEEP_EXPERTS = 8, 16, 32, 64, 128
 SWEEP_ACTIVE = 1, 2, 4, 8
 
 log = logging.getLogger("moe_fast")
-
-
-# Options ------------------------------------------------------------------------------------------
-
-
-def add_measure_options(parser: Parser) -> None:
-    """Model, number format, lengths, how they are run, and what `measure` adds."""
-    formats = ", ".join((*DTYPES, *FORMATS))
-    arch = f"{', '.join(ARCHITECTURES)}, or a Hugging Face config.json"
-    parser.add_argument("--arch", required=True, help=arch)
-    mode = f"number format: {formats}, or ATTENTION-EXPERTS"
-    parser.add_argument("--mode", default="bf16", help=mode)
-    parser.add_number("--layers", "build only the first N layers")
-    parser.add_number("--prompt_len", default=5)
-    parser.add_number("--new_tokens", default=200)
-    parser.add_number("--batch", "sequences at once, with a prompt each", 1)
-    parser.add_number("--max_seq_len", "cache length; default: prompt and new tokens")
-    add_prefill_options(parser)
-    add_device_options(parser)
-    parser.add_number("--repeats", default=5)
-    parser.add_flag("--eager", "do not compile")
-    parser.add_flag("--kernels", "also list a step's kernels, their times and the gaps")
 
 
 # Measuring ----------------------------------------------------------------------------------------

@@ -19,7 +19,8 @@ from torch._dynamo.utils import (
     get_compilation_metrics,
 )
 
-from benchmarks.decode_speed import add_measure_options, measure, read_bandwidth
+from benchmarks.decode_speed import measure, read_bandwidth
+from cli.benchmark_options import build_parser as benchmark_parser
 from cli.parser import Parser
 from models.random_weights import architecture, first_layers, free_memory
 
@@ -34,8 +35,9 @@ TABLE = Path(__file__).with_suffix(".json")
 
 def measure_case(arch: str, mode: str, layers: int, bandwidth: float) -> dict:
     """Decode as benchmark.py does. bandwidth: of the GPU, bytes a second."""
-    add_measure_options(parser := Parser("the defaults of benchmark.py", ()))
-    options = parser.parse_args(["--arch", arch, "--mode", mode, "--layers", str(layers)])
+    options = benchmark_parser().parse_args(
+        ["--arch", arch, "--mode", mode, "--layers", str(layers)]
+    )
     counters.clear()
     clear_compilation_metrics()
     args = first_layers(architecture(arch), layers)

@@ -135,7 +135,10 @@ def first_line(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def termination_raises() -> Iterator[None]:
-    """Within, SIGTERM and SIGHUP raise Terminated; nohup's ignored SIGHUP stays ignored."""
+    """Within, SIGTERM and SIGHUP raise Terminated; nohup's ignored SIGHUP stays ignored.
+
+    SIGINT raises KeyboardInterrupt again, if `cli.startup` had it end the process.
+    """
 
     def terminate(number, frame):
         raise Terminated(number)
@@ -147,6 +150,8 @@ def termination_raises() -> Iterator[None]:
     ]
     if threading.current_thread() is not threading.main_thread():
         numbers = []  # Python allows handlers there alone
+    elif signal.getsignal(signal.SIGINT) is end_at_once:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in numbers:
         signal.signal(number, terminate)
     try:
@@ -154,6 +159,16 @@ def termination_raises() -> Iterator[None]:
     finally:
         for number in numbers:
             signal.signal(number, signal.SIG_DFL)
+
+
+def end_at_once(number: int, frame) -> None:
+    """End the process, one line on stderr: a signal handler for the time of slow imports.
+
+    A KeyboardInterrupt inside an import would print a traceback.
+    """
+    if os.environ.get("RANK", "0") == "0":
+        os.write(2, b"interrupted\n")
+    os._exit(INTERRUPTED + number)
 
 
 def open_standard_streams() -> None:

@@ -1,4 +1,4 @@
-"""The user's cache folder, which containers often lack."""
+"""The user's folders for a cache and for state, which containers often lack."""
 
 import logging
 import os
@@ -17,17 +17,32 @@ def warn(message: str) -> None:
 def user_cache() -> Path:
     """Return the folder for this program's files in the user's cache; it may not exist yet.
 
-    $XDG_CACHE_HOME, else ~/.cache, else a folder of this user id below the temporary directory:
-    a container may have neither $HOME nor a passwd entry. Logs a warning for the last,
-    and raises ValueError if it is another user's.
+    $XDG_CACHE_HOME, else ~/.cache. Raises as `user_folder`.
     """
-    if given := os.environ.get("XDG_CACHE_HOME"):
+    return user_folder("XDG_CACHE_HOME", ".cache")
+
+
+def user_state() -> Path:
+    """Return the folder for what this program keeps between runs; it may not exist yet.
+
+    $XDG_STATE_HOME, else ~/.local/state. Raises as `user_folder`.
+    """
+    return user_folder("XDG_STATE_HOME", ".local/state")
+
+
+def user_folder(variable: str, default: str) -> Path:
+    """Return this program's folder below $variable, else below `default` in the user's home.
+
+    Else a folder of this user id below the temporary directory: a container may have neither $HOME
+    nor a passwd entry. Logs a warning for the last, and raises ValueError if it is another user's.
+    """
+    if given := os.environ.get(variable):
         return Path(given) / "moe-fast"
     try:
-        return Path.home() / ".cache" / "moe-fast"
+        return Path.home() / default / "moe-fast"
     except RuntimeError:
         folder = Path(tempfile.gettempdir()) / f"moe-fast-{os.getuid()}"
         if folder.exists() and folder.stat().st_uid != os.getuid():
-            raise ValueError(f"{folder} belongs to another user: set XDG_CACHE_HOME") from None
-        warn(f"there is no home directory: using {folder} (or set XDG_CACHE_HOME)")
+            raise ValueError(f"{folder} belongs to another user: set {variable}") from None
+        warn(f"there is no home directory: using {folder} (or set {variable})")
         return folder

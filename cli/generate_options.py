@@ -4,15 +4,22 @@ import argparse
 import os
 from pathlib import Path
 
+from cli.model_name import MODEL_NAME
 from cli.options import (
     DEFAULT_CHAT_LENGTH,
     add_checkpoint_path,
+    add_compile,
+    add_hub_options,
     add_model_options,
+    add_offload,
+    check_checkpoint_path,
     check_counts,
     check_model_options,
+    model_name,
 )
 from cli.parser import Parser
 
+DEFAULT_PROMPT = "def read_lines(path):"
 DEFAULT_NEW_TOKENS = 200
 DRAFT_TOKENS = 4
 MAX_SAMPLES = 100_000
@@ -39,42 +46,69 @@ def build_parser() -> Parser:
             " --prompt 'Hello' --compile",
         ),
     )
-    add_checkpoint_path(parser)
+    parser.begin_group("usual options", "most users need no others")
+    add_usual_options(parser)
+    parser.begin_group("prompts and lengths", "what is continued, and where it ends")
     add_prompt_options(parser)
-    add_sampling_options(parser)
-    lookup = "draft tokens from the text so far, verify several in one pass"
+    parser.begin_group("sampling", "how the next token is chosen, besides --temperature")
+    for name in SAMPLING:
+        if name != "temperature":
+            add_sampling_option(parser, name)
+    add_hub_options(parser)
+    add_disk_options(parser)
+    parser.begin_group("speculative decoding", "draft tokens, and verify several in one pass")
+    lookup = "draft tokens from the text so far"
     parser.add_argument("--speculate", choices=("lookup",), help=lookup)
     parser.add_path("--draft_checkpoint_path", "draft with this smaller model instead")
     parser.add_number("--draft_tokens", f"drafts a pass; default: {DRAFT_TOKENS}")
+    add_model_options(parser)
+    parser.begin_group("analysis", "where the time goes")
     trace = "write a trace of the generation for chrome://tracing"
     parser.add_path("--profile", trace, "FILE")
-    parser.add_flag("--json", "print one JSON object instead of the text")
-    add_model_options(parser)
     return parser
 
 
-def add_prompt_options(parser: Parser) -> None:
-    """Add the prompts, and where their continuations end."""
+def add_usual_options(parser: Parser) -> None:
+    """Add the options that most users need, and no more than ten."""
     add = parser.add_argument
+    add_checkpoint_path(parser)
     prompt = "text to continue, '-' reads stdin; repeatable"
     add("--prompt", action="append", default=[], metavar="TEXT", help=prompt)
+    parser.add_flag("--interactive", "chat; /help lists its commands, Ctrl-C stops an answer")
+    system = "system message; prompts then go through the model's chat template"
+    add("--system", metavar="TEXT", help=system)
+    new = "default: 200, or fewer if --max_seq_len is short"
+    parser.add_number("--max_new_tokens", new)
+    add_sampling_option(parser, "temperature")
+    add_compile(parser)
+    add_offload(parser)
+    parser.add_flag("--json", "print one JSON object instead of the text")
+
+
+def add_disk_options(parser: Parser) -> None:
+    """Add a group of what is done with models on disk instead of generating text."""
+    parser.begin_group("models on disk", "what is done instead of generating text")
+    parser.add_flag("--list", "list the models on disk with family, format and size")
+    remove = "remove a model from the disk, or one format of it; asks first"
+    parser.add_argument("--remove", type=model_name, metavar=MODEL_NAME, help=remove)
+    parser.add_flag("--yes", "remove without asking")
+    parser.add_flag("--prepare_only", "download and convert --model, print its directory, and end")
+
+
+def add_prompt_options(parser: Parser) -> None:
+    """Add files of prompts, and where their continuations end."""
     lines = "one prompt a line; in a .jsonl a string or {'prompt': ...}"
     parser.add_path("--prompts_file", lines, "FILE")
     parser.add_number("--batch_size", "most prompts and samples continued at once (8)", 8)
-    new = "default: 200, or fewer if --max_seq_len is short"
-    parser.add_number("--max_new_tokens", new)
-    parser.add_number("--num_samples", "samples of each prompt", 1)
+    parser.add_number("--num_samples", "samples of each prompt (1)", 1)
     stop = "end before this text; may be repeated"
-    add("--stop", action="append", default=[], metavar="TEXT", help=stop)
+    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help=stop)
     parser.add_flag("--ignore_eos", "do not end at the end-of-text token")
     parser.add_number("--max_seq_len", "cache length; default: prompt and new tokens")
-    parser.add_flag("--interactive", "chat; /reset forgets, /exit ends, Ctrl-C stops an answer")
-    system = "system message; prompts then go through the model's chat template"
-    add("--system", metavar="TEXT", help=system)
 
 
-def add_sampling_options(parser: Parser) -> None:
-    """Add how a token is chosen."""
+def add_sampling_option(parser: Parser, name: str) -> None:
+    """Add one of SAMPLING."""
     helps = {
         "temperature": "0 is greedy",
         "top_k": "choose among this many of the likeliest tokens",
@@ -83,17 +117,19 @@ def add_sampling_options(parser: Parser) -> None:
         "repetition_penalty": "above 1 makes tokens of the text less likely",
         "seed": "same seed, same text",
     }
-    for name, default in SAMPLING.items():
-        kind, metavar = (int, "N") if name in ("top_k", "seed") else (float, "X")
-        shown = "" if default is None else f" ({default})"
-        parser.add_argument(
-            f"--{name}", type=kind, metavar=metavar, default=default, help=helps[name] + shown
-        )
+    kind, metavar = (int, "N") if name in ("top_k", "seed") else (float, "X")
+    default = SAMPLING[name]
+    shown = "" if default is None else f" ({default})"
+    parser.add_argument(
+        f"--{name}", type=kind, metavar=metavar, default=default, help=helps[name] + shown
+    )
 
 
 def check_options(options: argparse.Namespace) -> None:
     """Raise ValueError for invalid options, and for options that exclude each other."""
     check_model_options(options)
+    check_checkpoint_path(options)
+    check_disk_options(options)
     check_counts(options, "max_new_tokens", "max_seq_len")
     check_counts(options, "num_samples", "batch_size", most=MAX_SAMPLES)
     profile = options.profile
@@ -110,6 +146,16 @@ def check_options(options: argparse.Namespace) -> None:
     for name in ("prompt", "prompts_file", "json"):
         if options.interactive and getattr(options, name):
             raise ValueError(f"--{name} does not go with --interactive: leave one of them out")
+
+
+def check_disk_options(options: argparse.Namespace) -> None:
+    """Raise ValueError for options about models on disk that lack what they need."""
+    if options.yes and not options.remove:
+        raise ValueError("--yes answers --remove: add --remove NAME, or leave --yes out")
+    if options.prepare_only and not options.model:
+        raise ValueError("--prepare_only needs a model: add --model OWNER/NAME")
+    if options.list and options.remove:
+        raise ValueError("--list and --remove are two commands: leave one of them out")
 
 
 def is_writable(path: Path) -> bool:

@@ -31,10 +31,9 @@ class ModelName(NamedTuple):
         return self.folder / f"model_{format or self.format}"
 
     @property
-    def roles(self) -> tuple[str, str]:
-        """The formats of attention and of experts: int4-hqq2 names one for each."""
-        attention, _, experts = (self.format or PLAIN).partition("-")
-        return attention, experts or attention
+    def formats(self) -> list[str]:
+        """The formats that it names: int4-hqq2 is attention's and the experts'."""
+        return [] if self.format is None else self.format.split("-")
 
 
 def models_folder() -> Path:
@@ -55,7 +54,9 @@ def parse_model_name(text: str) -> ModelName:
 
 def check_format(name: ModelName) -> None:
     """Raise ValueError unless a checkpoint can be made in the name's format."""
-    for format in name.roles:
+    for format in name.formats:
         if format not in (PLAIN, *FORMATS):
             known = ", ".join((PLAIN, *FORMATS))
             raise ValueError(f"{name}: {format} is no number format; it must be one of {known}")
+    if len(name.formats) > 2:
+        raise ValueError(f"{name}: give one format, or two: attention's and the experts'")

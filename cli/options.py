@@ -7,6 +7,7 @@ seconds. tests/test_cli_options.py compares the literals with those modules.
 import argparse
 import re
 
+from cli.model_name import MODEL_NAME, check_format, parse_model_name
 from cli.parser import Parser
 
 DEVICES = "auto", "cuda", "cpu"
@@ -40,16 +41,66 @@ def offload_tier(text: str) -> str:
 
 
 def add_checkpoint_path(parser: Parser) -> None:
-    """Add the option that names a checkpoint."""
+    """Add the options that name a checkpoint: a directory, or a model of the Hub."""
     parser.add_path("--checkpoint_path", "converted checkpoint; default: the embedded tiny model")
+    add_model_name(parser)
+
+
+def add_model_name(parser: Parser) -> None:
+    """Add --model."""
+    model = (
+        "model of the Hugging Face Hub, downloaded and converted on first use; FORMAT is such as "
+        "int8 or int4, default: the published one"
+    )
+    parser.add_argument("--model", type=model_name, metavar=MODEL_NAME, help=model)
+
+
+def add_hub_options(parser: Parser) -> None:
+    """Add a group of what belongs to --model."""
+    parser.begin_group("models of the Hub", "how --model is downloaded")
+    parser.add_argument("--revision", help="branch, tag or commit of --model; default: main")
+    parser.add_flag("--keep_download", "keep the files of --model as the Hub has them, too")
+
+
+def model_name(text: str) -> str:
+    """Return the argument of --model. Raises ArgumentTypeError unless it is a model's name."""
+    try:
+        parse_model_name(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
+
+
+def check_checkpoint_path(options: argparse.Namespace) -> None:
+    """Raise ValueError for two checkpoints, a format not known, options of --model without it."""
+    if options.model and options.checkpoint_path:
+        raise ValueError("--model and --checkpoint_path name two models: leave one of them out")
+    for name in ("revision", "keep_download"):
+        if getattr(options, name) and not options.model:
+            raise ValueError(f"--{name} is about a model of the Hub: add --model {MODEL_NAME}")
+    if options.model:
+        model = parse_model_name(options.model)
+        if not model.checkpoint().exists():
+            check_format(model)
+
+
+def add_compile(parser: Parser) -> None:
+    """Add --compile."""
+    parser.add_flag("--compile", "compile the decode step, and capture it as a CUDA graph")
+
+
+def add_offload(parser: Parser) -> None:
+    """Add --offload. `add_model_options` adds its settings."""
+    parser.add_flag("--offload", "keep experts in host memory, and cache them on the GPU")
 
 
 def add_model_options(parser: Parser) -> None:
-    """Add the options that `generate.open_session` reads."""
-    parser.add_flag("--compile", "compile the decode step, and capture it as a CUDA graph")
+    """Add groups of the other options that `generate.open_session` reads."""
+    parser.begin_group("speed and precision", "how the model is run")
     add_prefill_options(parser)
-    add_device_options(parser)
     add_dtype(parser)
+    add_kv_cache(parser)
+    add_device_group(parser)
     add_offload_options(parser)
 
 
@@ -60,14 +111,23 @@ def add_prefill_options(parser: Parser) -> None:
     parser.add_number("--prefill_chunk", chunk, PREFILL_CHUNK)
 
 
-def add_device_options(parser: Parser) -> None:
-    """Add the number format of the KV cache, the device, and how several GPUs share the model."""
-    add = parser.add_argument
+def add_kv_cache(parser: Parser) -> None:
+    """Add the number format of the KV cache."""
     cache = "number format of the KV cache; int8 takes half the bytes of plain (plain)"
-    add("--kv_cache", choices=KV_CACHES, default="plain", help=cache)
-    add("--device", default="auto", choices=DEVICES, help="auto: cuda if there is a GPU (auto)")
+    parser.add_argument("--kv_cache", choices=KV_CACHES, default="plain", help=cache)
+
+
+def add_device_group(parser: Parser) -> None:
+    """Add a group of the device, and how several GPUs share the model."""
+    parser.begin_group("devices", "where the model runs; torchrun starts one rank for each GPU")
+    add_device(parser, "auto: cuda if there is a GPU (auto)")
     shards = "how torchrun's ranks shard the experts (tensor)"
-    add("--parallel", default="tensor", choices=PARALLEL, help=shards)
+    parser.add_argument("--parallel", default="tensor", choices=PARALLEL, help=shards)
+
+
+def add_device(parser: Parser, help: str | None = None) -> None:
+    """Add the device."""
+    parser.add_argument("--device", default="auto", choices=DEVICES, help=help)
 
 
 def add_dtype(parser: Parser) -> None:
@@ -77,12 +137,12 @@ def add_dtype(parser: Parser) -> None:
 
 
 def add_offload_options(parser: Parser) -> None:
-    """Add the options of experts in host memory."""
+    """Add a group of the settings of experts in host memory."""
+    parser.begin_group("offloading", "settings of --offload")
     add = parser.add_argument
-    parser.add_flag("--offload", "keep experts in host memory, and cache them on the GPU")
     slots = "size of the expert cache: experts of each layer on the GPU"
     parser.add_number("--gpu_experts", slots)
-    memory = "GPU memory to use, as 16GB or 900MB; R is what fits beside everything else"
+    memory = "GPU memory to use, as 16GB or 900MB, instead of --gpu_experts"
     add("--gpu_memory", metavar="SIZE", help=memory)
     policy = "eviction policy of the expert cache; default: lru"
     add("--cache_policy", choices=CACHE_POLICIES, help=policy)
@@ -115,6 +175,8 @@ def check_model_options(options: argparse.Namespace) -> None:
     for name in OFFLOAD_OPTIONS:
         if getattr(options, name) is not None and not options.offload:
             raise ValueError(f"--{name} is about experts in host memory: add --offload")
+    if options.offload and (options.gpu_experts is None) == (options.gpu_memory is None):
+        raise ValueError("offloading takes --gpu_experts or --gpu_memory: give one of the two")
 
 
 def parse_size(text: str) -> int:

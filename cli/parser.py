@@ -19,9 +19,19 @@ class Parser(argparse.ArgumentParser):
     examples: command lines that this parser accepts.
     """
 
+    _group: argparse._ArgumentGroup | None = None
+
     def __init__(self, description: str, examples: Sequence[str], **settings):
         super().__init__(description=description, allow_abbrev=False, **settings)
         self.examples = tuple(examples)
+
+    def begin_group(self, title: str, help: str) -> None:
+        """List the options added from here on under a title, and a line of help."""
+        self._group = self.add_argument_group(title, help)
+
+    def add_argument(self, *names, **settings) -> argparse.Action:
+        add = super().add_argument if self._group is None else self._group.add_argument
+        return add(*names, **settings)
 
     def add_flag(self, name: str, help: str) -> None:
         """Add an option without a value."""
@@ -36,6 +46,10 @@ class Parser(argparse.ArgumentParser):
         self.add_argument(name, type=Path, metavar=metavar, help=help)
 
     def format_help(self) -> str:
+        if self.usage is None:  # argparse's own lists all options, longer than a screen
+            required = [action for action in self._actions if action.required]
+            names = [" ".join((*a.option_strings, a.metavar or a.dest)) for a in required]
+            self.usage = " ".join(("%(prog)s", *names, "[options]"))
         lines = (f"{super().format_help()}\nexamples:", *(f"  {line}" for line in self.examples))
         return "\n".join((*lines, ""))
 

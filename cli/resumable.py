@@ -1,7 +1,7 @@
 """A directory that is filled by several runs, each of which may be killed, and appears when whole.
 
 While it grows it is `.NAME.partial/checkpoint` beside the target NAME. `.NAME.partial` also holds a
-lock, a record of the files that are complete, and what belongs to the work: downloads.
+lock, a record of the files that are complete, and the files that the work needs (`downloads`).
 """
 
 import contextlib
@@ -10,9 +10,9 @@ import os
 import shutil
 from pathlib import Path
 
-from cli.staging import LOCK, flush_to_disk, recover, remove_tree, take_lock
+from cli.staging import LOCK, StagedDirectory, flush_to_disk, recover, remove_tree, take_lock
 
-RECORD = "progress.jsonl"  # first line: what is being made; then one line for each complete file
+RECORD = "progress.jsonl"  # first line: the identity; then one line for each complete file
 SUFFIX = ".partial"
 ATTEMPTS = 3  # another process's `recover` may remove the lock file before its lock is taken
 
@@ -23,39 +23,41 @@ def partial_path(target: Path) -> Path:
 
 
 class ResumableDirectory:
-    """`path` becomes `target` by `commit`. Without it, another run with the same `identity` goes on.
+    """`path` becomes `target` by `commit`. Until then, a run with the same `identity` goes on.
 
-    files: name -> entry of each file that `add` recorded, and that is still there. An identity that
-    differs from the last run's removes that run's files: they are parts of something else. Raises
-    ValueError if another process has it, and OSError if the parent cannot be written.
+    files: name -> entry of each file that `add` recorded, and that is still there. Files of another
+    identity are removed: they are parts of something else. Raises ValueError if another process
+    has the directory, and OSError if the parent cannot be written.
     """
 
     def __init__(self, target: Path, identity: dict):
+        """identity: describes the work; anything that JSON can hold."""
         self.target, self.root = target, partial_path(target)
-        self.path = self.root / "checkpoint"
+        self.path, self.downloads = self.root / "checkpoint", self.root / "downloads"
+        self._made = [path for path in target.parents if not path.exists()]
         target.parent.mkdir(parents=True, exist_ok=True)
         recover(target.parent)
         self.root.mkdir(exist_ok=True)
-        self._handle = lock(self.root)
+        self._handle: int | None = lock(self.root)
         try:
-            self.files = self._read_record(identity)
-            if self.files is None:
-                self.clear(keep=LOCK)
-                self._append({"identity": identity})
-                self.files = {}
+            found = self._read_record(json.loads(json.dumps(identity)))
+            self.files: dict[str, dict] = found or {}
+            if found is None:
+                self._clear()
+                self._append(identity)
             self.path.mkdir(exist_ok=True)
-            for path in self.path.iterdir():  # the one that was being written
-                if path.name not in self.files:
+            for path in self.path.iterdir():
+                if path.name not in self.files:  # a killed run was writing it
                     path.unlink()
         except BaseException:
             self.close()
             raise
 
     def _read_record(self, identity: dict) -> dict[str, dict] | None:
-        """Return the entries of complete files; None if there are none of this identity."""
+        """Return the entries of complete files; None if the record has another identity."""
         try:
             first, *lines = (self.root / RECORD).read_text().splitlines()
-            if json.loads(first) != json.loads(json.dumps({"identity": identity})):
+            if json.loads(first) != identity:
                 return None
         except (OSError, ValueError):
             return None
@@ -77,29 +79,44 @@ class ResumableDirectory:
     def add(self, entry: dict) -> None:
         """Record a complete file: {"file": its name, "bytes": its size, ...}."""
         self._append(entry)
+        self.files[entry["file"]] = entry
 
     def commit(self) -> None:
-        """Rename the directory to the target, which must not exist; remove the rest."""
-        flush_to_disk(self.path)
-        self.path.rename(self.target)
-        flush_to_disk(self.target.parent)
-        self.clear(keep=LOCK)
+        """Rename the directory to the target, or let it replace the target; remove the rest."""
+        if self.target.exists():
+            staged = StagedDirectory(self.target)
+            try:
+                for path in self.path.iterdir():
+                    path.rename(staged.path / path.name)
+                staged.commit()
+            finally:
+                staged.close()
+        else:
+            flush_to_disk(self.path)
+            self.path.rename(self.target)
+            flush_to_disk(self.target.parent)
+        self._clear()
 
-    def clear(self, keep: str) -> None:
-        """Remove everything below the root but one file."""
+    def _clear(self) -> None:
+        """Remove everything but the lock."""
         for path in self.root.iterdir():
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
-            elif path.name != keep:
+            elif path.name != LOCK:
                 path.unlink()
 
     def close(self) -> None:
-        """Release the lock. The files stay, unless they have been committed."""
-        if not (self.root / RECORD).exists():
-            with contextlib.suppress(OSError):
-                (self.root / LOCK).unlink(missing_ok=True)
-                self.root.rmdir()
+        """Release the lock; remove the directory if it holds nothing to go on from."""
+        if self._handle is None:
+            return
+        with contextlib.suppress(OSError):
+            held = [*self.path.glob("*"), *self.downloads.glob("*.safetensors")]
+            if not held:
+                remove_tree(self.root)
+                for path in self._made:
+                    path.rmdir()  # fails unless empty
         os.close(self._handle)
+        self._handle = None
 
 
 def lock(directory: Path) -> int:
@@ -112,7 +129,7 @@ def lock(directory: Path) -> int:
 
 
 def remove_partial(target: Path) -> None:
-    """Remove what `target` has grown to. Raises ValueError if another process is at it."""
+    """Remove what `target` has grown to. Raises ValueError if another process is at work on it."""
     root = partial_path(target)
     if root.is_dir():
         handle = lock(root)

@@ -1,1 +1,1 @@
-"""Models of the Hugging Face Hub by name: download, convert and quantize in one pass; list, remove."""
+"""Models of the Hugging Face Hub by name: download and convert in one pass; list, remove."""

@@ -1,4 +1,4 @@
-"""Files of a repository on the Hugging Face Hub: which a conversion reads, and how they come here."""
+"""A repository on the Hugging Face Hub: which files a conversion reads, and their download."""
 
 import errno
 import shutil
@@ -37,6 +37,12 @@ class Repository(NamedTuple):
     @property
     def weights(self) -> list[str]:
         return [name for name in self.sizes if name.endswith(".safetensors")]
+
+    @property
+    def identity(self) -> dict[str, tuple[int, str]]:
+        """Size and hash of the files that define the weights; equal in commits that leave them."""
+        names = {*self.weights, "config.json", INDEX} & self.sizes.keys()
+        return {name: (self.sizes[name], self.digests[name]) for name in sorted(names)}
 
 
 def wanted(names: list[str]) -> list[str]:
@@ -145,7 +151,7 @@ def fetch_file(repository: Repository, name: str, directory: Path, bar: type | N
     Raises an error of FAILURES.
     """
     path, size = directory / name, repository.sizes[name]
-    if is_complete(path, size):
+    if is_current(repository, name, directory):
         return
     path.unlink(missing_ok=True)
     hf_hub_download(
@@ -197,6 +203,17 @@ def describe_error(
 
 def is_complete(path: Path, size: int) -> bool:
     return path.is_file() and path.stat().st_size == size
+
+
+def is_current(repository: Repository, name: str, directory: Path) -> bool:
+    """Whether a file is complete, and weights are of this version as far as the client recorded."""
+    if not is_complete(directory / name, repository.sizes[name]):
+        return False
+    record = directory / ".cache" / "huggingface" / "download" / f"{name}.metadata"
+    if name not in repository.weights or not repository.digests[name] or not record.is_file():
+        return True
+    _, digest, *_ = [*record.read_text().splitlines(), "", ""]  # the commit, the file's hash
+    return digest == repository.digests[name]
 
 
 def free_space(directory: Path) -> int:

@@ -5,11 +5,11 @@ checked before the weights are downloaded. Files then come one ahead of the conv
 and are removed when it needs them no more.
 """
 
-import contextlib
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from huggingface_hub import HfApi
@@ -18,10 +18,10 @@ from torch import Tensor
 from tqdm import tqdm
 
 from checkpoint import HEADER_DTYPES, SafetensorsFile
-from hub.client import FAILURES, Repository, fetch_file, is_complete
+from hub.client import Repository, fetch_file, is_current
 
 HEADERS_AT_ONCE = 8
-AHEAD = 1  # files downloaded before the conversion asks for them
+AHEAD = 1  # files downloaded before the conversion needs them
 CANCEL_SECONDS = 3.0
 
 Header = dict[str, tuple[tuple[int, ...], torch.dtype]]  # tensor -> shape, dtype
@@ -75,37 +75,48 @@ class Shard:
         return self._file.read(name)
 
 
-class Downloads:
-    """Downloads files in their order, in a thread that starts when the first is asked for.
+class Folder(NamedTuple):
+    """Where downloads go.
 
-    Files of `kept` are complete already, in folders of their own, and stay. The others go to
-    `directory`; `release` removes them if `remove` says so.
+    kept: files that are complete already, in folders of their own, and stay. remove: whether the
+    others are removed after their last use.
+    """
+
+    path: Path
+    kept: Mapping[str, Path]
+    remove: bool
+
+
+class Downloads:
+    """Downloads files in their order, in a thread that starts when the first is needed.
+
+    describe: turns an error of a download into a line with cause and fix.
     """
 
     def __init__(
         self,
         repository: Repository,
         order: Iterable[str],
-        directory: Path,
-        kept: Mapping[str, Path],
-        remove: bool,
+        folder: Folder,
         bar: tqdm,
+        describe: Callable[[Exception], str],
     ):
-        self.repository, self.order, self.directory = repository, list(order), directory
-        self.kept, self.remove, self.bar = kept, remove, bar
-        self._ready, self._released = set(kept), set()
-        self._reached, self._asked = -1, None  # last position asked for; file that is waited for
-        self._error: BaseException | None = None
+        self.repository, self.order, self.folder = repository, list(order), folder
+        self.bar, self.describe = bar, describe
+        self._ready, self._released = set(folder.kept), set()
+        self._reached = -1  # last position that the conversion has come to
+        self._awaited: str | None = None
+        self._error: Exception | None = None
         self._closed, self._changed = False, threading.Condition()
         self._thread: threading.Thread | None = None
 
     def path(self, file: str) -> Path:
-        return self.kept.get(file, self.directory / file)
+        return self.folder.kept.get(file, self.folder.path / file)
 
     def wait_for(self, file: str) -> None:
-        """Wait until a file is here. Raises the error of its download."""
+        """Wait until a file is here. Raises ValueError if its download fails."""
         with self._changed:
-            self._asked = file
+            self._awaited = file
             self._reached = max(self._reached, self.order.index(file))
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, daemon=True)
@@ -113,37 +124,43 @@ class Downloads:
             self._changed.notify_all()
             self._changed.wait_for(lambda: file in self._ready or self._error is not None)
             if file not in self._ready:
-                raise self._error
+                raise ValueError(self.describe(self._error)) from None
+
+    def limit(self, files: Collection[str]) -> None:
+        """Download these files alone."""
+        with self._changed:
+            self.order = [file for file in self.order if file in files]
+            self._reached = -1
 
     def release(self, files: Iterable[str]) -> None:
         """Remove files that the conversion needs no more, unless they are to be kept."""
         with self._changed:
             for file in files:
                 self._released.add(file)
-                if self.remove and file not in self.kept and file in self._ready:
+                if self.folder.remove and file not in self.folder.kept and file in self._ready:
                     self.path(file).unlink(missing_ok=True)
 
     def close(self) -> None:
         """End the thread. It may be inside the client: wait for a moment only."""
         with self._changed:
-            self._closed = True
+            was_closed, self._closed = self._closed, True
             self._changed.notify_all()
-        if self._thread is not None:
+        if self._thread is not None and not was_closed:
             self._thread.join(CANCEL_SECONDS)
 
     def _run(self) -> None:
-        with contextlib.suppress(Cancelled):
-            while (file := self._next()) is not None:
-                try:
-                    fetch_file(self.repository, file, self.directory, self._bar_class())
-                except Exception as error:
-                    with self._changed:
-                        self._error = error
-                        self._changed.notify_all()
-                    return
-                with self._changed:
-                    self._ready.add(file)
-                    self._changed.notify_all()
+        while (file := self._next()) is not None:
+            error = None
+            try:
+                fetch_file(self.repository, file, self.folder.path, self._bar_class())
+            except Exception as failure:
+                error = failure
+            with self._changed:
+                self._error = error
+                self._ready |= {file} if error is None else set()
+                self._changed.notify_all()
+            if error is not None:
+                return
 
     def _next(self) -> str | None:
         """Wait for the turn of the next file; return it, or None at the end."""
@@ -152,8 +169,8 @@ class Downloads:
                 left = [f for f in self.order if f not in self._ready and f not in self._released]
                 if not left:
                     return None
-                if self._asked in left:
-                    return self._asked
+                if self._awaited in left:
+                    return self._awaited
                 if self.order.index(left[0]) <= self._reached + AHEAD:
                     return left[0]
                 self._changed.wait()
@@ -187,8 +204,5 @@ def complete_files(repository: Repository, *folders: Path) -> dict[str, Path]:
         file: folder / file
         for folder in reversed(folders)
         for file in repository.weights
-        if is_complete(folder / file, repository.sizes[file])
+        if is_current(repository, file, folder)
     }
-
-
-__all__ = ["FAILURES", "Downloads", "Shard", "complete_files", "read_headers"]

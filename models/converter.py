@@ -99,7 +99,7 @@ def refuse_other_files(directory: Path) -> None:
     for path in sorted(directory.iterdir()):
         if path.suffix == ".gguf":
             raise ValueError(
-                f"{directory} has {path.name}: GGUF is quantised already; "
+                f"{directory} has {path.name}: GGUF is quantized already; "
                 "fetch the original safetensors"
             )
         if path.suffix in (".bin", ".pt", ".pth"):
@@ -391,7 +391,7 @@ def check_source(directory: Path, dtype: str) -> None:
     if dtype not in ("bf16", "fp16", "fp32"):
         raise ValueError(f"dtype {dtype!r} is not one of bf16, fp16, fp32")
     if directory.is_file():
-        what = "GGUF is quantised already" if directory.suffix == ".gguf" else "it is a file"
+        what = "GGUF is quantized already" if directory.suffix == ".gguf" else "it is a file"
         raise ValueError(f"{directory}: {what}; give the directory of a Hugging Face checkpoint")
     if not directory.is_dir():
         raise ValueError(f"{directory}: no such directory; fetch the model first: {DOWNLOAD}")

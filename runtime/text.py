@@ -121,29 +121,3 @@ def held_back(text: str, stop: Sequence[str]) -> int:
     """Return how many last characters may be the beginning of a stop text."""
     begun = (n for s in stop for n in range(1, len(s)) if text.endswith(s[:n]))
     return max(begun, default=0)
-
-
-def format_statistics(result: dict) -> str:
-    """Return the line that a run ends with, from a result of `generate.generate`."""
-
-    def number(value: float | None, form: str) -> str:
-        return "-" if value is None else format(value, form)
-
-    pace = ""
-    if "speculation" in result:
-        pace = f", {number(result['speculation']['tokens_per_pass'], '.2f')} tokens a pass"
-    if "offload" in result:
-        found = result["offload"]
-        copied = found["bytes_moved_per_token"]
-        pace += (
-            f", hit ratio {number(found['hit_ratio'], '.2f')} and "
-            f"{number(found['guessed_ratio'], '.2f')} prefetched, "
-            f"{number(copied and copied / 1e6, '.4g')} MB a token copied"
-        )
-    return (
-        f"first token {number(result['ttft_s'], '.3f')} s, "
-        f"prompt {result['prompt_tokens']} tokens at {number(result['prefill_tok_s'], '.1f')}/s, "
-        f"new {result['new_tokens']} tokens at {number(result['decode_tok_s'], '.1f')}/s, "
-        f"{result['bytes_per_token'] / 1e9:.4g} GB a token, {number(result['gb_s'], '.4g')} GB/s, "
-        f"peak {result['peak_bytes'] / 1e9:.4g} GB{pace}"
-    )

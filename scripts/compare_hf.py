@@ -22,14 +22,20 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from cli.command import command
+from cli.script_options import compare_parser as build_parser
+from cli.startup import check_arguments
+
+if __name__ == "__main__":
+    check_arguments(build_parser)
+
 import torch
 from torch import Tensor, nn
 
 from checkpoint import Checkpoint, read_json
-from cli.command import command, first_line, is_out_of_memory
-from cli.parser import Parser
+from cli.command import first_line, is_out_of_memory
 from formats.quantizer import DTYPES
-from generate import DEFAULT_PROMPT, load_model
+from generate import load_model
 from model import ModelArgs, Transformer
 from models import args_from_hf, args_of_checkpoint
 from parallel.device import pick_device
@@ -335,41 +341,16 @@ def report(found: dict) -> str:
     return "\n".join(lines)
 
 
-def build_parser() -> Parser:
-    parser = Parser(
-        "Compare this project and transformers on one prompt, operator by operator.",
-        (
-            "python scripts/compare_hf.py checkpoints/OWNER/NAME/model_fp32 --prompt 'import os'",
-            "python scripts/compare_hf.py checkpoints/OWNER/NAME/model_bf16 --device cuda"
-            " --compile --json",
-        ),
+def why_eager_is_slow(found: dict, options: argparse.Namespace) -> str:
+    """Return why our eager step is the slower one; "" if it is not, or compiled."""
+    ours, theirs = found["ms"], found["peer_ms"]
+    if options.compile or ours is None or theirs is None or ours <= theirs:
+        return ""
+    return (
+        "\nours was eager, too: weight[expert_indices] then copies the chosen experts' weights "
+        "before each product,\nso a step reads them, writes them and reads them again; --compile "
+        "fuses gather and product"
     )
-    add = parser.add_argument
-    add("checkpoint", type=Path, metavar="CHECKPOINT", help="converted checkpoint, not quantized")
-    add(
-        "--hf_dir",
-        type=Path,
-        metavar="DIR",
-        help="its Hugging Face checkpoint; default: the folder around it",
-    )
-    add("--prompt", default=DEFAULT_PROMPT, metavar="TEXT")
-    add(
-        "--tokens",
-        metavar="ID,ID",
-        help="prompt as token ids, for checkpoints without a tokenizer",
-    )
-    add("--new_tokens", type=int, default=128, metavar="N", help="tokens to generate (128)")
-    add(
-        "--tolerance",
-        type=float,
-        metavar="X",
-        help="largest error that is accepted; default: 1e-4 in fp32, 1e-2 in fp16, 5e-2 in bf16",
-    )
-    add("--device", default="auto", choices=("auto", "cuda", "cpu"))
-    add("--dtype", choices=tuple(DTYPES), help="default: the checkpoint's")
-    add("--compile", action="store_true", help="compile our decode step; transformers stays eager")
-    add("--json", action="store_true", help="print one JSON object")
-    return parser
 
 
 @command(fail)
@@ -377,7 +358,7 @@ def main() -> int:
     """Run the command; a user's mistake is one line on stderr and exit code 2."""
     options = build_parser().parse_args()
     found = run(options)
-    print(json.dumps(found) if options.json else report(found))
+    print(json.dumps(found) if options.json else report(found) + why_eager_is_slow(found, options))
     return 1 if found["parts_at"] else 0
 
 

@@ -16,17 +16,22 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from cli.command import command
+from cli.script_options import check_picture
+from cli.script_options import experts_parser as build_parser
+from cli.startup import check_arguments
+
+if __name__ == "__main__":
+    check_arguments(build_parser, check_picture)
+
 import torch
 from torch import Tensor
 
-from cli.command import command
-from cli.parser import Parser
-from generate import DEFAULT_PROMPT, load_model, open_checkpoint
+from generate import load_model, open_checkpoint
 from model import Transformer
 from parallel.heartbeat import fail
 from tokenizer import load_tokenizer
 
-FORMATS = ".png", ".svg"
 MAX_TOKENS = 512  # columns of a map
 MAX_LABELED_TOKENS = 120
 
@@ -173,11 +178,7 @@ def parse_layers(text: str | None, numbers: list[int]) -> list[int]:
 
 def run(options: argparse.Namespace) -> dict:
     """Draw the picture; return the numbers."""
-    if options.output.suffix not in FORMATS:
-        endings = " or ".join(FORMATS)
-        raise ValueError(f"--output {options.output}: its name must end in {endings}")
-    if options.output.is_dir() or not options.output.absolute().parent.is_dir():
-        raise ValueError(f"--output {options.output}: it must be a file in a folder that is there")
+    check_picture(options)
     checkpoint = open_checkpoint(options.checkpoint_path)
     tokenizer = load_tokenizer(checkpoint.directory)
     ids = tokenizer.encode(sys.stdin.read() if options.prompt == "-" else options.prompt)
@@ -193,39 +194,6 @@ def run(options: argparse.Namespace) -> dict:
     tokens = [tokenizer.token_bytes(token).decode(errors="replace") for token in ids]
     draw(Routing(found, experts, weights, numbers, tokens), layers, options.output)
     return {"layers": numbers, "tokens": len(ids), **found}
-
-
-def build_parser() -> Parser:
-    parser = Parser(
-        "Draw which experts each token of a prompt uses, how evenly, and how sure the router is.",
-        (
-            "python scripts/plot_experts.py --prompt 'import os' --layers 0,7 --output experts.png",
-            "python scripts/plot_experts.py --checkpoint_path DIR --prompt - --json < text.txt",
-        ),
-    )
-    add = parser.add_argument
-    add(
-        "--checkpoint_path",
-        type=Path,
-        metavar="DIR",
-        help="converted checkpoint; default: the embedded tiny model",
-    )
-    add("--prompt", default=DEFAULT_PROMPT, metavar="TEXT", help="prompt; '-' reads stdin")
-    add(
-        "--layers",
-        metavar="N,N",
-        help="layers with a map; default: the first and the last with experts",
-    )
-    add(
-        "--output",
-        type=Path,
-        default=Path("experts.png"),
-        metavar="FILE",
-        help="picture, .png or .svg (experts.png)",
-    )
-    add("--device", default="auto", choices=("auto", "cuda", "cpu"))
-    add("--json", action="store_true", help="print load and entropies as one JSON object")
-    return parser
 
 
 @command(fail)

@@ -16,11 +16,17 @@ import json
 import sys
 from pathlib import Path
 
+from cli.command import command
+from cli.script_options import check_study
+from cli.script_options import study_parser as build_parser
+from cli.startup import check_arguments
+
+if __name__ == "__main__":
+    check_arguments(build_parser, check_study)
+
 import torch
 from torch import Tensor
 
-from cli.command import command
-from cli.parser import Parser
 from eval import read_text
 from generate import EMBEDDED, load_model, open_checkpoint
 from model import Chunk, MoE, Runner, Transformer
@@ -242,13 +248,7 @@ def read_ids(options: argparse.Namespace, directory: Path) -> list[int]:
 
 def run(options: argparse.Namespace) -> dict:
     """Run the study; return the figures."""
-    if options.tokens < 2:
-        raise ValueError(f"--tokens {options.tokens}: it must be at least 2")
-    if options.output_dir:
-        try:
-            import matplotlib  # noqa: F401
-        except ImportError:
-            raise ValueError("pictures need matplotlib: pip install 'moe-fast[plot]'") from None
+    check_study(options)
     checkpoint = open_checkpoint(options.checkpoint_path)
     device = pick_device(options.device)
     ids = read_ids(options, checkpoint.directory)
@@ -265,40 +265,6 @@ def run(options: argparse.Namespace) -> dict:
         draw_curves(found, options.output_dir / "offload_curves.svg")
         draw_experts(found, chosen, weights, slots, options.output_dir / "offload_experts.png")
     return found
-
-
-def build_parser() -> Parser:
-    parser = Parser(
-        "Study what offloading can gain: hit ratios of expert caches, recall of predictions.",
-        (
-            "python scripts/study_offload.py --output_dir docs",
-            "python scripts/study_offload.py --checkpoint_path DIR --text_file book.txt"
-            " --tokens 5000 --json",
-        ),
-    )
-    add = parser.add_argument
-    add(
-        "--checkpoint_path",
-        type=Path,
-        metavar="DIR",
-        help="converted checkpoint; default: the embedded model",
-    )
-    add(
-        "--text_file",
-        type=Path,
-        metavar="FILE",
-        help="text to read; default: the embedded model's held-out text",
-    )
-    add("--tokens", type=int, default=2000, metavar="N", help="number of tokens to read (2000)")
-    add("--device", default="auto", choices=("auto", "cuda", "cpu"))
-    add(
-        "--output_dir",
-        type=Path,
-        metavar="DIR",
-        help="folder for the pictures offload_curves.svg and offload_experts.png",
-    )
-    add("--json", action="store_true", help="print one JSON object after the tables")
-    return parser
 
 
 @command(fail)

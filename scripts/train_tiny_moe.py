@@ -31,6 +31,13 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from unittest import mock
 
+from cli.command import command
+from cli.startup import check_arguments
+from cli.train_options import SETTINGS, build_parser
+
+if __name__ == "__main__":
+    check_arguments(build_parser)
+
 import sentencepiece
 import torch
 import torch.nn.functional as F
@@ -40,8 +47,6 @@ from torch.func import functional_call
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from cli.command import command
-from cli.parser import Parser
 from ops.gated_delta import chunk_in_torch
 
 BOS, EOS = 1, 2  # sentencepiece's default ids, and Mixtral's
@@ -85,21 +90,6 @@ FAMILIES = {  # transformers' model_type -> the fields that SIZES lacks
 }
 MODEL_TYPES = {"qwen3_5_moe": "qwen3_5_moe_text"}  # where transformers names the text part apart
 # fmt: on
-SETTINGS = {  # option: default, default of --smoke, help
-    "seed": (0, 0, "seed of weights, batches and dropout"),
-    "steps": (3200, 20, "optimizer steps"),
-    "seq_len": (2048, 128, "tokens of a sequence, and of the evaluation's windows"),
-    "batch_size": (32, 4, "sequences of a step"),
-    "lr": (5e-3, 5e-3, "peak learning rate"),
-    "weight_decay": (0.4, 0.4, "weight decay of matrices and embeddings"),
-    "dropout": (0.2, 0.2, "dropout after the embedding, attention and the experts"),
-    "test_share": (1.0, 1.0, "share of the library's tests in an epoch"),
-    "balance": (0.05, 0.05, "weight of the load-balancing loss"),
-    "ema": (0.998, 0.9, "decay of the averaged weights in a step"),
-    "warmup": (100, 5, "steps until the peak learning rate"),
-    "evals": (20, 2, "number of validations"),
-    "sample_tokens": (300, 20, "tokens of the README's sample"),
-}
 
 
 # ------------------------------------------------------------------------------------------- corpus
@@ -639,29 +629,6 @@ def write_checkpoint(
 
 
 # ------------------------------------------------------------------------------------------ command
-
-
-def build_parser() -> Parser:
-    parser = Parser(
-        "Train the embedded checkpoint on the source of Python's standard library.",
-        (
-            "python scripts/train_tiny_moe.py --output_dir new/tiny-moe",
-            "python scripts/train_tiny_moe.py --output_dir /tmp/smoke --smoke --force",
-        ),
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    add = parser.add_argument
-    add("--output_dir", type=Path, default=Path("checkpoints/tiny-moe"), help="folder to write")
-    add("--force", action="store_true", help="replace the folder if it exists")
-    add("--smoke", action="store_true", help="a reproducible run of seconds on the CPU")
-    add("--family", choices=FAMILIES, default="mixtral", help="transformers' model type")
-    add("--stdlib", type=Path, default=sysconfig.get_path("stdlib"), help="Python's library")
-    add("--stdlib_version", help="its Python version, such as 3.11.7; required with --stdlib")
-    add("--tokenizer", type=Path, help="a tokenizer.model that this script wrote for the same text")
-    add("--device", choices=("auto", "cuda", "cpu"), default="auto", help="where to train")
-    for name, (full, _, text) in SETTINGS.items():
-        add(f"--{name}", type=type(full), default=full, help=text)
-    return parser
 
 
 def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:

@@ -1,3 +1,5 @@
 """An OpenAI-compatible HTTP server for one session. serve.py is its command."""
 
-LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")  # addresses that need no API key
+from cli.serve_options import LOCAL_HOSTS
+
+__all__ = ["LOCAL_HOSTS"]

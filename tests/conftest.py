@@ -4,12 +4,15 @@ import importlib.util
 import itertools
 import json
 import string
+import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 import torch
+from hub_server import Hub
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -550,3 +553,19 @@ def build_parser():
         return parser
 
     return build
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    """A local Hub, for this process's client and for scripts started by `run_script`."""
+    server = Hub()
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
+    thread.start()
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", server.url)
+    template = server.url + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    yield server
+    server.release.set()
+    server.shutdown()
+    server.server_close()
+    thread.join()

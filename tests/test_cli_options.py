@@ -1,5 +1,6 @@
 """Options shared by generate.py and serve.py: literal choices, no torch, the removed tier."""
 
+import re
 import subprocess
 import sys
 from dataclasses import asdict
@@ -9,9 +10,9 @@ import pytest
 
 import checkpoint
 import tp
-from cli import generate_options, options
+from cli import generate_options, model_name, options, quantize_options, train_options
 from cli.parser import Parser
-from formats import kv_cache, quantizer
+from formats import FORMATS, PLAIN, kv_cache, quantizer
 from offload import cache, plan
 from runtime import sampling, session, speculation
 
@@ -21,6 +22,7 @@ ROOT = Path(__file__).parents[1]
 @pytest.fixture
 def parser() -> Parser:
     made = Parser("Test.", ("python x.py",), prog="x.py")
+    options.add_offload(made)
     options.add_model_options(made)
     return made
 
@@ -39,6 +41,26 @@ def test_choices_are_those_of_the_modules_that_implement_them():
     api_only = {"frequency_penalty", "presence_penalty", "logit_bias"}
     assert defaults.keys() - api_only == generate_options.SAMPLING.keys()
     assert defaults | generate_options.SAMPLING == defaults
+
+
+def test_quantize_describes_the_formats_as_they_are():
+    heads = [format.name for format in FORMATS.values() if format.head_format == "int8"]
+    others = f"int8 with {', '.join(heads)}; {PLAIN} with the others"
+    assert others == quantize_options.HEADS
+    names = {}
+    for format in FORMATS.values():
+        if not format.per_row:
+            names.setdefault(format.group, []).append(format.name)
+    sizes = sorted(names, reverse=True)
+    groups = ", ".join(f"{size} for {' and '.join(names[size])}" for size in sizes)
+    assert groups == quantize_options.GROUPS
+    assert (PLAIN, tuple(FORMATS)) == (model_name.PLAIN, model_name.FORMATS)
+
+
+def test_families_to_train_are_the_scripts_own():
+    source = (ROOT / "scripts" / "train_tiny_moe.py").read_text()
+    (table,) = re.findall(r"^FAMILIES = \{.*?^\}", source, re.MULTILINE | re.DOTALL)
+    assert tuple(re.findall(r'^    "(\w+)": ', table, re.MULTILINE)) == train_options.FAMILIES
 
 
 def test_the_command_line_imports_no_torch():

@@ -1,5 +1,6 @@
 """First use: examples that work, one-line errors with the fix, an answer within seconds."""
 
+import argparse
 import json
 import os
 import re
@@ -19,6 +20,7 @@ from checkpoint import Checkpoint
 from formats import quantizer
 from generate import EMBEDDED
 from models import args_of_checkpoint, build_model
+from scripts import compare_hf
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = sorted(
@@ -306,3 +308,12 @@ def test_an_eager_answer_does_not_load_the_compiler(format, directory, tmp_path)
         [sys.executable, "-c", code, directory], cwd=ROOT, capture_output=True, text=True
     )
     assert run.returncode == 0, run.stderr
+
+
+def test_compare_hf_explains_an_eager_step_that_is_slower():
+    eager, compiled = argparse.Namespace(compile=False), argparse.Namespace(compile=True)
+    slow, fast, none = ({"ms": ms, "peer_ms": 10.0} for ms in (40.0, 4.0, None))
+    why = compare_hf.why_eager_is_slow(slow, eager)
+    assert "copies the chosen experts' weights" in why and "--compile" in why
+    for found, options in ((slow, compiled), (fast, eager), (none, eager)):
+        assert compare_hf.why_eager_is_slow(found, options) == ""

@@ -1,153 +1,21 @@
 """scripts/download.py and prepare.sh against a local Hub: real client, HTTP and error classes."""
 
 import errno
-import hashlib
 import json
-import os
-import re
 import shutil
-import subprocess
 import sys
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 
 import huggingface_hub
 import pytest
 import torch
+from hub_server import FILES, REPO, ROOT, UNWANTED, Handler, run_script
 from huggingface_hub.errors import HTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
 from safetensors.torch import load_file, save
 
+import hub.client as script
 from checkpoint import Checkpoint
-from scripts import download as script
-from scripts.download import main, wanted
-
-ROOT = Path(__file__).parents[1]
-REPO = "someone/tiny-moe"
-FILES = {
-    "config.json": b'{"model_type": "mixtral"}',
-    "generation_config.json": b"{}",
-    "tokenizer.json": b'{"version": "1.0"}',
-    "chat_template.jinja": b"{{ messages }}",
-    "model.safetensors.index.json": b'{"weight_map": {}}',
-    "model-00001-of-00002.safetensors": bytes(range(256)) * 8000,
-    "model-00002-of-00002.safetensors": b"second" * 1000,
-}
-UNWANTED = {
-    "README.md": b"# read me",
-    "consolidated.safetensors": b"a second copy",
-    "consolidated.00.pt": b"pickle",
-    "pytorch_model-00001-of-00001.bin": b"pickle",
-    "original/model.safetensors": b"a third copy",
-    "onnx/config.json": b"{}",
-    "training_args.bin": b"pickle",
-}
-COMMIT = "c" * 40
-
-
-class Hub(ThreadingHTTPServer):
-    """Serves one repository as the Hub does.
-
-    requests: a log of (method, file, Range). fail: (method, file) -> (status, X-Error-Code).
-    drops: how often the first shard's connection will still break off.
-    """
-
-    def __init__(self):
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.files, self.requests, self.fail, self.drops = FILES | UNWANTED, [], {}, 0
-        self.url = f"http://127.0.0.1:{self.server_address[1]}"
-
-
-class Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-
-    def log_message(self, *_):
-        pass
-
-    def answer(self, status, body=b"", headers=(), cut=None):
-        self.send_response(status)
-        common = {"Content-Length": len(body), "X-Repo-Commit": COMMIT}
-        for name, value in {**common, **dict(headers)}.items():
-            self.send_header(name, str(value))
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body[:cut])
-        self.close_connection = self.close_connection or cut is not None
-
-    def do_GET(self):
-        path = self.path.partition("?")[0]
-        api = re.fullmatch(f"/api/models/{REPO}(/revision/([^/]+)|/tree/{COMMIT})?", path)
-        file = re.fullmatch(f"/{REPO}/resolve/{COMMIT}/(.+)", path)
-        name = file[1] if file else "api"
-        self.server.requests.append((self.command, name, self.headers.get("Range")))
-        for (method, where), (status, code) in self.server.fail.items():
-            if method == self.command and where == name:
-                return self.answer(status, headers={"X-Error-Code": code} if code else {})
-        if api:
-            return self.answer_api(path, revision=api[2])
-        if not file or name not in self.server.files:
-            code = "EntryNotFound" if file else "RepoNotFound"
-            return self.answer(404, headers={"X-Error-Code": code})
-        return self.answer_file(name)
-
-    def answer_api(self, path, revision):
-        if revision not in (None, "main", "v1", COMMIT):
-            return self.answer(404, headers={"X-Error-Code": "RevisionNotFound"})
-        files = self.server.files
-        if "/tree/" in path:
-            return self.answer(200, json.dumps([self.entry(name) for name in files]).encode())
-        siblings = [{"rfilename": name, "size": len(data)} for name, data in files.items()]
-        info = {"id": REPO, "sha": COMMIT, "siblings": siblings}
-        return self.answer(200, json.dumps(info).encode())
-
-    def answer_file(self, name):
-        data, cut = self.server.files[name], None
-        digest = hashlib.sha256(data).hexdigest()
-        headers = {"ETag": f'"{digest}"', "Accept-Ranges": "bytes"}
-        start = int(self.headers.get("Range", "bytes=0-")[6:].partition("-")[0])
-        if start:
-            headers["Content-Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"
-        if self.command == "GET" and name.startswith("model-00001") and self.server.drops:
-            self.server.drops -= 1
-            cut = 500_000
-        return self.answer(206 if start else 200, data[start:], headers, cut)
-
-    do_HEAD = do_GET
-
-    def entry(self, name):
-        data = self.server.files[name]
-        digest = hashlib.sha1(data).hexdigest()
-        entry = {"type": "file", "path": name, "size": len(data), "oid": digest}
-        if name.endswith(".safetensors"):
-            digest = hashlib.sha256(data).hexdigest()
-            entry["lfs"] = {"oid": digest, "size": len(data), "pointerSize": 130}
-        return entry
-
-
-@pytest.fixture
-def hub(monkeypatch):
-    server = Hub()
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
-    thread.start()
-    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", server.url)
-    template = server.url + "/{repo_id}/resolve/{revision}/{filename}"
-    monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-    yield server
-    server.shutdown()
-    server.server_close()
-    thread.join()
-
-
-def run_script(hub, *program, cwd):
-    """Run a script in a process of its own, with the local Hub."""
-    environment = {
-        key: value for key, value in os.environ.items() if not key.startswith(("HF_", "HUGGING"))
-    }
-    environment |= {"HF_ENDPOINT": hub.url, "HF_HOME": str(cwd / "home"), "PYTHONPATH": str(ROOT)}
-    environment |= {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        program, cwd=cwd, env=environment, capture_output=True, text=True, timeout=200
-    )
+from hub.client import wanted
+from scripts.download import main
 
 
 def command(hub, *arguments, cwd):
@@ -379,33 +247,29 @@ def test_prepare_quantizes_a_model_of_the_hub_and_resumes(hub, tmp_path, make_fa
     assert broken.returncode == 2 and broken.stdout == "" and broken.stderr.count("error: ") == 1
     assert not list(tmp_path.glob("checkpoints/*/*/model_*"))
     hub.fail.clear()
-    run = prepare(hub, REPO, "int8", cwd=tmp_path)
-    directory = f"checkpoints/{REPO}/model_int8"
-    assert run.returncode == 0 and run.stdout == directory + "\n", run.stderr
-    assert Checkpoint(tmp_path / directory).format["name"] == "int8"
-    hub.requests.clear()
+    for mode in ("bf16", "int8"):
+        run = prepare(hub, REPO, mode, cwd=tmp_path)
+        directory = f"checkpoints/{REPO}/model_{mode}"
+        assert run.returncode == 0 and run.stdout == directory + "\n", run.stderr
+        assert Checkpoint(tmp_path / directory).format["name"] == mode
+        hub.requests.clear()
     before = contents(tmp_path / "checkpoints")
-    for mode in ("int8", "bf16"):
-        again = prepare(hub, REPO, mode, cwd=tmp_path)
-        assert again.stdout == f"checkpoints/{REPO}/model_{mode}\n"
-        assert "is there already" in again.stderr
+    again = prepare(hub, REPO, "int8", cwd=tmp_path)
+    assert again.stdout == directory + "\n" and "is there already" in again.stderr
     assert not hub.requests and contents(tmp_path / "checkpoints") == before
-    shutil.rmtree(tmp_path / directory)  # quantizing again needs no download
-    assert prepare(hub, REPO, "int8", cwd=tmp_path).returncode == 0 and not hub.requests
-    assert contents(tmp_path / "checkpoints") == before
     shutil.rmtree(tmp_path / directory)  # a damaged source is not quantized
     damaged = tmp_path / "checkpoints" / REPO / "model_bf16/layer_00.safetensors"
     data = damaged.read_bytes()
     damaged.write_bytes(data[:-1] + bytes((data[-1] ^ 1,)))
     refused = prepare(hub, REPO, "int8", cwd=tmp_path)
     assert refused.returncode == 2 and "checksum" in refused.stderr
-    assert not (tmp_path / directory).exists()
+    assert not (tmp_path / directory).exists() and not hub.requests
 
 
 @pytest.mark.slow
 def test_prepare_keeps_published_fp8(hub, tmp_path, fp8_directory):
     hub.files = files_of(fp8_directory)
-    for message in ("convert: ", "is there already"):
+    for message in (" to download, ", "is there already"):
         run = prepare(hub, REPO, cwd=tmp_path)
         assert run.stdout == f"checkpoints/{REPO}/model_fp8b\n", run.stderr
         assert message in run.stderr
@@ -436,7 +300,7 @@ def test_prepare_keeps_published_mxfp4(hub, tmp_path, make_family):
     assert Checkpoint(tmp_path / directory).format["name"] == "mxfp4"
     assert "is there already" in run.stderr
     refused = prepare(hub, REPO, "int8", cwd=tmp_path)
-    assert refused.returncode == 2 and "is quantised already (mxfp4)" in refused.stderr
+    assert refused.returncode == 2 and "is quantized already (mxfp4)" in refused.stderr
 
 
 @pytest.mark.parametrize(

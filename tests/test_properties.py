@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub import HfApi
 from huggingface_hub.utils import validate_repo_id
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -131,7 +132,7 @@ def alone(monkeypatch, few_threads):
         "getaddrinfo",
         lambda host, port, **kinds: resolve(host, port, flags=socket.AI_NUMERICHOST, **kinds),
     )
-    monkeypatch.setattr(download.HfApi, "model_info", repository)
+    monkeypatch.setattr(HfApi, "model_info", repository)
     monkeypatch.setattr(download, "snapshot_download", lambda *_, **__: None)
     monkeypatch.setattr(plot_experts, "draw", lambda r, l, path: plot_experts.save(Figure(), path))
     monkeypatch.setitem(sys.modules, "matplotlib", types.ModuleType("matplotlib"))

@@ -28,6 +28,7 @@ SCRIPTS = (
     "scripts/study_offload.py",
     "scripts/plot_experts.py",
     "scripts/compare_hf.py",
+    "scripts/capture_page.py",
     "benchmarks/all_reduce.py",
 )
 

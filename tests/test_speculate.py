@@ -521,7 +521,9 @@ def test_a_chat_continues_from_the_cache(command):
     for options in drafts_of_each_kind():
         code, text, errors = command(*common, *options, text=lines)
         assert code == 0 and text == expected
-        assert re.findall(r"prompt (\d+)", errors) == re.findall(r"prompt (\d+)", plain)
+        used = r"(\d+) tokens?(?: at [\d.,]+/s)?, context ([\d,]+) of"
+        assert len(re.findall(used, plain)) == 4
+        assert re.findall(used, errors) == re.findall(used, plain)
 
 
 def test_mistakes_are_refused_before_weights_are_read(command, make_family, monkeypatch):

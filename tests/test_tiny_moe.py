@@ -33,8 +33,8 @@ from tokenizer import load_tokenizer
 ROOT = Path(__file__).parents[1]
 WINDOW = 2048
 LAST_LINE = (
-    r"first token [\d.]+ s, prompt \d+ tokens at [\d.]+/s, new \d+ tokens at [\d.]+/s, "
-    r"[\d.]+ GB a token, [\d.]+ GB/s, peak [\d.]+ GB"
+    r"\d+ prompt tokens at [\d.,]+/s, first token after [\d.]+ m?s, "
+    r"\d+ new tokens at [\d.,]+/s, reads [\d.]+ MB/token, [\d.]+ [MG]B/s, peak memory \d+ MB"
 )
 
 
@@ -167,8 +167,8 @@ def test_interactive_keeps_and_forgets(cache, directory):
     arguments = ("--interactive", "--temperature", "0", "--max_new_tokens", "8", "--ignore_eos")
     run = command(cache, *arguments, text="import os\nimport sys\n/reset\nimport os\n/exit\n")
     assert run.returncode == 0, run.stderr
-    prompts = [int(n) for n in re.findall(r"prompt (\d+) tokens", run.stderr)]
-    assert len(prompts) == 3 and prompts[1] > prompts[0] + 8 and prompts[2] == prompts[0]
+    used = [int(n) for n in re.findall(r"context (\d+) of", run.stderr)]
+    assert len(used) == 3 and used[1] > used[0] + 8 and used[2] == used[0]
     once = command(cache, *arguments, text="import os\n").stdout
     assert run.stdout.startswith(once) and run.stdout.endswith(once)
 
@@ -249,7 +249,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(cache, directory):
     finally:
         process.kill()
     assert process.returncode == 0
-    (count,) = re.findall(rb"new (\d+) tokens", errors)
+    (count,) = re.findall(rb"(\d+) tokens?(?: at [\d.]+/s)?, context", errors)
     assert 0 < int(count) < 4000
 
 

@@ -1,0 +1,96 @@
+"""serve.py's options."""
+
+import argparse
+import os
+import re
+
+from cli.options import (
+    add_checkpoint_path,
+    add_compile,
+    add_hub_options,
+    add_model_options,
+    add_offload,
+    check_checkpoint_path,
+    check_counts,
+    check_model_options,
+)
+from cli.parser import Parser
+from cli.startup import require_extra
+
+LOCAL_HOSTS = "127.0.0.1", "localhost", "::1"  # addresses that need no API key
+MAX_BATCH = 64
+PACKAGES = "fastapi", "uvicorn", "pydantic", "prometheus_client", "llguidance"
+
+
+def build_parser() -> Parser:
+    parser = Parser(
+        "Serve a converted checkpoint by OpenAI's API, with a chat page at /.",
+        (
+            "python serve.py --checkpoint_path checkpoints/OWNER/NAME/model_bf16 --compile",
+            "python serve.py --checkpoint_path DIR --host 0.0.0.0 --max_queue 32",
+            "python serve.py --checkpoint_path DIR --offload --gpu_memory 16GB --prefetch 2",
+        ),
+    )
+    add = parser.add_argument
+    parser.begin_group("usual options", "most users need no others")
+    add_checkpoint_path(parser)
+    host = "address to listen on; addresses that others can reach need --api_key (127.0.0.1)"
+    add("--host", default="127.0.0.1", help=host)
+    add("--port", type=int, default=8000, help="port to listen on; 0: any free port (8000)")
+    key = "key that clients must send; better as $MOE_FAST_API_KEY: ps shows options to all"
+    add("--api_key", metavar="KEY", help=key)
+    add_compile(parser)
+    add_offload(parser)
+    length = "maximum tokens of prompt and answer; default: the model's, or what memory holds"
+    parser.add_number("--max_seq_len", length)
+    batch = "answers decoded side by side (8; on a CPU 16; with --offload 1)"
+    parser.add_number("--max_batch", batch)
+    parser.begin_group("requests", "what the server accepts")
+    queue = "queue length; when it is full, requests get status 429 (256)"
+    parser.add_number("--max_queue", queue, 256)
+    body = "largest request body (4 MiB)"
+    add("--max_body", type=int, default=4 << 20, metavar="BYTES", help=body)
+    limit = "maximum seconds from a request's arrival to its end (600)"
+    add("--time_limit", type=float, default=600.0, metavar="S", help=limit)
+    origin = "origin of web pages that may use the API, such as http://localhost:3000"
+    add("--cors_origin", metavar="URL", help=origin)
+    add_hub_options(parser)
+    add_model_options(parser)
+    return parser
+
+
+def check_options(options: argparse.Namespace) -> None:
+    """Check options, and read $MOE_FAST_API_KEY.
+
+    Raises ValueError for invalid combinations, and for missing packages.
+    """
+    check_model_options(options)
+    check_checkpoint_path(options)
+    check_counts(options, "max_queue", "max_body", "max_seq_len")
+    check_counts(options, "max_batch", most=MAX_BATCH)
+    if options.offload and (options.max_batch or 1) > 1:
+        raise ValueError(f"--max_batch {options.max_batch}: with --offload it must be 1")
+    if options.cors_origin is not None:
+        check_origin(options.cors_origin)
+    if not 0 <= options.port < 65536:
+        raise ValueError(f"--port {options.port}: it must be from 0 to 65535")
+    if not options.time_limit > 0:
+        raise ValueError(f"--time_limit {options.time_limit}: it must be above 0")
+    if options.api_key is None:
+        options.api_key = os.environ.get("MOE_FAST_API_KEY")
+    key = options.api_key
+    if key is not None and (not key.isascii() or not key.strip()):
+        raise ValueError("--api_key: it must be ASCII text, and not empty")
+    if options.host not in LOCAL_HOSTS and key is None:
+        raise ValueError(
+            f"--host {options.host} can be reached by others: add --api_key, or listen on 127.0.0.1"
+        )
+    require_extra("a server needs FastAPI and uvicorn", "serve", *PACKAGES)
+
+
+def check_origin(text: str) -> None:
+    """Raise ValueError unless a text is an origin as browsers send it."""
+    if not re.fullmatch(r"https?://[^/\s*]+|\*", text):
+        raise ValueError(
+            f"--cors_origin {text!r:.80}: it must be as http://localhost:3000, without a path"
+        )

@@ -1,0 +1,54 @@
+"""generate.py --list and --remove. Imports no torch."""
+
+import argparse
+import sys
+
+from cli.model_name import models_folder, parse_model_name
+from hub.disk import find_stored, in_gb, remove_stored, stored_models, table
+
+
+def manage(options: argparse.Namespace) -> int:
+    """Do what --list or --remove asks for; return the exit code.
+
+    Raises ValueError for a model that is not there, and if nobody can be asked.
+    """
+    if options.list:
+        print_models()
+        return 0
+    found = find_stored(parse_model_name(options.remove))
+    total = in_gb(sum(model.bytes for model in found))
+    lines = (f"  {model.paths[0] if len(model.paths) == 1 else model.folder}" for model in found)
+    shown = "\n".join(
+        f"{line} ({model.format}, {in_gb(model.bytes)})"
+        for line, model in zip(lines, found, strict=True)
+    )
+    if not options.yes and not confirm(f"{shown}\nremove {total}? [y/N] "):
+        print("nothing was removed", file=sys.stderr)
+        return 1
+    for model in found:
+        remove_stored(model)
+    print(f"removed {options.remove}: {total}", file=sys.stderr)
+    return 0
+
+
+def manage_and_exit(options: argparse.Namespace) -> None:
+    """`manage`, then end the process, if the options ask for that: before torch is imported."""
+    if options.list or options.remove:
+        raise SystemExit(manage(options))
+
+
+def print_models() -> None:
+    """Print the models on disk, and how to get one if there is none."""
+    if models := stored_models():
+        print(table(models))
+        return
+    get = "generate.py --model OWNER/NAME[:FORMAT] downloads one"
+    print(f"no models in {models_folder()}; {get}", file=sys.stderr)
+
+
+def confirm(question: str) -> bool:
+    """Ask on the terminal. Raises ValueError if stdin is none."""
+    if not sys.stdin.isatty():
+        raise ValueError("--remove asks first, and stdin is no terminal: add --yes")
+    print(question, end="", file=sys.stderr, flush=True)
+    return sys.stdin.readline().strip().lower() in ("y", "yes")

@@ -1,0 +1,366 @@
+"""The chat in a terminal: commands, several lines, history, saved conversations."""
+
+import argparse
+import json
+import os
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pexpect
+import pytest
+
+import cli.terminal
+from cli.chat import (
+    COMMANDS,
+    Chat,
+    Conversation,
+    greeting,
+    is_conversation,
+    load_messages,
+    save_messages,
+    split_command,
+)
+from cli.report import format_statistics, format_turn, in_bytes
+from cli.terminal import LineReader, read_message
+
+ROOT = Path(__file__).parents[1]
+USER = {"role": "user", "content": "import os"}
+ANSWER = {"role": "assistant", "content": "\nimport sys\u2026"}
+SYSTEM = {"role": "system", "content": "Python"}
+OPTIONS = "--interactive", "--temperature", "0", "--max_new_tokens", "6", "--ignore_eos"
+
+
+# Messages -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("typed", "messages"),
+    (
+        (["one", "two"], ["one", "two"]),
+        (["one\\", "two\\", "three", "four"], ["one\ntwo\nthree", "four"]),
+        (["one\\"], ["one"]),  # the input ends there
+        (['"""one', "  two", '"""', "three"], ["one\n  two", "three"]),
+        (['"""one two"""', "three"], ["one two", "three"]),
+        (['"""', "one", '  two"""'], ["one\n  two"]),
+        (['"""', "one"], ["one"]),  # the input ends inside
+        (['x = """', "one"], ['x = """', "one"]),
+    ),
+)
+def test_messages_of_several_lines(typed, messages):
+    lines = iter(typed)
+    found = []
+    while (message := read_message(lambda prompt: next(lines, None))) is not None:
+        found.append(message)
+    assert found == messages
+
+
+@pytest.mark.parametrize(
+    ("typed", "found"),
+    (
+        ("/retry", ("/retry", "")),
+        ("/retry ", ("/retry", "")),
+        ("/system Be brief.\nAnd kind.", ("/system", "Be brief.\nAnd kind.")),
+        ("/system", ("/system", "")),
+        ("/save a b.json", ("/save", "a b.json")),
+        (" /retry", ("", " /retry")),
+        ("/usr/bin is a folder", ("", "/usr/bin is a folder")),
+        ("a /retry", ("", "a /retry")),
+        ("/", ("", "/")),
+        ("/retry it", ("/help", "")),
+        ("/sav x", ("/help", "")),
+        ("/save", ("/help", "")),
+    ),
+)
+def test_commands_and_text(typed, found):
+    assert split_command(typed) == found
+
+
+def test_a_conversation():
+    conversation = Conversation("Python")
+    assert conversation.messages == [SYSTEM] and conversation.retract() is None
+    conversation.add("import os", ANSWER["content"])
+    assert conversation.messages == [SYSTEM, USER, ANSWER]
+    assert conversation.retract() == "import os" and conversation.messages == [SYSTEM]
+    conversation.add("x", "y")
+    conversation.set_system("C")
+    assert conversation.messages == [{"role": "system", "content": "C"}]
+    conversation.load([USER, ANSWER])
+    conversation.reset()
+    assert conversation.messages == []
+    conversation.load([SYSTEM, USER, ANSWER])
+    conversation.reset()
+    assert conversation.messages == [SYSTEM]
+    conversation.set_system("")
+    assert conversation.messages == []
+
+
+# Files --------------------------------------------------------------------------------------------
+
+
+def test_a_conversation_is_saved_and_loaded(tmp_path):
+    path = tmp_path / "chat.json"
+    save_messages([SYSTEM, USER, ANSWER], path)
+    assert load_messages(path) == json.loads(path.read_text()) == [SYSTEM, USER, ANSWER]
+    save_messages([USER], path)
+    assert load_messages(path) == [USER]
+    save_messages([{**USER, "content": "\udc80"}], path)  # a byte of the terminal that is no text
+    assert load_messages(path)[0]["content"] == "\udc80"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    (
+        (b"{", "is not JSON"),
+        (b"\xff", "is not UTF-8 text"),
+        (b'{"messages": []}', "holds no conversation"),
+        (b'[{"role": "tool", "content": "x"}]', "holds no conversation"),
+        (b'[{"role": "user", "content": 1}]', "holds no conversation"),
+        (b'[{"role": "user", "content": "x"}, {"role": "system", "content": "y"}]', "holds no"),
+        (b"[" * 100_000, "is not JSON"),
+    ),
+)
+def test_bad_files_are_refused(tmp_path, data, message):
+    path = tmp_path / "chat.json"
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match=message):
+        load_messages(path)
+    with pytest.raises(ValueError, match="holds no conversation: give another name"):
+        save_messages([USER], path)
+    assert path.read_bytes() == data
+
+
+def test_places_that_are_no_file_are_refused(tmp_path):
+    os.mkfifo(tmp_path / "fifo")
+    for path in (tmp_path, tmp_path / "none", tmp_path / "fifo", Path("a" * 300)):
+        with pytest.raises(ValueError):
+            load_messages(path)
+    for path in (tmp_path, tmp_path / "no" / "x", tmp_path / "fifo", Path("a" * 300)):
+        with pytest.raises(ValueError):
+            save_messages([USER], path)
+    assert not is_conversation({}) and is_conversation([])
+
+
+# Words --------------------------------------------------------------------------------------------
+
+
+def test_figures_have_units():
+    counts = (0, 49_152, 8.43e6, 99.96e6, 999e6, 1e9, 25.53e9, 463.2e9)
+    shown = ["0 kB", "49 kB", "8.43 MB", "100 MB", "999 MB", "1 GB", "25.5 GB", "463 GB"]
+    assert [in_bytes(count) for count in counts] == shown
+    result = {
+        "prompt_tokens": 1204,
+        "new_tokens": 200,
+        "ttft_s": 0.0312,
+        "prefill_tok_s": 38590.2,
+        "decode_tok_s": 152.91,
+        "bytes_per_token": 25_530_000_000,
+        "gb_s": 3903.1,
+        "peak_bytes": 96_200_000_000,
+    }
+    assert format_statistics(result) == (
+        "1,204 prompt tokens at 38,590/s, first token after 31.2 ms, 200 new tokens at 152.9/s, "
+        "reads 25.5 GB/token, 3,903 GB/s, peak memory 96.2 GB"
+    )
+    turn = format_turn(result, 1404, 4096)
+    assert turn == "200 tokens at 152.9/s, context 1,404 of 4,096, first token after 31.2 ms"
+    one = result | {"decode_tok_s": None, "gb_s": None, "prefill_tok_s": None, "new_tokens": 1}
+    assert "None" not in format_statistics(one) and "1 token, context" in format_turn(one, 1, 2)
+    copied = {"hit_ratio": 0.8512, "guessed_ratio": 0.93, "bytes_moved_per_token": 3e8}
+    line = format_statistics(result | {"offload": copied, "speculation": {"tokens_per_pass": 2.5}})
+    assert line.endswith(
+        "2.50 tokens/pass, expert cache hits 85%, with prefetches 93%, copies 300 MB/token"
+    )
+    none = dict.fromkeys(copied)
+    assert format_statistics(result | {"offload": none}) == format_statistics(result)
+
+
+def test_the_greeting():
+    line = "Qwen3-30B-A3B in int4, context of 4,096 tokens; /help lists commands, /exit ends"
+    assert greeting("Qwen3-30B-A3B", "int4", 4096, True) == line
+    assert greeting("tiny-moe-0123abcd", "bf16", 64, False).splitlines()[1].startswith("This model")
+
+
+# A conversation with a stand-in for a model that has a template -----------------------------------
+
+
+@dataclass(frozen=True)
+class Seed:
+    seed: int | None = None
+
+
+class Parrot:
+    """A session, a tokenizer and `generate` in one; answers with the number of the question."""
+
+    max_seq_len, has_chat_template, stop_ids = 40, True, (0,)
+
+    def __init__(self):
+        self.asked, self.ids, self.seeds = [], [[1, 0]], []
+
+    def chat(self, messages: list[dict]) -> list[int]:
+        if messages[-1]["content"] == "bad":
+            raise ValueError("the template says no")
+        self.asked.append(messages)
+        return [1] * sum(len(message["content"]) for message in messages)
+
+    def encode(self, text: str, bos: bool = True) -> list[int]:
+        return [1] * len(text)
+
+    def generate(self, prompt, max_new_tokens, sampling, on_text, on_reasoning, **options) -> dict:
+        self.seeds.append(sampling.seed)
+        on_reasoning("hidden")
+        on_text(str(len(self.asked)))
+        return {
+            "text": str(len(self.asked)),
+            "prompt_tokens": len(prompt),
+            "new_tokens": 1,
+            "ttft_s": 1.5,
+            "decode_tok_s": None,
+        }
+
+
+@pytest.fixture
+def parrot() -> Parrot:
+    return Parrot()
+
+
+@pytest.fixture
+def talk(parrot) -> Chat:
+    options = argparse.Namespace(system="Python", max_new_tokens=5, stop=[], ignore_eos=False)
+    return Chat(parrot.generate, parrot, parrot, options, Seed(7))
+
+
+def test_a_chat_with_a_template(parrot, talk, capsys):
+    talk.handle("", "one")
+    talk.handle("", "two")
+    system, one, two = SYSTEM, {**USER, "content": "one"}, {**USER, "content": "two"}
+    first = {"role": "assistant", "content": "1"}
+    assert parrot.asked == [[system, one], [system, one, first, two]]
+    out, err = capsys.readouterr()
+    assert out == "hidden\n\n1\nhidden\n\n2\n"
+    assert err.splitlines()[0] == "1 token, context 10 of 40, first token after 1.5 s"
+    talk.handle("/retry", "")
+    assert parrot.asked[2] == parrot.asked[1] and parrot.seeds == [7, 7, 8]
+    assert talk.conversation.messages[-1]["content"] == "3"
+    kept = list(talk.conversation.messages)
+    talk.handle("", "bad")
+    talk.handle("", "x" * 40)
+    assert talk.conversation.messages == kept
+    err = capsys.readouterr().err
+    assert "error: the template says no" in err
+    assert "the message does not fit the context of 40 tokens: /reset starts anew" in err
+    talk.handle("/system", "C")
+    talk.handle("", "one")
+    assert parrot.asked[-1] == [{"role": "system", "content": "C"}, one]
+    talk.handle("/load", [one, {**first, "content": "9"}])
+    talk.handle("/retry", "")
+    assert parrot.asked[-1] == [one]
+    talk.handle("/load", [{"role": "user", "content": "bad"}])
+    talk.handle("/retry", "")
+    assert talk.conversation.messages == [{"role": "user", "content": "bad"}]
+
+
+def test_other_ranks_print_and_write_nothing(talk, tmp_path, capsys):
+    talk.silent = True
+    for name, text in (("", "one"), ("/save", str(tmp_path / "x")), ("/retry", "")):
+        talk.handle(name, text)
+    assert capsys.readouterr() == ("", "") and not list(tmp_path.iterdir())
+
+
+# Terminals ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict[str, str]:
+    root = tmp_path_factory.mktemp("home")
+    return {"XDG_CACHE_HOME": str(root / "cache"), "XDG_STATE_HOME": str(root / "state")}
+
+
+@pytest.fixture
+def start(folders, tmp_path):
+    """Start a chat in a pseudo-terminal, wait for its first prompt."""
+    children = []
+
+    def spawn(*arguments: str) -> pexpect.spawn:
+        environment = os.environ | folders | {"TERM": "dumb", "OMP_NUM_THREADS": "1"}
+        line = [str(ROOT / "generate.py"), *OPTIONS, *arguments]
+        child = pexpect.spawn(
+            sys.executable, line, env=environment, cwd=tmp_path, timeout=120, encoding="utf-8"
+        )
+        child.setwinsize(50, 200)
+        children.append(child)
+        child.expect("\n> ")
+        return child
+
+    yield spawn
+    for child in children:
+        child.close(force=True)
+
+
+def send(child: pexpect.spawn, line: str) -> str:
+    """Type a line; return what is printed until the next prompt."""
+    child.sendline(line)
+    child.expect("\n> ")
+    return child.before
+
+
+def test_a_chat_in_a_terminal(start, folders, tmp_path):
+    child = start()
+    assert re.search(r"tiny-moe in bf16, context of 4,096 tokens; /help", child.before)
+    assert "This model has no chat template: it only continues your text." in child.before
+    assert "/system TEXT" in send(child, "/help")
+    first = send(child, "import os")
+    assert re.search(r"6 tokens at [\d.,]+/s, context \d+ of 4,096, first token after", first)
+    assert "2 messages written to" in send(child, "/save chat.json")
+    again = send(child, "/retry")
+    answers = first.split("import os", 1)[1], again.split("/retry", 1)[1]
+    assert answers[0].split("6 tokens")[0] == answers[1].split("6 tokens")[0]
+    assert "peak memory" in send(child, "/stats")
+    assert "no file" in send(child, "/load nothing.json")
+    assert "there is no command /zzz" in send(child, "/zzz")
+    send(child, "/reset")
+    assert "no message to answer" in send(child, "/retry")
+    assert "2 messages" in send(child, "/load chat.json")
+    assert [m["role"] for m in load_messages(tmp_path / "chat.json")] == ["user", "assistant"]
+    child.sendline("/quit")
+    child.expect(pexpect.EOF)
+    child.close()
+    assert child.exitstatus == 0
+    history = Path(folders["XDG_STATE_HOME"]) / "moe-fast" / "chat_history"
+    assert "import os\n" in history.read_text() and history.stat().st_mode & 0o777 == 0o600
+
+    child = start()  # Up brings the last line of the chat before, Ctrl-A and Ctrl-K edit it
+    child.send("\x1b[A")
+    child.expect("/quit")
+    child.send("\x01\x0bimport re\\\r")
+    child.expect(r"\. ")
+    child.send("import sy\t")
+    child.send("s\r")
+    child.expect("context")
+    child.expect("\n> ")
+    child.sendintr()
+    child.expect("/exit ends")
+    child.send("/res\t\r")  # completed to /reset
+    child.expect("/reset")
+    child.expect("\n> ")
+    assert "no message to answer" in send(child, "/retry")
+    child.sendeof()
+    child.expect(pexpect.EOF)
+    child.close()
+    assert child.exitstatus == 0
+
+
+def test_the_history_is_bounded_and_may_be_missing(tmp_path, monkeypatch, caplog):
+    assert set(COMMANDS) >= {"/help", "/system", "/save", "/load", "/retry", "/stats", "/exit"}
+    monkeypatch.setattr(cli.terminal, "readline", None)
+    assert not LineReader(COMMANDS).edits
+    pytest.importorskip("readline")
+    monkeypatch.undo()
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
+    reader = LineReader(COMMANDS)
+    reader.open_history()
+    assert reader.history is None and "history is not kept" in caplog.text
+    assert cli.terminal.MAX_HISTORY == 1000

@@ -1,0 +1,584 @@
+"""Models of the Hub by name, against a local Hub: made while downloaded, listed, removed."""
+
+import errno
+import io
+import json
+import logging
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hub_server import REPO, ROOT, environment
+from safetensors.torch import load_file, save
+
+import eval
+import generate
+import quantize
+import serve
+from checkpoint import Checkpoint
+from cli import model_name
+from cli.model_name import ModelName, check_format, parse_model_name
+from cli.resumable import ResumableDirectory, partial_path
+from formats import FORMATS, PLAIN
+from formats.quantizer import plan_format
+from generate import EMBEDDED
+from hub import prepare as script
+from hub import shards
+from hub.disk import stored_models
+from hub.prepare import Settings, prepare
+from models import args_of_checkpoint, build_model
+from models.converter import convert
+
+NAME = ModelName(REPO)
+INT8 = ModelName(REPO, "int8")
+QUIET = Settings(progress=False)
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch) -> Path:
+    """Run every test in a folder of its own; return the model's folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("MOE_FAST_CHECKPOINTS", raising=False)
+    return tmp_path / "checkpoints" / REPO
+
+
+@pytest.fixture
+def source(hub, make_family) -> Path:
+    """Put a tiny model on the Hub, in ten shards; return its directory."""
+    return put_on_hub(hub, make_family("mixtral").hf_directory)
+
+
+def put_on_hub(hub, directory: Path) -> Path:
+    files = (path for path in directory.iterdir() if path.is_file())
+    hub.files = {path.name: path.read_bytes() for path in files}
+    return directory
+
+
+def expected(source: Path, target: Path, mode: str | None = None) -> Checkpoint:
+    """Convert and quantize a directory in two steps."""
+    target.mkdir()
+    plain = convert(source, target / "plain", progress=False)
+    if mode is None:
+        return Checkpoint(plain)
+    opened = Checkpoint(plain)
+    model = build_model(args_of_checkpoint(opened))
+    format = plan_format(model, *script.roles(ModelName(REPO, mode)), dtype="bf16")
+    model = build_model(args_of_checkpoint(opened))
+    made = script.quantize(opened, format, model, target / "packed", progress=False)
+    return Checkpoint(made)
+
+
+def assert_same(made: Path, other: Checkpoint) -> None:
+    """Compare two checkpoints: args, format, and the checksum of every file."""
+    checkpoint = Checkpoint(made)
+    checkpoint.verify(progress=False)
+    assert (checkpoint.args, checkpoint.format) == (other.args, other.format)
+    assert checkpoint.files == other.files
+
+
+def downloads(hub) -> list[str]:
+    """Return the weights that were downloaded, headers aside."""
+    names = [name for method, name, part in hub.requests if method == "GET" and part is None]
+    return [name for name in names if name.endswith(".safetensors")]
+
+
+def weights(hub) -> list[str]:
+    return sorted(name for name in hub.files if name.endswith(".safetensors"))
+
+
+def command(module, monkeypatch, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", [f"{module.__name__}.py", *map(str, arguments)])
+    return module.main()
+
+
+def error_of(module, monkeypatch, capsys, *arguments) -> str:
+    """Run a command that fails as a user's mistake does: one line, code 2; return the line."""
+    capsys.readouterr()
+    try:
+        assert command(module, monkeypatch, *arguments) == 2
+    except SystemExit as ended:
+        assert ended.code == 2
+    out, err = capsys.readouterr()
+    lines = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert out == "" and len(lines) == 1 and err.rstrip().endswith(lines[0]), err
+    return lines[0]
+
+
+# Names --------------------------------------------------------------------------------------------
+
+
+def test_formats_are_those_that_there_are():
+    assert tuple(FORMATS) == model_name.FORMATS and model_name.PLAIN == PLAIN
+    published = {PLAIN, *(f.name for f in FORMATS.values() if f.name in ("mxfp4", "fp8b"))}
+    assert set(model_name.PUBLISHED) == published
+
+
+@pytest.mark.parametrize(
+    ("text", "parsed", "roles", "canonical"),
+    (
+        ("Qwen/Qwen3-30B-A3B", ("Qwen/Qwen3-30B-A3B", None), ("bf16", "bf16"), None),
+        ("Qwen/Qwen3-30B-A3B:int4", ("Qwen/Qwen3-30B-A3B", "int4"), ("int4", "int4"), "int4"),
+        ("a/b_1.c:hqq4-hqq2", ("a/b_1.c", "hqq4-hqq2"), ("hqq4", "hqq2"), "hqq4-hqq2"),
+        ("a/b:int4-int4", ("a/b", "int4-int4"), ("int4", "int4"), "int4"),
+        ("a/b:mxfp4", ("a/b", "mxfp4"), ("bf16", "mxfp4"), "mxfp4"),
+        ("a/b:bf16-mxfp4", ("a/b", "bf16-mxfp4"), ("bf16", "mxfp4"), "mxfp4"),
+    ),
+)
+def test_names(text, parsed, roles, canonical):
+    name = parse_model_name(text)
+    assert name == parsed and str(name) == text
+    assert script.roles(name) == roles and script.canonical(name).format == canonical
+
+
+@pytest.mark.parametrize(
+    "text",
+    ("name", "a/b/c", "../x", "a/..", "a--b/c", "-a/b", "/etc/passwd", "a/b:", "a/b:x/y"),
+)
+def test_other_names_are_refused(text, hub, monkeypatch, capsys):
+    line = error_of(generate, monkeypatch, capsys, f"--model={text}")
+    assert "give it as OWNER/NAME[:FORMAT]" in line or "after the colon" in line
+    assert not hub.requests and not list(Path.cwd().iterdir())
+
+
+def test_the_options_import_no_torch():
+    code = (
+        "import sys, cli.model_name, cli.resumable, hub.disk, hub.manage; "
+        "sys.exit(sorted({'torch', 'huggingface_hub'} & set(sys.modules)) or 0)"
+    )
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+
+
+# Making a model -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("family", "format"), (("mixtral", "int8"), ("mixtral", "int8-fp8"), ("qwen3_moe", None))
+)
+def test_it_is_what_convert_and_quantize_make(hub, make_family, folder, tmp_path, family, format):
+    source = put_on_hub(hub, make_family(family).hf_directory)
+    made = prepare(ModelName(REPO, format), QUIET)
+    assert made.absolute() == folder / f"model_{format or 'bf16'}"
+    assert_same(made, expected(source, tmp_path / "other", format))
+    assert downloads(hub) and sorted(downloads(hub)) == weights(hub)
+    assert [path.name for path in folder.iterdir()] == [made.name]  # nothing else is left
+    assert json.loads((made / "source.json").read_text())["commit"] == "c" * 40
+    hub.requests.clear()
+    assert prepare(ModelName(REPO, format), QUIET) == made and not hub.requests
+
+
+def test_the_disk_never_holds_the_whole_download(hub, source, folder, monkeypatch, caplog):
+    """And never more than the plan has found."""
+    caplog.set_level(logging.INFO, "moe_fast")
+    held, peaks, total = [], [], sum(len(hub.files[name]) for name in weights(hub))
+    peak_bytes, make = script.Fetch.peak_bytes, script.Fetch.make
+
+    def measured(self, file, names):
+        tensors = make(self, file, names)
+        held.append(sum(path.stat().st_size for path in folder.rglob("*.safetensors")))
+        return tensors
+
+    def recorded(self, written):
+        peaks.append(peak_bytes(self, written))
+        return peaks[-1]
+
+    monkeypatch.setattr(script.Fetch, "make", measured)
+    monkeypatch.setattr(script.Fetch, "peak_bytes", recorded)
+    prepare(INT8, QUIET)
+    assert len(held) == 4 and max(held) < total and max(held) <= peaks[0] < total
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert "to download" in line and "to write as int8" in line and "GB are free" in line
+
+
+def test_a_kept_download_serves_other_formats(hub, source, folder, tmp_path):
+    prepare(INT8, QUIET._replace(keep_download=True))
+    kept = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+    assert kept == hub.files
+    hub.requests.clear()
+    made = prepare(ModelName(REPO, "fp8"), QUIET)
+    assert not downloads(hub)
+    assert_same(made, expected(source, tmp_path / "other", "fp8"))
+    assert {path.name for path in folder.iterdir() if path.is_file()} == set(kept)
+    formats = {model.format for model in stored_models()}
+    assert formats == {"int8", "fp8", "download"}
+
+
+def test_a_kept_download_of_another_version_is_not_used(hub, source, folder, tmp_path):
+    prepare(NAME, QUIET._replace(keep_download=True))
+    old, new = folder / weights(hub)[2], tmp_path / "source"
+    new.mkdir()
+    tensors = {name: tensor * 2 for name, tensor in load_file(old).items()}
+    hub.files[old.name] = save(tensors, {"format": "pt"})
+    assert len(hub.files[old.name]) == old.stat().st_size
+    for name, data in hub.files.items():
+        (new / name).write_bytes(data)
+    (folder / "model_bf16").rename(tmp_path / "aside")
+    hub.requests.clear()
+    assert_same(prepare(INT8, QUIET), expected(new, tmp_path / "other", "int8"))
+    assert downloads(hub) == [old.name] and old.is_file()
+
+
+def test_a_checkpoint_on_disk_is_quantized(hub, source, folder, tmp_path):
+    """The published format serves the others, unless it is damaged."""
+    prepare(NAME, QUIET)
+    hub.requests.clear()
+    assert_same(prepare(INT8, QUIET), expected(source, tmp_path / "other", "int8"))
+    with pytest.raises(ValueError, match=r"remove it first: generate\.py --remove"):
+        prepare(INT8, QUIET._replace(revision="v1"))
+    assert prepare(INT8, QUIET._replace(revision="c" * 40)) and not hub.requests
+
+
+def test_a_quantized_checkpoint_is_not_the_published_one(hub, source, folder):
+    prepare(INT8, QUIET)
+    (folder / "model_int8").rename(folder / "model_fp8b")
+    assert prepare(NAME, QUIET).name == "model_bf16"
+
+
+def test_files_that_are_not_needed_stay_on_the_hub(hub, make_family, folder):
+    """Here a shard of layers for multi-token prediction."""
+    put_on_hub(hub, make_family("glm4_moe").hf_directory)
+    config = json.loads(hub.files["config.json"]) | {"num_nextn_predict_layers": 1}
+    index = json.loads(hub.files["model.safetensors.index.json"])
+    index["weight_map"]["model.layers.3.x"] = "model-00011-of-00011.safetensors"
+    extra = {"model.layers.3.x": torch.zeros(2)}
+    hub.files |= {
+        "config.json": json.dumps(config).encode(),
+        "model.safetensors.index.json": json.dumps(index).encode(),
+        "model-00011-of-00011.safetensors": save(extra),
+    }
+    prepare(INT8, QUIET)
+    assert sorted(downloads(hub)) == weights(hub)[:-1]
+
+
+def test_a_head_beside_tied_embeddings(hub, make_family, folder, tmp_path):
+    """The two are compared, so their files come first."""
+    source = put_on_hub(hub, make_family("qwen3_moe").hf_directory)
+    tensors = {}
+    for path in source.glob("*.safetensors"):
+        tensors |= load_file(path)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    names = sorted(tensors)
+    files = {f"model-0000{i + 1}-of-00003.safetensors": names[i::3] for i in range(3)}
+    del hub.files["model.safetensors.index.json"]
+    hub.files = {name: hub.files[name] for name in hub.files if "safetensors" not in name}
+    hub.files |= {file: save({n: tensors[n] for n in part}) for file, part in files.items()}
+    other = tmp_path / "source"
+    other.mkdir()
+    for name, data in hub.files.items():
+        (other / name).write_bytes(data)
+    assert_same(prepare(NAME, QUIET), expected(other, tmp_path / "other"))
+
+
+# Interruptions ------------------------------------------------------------------------------------
+
+
+def assert_resumes(hub, source, tmp_path, done: set[str]) -> None:
+    """Run again: nothing of `done` is downloaded again, and the result is whole."""
+    hub.requests.clear()
+    made = prepare(INT8, QUIET)
+    assert not done & set(downloads(hub)) and downloads(hub)
+    assert_same(made, expected(source, tmp_path / "other", "int8"))
+    assert not partial_path(made).exists()
+
+
+def test_a_download_that_breaks_off_is_resumed(hub, source, folder, tmp_path, monkeypatch, capsys):
+    last = weights(hub)[7]
+    hub.fail["GET", last] = 403, None
+    monkeypatch.setattr(shards, "HEADERS_AT_ONCE", 1)
+    monkeypatch.setattr(script, "read_headers", lambda *_: headers)
+    hub_fail, hub.fail = hub.fail, {}
+    repository = script.list_files(REPO, None)
+    headers = shards.read_headers(repository, weights(hub), False)
+    hub.fail = hub_fail
+    hub.requests.clear()
+    line = error_of(generate, monkeypatch, capsys, "--model", str(INT8))
+    assert "HTTP status 403" in line and "/tmp" not in line
+    done = set(downloads(hub)) - {last}
+    (left,) = stored_models()
+    assert len(done) >= 6 and (left.complete, left.format) == (False, "int8, incomplete")
+    written = [path.name for path in partial_path(folder / "model_int8").rglob("layer_*")]
+    assert "layer_00.safetensors" in written
+    hub.fail.clear()
+    hub.files["generation_config.json"] = b"{}"  # a new commit, with the same weights
+    assert_resumes(hub, source, tmp_path, done)
+
+
+@pytest.mark.parametrize("number", (signal.SIGINT, signal.SIGKILL))
+def test_a_process_that_ends_is_resumed(hub, source, folder, tmp_path, number):
+    hub.stall = weights(hub)[8]
+    program = [sys.executable, ROOT / "generate.py", "--model", str(INT8), "--prepare_only"]
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    with subprocess.Popen(program, cwd=tmp_path, env=environment(hub, tmp_path), **pipes) as run:
+        assert hub.stalled.wait(60)
+        partial = partial_path(folder / "model_int8")
+        with pytest.raises(ValueError, match="another process is working in"):
+            prepare(INT8, QUIET)
+        run.send_signal(number)
+        out, err = run.communicate(timeout=30)
+    done = set(downloads(hub)) - {hub.stall}
+    hub.stall = None
+    hub.release.set()
+    assert out == "" and partial.is_dir() and "Traceback" not in err
+    if number == signal.SIGINT:
+        assert run.returncode == 130
+        assert err.count("run the same command again to resume") == 1
+    assert_resumes(hub, source, tmp_path, done)
+
+
+def test_parts_of_another_version_are_not_used(hub, source, folder, tmp_path, monkeypatch):
+    make, calls = script.Fetch.make, []
+
+    def broken(self, file, names):
+        calls.append(file)
+        if len(calls) > 2:
+            raise KeyboardInterrupt
+        return make(self, file, names)
+
+    monkeypatch.setattr(script.Fetch, "make", broken)
+    with pytest.raises(KeyboardInterrupt):
+        prepare(INT8, QUIET)
+    assert len(list(partial_path(folder / "model_int8").rglob("layer_*"))) == 2
+    monkeypatch.setattr(script.Fetch, "make", make)
+    other = tmp_path / "source"
+    other.mkdir()
+    for name, data in hub.files.items():
+        tensors = data
+        if name.endswith(".safetensors"):
+            (other / name).write_bytes(data)
+            tensors = save({k: v * 2 for k, v in load_file(other / name).items()})
+        (other / name).write_bytes(tensors)
+    put_on_hub(hub, other)
+    assert_same(prepare(INT8, QUIET), expected(other, tmp_path / "other", "int8"))
+
+
+def test_what_a_killed_process_was_writing_is_written_again(tmp_path):
+    first = ResumableDirectory(tmp_path / "a" / "model_x", {"of": 1})
+    (first.path / "one").write_text("1")
+    first.add({"file": "one", "bytes": 1})
+    (first.path / "two").write_text("2")
+    first.close()
+    again = ResumableDirectory(tmp_path / "a" / "model_x", {"of": 1})
+    assert set(again.files) == {"one"} and [p.name for p in again.path.iterdir()] == ["one"]
+    again.commit()
+    again.close()
+    assert [path.name for path in (tmp_path / "a").iterdir()] == ["model_x"]
+    other = ResumableDirectory(tmp_path / "b" / "model_x", {"of": 2})
+    other.close()
+    assert not (tmp_path / "b").exists()
+
+
+# Errors -------------------------------------------------------------------------------------------
+
+
+def assert_refused(hub, monkeypatch, capsys, model: str, *parts: str) -> None:
+    """Check that a model is refused in one line, before its weights come, and leaves nothing."""
+    line = error_of(generate, monkeypatch, capsys, "--model", model)
+    assert all(part in line for part in parts), line
+    assert not downloads(hub) and not list(Path.cwd().glob("**/*"))
+
+
+def test_a_name_that_is_not_on_the_hub(hub, monkeypatch, capsys):
+    assert_refused(hub, monkeypatch, capsys, "nobody/nothing:int8", "there is no repository nobody")
+
+
+def test_an_architecture_that_is_not_supported(hub, source, monkeypatch, capsys):
+    hub.files["config.json"] = b'{"architectures": ["LlamaForCausalLM"], "model_type": "llama"}'
+    assert_refused(hub, monkeypatch, capsys, REPO, "LlamaForCausalLM", "is not supported")
+    assert {name for _, name, _ in hub.requests} == {"api", "config.json"}
+
+
+def test_a_format_that_is_not_known(hub, source, monkeypatch, capsys):
+    assert_refused(hub, monkeypatch, capsys, f"{REPO}:int5", "int5 is no number format", "int4")
+    assert not hub.requests
+    with pytest.raises(ValueError, match="int5 is no number format"):
+        check_format(ModelName(REPO, "int8-int5"))
+
+
+def test_a_format_of_a_model_that_is_published_in_another(hub, make_family, monkeypatch, capsys):
+    source = put_on_hub(hub, make_family("gpt_oss").hf_directory)
+    config = json.loads((source / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4"}
+    tensors = {}
+    for path in source.glob("*.safetensors"):
+        for name, tensor in load_file(path).items():
+            if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+                tensors[name] = tensor
+                continue
+            experts, width, rows = tensor.shape
+            groups = experts, rows, width // 32
+            tensors[f"{name}_blocks"] = torch.randint(256, (*groups, 16), dtype=torch.uint8)
+            tensors[f"{name}_scales"] = torch.full(groups, 124, dtype=torch.uint8)
+    hub.files = {"model.safetensors": save(tensors), "config.json": json.dumps(config).encode()}
+    for format in ("int8", "bf16"):
+        fix = f"is published in mxfp4, so it is quantized already: leave :{format} out"
+        assert_refused(hub, monkeypatch, capsys, f"{REPO}:{format}", fix)
+    assert prepare(NAME, QUIET).name == "model_mxfp4"
+    assert prepare(ModelName(REPO, "mxfp4"), QUIET).name == "model_mxfp4"
+    for format, fix in (("int8", "is quantized already (mxfp4)"), ("bf16", "leave :bf16 out")):
+        line = error_of(generate, monkeypatch, capsys, "--model", f"{REPO}:{format}")
+        assert fix in line
+
+
+def test_a_damaged_header(hub, source, monkeypatch, capsys):
+    hub.files[weights(hub)[3]] = b"not safetensors" * 9
+    assert_refused(hub, monkeypatch, capsys, REPO, weights(hub)[3], "no header of a safetensors")
+
+
+def test_a_missing_tensor(hub, source, monkeypatch, capsys):
+    shard = weights(hub)[3]
+    hub.files[shard] = save({})
+    assert_refused(hub, monkeypatch, capsys, REPO, f"{REPO}/{shard} lacks")
+
+
+def test_a_disk_that_is_too_small(hub, source, monkeypatch, capsys):
+    monkeypatch.setattr(script, "free_space", lambda directory: 1000)
+    fix = "free some space, or name another folder: MOE_FAST_CHECKPOINTS=DIR"
+    assert_refused(hub, monkeypatch, capsys, REPO, "of disk and 1e-06 GB are free", fix)
+
+
+def test_a_disk_that_fills_up(hub, source, folder, tmp_path, monkeypatch, capsys):
+    fetch_file, full = shards.fetch_file, weights(hub)[8]
+
+    def failing(repository, name, *rest):
+        if name == full:
+            raise OSError(errno.ENOSPC, "No space left on device", "x")
+        fetch_file(repository, name, *rest)
+
+    monkeypatch.setattr(shards, "fetch_file", failing)
+    line = error_of(generate, monkeypatch, capsys, "--model", str(INT8))
+    assert "the disk is full; free some space, then run the same command again to resume" in line
+    done = set(downloads(hub))
+    monkeypatch.setattr(shards, "fetch_file", fetch_file)
+    assert_resumes(hub, source, tmp_path, done)
+
+
+def test_a_folder_that_cannot_be_written(hub, source, tmp_path, monkeypatch, capsys):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("MOE_FAST_CHECKPOINTS", str(tmp_path / "file"))
+    line = error_of(generate, monkeypatch, capsys, "--model", REPO)
+    assert "cannot write" in line and "MOE_FAST_CHECKPOINTS=DIR" in line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    (
+        (("--model", REPO, "--checkpoint_path", "x"), "name two models: leave one of them out"),
+        (("--revision", "v1"), "--revision is about a model of the Hub: add --model OWNER/NAME"),
+        (("--keep_download",), "--keep_download is about a model of the Hub: add --model"),
+        (("--prepare_only",), "--prepare_only needs a model: add --model OWNER/NAME"),
+        (("--yes",), "--yes answers --remove: add --remove NAME"),
+        (("--list", "--remove", REPO), "leave one of them out"),
+        (("--model", REPO, "--revision", "v9"), "has no revision 'v9'"),
+        (("--remove", REPO), "is not on disk in checkpoints; generate.py --list shows"),
+    ),
+)
+def test_options_that_do_not_go_together(hub, arguments, message, monkeypatch, capsys):
+    assert message in error_of(generate, monkeypatch, capsys, *arguments)
+
+
+@pytest.mark.parametrize("module", (eval, quantize))
+def test_other_commands_check_the_same_options(module, monkeypatch, capsys):
+    both = "--model", REPO, "--checkpoint_path", "x"
+    assert "name two models" in error_of(module, monkeypatch, capsys, *both)
+
+
+# Commands -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def runnable(hub) -> None:
+    """Put the embedded model on the Hub: it has a tokenizer."""
+    put_on_hub(hub, EMBEDDED)
+
+
+def test_every_command_takes_a_name(hub, runnable, folder, tmp_path, monkeypatch, capsys):
+    run = "--prompt", "def f", "--max_new_tokens", 3, "--device", "cpu", "--json"
+    assert command(generate, monkeypatch, "--model", str(INT8), *run) == 0
+    assert json.loads(capsys.readouterr().out)["new_tokens"] == 3
+    hub.requests.clear()
+    (tmp_path / "text").write_text("import os\n" * 30)
+    scored = "--text_file", tmp_path / "text", "--device", "cpu"
+    assert command(eval, monkeypatch, "--model", str(INT8), *scored) == 0
+    assert "perplexity" in capsys.readouterr().out
+    options = serve.build_parser().parse_args(["--model", str(INT8), "--device", "cpu"])
+    serve.check_options(options)
+    _, directory = serve.load(options, torch.device("cpu"))[:2]
+    assert directory.absolute() == folder / "model_int8" and not hub.requests
+    mixed = "--attention", "int8", "--experts", "int4", "--group_size", 32, "--device", "cpu"
+    assert command(quantize, monkeypatch, "--model", REPO, *mixed) == 0
+    assert capsys.readouterr().out.startswith(f"checkpoints/{REPO}/model_int8-int4-g32: ")
+    assert "exists" in error_of(quantize, monkeypatch, capsys, "--model", REPO, *mixed)
+    assert command(quantize, monkeypatch, "--model", REPO, *mixed, "--force") == 0
+    capsys.readouterr()
+    both = "--model", str(INT8), "--mode", "int4"
+    assert "name two formats" in error_of(quantize, monkeypatch, capsys, *both)
+    assert "nothing to quantize" in error_of(quantize, monkeypatch, capsys)
+
+
+def test_list_and_remove(hub, source, folder, monkeypatch, capsys):
+    assert command(generate, monkeypatch, "--list") == 0
+    assert "no models in checkpoints; generate.py --model OWNER/NAME" in capsys.readouterr().err
+    prepare(NAME, QUIET._replace(keep_download=True))
+    prepare(INT8, QUIET)
+    (folder / "notes.txt").write_text("the user's")
+    assert command(generate, monkeypatch, "--list") == 0
+    header, *rows = (line.split() for line in capsys.readouterr().out.splitlines())
+    assert header == ["model", "family", "format", "size"]
+    assert [row[:3] for row in rows] == [
+        [f"{REPO}:bf16", "mixtral", "bf16"],
+        [str(INT8), "mixtral", "int8"],
+        [REPO, "mixtral", "download"],
+    ]
+    assert all(row[-1] == "MB" and float(row[-2]) > 0.2 for row in rows)
+
+    assert "add --yes" in error_of(generate, monkeypatch, capsys, "--remove", str(INT8))
+    for answer, code in (("\n", 1), ("n\n", 1), ("y\n", 0)):
+        terminal = io.StringIO(answer)
+        terminal.isatty = lambda: True
+        monkeypatch.setattr(sys, "stdin", terminal)
+        assert (folder / "model_int8").is_dir()
+        assert command(generate, monkeypatch, "--remove", str(INT8)) == code
+        asked = capsys.readouterr().err
+        assert f"checkpoints/{REPO}/model_int8 (int8, " in asked and "[y/N]" in asked
+    assert not (folder / "model_int8").exists() and (folder / "model_bf16").is_dir()
+
+    mine = folder / "model_bf16" / "mine.txt"
+    mine.write_text("the user's")
+    line = error_of(generate, monkeypatch, capsys, "--remove", REPO, "--yes")
+    assert "also holds mine.txt; move that away first" in line
+    assert (folder / "config.json").is_file()  # nothing was removed
+    mine.unlink()
+    assert command(generate, monkeypatch, "--remove", REPO, "--yes") == 0
+    assert [path.name for path in folder.iterdir()] == ["notes.txt"]
+    assert stored_models() == []
+
+
+def test_remove_an_incomplete_model(hub, source, folder, monkeypatch, capsys):
+    staged = ResumableDirectory(folder / "model_int8", {})
+    (staged.path / "layer_00.safetensors").write_text("x")
+    line = error_of(generate, monkeypatch, capsys, "--remove", str(INT8), "--yes")
+    assert "another process is working in" in line
+    staged.close()
+    assert command(generate, monkeypatch, "--remove", str(INT8), "--yes") == 0
+    assert not folder.exists()
+
+
+def test_prepare_only_prints_the_directory(hub, source, monkeypatch, capsys):
+    for said in ("to download", "is there already; verifying it"):
+        assert command(generate, monkeypatch, "--model", str(INT8), "--prepare_only") == 0
+        out, err = capsys.readouterr()
+        assert out == f"checkpoints/{REPO}/model_int8\n" and said in err
+
+
+def test_one_rank_downloads(hub, source, monkeypatch):
+    """Other ranks get the directory from rank 0."""
+    options = generate.build_parser().parse_args(["--model", str(INT8)])
+    there = prepare(INT8, QUIET)
+    hub.requests.clear()
+    monkeypatch.setattr(generate.process_group, "share", lambda make: there)
+    opened = generate.open_model(SimpleNamespace(**vars(options)), torch.device("cpu"))
+    assert opened.directory == there and not hub.requests
