@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import copy
+import importlib.machinery
 import io
 import json
 import os
@@ -30,6 +31,7 @@ import checkpoint
 import convert_hf_checkpoint
 import eval
 import generate
+import hub.client
 import quantize
 import serve
 import server.app
@@ -133,9 +135,11 @@ def alone(monkeypatch, few_threads):
         lambda host, port, **kinds: resolve(host, port, flags=socket.AI_NUMERICHOST, **kinds),
     )
     monkeypatch.setattr(HfApi, "model_info", repository)
-    monkeypatch.setattr(download, "snapshot_download", lambda *_, **__: None)
+    monkeypatch.setattr(hub.client, "snapshot_download", lambda *_, **__: None)
     monkeypatch.setattr(plot_experts, "draw", lambda r, l, path: plot_experts.save(Figure(), path))
-    monkeypatch.setitem(sys.modules, "matplotlib", types.ModuleType("matplotlib"))
+    matplotlib = types.ModuleType("matplotlib")
+    matplotlib.__spec__ = importlib.machinery.ModuleSpec("matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib", matplotlib)
     for name in ("draw_curves", "draw_experts"):
         monkeypatch.setattr(study_offload, name, lambda *given: given[-1].write_bytes(b"picture"))
 
@@ -149,7 +153,8 @@ def repository(self, repo_id: str, **_):
     """Stand in for HfApi.model_info: a repository of two files."""
     validate_repo_id(repo_id)
     names = "config.json", "model.safetensors"
-    files = [types.SimpleNamespace(rfilename=name, size=10) for name in names]
+    common = {"size": 10, "lfs": None, "blob_id": "0" * 40}
+    files = [types.SimpleNamespace(rfilename=name, **common) for name in names]
     return types.SimpleNamespace(siblings=files, sha="0" * 40)
 
 

@@ -254,7 +254,7 @@ def test_the_next_turn_has_the_answer_alone(tmp_path, monkeypatch, capsys):
         return stream_all(ids, *arguments)
 
     monkeypatch.setattr(session, "stream_all", recorded)
-    monkeypatch.setattr("generate.read_lines", lambda: iter(["a", "b"]))
+    monkeypatch.setattr("generate.read_requests", lambda: iter([("", "a"), ("", "b")]))
     options = SimpleNamespace(system=None, max_new_tokens=100, stop=["o"], ignore_eos=False)
     chat(session, tokenizer, options, Sampling())
     assert prompts == ["[a]<think>", "[a][Yes.][b]<think>"]

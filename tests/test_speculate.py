@@ -485,7 +485,7 @@ def test_the_command_speculates(command):
     for options in drafts_of_each_kind():
         code, text, errors = command(*common, *options, "--draft_tokens", "3")
         assert code == 0 and text == expected
-        end = r", - GB/s, peak [\d.]+ GB, [234]\.\d\d tokens a pass$"
+        end = r", peak memory [\d.]+ [MG]B, [234]\.\d\d tokens/pass$"
         assert re.search(end, errors.strip())
         code, out, _ = command(*common, *options, "--num_samples", "2", "--json")
         results = json.loads(out)["results"]

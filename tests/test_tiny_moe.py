@@ -200,9 +200,9 @@ def test_a_chat_goes_through_the_template_and_reuses_the_cache(chatty, cache, mo
     real = session.prefill
     stream = session.stream_all
 
-    def prefill(row: int, ids: list[int], start: int):
+    def prefill(row: int, ids: list[int], start: int, chunk: int):
         prefilled.append((start, len(ids)))
-        return real(row, ids, start)
+        return real(row, ids, start, chunk)
 
     def stream_all(given: list[list[int]], *rest):
         prompts.append(tokenizer.decode(given[0]))

@@ -626,7 +626,7 @@ def test_torchrun_gives_the_same_text_and_only_rank_0_prints():
     out, errors = process.communicate(timeout=120)
     assert process.returncode == 0, errors
     assert out == answer()
-    assert errors.count("new 40 tokens") == errors.count("tensor parallel on 2 ranks") == 1
+    assert errors.count("40 new tokens") == errors.count("tensor parallel on 2 ranks") == 1
 
 
 def child_processes(pid: int) -> list[int]:
