@@ -1,4 +1,4 @@
-"""Options of the scripts that import torch."""
+"""Options of the scripts whose imports take long."""
 
 import argparse
 from pathlib import Path
@@ -78,6 +78,23 @@ def experts_parser() -> Parser:
     )
     add_device(parser)
     add("--json", action="store_true", help="print load and entropies as one JSON object")
+    return parser
+
+
+def download_parser() -> Parser:
+    parser = Parser(
+        "Download a checkpoint from the Hugging Face Hub: weights, config.json, tokenizer files.",
+        (
+            "python scripts/download.py --repo_id mistralai/Mixtral-8x7B-Instruct-v0.1",
+            "python scripts/download.py --repo_id OWNER/NAME --revision main"
+            " --output_dir models/NAME",
+        ),
+    )
+    add = parser.add_argument
+    add("--repo_id", required=True, metavar="OWNER/NAME", help="repository on the Hub")
+    add("--revision", help="branch, tag or commit; default: the main branch")
+    add("--output_dir", type=Path, help="default: checkpoints/OWNER/NAME")
+    add("--token", help="access token; default: $HF_TOKEN, else the one saved by `hf auth login`")
     return parser
 
 

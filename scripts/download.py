@@ -9,28 +9,15 @@ a model of the Hub, `generate.py --model OWNER/NAME` is enough; hub/client.py do
 
 import shlex
 import sys
-from pathlib import Path
 
 from cli.command import command
-from cli.parser import Parser
+from cli.script_options import download_parser as build_parser
+from cli.startup import check_arguments
+
+if __name__ == "__main__":
+    check_arguments(build_parser)
+
 from hub.client import AGAIN, download
-
-
-def build_parser() -> Parser:
-    parser = Parser(
-        __doc__.partition("\n")[0],
-        (
-            "python scripts/download.py --repo_id mistralai/Mixtral-8x7B-Instruct-v0.1",
-            "python scripts/download.py --repo_id OWNER/NAME --revision main"
-            " --output_dir models/NAME",
-        ),
-    )
-    add = parser.add_argument
-    add("--repo_id", required=True, metavar="OWNER/NAME", help="repository on the Hub")
-    add("--revision", help="branch, tag or commit; default: the main branch")
-    add("--output_dir", type=Path, help="default: checkpoints/OWNER/NAME")
-    add("--token", help="access token; default: $HF_TOKEN, else the one saved by `hf auth login`")
-    return parser
 
 
 @command(interrupted=AGAIN)

@@ -21,6 +21,7 @@ COMMANDS = (
     "benchmark.py",
     "checkpoint.py",
     "scripts/compare_hf.py",
+    "scripts/download.py",
     "scripts/plot_experts.py",
     "scripts/plot_roofline.py",
     "scripts/study_offload.py",
