@@ -25,8 +25,8 @@ demo: $(VENV)/.run
 		--stop "$$(printf '\ndef')" --temperature 0.4 --repetition_penalty 1.1 --seed 24
 	@echo
 	@echo 'Next, after `. $(BIN)/activate`:'
-	@echo '  python serve.py                                  a chat page on http://127.0.0.1:8000'
-	@echo '  scripts/prepare.sh OWNER/NAME                    download and convert a model from the Hub'
+	@echo '  python serve.py                                              a chat page on http://127.0.0.1:8000'
+	@echo '  python generate.py --model OWNER/NAME:int4 --interactive     a model from the Hub, in 4 bits'
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
