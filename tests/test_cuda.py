@@ -8,6 +8,7 @@ from copy import deepcopy
 import pytest
 import torch
 from conftest import FAMILIES
+from test_batch import Alternating, random_requests, run
 from torch._dynamo.utils import counters
 
 from benchmarks import gated_delta as delta_benchmark
@@ -30,6 +31,7 @@ from ops import gemv4
 from ops.gated_delta_token import delta_token
 from ops.inductor import configure_inductor
 from ops.tuning import gpu_ms
+from runtime.batch import Batch
 from runtime.fused_attention import MAX_CACHE_LEN, fuse_decode_attention
 from runtime.sampling import NotFiniteError, Sampling
 from runtime.session import Session, SessionOptions
@@ -607,3 +609,26 @@ def test_one_token_of_a_delta_layer(last):
 def test_a_prompt_of_a_delta_layer(tokens):
     """`rule_difference` ends the process if a state is too far from that of the plain form."""
     assert delta_benchmark.rule_difference(tokens, "tf32x3") < 1e-4
+
+
+@pytest.mark.parametrize("family", (None, "qwen3_5_moe"))
+def test_batches_equal_answers_given_alone(family, make_family):
+    """In fp32, captured: neighbors, penalties and grammars change no answer; nothing recompiles."""
+    torch._dynamo.reset()
+    source = make_family(family).directory if family else embedded_checkpoint()
+    model = load_model(source, "cuda", torch.float32)
+    requests, arrivals = random_requests(2, 14)
+    alone, expected = Session(model, 96, SessionOptions(compile=True)), []
+    for ids, count, sampling in requests:
+        alone.reset()
+        expected.append(list(alone.stream(ids, count, sampling)))
+    batch = Batch(Session(model, 96, SessionOptions(batch=8, compile=True)), 4)
+    batch.prepare()
+    before = counters["stats"]["unique_graphs"]
+    assert run(batch, requests, arrivals) == expected
+    assert batch.overlaps and counters["stats"]["unique_graphs"] == before
+    constrained = [([1, 2, n], 12, GREEDY, False, Alternating()) for n in range(2)]
+    found = run(batch, [*constrained, *requests[:3]])
+    assert found[2:] == expected[:3]
+    for answer in found[:2]:
+        assert [token % 2 for token in answer] == [0, 1] * 6
