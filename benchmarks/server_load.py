@@ -57,6 +57,24 @@ def resident_mb(pid: int) -> float:
     return int(re.search(r"VmRSS:\s+(\d+) kB", text)[1]) / 1000
 
 
+async def stream_completion(
+    client: httpx.AsyncClient, url: str, body: dict
+) -> tuple[float | None, int]:
+    """Stream an answer; return the seconds to its first token, if there is one, and its tokens."""
+    body = body | {"stream": True, "stream_options": {"include_usage": True}}
+    started, first, tokens = time.perf_counter(), None, 0
+    async with client.stream("POST", f"{url}/v1/completions", json=body) as answer:
+        async for line in answer.aiter_lines():
+            if not line.startswith("data: {"):
+                continue
+            chunk = json.loads(line.removeprefix("data: "))
+            if first is None and chunk.get("choices"):
+                first = time.perf_counter() - started
+            if chunk.get("usage"):
+                tokens = chunk["usage"]["completion_tokens"]
+    return first, tokens
+
+
 class Load:
     """The clients' requests, and what they measured."""
 
@@ -87,19 +105,8 @@ class Load:
         """Stream one completion."""
         length, count = self.options.prompt_tokens, self.options.new_tokens
         prompt = [10 + (number * 7919 + n * n) % 4000 for n in range(length)]
-        body = {"prompt": prompt, "max_tokens": count, "stream": True, "temperature": 0}
-        body |= {"stream_options": {"include_usage": True}, "seed": number}
-        started, found = time.perf_counter(), 0
-        first = None
-        async with client.stream("POST", f"{self.url}/v1/completions", json=body) as answer:
-            async for line in answer.aiter_lines():
-                if not line.startswith("data: {"):
-                    continue
-                chunk = json.loads(line.removeprefix("data: "))
-                if first is None and chunk.get("choices"):
-                    first = time.perf_counter() - started
-                if chunk.get("usage"):
-                    found = chunk["usage"]["completion_tokens"]
+        body = {"prompt": prompt, "max_tokens": count, "temperature": 0, "seed": number}
+        first, found = await stream_completion(client, self.url, body)
         if first is None or not found:
             self.lost += 1
             return
@@ -122,13 +129,9 @@ class Load:
 
 async def first_token(client: httpx.AsyncClient, url: str, prompt: list[int], count: int) -> float:
     """Return the seconds to the first token of an answer of `count` tokens."""
-    body = {"prompt": prompt, "max_tokens": count, "stream": True, "temperature": 0}
-    started, first = time.perf_counter(), None
-    async with client.stream("POST", f"{url}/v1/completions", json=body) as answer:
-        async for line in answer.aiter_lines():
-            if first is None and line.startswith("data: {"):
-                first = time.perf_counter() - started
-    return first or math.nan
+    body = {"prompt": prompt, "max_tokens": count, "temperature": 0}
+    first, _ = await stream_completion(client, url, body)
+    return math.nan if first is None else first
 
 
 async def measure_conversation(url: str, length: int) -> str:

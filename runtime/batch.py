@@ -107,8 +107,7 @@ class Batch:
             while self.count:
                 self.prefill()
                 for token in self.step():
-                    if not token.sequence.tokens_left:
-                        self.end(token.sequence)
+                    self.end(token.sequence)
         session.reset()
 
     def start(
@@ -252,10 +251,10 @@ class Batch:
         A prompt in progress cannot move.
         """
         busy = self.prefilling and self.prefilling[0]
+        idle = deque(row for row, sequence in enumerate(self.rows) if sequence is None)
         for row in reversed(range(self.session.batch)):
-            free = next((n for n, other in enumerate(self.rows) if other is None), row)
-            if self.rows[row] and self.rows[row] is not busy and free < row:
-                self.swap(free, row)
+            if idle and idle[0] < row and self.rows[row] and self.rows[row] is not busy:
+                self.swap(idle.popleft(), row)
 
     def expect_tokens(self, sequences: dict[int, Running]) -> Launched:
         """Start to copy the rows' newest tokens to the host."""

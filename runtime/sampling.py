@@ -5,7 +5,7 @@ position, so that its tokens depend neither on its neighbors nor on the device.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -69,6 +69,10 @@ class Sampling:
     def edits_logits(self) -> bool:
         """Whether steps need `edit_logits`."""
         return bool(self.frequency_penalty or self.presence_penalty or self.logit_bias)
+
+    def with_seed(self, seed: int) -> "Sampling":
+        """Return the same settings with this seed, modulo 2 ** 63."""
+        return replace(self, seed=seed % 2**63)
 
     def controls(self, vocab_size: int) -> Tensor:
         """Return the `controls` of `shortlist`, fp32 [5]."""

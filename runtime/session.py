@@ -12,7 +12,7 @@ that has no sequence is idle: it computes, but its memory stays as it is.
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -248,8 +248,7 @@ class Session:
                     self.position.fill_(self.cache_len - ahead)  # no sequence reaches these
                     self.last.fill_(-1)  # no token is real, so that recurrent states stay
                     step()
-                for tensor, value in zip(self.state, kept, strict=True):
-                    tensor.copy_(value)
+                copy_all(kept, self.state)
             self.before_edit = before_edit
         if not self.captured or not self.runner.can_capture(tokens):
             return step
@@ -398,8 +397,7 @@ class Session:
         seed = secrets.randbits(62) if sampling.seed is None else sampling.seed
         for row in range(self.batch):
             if row < len(prompts):
-                own = replace(sampling, seed=(seed + row) % 2**63)
-                for _ in self.start_row(row, prompts[row], own):
+                for _ in self.start_row(row, prompts[row], sampling.with_seed(seed + row)):
                     pass
             else:
                 self.stop_row(row)

@@ -30,7 +30,7 @@ from runtime.sampling import (
     uniform,
 )
 from runtime.sequence_state import truncate_all
-from runtime.session import SPARE, Session, read_later
+from runtime.session import SPARE, Session, copy_all, read_later
 
 DRAFT_TOKENS = 4
 MAX_DRAFT_TOKENS = SPARE - 1  # every session's cache has SPARE positions past its last token
@@ -211,8 +211,7 @@ class DraftModel(Session):
         if kept < known:  # a recurrent state is back at a snapshot
             for _ in self.prefill(0, self.ids[0][kept:known], kept):
                 pass
-        for own, other in zip(self.state, self.target.state, strict=True):
-            own.copy_(other)
+        copy_all(self.target.state, self.state)
         self.place.zero_()
         for n in range(self.chosen.shape[1]):
             self.cached[0] = known + n

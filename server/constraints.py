@@ -116,11 +116,6 @@ class Constraint:
         self._matcher = tokens.matcher(grammar)
 
     @property
-    def is_finished(self) -> bool:
-        """Whether the grammar allows no further text: the answer ends."""
-        return self.started and self._matcher.is_stopped()
-
-    @property
     def may_end(self) -> bool:
         """Whether a stop token is allowed next."""
         return not self.started or self._matcher.is_accepting() or self._matcher.is_stopped()
@@ -148,10 +143,6 @@ class Constraint:
         if self.started:
             self._matcher.consume_token(token)
             raise_error(self._matcher, f"the grammar does not allow token {token}")
-
-    def forced_tokens(self) -> list[int]:
-        """Return the next tokens if the grammar allows no others; else []."""
-        return self._matcher.compute_ff_tokens() if self.started else []
 
 
 class AnswerConstraint:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from server.schema import (
     FAIL_FAST,
@@ -27,18 +27,17 @@ from server.schema import (
     StrictModel,
     TextDelta,
     TokenLimit,
+    Unsupported,
     error_field,
     error_message,
     parse_body,
     plan_request,
-    refuse_if_set,
     server_sent_event,
 )
 from server.tokenizing import TokenizerPool
 from server.tools import Piece, TextPiece
 from tokenizer import Tokenizer
 
-Unsupported = Annotated[Any, AfterValidator(refuse_if_set)]
 Item = dict[str, Any]
 STORED_BYTES = 16 << 20
 # Fields of a chat that a request may have under the same name.

@@ -355,8 +355,8 @@ class GenerationBody(StrictModel):
             raise ValueError(f"best_of {self.best_of}: all answers are returned, so it must be n")
         return self
 
-    def sampling(self, vocab_size: int, index: int) -> Sampling:
-        """Return the sampling options of one of the request's answers, each with its own seed.
+    def sampling(self, vocab_size: int) -> Sampling:
+        """Return the sampling options of the first answer; answer i has the i-th seed after it.
 
         A temperature below MIN_TEMPERATURE means greedy. Raises ValueError for a logit_bias of a
         token that the vocabulary lacks.
@@ -371,7 +371,7 @@ class GenerationBody(StrictModel):
             top_p=max(self.top_p, 1e-6),
             min_p=self.min_p,
             repetition_penalty=self.repetition_penalty,
-            seed=(self.seed + index) % 2**63,
+            seed=self.seed % 2**63,
             frequency_penalty=self.frequency_penalty,
             presence_penalty=self.presence_penalty,
             logit_bias=bias,
@@ -641,14 +641,15 @@ def plan_request(
         "grammar": plan_grammar(fields, limits),
         **(calls.generation_fields(vocabulary) if calls else {}),
     }
+    try:
+        first = fields.sampling(limits.vocab_size)
+    except ValueError as error:
+        raise APIError(str(error), param="logit_bias") from None
     generations = []
     for ids in prompts:
         new_tokens = plan_length(len(ids), fields.requested_tokens(), length, name)
         for _ in range(fields.n):
-            try:
-                sampling = fields.sampling(limits.vocab_size, len(generations))
-            except ValueError as error:
-                raise APIError(str(error), param="logit_bias") from None
+            sampling = first.with_seed(fields.seed + len(generations))
             generations.append(Generation(ids, new_tokens, sampling, **common))
     return GenerationRequest(fields, generations, calls)
 

@@ -3,17 +3,20 @@
 import threading
 from pathlib import Path
 
-import httpx
-import openai
+import pytest
 import torch
 
-from checkpoint import Checkpoint
-from generate import open_session
-from serve import bind, build_parser, check_options
-from server.app import AppSettings, make_app, make_limits, run_server
-from server.scheduler import Decoder, Scheduler
-from server.tokenizing import TokenizerPool
-from tokenizer import load_tokenizer
+REASON = "the server's tests need it: pip install 'moe-fast[test]'"
+PACKAGES = "httpx", "openai", "fastapi", "uvicorn", "pydantic", "prometheus_client"
+httpx, openai, *_ = (pytest.importorskip(name, reason=REASON) for name in PACKAGES)
+
+from checkpoint import Checkpoint  # noqa: E402
+from generate import open_session  # noqa: E402
+from serve import bind, build_parser, check_options  # noqa: E402
+from server.app import AppSettings, make_app, make_limits, run_server  # noqa: E402
+from server.scheduler import Decoder, Scheduler  # noqa: E402
+from server.tokenizing import TokenizerPool  # noqa: E402
+from tokenizer import load_tokenizer  # noqa: E402
 
 
 class LocalServer:

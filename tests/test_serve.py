@@ -23,6 +23,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from local_server import LocalServer, httpx, openai
+from prometheus_client.parser import text_string_to_metric_families
 
 from generate import generate, load_model
 from model import Transformer
@@ -30,16 +32,8 @@ from runtime.sampling import Sampling
 from runtime.session import Session
 from scripts.capture_page import Browser, wait_until
 from serve import build_parser, check_options
-
-REASON = "the server's tests need it: pip install 'moe-fast[test]'"
-PACKAGES = "httpx", "openai", "fastapi", "uvicorn", "pydantic", "prometheus_client"
-httpx, openai, *_ = (pytest.importorskip(name, reason=REASON) for name in PACKAGES)
-
-from local_server import LocalServer  # noqa: E402
-from prometheus_client.parser import text_string_to_metric_families  # noqa: E402
-
-from server import connections  # noqa: E402
-from server.schema import (  # noqa: E402
+from server import connections
+from server.schema import (
     APIError,
     ChatCompletionBody,
     CompletionBody,

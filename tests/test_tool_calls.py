@@ -14,18 +14,12 @@ import pytest
 from conftest import any_json
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from local_server import LocalServer, httpx, openai
 from test_reasoning import make_tokenizer
 
 from runtime.text import TextSettings, TextStream
-
-REASON = "the server's tests need it: pip install 'moe-fast[test]'"
-PACKAGES = "httpx", "openai", "fastapi", "uvicorn", "pydantic", "prometheus_client"
-httpx, openai, *_ = (pytest.importorskip(name, reason=REASON) for name in PACKAGES)
-
-from local_server import LocalServer  # noqa: E402
-
-from server.responses import ItemStore, ResponsesBody, read_responses_request  # noqa: E402
-from server.schema import (  # noqa: E402
+from server.responses import ItemStore, ResponsesBody, read_responses_request
+from server.schema import (
     AnswerReader,
     APIError,
     ChatCompletionBody,
@@ -34,9 +28,9 @@ from server.schema import (  # noqa: E402
     join_pieces,
     plan_request,
 )
-from server.tokenizing import chat_ids  # noqa: E402
-from server.tools import MARK  # noqa: E402
-from tokenizer import load_tokenizer  # noqa: E402
+from server.tokenizing import chat_ids
+from server.tools import MARK
+from tokenizer import load_tokenizer
 
 pytestmark = pytest.mark.usefixtures("few_threads")
 LENGTH = 2048
