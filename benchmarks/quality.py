@@ -1,6 +1,6 @@
 """Perplexity against bits per weight, by the format of attention and of experts.
 
-    python benchmarks/quality.py [--checkpoint_path DIR --text_file FILE]
+    python benchmarks/quality.py [--checkpoint_path DIR --text_file FILE --group_size G]
 
 Table 1 of "Fast Inference of Mixture-of-Experts Language Models with Offloading" (Eliseev & Mazur
 2023) in our formats: attention and experts at 16, 4, 3 and 2 bits each. Then the other formats,
@@ -41,24 +41,43 @@ def schemes() -> list[Scheme]:
     return found + [(name, name, 0) for name, format in FORMATS.items() if format.has_solver]
 
 
-def pack(source: Checkpoint, scheme: Scheme, target: Path, device: torch.device) -> Checkpoint:
-    """Write the checkpoint in a scheme's formats, and open it."""
+def pack(
+    source: Checkpoint,
+    scheme: Scheme,
+    target: Path,
+    device: torch.device,
+    group_size: int | None = None,
+) -> Checkpoint:
+    """Write the checkpoint in a scheme's formats, and open it. group_size: where there are groups.
+
+    Raises ValueError for groups that do not divide the rows.
+    """
     attention, experts, iterations = scheme
     model = build_model(args_of_checkpoint(source))
-    format = plan_format(model, attention, experts)
+    formats = [FORMATS[name] for name in (attention, experts) if name != PLAIN]
+    group = None if all(format.per_row for format in formats) else group_size
+    format = plan_format(model, attention, experts, group_size=group)
     options = {"iterations": iterations, "progress": False}
     return Checkpoint(quantize(source, format, model, target, device, **options))
 
 
 def measure(
-    source: Checkpoint, text: str, scheme: Scheme, seq_len: int, device: torch.device
+    source: Checkpoint,
+    text: str,
+    scheme: Scheme,
+    seq_len: int,
+    device: torch.device,
+    group_size: int | None = None,
 ) -> dict:
-    """Return the perplexity, the bytes and the bits per packed weight of a scheme."""
+    """Return the perplexity, the bytes and the bits per packed weight of a scheme.
+
+    Raises ValueError for groups that do not divide the rows.
+    """
     tokenizer, (attention, experts, iterations) = load_tokenizer(source.directory), scheme
     with tempfile.TemporaryDirectory() as folder:
         checkpoint, bits = source, 16.0
         if not attention == experts == PLAIN:
-            checkpoint = pack(source, scheme, Path(folder) / "model", device)
+            checkpoint = pack(source, scheme, Path(folder) / "model", device, group_size)
             bits = bits_per_weight(checkpoint, build_model(args_of_checkpoint(source)))[0]
         size = sum(map(checkpoint.nbytes, checkpoint.tensors))
         model = load_model(checkpoint, device, torch.float32)
@@ -99,6 +118,7 @@ def build_parser() -> Parser:
     add("--checkpoint_path", type=Path, help="default: the embedded model")
     add("--text_file", type=Path, default=EMBEDDED / "heldout.txt")
     add("--seq_len", type=int, default=2048)
+    add("--group_size", type=int, help="numbers that share a scale; default: each format's own")
     add("--device", default="auto")
     add("--json", action="store_true", help="print one JSON object instead of the table")
     return parser
@@ -110,7 +130,7 @@ def main() -> None:
     text, device = options.text_file.read_text(encoding="utf-8"), pick_device(options.device)
     rows = []
     for scheme in schemes():
-        rows.append(measure(source, text, scheme, options.seq_len, device))
+        rows.append(measure(source, text, scheme, options.seq_len, device, options.group_size))
         print(rows[-1], file=sys.stderr, flush=True)
     if options.json:
         print(json.dumps({"rows": rows}))

@@ -42,6 +42,7 @@ import sentencepiece
 import torch
 import torch.nn.functional as F
 import transformers
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.func import functional_call
 from tqdm import tqdm
@@ -543,14 +544,22 @@ def write_json(path: Path, value: dict) -> None:
 def save_model(model: PreTrainedModel, folder: Path) -> None:
     """Write the configs, two bf16 shards of about equal size, and their index."""
     model = copy.deepcopy(model).bfloat16()
-    weights = list(model.parameters())
-    expert = max(weight[0].nbytes for weight in weights if weight.dim() == 3)
-    shard_size = sum(weight.nbytes for weight in weights) // 2 + expert
-    model.save_pretrained(folder, max_shard_size=shard_size)
+    # Save one file first: most families store each expert apart, which the model does not show.
+    # The first shard ends before the tensor that would exceed the limit, so with half of the bytes
+    # and the largest such tensor as the limit, the rest always fits into the second shard.
+    model.save_pretrained(folder)
+    whole = folder / "model.safetensors"
+    sizes = {name: weight.nbytes for name, weight in load_file(whole).items()}
+    whole.unlink()
+    largest = max(size for name, size in sizes.items() if ".layers." in name)
+    model.save_pretrained(folder, max_shard_size=sum(sizes.values()) // 2 + largest)
+    for shard in folder.glob("*.safetensors"):
+        shard.chmod(0o644)  # safetensors lets only the owner read its files
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    # Readers of transformers 4's config.json expect these two fields.
-    rope_theta = config["rope_parameters"]["rope_theta"]
-    config |= {"torch_dtype": config["dtype"], "rope_theta": rope_theta}
+    # Readers of transformers 4's config.json expect these fields outside rope_parameters.
+    names = "rope_theta", "partial_rotary_factor"
+    rope = {name: value for name, value in config["rope_parameters"].items() if name in names}
+    config |= {"torch_dtype": config["dtype"]} | rope
     write_json(folder / "config.json", config)
 
 
@@ -608,6 +617,7 @@ def write_checkpoint(
     hardware = torch.cuda.get_device_name() if model.device.type == "cuda" else "the CPU"
     duration = f"{facts['train_seconds']:.0f} s of training on {hardware}"
     rows = (f"| {i} | {row.min():.2f} | {row.max():.2f} |" for i, row in enumerate(load))
+    flags = [f"--{name} {getattr(options, name)}" for name in ("family", *SETTINGS)]
     readme = README_FILE.read_text(encoding="utf-8").format(
         **summary,
         options=options,
@@ -619,7 +629,8 @@ def write_checkpoint(
         train_files=len(data.ids),
         train_tokens=sum(map(len, data.ids)),
         missing=", ".join(data.corpus.missing) or "none",
-        flags=" ".join(f"--{name} {getattr(options, name)}" for name in ("family", *SETTINGS)),
+        name=options.output_dir.name,
+        flags=" ".join(["--smoke"] * options.smoke + flags),
         load_table="\n".join(rows),
         prompt=PROMPT,
         sample=sample(saved, tokenizer, PROMPT, options.sample_tokens),

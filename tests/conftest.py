@@ -54,6 +54,7 @@ from models.converter import convert
 from tokenizer import load_tokenizer
 
 ROOT = Path(__file__).parents[1]
+HYBRID_CHECKPOINT = ROOT / "checkpoints" / "tiny-hybrid"
 COMMON = dict(
     vocab_size=160,
     hidden_size=64,
@@ -348,6 +349,7 @@ LONG_FILES = (
     "test_model.py",
     "test_serve.py",
     "test_offload.py",
+    "test_tiny_hybrid.py",
 )
 
 
@@ -453,6 +455,13 @@ def directory(tmp_path_factory) -> Path:
     """Return the embedded model, converted to bf16."""
     output = tmp_path_factory.mktemp("tiny-moe") / "model_bf16"
     return convert(EMBEDDED, output, progress=False)
+
+
+@pytest.fixture(scope="session")
+def hybrid_directory(tmp_path_factory) -> Path:
+    """Return the embedded hybrid model, converted to bf16."""
+    output = tmp_path_factory.mktemp("tiny-hybrid") / "model_bf16"
+    return convert(HYBRID_CHECKPOINT, output, progress=False)
 
 
 @pytest.fixture(scope="session")

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import sysconfig
@@ -38,8 +39,8 @@ def command(*arguments):
 def smoke(tmp_path_factory):
     """Run the same command twice; return (folder, summary) of each run."""
     runs = []
-    for name in ("first", "second"):
-        folder = tmp_path_factory.mktemp("smoke") / name
+    for _ in range(2):
+        folder = tmp_path_factory.mktemp("smoke") / "own-name"
         done = command("--smoke", "--output_dir", folder)
         assert done.returncode == 0, done.stderr
         runs.append((folder, json.loads(done.stdout.splitlines()[-1])))
@@ -164,6 +165,16 @@ def test_the_hybrid_model_fits_in_six_mebibytes():
     assert model.config.layer_types == (3 * ["linear_attention"] + ["full_attention"]) * 2
 
 
+@pytest.mark.parametrize("family", ("gpt_oss", "qwen3_5_moe"))
+def test_full_sizes_are_saved_as_two_equal_shards(family, tmp_path):
+    """With experts that are saved as one stack, and with layers of two kinds."""
+    tiny.save_model(tiny.build_model(family), tmp_path)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    shards = {name: (tmp_path / name).stat().st_size for name in index["weight_map"].values()}
+    assert len(shards) == len(list(tmp_path.glob("*.safetensors"))) == 2
+    assert max(shards.values()) < 1.3 * min(shards.values())
+
+
 def test_the_balance_loss_equals_a_loop_over_tokens():
     model = build()
     tokens = torch.randint(64, (2, 5))
@@ -216,6 +227,9 @@ def test_every_family_learns_and_is_saved(family, tmp_path):
         model.zero_grad(set_to_none=False)
     assert losses[-1] < 0.8 * losses[0]
     tiny.save_model(model, tmp_path)
+    shards = [path.stat() for path in tmp_path.glob("*.safetensors")]
+    assert len(shards) == 2 and max(s.st_size for s in shards) < 2 * min(s.st_size for s in shards)
+    assert all(shard.st_mode & 0o777 == 0o644 for shard in shards)
     saved = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     assert saved.config.model_type == tiny.MODEL_TYPES.get(family, family)
     for parameter in model.eval().parameters():
@@ -337,6 +351,10 @@ def test_the_readme_and_the_summary_hold_the_measurements(smoke, corpus):
     for word in (*words, f"{summary['steps']:,} steps"):
         assert word in readme
     assert str(STDLIB) not in readme
+    assert readme.startswith("# own-name\n")
+    run = re.search(r"^    python scripts/train_tiny_moe.py (.+)", readme, re.MULTILINE)[1]
+    options = tiny.parse_options(["--smoke", "--output_dir", "own-name"])
+    assert vars(tiny.parse_options(run.split())) == vars(options)
     heldout = (folder / "heldout.txt").read_bytes()
     assert heldout.decode() == "".join(tiny.smoke_corpus(corpus).heldout.values())
     assert len(heldout) == summary["bytes"]
