@@ -241,14 +241,17 @@ class Session:
         if self.captured:
             torch.cuda.synchronize()  # a step in flight would move `position`
         if self.compiled:
-            kept = [tensor.clone() for tensor in self.state]
             before_edit, self.before_edit = self.before_edit, lambda: None
             with torch.cuda.stream(torch.cuda.Stream()) if self.captured else nullcontext():
+                # Cloned in this stream too: another one would not wait for the clones.
+                kept = [tensor.clone() for tensor in self.state]
                 for _ in range(2):
                     self.position.fill_(self.cache_len - ahead)  # no sequence reaches these
                     self.last.fill_(-1)  # no token is real, so that recurrent states stay
                     step()
                 copy_all(kept, self.state)
+            if self.captured:
+                torch.cuda.synchronize()
             self.before_edit = before_edit
         if not self.captured or not self.runner.can_capture(tokens):
             return step

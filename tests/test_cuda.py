@@ -10,13 +10,14 @@ import torch
 from conftest import FAMILIES
 from test_batch import Alternating, random_requests, run
 from torch._dynamo.utils import counters
+from torch._inductor import config as inductor
 
 from benchmarks import gated_delta as delta_benchmark
 from checkpoint import Checkpoint
 from formats import FORMATS
 from formats.packed import PackedExpertLinear
 from formats.quantizer import pack_weight, plan_format, quantize
-from generate import EMBEDDED, embedded_checkpoint, load_model
+from generate import EMBEDDED, choose_runner, embedded_checkpoint, load_model
 from model import SHORT_CACHE, ExpertLinear, Experts, ModelArgs, swiglu, weighted_sum
 from models import args_of_checkpoint, build_model
 from models.deepseek import DeepseekArgs
@@ -43,6 +44,18 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
 ]
 GREEDY = Sampling(temperature=0)
+
+
+@pytest.fixture(autouse=True)
+def without_a_compiler_bug(request):
+    """Triton 3.6 fails on kernels of Gemma 4 with fp32 rows of up to 1,024 numbers.
+
+    "operand #0 does not dominate this use", in a reduction that is stored before it is used again.
+    Real models have longer rows, and bf16 is not affected.
+    """
+    small_gemma = "gemma4" in request.node.name
+    with inductor.patch({"triton.persistent_reductions": False} if small_gemma else {}):
+        yield
 
 
 def prompt(length: int = 40) -> torch.Tensor:
@@ -183,17 +196,52 @@ def test_greedy_text_in_fp32_is_the_cpus_eager_and_compiled():
         )
 
 
+def check_near_tie(directory, ids: list[int], first: list[int], second: list[int]) -> None:
+    """Check that two answers are equal, or differ first where fp32 finds a near-tie."""
+    at = next((n for n, (a, b) in enumerate(zip(first, second, strict=True)) if a != b), None)
+    if at is not None:
+        model = load_model(directory, "cuda", torch.float32)
+        model.setup_cache(1, 512)
+        tokens = torch.tensor([ids + first[:at]], device="cuda")
+        row = model(tokens, torch.arange(tokens.shape[1], device="cuda").unsqueeze(0))[0]
+        assert (row[first[at]] - row[second[at]]).abs() < 0.02 * row.abs().max()
+
+
 def test_the_first_difference_in_bf16_is_a_near_tie():
     ids = embedded_prompt(600)
     eager = list(embedded_session("cuda", torch.bfloat16, False).stream(ids, 100, GREEDY))
     compiled = list(embedded_session("cuda", torch.bfloat16, True).stream(ids, 100, GREEDY))
-    at = next((n for n, (a, b) in enumerate(zip(eager, compiled, strict=True)) if a != b), None)
-    if at is not None:
-        model = load_model(embedded_checkpoint(), "cuda", torch.float32)
-        model.setup_cache(1, 512)
-        tokens = torch.tensor([ids + eager[:at]], device="cuda")
-        row = model(tokens, torch.arange(tokens.shape[1], device="cuda").unsqueeze(0))[0]
-        assert (row[eager[at]] - row[compiled[at]]).abs() < 0.02 * row.abs().max()
+    check_near_tie(embedded_checkpoint(), ids, eager, compiled)
+
+
+@pytest.mark.parametrize("mode", ("bf16", "int8", "int4", "mxfp4", "hqq4"))
+def test_fused_decode_kernels_give_the_eager_tokens(mode, tmp_path):
+    """And a second prompt replays the same graph; a watched step has the same experts."""
+    source = directory = embedded_checkpoint()
+    if mode != "bf16":
+        checkpoint = Checkpoint(source)
+        model = build_model(args_of_checkpoint(checkpoint))
+        format = plan_format(model, attention=mode, experts=mode, group_size=32)
+        directory = quantize(checkpoint, format, model, tmp_path / mode, "cuda", progress=False)
+    answers, prompts = [], (embedded_prompt(600), embedded_prompt(90))
+    for kernels in (None, "fused"):
+        model = load_model(directory, "cuda", torch.bfloat16)
+        options = SessionOptions()
+        if kernels:
+            options = SessionOptions(compile=True, runner_class=choose_runner(model, kernels))
+        session = Session(model, 512, options)
+        for ids in prompts:
+            session.reset()
+            answers.append(list(session.stream(ids, 100, GREEDY)))
+        session.watch = True
+        session.reset()
+        stream = session.stream(prompts[0], 3, GREEDY)
+        answers.append([(next(stream), session.details[0].experts)[1] for _ in range(3)])
+    for ids, first, second in zip(prompts, answers[:2], answers[3:5], strict=True):
+        check_near_tie(directory, ids, first, second)
+    experts = (torch.tensor(answers[n]) for n in (2, 5))
+    first, second = (found.sort(-1).values for found in experts)
+    assert (first == second).float().mean() > 0.9
 
 
 @pytest.mark.parametrize("compile", (False, True), ids=("eager", "recorded"))
