@@ -70,6 +70,8 @@ from parallel.all_reduce import choose_all_reduce
 from parallel.device import pick_device
 from parallel.heartbeat import fail, leave
 from runtime.fused_attention import fuse_decode_attention
+from runtime.fused_decode import FusedRunner, can_fuse
+from runtime.runner import CompiledRunner
 from runtime.sampling import Sampling
 from runtime.session import Session, SessionOptions
 from runtime.speculation import DRAFT_TOKENS, Speculation, check_drafting
@@ -276,9 +278,24 @@ def open_session(
         compile_prefill=options.compile_prefill,
         prefill_chunk=options.prefill_chunk,
         cache_class=KV_CACHES[options.kv_cache],
-        runner_class=runner_class_for(model),
+        runner_class=choose_runner(model, options.decode_kernels),
     )
     return Session(model, length, settings)
+
+
+def choose_runner(model: Transformer, kernels: str) -> type[CompiledRunner]:
+    """Return what runs a compiled model's calls. kernels: as --decode_kernels says.
+
+    auto is Inductor's kernels: the fused ones were faster in the one model that was measured, layer
+    by layer. Raises ValueError for fused kernels of a model that has none.
+    """
+    plain = runner_class_for(model)
+    if kernels != "fused":
+        return plain
+    if plain is not CompiledRunner or not can_fuse(model):
+        why = "these kernels do not compute this model in this format on this device"
+        raise ValueError(f"--decode_kernels fused: {why}: use auto")
+    return FusedRunner
 
 
 def offload_settings(

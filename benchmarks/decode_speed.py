@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.kernel_profile import cuda_kernels, kernel_table, weight_reads
 from formats.kv_cache import KV_CACHES
-from generate import load_model
+from generate import choose_runner, load_model
 from model import ModelArgs
 from models.layers.gated_delta_net import DeltaState
 from models.random_weights import (
@@ -80,6 +80,7 @@ def open_session(args: ModelArgs, options: argparse.Namespace, device: torch.dev
             compile_prefill=options.compile_prefill,
             prefill_chunk=options.prefill_chunk,
             cache_class=KV_CACHES[options.kv_cache],
+            runner_class=choose_runner(model, options.decode_kernels),
         ),
     )
 
@@ -123,7 +124,7 @@ def cache_in_use(session: Session, position: int) -> int:
 def describe_run(session: Session, options: argparse.Namespace) -> dict:
     """Return the first fields of a result: the model, its settings and the GPU."""
     on_gpu = session.device.type == "cuda"
-    names = "arch", "mode", "kv_cache", "batch", "prompt_len", "new_tokens"
+    names = "arch", "mode", "kv_cache", "decode_kernels", "batch", "prompt_len", "new_tokens"
     return {name: getattr(options, name) for name in names} | {
         "max_seq_len": session.max_seq_len,
         "layers": session.model.args.n_layer,

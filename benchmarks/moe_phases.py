@@ -246,7 +246,7 @@ class Case:
         whole = best if self.args.norm_topk else scores
         weights = (best - whole.logsumexp(-1, keepdim=True)).exp()
         for _ in range(2):
-            _, _, indices, got = self.route(0, rows, warps, counter, pdl)
+            _, _, indices, got, _ = self.route(0, rows, warps, counter, pdl)
             # Compare weights, since experts with nearly equal scores may change places.
             same = scores.gather(1, indices).sort(descending=True).values
             if (got - weights).abs().max() > 1e-2 or (same - best).abs().max() > 1e-2:
@@ -259,7 +259,7 @@ class Case:
         def run(layer: int) -> Tensor:
             choice, x = self.choices[layer], self.x
             if router is not None:
-                x, normed, _, _ = self.route(layer, *router, pdl)
+                x, normed, _, _, _ = self.route(layer, *router, pdl)
             else:
                 normed = x
             h = moe_decode.gate_up(normed, choice, self.w13.kernel, "silu", tiles["gate_up"], pdl)

@@ -3,10 +3,11 @@
     python benchmarks/server_speed.py --arch Qwen3-30B-A3B --mode int4
 
 Random weights, greedy, prompts of 5 tokens, in one process and on one GPU. First a session decodes
-1 and 8 sequences, as benchmark.py does. Then a server with the same model answers as many clients,
-which run in another process (benchmarks/server_load.py). Due: 0.97 of a session's tokens/s for one
-client, 0.93 for 8. The pause is the longest time between two tokens of a running answer while a
-prompt of 4,096 tokens arrives; due are 50 ms.
+1 and 8 sequences, as benchmark.py does. Then a server with the same model and as long a cache
+answers as many clients, which run in another process (benchmarks/server_load.py). Due: 0.97 of a
+session's tokens/s for one client, 0.93 for 8. The pause is the longest time between two tokens of a
+running answer while a prompt of 4,096 tokens arrives; due are 50 ms. Each figure also goes to
+stderr as soon as it is known, since compiling takes minutes.
 """
 
 import argparse
@@ -87,15 +88,23 @@ def longest_pause(url: str) -> float:
     return max(b - a for a, b in pairwise(times[20:]))
 
 
-def serve_clients(session: Session, options: argparse.Namespace) -> dict[str, float]:
-    """Serve a session; return the tokens/s of 1 and 8 clients, and the longest pause."""
+class Figures(dict):
+    """Figures by name, each shown on stderr when it is set."""
+
+    def __setitem__(self, name: str, value: float) -> None:
+        super().__setitem__(name, value)
+        print(f"{name} {value:.4g}", file=sys.stderr, flush=True)
+
+
+def serve_clients(session: Session, options: argparse.Namespace, found: Figures) -> None:
+    """Serve a session; add the tokens/s of 1 and 8 clients, and the longest pause."""
     directory = embedded_checkpoint()  # for its tokenizer
     scheduler = Scheduler(256, 600.0, max(CLIENTS))
     pool = TokenizerPool(directory, session.max_seq_len)
     decoder = Decoder(session, pool.vocabulary, scheduler)
     started = time.perf_counter()
     decoder.prepare()
-    found = {"prepare_s": time.perf_counter() - started}
+    found["prepare_s"] = time.perf_counter() - started
     listener = socket.create_server(("127.0.0.1", 0))
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     app = make_app(
@@ -114,15 +123,15 @@ def serve_clients(session: Session, options: argparse.Namespace) -> dict[str, fl
     with closing(pool):
         run_server(decoder, app, listener, thread.start)
         thread.join()
-    return found
 
 
-def measure(options: argparse.Namespace) -> dict[str, float]:
+def measure(options: argparse.Namespace) -> Figures:
     """Return all figures of one model."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     args = architecture(options.arch)
     args = first_layers(args, options.layers or args.n_layer)
-    found, session = {}, None
+    found, session = Figures(), None
+    options.max_seq_len = LONG_PROMPT + 512
     for clients in CLIENTS:
         options.batch = clients
         if session is None:
@@ -130,9 +139,8 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
         else:
             session = Session(session.model, session.max_seq_len, renewed(session, clients))
         found[f"session_{clients}"] = session_speed(session, options)
-    length = LONG_PROMPT + 512
-    server = Session(session.model, length, renewed(session, 2 * max(CLIENTS)))
-    return found | serve_clients(server, options)
+    serve_clients(Session(session.model, session.max_seq_len, session.options), options, found)
+    return found
 
 
 def renewed(session: Session, batch: int) -> SessionOptions:

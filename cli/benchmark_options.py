@@ -3,7 +3,14 @@
 import argparse
 
 from cli.model_name import FORMATS
-from cli.options import DTYPES, add_device_group, add_kv_cache, add_prefill_options, check_counts
+from cli.options import (
+    DTYPES,
+    add_decode_kernels,
+    add_device_group,
+    add_kv_cache,
+    add_prefill_options,
+    check_counts,
+)
 from cli.parser import Parser
 
 SWEEP_LAYERS = 4
@@ -46,6 +53,7 @@ def add_measure_options(parser: Parser) -> None:
     parser.add_number("--max_seq_len", "cache length; default: prompt and new tokens")
     parser.add_flag("--eager", "do not compile")
     add_prefill_options(parser)
+    add_decode_kernels(parser)
     add_kv_cache(parser)
     add_device_group(parser)
 

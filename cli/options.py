@@ -13,6 +13,7 @@ from cli.parser import Parser
 DEVICES = "auto", "cuda", "cpu"
 DTYPES = "bf16", "fp16", "fp32"
 KV_CACHES = "plain", "int8"
+DECODE_KERNELS = "auto", "inductor", "fused"
 PARALLEL = "tensor", "expert"
 CACHE_POLICIES = "lru", "lfu"
 OFFLOAD_DRIVERS = "host", "device"
@@ -98,6 +99,7 @@ def add_model_options(parser: Parser) -> None:
     """Add groups of the other options that `generate.open_session` reads."""
     parser.begin_group("speed and precision", "how the model is run")
     add_prefill_options(parser)
+    add_decode_kernels(parser)
     add_dtype(parser)
     add_kv_cache(parser)
     add_device_group(parser)
@@ -109,6 +111,14 @@ def add_prefill_options(parser: Parser) -> None:
     parser.add_flag("--compile_prefill", "compile the prefill too")
     chunk = f"tokens of a prefill chunk ({PREFILL_CHUNK})"
     parser.add_number("--prefill_chunk", chunk, PREFILL_CHUNK)
+
+
+def add_decode_kernels(parser: Parser) -> None:
+    """Add which kernels decode one token."""
+    kernels = (
+        "kernels of a compiled decode step: Inductor's, or fused ones; auto: Inductor's (auto)"
+    )
+    parser.add_argument("--decode_kernels", choices=DECODE_KERNELS, default="auto", help=kernels)
 
 
 def add_kv_cache(parser: Parser) -> None:

@@ -18,6 +18,7 @@ from model import ExpertLinear, Linear, swiglu
 from ops.gemv4 import dot4, dot4_supports
 from ops.grouped import grouped_gemm, grouped_mm
 from ops.inductor import custom_op, materialize
+from ops.moe_decode import BITS, Weight, packed_weight
 
 # Products
 TOKEN = "token"  # one token, or one (token, expert) pair, per weight matrix: a GEMV
@@ -99,6 +100,16 @@ class Packed(nn.Module):
     def unpack(self) -> Tensor:
         """Dequantize: return the weight, fp32 [..., out, in]."""
         return FORMATS[self.format].unpack(self.parts(), self.group)
+
+    def kernel_weight(self) -> Weight:
+        """Return the weight for ops/moe_decode.py. Raises ValueError if it has no kernels for it.
+
+        That is the case for a bias, for some formats, and for groups that are too small.
+        """
+        format = FORMATS[self.format]
+        if BITS.get(format.kind) != format.bits or self.bias is not None:
+            raise ValueError(f"no kernel for {self.format}, or none with a bias")
+        return packed_weight(list(self.parts().values()), format.kind, self.group)
 
     def request(self, product: str, x: Tensor, activation: Callable | None = None) -> Request:
         format = FORMATS[self.format]

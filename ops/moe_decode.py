@@ -38,6 +38,8 @@ from ops.jit import jit, supports_pdl, tl, triton
 BITS = {"bf16": 16, "int8": 8, "int4": 4, "mxfp4": 4, "hqq": 4}  # by kind
 MAX_EXPERTS = 512
 MAX_DIM = 8192
+TILE_REGISTERS = 96  # a lane's, for weights in flight
+PREFETCHED = 8192  # bytes that a warp prefetches
 
 # x of a chunk -------------------------------------------------------------------------------------
 
@@ -112,13 +114,36 @@ def _prepare_bf16(raw, norm, NORM: tl.constexpr, LANES: tl.constexpr):
 
 
 @jit
+def _add_pair(pair, total):
+    """Add both int16 of a word to `total`."""
+    return tl.inline_asm_elementwise(
+        "dp2a.lo.s32.s32 $0, $1, 257, $2;",
+        "=r,r,r",
+        (pair, total),
+        dtype=tl.int32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@jit
+def _join_pairs(low, high):
+    """Return two words as one int64."""
+    return (high.to(tl.int64) << 32) | (low.to(tl.int64) & 0xFFFFFFFF)
+
+
+@jit
 def _prepare_integers(raw, norm, NORM: tl.constexpr, KIND: tl.constexpr, LANES: tl.constexpr):
     """Quantize x to int16 -> two operands (four int16 in an int64), unit and sum of x.
 
     Each is [1, LANES // 32, 32]. As `gemv4._quantize_x`, but of x in registers. int8 has one
-    operand; the second is the same.
+    operand; the second is the same. A number of 16 bits has no more than 11 significant bits, so
+    2 ** 15 units are never reached. A product with the norm's weight could round to that: it gets
+    a bit less.
     """
     FIELDS: tl.constexpr = 4 if KIND == "int8" else 8
+    IN_ORDER: tl.constexpr = KIND == "int8" or KIND == "mxfp4"  # else even fields first
+    BITS: tl.constexpr = 13 if NORM else 14
     values = ()
     for k in tl.static_range(FIELDS):
         value = raw[k].to(tl.float32)
@@ -127,35 +152,33 @@ def _prepare_integers(raw, norm, NORM: tl.constexpr, KIND: tl.constexpr, LANES: 
     for k in tl.static_range(1, FIELDS):
         largest = tl.maximum(largest, tl.abs(values[k]), propagate_nan=tl.PropagateNan.ALL)
     exponent = tl.max(largest.to(tl.int32, bitcast=True), 1, keep_dims=True) >> 23
-    unit = ((tl.maximum(exponent, 20) - 14) << 23).to(tl.float32, bitcast=True)
-    inverse = ((268 - tl.maximum(exponent, 20)) << 23).to(tl.float32, bitcast=True)
+    kept = tl.maximum(exponent, 20)
+    unit = ((kept - BITS) << 23).to(tl.float32, bitcast=True)
+    inverse = ((254 + BITS - kept) << 23).to(tl.float32, bitcast=True)
     unit = tl.where(exponent == 255, float("nan"), unit)  # inf or NaN in x: NaN in every row
     total = tl.zeros(largest.shape, tl.int32)
-    first, second = total.to(tl.int64), total.to(tl.int64)
-    for k in tl.static_range(FIELDS):
-        # Adding 1.5 * 2 ** 23 rounds to a whole number, and leaves it in the lowest bits.
-        number = (values[k] * inverse + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
-        total += number
-        plane = (number & 0xFFFF).to(tl.int64)
-        if KIND == "int8" or KIND == "mxfp4":  # fields 0 to 3 first, then 4 to 7
-            plane = plane << k % 4 * 16
-            if k < 4:
-                first = first | plane
-            else:
-                second = second | plane
+    pairs = ()
+    for n in tl.static_range(FIELDS // 2):
+        # Fields of operand n // 2, at its 16 bits 2 (n % 2) and the next.
+        if IN_ORDER:
+            low, high = values[2 * n], values[2 * n + 1]
         else:
-            plane = plane << k // 2 * 16
-            if k % 2 == 0:
-                first = first | plane
-            else:
-                second = second | plane
+            low, high = values[4 * (n % 2) + n // 2], values[4 * (n % 2) + n // 2 + 2]
+        # Adding 1.5 * 2 ** 23 rounds to a whole number, and leaves it in the lowest 16 bits.
+        low_bits = (low * inverse + 12582912.0).to(tl.int32, bitcast=True)
+        high_bits = (high * inverse + 12582912.0).to(tl.int32, bitcast=True)
+        pair = (low_bits & 0xFFFF) | (high_bits << 16)
+        total = _add_pair(pair, total)
+        pairs = pairs + (pair,)
+    first = _join_pairs(pairs[0], pairs[1])
     sums = tl.sum(total, 1, keep_dims=True).to(tl.float32) * unit
     unit, sums = tl.reshape(unit, [1, LANES // 32, 32]), tl.reshape(sums, [1, LANES // 32, 32])
     first = _split_four(tl.reshape(first, [LANES * 4]), 1, LANES // 32)
     if KIND == "int8":
         second = first
     else:
-        second = _split_four(tl.reshape(second, [LANES * 4]), 1, LANES // 32)
+        second = tl.reshape(_join_pairs(pairs[2], pairs[3]), [LANES * 4])
+        second = _split_four(second, 1, LANES // 32)
     return first, second, unit, sums
 
 
@@ -212,8 +235,11 @@ def _load_chunk(
     GATHER: tl.constexpr,
     LANES: tl.constexpr,
     ROWS: tl.constexpr,
+    ONCE: tl.constexpr = False,
 ):
     """Load the codes of a chunk of ROWS rows, [ROWS * LANES * 4], with scales and zeros.
+
+    ONCE: L2 gives up these lines first.
 
     The order is that of `gemv4._load_tile`; scales and zeros are one number a quad. The scale of
     an int8 row is loaded here only if lanes have different experts. Else it multiplies the sum.
@@ -224,7 +250,8 @@ def _load_chunk(
     words = rows * (EACH * 4) + quad * 4 + at % 4
     # A lane's four words are one aligned load, which the compiler does not see through their
     # indices.
-    tile = (tl.load(tl.max_contiguous(tl.multiple_of(codes + words, 16), 4)),)
+    aligned = tl.max_contiguous(tl.multiple_of(codes + words, 16), 4)
+    tile = (tl.load(aligned, eviction_policy="evict_first" if ONCE else ""),)
     if KIND == "int4" or KIND == "mxfp4" or KIND == "hqq":
         RUN: tl.constexpr = GROUP // 8  # words of a group
         at = tl.arange(0, ROWS * LANES)
@@ -341,14 +368,42 @@ def _silu_gated(gate, up):
     return gate / (1.0 + tl.exp(-gate)) * up
 
 
+@jit
+def _ordered_bits(scores):
+    """Map fp32 to int32 in the same order (`topk.ordered_bits`)."""
+    bits = scores.to(tl.int32, bitcast=True)
+    return bits ^ (bits >> 31 & 0x7FFFFFFF)
+
+
+@jit
+def _choose_one(scores, rank, E: tl.constexpr, EXPERTS: tl.constexpr, WARPS: tl.constexpr):
+    """Return the index of the score of this rank, as `_choose` orders them.
+
+    Each warp searches by itself: the maxima of a row of [WARPS, EXPERTS] are within a warp.
+    """
+    expert = tl.arange(0, EXPERTS)[None, :] + tl.zeros([WARPS, 1], tl.int32)
+    score = tl.load(scores + expert, mask=expert < E, other=float("-inf"), cache_modifier=".cg")
+    key = _ordered_bits(score)
+    found = tl.zeros([WARPS, 1], tl.int32)
+    for _ in range(rank + 1):
+        best = key == tl.max(key, 1, keep_dims=True)
+        found = tl.min(tl.where(best, expert, EXPERTS), 1, keep_dims=True)
+        key = tl.where(expert == found, -(2**31), key)
+    return tl.max(tl.max(found, 1), 0)
+
+
 # Grid [R, A]: a program computes ROWS rows of one chosen expert's result, gate and up.
 #
-# Weights depend on the index, which depends on the router's kernel, so nothing is loaded before the
-# wait. All loads then start at once: the tile's first DEPTH chunks, and their x.
+# Without CHOOSE, weights depend on an index that the previous kernel wrote, so nothing is loaded
+# before the wait. All loads then start at once: the tile's first DEPTH chunks, and their x.
+#
+# With CHOOSE, x and the router's scores are of the kernel before the previous one, which writes the
+# indices meanwhile. A program finds its expert itself, and waits when its loads are under way.
 @jit
 def _gate_up(
     x,
     indices,
+    scores,
     codes,
     scale,
     scale_step,
@@ -362,10 +417,15 @@ def _gate_up(
     QUADS: tl.constexpr,
     GROUP: tl.constexpr,
     KIND: tl.constexpr,
+    CHOOSE: tl.constexpr,
+    E: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    WARPS: tl.constexpr,
     PDL: tl.constexpr,
     LANES: tl.constexpr,
     ROWS: tl.constexpr,
     DEPTH: tl.constexpr,
+    ONCE: tl.constexpr,
 ):
     RUN: tl.constexpr = GROUP // 4 if KIND == "int8" else GROUP // 8
     CHUNKS: tl.constexpr = (QUADS + LANES - 1) // LANES
@@ -373,16 +433,20 @@ def _gate_up(
     pair = tl.program_id(1)
     # The last tile begins early enough to be whole: some of its rows are computed twice.
     row = tl.minimum(tl.program_id(0) * ROWS, I - ROWS)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-    expert = tl.load(indices + pair).to(tl.int64)
+    if CHOOSE:
+        expert = _choose_one(scores, pair, E, EXPERTS, WARPS).to(tl.int64)
+    else:
+        if PDL:
+            tl.extra.cuda.gdc_wait()
+        expert = tl.load(indices + pair).to(tl.int64)
     tiles, xs = (), ()
     for d in tl.static_range(DEPTH):
+        gate_tile = _load_chunk(
+            weights, expert, row, d, QUADS, QUADS, 2 * I, GROUP, KIND, False, LANES, ROWS, ONCE
+        )
         tiles = tiles + (
             (
-                _load_chunk(
-                    weights, expert, row, d, QUADS, QUADS, 2 * I, GROUP, KIND, False, LANES, ROWS
-                ),
+                gate_tile,
                 _load_chunk(
                     weights,
                     expert,
@@ -396,12 +460,15 @@ def _gate_up(
                     False,
                     LANES,
                     ROWS,
+                    ONCE,
                 ),
             ),
         )
     for d in tl.static_range(DEPTH):
         xs = xs + (_load_x(x, d, QUADS, RUN, KIND, LANES),)
     if PDL:
+        if CHOOSE:
+            tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     table = _e2m1_table(unknown_zero) if KIND == "mxfp4" else None
     gate, up = tl.zeros([ROWS, LANES], tl.float32), tl.zeros([ROWS, LANES], tl.float32)
@@ -412,21 +479,23 @@ def _gate_up(
             up += _multiply_chunk(tiles[d][1], operands, table, LANES, ROWS, KIND, False)
             if CHUNKS > DEPTH:  # prefetch: the registers of this chunk are free now
                 chunk = c + DEPTH + d
+                gate_tile = _load_chunk(
+                    weights,
+                    expert,
+                    row,
+                    chunk,
+                    QUADS,
+                    QUADS,
+                    2 * I,
+                    GROUP,
+                    KIND,
+                    False,
+                    LANES,
+                    ROWS,
+                    ONCE,
+                )
                 both = (
-                    _load_chunk(
-                        weights,
-                        expert,
-                        row,
-                        chunk,
-                        QUADS,
-                        QUADS,
-                        2 * I,
-                        GROUP,
-                        KIND,
-                        False,
-                        LANES,
-                        ROWS,
-                    ),
+                    gate_tile,
                     _load_chunk(
                         weights,
                         expert,
@@ -440,6 +509,7 @@ def _gate_up(
                         False,
                         LANES,
                         ROWS,
+                        ONCE,
                     ),
                 )
                 tiles = tiles[:d] + (both,) + tiles[d + 1 :]
@@ -489,6 +559,7 @@ def _down(
     ROWS: tl.constexpr,
     DEPTH: tl.constexpr,
     CHUNKS: tl.constexpr,
+    ONCE: tl.constexpr,
 ):
     RUN: tl.constexpr = GROUP // 4 if KIND == "int8" else GROUP // 8
     weights = (codes, scale, scale_step, scale_low, zero, zero_step, zero_low)
@@ -500,7 +571,19 @@ def _down(
     for d in tl.static_range(DEPTH):
         tiles = tiles + (
             _load_chunk(
-                weights, experts, row, first + d, QUADS, EACH, OUT, GROUP, KIND, GATHER, LANES, ROWS
+                weights,
+                experts,
+                row,
+                first + d,
+                QUADS,
+                EACH,
+                OUT,
+                GROUP,
+                KIND,
+                GATHER,
+                LANES,
+                ROWS,
+                ONCE,
             ),
         )
         norms = norms + (_load_x(norm, first + d, QUADS, RUN, KIND, LANES) if NORM else 0,)
@@ -525,7 +608,19 @@ def _down(
             if CHUNKS > DEPTH:  # prefetch: the registers of this chunk are free now
                 chunk = first + c + DEPTH + d
                 tile = _load_chunk(
-                    weights, experts, row, chunk, QUADS, EACH, OUT, GROUP, KIND, GATHER, LANES, ROWS
+                    weights,
+                    experts,
+                    row,
+                    chunk,
+                    QUADS,
+                    EACH,
+                    OUT,
+                    GROUP,
+                    KIND,
+                    GATHER,
+                    LANES,
+                    ROWS,
+                    ONCE,
                 )
                 tiles = tiles[:d] + (tile,) + tiles[d + 1 :]
                 if NORM:
@@ -555,13 +650,6 @@ def _down(
 
 
 @jit
-def _ordered_bits(scores):
-    """Map fp32 to int32 in the same order (`topk.ordered_bits`)."""
-    bits = scores.to(tl.int32, bitcast=True)
-    return bits ^ (bits >> 31 & 0x7FFFFFFF)
-
-
-@jit
 def _choose(
     scores,
     indices,
@@ -573,37 +661,49 @@ def _choose(
 ):
     """Store the A best of E scores, as `MoE.route`: ties go to the lower index.
 
-    Few scores are ranked by comparing all pairs; of many, A rounds find one maximum each.
+    A rounds find one maximum each. Within a warp that is one instruction (redux), so one warp is
+    faster than many, and leaves the SM to the programs of the next kernel.
     """
     expert = tl.arange(0, BLOCK)
     # From L2: another SM has written them during this kernel.
     score = tl.load(scores + expert, mask=expert < E, other=float("-inf"), cache_modifier=".cg")
-    best = tl.max(score, 0)
-    part = tl.exp(score - best)
-    if BLOCK <= 128:
-        other = tl.load(scores + expert, mask=expert < E, other=float("-inf"), cache_modifier=".cg")
-        key, others = _ordered_bits(score)[:, None], _ordered_bits(other)[None, :]
-        before = (others > key) | ((others == key) & (expert[None, :] < expert[:, None]))
-        rank = tl.sum(before.to(tl.int32), 1)
-        chosen = (rank < A) & (expert < E)
-        total = tl.sum(tl.where(chosen, part, 0.0) if NORM_TOPK else part, 0)
-        tl.store(indices + rank, expert.to(tl.int64), mask=chosen)
-        tl.store(weights + rank, part / total, mask=chosen)
-    else:
-        key = _ordered_bits(score).to(tl.int64) << 32 | (BLOCK - 1 - expert).to(tl.int64)
-        rank = tl.full([BLOCK], A, tl.int32)
-        for n in tl.static_range(A):
-            found = key == tl.max(key, 0)
-            rank = tl.where(found, n, rank)
-            key = tl.where(found, -(2**63), key)
-        chosen = rank < A
-        total = tl.sum(tl.where(chosen, part, 0.0) if NORM_TOPK else part, 0)
-        tl.store(indices + rank, expert.to(tl.int64), mask=chosen)
-        tl.store(weights + rank, part / total, mask=chosen)
+    key, rank = _ordered_bits(score), tl.full([BLOCK], A, tl.int32)
+    for n in tl.static_range(A):
+        found = expert == tl.min(tl.where(key == tl.max(key, 0), expert, BLOCK), 0)
+        rank = tl.where(found, n, rank)
+        key = tl.where(found, -(2**31), key)
+    part = tl.exp(score - tl.max(score, 0))
+    chosen = rank < A
+    total = tl.sum(tl.where(chosen, part, 0.0) if NORM_TOPK else part, 0)
+    tl.store(indices + rank, expert.to(tl.int64), mask=chosen)
+    tl.store(weights + rank, part / total, mask=chosen)
 
 
-# Grid [E / ROWS]: each program adds and norms the whole token, and computes ROWS scores. With LAST
-# the program that ends last chooses the experts. `counter` counts programs, and is 0 between calls.
+@jit
+def _prefetch(address, bytes, program, WARPS: tl.constexpr):
+    """Start loading this program's part of `bytes` at `address` into L2: 8 KB a warp."""
+    warp = tl.arange(0, WARPS * 32) // 32
+    begin = tl.minimum((program.to(tl.int64) * WARPS + warp) * 8192, bytes - 8192)
+    tl.inline_asm_elementwise(
+        """{
+        .reg .pred first;
+        .reg .b32 lane;
+        mov.b32 lane, %laneid;
+        setp.eq.b32 first, lane, 0;
+        @first cp.async.bulk.prefetch.L2.global [$1], 8192;
+        mov.b32 $0, 0;
+        }""",
+        "=r,l",
+        (address.to(tl.int64) + begin,),
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+# Grid [E / ROWS + P]: each program adds and norms the whole token, and computes ROWS scores. With
+# LAST the program that ends last chooses the experts. `counter` counts programs, and is 0 between
+# calls. P more programs load the weights of later kernels into L2: memory is idle here.
 @jit
 def _norm_router(
     x,
@@ -617,6 +717,8 @@ def _norm_router(
     scores,
     indices,
     weights,
+    ahead,
+    ahead_bytes,
     D: tl.constexpr,
     E: tl.constexpr,
     A: tl.constexpr,
@@ -629,7 +731,13 @@ def _norm_router(
     BLOCK: tl.constexpr,
     EXPERTS: tl.constexpr,
     ROWS: tl.constexpr,
+    AHEAD: tl.constexpr,
+    WARPS: tl.constexpr,
 ):
+    PROGRAMS: tl.constexpr = (E + ROWS - 1) // ROWS
+    if AHEAD and tl.program_id(0) >= PROGRAMS:
+        _prefetch(ahead, ahead_bytes, tl.program_id(0) - PROGRAMS, WARPS)
+        return
     d, expert = tl.arange(0, BLOCK), tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = d < D
     rows = tl.load(
@@ -661,7 +769,7 @@ def _norm_router(
     tl.store(scores + expert, dots, mask=expert < E)
     if LAST:
         tl.debug_barrier()  # this program's scores are stored before its count
-        if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1:
+        if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == PROGRAMS - 1:
             tl.debug_barrier()
             _choose(scores, indices, weights, E, A, NORM_TOPK, EXPERTS)
             tl.store(counter, 0)
@@ -697,11 +805,13 @@ class Tiles:
     depth: int = 0  # chunks in flight; 0: all
     split: int = 1  # parts of x (split-K) of `down`
     warps: int = 4
+    once: bool = False  # read weights so that they leave L2 first
 
     def __str__(self) -> str:
         depth = self.depth or "all"
         return (
             f"rows {self.rows} lanes {self.lanes} x {depth} split {self.split} warps {self.warps}"
+            + " once" * self.once
         )
 
 
@@ -757,6 +867,34 @@ def chunks_of(quads: int, tiles: Tiles) -> tuple[int, int, int]:
     return each, depth, triton.cdiv(chunks, each)
 
 
+def choose_tiles(weight: Weight, quads: int, loads: int) -> Tiles:
+    """Return how to divide a product with x of `quads` quads. loads: 2 for gate and up, else 1.
+
+    As measured on an H200: enough lanes for the longest run of quads that wastes few of them, all
+    chunks in flight if registers allow, fewer rows for gate and up. There nothing can be loaded
+    before the kernel starts, so more programs are better than larger ones.
+    """
+    widest = 64 if BITS[weight.kind] == 4 else 256
+    lanes = next(
+        (lanes for lanes in (256, 128, 64) if lanes <= widest and -quads % lanes <= quads // 8), 32
+    )
+    if loads == 2 and lanes == 256:
+        lanes = 128
+    rows = 8 if loads == 1 else 4 if BITS[weight.kind] == 4 else 2
+    chunks = triton.cdiv(quads, lanes)
+    while rows > 2 and 4 * rows * loads * chunks > TILE_REGISTERS:
+        rows //= 2
+    depth = min(chunks, max(1, TILE_REGISTERS // (4 * rows * loads)))
+    return Tiles(rows, lanes, depth, 1, lanes // 32)
+
+
+def check_router(router: Tensor, active: int) -> None:
+    """Raise ValueError if `norm_router` has no kernel for a router [E, D]."""
+    E, D = router.shape
+    if E > MAX_EXPERTS or D > MAX_DIM or active > E:
+        raise ValueError(f"no kernel for {E} experts and rows of {D} numbers")
+
+
 def operand_of(x: Tensor, weight: Weight) -> Tensor:
     """Return x as the kernel reads it. Raises ValueError for a wrong dtype."""
     if weight.kind == "bf16":
@@ -773,25 +911,30 @@ def gate_up(
     indices: Tensor,
     weight: Weight,
     activation: str = "silu",
-    tiles: Tiles = Tiles(),
+    tiles: Tiles | None = None,
     pdl: bool | None = None,
     dtype: torch.dtype | None = None,
+    scores: Tensor | None = None,
 ) -> Tensor:
     """Multiply x [1, D] by w13 [E, 2 I, D] of experts `indices` [1, A] -> h [A, I], gated.
 
     The reference is `ExpertLinear.gather_gated` with `model.swiglu`. dtype: of h; default x.dtype.
-    pdl: None launches with PDL where the GPU has it. Raises ValueError for another activation.
+    pdl: None launches with PDL where the GPU has it. scores: the router's, fp32 [E], if they and x
+    are older than the previous kernel, which may be the one that writes the indices. Raises
+    ValueError for another activation.
     """
     if activation != "silu":
         raise ValueError(f"no kernel for the activation {activation}")
     pdl = supports_pdl(x) if pdl is None else pdl
     I, A = weight.out // 2, indices.numel()
+    tiles = tiles or choose_tiles(weight, weight.quads, 2)
     tiles = replace(tiles, rows=min(tiles.rows, triton.next_power_of_2(I + 1) // 2), split=1)
     _, depth, _ = chunks_of(weight.quads, tiles)
     h = torch.empty(A, I, dtype=dtype or x.dtype, device=x.device)
     _gate_up[triton.cdiv(I, tiles.rows), A](
         operand_of(x, weight),
         indices,
+        indices if scores is None else scores,
         *weight.pointers(),
         h,
         0,
@@ -799,10 +942,15 @@ def gate_up(
         QUADS=weight.quads,
         GROUP=weight.group,
         KIND=weight.kind,
+        CHOOSE=scores is not None,
+        E=0 if scores is None else scores.numel(),
+        EXPERTS=0 if scores is None else triton.next_power_of_2(scores.numel()),
+        WARPS=tiles.warps,
         PDL=pdl,
         LANES=tiles.lanes,
         ROWS=tiles.rows,
         DEPTH=depth,
+        ONCE=tiles.once,
         launch_pdl=pdl,
         num_warps=tiles.warps,
         num_stages=1,
@@ -818,7 +966,7 @@ def down(
     residual: Tensor | None = None,
     norm: Tensor | None = None,
     eps: float = 0.0,
-    tiles: Tiles = Tiles(),
+    tiles: Tiles | None = None,
     pdl: bool | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
@@ -832,7 +980,9 @@ def down(
     previous kernel runs, which must not write them. Raises ValueError for a residual or a norm with
     split-K, and a norm with experts.
     """
-    each, depth, parts = chunks_of(x.numel() // x.shape[-1] * weight.quads, tiles)
+    quads = x.numel() // x.shape[-1] * weight.quads
+    tiles = tiles or choose_tiles(weight, quads, 1)
+    each, depth, parts = chunks_of(quads, tiles)
     if (parts > 1 and (residual is not None or norm is not None)) or (
         norm is not None and indices is not None
     ):
@@ -854,7 +1004,7 @@ def down(
         0,
         OUT=weight.out,
         EACH=weight.quads,
-        QUADS=x.numel() // x.shape[-1] * weight.quads,
+        QUADS=quads,
         GROUP=weight.group,
         KIND=weight.kind,
         GATHER=indices is not None,
@@ -866,6 +1016,7 @@ def down(
         ROWS=rows,
         DEPTH=depth,
         CHUNKS=each,
+        ONCE=tiles.once,
         launch_pdl=pdl,
         num_warps=tiles.warps,
         num_stages=1,
@@ -885,20 +1036,22 @@ def norm_router(
     bias: Tensor | None = None,
     rows: int = 1,
     warps: int = 4,
+    ahead: Tensor | None = None,
     pdl: bool | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Add x [1, D] + y [S, D], norm the sum, and route it.
 
-    Return the sum and its norm [1, D], expert_indices int64 [1, A] and expert_weights fp32 [1, A].
+    Return the sum and its norm [1, D], expert_indices int64 [1, A], expert_weights fp32 [1, A] and
+    the router's scores fp32 [1, E].
     The reference is `AddNorm`, then `MoE.route` of the router's scores, which stay fp32 here.
 
     router [E, D]; y: None, one row or fp32 partial sums. counter: int32 [1], 0: the last program
     chooses the experts. None: a second kernel does. With PDL, all but y (without y: all but x) is
-    loaded while the previous kernel runs. Raises ValueError if E or D is too large.
+    loaded while the previous kernel runs. ahead: a weight that a later kernel reads, which is
+    loaded into L2. Raises ValueError if E or D is too large.
     """
+    check_router(router, active)
     E, D = router.shape
-    if E > MAX_EXPERTS or D > MAX_DIM:
-        raise ValueError(f"no kernel for {E} experts and rows of {D} numbers")
     pdl = supports_pdl(x) if pdl is None else pdl
     summed, normed = torch.empty_like(x), torch.empty_like(x)
     scores = torch.empty(1, E, dtype=torch.float32, device=x.device)
@@ -906,7 +1059,8 @@ def norm_router(
     weights = torch.empty(1, active, dtype=torch.float32, device=x.device)
     experts = triton.next_power_of_2(E)
     choice = dict(E=E, A=active, NORM_TOPK=norm_topk, EXPERTS=experts, PDL=pdl, launch_pdl=pdl)
-    _norm_router[(triton.cdiv(E, rows),)](
+    ahead_bytes = 0 if ahead is None else ahead.nbytes
+    _norm_router[(triton.cdiv(E, rows) + triton.cdiv(ahead_bytes, PREFETCHED * warps),)](
         x,
         x if y is None else y,
         norm,
@@ -918,6 +1072,10 @@ def norm_router(
         scores,
         indices,
         weights,
+        norm if ahead is None else ahead,
+        ahead_bytes,
+        AHEAD=ahead is not None,
+        WARPS=warps,
         D=D,
         PARTS=0 if y is None else y.numel() // D,
         EPS=eps,
@@ -929,5 +1087,5 @@ def norm_router(
         num_warps=warps,
     )
     if counter is None:
-        _route[(1,)](scores, indices, weights, **choice, num_warps=4 if experts <= 128 else 1)
-    return summed, normed, indices, weights
+        _route[(1,)](scores, indices, weights, **choice, num_warps=1)
+    return summed, normed, indices, weights, scores

@@ -47,10 +47,12 @@ class FusedDecodeAttention(Attention):
         return self.plain[0].core(qkv, context)
 
     def is_fused(self, qkv: Tensor, context: Context) -> bool:
-        """Whether the kernel takes this call: compiled, one token, a short plain cache."""
-        if not self.supported or context.chunk or qkv.shape[1] > 1:
-            return False
-        if not (qkv.is_cuda and torch.compiler.is_compiling()):
+        """Whether `core` uses the kernel: only in compiled code, since eager code is debugged."""
+        return torch.compiler.is_compiling() and self.takes(qkv, context)
+
+    def takes(self, qkv: Tensor, context: Context) -> bool:
+        """Whether the kernel takes this call: one token, a short plain cache."""
+        if not self.supported or context.chunk or qkv.shape[1] > 1 or not qkv.is_cuda:
             return False
         mask = context.masks[self.window]
         length = mask.bias.shape[-1]

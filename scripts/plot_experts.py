@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cli.command import command
+from cli.pictures import new_figure, save_figure
 from cli.script_options import check_picture
 from cli.script_options import experts_parser as build_parser
 from cli.startup import check_arguments
@@ -84,16 +85,10 @@ class Routing:
 
 def draw(routing: Routing, layers: list[int], path: Path) -> None:
     """Write the picture with maps of `layers`. Raises ValueError without matplotlib."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ValueError("a picture needs matplotlib: pip install 'moe-fast[plot]'") from None
     E, T = len(routing.found["load"][0]), len(routing.tokens)
     width, map_height, bottom = max(8.0, min(24.0, 0.2 * T)), 0.9 + 0.12 * min(E, 32), 3.6
     size = width, map_height * len(layers) + bottom
-    figure = Figure(figsize=size, dpi=110, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(size, dpi=110)
     heights = [map_height] * len(layers) + [bottom]
     grid = figure.add_gridspec(len(layers) + 1, 2, height_ratios=heights)
     for row, layer in enumerate(layers):
@@ -106,7 +101,7 @@ def draw(routing: Routing, layers: list[int], path: Path) -> None:
             axes.set_xticks([])
     draw_load(figure, figure.add_subplot(grid[-1, 0]), routing)
     draw_entropy(figure.add_subplot(grid[-1, 1]), routing)
-    save(figure, path)
+    save_figure(figure, path)
 
 
 def draw_map(axes, routing: Routing, layer: int) -> None:
@@ -139,19 +134,6 @@ def draw_entropy(axes, routing: Routing) -> None:
     title = "entropy in bits (dotted: maximum)"
     axes.set(title=title, xlabel="layer", ylim=(0, math.log2(E) * 1.1))
     axes.legend()
-
-
-def save(figure, path: Path) -> None:
-    """Write a figure atomically. Raises ValueError if the file cannot be written."""
-    part = path.with_name(path.name + ".part")
-    try:
-        figure.savefig(part, format=path.suffix[1:])
-        part.replace(path)
-    except OSError as error:
-        part.unlink(missing_ok=True)
-        raise ValueError(
-            f"--output {path}: {error.strerror}: give a file that can be written"
-        ) from None
 
 
 # Command ------------------------------------------------------------------------------------------

@@ -10,7 +10,6 @@ hollow point is the peer of that run; a line connects both. Light points are oth
 same GPU: "others" in a result, which benchmark.py does not write; docs/roofline.jsonl has them.
 """
 
-import io
 import json
 import math
 import sys
@@ -18,12 +17,13 @@ from pathlib import Path
 
 from cli.command import command
 from cli.parser import Parser
+from cli.pictures import new_figure, save_figure
+from cli.script_options import check_picture
 
 TEXTS = "arch", "mode", "gpu"
 NUMBERS = "tok_s", "bytes_per_token", "read_gb_s", "fraction"
 PEER_TEXTS, PEER_NUMBERS = ("name", "dtype"), ("tok_s", "bytes_per_token")
 OTHER_TEXTS = ("name",)
-FORMATS = ".png", ".svg"
 INK, GREY, LIGHT, ACCENT = "#1a1a1a", "#767676", "#b9b9b9", "#0b5fa5"
 LINE_BOXES = 150  # boxes along a line, for counting overlaps with labels
 # Positions of a label beside its point, best first: offset in 1/72 inch, alignment.
@@ -105,16 +105,9 @@ Point = tuple[float, float]
 Label = tuple[float, float, str, dict]  # x, y, text, style
 
 
-def draw(results: list[dict], format: str) -> bytes:
-    """Return the picture's bytes. format: "png" or "svg". Raises ValueError without matplotlib."""
-    try:
-        from matplotlib import rc_context
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ValueError("a picture needs matplotlib: pip install 'moe-fast[plot]'") from None
-    figure = Figure(figsize=(11, 6.6), dpi=200, layout="constrained")
-    FigureCanvasAgg(figure)
+def draw(results: list[dict]):
+    """Return the figure. Raises ValueError without matplotlib."""
+    figure = new_figure((11, 6.6))
     axes = figure.add_subplot(xscale="log", yscale="log")
     roofs: dict[str, float] = {}  # GB/s by GPU
     for result in results:
@@ -127,11 +120,7 @@ def draw(results: list[dict], format: str) -> bytes:
     lines = draw_roofs(axes, roofs)
     labels, ties = draw_points(axes, results)
     place_labels(axes, labels, lines + ties)
-    buffer = io.BytesIO()
-    with rc_context({"svg.hashsalt": "roofline"}):  # reproducible bytes
-        metadata = {"Date": None} if format == "svg" else None
-        figure.savefig(buffer, format=format, metadata=metadata)
-    return buffer.getvalue()
+    return figure
 
 
 def set_limits(axes, results: list[dict], bandwidth: float) -> None:
@@ -268,19 +257,6 @@ def place_labels(axes, labels: list[Label], lines: list[tuple[Point, Point]]) ->
 # Command ------------------------------------------------------------------------------------------
 
 
-def write(path: Path, data: bytes) -> None:
-    """Write a file atomically. Raises ValueError if it cannot be written."""
-    part = path.with_name(path.name + ".part")
-    try:
-        part.write_bytes(data)
-        part.replace(path)
-    except OSError as error:
-        part.unlink(missing_ok=True)
-        raise ValueError(
-            f"--output {path}: {error.strerror}: give a file that can be written"
-        ) from None
-
-
 def build_parser() -> Parser:
     parser = Parser(
         "Draw the roofline of benchmark.py's results: tokens/s against bytes read per token.",
@@ -308,11 +284,9 @@ def build_parser() -> Parser:
 def main() -> int:
     """Run the command; a user's mistake is one line on stderr and exit code 2."""
     options = build_parser().parse_args()
-    if options.output.suffix not in FORMATS:
-        endings = " or ".join(FORMATS)
-        raise ValueError(f"--output {options.output}: its name must end in {endings}")
+    check_picture(options)
     results = [result for name in options.results for result in read_results(name)]
-    write(options.output, draw(results, options.output.suffix[1:]))
+    save_figure(draw(results), options.output)
     print(options.output)
     return 0
 

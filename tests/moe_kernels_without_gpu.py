@@ -1,10 +1,11 @@
 """Run and compile the kernels of ops/moe_decode.py without a GPU; see kernels_without_gpu.py.
 
-    TRITON_INTERPRET=1 python tests/moe_kernels_without_gpu.py < CASES    Triton's interpreter, CPU
-    python tests/moe_kernels_without_gpu.py < CASES    machine code for an H200, by Triton and ptxas
+    TRITON_INTERPRET=1 python tests/moe_kernels_without_gpu.py < INPUT    Triton's interpreter, CPU
+    python tests/moe_kernels_without_gpu.py < INPUT    machine code for an H200, by Triton and ptxas
 
-CASES is a JSON list of objects: the arguments of `Case`. The process prints one JSON list: relative
-errors by kernel of every case, or counts of its machine code.
+INPUT is a JSON object: "cases", a list of the arguments of `Case`, and "layers", a list of formats.
+The interpreter's process prints relative errors by kernel of every case, and of a whole layer in
+every format. The other prints a list: counts of each case's machine code.
 """
 
 import json
@@ -21,8 +22,20 @@ from torch import Tensor
 
 import ops.moe_decode as moe_decode
 from formats import FORMATS
-from model import ExpertLinear, MoE, RMSNorm, swiglu, weighted_sum
-from ops import gemv4
+from formats.packed import Packed, PackedExpertLinear, PackedLinear
+from model import (
+    ExpertLinear,
+    Linear,
+    ModelArgs,
+    MoE,
+    RMSNorm,
+    Transformer,
+    swiglu,
+    weighted_sum,
+)
+from ops import decode_attention, gemv4
+from runtime.fused_attention import FusedDecodeAttention
+from runtime.fused_decode import FusedLayer
 from tests.kernels_without_gpu import Launch, compiled, e2m1_twin, twin
 
 GROUPS = {"int4": 32, "hqq4": 32, "mxfp4": 32, "int8": 16}  # so that small widths fit
@@ -52,6 +65,12 @@ def bytes_twin(word, x, total):
         byte = (word << 24 - 8 * k) >> 24
         total += byte * ((x << 48 - 16 * k) >> 48).to(tl.int32)
     return total
+
+
+@triton.jit
+def pair_twin(pair, total):
+    """Replace `moe_decode._add_pair`."""
+    return total + (pair << 16 >> 16) + (pair >> 16)
 
 
 class Layer:
@@ -112,8 +131,11 @@ def expert_errors(layer: Layer) -> dict[str, float]:
     return {"gate_up": relative(h, want_h[0]), "down": relative(y.sum(0), want[0])}
 
 
-def dense_error(layer: Layer) -> float:
-    """Compare a dense product with the norm of x and a residual, in fp64."""
+def dense_error(layer: Layer, edge: bool = False) -> float:
+    """Compare a dense product with the norm of x and a residual, in fp64.
+
+    edge: x and the norm's weight whose products round to the next power of two.
+    """
     case = layer.case
     if layer.tiles.split > 1:
         return 0.0
@@ -121,17 +143,19 @@ def dense_error(layer: Layer) -> float:
         tuple(part[0] for part in layer.dense.parts), layer.dense.kind, layer.dense.group
     )
     residual = layer.normal(case.I).to(layer.dtype)
+    x = torch.full_like(layer.x, 2 - 2**-9) if edge else layer.x
+    norm = torch.full_like(layer.norm, 1 + 2**-10) if edge else layer.norm
     got = moe_decode.down(
-        layer.x,
+        x,
         weight,
         residual=residual,
-        norm=layer.norm,
+        norm=norm,
         eps=1e-5,
         tiles=layer.tiles,
         pdl=False,
         dtype=torch.float32,
     )
-    normed = torch.nn.functional.rms_norm(layer.x.double(), (case.D,), layer.norm.double(), 1e-5)
+    normed = torch.nn.functional.rms_norm(x.double(), (case.D,), norm.double(), 1e-5)
     return relative(got, normed @ layer.plain_dense[0].T + residual.double())
 
 
@@ -153,7 +177,7 @@ def router_errors(layer: Layer) -> dict[str, float]:
     counter = torch.zeros(1, dtype=torch.int32) if case.one_launch else None
     settings = dict(counter=counter, bias=bias, rows=1 + case.seed % 2 * 3, pdl=False)
     for _ in range(2):  # the counter is 0 again
-        summed, normed, indices, weights = moe_decode.norm_router(
+        summed, normed, indices, weights, _ = moe_decode.norm_router(
             x, y, norm.weight, 1e-5, router, case.A, case.norm_topk, **settings
         )
     want = x if y is None else x + y.sum(0)
@@ -170,7 +194,57 @@ def router_errors(layer: Layer) -> dict[str, float]:
 def errors(case: Case) -> dict[str, float]:
     layer = Layer(case)
     found = expert_errors(layer) | {"dense": dense_error(layer)}
+    found["edge"] = dense_error(layer, edge=True)
     return found | {f"router {name}": error for name, error in router_errors(layer).items()}
+
+
+def layer_error(format: str) -> dict[str, float]:
+    """Compare a whole layer of runtime/fused_decode.py with `Block.forward`, in fp16.
+
+    With norms of q and k, and a cache that has earlier tokens.
+    """
+    torch.manual_seed(0)
+    args = ModelArgs(
+        "qwen3_moe", dim=128, n_layer=1, n_head=4, n_kv_head=2, head_dim=32, intermediate=64,
+        n_expert=16, n_active=3, vocab_size=32, qk_norm="head", max_position=64,
+    )  # fmt: skip
+    model = Transformer(args)
+    for parameter in model.parameters():
+        parameter.data = torch.randn_like(parameter) * parameter.shape[-1] ** -0.5
+    block = model.layers[0]
+    for name in ("attention.wqkv", "attention.wo", "ffn.experts.w13", "ffn.experts.w2"):
+        block.set_submodule(name, packed(block.get_submodule(name), format))
+    model.half()
+    model.setup_cache(1, 64)
+    cache = block.attention.cache.kv
+    cache.normal_()
+    before, position = cache.clone(), torch.tensor([[40]])
+    x, normed, context = model.begin(torch.tensor([[7]]), position)
+    want, _, *routing = block(x, normed, context, torch.nn.Identity())
+    appended = cache.clone()
+    cache.copy_(before)
+    with (
+        mock.patch.object(FusedDecodeAttention, "takes", lambda *_: True),
+        mock.patch.multiple(moe_decode, supports_pdl=lambda x: False),
+        mock.patch.multiple(decode_attention, supports_pdl=lambda x: False),
+    ):
+        got, *found = FusedLayer(block).forward(x.squeeze(0), context, None)
+    return {
+        "x": relative(got - x[0], want[0] - x[0]),
+        "cache": relative(cache, appended),
+        "experts": float((found[0] != routing[0]).sum()),
+        "weights": relative(found[1], routing[1]),
+    }
+
+
+def packed(module: Linear | ExpertLinear, format: str) -> Packed:
+    """Return the module with its weight in a format, in groups that fit small rows."""
+    kind = PackedExpertLinear if isinstance(module, ExpertLinear) else PackedLinear
+    with torch.device("meta"):
+        found = kind(module, format, GROUPS[format])
+    for name, part in FORMATS[format].pack(module.weight, GROUPS[format]).items():
+        setattr(found, name, torch.nn.Parameter(part, requires_grad=False))
+    return found
 
 
 KERNELS = ("_gate_up", "_down", "_norm_router", "_route")
@@ -179,12 +253,14 @@ KERNELS = ("_gate_up", "_down", "_norm_router", "_route")
 def counts(case: Case) -> dict[str, dict]:
     """Return registers, spills, waits, loads and barriers of each kernel's machine code."""
     layer, found = Layer(case), {}
-    x, D, tiles = layer.x.bfloat16(), case.D, layer.tiles
+    x, D = layer.x.bfloat16(), case.D
+    tiles = layer.tiles if case.tiles else None
     h, router = x.new_empty(case.A, case.I), x.new_empty(case.E, D)
     norm, launches = x.new_empty(D), {name: Launch() for name in KERNELS}
     with mock.patch.multiple(moe_decode, **launches):
-        moe_decode.gate_up(x, layer.indices, layer.w13, tiles=tiles, pdl=True)
-        add = {} if tiles.split > 1 else {"residual": x}
+        scores = layer.normal(1, case.E)
+        moe_decode.gate_up(x, layer.indices, layer.w13, tiles=tiles, pdl=True, scores=scores)
+        add = {} if tiles and tiles.split > 1 else {"residual": x}
         experts = dict(indices=layer.indices, routing=layer.routing)
         moe_decode.down(h, layer.w2, **experts, **add, tiles=tiles, pdl=True)
         counter = torch.zeros(1, dtype=torch.int32) if case.one_launch else None
@@ -216,11 +292,13 @@ def code_counts(kernel, launch: Launch) -> dict[str, int]:
 
 def main() -> int:
     torch.set_num_threads(1)
-    cases = [Case(**values) for values in json.load(sys.stdin)]
+    given = json.load(sys.stdin)
+    cases = [Case(**values) for values in given["cases"]]
     if os.environ.get("TRITON_INTERPRET") == "1":
         gemv4._add_word, gemv4._add_e2m1 = twin, e2m1_twin
-        moe_decode._add_bytes = bytes_twin
-        print(json.dumps([errors(case) for case in cases]))
+        moe_decode._add_bytes, moe_decode._add_pair = bytes_twin, pair_twin
+        layers = {name: layer_error(name) for name in given.get("layers", ())}
+        print(json.dumps({"cases": [errors(case) for case in cases], "layers": layers}))
     else:
         print(json.dumps([counts(case) for case in cases]))
     return 0

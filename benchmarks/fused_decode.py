@@ -1,0 +1,243 @@
+"""Time of a layer for one token: Inductor's kernels, fused kernels, and tilings of the latter.
+
+    python benchmarks/fused_decode.py --arch Qwen3-30B-A3B --mode int4 --tune 60 --json layer.json
+
+Random weights. All layers run in one CUDA graph at a position of the cache; embedding, head and
+sampling are left out. Each layer is also run alone, both ways, on the same x. What the layer adds
+to x may differ by MAX_DIFFERENCE of its norm, and by the rounding of x. In a few layers it differs
+more: where two experts have nearly equal scores, rounding may choose another.
+
+--tune tries other tilings of each product, one product at a time, with the whole layer around it.
+--json also writes the kernels of one layer with their starts, for scripts/plot_timeline.py.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.cuda_timing import graph_seconds, require_gpu
+from benchmarks.decode_speed import read_bandwidth
+from benchmarks.moe_phases import tilings_of
+from cli.parser import Parser
+from generate import load_model
+from model import Transformer
+from models.random_weights import RandomWeights, architecture, first_layers, number_format
+from ops import moe_decode
+from ops.inductor import configure_inductor
+from ops.moe_decode import Tiles, Weight
+from runtime.fused_decode import FusedRunner, can_fuse
+from runtime.runner import CompiledRunner
+from runtime.weights import bytes_per_token
+
+MAX_DIFFERENCE = 0.02
+CACHE = 256  # positions
+ROUTERS = ((1, 8), (2, 4), (2, 8))  # rows, warps of norm and router
+Product = tuple[str, int, int, int]  # kind, rows of the weight, quads of x, loads
+
+choose_tiles = moe_decode.choose_tiles
+norm_router = moe_decode.norm_router
+
+
+class Layers:
+    """All layers of a model, as a runner runs them for one token."""
+
+    def __init__(self, model: Transformer, runner: CompiledRunner, position: int):
+        self.model, self.runner = model, runner
+        self.token = torch.ones(1, 1, dtype=torch.int64, device="cuda")
+        self.position = torch.full_like(self.token, position)
+        found = runner.begin(model, self.token, self.position)
+        self.x, self.normed, self.context = (part for part in found)
+        self.context = self.context._replace(last=torch.zeros(1, dtype=torch.int64, device="cuda"))
+        self.norms: list[nn.Module] = [block.attention_norm for block in model.layers[1:]]
+        self.norms.append(model.norm)
+
+    def run(self, _=None) -> Tensor:
+        x, normed = self.x, self.normed
+        for block, norm in zip(self.model.layers, self.norms, strict=True):
+            x, normed, *_ = self.runner.block(block, x, normed, self.context, norm)
+        return x
+
+    def differences(self, reference: "Layers") -> list[float]:
+        """Run each layer alone on the reference's x -> relative differences of what they add."""
+        found, x, normed = [], reference.x, reference.normed
+        for block, norm in zip(self.model.layers, self.norms, strict=True):
+            given = x
+            got, *_ = self.runner.block(block, given, given, self.context, norm)
+            x, normed, *_ = reference.runner.block(block, given, normed, reference.context, norm)
+            size = (x - given).float().norm() + 0.2 * x.float().norm()  # x is rounded to bf16
+            found.append(((got - x).float().norm() / size).item())
+        return found
+
+    def microseconds(self) -> float:
+        return graph_seconds(self.run, [None]) * 1e6 / len(self.model.layers)
+
+    def kernels(self) -> list[tuple[str, float, float]]:
+        """Return the kernels of the middle layer: name, start and duration in us."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self.run()
+        graph.replay()
+        torch.cuda.synchronize()
+        activities = [torch.profiler.ProfilerActivity.CUDA]
+        with torch.profiler.profile(activities=activities) as profile:
+            graph.replay()
+            torch.cuda.synchronize()
+        cuda = torch.autograd.DeviceType.CUDA
+        events = [event for event in profile.events() if event.device_type == cuda]
+        found = sorted((e.time_range.start, e.name, e.time_range.elapsed_us()) for e in events)
+        each, rest = divmod(len(found), len(self.model.layers))
+        if rest:
+            raise ValueError(f"{len(found)} kernels in {len(self.model.layers)} layers: run again")
+        begin = len(self.model.layers) // 2 * each
+        first = found[begin][0]
+        return [(name, start - first, length) for start, name, length in found[begin:][: each + 1]]
+
+
+class Tuning:
+    """Tilings that replace those of `choose_tiles`, and what each product was asked for."""
+
+    def __init__(self) -> None:
+        self.chosen: dict[Product, Tiles] = {}
+        self.seen: dict[Product, Weight] = {}
+
+    def choose(self, weight: Weight, quads: int, loads: int) -> Tiles:
+        product = weight.kind, weight.out, quads, loads
+        self.seen[product] = weight
+        return self.chosen.get(product) or choose_tiles(weight, quads, loads)
+
+    def tune(self, measure: Callable[[], float], seconds: float) -> list[dict]:
+        """Try tilings of each product in turn, and keep the best. Returns a row for each try."""
+        end, rows = time.perf_counter() + seconds, []
+        best = measure()
+        for product, weight in list(self.seen.items()):
+            kind, out, quads, loads = product
+            start = choose_tiles(weight, quads, loads)
+            tilings = tilings_of(quads, out // loads, kind, loads)
+            for tiles in (*tilings, replace(start, once=True)):
+                if tiles == start or time.perf_counter() > end:
+                    continue
+                kept, self.chosen[product] = self.chosen.get(product), tiles
+                us = measure()
+                rows.append({"product": product, "tiles": str(tiles), "us": round(us, 2)})
+                if us < best * 0.998:
+                    best = us
+                elif kept:
+                    self.chosen[product] = kept
+                else:
+                    del self.chosen[product]
+        return rows
+
+
+def measure_fused(model: Transformer, plain: Layers, options: argparse.Namespace) -> dict:
+    """Return us a layer of the fused kernels, of variants of them, and of tilings."""
+    tuning, runner = Tuning(), FusedRunner(model)
+    layers = Layers(model, runner, options.position)
+    result: dict = {}
+    with mock.patch.object(moe_decode, "choose_tiles", tuning.choose):
+        differences = layers.differences(plain)
+        result["difference"] = statistics.median(differences)
+        result["differing"] = sum(difference > MAX_DIFFERENCE for difference in differences)
+        result["us"] = layers.microseconds()
+        result["kernels"] = layers.kernels()
+        variants = result["variants"] = {}
+        prefetched = {layer: layer.prefetched for layer in runner.layers.values()}
+        for layer in prefetched:
+            layer.prefetched = None
+        variants["no prefetch"] = layers.microseconds()
+        if variants["no prefetch"] > result["us"]:
+            for layer, codes in prefetched.items():
+                layer.prefetched = codes
+        for rows, warps in ROUTERS:
+            changed = partial(norm_router, rows=rows, warps=warps)
+            with mock.patch.object(moe_decode, "norm_router", changed):
+                variants[f"router of {rows} rows, {warps} warps"] = layers.microseconds()
+        result["tilings"] = tuning.tune(layers.microseconds, options.tune)
+        result["best_us"] = layers.microseconds()
+        result["best"] = {str(product): str(tiles) for product, tiles in tuning.chosen.items()}
+    return result
+
+
+def measure(options: argparse.Namespace) -> dict:
+    args = architecture(options.arch)
+    args = first_layers(args, options.layers) if options.layers else args
+    model = load_model(RandomWeights(args, number_format(options.mode, args)), "cuda")
+    if not can_fuse(model):
+        raise SystemExit("error: this model or format has no fused kernels")
+    configure_inductor()
+    model.setup_cache(1, CACHE)
+    plain = Layers(model, CompiledRunner(model), options.position)
+    plain.run()
+    us, kernels = plain.microseconds(), plain.kernels()
+    head = model.head.weight if hasattr(model.head, "weight") else model.head.codes
+    nbytes = (bytes_per_token(model) - head.nbytes) / args.n_layer
+    bound = nbytes / read_bandwidth(torch.device("cuda")) * 1e6
+    result = {"arch": options.arch, "mode": options.mode, "layers": args.n_layer}
+    result |= {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
+    result |= {"position": options.position, "bound_us": bound}
+    result["inductor"] = {"us": us, "kernels": kernels}
+    result["fused"] = measure_fused(model, plain, options)
+    return result
+
+
+def show(result: dict) -> None:
+    plain, fused, bound = result["inductor"], result["fused"], result["bound_us"]
+    print(f"{result['arch']} {result['mode']}, {result['layers']} layers, {result['gpu']}")
+    print(f"bytes at read bandwidth  {bound:7.2f} us a layer")
+    print(f"Inductor's kernels       {plain['us']:7.2f} us, {len(plain['kernels']) - 1} kernels")
+    print(f"fused kernels            {fused['us']:7.2f} us, {len(fused['kernels']) - 1} kernels")
+    print(
+        f"  difference: median {fused['difference']:.4f}, above {MAX_DIFFERENCE} in "
+        f"{fused['differing']} layers"
+    )
+    for name, us in fused["variants"].items():
+        print(f"  {name:30} {us:7.2f} us")
+    for row in sorted(fused["tilings"], key=lambda row: (row["product"], row["us"])):
+        print(f"  {row['product']!s:34} {row['us']:7.2f} us  {row['tiles']}")
+    print(f"best tilings             {fused['best_us']:7.2f} us, {fused['best']}")
+    for name in ("inductor", "fused"):
+        print(f"one layer's kernels, {name}: start and duration, us")
+        for kernel, start, duration in result[name]["kernels"]:
+            print(f"  {start:7.2f} {duration:7.2f}  {kernel[:90]}")
+
+
+def build_parser() -> Parser:
+    parser = Parser(
+        __doc__.partition("\n")[0],
+        (
+            "python benchmarks/fused_decode.py --arch Qwen3-30B-A3B --mode int4 --tune 60",
+            "python benchmarks/fused_decode.py --arch Mixtral-8x7B --layers 8 --json layer.json",
+        ),
+    )
+    add = parser.add_argument
+    add("--arch", required=True, metavar="NAME", help="a model's name, as of benchmark.py")
+    add("--mode", default="bf16", help="number format, as of benchmark.py")
+    add("--layers", type=int, help="build only the first N layers")
+    add("--position", type=int, default=100, help="of the token in the cache (100)")
+    add("--tune", type=float, default=0.0, help="seconds in which to try other tilings")
+    add("--json", metavar="FILE", help="write the result, with the kernels of a layer")
+    return parser
+
+
+def main() -> None:
+    options = (parser := build_parser()).parse_args()
+    require_gpu(parser)
+    torch.manual_seed(0)
+    result = measure(options)
+    show(result)
+    if options.json:
+        Path(options.json).write_text(json.dumps(result))
+    if result["fused"]["difference"] > MAX_DIFFERENCE:  # of half of the layers
+        raise SystemExit("error: the two ways give different results")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,34 @@
+"""Pictures of the plotting scripts: a new figure, and saving it."""
+
+from pathlib import Path
+
+
+def new_figure(size: tuple[float, float], dpi: int = 200):
+    """Return an empty matplotlib figure of a size in inches. Raises ValueError without matplotlib.
+
+    It has a canvas of its own, so no display is needed.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ValueError("a picture needs matplotlib: pip install 'moe-fast[plot]'") from None
+    figure = Figure(figsize=size, dpi=dpi, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def save_figure(figure, path: Path) -> None:
+    """Write a figure atomically, the same bytes every time. Raises ValueError if it cannot."""
+    from matplotlib import rc_context
+
+    format = path.suffix[1:]
+    part = path.with_name(path.name + ".part")
+    try:
+        with rc_context({"svg.hashsalt": "moe-fast"}):
+            figure.savefig(part, format=format, metadata={"Date": None} if format == "svg" else {})
+        part.replace(path)
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        why = f"{error.strerror}: give a file that can be written"
+        raise ValueError(f"--output {path}: {why}") from None

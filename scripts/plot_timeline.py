@@ -1,0 +1,147 @@
+"""Draw the kernels of one layer, as benchmarks/fused_decode.py --json measured them.
+
+    python scripts/plot_timeline.py docs/timeline.json --output docs/timeline.svg
+
+A bar is a kernel, from its start to its end. Kernels overlap: with programmatic dependent launch a
+kernel starts while the one before it ends, loads what does not depend on it, and waits. The first
+kernel of the next layer ends the picture.
+"""
+
+import json
+import math
+import re
+import sys
+from pathlib import Path
+
+from cli.command import command
+from cli.parser import Parser
+from cli.pictures import new_figure, save_figure
+from cli.script_options import check_picture
+
+WAYS = (("inductor", "Inductor's kernels"), ("fused", "fused kernels"))
+NAMES = {  # part of a kernel's name -> what it computes; the first that fits
+    "attend_token_sum": "sum of parts",
+    "_attend_token": "attention",
+    "_norm_router": "norm, router",
+    "_route": "top-k",
+    "_gate_up": "gate, up, SwiGLU",
+    "mul_sum_unbind": "weighted sum, residual, norm",
+    "add_as_strided": "residual, norm",
+    "lshift": "top-k",
+    "mm_t_view": "router",
+}
+PRODUCTS = {  # kernels that a layer has several of, in order
+    "_dot4": ("wqkv", "wo", "gate, up, SwiGLU", "down", "wqkv of the next layer"),
+    "_down": ("norm, wqkv", "wo, residual", "down, weighted sum, residual", "the next layer's"),
+}
+INK, GREY, ACCENT, NEXT = "#1a1a1a", "#767676", "#0b5fa5", "#b9b9b9"
+FIX = "give what benchmarks/fused_decode.py --json wrote"
+Kernel = tuple[str, float, float]  # name, start and duration in us
+
+
+def read_result(path: Path) -> dict:
+    """Return the measured result. Raises ValueError if the file does not hold one."""
+    try:
+        result = json.loads(path.read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", None) or "not a text"
+        raise ValueError(f"{path}: {why}: {FIX}") from None
+    except (json.JSONDecodeError, RecursionError):
+        raise ValueError(f"{path} is not JSON: {FIX}") from None
+    texts = isinstance(result, dict) and all(
+        isinstance(result.get(name), str) for name in ("arch", "mode", "gpu")
+    )
+    if not texts or not all(is_way(result.get(way)) for way, _ in WAYS):
+        raise ValueError(f"{path} has no kernels of a layer: {FIX}")
+    return result
+
+
+def is_way(found: object) -> bool:
+    """Return whether `found` is the time and the kernels of a layer."""
+    kernels = found.get("kernels") if isinstance(found, dict) else None
+    if not isinstance(kernels, list) or len(kernels) < 2 or not is_time(found.get("us")):
+        return False
+    return all(
+        isinstance(kernel, list)
+        and len(kernel) == 3
+        and isinstance(kernel[0], str)
+        and all(is_time(value) for value in kernel[1:])
+        for kernel in kernels
+    )
+
+
+def is_time(value: object) -> bool:
+    return type(value) in (int, float) and 0 <= value < 1e6 and math.isfinite(value)
+
+
+def describe(kernels: list[Kernel]) -> list[str]:
+    """Return what each kernel computes, as far as its name and place tell."""
+    texts, counts = [], dict.fromkeys(PRODUCTS, 0)
+    for name, _, _ in kernels:
+        if name in PRODUCTS:
+            texts.append(PRODUCTS[name][min(counts[name], len(PRODUCTS[name]) - 1)])
+            counts[name] += 1
+        else:
+            found = (text for part, text in NAMES.items() if part in name)
+            texts.append(next(found, re.sub("^triton_[a-z]+_fused_", "", name)[:30]))
+    return texts
+
+
+def draw(result: dict):
+    """Return the figure: one axis for each way, with the same scale."""
+    counts = [len(result[way]["kernels"]) for way, _ in WAYS]
+    figure = new_figure((9, 1.4 + 0.27 * sum(counts)))
+    grid = figure.subplots(len(WAYS), sharex=True, height_ratios=counts)
+    for axes, (way, title) in zip(grid, WAYS, strict=True):
+        found = result[way]
+        draw_kernels(axes, found["kernels"])
+        place = {"loc": "left", "fontsize": 10, "fontweight": "bold", "color": INK}
+        axes.set_title(f"{title}: {found['us']:.1f} us a layer", **place)
+    grid[-1].set_xlabel("us", color=GREY)
+    title = f"One layer of {result['arch']} {result['mode']}, one token, {result['gpu']}"
+    figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold", color=INK)
+    return figure
+
+
+def draw_kernels(axes, kernels: list[Kernel]) -> None:
+    """Draw the kernels as bars from top to bottom, the last in another color."""
+    for row, ((_, start, length), text) in enumerate(zip(kernels, describe(kernels), strict=True)):
+        last = row == len(kernels) - 1
+        axes.barh(row, length, left=start, height=0.7, color=NEXT if last else ACCENT)
+        end = dict(va="center", fontsize=8, color=INK)
+        axes.text(start + length + 0.2, row, f"{text}  {length:.1f}", **end)
+    axes.set_yticks([])
+    axes.set_xlim(0, max(start + length for _, start, length in kernels) * 1.25)
+    axes.invert_yaxis()
+    axes.tick_params(colors=GREY, length=3)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.spines["bottom"].set_color("#c4c4c4")
+
+
+def build_parser() -> Parser:
+    parser = Parser(
+        "Draw the kernels of one layer, as benchmarks/fused_decode.py measured them.",
+        (
+            "python scripts/plot_timeline.py docs/timeline.json --output docs/timeline.svg",
+            "python scripts/plot_timeline.py layer.json --output layer.png",
+        ),
+    )
+    kernels = "output of benchmarks/fused_decode.py --json"
+    parser.add_argument("result", type=Path, metavar="RESULT", help=kernels)
+    picture = "picture, .png or .svg (timeline.svg)"
+    parser.add_argument("--output", type=Path, default=Path("timeline.svg"), help=picture)
+    return parser
+
+
+@command()
+def main() -> int:
+    """Run the command; a user's mistake is one line on stderr and exit code 2."""
+    options = build_parser().parse_args()
+    check_picture(options)
+    save_figure(draw(read_result(options.result)), options.output)
+    print(options.output)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

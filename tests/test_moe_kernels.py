@@ -1,0 +1,79 @@
+"""The kernels of ops/moe_decode.py without a GPU: results under the interpreter, machine code."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SMALL = {"D": 256, "I": 64, "E": 16, "A": 3}
+CASES = (
+    {"format": "int4"},
+    {"format": "int8", "one_launch": False},
+    {"format": "int8", "D": 128, "I": 48, "parts": 2},
+    {"format": "hqq4", "I": 96, "tiles": {"rows": 4, "lanes": 64, "warps": 2}},
+    {"format": "mxfp4", "norm_topk": False, "seed": 1},
+    {"format": "int4", "D": 512, "tiles": {"rows": 2, "depth": 1, "split": 2}},
+)
+H200 = {"D": 2048, "I": 768, "E": 16, "A": 8, "one_launch": False}
+
+
+def run(given: dict, **variables: str):
+    pytest.importorskip("triton", reason="ops/ needs triton")
+    run = subprocess.run(
+        [sys.executable, ROOT / "tests" / "moe_kernels_without_gpu.py"],
+        cwd=ROOT,
+        input=json.dumps(given),
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)} | variables,
+    )
+    if run.returncode and "ImportError" in run.stderr:
+        pytest.skip(f"Triton's private API has changed: {run.stderr.splitlines()[-1]}")
+    assert run.returncode == 0, run.stderr
+    return json.loads(run.stdout.splitlines()[-1])
+
+
+def check_layers(formats: tuple[str, ...]) -> None:
+    found = run({"cases": [], "layers": formats}, TRITON_INTERPRET="1")["layers"]
+    assert set(found) == set(formats)
+    for errors in found.values():
+        assert errors["experts"] == 0, errors
+        assert max(errors["x"], errors["weights"]) < 2e-3, errors  # fp16
+        assert errors["cache"] < 1e-4, errors  # only one of its tokens is new
+
+
+def test_a_layer_is_the_blocks_own():
+    check_layers(("int4",))
+
+
+@pytest.mark.slow
+def test_a_layer_is_the_blocks_own_in_every_format():
+    check_layers(("int8", "hqq4", "mxfp4"))
+
+
+@pytest.mark.slow
+def test_each_kernel_computes_what_plain_modules_do():
+    cases = [SMALL | case for case in CASES]
+    for case, errors in zip(
+        cases, run({"cases": cases}, TRITON_INTERPRET="1")["cases"], strict=True
+    ):
+        assert errors["router indices"] == 0, (case, errors)
+        assert max(errors.values()) < 1e-4, (case, errors)
+
+
+@pytest.mark.slow
+def test_the_machine_code_loads_ahead_and_spills_nothing():
+    """On an H200: weights of gate_up and down are loaded before the wait for the kernel before."""
+    for format in ("int4", "bf16"):
+        (found,) = run({"cases": [H200 | {"format": format}]})
+        assert set(found) == {"_gate_up", "_down", "_norm_router", "_route"}
+        for name, counts in found.items():
+            assert counts["spills"] == 0 and counts["waits"] == counts["starts"] == 1, (
+                name,
+                counts,
+            )
+        assert found["_gate_up"]["ahead"] >= 8 and found["_down"]["ahead"] >= 24, found
