@@ -16,8 +16,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.pictures import new_figure, save_figure
 from cli.command import command
-from cli.pictures import new_figure, save_figure
 from cli.script_options import check_picture
 from cli.script_options import experts_parser as build_parser
 from cli.startup import check_arguments

@@ -15,9 +15,9 @@ import math
 import sys
 from pathlib import Path
 
+from benchmarks.pictures import new_figure, save_figure
 from cli.command import command
 from cli.parser import Parser
-from cli.pictures import new_figure, save_figure
 from cli.script_options import check_picture
 
 TEXTS = "arch", "mode", "gpu"
@@ -25,6 +25,7 @@ NUMBERS = "tok_s", "bytes_per_token", "read_gb_s", "fraction"
 PEER_TEXTS, PEER_NUMBERS = ("name", "dtype"), ("tok_s", "bytes_per_token")
 OTHER_TEXTS = ("name",)
 INK, GREY, LIGHT, ACCENT = "#1a1a1a", "#767676", "#b9b9b9", "#0b5fa5"
+MANY = 10  # results; more have smaller labels
 LINE_BOXES = 150  # boxes along a line, for counting overlaps with labels
 # Positions of a label beside its point, best first: offset in 1/72 inch, alignment.
 SIDES = (
@@ -40,6 +41,8 @@ SIDES = (
     (-10, -16, "right", "top"),
     (10, 16, "left", "bottom"),
     (-10, 16, "right", "bottom"),
+    (0, -26, "center", "top"),
+    (0, 26, "center", "bottom"),
 )
 
 
@@ -107,7 +110,7 @@ Label = tuple[float, float, str, dict]  # x, y, text, style
 
 def draw(results: list[dict]):
     """Return the figure. Raises ValueError without matplotlib."""
-    figure = new_figure((11, 6.6))
+    figure = new_figure((11, 7.4))
     axes = figure.add_subplot(xscale="log", yscale="log")
     roofs: dict[str, float] = {}  # GB/s by GPU
     for result in results:
@@ -191,7 +194,8 @@ def draw_points(axes, results: list[dict]) -> tuple[list[Label], list[tuple[Poin
         arch = result["arch"]
         name = Path(arch).parent.name if arch.endswith(".json") else arch
         text = f"{name} {result['mode']}\n{format_speed(y)} ({result['fraction']:.2f})"
-        labels.append((x, y, text, {"color": INK, "fontsize": 9, "linespacing": 1.25}))
+        size = 9 if len(results) <= MANY else 7.5
+        labels.append((x, y, text, {"color": INK, "fontsize": size, "linespacing": 1.15}))
         if peer := result.get("peer"):
             ties.append(((x, y), (peer["bytes_per_token"] / 1e9, peer["tok_s"])))
             x, y = ties[-1][1]
@@ -215,6 +219,12 @@ def draw_others(axes, results: list[dict]) -> list[Label]:
     return labels
 
 
+def distance(box, point: Point) -> float:
+    """Return the distance of a point from a box, 0 inside it."""
+    x, y = point
+    return math.hypot(max(box.x0 - x, x - box.x1, 0), max(box.y0 - y, y - box.y1, 0))
+
+
 def place_labels(axes, labels: list[Label], lines: list[tuple[Point, Point]]) -> None:
     """Draw each label beside its point, where it covers the fewest points, lines and labels.
 
@@ -236,7 +246,7 @@ def place_labels(axes, labels: list[Label], lines: list[tuple[Point, Point]]) ->
             along = n / LINE_BOXES
             on_lines.append(box_around(x + (x1 - x) * along, y + (y1 - y) * along, 2))
     for x, y, text, style in labels:
-        best = None
+        best, own = None, axes.transData.transform((x, y))
         for dx, dy, ha, va in SIDES:
             align = dict(textcoords="offset points", ha=ha, va=va)
             note = axes.annotate(text, (x, y), (dx, dy), **align, **style)
@@ -245,6 +255,7 @@ def place_labels(axes, labels: list[Label], lines: list[tuple[Point, Point]]) ->
             inside = inside and frame.y0 <= box.y0 and box.y1 <= frame.y1
             cost = 1000 * (not inside) + 100 * box.count_overlaps(taken)
             cost += box.count_overlaps(on_lines)
+            cost += 20 * sum(distance(box, point) < distance(box, own) for point in points)
             if best and cost >= best[0]:
                 note.remove()
                 continue

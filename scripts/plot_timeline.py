@@ -13,9 +13,9 @@ import re
 import sys
 from pathlib import Path
 
+from benchmarks.pictures import new_figure, save_figure
 from cli.command import command
 from cli.parser import Parser
-from cli.pictures import new_figure, save_figure
 from cli.script_options import check_picture
 
 WAYS = (("inductor", "Inductor's kernels"), ("fused", "fused kernels"))

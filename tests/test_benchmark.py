@@ -1,4 +1,4 @@
-"""benchmark.py, benchmarks/ and scripts/plot_roofline.py, at a size for CPUs."""
+"""benchmark.py, benchmarks/, scripts/plot_roofline.py and plot_timeline.py, for CPUs."""
 
 import argparse
 import dataclasses
@@ -425,10 +425,13 @@ INT8 = RESULT | {
 
 
 def plot(
-    *arguments: str | Path, stdin: str | None = None, path: str = str(ROOT)
+    *arguments: str | Path,
+    stdin: str | None = None,
+    path: str = str(ROOT),
+    script: str = "plot_roofline.py",
 ) -> subprocess.CompletedProcess:
     """Run the script. path: PYTHONPATH."""
-    script = [sys.executable, ROOT / "scripts" / "plot_roofline.py", *arguments]
+    script = [sys.executable, ROOT / "scripts" / script, *arguments]
     environment = {**os.environ, "PYTHONPATH": path}
     return subprocess.run(script, capture_output=True, text=True, input=stdin, env=environment)
 
@@ -484,3 +487,50 @@ def test_a_picture_that_cannot_be_drawn_is_refused(tmp_path):
     ):
         assert run.returncode == 2 and len(run.stderr.splitlines()) == 1 and message in run.stderr
     assert not list(tmp_path.glob("a.*"))
+
+
+# scripts/plot_timeline.py -------------------------------------------------------------------------
+
+
+def timeline(**changes) -> dict:
+    """Return a result as benchmarks/fused_decode.py writes it."""
+    kernels = [["_down", 0.0, 6.0], ["_route", 5.5, 1.5], ["triton_poi_fused_add_0", 6.5, 2]]
+    way = {"us": 7.5, "kernels": kernels}
+    texts = {"arch": "Qwen3-30B-A3B", "mode": "int4", "gpu": "NVIDIA H200"}
+    return texts | {"inductor": way, "fused": way} | changes
+
+
+def test_the_timeline_is_drawn(tmp_path):
+    pytest.importorskip("matplotlib")
+    result = tmp_path / "layer.json"
+    result.write_text(json.dumps(timeline()))
+    pictures = [tmp_path / name for name in ("a.svg", "b.svg", "c.png")]
+    for picture in pictures:
+        run = plot(result, "--output", picture, script="plot_timeline.py")
+        assert run.returncode == 0 and run.stdout == f"{picture}\n", run.stderr
+    assert pictures[0].read_bytes() == pictures[1].read_bytes()
+    assert pictures[2].read_bytes().startswith(b"\x89PNG")
+    svg = pictures[0].read_text()
+    for text in ("norm, wqkv  6.0", "top-k  1.5", "add_0  2.0", "fused kernels: 7.5 us a layer"):
+        assert f"<!-- {text} -->" in svg, text
+
+
+@pytest.mark.parametrize(
+    "text",
+    (
+        "not JSON",
+        "[]",
+        "[" * 100_000,
+        json.dumps(timeline(arch=3)),
+        json.dumps(timeline(fused={})),
+        json.dumps(timeline(fused={"us": 1, "kernels": [["_down", 0, 1]]})),
+        json.dumps(timeline(fused={"us": 1, "kernels": [["_down", 0, float("inf")]] * 2})),
+        json.dumps(timeline(fused={"us": 1, "kernels": [["_down", -1, 1]] * 2})),
+    ),
+)
+def test_a_file_that_is_no_timeline_is_refused(text, tmp_path):
+    result, picture = tmp_path / "layer.json", tmp_path / "a.svg"
+    result.write_text(text)
+    run = plot(result, "--output", picture, script="plot_timeline.py")
+    assert run.returncode == 2 and not picture.exists()
+    assert len(run.stderr.splitlines()) == 1 and "benchmarks/fused_decode.py --json" in run.stderr

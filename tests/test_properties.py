@@ -37,7 +37,14 @@ import serve
 import server.app
 from checkpoint import Checkpoint
 from models.converter import convert
-from scripts import compare_hf, download, plot_experts, plot_roofline, study_offload
+from scripts import (
+    compare_hf,
+    download,
+    plot_experts,
+    plot_roofline,
+    plot_timeline,
+    study_offload,
+)
 
 ROOT = Path(__file__).parents[1]
 COMMANDS = (
@@ -76,6 +83,7 @@ SHORT = {
     download: "--repo_id a/b --output_dir new",
     plot_experts: "--checkpoint_path model",
     plot_roofline: "file",
+    plot_timeline: "file",
     study_offload: "--checkpoint_path model --text_file text --tokens 9",
 }
 LEFT_OUT = (

@@ -25,6 +25,7 @@ SCRIPTS = (
     "scripts/download.py",
     "scripts/train_tiny_moe.py",
     "scripts/plot_roofline.py",
+    "scripts/plot_timeline.py",
     "scripts/study_offload.py",
     "scripts/plot_experts.py",
     "scripts/compare_hf.py",

@@ -1,4 +1,4 @@
-"""Pictures of the plotting scripts: a new figure, and saving it."""
+"""What the plotting scripts share: a new figure, and saving it."""
 
 from pathlib import Path
 
