@@ -2,7 +2,7 @@
 
 import argparse
 import itertools
-import sys
+import logging
 import time
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from cli.command import first_line
+from cli.log import log_to_stderr
 from formats.quantizer import DTYPES
 from model import ModelArgs
 from models import build_model, family_of
@@ -18,6 +19,8 @@ from models.random_weights import free_memory, random_prompt
 from parallel.device import pick_device
 from runtime.sampling import Sampling
 from runtime.weights import bytes_per_token, peak_bytes
+
+log = logging.getLogger("moe_fast")
 
 # (cache, experts implementation)
 SETTINGS = tuple(itertools.product(("static", "dynamic"), ("batched_mm", "grouped_mm", "eager")))
@@ -121,13 +124,12 @@ def measure_peer(args: ModelArgs, options: argparse.Namespace) -> dict:
         try:
             row = measure_setting(model, prompt, (kind, experts), options.new_tokens)
         except Exception as error:  # whatever it is, the next setting may run
-            why = f"warning: --peer hf: {setting} fails: {first_line(error)}: left out"
-            print(why, file=sys.stderr)
+            log.warning(f"warning: --peer hf: {setting} fails: {first_line(error)}: left out")
             continue
         # A process starts with its parent's peak, so a CPU has no figure.
         row["peak_bytes"] = peak_bytes(device) if device.type == "cuda" else None
         found[setting] = row
-        print(f"transformers, {setting}: {row['tok_s']:.1f} tokens/s", file=sys.stderr)
+        log.info(f"transformers, {setting}: {row['tok_s']:.1f} tokens/s")
     if not found:
         raise ValueError("not one of its settings runs")
     best = max(found, key=lambda setting: found[setting]["tok_s"])
@@ -147,9 +149,8 @@ def peer(args: ModelArgs, options: argparse.Namespace) -> dict | None:
     None after a warning if it fails, so that our own figures are not lost.
     """
     try:
-        with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        with ProcessPoolExecutor(1, get_context("spawn"), log_to_stderr) as pool:
             return pool.submit(measure_peer, args, options).result()
     except Exception as error:
-        why = f"warning: --peer hf: {first_line(error)}: no peer in this result"
-        print(why, file=sys.stderr)
+        log.warning(f"warning: --peer hf: {first_line(error)}: no peer in this result")
         return None
