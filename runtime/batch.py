@@ -20,6 +20,8 @@ from runtime.session import Details, Session, common_prefix
 STEP_SIZES = (1, 2, 4, 8)  # rows of a compiled step; above that, multiples of the last
 # Prompt tokens between two steps of the running sequences: on an H200 about 10 ms of a 30B model.
 SHARED_CHUNK = 512
+# Greedy, among the likeliest tokens, among all: each is another step (`Sampling.candidates`).
+WAYS = Sampling(0.0), Sampling(1.0), Sampling(1.0, top_k=None)
 
 
 def step_sizes(max_batch: int) -> list[int]:
@@ -92,17 +94,17 @@ class Batch:
         return len(self.waiting) + sum(1 for sequence in self.rows if sequence)
 
     def prepare(self) -> None:
-        """Compile and capture all steps: of each size, greedy or sampled, watched, edited."""
+        """Compile and capture all steps: of each size, way of sampling, watched, edited."""
         session = self.session
         if not session.compiled:
             return
         for size in self.sizes:
             for session.watch in (False, True):
                 for session.edited in (False, True):
-                    for temperature in (0.0, 1.0):
-                        session.warm_up(session.candidates(Sampling(temperature)), size)
+                    for sampling in WAYS:
+                        session.warm_up(session.candidates(sampling), size)
         session.watch = session.edited = False
-        for sampling in (Sampling(0.0), Sampling(1.0), Sampling(0.0, frequency_penalty=1.0)):
+        for sampling in (*WAYS, Sampling(0.0, frequency_penalty=1.0)):
             self.start([0], 1, sampling)  # the token after a prompt is chosen by code of its own
             while self.count:
                 self.prefill()
