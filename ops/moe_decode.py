@@ -870,21 +870,23 @@ def chunks_of(quads: int, tiles: Tiles) -> tuple[int, int, int]:
 def choose_tiles(weight: Weight, quads: int, loads: int) -> Tiles:
     """Return how to divide a product with x of `quads` quads. loads: 2 for gate and up, else 1.
 
-    As measured on an H200: enough lanes for the longest run of quads that wastes few of them, all
-    chunks in flight if registers allow, fewer rows for gate and up. There nothing can be loaded
-    before the kernel starts, so more programs are better than larger ones.
+    As measured on an H200 (docs/log/small_experts.md): as many lanes as waste few, but in 8 and 16
+    bits at least two chunks; all chunks in flight, if that takes no more than half of the rows;
+    few rows for gate and up, which load nothing before the kernel starts, so that many programs
+    do.
     """
-    widest = 64 if BITS[weight.kind] == 4 else 256
-    lanes = next(
-        (lanes for lanes in (256, 128, 64) if lanes <= widest and -quads % lanes <= quads // 8), 32
-    )
-    if loads == 2 and lanes == 256:
-        lanes = 128
-    rows = 8 if loads == 1 else 4 if BITS[weight.kind] == 4 else 2
+    narrow = BITS[weight.kind] == 4
+    widest = 64 if narrow else 256 // loads
+    wide = (lanes for lanes in (256, 128, 64) if lanes <= widest and -quads % lanes <= quads // 8)
+    lanes = next((lanes for lanes in wide if narrow or 2 * lanes <= quads), 32)
+    rows = 8 if loads == 1 else 4 if narrow else 2
+    registers = TILE_REGISTERS
+    if weight.kind == "hqq" and loads == 1:  # its two scales a group take registers, too
+        rows, registers = 4, TILE_REGISTERS // 2
     chunks = triton.cdiv(quads, lanes)
-    while rows > 2 and 4 * rows * loads * chunks > TILE_REGISTERS:
+    if registers < 4 * rows * loads * chunks < 1.5 * registers:
         rows //= 2
-    depth = min(chunks, max(1, TILE_REGISTERS // (4 * rows * loads)))
+    depth = min(chunks, max(1, registers // (4 * rows * loads)))
     return Tiles(rows, lanes, depth, 1, lanes // 32)
 
 
