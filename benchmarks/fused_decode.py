@@ -3,7 +3,7 @@
     python benchmarks/fused_decode.py --arch Qwen3-30B-A3B --mode int4 --tune 60 --json layer.json
 
 Random weights. All layers run in one CUDA graph at a position of the cache; embedding, head and
-sampling are left out. Each layer is also run alone, both ways, on the same x. What the layer adds
+sampling are left out. Each layer is also run alone, both ways, on the same x. The sum that it adds
 to x may differ by MAX_DIFFERENCE of its norm, and by the rounding of x. In a few layers it differs
 more: where two experts have nearly equal scores, rounding may choose another.
 
@@ -103,7 +103,7 @@ class Layers:
 
 
 class Tuning:
-    """Tilings that replace those of `choose_tiles`, and what each product was asked for."""
+    """Tilings that replace those of `choose_tiles`, and the products seen."""
 
     def __init__(self) -> None:
         self.chosen: dict[Product, Tiles] = {}
@@ -221,7 +221,7 @@ def build_parser() -> Parser:
     add("--arch", required=True, metavar="NAME", help="a model's name, as of benchmark.py")
     add("--mode", default="bf16", help="number format, as of benchmark.py")
     add("--layers", type=int, help="build only the first N layers")
-    add("--position", type=int, default=100, help="of the token in the cache (100)")
+    add("--position", type=int, default=100, help="the token's position in the cache (100)")
     add("--tune", type=float, default=0.0, help="seconds in which to try other tilings")
     add("--json", metavar="FILE", help="write the result, with the kernels of a layer")
     return parser

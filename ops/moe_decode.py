@@ -239,7 +239,7 @@ def _load_chunk(
 ):
     """Load the codes of a chunk of ROWS rows, [ROWS * LANES * 4], with scales and zeros.
 
-    ONCE: L2 gives up these lines first.
+    ONCE: L2 evicts these lines first.
 
     The order is that of `gemv4._load_tile`; scales and zeros are one number a quad. The scale of
     an int8 row is loaded here only if lanes have different experts. Else it multiplies the sum.
@@ -392,6 +392,31 @@ def _choose_one(scores, rank, E: tl.constexpr, EXPERTS: tl.constexpr, WARPS: tl.
     return tl.max(tl.max(found, 1), 0)
 
 
+@jit
+def _load_gate_up(
+    weights,
+    expert,
+    row,
+    chunk,
+    I: tl.constexpr,
+    QUADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    KIND: tl.constexpr,
+    LANES: tl.constexpr,
+    ROWS: tl.constexpr,
+    ONCE: tl.constexpr,
+):
+    """Load a chunk of ROWS rows of gate, and of the rows of up that belong to them."""
+    OUT: tl.constexpr = 2 * I
+    gate = _load_chunk(
+        weights, expert, row, chunk, QUADS, QUADS, OUT, GROUP, KIND, False, LANES, ROWS, ONCE
+    )
+    up = _load_chunk(
+        weights, expert, row + I, chunk, QUADS, QUADS, OUT, GROUP, KIND, False, LANES, ROWS, ONCE
+    )
+    return gate, up
+
+
 # Grid [R, A]: a program computes ROWS rows of one chosen expert's result, gate and up.
 #
 # Without CHOOSE, weights depend on an index that the previous kernel wrote, so nothing is loaded
@@ -441,29 +466,8 @@ def _gate_up(
         expert = tl.load(indices + pair).to(tl.int64)
     tiles, xs = (), ()
     for d in tl.static_range(DEPTH):
-        gate_tile = _load_chunk(
-            weights, expert, row, d, QUADS, QUADS, 2 * I, GROUP, KIND, False, LANES, ROWS, ONCE
-        )
-        tiles = tiles + (
-            (
-                gate_tile,
-                _load_chunk(
-                    weights,
-                    expert,
-                    row + I,
-                    d,
-                    QUADS,
-                    QUADS,
-                    2 * I,
-                    GROUP,
-                    KIND,
-                    False,
-                    LANES,
-                    ROWS,
-                    ONCE,
-                ),
-            ),
-        )
+        both = _load_gate_up(weights, expert, row, d, I, QUADS, GROUP, KIND, LANES, ROWS, ONCE)
+        tiles = tiles + (both,)
     for d in tl.static_range(DEPTH):
         xs = xs + (_load_x(x, d, QUADS, RUN, KIND, LANES),)
     if PDL:
@@ -479,38 +483,8 @@ def _gate_up(
             up += _multiply_chunk(tiles[d][1], operands, table, LANES, ROWS, KIND, False)
             if CHUNKS > DEPTH:  # prefetch: the registers of this chunk are free now
                 chunk = c + DEPTH + d
-                gate_tile = _load_chunk(
-                    weights,
-                    expert,
-                    row,
-                    chunk,
-                    QUADS,
-                    QUADS,
-                    2 * I,
-                    GROUP,
-                    KIND,
-                    False,
-                    LANES,
-                    ROWS,
-                    ONCE,
-                )
-                both = (
-                    gate_tile,
-                    _load_chunk(
-                        weights,
-                        expert,
-                        row + I,
-                        chunk,
-                        QUADS,
-                        QUADS,
-                        2 * I,
-                        GROUP,
-                        KIND,
-                        False,
-                        LANES,
-                        ROWS,
-                        ONCE,
-                    ),
+                both = _load_gate_up(
+                    weights, expert, row, chunk, I, QUADS, GROUP, KIND, LANES, ROWS, ONCE
                 )
                 tiles = tiles[:d] + (both,) + tiles[d + 1 :]
                 xs = xs[:d] + (_load_x(x, chunk, QUADS, RUN, KIND, LANES),) + xs[d + 1 :]

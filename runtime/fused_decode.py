@@ -41,7 +41,7 @@ MIN_PREFETCH = 1 << 20  # bytes of a weight that is worth a prefetch
 
 def kernel_weight(module: nn.Module) -> Weight:
     """Return a module's weight as the kernels read it. Raises ValueError if they cannot."""
-    if hasattr(module, "kernel_weight"):  # in a format
+    if hasattr(module, "kernel_weight"):  # a packed weight
         return module.kernel_weight()
     if getattr(module, "bias", None) is not None:
         raise ValueError("no kernel for a product with a bias")

@@ -1,17 +1,12 @@
 """The gated delta rule: its forms against transformers and against each other."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from transformers.models.qwen3_next import modeling_qwen3_next as reference
+from without_gpu import run_without_gpu
 
 from ops.gated_delta import (
     causal_conv_silu,
@@ -157,19 +152,7 @@ def test_a_prompt_compiles_without_a_loop():
 
 
 def without_a_gpu(**variables: str) -> dict:
-    pytest.importorskip("triton", reason="ops/ needs triton")
-    root = Path(__file__).parents[1]
-    run = subprocess.run(
-        [sys.executable, root / "tests" / "delta_kernels_without_gpu.py"],
-        cwd=root,
-        capture_output=True,
-        text=True,
-        env=os.environ | {"PYTHONPATH": str(root)} | variables,
-    )
-    if run.returncode and "ImportError" in run.stderr:
-        pytest.skip(f"Triton's private API has changed: {run.stderr.splitlines()[-1]}")
-    assert run.returncode == 0, run.stderr
-    return json.loads(run.stdout.splitlines()[-1])
+    return run_without_gpu("delta_kernels_without_gpu.py", **variables)
 
 
 def test_the_kernels_compute_what_the_plain_forms_do():

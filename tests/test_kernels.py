@@ -5,41 +5,25 @@ does not know, is run here by a small interpreter of PTX.
 """
 
 import ast
-import json
 import operator
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from without_gpu import run_without_gpu
 
 from formats import FORMATS
 from formats.mxfp4 import E2M1
 from ops import gemv4
 from ops import grouped as grouped_kernel
 
-ROOT = Path(__file__).parents[1]
 pytestmark = pytest.mark.usefixtures("few_threads")
 
 
 def without_a_gpu(*names: str, **variables: str) -> dict[str, dict]:
-    pytest.importorskip("triton", reason="ops/ needs triton")
-    run = subprocess.run(
-        [sys.executable, ROOT / "tests" / "kernels_without_gpu.py", *names],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        env=os.environ | variables,
-    )
-    if run.returncode and "ImportError" in run.stderr:
-        pytest.skip(f"Triton's private API has changed: {run.stderr.splitlines()[-1]}")
-    assert run.returncode == 0, run.stderr
-    return json.loads(run.stdout.splitlines()[-1])
+    return run_without_gpu("kernels_without_gpu.py", *names, **variables)
 
 
 @pytest.fixture(scope="module")

@@ -1,14 +1,8 @@
 """The kernels of ops/moe_decode.py without a GPU: results under the interpreter, machine code."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+from without_gpu import run_without_gpu
 
-ROOT = Path(__file__).parents[1]
 SMALL = {"D": 256, "I": 64, "E": 16, "A": 3}
 CASES = (
     {"format": "int4"},
@@ -22,19 +16,7 @@ H200 = {"D": 2048, "I": 768, "E": 16, "A": 8, "one_launch": False}
 
 
 def run(given: dict, **variables: str):
-    pytest.importorskip("triton", reason="ops/ needs triton")
-    run = subprocess.run(
-        [sys.executable, ROOT / "tests" / "moe_kernels_without_gpu.py"],
-        cwd=ROOT,
-        input=json.dumps(given),
-        capture_output=True,
-        text=True,
-        env=os.environ | {"PYTHONPATH": str(ROOT)} | variables,
-    )
-    if run.returncode and "ImportError" in run.stderr:
-        pytest.skip(f"Triton's private API has changed: {run.stderr.splitlines()[-1]}")
-    assert run.returncode == 0, run.stderr
-    return json.loads(run.stdout.splitlines()[-1])
+    return run_without_gpu("moe_kernels_without_gpu.py", given=given, **variables)
 
 
 def check_layers(formats: tuple[str, ...]) -> None:
