@@ -271,6 +271,7 @@ def open_session(
         args = tp.local_args(args_of_checkpoint(checkpoint), process_group.size(), options.parallel)
         plain = dtype or stored_dtype(checkpoint)
         experts = offload_settings(options, args, plain, length, batch)
+    check_decode_kernels(options.decode_kernels, checkpoint, device, dtype)
     model = load_model(checkpoint, device, dtype, options.parallel, experts)
     settings = SessionOptions(
         batch=batch,
@@ -283,19 +284,29 @@ def open_session(
     return Session(model, length, settings)
 
 
+def check_decode_kernels(
+    kernels: str, source, device: torch.device, dtype: torch.dtype | None = None
+) -> None:
+    """Raise ValueError, before weights are read, for fused kernels that cannot run this model.
+
+    kernels: as --decode_kernels says. source, dtype: as of `load_model`.
+    """
+    if kernels != "fused":
+        return
+    shard = tp.ModelShard(args_of_checkpoint(source), source.format)
+    model = shard.model.to(dtype or stored_dtype(source))
+    if shard.ranks > 1 or not can_fuse(model, device):
+        why = "these kernels do not compute this model in this format on this device"
+        raise ValueError(f"--decode_kernels fused: {why}: use auto")
+
+
 def choose_runner(model: Transformer, kernels: str) -> type[CompiledRunner]:
     """Return what runs a compiled model's calls. kernels: as --decode_kernels says.
 
     auto is Inductor's kernels: the fused ones were faster in the one model that was measured, layer
-    by layer. Raises ValueError for fused kernels of a model that has none.
+    by layer.
     """
-    plain = runner_class_for(model)
-    if kernels != "fused":
-        return plain
-    if plain is not CompiledRunner or not can_fuse(model):
-        why = "these kernels do not compute this model in this format on this device"
-        raise ValueError(f"--decode_kernels fused: {why}: use auto")
-    return FusedRunner
+    return FusedRunner if kernels == "fused" else runner_class_for(model)
 
 
 def offload_settings(

@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.kernel_profile import cuda_kernels, kernel_table, weight_reads
 from formats.kv_cache import KV_CACHES
-from generate import choose_runner, load_model
+from generate import check_decode_kernels, choose_runner, load_model
 from model import ModelArgs
 from models.layers.gated_delta_net import DeltaState
 from models.random_weights import (
@@ -67,6 +67,7 @@ def seconds_of(work, x: torch.Tensor) -> float:
 def open_session(args: ModelArgs, options: argparse.Namespace, device: torch.device) -> Session:
     """Return a session over a model with random weights."""
     source = RandomWeights(args, number_format(options.mode, args))
+    check_decode_kernels(options.decode_kernels, source, device)
     model = load_model(source, device, parallel=options.parallel)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)

@@ -28,13 +28,13 @@ from benchmarks.cuda_timing import graph_seconds, require_gpu
 from benchmarks.decode_speed import read_bandwidth
 from benchmarks.moe_phases import tilings_of
 from cli.parser import Parser
-from generate import load_model
+from generate import check_decode_kernels, load_model
 from model import Transformer
 from models.random_weights import RandomWeights, architecture, first_layers, number_format
 from ops import moe_decode
 from ops.inductor import configure_inductor
 from ops.moe_decode import Tiles, Weight
-from runtime.fused_decode import FusedRunner, can_fuse
+from runtime.fused_decode import FusedRunner
 from runtime.runner import CompiledRunner
 from runtime.weights import bytes_per_token
 
@@ -169,9 +169,9 @@ def measure_fused(model: Transformer, plain: Layers, options: argparse.Namespace
 def measure(options: argparse.Namespace) -> dict:
     args = architecture(options.arch)
     args = first_layers(args, options.layers) if options.layers else args
-    model = load_model(RandomWeights(args, number_format(options.mode, args)), "cuda")
-    if not can_fuse(model):
-        raise SystemExit("error: this model or format has no fused kernels")
+    source, device = RandomWeights(args, number_format(options.mode, args)), torch.device("cuda")
+    check_decode_kernels("fused", source, device)
+    model = load_model(source, device)
     configure_inductor()
     model.setup_cache(1, CACHE)
     plain = Layers(model, CompiledRunner(model), options.position)
@@ -179,7 +179,7 @@ def measure(options: argparse.Namespace) -> dict:
     us, kernels = plain.microseconds(), plain.kernels()
     head = model.head.weight if hasattr(model.head, "weight") else model.head.codes
     nbytes = (bytes_per_token(model) - head.nbytes) / args.n_layer
-    bound = nbytes / read_bandwidth(torch.device("cuda")) * 1e6
+    bound = nbytes / read_bandwidth(device) * 1e6
     result = {"arch": options.arch, "mode": options.mode, "layers": args.n_layer}
     result |= {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
     result |= {"position": options.position, "bound_us": bound}
@@ -231,7 +231,10 @@ def main() -> None:
     options = (parser := build_parser()).parse_args()
     require_gpu(parser)
     torch.manual_seed(0)
-    result = measure(options)
+    try:
+        result = measure(options)
+    except ValueError as error:  # no fused kernels for this model or format
+        parser.error(str(error))
     show(result)
     if options.json:
         Path(options.json).write_text(json.dumps(result))

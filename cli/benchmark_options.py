@@ -63,6 +63,8 @@ def check_options(options: argparse.Namespace) -> None:
     check_counts(options, "layers", "prompt_len", "prefill_chunk")
     check_counts(options, "repeats", "batch", most=100_000)
     check_counts(options, "new_tokens", least=2)
+    if options.decode_kernels == "fused" and options.eager:
+        raise ValueError("--decode_kernels fused and --eager: leave one of them out")
     if options.kernels and options.sweep:
         raise ValueError("--kernels and --sweep: give one of them at a time")
     if options.peer and options.batch > 1:

@@ -161,12 +161,16 @@ def check_disk_options(options: argparse.Namespace) -> None:
 def is_writable(path: Path) -> bool:
     """Return whether a path is a file that may be written, or free for one.
 
-    The profiler replaces whatever is there, devices too.
+    The profiler replaces whatever is there, devices too, and cannot write a name with a newline.
     """
+    if not path.name.isprintable():
+        return False
     if os.path.lexists(path):  # a link to nothing, too
         return path.is_file() and os.access(path, os.W_OK)
     folder = path.absolute().parent
-    return folder.is_dir() and os.access(folder, os.W_OK)
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        return False
+    return len(os.fsencode(path.name)) <= os.pathconf(folder, "PC_NAME_MAX")
 
 
 def plan_lengths(longest: int, options: argparse.Namespace, max_position: int) -> int:

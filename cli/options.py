@@ -185,6 +185,11 @@ def check_model_options(options: argparse.Namespace) -> None:
     for name in OFFLOAD_OPTIONS:
         if getattr(options, name) is not None and not options.offload:
             raise ValueError(f"--{name} is about experts in host memory: add --offload")
+    if options.decode_kernels == "fused" and not options.compile:
+        raise ValueError("--decode_kernels fused is about a compiled step: add --compile")
+    if options.decode_kernels == "fused" and options.offload:
+        why = "the kernels read all experts from GPU memory"
+        raise ValueError(f"--decode_kernels fused does not go with --offload: {why}")
     if options.offload and (options.gpu_experts is None) == (options.gpu_memory is None):
         raise ValueError("offloading takes --gpu_experts or --gpu_memory: give one of the two")
 

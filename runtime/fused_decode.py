@@ -177,12 +177,14 @@ def fused_layers(model: Transformer) -> dict[Block, FusedLayer]:
     return layers
 
 
-def can_fuse(model: Transformer) -> bool:
-    """Whether all layers with experts have kernels, on a GPU that has what they use."""
-    weight = model.norm.weight
-    if not weight.is_cuda or weight.element_size() != 2:
+def can_fuse(model: Transformer, device: torch.device) -> bool:
+    """Whether all layers with experts have kernels, on a GPU that has what they use.
+
+    model: it may be on the meta device.
+    """
+    if device.type != "cuda" or model.norm.weight.element_size() != 2:
         return False
-    if torch.cuda.get_device_capability(weight.device) < (9, 0):
+    if torch.cuda.get_device_capability(device) < (9, 0):
         return False
     sparse = sum(isinstance(block.ffn, MoE) for block in model.layers)
     return 0 < sparse == len(fused_layers(model))

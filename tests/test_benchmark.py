@@ -167,6 +167,8 @@ MISTAKES = (
     ((*MIXTRAL, "--kernels", "--device", "cpu"), "CUDA"),
     ((*MIXTRAL, "--peer", "hf", "--sweep", "experts"), "--peer and --sweep"),
     ((*MIXTRAL, "--peer", "hf", "--batch", "2"), "leave --batch out"),
+    ((*MIXTRAL, "--decode_kernels", "fused", "--eager"), "leave one of them out"),
+    ((*MIXTRAL, "--decode_kernels", "fused", "--device", "cpu"), "use auto"),
     ((*MIXTRAL, "--prompt_len", "100", "--max_seq_len", "299"), "exceed --max_seq_len, 299"),
     ((*MIXTRAL, "--max_seq_len", "32769"), "exceed the model's positions, 32768"),
     ((*MIXTRAL, "--prompt_len", "32768"), "exceed the model's positions, 32768"),
@@ -368,14 +370,13 @@ def test_the_peer_is_measured_in_every_setting(measured):
     assert peer["setting"] in text and text.endswith("peak memory 1.0 GB")
 
 
-def test_a_setting_that_fails_is_left_out_with_one_warning(monkeypatch, capsys):
+def test_a_setting_that_fails_is_left_out_with_one_warning(monkeypatch, caplog):
     options = argparse.Namespace(device="cpu", mode="fp32", prompt_len=3, new_tokens=3)
     args = args_from_hf(CONFIG)
     failing, working = ("dynamic", "no_such"), ("dynamic", "eager")
     monkeypatch.setattr(transformers_peer, "SETTINGS", (failing, working))
     assert list(measure_peer(args, options)["settings"]) == ["dynamic cache, eager experts"]
-    lines = capsys.readouterr().err.splitlines()
-    warning = next(line for line in lines if line.startswith("warning: "))
+    (warning,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
     assert "no_such experts fails" in warning and warning.endswith("left out")
     monkeypatch.setattr(transformers_peer, "SETTINGS", (failing,))
     with pytest.raises(ValueError, match="not one of its settings"):

@@ -22,6 +22,7 @@ ROOT = Path(__file__).parents[1]
 @pytest.fixture
 def parser() -> Parser:
     made = Parser("Test.", ("python x.py",), prog="x.py")
+    options.add_compile(made)
     options.add_offload(made)
     options.add_model_options(made)
     return made
@@ -100,6 +101,19 @@ def test_options_of_offloading_need_it(parser, name):
     value = {"cache_policy": "lru", "offload_tier": "host", "offload_driver": "host"}.get(name, "1")
     given = parser.parse_args([f"--{name}", value])
     with pytest.raises(ValueError, match=f"--{name} is about experts in host memory: add --off"):
+        options.check_model_options(given)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    (
+        ((), "is about a compiled step: add --compile"),
+        (("--compile", "--offload", "--gpu_experts", "2"), "does not go with --offload"),
+    ),
+)
+def test_fused_kernels_need_a_compiled_step_of_resident_experts(parser, more, message):
+    given = parser.parse_args(["--decode_kernels", "fused", *more])
+    with pytest.raises(ValueError, match=message):
         options.check_model_options(given)
 
 

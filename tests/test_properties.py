@@ -3,7 +3,6 @@
 import argparse
 import contextlib
 import copy
-import importlib.machinery
 import io
 import json
 import os
@@ -132,7 +131,7 @@ def place(models, tmp_path, monkeypatch) -> Path:
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch, few_threads):
-    """No network, no torchrun, no server that stays; pictures without matplotlib."""
+    """No network, no torchrun, no server that stays; pictures are empty."""
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     monkeypatch.setattr(benchmark, "read_bandwidth", lambda device: 1e10)
     monkeypatch.setattr(server.app, "serve_session", lambda *_: None)
@@ -144,16 +143,14 @@ def alone(monkeypatch, few_threads):
     )
     monkeypatch.setattr(HfApi, "model_info", repository)
     monkeypatch.setattr(hub.client, "snapshot_download", lambda *_, **__: None)
-    monkeypatch.setattr(plot_experts, "draw", lambda r, l, path: plot_experts.save(Figure(), path))
-    matplotlib = types.ModuleType("matplotlib")
-    matplotlib.__spec__ = importlib.machinery.ModuleSpec("matplotlib", None)
-    monkeypatch.setitem(sys.modules, "matplotlib", matplotlib)
+    draw = lambda records, layers, path: plot_experts.save_figure(Figure(), path)  # noqa: E731
+    monkeypatch.setattr(plot_experts, "draw", draw)
     for name in ("draw_curves", "draw_experts"):
         monkeypatch.setattr(study_offload, name, lambda *given: given[-1].write_bytes(b"picture"))
 
 
 class Figure:
-    def savefig(self, path: Path, format: str) -> None:
+    def savefig(self, path: Path, **_) -> None:
         path.write_bytes(b"picture")
 
 
@@ -465,7 +462,9 @@ def test_an_unreadable_directory(place):
         refused(command, *SHORT[command].split(), f"--checkpoint_{option}=folder")
 
 
-@pytest.mark.parametrize("name", ("folder", "file/a", "new/a", "loop", "fifo", "/dev/full"))
+@pytest.mark.parametrize(
+    "name", ("folder", "file/a", "new/a", "loop", "fifo", "/dev/full", "a\nb", "9" * 300)
+)
 def test_a_profile_that_cannot_be_written(place, name):
     before = Path("/dev/full").is_char_device(), tree(place)
     assert "--profile" in refused(generate, *SHORT[generate].split(), "--profile", name)
