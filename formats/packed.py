@@ -102,13 +102,13 @@ class Packed(nn.Module):
         return FORMATS[self.format].unpack(self.parts(), self.group)
 
     def kernel_weight(self) -> Weight:
-        """Return the weight for ops/moe_decode.py. Raises ValueError if it has no kernels for it.
+        """Return the weight, without the bias, for ops/moe_decode.py.
 
-        That is the case for a bias, for some formats, and for groups that are too small.
+        Raises ValueError if that has no kernels for the format, or for groups that are too small.
         """
         format = FORMATS[self.format]
-        if BITS.get(format.kind) != format.bits or self.bias is not None:
-            raise ValueError(f"no kernel for {self.format}, or none with a bias")
+        if BITS.get(format.kind) != format.bits:
+            raise ValueError(f"no kernel for {self.format}")
         return packed_weight(list(self.parts().values()), format.kind, self.group)
 
     def request(self, product: str, x: Tensor, activation: Callable | None = None) -> Request:

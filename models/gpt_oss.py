@@ -24,6 +24,7 @@ from models.family import Family, PublishedLayout, Shard
 from models.layers.yarn import YarnArgs, read_yarn, yarn_rope_table, yarn_to_hf
 from models.tensors import WHOLE, Recipe, Recipes, copy_of
 from ops.attention import attend, attend_chunk
+from ops.moe_decode import Activation
 
 MAX_MXFP4_EXPONENT = 252  # the largest e8m0 scale with which every e2m1 number is finite in fp32
 
@@ -107,6 +108,10 @@ class GptOssMoE(MoE):
         self.experts.w2 = BiasedExpertLinear(E, I, D)
         limit, alpha = args.swiglu_limit, args.swiglu_alpha
         self.experts.activation = partial(clamped_swiglu, limit=limit, alpha=alpha)
+
+    def fused_decode_settings(self) -> dict | None:
+        """See runtime/fused_decode.py."""
+        return {"activation": Activation("clamped", **self.experts.activation.keywords)}
 
 
 class GptOssTransformer(Transformer):

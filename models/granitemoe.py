@@ -47,6 +47,10 @@ class ScaledAddNorm(AddNorm):
         x = materialize(x.add(y.view_as(x), alpha=self.scale))
         return x, materialize(norm(x))
 
+    def fused_decode_settings(self) -> dict | None:
+        """See runtime/fused_decode.py."""
+        return {"scale": self.scale}
+
 
 class GraniteMoeTransformer(Transformer):
     args: GraniteMoeArgs

@@ -84,15 +84,19 @@ class FusedDecodeAttention(Attention):
         )
 
 
-def fuse_decode_attention(model: Transformer) -> None:
-    """Use the kernel in every layer whose attention it supports.
+def fused_attention(attention: nn.Module) -> nn.Module:
+    """Return the layer with the kernel, if it is one that the kernel supports; else the layer.
 
-    A subclass of Attention is replaced only if its `fused_decode_settings()` lists its additions.
+    A subclass of Attention is one only if its `fused_decode_settings()` lists its additions.
     """
+    if type(attention) is Attention:
+        return FusedDecodeAttention(attention, {})
+    if hasattr(attention, "fused_decode_settings"):
+        return FusedDecodeAttention(attention, attention.fused_decode_settings())
+    return attention
+
+
+def fuse_decode_attention(model: Transformer) -> None:
+    """Use the kernel in every layer whose attention it supports."""
     for block in model.layers:
-        attention = block.attention
-        if type(attention) is Attention:
-            block.attention = FusedDecodeAttention(attention, {})
-        elif hasattr(attention, "fused_decode_settings"):
-            settings = attention.fused_decode_settings()
-            block.attention = FusedDecodeAttention(attention, settings)
+        block.attention = fused_attention(block.attention)

@@ -4,15 +4,20 @@
     attention    q and k norm, RoPE, cache append, attention      (ops/decode_attention.py)
     wo           product, plus residual
     router       norm, scores; loads the next layer's wqkv into L2 meanwhile
-    route        top-k and routing weights
-    gate_up      products of the chosen experts, SwiGLU
+    route        top-k and routing weights                        (ops/moe_router.py)
+    gate_up      products of the chosen experts, SwiGLU           (ops/moe_decode.py)
     down         products, weighted sum, plus residual
 
-All but attention are in ops/moe_decode.py. `FusedRunner` launches them directly: a session captures
-the step as a CUDA graph, which costs them nothing. It serves one token of one sequence. Prompts,
-batches and drafts run the compiled blocks, which are the reference that tests compare with.
+Other attention has other kernels between its products: `core` compiled by Inductor. Shared experts
+become experts that every token chooses. A family declares by `fused_decode_settings` what it adds
+to `model.Attention`, `model.MoE` or `model.AddNorm`; without it, a subclass has no kernels.
+
+`FusedRunner` launches the kernels directly: a session captures the step as a CUDA graph, which
+costs them nothing. It serves one token of one sequence. Prompts, batches and drafts run the
+compiled blocks, which are the reference that tests compare with.
 """
 
+from dataclasses import replace
 from itertools import pairwise
 
 import torch
@@ -20,20 +25,21 @@ from torch import Tensor, nn
 
 from model import (
     AddNorm,
-    Attention,
     Block,
     Chunk,
     Context,
     Experts,
     Linear,
     MoE,
+    RMSNorm,
     Transformer,
     swiglu,
 )
-from ops import moe_decode
+from ops import moe_decode, moe_router
 from ops.inductor import materialize
-from ops.moe_decode import Weight
-from runtime.fused_attention import FusedDecodeAttention
+from ops.moe_decode import SWIGLU, Weight
+from ops.moe_router import Routing
+from runtime.fused_attention import FusedDecodeAttention, fused_attention
 from runtime.runner import CompiledRunner
 
 MIN_PREFETCH = 1 << 20  # bytes of a weight that is worth a prefetch
@@ -43,9 +49,159 @@ def kernel_weight(module: nn.Module) -> Weight:
     """Return a module's weight as the kernels read it. Raises ValueError if they cannot."""
     if hasattr(module, "kernel_weight"):  # a packed weight
         return module.kernel_weight()
-    if getattr(module, "bias", None) is not None:
-        raise ValueError("no kernel for a product with a bias")
     return moe_decode.plain_weight(module.weight)
+
+
+def settings_of(module: nn.Module, plain: type) -> dict:
+    """Return what the module adds to the plain class. Raises ValueError if it does not say."""
+    if type(module) is plain:
+        return {}
+    declared = getattr(module, "fused_decode_settings", None)
+    settings = declared() if declared else None
+    if settings is None:
+        raise ValueError(f"no kernels for {type(module).__name__}")
+    return settings
+
+
+def residual_scale(add: nn.Module) -> float:
+    """Return the factor of what is added to the residual."""
+    return settings_of(add, AddNorm).get("scale", 1.0)
+
+
+class FusedAttention:
+    """The attention half of a block for one token: norm, projections, core, residual sum.
+
+    Raises ValueError for attention that the kernels do not compute.
+    """
+
+    def __init__(self, block: Block):
+        self.norm, self.scale = block.attention_norm, residual_scale(block.add_attention)
+        self.attention = attention = fused_attention(block.attention)
+        if not isinstance(self.norm, RMSNorm) or not hasattr(attention, "core"):
+            raise ValueError(f"no kernels for {type(attention).__name__}, or its norm")
+        names, output = getattr(attention, "projections", (("wqkv",), "wo"))
+        modules = [getattr(attention, name) for name in names]
+        self.inputs = [(kernel_weight(m), m.bias) for m in modules if m is not None]
+        output = getattr(attention, output)
+        self.output = kernel_weight(output), output.bias
+
+    def forward(self, x: Tensor, context: Context, core) -> Tensor:
+        """x [1, D], not normed -> x after attention. core: as of `FusedLayer.forward`."""
+        projected = x.new_empty(1, sum(weight.out for weight, _ in self.inputs))
+        parts = projected.split([weight.out for weight, _ in self.inputs], dim=1)
+        for (weight, bias), part in zip(self.inputs, parts, strict=True):
+            norm, eps = self.norm.weight, self.norm.eps
+            moe_decode.down(x, weight, norm=norm, eps=eps, bias=bias, out=part)
+        projected, attention = projected.unsqueeze(0), self.attention
+        if not isinstance(attention, FusedDecodeAttention):
+            heads = core(attention, projected, context)
+        elif attention.takes(projected, context):
+            heads = attention.fused_core(projected, context)
+        else:
+            heads = core(attention.plain[0], projected, context)
+        weight, bias = self.output
+        return moe_decode.down(heads.squeeze(0), weight, residual=x, bias=bias, scale=self.scale)
+
+
+class FusedExperts:
+    """The other half: norm, router, experts, residual sum. Shared experts follow the others.
+
+    Raises ValueError for a layer that the kernels do not compute.
+    """
+
+    def __init__(self, block: Block):
+        self.norm, self.ffn, self.scale = block.ffn_norm, block.ffn, residual_scale(block.add_ffn)
+        settings = settings_of(block.ffn, MoE)
+        self.experts, self.router = block.ffn.experts, block.ffn.router
+        if type(self.experts) is not Experts or type(self.router) is not Linear:
+            raise ValueError("no kernels for other experts or another router")
+        if not isinstance(self.norm, RMSNorm):
+            raise ValueError(f"no kernels for {type(self.norm).__name__}")
+        self.activation = settings.get("activation", SWIGLU)
+        if "activation" not in settings and self.experts.activation is not swiglu:
+            raise ValueError("no kernels for another activation")
+        self.w13, self.w2 = kernel_weight(self.experts.w13), kernel_weight(self.experts.w2)
+        self.biases = (getattr(w, "bias", None) for w in (self.experts.w13, self.experts.w2))
+        self.bias13, self.bias2 = self.biases
+        self.shared, self.gate = settings.get("shared"), settings.get("shared_gate")
+        self.routing = settings.get("routing", Routing(self.ffn.n_active, self.ffn.norm_topk))
+        if self.shared is not None:
+            count = self.shared_count()
+            self.routing = replace(self.routing, shared=count, gated=self.gate is not None)
+        moe_router.check_router(self.router.weight, self.routing)
+        self.rows = self.router.weight
+        self.ahead: Tensor | None = None  # what the next layer reads first
+
+    def shared_count(self) -> int:
+        """Return as how many experts the shared one counts. Raises ValueError if it cannot."""
+        w13, w2 = kernel_weight(self.shared.w13), kernel_weight(self.shared.w2)
+        same = (w13.kind, w13.group, w2.group) == (self.w13.kind, self.w13.group, self.w2.group)
+        count, rest = divmod(w13.out, self.w13.out)
+        biased = (self.bias13, self.shared.w13.bias, self.shared.w2.bias)
+        if not same or rest or self.activation != SWIGLU or any(b is not None for b in biased):
+            raise ValueError("no kernels for a shared expert unlike the others")
+        if count > 1 and self.w13.kind == "fp8b" and self.w13.out // 2 % self.w13.group:
+            raise ValueError("the shared expert's blocks of scales cannot be divided")
+        return count
+
+    def prepare(self) -> None:
+        """Stack the shared expert's weights on the others', once for each model."""
+        if self.shared is None:
+            return
+        if not hasattr(self.experts, "stacked"):
+            count = self.routing.shared
+            w13 = stack(self.experts.w13, self.shared.w13, self.w13, count, rows=True)
+            w2 = stack(self.experts.w2, self.shared.w2, self.w2, count, rows=False)
+            rows = self.router.weight
+            if self.gate is not None:
+                rows = torch.cat((rows, self.gate.weight))
+            self.experts.stacked = w13, w2, rows
+        self.w13, self.w2, self.rows = self.experts.stacked
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x [1, D], not normed -> x after the experts, expert_indices, expert_weights [1, A]."""
+        x, normed, indices, weights, scores = moe_router.norm_router(
+            x,
+            None,
+            self.norm.weight,
+            self.norm.eps,
+            self.rows,
+            self.routing,
+            bias=self.router.bias,
+            ahead=self.ahead,
+        )
+        options = dict(scores=scores, routing=self.routing, bias=self.bias13)
+        h = moe_decode.gate_up(normed, indices, self.w13, self.activation, **options)
+        x = moe_decode.down(
+            h, self.w2, indices, weights, residual=x, bias=self.bias2, scale=self.scale
+        )
+        active = self.routing.active
+        return x, indices[:, :active], weights[:, :active]
+
+
+def stack(experts: nn.Module, shared: nn.Module, weight: Weight, count: int, rows: bool) -> Weight:
+    """Return the weight [E, out, in] of experts followed by a shared expert's, as `count` of them.
+
+    rows: the shared expert is divided along its rows, which are gate, then up; else along `in`.
+    experts' own parameters become a part of the result, so that it takes no memory beside them.
+    So does shared's if it counts as one; otherwise it stays, as a copy.
+    """
+    names = tuple(getattr(experts, "layout", ("weight",)))
+    parts = []
+    for name in names:
+        part, own = getattr(experts, name), getattr(shared, name).data
+        if count == 1 or (not rows and own.shape[-1] == 1):  # the latter: one scale a row
+            pieces = own.expand(count, *own.shape)
+        elif rows:
+            pieces = own.unflatten(0, (2, count, -1)).transpose(0, 1).flatten(1, 2)
+        else:
+            pieces = own.unflatten(-1, (count, -1)).movedim(-2, 0)
+        joined = torch.cat((part.data, pieces))
+        part.data = joined[:-count]
+        if count == 1:
+            getattr(shared, name).data = joined[-1]
+        parts.append(joined.view(weight.parts[0].dtype) if len(names) == 1 else joined)
+    return replace(weight, parts=tuple(parts))
 
 
 class FusedLayer:
@@ -55,50 +211,17 @@ class FusedLayer:
     """
 
     def __init__(self, block: Block):
-        attention, ffn = block.attention, block.ffn
-        plain = (Block, MoE, Experts, AddNorm, AddNorm)
-        found = block, ffn, getattr(ffn, "experts", None), block.add_attention, block.add_ffn
-        if tuple(map(type, found)) != plain or type(ffn.router) is not Linear:
+        if type(block) is not Block or not isinstance(block.ffn, MoE):
             raise ValueError("no kernels for a block that differs from model.Block")
-        if ffn.experts.activation is not swiglu or ffn.router.bias is not None:
-            raise ValueError("no kernels for another activation or a router's bias")
-        if type(attention) is Attention:
-            attention = FusedDecodeAttention(attention, {})
-        if type(attention) is not FusedDecodeAttention or attention.settings:
-            raise ValueError("no kernels for an attention that differs from model.Attention")
-        self.block, self.attention, self.ffn = block, attention, ffn
-        self.wqkv, self.wo = kernel_weight(attention.wqkv), kernel_weight(attention.wo)
-        self.w13, self.w2 = kernel_weight(ffn.experts.w13), kernel_weight(ffn.experts.w2)
-        moe_decode.check_router(ffn.router.weight, ffn.n_active)
-        self.prefetched: Tensor | None = None  # the next layer's wqkv
+        self.attention, self.experts = FusedAttention(block), FusedExperts(block)
 
     def forward(self, x: Tensor, context: Context, core) -> tuple[Tensor, Tensor, Tensor]:
         """x [1, D], not normed -> x after the block, expert_indices, expert_weights [1, A].
 
-        core: attention for caches that the kernel is not for, as `Attention.core` with the
-        attention before it.
+        core: computes what is between the projections where no kernel does, as `Attention.core`
+        with the attention before it.
         """
-        norm, ffn = self.block.attention_norm, self.ffn
-        qkv = moe_decode.down(x, self.wqkv, norm=norm.weight, eps=norm.eps).unsqueeze(0)
-        attention = self.attention
-        if attention.takes(qkv, context):
-            heads = attention.fused_core(qkv, context)
-        else:
-            heads = core(attention.plain[0], qkv, context)
-        x = moe_decode.down(heads.squeeze(0), self.wo, residual=x)
-        norm, router = self.block.ffn_norm, ffn.router.weight
-        x, normed, indices, weights, scores = moe_decode.norm_router(
-            x,
-            None,
-            norm.weight,
-            norm.eps,
-            router,
-            ffn.n_active,
-            ffn.norm_topk,
-            ahead=self.prefetched,
-        )
-        h = moe_decode.gate_up(normed, indices, self.w13, scores=scores)
-        return moe_decode.down(h, self.w2, indices, weights, residual=x), indices, weights
+        return self.experts.forward(self.attention.forward(x, context, core))
 
 
 def run_unfused(block: Block, x: Tensor, context: Context, identity: nn.Module):
@@ -117,8 +240,8 @@ def end_token(model: Transformer, x: Tensor, last: Tensor | None) -> Tensor:
     return model.logits(materialize(model.norm(x)), last)
 
 
-def run_core(attention: Attention, qkv: Tensor, context: Context) -> Tensor:
-    return attention.core(qkv, context)
+def run_core(attention: nn.Module, projected: Tensor, context: Context) -> Tensor:
+    return materialize(attention.core(projected, context))
 
 
 class FusedRunner(CompiledRunner):
@@ -131,6 +254,8 @@ class FusedRunner(CompiledRunner):
         super().__init__(model, dynamic)
         self.one_token = False  # the call in progress has one token
         self.layers = {id(block): layer for block, layer in fused_layers(model).items()}
+        for layer in self.layers.values():
+            layer.experts.prepare()
         self.compiled_begin_token = self.compile(begin_token)
         self.compiled_end_token = self.compile(end_token)
         self.compiled_core = self.compile(run_core)
@@ -172,8 +297,8 @@ def fused_layers(model: Transformer) -> dict[Block, FusedLayer]:
         except ValueError:
             continue
     for layer, following in pairwise(layers.values()):
-        codes = following.wqkv.parts[0]
-        layer.prefetched = codes if codes.nbytes >= MIN_PREFETCH else None
+        codes = following.attention.inputs[0][0].parts[0]
+        layer.experts.ahead = codes if codes.nbytes >= MIN_PREFETCH else None
     return layers
 
 

@@ -3,16 +3,18 @@
     TRITON_INTERPRET=1 python tests/moe_kernels_without_gpu.py < INPUT    Triton's interpreter, CPU
     python tests/moe_kernels_without_gpu.py < INPUT    machine code for an H200, by Triton and ptxas
 
-INPUT is a JSON object: "cases", a list of the arguments of `Case`, and "layers", a list of formats.
-The interpreter's process prints relative errors by kernel of every case, and of a whole layer in
-every format. The other prints a list: counts of each case's machine code.
+INPUT is a JSON object: "cases", a list of the arguments of `Case`, and "layers", a list of pairs of
+a family (LAYERS) and a format. The interpreter's process prints relative errors by kernel of every
+case, and of whole layers. The other prints a list: counts of each case's machine code.
 """
 
 import json
 import os
 import re
 import sys
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from unittest import mock
 
 import torch
@@ -20,25 +22,34 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-import ops.moe_decode as moe_decode
 from formats import FORMATS
 from formats.packed import Packed, PackedExpertLinear, PackedLinear
 from model import (
+    Block,
+    Context,
     ExpertLinear,
     Linear,
     ModelArgs,
     MoE,
     RMSNorm,
-    Transformer,
     swiglu,
     weighted_sum,
 )
-from ops import decode_attention, gemv4
+from models import family_of
+from models.deepseek import DeepseekArgs
+from models.gpt_oss import BiasedExpertLinear, GptOssArgs, clamped_swiglu
+from models.granitemoe import GraniteMoeArgs
+from models.latent_family import LatentArgs
+from models.layers.gated_hybrid import HybridArgs
+from models.layers.group_routing import SigmoidRoutedMoE
+from models.qwen2_moe import Qwen2MoeArgs
+from ops import decode_attention, gemv4, moe_chunk, moe_decode, moe_router
+from ops.moe_decode import SWIGLU, Activation
 from runtime.fused_attention import FusedDecodeAttention
 from runtime.fused_decode import FusedLayer
 from tests.kernels_without_gpu import Launch, compiled, e2m1_twin, twin
 
-GROUPS = {"int4": 32, "hqq4": 32, "mxfp4": 32, "int8": 16}  # so that small widths fit
+GROUPS = dict(int4=32, hqq4=32, mxfp4=32, int8=16, fp8=16, fp8b=32)  # so that small widths fit
 
 
 @dataclass(frozen=True)
@@ -53,6 +64,12 @@ class Case:
     group: int = 0  # 0: that of GROUPS
     norm_topk: bool = True
     one_launch: bool = True  # of norm and router
+    shared: int = 0  # experts that every token uses, the last of E
+    gated: bool = False  # their weight is the sigmoid of a score
+    sigmoid: bool = False  # scores, whose bias corrects the choice
+    scale: float = 1.0  # of routing weights, and of what is added to the residual
+    biased: bool = False  # experts and dense products; clamped SwiGLU
+    fp32_norm: bool = False  # of the dense product
     parts: int = 0  # partial sums that are added to the residual
     tiles: dict = field(default_factory=dict)
     seed: int = 0
@@ -60,7 +77,7 @@ class Case:
 
 @triton.jit
 def bytes_twin(word, x, total):
-    """Replace `moe_decode._add_bytes`, which is inline assembly."""
+    """Replace `moe_chunk._add_bytes`, which is inline assembly."""
     for k in tl.static_range(4):
         byte = (word << 24 - 8 * k) >> 24
         total += byte * ((x << 48 - 16 * k) >> 48).to(tl.int32)
@@ -69,7 +86,7 @@ def bytes_twin(word, x, total):
 
 @triton.jit
 def pair_twin(pair, total):
-    """Replace `moe_decode._add_pair`."""
+    """Replace `moe_chunk._add_pair`."""
     return total + (pair << 16 >> 16) + (pair >> 16)
 
 
@@ -84,7 +101,8 @@ class Layer:
         self.dense, self.plain_dense = self.weight(1, I, D)
         self.dtype = torch.bfloat16 if case.format == "bf16" else torch.float16
         self.x = self.normal(1, D).to(self.dtype)
-        self.norm = (self.normal(D) * 0.2 + 1).to(self.dtype)
+        self.norm = (self.normal(D) * 0.2 + 1).to(torch.float32 if case.fp32_norm else self.dtype)
+        self.bias = [self.normal(E, 2 * I), self.normal(E, D)] if case.biased else [None, None]
         self.indices = torch.randperm(E, generator=self.random)[: case.A].unsqueeze(0)
         self.routing = torch.rand(1, case.A, generator=self.random)
         self.tiles = moe_decode.Tiles(**case.tiles)
@@ -108,26 +126,34 @@ def relative(got: Tensor, want: Tensor) -> float:
     return ((got.double() - want.double()).norm() / want.double().norm()).item()
 
 
-def plain_experts(weight: Tensor) -> ExpertLinear:
-    """Return the plain module with a given weight, in fp64."""
-    module = ExpertLinear(1, 1, 1)
+def plain_experts(weight: Tensor, bias: Tensor | None) -> ExpertLinear:
+    """Return the plain module with a given weight and bias, in fp64."""
+    module = ExpertLinear(1, 1, 1) if bias is None else BiasedExpertLinear(1, 1, 1)
     module.weight = torch.nn.Parameter(weight, requires_grad=False)
+    if bias is not None:
+        module.bias = torch.nn.Parameter(bias.double(), requires_grad=False)
     return module
 
 
 def expert_errors(layer: Layer) -> dict[str, float]:
     """Compare with `ExpertLinear.gather_gated`, `gather` and `weighted_sum`, in fp64."""
     case, tiles, fp32 = layer.case, layer.tiles, torch.float32
-    h = moe_decode.gate_up(layer.x, layer.indices, layer.w13, tiles=tiles, pdl=False, dtype=fp32)
-    w13, w2 = plain_experts(layer.plain13), plain_experts(layer.plain2)
-    want_h = w13.gather_gated(layer.x.double(), layer.indices, swiglu)
+    options = dict(tiles=tiles, pdl=False, dtype=fp32)
+    activation, plain = SWIGLU, swiglu
+    if case.biased:
+        limits = dict(limit=0.5, alpha=1.7)
+        activation, plain = Activation("clamped", **limits), partial(clamped_swiglu, **limits)
+    bias13, bias2 = layer.bias
+    h = moe_decode.gate_up(layer.x, layer.indices, layer.w13, activation, bias=bias13, **options)
+    w13, w2 = plain_experts(layer.plain13, bias13), plain_experts(layer.plain2, bias2)
+    want_h = w13.gather_gated(layer.x.double(), layer.indices, plain)
     given = layer.normal(case.A, case.I).to(layer.dtype)
     residual = layer.normal(case.D).to(layer.dtype)
-    add = {} if tiles.split > 1 else {"residual": residual}
+    add = {} if tiles.split > 1 else {"residual": residual, "bias": bias2, "scale": case.scale}
     experts = dict(indices=layer.indices, routing=layer.routing)
-    y = moe_decode.down(given, layer.w2, **experts, **add, tiles=tiles, pdl=False, dtype=fp32)
+    y = moe_decode.down(given, layer.w2, **experts, **add, **options)
     want = weighted_sum(w2.gather(given.double().unsqueeze(0), layer.indices), layer.routing)
-    want = want + residual if add else want
+    want = want * case.scale + residual if add else want
     return {"gate_up": relative(h, want_h[0]), "down": relative(y.sum(0), want[0])}
 
 
@@ -145,50 +171,94 @@ def dense_error(layer: Layer, edge: bool = False) -> float:
     residual = layer.normal(case.I).to(layer.dtype)
     x = torch.full_like(layer.x, 2 - 2**-9) if edge else layer.x
     norm = torch.full_like(layer.norm, 1 + 2**-10) if edge else layer.norm
+    bias = layer.bias[0][0, : case.I] if case.biased else None
     got = moe_decode.down(
         x,
         weight,
         residual=residual,
         norm=norm,
         eps=1e-5,
+        bias=bias,
+        scale=case.scale,
         tiles=layer.tiles,
         pdl=False,
         dtype=torch.float32,
     )
     normed = torch.nn.functional.rms_norm(x.double(), (case.D,), norm.double(), 1e-5)
-    return relative(got, normed @ layer.plain_dense[0].T + residual.double())
+    want = normed @ layer.plain_dense[0].T + (0 if bias is None else bias.double())
+    return relative(got, want * case.scale + residual.double())
 
 
-class Routing(MoE):
-    """`MoE.route` without weights."""
+class PlainRouting(MoE):
+    """`MoE.route`, then `GroupRoutedMoE.route`'s factor, without weights."""
 
-    def __init__(self, active: int, norm_topk: bool):
+    def __init__(self, case: Case, score_bias: Tensor):
         torch.nn.Module.__init__(self)
-        self.n_active, self.norm_topk = active, norm_topk
+        self.n_active, self.norm_topk, self.routed_scale = case.A, case.norm_topk, case.scale
+        self.n_group = self.n_active_group = 1
+        self.score_bias = score_bias
+        self.sigmoid = case.sigmoid
+
+    def route(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+        if self.sigmoid:
+            return SigmoidRoutedMoE.route(self, scores)
+        indices, weights = super().route(scores)
+        return indices, weights * self.routed_scale
+
+    def selection_scores(self, scores: Tensor) -> Tensor:
+        return scores.sigmoid() + self.score_bias if self.sigmoid else scores
 
 
 def router_errors(layer: Layer) -> dict[str, float]:
-    """Compare with the residual sum, `RMSNorm` and `MoE.route`, in fp32."""
-    case, D = layer.case, layer.case.D
-    x, router = layer.normal(1, D), layer.normal(case.E, D) * D**-0.5
-    bias, y = layer.normal(case.E), layer.normal(case.parts, D) if case.parts else None
+    """Compare with the residual sum, `RMSNorm` and `MoE.route`, in fp32.
+
+    And with the choice that a program of `gate_up` makes by itself.
+    """
+    case, D, E = layer.case, layer.case.D, layer.case.E
+    x, router = layer.normal(1, D), layer.normal(E + case.gated, D) * D**-0.5
+    bias, y = layer.normal(E), layer.normal(case.parts, D) if case.parts else None
+    score_bias = layer.normal(E)
     norm = RMSNorm(D, 1e-5)
     norm.weight.copy_(layer.norm)
     counter = torch.zeros(1, dtype=torch.int32) if case.one_launch else None
+    routing = moe_router.Routing(
+        case.A,
+        case.norm_topk,
+        case.scale,
+        score_bias if case.sigmoid else None,
+        case.shared,
+        case.gated,
+    )
     settings = dict(counter=counter, bias=bias, rows=1 + case.seed % 2 * 3, pdl=False)
     for _ in range(2):  # the counter is 0 again
-        summed, normed, indices, weights, _ = moe_decode.norm_router(
-            x, y, norm.weight, 1e-5, router, case.A, case.norm_topk, **settings
+        summed, normed, indices, weights, scores = moe_router.norm_router(
+            x, y, norm.weight, 1e-5, router, routing, **settings
         )
     want = x if y is None else x + y.sum(0)
-    scores = norm(want) @ router.T + bias
-    want_indices, want_weights = Routing(case.A, case.norm_topk).route(scores)
+    logits = norm(want) @ router.T
+    want_indices, want_weights = PlainRouting(case, score_bias).route(logits[:, :E] + bias)
+    if case.shared:
+        share = logits[:, E:].sigmoid() if case.gated else torch.ones(1, 1)
+        want_indices = torch.cat((want_indices, E + torch.arange(case.shared)[None]), 1)
+        want_weights = torch.cat((want_weights, share.expand(1, case.shared)), 1)
     return {
         "sum": relative(summed, want),
         "norm": relative(normed, norm(want)),
         "indices": float((indices != want_indices).sum()),
         "weights": relative(weights, want_weights),
+        "choice": choice_error(layer, indices, scores, routing),
     }
+
+
+def choice_error(layer: Layer, indices: Tensor, scores: Tensor, routing) -> float:
+    """Compare `gate_up` with given indices and with scores, of experts and shared ones."""
+    case = layer.case
+    w13, _ = layer.weight(case.E + case.shared, 2 * case.I, case.D)
+    options = dict(tiles=layer.tiles, pdl=False, dtype=torch.float32)
+    given = moe_decode.gate_up(layer.x, indices, w13, **options)
+    nothing = torch.zeros_like(indices)
+    found = moe_decode.gate_up(layer.x, nothing, w13, scores=scores, routing=routing, **options)
+    return relative(found, given)
 
 
 def errors(case: Case) -> dict[str, float]:
@@ -198,42 +268,90 @@ def errors(case: Case) -> dict[str, float]:
     return found | {f"router {name}": error for name, error in router_errors(layer).items()}
 
 
-def layer_error(format: str) -> dict[str, float]:
-    """Compare a whole layer of runtime/fused_decode.py with `Block.forward`, in fp16.
+SMALL = dict(
+    dim=128, n_layer=1, n_head=4, n_kv_head=2, head_dim=32, intermediate=64, n_expert=16,
+    n_active=3, vocab_size=32, max_position=64,
+)  # fmt: skip
+LATENT = SMALL | dict(n_kv_head=1, rotary_dim=16, kv_rank=32, value_dim=32)
+LAYERS = {
+    "qwen3_moe": (ModelArgs, SMALL | dict(qk_norm="head")),
+    "olmoe": (ModelArgs, SMALL | dict(qk_norm="full", norm_topk=False)),
+    "gpt_oss": (GptOssArgs, SMALL | dict(attention_bias=True, sliding_window=16)),
+    "granitemoe": (GraniteMoeArgs, SMALL | dict(residual_scale=0.22, attention_scale=0.1)),
+    "qwen2_moe": (Qwen2MoeArgs, SMALL | dict(shared_intermediate=4 * 64)),
+    "deepseek_v2": (DeepseekArgs, LATENT | dict(shared_intermediate=2 * 64, norm_topk=False)),
+    "glm4_moe_lite": (
+        LatentArgs,
+        LATENT | dict(shared_intermediate=64, q_rank=64, routed_scale=1.8),
+    ),
+    "qwen3_next": (  # a layer of each kind
+        HybridArgs,
+        SMALL
+        | dict(n_layer=2, full_layers=(1,), qk_norm="head", shared_intermediate=64, rotary_dim=16)
+        | dict(delta_key_heads=2, delta_value_heads=4, delta_key_dim=32, delta_value_dim=32),
+    ),
+}  # arguments by family
+PLAIN_ROWS = ".router", ".shared_gate"
 
-    With norms of q and k, and a cache that has earlier tokens.
+
+def layer_errors(family: str, format: str) -> list[dict[str, float]]:
+    """Compare layers of runtime/fused_decode.py with `Block.forward`, in fp16.
+
+    The cache has earlier tokens.
     """
     torch.manual_seed(0)
-    args = ModelArgs(
-        "qwen3_moe", dim=128, n_layer=1, n_head=4, n_kv_head=2, head_dim=32, intermediate=64,
-        n_expert=16, n_active=3, vocab_size=32, qk_norm="head", max_position=64,
-    )  # fmt: skip
-    model = Transformer(args)
+    kind, arguments = LAYERS[family]
+    args = kind(family, **arguments)
+    model = family_of(args).model_class(args)
     for parameter in model.parameters():
         parameter.data = torch.randn_like(parameter) * parameter.shape[-1] ** -0.5
-    block = model.layers[0]
-    for name in ("attention.wqkv", "attention.wo", "ffn.experts.w13", "ffn.experts.w2"):
-        block.set_submodule(name, packed(block.get_submodule(name), format))
+    for block in model.layers:
+        for name, module in list(block.named_modules()):
+            packs = isinstance(module, Linear | ExpertLinear) and not name.endswith(PLAIN_ROWS[0])
+            if packs and not name.endswith(PLAIN_ROWS[1]):
+                block.set_submodule(name, packed(module, format))
     model.half()
     model.setup_cache(1, 64)
-    cache = block.attention.cache.kv
-    cache.normal_()
-    before, position = cache.clone(), torch.tensor([[40]])
-    x, normed, context = model.begin(torch.tensor([[7]]), position)
+    x, _, context = model.begin(torch.tensor([[7]]), torch.tensor([[40]]))
+    return [block_error(block, torch.randn_like(x), context) for block in model.layers]
+
+
+def block_error(block: Block, x: Tensor, context: Context) -> dict[str, float]:
+    state = list(
+        getattr(block.attention, "cache", getattr(block.attention, "state", None)).buffers()
+    )
+    for buffer in state:
+        if buffer.is_floating_point():
+            buffer.normal_()
+    before = [buffer.clone() for buffer in state]
+    normed = block.attention_norm(x)
     want, _, *routing = block(x, normed, context, torch.nn.Identity())
-    appended = cache.clone()
-    cache.copy_(before)
+    after = [buffer.clone() for buffer in state]
+    for buffer, value in zip(state, before, strict=True):
+        buffer.copy_(value)
+    layer = FusedLayer(block)
+    layer.experts.prepare()
+    modules = moe_decode, moe_router, decode_attention
     with (
-        mock.patch.object(FusedDecodeAttention, "takes", lambda *_: True),
-        mock.patch.multiple(moe_decode, supports_pdl=lambda x: False),
-        mock.patch.multiple(decode_attention, supports_pdl=lambda x: False),
+        mock.patch.object(FusedDecodeAttention, "takes", lambda self, *_: self.supported),
+        ExitStack() as stack,
     ):
-        got, *found = FusedLayer(block).forward(x.squeeze(0), context, None)
+        for module in modules:
+            stack.enter_context(mock.patch.object(module, "supports_pdl", lambda x: False))
+        core = lambda attention, projected, context: attention.core(projected, context)  # noqa: E731
+        got, *found = layer.forward(x.squeeze(0), context, core)
+    computed = [buffer.clone() for buffer in state]
+    for buffer, value in zip(state, before, strict=True):
+        buffer.copy_(value)
+    again, *_ = block(x, normed, context, torch.nn.Identity())  # its weights have moved
+    pairs = zip(computed, after, strict=True)
+    added = want[0] - x[0]
     return {
-        "x": relative(got - x[0], want[0] - x[0]),
-        "cache": relative(cache, appended),
+        "x": ((got - want[0]).norm() / added.norm().maximum(x.norm())).item(),
+        "cache": max(relative(a, b) for a, b in pairs if a.is_floating_point() and b.norm() > 0),
         "experts": float((found[0] != routing[0]).sum()),
         "weights": relative(found[1], routing[1]),
+        "again": relative(again, want),
     }
 
 
@@ -247,7 +365,12 @@ def packed(module: Linear | ExpertLinear, format: str) -> Packed:
     return found
 
 
-KERNELS = ("_gate_up", "_down", "_norm_router", "_route")
+KERNELS = {
+    "_gate_up": moe_decode,
+    "_down": moe_decode,
+    "_norm_router": moe_router,
+    "_route": moe_router,
+}
 
 
 def counts(case: Case) -> dict[str, dict]:
@@ -257,18 +380,21 @@ def counts(case: Case) -> dict[str, dict]:
     tiles = layer.tiles if case.tiles else None
     h, router = x.new_empty(case.A, case.I), x.new_empty(case.E, D)
     norm, launches = x.new_empty(D), {name: Launch() for name in KERNELS}
-    with mock.patch.multiple(moe_decode, **launches):
+    with ExitStack() as stack:
+        for name, module in KERNELS.items():
+            stack.enter_context(mock.patch.object(module, name, launches[name]))
         scores = layer.normal(1, case.E)
-        moe_decode.gate_up(x, layer.indices, layer.w13, tiles=tiles, pdl=True, scores=scores)
+        routing = moe_router.Routing(case.A, case.norm_topk)
+        choice = dict(scores=scores, routing=routing)
+        moe_decode.gate_up(x, layer.indices, layer.w13, tiles=tiles, pdl=True, **choice)
         add = {} if tiles and tiles.split > 1 else {"residual": x}
         experts = dict(indices=layer.indices, routing=layer.routing)
         moe_decode.down(h, layer.w2, **experts, **add, tiles=tiles, pdl=True)
         counter = torch.zeros(1, dtype=torch.int32) if case.one_launch else None
-        routing = (router, case.A, case.norm_topk)
-        moe_decode.norm_router(x, None, norm, 1e-5, *routing, counter, pdl=True)
+        moe_router.norm_router(x, None, norm, 1e-5, router, routing, counter, pdl=True)
     for name, launch in launches.items():
         if hasattr(launch, "tensors"):
-            found[name] = code_counts(getattr(moe_decode, name), launch)
+            found[name] = code_counts(getattr(KERNELS[name], name), launch)
     return found
 
 
@@ -296,8 +422,8 @@ def main() -> int:
     cases = [Case(**values) for values in given["cases"]]
     if os.environ.get("TRITON_INTERPRET") == "1":
         gemv4._add_word, gemv4._add_e2m1 = twin, e2m1_twin
-        moe_decode._add_bytes, moe_decode._add_pair = bytes_twin, pair_twin
-        layers = {name: layer_error(name) for name in given.get("layers", ())}
+        moe_chunk._add_bytes, moe_chunk._add_pair = bytes_twin, pair_twin
+        layers = [layer_errors(*pair) for pair in given.get("layers", ())]
         print(json.dumps({"cases": [errors(case) for case in cases], "layers": layers}))
     else:
         print(json.dumps([counts(case) for case in cases]))

@@ -6,11 +6,18 @@ from without_gpu import run_without_gpu
 SMALL = {"D": 256, "I": 64, "E": 16, "A": 3}
 CASES = (
     {"format": "int4"},
-    {"format": "int8", "one_launch": False},
-    {"format": "int8", "D": 128, "I": 48, "parts": 2},
-    {"format": "hqq4", "I": 96, "tiles": {"rows": 4, "lanes": 64, "warps": 2}},
-    {"format": "mxfp4", "norm_topk": False, "seed": 1},
+    {"format": "int8", "one_launch": False, "shared": 2},
+    {"format": "int8", "D": 128, "I": 48, "parts": 2, "biased": True, "scale": 0.5},
+    {"format": "hqq4", "I": 96, "tiles": {"rows": 4, "lanes": 64, "warps": 2}, "sigmoid": True},
+    {"format": "mxfp4", "norm_topk": False, "seed": 1, "biased": True, "shared": 1, "gated": True},
     {"format": "int4", "D": 512, "tiles": {"rows": 2, "depth": 1, "split": 2}},
+    {"format": "int4", "sigmoid": True, "norm_topk": False, "scale": 1.8, "shared": 1},
+    {"format": "fp8", "fp32_norm": True, "one_launch": False},
+    {"format": "fp8", "I": 48, "tiles": {"rows": 2, "depth": 1}},
+    {"format": "fp8b", "I": 96, "gated": True, "shared": 3},
+    {"format": "fp8b", "D": 128, "I": 96, "group": 32, "tiles": {"lanes": 64, "warps": 2}},
+    {"format": "bf16"},
+    {"format": "bf16", "fp32_norm": True, "biased": True, "scale": 0.5},
 )
 H200 = {"D": 2048, "I": 768, "E": 16, "A": 8, "one_launch": False}
 
@@ -19,22 +26,32 @@ def run(given: dict, **variables: str):
     return run_without_gpu("moe_kernels_without_gpu.py", given=given, **variables)
 
 
-def check_layers(formats: tuple[str, ...]) -> None:
-    found = run({"cases": [], "layers": formats}, TRITON_INTERPRET="1")["layers"]
-    assert set(found) == set(formats)
-    for errors in found.values():
-        assert errors["experts"] == 0, errors
-        assert max(errors["x"], errors["weights"]) < 2e-3, errors  # fp16
-        assert errors["cache"] < 1e-4, errors  # only one of its tokens is new
+def check_layers(*layers: tuple[str, str]) -> None:
+    """Check layers of families in formats."""
+    found = run({"cases": [], "layers": layers}, TRITON_INTERPRET="1")["layers"]
+    for layer, blocks in zip(layers, found, strict=True):
+        for errors in blocks:
+            assert errors["experts"] == 0, (layer, errors)
+            assert max(errors["x"], errors["weights"]) < 2e-3, (layer, errors)  # fp16
+            assert errors["cache"] < 1e-3, (layer, errors)
+            assert errors["again"] == 0, (layer, errors)
 
 
 def test_a_layer_is_the_blocks_own():
-    check_layers(("int4",))
+    check_layers(("qwen3_moe", "int4"), ("glm4_moe_lite", "fp8"))
 
 
 @pytest.mark.slow
 def test_a_layer_is_the_blocks_own_in_every_format():
-    check_layers(("int8", "hqq4", "mxfp4"))
+    formats = "int8", "hqq4", "mxfp4", "fp8b"
+    check_layers(*(("qwen3_moe", name) for name in formats), ("qwen2_moe", "int8"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("format", ("int4", "fp8b"))
+def test_a_layer_is_the_blocks_own_in_every_family(format):
+    families = "olmoe", "gpt_oss", "granitemoe", "qwen2_moe", "deepseek_v2", "qwen3_next"
+    check_layers(*((family, format) for family in families))
 
 
 @pytest.mark.slow
@@ -50,7 +67,7 @@ def test_each_kernel_computes_what_plain_modules_do():
 @pytest.mark.slow
 def test_the_machine_code_loads_ahead_and_spills_nothing():
     """On an H200: weights of gate_up and down are loaded before the wait for the kernel before."""
-    for format in ("int4", "bf16", "int8", "mxfp4", "hqq4"):
+    for format in ("int4", "bf16", "int8", "fp8", "fp8b", "mxfp4", "hqq4"):
         (found,) = run({"cases": [H200 | {"format": format}]})
         assert set(found) == {"_gate_up", "_down", "_norm_router", "_route"}
         for name, counts in found.items():

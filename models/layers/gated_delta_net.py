@@ -196,6 +196,7 @@ class DeltaNet(nn.Module):
 
     window = None
     fp32 = ("a_log",)  # parameters that a change of dtype leaves alone
+    projections = ("wqkvz", "wba"), "wout"  # of the layer's input and output; `core` is between
 
     def __init__(self, args):
         super().__init__()
@@ -225,14 +226,18 @@ class DeltaNet(nn.Module):
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         if self.wba is None:
-            y, heads = self.wqkvz(x), 2 * self.sizes.value_heads
-            qkvz, ba = y.split((y.shape[-1] - heads, heads), dim=-1)
+            y = self.core(self.wqkvz(x), context)
         else:
-            qkvz, ba = self.wqkvz(x), self.wba(x)
+            y = self.mix(self.wqkvz(x), self.wba(x), context)
         # Materialized, or Inductor recomputes the gated norm in every row of the product.
-        return self.wout(materialize(self.core(qkvz, ba, context)))
+        return self.wout(materialize(y))
 
-    def core(self, qkvz: Tensor, ba: Tensor, context: Context) -> Tensor:
+    def core(self, projected: Tensor, context: Context) -> Tensor:
+        """The joined results of both projections [B, Q, N + H Cv + 2 H] -> [B, Q, H Cv]."""
+        heads = 2 * self.sizes.value_heads
+        return self.mix(*projected.split((projected.shape[-1] - heads, heads), dim=-1), context)
+
+    def mix(self, qkvz: Tensor, ba: Tensor, context: Context) -> Tensor:
         """qkvz [B, Q, N + H Cv], ba [B, Q, 2 H] -> [B, Q, H Cv]: all between the projections."""
         H, Cv, memory = self.sizes.value_heads, self.sizes.value_dim, self.state
         if qkvz.shape[1] == 1 and context.chunk is None and delta_token_supports(memory.state):

@@ -1,9 +1,12 @@
 """Routers that choose groups of experts first, by softmax or by sigmoid scores (DeepSeek, GLM)."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 
 from models.layers.shared_expert import SharedExpertMoE
+from ops.moe_router import Routing
 from ops.topk import top_k
 
 
@@ -38,6 +41,13 @@ class GroupRoutedMoE(SharedExpertMoE):
             expert_weights = expert_weights * self.routed_scale
         return expert_indices, expert_weights
 
+    def fused_decode_settings(self) -> dict | None:
+        """See runtime/fused_decode.py. There are no kernels for groups."""
+        if self.n_active_group != self.n_group:
+            return None
+        routing = Routing(self.n_active, self.norm_topk, self.routed_scale)
+        return {"shared": self.shared, "routing": routing}
+
 
 class SigmoidRoutedMoE(GroupRoutedMoE):
     """Sigmoid scores; a learned bias corrects the choice alone (DeepSeek-V3 2024, 2.1.2)."""
@@ -58,3 +68,9 @@ class SigmoidRoutedMoE(GroupRoutedMoE):
         parts = scores.sigmoid().gather(-1, expert_indices)
         total = parts.sum(dim=-1, keepdim=True) if self.norm_topk else 1.0
         return expert_indices, parts * (self.routed_scale / total)
+
+    def fused_decode_settings(self) -> dict | None:
+        settings = super().fused_decode_settings()
+        if settings:
+            settings["routing"] = replace(settings["routing"], score_bias=self.score_bias)
+        return settings

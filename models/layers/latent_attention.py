@@ -51,19 +51,22 @@ class LatentAttention(nn.Module):
         return self.cache
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
+        return self.wo(self.core(self.wqkv(x), context))
+
+    def core(self, qkv: Tensor, context: Context) -> Tensor:
+        """qkv [B, Q, q_rank or H C, + r + R] -> [B, Q, H * value_dim]."""
         H, N, R, r = self.sizes
-        x = self.wqkv(x)
-        q, latent, key = x.split((x.shape[-1] - r - R, r, R), dim=-1)
-        key = rotate(key.unsqueeze(2), context.rope, R).squeeze(2).to(x.dtype)
+        q, latent, key = qkv.split((qkv.shape[-1] - r - R, r, R), dim=-1)
+        key = rotate(key.unsqueeze(2), context.rope, R).squeeze(2).to(qkv.dtype)
         kv = materialize(torch.cat((self.kv_norm(latent), key), dim=-1))
         (kv,) = self.cache.append(kv.unflatten(-1, (1, 1, -1)), context)
         q = q if self.wq is None else self.wq(materialize(self.q_norm(q)))
         q, rotated = q.unflatten(-1, (H, -1)).split((N, R), dim=-1)
-        rotated = rotate(rotated, context.rope, R).to(x.dtype)
+        rotated = rotate(rotated, context.rope, R).to(qkv.dtype)
         if context.chunk:
             q = torch.cat((q, rotated), dim=-1).squeeze(0)
-            return self.wo(self.attend_expanded(q, kv.squeeze(0)).unsqueeze(0))
-        return self.wo(self.attend_compressed(q, rotated, kv, context))
+            return self.attend_expanded(q, kv.squeeze(0)).unsqueeze(0)
+        return self.attend_compressed(q, rotated, kv, context)
 
     def attend_compressed(self, q: Tensor, rotated: Tensor, kv: Tensor, context: Context) -> Tensor:
         """q [B, Q, H, N], rotated [B, Q, H, R], kv [B, 1, S, r + R] -> [B, Q, H * value_dim]."""

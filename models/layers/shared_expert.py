@@ -16,6 +16,10 @@ class SharedExpertMoE(MoE):
     def merge(self, x: Tensor, y: Tensor) -> Tensor:
         return y if self.shared is None else y + self.shared(x)[0]
 
+    def fused_decode_settings(self) -> dict | None:
+        """See runtime/fused_decode.py."""
+        return {"shared": self.shared}
+
 
 class GatedSharedExpertMoE(SharedExpertMoE):
     """The shared expert's output is weighted by a learned sigmoid gate (Qwen2-MoE)."""
@@ -28,3 +32,6 @@ class GatedSharedExpertMoE(SharedExpertMoE):
         if self.shared is None:
             return y
         return y + self.shared(x)[0] * self.shared_gate(x).sigmoid()
+
+    def fused_decode_settings(self) -> dict | None:
+        return {"shared": self.shared, "shared_gate": self.shared_gate}

@@ -1,0 +1,415 @@
+"""Chunks of rows and of x, in registers: what the products of ops/moe_decode.py are made of.
+
+Quads. A lane loads 16 bytes of a row: a quad of four words, which hold 8 bf16 numbers, 16 codes of
+8 bits or 32 of 4 bits. A chunk is LANES neighboring quads of each row of the program's tile. With
+LANES = 32 each warp has rows of its own, and prepares all of x. With LANES = 32 * warps each warp
+has all rows and its own part of x. Quantizing x takes as many instructions as multiplying it by six
+rows of 4-bit codes, so 32 lanes or more are better.
+
+Kinds of codes: bf16 numbers; int8, and the 4-bit kinds of ops/gemv4.py, whose products are of
+integers (x becomes int16, with one power of two a quad); fp8 (one scale a row) and fp8b (one a
+block), whose products are fp32. FIELDS is the number of codes in a word: 2, 4 or 8.
+"""
+
+# ruff: noqa: RUF005  (Triton adds tuples, but does not unpack them)
+from __future__ import annotations  # annotations of kernels name triton, which may be absent
+
+from ops.gemv4 import _multiply_tile, _split_four
+from ops.jit import jit, tl
+
+# x of a chunk -------------------------------------------------------------------------------------
+
+
+@jit
+def _load_x(
+    x, chunk, QUADS: tl.constexpr, RUN: tl.constexpr, FIELDS: tl.constexpr, LANES: tl.constexpr
+):
+    """Load the x of a chunk, unconverted: bf16 as words [LANES, 4], else FIELDS such tensors.
+
+    QUADS: quads of the whole x. RUN: words of a group, whose fields are RUN numbers apart.
+    """
+    quad = chunk * LANES + tl.arange(0, LANES)[:, None]
+    word = quad * 4 + tl.arange(0, 4)[None, :]
+    inside = quad < QUADS
+    if FIELDS == 2:
+        raw = (tl.load(x + word, mask=inside, other=0),)
+    else:
+        at = x + word // RUN * (RUN * FIELDS) + word % RUN
+        raw = ()
+        for k in tl.static_range(FIELDS):
+            raw = raw + (tl.load(at + k * RUN, mask=inside, other=0.0),)
+    return raw
+
+
+@jit
+def _load_norm(
+    norm, chunk, QUADS: tl.constexpr, RUN: tl.constexpr, FIELDS: tl.constexpr, LANES: tl.constexpr
+):
+    """Load the norm's weight of a chunk as `_load_x`. fp32 beside bf16 rows: even, odd numbers."""
+    if FIELDS == 2 and norm.dtype.element_ty == tl.float32:
+        quad = chunk * LANES + tl.arange(0, LANES)[:, None]
+        number = (quad * 4 + tl.arange(0, 4)[None, :]) * 2
+        even = tl.load(norm + number, mask=quad < QUADS, other=0.0)
+        return even, tl.load(norm + number + 1, mask=quad < QUADS, other=0.0)
+    else:
+        return _load_x(norm, chunk, QUADS, RUN, FIELDS, LANES)
+
+
+@jit
+def _low_half(words):
+    return (words << 16).to(tl.float32, bitcast=True)
+
+
+@jit
+def _high_half(words):
+    return (words & -65536).to(tl.float32, bitcast=True)
+
+
+@jit
+def _square_sum(raw, FIELDS: tl.constexpr):
+    """Sum the squares of a chunk's x."""
+    if FIELDS == 2:
+        low, high = _low_half(raw[0]), _high_half(raw[0])
+        total = low * low + high * high
+    else:
+        total = raw[0].to(tl.float32) * raw[0].to(tl.float32)
+        for k in tl.static_range(1, FIELDS):
+            total += raw[k].to(tl.float32) * raw[k].to(tl.float32)
+    return tl.sum(tl.sum(total, 1), 0)
+
+
+@jit
+def _lane_factor(factors, chunk, QUADS: tl.constexpr, EACH: tl.constexpr, LANES: tl.constexpr):
+    """Load the factor of each quad, [1, LANES // 32, 32]: every EACH quads have one."""
+    quad = tl.minimum(chunk * LANES + tl.arange(0, LANES), QUADS - 1)
+    return tl.reshape(tl.load(factors + quad // EACH), [1, LANES // 32, 32])
+
+
+@jit
+def _prepare_bf16(raw, norm, NORM: tl.constexpr, LANES: tl.constexpr):
+    """Unpack words of bf16 -> numbers at even, at odd positions: 4 x [1, LANES // 32, 32] each."""
+    words = _split_four(tl.reshape(raw[0], [LANES * 4]), 1, LANES // 32)
+    low, high = (), ()
+    if NORM:
+        scales = _split_four(tl.reshape(norm[0], [LANES * 4]), 1, LANES // 32)
+        if norm[0].dtype == tl.float32:
+            odd = _split_four(tl.reshape(norm[1], [LANES * 4]), 1, LANES // 32)
+    for i in tl.static_range(4):
+        if NORM:
+            if norm[0].dtype == tl.float32:
+                low = low + (_low_half(words[i]) * scales[i],)
+                high = high + (_high_half(words[i]) * odd[i],)
+            else:
+                low = low + (_low_half(words[i]) * _low_half(scales[i]),)
+                high = high + (_high_half(words[i]) * _high_half(scales[i]),)
+        else:
+            low = low + (_low_half(words[i]),)
+            high = high + (_high_half(words[i]),)
+    return low, high
+
+
+@jit
+def _add_pair(pair, total):
+    """Add both int16 of a word to `total`."""
+    return tl.inline_asm_elementwise(
+        "dp2a.lo.s32.s32 $0, $1, 257, $2;",
+        "=r,r,r",
+        (pair, total),
+        dtype=tl.int32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@jit
+def _join_pairs(low, high):
+    """Return two words as one int64."""
+    return (high.to(tl.int64) << 32) | (low.to(tl.int64) & 0xFFFFFFFF)
+
+
+@jit
+def _prepare_integers(raw, norm, NORM: tl.constexpr, KIND: tl.constexpr, LANES: tl.constexpr):
+    """Quantize x to int16 -> two operands (four int16 in an int64), unit and sum of x.
+
+    Each is [1, LANES // 32, 32]. As `gemv4._quantize_x`, but of x in registers. int8 has one
+    operand; the second is the same. A number of 16 bits has no more than 11 significant bits, so
+    2 ** 15 units are never reached. A product with the norm's weight could round to that: it gets
+    a bit less.
+    """
+    FIELDS: tl.constexpr = 4 if KIND == "int8" else 8
+    IN_ORDER: tl.constexpr = KIND == "int8" or KIND == "mxfp4"  # else even fields first
+    BITS: tl.constexpr = 13 if NORM else 14
+    values = ()
+    for k in tl.static_range(FIELDS):
+        value = raw[k].to(tl.float32)
+        values = values + (value * norm[k].to(tl.float32) if NORM else value,)
+    largest = tl.abs(values[0])
+    for k in tl.static_range(1, FIELDS):
+        largest = tl.maximum(largest, tl.abs(values[k]), propagate_nan=tl.PropagateNan.ALL)
+    exponent = tl.max(largest.to(tl.int32, bitcast=True), 1, keep_dims=True) >> 23
+    kept = tl.maximum(exponent, 20)
+    unit = ((kept - BITS) << 23).to(tl.float32, bitcast=True)
+    inverse = ((254 + BITS - kept) << 23).to(tl.float32, bitcast=True)
+    unit = tl.where(exponent == 255, float("nan"), unit)  # inf or NaN in x: NaN in every row
+    total = tl.zeros(largest.shape, tl.int32)
+    pairs = ()
+    for n in tl.static_range(FIELDS // 2):
+        # Fields of operand n // 2, at its 16 bits 2 (n % 2) and the next.
+        if IN_ORDER:
+            low, high = values[2 * n], values[2 * n + 1]
+        else:
+            low, high = values[4 * (n % 2) + n // 2], values[4 * (n % 2) + n // 2 + 2]
+        # Adding 1.5 * 2 ** 23 rounds to a whole number, and leaves it in the lowest 16 bits.
+        low_bits = (low * inverse + 12582912.0).to(tl.int32, bitcast=True)
+        high_bits = (high * inverse + 12582912.0).to(tl.int32, bitcast=True)
+        pair = (low_bits & 0xFFFF) | (high_bits << 16)
+        total = _add_pair(pair, total)
+        pairs = pairs + (pair,)
+    first = _join_pairs(pairs[0], pairs[1])
+    sums = tl.sum(total, 1, keep_dims=True).to(tl.float32) * unit
+    unit, sums = tl.reshape(unit, [1, LANES // 32, 32]), tl.reshape(sums, [1, LANES // 32, 32])
+    first = _split_four(tl.reshape(first, [LANES * 4]), 1, LANES // 32)
+    if KIND == "int8":
+        second = first
+    else:
+        second = tl.reshape(_join_pairs(pairs[2], pairs[3]), [LANES * 4])
+        second = _split_four(second, 1, LANES // 32)
+    return first, second, unit, sums
+
+
+@jit
+def _prepare_fp32(raw, norm, NORM: tl.constexpr, LANES: tl.constexpr):
+    """Convert x to fp32 -> one operand for each field of a word: 4 x [1, LANES // 32, 32]."""
+    operands = ()
+    for k in tl.static_range(4):
+        value = raw[k].to(tl.float32)
+        if NORM:
+            value *= norm[k].to(tl.float32)
+        operands = operands + (_split_four(tl.reshape(value, [LANES * 4]), 1, LANES // 32),)
+    return operands
+
+
+@jit
+def _prepare_x(raw, norm, NORM: tl.constexpr, KIND: tl.constexpr, LANES: tl.constexpr):
+    """Make the operands of `_multiply_chunk`."""
+    if KIND == "bf16":
+        return _prepare_bf16(raw, norm, NORM, LANES)
+    elif KIND == "fp8" or KIND == "fp8b":
+        return _prepare_fp32(raw, norm, NORM, LANES)
+    else:
+        return _prepare_integers(raw, norm, NORM, KIND, LANES)
+
+
+# Weights of a chunk -------------------------------------------------------------------------------
+
+
+@jit
+def _locate(
+    quads,
+    experts,
+    row,
+    chunk,
+    QUADS: tl.constexpr,
+    EACH: tl.constexpr,
+    LANES: tl.constexpr,
+    GATHER: tl.constexpr,
+):
+    """Return expert (int64), its row and the quad in that, for each quad of a tile.
+
+    quads: numbers of the tile's quads, row-major in [ROWS, LANES]. EACH: quads of a row.
+    GATHER: x holds QUADS // EACH rows of as many experts, one after the other, and `experts` is
+    the address of their indices. Otherwise x is one row, and `experts` is one index. Quads beyond
+    the last become the last: their x is 0.
+    """
+    quad = tl.minimum(chunk * LANES + quads % LANES, QUADS - 1)
+    rows = row + quads // LANES
+    if GATHER:
+        return tl.load(experts + quad // EACH).to(tl.int64), rows, quad % EACH
+    else:
+        return experts, rows, quad
+
+
+@jit
+def _load_chunk(
+    weights,
+    experts,
+    row,
+    chunk,
+    QUADS: tl.constexpr,
+    EACH: tl.constexpr,
+    OUT: tl.constexpr,
+    GROUP: tl.constexpr,
+    KIND: tl.constexpr,
+    GATHER: tl.constexpr,
+    LANES: tl.constexpr,
+    ROWS: tl.constexpr,
+    ONCE: tl.constexpr = False,
+):
+    """Load the codes of a chunk of ROWS rows, [ROWS * LANES * 4], with scales and zeros.
+
+    ONCE: L2 evicts these lines first.
+
+    The order is that of `gemv4._load_tile`; scales and zeros are one number a quad. The scale of
+    a row (int8, fp8) is loaded here only if lanes have different experts. Else it multiplies the
+    sum.
+    """
+    codes, scale, scale_step, scale_low, zero, zero_step, zero_low = weights
+    at = tl.arange(0, ROWS * LANES * 4)
+    expert, rows, quad = _locate(at // 4, experts, row, chunk, QUADS, EACH, LANES, GATHER)
+    words = (expert * OUT + rows) * (EACH * 4) + quad * 4 + at % 4
+    # A lane's four words are one aligned load, which the compiler does not see through their
+    # indices.
+    aligned = tl.max_contiguous(tl.multiple_of(codes + words, 16), 4)
+    tile = (tl.load(aligned, eviction_policy="evict_first" if ONCE else ""),)
+    at = tl.arange(0, ROWS * LANES)
+    expert, rows, quad = _locate(at, experts, row, chunk, QUADS, EACH, LANES, GATHER)
+    if KIND == "int4" or KIND == "mxfp4" or KIND == "hqq":
+        RUN: tl.constexpr = GROUP // 8  # words of a group
+        rows = expert * OUT + rows
+        groups = rows * (EACH * 4 // RUN) + quad * 4 // RUN
+        tile = tile + (tl.load(scale + groups),)
+        if KIND == "hqq":
+            step = tl.reshape(tl.load(scale_step + rows), [ROWS, LANES // 32, 32])
+            low = tl.reshape(tl.load(scale_low + rows), [ROWS, LANES // 32, 32])
+            tile = tile + (step, low, tl.load(zero + groups))
+            step = tl.reshape(tl.load(zero_step + rows), [ROWS, LANES // 32, 32])
+            low = tl.reshape(tl.load(zero_low + rows), [ROWS, LANES // 32, 32])
+            tile = tile + (step, low)
+    elif KIND == "fp8b":
+        BLOCKS: tl.constexpr = (OUT + GROUP - 1) // GROUP  # blocks of rows of an expert
+        block = expert * BLOCKS + rows // GROUP
+        tile = tile + (tl.load(scale + block * (EACH * 16 // GROUP) + quad * 16 // GROUP),)
+    elif KIND != "bf16" and GATHER:
+        tile = tile + (tl.load(scale + expert * OUT + rows),)
+    return tile
+
+
+@jit
+def _add_bytes(word, x, total):
+    """Add one word's dot product to `total`: four signed bytes times four int16 in an int64."""
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 x<2>, sum;
+        mov.b64 {x0, x1}, $2;
+        dp2a.lo.s32.s32 sum, x0, $1, $3;
+        dp2a.hi.s32.s32 $0, x1, $1, sum;
+        }""",
+        "=r,r,l,r",
+        (word, x, total),
+        dtype=tl.int32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@jit
+def _e4m3_word(word):
+    """Convert a word of four e4m3 numbers -> four fp32 tensors, 2 ** -8 times the numbers.
+
+    As formats.fp8.e4m3_products: e4m3 bits, shifted into place, are those of an fp16 number.
+    """
+    outer, inner = word << 8, word  # bytes 0 and 2, bytes 1 and 3
+    outer = (outer & -2147450880) | (outer >> 1 & 0x3F803F80)  # 0x80008000
+    inner = (inner & -2147450880) | (inner >> 1 & 0x3F803F80)
+    return _half(outer), _half(inner), _half(outer >> 16), _half(inner >> 16)
+
+
+@jit
+def _half(bits):
+    """Convert the fp16 number in the lower half of a word to fp32."""
+    return bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@jit
+def _multiply_chunk(
+    tile,
+    operands,
+    table,
+    LANES: tl.constexpr,
+    ROWS: tl.constexpr,
+    KIND: tl.constexpr,
+    GATHER: tl.constexpr,
+):
+    """Multiply a chunk of weights by its x -> each lane's sums, fp32 [ROWS, LANES]."""
+    if KIND == "bf16":
+        words = _split_four(tile[0], ROWS, LANES // 32)
+        low, high = operands
+        total = _low_half(words[0]) * low[0]
+        total += _high_half(words[0]) * high[0]
+        for i in tl.static_range(1, 4):
+            total += _low_half(words[i]) * low[i]
+            total += _high_half(words[i]) * high[i]
+    elif KIND == "int8":
+        words = _split_four(tile[0], ROWS, LANES // 32)
+        sums = tl.zeros([ROWS, LANES // 32, 32], tl.int32)
+        for i in tl.static_range(4):
+            sums = _add_bytes(words[i], operands[0][i], sums)
+        total = sums.to(tl.float32) * operands[2]
+        if GATHER:
+            total *= tl.reshape(tile[1], [ROWS, LANES // 32, 32]).to(tl.float32)
+    elif KIND == "fp8" or KIND == "fp8b":
+        words = _split_four(tile[0], ROWS, LANES // 32)
+        total = tl.zeros([ROWS, LANES // 32, 32], tl.float32)
+        for i in tl.static_range(4):
+            values = _e4m3_word(words[i])
+            for k in tl.static_range(4):
+                total += values[k] * operands[k][i]
+        if KIND == "fp8b" or GATHER:
+            total *= tl.reshape(tile[1], [ROWS, LANES // 32, 32]).to(tl.float32) * 256.0
+    else:
+        total = _multiply_tile(tile, operands, table, ROWS, LANES // 32, KIND)
+    return tl.reshape(total, [ROWS, LANES])
+
+
+@jit
+def _weighted_operands(operands, factor, KIND: tl.constexpr):
+    """Multiply the operands of a chunk by the routing weight of their expert."""
+    if KIND == "bf16":
+        low, high = (), ()
+        for i in tl.static_range(4):
+            low = low + (operands[0][i] * factor,)
+            high = high + (operands[1][i] * factor,)
+        return low, high
+    elif KIND == "fp8" or KIND == "fp8b":
+        fields = ()
+        for k in tl.static_range(4):
+            words = ()
+            for i in tl.static_range(4):
+                words = words + (operands[k][i] * factor,)
+            fields = fields + (words,)
+        return fields
+    else:
+        return operands[0], operands[1], operands[2] * factor, operands[3] * factor
+
+
+@jit
+def _row_scale(scale, rows, KIND: tl.constexpr):
+    """Load the scale of rows of a kind with one scale a row: int8 or fp8."""
+    factor = tl.load(scale + rows).to(tl.float32)
+    if KIND == "fp8":
+        factor *= 256.0  # `_e4m3_word`
+    return factor
+
+
+@jit
+def _sum_lanes(total, ROWS: tl.constexpr, LANES: tl.constexpr):
+    """Sum the lanes' sums [ROWS, LANES] of each row -> [ROWS * LANES] with LANES = 32, else [ROWS].
+
+    With 32 lanes every lane of a row gets its sum, and the first one stores it. One number a row
+    would have another layout, for which warps wait for each other.
+    """
+    total = tl.sum(total, 1)
+    if LANES == 32:
+        total = tl.reshape(tl.broadcast_to(total[:, None], [ROWS, 32]), [ROWS * 32])
+    return total
+
+
+@jit
+def _result_rows(ROWS: tl.constexpr, LANES: tl.constexpr):
+    """Return the row of each number of `_sum_lanes`, and whether it stores the result."""
+    if LANES == 32:
+        lane = tl.arange(0, ROWS * 32)
+        return lane // 32, lane % 32 == 0
+    else:
+        row = tl.arange(0, ROWS)
+        return row, row >= 0
