@@ -31,7 +31,7 @@ from cli.parser import Parser
 from generate import check_decode_kernels, load_model
 from model import Transformer
 from models.random_weights import RandomWeights, architecture, first_layers, number_format
-from ops import moe_decode
+from ops import moe_decode, moe_router
 from ops.inductor import configure_inductor
 from ops.moe_decode import Tiles, Weight
 from runtime.fused_decode import FusedRunner
@@ -44,7 +44,7 @@ ROUTERS = ((1, 8), (2, 4), (2, 8))  # rows, warps of norm and router
 Product = tuple[str, int, int, int]  # kind, rows of the weight, quads of x, loads
 
 choose_tiles = moe_decode.choose_tiles
-norm_router = moe_decode.norm_router
+norm_router = moe_router.norm_router
 
 
 class Layers:
@@ -69,9 +69,12 @@ class Layers:
     def differences(self, reference: "Layers") -> list[float]:
         """Run each layer alone on the reference's x -> relative differences of what they add."""
         found, x, normed = [], reference.x, reference.normed
-        for block, norm in zip(self.model.layers, self.norms, strict=True):
-            given = x
+        layers = zip(self.model.layers, self.norms, self.model.states, strict=True)
+        for block, norm, state in layers:
+            given, before = x, [buffer.clone() for buffer in state.buffers()]
             got, *_ = self.runner.block(block, given, given, self.context, norm)
+            for buffer, value in zip(state.buffers(), before, strict=True):
+                buffer.copy_(value)
             x, normed, *_ = reference.runner.block(block, given, normed, reference.context, norm)
             size = (x - given).float().norm() + 0.2 * x.float().norm()  # x is rounded to bf16
             found.append(((got - x).float().norm() / size).item())
@@ -81,7 +84,10 @@ class Layers:
         return graph_seconds(self.run, [None]) * 1e6 / len(self.model.layers)
 
     def kernels(self) -> list[tuple[str, float, float]]:
-        """Return the kernels of the middle layer: name, start and duration in us."""
+        """Return the kernels of the middle layer: name, start and duration in us.
+
+        If layers differ: of the middle two or four layers, with which they repeat; or of none.
+        """
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             self.run()
@@ -94,10 +100,14 @@ class Layers:
         cuda = torch.autograd.DeviceType.CUDA
         events = [event for event in profile.events() if event.device_type == cuda]
         found = sorted((e.time_range.start, e.name, e.time_range.elapsed_us()) for e in events)
-        each, rest = divmod(len(found), len(self.model.layers))
-        if rest:
-            raise ValueError(f"{len(found)} kernels in {len(self.model.layers)} layers: run again")
-        begin = len(self.model.layers) // 2 * each
+        layers = len(self.model.layers)
+        for period in (n for n in (1, 2, 4) if layers % n == 0):
+            each, rest = divmod(len(found), layers // period)
+            if not rest:
+                break
+        else:
+            return []
+        begin = layers // period // 2 * each
         first = found[begin][0]
         return [(name, start - first, length) for start, name, length in found[begin:][: each + 1]]
 
@@ -149,16 +159,17 @@ def measure_fused(model: Transformer, plain: Layers, options: argparse.Namespace
         result["us"] = layers.microseconds()
         result["kernels"] = layers.kernels()
         variants = result["variants"] = {}
-        prefetched = {layer: layer.prefetched for layer in runner.layers.values()}
-        for layer in prefetched:
-            layer.prefetched = None
+        halves = [layer.experts for layer in runner.layers.values()]
+        ahead = [half.ahead for half in halves]
+        for half in halves:
+            half.ahead = None
         variants["no prefetch"] = layers.microseconds()
         if variants["no prefetch"] > result["us"]:
-            for layer, codes in prefetched.items():
-                layer.prefetched = codes
+            for half, codes in zip(halves, ahead, strict=True):
+                half.ahead = codes
         for rows, warps in ROUTERS:
             changed = partial(norm_router, rows=rows, warps=warps)
-            with mock.patch.object(moe_decode, "norm_router", changed):
+            with mock.patch.object(moe_router, "norm_router", changed):
                 variants[f"router of {rows} rows, {warps} warps"] = layers.microseconds()
         result["tilings"] = tuning.tune(layers.microseconds, options.tune)
         result["best_us"] = layers.microseconds()
@@ -192,8 +203,12 @@ def show(result: dict) -> None:
     plain, fused, bound = result["inductor"], result["fused"], result["bound_us"]
     print(f"{result['arch']} {result['mode']}, {result['layers']} layers, {result['gpu']}")
     print(f"bytes at read bandwidth  {bound:7.2f} us a layer")
-    print(f"Inductor's kernels       {plain['us']:7.2f} us, {len(plain['kernels']) - 1} kernels")
-    print(f"fused kernels            {fused['us']:7.2f} us, {len(fused['kernels']) - 1} kernels")
+    print(
+        f"Inductor's kernels       {plain['us']:7.2f} us, {max(len(plain['kernels']) - 1, 0)} kernels"
+    )
+    print(
+        f"fused kernels            {fused['us']:7.2f} us, {max(len(fused['kernels']) - 1, 0)} kernels"
+    )
     print(
         f"  difference: median {fused['difference']:.4f}, above {MAX_DIFFERENCE} in "
         f"{fused['differing']} layers"

@@ -21,7 +21,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -32,11 +32,12 @@ from benchmarks.gemv4 import random_parts
 from cli.parser import Parser
 from formats import FORMATS, PLAIN
 from formats.packed import PackedExpertLinear
-from model import Experts, ModelArgs, swiglu
+from model import Experts, swiglu
 from models import ARCHITECTURES
 from ops import moe_decode
 from ops.inductor import configure_inductor
 from ops.moe_decode import Tiles, Weight
+from ops.moe_router import Routing, norm_router
 
 CASES = (
     ("Qwen3-30B-A3B", "int4"),
@@ -160,7 +161,7 @@ class Case:
         return Phase(
             "gate_up",
             lambda choice, tiles, pdl: moe_decode.gate_up(
-                self.x, choice, kernel, "silu", tiles, pdl
+                self.x, choice, kernel, tiles=tiles, pdl=pdl
             ),
             self.choices,
             swiglu(gate, up),
@@ -221,14 +222,13 @@ class Case:
         ]
 
     def route(self, layer: int, rows: int, warps: int, counter: Tensor | None, pdl: bool) -> tuple:
-        return moe_decode.norm_router(
+        return norm_router(
             self.x,
             None,
             self.norm,
             self.args.norm_eps,
             self.routers[layer],
-            self.args.n_active,
-            self.args.norm_topk,
+            Routing(self.args.n_active, self.args.norm_topk),
             counter,
             rows=rows,
             warps=warps,
@@ -262,7 +262,8 @@ class Case:
                 x, normed, _, _, _ = self.route(layer, *router, pdl)
             else:
                 normed = x
-            h = moe_decode.gate_up(normed, choice, self.w13.kernel, "silu", tiles["gate_up"], pdl)
+            gate_up = tiles["gate_up"]
+            h = moe_decode.gate_up(normed, choice, self.w13.kernel, tiles=gate_up, pdl=pdl)
             weights = self.routing
             return moe_decode.down(
                 h, self.w2.kernel, choice, weights, x, tiles=tiles["down"], pdl=pdl
@@ -273,7 +274,7 @@ class Case:
     def today(self) -> Callable:
         """Return the compiled plain experts, as a function of the choice."""
         with torch.device("meta"):
-            experts = Experts(plain_args(self.args))
+            experts = Experts(self.args)
         for name, weights in (("w13", self.w13), ("w2", self.w2)):
             plain = experts.get_submodule(name)
             if self.mode == PLAIN:
@@ -286,11 +287,6 @@ class Case:
         return torch.compile(
             lambda choice: experts(self.x, choice, self.routing), fullgraph=True, dynamic=False
         )
-
-
-def plain_args(args: ModelArgs) -> ModelArgs:
-    """Return args with which `Experts` has the smallest parameters: they are replaced."""
-    return replace(args)
 
 
 ROUTERS = ((1, 4, True), (2, 4, True), (1, 8, True), (1, 4, False))  # rows, warps, one launch

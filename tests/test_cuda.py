@@ -34,6 +34,7 @@ from ops.inductor import configure_inductor
 from ops.tuning import gpu_ms
 from runtime.batch import Batch
 from runtime.fused_attention import MAX_CACHE_LEN, fuse_decode_attention
+from runtime.fused_decode import FusedRunner, can_fuse
 from runtime.sampling import NotFiniteError, Sampling
 from runtime.session import Session, SessionOptions
 from runtime.speculation import Speculation
@@ -242,6 +243,39 @@ def test_fused_decode_kernels_give_the_eager_tokens(mode, tmp_path):
     experts = (torch.tensor(answers[n]) for n in (2, 5))
     first, second = (found.sort(-1).values for found in experts)
     assert (first == second).float().mean() > 0.9
+
+
+NOT_FUSED = "phimoe", "gemma4", "deepseek_v2", "deepseek_v3"  # the latter have groups of experts
+
+
+@pytest.mark.parametrize("mode", ("bf16", "fp8b"))
+@pytest.mark.parametrize("name", FAMILIES)
+def test_fused_decode_kernels_of_each_family(name, mode, make_family, tmp_path):
+    """Their logits are as near to fp32's as those of plain modules in bf16."""
+    directory = make_family(name).directory
+    if mode != "bf16":
+        checkpoint = Checkpoint(directory)
+        model = build_model(args_of_checkpoint(checkpoint))
+        format = plan_format(model, attention=mode, experts=mode, group_size=16)
+        directory = quantize(checkpoint, format, model, tmp_path / mode, "cuda", progress=False)
+    tokens, differences = prompt().cuda(), []
+    want = logits(directory, "cpu", torch.float32, tokens)[0]
+    for fused in (False, True):
+        model = load_model(directory, "cuda", torch.bfloat16)
+        if name in NOT_FUSED:
+            assert not can_fuse(model, torch.device("cuda"))
+            return
+        assert can_fuse(model, torch.device("cuda"))
+        model.setup_cache(1, 64)
+        runner = FusedRunner(model) if fused else None
+        positions = torch.arange(tokens.shape[1], device="cuda").view(-1, 1, 1)
+        steps = zip(tokens[0].view(-1, 1, 1), positions, strict=True)
+        found = torch.cat([model(*step, runner=runner).cpu() for step in steps])
+        differences.append((found - want).norm(dim=-1) / want.norm(dim=-1))
+    plain, ours = differences
+    assert ours.quantile(0.1).item() < 2 * plain.quantile(0.1).item() < 0.3
+    if name not in NEAR_TIES:
+        assert ours.median().item() < 4e-2
 
 
 @pytest.mark.parametrize("compile", (False, True), ids=("eager", "recorded"))

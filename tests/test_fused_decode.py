@@ -1,0 +1,72 @@
+"""Which models runtime/fused_decode.py runs, and how shared experts are stacked on the others."""
+
+import pytest
+import torch
+
+import tp
+from model import ExpertLinear, Linear, MoE
+from models import ARCHITECTURES
+from models.random_weights import first_layers, number_format
+from ops import moe_decode
+from runtime.fused_decode import FusedLayer, can_fuse, fused_layers, stack
+
+REFUSED = {
+    "Phi-3.5-MoE": "no kernels for .*, or its norm",  # LayerNorm
+    "gemma-4-26B-A4B": "no kernels for SandwichAddNorm",
+    "DeepSeek-V3": "no kernels for SigmoidRoutedMoE",  # groups of experts
+}
+
+
+def on_meta(name: str, mode: str):
+    """Return the first layers of a published model, in bf16 beside the packed weights."""
+    args = first_layers(ARCHITECTURES[name], 5)
+    return tp.ModelShard(args, number_format(mode, args)).model.to(torch.bfloat16)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_published_models_have_kernels_in_every_format(name):
+    modes = 0
+    for mode in ("bf16", "int8", "fp8", "fp8b", "int4", "mxfp4", "hqq4"):
+        try:
+            model = on_meta(name, mode)
+        except ValueError:  # the format's groups do not fit the model
+            continue
+        sparse = [block for block in model.layers if isinstance(block.ffn, MoE)]
+        modes += 1
+        if name in REFUSED:
+            assert not fused_layers(model)
+            with pytest.raises(ValueError, match=REFUSED[name]):
+                FusedLayer(sparse[0])
+        else:
+            assert sparse and len(fused_layers(model)) == len(sparse)
+    assert modes > 3
+
+
+def test_other_formats_and_devices_have_none():
+    assert not fused_layers(on_meta("Qwen3-30B-A3B", "hqq3"))
+    assert not can_fuse(on_meta("Qwen3-30B-A3B", "bf16"), torch.device("cpu"))
+
+
+@pytest.mark.parametrize("count", (1, 3))
+def test_a_shared_expert_is_stacked_on_the_others(count):
+    """Their sum is the shared expert's result; the experts' weights stay where modules see them."""
+    E, D, I = 4, 16, 8
+    w13, w2 = ExpertLinear(E, D, 2 * I), ExpertLinear(E, I, D)
+    shared13, shared2 = Linear(D, 2 * I * count), Linear(I * count, D)
+    for module in (w13, w2, shared13, shared2):
+        module.weight.data = torch.randn_like(module.weight).bfloat16()
+    kept, shared = w13.weight.clone(), (shared13.weight.clone(), shared2.weight.clone())
+    all13 = stack(w13, shared13, moe_decode.plain_weight(w13.weight), count, rows=True)
+    all2 = stack(w2, shared2, moe_decode.plain_weight(w2.weight), count, rows=False)
+    numbers13, numbers2 = (w.parts[0].view(torch.bfloat16) for w in (all13, all2))
+    assert numbers13.shape == (E + count, 2 * I, D) and numbers2.shape == (E + count, D, I)
+    assert w13.weight.equal(kept) and numbers13[:E].equal(kept)
+    assert w13.weight.data_ptr() == numbers13.data_ptr()
+    assert (shared13.weight.data_ptr() == numbers13[E].data_ptr()) == (count == 1)
+    assert shared13.weight.equal(shared[0]) and shared2.weight.equal(shared[1])
+    x = torch.randn(D).double()
+    gate, up = (shared[0].double() @ x).chunk(2)
+    want = shared[1].double() @ (gate * up)
+    halves = [(numbers13[E + n].double() @ x).chunk(2) for n in range(count)]
+    parts = [numbers2[E + n].double() @ (a * b) for n, (a, b) in enumerate(halves)]
+    torch.testing.assert_close(sum(parts), want)
