@@ -65,6 +65,7 @@ from offload.plan import (
 )
 from offload.runner import runner_class_for
 from ops.attention import BLOCK
+from ops.inductor import use_compile_cache
 from parallel import process_group
 from parallel.all_reduce import choose_all_reduce
 from parallel.device import pick_device
@@ -272,6 +273,8 @@ def open_session(
         plain = dtype or stored_dtype(checkpoint)
         experts = offload_settings(options, args, plain, length, batch)
     check_decode_kernels(options.decode_kernels, checkpoint, device, dtype)
+    if options.compile_cache:
+        use_compile_cache(options.compile_cache)
     model = load_model(checkpoint, device, dtype, options.parallel, experts)
     settings = SessionOptions(
         batch=batch,

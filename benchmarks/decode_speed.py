@@ -19,6 +19,7 @@ from models.random_weights import (
     number_format,
     random_prompt,
 )
+from ops.inductor import use_compile_cache
 from parallel import process_group
 from parallel.device import pick_device
 from runtime.sampling import Sampling
@@ -68,6 +69,8 @@ def open_session(args: ModelArgs, options: argparse.Namespace, device: torch.dev
     """Return a session over a model with random weights."""
     source = RandomWeights(args, number_format(options.mode, args))
     check_decode_kernels(options.decode_kernels, source, device)
+    if options.compile_cache:
+        use_compile_cache(options.compile_cache)
     model = load_model(source, device, parallel=options.parallel)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)

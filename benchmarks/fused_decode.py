@@ -203,12 +203,9 @@ def show(result: dict) -> None:
     plain, fused, bound = result["inductor"], result["fused"], result["bound_us"]
     print(f"{result['arch']} {result['mode']}, {result['layers']} layers, {result['gpu']}")
     print(f"bytes at read bandwidth  {bound:7.2f} us a layer")
-    print(
-        f"Inductor's kernels       {plain['us']:7.2f} us, {max(len(plain['kernels']) - 1, 0)} kernels"
-    )
-    print(
-        f"fused kernels            {fused['us']:7.2f} us, {max(len(fused['kernels']) - 1, 0)} kernels"
-    )
+    for name, part in (("Inductor's kernels", plain), ("fused kernels", fused)):
+        count = max(len(part["kernels"]) - 1, 0)
+        print(f"{name:24} {part['us']:7.2f} us, {count or 'several numbers of'} kernels")
     print(
         f"  difference: median {fused['difference']:.4f}, above {MAX_DIFFERENCE} in "
         f"{fused['differing']} layers"

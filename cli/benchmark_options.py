@@ -5,6 +5,7 @@ import argparse
 from cli.model_name import FORMATS
 from cli.options import (
     DTYPES,
+    add_compile_cache,
     add_decode_kernels,
     add_device_group,
     add_kv_cache,
@@ -53,6 +54,7 @@ def add_measure_options(parser: Parser) -> None:
     parser.add_number("--max_seq_len", "cache length; default: prompt and new tokens")
     parser.add_flag("--eager", "do not compile")
     add_prefill_options(parser)
+    add_compile_cache(parser)
     add_decode_kernels(parser)
     add_kv_cache(parser)
     add_device_group(parser)
@@ -63,6 +65,8 @@ def check_options(options: argparse.Namespace) -> None:
     check_counts(options, "layers", "prompt_len", "prefill_chunk")
     check_counts(options, "repeats", "batch", most=100_000)
     check_counts(options, "new_tokens", least=2)
+    if options.compile_cache and options.eager and not options.compile_prefill:
+        raise ValueError("--compile_cache and --eager: leave one of them out")
     if options.decode_kernels == "fused" and options.eager:
         raise ValueError("--decode_kernels fused and --eager: leave one of them out")
     if options.kernels and options.sweep:

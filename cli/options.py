@@ -99,6 +99,7 @@ def add_model_options(parser: Parser) -> None:
     """Add groups of the other options that `generate.open_session` reads."""
     parser.begin_group("speed and precision", "how the model is run")
     add_prefill_options(parser)
+    add_compile_cache(parser)
     add_decode_kernels(parser)
     add_dtype(parser)
     add_kv_cache(parser)
@@ -111,6 +112,12 @@ def add_prefill_options(parser: Parser) -> None:
     parser.add_flag("--compile_prefill", "compile the prefill too")
     chunk = f"tokens of a prefill chunk ({PREFILL_CHUNK})"
     parser.add_number("--prefill_chunk", chunk, PREFILL_CHUNK)
+
+
+def add_compile_cache(parser: Parser) -> None:
+    """Add where compiled code is kept."""
+    cache = "keep compiled code in this folder, for later runs and machines of the same kind"
+    parser.add_path("--compile_cache", cache)
 
 
 def add_decode_kernels(parser: Parser) -> None:
@@ -185,6 +192,8 @@ def check_model_options(options: argparse.Namespace) -> None:
     for name in OFFLOAD_OPTIONS:
         if getattr(options, name) is not None and not options.offload:
             raise ValueError(f"--{name} is about experts in host memory: add --offload")
+    if options.compile_cache and not (options.compile or options.compile_prefill):
+        raise ValueError("--compile_cache is about compiled code: add --compile")
     if options.decode_kernels == "fused" and not options.compile:
         raise ValueError("--decode_kernels fused is about a compiled step: add --compile")
     if options.decode_kernels == "fused" and options.offload:

@@ -3,8 +3,11 @@
 Only this file and ops/tuning.py use Inductor's private API.
 """
 
+import errno
+import os
 from collections.abc import Callable
 from functools import partial, wraps
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -78,6 +81,20 @@ def register_dot_bytes() -> None:
         )
         lower = register_lowering(operator, broadcast=True, type_promotion_kind=None)
         lower(make_pointwise(pointwise))
+
+
+def use_compile_cache(directory: Path) -> None:
+    """Keep all compiled code in a directory from now on. Call it before `configure_inductor`.
+
+    Code found there is executed, so use only a directory that you trust. A copy serves on another
+    machine with the same GPU and packages. Raises OSError if it cannot be made.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    if not os.access(directory, os.W_OK | os.X_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(directory))
+    # Inductor and Triton read these when they compile.
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(directory.absolute())
+    os.environ["TRITON_CACHE_DIR"] = str(directory.absolute() / "triton")
 
 
 def configure_inductor() -> None:
