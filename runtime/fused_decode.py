@@ -53,14 +53,21 @@ def kernel_weight(module: nn.Module) -> Weight:
 
 
 def settings_of(module: nn.Module, plain: type) -> dict:
-    """Return what the module adds to the plain class. Raises ValueError if it does not say."""
-    if type(module) is plain:
-        return {}
-    declared = getattr(module, "fused_decode_settings", None)
-    settings = declared() if declared else None
-    if settings is None:
-        raise ValueError(f"no kernels for {type(module).__name__}")
-    return settings
+    """Return what the module adds to the plain class: its `fused_decode_settings`.
+
+    Raises ValueError if it does not say, or if a subclass of the class that says has changed more.
+    """
+    for kind in type(module).__mro__:
+        if kind is plain:
+            return {}
+        if "fused_decode_settings" in vars(kind):
+            settings = module.fused_decode_settings()
+            if settings is not None:
+                return settings
+            break
+        if any(callable(value) for name, value in vars(kind).items() if name != "__init__"):
+            break
+    raise ValueError(f"no kernels for {type(module).__name__}")
 
 
 def residual_scale(add: nn.Module) -> float:

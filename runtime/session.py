@@ -39,6 +39,9 @@ from runtime.sequence_state import MAX_TENTATIVE, truncate_all
 
 PREFILL_CHUNK = 2048  # prompt tokens in one call, which bounds the memory for activations
 PADDING_MULTIPLE = 2 * COUNTING_SORT_MAX_TOKENS  # compiled prompts are padded to multiples of this
+# Up to PADDING_MULTIPLE tokens, captured prompts that are not compiled are padded to multiples of
+# this: padding chooses experts, too, and 64 tokens read nearly all experts of most models.
+SHORT_MULTIPLE = 8
 SPARE = MAX_TENTATIVE  # positions past the last: for warm-up, and for drafts that are refused
 
 
@@ -85,9 +88,8 @@ class Session:
         # Prompts are captured too: below some hundred tokens, launch overhead exceeds the work.
         captures_prompts = self.captured and not self.runner.needs_host
         captures_prompts = captures_prompts and self.runner.can_capture(PADDING_MULTIPLE)
-        padded = options.compile_prefill or captures_prompts
-        self.padding_multiple = PADDING_MULTIPLE if padded else 1
-        length = max_seq_len + max(SPARE, self.padding_multiple)
+        self.pads = options.compile_prefill or captures_prompts
+        length = max_seq_len + max(SPARE, PADDING_MULTIPLE if self.pads else 1)
         self.cache_len = -(-length // BLOCK) * BLOCK
         self.states = model.setup_cache(self.batch, self.cache_len, options.cache_class)
         self.make_buffers()
@@ -271,7 +273,7 @@ class Session:
         """
         for part in torch.tensor(ids).to(self.device).split(chunk or self.options.prefill_chunk):
             # Padding is overwritten before it is read. Tensors are no views: those would recompile.
-            tokens = F.pad(part.unsqueeze(0), (0, -len(part) % self.padding_multiple))
+            tokens = F.pad(part.unsqueeze(0), (0, self.padding(len(part))))
             last = torch.zeros_like(self.last[:1]) + (len(part) - 1)
             end = start + tokens.shape[1]
             rows = self.rows[row : row + 1].clone()
@@ -280,6 +282,12 @@ class Session:
             for state in self.states:
                 state.snapshot(row, start)
             yield logits, *(layers[:, len(part) - 1 : len(part)] for layers in routing)
+
+    def padding(self, tokens: int) -> int:
+        """Return how much padding a chunk of a prompt gets, so that few lengths are different."""
+        short = tokens <= PADDING_MULTIPLE and not self.options.compile_prefill
+        multiple = SHORT_MULTIPLE if short else PADDING_MULTIPLE
+        return -tokens % multiple if self.pads else 0
 
     def run_chunk(self, tokens: Tensor, row: Tensor, last: Tensor, end: int) -> tuple[Tensor, ...]:
         """`run_model` on one chunk [1, Q] that ends before `end`, captured if it repeats."""

@@ -1,11 +1,14 @@
 """Which models runtime/fused_decode.py runs, and how shared experts are stacked on the others."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 import tp
 from model import ExpertLinear, Linear, MoE
 from models import ARCHITECTURES
+from models.layers.shared_expert import SharedExpertMoE
 from models.random_weights import first_layers, number_format
 from ops import moe_decode
 from runtime.fused_decode import FusedLayer, can_fuse, fused_layers, stack
@@ -45,6 +48,30 @@ def test_published_models_have_kernels_in_every_format(name):
 def test_other_formats_and_devices_have_none():
     assert not fused_layers(on_meta("Qwen3-30B-A3B", "hqq3"))
     assert not can_fuse(on_meta("Qwen3-30B-A3B", "bf16"), torch.device("cpu"))
+
+
+def test_a_subclass_that_says_nothing_has_none():
+    """Also if it inherits what another class says, and changes what that computes."""
+
+    class SmallerWeights(SharedExpertMoE):
+        def route(self, scores):
+            indices, weights = super().route(scores)
+            return indices, weights / 2
+
+    class OnlyMade(SharedExpertMoE):
+        def __init__(self, args):
+            super().__init__(args)
+
+    (block, *_) = on_meta("Qwen3-30B-A3B", "bf16").layers
+    args = SimpleNamespace(**vars(ARCHITECTURES["Qwen3-30B-A3B"]), shared_intermediate=0)
+    for kind, has_kernels in ((OnlyMade, True), (SmallerWeights, False)):
+        with torch.device("meta"):
+            block.ffn = kind(args).to(torch.bfloat16)
+        if has_kernels:
+            FusedLayer(block)
+        else:
+            with pytest.raises(ValueError, match="no kernels for SmallerWeights"):
+                FusedLayer(block)
 
 
 @pytest.mark.parametrize("count", (1, 3))

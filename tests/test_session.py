@@ -536,3 +536,13 @@ def test_many_sessions_of_a_model_can_be_compiled(make_family):
 def test_other_families_compiled(make_family, name):
     counters.clear()
     check_compiled(make_family(name).directory)
+
+
+def test_short_captured_prompts_get_little_padding(model, monkeypatch):
+    """Padding chooses experts, too. Compiled prompts take more, so that all take one branch."""
+    session = open_session(model, 128)
+    assert [session.padding(tokens) for tokens in (1, 5, 100)] == [0, 0, 0]
+    session.pads = True  # as on a GPU
+    assert [session.padding(tokens) for tokens in (1, 5, 8, 60, 65, 128)] == [7, 3, 0, 4, 63, 0]
+    session = open_session(model, 128, compile_prefill=True)
+    assert [session.padding(tokens) for tokens in (1, 5, 64, 65)] == [63, 59, 0, 63]
