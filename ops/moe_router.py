@@ -91,7 +91,12 @@ def _choose(
     tl.store(indices + rank, expert.to(tl.int64), mask=chosen)
     tl.store(weights + rank, part, mask=chosen)
     if SHARED:
-        part = _sigmoid(tl.load(scores + E, cache_modifier=".cg")) if GATED else 1.0
+        if not GATED:
+            part = 1.0
+        elif SIGMOID:
+            part = tl.load(scores + N + E, cache_modifier=".cg")
+        else:
+            part = _sigmoid(tl.load(scores + E, cache_modifier=".cg"))
         for n in tl.static_range(SHARED):
             tl.store(indices + A + n, E + n)
             tl.store(weights + A + n, part)

@@ -77,7 +77,7 @@ HYBRID = dict(
     linear_num_key_heads=2,
     linear_num_value_heads=4,
     moe_intermediate_size=48,
-    shared_expert_intermediate_size=96,
+    shared_expert_intermediate_size=80,
     num_experts=12,
     num_experts_per_tok=3,
     rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
@@ -118,7 +118,7 @@ FAMILIES = {
             **COMMON,
             intermediate_size=128,
             moe_intermediate_size=48,
-            shared_expert_intermediate_size=96,
+            shared_expert_intermediate_size=80,
             num_key_value_heads=4,
             num_experts=12,
             num_experts_per_tok=3,
@@ -425,22 +425,31 @@ def randomize(peer: PreTrainedModel) -> None:
 
 @pytest.fixture(scope="session")
 def make_family(tmp_path_factory):
-    """Map a family's name and its config's layout ("current" or "hub") to a cached Family."""
+    """Map a family's name and its config's layout ("current" or "hub") to a cached Family.
+
+    changes: fields of the config that differ.
+    """
     made = {}
 
-    def make(name: str, layout: str = "current") -> Family:
-        if (name, layout) not in made:
+    def make(name: str, layout: str = "current", **changes: int) -> Family:
+        key = name, layout, *sorted(changes.items())
+        if key not in made:
             torch.manual_seed(0)
-            peer = FAMILIES[name]().eval()
-            randomize(peer)
+            peer = FAMILIES[name]()
+            if changes:
+                config = peer.config
+                for field, value in changes.items():
+                    setattr(config, field, value)
+                peer = type(peer)(config)
+            randomize(peer.eval())
             hf_directory = tmp_path_factory.mktemp(f"{name}-{layout}")
             peer.save_pretrained(hf_directory, max_shard_size="200KB")
             if layout == "hub":
                 config_file = hf_directory / "config.json"
                 config_file.write_text(json.dumps(hub_keys(json.loads(config_file.read_text()))))
             directory = convert(hf_directory, dtype="fp32", progress=False)
-            made[name, layout] = Family(name, peer, hf_directory, directory)
-        return made[name, layout]
+            made[key] = Family(name, peer, hf_directory, directory)
+        return made[key]
 
     return make
 

@@ -162,6 +162,7 @@ def test_the_kernels_compute_what_the_plain_forms_do():
         assert max(found) < 2e-5, (case, found)
 
 
+@pytest.mark.slow
 def test_the_kernels_compile_for_an_h200():
     found = without_a_gpu()
     for name in ("_update_state", "_finish_token"):

@@ -1,6 +1,8 @@
 """The kernels of ops/moe_decode.py without a GPU: results under the interpreter, machine code."""
 
 import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
 from without_gpu import run_without_gpu
 
 SMALL = {"D": 256, "I": 64, "E": 16, "A": 3}
@@ -38,7 +40,7 @@ def check_layers(*layers: tuple[str, str]) -> None:
 
 
 def test_a_layer_is_the_blocks_own():
-    check_layers(("qwen3_moe", "int4"), ("glm4_moe_lite", "fp8"))
+    check_layers(("qwen3_moe", "int4"))
 
 
 @pytest.mark.slow
@@ -51,17 +53,60 @@ def test_a_layer_is_the_blocks_own_in_every_format():
 @pytest.mark.parametrize("format", ("int4", "fp8b"))
 def test_a_layer_is_the_blocks_own_in_every_family(format):
     families = "olmoe", "gpt_oss", "granitemoe", "qwen2_moe", "deepseek_v2", "qwen3_next"
-    check_layers(*((family, format) for family in families))
+    check_layers(*((family, format) for family in (*families, "glm4_moe_lite")))
+
+
+def check_cases(cases: list[dict]) -> None:
+    found = run({"cases": cases}, TRITON_INTERPRET="1")["cases"]
+    for case, errors in zip(cases, found, strict=True):
+        assert errors["router indices"] == 0, (case, errors)
+        assert max(errors.values()) < 1e-4, (case, errors)
 
 
 @pytest.mark.slow
 def test_each_kernel_computes_what_plain_modules_do():
-    cases = [SMALL | case for case in CASES]
-    for case, errors in zip(
-        cases, run({"cases": cases}, TRITON_INTERPRET="1")["cases"], strict=True
-    ):
-        assert errors["router indices"] == 0, (case, errors)
-        assert max(errors.values()) < 1e-4, (case, errors)
+    check_cases([SMALL | case for case in CASES])
+
+
+@st.composite
+def any_case(draw) -> dict:
+    """Draw shapes, a format, a tiling or none, and what the layer has."""
+    format = draw(st.sampled_from(("bf16", "int8", "fp8", "fp8b", "int4", "mxfp4", "hqq4")))
+    step = {"bf16": 8, "int8": 16, "fp8": 16}.get(format, 32)
+    experts = draw(st.integers(1, 40))
+    tiles = {
+        "rows": draw(st.sampled_from((1, 2, 4, 8))),
+        "lanes": draw(st.sampled_from((32, 64))),
+        "depth": draw(st.integers(0, 3)),
+        "warps": draw(st.sampled_from((1, 2))),
+    }
+    return {
+        "format": format,
+        "D": step * draw(st.integers(1, 8)),
+        "I": step * draw(st.integers(1, 5)),
+        "E": experts,
+        "A": draw(st.integers(1, min(experts, 6))),
+        "tiles": tiles if draw(st.booleans()) else {},
+        "shared": draw(st.integers(0, 3)),
+        "scale": draw(st.sampled_from((1.0, 0.3, 2.5))),
+        "parts": draw(st.integers(0, 2)),
+        "seed": draw(st.integers(0, 1000)),
+    } | {
+        name: draw(st.booleans())
+        for name in ("norm_topk", "one_launch", "gated", "sigmoid", "biased", "fp32_norm")
+    }
+
+
+@pytest.mark.slow
+@settings(
+    max_examples=2,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    phases=(Phase.generate,),  # an example takes minutes: none is made smaller
+)
+@given(cases=st.lists(any_case(), min_size=8, max_size=8))
+def test_any_shape_and_layer(cases):
+    check_cases(cases)
 
 
 @pytest.mark.slow

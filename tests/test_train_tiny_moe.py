@@ -308,6 +308,7 @@ def test_each_token_is_scored_once_with_its_context(length):
 # --------------------------------------------------------------------------------------- checkpoint
 
 
+@pytest.mark.slow
 def test_a_smoke_run_gives_the_same_bytes_twice(smoke):
     (first, _), (second, _) = smoke
     names = sorted(path.name for path in first.iterdir())
@@ -318,6 +319,7 @@ def test_a_smoke_run_gives_the_same_bytes_twice(smoke):
     assert folders == [first.name]  # no scratch folder is left
 
 
+@pytest.mark.slow
 def test_the_layout_is_that_of_the_hub(smoke):
     folder, summary = smoke[0]
     config = json.loads((folder / "config.json").read_text())
@@ -342,6 +344,7 @@ def test_the_layout_is_that_of_the_hub(smoke):
     assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == tiny.EOS
 
 
+@pytest.mark.slow
 def test_the_readme_and_the_summary_hold_the_measurements(smoke, corpus):
     folder, summary = smoke[0]
     readme = (folder / "README.md").read_text()
@@ -365,6 +368,7 @@ def test_the_readme_and_the_summary_hold_the_measurements(smoke, corpus):
     assert 0 <= summary["min_load"] <= 1 <= summary["max_load"]
 
 
+@pytest.mark.slow
 def test_the_saved_weights_have_the_measured_bits_per_byte(smoke):
     """Another implementation of attention and of the experts gives the same result."""
     folder, summary = smoke[0]
