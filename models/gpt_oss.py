@@ -106,12 +106,12 @@ class GptOssMoE(MoE):
         self.router = Linear(D, E, bias=True)
         self.experts.w13 = BiasedExpertLinear(E, D, 2 * I)
         self.experts.w2 = BiasedExpertLinear(E, I, D)
-        limit, alpha = args.swiglu_limit, args.swiglu_alpha
-        self.experts.activation = partial(clamped_swiglu, limit=limit, alpha=alpha)
+        self.clamp = {"limit": args.swiglu_limit, "alpha": args.swiglu_alpha}
+        self.experts.activation = partial(clamped_swiglu, **self.clamp)
 
     def fused_decode_settings(self) -> dict | None:
         """See runtime/fused_decode.py."""
-        return {"activation": Activation("clamped", **self.experts.activation.keywords)}
+        return {"activation": Activation("clamped", **self.clamp)}
 
 
 class GptOssTransformer(Transformer):

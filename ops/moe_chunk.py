@@ -1,4 +1,4 @@
-"""Chunks of rows and of x, in registers: what the products of ops/moe_decode.py are made of.
+"""Chunks of rows and of x, in registers, for the products of ops/moe_decode.py.
 
 Quads. A lane loads 16 bytes of a row: a quad of four words, which hold 8 bf16 numbers, 16 codes of
 8 bits or 32 of 4 bits. A chunk is LANES neighboring quads of each row of the program's tile. With

@@ -242,9 +242,7 @@ def _route(
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    _choose(
-        scores, indices, weights, E, A, SHARED, GATED, SIGMOID, NORM_TOPK, SCALE, EXPERTS
-    )  # fmt: skip
+    _choose(scores, indices, weights, E, A, SHARED, GATED, SIGMOID, NORM_TOPK, SCALE, EXPERTS)
 
 
 # Launching ----------------------------------------------------------------------------------------
@@ -256,7 +254,7 @@ class Routing:
 
     active: int  # A, without shared experts
     norm_topk: bool  # scale the A weights to sum to one
-    scale: float = 1.0  # of the A weights, after that
+    scale: float = 1.0  # factor of the A weights, after that
     score_bias: Tensor | None = None  # fp32 [E]: sigmoid scores; the choice is by score + bias
     shared: int = 0  # S, experts that every token uses
     gated: bool = False  # their weight is the sigmoid of the router's last row; else it is 1

@@ -29,6 +29,7 @@ from model import (
     Chunk,
     Context,
     Experts,
+    FeedForward,
     Linear,
     MoE,
     RMSNorm,
@@ -117,9 +118,11 @@ class FusedExperts:
     """
 
     def __init__(self, block: Block):
-        self.norm, self.ffn, self.scale = block.ffn_norm, block.ffn, residual_scale(block.add_ffn)
-        settings = settings_of(block.ffn, MoE)
-        self.experts, self.router = block.ffn.experts, block.ffn.router
+        ffn = block.ffn
+        self.norm, self.scale = block.ffn_norm, residual_scale(block.add_ffn)
+        settings = settings_of(ffn, MoE)
+        self.experts: Experts = ffn.experts
+        self.router: Linear = ffn.router
         if type(self.experts) is not Experts or type(self.router) is not Linear:
             raise ValueError("no kernels for other experts or another router")
         if not isinstance(self.norm, RMSNorm):
@@ -128,23 +131,24 @@ class FusedExperts:
         if "activation" not in settings and self.experts.activation is not swiglu:
             raise ValueError("no kernels for another activation")
         self.w13, self.w2 = kernel_weight(self.experts.w13), kernel_weight(self.experts.w2)
-        self.biases = (getattr(w, "bias", None) for w in (self.experts.w13, self.experts.w2))
-        self.bias13, self.bias2 = self.biases
-        self.shared, self.gate = settings.get("shared"), settings.get("shared_gate")
-        self.routing = settings.get("routing", Routing(self.ffn.n_active, self.ffn.norm_topk))
+        self.bias13 = getattr(self.experts.w13, "bias", None)
+        self.bias2 = getattr(self.experts.w2, "bias", None)
+        self.shared: FeedForward | None = settings.get("shared")
+        self.gate: Linear | None = settings.get("shared_gate")
+        self.routing = settings.get("routing", Routing(ffn.n_active, ffn.norm_topk))
         if self.shared is not None:
-            count = self.shared_count()
+            count = self.shared_count(self.shared)
             self.routing = replace(self.routing, shared=count, gated=self.gate is not None)
         moe_router.check_router(self.router.weight, self.routing)
         self.rows = self.router.weight
         self.ahead: Tensor | None = None  # what the next layer reads first
 
-    def shared_count(self) -> int:
+    def shared_count(self, shared: FeedForward) -> int:
         """Return as how many experts the shared one counts. Raises ValueError if it cannot."""
-        w13, w2 = kernel_weight(self.shared.w13), kernel_weight(self.shared.w2)
+        w13, w2 = kernel_weight(shared.w13), kernel_weight(shared.w2)
         same = (w13.kind, w13.group, w2.group) == (self.w13.kind, self.w13.group, self.w2.group)
         count, rest = divmod(w13.out, self.w13.out)
-        biased = (self.bias13, self.shared.w13.bias, self.shared.w2.bias)
+        biased = (self.bias13, shared.w13.bias, shared.w2.bias)
         if not same or rest or self.activation != SWIGLU or any(b is not None for b in biased):
             raise ValueError("no kernels for a shared expert unlike the others")
         if count > 1 and self.w13.kind == "fp8b" and self.w13.out // 2 % self.w13.group:
@@ -155,15 +159,16 @@ class FusedExperts:
         """Stack the shared expert's weights on the others', once for each model."""
         if self.shared is None:
             return
-        if not hasattr(self.experts, "stacked"):
+        kept = vars(self.experts)  # of an earlier runner of this model
+        if "stacked" not in kept:
             count = self.routing.shared
             w13 = stack(self.experts.w13, self.shared.w13, self.w13, count, rows=True)
             w2 = stack(self.experts.w2, self.shared.w2, self.w2, count, rows=False)
             rows = self.router.weight
             if self.gate is not None:
                 rows = torch.cat((rows, self.gate.weight))
-            self.experts.stacked = w13, w2, rows
-        self.w13, self.w2, self.rows = self.experts.stacked
+            kept["stacked"] = w13, w2, rows
+        self.w13, self.w2, self.rows = kept["stacked"]
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x [1, D], not normed -> x after the experts, expert_indices, expert_weights [1, A]."""
@@ -217,6 +222,9 @@ class FusedLayer:
     Raises ValueError for a block that the kernels do not compute.
     """
 
+    attention: FusedAttention
+    experts: FusedExperts
+
     def __init__(self, block: Block):
         if type(block) is not Block or not isinstance(block.ffn, MoE):
             raise ValueError("no kernels for a block that differs from model.Block")
@@ -225,8 +233,8 @@ class FusedLayer:
     def forward(self, x: Tensor, context: Context, core) -> tuple[Tensor, Tensor, Tensor]:
         """x [1, D], not normed -> x after the block, expert_indices, expert_weights [1, A].
 
-        core: computes what is between the projections where no kernel does, as `Attention.core`
-        with the attention before it.
+        core: (attention, projected [1, 1, N], context) -> heads, by `Attention.core`. It is called
+        where no kernel computes that.
         """
         return self.experts.forward(self.attention.forward(x, context, core))
 

@@ -69,7 +69,7 @@ class Case:
     sigmoid: bool = False  # scores, whose bias corrects the choice
     scale: float = 1.0  # of routing weights, and of what is added to the residual
     biased: bool = False  # experts and dense products; clamped SwiGLU
-    fp32_norm: bool = False  # of the dense product
+    fp32_norm: bool = False  # the dense product's norm is fp32
     parts: int = 0  # partial sums that are added to the residual
     tiles: dict = field(default_factory=dict)
     seed: int = 0

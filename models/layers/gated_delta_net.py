@@ -196,7 +196,7 @@ class DeltaNet(nn.Module):
 
     window = None
     fp32 = ("a_log",)  # parameters that a change of dtype leaves alone
-    projections = ("wqkvz", "wba"), "wout"  # of the layer's input and output; `core` is between
+    projections = ("wqkvz", "wba"), "wout"  # inputs and output; `core` is between them
 
     def __init__(self, args):
         super().__init__()
@@ -225,17 +225,16 @@ class DeltaNet(nn.Module):
             self.wba = None
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
-        if self.wba is None:
-            y = self.core(self.wqkvz(x), context)
-        else:
-            y = self.mix(self.wqkvz(x), self.wba(x), context)
+        y = self.wqkvz(x)
+        y = self.core(y, context) if self.wba is None else self.mix(y, self.wba(x), context)
         # Materialized, or Inductor recomputes the gated norm in every row of the product.
         return self.wout(materialize(y))
 
     def core(self, projected: Tensor, context: Context) -> Tensor:
         """The joined results of both projections [B, Q, N + H Cv + 2 H] -> [B, Q, H Cv]."""
         heads = 2 * self.sizes.value_heads
-        return self.mix(*projected.split((projected.shape[-1] - heads, heads), dim=-1), context)
+        qkvz, ba = projected.split((projected.shape[-1] - heads, heads), dim=-1)
+        return self.mix(qkvz, ba, context)
 
     def mix(self, qkvz: Tensor, ba: Tensor, context: Context) -> Tensor:
         """qkvz [B, Q, N + H Cv], ba [B, Q, 2 H] -> [B, Q, H Cv]: all between the projections."""
