@@ -114,7 +114,7 @@ class Load:
         self.tokens += found
 
     def report(self, seconds: float) -> str:
-        ordered = sorted(self.firsts)
+        ordered = sorted(self.firsts) or [math.nan]  # none, if every answer is lost
         last = ordered[int(0.95 * (len(ordered) - 1))]
         lines = [
             f"{self.options.clients} clients, {len(self.firsts)} answers, {self.lost} lost, "
