@@ -4,15 +4,17 @@
     python tests/moe_kernels_without_gpu.py < INPUT    machine code for an H200, by Triton and ptxas
 
 INPUT is a JSON object: "cases", a list of the arguments of `Case`, and "layers", a list of pairs of
-a family (LAYERS) and a format. The interpreter's process prints relative errors by kernel of every
-case, and of whole layers. The other prints a list: counts of each case's machine code.
+a family (LAYERS) and a format; "models" is another. The interpreter's process prints relative
+errors by kernel of every case, of whole layers and of models. The other prints a list: counts of
+each case's machine code.
 """
 
 import json
 import os
 import re
 import sys
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from unittest import mock
@@ -32,6 +34,7 @@ from model import (
     ModelArgs,
     MoE,
     RMSNorm,
+    Transformer,
     swiglu,
     weighted_sum,
 )
@@ -46,7 +49,7 @@ from models.qwen2_moe import Qwen2MoeArgs
 from ops import decode_attention, gemv4, moe_chunk, moe_decode, moe_router
 from ops.moe_decode import SWIGLU, Activation
 from runtime.fused_attention import FusedDecodeAttention
-from runtime.fused_decode import FusedLayer
+from runtime.fused_decode import FusedLayer, FusedRunner
 from tests.kernels_without_gpu import Launch, compiled, e2m1_twin, twin
 
 GROUPS = dict(int4=32, hqq4=32, mxfp4=32, int8=16, fp8=16, fp8b=32)  # so that small widths fit
@@ -294,14 +297,11 @@ LAYERS = {
 PLAIN_ROWS = ".router", ".shared_gate"
 
 
-def layer_errors(family: str, format: str) -> list[dict[str, float]]:
-    """Compare layers of runtime/fused_decode.py with `Block.forward`, in fp16.
-
-    The cache has earlier tokens.
-    """
+def small_model(family: str, format: str, **changes) -> Transformer:
+    """Return a family's model with random weights in a format, and fp16 beside."""
     torch.manual_seed(0)
     kind, arguments = LAYERS[family]
-    args = kind(family, **arguments)
+    args = kind(family, **arguments | changes)
     model = family_of(args).model_class(args)
     for parameter in model.parameters():
         parameter.data = torch.randn_like(parameter) * parameter.shape[-1] ** -0.5
@@ -312,8 +312,44 @@ def layer_errors(family: str, format: str) -> list[dict[str, float]]:
                 block.set_submodule(name, packed(module, format))
     model.half()
     model.setup_cache(1, 64)
+    return model
+
+
+@contextmanager
+def as_on_a_gpu() -> Iterator[None]:
+    """Within, fused attention takes CPU tensors, and no kernel is launched with PDL."""
+    with ExitStack() as stack:
+        takes = mock.patch.object(FusedDecodeAttention, "takes", lambda self, *_: self.supported)
+        stack.enter_context(takes)
+        for module in (moe_decode, moe_router, decode_attention):
+            stack.enter_context(mock.patch.object(module, "supports_pdl", lambda x: False))
+        yield
+
+
+def layer_errors(family: str, format: str) -> list[dict[str, float]]:
+    """Compare layers of runtime/fused_decode.py with `Block.forward`, in fp16.
+
+    The cache has earlier tokens.
+    """
+    model = small_model(family, format)
     x, _, context = model.begin(torch.tensor([[7]]), torch.tensor([[40]]))
     return [block_error(block, torch.randn_like(x), context) for block in model.layers]
+
+
+def model_error(family: str, format: str) -> float:
+    """Compare logits of two tokens by `FusedRunner` with plain ones; one of three layers is dense."""
+    dense = dict(n_layer=3, dense_layers=(1,), dense_intermediate=64)
+    model = small_model(family, format, **dense)
+    tokens, found = torch.tensor([[[3]], [[7]]]), []
+    with mock.patch.object(torch, "compile", lambda function, **_: function), as_on_a_gpu():
+        for runner in (None, FusedRunner(model), FusedRunner(model)):
+            for state in model.states:
+                state.reset()
+            spans = torch.arange(len(tokens)).view(-1, 1, 1)
+            steps = zip(tokens, spans, strict=True)
+            found.append(torch.cat([model(*step, runner=runner) for step in steps]))
+    assert found[1].equal(found[2])  # a second runner shares the stacked weights
+    return relative(found[1], found[0])
 
 
 def block_error(block: Block, x: Tensor, context: Context) -> dict[str, float]:
@@ -331,13 +367,7 @@ def block_error(block: Block, x: Tensor, context: Context) -> dict[str, float]:
         buffer.copy_(value)
     layer = FusedLayer(block)
     layer.experts.prepare()
-    modules = moe_decode, moe_router, decode_attention
-    with (
-        mock.patch.object(FusedDecodeAttention, "takes", lambda self, *_: self.supported),
-        ExitStack() as stack,
-    ):
-        for module in modules:
-            stack.enter_context(mock.patch.object(module, "supports_pdl", lambda x: False))
+    with as_on_a_gpu():
         core = lambda attention, projected, context: attention.core(projected, context)  # noqa: E731
         got, *found = layer.forward(x.squeeze(0), context, core)
     computed = [buffer.clone() for buffer in state]
@@ -424,7 +454,12 @@ def main() -> int:
         gemv4._add_word, gemv4._add_e2m1 = twin, e2m1_twin
         moe_chunk._add_bytes, moe_chunk._add_pair = bytes_twin, pair_twin
         layers = [layer_errors(*pair) for pair in given.get("layers", ())]
-        print(json.dumps({"cases": [errors(case) for case in cases], "layers": layers}))
+        models = [model_error(*pair) for pair in given.get("models", ())]
+        print(
+            json.dumps(
+                {"cases": [errors(case) for case in cases], "layers": layers} | {"models": models}
+            )
+        )
     else:
         print(json.dumps([counts(case) for case in cases]))
     return 0

@@ -56,6 +56,13 @@ def test_a_layer_is_the_blocks_own_in_every_family(format):
     check_layers(*((family, format) for family in (*families, "glm4_moe_lite")))
 
 
+@pytest.mark.slow
+def test_a_model_with_a_dense_layer_has_the_plain_logits():
+    models = ("qwen3_next", "int8"), ("glm4_moe_lite", "int4")
+    found = run({"cases": [], "models": models}, TRITON_INTERPRET="1")["models"]
+    assert max(found) < 2e-3, found  # fp16
+
+
 def check_cases(cases: list[dict]) -> None:
     found = run({"cases": cases}, TRITON_INTERPRET="1")["cases"]
     for case, errors in zip(cases, found, strict=True):
