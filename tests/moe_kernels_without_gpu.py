@@ -337,7 +337,7 @@ def layer_errors(family: str, format: str) -> list[dict[str, float]]:
 
 
 def model_error(family: str, format: str) -> float:
-    """Compare logits of two tokens by `FusedRunner` with plain ones; one of three layers is dense."""
+    """Compare logits of two tokens by `FusedRunner` with plain ones. The second layer is dense."""
     dense = dict(n_layer=3, dense_layers=(1,), dense_intermediate=64)
     model = small_model(family, format, **dense)
     tokens, found = torch.tensor([[[3]], [[7]]]), []
