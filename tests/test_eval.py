@@ -80,7 +80,15 @@ def naive_score(model, ids: list[int], count: int) -> tuple[float, bool]:
 # Perplexity ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("seq_len", "stride"), ((24, None), (25, 7), (16, 16), (120, None)))
+@pytest.mark.parametrize(
+    ("seq_len", "stride"),
+    (
+        (24, None),
+        (25, 7),
+        pytest.param(16, 16, marks=pytest.mark.slow),
+        pytest.param(120, None, marks=pytest.mark.slow),
+    ),
+)
 def test_perplexity_equals_one_window_per_token(family, seq_len, stride):
     """A token's context is that of its first window. Mixtral's sliding window is 16 here."""
     model = load_model(family.directory, "cpu")

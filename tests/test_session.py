@@ -224,7 +224,9 @@ def test_chunked_prefill_gives_the_same_tokens(model, chunk):
 PROMPTS = [PROMPT, PROMPT * 5 + [3], [9], list(range(100, 60, -1)), [1, 2]]
 
 
-@pytest.mark.parametrize("count", (1, 2, 5))
+@pytest.mark.parametrize(
+    "count", (pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(5, marks=pytest.mark.slow))
+)
 def test_each_sequence_of_a_batch_is_as_if_alone(family, count):
     model = load_model(family.directory, "cpu")
     alone = [generate(Session(model, 64), ids, 20) for ids in PROMPTS]

@@ -82,6 +82,7 @@ def test_a_router_with_two_rows_exchanged_is_located(make_family):
     assert errors["layer 1", "chosen experts"] > 0 and errors["layer 1", "ffn norm"] < 1e-5
 
 
+@pytest.mark.slow
 def test_the_command_compares_and_continues(make_family):
     directory, tokens = str(make_family("mixtral").directory), ",".join(map(str, IDS))
     common = "compare_hf.py", directory, "--tokens", tokens

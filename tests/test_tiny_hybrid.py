@@ -184,7 +184,10 @@ LIMITS = {"int8": 1.003, "fp8": 1.003, "fp8b": 1.01, "int4": 1.03, "mxfp4": 1.07
 LIMITS |= {"hqq4": 1.02, "hqq3": 1.14, "hqq2": 1.6}
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=() if n in ("int4", "fp8b") else pytest.mark.slow) for n in FORMATS],
+)
 def test_every_format_keeps_the_perplexity(name, hybrid_directory, measure, plain, tmp_path):
     """Groups of 32 divide the rows of all experts; hqq2's own groups of 16 do too."""
     source = Checkpoint(hybrid_directory)
