@@ -168,6 +168,7 @@ class FusedExperts:
             if self.gate is not None:
                 rows = torch.cat((rows, self.gate.weight))
             kept["stacked"] = w13, w2, rows
+            torch.cuda.empty_cache()  # of weights a bit smaller than those that come next
         self.w13, self.w2, self.rows = kept["stacked"]
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
