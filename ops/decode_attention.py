@@ -59,15 +59,18 @@ def _load_head(
     norm,
     rotation,
     C: tl.constexpr,
+    ROTARY_DIM: tl.constexpr,
     EPS: tl.constexpr,
     CLIP: tl.constexpr,
     HAS_NORM: tl.constexpr,
 ):
     """Load one head at x -> [SPLITS, C] fp32, after clip, RMS norm and RoPE."""
     c, partner, cos, sin = rotation
-    # Triton cannot derive from `partner` that 8 neighbors are one aligned load of 16 bytes.
-    partner_x = tl.load(tl.max_contiguous(tl.multiple_of(x + partner, (1, 16)), (1, 8)))
-    partner_x = partner_x.to(tl.float32)
+    partner_x = x + partner
+    if ROTARY_DIM % 16 == 0:
+        # Triton cannot derive from `partner` that 8 neighbors are one aligned load of 16 bytes.
+        partner_x = tl.max_contiguous(tl.multiple_of(partner_x, (1, 16)), (1, 8))
+    partner_x = tl.load(partner_x).to(tl.float32)
     x = tl.load(x + c).to(tl.float32)
     if CLIP > 0:
         partner_x, x = tl.clamp(partner_x, -CLIP, CLIP), tl.clamp(x, -CLIP, CLIP)
@@ -192,9 +195,10 @@ def _attend_token(
     qkv += sequence * HEADS * C
     value = qkv + (FIRST_VALUE + kv_head) * C
     own_value = _load_value(value, c, C, EPS, CLIP, NORM_VALUES)
-    own_key = _load_head(qkv + (H + kv_head) * C, k_norm, rotation, C, EPS, CLIP, HAS_NORM)
+    key, query = qkv + (H + kv_head) * C, qkv + head * C
+    own_key = _load_head(key, k_norm, rotation, C, ROTARY_DIM, EPS, CLIP, HAS_NORM)
     own_key = own_key.to(own_value.dtype)
-    query = _load_head(qkv + head * C, q_norm, rotation, C, EPS, CLIP, HAS_NORM) * SCALE
+    query = _load_head(query, q_norm, rotation, C, ROTARY_DIM, EPS, CLIP, HAS_NORM) * SCALE
     is_own = split == 0  # the split that has the token's own position
     if head % (H // K) == 0:
         tl.store(cache + position * C + c, own_key, mask=is_own[:, None])

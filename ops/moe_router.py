@@ -265,11 +265,10 @@ class Routing:
         return self.active + self.shared
 
 
-def check_router(router: Tensor, routing: Routing) -> None:
-    """Raise ValueError if `norm_router` has no kernel for a router [N, D]."""
-    N, D = router.shape
-    if N > MAX_EXPERTS or D > MAX_DIM or routing.active > N:
-        raise ValueError(f"no kernel for {N} experts and rows of {D} numbers")
+def check_router(E: int, D: int, routing: Routing) -> None:
+    """Raise ValueError if `norm_router` has no kernel for E experts and tokens of D numbers."""
+    if E > MAX_EXPERTS or D > MAX_DIM or routing.active > E:
+        raise ValueError(f"no kernel for {E} experts and rows of {D} numbers")
 
 
 def norm_router(
@@ -298,9 +297,9 @@ def norm_router(
     but x) is loaded while the previous kernel runs. ahead: a weight that a later kernel reads,
     which is loaded into L2. Raises ValueError if N or D is too large.
     """
-    check_router(router, routing)
     N, D = router.shape
     E, sigmoid = N - routing.gated, routing.score_bias is not None
+    check_router(E, D, routing)
     pdl = supports_pdl(x) if pdl is None else pdl
     summed, normed = torch.empty_like(x), torch.empty_like(x)
     scores = torch.empty(1 + sigmoid, N, dtype=torch.float32, device=x.device)

@@ -159,6 +159,8 @@ def test_a_quantized_familys_captured_tokens_are_the_eager_ones(name, mode, make
 @pytest.mark.parametrize("name", ("mixtral", *NEW_FAMILIES))
 def test_a_captured_session_stops_if_logits_are_not_finite(name, value, settings, make_family):
     """The step replays over the damaged weight, and over the repaired one."""
+    if name == "gemma4" and value == float("inf"):
+        pytest.skip("its soft cap makes infinite logits finite")
     _, session = family_sessions(make_family(name).directory)
     ids = prompt()[0].tolist()
     want = list(session.stream(ids, 12, settings))
@@ -222,7 +224,8 @@ def test_fused_decode_kernels_give_the_eager_tokens(mode, tmp_path):
     if mode != "bf16":
         checkpoint = Checkpoint(source)
         model = build_model(args_of_checkpoint(checkpoint))
-        format = plan_format(model, attention=mode, experts=mode, group_size=32)
+        group_size = None if mode == "int8" else 32
+        format = plan_format(model, attention=mode, experts=mode, group_size=group_size)
         directory = quantize(checkpoint, format, model, tmp_path / mode, "cuda", progress=False)
     answers, prompts = [], (embedded_prompt(600), embedded_prompt(90))
     for kernels in (None, "fused"):
