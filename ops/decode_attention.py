@@ -195,10 +195,10 @@ def _attend_token(
     qkv += sequence * HEADS * C
     value = qkv + (FIRST_VALUE + kv_head) * C
     own_value = _load_value(value, c, C, EPS, CLIP, NORM_VALUES)
-    key, query = qkv + (H + kv_head) * C, qkv + head * C
-    own_key = _load_head(key, k_norm, rotation, C, ROTARY_DIM, EPS, CLIP, HAS_NORM)
+    own_k, own_q = qkv + (H + kv_head) * C, qkv + head * C
+    own_key = _load_head(own_k, k_norm, rotation, C, ROTARY_DIM, EPS, CLIP, HAS_NORM)
     own_key = own_key.to(own_value.dtype)
-    query = _load_head(query, q_norm, rotation, C, ROTARY_DIM, EPS, CLIP, HAS_NORM) * SCALE
+    query = _load_head(own_q, q_norm, rotation, C, ROTARY_DIM, EPS, CLIP, HAS_NORM) * SCALE
     is_own = split == 0  # the split that has the token's own position
     if head % (H // K) == 0:
         tl.store(cache + position * C + c, own_key, mask=is_own[:, None])
