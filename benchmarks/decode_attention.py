@@ -6,11 +6,13 @@
 to wo, runs as in a decode step: compiled, in a CUDA graph; 16 layers in turn, so that L2 holds no
 weights. us are of one layer. "several" and "one" are without the two products, which have a column
 of their own. The last column is the relative difference of the results. These times decide
-`runtime.fused_attention.MAX_CACHE_LEN`: up to that length the fused kernel is faster.
+`runtime.fused_attention.MAX_CACHE_LEN`: up to that length the fused kernel is faster. --tiles tries
+other tiles than `ops.decode_attention.choose_tile`, as rows x warps.
 """
 
 from collections.abc import Callable
 from functools import partial
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -21,12 +23,14 @@ from cli.parser import Parser
 from model import Context, KVCache, Mask, ModelArgs
 from models import build_model
 from models.random_weights import architecture, first_layers
+from ops import decode_attention
 from ops.attention import causal_bias
+from ops.decode_attention import Tile
 from ops.inductor import configure_inductor
 from runtime.fused_attention import FusedDecodeAttention, fuse_decode_attention
 
 LAYERS = 16
-HEADER = "cache  position   products us   several us   one us   they differ by"
+HEADER = "cache  position      tile   products   several us   one us   they differ by"
 
 
 def random_attention(args: ModelArgs, length: int) -> FusedDecodeAttention:
@@ -80,26 +84,37 @@ def compile_form(form: Callable, x: Tensor) -> Callable:
     return torch.compile(step, fullgraph=True, dynamic=False)
 
 
-def measure(args: ModelArgs, length: int) -> None:
-    """Print a row for each of two positions in a cache of this length."""
+def run_form(form: Callable, layers: list, context: Context) -> tuple[float, Tensor]:
+    """Return us of a layer, and the first layer's result."""
+    step = partial(form, context=context)
+    result = step(layers[0]).float()
+    return graph_seconds(step, layers) * 1e6, result
+
+
+def measure(args: ModelArgs, length: int, tiles: list[Tile]) -> None:
+    """Print a row for each tile at each of three positions in a cache of this length."""
     layers = [random_attention(args, length) for _ in range(LAYERS)]
     x = torch.randn(1, 1, args.dim, device="cuda", dtype=torch.bfloat16)
-    forms = {form: compile_form(form, x) for form in (products, several, one)}
-    for position in (length // 2 - 1, length - 1):
+    compiled = [compile_form(form, x) for form in (products, several, one)]
+    for position in (length // 4 - 1, 3 * length // 4 - 1, length - 1):
         context = make_context(args, length, position, layers[0].window)
-        times, results = {}, {}
-        for form, compiled in forms.items():
-            step = partial(compiled, context=context)
-            times[form] = graph_seconds(step, layers) * 1e6
-            results[form] = step(layers[0]).float()
-        expected = results[several]
-        error = ((results[one] - expected).norm() / expected.norm()).item()
-        rest = times[several] - times[products], times[one] - times[products]
-        print(
-            f"{length:5}  {position:8}   {times[products]:11.2f}   {rest[0]:10.2f}   "
-            f"{rest[1]:6.2f}   {error:.1e}",
-            flush=True,
-        )
+        alone, _ = run_form(compiled[0], layers, context)
+        plain, expected = run_form(compiled[1], layers, context)
+        for tile in tiles:
+            with mock.patch.object(decode_attention, "choose_tile", lambda *_, tile=tile: tile):
+                fused, result = run_form(compiled[2], layers, context)
+            error = ((result - expected).norm() / expected.norm()).item()
+            print(
+                f"{length:5}  {position:8}   {tile.rows:2} x {tile.warps:2}   {alone:8.2f}   "
+                f"{plain - alone:10.2f}   {fused - alone:6.2f}   {error:.1e}",
+                flush=True,
+            )
+
+
+def parse_tile(text: str) -> Tile:
+    """Parse "8x16": rows, then warps. Raises ValueError for other text."""
+    rows, warps = (int(part) for part in text.split("x"))
+    return Tile(rows, warps)
 
 
 def build_parser() -> Parser:
@@ -114,6 +129,7 @@ def build_parser() -> Parser:
     add("--arch", default="Mixtral-8x7B")
     add("--ranks", type=int, default=1, help="GPUs that tensor parallelism shards over; default 1")
     add("--length", type=int, nargs="+", default=[256, 512], help="cache lengths")
+    add("--tiles", type=parse_tile, nargs="+", metavar="NxW", default=[Tile()])
     return parser
 
 
@@ -130,7 +146,7 @@ def main() -> None:
     print(HEADER)
     for length in options.length:
         try:
-            measure(args, length)
+            measure(args, length, options.tiles)
         except ValueError as error:
             parser.error(f"--arch {options.arch}: {error}")
 

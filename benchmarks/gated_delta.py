@@ -23,6 +23,7 @@ from ops import gated_delta_prompt
 from ops.gated_delta import (
     causal_conv_silu,
     chunk_in_torch,
+    delta_gates,
     gated_delta_chunk,
     gated_delta_step,
     gated_rms_norm,
@@ -123,12 +124,11 @@ def decode_rows(batch: int) -> str:
 def delta_mix(qkvz: Tensor, ba: Tensor, layer: dict[str, Tensor], chunk: Callable) -> Tensor:
     """Compute all between a layer's projections for a prompt, as in eager code."""
     x, gate = qkvz.split((N, VALUES), -1)
-    b, a = ba.float().chunk(2, -1)
-    g = -layer["a_log"].exp() * F.softplus(a + layer["dt_bias"].float())
+    g, beta = delta_gates(ba, layer["a_log"], layer["dt_bias"])
     y = causal_conv_silu(x, layer["window"], layer["conv_weight"])
     q, k, v = y.split((K * C, K * C, VALUES), -1)
     q, k, v = q.unflatten(-1, (K, C)), k.unflatten(-1, (K, C)), v.unflatten(-1, (H, C))
-    out, _ = chunk(q, k, v, g, b.sigmoid(), layer["state"])
+    out, _ = chunk(q, k, v, g, beta, layer["state"])
     return gated_rms_norm(out, gate.unflatten(-1, (H, C)), layer["norm"], EPS).flatten(2)
 
 

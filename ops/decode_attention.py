@@ -10,6 +10,8 @@ Letters: B sequences, S positions of the cache, H query heads, K KV heads, C hea
 
 from __future__ import annotations  # annotations of kernels name triton, which may be absent
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -133,8 +135,8 @@ def _merge_splits(row_max, row_sum, sinks, head, HAS_SINKS: tl.constexpr):
 # earlier positions from the cache.
 #
 # Layout: positions are read in blocks of N * SPLITS, as a grid [N, SPLITS]. A lane
-# loads 16 bytes of a position, so C * itemsize / 16 lanes hold one position, and the
-# 256 lanes of a program hold SPLITS. A lane sees only positions of its own split, which
+# loads 16 bytes of a position, so C * itemsize / 16 lanes hold one position, and all
+# lanes of a program hold SPLITS. A lane sees only positions of its own split, which
 # has its own running softmax. Warps therefore exchange data only once, when the splits
 # are merged. Each split computes query, RoPE and norm itself, though they are equal for
 # all splits: a broadcast would go through shared memory.
@@ -221,6 +223,18 @@ def _attend_token(
     tl.store(y, out.to(y.dtype.element_ty))
 
 
+class Tile(NamedTuple):
+    """The block of positions that a program reads at once: `rows` for each split."""
+
+    rows: int = 8  # N, a power of two
+    warps: int = 8
+
+
+def choose_tile(length: int, C: int, itemsize: int) -> Tile:
+    """Return the tile for a cache of this length, or a window in it."""
+    return Tile()
+
+
 def empty_output(qkv: Tensor, cache: Tensor, keys_are_values: bool, gated: bool) -> Tensor:
     """Return `attend_token`'s output [B, 1, H * C], not yet written."""
     K, C = cache.shape[2], cache.shape[4]
@@ -275,7 +289,8 @@ def attend_token(
     flags = dict(HAS_NORM=q_norm is not None, HAS_SINKS=sinks is not None, PDL=pdl)
     flags |= dict(NORM_VALUES=norm_values, KEYS_ARE_VALUES=keys_are_values)
     flags |= dict(GATED=gated, ROPE_WIDTH=rope.shape[-1], ROPE_BEGIN=rope_begin)
-    tile = dict(N=8, SPLITS=4096 // (C * cache.element_size()))  # 256 lanes of 16 bytes
+    tile = choose_tile(min(S, window), C, cache.element_size())
+    splits = tile.warps * 32 * 16 // (C * cache.element_size())  # each lane loads 16 bytes
     _attend_token[H, B](
         qkv.contiguous(),
         rope,
@@ -286,9 +301,10 @@ def attend_token(
         **shape,
         **scores,
         **flags,
-        **tile,
+        N=tile.rows,
+        SPLITS=splits,
         launch_pdl=pdl,
-        num_warps=8,
+        num_warps=tile.warps,
     )
     return y
 

@@ -21,6 +21,7 @@ from ops.gated_delta_prompt import (
     delta_chunk_supports,
     launch_convolve_tokens,
     launch_delta_chunk,
+    launch_gates,
     launch_norm_heads,
     norm_heads_supports,
     runs_eagerly,
@@ -42,6 +43,17 @@ def causal_conv_silu(x: Tensor, window: Tensor, weight: Tensor) -> Tensor:
     inputs, weight = torch.cat((window, x), dim=1).float(), weight.float()
     y = sum(inputs[:, n : n + Q] * weight[:, n] for n in range(W))
     return F.silu(y).to(x.dtype)
+
+
+def delta_gates(ba: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
+    """ba [B, Q, 2 H], b then a; a_log, dt_bias [H] -> g and beta, fp32 [B, Q, H].
+
+    g = -exp(a_log) softplus(a + dt_bias) is the logarithm of the decay, beta = sigmoid(b).
+    """
+    if runs_eagerly(ba):
+        return launch_gates(ba, a_log, dt_bias)
+    b, a = ba.float().chunk(2, dim=-1)
+    return -a_log.float().exp() * F.softplus(a + dt_bias.float()), b.sigmoid()
 
 
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:

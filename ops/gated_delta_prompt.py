@@ -13,12 +13,12 @@ from __future__ import annotations  # annotations of kernels name triton, which 
 import torch
 from torch import Tensor
 
-from ops.gated_delta_token import COLUMNS, fit_tiles
+from ops.gated_delta_token import COLUMNS, _softplus, fit_tiles
 from ops.jit import jit, tl, triton
 
 # How tensor cores multiply fp32: "tf32" is one product with 10 bits of mantissa, "tf32x3" three,
-# about as exact as fp32. Only the state's update needs three, since its errors add up over the
-# chunks; benchmarks/gated_delta.py measures time and error of both.
+# about as exact as fp32. Only the state's update always takes three (of bf16 parts, if keys are
+# bf16), since its errors add up over the chunks; benchmarks/gated_delta.py measures both.
 PRECISION = "tf32"
 CHUNK = 64  # tokens that one triangular system covers: 16, 32 or 64
 
@@ -209,10 +209,10 @@ def _scan_chunks(
         tl.store(out + y_offsets, y.to(out.dtype.element_ty), mask=is_real[:, None])
         written, scale = _load_tokens(k + key, rows, QK_TOKEN, is_real, CK)
         correction *= (scale * tl.exp(whole - total))[:, None]
-        kept = state * tl.exp(whole)
-        # In fp32: of a transposed bf16 tile Triton 3.6 read shared memory out of bounds.
-        written = tl.trans(written.to(tl.float32))
-        state = tl.dot(written, correction, kept, input_precision="tf32x3")
+        # Transposed: of a transposed bf16 tile Triton 3.6 read shared memory out of bounds.
+        change = tl.zeros([COLUMNS, CK], tl.float32)
+        change = _dot_stored(tl.trans(correction), written, change, "tf32x3")
+        state = state * tl.exp(whole) + tl.trans(change)
         values += T * CV
         keys += T * CK
         scores += T * T
@@ -336,6 +336,34 @@ def _norm_heads(
     numbers *= tl.rsqrt(tl.sum(numbers * numbers, 1, keep_dims=True) / CV + EPS)
     numbers *= tl.load(weight + c).to(tl.float32) * gates * tl.sigmoid(gates)
     tl.store(y + row * CV + c, numbers.to(y.dtype.element_ty), mask=exists)
+
+
+# Grid [B Q H / BLOCK].
+@jit
+def _compute_gates(ba, a_log, dt_bias, g, beta, COUNT, TOKEN, H: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    exists, head = at < COUNT, at % H
+    ba += at // H * TOKEN + head
+    tl.store(beta + at, tl.sigmoid(tl.load(ba, mask=exists, other=0.0).to(tl.float32)), mask=exists)
+    a = tl.load(ba + H, mask=exists, other=0.0).to(tl.float32)
+    rate = tl.exp(tl.load(a_log + head).to(tl.float32))
+    a = _softplus(a + tl.load(dt_bias + head).to(tl.float32))
+    tl.store(g + at, -rate * a, mask=exists)
+
+
+def launch_gates(ba: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute `gated_delta.delta_gates` by one kernel."""
+    (B, Q, _), H, block = ba.shape, len(a_log), 1024
+    if ba.stride(2) != 1 or (B > 1 and ba.stride(0) != Q * ba.stride(1)):
+        ba = ba.contiguous()
+    g, beta = (ba.new_empty(B, Q, H, dtype=torch.float32) for _ in range(2))
+    _compute_gates[(triton.cdiv(B * Q * H, block),)](
+        *(ba, a_log, dt_bias, g, beta),
+        *(B * Q * H, ba.stride(1)),
+        **dict(H=H, BLOCK=block),
+        num_warps=4,
+    )
+    return g, beta
 
 
 def norm_heads_supports(x: Tensor) -> bool:

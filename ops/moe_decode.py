@@ -48,6 +48,7 @@ from ops.moe_router import Routing, _choose_one
 # By kind of codes
 BITS = {"bf16": 16, "int8": 8, "fp8": 8, "fp8b": 8, "int4": 4, "mxfp4": 4, "hqq": 4}
 TILE_REGISTERS = 96  # a lane's, for weights in flight
+MANY_ROWS = 10_000  # more rows of 4 bits than an H200 computes at once, at 8 rows a program
 
 # Kernels ------------------------------------------------------------------------------------------
 
@@ -425,16 +426,21 @@ def choose_tiles(weight: Weight, quads: int, loads: int) -> Tiles:
     As measured on an H200 (docs/log/small_experts.md): as many lanes as waste few, but in 8 and 16
     bits at least two chunks; all chunks in flight, if that takes no more than half of the rows;
     few rows for gate and up, which load nothing before the kernel starts, so that many programs
-    do.
+    do, and few lanes if few chunks do not need more.
     """
-    narrow = BITS[weight.kind] == 4
+    bits, narrow = BITS[weight.kind], BITS[weight.kind] == 4
     widest = 64 if narrow else 256 // loads
-    wide = (lanes for lanes in (256, 128, 64) if lanes <= widest and -quads % lanes <= quads // 8)
+    if loads == 2 and quads <= (256 if bits == 16 else 64):
+        widest //= 2
+    spare = quads // (3 if narrow else 8)
+    wide = (lanes for lanes in (256, 128, 64) if lanes <= widest and -quads % lanes <= spare)
     lanes = next((lanes for lanes in wide if narrow or 2 * lanes <= quads), 32)
     rows = 8 if loads == 1 else 4 if narrow else 2
+    if narrow and loads == 1 and quads <= lanes and weight.out > MANY_ROWS:
+        rows = 16
     registers = TILE_REGISTERS
     if weight.kind == "hqq" and loads == 1:  # its two scales a group take registers, too
-        rows, registers = 4, TILE_REGISTERS // 2
+        rows, registers = rows // 2, TILE_REGISTERS // 2
     chunks = triton.cdiv(quads, lanes)
     if registers < 4 * rows * loads * chunks < 1.5 * registers:
         rows //= 2

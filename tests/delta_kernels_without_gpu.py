@@ -18,6 +18,7 @@ from ops import gated_delta_prompt, gated_delta_token
 from ops.gated_delta import (
     causal_conv_silu,
     chunk_in_torch,
+    delta_gates,
     gated_delta_step,
     gated_rms_norm,
 )
@@ -122,6 +123,13 @@ def errors() -> dict[str, list[float]]:
             f(v, gate, scale, 1e-6) for f in (gated_delta_prompt.launch_norm_heads, gated_rms_norm)
         )
         found[name] += [relative_error(*pair), relative_error(*norms)]
+        H = beta.shape[-1]
+        ba = 4 * torch.randn(*beta.shape[:2], 2 * H + 5)[:, :, 3 : 2 * H + 3]  # as of a split
+        gates = (
+            f(ba, torch.randn(H, generator=torch.Generator().manual_seed(1)), torch.ones(H))
+            for f in (gated_delta_prompt.launch_gates, delta_gates)
+        )
+        found[name] += [relative_error(*pair) for pair in zip(*gates, strict=True)]
     for name, case in TOKENS.items():
         arguments = random_token(*case)
         want = plain_token(*arguments)
@@ -155,7 +163,13 @@ def machine_code() -> dict[str, dict[str, int]]:
     )
     one = random_token(1, 16, 32, 128, 128, 4, None, torch.bfloat16)
     names = {
-        prompt: ("_solve_chunk", "_scan_chunks", "_convolve_tokens", "_norm_heads"),
+        prompt: (
+            "_solve_chunk",
+            "_scan_chunks",
+            "_convolve_tokens",
+            "_norm_heads",
+            "_compute_gates",
+        ),
         token: ("_update_state", "_finish_token"),
     }
     for module, kernels in names.items():
@@ -165,6 +179,7 @@ def machine_code() -> dict[str, dict[str, int]]:
                 prompt.launch_delta_chunk(q, k, v, g, beta, state)
                 prompt.launch_convolve_tokens(x, window, weight)
                 prompt.launch_norm_heads(v, v, weight[:128, 0].contiguous(), 1e-6)
+                prompt.launch_gates(v[:, :, 0, :64], torch.zeros(32), torch.zeros(32).bfloat16())
             else:
                 token.delta_token(*one)
         found |= {name: counts(getattr(module, name), launches[name]) for name in kernels}

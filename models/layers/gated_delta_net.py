@@ -17,6 +17,7 @@ from model import Context, KVCache, Linear, RMSNorm, new_parameter
 from models.tensors import Recipes, copy_of
 from ops.gated_delta import (
     causal_conv_silu,
+    delta_gates,
     gated_delta_chunk,
     gated_delta_step,
     gated_rms_norm,
@@ -244,9 +245,8 @@ class DeltaNet(nn.Module):
             options = self.norm.weight, context.last, self.sizes.key_heads, self.norm.eps
             return delta_token(qkvz, ba, *tensors, *options)
         x, gate = qkvz.split((self.sizes.channels, H * Cv), dim=-1)
-        b, a = ba.float().chunk(2, dim=-1)
-        g = -self.a_log.float().exp() * F.softplus(a + self.dt_bias.float())
-        y = memory.append(DeltaInputs(x, g, b.sigmoid(), self.conv.weight), context)
+        g, beta = delta_gates(ba, self.a_log, self.dt_bias)
+        y = memory.append(DeltaInputs(x, g, beta, self.conv.weight), context)
         gate = gate.unflatten(-1, (H, Cv))
         return gated_rms_norm(y, gate, self.norm.weight, self.norm.eps).to(qkvz.dtype).flatten(2)
 
