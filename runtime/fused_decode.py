@@ -139,7 +139,8 @@ class FusedExperts:
         if self.shared is not None:
             count = self.shared_count(self.shared)
             self.routing = replace(self.routing, shared=count, gated=self.gate is not None)
-        moe_router.check_router(*self.router.weight.shape, self.routing)
+        E, D = self.router.weight.shape
+        moe_router.check_router(E, D, self.routing)
         self.rows = self.router.weight
         self.ahead: Tensor | None = None  # what the next layer reads first
 
