@@ -63,7 +63,7 @@ from offload.plan import (
     offload_experts,
     weight_bytes,
 )
-from offload.runner import runner_class_for
+from offload.runner import offloaded_layers, runner_class_for
 from ops.attention import BLOCK
 from ops.inductor import use_compile_cache
 from parallel import process_group
@@ -71,7 +71,7 @@ from parallel.all_reduce import choose_all_reduce
 from parallel.device import pick_device
 from parallel.heartbeat import fail, leave
 from runtime.fused_attention import fuse_decode_attention
-from runtime.fused_decode import FusedRunner, can_fuse
+from runtime.fused_decode import FusedRunner, can_fuse, is_faster_fused
 from runtime.runner import CompiledRunner
 from runtime.sampling import Sampling
 from runtime.session import Session, SessionOptions
@@ -304,12 +304,11 @@ def check_decode_kernels(
 
 
 def choose_runner(model: Transformer, kernels: str) -> type[CompiledRunner]:
-    """Return what runs a compiled model's calls. kernels: as --decode_kernels says.
-
-    auto is Inductor's kernels: the fused ones were faster in the one model that was measured, layer
-    by layer.
-    """
-    return FusedRunner if kernels == "fused" else runner_class_for(model)
+    """Return what runs a compiled model's calls. kernels: as --decode_kernels says."""
+    fused = kernels == "fused"
+    if kernels == "auto" and not offloaded_layers(model):
+        fused = is_faster_fused(model, model.norm.weight.device)
+    return FusedRunner if fused else runner_class_for(model)
 
 
 def offload_settings(

@@ -123,7 +123,8 @@ def add_compile_cache(parser: Parser) -> None:
 def add_decode_kernels(parser: Parser) -> None:
     """Add which kernels decode one token."""
     kernels = (
-        "kernels of a compiled decode step: Inductor's, or fused ones; auto: Inductor's (auto)"
+        "kernels of a compiled decode step: Inductor's, or fused ones; auto: fused ones for models "
+        "that are known to be faster with them (auto)"
     )
     parser.add_argument("--decode_kernels", choices=DECODE_KERNELS, default="auto", help=kernels)
 

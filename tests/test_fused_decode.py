@@ -6,12 +6,21 @@ import pytest
 import torch
 
 import tp
+from generate import choose_runner
 from model import ExpertLinear, Linear, MoE
 from models import ARCHITECTURES
 from models.layers.shared_expert import SharedExpertMoE
 from models.random_weights import first_layers, number_format
 from ops import moe_decode
-from runtime.fused_decode import FusedLayer, can_fuse, fused_layers, stack
+from runtime.fused_decode import (
+    FusedLayer,
+    FusedRunner,
+    can_fuse,
+    fused_layers,
+    is_faster_fused,
+    stack,
+)
+from runtime.runner import CompiledRunner
 
 REFUSED = {
     "Phi-3.5-MoE": "no kernels for .*, or its norm",  # LayerNorm
@@ -48,6 +57,36 @@ def test_published_models_have_kernels_in_every_format(name):
 def test_other_formats_and_devices_have_none():
     assert not fused_layers(on_meta("Qwen3-30B-A3B", "hqq3"))
     assert not can_fuse(on_meta("Qwen3-30B-A3B", "bf16"), torch.device("cpu"))
+
+
+AUTO = {  # what was measured, and models whose layers read more
+    ("Qwen3-30B-A3B", "int4"): True,
+    ("Qwen3-30B-A3B", "bf16"): True,
+    ("Qwen3.6-35B-A3B", "int4"): True,
+    ("GLM-4.7-Flash", "bf16"): True,
+    ("gpt-oss-20b", "mxfp4"): False,
+    ("Mixtral-8x7B", "bf16"): False,
+    ("Mixtral-8x7B", "int4"): False,
+    ("gemma-4-26B-A4B", "bf16"): False,  # no kernels
+}
+
+
+@pytest.mark.parametrize(("name", "mode"), AUTO)
+def test_auto_takes_the_kernels_where_they_are_known_to_be_faster(name, mode, monkeypatch):
+    args = ARCHITECTURES[name]
+    model = tp.ModelShard(args, number_format(mode, args)).model.to(torch.bfloat16)
+    assert choose_runner(model, "auto") is CompiledRunner  # not on a GPU
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert is_faster_fused(model, torch.device("cuda")) == AUTO[name, mode]
+    assert choose_runner(model, "fused") is FusedRunner
+    assert choose_runner(model, "inductor") is CompiledRunner
+
+
+def test_layers_of_tensor_parallelism_have_none():
+    model = on_meta("Qwen3-30B-A3B", "bf16")
+    for block in model.layers:
+        block.add_ffn = tp.AllReduceAddNorm(1.0, None)
+    assert not fused_layers(model)
 
 
 def test_a_subclass_that_says_nothing_has_none():
