@@ -16,7 +16,6 @@ import json
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from unittest import mock
@@ -132,7 +131,7 @@ class Tuning:
             kind, out, quads, loads = product
             start = choose_tiles(weight, quads, loads)
             tilings = tilings_of(quads, out // loads, kind, loads)
-            for tiles in (*tilings, replace(start, once=True)):
+            for tiles in tilings:
                 if tiles == start or time.perf_counter() > end:
                     continue
                 kept, self.chosen[product] = self.chosen.get(product), tiles
@@ -159,14 +158,6 @@ def measure_fused(model: Transformer, plain: Layers, options: argparse.Namespace
         result["us"] = layers.microseconds()
         result["kernels"] = layers.kernels()
         variants = result["variants"] = {}
-        halves = [layer.experts for layer in runner.layers.values()]
-        ahead = [half.ahead for half in halves]
-        for half in halves:
-            half.ahead = None
-        variants["no prefetch"] = layers.microseconds()
-        if variants["no prefetch"] > result["us"]:
-            for half, codes in zip(halves, ahead, strict=True):
-                half.ahead = codes
         for rows, warps in ROUTERS:
             changed = partial(norm_router, rows=rows, warps=warps)
             with mock.patch.object(moe_router, "norm_router", changed):

@@ -243,11 +243,8 @@ def _load_chunk(
     GATHER: tl.constexpr,
     LANES: tl.constexpr,
     ROWS: tl.constexpr,
-    ONCE: tl.constexpr = False,
 ):
     """Load the codes of a chunk of ROWS rows, [ROWS * LANES * 4], with scales and zeros.
-
-    ONCE: L2 evicts these lines first.
 
     The order is that of `gemv4._load_tile`; scales and zeros are one number a quad. The scale of
     a row (int8, fp8) is loaded here only if lanes have different experts. Else it multiplies the
@@ -260,7 +257,7 @@ def _load_chunk(
     # A lane's four words are one aligned load, which the compiler does not see through their
     # indices.
     aligned = tl.max_contiguous(tl.multiple_of(codes + words, 16), 4)
-    tile = (tl.load(aligned, eviction_policy="evict_first" if ONCE else ""),)
+    tile = (tl.load(aligned),)
     at = tl.arange(0, ROWS * LANES)
     expert, rows, quad = _locate(at, experts, row, chunk, QUADS, EACH, LANES, GATHER)
     if KIND == "int4" or KIND == "mxfp4" or KIND == "hqq":

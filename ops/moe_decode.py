@@ -22,7 +22,7 @@ A program multiplies a tile of rows in chunks (ops/moe_chunk.py), and keeps DEPT
 # ruff: noqa: RUF005  (Triton adds tuples, but does not unpack them)
 from __future__ import annotations  # annotations of kernels name triton, which may be absent
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -77,15 +77,14 @@ def _load_gate_up(
     KIND: tl.constexpr,
     LANES: tl.constexpr,
     ROWS: tl.constexpr,
-    ONCE: tl.constexpr,
 ):
     """Load a chunk of ROWS rows of gate, and of the rows of up that belong to them."""
     OUT: tl.constexpr = 2 * I
     gate = _load_chunk(
-        weights, expert, row, chunk, QUADS, QUADS, OUT, GROUP, KIND, False, LANES, ROWS, ONCE
+        weights, expert, row, chunk, QUADS, QUADS, OUT, GROUP, KIND, False, LANES, ROWS
     )
     up = _load_chunk(
-        weights, expert, row + I, chunk, QUADS, QUADS, OUT, GROUP, KIND, False, LANES, ROWS, ONCE
+        weights, expert, row + I, chunk, QUADS, QUADS, OUT, GROUP, KIND, False, LANES, ROWS
     )
     return gate, up
 
@@ -132,7 +131,6 @@ def _gate_up(
     LANES: tl.constexpr,
     ROWS: tl.constexpr,
     DEPTH: tl.constexpr,
-    ONCE: tl.constexpr,
 ):
     RUN: tl.constexpr = GROUP // FIELDS  # words of a group
     CHUNKS: tl.constexpr = (QUADS + LANES - 1) // LANES
@@ -153,7 +151,7 @@ def _gate_up(
         expert = tl.load(indices + pair).to(tl.int64)
     tiles, xs = (), ()
     for d in tl.static_range(DEPTH):
-        both = _load_gate_up(weights, expert, row, d, I, QUADS, GROUP, KIND, LANES, ROWS, ONCE)
+        both = _load_gate_up(weights, expert, row, d, I, QUADS, GROUP, KIND, LANES, ROWS)
         tiles = tiles + (both,)
     for d in tl.static_range(DEPTH):
         xs = xs + (_load_x(x, d, QUADS, RUN, FIELDS, LANES),)
@@ -171,7 +169,7 @@ def _gate_up(
             if CHUNKS > DEPTH:  # prefetch: the registers of this chunk are free now
                 chunk = c + DEPTH + d
                 both = _load_gate_up(
-                    weights, expert, row, chunk, I, QUADS, GROUP, KIND, LANES, ROWS, ONCE
+                    weights, expert, row, chunk, I, QUADS, GROUP, KIND, LANES, ROWS
                 )
                 tiles = tiles[:d] + (both,) + tiles[d + 1 :]
                 xs = xs[:d] + (_load_x(x, chunk, QUADS, RUN, FIELDS, LANES),) + xs[d + 1 :]
@@ -189,8 +187,8 @@ def _gate_up(
     tl.store(out, h_rows.to(h.dtype.element_ty), mask=stores)
 
 
-# Grid [R, S]: a program computes ROWS rows of the result from one of S parts of x (split-K). x is
-# that of all chosen experts, one after the other (GATHER), or one row.
+# Grid [R]: a program computes ROWS rows of the result. x is that of all chosen experts, one after
+# the other (GATHER), or one row.
 #
 # The result is SCALE * (product + bias) + residual. An expert's bias has its routing weight.
 #
@@ -230,13 +228,11 @@ def _down(
     ROWS: tl.constexpr,
     DEPTH: tl.constexpr,
     CHUNKS: tl.constexpr,
-    ONCE: tl.constexpr,
 ):
     RUN: tl.constexpr = GROUP // FIELDS  # words of a group
     weights = (codes, scale, scale_step, scale_low, zero, zero_step, zero_low)
     experts = indices if GATHER else tl.program_id(0).to(tl.int64) * 0
     row = tl.minimum(tl.program_id(0) * ROWS, OUT - ROWS)
-    first = tl.program_id(1) * CHUNKS
     rows, stores = _result_rows(ROWS, LANES)
     tiles, norms, factors, xs = (), (), (), ()
     for d in tl.static_range(DEPTH):
@@ -245,7 +241,7 @@ def _down(
                 weights,
                 experts,
                 row,
-                first + d,
+                d,
                 QUADS,
                 EACH,
                 OUT,
@@ -254,11 +250,10 @@ def _down(
                 GATHER,
                 LANES,
                 ROWS,
-                ONCE,
             ),
         )
-        norms = norms + (_load_norm(norm, first + d, QUADS, RUN, FIELDS, LANES) if NORM else 0,)
-        factors = factors + (_lane_factor(routing, first + d, QUADS, EACH, LANES) if GATHER else 0,)
+        norms = norms + (_load_norm(norm, d, QUADS, RUN, FIELDS, LANES) if NORM else 0,)
+        factors = factors + (_lane_factor(routing, d, QUADS, EACH, LANES) if GATHER else 0,)
     if RESIDUAL:
         add = tl.load(residual + row + rows, mask=stores, other=0.0)
     if BIAS and GATHER:
@@ -272,7 +267,7 @@ def _down(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     for d in tl.static_range(DEPTH):
-        xs = xs + (_load_x(x, first + d, QUADS, RUN, FIELDS, LANES),)
+        xs = xs + (_load_x(x, d, QUADS, RUN, FIELDS, LANES),)
     table = _e2m1_table(unknown_zero) if KIND == "mxfp4" else None
     total, squares = tl.zeros([ROWS, LANES], tl.float32), 0.0
     for c in range(0, CHUNKS, DEPTH):
@@ -284,7 +279,7 @@ def _down(
                 squares += _square_sum(xs[d], FIELDS)
             total += _multiply_chunk(tiles[d], operands, table, LANES, ROWS, KIND, GATHER)
             if CHUNKS > DEPTH:  # prefetch: the registers of this chunk are free now
-                chunk = first + c + DEPTH + d
+                chunk = c + DEPTH + d
                 tile = _load_chunk(
                     weights,
                     experts,
@@ -298,7 +293,6 @@ def _down(
                     GATHER,
                     LANES,
                     ROWS,
-                    ONCE,
                 )
                 tiles = tiles[:d] + (tile,) + tiles[d + 1 :]
                 if NORM:
@@ -326,8 +320,7 @@ def _down(
         total *= SCALE
     if RESIDUAL:
         total += add.to(tl.float32)
-    out = y + tl.program_id(1) * OUT + row + rows
-    tl.store(out, total.to(y.dtype.element_ty), mask=stores)
+    tl.store(y + row + rows, total.to(y.dtype.element_ty), mask=stores)
 
 
 # Launching ----------------------------------------------------------------------------------------
@@ -351,16 +344,10 @@ class Tiles:
     rows: int = 8  # rows of the result that a program computes, a power of two
     lanes: int = 32  # quads of a row in a chunk, a power of two from 32 on
     depth: int = 0  # chunks in flight; 0: all
-    split: int = 1  # parts of x (split-K) of `down`
     warps: int = 4
-    once: bool = False  # read weights so that they leave L2 first
 
     def __str__(self) -> str:
-        depth = self.depth or "all"
-        return (
-            f"rows {self.rows} lanes {self.lanes} x {depth} split {self.split} warps {self.warps}"
-            + " once" * self.once
-        )
+        return f"rows {self.rows} lanes {self.lanes} x {self.depth or 'all'} warps {self.warps}"
 
 
 @dataclass(frozen=True)
@@ -411,13 +398,10 @@ def packed_weight(parts: list[Tensor], kind: str, group: int) -> Weight:
     return Weight(tuple(parts), kind, group)
 
 
-def chunks_of(quads: int, tiles: Tiles) -> tuple[int, int, int]:
-    """Return the chunks of a part, those in flight, and the number of parts of x."""
+def chunks_of(quads: int, tiles: Tiles) -> tuple[int, int]:
+    """Return the chunks of a row, and how many are in flight."""
     chunks = triton.cdiv(quads, tiles.lanes)
-    each = triton.cdiv(chunks, tiles.split)
-    depth = min(tiles.depth or each, each)
-    each = triton.cdiv(each, depth) * depth  # or a part would compute a chunk of the next
-    return each, depth, triton.cdiv(chunks, each)
+    return chunks, min(tiles.depth or chunks, chunks)
 
 
 def choose_tiles(weight: Weight, quads: int, loads: int) -> Tiles:
@@ -445,7 +429,7 @@ def choose_tiles(weight: Weight, quads: int, loads: int) -> Tiles:
     if registers < 4 * rows * loads * chunks < 1.5 * registers:
         rows //= 2
     depth = min(chunks, max(1, registers // (4 * rows * loads)))
-    return Tiles(rows, lanes, depth, 1, lanes // 32)
+    return Tiles(rows, lanes, depth, lanes // 32)
 
 
 def operand_of(x: Tensor, weight: Weight) -> Tensor:
@@ -489,10 +473,10 @@ def gate_up(
     E = weight.parts[0].shape[0] - shared
     I, A = weight.out // 2, indices.numel()
     tiles = tiles or choose_tiles(weight, weight.quads, 2)
-    tiles = replace(tiles, rows=min(tiles.rows, triton.next_power_of_2(I + 1) // 2), split=1)
-    _, depth, _ = chunks_of(weight.quads, tiles)
+    rows = min(tiles.rows, triton.next_power_of_2(I + 1) // 2)
+    _, depth = chunks_of(weight.quads, tiles)
     h = torch.empty(A, I, dtype=dtype or x.dtype, device=x.device)
-    _gate_up[triton.cdiv(I, tiles.rows), A](
+    _gate_up[triton.cdiv(I, rows), A](
         operand_of(x, weight),
         indices,
         indices if scores is None else scores,
@@ -517,9 +501,8 @@ def gate_up(
         WARPS=tiles.warps,
         PDL=pdl,
         LANES=tiles.lanes,
-        ROWS=tiles.rows,
+        ROWS=rows,
         DEPTH=depth,
-        ONCE=tiles.once,
         launch_pdl=pdl,
         num_warps=tiles.warps,
         num_stages=1,
@@ -542,7 +525,7 @@ def down(
     dtype: torch.dtype | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """scale * (x @ weight + bias) + residual -> [S, out]; S > 1: fp32 partial sums.
+    """scale * (x @ weight + bias) + residual -> [1, out].
 
     With indices and routing weights [1, A]: x is [A, I], weight w2 [E, D, I], and the products are
     summed with these weights; the reference is `weighted_sum(w2.gather(x, ...))`. Without: x is
@@ -551,24 +534,21 @@ def down(
 
     dtype: of the result; default that of x. out [1, out]: where to store the result, if it is
     given. With PDL, all tensors but x are loaded while the previous kernel runs, which must not
-    write them. Raises ValueError for split-K with anything beside the product, and a norm with
-    experts.
+    write them. Raises ValueError for a norm with experts.
     """
     quads = x.numel() // x.shape[-1] * weight.quads
     tiles = tiles or choose_tiles(weight, quads, 1)
-    each, depth, parts = chunks_of(quads, tiles)
-    plain = residual is None and norm is None and bias is None and scale == 1
-    if (parts > 1 and not plain) or (norm is not None and indices is not None):
-        raise ValueError("no norm, bias, scale or residual with split-K, no norm with experts")
+    chunks, depth = chunks_of(quads, tiles)
+    if norm is not None and indices is not None:
+        raise ValueError("no norm with experts")
     pdl = supports_pdl(x) if pdl is None else pdl
     rows = min(tiles.rows, triton.next_power_of_2(weight.out + 1) // 2)
-    dtype = torch.float32 if parts > 1 else dtype or x.dtype
     y = out
     if y is None:
-        y = torch.empty(parts, weight.out, dtype=dtype, device=x.device)
+        y = torch.empty(1, weight.out, dtype=dtype or x.dtype, device=x.device)
     operand = operand_of(x, weight)
     absent = weight.parts[0]  # a valid pointer, which the kernel does not read
-    _down[triton.cdiv(weight.out, rows), parts](
+    _down[(triton.cdiv(weight.out, rows),)](
         operand,
         absent if indices is None else indices,
         absent if routing is None else routing,
@@ -594,8 +574,7 @@ def down(
         LANES=tiles.lanes,
         ROWS=rows,
         DEPTH=depth,
-        CHUNKS=each,
-        ONCE=tiles.once,
+        CHUNKS=chunks,
         launch_pdl=pdl,
         num_warps=tiles.warps,
         num_stages=1,

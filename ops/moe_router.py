@@ -1,4 +1,4 @@
-"""One token: residual sum, norm, router scores and choice of experts, in one or two kernels.
+"""One token: norm, router scores and choice of experts, in two kernels.
 
 A router's scores stay fp32. Shared experts, which every token uses, are experts E, E + 1, ... of
 the stacked weights: they follow the chosen ones in `indices` and `weights`.
@@ -15,7 +15,6 @@ from ops.jit import jit, supports_pdl, tl, triton
 
 MAX_EXPERTS = 512
 MAX_DIM = 8192
-PREFETCHED = 8192  # bytes that a warp prefetches
 
 # Kernels ------------------------------------------------------------------------------------------
 
@@ -70,7 +69,7 @@ def _choose(
     """
     N: tl.constexpr = E + GATED
     expert = tl.arange(0, BLOCK)
-    # From L2: another SM has written them during this kernel.
+    # From L2: this kernel may have started before the one that writes them.
     score = tl.load(scores + expert, mask=expert < E, other=float("-inf"), cache_modifier=".cg")
     key, rank = _ordered_bits(score), tl.full([BLOCK], A, tl.int32)
     for n in tl.static_range(A):
@@ -102,74 +101,30 @@ def _choose(
             tl.store(weights + A + n, part)
 
 
-@jit
-def _prefetch(address, bytes, program, WARPS: tl.constexpr):
-    """Start loading this program's part of `bytes` at `address` into L2: 8 KB a warp."""
-    warp = tl.arange(0, WARPS * 32) // 32
-    begin = tl.minimum((program.to(tl.int64) * WARPS + warp) * 8192, bytes - 8192)
-    tl.inline_asm_elementwise(
-        """{
-        .reg .pred first;
-        .reg .b32 lane;
-        mov.b32 lane, %laneid;
-        setp.eq.b32 first, lane, 0;
-        @first cp.async.bulk.prefetch.L2.global [$1], 8192;
-        mov.b32 $0, 0;
-        }""",
-        "=r,l",
-        (address.to(tl.int64) + begin,),
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-# Grid [N / ROWS + P]: each program adds and norms the whole token, and computes ROWS scores. With
-# LAST the program that ends last chooses the experts. `counter` counts programs, and is 0 between
-# calls. P more programs load the weights of later kernels into L2: memory is idle here.
+# Grid [N / ROWS]: each program norms the whole token, and computes ROWS scores.
 #
 # scores [1 or 2, N]: those by which experts are chosen, with GATED also the shared experts' gate.
 # With SIGMOID the second row has the scores that become weights: the choice is by score + bias.
 @jit
 def _norm_router(
     x,
-    y,
     norm,
     router,
     bias,
     score_bias,
-    counter,
-    summed,
     normed,
     scores,
-    indices,
-    weights,
-    ahead,
-    ahead_bytes,
     D: tl.constexpr,
     E: tl.constexpr,
-    A: tl.constexpr,
-    SHARED: tl.constexpr,
     GATED: tl.constexpr,
     SIGMOID: tl.constexpr,
-    NORM_TOPK: tl.constexpr,
-    SCALE: tl.constexpr,
-    PARTS: tl.constexpr,
     EPS: tl.constexpr,
     BIAS: tl.constexpr,
-    LAST: tl.constexpr,
     PDL: tl.constexpr,
     BLOCK: tl.constexpr,
-    EXPERTS: tl.constexpr,
     ROWS: tl.constexpr,
-    AHEAD: tl.constexpr,
-    WARPS: tl.constexpr,
 ):
     N: tl.constexpr = E + GATED
-    PROGRAMS: tl.constexpr = (N + ROWS - 1) // ROWS
-    if AHEAD and tl.program_id(0) >= PROGRAMS:
-        _prefetch(ahead, ahead_bytes, tl.program_id(0) - PROGRAMS, WARPS)
-        return
     d, expert = tl.arange(0, BLOCK), tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = d < D
     rows = tl.load(
@@ -178,22 +133,13 @@ def _norm_router(
         other=0.0,
     )
     scale = tl.load(norm + d, mask=inside, other=0.0).to(tl.float32)
-    if PARTS:  # then x is of an older kernel than the previous one
-        value = tl.load(x + d, mask=inside, other=0.0).to(tl.float32)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    if PARTS:
-        for part in tl.static_range(PARTS):
-            value += tl.load(y + part * D + d, mask=inside, other=0.0).to(tl.float32)
-    else:
-        value = tl.load(x + d, mask=inside, other=0.0).to(tl.float32)
-    value = value.to(summed.dtype.element_ty)
-    by_first = d < D - tl.program_id(0) * BLOCK  # the first program alone stores sum and norm
-    tl.store(summed + d, value, mask=by_first)
-    value = value.to(tl.float32)  # norm the rounded sum, which the next layer reads
+    value = tl.load(x + d, mask=inside, other=0.0).to(tl.float32)
     value = value * tl.rsqrt(tl.sum(value * value, 0) / D + EPS) * scale
     value = value.to(normed.dtype.element_ty)
+    by_first = d < D - tl.program_id(0) * BLOCK  # the first program alone stores the norm
     tl.store(normed + d, value, mask=by_first)
     dots = tl.sum(rows.to(tl.float32) * value.to(tl.float32)[None, :], 1)
     if BIAS:
@@ -203,24 +149,6 @@ def _norm_router(
         tl.store(scores + N + expert, dots, mask=expert < N)
         dots += tl.load(score_bias + expert, mask=expert < E, other=0.0)
     tl.store(scores + expert, dots, mask=expert < N)
-    if LAST:
-        tl.debug_barrier()  # this program's scores are stored before its count
-        if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == PROGRAMS - 1:
-            tl.debug_barrier()
-            _choose(
-                scores,
-                indices,
-                weights,
-                E,
-                A,
-                SHARED,
-                GATED,
-                SIGMOID,
-                NORM_TOPK,
-                SCALE,
-                EXPERTS,
-            )
-            tl.store(counter, 0)
 
 
 # Grid [1]: choose the experts from scores, in a kernel of its own.
@@ -273,78 +201,60 @@ def check_router(E: int, D: int, routing: Routing) -> None:
 
 def norm_router(
     x: Tensor,
-    y: Tensor | None,
     norm: Tensor,
     eps: float,
     router: Tensor,
     routing: Routing,
-    counter: Tensor | None = None,
     bias: Tensor | None = None,
     rows: int = 1,
     warps: int = 4,
-    ahead: Tensor | None = None,
     pdl: bool | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Add x [1, D] + y [S, D], norm the sum, and route it.
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Norm x [1, D], and route it.
 
-    Return the sum and its norm [1, D], expert_indices int64 [1, A + S], expert_weights fp32
-    [1, A + S] and scores fp32 [1 or 2, N], whose first E are those by which experts are chosen.
-    The reference is `AddNorm`, then `MoE.route`, or `SigmoidRoutedMoE.route`, of fp32 scores.
+    Return its norm [1, D], expert_indices int64 [1, A + S], expert_weights fp32 [1, A + S] and
+    scores fp32 [1 or 2, N], whose first E are those by which experts are chosen. The reference is
+    `RMSNorm`, then `MoE.route`, or `SigmoidRoutedMoE.route`, of fp32 scores.
 
     router [N, D]: a row for each of E experts, then the shared experts' gate, if they are gated.
-    bias [E]: of scores. y: None, one row or fp32 partial sums. counter: int32 [1], 0: the last
-    program chooses the experts. None: a second kernel does. With PDL, all but y (without y: all
-    but x) is loaded while the previous kernel runs. ahead: a weight that a later kernel reads,
-    which is loaded into L2. Raises ValueError if N or D is too large.
+    bias [E]: of scores. rows, warps: of a program. With PDL, all but x is loaded while the previous
+    kernel runs. Raises ValueError if E or D is too large.
     """
     N, D = router.shape
     E, sigmoid = N - routing.gated, routing.score_bias is not None
     check_router(E, D, routing)
     pdl = supports_pdl(x) if pdl is None else pdl
-    summed, normed = torch.empty_like(x), torch.empty_like(x)
+    normed = torch.empty_like(x)
     scores = torch.empty(1 + sigmoid, N, dtype=torch.float32, device=x.device)
     indices = torch.empty(1, routing.pairs, dtype=torch.int64, device=x.device)
     weights = torch.empty(1, routing.pairs, dtype=torch.float32, device=x.device)
-    choice = dict(
-        E=E,
-        A=routing.active,
-        SHARED=routing.shared,
-        GATED=int(routing.gated),
-        SIGMOID=sigmoid,
-        NORM_TOPK=routing.norm_topk,
-        SCALE=routing.scale,
-        EXPERTS=triton.next_power_of_2(E),
-        PDL=pdl,
-        launch_pdl=pdl,
-    )
-    ahead_bytes = 0 if ahead is None else ahead.nbytes
-    _norm_router[(triton.cdiv(N, rows) + triton.cdiv(ahead_bytes, PREFETCHED * warps),)](
+    shape = dict(E=E, GATED=int(routing.gated), SIGMOID=sigmoid, PDL=pdl, launch_pdl=pdl)
+    _norm_router[(triton.cdiv(N, rows),)](
         x,
-        x if y is None else y,
         norm,
         router,
         norm if bias is None else bias,
         norm if routing.score_bias is None else routing.score_bias,
-        indices if counter is None else counter,
-        summed,
         normed,
+        scores,
+        D=D,
+        EPS=eps,
+        BIAS=bias is not None,
+        BLOCK=triton.next_power_of_2(D),
+        ROWS=rows,
+        **shape,
+        num_warps=warps,
+    )
+    _route[(1,)](
         scores,
         indices,
         weights,
-        norm if ahead is None else ahead,
-        ahead_bytes,
-        AHEAD=ahead is not None,
-        WARPS=warps,
-        D=D,
-        PARTS=0 if y is None else y.numel() // D,
-        EPS=eps,
-        BIAS=bias is not None,
-        LAST=counter is not None,
-        BLOCK=triton.next_power_of_2(D),
-        ROWS=rows,
-        **choice,
-        num_warps=warps,
+        A=routing.active,
+        SHARED=routing.shared,
+        NORM_TOPK=routing.norm_topk,
+        SCALE=routing.scale,
+        EXPERTS=triton.next_power_of_2(E),
+        **shape,
+        num_warps=1,
     )
-    if counter is None:
-        _route[(1,)](scores, indices, weights, **choice, num_warps=1)
-    return summed, normed, indices, weights, scores
+    return normed, indices, weights, scores

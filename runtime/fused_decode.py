@@ -3,7 +3,7 @@
     wqkv         norm of x, product
     attention    q and k norm, RoPE, cache append, attention      (ops/decode_attention.py)
     wo           product, plus residual
-    router       norm, scores; loads the next layer's wqkv into L2 meanwhile
+    router       norm, scores
     route        top-k and routing weights                        (ops/moe_router.py)
     gate_up      products of the chosen experts, SwiGLU           (ops/moe_decode.py)
     down         products, weighted sum, plus residual
@@ -18,7 +18,6 @@ compiled blocks, which are the reference that tests compare with.
 """
 
 from dataclasses import replace
-from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -45,7 +44,6 @@ from runtime.runner import CompiledRunner
 from runtime.weights import bytes_per_token
 
 MAX_BYTES_A_LAYER = 160_000_000  # for a token; the largest that was measured has 152 MB
-MIN_PREFETCH = 1 << 20  # bytes of a weight that is worth a prefetch
 
 
 def kernel_weight(module: nn.Module) -> Weight:
@@ -144,7 +142,6 @@ class FusedExperts:
         E, D = self.router.weight.shape
         moe_router.check_router(E, D, self.routing)
         self.rows = self.router.weight
-        self.ahead: Tensor | None = None  # what the next layer reads first
 
     def shared_count(self, shared: FeedForward) -> int:
         """Return as how many experts the shared one counts. Raises ValueError if it cannot."""
@@ -176,15 +173,8 @@ class FusedExperts:
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x [1, D], not normed -> x after the experts, expert_indices, expert_weights [1, A]."""
-        x, normed, indices, weights, scores = moe_router.norm_router(
-            x,
-            None,
-            self.norm.weight,
-            self.norm.eps,
-            self.rows,
-            self.routing,
-            bias=self.router.bias,
-            ahead=self.ahead,
+        normed, indices, weights, scores = moe_router.norm_router(
+            x, self.norm.weight, self.norm.eps, self.rows, self.routing, bias=self.router.bias
         )
         options = dict(scores=scores, routing=self.routing, bias=self.bias13)
         h = moe_decode.gate_up(normed, indices, self.w13, self.activation, **options)
@@ -315,9 +305,6 @@ def fused_layers(model: Transformer) -> dict[Block, FusedLayer]:
             layers[block] = FusedLayer(block)
         except ValueError:
             continue
-    for layer, following in pairwise(layers.values()):
-        codes = following.attention.inputs[0][0].parts[0]
-        layer.experts.ahead = codes if codes.nbytes >= MIN_PREFETCH else None
     return layers
 
 
@@ -340,7 +327,9 @@ def is_faster_fused(model: Transformer, device: torch.device) -> bool:
     Known from end-to-end figures (docs/kernels.md): of layers that read few bytes for a token, and
     not in mxfp4.
     """
-    if not can_fuse(model, device) or bytes_per_token(model) > MAX_BYTES_A_LAYER * len(model.layers):
+    if not can_fuse(model, device) or bytes_per_token(model) > MAX_BYTES_A_LAYER * len(
+        model.layers
+    ):
         return False
     kinds = {kernel_weight(b.ffn.experts.w13).kind for b in model.layers if isinstance(b.ffn, MoE)}
     return "mxfp4" not in kinds

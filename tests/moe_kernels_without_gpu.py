@@ -66,14 +66,12 @@ class Case:
     A: int
     group: int = 0  # 0: that of GROUPS
     norm_topk: bool = True
-    one_launch: bool = True  # of norm and router
     shared: int = 0  # experts that every token uses, the last of E
     gated: bool = False  # their weight is the sigmoid of a score
     sigmoid: bool = False  # scores, whose bias corrects the choice
     scale: float = 1.0  # of routing weights, and of what is added to the residual
     biased: bool = False  # experts and dense products; clamped SwiGLU
     fp32_norm: bool = False  # the dense product's norm is fp32
-    parts: int = 0  # partial sums that are added to the residual
     tiles: dict = field(default_factory=dict)
     seed: int = 0
 
@@ -152,12 +150,12 @@ def expert_errors(layer: Layer) -> dict[str, float]:
     want_h = w13.gather_gated(layer.x.double(), layer.indices, plain)
     given = layer.normal(case.A, case.I).to(layer.dtype)
     residual = layer.normal(case.D).to(layer.dtype)
-    add = {} if tiles.split > 1 else {"residual": residual, "bias": bias2, "scale": case.scale}
+    add = {"residual": residual, "bias": bias2, "scale": case.scale}
     experts = dict(indices=layer.indices, routing=layer.routing)
     y = moe_decode.down(given, layer.w2, **experts, **add, **options)
     want = weighted_sum(w2.gather(given.double().unsqueeze(0), layer.indices), layer.routing)
-    want = want * case.scale + residual if add else want
-    return {"gate_up": relative(h, want_h[0]), "down": relative(y.sum(0), want[0])}
+    want = want * case.scale + residual
+    return {"gate_up": relative(h, want_h[0]), "down": relative(y, want)}
 
 
 def dense_error(layer: Layer, edge: bool = False) -> float:
@@ -166,8 +164,6 @@ def dense_error(layer: Layer, edge: bool = False) -> float:
     edge: x and the norm's weight whose products round to the next power of two.
     """
     case = layer.case
-    if layer.tiles.split > 1:
-        return 0.0
     weight = moe_decode.Weight(
         tuple(part[0] for part in layer.dense.parts), layer.dense.kind, layer.dense.group
     )
@@ -213,17 +209,15 @@ class PlainRouting(MoE):
 
 
 def router_errors(layer: Layer) -> dict[str, float]:
-    """Compare with the residual sum, `RMSNorm` and `MoE.route`, in fp32.
+    """Compare with `RMSNorm` and `MoE.route`, in fp32.
 
     And with the choice that a program of `gate_up` makes by itself.
     """
     case, D, E = layer.case, layer.case.D, layer.case.E
     x, router = layer.normal(1, D), layer.normal(E + case.gated, D) * D**-0.5
-    bias, y = layer.normal(E), layer.normal(case.parts, D) if case.parts else None
-    score_bias = layer.normal(E)
+    bias, score_bias = layer.normal(E), layer.normal(E)
     norm = RMSNorm(D, 1e-5)
     norm.weight.copy_(layer.norm)
-    counter = torch.zeros(1, dtype=torch.int32) if case.one_launch else None
     routing = moe_router.Routing(
         case.A,
         case.norm_topk,
@@ -232,21 +226,18 @@ def router_errors(layer: Layer) -> dict[str, float]:
         case.shared,
         case.gated,
     )
-    settings = dict(counter=counter, bias=bias, rows=1 + case.seed % 2 * 3, pdl=False)
-    for _ in range(2):  # the counter is 0 again
-        summed, normed, indices, weights, scores = moe_router.norm_router(
-            x, y, norm.weight, 1e-5, router, routing, **settings
-        )
-    want = x if y is None else x + y.sum(0)
-    logits = norm(want) @ router.T
+    settings = dict(bias=bias, rows=1 + case.seed % 2 * 3, pdl=False)
+    normed, indices, weights, scores = moe_router.norm_router(
+        x, norm.weight, 1e-5, router, routing, **settings
+    )
+    logits = norm(x) @ router.T
     want_indices, want_weights = PlainRouting(case, score_bias).route(logits[:, :E] + bias)
     if case.shared:
         share = logits[:, E:].sigmoid() if case.gated else torch.ones(1, 1)
         want_indices = torch.cat((want_indices, E + torch.arange(case.shared)[None]), 1)
         want_weights = torch.cat((want_weights, share.expand(1, case.shared)), 1)
     return {
-        "sum": relative(summed, want),
-        "norm": relative(normed, norm(want)),
+        "norm": relative(normed, norm(x)),
         "indices": float((indices != want_indices).sum()),
         "weights": relative(weights, want_weights),
         "choice": choice_error(layer, indices, scores, routing),
@@ -417,11 +408,10 @@ def counts(case: Case) -> dict[str, dict]:
         routing = moe_router.Routing(case.A, case.norm_topk)
         choice = dict(scores=scores, routing=routing)
         moe_decode.gate_up(x, layer.indices, layer.w13, tiles=tiles, pdl=True, **choice)
-        add = {} if tiles and tiles.split > 1 else {"residual": x}
+        add = {"residual": x}
         experts = dict(indices=layer.indices, routing=layer.routing)
         moe_decode.down(h, layer.w2, **experts, **add, tiles=tiles, pdl=True)
-        counter = torch.zeros(1, dtype=torch.int32) if case.one_launch else None
-        moe_router.norm_router(x, None, norm, 1e-5, router, routing, counter, pdl=True)
+        moe_router.norm_router(x, norm, 1e-5, router, routing, pdl=True)
     for name, launch in launches.items():
         if hasattr(launch, "tensors"):
             found[name] = code_counts(getattr(KERNELS[name], name), launch)
