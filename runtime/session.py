@@ -42,6 +42,10 @@ PADDING_MULTIPLE = 2 * COUNTING_SORT_MAX_TOKENS  # compiled prompts are padded t
 # Up to PADDING_MULTIPLE tokens, captured prompts that are not compiled are padded to multiples of
 # this: padding chooses experts, too, and 64 tokens read nearly all experts of most models.
 SHORT_MULTIPLE = 8
+# A captured session of one sequence runs prompts of up to SHORT_PROMPT tokens like decode steps of
+# SHORT_CHUNK tokens: compiled, in one graph for all positions.
+SHORT_CHUNK = COUNTING_SORT_MAX_TOKENS
+SHORT_PROMPT = 2 * SHORT_CHUNK
 SPARE = MAX_TENTATIVE  # positions past the last: for warm-up, and for drafts that are refused
 
 
@@ -94,6 +98,7 @@ class Session:
         self.states = model.setup_cache(self.batch, self.cache_len, options.cache_class)
         self.make_buffers()
         self.graphs = GraphCache() if captures_prompts else None
+        self.has_short_prompts = captures_prompts and self.batch == 1 and not options.compile_prefill
         self.pool = torch.cuda.graph_pool_handle() if self.captured else None  # of all steps
         self.steps: dict[tuple[int, int, bool, bool], Callable[[], None]] = {}
         self.reset()
@@ -231,6 +236,8 @@ class Session:
         size: its rows, the first ones; None: all.
         """
         key = size or self.batch, candidates, self.watch, self.edited
+        if not self.steps and self.has_short_prompts:
+            self.warm_up_short_prompts()
         if key not in self.steps:
             self.steps[key] = self.capture(lambda: self.decode(*key[:2]), key[0])
         return self.steps[key]
@@ -271,17 +278,30 @@ class Session:
         Yields the logits [1, V] after each chunk; if watched, also its last token's experts and
         weights [L, 1, A]. chunk: its tokens; None: --prefill_chunk.
         """
-        for part in torch.tensor(ids).to(self.device).split(chunk or self.options.prefill_chunk):
+        short = self.is_short(len(ids))
+        for part in torch.tensor(ids).to(self.device).split(self.chunk_size(len(ids), chunk)):
             # Padding is overwritten before it is read. Tensors are no views: those would recompile.
-            tokens = F.pad(part.unsqueeze(0), (0, self.padding(len(part))))
+            padding = SHORT_CHUNK - len(part) if short else self.padding(len(part))
+            tokens = F.pad(part.unsqueeze(0), (0, padding))
             last = torch.zeros_like(self.last[:1]) + (len(part) - 1)
-            end = start + tokens.shape[1]
-            rows = self.rows[row : row + 1].clone()
-            logits, *routing = self.run_chunk(tokens, rows, last, end)
+            if short:
+                logits, *routing = self.run_short_chunk(tokens, last, start)
+            else:
+                rows = self.rows[row : row + 1].clone()
+                logits, *routing = self.run_chunk(tokens, rows, last, start + tokens.shape[1])
             start += len(part)
             for state in self.states:
                 state.snapshot(row, start)
             yield logits, *(layers[:, len(part) - 1 : len(part)] for layers in routing)
+
+    def is_short(self, tokens: int) -> bool:
+        """Whether this many tokens run as short chunks."""
+        return self.has_short_prompts and tokens <= SHORT_PROMPT
+
+    def chunk_size(self, tokens: int, chunk: int | None = None) -> int:
+        """Return how many of the tokens run at once. chunk: at most so many."""
+        chunk = chunk or self.options.prefill_chunk
+        return min(chunk, SHORT_CHUNK) if self.is_short(tokens) else chunk
 
     def padding(self, tokens: int) -> int:
         """Return how much padding a chunk of a prompt gets, so that few lengths are different."""
@@ -298,6 +318,24 @@ class Session:
         if self.graphs is None or not self.runner.can_capture(tokens.shape[1]):
             return run(tokens, row, last)
         return self.graphs((tokens.shape[1], end, self.watch), run, tokens, row, last)
+
+    def run_short_chunk(self, tokens: Tensor, last: Tensor, start: int) -> tuple[Tensor, ...]:
+        """`run_model` on SHORT_CHUNK tokens [1, Q] from position `start` on, by the decode runner."""
+
+        def run(tokens: Tensor, positions: Tensor, last: Tensor) -> tuple[Tensor, ...]:
+            return self.run_model(tokens, positions, last, self.runner)
+
+        positions = torch.arange(start, start + SHORT_CHUNK, device=self.device).unsqueeze(0)
+        if self.graphs is None:
+            return run(tokens, positions, last)
+        return self.graphs((SHORT_CHUNK, None, self.watch), run, tokens, positions, last)
+
+    def warm_up_short_prompts(self) -> None:
+        """Compile and capture a short chunk: none of its tokens is real, or in a sequence's place."""
+        tokens = torch.zeros(1, SHORT_CHUNK, dtype=torch.int64, device=self.device)
+        last = torch.full_like(self.last, -1)
+        for _ in range(2):  # a GraphCache captures the second call
+            self.run_short_chunk(tokens, last, self.cache_len - SHORT_CHUNK)
 
     def check_prompts(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
         """Raise ValueError unless these prompts and this many new tokens each can be run."""
@@ -349,7 +387,7 @@ class Session:
         self.prefilled += len(ids) - start
         self.ids[row], self.cached[row] = list(ids), start
         self.stop_row(row)
-        return self.run_prompt(row, ids, sampling, chunk or self.options.prefill_chunk)
+        return self.run_prompt(row, ids, sampling, self.chunk_size(len(ids) - start, chunk))
 
     def run_prompt(
         self, row: int, ids: Sequence[int], sampling: Sampling, chunk: int

@@ -158,6 +158,14 @@ def test_padding_of_a_prompt_is_not_taken_in(kind, no_compiler):
     assert list(session.stream(ids, 12, GREEDY)) == fresh_answer(kind, ids, 12)
 
 
+def test_a_short_prompt_as_steps_of_many_tokens(kind):
+    for count in (11, 40):
+        session = open_session(kind)
+        session.has_short_prompts = True  # as on a GPU
+        ids = prompt(count)
+        assert list(session.stream(ids, 12, GREEDY)) == fresh_answer(kind, ids, 12)
+
+
 def test_a_prompt_in_chunks(kind):
     ids = prompt(30)
     session = open_session(kind, prefill_chunk=7)

@@ -540,6 +540,60 @@ def test_other_families_compiled(make_family, name):
     check_compiled(make_family(name).directory)
 
 
+@pytest.mark.parametrize("count", (1, 5, 31, 32, 33, 64, 65))
+def test_short_prompts_run_as_steps_of_many_tokens(model, count):
+    """As a captured session runs them: also with a prefix in the cache, and watched."""
+    plain, session = open_session(model, 128), None
+    text = [(37 * n + 11) % 150 for n in range(count + 9)]
+    prompts, want, details = (text[:count], text), [], []
+    for prompt in prompts:
+        want.append(generate(plain, prompt))
+        plain.watch = True
+        generate(plain, prompt, 1)
+        plain.watch = False
+        details.append(plain.details[0])
+    session = open_session(model, 128)
+    session.has_short_prompts = True  # as on a GPU
+    for prompt, tokens, detail in zip(prompts, want, details, strict=True):
+        assert list(session.stream(prompt, 12, GREEDY)) == tokens
+        session.watch = True
+        list(session.stream(prompt, 1, GREEDY))  # all but the last token are in the cache
+        session.watch = False
+        assert session.details[0].experts == detail.experts
+        assert session.details[0].logprob == pytest.approx(detail.logprob, abs=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
+def test_short_prompts_of_every_family(name, make_family):
+    """In fp32: the order of sums alone may differ."""
+    model = load_model(make_family(name).directory, "cpu", torch.float32)
+    want = [generate(open_session(model, 128), PROMPT * n) for n in (1, 6)]
+    session = open_session(model, 128)
+    session.has_short_prompts = True  # as on a GPU
+    assert [generate(session, PROMPT * n) for n in (1, 6)] == want
+
+
+def test_which_prompts_are_short(model):
+    session = open_session(model, 512, prefill_chunk=100)
+    assert [session.chunk_size(tokens) for tokens in (1, 64, 65)] == [100, 100, 100]
+    session.has_short_prompts = True
+    assert [session.chunk_size(tokens) for tokens in (1, 64, 65)] == [32, 32, 100]
+    assert [session.chunk_size(tokens, 16) for tokens in (1, 64, 65)] == [16, 16, 16]
+
+
+@pytest.mark.slow
+def test_short_prompts_compiled(model):
+    """All lengths and positions take the same code."""
+    want = [generate(open_session(model, 128), PROMPT * n) for n in (1, 2, 6)]
+    session = open_session(model, 128, compile=True)
+    session.has_short_prompts = True
+    session.warm_up(0)
+    before = counters["stats"]["unique_graphs"]
+    assert [generate(session, PROMPT * n) for n in (1, 2, 6)] == want
+    assert counters["stats"]["unique_graphs"] == before
+
+
 def test_short_captured_prompts_get_little_padding(model, monkeypatch):
     """Padding chooses experts, too. Compiled prompts take more, so that all take one branch."""
     session = open_session(model, 128)
