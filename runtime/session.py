@@ -98,7 +98,8 @@ class Session:
         self.states = model.setup_cache(self.batch, self.cache_len, options.cache_class)
         self.make_buffers()
         self.graphs = GraphCache() if captures_prompts else None
-        self.has_short_prompts = captures_prompts and self.batch == 1 and not options.compile_prefill
+        one, compiles = self.batch == 1, options.compile_prefill
+        self.has_short_prompts = captures_prompts and one and not compiles
         self.pool = torch.cuda.graph_pool_handle() if self.captured else None  # of all steps
         self.steps: dict[tuple[int, int, bool, bool], Callable[[], None]] = {}
         self.reset()
@@ -320,7 +321,7 @@ class Session:
         return self.graphs((tokens.shape[1], end, self.watch), run, tokens, row, last)
 
     def run_short_chunk(self, tokens: Tensor, last: Tensor, start: int) -> tuple[Tensor, ...]:
-        """`run_model` on SHORT_CHUNK tokens [1, Q] from position `start` on, by the decode runner."""
+        """`run_model` on SHORT_CHUNK tokens from position `start` on, by the decode runner."""
 
         def run(tokens: Tensor, positions: Tensor, last: Tensor) -> tuple[Tensor, ...]:
             return self.run_model(tokens, positions, last, self.runner)
