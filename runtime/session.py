@@ -332,7 +332,7 @@ class Session:
         return self.graphs((SHORT_CHUNK, None, self.watch), run, tokens, positions, last)
 
     def warm_up_short_prompts(self) -> None:
-        """Compile and capture a short chunk: none of its tokens is real, or in a sequence's place."""
+        """Compile and capture a short chunk, of no real token, where no sequence reaches."""
         tokens = torch.zeros(1, SHORT_CHUNK, dtype=torch.int64, device=self.device)
         last = torch.full_like(self.last, -1)
         for _ in range(2):  # a GraphCache captures the second call
