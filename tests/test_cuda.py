@@ -217,9 +217,15 @@ def test_the_first_difference_in_bf16_is_a_near_tie():
     check_near_tie(embedded_checkpoint(), ids, eager, compiled)
 
 
-@pytest.mark.parametrize("mode", ("bf16", "int8", "int4", "mxfp4", "hqq4"))
-def test_fused_decode_kernels_give_the_eager_tokens(mode, tmp_path):
-    """And a second prompt replays the same graph; a watched step has the same experts."""
+@pytest.mark.parametrize(
+    ("mode", "length"),
+    (("bf16", 512), ("int8", 512), ("int4", 512), ("mxfp4", 512), ("hqq4", 512), ("bf16", 2048)),
+)
+def test_fused_decode_kernels_give_the_eager_tokens(mode, length, tmp_path):
+    """And a second prompt replays the same graph; a watched step has the same experts.
+
+    length: of the cache. Attention over a long one is Inductor's.
+    """
     source = directory = embedded_checkpoint()
     if mode != "bf16":
         checkpoint = Checkpoint(source)
@@ -233,7 +239,7 @@ def test_fused_decode_kernels_give_the_eager_tokens(mode, tmp_path):
         options = SessionOptions()
         if kernels:
             options = SessionOptions(compile=True, runner_class=choose_runner(model, kernels))
-        session = Session(model, 512, options)
+        session = Session(model, length, options)
         for ids in prompts:
             session.reset()
             answers.append(list(session.stream(ids, 100, GREEDY)))
@@ -357,6 +363,25 @@ def test_a_prompt_whose_length_comes_again_is_recorded(compile_prefill):
                 assert row == list(plain.stream(ids, 20, GREEDY)), (turn, again)
     lengths = [tokens for (tokens, _, _), run in session.graphs.known.items() if run is not None]
     assert len(lengths) >= 4 and all(session.padding(length) == 0 for length in lengths)
+
+
+@pytest.mark.parametrize("name", ("mixtral", "qwen3_5_moe", "glm4_moe_lite"))
+def test_short_prompts_replay_one_graph(name, make_family):
+    """Of any length, from any position."""
+    models = (load_model(make_family(name).directory, "cuda", torch.float32) for _ in range(2))
+    plain, captured = (
+        Session(model, 256, SessionOptions(compile=compile))
+        for model, compile in zip(models, (False, True), strict=True)
+    )
+    for length in (3, 30, 45, 64):
+        ids = prompt(length)[0].tolist()
+        for session in (plain, captured):
+            session.reset()
+        for _ in range(2):  # an answer, and one to the next turn
+            want = list(plain.stream(ids, 20, GREEDY))
+            assert list(captured.stream(ids, 20, GREEDY)) == want
+            ids = ids + want + prompt(7)[0].tolist()
+    assert [key for key, run in captured.graphs.known.items() if run] == [(32, None, False)]
 
 
 def test_a_step_never_waits_for_the_device():
