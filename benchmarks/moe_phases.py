@@ -2,18 +2,17 @@
 
     python benchmarks/moe_phases.py --json phases.json
 
-A phase is one kernel: the gate and up product, the down product, wqkv with its norm, wo with its
-residual, and norm with router. Each runs in a CUDA graph of 48 layers, whose weights are distinct,
+A phase is one kernel: the gate and up product of given experts, the down product, wqkv with its
+norm, and wo with its residual. Each runs in a CUDA graph of 48 layers, whose weights are distinct,
 so that L2 holds none of them. Every tiling is first checked against unpacked weights in fp64, in
 one process per case, which also fills Triton's cache. The table is sorted by time for each phase.
 
 Column `bound`: bytes / 4.4 TB/s. Column `expected`: that plus 1.6 us, the cost of a phase in a
 graph with PDL on an H200. Expected us, gate_up / down: Qwen3-30B-A3B int4 4.5 / 3.1, int8 7.3 /
 4.5, bf16 13.0 / 7.3; OLMoE bf16 16.9 / 9.2; gpt-oss-20b mxfp4 9.6 / 5.6; Mixtral int4 29.1 / 15.4.
-`down` may be faster than that: it loads its first weights while `gate_up` runs.
 
-`experts` is gate_up and down in turn, `block` adds norm and router before them. `today` is the
-compiled `Experts.forward`.
+`experts` is gate_up and down in turn. `today` is the compiled `Experts.forward`.
+benchmarks/fused_decode.py times the router, with a whole layer around it.
 """
 
 import json
@@ -37,7 +36,6 @@ from models import ARCHITECTURES
 from ops import moe_decode
 from ops.inductor import configure_inductor
 from ops.moe_decode import Tiles, Weight
-from ops.moe_router import Routing, norm_router
 
 CASES = (
     ("Qwen3-30B-A3B", "int4"),
@@ -147,9 +145,8 @@ class Case:
         self.choices = [choices[layer % distinct] for layer in range(layers)]
         self.x = torch.randn(1, D, **BFLOAT16)
         self.h = torch.randn(A, I, **BFLOAT16)
-        self.routing = torch.rand(1, A, device="cuda")
+        self.weights = torch.rand(1, A, device="cuda")
         self.norm = torch.rand(D, **BFLOAT16) + 0.5
-        self.routers = torch.randn(layers, args.n_expert, D, **BFLOAT16) * D**-0.5
         self.layers = layers
 
     def phases(self) -> list[Phase]:
@@ -160,8 +157,8 @@ class Case:
         gate, up = (weight.unpack(self.choices[0][0]) @ self.x[0].double()).chunk(2, -1)
         return Phase(
             "gate_up",
-            lambda choice, tiles, pdl: moe_decode.gate_up(
-                self.x, choice, kernel, tiles=tiles, pdl=pdl
+            lambda choice, tiles, pdl: moe_decode.gate_up_of(
+                self.x, kernel, choice, tiles=tiles, pdl=pdl
             ),
             self.choices,
             swiglu(gate, up),
@@ -172,11 +169,11 @@ class Case:
     def down(self) -> Phase:
         weight, kernel, A = self.w2, self.w2.kernel, self.args.n_active
         each = (weight.unpack(self.choices[0][0]) @ self.h.double().unsqueeze(-1)).squeeze(-1)
-        expected = (each * self.routing[0].double().unsqueeze(-1)).sum(0, keepdim=True)
+        expected = (each * self.weights[0].double().unsqueeze(-1)).sum(0, keepdim=True)
         return Phase(
             "down",
             lambda choice, tiles, pdl: moe_decode.down(
-                self.h, kernel, choice, self.routing, self.x, tiles=tiles, pdl=pdl
+                self.h, kernel, choice, self.weights, self.x, tiles=tiles, pdl=pdl
             ),
             self.choices,
             expected + self.x.double(),
@@ -221,45 +218,14 @@ class Case:
             ),
         ]
 
-    def route(self, layer: int, rows: int, warps: int, pdl: bool) -> tuple:
-        return norm_router(
-            self.x,
-            self.norm,
-            self.args.norm_eps,
-            self.routers[layer],
-            Routing(self.args.n_active, self.args.norm_topk),
-            rows=rows,
-            warps=warps,
-            pdl=pdl,
-        )
-
-    def router_is_right(self, rows: int, warps: int, pdl: bool) -> bool:
-        """Whether the router's kernels find the weights that fp64 gives."""
-        x = self.x.double()
-        normed = torch.nn.functional.rms_norm(
-            x, x.shape[-1:], self.norm.double(), self.args.norm_eps
-        )
-        scores = normed.bfloat16().double() @ self.routers[0].double().T
-        best = scores.topk(self.args.n_active).values
-        whole = best if self.args.norm_topk else scores
-        weights = (best - whole.logsumexp(-1, keepdim=True)).exp()
-        _, indices, got, _ = self.route(0, rows, warps, pdl)
-        # Compare weights, since experts with nearly equal scores may change places.
-        same = scores.gather(1, indices).sort(descending=True).values
-        return ((got - weights).abs().max() <= 1e-2 and (same - best).abs().max() <= 1e-2).item()
-
-    def experts(self, tiles: dict[str, Tiles], pdl: bool, router: tuple | None = None) -> Callable:
-        """Return a layer's kernels as a function of the layer, with the router's if given."""
+    def experts(self, tiles: dict[str, Tiles], pdl: bool) -> Callable:
+        """Return both products as a function of the layer."""
 
         def run(layer: int) -> Tensor:
-            choice, x = self.choices[layer], self.x
-            normed = x if router is None else self.route(layer, *router, pdl)[0]
-            gate_up = tiles["gate_up"]
-            h = moe_decode.gate_up(normed, choice, self.w13.kernel, tiles=gate_up, pdl=pdl)
-            weights = self.routing
-            return moe_decode.down(
-                h, self.w2.kernel, choice, weights, x, tiles=tiles["down"], pdl=pdl
-            )
+            choice, w13, w2 = self.choices[layer], self.w13.kernel, self.w2.kernel
+            h = moe_decode.gate_up_of(self.x, w13, choice, tiles=tiles["gate_up"], pdl=pdl)
+            tiling = dict(tiles=tiles["down"], pdl=pdl)
+            return moe_decode.down(h, w2, choice, self.weights, self.x, **tiling)
 
         return run
 
@@ -277,11 +243,8 @@ class Case:
                 setattr(packed, part, torch.nn.Parameter(tensor, requires_grad=False))
             experts.set_submodule(name, packed)
         return torch.compile(
-            lambda choice: experts(self.x, choice, self.routing), fullgraph=True, dynamic=False
+            lambda choice: experts(self.x, choice, self.weights), fullgraph=True, dynamic=False
         )
-
-
-ROUTERS = ((1, 4), (2, 4), (1, 8), (2, 8))  # rows, warps
 
 
 # Commands -----------------------------------------------------------------------------------------
@@ -301,10 +264,6 @@ def check(arch: str, mode: str) -> dict:
                     continue
                 if not error < MAX_ERROR:
                     wrong[name] = f"relative error {error:.1e}"
-    for setting in ROUTERS:
-        for pdl in (True, False):
-            if not case.router_is_right(*setting, pdl):
-                wrong[f"router {setting} pdl {pdl}"] = "wrong experts or weights"
     return wrong
 
 
@@ -358,12 +317,6 @@ def measure(arch: str, mode: str, wrong: dict, with_today: bool) -> list[dict]:
             for name, pdl in (("us", True), ("no_pdl_us", False))
         }
         note("experts", "best", seconds, nbytes, 2)
-        for setting in ROUTERS:
-            if f"router {setting} pdl True" in wrong:
-                continue
-            run = case.experts(best, True, setting)
-            size = nbytes + case.routers[0].nbytes
-            note("block", f"router {setting}", {"us": graph_seconds(run, layers)}, size, 4)
     if with_today:
         note("experts", "today", {"us": graph_seconds(case.today(), case.choices)}, nbytes, 2)
         torch._dynamo.reset()

@@ -171,7 +171,7 @@ class GptOss(Family):
         windowed = c.flag("use_sliding_window") and c["sliding_window"] is not None
         kind = "sliding_attention" if windowed else "full_attention"
         kinds = c["layer_types"] or ["sliding_attention", "full_attention"] * n_layer
-        known = dict.fromkeys((kind, "full_attention"))
+        known = tuple(dict.fromkeys((kind, "full_attention")))
         if not isinstance(kinds, list) or any(other not in known for other in kinds):
             c.refuse("layer_types", f"all must be {' or '.join(map(repr, known))}")
         if len(kinds) < n_layer:

@@ -4,8 +4,8 @@ A layer with small experts waits for its kernels, not for memory: a kernel costs
 bytes plus 1.6 us on an H200. So there are few kernels, and each has all of its loads in flight at
 once:
 
-    norm_router    residual sum, RMS norm, router scores, choice of experts: ops/moe_router.py
-    gate_up        the gate and up products of all chosen experts, and the activation
+    norm_router    RMS norm and router scores: ops/moe_router.py
+    gate_up        the choice of experts, their gate and up products, and the activation
     down           the down products, times the routing weights, summed over experts, plus residual
 
 `down` without experts is a dense product: `wo` plus residual, or `wqkv` with the norm of its input.
@@ -13,8 +13,7 @@ Shared experts are chosen experts, too: their weights are stacked after those of
 
 Programmatic dependent launch (PDL): every kernel calls gdc_wait before gdc_launch_dependents. When
 a kernel starts, the kernel two before it has therefore ended. A kernel may read results of that
-one before its wait. `down` relies on it: it loads weights, indices and residual while `gate_up`
-runs, so `norm_router` must be the kernel two before it, or an earlier one.
+one before its wait: a residual, for instance.
 
 A program multiplies a tile of rows in chunks (ops/moe_chunk.py), and keeps DEPTH of them in flight.
 """
@@ -43,7 +42,7 @@ from ops.moe_chunk import (
     _sum_lanes,
     _weighted_operands,
 )
-from ops.moe_router import Routing, _choose_one
+from ops.moe_router import Routing, _choose, _choose_one
 
 # By kind of codes
 BITS = {"bf16": 16, "int8": 8, "fp8": 8, "fp8b": 8, "int4": 4, "mxfp4": 4, "hqq": 4}
@@ -91,17 +90,17 @@ def _load_gate_up(
 
 # Grid [R, A + S]: a program computes ROWS rows of one chosen expert's result, gate and up.
 #
-# Without CHOOSE, weights depend on an index that the previous kernel wrote, so nothing is loaded
-# before the wait. All loads then start at once: the tile's first DEPTH chunks, and their x.
+# Weights depend on an index or scores that the previous kernel wrote, so nothing is loaded before
+# the wait. All loads then start at once: the tile's first DEPTH chunks, and their x.
 #
-# With CHOOSE, x and the router's scores are of the kernel before the previous one, which writes the
-# indices meanwhile. A program finds its expert itself, and waits when its loads are under way. S
-# shared experts, from E on, follow the A chosen ones.
+# With CHOOSE each program finds its expert in the router's scores, and the first one stores the
+# whole choice for the next kernel. S shared experts, from E on, follow the A chosen ones.
 @jit
 def _gate_up(
     x,
     indices,
     scores,
+    routing,
     codes,
     scale,
     scale_step,
@@ -125,6 +124,10 @@ def _gate_up(
     E: tl.constexpr,
     A: tl.constexpr,
     SHARED: tl.constexpr,
+    GATED: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    NORM_TOPK: tl.constexpr,
+    SCALE: tl.constexpr,
     EXPERTS: tl.constexpr,
     WARPS: tl.constexpr,
     PDL: tl.constexpr,
@@ -138,7 +141,23 @@ def _gate_up(
     pair = tl.program_id(1)
     # The last tile begins early enough to be whole: some of its rows are computed twice.
     row = tl.minimum(tl.program_id(0) * ROWS, I - ROWS)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     if CHOOSE:
+        if tl.program_id(0) + pair == 0:
+            _choose(
+                scores,
+                indices,
+                routing,
+                E,
+                A,
+                SHARED,
+                GATED,
+                SIGMOID,
+                NORM_TOPK,
+                SCALE,
+                EXPERTS,
+            )
         if SHARED == 0:
             expert = _choose_one(scores, pair, E, EXPERTS, WARPS).to(tl.int64)
         else:
@@ -146,8 +165,6 @@ def _gate_up(
             if pair < A:
                 expert = _choose_one(scores, pair, E, EXPERTS, WARPS).to(tl.int64)
     else:
-        if PDL:
-            tl.extra.cuda.gdc_wait()
         expert = tl.load(indices + pair).to(tl.int64)
     tiles, xs = (), ()
     for d in tl.static_range(DEPTH):
@@ -156,8 +173,6 @@ def _gate_up(
     for d in tl.static_range(DEPTH):
         xs = xs + (_load_x(x, d, QUADS, RUN, FIELDS, LANES),)
     if PDL:
-        if CHOOSE:
-            tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     table = _e2m1_table(unknown_zero) if KIND == "mxfp4" else None
     gate, up = tl.zeros([ROWS, LANES], tl.float32), tl.zeros([ROWS, LANES], tl.float32)
@@ -192,8 +207,8 @@ def _gate_up(
 #
 # The result is SCALE * (product + bias) + residual. An expert's bias has its routing weight.
 #
-# Weights, indices, routing weights and the residual are those of the kernel before the previous
-# one, or older. They are loaded before the wait. Only x is the previous kernel's result.
+# x is the previous kernel's result, and with GATHER the choice of experts, too: then nothing but
+# the residual is loaded before the wait. Otherwise all but x is.
 @jit
 def _down(
     x,
@@ -234,6 +249,10 @@ def _down(
     experts = indices if GATHER else tl.program_id(0).to(tl.int64) * 0
     row = tl.minimum(tl.program_id(0) * ROWS, OUT - ROWS)
     rows, stores = _result_rows(ROWS, LANES)
+    if RESIDUAL:
+        add = tl.load(residual + row + rows, mask=stores, other=0.0)
+    if PDL and GATHER:
+        tl.extra.cuda.gdc_wait()
     tiles, norms, factors, xs = (), (), (), ()
     for d in tl.static_range(DEPTH):
         tiles = tiles + (
@@ -254,8 +273,6 @@ def _down(
         )
         norms = norms + (_load_norm(norm, d, QUADS, RUN, FIELDS, LANES) if NORM else 0,)
         factors = factors + (_lane_factor(routing, d, QUADS, EACH, LANES) if GATHER else 0,)
-    if RESIDUAL:
-        add = tl.load(residual + row + rows, mask=stores, other=0.0)
     if BIAS and GATHER:
         biases = tl.zeros(rows.shape, tl.float32)
         for pair in tl.static_range(QUADS // EACH):
@@ -264,7 +281,8 @@ def _down(
     elif BIAS:
         biases = tl.load(bias + row + rows).to(tl.float32)
     if PDL:
-        tl.extra.cuda.gdc_wait()
+        if not GATHER:
+            tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     for d in tl.static_range(DEPTH):
         xs = xs + (_load_x(x, d, QUADS, RUN, FIELDS, LANES),)
@@ -450,36 +468,80 @@ def norm_of(norm: Tensor, weight: Weight) -> Tensor:
 
 def gate_up(
     x: Tensor,
-    indices: Tensor,
     weight: Weight,
+    scores: Tensor,
+    routing: Routing,
     activation: Activation = SWIGLU,
     tiles: Tiles | None = None,
     pdl: bool | None = None,
     dtype: torch.dtype | None = None,
-    scores: Tensor | None = None,
-    routing: Routing | None = None,
+    bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Choose experts by the scores of `norm_router`, and multiply x [1, D] by their w13.
+
+    Return h [A + S, I], gated, expert_indices int64 [1, A + S] and expert_weights fp32 [1, A + S].
+    The references are `MoE.route`, or `SigmoidRoutedMoE.route`, and `ExpertLinear.gather_gated`.
+
+    weight [E + S, 2 I, D], shared experts last. bias [E, 2 I]: added before the activation. dtype:
+    of h; default x.dtype. pdl: None launches with PDL where the GPU has it.
+    """
+    indices = torch.empty(1, routing.pairs, dtype=torch.int64, device=x.device)
+    weights = torch.empty(1, routing.pairs, dtype=torch.float32, device=x.device)
+    E = weight.parts[0].shape[0] - routing.shared
+    choice = dict(
+        CHOOSE=True,
+        E=E,
+        A=routing.active,
+        SHARED=routing.shared,
+        GATED=int(routing.gated),
+        SIGMOID=routing.score_bias is not None,
+        NORM_TOPK=routing.norm_topk,
+        SCALE=routing.scale,
+        EXPERTS=triton.next_power_of_2(E),
+    )
+    tensors = indices, scores, weights
+    h = _launch_gate_up(x, weight, tensors, choice, activation, tiles, pdl, dtype, bias)
+    return h, indices, weights
+
+
+def gate_up_of(
+    x: Tensor,
+    weight: Weight,
+    indices: Tensor,
+    activation: Activation = SWIGLU,
+    tiles: Tiles | None = None,
+    pdl: bool | None = None,
+    dtype: torch.dtype | None = None,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """Multiply x [1, D] by w13 [E, 2 I, D] of experts `indices` [1, A] -> h [A, I], gated.
+    """Do what `gate_up` does for given experts, `indices` [1, A] -> h [A, I]."""
+    names = "E", "A", "SHARED", "GATED", "SIGMOID", "NORM_TOPK", "SCALE", "EXPERTS"
+    choice = dict.fromkeys(names, 0) | {"CHOOSE": False}
+    tensors = indices, indices, indices
+    return _launch_gate_up(x, weight, tensors, choice, activation, tiles, pdl, dtype, bias)
 
-    The reference is `ExpertLinear.gather_gated`. bias [E, 2 I]: added before the activation.
-    dtype: of h; default x.dtype. pdl: None launches with PDL where the GPU has it.
 
-    scores: those of `norm_router`, if they and x are older than the previous kernel, which may be
-    the one that writes the indices. routing: then needed; its shared experts are the last of E.
-    """
+def _launch_gate_up(
+    x: Tensor,
+    weight: Weight,
+    tensors: tuple[Tensor, Tensor, Tensor],
+    choice: dict,
+    activation: Activation,
+    tiles: Tiles | None,
+    pdl: bool | None,
+    dtype: torch.dtype | None,
+    bias: Tensor | None,
+) -> Tensor:
+    """Launch `_gate_up`. tensors: indices, scores and routing weights. choice: its constants."""
     pdl = supports_pdl(x) if pdl is None else pdl
-    shared = routing.shared if routing else 0
-    E = weight.parts[0].shape[0] - shared
-    I, A = weight.out // 2, indices.numel()
+    I, pairs = weight.out // 2, tensors[0].numel()
     tiles = tiles or choose_tiles(weight, weight.quads, 2)
     rows = min(tiles.rows, triton.next_power_of_2(I + 1) // 2)
     _, depth = chunks_of(weight.quads, tiles)
-    h = torch.empty(A, I, dtype=dtype or x.dtype, device=x.device)
-    _gate_up[triton.cdiv(I, rows), A](
+    h = torch.empty(pairs, I, dtype=dtype or x.dtype, device=x.device)
+    _gate_up[triton.cdiv(I, rows), pairs](
         operand_of(x, weight),
-        indices,
-        indices if scores is None else scores,
+        *tensors,
         *weight.pointers(),
         weight.parts[0] if bias is None else bias,
         h,
@@ -493,11 +555,7 @@ def gate_up(
         LIMIT=activation.limit,
         ALPHA=activation.alpha,
         BIAS=bias is not None,
-        CHOOSE=scores is not None,
-        E=0 if scores is None else E,
-        A=A - shared,
-        SHARED=shared,
-        EXPERTS=0 if scores is None else triton.next_power_of_2(E),
+        **choice,
         WARPS=tiles.warps,
         PDL=pdl,
         LANES=tiles.lanes,
@@ -534,7 +592,7 @@ def down(
 
     dtype: of the result; default that of x. out [1, out]: where to store the result, if it is
     given. With PDL, all tensors but x are loaded while the previous kernel runs, which must not
-    write them. Raises ValueError for a norm with experts.
+    write them; with experts, the residual alone is. Raises ValueError for a norm with experts.
     """
     quads = x.numel() // x.shape[-1] * weight.quads
     tiles = tiles or choose_tiles(weight, quads, 1)

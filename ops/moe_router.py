@@ -1,4 +1,4 @@
-"""One token: norm, router scores and choice of experts, in two kernels.
+"""One token: norm and router scores in a kernel, and the choice of experts from them.
 
 A router's scores stay fp32. Shared experts, which every token uses, are experts E, E + 1, ... of
 the stacked weights: they follow the chosen ones in `indices` and `weights`.
@@ -64,8 +64,7 @@ def _choose(
 ):
     """Store the A best of E scores, then the shared experts: ties go to the lower index.
 
-    A rounds find one maximum each. Within a warp that is one instruction (redux), so one warp is
-    faster than many, and leaves the SM to the programs of the next kernel.
+    A rounds find one maximum each. Within a warp that is one instruction (redux).
     """
     N: tl.constexpr = E + GATED
     expert = tl.arange(0, BLOCK)
@@ -151,28 +150,6 @@ def _norm_router(
     tl.store(scores + expert, dots, mask=expert < N)
 
 
-# Grid [1]: choose the experts from scores, in a kernel of its own.
-@jit
-def _route(
-    scores,
-    indices,
-    weights,
-    E: tl.constexpr,
-    A: tl.constexpr,
-    SHARED: tl.constexpr,
-    GATED: tl.constexpr,
-    SIGMOID: tl.constexpr,
-    NORM_TOPK: tl.constexpr,
-    SCALE: tl.constexpr,
-    PDL: tl.constexpr,
-    EXPERTS: tl.constexpr,
-):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    _choose(scores, indices, weights, E, A, SHARED, GATED, SIGMOID, NORM_TOPK, SCALE, EXPERTS)
-
-
 # Launching ----------------------------------------------------------------------------------------
 
 
@@ -209,12 +186,11 @@ def norm_router(
     rows: int = 1,
     warps: int = 4,
     pdl: bool | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Norm x [1, D], and route it.
+) -> tuple[Tensor, Tensor]:
+    """Norm x [1, D], and score the experts for it.
 
-    Return its norm [1, D], expert_indices int64 [1, A + S], expert_weights fp32 [1, A + S] and
-    scores fp32 [1 or 2, N], whose first E are those by which experts are chosen. The reference is
-    `RMSNorm`, then `MoE.route`, or `SigmoidRoutedMoE.route`, of fp32 scores.
+    Return its norm [1, D] and scores fp32 [1 or 2, N]: those by which experts are chosen, and with
+    sigmoid routing, those that become weights. The reference is `RMSNorm`, then the router.
 
     router [N, D]: a row for each of E experts, then the shared experts' gate, if they are gated.
     bias [E]: of scores. rows, warps: of a program. With PDL, all but x is loaded while the previous
@@ -226,9 +202,6 @@ def norm_router(
     pdl = supports_pdl(x) if pdl is None else pdl
     normed = torch.empty_like(x)
     scores = torch.empty(1 + sigmoid, N, dtype=torch.float32, device=x.device)
-    indices = torch.empty(1, routing.pairs, dtype=torch.int64, device=x.device)
-    weights = torch.empty(1, routing.pairs, dtype=torch.float32, device=x.device)
-    shape = dict(E=E, GATED=int(routing.gated), SIGMOID=sigmoid, PDL=pdl, launch_pdl=pdl)
     _norm_router[(triton.cdiv(N, rows),)](
         x,
         norm,
@@ -238,23 +211,15 @@ def norm_router(
         normed,
         scores,
         D=D,
+        E=E,
+        GATED=int(routing.gated),
+        SIGMOID=sigmoid,
         EPS=eps,
         BIAS=bias is not None,
+        PDL=pdl,
         BLOCK=triton.next_power_of_2(D),
         ROWS=rows,
-        **shape,
+        launch_pdl=pdl,
         num_warps=warps,
     )
-    _route[(1,)](
-        scores,
-        indices,
-        weights,
-        A=routing.active,
-        SHARED=routing.shared,
-        NORM_TOPK=routing.norm_topk,
-        SCALE=routing.scale,
-        EXPERTS=triton.next_power_of_2(E),
-        **shape,
-        num_warps=1,
-    )
-    return normed, indices, weights, scores
+    return normed, scores

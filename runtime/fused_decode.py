@@ -1,11 +1,10 @@
-"""Decode one token by seven Triton kernels a layer, instead of Inductor's ten to thirteen.
+"""Decode one token by six Triton kernels a layer, instead of Inductor's ten to thirteen.
 
     wqkv         norm of x, product
     attention    q and k norm, RoPE, cache append, attention      (ops/decode_attention.py)
     wo           product, plus residual
-    router       norm, scores
-    route        top-k and routing weights                        (ops/moe_router.py)
-    gate_up      products of the chosen experts, SwiGLU           (ops/moe_decode.py)
+    router       norm, scores                                     (ops/moe_router.py)
+    gate_up      top-k, products of the chosen experts, SwiGLU    (ops/moe_decode.py)
     down         products, weighted sum, plus residual
 
 Other attention has other kernels between its products: `core` compiled by Inductor. Shared experts
@@ -173,11 +172,12 @@ class FusedExperts:
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x [1, D], not normed -> x after the experts, expert_indices, expert_weights [1, A]."""
-        normed, indices, weights, scores = moe_router.norm_router(
+        normed, scores = moe_router.norm_router(
             x, self.norm.weight, self.norm.eps, self.rows, self.routing, bias=self.router.bias
         )
-        options = dict(scores=scores, routing=self.routing, bias=self.bias13)
-        h = moe_decode.gate_up(normed, indices, self.w13, self.activation, **options)
+        h, indices, weights = moe_decode.gate_up(
+            normed, self.w13, scores, self.routing, self.activation, bias=self.bias13
+        )
         x = moe_decode.down(
             h, self.w2, indices, weights, residual=x, bias=self.bias2, scale=self.scale
         )

@@ -15,7 +15,7 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from unittest import mock
 
@@ -145,7 +145,7 @@ def expert_errors(layer: Layer) -> dict[str, float]:
         limits = dict(limit=0.5, alpha=1.7)
         activation, plain = Activation("clamped", **limits), partial(clamped_swiglu, **limits)
     bias13, bias2 = layer.bias
-    h = moe_decode.gate_up(layer.x, layer.indices, layer.w13, activation, bias=bias13, **options)
+    h = moe_decode.gate_up_of(layer.x, layer.w13, layer.indices, activation, bias=bias13, **options)
     w13, w2 = plain_experts(layer.plain13, bias13), plain_experts(layer.plain2, bias2)
     want_h = w13.gather_gated(layer.x.double(), layer.indices, plain)
     given = layer.normal(case.A, case.I).to(layer.dtype)
@@ -164,9 +164,7 @@ def dense_error(layer: Layer, edge: bool = False) -> float:
     edge: x and the norm's weight whose products round to the next power of two.
     """
     case = layer.case
-    weight = moe_decode.Weight(
-        tuple(part[0] for part in layer.dense.parts), layer.dense.kind, layer.dense.group
-    )
+    weight = replace(layer.dense, parts=tuple(part[0] for part in layer.dense.parts))
     residual = layer.normal(case.I).to(layer.dtype)
     x = torch.full_like(layer.x, 2 - 2**-9) if edge else layer.x
     norm = torch.full_like(layer.norm, 1 + 2**-10) if edge else layer.norm
@@ -209,10 +207,7 @@ class PlainRouting(MoE):
 
 
 def router_errors(layer: Layer) -> dict[str, float]:
-    """Compare with `RMSNorm` and `MoE.route`, in fp32.
-
-    And with the choice that a program of `gate_up` makes by itself.
-    """
+    """Compare with `RMSNorm` and `MoE.route`, in fp32."""
     case, D, E = layer.case, layer.case.D, layer.case.E
     x, router = layer.normal(1, D), layer.normal(E + case.gated, D) * D**-0.5
     bias, score_bias = layer.normal(E), layer.normal(E)
@@ -227,9 +222,8 @@ def router_errors(layer: Layer) -> dict[str, float]:
         case.gated,
     )
     settings = dict(bias=bias, rows=1 + case.seed % 2 * 3, pdl=False)
-    normed, indices, weights, scores = moe_router.norm_router(
-        x, norm.weight, 1e-5, router, routing, **settings
-    )
+    normed, scores = moe_router.norm_router(x, norm.weight, 1e-5, router, routing, **settings)
+    indices, weights, error = choose(layer, scores, routing)
     logits = norm(x) @ router.T
     want_indices, want_weights = PlainRouting(case, score_bias).route(logits[:, :E] + bias)
     if case.shared:
@@ -240,19 +234,18 @@ def router_errors(layer: Layer) -> dict[str, float]:
         "norm": relative(normed, norm(x)),
         "indices": float((indices != want_indices).sum()),
         "weights": relative(weights, want_weights),
-        "choice": choice_error(layer, indices, scores, routing),
+        "choice": error,
     }
 
 
-def choice_error(layer: Layer, indices: Tensor, scores: Tensor, routing) -> float:
-    """Compare `gate_up` with given indices and with scores, of experts and shared ones."""
+def choose(layer: Layer, scores: Tensor, routing) -> tuple[Tensor, Tensor, float]:
+    """Return the choice of `gate_up`, and the error of its product beside given indices."""
     case = layer.case
     w13, _ = layer.weight(case.E + case.shared, 2 * case.I, case.D)
     options = dict(tiles=layer.tiles, pdl=False, dtype=torch.float32)
-    given = moe_decode.gate_up(layer.x, indices, w13, **options)
-    nothing = torch.zeros_like(indices)
-    found = moe_decode.gate_up(layer.x, nothing, w13, scores=scores, routing=routing, **options)
-    return relative(found, given)
+    found, indices, weights = moe_decode.gate_up(layer.x, w13, scores, routing, **options)
+    given = moe_decode.gate_up_of(layer.x, w13, indices, **options)
+    return indices, weights, relative(found, given)
 
 
 def errors(case: Case) -> dict[str, float]:
@@ -390,12 +383,14 @@ KERNELS = {
     "_gate_up": moe_decode,
     "_down": moe_decode,
     "_norm_router": moe_router,
-    "_route": moe_router,
 }
 
 
 def counts(case: Case) -> dict[str, dict]:
-    """Return registers, spills, waits, loads and barriers of each kernel's machine code."""
+    """Return registers, spills, waits, loads and barriers of each kernel's machine code.
+
+    "dense" is `_down` of a weight without experts.
+    """
     layer, found = Layer(case), {}
     x, D = layer.x.bfloat16(), case.D
     tiles = layer.tiles if case.tiles else None
@@ -406,16 +401,16 @@ def counts(case: Case) -> dict[str, dict]:
             stack.enter_context(mock.patch.object(module, name, launches[name]))
         scores = layer.normal(1, case.E)
         routing = moe_router.Routing(case.A, case.norm_topk)
-        choice = dict(scores=scores, routing=routing)
-        moe_decode.gate_up(x, layer.indices, layer.w13, tiles=tiles, pdl=True, **choice)
-        add = {"residual": x}
+        moe_decode.gate_up(x, layer.w13, scores, routing, tiles=tiles, pdl=True)
         experts = dict(indices=layer.indices, routing=layer.routing)
-        moe_decode.down(h, layer.w2, **experts, **add, tiles=tiles, pdl=True)
+        moe_decode.down(h, layer.w2, **experts, residual=x, tiles=tiles, pdl=True)
         moe_router.norm_router(x, norm, 1e-5, router, routing, pdl=True)
     for name, launch in launches.items():
-        if hasattr(launch, "tensors"):
-            found[name] = code_counts(getattr(KERNELS[name], name), launch)
-    return found
+        found[name] = code_counts(getattr(KERNELS[name], name), launch)
+    with mock.patch.object(moe_decode, "_down", dense := Launch()):
+        weight = replace(layer.dense, parts=tuple(part[0] for part in layer.dense.parts))
+        moe_decode.down(x, weight, norm=norm, tiles=tiles, pdl=True)
+    return found | {"dense": code_counts(moe_decode._down, dense)}
 
 
 def code_counts(kernel, launch: Launch) -> dict[str, int]:
