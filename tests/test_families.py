@@ -315,6 +315,7 @@ def test_an_unsupported_value_is_named(family, changes):
             {"layer_types": ["full_attention", "chunked_attention"]},
             "layer_types = .*'sliding_attention' or",
         ),
+        ("GptOss", {"layer_types": [[]]}, "layer_types = .*'sliding_attention' or"),
         ("GptOss", {"layer_types": ["full_attention"]}, "layer_types = .*there are 36 layers"),
         (
             "DeepseekV2",
