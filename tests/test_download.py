@@ -238,6 +238,7 @@ def files_of(directory):
     return {path.name: path.read_bytes() for path in directory.iterdir() if path.is_file()}
 
 
+@pytest.mark.slow
 def test_prepare_quantizes_a_model_of_the_hub_and_resumes(hub, tmp_path, make_family):
     family = make_family("mixtral")
     hub.files = files_of(family.hf_directory)

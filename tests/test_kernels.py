@@ -56,6 +56,7 @@ def test_the_kernel_computes_what_the_cpu_computes_in_every_shape():
     check_grouped_errors(errors)
 
 
+@pytest.mark.slow
 def test_the_copy_out_of_host_memory(interpreted, machine_code):
     assert interpreted["fetch"] == {"right": [True] * 3, "wrong": 0}
     assert machine_code["fetch"] == {"LDG.E.128": 8, "STG.E.128": 8}

@@ -1185,6 +1185,7 @@ def test_two_ranks_give_the_same_answers_and_stop_together(directory, alone):
 # Several ranks ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_two_ranks_decode_side_by_side(alone, tmp_path):
     command = ["torchrun", "--standalone", "--nproc_per_node=2", "serve.py", "--port", "0"]
     options = ["--device", "cpu", "--dtype", "fp32", "--max_seq_len", str(LENGTH)]

@@ -281,10 +281,8 @@ def eager_backend(monkeypatch):
 @pytest.mark.parametrize(
     "family",
     [
-        # A window; two kinds of layers; latent attention.
-        pytest.param(
-            name, marks=() if name in ("mixtral", "gpt_oss", "deepseek_v3") else pytest.mark.slow
-        )
+        # A window; latent attention.
+        pytest.param(name, marks=() if name in ("mixtral", "deepseek_v3") else pytest.mark.slow)
         for name in FAMILIES
     ],
     indirect=True,

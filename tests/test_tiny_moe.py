@@ -385,6 +385,7 @@ def test_a_closed_pipe_is_no_error(cache, directory):
         assert run.returncode == 141 and "rror" not in run.stderr
 
 
+@pytest.mark.slow
 def test_a_damaged_cache_folder_is_renewed(cache, directory, tmp_path):
     shutil.copytree(cache / "moe-fast", tmp_path / "moe-fast")
     (found,) = tmp_path.glob("moe-fast/*/model_bf16")
