@@ -5,7 +5,8 @@ Only this file and ops/tuning.py use Inductor's private API.
 
 import errno
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial, wraps
 from pathlib import Path
 
@@ -129,3 +130,12 @@ def configure_inductor() -> None:
     benchmarker.benchmark_gpu = tuning.gpu_ms  # instead of Inductor's timer
     tuning.replace_coordinate_descent()
     register_dot_bytes()
+
+
+@contextmanager
+def without_tuning() -> Iterator[None]:
+    """Within, kernels get Inductor's first choice of tiling: for code that runs once a prompt."""
+    import torch._inductor.config as inductor
+
+    with inductor.patch(coordinate_descent_tuning=False, max_autotune_pointwise=False):
+        yield

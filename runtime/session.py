@@ -22,7 +22,7 @@ from torch import Tensor
 
 from model import COUNTING_SORT_MAX_TOKENS, Chunk, KVCache, Runner, Transformer
 from ops.attention import BLOCK
-from ops.inductor import configure_inductor
+from ops.inductor import configure_inductor, without_tuning
 from runtime.graphs import CapturedStep, GraphCache, run_on_host
 from runtime.logit_edits import EditState, edit_logits, make_edit_state, set_edits
 from runtime.runner import CompiledRunner, EagerRunner
@@ -34,6 +34,7 @@ from runtime.sampling import (
     StepState,
     make_sample_step,
     sample,
+    with_kernels,
 )
 from runtime.sequence_state import MAX_TENTATIVE, truncate_all
 
@@ -115,6 +116,8 @@ class Session:
         if self.compiled:
             whole = partial(torch.compile, fullgraph=True, dynamic=False)
             self.sample_step, self.edit_step = whole(self.sample_step), whole(edit_logits)
+            if self.options.sample_rule is sample:
+                self.sample_step = with_kernels(self.sample_step)
 
     def make_buffers(self) -> None:
         """Allocate what a step reads and writes in place: a captured step needs fixed addresses."""
@@ -281,13 +284,13 @@ class Session:
         """
         short = self.is_short(len(ids))
         for part in torch.tensor(ids).to(self.device).split(self.chunk_size(len(ids), chunk)):
-            # Padding is overwritten before it is read. Tensors are no views: those would recompile.
-            padding = SHORT_CHUNK - len(part) if short else self.padding(len(part))
-            tokens = F.pad(part.unsqueeze(0), (0, padding))
             last = torch.zeros_like(self.last[:1]) + (len(part) - 1)
             if short:
-                logits, *routing = self.run_short_chunk(tokens, last, start)
+                logits, *routing = self.run_short_chunk(part, last, start)
             else:
+                # Padding is overwritten before it is read. Tensors are no views: those would
+                # recompile.
+                tokens = F.pad(part.unsqueeze(0), (0, self.padding(len(part))))
                 rows = self.rows[row : row + 1].clone()
                 logits, *routing = self.run_chunk(tokens, rows, last, start + tokens.shape[1])
             start += len(part)
@@ -320,23 +323,29 @@ class Session:
             return run(tokens, row, last)
         return self.graphs((tokens.shape[1], end, self.watch), run, tokens, row, last)
 
-    def run_short_chunk(self, tokens: Tensor, last: Tensor, start: int) -> tuple[Tensor, ...]:
-        """`run_model` on SHORT_CHUNK tokens from position `start` on, by the decode runner."""
+    def run_short_chunk(self, part: Tensor, last: Tensor, start: int) -> tuple[Tensor, ...]:
+        """`run_model` on up to SHORT_CHUNK tokens from position `start` on, by the decode runner.
+
+        Padding repeats the last token at its position. So it chooses the same experts, and writes
+        the same keys and values: it reads no more weights.
+        """
 
         def run(tokens: Tensor, positions: Tensor, last: Tensor) -> tuple[Tensor, ...]:
             return self.run_model(tokens, positions, last, self.runner)
 
-        positions = torch.arange(start, start + SHORT_CHUNK, device=self.device).unsqueeze(0)
+        index = torch.arange(SHORT_CHUNK, device=self.device).clamp(max=len(part) - 1).unsqueeze(0)
+        tokens, positions = part[index], index + start
         if self.graphs is None:
             return run(tokens, positions, last)
         return self.graphs((SHORT_CHUNK, None, self.watch), run, tokens, positions, last)
 
     def warm_up_short_prompts(self) -> None:
         """Compile and capture a short chunk, of no real token, where no sequence reaches."""
-        tokens = torch.zeros(1, SHORT_CHUNK, dtype=torch.int64, device=self.device)
+        tokens = torch.zeros(SHORT_CHUNK, dtype=torch.int64, device=self.device)
         last = torch.full_like(self.last, -1)
-        for _ in range(2):  # a GraphCache captures the second call
-            self.run_short_chunk(tokens, last, self.cache_len - SHORT_CHUNK)
+        with without_tuning():
+            for _ in range(2):  # a GraphCache captures the second call
+                self.run_short_chunk(tokens, last, self.cache_len - SHORT_CHUNK)
 
     def check_prompts(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
         """Raise ValueError unless these prompts and this many new tokens each can be run."""
