@@ -2,11 +2,10 @@
 
     python benchmarks/moe_phases.py --json phases.json
 
-A phase is one kernel: the gate and up product of the experts that given scores choose, the down
-product, wqkv with its norm, and wo with its residual. Each runs in a CUDA graph of 48 layers, whose
-weights are distinct, so that L2 holds none of them. Every tiling is first checked against unpacked
-weights in fp64, in one process per case, which also fills Triton's cache. The table is sorted by
-time for each phase.
+A phase is one kernel: the gate and up product of given experts, the down product, wqkv with its
+norm, and wo with its residual. Each runs in a CUDA graph of 48 layers, whose weights are distinct,
+so that L2 holds none of them. Every tiling is first checked against unpacked weights in fp64, in
+one process per case, which also fills Triton's cache. The table is sorted by time for each phase.
 
 Column `bound`: bytes / 4.4 TB/s. Column `expected`: that plus 1.6 us, the cost of a phase in a
 graph with PDL on an H200. Expected us, gate_up / down: Qwen3-30B-A3B int4 4.5 / 3.1, int8 7.3 /
@@ -37,7 +36,6 @@ from models import ARCHITECTURES
 from ops import moe_decode
 from ops.inductor import configure_inductor
 from ops.moe_decode import Tiles, Weight
-from ops.moe_router import Routing
 
 CASES = (
     ("Qwen3-30B-A3B", "int4"),
@@ -127,37 +125,27 @@ class Weights:
     def unpack_parts(self, parts: dict[str, Tensor]) -> Tensor:
         return FORMATS[self.mode].unpack(parts, self.group)
 
-    def view(self, index: int | slice) -> Weight:
-        """Return one of the weights as a dense one, or some of them."""
+    def single(self, n: int) -> Weight:
+        """Return one of the weights as a dense one."""
         kernel = self.kernel
-        return Weight(tuple(part[index] for part in kernel.parts), kernel.kind, kernel.group)
+        return Weight(tuple(part[n] for part in kernel.parts), kernel.kind, kernel.group)
 
 
 class Case:
-    """One model's MoE layer in one format.
-
-    Layer n has the E experts from n * A on, and its scores choose the first A of them in some
-    order. So layers share memory, but not what they read.
-    """
+    """One model's MoE layer in one format."""
 
     def __init__(self, arch: str, mode: str, layers: int = LAYERS):
         self.args, self.mode, args = ARCHITECTURES[arch], mode, ARCHITECTURES[arch]
         D, I, A = args.dim, args.intermediate, args.n_active
         bytes_each = 3 * D * I * (2 if mode == PLAIN else FORMATS[mode].bits / 8 + 0.04)
         distinct = max(2, min(layers, int(MAX_BYTES / bytes_each / A)))
-        E, count = args.n_expert, distinct * A + args.n_expert
-        self.w13 = Weights(mode, (count, 2 * I, D))
-        self.w2 = Weights(mode, (count, D, I))
-        self.routing = Routing(A, norm_topk=True)
-        scores = torch.full((distinct, 1, E), -9.0, device="cuda")
-        scores[..., :A] = torch.rand(distinct, 1, A, device="cuda")
-        starts = [layer % distinct * A for layer in range(layers)]
-        self.choices = [
-            (self.w13.view(slice(n, n + E)), self.w2.view(slice(n, n + E)), scores[n // A])
-            for n in starts
-        ]
+        self.w13 = Weights(mode, (distinct * A, 2 * I, D))
+        self.w2 = Weights(mode, (distinct * A, D, I))
+        choices = torch.randperm(distinct * A, device="cuda").view(distinct, 1, A)
+        self.choices = [choices[layer % distinct] for layer in range(layers)]
         self.x = torch.randn(1, D, **BFLOAT16)
         self.h = torch.randn(A, I, **BFLOAT16)
+        self.weights = torch.rand(1, A, device="cuda")
         self.norm = torch.rand(D, **BFLOAT16) + 0.5
         self.layers = layers
 
@@ -166,12 +154,11 @@ class Case:
 
     def gate_up(self) -> Phase:
         weight, kernel = self.w13, self.w13.kernel
-        order = self.choices[0][2][0].argsort(descending=True)[: self.args.n_active]
-        gate, up = (weight.unpack(order) @ self.x[0].double()).chunk(2, -1)
+        gate, up = (weight.unpack(self.choices[0][0]) @ self.x[0].double()).chunk(2, -1)
         return Phase(
             "gate_up",
-            lambda choice, tiles, pdl: moe_decode.gate_up(
-                self.x, choice[0], choice[2], self.routing, tiles=tiles, pdl=pdl
+            lambda choice, tiles, pdl: moe_decode.gate_up_of(
+                self.x, kernel, choice, tiles=tiles, pdl=pdl
             ),
             self.choices,
             swiglu(gate, up),
@@ -181,15 +168,13 @@ class Case:
 
     def down(self) -> Phase:
         weight, kernel, A = self.w2, self.w2.kernel, self.args.n_active
-        scores, order = self.choices[0][2][0].sort(descending=True)
-        each = (weight.unpack(order[:A]) @ self.h.double().unsqueeze(-1)).squeeze(-1)
-        weights = scores[:A].double().softmax(0).unsqueeze(-1)
-        expected = (each * weights).sum(0, keepdim=True)
+        each = (weight.unpack(self.choices[0][0]) @ self.h.double().unsqueeze(-1)).squeeze(-1)
+        expected = (each * self.weights[0].double().unsqueeze(-1)).sum(0, keepdim=True)
         return Phase(
             "down",
             lambda choice, tiles, pdl: moe_decode.down(
-                self.h, *choice[1:], self.routing, self.x, tiles=tiles, pdl=pdl
-            )[0],
+                self.h, kernel, choice, self.weights, self.x, tiles=tiles, pdl=pdl
+            ),
             self.choices,
             expected + self.x.double(),
             weight.nbytes * A,
@@ -213,20 +198,20 @@ class Case:
         return [
             Phase(
                 "wqkv",
-                lambda weight, tiles, pdl: moe_decode.dense(
+                lambda weight, tiles, pdl: moe_decode.down(
                     self.x, weight, norm=self.norm, eps=args.norm_eps, tiles=tiles, pdl=pdl
                 ),
-                [wqkv.view(layer) for layer in layers],
+                [wqkv.single(layer) for layer in layers],
                 normed @ wqkv.unpack(first)[0].T,
                 wqkv.nbytes,
                 tilings_of(wqkv.kernel.quads, wqkv.kernel.out, wqkv.kernel.kind, 1),
             ),
             Phase(
                 "wo",
-                lambda weight, tiles, pdl: moe_decode.dense(
+                lambda weight, tiles, pdl: moe_decode.down(
                     heads, weight, residual=self.x, tiles=tiles, pdl=pdl
                 ),
-                [wo.view(layer) for layer in layers],
+                [wo.single(layer) for layer in layers],
                 heads.double() @ wo.unpack(first)[0].T + self.x.double(),
                 wo.nbytes,
                 tilings_of(wo.kernel.quads, wo.kernel.out, wo.kernel.kind, 1),
@@ -237,16 +222,15 @@ class Case:
         """Return both products as a function of the layer."""
 
         def run(layer: int) -> Tensor:
-            w13, w2, scores = self.choices[layer]
-            chosen, tiling = (scores, self.routing), dict(tiles=tiles["gate_up"], pdl=pdl)
-            h = moe_decode.gate_up(self.x, w13, *chosen, **tiling)
+            choice, w13, w2 = self.choices[layer], self.w13.kernel, self.w2.kernel
+            h = moe_decode.gate_up_of(self.x, w13, choice, tiles=tiles["gate_up"], pdl=pdl)
             tiling = dict(tiles=tiles["down"], pdl=pdl)
-            return moe_decode.down(h, w2, *chosen, self.x, **tiling)[0]
+            return moe_decode.down(h, w2, choice, self.weights, self.x, **tiling)
 
         return run
 
     def today(self) -> Callable:
-        """Return the compiled plain experts, as a function of the experts' indices."""
+        """Return the compiled plain experts, as a function of the choice."""
         with torch.device("meta"):
             experts = Experts(self.args)
         for name, weights in (("w13", self.w13), ("w2", self.w2)):
@@ -258,17 +242,9 @@ class Case:
             for part, tensor in weights.parts.items():
                 setattr(packed, part, torch.nn.Parameter(tensor, requires_grad=False))
             experts.set_submodule(name, packed)
-        weights = torch.rand(1, self.args.n_active, device="cuda")
         return torch.compile(
-            lambda indices: experts(self.x, indices, weights), fullgraph=True, dynamic=False
+            lambda choice: experts(self.x, choice, self.weights), fullgraph=True, dynamic=False
         )
-
-    def indices(self) -> list[Tensor]:
-        """Return the experts of each layer among all, [1, A]."""
-        A = self.args.n_active
-        layers = range(0, len(self.choices) * A, A)
-        most = self.w2.kernel.parts[0].shape[0] - A
-        return [torch.arange(n % most, n % most + A, device="cuda").view(1, A) for n in layers]
 
 
 # Commands -----------------------------------------------------------------------------------------
@@ -342,7 +318,7 @@ def measure(arch: str, mode: str, wrong: dict, with_today: bool) -> list[dict]:
         }
         note("experts", "best", seconds, nbytes, 2)
     if with_today:
-        note("experts", "today", {"us": graph_seconds(case.today(), case.indices())}, nbytes, 2)
+        note("experts", "today", {"us": graph_seconds(case.today(), case.choices)}, nbytes, 2)
         torch._dynamo.reset()
     return rows
 

@@ -5,16 +5,15 @@ bytes plus 1.6 us on an H200. So there are few kernels, and each has all of its 
 once:
 
     norm_router    RMS norm and router scores: ops/moe_router.py
-    gate_up        gate and up products of the chosen experts, and the activation
-    down           down products, times the routing weights, summed over experts, plus residual
+    gate_up        the choice of experts, their gate and up products, and the activation
+    down           the down products, times the routing weights, summed over experts, plus residual
 
-`dense` is the product without experts: `wo` plus residual, or `wqkv` with the norm of its input.
+`down` without experts is a dense product: `wo` plus residual, or `wqkv` with the norm of its input.
 Shared experts are chosen experts, too: their weights are stacked after those of the E others.
 
 Programmatic dependent launch (PDL): every kernel calls gdc_wait before gdc_launch_dependents. When
 a kernel starts, the kernel two before it has therefore ended. A kernel may read results of that
-one before its wait: a residual, for instance, or `down` the scores. So both products choose the
-experts by themselves, from the scores: `down` loads its weights while `gate_up` runs.
+one before its wait: a residual, for instance.
 
 A program multiplies a tile of rows in chunks (ops/moe_chunk.py), and keeps DEPTH of them in flight.
 """
@@ -91,13 +90,17 @@ def _load_gate_up(
 
 # Grid [R, A + S]: a program computes ROWS rows of one chosen expert's result, gate and up.
 #
-# Each program finds its expert in the router's scores. The previous kernel wrote these, so nothing
-# is loaded before the wait. All loads then start at once: the tile's first DEPTH chunks, and their
-# x. S shared experts, from E on, follow the A chosen ones.
+# Weights depend on an index or scores that the previous kernel wrote, so nothing is loaded before
+# the wait. All loads then start at once: the tile's first DEPTH chunks, and their x.
+#
+# With CHOOSE each program finds its expert in the router's scores, and the first one stores the
+# whole choice for the next kernel. S shared experts, from E on, follow the A chosen ones.
 @jit
 def _gate_up(
     x,
+    indices,
     scores,
+    routing,
     codes,
     scale,
     scale_step,
@@ -117,9 +120,14 @@ def _gate_up(
     LIMIT: tl.constexpr,
     ALPHA: tl.constexpr,
     BIAS: tl.constexpr,
+    CHOOSE: tl.constexpr,
     E: tl.constexpr,
     A: tl.constexpr,
     SHARED: tl.constexpr,
+    GATED: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    NORM_TOPK: tl.constexpr,
+    SCALE: tl.constexpr,
     EXPERTS: tl.constexpr,
     WARPS: tl.constexpr,
     PDL: tl.constexpr,
@@ -135,12 +143,29 @@ def _gate_up(
     row = tl.minimum(tl.program_id(0) * ROWS, I - ROWS)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    if SHARED == 0:
-        expert = _choose_one(scores, pair, E, EXPERTS, WARPS).to(tl.int64)
-    else:
-        expert = (E - A + pair).to(tl.int64)
-        if pair < A:
+    if CHOOSE:
+        if tl.program_id(0) + pair == 0:
+            _choose(
+                scores,
+                indices,
+                routing,
+                E,
+                A,
+                SHARED,
+                GATED,
+                SIGMOID,
+                NORM_TOPK,
+                SCALE,
+                EXPERTS,
+            )
+        if SHARED == 0:
             expert = _choose_one(scores, pair, E, EXPERTS, WARPS).to(tl.int64)
+        else:
+            expert = (E - A + pair).to(tl.int64)
+            if pair < A:
+                expert = _choose_one(scores, pair, E, EXPERTS, WARPS).to(tl.int64)
+    else:
+        expert = tl.load(indices + pair).to(tl.int64)
     tiles, xs = (), ()
     for d in tl.static_range(DEPTH):
         both = _load_gate_up(weights, expert, row, d, I, QUADS, GROUP, KIND, LANES, ROWS)
@@ -182,13 +207,11 @@ def _gate_up(
 #
 # The result is SCALE * (product + bias) + residual. An expert's bias has its routing weight.
 #
-# x is the previous kernel's result; all else is loaded before the wait. With GATHER each program
-# chooses the experts, and stores them and their weights in a row [A + S] of its own, from which
-# its lanes load those they need.
+# x is the previous kernel's result, and with GATHER the choice of experts, too: then nothing but
+# the residual is loaded before the wait. Otherwise all but x is.
 @jit
 def _down(
     x,
-    scores,
     indices,
     routing,
     norm,
@@ -210,15 +233,6 @@ def _down(
     KIND: tl.constexpr,
     FIELDS: tl.constexpr,
     GATHER: tl.constexpr,
-    E: tl.constexpr,
-    A: tl.constexpr,
-    SHARED: tl.constexpr,
-    GATED: tl.constexpr,
-    SIGMOID: tl.constexpr,
-    NORM_TOPK: tl.constexpr,
-    ROUTING_SCALE: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    WARPS: tl.constexpr,
     NORM: tl.constexpr,
     BIAS: tl.constexpr,
     SCALE: tl.constexpr,
@@ -232,31 +246,13 @@ def _down(
 ):
     RUN: tl.constexpr = GROUP // FIELDS  # words of a group
     weights = (codes, scale, scale_step, scale_low, zero, zero_step, zero_low)
+    experts = indices if GATHER else tl.program_id(0).to(tl.int64) * 0
     row = tl.minimum(tl.program_id(0) * ROWS, OUT - ROWS)
     rows, stores = _result_rows(ROWS, LANES)
     if RESIDUAL:
         add = tl.load(residual + row + rows, mask=stores, other=0.0)
-    if GATHER:
-        indices += tl.program_id(0) * (A + SHARED)
-        routing += tl.program_id(0) * (A + SHARED)
-        _choose(
-            scores,
-            indices,
-            routing,
-            E,
-            A,
-            SHARED,
-            GATED,
-            SIGMOID,
-            NORM_TOPK,
-            ROUTING_SCALE,
-            EXPERTS,
-            WARPS,
-        )
-        tl.debug_barrier()  # for what other warps stored
-        experts = indices
-    else:
-        experts = tl.program_id(0).to(tl.int64) * 0
+    if PDL and GATHER:
+        tl.extra.cuda.gdc_wait()
     tiles, norms, factors, xs = (), (), (), ()
     for d in tl.static_range(DEPTH):
         tiles = tiles + (
@@ -285,7 +281,8 @@ def _down(
     elif BIAS:
         biases = tl.load(bias + row + rows).to(tl.float32)
     if PDL:
-        tl.extra.cuda.gdc_wait()
+        if not GATHER:
+            tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     for d in tl.static_range(DEPTH):
         xs = xs + (_load_x(x, d, QUADS, RUN, FIELDS, LANES),)
@@ -469,13 +466,6 @@ def norm_of(norm: Tensor, weight: Weight) -> Tensor:
     return norm if norm.dtype == torch.float32 else operand_of(norm, weight)
 
 
-def _choice(weight: Weight, routing: Routing) -> dict:
-    """Return the constants by which a product finds its experts. weight [E + S, out, in]."""
-    E = weight.parts[0].shape[0] - routing.shared
-    experts = triton.next_power_of_2(E)
-    return dict(E=E, A=routing.active, SHARED=routing.shared, EXPERTS=experts)
-
-
 def gate_up(
     x: Tensor,
     weight: Weight,
@@ -486,22 +476,72 @@ def gate_up(
     pdl: bool | None = None,
     dtype: torch.dtype | None = None,
     bias: Tensor | None = None,
-) -> Tensor:
-    """Multiply x [1, D] by w13 of the experts chosen by scores -> h [A + S, I], gated.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Choose experts by the scores of `norm_router`, and multiply x [1, D] by their w13.
 
-    The reference is `ExpertLinear.gather_gated`. scores: as of `norm_router`. weight
-    [E + S, 2 I, D], shared experts last. bias [E, 2 I]: added before the activation. dtype: of h;
-    default x.dtype. pdl: None launches with PDL where the GPU has it.
+    Return h [A + S, I], gated, expert_indices int64 [1, A + S] and expert_weights fp32 [1, A + S].
+    The references are `MoE.route`, or `SigmoidRoutedMoE.route`, and `ExpertLinear.gather_gated`.
+
+    weight [E + S, 2 I, D], shared experts last. bias [E, 2 I]: added before the activation. dtype:
+    of h; default x.dtype. pdl: None launches with PDL where the GPU has it.
     """
+    indices = torch.empty(1, routing.pairs, dtype=torch.int64, device=x.device)
+    weights = torch.empty(1, routing.pairs, dtype=torch.float32, device=x.device)
+    E = weight.parts[0].shape[0] - routing.shared
+    choice = dict(
+        CHOOSE=True,
+        E=E,
+        A=routing.active,
+        SHARED=routing.shared,
+        GATED=int(routing.gated),
+        SIGMOID=routing.score_bias is not None,
+        NORM_TOPK=routing.norm_topk,
+        SCALE=routing.scale,
+        EXPERTS=triton.next_power_of_2(E),
+    )
+    tensors = indices, scores, weights
+    h = _launch_gate_up(x, weight, tensors, choice, activation, tiles, pdl, dtype, bias)
+    return h, indices, weights
+
+
+def gate_up_of(
+    x: Tensor,
+    weight: Weight,
+    indices: Tensor,
+    activation: Activation = SWIGLU,
+    tiles: Tiles | None = None,
+    pdl: bool | None = None,
+    dtype: torch.dtype | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """Do what `gate_up` does for given experts, `indices` [1, A] -> h [A, I]."""
+    names = "E", "A", "SHARED", "GATED", "SIGMOID", "NORM_TOPK", "SCALE", "EXPERTS"
+    choice = dict.fromkeys(names, 0) | {"CHOOSE": False}
+    tensors = indices, indices, indices
+    return _launch_gate_up(x, weight, tensors, choice, activation, tiles, pdl, dtype, bias)
+
+
+def _launch_gate_up(
+    x: Tensor,
+    weight: Weight,
+    tensors: tuple[Tensor, Tensor, Tensor],
+    choice: dict,
+    activation: Activation,
+    tiles: Tiles | None,
+    pdl: bool | None,
+    dtype: torch.dtype | None,
+    bias: Tensor | None,
+) -> Tensor:
+    """Launch `_gate_up`. tensors: indices, scores and routing weights. choice: its constants."""
     pdl = supports_pdl(x) if pdl is None else pdl
-    I = weight.out // 2
+    I, pairs = weight.out // 2, tensors[0].numel()
     tiles = tiles or choose_tiles(weight, weight.quads, 2)
     rows = min(tiles.rows, triton.next_power_of_2(I + 1) // 2)
     _, depth = chunks_of(weight.quads, tiles)
-    h = torch.empty(routing.pairs, I, dtype=dtype or x.dtype, device=x.device)
-    _gate_up[triton.cdiv(I, rows), routing.pairs](
+    h = torch.empty(pairs, I, dtype=dtype or x.dtype, device=x.device)
+    _gate_up[triton.cdiv(I, rows), pairs](
         operand_of(x, weight),
-        scores,
+        *tensors,
         *weight.pointers(),
         weight.parts[0] if bias is None else bias,
         h,
@@ -515,7 +555,7 @@ def gate_up(
         LIMIT=activation.limit,
         ALPHA=activation.alpha,
         BIAS=bias is not None,
-        **_choice(weight, routing),
+        **choice,
         WARPS=tiles.warps,
         PDL=pdl,
         LANES=tiles.lanes,
@@ -529,47 +569,10 @@ def gate_up(
 
 
 def down(
-    h: Tensor,
-    weight: Weight,
-    scores: Tensor,
-    routing: Routing,
-    residual: Tensor | None = None,
-    bias: Tensor | None = None,
-    scale: float = 1.0,
-    tiles: Tiles | None = None,
-    pdl: bool | None = None,
-    dtype: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """scale * (sum of routing weight * (h @ w2 + bias) over chosen experts) + residual -> [1, D].
-
-    Also return expert_indices int64 and expert_weights fp32, both [1, A + S]. The references are
-    `MoE.route`, or `SigmoidRoutedMoE.route`, and `weighted_sum(w2.gather(h, ...))`.
-
-    h [A + S, I]. weight [E + S, D, I]. bias [E, D]. The rest is as of `gate_up`. With PDL all but
-    h is loaded while the previous kernel runs, which must not write it.
-    """
-    quads = routing.pairs * weight.quads
-    tiles = tiles or choose_tiles(weight, quads, 1)
-    rows = _rows_of(weight, tiles)
-    programs = triton.cdiv(weight.out, rows)
-    indices = torch.empty(programs, routing.pairs, dtype=torch.int64, device=h.device)
-    weights = torch.empty(programs, routing.pairs, dtype=torch.float32, device=h.device)
-    y = torch.empty(1, weight.out, dtype=dtype or h.dtype, device=h.device)
-    choice = _choice(weight, routing) | dict(
-        GATHER=True,
-        GATED=int(routing.gated),
-        SIGMOID=routing.score_bias is not None,
-        NORM_TOPK=routing.norm_topk,
-        ROUTING_SCALE=routing.scale,
-    )
-    tensors = scores, indices, weights, None, residual
-    _launch_down(h, weight, tensors, bias, y, choice, 0.0, scale, tiles, pdl)
-    return y, indices[:1], weights[:1]
-
-
-def dense(
     x: Tensor,
     weight: Weight,
+    indices: Tensor | None = None,
+    routing: Tensor | None = None,
     residual: Tensor | None = None,
     norm: Tensor | None = None,
     eps: float = 0.0,
@@ -582,51 +585,31 @@ def dense(
 ) -> Tensor:
     """scale * (x @ weight + bias) + residual -> [1, out].
 
-    x [1, in]. weight [out, in]. norm [in]: RMS norm of x first, which is not rounded; fp32 or as x.
-    bias [out]. dtype: of the result; default that of x. out [1, out]: where to store the result, if
-    it is given. With PDL all but x is loaded while the previous kernel runs, which must not write
-    it.
+    With indices and routing weights [1, A]: x is [A, I], weight w2 [E, D, I], and the products are
+    summed with these weights; the reference is `weighted_sum(w2.gather(x, ...))`. Without: x is
+    [1, in], weight [out, in]. norm [in]: RMS norm of x first, which is not rounded; fp32 or as x.
+    bias: [out], or [E, out] of experts.
+
+    dtype: of the result; default that of x. out [1, out]: where to store the result, if it is
+    given. With PDL, all tensors but x are loaded while the previous kernel runs, which must not
+    write them; with experts, the residual alone is. Raises ValueError for a norm with experts.
     """
-    tiles = tiles or choose_tiles(weight, weight.quads, 1)
+    quads = x.numel() // x.shape[-1] * weight.quads
+    tiles = tiles or choose_tiles(weight, quads, 1)
+    chunks, depth = chunks_of(quads, tiles)
+    if norm is not None and indices is not None:
+        raise ValueError("no norm with experts")
+    pdl = supports_pdl(x) if pdl is None else pdl
+    rows = min(tiles.rows, triton.next_power_of_2(weight.out + 1) // 2)
     y = out
     if y is None:
         y = torch.empty(1, weight.out, dtype=dtype or x.dtype, device=x.device)
-    names = "GATHER", "E", "A", "SHARED", "GATED", "SIGMOID", "NORM_TOPK", "ROUTING_SCALE"
-    choice = dict.fromkeys((*names, "EXPERTS"), 0)
-    tensors = None, None, None, norm, residual
-    _launch_down(x, weight, tensors, bias, y, choice, eps, scale, tiles, pdl)
-    return y
-
-
-def _rows_of(weight: Weight, tiles: Tiles) -> int:
-    """Return the rows of a program: no more than there are."""
-    return min(tiles.rows, triton.next_power_of_2(weight.out + 1) // 2)
-
-
-def _launch_down(
-    x: Tensor,
-    weight: Weight,
-    tensors: tuple[Tensor | None, ...],
-    bias: Tensor | None,
-    y: Tensor,
-    choice: dict,
-    eps: float,
-    scale: float,
-    tiles: Tiles,
-    pdl: bool | None,
-) -> None:
-    """Launch `_down`. tensors: scores, choice, its weights, norm, residual. choice: constants."""
-    pdl = supports_pdl(x) if pdl is None else pdl
-    quads, rows = x.numel() // x.shape[-1] * weight.quads, _rows_of(weight, tiles)
-    chunks, depth = chunks_of(quads, tiles)
-    scores, indices, weights, norm, residual = tensors
     operand = operand_of(x, weight)
     absent = weight.parts[0]  # a valid pointer, which the kernel does not read
     _down[(triton.cdiv(weight.out, rows),)](
         operand,
-        absent if scores is None else scores,
         absent if indices is None else indices,
-        absent if weights is None else weights,
+        absent if routing is None else routing,
         operand if norm is None else norm_of(norm, weight),
         absent if residual is None else residual,
         *weight.pointers(),
@@ -639,8 +622,7 @@ def _launch_down(
         GROUP=weight.group,
         KIND=weight.kind,
         FIELDS=weight.fields,
-        **choice,
-        WARPS=tiles.warps,
+        GATHER=indices is not None,
         NORM=norm is not None,
         BIAS=bias is not None,
         SCALE=scale,
@@ -655,3 +637,4 @@ def _launch_down(
         num_warps=tiles.warps,
         num_stages=1,
     )
+    return y

@@ -60,33 +60,30 @@ def _choose(
     SIGMOID: tl.constexpr,
     NORM_TOPK: tl.constexpr,
     SCALE: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    WARPS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """Store the A best of E scores, then the shared experts: ties go to the lower index.
 
-    A rounds find one maximum each. As in `_choose_one`, each warp does so by itself; all store
-    the same.
+    A rounds find one maximum each. Within a warp that is one instruction (redux).
     """
     N: tl.constexpr = E + GATED
-    expert = tl.arange(0, EXPERTS)[None, :] + tl.zeros([WARPS, 1], tl.int32)
+    expert = tl.arange(0, BLOCK)
     # From L2: this kernel may have started before the one that writes them.
     score = tl.load(scores + expert, mask=expert < E, other=float("-inf"), cache_modifier=".cg")
-    key, rank = _ordered_bits(score), tl.full([WARPS, EXPERTS], A, tl.int32)
+    key, rank = _ordered_bits(score), tl.full([BLOCK], A, tl.int32)
     for n in tl.static_range(A):
-        best = key == tl.max(key, 1, keep_dims=True)
-        found = expert == tl.min(tl.where(best, expert, EXPERTS), 1, keep_dims=True)
+        found = expert == tl.min(tl.where(key == tl.max(key, 0), expert, BLOCK), 0)
         rank = tl.where(found, n, rank)
         key = tl.where(found, -(2**31), key)
     chosen = rank < A
     if SIGMOID:
         part = tl.load(scores + N + expert, mask=expert < E, other=0.0, cache_modifier=".cg")
     else:
-        part = tl.exp(score - tl.max(score, 1, keep_dims=True))
+        part = tl.exp(score - tl.max(score, 0))
     if NORM_TOPK:
-        part /= tl.sum(tl.where(chosen, part, 0.0), 1, keep_dims=True)
+        part /= tl.sum(tl.where(chosen, part, 0.0), 0)
     elif not SIGMOID:
-        part /= tl.sum(part, 1, keep_dims=True)
+        part /= tl.sum(part, 0)
     if SCALE != 1.0:
         part *= SCALE
     tl.store(indices + rank, expert.to(tl.int64), mask=chosen)

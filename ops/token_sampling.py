@@ -112,15 +112,30 @@ def _find_candidates(
         tl.extra.cuda.gdc_launch_dependents()
     subset = tl.arange(0, SUBSETS)
     largest = tl.load(maxima + row * S + subset, mask=subset < S, other=LEAST, cache_modifier=".cg")
-    # The largest threshold that K maxima reach, bit by bit, until about K do.
-    threshold = row * 0 + LEAST
-    reached, bit = tl.full([], S, tl.int32), tl.full([], 63, tl.int32)
-    while (bit >= 0) & (reached > ENOUGH):
-        higher = threshold + (tl.full([], 1, tl.int64) << bit.to(tl.int64))
-        count = tl.sum((largest >= higher).to(tl.int32), 0)
-        threshold = tl.where(count >= K, higher, threshold)
-        reached = tl.where(count >= K, count, reached)
-        bit -= 1
+    # The largest threshold that K maxima reach, two bits at a time, until about K do. It begins
+    # with the bits that all maxima share.
+    most = tl.max(largest, 0)
+    differ = most ^ tl.min(tl.where(subset < S, largest, most), 0)
+    shared = (differ >= 0).to(tl.int64)
+    threshold = tl.where(shared != 0, most, LEAST)
+    bit = tl.full([], 63, tl.int64)
+    for n in tl.static_range(5, 0, -1):  # from 62 down to the highest bit that differs, made odd
+        lower = bit - (1 << n)
+        bit = tl.where((shared != 0) & ((differ >> lower) <= 1), lower, bit)
+    threshold = tl.where((shared != 0) & (bit < 63), threshold >> bit >> 1 << bit << 1, LEAST)
+    reached = tl.full([], S, tl.int64)
+    while (bit > 0) & (reached > ENOUGH):
+        step = tl.full([], 1, tl.int64) << (bit - 1)
+        counts = (largest >= threshold + step).to(tl.int64)
+        counts += (largest >= threshold + 2 * step).to(tl.int64) << 20
+        counts += (largest >= threshold + 3 * step).to(tl.int64) << 40
+        counts = tl.sum(counts, 0)
+        for n in tl.static_range(3):  # the last that enough maxima reach
+            count = (counts >> 20 * n) & 0xFFFFF
+            reached = tl.where(count >= K, count, reached)
+        above = ((counts & 0xFFFFF) >= K).to(tl.int64) + ((counts >> 40) >= K).to(tl.int64)
+        threshold += step * (above + ((counts >> 20 & 0xFFFFF) >= K).to(tl.int64))
+        bit -= 2
     keys = tl.reshape(keys, [SIZE * COLUMNS])
     chosen = ((keys >= threshold) & (keys > LEAST)).to(tl.int32)
     count = tl.sum(chosen, 0)
@@ -186,17 +201,21 @@ def _draw(
     while first < count:
         inside = first + mine < count
         key = tl.load(candidates + first + mine, mask=inside, other=LEAST, cache_modifier=".cg")
-        larger, start = tl.zeros([MINE], tl.int32), tl.full([], 0, tl.int32)
+        larger, start = tl.zeros([MINE, OTHERS], tl.int32), tl.full([], 0, tl.int32)
+        at_first = others < count
+        other = tl.load(candidates + others, mask=at_first, other=LEAST, cache_modifier=".cg")
         while start < count:
-            other = tl.load(
+            start += OTHERS  # prefetch
+            following = tl.load(
                 candidates + start + others,
                 mask=start + others < count,
                 other=LEAST,
                 cache_modifier=".cg",
             )
-            larger += tl.sum((other[None, :] > key[:, None]).to(tl.int32), 1)
-            start += OTHERS
-        tl.store(ranked + larger, key, mask=inside & (larger < K))
+            larger += (other[None, :] > key[:, None]).to(tl.int32)
+            other = following
+        place = tl.sum(larger, 1)
+        tl.store(ranked + place, key, mask=inside & (place < K))
         first += MINE
     tl.debug_barrier()  # for what other warps stored
     key = tl.load(ranked + rank, mask=rank < K, other=LEAST)
@@ -272,7 +291,7 @@ def sample_tokens(
         V=V,
         RANKS=triton.next_power_of_2(count),
         MINE=512,
-        OTHERS=32,
+        OTHERS=16,
         PDL=pdl,
         launch_pdl=pdl,
         num_warps=16,

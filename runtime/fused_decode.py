@@ -5,7 +5,7 @@
     wo           product, plus residual
     router       norm, scores                                     (ops/moe_router.py)
     gate_up      top-k, products of the chosen experts, SwiGLU    (ops/moe_decode.py)
-    down         top-k, products, weighted sum, plus residual
+    down         products, weighted sum, plus residual
 
 Other attention has other kernels between its products: `core` compiled by Inductor. Shared experts
 become experts that every token chooses. A family declares by `fused_decode_settings` what it adds
@@ -98,7 +98,7 @@ class FusedAttention:
         parts = projected.split([weight.out for weight, _ in self.inputs], dim=1)
         for (weight, bias), part in zip(self.inputs, parts, strict=True):
             norm, eps = self.norm.weight, self.norm.eps
-            moe_decode.dense(x, weight, norm=norm, eps=eps, bias=bias, out=part)
+            moe_decode.down(x, weight, norm=norm, eps=eps, bias=bias, out=part)
         projected, attention = projected.unsqueeze(0), self.attention
         if not isinstance(attention, FusedDecodeAttention):
             heads = core(attention, projected, context)
@@ -107,7 +107,7 @@ class FusedAttention:
         else:
             heads = core(attention.plain[0], projected, context)
         weight, bias = self.output
-        return moe_decode.dense(heads.squeeze(0), weight, residual=x, bias=bias, scale=self.scale)
+        return moe_decode.down(heads.squeeze(0), weight, residual=x, bias=bias, scale=self.scale)
 
 
 class FusedExperts:
@@ -175,11 +175,11 @@ class FusedExperts:
         normed, scores = moe_router.norm_router(
             x, self.norm.weight, self.norm.eps, self.rows, self.routing, bias=self.router.bias
         )
-        h = moe_decode.gate_up(
+        h, indices, weights = moe_decode.gate_up(
             normed, self.w13, scores, self.routing, self.activation, bias=self.bias13
         )
-        x, indices, weights = moe_decode.down(
-            h, self.w2, scores, self.routing, residual=x, bias=self.bias2, scale=self.scale
+        x = moe_decode.down(
+            h, self.w2, indices, weights, residual=x, bias=self.bias2, scale=self.scale
         )
         active = self.routing.active
         return x, indices[:, :active], weights[:, :active]

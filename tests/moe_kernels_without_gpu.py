@@ -48,7 +48,6 @@ from models.layers.group_routing import SigmoidRoutedMoE
 from models.qwen2_moe import Qwen2MoeArgs
 from ops import decode_attention, gemv4, moe_chunk, moe_decode, moe_router
 from ops.moe_decode import SWIGLU, Activation
-from ops.moe_router import Routing
 from runtime.fused_attention import FusedDecodeAttention
 from runtime.fused_decode import FusedLayer, FusedRunner
 from tests.kernels_without_gpu import Launch, compiled, e2m1_twin, twin
@@ -67,7 +66,7 @@ class Case:
     A: int
     group: int = 0  # 0: that of GROUPS
     norm_topk: bool = True
-    shared: int = 0  # experts that every token uses, after the E others
+    shared: int = 0  # experts that every token uses, the last of E
     gated: bool = False  # their weight is the sigmoid of a score
     sigmoid: bool = False  # scores, whose bias corrects the choice
     scale: float = 1.0  # of routing weights, and of what is added to the residual
@@ -97,7 +96,7 @@ class Layer:
 
     def __init__(self, case: Case):
         self.case, self.random = case, torch.Generator().manual_seed(case.seed)
-        D, I, E = case.D, case.I, case.E + case.shared
+        D, I, E = case.D, case.I, case.E
         self.w13, self.plain13 = self.weight(E, 2 * I, D)
         self.w2, self.plain2 = self.weight(E, D, I)
         self.dense, self.plain_dense = self.weight(1, I, D)
@@ -105,6 +104,8 @@ class Layer:
         self.x = self.normal(1, D).to(self.dtype)
         self.norm = (self.normal(D) * 0.2 + 1).to(torch.float32 if case.fp32_norm else self.dtype)
         self.bias = [self.normal(E, 2 * I), self.normal(E, D)] if case.biased else [None, None]
+        self.indices = torch.randperm(E, generator=self.random)[: case.A].unsqueeze(0)
+        self.routing = torch.rand(1, case.A, generator=self.random)
         self.tiles = moe_decode.Tiles(**case.tiles)
 
     def normal(self, *shape: int) -> Tensor:
@@ -136,33 +137,25 @@ def plain_experts(weight: Tensor, bias: Tensor | None) -> ExpertLinear:
 
 
 def expert_errors(layer: Layer) -> dict[str, float]:
-    """Compare with `RMSNorm`, `MoE.route`, `gather_gated`, `gather` and `weighted_sum`.
-
-    The products' reference is in fp64.
-    """
-    case = layer.case
-    found, scores, routing, want_indices, want_weights = run_router(layer)
-    options = dict(tiles=layer.tiles, pdl=False, dtype=torch.float32)
+    """Compare with `ExpertLinear.gather_gated`, `gather` and `weighted_sum`, in fp64."""
+    case, tiles, fp32 = layer.case, layer.tiles, torch.float32
+    options = dict(tiles=tiles, pdl=False, dtype=fp32)
     activation, plain = SWIGLU, swiglu
     if case.biased:
         limits = dict(limit=0.5, alpha=1.7)
         activation, plain = Activation("clamped", **limits), partial(clamped_swiglu, **limits)
     bias13, bias2 = layer.bias
-    more = dict(bias=bias13, **options)
-    h = moe_decode.gate_up(layer.x, layer.w13, scores, routing, activation, **more)
+    h = moe_decode.gate_up_of(layer.x, layer.w13, layer.indices, activation, bias=bias13, **options)
     w13, w2 = plain_experts(layer.plain13, bias13), plain_experts(layer.plain2, bias2)
-    want_h = w13.gather_gated(layer.x.double(), want_indices, plain)
-    given = layer.normal(case.A + case.shared, case.I).to(layer.dtype)
+    want_h = w13.gather_gated(layer.x.double(), layer.indices, plain)
+    given = layer.normal(case.A, case.I).to(layer.dtype)
     residual = layer.normal(case.D).to(layer.dtype)
-    more = {"residual": residual, "bias": bias2, "scale": case.scale, **options}
-    y, indices, weights = moe_decode.down(given, layer.w2, scores, routing, **more)
-    want = weighted_sum(w2.gather(given.double().unsqueeze(0), want_indices), want_weights)
-    return found | {
-        "indices": float((indices != want_indices).sum()),
-        "weights": relative(weights, want_weights),
-        "gate_up": relative(h, want_h[0]),
-        "down": relative(y, want * case.scale + residual),
-    }
+    add = {"residual": residual, "bias": bias2, "scale": case.scale}
+    experts = dict(indices=layer.indices, routing=layer.routing)
+    y = moe_decode.down(given, layer.w2, **experts, **add, **options)
+    want = weighted_sum(w2.gather(given.double().unsqueeze(0), layer.indices), layer.routing)
+    want = want * case.scale + residual
+    return {"gate_up": relative(h, want_h[0]), "down": relative(y, want)}
 
 
 def dense_error(layer: Layer, edge: bool = False) -> float:
@@ -176,7 +169,7 @@ def dense_error(layer: Layer, edge: bool = False) -> float:
     x = torch.full_like(layer.x, 2 - 2**-9) if edge else layer.x
     norm = torch.full_like(layer.norm, 1 + 2**-10) if edge else layer.norm
     bias = layer.bias[0][0, : case.I] if case.biased else None
-    got = moe_decode.dense(
+    got = moe_decode.down(
         x,
         weight,
         residual=residual,
@@ -213,14 +206,14 @@ class PlainRouting(MoE):
         return scores.sigmoid() + self.score_bias if self.sigmoid else scores
 
 
-def run_router(layer: Layer) -> tuple[dict[str, float], Tensor, Routing, Tensor, Tensor]:
-    """Return errors of `norm_router` in fp32, its scores, how they route, and the right choice."""
+def router_errors(layer: Layer) -> dict[str, float]:
+    """Compare with `RMSNorm` and `MoE.route`, in fp32."""
     case, D, E = layer.case, layer.case.D, layer.case.E
     x, router = layer.normal(1, D), layer.normal(E + case.gated, D) * D**-0.5
     bias, score_bias = layer.normal(E), layer.normal(E)
     norm = RMSNorm(D, 1e-5)
     norm.weight.copy_(layer.norm)
-    routing = Routing(
+    routing = moe_router.Routing(
         case.A,
         case.norm_topk,
         case.scale,
@@ -230,19 +223,36 @@ def run_router(layer: Layer) -> tuple[dict[str, float], Tensor, Routing, Tensor,
     )
     settings = dict(bias=bias, rows=1 + case.seed % 2 * 3, pdl=False)
     normed, scores = moe_router.norm_router(x, norm.weight, 1e-5, router, routing, **settings)
+    indices, weights, error = choose(layer, scores, routing)
     logits = norm(x) @ router.T
-    indices, weights = PlainRouting(case, score_bias).route(logits[:, :E] + bias)
+    want_indices, want_weights = PlainRouting(case, score_bias).route(logits[:, :E] + bias)
     if case.shared:
         share = logits[:, E:].sigmoid() if case.gated else torch.ones(1, 1)
-        indices = torch.cat((indices, E + torch.arange(case.shared)[None]), 1)
-        weights = torch.cat((weights, share.expand(1, case.shared)), 1)
-    return {"norm": relative(normed, norm(x))}, scores, routing, indices, weights
+        want_indices = torch.cat((want_indices, E + torch.arange(case.shared)[None]), 1)
+        want_weights = torch.cat((want_weights, share.expand(1, case.shared)), 1)
+    return {
+        "norm": relative(normed, norm(x)),
+        "indices": float((indices != want_indices).sum()),
+        "weights": relative(weights, want_weights),
+        "choice": error,
+    }
+
+
+def choose(layer: Layer, scores: Tensor, routing) -> tuple[Tensor, Tensor, float]:
+    """Return the choice of `gate_up`, and the error of its product beside given indices."""
+    case = layer.case
+    w13, _ = layer.weight(case.E + case.shared, 2 * case.I, case.D)
+    options = dict(tiles=layer.tiles, pdl=False, dtype=torch.float32)
+    found, indices, weights = moe_decode.gate_up(layer.x, w13, scores, routing, **options)
+    given = moe_decode.gate_up_of(layer.x, w13, indices, **options)
+    return indices, weights, relative(found, given)
 
 
 def errors(case: Case) -> dict[str, float]:
     layer = Layer(case)
-    edge = dense_error(layer, edge=True)
-    return expert_errors(layer) | {"dense": dense_error(layer), "edge": edge}
+    found = expert_errors(layer) | {"dense": dense_error(layer)}
+    found["edge"] = dense_error(layer, edge=True)
+    return found | {f"router {name}": error for name, error in router_errors(layer).items()}
 
 
 SMALL = dict(
@@ -383,21 +393,23 @@ def counts(case: Case) -> dict[str, dict]:
     """
     layer, found = Layer(case), {}
     x, D = layer.x.bfloat16(), case.D
-    options = dict(tiles=layer.tiles if case.tiles else None, pdl=True)
+    tiles = layer.tiles if case.tiles else None
     h, router = x.new_empty(case.A, case.I), x.new_empty(case.E, D)
     norm, launches = x.new_empty(D), {name: Launch() for name in KERNELS}
     with ExitStack() as stack:
         for name, module in KERNELS.items():
             stack.enter_context(mock.patch.object(module, name, launches[name]))
-        chosen = layer.normal(1, case.E), Routing(case.A, case.norm_topk)
-        moe_decode.gate_up(x, layer.w13, *chosen, **options)
-        moe_decode.down(h, layer.w2, *chosen, residual=x, **options)
-        moe_router.norm_router(x, norm, 1e-5, router, chosen[1], pdl=True)
+        scores = layer.normal(1, case.E)
+        routing = moe_router.Routing(case.A, case.norm_topk)
+        moe_decode.gate_up(x, layer.w13, scores, routing, tiles=tiles, pdl=True)
+        experts = dict(indices=layer.indices, routing=layer.routing)
+        moe_decode.down(h, layer.w2, **experts, residual=x, tiles=tiles, pdl=True)
+        moe_router.norm_router(x, norm, 1e-5, router, routing, pdl=True)
     for name, launch in launches.items():
         found[name] = code_counts(getattr(KERNELS[name], name), launch)
     with mock.patch.object(moe_decode, "_down", dense := Launch()):
         weight = replace(layer.dense, parts=tuple(part[0] for part in layer.dense.parts))
-        moe_decode.dense(x, weight, norm=norm, **options)
+        moe_decode.down(x, weight, norm=norm, tiles=tiles, pdl=True)
     return found | {"dense": code_counts(moe_decode._down, dense)}
 
 

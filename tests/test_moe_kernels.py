@@ -66,7 +66,7 @@ def test_a_model_with_a_dense_layer_has_the_plain_logits():
 def check_cases(cases: list[dict]) -> None:
     found = run({"cases": cases}, TRITON_INTERPRET="1")["cases"]
     for case, errors in zip(cases, found, strict=True):
-        assert errors["indices"] == 0, (case, errors)
+        assert errors["router indices"] == 0, (case, errors)
         assert max(errors.values()) < 1e-4, (case, errors)
 
 
@@ -117,7 +117,7 @@ def test_any_shape_and_layer(cases):
 
 @pytest.mark.slow
 def test_the_machine_code_loads_ahead_and_spills_nothing():
-    """On an H200: the weights of `_down` are loaded before the wait for the kernel before."""
+    """On an H200: a dense weight is loaded before the wait for the kernel before."""
     for format in ("int4", "bf16", "int8", "fp8", "fp8b", "mxfp4", "hqq4"):
         (found,) = run({"cases": [H200 | {"format": format}]})
         assert set(found) == {"_gate_up", "_down", "_norm_router", "dense"}
@@ -125,5 +125,4 @@ def test_the_machine_code_loads_ahead_and_spills_nothing():
             assert counts["waits"] == counts["starts"] == 1, (format, name, counts)
             # Triton 3.9 keeps one register of `_down` in memory, 3.6 none.
             assert counts["spills"] <= 1, (format, name, counts)
-        for name in ("dense", "_down"):
-            assert found[name]["ahead"] >= 4, found
+        assert found["dense"]["ahead"] >= 4, found
