@@ -122,6 +122,10 @@ def attend_blocks(
         seq_lengths=(q.shape[1], k.shape[2]),
     )
     options = {"block_mask": mask, "enable_gqa": True}
+    if q.shape[1] * (q.shape[2] // k.shape[1]) > BLOCK:
+        # FlexAttention's kernel for decoding takes at most one block of query rows; else Inductor
+        # fails with "No choices exist for backend". Its other kernel takes any number.
+        options["kernel_options"] = {"FORCE_USE_FLEX_ATTENTION": True}
     if not return_lse:
         return flex_attention(q.transpose(1, 2), k, v, **options).transpose(1, 2).flatten(2)
     aux = AuxRequest(lse=True)

@@ -11,7 +11,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ops.token_sampling import can_sample, sample_tokens
 from ops.topk import largest_by_rank
 
 MAX_CANDIDATES = 256  # likeliest tokens sampled from: one compiled step serves any smaller top_k
@@ -214,19 +213,6 @@ def make_sample_step(rule: Callable) -> Callable:
         step_to(state, rule(logits, state.controls, state.seen, noise))
 
     return sample_step
-
-
-def with_kernels(sample_step: Callable) -> Callable:
-    """Return a step of the rule `sample` that runs three kernels where they can, else the given."""
-
-    def step(state: StepState, logits: Tensor, count: int) -> None:
-        if can_sample(logits, count):
-            kept = state.controls, state.seen, state.seeds, state.last
-            sample_tokens(logits, *kept, state.token, state.position, count)
-        else:
-            sample_step(state, logits, count)
-
-    return step
 
 
 def step_to(state: StepState, chosen: Tensor) -> None:

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from model import COUNTING_SORT_MAX_TOKENS, Chunk, KVCache, Runner, Transformer
+from model import COUNTING_SORT_MAX_TOKENS, SHORT_CACHE, Chunk, KVCache, Runner, Transformer
 from ops.attention import BLOCK
 from ops.inductor import configure_inductor, without_tuning
 from runtime.graphs import CapturedStep, GraphCache, run_on_host
@@ -34,7 +34,6 @@ from runtime.sampling import (
     StepState,
     make_sample_step,
     sample,
-    with_kernels,
 )
 from runtime.sequence_state import MAX_TENTATIVE, truncate_all
 
@@ -72,6 +71,14 @@ class SessionOptions:
     sample_rule: Callable = sample  # (logits, controls, seen, noise) -> tokens [B, 1]
 
 
+def may_have_short_prompts(options: SessionOptions, cache_len: int) -> bool:
+    """Whether a captured session of these options runs short prompts like decode steps.
+
+    Over a long cache, SHORT_CHUNK queries take another attention kernel, which was not measured.
+    """
+    return options.batch == 1 and not options.compile_prefill and cache_len <= SHORT_CACHE
+
+
 class Session:
     """`batch` sequences of up to `max_seq_len` tokens, prompt and answer together, on one device.
 
@@ -99,8 +106,9 @@ class Session:
         self.states = model.setup_cache(self.batch, self.cache_len, options.cache_class)
         self.make_buffers()
         self.graphs = GraphCache() if captures_prompts else None
-        one, compiles = self.batch == 1, options.compile_prefill
-        self.has_short_prompts = captures_prompts and one and not compiles
+        self.has_short_prompts = captures_prompts and may_have_short_prompts(
+            options, self.cache_len
+        )
         self.pool = torch.cuda.graph_pool_handle() if self.captured else None  # of all steps
         self.steps: dict[tuple[int, int, bool, bool], Callable[[], None]] = {}
         self.reset()
@@ -116,8 +124,6 @@ class Session:
         if self.compiled:
             whole = partial(torch.compile, fullgraph=True, dynamic=False)
             self.sample_step, self.edit_step = whole(self.sample_step), whole(edit_logits)
-            if self.options.sample_rule is sample:
-                self.sample_step = with_kernels(self.sample_step)
 
     def make_buffers(self) -> None:
         """Allocate what a step reads and writes in place: a captured step needs fixed addresses."""
@@ -326,15 +332,15 @@ class Session:
     def run_short_chunk(self, part: Tensor, last: Tensor, start: int) -> tuple[Tensor, ...]:
         """`run_model` on up to SHORT_CHUNK tokens from position `start` on, by the decode runner.
 
-        Padding repeats the last token at its position. So it chooses the same experts, and writes
-        the same keys and values: it reads no more weights.
+        Padding repeats the last token, at the positions after it: most of it chooses the same
+        experts, and its keys and values are overwritten before they are read.
         """
 
         def run(tokens: Tensor, positions: Tensor, last: Tensor) -> tuple[Tensor, ...]:
             return self.run_model(tokens, positions, last, self.runner)
 
-        index = torch.arange(SHORT_CHUNK, device=self.device).clamp(max=len(part) - 1).unsqueeze(0)
-        tokens, positions = part[index], index + start
+        index = torch.arange(SHORT_CHUNK, device=self.device).unsqueeze(0)
+        tokens, positions = part[index.clamp(max=len(part) - 1)], index + start
         if self.graphs is None:
             return run(tokens, positions, last)
         return self.graphs((SHORT_CHUNK, None, self.watch), run, tokens, positions, last)

@@ -28,6 +28,7 @@ PROMPTS = {  # B, Q, K, H, Ck, Cv
     "one token": (1, 1, 1, 1, 16, 16),
     "draft": (2, 5, 2, 4, 16, 32),
     "a part of a chunk": (1, 40, 1, 2, 32, 16),
+    "half a chunk": (1, 32, 2, 4, 16, 16),
     "chunks, two blocks of columns": (2, 150, 2, 4, 16, 64),
     "equal keys": (1, 130, 1, 1, 16, 16),
 }

@@ -28,15 +28,17 @@ def by_speed(*arches: str) -> list:
 
 
 @cache
-def summaries(kind: str) -> dict[str, dict]:
-    """Return the summary of each case, quick or slow, from a process of its own.
-
-    It patches torch.
-    """
-    pytest.importorskip("triton", reason="Inductor's CUDA code needs triton")
+def run_cuda_codegen(kind: str) -> subprocess.CompletedProcess:
+    """Run it in a process of its own, because it patches torch; once, even if it fails."""
     root = Path(__file__).parents[1]
     command = [sys.executable, root / "tests" / "cuda_codegen.py", kind]
-    run = subprocess.run(command, cwd=root, capture_output=True, text=True)
+    return subprocess.run(command, cwd=root, capture_output=True, text=True)
+
+
+def summaries(kind: str) -> dict[str, dict]:
+    """Return the summary of each case, quick or slow."""
+    pytest.importorskip("triton", reason="Inductor's CUDA code needs triton")
+    run = run_cuda_codegen(kind)
     if run.returncode and re.match(r"(Import|Attribute)Error.*torch", run.stderr.splitlines()[-1]):
         pytest.skip(f"Inductor's private API has changed: {run.stderr.splitlines()[-1]}")
     assert run.returncode == 0, run.stderr
@@ -108,6 +110,13 @@ def test_latent_attention_reads_its_cache_as_it_is(arch):
         scores = args.n_head * 1024
         assert found["largest_buffer"] == max(scores, args.n_active * args.intermediate)
         assert found["rounded"] == (name == "Int8KVCache")
+
+
+@pytest.mark.parametrize("queries", (1, 16, 32))
+def test_few_queries_over_a_long_cache_have_a_kernel(queries):
+    """Qwen3-30B-A3B has 8 query heads per KV head: 32 queries are more rows than a block has."""
+    found = generated(f"long_attention {queries}")
+    assert found["extern"] == [] and found["triton"] >= 3  # it was compiled: nothing was raised
 
 
 def test_ranks_communicate_twice_a_block():

@@ -31,18 +31,11 @@ from offload.runner import runner_class_for
 from ops import gemv4
 from ops.gated_delta_token import delta_token
 from ops.inductor import configure_inductor
-from ops.token_sampling import sample_tokens
 from ops.tuning import gpu_ms
 from runtime.batch import Batch
 from runtime.fused_attention import MAX_CACHE_LEN, fuse_decode_attention
 from runtime.fused_decode import FusedRunner, can_fuse
-from runtime.sampling import (
-    NotFiniteError,
-    Sampling,
-    StepState,
-    make_sample_step,
-    sample,
-)
+from runtime.sampling import NotFiniteError, Sampling
 from runtime.session import Session, SessionOptions
 from runtime.speculation import Speculation
 from tokenizer import load_tokenizer
@@ -389,31 +382,6 @@ def test_short_prompts_replay_one_graph(name, make_family):
             assert list(captured.stream(ids, 20, GREEDY)) == want
             ids = ids + want + prompt(7)[0].tolist()
     assert [key for key, run in captured.graphs.known.items() if run] == [(32, None, False)]
-
-
-@pytest.mark.parametrize("vocabulary", (160, 32000, 152064))
-def test_the_sampling_kernels_draw_the_plain_tokens(vocabulary):
-    """Of 400 tokens one may differ: exponentials are rounded differently."""
-    B, count, different = 8, min(256, vocabulary), 0
-    controls = Sampling(temperature=0.9, top_k=200, top_p=0.98, repetition_penalty=1.2)
-    state = StepState(
-        token=torch.zeros(B, 1, dtype=torch.int64, device="cuda"),
-        position=torch.zeros(B, 1, dtype=torch.int64, device="cuda"),
-        last=torch.zeros(B, dtype=torch.int64, device="cuda"),
-        seen=torch.zeros(B, vocabulary, dtype=torch.bool, device="cuda"),
-        controls=controls.controls(vocabulary).cuda().expand(B, 5).contiguous(),
-        seeds=torch.arange(B, device="cuda"),
-    )
-    plain = make_sample_step(sample)
-    for _ in range(50):
-        logits, own = 3 * torch.randn(B, vocabulary, device="cuda"), deepcopy(state)
-        plain(own, logits, count)
-        kept = state.controls, state.seen, state.seeds, state.last
-        sample_tokens(logits, *kept, state.token, state.position, count)
-        assert state.position.equal(own.position)
-        different += (state.token != own.token).sum().item()
-        assert state.seen.sum(1).ge(1).all()
-    assert different <= 1
 
 
 def test_a_step_never_waits_for_the_device():
