@@ -71,7 +71,7 @@ from parallel.all_reduce import choose_all_reduce
 from parallel.device import pick_device
 from parallel.heartbeat import fail, leave
 from runtime.fused_attention import fuse_decode_attention
-from runtime.fused_decode import FusedRunner, can_fuse, is_faster_fused
+from runtime.fused_decode import FusedRunner, can_fuse
 from runtime.runner import CompiledRunner
 from runtime.sampling import Sampling
 from runtime.session import Session, SessionOptions
@@ -307,7 +307,7 @@ def choose_runner(model: Transformer, kernels: str) -> type[CompiledRunner]:
     """Return what runs a compiled model's calls. kernels: as --decode_kernels says."""
     fused = kernels == "fused"
     if kernels == "auto" and not offloaded_layers(model):
-        fused = is_faster_fused(model, model.norm.weight.device)
+        fused = can_fuse(model, model.norm.weight.device)
     return FusedRunner if fused else runner_class_for(model)
 
 

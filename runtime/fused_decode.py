@@ -40,9 +40,6 @@ from ops.moe_decode import SWIGLU, Weight
 from ops.moe_router import Routing
 from runtime.fused_attention import FusedDecodeAttention, fused_attention
 from runtime.runner import CompiledRunner
-from runtime.weights import bytes_per_token
-
-MAX_BYTES_A_LAYER = 160_000_000  # for a token; the largest that was measured has 152 MB
 
 
 def kernel_weight(module: nn.Module) -> Weight:
@@ -319,17 +316,3 @@ def can_fuse(model: Transformer, device: torch.device) -> bool:
         return False
     sparse = sum(isinstance(block.ffn, MoE) for block in model.layers)
     return 0 < sparse == len(fused_layers(model))
-
-
-def is_faster_fused(model: Transformer, device: torch.device) -> bool:
-    """Whether the fused kernels are known to decode at least 5 % faster than Inductor's.
-
-    Known from end-to-end figures (docs/kernels.md): of layers that read few bytes for a token, and
-    not in mxfp4.
-    """
-    if not can_fuse(model, device) or bytes_per_token(model) > MAX_BYTES_A_LAYER * len(
-        model.layers
-    ):
-        return False
-    kinds = {kernel_weight(b.ffn.experts.w13).kind for b in model.layers if isinstance(b.ffn, MoE)}
-    return "mxfp4" not in kinds
