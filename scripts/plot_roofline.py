@@ -27,6 +27,7 @@ OTHER_TEXTS = ("name",)
 INK, GREY, LIGHT, ACCENT = "#1a1a1a", "#767676", "#b9b9b9", "#0b5fa5"
 MANY = 10  # results; more have smaller labels
 LINE_BOXES = 150  # boxes along a line, for counting overlaps with labels
+ROUNDS = 3  # of placing labels
 # Positions of a label beside its point, best first: offset in 1/72 inch, alignment.
 SIDES = (
     (9, 0, "left", "center"),
@@ -170,10 +171,10 @@ def draw_roofs(axes, roofs: dict[str, float]) -> list[tuple[Point, Point]]:
         axes.plot(*zip(*lines[-1], strict=True), color=GREY, linewidth=1.2, zorder=1)
         (x0, y0), (x1, y1) = axes.transData.transform(lines[-1])
         angle = math.degrees(math.atan2(y1 - y0, x1 - x0))
-        middle = math.sqrt(left * right)
+        name = left**0.75 * right**0.25  # models' labels are further down
         axes.annotate(
             f"{gpu}: {speed:,.0f} GB/s measured",
-            (middle, speed / middle),
+            (name, speed / name),
             (2, 4),
             textcoords="offset points",
             color=GREY,
@@ -230,6 +231,7 @@ def place_labels(axes, labels: list[Label], lines: list[tuple[Point, Point]]) ->
 
     lines: the two ends of each line, which is straight on the screen.
     """
+    from matplotlib.text import Annotation
     from matplotlib.transforms import Bbox
 
     def box_around(x: float, y: float, size: float) -> Bbox:
@@ -245,7 +247,9 @@ def place_labels(axes, labels: list[Label], lines: list[tuple[Point, Point]]) ->
         for n in range(LINE_BOXES + 1):
             along = n / LINE_BOXES
             on_lines.append(box_around(x + (x1 - x) * along, y + (y1 - y) * along, 2))
-    for x, y, text, style in labels:
+
+    def place(label: Label, taken: list[Bbox]) -> tuple[Annotation, Bbox]:
+        x, y, text, style = label
         best, own = None, axes.transData.transform((x, y))
         for dx, dy, ha, va in SIDES:
             align = dict(textcoords="offset points", ha=ha, va=va)
@@ -262,7 +266,14 @@ def place_labels(axes, labels: list[Label], lines: list[tuple[Point, Point]]) ->
             if best:
                 best[1].remove()
             best = cost, note, box
-        taken.append(best[2])
+        return best[1:]
+
+    placed: dict[int, tuple[Annotation, Bbox]] = {}
+    for _ in range(ROUNDS):  # later rounds know where all other labels are
+        for n, label in enumerate(labels):
+            if n in placed:
+                placed.pop(n)[0].remove()
+            placed[n] = place(label, taken + [box for _, box in placed.values()])
 
 
 # Command ------------------------------------------------------------------------------------------
