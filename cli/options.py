@@ -123,8 +123,8 @@ def add_compile_cache(parser: Parser) -> None:
 def add_decode_kernels(parser: Parser) -> None:
     """Add which kernels decode one token."""
     kernels = (
-        "kernels of a compiled decode step: Inductor's, or fused ones; auto: fused ones for models "
-        "that are known to be faster with them (auto)"
+        "kernels of a compiled decode step: Inductor's, or fused ones; auto: fused ones "
+        "wherever they compute the model (auto)"
     )
     parser.add_argument("--decode_kernels", choices=DECODE_KERNELS, default="auto", help=kernels)
 

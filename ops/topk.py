@@ -1,10 +1,14 @@
-"""Top-k without library kernels: of a router's few scores, and of a vocabulary's many logits."""
+"""Top-k without library kernels: of a router's few scores, and of a vocabulary's many logits.
+
+Also argmax and running sums of a vocabulary's numbers, in blocks that a GPU computes side by side.
+"""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 RANK_KERNEL_MAX = 2048  # largest N for the O(N^2) rank kernel
+BLOCK = 2048  # numbers of a row that are reduced at once
 
 
 def top_k(scores: Tensor, k: int) -> tuple[list[Tensor], Tensor]:
@@ -64,3 +68,39 @@ def largest_by_rank(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
     rank = ((other > this) | tied).sum(dim=-1)
     indices = torch.where(rank.unsqueeze(-2) == ranks.unsqueeze(-1), index, 0).sum(dim=-1)
     return values.gather(1, indices), indices
+
+
+def in_blocks(x: Tensor) -> Tensor:
+    """x [B, N] -> [B, blocks, BLOCK]; the last number is repeated until the end."""
+    N = x.shape[-1]
+    # Not F.pad: Inductor would write its constants by a kernel that waits for none before it.
+    index = torch.arange(N + -N % BLOCK, device=x.device).clamp(max=N - 1)
+    return x[:, index].unflatten(-1, (-1, BLOCK))
+
+
+def argmax(x: Tensor) -> Tensor:
+    """x [B, N] -> the index of each row's largest number, int64 [B, 1].
+
+    The first of equal ones; NaN is the largest. Inductor computes `torch.argmax` of a row by one
+    program, which takes longer than all others of a step's end.
+    """
+    if x.shape[-1] <= BLOCK:
+        return x.argmax(dim=-1, keepdim=True)
+    blocks = in_blocks(x)
+    block = blocks.amax(dim=-1).argmax(dim=-1, keepdim=True)
+    return block * BLOCK + blocks.argmax(dim=-1).gather(-1, block)
+
+
+def running_sum(x: Tensor) -> Tensor:
+    """`x.cumsum(-1)` of x [B, N]: in blocks, then of the blocks' sums.
+
+    Inductor sums one long row by a kernel that cannot also compute what follows: PyTorch 2.11 then
+    fails with "NYI TritonSplitDimKernel reductions".
+    """
+    N = x.shape[-1]
+    if N <= BLOCK:
+        return x.cumsum(dim=-1)
+    sums = in_blocks(x).cumsum(dim=-1)
+    ends = sums[..., -1:]
+    before = ends.cumsum(dim=1) - ends
+    return (sums + before).flatten(1)[:, :N]

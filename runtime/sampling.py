@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ops.topk import largest_by_rank
+from ops.topk import argmax, largest_by_rank, running_sum
 
 MAX_CANDIDATES = 256  # likeliest tokens sampled from: one compiled step serves any smaller top_k
 TOP_LOGPROBS = 20  # maximum `top_logprobs`
@@ -164,7 +164,7 @@ def rank_candidates(
     values, tokens = (largest_by_rank if logits.is_cuda else torch.topk)(logits, count)
     among = torch.arange(count, device=logits.device) < top_k
     probabilities = torch.where(among, values / temperature, float("-inf")).softmax(dim=-1)
-    likelier = probabilities.cumsum(dim=-1) - probabilities  # the mass before each candidate
+    likelier = running_sum(probabilities) - probabilities  # the mass before each candidate
     keep = among & (likelier < top_p) & (probabilities >= min_p * probabilities[:, :1])
     finite = values[:, :1].abs() < torch.finfo(values.dtype).max  # nan_to_num maps -inf to -max
     return tokens, torch.where(keep, probabilities, 0.0), finite
@@ -181,10 +181,10 @@ def sample(logits: Tensor, controls: Tensor, seen: Tensor, noise: Tensor | None)
     """
     if noise is None:
         logits = penalize(logits, seen, controls[:, 4:])
-        tokens = logits.argmax(dim=-1, keepdim=True)  # argmax takes a NaN for the largest
+        tokens = argmax(logits)  # of a row with a NaN, that
         return torch.where(logits.gather(-1, tokens).isfinite(), tokens, NOT_FINITE)
     tokens, weights = shortlist(logits, controls, seen, noise.shape[-1])
-    return tokens.gather(-1, (weights / noise).argmax(dim=-1, keepdim=True))
+    return tokens.gather(-1, argmax(weights / noise))
 
 
 # Steps --------------------------------------------------------------------------------------------

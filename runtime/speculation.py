@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from model import Chunk, ModelArgs, Transformer
+from ops.topk import argmax
 from runtime.runner import CompiledRunner
 from runtime.sampling import (
     NOT_FINITE,
@@ -89,7 +90,7 @@ def verify_sampled(
     p = torch.cat((left, p[N:]))
     count = good.flatten().long().cumprod(dim=0).sum().view(1)
     own = tokens.index_select(0, count)
-    own = own.gather(1, (p.index_select(0, count) / noise).argmax(dim=-1, keepdim=True))
+    own = own.gather(1, argmax(p.index_select(0, count) / noise))
     own = torch.where(finite.index_select(0, count), own, NOT_FINITE)
     return pack_result(drafts, count, own)
 
@@ -118,7 +119,7 @@ def draw_with_probabilities(state: StepState, logits: Tensor, count: int) -> Ten
     probabilities = torch.where(finite, weights / weights.sum(dim=-1, keepdim=True), 0.0)
     q = torch.zeros_like(logits).scatter(1, tokens, probabilities)
     noise = exponential(state.seeds, state.position, count, DRAFT_STREAM)
-    chosen = tokens.gather(1, (weights / noise).argmax(dim=-1, keepdim=True))
+    chosen = tokens.gather(1, argmax(weights / noise))
     step_to(state, torch.where(finite, chosen, NOT_FINITE))
     return q
 

@@ -7,7 +7,8 @@ Nothing runs: tensors are fake (benchmarks/inductor_code.py), which patches torc
 process, so tests run this in a process of its own. Dynamo and tuning are skipped: read a result as
 "does this formulation fuse". It prints one JSON object. Each case has the number of Triton kernels,
 the library calls left over, the elements of the largest buffer, roundings to bf16 that Inductor
-cannot drop, integer dot products, and the kernels that use data too early.
+cannot drop, integer dot products, running sums of long rows, and the kernels that use data too
+early.
 """
 
 import json
@@ -35,7 +36,7 @@ from models.random_weights import first_layers
 from ops.attention import attend, attend_blocks, blocks_in_use
 from ops.inductor import configure_inductor, materialize
 from runtime.fused_attention import fuse_decode_attention
-from runtime.sampling import MAX_CANDIDATES, sample
+from runtime.sampling import MAX_CANDIDATES, StepState, make_sample_step, sample
 from tp import ModelShard
 
 # Reading the code ---------------------------------------------------------------------------------
@@ -53,6 +54,7 @@ def summary(code: str) -> dict:
         "rounded": code.count(".to(tl.bfloat16).to(tl.int16, bitcast=True)"),
         "integer_products": code.count("dp2a.lo"),
         # Templates, such as FlexAttention's, load from copies of their parameters.
+        "split_scans": code.count("@triton_heuristics.split_scan("),
         "early": [] if "triton_tem_" in code else early_uses(code),
     }
 
@@ -175,12 +177,22 @@ def early_reader(args: ModelArgs):
     return step, (fake_empty(1, 1, dtype=torch.int64), kv, q, fake_empty(1, 1, 1024))
 
 
-def sampling(args: ModelArgs):
-    """The choice of a token."""
-    V = args.vocab_size
-    logits, controls = fake_empty(1, V, dtype=torch.float32), fake_empty(1, 5, dtype=torch.float32)
-    noise = fake_empty(1, MAX_CANDIDATES, dtype=torch.float32)
-    return sample, (logits, controls, fake_empty(1, V, dtype=torch.bool), noise)
+def sampling(args: ModelArgs, count: int = MAX_CANDIDATES):
+    """The choice of a token among `count` candidates, and the step to the next position."""
+    rows, V = 1, args.vocab_size
+    state = StepState(
+        token=fake_empty(rows, 1, dtype=torch.int64),
+        position=fake_empty(rows, 1, dtype=torch.int64),
+        last=fake_empty(rows, dtype=torch.int64),
+        seen=fake_empty(rows, V, dtype=torch.bool),
+        controls=fake_empty(rows, 5, dtype=torch.float32),
+        seeds=fake_empty(rows, dtype=torch.int64),
+    )
+
+    def step(logits: Tensor, *state: Tensor) -> None:
+        make_sample_step(sample)(StepState(*state), logits, count)
+
+    return step, (fake_empty(rows, V, dtype=torch.float32), *state)
 
 
 def library_products(args: ModelArgs):
@@ -244,6 +256,8 @@ def plain_cases(arch: str) -> Iterator[Case]:
     args = first_layers(ARCHITECTURES[arch], 1)
     for case in (experts, library_products, block, early_reader, sampling):
         yield f"{arch} {case.__name__}", case, (args,)
+    for count in (0, args.vocab_size):
+        yield f"{arch} sampling {count and 'all'}", sampling, (args, count)
     for cache_class in (KVCache, Int8KVCache, CopiedKVCache):
         yield f"{arch} block {cache_class.__name__}", block, (args, 1024, cache_class)
 

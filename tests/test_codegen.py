@@ -146,6 +146,14 @@ def test_no_kernel_reads_what_the_one_before_it_may_still_be_writing(kind, arch)
 
 
 @pytest.mark.parametrize("arch", by_speed(*ARCHES))
+@pytest.mark.parametrize("candidates", ("0", "all"))
+def test_choosing_a_token_is_no_scan_of_a_long_row(arch, candidates):
+    """PyTorch 2.11 fails to compile one that is fused with an argmax."""
+    found = generated(f"{arch} sampling {candidates}")
+    assert found["split_scans"] == 0 and found["extern"] == []
+
+
+@pytest.mark.parametrize("arch", by_speed(*ARCHES))
 def test_an_int8_cache_is_read_as_it_is_in_no_more_kernels(arch):
     """No buffer is as large as the keys of its 1024 positions, unlike with the cache to avoid."""
     args, plain = ARCHITECTURES[arch], generated(f"{arch} block KVCache")

@@ -22,8 +22,8 @@ from generate import load_model
 from models.gpt_oss import GptOssArgs
 from models.layers.yarn import Yarn
 from models.random_weights import RandomWeights
-from ops.attention import BLOCK
-from ops.topk import RANK_KERNEL_MAX, largest_by_rank
+from ops.attention import BLOCK as CACHE_BLOCK
+from ops.topk import BLOCK, RANK_KERNEL_MAX, argmax, largest_by_rank, running_sum
 from parallel.device import pick_device
 from runtime import graphs
 from runtime.sampling import Sampling, sample
@@ -122,6 +122,26 @@ def test_largest_by_rank_agrees_with_topk(data, count, rows):
     assert torch.equal(best, values.topk(k).values)
     assert torch.equal(values.gather(1, indices), best)
     assert all(len(set(row)) == k for row in indices.tolist())
+
+
+@given(data=st.data(), count=st.integers(1, 3 * BLOCK), rows=st.integers(1, 3))
+@settings(max_examples=30, deadline=None)
+def test_argmax_agrees_with_torch(data, count, rows):
+    """A coarse grid makes many equal numbers: the first of them is taken. NaN is the largest."""
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**20)))
+    x = torch.randn(rows, count, generator=generator).mul(data.draw(st.sampled_from((1, 99))))
+    x = x.round()
+    special = data.draw(st.sampled_from((0.0, float("nan"), float("inf"), float("-inf"))))
+    x[data.draw(st.integers(0, rows - 1)), data.draw(st.integers(0, count - 1))] = special
+    assert torch.equal(argmax(x), x.argmax(dim=-1, keepdim=True))
+
+
+@pytest.mark.parametrize("count", (1, BLOCK, BLOCK + 1, 3 * BLOCK, 151_936))
+def test_running_sum_agrees_with_cumsum(count):
+    x = torch.rand(2, count, generator=torch.Generator().manual_seed(0))
+    expected = x.double().cumsum(-1)
+    assert running_sum(x).shape == x.shape
+    assert ((running_sum(x).double() - expected) / expected).abs().max() < 2e-6
 
 
 def test_greedy_takes_the_likeliest_after_the_penalty():
@@ -597,7 +617,7 @@ def test_which_prompts_are_short(model):
 
 def test_which_captured_sessions_have_short_prompts():
     assert may_have_short_prompts(SessionOptions(), 1024)
-    assert not may_have_short_prompts(SessionOptions(), 1024 + BLOCK)
+    assert not may_have_short_prompts(SessionOptions(), 1024 + CACHE_BLOCK)
     assert not may_have_short_prompts(SessionOptions(batch=2), 1024)
     assert not may_have_short_prompts(SessionOptions(compile_prefill=True), 1024)
 
