@@ -1,21 +1,24 @@
 """One Triton kernel for one token's attention: norms, RoPE, cache append, scores, softmax, values.
 
-It replaces `Attention.core` for one token of each sequence over a short plain cache, where starting
-five kernels takes longer than reading the cache. Everything else takes the plain path, which is the
-reference that tests compare it with.
+It replaces `Attention.core` for one token of each sequence, where starting five kernels takes
+longer than reading a few thousand positions. A short plain cache and a long or int8 one have
+kernels of their own. Everything else takes the plain path, which is the reference that tests
+compare with.
 """
 
 import torch
 from torch import Tensor, nn
 
 from model import Attention, Context, Transformer
+from ops.attention import BLOCK
 from ops.decode_attention import attend_token
+from ops.split_attention import attend_split
 
-MAX_CACHE_LEN = 640  # up to this length the fused kernel is faster, or no slower (H200)
+MAX_CACHE_LEN = 640  # up to this length `attend_token` is faster, or no slower (H200)
 
 
 class FusedDecodeAttention(Attention):
-    """An attention layer whose core is `attend_token`, where that computes the same.
+    """An attention layer whose core is `attend_token` or `attend_split`, where they compute it.
 
     It shares the plain layer's parameters, submodules and cache, under the same names.
     """
@@ -51,24 +54,28 @@ class FusedDecodeAttention(Attention):
         return torch.compiler.is_compiling() and self.takes(qkv, context)
 
     def takes(self, qkv: Tensor, context: Context) -> bool:
-        """Whether the kernel takes this call: one token, a short plain cache."""
+        """Whether a kernel takes this call: one token of each sequence."""
         if not self.supported or context.chunk or qkv.shape[1] > 1 or not qkv.is_cuda:
             return False
-        mask = context.masks[self.window]
-        length = mask.bias.shape[-1]
+        return self.is_short(qkv) or (qkv.element_size() == 2 and self.has_whole_blocks())
+
+    def is_short(self, qkv: Tensor) -> bool:
+        """Whether the cache is `attend_token`'s: plain, and short itself or by its window."""
+        length = self.cache.kv.shape[3]
         short = min(self.window or length, length) <= self.max_length
-        return self.cache.kv.dtype == qkv.dtype and mask.blocks is None and short
+        return short and self.cache.kv.dtype == qkv.dtype
+
+    def has_whole_blocks(self) -> bool:
+        """Whether the cache is `attend_split`'s."""
+        return self.cache.kv.shape[3] % BLOCK == 0
 
     def fused_core(self, qkv: Tensor, context: Context) -> Tensor:
         """qkv [B, 1, (H + 2 K) C], or as the settings say -> [B, 1, H * C]."""
         q_norm, k_norm, eps = None, None, 0.0
         if self.q_norm is not None:
             q_norm, k_norm, eps = self.q_norm.weight, self.k_norm.weight, self.q_norm.eps
-        return attend_token(
-            qkv,
-            context.rope,
-            context.positions,
-            self.cache.kv,
+        cache, scales = self.cache.stored()
+        arguments = (
             q_norm,
             k_norm,
             self.settings.get("sinks"),
@@ -82,6 +89,10 @@ class FusedDecodeAttention(Attention):
             self.settings.get("rope_begin", 0),
             self.settings.get("gated", False),
         )
+        token = qkv, context.rope, context.positions
+        if self.is_short(qkv):
+            return attend_token(*token, cache, *arguments)
+        return attend_split(*token, cache, scales, *arguments)
 
 
 def fused_attention(attention: nn.Module) -> nn.Module:

@@ -27,6 +27,7 @@ from runtime.graphs import CapturedStep, GraphCache, run_on_host
 from runtime.logit_edits import EditState, edit_logits, make_edit_state, set_edits
 from runtime.runner import CompiledRunner, EagerRunner
 from runtime.sampling import (
+    MAX_CANDIDATES,
     NOT_FINITE,
     TOP_LOGPROBS,
     NotFiniteError,
@@ -184,7 +185,10 @@ class Session:
 
     def choose_tokens(self, state: StepState, logits: Tensor, candidates: int) -> None:
         """Sample each next token among `candidates` (0: greedy) into `token`, step `position`."""
-        self.sample_step(state, logits, candidates)
+        # A server compiles this for each size and way of sampling, of which few will be used.
+        tuned = len(state.token) == 1 and candidates <= MAX_CANDIDATES
+        with nullcontext() if tuned else without_tuning():
+            self.sample_step(state, logits, candidates)
 
     def record_details(self, token: Tensor, logits: Tensor, routing: Sequence[Tensor]) -> Tensor:
         """Return the Details of the chosen tokens [B, 1]. routing: experts, weights [L, B, A].

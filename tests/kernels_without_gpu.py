@@ -52,6 +52,7 @@ from ops import (
     grouped,
     long_attention,
     sandwich,
+    split_attention,
 )
 from ops.attention import attend, causal_bias
 from ops.rope import rope_frequencies, rope_table
@@ -713,7 +714,7 @@ def gemma4_token_error(is_global: bool) -> float:
         shared_intermediate=16,
     )
     model = Gemma4Transformer(first_layers(args, 6))
-    layer, S = model.layers[5 if is_global else 0].attention, 64
+    layer, S = model.layers[5 if is_global else 0].attention, 128
     for parameter in layer.parameters():
         parameter.data = torch.randn_like(parameter) * 0.2
     positions, (_, K, C) = torch.tensor([[40], [3]]), layer.heads
@@ -729,7 +730,7 @@ def gated_token_error() -> float:
     torch.manual_seed(0)
     sizes = dict(dim=64, n_head=4, n_kv_head=2, head_dim=32, rotary_dim=8)
     args = replace(ARCHITECTURES["Qwen3-Next-80B-A3B"], **sizes)
-    layer, S = GatedAttention(args), 64
+    layer, S = GatedAttention(args), 128
     for parameter in layer.parameters():
         parameter.data = torch.randn_like(parameter) * 0.2
     positions = torch.tensor([[40], [3]])
@@ -742,14 +743,41 @@ def gated_token_error() -> float:
 
 
 def fused_error(layer: Attention, settings: dict, x: Tensor, context: Context, kv: Tensor) -> float:
-    """Return the relative error of the fused layer over a cache kv [2, B, K, S, C]."""
+    """Return the largest relative error of the fused layers over a cache kv [2, B, K, S, C].
+
+    attend_split takes short parts, so that there are several; then one; then it reads int8 codes.
+    """
     found, fused = [], FusedDecodeAttention(layer, settings)
-    for attention, is_fused in ((layer, False), (fused, True)):
-        cache = attention.allocate(kv.shape[1], kv.shape[3], KVCache, x)
-        cache.kv.copy_(kv)
-        with mock.patch.object(FusedDecodeAttention, "is_fused", lambda *_, f=is_fused: f):
-            found.append((attention(x, context), cache.kv))
-    return max(((got - want).norm() / want.norm()).item() for want, got in zip(*found, strict=True))
+    split = (layer, KVCache, None), (fused, KVCache, 64), (fused, KVCache, 512)
+    int8 = (layer, Int8KVCache, None), (fused, Int8KVCache, 64)
+    for attention, kind, part in (*split, (fused, KVCache, None), *int8):
+        cache = attention.allocate(kv.shape[1], kv.shape[3], kind, x)
+        fill(cache, kv)
+        is_short, is_fused = part is None, attention is fused
+        with (
+            mock.patch.multiple(
+                FusedDecodeAttention,
+                is_fused=lambda *_, f=is_fused: f,
+                is_short=lambda *_, f=is_short: f,
+            ),
+            mock.patch.object(split_attention, "PART", part),
+        ):
+            y = attention(x, context)
+        found.append((y, *(stored.float() for stored in cache.stored() if stored is not None)))
+    plain, quantized = found[:4], found[4:]
+    return max(largest_error(want, got) for want, *rest in (plain, quantized) for got in rest)
+
+
+def fill(cache: KVCache, kv: Tensor) -> None:
+    """Store keys and values in a cache of any kind."""
+    everywhere = torch.arange(kv.shape[3]).expand(kv.shape[1], -1)
+    cache.append(kv.permute(1, 3, 0, 2, 4), Context(torch.empty(0), positions=everywhere))
+
+
+def largest_error(want: Iterable[Tensor], got: Iterable[Tensor]) -> float:
+    """Return the largest relative error of tensors in pairs."""
+    pairs = zip(want, got, strict=True)
+    return max(((b - a).norm() / a.norm()).item() for a, b in pairs)
 
 
 def token_code() -> dict[str, dict[str, int]]:
@@ -870,8 +898,17 @@ def attend_errors() -> dict[str, float]:
     return {name: attend_error(*case) for name, case in ATTEND.items()} | latent
 
 
+@triton.jit
+def round_to_bf16(x):
+    """`split_attention._to_bf16`, to the nearest in integers."""
+    bits = x.to(tl.int32, bitcast=True)
+    bits = bits + 0x7FFF + (bits >> 16 & 1)
+    return (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+
+
 def token_errors() -> dict[str, float]:
-    decode_attention.supports_pdl = lambda x: False
+    split_attention._to_bf16 = round_to_bf16
+    decode_attention.supports_pdl = split_attention.supports_pdl = lambda x: False
     found = {name: token_error(*case) for name, case in TOKEN.items()}
     kinds = {"Gemma 4's window layer": False, "Gemma 4's global layer": True}
     found |= {name: gemma4_token_error(is_global) for name, is_global in kinds.items()}

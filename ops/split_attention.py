@@ -1,0 +1,448 @@
+"""Decode attention over a cache of any length: RoPE, cache append and attention.
+
+It computes what ops/decode_attention.py does, but reads each key and value once for all query heads
+of its KV head, and splits the positions among programs (Flash-Decoding, Dao et al. 2023). A second
+kernel merges the parts. How many parts a sequence has depends on its position, which is on the GPU:
+a short sequence has one part, however long its cache is. The cache is plain or int8.
+
+Letters: B sequences, S positions of the cache, H query heads, K KV heads, G = H / K, C head dim,
+P parts of the positions, at most.
+"""
+
+from __future__ import annotations  # annotations of kernels name triton, which may be absent
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ops.decode_attention import (
+    _load_head,
+    _load_rotation,
+    _load_value,
+    empty_output,
+    online_softmax,
+)
+from ops.grouped import _signed_bytes
+from ops.jit import jit, supports_pdl, tl, triton
+
+PART = 128  # positions of a part, at least
+MAX_PARTS = 64
+PROGRAMS = 2  # for each of the GPU's processors, at most
+
+
+class Tile(NamedTuple):
+    """How a program reads the positions."""
+
+    block: int  # positions at once
+    warps: int
+    stages: int  # blocks on their way
+
+
+def choose_tile(C: int, itemsize: int) -> Tile:
+    """Return the tile for heads of this size, of a plain or an int8 cache (H200)."""
+    if itemsize == 1:
+        return Tile(min(64, max(16, 64 * 128 // C)), 4, 3)
+    return Tile(min(128, max(16, 128 * 128 // C)), 8, 2 if C <= 128 else 3)
+
+
+@jit
+def _load_keys(cache, scales, block, C: tl.constexpr, BLOCK: tl.constexpr, INT8: tl.constexpr):
+    """Load a block's keys or values [BLOCK, C], and their scales [BLOCK] if they have some."""
+    key = block * BLOCK + tl.arange(0, BLOCK)
+    entries = tl.load(cache + key[:, None] * C + tl.arange(0, C)[None, :])
+    scale = tl.load(scales + key).to(tl.float32) if INT8 else 1.0
+    return entries, scale
+
+
+@jit
+def _convert(entries, dtype: tl.constexpr, INT8: tl.constexpr):
+    """Convert codes to the dtype of a product; for bf16 without the slow conversion instruction."""
+    if INT8 and dtype == tl.bfloat16:
+        return _signed_bytes(entries.to(tl.int16))
+    return entries.to(dtype)
+
+
+@jit
+def _add_block(
+    row_max,
+    row_sum,
+    acc,
+    query,
+    keys,
+    values,
+    block,
+    position,
+    WINDOW: tl.constexpr,
+    BLOCK: tl.constexpr,
+    INT8: tl.constexpr,
+):
+    """Add a block of cached positions to the softmax so far: row_max, row_sum [M], acc [M, C]."""
+    k, k_scale = keys
+    v, v_scale = values
+    k, v = _convert(k, query.dtype, INT8), _convert(v, query.dtype, INT8)
+    key = block * BLOCK + tl.arange(0, BLOCK)
+    scores = tl.dot(query, tl.trans(k))
+    if INT8:
+        scores *= k_scale[None, :]
+    seen = (key < position) & (key > position - WINDOW)
+    scores = tl.where(seen[None, :], scores, float("-inf"))
+    weights, rescale, row_max, row_sum = online_softmax(scores, row_max, row_sum)
+    if INT8:
+        weights *= v_scale[None, :]
+    acc = acc * rescale[:, None] + tl.dot(weights.to(query.dtype), v)
+    return row_max, row_sum, acc
+
+
+@jit
+def _to_bf16(x):
+    """Round fp32 to bf16. Tests replace it: Triton's interpreter truncates."""
+    return x.to(tl.bfloat16)
+
+
+@jit
+def _quantize(x, C: tl.constexpr):
+    """`formats.kv_cache.quantize_int8` of one head [1, C] -> codes, scale, codes * scale in fp32.
+
+    The last is NaN where x is not finite, as the token must be.
+    """
+    x = x.to(tl.float32)
+    largest = tl.max(tl.abs(x), 1, keep_dims=True)
+    scale = _to_bf16(tl.div_rn(largest, tl.full([1, 1], 127, tl.float32)))
+    scale = tl.where(scale == 0, tl.full([1, 1], 1, tl.bfloat16), scale)
+    ratio = tl.clamp(tl.div_rn(x, scale.to(tl.float32)), -127.0, 127.0)
+    codes = (ratio + 12582912.0) - 12582912.0  # 1.5 * 2 ** 23: the sum is rounded to an integer
+    return codes.to(tl.int8), scale, codes * scale.to(tl.float32) + (x - x)
+
+
+@jit
+def _store_heads(
+    y,
+    gates,
+    sinks,
+    first_head,
+    row_max,
+    row_sum,
+    acc,
+    ROWS: tl.constexpr,
+    G: tl.constexpr,
+    C: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    GATED: tl.constexpr,
+):
+    """Divide acc [ROWS, C] by the sum of weights, with sink and gate; store the first G rows."""
+    row = tl.arange(0, ROWS)
+    head = first_head + tl.minimum(row, G - 1)
+    if HAS_SINKS:
+        sink = tl.load(sinks + head).to(tl.float32)
+        largest = tl.maximum(row_max, sink)
+        acc *= tl.exp(row_max - largest)[:, None]
+        row_sum = row_sum * tl.exp(row_max - largest) + tl.exp(sink - largest)
+    out = acc / row_sum[:, None]
+    at = head[:, None] * C + tl.arange(0, C)[None, :]
+    if GATED:
+        gate = tl.load(gates + at).to(tl.float32)
+        out = out / (1 + tl.exp(-gate))
+    tl.store(y + at, out.to(y.dtype.element_ty), mask=(row < G)[:, None])
+
+
+@jit
+def _count_parts(
+    position,
+    S: tl.constexpr,
+    P: tl.constexpr,
+    PART_BLOCKS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Return a sequence's first block, the block after its last one, and its number of parts."""
+    first = tl.maximum(position - WINDOW + 1, 0) // BLOCK if WINDOW < S else 0
+    end = (position + BLOCK - 1) // BLOCK
+    parts = (end - first + PART_BLOCKS - 1) // PART_BLOCKS
+    return first, end, tl.minimum(tl.maximum(parts, 1), P)
+
+
+# Grid [P, K, B]: a program computes one KV head of one sequence over every P-th block of positions.
+# Its M rows are the G query heads, padded to a tensor core's tile. The first part also has the
+# token's own position, which it appends to the cache: no other program reads it.
+#
+# The first block is loaded before the wait for qkv. Positions before `position` were written by
+# earlier steps.
+@jit
+def _attend_split(
+    qkv,
+    rope,
+    q_norm,
+    k_norm,
+    sinks,
+    positions,
+    cache,
+    scales,
+    partial,
+    sums,
+    y,
+    S: tl.constexpr,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    C: tl.constexpr,
+    P: tl.constexpr,
+    PART_BLOCKS: tl.constexpr,
+    ROTARY_DIM: tl.constexpr,
+    SCALE: tl.constexpr,
+    EPS: tl.constexpr,
+    CLIP: tl.constexpr,
+    WINDOW: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    NORM_VALUES: tl.constexpr,
+    KEYS_ARE_VALUES: tl.constexpr,
+    GATED: tl.constexpr,
+    ROPE_WIDTH: tl.constexpr,
+    ROPE_BEGIN: tl.constexpr,
+    INT8: tl.constexpr,
+    M: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+    ENTRIES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    part, kv_head, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    position = tl.load(positions + sequence).to(tl.int32)
+    first, end, parts = _count_parts(position, S, P, PART_BLOCKS, WINDOW, BLOCK)
+    if part >= parts:
+        return
+    pair = sequence * K + kv_head
+    keys, values = cache + pair * S * C, cache + (ENTRIES + pair * S) * C
+    key_scales, value_scales = scales + pair * S, scales + ENTRIES + pair * S
+    first_keys = _load_keys(keys, key_scales, first + part, C, BLOCK, INT8)
+    first_values = _load_keys(values, value_scales, first + part, C, BLOCK, INT8)
+    c = tl.arange(0, C)[None, :]
+    rotation = _load_rotation(rope, sequence, c, C, ROTARY_DIM, ROPE_WIDTH, ROPE_BEGIN)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+    G: tl.constexpr = H // K
+    FIRST_VALUE: tl.constexpr = H if KEYS_ARE_VALUES else H + K
+    FIRST_GATE: tl.constexpr = FIRST_VALUE + K
+    HEADS: tl.constexpr = FIRST_GATE + H if GATED else FIRST_GATE
+    qkv += sequence * HEADS * C
+    y, gates = y + sequence * H * C, qkv + FIRST_GATE * C
+    row = tl.arange(0, M)
+    head = kv_head * G + tl.minimum(row, G - 1)
+    own_q = qkv + head[:, None] * C
+    query = _load_head(own_q, q_norm, rotation, C, ROTARY_DIM, EPS, CLIP, HAS_NORM) * SCALE
+    row_max, row_sum = tl.full([M], float("-inf"), tl.float32), tl.zeros([M], tl.float32)
+    acc = tl.zeros([M, C], tl.float32)
+    if part == 0:
+        own_k, own_v = qkv + (H + kv_head) * C, qkv + (FIRST_VALUE + kv_head) * C
+        own_key = _load_head(own_k, k_norm, rotation, C, ROTARY_DIM, EPS, CLIP, HAS_NORM)
+        own_value = _load_value(own_v, c, C, EPS, CLIP, NORM_VALUES)
+        own_key = own_key.to(own_value.dtype)
+        at = position * C + c
+        if INT8:
+            key_codes, key_scale, own_key = _quantize(own_key, C)
+            value_codes, value_scale, own_value = _quantize(own_value, C)
+            tl.store(keys + at, key_codes)
+            tl.store(values + at, value_codes)
+            one = tl.zeros([1, 1], tl.int32) + position
+            tl.store(key_scales + one, key_scale)
+            tl.store(value_scales + one, value_scale)
+        else:
+            tl.store(keys + at, own_key)
+            tl.store(values + at, own_value)
+        row_max = tl.sum(query * own_key.to(tl.float32), 1)
+        row_sum += 1.0
+        acc += own_value.to(tl.float32)
+    query = query.to(qkv.dtype.element_ty)
+    first += part
+    row_max, row_sum, acc = _add_block(
+        row_max,
+        row_sum,
+        acc,
+        query,
+        first_keys,
+        first_values,
+        first,
+        position,
+        WINDOW,
+        BLOCK,
+        INT8,
+    )
+    for block in tl.range(first + parts, end, parts, num_stages=STAGES):
+        k = _load_keys(keys, key_scales, block, C, BLOCK, INT8)
+        v = _load_keys(values, value_scales, block, C, BLOCK, INT8)
+        row_max, row_sum, acc = _add_block(
+            row_max, row_sum, acc, query, k, v, block, position, WINDOW, BLOCK, INT8
+        )
+    if parts == 1:
+        _store_heads(y, gates, sinks, kv_head * G, row_max, row_sum, acc, M, G, C, HAS_SINKS, GATED)
+    else:
+        # Parts of a KV head are [P, ROWS, C], then [P, ROWS, 2].
+        partial += pair * P * ROWS * C
+        sums += pair * P * ROWS * 2
+        at = part * ROWS + row
+        tl.store(partial + at[:, None] * C + c, acc, mask=(row < ROWS)[:, None])
+        tl.store(sums + at * 2, row_max, mask=row < ROWS)
+        tl.store(sums + at * 2 + 1, row_sum, mask=row < ROWS)
+
+
+# Grid [H, B]: a program merges the parts of one query head, if there are several. It has so few
+# warps that no number of the output is shared between them.
+@jit
+def _merge_split(
+    qkv,
+    sinks,
+    positions,
+    partial,
+    sums,
+    y,
+    S: tl.constexpr,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    C: tl.constexpr,
+    P: tl.constexpr,
+    PART_BLOCKS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    GATED: tl.constexpr,
+    HEADS: tl.constexpr,
+    ROWS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    head, sequence = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    position = tl.load(positions + sequence).to(tl.int32)
+    _, _, parts = _count_parts(position, S, P, PART_BLOCKS, WINDOW, BLOCK)
+    if PDL:
+        # Even without parts: the next kernel must not start before the first one has ended.
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    if parts == 1:
+        return
+    G: tl.constexpr = H // K
+    c, first = tl.arange(0, C)[None, :], ((sequence * K + head // G) * P) * ROWS + head % G
+    largest, total = tl.full([1], float("-inf"), tl.float32), tl.zeros([1], tl.float32)
+    acc = tl.zeros([1, C], tl.float32)
+    for begin in range(0, parts, AT_ONCE):
+        part = begin + tl.arange(0, AT_ONCE)
+        at, is_part = first + part * ROWS, part < parts
+        maxima = tl.load(sums + at * 2, mask=is_part, other=float("-inf"))
+        totals = tl.load(sums + at * 2 + 1, mask=is_part, other=0.0)
+        numbers = tl.load(partial + at[:, None] * C + c, mask=is_part[:, None], other=0.0)
+        new_largest = tl.maximum(largest, tl.max(maxima, 0))
+        share, rescale = tl.exp(maxima - new_largest), tl.exp(largest - new_largest)
+        total = total * rescale + tl.sum(totals * share, 0)
+        acc = acc * rescale[:, None] + tl.sum(numbers * share[:, None], 0)[None, :]
+        largest = new_largest
+    gates = qkv + (sequence * HEADS + HEADS - H) * C
+    _store_heads(
+        y + sequence * H * C,
+        gates,
+        sinks,
+        head,
+        largest,
+        total,
+        acc,
+        1,
+        1,
+        C,
+        HAS_SINKS,
+        GATED,
+    )
+
+
+def count_parts(B: int, K: int, S: int, window: int, part: int, device: torch.device) -> int:
+    """Return P: parts of `part` positions, but no more programs than the GPU runs side by side."""
+    processors = 132
+    if device.type == "cuda":
+        processors = torch.cuda.get_device_properties(device).multi_processor_count
+    longest = -(-min(S, window) // part)
+    return max(1, min(longest, PROGRAMS * processors // (B * K), MAX_PARTS))
+
+
+@torch.library.custom_op("moe_fast::attend_split", mutates_args=("cache", "scales"))
+def attend_split(
+    qkv: Tensor,
+    rope: Tensor,
+    positions: Tensor,
+    cache: Tensor,
+    scales: Tensor | None,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    sinks: Tensor | None,
+    rotary_dim: int,
+    scale: float,
+    eps: float,
+    clip: float,
+    window: int,
+    norm_values: bool = False,
+    keys_are_values: bool = False,
+    rope_begin: int = 0,
+    gated: bool = False,
+) -> Tensor:
+    """`decode_attention.attend_token`, over a cache of any length, which may be int8.
+
+    scales: bf16 [2, rows, K, S, 1] of an int8 cache [2, rows, K, S, C]; None: the cache has qkv's
+    dtype. S is a multiple of 128. The scores' products round q to qkv's dtype, and the weights.
+    """
+    B, (rows, K, S, C) = qkv.shape[0], cache.shape[1:]
+    y = empty_output(qkv, cache, keys_are_values, gated)
+    H, pdl, device = y.shape[-1] // C, supports_pdl(qkv), qkv.device
+    tile = choose_tile(C, cache.element_size())
+    blocks = -(-PART // tile.block)
+    P = count_parts(B, K, S, window, blocks * tile.block, device)
+    padded, has_norm = triton.next_power_of_2(H // K), q_norm is not None
+    partial = qkv.new_empty(B * K * P * padded * C, dtype=torch.float32)
+    sums = qkv.new_empty(B * K * P * padded * 2, dtype=torch.float32)
+    # The kernel needs a valid pointer for an absent tensor, which it then does not read.
+    q_norm, k_norm, sink = (qkv if tensor is None else tensor for tensor in (q_norm, k_norm, sinks))
+    shape = dict(S=S, H=H, K=K, C=C, P=P, PART_BLOCKS=blocks, WINDOW=window, BLOCK=tile.block)
+    flags = dict(ROWS=padded, HAS_SINKS=sinks is not None, GATED=gated, PDL=pdl, launch_pdl=pdl)
+    scores = dict(ROTARY_DIM=rotary_dim, SCALE=scale, EPS=eps, CLIP=clip, HAS_NORM=has_norm)
+    more = dict(NORM_VALUES=norm_values, KEYS_ARE_VALUES=keys_are_values, INT8=scales is not None)
+    more |= dict(ROPE_WIDTH=rope.shape[-1], ROPE_BEGIN=rope_begin, ENTRIES=rows * K * S)
+    qkv = qkv.contiguous()
+    _attend_split[P, K, B](
+        qkv,
+        rope,
+        q_norm,
+        k_norm,
+        sink,
+        positions,
+        cache,
+        cache if scales is None else scales,
+        partial,
+        sums,
+        y,
+        **shape,
+        **flags,
+        **scores,
+        **more,
+        M=max(16, padded),
+        STAGES=tile.stages,
+        num_warps=tile.warps,
+    )
+    if P > 1:
+        _merge_split[H, B](
+            qkv,
+            sink,
+            positions,
+            partial,
+            sums,
+            y,
+            **shape,
+            **flags,
+            HEADS=qkv.shape[-1] // C,
+            AT_ONCE=16,
+            num_warps=max(1, C // 128),
+        )
+    return y
+
+
+@attend_split.register_fake
+def _(qkv, rope, positions, cache, scales, q_norm, k_norm, sinks, *settings) -> Tensor:
+    _, keys_are_values, _, gated = (*settings[5:], *(False,) * 4)[:4]
+    return empty_output(qkv, cache, keys_are_values, gated)
