@@ -5,6 +5,7 @@ import dataclasses
 import logging
 import statistics
 import time
+from collections.abc import Sequence
 
 import torch
 
@@ -100,6 +101,8 @@ def time_answers(session: Session, options: argparse.Namespace) -> dict[str, lis
 
     def token_times(count: int) -> list[float]:
         session.reset()
+        if options.random_cache:
+            fill_cache(session, prompts)
         start = time.perf_counter()
         return [time.perf_counter() - start for _ in session.stream_all(prompts, count, sampling)]
 
@@ -110,6 +113,20 @@ def time_answers(session: Session, options: argparse.Namespace) -> dict[str, lis
         first.append(times[0])
         process_group.check_same_tokens(session.ids)
     return {"cold": cold, "rates": rates, "first": first}
+
+
+def fill_cache(session: Session, prompts: Sequence[Sequence[int]]) -> None:
+    """Make each row remember all but the last token of its prompt, as random numbers."""
+    for state in session.states:
+        for tensor in state.buffers():
+            if tensor.dtype == torch.int8:
+                tensor.random_(-127, 128)
+            elif tensor.is_floating_point():
+                tensor.normal_(0, 0.01)
+    for row, ids in enumerate(prompts):
+        session.ids[row], session.cached[row] = list(ids[:-1]), len(ids) - 1
+        for state in session.states:
+            state.snapshot(row, len(ids) - 1)
 
 
 def cache_in_use(session: Session, position: int) -> int:

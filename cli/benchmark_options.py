@@ -52,6 +52,7 @@ def add_measure_options(parser: Parser) -> None:
     parser.begin_group("speed and precision", "how the model is run")
     parser.add_number("--batch", "sequences at once, with a prompt each (1)", 1)
     parser.add_number("--max_seq_len", "cache length; default: prompt and new tokens")
+    parser.add_flag("--random_cache", "fill the cache with random numbers: run no prompt")
     parser.add_flag("--eager", "do not compile")
     add_prefill_options(parser)
     add_compile_cache(parser)

@@ -32,4 +32,11 @@ class Qwen3Moe(Family):
             rope_theta=1e6,
             norm_topk_prob=True,
         ),
+        "Qwen3-30B-A3B-2507": dict(  # Instruct, Thinking and Coder
+            num_hidden_layers=48,
+            max_position_embeddings=262144,
+            head_dim=128,
+            rope_theta=1e7,
+            norm_topk_prob=True,
+        ),
     }

@@ -142,6 +142,30 @@ def test_json_has_its_fields(measured):
     assert result["bytes_per_step"] > result["bytes_per_token"]
 
 
+@pytest.mark.parametrize("kv_cache", ("plain", "int8"))
+@pytest.mark.parametrize("hybrid", (False, True), ids=("attention", "hybrid"))
+def test_a_random_cache_takes_the_place_of_the_prompt(hybrid, kv_cache, tmp_path, monkeypatch):
+    """The model runs the prompt's last token, then those that it makes, at the prompt's end."""
+    sizes = dict(vocab_size=300, n_expert=8, n_active=2, max_position=1024)
+    name = "Qwen3.6-35B-A3B" if hybrid else "OLMoE-1B-7B"
+    args = dataclasses.replace(
+        first_layers(architecture(name), 4), dim=64, intermediate=32, **sizes
+    )
+    line = f"--arch {name} --prompt_len 300 --new_tokens 4 --repeats 1 --random_cache --mode fp32"
+    options = benchmark.build_parser().parse_args([*line.split(), "--kv_cache", kv_cache, *CPU])
+    session = decode_speed.open_session(args, options, torch.device("cpu"))
+    seen = []
+    forward = session.model.forward
+    monkeypatch.setattr(
+        session.model,
+        "forward",
+        lambda x, *rest, **kw: (seen.append(x.shape), forward(x, *rest, **kw))[1],
+    )
+    decode_speed.time_answers(session, options)
+    assert seen == [(1, 1)] * 6 and session.cached == [303] and session.prefilled == 1
+    assert all(state.nbytes > 0 for state in session.states)
+
+
 def test_a_batch_reads_each_distinct_expert_once(tmp_path, monkeypatch, capsys):
     options = ("--arch", write_config(tmp_path), *CPU, "--repeats", "1", "--prompt_len", "9")
     options += ("--new_tokens", "4", "--mode", "fp32", "--layers", "1", "--json")
