@@ -27,8 +27,10 @@ from ops.grouped import _signed_bytes
 from ops.jit import jit, supports_pdl, tl, triton
 
 PART = 128  # positions of a part, at least
-MAX_PARTS = 64
+MAX_PARTS = 128
 PROGRAMS = 2  # for each of the GPU's processors, at most
+MERGED_COLUMNS = 32  # numbers of a head that a program merges
+MERGE_WARPS = 2
 
 
 class Tile(NamedTuple):
@@ -47,28 +49,64 @@ def choose_tile(C: int, itemsize: int) -> Tile:
 
 
 @jit
-def _load_keys(cache, scales, block, C: tl.constexpr, BLOCK: tl.constexpr, INT8: tl.constexpr):
-    """Load a block's keys or values [BLOCK, C], and their scales [BLOCK] if they have some."""
+def _load_keys(cache, scales, block, WIDTH: tl.constexpr, BLOCK: tl.constexpr, INT8: tl.constexpr):
+    """Load a block's keys or values [BLOCK, WIDTH], and their scales [BLOCK] if they have some."""
     key = block * BLOCK + tl.arange(0, BLOCK)
-    entries = tl.load(cache + key[:, None] * C + tl.arange(0, C)[None, :])
+    entries = tl.load(cache + key[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :])
     scale = tl.load(scales + key).to(tl.float32) if INT8 else 1.0
     return entries, scale
 
 
 @jit
-def _convert(entries, dtype: tl.constexpr, INT8: tl.constexpr):
-    """Convert codes to the dtype of a product; for bf16 without the slow conversion instruction."""
-    if INT8 and dtype == tl.bfloat16:
-        return _signed_bytes(entries.to(tl.int16))
-    return entries.to(dtype)
+def _upper_bytes(units):
+    """Convert the upper bytes of int16 units, signed numbers, to bf16: see `_signed_bytes`."""
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 upper, low, sign, minus;
+        mov.b32 minus, 0xBF80BF80;
+        shr.b32 upper, $1, 8;
+        lop3.b32 low, upper, 0x007F007F, 0x43004300, 0xEA;
+        lop3.b32 sign, upper, 0x00800080, 0x43004300, 0xEA;
+        fma.rn.bf16x2 $0, sign, minus, low;
+        }""",
+        "=r,r",
+        (units,),
+        dtype=tl.bfloat16,
+        is_pure=True,
+        pack=2,
+    )
+
+
+# An int8 cache is read as int16: a unit is two neighbors of a head, an even one in its lower byte.
+# Products of even and odd numbers are separate. Single bytes would be read one by one from shared
+# memory, where tensor cores want two positions of a value side by side: 1.5 times the instructions.
+@jit
+def _operands(entries, dtype: tl.constexpr, INT8: tl.constexpr):
+    """Convert what `_load_keys` loaded for a product: itself, or its even and its odd numbers."""
+    if not INT8:
+        return (entries.to(dtype),)
+    elif dtype == tl.bfloat16:
+        return (_signed_bytes(entries), _upper_bytes(entries))
+    else:
+        return ((entries << 8 >> 8).to(dtype), (entries >> 8).to(dtype))
+
+
+@jit
+def _split_numbers(x, M: tl.constexpr, C: tl.constexpr, INT8: tl.constexpr):
+    """Split [M, C] as `_operands` does."""
+    if INT8:
+        even, odd = tl.split(tl.reshape(x, [M, C // 2, 2]))
+        return (even, odd)
+    else:
+        return (x,)
 
 
 @jit
 def _add_block(
     row_max,
     row_sum,
-    acc,
-    query,
+    accs,
+    queries,
     keys,
     values,
     block,
@@ -77,21 +115,28 @@ def _add_block(
     BLOCK: tl.constexpr,
     INT8: tl.constexpr,
 ):
-    """Add a block of cached positions to the softmax so far: row_max, row_sum [M], acc [M, C]."""
-    k, k_scale = keys
-    v, v_scale = values
-    k, v = _convert(k, query.dtype, INT8), _convert(v, query.dtype, INT8)
+    """Add a block of cached positions to the softmax so far: row_max, row_sum [M], accs [M, C].
+
+    queries and accs are split as `_split_numbers` does.
+    """
+    dtype: tl.constexpr = queries[0].dtype
+    k, v = _operands(keys[0], dtype, INT8), _operands(values[0], dtype, INT8)
     key = block * BLOCK + tl.arange(0, BLOCK)
-    scores = tl.dot(query, tl.trans(k))
+    scores = tl.dot(queries[0], tl.trans(k[0]))
     if INT8:
-        scores *= k_scale[None, :]
+        scores = tl.dot(queries[1], tl.trans(k[1]), acc=scores) * keys[1][None, :]
     seen = (key < position) & (key > position - WINDOW)
     scores = tl.where(seen[None, :], scores, float("-inf"))
     weights, rescale, row_max, row_sum = online_softmax(scores, row_max, row_sum)
     if INT8:
-        weights *= v_scale[None, :]
-    acc = acc * rescale[:, None] + tl.dot(weights.to(query.dtype), v)
-    return row_max, row_sum, acc
+        weights *= values[1][None, :]
+    weights = weights.to(dtype)
+    first = tl.dot(weights, v[0], acc=accs[0] * rescale[:, None])
+    if INT8:
+        accs = (first, tl.dot(weights, v[1], acc=accs[1] * rescale[:, None]))
+    else:
+        accs = (first,)
+    return row_max, row_sum, accs
 
 
 @jit
@@ -104,7 +149,8 @@ def _to_bf16(x):
 def _quantize(x, C: tl.constexpr):
     """`formats.kv_cache.quantize_int8` of one head [1, C] -> codes, scale, codes * scale in fp32.
 
-    The last is NaN where x is not finite, as the token must be.
+    Codes are units as `_load_keys` reads them [1, C / 2]. The last is NaN where x is not finite, as
+    the token must be.
     """
     x = x.to(tl.float32)
     largest = tl.max(tl.abs(x), 1, keep_dims=True)
@@ -112,7 +158,8 @@ def _quantize(x, C: tl.constexpr):
     scale = tl.where(scale == 0, tl.full([1, 1], 1, tl.bfloat16), scale)
     ratio = tl.clamp(tl.div_rn(x, scale.to(tl.float32)), -127.0, 127.0)
     codes = (ratio + 12582912.0) - 12582912.0  # 1.5 * 2 ** 23: the sum is rounded to an integer
-    return codes.to(tl.int8), scale, codes * scale.to(tl.float32) + (x - x)
+    even, odd = tl.split(tl.reshape(codes.to(tl.int16), [1, C // 2, 2]))
+    return (even & 255) | (odd << 8), scale, codes * scale.to(tl.float32) + (x - x)
 
 
 @jit
@@ -121,6 +168,7 @@ def _store_heads(
     gates,
     sinks,
     first_head,
+    column,
     row_max,
     row_sum,
     acc,
@@ -130,7 +178,10 @@ def _store_heads(
     HAS_SINKS: tl.constexpr,
     GATED: tl.constexpr,
 ):
-    """Divide acc [ROWS, C] by the sum of weights, with sink and gate; store the first G rows."""
+    """Divide acc [ROWS, N] by the sum of weights, with sink and gate; store the first G rows.
+
+    column [N]: the numbers of a head that acc has.
+    """
     row = tl.arange(0, ROWS)
     head = first_head + tl.minimum(row, G - 1)
     if HAS_SINKS:
@@ -139,7 +190,7 @@ def _store_heads(
         acc *= tl.exp(row_max - largest)[:, None]
         row_sum = row_sum * tl.exp(row_max - largest) + tl.exp(sink - largest)
     out = acc / row_sum[:, None]
-    at = head[:, None] * C + tl.arange(0, C)[None, :]
+    at = head[:, None] * C + column[None, :]
     if GATED:
         gate = tl.load(gates + at).to(tl.float32)
         out = out / (1 + tl.exp(-gate))
@@ -213,10 +264,11 @@ def _attend_split(
     if part >= parts:
         return
     pair = sequence * K + kv_head
-    keys, values = cache + pair * S * C, cache + (ENTRIES + pair * S) * C
+    WIDTH: tl.constexpr = C // 2 if INT8 else C
+    keys, values = cache + pair * S * WIDTH, cache + (ENTRIES + pair * S) * WIDTH
     key_scales, value_scales = scales + pair * S, scales + ENTRIES + pair * S
-    first_keys = _load_keys(keys, key_scales, first + part, C, BLOCK, INT8)
-    first_values = _load_keys(values, value_scales, first + part, C, BLOCK, INT8)
+    first_keys = _load_keys(keys, key_scales, first + part, WIDTH, BLOCK, INT8)
+    first_values = _load_keys(values, value_scales, first + part, WIDTH, BLOCK, INT8)
     c = tl.arange(0, C)[None, :]
     rotation = _load_rotation(rope, sequence, c, C, ROTARY_DIM, ROPE_WIDTH, ROPE_BEGIN)
     if PDL:
@@ -244,8 +296,9 @@ def _attend_split(
         if INT8:
             key_codes, key_scale, own_key = _quantize(own_key, C)
             value_codes, value_scale, own_value = _quantize(own_value, C)
-            tl.store(keys + at, key_codes)
-            tl.store(values + at, value_codes)
+            unit = position * WIDTH + tl.arange(0, WIDTH)[None, :]
+            tl.store(keys + unit, key_codes)
+            tl.store(values + unit, value_codes)
             one = tl.zeros([1, 1], tl.int32) + position
             tl.store(key_scales + one, key_scale)
             tl.store(value_scales + one, value_scale)
@@ -255,13 +308,14 @@ def _attend_split(
         row_max = tl.sum(query * own_key.to(tl.float32), 1)
         row_sum += 1.0
         acc += own_value.to(tl.float32)
-    query = query.to(qkv.dtype.element_ty)
+    queries = _split_numbers(query.to(qkv.dtype.element_ty), M, C, INT8)
+    accs = _split_numbers(acc, M, C, INT8)
     first += part
-    row_max, row_sum, acc = _add_block(
+    row_max, row_sum, accs = _add_block(
         row_max,
         row_sum,
-        acc,
-        query,
+        accs,
+        queries,
         first_keys,
         first_values,
         first,
@@ -271,13 +325,28 @@ def _attend_split(
         INT8,
     )
     for block in tl.range(first + parts, end, parts, num_stages=STAGES):
-        k = _load_keys(keys, key_scales, block, C, BLOCK, INT8)
-        v = _load_keys(values, value_scales, block, C, BLOCK, INT8)
-        row_max, row_sum, acc = _add_block(
-            row_max, row_sum, acc, query, k, v, block, position, WINDOW, BLOCK, INT8
+        k = _load_keys(keys, key_scales, block, WIDTH, BLOCK, INT8)
+        v = _load_keys(values, value_scales, block, WIDTH, BLOCK, INT8)
+        row_max, row_sum, accs = _add_block(
+            row_max, row_sum, accs, queries, k, v, block, position, WINDOW, BLOCK, INT8
         )
+    acc = tl.reshape(tl.join(accs[0], accs[1]), [M, C]) if INT8 else accs[0]
     if parts == 1:
-        _store_heads(y, gates, sinks, kv_head * G, row_max, row_sum, acc, M, G, C, HAS_SINKS, GATED)
+        _store_heads(
+            y,
+            gates,
+            sinks,
+            kv_head * G,
+            tl.arange(0, C),
+            row_max,
+            row_sum,
+            acc,
+            M,
+            G,
+            C,
+            HAS_SINKS,
+            GATED,
+        )
     else:
         # Parts of a KV head are [P, ROWS, C], then [P, ROWS, 2].
         partial += pair * P * ROWS * C
@@ -288,8 +357,8 @@ def _attend_split(
         tl.store(sums + at * 2 + 1, row_sum, mask=row < ROWS)
 
 
-# Grid [H, B]: a program merges the parts of one query head, if there are several. It has so few
-# warps that no number of the output is shared between them.
+# Grid [H, C / COLUMNS, B]: a program merges COLUMNS numbers of one query head, if it has several
+# parts. Its loads are all in flight at once.
 @jit
 def _merge_split(
     qkv,
@@ -309,11 +378,12 @@ def _merge_split(
     GATED: tl.constexpr,
     HEADS: tl.constexpr,
     ROWS: tl.constexpr,
-    AT_ONCE: tl.constexpr,
+    PARTS: tl.constexpr,
+    COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    head, sequence = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    head, sequence = tl.program_id(0), tl.program_id(2).to(tl.int64)
     position = tl.load(positions + sequence).to(tl.int32)
     _, _, parts = _count_parts(position, S, P, PART_BLOCKS, WINDOW, BLOCK)
     if PDL:
@@ -323,29 +393,26 @@ def _merge_split(
     if parts == 1:
         return
     G: tl.constexpr = H // K
-    c, first = tl.arange(0, C)[None, :], ((sequence * K + head // G) * P) * ROWS + head % G
-    largest, total = tl.full([1], float("-inf"), tl.float32), tl.zeros([1], tl.float32)
-    acc = tl.zeros([1, C], tl.float32)
-    for begin in range(0, parts, AT_ONCE):
-        part = begin + tl.arange(0, AT_ONCE)
-        at, is_part = first + part * ROWS, part < parts
-        maxima = tl.load(sums + at * 2, mask=is_part, other=float("-inf"))
-        totals = tl.load(sums + at * 2 + 1, mask=is_part, other=0.0)
-        numbers = tl.load(partial + at[:, None] * C + c, mask=is_part[:, None], other=0.0)
-        new_largest = tl.maximum(largest, tl.max(maxima, 0))
-        share, rescale = tl.exp(maxima - new_largest), tl.exp(largest - new_largest)
-        total = total * rescale + tl.sum(totals * share, 0)
-        acc = acc * rescale[:, None] + tl.sum(numbers * share[:, None], 0)[None, :]
-        largest = new_largest
-    gates = qkv + (sequence * HEADS + HEADS - H) * C
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    part = tl.arange(0, PARTS)
+    at = (((sequence * K + head // G) * P) * ROWS + head % G) + part * ROWS
+    is_part = part < parts
+    maxima = tl.load(sums + at * 2, mask=is_part, other=float("-inf"))
+    totals = tl.load(sums + at * 2 + 1, mask=is_part, other=0.0)
+    numbers = at[:, None] * C + column[None, :]
+    numbers = tl.load(partial + numbers, mask=is_part[:, None], other=0.0)
+    largest = tl.max(maxima, 0)
+    share = tl.exp(maxima - largest)
+    total, acc = tl.sum(totals * share, 0), tl.sum(numbers * share[:, None], 0)
     _store_heads(
         y + sequence * H * C,
-        gates,
+        qkv + (sequence * HEADS + HEADS - H) * C,
         sinks,
         head,
-        largest,
-        total,
-        acc,
+        column,
+        tl.full([1], 0, tl.float32) + largest,
+        tl.full([1], 0, tl.float32) + total,
+        acc[None, :],
         1,
         1,
         C,
@@ -405,6 +472,7 @@ def attend_split(
     more = dict(NORM_VALUES=norm_values, KEYS_ARE_VALUES=keys_are_values, INT8=scales is not None)
     more |= dict(ROPE_WIDTH=rope.shape[-1], ROPE_BEGIN=rope_begin, ENTRIES=rows * K * S)
     qkv = qkv.contiguous()
+    stored = cache if scales is None else cache.view(torch.int16)
     _attend_split[P, K, B](
         qkv,
         rope,
@@ -412,8 +480,8 @@ def attend_split(
         k_norm,
         sink,
         positions,
-        cache,
-        cache if scales is None else scales,
+        stored,
+        stored if scales is None else scales,
         partial,
         sums,
         y,
@@ -426,7 +494,8 @@ def attend_split(
         num_warps=tile.warps,
     )
     if P > 1:
-        _merge_split[H, B](
+        columns = min(C, MERGED_COLUMNS)
+        _merge_split[H, C // columns, B](
             qkv,
             sink,
             positions,
@@ -436,8 +505,9 @@ def attend_split(
             **shape,
             **flags,
             HEADS=qkv.shape[-1] // C,
-            AT_ONCE=16,
-            num_warps=max(1, C // 128),
+            PARTS=triton.next_power_of_2(P),
+            COLUMNS=columns,
+            num_warps=MERGE_WARPS,
         )
     return y
 
