@@ -4,6 +4,7 @@ past the host.
 
 import time
 from copy import deepcopy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch._inductor import config as inductor
 from benchmarks import gated_delta as delta_benchmark
 from checkpoint import Checkpoint
 from formats import FORMATS
+from formats.kv_cache import KV_CACHES
 from formats.packed import PackedExpertLinear
 from formats.quantizer import pack_weight, plan_format, quantize
 from generate import EMBEDDED, choose_runner, embedded_checkpoint, load_model
@@ -204,7 +206,7 @@ def check_near_tie(directory, ids: list[int], first: list[int], second: list[int
     at = next((n for n, (a, b) in enumerate(zip(first, second, strict=True)) if a != b), None)
     if at is not None:
         model = load_model(directory, "cuda", torch.float32)
-        model.setup_cache(1, 512)
+        model.setup_cache(1, 4096)
         tokens = torch.tensor([ids + first[:at]], device="cuda")
         row = model(tokens, torch.arange(tokens.shape[1], device="cuda").unsqueeze(0))[0]
         assert (row[first[at]] - row[second[at]]).abs() < 0.02 * row.abs().max()
@@ -218,13 +220,23 @@ def test_the_first_difference_in_bf16_is_a_near_tie():
 
 
 @pytest.mark.parametrize(
-    ("mode", "length"),
-    (("bf16", 512), ("int8", 512), ("int4", 512), ("mxfp4", 512), ("hqq4", 512), ("bf16", 2048)),
+    ("mode", "length", "cache"),
+    (
+        ("bf16", 512, "plain"),
+        ("int8", 512, "plain"),
+        ("int4", 512, "plain"),
+        ("mxfp4", 512, "plain"),
+        ("hqq4", 512, "plain"),
+        ("bf16", 4096, "plain"),
+        ("bf16", 4096, "int8"),
+        ("int4", 512, "int8"),
+    ),
 )
-def test_fused_decode_kernels_give_the_eager_tokens(mode, length, tmp_path):
+def test_fused_decode_kernels_give_the_eager_tokens(mode, length, cache, tmp_path):
     """And a second prompt replays the same graph; a watched step has the same experts.
 
-    length: of the cache. Attention over a long one is Inductor's.
+    length: of the cache. Attention over a long or an int8 one is `attend_split`, over several parts
+    of the first prompt's positions.
     """
     source = directory = embedded_checkpoint()
     if mode != "bf16":
@@ -233,12 +245,14 @@ def test_fused_decode_kernels_give_the_eager_tokens(mode, length, tmp_path):
         group_size = None if mode == "int8" else 32
         format = plan_format(model, attention=mode, experts=mode, group_size=group_size)
         directory = quantize(checkpoint, format, model, tmp_path / mode, "cuda", progress=False)
-    answers, prompts = [], (embedded_prompt(600), embedded_prompt(90))
+    characters = 600 if length < 4096 else 9000
+    answers, prompts = [], (embedded_prompt(characters), embedded_prompt(90))
     for kernels in (None, "fused"):
         model = load_model(directory, "cuda", torch.bfloat16)
-        options = SessionOptions()
+        options = SessionOptions(cache_class=KV_CACHES[cache])
         if kernels:
-            options = SessionOptions(compile=True, runner_class=choose_runner(model, kernels))
+            runner_class = choose_runner(model, kernels)
+            options = replace(options, compile=True, runner_class=runner_class)
         session = Session(model, length, options)
         for ids in prompts:
             session.reset()
