@@ -761,7 +761,7 @@ def fused_error(layer: Attention, settings: dict, x: Tensor, context: Context, k
                 is_fused=lambda *_, f=is_fused: f,
                 is_short=lambda *_, f=is_short: f,
             ),
-            mock.patch.multiple(split_attention, PART=part, GROUP=2 if part == 64 else 8),
+            mock.patch.multiple(split_attention, PART=part, GROUP=2 if part == 64 else 16),
         ):
             y = attention(x, context)
         found.append((y, *(stored.float() for stored in cache.stored() if stored is not None)))
