@@ -46,8 +46,9 @@ from runtime.runner import CompiledRunner
 # Of an H200, in bytes/s: weights that several tokens share are read again from L2. A product that
 # gathers experts for 8 tokens of Mixtral reached this (docs/log/batches.md, "tokens innermost").
 MEMORY_BANDWIDTH, L2_BANDWIDTH = 4.4e12, 6.7e12
-# Seconds that a plain block of a few tokens takes longer than its bytes: about 20 more kernels.
-PLAIN_OVERHEAD = 50e-6
+# Seconds that a plain block of a few tokens takes longer than its bytes, for about 20 more kernels.
+# It was 12e-6 in Mixtral bf16, whose kernels hide launches, and 140e-6 in Qwen3-30B-A3B int4.
+PLAIN_OVERHEAD = 25e-6
 
 
 def kernel_weight(module: nn.Module) -> Weight:
