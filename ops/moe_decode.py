@@ -1,4 +1,4 @@
-"""One token's experts in two Triton kernels.
+"""The experts of one token, or of a few, in two Triton kernels.
 
 A layer with small experts waits for its kernels, not for memory: a kernel costs the time of its
 bytes plus 1.6 us on an H200. So there are few kernels, and each has all of its loads in flight at
@@ -16,6 +16,12 @@ a kernel starts, the kernel two before it has therefore ended. A kernel may read
 one before its wait: a residual, for instance.
 
 A program multiplies a tile of rows in chunks (ops/moe_chunk.py), and keeps DEPTH of them in flight.
+
+Several tokens (T, up to MAX_TOKENS). A dense weight is read once: a program multiplies its tile
+with each token while it is in registers. Each token reads its own experts. Tokens are innermost in
+the grid, so that programs that read the same weights run at the same time, and all but the first
+find them in L2. The choice of experts is a kernel of its own, `moe_router.route`: in `gate_up`,
+thousands of programs would repeat it. Experts of padding are not read: `last` tells what is real.
 """
 
 # ruff: noqa: RUF005  (Triton adds tuples, but does not unpack them)
@@ -42,12 +48,13 @@ from ops.moe_chunk import (
     _sum_lanes,
     _weighted_operands,
 )
-from ops.moe_router import Routing, _choose, _choose_one
+from ops.moe_router import Routing, _choose, _choose_one, choice_constants, route
 
 # By kind of codes
 BITS = {"bf16": 16, "int8": 8, "fp8": 8, "fp8b": 8, "int4": 4, "mxfp4": 4, "hqq": 4}
 TILE_REGISTERS = 96  # a lane's, for weights in flight
 MANY_ROWS = 10_000  # more rows of 4 bits than an H200 computes at once, at 8 rows a program
+MAX_TOKENS = 8  # of one call: more are faster grouped by expert
 
 # Kernels ------------------------------------------------------------------------------------------
 
@@ -88,13 +95,23 @@ def _load_gate_up(
     return gate, up
 
 
+@jit
+def _is_padding(token, last, QUERIES: tl.constexpr):
+    """Whether a token of [B, QUERIES] is behind the last real token of its row."""
+    return token % QUERIES > tl.load(last + token // QUERIES)
+
+
 # Grid [R, A + S]: a program computes ROWS rows of one chosen expert's result, gate and up.
+# With MANY tokens, grid [T, A + S, R].
 #
 # Weights depend on an index or scores that the previous kernel wrote, so nothing is loaded before
 # the wait. All loads then start at once: the tile's first DEPTH chunks, and their x.
 #
 # With CHOOSE each program finds its expert in the router's scores, and the first one stores the
 # whole choice for the next kernel. S shared experts, from E on, follow the A chosen ones.
+#
+# QUERIES > 0: h of padding stays undefined. Its programs wait too: if all tokens are padding, the
+# next kernel must still not start before the previous one has ended.
 @jit
 def _gate_up(
     x,
@@ -111,6 +128,7 @@ def _gate_up(
     bias,
     h,
     unknown_zero,
+    last,
     I: tl.constexpr,
     QUADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -129,6 +147,8 @@ def _gate_up(
     NORM_TOPK: tl.constexpr,
     SCALE: tl.constexpr,
     EXPERTS: tl.constexpr,
+    MANY: tl.constexpr,
+    QUERIES: tl.constexpr,
     WARPS: tl.constexpr,
     PDL: tl.constexpr,
     LANES: tl.constexpr,
@@ -140,9 +160,16 @@ def _gate_up(
     weights = (codes, scale, scale_step, scale_low, zero, zero_step, zero_low)
     pair = tl.program_id(1)
     # The last tile begins early enough to be whole: some of its rows are computed twice.
-    row = tl.minimum(tl.program_id(0) * ROWS, I - ROWS)
+    row = tl.minimum((tl.program_id(2) if MANY else tl.program_id(0)) * ROWS, I - ROWS)
     if PDL:
         tl.extra.cuda.gdc_wait()
+    if MANY:
+        token = tl.program_id(0)
+        if QUERIES:  # noqa: SIM102  (a constant)
+            if _is_padding(token, last, QUERIES):
+                return
+        pair += token * tl.num_programs(1)
+        x += token * (QUADS * 4 if FIELDS == 2 else QUADS * 4 * FIELDS)
     if CHOOSE:
         if tl.program_id(0) + pair == 0:
             _choose(
@@ -202,8 +229,11 @@ def _gate_up(
     tl.store(out, h_rows.to(h.dtype.element_ty), mask=stores)
 
 
-# Grid [R]: a program computes ROWS rows of the result. x is that of all chosen experts, one after
-# the other (GATHER), or one row.
+# Grid [R]: a program computes ROWS rows of the result, for each of TOKENS tokens. x is that of all
+# chosen experts, one after the other (GATHER), or one row. With SPREAD, grid [T, R], each program
+# computes one token.
+#
+# QUERIES > 0, with experts: the result of padding is its residual.
 #
 # The result is SCALE * (product + bias) + residual. An expert's bias has its routing weight.
 #
@@ -226,6 +256,7 @@ def _down(
     bias,
     y,
     unknown_zero,
+    last,
     OUT: tl.constexpr,
     EACH: tl.constexpr,
     QUADS: tl.constexpr,
@@ -238,22 +269,41 @@ def _down(
     SCALE: tl.constexpr,
     RESIDUAL: tl.constexpr,
     EPS: tl.constexpr,
+    STRIDE: tl.constexpr,
+    TOKENS: tl.constexpr,
+    SPREAD: tl.constexpr,
+    QUERIES: tl.constexpr,
     PDL: tl.constexpr,
     LANES: tl.constexpr,
     ROWS: tl.constexpr,
     DEPTH: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):
+    NUMBERS: tl.constexpr = QUADS * 4 * FIELDS  # of a token's x
+    WIDTH: tl.constexpr = QUADS * 4 if FIELDS == 2 else NUMBERS  # the same; bf16 in words
     RUN: tl.constexpr = GROUP // FIELDS  # words of a group
     weights = (codes, scale, scale_step, scale_low, zero, zero_step, zero_low)
+    if SPREAD:
+        one = tl.program_id(0)
+        x += one * WIDTH
+        residual += one * OUT
+        y += one * STRIDE
+        if GATHER:
+            indices += one * (QUADS // EACH)
+            routing += one * (QUADS // EACH)
     experts = indices if GATHER else tl.program_id(0).to(tl.int64) * 0
-    row = tl.minimum(tl.program_id(0) * ROWS, OUT - ROWS)
+    row = tl.minimum((tl.program_id(1) if SPREAD else tl.program_id(0)) * ROWS, OUT - ROWS)
     rows, stores = _result_rows(ROWS, LANES)
-    if RESIDUAL:
+    if RESIDUAL and TOKENS == 1:
         add = tl.load(residual + row + rows, mask=stores, other=0.0)
     if PDL and GATHER:
         tl.extra.cuda.gdc_wait()
-    tiles, norms, factors, xs = (), (), (), ()
+    if QUERIES:  # noqa: SIM102  (a constant)
+        if _is_padding(one, last, QUERIES):
+            kept = add.to(tl.float32) if RESIDUAL else tl.zeros(rows.shape, tl.float32)
+            tl.store(y + row + rows, kept.to(y.dtype.element_ty), mask=stores)
+            return
+    tiles, norms, factors = (), (), ()
     for d in tl.static_range(DEPTH):
         tiles = tiles + (
             _load_chunk(
@@ -284,61 +334,64 @@ def _down(
         if not GATHER:
             tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    for d in tl.static_range(DEPTH):
-        xs = xs + (_load_x(x, d, QUADS, RUN, FIELDS, LANES),)
-    table = _e2m1_table(unknown_zero) if KIND == "mxfp4" else None
-    total, squares = tl.zeros([ROWS, LANES], tl.float32), 0.0
-    for c in range(0, CHUNKS, DEPTH):
+    for token in range(TOKENS):  # the weights stay in registers
+        own, xs = x + token * WIDTH, ()
         for d in tl.static_range(DEPTH):
-            operands = _prepare_x(xs[d], norms[d], NORM, KIND, LANES)
-            if GATHER:
-                operands = _weighted_operands(operands, factors[d], KIND)
-            if NORM:
-                squares += _square_sum(xs[d], FIELDS)
-            total += _multiply_chunk(tiles[d], operands, table, LANES, ROWS, KIND, GATHER)
-            if CHUNKS > DEPTH:  # prefetch: the registers of this chunk are free now
-                chunk = c + DEPTH + d
-                tile = _load_chunk(
-                    weights,
-                    experts,
-                    row,
-                    chunk,
-                    QUADS,
-                    EACH,
-                    OUT,
-                    GROUP,
-                    KIND,
-                    GATHER,
-                    LANES,
-                    ROWS,
-                )
-                tiles = tiles[:d] + (tile,) + tiles[d + 1 :]
-                if NORM:
-                    norms = (
-                        norms[:d]
-                        + (_load_norm(norm, chunk, QUADS, RUN, FIELDS, LANES),)
-                        + norms[d + 1 :]
-                    )
+            xs = xs + (_load_x(own, d, QUADS, RUN, FIELDS, LANES),)
+        table = _e2m1_table(unknown_zero) if KIND == "mxfp4" else None
+        total, squares = tl.zeros([ROWS, LANES], tl.float32), 0.0
+        for c in range(0, CHUNKS, DEPTH):
+            for d in tl.static_range(DEPTH):
+                operands = _prepare_x(xs[d], norms[d], NORM, KIND, LANES)
                 if GATHER:
-                    factors = (
-                        factors[:d]
-                        + (_lane_factor(routing, chunk, QUADS, EACH, LANES),)
-                        + factors[d + 1 :]
+                    operands = _weighted_operands(operands, factors[d], KIND)
+                if NORM:
+                    squares += _square_sum(xs[d], FIELDS)
+                total += _multiply_chunk(tiles[d], operands, table, LANES, ROWS, KIND, GATHER)
+                if CHUNKS > DEPTH:  # prefetch: the registers of this chunk are free now
+                    chunk = c + DEPTH + d
+                    tile = _load_chunk(
+                        weights,
+                        experts,
+                        row,
+                        chunk,
+                        QUADS,
+                        EACH,
+                        OUT,
+                        GROUP,
+                        KIND,
+                        GATHER,
+                        LANES,
+                        ROWS,
                     )
-                xs = xs[:d] + (_load_x(x, chunk, QUADS, RUN, FIELDS, LANES),) + xs[d + 1 :]
-    total = _sum_lanes(total, ROWS, LANES)
-    if NORM:
-        NUMBERS: tl.constexpr = QUADS * 4 * FIELDS
-        total *= tl.rsqrt(squares / NUMBERS + EPS)
-    if (KIND == "int8" or KIND == "fp8") and not GATHER:
-        total *= _row_scale(scale, row + rows, KIND)
-    if BIAS:
-        total += biases
-    if SCALE != 1.0:
-        total *= SCALE
-    if RESIDUAL:
-        total += add.to(tl.float32)
-    tl.store(y + row + rows, total.to(y.dtype.element_ty), mask=stores)
+                    tiles = tiles[:d] + (tile,) + tiles[d + 1 :]
+                    if NORM:
+                        norms = (
+                            norms[:d]
+                            + (_load_norm(norm, chunk, QUADS, RUN, FIELDS, LANES),)
+                            + norms[d + 1 :]
+                        )
+                    if GATHER:
+                        factors = (
+                            factors[:d]
+                            + (_lane_factor(routing, chunk, QUADS, EACH, LANES),)
+                            + factors[d + 1 :]
+                        )
+                    xs = xs[:d] + (_load_x(own, chunk, QUADS, RUN, FIELDS, LANES),) + xs[d + 1 :]
+        total = _sum_lanes(total, ROWS, LANES)
+        if NORM:
+            total *= tl.rsqrt(squares / NUMBERS + EPS)
+        if (KIND == "int8" or KIND == "fp8") and not GATHER:
+            total *= _row_scale(scale, row + rows, KIND)
+        if BIAS:
+            total += biases
+        if SCALE != 1.0:
+            total *= SCALE
+        if RESIDUAL:
+            if TOKENS > 1:
+                add = tl.load(residual + token * OUT + row + rows, mask=stores, other=0.0)
+            total += add.to(tl.float32)
+        tl.store(y + token * STRIDE + row + rows, total.to(y.dtype.element_ty), mask=stores)
 
 
 # Launching ----------------------------------------------------------------------------------------
@@ -476,30 +529,26 @@ def gate_up(
     pdl: bool | None = None,
     dtype: torch.dtype | None = None,
     bias: Tensor | None = None,
+    last: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Choose experts by the scores of `norm_router`, and multiply x [1, D] by their w13.
+    """Choose experts by the scores of `norm_router`, and multiply x [T, D] by their w13.
 
-    Return h [A + S, I], gated, expert_indices int64 [1, A + S] and expert_weights fp32 [1, A + S].
-    The references are `MoE.route`, or `SigmoidRoutedMoE.route`, and `ExpertLinear.gather_gated`.
+    Return h [T * (A + S), I], gated, expert_indices int64 and expert_weights fp32 [T, A + S]. The
+    references are `MoE.route`, or `SigmoidRoutedMoE.route`, and `ExpertLinear.gather_gated`.
 
     weight [E + S, 2 I, D], shared experts last. bias [E, 2 I]: added before the activation. dtype:
-    of h; default x.dtype. pdl: None launches with PDL where the GPU has it.
+    of h; default x.dtype. pdl: None launches with PDL where the GPU has it. last: as of `down`; the
+    h of padding is undefined.
     """
+    if len(x) > 1:
+        indices, weights = route(scores, routing, pdl)
+        h = gate_up_of(x, weight, indices, activation, tiles, pdl, dtype, bias, last)
+        return h, indices, weights
     indices = torch.empty(1, routing.pairs, dtype=torch.int64, device=x.device)
     weights = torch.empty(1, routing.pairs, dtype=torch.float32, device=x.device)
     E = weight.parts[0].shape[0] - routing.shared
-    choice = dict(
-        CHOOSE=True,
-        E=E,
-        A=routing.active,
-        SHARED=routing.shared,
-        GATED=int(routing.gated),
-        SIGMOID=routing.score_bias is not None,
-        NORM_TOPK=routing.norm_topk,
-        SCALE=routing.scale,
-        EXPERTS=triton.next_power_of_2(E),
-    )
-    tensors = indices, scores, weights
+    choice = choice_constants(E, routing) | {"CHOOSE": True}
+    tensors = indices, scores, weights, indices
     h = _launch_gate_up(x, weight, tensors, choice, activation, tiles, pdl, dtype, bias)
     return h, indices, weights
 
@@ -513,18 +562,27 @@ def gate_up_of(
     pdl: bool | None = None,
     dtype: torch.dtype | None = None,
     bias: Tensor | None = None,
+    last: Tensor | None = None,
 ) -> Tensor:
-    """Do what `gate_up` does for given experts, `indices` [1, A] -> h [A, I]."""
+    """Do what `gate_up` does for given experts, `indices` [T, A] -> h [T * A, I]."""
     names = "E", "A", "SHARED", "GATED", "SIGMOID", "NORM_TOPK", "SCALE", "EXPERTS"
-    choice = dict.fromkeys(names, 0) | {"CHOOSE": False}
-    tensors = indices, indices, indices
+    choice = dict.fromkeys(names, 0) | {"CHOOSE": False, "QUERIES": queries_of(len(x), last)}
+    tensors = indices, indices, indices, indices if last is None else last
     return _launch_gate_up(x, weight, tensors, choice, activation, tiles, pdl, dtype, bias)
+
+
+def queries_of(tokens: int, last: Tensor | None) -> int:
+    """Return QUERIES of a kernel: tokens of a row of `last` [B], or 0 if none may be padding.
+
+    One token alone is computed even if it is padding: it costs the kernels nothing to know that.
+    """
+    return 0 if last is None or tokens == 1 else tokens // len(last)
 
 
 def _launch_gate_up(
     x: Tensor,
     weight: Weight,
-    tensors: tuple[Tensor, Tensor, Tensor],
+    tensors: tuple[Tensor, Tensor, Tensor, Tensor],
     choice: dict,
     activation: Activation,
     tiles: Tiles | None,
@@ -532,20 +590,22 @@ def _launch_gate_up(
     dtype: torch.dtype | None,
     bias: Tensor | None,
 ) -> Tensor:
-    """Launch `_gate_up`. tensors: indices, scores and routing weights. choice: its constants."""
+    """Launch `_gate_up`. tensors: indices, scores, routing weights, last. choice: its constants."""
     pdl = supports_pdl(x) if pdl is None else pdl
-    I, pairs = weight.out // 2, tensors[0].numel()
+    I, (T, pairs) = weight.out // 2, tensors[0].shape
     tiles = tiles or choose_tiles(weight, weight.quads, 2)
     rows = min(tiles.rows, triton.next_power_of_2(I + 1) // 2)
     _, depth = chunks_of(weight.quads, tiles)
-    h = torch.empty(pairs, I, dtype=dtype or x.dtype, device=x.device)
-    _gate_up[triton.cdiv(I, rows), pairs](
+    h = torch.empty(T * pairs, I, dtype=dtype or x.dtype, device=x.device)
+    programs = triton.cdiv(I, rows)
+    _gate_up[(programs, pairs) if T == 1 else (T, pairs, programs)](
         operand_of(x, weight),
-        *tensors,
+        *tensors[:3],
         *weight.pointers(),
         weight.parts[0] if bias is None else bias,
         h,
         0,
+        tensors[3],
         I=I,
         QUADS=weight.quads,
         GROUP=weight.group,
@@ -555,7 +615,8 @@ def _launch_gate_up(
         LIMIT=activation.limit,
         ALPHA=activation.alpha,
         BIAS=bias is not None,
-        **choice,
+        **{"QUERIES": 0} | choice,
+        MANY=T > 1,
         WARPS=tiles.warps,
         PDL=pdl,
         LANES=tiles.lanes,
@@ -582,31 +643,41 @@ def down(
     pdl: bool | None = None,
     dtype: torch.dtype | None = None,
     out: Tensor | None = None,
+    last: Tensor | None = None,
 ) -> Tensor:
-    """scale * (x @ weight + bias) + residual -> [1, out].
+    """scale * (x @ weight + bias) + residual [T, out] -> [T, out].
 
-    With indices and routing weights [1, A]: x is [A, I], weight w2 [E, D, I], and the products are
-    summed with these weights; the reference is `weighted_sum(w2.gather(x, ...))`. Without: x is
-    [1, in], weight [out, in]. norm [in]: RMS norm of x first, which is not rounded; fp32 or as x.
+    With indices and routing weights [T, A]: x is [T * A, I], weight w2 [E, D, I], and the products
+    are summed with these weights; the reference is `weighted_sum(w2.gather(x, ...))`. Without: x is
+    [T, in], weight [out, in]. norm [in]: RMS norm of x first, which is not rounded; fp32 or as x.
     bias: [out], or [E, out] of experts.
 
-    dtype: of the result; default that of x. out [1, out]: where to store the result, if it is
-    given. With PDL, all tensors but x are loaded while the previous kernel runs, which must not
-    write them; with experts, the residual alone is. Raises ValueError for a norm with experts.
+    dtype: of the result; default that of x. out [T, out]: where to store the result, if it is
+    given; its rows may be parts of longer ones. last int64 [B], with experts: tokens [B, Q] behind
+    the last real one of their row (-1: none is) are padding; their result is the residual.
+
+    With PDL, all tensors but x are loaded while the previous kernel runs, which must not write
+    them. Of several tokens the residual is not, and with experts it alone is. Raises ValueError for
+    a norm with experts.
     """
-    quads = x.numel() // x.shape[-1] * weight.quads
+    gather = indices is not None
+    pairs = indices.shape[1] if gather else 1
+    T, quads = x.numel() // x.shape[-1] // pairs, pairs * weight.quads
     tiles = tiles or choose_tiles(weight, quads, 1)
     chunks, depth = chunks_of(quads, tiles)
-    if norm is not None and indices is not None:
+    if norm is not None and gather:
         raise ValueError("no norm with experts")
     pdl = supports_pdl(x) if pdl is None else pdl
     rows = min(tiles.rows, triton.next_power_of_2(weight.out + 1) // 2)
     y = out
     if y is None:
-        y = torch.empty(1, weight.out, dtype=dtype or x.dtype, device=x.device)
+        y = torch.empty(T, weight.out, dtype=dtype or x.dtype, device=x.device)
+    # A tile that is not in registers as a whole would be read again for each token of a program.
+    spread = T > 1 and (gather or depth < chunks)
+    programs = triton.cdiv(weight.out, rows)
     operand = operand_of(x, weight)
     absent = weight.parts[0]  # a valid pointer, which the kernel does not read
-    _down[(triton.cdiv(weight.out, rows),)](
+    _down[(T, programs) if spread else (programs,)](
         operand,
         absent if indices is None else indices,
         absent if routing is None else routing,
@@ -616,18 +687,23 @@ def down(
         absent if bias is None else bias,
         y,
         0,
+        absent if last is None else last,
         OUT=weight.out,
         EACH=weight.quads,
         QUADS=quads,
         GROUP=weight.group,
         KIND=weight.kind,
         FIELDS=weight.fields,
-        GATHER=indices is not None,
+        GATHER=gather,
         NORM=norm is not None,
         BIAS=bias is not None,
         SCALE=scale,
         RESIDUAL=residual is not None,
         EPS=eps,
+        STRIDE=y.stride(0),
+        TOKENS=1 if spread else T,
+        SPREAD=spread,
+        QUERIES=queries_of(T, last) if gather else 0,
         PDL=pdl,
         LANES=tiles.lanes,
         ROWS=rows,

@@ -1,4 +1,4 @@
-"""One token: norm and router scores in a kernel, and the choice of experts from them.
+"""Norm and router scores of up to a few tokens in a kernel, and the choice of experts from them.
 
 A router's scores stay fp32. Shared experts, which every token uses, are experts E, E + 1, ... of
 the stacked weights: they follow the chosen ones in `indices` and `weights`.
@@ -100,10 +100,12 @@ def _choose(
             tl.store(weights + A + n, part)
 
 
-# Grid [N / ROWS]: each program norms the whole token, and computes ROWS scores.
+# Grid [N / ROWS], with MANY tokens [N / ROWS, T]: each program norms a whole token, and computes
+# ROWS of its scores.
 #
-# scores [1 or 2, N]: those by which experts are chosen, with GATED also the shared experts' gate.
-# With SIGMOID the second row has the scores that become weights: the choice is by score + bias.
+# scores [T, 1 or 2, N]: those by which experts are chosen, with GATED also the shared experts'
+# gate. With SIGMOID a token's second row has the scores that become weights: the choice is by
+# score + bias.
 @jit
 def _norm_router(
     x,
@@ -122,8 +124,14 @@ def _norm_router(
     PDL: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
+    MANY: tl.constexpr,
 ):
     N: tl.constexpr = E + GATED
+    if MANY:
+        token = tl.program_id(1)
+        x += token * D
+        normed += token * D
+        scores += token * ((1 + SIGMOID) * N)
     d, expert = tl.arange(0, BLOCK), tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = d < D
     rows = tl.load(
@@ -148,6 +156,41 @@ def _norm_router(
         tl.store(scores + N + expert, dots, mask=expert < N)
         dots += tl.load(score_bias + expert, mask=expert < E, other=0.0)
     tl.store(scores + expert, dots, mask=expert < N)
+
+
+# Grid [T]: a program chooses the experts of one token.
+@jit
+def _route(
+    scores,
+    indices,
+    weights,
+    E: tl.constexpr,
+    A: tl.constexpr,
+    SHARED: tl.constexpr,
+    GATED: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    NORM_TOPK: tl.constexpr,
+    SCALE: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    token = tl.program_id(0)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    _choose(
+        scores + token * ((1 + SIGMOID) * (E + GATED)),
+        indices + token * (A + SHARED),
+        weights + token * (A + SHARED),
+        E,
+        A,
+        SHARED,
+        GATED,
+        SIGMOID,
+        NORM_TOPK,
+        SCALE,
+        EXPERTS,
+    )
 
 
 # Launching ----------------------------------------------------------------------------------------
@@ -187,22 +230,23 @@ def norm_router(
     warps: int = 4,
     pdl: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Norm x [1, D], and score the experts for it.
+    """Norm x [T, D], and score the experts for it.
 
-    Return its norm [1, D] and scores fp32 [1 or 2, N]: those by which experts are chosen, and with
-    sigmoid routing, those that become weights. The reference is `RMSNorm`, then the router.
+    Return its norm [T, D] and scores fp32 [T, 1 or 2, N]: those by which experts are chosen, and
+    with sigmoid routing, those that become weights. The reference is `RMSNorm`, then the router.
 
     router [N, D]: a row for each of E experts, then the shared experts' gate, if they are gated.
     bias [E]: of scores. rows, warps: of a program. With PDL, all but x is loaded while the previous
     kernel runs. Raises ValueError if E or D is too large.
     """
-    N, D = router.shape
+    (N, D), T = router.shape, len(x)
     E, sigmoid = N - routing.gated, routing.score_bias is not None
     check_router(E, D, routing)
     pdl = supports_pdl(x) if pdl is None else pdl
     normed = torch.empty_like(x)
-    scores = torch.empty(1 + sigmoid, N, dtype=torch.float32, device=x.device)
-    _norm_router[(triton.cdiv(N, rows),)](
+    scores = torch.empty(T, 1 + sigmoid, N, dtype=torch.float32, device=x.device)
+    programs = triton.cdiv(N, rows)
+    _norm_router[(programs,) if T == 1 else (programs, T)](
         x,
         norm,
         router,
@@ -219,7 +263,46 @@ def norm_router(
         PDL=pdl,
         BLOCK=triton.next_power_of_2(D),
         ROWS=rows,
+        MANY=T > 1,
         launch_pdl=pdl,
         num_warps=warps,
     )
     return normed, scores
+
+
+def choice_constants(E: int, routing: Routing) -> dict:
+    """Return the constants by which a kernel chooses among E experts."""
+    return dict(
+        E=E,
+        A=routing.active,
+        SHARED=routing.shared,
+        GATED=int(routing.gated),
+        SIGMOID=routing.score_bias is not None,
+        NORM_TOPK=routing.norm_topk,
+        SCALE=routing.scale,
+        EXPERTS=triton.next_power_of_2(E),
+    )
+
+
+def route(
+    scores: Tensor, routing: Routing, pdl: bool | None = None, warps: int = 1
+) -> tuple[Tensor, Tensor]:
+    """Choose experts by the scores of `norm_router`, for several tokens.
+
+    Return expert_indices int64 and expert_weights fp32 [T, A + S]. The reference is `MoE.route`, or
+    `SigmoidRoutedMoE.route`. One token's choice is a part of `moe_decode.gate_up`.
+    """
+    T, N = len(scores), scores.shape[-1]
+    pdl = supports_pdl(scores) if pdl is None else pdl
+    indices = torch.empty(T, routing.pairs, dtype=torch.int64, device=scores.device)
+    weights = torch.empty(T, routing.pairs, dtype=torch.float32, device=scores.device)
+    _route[(T,)](
+        scores,
+        indices,
+        weights,
+        **choice_constants(N - routing.gated, routing),
+        PDL=pdl,
+        launch_pdl=pdl,
+        num_warps=warps,
+    )
+    return indices, weights

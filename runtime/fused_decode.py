@@ -1,4 +1,4 @@
-"""Decode one token by six Triton kernels a layer, instead of Inductor's ten to thirteen.
+"""Decode a few tokens by six Triton kernels a layer, instead of Inductor's ten to thirteen.
 
     wqkv         norm of x, product
     attention    q and k norm, RoPE, cache append, attention      (ops/decode_attention.py)
@@ -12,8 +12,10 @@ become experts that every token chooses. A family declares by `fused_decode_sett
 to `model.Attention`, `model.MoE` or `model.AddNorm`; without it, a subclass has no kernels.
 
 `FusedRunner` launches the kernels directly: a session captures the step as a CUDA graph, which
-costs them nothing. It serves one token of one sequence. Prompts, batches and drafts run the
-compiled blocks, which are the reference that tests compare with.
+costs them nothing. It serves up to MAX_TOKENS tokens: one of each of several sequences [B, 1], or
+drafts and short prompts of one [1, Q]. Several tokens take a seventh kernel, for the top-k, and for
+several queries of a sequence the attention's core is Inductor's. Everything else runs the compiled
+blocks, which are the reference that tests compare with.
 """
 
 from dataclasses import replace
@@ -36,10 +38,17 @@ from model import (
 )
 from ops import moe_decode, moe_router
 from ops.inductor import materialize
-from ops.moe_decode import SWIGLU, Weight
+from ops.moe_decode import MAX_TOKENS, SWIGLU, Weight
 from ops.moe_router import Routing
 from runtime.fused_attention import FusedDecodeAttention, fused_attention
 from runtime.runner import CompiledRunner
+
+# Of an H200, in bytes/s: weights that several tokens share are read again from L2. A product that
+# gathers experts for 8 tokens of Mixtral reached this (docs/log/batches.md, "tokens innermost").
+MEMORY_BANDWIDTH, L2_BANDWIDTH = 4.4e12, 6.7e12
+# Seconds that a plain block of a few tokens takes longer than its bytes, for about 20 more kernels.
+# It was 12e-6 in Mixtral bf16, whose kernels hide launches, and 140e-6 in Qwen3-30B-A3B int4.
+PLAIN_OVERHEAD = 25e-6
 
 
 def kernel_weight(module: nn.Module) -> Weight:
@@ -73,7 +82,7 @@ def residual_scale(add: nn.Module) -> float:
 
 
 class FusedAttention:
-    """The attention half of a block for one token: norm, projections, core, residual sum.
+    """The attention half of a block for a few tokens: norm, projections, core, residual sum.
 
     Raises ValueError for attention that the kernels do not compute.
     """
@@ -90,13 +99,13 @@ class FusedAttention:
         self.output = kernel_weight(output), output.bias
 
     def forward(self, x: Tensor, context: Context, core) -> Tensor:
-        """x [1, D], not normed -> x after attention. core: as of `FusedLayer.forward`."""
-        projected = x.new_empty(1, sum(weight.out for weight, _ in self.inputs))
+        """x [T, D], not normed -> x after attention. core: as of `FusedLayer.forward`."""
+        projected = x.new_empty(len(x), sum(weight.out for weight, _ in self.inputs))
         parts = projected.split([weight.out for weight, _ in self.inputs], dim=1)
         for (weight, bias), part in zip(self.inputs, parts, strict=True):
             norm, eps = self.norm.weight, self.norm.eps
             moe_decode.down(x, weight, norm=norm, eps=eps, bias=bias, out=part)
-        projected, attention = projected.unsqueeze(0), self.attention
+        projected, attention = projected.view(*context.positions.shape, -1), self.attention
         if not isinstance(attention, FusedDecodeAttention):
             heads = core(attention, projected, context)
         elif attention.takes(projected, context):
@@ -104,7 +113,8 @@ class FusedAttention:
         else:
             heads = core(attention.plain[0], projected, context)
         weight, bias = self.output
-        return moe_decode.down(heads.squeeze(0), weight, residual=x, bias=bias, scale=self.scale)
+        heads = heads.flatten(0, 1).contiguous()
+        return moe_decode.down(heads, weight, residual=x, bias=bias, scale=self.scale)
 
 
 class FusedExperts:
@@ -138,6 +148,9 @@ class FusedExperts:
         E, D = self.router.weight.shape
         moe_router.check_router(E, D, self.routing)
         self.rows = self.router.weight
+        self.n_expert = E
+        parts = (*self.w13.parts, *self.w2.parts)
+        self.expert_bytes = sum(part.nbytes for part in parts) // E
 
     def shared_count(self, shared: FeedForward) -> int:
         """Return as how many experts the shared one counts. Raises ValueError if it cannot."""
@@ -150,6 +163,21 @@ class FusedExperts:
         if count > 1 and self.w13.kind == "fp8b" and self.w13.out // 2 % self.w13.group:
             raise ValueError("the shared expert's blocks of scales cannot be divided")
         return count
+
+    def takes_tokens(self, tokens: int) -> bool:
+        """Whether the kernels take so many tokens: whether they are faster than the plain block.
+
+        The plain block reads each chosen expert once, the kernels once for each token that chose
+        it. The later reads come from L2, so they cost little until L2 takes longer than the
+        memory, at 1.5 reads of an expert. The kernels may then lose as much as the plain block's
+        launches take. Independent and even choices of E experts are expected.
+        """
+        if not 1 < tokens <= MAX_TOKENS:
+            return tokens == 1
+        E, A, S = self.n_expert, self.routing.active, self.routing.shared
+        distinct = E * (1 - (1 - A / E) ** tokens) + S
+        reads = tokens * (A + S) * self.expert_bytes / L2_BANDWIDTH
+        return reads <= distinct * self.expert_bytes / MEMORY_BANDWIDTH + PLAIN_OVERHEAD
 
     def prepare(self) -> None:
         """Stack the shared expert's weights on the others', once for each model."""
@@ -167,17 +195,19 @@ class FusedExperts:
             torch.cuda.empty_cache()  # of weights a bit smaller than those that come next
         self.w13, self.w2, self.rows = kept["stacked"]
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x [1, D], not normed -> x after the experts, expert_indices, expert_weights [1, A]."""
+    def forward(self, x: Tensor, last: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """x [T, D], not normed -> x after the experts, expert_indices, expert_weights [T, A].
+
+        last: `Context.last`. Of several tokens, padding has no experts: its x stays as it is.
+        """
         normed, scores = moe_router.norm_router(
             x, self.norm.weight, self.norm.eps, self.rows, self.routing, bias=self.router.bias
         )
         h, indices, weights = moe_decode.gate_up(
-            normed, self.w13, scores, self.routing, self.activation, bias=self.bias13
+            normed, self.w13, scores, self.routing, self.activation, bias=self.bias13, last=last
         )
-        x = moe_decode.down(
-            h, self.w2, indices, weights, residual=x, bias=self.bias2, scale=self.scale
-        )
+        add = dict(residual=x, bias=self.bias2, scale=self.scale)
+        x = moe_decode.down(h, self.w2, indices, weights, last=last, **add)
         active = self.routing.active
         return x, indices[:, :active], weights[:, :active]
 
@@ -208,7 +238,7 @@ def stack(experts: nn.Module, shared: nn.Module, weight: Weight, count: int, row
 
 
 class FusedLayer:
-    """A block's kernels for one token. It shares the block's parameters and cache.
+    """A block's kernels for a few tokens. It shares the block's parameters and cache.
 
     Raises ValueError for a block that the kernels do not compute.
     """
@@ -222,76 +252,89 @@ class FusedLayer:
         self.attention, self.experts = FusedAttention(block), FusedExperts(block)
 
     def forward(self, x: Tensor, context: Context, core) -> tuple[Tensor, Tensor, Tensor]:
-        """x [1, D], not normed -> x after the block, expert_indices, expert_weights [1, A].
+        """x [T, D], not normed -> x after the block, expert_indices, expert_weights [T, A].
 
-        core: (attention, projected [1, 1, N], context) -> heads, by `Attention.core`. It is called
-        where no kernel computes that.
+        The tokens are those of `context.positions` [B, Q], in order. core: (attention, projected
+        [B, Q, N], context) -> heads, by `Attention.core`. It is called where no kernel computes
+        that.
         """
-        return self.experts.forward(self.attention.forward(x, context, core))
+        return self.experts.forward(self.attention.forward(x, context, core), context.last)
 
 
 def run_unfused(block: Block, x: Tensor, context: Context, identity: nn.Module):
-    """Call a block that has no kernels: x [1, 1, D], not normed -> x, indices, weights."""
+    """Call a block that has no kernels: x [B, Q, D], not normed -> x, indices, weights."""
     normed = materialize(block.attention_norm(x))
     x, _, *routing = block.forward(x, normed, context, identity)
     return x, *routing
 
 
-def begin_token(model: Transformer, tokens: Tensor, span: Tensor) -> tuple[Tensor, Context]:
+def begin_tokens(model: Transformer, tokens: Tensor, span: Tensor) -> tuple[Tensor, Context]:
     x, _, context = model.begin(tokens, span)
     return x, context
 
 
-def end_token(model: Transformer, x: Tensor, last: Tensor | None) -> Tensor:
+def end_tokens(model: Transformer, x: Tensor, last: Tensor | None) -> Tensor:
     return model.logits(materialize(model.norm(x)), last)
 
 
 def run_core(attention: nn.Module, projected: Tensor, context: Context) -> Tensor:
-    return attention.core(projected, context)
+    # Contiguous, as `down` reads it.
+    return attention.core(projected, context).contiguous()
 
 
 class FusedRunner(CompiledRunner):
-    """Runs one token through fused layers, all else as CompiledRunner.
+    """Runs up to `max_tokens` tokens through fused layers, all else as CompiledRunner.
 
     Between fused layers x is not normed: each begins with its own norm.
     """
 
     def __init__(self, model: Transformer, dynamic: bool = False):
         super().__init__(model, dynamic)
-        self.one_token = False  # the call in progress has one token
+        self.is_fused = False  # the call in progress runs the kernels
         self.layers = {id(block): layer for block, layer in fused_layers(model).items()}
         for layer in self.layers.values():
             layer.experts.prepare()
-        self.compiled_begin_token = self.compile(begin_token)
-        self.compiled_end_token = self.compile(end_token)
+        # The most tokens that all layers take. A short prompt is padded to so many: its padding
+        # reads no experts, so that fewer sizes would save little.
+        self.max_tokens = 1
+        while self.max_tokens < MAX_TOKENS and self.takes_tokens(self.max_tokens + 1):
+            self.max_tokens += 1
+        if self.max_tokens > 1:
+            self.short_chunks = self.max_tokens, *self.short_chunks
+        self.compiled_begin_tokens = self.compile(begin_tokens)
+        self.compiled_end_tokens = self.compile(end_tokens)
         self.compiled_core = self.compile(run_core)
         self.compiled_unfused = self.compile(run_unfused)
         self.identity = nn.Identity()
 
+    def takes_tokens(self, tokens: int) -> bool:
+        """Whether all fused layers take so many tokens."""
+        return all(layer.experts.takes_tokens(tokens) for layer in self.layers.values())
+
     def begin(self, model: Transformer, tokens: Tensor, span: Tensor | Chunk):
-        self.one_token = tokens.numel() == 1 and not isinstance(span, Chunk)
-        if not self.one_token:
+        self.is_fused = tokens.numel() <= self.max_tokens and not isinstance(span, Chunk)
+        if not self.is_fused:
             return super().begin(model, tokens, span)
-        x, context = self.compiled_begin_token(model, tokens, span)
+        x, context = self.compiled_begin_tokens(model, tokens, span)
         return x, x, context
 
     def block(
         self, block: Block, x: Tensor, normed: Tensor, context: Context, next_norm: nn.Module
     ):
-        if not self.one_token:
+        if not self.is_fused:
             return super().block(block, x, normed, context, next_norm)
         layer = self.layers.get(id(block))
         if layer is None:
             x, *routing = self.compiled_unfused(block, x, context, self.identity)
         else:
-            y, *routing = layer.forward(x.squeeze(0), context, self.compiled_core)
-            x = y.unsqueeze(0)
+            y, *routing = layer.forward(x.flatten(0, 1), context, self.compiled_core)
+            x = y.view_as(x)
         return x, x, *routing
 
     def logits(self, model: Transformer, normed: Tensor, last: Tensor | None) -> Tensor:
-        if not self.one_token:
+        if not self.is_fused:
             return super().logits(model, normed, last)
-        return self.compiled_end_token(model, normed, last)
+        return self.compiled_end_tokens(model, normed, last)
 
 
 def fused_layers(model: Transformer) -> dict[Block, FusedLayer]:

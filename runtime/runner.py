@@ -5,13 +5,18 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from model import Block, Chunk, Context, Runner, Transformer
+from model import COUNTING_SORT_MAX_TOKENS, Block, Chunk, Context, Runner, Transformer
+
+SHORT_CHUNK = COUNTING_SORT_MAX_TOKENS  # tokens of a short prompt that run at once
 
 
 class EagerRunner(Runner):
     """Runs each stage eagerly. A session asks a runner what it may capture."""
 
     needs_host = False  # the host takes part in a step, layer by layer
+    # Tokens [1, N] of a short prompt that a captured session runs at once, in rising order: it pads
+    # to one of these.
+    short_chunks: tuple[int, ...] = (SHORT_CHUNK,)
 
     def __init__(self, model: Transformer):
         self.model = model

@@ -43,10 +43,13 @@ PADDING_MULTIPLE = 2 * COUNTING_SORT_MAX_TOKENS  # compiled prompts are padded t
 # Up to PADDING_MULTIPLE tokens, captured prompts that are not compiled are padded to multiples of
 # this: padding chooses experts, too, and 64 tokens read nearly all experts of most models.
 SHORT_MULTIPLE = 8
-# A captured session of one sequence runs prompts of up to SHORT_PROMPT tokens like decode steps of
-# SHORT_CHUNK tokens: compiled, in one graph for all positions.
-SHORT_CHUNK = COUNTING_SORT_MAX_TOKENS
-SHORT_PROMPT = 2 * SHORT_CHUNK
+# A captured session of one sequence runs short prompts like decode steps of several tokens:
+# compiled, in one graph for all positions. The runner has one or more sizes of these chunks; a
+# prompt is short up to so many chunks of the largest.
+MAX_SHORT_CHUNKS = 2
+# Over a long cache, more queries of a sequence take another attention kernel, which was not
+# measured: chunks are no longer than this.
+LONG_CACHE_CHUNK = 8
 SPARE = MAX_TENTATIVE  # positions past the last: for warm-up, and for drafts that are refused
 
 
@@ -72,12 +75,16 @@ class SessionOptions:
     sample_rule: Callable = sample  # (logits, controls, seen, noise) -> tokens [B, 1]
 
 
-def may_have_short_prompts(options: SessionOptions, cache_len: int) -> bool:
-    """Whether a captured session of these options runs short prompts like decode steps.
+def short_chunk_sizes(
+    sizes: tuple[int, ...], options: SessionOptions, cache_len: int
+) -> tuple[int, ...]:
+    """Return the sizes of a captured session's short chunks, none if it has no short prompts.
 
-    Over a long cache, SHORT_CHUNK queries take another attention kernel, which was not measured.
+    sizes: those of the runner.
     """
-    return options.batch == 1 and not options.compile_prefill and cache_len <= SHORT_CACHE
+    if options.batch > 1 or options.compile_prefill:
+        return ()
+    return tuple(size for size in sizes if cache_len <= SHORT_CACHE or size <= LONG_CACHE_CHUNK)
 
 
 class Session:
@@ -107,9 +114,9 @@ class Session:
         self.states = model.setup_cache(self.batch, self.cache_len, options.cache_class)
         self.make_buffers()
         self.graphs = GraphCache() if captures_prompts else None
-        self.has_short_prompts = captures_prompts and may_have_short_prompts(
-            options, self.cache_len
-        )
+        self.short_chunks: tuple[int, ...] = ()
+        if captures_prompts:
+            self.short_chunks = short_chunk_sizes(self.runner.short_chunks, options, self.cache_len)
         self.pool = torch.cuda.graph_pool_handle() if self.captured else None  # of all steps
         self.steps: dict[tuple[int, int, bool, bool], Callable[[], None]] = {}
         self.reset()
@@ -250,7 +257,7 @@ class Session:
         size: its rows, the first ones; None: all.
         """
         key = size or self.batch, candidates, self.watch, self.edited
-        if not self.steps and self.has_short_prompts:
+        if not self.steps:
             self.warm_up_short_prompts()
         if key not in self.steps:
             self.steps[key] = self.capture(lambda: self.decode(*key[:2]), key[0])
@@ -310,12 +317,16 @@ class Session:
 
     def is_short(self, tokens: int) -> bool:
         """Whether this many tokens run as short chunks."""
-        return self.has_short_prompts and tokens <= SHORT_PROMPT
+        return tokens <= MAX_SHORT_CHUNKS * max(self.short_chunks, default=0)
+
+    def short_chunk(self, tokens: int) -> int:
+        """Return the size of the short chunk for the next of these tokens: the smallest for all."""
+        return next((size for size in self.short_chunks if tokens <= size), self.short_chunks[-1])
 
     def chunk_size(self, tokens: int, chunk: int | None = None) -> int:
         """Return how many of the tokens run at once. chunk: at most so many."""
         chunk = chunk or self.options.prefill_chunk
-        return min(chunk, SHORT_CHUNK) if self.is_short(tokens) else chunk
+        return min(chunk, self.short_chunk(tokens)) if self.is_short(tokens) else chunk
 
     def padding(self, tokens: int) -> int:
         """Return how much padding a chunk of a prompt gets, so that few lengths are different."""
@@ -334,7 +345,7 @@ class Session:
         return self.graphs((tokens.shape[1], end, self.watch), run, tokens, row, last)
 
     def run_short_chunk(self, part: Tensor, last: Tensor, start: int) -> tuple[Tensor, ...]:
-        """`run_model` on up to SHORT_CHUNK tokens from position `start` on, by the decode runner.
+        """`run_model` on a short chunk of tokens from position `start` on, by the decode runner.
 
         Padding repeats the last token, at the positions after it: most of it chooses the same
         experts, and its keys and values are overwritten before they are read.
@@ -343,19 +354,21 @@ class Session:
         def run(tokens: Tensor, positions: Tensor, last: Tensor) -> tuple[Tensor, ...]:
             return self.run_model(tokens, positions, last, self.runner)
 
-        index = torch.arange(SHORT_CHUNK, device=self.device).unsqueeze(0)
+        size = self.short_chunk(len(part))
+        index = torch.arange(size, device=self.device).unsqueeze(0)
         tokens, positions = part[index.clamp(max=len(part) - 1)], index + start
         if self.graphs is None:
             return run(tokens, positions, last)
-        return self.graphs((SHORT_CHUNK, None, self.watch), run, tokens, positions, last)
+        return self.graphs((size, None, self.watch), run, tokens, positions, last)
 
     def warm_up_short_prompts(self) -> None:
-        """Compile and capture a short chunk, of no real token, where no sequence reaches."""
-        tokens = torch.zeros(SHORT_CHUNK, dtype=torch.int64, device=self.device)
+        """Compile and capture short chunks, of no real token, where no sequence reaches."""
         last = torch.full_like(self.last, -1)
-        with without_tuning():
-            for _ in range(2):  # a GraphCache captures the second call
-                self.run_short_chunk(tokens, last, self.cache_len - SHORT_CHUNK)
+        for size in self.short_chunks:
+            tokens = torch.zeros(size, dtype=torch.int64, device=self.device)
+            with without_tuning():
+                for _ in range(2):  # a GraphCache captures the second call
+                    self.run_short_chunk(tokens, last, self.cache_len - size)
 
     def check_prompts(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
         """Raise ValueError unless these prompts and this many new tokens each can be run."""

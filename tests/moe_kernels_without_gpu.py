@@ -3,8 +3,8 @@
     TRITON_INTERPRET=1 python tests/moe_kernels_without_gpu.py < INPUT    Triton's interpreter, CPU
     python tests/moe_kernels_without_gpu.py < INPUT    machine code for an H200, by Triton and ptxas
 
-INPUT is a JSON object: "cases", a list of the arguments of `Case`, and "layers", a list of pairs of
-a family (LAYERS) and a format; "models" is another. The interpreter's process prints relative
+INPUT is a JSON object: "cases", a list of the arguments of `Case`, and "layers", a list of the
+arguments of `layer_errors`; "models", of `model_error`. The interpreter's process prints relative
 errors by kernel of every case, of whole layers and of models. The other prints a list: counts of
 each case's machine code.
 """
@@ -47,7 +47,7 @@ from models.layers.gated_hybrid import HybridArgs
 from models.layers.group_routing import SigmoidRoutedMoE
 from models.qwen2_moe import Qwen2MoeArgs
 from ops import decode_attention, gemv4, moe_chunk, moe_decode, moe_router
-from ops.moe_decode import SWIGLU, Activation
+from ops.moe_decode import MAX_TOKENS, SWIGLU, Activation
 from runtime.fused_attention import FusedDecodeAttention
 from runtime.fused_decode import FusedLayer, FusedRunner
 from tests.kernels_without_gpu import Launch, compiled, e2m1_twin, twin
@@ -57,7 +57,7 @@ GROUPS = dict(int4=32, hqq4=32, mxfp4=32, int8=16, fp8=16, fp8b=32)  # so that s
 
 @dataclass(frozen=True)
 class Case:
-    """Shape, format and tiling of one token's MoE layer."""
+    """Shape, format and tiling of an MoE layer for a few tokens."""
 
     format: str  # "bf16" or a name in FORMATS
     D: int
@@ -74,6 +74,8 @@ class Case:
     fp32_norm: bool = False  # the dense product's norm is fp32
     tiles: dict = field(default_factory=dict)
     seed: int = 0
+    tokens: int = 1
+    last: tuple[int, ...] = ()  # of each of so many sequences, the last real token; (): all are
 
 
 @triton.jit
@@ -101,12 +103,21 @@ class Layer:
         self.w2, self.plain2 = self.weight(E, D, I)
         self.dense, self.plain_dense = self.weight(1, I, D)
         self.dtype = torch.bfloat16 if case.format == "bf16" else torch.float16
-        self.x = self.normal(1, D).to(self.dtype)
+        T = case.tokens
+        self.x = self.normal(T, D).to(self.dtype)
         self.norm = (self.normal(D) * 0.2 + 1).to(torch.float32 if case.fp32_norm else self.dtype)
         self.bias = [self.normal(E, 2 * I), self.normal(E, D)] if case.biased else [None, None]
-        self.indices = torch.randperm(E, generator=self.random)[: case.A].unsqueeze(0)
-        self.routing = torch.rand(1, case.A, generator=self.random)
+        chosen = [torch.randperm(E, generator=self.random)[: case.A] for _ in range(T)]
+        self.indices = torch.stack(chosen)
+        self.routing = torch.rand(T, case.A, generator=self.random)
         self.tiles = moe_decode.Tiles(**case.tiles)
+        # Tokens that are computed: one alone always is.
+        self.last, self.real = None, torch.ones(T, dtype=torch.bool)
+        if case.last:
+            self.last = torch.tensor(case.last)
+            if T > 1:
+                queries = torch.arange(T // len(case.last))
+                self.real = (queries <= self.last.unsqueeze(1)).flatten()
 
     def normal(self, *shape: int) -> Tensor:
         return torch.randn(*shape, generator=self.random)
@@ -139,7 +150,7 @@ def plain_experts(weight: Tensor, bias: Tensor | None) -> ExpertLinear:
 def expert_errors(layer: Layer) -> dict[str, float]:
     """Compare with `ExpertLinear.gather_gated`, `gather` and `weighted_sum`, in fp64."""
     case, tiles, fp32 = layer.case, layer.tiles, torch.float32
-    options = dict(tiles=tiles, pdl=False, dtype=fp32)
+    options = dict(tiles=tiles, pdl=False, dtype=fp32, last=layer.last)
     activation, plain = SWIGLU, swiglu
     if case.biased:
         limits = dict(limit=0.5, alpha=1.7)
@@ -148,14 +159,19 @@ def expert_errors(layer: Layer) -> dict[str, float]:
     h = moe_decode.gate_up_of(layer.x, layer.w13, layer.indices, activation, bias=bias13, **options)
     w13, w2 = plain_experts(layer.plain13, bias13), plain_experts(layer.plain2, bias2)
     want_h = w13.gather_gated(layer.x.double(), layer.indices, plain)
-    given = layer.normal(case.A, case.I).to(layer.dtype)
-    residual = layer.normal(case.D).to(layer.dtype)
+    given = layer.normal(case.tokens, case.A, case.I).to(layer.dtype)
+    residual = layer.normal(case.tokens, case.D).to(layer.dtype)
     add = {"residual": residual, "bias": bias2, "scale": case.scale}
     experts = dict(indices=layer.indices, routing=layer.routing)
-    y = moe_decode.down(given, layer.w2, **experts, **add, **options)
-    want = weighted_sum(w2.gather(given.double().unsqueeze(0), layer.indices), layer.routing)
-    want = want * case.scale + residual
-    return {"gate_up": relative(h, want_h[0]), "down": relative(y, want)}
+    real = layer.real.unsqueeze(1)
+    # h of padding is undefined: nothing may come of it.
+    y = moe_decode.down(
+        torch.where(real.unsqueeze(2), given, torch.nan), layer.w2, **experts, **add, **options
+    )
+    want = weighted_sum(w2.gather(given.double(), layer.indices), layer.routing)
+    want = torch.where(real, want * case.scale, 0.0) + residual
+    h = h.view(want_h.shape)[layer.real]
+    return {"gate_up": relative(h, want_h[layer.real]), "down": relative(y, want)}
 
 
 def dense_error(layer: Layer, edge: bool = False) -> float:
@@ -165,10 +181,11 @@ def dense_error(layer: Layer, edge: bool = False) -> float:
     """
     case = layer.case
     weight = replace(layer.dense, parts=tuple(part[0] for part in layer.dense.parts))
-    residual = layer.normal(case.I).to(layer.dtype)
+    residual = layer.normal(case.tokens, case.I).to(layer.dtype)
     x = torch.full_like(layer.x, 2 - 2**-9) if edge else layer.x
     norm = torch.full_like(layer.norm, 1 + 2**-10) if edge else layer.norm
     bias = layer.bias[0][0, : case.I] if case.biased else None
+    out = torch.full((case.tokens, case.I + 24), torch.nan)  # a part of longer rows
     got = moe_decode.down(
         x,
         weight,
@@ -179,8 +196,9 @@ def dense_error(layer: Layer, edge: bool = False) -> float:
         scale=case.scale,
         tiles=layer.tiles,
         pdl=False,
-        dtype=torch.float32,
+        out=out[:, 8 : 8 + case.I],
     )
+    assert out[:, :8].isnan().all() and out[:, 8 + case.I :].isnan().all()
     normed = torch.nn.functional.rms_norm(x.double(), (case.D,), norm.double(), 1e-5)
     want = normed @ layer.plain_dense[0].T + (0 if bias is None else bias.double())
     return relative(got, want * case.scale + residual.double())
@@ -209,7 +227,7 @@ class PlainRouting(MoE):
 def router_errors(layer: Layer) -> dict[str, float]:
     """Compare with `RMSNorm` and `MoE.route`, in fp32."""
     case, D, E = layer.case, layer.case.D, layer.case.E
-    x, router = layer.normal(1, D), layer.normal(E + case.gated, D) * D**-0.5
+    x, router = layer.normal(case.tokens, D), layer.normal(E + case.gated, D) * D**-0.5
     bias, score_bias = layer.normal(E), layer.normal(E)
     norm = RMSNorm(D, 1e-5)
     norm.weight.copy_(layer.norm)
@@ -227,9 +245,10 @@ def router_errors(layer: Layer) -> dict[str, float]:
     logits = norm(x) @ router.T
     want_indices, want_weights = PlainRouting(case, score_bias).route(logits[:, :E] + bias)
     if case.shared:
-        share = logits[:, E:].sigmoid() if case.gated else torch.ones(1, 1)
-        want_indices = torch.cat((want_indices, E + torch.arange(case.shared)[None]), 1)
-        want_weights = torch.cat((want_weights, share.expand(1, case.shared)), 1)
+        share = logits[:, E:].sigmoid() if case.gated else torch.ones(case.tokens, 1)
+        shared = (E + torch.arange(case.shared)).expand(case.tokens, -1)
+        want_indices = torch.cat((want_indices, shared), 1)
+        want_weights = torch.cat((want_weights, share.expand(-1, case.shared)), 1)
     return {
         "norm": relative(normed, norm(x)),
         "indices": float((indices != want_indices).sum()),
@@ -281,7 +300,7 @@ LAYERS = {
 PLAIN_ROWS = ".router", ".shared_gate"
 
 
-def small_model(family: str, format: str, **changes) -> Transformer:
+def small_model(family: str, format: str, batch: int = 1, **changes) -> Transformer:
     """Return a family's model with random weights in a format, and fp16 beside."""
     torch.manual_seed(0)
     kind, arguments = LAYERS[family]
@@ -295,7 +314,7 @@ def small_model(family: str, format: str, **changes) -> Transformer:
             if packs and not name.endswith(PLAIN_ROWS[1]):
                 block.set_submodule(name, packed(module, format))
     model.half()
-    model.setup_cache(1, 64)
+    model.setup_cache(batch, 64)
     return model
 
 
@@ -303,35 +322,48 @@ def small_model(family: str, format: str, **changes) -> Transformer:
 def as_on_a_gpu() -> Iterator[None]:
     """Within, fused attention takes CPU tensors, and no kernel is launched with PDL."""
     with ExitStack() as stack:
-        takes = mock.patch.object(FusedDecodeAttention, "takes", lambda self, *_: self.supported)
-        stack.enter_context(takes)
+        takes = lambda self, qkv, _: self.supported and qkv.shape[1] == 1  # noqa: E731
+        stack.enter_context(mock.patch.object(FusedDecodeAttention, "takes", takes))
         for module in (moe_decode, moe_router, decode_attention):
             stack.enter_context(mock.patch.object(module, "supports_pdl", lambda x: False))
         yield
 
 
-def layer_errors(family: str, format: str) -> list[dict[str, float]]:
+def layer_errors(
+    family: str, format: str, batch: int = 1, queries: int = 1, last: list[int] | None = None
+) -> list[dict[str, float]]:
     """Compare layers of runtime/fused_decode.py with `Block.forward`, in fp16.
 
-    The cache has earlier tokens.
+    The cache has earlier tokens. last: of each sequence, the last token that is real.
     """
-    model = small_model(family, format)
-    x, _, context = model.begin(torch.tensor([[7]]), torch.tensor([[40]]))
+    model = small_model(family, format, batch)
+    tokens = torch.arange(7, 7 + batch * queries).view(batch, queries)
+    positions = 40 - 3 * torch.arange(batch).unsqueeze(1) + torch.arange(queries)
+    x, _, context = model.begin(tokens, positions)
+    context = context._replace(last=torch.tensor(last or [queries - 1] * batch))
     return [block_error(block, torch.randn_like(x), context) for block in model.layers]
 
 
 def model_error(family: str, format: str) -> float:
-    """Compare logits of two tokens by `FusedRunner` with plain ones. The second layer is dense."""
+    """Compare logits by `FusedRunner` with plain ones. The second layer is dense.
+
+    Of two tokens, one after the other, then of five at once, of which the last two are padding, and
+    of one more.
+    """
     dense = dict(n_layer=3, dense_layers=(1,), dense_intermediate=64)
     model = small_model(family, format, **dense)
-    tokens, found = torch.tensor([[[3]], [[7]]]), []
+    calls, found = (([3], [0]), ([7], [1]), ([5, 9, 4, 4, 4], [2, 3, 4, 5, 6]), ([8], [5])), []
     with mock.patch.object(torch, "compile", lambda function, **_: function), as_on_a_gpu():
         for runner in (None, FusedRunner(model), FusedRunner(model)):
             for state in model.states:
                 state.reset()
-            spans = torch.arange(len(tokens)).view(-1, 1, 1)
-            steps = zip(tokens, spans, strict=True)
-            found.append(torch.cat([model(*step, runner=runner) for step in steps]))
+            assert runner is None or runner.max_tokens == MAX_TOKENS
+            logits = []
+            for call in calls:
+                last = torch.tensor([min(2, len(call[0]) - 1)])
+                logits.append(model(*torch.tensor(call).unsqueeze(1), last, runner=runner))
+                assert runner is None or runner.is_fused
+            found.append(torch.cat(logits))
     assert found[1].equal(found[2])  # a second runner shares the stacked weights
     return relative(found[1], found[0])
 
@@ -353,15 +385,18 @@ def block_error(block: Block, x: Tensor, context: Context) -> dict[str, float]:
     layer.experts.prepare()
     with as_on_a_gpu():
         core = lambda attention, projected, context: attention.core(projected, context)  # noqa: E731
-        got, *found = layer.forward(x.squeeze(0), context, core)
+        got, *found = layer.forward(x.flatten(0, 1), context, core)
     computed = [buffer.clone() for buffer in state]
     for buffer, value in zip(state, before, strict=True):
         buffer.copy_(value)
     again, *_ = block(x, normed, context, torch.nn.Identity())  # its weights have moved
     pairs = zip(computed, after, strict=True)
-    added = want[0] - x[0]
+    real = torch.arange(x.shape[1]) <= context.last.unsqueeze(1)
+    padding = got.view_as(x)[~real]
+    assert padding.isfinite().all()  # its keys and values are masked: multiplied by 0
+    got, added = got.view_as(x)[real], (want - x)[real]
     return {
-        "x": ((got - want[0]).norm() / added.norm().maximum(x.norm())).item(),
+        "x": ((got - want[real]).norm() / added.norm().maximum(x.norm())).item(),
         "cache": max(relative(a, b) for a, b in pairs if a.is_floating_point() and b.norm() > 0),
         "experts": float((found[0] != routing[0]).sum()),
         "weights": relative(found[1], routing[1]),
@@ -383,6 +418,7 @@ KERNELS = {
     "_gate_up": moe_decode,
     "_down": moe_decode,
     "_norm_router": moe_router,
+    "_route": moe_router,
 }
 
 
@@ -391,21 +427,24 @@ def counts(case: Case) -> dict[str, dict]:
 
     "dense" is `_down` of a weight without experts.
     """
-    layer, found = Layer(case), {}
+    layer, found, T = Layer(case), {}, case.tokens
     x, D = layer.x.bfloat16(), case.D
     tiles = layer.tiles if case.tiles else None
-    h, router = x.new_empty(case.A, case.I), x.new_empty(case.E, D)
+    h, router = x.new_empty(T, case.A, case.I), x.new_empty(case.E, D)
     norm, launches = x.new_empty(D), {name: Launch() for name in KERNELS}
     with ExitStack() as stack:
         for name, module in KERNELS.items():
             stack.enter_context(mock.patch.object(module, name, launches[name]))
-        scores = layer.normal(1, case.E)
-        routing = moe_router.Routing(case.A, case.norm_topk)
-        moe_decode.gate_up(x, layer.w13, scores, routing, tiles=tiles, pdl=True)
+        scores = layer.normal(T, 1, case.E)
+        routing, options = moe_router.Routing(case.A, case.norm_topk), dict(tiles=tiles, pdl=True)
+        options["last"] = layer.last
+        moe_decode.gate_up(x, layer.w13, scores, routing, **options)
         experts = dict(indices=layer.indices, routing=layer.routing)
-        moe_decode.down(h, layer.w2, **experts, residual=x, tiles=tiles, pdl=True)
+        moe_decode.down(h, layer.w2, **experts, residual=x, **options)
         moe_router.norm_router(x, norm, 1e-5, router, routing, pdl=True)
     for name, launch in launches.items():
+        if name == "_route" and T == 1:  # a part of `_gate_up`
+            continue
         found[name] = code_counts(getattr(KERNELS[name], name), launch)
     with mock.patch.object(moe_decode, "_down", dense := Launch()):
         weight = replace(layer.dense, parts=tuple(part[0] for part in layer.dense.parts))

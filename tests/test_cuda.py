@@ -268,12 +268,90 @@ def test_fused_decode_kernels_give_the_eager_tokens(mode, length, cache, tmp_pat
     assert (first == second).float().mean() > 0.9
 
 
+def fused_and_eager(tmp_path, mode: str, length: int, **options) -> list[Session]:
+    """Return an eager session of the embedded model in a format, and one with fused kernels."""
+    source = Checkpoint(embedded_checkpoint())
+    model = build_model(args_of_checkpoint(source))
+    group_size = None if mode == "int8" else 32
+    format = plan_format(model, attention=mode, experts=mode, group_size=group_size)
+    directory = quantize(source, format, model, tmp_path / mode, "cuda", progress=False)
+    sessions = []
+    for compile in (False, True):
+        model = load_model(directory, "cuda", torch.bfloat16)
+        kernels = dict(compile=True, runner_class=FusedRunner) if compile else {}
+        sessions.append(Session(model, length, SessionOptions(**kernels, **options)))
+    return [*sessions, directory]
+
+
+@pytest.mark.parametrize(("mode", "length"), (("int4", 512), ("int8", 2048)))
+def test_short_prompts_replay_one_graph_of_fused_kernels(mode, length, tmp_path):
+    """Their tokens are the eager ones, in a short and in a long cache; nothing compiles again."""
+    eager, fused, directory = fused_and_eager(tmp_path, mode, length)
+    most = fused.runner.max_tokens
+    assert most > 4 and fused.short_chunks[0] == most
+    list(fused.stream(embedded_prompt(200)[:2], 2, GREEDY))
+    before, known = counters["stats"]["unique_graphs"], set(fused.graphs.known)
+    for count in range(1, most + 1):
+        ids = embedded_prompt(200)[:count]
+        eager.reset()
+        fused.reset()
+        first = list(eager.stream(ids, 20, GREEDY))
+        check_near_tie(directory, ids, first, list(fused.stream(ids, 20, GREEDY)))
+    assert counters["stats"]["unique_graphs"] == before
+    assert set(fused.graphs.known) == known  # captured when it was warmed up
+
+
+@pytest.mark.parametrize("mode", ("int4", "int8"))
+def test_a_batch_of_three_in_fused_kernels_gives_the_eager_tokens(mode, tmp_path):
+    """Of three sequences, and of two beside an idle row."""
+    eager, fused, directory = fused_and_eager(tmp_path, mode, 512, batch=3)
+    prompts = [embedded_prompt(n) for n in (600, 40, 900)]
+    assert fused.runner.max_tokens >= 3
+    for count in (3, 2):
+        eager.reset()
+        fused.reset()
+        answers = [
+            list(zip(*session.stream_all(prompts[:count], 60, GREEDY), strict=True))
+            for session in (eager, fused)
+        ]
+        assert fused.runner.is_fused
+        for ids, first, second in zip(prompts, *answers, strict=False):
+            check_near_tie(directory, ids, list(first), list(second))
+
+
+@pytest.mark.parametrize("length", (512, 1500), ids=("read whole", "read in blocks"))
+@pytest.mark.parametrize("drafts", (2, 4))
+def test_speculation_in_fused_kernels_gives_the_eager_tokens(drafts, length, tmp_path):
+    eager, fused, directory = fused_and_eager(tmp_path, "int4", length)
+    speculation, ids = Speculation(fused, drafts), embedded_prompt(700)
+    first = list(eager.stream(ids, 100, GREEDY))
+    check_near_tie(directory, ids, first, list(speculation.stream(ids, 100, GREEDY)))
+    assert fused.runner.is_fused and speculation.statistics()["tokens_per_pass"] > 1
+
+
 SHARED = (
     "qwen2_moe",
     "qwen3_next",
     "qwen3_5_moe",
 )  # the shared expert has to be as wide as whole ones
 NOT_FUSED = "phimoe", "gemma4", "deepseek_v2", "deepseek_v3"  # the latter have groups of experts
+
+
+def check_several_tokens(
+    model, runner: FusedRunner, tokens: torch.Tensor, want: torch.Tensor, near_ties: bool
+) -> None:
+    """Compare the logits of the first tokens, in one call, with those of one after the other."""
+    for state in model.states:
+        state.reset()
+    positions = torch.arange(runner.max_tokens, device="cuda").unsqueeze(0)
+    few = tokens[:, : runner.max_tokens]
+    found = model(few, positions, all_positions=True, runner=runner)[0].cpu()
+    assert runner.is_fused and runner.max_tokens > 1
+    want = want[: len(found)]
+    differences = (found - want).norm(dim=-1) / want.norm(dim=-1)
+    assert differences.quantile(0.1).item() < 0.3
+    if not near_ties:
+        assert differences.median().item() < 4e-2
 
 
 @pytest.mark.parametrize("mode", ("bf16", "fp8b"))
@@ -300,6 +378,8 @@ def test_fused_decode_kernels_of_each_family(name, mode, make_family, tmp_path):
         positions = torch.arange(tokens.shape[1], device="cuda").view(-1, 1, 1)
         steps = zip(tokens[0].view(-1, 1, 1), positions, strict=True)
         found = torch.cat([model(*step, runner=runner).cpu() for step in steps])
+        if fused:  # and several tokens at once, over what the others have left in the cache
+            check_several_tokens(model, runner, tokens, found, name in NEAR_TIES)
         differences.append((found - want).norm(dim=-1) / want.norm(dim=-1))
     plain, ours = differences
     assert ours.quantile(0.1).item() < 2 * plain.quantile(0.1).item() < 0.3

@@ -78,6 +78,25 @@ def test_auto_takes_the_kernels_that_there_are(name, mode, monkeypatch):
     assert choose_runner(model, "inductor") is CompiledRunner
 
 
+MOST_TOKENS = {
+    ("Qwen3-30B-A3B", "int4"): 8,
+    ("Qwen3-30B-A3B", "bf16"): 8,
+    ("gpt-oss-20b", "mxfp4"): 8,
+    ("GLM-4.7-Flash", "bf16"): 8,
+    ("Mixtral-8x7B", "int4"): 5,  # the same few large experts again and again
+    ("Mixtral-8x7B", "bf16"): 4,
+}
+
+
+@pytest.mark.parametrize(("name", "mode"), MOST_TOKENS)
+def test_several_tokens_take_the_kernels_while_few_experts_are_read_again(name, mode):
+    layers = fused_layers(on_meta(name, mode)).values()
+    for layer in layers:
+        taken = [tokens for tokens in range(1, 20) if layer.experts.takes_tokens(tokens)]
+        assert taken == list(range(1, MOST_TOKENS[name, mode] + 1))
+    assert layers
+
+
 def test_layers_of_tensor_parallelism_have_none():
     model = on_meta("Qwen3-30B-A3B", "bf16")
     for block in model.layers:

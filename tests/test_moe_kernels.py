@@ -21,6 +21,14 @@ CASES = (
     {"format": "bf16"},
     {"format": "bf16", "fp32_norm": True, "biased": True, "scale": 0.5},
 )
+FEW_TOKENS = (  # rows of `last` and queries: sequences, drafts, padding, a call without real tokens
+    {"format": "int8", "tokens": 3, "biased": True, "scale": 0.5, "shared": 1, "gated": True},
+    {"format": "bf16", "tokens": 8, "sigmoid": True, "last": (0, -1, 0, 0, 0, 0, -1, 0)},
+    {"format": "int4", "tokens": 8, "last": (4,), "fp32_norm": True},
+    {"format": "mxfp4", "tokens": 4, "last": (0, 1), "biased": True, "shared": 1},
+    {"format": "fp8b", "tokens": 2, "last": (-1,), "D": 256, "tiles": {"rows": 8, "depth": 1}},
+    {"format": "hqq4", "tokens": 2, "shared": 2, "norm_topk": False},
+)
 H200 = {"D": 2048, "I": 768, "E": 16, "A": 8}
 
 
@@ -28,8 +36,8 @@ def run(given: dict, **variables: str):
     return run_without_gpu("moe_kernels_without_gpu.py", given=given, **variables)
 
 
-def check_layers(*layers: tuple[str, str]) -> None:
-    """Check layers of families in formats."""
+def check_layers(*layers: tuple) -> None:
+    """Check layers: family, format, then sequences, queries of each, and their last real tokens."""
     found = run({"cases": [], "layers": layers}, TRITON_INTERPRET="1")["layers"]
     for layer, blocks in zip(layers, found, strict=True):
         for errors in blocks:
@@ -41,6 +49,21 @@ def check_layers(*layers: tuple[str, str]) -> None:
 
 def test_a_layer_is_the_blocks_own():
     check_layers(("qwen3_moe", "int4"))
+
+
+def test_a_layer_of_three_sequences_is_the_blocks_own():
+    """One of them is idle."""
+    check_layers(("qwen3_moe", "int8", 3, 1, (0, -1, 0)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "family", ("qwen3_moe", "gpt_oss", "qwen2_moe", "qwen3_next", "deepseek_v2")
+)
+def test_a_layer_of_several_tokens_is_the_blocks_own(family):
+    """Three queries, eight of which three are padding, and eight sequences."""
+    cases = (1, 3), (1, 8, (4,)), (8, 1, (0, 0, -1, 0, 0, 0, 0, -1))
+    check_layers(*((family, "int8", *case) for case in cases))
 
 
 @pytest.mark.slow
@@ -75,6 +98,12 @@ def test_each_kernel_computes_what_plain_modules_do():
     check_cases([SMALL | case for case in CASES])
 
 
+@pytest.mark.slow
+def test_each_kernel_computes_several_tokens():
+    """The result of padding is its residual, whatever the gate and up product left for it."""
+    check_cases([{"D": 128, "I": 64, "E": 6, "A": 2} | case for case in FEW_TOKENS])
+
+
 @st.composite
 def any_case(draw) -> dict:
     """Draw shapes, a format, a tiling or none, and what the layer has."""
@@ -97,6 +126,8 @@ def any_case(draw) -> dict:
         "shared": draw(st.integers(0, 3)),
         "scale": draw(st.sampled_from((1.0, 0.3, 2.5))),
         "seed": draw(st.integers(0, 1000)),
+        "tokens": draw(st.sampled_from((1, 1, 2, 3))),  # a token takes a minute
+        "last": draw(st.sampled_from(((), (0,), (-1,)))),
     } | {
         name: draw(st.booleans())
         for name in ("norm_topk", "gated", "sigmoid", "biased", "fp32_norm")
@@ -118,11 +149,14 @@ def test_any_shape_and_layer(cases):
 @pytest.mark.slow
 def test_the_machine_code_loads_ahead_and_spills_nothing():
     """On an H200: a dense weight is loaded before the wait for the kernel before."""
+    names = {"_gate_up", "_down", "_norm_router", "dense"}
     for format in ("int4", "bf16", "int8", "fp8", "fp8b", "mxfp4", "hqq4"):
-        (found,) = run({"cases": [H200 | {"format": format}]})
-        assert set(found) == {"_gate_up", "_down", "_norm_router", "dense"}
-        for name, counts in found.items():
-            assert counts["waits"] == counts["starts"] == 1, (format, name, counts)
-            # Triton 3.9 keeps one register of `_down` in memory, 3.6 none.
-            assert counts["spills"] <= 1, (format, name, counts)
-        assert found["dense"]["ahead"] >= 4, found
+        for tokens in (1, 8):
+            case = H200 | {"format": format, "tokens": tokens, "last": [tokens - 1]}
+            (found,) = run({"cases": [case]})
+            assert set(found) == names | ({"_route"} if tokens > 1 else set())
+            for name, counts in found.items():
+                assert counts["waits"] == counts["starts"] == 1, (format, name, counts)
+                # Triton 3.9 keeps one register of `_down` in memory, 3.6 none.
+                assert counts["spills"] <= 1, (format, name, counts)
+            assert found["dense"]["ahead"] >= 4, found

@@ -161,7 +161,7 @@ def test_padding_of_a_prompt_is_not_taken_in(kind, no_compiler):
 def test_a_short_prompt_as_steps_of_many_tokens(kind):
     for count in (11, 40):
         session = open_session(kind)
-        session.has_short_prompts = True  # as on a GPU
+        session.short_chunks = 8, 32  # as on a GPU
         ids = prompt(count)
         assert list(session.stream(ids, 12, GREEDY)) == fresh_answer(kind, ids, 12)
 

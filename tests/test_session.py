@@ -26,8 +26,9 @@ from ops.attention import BLOCK as CACHE_BLOCK
 from ops.topk import BLOCK, RANK_KERNEL_MAX, argmax, largest_by_rank, running_sum
 from parallel.device import pick_device
 from runtime import graphs
+from runtime.runner import EagerRunner
 from runtime.sampling import Sampling, sample
-from runtime.session import Session, SessionOptions, may_have_short_prompts
+from runtime.session import Session, SessionOptions, short_chunk_sizes
 
 GREEDY = Sampling(temperature=0)
 PROMPT = [5, 17, 3, 99, 42, 8, 120]
@@ -560,8 +561,9 @@ def test_other_families_compiled(make_family, name):
     check_compiled(make_family(name).directory)
 
 
+@pytest.mark.parametrize("sizes", ((32,), (8, 32)), ids=str)
 @pytest.mark.parametrize("count", (1, 5, 31, 32, 33, 64, 65))
-def test_short_prompts_run_as_steps_of_many_tokens(model, count):
+def test_short_prompts_run_as_steps_of_many_tokens(model, count, sizes):
     """As a captured session runs them: also with a prefix in the cache, and watched."""
     plain, session = open_session(model, 128), None
     text = [(37 * n + 11) % 150 for n in range(count + 9)]
@@ -573,7 +575,7 @@ def test_short_prompts_run_as_steps_of_many_tokens(model, count):
         plain.watch = False
         details.append(plain.details[0])
     session = open_session(model, 128)
-    session.has_short_prompts = True  # as on a GPU
+    session.short_chunks = sizes  # as on a GPU
     for prompt, tokens, detail in zip(prompts, want, details, strict=True):
         assert list(session.stream(prompt, 12, GREEDY)) == tokens
         session.watch = True
@@ -583,8 +585,9 @@ def test_short_prompts_run_as_steps_of_many_tokens(model, count):
         assert session.details[0].logprob == pytest.approx(detail.logprob, abs=1e-4)
 
 
+@pytest.mark.parametrize("sizes", ((32,), (8, 32)), ids=str)
 @pytest.mark.parametrize("name", FAMILIES)
-def test_short_prompts_of_every_family(name, make_family):
+def test_short_prompts_of_every_family(name, sizes, make_family):
     """Logits of a prompt, then of a second one, which reads what the first has left in the cache.
 
     In fp32: the order of sums alone may differ.
@@ -602,7 +605,7 @@ def test_short_prompts_of_every_family(name, make_family):
 
     want = logits(open_session(model, 128))
     session = open_session(model, 128)
-    session.has_short_prompts = True  # as on a GPU
+    session.short_chunks = sizes  # as on a GPU
     for got, expected in zip(logits(session), want, strict=True):
         torch.testing.assert_close(got, expected, atol=1e-3, rtol=0)
 
@@ -610,16 +613,44 @@ def test_short_prompts_of_every_family(name, make_family):
 def test_which_prompts_are_short(model):
     session = open_session(model, 512, prefill_chunk=100)
     assert [session.chunk_size(tokens) for tokens in (1, 64, 65)] == [100, 100, 100]
-    session.has_short_prompts = True
+    session.short_chunks = (32,)
     assert [session.chunk_size(tokens) for tokens in (1, 64, 65)] == [32, 32, 100]
     assert [session.chunk_size(tokens, 16) for tokens in (1, 64, 65)] == [16, 16, 16]
+    session.short_chunks = 8, 32  # the fewest chunks, of the smallest size
+    assert [session.chunk_size(tokens) for tokens in (1, 8, 9, 64, 65)] == [8, 8, 32, 32, 100]
+    session.short_chunks = (8,)
+    assert [session.chunk_size(tokens) for tokens in (1, 8, 9, 16, 17)] == [8, 8, 8, 8, 100]
+
+
+def test_a_short_prompt_runs_in_the_smallest_chunk_that_holds_it(model):
+    """The decode runner gets few tokens at once, whose padding is not real."""
+    calls = []
+
+    class Recorder(EagerRunner):
+        def begin(self, model, tokens, span):
+            calls.append((tokens[0].tolist(), span[0].tolist()))
+            return super().begin(model, tokens, span)
+
+    session = open_session(model, 128)
+    session.runner, session.short_chunks = Recorder(model), (8, 32)
+    session.warm_up(0)
+    assert [len(tokens) for tokens, _ in calls[::2]] == [8, 32]  # each twice
+    calls.clear()
+    text = [(37 * n + 11) % 150 for n in range(40)]
+    list(session.stream(text[:5], 1, GREEDY))
+    assert calls == [(text[:5] + text[4:5] * 3, list(range(8)))]
+    list(session.stream(text, 1, GREEDY))  # five are in the cache
+    assert [len(tokens) for tokens, _ in calls] == [8, 32, 8]
+    assert calls[1] == (text[5:37], list(range(5, 37)))
+    assert calls[2] == (text[37:] + text[-1:] * 5, list(range(37, 45)))
 
 
 def test_which_captured_sessions_have_short_prompts():
-    assert may_have_short_prompts(SessionOptions(), 1024)
-    assert not may_have_short_prompts(SessionOptions(), 1024 + CACHE_BLOCK)
-    assert not may_have_short_prompts(SessionOptions(batch=2), 1024)
-    assert not may_have_short_prompts(SessionOptions(compile_prefill=True), 1024)
+    assert short_chunk_sizes((8, 32), SessionOptions(), 1024) == (8, 32)
+    assert short_chunk_sizes((8, 32), SessionOptions(), 1024 + CACHE_BLOCK) == (8,)
+    assert not short_chunk_sizes((32,), SessionOptions(), 1024 + CACHE_BLOCK)
+    assert not short_chunk_sizes((8, 32), SessionOptions(batch=2), 1024)
+    assert not short_chunk_sizes((8, 32), SessionOptions(compile_prefill=True), 1024)
 
 
 @pytest.mark.slow
@@ -627,7 +658,7 @@ def test_short_prompts_compiled(model):
     """All lengths and positions take the same code."""
     want = [generate(open_session(model, 128), PROMPT * n) for n in (1, 2, 6)]
     session = open_session(model, 128, compile=True)
-    session.has_short_prompts = True
+    session.short_chunks = 8, 32
     session.warm_up(0)
     before = counters["stats"]["unique_graphs"]
     assert [generate(session, PROMPT * n) for n in (1, 2, 6)] == want
