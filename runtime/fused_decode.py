@@ -67,9 +67,22 @@ def settings_of(module: nn.Module, plain: type) -> dict:
     raise ValueError(f"no kernels for {type(module).__name__}")
 
 
-def residual_scale(add: nn.Module) -> float:
-    """Return the factor of what is added to the residual."""
-    return settings_of(add, AddNorm).get("scale", 1.0)
+class ResidualSum:
+    """How a sublayer's result joins the residual.
+
+    scale: factor of the result. all_reduce: what adds it on several ranks, each of which computes a
+    part of it, or None; its methods are `tp.AllReduceAddNorm`'s fused_add and fused_add_router.
+    Raises ValueError for a sum that the kernels do not compute.
+    """
+
+    def __init__(self, add: nn.Module):
+        settings = settings_of(add, AddNorm)
+        self.scale: float = settings.get("scale", 1.0)
+        self.all_reduce = settings.get("all_reduce")
+
+    def of_product(self, x: Tensor) -> dict:
+        """Return the arguments by which `moe_decode.down` adds its product to x, if it does."""
+        return {} if self.all_reduce else {"residual": x, "scale": self.scale}
 
 
 class FusedAttention:
@@ -79,7 +92,7 @@ class FusedAttention:
     """
 
     def __init__(self, block: Block):
-        self.norm, self.scale = block.attention_norm, residual_scale(block.add_attention)
+        self.norm, self.sum = block.attention_norm, ResidualSum(block.add_attention)
         self.attention = attention = fused_attention(block.attention)
         if not isinstance(self.norm, RMSNorm) or not hasattr(attention, "core"):
             raise ValueError(f"no kernels for {type(attention).__name__}, or its norm")
@@ -90,7 +103,10 @@ class FusedAttention:
         self.output = kernel_weight(output), output.bias
 
     def forward(self, x: Tensor, context: Context, core) -> Tensor:
-        """x [1, D], not normed -> x after attention. core: as of `FusedLayer.forward`."""
+        """x [1, D], not normed -> x after attention; with several ranks, what this one adds to x.
+
+        core: as of `FusedLayer.forward`.
+        """
         projected = x.new_empty(1, sum(weight.out for weight, _ in self.inputs))
         parts = projected.split([weight.out for weight, _ in self.inputs], dim=1)
         for (weight, bias), part in zip(self.inputs, parts, strict=True):
@@ -104,7 +120,7 @@ class FusedAttention:
         else:
             heads = core(attention.plain[0], projected, context)
         weight, bias = self.output
-        return moe_decode.down(heads.squeeze(0), weight, residual=x, bias=bias, scale=self.scale)
+        return moe_decode.down(heads.squeeze(0), weight, bias=bias, **self.sum.of_product(x))
 
 
 class FusedExperts:
@@ -115,12 +131,15 @@ class FusedExperts:
 
     def __init__(self, block: Block):
         ffn = block.ffn
-        self.norm, self.scale = block.ffn_norm, residual_scale(block.add_ffn)
+        self.norm, self.sum = block.ffn_norm, ResidualSum(block.add_ffn)
+        self.before = ResidualSum(block.add_attention)
         settings = settings_of(ffn, MoE)
         self.experts: Experts = ffn.experts
-        self.router: Linear = ffn.router
-        if type(self.experts) is not Experts or type(self.router) is not Linear:
-            raise ValueError("no kernels for other experts or another router")
+        settings_of(self.experts, Experts)
+        several = self.before.all_reduce
+        self.router: Linear = several.router if several else ffn.router
+        if type(self.router) is not Linear:
+            raise ValueError("no kernels for another router")
         if not isinstance(self.norm, RMSNorm):
             raise ValueError(f"no kernels for {type(self.norm).__name__}")
         self.activation = settings.get("activation", SWIGLU)
@@ -167,19 +186,30 @@ class FusedExperts:
             torch.cuda.empty_cache()  # of weights a bit smaller than those that come next
         self.w13, self.w2, self.rows = kept["stacked"]
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x [1, D], not normed -> x after the experts, expert_indices, expert_weights [1, A]."""
-        normed, scores = moe_router.norm_router(
-            x, self.norm.weight, self.norm.eps, self.rows, self.routing, bias=self.router.bias
-        )
+    def forward(self, x: Tensor, attended: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x [1, D] of the block, attended: as `FusedAttention.forward` returns it.
+
+        Return x after the experts, and expert_indices, expert_weights [1, A].
+        """
+        x, normed, scores = self.norm_and_score(x, attended)
         h, indices, weights = moe_decode.gate_up(
             normed, self.w13, scores, self.routing, self.activation, bias=self.bias13
         )
-        x = moe_decode.down(
-            h, self.w2, indices, weights, residual=x, bias=self.bias2, scale=self.scale
-        )
+        y = moe_decode.down(h, self.w2, indices, weights, bias=self.bias2, **self.sum.of_product(x))
+        x = self.sum.all_reduce.fused_add(x, y) if self.sum.all_reduce else y
         active = self.routing.active
         return x, indices[:, :active], weights[:, :active]
+
+    def norm_and_score(self, x: Tensor, attended: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return x after attention [1, D], its norm, and the router's scores."""
+        if self.before.all_reduce:
+            return self.before.all_reduce.fused_add_router(
+                x, attended, self.norm, self.rows, self.routing
+            )
+        norm, bias = self.norm, self.router.bias
+        return attended, *moe_router.norm_router(
+            attended, norm.weight, norm.eps, self.rows, self.routing, bias=bias
+        )
 
 
 def stack(experts: nn.Module, shared: nn.Module, weight: Weight, count: int, rows: bool) -> Weight:
@@ -227,13 +257,13 @@ class FusedLayer:
         core: (attention, projected [1, 1, N], context) -> heads, by `Attention.core`. It is called
         where no kernel computes that.
         """
-        return self.experts.forward(self.attention.forward(x, context, core))
+        return self.experts.forward(x, self.attention.forward(x, context, core))
 
 
-def run_unfused(block: Block, x: Tensor, context: Context, identity: nn.Module):
+def run_unfused(block: Block, x: Tensor, context: Context, next_norm: nn.Module):
     """Call a block that has no kernels: x [1, 1, D], not normed -> x, indices, weights."""
     normed = materialize(block.attention_norm(x))
-    x, _, *routing = block.forward(x, normed, context, identity)
+    x, _, *routing = block.forward(x, normed, context, next_norm)
     return x, *routing
 
 
@@ -266,7 +296,6 @@ class FusedRunner(CompiledRunner):
         self.compiled_end_token = self.compile(end_token)
         self.compiled_core = self.compile(run_core)
         self.compiled_unfused = self.compile(run_unfused)
-        self.identity = nn.Identity()
 
     def begin(self, model: Transformer, tokens: Tensor, span: Tensor | Chunk):
         self.one_token = tokens.numel() == 1 and not isinstance(span, Chunk)
@@ -282,7 +311,7 @@ class FusedRunner(CompiledRunner):
             return super().block(block, x, normed, context, next_norm)
         layer = self.layers.get(id(block))
         if layer is None:
-            x, *routing = self.compiled_unfused(block, x, context, self.identity)
+            x, *routing = self.compiled_unfused(block, x, context, next_norm)
         else:
             y, *routing = layer.forward(x.squeeze(0), context, self.compiled_core)
             x = y.unsqueeze(0)

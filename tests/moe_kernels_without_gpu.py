@@ -4,9 +4,9 @@
     python tests/moe_kernels_without_gpu.py < INPUT    machine code for an H200, by Triton and ptxas
 
 INPUT is a JSON object: "cases", a list of the arguments of `Case`, and "layers", a list of pairs of
-a family (LAYERS) and a format; "models" is another. The interpreter's process prints relative
-errors by kernel of every case, of whole layers and of models. The other prints a list: counts of
-each case's machine code.
+a family (LAYERS) and a format; "models" and "sharded" are others. The interpreter's process prints
+relative errors by kernel of every case, of whole layers and of models. The other prints a list:
+counts of each case's machine code.
 """
 
 import json
@@ -24,8 +24,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+import tp
 from formats import FORMATS
 from formats.packed import Packed, PackedExpertLinear, PackedLinear
+from formats.quantizer import plan_format
+from generate import WeightLoader
 from model import (
     Block,
     Context,
@@ -38,7 +41,7 @@ from model import (
     swiglu,
     weighted_sum,
 )
-from models import family_of
+from models import args_of_checkpoint, build_model, family_of
 from models.deepseek import DeepseekArgs
 from models.gpt_oss import BiasedExpertLinear, GptOssArgs, clamped_swiglu
 from models.granitemoe import GraniteMoeArgs
@@ -46,6 +49,7 @@ from models.latent_family import LatentArgs
 from models.layers.gated_hybrid import HybridArgs
 from models.layers.group_routing import SigmoidRoutedMoE
 from models.qwen2_moe import Qwen2MoeArgs
+from models.random_weights import RandomWeights
 from ops import decode_attention, gemv4, moe_chunk, moe_decode, moe_router
 from ops.moe_decode import SWIGLU, Activation
 from runtime.fused_attention import FusedDecodeAttention
@@ -369,6 +373,78 @@ def block_error(block: Block, x: Tensor, context: Context) -> dict[str, float]:
     }
 
 
+class ShardedWeights(RandomWeights):
+    """Random weights whose norms and biases are random, too."""
+
+    def plain(self, name: str, device: torch.device | str) -> Tensor:
+        tensor = super().plain(name, device)
+        if tensor.dim() > 1:
+            return tensor
+        generator = torch.Generator().manual_seed(list(self.shapes).index(name))
+        return tensor + 0.3 * torch.randn(tensor.shape, generator=generator).to(tensor)
+
+
+def shard_of(source: RandomWeights, rank: int, ranks: int) -> Transformer:
+    """Return a rank's shard of a model in fp16, with collectives and a cache."""
+    args = args_of_checkpoint(source)
+    shard = tp.ModelShard(args, source.format, "tensor", rank, ranks)
+    WeightLoader(shard, source, torch.float16).fill(torch.device("cpu"))
+    shard.model.tie_weights()
+    shard.insert_collectives()
+    shard.model.setup_cache(1, 64)
+    return shard.model
+
+
+def sharded_error(family: str, format: str) -> dict[str, float]:
+    """Compare a layer's kernels on two ranks, one after the other, with the whole plain block.
+
+    Instead of an all-reduce, the test adds what the ranks have computed.
+    """
+    kind, arguments = LAYERS[family]
+    args = kind(family, **arguments)
+    group = None if FORMATS[format].per_row else GROUPS[format]
+    spec = plan_format(build_model(args), format, format, group_size=group, dtype="fp32")
+    source = ShardedWeights(args, spec)
+    whole = shard_of(source, 0, 1)
+    x, _, context = whole.begin(torch.tensor([[7]]), torch.tensor([[40]]))
+    block, cache = whole.layers[0], whole.layers[0].attention.cache.kv
+    cache.normal_()
+    ranks = [shard_of(source, rank, 2).layers[0] for rank in (0, 1)]
+    caches = [rank.attention.cache.kv for rank in ranks]
+    heads = cache.chunk(2, dim=2) if cache.shape[2] > 1 else (cache, cache)
+    for part, of_rank in zip(caches, heads, strict=True):
+        part.copy_(of_rank)
+    want, _, *routing = block(x, block.attention_norm(x), context, torch.nn.Identity())
+    layers = [FusedLayer(rank) for rank in ranks]
+    with as_on_a_gpu():
+        core = lambda attention, projected, context: attention.core(projected, context)  # noqa: E731
+        parts = [layer.attention.forward(x[0], context, core) for layer in layers]
+        sums = []
+
+        def add(x: Tensor, y: Tensor, scale: float) -> Tensor:
+            sums.append(x)
+            return scale * y
+
+        def add_router(x: Tensor, y: Tensor, scale: float, norm, eps, rows, routing, bias):
+            x = x + scale * sum(parts)
+            return x, *moe_router.norm_router(x, norm, eps, rows, routing, bias=bias)
+
+        found = []
+        with mock.patch.multiple(tp, all_reduce_add=add, all_reduce_add_router=add_router):
+            for layer, part in zip(layers, parts, strict=True):
+                layer.experts.prepare()
+                found.append(layer.experts.forward(x[0], part))
+    got = sums[0] + sum(y for y, *_ in found)
+    return {
+        "x": ((got - want[0]).norm() / (want[0] - x[0]).norm().maximum(x.norm())).item(),
+        "cache": max(relative(*pair) for pair in zip(caches, heads, strict=True)),
+        "experts": float(sum((indices != routing[0]).sum() for _, indices, _ in found)),
+        "weights": max(relative(weights, routing[1]) for *_, weights in found),
+        "ranks": float(not found[0][2].equal(found[1][2])),
+        "sums": float(not sums[0].equal(sums[1])),
+    }
+
+
 def packed(module: Linear | ExpertLinear, format: str) -> Packed:
     """Return the module with its weight in a format, in groups that fit small rows."""
     kind = PackedExpertLinear if isinstance(module, ExpertLinear) else PackedLinear
@@ -440,11 +516,9 @@ def main() -> int:
         moe_chunk._add_bytes, moe_chunk._add_pair = bytes_twin, pair_twin
         layers = [layer_errors(*pair) for pair in given.get("layers", ())]
         models = [model_error(*pair) for pair in given.get("models", ())]
-        print(
-            json.dumps(
-                {"cases": [errors(case) for case in cases], "layers": layers} | {"models": models}
-            )
-        )
+        found = {"cases": [errors(case) for case in cases], "layers": layers, "models": models}
+        found["sharded"] = [sharded_error(*pair) for pair in given.get("sharded", ())]
+        print(json.dumps(found))
     else:
         print(json.dumps([counts(case) for case in cases]))
     return 0

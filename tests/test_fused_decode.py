@@ -78,11 +78,25 @@ def test_auto_takes_the_kernels_that_there_are(name, mode, monkeypatch):
     assert choose_runner(model, "inductor") is CompiledRunner
 
 
-def test_layers_of_tensor_parallelism_have_none():
-    model = on_meta("Qwen3-30B-A3B", "bf16")
-    for block in model.layers:
-        block.add_ffn = tp.AllReduceAddNorm(1.0, None)
-    assert not fused_layers(model)
+def shard_on_meta(name: str, mode: str, parallel: str, ranks: int = 2):
+    """Return the first layers of one rank's shard, with its collectives."""
+    args = first_layers(ARCHITECTURES[name], 5)
+    shard = tp.ModelShard(args, number_format(mode, args), parallel, 0, ranks)
+    shard.model.to(torch.bfloat16)
+    shard.insert_collectives()
+    return shard.model
+
+
+TWO_RANKS = [
+    name for name, args in ARCHITECTURES.items() if not tp.shard_problem(args, {}, 2, "tensor")
+]
+
+
+@pytest.mark.parametrize("name", TWO_RANKS)
+def test_shards_have_the_kernels_of_the_whole_model(name):
+    model, shard = on_meta(name, "bf16"), shard_on_meta(name, "bf16", "tensor")
+    assert len(fused_layers(shard)) == len(fused_layers(model))
+    assert not fused_layers(shard_on_meta(name, "bf16", "expert"))
 
 
 def test_a_subclass_that_says_nothing_has_none():

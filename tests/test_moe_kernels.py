@@ -56,6 +56,29 @@ def test_a_layer_is_the_blocks_own_in_every_family(format):
     check_layers(*((family, format) for family in (*families, "glm4_moe_lite")))
 
 
+def check_sharded(*layers: tuple[str, str]) -> None:
+    """Check layers of families in formats, on two ranks."""
+    found = run({"cases": [], "sharded": layers}, TRITON_INTERPRET="1")["sharded"]
+    for layer, errors in zip(layers, found, strict=True):
+        assert errors["experts"] == errors["ranks"] == errors["sums"] == 0, (layer, errors)
+        assert max(errors["x"], errors["weights"], errors["cache"]) < 2e-3, (layer, errors)  # fp16
+
+
+def test_two_ranks_add_what_the_block_does():
+    check_sharded(("qwen3_moe", "int4"))
+
+
+@pytest.mark.slow
+def test_two_ranks_add_what_the_block_of_other_families_does():
+    """Biases, a factor of the sum, shared experts, sigmoid scores."""
+    check_sharded(
+        ("gpt_oss", "mxfp4"),
+        ("granitemoe", "int8"),
+        ("qwen2_moe", "int4"),
+        ("glm4_moe_lite", "int4"),
+    )
+
+
 @pytest.mark.slow
 def test_a_model_with_a_dense_layer_has_the_plain_logits():
     models = ("qwen3_next", "int8"), ("glm4_moe_lite", "int4")
