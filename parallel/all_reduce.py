@@ -18,7 +18,8 @@ from torch import Tensor
 
 from ops.all_reduce import WORDS, Inbox, empty_scores, fixed_add_norm, push_all_reduce
 from ops.inductor import custom_op
-from ops.moe_router import Routing, norm_router
+from ops.moe_router import MAX_DIM, Routing, norm_router
+from ops.reduce_router import MAX_PROGRAMS, TokenInbox, can_reduce_router, reduce_add_router
 from ops.sandwich import fixed_sandwich
 from parallel.process_group import rank, run_collective, size, state, total
 
@@ -133,8 +134,15 @@ def all_reduce_add_router(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """All-reduce y [1, D], then add as `all_reduce_add`, norm and score as `norm_router`.
 
-    Return x + scale * sum, its norm, and the scores.
+    Return x + scale * sum, its norm, and the scores. One kernel for tokens of the first D that
+    comes; two for others, whose messages would leave old numbers behind.
     """
+    if _method(x.nbytes) == "push" and can_reduce_router(x, size()):
+        D, inbox = x.shape[-1], state().token_inbox
+        state().token_dim = state().token_dim or D
+        if state().token_dim == D:
+            args = scale, norm, eps, router, routing, bias
+            return run_collective(reduce_add_router, x, y, inbox, *args)
     x = all_reduce_add(x, y, scale)
     return x, *norm_router(x, norm, eps, router, routing, bias=bias)
 
@@ -210,7 +218,7 @@ def methods(device: torch.device) -> list[str]:
         return ["library"]
     if state().buffer is None:
         state().buffer, _ = _symmetric_zeros(device, MAX_SYMMETRIC_BYTES, dtype=torch.uint8)
-        state().inbox = _make_inbox(device)
+        state().inbox, state().token_inbox = _make_inbox(device), _make_token_inbox(device)
         torch.cuda.synchronize()
         dist.barrier()  # a rank may push only into an inbox that is zeroed
     return ["library", "one-shot", "two-shot", "push"]
@@ -222,6 +230,28 @@ def _make_inbox(device: torch.device) -> Inbox:
     memory, peers = _symmetric_zeros(device, *shape, dtype=torch.int64)
     calls = torch.zeros(programs, dtype=torch.int32, device=device)
     return Inbox(memory, peers, calls, rank())
+
+
+def _make_token_inbox(device: torch.device) -> TokenInbox:
+    memory, addresses = _symmetric_zeros(device, 2, size(), MAX_DIM, dtype=torch.int32)
+    slots = addresses + rank() * memory.stride(1) * memory.element_size()
+    calls = torch.zeros(MAX_PROGRAMS, dtype=torch.int32, device=device)
+    return TokenInbox(memory, slots, calls)
+
+
+def reset_token_inbox() -> None:
+    """Let `all_reduce_add_router` serve tokens of another D by its kernel.
+
+    All ranks call it, and replay no graph that was captured before.
+    """
+    if (inbox := state().token_inbox) is not None:
+        torch.cuda.synchronize()
+        dist.barrier()
+        inbox.memory.zero_()
+        inbox.calls.zero_()
+        torch.cuda.synchronize()
+        dist.barrier()
+    state().token_dim = 0
 
 
 def _symmetric_zeros(

@@ -9,10 +9,12 @@ relative errors by kernel of every case, of whole layers and of models. The othe
 counts of each case's machine code.
 """
 
+import itertools
 import json
 import os
 import re
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -41,7 +43,7 @@ from model import (
     swiglu,
     weighted_sum,
 )
-from models import args_of_checkpoint, build_model, family_of
+from models import ARCHITECTURES, args_of_checkpoint, build_model, family_of
 from models.deepseek import DeepseekArgs
 from models.gpt_oss import BiasedExpertLinear, GptOssArgs, clamped_swiglu
 from models.granitemoe import GraniteMoeArgs
@@ -50,7 +52,7 @@ from models.layers.gated_hybrid import HybridArgs
 from models.layers.group_routing import SigmoidRoutedMoE
 from models.qwen2_moe import Qwen2MoeArgs
 from models.random_weights import RandomWeights
-from ops import decode_attention, gemv4, moe_chunk, moe_decode, moe_router
+from ops import decode_attention, gemv4, moe_chunk, moe_decode, moe_router, reduce_router
 from ops.moe_decode import SWIGLU, Activation
 from runtime.fused_attention import FusedDecodeAttention
 from runtime.fused_decode import FusedLayer, FusedRunner
@@ -455,6 +457,109 @@ def packed(module: Linear | ExpertLinear, format: str) -> Packed:
     return found
 
 
+@dataclass(frozen=True)
+class Reduction:
+    """A case of `reduce_router.reduce_add_router`."""
+
+    D: int
+    E: int
+    ranks: int
+    rank: int
+    calls: int  # before this one
+    sigmoid: bool = False
+    gated: bool = False
+    biased: bool = False
+    scale: float = 1.0
+    late: int | None = None  # the rank whose message comes while the kernel waits
+
+    def inbox(self) -> reduce_router.TokenInbox:
+        """Return an inbox that nothing has been written to, of a GPU whose slots are elsewhere."""
+        memory = torch.zeros(2, self.ranks, moe_router.MAX_DIM, dtype=torch.int32)
+        calls = torch.full((reduce_router.MAX_PROGRAMS,), self.calls, dtype=torch.int32)
+        return reduce_router.TokenInbox(memory, torch.zeros(self.ranks, dtype=torch.int64), calls)
+
+
+def stamped(parts: Tensor, call: int) -> Tensor:
+    """Return 16-bit numbers beside the lower 16 bits of a call's number, as int32."""
+    words = (parts.view(torch.int16).long() & 0xFFFF) | (call & 0xFFFF) << 16
+    return torch.where(words >= 1 << 31, words - (1 << 32), words).int()
+
+
+def reduction_errors(case: Reduction) -> dict[str, float]:
+    """Compare with a sum, `RMSNorm` and the router, in fp32.
+
+    The interpreter runs one program after the other, so that the messages of all ranks, this one's
+    included, are there before. Its slots therefore are in other memory than its inbox: "sent" is
+    the number of words there that are not as they should be.
+    """
+    torch.manual_seed(case.D)
+    D, N, call, inbox = case.D, case.E + case.gated, case.calls + 1, case.inbox()
+    parts, x = torch.randn(case.ranks, D).half(), torch.randn(1, D).half()
+    norm, router = (1 + 0.2 * torch.randn(D)).half(), (torch.randn(N, D) * D**-0.5).half()
+    bias, score_bias = torch.randn(case.E).half(), torch.randn(case.E)
+    routing = moe_router.Routing(
+        1, True, score_bias=score_bias if case.sigmoid else None, gated=case.gated
+    )
+    messages = stamped(parts, call)
+    inbox.memory[call & 1, :, :D] = stamped(parts + 1, call - 2)
+    for rank in {*range(case.ranks)} - {case.late}:
+        inbox.memory[call & 1, rank, :D] = messages[rank]
+    if case.late is not None:
+        comes = inbox.memory[call & 1, case.late, :D]
+        threading.Timer(0.2, comes.copy_, (messages[case.late],)).start()
+    outboxes = torch.zeros(case.ranks, *inbox.memory.shape, dtype=torch.int32)
+    for rank, outbox in enumerate(outboxes):
+        inbox.slots[rank] = outbox[:, case.rank].data_ptr()
+    total, normed, scores = reduce_router.reduce_add_router(
+        x,
+        parts[case.rank : case.rank + 1],
+        inbox,
+        case.scale,
+        norm,
+        1e-5,
+        router,
+        routing,
+        bias if case.biased else None,
+        pdl=False,
+    )
+    sent = torch.zeros_like(outboxes)
+    sent[:, call & 1, case.rank, :D] = messages[case.rank]
+    want_total = x.float() + case.scale * parts.float().sum(0)
+    want_normed = torch.nn.functional.rms_norm(total.float(), (D,), norm.float(), 1e-5)
+    want = normed.float() @ router.float().T
+    if case.biased:
+        want[:, : case.E] += bias.float()
+    if case.sigmoid:
+        weights = want.sigmoid()
+        want = torch.cat((weights, weights))
+        want[0, : case.E] += score_bias
+    return {
+        "sum": relative(total, want_total),
+        "norm": relative(normed, want_normed),
+        "scores": relative(scores, want),
+        "sent": float((outboxes != sent).sum()),
+        "calls": float((inbox.calls != call).sum()),
+    }
+
+
+def reduction_code() -> dict[str, dict[str, int]]:
+    """Return the counts of `code_counts` of the all-reduce with norm and router."""
+    found, names = {}, ("Qwen3-30B-A3B", "Mixtral-8x7B", "gpt-oss-20b", "Qwen3-Next-80B-A3B")
+    for name, ranks in itertools.product(names, (2, 4, 8)):
+        args = ARCHITECTURES[name]
+        D, E = args.dim, args.n_expert
+        x = torch.zeros(1, D, dtype=torch.bfloat16)
+        if reduce_router.words_of(D, ranks) > reduce_router.MAX_WORDS:
+            continue
+        inbox = Reduction(D, E, ranks, 0, 0).inbox()
+        routing = moe_router.Routing(1, True)
+        router = x.new_zeros(E, D)
+        with mock.patch.object(reduce_router, "_reduce_add_router", launch := Launch()):
+            reduce_router.reduce_add_router(x, x, inbox, 1.0, x[0], 1e-5, router, routing, pdl=True)
+        found[f"{name} over {ranks}"] = code_counts(reduce_router._reduce_add_router, launch)
+    return found
+
+
 KERNELS = {
     "_gate_up": moe_decode,
     "_down": moe_decode,
@@ -517,10 +622,13 @@ def main() -> int:
         layers = [layer_errors(*pair) for pair in given.get("layers", ())]
         models = [model_error(*pair) for pair in given.get("models", ())]
         found = {"cases": [errors(case) for case in cases], "layers": layers, "models": models}
+        cases = given.get("reductions", ())
+        found["reductions"] = [reduction_errors(Reduction(**values)) for values in cases]
         found["sharded"] = [sharded_error(*pair) for pair in given.get("sharded", ())]
         print(json.dumps(found))
     else:
-        print(json.dumps([counts(case) for case in cases]))
+        found = [counts(case) for case in cases]
+        print(json.dumps([*found, reduction_code()] if "reductions" in given else found))
     return 0
 
 
