@@ -168,8 +168,11 @@ def warps_of(D: int, ranks: int) -> int:
 def can_reduce_router(x: Tensor, ranks: int) -> bool:
     """Whether there is a kernel for x [1, D] of this many ranks."""
     D = x.shape[-1]
-    fits = D % 8 == 0 and D <= MAX_DIM and words_of(D, ranks) <= MAX_WORDS
-    return x.is_cuda and x.element_size() == 2 and fits and x.numel() == D
+    if not x.is_cuda or x.element_size() != 2 or x.numel() != D:
+        return False
+    if torch.cuda.get_device_properties(x.device).multi_processor_count < MAX_PROGRAMS:
+        return False
+    return D % 8 == 0 and D <= MAX_DIM and words_of(D, ranks) <= MAX_WORDS
 
 
 def reduce_add_router(
