@@ -272,7 +272,7 @@ def open_session(
         args = tp.local_args(args_of_checkpoint(checkpoint), process_group.size(), options.parallel)
         plain = dtype or stored_dtype(checkpoint)
         experts = offload_settings(options, args, plain, length, batch)
-    check_decode_kernels(options.decode_kernels, checkpoint, device, dtype)
+    check_decode_kernels(options.decode_kernels, checkpoint, device, dtype, options.parallel)
     if options.compile_cache:
         use_compile_cache(options.compile_cache)
     model = load_model(checkpoint, device, dtype, options.parallel, experts)
@@ -288,17 +288,22 @@ def open_session(
 
 
 def check_decode_kernels(
-    kernels: str, source, device: torch.device, dtype: torch.dtype | None = None
+    kernels: str,
+    source,
+    device: torch.device,
+    dtype: torch.dtype | None = None,
+    parallel: str = "tensor",
 ) -> None:
     """Raise ValueError, before weights are read, for fused kernels that cannot run this model.
 
-    kernels: as --decode_kernels says. source, dtype: as of `load_model`.
+    kernels: as --decode_kernels says. source, dtype, parallel: as of `load_model`.
     """
     if kernels != "fused":
         return
-    shard = tp.ModelShard(args_of_checkpoint(source), source.format)
+    shard = tp.ModelShard(args_of_checkpoint(source), source.format, parallel)
     model = shard.model.to(dtype or stored_dtype(source))
-    if shard.ranks > 1 or not can_fuse(model, device):
+    shard.insert_collectives()
+    if not can_fuse(model, device):
         why = "these kernels do not compute this model in this format on this device"
         raise ValueError(f"--decode_kernels fused: {why}: use auto")
 

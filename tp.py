@@ -28,7 +28,9 @@ from models.layers.sandwich import Branches, SandwichAddNorm
 from parallel import process_group
 from parallel.all_reduce import (
     all_gather,
+    all_reduce_add,
     all_reduce_add_norm,
+    all_reduce_add_router,
     all_reduce_sandwich,
     all_reduce_sum,
 )
@@ -95,6 +97,24 @@ class AllReduceAddNorm(AddNorm):
             self.scores = scores
         return x, normed
 
+    def fused_decode_settings(self) -> dict | None:
+        """See runtime/fused_decode.py: a rank's sublayer computes a part of the sum y."""
+        return {"scale": self.scale, "all_reduce": self}
+
+    def fused_add(self, x: Tensor, y: Tensor) -> Tensor:
+        """x, y [1, D] -> x + scale * (y of all ranks)."""
+        return all_reduce_add(x, y, self.scale)
+
+    def fused_add_router(
+        self, x: Tensor, y: Tensor, norm: nn.Module, rows: Tensor, routing
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The same, its norm, and the scores of the router.
+
+        rows, routing: `router` and `routing` of `ops.moe_router.norm_router`.
+        """
+        bias = self.router.bias
+        return all_reduce_add_router(x, y, self.scale, norm.weight, norm.eps, rows, routing, bias)
+
 
 class AllReduceSandwich(AllReduceAddNorm):
     """The same for SandwichAddNorm: its norms need the sum over the ranks."""
@@ -155,6 +175,10 @@ class ShardedExperts(Experts):
             for module in (self.w13, self.w2):
                 for name, whole in module.named_parameters():
                     setattr(module, name, nn.Parameter(whole[:count], requires_grad=False))
+
+    def fused_decode_settings(self) -> dict | None:
+        """See runtime/fused_decode.py. There are no kernels for some whole experts."""
+        return {} if self.n_expert == self.choose_from else None
 
     def forward(self, x: Tensor, expert_indices: Tensor, expert_weights: Tensor):
         if self.n_expert == self.choose_from:

@@ -69,7 +69,7 @@ def seconds_of(work, x: torch.Tensor) -> float:
 def open_session(args: ModelArgs, options: argparse.Namespace, device: torch.device) -> Session:
     """Return a session over a model with random weights."""
     source = RandomWeights(args, number_format(options.mode, args))
-    check_decode_kernels(options.decode_kernels, source, device)
+    check_decode_kernels(options.decode_kernels, source, device, parallel=options.parallel)
     if options.compile_cache:
         use_compile_cache(options.compile_cache)
     model = load_model(source, device, parallel=options.parallel)

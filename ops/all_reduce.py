@@ -78,6 +78,8 @@ def _load_message(
 # in its own inbox, and adds all N messages up in the order of ranks. The order is the
 # same on all ranks, hence also the bits.
 #
+# With ADD the result is residual + SCALE * sum. The residual is loaded before the wait.
+#
 # Each 32 bits of the message travel with the call's number in one 64-bit word. A 64-bit
 # store arrives whole, so a word with the right number needs no flag and no fence (as in
 # NCCL's LL protocol, here from every rank to every rank).
@@ -92,6 +94,7 @@ def _load_message(
 def _push_all_reduce(
     x,
     weights,
+    residual,
     y,
     peers,
     calls,
@@ -104,6 +107,8 @@ def _push_all_reduce(
     RANKS: tl.constexpr,
     RANKS_POW2: tl.constexpr,
     BF16: tl.constexpr,
+    ADD: tl.constexpr,
+    SCALE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     rank, column, program = tl.arange(0, RANKS_POW2)[:, None], tl.arange(0, WORDS), tl.program_id(0)
@@ -113,6 +118,8 @@ def _push_all_reduce(
     inbox += (rank * P + program) * WORDS + column[None, :]
     word = program * WORDS + column
     others = (rank < RANKS) & (rank != RANK) & (word < N)[None, :]
+    if ADD:
+        add = tl.load(residual + word, mask=word < N, other=0)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -130,20 +137,37 @@ def _push_all_reduce(
     bits = tl.where((rank == RANK) & (word < N)[None, :], own, received.to(tl.int32))
     if BF16:
         low = tl.sum((bits << 16).to(tl.float32, bitcast=True), 0)
-        total = _pack_bf16(low, tl.sum((bits & -65536).to(tl.float32, bitcast=True), 0))
+        high = tl.sum((bits & -65536).to(tl.float32, bitcast=True), 0)
+        if ADD:
+            low = (add << 16).to(tl.float32, bitcast=True) + SCALE * low
+            high = (add & -65536).to(tl.float32, bitcast=True) + SCALE * high
+        total = _pack_bf16(low, high)
     else:
-        total = tl.sum(bits.to(tl.float32, bitcast=True), 0).to(tl.int32, bitcast=True)
+        total = tl.sum(bits.to(tl.float32, bitcast=True), 0)
+        if ADD:
+            total = add.to(tl.float32, bitcast=True) + SCALE * total
+        total = total.to(tl.int32, bitcast=True)
     tl.store(y + word, total, mask=word < N)
     # Safe without a barrier: the reduction in the loop's condition waits for all threads' loads.
     tl.store(calls + program, call)
 
 
-def push_all_reduce(x: Tensor, inbox: Inbox, like: Tensor, weights: Tensor | None = None) -> Tensor:
+def push_all_reduce(
+    x: Tensor,
+    inbox: Inbox,
+    like: Tensor,
+    weights: Tensor | None = None,
+    residual: Tensor | None = None,
+    scale: float = 1.0,
+) -> Tensor:
     """Sum x over the ranks -> a tensor like `like`, bitwise identical on all ranks.
 
     like: bf16 or fp32, a multiple of 4 bytes that fits into the inbox. x: contiguous; its
     shape and dtype are those of `like`. Or, given weights fp32 [1, A], x has a token's
     A terms [1, A, D] in that dtype or fp32, whose weighted sum is this rank's message.
+
+    residual, like `like`: return residual + scale * sum. With PDL it is loaded while the
+    previous kernel runs, which must not write it.
     """
     y = torch.empty_like(like, memory_format=torch.contiguous_format)
     words, ranks, pdl = y.nbytes // 4, len(inbox.peers), supports_pdl(y)
@@ -153,6 +177,7 @@ def push_all_reduce(x: Tensor, inbox: Inbox, like: Tensor, weights: Tensor | Non
     _push_all_reduce[(triton.cdiv(words, WORDS),)](
         x.view(-1).view(torch.int32),
         x if weights is None else weights,
+        (y if residual is None else residual.contiguous()).view(-1).view(torch.int32),
         y.view(-1).view(torch.int32),
         inbox.peers,
         inbox.calls,
@@ -161,6 +186,8 @@ def push_all_reduce(x: Tensor, inbox: Inbox, like: Tensor, weights: Tensor | Non
         WORDS=WORDS,
         P=len(inbox.calls),
         BF16=y.dtype == torch.bfloat16,
+        ADD=residual is not None,
+        SCALE=scale,
         PDL=pdl,
         launch_pdl=pdl,
         num_warps=1,

@@ -18,6 +18,8 @@ from torch import Tensor
 
 from ops.all_reduce import WORDS, Inbox, empty_scores, fixed_add_norm, push_all_reduce
 from ops.inductor import custom_op
+from ops.moe_router import MAX_DIM, Routing, norm_router
+from ops.reduce_router import MAX_PROGRAMS, TokenInbox, can_reduce_router, reduce_add_router
 from ops.sandwich import fixed_sandwich
 from parallel.process_group import rank, run_collective, size, state, total
 
@@ -107,6 +109,44 @@ def _(x: Tensor, ranks: int) -> Tensor:
     return x.new_empty(ranks * x.shape[0], *x.shape[1:])
 
 
+# One token in fused kernels -----------------------------------------------------------
+#
+# These are called by runtime/fused_decode.py, outside of compiled code. Their kernels have
+# fixed shapes, hence the same bits on all ranks.
+
+
+def all_reduce_add(x: Tensor, y: Tensor, scale: float) -> Tensor:
+    """All-reduce y [1, D] -> x + scale * sum. The kernel launched last must not write x."""
+    if _method(x.nbytes) == "push":
+        return run_collective(push_all_reduce, y, state().inbox, x, None, x, scale)
+    return torch.add(x, _all_reduce(y, None, x), alpha=scale)
+
+
+def all_reduce_add_router(
+    x: Tensor,
+    y: Tensor,
+    scale: float,
+    norm: Tensor,
+    eps: float,
+    router: Tensor,
+    routing: Routing,
+    bias: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """All-reduce y [1, D], then add as `all_reduce_add`, norm and score as `norm_router`.
+
+    Return x + scale * sum, its norm, and the scores. One kernel for tokens of the first D that
+    comes; two for others, whose messages would leave old numbers behind.
+    """
+    if _method(x.nbytes) == "push" and can_reduce_router(x, size()):
+        D, inbox = x.shape[-1], state().token_inbox
+        state().token_dim = state().token_dim or D
+        if state().token_dim == D:
+            args = scale, norm, eps, router, routing, bias
+            return run_collective(reduce_add_router, x, y, inbox, *args)
+    x = all_reduce_add(x, y, scale)
+    return x, *norm_router(x, norm, eps, router, routing, bias=bias)
+
+
 # Methods ------------------------------------------------------------------------------
 
 
@@ -121,15 +161,19 @@ def _all_reduce(y: Tensor, weights: Tensor | None, like: Tensor) -> Tensor:
     y has the shape and dtype of `like`. With weights [T, A], y is per-expert outputs
     [T, A, D], which are combined first; for one token "push" combines them in its kernel.
     """
-    nbytes = like.nbytes
-    method = next((method for most, method in state().choice if nbytes <= most), "library")
-    method = method if can_sum(method, nbytes) else "library"
+    method = _method(like.nbytes)
     if weights is not None:
         if method == "push" and like.numel() == like.shape[-1]:
             y, weights = y.contiguous(), weights.contiguous()
             return run_collective(push_all_reduce, y, state().inbox, like, weights)
         y = _weighted_sum(y, weights).to(like.dtype).view_as(like)
     return run_collective(sum_over_ranks, method, y.contiguous())
+
+
+def _method(nbytes: int) -> str:
+    """Return the fastest method that supports a message of this size."""
+    method = next((method for most, method in state().choice if nbytes <= most), "library")
+    return method if can_sum(method, nbytes) else "library"
 
 
 def sum_over_ranks(method: str, x: Tensor) -> Tensor:
@@ -174,7 +218,7 @@ def methods(device: torch.device) -> list[str]:
         return ["library"]
     if state().buffer is None:
         state().buffer, _ = _symmetric_zeros(device, MAX_SYMMETRIC_BYTES, dtype=torch.uint8)
-        state().inbox = _make_inbox(device)
+        state().inbox, state().token_inbox = _make_inbox(device), _make_token_inbox(device)
         torch.cuda.synchronize()
         dist.barrier()  # a rank may push only into an inbox that is zeroed
     return ["library", "one-shot", "two-shot", "push"]
@@ -186,6 +230,28 @@ def _make_inbox(device: torch.device) -> Inbox:
     memory, peers = _symmetric_zeros(device, *shape, dtype=torch.int64)
     calls = torch.zeros(programs, dtype=torch.int32, device=device)
     return Inbox(memory, peers, calls, rank())
+
+
+def _make_token_inbox(device: torch.device) -> TokenInbox:
+    memory, addresses = _symmetric_zeros(device, 2, size(), MAX_DIM, dtype=torch.int32)
+    slots = addresses + rank() * memory.stride(1) * memory.element_size()
+    calls = torch.zeros(MAX_PROGRAMS, dtype=torch.int32, device=device)
+    return TokenInbox(memory, slots, calls)
+
+
+def reset_token_inbox() -> None:
+    """Let `all_reduce_add_router` serve tokens of another D by its kernel.
+
+    All ranks call it, and replay no graph that was captured before.
+    """
+    if (inbox := state().token_inbox) is not None:
+        torch.cuda.synchronize()
+        dist.barrier()
+        inbox.memory.zero_()
+        inbox.calls.zero_()
+        torch.cuda.synchronize()
+        dist.barrier()
+    state().token_dim = 0
 
 
 def _symmetric_zeros(

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from cli.command import first_line
 from ops.all_reduce import Inbox
+from ops.reduce_router import TokenInbox
 from parallel import heartbeat
 from parallel.device import pick_device
 
@@ -37,7 +38,7 @@ Value = TypeVar("Value")
 class State:
     """State of this process in the group. The defaults are for a single process.
 
-    parallel/all_reduce.py uses the last three fields. They are here so that `stop` frees
+    parallel/all_reduce.py uses the last five fields. They are here so that `stop` frees
     the symmetric memory.
     """
 
@@ -48,6 +49,8 @@ class State:
     answers: int = 0  # calls of check_same_tokens
     buffer: Tensor | None = None  # uint8, in symmetric memory
     inbox: Inbox | None = None  # in symmetric memory
+    token_inbox: TokenInbox | None = None  # in symmetric memory
+    token_dim: int = 0  # D of its messages
     choice: list[tuple[int, str]] = field(default_factory=list)  # (largest bytes, method), sorted
 
 

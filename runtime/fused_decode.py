@@ -76,9 +76,22 @@ def settings_of(module: nn.Module, plain: type) -> dict:
     raise ValueError(f"no kernels for {type(module).__name__}")
 
 
-def residual_scale(add: nn.Module) -> float:
-    """Return the factor of what is added to the residual."""
-    return settings_of(add, AddNorm).get("scale", 1.0)
+class ResidualSum:
+    """How a sublayer's result joins the residual.
+
+    scale: factor of the result. all_reduce: what adds it on several ranks, each of which computes a
+    part of it, or None; its methods are `tp.AllReduceAddNorm`'s fused_add and fused_add_router.
+    Raises ValueError for a sum that the kernels do not compute.
+    """
+
+    def __init__(self, add: nn.Module):
+        settings = settings_of(add, AddNorm)
+        self.scale: float = settings.get("scale", 1.0)
+        self.all_reduce = settings.get("all_reduce")
+
+    def of_product(self, x: Tensor) -> dict:
+        """Return the arguments by which `moe_decode.down` adds its product to x, if it does."""
+        return {} if self.all_reduce else {"residual": x, "scale": self.scale}
 
 
 class FusedAttention:
@@ -88,7 +101,7 @@ class FusedAttention:
     """
 
     def __init__(self, block: Block):
-        self.norm, self.scale = block.attention_norm, residual_scale(block.add_attention)
+        self.norm, self.sum = block.attention_norm, ResidualSum(block.add_attention)
         self.attention = attention = fused_attention(block.attention)
         if not isinstance(self.norm, RMSNorm) or not hasattr(attention, "core"):
             raise ValueError(f"no kernels for {type(attention).__name__}, or its norm")
@@ -99,7 +112,10 @@ class FusedAttention:
         self.output = kernel_weight(output), output.bias
 
     def forward(self, x: Tensor, context: Context, core) -> Tensor:
-        """x [T, D], not normed -> x after attention. core: as of `FusedLayer.forward`."""
+        """x [T, D], not normed -> x after attention; with several ranks, what this one adds to x.
+
+        core: as of `FusedLayer.forward`.
+        """
         projected = x.new_empty(len(x), sum(weight.out for weight, _ in self.inputs))
         parts = projected.split([weight.out for weight, _ in self.inputs], dim=1)
         for (weight, bias), part in zip(self.inputs, parts, strict=True):
@@ -114,7 +130,7 @@ class FusedAttention:
             heads = core(attention.plain[0], projected, context)
         weight, bias = self.output
         heads = heads.flatten(0, 1).contiguous()
-        return moe_decode.down(heads, weight, residual=x, bias=bias, scale=self.scale)
+        return moe_decode.down(heads, weight, bias=bias, **self.sum.of_product(x))
 
 
 class FusedExperts:
@@ -125,12 +141,15 @@ class FusedExperts:
 
     def __init__(self, block: Block):
         ffn = block.ffn
-        self.norm, self.scale = block.ffn_norm, residual_scale(block.add_ffn)
+        self.norm, self.sum = block.ffn_norm, ResidualSum(block.add_ffn)
+        self.before = ResidualSum(block.add_attention)
         settings = settings_of(ffn, MoE)
         self.experts: Experts = ffn.experts
-        self.router: Linear = ffn.router
-        if type(self.experts) is not Experts or type(self.router) is not Linear:
-            raise ValueError("no kernels for other experts or another router")
+        settings_of(self.experts, Experts)
+        several = self.before.all_reduce
+        self.router: Linear = several.router if several else ffn.router
+        if type(self.router) is not Linear:
+            raise ValueError("no kernels for another router")
         if not isinstance(self.norm, RMSNorm):
             raise ValueError(f"no kernels for {type(self.norm).__name__}")
         self.activation = settings.get("activation", SWIGLU)
@@ -170,9 +189,10 @@ class FusedExperts:
         The plain block reads each chosen expert once, the kernels once for each token that chose
         it. The later reads come from L2, so they cost little until L2 takes longer than the
         memory, at 1.5 reads of an expert. The kernels may then lose as much as the plain block's
-        launches take. Independent and even choices of E experts are expected.
+        launches take. Independent and even choices of E experts are expected. The all-reduce of
+        several ranks is for one token.
         """
-        if not 1 < tokens <= MAX_TOKENS:
+        if self.sum.all_reduce or not 1 < tokens <= MAX_TOKENS:
             return tokens == 1
         E, A, S = self.n_expert, self.routing.active, self.routing.shared
         distinct = E * (1 - (1 - A / E) ** tokens) + S
@@ -195,21 +215,34 @@ class FusedExperts:
             torch.cuda.empty_cache()  # of weights a bit smaller than those that come next
         self.w13, self.w2, self.rows = kept["stacked"]
 
-    def forward(self, x: Tensor, last: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """x [T, D], not normed -> x after the experts, expert_indices, expert_weights [T, A].
+    def forward(
+        self, x: Tensor, attended: Tensor, last: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """x [T, D] of the block, attended: as `FusedAttention.forward` returns it.
 
-        last: `Context.last`. Of several tokens, padding has no experts: its x stays as it is.
+        Return x after the experts, and expert_indices, expert_weights [T, A]. last: `Context.last`.
+        Of several tokens, padding has no experts: its x stays as it is.
         """
-        normed, scores = moe_router.norm_router(
-            x, self.norm.weight, self.norm.eps, self.rows, self.routing, bias=self.router.bias
-        )
+        x, normed, scores = self.norm_and_score(x, attended)
         h, indices, weights = moe_decode.gate_up(
             normed, self.w13, scores, self.routing, self.activation, bias=self.bias13, last=last
         )
-        add = dict(residual=x, bias=self.bias2, scale=self.scale)
-        x = moe_decode.down(h, self.w2, indices, weights, last=last, **add)
+        add = self.sum.of_product(x)
+        y = moe_decode.down(h, self.w2, indices, weights, last=last, bias=self.bias2, **add)
+        x = self.sum.all_reduce.fused_add(x, y) if self.sum.all_reduce else y
         active = self.routing.active
         return x, indices[:, :active], weights[:, :active]
+
+    def norm_and_score(self, x: Tensor, attended: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return x after attention [T, D], its norm, and the router's scores."""
+        if self.before.all_reduce:
+            return self.before.all_reduce.fused_add_router(
+                x, attended, self.norm, self.rows, self.routing
+            )
+        norm, bias = self.norm, self.router.bias
+        return attended, *moe_router.norm_router(
+            attended, norm.weight, norm.eps, self.rows, self.routing, bias=bias
+        )
 
 
 def stack(experts: nn.Module, shared: nn.Module, weight: Weight, count: int, rows: bool) -> Weight:
@@ -258,13 +291,14 @@ class FusedLayer:
         [B, Q, N], context) -> heads, by `Attention.core`. It is called where no kernel computes
         that.
         """
-        return self.experts.forward(self.attention.forward(x, context, core), context.last)
+        attended = self.attention.forward(x, context, core)
+        return self.experts.forward(x, attended, context.last)
 
 
-def run_unfused(block: Block, x: Tensor, context: Context, identity: nn.Module):
+def run_unfused(block: Block, x: Tensor, context: Context, next_norm: nn.Module):
     """Call a block that has no kernels: x [B, Q, D], not normed -> x, indices, weights."""
     normed = materialize(block.attention_norm(x))
-    x, _, *routing = block.forward(x, normed, context, identity)
+    x, _, *routing = block.forward(x, normed, context, next_norm)
     return x, *routing
 
 
@@ -305,7 +339,6 @@ class FusedRunner(CompiledRunner):
         self.compiled_end_tokens = self.compile(end_tokens)
         self.compiled_core = self.compile(run_core)
         self.compiled_unfused = self.compile(run_unfused)
-        self.identity = nn.Identity()
 
     def takes_tokens(self, tokens: int) -> bool:
         """Whether all fused layers take so many tokens."""
@@ -325,7 +358,7 @@ class FusedRunner(CompiledRunner):
             return super().block(block, x, normed, context, next_norm)
         layer = self.layers.get(id(block))
         if layer is None:
-            x, *routing = self.compiled_unfused(block, x, context, self.identity)
+            x, *routing = self.compiled_unfused(block, x, context, next_norm)
         else:
             y, *routing = layer.forward(x.flatten(0, 1), context, self.compiled_core)
             x = y.view_as(x)

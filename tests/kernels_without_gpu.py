@@ -424,13 +424,18 @@ def fetch_code() -> dict[str, int]:
 
 
 def push_error(
-    parts: Tensor, rank: int, count: int, terms: tuple[Tensor, Tensor] | None = None
+    parts: Tensor,
+    rank: int,
+    count: int,
+    terms: tuple[Tensor, Tensor] | None = None,
+    residual: Tensor | None = None,
 ) -> float:
     """Return the relative error of one rank's all-reduce of parts [N, ...], one part a rank.
 
     The other ranks have already pushed theirs. The error is infinite if this rank did not push its
     own part, with the number `count + 1` of this call, into the inboxes of all others.
     terms: [1, A, ...] and their weights, of which this rank's part is the weighted sum.
+    residual: half of the sum is added to it.
     """
     words = torch.nn.functional.pad(
         parts.flatten(1).view(torch.int32), (0, -parts[0].nbytes // 4 % all_reduce.WORDS)
@@ -446,11 +451,9 @@ def push_error(
     turns = torch.full(stamped.shape[1:2], count, dtype=torch.int32)
     inbox = all_reduce.Inbox(inboxes[rank], peers, turns, rank)
     given, weights = (parts[rank], None) if terms is None else terms
-    got = (
-        all_reduce.push_all_reduce(given.as_subclass(OnCuda), inbox, parts[rank], weights)
-        .as_subclass(Tensor)
-        .float()
-    )
+    add = {} if residual is None else {"residual": residual, "scale": 0.5}
+    got = all_reduce.push_all_reduce(given.as_subclass(OnCuda), inbox, parts[rank], weights, **add)
+    got = got.as_subclass(Tensor).float()
     there = [
         inboxes[other][count + 1 & 1, rank].flatten()[: parts[0].nbytes // 4] for other in others
     ]
@@ -459,7 +462,9 @@ def push_error(
         or (turns != count + 1).any()
     ):
         return math.inf
-    want = parts.float().sum(0).to(parts.dtype).float()
+    want = parts.float().sum(0)
+    want = want if residual is None else residual.float() + 0.5 * want
+    want = want.to(parts.dtype).float()
     return ((got - want).norm() / want.norm()).item()
 
 
@@ -492,7 +497,9 @@ def fixed_errors() -> dict[str, float]:
     found |= sandwich_errors()
     for ranks, dtype in itertools.product((2, 3, 4), (torch.float32, torch.bfloat16)):
         parts = torch.randn(ranks, 3, 20 * ranks + 2, dtype=torch.float32).to(dtype)
-        found[f"sum over {ranks} in {dtype}"] = push_error(parts, ranks - 2, ranks)
+        name, residual = f"sum over {ranks} in {dtype}", torch.randn(parts.shape[1:]).to(dtype)
+        found[name] = push_error(parts, ranks - 2, ranks)
+        found[f"{name} and residual"] = push_error(parts, ranks - 2, ranks, residual=residual)
         # Small whole numbers, whose sum is the same in any order and in bf16.
         terms, weights = (
             torch.randint(-9, 9, (1, 5, 150)).float(),
@@ -561,6 +568,10 @@ def fixed_code() -> dict[str, dict[str, int]]:
             x, torch.zeros(ranks, dtype=torch.int64), torch.zeros(32, dtype=torch.int32), 0
         )
         cases[f"push_all_reduce over {ranks}"] = all_reduce.push_all_reduce, (x, inbox, x)
+        cases[f"push_all_reduce and residual over {ranks}"] = (
+            all_reduce.push_all_reduce,
+            (x, inbox, x, None, x, 0.5),
+        )
         terms, weights = torch.randn(1, 2, 4096), torch.rand(1, 2)
         cases[f"push_all_reduce of terms over {ranks}"] = (
             all_reduce.push_all_reduce,

@@ -4,15 +4,17 @@
     python tests/moe_kernels_without_gpu.py < INPUT    machine code for an H200, by Triton and ptxas
 
 INPUT is a JSON object: "cases", a list of the arguments of `Case`, and "layers", a list of the
-arguments of `layer_errors`; "models", of `model_error`. The interpreter's process prints relative
-errors by kernel of every case, of whole layers and of models. The other prints a list: counts of
-each case's machine code.
+arguments of `layer_errors`; "models" and "sharded" are others. The interpreter's process prints
+relative errors by kernel of every case, of whole layers and of models. The other prints a list:
+counts of each case's machine code.
 """
 
+import itertools
 import json
 import os
 import re
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -24,8 +26,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+import tp
 from formats import FORMATS
 from formats.packed import Packed, PackedExpertLinear, PackedLinear
+from formats.quantizer import plan_format
+from generate import WeightLoader
 from model import (
     Block,
     Context,
@@ -38,7 +43,7 @@ from model import (
     swiglu,
     weighted_sum,
 )
-from models import family_of
+from models import ARCHITECTURES, args_of_checkpoint, build_model, family_of
 from models.deepseek import DeepseekArgs
 from models.gpt_oss import BiasedExpertLinear, GptOssArgs, clamped_swiglu
 from models.granitemoe import GraniteMoeArgs
@@ -46,7 +51,8 @@ from models.latent_family import LatentArgs
 from models.layers.gated_hybrid import HybridArgs
 from models.layers.group_routing import SigmoidRoutedMoE
 from models.qwen2_moe import Qwen2MoeArgs
-from ops import decode_attention, gemv4, moe_chunk, moe_decode, moe_router
+from models.random_weights import RandomWeights
+from ops import decode_attention, gemv4, moe_chunk, moe_decode, moe_router, reduce_router
 from ops.moe_decode import MAX_TOKENS, SWIGLU, Activation
 from runtime.fused_attention import FusedDecodeAttention
 from runtime.fused_decode import FusedLayer, FusedRunner
@@ -404,6 +410,78 @@ def block_error(block: Block, x: Tensor, context: Context) -> dict[str, float]:
     }
 
 
+class ShardedWeights(RandomWeights):
+    """Random weights whose norms and biases are random, too."""
+
+    def plain(self, name: str, device: torch.device | str) -> Tensor:
+        tensor = super().plain(name, device)
+        if tensor.dim() > 1:
+            return tensor
+        generator = torch.Generator().manual_seed(list(self.shapes).index(name))
+        return tensor + 0.3 * torch.randn(tensor.shape, generator=generator).to(tensor)
+
+
+def shard_of(source: RandomWeights, rank: int, ranks: int) -> Transformer:
+    """Return a rank's shard of a model in fp16, with collectives and a cache."""
+    args = args_of_checkpoint(source)
+    shard = tp.ModelShard(args, source.format, "tensor", rank, ranks)
+    WeightLoader(shard, source, torch.float16).fill(torch.device("cpu"))
+    shard.model.tie_weights()
+    shard.insert_collectives()
+    shard.model.setup_cache(1, 64)
+    return shard.model
+
+
+def sharded_error(family: str, format: str) -> dict[str, float]:
+    """Compare a layer's kernels on two ranks, one after the other, with the whole plain block.
+
+    Instead of an all-reduce, the test adds what the ranks have computed.
+    """
+    kind, arguments = LAYERS[family]
+    args = kind(family, **arguments)
+    group = None if FORMATS[format].per_row else GROUPS[format]
+    spec = plan_format(build_model(args), format, format, group_size=group, dtype="fp32")
+    source = ShardedWeights(args, spec)
+    whole = shard_of(source, 0, 1)
+    x, _, context = whole.begin(torch.tensor([[7]]), torch.tensor([[40]]))
+    block, cache = whole.layers[0], whole.layers[0].attention.cache.kv
+    cache.normal_()
+    ranks = [shard_of(source, rank, 2).layers[0] for rank in (0, 1)]
+    caches = [rank.attention.cache.kv for rank in ranks]
+    heads = cache.chunk(2, dim=2) if cache.shape[2] > 1 else (cache, cache)
+    for part, of_rank in zip(caches, heads, strict=True):
+        part.copy_(of_rank)
+    want, _, *routing = block(x, block.attention_norm(x), context, torch.nn.Identity())
+    layers = [FusedLayer(rank) for rank in ranks]
+    with as_on_a_gpu():
+        core = lambda attention, projected, context: attention.core(projected, context)  # noqa: E731
+        parts = [layer.attention.forward(x[0], context, core) for layer in layers]
+        sums = []
+
+        def add(x: Tensor, y: Tensor, scale: float) -> Tensor:
+            sums.append(x)
+            return scale * y
+
+        def add_router(x: Tensor, y: Tensor, scale: float, norm, eps, rows, routing, bias):
+            x = x + scale * sum(parts)
+            return x, *moe_router.norm_router(x, norm, eps, rows, routing, bias=bias)
+
+        found = []
+        with mock.patch.multiple(tp, all_reduce_add=add, all_reduce_add_router=add_router):
+            for layer, part in zip(layers, parts, strict=True):
+                layer.experts.prepare()
+                found.append(layer.experts.forward(x[0], part))
+    got = sums[0] + sum(y for y, *_ in found)
+    return {
+        "x": ((got - want[0]).norm() / (want[0] - x[0]).norm().maximum(x.norm())).item(),
+        "cache": max(relative(*pair) for pair in zip(caches, heads, strict=True)),
+        "experts": float(sum((indices != routing[0]).sum() for _, indices, _ in found)),
+        "weights": max(relative(weights, routing[1]) for *_, weights in found),
+        "ranks": float(not found[0][2].equal(found[1][2])),
+        "sums": float(not sums[0].equal(sums[1])),
+    }
+
+
 def packed(module: Linear | ExpertLinear, format: str) -> Packed:
     """Return the module with its weight in a format, in groups that fit small rows."""
     kind = PackedExpertLinear if isinstance(module, ExpertLinear) else PackedLinear
@@ -411,6 +489,109 @@ def packed(module: Linear | ExpertLinear, format: str) -> Packed:
         found = kind(module, format, GROUPS[format])
     for name, part in FORMATS[format].pack(module.weight, GROUPS[format]).items():
         setattr(found, name, torch.nn.Parameter(part, requires_grad=False))
+    return found
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """A case of `reduce_router.reduce_add_router`."""
+
+    D: int
+    E: int
+    ranks: int
+    rank: int
+    calls: int  # before this one
+    sigmoid: bool = False
+    gated: bool = False
+    biased: bool = False
+    scale: float = 1.0
+    late: int | None = None  # the rank whose message comes while the kernel waits
+
+    def inbox(self) -> reduce_router.TokenInbox:
+        """Return an inbox that nothing has been written to, of a GPU whose slots are elsewhere."""
+        memory = torch.zeros(2, self.ranks, moe_router.MAX_DIM, dtype=torch.int32)
+        calls = torch.full((reduce_router.MAX_PROGRAMS,), self.calls, dtype=torch.int32)
+        return reduce_router.TokenInbox(memory, torch.zeros(self.ranks, dtype=torch.int64), calls)
+
+
+def stamped(parts: Tensor, call: int) -> Tensor:
+    """Return 16-bit numbers beside the lower 16 bits of a call's number, as int32."""
+    words = (parts.view(torch.int16).long() & 0xFFFF) | (call & 0xFFFF) << 16
+    return torch.where(words >= 1 << 31, words - (1 << 32), words).int()
+
+
+def reduction_errors(case: Reduction) -> dict[str, float]:
+    """Compare with a sum, `RMSNorm` and the router, in fp32.
+
+    The interpreter runs one program after the other, so that the messages of all ranks, this one's
+    included, are there before. Its slots therefore are in other memory than its inbox: "sent" is
+    the number of words there that are not as they should be.
+    """
+    torch.manual_seed(case.D)
+    D, N, call, inbox = case.D, case.E + case.gated, case.calls + 1, case.inbox()
+    parts, x = torch.randn(case.ranks, D).half(), torch.randn(1, D).half()
+    norm, router = (1 + 0.2 * torch.randn(D)).half(), (torch.randn(N, D) * D**-0.5).half()
+    bias, score_bias = torch.randn(case.E).half(), torch.randn(case.E)
+    routing = moe_router.Routing(
+        1, True, score_bias=score_bias if case.sigmoid else None, gated=case.gated
+    )
+    messages = stamped(parts, call)
+    inbox.memory[call & 1, :, :D] = stamped(parts + 1, call - 2)
+    for rank in {*range(case.ranks)} - {case.late}:
+        inbox.memory[call & 1, rank, :D] = messages[rank]
+    if case.late is not None:
+        comes = inbox.memory[call & 1, case.late, :D]
+        threading.Timer(0.2, comes.copy_, (messages[case.late],)).start()
+    outboxes = torch.zeros(case.ranks, *inbox.memory.shape, dtype=torch.int32)
+    for rank, outbox in enumerate(outboxes):
+        inbox.slots[rank] = outbox[:, case.rank].data_ptr()
+    total, normed, scores = reduce_router.reduce_add_router(
+        x,
+        parts[case.rank : case.rank + 1],
+        inbox,
+        case.scale,
+        norm,
+        1e-5,
+        router,
+        routing,
+        bias if case.biased else None,
+        pdl=False,
+    )
+    sent = torch.zeros_like(outboxes)
+    sent[:, call & 1, case.rank, :D] = messages[case.rank]
+    want_total = x.float() + case.scale * parts.float().sum(0)
+    want_normed = torch.nn.functional.rms_norm(total.float(), (D,), norm.float(), 1e-5)
+    want = normed.float() @ router.float().T
+    if case.biased:
+        want[:, : case.E] += bias.float()
+    if case.sigmoid:
+        weights = want.sigmoid()
+        want = torch.cat((weights, weights))
+        want[0, : case.E] += score_bias
+    return {
+        "sum": relative(total, want_total),
+        "norm": relative(normed, want_normed),
+        "scores": relative(scores, want),
+        "sent": float((outboxes != sent).sum()),
+        "calls": float((inbox.calls != call).sum()),
+    }
+
+
+def reduction_code() -> dict[str, dict[str, int]]:
+    """Return the counts of `code_counts` of the all-reduce with norm and router."""
+    found, names = {}, ("Qwen3-30B-A3B", "Mixtral-8x7B", "gpt-oss-20b", "Qwen3-Next-80B-A3B")
+    for name, ranks in itertools.product(names, (2, 4, 8)):
+        args = ARCHITECTURES[name]
+        D, E = args.dim, args.n_expert
+        x = torch.zeros(1, D, dtype=torch.bfloat16)
+        if reduce_router.words_of(D, ranks) > reduce_router.MAX_WORDS:
+            continue
+        inbox = Reduction(D, E, ranks, 0, 0).inbox()
+        routing = moe_router.Routing(1, True)
+        router = x.new_zeros(E, D)
+        with mock.patch.object(reduce_router, "_reduce_add_router", launch := Launch()):
+            reduce_router.reduce_add_router(x, x, inbox, 1.0, x[0], 1e-5, router, routing, pdl=True)
+        found[f"{name} over {ranks}"] = code_counts(reduce_router._reduce_add_router, launch)
     return found
 
 
@@ -479,13 +660,14 @@ def main() -> int:
         moe_chunk._add_bytes, moe_chunk._add_pair = bytes_twin, pair_twin
         layers = [layer_errors(*pair) for pair in given.get("layers", ())]
         models = [model_error(*pair) for pair in given.get("models", ())]
-        print(
-            json.dumps(
-                {"cases": [errors(case) for case in cases], "layers": layers} | {"models": models}
-            )
-        )
+        found = {"cases": [errors(case) for case in cases], "layers": layers, "models": models}
+        cases = given.get("reductions", ())
+        found["reductions"] = [reduction_errors(Reduction(**values)) for values in cases]
+        found["sharded"] = [sharded_error(*pair) for pair in given.get("sharded", ())]
+        print(json.dumps(found))
     else:
-        print(json.dumps([counts(case) for case in cases]))
+        found = [counts(case) for case in cases]
+        print(json.dumps([*found, reduction_code()] if "reductions" in given else found))
     return 0
 
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 import tp
-from generate import choose_runner
+from generate import check_decode_kernels, choose_runner
 from model import ExpertLinear, Linear, MoE
 from models import ARCHITECTURES
 from models.layers.shared_expert import SharedExpertMoE
-from models.random_weights import first_layers, number_format
+from models.random_weights import RandomWeights, first_layers, number_format
 from ops import moe_decode
 from runtime.fused_decode import (
     FusedLayer,
@@ -97,11 +97,35 @@ def test_several_tokens_take_the_kernels_while_few_experts_are_read_again(name, 
     assert layers
 
 
-def test_layers_of_tensor_parallelism_have_none():
-    model = on_meta("Qwen3-30B-A3B", "bf16")
-    for block in model.layers:
-        block.add_ffn = tp.AllReduceAddNorm(1.0, None)
-    assert not fused_layers(model)
+def shard_on_meta(name: str, mode: str, parallel: str, ranks: int = 2):
+    """Return the first layers of one rank's shard, with its collectives."""
+    args = first_layers(ARCHITECTURES[name], 5)
+    shard = tp.ModelShard(args, number_format(mode, args), parallel, 0, ranks)
+    shard.model.to(torch.bfloat16)
+    shard.insert_collectives()
+    return shard.model
+
+
+TWO_RANKS = [
+    name for name, args in ARCHITECTURES.items() if not tp.shard_problem(args, {}, 2, "tensor")
+]
+
+
+@pytest.mark.parametrize("name", TWO_RANKS)
+def test_shards_have_the_kernels_of_the_whole_model(name):
+    model, shard = on_meta(name, "bf16"), shard_on_meta(name, "bf16", "tensor")
+    assert len(fused_layers(shard)) == len(fused_layers(model))
+    assert not fused_layers(shard_on_meta(name, "bf16", "expert"))
+
+
+def test_fused_kernels_of_ranks_are_refused_for_whole_experts_alone(monkeypatch):
+    args = first_layers(ARCHITECTURES["Qwen3-30B-A3B"], 2)
+    source, device = RandomWeights(args, number_format("int4", args)), torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(tp.process_group, "size", lambda: 2)
+    check_decode_kernels("fused", source, device, parallel="tensor")
+    with pytest.raises(ValueError, match="--decode_kernels fused: these kernels do not compute"):
+        check_decode_kernels("fused", source, device, parallel="expert")
 
 
 def test_a_subclass_that_says_nothing_has_none():

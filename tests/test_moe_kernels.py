@@ -79,6 +79,56 @@ def test_a_layer_is_the_blocks_own_in_every_family(format):
     check_layers(*((family, format) for family in (*families, "glm4_moe_lite")))
 
 
+REDUCTIONS = (
+    {"D": 64, "E": 8, "ranks": 2, "rank": 1, "calls": 0},
+    {"D": 2880, "E": 32, "ranks": 3, "rank": 0, "calls": 2**16 - 1, "scale": 0.5, "late": 1},
+    {"D": 96, "E": 300, "ranks": 4, "rank": 2, "calls": 40_000, "sigmoid": True, "gated": True},
+    {"D": 512, "E": 128, "ranks": 2, "rank": 0, "calls": 2**31 - 1, "biased": True, "late": 0},
+)
+
+
+def test_the_sum_over_ranks_with_norm_and_router():
+    """The first call, one whose number begins anew, and a message that comes late."""
+    found = run({"cases": [], "reductions": REDUCTIONS}, TRITON_INTERPRET="1")["reductions"]
+    for case, errors in zip(REDUCTIONS, found, strict=True):
+        assert errors["sent"] == errors["calls"] == 0, (case, errors)
+        assert max(errors["sum"], errors["norm"]) < 1e-3, (case, errors)  # fp16
+        assert errors["scores"] < 1e-5, (case, errors)
+
+
+@pytest.mark.slow
+def test_the_sum_over_ranks_compiles_for_an_h200():
+    (found,) = run({"cases": [], "reductions": []})
+    assert len(found) == 10
+    for name, counts in found.items():
+        assert counts["waits"] == counts["starts"] == 1, (name, counts)
+        assert counts["spills"] <= (0 if name.endswith("over 2") else 10), (name, counts)
+        assert counts["ahead"] >= 3, (name, counts)  # router, norm and residual
+
+
+def check_sharded(*layers: tuple[str, str]) -> None:
+    """Check layers of families in formats, on two ranks."""
+    found = run({"cases": [], "sharded": layers}, TRITON_INTERPRET="1")["sharded"]
+    for layer, errors in zip(layers, found, strict=True):
+        assert errors["experts"] == errors["ranks"] == errors["sums"] == 0, (layer, errors)
+        assert max(errors["x"], errors["weights"], errors["cache"]) < 2e-3, (layer, errors)  # fp16
+
+
+def test_two_ranks_add_what_the_block_does():
+    check_sharded(("qwen3_moe", "int4"))
+
+
+@pytest.mark.slow
+def test_two_ranks_add_what_the_block_of_other_families_does():
+    """Biases, a factor of the sum, shared experts, sigmoid scores."""
+    check_sharded(
+        ("gpt_oss", "mxfp4"),
+        ("granitemoe", "int8"),
+        ("qwen2_moe", "int4"),
+        ("glm4_moe_lite", "int4"),
+    )
+
+
 @pytest.mark.slow
 def test_a_model_with_a_dense_layer_has_the_plain_logits():
     models = ("qwen3_next", "int8"), ("glm4_moe_lite", "int4")

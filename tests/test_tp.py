@@ -22,7 +22,7 @@ import tp_worker
 from conftest import smoke_diagonal
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 import tp
 from checkpoint import Checkpoint, Writer
@@ -43,6 +43,7 @@ from models.layers.yarn import Yarn
 from models.phimoe import PhimoeArgs
 from models.qwen2_moe import Qwen2MoeArgs
 from models.random_weights import RandomWeights, number_format
+from tokenizer import load_tokenizer
 
 ROOT = Path(__file__).parents[1]
 SIZES = dict(
@@ -730,6 +731,40 @@ def test_gpus_give_the_same_text_as_one(format, parallel, ranks, embedded):
     if torch.cuda.device_count() < ranks:
         pytest.skip(f"needs {ranks} GPUs")
     check_same_text(embedded(format), parallel, ranks, "--device", "cuda", "--compile")
+
+
+def fused_answer(ranks: int, checkpoint: Path, folder: Path) -> tuple[dict, torch.Tensor]:
+    """Run tp_fused_worker.py -> what it found, and logits [n, V]."""
+    process = torchrun(ranks, ROOT / "tests" / "tp_fused_worker.py", folder, checkpoint)
+    _, errors = process.communicate(timeout=300)
+    assert process.returncode == 0, errors
+    found = json.loads((folder / "found.json").read_text())
+    assert found["runner"] == "FusedRunner"
+    return found, load_file(folder / "logits.safetensors")["logits"]
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("ranks", (2, 4))
+@pytest.mark.parametrize("format", ("bf16", "int8", "int4"))
+def test_fused_kernels_of_ranks_answer_as_one_gpu(format, ranks, embedded, tmp_path):
+    """Their text may differ from one GPU's at a near-tie alone; all ranks have the same bits."""
+    if torch.cuda.device_count() < ranks:
+        pytest.skip(f"needs {ranks} GPUs")
+    ids = load_tokenizer(embedded_checkpoint()).encode("import os\n\n\ndef find_files(directory):")
+    (tmp_path / "prompt.json").write_text(json.dumps(ids))
+    one, want = fused_answer(1, embedded(format), tmp_path)
+    first = one["answers"][0]
+    (tmp_path / "forced.json").write_text(json.dumps(first))
+    several, got = fused_answer(ranks, embedded(format), tmp_path)
+    assert several["same_bits"]
+    for second in several["answers"]:
+        pairs = enumerate(zip(first, second, strict=True))
+        at = next((n for n, (a, b) in pairs if a != b), None)
+        if at is not None:
+            difference = want[at, first[at]] - want[at, second[at]]
+            assert difference.abs() < 0.02 * want[at].abs().max()
+    assert several["answers"][0] == several["answers"][1]
+    assert ((got - want).norm(dim=-1) / want.norm(dim=-1)).median() < 4e-2
 
 
 @pytest.mark.cuda
