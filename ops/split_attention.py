@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ops.decode_attention import (
+    _inverse_rms,
     _load_head,
     _load_rotation,
     _load_value,
@@ -193,6 +194,7 @@ def _attend_split(
     CLIP: tl.constexpr,
     WINDOW: tl.constexpr,
     HAS_NORM: tl.constexpr,
+    FULL_NORM: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     NORM_VALUES: tl.constexpr,
     KEYS_ARE_VALUES: tl.constexpr,
@@ -232,12 +234,21 @@ def _attend_split(
     row = tl.arange(0, M)
     head = kv_head * G + tl.minimum(row, G - 1)
     own_q = qkv + head[:, None] * C
-    query = _load_head(own_q, q_norm, rotation, C, ROTARY_DIM, EPS, CLIP, HAS_NORM) * SCALE
+    q_rms = _inverse_rms(qkv, H * C, EPS) if FULL_NORM else 1.0
+    if FULL_NORM:
+        q_norm, k_norm = q_norm + head[:, None] * C, k_norm + kv_head * C
+    query = _load_head(
+        own_q, q_norm, q_rms, rotation, C, ROTARY_DIM, EPS, CLIP, HAS_NORM, FULL_NORM
+    )
+    query *= SCALE
     row_max, row_sum = tl.full([M], float("-inf"), tl.float32), tl.zeros([M], tl.float32)
     acc = tl.zeros([M, C], tl.float32)
     if part == 0:
         own_k, own_v = qkv + (H + kv_head) * C, qkv + (FIRST_VALUE + kv_head) * C
-        own_key = _load_head(own_k, k_norm, rotation, C, ROTARY_DIM, EPS, CLIP, HAS_NORM)
+        k_rms = _inverse_rms(qkv + H * C, K * C, EPS) if FULL_NORM else 1.0
+        own_key = _load_head(
+            own_k, k_norm, k_rms, rotation, C, ROTARY_DIM, EPS, CLIP, HAS_NORM, FULL_NORM
+        )
         own_value = _load_value(own_v, c, C, EPS, CLIP, NORM_VALUES)
         own_key = own_key.to(own_value.dtype)
         at = position * C + c
@@ -382,6 +393,7 @@ def attend_split(
     keys_are_values: bool = False,
     rope_begin: int = 0,
     gated: bool = False,
+    full_norm: bool = False,
 ) -> Tensor:
     """`decode_attention.attend_token`, over a cache of any length, which may be int8.
 
@@ -401,7 +413,8 @@ def attend_split(
     q_norm, k_norm, sink = (qkv if tensor is None else tensor for tensor in (q_norm, k_norm, sinks))
     shape = dict(S=S, H=H, K=K, C=C, P=P, PART_BLOCKS=blocks, WINDOW=window, BLOCK=tile.block)
     flags = dict(ROWS=padded, HAS_SINKS=sinks is not None, GATED=gated, PDL=pdl, launch_pdl=pdl)
-    scores = dict(ROTARY_DIM=rotary_dim, SCALE=scale, EPS=eps, CLIP=clip, HAS_NORM=has_norm)
+    scores = dict(ROTARY_DIM=rotary_dim, SCALE=scale, EPS=eps, CLIP=clip)
+    scores |= dict(HAS_NORM=has_norm, FULL_NORM=full_norm)
     more = dict(NORM_VALUES=norm_values, KEYS_ARE_VALUES=keys_are_values, INT8=scales is not None)
     more |= dict(ROPE_WIDTH=rope.shape[-1], ROPE_BEGIN=rope_begin, ENTRIES=rows * K * S)
     qkv = qkv.contiguous()

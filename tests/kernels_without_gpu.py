@@ -621,10 +621,11 @@ def attend_error(
     return ((got - want).norm() / want.norm()).item()
 
 
-TOKEN = {  # B, H, K, C, S, positions, window, rotary_dim, norm, clip, sinks
-    "one block": (1, 4, 2, 32, 256, (70,), None, 32, False, None, False),
-    "the first token, Mixtral's grid": (1, 32, 8, 128, 256, (0,), None, 128, False, None, False),
-    "some blocks, a norm": (2, 4, 1, 64, 768, (513, 767), None, 64, True, None, False),
+TOKEN = {  # B, H, K, C, S, positions, window, rotary_dim, qk_norm, clip, sinks
+    "one block": (1, 4, 2, 32, 256, (70,), None, 32, "none", None, False),
+    "the first token, Mixtral's grid": (1, 32, 8, 128, 256, (0,), None, 128, "none", None, False),
+    "some blocks, a norm": (2, 4, 1, 64, 768, (513, 767), None, 64, "head", None, False),
+    "norms of all heads, clipped": (2, 40, 8, 64, 256, (70, 255), None, 64, "full", 0.5, False),
     "a window, sinks, half turned, clipped": (
         3,
         8,
@@ -634,11 +635,11 @@ TOKEN = {  # B, H, K, C, S, positions, window, rotary_dim, norm, clip, sinks
         (5, 300, 700),
         300,
         32,
-        False,
+        "none",
         0.7,
         True,
     ),
-    "a position after a block's end": (1, 2, 2, 256, 256, (64,), None, 256, False, None, True),
+    "a position after a block's end": (1, 2, 2, 256, 256, (64,), None, 256, "none", None, True),
 }
 
 
@@ -666,7 +667,7 @@ def token_error(
     at: tuple[int, ...],
     window: int | None,
     rotary_dim: int,
-    norm: bool,
+    qk_norm: str,
     clip: float | None,
     sinks: bool,
 ) -> float:
@@ -680,7 +681,7 @@ def token_error(
         head_dim=C,
         clip_qkv=clip,
         sliding_window=window,
-        qk_norm="head" if norm else "none",
+        qk_norm=qk_norm,
     )
     layer, positions = ReferenceAttention(args, rotary_dim, 0.3, sinks), torch.tensor(at)
     positions = positions.unsqueeze(1)
@@ -786,7 +787,8 @@ def token_code() -> dict[str, dict[str, int]]:
     Loads are those of 16 bytes; barriers those before the end of the loop over the cache.
     """
     found, kernel = {}, decode_attention._attend_token
-    archs = (ARCHITECTURES[name] for name in ("Mixtral-8x7B", "Qwen3-30B-A3B", "gpt-oss-20b"))
+    names = "Mixtral-8x7B", "Qwen3-30B-A3B", "gpt-oss-20b", "OLMoE-1B-7B"
+    archs = (ARCHITECTURES[name] for name in names)
     for args, dtype in itertools.product(archs, (torch.bfloat16, torch.float32)):
         H, K, C, launch = args.n_head, args.n_kv_head, args.head_dim, Launch()
         x, rope = torch.zeros(1, 1, (H + 2 * K) * C, dtype=dtype), torch.zeros(1, 1, 1, 2 * C)
@@ -794,7 +796,9 @@ def token_code() -> dict[str, dict[str, int]]:
             torch.zeros(1, 1, dtype=torch.int64),
             torch.zeros(2, 1, K, 256, C, dtype=dtype),
         )
-        norms = (x[0, 0, :C],) * 2 if args.qk_norm == "head" else (None, None)
+        widths = {"none": (), "head": (C, C), "full": (H * C, K * C)}[args.qk_norm]
+        norms = [x[0, 0, :width] for width in widths] or (None, None)
+        is_full = args.qk_norm == "full"
         sinks = x[0, 0, :H] if args.family == "gpt_oss" else None
         with mock.patch.multiple(
             decode_attention, _attend_token=launch, supports_pdl=lambda x: True
@@ -811,11 +815,12 @@ def token_code() -> dict[str, dict[str, int]]:
                 1e-5,
                 0.0,
                 args.sliding_window or 1 << 30,
+                full_norm=is_full,
             )
         code = compiled(kernel, launch).asm
         asm = code["sass"]
         within = code["ptx"].rpartition("bra ")[0]  # up to the end of the loop over blocks
-        found[f"{H} heads, {K} KV heads, {dtype}"] = {
+        found[f"{H} heads, {K} KV heads, {args.qk_norm} norm, {dtype}"] = {
             "waits": asm.count("ACQBULK"),
             "starts": asm.count("PREEXIT"),
             "spills": asm.count("STL"),

@@ -470,10 +470,11 @@ def test_a_long_cache_read_in_blocks_gives_the_cpus_tokens(more):
     "more",
     (
         (ModelArgs, "qwen3_moe", {"qk_norm": "head", "clip_qkv": 1.5}),
+        (ModelArgs, "olmoe", {"qk_norm": "full", "clip_qkv": 1.5}),
         (Glm4MoeArgs, "glm4_moe", {"head_dim": 128, "rotary_dim": 64}),
         (GptOssArgs, "gpt_oss", {"sliding_window": 150, "full_layers": (1,)}),
     ),
-    ids=("norms", "half of a head turns", "window and sinks"),
+    ids=("norms", "norms of all heads", "half of a head turns", "window and sinks"),
 )
 def test_one_tokens_attention_in_one_kernel_gives_the_cpus_tokens(more, monkeypatch):
     """As several GPUs have it, and 4 bits; answers that begin before and after the ends of

@@ -12,6 +12,7 @@ from models import ARCHITECTURES
 from models.layers.shared_expert import SharedExpertMoE
 from models.random_weights import first_layers, number_format
 from ops import moe_decode
+from runtime.fused_attention import FusedDecodeAttention
 from runtime.fused_decode import (
     FusedLayer,
     FusedRunner,
@@ -83,6 +84,13 @@ def test_layers_of_tensor_parallelism_have_none():
     for block in model.layers:
         block.add_ffn = tp.AllReduceAddNorm(1.0, None)
     assert not fused_layers(model)
+
+
+def test_norms_over_heads_of_other_ranks_have_none():
+    attention = on_meta("OLMoE-1B-7B", "bf16").layers[0].attention
+    assert FusedDecodeAttention(attention, {}).supported
+    attention.q_norm = tp.ShardedRMSNorm(attention.q_norm, 2)
+    assert not FusedDecodeAttention(attention, {}).supported
 
 
 def test_a_subclass_that_says_nothing_has_none():

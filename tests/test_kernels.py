@@ -92,12 +92,13 @@ def test_attention_that_reads_the_blocks_in_use_compiles_for_an_h200():
 
 def test_one_tokens_attention_in_one_kernel(interpreted, machine_code):
     errors = interpreted["token"]
-    assert len(errors) == 8 and all(error < 2e-6 for error in errors.values()), errors
+    assert len(errors) == 9 and all(error < 2e-6 for error in errors.values()), errors
     for case, counts in machine_code["token"].items():
         assert counts["waits"] == counts["starts"] == 1 and counts["spills"] == 0, case
         # The first block of the cache is loaded before the wait for the previous kernel.
         assert counts["ahead"] >= 16, case
-        assert counts["barriers"] == 0, case  # warps wait for each other only at the end
+        # Warps wait for each other only at the end, and for a norm over all heads.
+        assert (counts["barriers"] > 0) == ("full norm" in case), case
 
 
 def check_machine_code(found: dict) -> None:
