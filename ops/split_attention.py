@@ -65,6 +65,29 @@ def _convert(entries, dtype: tl.constexpr, INT8: tl.constexpr):
 
 
 @jit
+def _add_scores(
+    row_max,
+    row_sum,
+    acc,
+    scores,
+    values,
+    value_scale,
+    key,
+    position,
+    WINDOW: tl.constexpr,
+    INT8: tl.constexpr,
+):
+    """Add positions `key` [BLOCK] to the softmax so far: scores [M, BLOCK], values [BLOCK, C]."""
+    seen = (key < position) & (key > position - WINDOW)
+    scores = tl.where(seen[None, :], scores, float("-inf"))
+    weights, rescale, row_max, row_sum = online_softmax(scores, row_max, row_sum)
+    if INT8:
+        weights *= value_scale[None, :]
+    acc = acc * rescale[:, None] + tl.dot(weights.to(values.dtype), values)
+    return row_max, row_sum, acc
+
+
+@jit
 def _add_block(
     row_max,
     row_sum,
@@ -86,13 +109,7 @@ def _add_block(
     scores = tl.dot(query, tl.trans(k))
     if INT8:
         scores *= k_scale[None, :]
-    seen = (key < position) & (key > position - WINDOW)
-    scores = tl.where(seen[None, :], scores, float("-inf"))
-    weights, rescale, row_max, row_sum = online_softmax(scores, row_max, row_sum)
-    if INT8:
-        weights *= v_scale[None, :]
-    acc = acc * rescale[:, None] + tl.dot(weights.to(query.dtype), v)
-    return row_max, row_sum, acc
+    return _add_scores(row_max, row_sum, acc, scores, v, v_scale, key, position, WINDOW, INT8)
 
 
 @jit
@@ -102,18 +119,30 @@ def _to_bf16(x):
 
 
 @jit
-def _quantize(x, C: tl.constexpr):
-    """`formats.kv_cache.quantize_int8` of one head [1, C] -> codes, scale, codes * scale in fp32.
-
-    The last is NaN where x is not finite, as the token must be.
-    """
-    x = x.to(tl.float32)
-    largest = tl.max(tl.abs(x), 1, keep_dims=True)
+def _int8_scale(largest):
+    """The scale bf16 [1, 1] of numbers whose largest magnitude is given, as `quantize_int8`."""
     scale = _to_bf16(tl.div_rn(largest, tl.full([1, 1], 127, tl.float32)))
-    scale = tl.where(scale == 0, tl.full([1, 1], 1, tl.bfloat16), scale)
+    return tl.where(scale == 0, tl.full([1, 1], 1, tl.bfloat16), scale)
+
+
+@jit
+def _int8_codes(x, scale):
+    """Quantize x, fp32, by a scale -> codes, codes * scale in fp32.
+
+    The latter is NaN where x is not finite, as the token must be.
+    """
     ratio = tl.clamp(tl.div_rn(x, scale.to(tl.float32)), -127.0, 127.0)
     codes = (ratio + 12582912.0) - 12582912.0  # 1.5 * 2 ** 23: the sum is rounded to an integer
-    return codes.to(tl.int8), scale, codes * scale.to(tl.float32) + (x - x)
+    return codes.to(tl.int8), codes * scale.to(tl.float32) + (x - x)
+
+
+@jit
+def _quantize(x):
+    """`formats.kv_cache.quantize_int8` of a head [1, C] -> codes, scale, codes * scale in fp32."""
+    x = x.to(tl.float32)
+    scale = _int8_scale(tl.max(tl.abs(x), 1, keep_dims=True))
+    codes, numbers = _int8_codes(x, scale)
+    return codes, scale, numbers
 
 
 @jit
@@ -253,8 +282,8 @@ def _attend_split(
         own_key = own_key.to(own_value.dtype)
         at = position * C + c
         if INT8:
-            key_codes, key_scale, own_key = _quantize(own_key, C)
-            value_codes, value_scale, own_value = _quantize(own_value, C)
+            key_codes, key_scale, own_key = _quantize(own_key)
+            value_codes, value_scale, own_value = _quantize(own_value)
             tl.store(keys + at, key_codes)
             tl.store(values + at, value_codes)
             one = tl.zeros([1, 1], tl.int32) + position
@@ -299,6 +328,31 @@ def _attend_split(
         tl.store(sums + at * 2 + 1, row_sum, mask=row < ROWS)
 
 
+@jit
+def _merge_parts(
+    partial, sums, first, parts, STRIDE: tl.constexpr, C: tl.constexpr, AT_ONCE: tl.constexpr
+):
+    """Merge a head's softmaxes over parts: its rows of `partial` are first, first + STRIDE, ...
+
+    Return largest [1], total [1] and acc [1, C] of the whole softmax.
+    """
+    c = tl.arange(0, C)[None, :]
+    largest, total = tl.full([1], float("-inf"), tl.float32), tl.zeros([1], tl.float32)
+    acc = tl.zeros([1, C], tl.float32)
+    for begin in range(0, parts, AT_ONCE):
+        part = begin + tl.arange(0, AT_ONCE)
+        at, is_part = first + part * STRIDE, part < parts
+        maxima = tl.load(sums + at * 2, mask=is_part, other=float("-inf"))
+        totals = tl.load(sums + at * 2 + 1, mask=is_part, other=0.0)
+        numbers = tl.load(partial + at[:, None] * C + c, mask=is_part[:, None], other=0.0)
+        new_largest = tl.maximum(largest, tl.max(maxima, 0))
+        share, rescale = tl.exp(maxima - new_largest), tl.exp(largest - new_largest)
+        total = total * rescale + tl.sum(totals * share, 0)
+        acc = acc * rescale[:, None] + tl.sum(numbers * share[:, None], 0)[None, :]
+        largest = new_largest
+    return largest, total, acc
+
+
 # Grid [H, B]: a program merges the parts of one query head, if there are several. It has so few
 # warps that no number of the output is shared between them.
 @jit
@@ -334,20 +388,8 @@ def _merge_split(
     if parts == 1:
         return
     G: tl.constexpr = H // K
-    c, first = tl.arange(0, C)[None, :], ((sequence * K + head // G) * P) * ROWS + head % G
-    largest, total = tl.full([1], float("-inf"), tl.float32), tl.zeros([1], tl.float32)
-    acc = tl.zeros([1, C], tl.float32)
-    for begin in range(0, parts, AT_ONCE):
-        part = begin + tl.arange(0, AT_ONCE)
-        at, is_part = first + part * ROWS, part < parts
-        maxima = tl.load(sums + at * 2, mask=is_part, other=float("-inf"))
-        totals = tl.load(sums + at * 2 + 1, mask=is_part, other=0.0)
-        numbers = tl.load(partial + at[:, None] * C + c, mask=is_part[:, None], other=0.0)
-        new_largest = tl.maximum(largest, tl.max(maxima, 0))
-        share, rescale = tl.exp(maxima - new_largest), tl.exp(largest - new_largest)
-        total = total * rescale + tl.sum(totals * share, 0)
-        acc = acc * rescale[:, None] + tl.sum(numbers * share[:, None], 0)[None, :]
-        largest = new_largest
+    first = (sequence * K + head // G) * P * ROWS + head % G
+    largest, total, acc = _merge_parts(partial, sums, first, parts, ROWS, C, AT_ONCE)
     gates = qkv + (sequence * HEADS + HEADS - H) * C
     _store_heads(
         y + sequence * H * C,

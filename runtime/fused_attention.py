@@ -105,7 +105,7 @@ def fused_attention(attention: nn.Module) -> nn.Module:
     """
     if type(attention) is Attention:
         return FusedDecodeAttention(attention, {})
-    if hasattr(attention, "fused_decode_settings"):
+    if isinstance(attention, Attention) and hasattr(attention, "fused_decode_settings"):
         return FusedDecodeAttention(attention, attention.fused_decode_settings())
     return attention
 

@@ -46,10 +46,18 @@ from models.latent_family import LatentArgs
 from models.layers.gated_hybrid import HybridArgs
 from models.layers.group_routing import SigmoidRoutedMoE
 from models.qwen2_moe import Qwen2MoeArgs
-from ops import decode_attention, gemv4, moe_chunk, moe_decode, moe_router
+from ops import (
+    decode_attention,
+    gemv4,
+    latent_decode_attention,
+    moe_chunk,
+    moe_decode,
+    moe_router,
+)
 from ops.moe_decode import SWIGLU, Activation
 from runtime.fused_attention import FusedDecodeAttention
 from runtime.fused_decode import FusedLayer, FusedRunner
+from runtime.fused_latent_attention import FusedLatentAttention
 from tests.kernels_without_gpu import Launch, compiled, e2m1_twin, twin
 
 GROUPS = dict(int4=32, hqq4=32, mxfp4=32, int8=16, fp8=16, fp8b=32)  # so that small widths fit
@@ -303,9 +311,10 @@ def small_model(family: str, format: str, **changes) -> Transformer:
 def as_on_a_gpu() -> Iterator[None]:
     """Within, fused attention takes CPU tensors, and no kernel is launched with PDL."""
     with ExitStack() as stack:
-        takes = mock.patch.object(FusedDecodeAttention, "takes", lambda self, *_: self.supported)
-        stack.enter_context(takes)
-        for module in (moe_decode, moe_router, decode_attention):
+        for kind in (FusedDecodeAttention, FusedLatentAttention):
+            takes = mock.patch.object(kind, "takes", lambda self, *_: self.supported)
+            stack.enter_context(takes)
+        for module in (moe_decode, moe_router, decode_attention, latent_decode_attention):
             stack.enter_context(mock.patch.object(module, "supports_pdl", lambda x: False))
         yield
 
