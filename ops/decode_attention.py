@@ -56,17 +56,33 @@ def _load_rotation(
 
 
 @jit
+def _inverse_rms(x, WIDTH: tl.constexpr, EPS: tl.constexpr):
+    """Return 1 / RMS of the WIDTH numbers at x."""
+    number = tl.arange(0, 2048)
+    squares = tl.zeros([2048], tl.float32)
+    for begin in tl.static_range(0, WIDTH, 2048):
+        some = tl.load(x + begin + number, mask=begin + number < WIDTH, other=0.0).to(tl.float32)
+        squares += some * some
+    return tl.rsqrt(tl.sum(squares, 0) / WIDTH + EPS)
+
+
+@jit
 def _load_head(
     x,
     norm,
+    rms,
     rotation,
     C: tl.constexpr,
     ROTARY_DIM: tl.constexpr,
     EPS: tl.constexpr,
     CLIP: tl.constexpr,
     HAS_NORM: tl.constexpr,
+    FULL_NORM: tl.constexpr,
 ):
-    """Load one head at x -> [SPLITS, C] fp32, after clip, RMS norm and RoPE."""
+    """Load one head at x -> [SPLITS, C] fp32, after clip, RMS norm and RoPE.
+
+    With FULL_NORM the norm is over all heads, comes before the clip, and rms is its factor.
+    """
     c, partner, cos, sin = rotation
     partner_x = x + partner
     if ROTARY_DIM % 16 == 0:
@@ -74,12 +90,15 @@ def _load_head(
         partner_x = tl.max_contiguous(tl.multiple_of(partner_x, (1, 16)), (1, 8))
     partner_x = tl.load(partner_x).to(tl.float32)
     x = tl.load(x + c).to(tl.float32)
-    if CLIP > 0:
+    if CLIP > 0 and not FULL_NORM:
         partner_x, x = tl.clamp(partner_x, -CLIP, CLIP), tl.clamp(x, -CLIP, CLIP)
     if HAS_NORM:
-        rms = tl.rsqrt(tl.sum(x * x, 1, keep_dims=True) / C + EPS)
+        if not FULL_NORM:
+            rms = tl.rsqrt(tl.sum(x * x, 1, keep_dims=True) / C + EPS)
         partner_x *= rms * tl.load(norm + partner).to(tl.float32)
         x *= rms * tl.load(norm + c).to(tl.float32)
+    if CLIP > 0 and FULL_NORM:
+        partner_x, x = tl.clamp(partner_x, -CLIP, CLIP), tl.clamp(x, -CLIP, CLIP)
     return x * cos + partner_x * sin
 
 
@@ -167,6 +186,7 @@ def _attend_token(
     CLIP: tl.constexpr,
     WINDOW: tl.constexpr,
     HAS_NORM: tl.constexpr,
+    FULL_NORM: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     NORM_VALUES: tl.constexpr,
     KEYS_ARE_VALUES: tl.constexpr,
@@ -198,9 +218,18 @@ def _attend_token(
     value = qkv + (FIRST_VALUE + kv_head) * C
     own_value = _load_value(value, c, C, EPS, CLIP, NORM_VALUES)
     own_k, own_q = qkv + (H + kv_head) * C, qkv + head * C
-    own_key = _load_head(own_k, k_norm, rotation, C, ROTARY_DIM, EPS, CLIP, HAS_NORM)
+    q_rms = _inverse_rms(qkv, H * C, EPS) if FULL_NORM else 1.0
+    k_rms = _inverse_rms(qkv + H * C, K * C, EPS) if FULL_NORM else 1.0
+    if FULL_NORM:
+        q_norm, k_norm = q_norm + head * C, k_norm + kv_head * C
+    own_key = _load_head(
+        own_k, k_norm, k_rms, rotation, C, ROTARY_DIM, EPS, CLIP, HAS_NORM, FULL_NORM
+    )
     own_key = own_key.to(own_value.dtype)
-    query = _load_head(own_q, q_norm, rotation, C, ROTARY_DIM, EPS, CLIP, HAS_NORM) * SCALE
+    query = _load_head(
+        own_q, q_norm, q_rms, rotation, C, ROTARY_DIM, EPS, CLIP, HAS_NORM, FULL_NORM
+    )
+    query *= SCALE
     is_own = split == 0  # the split that has the token's own position
     if head % (H // K) == 0:
         tl.store(cache + position * C + c, own_key, mask=is_own[:, None])
@@ -260,6 +289,7 @@ def attend_token(
     keys_are_values: bool = False,
     rope_begin: int = 0,
     gated: bool = False,
+    full_norm: bool = False,
 ) -> Tensor:
     """Attend with one token of each sequence, and append its key and value to the cache.
 
@@ -272,7 +302,8 @@ def attend_token(
     norm_values: RMS norm of values too, without a weight. keys_are_values: qkv is
     [B, 1, (H + K) C], and values are its keys before norm and RoPE. rope_begin: the
     layer's first column of rope. gated: qkv ends with H more heads, whose sigmoid the output is
-    multiplied by.
+    multiplied by. full_norm: RMS norms over all heads of q and of k, before the clip, with weights
+    [H * C] and [K * C].
 
     window: the number of positions that a token sees, its own included. Masked
     positions of the cache must be finite: they are multiplied by 0, and 0 * NaN is NaN.
@@ -288,7 +319,8 @@ def attend_token(
     scores = dict(SCALE=scale, EPS=eps, CLIP=clip, WINDOW=window)
     flags = dict(HAS_NORM=q_norm is not None, HAS_SINKS=sinks is not None, PDL=pdl)
     flags |= dict(NORM_VALUES=norm_values, KEYS_ARE_VALUES=keys_are_values)
-    flags |= dict(GATED=gated, ROPE_WIDTH=rope.shape[-1], ROPE_BEGIN=rope_begin)
+    flags |= dict(FULL_NORM=full_norm, GATED=gated)
+    flags |= dict(ROPE_WIDTH=rope.shape[-1], ROPE_BEGIN=rope_begin)
     tile = choose_tile(min(S, window), C, cache.element_size())
     splits = tile.warps * 32 * 16 // (C * cache.element_size())  # each lane loads 16 bytes
     _attend_token[H, B](
@@ -327,5 +359,6 @@ def _(
     keys_are_values=False,
     rope_begin=0,
     gated=False,
+    full_norm=False,
 ) -> Tensor:
     return empty_output(qkv, cache, keys_are_values, gated)

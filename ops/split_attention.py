@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ops.decode_attention import (
+    _inverse_rms,
     _load_head,
     _load_rotation,
     _load_value,
@@ -106,6 +107,30 @@ def _split_numbers(x, M: tl.constexpr, C: tl.constexpr, INT8: tl.constexpr):
 
 
 @jit
+def _weigh(
+    scores,
+    row_max,
+    row_sum,
+    value_scale,
+    key,
+    position,
+    WINDOW: tl.constexpr,
+    INT8: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    """Add scores [M, BLOCK] of positions `key` to a softmax, as `online_softmax`.
+
+    The weights that are returned are factors of values as they are stored.
+    """
+    seen = (key < position) & (key > position - WINDOW)
+    scores = tl.where(seen[None, :], scores, float("-inf"))
+    weights, rescale, row_max, row_sum = online_softmax(scores, row_max, row_sum)
+    if INT8:
+        weights *= value_scale[None, :]
+    return weights.to(DTYPE), rescale[:, None], row_max, row_sum
+
+
+@jit
 def _add_block(
     row_max,
     row_sum,
@@ -129,15 +154,12 @@ def _add_block(
     scores = tl.dot(queries[0], tl.trans(k[0]))
     if INT8:
         scores = tl.dot(queries[1], tl.trans(k[1]), acc=scores) * keys[1][None, :]
-    seen = (key < position) & (key > position - WINDOW)
-    scores = tl.where(seen[None, :], scores, float("-inf"))
-    weights, rescale, row_max, row_sum = online_softmax(scores, row_max, row_sum)
+    weights, rescale, row_max, row_sum = _weigh(
+        scores, row_max, row_sum, values[1], key, position, WINDOW, INT8, dtype
+    )
+    first = tl.dot(weights, v[0], acc=accs[0] * rescale)
     if INT8:
-        weights *= values[1][None, :]
-    weights = weights.to(dtype)
-    first = tl.dot(weights, v[0], acc=accs[0] * rescale[:, None])
-    if INT8:
-        accs = (first, tl.dot(weights, v[1], acc=accs[1] * rescale[:, None]))
+        accs = (first, tl.dot(weights, v[1], acc=accs[1] * rescale))
     else:
         accs = (first,)
     return row_max, row_sum, accs
@@ -150,20 +172,34 @@ def _to_bf16(x):
 
 
 @jit
-def _quantize(x, C: tl.constexpr):
-    """`formats.kv_cache.quantize_int8` of one head [1, C] -> codes, scale, codes * scale in fp32.
-
-    Codes are units as `_load_keys` reads them [1, C / 2]. The last is NaN where x is not finite, as
-    the token must be.
-    """
-    x = x.to(tl.float32)
-    largest = tl.max(tl.abs(x), 1, keep_dims=True)
+def _int8_scale(largest):
+    """The scale bf16 [1, 1] of numbers whose largest magnitude is given, as `quantize_int8`."""
     scale = _to_bf16(tl.div_rn(largest, tl.full([1, 1], 127, tl.float32)))
-    scale = tl.where(scale == 0, tl.full([1, 1], 1, tl.bfloat16), scale)
+    return tl.where(scale == 0, tl.full([1, 1], 1, tl.bfloat16), scale)
+
+
+@jit
+def _int8_codes(x, scale):
+    """Quantize x, fp32, by a scale -> codes, codes * scale, both in fp32.
+
+    The latter is NaN where x is not finite, as the token must be.
+    """
     ratio = tl.clamp(tl.div_rn(x, scale.to(tl.float32)), -127.0, 127.0)
     codes = (ratio + 12582912.0) - 12582912.0  # 1.5 * 2 ** 23: the sum is rounded to an integer
+    return codes, codes * scale.to(tl.float32) + (x - x)
+
+
+@jit
+def _quantize(x, C: tl.constexpr):
+    """`formats.kv_cache.quantize_int8` of a head [1, C] -> codes, scale, codes * scale in fp32.
+
+    Codes are units as `_load_keys` reads them [1, C / 2].
+    """
+    x = x.to(tl.float32)
+    scale = _int8_scale(tl.max(tl.abs(x), 1, keep_dims=True))
+    codes, numbers = _int8_codes(x, scale)
     even, odd = tl.split(tl.reshape(codes.to(tl.int16), [1, C // 2, 2]))
-    return (even & 255) | (odd << 8), scale, codes * scale.to(tl.float32) + (x - x)
+    return (even & 255) | (odd << 8), scale, numbers
 
 
 @jit
@@ -318,6 +354,7 @@ def _attend_split(
     CLIP: tl.constexpr,
     WINDOW: tl.constexpr,
     HAS_NORM: tl.constexpr,
+    FULL_NORM: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     NORM_VALUES: tl.constexpr,
     KEYS_ARE_VALUES: tl.constexpr,
@@ -361,12 +398,21 @@ def _attend_split(
     row = tl.arange(0, M)
     head = kv_head * G + tl.minimum(row, G - 1)
     own_q = qkv + head[:, None] * C
-    query = _load_head(own_q, q_norm, rotation, C, ROTARY_DIM, EPS, CLIP, HAS_NORM) * SCALE
+    q_rms = _inverse_rms(qkv, H * C, EPS) if FULL_NORM else 1.0
+    if FULL_NORM:
+        q_norm, k_norm = q_norm + head[:, None] * C, k_norm + kv_head * C
+    query = _load_head(
+        own_q, q_norm, q_rms, rotation, C, ROTARY_DIM, EPS, CLIP, HAS_NORM, FULL_NORM
+    )
+    query *= SCALE
     row_max, row_sum = tl.full([M], float("-inf"), tl.float32), tl.zeros([M], tl.float32)
     acc = tl.zeros([M, C], tl.float32)
     if part == 0:
         own_k, own_v = qkv + (H + kv_head) * C, qkv + (FIRST_VALUE + kv_head) * C
-        own_key = _load_head(own_k, k_norm, rotation, C, ROTARY_DIM, EPS, CLIP, HAS_NORM)
+        k_rms = _inverse_rms(qkv + H * C, K * C, EPS) if FULL_NORM else 1.0
+        own_key = _load_head(
+            own_k, k_norm, k_rms, rotation, C, ROTARY_DIM, EPS, CLIP, HAS_NORM, FULL_NORM
+        )
         own_value = _load_value(own_v, c, C, EPS, CLIP, NORM_VALUES)
         own_key = own_key.to(own_value.dtype)
         at = position * C + c
@@ -496,6 +542,7 @@ def attend_split(
     keys_are_values: bool = False,
     rope_begin: int = 0,
     gated: bool = False,
+    full_norm: bool = False,
 ) -> Tensor:
     """`decode_attention.attend_token`, over a cache of any length, which may be int8.
 
@@ -515,7 +562,8 @@ def attend_split(
     q_norm, k_norm, sink = (qkv if tensor is None else tensor for tensor in (q_norm, k_norm, sinks))
     shape = dict(S=S, H=H, K=K, C=C, P=P, PART_BLOCKS=blocks, WINDOW=window, BLOCK=tile.block)
     flags = dict(ROWS=padded, HAS_SINKS=sinks is not None, GATED=gated, PDL=pdl, launch_pdl=pdl)
-    scores = dict(ROTARY_DIM=rotary_dim, SCALE=scale, EPS=eps, CLIP=clip, HAS_NORM=has_norm)
+    scores = dict(ROTARY_DIM=rotary_dim, SCALE=scale, EPS=eps, CLIP=clip)
+    scores |= dict(HAS_NORM=has_norm, FULL_NORM=full_norm)
     more = dict(NORM_VALUES=norm_values, KEYS_ARE_VALUES=keys_are_values, INT8=scales is not None)
     more |= dict(ROPE_WIDTH=rope.shape[-1], ROPE_BEGIN=rope_begin, ENTRIES=rows * K * S)
     qkv = qkv.contiguous()

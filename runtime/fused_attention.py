@@ -9,7 +9,7 @@ compare with.
 import torch
 from torch import Tensor, nn
 
-from model import Attention, Context, Transformer
+from model import Attention, Context, RMSNorm, Transformer
 from ops.attention import BLOCK
 from ops.decode_attention import attend_token
 from ops.split_attention import attend_split
@@ -36,7 +36,9 @@ class FusedDecodeAttention(Attention):
         _, _, C = self.heads
         self.decode_scale = settings.get("query_scale", 1.0) * C**-0.5
         fits = C & C - 1 == 0 and 16 <= C <= 512
-        self.supported = self.qk_norm != "full" and fits
+        # A norm over heads that are sharded needs an all-reduce (tp.ShardedRMSNorm).
+        whole_norm = self.qk_norm != "full" or isinstance(self.q_norm, RMSNorm)
+        self.supported = fits and whole_norm
         # Larger heads were not measured: as many bytes as with heads of 128.
         self.max_length = MAX_CACHE_LEN * 128 // max(C, 128)
 
@@ -88,6 +90,7 @@ class FusedDecodeAttention(Attention):
             self.settings.get("keys_are_values", False),
             self.settings.get("rope_begin", 0),
             self.settings.get("gated", False),
+            self.qk_norm == "full",
         )
         token = qkv, context.rope, context.positions
         if self.is_short(qkv):
@@ -102,7 +105,7 @@ def fused_attention(attention: nn.Module) -> nn.Module:
     """
     if type(attention) is Attention:
         return FusedDecodeAttention(attention, {})
-    if hasattr(attention, "fused_decode_settings"):
+    if isinstance(attention, Attention) and hasattr(attention, "fused_decode_settings"):
         return FusedDecodeAttention(attention, attention.fused_decode_settings())
     return attention
 

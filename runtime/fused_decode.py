@@ -7,9 +7,10 @@
     gate_up      top-k, products of the chosen experts, SwiGLU    (ops/moe_decode.py)
     down         products, weighted sum, plus residual
 
-Other attention has other kernels between its products: `core` compiled by Inductor. Shared experts
-become experts that every token chooses. A family declares by `fused_decode_settings` what it adds
-to `model.Attention`, `model.MoE` or `model.AddNorm`; without it, a subclass has no kernels.
+Latent attention has three kernels between its products, or four (ops/latent_decode_attention.py).
+Other attention has others there: `core` compiled by Inductor. Shared experts become experts that
+every token chooses. A family declares by `fused_decode_settings` what it adds to `model.Attention`,
+`model.MoE` or `model.AddNorm`; without it, a subclass has no kernels.
 
 `FusedRunner` launches the kernels directly: a session captures the step as a CUDA graph, which
 costs them nothing. It serves up to MAX_TOKENS tokens: one of each of several sequences [B, 1], or
@@ -41,6 +42,7 @@ from ops.inductor import materialize
 from ops.moe_decode import MAX_TOKENS, SWIGLU, Weight
 from ops.moe_router import Routing
 from runtime.fused_attention import FusedDecodeAttention, fused_attention
+from runtime.fused_latent_attention import FusedLatentAttention
 from runtime.runner import CompiledRunner
 
 # Of an H200, in bytes/s: weights that several tokens share are read again from L2. A product that
@@ -94,6 +96,18 @@ class ResidualSum:
         return {} if self.all_reduce else {"residual": x, "scale": self.scale}
 
 
+def choose_attention(attention: nn.Module) -> nn.Module | FusedLatentAttention:
+    """Return an attention layer with its kernels, if it has some; else the layer.
+
+    Raises ValueError for latent attention whose wq they cannot read.
+    """
+    settings = getattr(attention, "fused_decode_settings", dict)()
+    if "latent" not in settings:
+        return fused_attention(attention)
+    wq = attention.wq
+    return FusedLatentAttention(attention, settings, None if wq is None else kernel_weight(wq))
+
+
 class FusedAttention:
     """The attention half of a block for a few tokens: norm, projections, core, residual sum.
 
@@ -102,7 +116,8 @@ class FusedAttention:
 
     def __init__(self, block: Block):
         self.norm, self.sum = block.attention_norm, ResidualSum(block.add_attention)
-        self.attention = attention = fused_attention(block.attention)
+        attention = block.attention
+        self.attention = choose_attention(attention)
         if not isinstance(self.norm, RMSNorm) or not hasattr(attention, "core"):
             raise ValueError(f"no kernels for {type(attention).__name__}, or its norm")
         names, output = getattr(attention, "projections", (("wqkv",), "wo"))
@@ -122,7 +137,7 @@ class FusedAttention:
             norm, eps = self.norm.weight, self.norm.eps
             moe_decode.down(x, weight, norm=norm, eps=eps, bias=bias, out=part)
         projected, attention = projected.view(*context.positions.shape, -1), self.attention
-        if not isinstance(attention, FusedDecodeAttention):
+        if not isinstance(attention, FusedDecodeAttention | FusedLatentAttention):
             heads = core(attention, projected, context)
         elif attention.takes(projected, context):
             heads = attention.fused_core(projected, context)

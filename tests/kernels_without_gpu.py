@@ -8,6 +8,7 @@ NAME (default: all):
     dot4       GEMV in the 4-bit formats
     attend     attention over blocks of an int8 cache; latent attention
     token      the fused decode-attention kernel
+    latent token    the three kernels of latent attention for one token
     fixed      all-reduce, and norms with bitwise identical results on all GPUs
     fetch      copies of experts out of host memory
 
@@ -25,6 +26,7 @@ import re
 import sys
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from unittest import mock
 
 import torch
@@ -42,6 +44,7 @@ from model import Attention, Context, KVCache, Mask, ModelArgs, weighted_sum
 from models import ARCHITECTURES
 from models.gemma4 import Gemma4Transformer
 from models.layers.gated_attention import GatedAttention
+from models.layers.latent_attention import LatentAttention
 from models.random_weights import first_layers
 from offload.cache import POLICIES, DeviceExpertCache
 from ops import (
@@ -50,11 +53,13 @@ from ops import (
     expert_paging,
     gemv4,
     grouped,
+    latent_decode_attention,
     long_attention,
     sandwich,
     split_attention,
 )
 from ops.attention import attend, causal_bias
+from ops.latent_decode_attention import Tile
 from ops.rope import rope_frequencies, rope_table
 from runtime.fused_attention import FusedDecodeAttention
 
@@ -632,10 +637,11 @@ def attend_error(
     return ((got - want).norm() / want.norm()).item()
 
 
-TOKEN = {  # B, H, K, C, S, positions, window, rotary_dim, norm, clip, sinks
-    "one block": (1, 4, 2, 32, 256, (70,), None, 32, False, None, False),
-    "the first token, Mixtral's grid": (1, 32, 8, 128, 256, (0,), None, 128, False, None, False),
-    "some blocks, a norm": (2, 4, 1, 64, 768, (513, 767), None, 64, True, None, False),
+TOKEN = {  # B, H, K, C, S, positions, window, rotary_dim, qk_norm, clip, sinks
+    "one block": (1, 4, 2, 32, 256, (70,), None, 32, "none", None, False),
+    "the first token, Mixtral's grid": (1, 32, 8, 128, 256, (0,), None, 128, "none", None, False),
+    "some blocks, a norm": (2, 4, 1, 64, 768, (513, 767), None, 64, "head", None, False),
+    "norms of all heads, clipped": (2, 40, 8, 64, 256, (70, 255), None, 64, "full", 0.5, False),
     "a window, sinks, half turned, clipped": (
         3,
         8,
@@ -645,11 +651,11 @@ TOKEN = {  # B, H, K, C, S, positions, window, rotary_dim, norm, clip, sinks
         (5, 300, 700),
         300,
         32,
-        False,
+        "none",
         0.7,
         True,
     ),
-    "a position after a block's end": (1, 2, 2, 256, 256, (64,), None, 256, False, None, True),
+    "a position after a block's end": (1, 2, 2, 256, 256, (64,), None, 256, "none", None, True),
 }
 
 
@@ -677,7 +683,7 @@ def token_error(
     at: tuple[int, ...],
     window: int | None,
     rotary_dim: int,
-    norm: bool,
+    qk_norm: str,
     clip: float | None,
     sinks: bool,
 ) -> float:
@@ -691,7 +697,7 @@ def token_error(
         head_dim=C,
         clip_qkv=clip,
         sliding_window=window,
-        qk_norm="head" if norm else "none",
+        qk_norm=qk_norm,
     )
     layer, positions = ReferenceAttention(args, rotary_dim, 0.3, sinks), torch.tensor(at)
     positions = positions.unsqueeze(1)
@@ -798,7 +804,8 @@ def token_code() -> dict[str, dict[str, int]]:
     Loads are those of 16 bytes; barriers those before the end of the loop over the cache.
     """
     found, kernel = {}, decode_attention._attend_token
-    archs = (ARCHITECTURES[name] for name in ("Mixtral-8x7B", "Qwen3-30B-A3B", "gpt-oss-20b"))
+    names = "Mixtral-8x7B", "Qwen3-30B-A3B", "gpt-oss-20b", "OLMoE-1B-7B"
+    archs = (ARCHITECTURES[name] for name in names)
     for args, dtype in itertools.product(archs, (torch.bfloat16, torch.float32)):
         H, K, C, launch = args.n_head, args.n_kv_head, args.head_dim, Launch()
         x, rope = torch.zeros(1, 1, (H + 2 * K) * C, dtype=dtype), torch.zeros(1, 1, 1, 2 * C)
@@ -806,7 +813,9 @@ def token_code() -> dict[str, dict[str, int]]:
             torch.zeros(1, 1, dtype=torch.int64),
             torch.zeros(2, 1, K, 256, C, dtype=dtype),
         )
-        norms = (x[0, 0, :C],) * 2 if args.qk_norm == "head" else (None, None)
+        widths = {"none": (), "head": (C, C), "full": (H * C, K * C)}[args.qk_norm]
+        norms = [x[0, 0, :width] for width in widths] or (None, None)
+        is_full = args.qk_norm == "full"
         sinks = x[0, 0, :H] if args.family == "gpt_oss" else None
         with mock.patch.multiple(
             decode_attention, _attend_token=launch, supports_pdl=lambda x: True
@@ -823,11 +832,12 @@ def token_code() -> dict[str, dict[str, int]]:
                 1e-5,
                 0.0,
                 args.sliding_window or 1 << 30,
+                full_norm=is_full,
             )
         code = compiled(kernel, launch).asm
         asm = code["sass"]
         within = code["ptx"].rpartition("bra ")[0]  # up to the end of the loop over blocks
-        found[f"{H} heads, {K} KV heads, {dtype}"] = {
+        found[f"{H} heads, {K} KV heads, {args.qk_norm} norm, {dtype}"] = {
             "waits": asm.count("ACQBULK"),
             "starts": asm.count("PREEXIT"),
             "spills": asm.count("STL"),
@@ -884,6 +894,100 @@ def latent_code() -> dict[str, dict[str, int]]:
     return found
 
 
+LATENT_TOKEN = {  # H, q_rank, N, R, r, V, S, positions
+    "DeepSeek-V2-Lite's heads": (16, None, 128, 64, 512, 128, 256, (150,)),
+    "GLM-4.7-Flash's heads": (20, 32, 192, 64, 512, 256, 205, (64,)),
+    "the first token": (4, None, 16, 16, 32, 32, 205, (0,)),
+    "two tiles of heads, a batch": (40, 64, 24, 16, 64, 40, 512, (511, 3)),
+}
+
+
+def latent_token_error(case: tuple, max_parts: int, tile: Tile) -> float:
+    """Return the largest error of results and cache, plain and int8, against LatentAttention.core.
+
+    max_parts: fewer parts than blocks of positions make the kernel loop.
+    """
+    H, q_rank, N, R, r, V, S, at = case
+    torch.manual_seed(H)
+    args = replace(
+        ARCHITECTURES["DeepSeek-V2-Lite"],
+        dim=64,
+        n_head=H,
+        head_dim=N + R,
+        q_rank=q_rank,
+        rotary_dim=R,
+        kv_rank=r,
+        value_dim=V,
+    )
+    layer, positions = LatentAttention(args), torch.tensor(at).unsqueeze(1)
+    for parameter in layer.parameters():
+        parameter.data = torch.randn_like(parameter) * 3 * parameter.shape[-1] ** -0.5
+    rope = rope_table(rope_frequencies(R, 1e4, torch.device("cpu")), S)[positions].unsqueeze(2)
+    masks = {None: Mask(causal_bias(positions, S, None, torch.float32))}
+    context = Context(rope, positions=positions, masks=masks)
+    qkv, kv = torch.randn(len(at), 1, layer.wqkv.weight.shape[0]), torch.randn(len(at), S, r + R)
+    everywhere, found = Context(rope, positions=torch.arange(S).expand(len(at), -1)), []
+    for kind in (KVCache, Int8KVCache):
+        for is_fused in (False, True):
+            cache = layer.allocate(len(at), S, kind, qkv)
+            cache.append(kv.unflatten(-1, (1, 1, -1)), everywhere)
+            core = partial(fused_latent_core, layer, tile) if is_fused else layer.core
+            with mock.patch.object(split_attention, "MAX_PARTS", max_parts):
+                y = core(qkv, context)
+            found.append((y, *(part.float() for part in cache.stored() if part is not None)))
+    return max(largest_error(found[n], found[n + 1]) for n in (0, 2))
+
+
+def fused_latent_core(layer: LatentAttention, tile: Tile, qkv: Tensor, context: Context) -> Tensor:
+    """`LatentAttention.core` by the kernels. wq is applied here: its kernel reads no fp32."""
+    _, _, R, r = layer.sizes
+    q, kv = qkv.split((qkv.shape[-1] - r - R, r + R), dim=-1)
+    q = q if layer.wq is None else layer.wq(layer.q_norm(q))
+    stored, norm = layer.cache.stored(), (layer.kv_norm.weight, layer.kv_norm.eps)
+    return latent_decode_attention.attend_latent_token(
+        q.squeeze(1),
+        kv.squeeze(1),
+        context.rope,
+        context.positions,
+        *stored,
+        layer.wkv,
+        *norm,
+        layer.scale,
+        tile=tile,
+        pdl=False,
+    ).unsqueeze(1)
+
+
+def latent_token_code() -> dict[str, dict[str, int]]:
+    """Count waits, prefetches, loads before the wait and spills in its kernels' machine code."""
+    found, names = {}, ("_map_queries", "_attend_part", "_merge_values")
+    shapes = {"16 heads": (16, 128, 128), "20 heads": (20, 192, 256)}
+    caches = (KVCache, 512), (KVCache, 16384), (Int8KVCache, 16384)
+    for (heads, (H, N, V)), (kind, S) in itertools.product(shapes.items(), caches):
+        empty = partial(torch.empty, dtype=torch.bfloat16)
+        stored = kind((1, 1, S, 576), torch.bfloat16, torch.device("cpu"), 1).stored()
+        q, kv, wkv = empty(1, H * (N + 64)), empty(1, 576), empty(H, N + V, 512)
+        rope, positions = torch.empty(1, 1, 1, 128), torch.empty(1, 1, dtype=torch.int64)
+        launches = {name: Launch() for name in names}
+        with mock.patch.multiple(latent_decode_attention, **launches):
+            latent_decode_attention.attend_latent_token(
+                q, kv, rope, positions, *stored, wkv, empty(512), 1e-6, 0.1, pdl=True
+            )
+        for name in names if S == 512 else names[1:2]:
+            code = compiled(getattr(latent_decode_attention, name), launches[name])
+            asm = code.asm["sass"]
+            found[f"{name}, {heads}, {S} positions, {kind.__name__}"] = {
+                "waits": asm.count("ACQBULK"),
+                "starts": asm.count("PREEXIT"),
+                "spills": asm.count("STL"),
+                "ahead": asm.partition("ACQBULK")[0].count("LDG.E.128"),
+                "prefetches": asm.partition("ACQBULK")[0].count("UBLKPF"),
+                "products": asm.count("HMMA"),
+                "shared": code.metadata.shared,
+            }
+    return found
+
+
 def attend_code() -> dict[str, dict[str, int]]:
     """Count spills and MMAs in its machine code."""
     found = {}
@@ -925,6 +1029,15 @@ def token_errors() -> dict[str, float]:
     kinds = {"Gemma 4's window layer": False, "Gemma 4's global layer": True}
     found |= {name: gemma4_token_error(is_global) for name, is_global in kinds.items()}
     return found | {"a gated output": gated_token_error()}
+
+
+def latent_token_errors() -> dict[str, float]:
+    split_attention._to_bf16 = round_to_bf16
+    ways = {"one block a part": (64, Tile()), "two parts": (2, Tile(64, 2))}
+    return {
+        f"{name}, {way}": latent_token_error(LATENT_TOKEN[name], *ways[way])
+        for name, way in itertools.product(LATENT_TOKEN, ways)
+    }
 
 
 def fetch_results() -> dict:
@@ -1013,6 +1126,7 @@ INTERPRETED = {
     "dot4": dot4_errors,
     "attend": attend_errors,
     "token": token_errors,
+    "latent token": latent_token_errors,
     "fixed": fixed_errors,
     "fetch": fetch_results,
 }
@@ -1024,6 +1138,7 @@ COMPILED = {
     "attend": attend_code,
     "token": token_code,
     "latent": latent_code,
+    "latent token": latent_token_code,
     "fixed": fixed_code,
     "fetch": fetch_code,
 }

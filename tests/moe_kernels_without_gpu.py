@@ -52,10 +52,19 @@ from models.layers.gated_hybrid import HybridArgs
 from models.layers.group_routing import SigmoidRoutedMoE
 from models.qwen2_moe import Qwen2MoeArgs
 from models.random_weights import RandomWeights
-from ops import decode_attention, gemv4, moe_chunk, moe_decode, moe_router, reduce_router
+from ops import (
+    decode_attention,
+    gemv4,
+    latent_decode_attention,
+    moe_chunk,
+    moe_decode,
+    moe_router,
+    reduce_router,
+)
 from ops.moe_decode import MAX_TOKENS, SWIGLU, Activation
 from runtime.fused_attention import FusedDecodeAttention
 from runtime.fused_decode import FusedLayer, FusedRunner
+from runtime.fused_latent_attention import FusedLatentAttention
 from tests.kernels_without_gpu import Launch, compiled, e2m1_twin, twin
 
 GROUPS = dict(int4=32, hqq4=32, mxfp4=32, int8=16, fp8=16, fp8b=32)  # so that small widths fit
@@ -329,8 +338,9 @@ def as_on_a_gpu() -> Iterator[None]:
     """Within, fused attention takes CPU tensors, and no kernel is launched with PDL."""
     with ExitStack() as stack:
         takes = lambda self, qkv, _: self.supported and qkv.shape[1] == 1  # noqa: E731
-        stack.enter_context(mock.patch.object(FusedDecodeAttention, "takes", takes))
-        for module in (moe_decode, moe_router, decode_attention):
+        for kind in (FusedDecodeAttention, FusedLatentAttention):
+            stack.enter_context(mock.patch.object(kind, "takes", takes))
+        for module in (moe_decode, moe_router, decode_attention, latent_decode_attention):
             stack.enter_context(mock.patch.object(module, "supports_pdl", lambda x: False))
         yield
 

@@ -14,14 +14,15 @@ from torch._dynamo.utils import counters
 from torch._inductor import config as inductor
 
 from benchmarks import gated_delta as delta_benchmark
+from benchmarks import latent_attention as latent_benchmark
 from checkpoint import Checkpoint
 from formats import FORMATS
-from formats.kv_cache import KV_CACHES
+from formats.kv_cache import KV_CACHES, Int8KVCache
 from formats.packed import PackedExpertLinear
 from formats.quantizer import pack_weight, plan_format, quantize
 from generate import EMBEDDED, choose_runner, embedded_checkpoint, load_model
-from model import SHORT_CACHE, ExpertLinear, Experts, ModelArgs, swiglu, weighted_sum
-from models import args_of_checkpoint, build_model
+from model import SHORT_CACHE, ExpertLinear, Experts, KVCache, ModelArgs, swiglu, weighted_sum
+from models import ARCHITECTURES, args_of_checkpoint, build_model
 from models.deepseek import DeepseekArgs
 from models.glm4_moe import Glm4MoeArgs
 from models.gpt_oss import GptOssArgs
@@ -564,10 +565,11 @@ def test_a_long_cache_read_in_blocks_gives_the_cpus_tokens(more):
     "more",
     (
         (ModelArgs, "qwen3_moe", {"qk_norm": "head", "clip_qkv": 1.5}),
+        (ModelArgs, "olmoe", {"qk_norm": "full", "clip_qkv": 1.5}),
         (Glm4MoeArgs, "glm4_moe", {"head_dim": 128, "rotary_dim": 64}),
         (GptOssArgs, "gpt_oss", {"sliding_window": 150, "full_layers": (1,)}),
     ),
-    ids=("norms", "half of a head turns", "window and sinks"),
+    ids=("norms", "norms of all heads", "half of a head turns", "window and sinks"),
 )
 def test_one_tokens_attention_in_one_kernel_gives_the_cpus_tokens(more, monkeypatch):
     """As several GPUs have it, and 4 bits; answers that begin before and after the ends of
@@ -786,6 +788,38 @@ def test_the_product_of_4_bits_with_what_is_no_number_is_none(value):
     x[0, 77] = value
     y = gemv4.dot4(x.cuda(), [part.cuda() for part in parts.values()], None, "int4", 128, False)
     assert not y.sum(0).isfinite().any()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("length", (205, 16384))
+@pytest.mark.parametrize("kind", (KVCache, Int8KVCache), ids=("plain", "int8"))
+@pytest.mark.parametrize("arch", ("DeepSeek-V2-Lite", "GLM-4.7-Flash"))
+def test_one_tokens_latent_attention(arch, kind, length):
+    """The kernels against plain attention, in a graph, and the cache after both."""
+    args = ARCHITECTURES[arch]
+    layer = latent_benchmark.random_layer(args, length, kind)
+    plain, width = layer.plain[0], layer.plain[0].wqkv.weight.shape[0]
+    qkv = torch.randn(1, 1, width, device="cuda", dtype=torch.bfloat16)
+    for position in (0, 1, 32, 150, length - 1):
+        context = latent_benchmark.make_context(args, length, position)
+        want = plain.core(qkv, context).float()
+        expected = [part.clone() for part in plain.cache.stored() if part is not None]
+        layer.fused_core(qkv, context)  # compiles
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(3):
+                y = layer.fused_core(qkv, context)
+        for part in plain.cache.stored():
+            if part is not None:
+                part[:, :, :, position] = 0
+        graph.replay()
+        assert ((y.float() - want).norm() / want.norm()).item() < 2e-2, position
+        found = [part for part in plain.cache.stored() if part is not None]
+        for part, other in zip(found, expected, strict=True):
+            ours, theirs = (stored[:, :, :, position].float() for stored in (part, other))
+            assert ((ours - theirs).norm() / theirs.norm()).item() < 1e-2, position
+            part[:, :, :, position] = other[:, :, :, position]
+            assert torch.equal(part, other), position
 
 
 @pytest.mark.parametrize("last", (None, (0, -1, 0)))

@@ -12,6 +12,7 @@ from models import ARCHITECTURES
 from models.layers.shared_expert import SharedExpertMoE
 from models.random_weights import RandomWeights, first_layers, number_format
 from ops import moe_decode
+from runtime.fused_attention import FusedDecodeAttention
 from runtime.fused_decode import (
     FusedLayer,
     FusedRunner,
@@ -126,6 +127,13 @@ def test_fused_kernels_of_ranks_are_refused_for_whole_experts_alone(monkeypatch)
     check_decode_kernels("fused", source, device, parallel="tensor")
     with pytest.raises(ValueError, match="--decode_kernels fused: these kernels do not compute"):
         check_decode_kernels("fused", source, device, parallel="expert")
+
+
+def test_norms_over_heads_of_other_ranks_have_none():
+    attention = on_meta("OLMoE-1B-7B", "bf16").layers[0].attention
+    assert FusedDecodeAttention(attention, {}).supported
+    attention.q_norm = tp.ShardedRMSNorm(attention.q_norm, 2)
+    assert not FusedDecodeAttention(attention, {}).supported
 
 
 def test_a_subclass_that_says_nothing_has_none():

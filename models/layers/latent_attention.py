@@ -89,6 +89,10 @@ class LatentAttention(nn.Module):
         y = merge_partial(*attend_latent(q, codes, scale, positions, r))  # [B, rows, r]
         return y.narrow(1, 0, Q * H).reshape(B, Q, H, r).to(q.dtype)
 
+    def fused_decode_settings(self) -> dict:
+        """See runtime/fused_latent_attention.py."""
+        return {"latent": self.sizes, "scale": self.scale}
+
     def attend_expanded(self, q: Tensor, kv: Tensor) -> Tensor:
         """q [Q, H, C] of the last Q positions of kv [S, r + R] -> [Q, H * value_dim]."""
         _, N, R, r = self.sizes
