@@ -200,9 +200,10 @@ def _attend_part(
     cache += sequence * S * (RANK + R)
     scales += sequence * S
     BYTES: tl.constexpr = (RANK + R) * (cache.dtype.element_ty.primitive_bitwidth // 8)
-    if PDL and position > part * BLOCK:
+    if PDL:
         count = tl.minimum(position - part * BLOCK, BLOCK)
-        _prefetch(cache + part * BLOCK * (RANK + R), count * BYTES)
+        if count > 0:
+            _prefetch(cache + part * BLOCK * (RANK + R), count * BYTES)
     row, c = tl.program_id(1) * M + tl.arange(0, M), tl.arange(0, RANK)[None, :]
     head = tl.minimum(row, H - 1)
     DTYPE: tl.constexpr = q.dtype.element_ty
