@@ -20,6 +20,9 @@ from runtime.session import Details, Session, common_prefix
 STEP_SIZES = (1, 2, 4, 8)  # rows of a compiled step; above that, multiples of the last
 # Prompt tokens between two steps of the running sequences: on an H200 about 10 ms of a 30B model.
 SHARED_CHUNK = 512
+# A prompt of up to so many tokens runs in decode steps, one token a step: they are compiled, other
+# sequences decode meanwhile, and prompts that arrive together run together.
+STEPPED_PROMPT = 8
 # Greedy, among the likeliest tokens, among all: each is another step (`Sampling.candidates`).
 WAYS = Sampling(0.0), Sampling(1.0), Sampling(1.0, top_k=None)
 
@@ -104,8 +107,10 @@ class Batch:
                     for sampling in WAYS:
                         session.warm_up(session.candidates(sampling), size)
         session.watch = session.edited = False
-        for sampling in (*WAYS, Sampling(0.0, frequency_penalty=1.0)):
-            self.start([0], 1, sampling)  # the token after a prompt is chosen by code of its own
+        length = min(STEPPED_PROMPT + 1, session.max_seq_len - 1)
+        for n, sampling in enumerate((*WAYS, Sampling(0.0, frequency_penalty=1.0))):
+            # The token after a longer prompt is chosen by code of its own.
+            self.start([n] * length, 1, sampling)
             while self.count:
                 self.prefill()
                 for token in self.step():
@@ -142,7 +147,7 @@ class Batch:
         sequence.row = None
 
     def step(self) -> list[NewToken]:
-        """Decode one token of each sequence whose prompt is done; return tokens that arrived.
+        """Run one token of each sequence that is not `prefilling`; return tokens that arrived.
 
         On a GPU the tokens of this step are still in flight; those of the step before are returned.
         """
@@ -161,6 +166,8 @@ class Batch:
         """Run waiting prompts until SHARED_CHUNK tokens are done."""
         session, budget = self.session, SHARED_CHUNK
         while budget > 0 and (self.prefilling or self.admit()):
+            if not self.prefilling:
+                continue
             sequence, chunks = self.prefilling
             row: int = sequence.row
             done, session.watch = session.cached[row], sequence.watch
@@ -171,7 +178,10 @@ class Batch:
                 self.in_flight.append(self.expect_tokens({row: sequence}))
 
     def admit(self) -> bool:
-        """Give the next waiting sequence a row, and begin its prompt. False if none can run."""
+        """Give the next waiting sequence a row, and begin its prompt. False if none can run.
+
+        Afterwards it is `prefilling`, unless decode steps run its prompt.
+        """
         others = sum(1 for other in self.rows if other)
         if not self.waiting or others == self.max_batch:
             return False
@@ -187,7 +197,8 @@ class Batch:
             sequence.constraint.mask(self.masks[row])
             session.edits.allowed[row] = self.masks[row].to(session.device)
         sequence.cached_tokens = session.cached[row]
-        self.prefilling = sequence, chunks
+        stepped = len(sequence.ids) - session.cached[row] <= STEPPED_PROMPT and not sequence.edited
+        self.prefilling = None if stepped else (sequence, chunks)
         return True
 
     def take_row(self, ids: Sequence[int]) -> int:
@@ -227,7 +238,10 @@ class Batch:
     # Steps --------------------------------------------------------------------------------------
 
     def launch(self) -> Launched | None:
-        """Start a step of all sequences whose prompt is done, if there are any."""
+        """Start a step of all sequences that are not `prefilling`, if there are any.
+
+        Return the sequences whose next token it computes: the others are in their prompts.
+        """
         self.compact()
         busy = self.prefilling and self.prefilling[0]
         decoding = {
@@ -242,10 +256,17 @@ class Batch:
         candidates = max(session.candidates(sequence.sampling) for sequence in decoding.values())
         session.watch = any(sequence.watch for sequence in decoding.values())
         session.edited = any(sequence.edited for sequence in decoding.values())
-        session.warm_up(candidates, size)()
-        for row in decoding:
+        step = session.warm_up(candidates, size)
+        for row, sequence in decoding.items():
+            if session.cached[row] < len(sequence.ids):
+                session.set_prompt_token(row, sequence.ids)
+        step()
+        for row, sequence in decoding.items():
             session.cached[row] += 1
-        return self.expect_tokens(decoding)
+            if session.cached[row] == len(sequence.ids):
+                session.snapshot(row)
+        done = {n: s for n, s in decoding.items() if session.cached[n] >= len(s.ids)}
+        return self.expect_tokens(done) if done else None
 
     def compact(self) -> None:
         """Move sequences to lower rows, so that a step is no larger than it has to be.

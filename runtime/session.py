@@ -311,8 +311,7 @@ class Session:
                 rows = self.rows[row : row + 1].clone()
                 logits, *routing = self.run_chunk(tokens, rows, last, start + tokens.shape[1])
             start += len(part)
-            for state in self.states:
-                state.snapshot(row, start)
+            self.snapshot(row, start)
             yield logits, *(layers[:, len(part) - 1 : len(part)] for layers in routing)
 
     def is_short(self, tokens: int) -> bool:
@@ -450,6 +449,21 @@ class Session:
             copy_all(state, own[0])
         if self.watch:
             self.watched[row] = self.record_details(state.token, logits, routing)[0]
+
+    def snapshot(self, row: int, length: int | None = None) -> None:
+        """Let a row go back to its length now; length: that, if it is not the cached tokens."""
+        for state in self.states:
+            state.snapshot(row, self.cached[row] if length is None else length)
+
+    def set_prompt_token(self, row: int, ids: Sequence[int]) -> None:
+        """Let the next step run a row's next prompt token. It samples, too: only after the last
+        prompt token is that the sequence's.
+        """
+        at = self.cached[row]
+        self.token[row], self.position[row], self.last[row] = ids[at], at, 0
+        if at == len(ids) - 1:  # forget what the steps before have sampled
+            self.seen[row] = False
+            self.seen[row, torch.tensor(ids, device=self.device)] = True
 
     def stop_row(self, row: int) -> None:
         """Make a row idle. A step may write past its tokens in the cache, and nowhere else."""

@@ -8,7 +8,7 @@ import pytest
 import torch
 from test_sequence_state import KINDS, make_model
 
-from runtime.batch import SHARED_CHUNK, Batch, step_sizes
+from runtime.batch import SHARED_CHUNK, STEPPED_PROMPT, Batch, step_sizes
 from runtime.logit_edits import edit_logits, make_edit_state, mask_logits, mask_words, set_edits
 from runtime.sampling import NotFiniteError, Sampling, StepState
 from runtime.session import Session, SessionOptions
@@ -21,6 +21,7 @@ SAMPLINGS = (
     Sampling(temperature=0.9, top_k=None, top_p=0.9, seed=6),
     Sampling(temperature=0, frequency_penalty=1.5, presence_penalty=-0.5),
     Sampling(temperature=1, seed=7, repetition_penalty=1.3, logit_bias={3: 4.0, 9: -100.0}),
+    Sampling(temperature=0.7, seed=8, repetition_penalty=1.5),
 )
 pytestmark = pytest.mark.usefixtures("few_threads")
 
@@ -108,7 +109,7 @@ def test_steps_are_no_larger_than_necessary(monkeypatch):
     monkeypatch.setattr(session, "decode", lambda size, n: (sizes.append(size), decode(size, n)))
     lengths = (4, 20, 8)
     run(Batch(session, 4), [([n + 1], length, GREEDY) for n, length in enumerate(lengths)])
-    assert sizes == [3] * 3 + [2] * 4 + [1] * 12
+    assert sizes == [3] * 4 + [2] * 4 + [1] * 12  # the prompts run in the first step
     assert step_sizes(1) == [1] and step_sizes(6) == [1, 2, 4, 6]
     assert step_sizes(20) == [1, 2, 4, 8, 16, 20]
 
@@ -168,6 +169,25 @@ def test_prompts_with_a_common_beginning_share_its_work(kind):
     assert len({tuple(answer) for answer in expected}) > 1
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_short_prompts_run_in_the_steps_of_others(kind, monkeypatch):
+    """No prompt is computed by itself, but that of a grammar or of edited logits."""
+    requests = [([n, 7, 5 * n + 1][: 1 + n % 3], 9, SAMPLINGS[n % 3]) for n in range(6)]
+    requests += [([3, 4], 5, SAMPLINGS[-1]), ([1] * STEPPED_PROMPT, 6, GREEDY)]
+    expected = answers_alone(kind, requests)
+    session, prompts = make_session(kind, rows=4), []
+    prefill = session.prefill
+    monkeypatch.setattr(
+        session,
+        "prefill",
+        lambda row, ids, *rest: (prompts.append(ids), prefill(row, ids, *rest))[1],
+    )
+    assert run(Batch(session), requests, [0, 0, 0, 4, 6, 7, 7, 12]) == expected
+    assert not prompts
+    run(Batch(session), [([9, 9], 3, SAMPLINGS[3])])
+    assert prompts == [[9, 9]]
+
+
 def test_long_prompts_run_in_chunks_between_steps():
     length = 3 * SHARED_CHUNK
     session = Session(make_model(), length + 64, SessionOptions(batch=2))
@@ -182,7 +202,7 @@ def test_long_prompts_run_in_chunks_between_steps():
         batch.prefill()
         assert first in [token.sequence for token in batch.step()]
         waits += 1
-    assert waits == 3 and calls == [2, 1, 1]
+    assert waits == 3 and calls == [0, 0, 1]  # a short prompt runs in steps of its own
 
 
 # Edits of logits ----------------------------------------------------------------------------------
