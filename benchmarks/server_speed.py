@@ -3,11 +3,11 @@
     python benchmarks/server_speed.py --arch Qwen3-30B-A3B --mode int4
 
 Random weights, greedy, prompts of 5 tokens, in one process and on one GPU. First a session decodes
-1 and 8 sequences, as benchmark.py does. Then a server with the same model and as long a cache
-answers as many clients, which run in another process (benchmarks/server_load.py). Due: 0.97 of a
-session's tokens/s for one client, 0.93 for 8. The pause is the longest time between two tokens of a
-running answer while a prompt of 4,096 tokens arrives; due are 50 ms. Each figure also goes to
-stderr as soon as it is known, since compiling takes minutes.
+1 and 8 sequences, as benchmark.py does: prompts do not count. Then a server with the same model and
+as long a cache answers as many clients, which run in another process (benchmarks/server_load.py);
+there prompts count. Due: 0.97 of a session's tokens/s for one client, 0.93 for 8. The pause is the
+longest time between two tokens of a running answer while a prompt of 4,096 tokens arrives; due are
+50 ms. Each figure also goes to stderr as soon as it is known, since compiling takes minutes.
 """
 
 import argparse
@@ -43,18 +43,19 @@ LONG_PROMPT = 4096
 
 
 def session_speed(session: Session, options: argparse.Namespace) -> float:
-    """Return a session's tokens/s of all its sequences: the median of `repeats` after one more."""
+    """Return a session's tokens/s of all its sequences after the first token, as benchmark.py.
+
+    The median of `repeats` answers after one more.
+    """
     prompts = [
         random_prompt(session.model.args, options.prompt_len, n) for n in range(session.batch)
     ]
     rates = []
     for _ in range(options.repeats + 1):
         session.reset()
-        started = time.perf_counter()
-        for _ in session.stream_all(prompts, options.new_tokens, GREEDY):
-            pass
-        seconds = time.perf_counter() - started
-        rates.append(session.batch * options.new_tokens / seconds)
+        stream = session.stream_all(prompts, options.new_tokens, GREEDY)
+        times = [time.perf_counter() for _ in stream]
+        rates.append(session.batch * (len(times) - 1) / (times[-1] - times[0]))
     return statistics.median(rates[1:])
 
 

@@ -8,6 +8,7 @@ import asyncio
 import hmac
 import re
 import socket
+import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
@@ -55,6 +56,9 @@ from server.tokenizing import TokenizerPool
 from tokenizer import Tokenizer, load_tokenizer
 
 Prepared = tuple[GenerationRequest, ResponseBuilder | ResponsesBuilder]
+# How long a thread keeps Python's lock while another waits. The default of 5 ms is as long as a
+# decode step: the main thread would launch the next one late.
+SWITCH_SECONDS = 5e-4
 PAGE_FILES = {path.name: path for path in Path(__file__).with_name("page").iterdir()}
 PAGE_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
 PAGE_HEADERS = {
@@ -424,6 +428,8 @@ def run_server(
     Calls `on_ready` when it listens. Raises ValueError if the HTTP thread does not start.
     """
     http_server = make_http_server(app)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(SWITCH_SECONDS)
     thread = threading.Thread(target=http_server.run, args=([listener],), daemon=True)
     thread.start()
     try:
@@ -438,3 +444,4 @@ def run_server(
         http_server.should_exit = True
         thread.join(timeout=10)
         listener.close()
+        sys.setswitchinterval(interval)
