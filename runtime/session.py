@@ -193,8 +193,8 @@ class Session:
     def choose_tokens(self, state: StepState, logits: Tensor, candidates: int) -> None:
         """Sample each next token among `candidates` (0: greedy) into `token`, step `position`."""
         # A server compiles this for each size and way of sampling, of which few will be used.
-        tuned = len(state.token) == 1 and candidates <= MAX_CANDIDATES
-        with nullcontext() if tuned else without_tuning():
+        is_rare = len(state.token) > 1 or candidates > MAX_CANDIDATES
+        with without_tuning() if self.compiled and is_rare else nullcontext():
             self.sample_step(state, logits, candidates)
 
     def record_details(self, token: Tensor, logits: Tensor, routing: Sequence[Tensor]) -> Tensor:
