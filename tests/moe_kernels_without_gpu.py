@@ -480,7 +480,7 @@ def sharded_error(family: str, format: str) -> dict[str, float]:
         with mock.patch.multiple(tp, all_reduce_add=add, all_reduce_add_router=add_router):
             for layer, part in zip(layers, parts, strict=True):
                 layer.experts.prepare()
-                found.append(layer.experts.forward(x[0], part))
+                found.append(layer.experts.forward(x[0], part, None))
     got = sums[0] + sum(y for y, *_ in found)
     return {
         "x": ((got - want[0]).norm() / (want[0] - x[0]).norm().maximum(x.norm())).item(),
