@@ -1,18 +1,16 @@
 """Decode attention over a cache of any length: RoPE, cache append and attention.
 
 It computes what ops/decode_attention.py does, but reads each key and value once for all query heads
-of its KV head, and splits the positions among programs (Flash-Decoding, Dao et al. 2023). How many
-parts a sequence has depends on its position, which is on the GPU: a short sequence has one part,
-however long its cache is. The cache is plain or int8.
+of its KV head, and splits the positions among programs (Flash-Decoding, Dao et al. 2023). A second
+kernel merges the parts. How many parts a sequence has depends on its position, which is on the GPU:
+a short sequence has one part, however long its cache is. The cache is plain or int8.
 
 Letters: B sequences, S positions of the cache, H query heads, K KV heads, G = H / K, C head dim,
 P parts of the positions, at most.
 """
 
-# ruff: noqa: RUF005  (Triton adds tuples, but does not unpack them)
 from __future__ import annotations  # annotations of kernels name triton, which may be absent
 
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -29,12 +27,11 @@ from ops.decode_attention import (
 from ops.grouped import _signed_bytes
 from ops.jit import jit, supports_pdl, tl, triton
 
-PART = 256  # positions of a part, at least
+PART = 128  # positions of a part, at least
 MAX_PARTS = 64
 PROGRAMS = 2  # for each of the GPU's processors, at most
-GROUP = 16  # parts that a program merges
-MERGED_NUMBERS = 64  # that a lane loads at once to merge them
-MAX_PAIRS = 4096  # of a sequence and a KV head
+MERGED_COLUMNS = 32  # numbers of a head that a program merges
+MERGE_WARPS = 2
 
 
 class Tile(NamedTuple):
@@ -208,6 +205,7 @@ def _store_heads(
     gates,
     sinks,
     first_head,
+    column,
     row_max,
     row_sum,
     acc,
@@ -217,7 +215,10 @@ def _store_heads(
     HAS_SINKS: tl.constexpr,
     GATED: tl.constexpr,
 ):
-    """Divide acc [ROWS, C] by the sum of weights, with sink and gate; store the first G rows."""
+    """Divide acc [ROWS, N] by the sum of weights, with sink and gate; store the first G rows.
+
+    column [N]: the numbers of a head that acc has.
+    """
     row = tl.arange(0, ROWS)
     head = first_head + tl.minimum(row, G - 1)
     if HAS_SINKS:
@@ -226,80 +227,11 @@ def _store_heads(
         acc *= tl.exp(row_max - largest)[:, None]
         row_sum = row_sum * tl.exp(row_max - largest) + tl.exp(sink - largest)
     out = acc / row_sum[:, None]
-    at = head[:, None] * C + tl.arange(0, C)[None, :]
+    at = head[:, None] * C + column[None, :]
     if GATED:
         gate = tl.load(gates + at).to(tl.float32)
         out = out / (1 + tl.exp(-gate))
     tl.store(y + at, out.to(y.dtype.element_ty), mask=(row < G)[:, None])
-
-
-@jit
-def _store_part(
-    partial, sums, slot, row, row_max, row_sum, acc, C: tl.constexpr, ROWS: tl.constexpr
-):
-    """Store the first ROWS rows of a softmax: acc in partial [P, ROWS, C], sums [P, ROWS, 2]."""
-    at, stores = slot * ROWS + row, row < ROWS
-    c = tl.arange(0, C)[None, :]
-    tl.store(partial + at[:, None] * C + c, acc, mask=stores[:, None])
-    tl.store(sums + at * 2, row_max, mask=stores)
-    tl.store(sums + at * 2 + 1, row_sum, mask=stores)
-
-
-@jit
-def _is_last(counter, count):
-    """Whether this is the last of `count` programs that get here: it sees what the others stored.
-
-    The counter must be 0 before, and is 0 again after the last one.
-    """
-    tl.debug_barrier()  # all warps have stored
-    is_last = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == count - 1
-    if is_last:
-        tl.store(counter, 0)
-    return is_last
-
-
-@jit
-def _merge(
-    partial,
-    sums,
-    first,
-    stride,
-    count,
-    C: tl.constexpr,
-    ROWS: tl.constexpr,
-    AT_ONCE: tl.constexpr,
-):
-    """Merge the softmaxes of `count` slots -> row_max, row_sum [ROWS], acc [ROWS, C].
-
-    They are read from L2: other programs have stored them. Each lane loads what it merges, AT_ONCE
-    slots at a time, so that lanes exchange nothing. (A tensor [slots, ROWS, C] took 12 us.)
-    """
-    row, c = tl.arange(0, ROWS)[:, None], tl.arange(0, C)[None, :]
-    row_max, row_sum = (
-        tl.full([ROWS, C], float("-inf"), tl.float32),
-        tl.zeros([ROWS, C], tl.float32),
-    )
-    acc = tl.zeros([ROWS, C], tl.float32)
-    for begin in range(0, count, AT_ONCE):
-        slots = ()
-        for n in tl.static_range(AT_ONCE):
-            slot = begin + n + row * 0
-            at, exists = (first + slot * stride) * ROWS + row, slot < count
-            own = sums + at * 2 + c * 0
-            maxima = tl.load(own, mask=exists, other=float("-inf"), cache_modifier=".cg")
-            totals = tl.load(own + 1, mask=exists, other=0.0, cache_modifier=".cg")
-            numbers = tl.load(partial + at * C + c, mask=exists, other=0.0, cache_modifier=".cg")
-            slots = slots + ((maxima, totals, numbers),)
-        largest = row_max
-        for n in tl.static_range(AT_ONCE):
-            largest = tl.maximum(largest, slots[n][0])
-        rescale = tl.exp(row_max - largest)
-        row_sum, acc, row_max = row_sum * rescale, acc * rescale, largest
-        for n in tl.static_range(AT_ONCE):
-            share = tl.exp(slots[n][0] - largest)
-            row_sum += slots[n][1] * share
-            acc += slots[n][2] * share
-    return tl.max(row_max, 1), tl.max(row_sum, 1), acc
 
 
 @jit
@@ -322,10 +254,6 @@ def _count_parts(
 # Its M rows are the G query heads, padded to a tensor core's tile. The first part also has the
 # token's own position, which it appends to the cache: no other program reads it.
 #
-# The program that ends last in a GROUP of parts merges them, and the last one of these merges the
-# groups. A kernel of its own for that would take 1.5 us, also where there is one part: the kernel
-# after it could not load its weights while attention runs.
-#
 # The first block is loaded before the wait for qkv. Positions before `position` were written by
 # earlier steps.
 @jit
@@ -340,7 +268,6 @@ def _attend_split(
     scales,
     partial,
     sums,
-    counters,
     y,
     S: tl.constexpr,
     H: tl.constexpr,
@@ -364,9 +291,6 @@ def _attend_split(
     INT8: tl.constexpr,
     M: tl.constexpr,
     ROWS: tl.constexpr,
-    GROUP: tl.constexpr,
-    MAX_GROUPS: tl.constexpr,
-    AT_ONCE: tl.constexpr,
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
     ENTRIES: tl.constexpr,
@@ -460,6 +384,7 @@ def _attend_split(
             gates,
             sinks,
             kv_head * G,
+            tl.arange(0, C),
             row_max,
             row_sum,
             acc,
@@ -470,47 +395,77 @@ def _attend_split(
             GATED,
         )
     else:
+        # Parts of a KV head are [P, ROWS, C], then [P, ROWS, 2].
         partial += pair * P * ROWS * C
         sums += pair * P * ROWS * 2
-        counters += pair * (MAX_GROUPS + 1)
-        group, members = part // GROUP, tl.minimum(parts - part // GROUP * GROUP, GROUP)
-        groups = (parts + GROUP - 1) // GROUP
-        _store_part(partial, sums, part, row, row_max, row_sum, acc, C, ROWS)
-        if _is_last(counters + group, members):
-            own, merged = part - part % GROUP, tl.arange(0, ROWS)
-            maxima, totals, numbers = _merge(partial, sums, own, 1, members, C, ROWS, AT_ONCE)
-            is_last = groups == 1
-            if groups > 1:
-                _store_part(partial, sums, own, merged, maxima, totals, numbers, C, ROWS)
-                is_last = _is_last(counters + MAX_GROUPS, groups)
-                if is_last:
-                    maxima, totals, numbers = _merge(
-                        partial, sums, 0, GROUP, groups, C, ROWS, AT_ONCE
-                    )
-            if is_last:
-                _store_heads(
-                    y,
-                    gates,
-                    sinks,
-                    kv_head * G,
-                    maxima,
-                    totals,
-                    numbers,
-                    ROWS,
-                    G,
-                    C,
-                    HAS_SINKS,
-                    GATED,
-                )
+        at = part * ROWS + row
+        tl.store(partial + at[:, None] * C + c, acc, mask=(row < ROWS)[:, None])
+        tl.store(sums + at * 2, row_max, mask=row < ROWS)
+        tl.store(sums + at * 2 + 1, row_sum, mask=row < ROWS)
 
 
-@cache
-def zero_counters(device: torch.device) -> Tensor:
-    """Return the counters of a GPU's programs, which are 0 between two kernels.
-
-    One tensor serves all layers, since their kernels run one after the other.
-    """
-    return torch.zeros(MAX_PAIRS * (MAX_PARTS // GROUP + 1), dtype=torch.int32, device=device)
+# Grid [H, C / COLUMNS, B]: a program merges COLUMNS numbers of one query head, if it has several
+# parts. Its loads are all in flight at once.
+@jit
+def _merge_split(
+    qkv,
+    sinks,
+    positions,
+    partial,
+    sums,
+    y,
+    S: tl.constexpr,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    C: tl.constexpr,
+    P: tl.constexpr,
+    PART_BLOCKS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    GATED: tl.constexpr,
+    HEADS: tl.constexpr,
+    ROWS: tl.constexpr,
+    PARTS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    head, sequence = tl.program_id(0), tl.program_id(2).to(tl.int64)
+    position = tl.load(positions + sequence).to(tl.int32)
+    _, _, parts = _count_parts(position, S, P, PART_BLOCKS, WINDOW, BLOCK)
+    if PDL:
+        # Even without parts: the next kernel must not start before the first one has ended.
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    if parts == 1:
+        return
+    G: tl.constexpr = H // K
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    part = tl.arange(0, PARTS)
+    at = (((sequence * K + head // G) * P) * ROWS + head % G) + part * ROWS
+    is_part = part < parts
+    maxima = tl.load(sums + at * 2, mask=is_part, other=float("-inf"))
+    totals = tl.load(sums + at * 2 + 1, mask=is_part, other=0.0)
+    numbers = at[:, None] * C + column[None, :]
+    numbers = tl.load(partial + numbers, mask=is_part[:, None], other=0.0)
+    largest = tl.max(maxima, 0)
+    share = tl.exp(maxima - largest)
+    total, acc = tl.sum(totals * share, 0), tl.sum(numbers * share[:, None], 0)
+    _store_heads(
+        y + sequence * H * C,
+        qkv + (sequence * HEADS + HEADS - H) * C,
+        sinks,
+        head,
+        column,
+        tl.full([1], 0, tl.float32) + largest,
+        tl.full([1], 0, tl.float32) + total,
+        acc[None, :],
+        1,
+        1,
+        C,
+        HAS_SINKS,
+        GATED,
+    )
 
 
 def count_parts(B: int, K: int, S: int, window: int, part: int, device: torch.device) -> int:
@@ -519,8 +474,7 @@ def count_parts(B: int, K: int, S: int, window: int, part: int, device: torch.de
     if device.type == "cuda":
         processors = torch.cuda.get_device_properties(device).multi_processor_count
     longest = -(-min(S, window) // part)
-    most = MAX_PARTS if B * K <= MAX_PAIRS else 1
-    return max(1, min(longest, PROGRAMS * processors // (B * K), most))
+    return max(1, min(longest, PROGRAMS * processors // (B * K), MAX_PARTS))
 
 
 @torch.library.custom_op("moe_fast::attend_split", mutates_args=("cache", "scales"))
@@ -579,19 +533,31 @@ def attend_split(
         stored if scales is None else scales,
         partial,
         sums,
-        zero_counters(device),
         y,
         **shape,
         **flags,
         **scores,
         **more,
         M=max(16, padded),
-        GROUP=GROUP,
-        MAX_GROUPS=MAX_PARTS // GROUP,
-        AT_ONCE=max(1, min(GROUP, 8, MERGED_NUMBERS * tile.warps * 32 // (padded * C))),
         STAGES=tile.stages,
         num_warps=tile.warps,
     )
+    if P > 1:
+        columns = min(C, MERGED_COLUMNS)
+        _merge_split[H, C // columns, B](
+            qkv,
+            sink,
+            positions,
+            partial,
+            sums,
+            y,
+            **shape,
+            **flags,
+            HEADS=qkv.shape[-1] // C,
+            PARTS=triton.next_power_of_2(P),
+            COLUMNS=columns,
+            num_warps=MERGE_WARPS,
+        )
     return y
 
 
