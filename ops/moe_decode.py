@@ -347,7 +347,13 @@ def _down(
                     operands = _weighted_operands(operands, factors[d], KIND)
                 if NORM:
                     squares += _square_sum(xs[d], FIELDS)
-                total += _multiply_chunk(tiles[d], operands, table, LANES, ROWS, KIND, GATHER)
+                tile = tiles[d]
+                if TOKENS > 1:
+                    # Else the compiler unpacks all weights before the loop: fp8 in registers as
+                    # fp32 spilled 100 of them.
+                    unknown = unknown_zero.to(tl.int32) * token
+                    tile = (tile[0] ^ unknown,) + tile[1:]
+                total += _multiply_chunk(tile, operands, table, LANES, ROWS, KIND, GATHER)
                 if CHUNKS > DEPTH:  # prefetch: the registers of this chunk are free now
                     chunk = c + DEPTH + d
                     tile = _load_chunk(
