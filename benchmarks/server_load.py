@@ -89,9 +89,15 @@ class Load:
         """Run all clients; return the seconds that they took."""
         limits = httpx.Limits(max_connections=None)
         async with httpx.AsyncClient(timeout=None, limits=limits) as client:
+            if self.options.connect_first:
+                await asyncio.gather(*(self.connect(client) for _ in range(self.options.clients)))
             started = time.perf_counter()
             await asyncio.gather(*(self.ask_all(client) for _ in range(self.options.clients)))
             return time.perf_counter() - started
+
+    async def connect(self, client: httpx.AsyncClient) -> None:
+        """Stream two tokens: a connection is open and both processes have run this code."""
+        await stream_completion(client, self.url, {"prompt": [7, 8, 9], "max_tokens": 2})
 
     async def ask_all(self, client: httpx.AsyncClient) -> None:
         """Be one client: send the next request until none is left."""
@@ -167,6 +173,7 @@ def build_parser() -> Parser:
     add("--clients", type=int, default=8, help="requests in flight (8)")
     add("--requests", type=int, help="of all clients (one each)")
     add("--prompt_tokens", type=int, default=16, help="tokens of a prompt (16)")
+    add("--connect_first", action="store_true", help="start the clock with open connections")
     add("--new_tokens", type=int, default=32, help="tokens of an answer (32)")
     return parser
 

@@ -64,7 +64,7 @@ def client_speed(url: str, clients: int, options: argparse.Namespace) -> float:
     requests = clients * (options.repeats + 1)
     line = [sys.executable, "benchmarks/server_load.py", "--url", url, "--clients", str(clients)]
     line += ["--requests", str(requests), "--prompt_tokens", str(options.prompt_len)]
-    line += ["--new_tokens", str(options.new_tokens)]
+    line += ["--new_tokens", str(options.new_tokens), "--connect_first"]
     found = subprocess.run(line, cwd=ROOT, check=True, capture_output=True, text=True).stdout
     return float(found.partition(" tokens/s of all")[0].rsplit(None, 1)[-1])
 
@@ -82,8 +82,8 @@ def longest_pause(url: str) -> float:
 
     first = threading.Thread(target=ask, args=([5, 6, 7], 400, True))
     first.start()
-    while len(times) < 20:
-        time.sleep(0.01)
+    while first.is_alive() and len(times) < 20:
+        time.sleep(0.001)
     ask([10 + n * n % 4000 for n in range(LONG_PROMPT)], 1, False)
     first.join()
     return max(b - a for a, b in pairwise(times[20:]))

@@ -23,6 +23,8 @@ SHARED_CHUNK = 512
 # A prompt of up to so many tokens runs in decode steps, one token a step: they are compiled, other
 # sequences decode meanwhile, and prompts that arrive together run together.
 STEPPED_PROMPT = 8
+# Chunks of prompts that `prepare` runs on a GPU, tokens: kernels of other tiles compile for each.
+PREPARED_CHUNKS = 64, 128, 256, 512, 1024, 2048
 # Greedy, among the likeliest tokens, among all: each is another step (`Sampling.candidates`).
 WAYS = Sampling(0.0), Sampling(1.0), Sampling(1.0, top_k=None)
 
@@ -97,8 +99,12 @@ class Batch:
         return len(self.waiting) + sum(1 for sequence in self.rows if sequence)
 
     def prepare(self) -> None:
-        """Compile and capture all steps: of each size, way of sampling, watched, edited."""
+        """Do what takes long once: compile and capture all steps, import and compile for prompts.
+
+        Steps are those of each size, way of sampling, watched, edited.
+        """
         session = self.session
+        self.prepare_prompts()
         if not session.compiled:
             return
         for size in self.sizes:
@@ -115,6 +121,17 @@ class Batch:
                 self.prefill()
                 for token in self.step():
                     self.end(token.sequence)
+        session.reset()
+
+    def prepare_prompts(self) -> None:
+        """Run two chunks of each size, the second over a cache in use; then forget them."""
+        session = self.session
+        on_gpu = session.captured and not session.runner.needs_host
+        for chunk in PREPARED_CHUNKS if on_gpu else (8,):
+            length = min(2 * chunk, session.max_seq_len)
+            if length > chunk and chunk <= session.options.prefill_chunk:
+                for _ in session.prefill(0, [0] * length, 0, chunk):
+                    pass
         session.reset()
 
     def start(

@@ -113,7 +113,8 @@ class Session:
         self.cache_len = -(-length // BLOCK) * BLOCK
         self.states = model.setup_cache(self.batch, self.cache_len, options.cache_class)
         self.make_buffers()
-        self.graphs = GraphCache() if captures_prompts else None
+        # Beside other sequences, prompts are not captured: that takes longer than they may pause.
+        self.graphs = GraphCache() if captures_prompts and self.batch == 1 else None
         self.short_chunks: tuple[int, ...] = ()
         if captures_prompts:
             self.short_chunks = short_chunk_sizes(self.runner.short_chunks, options, self.cache_len)

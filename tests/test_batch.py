@@ -205,6 +205,20 @@ def test_long_prompts_run_in_chunks_between_steps():
     assert waits == 3 and calls == [0, 0, 1]  # a short prompt runs in steps of its own
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_prepare_runs_chunks_of_prompts_and_forgets_them(kind, monkeypatch):
+    """The second chunk reads the first one's cache: no request is the first to do that."""
+    session, calls = make_session(kind, rows=2), []
+    run_chunk = session.run_chunk
+    monkeypatch.setattr(
+        session, "run_chunk", lambda *args: (calls.append(args[-1]), run_chunk(*args))[1]
+    )
+    batch, requests = Batch(session), [([*range(20)], 6, GREEDY), ([*range(12)], 6, GREEDY)]
+    batch.prepare()
+    assert calls == [8, 16] and session.cached == [0, 0]
+    assert run(batch, requests) == answers_alone(kind, requests)
+
+
 # Edits of logits ----------------------------------------------------------------------------------
 
 
