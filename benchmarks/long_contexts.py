@@ -2,8 +2,8 @@
 
     python benchmarks/long_contexts.py --arch Qwen3-30B-A3B-2507 --positions 32000 128000
 
-Weights and cache are random; no prompt runs (`benchmark.py --random_cache`). The cache has room for
-the farthest position, and serves all positions. `fraction` counts the bytes of the weights that a
+Weights and cache are random; no prompt runs (`benchmark.py --random_cache`). One cache, long
+enough for the farthest position, serves all. `fraction` counts the bytes of the weights that a
 token reads, and of the cache in use. Each row is printed as soon as it is known.
 """
 

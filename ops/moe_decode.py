@@ -54,7 +54,7 @@ from ops.moe_router import Routing, _choose, _choose_one, choice_constants, rout
 BITS = {"bf16": 16, "int8": 8, "fp8": 8, "fp8b": 8, "int4": 4, "mxfp4": 4, "hqq": 4}
 TILE_REGISTERS = 96  # a lane's, for weights in flight
 MANY_ROWS = 10_000  # more rows of 4 bits than an H200 computes at once, at 8 rows a program
-MAX_TOKENS = 8  # of one call: more are faster grouped by expert
+MAX_TOKENS = 8  # in one call: more are faster grouped by expert
 
 # Kernels ------------------------------------------------------------------------------------------
 
@@ -279,7 +279,7 @@ def _down(
     DEPTH: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):
-    NUMBERS: tl.constexpr = QUADS * 4 * FIELDS  # of a token's x
+    NUMBERS: tl.constexpr = QUADS * 4 * FIELDS  # in a token's x
     WIDTH: tl.constexpr = QUADS * 4 if FIELDS == 2 else NUMBERS  # the same; bf16 in words
     RUN: tl.constexpr = GROUP // FIELDS  # words of a group
     weights = (codes, scale, scale_step, scale_low, zero, zero_step, zero_low)

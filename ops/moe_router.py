@@ -100,6 +100,30 @@ def _choose(
             tl.store(weights + A + n, part)
 
 
+@jit
+def _store_scores(
+    rows,
+    value,
+    bias,
+    score_bias,
+    scores,
+    expert,
+    E: tl.constexpr,
+    N: tl.constexpr,
+    BIAS: tl.constexpr,
+    SIGMOID: tl.constexpr,
+):
+    """Store the scores of experts [ROWS] for a normed token: rows [ROWS, D], value [D]."""
+    dots = tl.sum(rows.to(tl.float32) * value.to(tl.float32)[None, :], 1)
+    if BIAS:
+        dots += tl.load(bias + expert, mask=expert < E, other=0.0).to(tl.float32)
+    if SIGMOID:
+        dots = _sigmoid(dots)
+        tl.store(scores + N + expert, dots, mask=expert < N)
+        dots += tl.load(score_bias + expert, mask=expert < E, other=0.0)
+    tl.store(scores + expert, dots, mask=expert < N)
+
+
 # Grid [N / ROWS], with MANY tokens [N / ROWS, T]: each program norms a whole token, and computes
 # ROWS of its scores.
 #
@@ -148,14 +172,7 @@ def _norm_router(
     value = value.to(normed.dtype.element_ty)
     by_first = d < D - tl.program_id(0) * BLOCK  # the first program alone stores the norm
     tl.store(normed + d, value, mask=by_first)
-    dots = tl.sum(rows.to(tl.float32) * value.to(tl.float32)[None, :], 1)
-    if BIAS:
-        dots += tl.load(bias + expert, mask=expert < E, other=0.0).to(tl.float32)
-    if SIGMOID:
-        dots = _sigmoid(dots)
-        tl.store(scores + N + expert, dots, mask=expert < N)
-        dots += tl.load(score_bias + expert, mask=expert < E, other=0.0)
-    tl.store(scores + expert, dots, mask=expert < N)
+    _store_scores(rows, value, bias, score_bias, scores, expert, E, N, BIAS, SIGMOID)
 
 
 # Grid [T]: a program chooses the experts of one token.

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ops.jit import jit, supports_pdl, tl, triton
-from ops.moe_router import MAX_DIM, Routing, _sigmoid, check_router
+from ops.moe_router import MAX_DIM, Routing, _store_scores, check_router
 
 MAX_PROGRAMS = 128  # all of them run at once, at one a multiprocessor
 MAX_WORDS = 1 << 14  # of all messages: 64 registers of each thread
@@ -134,18 +134,12 @@ def _reduce_add_router(
     value = value * tl.rsqrt(tl.sum(value * value, 0) / D + EPS) * scale
     value = value.to(normed.dtype.element_ty)
     tl.store(normed + d, value, mask=stores)
-    dots = tl.sum(rows.to(tl.float32) * value.to(tl.float32)[None, :], 1)
-    if BIAS:
-        dots += tl.load(bias + expert, mask=expert < E, other=0.0).to(tl.float32)
-    if SIGMOID:
-        dots = _sigmoid(dots)
-        tl.store(scores + N + expert, dots, mask=expert < N)
-        dots += tl.load(score_bias + expert, mask=expert < E, other=0.0)
-    tl.store(scores + expert, dots, mask=expert < N)
+    _store_scores(rows, value, bias, score_bias, scores, expert, E, N, BIAS, SIGMOID)
     # Safe without a barrier: the reduction in the loop's condition waits for all threads' loads.
     tl.store(calls + program, call)
-    counter = tl.arange(0, COUNTERS)  # those of programs that a larger grid has
-    absent = counter >= (N + ROWS - 1) // ROWS + program * COUNTERS  # by the first program alone
+    # The first program also counts for programs that only a larger grid has.
+    counter = tl.arange(0, COUNTERS)
+    absent = counter >= (N + ROWS - 1) // ROWS + program * COUNTERS
     tl.store(calls + counter, tl.zeros([COUNTERS], tl.int32) + call, mask=absent)
 
 

@@ -20,8 +20,8 @@ from runtime.session import Details, Session, common_prefix
 STEP_SIZES = (1, 2, 4, 8)  # rows of a compiled step; above that, multiples of the last
 # Prompt tokens between two steps of the running sequences: on an H200 about 10 ms of a 30B model.
 SHARED_CHUNK = 512
-# A prompt of up to so many tokens runs in decode steps, one token a step: they are compiled, other
-# sequences decode meanwhile, and prompts that arrive together run together.
+# The longest prompt, in tokens, that runs in decode steps, one token a step: they are compiled,
+# other sequences decode meanwhile, and prompts that arrive together run together.
 STEPPED_PROMPT = 8
 # Chunks of prompts that `prepare` runs on a GPU, tokens: kernels of other tiles compile for each.
 PREPARED_CHUNKS = 64, 128, 256, 512, 1024, 2048

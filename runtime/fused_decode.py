@@ -45,7 +45,7 @@ from runtime.fused_attention import FusedDecodeAttention, fused_attention
 from runtime.fused_latent_attention import FusedLatentAttention
 from runtime.runner import CompiledRunner
 
-# Of an H200, in bytes/s: weights that several tokens share are read again from L2. A product that
+# An H200's bytes/s. Weights that several tokens share are read again from L2: a product that
 # gathers experts for 8 tokens of Mixtral reached this (docs/log/batches.md, "tokens innermost").
 MEMORY_BANDWIDTH, L2_BANDWIDTH = 4.4e12, 6.7e12
 # Seconds that a plain block of a few tokens takes longer than its bytes, for about 20 more kernels.
@@ -81,8 +81,8 @@ def settings_of(module: nn.Module, plain: type) -> dict:
 class ResidualSum:
     """How a sublayer's result joins the residual.
 
-    scale: factor of the result. all_reduce: what adds it on several ranks, each of which computes a
-    part of it, or None; its methods are `tp.AllReduceAddNorm`'s fused_add and fused_add_router.
+    scale: factor of the result. all_reduce: the module that sums it over several ranks, each of
+    which computes a part, or None; it has `tp.AllReduceAddNorm`'s fused_add and fused_add_router.
     Raises ValueError for a sum that the kernels do not compute.
     """
 
@@ -199,7 +199,7 @@ class FusedExperts:
         return count
 
     def takes_tokens(self, tokens: int) -> bool:
-        """Whether the kernels take so many tokens: whether they are faster than the plain block.
+        """Whether the kernels take this number of tokens, faster than the plain block does.
 
         The plain block reads each chosen expert once, the kernels once for each token that chose
         it. The later reads come from L2, so they cost little until L2 takes longer than the
@@ -236,7 +236,7 @@ class FusedExperts:
         """x [T, D] of the block, attended: as `FusedAttention.forward` returns it.
 
         Return x after the experts, and expert_indices, expert_weights [T, A]. last: `Context.last`.
-        Of several tokens, padding has no experts: its x stays as it is.
+        Padding among several tokens has no experts: its x stays as it is.
         """
         x, normed, scores = self.norm_and_score(x, attended)
         h, indices, weights = moe_decode.gate_up(
@@ -343,8 +343,8 @@ class FusedRunner(CompiledRunner):
         self.layers = {id(block): layer for block, layer in fused_layers(model).items()}
         for layer in self.layers.values():
             layer.experts.prepare()
-        # The most tokens that all layers take. A short prompt is padded to so many: its padding
-        # reads no experts, so that fewer sizes would save little.
+        # The most tokens that all layers take. A short prompt is padded to this number: its padding
+        # reads no experts, so that more sizes would save little.
         self.max_tokens = 1
         while self.max_tokens < MAX_TOKENS and self.takes_tokens(self.max_tokens + 1):
             self.max_tokens += 1
@@ -356,7 +356,7 @@ class FusedRunner(CompiledRunner):
         self.compiled_unfused = self.compile(run_unfused)
 
     def takes_tokens(self, tokens: int) -> bool:
-        """Whether all fused layers take so many tokens."""
+        """Whether all fused layers take this number of tokens."""
         return all(layer.experts.takes_tokens(tokens) for layer in self.layers.values())
 
     def begin(self, model: Transformer, tokens: Tensor, span: Tensor | Chunk):

@@ -14,8 +14,8 @@ class EagerRunner(Runner):
     """Runs each stage eagerly. A session asks a runner what it may capture."""
 
     needs_host = False  # the host takes part in a step, layer by layer
-    # Tokens [1, N] of a short prompt that a captured session runs at once, in rising order: it pads
-    # to one of these.
+    # A captured session pads a chunk of a short prompt to one of these numbers of tokens, in rising
+    # order.
     short_chunks: tuple[int, ...] = (SHORT_CHUNK,)
 
     def __init__(self, model: Transformer):

@@ -44,8 +44,8 @@ PADDING_MULTIPLE = 2 * COUNTING_SORT_MAX_TOKENS  # compiled prompts are padded t
 # this: padding chooses experts, too, and 64 tokens read nearly all experts of most models.
 SHORT_MULTIPLE = 8
 # A captured session of one sequence runs short prompts like decode steps of several tokens:
-# compiled, in one graph for all positions. The runner has one or more sizes of these chunks; a
-# prompt is short up to so many chunks of the largest.
+# compiled, in one graph for all positions. The runner has one or more sizes of these chunks. A
+# short prompt has at most this number of the largest chunks.
 MAX_SHORT_CHUNKS = 2
 # Over a long cache, more queries of a sequence take another attention kernel, which was not
 # measured: chunks are no longer than this.

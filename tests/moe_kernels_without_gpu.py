@@ -90,7 +90,7 @@ class Case:
     tiles: dict = field(default_factory=dict)
     seed: int = 0
     tokens: int = 1
-    last: tuple[int, ...] = ()  # of each of so many sequences, the last real token; (): all are
+    last: tuple[int, ...] = ()  # each sequence's last real token; (): all are real
 
 
 @triton.jit

@@ -236,8 +236,8 @@ def test_the_first_difference_in_bf16_is_a_near_tie():
 def test_fused_decode_kernels_give_the_eager_tokens(mode, length, cache, tmp_path):
     """And a second prompt replays the same graph; a watched step has the same experts.
 
-    length: of the cache. Attention over a long or an int8 one is `attend_split`, over several parts
-    of the first prompt's positions.
+    length: of the cache. Attention over a long or an int8 one is `attend_split`: the first prompt's
+    positions are several parts.
     """
     source = directory = embedded_checkpoint()
     if mode != "bf16":
