@@ -124,8 +124,13 @@ class Batch:
         session.reset()
 
     def prepare_prompts(self) -> None:
-        """Run two chunks of each size, the second over a cache in use; then forget them."""
+        """Run two chunks of each size, the second over a cache in use; then forget them.
+
+        Only beside others a first prompt would matter.
+        """
         session = self.session
+        if self.max_batch == 1:
+            return
         on_gpu = session.captured and not session.runner.needs_host
         for chunk in PREPARED_CHUNKS if on_gpu else (8,):
             length = min(2 * chunk, session.max_seq_len)
@@ -214,7 +219,9 @@ class Batch:
             sequence.constraint.mask(self.masks[row])
             session.edits.allowed[row] = self.masks[row].to(session.device)
         sequence.cached_tokens = session.cached[row]
-        stepped = len(sequence.ids) - session.cached[row] <= STEPPED_PROMPT and not sequence.edited
+        left = len(sequence.ids) - session.cached[row]
+        # One sequence alone, as with offloading, reads each expert once for all of its prompt.
+        stepped = left <= STEPPED_PROMPT and not sequence.edited and self.max_batch > 1
         self.prefilling = None if stepped else (sequence, chunks)
         return True
 

@@ -206,17 +206,24 @@ def test_a_stop_text_ends_the_answer_and_is_not_sent(running, alone):
     assert "".join(part.text for part in parts) == expected and parts[-1].finish_reason == "stop"
 
 
+def is_in_prompt(session) -> bool:
+    """Whether the step of a short prompt runs a token before its last one."""
+    return session.cached[0] < len(session.ids[0]) - 1
+
+
 def test_an_incomplete_character_is_held_back(running):
     """A character whose bytes are separate tokens is sent as one piece."""
     ids = iter(running.tokenizer.encode("é€", bos=False))
     assert len(list(running.tokenizer.encode("é€", bos=False))) > 2
-    choose_tokens = running.session.choose_tokens
+    session = running.session
+    choose_tokens = session.choose_tokens
 
     def forced(state, *rest):
         choose_tokens(state, *rest)
-        state.token.fill_(next(ids))
+        if not is_in_prompt(session):
+            state.token.fill_(next(ids))
 
-    running.session.choose_tokens = forced
+    session.choose_tokens = forced
     try:
         parts = [c.choices[0].text for c in running.complete("x", max_tokens=5, stream=True)]
     finally:
@@ -229,13 +236,15 @@ def test_reasoning_is_sent_apart(directory, tmp_path):
     model = Path(shutil.copytree(directory, tmp_path / "model"))
     (model / "chat_template.jinja").write_text("{{ messages[-1].content }}<think>{# </think> #}")
     running = Running(model)
-    choose_tokens = running.session.choose_tokens
+    session = running.session
+    choose_tokens = session.choose_tokens
 
     def forced(state, *rest):
         choose_tokens(state, *rest)
-        state.token.fill_(next(ids))
+        if not is_in_prompt(session):
+            state.token.fill_(next(ids))
 
-    running.session.choose_tokens = forced
+    session.choose_tokens = forced
     text = "so é </th </think>\nYes."
     try:
         script = running.tokenizer.encode(text, bos=False)
