@@ -8,7 +8,8 @@ NAME (default: all):
     dot4       GEMV in the 4-bit formats
     attend     attention over blocks of an int8 cache; latent attention
     token      the fused decode-attention kernel
-    latent token    the three kernels of latent attention for one token
+    latent token, latent token, few
+               the three kernels of latent attention for one token, at published and small sizes
     fixed      all-reduce, and norms with bitwise identical results on all GPUs
     fetch      copies of experts out of host memory
 
@@ -1039,6 +1040,15 @@ def latent_token_errors() -> dict[str, float]:
     }
 
 
+def few_latent_token_errors() -> dict[str, float]:
+    """`latent_token_errors` of a batch of small heads, over one and several blocks."""
+    split_attention._to_bf16 = round_to_bf16
+    case = LATENT_TOKEN["two tiles of heads, a batch"]
+    return {
+        f"parts, at most: {most}": latent_token_error(case, most, Tile(64, 2)) for most in (2, 64)
+    }
+
+
 def fetch_results() -> dict:
     wrong = sum(map(placed_differently, POLICIES))
     return {"right": [fetch_is_right(sizes) for sizes in BLOBS], "wrong": wrong}
@@ -1126,6 +1136,7 @@ INTERPRETED = {
     "attend": attend_errors,
     "token": token_errors,
     "latent token": latent_token_errors,
+    "latent token, few": few_latent_token_errors,
     "fixed": fixed_errors,
     "fetch": fetch_results,
 }

@@ -51,6 +51,7 @@ def test_a_layer_is_the_blocks_own():
     check_layers(("qwen3_moe", "int4"))
 
 
+@pytest.mark.slow
 def test_a_layer_of_three_sequences_is_the_blocks_own():
     """One of them is idle."""
     check_layers(("qwen3_moe", "int8", 3, 1, (0, -1, 0)))
@@ -114,6 +115,7 @@ def check_sharded(*layers: tuple[str, str]) -> None:
         assert max(errors["x"], errors["weights"], errors["cache"]) < 2e-3, (layer, errors)  # fp16
 
 
+@pytest.mark.slow
 def test_two_ranks_add_what_the_block_does():
     check_sharded(("qwen3_moe", "int4"))
 
