@@ -130,7 +130,7 @@ def build_parser() -> Parser:
     )
     add = parser.add_argument
     add("--arch", default="DeepSeek-V2-Lite")
-    add("--length", type=int, nargs="+", default=[205, 4608, 32768], help="of the cache")
+    add("--length", type=int, nargs="+", default=[205, 4608, 32768], help="positions of the cache")
     add("--positions", type=int, nargs="+", default=[150, 4000, 32000], metavar="P")
     add("--kv_cache", choices=KV_CACHES, default="plain")
     add("--tiles", type=parse_tile, nargs="+", metavar="BxSxCxV")

@@ -119,7 +119,7 @@ def build_parser() -> Parser:
     )
     add = parser.add_argument
     add("--arch", default="Qwen3-30B-A3B")
-    add("--length", type=int, default=4608, help="of the cache, a multiple of 128; default 4608")
+    add("--length", type=int, default=4608, help="positions of the cache, a multiple of 128 (4608)")
     add("--positions", type=int, nargs="+", default=[5, 200, 1000, 4000], metavar="P")
     add("--kv_cache", choices=KV_CACHES, default="plain")
     add("--tiles", type=parse_tile, nargs="+", metavar="BxWxS")

@@ -24,7 +24,7 @@ from ops.decode_attention import (
     empty_output,
     online_softmax,
 )
-from ops.grouped import _signed_bytes
+from ops.grouped import _shift_right, _signed_bytes
 from ops.jit import jit, supports_pdl, tl, triton
 
 PART = 128  # positions of a part, at least
@@ -59,26 +59,6 @@ def _load_keys(cache, scales, block, WIDTH: tl.constexpr, BLOCK: tl.constexpr, I
     return entries, scale
 
 
-@jit
-def _upper_bytes(units):
-    """Convert the upper bytes of int16 units, signed numbers, to bf16: see `_signed_bytes`."""
-    return tl.inline_asm_elementwise(
-        """{
-        .reg .b32 upper, low, sign, minus;
-        mov.b32 minus, 0xBF80BF80;
-        shr.b32 upper, $1, 8;
-        lop3.b32 low, upper, 0x007F007F, 0x43004300, 0xEA;
-        lop3.b32 sign, upper, 0x00800080, 0x43004300, 0xEA;
-        fma.rn.bf16x2 $0, sign, minus, low;
-        }""",
-        "=r,r",
-        (units,),
-        dtype=tl.bfloat16,
-        is_pure=True,
-        pack=2,
-    )
-
-
 # An int8 cache is read as int16: a unit is two neighbors of a head, an even one in its lower byte.
 # Products of even and odd numbers are separate. Single bytes would be read one by one from shared
 # memory, where tensor cores want two positions of a value side by side: 1.5 times the instructions.
@@ -88,7 +68,7 @@ def _operands(entries, dtype: tl.constexpr, INT8: tl.constexpr):
     if not INT8:
         return (entries.to(dtype),)
     elif dtype == tl.bfloat16:
-        return (_signed_bytes(entries), _upper_bytes(entries))
+        return (_signed_bytes(entries), _signed_bytes(_shift_right(entries, 8)))
     else:
         return ((entries << 8 >> 8).to(dtype), (entries >> 8).to(dtype))
 

@@ -126,7 +126,7 @@ class Batch:
     def prepare_prompts(self) -> None:
         """Run two chunks of each size, the second over a cache in use; then forget them.
 
-        Only beside others a first prompt would matter.
+        One sequence at a time keeps nobody waiting: then there is nothing to prepare.
         """
         session = self.session
         if self.max_batch == 1:
