@@ -125,7 +125,7 @@ class Load:
         lines = [
             f"{self.options.clients} clients, {len(self.firsts)} answers, {self.lost} lost, "
             f"{seconds:.1f} s",
-            f"first token: median {statistics.median(ordered):.2f} s, 95 % within {last:.2f} s",
+            f"first token: median {statistics.median(ordered):.3f} s, 95 % within {last:.3f} s",
             f"{self.tokens / seconds:.1f} tokens/s of all clients",
         ]
         if len(self.memory) > 1:

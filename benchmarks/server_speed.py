@@ -5,9 +5,11 @@
 Random weights, greedy, prompts of 5 tokens, in one process and on one GPU. First a session decodes
 1 and 8 sequences, as benchmark.py does: prompts do not count. Then a server with the same model and
 as long a cache answers as many clients, which run in another process (benchmarks/server_load.py);
-there prompts count. Due: 0.97 of a session's tokens/s for one client, 0.93 for 8. The pause is the
-longest time between two tokens of a running answer while a prompt of 4,096 tokens arrives; due are
-50 ms. Each figure also goes to stderr as soon as it is known, since compiling takes minutes.
+there prompts count. Every token has a text, so that each is an event of its answer's stream. Due:
+0.97 of a session's tokens/s for one client, 0.93 for 8. "batch" is the server's loop without HTTP
+and text. The pause is the longest time between two tokens of a running answer while a prompt of
+4,096 tokens arrives; due are 50 ms. Each figure also goes to stderr as soon as it is known, since
+compiling takes minutes.
 """
 
 import argparse
@@ -16,6 +18,7 @@ import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from contextlib import closing
@@ -23,13 +26,14 @@ from itertools import pairwise
 from pathlib import Path
 
 import httpx
+import tokenizers
 import torch
 
 from benchmarks.decode_speed import open_session
 from cli.benchmark_options import add_measure_options
 from cli.parser import Parser
-from generate import embedded_checkpoint
 from models.random_weights import architecture, first_layers, random_prompt
+from runtime.batch import Batch
 from runtime.sampling import Sampling
 from runtime.session import Session, SessionOptions
 from server.app import AppSettings, make_app, make_limits, run_server
@@ -39,7 +43,7 @@ from server.tokenizing import TokenizerPool
 ROOT = Path(__file__).parents[1]
 CLIENTS = 1, 8
 GREEDY = Sampling(temperature=0)
-LONG_PROMPT = 4096
+LONG_PROMPT, PAUSED = 4096, 400  # tokens of the prompt that arrives, and of the answer that waits
 
 
 def session_speed(session: Session, options: argparse.Namespace) -> float:
@@ -59,6 +63,24 @@ def session_speed(session: Session, options: argparse.Namespace) -> float:
     return statistics.median(rates[1:])
 
 
+def batch_speed(batch: Batch, clients: int, options: argparse.Namespace) -> float:
+    """Return the tokens/s of `clients` sequences at once, prompts included, without a server."""
+    total = clients * (options.repeats + 1)
+    prompts = (random_prompt(batch.session.model.args, options.prompt_len, n) for n in range(total))
+    started, tokens, left = time.perf_counter(), 0, {}
+    while True:
+        while len(left) < clients and (prompt := next(prompts, None)):
+            left[batch.start(prompt, options.new_tokens, GREEDY)] = options.new_tokens
+        if not left:
+            return tokens / (time.perf_counter() - started)
+        batch.prefill()
+        for token in batch.step():
+            tokens, left[token.sequence] = tokens + 1, left[token.sequence] - 1
+            if not left[token.sequence]:
+                batch.end(token.sequence)
+                del left[token.sequence]
+
+
 def client_speed(url: str, clients: int, options: argparse.Namespace) -> float:
     """Return the tokens/s of this many clients in another process."""
     requests = clients * (options.repeats + 1)
@@ -66,11 +88,15 @@ def client_speed(url: str, clients: int, options: argparse.Namespace) -> float:
     line += ["--requests", str(requests), "--prompt_tokens", str(options.prompt_len)]
     line += ["--new_tokens", str(options.new_tokens), "--connect_first"]
     found = subprocess.run(line, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    print(found, end="", file=sys.stderr)
     return float(found.partition(" tokens/s of all")[0].rsplit(None, 1)[-1])
 
 
 def longest_pause(url: str) -> float:
-    """Return the longest seconds between two tokens while a long prompt arrives."""
+    """Return the longest seconds between two tokens while a long prompt arrives.
+
+    Raises RuntimeError if the answer ends before the prompt has run.
+    """
     times: list[float] = []
 
     def ask(prompt: list[int], count: int, keep: bool) -> None:
@@ -80,13 +106,27 @@ def longest_pause(url: str) -> float:
                 if keep and line.startswith("data: {"):
                     times.append(time.perf_counter())
 
-    first = threading.Thread(target=ask, args=([5, 6, 7], 400, True))
+    first = threading.Thread(target=ask, args=([5, 6, 7], PAUSED, True))
     first.start()
     while first.is_alive() and len(times) < 20:
         time.sleep(0.001)
     ask([10 + n * n % 4000 for n in range(LONG_PROMPT)], 1, False)
+    done = time.perf_counter()
     first.join()
+    if times[-1] < done:
+        raise RuntimeError(f"{len(times)} tokens arrived, the last before the long prompt had run")
     return max(b - a for a, b in pairwise(times[20:]))
+
+
+def write_tokenizer(directory: Path, vocab_size: int) -> None:
+    """Write a tokenizer each of whose tokens has a text: bytes, then words."""
+    letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    words = (f"\u0120w{n}" for n in range(len(letters), vocab_size))
+    vocabulary = {text: n for n, text in enumerate((*letters, *words))}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer.save(str(directory / "tokenizer.json"))
 
 
 class Figures(dict):
@@ -97,15 +137,22 @@ class Figures(dict):
         print(f"{name} {value:.4g}", file=sys.stderr, flush=True)
 
 
-def serve_clients(session: Session, options: argparse.Namespace, found: Figures) -> None:
-    """Serve a session; add the tokens/s of 1 and 8 clients, and the longest pause."""
-    directory = embedded_checkpoint()  # for its tokenizer
+def serve_clients(
+    session: Session, directory: Path, options: argparse.Namespace, found: Figures
+) -> None:
+    """Serve a session; add the tokens/s of 1 and 8 clients, and the longest pause.
+
+    directory: that of the tokenizer.
+    """
     scheduler = Scheduler(256, 600.0, max(CLIENTS))
     pool = TokenizerPool(directory, session.max_seq_len)
     decoder = Decoder(session, pool.vocabulary, scheduler)
     started = time.perf_counter()
     decoder.prepare()
     found["prepare_s"] = time.perf_counter() - started
+    for clients in CLIENTS:
+        found[f"batch_{clients}"] = batch_speed(decoder.batch, clients, options)
+    session.reset()
     listener = socket.create_server(("127.0.0.1", 0))
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     app = make_app(
@@ -140,7 +187,10 @@ def measure(options: argparse.Namespace) -> Figures:
         else:
             session = Session(session.model, session.max_seq_len, renewed(session, clients))
         found[f"session_{clients}"] = session_speed(session, options)
-    serve_clients(Session(session.model, session.max_seq_len, session.options), options, found)
+    session = Session(session.model, session.max_seq_len, session.options)
+    with tempfile.TemporaryDirectory() as directory:
+        write_tokenizer(Path(directory), args.vocab_size)
+        serve_clients(session, Path(directory), options, found)
     return found
 
 
