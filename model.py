@@ -393,7 +393,9 @@ class KVCache(nn.Module):
     def swap_rows(self, a: int, b: int, length: int) -> None:
         """Exchange two rows' first `length` tokens."""
         for tensor in self.buffers():
-            tensor[:, [a, b], :, :length] = tensor[:, [b, a], :, :length]
+            kept = tensor[:, a, :, :length].clone()
+            tensor[:, a, :, :length] = tensor[:, b, :, :length]
+            tensor[:, b, :, :length] = kept
 
     def reset(self, row: int | None = None) -> None:
         """Zero a row, or all: masked positions are multiplied by 0, and 0 * NaN is NaN."""

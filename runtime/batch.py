@@ -6,6 +6,7 @@ tokens in its row, until a new one needs the row: so the rows are also the prefi
 latest conversations.
 """
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,8 +19,9 @@ from runtime.sampling import NOT_FINITE, NotFiniteError, Sampling
 from runtime.session import Details, Session, common_prefix
 
 STEP_SIZES = (1, 2, 4, 8)  # rows of a compiled step; above that, multiples of the last
-# Prompt tokens between two steps of the running sequences: on an H200 about 10 ms of a 30B model.
-SHARED_CHUNK = 512
+# Tokens of a prompt that run at once beside running sequences. Those step after every STEP_EVERY
+# layers of it: on an H200 about 10 ms of a 30B model.
+SHARED_CHUNK, STEP_EVERY = 1024, 8
 # The longest prompt, in tokens, that runs in decode steps, one token a step: they are compiled,
 # other sequences decode meanwhile, and prompts that arrive together run together.
 STEPPED_PROMPT = 8
@@ -184,8 +186,12 @@ class Batch:
 
     # Prompts ------------------------------------------------------------------------------------
 
-    def prefill(self) -> None:
-        """Run waiting prompts until SHARED_CHUNK tokens are done."""
+    def prefill(self, step: Callable[[], None] = lambda: None) -> None:
+        """Run waiting prompts until SHARED_CHUNK tokens are done.
+
+        step: calls `step`. It is called between layers of a prompt, so that the other sequences
+        do not wait for all of them.
+        """
         session, budget = self.session, SHARED_CHUNK
         while budget > 0 and (self.prefilling or self.admit()):
             if not self.prefilling:
@@ -193,11 +199,27 @@ class Batch:
             sequence, chunks = self.prefilling
             row: int = sequence.row
             done, session.watch = session.cached[row], sequence.watch
+            session.between_layers = self.every_layers(step)
             is_done = next(chunks, self) is self
+            if sequence.row is None:  # a step has failed, and ended all sequences
+                session.reset(row)
+                return
             budget -= session.cached[row] - done
             if is_done:
                 self.prefilling = None
                 self.in_flight.append(self.expect_tokens({row: sequence}))
+
+    def every_layers(self, step: Callable[[], None]) -> Callable[[], None]:
+        """Return what to call after each layer of a prompt; it calls `step` at every STEP_EVERY."""
+        session, layers = self.session, itertools.count(1)
+
+        def after_layer() -> None:
+            if next(layers) % STEP_EVERY == 0:
+                kept = session.watch, session.edited  # the prompt's
+                step()
+                session.watch, session.edited = kept
+
+        return after_layer
 
     def admit(self) -> bool:
         """Give the next waiting sequence a row, and begin its prompt. False if none can run.
@@ -220,8 +242,11 @@ class Batch:
             session.edits.allowed[row] = self.masks[row].to(session.device)
         sequence.cached_tokens = session.cached[row]
         left = len(sequence.ids) - session.cached[row]
-        # One sequence alone, as with offloading, reads each expert once for all of its prompt.
+        # One sequence alone, as with offloading, reads each expert once for all of its prompt. If
+        # no other runs, a short prompt may have a graph, which is faster than its steps.
         stepped = left <= STEPPED_PROMPT and not sequence.edited and self.max_batch > 1
+        if others == 0 and not self.waiting and session.is_short(row, left):
+            stepped = False
         self.prefilling = None if stepped else (sequence, chunks)
         return True
 
@@ -241,13 +266,22 @@ class Batch:
         goes_on = best in idle and 2 * shared[best] >= known[best]
         row = best if goes_on else min(idle, key=lambda row: self.last_used[row])
         first, length = idle[0], shared[best]
-        self.swap(first, row)
-        source = {first: row, row: first}.get(best, best)
-        if source != first and length:
-            session.copy_row(source, first, length)
+        if row == best and length:
+            self.swap(first, row)
+        else:
+            self.move(first, row)
+            if best != first and length:
+                session.copy_row(best, first, length)
         self.clock += 1
         self.last_used[first] = self.clock
         return first
+
+    def move(self, source: int, target: int) -> None:
+        """Let an idle row remember what another does, instead of its own tokens."""
+        if source != target:
+            self.session.copy_row(source, target, self.session.cached[source])
+            self.session.stop_row(target)
+            self.last_used[target] = self.last_used[source]
 
     def swap(self, a: int, b: int) -> None:
         """Exchange two rows."""

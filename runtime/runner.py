@@ -1,5 +1,6 @@
 """How the stages of a forward pass are executed: eagerly, compiled, or captured as CUDA graphs."""
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -24,6 +25,26 @@ class EagerRunner(Runner):
     def can_capture(self, tokens: int) -> bool:
         """Whether a call of this many tokens can be captured as CUDA graphs."""
         return True
+
+
+class InterruptedRunner(Runner):
+    """Runs each stage by another runner, and calls `between` after each block."""
+
+    def __init__(self, runner: Runner, between: Callable[[], None]):
+        self.runner, self.between = runner, between
+
+    def begin(self, model: Transformer, tokens: Tensor, span: Tensor | Chunk):
+        return self.runner.begin(model, tokens, span)
+
+    def block(
+        self, block: Block, x: Tensor, normed: Tensor, context: Context, next_norm: nn.Module
+    ):
+        found = self.runner.block(block, x, normed, context, next_norm)
+        self.between()
+        return found
+
+    def logits(self, model: Transformer, normed: Tensor, last: Tensor | None) -> Tensor:
+        return self.runner.logits(model, normed, last)
 
 
 class CompiledRunner(EagerRunner):

@@ -25,7 +25,7 @@ from ops.attention import BLOCK
 from ops.inductor import configure_inductor, without_tuning
 from runtime.graphs import CapturedStep, GraphCache, run_on_host
 from runtime.logit_edits import EditState, edit_logits, make_edit_state, set_edits
-from runtime.runner import CompiledRunner, EagerRunner
+from runtime.runner import CompiledRunner, EagerRunner, InterruptedRunner
 from runtime.sampling import (
     MAX_CANDIDATES,
     NOT_FINITE,
@@ -43,9 +43,9 @@ PADDING_MULTIPLE = 2 * COUNTING_SORT_MAX_TOKENS  # compiled prompts are padded t
 # Up to PADDING_MULTIPLE tokens, captured prompts that are not compiled are padded to multiples of
 # this: padding chooses experts, too, and 64 tokens read nearly all experts of most models.
 SHORT_MULTIPLE = 8
-# A captured session of one sequence runs short prompts like decode steps of several tokens:
-# compiled, in one graph for all positions. The runner has one or more sizes of these chunks. A
-# short prompt has at most this number of the largest chunks.
+# A captured session runs short prompts in row 0 like decode steps of several tokens: compiled, in
+# one graph for all positions. The runner has one or more sizes of these chunks. A short prompt has
+# at most this number of the largest chunks.
 MAX_SHORT_CHUNKS = 2
 # Over a long cache, more queries of a sequence take another attention kernel, which was not
 # measured: chunks are no longer than this.
@@ -82,9 +82,10 @@ def short_chunk_sizes(
 
     sizes: those of the runner.
     """
-    if options.batch > 1 or options.compile_prefill:
+    if options.compile_prefill:
         return ()
-    return tuple(size for size in sizes if cache_len <= SHORT_CACHE or size <= LONG_CACHE_CHUNK)
+    alone = options.batch == 1  # longer chunks would take a server longer to compile
+    return tuple(s for s in sizes if s <= LONG_CACHE_CHUNK or (alone and cache_len <= SHORT_CACHE))
 
 
 class Session:
@@ -113,8 +114,8 @@ class Session:
         self.cache_len = -(-length // BLOCK) * BLOCK
         self.states = model.setup_cache(self.batch, self.cache_len, options.cache_class)
         self.make_buffers()
-        # Beside other sequences, prompts are not captured: that takes longer than they may pause.
-        self.graphs = GraphCache() if captures_prompts and self.batch == 1 else None
+        self.graphs = GraphCache() if captures_prompts else None
+        self.between_layers: Callable[[], None] = lambda: None  # called within a long prompt
         self.short_chunks: tuple[int, ...] = ()
         if captures_prompts:
             self.short_chunks = short_chunk_sizes(self.runner.short_chunks, options, self.cache_len)
@@ -300,8 +301,8 @@ class Session:
         Yields the logits [1, V] after each chunk; if watched, also its last token's experts and
         weights [L, 1, A]. chunk: its tokens; None: --prefill_chunk.
         """
-        short = self.is_short(len(ids))
-        for part in torch.tensor(ids).to(self.device).split(self.chunk_size(len(ids), chunk)):
+        short = self.is_short(row, len(ids))
+        for part in torch.tensor(ids).to(self.device).split(self.chunk_size(row, len(ids), chunk)):
             last = torch.zeros_like(self.last[:1]) + (len(part) - 1)
             if short:
                 logits, *routing = self.run_short_chunk(part, last, start)
@@ -315,18 +316,18 @@ class Session:
             self.snapshot(row, start)
             yield logits, *(layers[:, len(part) - 1 : len(part)] for layers in routing)
 
-    def is_short(self, tokens: int) -> bool:
-        """Whether this many tokens run as short chunks."""
-        return tokens <= MAX_SHORT_CHUNKS * max(self.short_chunks, default=0)
+    def is_short(self, row: int, tokens: int) -> bool:
+        """Whether this many tokens of a row run as short chunks, which are captured for row 0."""
+        return row == 0 and tokens <= MAX_SHORT_CHUNKS * max(self.short_chunks, default=0)
 
     def short_chunk(self, tokens: int) -> int:
         """Return the size of the short chunk for the next of these tokens: the smallest for all."""
         return next((size for size in self.short_chunks if tokens <= size), self.short_chunks[-1])
 
-    def chunk_size(self, tokens: int, chunk: int | None = None) -> int:
-        """Return how many of the tokens run at once. chunk: at most so many."""
+    def chunk_size(self, row: int, tokens: int, chunk: int | None = None) -> int:
+        """Return how many of a row's tokens run at once. chunk: at most so many."""
         chunk = chunk or self.options.prefill_chunk
-        return min(chunk, self.short_chunk(tokens)) if self.is_short(tokens) else chunk
+        return min(chunk, self.short_chunk(tokens)) if self.is_short(row, tokens) else chunk
 
     def padding(self, tokens: int) -> int:
         """Return how much padding a chunk of a prompt gets, so that few lengths are different."""
@@ -337,10 +338,16 @@ class Session:
     def run_chunk(self, tokens: Tensor, row: Tensor, last: Tensor, end: int) -> tuple[Tensor, ...]:
         """`run_model` on one chunk [1, Q] that ends before `end`, captured if it repeats."""
 
-        def run(tokens: Tensor, row: Tensor, last: Tensor) -> tuple[Tensor, ...]:
-            return self.run_model(tokens, Chunk(row, end), last, self.prefill_runner)
+        runner = self.prefill_runner
+        if self.batch > 1:
+            runner = InterruptedRunner(runner, self.between_layers)
 
-        if self.graphs is None or not self.runner.can_capture(tokens.shape[1]):
+        def run(tokens: Tensor, row: Tensor, last: Tensor) -> tuple[Tensor, ...]:
+            return self.run_model(tokens, Chunk(row, end), last, runner)
+
+        # Beside other sequences, prompts are not captured: that takes longer than they may pause.
+        captures = self.batch == 1 and self.runner.can_capture(tokens.shape[1])
+        if self.graphs is None or not captures:
             return run(tokens, row, last)
         return self.graphs((tokens.shape[1], end, self.watch), run, tokens, row, last)
 
@@ -363,7 +370,7 @@ class Session:
 
     def warm_up_short_prompts(self) -> None:
         """Compile and capture short chunks, of no real token, where no sequence reaches."""
-        last = torch.full_like(self.last, -1)
+        last = torch.full_like(self.last[:1], -1)
         for size in self.short_chunks:
             tokens = torch.zeros(size, dtype=torch.int64, device=self.device)
             with without_tuning():
@@ -420,7 +427,8 @@ class Session:
         self.prefilled += len(ids) - start
         self.ids[row], self.cached[row] = list(ids), start
         self.stop_row(row)
-        return self.run_prompt(row, ids, sampling, self.chunk_size(len(ids) - start, chunk))
+        chunk = self.chunk_size(row, len(ids) - start, chunk)
+        return self.run_prompt(row, ids, sampling, chunk)
 
     def run_prompt(
         self, row: int, ids: Sequence[int], sampling: Sampling, chunk: int
@@ -428,12 +436,16 @@ class Session:
         """Run a prompt from where the row's cache ends, then sample; yield between chunks."""
         start = self.cached[row]
         found: Sequence[Tensor] = ()
+        # A step of others writes a key and a value at an idle row's position, also between layers
+        # of this prompt: the row must be behind its chunk already.
+        self.position[row] = min(start + chunk, len(ids))
         for last in self.prefill(row, ids[start:], start, chunk):
             found = last
             self.cached[row] = min(self.cached[row] + chunk, len(ids))
             if self.cached[row] < len(ids):
                 self.stop_row(row)
                 yield
+                self.position[row] = min(self.cached[row] + chunk, len(ids))
         self.position[row] = len(ids) - 1
         self.choose_first(row, sampling, *found)
         self.position[row], self.last[row] = len(ids), 0
@@ -477,7 +489,9 @@ class Session:
         for state in self.states:
             state.swap_rows(a, b, length)
         for tensor in (*self.state, *self.edits):
-            tensor[[a, b]] = tensor[[b, a]]
+            kept = tensor[a].clone()
+            tensor[a] = tensor[b]
+            tensor[b] = kept
         lists: tuple[list, ...] = self.ids, self.cached, self.row_is_edited
         for values in lists:
             values[a], values[b] = values[b], values[a]

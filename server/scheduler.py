@@ -268,8 +268,9 @@ class Decoder:
             if answer := self.answers.get(number):
                 answer.text.end("interrupted")
                 self.finish(answer)
-        self.isolate(self.batch.prefill, self.in_prefill)
-        self.isolate(self.step, lambda: list(self.answers))
+        step = partial(self.isolate, self.step, lambda: list(self.answers))
+        self.isolate(partial(self.batch.prefill, step), self.in_prefill)
+        step()
 
     def in_prefill(self) -> list[int]:
         """Return the number of the answer whose prompt is being run."""

@@ -44,16 +44,20 @@ def run(batch: Batch, requests: list[tuple], arrivals: list[int] | None = None) 
     """Start each request at its step, and step until all have ended; return tokens or errors."""
     arrivals = list(arrivals or [0] * len(requests))
     found, numbers, left = [[] for _ in requests], {}, list(range(len(requests)))
-    for step in range(10_000):
-        for number in [n for n in left if arrivals[n] <= step]:
-            left.remove(number)
-            numbers[batch.start(*requests[number])] = number
-        batch.prefill()
+
+    def take_step() -> None:
         for token in batch.step():
             answer = found[numbers[token.sequence]]
             answer.append(token.error or token.token)
             if len(answer) == requests[numbers[token.sequence]][1] and not token.error:
                 batch.end(token.sequence)
+
+    for step in range(10_000):
+        for number in [n for n in left if arrivals[n] <= step]:
+            left.remove(number)
+            numbers[batch.start(*requests[number])] = number
+        batch.prefill(take_step)
+        take_step()
         if not left and not batch.count:
             return found
     raise AssertionError("the batch never ended")
@@ -80,6 +84,52 @@ def test_neighbors_never_change_an_answer(kind, seed):
     requests, arrivals = random_requests(seed, 14)
     session = make_session(kind, rows=5, prefill_chunk=(7, 64)[seed % 2])
     assert run(Batch(session, 3), requests, arrivals) == answers_alone(kind, requests)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_steps_between_layers_of_a_prompt_change_no_answer(kind, monkeypatch):
+    monkeypatch.setattr("runtime.batch.STEP_EVERY", 1)
+    requests, arrivals = random_requests(11, 14)
+    requests = [(*request, n % 3 == 0) for n, request in enumerate(requests)]  # some are watched
+    batch = Batch(make_session(kind, rows=5, prefill_chunk=7), 3)
+    assert run(batch, requests, arrivals) == answers_alone(kind, [r[:3] for r in requests])
+
+
+def test_a_step_that_fails_within_a_prompt_ends_all_sequences():
+    batch = Batch(make_session(rows=3))
+    first = batch.start([1, 2], 20, GREEDY)
+    batch.prefill()
+    second = batch.start(list(range(30)), 5, GREEDY)
+
+    def fail() -> None:
+        for sequence in (first, second):
+            batch.end(sequence)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("runtime.batch.STEP_EVERY", 1)
+        batch.prefill(fail)
+    assert batch.count == 0 and batch.session.cached[1] == 0
+    requests, _ = random_requests(12, 4)
+    assert run(batch, requests) == answers_alone("plain", requests)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_short_prompts_alone_take_the_graph_of_row_0(kind, monkeypatch):
+    """As on a GPU, whatever row their sequence had before."""
+    requests, _ = random_requests(13, 5)
+    requests = [(ids[: 3 + 2 * n], 4, sampling) for n, (ids, _, sampling) in enumerate(requests)]
+    expected = answers_alone(kind, requests)
+    session, calls = make_session(kind, rows=3), []
+    session.short_chunks = (8,)
+    run_short_chunk = session.run_short_chunk
+    monkeypatch.setattr(
+        session,
+        "run_short_chunk",
+        lambda part, *rest: (calls.append(len(part)), run_short_chunk(part, *rest))[1],
+    )
+    batch = Batch(session)
+    assert [run(batch, [request])[0] for request in requests] == expected
+    assert len(calls) > 3 and max(calls) <= 8
 
 
 def test_an_answer_that_ends_early_leaves_its_neighbors_alone():

@@ -612,14 +612,14 @@ def test_short_prompts_of_every_family(name, sizes, make_family):
 
 def test_which_prompts_are_short(model):
     session = open_session(model, 512, prefill_chunk=100)
-    assert [session.chunk_size(tokens) for tokens in (1, 64, 65)] == [100, 100, 100]
+    assert [session.chunk_size(0, tokens) for tokens in (1, 64, 65)] == [100, 100, 100]
     session.short_chunks = (32,)
-    assert [session.chunk_size(tokens) for tokens in (1, 64, 65)] == [32, 32, 100]
-    assert [session.chunk_size(tokens, 16) for tokens in (1, 64, 65)] == [16, 16, 16]
+    assert [session.chunk_size(0, tokens) for tokens in (1, 64, 65)] == [32, 32, 100]
+    assert [session.chunk_size(0, tokens, 16) for tokens in (1, 64, 65)] == [16, 16, 16]
     session.short_chunks = 8, 32  # the fewest chunks, of the smallest size
-    assert [session.chunk_size(tokens) for tokens in (1, 8, 9, 64, 65)] == [8, 8, 32, 32, 100]
+    assert [session.chunk_size(0, tokens) for tokens in (1, 8, 9, 64, 65)] == [8, 8, 32, 32, 100]
     session.short_chunks = (8,)
-    assert [session.chunk_size(tokens) for tokens in (1, 8, 9, 16, 17)] == [8, 8, 8, 8, 100]
+    assert [session.chunk_size(0, tokens) for tokens in (1, 8, 9, 16, 17)] == [8, 8, 8, 8, 100]
 
 
 def test_a_short_prompt_runs_in_the_smallest_chunk_that_holds_it(model):
@@ -649,7 +649,7 @@ def test_which_captured_sessions_have_short_prompts():
     assert short_chunk_sizes((8, 32), SessionOptions(), 1024) == (8, 32)
     assert short_chunk_sizes((8, 32), SessionOptions(), 1024 + CACHE_BLOCK) == (8,)
     assert not short_chunk_sizes((32,), SessionOptions(), 1024 + CACHE_BLOCK)
-    assert not short_chunk_sizes((8, 32), SessionOptions(batch=2), 1024)
+    assert short_chunk_sizes((8, 32), SessionOptions(batch=2), 1024) == (8,)
     assert not short_chunk_sizes((8, 32), SessionOptions(compile_prefill=True), 1024)
 
 

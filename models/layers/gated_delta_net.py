@@ -162,7 +162,9 @@ class DeltaState(nn.Module):
     def swap_rows(self, a: int, b: int, length: int) -> None:
         """Exchange two rows."""
         for buffer in self.buffers():
-            buffer[[a, b]] = buffer[[b, a]]
+            kept = buffer[a].clone()
+            buffer[a].copy_(buffer[b])
+            buffer[b].copy_(kept)
         self.snapshots[a], self.snapshots[b] = self.snapshots[b], self.snapshots[a]
 
     def reset(self, row: int | None = None) -> None:
