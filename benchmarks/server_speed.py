@@ -14,7 +14,6 @@ compiling takes minutes.
 
 import argparse
 import json
-import socket
 import statistics
 import subprocess
 import sys
@@ -36,6 +35,7 @@ from models.random_weights import architecture, first_layers, random_prompt
 from runtime.batch import Batch
 from runtime.sampling import Sampling
 from runtime.session import Session, SessionOptions
+from serve import bind
 from server.app import AppSettings, make_app, make_limits, run_server
 from server.scheduler import Decoder, Scheduler
 from server.tokenizing import TokenizerPool
@@ -153,7 +153,7 @@ def serve_clients(
     for clients in CLIENTS:
         found[f"batch_{clients}"] = batch_speed(decoder.batch, clients, options)
     session.reset()
-    listener = socket.create_server(("127.0.0.1", 0))
+    listener = bind("127.0.0.1", 0)
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     app = make_app(
         scheduler, pool, AppSettings("random", make_limits(session, pool.vocabulary), 4 << 20)
