@@ -238,7 +238,8 @@ def _gate_up(
 # The result is SCALE * (product + bias) + residual. An expert's bias has its routing weight.
 #
 # x is the previous kernel's result, and with GATHER the choice of experts, too: then nothing but
-# the residual is loaded before the wait. Otherwise all but x is.
+# the residual is loaded before the wait. Otherwise all but x is. With EARLY x is the result of the
+# kernel before the previous one, which has ended: then the product does not wait at all.
 @jit
 def _down(
     x,
@@ -274,6 +275,7 @@ def _down(
     SPREAD: tl.constexpr,
     QUERIES: tl.constexpr,
     PDL: tl.constexpr,
+    EARLY: tl.constexpr,
     LANES: tl.constexpr,
     ROWS: tl.constexpr,
     DEPTH: tl.constexpr,
@@ -330,7 +332,7 @@ def _down(
             biases += tl.load(bias + at).to(tl.float32) * tl.load(routing + pair)
     elif BIAS:
         biases = tl.load(bias + row + rows).to(tl.float32)
-    if PDL:
+    if PDL and not EARLY:
         if not GATHER:
             tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -397,6 +399,9 @@ def _down(
             if TOKENS > 1:
                 add = tl.load(residual + token * OUT + row + rows, mask=stores, other=0.0)
             total += add.to(tl.float32)
+        if PDL and EARLY:
+            tl.extra.cuda.gdc_wait()
+            tl.extra.cuda.gdc_launch_dependents()
         tl.store(y + token * STRIDE + row + rows, total.to(y.dtype.element_ty), mask=stores)
 
 
@@ -650,6 +655,7 @@ def down(
     dtype: torch.dtype | None = None,
     out: Tensor | None = None,
     last: Tensor | None = None,
+    early: bool = False,
 ) -> Tensor:
     """scale * (x @ weight + bias) + residual [T, out] -> [T, out].
 
@@ -663,8 +669,8 @@ def down(
     the last real one of their row (-1: none is) are padding; their result is the residual.
 
     With PDL, all tensors but x are loaded while the previous kernel runs, which must not write
-    them. Of several tokens the residual is not, and with experts it alone is. Raises ValueError for
-    a norm with experts.
+    them. Of several tokens the residual is not, and with experts it alone is. early: x, too, so
+    that the product runs beside the previous kernel. Raises ValueError for a norm with experts.
     """
     gather = indices is not None
     pairs = indices.shape[1] if gather else 1
@@ -711,6 +717,7 @@ def down(
         SPREAD=spread,
         QUERIES=queries_of(T, last) if gather else 0,
         PDL=pdl,
+        EARLY=early and T == 1 and not gather,
         LANES=tiles.lanes,
         ROWS=rows,
         DEPTH=depth,

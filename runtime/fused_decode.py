@@ -133,9 +133,10 @@ class FusedAttention:
         """
         projected = x.new_empty(len(x), sum(weight.out for weight, _ in self.inputs))
         parts = projected.split([weight.out for weight, _ in self.inputs], dim=1)
-        for (weight, bias), part in zip(self.inputs, parts, strict=True):
-            norm, eps = self.norm.weight, self.norm.eps
-            moe_decode.down(x, weight, norm=norm, eps=eps, bias=bias, out=part)
+        norm, eps = self.norm.weight, self.norm.eps
+        for n, ((weight, bias), part) in enumerate(zip(self.inputs, parts, strict=True)):
+            early = n == 1  # then the kernel before the previous one, which writes x, has ended
+            moe_decode.down(x, weight, norm=norm, eps=eps, bias=bias, out=part, early=early)
         projected, attention = projected.view(*context.positions.shape, -1), self.attention
         if not isinstance(attention, FusedDecodeAttention | FusedLatentAttention):
             heads = core(attention, projected, context)

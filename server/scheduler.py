@@ -87,6 +87,7 @@ class Scheduler:
         self.clients: dict[int, Client] = {}  # keys: numbers of answers
         self.numbers = itertools.count()
         self.changed, self.closed = threading.Condition(), False
+        self.deliver: Callable[[], None] = lambda: None  # hands sent events over to the HTTP thread
         self.metrics = Metrics(lambda: len(self.queue), lambda: len(self.clients))
         self.seconds_per_answer = 1.0  # a moving average
 
@@ -125,6 +126,7 @@ class Scheduler:
             self.changed.notify()
             for request in {*self.queue, *(client.queued for client in self.clients.values())}:
                 request.send(APIError("the server is ending", 503))
+        self.deliver()
 
     # On the main thread -------------------------------------------------------------------------
 
@@ -268,9 +270,8 @@ class Decoder:
             if answer := self.answers.get(number):
                 answer.text.end("interrupted")
                 self.finish(answer)
-        step = partial(self.isolate, self.step, lambda: list(self.answers))
-        self.isolate(partial(self.batch.prefill, step), self.in_prefill)
-        step()
+        self.isolate(partial(self.batch.prefill, self.step), self.in_prefill)
+        self.step()
 
     def in_prefill(self) -> list[int]:
         """Return the number of the answer whose prompt is being run."""
@@ -323,6 +324,12 @@ class Decoder:
         return AnswerConstraint(constraint, self.tokenizer, generation.prompt_ids)
 
     def step(self) -> None:
+        """Decode one token of each answer, and deliver all events until now."""
+        self.isolate(self.add_tokens, lambda: list(self.answers))
+        if self.scheduler:
+            self.scheduler.deliver()
+
+    def add_tokens(self) -> None:
         """Decode one token of each answer."""
         for token in self.batch.step():
             answer = self.by_sequence[token.sequence]
