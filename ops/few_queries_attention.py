@@ -9,7 +9,7 @@ cache. Over a short cache that is one kernel; else positions are split among pro
 kernel merges the parts.
 
 Letters: B sequences, Q queries of each, S positions of the cache, H query heads, K KV heads,
-G = H / K, C head dim, P parts of the positions, at most, M rows of a program: its queries and heads.
+G = H / K, C head dim, P parts of the positions, at most, M rows of a program (queries times heads).
 """
 
 from __future__ import annotations  # annotations of kernels name triton, which may be absent
@@ -31,17 +31,18 @@ from ops.split_attention import (
     MERGE_WARPS,
     MERGED_COLUMNS,
     PART,
+    Tile,
     _count_parts,
     _load_keys,
     _operands,
     _quantize,
     _split_numbers,
     _store_heads,
-    choose_tile,
     count_parts,
 )
 
 MAX_QUERIES = 8
+MAX_HEAD = 256  # numbers of a head: larger ones do not fit in registers
 OWN_TOKENS = 16  # rows of the call's own keys: the fewest that tensor cores multiply
 ONE_PART = 640 * 128  # numbers of a KV head's keys up to which one program reads them all
 RMS_COLUMNS = 256  # numbers of each token that the RMS over all heads reads at once
@@ -57,6 +58,19 @@ def _inverse_rms_of_rows(x, is_row, WIDTH: tl.constexpr, EPS: tl.constexpr, COLU
         some = tl.load(x + begin + number, mask=mask, other=0.0).to(tl.float32)
         squares += some * some
     return tl.rsqrt(tl.sum(squares, 1, keep_dims=True) / WIDTH + EPS)
+
+
+@jit
+def _keep_layout(x):
+    """Return x, fp32: the compiler keeps the layout in which x was computed.
+
+    Else it computes norm and RoPE in the layout of a product's operand, of which each warp has all:
+    spills, and 14 more barriers. Tests replace the assembly, which Triton's interpreter does not
+    know.
+    """
+    return tl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=False, pack=1
+    )
 
 
 @jit
@@ -191,13 +205,16 @@ def _attend_queries(
         q_rms = _inverse_rms_of_rows(q, is_row[:, None], H * C, EPS, RMS_COLUMNS)
         k_rms = _inverse_rms_of_rows(own + H * C, (t < Q)[:, None], K * C, EPS, RMS_COLUMNS)
         q_norm, k_norm = q_norm + head[:, None] * C, k_norm + kv_head * C
+    elif HAS_NORM and C > 128:
+        # One load for each row: a row's lanes would hold other numbers, and exchange all others.
+        q_norm, k_norm = q_norm + tl.zeros([M, 1], tl.int32), k_norm + tl.zeros([T, 1], tl.int32)
     own_k, q = own + (H + kv_head) * C, q + head[:, None] * C
     own_key = _load_head(
         own_k, k_norm, k_rms, own_rotation, C, ROTARY_DIM, EPS, CLIP, HAS_NORM, FULL_NORM
     )
     x = _load_head(q, q_norm, q_rms, rotation, C, ROTARY_DIM, EPS, CLIP, HAS_NORM, FULL_NORM)
     dtype: tl.constexpr = qkv.dtype.element_ty
-    x, own_key = (x * SCALE).to(dtype), own_key.to(dtype)
+    x, own_key = _keep_layout(x * SCALE).to(dtype), _keep_layout(own_key).to(dtype)
     is_stored = (t < tl.where((split == 0) & (part == 0), Q, 0))[:, None]
     position = (start + t)[:, None]
     if INT8:
@@ -356,8 +373,8 @@ def attend_queries(
     """`split_attention.attend_split` for Q queries of each sequence -> [B, Q, H * C].
 
     qkv [B, Q, (H + 2 K) C], up to MAX_QUERIES queries, at consecutive positions [B, Q]. Each sees
-    the ones before it. S is a multiple of 16. The queries of padding are computed as any other;
-    their keys and values are stored at their positions.
+    the ones before it. C is at most MAX_HEAD, S a multiple of 16. Padding is computed as any other
+    query, and its keys and values are stored.
     """
     (B, Q), (rows, K, S, C) = qkv.shape[:2], cache.shape[1:]
     y = empty_output(qkv, cache, keys_are_values, gated)
@@ -422,6 +439,11 @@ def attend_queries(
             num_warps=MERGE_WARPS,
         )
     return y
+
+
+def choose_tile(C: int, itemsize: int) -> Tile:
+    """Return the tile for heads of this size, of a plain or an int8 cache (not measured)."""
+    return Tile(min(128, 128 * 128 // C), 8, 3 if itemsize == 1 else 2)
 
 
 def choose_rows(rows: int, C: int, is_one_part: bool) -> int:

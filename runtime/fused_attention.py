@@ -2,8 +2,8 @@
 
 It replaces `Attention.core` for up to 8 tokens of each sequence, where starting five kernels takes
 longer than reading a few thousand positions. For one token, a short plain cache and a long or int8
-one have kernels of their own; several tokens have others. Everything else takes the plain path, which is the reference that tests
-compare with.
+one have kernels of their own; several tokens have others. Everything else takes the plain path,
+which is the reference that tests compare with.
 """
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from model import Attention, Context, RMSNorm, Transformer
 from ops.attention import BLOCK
 from ops.decode_attention import attend_token
-from ops.few_queries_attention import MAX_QUERIES, attend_queries
+from ops.few_queries_attention import MAX_HEAD, MAX_QUERIES, attend_queries
 from ops.split_attention import attend_split
 
 MAX_CACHE_LEN = 640  # up to this length `attend_token` is faster, or no slower (H200)
@@ -62,10 +62,11 @@ class FusedDecodeAttention(Attention):
         """Whether a kernel takes this call: up to MAX_QUERIES tokens of each sequence."""
         if not self.supported or context.chunk or not qkv.is_cuda:
             return False
+        if qkv.shape[1] > 1 and (qkv.shape[1] > MAX_QUERIES or self.heads[2] > MAX_HEAD):
+            return False
         if qkv.shape[1] == 1 and self.is_short(qkv):
             return True
-        is_few = qkv.shape[1] <= MAX_QUERIES
-        return is_few and qkv.element_size() == 2 and self.has_whole_blocks()
+        return qkv.element_size() == 2 and self.has_whole_blocks()
 
     def is_short(self, qkv: Tensor) -> bool:
         """Whether the cache is `attend_token`'s: plain, and short itself or by its window."""
