@@ -1,6 +1,7 @@
-"""Time of one token's attention over a short cache: the fused kernel against Inductor's kernels.
+"""Time of a few tokens' attention over a short cache: the fused kernel against Inductor's kernels.
 
     python benchmarks/decode_attention.py --arch Mixtral-8x7B --length 256 1024
+    python benchmarks/decode_attention.py --arch gpt-oss-20b --queries 8
 
 --ranks N measures one rank's heads of tensor parallelism on N GPUs. A layer's attention, from wqkv
 to wo, runs as in a decode step: compiled, in a CUDA graph; 16 layers in turn, so that L2 holds no
@@ -8,6 +9,10 @@ weights. us are of one layer. "several" and "one" are without the two products, 
 of their own. The last column is the relative difference of the results. These times decide
 `runtime.fused_attention.MAX_CACHE_LEN`: up to that length the fused kernel is faster. --tiles tries
 other tiles than `ops.decode_attention.choose_tile`, as rows x warps.
+
+--queries N measures N tokens of one sequence, as in a short prompt or a draft, also at the cache's
+first position. "position" is the first token's. The tile is that of
+`ops.few_queries_attention.choose_tile`, whatever --tiles says.
 """
 
 from collections.abc import Callable
@@ -26,6 +31,7 @@ from models.random_weights import architecture, first_layers
 from ops import decode_attention
 from ops.attention import causal_bias
 from ops.decode_attention import Tile
+from ops.few_queries_attention import MAX_QUERIES
 from ops.inductor import configure_inductor
 from runtime.fused_attention import FusedDecodeAttention, fuse_decode_attention
 
@@ -51,10 +57,12 @@ def random_attention(args: ModelArgs, length: int) -> FusedDecodeAttention:
     return block.attention
 
 
-def make_context(args: ModelArgs, length: int, position: int, window: int | None) -> Context:
-    """Return the context of a token at this position."""
+def make_context(
+    args: ModelArgs, length: int, position: int, window: int | None, queries: int = 1
+) -> Context:
+    """Return the context of tokens from this position on."""
     device = torch.device("cuda")
-    positions = torch.tensor([[position]], device=device)
+    positions = torch.arange(position, position + queries, device=device).unsqueeze(0)
     masks = {window: Mask(causal_bias(positions, length, window, torch.bfloat16))}
     table = build_model(first_layers(args, 1)).make_rope_table(length, device)
     return Context(table[positions].unsqueeze(2), positions=positions, masks=masks)
@@ -91,13 +99,14 @@ def run_form(form: Callable, layers: list, context: Context) -> tuple[float, Ten
     return graph_seconds(step, layers) * 1e6, result
 
 
-def measure(args: ModelArgs, length: int, tiles: list[Tile]) -> None:
-    """Print a row for each tile at each of three positions in a cache of this length."""
+def measure(args: ModelArgs, length: int, queries: int, tiles: list[Tile]) -> None:
+    """Print a row for each tile at some positions in a cache of this length."""
     layers = [random_attention(args, length) for _ in range(LAYERS)]
-    x = torch.randn(1, 1, args.dim, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(1, queries, args.dim, device="cuda", dtype=torch.bfloat16)
     compiled = [compile_form(form, x) for form in (products, several, one)]
-    for position in (length // 4 - 1, 3 * length // 4 - 1, length - 1):
-        context = make_context(args, length, position, layers[0].window)
+    first = (0,) if queries > 1 else ()
+    for position in (*first, length // 4 - 1, 3 * length // 4 - 1, length - queries):
+        context = make_context(args, length, position, layers[0].window, queries)
         alone, _ = run_form(compiled[0], layers, context)
         plain, expected = run_form(compiled[1], layers, context)
         for tile in tiles:
@@ -129,12 +138,15 @@ def build_parser() -> Parser:
     add("--arch", default="Mixtral-8x7B")
     add("--ranks", type=int, default=1, help="GPUs that tensor parallelism shards over; default 1")
     add("--length", type=int, nargs="+", default=[256, 512], help="cache lengths")
+    add("--queries", type=int, default=1, metavar="N", help="tokens at once, up to 8; default 1")
     add("--tiles", type=parse_tile, nargs="+", metavar="NxW", default=[Tile()])
     return parser
 
 
 def main() -> None:
     options = (parser := build_parser()).parse_args()
+    if not 1 <= options.queries <= MAX_QUERIES:
+        parser.error(f"--queries {options.queries}: 1 to {MAX_QUERIES}")
     require_gpu(parser)
     args = architecture(options.arch)
     if why := tp.shard_refusal(args, {}, options.ranks, "tensor"):
@@ -142,11 +154,11 @@ def main() -> None:
     args = tp.local_args(args, options.ranks, "tensor")
     configure_inductor()
     gpu = f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
-    print(f"{options.arch} of {options.ranks}, {gpu}")
+    print(f"{options.arch} of {options.ranks}, queries: {options.queries}, {gpu}")
     print(HEADER)
     for length in options.length:
         try:
-            measure(args, length, options.tiles)
+            measure(args, length, options.queries, options.tiles)
         except ValueError as error:
             parser.error(f"--arch {options.arch}: {error}")
 

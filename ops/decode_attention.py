@@ -265,10 +265,10 @@ def choose_tile(length: int, C: int, itemsize: int) -> Tile:
 
 
 def empty_output(qkv: Tensor, cache: Tensor, keys_are_values: bool, gated: bool) -> Tensor:
-    """Return `attend_token`'s output [B, 1, H * C], not yet written."""
+    """Return the output [B, Q, H * C] of attention with qkv [B, Q, ...], not yet written."""
     K, C = cache.shape[2], cache.shape[4]
     width = qkv.shape[-1] - (1 if keys_are_values else 2) * K * C
-    return qkv.new_empty(qkv.shape[0], 1, width // 2 if gated else width)
+    return qkv.new_empty(*qkv.shape[:2], width // 2 if gated else width)
 
 
 @torch.library.custom_op("moe_fast::attend_token", mutates_args=("cache",))

@@ -150,9 +150,9 @@ def _to_bf16(x):
 
 @jit
 def _int8_scale(largest):
-    """The scale bf16 [1, 1] of numbers whose largest magnitude is given, as `quantize_int8`."""
-    scale = _to_bf16(tl.div_rn(largest, tl.full([1, 1], 127, tl.float32)))
-    return tl.where(scale == 0, tl.full([1, 1], 1, tl.bfloat16), scale)
+    """The scale bf16 [R, 1] of rows whose largest magnitudes are given, as `quantize_int8`."""
+    scale = _to_bf16(tl.div_rn(largest, tl.full([largest.shape[0], 1], 127, tl.float32)))
+    return tl.where(scale == 0, tl.full([largest.shape[0], 1], 1, tl.bfloat16), scale)
 
 
 @jit
@@ -168,14 +168,14 @@ def _int8_codes(x, scale):
 
 @jit
 def _quantize(x, C: tl.constexpr):
-    """`formats.kv_cache.quantize_int8` of a head [1, C] -> codes, scale, codes * scale in fp32.
+    """`formats.kv_cache.quantize_int8` of heads [R, C] -> codes, scales, codes * scales in fp32.
 
-    Codes are units as `_load_keys` reads them [1, C / 2].
+    Codes are units as `_load_keys` reads them [R, C / 2]; scales [R, 1].
     """
     x = x.to(tl.float32)
     scale = _int8_scale(tl.max(tl.abs(x), 1, keep_dims=True))
     codes, numbers = _int8_codes(x, scale)
-    even, odd = tl.split(tl.reshape(codes.to(tl.int16), [1, C // 2, 2]))
+    even, odd = tl.split(tl.reshape(codes.to(tl.int16), [x.shape[0], C // 2, 2]))
     return (even & 255) | (odd << 8), scale, numbers
 
 

@@ -1,9 +1,9 @@
-"""One Triton kernel for one token's attention: norms, RoPE, cache append, scores, softmax, values.
+"""One Triton kernel for a token's attention: norms, RoPE, cache append, scores, softmax, values.
 
-It replaces `Attention.core` for one token of each sequence, where starting five kernels takes
-longer than reading a few thousand positions. A short plain cache and a long or int8 one have
-kernels of their own. Everything else takes the plain path, which is the reference that tests
-compare with.
+It replaces `Attention.core` for up to 8 tokens of each sequence, where starting five kernels takes
+longer than reading a few thousand positions. For one token, a short plain cache and a long or int8
+one have kernels of their own; several tokens have others. Everything else takes the plain path,
+which is the reference that tests compare with.
 """
 
 import torch
@@ -12,13 +12,16 @@ from torch import Tensor, nn
 from model import Attention, Context, RMSNorm, Transformer
 from ops.attention import BLOCK
 from ops.decode_attention import attend_token
+from ops.few_queries_attention import MAX_HEAD, MAX_QUERIES, attend_queries
 from ops.split_attention import attend_split
 
 MAX_CACHE_LEN = 640  # up to this length `attend_token` is faster, or no slower (H200)
 
 
 class FusedDecodeAttention(Attention):
-    """An attention layer whose core is `attend_token` or `attend_split`, where they compute it.
+    """An attention layer whose core is a kernel, where one computes it.
+
+    That is `attend_token` or `attend_split` for one token, `attend_queries` for several.
 
     It shares the plain layer's parameters, submodules and cache, under the same names.
     """
@@ -56,10 +59,14 @@ class FusedDecodeAttention(Attention):
         return torch.compiler.is_compiling() and self.takes(qkv, context)
 
     def takes(self, qkv: Tensor, context: Context) -> bool:
-        """Whether a kernel takes this call: one token of each sequence."""
-        if not self.supported or context.chunk or qkv.shape[1] > 1 or not qkv.is_cuda:
+        """Whether a kernel takes this call: up to MAX_QUERIES tokens of each sequence."""
+        if not self.supported or context.chunk or not qkv.is_cuda:
             return False
-        return self.is_short(qkv) or (qkv.element_size() == 2 and self.has_whole_blocks())
+        if qkv.shape[1] > 1 and (qkv.shape[1] > MAX_QUERIES or self.heads[2] > MAX_HEAD):
+            return False
+        if qkv.shape[1] == 1 and self.is_short(qkv):
+            return True
+        return qkv.element_size() == 2 and self.has_whole_blocks()
 
     def is_short(self, qkv: Tensor) -> bool:
         """Whether the cache is `attend_token`'s: plain, and short itself or by its window."""
@@ -68,11 +75,11 @@ class FusedDecodeAttention(Attention):
         return short and self.cache.kv.dtype == qkv.dtype
 
     def has_whole_blocks(self) -> bool:
-        """Whether the cache is `attend_split`'s."""
+        """Whether the cache is one that `attend_split` and `attend_queries` read."""
         return self.cache.kv.shape[3] % BLOCK == 0
 
     def fused_core(self, qkv: Tensor, context: Context) -> Tensor:
-        """qkv [B, 1, (H + 2 K) C], or as the settings say -> [B, 1, H * C]."""
+        """qkv [B, Q, (H + 2 K) C], or as the settings say -> [B, Q, H * C]."""
         q_norm, k_norm, eps = None, None, 0.0
         if self.q_norm is not None:
             q_norm, k_norm, eps = self.q_norm.weight, self.k_norm.weight, self.q_norm.eps
@@ -92,10 +99,12 @@ class FusedDecodeAttention(Attention):
             self.settings.get("gated", False),
             self.qk_norm == "full",
         )
-        token = qkv, context.rope, context.positions
+        tokens = qkv, context.rope, context.positions
+        if qkv.shape[1] > 1:
+            return attend_queries(*tokens, cache, scales, *arguments)
         if self.is_short(qkv):
-            return attend_token(*token, cache, *arguments)
-        return attend_split(*token, cache, scales, *arguments)
+            return attend_token(*tokens, cache, *arguments)
+        return attend_split(*tokens, cache, scales, *arguments)
 
 
 def fused_attention(attention: nn.Module) -> nn.Module:

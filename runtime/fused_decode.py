@@ -14,9 +14,10 @@ every token chooses. A family declares by `fused_decode_settings` what it adds t
 
 `FusedRunner` launches the kernels directly: a session captures the step as a CUDA graph, which
 costs them nothing. It serves up to MAX_TOKENS tokens: one of each of several sequences [B, 1], or
-drafts and short prompts of one [1, Q]. Several tokens take a seventh kernel, for the top-k, and for
-several queries of a sequence the attention's core is Inductor's. Everything else runs the compiled
-blocks, which are the reference that tests compare with.
+drafts and short prompts of one [1, Q]. Several tokens take a seventh kernel, for the top-k. Several
+queries of a sequence have an attention kernel of their own (ops/few_queries_attention.py); latent
+attention's core is then Inductor's. Everything else runs the compiled blocks, which are the
+reference that tests compare with.
 """
 
 from dataclasses import replace

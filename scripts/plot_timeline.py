@@ -22,6 +22,7 @@ WAYS = (("inductor", "Inductor's kernels"), ("fused", "fused kernels"))
 NAMES = {  # part of a kernel's name -> what it computes; the first that fits
     "attend_token_sum": "sum of parts",
     "_attend_token": "attention",
+    "_attend_queries": "attention",
     "_norm_router": "norm, router",
     "_route": "top-k",
     "_gate_up": "gate, up, SwiGLU",

@@ -8,6 +8,8 @@ NAME (default: all):
     dot4       GEMV in the 4-bit formats
     attend     attention over blocks of an int8 cache; latent attention
     token      the fused decode-attention kernel
+    queries, queries, more
+               the fused kernel for several queries of a sequence
     latent token, latent token, few
                the three kernels of latent attention for one token, at published and small sizes
     fixed      all-reduce, and norms with bitwise identical results on all GPUs
@@ -52,6 +54,7 @@ from ops import (
     all_reduce,
     decode_attention,
     expert_paging,
+    few_queries_attention,
     gemv4,
     grouped,
     latent_decode_attention,
@@ -658,6 +661,43 @@ TOKEN = {  # B, H, K, C, S, positions, window, rotary_dim, qk_norm, clip, sinks
     ),
     "a position after a block's end": (1, 2, 2, 256, 256, (64,), None, 256, "none", None, True),
 }
+# The same, and the number of queries; positions are those of each sequence's first query.
+FEW_QUERIES = {
+    "two queries, a norm, two sequences": (
+        *(2, 4, 1, 64, 256, (0, 254), None, 64, "head", None, False),
+        2,
+    ),
+    "eight queries, norms of all heads, clipped": (
+        *(1, 5, 5, 64, 256, (125,), None, 64, "full", 0.5, False),
+        8,
+    ),
+    "five queries, a window, sinks, half turned": (
+        *(2, 8, 1, 32, 768, (300, 763), 300, 16, "none", 0.7, True),
+        5,
+    ),
+}
+MORE_QUERIES = {
+    "a short window, across a block's end": (
+        *(1, 4, 2, 32, 384, (253,), 3, 32, "none", None, True),
+        8,
+    ),
+    "the end of the cache, Qwen3's heads": (
+        *(1, 32, 4, 128, 256, (248,), None, 128, "head", None, False),
+        8,
+    ),
+    "the first tokens, gpt-oss's heads": (
+        *(1, 64, 8, 64, 256, (0,), 128, 64, "none", None, True),
+        8,
+    ),
+    "sixteen heads a KV head": (*(2, 16, 1, 64, 256, (1, 127), None, 64, "none", None, False), 5),
+    "twelve heads a KV head": (*(1, 24, 2, 128, 256, (128,), None, 64, "head", None, False), 7),
+    "large heads": (*(1, 2, 1, 256, 256, (129,), None, 256, "none", None, True), 3),
+    "large heads, a norm, a window": (
+        *(2, 2, 2, 256, 256, (30, 200), 100, 64, "head", None, False),
+        2,
+    ),
+    "many parts": (*(2, 8, 2, 16, 1024, (1016, 640), None, 16, "full", None, True), 8),
+}
 
 
 class ReferenceAttention(Attention):
@@ -687,6 +727,7 @@ def token_error(
     qk_norm: str,
     clip: float | None,
     sinks: bool,
+    queries: int = 1,
 ) -> float:
     """Relative error of the fused kernel, and of the cache after it, against the plain layer."""
     torch.manual_seed(B + H)
@@ -701,19 +742,19 @@ def token_error(
         qk_norm=qk_norm,
     )
     layer, positions = ReferenceAttention(args, rotary_dim, 0.3, sinks), torch.tensor(at)
-    positions = positions.unsqueeze(1)
+    positions = positions.unsqueeze(1) + torch.arange(queries)
     for parameter in layer.parameters():
         parameter.data = torch.randn_like(parameter) * 0.2
     frequencies = rope_frequencies(rotary_dim, args.rope_theta, torch.device("cpu"))
     rope = rope_table(frequencies, S, unrotated=C - rotary_dim)[positions].unsqueeze(2)
     masks = {window: Mask(causal_bias(positions, S, window, torch.float32))}
-    context, x = Context(rope, positions=positions, masks=masks), torch.randn(B, 1, 64)
+    context, x = Context(rope, positions=positions, masks=masks), torch.randn(B, queries, 64)
     kv = torch.randn(2, B, K, S, C)
     settings = {"sinks": layer.sinks, "query_scale": layer.query_scale}
     return fused_error(layer, settings, x, context, kv)
 
 
-def gemma4_token_error(is_global: bool) -> float:
+def gemma4_token_error(is_global: bool, queries: int = 1) -> float:
     """The same for Gemma 4's layers: normed values, a part of the rope table, keys as values."""
     torch.manual_seed(0)
     args = replace(
@@ -735,15 +776,15 @@ def gemma4_token_error(is_global: bool) -> float:
     layer, S = model.layers[5 if is_global else 0].attention, 128
     for parameter in layer.parameters():
         parameter.data = torch.randn_like(parameter) * 0.2
-    positions, (_, K, C) = torch.tensor([[40], [3]]), layer.heads
+    positions, (_, K, C) = torch.tensor([[40], [3]]) + torch.arange(queries), layer.heads
     rope = model.make_rope_table(S, torch.device("cpu"))[positions].unsqueeze(2)
     masks = {layer.window: Mask(causal_bias(positions, S, layer.window, torch.float32))}
-    context, x = Context(rope, positions=positions, masks=masks), torch.randn(2, 1, 64)
+    context, x = Context(rope, positions=positions, masks=masks), torch.randn(2, queries, 64)
     settings = layer.fused_decode_settings()
     return fused_error(layer, settings, x, context, torch.randn(2, 2, K, S, C))
 
 
-def gated_token_error() -> float:
+def gated_token_error(queries: int = 1) -> float:
     """The same for Qwen3-Next's layer: a gated output, part of each head rotated, fp32 norms."""
     torch.manual_seed(0)
     sizes = dict(dim=64, n_head=4, n_kv_head=2, head_dim=32, rotary_dim=8)
@@ -751,11 +792,11 @@ def gated_token_error() -> float:
     layer, S = GatedAttention(args), 128
     for parameter in layer.parameters():
         parameter.data = torch.randn_like(parameter) * 0.2
-    positions = torch.tensor([[40], [3]])
+    positions = torch.tensor([[40], [3]]) + torch.arange(queries)
     frequencies = rope_frequencies(8, args.rope_theta, torch.device("cpu"))
     rope = rope_table(frequencies, S, unrotated=24)[positions].unsqueeze(2)
     masks = {None: Mask(causal_bias(positions, S, None, torch.float32))}
-    context, x = Context(rope, positions=positions, masks=masks), torch.randn(2, 1, 64)
+    context, x = Context(rope, positions=positions, masks=masks), torch.randn(2, queries, 64)
     settings = layer.fused_decode_settings()
     return fused_error(layer, settings, x, context, torch.randn(2, 2, 2, S, 32))
 
@@ -764,6 +805,7 @@ def fused_error(layer: Attention, settings: dict, x: Tensor, context: Context, k
     """Return the largest relative error of the fused layers over a cache kv [2, B, K, S, C].
 
     attend_split takes short parts, so that there are several; then one; then it reads int8 codes.
+    So does attend_queries, which is called for several queries; its one part is another kernel.
     """
     found, fused = [], FusedDecodeAttention(layer, settings)
     split = (layer, KVCache, None), (fused, KVCache, 64), (fused, KVCache, 512)
@@ -779,6 +821,8 @@ def fused_error(layer: Attention, settings: dict, x: Tensor, context: Context, k
                 is_short=lambda *_, f=is_short: f,
             ),
             mock.patch.object(split_attention, "PART", part),
+            mock.patch.object(few_queries_attention, "PART", part or 128),
+            mock.patch.object(few_queries_attention, "ONE_PART", 1 << 30 if is_short else 0),
         ):
             y = attention(x, context)
         found.append((y, *(stored.float() for stored in cache.stored() if stored is not None)))
@@ -844,6 +888,56 @@ def token_code() -> dict[str, dict[str, int]]:
             "ahead": asm.partition("ACQBULK")[0].count("LDG.E.128"),
             "barriers": within.count("bar.sync"),
         }
+    return found
+
+
+QUERIES_CODE = {  # H, K, C, S, qk_norm, cache class; sinks and a window, or a gate
+    "gpt-oss": (64, 8, 64, 512, "none", KVCache, "sinks"),
+    "OLMoE": (16, 16, 128, 512, "full", KVCache, ""),
+}
+MORE_QUERIES_CODE = {
+    "Qwen3": (32, 4, 128, 512, "head", KVCache, ""),
+    "Qwen3, long": (32, 4, 128, 4096, "head", KVCache, ""),
+    "Qwen3, long, int8": (32, 4, 128, 4096, "head", Int8KVCache, ""),
+    "gpt-oss, long": (64, 8, 64, 4096, "none", KVCache, ""),
+    "gpt-oss, int8": (64, 8, 64, 512, "none", Int8KVCache, "sinks"),
+    "Qwen3.6": (16, 2, 256, 256, "head", KVCache, "gated"),
+    "Qwen3.6, long": (16, 2, 256, 4096, "head", KVCache, "gated"),
+    "Qwen3.6, long, int8": (16, 2, 256, 4096, "head", Int8KVCache, "gated"),
+}
+
+
+def queries_code(cases: dict[str, tuple]) -> dict[str, dict[str, int]]:
+    """Count waits, starts, spills, loads before the wait and MMAs of eight queries' code."""
+    found, names = {}, ("_attend_queries", "_merge_queries")
+    for case, (H, K, C, S, qk_norm, kind, more) in cases.items():
+        empty, is_gated = partial(torch.empty, dtype=torch.bfloat16), more == "gated"
+        stored = kind((1, K, S, C), torch.bfloat16, torch.device("cpu")).stored()
+        qkv, rope = empty(1, 8, ((1 + is_gated) * H + 2 * K) * C), torch.empty(1, 8, 1, 2 * C)
+        positions, launches = torch.empty(1, 8, dtype=torch.int64), {n: Launch() for n in names}
+        norms = (None, None) if qk_norm == "none" else (empty(H * C), empty(K * C))
+        sinks, window = (empty(H), 128) if more == "sinks" else (None, 1 << 30)
+        settings = dict(gated=is_gated, full_norm=qk_norm == "full")
+        pdl = mock.patch.object(few_queries_attention, "supports_pdl", lambda x: True)
+        with mock.patch.multiple(few_queries_attention, **launches), pdl:
+            few_queries_attention.attend_queries(
+                *(qkv, rope, positions, *stored, *norms, sinks, C, 0.1, 1e-5, 0.0, window),
+                **settings,
+            )
+        for name, launch in launches.items():
+            if not hasattr(launch, "tensors"):
+                continue  # one part
+            code = compiled(getattr(few_queries_attention, name), launch)
+            asm = code.asm["sass"]
+            found[f"{case}, {name}"] = {
+                "waits": asm.count("ACQBULK"),
+                "starts": asm.count("PREEXIT"),
+                "spills": asm.count("STL"),
+                "ahead": asm.partition("ACQBULK")[0].count("LDG.E.128"),
+                "products": asm.count("HMMA"),
+                "barriers": asm.count("BAR.SYNC"),
+                "shared": code.metadata.shared,
+            }
     return found
 
 
@@ -1022,6 +1116,12 @@ def round_to_bf16(x):
     return (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
 
 
+@triton.jit
+def unchanged(x):
+    """Replace `few_queries_attention._keep_layout`, which is inline assembly."""
+    return x
+
+
 def token_errors() -> dict[str, float]:
     split_attention._to_bf16 = round_to_bf16
     decode_attention.supports_pdl = split_attention.supports_pdl = lambda x: False
@@ -1029,6 +1129,18 @@ def token_errors() -> dict[str, float]:
     kinds = {"Gemma 4's window layer": False, "Gemma 4's global layer": True}
     found |= {name: gemma4_token_error(is_global) for name, is_global in kinds.items()}
     return found | {"a gated output": gated_token_error()}
+
+
+def more_queries_errors() -> dict[str, float]:
+    found = queries_errors(MORE_QUERIES) | {"a gated output": gated_token_error(5)}
+    kinds = {"Gemma 4's window layer": False, "Gemma 4's global layer": True}
+    return found | {name: gemma4_token_error(is_global, 3) for name, is_global in kinds.items()}
+
+
+def queries_errors(cases: dict[str, tuple]) -> dict[str, float]:
+    split_attention._to_bf16, few_queries_attention._keep_layout = round_to_bf16, unchanged
+    few_queries_attention.supports_pdl = lambda x: False
+    return {name: token_error(*case) for name, case in cases.items()}
 
 
 def latent_token_errors() -> dict[str, float]:
@@ -1135,6 +1247,8 @@ INTERPRETED = {
     "dot4": dot4_errors,
     "attend": attend_errors,
     "token": token_errors,
+    "queries": partial(queries_errors, FEW_QUERIES),
+    "queries, more": more_queries_errors,
     "latent token": latent_token_errors,
     "latent token, few": few_latent_token_errors,
     "fixed": fixed_errors,
@@ -1147,6 +1261,8 @@ COMPILED = {
     "dot4": dot4_codes,
     "attend": attend_code,
     "token": token_code,
+    "queries": partial(queries_code, QUERIES_CODE),
+    "queries, more": partial(queries_code, MORE_QUERIES_CODE),
     "latent": latent_code,
     "latent token": latent_token_code,
     "fixed": fixed_code,

@@ -54,6 +54,7 @@ from models.qwen2_moe import Qwen2MoeArgs
 from models.random_weights import RandomWeights
 from ops import (
     decode_attention,
+    few_queries_attention,
     gemv4,
     latent_decode_attention,
     moe_chunk,
@@ -65,7 +66,7 @@ from ops.moe_decode import MAX_TOKENS, SWIGLU, Activation
 from runtime.fused_attention import FusedDecodeAttention
 from runtime.fused_decode import FusedLayer, FusedRunner
 from runtime.fused_latent_attention import FusedLatentAttention
-from tests.kernels_without_gpu import Launch, compiled, e2m1_twin, twin
+from tests.kernels_without_gpu import Launch, compiled, e2m1_twin, twin, unchanged
 
 GROUPS = dict(int4=32, hqq4=32, mxfp4=32, int8=16, fp8=16, fp8b=32)  # so that small widths fit
 
@@ -338,11 +339,13 @@ def small_model(family: str, format: str, batch: int = 1, **changes) -> Transfor
 def as_on_a_gpu() -> Iterator[None]:
     """Within, fused attention takes CPU tensors, and no kernel is launched with PDL."""
     with ExitStack() as stack:
-        takes = lambda self, qkv, _: self.supported and qkv.shape[1] == 1  # noqa: E731
-        for kind in (FusedDecodeAttention, FusedLatentAttention):
+        for kind, most in ((FusedDecodeAttention, MAX_TOKENS), (FusedLatentAttention, 1)):
+            takes = lambda self, qkv, _, most=most: self.supported and qkv.shape[1] <= most  # noqa: E731
             stack.enter_context(mock.patch.object(kind, "takes", takes))
-        for module in (moe_decode, moe_router, decode_attention, latent_decode_attention):
+        attention = decode_attention, few_queries_attention, latent_decode_attention
+        for module in (moe_decode, moe_router, *attention):
             stack.enter_context(mock.patch.object(module, "supports_pdl", lambda x: False))
+        stack.enter_context(mock.patch.object(few_queries_attention, "_keep_layout", unchanged))
         yield
 
 

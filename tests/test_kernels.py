@@ -29,13 +29,13 @@ def without_a_gpu(*names: str, **variables: str) -> dict[str, dict]:
 @pytest.fixture(scope="module")
 def interpreted() -> dict[str, dict]:
     """Return the kernels' errors; one process, which takes longer to start than most of them."""
-    names = "grouped, a shape a format", "dot4", "attend", "token", "latent token, few"
+    names = "grouped, a shape a format", "dot4", "attend", "token", "queries", "latent token, few"
     return without_a_gpu(*names, "fixed", "fetch", TRITON_INTERPRET="1")
 
 
 @pytest.fixture(scope="module")
 def machine_code() -> dict[str, dict]:
-    return without_a_gpu("grouped, a shape a format", "dot4", "token", "fixed", "fetch")
+    return without_a_gpu("grouped, a shape a format", "dot4", "token", "queries", "fixed", "fetch")
 
 
 def check_grouped_errors(errors: dict[str, float]) -> None:
@@ -99,6 +99,35 @@ def test_one_tokens_attention_in_one_kernel(interpreted, machine_code):
         assert counts["ahead"] >= 16, case
         # Warps wait for each other only at the end, and for a norm over all heads.
         assert (counts["barriers"] > 0) == ("full norm" in case), case
+
+
+def check_queries_code(found: dict[str, dict]) -> None:
+    """No spills; the first block of the cache and RoPE are loaded before the wait."""
+    for case, counts in found.items():
+        assert counts["waits"] == counts["starts"] == 1 and counts["spills"] == 0, case
+        assert counts["shared"] <= 227 << 10, case
+        if case.endswith("_attend_queries"):
+            assert counts["products"] and counts["ahead"] >= 8, case
+
+
+def test_few_queries_attention_in_one_kernel(interpreted, machine_code):
+    errors = interpreted["queries"]
+    assert len(errors) == 3 and all(error < 2e-6 for error in errors.values()), errors
+    assert len(machine_code["queries"]) == 2  # over a short cache there is nothing to merge
+    check_queries_code(machine_code["queries"])
+
+
+@pytest.mark.slow
+def test_few_queries_attention_at_other_sizes():
+    errors = without_a_gpu("queries, more", TRITON_INTERPRET="1")["queries, more"]
+    assert len(errors) == 11 and all(error < 2e-6 for error in errors.values()), errors
+
+
+@pytest.mark.slow
+def test_few_queries_attention_compiles_for_an_h200():
+    found = without_a_gpu("queries, more")["queries, more"]
+    assert len(found) == 13 and sum("_merge_queries" in case for case in found) == 5, list(found)
+    check_queries_code(found)
 
 
 def test_one_tokens_latent_attention(interpreted):
