@@ -410,3 +410,15 @@ def _result_rows(ROWS: tl.constexpr, LANES: tl.constexpr):
     else:
         row = tl.arange(0, ROWS)
         return row, row >= 0
+
+
+@jit
+def _activate(gate, up, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr):
+    """Apply `model.swiglu`, or with ACTIVATION "clamped" `gpt_oss.clamped_swiglu`."""
+    if ACTIVATION == "clamped":
+        gate = tl.minimum(gate, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        up = tl.maximum(up, -LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        up = tl.minimum(up, LIMIT, propagate_nan=tl.PropagateNan.ALL) + 1.0
+        return gate / (1.0 + tl.exp(-ALPHA * gate)) * up
+    else:
+        return gate / (1.0 + tl.exp(-gate)) * up

@@ -33,9 +33,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ops.few_tokens import FewTiles, down_few, gate_up_few
 from ops.gemv4 import _e2m1_table
 from ops.jit import jit, supports_pdl, tl, triton
 from ops.moe_chunk import (
+    _activate,
     _lane_factor,
     _load_chunk,
     _load_norm,
@@ -57,18 +59,6 @@ MANY_ROWS = 10_000  # more rows of 4 bits than an H200 computes at once, at 8 ro
 MAX_TOKENS = 8  # more tokens are faster when they are grouped by expert
 
 # Kernels ------------------------------------------------------------------------------------------
-
-
-@jit
-def _activate(gate, up, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr):
-    """Apply `model.swiglu`, or with ACTIVATION "clamped" `gpt_oss.clamped_swiglu`."""
-    if ACTIVATION == "clamped":
-        gate = tl.minimum(gate, LIMIT, propagate_nan=tl.PropagateNan.ALL)
-        up = tl.maximum(up, -LIMIT, propagate_nan=tl.PropagateNan.ALL)
-        up = tl.minimum(up, LIMIT, propagate_nan=tl.PropagateNan.ALL) + 1.0
-        return gate / (1.0 + tl.exp(-ALPHA * gate)) * up
-    else:
-        return gate / (1.0 + tl.exp(-gate)) * up
 
 
 @jit
@@ -229,9 +219,8 @@ def _gate_up(
     tl.store(out, h_rows.to(h.dtype.element_ty), mask=stores)
 
 
-# Grid [R]: a program computes ROWS rows of the result, for each of TOKENS tokens. x is that of all
-# chosen experts, one after the other (GATHER), or one row. With SPREAD, grid [T, R], each program
-# computes one token.
+# Grid [R]: a program computes ROWS rows of the result. x is that of all chosen experts, one after
+# the other (GATHER), or one row. With MANY tokens, grid [T, R].
 #
 # QUERIES > 0, with experts: the result of padding is its residual.
 #
@@ -271,8 +260,7 @@ def _down(
     RESIDUAL: tl.constexpr,
     EPS: tl.constexpr,
     STRIDE: tl.constexpr,
-    TOKENS: tl.constexpr,
-    SPREAD: tl.constexpr,
+    MANY: tl.constexpr,
     QUERIES: tl.constexpr,
     PDL: tl.constexpr,
     EARLY: tl.constexpr,
@@ -285,7 +273,7 @@ def _down(
     WIDTH: tl.constexpr = QUADS * 4 if FIELDS == 2 else NUMBERS  # the same; bf16 in words
     RUN: tl.constexpr = GROUP // FIELDS  # words of a group
     weights = (codes, scale, scale_step, scale_low, zero, zero_step, zero_low)
-    if SPREAD:
+    if MANY:
         one = tl.program_id(0)
         x += one * WIDTH
         residual += one * OUT
@@ -294,9 +282,9 @@ def _down(
             indices += one * (QUADS // EACH)
             routing += one * (QUADS // EACH)
     experts = indices if GATHER else tl.program_id(0).to(tl.int64) * 0
-    row = tl.minimum((tl.program_id(1) if SPREAD else tl.program_id(0)) * ROWS, OUT - ROWS)
+    row = tl.minimum((tl.program_id(1) if MANY else tl.program_id(0)) * ROWS, OUT - ROWS)
     rows, stores = _result_rows(ROWS, LANES)
-    if RESIDUAL and TOKENS == 1:
+    if RESIDUAL:
         add = tl.load(residual + row + rows, mask=stores, other=0.0)
     if PDL and GATHER:
         tl.extra.cuda.gdc_wait()
@@ -336,73 +324,64 @@ def _down(
         if not GATHER:
             tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    for token in range(TOKENS):  # the weights stay in registers
-        own, xs = x + token * WIDTH, ()
+    xs = ()
+    for d in tl.static_range(DEPTH):
+        xs = xs + (_load_x(x, d, QUADS, RUN, FIELDS, LANES),)
+    table = _e2m1_table(unknown_zero) if KIND == "mxfp4" else None
+    total, squares = tl.zeros([ROWS, LANES], tl.float32), 0.0
+    for c in range(0, CHUNKS, DEPTH):
         for d in tl.static_range(DEPTH):
-            xs = xs + (_load_x(own, d, QUADS, RUN, FIELDS, LANES),)
-        table = _e2m1_table(unknown_zero) if KIND == "mxfp4" else None
-        total, squares = tl.zeros([ROWS, LANES], tl.float32), 0.0
-        for c in range(0, CHUNKS, DEPTH):
-            for d in tl.static_range(DEPTH):
-                operands = _prepare_x(xs[d], norms[d], NORM, KIND, LANES)
-                if GATHER:
-                    operands = _weighted_operands(operands, factors[d], KIND)
+            operands = _prepare_x(xs[d], norms[d], NORM, KIND, LANES)
+            if GATHER:
+                operands = _weighted_operands(operands, factors[d], KIND)
+            if NORM:
+                squares += _square_sum(xs[d], FIELDS)
+            total += _multiply_chunk(tiles[d], operands, table, LANES, ROWS, KIND, GATHER)
+            if CHUNKS > DEPTH:  # prefetch: the registers of this chunk are free now
+                chunk = c + DEPTH + d
+                tile = _load_chunk(
+                    weights,
+                    experts,
+                    row,
+                    chunk,
+                    QUADS,
+                    EACH,
+                    OUT,
+                    GROUP,
+                    KIND,
+                    GATHER,
+                    LANES,
+                    ROWS,
+                )
+                tiles = tiles[:d] + (tile,) + tiles[d + 1 :]
                 if NORM:
-                    squares += _square_sum(xs[d], FIELDS)
-                tile = tiles[d]
-                if TOKENS > 1:
-                    # Else the compiler unpacks all weights before the loop: fp8 in registers as
-                    # fp32 spilled 100 of them.
-                    unknown = unknown_zero.to(tl.int32) * token
-                    tile = (tile[0] ^ unknown,) + tile[1:]
-                total += _multiply_chunk(tile, operands, table, LANES, ROWS, KIND, GATHER)
-                if CHUNKS > DEPTH:  # prefetch: the registers of this chunk are free now
-                    chunk = c + DEPTH + d
-                    tile = _load_chunk(
-                        weights,
-                        experts,
-                        row,
-                        chunk,
-                        QUADS,
-                        EACH,
-                        OUT,
-                        GROUP,
-                        KIND,
-                        GATHER,
-                        LANES,
-                        ROWS,
+                    norms = (
+                        norms[:d]
+                        + (_load_norm(norm, chunk, QUADS, RUN, FIELDS, LANES),)
+                        + norms[d + 1 :]
                     )
-                    tiles = tiles[:d] + (tile,) + tiles[d + 1 :]
-                    if NORM:
-                        norms = (
-                            norms[:d]
-                            + (_load_norm(norm, chunk, QUADS, RUN, FIELDS, LANES),)
-                            + norms[d + 1 :]
-                        )
-                    if GATHER:
-                        factors = (
-                            factors[:d]
-                            + (_lane_factor(routing, chunk, QUADS, EACH, LANES),)
-                            + factors[d + 1 :]
-                        )
-                    xs = xs[:d] + (_load_x(own, chunk, QUADS, RUN, FIELDS, LANES),) + xs[d + 1 :]
-        total = _sum_lanes(total, ROWS, LANES)
-        if NORM:
-            total *= tl.rsqrt(squares / NUMBERS + EPS)
-        if (KIND == "int8" or KIND == "fp8") and not GATHER:
-            total *= _row_scale(scale, row + rows, KIND)
-        if BIAS:
-            total += biases
-        if SCALE != 1.0:
-            total *= SCALE
-        if RESIDUAL:
-            if TOKENS > 1:
-                add = tl.load(residual + token * OUT + row + rows, mask=stores, other=0.0)
-            total += add.to(tl.float32)
-        if PDL and EARLY:
-            tl.extra.cuda.gdc_wait()
-            tl.extra.cuda.gdc_launch_dependents()
-        tl.store(y + token * STRIDE + row + rows, total.to(y.dtype.element_ty), mask=stores)
+                if GATHER:
+                    factors = (
+                        factors[:d]
+                        + (_lane_factor(routing, chunk, QUADS, EACH, LANES),)
+                        + factors[d + 1 :]
+                    )
+                xs = xs[:d] + (_load_x(x, chunk, QUADS, RUN, FIELDS, LANES),) + xs[d + 1 :]
+    total = _sum_lanes(total, ROWS, LANES)
+    if NORM:
+        total *= tl.rsqrt(squares / NUMBERS + EPS)
+    if (KIND == "int8" or KIND == "fp8") and not GATHER:
+        total *= _row_scale(scale, row + rows, KIND)
+    if BIAS:
+        total += biases
+    if SCALE != 1.0:
+        total *= SCALE
+    if RESIDUAL:
+        total += add.to(tl.float32)
+    if PDL and EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    tl.store(y + row + rows, total.to(y.dtype.element_ty), mask=stores)
 
 
 # Launching ----------------------------------------------------------------------------------------
@@ -536,7 +515,7 @@ def gate_up(
     scores: Tensor,
     routing: Routing,
     activation: Activation = SWIGLU,
-    tiles: Tiles | None = None,
+    tiles: Tiles | FewTiles | None = None,
     pdl: bool | None = None,
     dtype: torch.dtype | None = None,
     bias: Tensor | None = None,
@@ -569,15 +548,27 @@ def gate_up_of(
     weight: Weight,
     indices: Tensor,
     activation: Activation = SWIGLU,
-    tiles: Tiles | None = None,
+    tiles: Tiles | FewTiles | None = None,
     pdl: bool | None = None,
     dtype: torch.dtype | None = None,
     bias: Tensor | None = None,
     last: Tensor | None = None,
 ) -> Tensor:
-    """Do what `gate_up` does for given experts, `indices` [T, A] -> h [T * A, I]."""
+    """Do what `gate_up` does for given experts, `indices` [T, A] -> h [T * A, I].
+
+    Of several tokens, packed weights are read once for all tokens that chose their expert. bf16
+    weights are bound by their bytes anyway: they are read for each token. `Tiles` or `FewTiles`
+    choose one of the two for any weight.
+    """
+    T, queries = len(x), queries_of(len(x), last)
+    if T > 1 and (isinstance(tiles, FewTiles) or (tiles is None and weight.kind != "bf16")):
+        operand_of(x, weight)
+        h = torch.empty(indices.numel(), weight.out // 2, dtype=dtype or x.dtype, device=x.device)
+        pdl = supports_pdl(x) if pdl is None else pdl
+        gate_up_few(x, weight, indices, last, queries, activation, bias, h, tiles, pdl)
+        return h
     names = "E", "A", "SHARED", "GATED", "SIGMOID", "NORM_TOPK", "SCALE", "EXPERTS"
-    choice = dict.fromkeys(names, 0) | {"CHOOSE": False, "QUERIES": queries_of(len(x), last)}
+    choice = dict.fromkeys(names, 0) | {"CHOOSE": False, "QUERIES": queries}
     tensors = indices, indices, indices, indices if last is None else last
     return _launch_gate_up(x, weight, tensors, choice, activation, tiles, pdl, dtype, bias)
 
@@ -650,7 +641,7 @@ def down(
     eps: float = 0.0,
     bias: Tensor | None = None,
     scale: float = 1.0,
-    tiles: Tiles | None = None,
+    tiles: Tiles | FewTiles | None = None,
     pdl: bool | None = None,
     dtype: torch.dtype | None = None,
     out: Tensor | None = None,
@@ -668,28 +659,30 @@ def down(
     given; its rows may be parts of longer ones. last int64 [B], with experts: tokens [B, Q] behind
     the last real one of their row (-1: none is) are padding; their result is the residual.
 
-    With PDL, all tensors but x are loaded while the previous kernel runs, which must not write
-    them. Of several tokens the residual is not, and with experts it alone is. early: x, too, so
-    that the product runs beside the previous kernel. Raises ValueError for a norm with experts.
+    Of several tokens without experts, a weight is read once for all, unless `tiles` are `Tiles`,
+    of a program for each token. With PDL, all tensors but x are loaded while the previous kernel
+    runs, which must not write them; with experts the residual alone is. early: of one token x is
+    loaded, too, so that the product runs beside the previous kernel. Raises ValueError for a norm
+    with experts.
     """
     gather = indices is not None
     pairs = indices.shape[1] if gather else 1
     T, quads = x.numel() // x.shape[-1] // pairs, pairs * weight.quads
-    tiles = tiles or choose_tiles(weight, quads, 1)
-    chunks, depth = chunks_of(quads, tiles)
     if norm is not None and gather:
         raise ValueError("no norm with experts")
     pdl = supports_pdl(x) if pdl is None else pdl
-    rows = min(tiles.rows, triton.next_power_of_2(weight.out + 1) // 2)
-    y = out
+    operand, y = operand_of(x, weight), out
     if y is None:
         y = torch.empty(T, weight.out, dtype=dtype or x.dtype, device=x.device)
-    # A tile that is not in registers as a whole would be read again for each token of a program.
-    spread = T > 1 and (gather or depth < chunks)
+    if T > 1 and not gather and not isinstance(tiles, Tiles):
+        down_few(x, weight, y, residual, norm, eps, bias, scale, tiles, pdl)
+        return y
+    tiles = tiles or choose_tiles(weight, quads, 1)
+    chunks, depth = chunks_of(quads, tiles)
+    rows = min(tiles.rows, triton.next_power_of_2(weight.out + 1) // 2)
     programs = triton.cdiv(weight.out, rows)
-    operand = operand_of(x, weight)
     absent = weight.parts[0]  # a valid pointer, which the kernel does not read
-    _down[(T, programs) if spread else (programs,)](
+    _down[(programs,) if T == 1 else (T, programs)](
         operand,
         absent if indices is None else indices,
         absent if routing is None else routing,
@@ -713,8 +706,7 @@ def down(
         RESIDUAL=residual is not None,
         EPS=eps,
         STRIDE=y.stride(0),
-        TOKENS=1 if spread else T,
-        SPREAD=spread,
+        MANY=T > 1,
         QUERIES=queries_of(T, last) if gather else 0,
         PDL=pdl,
         EARLY=early and T == 1 and not gather,

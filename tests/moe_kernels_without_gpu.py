@@ -55,6 +55,7 @@ from models.random_weights import RandomWeights
 from ops import (
     decode_attention,
     few_queries_attention,
+    few_tokens,
     gemv4,
     latent_decode_attention,
     moe_chunk,
@@ -89,6 +90,7 @@ class Case:
     biased: bool = False  # experts and dense products; clamped SwiGLU
     fp32_norm: bool = False  # the dense product's norm is fp32
     tiles: dict = field(default_factory=dict)
+    few: dict = field(default_factory=dict)  # `FewTiles` of products of several tokens
     seed: int = 0
     tokens: int = 1
     last: tuple[int, ...] = ()  # each sequence's last real token; (): all are real
@@ -109,6 +111,20 @@ def pair_twin(pair, total):
     return total + (pair << 16 >> 16) + (pair >> 16)
 
 
+@triton.jit
+def dot_twin(a, b, total):
+    """Replace `few_tokens._dot`: the interpreter multiplies bf16 bits as integers."""
+    return tl.dot(a.to(tl.float32), b.to(tl.float32), total, input_precision="ieee")
+
+
+@triton.jit
+def norm_twin(x, norm):
+    """Replace `few_tokens._multiply_bf16`."""
+    product = x.to(tl.float32) * norm.to(tl.float32)
+    first = product.to(tl.bfloat16)
+    return first, (product - first.to(tl.float32)).to(tl.bfloat16)
+
+
 class Layer:
     """Random tensors of a case: weights for the kernels, and unpacked ones for the reference."""
 
@@ -127,6 +143,9 @@ class Layer:
         self.indices = torch.stack(chosen)
         self.routing = torch.rand(T, case.A, generator=self.random)
         self.tiles = moe_decode.Tiles(**case.tiles)
+        self.few_tiles = self.tiles
+        if T > 1:
+            self.few_tiles = few_tokens.FewTiles(**case.few) if case.few else None
         # Tokens that are computed: one alone always is.
         self.last, self.real = None, torch.ones(T, dtype=torch.bool)
         if case.last:
@@ -172,7 +191,8 @@ def expert_errors(layer: Layer) -> dict[str, float]:
         limits = dict(limit=0.5, alpha=1.7)
         activation, plain = Activation("clamped", **limits), partial(clamped_swiglu, **limits)
     bias13, bias2 = layer.bias
-    h = moe_decode.gate_up_of(layer.x, layer.w13, layer.indices, activation, bias=bias13, **options)
+    few = options | {"tiles": layer.few_tiles}
+    h = moe_decode.gate_up_of(layer.x, layer.w13, layer.indices, activation, bias=bias13, **few)
     w13, w2 = plain_experts(layer.plain13, bias13), plain_experts(layer.plain2, bias2)
     want_h = w13.gather_gated(layer.x.double(), layer.indices, plain)
     given = layer.normal(case.tokens, case.A, case.I).to(layer.dtype)
@@ -211,7 +231,7 @@ def dense_error(layer: Layer, edge: bool = False) -> float:
         eps=1e-5,
         bias=bias,
         scale=case.scale,
-        tiles=layer.tiles,
+        tiles=layer.few_tiles,
         pdl=False,
         out=out[:, 8 : 8 + case.I],
     )
@@ -278,7 +298,7 @@ def choose(layer: Layer, scores: Tensor, routing) -> tuple[Tensor, Tensor, float
     """Return the choice of `gate_up`, and the error of its product beside given indices."""
     case = layer.case
     w13, _ = layer.weight(case.E + case.shared, 2 * case.I, case.D)
-    options = dict(tiles=layer.tiles, pdl=False, dtype=torch.float32)
+    options = dict(tiles=layer.few_tiles, pdl=False, dtype=torch.float32)
     found, indices, weights = moe_decode.gate_up(layer.x, w13, scores, routing, **options)
     given = moe_decode.gate_up_of(layer.x, w13, indices, **options)
     return indices, weights, relative(found, given)
@@ -673,6 +693,7 @@ def main() -> int:
     if os.environ.get("TRITON_INTERPRET") == "1":
         gemv4._add_word, gemv4._add_e2m1 = twin, e2m1_twin
         moe_chunk._add_bytes, moe_chunk._add_pair = bytes_twin, pair_twin
+        few_tokens._dot, few_tokens._multiply_bf16 = dot_twin, norm_twin
         layers = [layer_errors(*pair) for pair in given.get("layers", ())]
         models = [model_error(*pair) for pair in given.get("models", ())]
         found = {"cases": [errors(case) for case in cases], "layers": layers, "models": models}

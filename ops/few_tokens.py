@@ -1,0 +1,808 @@
+"""Products of 2 to 8 tokens on tensor cores: each weight is read and unpacked once for all of them.
+
+For several tokens a GPU runs out of instructions before it runs out of bandwidth, unless a tensor
+core multiplies. Its instruction (m16n8k16) takes 16 rows of a weight, 16 numbers along `in`, and 8
+tokens.
+
+    down        x [T, in] @ weight [out, in]^T, with the norm of x, bias, and residual
+    gate_up     the gate and up products of the chosen experts: each distinct expert is read once
+
+Fragments. Lane 4 r + j of a warp holds, of row r of the weight and of token r, the numbers that it
+multiplies with those of lanes 4 r to 4 r + 3. A product may visit the numbers along `in` in any
+order that x and the weight share. So lane j of a row loads 16 neighboring bytes of the weight, and
+x at the numbers which these bytes contain. Nothing moves between lanes, or through shared memory.
+
+Units. Codes are read as units of 16 bits, as in ops/grouped.py: PARTS codes of 16, 8 or 4 bits. The
+two units of a word are neighbors in a tensor core's register. A step is 4 * VEC words of each row:
+VEC neighboring words for each of four lanes. Each warp takes every WARPS-th step, and the warps'
+sums are added at the end. DEPTH steps of a warp are in flight.
+
+Exactness. Codes are multiplied as they are: 16 bits hold each of them exactly. A group's scale
+multiplies the fp32 sum of its products, so that a step lies within a group; a power of two (mxfp4)
+multiplies the codes. x times the norm's weight is the sum of two 16-bit numbers.
+"""
+
+# ruff: noqa: RUF005  (Triton adds tuples, but does not unpack them)
+from __future__ import annotations  # annotations of kernels name triton, which may be absent
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ops.grouped import _floats, _shift_right, _signed_bytes
+from ops.jit import jit, tl, triton
+from ops.moe_chunk import _activate
+
+TILE_REGISTERS = 64  # a lane's, for weights in flight
+PROGRAMS = 132  # an H200's multiprocessors
+
+# Weights ------------------------------------------------------------------------------------------
+
+
+@jit
+def _load_step(
+    weights,
+    row,
+    step,
+    OUT: tl.constexpr,
+    WORDS: tl.constexpr,
+    GROUP: tl.constexpr,
+    KIND: tl.constexpr,
+    VEC: tl.constexpr,
+    WARPS: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Load a step of ROWS rows for each warp: units [ROWS / 8 * WARPS * 32 * 2 VEC], and scales.
+
+    Scales and zeros have one number a lane, [ROWS / 8 * WARPS * 32, 1]. Rows and words behind the
+    last become the last: the former are not stored, the latter have an x of 0.
+    """
+    codes, scale, scale_step, scale_low, zero, zero_step, zero_low = weights
+    UNITS: tl.constexpr = 2 * VEC
+    at = tl.arange(0, ROWS * WARPS * 4 * UNITS)
+    lane = at // UNITS
+    rows = tl.minimum(row + lane // (32 * WARPS) * 8 + lane // 4 % 8, OUT - 1)
+    word = ((step * WARPS + lane // 32 % WARPS) * 4 + lane % 4) * VEC
+    word = tl.minimum(word, WORDS - VEC)
+    # A lane's units are one aligned load, which the compiler does not see through their indices.
+    units = codes + (rows * (2 * WORDS) + word * 2 + at % UNITS)
+    tile = (tl.load(tl.max_contiguous(tl.multiple_of(units, 2 * UNITS), UNITS)),)
+    # Of two dimensions: the compiler gives neighbors to a lane if loads of one shape, of x, do so.
+    lane = tl.arange(0, ROWS * WARPS * 4)
+    if KIND != "mxfp4":
+        lane = lane[:, None]
+    rows = tl.minimum(row + lane // (32 * WARPS) * 8 + lane // 4 % 8, OUT - 1)
+    word = ((step * WARPS + lane // 32 % WARPS) * 4 + lane % 4) * VEC
+    word = tl.minimum(word, WORDS - VEC)
+    if KIND == "fp8b":
+        tile = tile + (tl.load(scale + rows // GROUP * (WORDS * 4 // GROUP) + word * 4 // GROUP),)
+    elif KIND == "int4" or KIND == "mxfp4" or KIND == "hqq":
+        group = rows * (WORDS * 8 // GROUP) + word * 8 // GROUP
+        if KIND == "mxfp4":
+            # Pairs of exponents: with loads of 8 bits before it, a product would take other
+            # fragments (kWidth 4).
+            pair = tl.load(scale + group // 2).to(tl.int32)
+            tile = tile + (pair >> group % 2 * 8 & 0xFF,)
+        else:
+            tile = tile + (tl.load(scale + group),)
+        if KIND == "hqq":
+            tile = tile + (tl.load(scale_step + rows), tl.load(scale_low + rows))
+            tile = tile + (tl.load(zero + group),)
+            tile = tile + (tl.load(zero_step + rows), tl.load(zero_low + rows))
+    return tile
+
+
+@jit
+def _e2m1(units, factor, K: tl.constexpr):
+    """Return field K of units, an e2m1 number, as bf16 times 2 ** -126 * factor, two at a time."""
+    return tl.inline_asm_elementwise(
+        f"""{{
+        .reg .b32 bits, sign, none;
+        mov.b32 none, 0x80008000;
+        {"shl" if K < 2 else "shr"}.b32 bits, $1, {6 - 4 * K if K < 2 else 4 * K - 6};
+        and.b32 bits, bits, 0x01C001C0;
+        shl.b32 sign, $1, {12 - 4 * K};
+        lop3.b32 bits, sign, 0x80008000, bits, 0xEA;
+        fma.rn.bf16x2 $0, bits, $2, none;
+        }}""",
+        "=r,r,r",
+        (units, factor),
+        dtype=tl.bfloat16,
+        is_pure=True,
+        pack=2,
+    )
+
+
+@jit
+def _int4(units, K: tl.constexpr):
+    """Return field K of units, a code of 0 to 15, minus 8 as bf16, two at a time."""
+    return tl.inline_asm_elementwise(
+        f"""{{
+        .reg .b32 bits, one, minus;
+        mov.b32 one, 0x3F803F80;
+        mov.b32 minus, 0xC308C308;
+        shr.u32 bits, $1, {4 * K};
+        lop3.b32 bits, bits, 0x000F000F, 0x43004300, 0xEA;
+        fma.rn.bf16x2 $0, bits, one, minus;
+        }}""",
+        "=r,r",
+        (units,),
+        dtype=tl.bfloat16,
+        is_pure=True,
+        pack=2,
+    )
+
+
+@jit
+def _unpack(units, factor, K: tl.constexpr, KIND: tl.constexpr, DTYPE: tl.constexpr):
+    """Convert field K of units to DTYPE, without its scale. Codes of int4 and hqq are minus 8.
+
+    factor: of each unit of mxfp4. Numbers of fp8 become 2 ** -8 as large, those of mxfp4 in bf16
+    2 ** -126.
+    """
+    if KIND == "bf16":
+        return units
+    elif tl.bfloat16 == DTYPE:
+        if KIND == "mxfp4":
+            return _e2m1(units, factor, K)
+        elif KIND == "int4" or KIND == "hqq":
+            return _int4(units, K)
+        else:
+            shifted = _shift_right(units, 8) if K else units
+            return _signed_bytes(shifted) if KIND == "int8" else _floats(shifted, 8, 3, 0x7780)
+    elif KIND == "int8":
+        return (units << (8 - 8 * K) >> 8).to(DTYPE)
+    elif KIND == "fp8" or KIND == "fp8b":
+        byte = units >> 8 * K
+        return ((byte & 0x80) << 8 | (byte & 0x7F) << 7).to(tl.float16, bitcast=True)
+    elif KIND == "mxfp4":  # bits of an fp16 number, 2 ** -14 too small
+        code = units >> 4 * K
+        number = ((code & 8) << 12 | (code & 7) << 9).to(tl.float16, bitcast=True)
+        return (number.to(tl.float32) * 16384.0 * factor).to(DTYPE)
+    else:
+        return ((units >> 4 * K & 15) - 8).to(DTYPE)
+
+
+@jit
+def _weight_fragments(numbers, VEC: tl.constexpr, WARPS: tl.constexpr, ROWS: tl.constexpr):
+    """Order a field's numbers as a tensor core takes them -> [WARPS, ROWS, 8 VEC]."""
+    R: tl.constexpr = ROWS // 8
+    if VEC == 1:  # two fields of each unit, the last dimension
+        numbers = tl.reshape(numbers, [R, WARPS, 8, 4, 2, 2])
+        return tl.reshape(tl.permute(numbers, (1, 0, 2, 5, 3, 4)), [WARPS, ROWS, 16])
+    else:
+        numbers = tl.reshape(numbers, [R, WARPS, 8, 4, VEC // 2, 2, 2])
+        numbers = tl.permute(numbers, (1, 0, 2, 4, 5, 3, 6))
+        return tl.reshape(numbers, [WARPS, ROWS, 8 * VEC])
+
+
+# x ------------------------------------------------------------------------------------------------
+
+
+@jit
+def _load_tokens(
+    x,
+    step,
+    TOKENS: tl.constexpr,
+    WORDS: tl.constexpr,
+    RUN: tl.constexpr,
+    K: tl.constexpr,
+    PARTS: tl.constexpr,
+    VEC: tl.constexpr,
+    WARPS: tl.constexpr,
+):
+    """Load the x of field K of a step -> [2 * WARPS * 32 * VEC]: two units of each word.
+
+    TOKENS: rows of x, of which the last is that of all other tokens. With 0, x is one row. Words
+    behind the last are 0.
+    """
+    at = tl.arange(0, 64 * WARPS * VEC)
+    if PARTS == 1:  # bf16: units are neighbors
+        lane, word, half = at // (2 * VEC), at // 2 % VEC, at % 2
+    else:
+        lane, word, half = at // VEC % (32 * WARPS), at % VEC, at // (32 * WARPS * VEC)
+    token, quad = lane // 4 % 8, (step * WARPS + lane // 32) * 4 + lane % 4
+    word += quad * VEC
+    WIDTH: tl.constexpr = 2 * WORDS * PARTS
+    if PARTS == 1:
+        number = word * 2 + half
+        number = tl.max_contiguous(tl.multiple_of(number, 2 * VEC), 2 * VEC)
+    else:
+        number = word // RUN * (RUN * 2 * PARTS) + (K + PARTS * half) * RUN + word % RUN
+        number = tl.max_contiguous(tl.multiple_of(number, VEC), VEC)
+    if TOKENS:
+        number += tl.minimum(token, TOKENS - 1) * WIDTH
+    if WORDS % (4 * VEC * WARPS):
+        return tl.load(x + number, mask=quad < WORDS // VEC, other=0.0)
+    else:
+        return tl.load(x + number)
+
+
+@jit
+def _token_fragments(numbers, PARTS: tl.constexpr, VEC: tl.constexpr, WARPS: tl.constexpr):
+    """Order the x of a field as `_weight_fragments` orders the weights -> [WARPS, 8 VEC, 8]."""
+    if PARTS == 1:
+        numbers = tl.reshape(numbers, [WARPS, 8, 4, VEC // 2, 2, 2])
+        return tl.reshape(tl.permute(numbers, (0, 3, 4, 2, 5, 1)), [WARPS, 8 * VEC, 8])
+    elif VEC == 1:
+        numbers = tl.reshape(numbers, [2, WARPS, 8, 4, 2])
+        return tl.reshape(tl.permute(numbers, (1, 4, 3, 0, 2)), [WARPS, 16, 8])
+    else:
+        numbers = tl.reshape(numbers, [2, WARPS, 8, 4, VEC // 2, 2])
+        return tl.reshape(tl.permute(numbers, (1, 4, 5, 3, 0, 2)), [WARPS, 8 * VEC, 8])
+
+
+@jit
+def _token_sums(numbers, PARTS: tl.constexpr, VEC: tl.constexpr, WARPS: tl.constexpr):
+    """Sum numbers in the order of `_load_tokens` for each token -> [8]."""
+    if PARTS == 1:
+        numbers = tl.reshape(numbers, [WARPS, 8, 8 * VEC])
+        return tl.sum(tl.sum(numbers, 2), 0)
+    else:
+        numbers = tl.reshape(numbers, [2, WARPS, 8, 4 * VEC])
+        return tl.sum(tl.sum(tl.sum(numbers, 3), 0), 0)
+
+
+@jit
+def _multiply_bf16(x, norm):
+    """Return x * norm as the sum of two bf16 numbers, two at a time."""
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 none, minus;
+        mov.b32 none, 0x80008000;
+        fma.rn.bf16x2 $0, $2, $3, none;
+        xor.b32 minus, $0, none;
+        fma.rn.bf16x2 $1, $2, $3, minus;
+        }""",
+        "=&r,=r,r,r",
+        (x, norm),
+        dtype=(tl.bfloat16, tl.bfloat16),
+        is_pure=True,
+        pack=2,
+    )
+
+
+@jit
+def _times_norm(x, norm):
+    """Return x * norm as the sum of two numbers of x's dtype."""
+    if x.dtype == tl.bfloat16 and norm.dtype == tl.bfloat16:
+        return _multiply_bf16(x, norm)
+    else:
+        product = x.to(tl.float32) * norm.to(tl.float32)
+        first = product.to(x.dtype)
+        return first, (product - first.to(tl.float32)).to(x.dtype)
+
+
+# Products -----------------------------------------------------------------------------------------
+
+
+@jit
+def _dot(a, b, total):
+    return tl.dot(a, b, total)
+
+
+@jit
+def _row_factors(factor, WARPS: tl.constexpr, ROWS: tl.constexpr):
+    """Spread one number a lane, of its row, to the sums [WARPS, ROWS, 8]."""
+    R: tl.constexpr = ROWS // 8
+    factor = tl.reshape(factor, [R, WARPS, 8, 4, 1])
+    factor = tl.permute(tl.broadcast_to(factor, [R, WARPS, 8, 4, 2]), (1, 0, 2, 3, 4))
+    return tl.reshape(factor, [WARPS, ROWS, 8])
+
+
+@jit
+def _unit_factors(scale, DTYPE: tl.constexpr, WARPS: tl.constexpr, ROWS: tl.constexpr):
+    """Return mxfp4's power of two for each unit of a lane, [lanes * 8]; in bf16, * 2 ** 94.
+
+    That is 2 ** 126 for `_e2m1`, which bf16 would not hold for scales above 2, and 2 ** -32, which
+    the result makes up for. Scales of 2 ** -92 to 2 ** 33 are exact.
+    """
+    R: tl.constexpr = ROWS // 8
+    if tl.bfloat16 == DTYPE:
+        factor = (scale + 94 << 7).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    else:
+        factor = (scale << 23).to(tl.float32, bitcast=True)
+    factor = tl.broadcast_to(tl.reshape(factor, [R, WARPS, 8, 4, 1]), [R, WARPS, 8, 4, 8])
+    return tl.reshape(factor, [R * WARPS * 256])
+
+
+@jit
+def _add_products(
+    tiles,
+    totals,
+    squares,
+    x,
+    norm,
+    step,
+    TOKENS: tl.constexpr,
+    WORDS: tl.constexpr,
+    RUN: tl.constexpr,
+    KIND: tl.constexpr,
+    NORM: tl.constexpr,
+    PARTS: tl.constexpr,
+    VEC: tl.constexpr,
+    WARPS: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Add a step's products of all tokens and each tile of weights to its sums [WARPS, ROWS, 8].
+
+    Return the sums, and the sums of the squares of x.
+    """
+    DTYPE: tl.constexpr = x.dtype.element_ty
+    GROUPED: tl.constexpr = KIND == "int4" or KIND == "hqq" or KIND == "fp8b"
+    JOINED: tl.constexpr = 2 if VEC == 1 else 1  # fields in a product
+    sums, x_sums = totals, tl.zeros([WARPS, ROWS, 8], tl.float32)
+    if GROUPED:
+        sums = ()
+        for _ in tl.static_range(len(tiles)):
+            sums = sums + (tl.zeros([WARPS, ROWS, 8], tl.float32),)
+    unit_factors = ()
+    for n in tl.static_range(len(tiles)):
+        unit_factors = unit_factors + (
+            _unit_factors(tiles[n][1], DTYPE, WARPS, ROWS) if KIND == "mxfp4" else 0,
+        )
+    for k in tl.static_range(0, PARTS, JOINED):
+        parts = ()
+        for i in tl.static_range(JOINED):
+            part = _load_tokens(x, step, TOKENS, WORDS, RUN, k + i, PARTS, VEC, WARPS)
+            if NORM:
+                squares += part.to(tl.float32) * part.to(tl.float32)
+                scale = _load_tokens(norm, step, 0, WORDS, RUN, k + i, PARTS, VEC, WARPS)
+                parts = parts + (_times_norm(part, scale),)
+            else:
+                parts = parts + ((part,),)
+        for i in tl.static_range(len(parts[0])):
+            part = tl.join(parts[0][i], parts[1][i]) if VEC == 1 else parts[0][i]
+            tokens = _token_fragments(part, PARTS, VEC, WARPS)
+            if KIND == "hqq":
+                x_sums = _dot(tl.full([WARPS, ROWS, 8 * max(VEC, 2)], 1.0, DTYPE), tokens, x_sums)
+            added = ()
+            for n in tl.static_range(len(tiles)):
+                numbers = _unpack(tiles[n][0], unit_factors[n], k, KIND, DTYPE)
+                if VEC == 1:
+                    other = _unpack(tiles[n][0], unit_factors[n], k + 1, KIND, DTYPE)
+                    numbers = tl.join(numbers, other)
+                weights = _weight_fragments(numbers, VEC, WARPS, ROWS)
+                added = added + (_dot(weights, tokens, sums[n]),)
+            sums = added
+    if GROUPED:
+        added = ()
+        for n in tl.static_range(len(tiles)):
+            tile = tiles[n]
+            factor = tile[1].to(tl.float32)
+            if KIND == "hqq":
+                factor = factor * tile[2] + tile[3]
+                zero = tile[4].to(tl.float32) * tile[5] + tile[6] - 8.0
+                group = sums[n] - x_sums * _row_factors(zero, WARPS, ROWS)
+            else:
+                group = sums[n]
+            added = added + (totals[n] + group * _row_factors(factor, WARPS, ROWS),)
+        sums = added
+    return sums, squares
+
+
+@jit
+def _finish(total, scale, KIND: tl.constexpr, DTYPE: tl.constexpr, inside):
+    """Multiply sums by what their products lack. scale: addresses of the rows' scales."""
+    if KIND == "int8" or KIND == "fp8":
+        total *= tl.load(scale, mask=inside, other=0.0).to(tl.float32)
+    if KIND == "fp8" or KIND == "fp8b":
+        total *= 256.0
+    if KIND == "mxfp4" and tl.bfloat16 == DTYPE:
+        total *= 4294967296.0  # `_unit_factors`
+    return total
+
+
+@jit
+def _of_expert(
+    weights,
+    expert,
+    OUT: tl.constexpr,
+    WORDS: tl.constexpr,
+    GROUP: tl.constexpr,
+    KIND: tl.constexpr,
+):
+    """Return the addresses of one expert's weights, scales and zeros."""
+    codes, scale, scale_step, scale_low, zero, zero_step, zero_low = weights
+    codes += expert * (OUT * 2 * WORDS)
+    if KIND == "int8" or KIND == "fp8":
+        scale += expert * OUT
+    elif KIND == "fp8b":
+        scale += expert * ((OUT + GROUP - 1) // GROUP * (WORDS * 4 // GROUP))
+    elif KIND == "mxfp4":  # pairs
+        scale += expert * (OUT * (WORDS * 8 // GROUP) // 2)
+    elif KIND != "bf16":
+        scale += expert * (OUT * (WORDS * 8 // GROUP))
+        zero += expert * (OUT * (WORDS * 8 // GROUP))
+        scale_step += expert * OUT
+        scale_low += expert * OUT
+        zero_step += expert * OUT
+        zero_low += expert * OUT
+    return codes, scale, scale_step, scale_low, zero, zero_step, zero_low
+
+
+@jit
+def _load_gate_up_step(
+    weights,
+    row,
+    step,
+    I: tl.constexpr,
+    WORDS: tl.constexpr,
+    GROUP: tl.constexpr,
+    KIND: tl.constexpr,
+    VEC: tl.constexpr,
+    WARPS: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Load a step of ROWS rows of gate, and of the rows of up that belong to them."""
+    # Rows of gate behind the last are rows of up: they are not stored.
+    OUT: tl.constexpr = 2 * I
+    gate = _load_step(weights, row, step, OUT, WORDS, GROUP, KIND, VEC, WARPS, ROWS)
+    up = _load_step(weights, row + I, step, OUT, WORDS, GROUP, KIND, VEC, WARPS, ROWS)
+    return gate, up
+
+
+@jit
+def _start_squares(VEC: tl.constexpr, WARPS: tl.constexpr, NORM: tl.constexpr):
+    return tl.zeros([64 * WARPS * VEC], tl.float32) if NORM else 0.0
+
+
+# Grid [R]: a program computes ROWS rows of the result of all tokens.
+#
+# The result is SCALE * (product + bias) + residual. All but x is loaded before the wait.
+@jit
+def _down_few(
+    x,
+    norm,
+    residual,
+    codes,
+    scale,
+    scale_step,
+    scale_low,
+    zero,
+    zero_step,
+    zero_low,
+    bias,
+    y,
+    OUT: tl.constexpr,
+    WORDS: tl.constexpr,
+    GROUP: tl.constexpr,
+    KIND: tl.constexpr,
+    PARTS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    NORM: tl.constexpr,
+    BIAS: tl.constexpr,
+    SCALE: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    EPS: tl.constexpr,
+    STRIDE: tl.constexpr,
+    PDL: tl.constexpr,
+    VEC: tl.constexpr,
+    WARPS: tl.constexpr,
+    ROWS: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    RUN: tl.constexpr = GROUP // (2 * PARTS)  # words of a group
+    STEPS: tl.constexpr = (WORDS + 4 * VEC * WARPS - 1) // (4 * VEC * WARPS)
+    weights = (codes, scale, scale_step, scale_low, zero, zero_step, zero_low)
+    row = tl.program_id(0) * ROWS
+    tiles = ()
+    for d in tl.static_range(DEPTH):
+        tiles = tiles + (_load_step(weights, row, d, OUT, WORDS, GROUP, KIND, VEC, WARPS, ROWS),)
+    rows, token = row + tl.arange(0, ROWS)[:, None], tl.arange(0, 8)[None, :]
+    stores = (rows < OUT) & (token < TOKENS)
+    if RESIDUAL:
+        add = tl.load(residual + token * OUT + rows, mask=stores, other=0.0).to(tl.float32)
+    if BIAS:
+        biases = tl.load(bias + rows, mask=rows < OUT, other=0.0).to(tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    total, squares = tl.zeros([WARPS, ROWS, 8], tl.float32), _start_squares(VEC, WARPS, NORM)
+    for s in range(0, STEPS, DEPTH):
+        for d in tl.static_range(DEPTH):
+            found, squares = _add_products(
+                (tiles[d],),
+                (total,),
+                squares,
+                x,
+                norm,
+                s + d,
+                TOKENS,
+                WORDS,
+                RUN,
+                KIND,
+                NORM,
+                PARTS,
+                VEC,
+                WARPS,
+                ROWS,
+            )
+            total = found[0]
+            if STEPS > DEPTH:  # prefetch: the registers of this step are free now
+                step = s + DEPTH + d
+                tile = _load_step(weights, row, step, OUT, WORDS, GROUP, KIND, VEC, WARPS, ROWS)
+                tiles = tiles[:d] + (tile,) + tiles[d + 1 :]
+    result = tl.sum(total, 0)
+    if NORM:
+        mean = _token_sums(squares, PARTS, VEC, WARPS) / (2 * WORDS * PARTS)
+        result *= tl.rsqrt(mean + EPS)[None, :]
+    result = _finish(result, scale + rows, KIND, x.dtype.element_ty, rows < OUT)
+    if BIAS:
+        result += biases
+    if SCALE != 1.0:
+        result *= SCALE
+    if RESIDUAL:
+        result += add
+    tl.store(y + token * STRIDE + rows, result.to(y.dtype.element_ty), mask=stores)
+
+
+@jit
+def _chosen_slots(
+    indices,
+    last,
+    expert,
+    TOKENS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    QUERIES: tl.constexpr,
+):
+    """Return the slots [8] in which real tokens have chosen an expert, or -1; and the first pair.
+
+    indices [TOKENS, PAIRS]. BLOCK: PAIRS, as a power of two. The first pair is the first number of
+    `indices` that holds the expert; TOKENS * PAIRS if no real token has chosen it.
+    """
+    token, slot = tl.arange(0, 8)[:, None], tl.arange(0, BLOCK)[None, :]
+    real = (token < TOKENS) & (slot < PAIRS)
+    chosen = tl.load(indices + token * PAIRS + slot, mask=real, other=-1)
+    if QUERIES:
+        sequence = tl.minimum(token, TOKENS - 1) // QUERIES
+        real = real & (token % QUERIES <= tl.load(last + sequence))
+    mine = real & (chosen == expert)
+    first = tl.where(mine, token * PAIRS + slot, TOKENS * PAIRS)
+    return tl.max(tl.where(mine, slot, -1), 1), tl.min(tl.min(first, 1), 0)
+
+
+# Grid [R, T * (A + S)]: a program computes ROWS rows of one expert's result for all tokens, gate
+# and up, and stores those of the tokens that have chosen it. Only the first of the pairs with the
+# same expert computes.
+#
+# Padding chooses no expert: its h stays undefined.
+@jit
+def _gate_up_few(
+    x,
+    indices,
+    last,
+    codes,
+    scale,
+    scale_step,
+    scale_low,
+    zero,
+    zero_step,
+    zero_low,
+    bias,
+    h,
+    I: tl.constexpr,
+    WORDS: tl.constexpr,
+    GROUP: tl.constexpr,
+    KIND: tl.constexpr,
+    PARTS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    QUERIES: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    LIMIT: tl.constexpr,
+    ALPHA: tl.constexpr,
+    BIAS: tl.constexpr,
+    PDL: tl.constexpr,
+    VEC: tl.constexpr,
+    WARPS: tl.constexpr,
+    ROWS: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    RUN: tl.constexpr = GROUP // (2 * PARTS)  # words of a group
+    STEPS: tl.constexpr = (WORDS + 4 * VEC * WARPS - 1) // (4 * VEC * WARPS)
+    row = tl.program_id(0) * ROWS
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    expert = tl.load(indices + tl.program_id(1))
+    slot, first = _chosen_slots(indices, last, expert, TOKENS, PAIRS, BLOCK, QUERIES)
+    if tl.program_id(1) != first:
+        return
+    weights = _of_expert(
+        (codes, scale, scale_step, scale_low, zero, zero_step, zero_low),
+        expert,
+        2 * I,
+        WORDS,
+        GROUP,
+        KIND,
+    )
+    tiles = ()
+    for d in tl.static_range(DEPTH):
+        both = _load_gate_up_step(weights, row, d, I, WORDS, GROUP, KIND, VEC, WARPS, ROWS)
+        tiles = tiles + (both,)
+    zeros = tl.zeros([WARPS, ROWS, 8], tl.float32)
+    gate, up, none = zeros, zeros, _start_squares(VEC, WARPS, False)
+    for s in range(0, STEPS, DEPTH):
+        for d in tl.static_range(DEPTH):
+            found, none = _add_products(
+                tiles[d],
+                (gate, up),
+                none,
+                x,
+                x,
+                s + d,
+                TOKENS,
+                WORDS,
+                RUN,
+                KIND,
+                False,
+                PARTS,
+                VEC,
+                WARPS,
+                ROWS,
+            )
+            gate, up = found
+            if STEPS > DEPTH:  # prefetch: the registers of this step are free now
+                step = s + DEPTH + d
+                both = _load_gate_up_step(
+                    weights, row, step, I, WORDS, GROUP, KIND, VEC, WARPS, ROWS
+                )
+                tiles = tiles[:d] + (both,) + tiles[d + 1 :]
+    rows, token = row + tl.arange(0, ROWS)[:, None], tl.arange(0, 8)[None, :]
+    gate = _finish(tl.sum(gate, 0), weights[1] + rows, KIND, x.dtype.element_ty, rows < I)
+    up = _finish(tl.sum(up, 0), weights[1] + I + rows, KIND, x.dtype.element_ty, rows < I)
+    if BIAS:
+        own = bias + expert * (2 * I) + rows
+        gate += tl.load(own, mask=rows < I, other=0.0).to(tl.float32)
+        up += tl.load(own + I, mask=rows < I, other=0.0).to(tl.float32)
+    result = _activate(gate, up, ACTIVATION, LIMIT, ALPHA).to(h.dtype.element_ty)
+    slots = slot[None, :]
+    tl.store(h + (token * PAIRS + slots) * I + rows, result, mask=(rows < I) & (slots >= 0))
+
+
+# Launching ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class FewTiles:
+    """How a product of several tokens divides its work. benchmarks/few_tokens.py measures some."""
+
+    rows: int = 16  # rows of the result that a program computes: 16, 32 or 64
+    warps: int = 4  # each takes a part of the numbers along `in`
+    depth: int = 0  # steps in flight; 0: all
+
+    def __str__(self) -> str:
+        return f"rows {self.rows} warps {self.warps} x {self.depth or 'all'}"
+
+
+def words_of_lane(weight) -> int:
+    """Return VEC: the words that a lane loads at once, so that four lanes' are within a group."""
+    if weight.kind not in ("int4", "hqq", "fp8b"):
+        return 4  # no scales along `in`, or mxfp4's
+    run = weight.group // weight.fields
+    return next(vec for vec in (4, 2, 1) if run % (4 * vec) == 0)
+
+
+def steps_of(weight, warps: int) -> int:
+    """Return the steps of a row."""
+    return triton.cdiv(weight.quads, words_of_lane(weight) * warps)
+
+
+def choose_few_tiles(weight, loads: int) -> FewTiles:
+    """Return how to divide a product of several tokens. loads: 2 for gate and up, else 1.
+
+    32 rows share the work on x, which is most of it in 4 bits, but 16 are twice as many programs.
+    Eight warps of a dense product if few programs have to keep the memory busy. Not measured yet.
+    """
+    rows = 32 if weight.fields == 8 and loads == 1 and weight.out >= 32 * PROGRAMS else 16
+    warps = 8 if loads == 1 and weight.out < 2 * PROGRAMS * rows else 4
+    steps = steps_of(weight, warps)
+    most = max(1, TILE_REGISTERS // (rows // 8 * words_of_lane(weight) * loads))
+    return FewTiles(rows, warps, triton.cdiv(steps, triton.cdiv(steps, most)))
+
+
+def pointers_of(weight) -> list[Tensor]:
+    """Return seven tensors as the kernels read them: codes as units of 16 bits."""
+    dtype = torch.bfloat16 if weight.kind == "bf16" else torch.int16
+    parts = [weight.parts[0].view(dtype), *weight.parts[1:]]
+    if weight.kind == "mxfp4":
+        parts[1] = parts[1].reshape(-1).view(torch.int16)
+    return parts + parts[:1] * (7 - len(parts))
+
+
+def constants_of(weight, tiles: FewTiles) -> dict:
+    """Return the constants and options that both kernels have in common."""
+    steps = steps_of(weight, tiles.warps)
+    return dict(
+        WORDS=4 * weight.quads,
+        GROUP=weight.group,
+        KIND=weight.kind,
+        PARTS=weight.fields // 2,
+        VEC=words_of_lane(weight),
+        WARPS=tiles.warps,
+        ROWS=tiles.rows,
+        DEPTH=min(tiles.depth or steps, steps),
+        num_warps=tiles.warps,
+        num_stages=1,
+    )
+
+
+def down_few(
+    x: Tensor,
+    weight,
+    y: Tensor,
+    residual: Tensor | None,
+    norm: Tensor | None,
+    eps: float,
+    bias: Tensor | None,
+    scale: float,
+    tiles: FewTiles | None,
+    pdl: bool,
+) -> None:
+    """Store scale * (x @ weight + bias) + residual in y [T, out]: see `moe_decode.down`."""
+    tiles = tiles or choose_few_tiles(weight, 1)
+    absent = weight.parts[0]  # a valid pointer, which the kernel does not read
+    _down_few[(triton.cdiv(weight.out, tiles.rows),)](
+        x,
+        x if norm is None else norm,
+        absent if residual is None else residual,
+        *pointers_of(weight),
+        absent if bias is None else bias,
+        y,
+        OUT=weight.out,
+        TOKENS=len(x),
+        NORM=norm is not None,
+        BIAS=bias is not None,
+        SCALE=scale,
+        RESIDUAL=residual is not None,
+        EPS=eps,
+        STRIDE=y.stride(0),
+        PDL=pdl,
+        launch_pdl=pdl,
+        **constants_of(weight, tiles),
+    )
+
+
+def gate_up_few(
+    x: Tensor,
+    weight,
+    indices: Tensor,
+    last: Tensor | None,
+    queries: int,
+    activation,
+    bias: Tensor | None,
+    h: Tensor,
+    tiles: FewTiles | None,
+    pdl: bool,
+) -> None:
+    """Store the gated products in h [T * (A + S), I]: see `moe_decode.gate_up_of`.
+
+    queries: tokens of a row of `last`, or 0 if none may be padding.
+    """
+    T, pairs = indices.shape
+    tiles = tiles or choose_few_tiles(weight, 2)
+    I = weight.out // 2
+    _gate_up_few[(triton.cdiv(I, tiles.rows), T * pairs)](
+        x,
+        indices,
+        indices if last is None else last,
+        *pointers_of(weight),
+        weight.parts[0] if bias is None else bias,
+        h,
+        I=I,
+        TOKENS=T,
+        PAIRS=pairs,
+        BLOCK=triton.next_power_of_2(pairs),
+        QUERIES=queries,
+        ACTIVATION=activation.kind,
+        LIMIT=activation.limit,
+        ALPHA=activation.alpha,
+        BIAS=bias is not None,
+        PDL=pdl,
+        launch_pdl=pdl,
+        **constants_of(weight, tiles),
+    )
