@@ -672,7 +672,7 @@ FEW_QUERIES = {
         8,
     ),
     "five queries, a window, sinks, half turned": (
-        *(2, 8, 1, 32, 768, (300, 763), 300, 16, "none", 0.7, True),
+        *(2, 4, 1, 16, 512, (250, 507), 200, 8, "none", 0.7, True),
         5,
     ),
 }
