@@ -550,8 +550,8 @@ def _chosen_slots(
 ):
     """Return the slots [8] in which real tokens have chosen an expert, or -1; and the first pair.
 
-    indices [TOKENS, PAIRS]. BLOCK: PAIRS, as a power of two. The first pair is a number of `indices`
-    that holds the expert; TOKENS * PAIRS if no real token has chosen it.
+    indices [TOKENS, PAIRS]. BLOCK: PAIRS, as a power of two. The first pair is the place of the
+    expert in `indices`; TOKENS * PAIRS if no real token has chosen it.
     """
     token, slot = tl.arange(0, 8)[:, None], tl.arange(0, BLOCK)[None, :]
     real = (token < TOKENS) & (slot < PAIRS)
@@ -564,9 +564,9 @@ def _chosen_slots(
     return tl.max(tl.where(mine, slot, -1), 1), tl.min(tl.min(first, 1), 0)
 
 
-# Grid [R, T * (A + S)]: a program computes ROWS rows of one expert's result for all tokens, gate and
-# up, and stores those of the tokens that have chosen it. Only the first of the pairs with the same
-# expert computes.
+# Grid [R, T * (A + S)]: a program computes ROWS rows of one expert's result for all tokens, gate
+# and up, and stores those of the tokens that have chosen it. Of the pairs with the same expert, the
+# first computes, and the others return.
 #
 # Padding chooses no expert: its h stays undefined.
 @jit
