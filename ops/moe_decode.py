@@ -57,7 +57,6 @@ from ops.moe_router import Routing, _choose, _choose_one, choice_constants, rout
 BITS = {"bf16": 16, "int8": 8, "fp8": 8, "fp8b": 8, "int4": 4, "mxfp4": 4, "hqq": 4}
 TILE_REGISTERS = 96  # a lane's, for weights in flight
 MANY_ROWS = 10_000  # more rows of 4 bits than an H200 computes at once, at 8 rows a program
-MAX_TOKENS = 8  # more tokens are faster when they are grouped by expert
 
 # Kernels ------------------------------------------------------------------------------------------
 

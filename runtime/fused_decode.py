@@ -38,8 +38,9 @@ from model import (
     swiglu,
 )
 from ops import moe_decode, moe_router
+from ops.few_tokens import MAX_TOKENS
 from ops.inductor import materialize
-from ops.moe_decode import MAX_TOKENS, SWIGLU, Weight, reads_once
+from ops.moe_decode import SWIGLU, Weight, reads_once
 from ops.moe_router import Routing
 from runtime.fused_attention import FusedDecodeAttention, fused_attention
 from runtime.fused_latent_attention import FusedLatentAttention

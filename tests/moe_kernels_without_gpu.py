@@ -4,9 +4,9 @@
     python tests/moe_kernels_without_gpu.py < INPUT    machine code for an H200, by Triton and ptxas
 
 INPUT is a JSON object: "cases", a list of the arguments of `Case`, and "layers", a list of the
-arguments of `layer_errors`; "models", "sharded" and "dense" are others. The interpreter's process prints
-relative errors by kernel of every case, of whole layers and of models. The other prints a list:
-counts of each case's machine code.
+arguments of `layer_errors`; "models", "sharded" and "dense" are others. The interpreter's process
+prints relative errors by kernel of every case, of whole layers and of models. The other prints a
+list: counts of each case's machine code.
 """
 
 import itertools
@@ -62,7 +62,8 @@ from ops import (
     moe_router,
     reduce_router,
 )
-from ops.moe_decode import MAX_TOKENS, SWIGLU, Activation
+from ops.few_tokens import MAX_TOKENS
+from ops.moe_decode import SWIGLU, Activation
 from runtime.fused_attention import FusedDecodeAttention
 from runtime.fused_decode import FusedLayer, FusedRunner
 from runtime.fused_latent_attention import FusedLatentAttention

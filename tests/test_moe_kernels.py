@@ -33,10 +33,10 @@ FEW_TOKENS = (  # rows of `last` and queries: sequences, drafts, padding, a call
 # and words of a lane: 1, 2 or 4.
 DENSE = (
     {"format": "int8", "tokens": 5, "D": 144, "I": 48, "biased": True, "scale": 0.5},
-    {"format": "mxfp4", "tokens": 2, "D": 160, "fp32_norm": True},
-    {"format": "bf16", "tokens": 8, "D": 136, "I": 40, "few": {"warps": 2, "depth": 1}},
+    {"format": "bf16", "tokens": 8, "D": 72, "I": 40, "few": {"warps": 1, "depth": 1}},
 )
 MORE_DENSE = (
+    {"format": "mxfp4", "tokens": 2, "D": 160, "fp32_norm": True},
     {"format": "bf16", "tokens": 2, "D": 264, "I": 56, "fp32_norm": True, "biased": True},
     {"format": "bf16", "tokens": 5, "few": {"rows": 32, "warps": 1, "depth": 2}},
     {"format": "int8", "tokens": 8, "few": {"rows": 32, "warps": 2, "depth": 1}},
