@@ -34,6 +34,7 @@ from ops.grouped import _floats, _shift_right, _signed_bytes
 from ops.jit import jit, tl, triton
 from ops.moe_chunk import _activate
 
+MAX_TOKENS = 8  # of a tensor core's instruction
 TILE_REGISTERS = 64  # a lane's, for weights in flight
 PROGRAMS = 132  # an H200's multiprocessors
 
@@ -550,8 +551,8 @@ def _chosen_slots(
 ):
     """Return the slots [8] in which real tokens have chosen an expert, or -1; and the first pair.
 
-    indices [TOKENS, PAIRS]. BLOCK: PAIRS, as a power of two. The first pair is the first number of
-    `indices` that holds the expert; TOKENS * PAIRS if no real token has chosen it.
+    indices [TOKENS, PAIRS]. BLOCK: PAIRS, as a power of two. The first pair is the place of the
+    expert in `indices`; TOKENS * PAIRS if no real token has chosen it.
     """
     token, slot = tl.arange(0, 8)[:, None], tl.arange(0, BLOCK)[None, :]
     real = (token < TOKENS) & (slot < PAIRS)
@@ -565,8 +566,8 @@ def _chosen_slots(
 
 
 # Grid [R, T * (A + S)]: a program computes ROWS rows of one expert's result for all tokens, gate
-# and up, and stores those of the tokens that have chosen it. Only the first of the pairs with the
-# same expert computes.
+# and up, and stores those of the tokens that have chosen it. Of the pairs with the same expert, the
+# first computes, and the others return.
 #
 # Padding chooses no expert: its h stays undefined.
 @jit
@@ -607,7 +608,6 @@ def _gate_up_few(
     row = tl.program_id(0) * ROWS
     if PDL:
         tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     expert = tl.load(indices + tl.program_id(1))
     slot, first = _chosen_slots(indices, last, expert, TOKENS, PAIRS, BLOCK, QUERIES)
     if tl.program_id(1) != first:
@@ -624,6 +624,8 @@ def _gate_up_few(
     for d in tl.static_range(DEPTH):
         both = _load_gate_up_step(weights, row, d, I, WORDS, GROUP, KIND, VEC, WARPS, ROWS)
         tiles = tiles + (both,)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     zeros = tl.zeros([WARPS, ROWS, 8], tl.float32)
     gate, up, none = zeros, zeros, _start_squares(VEC, WARPS, False)
     for s in range(0, STEPS, DEPTH):
@@ -743,7 +745,12 @@ def down_few(
     tiles: FewTiles | None,
     pdl: bool,
 ) -> None:
-    """Store scale * (x @ weight + bias) + residual in y [T, out]: see `moe_decode.down`."""
+    """Store scale * (x @ weight + bias) + residual in y [T, out]: see `moe_decode.down`.
+
+    Raises ValueError for more than MAX_TOKENS tokens.
+    """
+    if len(x) > MAX_TOKENS:
+        raise ValueError(f"no kernel for {len(x)} tokens")
     tiles = tiles or choose_few_tiles(weight, 1)
     absent = weight.parts[0]  # a valid pointer, which the kernel does not read
     _down_few[(triton.cdiv(weight.out, tiles.rows),)](
@@ -781,9 +788,12 @@ def gate_up_few(
 ) -> None:
     """Store the gated products in h [T * (A + S), I]: see `moe_decode.gate_up_of`.
 
-    queries: tokens of a row of `last`, or 0 if none may be padding.
+    queries: tokens of a row of `last`, or 0 if none may be padding. Raises ValueError for more than
+    MAX_TOKENS tokens.
     """
     T, pairs = indices.shape
+    if T > MAX_TOKENS:
+        raise ValueError(f"no kernel for {T} tokens")
     tiles = tiles or choose_few_tiles(weight, 2)
     I = weight.out // 2
     _gate_up_few[(triton.cdiv(I, tiles.rows), T * pairs)](

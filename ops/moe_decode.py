@@ -17,11 +17,12 @@ one before its wait: a residual, for instance.
 
 A program multiplies a tile of rows in chunks (ops/moe_chunk.py), and keeps DEPTH of them in flight.
 
-Several tokens (T, up to MAX_TOKENS). A dense weight is read once: a program multiplies its tile
-with each token while it is in registers. Each token reads its own experts. Tokens are innermost in
-the grid, so that programs that read the same weights run at the same time, and all but the first
-find them in L2. The choice of experts is a kernel of its own, `moe_router.route`: in `gate_up`,
-thousands of programs would repeat it. Experts of padding are not read: `last` tells what is real.
+Several tokens (T, up to MAX_TOKENS). ops/few_tokens.py has the dense product, and gate_up of packed
+experts: they read a weight once for all tokens. In the other products each token reads its own
+experts. Tokens are innermost in the grid, so that programs that read the same weights run at the
+same time, and all but the first find them in L2. The choice of experts is a kernel of its own,
+`moe_router.route`: in `gate_up`, thousands of programs would repeat it. Experts of padding are not
+read: `last` tells what is real.
 """
 
 # ruff: noqa: RUF005  (Triton adds tuples, but does not unpack them)
@@ -56,7 +57,6 @@ from ops.moe_router import Routing, _choose, _choose_one, choice_constants, rout
 BITS = {"bf16": 16, "int8": 8, "fp8": 8, "fp8b": 8, "int4": 4, "mxfp4": 4, "hqq": 4}
 TILE_REGISTERS = 96  # a lane's, for weights in flight
 MANY_ROWS = 10_000  # more rows of 4 bits than an H200 computes at once, at 8 rows a program
-MAX_TOKENS = 8  # more tokens are faster when they are grouped by expert
 
 # Kernels ------------------------------------------------------------------------------------------
 
@@ -556,12 +556,11 @@ def gate_up_of(
 ) -> Tensor:
     """Do what `gate_up` does for given experts, `indices` [T, A] -> h [T * A, I].
 
-    Of several tokens, packed weights are read once for all tokens that chose their expert. bf16
-    weights are bound by their bytes anyway: they are read for each token. `Tiles` or `FewTiles`
-    choose one of the two for any weight.
+    Of several tokens, an expert is read once for all that chose it, or for each (`reads_once`).
+    `FewTiles` or `Tiles` force one or the other.
     """
     T, queries = len(x), queries_of(len(x), last)
-    if T > 1 and (isinstance(tiles, FewTiles) or (tiles is None and weight.kind != "bf16")):
+    if T > 1 and (reads_once(weight) if tiles is None else isinstance(tiles, FewTiles)):
         operand_of(x, weight)
         h = torch.empty(indices.numel(), weight.out // 2, dtype=dtype or x.dtype, device=x.device)
         pdl = supports_pdl(x) if pdl is None else pdl
@@ -571,6 +570,14 @@ def gate_up_of(
     choice = dict.fromkeys(names, 0) | {"CHOOSE": False, "QUERIES": queries}
     tensors = indices, indices, indices, indices if last is None else last
     return _launch_gate_up(x, weight, tensors, choice, activation, tiles, pdl, dtype, bias)
+
+
+def reads_once(weight: Weight) -> bool:
+    """Whether `gate_up` of several tokens reads an expert once for all that chose it.
+
+    It does if the weight is packed. In 16 bits, a program for each token is bound by bytes, too.
+    """
+    return weight.kind != "bf16"
 
 
 def queries_of(tokens: int, last: Tensor | None) -> int:
@@ -659,11 +666,11 @@ def down(
     given; its rows may be parts of longer ones. last int64 [B], with experts: tokens [B, Q] behind
     the last real one of their row (-1: none is) are padding; their result is the residual.
 
-    Of several tokens without experts, a weight is read once for all, unless `tiles` are `Tiles`,
-    of a program for each token. With PDL, all tensors but x are loaded while the previous kernel
-    runs, which must not write them; with experts the residual alone is. early: of one token x is
-    loaded, too, so that the product runs beside the previous kernel. Raises ValueError for a norm
-    with experts.
+    A dense weight is read once for several tokens, and an expert as `reads_once` says, unless
+    `tiles` are `Tiles` (a program for each token) or `FewTiles`. With PDL, all tensors but x are
+    loaded while the previous kernel runs, which must not write them; with experts the residual
+    alone is. early: of one token x is loaded, too, so that the product runs beside the previous
+    kernel. Raises ValueError for a norm with experts.
     """
     gather = indices is not None
     pairs = indices.shape[1] if gather else 1

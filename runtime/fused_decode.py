@@ -39,8 +39,9 @@ from model import (
     swiglu,
 )
 from ops import moe_decode, moe_router
+from ops.few_tokens import MAX_TOKENS
 from ops.inductor import materialize
-from ops.moe_decode import MAX_TOKENS, SWIGLU, Weight
+from ops.moe_decode import SWIGLU, Weight, reads_once
 from ops.moe_router import Routing
 from runtime.fused_attention import FusedDecodeAttention, fused_attention
 from runtime.fused_latent_attention import FusedLatentAttention
@@ -185,8 +186,9 @@ class FusedExperts:
         moe_router.check_router(E, D, self.routing)
         self.rows = self.router.weight
         self.n_expert = E
-        parts = (*self.w13.parts, *self.w2.parts)
-        self.expert_bytes = sum(part.nbytes for part in parts) // E
+        # Of an expert, those that the kernels read for each of its tokens.
+        repeated = (self.w2,) if reads_once(self.w13) else (self.w13, self.w2)
+        self.repeated_bytes = sum(part.nbytes for w in repeated for part in w.parts) // E
 
     def shared_count(self, shared: FeedForward) -> int:
         """Return as how many experts the shared one counts. Raises ValueError if it cannot."""
@@ -203,18 +205,18 @@ class FusedExperts:
     def takes_tokens(self, tokens: int) -> bool:
         """Whether the kernels take this number of tokens, faster than the plain block does.
 
-        The plain block reads each chosen expert once, the kernels once for each token that chose
-        it. The later reads come from L2, so they cost little until L2 takes longer than the
-        memory, at 1.5 reads of an expert. The kernels may then lose as much as the plain block's
-        launches take. Independent and even choices of E experts are expected. The all-reduce of
-        several ranks is for one token.
+        The plain block reads each chosen expert once. The kernels read w2, and w13 in bf16, once
+        for each token that chose it. The later reads come from L2, so they cost little until L2
+        takes longer than the memory, at 1.5 reads of an expert. The kernels may then lose as much
+        as the plain block's launches take. Independent and even choices of E experts are expected.
+        The all-reduce of several ranks is for one token.
         """
         if self.sum.all_reduce or not 1 < tokens <= MAX_TOKENS:
             return tokens == 1
         E, A, S = self.n_expert, self.routing.active, self.routing.shared
         distinct = E * (1 - (1 - A / E) ** tokens) + S
-        reads = tokens * (A + S) * self.expert_bytes / L2_BANDWIDTH
-        return reads <= distinct * self.expert_bytes / MEMORY_BANDWIDTH + PLAIN_OVERHEAD
+        reads = tokens * (A + S) * self.repeated_bytes / L2_BANDWIDTH
+        return reads <= distinct * self.repeated_bytes / MEMORY_BANDWIDTH + PLAIN_OVERHEAD
 
     def prepare(self) -> None:
         """Stack the shared expert's weights on the others', once for each model."""

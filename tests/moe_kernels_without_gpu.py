@@ -4,9 +4,9 @@
     python tests/moe_kernels_without_gpu.py < INPUT    machine code for an H200, by Triton and ptxas
 
 INPUT is a JSON object: "cases", a list of the arguments of `Case`, and "layers", a list of the
-arguments of `layer_errors`; "models" and "sharded" are others. The interpreter's process prints
-relative errors by kernel of every case, of whole layers and of models. The other prints a list:
-counts of each case's machine code.
+arguments of `layer_errors`; "models", "sharded" and "dense" are others. The interpreter's process
+prints relative errors by kernel of every case, of whole layers and of models. The other prints a
+list: counts of each case's machine code.
 """
 
 import itertools
@@ -63,7 +63,8 @@ from ops import (
     moe_router,
     reduce_router,
 )
-from ops.moe_decode import MAX_TOKENS, SWIGLU, Activation
+from ops.few_tokens import MAX_TOKENS
+from ops.moe_decode import SWIGLU, Activation
 from runtime.fused_attention import FusedDecodeAttention
 from runtime.fused_decode import FusedLayer, FusedRunner
 from runtime.fused_latent_attention import FusedLatentAttention
@@ -634,6 +635,11 @@ KERNELS = {
     "_gate_up": moe_decode,
     "_down": moe_decode,
     "_norm_router": moe_router,
+}
+SEVERAL_KERNELS = {
+    "_gate_up_few": few_tokens,
+    "_down": moe_decode,
+    "_norm_router": moe_router,
     "_route": moe_router,
 }
 
@@ -641,31 +647,31 @@ KERNELS = {
 def counts(case: Case) -> dict[str, dict]:
     """Return registers, spills, waits, loads and barriers of each kernel's machine code.
 
-    "dense" is `_down` of a weight without experts.
+    "dense" is `_down` of a weight without experts, or of several tokens `_down_few`.
     """
     layer, found, T = Layer(case), {}, case.tokens
-    x, D = layer.x.bfloat16(), case.D
+    x, D, kernels = layer.x.bfloat16(), case.D, KERNELS if case.tokens == 1 else SEVERAL_KERNELS
     tiles = layer.tiles if case.tiles else None
+    few = tiles if T == 1 else layer.few_tiles
     h, router = x.new_empty(T, case.A, case.I), x.new_empty(case.E, D)
-    norm, launches = x.new_empty(D), {name: Launch() for name in KERNELS}
+    norm, launches = x.new_empty(D), {name: Launch() for name in kernels}
     with ExitStack() as stack:
-        for name, module in KERNELS.items():
+        for name, module in kernels.items():
             stack.enter_context(mock.patch.object(module, name, launches[name]))
         scores = layer.normal(T, 1, case.E)
-        routing, options = moe_router.Routing(case.A, case.norm_topk), dict(tiles=tiles, pdl=True)
-        options["last"] = layer.last
-        moe_decode.gate_up(x, layer.w13, scores, routing, **options)
+        routing = moe_router.Routing(case.A, case.norm_topk)
+        options = dict(last=layer.last, pdl=True)
+        moe_decode.gate_up(x, layer.w13, scores, routing, tiles=few, **options)
         experts = dict(indices=layer.indices, routing=layer.routing)
-        moe_decode.down(h, layer.w2, **experts, residual=x, **options)
+        moe_decode.down(h, layer.w2, **experts, residual=x, tiles=tiles, **options)
         moe_router.norm_router(x, norm, 1e-5, router, routing, pdl=True)
     for name, launch in launches.items():
-        if name == "_route" and T == 1:  # a part of `_gate_up`
-            continue
-        found[name] = code_counts(getattr(KERNELS[name], name), launch)
-    with mock.patch.object(moe_decode, "_down", dense := Launch()):
+        found[name] = code_counts(getattr(kernels[name], name), launch)
+    module, name = (moe_decode, "_down") if T == 1 else (few_tokens, "_down_few")
+    with mock.patch.object(module, name, dense := Launch()):
         weight = replace(layer.dense, parts=tuple(part[0] for part in layer.dense.parts))
-        moe_decode.down(x, weight, norm=norm, tiles=tiles, pdl=True)
-    return found | {"dense": code_counts(moe_decode._down, dense)}
+        moe_decode.down(x, weight, norm=norm, tiles=few, pdl=True)
+    return found | {"dense": code_counts(getattr(module, name), dense)}
 
 
 def code_counts(kernel, launch: Launch) -> dict[str, int]:
@@ -680,9 +686,11 @@ def code_counts(kernel, launch: Launch) -> dict[str, int]:
         "waits": sass.count("ACQBULK"),
         "starts": sass.count("PREEXIT"),
         "ahead": before.count("LDG.E.128"),
+        "all_ahead": before.count("LDG.E"),
         "loads": after.count("LDG.E.128"),
         "barriers": sass.count("BAR.SYNC"),
-        "instructions": len(re.findall(r"/\*[0-9a-f]{4,}\*/ ", sass)),
+        "products": len(re.findall(r"\bHMMA\b", sass)),
+        "exchanges": len(re.findall(r"\b(?:STS|SHFL)\b", sass)),
     }
 
 
@@ -699,6 +707,8 @@ def main() -> int:
         found = {"cases": [errors(case) for case in cases], "layers": layers, "models": models}
         cases = given.get("reductions", ())
         found["reductions"] = [reduction_errors(Reduction(**values)) for values in cases]
+        layers = [Layer(Case(**values)) for values in given.get("dense", ())]
+        found["dense"] = [(dense_error(layer), dense_error(layer, edge=True)) for layer in layers]
         found["sharded"] = [sharded_error(*pair) for pair in given.get("sharded", ())]
         print(json.dumps(found))
     else:

@@ -29,6 +29,31 @@ FEW_TOKENS = (  # rows of `last` and queries: sequences, drafts, padding, a call
     {"format": "fp8b", "tokens": 2, "last": (-1,), "D": 256, "tiles": {"rows": 8, "depth": 1}},
     {"format": "hqq4", "tokens": 2, "shared": 2, "norm_topk": False},
 )
+# `ops/few_tokens.py`: steps that end behind the row, several steps in turn, rows behind the last,
+# and words of a lane: 1, 2 or 4.
+DENSE = (
+    {"format": "int8", "tokens": 5, "D": 144, "I": 48, "biased": True, "scale": 0.5},
+    {"format": "bf16", "tokens": 8, "D": 72, "I": 40, "few": {"warps": 1, "depth": 1}},
+)
+MORE_DENSE = (
+    {"format": "mxfp4", "tokens": 2, "D": 160, "fp32_norm": True},
+    {"format": "bf16", "tokens": 2, "D": 264, "I": 56, "fp32_norm": True, "biased": True},
+    {"format": "bf16", "tokens": 5, "few": {"rows": 32, "warps": 1, "depth": 2}},
+    {"format": "int8", "tokens": 8, "few": {"rows": 32, "warps": 2, "depth": 1}},
+    {"format": "fp8", "tokens": 2, "D": 144, "I": 48, "fp32_norm": True, "scale": 0.5},
+    {"format": "fp8", "tokens": 8, "few": {"warps": 1, "depth": 2}},
+    {"format": "fp8b", "tokens": 2, "I": 96, "group": 16},
+    {"format": "fp8b", "tokens": 5, "D": 160, "I": 96, "few": {"warps": 2, "depth": 1}},
+    {"format": "fp8b", "tokens": 8, "I": 128, "group": 128, "biased": True},
+    {"format": "int4", "tokens": 2, "D": 288, "I": 96, "few": {"rows": 32, "depth": 1}},
+    {"format": "int4", "tokens": 5, "D": 512, "I": 128, "group": 128, "fp32_norm": True},
+    {"format": "int4", "tokens": 8, "I": 64, "group": 64, "few": {"warps": 2, "depth": 1}},
+    {"format": "mxfp4", "tokens": 5, "D": 288, "I": 96, "few": {"rows": 32, "warps": 2}},
+    {"format": "mxfp4", "tokens": 8, "D": 288, "biased": True, "few": {"warps": 1, "depth": 2}},
+    {"format": "hqq4", "tokens": 2, "D": 160, "scale": 0.5},
+    {"format": "hqq4", "tokens": 5, "I": 64, "group": 64, "few": {"rows": 32, "depth": 1}},
+    {"format": "hqq4", "tokens": 8, "D": 512, "I": 128, "group": 128, "fp32_norm": True},
+)
 H200 = {"D": 2048, "I": 768, "E": 16, "A": 8}
 
 
@@ -150,10 +175,40 @@ def test_each_kernel_computes_what_plain_modules_do():
     check_cases([SMALL | case for case in CASES])
 
 
+def check_dense(cases: tuple[dict, ...]) -> None:
+    """Check the dense product with norm, bias, factor, residual, and a stride of the result."""
+    cases = [{"D": 256, "I": 64, "E": 1, "A": 1} | case for case in cases]
+    found = run({"cases": [], "dense": cases}, TRITON_INTERPRET="1")["dense"]
+    for case, errors in zip(cases, found, strict=True):
+        assert max(errors) < 1e-4, (case, errors)
+
+
+def test_a_dense_product_of_several_tokens():
+    check_dense(DENSE)
+
+
+@pytest.mark.slow
+def test_a_dense_product_of_several_tokens_in_every_format():
+    check_dense(MORE_DENSE)
+
+
 @pytest.mark.slow
 def test_each_kernel_computes_several_tokens():
     """The result of padding is its residual, whatever the gate and up product left for it."""
     check_cases([{"D": 128, "I": 64, "E": 6, "A": 2} | case for case in FEW_TOKENS])
+
+
+@pytest.mark.slow
+def test_experts_of_several_tokens_in_every_format():
+    """Each distinct expert is read once: of 3 experts that 5 tokens choose, all are chosen twice.
+
+    In bf16 a tiling asks for it.
+    """
+    cases = [
+        {"format": format, "tokens": 5, "E": 3, "last": (4,), "few": {"depth": 1, "warps": 2}}
+        for format in ("bf16", "int8", "fp8", "fp8b", "int4", "mxfp4", "hqq4")
+    ]
+    check_cases([{"D": 160, "I": 96, "A": 2} | case for case in cases])
 
 
 @st.composite
@@ -179,6 +234,7 @@ def any_case(draw) -> dict:
         "scale": draw(st.sampled_from((1.0, 0.3, 2.5))),
         "seed": draw(st.integers(0, 1000)),
         "tokens": draw(st.sampled_from((1, 1, 2, 3))),  # a token takes a minute
+        "few": draw(st.sampled_from(({}, {"rows": 32, "warps": 2, "depth": 1}))),
         "last": draw(st.sampled_from(((), (0,), (-1,)))),
     } | {
         name: draw(st.booleans())
@@ -203,12 +259,30 @@ def test_the_machine_code_loads_ahead_and_spills_nothing():
     """On an H200: a dense weight is loaded before the wait for the kernel before."""
     names = {"_gate_up", "_down", "_norm_router", "dense"}
     for format in ("int4", "bf16", "int8", "fp8", "fp8b", "mxfp4", "hqq4"):
-        for tokens in (1, 8):
-            case = H200 | {"format": format, "tokens": tokens, "last": [tokens - 1]}
-            (found,) = run({"cases": [case]})
-            assert set(found) == names | ({"_route"} if tokens > 1 else set())
-            for name, counts in found.items():
-                assert counts["waits"] == counts["starts"] == 1, (format, name, counts)
-                # Triton 3.9 keeps one register of `_down` in memory, 3.6 none.
-                assert counts["spills"] <= 1, (format, name, counts)
-            assert found["dense"]["ahead"] >= 4, found
+        (found,) = run({"cases": [H200 | {"format": format}]})
+        assert set(found) == names
+        for name, counts in found.items():
+            assert counts["waits"] == counts["starts"] == 1, (format, name, counts)
+            # Triton 3.9 keeps one register of `_down` in memory, 3.6 none.
+            assert counts["spills"] <= 1, (format, name, counts)
+        assert found["dense"]["ahead"] >= 4, found
+
+
+@pytest.mark.slow
+def test_the_machine_code_of_several_tokens_multiplies_on_tensor_cores():
+    """On an H200. Between lanes only sums and choices move, not what each step multiplies."""
+    names = {"_gate_up_few", "_down", "_norm_router", "_route", "dense"}
+    groups = {"int4": 128, "fp8b": 128, "hqq4": 64}
+    for format in ("int4", "bf16", "int8", "fp8", "fp8b", "mxfp4", "hqq4"):
+        few = {"depth": 4} if format == "bf16" else {}
+        case = {"format": format, "tokens": 8, "last": [7], "group": groups.get(format, 0)}
+        (found,) = run({"cases": [H200 | case | {"few": few}]})
+        assert set(found) == names
+        for name, counts in found.items():
+            assert counts["waits"] == counts["starts"] == 1, (format, name, counts)
+            assert counts["spills"] <= 1, (format, name, counts)
+        for name in ("_gate_up_few", "dense"):
+            assert found[name]["products"] >= 16, (format, name, found)
+            assert found[name]["exchanges"] < 50, (format, name, found)
+        wide = "ahead" if format != "hqq4" else "all_ahead"  # hqq4's loads are of 8 bytes
+        assert found["dense"][wide] >= 4, found

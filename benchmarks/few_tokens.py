@@ -1,0 +1,231 @@
+"""Speed of products of 2 to 8 tokens: ops/few_tokens.py in several tilings, and the form before.
+
+    python benchmarks/few_tokens.py --json few_tokens.json
+
+A row is one kernel in a CUDA graph, over more copies of its weight than L2 holds: wqkv with the
+norm of x, wo with the residual, or the gate and up product of randomly chosen experts. Each form is
+first checked against unpacked weights in fp64, in a process for each case, which also fills
+Triton's cache. `tokens in turn` is the form before, with a program for each token. GB/s counts each
+weight, and each distinct expert, once.
+"""
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from benchmarks.cuda_timing import graph_seconds, require_gpu
+from benchmarks.moe_phases import BFLOAT16, MAX_ERROR, Weights
+from cli.parser import Parser
+from formats import PLAIN
+from model import swiglu
+from ops import moe_decode
+from ops.few_tokens import FewTiles, choose_few_tiles
+from ops.moe_decode import Tiles, choose_tiles
+
+TOKENS = (2, 5, 8)
+COPIES_BYTES = 250e6  # of all copies of a weight: five times L2
+
+
+@dataclass(frozen=True)
+class Case:
+    """A product of one model: wqkv, wo, or gate_up with A of E experts."""
+
+    model: str
+    product: str
+    mode: str
+    width: int  # numbers of a token's x
+    out: int
+    E: int = 0
+    A: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.model} {self.product} {self.mode}"
+
+
+CASES = (
+    Case("gpt-oss-20b", "wqkv", PLAIN, 2880, 5120),
+    Case("gpt-oss-20b", "wo", PLAIN, 4096, 2880),
+    Case("Qwen3-30B-A3B", "wqkv", "int4", 2048, 5120),
+    Case("Qwen3-30B-A3B", "wo", "int4", 4096, 2048),
+    Case("Qwen3-30B-A3B", "wqkv", PLAIN, 2048, 5120),
+    Case("Qwen3-30B-A3B", "wo", PLAIN, 4096, 2048),
+    Case("Mixtral-8x7B", "wqkv", "int8", 4096, 6144),
+    Case("Mixtral-8x7B", "wo", "int8", 4096, 4096),
+    Case("gpt-oss-20b", "gate_up", "mxfp4", 2880, 5760, 32, 4),
+    Case("Qwen3-30B-A3B", "gate_up", "int4", 2048, 1536, 128, 8),
+    Case("Mixtral-8x7B", "gate_up", "int8", 4096, 28672, 8, 2),
+    Case("OLMoE-1B-7B", "gate_up", PLAIN, 2048, 2048, 64, 8),
+)
+
+
+class Product:
+    """A case's weights and x, of up to 8 tokens."""
+
+    def __init__(self, case: Case, copies: int | None = None):
+        self.case = case
+        one = Weights(case.mode, (max(1, case.E), case.out, case.width))
+        copies = copies or max(2, int(COPIES_BYTES / (one.nbytes * max(1, case.E))) + 1)
+        self.nbytes, self.copies = one.nbytes, copies
+        self.weights = one
+        if not case.E:
+            self.weights = Weights(case.mode, (copies, case.out, case.width))
+        self.x = torch.randn(max(TOKENS), case.width, **BFLOAT16)
+        self.norm = torch.rand(case.width, **BFLOAT16) + 0.5
+        self.residual = torch.randn(max(TOKENS), case.out, **BFLOAT16)
+
+    def choice(self, seed: int, tokens: int) -> Tensor:
+        """Return distinct experts of each token [T, A]."""
+        scores = torch.rand(tokens, self.case.E, generator=torch.Generator().manual_seed(seed))
+        return scores.topk(self.case.A).indices.to(BFLOAT16["device"])
+
+    def arguments(self, tokens: int) -> list:
+        """Return what differs between calls: weights, or the choice of experts."""
+        if self.case.E:
+            return [self.choice(seed, tokens) for seed in range(8)]
+        return [self.weights.single(n) for n in range(self.copies)]
+
+    def bytes_read(self, tokens: int) -> float:
+        """Return the average bytes of a call: each weight or distinct expert once."""
+        if not self.case.E:
+            return self.nbytes
+        choices = self.arguments(tokens)
+        return self.nbytes * sum(len(choice.unique()) for choice in choices) / len(choices)
+
+    def runner(self, tokens: int, tiles: Tiles | FewTiles) -> Callable:
+        x, case = self.x[:tokens], self.case
+        if case.E:
+            weight = self.weights.kernel
+            return lambda choice: moe_decode.gate_up_of(x, weight, choice, tiles=tiles)
+        options = {"residual": self.residual[:tokens]}
+        if case.product == "wqkv":
+            options = {"norm": self.norm, "eps": 1e-6}
+        return lambda weight: moe_decode.down(x, weight, tiles=tiles, **options)
+
+    def expected(self, tokens: int) -> Tensor:
+        """Return the result of the first call, in fp64."""
+        x, case = self.x[:tokens].double(), self.case
+        if case.E:
+            choice = self.choice(0, tokens)
+            found = [
+                torch.stack([swiglu(*(self.weights.unpack(e) @ row).chunk(2)) for e in own])
+                for row, own in zip(x, choice, strict=True)
+            ]
+            return torch.cat(found)
+        if case.product == "wqkv":
+            x = torch.nn.functional.rms_norm(x, (case.width,), self.norm.double(), 1e-6)
+        product = x @ self.weights.unpack(torch.tensor(0, device=BFLOAT16["device"])).T
+        return product if case.product == "wqkv" else product + self.residual[:tokens].double()
+
+    def forms(self) -> dict[str, Tiles | FewTiles]:
+        """Return tilings by name: the form before, the default, and others."""
+        weight, loads = self.weights.kernel, 2 if self.case.E else 1
+        default = choose_few_tiles(weight, loads)
+        found = {"tokens in turn": choose_tiles(weight, weight.quads, loads)}
+        found[f"default: {default}"] = default
+        for rows, warps, depth in (16, 4, 2), (16, 4, 4), (16, 4, 8), (16, 8, 4), (32, 4, 4):
+            tiles = FewTiles(rows, warps, depth // loads)
+            if tiles != default:
+                found[str(tiles)] = tiles
+        return found
+
+
+def check(case: Case) -> dict[str, str]:
+    """Compile and check all forms of a case -> what is wrong, by tokens and form."""
+    torch.manual_seed(0)
+    product, wrong = Product(case, 1), {}
+    for tokens in TOKENS:
+        expected, argument = product.expected(tokens), product.arguments(tokens)[0]
+        for name, tiles in product.forms().items():
+            try:
+                got = product.runner(tokens, tiles)(argument).double()
+            except Exception as failure:  # another tiling may work
+                wrong[f"{tokens} {name}"] = f"{type(failure).__name__}: {str(failure)[:200]}"
+                continue
+            error = ((got - expected).norm() / expected.norm()).item()
+            if not error < MAX_ERROR:
+                wrong[f"{tokens} {name}"] = f"relative error {error:.1e}"
+    return wrong
+
+
+def check_all(cases: list[int]) -> dict[int, dict[str, str]]:
+    """Check cases, by number, at the same time: a process each."""
+    command = [sys.executable, __file__, "--check", "--case"]
+    processes = {
+        n: subprocess.Popen([*command, str(n)], stdout=subprocess.PIPE, text=True) for n in cases
+    }
+    found = {}
+    for n, process in processes.items():
+        output, _ = process.communicate()
+        failed = {"process": "failed"}
+        found[n] = json.loads(output.splitlines()[-1]) if process.returncode == 0 else failed
+    return found
+
+
+def measure(case: Case, wrong: dict[str, str]) -> list[dict]:
+    """Time and print all forms of a case."""
+    torch.manual_seed(0)
+    product, rows = Product(case), []
+    for tokens in TOKENS:
+        nbytes, arguments = product.bytes_read(tokens), product.arguments(tokens)
+        for name, tiles in product.forms().items():
+            if f"{tokens} {name}" in wrong:
+                continue
+            seconds = graph_seconds(product.runner(tokens, tiles), arguments, repeats=8)
+            row = {"case": str(case), "tokens": tokens, "form": name}
+            row |= {"us": round(seconds * 1e6, 2), "GB/s": round(nbytes / seconds / 1e9)}
+            rows.append(row)
+            speed = f"{row['us']:7.2f} us {row['GB/s']:5} GB/s"
+            print(f"{row['case']:28} {tokens} tokens {speed}  {name}", flush=True)
+    return rows
+
+
+def build_parser() -> Parser:
+    parser = Parser(
+        __doc__.partition("\n")[0],
+        (
+            "python benchmarks/few_tokens.py --json few_tokens.json",
+            "python benchmarks/few_tokens.py --case 0 --case 8",
+        ),
+    )
+    names = ", ".join(f"{n}: {case}" for n, case in enumerate(CASES))
+    add = parser.add_argument
+    add("--case", action="append", type=int, metavar="N", help=f"repeatable; {names}")
+    add("--json", metavar="FILE", help="write all rows")
+    add("--check", action="store_true", help="only check the forms of one case; print JSON")
+    return parser
+
+
+def main() -> None:
+    options = (parser := build_parser()).parse_args()
+    require_gpu(parser)
+    cases = range(len(CASES)) if options.case is None else options.case
+    if options.check:
+        print(json.dumps(check(CASES[cases[0]])))
+        return
+    started = time.perf_counter()
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
+    wrong, rows = check_all(list(cases)), []
+    print(f"checked in {time.perf_counter() - started:.0f} s", flush=True)
+    for n in cases:
+        for name, why in wrong[n].items():
+            print(f"WRONG {CASES[n]}, {name}: {why}")
+    for n in cases:
+        if "process" not in wrong[n]:
+            rows += measure(CASES[n], wrong[n])
+        if options.json:
+            wrong_by_name = {str(CASES[n]): why for n, why in wrong.items()}
+            result = {"rows": rows, "wrong": wrong_by_name}
+            Path(options.json).write_text(json.dumps(result, indent=1))
+        torch.cuda.empty_cache()
+    print(f"{time.perf_counter() - started:.0f} s")
+
+
+if __name__ == "__main__":
+    main()
