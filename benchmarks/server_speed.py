@@ -14,6 +14,7 @@ compiling takes minutes.
 
 import argparse
 import json
+import socket
 import statistics
 import subprocess
 import sys
@@ -35,7 +36,6 @@ from models.random_weights import architecture, first_layers, random_prompt
 from runtime.batch import Batch
 from runtime.sampling import Sampling
 from runtime.session import Session, SessionOptions
-from serve import bind
 from server.app import AppSettings, make_app, make_limits, run_server
 from server.scheduler import Decoder, Scheduler
 from server.tokenizing import TokenizerPool
@@ -153,7 +153,9 @@ def serve_clients(
     for clients in CLIENTS:
         found[f"batch_{clients}"] = batch_speed(decoder.batch, clients, options)
     session.reset()
-    listener = bind("127.0.0.1", 0)
+    # asyncio sends small writes at once only where the protocol is named.
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listener.bind(("127.0.0.1", 0))
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     app = make_app(
         scheduler, pool, AppSettings("random", make_limits(session, pool.vocabulary), 4 << 20)
