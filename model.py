@@ -393,9 +393,8 @@ class KVCache(nn.Module):
     def swap_rows(self, a: int, b: int, length: int) -> None:
         """Exchange two rows' first `length` tokens."""
         for tensor in self.buffers():
-            kept = tensor[:, a, :, :length].clone()
-            tensor[:, a, :, :length] = tensor[:, b, :, :length]
-            tensor[:, b, :, :length] = kept
+            one, other = tensor[:, a, :, :length], tensor[:, b, :, :length]
+            one[:], other[:] = other, one.clone()
 
     def reset(self, row: int | None = None) -> None:
         """Zero a row, or all: masked positions are multiplied by 0, and 0 * NaN is NaN."""

@@ -1,12 +1,12 @@
 """Decode attention for up to 8 queries of each sequence: RoPE, cache append and attention.
 
-It computes for drafts and short prompts what ops/decode_attention.py and ops/split_attention.py do
-for one query. A program has all queries of a few query heads of one KV head, as rows of one
-tensor-core product. So it reads each older key and value once for all queries, and there are about
-as many programs as for one query. Programs of a kernel cannot wait for each other: each computes
-the keys and values of the call's own tokens itself, and reads only earlier positions from the
-cache. Over a short cache that is one kernel; else positions are split among programs, and a second
-kernel merges the parts.
+The kernels compute for drafts and short prompts what ops/decode_attention.py and
+ops/split_attention.py do for one query. A program has all queries of a few query heads of one KV
+head, as rows of one tensor-core product. So it reads each older key and value once for all queries,
+and there are about as many programs as for one query. Programs of a kernel cannot wait for each
+other: each computes the keys and values of the call's own tokens itself, and reads only earlier
+positions from the cache. Over a short cache that is one kernel; else positions are split among
+programs, and a second kernel merges the parts.
 
 Letters: B sequences, Q queries of each, S positions of the cache, H query heads, K KV heads,
 G = H / K, C head dim, P parts of the positions, at most, M rows of a program (queries times heads).
@@ -34,10 +34,10 @@ from ops.split_attention import (
     Tile,
     _count_parts,
     _load_keys,
+    _merge_head,
     _operands,
     _quantize,
     _split_numbers,
-    _store_heads,
     count_parts,
 )
 
@@ -324,25 +324,16 @@ def _merge_queries(
     part, token = tl.arange(0, PARTS), sequence * Q + query
     program = sequence * K * SPLITS + head // G * SPLITS + head % G // EACH
     at = (program * P + part) * M + query * EACH + head % G % EACH
-    is_part = part < parts
-    maxima = tl.load(sums + at * 2, mask=is_part, other=float("-inf"))
-    totals = tl.load(sums + at * 2 + 1, mask=is_part, other=0.0)
-    numbers = at[:, None] * C + column[None, :]
-    numbers = tl.load(partial + numbers, mask=is_part[:, None], other=0.0)
-    largest = tl.max(maxima, 0)
-    share = tl.exp(maxima - largest)
-    total, acc = tl.sum(totals * share, 0), tl.sum(numbers * share[:, None], 0)
-    _store_heads(
+    _merge_head(
         y + token * H * C,
         qkv + (token * HEADS + HEADS - H) * C,
         sinks,
+        partial,
+        sums,
         head,
         column,
-        tl.full([1], 0, tl.float32) + largest,
-        tl.full([1], 0, tl.float32) + total,
-        acc[None, :],
-        1,
-        1,
+        at,
+        part < parts,
         C,
         HAS_SINKS,
         GATED,

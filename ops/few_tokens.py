@@ -1,8 +1,8 @@
 """Products of 2 to 8 tokens on tensor cores: each weight is read and unpacked once for all of them.
 
-For several tokens a GPU runs out of instructions before it runs out of bandwidth, unless a tensor
-core multiplies. Its instruction (m16n8k16) takes 16 rows of a weight, 16 numbers along `in`, and 8
-tokens.
+A GPU that multiplies several tokens without tensor cores runs out of instructions before it runs
+out of bandwidth. A tensor core's instruction (m16n8k16) takes 16 rows of a weight, 16 numbers along
+`in`, and 8 tokens.
 
     down        x [T, in] @ weight [out, in]^T, with the norm of x, bias, and residual
     gate_up     the gate and up products of the chosen experts: each distinct expert is read once

@@ -230,6 +230,49 @@ def _count_parts(
     return first, end, tl.minimum(tl.maximum(parts, 1), P)
 
 
+@jit
+def _merge_head(
+    y,
+    gates,
+    sinks,
+    partial,
+    sums,
+    head,
+    column,
+    at,
+    is_part,
+    C: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    GATED: tl.constexpr,
+):
+    """Merge the parts of one query's head, and store numbers `column` of its output.
+
+    at: each part's row of partial [rows, C] and sums [rows, 2]. y, gates: as of `_store_heads`.
+    """
+    maxima = tl.load(sums + at * 2, mask=is_part, other=float("-inf"))
+    totals = tl.load(sums + at * 2 + 1, mask=is_part, other=0.0)
+    numbers = at[:, None] * C + column[None, :]
+    numbers = tl.load(partial + numbers, mask=is_part[:, None], other=0.0)
+    largest = tl.max(maxima, 0)
+    share = tl.exp(maxima - largest)
+    total, acc = tl.sum(totals * share, 0), tl.sum(numbers * share[:, None], 0)
+    _store_heads(
+        y,
+        gates,
+        sinks,
+        head,
+        column,
+        tl.full([1], 0, tl.float32) + largest,
+        tl.full([1], 0, tl.float32) + total,
+        acc[None, :],
+        1,
+        1,
+        C,
+        HAS_SINKS,
+        GATED,
+    )
+
+
 # Grid [P, K, B]: a program computes one KV head of one sequence over every P-th block of positions.
 # Its M rows are the G query heads, padded to a tensor core's tile. The first part also has the
 # token's own position, which it appends to the cache: no other program reads it.
@@ -423,25 +466,16 @@ def _merge_split(
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     part = tl.arange(0, PARTS)
     at = (((sequence * K + head // G) * P) * ROWS + head % G) + part * ROWS
-    is_part = part < parts
-    maxima = tl.load(sums + at * 2, mask=is_part, other=float("-inf"))
-    totals = tl.load(sums + at * 2 + 1, mask=is_part, other=0.0)
-    numbers = at[:, None] * C + column[None, :]
-    numbers = tl.load(partial + numbers, mask=is_part[:, None], other=0.0)
-    largest = tl.max(maxima, 0)
-    share = tl.exp(maxima - largest)
-    total, acc = tl.sum(totals * share, 0), tl.sum(numbers * share[:, None], 0)
-    _store_heads(
+    _merge_head(
         y + sequence * H * C,
         qkv + (sequence * HEADS + HEADS - H) * C,
         sinks,
+        partial,
+        sums,
         head,
         column,
-        tl.full([1], 0, tl.float32) + largest,
-        tl.full([1], 0, tl.float32) + total,
-        acc[None, :],
-        1,
-        1,
+        at,
+        part < parts,
         C,
         HAS_SINKS,
         GATED,

@@ -325,7 +325,7 @@ class Session:
         return next((size for size in self.short_chunks if tokens <= size), self.short_chunks[-1])
 
     def chunk_size(self, row: int, tokens: int, chunk: int | None = None) -> int:
-        """Return how many of a row's tokens run at once. chunk: at most so many."""
+        """Return how many of a row's tokens run at once. chunk: the most that may."""
         chunk = chunk or self.options.prefill_chunk
         return min(chunk, self.short_chunk(tokens)) if self.is_short(row, tokens) else chunk
 
@@ -426,7 +426,9 @@ class Session:
         start = truncate_all(self.states, row, start)
         self.prefilled += len(ids) - start
         self.ids[row], self.cached[row] = list(ids), start
-        self.stop_row(row)
+        # A step of others writes a key and a value at an idle row's position, also between layers
+        # of this prompt: the row is idle behind all of it.
+        self.last[row], self.position[row] = -1, len(ids)
         chunk = self.chunk_size(row, len(ids) - start, chunk)
         return self.run_prompt(row, ids, sampling, chunk)
 
@@ -436,16 +438,11 @@ class Session:
         """Run a prompt from where the row's cache ends, then sample; yield between chunks."""
         start = self.cached[row]
         found: Sequence[Tensor] = ()
-        # A step of others writes a key and a value at an idle row's position, also between layers
-        # of this prompt: the row must be behind its chunk already.
-        self.position[row] = min(start + chunk, len(ids))
         for last in self.prefill(row, ids[start:], start, chunk):
             found = last
             self.cached[row] = min(self.cached[row] + chunk, len(ids))
             if self.cached[row] < len(ids):
-                self.stop_row(row)
                 yield
-                self.position[row] = min(self.cached[row] + chunk, len(ids))
         self.position[row] = len(ids) - 1
         self.choose_first(row, sampling, *found)
         self.position[row], self.last[row] = len(ids), 0
@@ -489,9 +486,7 @@ class Session:
         for state in self.states:
             state.swap_rows(a, b, length)
         for tensor in (*self.state, *self.edits):
-            kept = tensor[a].clone()
-            tensor[a] = tensor[b]
-            tensor[b] = kept
+            tensor[a], tensor[b] = tensor[b], tensor[a].clone()
         lists: tuple[list, ...] = self.ids, self.cached, self.row_is_edited
         for values in lists:
             values[a], values[b] = values[b], values[a]

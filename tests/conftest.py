@@ -340,6 +340,7 @@ LONG_FILES = (
     "test_quantize.py",
     "test_tp.py",
     "test_kernels.py",
+    "test_moe_kernels.py",
     "test_tiny_moe.py",
     "test_codegen.py",
     "test_session.py",

@@ -162,9 +162,7 @@ class DeltaState(nn.Module):
     def swap_rows(self, a: int, b: int, length: int) -> None:
         """Exchange two rows."""
         for buffer in self.buffers():
-            kept = buffer[a].clone()
-            buffer[a].copy_(buffer[b])
-            buffer[b].copy_(kept)
+            buffer[a], buffer[b] = buffer[b], buffer[a].clone()
         self.snapshots[a], self.snapshots[b] = self.snapshots[b], self.snapshots[a]
 
     def reset(self, row: int | None = None) -> None:
