@@ -22,7 +22,7 @@ $(VENV)/.test: $(VENV)/.run
 
 demo: $(VENV)/.run
 	$(BIN)/python generate.py --prompt "$$(printf 'import os\n\n\ndef find_files(directory, suffix):\n')" \
-		--stop "$$(printf '\ndef')" --temperature 0.4 --repetition_penalty 1.1 --seed 24
+		--stop "$$(printf '\ndef')" --temperature 0.4 --repetition_penalty 1.1 --seed 28
 	@echo
 	@echo 'Next, after `. $(BIN)/activate`:'
 	@echo '  python serve.py                                              a chat page on http://127.0.0.1:8000'

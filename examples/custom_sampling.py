@@ -2,7 +2,7 @@
 
     python examples/custom_sampling.py
 
-A rule maps (logits [B, V], controls [5], seen [B, V], noise [B, N] or None) to tokens [B, 1].
+A rule maps (logits [B, V], controls [B, 5], seen [B, V], noise or None) to tokens [B, 1].
 It runs on the device in the compiled step, so it must not read a value on the host. A logit
 bias is simpler: `lambda logits, *rest: sample(logits + bias, *rest)`.
 """
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from generate import embedded_checkpoint, generate, load_model
-from runtime.sampling import Sampling, sample, shortlist
+from runtime.sampling import Noise, Sampling, sample, shortlist
 from runtime.session import Session, SessionOptions
 from tokenizer import load_tokenizer
 
@@ -25,11 +25,11 @@ def typical(mass: float) -> Callable[..., Tensor]:
     A token is typical if its surprise, -log p, is close to the entropy of the distribution.
     """
 
-    def rule(logits: Tensor, controls: Tensor, seen: Tensor, noise: Tensor | None) -> Tensor:
+    def rule(logits: Tensor, controls: Tensor, seen: Tensor, noise: Noise | None) -> Tensor:
         if noise is None:  # temperature 0
             return sample(logits, controls, seen, noise)
-        # The N likeliest tokens after temperature, top_k, top_p, min_p and repetition penalty.
-        tokens, weights = shortlist(logits, controls, seen, noise.shape[-1])
+        # The likeliest tokens after temperature, top_k, top_p, min_p and repetition penalty.
+        tokens, weights = shortlist(logits, controls, seen, noise.candidates)
         p = weights / weights.sum(dim=-1, keepdim=True)
         surprise = -p.clamp_min(1e-30).log()
         entropy = (p * surprise).sum(dim=-1, keepdim=True)
@@ -37,7 +37,7 @@ def typical(mass: float) -> Callable[..., Tensor]:
         p, tokens = p.gather(-1, order), tokens.gather(-1, order)
         p = p.masked_fill(p.cumsum(dim=-1) - p >= mass, 0.0)
         # Gumbel's trick: the largest p / noise is a draw from p.
-        return tokens.gather(-1, (p / noise).argmax(dim=-1, keepdim=True))
+        return tokens.gather(-1, (p / noise.of(tokens)).argmax(dim=-1, keepdim=True))
 
     return rule
 

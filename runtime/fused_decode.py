@@ -16,10 +16,12 @@ every token chooses. A family declares by `fused_decode_settings` what it adds t
 costs them nothing. It serves up to MAX_TOKENS tokens: one of each of several sequences [B, 1], or
 drafts and short prompts of one [1, Q]. Several tokens take a seventh kernel, for the top-k. Several
 queries of a sequence have an attention kernel of their own (ops/few_queries_attention.py); latent
-attention's core is then Inductor's. Everything else runs the compiled blocks, which are the
-reference that tests compare with.
+attention's core is then Inductor's. After the layers, one token's norm and head are one product,
+and sampling is two kernels (ops/token_draw.py). Everything else runs the compiled blocks, which are
+the reference that tests compare with.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -43,9 +45,11 @@ from ops.few_tokens import MAX_TOKENS
 from ops.inductor import materialize
 from ops.moe_decode import SWIGLU, Weight, reads_once
 from ops.moe_router import Routing
+from ops.token_draw import draw_tokens
 from runtime.fused_attention import FusedDecodeAttention, fused_attention
 from runtime.fused_latent_attention import FusedLatentAttention
 from runtime.runner import CompiledRunner
+from runtime.sampling import MAX_CANDIDATES, StepState, sample
 
 # An H200's bytes/s. Weights that several tokens share are read again from L2: a product that
 # gathers experts for 8 tokens of Mixtral reached this (docs/log/batches.md, "tokens innermost").
@@ -330,6 +334,35 @@ def end_tokens(model: Transformer, x: Tensor, last: Tensor | None) -> Tensor:
     return model.logits(materialize(model.norm(x)), last)
 
 
+class FusedHead:
+    """The last norm and the head, as one product for one token.
+
+    Raises ValueError for logits that are not the model's plain ones.
+    """
+
+    def __init__(self, model: Transformer):
+        head, self.norm = model.head, model.norm
+        plain = type(head) is Linear or hasattr(head, "kernel_weight")
+        if type(model).logits is not Transformer.logits or not plain or head.bias is not None:
+            raise ValueError("no kernel for these logits")
+        if not isinstance(self.norm, RMSNorm):
+            raise ValueError(f"no kernel for {type(self.norm).__name__}")
+        self.weight = kernel_weight(head)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [1, D], not normed -> fp32 logits [1, V], of which none is rounded to bf16."""
+        norm = self.norm
+        return moe_decode.down(x, self.weight, norm=norm.weight, eps=norm.eps, dtype=torch.float32)
+
+
+def fused_head(model: Transformer) -> FusedHead | None:
+    """Return the model's head with its kernel, if it has one."""
+    try:
+        return FusedHead(model)
+    except ValueError:
+        return None
+
+
 def run_core(attention: nn.Module, projected: Tensor, context: Context) -> Tensor:
     # Contiguous, as `down` reads it.
     return attention.core(projected, context).contiguous()
@@ -347,6 +380,7 @@ class FusedRunner(CompiledRunner):
         self.layers = {id(block): layer for block, layer in fused_layers(model).items()}
         for layer in self.layers.values():
             layer.experts.prepare()
+        self.head = fused_head(model)
         # The most tokens that all layers take. A short prompt is padded to this number: its padding
         # reads no experts, so that more sizes would save little.
         self.max_tokens = 1
@@ -386,7 +420,20 @@ class FusedRunner(CompiledRunner):
     def logits(self, model: Transformer, normed: Tensor, last: Tensor | None) -> Tensor:
         if not self.is_fused:
             return super().logits(model, normed, last)
+        if self.head is not None and last is not None and normed.shape[:2] == (1, 1):
+            return self.head.forward(normed.flatten(0, 1))
         return self.compiled_end_tokens(model, normed, last)
+
+    def sample_step(self, rule: Callable) -> Callable:
+        compiled = super().sample_step(rule)
+
+        def sample_step(state: StepState, logits: Tensor, count: int) -> None:
+            if rule is not sample or count > MAX_CANDIDATES:
+                return compiled(state, logits, count)
+            s = state
+            draw_tokens(logits, s.seen, s.controls, s.seeds, s.position, s.last, s.token)
+
+        return sample_step
 
 
 def fused_layers(model: Transformer) -> dict[Block, FusedLayer]:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from model import COUNTING_SORT_MAX_TOKENS, Block, Chunk, Context, Runner, Transformer
+from runtime.sampling import make_sample_step
 
 SHORT_CHUNK = COUNTING_SORT_MAX_TOKENS  # tokens of a short prompt that run at once
 
@@ -25,6 +26,10 @@ class EagerRunner(Runner):
     def can_capture(self, tokens: int) -> bool:
         """Whether a call of this many tokens can be captured as CUDA graphs."""
         return True
+
+    def sample_step(self, rule: Callable) -> Callable:
+        """Return `make_sample_step(rule)` as this runner executes it."""
+        return make_sample_step(rule)
 
 
 class InterruptedRunner(Runner):
@@ -59,6 +64,9 @@ class CompiledRunner(EagerRunner):
         self.compiled_begin = self.compile(type(model).begin)
         self.compiled_block = self.compile(run_block)
         self.compiled_logits = self.compile(type(model).logits)
+
+    def sample_step(self, rule: Callable) -> Callable:
+        return torch.compile(make_sample_step(rule), fullgraph=True, dynamic=False)
 
     def begin(self, model: Transformer, tokens: Tensor, span: Tensor | Chunk):
         return self.compiled_begin(model, tokens, span)

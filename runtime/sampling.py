@@ -95,13 +95,12 @@ class Sampling:
 # Noise --------------------------------------------------------------------------------------------
 
 
-def uniform(seeds: Tensor, position: Tensor, count: int, stream: int = 0) -> Tensor:
-    """Return fp32 [B, count] from the open interval (0, 1): a hash of seed, position and index.
+def uniform(seeds: Tensor, position: Tensor, index: Tensor, stream: int = 0) -> Tensor:
+    """Return fp32 [B, N] from the open interval (0, 1): a hash of seed, position and index.
 
-    seeds int64 [B], position int64 [B, 1]. stream: its numbers are those of another seed. The hash
-    is SplitMix64's (Steele, Lea & Flood 2014, figure 15).
+    seeds int64 [B], position int64 [B, 1], index int64 [B, N] or [N]. stream: its numbers are those
+    of another seed. The hash is SplitMix64's (Steele, Lea & Flood 2014, figure 15).
     """
-    index = torch.arange(count, device=seeds.device)
     key = scramble(scramble(seeds.unsqueeze(1) ^ stream) + position * WEYL)
     # Xor: Inductor would compute index * WEYL as an address, which overflows.
     bits = shift_right(scramble(key ^ index), 32)
@@ -109,9 +108,21 @@ def uniform(seeds: Tensor, position: Tensor, count: int, stream: int = 0) -> Ten
     return ((bits.float() + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)
 
 
-def exponential(seeds: Tensor, position: Tensor, count: int, stream: int = 0) -> Tensor:
-    """Return standard exponential noise above 0, fp32 [B, count]. The rest is as in `uniform`."""
-    return -torch.log1p(-uniform(seeds, position, count, stream))
+def exponential(seeds: Tensor, position: Tensor, index: Tensor, stream: int = 0) -> Tensor:
+    """Return standard exponential noise above 0, fp32 [B, N]. The rest is as in `uniform`."""
+    return -torch.log1p(-uniform(seeds, position, index, stream))
+
+
+class Noise(NamedTuple):
+    """What a rule of sampling draws with: noise for any token of each row."""
+
+    seeds: Tensor  # int64 [B]
+    position: Tensor  # int64 [B, 1], that of the token before the drawn one
+    candidates: int  # among how many of the likeliest tokens a rule chooses
+
+    def of(self, tokens: Tensor) -> Tensor:
+        """tokens int64 [B, N] -> standard exponential noise above 0, fp32 [B, N]."""
+        return exponential(self.seeds, self.position, tokens)
 
 
 # SplitMix64's constants, as signed numbers: 2 ** 64 / golden ratio, and two of its finalizer.
@@ -170,21 +181,20 @@ def rank_candidates(
     return tokens, torch.where(keep, probabilities, 0.0), finite
 
 
-def sample(logits: Tensor, controls: Tensor, seen: Tensor, noise: Tensor | None) -> Tensor:
+def sample(logits: Tensor, controls: Tensor, seen: Tensor, noise: Noise | None) -> Tensor:
     """logits fp32 [B, V] -> tokens [B, 1], NOT_FINITE for a row whose largest logit is not finite.
 
     controls and seen are those of `shortlist`.
 
-    noise [B, N]: standard exponential, above 0. The largest p / noise among the N likeliest
-    tokens is a draw from p (Gumbel's trick, without the sum and search of `torch.multinomial`).
-    None: greedy.
+    The candidate with the largest p / noise is a draw from p (Gumbel's trick, without the sum and
+    search of `torch.multinomial`). noise None: greedy. ops/token_draw.py has the same as kernels.
     """
     if noise is None:
         logits = penalize(logits, seen, controls[:, 4:])
         tokens = argmax(logits)  # of a row with a NaN, that
         return torch.where(logits.gather(-1, tokens).isfinite(), tokens, NOT_FINITE)
-    tokens, weights = shortlist(logits, controls, seen, noise.shape[-1])
-    return tokens.gather(-1, argmax(weights / noise))
+    tokens, weights = shortlist(logits, controls, seen, noise.candidates)
+    return tokens.gather(-1, argmax(weights / noise.of(tokens)))
 
 
 # Steps --------------------------------------------------------------------------------------------
@@ -209,7 +219,7 @@ def make_sample_step(rule: Callable) -> Callable:
 
     def sample_step(state: StepState, logits: Tensor, count: int) -> None:
         # The noise of a token is keyed by the position of the token before it.
-        noise = exponential(state.seeds, state.position, count) if count else None
+        noise = Noise(state.seeds, state.position, count) if count else None
         step_to(state, rule(logits, state.controls, state.seen, noise))
 
     return sample_step

@@ -13,7 +13,6 @@ import secrets
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -33,7 +32,6 @@ from runtime.sampling import (
     NotFiniteError,
     Sampling,
     StepState,
-    make_sample_step,
     sample,
 )
 from runtime.sequence_state import MAX_TENTATIVE, truncate_all
@@ -130,10 +128,10 @@ class Session:
         self.prefill_runner: Runner = EagerRunner(model)
         if self.options.compile_prefill:
             self.prefill_runner = runner_class(model, dynamic=True)
-        self.sample_step, self.edit_step = make_sample_step(self.options.sample_rule), edit_logits
+        self.sample_step = self.runner.sample_step(self.options.sample_rule)
+        self.edit_step = edit_logits
         if self.compiled:
-            whole = partial(torch.compile, fullgraph=True, dynamic=False)
-            self.sample_step, self.edit_step = whole(self.sample_step), whole(edit_logits)
+            self.edit_step = torch.compile(edit_logits, fullgraph=True, dynamic=False)
 
     def make_buffers(self) -> None:
         """Allocate what a step reads and writes in place: a captured step needs fixed addresses."""

@@ -76,8 +76,7 @@ def verify_sampled(
     numbers differ.
     """
     N, keys = drafts.shape[1], (state.seeds, state.position)
-    noise = exponential(*keys, candidates)
-    chances = uniform(*keys, N, ACCEPT_STREAM).T
+    chances = uniform(*keys, torch.arange(N, device=drafts.device), ACCEPT_STREAM).T
     seen = seen_by_row(state.token, drafts, state.seen)
     tokens, weights, finite = rank_candidates(logits, state.controls, seen, candidates)
     p, is_draft = weights / weights.sum(dim=-1, keepdim=True), tokens[:N] == drafts.T
@@ -90,7 +89,7 @@ def verify_sampled(
     p = torch.cat((left, p[N:]))
     count = good.flatten().long().cumprod(dim=0).sum().view(1)
     own = tokens.index_select(0, count)
-    own = own.gather(1, argmax(p.index_select(0, count) / noise))
+    own = own.gather(1, argmax(p.index_select(0, count) / exponential(*keys, own)))
     own = torch.where(finite.index_select(0, count), own, NOT_FINITE)
     return pack_result(drafts, count, own)
 
@@ -118,7 +117,7 @@ def draw_with_probabilities(state: StepState, logits: Tensor, count: int) -> Ten
     tokens, weights, finite = rank_candidates(logits, state.controls, state.seen, count)
     probabilities = torch.where(finite, weights / weights.sum(dim=-1, keepdim=True), 0.0)
     q = torch.zeros_like(logits).scatter(1, tokens, probabilities)
-    noise = exponential(state.seeds, state.position, count, DRAFT_STREAM)
+    noise = exponential(state.seeds, state.position, tokens, DRAFT_STREAM)
     chosen = tokens.gather(1, argmax(weights / noise))
     step_to(state, torch.where(finite, chosen, NOT_FINITE))
     return q

@@ -165,6 +165,7 @@ def compiled(kernel, launch: Launch):
         torch.int8: "*i8",
         torch.int16: "*i16",
         torch.int64: "*i64",
+        torch.bool: "*i1",
     }
     kinds = ["i64" if isinstance(t, int) else types[t.dtype] for t in launch.tensors]
     signature = dict(zip(kernel.arg_names, kinds, strict=False))

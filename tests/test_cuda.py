@@ -10,6 +10,7 @@ import pytest
 import torch
 from conftest import FAMILIES
 from test_batch import Alternating, random_requests, run
+from test_token_draw import SETTINGS
 from torch._dynamo.utils import counters
 from torch._inductor import config as inductor
 
@@ -34,6 +35,7 @@ from offload.runner import runner_class_for
 from ops import gemv4
 from ops.gated_delta_token import delta_token
 from ops.inductor import configure_inductor
+from ops.token_draw import GROUPS
 from ops.tuning import gpu_ms
 from runtime.batch import Batch
 from runtime.fused_attention import MAX_CACHE_LEN, fuse_decode_attention
@@ -41,6 +43,7 @@ from runtime.fused_decode import FusedRunner, can_fuse
 from runtime.sampling import NotFiniteError, Sampling
 from runtime.session import Session, SessionOptions
 from runtime.speculation import Speculation
+from tests.token_draw_without_gpu import run as run_draw
 from tokenizer import load_tokenizer
 
 pytestmark = [
@@ -282,6 +285,14 @@ def fused_and_eager(tmp_path, mode: str, length: int, **options) -> list[Session
         kernels = dict(compile=True, runner_class=FusedRunner) if compile else {}
         sessions.append(Session(model, length, SessionOptions(**kernels, **options)))
     return [*sessions, directory]
+
+
+@pytest.mark.parametrize("logits", ("normal", "rounded", "equal", "clustered", "masked", "damaged"))
+def test_tokens_are_drawn_as_by_plain_pytorch(logits):
+    """At full size: a group of the vocabulary has 297 tokens."""
+    settings = (*SETTINGS[:3], *SETTINGS)
+    found = run_draw(dict(logits=logits, V=151936, groups=GROUPS, rows=settings), "cuda")
+    assert found["plain"] == found["fused"] and found["same"], found
 
 
 @pytest.mark.parametrize(("mode", "length"), (("int4", 512), ("int8", 2048)))

@@ -8,7 +8,7 @@ from test_serve import Running
 from generate import load_model
 from model import Transformer
 from ops.topk import largest_by_rank
-from runtime.sampling import NOT_FINITE, NotFiniteError, Sampling, sample, shortlist
+from runtime.sampling import NOT_FINITE, Noise, NotFiniteError, Sampling, sample, shortlist
 from runtime.session import Session, SessionOptions
 from runtime.speculation import LookupDrafter, Speculation
 
@@ -59,6 +59,10 @@ def check_stops(session, model: Transformer, sampling: Sampling, values=(NAN, IN
 # Rules --------------------------------------------------------------------------------------------
 
 
+def noise_of(rows: int, candidates: int) -> Noise:
+    return Noise(torch.arange(rows), torch.zeros(rows, 1, dtype=torch.int64), candidates)
+
+
 def rows(*changes: dict[int, float]) -> torch.Tensor:
     """Return fp32 logits [len(changes), 4000], each row with these values changed."""
     logits = torch.randn(len(changes), 4000, generator=torch.Generator().manual_seed(0))
@@ -79,7 +83,7 @@ def test_a_row_without_a_finite_maximum_gives_no_token(monkeypatch, greedy, rank
     seen = torch.zeros(logits.shape, dtype=torch.bool)
     seen[:, 5:10] = True
     controls = Sampling(repetition_penalty=1.3).controls(4000)[None]
-    noise = None if greedy else torch.ones(len(logits), 256)
+    noise = None if greedy else noise_of(len(logits), 256)
     tokens = sample(logits, controls, seen, noise).flatten().tolist()
     assert [token == NOT_FINITE for token in tokens] == [True, True, False, False, True, True, True]
     assert all(0 <= token < 4000 for token in tokens if token != NOT_FINITE)
@@ -94,27 +98,28 @@ def test_a_rule_of_shortlist_gives_no_token():
 def test_a_tiny_temperature_is_no_damage():
     logits, seen = rows({7: 90.0}), torch.zeros(1, 4000, dtype=torch.bool)
     controls = Sampling(temperature=1e-38).controls(4000)[None]
-    assert sample(logits, controls, seen, torch.ones(1, 256)).item() == 7
+    assert sample(logits, controls, seen, noise_of(1, 256)).item() == 7
 
 
 @pytest.mark.parametrize("settings", (GREEDY, SAMPLED, Sampling(0.7, 40, 0.8, 0.02, 1.2)))
 def test_finite_logits_give_the_tokens_of_plain_torch(settings):
     logits, generator = rows(*[{}] * 32), torch.Generator().manual_seed(1)
     seen = torch.rand(logits.shape, generator=generator) < 0.1
-    noise = torch.empty(32, settings.candidates(4000)).exponential_(generator=generator)
-    tokens = sample(logits, settings.controls(4000)[None], seen, noise if noise.numel() else None)
+    count = settings.candidates(4000)
+    noise = noise_of(32, count) if count else None
+    tokens = sample(logits, settings.controls(4000)[None], seen, noise)
     scaled = torch.where(logits > 0, logits / settings.repetition_penalty, logits)
     scaled = torch.where(logits > 0, scaled, logits * settings.repetition_penalty)
     scaled = torch.where(seen, scaled, logits)
     if settings is GREEDY:
         assert torch.equal(tokens, scaled.argmax(dim=-1, keepdim=True))
         return
-    values, order = scaled.topk(noise.shape[1])
-    top_k = torch.arange(noise.shape[1]) < (settings.top_k or 4000)
+    values, order = scaled.topk(count)
+    top_k = torch.arange(count) < (settings.top_k or 4000)
     p = torch.where(top_k, values / settings.temperature, -INF).softmax(dim=-1)
     top_p = (p.cumsum(dim=-1) - p < settings.top_p) | (settings.top_p == 1)
     p = torch.where(top_k & top_p & (p >= settings.min_p * p[:, :1]), p, 0.0)
-    assert torch.equal(tokens, order.gather(1, (p / noise).argmax(dim=-1, keepdim=True)))
+    assert torch.equal(tokens, order.gather(1, (p / noise.of(order)).argmax(dim=-1, keepdim=True)))
 
 
 # Sessions -----------------------------------------------------------------------------------------

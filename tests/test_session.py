@@ -27,7 +27,7 @@ from ops.topk import BLOCK, RANK_KERNEL_MAX, argmax, largest_by_rank, running_su
 from parallel.device import pick_device
 from runtime import graphs
 from runtime.runner import EagerRunner
-from runtime.sampling import Sampling, sample
+from runtime.sampling import Noise, Sampling, sample
 from runtime.session import Session, SessionOptions, short_chunk_sizes
 
 GREEDY = Sampling(temperature=0)
@@ -70,8 +70,7 @@ def generate(
 def draw(logits, count, *, k, temperature=1.0, top_p=2.0, min_p=0.0, penalty=1.0, seen=None):
     """Draw `count` tokens from one row of logits [V], as one batch."""
     rows = logits.expand(count, -1)
-    generator = torch.Generator().manual_seed(0)
-    noise = torch.empty(count, len(logits)).exponential_(generator=generator)
+    noise = Noise(torch.arange(count), torch.zeros(count, 1, dtype=torch.int64), len(logits))
     seen = torch.zeros_like(rows, dtype=torch.bool) if seen is None else seen.expand(count, -1)
     controls = torch.tensor([[temperature, k, top_p, min_p, penalty]])
     return sample(rows, controls, seen, noise).squeeze(1)

@@ -19,7 +19,7 @@ import generate
 from generate import load_model, main
 from model import ModelArgs, Transformer
 from runtime import speculation as speculation_module
-from runtime.sampling import Sampling, StepState, exponential, sample
+from runtime.sampling import Noise, Sampling, StepState, sample
 from runtime.session import Session, SessionOptions
 from runtime.speculation import NGRAM, LookupDrafter, Speculation, verify_sampled
 
@@ -351,7 +351,7 @@ def test_verified_tokens_have_the_models_distribution(setting, source, rule, mon
         assert len(tokens) == N + 1 and 1 <= count <= N + 1
         assert len(set(tokens[count - 1 :])) == 1
         if rule == "no residual" and count == 1:  # after a refusal, draw from p
-            noise = exponential(state.seeds, state.position, V)
+            noise = Noise(state.seeds, state.position, V)
             tokens[0] = sample(logits[:1], state.controls, seen, noise).item()
         first[tokens[0]] += 1
         if count > 1:
@@ -395,7 +395,7 @@ def test_answers_have_the_models_distribution(source, right, monkeypatch):
     draft = small_model(1) if source == "draft" else None
     speculation = Speculation(Session(model, 32), 2, draft)
     if not right:
-        always = lambda seeds, position, count, stream: torch.zeros(1, count)  # noqa: E731
+        always = lambda seeds, position, index, stream: torch.zeros(1, len(index))  # noqa: E731
         monkeypatch.setattr("runtime.speculation.uniform", always)
     found, passes, accepted = Counter(), 0, 0
     for seed in range(total):

@@ -1,0 +1,48 @@
+"""The kernels that choose a token give the tokens of plain PyTorch, in Triton's interpreter."""
+
+import pytest
+from without_gpu import run_without_gpu
+
+SETTINGS = (
+    dict(seed=1),
+    dict(seed=2, temperature=0.0),
+    dict(seed=3, top_p=0.5),
+    dict(seed=4, top_k=20, min_p=0.1, repetition_penalty=1.3),
+    dict(seed=5, temperature=0.3, top_k=256, top_p=0.95),
+)
+QUICK = dict(logits="normal", V=700, groups=16, rows=SETTINGS[2:4])
+# "damaged" has four rows that are not finite.
+CASES = (
+    dict(logits="normal", V=5000, groups=64, rows=SETTINGS),
+    dict(logits="rounded", V=3000, groups=64, rows=SETTINGS),
+    dict(logits="equal", V=300, groups=16, rows=SETTINGS),
+    dict(logits="clustered", V=3000, groups=32, rows=SETTINGS),
+    dict(logits="masked", V=3000, groups=32, rows=SETTINGS),
+    dict(logits="damaged", V=300, groups=16, rows=(*SETTINGS[:2], *SETTINGS)),
+    dict(logits="normal", V=40, groups=16, rows=SETTINGS[:3]),
+    dict(logits="normal", V=32000, groups=512, rows=SETTINGS[:1]),
+)
+
+
+def check(*cases: dict) -> None:
+    found = run_without_gpu("token_draw_without_gpu.py", given=cases, TRITON_INTERPRET="1")
+    for case, result in zip(cases, found, strict=True):
+        assert result["plain"] == result["fused"] and result["same"], (case, result)
+        if case["logits"] == "damaged":
+            assert result["plain"][:4] == [-1] * 4 and min(result["plain"][4:]) >= 0
+
+
+def test_the_tokens_are_those_of_plain_pytorch():
+    check(QUICK)
+
+
+@pytest.mark.slow
+def test_the_tokens_are_those_of_plain_pytorch_for_every_kind_of_logits():
+    check(*CASES)
+
+
+@pytest.mark.slow
+def test_they_compile_for_an_h200():
+    found = run_without_gpu("token_draw_without_gpu.py", given=[])
+    assert set(found) == {"_find_best", "_draw"}
+    assert all(counts == {"spills": 0, "waits": 1} for counts in found.values())

@@ -1,0 +1,120 @@
+"""Run and compile the kernels of ops/token_draw.py without a GPU; see kernels_without_gpu.py.
+
+    TRITON_INTERPRET=1 python tests/token_draw_without_gpu.py < INPUT    Triton's interpreter, CPU
+    python tests/token_draw_without_gpu.py < INPUT    machine code for an H200, by Triton and ptxas
+
+INPUT is a JSON list of cases: "logits" (a name in LOGITS), "V", "groups", and a list of the
+arguments of `Sampling`, "rows". The interpreter's process prints for each case the tokens of plain
+PyTorch, those of the kernels, and whether the rest of the step's state is the same. The other
+prints counts of the machine code of both kernels.
+"""
+
+import json
+import os
+import sys
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from ops import token_draw
+from runtime.sampling import MAX_CANDIDATES, Sampling, StepState, make_sample_step, sample
+from tests.kernels_without_gpu import Launch, OnCuda, compiled
+
+INF, NAN = float("inf"), float("nan")
+
+
+def normal(B: int, V: int) -> Tensor:
+    return 3 * torch.randn(B, V, generator=torch.Generator().manual_seed(V))
+
+
+def rounded(B: int, V: int) -> Tensor:
+    """Many ties."""
+    return normal(B, V).round()
+
+
+def equal(B: int, V: int) -> Tensor:
+    return torch.full((B, V), -1.5)
+
+
+def clustered(B: int, V: int) -> Tensor:
+    """The likeliest tokens are neighbors, so that groups hold more of them than they keep."""
+    return torch.where(torch.arange(V) // 40 % 5 == 2, 5.0, 0.0) + normal(B, V)
+
+
+def masked(B: int, V: int) -> Tensor:
+    """Of a grammar that allows seven tokens."""
+    return torch.where(torch.arange(V) % (V // 7) == 3, normal(B, V), -INF)
+
+
+def damaged(B: int, V: int) -> Tensor:
+    """A NaN, inf, -inf alone, and a NaN that is not the largest by its bits."""
+    logits = normal(B, V)
+    logits[0, 7], logits[1, 20], logits[2] = NAN, INF, -INF
+    logits[3, 9] = -NAN
+    return logits
+
+
+LOGITS = {f.__name__: f for f in (normal, rounded, equal, clustered, masked, damaged)}
+
+
+def run(case: dict, device: str = "cpu") -> dict:
+    """Return the tokens of a case, and whether the states after the step are the same."""
+    rows = [Sampling(**settings) for settings in case["rows"]]
+    B, V = len(rows), case["V"]
+    logits = LOGITS[case["logits"]](B, V).to(device)
+    generator = torch.Generator().manual_seed(1)
+
+    def state() -> StepState:
+        parts = StepState(
+            token=torch.full((B, 1), 5),
+            position=torch.arange(B).unsqueeze(1) + 11,
+            last=-(torch.arange(B) % 2),
+            seen=torch.rand(B, V, generator=generator.manual_seed(1)) < 0.3,
+            controls=torch.stack([row.controls(V) for row in rows]),
+            seeds=torch.tensor([row.seed or 0 for row in rows]),
+        )
+        return StepState(*(part.to(device) for part in parts))
+
+    plain, fused = state(), state()
+    # As on a GPU: the lower of equal tokens comes first.
+    given = logits if logits.is_cuda else logits.as_subclass(OnCuda)
+    make_sample_step(sample)(plain, given, min(MAX_CANDIDATES, V))
+    s = fused
+    with mock.patch.object(token_draw, "GROUPS", case["groups"]):
+        token_draw.draw_tokens(
+            logits, s.seen, s.controls, s.seeds, s.position, s.last, s.token, pdl=logits.is_cuda
+        )
+    others = zip(plain[1:], fused[1:], strict=True)
+    same = plain.token.equal(fused.token) and all(a.equal(b) for a, b in others)
+    tokens = [s.token.flatten().tolist() for s in (plain, fused)]
+    return {"plain": tokens[0], "fused": tokens[1], "same": same}
+
+
+def counts() -> dict:
+    """Return registers, spills and waits of each kernel's machine code, of 8 rows of Qwen3."""
+    launches = {name: Launch() for name in ("_find_best", "_draw")}
+    B, V = 8, 151936
+    whole = torch.zeros(B, dtype=torch.int64)
+    with mock.patch.multiple(token_draw, **launches):
+        token_draw.draw_tokens(
+            torch.empty(B, V), torch.empty(B, V, dtype=torch.bool), torch.empty(B, 5), *4 * [whole],
+            pdl=True,
+        )  # fmt: skip
+    found = {}
+    for name, launch in launches.items():
+        sass = compiled(getattr(token_draw, name), launch).asm["sass"]
+        found[name] = {"spills": sass.count("STL"), "waits": sass.count("ACQBULK")}
+    return found
+
+
+def main() -> int:
+    torch.set_num_threads(1)
+    cases = json.load(sys.stdin)
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    print(json.dumps([run(case) for case in cases] if interpreted else counts()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
