@@ -1,12 +1,14 @@
-"""The next token of each row in two Triton kernels: `runtime.sampling.sample` and `step_to`.
+"""The next token of each row in three Triton kernels: `runtime.sampling.sample` and `step_to`.
 
     find_best    of each of GROUPS groups of the vocabulary, the KEPT tokens with the largest logits
-    draw         top-k, top-p and min-p among those, the draw, and the step to the token
+    rank         the TOP largest of those, in order
+    draw         top-k, top-p and min-p, the draw, and the step to the token
 
 A token's key is its logit's ordered bits, then its complement: int64, so that keys are distinct and
-the order of keys is the order of `shortlist`, ties included. The k largest keys are found by
-bisection. A group may have more of them than it keeps; its last one is then among the k largest,
-and `draw` takes the whole vocabulary instead, in a loop: exact, but about 0.3 ms.
+the order of keys is the order of `shortlist`, ties included.
+
+A group may have more of the top_k largest keys than it keeps. Then its last one is among them, and
+`draw` searches the whole vocabulary instead: exact, but one program takes about 1 ms for it.
 """
 
 from __future__ import annotations  # annotations of kernels name triton, which may be absent
@@ -17,9 +19,11 @@ from torch import Tensor
 from ops.jit import jit, supports_pdl, tl, triton
 from ops.moe_router import _ordered_bits
 
+TOP = 256  # as many candidates as `sampling.MAX_CANDIDATES`
 # A group has half of a token of the likeliest 256 on average, and 8 of them once in 10 million.
 GROUPS, KEPT = 512, 8
 RUN = 4  # neighbors in a group: neighboring tokens, such as digits, are often likely together
+RANKED = 32  # keys whose rank a program counts
 
 # Kernels ------------------------------------------------------------------------------------------
 
@@ -49,19 +53,23 @@ def _token_of(key):
     return 0x7FFFFFFF - (key & 0x7FFFFFFF).to(tl.int32)
 
 
-# Grid [GROUPS, B], one warp a program: a group's KEPT largest keys, one maximum each.
+# Grid [GROUPS, B], one warp a program: a group's KEPT largest keys, one maximum each. The first
+# program clears what `_rank` writes.
 @jit
 def _find_best(
     logits,
     seen,
     controls,
     best,
+    ordered,
+    crowded,
     V: tl.constexpr,
     PDL: tl.constexpr,
     GROUPS: tl.constexpr,
     KEPT: tl.constexpr,
     RUN: tl.constexpr,
     SIZE: tl.constexpr,
+    TOP: tl.constexpr,
 ):
     group, row = tl.program_id(0), tl.program_id(1)
     at = tl.arange(0, SIZE)
@@ -78,76 +86,46 @@ def _find_best(
         first = tl.min(tl.where(bits == largest, token, 2**31 - 1), 0)
         tl.store(best + n, _key(largest, first))
         bits = tl.where(token == first, -(2**31), bits)
+    if group == 0:
+        tl.store(ordered + row * 2 * TOP + tl.arange(0, TOP), tl.full([TOP], -(2**63), tl.int64))
+        tl.store(crowded + row, 0)
+
+
+# Grid [GROUPS * KEPT / RANKED, B]: RANKED keys are compared with all. crowded: set if a group's
+# last key is among the top_k.
+@jit
+def _rank(
+    controls,
+    best,
+    ordered,
+    crowded,
+    PDL: tl.constexpr,
+    KEPT: tl.constexpr,
+    COUNT: tl.constexpr,
+    RANKED: tl.constexpr,
+    TOP: tl.constexpr,
+):
+    row = tl.program_id(1)
+    top_k = tl.load(controls + row * 5 + 1)
+    best += row * COUNT
+    at = tl.program_id(0) * RANKED + tl.arange(0, RANKED)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    # All loads at once: in a loop each would wait for the one before.
+    other = tl.load(best + tl.arange(0, COUNT), cache_modifier=".cg")
+    key = tl.load(best + at, cache_modifier=".cg")
+    rank = tl.sum((other[None, :] > key[:, None]).to(tl.int32), 1)
+    tl.store(ordered + row * 2 * TOP + rank, key, mask=rank < TOP)
+    tl.store(crowded + row + 0 * at, 1, mask=(at % KEPT == KEPT - 1) & (rank < top_k))
 
 
 @jit
-def _weight(key, scale):
-    """Return the probability of a key's token as a multiple of the likeliest one's.
-
-    scale: the largest key, and the temperature.
-    """
-    return tl.exp((_logit_of(key) - _logit_of(scale[0])) / scale[1])
-
-
-@jit
-def _vocabulary_keys(source, start, V: tl.constexpr, COUNT: tl.constexpr):
-    """Return the keys of COUNT tokens. source: logits and seen of a row, and its penalty."""
-    token = start + tl.arange(0, COUNT)
+def _vocabulary_keys(source, start, V: tl.constexpr, CHUNK: tl.constexpr):
+    """Return the keys of CHUNK tokens. source: logits and seen of a row, and its penalty."""
+    token = start + tl.arange(0, CHUNK)
     x = _edited_logits(source[0], source[1], source[2], token, token < V)
     return tl.where(token < V, _key(_ordered_bits(x), token), -(2**63))
-
-
-@jit
-def _sums_from(
-    least, key, end, source, scale, BY_WEIGHT: tl.constexpr, V: tl.constexpr, COUNT: tl.constexpr
-):
-    """Return the number of keys from `least` on, and the same or BY_WEIGHT their weight: fp32.
-
-    key: the first COUNT keys; if `end` is above COUNT, the rest of the vocabulary follows.
-    """
-    count = tl.sum((key >= least).to(tl.float32), 0)
-    total = count
-    if BY_WEIGHT:
-        total = tl.sum(tl.where(key >= least, _weight(key, scale), 0.0), 0)
-    for start in range(COUNT, end, COUNT):
-        more = _vocabulary_keys(source, start, V, COUNT)
-        n = tl.sum((more >= least).to(tl.float32), 0)
-        count += n
-        if BY_WEIGHT:
-            n = tl.sum(tl.where(more >= least, _weight(more, scale), 0.0), 0)
-        total += n
-    return count, total
-
-
-@jit
-def _shortest_prefix(
-    low,
-    goal,
-    key,
-    end,
-    source,
-    scale,
-    BY_WEIGHT: tl.constexpr,
-    V: tl.constexpr,
-    COUNT: tl.constexpr,
-):
-    """Return a lower bound of the fewest largest keys whose number, or weight, reaches `goal`.
-
-    It is `low` if all keys from there on do not exceed the goal.
-    """
-    high, above = scale[0] + 1, 0.0
-    count, total = _sums_from(low, key, end, source, scale, BY_WEIGHT, V, COUNT)
-    if total <= goal:
-        above = count
-    # The goal is reached by the `count` keys from `low` on, and not by the `above` from `high` on.
-    while count - above > 1.0:
-        middle = (low >> 1) + (high >> 1) + (low & high & 1)
-        n, total = _sums_from(middle, key, end, source, scale, BY_WEIGHT, V, COUNT)
-        if total >= goal:
-            low, count = middle, n
-        else:
-            high, above = middle, n
-    return low
 
 
 @jit
@@ -169,16 +147,45 @@ def _exponential(noise_key, token):
 
 
 @jit
-def _best_draw(key, least, scale, min_p, noise_key):
-    """Return the largest weight / noise of the keys from `least` on, and its token."""
-    weight = _weight(key, scale)
-    kept = (key >= least) & (weight >= min_p)
-    draw = tl.where(kept, weight / _exponential(noise_key, _token_of(key)), -1.0)
-    largest = tl.max(draw, 0)
-    return largest, tl.min(tl.where(draw == largest, _token_of(key), 2**31 - 1), 0)
+def _count_from(least, source, V: tl.constexpr, CHUNK: tl.constexpr):
+    """Return the number of keys from `least` on."""
+    count = 0
+    for start in range(0, V, CHUNK):
+        keys = _vocabulary_keys(source, start, V, CHUNK)
+        count += tl.sum((keys >= least).to(tl.int32), 0)
+    return count
 
 
-# Grid [B]. COUNT: GROUPS * KEPT.
+@jit
+def _search(top_k, source, ordered, V: tl.constexpr, CHUNK: tl.constexpr, TOP: tl.constexpr):
+    """Store the top_k largest keys of the whole vocabulary at `ordered`, before TOP unordered."""
+    found = ordered + TOP
+    # Of all keys, at least top_k are from `low` on, and fewer from `high` on.
+    low, high = top_k.to(tl.int64) * 0 - (2**63 - 1), top_k.to(tl.int64) * 0 + (2**63 - 1)
+    count = top_k * 0 + V
+    while count != top_k:
+        middle = (low >> 1) + (high >> 1) + (low & high & 1)  # their sum may overflow
+        n = _count_from(middle, source, V, CHUNK)
+        if n >= top_k:
+            low, count = middle, n
+        else:
+            high = middle
+    first = 0
+    for start in range(0, V, CHUNK):
+        keys = _vocabulary_keys(source, start, V, CHUNK)
+        kept = (keys >= low).to(tl.int32)
+        tl.store(found + first + tl.cumsum(kept, 0) - 1, keys, mask=kept != 0)
+        first += tl.sum(kept, 0)
+    tl.debug_barrier()
+    at = tl.arange(0, TOP)
+    key, rank = tl.load(found + at, mask=at < top_k, other=0), tl.zeros([TOP], tl.int32)
+    for n in range(top_k):
+        rank += (tl.load(found + n) > key).to(tl.int32)
+    tl.store(ordered + rank, key, mask=at < top_k)
+    tl.debug_barrier()
+
+
+# Grid [B].
 @jit
 def _draw(
     logits,
@@ -187,49 +194,46 @@ def _draw(
     seeds,
     position,
     last,
-    best,
+    ordered,
+    crowded,
     token,
     V: tl.constexpr,
     PDL: tl.constexpr,
-    KEPT: tl.constexpr,
-    COUNT: tl.constexpr,
+    CHUNK: tl.constexpr,
+    TOP: tl.constexpr,
 ):
-    row = tl.program_id(0)
+    row, at = tl.program_id(0), tl.arange(0, TOP)
     logits += row * V
     seen += row * V
+    ordered += row * 2 * TOP
     temperature, top_k = tl.load(controls + row * 5), tl.load(controls + row * 5 + 1)
     top_p, min_p = tl.load(controls + row * 5 + 2), tl.load(controls + row * 5 + 3)
     source = logits, seen, tl.load(controls + row * 5 + 4)
     place = tl.load(position + row)
     noise_key = _scramble(tl.load(seeds + row).to(tl.uint64))
     noise_key = _scramble(noise_key + place.to(tl.uint64) * 0x9E3779B97F4A7C15)
-    at, end = tl.arange(0, COUNT), COUNT
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    key = tl.load(best + row * COUNT + at, cache_modifier=".cg")
-    top = tl.max(key, 0)
-    scale = top, temperature
-    # Tokens from 104 temperatures below the likeliest on have no weight: exp(-104) is 0 in fp32.
-    lowest = _ordered_bits(_logit_of(top) - 104.0 * temperature).to(tl.int64) << 32
-    least = _shortest_prefix(lowest, top_k, key, end, source, scale, False, V, COUNT)
-    if tl.max(tl.where(at % KEPT == KEPT - 1, key, -(2**63)), 0) >= least:
-        key, end = _vocabulary_keys(source, 0, V, COUNT), V
-        least = _shortest_prefix(lowest, top_k, key, end, source, scale, False, V, COUNT)
+    if tl.load(crowded + row, cache_modifier=".cg") != 0:
+        _search(top_k.to(tl.int32), source, ordered, V, CHUNK, TOP)
+    key = tl.load(ordered + at, cache_modifier=".cg")
+    logit, chosen = _logit_of(key), _token_of(key)
+    top = tl.load(ordered, cache_modifier=".cg")
+    largest = _logit_of(top)
+    # Probabilities, as multiples of the largest one.
+    weight = tl.where(at < top_k, tl.exp((logit - largest) / temperature), 0.0)
     if top_p < 1.0:
-        _, total = _sums_from(least, key, end, source, scale, True, V, COUNT)
-        goal = top_p * total
-        least = _shortest_prefix(least, goal, key, end, source, scale, True, V, COUNT)
-    largest, chosen = _best_draw(key, least, scale, min_p, noise_key)
-    for start in range(COUNT, end, COUNT):
-        more = _vocabulary_keys(source, start, V, COUNT)
-        draw, other = _best_draw(more, least, scale, min_p, noise_key)
-        chosen = tl.where(draw > largest, other, chosen)
-        largest = tl.maximum(draw, largest)
-    finite = tl.abs(_logit_of(top)) < float("inf")
-    tl.store(token + row, tl.where(finite, chosen, -1).to(tl.int64))
+        before = tl.cumsum(weight, 0) - weight
+        weight = tl.where(before < top_p * tl.sum(weight, 0), weight, 0.0)
+    draw = weight / _exponential(noise_key, chosen)
+    draw = tl.where((weight >= min_p) & (weight > 0.0), draw, -1.0)
+    first = tl.min(tl.where(draw == tl.max(draw, 0), at, TOP), 0)
+    finite = tl.abs(largest) < float("inf")
+    number = _token_of(tl.load(ordered + tl.where(finite, first, 0), cache_modifier=".cg"))
+    tl.store(token + row, tl.where(finite, number, -1).to(tl.int64))
     tl.store(position + row, place + tl.load(last + row) + 1)
-    tl.store(seen + tl.where(finite, chosen, V - 1), True)
+    tl.store(seen + tl.where(finite, number, V - 1), True)
 
 
 # Launching ----------------------------------------------------------------------------------------
@@ -252,16 +256,22 @@ def draw_tokens(
     """
     B, V = logits.shape
     pdl = supports_pdl(logits) if pdl is None else pdl
-    logits = logits.contiguous()
-    best = torch.empty(B, GROUPS, KEPT, dtype=torch.int64, device=logits.device)
+    logits, count = logits.contiguous(), GROUPS * KEPT
+    best = torch.empty(B, count, dtype=torch.int64, device=logits.device)
+    ordered = torch.empty(B, 2, TOP, dtype=torch.int64, device=logits.device)
+    crowded = torch.empty(B, dtype=torch.int32, device=logits.device)
     size = triton.next_power_of_2(triton.cdiv(V, GROUPS * RUN) * RUN)
-    options = dict(V=V, PDL=pdl, KEPT=KEPT, launch_pdl=pdl)
+    pdl = dict(PDL=pdl, launch_pdl=pdl)
+    groups = dict(V=V, GROUPS=GROUPS, KEPT=KEPT, RUN=RUN, SIZE=size, TOP=TOP)
     _find_best[(GROUPS, B)](
-        logits, seen, controls, best, GROUPS=GROUPS, RUN=RUN, SIZE=size, num_warps=1, **options
+        logits, seen, controls, best, ordered, crowded, **groups, num_warps=1, **pdl
     )
+    ranks = dict(KEPT=KEPT, COUNT=count, RANKED=RANKED, TOP=TOP)
+    _rank[(count // RANKED, B)](controls, best, ordered, crowded, **ranks, num_warps=8, **pdl)
+    state = controls, seeds, position, last
     _draw[(B,)](
-        *(logits, seen, controls, seeds, position, last, best, token),
-        COUNT=GROUPS * KEPT,
-        num_warps=16,
-        **options,
+        *(logits, seen, *state, ordered, crowded, token),
+        **dict(V=V, CHUNK=1024, TOP=TOP),
+        num_warps=4,
+        **pdl,
     )

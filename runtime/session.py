@@ -24,6 +24,7 @@ from ops.attention import BLOCK
 from ops.inductor import configure_inductor, without_tuning
 from runtime.graphs import CapturedStep, GraphCache, run_on_host
 from runtime.logit_edits import EditState, edit_logits, make_edit_state, set_edits
+from runtime.outbox import Outbox
 from runtime.runner import CompiledRunner, EagerRunner, InterruptedRunner
 from runtime.sampling import (
     MAX_CANDIDATES,
@@ -149,6 +150,7 @@ class Session:
 
         self.state = make_state(batch)
         self.token, self.position, self.last, self.seen, self.controls, self.seeds = self.state
+        self.outbox = Outbox(batch, device) if self.captured else None
         self.edited = False  # steps edit the logits
         self.edits = make_edit_state(batch, args.vocab_size, device)
         self.row_is_edited = [False] * batch  # its edits may change something
@@ -208,9 +210,13 @@ class Session:
         routing = (part.transpose(0, 1).flatten(1) for part in routing)
         return torch.cat([part.float() for part in (*parts, *routing)], dim=1)
 
-    def read_tokens(self) -> Callable[[], list[int]]:
-        """Start copying the newest token of each row; the result waits and sets `details`."""
-        token = read_later(self.token)
+    def read_tokens(self, posted: bool) -> Callable[[], list[int]]:
+        """Return what waits for the newest token of each row and sets `details`.
+
+        posted: a decode step has chosen them, and none was launched since.
+        """
+        in_outbox = posted and self.outbox is not None
+        token = self.outbox.read_later() if in_outbox else read_later(self.token)
         if not self.watch:
             return token
         watched = read_later(self.watched)
@@ -250,6 +256,8 @@ class Session:
         self.choose_tokens(state, edited, candidates)
         if self.watch:
             self.watched[:size].copy_(self.record_details(state.token, logits, routing))
+        if self.outbox:
+            self.outbox.post(state.token)
 
     def warm_up(self, candidates: int, size: int | None = None) -> Callable[[], None]:
         """Return the decode step, compiled and on CUDA captured on the first call.
@@ -260,7 +268,9 @@ class Session:
         if not self.steps:
             self.warm_up_short_prompts()
         if key not in self.steps:
-            self.steps[key] = self.capture(lambda: self.decode(*key[:2]), key[0])
+            with self.outbox.unchanged() if self.outbox else nullcontext():
+                step = self.capture(lambda: self.decode(*key[:2]), key[0])
+            self.steps[key] = self.outbox.counting(step) if self.outbox else step
         return self.steps[key]
 
     def capture(self, step: Callable[[], None], tokens: int, ahead: int = 1) -> Callable[[], None]:
@@ -527,14 +537,14 @@ class Session:
         self.edited = sampling.edits_logits
         step = self.warm_up(self.candidates(sampling))
         self.start_prompts(prompts, sampling)
-        tokens = self.read_tokens()
+        tokens = self.read_tokens(posted=False)
         overlaps = self.captured and not self.runner.needs_host
 
         def launch() -> Callable[[], list[int]]:
             step()
             for row in range(len(prompts)):
                 self.cached[row] += 1
-            return self.read_tokens()
+            return self.read_tokens(posted=True)
 
         for left in reversed(range(max_new_tokens)):
             current = tokens

@@ -17,7 +17,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from ops import token_draw
+from ops import outbox, token_draw
 from runtime.sampling import MAX_CANDIDATES, Sampling, StepState, make_sample_step, sample
 from tests.kernels_without_gpu import Launch, OnCuda, compiled
 
@@ -85,15 +85,23 @@ def run(case: dict, device: str = "cpu") -> dict:
         token_draw.draw_tokens(
             logits, s.seen, s.controls, s.seeds, s.position, s.last, s.token, pdl=logits.is_cuda
         )
+    slots, count = torch.full((2, B + 1), 7), torch.tensor([3], device=device)
+    if logits.is_cuda:
+        slots = slots.pin_memory()
+    for _ in range(2):
+        outbox.post_tokens(s.token, count, slots, pdl=logits.is_cuda)
+        s.token.neg_()
+    posted = torch.stack((-s.token.flatten(), s.token.flatten())).cpu()
+    same_posts = slots[:, :B].equal(posted) and slots[:, B].tolist() == [7, 7] and count.item() == 5
     others = zip(plain[1:], fused[1:], strict=True)
-    same = plain.token.equal(fused.token) and all(a.equal(b) for a, b in others)
+    same = same_posts and plain.token.equal(fused.token) and all(a.equal(b) for a, b in others)
     tokens = [s.token.flatten().tolist() for s in (plain, fused)]
     return {"plain": tokens[0], "fused": tokens[1], "same": same}
 
 
 def counts() -> dict:
     """Return registers, spills and waits of each kernel's machine code, of 8 rows of Qwen3."""
-    launches = {name: Launch() for name in ("_find_best", "_draw")}
+    launches = {name: Launch() for name in ("_find_best", "_rank", "_draw")}
     B, V = 8, 151936
     whole = torch.zeros(B, dtype=torch.int64)
     with mock.patch.multiple(token_draw, **launches):
