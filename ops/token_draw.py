@@ -23,7 +23,7 @@ TOP = 256  # as many candidates as `sampling.MAX_CANDIDATES`
 # A group has half of a token of the likeliest 256 on average, and 8 of them once in 10 million.
 GROUPS, KEPT = 512, 8
 RUN = 4  # neighbors in a group: neighboring tokens, such as digits, are often likely together
-RANKED = 32  # keys whose rank a program counts
+RANKED = 8  # keys whose rank a program counts
 
 # Kernels ------------------------------------------------------------------------------------------
 
@@ -80,19 +80,25 @@ def _find_best(
         tl.extra.cuda.gdc_launch_dependents()
     x = _edited_logits(logits + row * V, seen + row * V, penalty, token, token < V)
     bits = tl.where(token < V, _ordered_bits(x), -(2**31))
-    best += (row * GROUPS + group) * KEPT
+    best += row * KEPT * GROUPS + group
     for n in tl.static_range(KEPT):
         largest = tl.max(bits, 0)
         first = tl.min(tl.where(bits == largest, token, 2**31 - 1), 0)
-        tl.store(best + n, _key(largest, first))
+        tl.store(best + n * GROUPS, _key(largest, first))
         bits = tl.where(token == first, -(2**31), bits)
     if group == 0:
         tl.store(ordered + row * 2 * TOP + tl.arange(0, TOP), tl.full([TOP], -(2**63), tl.int64))
         tl.store(crowded + row, 0)
 
 
-# Grid [GROUPS * KEPT / RANKED, B]: RANKED keys are compared with all. crowded: set if a group's
-# last key is among the top_k.
+@jit
+def _count_larger(others, key):
+    """Return how many of `others` [N] are larger than each of `key` [M], [M]."""
+    return tl.sum((others[None, :] > key[:, None]).to(tl.int32), 1)
+
+
+# Grid [KEPT * GROUPS / RANKED, B]: RANKED keys are compared with all, but first with the largest of
+# each group, which most keys are far below. crowded: set if a group's last key is among the top_k.
 @jit
 def _rank(
     controls,
@@ -101,23 +107,26 @@ def _rank(
     crowded,
     PDL: tl.constexpr,
     KEPT: tl.constexpr,
-    COUNT: tl.constexpr,
+    GROUPS: tl.constexpr,
     RANKED: tl.constexpr,
     TOP: tl.constexpr,
 ):
     row = tl.program_id(1)
     top_k = tl.load(controls + row * 5 + 1)
-    best += row * COUNT
+    best += row * KEPT * GROUPS
     at = tl.program_id(0) * RANKED + tl.arange(0, RANKED)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    # All loads at once: in a loop each would wait for the one before.
-    other = tl.load(best + tl.arange(0, COUNT), cache_modifier=".cg")
     key = tl.load(best + at, cache_modifier=".cg")
-    rank = tl.sum((other[None, :] > key[:, None]).to(tl.int32), 1)
-    tl.store(ordered + row * 2 * TOP + rank, key, mask=rank < TOP)
-    tl.store(crowded + row + 0 * at, 1, mask=(at % KEPT == KEPT - 1) & (rank < top_k))
+    first = tl.load(best + tl.arange(0, GROUPS), cache_modifier=".cg")
+    if tl.min(_count_larger(first, key), 0) < TOP:
+        # All keys at once: in a loop each load would wait for the one before.
+        other = tl.load(best + tl.arange(0, KEPT * GROUPS), cache_modifier=".cg")
+        rank = _count_larger(other, key)
+        tl.store(ordered + row * 2 * TOP + rank, key, mask=rank < TOP)
+        is_last = at >= (KEPT - 1) * GROUPS
+        tl.store(crowded + row + 0 * at, 1, mask=is_last & (rank < top_k))
 
 
 @jit
@@ -266,8 +275,8 @@ def draw_tokens(
     _find_best[(GROUPS, B)](
         logits, seen, controls, best, ordered, crowded, **groups, num_warps=1, **pdl
     )
-    ranks = dict(KEPT=KEPT, COUNT=count, RANKED=RANKED, TOP=TOP)
-    _rank[(count // RANKED, B)](controls, best, ordered, crowded, **ranks, num_warps=8, **pdl)
+    ranks = dict(KEPT=KEPT, GROUPS=GROUPS, RANKED=RANKED, TOP=TOP)
+    _rank[(count // RANKED, B)](controls, best, ordered, crowded, **ranks, num_warps=4, **pdl)
     state = controls, seeds, position, last
     _draw[(B,)](
         *(logits, seen, *state, ordered, crowded, token),
