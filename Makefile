@@ -2,7 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --quiet --quiet --constraint constraints.txt
+# Python compiles a module when it is first imported; pip would take half a minute for all of them.
+PIP := $(BIN)/python -m pip install --no-compile --quiet --quiet --constraint constraints.txt
 TYPED := benchmark.py checkpoint.py convert_hf_checkpoint.py eval.py generate.py model.py quantize.py \
 	serve.py tokenizer.py tp.py runtime models server hub
 

@@ -5,9 +5,11 @@
 
 NAME (default: all):
     grouped    grouped GEMM in every format
-    dot4       GEMV in the 4-bit formats
+    dot4, dot4, few
+               GEMV in the 4-bit formats
     attend     attention over blocks of an int8 cache; latent attention
-    token      the fused decode-attention kernel
+    token, token, few
+               the fused decode-attention kernel
     queries, queries, more
                the fused kernel for several queries of a sequence
     latent token, latent token, few
@@ -1132,6 +1134,14 @@ def token_errors() -> dict[str, float]:
     return found | {"a gated output": gated_token_error()}
 
 
+def few_token_errors() -> dict[str, float]:
+    """`token_errors` of three forms: without and with a norm, and with a window and sinks."""
+    split_attention._to_bf16 = round_to_bf16
+    decode_attention.supports_pdl = split_attention.supports_pdl = lambda x: False
+    names = "one block", "some blocks, a norm", "a window, sinks, half turned, clipped"
+    return {name: token_error(*TOKEN[name]) for name in names}
+
+
 def more_queries_errors() -> dict[str, float]:
     found = queries_errors(MORE_QUERIES) | {"a gated output": gated_token_error(5)}
     kinds = {"Gemma 4's window layer": False, "Gemma 4's global layer": True}
@@ -1177,6 +1187,13 @@ def dot4_errors() -> dict[str, float]:
     return found | {
         str(value): dot4_is_no_number(value) for value in (math.inf, -math.inf, math.nan)
     }
+
+
+def few_dot4_errors() -> dict[str, float]:
+    """Return the errors of one small case of each format."""
+    gemv4._add_word, gemv4._add_e2m1 = twin, e2m1_twin
+    names = "int4, groups of 128", "hqq4, experts, several tokens", "mxfp4, dense, two chunks"
+    return {name: dot4_error(DOT4[name], 1.0) for name in names}
 
 
 def dot4_codes() -> dict[str, dict[str, int]]:
@@ -1246,8 +1263,10 @@ INTERPRETED = {
     "grouped": grouped_errors,
     "grouped, a shape a format": grouped_diagonal_errors,
     "dot4": dot4_errors,
+    "dot4, few": few_dot4_errors,
     "attend": attend_errors,
     "token": token_errors,
+    "token, few": few_token_errors,
     "queries": partial(queries_errors, FEW_QUERIES),
     "queries, more": more_queries_errors,
     "latent token": latent_token_errors,

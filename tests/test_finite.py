@@ -168,6 +168,7 @@ def test_other_routers_and_caches_stop(make_family):
         check_stops(Session(model, 64), model, GREEDY, (NAN,))
 
 
+@pytest.mark.slow
 def test_a_compiled_session_stops(model):
     torch._dynamo.reset()
     session = Session(model, 64, SessionOptions(compile=True, compile_prefill=True))

@@ -29,13 +29,14 @@ def without_a_gpu(*names: str, **variables: str) -> dict[str, dict]:
 @pytest.fixture(scope="module")
 def interpreted() -> dict[str, dict]:
     """Return the kernels' errors; one process, which takes longer to start than most of them."""
-    names = "grouped, a shape a format", "dot4", "attend", "token", "queries", "latent token, few"
-    return without_a_gpu(*names, "fixed", "fetch", TRITON_INTERPRET="1")
+    names = "grouped, a shape a format", "dot4, few", "attend", "token, few", "queries", "fixed"
+    return without_a_gpu(*names, "fetch", TRITON_INTERPRET="1")
 
 
 @pytest.fixture(scope="module")
 def machine_code() -> dict[str, dict]:
-    return without_a_gpu("grouped, a shape a format", "dot4", "token", "queries", "fixed", "fetch")
+    """Return counts of machine code, which takes long to make: for slow tests."""
+    return without_a_gpu("dot4", "token", "queries", "fixed", "fetch")
 
 
 def check_grouped_errors(errors: dict[str, float]) -> None:
@@ -62,11 +63,15 @@ def test_the_copy_out_of_host_memory(interpreted, machine_code):
     assert machine_code["fetch"] == {"LDG.E.128": 8, "STG.E.128": 8}
 
 
-def test_what_is_the_same_on_every_gpu(interpreted, machine_code):
+def test_what_is_the_same_on_every_gpu(interpreted):
     errors = interpreted["fixed"]
     assert len(errors) == 48
     for case, error in errors.items():  # the interpreter cuts where a GPU rounds to bf16
         assert error < (5e-3 if "bfloat16" in case else 1e-6), case
+
+
+@pytest.mark.slow
+def test_what_is_the_same_on_every_gpu_compiles_for_an_h200(machine_code):
     for case, counts in machine_code["fixed"].items():
         assert counts["waits"] == counts["starts"] == 1 and counts["spills"] == 0, case
         if "over" in case:  # 16 bytes, two words with their counts, to each other rank
@@ -81,6 +86,7 @@ def test_attention_that_reads_the_blocks_in_use(interpreted):
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_attention_that_reads_the_blocks_in_use_compiles_for_an_h200():
     found = without_a_gpu("attend", "latent")
     assert len(found["latent"]) == 8
@@ -90,8 +96,14 @@ def test_attention_that_reads_the_blocks_in_use_compiles_for_an_h200():
         assert counts["spills"] == 0 and counts["products"] > 0
 
 
-def test_one_tokens_attention_in_one_kernel(interpreted, machine_code):
-    errors = interpreted["token"]
+def test_one_tokens_attention_in_one_kernel(interpreted):
+    errors = interpreted["token, few"]
+    assert len(errors) == 3 and all(error < 2e-6 for error in errors.values()), errors
+
+
+@pytest.mark.slow
+def test_one_tokens_attention_in_every_form(machine_code):
+    errors = without_a_gpu("token", TRITON_INTERPRET="1")["token"]
     assert len(errors) == 9 and all(error < 2e-6 for error in errors.values()), errors
     for case, counts in machine_code["token"].items():
         assert counts["waits"] == counts["starts"] == 1 and counts["spills"] == 0, case
@@ -110,9 +122,13 @@ def check_queries_code(found: dict[str, dict]) -> None:
             assert counts["products"] and counts["ahead"] >= 8, case
 
 
-def test_few_queries_attention_in_one_kernel(interpreted, machine_code):
+def test_few_queries_attention_in_one_kernel(interpreted):
     errors = interpreted["queries"]
     assert len(errors) == 3 and all(error < 2e-6 for error in errors.values()), errors
+
+
+@pytest.mark.slow
+def test_few_queries_attention_in_one_kernel_compiles_for_an_h200(machine_code):
     assert len(machine_code["queries"]) == 2  # over a short cache there is nothing to merge
     check_queries_code(machine_code["queries"])
 
@@ -130,8 +146,9 @@ def test_few_queries_attention_compiles_for_an_h200():
     check_queries_code(found)
 
 
-def test_one_tokens_latent_attention(interpreted):
-    errors = interpreted["latent token, few"]
+@pytest.mark.slow
+def test_one_tokens_latent_attention_of_small_heads():
+    errors = without_a_gpu("latent token, few", TRITON_INTERPRET="1")["latent token, few"]
     assert len(errors) == 2 and all(error < 2e-6 for error in errors.values()), errors
 
 
@@ -166,20 +183,27 @@ def check_machine_code(found: dict) -> None:
                 assert counts["columns"] == [128 if "8" in case.partition(",")[0] else 256], case
 
 
-def test_the_kernel_compiles_for_an_h200(machine_code):
-    found = machine_code["grouped, a shape a format"]
+def test_the_kernel_compiles_for_an_h200():
+    found = without_a_gpu("grouped, a shape a format")["grouped, a shape a format"]
     assert len(found) == len(FORMATS)
     check_machine_code(found)
 
 
-def test_the_product_for_one_token_computes_what_unpacked_weights_do(interpreted):
-    errors = interpreted["dot4"]
+def test_the_product_for_one_token_in_each_format(interpreted):
+    errors = interpreted["dot4, few"]
+    assert len(errors) == 3 and all(error < 1e-5 for error in errors.values()), errors
+
+
+@pytest.mark.slow
+def test_the_product_for_one_token_computes_what_unpacked_weights_do():
+    errors = without_a_gpu("dot4", TRITON_INTERPRET="1")["dot4"]
     assert [errors.pop(value) for value in ("inf", "-inf", "nan")] == [True] * 3
     assert len(errors) == 13
     limits = {case: 1e-3 if "gated" in case else 1e-5 for case in errors}
     assert all(error < limits[case] for case, error in errors.items()), errors
 
 
+@pytest.mark.slow
 def test_the_product_for_one_token_compiles_for_an_h200(machine_code):
     """Four words a load, bytes multiplied in pairs, no spills, and a wait only with PDL."""
     found = machine_code["dot4"]

@@ -113,6 +113,7 @@ REDUCTIONS = (
 )
 
 
+@pytest.mark.slow
 def test_the_sum_over_ranks_with_norm_and_router():
     """The first call, one whose number begins anew, and a message that comes late."""
     found = run({"cases": [], "reductions": REDUCTIONS}, TRITON_INTERPRET="1")["reductions"]

@@ -505,7 +505,10 @@ def test_large_experts_are_prefetched(settings, size, device, count):
 
 @pytest.mark.parametrize(
     "settings",
-    (OffloadSettings(3, policy="lfu", driver="device"), OffloadSettings(2, prefetch=2)),
+    (
+        OffloadSettings(3, policy="lfu", driver="device"),
+        pytest.param(OffloadSettings(2, prefetch=2), marks=pytest.mark.slow),
+    ),
 )
 def test_compiled_equals_eager(make, settings):
     """A block is compiled whole if the GPU schedules copies, else in two pieces."""

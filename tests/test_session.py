@@ -1,6 +1,7 @@
 """Sampling, sessions and their compiled form, on small random models."""
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
@@ -448,7 +449,12 @@ def check_compiled(directory, dtype=None) -> None:
     assert list(session.stream(ids, 20, GREEDY)) == generate(Session(model, 192), ids, 20)
 
 
-def test_compiled_equals_eager_and_never_recompiles(make_family):
+@pytest.mark.parametrize(
+    "backend", ("eager", pytest.param("inductor", marks=pytest.mark.slow)), ids=str
+)
+def test_compiled_equals_eager_and_never_recompiles(make_family, backend, monkeypatch):
+    """Whether something recompiles does not depend on what compiles it."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
     counters.clear()
     check_compiled(make_family("mixtral").directory)
 

@@ -214,7 +214,7 @@ def test_dropout_acts_on_each_branch_in_training_only():
 @pytest.mark.parametrize(
     "family",
     [
-        pytest.param(name, marks=() if name in ("mixtral", "deepseek_v3") else pytest.mark.slow)
+        pytest.param(name, marks=() if name == "mixtral" else pytest.mark.slow)
         for name in tiny.FAMILIES
     ],
 )
