@@ -3,9 +3,9 @@
     python benchmarks/server_speed.py --arch Qwen3-30B-A3B --mode int4
 
 Random weights, greedy, prompts of 5 tokens, in one process and on one GPU. First a session decodes
-1 and 8 sequences, as benchmark.py does: prompts do not count. Then a server with the same model and
-as long a cache answers as many clients, which run in another process (benchmarks/server_load.py);
-there prompts count. Every token has a text, so that each is an event of its answer's stream. Due:
+1 and 8 sequences, as benchmark.py does: prompts do not count ("session"), or whole answers do
+("answers"). Then a server with the same model and as long a cache answers as many clients, which
+run in another process (benchmarks/server_load.py); there prompts count. Every token has a text, so that each is an event of its answer's stream. Due:
 0.97 of a session's tokens/s for one client, 0.93 for 8. "batch" is the server's loop without HTTP
 and text. The pause is the longest time between two tokens of a running answer while a prompt of
 4,096 tokens arrives; due are 50 ms. Each figure also goes to stderr as soon as it is known, since
@@ -46,21 +46,23 @@ GREEDY = Sampling(temperature=0)
 LONG_PROMPT, PAUSED = 4096, 400  # tokens of the prompt that arrives, and of the answer that waits
 
 
-def session_speed(session: Session, options: argparse.Namespace) -> float:
-    """Return a session's tokens/s of all its sequences after the first token, as benchmark.py.
+def session_speed(session: Session, options: argparse.Namespace) -> tuple[float, float]:
+    """Return a session's tokens/s of all its sequences: after the first tokens, and of all.
 
-    The median of `repeats` answers after one more.
+    Each is the median of `repeats` answers after one more.
     """
     prompts = [
         random_prompt(session.model.args, options.prompt_len, n) for n in range(session.batch)
     ]
-    rates = []
+    rates, whole = [], []
     for _ in range(options.repeats + 1):
         session.reset()
+        started = time.perf_counter()
         stream = session.stream_all(prompts, options.new_tokens, GREEDY)
         times = [time.perf_counter() for _ in stream]
         rates.append(session.batch * (len(times) - 1) / (times[-1] - times[0]))
-    return statistics.median(rates[1:])
+        whole.append(session.batch * len(times) / (times[-1] - started))
+    return statistics.median(rates[1:]), statistics.median(whole[1:])
 
 
 def batch_speed(batch: Batch, clients: int, options: argparse.Namespace) -> float:
@@ -188,7 +190,8 @@ def measure(options: argparse.Namespace) -> Figures:
             session = open_session(args, options, device)
         else:
             session = Session(session.model, session.max_seq_len, renewed(session, clients))
-        found[f"session_{clients}"] = session_speed(session, options)
+        speed, whole = session_speed(session, options)
+        found[f"session_{clients}"], found[f"answers_{clients}"] = speed, whole
     session = Session(session.model, session.max_seq_len, session.options)
     with tempfile.TemporaryDirectory() as directory:
         write_tokenizer(Path(directory), args.vocab_size)
@@ -219,7 +222,8 @@ def main() -> None:
     print(json.dumps({"arch": options.arch, "mode": options.mode} | found))
     for clients in CLIENTS:
         ours, alone = found[f"http_{clients}"], found[f"session_{clients}"]
-        print(f"{clients} clients: {ours:.1f} tokens/s, session {alone:.1f}: {ours / alone:.3f}")
+        ratios = f"{ours / alone:.3f}, of whole answers {ours / found[f'answers_{clients}']:.3f}"
+        print(f"{clients} clients: {ours:.1f} tokens/s, session {alone:.1f}: {ratios}")
     print(f"prepared in {found['prepare_s']:.1f} s, longest pause {found['pause_s'] * 1e3:.0f} ms")
 
 
