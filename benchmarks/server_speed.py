@@ -5,11 +5,11 @@
 Random weights, greedy, prompts of 5 tokens, in one process and on one GPU. First a session decodes
 1 and 8 sequences, as benchmark.py does: prompts do not count ("session"), or whole answers do
 ("answers"). Then a server with the same model and as long a cache answers as many clients, which
-run in another process (benchmarks/server_load.py); there prompts count. Every token has a text, so that each is an event of its answer's stream. Due:
-0.97 of a session's tokens/s for one client, 0.93 for 8. "batch" is the server's loop without HTTP
-and text. The pause is the longest time between two tokens of a running answer while a prompt of
-4,096 tokens arrives; due are 50 ms. Each figure also goes to stderr as soon as it is known, since
-compiling takes minutes.
+run in another process (benchmarks/server_load.py); there prompts count. Every token has a text, so
+that each is an event of its answer's stream. Due: 0.97 of a session's tokens/s for one client, 0.93
+for 8. "batch" is the server's loop without HTTP and text. The pause is the longest time between two
+tokens of a running answer while a prompt of 4,096 tokens arrives; due are 50 ms. Each figure also
+goes to stderr as soon as it is known, since compiling takes minutes.
 """
 
 import argparse
