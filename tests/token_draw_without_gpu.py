@@ -43,7 +43,7 @@ def clustered(B: int, V: int) -> Tensor:
 
 
 def masked(B: int, V: int) -> Tensor:
-    """Of a grammar that allows seven tokens."""
+    """A grammar allows seven tokens."""
     return torch.where(torch.arange(V) % (V // 7) == 3, normal(B, V), -INF)
 
 
@@ -105,10 +105,8 @@ def counts() -> dict:
     B, V = 8, 151936
     whole = torch.zeros(B, dtype=torch.int64)
     with mock.patch.multiple(token_draw, **launches):
-        token_draw.draw_tokens(
-            torch.empty(B, V), torch.empty(B, V, dtype=torch.bool), torch.empty(B, 5), *4 * [whole],
-            pdl=True,
-        )  # fmt: skip
+        seen, controls = torch.empty(B, V, dtype=torch.bool), torch.empty(B, 5)
+        token_draw.draw_tokens(torch.empty(B, V), seen, controls, *4 * [whole], pdl=True)
     found = {}
     for name, launch in launches.items():
         sass = compiled(getattr(token_draw, name), launch).asm["sass"]
