@@ -5,6 +5,7 @@ import itertools
 import json
 import string
 import threading
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -354,8 +355,38 @@ LONG_FILES = (
 )
 
 
+# Tests with many cases that take long: `make test` runs every n-th case, `make test-all` all.
+THINNED = {
+    "test_a_quantized_model_is_the_plain_one_with_its_unpacked_weights": 2,
+    "test_a_reader_may_stop_within_accepted_drafts": 2,
+    "test_a_process_that_ends_is_resumed": 2,
+    "test_another_length_does_not_recompile": 2,
+    "test_each_sequence_of_a_batch_is_as_if_alone": 2,
+    "test_greedy_tokens_match_transformers": 2,
+    "test_layers_with_and_without_a_window_are_two_compiled_blocks": 2,
+    "test_neighbors_never_change_an_answer": 2,
+    "test_other_families_run_without_this_one": 2,
+    "test_perplexity_equals_one_window_per_token": 3,
+    "test_refused_drafts_are_not_taken_in": 2,
+    "test_the_picture_and_its_numbers": 2,
+    "test_the_same_bits_and_the_copies_that_the_policy_predicts": 3,
+    "test_verified_tokens_have_the_models_distribution": 2,
+}
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the longest files first; pytest-xdist hands files to its workers in this order."""
+    """Mark cases of THINNED slow. Run the longest files first.
+
+    pytest-xdist hands files to its workers in this order.
+    """
+    seen: Counter[str] = Counter()
+    for item in items:
+        name = item.originalname if isinstance(item, pytest.Function) else item.name
+        if name in THINNED and not item.get_closest_marker("slow"):
+            if seen[name] % THINNED[name]:
+                item.add_marker(pytest.mark.slow)
+            seen[name] += 1
     order = {name: place for place, name in enumerate(LONG_FILES)}
     items.sort(key=lambda item: order.get(item.path.name, len(order)))
 

@@ -303,6 +303,7 @@ def test_no_script_hides_a_module(folder):
     assert not names & (our_names() | set(sys.stdlib_module_names))
 
 
+@pytest.mark.slow
 def test_transformers_imports_beside_ours(tmp_path):
     """Also if packages with the names of ours are installed, as far as their metadata says."""
     for name in our_names():

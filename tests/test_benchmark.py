@@ -117,20 +117,18 @@ def test_first_layers_are_those_of_the_model():
 # Measuring ----------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def measured(tmp_path_factory) -> dict:
-    """Return what the command prints for our model and for transformers."""
-    config = write_config(tmp_path_factory.mktemp("benchmark"))
+def run_command(directory: Path, *more: str) -> dict:
+    config = write_config(directory)
     arguments = ("--arch", config, *CPU, "--json", "--repeats", "2", "--new_tokens", "5")
-    arguments += ("--layers", "1", "--mode", "int8", "--peer", "hf")
+    arguments += ("--layers", "1", "--mode", "int8", *more)
     line = [sys.executable, ROOT / "benchmark.py", *arguments]
     run = subprocess.run(line, capture_output=True, text=True, cwd=ROOT)
     assert run.returncode == 0, run.stderr
     return last_json(run.stdout)
 
 
-def test_json_has_its_fields(measured):
-    result = measured
+def test_json_has_its_fields(tmp_path):
+    result = run_command(tmp_path)
     names = "arch mode gpu tok_s ms bytes_per_token gb_s read_gb_s fraction kernels_per_layer"
     names += " peak_bytes compile_s"
     assert result["ttft_s"] > 0 and 0 < result["ttft_cold_s"] < result["compile_s"]
@@ -378,8 +376,10 @@ def test_the_peer_has_weights_and_rope_frequencies():
     assert torch.allclose(inv_freq, args.rope_theta ** (-torch.arange(0, 16, 2) / 16))
 
 
-def test_the_peer_is_measured_in_every_setting(measured):
-    result, peer = measured, measured["peer"]
+@pytest.mark.slow
+def test_the_peer_is_measured_in_every_setting(tmp_path):
+    result = run_command(tmp_path, "--peer", "hf")
+    peer = result["peer"]
     args = dataclasses.replace(args_from_hf(CONFIG), n_layer=1)
     settings = {f"{cache} cache, {experts} experts" for cache, experts in SETTINGS}
     assert set(peer["settings"]) == settings

@@ -957,6 +957,7 @@ def save_large_mixtral(directory: Path) -> int:
 @pytest.mark.skipif(
     not Path("/proc/self/status").exists(), reason="reads memory from Linux's /proc"
 )
+@pytest.mark.slow
 def test_memory_is_about_one_layer(mixtral, tmp_path):
     """The peak of anonymous memory stays under 2.5 layers."""
     directory = tmp_path / "large"

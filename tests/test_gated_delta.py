@@ -155,6 +155,7 @@ def without_a_gpu(**variables: str) -> dict:
     return run_without_gpu("delta_kernels_without_gpu.py", **variables)
 
 
+@pytest.mark.slow
 def test_the_kernels_compute_what_the_plain_forms_do():
     errors = without_a_gpu(TRITON_INTERPRET="1")
     assert len(errors) == 9

@@ -183,6 +183,7 @@ def check_machine_code(found: dict) -> None:
                 assert counts["columns"] == [128 if "8" in case.partition(",")[0] else 256], case
 
 
+@pytest.mark.slow
 def test_the_kernel_compiles_for_an_h200():
     found = without_a_gpu("grouped, a shape a format")["grouped, a shape a format"]
     assert len(found) == len(FORMATS)

@@ -144,6 +144,7 @@ def test_stdin_and_stop_texts(cache, directory):
     assert cut == whole[: whole.index(stop)] + "\n"
 
 
+@pytest.mark.slow
 def test_generation_ends_at_eos_without_ignore_eos(directory):
     model, tokenizer = load_model(directory, "cpu"), load_tokenizer(directory)
     prompt = tokenizer.encode("if __name__ == '__main__':\n    main()\n")
@@ -377,6 +378,7 @@ def test_a_users_mistake_is_one_line_and_exit_code_2(case, directory, cache, mon
     assert words in line
 
 
+@pytest.mark.slow
 def test_a_closed_pipe_is_no_error(cache, directory):
     for arguments in ("--max_new_tokens 100 --ignore_eos", "--max_new_tokens 3 --json"):
         line = f"set -o pipefail; {sys.executable} {ROOT / 'generate.py'} {arguments} | true"
@@ -442,6 +444,7 @@ def test_a_tampered_checkpoint_is_a_value_error(directory, tmp_path, file, chang
         load_model(edited(directory, tmp_path / "copy", file, change), "cpu")
 
 
+@pytest.mark.slow
 def test_a_profile_is_written(cache, directory, tmp_path):
     trace = tmp_path / "trace.json"
     run = command(cache, "--prompt", "a", "--max_new_tokens", "2", "--profile", str(trace))
