@@ -1,7 +1,7 @@
 """Tokens that a step writes to host memory, as a Triton kernel.
 
-A copy to the host between two steps costs 10 us on an H200: the next graph waits for the copy
-engine, and that for the graph before. A store by the last kernel costs nothing.
+A copy to the host between two steps costs 11 us on an H200: the next graph waits for the copy
+engine, and that for the graph before. A kernel at the end of the step costs 1 to 2 us.
 """
 
 from __future__ import annotations  # annotations of kernels name triton, which may be absent

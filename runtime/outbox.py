@@ -24,8 +24,10 @@ class Outbox:
         """Post the newest tokens [rows, 1]: a part of the step."""
         post_tokens(token, self.count, self.slots)
 
-    def counting(self, step: Callable[[], None]) -> Callable[[], None]:
-        """Return a step that posts, so that the host knows how many were launched."""
+    def counted(self, make: Callable[[], Callable[[], None]]) -> Callable[[], None]:
+        """Make a step that posts, undo what that posts, and return it so that it is counted."""
+        with self.unchanged():
+            step = make()
 
         def run() -> None:
             step()

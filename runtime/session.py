@@ -13,6 +13,7 @@ import secrets
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -268,9 +269,8 @@ class Session:
         if not self.steps:
             self.warm_up_short_prompts()
         if key not in self.steps:
-            with self.outbox.unchanged() if self.outbox else nullcontext():
-                step = self.capture(lambda: self.decode(*key[:2]), key[0])
-            self.steps[key] = self.outbox.counting(step) if self.outbox else step
+            make = partial(self.capture, lambda: self.decode(*key[:2]), key[0])
+            self.steps[key] = self.outbox.counted(make) if self.outbox else make()
         return self.steps[key]
 
     def capture(self, step: Callable[[], None], tokens: int, ahead: int = 1) -> Callable[[], None]:

@@ -365,7 +365,6 @@ THINNED = {
     "test_greedy_tokens_match_transformers": 2,
     "test_layers_with_and_without_a_window_are_two_compiled_blocks": 2,
     "test_neighbors_never_change_an_answer": 2,
-    "test_other_families_run_without_this_one": 2,
     "test_perplexity_equals_one_window_per_token": 3,
     "test_refused_drafts_are_not_taken_in": 2,
     "test_the_picture_and_its_numbers": 2,
@@ -395,7 +394,7 @@ def smoke_diagonal(*axes: Iterable, also: Iterable[tuple] = ()) -> list:
     """Return all combinations of the axes' values as pytest parameters, most of them slow.
 
     `make test` runs the diagonal, which has every value of every axis at least once, and the
-    combinations in `also`. `make test-all` runs all.
+    combinations in `also`; of a test in THINNED, a part of these. `make test-all` runs all.
     """
     values = [tuple(axis) for axis in axes]
     rows = range(max(map(len, values)))

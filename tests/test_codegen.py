@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from conftest import smoke_diagonal
+from cuda_codegen import QUICK_FORMATS
 
 from benchmarks.generated_code import compare
 from benchmarks.inductor_code import normalize
@@ -18,7 +19,6 @@ from benchmarks.speed_check import CASES, TABLE, find_problems, format_table
 from formats import FORMATS
 from models import ARCHITECTURES
 
-QUICK_FORMATS = tuple(name for name in FORMATS if name not in ("hqq3", "hqq2"))
 SLOW = {"Qwen3-30B-A3B", "DeepSeek-V3"}  # but for some of the former's packed weights
 ARCHES = ("Mixtral-8x7B", "Qwen3-30B-A3B")
 LATENT = {"DeepSeek-V2-Lite": 18, "DeepSeek-V3": 23}  # kernels of a block
@@ -76,7 +76,8 @@ def test_the_assertion_fails_for_a_formulation_that_does_not_fuse(arch):
         *smoke_diagonal(ARCHES, QUICK_FORMATS),
         *(
             pytest.param(arch, mode, marks=pytest.mark.slow)
-            for arch, mode in itertools.product(ARCHES, ("hqq3", "hqq2"))
+            for arch, mode in itertools.product(ARCHES, FORMATS)
+            if mode not in QUICK_FORMATS
         ),
     ],
 )

@@ -87,7 +87,6 @@ def test_attention_that_reads_the_blocks_in_use(interpreted):
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_attention_that_reads_the_blocks_in_use_compiles_for_an_h200():
     found = without_a_gpu("attend", "latent")
     assert len(found["latent"]) == 8

@@ -27,6 +27,7 @@ from ops.attention import BLOCK as CACHE_BLOCK
 from ops.topk import BLOCK, RANK_KERNEL_MAX, argmax, largest_by_rank, running_sum
 from parallel.device import pick_device
 from runtime import graphs
+from runtime.outbox import Outbox
 from runtime.runner import EagerRunner
 from runtime.sampling import Noise, Sampling, sample
 from runtime.session import Session, SessionOptions, short_chunk_sizes
@@ -494,6 +495,47 @@ def test_a_repeated_call_is_captured(monkeypatch):
     for n in range(graphs.MAX_GRAPHS):
         cache(n, double, x[3])
     assert len(cache.known) == graphs.MAX_GRAPHS and "a" not in cache.known
+
+
+def test_an_outbox_keeps_two_steps_apart(monkeypatch):
+    """Its memory is not pinned and its kernel is PyTorch's: this machine may have no GPU."""
+
+    def post(token, count, slots):
+        slots[count.item() % 2, : len(token)] = token.flatten()
+        count.add_(1)
+
+    class FakeEvent:
+        def record(self, stream):
+            pass
+
+        def synchronize(self):
+            pass
+
+    zeros = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *size, pin_memory=False, **o: zeros(*size, **o))
+    monkeypatch.setattr("runtime.outbox.post_tokens", post)
+    for name, fake in dict(Event=FakeEvent, synchronize=lambda: None).items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    outbox, token = Outbox(2, torch.device("cpu")), torch.tensor([[0], [0]])
+
+    def step():
+        token.add_(1)
+        outbox.post(token)
+
+    def warmed_up():
+        step()
+        return step
+
+    first = outbox.counted(warmed_up)
+    first()
+    two = outbox.read_later()
+    second = outbox.counted(warmed_up)  # posts while a token is unread
+    second()
+    four = outbox.read_later()
+    assert two() == [2, 2] and four() == [4, 4]
+    second()
+    assert outbox.read_later()() == [5, 5] and outbox.posted == outbox.count.item() == 3
 
 
 def check_details(model, session: Session) -> None:

@@ -6,7 +6,7 @@
 INPUT is a JSON list of cases: "logits" (a name in LOGITS), "V", "groups", and a list of the
 arguments of `Sampling`, "rows". The interpreter's process prints for each case the tokens of plain
 PyTorch, those of the kernels, and whether the rest of the step's state is the same. The other
-prints counts of the machine code of both kernels.
+prints counts of the machine code of each kernel.
 """
 
 import json
@@ -100,7 +100,7 @@ def run(case: dict, device: str = "cpu") -> dict:
 
 
 def counts() -> dict:
-    """Return registers, spills and waits of each kernel's machine code, of 8 rows of Qwen3."""
+    """Return spills and waits of each kernel's machine code, of 8 rows of Qwen3."""
     launches = {name: Launch() for name in ("_find_best", "_rank", "_draw")}
     B, V = 8, 151936
     whole = torch.zeros(B, dtype=torch.int64)
