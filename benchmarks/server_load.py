@@ -15,7 +15,7 @@ after a request for a title, as chat pages send it.
 """
 
 import argparse
-import asyncio
+import http.client
 import json
 import math
 import re
@@ -25,10 +25,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-
-import httpx
+from urllib.parse import urlsplit
 
 from cli.parser import Parser
 
@@ -57,102 +57,107 @@ def resident_mb(pid: int) -> float:
     return int(re.search(r"VmRSS:\s+(\d+) kB", text)[1]) / 1000
 
 
-async def stream_completion(
-    client: httpx.AsyncClient, url: str, body: dict
-) -> tuple[float | None, int]:
-    """Stream an answer; return the seconds to its first token, if there is one, and its tokens."""
-    body = body | {"stream": True, "stream_options": {"include_usage": True}}
-    started, first, tokens = time.perf_counter(), None, 0
-    async with client.stream("POST", f"{url}/v1/completions", json=body) as answer:
-        async for line in answer.aiter_lines():
-            if not line.startswith("data: {"):
+class Connection:
+    """One client's connection to a server. http.client takes little time of what is measured."""
+
+    def __init__(self, url: str):
+        parts = urlsplit(url)
+        self.path = f"{parts.path}/v1/completions"
+        self.connection = http.client.HTTPConnection(parts.netloc)
+
+    def stream(self, body: dict) -> tuple[float | None, int]:
+        """Stream an answer; return the seconds to its first token, if it has one, and its tokens.
+
+        An answer that fails has no tokens.
+        """
+        started, first, tokens = time.perf_counter(), None, 0
+        body = body | {"stream": True, "stream_options": {"include_usage": True}}
+        headers = {"Content-Type": "application/json"}
+        self.connection.request("POST", self.path, json.dumps(body), headers)
+        for line in self.connection.getresponse():
+            if not line.startswith(b"data: {"):
                 continue
-            chunk = json.loads(line.removeprefix("data: "))
+            chunk = json.loads(line.removeprefix(b"data: "))
             if first is None and chunk.get("choices"):
                 first = time.perf_counter() - started
             if chunk.get("usage"):
                 tokens = chunk["usage"]["completion_tokens"]
-    return first, tokens
+        return first, tokens
+
+    def first_token(self, prompt: list[int], count: int) -> float:
+        """Return the time to the first token of an answer of `count` tokens."""
+        first, _ = self.stream({"prompt": prompt, "max_tokens": count, "temperature": 0})
+        return math.nan if first is None else first
 
 
 class Load:
-    """The clients' requests, and what they measured."""
+    """The clients' requests, and what they measured. Each client is a thread."""
 
     def __init__(self, options: argparse.Namespace, url: str, pid: int | None):
         self.options, self.url, self.pid = options, url, pid
         self.numbers = iter(range(options.requests or options.clients))
-        self.firsts: list[float] = []  # seconds to the first token
-        self.tokens = self.lost = 0
+        self.answers: list[tuple[float | None, int]] = []  # as `Connection.stream` returns them
         self.memory: list[float] = []
 
-    async def run(self) -> float:
+    def run(self) -> float:
         """Run all clients; return the seconds that they took."""
-        limits = httpx.Limits(max_connections=None)
-        async with httpx.AsyncClient(timeout=None, limits=limits) as client:
+        clients = [Connection(self.url) for _ in range(self.options.clients)]
+        with ThreadPoolExecutor(len(clients)) as pool:
             if self.options.connect_first:
-                await asyncio.gather(*(self.connect(client) for _ in range(self.options.clients)))
+                list(pool.map(self.connect, clients))
             started = time.perf_counter()
-            await asyncio.gather(*(self.ask_all(client) for _ in range(self.options.clients)))
+            list(pool.map(self.ask_all, clients))
             return time.perf_counter() - started
 
-    async def connect(self, client: httpx.AsyncClient) -> None:
+    def connect(self, client: Connection) -> None:
         """Stream two tokens: a connection is open and both processes have run this code."""
-        await stream_completion(client, self.url, {"prompt": [7, 8, 9], "max_tokens": 2})
+        client.stream({"prompt": [7, 8, 9], "max_tokens": 2})
 
-    async def ask_all(self, client: httpx.AsyncClient) -> None:
+    def ask_all(self, client: Connection) -> None:
         """Be one client: send the next request until none is left."""
         for number in self.numbers:
-            await self.ask(client, number)
-            done, total = len(self.firsts) + self.lost, self.options.requests or 0
+            length, count = self.options.prompt_tokens, self.options.new_tokens
+            prompt = [10 + (number * 7919 + n * n) % 4000 for n in range(length)]
+            body = {"prompt": prompt, "max_tokens": count, "temperature": 0, "seed": number}
+            self.answers.append(client.stream(body))
+            done, total = len(self.answers), self.options.requests or 0
             if self.pid and done in (total // 10, total):
                 self.memory.append(resident_mb(self.pid))
 
-    async def ask(self, client: httpx.AsyncClient, number: int) -> None:
-        """Stream one completion."""
-        length, count = self.options.prompt_tokens, self.options.new_tokens
-        prompt = [10 + (number * 7919 + n * n) % 4000 for n in range(length)]
-        body = {"prompt": prompt, "max_tokens": count, "temperature": 0, "seed": number}
-        first, found = await stream_completion(client, self.url, body)
-        if first is None or not found:
-            self.lost += 1
-            return
-        self.firsts.append(first)
-        self.tokens += found
+    @property
+    def lost(self) -> int:
+        """The number of answers without a token, or cut."""
+        return sum(1 for first, tokens in self.answers if first is None or not tokens)
 
     def report(self, seconds: float) -> str:
-        ordered = sorted(self.firsts) or [math.nan]  # none, if every answer is lost
+        firsts = [first for first, tokens in self.answers if first is not None and tokens]
+        ordered = sorted(firsts) or [math.nan]  # none, if every answer is lost
         last = ordered[int(0.95 * (len(ordered) - 1))]
+        tokens = sum(count for _, count in self.answers)
         lines = [
-            f"{self.options.clients} clients, {len(self.firsts)} answers, {self.lost} lost, "
+            f"{self.options.clients} clients, {len(firsts)} answers, {self.lost} lost, "
             f"{seconds:.1f} s",
             f"first token: median {statistics.median(ordered):.3f} s, 95 % within {last:.3f} s",
-            f"{self.tokens / seconds:.1f} tokens/s of all clients",
+            f"{tokens / seconds:.1f} tokens/s of all clients",
         ]
         if len(self.memory) > 1:
             lines.append(f"memory {self.memory[0]:.0f} MB, at the end {self.memory[-1]:.0f} MB")
         return "\n".join(lines)
 
 
-async def first_token(client: httpx.AsyncClient, url: str, prompt: list[int], count: int) -> float:
-    """Return the seconds to the first token of an answer of `count` tokens."""
-    body = {"prompt": prompt, "max_tokens": count, "temperature": 0}
-    first, _ = await stream_completion(client, url, body)
-    return math.nan if first is None else first
-
-
-async def measure_conversation(url: str, length: int) -> str:
+def measure_conversation(url: str, length: int) -> str:
     """Return the times of turns of a chat whose first prompt has `length` tokens, as text."""
     turns = {"first turn": [], "second turn": [], "second turn, after a title": []}
-    async with httpx.AsyncClient(timeout=None) as client:
-        for number in range(5):
-            for with_title in (False, True):
-                begin = [100 + 2 * number + with_title]
-                talk = begin + [10 + (7 * n + n * n) % 4000 for n in range(length)]
-                turns["first turn"].append(await first_token(client, url, talk, 16))
-                if with_title:
-                    await first_token(client, url, [50, 60, *talk[: length // 2]], 8)
-                name = "second turn, after a title" if with_title else "second turn"
-                turns[name].append(await first_token(client, url, [*talk, *range(200, 240)], 16))
+    client = Connection(url)
+    for number in range(5):
+        for with_title in (False, True):
+            begin = [100 + 2 * number + with_title]
+            talk = begin + [10 + (7 * n + n * n) % 4000 for n in range(length)]
+            turns["first turn"].append(client.first_token(talk, 16))
+            if with_title:
+                client.first_token([50, 60, *talk[: length // 2]], 8)
+            name = "second turn, after a title" if with_title else "second turn"
+            turns[name].append(client.first_token([*talk, *range(200, 240)], 16))
     return "\n".join(f"{name}: {statistics.median(s):.3f} s" for name, s in turns.items())
 
 
@@ -183,10 +188,10 @@ def main() -> None:
     with nullcontext((options.url, None)) if options.url else server(options.server) as (url, pid):
         url = url.rstrip("/")
         if options.conversation:
-            print(asyncio.run(measure_conversation(url, options.conversation)))
+            print(measure_conversation(url, options.conversation))
             return
         load = Load(options, url, pid)
-        print(load.report(asyncio.run(load.run())))
+        print(load.report(load.run()))
     if load.lost:
         sys.exit(1)
 

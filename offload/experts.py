@@ -260,6 +260,16 @@ class OffloadedExperts(nn.Module):
                 copies.start_prefetch((layer, expert), blob, self.counts)
         copies.issue_pieces()
 
+    def counters(self) -> dict[str, int]:
+        """Return the layer's COUNTERS. "bytes" are those copied to the device."""
+        counts = dict(self.counts)
+        if self.table:
+            _, hits, misses = self.table.counters.tolist()
+            counts["hits"] += hits
+            counts["misses"] += misses
+            counts["bytes"] += misses * self.storage.blobs.shape[1]
+        return counts
+
     def multiply(
         self, x: Tensor, expert_indices: Tensor, expert_weights: Tensor, slot_map: Tensor
     ) -> Tensor:
@@ -288,16 +298,11 @@ class OffloadedExperts(nn.Module):
         return self.experts.combine(y, expert_weights).to(x.dtype)
 
 
+def offloaded_layers(model: Transformer) -> list[OffloadedExperts]:
+    """Return the layers of a model whose experts are in host memory."""
+    return [module for module in model.modules() if isinstance(module, OffloadedExperts)]
+
+
 def expert_counters(model: Transformer) -> list[dict[str, int]]:
-    """Return the COUNTERS of each offloaded layer. "bytes" are those copied to the device."""
-    found = []
-    for module in model.modules():
-        if isinstance(module, OffloadedExperts):
-            counts = dict(module.counts)
-            if module.table:
-                _, hits, misses = module.table.counters.tolist()
-                counts["hits"] += hits
-                counts["misses"] += misses
-                counts["bytes"] += misses * module.storage.blobs.shape[1]
-            found.append(counts)
-    return found
+    """Return the counters of each offloaded layer."""
+    return [layer.counters() for layer in offloaded_layers(model)]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from runtime.sampling import Sampling, StepState
+from runtime.transfers import send
 
 ALL = -1  # a word of a mask that allows every token
 
@@ -44,15 +45,16 @@ def make_edit_state(rows: int, vocab_size: int, device: torch.device) -> EditSta
 
 def set_edits(edits: EditState, row: int, sampling: Sampling) -> None:
     """Begin an answer: set a row's penalties and bias, allow every token."""
-    edits.counts[row] = 0.0
+    device = edits.bias.device
     penalties = sampling.frequency_penalty, sampling.presence_penalty
-    edits.penalties[row] = torch.tensor(penalties).to(edits.penalties.device)
-    edits.bias[row] = 0.0
-    edits.allowed[row] = ALL
+    edits.penalties[row] = send(torch.tensor(penalties), device)
+    edits.counts[row].fill_(0.0)
+    edits.bias[row].fill_(0.0)
+    edits.allowed[row].fill_(ALL)
     if sampling.logit_bias:
         ids, values = zip(*sampling.logit_bias.items(), strict=True)
-        device = edits.bias.device
-        edits.bias[row, torch.tensor(ids, device=device)] = torch.tensor(values).to(device)
+        values = send(torch.tensor(values, dtype=edits.bias.dtype), device)
+        edits.bias[row].index_copy_(0, send(torch.tensor(ids), device), values)
 
 
 def edit_logits(edits: EditState, state: StepState, logits: Tensor) -> Tensor:

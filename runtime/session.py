@@ -17,7 +17,6 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from model import COUNTING_SORT_MAX_TOKENS, SHORT_CACHE, Chunk, KVCache, Runner, Transformer
@@ -37,6 +36,7 @@ from runtime.sampling import (
     sample,
 )
 from runtime.sequence_state import MAX_TENTATIVE, truncate_all
+from runtime.transfers import read_later, send
 
 PREFILL_CHUNK = 2048  # prompt tokens in one call, which bounds the memory for activations
 PADDING_MULTIPLE = 2 * COUNTING_SORT_MAX_TOKENS  # compiled prompts are padded to multiples of this
@@ -309,15 +309,17 @@ class Session:
         Yields the logits [1, V] after each chunk; if watched, also its last token's experts and
         weights [L, 1, A]. chunk: its tokens; None: --prefill_chunk.
         """
-        short = self.is_short(row, len(ids))
-        for part in torch.tensor(ids).to(self.device).split(self.chunk_size(row, len(ids), chunk)):
-            last = torch.zeros_like(self.last[:1]) + (len(part) - 1)
+        short, size = self.is_short(row, len(ids)), self.chunk_size(row, len(ids), chunk)
+        for begin in range(0, len(ids), size):
+            part = ids[begin : begin + size]
+            last = torch.full_like(self.last[:1], len(part) - 1)
             if short:
                 logits, *routing = self.run_short_chunk(part, last, start)
             else:
                 # Padding is overwritten before it is read. Tensors are no views: those would
                 # recompile.
-                tokens = F.pad(part.unsqueeze(0), (0, self.padding(len(part))))
+                padded = [*part, *(0 for _ in range(self.padding(len(part))))]
+                tokens = send(torch.tensor([padded]), self.device)
                 rows = self.rows[row : row + 1].clone()
                 logits, *routing = self.run_chunk(tokens, rows, last, start + tokens.shape[1])
             start += len(part)
@@ -359,7 +361,7 @@ class Session:
             return run(tokens, row, last)
         return self.graphs((tokens.shape[1], end, self.watch), run, tokens, row, last)
 
-    def run_short_chunk(self, part: Tensor, last: Tensor, start: int) -> tuple[Tensor, ...]:
+    def run_short_chunk(self, part: Sequence[int], last: Tensor, start: int) -> tuple[Tensor, ...]:
         """`run_model` on a short chunk of tokens from position `start` on, by the decode runner.
 
         Padding repeats the last token, at the positions after it: most of it chooses the same
@@ -370,8 +372,9 @@ class Session:
             return self.run_model(tokens, positions, last, self.runner)
 
         size = self.short_chunk(len(part))
-        index = torch.arange(size, device=self.device).unsqueeze(0)
-        tokens, positions = part[index.clamp(max=len(part) - 1)], index + start
+        padded = [*part, *(part[-1] for _ in range(size - len(part)))]
+        tokens = send(torch.tensor([padded]), self.device)
+        positions = torch.arange(start, start + size, device=self.device).unsqueeze(0)
         if self.graphs is None:
             return run(tokens, positions, last)
         return self.graphs((size, None, self.watch), run, tokens, positions, last)
@@ -380,10 +383,9 @@ class Session:
         """Compile and capture short chunks, of no real token, where no sequence reaches."""
         last = torch.full_like(self.last[:1], -1)
         for size in self.short_chunks:
-            tokens = torch.zeros(size, dtype=torch.int64, device=self.device)
             with without_tuning():
                 for _ in range(2):  # a GraphCache captures the second call
-                    self.run_short_chunk(tokens, last, self.cache_len - size)
+                    self.run_short_chunk([0] * size, last, self.cache_len - size)
 
     def check_prompts(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
         """Raise ValueError unless these prompts and this many new tokens each can be run."""
@@ -423,20 +425,20 @@ class Session:
         after the prompt into `token`. Until then the row is idle. Call `warm_up` before, since
         compiling takes long.
         """
-        self.controls[row] = sampling.controls(self.seen.shape[1]).to(self.device)
-        self.seeds[row] = secrets.randbits(62) if sampling.seed is None else sampling.seed
+        self.controls[row] = send(sampling.controls(self.seen.shape[1]), self.device)
+        seed = secrets.randbits(62) if sampling.seed is None else sampling.seed
+        self.seeds[row].fill_(seed)
         if self.edited or self.row_is_edited[row]:
             set_edits(self.edits, row, sampling)
             self.row_is_edited[row] = self.edited
-        self.seen[row] = False
-        self.seen[row, torch.tensor(ids, device=self.device)] = True
+        self.set_seen(row, ids)
         start = min(common_prefix(self.ids[row], ids), self.cached[row], len(ids) - 1)
         start = truncate_all(self.states, row, start)
         self.prefilled += len(ids) - start
         self.ids[row], self.cached[row] = list(ids), start
         # A step of others writes a key and a value at an idle row's position, also between layers
         # of this prompt: the row is idle behind all of it.
-        self.last[row], self.position[row] = -1, len(ids)
+        self.set_place(row, last=-1, position=len(ids))
         chunk = self.chunk_size(row, len(ids) - start, chunk)
         return self.run_prompt(row, ids, sampling, chunk)
 
@@ -451,9 +453,9 @@ class Session:
             self.cached[row] = min(self.cached[row] + chunk, len(ids))
             if self.cached[row] < len(ids):
                 yield
-        self.position[row] = len(ids) - 1
+        self.set_place(row, last=-1, position=len(ids) - 1)
         self.choose_first(row, sampling, *found)
-        self.position[row], self.last[row] = len(ids), 0
+        self.set_place(row, last=0, position=len(ids))
 
     def choose_first(self, row: int, sampling: Sampling, logits: Tensor, *routing: Tensor) -> None:
         """Sample a row's token after its prompt. The row is idle meanwhile."""
@@ -478,15 +480,23 @@ class Session:
         prompt token is that the sequence's.
         """
         at = self.cached[row]
-        self.token[row], self.position[row], self.last[row] = ids[at], at, 0
+        self.token[row].fill_(ids[at])
+        self.set_place(row, last=0, position=at)
         if at == len(ids) - 1:  # forget what the steps before have sampled
-            self.seen[row] = False
-            self.seen[row, torch.tensor(ids, device=self.device)] = True
+            self.set_seen(row, ids)
+
+    def set_place(self, row: int, last: int, position: int) -> None:
+        """Set the index of a row's last real query, -1 if it is idle, and its position."""
+        self.last[row].fill_(last)
+        self.position[row].fill_(position)
+
+    def set_seen(self, row: int, ids: Sequence[int]) -> None:
+        """Let a row have seen these tokens alone."""
+        self.seen[row].fill_(False).index_fill_(0, send(torch.tensor(ids), self.device), True)
 
     def stop_row(self, row: int) -> None:
         """Make a row idle. A step may write past its tokens in the cache, and nowhere else."""
-        self.last[row] = -1
-        self.position[row] = self.cached[row]
+        self.set_place(row, last=-1, position=self.cached[row])
 
     def swap_rows(self, a: int, b: int) -> None:
         """Exchange two rows: their sequences and what is remembered of these."""
@@ -571,20 +581,3 @@ def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
     """Return the length of the longest common prefix."""
     pairs = enumerate(zip(a, b, strict=False))
     return next((n for n, (x, y) in pairs if x != y), min(len(a), len(b)))
-
-
-def read_later(tensor: Tensor) -> Callable[[], list]:
-    """Start copying a tensor to the host; the function returned waits for its flat values."""
-    if tensor.device.type != "cuda":
-        values = tensor.flatten().tolist()
-        return lambda: values
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    host.copy_(tensor, non_blocking=True)
-    copied = torch.cuda.Event()
-    copied.record(torch.cuda.current_stream(tensor.device))
-
-    def wait() -> list:
-        copied.synchronize()
-        return host.flatten().tolist()
-
-    return wait

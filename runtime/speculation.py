@@ -31,7 +31,8 @@ from runtime.sampling import (
     uniform,
 )
 from runtime.sequence_state import truncate_all
-from runtime.session import SPARE, Session, copy_all, read_later
+from runtime.session import SPARE, Session, copy_all
+from runtime.transfers import read_later
 
 DRAFT_TOKENS = 4
 MAX_DRAFT_TOKENS = SPARE - 1  # every session's cache has SPARE positions past its last token

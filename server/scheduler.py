@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import torch
 
-from offload.experts import COUNTERS, expert_counters
+from offload.experts import COUNTERS, offloaded_layers
 from parallel import process_group
 from runtime.batch import Batch, NewToken, Running
 from runtime.sampling import NotFiniteError
@@ -248,6 +248,7 @@ class Decoder:
         self.batch = Batch(session, process_group.share(lambda: scheduler.max_batch))
         self.answers: dict[int, Answer] = {}  # by number
         self.by_sequence: dict[Running, Answer] = {}
+        self.offloaded = offloaded_layers(session.model)
 
     def prepare(self) -> None:
         """Compile and capture everything, so that no request waits for it."""
@@ -258,7 +259,7 @@ class Decoder:
 
     def run(self) -> None:
         """Decode until the scheduler closes. Ranks without one decode the answers of rank 0."""
-        update_expert_totals(self.session, self.scheduler)
+        self.update_expert_totals()
         for command in process_group.share_each(lambda: self.scheduler.commands()):
             self.follow(command)
 
@@ -352,7 +353,7 @@ class Decoder:
         """End an answer, and send its end."""
         self.remove(answer)
         process_group.check_same_tokens([answer.tokens])
-        update_expert_totals(self.session, self.scheduler)
+        self.update_expert_totals()
         if self.scheduler:
             computed = len(answer.sequence.ids) - answer.sequence.cached_tokens
             result = answer.text.result(answer.started, computed, None)
@@ -374,13 +375,15 @@ class Decoder:
         if self.scheduler and number in self.scheduler.clients:
             self.scheduler.fail(number, error)
 
+    def update_expert_totals(self) -> None:
+        """Copy the expert cache's counters to the metrics.
 
-def update_expert_totals(session: Session, scheduler: Scheduler | None) -> None:
-    """Copy the expert cache's counters to the metrics. Bytes are of all ranks, others of rank 0."""
-    layers = expert_counters(session.model)
-    if not layers:
-        return
-    totals = {name: sum(layer[name] for layer in layers) for name in COUNTERS}
-    totals["bytes"] = process_group.total(totals["bytes"])
-    if scheduler:
-        scheduler.metrics.experts.totals = totals
+        Bytes are of all ranks, others of rank 0.
+        """
+        if not self.offloaded:
+            return
+        layers = [layer.counters() for layer in self.offloaded]
+        totals = {name: sum(layer[name] for layer in layers) for name in COUNTERS}
+        totals["bytes"] = process_group.total(totals["bytes"])
+        if self.scheduler:
+            self.scheduler.metrics.experts.totals = totals

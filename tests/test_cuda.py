@@ -3,6 +3,7 @@ past the host.
 """
 
 import time
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
 
@@ -500,6 +501,35 @@ def test_a_step_never_waits_for_the_device():
             session.decode(1, candidates)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("rows", (1, 2))
+def test_a_short_prompt_never_waits_for_the_device(rows):
+    """Its first step is launched while the prompt runs, and so is a step that runs a prompt."""
+    model = load_model(embedded_checkpoint(), "cuda", torch.bfloat16)
+    session = Session(model, 512, SessionOptions(batch=rows, compile=True))
+    ids = embedded_prompt(40)[:5]
+    step = session.warm_up(0, 1)
+
+    def answer() -> Callable[[], list[int]]:
+        for _ in session.start_row(0, ids, GREEDY):
+            pass
+        first = session.read_tokens(posted=False)
+        step()
+        session.stop_row(0)
+        session.cached[0] = 0
+        session.set_prompt_token(0, ids)
+        return first
+
+    answer()()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        read = answer()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    session.reset()
+    plain = Session(model, 512)
+    assert read()[0] == next(plain.stream(ids, 1, GREEDY))
 
 
 def test_a_stream_given_up_leaves_the_next_one_alone():

@@ -1,0 +1,34 @@
+"""Copies between the host and a GPU that do not keep the host waiting.
+
+A plain copy from the host waits until the GPU has done all work before it: `tensor.to("cuda")`, and
+`tensor[row] = 1` too. Between a prompt and its first step that would leave the GPU idle.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+def send(tensor: Tensor, device: torch.device) -> Tensor:
+    """Start copying a host tensor to a device; return the copy."""
+    if device.type != "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def read_later(tensor: Tensor) -> Callable[[], list]:
+    """Start copying a tensor to the host; the function returned waits for its flat values."""
+    if tensor.device.type != "cuda":
+        values = tensor.flatten().tolist()
+        return lambda: values
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    host.copy_(tensor, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record(torch.cuda.current_stream(tensor.device))
+
+    def wait() -> list:
+        copied.synchronize()
+        return host.flatten().tolist()
+
+    return wait
