@@ -21,7 +21,7 @@ from runtime.session import Details, Session, common_prefix
 STEP_SIZES = (1, 2, 4, 8)  # rows of a compiled step; above that, multiples of the last
 # Tokens of a prompt that run at once beside running sequences. Those step after every STEP_EVERY
 # layers of it: on an H200 about 10 ms of a 30B model.
-SHARED_CHUNK, STEP_EVERY = 1024, 8
+SHARED_CHUNK, STEP_EVERY = 1024, 4
 # The longest prompt, in tokens, that runs in decode steps, one token a step: they are compiled,
 # other sequences decode meanwhile, and prompts that arrive together run together.
 STEPPED_PROMPT = 8
