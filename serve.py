@@ -119,7 +119,7 @@ def run(options: argparse.Namespace) -> int:
         from server.app import serve_session
     except ImportError as error:
         raise ValueError(
-            f"a server needs FastAPI and uvicorn ({error}): pip install 'moe-fast[serve]'"
+            f"a server needs Starlette and uvicorn ({error}): pip install 'moe-fast[serve]'"
         ) from None
     device = process_group.start(options.device)
     check_options(options)

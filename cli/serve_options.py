@@ -19,7 +19,7 @@ from cli.startup import require_extra
 
 LOCAL_HOSTS = "127.0.0.1", "localhost", "::1"  # addresses that need no API key
 MAX_BATCH = 64
-PACKAGES = "fastapi", "uvicorn", "pydantic", "prometheus_client", "llguidance"
+PACKAGES = "starlette", "uvicorn", "pydantic", "prometheus_client", "llguidance"
 
 
 def build_parser() -> Parser:
@@ -85,7 +85,7 @@ def check_options(options: argparse.Namespace) -> None:
         raise ValueError(
             f"--host {options.host} can be reached by others: add --api_key, or listen on 127.0.0.1"
         )
-    require_extra("a server needs FastAPI and uvicorn", "serve", *PACKAGES)
+    require_extra("a server needs Starlette and uvicorn", "serve", *PACKAGES)
 
 
 def check_origin(text: str) -> None:

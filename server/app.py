@@ -1,4 +1,4 @@
-"""The HTTP side of the server: a FastAPI app, and the thread that runs it.
+"""The HTTP side of the server: a Starlette app, and the thread that runs it.
 
 The main thread decodes meanwhile (server/scheduler.py).
 """
@@ -12,25 +12,26 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from fastapi import APIRouter, Depends, FastAPI, Request
-from fastapi.responses import (
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import (
     FileResponse,
     JSONResponse,
     PlainTextResponse,
     Response,
     StreamingResponse,
 )
-from prometheus_client import CONTENT_TYPE_LATEST
-from starlette.exceptions import HTTPException
-from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import ClientDisconnect
+from starlette.routing import Route
 
 from runtime.session import Session
 from server import LOCAL_HOSTS
@@ -57,6 +58,7 @@ from server.tokenizing import TokenizerPool
 from tokenizer import Tokenizer, load_tokenizer
 
 Prepared = tuple[GenerationRequest, ResponseBuilder | ResponsesBuilder]
+Endpoint = Callable[[Request], Awaitable[Response]]
 # How long a thread keeps Python's lock while another waits. The default of 5 ms is as long as a
 # decode step: the main thread would launch the next one late.
 SWITCH_SECONDS = 5e-4
@@ -86,29 +88,29 @@ class AppSettings:
     cors_origin: str | None = None  # whose web pages may use the API
 
 
-def make_app(scheduler: Scheduler, tokenizer: TokenizerPool, settings: AppSettings) -> FastAPI:
+def make_app(scheduler: Scheduler, tokenizer: TokenizerPool, settings: AppSettings) -> Starlette:
     """Return the ASGI app."""
     endpoints = Endpoints(scheduler, tokenizer, settings)
-    guarded = APIRouter(dependencies=[Depends(endpoints.check_access)])
-    guarded.post("/v1/chat/completions")(endpoints.chat_completions)
-    guarded.post("/v1/completions")(endpoints.completions)
-    guarded.post("/v1/responses")(endpoints.responses)
-    guarded.post("/tokenize")(endpoints.tokenize)
-    guarded.post("/detokenize")(endpoints.detokenize)
-    readable = ["GET", "HEAD"]
-    guarded.api_route("/v1/models", methods=readable)(endpoints.models)
-    guarded.api_route("/v1/models/{name:path}", methods=readable)(endpoints.model)
-    guarded.api_route("/metrics", methods=readable)(endpoints.metrics)
+    guard, post = endpoints.guard, ["POST"]
+    routes = [  # by GET and HEAD, unless by POST
+        Route("/v1/chat/completions", guard(endpoints.chat_completions), methods=post),
+        Route("/v1/completions", guard(endpoints.completions), methods=post),
+        Route("/v1/responses", guard(endpoints.responses), methods=post),
+        Route("/tokenize", guard(endpoints.tokenize), methods=post),
+        Route("/detokenize", guard(endpoints.detokenize), methods=post),
+        Route("/v1/models", guard(endpoints.models)),
+        Route("/v1/models/{name:path}", guard(endpoints.model)),
+        Route("/metrics", guard(endpoints.metrics)),
+        Route("/health", endpoints.health),
+        Route("/", endpoints.chat_page),
+        Route("/page/{name}", endpoints.page_file),
+    ]
     handlers = {
         APIError: endpoints.handle_api_error,
         HTTPException: endpoints.handle_http_error,
         ClientDisconnect: endpoints.handle_disconnect,
     }
-    app = FastAPI(openapi_url=None, exception_handlers=handlers)  # without pages about itself
-    app.include_router(guarded)
-    app.api_route("/health", methods=readable)(endpoints.health)
-    app.api_route("/", methods=readable)(endpoints.chat_page)
-    app.api_route("/page/{name}", methods=readable)(endpoints.page_file)
+    app = Starlette(routes=routes, exception_handlers=handlers)
     if settings.cors_origin:
         app.add_middleware(
             CORSMiddleware,
@@ -222,7 +224,16 @@ class Endpoints:
             raise APIError(f"the body did not arrive within {BODY_TIMEOUT:.0f} s", 408) from None
         return bytes(body)
 
-    async def check_access(self, request: Request) -> None:
+    def guard(self, endpoint: Endpoint) -> Endpoint:
+        """Return an endpoint that checks access first."""
+
+        async def guarded(request: Request) -> Response:
+            self.check_access(request)
+            return await endpoint(request)
+
+        return guarded
+
+    def check_access(self, request: Request) -> None:
         """Raise APIError for a wrong API key. A server without a key checks the Host header.
 
         Otherwise the page of another site could reach a local server by DNS rebinding.
@@ -252,25 +263,29 @@ class Endpoints:
             "chat_template": self.tokenizer.has_chat_template,
         }
 
-    async def models(self) -> Response:
+    async def models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self.describe_model()]})
 
-    async def model(self, name: str) -> Response:
+    async def model(self, request: Request) -> Response:
+        name = request.path_params["name"]
         if name != self.settings.model_name:
             reason = f"the model {name!r:.80} is not here: it is {self.settings.model_name!r}"
             raise APIError(reason, 404, "model_not_found", param="model")
         return JSONResponse(self.describe_model())
 
-    async def metrics(self) -> Response:
+    async def metrics(self, request: Request) -> Response:
         return Response(self.scheduler.metrics.export(), media_type=CONTENT_TYPE_LATEST)
 
-    async def health(self) -> Response:
+    async def health(self, request: Request) -> Response:
         return JSONResponse({"status": "ok"})
 
-    async def chat_page(self) -> Response:
-        return await self.page_file("index.html")
+    async def chat_page(self, request: Request) -> Response:
+        return self.send_page("index.html")
 
-    async def page_file(self, name: str) -> Response:
+    async def page_file(self, request: Request) -> Response:
+        return self.send_page(request.path_params["name"])
+
+    def send_page(self, name: str) -> Response:
         if name not in PAGE_FILES:
             raise HTTPException(404, "Not Found")
         media_type = PAGE_TYPES.get(PAGE_FILES[name].suffix, "image/svg+xml")
@@ -446,7 +461,7 @@ def make_limits(session: Session, tokenizer: Tokenizer) -> Limits:
 
 
 def run_server(
-    decoder: Decoder, app: FastAPI, listener: socket.socket, on_ready: Callable[[], None]
+    decoder: Decoder, app: Starlette, listener: socket.socket, on_ready: Callable[[], None]
 ) -> None:
     """Listen and decode until the scheduler closes or a KeyboardInterrupt.
 

@@ -3,7 +3,7 @@
 import asyncio
 
 import uvicorn
-from fastapi import FastAPI
+from starlette.applications import Starlette
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 HEADER_TIMEOUT = 10.0  # seconds from a connection's, or a request's, first byte
@@ -46,7 +46,7 @@ class TimedProtocol(H11Protocol):
             self.header_timer = None
 
 
-def make_http_server(app: FastAPI) -> uvicorn.Server:
+def make_http_server(app: Starlette) -> uvicorn.Server:
     """Return a server for an app. Its `run` takes a list of sockets.
 
     It accepts any number of connections: the app limits requests.

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 REASON = "the server's tests need it: pip install 'moe-fast[test]'"
-PACKAGES = "httpx", "openai", "fastapi", "uvicorn", "pydantic", "prometheus_client"
+PACKAGES = "httpx", "openai", "starlette", "uvicorn", "pydantic", "prometheus_client"
 httpx, openai, *_ = (pytest.importorskip(name, reason=REASON) for name in PACKAGES)
 
 from checkpoint import Checkpoint  # noqa: E402

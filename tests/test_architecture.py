@@ -89,7 +89,7 @@ HIDDEN_IMPORTS = {
     ),
     "generate.py": ({"hub.prepare"}, "imports the Hub's client, which --model alone needs"),
     "eval.py": ({"lm_eval", "lm_eval.api.model", "lm_eval.tasks", "lm_eval.utils"}, OPTIONAL),
-    "serve.py": ({"server.app"}, "needs FastAPI, " + OPTIONAL),
+    "serve.py": ({"server.app"}, "needs Starlette, " + OPTIONAL),
 }
 
 

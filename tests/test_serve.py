@@ -1121,11 +1121,11 @@ def test_a_taken_port_is_one_line():
 
 
 def test_a_missing_package_is_one_line(tmp_path):
-    (tmp_path / "fastapi.py").write_text("raise ImportError('no fastapi')")
+    (tmp_path / "starlette.py").write_text("raise ImportError('no starlette')")
     search = os.pathsep.join(map(str, (tmp_path, ROOT)))
     process = command("serve.py", cwd=ROOT, env={"PYTHONPATH": search})
     output, errors = process.communicate(timeout=60)
-    reason = "a server needs FastAPI and uvicorn (no fastapi): pip install 'moe-fast[serve]'"
+    reason = "a server needs Starlette and uvicorn (no starlette): pip install 'moe-fast[serve]'"
     assert (process.returncode, output, errors) == (2, "", f"error: {reason}\n")
 
 

@@ -96,8 +96,8 @@ def test_values_are_checked_before_torch_is_imported(line, message):
     (
         (
             "serve.py",
-            "fastapi",
-            "a server needs FastAPI and uvicorn: pip install 'moe-fast[serve]'",
+            "starlette",
+            "a server needs Starlette and uvicorn: pip install 'moe-fast[serve]'",
         ),
         ("eval.py --tasks x", "lm_eval", "--tasks needs lm-eval: pip install 'moe-fast[eval]'"),
         (
