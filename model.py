@@ -18,7 +18,7 @@ modules: other families in models/, packed weights in formats/, several GPUs in 
 host memory in offload/, and the decode loop in runtime/session.py.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
@@ -385,16 +385,12 @@ class KVCache(nn.Module):
     def accept(self, counts: Tensor) -> None:
         """Keep the first counts [B] of each row's newest tokens: the rest is masked anyway."""
 
-    def copy_row(self, source: int, target: int, length: int) -> None:
-        """Make the first `length` tokens of a row those of another."""
-        for tensor in self.buffers():
-            tensor[:, target, :, :length] = tensor[:, source, :, :length]
+    def assign_snapshots(self, sources: Mapping[int, int]) -> None:
+        """Give rows, the keys, the snapshots of others, the values: there are none."""
 
-    def swap_rows(self, a: int, b: int, length: int) -> None:
-        """Exchange two rows' first `length` tokens."""
-        for tensor in self.buffers():
-            one, other = tensor[:, a, :, :length], tensor[:, b, :, :length]
-            one[:], other[:] = other, one.clone()
+    def row(self, row: int) -> list[Tensor]:
+        """Return a row's memory as views [..., S, values of a position]."""
+        return [tensor[:, row] for tensor in self.buffers()]
 
     def reset(self, row: int | None = None) -> None:
         """Zero a row, or all: masked positions are multiplied by 0, and 0 * NaN is NaN."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations  # annotations of kernels name triton, which may be absent
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -12,9 +14,11 @@ except ImportError:  # a build of torch without CUDA, where no kernel is called
     triton = tl = None
 
 
-def jit(function):
-    """Apply `triton.jit` if Triton is installed."""
-    return triton.jit(function) if triton else function
+def jit(function=None, **options):
+    """Apply `triton.jit` with these options if Triton is installed."""
+    if function is None:
+        return partial(jit, **options)
+    return triton.jit(function, **options) if triton else function
 
 
 def supports_pdl(x: Tensor) -> bool:

@@ -107,6 +107,9 @@ class Batch:
         """
         session = self.session
         self.prepare_prompts()
+        if session.batch > 1:  # compiles what moves rows; there is nothing to move
+            session.swap_rows(0, 1)
+            session.copy_row(0, 1, 0)
         if not session.compiled:
             return
         for size in self.sizes:

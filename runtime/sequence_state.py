@@ -8,7 +8,7 @@ state must not take these tokens in. Every call therefore tells which tokens are
 `context.last` [B] is the index of each row's last real query, -1 for none.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -39,11 +39,14 @@ class SequenceState(Protocol):
         that.
         """
 
-    def copy_row(self, source: int, target: int, length: int) -> None:
-        """Make the first `length` tokens of a row those of another."""
+    def row(self, row: int) -> list[Tensor]:
+        """Return a row's memory, for `ops.rows.RowMemory`: views [..., S, values of a position].
 
-    def swap_rows(self, a: int, b: int, length: int) -> None:
-        """Exchange two rows' first `length` tokens."""
+        S is positions, or 1 of a recurrent state.
+        """
+
+    def assign_snapshots(self, sources: Mapping[int, int]) -> None:
+        """Give rows, the keys, the snapshots of others, the values."""
 
     def snapshot(self, row: int, length: int) -> None:
         """Make the row's length now, `length`, one to which it can be truncated."""

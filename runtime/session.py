@@ -22,6 +22,7 @@ from torch import Tensor
 from model import COUNTING_SORT_MAX_TOKENS, SHORT_CACHE, Chunk, KVCache, Runner, Transformer
 from ops.attention import BLOCK
 from ops.inductor import configure_inductor, without_tuning
+from ops.rows import RowMemory
 from runtime.graphs import CapturedStep, GraphCache, run_on_host
 from runtime.logit_edits import EditState, edit_logits, make_edit_state, set_edits
 from runtime.outbox import Outbox
@@ -113,6 +114,8 @@ class Session:
         length = max_seq_len + max(SPARE, PADDING_MULTIPLE if self.pads else 1)
         self.cache_len = -(-length // BLOCK) * BLOCK
         self.states = model.setup_cache(self.batch, self.cache_len, options.cache_class)
+        rows = range(self.batch)
+        self.memory = RowMemory([[v for s in self.states for v in s.row(row)] for row in rows])
         self.make_buffers()
         self.graphs = GraphCache() if captures_prompts else None
         self.between_layers: Callable[[], None] = lambda: None  # called within a long prompt
@@ -500,9 +503,9 @@ class Session:
 
     def swap_rows(self, a: int, b: int) -> None:
         """Exchange two rows: their sequences and what is remembered of these."""
-        length = max(self.cached[a], self.cached[b])
+        self.memory.exchange(a, b, max(self.cached[a], self.cached[b]))
         for state in self.states:
-            state.swap_rows(a, b, length)
+            state.assign_snapshots({a: b, b: a})
         for tensor in (*self.state, *self.edits):
             tensor[a], tensor[b] = tensor[b], tensor[a].clone()
         lists: tuple[list, ...] = self.ids, self.cached, self.row_is_edited
@@ -511,8 +514,9 @@ class Session:
 
     def copy_row(self, source: int, target: int, length: int) -> None:
         """Make an idle row remember the first tokens of another row, at most `length`."""
+        self.memory.copy(source, target, length)
         for state in self.states:
-            state.copy_row(source, target, length)
+            state.assign_snapshots({target: source})
         self.ids[target], self.cached[target] = self.ids[source][:length], length
 
     def start_prompts(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:

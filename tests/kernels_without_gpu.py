@@ -16,6 +16,7 @@ NAME (default: all):
                the three kernels of latent attention for one token, at published and small sizes
     fixed      all-reduce, and norms with bitwise identical results on all GPUs
     fetch      copies of experts out of host memory
+    rows       copies between rows of a batch, in all layers
 
 Each prints one JSON object: by name, the relative error of every case, or counts of instructions in
 its machine code. Each is a process of its own: Triton reads its environment once, at import. The
@@ -61,12 +62,14 @@ from ops import (
     grouped,
     latent_decode_attention,
     long_attention,
+    rows,
     sandwich,
     split_attention,
 )
 from ops.attention import attend, causal_bias
 from ops.latent_decode_attention import Tile
 from ops.rope import rope_frequencies, rope_table
+from ops.rows import RowMemory, make_planes
 from runtime.fused_attention import FusedDecodeAttention
 
 GROUPS = {
@@ -433,6 +436,46 @@ def fetch_code() -> dict[str, int]:
     launch, expert_paging._fetch = expert_paging._fetch, kernel
     asm = compiled(kernel, launch).asm["sass"]
     return {name: asm.count(name) for name in ("LDG.E.128", "STG.E.128")}
+
+
+def row_memory() -> RowMemory:
+    """Return three rows of caches, the second in int8 with odd sizes, and of a recurrent state."""
+    device, generator = torch.device("cpu"), torch.Generator().manual_seed(0)
+    caches = [
+        KVCache((3, 2, 40, 24), torch.bfloat16, device),
+        Int8KVCache((3, 3, 1500, 7), torch.bfloat16, device, parts=1),
+    ]
+    for buffer in (buffer for cache in caches for buffer in cache.buffers()):
+        buffer.copy_(torch.randint(-90, 90, buffer.shape, generator=generator))
+    state = torch.randn(3, 50, 25, generator=generator)
+    rows = range(3)
+    return RowMemory([[*(v for c in caches for v in c.row(n)), state[n].view(1, -1)] for n in rows])
+
+
+def moved_rows() -> list[bool]:
+    """Return whether the kernel moves the same as the loop on a CPU."""
+    found = []
+    for length, exchange in itertools.product((0, 1, 30, 1300, 1500), (False, True)):
+        want, got = row_memory(), row_memory()
+        got.planes = make_planes(*got.views[:2])
+        for memory in (want, got):
+            (memory.exchange if exchange else memory.copy)(2, 1, length)
+        pairs = (zip(*views, strict=True) for views in zip(want.views, got.views, strict=True))
+        found.append(all(torch.equal(a, b) for row in pairs for a, b in row))
+    return found
+
+
+def moved_rows_code() -> dict[str, int]:
+    """Count loads and stores in the machine code of both moves."""
+    kernel, memory = rows._move, row_memory()
+    memory.planes = make_planes(*memory.views[:2])
+    text = ""
+    for exchange in (False, True):
+        rows._move = Launch()
+        memory.move(2, 1, 30, exchange)
+        launch, rows._move = rows._move, kernel
+        text += compiled(kernel, launch).asm["sass"]
+    return {name: text.count(name) for name in ("LDG.E", "STG.E")}
 
 
 def push_error(
@@ -1273,6 +1316,7 @@ INTERPRETED = {
     "latent token, few": few_latent_token_errors,
     "fixed": fixed_errors,
     "fetch": fetch_results,
+    "rows": moved_rows,
 }
 COMPILED = {
     "grouped": grouped_codes,
@@ -1287,6 +1331,7 @@ COMPILED = {
     "latent token": latent_token_code,
     "fixed": fixed_code,
     "fetch": fetch_code,
+    "rows": moved_rows_code,
 }
 
 

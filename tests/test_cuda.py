@@ -36,6 +36,7 @@ from offload.runner import runner_class_for
 from ops import gemv4
 from ops.gated_delta_token import delta_token
 from ops.inductor import configure_inductor
+from ops.rows import RowMemory
 from ops.token_draw import GROUPS
 from ops.tuning import gpu_ms
 from runtime.batch import Batch
@@ -501,6 +502,28 @@ def test_a_step_never_waits_for_the_device():
             session.decode(1, candidates)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("exchange", (False, True))
+@pytest.mark.parametrize("length", (1, 777, 4000))
+def test_rows_of_all_layers_move_in_one_kernel(length, exchange):
+    def memory(device: str) -> RowMemory:
+        generator, sizes = torch.Generator().manual_seed(0), (4, 2, 4096, 128)
+        caches = [
+            kind(sizes, torch.bfloat16, torch.device(device))
+            for kind in (KVCache, Int8KVCache, KVCache)
+        ]
+        for buffer in (buffer for cache in caches for buffer in cache.buffers()):
+            buffer.copy_(torch.randint(-90, 90, buffer.shape, generator=generator))
+        state = torch.randn(4, 60, generator=generator).to(device)
+        views = [[*(v for c in caches for v in c.row(n)), state[n].view(1, -1)] for n in range(4)]
+        return RowMemory(views)
+
+    on_cpu, on_gpu = memory("cpu"), memory("cuda")
+    for moved in (on_cpu, on_gpu):
+        (moved.exchange if exchange else moved.copy)(3, 1, length)
+    for want, got in zip(on_cpu.views, on_gpu.views, strict=True):
+        assert all(torch.equal(a, b.cpu()) for a, b in zip(want, got, strict=True))
 
 
 @pytest.mark.parametrize("rows", (1, 2))

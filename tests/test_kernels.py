@@ -29,14 +29,22 @@ def without_a_gpu(*names: str, **variables: str) -> dict[str, dict]:
 @pytest.fixture(scope="module")
 def interpreted() -> dict[str, dict]:
     """Return the kernels' errors; one process, which takes longer to start than most of them."""
-    names = "grouped, a shape a format", "dot4, few", "attend", "token, few", "queries", "fixed"
+    names = (
+        "grouped, a shape a format",
+        "dot4, few",
+        "attend",
+        "token, few",
+        "queries",
+        "fixed",
+        "rows",
+    )
     return without_a_gpu(*names, TRITON_INTERPRET="1")
 
 
 @pytest.fixture(scope="module")
 def machine_code() -> dict[str, dict]:
     """Return counts of machine code, which takes long to make: for slow tests."""
-    return without_a_gpu("dot4", "token", "queries", "fixed", "fetch")
+    return without_a_gpu("dot4", "token", "queries", "fixed", "fetch", "rows")
 
 
 def check_grouped_errors(errors: dict[str, float]) -> None:
@@ -64,11 +72,20 @@ def test_the_copy_out_of_host_memory(machine_code):
     assert machine_code["fetch"] == {"LDG.E.128": 8, "STG.E.128": 8}
 
 
+def test_rows_of_a_batch_are_copied_and_exchanged(interpreted):
+    assert interpreted["rows"] == [True] * 10
+
+
 def test_what_is_the_same_on_every_gpu(interpreted):
     errors = interpreted["fixed"]
     assert len(errors) == 48
     for case, error in errors.items():  # the interpreter cuts where a GPU rounds to bf16
         assert error < (5e-3 if "bfloat16" in case else 1e-6), case
+
+
+@pytest.mark.slow
+def test_moves_of_rows_compile_for_an_h200(machine_code):
+    assert machine_code["rows"]["STG.E"] >= 24  # 1 + 2 stores of 8 words a thread
 
 
 @pytest.mark.slow

@@ -52,12 +52,13 @@ class RecurrentState:
     def snapshot(self, row: int, length: int) -> None:
         self.snapshots[row][length] = self.h[row].clone()
 
-    def copy_row(self, source: int, target: int, length: int) -> None:
-        self.h[target], self.snapshots[target] = self.h[source], dict(self.snapshots[source])
+    def row(self, row: int) -> list[Tensor]:
+        return [self.h[row].view(1, -1)]
 
-    def swap_rows(self, a: int, b: int, length: int) -> None:
-        self.h[[a, b]] = self.h[[b, a]]
-        self.snapshots[a], self.snapshots[b] = self.snapshots[b], self.snapshots[a]
+    def assign_snapshots(self, sources: dict[int, int]) -> None:
+        taken = list(self.snapshots)
+        for row, source in sources.items():
+            self.snapshots[row] = dict(taken[source])
 
     def reset(self, row: int | None = None) -> None:
         for n in range(len(self.h)) if row is None else (row,):

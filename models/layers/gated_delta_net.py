@@ -7,6 +7,7 @@ Letters: K key heads (queries have as many), H value heads, Ck and Cv their size
 channels of the convolution, W its width.
 """
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -153,17 +154,18 @@ class DeltaState(nn.Module):
         if len(taken) > MAX_SNAPSHOTS:
             del taken[sorted(taken)[1]]
 
-    def copy_row(self, source: int, target: int, length: int) -> None:
-        """Make a row equal to another. The two share snapshots, which never change."""
-        for buffer in self.buffers():
-            buffer[target].copy_(buffer[source])
-        self.snapshots[target] = dict(self.snapshots[source])
+    def assign_snapshots(self, sources: Mapping[int, int]) -> None:
+        """Give rows, the keys, the snapshots of others, the values.
 
-    def swap_rows(self, a: int, b: int, length: int) -> None:
-        """Exchange two rows."""
-        for buffer in self.buffers():
-            buffer[a], buffer[b] = buffer[b], buffer[a].clone()
-        self.snapshots[a], self.snapshots[b] = self.snapshots[b], self.snapshots[a]
+        Rows may share snapshots, which never change.
+        """
+        taken = list(self.snapshots)
+        for row, source in sources.items():
+            self.snapshots[row] = dict(taken[source])
+
+    def row(self, row: int) -> list[Tensor]:
+        """Return a row's memory as views [1, all values]."""
+        return [buffer[row].view(1, -1) for buffer in self.buffers()]
 
     def reset(self, row: int | None = None) -> None:
         """Forget a row's sequence and snapshots, or all."""
