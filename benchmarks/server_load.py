@@ -132,7 +132,7 @@ class Load:
     def report(self, seconds: float) -> str:
         firsts = [first for first, tokens in self.answers if first is not None and tokens]
         ordered = sorted(firsts) or [math.nan]  # none, if every answer is lost
-        last = ordered[int(0.95 * (len(ordered) - 1))]
+        last = ordered[math.ceil(0.95 * len(ordered)) - 1]
         tokens = sum(count for _, count in self.answers)
         lines = [
             f"{self.options.clients} clients, {len(firsts)} answers, {self.lost} lost, "

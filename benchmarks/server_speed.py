@@ -8,9 +8,9 @@ Random weights, greedy, prompts of 5 tokens, in one process and on one GPU. Firs
 run in another process (benchmarks/server_load.py); there prompts count. Then the session decodes
 again, and ratios are to the mean of both. Every token has a text, so that each is an event of its
 answer's stream. Due: 0.97 of a session's tokens/s for one client, 0.93 for 8. "batch" is the
-server's loop without HTTP and text. The pause is the longest time between two tokens of a running
-answer while a prompt of 4,096 tokens arrives; due are 50 ms. Each figure also goes to stderr as
-soon as it is known, since compiling takes minutes.
+server's loop without HTTP and text, "steps" its median step. The pause is the longest time between
+two tokens of a running answer while a prompt of 4,096 tokens arrives; due are 50 ms. Each figure
+also goes to stderr as soon as it is known, since compiling takes minutes.
 """
 
 import argparse
@@ -66,22 +66,27 @@ def session_speed(session: Session, options: argparse.Namespace) -> tuple[float,
     return statistics.median(rates[1:]), statistics.median(whole[1:])
 
 
-def batch_speed(batch: Batch, clients: int, options: argparse.Namespace) -> float:
-    """Return the tokens/s of `clients` sequences at once, prompts included, without a server."""
+def batch_speed(batch: Batch, clients: int, options: argparse.Namespace) -> tuple[float, float]:
+    """Return the tokens/s of `clients` sequences at once without a server, and of steps alone.
+
+    The first counts prompts. The second is of the median step.
+    """
     total = clients * (options.repeats + 1)
     prompts = (random_prompt(batch.session.model.args, options.prompt_len, n) for n in range(total))
-    started, tokens, left = time.perf_counter(), 0, {}
+    tokens, times, left = 0, [time.perf_counter()], {}
     while True:
         while len(left) < clients and (prompt := next(prompts, None)):
             left[batch.start(prompt, options.new_tokens, GREEDY)] = options.new_tokens
         if not left:
-            return tokens / (time.perf_counter() - started)
+            steps = [b - a for a, b in pairwise(times)]
+            return tokens / (times[-1] - times[0]), clients / statistics.median(steps)
         batch.prefill()
         for token in batch.step():
             tokens, left[token.sequence] = tokens + 1, left[token.sequence] - 1
             if not left[token.sequence]:
                 batch.end(token.sequence)
                 del left[token.sequence]
+        times.append(time.perf_counter())
 
 
 def client_speed(url: str, clients: int, options: argparse.Namespace) -> float:
@@ -154,7 +159,8 @@ def serve_clients(
     decoder.prepare()
     found["prepare_s"] = time.perf_counter() - started
     for clients in CLIENTS:
-        found[f"batch_{clients}"] = batch_speed(decoder.batch, clients, options)
+        speeds = batch_speed(decoder.batch, clients, options)
+        found[f"batch_{clients}"], found[f"steps_{clients}"] = speeds
     session.reset()
     # asyncio sends small writes at once only where the protocol is named.
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
@@ -228,6 +234,7 @@ def main() -> None:
         ours, alone = found[f"http_{clients}"], found[f"session_{clients}"]
         alone = (alone + found[f"session_{clients}_after"]) / 2
         ratios = f"{ours / alone:.3f}, of whole answers {ours / found[f'answers_{clients}']:.3f}"
+        ratios += f", of steps {ours / found[f'steps_{clients}']:.3f}"
         print(f"{clients} clients: {ours:.1f} tokens/s, session {alone:.1f}: {ratios}")
     print(f"prepared in {found['prepare_s']:.1f} s, longest pause {found['pause_s'] * 1e3:.0f} ms")
 
