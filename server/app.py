@@ -341,7 +341,7 @@ class EventQueue:
 
     def __init__(self, mailbox: Mailbox):
         self.mailbox, self.events = mailbox, asyncio.Queue()
-        self.get = self.events.get
+        self.get, self.empty = self.events.get, self.events.empty
 
     def send(self, event: Event) -> None:
         """Add an event, from any thread; `Mailbox.deliver` makes it arrive."""
@@ -396,20 +396,25 @@ class EventStream(StreamingResponse):
 async def stream_chunks(
     builder: ResponseBuilder | ResponsesBuilder, events: EventQueue, event: Event, answers: int
 ) -> AsyncIterator[bytes]:
-    """Yield the chunks of a stream with this many answers, whose first event is `event`."""
-    for chunk in builder.start():
-        yield chunk
+    """Yield the chunks of a stream with this many answers, whose first event is `event`.
+
+    Chunks of events that are there are joined: each part that is sent costs a system call.
+    """
+    chunks = [*builder.start()]
     while True:
         if isinstance(event, APIError):
-            yield builder.error(event)
-            return
+            chunks.append(builder.error(event))
+            break
         ended = isinstance(event, Finished)
-        for chunk in builder.end(event) if ended else builder.deltas(event):
-            yield chunk
+        chunks += builder.end(event) if ended else builder.deltas(event)
         answers -= ended
         if not answers:
-            return
+            break
+        if events.empty():
+            yield b"".join(chunks)
+            chunks = []
         event = await events.get()
+    yield b"".join(chunks)
 
 
 # Running --------------------------------------------------------------------------------------

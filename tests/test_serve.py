@@ -33,11 +33,14 @@ from runtime.session import Session
 from scripts.capture_page import Browser, wait_until
 from serve import build_parser, check_options
 from server import connections
+from server.app import EventQueue, Mailbox, stream_chunks
 from server.schema import (
     APIError,
     ChatCompletionBody,
     CompletionBody,
+    Finished,
     Limits,
+    TextDelta,
     read_request,
 )
 
@@ -1233,3 +1236,34 @@ def test_two_ranks_decode_side_by_side(alone, tmp_path):
     finally:
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=30)
+
+
+def test_events_that_arrive_together_are_sent_together():
+    """Each event that arrives alone is a part of the stream."""
+
+    class Builder:
+        def start(self):
+            return iter([b"begin "])
+
+        def deltas(self, event):
+            return iter([event.text.encode()])
+
+        def end(self, event):
+            return iter([b"end ", b"usage"])
+
+    mailbox = Mailbox()
+    words = [TextDelta(f"{n} ", [], False, 0) for n in range(4)]
+
+    async def parts() -> list[bytes]:
+        mailbox.loop = asyncio.get_running_loop()
+        events, found = EventQueue(mailbox), []
+        stream = stream_chunks(Builder(), events, words[0], 1)
+        for together in (words[1:2], words[2:3], [words[3], Finished({}, [], 0)]):
+            found.append(await anext(stream))
+            for event in together:
+                events.send(event)
+            mailbox.deliver()
+            await asyncio.sleep(0)
+        return found + [part async for part in stream]
+
+    assert asyncio.run(parts()) == [b"begin 0 ", b"1 ", b"2 ", b"3 end usage"]
