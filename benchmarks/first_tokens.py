@@ -1,0 +1,98 @@
+"""Time to the first token of short prompts, beside the limit that their bytes set.
+
+    python benchmarks/first_tokens.py --arch Qwen3-30B-A3B --mode int4
+
+Random weights and prompts, warm. The limit of a prompt of 9 tokens or more is 1.3 times its bytes
+at the measured bandwidth, and two decode steps; of up to 8 tokens it is three steps. The bytes are
+those of all weights but experts, and of the distinct experts that the prompt chooses. Each row is
+printed as soon as it is known.
+"""
+
+import argparse
+import statistics
+import time
+
+import torch
+
+from benchmarks.cuda_timing import require_gpu
+from benchmarks.decode_speed import open_session, read_bandwidth, time_answers
+from cli.benchmark_options import add_measure_options
+from cli.parser import Parser
+from models.random_weights import architecture, first_layers, random_prompt
+from runtime.sampling import Sampling
+from runtime.session import Session
+from runtime.weights import bytes_per_token
+
+LENGTHS = 5, 8, 9, 16, 32, 48, 64
+HEADER = "tokens  first token, ms  steps  experts a layer    GB  limit, ms  of it"
+
+
+def first_token_seconds(session: Session, prompt: list[int], repeats: int) -> float:
+    """Return the median time to the first token, after two answers that may compile or capture."""
+    found = []
+    for _ in range(repeats + 2):
+        session.reset()
+        start = time.perf_counter()
+        stream = session.stream(prompt, 2, Sampling(seed=0))
+        next(stream)
+        found.append(time.perf_counter() - start)
+        list(stream)
+    return statistics.median(found[2:])
+
+
+def distinct_experts(session: Session, prompt: list[int]) -> float:
+    """Return how many experts a layer of the prompt reads."""
+    session.reset()
+    tokens = torch.tensor([prompt], device=session.device)
+    positions = torch.arange(len(prompt), device=session.device).unsqueeze(0)
+    routing = session.model(tokens, positions, return_routing=True)[1]  # [L, T, A]
+    session.reset()
+    return statistics.fmean(len(layer.unique()) for layer in routing)
+
+
+def measure(options: argparse.Namespace) -> None:
+    """Print a row for each length."""
+    args = architecture(options.arch)
+    args = first_layers(args, options.layers or args.n_layer)
+    device = torch.device("cuda")
+    ceiling = read_bandwidth(device)
+    options.max_seq_len = options.max_seq_len or 512
+    session = open_session(args, options, device)
+    step = 1 / statistics.median(time_answers(session, options)["rates"])
+    gpu = f"{torch.cuda.get_device_name()}, {ceiling / 1e9:.0f} GB/s"
+    print(f"{options.arch} {options.mode}, {gpu}, a step takes {step * 1e3:.3f} ms\n{HEADER}")
+    for length in options.lengths:
+        prompt = random_prompt(args, length, length)
+        seconds = first_token_seconds(session, prompt, options.repeats)
+        experts = distinct_experts(session, prompt)
+        size = bytes_per_token(session.model, experts)
+        limit = 3 * step if length < 9 else 1.3 * size / ceiling + 2 * step
+        print(
+            f"{length:6}  {seconds * 1e3:15.2f}  {seconds / step:5.2f}  {experts:15.1f}  "
+            f"{size / 1e9:4.2f}  {limit * 1e3:9.2f}  {seconds / limit:5.2f}",
+            flush=True,
+        )
+
+
+def build_parser() -> Parser:
+    parser = Parser(
+        __doc__.partition("\n")[0],
+        (
+            "python benchmarks/first_tokens.py --arch Qwen3-30B-A3B --mode int4",
+            "python benchmarks/first_tokens.py --arch Mixtral-8x7B --mode int8 --lengths 16 64",
+        ),
+    )
+    add_measure_options(parser)
+    parser.begin_group("prompts", "what is measured")
+    parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, metavar="N")
+    return parser
+
+
+def main() -> None:
+    options = (parser := build_parser()).parse_args()
+    require_gpu(parser)
+    measure(options)
+
+
+if __name__ == "__main__":
+    main()
