@@ -112,7 +112,10 @@ def measure(options: argparse.Namespace) -> None:
 def build_parser() -> Parser:
     parser = Parser(
         __doc__.partition("\n")[0],
-        ("python benchmarks/step_variation.py --arch Qwen3-30B-A3B --mode int4",),
+        (
+            "python benchmarks/step_variation.py --arch Qwen3-30B-A3B --mode int4",
+            "python benchmarks/step_variation.py --arch OLMoE-1B-7B --repeats 10",
+        ),
     )
     add_measure_options(parser)
     return parser

@@ -17,7 +17,7 @@ from torch import Tensor
 from ops.jit import jit, tl
 
 WORDS = {1: "int8", 2: "int16", 4: "int32", 8: "int64"}  # by bytes
-PROGRAMS, BLOCK = 4, 1024  # of a plane; words that a program copies at once
+PROGRAMS, BLOCK = 4, 1024  # programs of a plane, words that each copies at once
 
 
 # Grid [P, PROGRAMS]. A plane is memory [rows, S, words] with any distance from row to row.
