@@ -3,18 +3,22 @@
     python benchmarks/step_variation.py --arch Qwen3-30B-A3B --mode int4
 
 Each row is one answer of a session: the same prompt several times, other prompts, after a pause,
-without clearing the cache before, and after a kernel of n programs. On an H200 one graph's step
+without clearing the cache before, after a kernel of n programs, and while other cores of the host
+are busy, so that its clocks rise: a GPU reads launches from host memory. On an H200 one graph's step
 took 1.264 or 1.296 ms, and neither the batch's size nor another capture decided it: these are the
 other things that differ between two answers. Clocks are the mean of what nvidia-smi reports every
 20 ms while steps run.
 """
 
 import argparse
+import os
 import statistics
 import subprocess
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -66,6 +70,19 @@ def run_programs(count: int) -> None:
     torch.empty(512 * count, device="cuda").fill_(1.0)
 
 
+@contextmanager
+def busy_cores(count: int) -> Iterator[None]:
+    """Keep this many cores busy within."""
+    processes = [subprocess.Popen([sys.executable, "-c", "while True: 0"]) for _ in range(count)]
+    try:
+        time.sleep(0.5)
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
 def measure(options: argparse.Namespace) -> None:
     """Print a row for each answer."""
     args = architecture(options.arch)
@@ -104,6 +121,9 @@ def measure(options: argparse.Namespace) -> None:
     row("after a synchronization", prompts[0], after(torch.cuda.synchronize))
     for count in PROGRAMS:
         row(f"after {count} programs", prompts[0], after(lambda: run_programs(count)))  # noqa: B023
+    with busy_cores((os.cpu_count() or 2) // 2):
+        for _ in range(options.repeats):
+            row("beside busy cores", prompts[0])
     for _ in range(options.repeats):
         row("the same prompt", prompts[0])
     clocks.process.terminate()
