@@ -4,10 +4,10 @@
 
 Each row is one answer of a session: the same prompt several times, other prompts, after a pause,
 without clearing the cache before, after a kernel of n programs, and while other cores of the host
-are busy, so that its clocks rise: a GPU reads launches from host memory. On an H200 one graph's step
-took 1.264 or 1.296 ms, and neither the batch's size nor another capture decided it: these are the
-other things that differ between two answers. Clocks are the mean of what nvidia-smi reports every
-20 ms while steps run.
+are busy, so that its clocks rise: a GPU reads launches from host memory. On an H200 one graph's
+step took 1.264 or 1.296 ms, and neither the batch's size nor another capture decided it: these are
+the other things that differ between two answers. Clocks are the mean of what nvidia-smi reports
+every 20 ms while steps run.
 """
 
 import argparse
