@@ -373,7 +373,6 @@ THINNED = {
     "test_shards_are_all_of_the_weights": 3,
     "test_speculation_gives_the_tokens_of_plain_decoding": 2,
     "test_steps_between_layers_of_a_prompt_change_no_answer": 2,
-    "test_the_picture_and_its_numbers": 2,
     "test_the_same_bits_and_the_copies_that_the_policy_predicts": 3,
     "test_verified_tokens_have_the_models_distribution": 2,
 }

@@ -461,6 +461,7 @@ def plot(
     return subprocess.run(script, capture_output=True, text=True, input=stdin, env=environment)
 
 
+@pytest.mark.slow
 def test_the_roofline_is_drawn(tmp_path):
     pytest.importorskip("matplotlib")
     (tmp_path / "one.json").write_text(json.dumps(RESULT | {"peer": None}, indent=1))
@@ -525,6 +526,7 @@ def timeline(**changes) -> dict:
     return texts | {"inductor": way, "fused": way} | changes
 
 
+@pytest.mark.slow
 def test_the_timeline_is_drawn(tmp_path):
     pytest.importorskip("matplotlib")
     result = tmp_path / "layer.json"

@@ -51,7 +51,7 @@ def test_a_copy_of_the_folder_spares_all_compiling(tmp_path):
     (
         (("--compile_cache", "new"), "add --compile"),
         (("--compile_cache", "file", "--compile"), "file"),
-        (("--compile_cache", "file/new", "--compile"), "file"),
+        pytest.param(("--compile_cache", "file/new", "--compile"), "file", marks=pytest.mark.slow),
     ),
 )
 def test_a_users_mistake_is_one_line(options, message, tmp_path):

@@ -29,15 +29,7 @@ def without_a_gpu(*names: str, **variables: str) -> dict[str, dict]:
 @pytest.fixture(scope="module")
 def interpreted() -> dict[str, dict]:
     """Return the kernels' errors; one process, which takes longer to start than most of them."""
-    names = (
-        "grouped, a shape a format",
-        "dot4, few",
-        "attend",
-        "token, few",
-        "queries",
-        "fixed",
-        "rows",
-    )
+    names = "grouped, a shape a format", "dot4, few", "token, few", "fixed", "rows"
     return without_a_gpu(*names, TRITON_INTERPRET="1")
 
 
@@ -98,8 +90,9 @@ def test_what_is_the_same_on_every_gpu_compiles_for_an_h200(machine_code):
             assert counts["ahead"] >= 18
 
 
-def test_attention_that_reads_the_blocks_in_use(interpreted):
-    errors = interpreted["attend"]
+@pytest.mark.slow
+def test_attention_that_reads_the_blocks_in_use():
+    errors = without_a_gpu("attend", TRITON_INTERPRET="1")["attend"]
     assert len(errors) == 8 and all(error < 2e-6 for error in errors.values()), errors
 
 
@@ -139,8 +132,9 @@ def check_queries_code(found: dict[str, dict]) -> None:
             assert counts["products"] and counts["ahead"] >= 8, case
 
 
-def test_few_queries_attention_in_one_kernel(interpreted):
-    errors = interpreted["queries"]
+@pytest.mark.slow
+def test_few_queries_attention_in_one_kernel():
+    errors = without_a_gpu("queries", TRITON_INTERPRET="1")["queries"]
     assert len(errors) == 3 and all(error < 2e-6 for error in errors.values()), errors
 
 

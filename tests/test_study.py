@@ -130,6 +130,7 @@ def test_load_and_entropy_by_hand():
     assert found["weight_entropy"] == pytest.approx([1, quarter / 2])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("suffix", ("png", "svg"))
 def test_the_picture_and_its_numbers(directory, tmp_path, suffix):
     pytest.importorskip("matplotlib", reason=NO_MATPLOTLIB)

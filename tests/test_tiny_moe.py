@@ -135,6 +135,7 @@ def test_json_is_one_object_with_the_documented_fields(cache, directory):
     assert len(json.loads(run.stdout.splitlines()[-1])["results"]) == 4
 
 
+@pytest.mark.slow
 def test_stdin_and_stop_texts(cache, directory):
     arguments = ("--temperature", "0", "--max_new_tokens", "60")
     text = "class A:\n    def __init__(self"
@@ -222,6 +223,7 @@ def test_a_chat_goes_through_the_template_and_reuses_the_cache(chatty, cache, mo
     assert second_start + second == len(tokenizer.encode(prompts[1], bos=False))
 
 
+@pytest.mark.slow
 def test_a_system_message_puts_prompts_through_the_template(chatty, cache):
     arguments = ["--temperature", "0", "--max_new_tokens", "9", "--ignore_eos"]
     arguments += ["--checkpoint_path", str(chatty)]

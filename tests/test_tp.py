@@ -613,6 +613,7 @@ def start_ranks(*commands: list[str]) -> list[subprocess.Popen]:
     return processes
 
 
+@pytest.mark.slow
 def test_ranks_that_differ_are_refused_in_one_line():
     processes = start_ranks([*ANSWER], [*ANSWER, "--top_k", "7"])
     outputs = [process.communicate(timeout=120) for process in processes]
@@ -635,6 +636,7 @@ def child_processes(pid: int) -> list[int]:
     return [int(child) for child in children.split()]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds a rank through /proc")
 @pytest.mark.parametrize(
     "options", ((), pytest.param(("--device", "cuda", "--compile"), marks=pytest.mark.cuda))
