@@ -192,13 +192,18 @@ def measure(args: ModelArgs, options: argparse.Namespace, ceiling: float) -> dic
     return result
 
 
+def distinct_experts(session: Session, tokens: torch.Tensor, positions: torch.Tensor) -> float:
+    """Return how many experts a layer reads, the mean of all, for tokens [B, Q] at positions."""
+    routing = session.model(tokens, positions, return_routing=True)[1]  # [L, B * Q, A]
+    return statistics.fmean(len(layer.unique()) for layer in routing)
+
+
 def measure_bytes(session: Session, options: argparse.Namespace) -> dict:
     """Return the fields of `measure` about ranks and bytes. Call it after an answer."""
     model, ranks, peak = session.model, process_group.size(), peak_bytes(session.device)
     cache = sum(state.nbytes for state in session.states)
     used = cache_in_use(session, options.prompt_len + options.new_tokens // 2)
-    routing = model(session.token, session.position - 1, return_routing=True)[1]  # [L, B, A]
-    experts_read = statistics.fmean(len(layer.unique()) for layer in routing)
+    experts_read = distinct_experts(session, session.token, session.position - 1)
     beside = max(0, peak - stored_bytes(model) - cache)
     return {
         "ranks": ranks,

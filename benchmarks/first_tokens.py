@@ -15,7 +15,12 @@ import time
 import torch
 
 from benchmarks.cuda_timing import require_gpu
-from benchmarks.decode_speed import open_session, read_bandwidth, time_answers
+from benchmarks.decode_speed import (
+    distinct_experts,
+    open_session,
+    read_bandwidth,
+    time_answers,
+)
 from cli.benchmark_options import add_measure_options
 from cli.parser import Parser
 from models.random_weights import architecture, first_layers, random_prompt
@@ -40,16 +45,6 @@ def first_token_seconds(session: Session, prompt: list[int], repeats: int) -> fl
     return statistics.median(found[2:])
 
 
-def distinct_experts(session: Session, prompt: list[int]) -> float:
-    """Return how many experts a layer of the prompt reads."""
-    session.reset()
-    tokens = torch.tensor([prompt], device=session.device)
-    positions = torch.arange(len(prompt), device=session.device).unsqueeze(0)
-    routing = session.model(tokens, positions, return_routing=True)[1]  # [L, T, A]
-    session.reset()
-    return statistics.fmean(len(layer.unique()) for layer in routing)
-
-
 def measure(options: argparse.Namespace) -> None:
     """Print a row for each length."""
     args = architecture(options.arch)
@@ -64,7 +59,9 @@ def measure(options: argparse.Namespace) -> None:
     for length in options.lengths:
         prompt = random_prompt(args, length, length)
         seconds = first_token_seconds(session, prompt, options.repeats)
-        experts = distinct_experts(session, prompt)
+        session.reset()
+        tokens = torch.tensor([prompt], device=device)
+        experts = distinct_experts(session, tokens, torch.arange(length, device=device)[None])
         size = bytes_per_token(session.model, experts)
         limit = 3 * step if length < 9 else 1.3 * size / ceiling + 2 * step
         print(

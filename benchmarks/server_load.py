@@ -125,17 +125,21 @@ class Load:
                 self.memory.append(resident_mb(self.pid))
 
     @property
+    def firsts(self) -> list[float]:
+        """The seconds to the first token of each answer that is whole."""
+        return [first for first, tokens in self.answers if first is not None and tokens]
+
+    @property
     def lost(self) -> int:
         """The number of answers without a token, or cut."""
-        return sum(1 for first, tokens in self.answers if first is None or not tokens)
+        return len(self.answers) - len(self.firsts)
 
     def report(self, seconds: float) -> str:
-        firsts = [first for first, tokens in self.answers if first is not None and tokens]
-        ordered = sorted(firsts) or [math.nan]  # none, if every answer is lost
+        ordered = sorted(self.firsts) or [math.nan]  # none, if every answer is lost
         last = ordered[math.ceil(0.95 * len(ordered)) - 1]
         tokens = sum(count for _, count in self.answers)
         lines = [
-            f"{self.options.clients} clients, {len(firsts)} answers, {self.lost} lost, "
+            f"{self.options.clients} clients, {len(self.firsts)} answers, {self.lost} lost, "
             f"{seconds:.1f} s",
             f"first token: median {statistics.median(ordered):.3f} s, 95 % within {last:.3f} s",
             f"{tokens / seconds:.1f} tokens/s of all clients",

@@ -325,7 +325,7 @@ class Session:
             else:
                 # Padding is overwritten before it is read. Tensors are no views: those would
                 # recompile.
-                padded = [*part, *(0 for _ in range(self.padding(len(part))))]
+                padded = [*part, *[0] * self.padding(len(part))]
                 tokens = send(torch.tensor([padded]), self.device)
                 rows = self.rows[row : row + 1].clone()
                 logits, *routing = self.run_chunk(tokens, rows, last, start + tokens.shape[1])
@@ -386,7 +386,7 @@ class Session:
             return self.run_model(tokens, positions, last, runner)
 
         size = self.short_chunk(len(part))
-        padded = [*part, *(part[-1] for _ in range(size - len(part)))]
+        padded = [*part, *[part[-1]] * (size - len(part))]
         tokens = send(torch.tensor([padded]), self.device)
         positions = torch.arange(start, start + size, device=self.device).unsqueeze(0)
         if self.graphs is None:
@@ -467,7 +467,7 @@ class Session:
             self.cached[row] = min(self.cached[row] + chunk, len(ids))
             if self.cached[row] < len(ids):
                 yield
-        self.set_place(row, last=-1, position=len(ids) - 1)
+        self.position[row].fill_(len(ids) - 1)
         self.choose_first(row, sampling, *found)
         self.set_place(row, last=0, position=len(ids))
 

@@ -328,9 +328,10 @@ class Mailbox:
         """Put the events into their queues soon; from any thread."""
         if self.events and self.loop:
             with suppress(RuntimeError):  # the HTTP thread has ended
-                self.loop.call_soon_threadsafe(self.empty)
+                self.loop.call_soon_threadsafe(self.distribute)
 
-    def empty(self) -> None:
+    def distribute(self) -> None:
+        """Put the events into their queues, on the HTTP thread."""
         while self.events:
             queue, event = self.events.popleft()
             queue.put_nowait(event)
