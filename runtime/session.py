@@ -9,7 +9,6 @@ its sizes: `stream_all` uses all rows, runtime/batch.py as many as sequences run
 that has no sequence is idle: it computes, but its memory stays as it is.
 """
 
-import itertools
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -49,9 +48,6 @@ SHORT_MULTIPLE = 8
 # one graph for all positions. The runner has one or more sizes of these chunks. A short prompt has
 # at most this number of the largest chunks.
 MAX_SHORT_CHUNKS = 2
-# A short prompt's graph ends after this layer, and another begins. The GPU starts when the host has
-# launched the first, which takes a few us a layer.
-FIRST_GRAPH_LAYERS = 8
 # Over a long cache, more queries of a sequence take another attention kernel, which was not
 # measured: chunks are no longer than this.
 LONG_CACHE_CHUNK = 8
@@ -376,14 +372,7 @@ class Session:
         """
 
         def run(tokens: Tensor, positions: Tensor, last: Tensor) -> tuple[Tensor, ...]:
-            layers = itertools.count(1)
-
-            def after_layer() -> None:
-                if next(layers) == FIRST_GRAPH_LAYERS:
-                    run_on_host(lambda: None)
-
-            runner = InterruptedRunner(self.runner, after_layer)
-            return self.run_model(tokens, positions, last, runner)
+            return self.run_model(tokens, positions, last, self.runner)
 
         size = self.short_chunk(len(part))
         padded = [*part, *[part[-1]] * (size - len(part))]
