@@ -1,12 +1,12 @@
-"""Speed of products of 2 to 8 tokens: ops/few_tokens.py in several tilings, and the form before.
+"""Speed of products of 5 to 64 tokens: ops/few_tokens.py and ops/expert_tiles.py in many tilings.
 
     python benchmarks/few_tokens.py --json few_tokens.json
 
 A row is one kernel in a CUDA graph, over more copies of its weight than L2 holds: wqkv with the
-norm of x, wo with the residual, or the gate and up product of randomly chosen experts. Each form is
-first checked against unpacked weights in fp64, in a process for each case, which also fills
-Triton's cache. `tokens in turn` is the form before, with a program for each token. GB/s counts each
-weight, and each distinct expert, once.
+norm of x (above 8 tokens x is normed before), wo with the residual, or the gate and up product, or
+the down product, of randomly chosen experts. Each form is first checked against unpacked weights in
+fp64, in a process for each case, which also fills Triton's cache. GB/s counts each weight, and each
+distinct expert, once.
 """
 
 import json
@@ -26,16 +26,21 @@ from cli.parser import Parser
 from formats import PLAIN
 from model import swiglu
 from ops import moe_decode
-from ops.few_tokens import FewTiles, choose_few_tiles
-from ops.moe_decode import Tiles, choose_tiles
+from ops.expert_tiles import choose_few, choose_tile, multiply_tiles, sort_pairs
+from ops.few_tokens import BLOCK, TILE, FewTiles, choose_few_tiles
+from ops.moe_decode import SWIGLU
 
-TOKENS = (2, 5, 8)
+TOKENS = (5, 8, 32, 64)
+TILINGS = (  # rows, warps, depth
+    *((16, 2, 2), (16, 4, 1), (16, 4, 2), (16, 4, 4), (16, 8, 1), (16, 8, 2), (32, 2, 1)),
+    *((32, 4, 1), (32, 4, 2), (32, 8, 1), (32, 8, 2), (64, 2, 1), (64, 4, 1)),
+)
 COPIES_BYTES = 250e6  # of all copies of a weight: five times L2
 
 
 @dataclass(frozen=True)
 class Case:
-    """A product of one model: wqkv, wo, or gate_up with A of E experts."""
+    """A product of one model: wqkv, wo, or gate_up or down with A of E experts."""
 
     model: str
     product: str
@@ -62,11 +67,15 @@ CASES = (
     Case("Qwen3-30B-A3B", "gate_up", "int4", 2048, 1536, 128, 8),
     Case("Mixtral-8x7B", "gate_up", "int8", 4096, 28672, 8, 2),
     Case("OLMoE-1B-7B", "gate_up", PLAIN, 2048, 2048, 64, 8),
+    Case("gpt-oss-20b", "down", "mxfp4", 2880, 2880, 32, 4),
+    Case("Qwen3-30B-A3B", "down", "int4", 768, 2048, 128, 8),
+    Case("Mixtral-8x7B", "down", "int8", 14336, 4096, 8, 2),
+    Case("OLMoE-1B-7B", "down", PLAIN, 1024, 2048, 64, 8),
 )
 
 
 class Product:
-    """A case's weights and x, of up to 8 tokens."""
+    """A case's weights and x."""
 
     def __init__(self, case: Case, copies: int | None = None):
         self.case = case
@@ -76,7 +85,8 @@ class Product:
         self.weights = one
         if not case.E:
             self.weights = Weights(case.mode, (copies, case.out, case.width))
-        self.x = torch.randn(max(TOKENS), case.width, **BFLOAT16)
+        rows = max(TOKENS) * (case.A if case.product == "down" else 1)
+        self.x = torch.randn(rows, case.width, **BFLOAT16)
         self.norm = torch.rand(case.width, **BFLOAT16) + 0.5
         self.residual = torch.randn(max(TOKENS), case.out, **BFLOAT16)
 
@@ -86,31 +96,42 @@ class Product:
         return scores.topk(self.case.A).indices.to(BFLOAT16["device"])
 
     def arguments(self, tokens: int) -> list:
-        """Return what differs between calls: weights, or the choice of experts."""
+        """Return what differs between calls: weights, or the sorted choice of experts."""
         if self.case.E:
-            return [self.choice(seed, tokens) for seed in range(8)]
+            return [sort_pairs(self.choice(seed, tokens), self.case.E) for seed in range(8)]
         return [self.weights.single(n) for n in range(self.copies)]
 
     def bytes_read(self, tokens: int) -> float:
         """Return the average bytes of a call: each weight or distinct expert once."""
         if not self.case.E:
             return self.nbytes
-        choices = self.arguments(tokens)
+        choices = [self.choice(seed, tokens) for seed in range(8)]
         return self.nbytes * sum(len(choice.unique()) for choice in choices) / len(choices)
 
-    def runner(self, tokens: int, tiles: Tiles | FewTiles) -> Callable:
-        x, case = self.x[:tokens], self.case
-        if case.E:
-            weight = self.weights.kernel
-            return lambda choice: moe_decode.gate_up_of(x, weight, choice, tiles=tiles)
+    def runner(self, tokens: int, tiles: FewTiles) -> Callable:
+        x, case, weight = self.x[:tokens], self.case, self.weights.kernel
+        pairs = tokens * case.A
+        if case.product == "gate_up":
+            y = torch.empty(pairs, case.out // 2, **BFLOAT16)
+            return lambda order: multiply_tiles(x, weight, order, y, SWIGLU, tiles=tiles)
+        if case.product == "down":
+            x, y = self.x[:pairs], self.x.new_empty(pairs, case.out, dtype=torch.float32)
+            ones = torch.ones_like(y[:, 0])
+            return lambda order: multiply_tiles(x, weight, order, y, None, ones, tiles=tiles)
         options = {"residual": self.residual[:tokens]}
         if case.product == "wqkv":
+            if tokens > TILE:
+                return lambda weight: moe_decode.down(x, weight, tiles=tiles)
             options = {"norm": self.norm, "eps": 1e-6}
         return lambda weight: moe_decode.down(x, weight, tiles=tiles, **options)
 
     def expected(self, tokens: int) -> Tensor:
         """Return the result of the first call, in fp64."""
         x, case = self.x[:tokens].double(), self.case
+        if case.product == "down":
+            experts = self.choice(0, tokens).flatten()
+            rows = zip(self.x.double()[: len(experts)], experts, strict=True)
+            return torch.stack([self.weights.unpack(e) @ row for row, e in rows])
         if case.E:
             choice = self.choice(0, tokens)
             found = [
@@ -118,19 +139,22 @@ class Product:
                 for row, own in zip(x, choice, strict=True)
             ]
             return torch.cat(found)
-        if case.product == "wqkv":
+        if case.product == "wqkv" and tokens <= TILE:
             x = torch.nn.functional.rms_norm(x, (case.width,), self.norm.double(), 1e-6)
         product = x @ self.weights.unpack(torch.tensor(0, device=BFLOAT16["device"])).T
         return product if case.product == "wqkv" else product + self.residual[:tokens].double()
 
-    def forms(self) -> dict[str, Tiles | FewTiles]:
-        """Return tilings by name: the form before, the default, and others."""
-        weight, loads = self.weights.kernel, 2 if self.case.E else 1
-        default = choose_few_tiles(weight, loads)
-        found = {"tokens in turn": choose_tiles(weight, weight.quads, loads)}
-        found[f"default: {default}"] = default
-        for rows, warps, depth in (16, 4, 2), (16, 4, 4), (16, 4, 8), (16, 8, 4), (32, 4, 4):
-            tiles = FewTiles(rows, warps, depth // loads)
+    def forms(self, tokens: int) -> dict[str, FewTiles]:
+        """Return tilings by name: the default, and others."""
+        weight, case = self.weights.kernel, self.case
+        if case.E:
+            loads = 2 if case.product == "gate_up" else 1
+            default = choose_few(weight, loads, choose_tile(case.E, tokens * case.A))
+        else:
+            default = choose_few_tiles(weight, min(tokens, BLOCK), -(-tokens // BLOCK))
+        found = {f"default: {default}": default}
+        for tiling in TILINGS:
+            tiles = FewTiles(*tiling)
             if tiles != default:
                 found[str(tiles)] = tiles
         return found
@@ -142,7 +166,7 @@ def check(case: Case) -> dict[str, str]:
     product, wrong = Product(case, 1), {}
     for tokens in TOKENS:
         expected, argument = product.expected(tokens), product.arguments(tokens)[0]
-        for name, tiles in product.forms().items():
+        for name, tiles in product.forms(tokens).items():
             try:
                 got = product.runner(tokens, tiles)(argument).double()
             except Exception as failure:  # another tiling may work
@@ -174,7 +198,7 @@ def measure(case: Case, wrong: dict[str, str]) -> list[dict]:
     product, rows = Product(case), []
     for tokens in TOKENS:
         nbytes, arguments = product.bytes_read(tokens), product.arguments(tokens)
-        for name, tiles in product.forms().items():
+        for name, tiles in product.forms(tokens).items():
             if f"{tokens} {name}" in wrong:
                 continue
             seconds = graph_seconds(product.runner(tokens, tiles), arguments, repeats=8)

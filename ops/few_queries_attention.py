@@ -1,4 +1,4 @@
-"""Decode attention for up to 8 queries of each sequence: RoPE, cache append and attention.
+"""Decode attention for up to 64 queries of each sequence: RoPE, cache append and attention.
 
 The kernels compute for drafts and short prompts what ops/decode_attention.py and
 ops/split_attention.py do for one query. A program has all queries of a few query heads of one KV
@@ -41,9 +41,10 @@ from ops.split_attention import (
     count_parts,
 )
 
-MAX_QUERIES = 8
+MAX_QUERIES = 64
 MAX_HEAD = 256  # numbers of a head: larger ones do not fit in registers
-OWN_TOKENS = 16  # rows of the call's own keys: the fewest that tensor cores multiply
+MAX_NUMBERS = 64 * 128  # queries of a head times its numbers: more do not fit in registers
+FEWEST_ROWS = 16  # that tensor cores multiply: of queries, and of the call's own keys
 ONE_PART = 640 * 128  # numbers of a KV head's keys up to which one program reads them all
 RMS_COLUMNS = 256  # numbers of each token that the RMS over all heads reads at once
 
@@ -363,15 +364,15 @@ def attend_queries(
 ) -> Tensor:
     """`split_attention.attend_split` for Q queries of each sequence -> [B, Q, H * C].
 
-    qkv [B, Q, (H + 2 K) C], up to MAX_QUERIES queries, at consecutive positions [B, Q]. Each sees
-    the ones before it. C is at most MAX_HEAD, S a multiple of 16. Padding is computed as any other
+    qkv [B, Q, (H + 2 K) C], as many queries as `takes_queries` says, at consecutive positions
+    [B, Q]. Each sees the ones before it. S is a multiple of 16. Padding is computed as any other
     query, and its keys and values are stored.
     """
     (B, Q), (rows, K, S, C) = qkv.shape[:2], cache.shape[1:]
     y = empty_output(qkv, cache, keys_are_values, gated)
     H, pdl, device = y.shape[-1] // C, supports_pdl(qkv), qkv.device
     tile, is_one_part = choose_tile(C, cache.element_size()), min(S, window) * C <= ONE_PART
-    M = choose_rows(Q * H // K, C, is_one_part)
+    M = choose_rows(Q, H // K, C, is_one_part)
     each = min(H // K, M // Q)
     splits = -(-H // K // each)
     block = math.gcd(tile.block, S)
@@ -408,7 +409,7 @@ def attend_queries(
         **flags,
         **scores,
         **more,
-        T=OWN_TOKENS,
+        T=max(FEWEST_ROWS, triton.next_power_of_2(Q)),
         RMS_COLUMNS=RMS_COLUMNS,
         STAGES=tile.stages,
         num_warps=tile.warps,
@@ -437,15 +438,22 @@ def choose_tile(C: int, itemsize: int) -> Tile:
     return Tile(min(128, 128 * 128 // C), 8, 3 if itemsize == 1 else 2)
 
 
-def choose_rows(rows: int, C: int, is_one_part: bool) -> int:
-    """Return M, for this many queries of a KV head's query heads together.
+def takes_queries(queries: int, C: int) -> bool:
+    """Whether the kernel takes this many queries of a sequence, with heads of C numbers."""
+    fits = triton.next_power_of_2(queries) * C <= max(MAX_NUMBERS, 8 * C)
+    return queries <= MAX_QUERIES and C <= MAX_HEAD and fits
+
+
+def choose_rows(Q: int, G: int, C: int, is_one_part: bool) -> int:
+    """Return M, for Q queries of some of the G query heads of a KV head.
 
     16 is one tile of a tensor core. In one part a program with fewer heads has less to do, and
     there are enough idle processors. In several parts, fewer programs read the same keys from L2.
     """
+    one_head = max(FEWEST_ROWS, triton.next_power_of_2(Q))
     if is_one_part or C > 128:
-        return 16
-    return min(32, max(16, triton.next_power_of_2(rows)))
+        return one_head
+    return max(one_head, min(32, triton.next_power_of_2(Q * G)))
 
 
 @attend_queries.register_fake

@@ -1,11 +1,11 @@
-"""Products of 2 to 8 tokens on tensor cores: each weight is read and unpacked once for all of them.
+"""Products of 2 to 64 tokens on tensor cores: each weight is unpacked once for up to 32 of them.
 
 A GPU that multiplies several tokens without tensor cores runs out of instructions before it runs
 out of bandwidth. A tensor core's instruction (m16n8k16) takes 16 rows of a weight, 16 numbers along
-`in`, and 8 tokens.
+`in`, and 8 tokens: a tile. TILES of them share a program's weights.
 
-    down        x [T, in] @ weight [out, in]^T, with the norm of x, bias, and residual
-    gate_up     the gate and up products of the chosen experts: each distinct expert is read once
+`_down_few` is the dense product: x [T, in] @ weight [out, in]^T, with the norm of x, bias, and
+residual. ops/expert_tiles.py has the products of experts.
 
 Fragments. Lane 4 r + j of a warp holds, of row r of the weight and of token r, the numbers that it
 multiplies with those of lanes 4 r to 4 r + 3. A product may visit the numbers along `in` in any
@@ -31,10 +31,10 @@ import torch
 from torch import Tensor
 
 from ops.grouped import _floats, _shift_right, _signed_bytes
-from ops.jit import jit, tl, triton
-from ops.moe_chunk import _activate
+from ops.jit import jit, supports_pdl, tl, triton
 
-MAX_TOKENS = 8  # of a tensor core's instruction
+TILE = 8  # tokens of a tensor core's instruction
+BLOCK = 32  # tokens of a program of a dense product
 TILE_REGISTERS = 64  # a lane's, for weights in flight
 PROGRAMS = 132  # an H200's multiprocessors
 
@@ -184,6 +184,7 @@ def _weight_fragments(numbers, VEC: tl.constexpr, WARPS: tl.constexpr, ROWS: tl.
 @jit
 def _load_tokens(
     x,
+    begins,
     step,
     TOKENS: tl.constexpr,
     WORDS: tl.constexpr,
@@ -192,28 +193,33 @@ def _load_tokens(
     PARTS: tl.constexpr,
     VEC: tl.constexpr,
     WARPS: tl.constexpr,
+    TILES: tl.constexpr,
 ):
-    """Load the x of field K of a step -> [2 * WARPS * 32 * VEC]: two units of each word.
+    """Load the x of field K of a step -> [TILES * 2 * WARPS * 32 * VEC]: two units of each word.
 
-    TOKENS: rows of x, of which the last is that of all other tokens. With 0, x is one row. Words
-    behind the last are 0.
+    begins: None, or where the row of x of each number begins (`_spread_begins`). With None, TOKENS
+    is the number of rows of x, of which the last is that of all other tokens. With 0, x is one row.
+    Words behind the last are 0.
     """
-    at = tl.arange(0, 64 * WARPS * VEC)
+    at = tl.arange(0, 64 * WARPS * VEC * TILES)
+    tile, at = at // (64 * WARPS * VEC), at % (64 * WARPS * VEC)
     if PARTS == 1:  # bf16: units are neighbors
         lane, word, half = at // (2 * VEC), at // 2 % VEC, at % 2
     else:
         lane, word, half = at // VEC % (32 * WARPS), at % VEC, at // (32 * WARPS * VEC)
-    token, quad = lane // 4 % 8, (step * WARPS + lane // 32) * 4 + lane % 4
+    token, quad = tile * 8 + lane // 4 % 8, (step * WARPS + lane // 32) * 4 + lane % 4
     word += quad * VEC
     WIDTH: tl.constexpr = 2 * WORDS * PARTS
+    RUN_OF_LOAD: tl.constexpr = 2 * VEC if PARTS == 1 else VEC
     if PARTS == 1:
         number = word * 2 + half
-        number = tl.max_contiguous(tl.multiple_of(number, 2 * VEC), 2 * VEC)
     else:
         number = word // RUN * (RUN * 2 * PARTS) + (K + PARTS * half) * RUN + word % RUN
-        number = tl.max_contiguous(tl.multiple_of(number, VEC), VEC)
-    if TOKENS:
+    if begins is not None:
+        number += begins
+    elif TOKENS:
         number += tl.minimum(token, TOKENS - 1) * WIDTH
+    number = tl.max_contiguous(tl.multiple_of(number, RUN_OF_LOAD), RUN_OF_LOAD)
     if WORDS % (4 * VEC * WARPS):
         return tl.load(x + number, mask=quad < WORDS // VEC, other=0.0)
     else:
@@ -221,28 +227,68 @@ def _load_tokens(
 
 
 @jit
-def _token_fragments(numbers, PARTS: tl.constexpr, VEC: tl.constexpr, WARPS: tl.constexpr):
-    """Order the x of a field as `_weight_fragments` orders the weights -> [WARPS, 8 VEC, 8]."""
-    if PARTS == 1:
-        numbers = tl.reshape(numbers, [WARPS, 8, 4, VEC // 2, 2, 2])
-        return tl.reshape(tl.permute(numbers, (0, 3, 4, 2, 5, 1)), [WARPS, 8 * VEC, 8])
-    elif VEC == 1:
-        numbers = tl.reshape(numbers, [2, WARPS, 8, 4, 2])
-        return tl.reshape(tl.permute(numbers, (1, 4, 3, 0, 2)), [WARPS, 16, 8])
-    else:
-        numbers = tl.reshape(numbers, [2, WARPS, 8, 4, VEC // 2, 2])
-        return tl.reshape(tl.permute(numbers, (1, 4, 5, 3, 0, 2)), [WARPS, 8 * VEC, 8])
+def _load_fields(
+    x,
+    begins,
+    step,
+    TOKENS: tl.constexpr,
+    WORDS: tl.constexpr,
+    RUN: tl.constexpr,
+    PARTS: tl.constexpr,
+    VEC: tl.constexpr,
+    WARPS: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    """Load the x of all fields of a step, so that all loads are in flight at once."""
+    fields = ()
+    for k in tl.static_range(PARTS):
+        field = _load_tokens(x, begins, step, TOKENS, WORDS, RUN, k, PARTS, VEC, WARPS, TILES)
+        fields = fields + (field,)
+    return fields
 
 
 @jit
-def _token_sums(numbers, PARTS: tl.constexpr, VEC: tl.constexpr, WARPS: tl.constexpr):
-    """Sum numbers in the order of `_load_tokens` for each token -> [8]."""
+def _spread_begins(
+    begins, PARTS: tl.constexpr, VEC: tl.constexpr, WARPS: tl.constexpr, TILES: tl.constexpr
+):
+    """Spread one number a lane and tile, [TILES * WARPS * 32], in the order of `_load_tokens`."""
     if PARTS == 1:
-        numbers = tl.reshape(numbers, [WARPS, 8, 8 * VEC])
-        return tl.sum(tl.sum(numbers, 2), 0)
+        begins = tl.reshape(begins, [TILES, WARPS * 32, 1])
+        begins = tl.broadcast_to(begins, [TILES, WARPS * 32, 2 * VEC])
     else:
-        numbers = tl.reshape(numbers, [2, WARPS, 8, 4 * VEC])
-        return tl.sum(tl.sum(tl.sum(numbers, 3), 0), 0)
+        begins = tl.reshape(begins, [TILES, 1, WARPS * 32, 1])
+        begins = tl.broadcast_to(begins, [TILES, 2, WARPS * 32, VEC])
+    return tl.reshape(begins, [64 * WARPS * VEC * TILES])
+
+
+@jit
+def _token_fragments(
+    numbers, PARTS: tl.constexpr, VEC: tl.constexpr, WARPS: tl.constexpr, TILES: tl.constexpr
+):
+    """Order the x of a field as `_weight_fragments` does -> [WARPS, 8 VEC, 8 TILES]."""
+    if PARTS == 1:
+        numbers = tl.reshape(numbers, [TILES, WARPS, 8, 4, VEC // 2, 2, 2])
+        numbers = tl.permute(numbers, (1, 4, 5, 3, 6, 0, 2))
+    elif VEC == 1:
+        numbers = tl.reshape(numbers, [TILES, 2, WARPS, 8, 4, 2])
+        numbers = tl.permute(numbers, (2, 5, 4, 1, 0, 3))
+    else:
+        numbers = tl.reshape(numbers, [TILES, 2, WARPS, 8, 4, VEC // 2, 2])
+        numbers = tl.permute(numbers, (2, 5, 6, 4, 1, 0, 3))
+    return tl.reshape(numbers, [WARPS, 8 * max(VEC, 2), 8 * TILES])
+
+
+@jit
+def _token_sums(
+    numbers, PARTS: tl.constexpr, VEC: tl.constexpr, WARPS: tl.constexpr, TILES: tl.constexpr
+):
+    """Sum numbers in the order of `_load_tokens` for each token -> [8 TILES]."""
+    if PARTS == 1:
+        numbers = tl.reshape(numbers, [TILES, WARPS, 8, 8 * VEC])
+    else:
+        numbers = tl.reshape(numbers, [TILES, 2, WARPS, 8, 4 * VEC])
+        numbers = tl.sum(numbers, 1)
+    return tl.reshape(tl.sum(tl.sum(numbers, 3), 1), [8 * TILES])
 
 
 @jit
@@ -284,12 +330,12 @@ def _dot(a, b, total):
 
 
 @jit
-def _row_factors(factor, WARPS: tl.constexpr, ROWS: tl.constexpr):
-    """Spread one number a lane, of its row, to the sums [WARPS, ROWS, 8]."""
+def _row_factors(factor, WARPS: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr):
+    """Spread one number a lane, of its row, to the sums [WARPS, ROWS, 8 TILES]."""
     R: tl.constexpr = ROWS // 8
-    factor = tl.reshape(factor, [R, WARPS, 8, 4, 1])
-    factor = tl.permute(tl.broadcast_to(factor, [R, WARPS, 8, 4, 2]), (1, 0, 2, 3, 4))
-    return tl.reshape(factor, [WARPS, ROWS, 8])
+    factor = tl.reshape(factor, [R, WARPS, 8, 1, 4, 1])
+    factor = tl.broadcast_to(factor, [R, WARPS, 8, TILES, 4, 2])
+    return tl.reshape(tl.permute(factor, (1, 0, 2, 3, 4, 5)), [WARPS, ROWS, 8 * TILES])
 
 
 @jit
@@ -313,31 +359,29 @@ def _add_products(
     tiles,
     totals,
     squares,
-    x,
-    norm,
-    step,
-    TOKENS: tl.constexpr,
-    WORDS: tl.constexpr,
-    RUN: tl.constexpr,
+    fields,
+    scales,
     KIND: tl.constexpr,
     NORM: tl.constexpr,
     PARTS: tl.constexpr,
     VEC: tl.constexpr,
     WARPS: tl.constexpr,
     ROWS: tl.constexpr,
+    TILES: tl.constexpr,
 ):
-    """Add a step's products of all tokens and each tile of weights to its sums [WARPS, ROWS, 8].
+    """Add a step's products of all tokens to the sums of each tile of weights.
 
-    Return the sums, and the sums of the squares of x.
+    fields, scales: x and the norm's weight by `_load_fields`. Sums are [WARPS, ROWS, 8 TILES].
+    Return them, and the sums of the squares of x.
     """
-    DTYPE: tl.constexpr = x.dtype.element_ty
+    DTYPE: tl.constexpr = fields[0].dtype
     GROUPED: tl.constexpr = KIND == "int4" or KIND == "hqq" or KIND == "fp8b"
     JOINED: tl.constexpr = 2 if VEC == 1 else 1  # fields in a product
-    sums, x_sums = totals, tl.zeros([WARPS, ROWS, 8], tl.float32)
+    sums, x_sums = totals, tl.zeros([WARPS, ROWS, 8 * TILES], tl.float32)
     if GROUPED:
         sums = ()
         for _ in tl.static_range(len(tiles)):
-            sums = sums + (tl.zeros([WARPS, ROWS, 8], tl.float32),)
+            sums = sums + (tl.zeros([WARPS, ROWS, 8 * TILES], tl.float32),)
     unit_factors = ()
     for n in tl.static_range(len(tiles)):
         unit_factors = unit_factors + (
@@ -346,16 +390,19 @@ def _add_products(
     for k in tl.static_range(0, PARTS, JOINED):
         parts = ()
         for i in tl.static_range(JOINED):
-            part = _load_tokens(x, step, TOKENS, WORDS, RUN, k + i, PARTS, VEC, WARPS)
+            part = fields[k + i]
             if NORM:
                 squares += part.to(tl.float32) * part.to(tl.float32)
-                scale = _load_tokens(norm, step, 0, WORDS, RUN, k + i, PARTS, VEC, WARPS)
+                scale = scales[k + i]
+                if TILES > 1:
+                    scale = tl.broadcast_to(scale[None, :], [TILES, 64 * WARPS * VEC])
+                    scale = tl.reshape(scale, [64 * WARPS * VEC * TILES])
                 parts = parts + (_times_norm(part, scale),)
             else:
                 parts = parts + ((part,),)
         for i in tl.static_range(len(parts[0])):
             part = tl.join(parts[0][i], parts[1][i]) if VEC == 1 else parts[0][i]
-            tokens = _token_fragments(part, PARTS, VEC, WARPS)
+            tokens = _token_fragments(part, PARTS, VEC, WARPS, TILES)
             if KIND == "hqq":
                 x_sums = _dot(tl.full([WARPS, ROWS, 8 * max(VEC, 2)], 1.0, DTYPE), tokens, x_sums)
             added = ()
@@ -375,10 +422,10 @@ def _add_products(
             if KIND == "hqq":
                 factor = factor * tile[2] + tile[3]
                 zero = tile[4].to(tl.float32) * tile[5] + tile[6] - 8.0
-                group = sums[n] - x_sums * _row_factors(zero, WARPS, ROWS)
+                group = sums[n] - x_sums * _row_factors(zero, WARPS, ROWS, TILES)
             else:
                 group = sums[n]
-            added = added + (totals[n] + group * _row_factors(factor, WARPS, ROWS),)
+            added = added + (totals[n] + group * _row_factors(factor, WARPS, ROWS, TILES),)
         sums = added
     return sums, squares
 
@@ -445,11 +492,11 @@ def _load_gate_up_step(
 
 
 @jit
-def _start_squares(VEC: tl.constexpr, WARPS: tl.constexpr, NORM: tl.constexpr):
-    return tl.zeros([64 * WARPS * VEC], tl.float32) if NORM else 0.0
+def _start_squares(VEC: tl.constexpr, WARPS: tl.constexpr, TILES: tl.constexpr, NORM: tl.constexpr):
+    return tl.zeros([64 * WARPS * VEC * TILES], tl.float32) if NORM else 0.0
 
 
-# Grid [R]: a program computes ROWS rows of the result of all tokens.
+# Grid [R, BLOCKS]: a program computes ROWS rows of the result of a block of TOKENS tokens.
 #
 # The result is SCALE * (product + bias) + residual. All but x is loaded before the wait.
 @jit
@@ -472,6 +519,7 @@ def _down_few(
     KIND: tl.constexpr,
     PARTS: tl.constexpr,
     TOKENS: tl.constexpr,
+    BLOCKS: tl.constexpr,
     NORM: tl.constexpr,
     BIAS: tl.constexpr,
     SCALE: tl.constexpr,
@@ -482,17 +530,30 @@ def _down_few(
     VEC: tl.constexpr,
     WARPS: tl.constexpr,
     ROWS: tl.constexpr,
+    TILES: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
     RUN: tl.constexpr = GROUP // (2 * PARTS)  # words of a group
     STEPS: tl.constexpr = (WORDS + 4 * VEC * WARPS - 1) // (4 * VEC * WARPS)
     weights = (codes, scale, scale_step, scale_low, zero, zero_step, zero_low)
     row = tl.program_id(0) * ROWS
+    if BLOCKS > 1:
+        first = tl.program_id(1) * TOKENS
+        x += first * (2 * WORDS * PARTS)
+        residual += first * OUT
+        y += first * STRIDE
     tiles = ()
     for d in tl.static_range(DEPTH):
         tiles = tiles + (_load_step(weights, row, d, OUT, WORDS, GROUP, KIND, VEC, WARPS, ROWS),)
-    rows, token = row + tl.arange(0, ROWS)[:, None], tl.arange(0, 8)[None, :]
+    rows, token = row + tl.arange(0, ROWS)[:, None], tl.arange(0, 8 * TILES)[None, :]
     stores = (rows < OUT) & (token < TOKENS)
+    scales = ()
+    for d in tl.static_range(DEPTH):
+        if NORM:
+            scale_fields = _load_fields(norm, None, d, 0, WORDS, RUN, PARTS, VEC, WARPS, 1)
+            scales = scales + (scale_fields,)
+        else:
+            scales = scales + (0,)
     if RESIDUAL:
         add = tl.load(residual + token * OUT + rows, mask=stores, other=0.0).to(tl.float32)
     if BIAS:
@@ -500,34 +561,41 @@ def _down_few(
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    total, squares = tl.zeros([WARPS, ROWS, 8], tl.float32), _start_squares(VEC, WARPS, NORM)
+    xs = ()
+    for d in tl.static_range(DEPTH):
+        fields = _load_fields(x, None, d, TOKENS, WORDS, RUN, PARTS, VEC, WARPS, TILES)
+        xs = xs + (fields,)
+    total = tl.zeros([WARPS, ROWS, 8 * TILES], tl.float32)
+    squares = _start_squares(VEC, WARPS, TILES, NORM)
     for s in range(0, STEPS, DEPTH):
         for d in tl.static_range(DEPTH):
             found, squares = _add_products(
                 (tiles[d],),
                 (total,),
                 squares,
-                x,
-                norm,
-                s + d,
-                TOKENS,
-                WORDS,
-                RUN,
+                xs[d],
+                scales[d],
                 KIND,
                 NORM,
                 PARTS,
                 VEC,
                 WARPS,
                 ROWS,
+                TILES,
             )
             total = found[0]
             if STEPS > DEPTH:  # prefetch: the registers of this step are free now
-                step = s + DEPTH + d
-                tile = _load_step(weights, row, step, OUT, WORDS, GROUP, KIND, VEC, WARPS, ROWS)
+                at = s + DEPTH + d
+                tile = _load_step(weights, row, at, OUT, WORDS, GROUP, KIND, VEC, WARPS, ROWS)
                 tiles = tiles[:d] + (tile,) + tiles[d + 1 :]
+                fields = _load_fields(x, None, at, TOKENS, WORDS, RUN, PARTS, VEC, WARPS, TILES)
+                xs = xs[:d] + (fields,) + xs[d + 1 :]
+                if NORM:
+                    scale_fields = _load_fields(norm, None, at, 0, WORDS, RUN, PARTS, VEC, WARPS, 1)
+                    scales = scales[:d] + (scale_fields,) + scales[d + 1 :]
     result = tl.sum(total, 0)
     if NORM:
-        mean = _token_sums(squares, PARTS, VEC, WARPS) / (2 * WORDS * PARTS)
+        mean = _token_sums(squares, PARTS, VEC, WARPS, TILES) / (2 * WORDS * PARTS)
         result *= tl.rsqrt(mean + EPS)[None, :]
     result = _finish(result, scale + rows, KIND, x.dtype.element_ty, rows < OUT)
     if BIAS:
@@ -537,133 +605,6 @@ def _down_few(
     if RESIDUAL:
         result += add
     tl.store(y + token * STRIDE + rows, result.to(y.dtype.element_ty), mask=stores)
-
-
-@jit
-def _chosen_slots(
-    indices,
-    last,
-    expert,
-    TOKENS: tl.constexpr,
-    PAIRS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    QUERIES: tl.constexpr,
-):
-    """Return the slots [8] in which real tokens have chosen an expert, or -1; and the first pair.
-
-    indices [TOKENS, PAIRS]. BLOCK: PAIRS, as a power of two. The first pair is the place of the
-    expert in `indices`; TOKENS * PAIRS if no real token has chosen it.
-    """
-    token, slot = tl.arange(0, 8)[:, None], tl.arange(0, BLOCK)[None, :]
-    real = (token < TOKENS) & (slot < PAIRS)
-    chosen = tl.load(indices + token * PAIRS + slot, mask=real, other=-1)
-    if QUERIES:
-        sequence = tl.minimum(token, TOKENS - 1) // QUERIES
-        real = real & (token % QUERIES <= tl.load(last + sequence))
-    mine = real & (chosen == expert)
-    first = tl.where(mine, token * PAIRS + slot, TOKENS * PAIRS)
-    return tl.max(tl.where(mine, slot, -1), 1), tl.min(tl.min(first, 1), 0)
-
-
-# Grid [R, T * (A + S)]: a program computes ROWS rows of one expert's result for all tokens, gate
-# and up, and stores those of the tokens that have chosen it. Of the pairs with the same expert, the
-# first computes, and the others return.
-#
-# Padding chooses no expert: its h stays undefined.
-@jit
-def _gate_up_few(
-    x,
-    indices,
-    last,
-    codes,
-    scale,
-    scale_step,
-    scale_low,
-    zero,
-    zero_step,
-    zero_low,
-    bias,
-    h,
-    I: tl.constexpr,
-    WORDS: tl.constexpr,
-    GROUP: tl.constexpr,
-    KIND: tl.constexpr,
-    PARTS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    PAIRS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    QUERIES: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    LIMIT: tl.constexpr,
-    ALPHA: tl.constexpr,
-    BIAS: tl.constexpr,
-    PDL: tl.constexpr,
-    VEC: tl.constexpr,
-    WARPS: tl.constexpr,
-    ROWS: tl.constexpr,
-    DEPTH: tl.constexpr,
-):
-    RUN: tl.constexpr = GROUP // (2 * PARTS)  # words of a group
-    STEPS: tl.constexpr = (WORDS + 4 * VEC * WARPS - 1) // (4 * VEC * WARPS)
-    row = tl.program_id(0) * ROWS
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-    expert = tl.load(indices + tl.program_id(1))
-    slot, first = _chosen_slots(indices, last, expert, TOKENS, PAIRS, BLOCK, QUERIES)
-    if tl.program_id(1) != first:
-        return
-    weights = _of_expert(
-        (codes, scale, scale_step, scale_low, zero, zero_step, zero_low),
-        expert,
-        2 * I,
-        WORDS,
-        GROUP,
-        KIND,
-    )
-    tiles = ()
-    for d in tl.static_range(DEPTH):
-        both = _load_gate_up_step(weights, row, d, I, WORDS, GROUP, KIND, VEC, WARPS, ROWS)
-        tiles = tiles + (both,)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-    zeros = tl.zeros([WARPS, ROWS, 8], tl.float32)
-    gate, up, none = zeros, zeros, _start_squares(VEC, WARPS, False)
-    for s in range(0, STEPS, DEPTH):
-        for d in tl.static_range(DEPTH):
-            found, none = _add_products(
-                tiles[d],
-                (gate, up),
-                none,
-                x,
-                x,
-                s + d,
-                TOKENS,
-                WORDS,
-                RUN,
-                KIND,
-                False,
-                PARTS,
-                VEC,
-                WARPS,
-                ROWS,
-            )
-            gate, up = found
-            if STEPS > DEPTH:  # prefetch: the registers of this step are free now
-                step = s + DEPTH + d
-                both = _load_gate_up_step(
-                    weights, row, step, I, WORDS, GROUP, KIND, VEC, WARPS, ROWS
-                )
-                tiles = tiles[:d] + (both,) + tiles[d + 1 :]
-    rows, token = row + tl.arange(0, ROWS)[:, None], tl.arange(0, 8)[None, :]
-    gate = _finish(tl.sum(gate, 0), weights[1] + rows, KIND, x.dtype.element_ty, rows < I)
-    up = _finish(tl.sum(up, 0), weights[1] + I + rows, KIND, x.dtype.element_ty, rows < I)
-    if BIAS:
-        own = bias + expert * (2 * I) + rows
-        gate += tl.load(own, mask=rows < I, other=0.0).to(tl.float32)
-        up += tl.load(own + I, mask=rows < I, other=0.0).to(tl.float32)
-    result = _activate(gate, up, ACTIVATION, LIMIT, ALPHA).to(h.dtype.element_ty)
-    slots = slot[None, :]
-    tl.store(h + (token * PAIRS + slots) * I + rows, result, mask=(rows < I) & (slots >= 0))
 
 
 # Launching ----------------------------------------------------------------------------------------
@@ -694,22 +635,34 @@ def steps_of(weight, warps: int) -> int:
     return triton.cdiv(weight.quads, words_of_lane(weight) * warps)
 
 
-def choose_few_tiles(weight, loads: int) -> FewTiles:
-    """Return how to divide a product of several tokens. loads: 2 for gate and up, else 1.
+def choose_few_tiles(weight, tokens: int = TILE, blocks: int = 1) -> FewTiles:
+    """Return how to divide a dense product of blocks of tokens, as measured on an H200.
 
-    32 rows share the work on x, which is most of it in 4 bits, but 16 are twice as many programs.
-    Eight warps of a dense product if few programs have to keep the memory busy. Not measured yet.
+    Programs of 4 bits use few registers, so that a multiprocessor runs many of them. With more than
+    8 tokens 64 rows share the loads of x, if at least 80 programs are left. A product with few rows
+    has eight warps a program, which keep the memory busy (docs/log/prompts.md).
     """
-    rows = 32 if weight.fields == 8 and loads == 1 and weight.out >= 32 * PROGRAMS else 16
-    warps = 8 if loads == 1 and weight.out < 2 * PROGRAMS * rows else 4
+    if tokens > TILE and triton.cdiv(weight.out, 64) * blocks >= 80:
+        return FewTiles(64, 4, 1)
+    few = weight.out < (512 if tokens > TILE else 2 * PROGRAMS * 16)
+    warps = 8 if few else 4
     steps = steps_of(weight, warps)
-    most = max(1, TILE_REGISTERS // (rows // 8 * words_of_lane(weight) * loads))
-    return FewTiles(rows, warps, triton.cdiv(steps, triton.cdiv(steps, most)))
+    if weight.fields == 8 or tokens > TILE:
+        return FewTiles(16, warps, min(steps, 2 if few or tokens > TILE else 1))
+    return FewTiles(16, warps, min(steps, TILE_REGISTERS // (2 * words_of_lane(weight))))
 
 
-def pointers_of(weight) -> list[Tensor]:
-    """Return seven tensors as the kernels read them: codes as units of 16 bits."""
-    dtype = torch.bfloat16 if weight.kind == "bf16" else torch.int16
+def tiles_of(tokens: int) -> int:
+    """Return the tiles of 8 tokens that a product has, a power of two."""
+    return triton.next_power_of_2(triton.cdiv(tokens, TILE))
+
+
+def pointers_of(weight, plain: torch.dtype) -> list[Tensor]:
+    """Return seven tensors as the kernels read them: codes as units of 16 bits.
+
+    plain: the dtype of weights that are not packed, which is that of x.
+    """
+    dtype = plain if weight.kind == "bf16" else torch.int16
     parts = [weight.parts[0].view(dtype), *weight.parts[1:]]
     if weight.kind == "mxfp4":
         parts[1] = parts[1].reshape(-1).view(torch.int16)
@@ -719,6 +672,8 @@ def pointers_of(weight) -> list[Tensor]:
 def constants_of(weight, tiles: FewTiles) -> dict:
     """Return the constants and options that both kernels have in common."""
     steps = steps_of(weight, tiles.warps)
+    depth = min(tiles.depth or steps, steps)
+    depth = next(d for d in range(depth, 0, -1) if steps % d == 0)  # none is behind the last
     return dict(
         WORDS=4 * weight.quads,
         GROUP=weight.group,
@@ -727,7 +682,7 @@ def constants_of(weight, tiles: FewTiles) -> dict:
         VEC=words_of_lane(weight),
         WARPS=tiles.warps,
         ROWS=tiles.rows,
-        DEPTH=min(tiles.depth or steps, steps),
+        DEPTH=depth,
         num_warps=tiles.warps,
         num_stages=1,
     )
@@ -737,81 +692,42 @@ def down_few(
     x: Tensor,
     weight,
     y: Tensor,
-    residual: Tensor | None,
-    norm: Tensor | None,
-    eps: float,
-    bias: Tensor | None,
-    scale: float,
-    tiles: FewTiles | None,
-    pdl: bool,
+    residual: Tensor | None = None,
+    norm: Tensor | None = None,
+    eps: float = 0.0,
+    bias: Tensor | None = None,
+    scale: float = 1.0,
+    tiles: FewTiles | None = None,
+    pdl: bool | None = None,
 ) -> None:
     """Store scale * (x @ weight + bias) + residual in y [T, out]: see `moe_decode.down`.
 
-    Raises ValueError for more than MAX_TOKENS tokens.
+    Raises ValueError for more than BLOCK tokens that are no whole blocks.
     """
-    if len(x) > MAX_TOKENS:
+    if len(x) > BLOCK and len(x) % BLOCK:
         raise ValueError(f"no kernel for {len(x)} tokens")
-    tiles = tiles or choose_few_tiles(weight, 1)
+    pdl = supports_pdl(x) if pdl is None else pdl
+    blocks = triton.cdiv(len(x), BLOCK)
+    tokens = len(x) // blocks
+    tiles = tiles or choose_few_tiles(weight, tokens, blocks)
     absent = weight.parts[0]  # a valid pointer, which the kernel does not read
-    _down_few[(triton.cdiv(weight.out, tiles.rows),)](
+    _down_few[(triton.cdiv(weight.out, tiles.rows), blocks)](
         x,
         x if norm is None else norm,
         absent if residual is None else residual,
-        *pointers_of(weight),
+        *pointers_of(weight, x.dtype),
         absent if bias is None else bias,
         y,
         OUT=weight.out,
-        TOKENS=len(x),
+        TOKENS=tokens,
+        BLOCKS=blocks,
         NORM=norm is not None,
         BIAS=bias is not None,
         SCALE=scale,
         RESIDUAL=residual is not None,
         EPS=eps,
         STRIDE=y.stride(0),
-        PDL=pdl,
-        launch_pdl=pdl,
-        **constants_of(weight, tiles),
-    )
-
-
-def gate_up_few(
-    x: Tensor,
-    weight,
-    indices: Tensor,
-    last: Tensor | None,
-    queries: int,
-    activation,
-    bias: Tensor | None,
-    h: Tensor,
-    tiles: FewTiles | None,
-    pdl: bool,
-) -> None:
-    """Store the gated products in h [T * (A + S), I]: see `moe_decode.gate_up_of`.
-
-    queries: tokens of a row of `last`, or 0 if none may be padding. Raises ValueError for more than
-    MAX_TOKENS tokens.
-    """
-    T, pairs = indices.shape
-    if T > MAX_TOKENS:
-        raise ValueError(f"no kernel for {T} tokens")
-    tiles = tiles or choose_few_tiles(weight, 2)
-    I = weight.out // 2
-    _gate_up_few[(triton.cdiv(I, tiles.rows), T * pairs)](
-        x,
-        indices,
-        indices if last is None else last,
-        *pointers_of(weight),
-        weight.parts[0] if bias is None else bias,
-        h,
-        I=I,
-        TOKENS=T,
-        PAIRS=pairs,
-        BLOCK=triton.next_power_of_2(pairs),
-        QUERIES=queries,
-        ACTIVATION=activation.kind,
-        LIMIT=activation.limit,
-        ALPHA=activation.alpha,
-        BIAS=bias is not None,
+        TILES=tiles_of(tokens),
         PDL=pdl,
         launch_pdl=pdl,
         **constants_of(weight, tiles),

@@ -1,4 +1,4 @@
-"""The experts of one token, or of a few, in two Triton kernels.
+"""The experts of one token in two Triton kernels.
 
 A layer with small experts waits for its kernels, not for memory: a kernel costs the time of its
 bytes plus 1.6 us on an H200. So there are few kernels, and each has all of its loads in flight at
@@ -17,12 +17,8 @@ one before its wait: a residual, for instance.
 
 A program multiplies a tile of rows in chunks (ops/moe_chunk.py), and keeps DEPTH of them in flight.
 
-Several tokens (T, up to MAX_TOKENS). ops/few_tokens.py has the dense product, and gate_up of packed
-experts: they read a weight once for all tokens. In the other products each token reads its own
-experts. Tokens are innermost in the grid, so that programs that read the same weights run at the
-same time, and all but the first find them in L2. The choice of experts is a kernel of its own,
-`moe_router.route`: in `gate_up`, thousands of programs would repeat it. Experts of padding are not
-read: `last` tells what is real.
+Several tokens have other kernels: ops/few_tokens.py has the dense product, ops/expert_tiles.py the
+experts.
 """
 
 # ruff: noqa: RUF005  (Triton adds tuples, but does not unpack them)
@@ -34,7 +30,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ops.few_tokens import FewTiles, down_few, gate_up_few
+from ops.few_tokens import FewTiles, down_few
 from ops.gemv4 import _e2m1_table
 from ops.jit import jit, supports_pdl, tl, triton
 from ops.moe_chunk import (
@@ -51,7 +47,7 @@ from ops.moe_chunk import (
     _sum_lanes,
     _weighted_operands,
 )
-from ops.moe_router import Routing, _choose, _choose_one, choice_constants, route
+from ops.moe_router import Routing, _choose, _choose_one, choice_constants
 
 # By kind of codes
 BITS = {"bf16": 16, "int8": 8, "fp8": 8, "fp8b": 8, "int4": 4, "mxfp4": 4, "hqq": 4}
@@ -85,23 +81,13 @@ def _load_gate_up(
     return gate, up
 
 
-@jit
-def _is_padding(token, last, QUERIES: tl.constexpr):
-    """Whether a token of [B, QUERIES] is behind the last real token of its row."""
-    return token % QUERIES > tl.load(last + token // QUERIES)
-
-
 # Grid [R, A + S]: a program computes ROWS rows of one chosen expert's result, gate and up.
-# With MANY tokens, grid [T, A + S, R].
 #
 # Weights depend on an index or scores that the previous kernel wrote, so nothing is loaded before
 # the wait. All loads then start at once: the tile's first DEPTH chunks, and their x.
 #
 # With CHOOSE each program finds its expert in the router's scores, and the first one stores the
 # whole choice for the next kernel. S shared experts, from E on, follow the A chosen ones.
-#
-# QUERIES > 0: h of padding stays undefined. Its programs wait too: if all tokens are padding, the
-# next kernel must still not start before the previous one has ended.
 @jit
 def _gate_up(
     x,
@@ -118,7 +104,6 @@ def _gate_up(
     bias,
     h,
     unknown_zero,
-    last,
     I: tl.constexpr,
     QUADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -137,8 +122,6 @@ def _gate_up(
     NORM_TOPK: tl.constexpr,
     SCALE: tl.constexpr,
     EXPERTS: tl.constexpr,
-    MANY: tl.constexpr,
-    QUERIES: tl.constexpr,
     WARPS: tl.constexpr,
     PDL: tl.constexpr,
     LANES: tl.constexpr,
@@ -150,16 +133,9 @@ def _gate_up(
     weights = (codes, scale, scale_step, scale_low, zero, zero_step, zero_low)
     pair = tl.program_id(1)
     # The last tile begins early enough to be whole: some of its rows are computed twice.
-    row = tl.minimum((tl.program_id(2) if MANY else tl.program_id(0)) * ROWS, I - ROWS)
+    row = tl.minimum(tl.program_id(0) * ROWS, I - ROWS)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    if MANY:
-        token = tl.program_id(0)
-        if QUERIES:  # noqa: SIM102  (a constant)
-            if _is_padding(token, last, QUERIES):
-                return
-        pair += token * tl.num_programs(1)
-        x += token * (QUADS * 4 if FIELDS == 2 else QUADS * 4 * FIELDS)
     if CHOOSE:
         if tl.program_id(0) + pair == 0:
             _choose(
@@ -220,9 +196,7 @@ def _gate_up(
 
 
 # Grid [R]: a program computes ROWS rows of the result. x is that of all chosen experts, one after
-# the other (GATHER), or one row. With MANY tokens, grid [T, R].
-#
-# QUERIES > 0, with experts: the result of padding is its residual.
+# the other (GATHER), or one row.
 #
 # The result is SCALE * (product + bias) + residual. An expert's bias has its routing weight.
 #
@@ -246,7 +220,6 @@ def _down(
     bias,
     y,
     unknown_zero,
-    last,
     OUT: tl.constexpr,
     EACH: tl.constexpr,
     QUADS: tl.constexpr,
@@ -260,8 +233,6 @@ def _down(
     RESIDUAL: tl.constexpr,
     EPS: tl.constexpr,
     STRIDE: tl.constexpr,
-    MANY: tl.constexpr,
-    QUERIES: tl.constexpr,
     PDL: tl.constexpr,
     EARLY: tl.constexpr,
     LANES: tl.constexpr,
@@ -270,29 +241,15 @@ def _down(
     CHUNKS: tl.constexpr,
 ):
     NUMBERS: tl.constexpr = QUADS * 4 * FIELDS  # in a token's x
-    WIDTH: tl.constexpr = QUADS * 4 if FIELDS == 2 else NUMBERS  # the same; bf16 in words
     RUN: tl.constexpr = GROUP // FIELDS  # words of a group
     weights = (codes, scale, scale_step, scale_low, zero, zero_step, zero_low)
-    if MANY:
-        one = tl.program_id(0)
-        x += one * WIDTH
-        residual += one * OUT
-        y += one * STRIDE
-        if GATHER:
-            indices += one * (QUADS // EACH)
-            routing += one * (QUADS // EACH)
     experts = indices if GATHER else tl.program_id(0).to(tl.int64) * 0
-    row = tl.minimum((tl.program_id(1) if MANY else tl.program_id(0)) * ROWS, OUT - ROWS)
+    row = tl.minimum(tl.program_id(0) * ROWS, OUT - ROWS)
     rows, stores = _result_rows(ROWS, LANES)
     if RESIDUAL:
         add = tl.load(residual + row + rows, mask=stores, other=0.0)
     if PDL and GATHER:
         tl.extra.cuda.gdc_wait()
-    if QUERIES:  # noqa: SIM102  (a constant)
-        if _is_padding(one, last, QUERIES):
-            kept = add.to(tl.float32) if RESIDUAL else tl.zeros(rows.shape, tl.float32)
-            tl.store(y + row + rows, kept.to(y.dtype.element_ty), mask=stores)
-            return
     tiles, norms, factors = (), (), ()
     for d in tl.static_range(DEPTH):
         tiles = tiles + (
@@ -515,30 +472,24 @@ def gate_up(
     scores: Tensor,
     routing: Routing,
     activation: Activation = SWIGLU,
-    tiles: Tiles | FewTiles | None = None,
+    tiles: Tiles | None = None,
     pdl: bool | None = None,
     dtype: torch.dtype | None = None,
     bias: Tensor | None = None,
-    last: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Choose experts by the scores of `norm_router`, and multiply x [T, D] by their w13.
+    """Choose experts by the scores of `norm_router`, and multiply x [1, D] by their w13.
 
-    Return h [T * (A + S), I], gated, expert_indices int64 and expert_weights fp32 [T, A + S]. The
+    Return h [A + S, I], gated, expert_indices int64 and expert_weights fp32 [1, A + S]. The
     references are `MoE.route`, or `SigmoidRoutedMoE.route`, and `ExpertLinear.gather_gated`.
 
     weight [E + S, 2 I, D], shared experts last. bias [E, 2 I]: added before the activation. dtype:
-    of h; default x.dtype. pdl: None launches with PDL where the GPU has it. last: as of `down`; the
-    h of padding is undefined.
+    of h; default x.dtype. pdl: None launches with PDL where the GPU has it.
     """
-    if len(x) > 1:
-        indices, weights = route(scores, routing, pdl)
-        h = gate_up_of(x, weight, indices, activation, tiles, pdl, dtype, bias, last)
-        return h, indices, weights
     indices = torch.empty(1, routing.pairs, dtype=torch.int64, device=x.device)
     weights = torch.empty(1, routing.pairs, dtype=torch.float32, device=x.device)
     E = weight.parts[0].shape[0] - routing.shared
     choice = choice_constants(E, routing) | {"CHOOSE": True}
-    tensors = indices, scores, weights, indices
+    tensors = indices, scores, weights
     h = _launch_gate_up(x, weight, tensors, choice, activation, tiles, pdl, dtype, bias)
     return h, indices, weights
 
@@ -548,50 +499,22 @@ def gate_up_of(
     weight: Weight,
     indices: Tensor,
     activation: Activation = SWIGLU,
-    tiles: Tiles | FewTiles | None = None,
+    tiles: Tiles | None = None,
     pdl: bool | None = None,
     dtype: torch.dtype | None = None,
     bias: Tensor | None = None,
-    last: Tensor | None = None,
 ) -> Tensor:
-    """Do what `gate_up` does for given experts, `indices` [T, A] -> h [T * A, I].
-
-    Of several tokens, an expert is read once for all that chose it, or for each (`reads_once`).
-    `FewTiles` or `Tiles` force one or the other.
-    """
-    T, queries = len(x), queries_of(len(x), last)
-    if T > 1 and (reads_once(weight) if tiles is None else isinstance(tiles, FewTiles)):
-        operand_of(x, weight)
-        h = torch.empty(indices.numel(), weight.out // 2, dtype=dtype or x.dtype, device=x.device)
-        pdl = supports_pdl(x) if pdl is None else pdl
-        gate_up_few(x, weight, indices, last, queries, activation, bias, h, tiles, pdl)
-        return h
+    """Do what `gate_up` does for given experts, `indices` [1, A] -> h [A, I]."""
     names = "E", "A", "SHARED", "GATED", "SIGMOID", "NORM_TOPK", "SCALE", "EXPERTS"
-    choice = dict.fromkeys(names, 0) | {"CHOOSE": False, "QUERIES": queries}
-    tensors = indices, indices, indices, indices if last is None else last
+    choice = dict.fromkeys(names, 0) | {"CHOOSE": False}
+    tensors = indices, indices, indices
     return _launch_gate_up(x, weight, tensors, choice, activation, tiles, pdl, dtype, bias)
-
-
-def reads_once(weight: Weight) -> bool:
-    """Whether `gate_up` of several tokens reads an expert once for all that chose it.
-
-    It does if the weight is packed. In 16 bits, a program for each token is bound by bytes, too.
-    """
-    return weight.kind != "bf16"
-
-
-def queries_of(tokens: int, last: Tensor | None) -> int:
-    """Return QUERIES of a kernel: tokens of a row of `last` [B], or 0 if none may be padding.
-
-    One token alone is computed even if it is padding: it costs the kernels nothing to know that.
-    """
-    return 0 if last is None or tokens == 1 else tokens // len(last)
 
 
 def _launch_gate_up(
     x: Tensor,
     weight: Weight,
-    tensors: tuple[Tensor, Tensor, Tensor, Tensor],
+    tensors: tuple[Tensor, Tensor, Tensor],
     choice: dict,
     activation: Activation,
     tiles: Tiles | None,
@@ -599,22 +522,20 @@ def _launch_gate_up(
     dtype: torch.dtype | None,
     bias: Tensor | None,
 ) -> Tensor:
-    """Launch `_gate_up`. tensors: indices, scores, routing weights, last. choice: its constants."""
+    """Launch `_gate_up`. tensors: indices, scores, routing weights. choice: its constants."""
     pdl = supports_pdl(x) if pdl is None else pdl
-    I, (T, pairs) = weight.out // 2, tensors[0].shape
+    I, pairs = weight.out // 2, tensors[0].shape[1]
     tiles = tiles or choose_tiles(weight, weight.quads, 2)
     rows = min(tiles.rows, triton.next_power_of_2(I + 1) // 2)
     _, depth = chunks_of(weight.quads, tiles)
-    h = torch.empty(T * pairs, I, dtype=dtype or x.dtype, device=x.device)
-    programs = triton.cdiv(I, rows)
-    _gate_up[(programs, pairs) if T == 1 else (T, pairs, programs)](
+    h = torch.empty(pairs, I, dtype=dtype or x.dtype, device=x.device)
+    _gate_up[(triton.cdiv(I, rows), pairs)](
         operand_of(x, weight),
-        *tensors[:3],
+        *tensors,
         *weight.pointers(),
         weight.parts[0] if bias is None else bias,
         h,
         0,
-        tensors[3],
         I=I,
         QUADS=weight.quads,
         GROUP=weight.group,
@@ -624,8 +545,7 @@ def _launch_gate_up(
         LIMIT=activation.limit,
         ALPHA=activation.alpha,
         BIAS=bias is not None,
-        **{"QUERIES": 0} | choice,
-        MANY=T > 1,
+        **choice,
         WARPS=tiles.warps,
         PDL=pdl,
         LANES=tiles.lanes,
@@ -652,25 +572,20 @@ def down(
     pdl: bool | None = None,
     dtype: torch.dtype | None = None,
     out: Tensor | None = None,
-    last: Tensor | None = None,
     early: bool = False,
 ) -> Tensor:
     """scale * (x @ weight + bias) + residual [T, out] -> [T, out].
 
-    With indices and routing weights [T, A]: x is [T * A, I], weight w2 [E, D, I], and the products
-    are summed with these weights; the reference is `weighted_sum(w2.gather(x, ...))`. Without: x is
-    [T, in], weight [out, in]. norm [in]: RMS norm of x first, which is not rounded; fp32 or as x.
-    bias: [out], or [E, out] of experts.
+    With indices and routing weights [1, A], T is 1: x is [A, I], weight w2 [E, D, I], and the
+    products are summed with these weights; the reference is `weighted_sum(w2.gather(x, ...))`.
+    Without: x is [T, in], weight [out, in]. norm [in]: RMS norm of x first, which is not rounded;
+    fp32 or as x. bias: [out], or [E, out] of experts.
 
     dtype: of the result; default that of x. out [T, out]: where to store the result, if it is
-    given; its rows may be parts of longer ones. last int64 [B], with experts: tokens [B, Q] behind
-    the last real one of their row (-1: none is) are padding; their result is the residual.
-
-    A dense weight is read once for several tokens, and an expert as `reads_once` says, unless
-    `tiles` are `Tiles` (a program for each token) or `FewTiles`. With PDL, all tensors but x are
-    loaded while the previous kernel runs, which must not write them; with experts the residual
-    alone is. early: of one token x is loaded, too, so that the product runs beside the previous
-    kernel. Raises ValueError for a norm with experts.
+    given; its rows may be parts of longer ones. tiles: of several tokens `FewTiles`. With PDL, all
+    tensors but x are loaded while the previous kernel runs, which must not write them; with experts
+    the residual alone is. early: of one token x is loaded, too, so that the product runs beside the
+    previous kernel. Raises ValueError for a norm with experts.
     """
     gather = indices is not None
     pairs = indices.shape[1] if gather else 1
@@ -681,15 +596,14 @@ def down(
     operand, y = operand_of(x, weight), out
     if y is None:
         y = torch.empty(T, weight.out, dtype=dtype or x.dtype, device=x.device)
-    if T > 1 and not gather and not isinstance(tiles, Tiles):
+    if T > 1:
         down_few(x, weight, y, residual, norm, eps, bias, scale, tiles, pdl)
         return y
     tiles = tiles or choose_tiles(weight, quads, 1)
     chunks, depth = chunks_of(quads, tiles)
     rows = min(tiles.rows, triton.next_power_of_2(weight.out + 1) // 2)
-    programs = triton.cdiv(weight.out, rows)
     absent = weight.parts[0]  # a valid pointer, which the kernel does not read
-    _down[(programs,) if T == 1 else (T, programs)](
+    _down[(triton.cdiv(weight.out, rows),)](
         operand,
         absent if indices is None else indices,
         absent if routing is None else routing,
@@ -699,7 +613,6 @@ def down(
         absent if bias is None else bias,
         y,
         0,
-        absent if last is None else last,
         OUT=weight.out,
         EACH=weight.quads,
         QUADS=quads,
@@ -713,10 +626,8 @@ def down(
         RESIDUAL=residual is not None,
         EPS=eps,
         STRIDE=y.stride(0),
-        MANY=T > 1,
-        QUERIES=queries_of(T, last) if gather else 0,
         PDL=pdl,
-        EARLY=early and T == 1 and not gather,
+        EARLY=early and not gather,
         LANES=tiles.lanes,
         ROWS=rows,
         DEPTH=depth,

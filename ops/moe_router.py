@@ -175,6 +175,43 @@ def _norm_router(
     _store_scores(rows, value, bias, score_bias, scores, expert, E, N, BIAS, SIGMOID)
 
 
+# Grid [T]: a program norms a token.
+@jit
+def _norm_tokens(
+    x, norm, normed, D: tl.constexpr, EPS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    d = tl.arange(0, BLOCK)
+    at = tl.program_id(0) * D + d
+    scale = tl.load(norm + d, mask=d < D, other=0.0).to(tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    value = tl.load(x + at, mask=d < D, other=0.0).to(tl.float32)
+    value = value * tl.rsqrt(tl.sum(value * value, 0) / D + EPS) * scale
+    tl.store(normed + at, value.to(normed.dtype.element_ty), mask=d < D)
+
+
+# Grid [T]: a program turns a token's products with the router into the scores of `_norm_router`.
+@jit
+def _sigmoid_scores(
+    dots,
+    score_bias,
+    scores,
+    E: tl.constexpr,
+    N: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    expert, token = tl.arange(0, BLOCK), tl.program_id(0)
+    bias = tl.load(score_bias + expert, mask=expert < E, other=0.0)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    score = _sigmoid(tl.load(dots + token * N + expert, mask=expert < N, other=0.0))
+    tl.store(scores + (token * 2 + 1) * N + expert, score, mask=expert < N)
+    tl.store(scores + token * 2 * N + expert, score + bias, mask=expert < N)
+
+
 # Grid [T]: a program chooses the experts of one token.
 @jit
 def _route(
@@ -285,6 +322,46 @@ def norm_router(
         num_warps=warps,
     )
     return normed, scores
+
+
+def norm_tokens(x: Tensor, norm: Tensor, eps: float, pdl: bool | None = None) -> Tensor:
+    """Return the RMS norm of x [T, D], as `RMSNorm`."""
+    normed, (T, D) = torch.empty_like(x), x.shape
+    pdl = supports_pdl(x) if pdl is None else pdl
+    _norm_tokens[(T,)](
+        x,
+        norm,
+        normed,
+        D=D,
+        EPS=eps,
+        BLOCK=triton.next_power_of_2(D),
+        PDL=pdl,
+        launch_pdl=pdl,
+        num_warps=8,
+    )
+    return normed
+
+
+def sigmoid_scores(dots: Tensor, routing: Routing, pdl: bool | None = None) -> Tensor:
+    """Return the scores [T, 2, N] of sigmoid routing, as `norm_router`.
+
+    dots fp32 [T, N]: the products of normed tokens with the router.
+    """
+    T, N = dots.shape
+    pdl = supports_pdl(dots) if pdl is None else pdl
+    scores = torch.empty(T, 2, N, dtype=torch.float32, device=dots.device)
+    _sigmoid_scores[(T,)](
+        dots,
+        routing.score_bias,
+        scores,
+        E=N - routing.gated,
+        N=N,
+        BLOCK=triton.next_power_of_2(N),
+        PDL=pdl,
+        launch_pdl=pdl,
+        num_warps=1,
+    )
+    return scores
 
 
 def choice_constants(E: int, routing: Routing) -> dict:

@@ -1,6 +1,6 @@
 """One Triton kernel for a token's attention: norms, RoPE, cache append, scores, softmax, values.
 
-It replaces `Attention.core` for up to 8 tokens of each sequence, where starting five kernels takes
+It replaces `Attention.core` for a few tokens of each sequence, where starting five kernels takes
 longer than reading a few thousand positions. For one token, a short plain cache and a long or int8
 one have kernels of their own; several tokens have others. Everything else takes the plain path,
 which is the reference that tests compare with.
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from model import Attention, Context, RMSNorm, Transformer
 from ops.attention import BLOCK
 from ops.decode_attention import attend_token
-from ops.few_queries_attention import MAX_HEAD, MAX_QUERIES, attend_queries
+from ops.few_queries_attention import attend_queries, takes_queries
 from ops.split_attention import attend_split
 
 MAX_CACHE_LEN = 640  # up to this length `attend_token` is faster, or no slower (H200)
@@ -59,10 +59,10 @@ class FusedDecodeAttention(Attention):
         return torch.compiler.is_compiling() and self.takes(qkv, context)
 
     def takes(self, qkv: Tensor, context: Context) -> bool:
-        """Whether a kernel takes this call: up to MAX_QUERIES tokens of each sequence."""
+        """Whether a kernel takes this call."""
         if not self.supported or context.chunk or not qkv.is_cuda:
             return False
-        if qkv.shape[1] > 1 and (qkv.shape[1] > MAX_QUERIES or self.heads[2] > MAX_HEAD):
+        if qkv.shape[1] > 1 and not takes_queries(qkv.shape[1], self.heads[2]):
             return False
         if qkv.shape[1] == 1 and self.is_short(qkv):
             return True

@@ -13,12 +13,12 @@ every token chooses. A family declares by `fused_decode_settings` what it adds t
 `model.MoE` or `model.AddNorm`; without it, a subclass has no kernels.
 
 `FusedRunner` launches the kernels directly: a session captures the step as a CUDA graph, which
-costs them nothing. It serves up to MAX_TOKENS tokens: one of each of several sequences [B, 1], or
-drafts and short prompts of one [1, Q]. Several tokens take a seventh kernel, for the top-k. Several
-queries of a sequence have an attention kernel of their own (ops/few_queries_attention.py); latent
-attention's core is then Inductor's. After the layers, one token's norm and head are one product,
-and sampling is two kernels (ops/token_draw.py). Everything else runs the compiled blocks, which are
-the reference that tests compare with.
+costs them nothing. It serves up to MAX_FEW tokens: one of each of several sequences [B, 1], or
+drafts of one [1, Q]; and PROMPT_CHUNKS of a prompt. Several tokens have kernels of their own:
+ops/few_tokens.py, ops/expert_tiles.py, and ops/few_queries_attention.py for several queries of a
+sequence; latent attention's core is then Inductor's. After the layers, one token's norm and head
+are one product, and sampling is three kernels (ops/token_draw.py). Everything else runs the
+compiled blocks, which are the reference that tests compare with.
 """
 
 from collections.abc import Callable
@@ -40,10 +40,10 @@ from model import (
     Transformer,
     swiglu,
 )
-from ops import moe_decode, moe_router
-from ops.few_tokens import MAX_TOKENS
+from ops import expert_tiles, moe_decode, moe_router
+from ops.few_tokens import down_few
 from ops.inductor import materialize
-from ops.moe_decode import SWIGLU, Weight, reads_once
+from ops.moe_decode import SWIGLU, Weight
 from ops.moe_router import Routing
 from ops.token_draw import draw_tokens
 from runtime.fused_attention import FusedDecodeAttention, fused_attention
@@ -51,12 +51,8 @@ from runtime.fused_latent_attention import FusedLatentAttention
 from runtime.runner import CompiledRunner
 from runtime.sampling import MAX_CANDIDATES, StepState, sample
 
-# An H200's bytes/s. Weights that several tokens share are read again from L2: a product that
-# gathers experts for 8 tokens of Mixtral reached this (docs/log/batches.md, "tokens innermost").
-MEMORY_BANDWIDTH, L2_BANDWIDTH = 4.4e12, 6.7e12
-# Seconds that a plain block of a few tokens takes longer than its bytes, for about 20 more kernels.
-# It was 12e-6 in Mixtral bf16, whose kernels hide launches, and 140e-6 in Qwen3-30B-A3B int4.
-PLAIN_OVERHEAD = 25e-6
+MAX_FEW = 8  # sequences of a step, and drafts: one tile of a tensor core
+PROMPT_CHUNKS = MAX_FEW, 32, 64  # tokens of a prompt's chunk
 
 
 def kernel_weight(module: nn.Module) -> Weight:
@@ -139,10 +135,12 @@ class FusedAttention:
         """
         projected = x.new_empty(len(x), sum(weight.out for weight, _ in self.inputs))
         parts = projected.split([weight.out for weight, _ in self.inputs], dim=1)
-        norm, eps = self.norm.weight, self.norm.eps
+        normed, norm, eps = x, self.norm.weight, self.norm.eps
+        if len(x) > MAX_FEW:  # each program of the product would norm all tokens
+            normed, norm = moe_router.norm_tokens(x, norm, eps), None
         for n, ((weight, bias), part) in enumerate(zip(self.inputs, parts, strict=True)):
             early = n == 1  # then the kernel before the previous one, which writes x, has ended
-            moe_decode.down(x, weight, norm=norm, eps=eps, bias=bias, out=part, early=early)
+            moe_decode.down(normed, weight, norm=norm, eps=eps, bias=bias, out=part, early=early)
         projected, attention = projected.view(*context.positions.shape, -1), self.attention
         if not isinstance(attention, FusedDecodeAttention | FusedLatentAttention):
             heads = core(attention, projected, context)
@@ -188,11 +186,10 @@ class FusedExperts:
             self.routing = replace(self.routing, shared=count, gated=self.gate is not None)
         E, D = self.router.weight.shape
         moe_router.check_router(E, D, self.routing)
+        if D % 8 or (self.routing.gated and self.router.bias is not None):
+            raise ValueError("no kernels for this router")
         self.rows = self.router.weight
         self.n_expert = E
-        # Of an expert, those that the kernels read for each of its tokens.
-        repeated = (self.w2,) if reads_once(self.w13) else (self.w13, self.w2)
-        self.repeated_bytes = sum(part.nbytes for w in repeated for part in w.parts) // E
 
     def shared_count(self, shared: FeedForward) -> int:
         """Return as how many experts the shared one counts. Raises ValueError if it cannot."""
@@ -207,20 +204,8 @@ class FusedExperts:
         return count
 
     def takes_tokens(self, tokens: int) -> bool:
-        """Whether the kernels take this number of tokens, faster than the plain block does.
-
-        The plain block reads each chosen expert once. The kernels read w2, and w13 in bf16, once
-        for each token that chose it. The later reads come from L2, so they cost little until L2
-        takes longer than the memory, at 1.5 reads of an expert. The kernels may then lose as much
-        as the plain block's launches take. Independent and even choices of E experts are expected.
-        The all-reduce of several ranks is for one token.
-        """
-        if self.sum.all_reduce or not 1 < tokens <= MAX_TOKENS:
-            return tokens == 1
-        E, A, S = self.n_expert, self.routing.active, self.routing.shared
-        distinct = E * (1 - (1 - A / E) ** tokens) + S
-        reads = tokens * (A + S) * self.repeated_bytes / L2_BANDWIDTH
-        return reads <= distinct * self.repeated_bytes / MEMORY_BANDWIDTH + PLAIN_OVERHEAD
+        """Whether the kernels take this number of tokens: of several ranks one."""
+        return tokens == 1 or (tokens <= expert_tiles.MAX_TOKENS and not self.sum.all_reduce)
 
     def prepare(self) -> None:
         """Stack the shared expert's weights on the others', once for each model."""
@@ -246,15 +231,49 @@ class FusedExperts:
         Return x after the experts, and expert_indices, expert_weights [T, A]. last: `Context.last`.
         Padding among several tokens has no experts: its x stays as it is.
         """
+        if len(attended) > 1:
+            return self.run_several(attended, last)
         x, normed, scores = self.norm_and_score(x, attended)
         h, indices, weights = moe_decode.gate_up(
-            normed, self.w13, scores, self.routing, self.activation, bias=self.bias13, last=last
+            normed, self.w13, scores, self.routing, self.activation, bias=self.bias13
         )
         add = self.sum.of_product(x)
-        y = moe_decode.down(h, self.w2, indices, weights, last=last, bias=self.bias2, **add)
+        y = moe_decode.down(h, self.w2, indices, weights, bias=self.bias2, **add)
         x = self.sum.all_reduce.fused_add(x, y) if self.sum.all_reduce else y
         active = self.routing.active
         return x, indices[:, :active], weights[:, :active]
+
+    def run_several(self, x: Tensor, last: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """`forward` for several tokens: x [T, D] is the result of attention."""
+        normed, scores = self.score_several(x)
+        indices, weights = moe_router.route(scores, self.routing)
+        y = expert_tiles.run_experts(
+            normed,
+            self.w13,
+            self.w2,
+            indices,
+            weights,
+            self.activation,
+            self.bias13,
+            self.bias2,
+            last=last,
+            **self.sum.of_product(x),
+        )
+        active = self.routing.active
+        return y, indices[:, :active], weights[:, :active]
+
+    def score_several(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the norm of x [T, D], and the router's scores."""
+        norm, routing, bias = self.norm, self.routing, self.router.bias
+        if len(x) <= MAX_FEW:
+            return moe_router.norm_router(x, norm.weight, norm.eps, self.rows, routing, bias=bias)
+        normed = moe_router.norm_tokens(x, norm.weight, norm.eps)
+        router = Weight((self.rows.view(torch.int32),), "bf16", 8)  # or fp16, as x
+        dots = x.new_empty(len(x), len(self.rows), dtype=torch.float32)
+        down_few(normed, router, dots, bias=bias)
+        if routing.score_bias is not None:
+            return normed, moe_router.sigmoid_scores(dots, routing)
+        return normed, dots.unsqueeze(1)
 
     def norm_and_score(self, x: Tensor, attended: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return x after attention [T, D], its norm, and the router's scores."""
@@ -381,13 +400,11 @@ class FusedRunner(CompiledRunner):
         for layer in self.layers.values():
             layer.experts.prepare()
         self.head = fused_head(model)
-        # The most tokens that all layers take. A short prompt is padded to this number: its padding
-        # reads no experts, so that more sizes would save little.
-        self.max_tokens = 1
-        while self.max_tokens < MAX_TOKENS and self.takes_tokens(self.max_tokens + 1):
-            self.max_tokens += 1
-        if self.max_tokens > 1:
-            self.short_chunks = self.max_tokens, *self.short_chunks
+        # A batch and drafts have up to max_tokens, and a prompt's chunk one of short_chunks: its
+        # padding reads no experts, so that more sizes would save little.
+        self.max_tokens = MAX_FEW if self.takes_tokens(MAX_FEW) else 1
+        self.prompt_chunks = tuple(size for size in PROMPT_CHUNKS if self.takes_tokens(size))
+        self.short_chunks = self.prompt_chunks or self.short_chunks
         self.compiled_begin_tokens = self.compile(begin_tokens)
         self.compiled_end_tokens = self.compile(end_tokens)
         self.compiled_core = self.compile(run_core)
@@ -398,7 +415,9 @@ class FusedRunner(CompiledRunner):
         return all(layer.experts.takes_tokens(tokens) for layer in self.layers.values())
 
     def begin(self, model: Transformer, tokens: Tensor, span: Tensor | Chunk):
-        self.is_fused = tokens.numel() <= self.max_tokens and not isinstance(span, Chunk)
+        is_prompt = len(tokens) == 1 and tokens.numel() in self.prompt_chunks
+        is_few = tokens.numel() <= self.max_tokens
+        self.is_fused = (is_prompt or is_few) and not isinstance(span, Chunk)
         if not self.is_fused:
             return super().begin(model, tokens, span)
         x, context = self.compiled_begin_tokens(model, tokens, span)

@@ -54,6 +54,7 @@ from models.qwen2_moe import Qwen2MoeArgs
 from models.random_weights import RandomWeights
 from ops import (
     decode_attention,
+    expert_tiles,
     few_queries_attention,
     few_tokens,
     gemv4,
@@ -63,10 +64,9 @@ from ops import (
     moe_router,
     reduce_router,
 )
-from ops.few_tokens import MAX_TOKENS
 from ops.moe_decode import SWIGLU, Activation
 from runtime.fused_attention import FusedDecodeAttention
-from runtime.fused_decode import FusedLayer, FusedRunner
+from runtime.fused_decode import MAX_FEW, FusedLayer, FusedRunner
 from runtime.fused_latent_attention import FusedLatentAttention
 from tests.kernels_without_gpu import Launch, compiled, e2m1_twin, twin, unchanged
 
@@ -186,14 +186,12 @@ def plain_experts(weight: Tensor, bias: Tensor | None) -> ExpertLinear:
 def expert_errors(layer: Layer) -> dict[str, float]:
     """Compare with `ExpertLinear.gather_gated`, `gather` and `weighted_sum`, in fp64."""
     case, tiles, fp32 = layer.case, layer.tiles, torch.float32
-    options = dict(tiles=tiles, pdl=False, dtype=fp32, last=layer.last)
+    options = dict(tiles=tiles, pdl=False, dtype=fp32)
     activation, plain = SWIGLU, swiglu
     if case.biased:
         limits = dict(limit=0.5, alpha=1.7)
         activation, plain = Activation("clamped", **limits), partial(clamped_swiglu, **limits)
     bias13, bias2 = layer.bias
-    few = options | {"tiles": layer.few_tiles}
-    h = moe_decode.gate_up_of(layer.x, layer.w13, layer.indices, activation, bias=bias13, **few)
     w13, w2 = plain_experts(layer.plain13, bias13), plain_experts(layer.plain2, bias2)
     want_h = w13.gather_gated(layer.x.double(), layer.indices, plain)
     given = layer.normal(case.tokens, case.A, case.I).to(layer.dtype)
@@ -201,15 +199,38 @@ def expert_errors(layer: Layer) -> dict[str, float]:
     add = {"residual": residual, "bias": bias2, "scale": case.scale}
     experts = dict(indices=layer.indices, routing=layer.routing)
     real = layer.real.unsqueeze(1)
-    # h of padding is undefined: nothing may come of it.
-    y = moe_decode.down(
-        torch.where(real.unsqueeze(2), given, torch.nan), layer.w2, **experts, **add, **options
-    )
+    if case.tokens == 1:
+        x, indices = layer.x, layer.indices
+        h = moe_decode.gate_up_of(x, layer.w13, indices, activation, bias=bias13, **options)
+        y = moe_decode.down(given, layer.w2, **experts, **add, **options)
+    else:  # h of padding is undefined: nothing may come of it
+        h, y = several_tokens(
+            layer, activation, given.where(real.unsqueeze(2), torch.nan), residual
+        )
     want = weighted_sum(w2.gather(given.double(), layer.indices), layer.routing)
     want = torch.where(real, want * case.scale, 0.0) + residual
     h = h.view(want_h.shape)[layer.real]
     gate_up = relative(h, want_h[layer.real]) if real.any() else 0.0
     return {"gate_up": gate_up, "down": relative(y, want)}
+
+
+def several_tokens(
+    layer: Layer, activation: Activation, given: Tensor, residual: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return h [T * A, I], and the sum over experts of the products of `given` [T, A, I]."""
+    case, last, (bias13, bias2) = layer.case, layer.last, layer.bias
+    P, indices, options = (
+        case.tokens * case.A,
+        layer.indices,
+        dict(tiles=layer.few_tiles, pdl=False),
+    )
+    order = expert_tiles.sort_pairs(indices, case.E, last, pdl=False)
+    h, parts = torch.full((P, case.I), torch.nan), torch.full((P, case.D), torch.nan)
+    multiply = expert_tiles.multiply_tiles
+    multiply(layer.x, layer.w13, order, h, activation, bias=bias13, **options)
+    multiply(given.flatten(0, 1), layer.w2, order, parts, None, layer.routing, bias2, **options)
+    sums = (residual, case.scale, last, False)
+    return h, expert_tiles.combine(parts, case.A, torch.float32, *sums)
 
 
 def dense_error(layer: Layer, edge: bool = False) -> float:
@@ -298,8 +319,10 @@ def router_errors(layer: Layer) -> dict[str, float]:
 def choose(layer: Layer, scores: Tensor, routing) -> tuple[Tensor, Tensor, float]:
     """Return the choice of `gate_up`, and the error of its product beside given indices."""
     case = layer.case
+    if case.tokens > 1:
+        return *moe_router.route(scores, routing, pdl=False), 0.0
     w13, _ = layer.weight(case.E + case.shared, 2 * case.I, case.D)
-    options = dict(tiles=layer.few_tiles, pdl=False, dtype=torch.float32)
+    options = dict(tiles=layer.tiles, pdl=False, dtype=torch.float32)
     found, indices, weights = moe_decode.gate_up(layer.x, w13, scores, routing, **options)
     given = moe_decode.gate_up_of(layer.x, w13, indices, **options)
     return indices, weights, relative(found, given)
@@ -314,7 +337,7 @@ def errors(case: Case) -> dict[str, float]:
 
 SMALL = dict(
     dim=128, n_layer=1, n_head=4, n_kv_head=2, head_dim=32, intermediate=64, n_expert=16,
-    n_active=3, vocab_size=32, max_position=64,
+    n_active=3, vocab_size=32, max_position=128,
 )  # fmt: skip
 LATENT = SMALL | dict(n_kv_head=1, rotary_dim=16, kv_rank=32, value_dim=32)
 LAYERS = {
@@ -352,7 +375,7 @@ def small_model(family: str, format: str, batch: int = 1, **changes) -> Transfor
             if packs and not name.endswith(PLAIN_ROWS[1]):
                 block.set_submodule(name, packed(module, format))
     model.half()
-    model.setup_cache(batch, 64)
+    model.setup_cache(batch, 128)
     return model
 
 
@@ -360,11 +383,11 @@ def small_model(family: str, format: str, batch: int = 1, **changes) -> Transfor
 def as_on_a_gpu() -> Iterator[None]:
     """Within, fused attention takes CPU tensors, and no kernel is launched with PDL."""
     with ExitStack() as stack:
-        for kind, most in ((FusedDecodeAttention, MAX_TOKENS), (FusedLatentAttention, 1)):
+        for kind, most in ((FusedDecodeAttention, 64), (FusedLatentAttention, 1)):
             takes = lambda self, qkv, _, most=most: self.supported and qkv.shape[1] <= most  # noqa: E731
             stack.enter_context(mock.patch.object(kind, "takes", takes))
         attention = decode_attention, few_queries_attention, latent_decode_attention
-        for module in (moe_decode, moe_router, *attention):
+        for module in (moe_decode, moe_router, few_tokens, expert_tiles, *attention):
             stack.enter_context(mock.patch.object(module, "supports_pdl", lambda x: False))
         stack.enter_context(mock.patch.object(few_queries_attention, "_keep_layout", unchanged))
         yield
@@ -378,7 +401,7 @@ def layer_errors(
     The cache has earlier tokens. last: of each sequence, the last token that is real.
     """
     model = small_model(family, format, batch)
-    tokens = torch.arange(7, 7 + batch * queries).view(batch, queries)
+    tokens = torch.arange(7, 7 + batch * queries).view(batch, queries) % 32
     positions = 40 - 3 * torch.arange(batch).unsqueeze(1) + torch.arange(queries)
     x, _, context = model.begin(tokens, positions)
     context = context._replace(last=torch.tensor(last or [queries - 1] * batch))
@@ -398,7 +421,7 @@ def model_error(family: str, format: str) -> float:
         for runner in (None, FusedRunner(model), FusedRunner(model)):
             for state in model.states:
                 state.reset()
-            assert runner is None or runner.max_tokens == MAX_TOKENS
+            assert runner is None or runner.max_tokens == MAX_FEW
             logits = []
             for call in calls:
                 last = torch.tensor([min(2, len(call[0]) - 1)])
@@ -637,8 +660,9 @@ KERNELS = {
     "_norm_router": moe_router,
 }
 SEVERAL_KERNELS = {
-    "_gate_up_few": few_tokens,
-    "_down": moe_decode,
+    "_sort_pairs": expert_tiles,
+    "_multiply_tiles": expert_tiles,
+    "_combine": expert_tiles,
     "_norm_router": moe_router,
     "_route": moe_router,
 }
@@ -654,19 +678,30 @@ def counts(case: Case) -> dict[str, dict]:
     tiles = layer.tiles if case.tiles else None
     few = tiles if T == 1 else layer.few_tiles
     h, router = x.new_empty(T, case.A, case.I), x.new_empty(case.E, D)
-    norm, launches = x.new_empty(D), {name: Launch() for name in kernels}
+    norm, launches, downs = x.new_empty(D), {name: Launch() for name in kernels}, Launch()
     with ExitStack() as stack:
         for name, module in kernels.items():
             stack.enter_context(mock.patch.object(module, name, launches[name]))
         scores = layer.normal(T, 1, case.E)
         routing = moe_router.Routing(case.A, case.norm_topk)
-        options = dict(last=layer.last, pdl=True)
-        moe_decode.gate_up(x, layer.w13, scores, routing, tiles=few, **options)
-        experts = dict(indices=layer.indices, routing=layer.routing)
-        moe_decode.down(h, layer.w2, **experts, residual=x, tiles=tiles, **options)
+        if T == 1:
+            moe_decode.gate_up(x, layer.w13, scores, routing, tiles=tiles, pdl=True)
+            experts = dict(indices=layer.indices, routing=layer.routing)
+            moe_decode.down(h, layer.w2, **experts, residual=x, tiles=tiles, pdl=True)
+        else:
+            indices, weights = moe_router.route(scores, routing, pdl=True)
+            order = expert_tiles.sort_pairs(indices, case.E, layer.last, pdl=True)
+            h, parts = h.flatten(0, 1), x.new_empty(T * case.A, D, dtype=torch.float32)
+            options = dict(tiles=few, pdl=True)
+            expert_tiles.multiply_tiles(x, layer.w13, order, h, SWIGLU, **options)
+            with mock.patch.object(expert_tiles, "_multiply_tiles", downs):
+                expert_tiles.multiply_tiles(h, layer.w2, order, parts, None, weights, **options)
+            expert_tiles.combine(parts, case.A, x.dtype, x, last=layer.last, pdl=True)
         moe_router.norm_router(x, norm, 1e-5, router, routing, pdl=True)
     for name, launch in launches.items():
         found[name] = code_counts(getattr(kernels[name], name), launch)
+    if T > 1:
+        found["down"] = code_counts(expert_tiles._multiply_tiles, downs)
     module, name = (moe_decode, "_down") if T == 1 else (few_tokens, "_down_few")
     with mock.patch.object(module, name, dense := Launch()):
         weight = replace(layer.dense, parts=tuple(part[0] for part in layer.dense.parts))

@@ -43,7 +43,7 @@ from runtime.batch import Batch
 from runtime.fused_attention import MAX_CACHE_LEN, fuse_decode_attention
 from runtime.fused_decode import FusedRunner, can_fuse
 from runtime.sampling import NotFiniteError, Sampling
-from runtime.session import Session, SessionOptions
+from runtime.session import MAX_SHORT_CHUNKS, Session, SessionOptions
 from runtime.speculation import Speculation
 from tests.token_draw_without_gpu import run as run_draw
 from tokenizer import load_tokenizer
@@ -305,7 +305,8 @@ def test_short_prompts_replay_one_graph_of_fused_kernels(mode, length, tmp_path)
     assert most > 4 and fused.short_chunks[0] == most
     list(fused.stream(embedded_prompt(200)[:2], 2, GREEDY))
     before, known = counters["stats"]["unique_graphs"], set(fused.graphs.known)
-    for count in range(1, most + 1):
+    longest = MAX_SHORT_CHUNKS * fused.short_chunks[-1]
+    for count in (*range(1, most + 1), *(n for n in (9, 20, 40, 64, 100, 128) if n <= longest)):
         ids = embedded_prompt(200)[:count]
         eager.reset()
         fused.reset()
