@@ -28,7 +28,7 @@ from runtime.sampling import Sampling
 from runtime.session import Session
 from runtime.weights import bytes_per_token
 
-LENGTHS = 5, 8, 9, 16, 32, 48, 64
+LENGTHS = 5, 8, 9, 16, 32, 48, 64, 128
 HEADER = "tokens  first token, ms  steps  experts a layer    GB  limit, ms  of it"
 
 

@@ -1,9 +1,9 @@
 """The experts of 2 to 64 tokens in four Triton kernels: an expert is read once for 8 of its tokens.
 
-    sort_pairs    pairs of a token and an expert that it chose, in tiles of one expert each
-    gate_up       the gate and up products of each tile, and the activation
-    down          the down products of each tile, times the routing weights
-    combine       the sum over the experts of a token, plus residual
+    sort_pairs        pairs of a token and an expert that it chose, in tiles of one expert each
+    multiply_tiles    the gate and up products of each tile, and the activation
+    multiply_tiles    the down products of each tile, times the routing weights
+    combine           the sum over the experts of a token, plus residual
 
 The products are those of ops/few_tokens.py, which tells how tensor cores get their operands. A tile
 has up to TILE pairs; so an expert that many tokens chose has several, and the later ones find its
