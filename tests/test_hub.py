@@ -307,7 +307,9 @@ def test_a_download_that_breaks_off_is_resumed(hub, source, folder, tmp_path, mo
     assert_resumes(hub, source, tmp_path, done)
 
 
-@pytest.mark.parametrize("number", (signal.SIGINT, signal.SIGKILL))
+@pytest.mark.parametrize(
+    "number", (signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow))
+)
 def test_a_process_that_ends_is_resumed(hub, source, folder, tmp_path, number):
     hub.stall = weights(hub)[8]
     program = [sys.executable, ROOT / "generate.py", "--model", str(INT8), "--prepare_only"]

@@ -35,9 +35,9 @@ DENSE = (
     {"format": "int8", "tokens": 5, "D": 144, "I": 48, "biased": True, "scale": 0.5},
     {"format": "bf16", "tokens": 8, "D": 72, "I": 40, "few": {"warps": 1, "depth": 1}},
     {"format": "int8", "tokens": 2, "D": 320, "few": {"warps": 1, "depth": 2}},  # of five steps
-    {"format": "int4", "tokens": 64},
 )
 MORE_DENSE = (
+    {"format": "int4", "tokens": 64},
     {"format": "mxfp4", "tokens": 2, "D": 160, "fp32_norm": True},
     {"format": "bf16", "tokens": 2, "D": 264, "I": 56, "fp32_norm": True, "biased": True},
     {"format": "bf16", "tokens": 5, "few": {"rows": 32, "warps": 1, "depth": 2}},

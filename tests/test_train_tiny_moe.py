@@ -211,13 +211,8 @@ def test_dropout_acts_on_each_branch_in_training_only():
     torch.testing.assert_close(tiny.predict(model, tokens)[0], last)
 
 
-@pytest.mark.parametrize(
-    "family",
-    [
-        pytest.param(name, marks=() if name == "mixtral" else pytest.mark.slow)
-        for name in tiny.FAMILIES
-    ],
-)
+@pytest.mark.slow  # `smoke` trains mixtral
+@pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_every_family_learns_and_is_saved(family, tmp_path):
     model = build(family, dropout=0.1)
     options = Namespace(lr=5e-3, weight_decay=0.4)
