@@ -121,6 +121,17 @@ def _load_weights(
         return (_load_step(weights, row, step, OUT, WORDS, GROUP, KIND, VEC, WARPS, ROWS),)
 
 
+@jit
+def _finish_rows(
+    total, scale, bias, rows, inside, KIND: tl.constexpr, DTYPE: tl.constexpr, BIAS: tl.constexpr
+):
+    """Return the products of an expert's rows. scale, bias: where the expert's begin."""
+    result = _finish(tl.sum(total, 0), scale + rows, KIND, DTYPE, inside)
+    if BIAS:
+        result += tl.load(bias + rows, mask=inside, other=0.0).to(tl.float32)
+    return result
+
+
 # Grid [R, tiles]: a program computes ROWS rows of the result of a tile's pairs.
 #
 # With GATED the result is h [P, I], and the x of a pair is that of its token; else it is one fp32
@@ -218,14 +229,10 @@ def _multiply_tiles(
     pair = tl.load(pairs + tile * TILE + tl.minimum(slot, count - 1))
     DTYPE: tl.constexpr = x.dtype.element_ty
     inside = rows < N
-    result = _finish(tl.sum(totals[0], 0), weights[1] + rows, KIND, DTYPE, inside)
-    own = bias + expert.to(tl.int64) * OUT + rows
-    if BIAS:
-        result += tl.load(own, mask=inside, other=0.0).to(tl.float32)
+    bias += expert.to(tl.int64) * OUT
+    result = _finish_rows(totals[0], weights[1], bias, rows, inside, KIND, DTYPE, BIAS)
     if GATED:
-        up = _finish(tl.sum(totals[1], 0), weights[1] + N + rows, KIND, DTYPE, inside)
-        if BIAS:
-            up += tl.load(own + N, mask=inside, other=0.0).to(tl.float32)
+        up = _finish_rows(totals[1], weights[1] + N, bias + N, rows, inside, KIND, DTYPE, BIAS)
         result = _activate(result, up, ACTIVATION, LIMIT, ALPHA)
     else:
         result *= tl.load(routing + pair)

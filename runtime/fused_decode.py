@@ -189,7 +189,6 @@ class FusedExperts:
         if D % 8 or (self.routing.gated and self.router.bias is not None):
             raise ValueError("no kernels for this router")
         self.rows = self.router.weight
-        self.n_expert = E
 
     def shared_count(self, shared: FeedForward) -> int:
         """Return as how many experts the shared one counts. Raises ValueError if it cannot."""
@@ -245,7 +244,7 @@ class FusedExperts:
 
     def run_several(self, x: Tensor, last: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """`forward` for several tokens: x [T, D] is the result of attention."""
-        normed, scores = self.score_several(x)
+        normed, scores = self.score(x)
         indices, weights = moe_router.route(scores, self.routing)
         y = expert_tiles.run_experts(
             normed,
@@ -262,7 +261,15 @@ class FusedExperts:
         active = self.routing.active
         return y, indices[:, :active], weights[:, :active]
 
-    def score_several(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def norm_and_score(self, x: Tensor, attended: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return x after attention [T, D], its norm, and the router's scores."""
+        if self.before.all_reduce:
+            return self.before.all_reduce.fused_add_router(
+                x, attended, self.norm, self.rows, self.routing
+            )
+        return attended, *self.score(attended)
+
+    def score(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the norm of x [T, D], and the router's scores."""
         norm, routing, bias = self.norm, self.routing, self.router.bias
         if len(x) <= MAX_FEW:
@@ -274,17 +281,6 @@ class FusedExperts:
         if routing.score_bias is not None:
             return normed, moe_router.sigmoid_scores(dots, routing)
         return normed, dots.unsqueeze(1)
-
-    def norm_and_score(self, x: Tensor, attended: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return x after attention [T, D], its norm, and the router's scores."""
-        if self.before.all_reduce:
-            return self.before.all_reduce.fused_add_router(
-                x, attended, self.norm, self.rows, self.routing
-            )
-        norm, bias = self.norm, self.router.bias
-        return attended, *moe_router.norm_router(
-            attended, norm.weight, norm.eps, self.rows, self.routing, bias=bias
-        )
 
 
 def stack(experts: nn.Module, shared: nn.Module, weight: Weight, count: int, rows: bool) -> Weight:
