@@ -77,7 +77,8 @@ class Phase:
 def tilings_of(quads: int, out: int, kind: str, loads: int) -> list[Tiles]:
     """Return tilings for a product. loads: rows of weights for each row of the result.
 
-    As many lanes as waste little at the end of x; all chunks in flight, if registers allow.
+    As many lanes as waste little at the end of x; one chunk in flight, and as many as registers
+    allow.
     """
 
     def waste(lanes: int) -> float:
@@ -88,14 +89,14 @@ def tilings_of(quads: int, out: int, kind: str, loads: int) -> list[Tiles]:
     if kind == "bf16":
         wanted = [pair for pair in wanted if pair[0] < 16]
     else:
-        wanted = [pair for pair in wanted if pair[0] > 2]
+        wanted = [pair for pair in wanted if pair[0] * loads > 2]
         wanted += [(8, 256), (16, 256)] if waste(256) < 0.5 and 256 not in widths[:2] else []
     found = []
     for rows, lanes in wanted:
         depth = MAX_TILE_REGISTERS // (4 * rows * loads)
         if depth and out // rows >= 64:
             depth = min(depth, -(-quads // lanes))
-            found.append(Tiles(rows, lanes, depth, lanes // 32))
+            found += [Tiles(rows, lanes, n, lanes // 32) for n in sorted({1, depth})]
     return found
 
 

@@ -128,21 +128,16 @@ def _join_pairs(low, high):
 
 
 @jit
-def _prepare_integers(raw, norm, NORM: tl.constexpr, KIND: tl.constexpr, LANES: tl.constexpr):
-    """Quantize x to int16 -> two operands (four int16 in an int64), unit and sum of x.
+def _quantize(values, KIND: tl.constexpr, BITS: tl.constexpr):
+    """Quantize fp32 x to int16 -> two operands (four int16 in an int64), unit and sum of x.
 
-    Each is [1, LANES // 32, 32]. As `gemv4._quantize_x`, but of x in registers. int8 has one
-    operand; the second is the same. A number of 16 bits has no more than 11 significant bits, so
-    2 ** 15 units are never reached. A product with the norm's weight could round to that: it gets
-    a bit less.
+    values: one tensor [LANES, 4] for each field of a word, and so are the operands. Unit and sum
+    are [LANES, 1]. As `gemv4._quantize_x`, but of x in registers. int8 has one operand; the second
+    is the same. A number of 16 bits has no more than 11 significant bits, so that 2 ** 15 units are
+    never reached with 14 BITS.
     """
     FIELDS: tl.constexpr = 4 if KIND == "int8" else 8
     IN_ORDER: tl.constexpr = KIND == "int8" or KIND == "mxfp4"  # else even fields first
-    BITS: tl.constexpr = 13 if NORM else 14
-    values = ()
-    for k in tl.static_range(FIELDS):
-        value = raw[k].to(tl.float32)
-        values = values + (value * norm[k].to(tl.float32) if NORM else value,)
     largest = tl.abs(values[0])
     for k in tl.static_range(1, FIELDS):
         largest = tl.maximum(largest, tl.abs(values[k]), propagate_nan=tl.PropagateNan.ALL)
@@ -166,14 +161,49 @@ def _prepare_integers(raw, norm, NORM: tl.constexpr, KIND: tl.constexpr, LANES: 
         total = _add_pair(pair, total)
         pairs = pairs + (pair,)
     first = _join_pairs(pairs[0], pairs[1])
-    sums = tl.sum(total, 1, keep_dims=True).to(tl.float32) * unit
+    second = first if KIND == "int8" else _join_pairs(pairs[2], pairs[3])
+    return first, second, unit, tl.sum(total, 1, keep_dims=True).to(tl.float32) * unit
+
+
+@jit
+def _split_operands(first, second, unit, sums, KIND: tl.constexpr, LANES: tl.constexpr):
+    """Order what `_quantize` returns as `_multiply_chunk` takes it: all [1, LANES // 32, 32]."""
     unit, sums = tl.reshape(unit, [1, LANES // 32, 32]), tl.reshape(sums, [1, LANES // 32, 32])
-    first = _split_four(tl.reshape(first, [LANES * 4]), 1, LANES // 32)
-    if KIND == "int8":
-        second = first
-    else:
-        second = tl.reshape(_join_pairs(pairs[2], pairs[3]), [LANES * 4])
-        second = _split_four(second, 1, LANES // 32)
+    words = _split_four(tl.reshape(first, [LANES * 4]), 1, LANES // 32)
+    others = words
+    if KIND != "int8":
+        others = _split_four(tl.reshape(second, [LANES * 4]), 1, LANES // 32)
+    return words, others, unit, sums
+
+
+@jit
+def _prepare_integers(raw, norm, NORM: tl.constexpr, KIND: tl.constexpr, LANES: tl.constexpr):
+    """Quantize x as loaded by `_load_x`. A product with the norm's weight gets 13 bits, not 14."""
+    values = ()
+    for k in tl.static_range(4 if KIND == "int8" else 8):
+        value = raw[k].to(tl.float32)
+        values = values + (value * norm[k].to(tl.float32) if NORM else value,)
+    first, second, unit, sums = _quantize(values, KIND, 13 if NORM else 14)
+    return _split_operands(first, second, unit, sums, KIND, LANES)
+
+
+@jit
+def _load_operands(x, units, chunk, QUADS: tl.constexpr, KIND: tl.constexpr, LANES: tl.constexpr):
+    """Load a chunk of quantized x (`moe_router.QuantizedX`) -> as `_quantize`."""
+    OPERANDS: tl.constexpr = 1 if KIND == "int8" else 2
+    at = tl.arange(0, LANES * 4)
+    quad = chunk * LANES + at // 4
+    words = x + (quad * (4 * OPERANDS) + at % 4)
+    first = tl.load(tl.max_contiguous(tl.multiple_of(words, 32), 4), mask=quad < QUADS, other=0)
+    second = first
+    if OPERANDS == 2:
+        words = tl.max_contiguous(tl.multiple_of(words + 4, 32), 4)
+        second = tl.load(words, mask=quad < QUADS, other=0)
+    quad = chunk * LANES + tl.arange(0, LANES)
+    unit = tl.load(units + quad, mask=quad < QUADS, other=0.0)
+    sums = unit
+    if KIND == "int4" or KIND == "hqq" or KIND == "mxfp4":
+        sums = tl.load(units + QUADS + quad, mask=quad < QUADS, other=0.0)
     return first, second, unit, sums
 
 

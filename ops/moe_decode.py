@@ -30,7 +30,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ops.few_tokens import FewTiles, down_few
+from ops.few_tokens import PROGRAMS, FewTiles, down_few
 from ops.gemv4 import _e2m1_table
 from ops.jit import jit, supports_pdl, tl, triton
 from ops.moe_chunk import (
@@ -38,16 +38,25 @@ from ops.moe_chunk import (
     _lane_factor,
     _load_chunk,
     _load_norm,
+    _load_operands,
     _load_x,
     _multiply_chunk,
     _prepare_x,
     _result_rows,
     _row_scale,
+    _split_operands,
     _square_sum,
     _sum_lanes,
     _weighted_operands,
 )
-from ops.moe_router import Routing, _choose, _choose_one, choice_constants
+from ops.moe_router import (
+    INTEGERS,
+    QuantizedX,
+    Routing,
+    _choose,
+    _choose_one,
+    choice_constants,
+)
 
 # By kind of codes
 BITS = {"bf16": 16, "int8": 8, "fp8": 8, "fp8b": 8, "int4": 4, "mxfp4": 4, "hqq": 4}
@@ -55,6 +64,25 @@ TILE_REGISTERS = 96  # a lane's, for weights in flight
 MANY_ROWS = 10_000  # more rows of 4 bits than an H200 computes at once, at 8 rows a program
 
 # Kernels ------------------------------------------------------------------------------------------
+
+
+@jit
+def _load_part(
+    x,
+    units,
+    chunk,
+    QUADS: tl.constexpr,
+    RUN: tl.constexpr,
+    FIELDS: tl.constexpr,
+    KIND: tl.constexpr,
+    QUANTIZED: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """Load the x of a chunk, which is quantized or not."""
+    if QUANTIZED:
+        return _load_operands(x, units, chunk, QUADS, KIND, LANES)
+    else:
+        return _load_x(x, chunk, QUADS, RUN, FIELDS, LANES)
 
 
 @jit
@@ -91,6 +119,7 @@ def _load_gate_up(
 @jit
 def _gate_up(
     x,
+    units,
     indices,
     scores,
     routing,
@@ -109,6 +138,7 @@ def _gate_up(
     GROUP: tl.constexpr,
     KIND: tl.constexpr,
     FIELDS: tl.constexpr,
+    QUANTIZED: tl.constexpr,
     ACTIVATION: tl.constexpr,
     LIMIT: tl.constexpr,
     ALPHA: tl.constexpr,
@@ -164,14 +194,18 @@ def _gate_up(
         both = _load_gate_up(weights, expert, row, d, I, QUADS, GROUP, KIND, LANES, ROWS)
         tiles = tiles + (both,)
     for d in tl.static_range(DEPTH):
-        xs = xs + (_load_x(x, d, QUADS, RUN, FIELDS, LANES),)
+        xs = xs + (_load_part(x, units, d, QUADS, RUN, FIELDS, KIND, QUANTIZED, LANES),)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     table = _e2m1_table(unknown_zero) if KIND == "mxfp4" else None
     gate, up = tl.zeros([ROWS, LANES], tl.float32), tl.zeros([ROWS, LANES], tl.float32)
     for c in range(0, CHUNKS, DEPTH):
         for d in tl.static_range(DEPTH):
-            operands = _prepare_x(xs[d], xs[d], False, KIND, LANES)
+            if QUANTIZED:
+                first, second, unit, sums = xs[d]
+                operands = _split_operands(first, second, unit, sums, KIND, LANES)
+            else:
+                operands = _prepare_x(xs[d], xs[d], False, KIND, LANES)
             gate += _multiply_chunk(tiles[d][0], operands, table, LANES, ROWS, KIND, False)
             up += _multiply_chunk(tiles[d][1], operands, table, LANES, ROWS, KIND, False)
             if CHUNKS > DEPTH:  # prefetch: the registers of this chunk are free now
@@ -180,7 +214,8 @@ def _gate_up(
                     weights, expert, row, chunk, I, QUADS, GROUP, KIND, LANES, ROWS
                 )
                 tiles = tiles[:d] + (both,) + tiles[d + 1 :]
-                xs = xs[:d] + (_load_x(x, chunk, QUADS, RUN, FIELDS, LANES),) + xs[d + 1 :]
+                part = _load_part(x, units, chunk, QUADS, RUN, FIELDS, KIND, QUANTIZED, LANES)
+                xs = xs[:d] + (part,) + xs[d + 1 :]
     gate, up = _sum_lanes(gate, ROWS, LANES), _sum_lanes(up, ROWS, LANES)
     rows, stores = _result_rows(ROWS, LANES)
     flat = expert * (2 * I) + row + rows
@@ -426,27 +461,35 @@ def choose_tiles(weight: Weight, quads: int, loads: int) -> Tiles:
     """Return how to divide a product with x of `quads` quads. loads: 2 for gate and up, else 1.
 
     As measured on an H200 (docs/log/small_experts.md): as many lanes as waste few, but in 8 and 16
-    bits at least two chunks; all chunks in flight, if that takes no more than half of the rows;
-    few rows for gate and up, which load nothing before the kernel starts, so that many programs
-    do, and few lanes if few chunks do not need more.
+    bits at least two chunks. All chunks are in flight, if that takes no more than half of the
+    rows, else a number that divides them: a chunk behind the last costs as much as another. Few
+    rows for gate and up, which load nothing before the kernel starts, so that many programs do,
+    and few lanes if few chunks do not need more.
     """
     bits, narrow = BITS[weight.kind], BITS[weight.kind] == 4
-    widest = 64 if narrow else 256 // loads
+    widest = (128 if quads > 256 else 64) if narrow else 256 // loads
     if loads == 2 and quads <= (256 if bits == 16 else 64):
         widest //= 2
     spare = quads // (3 if narrow else 8)
     wide = (lanes for lanes in (256, 128, 64) if lanes <= widest and -quads % lanes <= spare)
     lanes = next((lanes for lanes in wide if narrow or 2 * lanes <= quads), 32)
-    rows = 8 if loads == 1 else 4 if narrow else 2
+    # Two programs of eight warps fit on a multiprocessor: a few more would be a second wave.
+    if bits == 16 and loads == 1 and lanes == 256 and 2 < weight.out / (8 * PROGRAMS) < 3:
+        lanes = 128
+    rows = 8 if loads == 1 else 4 if weight.kind in INTEGERS else 2
     if narrow and loads == 1 and quads <= lanes and weight.out > MANY_ROWS:
         rows = 16
     registers = TILE_REGISTERS
-    if weight.kind == "hqq" and loads == 1:  # its two scales a group take registers, too
-        rows, registers = rows // 2, TILE_REGISTERS // 2
+    # Two scales a group, or the table of e2m1 and its look-ups, take registers, too.
+    if weight.kind == "mxfp4" or (weight.kind == "hqq" and loads == 1):
+        rows, registers = rows // 2 if loads == 1 else rows, TILE_REGISTERS // 2
     chunks = triton.cdiv(quads, lanes)
-    if registers < 4 * rows * loads * chunks < 1.5 * registers:
+    if bits == 16 and loads == 1 and chunks > 3 and chunks % 3:  # three would load too much
+        return Tiles(2, lanes, 1, lanes // 32)
+    if registers < 4 * rows * loads * chunks < 2 * registers:
         rows //= 2
-    depth = min(chunks, max(1, registers // (4 * rows * loads)))
+    most = max(1, registers // (4 * rows * loads))
+    depth = next(n for n in range(min(chunks, most), 0, -1) if chunks % n == 0)
     return Tiles(rows, lanes, depth, lanes // 32)
 
 
@@ -467,7 +510,7 @@ def norm_of(norm: Tensor, weight: Weight) -> Tensor:
 
 
 def gate_up(
-    x: Tensor,
+    x: Tensor | QuantizedX,
     weight: Weight,
     scores: Tensor,
     routing: Routing,
@@ -482,11 +525,12 @@ def gate_up(
     Return h [A + S, I], gated, expert_indices int64 and expert_weights fp32 [1, A + S]. The
     references are `MoE.route`, or `SigmoidRoutedMoE.route`, and `ExpertLinear.gather_gated`.
 
-    weight [E + S, 2 I, D], shared experts last. bias [E, 2 I]: added before the activation. dtype:
-    of h; default x.dtype. pdl: None launches with PDL where the GPU has it.
+    x may be a `QuantizedX` of this weight. weight [E + S, 2 I, D], shared experts last. bias
+    [E, 2 I]: added before the activation. dtype: of h; default x.dtype. pdl: None launches with PDL
+    where the GPU has it.
     """
-    indices = torch.empty(1, routing.pairs, dtype=torch.int64, device=x.device)
-    weights = torch.empty(1, routing.pairs, dtype=torch.float32, device=x.device)
+    indices = torch.empty(1, routing.pairs, dtype=torch.int64, device=scores.device)
+    weights = torch.empty(1, routing.pairs, dtype=torch.float32, device=scores.device)
     E = weight.parts[0].shape[0] - routing.shared
     choice = choice_constants(E, routing) | {"CHOOSE": True}
     tensors = indices, scores, weights
@@ -512,7 +556,7 @@ def gate_up_of(
 
 
 def _launch_gate_up(
-    x: Tensor,
+    x: Tensor | QuantizedX,
     weight: Weight,
     tensors: tuple[Tensor, Tensor, Tensor],
     choice: dict,
@@ -523,14 +567,17 @@ def _launch_gate_up(
     bias: Tensor | None,
 ) -> Tensor:
     """Launch `_gate_up`. tensors: indices, scores, routing weights. choice: its constants."""
-    pdl = supports_pdl(x) if pdl is None else pdl
+    pdl = supports_pdl(tensors[0]) if pdl is None else pdl
+    quantized = isinstance(x, QuantizedX)
+    operand = x.operands if quantized else operand_of(x, weight)
     I, pairs = weight.out // 2, tensors[0].shape[1]
     tiles = tiles or choose_tiles(weight, weight.quads, 2)
     rows = min(tiles.rows, triton.next_power_of_2(I + 1) // 2)
     _, depth = chunks_of(weight.quads, tiles)
-    h = torch.empty(pairs, I, dtype=dtype or x.dtype, device=x.device)
+    h = torch.empty(pairs, I, dtype=dtype or x.dtype, device=tensors[0].device)
     _gate_up[(triton.cdiv(I, rows), pairs)](
-        operand_of(x, weight),
+        operand,
+        x.units if quantized else operand,
         *tensors,
         *weight.pointers(),
         weight.parts[0] if bias is None else bias,
@@ -541,6 +588,7 @@ def _launch_gate_up(
         GROUP=weight.group,
         KIND=weight.kind,
         FIELDS=weight.fields,
+        QUANTIZED=quantized,
         ACTIVATION=activation.kind,
         LIMIT=activation.limit,
         ALPHA=activation.alpha,

@@ -2,8 +2,13 @@
 
 A router's scores stay fp32. Shared experts, which every token uses, are experts E, E + 1, ... of
 the stacked weights: they follow the chosen ones in `indices` and `weights`.
+
+Codes of 4 and 8 bits are multiplied as integers. One token's norm is quantized here, once, for all
+programs of the experts' first product: each would need as many instructions for that as for five
+rows of 4-bit codes.
 """
 
+# ruff: noqa: RUF005  (Triton adds tuples, but does not unpack them)
 from __future__ import annotations  # annotations of kernels name triton, which may be absent
 
 from dataclasses import dataclass
@@ -12,7 +17,9 @@ import torch
 from torch import Tensor
 
 from ops.jit import jit, supports_pdl, tl, triton
+from ops.moe_chunk import _load_x, _quantize
 
+INTEGERS = "int8", "int4", "mxfp4", "hqq"  # kinds of codes that are multiplied as integers
 MAX_EXPERTS = 512
 MAX_DIM = 8192
 
@@ -124,12 +131,45 @@ def _store_scores(
     tl.store(scores + expert, dots, mask=expert < N)
 
 
+@jit
+def _store_quantized(
+    raw,
+    scales,
+    factor,
+    x,
+    units,
+    DTYPE: tl.constexpr,
+    QUADS: tl.constexpr,
+    KIND: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """Norm and quantize this program's LANES quads of x, and store them as a `QuantizedX`.
+
+    raw, scales: x and the norm's weight as of `_load_x`. factor: what the norm multiplies by.
+    """
+    OPERANDS: tl.constexpr = 1 if KIND == "int8" else 2
+    values = ()
+    for k in tl.static_range(4 * OPERANDS):
+        value = raw[k].to(tl.float32) * factor * scales[k].to(tl.float32)
+        values = values + (value.to(DTYPE).to(tl.float32),)  # rounded, as the norm is
+    first, second, unit, sums = _quantize(values, KIND, 14)
+    quad = tl.program_id(0) * LANES + tl.arange(0, LANES)[:, None]
+    words = x + (quad * (4 * OPERANDS) + tl.arange(0, 4)[None, :])
+    tl.store(words, first, mask=quad < QUADS)
+    if OPERANDS == 2:
+        tl.store(words + 4, second, mask=quad < QUADS)
+    tl.store(units + quad, unit, mask=quad < QUADS)
+    tl.store(units + QUADS + quad, sums, mask=quad < QUADS)
+
+
 # Grid [N / ROWS], with MANY tokens [N / ROWS, T]: each program norms a whole token, and computes
 # ROWS of its scores.
 #
 # scores [T, 1 or 2, N]: those by which experts are chosen, with GATED also the shared experts'
 # gate. With SIGMOID a token's second row has the scores that become weights: the choice is by
 # score + bias.
+#
+# QUANTIZED: normed is the x of a `QuantizedX`, of which each program stores LANES quads.
 @jit
 def _norm_router(
     x,
@@ -138,6 +178,7 @@ def _norm_router(
     bias,
     score_bias,
     normed,
+    units,
     scores,
     D: tl.constexpr,
     E: tl.constexpr,
@@ -149,6 +190,11 @@ def _norm_router(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     MANY: tl.constexpr,
+    QUANTIZED: tl.constexpr,
+    KIND: tl.constexpr,
+    FIELDS: tl.constexpr,
+    RUN: tl.constexpr,
+    LANES: tl.constexpr,
 ):
     N: tl.constexpr = E + GATED
     if MANY:
@@ -164,14 +210,22 @@ def _norm_router(
         other=0.0,
     )
     scale = tl.load(norm + d, mask=inside, other=0.0).to(tl.float32)
+    QUADS: tl.constexpr = D // (4 * FIELDS)
+    if QUANTIZED:
+        scales = _load_x(norm, tl.program_id(0), QUADS, RUN, FIELDS, LANES)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     value = tl.load(x + d, mask=inside, other=0.0).to(tl.float32)
-    value = value * tl.rsqrt(tl.sum(value * value, 0) / D + EPS) * scale
-    value = value.to(normed.dtype.element_ty)
-    by_first = d < D - tl.program_id(0) * BLOCK  # the first program alone stores the norm
-    tl.store(normed + d, value, mask=by_first)
+    if QUANTIZED:
+        raw = _load_x(x, tl.program_id(0), QUADS, RUN, FIELDS, LANES)
+    factor = tl.rsqrt(tl.sum(value * value, 0) / D + EPS)
+    value = (value * factor * scale).to(x.dtype.element_ty)
+    if QUANTIZED:
+        _store_quantized(raw, scales, factor, normed, units, x.dtype.element_ty, QUADS, KIND, LANES)
+    else:
+        by_first = d < D - tl.program_id(0) * BLOCK  # the first program alone stores the norm
+        tl.store(normed + d, value, mask=by_first)
     _store_scores(rows, value, bias, score_bias, scores, expert, E, N, BIAS, SIGMOID)
 
 
@@ -267,6 +321,19 @@ class Routing:
         return self.active + self.shared
 
 
+@dataclass(frozen=True)
+class QuantizedX:
+    """A token as integers: int16 numbers of each quad of its weight, in the order of its codes.
+
+    operands: int64 [quads, 8], of int8 [quads, 4]: four numbers each, as of `moe_chunk._quantize`.
+    units: fp32 [2, quads]: the value of a quad's 1, and the sum of its numbers.
+    """
+
+    operands: Tensor
+    units: Tensor
+    dtype: torch.dtype  # of the token
+
+
 def check_router(E: int, D: int, routing: Routing) -> None:
     """Raise ValueError if `norm_router` has no kernel for E experts and tokens of D numbers."""
     if E > MAX_EXPERTS or D > MAX_DIM or routing.active > E:
@@ -283,30 +350,44 @@ def norm_router(
     rows: int = 1,
     warps: int = 4,
     pdl: bool | None = None,
-) -> tuple[Tensor, Tensor]:
+    weight=None,
+) -> tuple[Tensor | QuantizedX, Tensor]:
     """Norm x [T, D], and score the experts for it.
 
     Return its norm [T, D] and scores fp32 [T, 1 or 2, N]: those by which experts are chosen, and
     with sigmoid routing, those that become weights. The reference is `RMSNorm`, then the router.
 
     router [N, D]: a row for each of E experts, then the shared experts' gate, if they are gated.
-    bias [E]: of scores. rows, warps: of a program. With PDL, all but x is loaded while the previous
-    kernel runs. Raises ValueError if E or D is too large.
+    bias [E]: of scores. rows, warps: of a program. weight: the `Weight` that multiplies the norm of
+    one token; if its codes are multiplied as integers, the norm is returned as a `QuantizedX`. With
+    PDL, all but x is loaded while the previous kernel runs. Raises ValueError if E or D is too
+    large.
     """
     (N, D), T = router.shape, len(x)
     E, sigmoid = N - routing.gated, routing.score_bias is not None
     check_router(E, D, routing)
     pdl = supports_pdl(x) if pdl is None else pdl
-    normed = torch.empty_like(x)
     scores = torch.empty(T, 1 + sigmoid, N, dtype=torch.float32, device=x.device)
     programs = triton.cdiv(N, rows)
+    stored = units = torch.empty_like(x)
+    normed: Tensor | QuantizedX = stored
+    quantizes = weight is not None and T == 1 and weight.kind in INTEGERS
+    layout = dict(KIND="", FIELDS=2, RUN=1, LANES=1)
+    if quantizes:
+        fields, quads = weight.fields, weight.quads
+        stored = torch.empty(quads, fields, dtype=torch.int64, device=x.device)
+        units = torch.empty(2, quads, dtype=torch.float32, device=x.device)
+        normed = QuantizedX(stored, units, x.dtype)
+        lanes = max(8 * warps, triton.next_power_of_2(triton.cdiv(quads, programs)))
+        layout = dict(KIND=weight.kind, FIELDS=fields, RUN=weight.group // fields, LANES=lanes)
     _norm_router[(programs,) if T == 1 else (programs, T)](
         x,
         norm,
         router,
         norm if bias is None else bias,
         norm if routing.score_bias is None else routing.score_bias,
-        normed,
+        stored,
+        units,
         scores,
         D=D,
         E=E,
@@ -318,6 +399,8 @@ def norm_router(
         BLOCK=triton.next_power_of_2(D),
         ROWS=rows,
         MANY=T > 1,
+        QUANTIZED=quantizes,
+        **layout,
         launch_pdl=pdl,
         num_warps=warps,
     )

@@ -44,7 +44,7 @@ from ops import expert_tiles, moe_decode, moe_router
 from ops.few_tokens import down_few
 from ops.inductor import materialize
 from ops.moe_decode import SWIGLU, Weight
-from ops.moe_router import Routing
+from ops.moe_router import QuantizedX, Routing
 from ops.token_draw import draw_tokens
 from runtime.fused_attention import FusedDecodeAttention, fused_attention
 from runtime.fused_latent_attention import FusedLatentAttention
@@ -261,7 +261,9 @@ class FusedExperts:
         active = self.routing.active
         return y, indices[:, :active], weights[:, :active]
 
-    def norm_and_score(self, x: Tensor, attended: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def norm_and_score(
+        self, x: Tensor, attended: Tensor
+    ) -> tuple[Tensor, Tensor | QuantizedX, Tensor]:
         """Return x after attention [T, D], its norm, and the router's scores."""
         if self.before.all_reduce:
             return self.before.all_reduce.fused_add_router(
@@ -269,11 +271,13 @@ class FusedExperts:
             )
         return attended, *self.score(attended)
 
-    def score(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the norm of x [T, D], and the router's scores."""
+    def score(self, x: Tensor) -> tuple[Tensor | QuantizedX, Tensor]:
+        """Return the norm of x [T, D], of one token as w13 takes it, and the router's scores."""
         norm, routing, bias = self.norm, self.routing, self.router.bias
         if len(x) <= MAX_FEW:
-            return moe_router.norm_router(x, norm.weight, norm.eps, self.rows, routing, bias=bias)
+            return moe_router.norm_router(
+                x, norm.weight, norm.eps, self.rows, routing, bias=bias, weight=self.w13
+            )
         normed = moe_router.norm_tokens(x, norm.weight, norm.eps)
         router = Weight((self.rows.view(torch.int32),), "bf16", 8)  # or fp16, as x
         dots = x.new_empty(len(x), len(self.rows), dtype=torch.float32)
