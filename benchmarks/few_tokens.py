@@ -1,4 +1,4 @@
-"""Speed of products of 5 to 64 tokens: ops/few_tokens.py and ops/expert_tiles.py in many tilings.
+"""Speed of products of several tokens: ops/few_tokens.py and ops/expert_tiles.py in many tilings.
 
     python benchmarks/few_tokens.py --json few_tokens.json
 
@@ -25,22 +25,35 @@ from benchmarks.moe_phases import BFLOAT16, MAX_ERROR, Weights
 from cli.parser import Parser
 from formats import PLAIN
 from model import swiglu
-from ops import moe_decode
 from ops.expert_tiles import choose_few, choose_tile, multiply_tiles, sort_pairs
-from ops.few_tokens import BLOCK, TILE, FewTiles, choose_few_tiles
+from ops.few_tokens import TILE, FewTiles, choose_few_tiles, down_few
 from ops.moe_decode import SWIGLU
 
 TOKENS = (5, 8, 32, 64)
+MOST = 64  # tokens
 TILINGS = (  # rows, warps, depth
-    *((16, 2, 2), (16, 4, 1), (16, 4, 2), (16, 4, 4), (16, 8, 1), (16, 8, 2), (32, 2, 1)),
-    *((32, 4, 1), (32, 4, 2), (32, 8, 1), (32, 8, 2), (64, 2, 1), (64, 4, 1)),
+    *(
+        (16, 2, 1),
+        (16, 2, 2),
+        (16, 4, 1),
+        (16, 4, 2),
+        (16, 4, 4),
+        (16, 8, 1),
+        (16, 8, 2),
+        (32, 2, 1),
+    ),
+    *((32, 4, 1), (32, 4, 2), (32, 8, 1), (32, 8, 2), (64, 2, 1), (64, 4, 1), (64, 8, 1)),
+)
+BLOCKED = (  # of dense products, with 8 and 16 tokens a program
+    *((16, 4, 1), (16, 4, 2), (16, 8, 1), (16, 8, 2), (32, 4, 1), (32, 4, 2), (32, 8, 1)),
+    *((64, 4, 1), (64, 4, 2), (64, 8, 1)),
 )
 COPIES_BYTES = 250e6  # of all copies of a weight: five times L2
 
 
 @dataclass(frozen=True)
 class Case:
-    """A product of one model: wqkv, wo, or gate_up or down with A of E experts."""
+    """A product of one model: wqkv, wo, router, or gate_up or down with A of E experts."""
 
     model: str
     product: str
@@ -71,6 +84,7 @@ CASES = (
     Case("Qwen3-30B-A3B", "down", "int4", 768, 2048, 128, 8),
     Case("Mixtral-8x7B", "down", "int8", 14336, 4096, 8, 2),
     Case("OLMoE-1B-7B", "down", PLAIN, 1024, 2048, 64, 8),
+    Case("Qwen3-30B-A3B", "router", PLAIN, 2048, 128),
 )
 
 
@@ -85,10 +99,10 @@ class Product:
         self.weights = one
         if not case.E:
             self.weights = Weights(case.mode, (copies, case.out, case.width))
-        rows = max(TOKENS) * (case.A if case.product == "down" else 1)
+        rows = MOST * (case.A if case.product == "down" else 1)
         self.x = torch.randn(rows, case.width, **BFLOAT16)
         self.norm = torch.rand(case.width, **BFLOAT16) + 0.5
-        self.residual = torch.randn(max(TOKENS), case.out, **BFLOAT16)
+        self.residual = torch.randn(MOST, case.out, **BFLOAT16)
 
     def choice(self, seed: int, tokens: int) -> Tensor:
         """Return distinct experts of each token [T, A]."""
@@ -118,12 +132,16 @@ class Product:
             x, y = self.x[:pairs], self.x.new_empty(pairs, case.out, dtype=torch.float32)
             ones = torch.ones_like(y[:, 0])
             return lambda order: multiply_tiles(x, weight, order, y, None, ones, tiles=tiles)
-        options = {"residual": self.residual[:tokens]}
+        options: dict = {"residual": self.residual[:tokens]}
         if case.product == "wqkv":
-            if tokens > TILE:
-                return lambda weight: moe_decode.down(x, weight, tiles=tiles)
-            options = {"norm": self.norm, "eps": 1e-6}
-        return lambda weight: moe_decode.down(x, weight, tiles=tiles, **options)
+            options = {} if tokens > TILE else {"norm": self.norm, "eps": 1e-6}
+        y = torch.empty(tokens, case.out, **BFLOAT16)
+
+        def run(weight) -> Tensor:
+            down_few(x, weight, y, tiles=tiles, **options)
+            return y
+
+        return run
 
     def expected(self, tokens: int) -> Tensor:
         """Return the result of the first call, in fp64."""
@@ -151,20 +169,22 @@ class Product:
             loads = 2 if case.product == "gate_up" else 1
             default = choose_few(weight, loads, choose_tile(case.E, tokens * case.A))
         else:
-            default = choose_few_tiles(weight, min(tokens, BLOCK), -(-tokens // BLOCK))
+            default = choose_few_tiles(weight, tokens)
         found = {f"default: {default}": default}
-        for tiling in TILINGS:
+        blocks = [size for size in (8, 16) if tokens % size == 0 and tokens > size]
+        blocked = [(*tiling, size) for tiling in BLOCKED for size in blocks]
+        for tiling in TILINGS if case.E or not blocked else blocked:
             tiles = FewTiles(*tiling)
             if tiles != default:
                 found[str(tiles)] = tiles
         return found
 
 
-def check(case: Case) -> dict[str, str]:
+def check(case: Case, counts: list[int]) -> dict[str, str]:
     """Compile and check all forms of a case -> what is wrong, by tokens and form."""
     torch.manual_seed(0)
     product, wrong = Product(case, 1), {}
-    for tokens in TOKENS:
+    for tokens in counts:
         expected, argument = product.expected(tokens), product.arguments(tokens)[0]
         for name, tiles in product.forms(tokens).items():
             try:
@@ -178,9 +198,9 @@ def check(case: Case) -> dict[str, str]:
     return wrong
 
 
-def check_all(cases: list[int]) -> dict[int, dict[str, str]]:
+def check_all(cases: list[int], counts: list[int]) -> dict[int, dict[str, str]]:
     """Check cases, by number, at the same time: a process each."""
-    command = [sys.executable, __file__, "--check", "--case"]
+    command = [sys.executable, __file__, "--check", "--tokens", *map(str, counts), "--case"]
     processes = {
         n: subprocess.Popen([*command, str(n)], stdout=subprocess.PIPE, text=True) for n in cases
     }
@@ -192,11 +212,11 @@ def check_all(cases: list[int]) -> dict[int, dict[str, str]]:
     return found
 
 
-def measure(case: Case, wrong: dict[str, str]) -> list[dict]:
+def measure(case: Case, counts: list[int], wrong: dict[str, str]) -> list[dict]:
     """Time and print all forms of a case."""
     torch.manual_seed(0)
     product, rows = Product(case), []
-    for tokens in TOKENS:
+    for tokens in counts:
         nbytes, arguments = product.bytes_read(tokens), product.arguments(tokens)
         for name, tiles in product.forms(tokens).items():
             if f"{tokens} {name}" in wrong:
@@ -215,12 +235,13 @@ def build_parser() -> Parser:
         __doc__.partition("\n")[0],
         (
             "python benchmarks/few_tokens.py --json few_tokens.json",
-            "python benchmarks/few_tokens.py --case 0 --case 8",
+            "python benchmarks/few_tokens.py --case 0 --case 8 --tokens 1 5",
         ),
     )
     names = ", ".join(f"{n}: {case}" for n, case in enumerate(CASES))
     add = parser.add_argument
     add("--case", action="append", type=int, metavar="N", help=f"repeatable; {names}")
+    add("--tokens", nargs="+", type=int, default=list(TOKENS), metavar="N", help="1 to 64")
     add("--json", metavar="FILE", help="write all rows")
     add("--check", action="store_true", help="only check the forms of one case; print JSON")
     return parser
@@ -230,19 +251,20 @@ def main() -> None:
     options = (parser := build_parser()).parse_args()
     require_gpu(parser)
     cases = range(len(CASES)) if options.case is None else options.case
+    counts = options.tokens
     if options.check:
-        print(json.dumps(check(CASES[cases[0]])))
+        print(json.dumps(check(CASES[cases[0]], counts)))
         return
     started = time.perf_counter()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
-    wrong, rows = check_all(list(cases)), []
+    wrong, rows = check_all(list(cases), counts), []
     print(f"checked in {time.perf_counter() - started:.0f} s", flush=True)
     for n in cases:
         for name, why in wrong[n].items():
             print(f"WRONG {CASES[n]}, {name}: {why}")
     for n in cases:
         if "process" not in wrong[n]:
-            rows += measure(CASES[n], wrong[n])
+            rows += measure(CASES[n], counts, wrong[n])
         if options.json:
             wrong_by_name = {str(CASES[n]): why for n, why in wrong.items()}
             result = {"rows": rows, "wrong": wrong_by_name}

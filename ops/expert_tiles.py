@@ -39,7 +39,7 @@ from ops.jit import jit, supports_pdl, tl, triton
 from ops.moe_chunk import _activate
 
 MAX_TOKENS = 64
-SORTED = 32  # pairs and tiles of a program of `_sort_pairs`
+SORTED = 4  # pairs and tiles of a program of `_sort_pairs`
 COLUMNS = 512  # numbers of a program of `_combine`
 
 # Kernels ------------------------------------------------------------------------------------------
@@ -217,7 +217,7 @@ def _multiply_tiles(
                 TILES,
             )
             if STEPS > DEPTH:  # prefetch: the registers of this step are free now
-                at = s + DEPTH + d
+                at = tl.minimum(s + DEPTH + d, STEPS - 1)  # the last again, not what is behind it
                 step = _load_weights(
                     weights, row, at, OUT, WORDS, GROUP, KIND, GATED, VEC, WARPS, ROWS
                 )
@@ -305,7 +305,9 @@ def choose_few(weight, loads: int, tile: int) -> FewTiles:
     if tile > TILE:
         return FewTiles(32, 2, 1)
     if loads == 2:
-        return FewTiles(16, 4, 1)
+        return FewTiles(16, 2 if weight.kind == "int4" else 4, 1)
+    if weight.kind == "bf16":
+        return FewTiles(16, 2, 1)
     return FewTiles(32, 4 if weight.quads >= 64 else 2, 1)
 
 
@@ -344,7 +346,7 @@ def sort_pairs(
         TILE=tile,
         PDL=pdl,
         launch_pdl=pdl,
-        num_warps=8,
+        num_warps=2,
     )
     return SortedPairs(pairs, experts, counts, A, tile)
 

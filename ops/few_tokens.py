@@ -585,7 +585,7 @@ def _down_few(
             )
             total = found[0]
             if STEPS > DEPTH:  # prefetch: the registers of this step are free now
-                at = s + DEPTH + d
+                at = tl.minimum(s + DEPTH + d, STEPS - 1)  # the last again, not what is behind it
                 tile = _load_step(weights, row, at, OUT, WORDS, GROUP, KIND, VEC, WARPS, ROWS)
                 tiles = tiles[:d] + (tile,) + tiles[d + 1 :]
                 fields = _load_fields(x, None, at, TOKENS, WORDS, RUN, PARTS, VEC, WARPS, TILES)
@@ -617,9 +617,11 @@ class FewTiles:
     rows: int = 16  # rows of the result that a program computes: 16, 32 or 64
     warps: int = 4  # each takes a part of the numbers along `in`
     depth: int = 0  # steps in flight; 0: all
+    tokens: int = BLOCK  # most tokens of a program of a dense product: 8, 16 or 32
 
     def __str__(self) -> str:
-        return f"rows {self.rows} warps {self.warps} x {self.depth or 'all'}"
+        tokens = "" if self.tokens == BLOCK else f" tokens {self.tokens}"
+        return f"rows {self.rows} warps {self.warps} x {self.depth or 'all'}{tokens}"
 
 
 def words_of_lane(weight) -> int:
@@ -635,15 +637,20 @@ def steps_of(weight, warps: int) -> int:
     return triton.cdiv(weight.quads, words_of_lane(weight) * warps)
 
 
-def choose_few_tiles(weight, tokens: int = TILE, blocks: int = 1) -> FewTiles:
-    """Return how to divide a dense product of blocks of tokens, as measured on an H200.
+def choose_few_tiles(weight, tokens: int = TILE) -> FewTiles:
+    """Return how to divide a dense product of several tokens, as measured on an H200.
 
-    Programs of 4 bits use few registers, so that a multiprocessor runs many of them. With more than
-    8 tokens 64 rows share the loads of x, if at least 80 programs are left. A product with few rows
-    has eight warps a program, which keep the memory busy (docs/log/prompts.md).
+    A program loads x in small pieces, which bind it: with more than 8 tokens 64 rows share them,
+    and a program has fewer tokens if few would be left. Programs of 4 bits use few registers, so
+    that a multiprocessor runs many of them. A product with few rows has eight warps a program,
+    which keep the memory busy (docs/log/prompts.md).
     """
-    if tokens > TILE and triton.cdiv(weight.out, 64) * blocks >= 80:
-        return FewTiles(64, 4, 1)
+    steps = steps_of(weight, 4)
+    if tokens > TILE and tokens % TILE == 0:
+        if weight.out < 512:
+            return FewTiles(16, 8, min(steps_of(weight, 8), 2), TILE)
+        wide = tokens % 16 == 0 and triton.cdiv(weight.out, 64) * tokens >= 16 * 128
+        return FewTiles(64, 4, min(steps, 1 if tokens > 32 else 2), 16 if wide else TILE)
     few = weight.out < (512 if tokens > TILE else 2 * PROGRAMS * 16)
     warps = 8 if few else 4
     steps = steps_of(weight, warps)
@@ -702,14 +709,13 @@ def down_few(
 ) -> None:
     """Store scale * (x @ weight + bias) + residual in y [T, out]: see `moe_decode.down`.
 
-    Raises ValueError for more than BLOCK tokens that are no whole blocks.
+    Raises ValueError for more tokens than those of a program that are no multiple of these.
     """
-    if len(x) > BLOCK and len(x) % BLOCK:
+    tiles = tiles or choose_few_tiles(weight, len(x))
+    blocks, tokens = triton.cdiv(len(x), tiles.tokens), min(len(x), tiles.tokens)
+    if blocks * tokens != len(x):
         raise ValueError(f"no kernel for {len(x)} tokens")
     pdl = supports_pdl(x) if pdl is None else pdl
-    blocks = triton.cdiv(len(x), BLOCK)
-    tokens = len(x) // blocks
-    tiles = tiles or choose_few_tiles(weight, tokens, blocks)
     absent = weight.parts[0]  # a valid pointer, which the kernel does not read
     _down_few[(triton.cdiv(weight.out, tiles.rows), blocks)](
         x,

@@ -22,6 +22,7 @@ from ops.gated_delta import (
     gated_delta_step,
     gated_rms_norm,
 )
+from tests.interpreter_bounds import check_bounds
 from tests.kernels_without_gpu import Launch, compiled, overwritten
 
 PROMPTS = {  # B, Q, K, H, Ck, Cv
@@ -190,6 +191,8 @@ def machine_code() -> dict[str, dict[str, int]]:
 def main() -> int:
     torch.set_num_threads(1)
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if interpreted:
+        check_bounds()
     gated_delta_token.supports_pdl = lambda x: not interpreted
     print(json.dumps(errors() if interpreted else machine_code()))
     return 0

@@ -71,6 +71,7 @@ from ops.latent_decode_attention import Tile
 from ops.rope import rope_frequencies, rope_table
 from ops.rows import RowMemory, make_planes
 from runtime.fused_attention import FusedDecodeAttention
+from tests.interpreter_bounds import check_bounds
 
 GROUPS = {
     "int8": 8,
@@ -1337,7 +1338,10 @@ COMPILED = {
 
 def main() -> int:
     torch.set_num_threads(1)
-    cases = INTERPRETED if os.environ.get("TRITON_INTERPRET") == "1" else COMPILED
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if interpreted:
+        check_bounds()
+    cases = INTERPRETED if interpreted else COMPILED
     print(json.dumps({name: cases[name]() for name in sys.argv[1:] or cases}))
     return 0
 

@@ -68,6 +68,7 @@ from ops.moe_decode import SWIGLU, Activation
 from runtime.fused_attention import FusedDecodeAttention
 from runtime.fused_decode import MAX_FEW, FusedLayer, FusedRunner
 from runtime.fused_latent_attention import FusedLatentAttention
+from tests.interpreter_bounds import check_bounds
 from tests.kernels_without_gpu import Launch, compiled, e2m1_twin, twin, unchanged
 
 GROUPS = dict(int4=32, hqq4=32, mxfp4=32, int8=16, fp8=16, fp8b=32)  # so that small widths fit
@@ -313,7 +314,27 @@ def router_errors(layer: Layer) -> dict[str, float]:
         "indices": float((indices != want_indices).sum()),
         "weights": relative(weights, want_weights),
         "choice": error,
+        "quantized": quantized_error(layer, x, norm, router, routing, bias),
     }
+
+
+def quantized_error(layer: Layer, x: Tensor, norm, router: Tensor, routing, bias: Tensor) -> float:
+    """Return the error of `gate_up` with the norm as `norm_router` quantizes it: 0, if right."""
+    case = layer.case
+    w13, _ = layer.weight(case.E + case.shared, 2 * case.I, case.D)
+    if case.tokens > 1 or w13.kind not in moe_router.INTEGERS:
+        return 0.0
+    settings = dict(bias=bias, rows=1 + case.seed % 2 * 3, pdl=False)
+    options = dict(tiles=layer.tiles, pdl=False, dtype=torch.float32)
+    x = x.half()
+    plain, scores = moe_router.norm_router(x, norm.weight, 1e-5, router, routing, **settings)
+    quantized, same_scores = moe_router.norm_router(
+        x, norm.weight, 1e-5, router, routing, **settings, weight=w13
+    )
+    assert isinstance(quantized, moe_router.QuantizedX)
+    expected, *_ = moe_decode.gate_up(plain, w13, scores, routing, **options)
+    found, *_ = moe_decode.gate_up(quantized, w13, same_scores, routing, **options)
+    return max(relative(found, expected), relative(same_scores, scores))
 
 
 def choose(layer: Layer, scores: Tensor, routing) -> tuple[Tensor, Tensor, float]:
@@ -684,8 +705,10 @@ def counts(case: Case) -> dict[str, dict]:
             stack.enter_context(mock.patch.object(module, name, launches[name]))
         scores = layer.normal(T, 1, case.E)
         routing = moe_router.Routing(case.A, case.norm_topk)
+        options = dict(weight=layer.w13, pdl=True)
+        normed, _ = moe_router.norm_router(x, norm, 1e-5, router, routing, **options)
         if T == 1:
-            moe_decode.gate_up(x, layer.w13, scores, routing, tiles=tiles, pdl=True)
+            moe_decode.gate_up(normed, layer.w13, scores, routing, tiles=tiles, pdl=True)
             experts = dict(indices=layer.indices, routing=layer.routing)
             moe_decode.down(h, layer.w2, **experts, residual=x, tiles=tiles, pdl=True)
         else:
@@ -697,7 +720,6 @@ def counts(case: Case) -> dict[str, dict]:
             with mock.patch.object(expert_tiles, "_multiply_tiles", downs):
                 expert_tiles.multiply_tiles(h, layer.w2, order, parts, None, weights, **options)
             expert_tiles.combine(parts, case.A, x.dtype, x, last=layer.last, pdl=True)
-        moe_router.norm_router(x, norm, 1e-5, router, routing, pdl=True)
     for name, launch in launches.items():
         found[name] = code_counts(getattr(kernels[name], name), launch)
     if T > 1:
@@ -734,6 +756,7 @@ def main() -> int:
     given = json.load(sys.stdin)
     cases = [Case(**values) for values in given["cases"]]
     if os.environ.get("TRITON_INTERPRET") == "1":
+        check_bounds()
         gemv4._add_word, gemv4._add_e2m1 = twin, e2m1_twin
         moe_chunk._add_bytes, moe_chunk._add_pair = bytes_twin, pair_twin
         few_tokens._dot, few_tokens._multiply_bf16 = dot_twin, norm_twin

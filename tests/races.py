@@ -3,9 +3,9 @@
     PYTHONPATH=. python tests/races.py                                races in some models
     PYTHONPATH=. python tests/races.py --memory gpt-oss-20b:mxfp4     reads and writes out of bounds
 
-For each MODEL:MODE, two layers with random weights run one token, then as many as a batch may have,
-then one again; after them the head and sampling. A line tells what was found. Exit status 1 if that
-is anything, or if the run failed.
+For each MODEL:MODE, two layers with random weights run one token, then each size of a prompt's
+chunk, then one token again; after them the head and sampling. A line tells what was found. Exit
+status 1 if that is anything, or if the run failed.
 """
 
 import argparse
@@ -49,7 +49,7 @@ def run_layers(case: str) -> None:
     session = Session(model, 192, SessionOptions(runner_class=FusedRunner))
     runner = FusedRunner(model)
     draw = runner.sample_step(sample)
-    for count, start in ((1, 0), (runner.max_tokens, 1), (1, 100)):
+    for count, start in ((1, 0), *((size, 1) for size in runner.prompt_chunks), (1, 100)):
         tokens = torch.ones(1, count, dtype=torch.int64, device="cuda")
         positions = torch.arange(start, start + count, device="cuda").unsqueeze(0)
         last = torch.full((1,), count - 1, device="cuda")
@@ -69,7 +69,10 @@ def search(case: str, tool: str) -> bool:
         capture_output=True,
         text=True,
         timeout=TIMEOUT,
-        env=os.environ | {"PYTHONPATH": f"{root}:{os.environ.get('PYTHONPATH', '')}"},
+        # Without PyTorch's cache each tensor is an allocation, so that its ends are known.
+        env=os.environ
+        | {"PYTHONPATH": f"{root}:{os.environ.get('PYTHONPATH', '')}"}
+        | ({"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} if tool == "memcheck" else {}),
         check=False,
     )
     summary = re.search(r"(?:RACECHECK|ERROR) SUMMARY: (\d+) .*", found.stdout)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ops import outbox, token_draw
 from runtime.sampling import MAX_CANDIDATES, Sampling, StepState, make_sample_step, sample
+from tests.interpreter_bounds import check_bounds
 from tests.kernels_without_gpu import Launch, OnCuda, compiled
 
 INF, NAN = float("inf"), float("nan")
@@ -118,6 +119,8 @@ def main() -> int:
     torch.set_num_threads(1)
     cases = json.load(sys.stdin)
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if interpreted:
+        check_bounds()
     print(json.dumps([run(case) for case in cases] if interpreted else counts()))
     return 0
 

@@ -1,0 +1,80 @@
+"""Memory bounds in Triton's interpreter: a kernel may load and store in its tensors alone.
+
+On a GPU a load outside of them mostly finds other tensors, so that results are right until one does
+not.
+"""
+
+import gc
+
+import numpy as np
+import torch
+from torch import Tensor
+from triton.runtime import interpreter
+
+LEAST_ADDRESS = 1 << 40  # larger integers are addresses
+
+
+def reached(values: list) -> list[Tensor]:
+    """Return the tensors among a kernel's arguments; if one of these has addresses, all tensors."""
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    integers = [value for value in values if type(value) is int]
+    integers += [int(t.max()) for t in tensors if t.dtype == torch.int64 and t.numel()]
+    if max(integers, default=0) > LEAST_ADDRESS:
+        return [found for found in gc.get_objects() if issubclass(type(found), Tensor)]
+    return tensors
+
+
+class Bounds:
+    """The memory of the kernel that is running."""
+
+    def __init__(self) -> None:
+        self.begins = self.ends = np.zeros(0, np.uint64)
+        self.kernel = ""
+
+    def note(self, kernel: str, values: list) -> None:
+        """Take the tensors among a kernel's arguments."""
+        kept = (tensor for tensor in reached(values) if tensor.device.type == "cpu")
+        storages = {storage.data_ptr(): storage for storage in map(Tensor.untyped_storage, kept)}
+        begins = sorted(storages)
+        self.begins = np.array(begins, np.uint64)
+        sizes = [storages[begin].nbytes() for begin in begins]
+        self.ends, self.kernel = self.begins + np.array(sizes, np.uint64), kernel
+
+    def check(self, pointers, mask) -> None:
+        """Raise IndexError if one of the addresses is outside."""
+        size = np.uint64(max(1, pointers.get_element_ty().primitive_bitwidth // 8))
+        used = np.broadcast_to(mask.data, pointers.data.shape).astype(bool)
+        addresses = pointers.data[used].astype(np.uint64)
+        at = np.searchsorted(self.begins, addresses, side="right")
+        inside = at > 0
+        inside[inside] = addresses[inside] + size <= self.ends[at[inside] - 1]
+        if not inside.all():
+            first = addresses[~inside][0]
+            before = self.ends[self.ends <= first]
+            behind = f", {first - before.max()} bytes behind a tensor" if len(before) else ""
+            count = int((~inside).sum())
+            raise IndexError(f"{self.kernel}: {count} addresses outside of its tensors{behind}")
+
+
+def check_bounds() -> None:
+    """Check every load and store of the kernels that this process interprets from now on."""
+    bounds = Bounds()
+    builder, executor = interpreter.InterpreterBuilder, interpreter.GridExecutor
+    load, store = builder.create_masked_load, builder.create_masked_store
+    start = executor._init_args_hst
+
+    def noted(self, args, kwargs):
+        args, kwargs = start(self, args, kwargs)
+        bounds.note(self.fn.__name__, [*args, *kwargs.values()])
+        return args, kwargs
+
+    def checked_load(self, pointers, mask, *rest):
+        bounds.check(pointers, mask)
+        return load(self, pointers, mask, *rest)
+
+    def checked_store(self, pointers, value, mask, *rest):
+        bounds.check(pointers, mask)
+        return store(self, pointers, value, mask, *rest)
+
+    executor._init_args_hst = noted
+    builder.create_masked_load, builder.create_masked_store = checked_load, checked_store
