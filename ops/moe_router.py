@@ -145,7 +145,7 @@ def _store_quantized(
 ):
     """Norm and quantize this program's LANES quads of x, and store them as a `QuantizedX`.
 
-    raw, scales: x and the norm's weight as of `_load_x`. factor: what the norm multiplies by.
+    raw, scales: x and the norm's weight as of `_load_x`. factor: the norm's, of all of x.
     """
     OPERANDS: tl.constexpr = 1 if KIND == "int8" else 2
     values = ()
@@ -331,7 +331,7 @@ class QuantizedX:
 
     operands: Tensor
     units: Tensor
-    dtype: torch.dtype  # of the token
+    dtype: torch.dtype  # that of the token
 
 
 def check_router(E: int, D: int, routing: Routing) -> None:

@@ -25,7 +25,7 @@ NAMES = {  # part of a kernel's name -> what it computes; the first that fits
     "_attend_queries": "attention",
     "_norm_router": "norm, router",
     "_route": "top-k",
-    "_gate_up": "gate, up, SwiGLU",
+    "_gate_up": "top-k, gate, up, SwiGLU",
     "mul_sum_unbind": "weighted sum, residual, norm",
     "add_as_strided": "residual, norm",
     "lshift": "top-k",
@@ -33,7 +33,10 @@ NAMES = {  # part of a kernel's name -> what it computes; the first that fits
 }
 PRODUCTS = {  # kernels that a layer has several of, in order
     "_dot4": ("wqkv", "wo", "gate, up, SwiGLU", "down", "wqkv of the next layer"),
-    "_down": ("norm, wqkv", "wo, residual", "down, weighted sum, residual", "the next layer's"),
+    "_down": (
+        *("norm, wqkv", "wo, residual", "down, weighted sum, residual"),
+        "norm, wqkv of the next layer",
+    ),
 }
 INK, GREY, ACCENT, NEXT = "#1a1a1a", "#767676", "#0b5fa5", "#b9b9b9"
 FIX = "give what benchmarks/fused_decode.py --json wrote"

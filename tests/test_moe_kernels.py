@@ -303,8 +303,8 @@ def test_the_machine_code_of_several_tokens_multiplies_on_tensor_cores():
         assert set(found) == names
         for name, counts in found.items():
             assert counts["waits"] == counts["starts"] == 1, (format, name, counts)
-            # Triton 3.9 keeps three registers of int4's gate and up in memory, 3.6 none.
-            assert counts["spills"] <= 3, (format, name, counts)
+            # With two warps Triton 3.9 keeps up to four registers in memory, 3.6 none.
+            assert counts["spills"] <= 4, (format, name, counts)
         for name in products:
             assert found[name]["products"] >= 4, (format, name, found)
             assert found[name]["exchanges"] < 50, (format, name, found)
