@@ -5,6 +5,7 @@ not.
 """
 
 import gc
+import os
 
 import numpy as np
 import torch
@@ -57,7 +58,12 @@ class Bounds:
 
 
 def check_bounds() -> None:
-    """Check every load and store of the kernels that this process interprets from now on."""
+    """Check every load and store of the kernels that this process interprets from now on.
+
+    Only with CHECK_BOUNDS in the environment: it takes long.
+    """
+    if not os.environ.get("CHECK_BOUNDS"):
+        return
     bounds = Bounds()
     builder, executor = interpreter.InterpreterBuilder, interpreter.GridExecutor
     load, store = builder.create_masked_load, builder.create_masked_store
