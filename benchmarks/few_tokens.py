@@ -25,23 +25,14 @@ from benchmarks.moe_phases import BFLOAT16, MAX_ERROR, Weights
 from cli.parser import Parser
 from formats import PLAIN
 from model import swiglu
-from ops.expert_tiles import choose_few, choose_tile, multiply_tiles, sort_pairs
+from ops.expert_tiles import MAX_TOKENS, choose_few, choose_tile, multiply_tiles, sort_pairs
 from ops.few_tokens import TILE, FewTiles, choose_few_tiles, down_few
 from ops.moe_decode import SWIGLU
 
 TOKENS = (5, 8, 32, 64)
-MOST = 64  # tokens
 TILINGS = (  # rows, warps, depth
-    *(
-        (16, 2, 1),
-        (16, 2, 2),
-        (16, 4, 1),
-        (16, 4, 2),
-        (16, 4, 4),
-        (16, 8, 1),
-        (16, 8, 2),
-        (32, 2, 1),
-    ),
+    *((16, 2, 1), (16, 2, 2), (16, 4, 1), (16, 4, 2), (16, 4, 4), (16, 8, 1), (16, 8, 2)),
+    (32, 2, 1),
     *((32, 4, 1), (32, 4, 2), (32, 8, 1), (32, 8, 2), (64, 2, 1), (64, 4, 1), (64, 8, 1)),
 )
 BLOCKED = (  # of dense products, with 8 and 16 tokens a program
@@ -99,10 +90,10 @@ class Product:
         self.weights = one
         if not case.E:
             self.weights = Weights(case.mode, (copies, case.out, case.width))
-        rows = MOST * (case.A if case.product == "down" else 1)
+        rows = MAX_TOKENS * (case.A if case.product == "down" else 1)
         self.x = torch.randn(rows, case.width, **BFLOAT16)
         self.norm = torch.rand(case.width, **BFLOAT16) + 0.5
-        self.residual = torch.randn(MOST, case.out, **BFLOAT16)
+        self.residual = torch.randn(MAX_TOKENS, case.out, **BFLOAT16)
 
     def choice(self, seed: int, tokens: int) -> Tensor:
         """Return distinct experts of each token [T, A]."""
@@ -252,6 +243,8 @@ def main() -> None:
     require_gpu(parser)
     cases = range(len(CASES)) if options.case is None else options.case
     counts = options.tokens
+    if not all(1 <= count <= MAX_TOKENS for count in counts):
+        parser.error(f"--tokens: give numbers from 1 to {MAX_TOKENS}")
     if options.check:
         print(json.dumps(check(CASES[cases[0]], counts)))
         return

@@ -645,18 +645,18 @@ def choose_few_tiles(weight, tokens: int = TILE) -> FewTiles:
     that a multiprocessor runs many of them. A product with few rows has eight warps a program,
     which keep the memory busy (docs/log/prompts.md).
     """
-    steps = steps_of(weight, 4)
-    if tokens > TILE and tokens % TILE == 0:
-        if weight.out < 512:
-            return FewTiles(16, 8, min(steps_of(weight, 8), 2), TILE)
-        wide = tokens % 16 == 0 and triton.cdiv(weight.out, 64) * tokens >= 16 * 128
-        return FewTiles(64, 4, min(steps, 1 if tokens > 32 else 2), 16 if wide else TILE)
-    few = weight.out < (512 if tokens > TILE else 2 * PROGRAMS * 16)
+    if tokens > TILE:
+        narrow = weight.out < 512
+        size = TILE if narrow or triton.cdiv(weight.out, 64) * tokens < 16 * 128 else 16
+        size = BLOCK if tokens % size else size
+        return (
+            FewTiles(16, 8, 2, size) if narrow else FewTiles(64, 4, 1 if tokens > 32 else 2, size)
+        )
+    few = weight.out < 2 * PROGRAMS * 16
     warps = 8 if few else 4
-    steps = steps_of(weight, warps)
-    if weight.fields == 8 or tokens > TILE:
-        return FewTiles(16, warps, min(steps, 2 if few or tokens > TILE else 1))
-    return FewTiles(16, warps, min(steps, TILE_REGISTERS // (2 * words_of_lane(weight))))
+    if weight.fields == 8:
+        return FewTiles(16, warps, 2 if few else 1)
+    return FewTiles(16, warps, TILE_REGISTERS // (2 * words_of_lane(weight)))
 
 
 def tiles_of(tokens: int) -> int:

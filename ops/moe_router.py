@@ -369,10 +369,8 @@ def norm_router(
     pdl = supports_pdl(x) if pdl is None else pdl
     scores = torch.empty(T, 1 + sigmoid, N, dtype=torch.float32, device=x.device)
     programs = triton.cdiv(N, rows)
-    stored = units = torch.empty_like(x)
-    normed: Tensor | QuantizedX = stored
     quantizes = weight is not None and T == 1 and weight.kind in INTEGERS
-    layout = dict(KIND="", FIELDS=2, RUN=1, LANES=1)
+    normed: Tensor | QuantizedX
     if quantizes:
         fields, quads = weight.fields, weight.quads
         stored = torch.empty(quads, fields, dtype=torch.int64, device=x.device)
@@ -380,6 +378,9 @@ def norm_router(
         normed = QuantizedX(stored, units, x.dtype)
         lanes = max(8 * warps, triton.next_power_of_2(triton.cdiv(quads, programs)))
         layout = dict(KIND=weight.kind, FIELDS=fields, RUN=weight.group // fields, LANES=lanes)
+    else:
+        normed = stored = units = torch.empty_like(x)
+        layout = dict(KIND="", FIELDS=2, RUN=1, LANES=1)
     _norm_router[(programs,) if T == 1 else (programs, T)](
         x,
         norm,

@@ -309,31 +309,31 @@ def router_errors(layer: Layer) -> dict[str, float]:
         shared = (E + torch.arange(case.shared)).expand(case.tokens, -1)
         want_indices = torch.cat((want_indices, shared), 1)
         want_weights = torch.cat((want_weights, share.expand(-1, case.shared)), 1)
+    arguments = norm.weight, 1e-5, router, routing
     return {
         "norm": relative(normed, norm(x)),
         "indices": float((indices != want_indices).sum()),
         "weights": relative(weights, want_weights),
         "choice": error,
-        "quantized": quantized_error(layer, x, norm, router, routing, bias),
+        "quantized": quantized_error(layer, x.half(), arguments, settings),
     }
 
 
-def quantized_error(layer: Layer, x: Tensor, norm, router: Tensor, routing, bias: Tensor) -> float:
-    """Return the error of `gate_up` with the norm as `norm_router` quantizes it: 0, if right."""
+def quantized_error(layer: Layer, x: Tensor, arguments: tuple, settings: dict) -> float:
+    """Return the error of `gate_up` with the norm as `norm_router` quantizes it: 0, if right.
+
+    arguments, settings: of `norm_router`, behind x.
+    """
     case = layer.case
     w13, _ = layer.weight(case.E + case.shared, 2 * case.I, case.D)
     if case.tokens > 1 or w13.kind not in moe_router.INTEGERS:
         return 0.0
-    settings = dict(bias=bias, rows=1 + case.seed % 2 * 3, pdl=False)
     options = dict(tiles=layer.tiles, pdl=False, dtype=torch.float32)
-    x = x.half()
-    plain, scores = moe_router.norm_router(x, norm.weight, 1e-5, router, routing, **settings)
-    quantized, same_scores = moe_router.norm_router(
-        x, norm.weight, 1e-5, router, routing, **settings, weight=w13
-    )
+    plain, scores = moe_router.norm_router(x, *arguments, **settings)
+    quantized, same_scores = moe_router.norm_router(x, *arguments, **settings, weight=w13)
     assert isinstance(quantized, moe_router.QuantizedX)
-    expected, *_ = moe_decode.gate_up(plain, w13, scores, routing, **options)
-    found, *_ = moe_decode.gate_up(quantized, w13, same_scores, routing, **options)
+    expected, *_ = moe_decode.gate_up(plain, w13, scores, arguments[-1], **options)
+    found, *_ = moe_decode.gate_up(quantized, w13, same_scores, arguments[-1], **options)
     return max(relative(found, expected), relative(same_scores, scores))
 
 

@@ -64,15 +64,15 @@ def search(case: str, tool: str) -> bool:
     for kernel in KERNELS:
         command += ["--kernel-regex", f"kns={kernel}"]
     root = Path(__file__).parents[1]
+    env = os.environ | {"PYTHONPATH": f"{root}:{os.environ.get('PYTHONPATH', '')}"}
+    if tool == "memcheck":  # each tensor is an allocation, so that its ends are known
+        env["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
     found = subprocess.run(
         [*command, sys.executable, __file__, "--run", case],
         capture_output=True,
         text=True,
         timeout=TIMEOUT,
-        # Without PyTorch's cache each tensor is an allocation, so that its ends are known.
-        env=os.environ
-        | {"PYTHONPATH": f"{root}:{os.environ.get('PYTHONPATH', '')}"}
-        | ({"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} if tool == "memcheck" else {}),
+        env=env,
         check=False,
     )
     summary = re.search(r"(?:RACECHECK|ERROR) SUMMARY: (\d+) .*", found.stdout)

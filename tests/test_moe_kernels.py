@@ -185,7 +185,7 @@ def test_a_model_with_a_dense_layer_has_the_plain_logits():
 
 
 def check_cases(cases: list[dict]) -> None:
-    found = run({"cases": cases}, TRITON_INTERPRET="1")["cases"]
+    found = run({"cases": cases}, TRITON_INTERPRET="1", CHECK_BOUNDS="1")["cases"]
     for case, errors in zip(cases, found, strict=True):
         assert errors["router indices"] == 0, (case, errors)
         assert max(errors.values()) < 1e-4, (case, errors)
@@ -303,8 +303,9 @@ def test_the_machine_code_of_several_tokens_multiplies_on_tensor_cores():
         assert set(found) == names
         for name, counts in found.items():
             assert counts["waits"] == counts["starts"] == 1, (format, name, counts)
-            # With two warps Triton 3.9 keeps up to four registers in memory, 3.6 none.
-            assert counts["spills"] <= 4, (format, name, counts)
+            # Of two products with two warps Triton 3.9 keeps registers in memory, 3.6 none.
+            most = {("int4", "_multiply_tiles"): 3, ("bf16", "down"): 4}.get((format, name), 1)
+            assert counts["spills"] <= most, (format, name, counts)
         for name in products:
             assert found[name]["products"] >= 4, (format, name, found)
             assert found[name]["exchanges"] < 50, (format, name, found)
