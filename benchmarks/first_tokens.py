@@ -1,4 +1,4 @@
-"""Time to the first token of short prompts, beside the limit that their bytes set.
+"""Decode speed, and time to the first token of short prompts beside the limit of their bytes.
 
     python benchmarks/first_tokens.py --arch Qwen3-30B-A3B --mode int4
 
@@ -53,9 +53,18 @@ def measure(options: argparse.Namespace) -> None:
     ceiling = read_bandwidth(device)
     options.max_seq_len = options.max_seq_len or 512
     session = open_session(args, options, device)
-    step = 1 / statistics.median(time_answers(session, options)["rates"])
-    gpu = f"{torch.cuda.get_device_name()}, {ceiling / 1e9:.0f} GB/s"
-    print(f"{options.arch} {options.mode}, {gpu}, a step takes {step * 1e3:.3f} ms\n{HEADER}")
+    found = time_answers(session, options)
+    rates = sorted(found["rates"])
+    rate = statistics.median(rates)
+    fraction = bytes_per_token(session.model) * rate / ceiling
+    step = 1 / rate
+    print(
+        f"{options.arch} {options.mode}, {torch.cuda.get_device_name()}\n"
+        f"{rate:.1f} tokens/s ({rates[0]:.1f} to {rates[-1]:.1f}), {fraction:.2f} of "
+        f"{ceiling / 1e9:.0f} GB/s, a step {step * 1e3:.3f} ms, cold start {found['cold'][0]:.0f} s"
+        f"\n{HEADER}",
+        flush=True,
+    )
     for length in options.lengths:
         prompt = random_prompt(args, length, length)
         seconds = first_token_seconds(session, prompt, options.repeats)

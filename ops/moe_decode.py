@@ -16,6 +16,7 @@ a kernel starts, the kernel two before it has therefore ended. A kernel may read
 one before its wait: a residual, for instance.
 
 A program multiplies a tile of rows in chunks (ops/moe_chunk.py), and keeps DEPTH of them in flight.
+Where instructions bind (mxfp4) programs stay: no more than run at once, each with several tiles.
 
 Several tokens have other kernels: ops/few_tokens.py has the dense product, ops/expert_tiles.py the
 experts.
@@ -50,7 +51,6 @@ from ops.moe_chunk import (
     _weighted_operands,
 )
 from ops.moe_router import (
-    INTEGERS,
     QuantizedX,
     Routing,
     _choose,
@@ -61,9 +61,16 @@ from ops.moe_router import (
 # By kind of codes
 BITS = {"bf16": 16, "int8": 8, "fp8": 8, "fp8b": 8, "int4": 4, "mxfp4": 4, "hqq": 4}
 TILE_REGISTERS = 96  # a lane's, for weights in flight
+RESIDENT = 132 * 16  # warps of staying programs on an H200, with 128 registers a lane
 MANY_ROWS = 10_000  # more rows of 4 bits than an H200 computes at once, at 8 rows a program
 
 # Kernels ------------------------------------------------------------------------------------------
+
+
+@jit
+def _replace(values, at: tl.constexpr, value):
+    """Return a tuple with another value at one position."""
+    return values[:at] + (value,) + values[at + 1 :]
 
 
 @jit
@@ -109,7 +116,9 @@ def _load_gate_up(
     return gate, up
 
 
-# Grid [R, A + S]: a program computes ROWS rows of one chosen expert's result, gate and up.
+# Grid [R, A + S]: a program computes TILES tiles, every R-th one. A tile is ROWS rows of one chosen
+# expert's result, gate and up. If there are several, x stays in registers, and the next tile's
+# weights are loaded while this one's are multiplied.
 #
 # Weights depend on an index or scores that the previous kernel wrote, so nothing is loaded before
 # the wait. All loads then start at once: the tile's first DEPTH chunks, and their x.
@@ -156,13 +165,15 @@ def _gate_up(
     PDL: tl.constexpr,
     LANES: tl.constexpr,
     ROWS: tl.constexpr,
+    TILES: tl.constexpr,
     DEPTH: tl.constexpr,
+    CHUNKS: tl.constexpr,
 ):
     RUN: tl.constexpr = GROUP // FIELDS  # words of a group
-    CHUNKS: tl.constexpr = (QUADS + LANES - 1) // LANES
+    HELD: tl.constexpr = CHUNKS if TILES > 1 else DEPTH  # chunks of x in registers
     weights = (codes, scale, scale_step, scale_low, zero, zero_step, zero_low)
     pair = tl.program_id(1)
-    # The last tile begins early enough to be whole: some of its rows are computed twice.
+    # The last tiles begin early enough to be whole: some rows are computed twice.
     row = tl.minimum(tl.program_id(0) * ROWS, I - ROWS)
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -193,45 +204,87 @@ def _gate_up(
     for d in tl.static_range(DEPTH):
         both = _load_gate_up(weights, expert, row, d, I, QUADS, GROUP, KIND, LANES, ROWS)
         tiles = tiles + (both,)
-    for d in tl.static_range(DEPTH):
+    for d in tl.static_range(HELD):
         xs = xs + (_load_part(x, units, d, QUADS, RUN, FIELDS, KIND, QUANTIZED, LANES),)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     table = _e2m1_table(unknown_zero) if KIND == "mxfp4" else None
-    gate, up = tl.zeros([ROWS, LANES], tl.float32), tl.zeros([ROWS, LANES], tl.float32)
-    for c in range(0, CHUNKS, DEPTH):
-        for d in tl.static_range(DEPTH):
-            if QUANTIZED:
-                first, second, unit, sums = xs[d]
-                operands = _split_operands(first, second, unit, sums, KIND, LANES)
-            else:
-                operands = _prepare_x(xs[d], xs[d], False, KIND, LANES)
-            gate += _multiply_chunk(tiles[d][0], operands, table, LANES, ROWS, KIND, False)
-            up += _multiply_chunk(tiles[d][1], operands, table, LANES, ROWS, KIND, False)
-            if CHUNKS > DEPTH:  # prefetch: the registers of this chunk are free now
-                chunk = c + DEPTH + d
-                both = _load_gate_up(
-                    weights, expert, row, chunk, I, QUADS, GROUP, KIND, LANES, ROWS
-                )
-                tiles = tiles[:d] + (both,) + tiles[d + 1 :]
-                part = _load_part(x, units, chunk, QUADS, RUN, FIELDS, KIND, QUANTIZED, LANES)
-                xs = xs[:d] + (part,) + xs[d + 1 :]
-    gate, up = _sum_lanes(gate, ROWS, LANES), _sum_lanes(up, ROWS, LANES)
     rows, stores = _result_rows(ROWS, LANES)
-    flat = expert * (2 * I) + row + rows
-    if KIND == "int8" or KIND == "fp8":
-        gate *= _row_scale(scale, flat, KIND)
-        up *= _row_scale(scale, I + flat, KIND)
-    if BIAS:
-        gate += tl.load(bias + flat).to(tl.float32)
-        up += tl.load(bias + I + flat).to(tl.float32)
-    out = h + pair * I + row + rows
-    h_rows = _activate(gate, up, ACTIVATION, LIMIT, ALPHA)
-    tl.store(out, h_rows.to(h.dtype.element_ty), mask=stores)
+    for n in range(TILES):
+        flat = expert * (2 * I) + row + rows
+        if KIND == "int8" or KIND == "fp8":
+            gate_scale = _row_scale(scale, flat, KIND)
+            up_scale = _row_scale(scale, I + flat, KIND)
+        if BIAS:
+            gate_bias = tl.load(bias + flat).to(tl.float32)
+            up_bias = tl.load(bias + I + flat).to(tl.float32)
+        next_row = tl.minimum((tl.program_id(0) + (n + 1) * tl.num_programs(0)) * ROWS, I - ROWS)
+        gate, up = tl.zeros([ROWS, LANES], tl.float32), tl.zeros([ROWS, LANES], tl.float32)
+        for c in tl.static_range(CHUNKS):
+            part, both = xs[c % HELD], tiles[c % DEPTH]
+            if QUANTIZED:
+                operands = _split_operands(part[0], part[1], part[2], part[3], KIND, LANES)
+            else:
+                operands = _prepare_x(part, part, False, KIND, LANES)
+            gate += _multiply_chunk(both[0], operands, table, LANES, ROWS, KIND, False)
+            up += _multiply_chunk(both[1], operands, table, LANES, ROWS, KIND, False)
+            # Prefetch: the registers of this chunk are free now.
+            at = row if c + DEPTH < CHUNKS else next_row
+            if (c + DEPTH < CHUNKS) | (n + 1 < TILES):
+                both = _load_gate_up(
+                    weights, expert, at, (c + DEPTH) % CHUNKS, I, QUADS, GROUP, KIND, LANES, ROWS
+                )
+            tiles = _replace(tiles, c % DEPTH, both)
+            if TILES == 1 and c + DEPTH < CHUNKS:
+                part = _load_part(x, units, c + DEPTH, QUADS, RUN, FIELDS, KIND, QUANTIZED, LANES)
+                xs = _replace(xs, c % DEPTH, part)
+        gate, up = _sum_lanes(gate, ROWS, LANES), _sum_lanes(up, ROWS, LANES)
+        if KIND == "int8" or KIND == "fp8":
+            gate *= gate_scale
+            up *= up_scale
+        if BIAS:
+            gate += gate_bias
+            up += up_bias
+        out = h + pair * I + row + rows
+        h_rows = _activate(gate, up, ACTIVATION, LIMIT, ALPHA)
+        tl.store(out, h_rows.to(h.dtype.element_ty), mask=stores)
+        row = next_row
 
 
-# Grid [R]: a program computes ROWS rows of the result. x is that of all chosen experts, one after
-# the other (GATHER), or one row.
+@jit
+def _load_biases(
+    bias, experts, routing, rows, OUT: tl.constexpr, A: tl.constexpr, GATHER: tl.constexpr
+):
+    """Load the biases of rows; with GATHER the sum of A experts' biases times routing weights."""
+    if GATHER:
+        biases = tl.zeros(rows.shape, tl.float32)
+        for pair in tl.static_range(A):
+            at = tl.load(experts + pair) * OUT + rows
+            biases += tl.load(bias + at).to(tl.float32) * tl.load(routing + pair)
+    else:
+        biases = tl.load(bias + rows).to(tl.float32)
+    return biases
+
+
+@jit
+def _prepare_product(
+    raw,
+    norm,
+    factor,
+    NORM: tl.constexpr,
+    GATHER: tl.constexpr,
+    KIND: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """Make the operands of a chunk of `_down`: x with the norm's weight, or routing weights."""
+    operands = _prepare_x(raw, norm, NORM, KIND, LANES)
+    if GATHER:
+        operands = _weighted_operands(operands, factor, KIND)
+    return operands
+
+
+# Grid [R]: a program computes TILES tiles of ROWS rows, as in `_gate_up`. x is that of
+# all chosen experts, one after the other (GATHER), or one row.
 #
 # The result is SCALE * (product + bias) + residual. An expert's bias has its routing weight.
 #
@@ -267,16 +320,17 @@ def _down(
     SCALE: tl.constexpr,
     RESIDUAL: tl.constexpr,
     EPS: tl.constexpr,
-    STRIDE: tl.constexpr,
     PDL: tl.constexpr,
     EARLY: tl.constexpr,
     LANES: tl.constexpr,
     ROWS: tl.constexpr,
+    TILES: tl.constexpr,
     DEPTH: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):
     NUMBERS: tl.constexpr = QUADS * 4 * FIELDS  # in a token's x
     RUN: tl.constexpr = GROUP // FIELDS  # words of a group
+    HELD: tl.constexpr = CHUNKS if TILES > 1 else DEPTH  # chunks of x in registers
     weights = (codes, scale, scale_step, scale_low, zero, zero_step, zero_low)
     experts = indices if GATHER else tl.program_id(0).to(tl.int64) * 0
     row = tl.minimum(tl.program_id(0) * ROWS, OUT - ROWS)
@@ -287,55 +341,52 @@ def _down(
         tl.extra.cuda.gdc_wait()
     tiles, norms, factors = (), (), ()
     for d in tl.static_range(DEPTH):
-        tiles = tiles + (
-            _load_chunk(
-                weights,
-                experts,
-                row,
-                d,
-                QUADS,
-                EACH,
-                OUT,
-                GROUP,
-                KIND,
-                GATHER,
-                LANES,
-                ROWS,
-            ),
+        tile = _load_chunk(
+            weights, experts, row, d, QUADS, EACH, OUT, GROUP, KIND, GATHER, LANES, ROWS
         )
+        tiles = tiles + (tile,)
+    for d in tl.static_range(HELD):
         norms = norms + (_load_norm(norm, d, QUADS, RUN, FIELDS, LANES) if NORM else 0,)
         factors = factors + (_lane_factor(routing, d, QUADS, EACH, LANES) if GATHER else 0,)
-    if BIAS and GATHER:
-        biases = tl.zeros(rows.shape, tl.float32)
-        for pair in tl.static_range(QUADS // EACH):
-            at = tl.load(indices + pair) * OUT + row + rows
-            biases += tl.load(bias + at).to(tl.float32) * tl.load(routing + pair)
-    elif BIAS:
-        biases = tl.load(bias + row + rows).to(tl.float32)
+    if BIAS:
+        biases = _load_biases(bias, indices, routing, row + rows, OUT, QUADS // EACH, GATHER)
     if PDL and not EARLY:
         if not GATHER:
             tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     xs = ()
-    for d in tl.static_range(DEPTH):
+    for d in tl.static_range(HELD):
         xs = xs + (_load_x(x, d, QUADS, RUN, FIELDS, LANES),)
     table = _e2m1_table(unknown_zero) if KIND == "mxfp4" else None
-    total, squares = tl.zeros([ROWS, LANES], tl.float32), 0.0
-    for c in range(0, CHUNKS, DEPTH):
-        for d in tl.static_range(DEPTH):
-            operands = _prepare_x(xs[d], norms[d], NORM, KIND, LANES)
-            if GATHER:
-                operands = _weighted_operands(operands, factors[d], KIND)
+    squares = 0.0
+    if TILES > 1:
+        held = ()
+        for c in tl.static_range(CHUNKS):
             if NORM:
-                squares += _square_sum(xs[d], FIELDS)
-            total += _multiply_chunk(tiles[d], operands, table, LANES, ROWS, KIND, GATHER)
-            if CHUNKS > DEPTH:  # prefetch: the registers of this chunk are free now
-                chunk = c + DEPTH + d
+                squares += _square_sum(xs[c], FIELDS)
+            part = _prepare_product(xs[c], norms[c], factors[c], NORM, GATHER, KIND, LANES)
+            held = held + (part,)
+    for n in range(TILES):
+        next_row = tl.minimum((tl.program_id(0) + (n + 1) * tl.num_programs(0)) * ROWS, OUT - ROWS)
+        total = tl.zeros([ROWS, LANES], tl.float32)
+        for c in tl.static_range(CHUNKS):
+            if TILES > 1:
+                operands = held[c]
+            else:
+                if NORM:
+                    squares += _square_sum(xs[c % DEPTH], FIELDS)
+                operands = _prepare_product(
+                    xs[c % DEPTH], norms[c % DEPTH], factors[c % DEPTH], NORM, GATHER, KIND, LANES
+                )
+            total += _multiply_chunk(tiles[c % DEPTH], operands, table, LANES, ROWS, KIND, GATHER)
+            # Prefetch: the registers of this chunk are free now.
+            at, tile = (row if c + DEPTH < CHUNKS else next_row), tiles[c % DEPTH]
+            if (c + DEPTH < CHUNKS) | (n + 1 < TILES):
                 tile = _load_chunk(
                     weights,
                     experts,
-                    row,
-                    chunk,
+                    at,
+                    (c + DEPTH) % CHUNKS,
                     QUADS,
                     EACH,
                     OUT,
@@ -345,35 +396,39 @@ def _down(
                     LANES,
                     ROWS,
                 )
-                tiles = tiles[:d] + (tile,) + tiles[d + 1 :]
+            tiles = _replace(tiles, c % DEPTH, tile)
+            if TILES == 1 and c + DEPTH < CHUNKS:
+                part = _load_x(x, c + DEPTH, QUADS, RUN, FIELDS, LANES)
+                xs = _replace(xs, c % DEPTH, part)
                 if NORM:
-                    norms = (
-                        norms[:d]
-                        + (_load_norm(norm, chunk, QUADS, RUN, FIELDS, LANES),)
-                        + norms[d + 1 :]
-                    )
+                    part = _load_norm(norm, c + DEPTH, QUADS, RUN, FIELDS, LANES)
+                    norms = _replace(norms, c % DEPTH, part)
                 if GATHER:
-                    factors = (
-                        factors[:d]
-                        + (_lane_factor(routing, chunk, QUADS, EACH, LANES),)
-                        + factors[d + 1 :]
-                    )
-                xs = xs[:d] + (_load_x(x, chunk, QUADS, RUN, FIELDS, LANES),) + xs[d + 1 :]
-    total = _sum_lanes(total, ROWS, LANES)
-    if NORM:
-        total *= tl.rsqrt(squares / NUMBERS + EPS)
-    if (KIND == "int8" or KIND == "fp8") and not GATHER:
-        total *= _row_scale(scale, row + rows, KIND)
-    if BIAS:
-        total += biases
-    if SCALE != 1.0:
-        total *= SCALE
-    if RESIDUAL:
-        total += add.to(tl.float32)
-    if PDL and EARLY:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    tl.store(y + row + rows, total.to(y.dtype.element_ty), mask=stores)
+                    factor = _lane_factor(routing, c + DEPTH, QUADS, EACH, LANES)
+                    factors = _replace(factors, c % DEPTH, factor)
+        total = _sum_lanes(total, ROWS, LANES)
+        if NORM:
+            total *= tl.rsqrt(squares / NUMBERS + EPS)
+        if (KIND == "int8" or KIND == "fp8") and not GATHER:
+            total *= _row_scale(scale, row + rows, KIND)
+        if BIAS:
+            total += biases
+        if SCALE != 1.0:
+            total *= SCALE
+        if RESIDUAL:
+            total += add.to(tl.float32)
+        if PDL and EARLY:
+            tl.extra.cuda.gdc_wait()
+            tl.extra.cuda.gdc_launch_dependents()
+        tl.store(y + row + rows, total.to(y.dtype.element_ty), mask=stores)
+        row = next_row
+        if n + 1 < TILES:
+            if RESIDUAL:
+                add = tl.load(residual + row + rows, mask=stores, other=0.0)
+            if BIAS:
+                biases = _load_biases(
+                    bias, indices, routing, row + rows, OUT, QUADS // EACH, GATHER
+                )
 
 
 # Launching ----------------------------------------------------------------------------------------
@@ -398,9 +453,11 @@ class Tiles:
     lanes: int = 32  # quads of a row in a chunk, a power of two from 32 on
     depth: int = 0  # chunks in flight; 0: all
     warps: int = 4
+    stay: bool = False  # only as many programs as run at once; each computes several tiles
 
     def __str__(self) -> str:
-        return f"rows {self.rows} lanes {self.lanes} x {self.depth or 'all'} warps {self.warps}"
+        text = f"rows {self.rows} lanes {self.lanes} x {self.depth or 'all'} warps {self.warps}"
+        return text + (", staying" if self.stay else "")
 
 
 @dataclass(frozen=True)
@@ -454,43 +511,98 @@ def packed_weight(parts: list[Tensor], kind: str, group: int) -> Weight:
 def chunks_of(quads: int, tiles: Tiles) -> tuple[int, int]:
     """Return the chunks of a row, and how many are in flight."""
     chunks = triton.cdiv(quads, tiles.lanes)
-    return chunks, min(tiles.depth or chunks, chunks)
+    depth = min(tiles.depth or chunks, chunks)
+    # The next tile's first chunks take the registers of this one's last ones, in order.
+    while tiles.stay and chunks % depth:
+        depth -= 1
+    return chunks, depth
+
+
+def programs_of(tiles: Tiles, count: int, pairs: int = 1) -> tuple[int, int]:
+    """Return how many programs compute `count` tiles of each of so many pairs, and their tiles."""
+    each = triton.cdiv(count * pairs, RESIDENT // tiles.warps) if tiles.stay else 1
+    return triton.cdiv(count, each), each
 
 
 def choose_tiles(weight: Weight, quads: int, loads: int) -> Tiles:
     """Return how to divide a product with x of `quads` quads. loads: 2 for gate and up, else 1.
 
-    As measured on an H200 (docs/log/small_experts.md): as many lanes as waste few, but in 8 and 16
-    bits at least two chunks. All chunks are in flight, if that takes no more than half of the
-    rows, else a number that divides them: a chunk behind the last costs as much as another. Few
-    rows for gate and up, which load nothing before the kernel starts, so that many programs do,
-    and few lanes if few chunks do not need more.
+    As measured on an H200, in whole layers (docs/log/small_experts.md). Wide chunks waste the end
+    of x, and exchange x between warps. Many rows a program use what it prepares of x more often,
+    but then fewer programs run at once.
     """
-    bits, narrow = BITS[weight.kind], BITS[weight.kind] == 4
-    widest = (128 if quads > 256 else 64) if narrow else 256 // loads
-    if loads == 2 and quads <= (256 if bits == 16 else 64):
-        widest //= 2
-    spare = quads // (3 if narrow else 8)
-    wide = (lanes for lanes in (256, 128, 64) if lanes <= widest and -quads % lanes <= spare)
-    lanes = next((lanes for lanes in wide if narrow or 2 * lanes <= quads), 32)
-    # Two programs of eight warps fit on a multiprocessor: a few more would be a second wave.
-    if bits == 16 and loads == 1 and lanes == 256 and 2 < weight.out / (8 * PROGRAMS) < 3:
-        lanes = 128
-    rows = 8 if loads == 1 else 4 if weight.kind in INTEGERS else 2
-    if narrow and loads == 1 and quads <= lanes and weight.out > MANY_ROWS:
-        rows = 16
-    registers = TILE_REGISTERS
-    # Two scales a group, or the table of e2m1 and its look-ups, take registers, too.
-    if weight.kind == "mxfp4" or (weight.kind == "hqq" and loads == 1):
-        rows, registers = rows // 2 if loads == 1 else rows, TILE_REGISTERS // 2
+    if loads == 2:
+        return _choose_gate_up(weight, quads)
+    if weight.kind == "bf16":
+        return _choose_bf16(weight.out, quads)
+    return _choose_packed(weight, quads)
+
+
+def _lanes_for(quads: int, widest: int, spare: int) -> int:
+    """Return the largest number of lanes up to `widest` that wastes at most `spare` quads."""
+    return next((n for n in (256, 128, 64) if n <= widest and -quads % n <= spare), 32)
+
+
+def _tiles(rows: int, lanes: int, quads: int, most: int) -> Tiles:
+    """Return tiles with up to `most` chunks in flight, a number that divides a row's chunks."""
     chunks = triton.cdiv(quads, lanes)
-    if bits == 16 and loads == 1 and chunks > 3 and chunks % 3:  # three would load too much
-        return Tiles(2, lanes, 1, lanes // 32)
-    if registers < 4 * rows * loads * chunks < 2 * registers:
-        rows //= 2
-    most = max(1, registers // (4 * rows * loads))
     depth = next(n for n in range(min(chunks, most), 0, -1) if chunks % n == 0)
     return Tiles(rows, lanes, depth, lanes // 32)
+
+
+def _choose_gate_up(weight: Weight, quads: int) -> Tiles:
+    """Nothing is loaded before the kernel starts: many small programs, which all load at once."""
+    kind, bits = weight.kind, BITS[weight.kind]
+    if kind == "mxfp4":  # instructions bind it: a program's beginning counts
+        return Tiles(2, 32, 1, 1, stay=True)
+    if bits == 4:
+        lanes = _lanes_for(quads, 64 if quads > 64 else 32, quads // 3)
+        return _tiles(4, lanes, quads, 1 if kind == "int4" and lanes == 32 else 2)
+    if kind == "int8":
+        return _tiles(4, 64 if weight.out <= 1024 and quads % 64 == 0 else 32, quads, 3)
+    widest = 64 if quads <= (256 if bits == 16 else 64) else 128
+    lanes = _lanes_for(quads, min(widest, max(32, quads // 2)), quads // 8)
+    return _tiles(2, lanes, quads, TILE_REGISTERS // 16)
+
+
+def _choose_bf16(out: int, quads: int) -> Tiles:
+    """Return the tiles of `down` in bf16."""
+    if quads > 2048:
+        return _tiles(2, 256, quads, 7)
+    if quads > 512:
+        lanes = 128 if quads <= 768 else 256
+        return _tiles(4, lanes, quads, 3 if triton.cdiv(quads, lanes) % 3 == 0 else 1)
+    if quads > 256 and out < 4000 and quads % 64 == 0:
+        return _tiles(2, 64, quads, 8)
+    if quads > 256 and out < MANY_ROWS and quads % 128:
+        return _tiles(4, 32, quads, 4)
+    if 6000 < out < MANY_ROWS and quads <= 256:
+        return _tiles(4, _lanes_for(quads, 64, quads // 8), quads, 2)
+    rows = max(1, min(8, triton.next_power_of_2(out // PROGRAMS + 1) // 2))
+    return _tiles(rows, _lanes_for(quads, min(256, max(32, quads // 2)), quads // 8), quads, 3)
+
+
+def _choose_packed(weight: Weight, quads: int) -> Tiles:
+    """Return the tiles of `down` in 8 and 4 bits."""
+    narrow, many = BITS[weight.kind] == 4, weight.out > MANY_ROWS
+    registers, rows = TILE_REGISTERS, 8
+    if weight.kind == "mxfp4" and 256 < quads <= 512:
+        return Tiles(4, 128, 1, 4, stay=True)
+    if quads > 512:
+        return _tiles(4, _lanes_for(quads, 64 if narrow else 128, quads // 8), quads, 2)
+    if weight.kind == "int8" and quads <= 128 and not many:
+        return _tiles(4, 32, quads, 4)
+    widest = (128 if quads > 256 else 64) if narrow else min(256, max(32, quads // 2))
+    lanes = _lanes_for(quads, widest, quads // (3 if narrow else 8))
+    if narrow and many and quads <= lanes:
+        rows = 16
+    # Two scales a group, or the table of e2m1 and its look-ups, take registers, too.
+    if weight.kind in ("mxfp4", "hqq"):
+        rows, registers = rows // 2, registers // 2
+    chunks = triton.cdiv(quads, lanes)
+    if registers < 4 * rows * chunks < 2 * registers:
+        rows //= 2
+    return _tiles(rows, lanes, quads, max(1, registers // (4 * rows)))
 
 
 def operand_of(x: Tensor, weight: Weight) -> Tensor:
@@ -573,9 +685,10 @@ def _launch_gate_up(
     I, pairs = weight.out // 2, tensors[0].shape[1]
     tiles = tiles or choose_tiles(weight, weight.quads, 2)
     rows = min(tiles.rows, triton.next_power_of_2(I + 1) // 2)
-    _, depth = chunks_of(weight.quads, tiles)
+    chunks, depth = chunks_of(weight.quads, tiles)
+    programs, each = programs_of(tiles, triton.cdiv(I, rows), pairs)
     h = torch.empty(pairs, I, dtype=dtype or x.dtype, device=tensors[0].device)
-    _gate_up[(triton.cdiv(I, rows), pairs)](
+    _gate_up[(programs, pairs)](
         operand,
         x.units if quantized else operand,
         *tensors,
@@ -598,7 +711,9 @@ def _launch_gate_up(
         PDL=pdl,
         LANES=tiles.lanes,
         ROWS=rows,
+        TILES=each,
         DEPTH=depth,
+        CHUNKS=chunks,
         launch_pdl=pdl,
         num_warps=tiles.warps,
         num_stages=1,
@@ -650,8 +765,11 @@ def down(
     tiles = tiles or choose_tiles(weight, quads, 1)
     chunks, depth = chunks_of(quads, tiles)
     rows = min(tiles.rows, triton.next_power_of_2(weight.out + 1) // 2)
+    programs, each = triton.cdiv(weight.out, rows), 1
+    if not early:
+        programs, each = programs_of(tiles, programs)
     absent = weight.parts[0]  # a valid pointer, which the kernel does not read
-    _down[(triton.cdiv(weight.out, rows),)](
+    _down[(programs,)](
         operand,
         absent if indices is None else indices,
         absent if routing is None else routing,
@@ -673,11 +791,11 @@ def down(
         SCALE=scale,
         RESIDUAL=residual is not None,
         EPS=eps,
-        STRIDE=y.stride(0),
         PDL=pdl,
         EARLY=early and not gather,
         LANES=tiles.lanes,
         ROWS=rows,
+        TILES=each,
         DEPTH=depth,
         CHUNKS=chunks,
         launch_pdl=pdl,

@@ -6,12 +6,14 @@ from hypothesis import strategies as st
 from without_gpu import run_without_gpu
 
 SMALL = {"D": 256, "I": 64, "E": 16, "A": 3}
+STAYING = {"rows": 2, "depth": 2, "warps": 1, "stay": True}
 CASES = (
     {"format": "int4"},
     {"format": "int8", "shared": 2},
-    {"format": "int8", "D": 128, "I": 48, "biased": True, "scale": 0.5},
+    {"format": "int8", "D": 128, "I": 48, "biased": True, "scale": 0.5, "tiles": STAYING},
     {"format": "hqq4", "I": 96, "tiles": {"rows": 4, "lanes": 64, "warps": 2}, "sigmoid": True},
     {"format": "mxfp4", "norm_topk": False, "seed": 1, "biased": True, "shared": 1, "gated": True},
+    {"format": "mxfp4", "biased": True, "tiles": STAYING},
     {"format": "int4", "D": 512, "tiles": {"rows": 2, "depth": 1}},
     {"format": "int4", "sigmoid": True, "norm_topk": False, "scale": 1.8, "shared": 1},
     {"format": "fp8", "fp32_norm": True},
@@ -19,7 +21,7 @@ CASES = (
     {"format": "fp8b", "I": 96, "gated": True, "shared": 3},
     {"format": "fp8b", "D": 128, "I": 96, "group": 32, "tiles": {"lanes": 64, "warps": 2}},
     {"format": "bf16"},
-    {"format": "bf16", "fp32_norm": True, "biased": True, "scale": 0.5},
+    {"format": "bf16", "fp32_norm": True, "biased": True, "scale": 0.5, "tiles": STAYING},
 )
 FEW_TOKENS = (  # rows of `last` and queries: sequences, drafts, padding, a call without real tokens
     {"format": "int8", "tokens": 3, "biased": True, "scale": 0.5, "shared": 1, "gated": True},
@@ -244,6 +246,7 @@ def any_case(draw) -> dict:
         "lanes": draw(st.sampled_from((32, 64))),
         "depth": draw(st.integers(0, 3)),
         "warps": draw(st.sampled_from((1, 2))),
+        "stay": draw(st.booleans()),
     }
     return {
         "format": format,
