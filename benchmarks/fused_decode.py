@@ -1,6 +1,6 @@
 """Time of a layer for one token: Inductor's kernels, fused kernels, and tilings of the latter.
 
-    python benchmarks/fused_decode.py --arch Qwen3-30B-A3B --mode int4 --tune 60 --json layer.json
+    python benchmarks/fused_decode.py --arch Qwen3-30B-A3B --mode int4 --tune 20 --json layer.json
 
 Random weights. All layers run in one CUDA graph at a position of the cache; embedding, head and
 sampling are left out. Each layer is also run alone, both ways, on the same x. The sum that it adds
@@ -8,6 +8,7 @@ to x may differ by MAX_DIFFERENCE of its norm, and by the rounding of x. In a fe
 more: where two experts have nearly equal scores, rounding may choose another.
 
 --tune tries other tilings of each product, one product at a time, with the whole layer around it.
+Most of its time is Triton's, so 20 seconds try about 15.
 --json also writes the kernels of one layer with their starts, for scripts/plot_timeline.py.
 """
 
@@ -124,14 +125,13 @@ class Tuning:
         return self.chosen.get(product) or choose_tiles(weight, quads, loads)
 
     def tune(self, measure: Callable[[], float], seconds: float) -> list[dict]:
-        """Try tilings of each product in turn, and keep the best. Returns a row for each try."""
-        end, rows = time.perf_counter() + seconds, []
-        best = measure()
+        """Try tilings of each product for `seconds`, and keep the best -> a row for each try."""
+        rows, best = [], measure()
         for product, weight in list(self.seen.items()):
-            kind, out, quads, loads = product
+            _, _, quads, loads = product
             start = choose_tiles(weight, quads, loads)
-            tilings = tilings_of(quads, out // loads, kind, loads)
-            for tiles in tilings:
+            end = time.perf_counter() + seconds
+            for tiles in tilings_of(quads, loads) if seconds else ():
                 if tiles == start or time.perf_counter() > end:
                     continue
                 kept, self.chosen[product] = self.chosen.get(product), tiles
@@ -216,7 +216,7 @@ def build_parser() -> Parser:
     parser = Parser(
         __doc__.partition("\n")[0],
         (
-            "python benchmarks/fused_decode.py --arch Qwen3-30B-A3B --mode int4 --tune 60",
+            "python benchmarks/fused_decode.py --arch Qwen3-30B-A3B --mode int4 --tune 20",
             "python benchmarks/fused_decode.py --arch Mixtral-8x7B --layers 8 --json layer.json",
         ),
     )
@@ -225,7 +225,7 @@ def build_parser() -> Parser:
     add("--mode", default="bf16", help="number format, as of benchmark.py")
     add("--layers", type=int, help="build only the first N layers")
     add("--position", type=int, default=100, help="the token's position in the cache (100)")
-    add("--tune", type=float, default=0.0, help="seconds in which to try other tilings")
+    add("--tune", type=float, default=0.0, help="seconds for each product, to try other tilings")
     add("--json", metavar="FILE", help="write the result, with the kernels of a layer")
     return parser
 

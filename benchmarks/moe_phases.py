@@ -16,6 +16,7 @@ benchmarks/fused_decode.py times the router, with a whole layer around it.
 """
 
 import json
+import random
 import subprocess
 import sys
 import time
@@ -50,7 +51,10 @@ MAX_BYTES = 12e9  # a case's weights: fewer layers are distinct, if they are lar
 BANDWIDTH = 4.4e12  # bytes/s
 PHASE_SECONDS = 1.6e-6  # what a phase costs beside its bytes
 MAX_ERROR = 8e-3  # relative; results are rounded to bf16
-MAX_TILE_REGISTERS = 128  # a lane's, for weights in flight
+MAX_TILE_REGISTERS = 96  # a lane's, for weights in flight
+MAX_WASTE = 0.15  # lanes that have no quad, of a row's chunks
+MAX_HELD = 4  # chunks of x that staying programs have in registers
+TRIES = 10  # tilings of a phase
 BFLOAT16 = {"dtype": torch.bfloat16, "device": "cuda"}
 
 
@@ -74,30 +78,33 @@ class Phase:
         return graph_seconds(lambda argument: self.run(argument, tiles, pdl), self.arguments)
 
 
-def tilings_of(quads: int, out: int, kind: str, loads: int) -> list[Tiles]:
-    """Return tilings for a product. loads: rows of weights for each row of the result.
+def tilings_of(quads: int, loads: int) -> list[Tiles]:
+    """Return tilings for a product, in an order drawn once. loads: 2 for gate and up, else 1.
 
-    As many lanes as waste little at the end of x; one chunk in flight, and as many as registers
-    allow.
+    quads: of a row of x. Chunks waste little at its end. One of them is in flight, or as many as
+    registers allow and half of that. Programs stay if all of x fits in registers.
     """
-
-    def waste(lanes: int) -> float:
-        return -(-quads // lanes) * lanes / quads - 1
-
-    widths = sorted((32, 64, 128, 256), key=lambda lanes: (round(waste(lanes), 1), -lanes))
-    wanted = [(rows, lanes) for lanes in widths[:2] for rows in (2, 4, 8, 16)]
-    if kind == "bf16":
-        wanted = [pair for pair in wanted if pair[0] < 16]
-    else:
-        wanted = [pair for pair in wanted if pair[0] * loads > 2]
-        wanted += [(8, 256), (16, 256)] if waste(256) < 0.5 and 256 not in widths[:2] else []
     found = []
-    for rows, lanes in wanted:
-        depth = MAX_TILE_REGISTERS // (4 * rows * loads)
-        if depth and out // rows >= 64:
-            depth = min(depth, -(-quads // lanes))
-            found += [Tiles(rows, lanes, n, lanes // 32) for n in sorted({1, depth})]
+    for lanes in (32, 64, 128, 256):
+        chunks = -(-quads // lanes)
+        if lanes > quads or chunks * lanes > quads * (1 + MAX_WASTE):
+            continue
+        for rows in (1, 2, 4, 8, 16):
+            most = MAX_TILE_REGISTERS // (4 * rows * loads)
+            depths = [n for n in range(1, min(chunks, most) + 1) if chunks % n == 0]
+            for depth in {depths[0], depths[len(depths) // 2], depths[-1]} if depths else ():
+                found.append(Tiles(rows, lanes, depth, lanes // 32))
+                if chunks <= MAX_HELD:
+                    found.append(Tiles(rows, lanes, depth, lanes // 32, stay=True))
+    random.Random(0).shuffle(found)
     return found
+
+
+def tilings_to_try(weight: Weight, quads: int, loads: int) -> list[Tiles]:
+    """Return the tiling of `choose_tiles`, and some others."""
+    chosen = moe_decode.choose_tiles(weight, quads, loads)
+    others = [tiles for tiles in tilings_of(quads, loads) if tiles != chosen]
+    return [chosen, *others[:TRIES]]
 
 
 class Weights:
@@ -164,7 +171,7 @@ class Case:
             self.choices,
             swiglu(gate, up),
             weight.nbytes * self.args.n_active,
-            tilings_of(kernel.quads, kernel.out // 2, kernel.kind, 2),
+            tilings_to_try(kernel, kernel.quads, 2),
         )
 
     def down(self) -> Phase:
@@ -179,7 +186,7 @@ class Case:
             self.choices,
             expected + self.x.double(),
             weight.nbytes * A,
-            tilings_of(A * kernel.quads, kernel.out, kernel.kind, 1),
+            tilings_to_try(kernel, A * kernel.quads, 1),
         )
 
     def dense_phases(self) -> list[Phase]:
@@ -205,7 +212,7 @@ class Case:
                 [wqkv.single(layer) for layer in layers],
                 normed @ wqkv.unpack(first)[0].T,
                 wqkv.nbytes,
-                tilings_of(wqkv.kernel.quads, wqkv.kernel.out, wqkv.kernel.kind, 1),
+                tilings_to_try(wqkv.kernel, wqkv.kernel.quads, 1),
             ),
             Phase(
                 "wo",
@@ -215,7 +222,7 @@ class Case:
                 [wo.single(layer) for layer in layers],
                 heads.double() @ wo.unpack(first)[0].T + self.x.double(),
                 wo.nbytes,
-                tilings_of(wo.kernel.quads, wo.kernel.out, wo.kernel.kind, 1),
+                tilings_to_try(wo.kernel, wo.kernel.quads, 1),
             ),
         ]
 

@@ -519,7 +519,7 @@ def chunks_of(quads: int, tiles: Tiles) -> tuple[int, int]:
 
 
 def programs_of(tiles: Tiles, count: int, pairs: int = 1) -> tuple[int, int]:
-    """Return how many programs compute `count` tiles of each of so many pairs, and their tiles."""
+    """Return how many programs compute `count` tiles of each pair, and the tiles of a program."""
     each = triton.cdiv(count * pairs, RESIDENT // tiles.warps) if tiles.stay else 1
     return triton.cdiv(count, each), each
 
