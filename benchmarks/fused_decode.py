@@ -9,6 +9,9 @@ more: where two experts have nearly equal scores, rounding may choose another.
 
 --tune tries other tilings of each product, one product at a time, with the whole layer around it.
 Most of its time is Triton's, so 20 seconds try about 15.
+--quantize_h measures a kernel that no model runs yet: it quantizes h once, for all programs of the
+down product, which meanwhile load their weights.
+
 --json also writes the kernels of one layer with their starts, for scripts/plot_timeline.py.
 """
 
@@ -34,6 +37,7 @@ from models.random_weights import RandomWeights, architecture, first_layers, num
 from ops import moe_decode, moe_router
 from ops.inductor import configure_inductor
 from ops.moe_decode import Tiles, Weight
+from ops.quantized_x import INTEGERS, quantize_token
 from runtime.fused_decode import FusedRunner
 from runtime.runner import CompiledRunner
 from runtime.weights import bytes_per_token
@@ -44,7 +48,15 @@ ROUTERS = ((1, 8), (2, 4), (2, 8))  # rows, warps of norm and router
 Product = tuple[str, int, int, int]  # kind, rows of the weight, quads of x, loads
 
 choose_tiles = moe_decode.choose_tiles
+down = moe_decode.down
 norm_router = moe_router.norm_router
+
+
+def down_of_integers(x: Tensor, weight: Weight, indices: Tensor | None = None, *rest, **options):
+    """`down`; but a kernel of its own quantizes the x of experts, if their codes are integers."""
+    if indices is None or weight.kind not in INTEGERS:
+        return down(x, weight, indices, *rest, **options)
+    return down(quantize_token(x, weight), weight, indices, *rest, **options)
 
 
 class Layers:
@@ -186,7 +198,9 @@ def measure(options: argparse.Namespace) -> dict:
     result |= {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
     result |= {"position": options.position, "bound_us": bound}
     result["inductor"] = {"us": us, "kernels": kernels}
-    result["fused"] = measure_fused(model, plain, options)
+    product = down_of_integers if options.quantize_h else down
+    with mock.patch.object(moe_decode, "down", product):
+        result["fused"] = measure_fused(model, plain, options)
     return result
 
 
@@ -226,6 +240,7 @@ def build_parser() -> Parser:
     add("--layers", type=int, help="build only the first N layers")
     add("--position", type=int, default=100, help="the token's position in the cache (100)")
     add("--tune", type=float, default=0.0, help="seconds for each product, to try other tilings")
+    add("--quantize_h", action="store_true", help="in a kernel of its own, before the down product")
     add("--json", metavar="FILE", help="write the result, with the kernels of a layer")
     return parser
 

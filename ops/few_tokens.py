@@ -279,16 +279,13 @@ def _token_fragments(
 
 
 @jit
-def _token_sums(
-    numbers, PARTS: tl.constexpr, VEC: tl.constexpr, WARPS: tl.constexpr, TILES: tl.constexpr
-):
-    """Sum numbers in the order of `_load_tokens` for each token -> [8 TILES]."""
+def _token_sums(numbers, PARTS: tl.constexpr, VEC: tl.constexpr, WARPS: tl.constexpr):
+    """Sum numbers of a tile in the order of `_load_tokens` for each token -> [8]."""
     if PARTS == 1:
-        numbers = tl.reshape(numbers, [TILES, WARPS, 8, 8 * VEC])
+        numbers = tl.reshape(numbers, [WARPS, 8, 8 * VEC])
     else:
-        numbers = tl.reshape(numbers, [TILES, 2, WARPS, 8, 4 * VEC])
-        numbers = tl.sum(numbers, 1)
-    return tl.reshape(tl.sum(tl.sum(numbers, 3), 1), [8 * TILES])
+        numbers = tl.sum(tl.reshape(numbers, [2, WARPS, 8, 4 * VEC]), 0)
+    return tl.sum(tl.sum(numbers, 2), 0)
 
 
 @jit
@@ -393,11 +390,7 @@ def _add_products(
             part = fields[k + i]
             if NORM:
                 squares += part.to(tl.float32) * part.to(tl.float32)
-                scale = scales[k + i]
-                if TILES > 1:
-                    scale = tl.broadcast_to(scale[None, :], [TILES, 64 * WARPS * VEC])
-                    scale = tl.reshape(scale, [64 * WARPS * VEC * TILES])
-                parts = parts + (_times_norm(part, scale),)
+                parts = parts + (_times_norm(part, scales[k + i]),)
             else:
                 parts = parts + ((part,),)
         for i in tl.static_range(len(parts[0])):
@@ -492,8 +485,8 @@ def _load_gate_up_step(
 
 
 @jit
-def _start_squares(VEC: tl.constexpr, WARPS: tl.constexpr, TILES: tl.constexpr, NORM: tl.constexpr):
-    return tl.zeros([64 * WARPS * VEC * TILES], tl.float32) if NORM else 0.0
+def _start_squares(VEC: tl.constexpr, WARPS: tl.constexpr, NORM: tl.constexpr):
+    return tl.zeros([64 * WARPS * VEC], tl.float32) if NORM else 0.0
 
 
 # Grid [R, BLOCKS]: a program computes ROWS rows of the result of a block of TOKENS tokens.
@@ -566,7 +559,7 @@ def _down_few(
         fields = _load_fields(x, None, d, TOKENS, WORDS, RUN, PARTS, VEC, WARPS, TILES)
         xs = xs + (fields,)
     total = tl.zeros([WARPS, ROWS, 8 * TILES], tl.float32)
-    squares = _start_squares(VEC, WARPS, TILES, NORM)
+    squares = _start_squares(VEC, WARPS, NORM)
     for s in range(0, STEPS, DEPTH):
         for d in tl.static_range(DEPTH):
             found, squares = _add_products(
@@ -595,7 +588,7 @@ def _down_few(
                     scales = scales[:d] + (scale_fields,) + scales[d + 1 :]
     result = tl.sum(total, 0)
     if NORM:
-        mean = _token_sums(squares, PARTS, VEC, WARPS, TILES) / (2 * WORDS * PARTS)
+        mean = _token_sums(squares, PARTS, VEC, WARPS) / (2 * WORDS * PARTS)
         result *= tl.rsqrt(mean + EPS)[None, :]
     result = _finish(result, scale + rows, KIND, x.dtype.element_ty, rows < OUT)
     if BIAS:
@@ -709,12 +702,15 @@ def down_few(
 ) -> None:
     """Store scale * (x @ weight + bias) + residual in y [T, out]: see `moe_decode.down`.
 
-    Raises ValueError for more tokens than those of a program that are no multiple of these.
+    Raises ValueError for more tokens than those of a program that are no multiple of these, and
+    for a norm if a program has more than TILE tokens.
     """
     tiles = tiles or choose_few_tiles(weight, len(x))
     blocks, tokens = triton.cdiv(len(x), tiles.tokens), min(len(x), tiles.tokens)
     if blocks * tokens != len(x):
         raise ValueError(f"no kernel for {len(x)} tokens")
+    if norm is not None and tokens > TILE:
+        raise ValueError(f"no norm of {tokens} tokens: moe_router.norm_tokens does that")
     pdl = supports_pdl(x) if pdl is None else pdl
     absent = weight.parts[0]  # a valid pointer, which the kernel does not read
     _down_few[(triton.cdiv(weight.out, tiles.rows), blocks)](

@@ -189,7 +189,7 @@ def _prepare_integers(raw, norm, NORM: tl.constexpr, KIND: tl.constexpr, LANES: 
 
 @jit
 def _load_operands(x, units, chunk, QUADS: tl.constexpr, KIND: tl.constexpr, LANES: tl.constexpr):
-    """Load a chunk of quantized x (`moe_router.QuantizedX`) -> as `_quantize`."""
+    """Load a chunk of quantized x (`quantized_x.QuantizedX`) -> as `_quantize`."""
     OPERANDS: tl.constexpr = 1 if KIND == "int8" else 2
     at = tl.arange(0, LANES * 4)
     quad = chunk * LANES + at // 4

@@ -51,12 +51,12 @@ from ops.moe_chunk import (
     _weighted_operands,
 )
 from ops.moe_router import (
-    QuantizedX,
     Routing,
     _choose,
     _choose_one,
     choice_constants,
 )
+from ops.quantized_x import QuantizedX
 
 # By kind of codes
 BITS = {"bf16": 16, "int8": 8, "fp8": 8, "fp8b": 8, "int4": 4, "mxfp4": 4, "hqq": 4}
@@ -90,6 +90,22 @@ def _load_part(
         return _load_operands(x, units, chunk, QUADS, KIND, LANES)
     else:
         return _load_x(x, chunk, QUADS, RUN, FIELDS, LANES)
+
+
+@jit
+def _prepare_part(
+    part,
+    norm,
+    NORM: tl.constexpr,
+    KIND: tl.constexpr,
+    QUANTIZED: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """Make the operands of `_multiply_chunk` of what `_load_part` loaded."""
+    if QUANTIZED:
+        return _split_operands(part[0], part[1], part[2], part[3], KIND, LANES)
+    else:
+        return _prepare_x(part, norm, NORM, KIND, LANES)
 
 
 @jit
@@ -222,10 +238,7 @@ def _gate_up(
         gate, up = tl.zeros([ROWS, LANES], tl.float32), tl.zeros([ROWS, LANES], tl.float32)
         for c in tl.static_range(CHUNKS):
             part, both = xs[c % HELD], tiles[c % DEPTH]
-            if QUANTIZED:
-                operands = _split_operands(part[0], part[1], part[2], part[3], KIND, LANES)
-            else:
-                operands = _prepare_x(part, part, False, KIND, LANES)
+            operands = _prepare_part(part, part, False, KIND, QUANTIZED, LANES)
             gate += _multiply_chunk(both[0], operands, table, LANES, ROWS, KIND, False)
             up += _multiply_chunk(both[1], operands, table, LANES, ROWS, KIND, False)
             # Prefetch: the registers of this chunk are free now.
@@ -268,16 +281,17 @@ def _load_biases(
 
 @jit
 def _prepare_product(
-    raw,
+    part,
     norm,
     factor,
     NORM: tl.constexpr,
     GATHER: tl.constexpr,
     KIND: tl.constexpr,
+    QUANTIZED: tl.constexpr,
     LANES: tl.constexpr,
 ):
     """Make the operands of a chunk of `_down`: x with the norm's weight, or routing weights."""
-    operands = _prepare_x(raw, norm, NORM, KIND, LANES)
+    operands = _prepare_part(part, norm, NORM, KIND, QUANTIZED, LANES)
     if GATHER:
         operands = _weighted_operands(operands, factor, KIND)
     return operands
@@ -289,11 +303,13 @@ def _prepare_product(
 # The result is SCALE * (product + bias) + residual. An expert's bias has its routing weight.
 #
 # x is the previous kernel's result, and with GATHER the choice of experts, too: then nothing but
-# the residual is loaded before the wait. Otherwise all but x is. With EARLY x is the result of the
-# kernel before the previous one, which has ended: then the product does not wait at all.
+# the residual is loaded before the wait. Otherwise all but x is. A QUANTIZED x comes from a kernel
+# between: the choice is then of the kernel before that, which has ended, and needs no wait either.
+# With EARLY x is the result of the kernel before the previous one: the product waits at its end.
 @jit
 def _down(
     x,
+    units,
     indices,
     routing,
     norm,
@@ -314,6 +330,7 @@ def _down(
     GROUP: tl.constexpr,
     KIND: tl.constexpr,
     FIELDS: tl.constexpr,
+    QUANTIZED: tl.constexpr,
     GATHER: tl.constexpr,
     NORM: tl.constexpr,
     BIAS: tl.constexpr,
@@ -329,6 +346,7 @@ def _down(
     CHUNKS: tl.constexpr,
 ):
     NUMBERS: tl.constexpr = QUADS * 4 * FIELDS  # in a token's x
+    AHEAD: tl.constexpr = QUANTIZED or not GATHER  # weights are loaded before the wait
     RUN: tl.constexpr = GROUP // FIELDS  # words of a group
     HELD: tl.constexpr = CHUNKS if TILES > 1 else DEPTH  # chunks of x in registers
     weights = (codes, scale, scale_step, scale_low, zero, zero_step, zero_low)
@@ -337,7 +355,7 @@ def _down(
     rows, stores = _result_rows(ROWS, LANES)
     if RESIDUAL:
         add = tl.load(residual + row + rows, mask=stores, other=0.0)
-    if PDL and GATHER:
+    if PDL and not AHEAD:
         tl.extra.cuda.gdc_wait()
     tiles, norms, factors = (), (), ()
     for d in tl.static_range(DEPTH):
@@ -351,12 +369,12 @@ def _down(
     if BIAS:
         biases = _load_biases(bias, indices, routing, row + rows, OUT, QUADS // EACH, GATHER)
     if PDL and not EARLY:
-        if not GATHER:
+        if AHEAD:
             tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     xs = ()
     for d in tl.static_range(HELD):
-        xs = xs + (_load_x(x, d, QUADS, RUN, FIELDS, LANES),)
+        xs = xs + (_load_part(x, units, d, QUADS, RUN, FIELDS, KIND, QUANTIZED, LANES),)
     table = _e2m1_table(unknown_zero) if KIND == "mxfp4" else None
     squares = 0.0
     if TILES > 1:
@@ -364,7 +382,9 @@ def _down(
         for c in tl.static_range(CHUNKS):
             if NORM:
                 squares += _square_sum(xs[c], FIELDS)
-            part = _prepare_product(xs[c], norms[c], factors[c], NORM, GATHER, KIND, LANES)
+            part = _prepare_product(
+                xs[c], norms[c], factors[c], NORM, GATHER, KIND, QUANTIZED, LANES
+            )
             held = held + (part,)
     for n in range(TILES):
         next_row = tl.minimum((tl.program_id(0) + (n + 1) * tl.num_programs(0)) * ROWS, OUT - ROWS)
@@ -376,7 +396,14 @@ def _down(
                 if NORM:
                     squares += _square_sum(xs[c % DEPTH], FIELDS)
                 operands = _prepare_product(
-                    xs[c % DEPTH], norms[c % DEPTH], factors[c % DEPTH], NORM, GATHER, KIND, LANES
+                    xs[c % DEPTH],
+                    norms[c % DEPTH],
+                    factors[c % DEPTH],
+                    NORM,
+                    GATHER,
+                    KIND,
+                    QUANTIZED,
+                    LANES,
                 )
             total += _multiply_chunk(tiles[c % DEPTH], operands, table, LANES, ROWS, KIND, GATHER)
             # Prefetch: the registers of this chunk are free now.
@@ -398,7 +425,7 @@ def _down(
                 )
             tiles = _replace(tiles, c % DEPTH, tile)
             if TILES == 1 and c + DEPTH < CHUNKS:
-                part = _load_x(x, c + DEPTH, QUADS, RUN, FIELDS, LANES)
+                part = _load_part(x, units, c + DEPTH, QUADS, RUN, FIELDS, KIND, QUANTIZED, LANES)
                 xs = _replace(xs, c % DEPTH, part)
                 if NORM:
                     part = _load_norm(norm, c + DEPTH, QUADS, RUN, FIELDS, LANES)
@@ -616,6 +643,14 @@ def operand_of(x: Tensor, weight: Weight) -> Tensor:
     return x
 
 
+def _operands_of(x: Tensor | QuantizedX, weight: Weight) -> tuple[Tensor, Tensor]:
+    """Return x as the kernel reads it, and its units: the same tensor again, if it has none."""
+    if isinstance(x, QuantizedX):
+        return x.operands, x.units
+    operand = operand_of(x, weight)
+    return operand, operand
+
+
 def norm_of(norm: Tensor, weight: Weight) -> Tensor:
     """Return a norm's weight as the kernel reads it: fp32, or as x."""
     return norm if norm.dtype == torch.float32 else operand_of(norm, weight)
@@ -680,8 +715,7 @@ def _launch_gate_up(
 ) -> Tensor:
     """Launch `_gate_up`. tensors: indices, scores, routing weights. choice: its constants."""
     pdl = supports_pdl(tensors[0]) if pdl is None else pdl
-    quantized = isinstance(x, QuantizedX)
-    operand = x.operands if quantized else operand_of(x, weight)
+    operand, units = _operands_of(x, weight)
     I, pairs = weight.out // 2, tensors[0].shape[1]
     tiles = tiles or choose_tiles(weight, weight.quads, 2)
     rows = min(tiles.rows, triton.next_power_of_2(I + 1) // 2)
@@ -690,7 +724,7 @@ def _launch_gate_up(
     h = torch.empty(pairs, I, dtype=dtype or x.dtype, device=tensors[0].device)
     _gate_up[(programs, pairs)](
         operand,
-        x.units if quantized else operand,
+        units,
         *tensors,
         *weight.pointers(),
         weight.parts[0] if bias is None else bias,
@@ -701,7 +735,7 @@ def _launch_gate_up(
         GROUP=weight.group,
         KIND=weight.kind,
         FIELDS=weight.fields,
-        QUANTIZED=quantized,
+        QUANTIZED=isinstance(x, QuantizedX),
         ACTIVATION=activation.kind,
         LIMIT=activation.limit,
         ALPHA=activation.alpha,
@@ -722,7 +756,7 @@ def _launch_gate_up(
 
 
 def down(
-    x: Tensor,
+    x: Tensor | QuantizedX,
     weight: Weight,
     indices: Tensor | None = None,
     routing: Tensor | None = None,
@@ -747,19 +781,23 @@ def down(
     dtype: of the result; default that of x. out [T, out]: where to store the result, if it is
     given; its rows may be parts of longer ones. tiles: of several tokens `FewTiles`. With PDL, all
     tensors but x are loaded while the previous kernel runs, which must not write them; with experts
-    the residual alone is. early: of one token x is loaded, too, so that the product runs beside the
+    the residual alone is, unless x is a `QuantizedX` of this weight, without norm, made by the
+    previous kernel. early: of one token x is loaded, too, so that the product runs beside the
     previous kernel. Raises ValueError for a norm with experts.
     """
     gather = indices is not None
     pairs = indices.shape[1] if gather else 1
-    T, quads = x.numel() // x.shape[-1] // pairs, pairs * weight.quads
-    if norm is not None and gather:
-        raise ValueError("no norm with experts")
-    pdl = supports_pdl(x) if pdl is None else pdl
-    operand, y = operand_of(x, weight), out
+    quantized = isinstance(x, QuantizedX)
+    T = 1 if quantized else x.numel() // x.shape[-1] // pairs
+    if norm is not None and (gather or quantized):
+        raise ValueError("no norm with experts, or of integers")
+    operand, units = _operands_of(x, weight)
+    pdl = supports_pdl(operand) if pdl is None else pdl
+    quads, y = pairs * weight.quads, out
     if y is None:
-        y = torch.empty(T, weight.out, dtype=dtype or x.dtype, device=x.device)
+        y = torch.empty(T, weight.out, dtype=dtype or x.dtype, device=operand.device)
     if T > 1:
+        assert not isinstance(x, QuantizedX)
         down_few(x, weight, y, residual, norm, eps, bias, scale, tiles, pdl)
         return y
     tiles = tiles or choose_tiles(weight, quads, 1)
@@ -771,6 +809,7 @@ def down(
     absent = weight.parts[0]  # a valid pointer, which the kernel does not read
     _down[(programs,)](
         operand,
+        units,
         absent if indices is None else indices,
         absent if routing is None else routing,
         operand if norm is None else norm_of(norm, weight),
@@ -785,6 +824,7 @@ def down(
         GROUP=weight.group,
         KIND=weight.kind,
         FIELDS=weight.fields,
+        QUANTIZED=quantized,
         GATHER=gather,
         NORM=norm is not None,
         BIAS=bias is not None,

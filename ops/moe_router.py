@@ -3,9 +3,8 @@
 A router's scores stay fp32. Shared experts, which every token uses, are experts E, E + 1, ... of
 the stacked weights: they follow the chosen ones in `indices` and `weights`.
 
-Codes of 4 and 8 bits are multiplied as integers. One token's norm is quantized here, once, for all
-programs of the experts' first product: each would need as many instructions for that as for five
-rows of 4-bit codes.
+One token's norm is quantized here (ops/quantized_x.py), once for all programs of the experts' first
+product.
 """
 
 # ruff: noqa: RUF005  (Triton adds tuples, but does not unpack them)
@@ -17,9 +16,9 @@ import torch
 from torch import Tensor
 
 from ops.jit import jit, supports_pdl, tl, triton
-from ops.moe_chunk import _load_x, _quantize
+from ops.moe_chunk import _load_x
+from ops.quantized_x import INTEGERS, QuantizedX, _store_quads, empty_quantized
 
-INTEGERS = "int8", "int4", "mxfp4", "hqq"  # kinds of codes that are multiplied as integers
 MAX_EXPERTS = 512
 MAX_DIM = 8192
 
@@ -147,19 +146,11 @@ def _store_quantized(
 
     raw, scales: x and the norm's weight as of `_load_x`. factor: the norm's, of all of x.
     """
-    OPERANDS: tl.constexpr = 1 if KIND == "int8" else 2
     values = ()
-    for k in tl.static_range(4 * OPERANDS):
+    for k in tl.static_range(4 if KIND == "int8" else 8):
         value = raw[k].to(tl.float32) * factor * scales[k].to(tl.float32)
         values = values + (value.to(DTYPE).to(tl.float32),)  # rounded, as the norm is
-    first, second, unit, sums = _quantize(values, KIND, 14)
-    quad = tl.program_id(0) * LANES + tl.arange(0, LANES)[:, None]
-    words = x + (quad * (4 * OPERANDS) + tl.arange(0, 4)[None, :])
-    tl.store(words, first, mask=quad < QUADS)
-    if OPERANDS == 2:
-        tl.store(words + 4, second, mask=quad < QUADS)
-    tl.store(units + quad, unit, mask=quad < QUADS)
-    tl.store(units + QUADS + quad, sums, mask=quad < QUADS)
+    _store_quads(values, x, units, QUADS, KIND, LANES)
 
 
 # Grid [N / ROWS], with MANY tokens [N / ROWS, T]: each program norms a whole token, and computes
@@ -321,19 +312,6 @@ class Routing:
         return self.active + self.shared
 
 
-@dataclass(frozen=True)
-class QuantizedX:
-    """A token as integers: int16 numbers of each quad of its weight, in the order of its codes.
-
-    operands: int64 [quads, 8], of int8 [quads, 4]: four numbers each, as of `moe_chunk._quantize`.
-    units: fp32 [2, quads]: the value of a quad's 1, and the sum of its numbers.
-    """
-
-    operands: Tensor
-    units: Tensor
-    dtype: torch.dtype  # that of the token
-
-
 def check_router(E: int, D: int, routing: Routing) -> None:
     """Raise ValueError if `norm_router` has no kernel for E experts and tokens of D numbers."""
     if E > MAX_EXPERTS or D > MAX_DIM or routing.active > E:
@@ -373,9 +351,8 @@ def norm_router(
     normed: Tensor | QuantizedX
     if quantizes:
         fields, quads = weight.fields, weight.quads
-        stored = torch.empty(quads, fields, dtype=torch.int64, device=x.device)
-        units = torch.empty(2, quads, dtype=torch.float32, device=x.device)
-        normed = QuantizedX(stored, units, x.dtype)
+        normed = empty_quantized(quads, weight, x.dtype, x.device)
+        stored, units = normed.operands, normed.units
         lanes = max(8 * warps, triton.next_power_of_2(triton.cdiv(quads, programs)))
         layout = dict(KIND=weight.kind, FIELDS=fields, RUN=weight.group // fields, LANES=lanes)
     else:

@@ -44,7 +44,8 @@ from ops import expert_tiles, moe_decode, moe_router
 from ops.few_tokens import down_few
 from ops.inductor import materialize
 from ops.moe_decode import SWIGLU, Weight
-from ops.moe_router import QuantizedX, Routing
+from ops.moe_router import Routing
+from ops.quantized_x import QuantizedX
 from ops.token_draw import draw_tokens
 from runtime.fused_attention import FusedDecodeAttention, fused_attention
 from runtime.fused_latent_attention import FusedLatentAttention

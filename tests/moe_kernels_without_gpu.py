@@ -62,6 +62,7 @@ from ops import (
     moe_chunk,
     moe_decode,
     moe_router,
+    quantized_x,
     reduce_router,
 )
 from ops.moe_decode import SWIGLU, Activation
@@ -204,6 +205,10 @@ def expert_errors(layer: Layer) -> dict[str, float]:
         x, indices = layer.x, layer.indices
         h = moe_decode.gate_up_of(x, layer.w13, indices, activation, bias=bias13, **options)
         y = moe_decode.down(given, layer.w2, **experts, **add, **options)
+        if layer.w2.kind in quantized_x.INTEGERS:  # as integers of a kernel of its own: the same
+            integers = quantized_x.quantize_token(given, layer.w2, pdl=False)
+            same = moe_decode.down(integers, layer.w2, **experts, **add, **options)
+            assert torch.equal(same, y), relative(same, y)
     else:  # h of padding is undefined: nothing may come of it
         h, y = several_tokens(
             layer, activation, given.where(real.unsqueeze(2), torch.nan), residual
@@ -235,7 +240,7 @@ def several_tokens(
 
 
 def dense_error(layer: Layer, edge: bool = False) -> float:
-    """Compare a dense product with the norm of x and a residual, in fp64.
+    """Compare a dense product with a residual, of up to 8 tokens with the norm of x, in fp64.
 
     edge: x and the norm's weight whose products round to the next power of two.
     """
@@ -244,13 +249,14 @@ def dense_error(layer: Layer, edge: bool = False) -> float:
     residual = layer.normal(case.tokens, case.I).to(layer.dtype)
     x = torch.full_like(layer.x, 2 - 2**-9) if edge else layer.x
     norm = torch.full_like(layer.norm, 1 + 2**-10) if edge else layer.norm
+    has_norm = case.tokens <= few_tokens.TILE
     bias = layer.bias[0][0, : case.I] if case.biased else None
     out = torch.full((case.tokens, case.I + 24), torch.nan)  # a part of longer rows
     got = moe_decode.down(
         x,
         weight,
         residual=residual,
-        norm=norm,
+        norm=norm if has_norm else None,
         eps=1e-5,
         bias=bias,
         scale=case.scale,
@@ -259,7 +265,9 @@ def dense_error(layer: Layer, edge: bool = False) -> float:
         out=out[:, 8 : 8 + case.I],
     )
     assert out[:, :8].isnan().all() and out[:, 8 + case.I :].isnan().all()
-    normed = torch.nn.functional.rms_norm(x.double(), (case.D,), norm.double(), 1e-5)
+    normed = x.double()
+    if has_norm:
+        normed = torch.nn.functional.rms_norm(normed, (case.D,), norm.double(), 1e-5)
     want = normed @ layer.plain_dense[0].T + (0 if bias is None else bias.double())
     return relative(got, want * case.scale + residual.double())
 
@@ -326,12 +334,12 @@ def quantized_error(layer: Layer, x: Tensor, arguments: tuple, settings: dict) -
     """
     case = layer.case
     w13, _ = layer.weight(case.E + case.shared, 2 * case.I, case.D)
-    if case.tokens > 1 or w13.kind not in moe_router.INTEGERS:
+    if case.tokens > 1 or w13.kind not in quantized_x.INTEGERS:
         return 0.0
     options = dict(tiles=layer.tiles, pdl=False, dtype=torch.float32)
     plain, scores = moe_router.norm_router(x, *arguments, **settings)
     quantized, same_scores = moe_router.norm_router(x, *arguments, **settings, weight=w13)
-    assert isinstance(quantized, moe_router.QuantizedX)
+    assert isinstance(quantized, quantized_x.QuantizedX)
     expected, *_ = moe_decode.gate_up(plain, w13, scores, arguments[-1], **options)
     found, *_ = moe_decode.gate_up(quantized, w13, same_scores, arguments[-1], **options)
     return max(relative(found, expected), relative(same_scores, scores))
