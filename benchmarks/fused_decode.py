@@ -240,7 +240,7 @@ def build_parser() -> Parser:
     add("--layers", type=int, help="build only the first N layers")
     add("--position", type=int, default=100, help="the token's position in the cache (100)")
     add("--tune", type=float, default=0.0, help="seconds for each product, to try other tilings")
-    add("--quantize_h", action="store_true", help="in a kernel of its own, before the down product")
+    add("--quantize_h", action="store_true", help="quantize h in a kernel of its own")
     add("--json", metavar="FILE", help="write the result, with the kernels of a layer")
     return parser
 

@@ -702,8 +702,8 @@ def down_few(
 ) -> None:
     """Store scale * (x @ weight + bias) + residual in y [T, out]: see `moe_decode.down`.
 
-    Raises ValueError for more tokens than those of a program that are no multiple of these, and
-    for a norm if a program has more than TILE tokens.
+    Raises ValueError for more tokens than those of a program that are no multiple of these. A norm
+    of programs with more than TILE tokens is a ValueError, too.
     """
     tiles = tiles or choose_few_tiles(weight, len(x))
     blocks, tokens = triton.cdiv(len(x), tiles.tokens), min(len(x), tiles.tokens)
