@@ -79,7 +79,7 @@ def _quantize_token(
 
 
 def empty_quantized(quads: int, weight, dtype: torch.dtype, device: torch.device) -> QuantizedX:
-    """Return a `QuantizedX` of so many quads for a `Weight`, to be filled."""
+    """Return a `QuantizedX` of `quads` quads for a `Weight`, to be filled."""
     operands = torch.empty(quads, weight.fields, dtype=torch.int64, device=device)
     units = torch.empty(2, quads, dtype=torch.float32, device=device)
     return QuantizedX(operands, units, dtype)
