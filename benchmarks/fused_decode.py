@@ -36,7 +36,7 @@ from model import Transformer
 from models.random_weights import RandomWeights, architecture, first_layers, number_format
 from ops import moe_decode, moe_router
 from ops.inductor import configure_inductor
-from ops.moe_decode import Tiles, Weight
+from ops.moe_tiles import Tiles, Weight
 from ops.quantized_x import INTEGERS, quantize_token
 from runtime.fused_decode import FusedRunner
 from runtime.runner import CompiledRunner

@@ -36,7 +36,7 @@ from model import Experts, swiglu
 from models import ARCHITECTURES
 from ops import moe_decode
 from ops.inductor import configure_inductor
-from ops.moe_decode import Tiles, Weight
+from ops.moe_tiles import Tiles, Weight, packed_weight, plain_weight
 
 CASES = (
     ("Qwen3-30B-A3B", "int4"),
@@ -114,14 +114,14 @@ class Weights:
         self.mode, self.width = mode, shape[-1]
         if mode == PLAIN:
             plain = torch.empty(shape, **BFLOAT16).normal_(0, shape[-1] ** -0.5)
-            self.parts, self.kernel = {"weight": plain}, moe_decode.plain_weight(plain)
+            self.parts, self.kernel = {"weight": plain}, plain_weight(plain)
             self.group = 0
         else:
             format = FORMATS[mode]
             self.group = format.choose_group(shape[-1], None)
             self.parts = random_parts(format, shape, self.group)
             parts = list(self.parts.values())
-            self.kernel = moe_decode.packed_weight(parts, format.kind, self.group)
+            self.kernel = packed_weight(parts, format.kind, self.group)
         self.nbytes = sum(part[:1].nbytes for part in self.parts.values())
 
     def unpack(self, index: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from model import ExpertLinear, Linear, swiglu
 from ops.gemv4 import dot4, dot4_supports
 from ops.grouped import grouped_gemm, grouped_mm
 from ops.inductor import custom_op, materialize
-from ops.moe_decode import BITS, Weight, packed_weight
+from ops.moe_tiles import BITS, Weight, packed_weight
 
 # Products
 TOKEN = "token"  # one token, or one (token, expert) pair, per weight matrix: a GEMV

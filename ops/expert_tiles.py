@@ -37,6 +37,7 @@ from ops.few_tokens import (
 )
 from ops.jit import jit, supports_pdl, tl, triton
 from ops.moe_chunk import _activate
+from ops.moe_tiles import Weight
 
 MAX_TOKENS = 64
 SORTED = 4  # pairs and tiles of a program of `_sort_pairs`
@@ -296,7 +297,7 @@ def choose_tile(E: int, pairs: int) -> int:
     return min(32, max(TILE, triton.next_power_of_2(pairs // E)))
 
 
-def choose_few(weight, loads: int, tile: int) -> FewTiles:
+def choose_few(weight: Weight, loads: int, tile: int) -> FewTiles:
     """Return how the product of a tile divides its work, as measured on an H200.
 
     One step in flight leaves registers for more programs, which do more than deeper pipelines
@@ -353,7 +354,7 @@ def sort_pairs(
 
 def multiply_tiles(
     x: Tensor,
-    weight,
+    weight: Weight,
     order: SortedPairs,
     y: Tensor,
     activation=None,
@@ -432,8 +433,8 @@ def combine(
 
 def run_experts(
     x: Tensor,
-    w13,
-    w2,
+    w13: Weight,
+    w2: Weight,
     indices: Tensor,
     routing: Tensor,
     activation,

@@ -32,11 +32,11 @@ from torch import Tensor
 
 from ops.grouped import _floats, _shift_right, _signed_bytes
 from ops.jit import jit, supports_pdl, tl, triton
+from ops.moe_tiles import MULTIPROCESSORS, Weight
 
 TILE = 8  # tokens of a tensor core's instruction
 BLOCK = 32  # tokens of a program of a dense product
 TILE_REGISTERS = 64  # a lane's, for weights in flight
-PROGRAMS = 132  # an H200's multiprocessors
 
 # Weights ------------------------------------------------------------------------------------------
 
@@ -617,7 +617,7 @@ class FewTiles:
         return f"rows {self.rows} warps {self.warps} x {self.depth or 'all'}{tokens}"
 
 
-def words_of_lane(weight) -> int:
+def words_of_lane(weight: Weight) -> int:
     """Return VEC: the words that a lane loads at once, so that four lanes' are within a group."""
     if weight.kind not in ("int4", "hqq", "fp8b"):
         return 4  # no scales along `in`, or mxfp4's
@@ -625,12 +625,12 @@ def words_of_lane(weight) -> int:
     return next(vec for vec in (4, 2, 1) if run % (4 * vec) == 0)
 
 
-def steps_of(weight, warps: int) -> int:
+def steps_of(weight: Weight, warps: int) -> int:
     """Return the steps of a row."""
     return triton.cdiv(weight.quads, words_of_lane(weight) * warps)
 
 
-def choose_few_tiles(weight, tokens: int = TILE) -> FewTiles:
+def choose_few_tiles(weight: Weight, tokens: int = TILE) -> FewTiles:
     """Return how to divide a dense product of several tokens, as measured on an H200.
 
     A program loads x in small pieces, which bind it: with more than 8 tokens 64 rows share them,
@@ -645,7 +645,7 @@ def choose_few_tiles(weight, tokens: int = TILE) -> FewTiles:
         return (
             FewTiles(16, 8, 2, size) if narrow else FewTiles(64, 4, 1 if tokens > 32 else 2, size)
         )
-    few = weight.out < 2 * PROGRAMS * 16
+    few = weight.out < 2 * MULTIPROCESSORS * 16
     warps = 8 if few else 4
     if weight.fields == 8:
         return FewTiles(16, warps, 2 if few else 1)
@@ -657,7 +657,7 @@ def tiles_of(tokens: int) -> int:
     return triton.next_power_of_2(triton.cdiv(tokens, TILE))
 
 
-def pointers_of(weight, plain: torch.dtype) -> list[Tensor]:
+def pointers_of(weight: Weight, plain: torch.dtype) -> list[Tensor]:
     """Return seven tensors as the kernels read them: codes as units of 16 bits.
 
     plain: the dtype of weights that are not packed, which is that of x.
@@ -669,7 +669,7 @@ def pointers_of(weight, plain: torch.dtype) -> list[Tensor]:
     return parts + parts[:1] * (7 - len(parts))
 
 
-def constants_of(weight, tiles: FewTiles) -> dict:
+def constants_of(weight: Weight, tiles: FewTiles) -> dict:
     """Return the constants and options that both kernels have in common."""
     steps = steps_of(weight, tiles.warps)
     depth = min(tiles.depth or steps, steps)
@@ -690,7 +690,7 @@ def constants_of(weight, tiles: FewTiles) -> dict:
 
 def down_few(
     x: Tensor,
-    weight,
+    weight: Weight,
     y: Tensor,
     residual: Tensor | None = None,
     norm: Tensor | None = None,

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ops.jit import jit, supports_pdl, tl, triton
 from ops.moe_chunk import _load_x
+from ops.moe_tiles import Weight
 from ops.quantized_x import INTEGERS, QuantizedX, _store_quads, empty_quantized
 
 MAX_EXPERTS = 512
@@ -328,7 +329,7 @@ def norm_router(
     rows: int = 1,
     warps: int = 4,
     pdl: bool | None = None,
-    weight=None,
+    weight: Weight | None = None,
 ) -> tuple[Tensor | QuantizedX, Tensor]:
     """Norm x [T, D], and score the experts for it.
 

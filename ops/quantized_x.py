@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ops.jit import jit, supports_pdl, tl, triton
 from ops.moe_chunk import _load_x, _quantize
+from ops.moe_tiles import Weight
 
 INTEGERS = "int8", "int4", "mxfp4", "hqq"  # kinds of codes that are multiplied as integers
 LANES = 8  # quads of a program of `_quantize_token`, which is one warp
@@ -78,14 +79,16 @@ def _quantize_token(
     _store_quads(values, operands, units, QUADS, KIND, LANES)
 
 
-def empty_quantized(quads: int, weight, dtype: torch.dtype, device: torch.device) -> QuantizedX:
+def empty_quantized(
+    quads: int, weight: Weight, dtype: torch.dtype, device: torch.device
+) -> QuantizedX:
     """Return a `QuantizedX` of `quads` quads for a `Weight`, to be filled."""
     operands = torch.empty(quads, weight.fields, dtype=torch.int64, device=device)
     units = torch.empty(2, quads, dtype=torch.float32, device=device)
     return QuantizedX(operands, units, dtype)
 
 
-def quantize_token(x: Tensor, weight, pdl: bool | None = None) -> QuantizedX:
+def quantize_token(x: Tensor, weight: Weight, pdl: bool | None = None) -> QuantizedX:
     """Quantize a token x, or its experts' [A, in], for a `Weight` of a kind in INTEGERS."""
     pdl = supports_pdl(x) if pdl is None else pdl
     quads = x.numel() // x.shape[-1] * weight.quads

@@ -43,8 +43,9 @@ from model import (
 from ops import expert_tiles, moe_decode, moe_router
 from ops.few_tokens import down_few
 from ops.inductor import materialize
-from ops.moe_decode import SWIGLU, Weight
+from ops.moe_decode import SWIGLU
 from ops.moe_router import Routing
+from ops.moe_tiles import Weight, plain_weight
 from ops.quantized_x import QuantizedX
 from ops.token_draw import draw_tokens
 from runtime.fused_attention import FusedDecodeAttention, fused_attention
@@ -60,7 +61,7 @@ def kernel_weight(module: nn.Module) -> Weight:
     """Return a module's weight as the kernels read it. Raises ValueError if they cannot."""
     if hasattr(module, "kernel_weight"):  # a packed weight
         return module.kernel_weight()
-    return moe_decode.plain_weight(module.weight)
+    return plain_weight(module.weight)
 
 
 def settings_of(module: nn.Module, plain: type) -> dict:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from model import Context
 from ops import moe_decode
 from ops.latent_decode_attention import attend_latent_token, supports
-from ops.moe_decode import Weight
+from ops.moe_tiles import Weight
 
 
 class FusedLatentAttention:

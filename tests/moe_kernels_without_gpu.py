@@ -62,6 +62,7 @@ from ops import (
     moe_chunk,
     moe_decode,
     moe_router,
+    moe_tiles,
     quantized_x,
     reduce_router,
 )
@@ -145,7 +146,7 @@ class Layer:
         chosen = [torch.randperm(E, generator=self.random)[: case.A] for _ in range(T)]
         self.indices = torch.stack(chosen)
         self.routing = torch.rand(T, case.A, generator=self.random)
-        self.tiles = moe_decode.Tiles(**case.tiles)
+        self.tiles = moe_tiles.Tiles(**case.tiles)
         self.few_tiles = self.tiles
         if T > 1:
             self.few_tiles = few_tokens.FewTiles(**case.few) if case.few else None
@@ -160,15 +161,15 @@ class Layer:
     def normal(self, *shape: int) -> Tensor:
         return torch.randn(*shape, generator=self.random)
 
-    def weight(self, *shape: int) -> tuple[moe_decode.Weight, Tensor]:
+    def weight(self, *shape: int) -> tuple[moe_tiles.Weight, Tensor]:
         weight = self.normal(*shape) * shape[-1] ** -0.5
         if self.case.format == "bf16":
             weight = weight.bfloat16()
-            return moe_decode.plain_weight(weight), weight.double()
+            return moe_tiles.plain_weight(weight), weight.double()
         format = FORMATS[self.case.format]
         group = self.case.group or GROUPS[format.name]
         parts = format.pack(weight, group)
-        kernel = moe_decode.packed_weight(list(parts.values()), format.kind, group)
+        kernel = moe_tiles.packed_weight(list(parts.values()), format.kind, group)
         return kernel, format.unpack(parts, group).double()
 
 
@@ -765,7 +766,7 @@ def main() -> int:
     cases = [Case(**values) for values in given["cases"]]
     if os.environ.get("TRITON_INTERPRET") == "1":
         check_bounds()
-        moe_decode.RESIDENT = 12  # programs that stay have several tiles
+        moe_tiles.RESIDENT = 12  # programs that stay have several tiles
         gemv4._add_word, gemv4._add_e2m1 = twin, e2m1_twin
         moe_chunk._add_bytes, moe_chunk._add_pair = bytes_twin, pair_twin
         few_tokens._dot, few_tokens._multiply_bf16 = dot_twin, norm_twin

@@ -11,7 +11,7 @@ from model import ExpertLinear, Linear, MoE
 from models import ARCHITECTURES
 from models.layers.shared_expert import SharedExpertMoE
 from models.random_weights import RandomWeights, first_layers, number_format
-from ops import moe_decode
+from ops import moe_tiles
 from runtime.fused_attention import FusedDecodeAttention
 from runtime.fused_decode import (
     PROMPT_CHUNKS,
@@ -165,8 +165,8 @@ def test_a_shared_expert_is_stacked_on_the_others(count):
     for module in (w13, w2, shared13, shared2):
         module.weight.data = torch.randn_like(module.weight).bfloat16()
     kept, shared = w13.weight.clone(), (shared13.weight.clone(), shared2.weight.clone())
-    all13 = stack(w13, shared13, moe_decode.plain_weight(w13.weight), count, rows=True)
-    all2 = stack(w2, shared2, moe_decode.plain_weight(w2.weight), count, rows=False)
+    all13 = stack(w13, shared13, moe_tiles.plain_weight(w13.weight), count, rows=True)
+    all2 = stack(w2, shared2, moe_tiles.plain_weight(w2.weight), count, rows=False)
     numbers13, numbers2 = (w.parts[0].view(torch.bfloat16) for w in (all13, all2))
     assert numbers13.shape == (E + count, 2 * I, D) and numbers2.shape == (E + count, D, I)
     assert w13.weight.equal(kept) and numbers13[:E].equal(kept)
