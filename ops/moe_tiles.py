@@ -14,7 +14,7 @@ from ops.jit import triton
 # Bits of a code, by kind
 BITS = {"bf16": 16, "int8": 8, "fp8": 8, "fp8b": 8, "int4": 4, "mxfp4": 4, "hqq": 4}
 TILE_REGISTERS = 96  # a lane's, for weights in flight
-MULTIPROCESSORS = 132  # of an H200
+MULTIPROCESSORS = 132  # an H200 has as many
 RESIDENT = 16 * MULTIPROCESSORS  # warps of staying programs, with 128 registers a lane
 MANY_ROWS = 10_000  # more rows of 4 bits than an H200 computes at once, at 8 rows a program
 

@@ -11,7 +11,9 @@ from model import ExpertLinear, Linear, MoE
 from models import ARCHITECTURES
 from models.layers.shared_expert import SharedExpertMoE
 from models.random_weights import RandomWeights, first_layers, number_format
-from ops import moe_tiles
+from ops import moe_decode, moe_tiles
+from ops.few_tokens import FewTiles
+from ops.quantized_x import empty_quantized
 from runtime.fused_attention import FusedDecodeAttention
 from runtime.fused_decode import (
     PROMPT_CHUNKS,
@@ -179,3 +181,14 @@ def test_a_shared_expert_is_stacked_on_the_others(count):
     halves = [(numbers13[E + n].double() @ x).chunk(2) for n in range(count)]
     parts = [numbers2[E + n].double() @ (a * b) for n, (a, b) in enumerate(halves)]
     torch.testing.assert_close(sum(parts), want)
+
+
+def test_a_norm_is_refused_where_no_kernel_has_it():
+    """Of more tokens than a tile in one program, and of a token that is integers already."""
+    weight = moe_tiles.plain_weight(torch.zeros(64, 64, dtype=torch.bfloat16))
+    x, norm = torch.zeros(16, 64, dtype=torch.bfloat16), torch.ones(64, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="norm_tokens"):
+        moe_decode.down(x, weight, norm=norm, tiles=FewTiles(16, 2, 1, tokens=16), pdl=False)
+    integers = empty_quantized(weight.quads, weight, x.dtype, x.device)
+    with pytest.raises(ValueError, match="no norm"):
+        moe_decode.down(integers, weight, norm=norm)
