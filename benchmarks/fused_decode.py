@@ -9,8 +9,8 @@ more: where two experts have nearly equal scores, rounding may choose another.
 
 --tune tries other tilings of each product, one product at a time, with the whole layer around it.
 Most of its time is Triton's, so 20 seconds try about 15.
---quantize_h measures a kernel that no model runs yet: it quantizes h once, for all programs of the
-down product, which meanwhile load their weights.
+--quantize_h quantizes h once, by a kernel of its own, for all programs of the down product, which
+meanwhile load their weights. Without, only Mixtral in 4 bits does (`quantized_x.quantizes_first`).
 
 --json also writes the kernels of one layer with their starts, for scripts/plot_timeline.py.
 """

@@ -44,7 +44,6 @@ from ops.moe_chunk import (
     _prepare_x,
     _result_rows,
     _row_scale,
-    _split_operands,
     _square_sum,
     _sum_lanes,
     _weighted_operands,
@@ -56,7 +55,7 @@ from ops.moe_router import (
     choice_constants,
 )
 from ops.moe_tiles import Tiles, Weight, choose_tiles, chunks_of, programs_of
-from ops.quantized_x import QuantizedX
+from ops.quantized_x import QuantizedX, quantize_token, quantizes_first
 
 # Kernels ------------------------------------------------------------------------------------------
 
@@ -97,7 +96,7 @@ def _prepare_part(
 ):
     """Make the operands of `_multiply_chunk` of what `_load_part` loaded."""
     if QUANTIZED:
-        return _split_operands(part[0], part[1], part[2], part[3], KIND, LANES)
+        return part
     else:
         return _prepare_x(part, norm, NORM, KIND, LANES)
 
@@ -133,8 +132,9 @@ def _load_gate_up(
 # Weights depend on an index or scores that the previous kernel wrote, so nothing is loaded before
 # the wait. All loads then start at once: the tile's first DEPTH chunks, and their x.
 #
-# With CHOOSE each program finds its expert in the router's scores, and the first one stores the
-# whole choice for the next kernel. S shared experts, from E on, follow the A chosen ones.
+# With CHOOSE each program finds its expert in the router's scores, and the grid has one more row of
+# programs, R + 1, whose first stores the whole choice for the next kernel. S shared experts, from E
+# on, follow the A chosen ones.
 @jit
 def _gate_up(
     x,
@@ -181,6 +181,7 @@ def _gate_up(
 ):
     RUN: tl.constexpr = GROUP // FIELDS  # words of a group
     HELD: tl.constexpr = CHUNKS if TILES > 1 else DEPTH  # chunks of x in registers
+    PROGRAMS = tl.num_programs(0) - CHOOSE  # that multiply
     weights = (codes, scale, scale_step, scale_low, zero, zero_step, zero_low)
     pair = tl.program_id(1)
     # The last tiles begin early enough to be whole: some rows are computed twice.
@@ -188,20 +189,22 @@ def _gate_up(
     if PDL:
         tl.extra.cuda.gdc_wait()
     if CHOOSE:
-        if tl.program_id(0) + pair == 0:
-            _choose(
-                scores,
-                indices,
-                routing,
-                E,
-                A,
-                SHARED,
-                GATED,
-                SIGMOID,
-                NORM_TOPK,
-                SCALE,
-                EXPERTS,
-            )
+        if tl.program_id(0) == PROGRAMS:
+            if pair == 0:
+                _choose(
+                    scores,
+                    indices,
+                    routing,
+                    E,
+                    A,
+                    SHARED,
+                    GATED,
+                    SIGMOID,
+                    NORM_TOPK,
+                    SCALE,
+                    EXPERTS,
+                )
+            return
         if SHARED == 0:
             expert = _choose_one(scores, pair, E, EXPERTS, WARPS).to(tl.int64)
         else:
@@ -228,7 +231,7 @@ def _gate_up(
         if BIAS:
             gate_bias = tl.load(bias + flat).to(tl.float32)
             up_bias = tl.load(bias + I + flat).to(tl.float32)
-        next_row = tl.minimum((tl.program_id(0) + (n + 1) * tl.num_programs(0)) * ROWS, I - ROWS)
+        next_row = tl.minimum((tl.program_id(0) + (n + 1) * PROGRAMS) * ROWS, I - ROWS)
         gate, up = tl.zeros([ROWS, LANES], tl.float32), tl.zeros([ROWS, LANES], tl.float32)
         for c in tl.static_range(CHUNKS):
             part, both = xs[c % HELD], tiles[c % DEPTH]
@@ -556,7 +559,7 @@ def _launch_gate_up(
     chunks, depth = chunks_of(weight.quads, tiles)
     programs, each = programs_of(tiles, triton.cdiv(I, rows), pairs)
     h = torch.empty(pairs, I, dtype=dtype or x.dtype, device=tensors[0].device)
-    _gate_up[(programs, pairs)](
+    _gate_up[(programs + choice["CHOOSE"], pairs)](
         operand,
         units,
         *tensors,
@@ -616,20 +619,23 @@ def down(
     given; its rows may be parts of longer ones. tiles: of several tokens `FewTiles`. With PDL, all
     tensors but x are loaded while the previous kernel runs, which must not write them; with experts
     the residual alone is, unless x is a `QuantizedX` of this weight, without norm, made by the
-    previous kernel. early: of one token x is loaded, too, so that the product runs beside the
-    previous kernel. Raises ValueError for a norm with experts.
+    previous kernel. Long x of experts in 4 bits becomes one here, by a kernel of its own. early: of
+    one token x is loaded, too, so that the product runs beside the previous kernel. Raises
+    ValueError for a norm with experts.
     """
-    gather = indices is not None
+    gather, dtype = indices is not None, dtype or x.dtype
     pairs = indices.shape[1] if gather else 1
+    quads, y = pairs * weight.quads, out
+    T = 1 if isinstance(x, QuantizedX) else x.numel() // x.shape[-1] // pairs
+    if T == 1 and gather and isinstance(x, Tensor) and quantizes_first(weight, quads):
+        x = quantize_token(x, weight, pdl)
     quantized = isinstance(x, QuantizedX)
-    T = 1 if quantized else x.numel() // x.shape[-1] // pairs
     if norm is not None and (gather or quantized):
         raise ValueError("no norm with experts, or of integers")
     operand, units = _operands_of(x, weight)
     pdl = supports_pdl(operand) if pdl is None else pdl
-    quads, y = pairs * weight.quads, out
     if y is None:
-        y = torch.empty(T, weight.out, dtype=dtype or x.dtype, device=operand.device)
+        y = torch.empty(T, weight.out, dtype=dtype, device=operand.device)
     if T > 1:
         assert not isinstance(x, QuantizedX)
         down_few(x, weight, y, residual, norm, eps, bias, scale, tiles, pdl)

@@ -16,6 +16,7 @@ from ops.jit import jit, supports_pdl, tl, triton
 from ops.moe_chunk import _load_x, _quantize
 from ops.moe_tiles import Weight
 
+LONG_X = 512  # quads: longer x of experts in 4 bits is quantized by a kernel of its own
 INTEGERS = "int8", "int4", "mxfp4", "hqq"  # kinds of codes that are multiplied as integers
 LANES = 8  # quads of a program of `_quantize_token`, which is one warp
 
@@ -24,7 +25,9 @@ LANES = 8  # quads of a program of `_quantize_token`, which is one warp
 class QuantizedX:
     """A token as integers: int16 numbers of each quad of its weight, in the order of its codes.
 
-    operands: int64 [quads, 8], of int8 [quads, 4]: four numbers each, as of `moe_chunk._quantize`.
+    operands: int64 [4, quads, 2], of int8 [2, quads, 2]: four numbers each, as of
+    `moe_chunk._quantize`. Of 4 bits a pair is both operands of one word of codes, of int8 the
+    operands of two words. A lane loads a pair at once, and needs none of another lane's.
     units: fp32 [2, quads]: the value of a quad's 1, and the sum of its numbers.
     """
 
@@ -49,10 +52,13 @@ def _store_quads(
     OPERANDS: tl.constexpr = 1 if KIND == "int8" else 2
     first, second, unit, sums = _quantize(values, KIND, 14)
     quad = tl.program_id(0) * LANES + tl.arange(0, LANES)[:, None]
-    words = x + (quad * (4 * OPERANDS) + tl.arange(0, 4)[None, :])
-    tl.store(words, first, mask=quad < QUADS)
+    word = tl.arange(0, 4)[None, :]
     if OPERANDS == 2:
-        tl.store(words + 4, second, mask=quad < QUADS)
+        words = x + (word * QUADS + quad) * 2
+        tl.store(words, first, mask=quad < QUADS)
+        tl.store(words + 1, second, mask=quad < QUADS)
+    else:
+        tl.store(x + (word // 2 * QUADS + quad) * 2 + word % 2, first, mask=quad < QUADS)
     tl.store(units + quad, unit, mask=quad < QUADS)
     tl.store(units + QUADS + quad, sums, mask=quad < QUADS)
 
@@ -83,9 +89,18 @@ def empty_quantized(
     quads: int, weight: Weight, dtype: torch.dtype, device: torch.device
 ) -> QuantizedX:
     """Return a `QuantizedX` of `quads` quads for a `Weight`, to be filled."""
-    operands = torch.empty(quads, weight.fields, dtype=torch.int64, device=device)
+    operands = torch.empty(weight.fields // 2, quads, 2, dtype=torch.int64, device=device)
     units = torch.empty(2, quads, dtype=torch.float32, device=device)
     return QuantizedX(operands, units, dtype)
+
+
+def quantizes_first(weight: Weight, quads: int) -> bool:
+    """Whether a kernel of its own quantizes a token's x of `quads` quads for its experts.
+
+    It takes 1.5 us, so that it must spare many programs more than that, as measured on an H200:
+    of Mixtral's w2 in 4 bits 3 us (docs/log/small_experts.md).
+    """
+    return weight.kind in INTEGERS and weight.fields == 8 and quads > LONG_X
 
 
 def quantize_token(x: Tensor, weight: Weight, pdl: bool | None = None) -> QuantizedX:
