@@ -1,4 +1,4 @@
-"""Run and compile the kernels of ops/gated_delta_{prompt,token}.py; see kernels_without_gpu.py.
+"""Run and compile the kernels of ops/gated_delta_{prompt,token,few}.py; see kernels_without_gpu.py.
 
     TRITON_INTERPRET=1 python tests/delta_kernels_without_gpu.py    Triton's interpreter, CPU
     python tests/delta_kernels_without_gpu.py    machine code for an H200, by Triton and ptxas
@@ -9,12 +9,17 @@ It prints one JSON object: by case, the relative error of each result, or counts
 import json
 import os
 import sys
+from copy import deepcopy
+from types import SimpleNamespace
 from unittest import mock
 
 import torch
 from torch import Tensor
 
-from ops import gated_delta_prompt, gated_delta_token
+from model import Context
+from models.layers import gated_delta_net
+from models.layers.gated_delta_net import MAX_TENTATIVE, DeltaNet, DeltaSizes
+from ops import gated_delta_few, gated_delta_prompt, gated_delta_token
 from ops.gated_delta import (
     causal_conv_silu,
     chunk_in_torch,
@@ -37,6 +42,13 @@ TOKENS = {  # B, K, H, Ck, Cv, W, last
     "one row": (1, 2, 4, 16, 16, 4, None),
     "rows without a token": (3, 1, 2, 32, 64, 4, (0, -1, 0)),
     "more channels than a program moves": (2, 4, 8, 64, 128, 3, (-1, 0)),
+}
+
+FEW = {  # B, T, K, H, Ck, Cv, W, last
+    "drafts": (1, 5, 2, 4, 16, 16, 4, None),
+    "rows with padding": (3, 4, 1, 2, 32, 64, 4, (1, -1, 3)),
+    "fewer tokens than the window": (2, 2, 4, 8, 16, 32, 4, (0, 1)),
+    "as many as are kept": (1, MAX_TENTATIVE, 1, 1, 16, 16, 3, None),
 }
 
 
@@ -72,6 +84,48 @@ def random_token(
     weights = normal(N, W), normal(H, dtype=torch.float32), normal(H), normal(Cv)
     last = None if last is None else torch.tensor(last)
     return [qkvz, ba, state, window, *weights, last, K, 1e-6]
+
+
+def random_few(
+    B: int, T: int, K: int, H: int, Ck: int, Cv: int, W: int, last, dtype=torch.float32
+) -> tuple[DeltaNet, Tensor, Context]:
+    """Return a layer with a random state for B sequences and one more, projected tokens, context.
+
+    What the state keeps for `accept` is of an earlier call.
+    """
+    args = SimpleNamespace(dim=16, delta_sizes=DeltaSizes(K, H, Ck, Cv, W), norm_eps=1e-6)
+    generator, layer = torch.Generator().manual_seed(N_SEED), DeltaNet(args)
+    layer.allocate(B + 1, 8, None, torch.zeros(1, dtype=dtype))
+    for tensor in (*layer.parameters(), *layer.state.buffers()):
+        if tensor.is_floating_point():
+            tensor.data = torch.randn(tensor.shape, generator=generator).to(tensor.dtype)
+    projected = torch.randn(B, T, layer.sizes.channels + H * Cv + 2 * H, generator=generator)
+    projected[..., -2 * H :] *= 5
+    context = Context(*[None] * len(Context._fields))
+    last = None if last is None else torch.tensor(last)
+    return layer.requires_grad_(False), projected.to(dtype), context._replace(last=last)
+
+
+def few_errors(case: tuple) -> list[float]:
+    """Return the errors of y, and of all that the state keeps."""
+    layer, projected, context = random_few(*case)
+    ours = deepcopy(layer)
+    y = layer.core(projected, context)
+    with mock.patch.object(gated_delta_net, "delta_token_supports", lambda state: True):
+        got = ours.core(projected, context)
+    # Padding may read anything, since its y is used by no one.
+    real = torch.ones(y.shape[:2], dtype=torch.bool)
+    if context.last is not None:
+        real = torch.arange(y.shape[1]) <= context.last.unsqueeze(1)
+    found = [relative_error(got[real], y[real])]
+    T, W = case[1], case[6]
+    used = {"convolved": T, "inputs": W - 1 + T}  # the rest of what is kept has no effect
+    for name, buffer in layer.state.named_buffers():
+        pair = getattr(ours.state, name), buffer
+        assert torch.equal(*(t[case[0] :] for t in pair)), name
+        pair = (t[: case[0]].unsqueeze(-1)[:, : used.get(name)] for t in pair)
+        found.append(relative_error(*pair))
+    return found
 
 
 N_SEED = 3
@@ -138,7 +192,7 @@ def errors() -> dict[str, list[float]]:
         y = gated_delta_token.delta_token(*arguments)
         got = y, arguments[2], arguments[3]
         found[name] = [relative_error(*pair) for pair in zip(got, want, strict=True)]
-    return found
+    return found | {name: few_errors(case) for name, case in FEW.items()}
 
 
 def counts(kernel, launch: Launch) -> dict[str, int]:
@@ -173,17 +227,23 @@ def machine_code() -> dict[str, dict[str, int]]:
             "_compute_gates",
         ),
         token: ("_update_state", "_finish_token"),
+        gated_delta_few: ("_update_states", "_finish_tokens"),
     }
     for module, kernels in names.items():
         launches = {name: Launch() for name in kernels}
-        with mock.patch.multiple(module, **launches):
+        few = 16, 32, 128, 128, 4, None
+        supports = mock.patch.object(gated_delta_net, "delta_token_supports", lambda state: True)
+        with mock.patch.multiple(module, **launches), supports:
             if module is prompt:
                 prompt.launch_delta_chunk(q, k, v, g, beta, state)
                 prompt.launch_convolve_tokens(x, window, weight)
                 prompt.launch_norm_heads(v, v, weight[:128, 0].contiguous(), 1e-6)
                 prompt.launch_gates(v[:, :, 0, :64], torch.zeros(32), torch.zeros(32).bfloat16())
-            else:
+            elif module is token:
                 token.delta_token(*one)
+            else:
+                layer, projected, context = random_few(1, 8, *few, torch.bfloat16)
+                layer.core(projected, context)
         found |= {name: counts(getattr(module, name), launches[name]) for name in kernels}
     return found
 
@@ -193,7 +253,7 @@ def main() -> int:
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if interpreted:
         check_bounds()
-    gated_delta_token.supports_pdl = lambda x: not interpreted
+    gated_delta_few.supports_pdl = gated_delta_token.supports_pdl = lambda x: not interpreted
     print(json.dumps(errors() if interpreted else machine_code()))
     return 0
 

@@ -23,6 +23,7 @@ from ops.gated_delta import (
     gated_delta_step,
     gated_rms_norm,
 )
+from ops.gated_delta_few import delta_tokens
 from ops.gated_delta_token import delta_token, delta_token_supports
 from ops.inductor import materialize
 
@@ -119,6 +120,10 @@ class DeltaState(nn.Module):
             else:
                 buffer.index_copy_(0, row, value)
         return out
+
+    def tentative(self) -> tuple[Tensor, ...]:
+        """Return the memory of `accept`, in the order of `delta_tokens`."""
+        return self.before, self.inputs, self.convolved, self.g, self.beta, self.count
 
     def accept(self, counts: Tensor) -> None:
         """Keep the first counts [B] of each row's tokens in the last call of several tokens."""
@@ -241,11 +246,13 @@ class DeltaNet(nn.Module):
 
     def mix(self, qkvz: Tensor, ba: Tensor, context: Context) -> Tensor:
         """qkvz [B, Q, N + H Cv], ba [B, Q, 2 H] -> [B, Q, H Cv]: all between the projections."""
-        H, Cv, memory = self.sizes.value_heads, self.sizes.value_dim, self.state
-        if qkvz.shape[1] == 1 and context.chunk is None and delta_token_supports(memory.state):
+        H, Cv, memory, Q = self.sizes.value_heads, self.sizes.value_dim, self.state, qkvz.shape[1]
+        if Q <= MAX_TENTATIVE and context.chunk is None and delta_token_supports(memory.state):
             tensors = memory.state, memory.window, self.conv.weight, self.a_log, self.dt_bias
             options = self.norm.weight, context.last, self.sizes.key_heads, self.norm.eps
-            return delta_token(qkvz, ba, *tensors, *options)
+            if Q == 1:
+                return delta_token(qkvz, ba, *tensors, *options)
+            return delta_tokens(qkvz, ba, *tensors, *options, *memory.tentative())
         x, gate = qkvz.split((self.sizes.channels, H * Cv), dim=-1)
         g, beta = delta_gates(ba, self.a_log, self.dt_bias)
         y = memory.append(DeltaInputs(x, g, beta, self.conv.weight), context)
