@@ -55,10 +55,10 @@ def random_layer(args: ModelArgs, length: int, kind: type[KVCache]) -> FusedLate
     return layer
 
 
-def make_context(args: ModelArgs, length: int, position: int) -> Context:
-    """Return the context of a token at this position, as in compiled code."""
+def make_context(args: ModelArgs, length: int, position: int, queries: int = 1) -> Context:
+    """Return the context of tokens from this position on, as in compiled code."""
     device = torch.device("cuda")
-    positions = torch.tensor([[position]], device=device)
+    positions = position + torch.arange(queries, device=device).unsqueeze(0)
     is_long = length > SHORT_CACHE and length % BLOCK == 0
     blocks = blocks_in_use(positions, length, None) if is_long else None
     masks = {None: Mask(causal_bias(positions, length, None, torch.bfloat16), blocks)}

@@ -15,9 +15,9 @@ every token chooses. A family declares by `fused_decode_settings` what it adds t
 `FusedRunner` launches the kernels directly: a session captures the step as a CUDA graph, which
 costs them nothing. It serves up to MAX_FEW tokens: one of each of several sequences [B, 1], or
 drafts of one [1, Q]; and PROMPT_CHUNKS of a prompt. Several tokens have kernels of their own:
-ops/few_tokens.py, ops/expert_tiles.py, and ops/few_queries_attention.py for several queries of a
-sequence; latent attention's core is then Inductor's. After the layers, one token's norm and head
-are one product, and sampling is three kernels (ops/token_draw.py). Everything else runs the
+ops/few_tokens.py, ops/expert_tiles.py, and for several queries of a sequence
+ops/few_queries_attention.py or ops/few_latent_attention.py. After the layers, one token's norm and
+head are one product, and sampling is three kernels (ops/token_draw.py). Everything else runs the
 compiled blocks, which are the reference that tests compare with.
 """
 

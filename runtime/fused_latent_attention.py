@@ -1,14 +1,18 @@
-"""Three Triton kernels for one token's latent attention, in place of `LatentAttention.core`.
+"""Three Triton kernels for latent attention of a few tokens, in place of `LatentAttention.core`.
 
-A fourth one before them projects the query, if that has a rank of its own. Everything else takes
-the plain path, which is the reference that tests compare with.
+A fourth one before them projects the query, if that has a rank of its own. One token of each
+sequence and several have kernels of their own. Everything else takes the plain path, which is the
+reference that tests compare with.
 """
 
 from torch import Tensor, nn
 
 from model import Context
 from ops import moe_decode
+from ops.few_latent_attention import MAX_QUERIES, attend_latent_tokens
+from ops.few_tokens import TILE
 from ops.latent_decode_attention import attend_latent_token, supports
+from ops.moe_router import norm_tokens
 from ops.moe_tiles import Weight
 
 
@@ -24,35 +28,34 @@ class FusedLatentAttention:
         self.supported = supports(N, R, r)
 
     def takes(self, qkv: Tensor, context: Context) -> bool:
-        """Whether the kernels take this call: one token of each sequence, in 16 bits."""
-        if not self.supported or context.chunk or qkv.shape[1] > 1 or not qkv.is_cuda:
+        """Whether the kernels take this call: a few tokens of each sequence, in 16 bits."""
+        if not self.supported or context.chunk or not qkv.is_cuda or qkv.shape[1] > MAX_QUERIES:
             return False
         return qkv.element_size() == 2 and self.plain[0].wkv.dtype == qkv.dtype
 
     def fused_core(self, qkv: Tensor, context: Context) -> Tensor:
-        """qkv [B, 1, q_rank or H C, + r + R] -> [B, 1, H * value_dim]."""
+        """qkv [B, Q, q_rank or H C, + r + R] -> [B, Q, H * value_dim]."""
         (plain,), (_, _, R, r) = self.plain, self.sizes
-        q, kv = qkv.squeeze(1).split((qkv.shape[-1] - r - R, r + R), dim=-1)
+        q, kv = qkv.flatten(0, 1).split((qkv.shape[-1] - r - R, r + R), dim=-1)
         if self.query_weight is not None:
             q = self.project_query(q, self.query_weight)
-        cache, scales = plain.cache.stored()
-        y = attend_latent_token(
+        attend = attend_latent_token if qkv.shape[1] == 1 else attend_latent_tokens
+        y = attend(
             q,
             kv,
             context.rope,
             context.positions,
-            cache,
-            scales,
+            *plain.cache.stored(),
             plain.wkv,
             plain.kv_norm.weight,
             plain.kv_norm.eps,
             self.scale,
         )
-        return y.unsqueeze(1)
+        return y.unflatten(0, qkv.shape[:2])
 
     def project_query(self, q: Tensor, weight: Weight) -> Tensor:
-        """q [B, q_rank] -> [B, H * C]: norm and product, in one kernel for each sequence."""
-        norm, y = self.plain[0].q_norm, q.new_empty(len(q), weight.out)
-        for row, out in zip(q.split(1), y.split(1), strict=True):
-            moe_decode.down(row, weight, norm=norm.weight, eps=norm.eps, out=out)
-        return y
+        """q [T, q_rank] -> [T, H * C]: norm and product, in one kernel for up to 8 tokens."""
+        norm, q = self.plain[0].q_norm, q.contiguous()
+        if len(q) > TILE:
+            return moe_decode.down(norm_tokens(q, norm.weight, norm.eps), weight)
+        return moe_decode.down(q, weight, norm=norm.weight, eps=norm.eps)

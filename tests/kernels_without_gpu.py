@@ -14,6 +14,8 @@ NAME (default: all):
                the fused kernel for several queries of a sequence
     latent token, latent token, few
                the three kernels of latent attention for one token, at published and small sizes
+    latent tokens, latent tokens, few
+               those for several tokens
     fixed      all-reduce, and norms with bitwise identical results on all GPUs
     fetch      copies of experts out of host memory
     rows       copies between rows of a batch, in all layers
@@ -57,6 +59,7 @@ from ops import (
     all_reduce,
     decode_attention,
     expert_paging,
+    few_latent_attention,
     few_queries_attention,
     gemv4,
     grouped,
@@ -1035,18 +1038,24 @@ def latent_code() -> dict[str, dict[str, int]]:
     return found
 
 
-LATENT_TOKEN = {  # H, q_rank, N, R, r, V, S, positions
+LATENT_TOKEN = {  # H, q_rank, N, R, r, V, S, each sequence's (first) position
     "DeepSeek-V2-Lite's heads": (16, None, 128, 64, 512, 128, 256, (150,)),
     "GLM-4.7-Flash's heads": (20, 32, 192, 64, 512, 256, 205, (64,)),
     "the first token": (4, None, 16, 16, 32, 32, 205, (0,)),
     "two tiles of heads, a batch": (40, 64, 24, 16, 64, 40, 512, (511, 3)),
 }
+LATENT_TOKENS = {  # queries of each sequence, then the same
+    "DeepSeek-V2-Lite's heads": (5, (16, None, 128, 64, 512, 128, 256, (150,))),
+    "the first tokens": (8, (4, None, 16, 16, 32, 32, 205, (0,))),
+    "a batch, whose parts differ": (3, (40, 64, 24, 16, 64, 40, 512, (509, 3, 64))),
+    "more tokens than programs": (21, (4, None, 24, 16, 32, 40, 205, (60,))),
+}
 
 
-def latent_token_error(case: tuple, max_parts: int, tile: Tile) -> float:
+def latent_token_error(case: tuple, max_parts: int, tile: Tile, queries: int = 1) -> float:
     """Return the largest error of results and cache, plain and int8, against LatentAttention.core.
 
-    max_parts: fewer parts than blocks of positions make the kernel loop.
+    max_parts: fewer parts than blocks of positions make the kernel loop. queries: of each sequence.
     """
     H, q_rank, N, R, r, V, S, at = case
     torch.manual_seed(H)
@@ -1060,13 +1069,15 @@ def latent_token_error(case: tuple, max_parts: int, tile: Tile) -> float:
         kv_rank=r,
         value_dim=V,
     )
-    layer, positions = LatentAttention(args), torch.tensor(at).unsqueeze(1)
+    layer = LatentAttention(args)
+    positions = torch.tensor(at).unsqueeze(1) + torch.arange(queries)
     for parameter in layer.parameters():
         parameter.data = torch.randn_like(parameter) * 3 * parameter.shape[-1] ** -0.5
     rope = rope_table(rope_frequencies(R, 1e4, torch.device("cpu")), S)[positions].unsqueeze(2)
     masks = {None: Mask(causal_bias(positions, S, None, torch.float32))}
     context = Context(rope, positions=positions, masks=masks)
-    qkv, kv = torch.randn(len(at), 1, layer.wqkv.weight.shape[0]), torch.randn(len(at), S, r + R)
+    qkv = torch.randn(len(at), queries, layer.wqkv.weight.shape[0])
+    kv = torch.randn(len(at), S, r + R)
     everywhere, found = Context(rope, positions=torch.arange(S).expand(len(at), -1)), []
     for kind in (KVCache, Int8KVCache):
         for is_fused in (False, True):
@@ -1085,9 +1096,12 @@ def fused_latent_core(layer: LatentAttention, tile: Tile, qkv: Tensor, context: 
     q, kv = qkv.split((qkv.shape[-1] - r - R, r + R), dim=-1)
     q = q if layer.wq is None else layer.wq(layer.q_norm(q))
     stored, norm = layer.cache.stored(), (layer.kv_norm.weight, layer.kv_norm.eps)
-    return latent_decode_attention.attend_latent_token(
-        q.squeeze(1),
-        kv.squeeze(1),
+    attend = latent_decode_attention.attend_latent_token
+    if q.shape[1] > 1:
+        attend = few_latent_attention.attend_latent_tokens
+    return attend(
+        q.flatten(0, 1),
+        kv.flatten(0, 1),
         context.rope,
         context.positions,
         *stored,
@@ -1096,26 +1110,28 @@ def fused_latent_core(layer: LatentAttention, tile: Tile, qkv: Tensor, context: 
         layer.scale,
         tile=tile,
         pdl=False,
-    ).unsqueeze(1)
+    ).unflatten(0, qkv.shape[:2])
 
 
-def latent_token_code() -> dict[str, dict[str, int]]:
+def latent_token_code(queries: int = 1) -> dict[str, dict[str, int]]:
     """Count waits, prefetches, loads before the wait and spills in its kernels' machine code."""
-    found, names = {}, ("_map_queries", "_attend_part", "_merge_values")
+    found, module = {}, latent_decode_attention
+    attend, names = module.attend_latent_token, ("_map_queries", "_attend_part", "_merge_values")
+    if queries > 1:
+        module, names = few_latent_attention, ("_map_tokens", "_attend_rows", "_merge_tokens")
+        attend = module.attend_latent_tokens
     shapes = {"16 heads": (16, 128, 128), "20 heads": (20, 192, 256)}
     caches = (KVCache, 512), (KVCache, 16384), (Int8KVCache, 16384)
     for (heads, (H, N, V)), (kind, S) in itertools.product(shapes.items(), caches):
         empty = partial(torch.empty, dtype=torch.bfloat16)
         stored = kind((1, 1, S, 576), torch.bfloat16, torch.device("cpu"), 1).stored()
-        q, kv, wkv = empty(1, H * (N + 64)), empty(1, 576), empty(H, N + V, 512)
-        rope, positions = torch.empty(1, 1, 1, 128), torch.empty(1, 1, dtype=torch.int64)
+        q, kv, wkv = empty(queries, H * (N + 64)), empty(queries, 576), empty(H, N + V, 512)
+        rope, positions = torch.empty(queries, 128), torch.empty(1, queries, dtype=torch.int64)
         launches = {name: Launch() for name in names}
-        with mock.patch.multiple(latent_decode_attention, **launches):
-            latent_decode_attention.attend_latent_token(
-                q, kv, rope, positions, *stored, wkv, empty(512), 1e-6, 0.1, pdl=True
-            )
+        with mock.patch.multiple(module, **launches):
+            attend(q, kv, rope, positions, *stored, wkv, empty(512), 1e-6, 0.1, pdl=True)
         for name in names if S == 512 else names[1:2]:
-            code = compiled(getattr(latent_decode_attention, name), launches[name])
+            code = compiled(getattr(module, name), launches[name])
             asm = code.asm["sass"]
             found[f"{name}, {heads}, {S} positions, {kind.__name__}"] = {
                 "waits": asm.count("ACQBULK"),
@@ -1205,6 +1221,22 @@ def latent_token_errors() -> dict[str, float]:
         f"{name}, {way}": latent_token_error(LATENT_TOKEN[name], *ways[way])
         for name, way in itertools.product(LATENT_TOKEN, ways)
     }
+
+
+def latent_tokens_errors() -> dict[str, float]:
+    """`latent_token_errors` of several tokens of each sequence."""
+    split_attention._to_bf16 = round_to_bf16
+    ways = {"one block a part": (64, Tile()), "two parts": (2, Tile(64, 2))}
+    return {
+        f"{name}, {way}": latent_token_error(case, *ways[way], queries)
+        for (name, (queries, case)), way in itertools.product(LATENT_TOKENS.items(), ways)
+    }
+
+
+def few_latent_tokens_errors() -> dict[str, float]:
+    split_attention._to_bf16 = round_to_bf16
+    queries, case = LATENT_TOKENS["more tokens than programs"]
+    return {"small heads": latent_token_error(case, 2, Tile(64, 2), queries)}
 
 
 def few_latent_token_errors() -> dict[str, float]:
@@ -1314,7 +1346,9 @@ INTERPRETED = {
     "queries": partial(queries_errors, FEW_QUERIES),
     "queries, more": more_queries_errors,
     "latent token": latent_token_errors,
+    "latent tokens": latent_tokens_errors,
     "latent token, few": few_latent_token_errors,
+    "latent tokens, few": few_latent_tokens_errors,
     "fixed": fixed_errors,
     "fetch": fetch_results,
     "rows": moved_rows,
@@ -1330,6 +1364,7 @@ COMPILED = {
     "queries, more": partial(queries_code, MORE_QUERIES_CODE),
     "latent": latent_code,
     "latent token": latent_token_code,
+    "latent tokens": partial(latent_token_code, 8),
     "fixed": fixed_code,
     "fetch": fetch_code,
     "rows": moved_rows_code,

@@ -55,6 +55,7 @@ from models.random_weights import RandomWeights
 from ops import (
     decode_attention,
     expert_tiles,
+    few_latent_attention,
     few_queries_attention,
     few_tokens,
     gemv4,
@@ -413,10 +414,15 @@ def small_model(family: str, format: str, batch: int = 1, **changes) -> Transfor
 def as_on_a_gpu() -> Iterator[None]:
     """Within, fused attention takes CPU tensors, and no kernel is launched with PDL."""
     with ExitStack() as stack:
-        for kind, most in ((FusedDecodeAttention, 64), (FusedLatentAttention, 1)):
-            takes = lambda self, qkv, _, most=most: self.supported and qkv.shape[1] <= most  # noqa: E731
+        for kind in (FusedDecodeAttention, FusedLatentAttention):
+            takes = lambda self, qkv, _: self.supported and qkv.shape[1] <= 64  # noqa: E731
             stack.enter_context(mock.patch.object(kind, "takes", takes))
-        attention = decode_attention, few_queries_attention, latent_decode_attention
+        attention = (
+            decode_attention,
+            few_latent_attention,
+            few_queries_attention,
+            latent_decode_attention,
+        )
         for module in (moe_decode, moe_router, few_tokens, expert_tiles, *attention):
             stack.enter_context(mock.patch.object(module, "supports_pdl", lambda x: False))
         stack.enter_context(mock.patch.object(few_queries_attention, "_keep_layout", unchanged))

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -28,14 +29,16 @@ from models import ARCHITECTURES, args_of_checkpoint, build_model
 from models.deepseek import DeepseekArgs
 from models.glm4_moe import Glm4MoeArgs
 from models.gpt_oss import GptOssArgs
+from models.layers import gated_delta_net
 from models.layers.yarn import Yarn
 from models.random_weights import RandomWeights, random_prompt
 from offload.experts import COUNTERS, expert_counters
 from offload.plan import OffloadSettings
 from offload.runner import runner_class_for
-from ops import gemv4
+from ops import gemv4, moe_decode
 from ops.gated_delta_token import delta_token
 from ops.inductor import configure_inductor
+from ops.moe_tiles import Tiles, packed_weight
 from ops.rows import RowMemory
 from ops.token_draw import GROUPS
 from ops.tuning import gpu_ms
@@ -45,6 +48,7 @@ from runtime.fused_decode import FusedRunner, can_fuse
 from runtime.sampling import NotFiniteError, Sampling
 from runtime.session import MAX_SHORT_CHUNKS, Session, SessionOptions
 from runtime.speculation import Speculation
+from tests.delta_kernels_without_gpu import random_few
 from tests.token_draw_without_gpu import run as run_draw
 from tokenizer import load_tokenizer
 
@@ -843,6 +847,47 @@ def test_the_product_for_one_token_of_4_bits(name, out, width, experts, tokens, 
     assert error(recorded) < (4e-3 if gated else 1e-4)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("lanes", (32, 64, 128))
+@pytest.mark.parametrize(
+    "shape", ((2048, 768, 8), (2880, 2880, 4), (4096, 1792, 2), (2048, 512, 9))
+)
+@pytest.mark.parametrize("name", ("int8", "int4", "mxfp4", "hqq4"))
+def test_experts_of_one_token(name, shape, lanes):
+    """The kernels that multiply integers against unpacked weights in fp64; and x that is no
+    number.
+    """
+    (D, I, A), row, generator = shape, FORMATS[name], torch.Generator().manual_seed(shape[0])
+    E, plain, kernel = A + 2, [], []
+    for out, width in ((2 * I, D), (D, I)):
+        group = 64 if width % 128 and row.group > 64 else row.choose_group(width, None)
+        weight = torch.randn(E, out, width, generator=generator) * width**-0.5
+        parts = {key: part.cuda() for key, part in row.pack(weight, group).items()}
+        plain.append(row.unpack(parts, group).double())
+        kernel.append(packed_weight(list(parts.values()), row.kind, group))
+    x = torch.randn(1, D, generator=generator).bfloat16().cuda()
+    h = torch.randn(A, I, generator=generator).bfloat16().cuda()
+    indices = torch.randperm(E, generator=generator)[:A].view(1, A).cuda()
+    routing = torch.rand(1, A, generator=generator).cuda()
+
+    def multiply(x: torch.Tensor, h: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        options = dict(tiles=Tiles(4, lanes, 2, lanes // 32), dtype=torch.float32)
+        gated = moe_decode.gate_up_of(x, kernel[0], indices, **options)
+        return gated, moe_decode.down(h, kernel[1], indices, routing, x, **options)
+
+    def error(got: torch.Tensor, want: torch.Tensor) -> float:
+        return ((got.double() - want).norm() / want.norm()).item()
+
+    gated, total = multiply(x, h)
+    gate, up = (plain[0][indices[0]] @ x[0].double()).chunk(2, -1)
+    assert error(gated, torch.nn.functional.silu(gate) * up) < 2e-4
+    each = torch.einsum("adi,ai->ad", plain[1][indices[0]], h.double())
+    want = (each * routing[0].double().unsqueeze(1)).sum(0, keepdim=True) + x.double()
+    assert error(total, want) < 2e-4
+    x[0, 77], h[A - 1, 3] = float("inf"), float("nan")
+    assert not any(result.isfinite().any() for result in multiply(x, h))
+
+
 @pytest.mark.parametrize("value", (float("inf"), float("nan")))
 def test_the_product_of_4_bits_with_what_is_no_number_is_none(value):
     parts = FORMATS["int4"].pack(torch.randn(64, 2048), 128)
@@ -853,17 +898,19 @@ def test_the_product_of_4_bits_with_what_is_no_number_is_none(value):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("queries", (1, 5, 32))
 @pytest.mark.parametrize("length", (205, 16384))
 @pytest.mark.parametrize("kind", (KVCache, Int8KVCache), ids=("plain", "int8"))
 @pytest.mark.parametrize("arch", ("DeepSeek-V2-Lite", "GLM-4.7-Flash"))
-def test_one_tokens_latent_attention(arch, kind, length):
+def test_latent_attention_of_few_tokens(arch, kind, length, queries):
     """The kernels against plain attention, in a graph, and the cache after both."""
     args = ARCHITECTURES[arch]
     layer = latent_benchmark.random_layer(args, length, kind)
     plain, width = layer.plain[0], layer.plain[0].wqkv.weight.shape[0]
-    qkv = torch.randn(1, 1, width, device="cuda", dtype=torch.bfloat16)
-    for position in (0, 1, 32, 150, length - 1):
-        context = latent_benchmark.make_context(args, length, position)
+    qkv = torch.randn(1, queries, width, device="cuda", dtype=torch.bfloat16)
+    for position in (0, 1, 32, 150, length - queries):
+        context = latent_benchmark.make_context(args, length, position, queries)
+        own = slice(position, position + queries)
         want = plain.core(qkv, context).float()
         expected = [part.clone() for part in plain.cache.stored() if part is not None]
         layer.fused_core(qkv, context)  # compiles
@@ -873,14 +920,14 @@ def test_one_tokens_latent_attention(arch, kind, length):
                 y = layer.fused_core(qkv, context)
         for part in plain.cache.stored():
             if part is not None:
-                part[:, :, :, position] = 0
+                part[:, :, :, own] = 0
         graph.replay()
         assert ((y.float() - want).norm() / want.norm()).item() < 2e-2, position
         found = [part for part in plain.cache.stored() if part is not None]
         for part, other in zip(found, expected, strict=True):
-            ours, theirs = (stored[:, :, :, position].float() for stored in (part, other))
+            ours, theirs = (stored[:, :, :, own].float() for stored in (part, other))
             assert ((ours - theirs).norm() / theirs.norm()).item() < 1e-2, position
-            part[:, :, :, position] = other[:, :, :, position]
+            part[:, :, :, own] = other[:, :, :, own]
             assert torch.equal(part, other), position
 
 
@@ -909,6 +956,38 @@ def test_one_token_of_a_delta_layer(last):
     assert torch.equal(layer["window"][real], want["window"][real])
     for name in ("state", "window"):
         assert torch.equal(layer[name][gone], before[name][gone])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("last", (None, (4, -1, 7)))
+def test_few_tokens_of_a_delta_layer(last):
+    """The fused kernels against PyTorch, in a graph, at Qwen3.6-35B-A3B's sizes: the result, and
+    all that the state keeps.
+    """
+    sizes = 3, 8, 16, 32, 128, 128, 4, last
+    layer, projected, context = random_few(*sizes, torch.bfloat16)
+    layer, projected = layer.cuda(), projected.cuda()
+    if last is not None:
+        context = context._replace(last=context.last.cuda())
+    start = [buffer.clone() for buffer in layer.state.buffers()]
+    want = layer.core(projected, context)
+    expected = {name: buffer.clone() for name, buffer in layer.state.named_buffers()}
+    with mock.patch.object(gated_delta_net, "delta_token_supports", lambda state: True):
+        layer.core(projected, context)  # compiles
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            got = layer.core(projected, context)
+    for buffer, value in zip(layer.state.buffers(), start, strict=True):
+        buffer.copy_(value)
+    graph.replay()
+    for row in range(3):
+        real = 8 if last is None else last[row] + 1
+        if real:
+            assert delta_benchmark.difference(got[row, :real], want[row, :real]) < 2e-2
+    used = {"convolved": 8, "inputs": 11}
+    for name, buffer in layer.state.named_buffers():
+        pair = (t[:3].float().unsqueeze(-1)[:, : used.get(name)] for t in (buffer, expected[name]))
+        assert delta_benchmark.difference(*pair) < 5e-3, name
 
 
 @pytest.mark.parametrize("tokens", (1, 5, 64, 150, 2048))
