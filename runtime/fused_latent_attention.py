@@ -39,13 +39,15 @@ class FusedLatentAttention:
         q, kv = qkv.flatten(0, 1).split((qkv.shape[-1] - r - R, r + R), dim=-1)
         if self.query_weight is not None:
             q = self.project_query(q, self.query_weight)
+        cache, scales = plain.cache.stored()
         attend = attend_latent_token if qkv.shape[1] == 1 else attend_latent_tokens
         y = attend(
             q,
             kv,
             context.rope,
             context.positions,
-            *plain.cache.stored(),
+            cache,
+            scales,
             plain.wkv,
             plain.kv_norm.weight,
             plain.kv_norm.eps,
