@@ -240,15 +240,6 @@ def _prepare_x(raw, norm, NORM: tl.constexpr, KIND: tl.constexpr, LANES: tl.cons
 
 
 @jit
-def _tile_row(n, STEP: tl.constexpr):
-    """Return where row n of a tile is: every four rows are neighbors, STEP rows from the next."""
-    if STEP == 4:
-        return n
-    else:
-        return n // 4 * STEP + n % 4
-
-
-@jit
 def _locate(
     quads,
     experts,
@@ -258,7 +249,6 @@ def _locate(
     EACH: tl.constexpr,
     LANES: tl.constexpr,
     GATHER: tl.constexpr,
-    STEP: tl.constexpr,
 ):
     """Return expert (int64), its row and the quad in that, for each quad of a tile.
 
@@ -268,7 +258,7 @@ def _locate(
     the last become the last: their x is 0.
     """
     quad = tl.minimum(chunk * LANES + quads % LANES, QUADS - 1)
-    rows = row + _tile_row(quads // LANES, STEP)
+    rows = row + quads // LANES
     if GATHER:
         return tl.load(experts + quad // EACH).to(tl.int64), rows, quad % EACH
     else:
@@ -289,7 +279,6 @@ def _load_chunk(
     GATHER: tl.constexpr,
     LANES: tl.constexpr,
     ROWS: tl.constexpr,
-    STEP: tl.constexpr = 4,
 ):
     """Load the codes of a chunk of ROWS rows, [ROWS * LANES * 4], with scales and zeros.
 
@@ -299,14 +288,14 @@ def _load_chunk(
     """
     codes, scale, scale_step, scale_low, zero, zero_step, zero_low = weights
     at = tl.arange(0, ROWS * LANES * 4)
-    expert, rows, quad = _locate(at // 4, experts, row, chunk, QUADS, EACH, LANES, GATHER, STEP)
+    expert, rows, quad = _locate(at // 4, experts, row, chunk, QUADS, EACH, LANES, GATHER)
     words = (expert * OUT + rows) * (EACH * 4) + quad * 4 + at % 4
     # A lane's four words are one aligned load, which the compiler does not see through their
     # indices.
     aligned = tl.max_contiguous(tl.multiple_of(codes + words, 16), 4)
     tile = (tl.load(aligned),)
     at = tl.arange(0, ROWS * LANES)
-    expert, rows, quad = _locate(at, experts, row, chunk, QUADS, EACH, LANES, GATHER, STEP)
+    expert, rows, quad = _locate(at, experts, row, chunk, QUADS, EACH, LANES, GATHER)
     if KIND == "int4" or KIND == "mxfp4" or KIND == "hqq":
         RUN: tl.constexpr = GROUP // 8  # words of a group
         rows = expert * OUT + rows

@@ -46,7 +46,6 @@ from ops.moe_chunk import (
     _row_scale,
     _square_sum,
     _sum_lanes,
-    _tile_row,
     _weighted_operands,
 )
 from ops.moe_router import (
@@ -55,22 +54,8 @@ from ops.moe_router import (
     _choose_one,
     choice_constants,
 )
-from ops.moe_tiles import (
-    Tiles,
-    Weight,
-    choose_quad_tiles,
-    choose_tiles,
-    chunks_of,
-    programs_of,
-)
-from ops.quantized_x import (
-    QuantizedX,
-    _store_quad,
-    empty_quantized,
-    quantize_token,
-    quantizes_first,
-    quantizes_h,
-)
+from ops.moe_tiles import Tiles, Weight, choose_tiles, chunks_of, programs_of
+from ops.quantized_x import QuantizedX, quantize_token, quantizes_first
 
 # Kernels ------------------------------------------------------------------------------------------
 
@@ -128,30 +113,16 @@ def _load_gate_up(
     KIND: tl.constexpr,
     LANES: tl.constexpr,
     ROWS: tl.constexpr,
-    STEP: tl.constexpr,
 ):
     """Load a chunk of ROWS rows of gate, and of the rows of up that belong to them."""
     OUT: tl.constexpr = 2 * I
     gate = _load_chunk(
-        weights, expert, row, chunk, QUADS, QUADS, OUT, GROUP, KIND, False, LANES, ROWS, STEP
+        weights, expert, row, chunk, QUADS, QUADS, OUT, GROUP, KIND, False, LANES, ROWS
     )
     up = _load_chunk(
-        weights, expert, row + I, chunk, QUADS, QUADS, OUT, GROUP, KIND, False, LANES, ROWS, STEP
+        weights, expert, row + I, chunk, QUADS, QUADS, OUT, GROUP, KIND, False, LANES, ROWS
     )
     return gate, up
-
-
-@jit
-def _tile_begin(tile, I: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr):
-    """Return a tile's first row. The last tiles begin early enough to be whole.
-
-    Then some rows are computed twice. Tiles that are quads of w2's x (STEP words of a group) are.
-    """
-    if STEP == 4:
-        return tl.minimum(tile * ROWS, I - ROWS)
-    else:
-        tile = tl.minimum(tile, I // ROWS - 1)
-        return tile * 4 // STEP * (STEP * (ROWS // 4)) + tile * 4 % STEP
 
 
 # Grid [R, A + S]: a program computes TILES tiles, every R-th one. A tile is ROWS rows of one chosen
@@ -160,9 +131,6 @@ def _tile_begin(tile, I: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr):
 #
 # Weights depend on an index or scores that the previous kernel wrote, so nothing is loaded before
 # the wait. All loads then start at once: the tile's first DEPTH chunks, and their x.
-#
-# With H_KIND, the kind of w2, a tile is a quad of w2's x, which is stored as a `QuantizedX`: STEP
-# words of a group, so that the fields of a word are STEP rows apart.
 #
 # With CHOOSE each program finds its expert in the router's scores, and the grid has one more row of
 # programs, R + 1, whose first stores the whole choice for the next kernel. S shared experts, from E
@@ -183,7 +151,6 @@ def _gate_up(
     zero_low,
     bias,
     h,
-    h_units,
     unknown_zero,
     I: tl.constexpr,
     QUADS: tl.constexpr,
@@ -211,10 +178,6 @@ def _gate_up(
     TILES: tl.constexpr,
     DEPTH: tl.constexpr,
     CHUNKS: tl.constexpr,
-    H_KIND: tl.constexpr,
-    H_DTYPE: tl.constexpr,
-    H_PAIRS: tl.constexpr,
-    STEP: tl.constexpr,
 ):
     RUN: tl.constexpr = GROUP // FIELDS  # words of a group
     HELD: tl.constexpr = CHUNKS if TILES > 1 else DEPTH  # chunks of x in registers
@@ -222,7 +185,7 @@ def _gate_up(
     weights = (codes, scale, scale_step, scale_low, zero, zero_step, zero_low)
     pair = tl.program_id(1)
     # The last tiles begin early enough to be whole: some rows are computed twice.
-    row = _tile_begin(tl.program_id(0), I, ROWS, STEP)
+    row = tl.minimum(tl.program_id(0) * ROWS, I - ROWS)
     if PDL:
         tl.extra.cuda.gdc_wait()
     if CHOOSE:
@@ -252,17 +215,14 @@ def _gate_up(
         expert = tl.load(indices + pair).to(tl.int64)
     tiles, xs = (), ()
     for d in tl.static_range(DEPTH):
-        both = _load_gate_up(weights, expert, row, d, I, QUADS, GROUP, KIND, LANES, ROWS, STEP)
+        both = _load_gate_up(weights, expert, row, d, I, QUADS, GROUP, KIND, LANES, ROWS)
         tiles = tiles + (both,)
     for d in tl.static_range(HELD):
         xs = xs + (_load_part(x, units, d, QUADS, RUN, FIELDS, KIND, QUANTIZED, LANES),)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     table = _e2m1_table(unknown_zero) if KIND == "mxfp4" else None
-    # A quad is quantized from one number a row; else 32 lanes have each row's.
-    SUMMED: tl.constexpr = LANES if H_KIND == "" else 64
-    rows, stores = _result_rows(ROWS, SUMMED)
-    rows = _tile_row(rows, STEP)
+    rows, stores = _result_rows(ROWS, LANES)
     for n in range(TILES):
         flat = expert * (2 * I) + row + rows
         if KIND == "int8" or KIND == "fp8":
@@ -271,8 +231,7 @@ def _gate_up(
         if BIAS:
             gate_bias = tl.load(bias + flat).to(tl.float32)
             up_bias = tl.load(bias + I + flat).to(tl.float32)
-        tile = tl.program_id(0) + n * PROGRAMS
-        next_row = _tile_begin(tile + PROGRAMS, I, ROWS, STEP)
+        next_row = tl.minimum((tl.program_id(0) + (n + 1) * PROGRAMS) * ROWS, I - ROWS)
         gate, up = tl.zeros([ROWS, LANES], tl.float32), tl.zeros([ROWS, LANES], tl.float32)
         for c in tl.static_range(CHUNKS):
             part, both = xs[c % HELD], tiles[c % DEPTH]
@@ -283,36 +242,22 @@ def _gate_up(
             at = row if c + DEPTH < CHUNKS else next_row
             if (c + DEPTH < CHUNKS) | (n + 1 < TILES):
                 both = _load_gate_up(
-                    weights,
-                    expert,
-                    at,
-                    (c + DEPTH) % CHUNKS,
-                    I,
-                    QUADS,
-                    GROUP,
-                    KIND,
-                    LANES,
-                    ROWS,
-                    STEP,
+                    weights, expert, at, (c + DEPTH) % CHUNKS, I, QUADS, GROUP, KIND, LANES, ROWS
                 )
             tiles = _replace(tiles, c % DEPTH, both)
             if TILES == 1 and c + DEPTH < CHUNKS:
                 part = _load_part(x, units, c + DEPTH, QUADS, RUN, FIELDS, KIND, QUANTIZED, LANES)
                 xs = _replace(xs, c % DEPTH, part)
-        gate, up = _sum_lanes(gate, ROWS, SUMMED), _sum_lanes(up, ROWS, SUMMED)
+        gate, up = _sum_lanes(gate, ROWS, LANES), _sum_lanes(up, ROWS, LANES)
         if KIND == "int8" or KIND == "fp8":
             gate *= gate_scale
             up *= up_scale
         if BIAS:
             gate += gate_bias
             up += up_bias
+        out = h + pair * I + row + rows
         h_rows = _activate(gate, up, ACTIVATION, LIMIT, ALPHA)
-        if H_KIND == "":
-            tl.store(h + pair * I + row + rows, h_rows.to(h.dtype.element_ty), mask=stores)
-        else:
-            quad = pair * (I // ROWS) + tl.minimum(tile, I // ROWS - 1)
-            h_rows = h_rows.to(H_DTYPE).to(tl.float32)
-            _store_quad(h_rows, quad, h, h_units, H_PAIRS * (I // ROWS), H_KIND)
+        tl.store(out, h_rows.to(h.dtype.element_ty), mask=stores)
         row = next_row
 
 
@@ -357,8 +302,6 @@ def _prepare_product(
 # x is the previous kernel's result, and with GATHER the choice of experts, too: then nothing but
 # the residual is loaded before the wait. Otherwise all but x is. A QUANTIZED x comes from a kernel
 # between: the choice is then of the kernel before that, which has ended, and needs no wait either.
-# With CHOOSE it comes from `_gate_up`, and each program chooses the experts itself, from the scores
-# of the kernel before that. It stores its choice apart from the others'.
 # With EARLY x is the result of the kernel before the previous one: the product waits at its end.
 @jit
 def _down(
@@ -366,7 +309,6 @@ def _down(
     units,
     indices,
     routing,
-    scores,
     norm,
     residual,
     codes,
@@ -399,15 +341,6 @@ def _down(
     TILES: tl.constexpr,
     DEPTH: tl.constexpr,
     CHUNKS: tl.constexpr,
-    CHOOSE: tl.constexpr,
-    E: tl.constexpr,
-    A: tl.constexpr,
-    SHARED: tl.constexpr,
-    GATED: tl.constexpr,
-    SIGMOID: tl.constexpr,
-    NORM_TOPK: tl.constexpr,
-    FACTOR: tl.constexpr,
-    EXPERTS: tl.constexpr,
 ):
     NUMBERS: tl.constexpr = QUADS * 4 * FIELDS  # in a token's x
     AHEAD: tl.constexpr = QUANTIZED or not GATHER  # weights are loaded before the wait
@@ -421,24 +354,6 @@ def _down(
         add = tl.load(residual + row + rows, mask=stores, other=0.0)
     if PDL and not AHEAD:
         tl.extra.cuda.gdc_wait()
-    if CHOOSE:
-        indices += tl.program_id(0) * (A + SHARED)
-        routing += tl.program_id(0) * (A + SHARED)
-        _choose(
-            scores,
-            indices,
-            routing,
-            E,
-            A,
-            SHARED,
-            GATED,
-            SIGMOID,
-            NORM_TOPK,
-            FACTOR,
-            EXPERTS,
-        )
-        tl.debug_barrier()
-        experts = indices
     tiles, norms, factors = (), (), ()
     for d in tl.static_range(DEPTH):
         tile = _load_chunk(
@@ -552,8 +467,6 @@ class Activation(NamedTuple):
 
 
 SWIGLU = Activation()
-# Constants by which experts are chosen
-CHOICE = "E", "A", "SHARED", "GATED", "SIGMOID", "NORM_TOPK", "SCALE", "EXPERTS"
 
 
 def operand_of(x: Tensor, weight: Weight) -> Tensor:
@@ -590,8 +503,7 @@ def gate_up(
     pdl: bool | None = None,
     dtype: torch.dtype | None = None,
     bias: Tensor | None = None,
-    w2: Weight | None = None,
-) -> tuple[Tensor | QuantizedX, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Choose experts by the scores of `norm_router`, and multiply x [1, D] by their w13.
 
     Return h [A + S, I], gated, expert_indices int64 and expert_weights fp32 [1, A + S]. The
@@ -599,14 +511,14 @@ def gate_up(
 
     x may be a `QuantizedX` of this weight. weight [E + S, 2 I, D], shared experts last. bias
     [E, 2 I]: added before the activation. dtype: of h; default x.dtype. pdl: None launches with PDL
-    where the GPU has it. w2: if its codes are multiplied as integers, h is its `QuantizedX`.
+    where the GPU has it.
     """
     indices = torch.empty(1, routing.pairs, dtype=torch.int64, device=scores.device)
     weights = torch.empty(1, routing.pairs, dtype=torch.float32, device=scores.device)
     E = weight.parts[0].shape[0] - routing.shared
     choice = choice_constants(E, routing) | {"CHOOSE": True}
     tensors = indices, scores, weights
-    h = _launch_gate_up(x, weight, tensors, choice, activation, tiles, pdl, dtype, bias, w2)
+    h = _launch_gate_up(x, weight, tensors, choice, activation, tiles, pdl, dtype, bias)
     return h, indices, weights
 
 
@@ -621,11 +533,10 @@ def gate_up_of(
     bias: Tensor | None = None,
 ) -> Tensor:
     """Do what `gate_up` does for given experts, `indices` [1, A] -> h [A, I]."""
-    choice = dict.fromkeys(CHOICE, 0) | {"CHOOSE": False}
+    names = "E", "A", "SHARED", "GATED", "SIGMOID", "NORM_TOPK", "SCALE", "EXPERTS"
+    choice = dict.fromkeys(names, 0) | {"CHOOSE": False}
     tensors = indices, indices, indices
-    h = _launch_gate_up(x, weight, tensors, choice, activation, tiles, pdl, dtype, bias, None)
-    assert isinstance(h, Tensor)
-    return h
+    return _launch_gate_up(x, weight, tensors, choice, activation, tiles, pdl, dtype, bias)
 
 
 def _launch_gate_up(
@@ -638,34 +549,23 @@ def _launch_gate_up(
     pdl: bool | None,
     dtype: torch.dtype | None,
     bias: Tensor | None,
-    w2: Weight | None,
-) -> Tensor | QuantizedX:
+) -> Tensor:
     """Launch `_gate_up`. tensors: indices, scores, routing weights. choice: its constants."""
-    pdl, device = supports_pdl(tensors[0]) if pdl is None else pdl, tensors[0].device
+    pdl = supports_pdl(tensors[0]) if pdl is None else pdl
     operand, units = _operands_of(x, weight)
-    I, pairs, dtype = weight.out // 2, tensors[0].shape[1], dtype or x.dtype
-    h: Tensor | QuantizedX
-    if w2 is not None and quantizes_h(w2):
-        rows, step = 4 * w2.fields, w2.group // w2.fields
-        tiles = tiles or choose_quad_tiles(weight, w2)
-        h = empty_quantized(pairs * w2.quads, w2, dtype, device)
-        quantized = dict(H_KIND=w2.kind, H_DTYPE=getattr(tl, str(dtype).split(".")[1]), STEP=step)
-        stored, h_units = h.operands, h.units
-    else:
-        tiles = tiles or choose_tiles(weight, weight.quads, 2)
-        rows = min(tiles.rows, triton.next_power_of_2(I + 1) // 2)
-        h = stored = h_units = torch.empty(pairs, I, dtype=dtype, device=device)
-        quantized = dict(H_KIND="", H_DTYPE=None, STEP=4)
+    I, pairs = weight.out // 2, tensors[0].shape[1]
+    tiles = tiles or choose_tiles(weight, weight.quads, 2)
+    rows = min(tiles.rows, triton.next_power_of_2(I + 1) // 2)
     chunks, depth = chunks_of(weight.quads, tiles)
     programs, each = programs_of(tiles, triton.cdiv(I, rows), pairs)
+    h = torch.empty(pairs, I, dtype=dtype or x.dtype, device=tensors[0].device)
     _gate_up[(programs + choice["CHOOSE"], pairs)](
         operand,
         units,
         *tensors,
         *weight.pointers(),
         weight.parts[0] if bias is None else bias,
-        stored,
-        h_units,
+        h,
         0,
         I=I,
         QUADS=weight.quads,
@@ -685,8 +585,6 @@ def _launch_gate_up(
         TILES=each,
         DEPTH=depth,
         CHUNKS=chunks,
-        **quantized,
-        H_PAIRS=pairs,
         launch_pdl=pdl,
         num_warps=tiles.warps,
         num_stages=1,
@@ -709,7 +607,6 @@ def down(
     dtype: torch.dtype | None = None,
     out: Tensor | None = None,
     early: bool = False,
-    choice: tuple[Tensor, Routing] | None = None,
 ) -> Tensor:
     """scale * (x @ weight + bias) + residual [T, out] -> [T, out].
 
@@ -725,9 +622,6 @@ def down(
     previous kernel. Long x of experts in 4 bits becomes one here, by a kernel of its own. early: of
     one token x is loaded, too, so that the product runs beside the previous kernel. Raises
     ValueError for a norm with experts.
-
-    choice: scores and routing of `gate_up`, if its h is a `QuantizedX`: `indices` and `routing` are
-    then of the previous kernel, so that each program chooses the experts itself.
     """
     gather, dtype = indices is not None, dtype or x.dtype
     pairs = indices.shape[1] if gather else 1
@@ -752,21 +646,12 @@ def down(
     programs, each = triton.cdiv(weight.out, rows), 1
     if not early:
         programs, each = programs_of(tiles, programs)
-    absent = scores = weight.parts[0]  # a valid pointer, which the kernel does not read
-    constants: dict = dict.fromkeys(CHOICE, 0)
-    if choice is not None:
-        assert indices is not None
-        scores, chosen_by = choice
-        indices = torch.empty(programs, pairs, dtype=torch.int64, device=operand.device)
-        routing = torch.empty(programs, pairs, dtype=torch.float32, device=operand.device)
-        constants = choice_constants(len(weight.parts[0]) - chosen_by.shared, chosen_by)
-    constants["FACTOR"] = constants.pop("SCALE")
+    absent = weight.parts[0]  # a valid pointer, which the kernel does not read
     _down[(programs,)](
         operand,
         units,
         absent if indices is None else indices,
         absent if routing is None else routing,
-        scores,
         operand if norm is None else norm_of(norm, weight),
         absent if residual is None else residual,
         *weight.pointers(),
@@ -793,8 +678,6 @@ def down(
         TILES=each,
         DEPTH=depth,
         CHUNKS=chunks,
-        CHOOSE=choice is not None,
-        **constants,
         launch_pdl=pdl,
         num_warps=tiles.warps,
         num_stages=1,

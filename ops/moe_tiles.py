@@ -117,13 +117,6 @@ def choose_tiles(weight: Weight, quads: int, loads: int) -> Tiles:
     return _choose_packed(weight, quads)
 
 
-def choose_quad_tiles(weight: Weight, w2: Weight) -> Tiles:
-    """Return the tiles of `gate_up` if a tile is a quad of w2's x: four rows a warp."""
-    chunks = triton.cdiv(weight.quads, 32)
-    depth = 2 if chunks % 2 == 0 and weight.kind != "mxfp4" else 1
-    return Tiles(4 * w2.fields, 32, depth, w2.fields)
-
-
 def _lanes_for(quads: int, widest: int, spare: int) -> int:
     """Return the largest number of lanes up to `widest` that wastes at most `spare` quads."""
     return next((n for n in (256, 128, 64) if n <= widest and -quads % n <= spare), 32)

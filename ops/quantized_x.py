@@ -63,38 +63,6 @@ def _store_quads(
     tl.store(units + QUADS + quad, sums, mask=quad < QUADS)
 
 
-@jit
-def _store_quad(value, quad, x, units, QUADS: tl.constexpr, KIND: tl.constexpr):
-    """Quantize one quad's numbers, value fp32 [fields * 4], and store them as a `QuantizedX`.
-
-    The fields of a word are four numbers apart. As `moe_chunk._quantize`, a number in each lane.
-    """
-    FIELDS: tl.constexpr = 4 if KIND == "int8" else 8
-    bits = value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    exponent = tl.max(bits, 0) >> 23
-    kept = tl.maximum(exponent, 20)
-    unit = ((kept - 14) << 23).to(tl.float32, bitcast=True)
-    inverse = ((268 - kept) << 23).to(tl.float32, bitcast=True)
-    unit = tl.where(exponent == 255, float("nan"), unit)  # inf or NaN in x: NaN in every row
-    number = (value * inverse + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
-    tl.store(units + quad, unit)
-    tl.store(units + QUADS + quad, tl.sum(number, 0).to(tl.float32) * unit)
-    number = tl.reshape((number & 0xFFFF).to(tl.int64), [FIELDS, 4])
-    field, word = tl.arange(0, FIELDS)[:, None], tl.arange(0, 4)
-    if KIND == "int8":
-        words = tl.sum(number << 16 * field, 0)
-        tl.store(x + (word // 2 * QUADS + quad) * 2 + word % 2, words)
-    else:
-        if KIND == "mxfp4":
-            operand, place = field // 4, field % 4
-        else:
-            operand, place = field % 2, field // 2
-        number = number << 16 * place
-        words = x + (word * QUADS + quad) * 2
-        tl.store(words, tl.sum(tl.where(operand == 0, number, 0), 0))
-        tl.store(words + 1, tl.sum(tl.where(operand == 1, number, 0), 0))
-
-
 # Grid [quads / LANES]: a program quantizes LANES quads.
 @jit
 def _quantize_token(
@@ -133,11 +101,6 @@ def quantizes_first(weight: Weight, quads: int) -> bool:
     of Mixtral's w2 in 4 bits 3 us (docs/log/small_experts.md).
     """
     return weight.kind in INTEGERS and weight.fields == 8 and quads > LONG_X
-
-
-def quantizes_h(w2: Weight) -> bool:
-    """Whether the experts' first product quantizes its result for the second one."""
-    return w2.kind in INTEGERS
 
 
 def quantize_token(x: Tensor, weight: Weight, pdl: bool | None = None) -> QuantizedX:

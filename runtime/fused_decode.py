@@ -236,11 +236,10 @@ class FusedExperts:
             return self.run_several(attended, last)
         x, normed, scores = self.norm_and_score(x, attended)
         h, indices, weights = moe_decode.gate_up(
-            normed, self.w13, scores, self.routing, self.activation, bias=self.bias13, w2=self.w2
+            normed, self.w13, scores, self.routing, self.activation, bias=self.bias13
         )
         add = self.sum.of_product(x)
-        choice = (scores, self.routing) if isinstance(h, QuantizedX) else None
-        y = moe_decode.down(h, self.w2, indices, weights, bias=self.bias2, choice=choice, **add)
+        y = moe_decode.down(h, self.w2, indices, weights, bias=self.bias2, **add)
         x = self.sum.all_reduce.fused_add(x, y) if self.sum.all_reduce else y
         active = self.routing.active
         return x, indices[:, :active], weights[:, :active]

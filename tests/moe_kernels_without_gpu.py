@@ -344,31 +344,7 @@ def quantized_error(layer: Layer, x: Tensor, arguments: tuple, settings: dict) -
     assert isinstance(quantized, quantized_x.QuantizedX)
     expected, *_ = moe_decode.gate_up(plain, w13, scores, arguments[-1], **options)
     found, *_ = moe_decode.gate_up(quantized, w13, same_scores, arguments[-1], **options)
-    return max(
-        relative(found, expected),
-        relative(same_scores, scores),
-        quantized_h_error(layer, quantized, w13, scores, arguments[-1]),
-    )
-
-
-def quantized_h_error(layer: Layer, normed, w13, scores: Tensor, routing) -> float:
-    """Return the error of `down` with h as `gate_up` quantizes it, and its own choice: 0, if right.
-
-    The number of a quad's unit is the same, whoever quantizes; so are all sums of integers.
-    """
-    case = layer.case
-    w2, _ = layer.weight(case.E + case.shared, case.D, case.I)
-    options = dict(pdl=False, dtype=layer.dtype)
-    h, *chosen = moe_decode.gate_up(normed, w13, scores, routing, w2=w2, **options)
-    same, *again = moe_decode.gate_up(normed, w13, scores, routing, **options)
-    assert all(torch.equal(*pair) for pair in zip(chosen, again, strict=True))
-    assert isinstance(h, quantized_x.QuantizedX)
-    options = dict(bias=layer.bias[1], tiles=layer.tiles, pdl=False, dtype=torch.float32)
-    if case.shared:
-        options["bias"] = None
-    nowhere = [torch.full_like(t, -1) for t in chosen]  # of the previous kernel: not to be read
-    found = moe_decode.down(h, w2, *nowhere, choice=(scores, routing), **options)
-    return relative(found, moe_decode.down(same, w2, *chosen, **options))
+    return max(relative(found, expected), relative(same_scores, scores))
 
 
 def choose(layer: Layer, scores: Tensor, routing) -> tuple[Tensor, Tensor, float]:
