@@ -23,7 +23,7 @@ from ops.latent_decode_attention import (
     _convert,
     _load_latents,
     _merge_parts,
-    supports,
+    sizes_of,
 )
 from ops.split_attention import _count_parts, _int8_codes, _int8_scale, count_parts
 
@@ -272,11 +272,8 @@ def attend_latent_tokens(
     positions [B, Q], which rise by one. With PDL, weights alone are read while the previous kernel
     runs.
     """
-    (B, Q), (H, rows, rank), S = positions.shape, wkv.shape, cache.shape[3]
-    T, R, C = len(q), cache.shape[4] - rank, q.shape[1] // H
-    N, V = C - R, rows - (C - R)
-    if not supports(N, R, rank):
-        raise ValueError(f"no kernels for latent attention with N, R, r = {N}, {R}, {rank}")
+    (H, N, R, rank, V), (B, Q) = sizes_of(q, cache, wkv), positions.shape
+    T, S = len(q), cache.shape[3]
     pdl = supports_pdl(q) if pdl is None else pdl
     tile = tile or Tile(stages=2)
     columns, values = min(tile.columns, rank), min(tile.values, triton.next_power_of_2(V))
@@ -294,7 +291,7 @@ def attend_latent_tokens(
         **shape,
         **numbers,
         TOKENS=T,
-        WKV_ROWS=rows,
+        WKV_ROWS=N + V,
         KV_STRIDE=kv.stride(0),
         PADDED_N=triton.next_power_of_2(N),
         COLUMNS=columns,

@@ -86,7 +86,7 @@ def _update_states(
 ):
     N: tl.constexpr = 2 * K * CK + H * CV
     head, sequence = tl.program_id(1), tl.program_id(2).to(tl.int64)
-    is_first = tl.program_id(0) == 0  # of a head
+    is_first = tl.program_id(0) == 0  # the head's first program stores what is one number a head
     c, columns = tl.arange(0, CK), tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     at = ((sequence * H + head) * CK + c[:, None]) * CV + columns[None, :]
     memory = tl.load(state + at)

@@ -324,6 +324,28 @@ def _merge_values(
     tl.store(y + (sequence * H + head) * V + row, out.to(y.dtype.element_ty), mask=row < V)
 
 
+class Sizes(NamedTuple):
+    """Sizes of a layer's heads, as the module's letters."""
+
+    H: int
+    N: int
+    R: int
+    rank: int
+    V: int
+
+
+def sizes_of(q: Tensor, cache: Tensor, wkv: Tensor) -> Sizes:
+    """Return the sizes of q [T, H * (N + R)], cache [1, rows, 1, S, r + R], wkv [H, N + V, r].
+
+    Raises ValueError if there are no kernels for them.
+    """
+    H, rows, rank = wkv.shape
+    R, C = cache.shape[4] - rank, q.shape[1] // H
+    if not supports(C - R, R, rank):
+        raise ValueError(f"no kernels for latent attention with N, R, r = {C - R}, {R}, {rank}")
+    return Sizes(H, C - R, R, rank, rows - (C - R))
+
+
 def supports(N: int, R: int, rank: int) -> bool:
     """Whether the kernels compute heads of these sizes."""
     return N % 8 == 0 and all(16 <= n <= 512 and n & n - 1 == 0 for n in (R, rank))
@@ -354,11 +376,7 @@ def attend_latent_token(
     pdl: None launches with PDL where the GPU has it. Raises ValueError for sizes that
     they do not compute.
     """
-    (B, _), (H, rows, rank), S = q.shape, wkv.shape, cache.shape[3]
-    R, C = cache.shape[4] - rank, q.shape[1] // H
-    N, V = C - R, rows - (C - R)
-    if not supports(N, R, rank):
-        raise ValueError(f"no kernels for latent attention with N, R, r = {N}, {R}, {rank}")
+    (H, N, R, rank, V), B, S = sizes_of(q, cache, wkv), len(q), cache.shape[3]
     pdl = supports_pdl(q) if pdl is None else pdl
     tile = tile or choose_tile(S, cache.element_size())
     columns, values = min(tile.columns, rank), min(tile.values, triton.next_power_of_2(V))
@@ -375,8 +393,8 @@ def attend_latent_token(
         wkv,
         mapped,
         **shape,
-        C=C,
-        WKV_ROWS=rows,
+        C=N + R,
+        WKV_ROWS=N + V,
         Q_STRIDE=q.stride(0),
         PADDED_N=triton.next_power_of_2(N),
         COLUMNS=columns,

@@ -91,7 +91,7 @@ def random_few(
 ) -> tuple[DeltaNet, Tensor, Context]:
     """Return a layer with a random state for B sequences and one more, projected tokens, context.
 
-    What the state keeps for `accept` is of an earlier call.
+    The state's memory for `accept` is of an earlier call.
     """
     args = SimpleNamespace(dim=16, delta_sizes=DeltaSizes(K, H, Ck, Cv, W), norm_eps=1e-6)
     generator, layer = torch.Generator().manual_seed(N_SEED), DeltaNet(args)
