@@ -46,12 +46,14 @@ def _count_real(last, sequence, T: tl.constexpr, HAS_LAST: tl.constexpr):
 
 
 @jit
-def _load_token(qkvz, ba, channels, token, STRIDE: tl.constexpr, H: tl.constexpr):
+def _load_token(
+    qkvz, ba, channels, token, STRIDE: tl.constexpr, BA_STRIDE: tl.constexpr, H: tl.constexpr
+):
     """Load a token's inputs of q, k, v, and of its gates, for one head."""
     q_channels, k_channels, v_channels = channels
     qkvz += token * STRIDE
     q, k, v = tl.load(qkvz + q_channels), tl.load(qkvz + k_channels), tl.load(qkvz + v_channels)
-    ba += token * (2 * H)
+    ba += token * BA_STRIDE
     return q, k, v, tl.load(ba).to(tl.float32), tl.load(ba + H).to(tl.float32)
 
 
@@ -73,6 +75,8 @@ def _update_states(
     g,
     beta,
     count,
+    STRIDE: tl.constexpr,
+    BA_STRIDE: tl.constexpr,
     T: tl.constexpr,
     MOST: tl.constexpr,
     H: tl.constexpr,
@@ -102,9 +106,9 @@ def _update_states(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     real = _count_real(last, sequence, T, HAS_LAST)
-    qkvz += sequence * (T * (N + H * CV))
-    ba += sequence * (T * 2 * H) + head
-    loaded = _load_token(qkvz, ba, channels, 0, N + H * CV, H)
+    qkvz += sequence * (T * STRIDE)
+    ba += sequence * (T * BA_STRIDE) + head
+    loaded = _load_token(qkvz, ba, channels, 0, STRIDE, BA_STRIDE, H)
     tl.store(before + at, memory)
     if is_first and head == 0:
         tl.store(count + sequence, real.to(tl.int64))
@@ -116,7 +120,7 @@ def _update_states(
     for t in tl.static_range(T):
         q, k, v, b, a = loaded
         if t + 1 < T:
-            loaded = _load_token(qkvz, ba, channels, t + 1, N + H * CV, H)
+            loaded = _load_token(qkvz, ba, channels, t + 1, STRIDE, BA_STRIDE, H)
         q, q_inputs = _convolve_next(q, q_inputs, q_factors, W)
         k, k_inputs = _convolve_next(k, k_inputs, k_factors, W)
         v, v_inputs = _convolve_next(v, v_inputs, v_factors, W)
@@ -155,6 +159,7 @@ def _finish_tokens(
     last,
     inputs,
     y,
+    STRIDE: tl.constexpr,
     T: tl.constexpr,
     MOST: tl.constexpr,
     H: tl.constexpr,
@@ -171,11 +176,11 @@ def _finish_tokens(
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    qkvz += sequence * (T * (N + H * CV))
+    qkvz += sequence * (T * STRIDE)
     if part < T * H:
         at = (sequence * T * H + part) * CV + c
         x = tl.load(out + at).to(tl.float32)
-        gate = tl.load(qkvz + part // H * (N + H * CV) + N + part % H * CV + c).to(tl.float32)
+        gate = tl.load(qkvz + part // H * STRIDE + N + part % H * CV + c).to(tl.float32)
         x *= tl.rsqrt(tl.sum(x * x, 0) / CV + EPS) * weight
         tl.store(y + at, (x * gate * tl.sigmoid(gate)).to(y.dtype.element_ty))
     else:
@@ -186,12 +191,19 @@ def _finish_tokens(
             if n < W - 1:
                 number = tl.load(window + old + n * N, mask=exists)
             else:
-                number = tl.load(qkvz + (n - W + 1) * (N + H * CV) + channels, mask=exists)
+                number = tl.load(qkvz + (n - W + 1) * STRIDE + channels, mask=exists)
             tl.store(inputs + kept + n * N, number, mask=exists)
             # The window ends with the last real token: it begins at input `real`.
             place = n - real + tl.zeros_like(channels)
             moves = exists & (place >= 0) & (place < W - 1)
             tl.store(window + old + place * N, number, mask=moves)
+
+
+def _with_even_rows(x: Tensor) -> Tensor:
+    """Return x [B, T, n] with all rows one distance apart, as those of a split are; or a copy."""
+    B, T, _ = x.shape
+    even = x.stride(2) == 1 and (B == 1 or x.stride(0) == T * x.stride(1))
+    return x if even else x.contiguous()
 
 
 @torch.library.custom_op(
@@ -228,17 +240,17 @@ def delta_tokens(
     """
     (B, T, _), (H, CK, CV) = qkvz.shape, state.shape[1:]
     N, W = conv_weight.shape
-    qkvz, ba, pdl = qkvz.contiguous(), ba.contiguous(), supports_pdl(qkvz)
+    qkvz, ba, pdl = _with_even_rows(qkvz), _with_even_rows(ba), supports_pdl(qkvz)
     out = qkvz.new_empty(B, T, H, CV)
     y, columns, channels = qkvz.new_empty(B, T, H * CV), min(COLUMNS, CV), 512
     flags = dict(HAS_LAST=last is not None, PDL=pdl, launch_pdl=pdl, num_warps=4)
-    sizes = dict(T=T, MOST=g.shape[1], H=H, CV=CV, W=W)
+    sizes = dict(T=T, MOST=g.shape[1], H=H, CV=CV, W=W, STRIDE=qkvz.stride(1))
     # The kernel needs a valid pointer for an absent tensor, which it then does not read.
     last = qkvz if last is None else last
     _update_states[CV // columns, H, B](
         *(qkvz, ba, state, window, conv_weight, a_log, dt_bias, last, out),
         *(before, convolved, g, beta, count),
-        **dict(K=key_heads, CK=CK, COLUMNS=columns),
+        **dict(K=key_heads, CK=CK, COLUMNS=columns, BA_STRIDE=ba.stride(1)),
         **sizes,
         **flags,
     )

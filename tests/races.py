@@ -27,6 +27,7 @@ from runtime.session import Session, SessionOptions
 CASES = (
     "Qwen3-30B-A3B:int4",
     "Qwen3-30B-A3B:bf16",
+    "Mixtral-8x7B:int4",
     "gpt-oss-20b:mxfp4",
     "OLMoE-1B-7B:int8",
     "DeepSeek-V2-Lite:bf16",
@@ -35,8 +36,8 @@ CASES = (
 # Parts of the names of our kernels: PyTorch's own are not checked.
 KERNELS = (
     *("_gate_up", "_down", "_norm_", "_route", "_sort_pairs", "_multiply_tiles", "_combine"),
-    *("_attend_", "_map_queries", "_merge_", "_update_state", "_finish_token"),
-    *("_find_best", "_rank", "_draw"),
+    *("_attend_", "_map_", "_merge_", "_update_state", "_finish_token"),
+    *("_quantize_token", "_find_best", "_rank", "_draw"),
 )
 TIMEOUT = 300  # seconds of a case
 
