@@ -57,6 +57,19 @@ def _load_token(
     return q, k, v, tl.load(ba).to(tl.float32), tl.load(ba + H).to(tl.float32)
 
 
+@jit
+def _read_and_correct(memory, q, k, v, decay, share, CK: tl.constexpr):
+    """Return what a token reads from columns of the state, [COLUMNS], and the state after it."""
+    q, k, v = q.to(tl.float32), k.to(tl.float32), v.to(tl.float32)
+    q *= tl.rsqrt(tl.sum(q * q, 0) + 1e-6) * CK**-0.5
+    k *= tl.rsqrt(tl.sum(k * k, 0) + 1e-6)
+    decayed = memory * tl.exp(decay)
+    # q (S + k correction) = q S + (q . k) correction: both products with S at once.
+    correction = (v - tl.sum(k[:, None] * decayed, 0)) * share
+    y = tl.sum(q[:, None] * decayed, 0) + tl.sum(q * k, 0) * correction
+    return y, decayed + k[:, None] * correction[None, :]
+
+
 # Grid [Cv / COLUMNS, H, B]. State, window and weights are loaded before the wait for the previous
 # kernel, which makes qkvz and ba. The next token's inputs are loaded while one is taken in.
 @jit
@@ -127,20 +140,14 @@ def _update_states(
         tl.store(convolved + t * N + channels[0], q, mask=owns_keys)
         tl.store(convolved + t * N + channels[1], k, mask=owns_keys)
         tl.store(convolved + t * N + channels[2], v)
-        q, k, v = q.to(tl.float32), k.to(tl.float32), v.to(tl.float32)
         decay = tl.where(t < real, -rate * _softplus(a + bias), 0.0)
         share = tl.where(t < real, tl.sigmoid(b), 0.0)
         if is_first:
             tl.store(g + t * H, decay)
             tl.store(beta + t * H, share)
-        q *= tl.rsqrt(tl.sum(q * q, 0) + 1e-6) * CK**-0.5
-        k *= tl.rsqrt(tl.sum(k * k, 0) + 1e-6)
-        decayed = memory * tl.exp(decay)
-        # q (S + k correction) = q S + (q . k) correction: both products with S at once.
-        correction = (v - tl.sum(k[:, None] * decayed, 0)) * share
-        y = tl.sum(q[:, None] * decayed, 0) + tl.sum(q * k, 0) * correction
+        y, corrected = _read_and_correct(memory, q, k, v, decay, share, CK)
         tl.store(out + ((sequence * T + t) * H + head) * CV + columns, y.to(out.dtype.element_ty))
-        memory = tl.where(t < real, decayed + k[:, None] * correction[None, :], memory)
+        memory = tl.where(t < real, corrected, memory)
     tl.store(state + at, memory)
     if is_first:
         for t in tl.static_range(T, MOST):  # `accept` runs MOST tokens: these change nothing
