@@ -20,50 +20,17 @@ from ops.jit import jit, supports_pdl, tl, triton
 from ops.latent_decode_attention import (
     ANY_POSITION,
     Tile,
-    _convert,
+    _append_own,
     _load_latents,
+    _load_own,
     _merge_parts,
+    _score_latents,
     sizes_of,
 )
-from ops.split_attention import _count_parts, _int8_codes, _int8_scale, count_parts
+from ops.split_attention import _count_parts, count_parts
 
 MAX_QUERIES = 64
 TOKENS_AT_ONCE = 8  # T up to which each token has programs of its own
-
-
-@jit
-def _append_latent(
-    kv,
-    rope,
-    kv_norm,
-    position,
-    cache,
-    scales,
-    token,
-    R: tl.constexpr,
-    RANK: tl.constexpr,
-    EPS: tl.constexpr,
-    INT8: tl.constexpr,
-):
-    """Norm a token's latent at kv, rotate its key, and store both at its position of the cache."""
-    DTYPE: tl.constexpr = kv.dtype.element_ty
-    c, n = tl.arange(0, RANK)[None, :], tl.arange(0, R)[None, :]
-    rotation = _load_rotation(rope, token, n, R, R, 2 * R, 0)
-    key = _load_head(kv + RANK, kv, 1.0, rotation, R, R, EPS, 0.0, False, False).to(DTYPE)
-    latent = tl.load(kv + c).to(tl.float32)
-    latent *= tl.rsqrt(tl.sum(latent * latent, 1, keep_dims=True) / RANK + EPS)
-    latent = (latent * tl.load(kv_norm + c).to(tl.float32)).to(DTYPE)
-    if INT8:
-        latent, key = latent.to(tl.float32), key.to(tl.float32)
-        largest = tl.max(tl.abs(latent), 1, keep_dims=True)
-        scale = _int8_scale(tl.maximum(largest, tl.max(tl.abs(key), 1, keep_dims=True)))
-        latent, _ = _int8_codes(latent, scale)
-        key, _ = _int8_codes(key, scale)
-        latent, key = latent.to(tl.int8), key.to(tl.int8)
-        tl.store(scales + tl.zeros([1, 1], tl.int32) + position, scale)
-    row = cache + position * (RANK + R)
-    tl.store(row + c, latent)
-    tl.store(row + RANK + n, key)
 
 
 # Grid [r / COLUMNS, H + 1, T / EACH]: a program computes COLUMNS numbers of one head for EACH
@@ -114,18 +81,17 @@ def _map_tokens(
             result = mapped + (token * H + head) * RANK + c
             tl.store(result, out.to(mapped.dtype.element_ty))
         elif tl.program_id(0) == 0:
+            rotation = _load_rotation(rope, token, tl.arange(0, R)[None, :], R, R, 2 * R, 0)
+            own, own_key = _load_own(kv + token * KV_STRIDE, kv_norm, rotation, R, RANK, EPS)
             first_row = token // Q * S
-            _append_latent(
-                kv + token * KV_STRIDE,
-                rope,
-                kv_norm,
-                tl.load(positions + token),
+            _append_own(
+                own,
+                own_key,
                 cache + first_row * (RANK + R),
                 scales + first_row,
-                token,
+                tl.load(positions + token),
                 R,
                 RANK,
-                EPS,
                 INT8,
             )
 
@@ -141,7 +107,7 @@ def _count_token_parts(
 ):
     """Return how many positions a sequence's last query sees, and `_count_parts` of these."""
     seen = tl.load(positions + sequence * Q + Q - 1).to(tl.int32) + 1
-    _, end, parts = _count_parts(seen, S, P, 1, 1 << 30, BLOCK)
+    _, end, parts = _count_parts(seen, S, P, 1, S, BLOCK)  # a window of S is none
     return seen, end, parts
 
 
@@ -193,17 +159,13 @@ def _attend_rows(
     row_max, row_sum = tl.full([M], float("-inf"), tl.float32), tl.zeros([M], tl.float32)
     acc = tl.zeros([M, RANK], tl.float32)
     for block in tl.range(part, end, parts, num_stages=STAGES):
-        latents, keys, scale = _load_latents(cache, scales, block, seen, RANK, R, BLOCK, INT8)
-        latents, keys = _convert(latents, DTYPE, INT8), _convert(keys, DTYPE, INT8)
-        scores = tl.dot(query, tl.trans(latents))
-        scores = tl.dot(rotated, tl.trans(keys), scores) * SCALE
-        if INT8:
-            scores *= scale[None, :]
+        loaded = _load_latents(cache, scales, block, seen, RANK, R, BLOCK, INT8)
+        scores, latents = _score_latents(query, rotated, loaded, SCALE, INT8)
         key = block * BLOCK + tl.arange(0, BLOCK)
         scores = tl.where(key[None, :] <= position[:, None], scores, float("-inf"))
         weights, rescale, row_max, row_sum = online_softmax(scores, row_max, row_sum)
         if INT8:
-            weights *= scale[None, :]
+            weights *= loaded[2][None, :]
         acc = tl.dot(weights.to(DTYPE), latents, acc=acc * rescale[:, None])
     at = (sequence * P + part) * (Q * H) + row
     tl.store(partial + at[:, None] * RANK + c, acc, mask=(row < Q * H)[:, None])

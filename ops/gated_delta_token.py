@@ -45,6 +45,27 @@ def _convolve(x, channels, past):
 
 
 @jit
+def _read_and_correct(memory, q, k, v, decay, share, CK: tl.constexpr):
+    """Return what a token reads from columns of the state, [COLUMNS], and the state after it."""
+    q, k, v = q.to(tl.float32), k.to(tl.float32), v.to(tl.float32)
+    q *= tl.rsqrt(tl.sum(q * q, 0) + 1e-6) * CK**-0.5
+    k *= tl.rsqrt(tl.sum(k * k, 0) + 1e-6)
+    decayed = memory * tl.exp(decay)
+    # q (S + k correction) = q S + (q . k) correction: both products with S at once.
+    correction = (v - tl.sum(k[:, None] * decayed, 0)) * share
+    y = tl.sum(q[:, None] * decayed, 0) + tl.sum(q * k, 0) * correction
+    return y, decayed + k[:, None] * correction[None, :]
+
+
+@jit
+def _norm_head(x, gate, weight, y, CV: tl.constexpr, EPS: tl.constexpr):
+    """Normalize a head at x, times weight [Cv] and SiLU of the gate, and store it at y."""
+    numbers, gates = tl.load(x).to(tl.float32), tl.load(gate).to(tl.float32)
+    numbers *= tl.rsqrt(tl.sum(numbers * numbers, 0) / CV + EPS) * weight
+    tl.store(y, (numbers * gates * tl.sigmoid(gates)).to(y.dtype.element_ty))
+
+
+@jit
 def _has_token(last, sequence, HAS_LAST: tl.constexpr):
     """Whether the sequence has a token."""
     if HAS_LAST:
@@ -94,17 +115,11 @@ def _update_state(
     qkvz += sequence * (N + H * CV)
     ba += sequence * 2 * H + head
     beta = tl.sigmoid(tl.load(ba).to(tl.float32))
-    kept = tl.exp(-rate * _softplus(tl.load(ba + H).to(tl.float32) + bias))
+    decay = -rate * _softplus(tl.load(ba + H).to(tl.float32) + bias)
     q, k = _convolve(qkvz, q_channels, q_past), _convolve(qkvz, k_channels, k_past)
     v = _convolve(qkvz, v_channels, v_past)
-    q *= tl.rsqrt(tl.sum(q * q, 0) + 1e-6) * CK**-0.5
-    k *= tl.rsqrt(tl.sum(k * k, 0) + 1e-6)
-    old *= kept
-    # q (S + k correction) = q S + (q . k) correction: both products with S at once.
-    correction = (v - tl.sum(k[:, None] * old, 0)) * beta
-    y = tl.sum(q[:, None] * old, 0) + tl.sum(q * k, 0) * correction
+    y, new = _read_and_correct(old, q, k, v, decay, beta, CK)
     tl.store(out + (sequence * H + head) * CV + columns, y.to(out.dtype.element_ty))
-    new = old + k[:, None] * correction[None, :]
     if _has_token(last, sequence, HAS_LAST):
         tl.store(state, new)
 
@@ -135,10 +150,8 @@ def _finish_token(
     qkvz += sequence * (N + H * CV)
     if part < H:
         at = part * CV + c
-        x = tl.load(out + sequence * H * CV + at).to(tl.float32)
-        gate = tl.load(qkvz + N + at).to(tl.float32)
-        x *= tl.rsqrt(tl.sum(x * x, 0) / CV + EPS) * weight
-        tl.store(y + sequence * H * CV + at, (x * gate * tl.sigmoid(gate)).to(y.dtype.element_ty))
+        x, result = out + sequence * H * CV + at, y + sequence * H * CV + at
+        _norm_head(x, qkvz + N + at, weight, result, CV, EPS)
     else:
         channels = (part - H) * CHANNELS + tl.arange(0, CHANNELS)
         exists, inputs = channels < N, window + sequence * (W - 1) * N + channels

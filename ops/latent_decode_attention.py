@@ -128,32 +128,47 @@ def _convert(entries, dtype: tl.constexpr, INT8: tl.constexpr):
 
 
 @jit
-def _add_latents(
-    row_max,
-    row_sum,
-    acc,
-    query,
-    rotated,
-    loaded,
-    block,
-    position,
-    SCALE: tl.constexpr,
-    WINDOW: tl.constexpr,
-    BLOCK: tl.constexpr,
-    INT8: tl.constexpr,
-):
-    """Add a block of cached positions to the softmax so far: row_max, row_sum [M], acc [M, r]."""
+def _score_latents(query, rotated, loaded, SCALE: tl.constexpr, INT8: tl.constexpr):
+    """Return the scores [M, BLOCK] of a block as loaded by `_load_latents`, and its latents."""
     latents, keys, scale = loaded
     latents, keys = _convert(latents, query.dtype, INT8), _convert(keys, query.dtype, INT8)
     scores = tl.dot(query, tl.trans(latents))
     scores = tl.dot(rotated, tl.trans(keys), scores) * SCALE
     if INT8:
         scores *= scale[None, :]
-    key = block * BLOCK + tl.arange(0, BLOCK)
-    weights, rescale, row_max, row_sum = _weigh(
-        scores, row_max, row_sum, scale, key, position, WINDOW, INT8, query.dtype
-    )
-    return row_max, row_sum, tl.dot(weights, latents, acc=acc * rescale)
+    return scores, latents
+
+
+@jit
+def _load_own(kv, kv_norm, rotation, R: tl.constexpr, RANK: tl.constexpr, EPS: tl.constexpr):
+    """Load a token's own latent [1, r], normed, and key [1, R], rotated, in the dtype of kv."""
+    DTYPE: tl.constexpr = kv.dtype.element_ty
+    c = tl.arange(0, RANK)[None, :]
+    key = _load_head(kv + RANK, kv, 1.0, rotation, R, R, EPS, 0.0, False, False).to(DTYPE)
+    latent = tl.load(kv + c).to(tl.float32)
+    latent *= tl.rsqrt(tl.sum(latent * latent, 1, keep_dims=True) / RANK + EPS)
+    return (latent * tl.load(kv_norm + c).to(tl.float32)).to(DTYPE), key
+
+
+@jit
+def _append_own(
+    own, own_key, cache, scales, position, R: tl.constexpr, RANK: tl.constexpr, INT8: tl.constexpr
+):
+    """Store a token's latent and key in the cache; return both in fp32, as they are read there."""
+    latent, key = own.to(tl.float32), own_key.to(tl.float32)
+    if INT8:
+        largest = tl.max(tl.abs(latent), 1, keep_dims=True)
+        own_scale = _int8_scale(tl.maximum(largest, tl.max(tl.abs(key), 1, keep_dims=True)))
+        stored, latent = _int8_codes(latent, own_scale)
+        stored_key, key = _int8_codes(key, own_scale)
+        stored, stored_key = stored.to(tl.int8), stored_key.to(tl.int8)
+        tl.store(scales + tl.zeros([1, 1], tl.int32) + position, own_scale)
+    else:
+        stored, stored_key = own, own_key
+    own_row = cache + position * (RANK + R)
+    tl.store(own_row + tl.arange(0, RANK)[None, :], stored)
+    tl.store(own_row + RANK + tl.arange(0, R)[None, :], stored_key)
+    return latent, key
 
 
 # Grid [P, tiles of M heads, B]: a program attends with M heads to every P-th block of positions.
@@ -211,10 +226,7 @@ def _attend_part(
     q += sequence * Q_STRIDE + head[:, None] * (N + R) + N
     rotated = _load_head(q, q, 1.0, rotation, R, R, EPS, 0.0, False, False).to(DTYPE)
     kv += sequence * KV_STRIDE
-    own_key = _load_head(kv + RANK, kv, 1.0, rotation, R, R, EPS, 0.0, False, False).to(DTYPE)
-    own = tl.load(kv + c).to(tl.float32)
-    own *= tl.rsqrt(tl.sum(own * own, 1, keep_dims=True) / RANK + EPS)
-    own = (own * tl.load(kv_norm + c).to(tl.float32)).to(DTYPE)
+    own, own_key = _load_own(kv, kv_norm, rotation, R, RANK, EPS)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -223,39 +235,20 @@ def _attend_part(
     row_max, row_sum = tl.full([M], float("-inf"), tl.float32), tl.zeros([M], tl.float32)
     acc = tl.zeros([M, RANK], tl.float32)
     if part == 0:
-        latent, key = own.to(tl.float32), own_key.to(tl.float32)
-        if INT8:
-            largest = tl.max(tl.abs(latent), 1, keep_dims=True)
-            own_scale = _int8_scale(tl.maximum(largest, tl.max(tl.abs(key), 1, keep_dims=True)))
-            stored, latent = _int8_codes(latent, own_scale)
-            stored_key, key = _int8_codes(key, own_scale)
-            stored, stored_key = stored.to(tl.int8), stored_key.to(tl.int8)
-            tl.store(scales + tl.zeros([1, 1], tl.int32) + position, own_scale)
-        else:
-            stored, stored_key = own, own_key
-        own_row = cache + position * (RANK + R)  # equal for all tiles of heads
-        tl.store(own_row + c, stored)
-        tl.store(own_row + RANK + tl.arange(0, R)[None, :], stored_key)
+        # Equal for all tiles of heads
+        latent, key = _append_own(own, own_key, cache, scales, position, R, RANK, INT8)
         row_max = tl.sum(query.to(tl.float32) * latent, 1)
         row_max = (row_max + tl.sum(rotated.to(tl.float32) * key, 1)) * SCALE
         row_sum += 1.0
         acc += latent
     for block in tl.range(part, end, parts, num_stages=STAGES):
         loaded = _load_latents(cache, scales, block, position, RANK, R, BLOCK, INT8)
-        row_max, row_sum, acc = _add_latents(
-            row_max,
-            row_sum,
-            acc,
-            query,
-            rotated,
-            loaded,
-            block,
-            position,
-            SCALE,
-            WINDOW,
-            BLOCK,
-            INT8,
+        scores, latents = _score_latents(query, rotated, loaded, SCALE, INT8)
+        key = block * BLOCK + tl.arange(0, BLOCK)
+        weights, rescale, row_max, row_sum = _weigh(
+            scores, row_max, row_sum, loaded[2], key, position, WINDOW, INT8, DTYPE
         )
+        acc = tl.dot(weights, latents, acc=acc * rescale)
     at = (sequence * P + part) * H + row
     tl.store(partial + at[:, None] * RANK + c, acc, mask=(row < H)[:, None])
     tl.store(sums + at * 2, row_max, mask=row < H)
