@@ -30,7 +30,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ops.few_tokens import FewTiles, down_few
+from ops.few_tokens import TILE, FewTiles, down_few
 from ops.gemv4 import _e2m1_table
 from ops.jit import jit, supports_pdl, tl, triton
 from ops.moe_chunk import (
@@ -53,6 +53,7 @@ from ops.moe_router import (
     _choose,
     _choose_one,
     choice_constants,
+    norm_tokens,
 )
 from ops.moe_tiles import Tiles, Weight, choose_tiles, chunks_of, programs_of
 from ops.quantized_x import QuantizedX, quantize_token, quantizes_first
@@ -181,7 +182,7 @@ def _gate_up(
 ):
     RUN: tl.constexpr = GROUP // FIELDS  # words of a group
     HELD: tl.constexpr = CHUNKS if TILES > 1 else DEPTH  # chunks of x in registers
-    PROGRAMS = tl.num_programs(0) - CHOOSE  # that multiply
+    multiplying = tl.num_programs(0) - CHOOSE  # programs of a pair
     weights = (codes, scale, scale_step, scale_low, zero, zero_step, zero_low)
     pair = tl.program_id(1)
     # The last tiles begin early enough to be whole: some rows are computed twice.
@@ -189,7 +190,7 @@ def _gate_up(
     if PDL:
         tl.extra.cuda.gdc_wait()
     if CHOOSE:
-        if tl.program_id(0) == PROGRAMS:
+        if tl.program_id(0) == multiplying:
             if pair == 0:
                 _choose(
                     scores,
@@ -231,7 +232,7 @@ def _gate_up(
         if BIAS:
             gate_bias = tl.load(bias + flat).to(tl.float32)
             up_bias = tl.load(bias + I + flat).to(tl.float32)
-        next_row = tl.minimum((tl.program_id(0) + (n + 1) * PROGRAMS) * ROWS, I - ROWS)
+        next_row = tl.minimum((tl.program_id(0) + (n + 1) * multiplying) * ROWS, I - ROWS)
         gate, up = tl.zeros([ROWS, LANES], tl.float32), tl.zeros([ROWS, LANES], tl.float32)
         for c in tl.static_range(CHUNKS):
             part, both = xs[c % HELD], tiles[c % DEPTH]
@@ -592,6 +593,14 @@ def _launch_gate_up(
     return h
 
 
+def norm_apart(x: Tensor, norm: Tensor, eps: float) -> tuple[Tensor, Tensor | None]:
+    """Return x [T, in] and its norm's weight for `down`: of many tokens the normed x, and None.
+
+    Each program of a product norms all of its tokens: above TILE a kernel of its own is faster.
+    """
+    return (x, norm) if len(x) <= TILE else (norm_tokens(x, norm, eps), None)
+
+
 def down(
     x: Tensor | QuantizedX,
     weight: Weight,
@@ -624,14 +633,14 @@ def down(
     ValueError for a norm with experts.
     """
     gather, dtype = indices is not None, dtype or x.dtype
+    if norm is not None and (gather or isinstance(x, QuantizedX)):
+        raise ValueError("no norm with experts, or of integers")
     pairs = indices.shape[1] if gather else 1
     quads, y = pairs * weight.quads, out
     T = 1 if isinstance(x, QuantizedX) else x.numel() // x.shape[-1] // pairs
     if T == 1 and gather and isinstance(x, Tensor) and quantizes_first(weight, quads):
-        x = quantize_token(x, weight, pdl)
+        x = quantize_token(operand_of(x, weight), weight, pdl)
     quantized = isinstance(x, QuantizedX)
-    if norm is not None and (gather or quantized):
-        raise ValueError("no norm with experts, or of integers")
     operand, units = _operands_of(x, weight)
     pdl = supports_pdl(operand) if pdl is None else pdl
     if y is None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ops.jit import jit, supports_pdl, tl, triton
 from ops.moe_chunk import _load_x, _quantize
-from ops.moe_tiles import Weight
+from ops.moe_tiles import BITS, Weight
 
 LONG_X = 512  # quads: longer x of experts in 4 bits is quantized by a kernel of its own
 INTEGERS = "int8", "int4", "mxfp4", "hqq"  # kinds of codes that are multiplied as integers
@@ -100,7 +100,7 @@ def quantizes_first(weight: Weight, quads: int) -> bool:
     It takes 1.5 us, so that it must spare many programs more than that, as measured on an H200:
     of Mixtral's w2 in 4 bits 3 us (docs/log/small_experts.md).
     """
-    return weight.kind in INTEGERS and weight.fields == 8 and quads > LONG_X
+    return BITS[weight.kind] == 4 and quads > LONG_X
 
 
 def quantize_token(x: Tensor, weight: Weight, pdl: bool | None = None) -> QuantizedX:

@@ -137,9 +137,8 @@ class FusedAttention:
         """
         projected = x.new_empty(len(x), sum(weight.out for weight, _ in self.inputs))
         parts = projected.split([weight.out for weight, _ in self.inputs], dim=1)
-        normed, norm, eps = x, self.norm.weight, self.norm.eps
-        if len(x) > MAX_FEW:  # each program of the product would norm all tokens
-            normed, norm = moe_router.norm_tokens(x, norm, eps), None
+        eps = self.norm.eps
+        normed, norm = moe_decode.norm_apart(x, self.norm.weight, eps)
         for n, ((weight, bias), part) in enumerate(zip(self.inputs, parts, strict=True)):
             early = n == 1  # then the kernel before the previous one, which writes x, has ended
             moe_decode.down(normed, weight, norm=norm, eps=eps, bias=bias, out=part, early=early)

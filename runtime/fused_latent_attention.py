@@ -10,9 +10,7 @@ from torch import Tensor, nn
 from model import Context
 from ops import moe_decode
 from ops.few_latent_attention import MAX_QUERIES, attend_latent_tokens
-from ops.few_tokens import TILE
 from ops.latent_decode_attention import attend_latent_token, supports
-from ops.moe_router import norm_tokens
 from ops.moe_tiles import Weight
 
 
@@ -57,7 +55,6 @@ class FusedLatentAttention:
 
     def project_query(self, q: Tensor, weight: Weight) -> Tensor:
         """q [T, q_rank] -> [T, H * C]: norm and product, in one kernel for up to 8 tokens."""
-        norm, q = self.plain[0].q_norm, q.contiguous()
-        if len(q) > TILE:
-            return moe_decode.down(norm_tokens(q, norm.weight, norm.eps), weight)
-        return moe_decode.down(q, weight, norm=norm.weight, eps=norm.eps)
+        norm = self.plain[0].q_norm
+        q, scale = moe_decode.norm_apart(q.contiguous(), norm.weight, norm.eps)
+        return moe_decode.down(q, weight, norm=scale, eps=norm.eps)

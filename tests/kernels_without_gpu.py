@@ -14,7 +14,7 @@ NAME (default: all):
                the fused kernel for several queries of a sequence
     latent token, latent token, few
                the three kernels of latent attention for one token, at published and small sizes
-    latent tokens, latent tokens, few
+    latent tokens
                those for several tokens
     fixed      all-reduce, and norms with bitwise identical results on all GPUs
     fetch      copies of experts out of host memory
@@ -1044,6 +1044,7 @@ LATENT_TOKEN = {  # H, q_rank, N, R, r, V, S, each sequence's (first) position
     "the first token": (4, None, 16, 16, 32, 32, 205, (0,)),
     "two tiles of heads, a batch": (40, 64, 24, 16, 64, 40, 512, (511, 3)),
 }
+LATENT_WAYS = {"one block a part": (64, Tile()), "two parts": (2, Tile(64, 2))}  # parts, at most
 LATENT_TOKENS = {  # queries of each sequence, then the same
     "DeepSeek-V2-Lite's heads": (5, (16, None, 128, 64, 512, 128, 256, (150,))),
     "the first tokens": (8, (4, None, 16, 16, 32, 32, 205, (0,))),
@@ -1216,27 +1217,19 @@ def queries_errors(cases: dict[str, tuple]) -> dict[str, float]:
 
 def latent_token_errors() -> dict[str, float]:
     split_attention._to_bf16 = round_to_bf16
-    ways = {"one block a part": (64, Tile()), "two parts": (2, Tile(64, 2))}
     return {
-        f"{name}, {way}": latent_token_error(LATENT_TOKEN[name], *ways[way])
-        for name, way in itertools.product(LATENT_TOKEN, ways)
+        f"{name}, {way}": latent_token_error(LATENT_TOKEN[name], *LATENT_WAYS[way])
+        for name, way in itertools.product(LATENT_TOKEN, LATENT_WAYS)
     }
 
 
 def latent_tokens_errors() -> dict[str, float]:
     """`latent_token_errors` of several tokens of each sequence."""
     split_attention._to_bf16 = round_to_bf16
-    ways = {"one block a part": (64, Tile()), "two parts": (2, Tile(64, 2))}
     return {
-        f"{name}, {way}": latent_token_error(case, *ways[way], queries)
-        for (name, (queries, case)), way in itertools.product(LATENT_TOKENS.items(), ways)
+        f"{name}, {way}": latent_token_error(case, *LATENT_WAYS[way], queries)
+        for (name, (queries, case)), way in itertools.product(LATENT_TOKENS.items(), LATENT_WAYS)
     }
-
-
-def few_latent_tokens_errors() -> dict[str, float]:
-    split_attention._to_bf16 = round_to_bf16
-    queries, case = LATENT_TOKENS["more tokens than programs"]
-    return {"small heads": latent_token_error(case, 2, Tile(64, 2), queries)}
 
 
 def few_latent_token_errors() -> dict[str, float]:
@@ -1348,7 +1341,6 @@ INTERPRETED = {
     "latent token": latent_token_errors,
     "latent tokens": latent_tokens_errors,
     "latent token, few": few_latent_token_errors,
-    "latent tokens, few": few_latent_tokens_errors,
     "fixed": fixed_errors,
     "fetch": fetch_results,
     "rows": moved_rows,

@@ -211,6 +211,9 @@ def expert_errors(layer: Layer) -> dict[str, float]:
             integers = quantized_x.quantize_token(given, layer.w2, pdl=False)
             same = moe_decode.down(integers, layer.w2, **experts, **add, **options)
             assert torch.equal(same, y), relative(same, y)
+            with mock.patch.object(quantized_x, "LONG_X", 0):  # of 4 bits `down` calls that kernel
+                same = moe_decode.down(given, layer.w2, **experts, **add, **options)
+            assert torch.equal(same, y), relative(same, y)
     else:  # h of padding is undefined: nothing may come of it
         h, y = several_tokens(
             layer, activation, given.where(real.unsqueeze(2), torch.nan), residual
