@@ -188,29 +188,59 @@ def _prepare_integers(raw, norm, NORM: tl.constexpr, KIND: tl.constexpr, LANES: 
 
 
 @jit
-def _load_operands(x, units, chunk, QUADS: tl.constexpr, KIND: tl.constexpr, LANES: tl.constexpr):
-    """Load a chunk of quantized x (`quantized_x.QuantizedX`) -> as `_quantize`."""
+def _load_pairs(x, chunk, QUADS: tl.constexpr, LANES: tl.constexpr):
+    """Load both operands of each word of a chunk of quantized x, as a lane multiplies them."""
     at = tl.arange(0, LANES * 2)
     quad = chunk * LANES + at // 2
     first, second = (), ()
-    for i in tl.static_range(2 if KIND == "int8" else 4):
+    for i in tl.static_range(4):
         words = x + (quad * 2 + at % 2) + i * QUADS * 2
         words = tl.max_contiguous(tl.multiple_of(words, 16), 2)
         both = tl.load(words, mask=quad < QUADS, other=0)
         one, other = tl.split(tl.reshape(both, [1, LANES // 32, 32, 2]))
-        if KIND == "int8":
-            first = first + (one, other)
-        else:
-            first, second = first + (one,), second + (other,)
-    if KIND == "int8":
-        second = first
+        first, second = first + (one,), second + (other,)
+    return first, second
+
+
+@jit
+def _load_in_order(x, chunk, QUADS: tl.constexpr, KIND: tl.constexpr, LANES: tl.constexpr):
+    """Load the first and second operands of a chunk of quantized x, as `_quantize` returns them."""
+    OPERANDS: tl.constexpr = 1 if KIND == "int8" else 2
+    at = tl.arange(0, LANES * 4)
+    quad = chunk * LANES + at // 4
+    words = x + (quad * (4 * OPERANDS) + at % 4)
+    first = tl.load(tl.max_contiguous(tl.multiple_of(words, 32), 4), mask=quad < QUADS, other=0)
+    second = first
+    if OPERANDS == 2:
+        words = tl.max_contiguous(tl.multiple_of(words + 4, 32), 4)
+        second = tl.load(words, mask=quad < QUADS, other=0)
+    return first, second
+
+
+@jit
+def _load_operands(x, units, chunk, QUADS: tl.constexpr, KIND: tl.constexpr, LANES: tl.constexpr):
+    """Load a chunk of quantized x (`quantized_x.QuantizedX`) for `_order_operands`."""
+    if KIND == "int4" or KIND == "hqq":
+        first, second = _load_pairs(x, chunk, QUADS, LANES)
+    else:
+        first, second = _load_in_order(x, chunk, QUADS, KIND, LANES)
     quad = chunk * LANES + tl.arange(0, LANES)
     unit = tl.load(units + quad, mask=quad < QUADS, other=0.0)
     sums = unit
     if KIND == "int4" or KIND == "hqq" or KIND == "mxfp4":
         sums = tl.load(units + QUADS + quad, mask=quad < QUADS, other=0.0)
-    unit, sums = tl.reshape(unit, [1, LANES // 32, 32]), tl.reshape(sums, [1, LANES // 32, 32])
     return first, second, unit, sums
+
+
+@jit
+def _order_operands(loaded, KIND: tl.constexpr, LANES: tl.constexpr):
+    """Order what `_load_operands` returns as `_multiply_chunk` takes it."""
+    first, second, unit, sums = loaded
+    if KIND == "int4" or KIND == "hqq":
+        unit, sums = tl.reshape(unit, [1, LANES // 32, 32]), tl.reshape(sums, [1, LANES // 32, 32])
+        return first, second, unit, sums
+    else:
+        return _split_operands(first, second, unit, sums, KIND, LANES)
 
 
 @jit

@@ -41,6 +41,7 @@ from ops.moe_chunk import (
     _load_operands,
     _load_x,
     _multiply_chunk,
+    _order_operands,
     _prepare_x,
     _result_rows,
     _row_scale,
@@ -97,7 +98,7 @@ def _prepare_part(
 ):
     """Make the operands of `_multiply_chunk` of what `_load_part` loaded."""
     if QUANTIZED:
-        return part
+        return _order_operands(part, KIND, LANES)
     else:
         return _prepare_x(part, norm, NORM, KIND, LANES)
 

@@ -25,9 +25,10 @@ LANES = 8  # quads of a program of `_quantize_token`, which is one warp
 class QuantizedX:
     """A token as integers: int16 numbers of each quad of its weight, in the order of its codes.
 
-    operands: int64 [4, quads, 2], of int8 [2, quads, 2]: four numbers each, as of
-    `moe_chunk._quantize`. Of 4 bits a pair is both operands of one word of codes, of int8 the
-    operands of two words. A lane loads a pair at once, and needs none of another lane's.
+    operands: int64, four numbers each, as of `moe_chunk._quantize`. int4 and hqq [4, quads, 2]: a
+    pair is both operands of a word of codes, so that a lane needs none of another lane's. int8
+    [quads, 4] and mxfp4 [quads, 8]: a quad's first operands, then its second ones. In pairs their
+    `_gate_up` takes more registers, or is slower (docs/log/small_experts.md).
     units: fp32 [2, quads]: the value of a quad's 1, and the sum of its numbers.
     """
 
@@ -53,12 +54,15 @@ def _store_quads(
     first, second, unit, sums = _quantize(values, KIND, 14)
     quad = tl.program_id(0) * LANES + tl.arange(0, LANES)[:, None]
     word = tl.arange(0, 4)[None, :]
-    if OPERANDS == 2:
+    if KIND == "int4" or KIND == "hqq":
         words = x + (word * QUADS + quad) * 2
         tl.store(words, first, mask=quad < QUADS)
         tl.store(words + 1, second, mask=quad < QUADS)
     else:
-        tl.store(x + (word // 2 * QUADS + quad) * 2 + word % 2, first, mask=quad < QUADS)
+        words = x + (quad * (4 * OPERANDS) + word)
+        tl.store(words, first, mask=quad < QUADS)
+        if OPERANDS == 2:
+            tl.store(words + 4, second, mask=quad < QUADS)
     tl.store(units + quad, unit, mask=quad < QUADS)
     tl.store(units + QUADS + quad, sums, mask=quad < QUADS)
 
@@ -89,7 +93,8 @@ def empty_quantized(
     quads: int, weight: Weight, dtype: torch.dtype, device: torch.device
 ) -> QuantizedX:
     """Return a `QuantizedX` of `quads` quads for a `Weight`, to be filled."""
-    operands = torch.empty(weight.fields // 2, quads, 2, dtype=torch.int64, device=device)
+    shape = (4, quads, 2) if weight.kind in ("int4", "hqq") else (quads, weight.fields)
+    operands = torch.empty(shape, dtype=torch.int64, device=device)
     units = torch.empty(2, quads, dtype=torch.float32, device=device)
     return QuantizedX(operands, units, dtype)
 
