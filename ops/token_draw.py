@@ -32,8 +32,9 @@ RANKED = 8  # keys whose rank a program counts
 def _edited_logits(logits, seen, penalty, token, inside):
     """Load logits, those of tokens in `seen` penalized (`sampling.penalize`); NaN becomes inf."""
     x = tl.load(logits + token, mask=inside, other=0.0)
-    marked = tl.load(seen + token, mask=inside, other=0) != 0
-    x = tl.where(marked, tl.where(x > 0.0, tl.math.div_rn(x, penalty), x * penalty), x)
+    if penalty != 1.0:
+        marked = tl.load(seen + token, mask=inside, other=0) != 0
+        x = tl.where(marked, tl.where(x > 0.0, tl.math.div_rn(x, penalty), x * penalty), x)
     return tl.where(x == x, x, float("inf"))
 
 

@@ -55,6 +55,8 @@ from runtime.sampling import MAX_CANDIDATES, StepState, sample
 
 MAX_FEW = 8  # sequences of a step, and drafts: one tile of a tensor core
 PROMPT_CHUNKS = MAX_FEW, 32, 64  # tokens of a prompt's chunk
+# Embedding, RoPE and masks do not depend on each other: Inductor makes one kernel of them.
+BEGIN_OPTIONS = {"combo_kernels": True}
 
 
 def kernel_weight(module: nn.Module) -> Weight:
@@ -406,7 +408,7 @@ class FusedRunner(CompiledRunner):
         self.max_tokens = MAX_FEW if self.takes_tokens(MAX_FEW) else 1
         self.prompt_chunks = tuple(size for size in PROMPT_CHUNKS if self.takes_tokens(size))
         self.short_chunks = self.prompt_chunks or self.short_chunks
-        self.compiled_begin_tokens = self.compile(begin_tokens)
+        self.compiled_begin_tokens = self.compile(begin_tokens, options=BEGIN_OPTIONS)
         self.compiled_end_tokens = self.compile(end_tokens)
         self.compiled_core = self.compile(run_core)
         self.compiled_unfused = self.compile(run_unfused)

@@ -18,6 +18,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
+import torch._inductor.config as inductor_config
 from torch import Tensor, nn
 
 from benchmarks.inductor_code import (
@@ -36,6 +37,7 @@ from models.random_weights import first_layers
 from ops.attention import attend, attend_blocks, blocks_in_use
 from ops.inductor import configure_inductor, materialize
 from runtime.fused_attention import fuse_decode_attention
+from runtime.fused_decode import BEGIN_OPTIONS, begin_tokens
 from runtime.sampling import MAX_CANDIDATES, StepState, make_sample_step, sample
 from tp import ModelShard
 
@@ -231,6 +233,19 @@ def block(args: ModelArgs, length: int = 256, cache_class: type[KVCache] = KVCac
     )
 
 
+def begin(args: ModelArgs, length: int = 256):
+    """What comes before the layers, as the fused kernels' runner compiles it."""
+    model = build_model(args)
+    move_to_fake_gpu(model)
+    model.setup_cache(1, length)
+
+    def step(tokens: Tensor, positions: Tensor):
+        x, context = begin_tokens(model, tokens, positions)
+        return x, context.rope, *(mask.bias for mask in context.masks.values())
+
+    return step, tuple(fake_empty(1, 1, dtype=torch.int64) for _ in range(2))
+
+
 def long_attention(args: ModelArgs, queries: int):
     """Attention with few queries over a cache of 4,096 positions. It needs Dynamo."""
     H, K, C, length = args.n_head, args.n_kv_head, args.head_dim, 4096
@@ -290,6 +305,7 @@ def quick_cases() -> Iterator[Case]:
     gpt_oss = ARCHITECTURES["gpt-oss-20b"]  # biases, sinks, a clamped SwiGLU, a published format
     yield "gpt-oss-20b experts", experts, (gpt_oss,)
     yield "gpt-oss-20b block", block, (first_layers(gpt_oss, 1),)
+    yield "gpt-oss-20b begin", begin, (first_layers(gpt_oss, 2),)
     yield "gpt-oss-20b packed_experts mxfp4", packed_experts, (gpt_oss, "mxfp4")
     yield from latent_cases("DeepSeek-V2-Lite", 2)
     args = first_layers(ARCHITECTURES["Mixtral-8x7B"], 1)
@@ -321,7 +337,8 @@ def main() -> int:
     results = {}
     for name, case, arguments in cases():
         generate = compiled_code if case is long_attention else cuda_code
-        code = generate(lambda case=case, arguments=arguments: case(*arguments))
+        with inductor_config.patch(BEGIN_OPTIONS if case is begin else {}):
+            code = generate(lambda case=case, arguments=arguments: case(*arguments))
         results[name] = summary(code)
     print(json.dumps(results))
     return 0

@@ -96,6 +96,12 @@ def test_packed_weights_are_not_unpacked_to_memory(arch, mode):
     assert bool(experts["integer_products"]) == bool(linear["integer_products"]) == integer
 
 
+def test_what_comes_before_the_layers_is_one_kernel():
+    """Embedding, RoPE and the masks of two windows; it waits for the kernel before it."""
+    found = generated("gpt-oss-20b begin")
+    assert found["triton"] == 1 and found["extern"] == found["early"] == []
+
+
 def test_gpt_oss_reads_mxfp4_as_it_is():
     """The kernel for one token, then biases and SwiGLU; no buffer as large as an expert's codes."""
     args, found = ARCHITECTURES["gpt-oss-20b"], generated("gpt-oss-20b packed_experts mxfp4")
