@@ -81,8 +81,8 @@ class Phase:
 def tilings_of(quads: int, loads: int) -> list[Tiles]:
     """Return tilings for a product, in an order drawn once. loads: 2 for gate and up, else 1.
 
-    quads: of a row of x. Chunks waste little at its end. One of them is in flight, or as many as
-    registers allow and half of that. Programs stay if all of x fits in registers.
+    quads: of a row of x. Chunks waste little at its end. One to four of them are in flight, or as
+    many as registers allow. Programs stay if all of x fits in registers.
     """
     found = []
     for lanes in (32, 64, 128, 256):
@@ -91,10 +91,10 @@ def tilings_of(quads: int, loads: int) -> list[Tiles]:
             continue
         for rows in (1, 2, 4, 8, 16):
             most = MAX_TILE_REGISTERS // (4 * rows * loads)
-            depths = [n for n in range(1, min(chunks, most) + 1) if chunks % n == 0]
-            for depth in {depths[0], depths[len(depths) // 2], depths[-1]} if depths else ():
+            most = min(chunks, most)
+            for depth in sorted({*range(1, min(most, 4) + 1), most} - {0}):
                 found.append(Tiles(rows, lanes, depth, lanes // 32))
-                if chunks <= MAX_HELD:
+                if chunks <= MAX_HELD and chunks % depth == 0:
                     found.append(Tiles(rows, lanes, depth, lanes // 32, stay=True))
     random.Random(0).shuffle(found)
     return found
