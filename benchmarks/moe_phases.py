@@ -81,8 +81,8 @@ class Phase:
 def tilings_of(quads: int, loads: int) -> list[Tiles]:
     """Return tilings for a product, in an order drawn once. loads: 2 for gate and up, else 1.
 
-    quads: of a row of x. Chunks waste little at its end. One to four of them are in flight, or as
-    many as registers allow. Programs stay if all of x fits in registers.
+    quads: of a row of x, to which its chunks add up to MAX_WASTE. One to four chunks are in flight,
+    or as many as registers allow. Programs stay if all of x fits in registers.
     """
     found = []
     for lanes in (32, 64, 128, 256):
@@ -90,9 +90,10 @@ def tilings_of(quads: int, loads: int) -> list[Tiles]:
         if lanes > quads or chunks * lanes > quads * (1 + MAX_WASTE):
             continue
         for rows in (1, 2, 4, 8, 16):
-            most = MAX_TILE_REGISTERS // (4 * rows * loads)
-            most = min(chunks, most)
-            for depth in sorted({*range(1, min(most, 4) + 1), most} - {0}):
+            most = min(chunks, MAX_TILE_REGISTERS // (4 * rows * loads))
+            for depth in range(1, most + 1):
+                if 4 < depth < most:
+                    continue
                 found.append(Tiles(rows, lanes, depth, lanes // 32))
                 if chunks <= MAX_HELD and chunks % depth == 0:
                     found.append(Tiles(rows, lanes, depth, lanes // 32, stay=True))
