@@ -56,14 +56,40 @@ def _load_rotation(
 
 
 @jit
-def _inverse_rms(x, WIDTH: tl.constexpr, EPS: tl.constexpr):
-    """Return 1 / RMS of the WIDTH numbers at x."""
+def _sum_squares(x, WIDTH: tl.constexpr):
+    """Sum the squares of the WIDTH numbers at x -> fp32 [2048], whose sum is theirs."""
     number = tl.arange(0, 2048)
     squares = tl.zeros([2048], tl.float32)
     for begin in tl.static_range(0, WIDTH, 2048):
         some = tl.load(x + begin + number, mask=begin + number < WIDTH, other=0.0).to(tl.float32)
         squares += some * some
-    return tl.rsqrt(tl.sum(squares, 0) / WIDTH + EPS)
+    return squares
+
+
+@jit
+def _add_both(a, b, c, d):
+    return a + c, b + d
+
+
+@jit
+def _inverse_rms(q, k, Q_WIDTH: tl.constexpr, K_WIDTH: tl.constexpr, EPS: tl.constexpr):
+    """Return 1 / RMS of the numbers at q, and of those at k. Warps exchange both sums at once."""
+    squares = _sum_squares(q, Q_WIDTH), _sum_squares(k, K_WIDTH)
+    of_q, of_k = tl.reduce(squares, 0, _add_both)
+    return tl.rsqrt(of_q / Q_WIDTH + EPS), tl.rsqrt(of_k / K_WIDTH + EPS)
+
+
+@jit
+def _load_head_norm(norm, rotation, HAS_NORM: tl.constexpr):
+    """Load the norm's weight of a head for `_load_head`: for the numbers, and for their partners.
+
+    rotation: as of `_load_rotation`.
+    """
+    c, partner, _, _ = rotation
+    if HAS_NORM:
+        return tl.load(norm + c), tl.load(norm + partner)
+    else:
+        return 1.0, 1.0
 
 
 @jit
@@ -81,7 +107,8 @@ def _load_head(
 ):
     """Load one head at x -> [SPLITS, C] fp32, after clip, RMS norm and RoPE.
 
-    With FULL_NORM the norm is over all heads, comes before the clip, and rms is its factor.
+    norm: as of `_load_head_norm`. With FULL_NORM the norm is over all heads, comes before the clip,
+    and rms is its factor.
     """
     c, partner, cos, sin = rotation
     partner_x = x + partner
@@ -95,8 +122,8 @@ def _load_head(
     if HAS_NORM:
         if not FULL_NORM:
             rms = tl.rsqrt(tl.sum(x * x, 1, keep_dims=True) / C + EPS)
-        partner_x *= rms * tl.load(norm + partner).to(tl.float32)
-        x *= rms * tl.load(norm + c).to(tl.float32)
+        partner_x *= rms * norm[1].to(tl.float32)
+        x *= rms * norm[0].to(tl.float32)
     if CLIP > 0 and FULL_NORM:
         partner_x, x = tl.clamp(partner_x, -CLIP, CLIP), tl.clamp(x, -CLIP, CLIP)
     return x * cos + partner_x * sin
@@ -135,11 +162,10 @@ def _begin_splits(query, own_key, own_value, is_own):
 
 
 @jit
-def _merge_splits(row_max, row_sum, sinks, head, HAS_SINKS: tl.constexpr):
+def _merge_splits(row_max, row_sum, sink, HAS_SINKS: tl.constexpr):
     """Merge the splits' softmaxes -> the factor of each split [SPLITS], the sum of all weights."""
     largest = tl.max(row_max, 0)
     if HAS_SINKS:
-        sink = tl.load(sinks + head).to(tl.float32)
         largest = tl.maximum(largest, sink)
     share = tl.exp(row_max - largest)
     total = tl.sum(row_sum * share, 0)
@@ -208,6 +234,11 @@ def _attend_token(
     first = tl.maximum(position - WINDOW + 1, 0) // BLOCK * BLOCK if WINDOW < S else 0
     k = _load_block(cache, first, S, C, N, SPLITS)
     v = _load_block(cache + V_OFFSET, first, S, C, N, SPLITS)
+    if FULL_NORM:
+        q_norm, k_norm = q_norm + head * C, k_norm + kv_head * C
+    q_weight = _load_head_norm(q_norm, rotation, HAS_NORM)
+    k_weight = _load_head_norm(k_norm, rotation, HAS_NORM)
+    sink = tl.load(sinks + head).to(tl.float32) if HAS_SINKS else 0.0
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -218,16 +249,17 @@ def _attend_token(
     value = qkv + (FIRST_VALUE + kv_head) * C
     own_value = _load_value(value, c, C, EPS, CLIP, NORM_VALUES)
     own_k, own_q = qkv + (H + kv_head) * C, qkv + head * C
-    q_rms = _inverse_rms(qkv, H * C, EPS) if FULL_NORM else 1.0
-    k_rms = _inverse_rms(qkv + H * C, K * C, EPS) if FULL_NORM else 1.0
+    if GATED:
+        gate = tl.load(qkv + (FIRST_GATE + head) * C + c)
+    q_rms, k_rms = 1.0, 1.0
     if FULL_NORM:
-        q_norm, k_norm = q_norm + head * C, k_norm + kv_head * C
+        q_rms, k_rms = _inverse_rms(qkv, qkv + H * C, H * C, K * C, EPS)
     own_key = _load_head(
-        own_k, k_norm, k_rms, rotation, C, ROTARY_DIM, EPS, CLIP, HAS_NORM, FULL_NORM
+        own_k, k_weight, k_rms, rotation, C, ROTARY_DIM, EPS, CLIP, HAS_NORM, FULL_NORM
     )
     own_key = own_key.to(own_value.dtype)
     query = _load_head(
-        own_q, q_norm, q_rms, rotation, C, ROTARY_DIM, EPS, CLIP, HAS_NORM, FULL_NORM
+        own_q, q_weight, q_rms, rotation, C, ROTARY_DIM, EPS, CLIP, HAS_NORM, FULL_NORM
     )
     query *= SCALE
     is_own = split == 0  # the split that has the token's own position
@@ -243,12 +275,12 @@ def _attend_token(
         weights, rescale, row_max, row_sum = online_softmax(tl.trans(scores), row_max, row_sum)
         acc = acc * rescale[:, None] + tl.sum(v.to(tl.float32) * tl.trans(weights)[:, :, None], 0)
         v = _load_block(cache + V_OFFSET, begin + BLOCK, position, C, N, SPLITS)
-    share, total = _merge_splits(row_max, row_sum, sinks, head, HAS_SINKS)
+    share, total = _merge_splits(row_max, row_sum, sink, HAS_SINKS)
     y += (sequence * H + head) * C + tl.arange(0, C)
-    out = tl.sum(acc * share[:, None], 0) / total
+    acc *= share[:, None]
     if GATED:
-        gate = tl.load(qkv + (FIRST_GATE + head) * C + tl.arange(0, C)).to(tl.float32)
-        out = out / (1 + tl.exp(-gate))
+        acc /= 1 + tl.exp(-gate.to(tl.float32))
+    out = tl.sum(acc, 0) / total
     tl.store(y, out.to(y.dtype.element_ty))
 
 

@@ -29,6 +29,7 @@ from ops.few_tokens import (
     _finish,
     _load_fields,
     _load_gate_up_step,
+    _load_row_scales,
     _load_step,
     _of_expert,
     _spread_begins,
@@ -123,13 +124,19 @@ def _load_weights(
 
 
 @jit
-def _finish_rows(
-    total, scale, bias, rows, inside, KIND: tl.constexpr, DTYPE: tl.constexpr, BIAS: tl.constexpr
-):
-    """Return the products of an expert's rows. scale, bias: where the expert's begin."""
-    result = _finish(tl.sum(total, 0), scale + rows, KIND, DTYPE, inside)
+def _load_finish(scale, bias, rows, inside, KIND: tl.constexpr, BIAS: tl.constexpr):
+    """Load the scales and biases of rows for `_finish_rows`."""
+    biases = tl.load(bias + rows, mask=inside, other=0.0).to(tl.float32) if BIAS else 0.0
+    return _load_row_scales(scale + rows, KIND, inside), biases
+
+
+@jit
+def _finish_rows(total, loaded, KIND: tl.constexpr, DTYPE: tl.constexpr, BIAS: tl.constexpr):
+    """Sum the warps' sums [WARPS, ROWS, TILE]; multiply by scales and add biases of rows."""
+    scales, biases = loaded
+    result = _finish(tl.sum(total, 0), scales, KIND, DTYPE)
     if BIAS:
-        result += tl.load(bias + rows, mask=inside, other=0.0).to(tl.float32)
+        result += biases
     return result
 
 
@@ -187,6 +194,14 @@ def _multiply_tiles(
     for d in tl.static_range(DEPTH):
         step = _load_weights(weights, row, d, OUT, WORDS, GROUP, KIND, GATED, VEC, WARPS, ROWS)
         tiles = tiles + (step,)
+    N: tl.constexpr = OUT // 2 if GATED else OUT  # numbers of a result
+    rows, slot = row + tl.arange(0, ROWS)[:, None], tl.arange(0, TILE)[None, :]
+    inside = rows < N
+    bias += expert.to(tl.int64) * OUT
+    finish = _load_finish(weights[1], bias, rows, inside, KIND, BIAS)
+    pair = tl.load(pairs + tile * TILE + tl.minimum(slot, count - 1))
+    if GATED:
+        up_finish = _load_finish(weights[1] + N, bias + N, rows, inside, KIND, BIAS)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     # Slots behind the last pair compute the same as it, and are not stored.
@@ -199,6 +214,8 @@ def _multiply_tiles(
     for d in tl.static_range(DEPTH):
         fields = _load_fields(x, begins, d, 0, WORDS, RUN, PARTS, VEC, WARPS, TILES)
         xs = xs + (fields,)
+    if not GATED:
+        factor = tl.load(routing + pair)
     zeros = tl.zeros([WARPS, ROWS, TILE], tl.float32)
     totals, none = (zeros, zeros) if GATED else (zeros,), 0.0
     for s in range(0, STEPS, DEPTH):
@@ -225,18 +242,13 @@ def _multiply_tiles(
                 tiles = tiles[:d] + (step,) + tiles[d + 1 :]
                 fields = _load_fields(x, begins, at, 0, WORDS, RUN, PARTS, VEC, WARPS, TILES)
                 xs = xs[:d] + (fields,) + xs[d + 1 :]
-    N: tl.constexpr = OUT // 2 if GATED else OUT  # numbers of a result
-    rows, slot = row + tl.arange(0, ROWS)[:, None], tl.arange(0, TILE)[None, :]
-    pair = tl.load(pairs + tile * TILE + tl.minimum(slot, count - 1))
     DTYPE: tl.constexpr = x.dtype.element_ty
-    inside = rows < N
-    bias += expert.to(tl.int64) * OUT
-    result = _finish_rows(totals[0], weights[1], bias, rows, inside, KIND, DTYPE, BIAS)
+    result = _finish_rows(totals[0], finish, KIND, DTYPE, BIAS)
     if GATED:
-        up = _finish_rows(totals[1], weights[1] + N, bias + N, rows, inside, KIND, DTYPE, BIAS)
+        up = _finish_rows(totals[1], up_finish, KIND, DTYPE, BIAS)
         result = _activate(result, up, ACTIVATION, LIMIT, ALPHA)
     else:
-        result *= tl.load(routing + pair)
+        result *= factor
     tl.store(y + pair * N + rows, result.to(y.dtype.element_ty), mask=inside & (slot < count))
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ops.decode_attention import (
     _load_head,
+    _load_head_norm,
     _load_rotation,
     _load_value,
     empty_output,
@@ -192,6 +193,14 @@ def _attend_queries(
     token, own_token = sequence * Q + query[:, None], sequence * Q + tl.minimum(t, Q - 1)[:, None]
     rotation = _load_rotation(rope, token, c, C, ROTARY_DIM, ROPE_WIDTH, ROPE_BEGIN)
     own_rotation = _load_rotation(rope, own_token, c, C, ROTARY_DIM, ROPE_WIDTH, ROPE_BEGIN)
+    if FULL_NORM:
+        q_norm, k_norm = q_norm + head[:, None] * C, k_norm + kv_head * C
+    elif HAS_NORM and C > 128:
+        # One load for each row: a row's lanes would hold other numbers, and exchange all others.
+        q_norm, k_norm = q_norm + tl.zeros([M, 1], tl.int32), k_norm + tl.zeros([T, 1], tl.int32)
+    q_weight = _load_head_norm(q_norm, rotation, HAS_NORM)
+    k_weight = _load_head_norm(k_norm, own_rotation, HAS_NORM)
+    sink = tl.load(sinks + head).to(tl.float32) if HAS_SINKS else 0.0
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -205,15 +214,11 @@ def _attend_queries(
     if FULL_NORM:
         q_rms = _inverse_rms_of_rows(q, is_row[:, None], H * C, EPS, RMS_COLUMNS)
         k_rms = _inverse_rms_of_rows(own + H * C, (t < Q)[:, None], K * C, EPS, RMS_COLUMNS)
-        q_norm, k_norm = q_norm + head[:, None] * C, k_norm + kv_head * C
-    elif HAS_NORM and C > 128:
-        # One load for each row: a row's lanes would hold other numbers, and exchange all others.
-        q_norm, k_norm = q_norm + tl.zeros([M, 1], tl.int32), k_norm + tl.zeros([T, 1], tl.int32)
     own_k, q = own + (H + kv_head) * C, q + head[:, None] * C
     own_key = _load_head(
-        own_k, k_norm, k_rms, own_rotation, C, ROTARY_DIM, EPS, CLIP, HAS_NORM, FULL_NORM
+        own_k, k_weight, k_rms, own_rotation, C, ROTARY_DIM, EPS, CLIP, HAS_NORM, FULL_NORM
     )
-    x = _load_head(q, q_norm, q_rms, rotation, C, ROTARY_DIM, EPS, CLIP, HAS_NORM, FULL_NORM)
+    x = _load_head(q, q_weight, q_rms, rotation, C, ROTARY_DIM, EPS, CLIP, HAS_NORM, FULL_NORM)
     dtype: tl.constexpr = qkv.dtype.element_ty
     x, own_key = _keep_layout(x * SCALE).to(dtype), _keep_layout(own_key).to(dtype)
     is_stored = (t < tl.where((split == 0) & (part == 0), Q, 0))[:, None]
@@ -263,7 +268,6 @@ def _attend_queries(
     acc = tl.reshape(tl.join(accs[0], accs[1]), [M, C]) if INT8 else accs[0]
     if parts == 1:
         if HAS_SINKS:
-            sink = tl.load(sinks + head).to(tl.float32)
             largest = tl.maximum(row_max, sink)
             acc *= tl.exp(row_max - largest)[:, None]
             row_sum = row_sum * tl.exp(row_max - largest) + tl.exp(sink - largest)
@@ -314,6 +318,7 @@ def _merge_queries(
     sequence = tl.program_id(2).to(tl.int64)
     start = tl.load(positions + sequence * Q).to(tl.int32)
     _, _, parts = _count_parts(start, S, P, PART_BLOCKS, WINDOW, BLOCK)
+    sink = tl.load(sinks + head).to(tl.float32) if HAS_SINKS else 0.0
     if PDL:
         # Even without parts: the next kernel must not start before the first one has ended.
         tl.extra.cuda.gdc_wait()
@@ -328,7 +333,7 @@ def _merge_queries(
     _merge_head(
         y + token * H * C,
         qkv + (token * HEADS + HEADS - H) * C,
-        sinks,
+        sink,
         partial,
         sums,
         head,

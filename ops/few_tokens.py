@@ -424,10 +424,19 @@ def _add_products(
 
 
 @jit
-def _finish(total, scale, KIND: tl.constexpr, DTYPE: tl.constexpr, inside):
-    """Multiply sums by what their products lack. scale: addresses of the rows' scales."""
+def _load_row_scales(scale, KIND: tl.constexpr, inside):
+    """Load the scales of rows of a kind with one scale a row. scale: their addresses."""
     if KIND == "int8" or KIND == "fp8":
-        total *= tl.load(scale, mask=inside, other=0.0).to(tl.float32)
+        return tl.load(scale, mask=inside, other=0.0).to(tl.float32)
+    else:
+        return 1.0
+
+
+@jit
+def _finish(total, scales, KIND: tl.constexpr, DTYPE: tl.constexpr):
+    """Multiply sums by what their products lack. scales: as of `_load_row_scales`."""
+    if KIND == "int8" or KIND == "fp8":
+        total *= scales
     if KIND == "fp8" or KIND == "fp8b":
         total *= 256.0
     if KIND == "mxfp4" and tl.bfloat16 == DTYPE:
@@ -551,6 +560,7 @@ def _down_few(
         add = tl.load(residual + token * OUT + rows, mask=stores, other=0.0).to(tl.float32)
     if BIAS:
         biases = tl.load(bias + rows, mask=rows < OUT, other=0.0).to(tl.float32)
+    row_scales = _load_row_scales(scale + rows, KIND, rows < OUT)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -590,7 +600,7 @@ def _down_few(
     if NORM:
         mean = _token_sums(squares, PARTS, VEC, WARPS) / (2 * WORDS * PARTS)
         result *= tl.rsqrt(mean + EPS)[None, :]
-    result = _finish(result, scale + rows, KIND, x.dtype.element_ty, rows < OUT)
+    result = _finish(result, row_scales, KIND, x.dtype.element_ty)
     if BIAS:
         result += biases
     if SCALE != 1.0:

@@ -144,10 +144,11 @@ def _load_own(kv, kv_norm, rotation, R: tl.constexpr, RANK: tl.constexpr, EPS: t
     """Load a token's own latent [1, r], normed, and key [1, R], rotated, in the dtype of kv."""
     DTYPE: tl.constexpr = kv.dtype.element_ty
     c = tl.arange(0, RANK)[None, :]
+    weight = tl.load(kv_norm + c).to(tl.float32)
     key = _load_head(kv + RANK, kv, 1.0, rotation, R, R, EPS, 0.0, False, False).to(DTYPE)
     latent = tl.load(kv + c).to(tl.float32)
     latent *= tl.rsqrt(tl.sum(latent * latent, 1, keep_dims=True) / RANK + EPS)
-    return (latent * tl.load(kv_norm + c).to(tl.float32)).to(DTYPE), key
+    return (latent * weight).to(DTYPE), key
 
 
 @jit

@@ -365,6 +365,10 @@ def _down(
     for d in tl.static_range(HELD):
         norms = norms + (_load_norm(norm, d, QUADS, RUN, FIELDS, LANES) if NORM else 0,)
         factors = factors + (_lane_factor(routing, d, QUADS, EACH, LANES) if GATHER else 0,)
+    # Loaded now, since in the end each program would wait a microsecond for it.
+    SCALED: tl.constexpr = (KIND == "int8" or KIND == "fp8") and not GATHER
+    if SCALED:
+        row_scale = _row_scale(scale, row + rows, KIND)
     if BIAS:
         biases = _load_biases(bias, indices, routing, row + rows, OUT, QUADS // EACH, GATHER)
     if PDL and not EARLY:
@@ -435,8 +439,8 @@ def _down(
         total = _sum_lanes(total, ROWS, LANES)
         if NORM:
             total *= tl.rsqrt(squares / NUMBERS + EPS)
-        if (KIND == "int8" or KIND == "fp8") and not GATHER:
-            total *= _row_scale(scale, row + rows, KIND)
+        if SCALED:
+            total *= row_scale
         if BIAS:
             total += biases
         if SCALE != 1.0:
@@ -451,6 +455,8 @@ def _down(
         if n + 1 < TILES:
             if RESIDUAL:
                 add = tl.load(residual + row + rows, mask=stores, other=0.0)
+            if SCALED:
+                row_scale = _row_scale(scale, row + rows, KIND)
             if BIAS:
                 biases = _load_biases(
                     bias, indices, routing, row + rows, OUT, QUADS // EACH, GATHER

@@ -108,26 +108,36 @@ def _choose(
 
 
 @jit
+def _load_biases(
+    bias, score_bias, expert, E: tl.constexpr, BIAS: tl.constexpr, SIGMOID: tl.constexpr
+):
+    """Load what is added to the dot products of experts [ROWS], and to their sigmoids."""
+    added = tl.load(bias + expert, mask=expert < E, other=0.0).to(tl.float32) if BIAS else 0.0
+    return added, tl.load(score_bias + expert, mask=expert < E, other=0.0) if SIGMOID else 0.0
+
+
+@jit
 def _store_scores(
     rows,
     value,
-    bias,
-    score_bias,
+    biases,
     scores,
     expert,
-    E: tl.constexpr,
     N: tl.constexpr,
     BIAS: tl.constexpr,
     SIGMOID: tl.constexpr,
 ):
-    """Store the scores of experts [ROWS] for a normed token: rows [ROWS, D], value [D]."""
+    """Store the scores of experts [ROWS] for a normed token: rows [ROWS, D], value [D].
+
+    biases: as of `_load_biases`.
+    """
     dots = tl.sum(rows.to(tl.float32) * value.to(tl.float32)[None, :], 1)
     if BIAS:
-        dots += tl.load(bias + expert, mask=expert < E, other=0.0).to(tl.float32)
+        dots += biases[0]
     if SIGMOID:
         dots = _sigmoid(dots)
         tl.store(scores + N + expert, dots, mask=expert < N)
-        dots += tl.load(score_bias + expert, mask=expert < E, other=0.0)
+        dots += biases[1]
     tl.store(scores + expert, dots, mask=expert < N)
 
 
@@ -202,6 +212,7 @@ def _norm_router(
         other=0.0,
     )
     scale = tl.load(norm + d, mask=inside, other=0.0).to(tl.float32)
+    biases = _load_biases(bias, score_bias, expert, E, BIAS, SIGMOID)
     QUADS: tl.constexpr = D // (4 * FIELDS)
     if QUANTIZED:
         scales = _load_x(norm, tl.program_id(0), QUADS, RUN, FIELDS, LANES)
@@ -218,7 +229,7 @@ def _norm_router(
     else:
         by_first = d < D - tl.program_id(0) * BLOCK  # the first program alone stores the norm
         tl.store(normed + d, value, mask=by_first)
-    _store_scores(rows, value, bias, score_bias, scores, expert, E, N, BIAS, SIGMOID)
+    _store_scores(rows, value, biases, scores, expert, N, BIAS, SIGMOID)
 
 
 # Grid [T]: a program norms a token.

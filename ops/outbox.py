@@ -16,11 +16,10 @@ from ops.jit import jit, supports_pdl, tl, triton
 def _post(
     token, count, slots, PDL: tl.constexpr, ROWS: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr
 ):
-    row = tl.arange(0, BLOCK)
+    row, n = tl.arange(0, BLOCK), tl.load(count)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    n = tl.load(count)
     newest = tl.load(token + row, mask=row < ROWS, other=0)
     tl.store(slots + (n & 1) * B + row, newest, mask=row < ROWS)
     tl.debug_barrier()  # all threads have read the count

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ops.jit import jit, supports_pdl, tl, triton
-from ops.moe_router import MAX_DIM, Routing, _store_scores, check_router
+from ops.moe_router import MAX_DIM, Routing, _load_biases, _store_scores, check_router
 
 MAX_PROGRAMS = 128  # all of them run at once, at one a multiprocessor
 MAX_WORDS = 1 << 14  # of all messages: 64 registers of each thread
@@ -101,6 +101,7 @@ def _reduce_add_router(
     )
     scale = tl.load(norm + d, mask=inside, other=0.0).to(tl.float32)
     add = tl.load(x + d, mask=inside, other=0.0)
+    biases = _load_biases(bias, score_bias, expert, E, BIAS, SIGMOID)
     own = program * SHARE + tl.arange(0, SHARE)
     sends = (rank < RANKS) & (own < D)[None, :]
     outbox = tl.load(slots + rank, mask=rank < RANKS, other=0).to(tl.pointer_type(tl.int32))
@@ -134,7 +135,7 @@ def _reduce_add_router(
     value = value * tl.rsqrt(tl.sum(value * value, 0) / D + EPS) * scale
     value = value.to(normed.dtype.element_ty)
     tl.store(normed + d, value, mask=stores)
-    _store_scores(rows, value, bias, score_bias, scores, expert, E, N, BIAS, SIGMOID)
+    _store_scores(rows, value, biases, scores, expert, N, BIAS, SIGMOID)
     # Safe without a barrier: the reduction in the loop's condition waits for all threads' loads.
     tl.store(calls + program, call)
     # The first program also counts for programs that only a larger grid has.

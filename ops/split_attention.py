@@ -19,6 +19,7 @@ from torch import Tensor
 from ops.decode_attention import (
     _inverse_rms,
     _load_head,
+    _load_head_norm,
     _load_rotation,
     _load_value,
     empty_output,
@@ -183,7 +184,7 @@ def _quantize(x, C: tl.constexpr):
 def _store_heads(
     y,
     gates,
-    sinks,
+    sink,
     first_head,
     column,
     row_max,
@@ -197,12 +198,11 @@ def _store_heads(
 ):
     """Divide acc [ROWS, N] by the sum of weights, with sink and gate; store the first G rows.
 
-    column [N]: the numbers of a head that acc has.
+    sink: fp32, one number or [ROWS]. column [N]: the numbers of a head that acc has.
     """
     row = tl.arange(0, ROWS)
     head = first_head + tl.minimum(row, G - 1)
     if HAS_SINKS:
-        sink = tl.load(sinks + head).to(tl.float32)
         largest = tl.maximum(row_max, sink)
         acc *= tl.exp(row_max - largest)[:, None]
         row_sum = row_sum * tl.exp(row_max - largest) + tl.exp(sink - largest)
@@ -234,7 +234,7 @@ def _count_parts(
 def _merge_head(
     y,
     gates,
-    sinks,
+    sink,
     partial,
     sums,
     head,
@@ -259,7 +259,7 @@ def _merge_head(
     _store_heads(
         y,
         gates,
-        sinks,
+        sink,
         head,
         column,
         tl.full([1], 0, tl.float32) + largest,
@@ -332,33 +332,40 @@ def _attend_split(
     first_values = _load_keys(values, value_scales, first + part, WIDTH, BLOCK, INT8)
     c = tl.arange(0, C)[None, :]
     rotation = _load_rotation(rope, sequence, c, C, ROTARY_DIM, ROPE_WIDTH, ROPE_BEGIN)
+    G: tl.constexpr = H // K
+    row = tl.arange(0, M)
+    head = kv_head * G + tl.minimum(row, G - 1)
+    if FULL_NORM:
+        q_norm, k_norm = q_norm + head[:, None] * C, k_norm + kv_head * C
+    elif HAS_NORM and C > 128:
+        # One load for each row: a row's lanes would hold other numbers, and exchange all others.
+        q_norm += tl.zeros([M, 1], tl.int32)
+    q_weight = _load_head_norm(q_norm, rotation, HAS_NORM)
+    k_weight = _load_head_norm(k_norm, rotation, HAS_NORM)
+    sink = tl.load(sinks + head).to(tl.float32) if HAS_SINKS else 0.0
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
 
-    G: tl.constexpr = H // K
     FIRST_VALUE: tl.constexpr = H if KEYS_ARE_VALUES else H + K
     FIRST_GATE: tl.constexpr = FIRST_VALUE + K
     HEADS: tl.constexpr = FIRST_GATE + H if GATED else FIRST_GATE
     qkv += sequence * HEADS * C
     y, gates = y + sequence * H * C, qkv + FIRST_GATE * C
-    row = tl.arange(0, M)
-    head = kv_head * G + tl.minimum(row, G - 1)
     own_q = qkv + head[:, None] * C
-    q_rms = _inverse_rms(qkv, H * C, EPS) if FULL_NORM else 1.0
+    q_rms, k_rms = 1.0, 1.0
     if FULL_NORM:
-        q_norm, k_norm = q_norm + head[:, None] * C, k_norm + kv_head * C
+        q_rms, k_rms = _inverse_rms(qkv, qkv + H * C, H * C, K * C, EPS)
     query = _load_head(
-        own_q, q_norm, q_rms, rotation, C, ROTARY_DIM, EPS, CLIP, HAS_NORM, FULL_NORM
+        own_q, q_weight, q_rms, rotation, C, ROTARY_DIM, EPS, CLIP, HAS_NORM, FULL_NORM
     )
     query *= SCALE
     row_max, row_sum = tl.full([M], float("-inf"), tl.float32), tl.zeros([M], tl.float32)
     acc = tl.zeros([M, C], tl.float32)
     if part == 0:
         own_k, own_v = qkv + (H + kv_head) * C, qkv + (FIRST_VALUE + kv_head) * C
-        k_rms = _inverse_rms(qkv + H * C, K * C, EPS) if FULL_NORM else 1.0
         own_key = _load_head(
-            own_k, k_norm, k_rms, rotation, C, ROTARY_DIM, EPS, CLIP, HAS_NORM, FULL_NORM
+            own_k, k_weight, k_rms, rotation, C, ROTARY_DIM, EPS, CLIP, HAS_NORM, FULL_NORM
         )
         own_value = _load_value(own_v, c, C, EPS, CLIP, NORM_VALUES)
         own_key = own_key.to(own_value.dtype)
@@ -405,7 +412,7 @@ def _attend_split(
         _store_heads(
             y,
             gates,
-            sinks,
+            sink,
             kv_head * G,
             tl.arange(0, C),
             row_max,
@@ -456,6 +463,7 @@ def _merge_split(
     head, sequence = tl.program_id(0), tl.program_id(2).to(tl.int64)
     position = tl.load(positions + sequence).to(tl.int32)
     _, _, parts = _count_parts(position, S, P, PART_BLOCKS, WINDOW, BLOCK)
+    sink = tl.load(sinks + head).to(tl.float32) if HAS_SINKS else 0.0
     if PDL:
         # Even without parts: the next kernel must not start before the first one has ended.
         tl.extra.cuda.gdc_wait()
@@ -469,7 +477,7 @@ def _merge_split(
     _merge_head(
         y + sequence * H * C,
         qkv + (sequence * HEADS + HEADS - H) * C,
-        sinks,
+        sink,
         partial,
         sums,
         head,

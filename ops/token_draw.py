@@ -219,18 +219,18 @@ def _draw(
     temperature, top_k = tl.load(controls + row * 5), tl.load(controls + row * 5 + 1)
     top_p, min_p = tl.load(controls + row * 5 + 2), tl.load(controls + row * 5 + 3)
     source = logits, seen, tl.load(controls + row * 5 + 4)
-    place = tl.load(position + row)
+    place, tokens = tl.load(position + row), tl.load(last + row) + 1
     noise_key = _scramble(tl.load(seeds + row).to(tl.uint64))
     noise_key = _scramble(noise_key + place.to(tl.uint64) * 0x9E3779B97F4A7C15)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+    key = tl.load(ordered + at, cache_modifier=".cg")
     if tl.load(crowded + row, cache_modifier=".cg") != 0:
         _search(top_k.to(tl.int32), source, ordered, V, CHUNK, TOP)
-    key = tl.load(ordered + at, cache_modifier=".cg")
+        key = tl.load(ordered + at, cache_modifier=".cg")
     logit, chosen = _logit_of(key), _token_of(key)
-    top = tl.load(ordered, cache_modifier=".cg")
-    largest = _logit_of(top)
+    largest = _logit_of(tl.max(key, 0))
     # Probabilities, as multiples of the largest one.
     weight = tl.where(at < top_k, tl.exp((logit - largest) / temperature), 0.0)
     if top_p < 1.0:
@@ -240,9 +240,9 @@ def _draw(
     draw = tl.where((weight >= min_p) & (weight > 0.0), draw, -1.0)
     first = tl.min(tl.where(draw == tl.max(draw, 0), at, TOP), 0)
     finite = tl.abs(largest) < float("inf")
-    number = _token_of(tl.load(ordered + tl.where(finite, first, 0), cache_modifier=".cg"))
+    number = tl.max(tl.where(at == tl.where(finite, first, 0), chosen, 0), 0)
     tl.store(token + row, tl.where(finite, number, -1).to(tl.int64))
-    tl.store(position + row, place + tl.load(last + row) + 1)
+    tl.store(position + row, place + tokens)
     tl.store(seen + tl.where(finite, number, V - 1), True)
 
 
