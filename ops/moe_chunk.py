@@ -270,6 +270,24 @@ def _prepare_x(raw, norm, NORM: tl.constexpr, KIND: tl.constexpr, LANES: tl.cons
 
 
 @jit
+def _await_choice(indices, PAIRS: tl.constexpr, PAIRS_POW2: tl.constexpr):
+    """Wait until the previous kernel has stored all indices, which were -1 before."""
+    pair = tl.minimum(tl.arange(0, PAIRS_POW2), PAIRS - 1)
+    while tl.min(tl.load(indices + pair, volatile=True), 0) < 0:
+        pass
+
+
+@jit
+def _lane_experts(indices, chunk, QUADS: tl.constexpr, EACH: tl.constexpr, LANES: tl.constexpr):
+    """Load the expert of each quad of a chunk, int32 [LANES]: every EACH quads have one.
+
+    From L2 (volatile), since the kernel may have started before the one that stores them.
+    """
+    quad = tl.minimum(chunk * LANES + tl.arange(0, LANES), QUADS - 1)
+    return tl.load(indices + quad // EACH, volatile=True).to(tl.int32)
+
+
+@jit
 def _locate(
     quads,
     experts,
@@ -279,18 +297,22 @@ def _locate(
     EACH: tl.constexpr,
     LANES: tl.constexpr,
     GATHER: tl.constexpr,
+    REPEAT: tl.constexpr,
 ):
     """Return expert (int64), its row and the quad in that, for each quad of a tile.
 
-    quads: numbers of the tile's quads, row-major in [ROWS, LANES]. EACH: quads of a row.
-    GATHER: x holds QUADS // EACH rows of as many experts, one after the other, and `experts` is
-    the address of their indices. Otherwise x is one row, and `experts` is one index. Quads beyond
-    the last become the last: their x is 0.
+    quads: numbers of the tile's quads, row-major in [ROWS, LANES], each REPEAT times. EACH: quads
+    of a row. GATHER: x holds QUADS // EACH rows of as many experts, one after the other, and
+    `experts` is that of each lane, [LANES]. Otherwise x is one row, and `experts` is one index.
+    Quads beyond the last become the last: their x is 0.
     """
     quad = tl.minimum(chunk * LANES + quads % LANES, QUADS - 1)
     rows = row + quads // LANES
     if GATHER:
-        return tl.load(experts + quad // EACH).to(tl.int64), rows, quad % EACH
+        COUNT: tl.constexpr = quads.shape[0]
+        shape: tl.constexpr = (COUNT // (LANES * REPEAT), LANES, REPEAT)
+        experts = tl.reshape(tl.broadcast_to(experts[None, :, None], shape), [COUNT])
+        return experts.to(tl.int64), rows, quad % EACH
     else:
         return experts, rows, quad
 
@@ -318,14 +340,14 @@ def _load_chunk(
     """
     codes, scale, scale_step, scale_low, zero, zero_step, zero_low = weights
     at = tl.arange(0, ROWS * LANES * 4)
-    expert, rows, quad = _locate(at // 4, experts, row, chunk, QUADS, EACH, LANES, GATHER)
+    expert, rows, quad = _locate(at // 4, experts, row, chunk, QUADS, EACH, LANES, GATHER, 4)
     words = (expert * OUT + rows) * (EACH * 4) + quad * 4 + at % 4
     # A lane's four words are one aligned load, which the compiler does not see through their
     # indices.
     aligned = tl.max_contiguous(tl.multiple_of(codes + words, 16), 4)
     tile = (tl.load(aligned),)
     at = tl.arange(0, ROWS * LANES)
-    expert, rows, quad = _locate(at, experts, row, chunk, QUADS, EACH, LANES, GATHER)
+    expert, rows, quad = _locate(at, experts, row, chunk, QUADS, EACH, LANES, GATHER, 1)
     if KIND == "int4" or KIND == "mxfp4" or KIND == "hqq":
         RUN: tl.constexpr = GROUP // 8  # words of a group
         rows = expert * OUT + rows

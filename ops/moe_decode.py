@@ -35,6 +35,8 @@ from ops.gemv4 import _e2m1_table
 from ops.jit import jit, supports_pdl, tl, triton
 from ops.moe_chunk import (
     _activate,
+    _await_choice,
+    _lane_experts,
     _lane_factor,
     _load_chunk,
     _load_norm,
@@ -57,7 +59,7 @@ from ops.moe_router import (
     norm_tokens,
 )
 from ops.moe_tiles import Tiles, Weight, choose_tiles, chunks_of, programs_of
-from ops.quantized_x import QuantizedX, quantize_token, quantizes_first
+from ops.quantized_x import INTEGERS, QuantizedX, quantize_token, quantizes_first
 
 # Kernels ------------------------------------------------------------------------------------------
 
@@ -304,6 +306,10 @@ def _prepare_product(
 # x is the previous kernel's result, and with GATHER the choice of experts, too: then nothing but
 # the residual is loaded before the wait. Otherwise all but x is. A QUANTIZED x comes from a kernel
 # between: the choice is then of the kernel before that, which has ended, and needs no wait either.
+# With POLLED the previous kernel stores the choice early, and this one waits for that alone: the
+# indices are -1 until then. So weights are on their way while the previous kernel multiplies. In
+# bf16 that is slower (docs/log/small_experts.md).
+#
 # With EARLY x is the result of the kernel before the previous one: the product waits at its end.
 @jit
 def _down(
@@ -338,6 +344,8 @@ def _down(
     EPS: tl.constexpr,
     PDL: tl.constexpr,
     EARLY: tl.constexpr,
+    POLLED: tl.constexpr,
+    PAIRS_POW2: tl.constexpr,
     LANES: tl.constexpr,
     ROWS: tl.constexpr,
     TILES: tl.constexpr,
@@ -345,23 +353,30 @@ def _down(
     CHUNKS: tl.constexpr,
 ):
     NUMBERS: tl.constexpr = QUADS * 4 * FIELDS  # in a token's x
-    AHEAD: tl.constexpr = QUANTIZED or not GATHER  # weights are loaded before the wait
+    AHEAD: tl.constexpr = QUANTIZED or POLLED or not GATHER  # weights are loaded before the wait
     RUN: tl.constexpr = GROUP // FIELDS  # words of a group
     HELD: tl.constexpr = CHUNKS if TILES > 1 else DEPTH  # chunks of x in registers
     weights = (codes, scale, scale_step, scale_low, zero, zero_step, zero_low)
-    experts = indices if GATHER else tl.program_id(0).to(tl.int64) * 0
     row = tl.minimum(tl.program_id(0) * ROWS, OUT - ROWS)
     rows, stores = _result_rows(ROWS, LANES)
     if RESIDUAL:
         add = tl.load(residual + row + rows, mask=stores, other=0.0)
     if PDL and not AHEAD:
         tl.extra.cuda.gdc_wait()
+    if POLLED:
+        _await_choice(indices, QUADS // EACH, PAIRS_POW2)
+    first, experts = tl.program_id(0).to(tl.int64) * 0, ()
+    for c in tl.static_range(CHUNKS):
+        expert = _lane_experts(indices, c, QUADS, EACH, LANES) if GATHER else first
+        experts = experts + (expert,)
     tiles, norms, factors = (), (), ()
     for d in tl.static_range(DEPTH):
         tile = _load_chunk(
-            weights, experts, row, d, QUADS, EACH, OUT, GROUP, KIND, GATHER, LANES, ROWS
+            weights, experts[d], row, d, QUADS, EACH, OUT, GROUP, KIND, GATHER, LANES, ROWS
         )
         tiles = tiles + (tile,)
+    if POLLED:
+        tl.extra.cuda.gdc_wait()
     for d in tl.static_range(HELD):
         norms = norms + (_load_norm(norm, d, QUADS, RUN, FIELDS, LANES) if NORM else 0,)
         factors = factors + (_lane_factor(routing, d, QUADS, EACH, LANES) if GATHER else 0,)
@@ -372,7 +387,7 @@ def _down(
     if BIAS:
         biases = _load_biases(bias, indices, routing, row + rows, OUT, QUADS // EACH, GATHER)
     if PDL and not EARLY:
-        if AHEAD:
+        if AHEAD and not POLLED:
             tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     xs = ()
@@ -414,7 +429,7 @@ def _down(
             if (c + DEPTH < CHUNKS) | (n + 1 < TILES):
                 tile = _load_chunk(
                     weights,
-                    experts,
+                    experts[(c + DEPTH) % CHUNKS],
                     at,
                     (c + DEPTH) % CHUNKS,
                     QUADS,
@@ -511,6 +526,7 @@ def gate_up(
     pdl: bool | None = None,
     dtype: torch.dtype | None = None,
     bias: Tensor | None = None,
+    indices: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Choose experts by the scores of `norm_router`, and multiply x [1, D] by their w13.
 
@@ -519,9 +535,11 @@ def gate_up(
 
     x may be a `QuantizedX` of this weight. weight [E + S, 2 I, D], shared experts last. bias
     [E, 2 I]: added before the activation. dtype: of h; default x.dtype. pdl: None launches with PDL
-    where the GPU has it.
+    where the GPU has it. indices [1, A + S]: where to store those of experts, -1 before
+    (`norm_router`); default: new.
     """
-    indices = torch.empty(1, routing.pairs, dtype=torch.int64, device=scores.device)
+    if indices is None:
+        indices = torch.full((1, routing.pairs), -1, dtype=torch.int64, device=scores.device)
     weights = torch.empty(1, routing.pairs, dtype=torch.float32, device=scores.device)
     E = weight.parts[0].shape[0] - routing.shared
     choice = choice_constants(E, routing) | {"CHOOSE": True}
@@ -632,12 +650,14 @@ def down(
     fp32 or as x. bias: [out], or [E, out] of experts.
 
     dtype: of the result; default that of x. out [T, out]: where to store the result, if it is
-    given; its rows may be parts of longer ones. tiles: of several tokens `FewTiles`. With PDL, all
-    tensors but x are loaded while the previous kernel runs, which must not write them; with experts
-    the residual alone is, unless x is a `QuantizedX` of this weight, without norm, made by the
-    previous kernel. Long x of experts in 4 bits becomes one here, by a kernel of its own. early: of
-    one token x is loaded, too, so that the product runs beside the previous kernel. Raises
-    ValueError for a norm with experts.
+    given; its rows may be parts of longer ones. tiles: of several tokens `FewTiles`. early: of
+    one token x is loaded, too, so that the product runs beside the previous kernel. Long x of
+    experts in 4 bits becomes a `QuantizedX` here, by a kernel of its own.
+
+    With PDL, tensors are loaded while the previous kernel runs, which must not write them: all but
+    x, or with experts the residual alone. If codes are multiplied as integers, weights are, too:
+    indices that `gate_up` has not stored yet are -1, and so known to be missing. If x is a
+    `QuantizedX`, the previous kernel made it, and writes nothing else of these. Raises ValueError for a norm with experts.
     """
     gather, dtype = indices is not None, dtype or x.dtype
     if norm is not None and (gather or isinstance(x, QuantizedX)):
@@ -689,6 +709,8 @@ def down(
         EPS=eps,
         PDL=pdl,
         EARLY=early and not gather,
+        POLLED=pdl and gather and not quantized and weight.kind in INTEGERS,
+        PAIRS_POW2=triton.next_power_of_2(pairs),
         LANES=tiles.lanes,
         ROWS=rows,
         TILES=each,

@@ -34,6 +34,12 @@ def _ordered_bits(scores):
 
 
 @jit
+def _score_keys(scores):
+    """Return keys int32 in the order of scores, all above -2 ** 31, which marks a chosen one."""
+    return tl.maximum(_ordered_bits(scores), -(2**31) + 1)
+
+
+@jit
 def _sigmoid(x):
     return 1.0 / (1.0 + tl.exp(-x))
 
@@ -46,7 +52,7 @@ def _choose_one(scores, rank, E: tl.constexpr, EXPERTS: tl.constexpr, WARPS: tl.
     """
     expert = tl.arange(0, EXPERTS)[None, :] + tl.zeros([WARPS, 1], tl.int32)
     score = tl.load(scores + expert, mask=expert < E, other=float("-inf"), cache_modifier=".cg")
-    key = _ordered_bits(score)
+    key = _score_keys(score)
     found = tl.zeros([WARPS, 1], tl.int32)
     for _ in range(rank + 1):
         best = key == tl.max(key, 1, keep_dims=True)
@@ -77,7 +83,7 @@ def _choose(
     expert = tl.arange(0, BLOCK)
     # From L2: this kernel may have started before the one that writes them.
     score = tl.load(scores + expert, mask=expert < E, other=float("-inf"), cache_modifier=".cg")
-    key, rank = _ordered_bits(score), tl.full([BLOCK], A, tl.int32)
+    key, rank = _score_keys(score), tl.full([BLOCK], A, tl.int32)
     for n in tl.static_range(A):
         found = expert == tl.min(tl.where(key == tl.max(key, 0), expert, BLOCK), 0)
         rank = tl.where(found, n, rank)
@@ -172,6 +178,8 @@ def _store_quantized(
 # score + bias.
 #
 # QUANTIZED: normed is the x of a `QuantizedX`, of which each program stores LANES quads.
+#
+# The first program marks the PAIRS indices as not chosen yet.
 @jit
 def _norm_router(
     x,
@@ -182,6 +190,7 @@ def _norm_router(
     normed,
     units,
     scores,
+    indices,
     D: tl.constexpr,
     E: tl.constexpr,
     GATED: tl.constexpr,
@@ -197,6 +206,7 @@ def _norm_router(
     FIELDS: tl.constexpr,
     RUN: tl.constexpr,
     LANES: tl.constexpr,
+    PAIRS: tl.constexpr,
 ):
     N: tl.constexpr = E + GATED
     if MANY:
@@ -220,6 +230,9 @@ def _norm_router(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     value = tl.load(x + d, mask=inside, other=0.0).to(tl.float32)
+    if PAIRS:
+        pair = tl.program_id(0) * PAIRS + tl.arange(0, 32)
+        tl.store(indices + pair, tl.full([32], -1, tl.int64), mask=pair < PAIRS)
     if QUANTIZED:
         raw = _load_x(x, tl.program_id(0), QUADS, RUN, FIELDS, LANES)
     factor = tl.rsqrt(tl.sum(value * value, 0) / D + EPS)
@@ -341,6 +354,7 @@ def norm_router(
     warps: int = 4,
     pdl: bool | None = None,
     weight: Weight | None = None,
+    indices: Tensor | None = None,
 ) -> tuple[Tensor | QuantizedX, Tensor]:
     """Norm x [T, D], and score the experts for it.
 
@@ -349,8 +363,9 @@ def norm_router(
 
     router [N, D]: a row for each of E experts, then the shared experts' gate, if they are gated.
     bias [E]: of scores. rows, warps: of a program. weight: the `Weight` that multiplies the norm of
-    one token; if its codes are multiplied as integers, the norm is returned as a `QuantizedX`. With
-    PDL, all but x is loaded while the previous kernel runs. Raises ValueError if E or D is too
+    one token; if its codes are multiplied as integers, the norm is returned as a `QuantizedX`.
+    indices int64 [1, A + S]: one token's for `gate_up`, filled with -1: no expert is chosen yet.
+    With PDL, all but x is loaded while the previous kernel runs. Raises ValueError if E or D is too
     large.
     """
     (N, D), T = router.shape, len(x)
@@ -379,6 +394,7 @@ def norm_router(
         stored,
         units,
         scores,
+        scores if indices is None else indices,
         D=D,
         E=E,
         GATED=int(routing.gated),
@@ -388,6 +404,7 @@ def norm_router(
         PDL=pdl,
         BLOCK=triton.next_power_of_2(D),
         ROWS=rows,
+        PAIRS=0 if indices is None else indices.shape[1],
         MANY=T > 1,
         QUANTIZED=quantizes,
         **layout,

@@ -168,11 +168,15 @@ def _choose_packed(weight: Weight, quads: int) -> Tiles:
     if weight.kind == "mxfp4" and 256 < quads <= 512:
         return Tiles(4, 128, 1, 4, stay=True)
     if quads > 512:
-        return _tiles(4, _lanes_for(quads, 64 if narrow else 128, quads // 8), quads, 2)
+        return _tiles(4, _lanes_for(quads, 64 if narrow else 128, quads // 8), quads, 7)
+    if weight.kind == "int4" and 128 < quads <= 256 and not many:
+        return Tiles(8, 256, 1, 8)
     if weight.kind == "int8" and quads <= 128 and not many:
         return _tiles(4, 32, quads, 4)
     widest = (128 if quads > 256 else 64) if narrow else min(256, max(32, quads // 2))
     lanes = _lanes_for(quads, widest, quads // (3 if narrow else 8))
+    if weight.kind == "int8" and quads > 256 and lanes < 128:
+        return Tiles(8, 256, 2, 8)
     if narrow and many and quads <= lanes:
         rows = 16
     # Two scales a group, or the table of e2m1 and its look-ups, take registers, too.

@@ -235,9 +235,11 @@ class FusedExperts:
         """
         if len(attended) > 1:
             return self.run_several(attended, last)
-        x, normed, scores = self.norm_and_score(x, attended)
-        h, indices, weights = moe_decode.gate_up(
-            normed, self.w13, scores, self.routing, self.activation, bias=self.bias13
+        indices = torch.empty(1, self.routing.pairs, dtype=torch.int64, device=x.device)
+        x, normed, scores = self.norm_and_score(x, attended, indices)
+        options = dict(bias=self.bias13, indices=indices)
+        h, _, weights = moe_decode.gate_up(
+            normed, self.w13, scores, self.routing, self.activation, **options
         )
         add = self.sum.of_product(x)
         y = moe_decode.down(h, self.w2, indices, weights, bias=self.bias2, **add)
@@ -265,21 +267,28 @@ class FusedExperts:
         return y, indices[:, :active], weights[:, :active]
 
     def norm_and_score(
-        self, x: Tensor, attended: Tensor
+        self, x: Tensor, attended: Tensor, indices: Tensor
     ) -> tuple[Tensor, Tensor | QuantizedX, Tensor]:
         """Return x after attention [T, D], its norm, and the router's scores."""
         if self.before.all_reduce:
             return self.before.all_reduce.fused_add_router(
                 x, attended, self.norm, self.rows, self.routing
             )
-        return attended, *self.score(attended)
+        return attended, *self.score(attended, indices)
 
-    def score(self, x: Tensor) -> tuple[Tensor | QuantizedX, Tensor]:
+    def score(self, x: Tensor, indices: Tensor | None = None) -> tuple[Tensor | QuantizedX, Tensor]:
         """Return the norm of x [T, D], of one token as w13 takes it, and the router's scores."""
         norm, routing, bias = self.norm, self.routing, self.router.bias
         if len(x) <= MAX_FEW:
             return moe_router.norm_router(
-                x, norm.weight, norm.eps, self.rows, routing, bias=bias, weight=self.w13
+                x,
+                norm.weight,
+                norm.eps,
+                self.rows,
+                routing,
+                bias=bias,
+                weight=self.w13,
+                indices=indices,
             )
         normed = moe_router.norm_tokens(x, norm.weight, norm.eps)
         router = Weight((self.rows.view(torch.int32),), "bf16", 8)  # or fp16, as x
