@@ -657,7 +657,8 @@ def down(
     With PDL, tensors are loaded while the previous kernel runs, which must not write them: all but
     x, or with experts the residual alone. If codes are multiplied as integers, weights are, too:
     indices that `gate_up` has not stored yet are -1, and so known to be missing. If x is a
-    `QuantizedX`, the previous kernel made it, and writes nothing else of these. Raises ValueError for a norm with experts.
+    `QuantizedX`, the previous kernel made it, and writes nothing else of these. Raises
+    ValueError for a norm with experts.
     """
     gather, dtype = indices is not None, dtype or x.dtype
     if norm is not None and (gather or isinstance(x, QuantizedX)):
