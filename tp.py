@@ -33,6 +33,7 @@ from parallel.all_reduce import (
     all_reduce_add_router,
     all_reduce_sandwich,
     all_reduce_sum,
+    inbox_of,
 )
 
 PARALLEL = "tensor", "expert"
@@ -101,12 +102,16 @@ class AllReduceAddNorm(AddNorm):
         """See runtime/fused_decode.py: a rank's sublayer computes a part of the sum y."""
         return {"scale": self.scale, "all_reduce": self}
 
-    def fused_add(self, x: Tensor, y: Tensor) -> Tensor:
-        """x, y [1, D] -> x + scale * (y of all ranks)."""
+    def fused_inbox(self, x: Tensor) -> tuple | None:
+        """Return where the kernel of a product sends y, like x [1, D]; None: it returns y."""
+        return inbox_of(x)
+
+    def fused_add(self, x: Tensor, y: Tensor | None) -> Tensor:
+        """x, y [1, D] -> x + scale * (y of all ranks). y: None if it has been sent."""
         return all_reduce_add(x, y, self.scale)
 
     def fused_add_router(
-        self, x: Tensor, y: Tensor, norm: nn.Module, rows: Tensor, routing
+        self, x: Tensor, y: Tensor | None, norm: nn.Module, rows: Tensor, routing
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The same, its norm, and the scores of the router.
 

@@ -58,6 +58,7 @@ from ops.moe_router import (
 )
 from ops.moe_tiles import Tiles, Weight, choose_tiles, chunks_of, programs_of
 from ops.quantized_x import QuantizedX, quantize_token, quantizes_first
+from ops.reduce_router import TokenInbox, _find_outboxes, _send
 
 # Kernels ------------------------------------------------------------------------------------------
 
@@ -305,6 +306,9 @@ def _prepare_product(
 # the residual is loaded before the wait. Otherwise all but x is. A QUANTIZED x comes from a kernel
 # between: the choice is then of the kernel before that, which has ended, and needs no wait either.
 # With EARLY x is the result of the kernel before the previous one: the product waits at its end.
+#
+# With RANKS the result is not stored in y, but sent to all ranks: see ops/reduce_router.py. A row
+# that two programs compute is sent twice, with the same bits.
 @jit
 def _down(
     x,
@@ -323,6 +327,8 @@ def _down(
     bias,
     y,
     unknown_zero,
+    slots,
+    calls,
     OUT: tl.constexpr,
     EACH: tl.constexpr,
     QUADS: tl.constexpr,
@@ -338,6 +344,8 @@ def _down(
     EPS: tl.constexpr,
     PDL: tl.constexpr,
     EARLY: tl.constexpr,
+    RANKS: tl.constexpr,
+    HALF: tl.constexpr,
     LANES: tl.constexpr,
     ROWS: tl.constexpr,
     TILES: tl.constexpr,
@@ -374,6 +382,8 @@ def _down(
     xs = ()
     for d in tl.static_range(HELD):
         xs = xs + (_load_part(x, units, d, QUADS, RUN, FIELDS, KIND, QUANTIZED, LANES),)
+    if RANKS:
+        outboxes, call = _find_outboxes(slots, calls, HALF, RANKS)
     table = _e2m1_table(unknown_zero) if KIND == "mxfp4" else None
     squares = 0.0
     if TILES > 1:
@@ -446,7 +456,10 @@ def _down(
         if PDL and EARLY:
             tl.extra.cuda.gdc_wait()
             tl.extra.cuda.gdc_launch_dependents()
-        tl.store(y + row + rows, total.to(y.dtype.element_ty), mask=stores)
+        if RANKS:
+            _send(total.to(y.dtype.element_ty), outboxes, call, row + rows, stores, RANKS)
+        else:
+            tl.store(y + row + rows, total.to(y.dtype.element_ty), mask=stores)
         row = next_row
         if n + 1 < TILES:
             if RESIDUAL:
@@ -617,7 +630,8 @@ def down(
     dtype: torch.dtype | None = None,
     out: Tensor | None = None,
     early: bool = False,
-) -> Tensor:
+    send: TokenInbox | None = None,
+) -> Tensor | None:
     """scale * (x @ weight + bias) + residual [T, out] -> [T, out].
 
     With indices and routing weights [1, A], T is 1: x is [A, I], weight w2 [E, D, I], and the
@@ -630,8 +644,12 @@ def down(
     tensors but x are loaded while the previous kernel runs, which must not write them; with experts
     the residual alone is, unless x is a `QuantizedX` of this weight, without norm, made by the
     previous kernel. Long x of experts in 4 bits becomes one here, by a kernel of its own. early: of
-    one token x is loaded, too, so that the product runs beside the previous kernel. Raises
-    ValueError for a norm with experts.
+    one token x is loaded, too, so that the product runs beside the previous kernel.
+
+    send: write one token's result of 16 bits into the inboxes of all ranks instead, and return
+    None. `receive_add` or `receive_add_router` of ops/reduce_router.py must come next.
+
+    Raises ValueError for a norm with experts, and for a result that cannot be sent.
     """
     gather, dtype = indices is not None, dtype or x.dtype
     if norm is not None and (gather or isinstance(x, QuantizedX)):
@@ -641,6 +659,8 @@ def down(
     T = 1 if isinstance(x, QuantizedX) else x.numel() // x.shape[-1] // pairs
     if T == 1 and gather and isinstance(x, Tensor) and quantizes_first(weight, quads):
         x = quantize_token(operand_of(x, weight), weight, pdl)
+    if send is not None and (T > 1 or early or dtype.itemsize != 2):
+        raise ValueError("only one token's product of 16 bits, which is not early, is sent")
     quantized = isinstance(x, QuantizedX)
     operand, units = _operands_of(x, weight)
     pdl = supports_pdl(operand) if pdl is None else pdl
@@ -668,6 +688,8 @@ def down(
         absent if bias is None else bias,
         y,
         0,
+        absent if send is None else send.slots,
+        absent if send is None else send.calls,
         OUT=weight.out,
         EACH=weight.quads,
         QUADS=quads,
@@ -683,6 +705,8 @@ def down(
         EPS=eps,
         PDL=pdl,
         EARLY=early and not gather,
+        RANKS=0 if send is None else len(send.slots),
+        HALF=0 if send is None else send.memory.stride(0),
         LANES=tiles.lanes,
         ROWS=rows,
         TILES=each,
@@ -692,4 +716,4 @@ def down(
         num_warps=tiles.warps,
         num_stages=1,
     )
-    return y
+    return y if send is None else None
