@@ -25,6 +25,7 @@ from model import AddNorm, Experts, Linear, ModelArgs, MoE, RMSNorm
 from models import build_model, family_of
 from models.family import Shard
 from models.layers.sandwich import Branches, SandwichAddNorm
+from ops.reduce_router import TokenInbox
 from parallel import process_group
 from parallel.all_reduce import (
     all_gather,
@@ -33,6 +34,7 @@ from parallel.all_reduce import (
     all_reduce_add_router,
     all_reduce_sandwich,
     all_reduce_sum,
+    inbox_of,
 )
 
 PARALLEL = "tensor", "expert"
@@ -101,19 +103,23 @@ class AllReduceAddNorm(AddNorm):
         """See runtime/fused_decode.py: a rank's sublayer computes a part of the sum y."""
         return {"scale": self.scale, "all_reduce": self}
 
-    def fused_add(self, x: Tensor, y: Tensor) -> Tensor:
-        """x, y [1, D] -> x + scale * (y of all ranks)."""
+    def fused_inbox(self, x: Tensor) -> TokenInbox | None:
+        """Return where the kernel of a product sends y, like x [1, D]; None: it returns y."""
+        return inbox_of(x)
+
+    def fused_add(self, x: Tensor, y: Tensor | None) -> Tensor:
+        """x, y [1, D] -> x + scale * (y of all ranks). y: None if it has been sent."""
         return all_reduce_add(x, y, self.scale)
 
     def fused_add_router(
-        self, x: Tensor, y: Tensor, norm: nn.Module, rows: Tensor, routing
+        self, x: Tensor, y: Tensor | None, norm: nn.Module, rows: Tensor, routing, indices: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The same, its norm, and the scores of the router.
 
-        rows, routing: `router` and `routing` of `ops.moe_router.norm_router`.
+        rows: `router` of `ops.moe_router.norm_router`; routing, indices: as there.
         """
-        bias = self.router.bias
-        return all_reduce_add_router(x, y, self.scale, norm.weight, norm.eps, rows, routing, bias)
+        routed = rows, routing, self.router.bias, indices
+        return all_reduce_add_router(x, y, self.scale, norm.weight, norm.eps, *routed)
 
 
 class AllReduceSandwich(AllReduceAddNorm):

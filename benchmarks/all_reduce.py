@@ -11,8 +11,9 @@ gives the same bits on all ranks. GB/s are message bytes over time. Without GPUs
 A block's all-reduces are followed by a residual add and a norm (`ops.all_reduce.fixed_add_norm`).
 Both together are timed for a token's [1, D]. Prediction: 1 us more than the all-reduce, since the
 second kernel starts while the first one waits; 0.5 us more if it also combines per-expert outputs
-and computes a router's scores, as in a block. Fused decode kernels do without the second kernel:
-0.3 us more than the all-reduce with the scores, nothing without.
+and computes a router's scores, as in a block. In fused decode kernels a product sends its rows
+itself, and the next kernel receives them; both are timed together, after the product alone.
+Prediction: 1.5 us more than the product.
 """
 
 import argparse
@@ -31,7 +32,9 @@ from cli.command import command
 from cli.parser import Parser
 from model import weighted_sum
 from ops.all_reduce import fixed_add_norm
+from ops.moe_decode import down
 from ops.moe_router import Routing
+from ops.moe_tiles import plain_weight
 from parallel import process_group
 from parallel.all_reduce import (
     all_reduce_add,
@@ -40,6 +43,7 @@ from parallel.all_reduce import (
     can_sum,
     choose_all_reduce,
     graph_seconds,
+    inbox_of,
     methods,
     reset_token_inbox,
     sum_over_ranks,
@@ -51,6 +55,7 @@ WIDTHS = 2048, 4096, 6144
 KILOBYTES = 4, 8, 12, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768
 EXPERTS, ACTIVE = 8, 2  # rows of the router, per-expert outputs of the token
 MANY_EXPERTS = 128
+HEADS = 1024  # numbers of the token that a fused product multiplies
 EPS = 1e-5
 
 
@@ -119,7 +124,9 @@ class JoinInputs:
         self.x = torch.randn(1, D, **shared)
         self.routers = torch.randn(MANY_EXPERTS, D, **shared)
         self.router = self.routers[:EXPERTS]
-        self.y = torch.randn(1, D, **own)
+        self.heads = torch.randn(1, HEADS, **own)
+        self.wo = torch.randn(D, HEADS, **own) * HEADS**-0.5
+        self.y = self.heads @ self.wo.T
         self.outputs = torch.randn(1, ACTIVE, D, **own)
         self.expert_weights = torch.rand(1, ACTIVE, device=device)
         self.norm = 1.0, self.router[0], None, EPS  # scale, weight, bias, eps
@@ -132,14 +139,24 @@ class JoinInputs:
         """The same by the chosen method, of per-expert outputs, with a router's scores."""
         return all_reduce_add_norm(self.x, outputs, self.expert_weights, *self.norm, self.router)
 
+    def product(self) -> Tensor:
+        """The product of a rank by itself, as fused decode kernels compute it."""
+        return down(self.heads, plain_weight(self.wo))
+
+    def sent(self) -> Tensor | None:
+        """The same, sent to all ranks: None. Or y, if it cannot be sent."""
+        inbox = inbox_of(self.x)
+        return self.y if inbox is None else down(self.heads, plain_weight(self.wo), send=inbox)
+
     def before_experts(self, experts: int) -> tuple[Tensor, ...]:
-        """What fused decode kernels do between attention and experts: one kernel, with scores."""
-        routing = self.routers[:experts], Routing(ACTIVE, True), None
-        return all_reduce_add_router(self.x, self.y, 1.0, self.router[0], EPS, *routing)
+        """What fused decode kernels do between attention and experts: wo, then one kernel."""
+        indices = torch.empty(1, ACTIVE, dtype=torch.int64, device=self.x.device)
+        routing = self.routers[:experts], Routing(ACTIVE, True), None, indices
+        return all_reduce_add_router(self.x, self.sent(), 1.0, self.router[0], EPS, *routing)
 
     def after_experts(self) -> tuple[Tensor, ...]:
-        """What they do after the experts: one kernel, without a norm."""
-        return (all_reduce_add(self.x, self.y, 1.0),)
+        """What they do after the experts: w2, then a kernel without a norm."""
+        return (all_reduce_add(self.x, self.sent(), 1.0),)
 
     def is_correct(self, results: tuple[Tensor, ...], own: Tensor) -> bool:
         """Whether all ranks have the same and the right results. own: this rank's summand."""
@@ -182,6 +199,8 @@ def measure_joins(D: int, dtype: torch.dtype, device: torch.device) -> dict:
         works[f"fused, before {experts} experts"] = work, inputs.y
     works["fused, after experts"] = inputs.after_experts, inputs.y
     row = {"D": D}
+    if inbox_of(inputs.x) is not None:
+        row["product"] = {"us": 1e6 * graph_seconds(inputs.product), "same_bits": True}
     for name, (work, own) in works.items():
         good = inputs.is_correct(work(), own)
         row[name] = {"us": 1e6 * graph_seconds(work), "same_bits": good}

@@ -60,6 +60,7 @@ from ops.moe_router import (
 )
 from ops.moe_tiles import Tiles, Weight, choose_tiles, chunks_of, programs_of
 from ops.quantized_x import INTEGERS, QuantizedX, quantize_token, quantizes_first
+from ops.reduce_router import TokenInbox, _find_outboxes, _send
 
 # Kernels ------------------------------------------------------------------------------------------
 
@@ -311,6 +312,9 @@ def _prepare_product(
 # bf16 that is slower (docs/log/small_experts.md).
 #
 # With EARLY x is the result of the kernel before the previous one: the product waits at its end.
+#
+# With RANKS the result is not stored in y, but sent to all ranks: see ops/reduce_router.py. A row
+# that two programs compute is sent twice, with the same bits.
 @jit
 def _down(
     x,
@@ -329,6 +333,8 @@ def _down(
     bias,
     y,
     unknown_zero,
+    slots,
+    calls,
     OUT: tl.constexpr,
     EACH: tl.constexpr,
     QUADS: tl.constexpr,
@@ -346,6 +352,8 @@ def _down(
     EARLY: tl.constexpr,
     POLLED: tl.constexpr,
     PAIRS_POW2: tl.constexpr,
+    RANKS: tl.constexpr,
+    HALF: tl.constexpr,
     LANES: tl.constexpr,
     ROWS: tl.constexpr,
     TILES: tl.constexpr,
@@ -393,6 +401,8 @@ def _down(
     xs = ()
     for d in tl.static_range(HELD):
         xs = xs + (_load_part(x, units, d, QUADS, RUN, FIELDS, KIND, QUANTIZED, LANES),)
+    if RANKS:
+        outboxes, call = _find_outboxes(slots, calls, HALF, RANKS)
     table = _e2m1_table(unknown_zero) if KIND == "mxfp4" else None
     squares = 0.0
     if TILES > 1:
@@ -465,7 +475,10 @@ def _down(
         if PDL and EARLY:
             tl.extra.cuda.gdc_wait()
             tl.extra.cuda.gdc_launch_dependents()
-        tl.store(y + row + rows, total.to(y.dtype.element_ty), mask=stores)
+        if RANKS:
+            _send(total.to(y.dtype.element_ty), outboxes, call, row + rows, stores, RANKS)
+        else:
+            tl.store(y + row + rows, total.to(y.dtype.element_ty), mask=stores)
         row = next_row
         if n + 1 < TILES:
             if RESIDUAL:
@@ -641,7 +654,8 @@ def down(
     dtype: torch.dtype | None = None,
     out: Tensor | None = None,
     early: bool = False,
-) -> Tensor:
+    send: TokenInbox | None = None,
+) -> Tensor | None:
     """scale * (x @ weight + bias) + residual [T, out] -> [T, out].
 
     With indices and routing weights [1, A], T is 1: x is [A, I], weight w2 [E, D, I], and the
@@ -657,8 +671,12 @@ def down(
     With PDL, tensors are loaded while the previous kernel runs, which must not write them: all but
     x, or with experts the residual alone. If codes are multiplied as integers, weights are, too:
     indices that `gate_up` has not stored yet are -1, and so known to be missing. If x is a
-    `QuantizedX`, the previous kernel made it, and writes nothing else of these. Raises
-    ValueError for a norm with experts.
+    `QuantizedX`, the previous kernel made it, and writes nothing else of these.
+
+    send: write one token's result of 16 bits into the inboxes of all ranks instead, and return
+    None. `receive_add` or `receive_add_router` of ops/reduce_router.py must come next.
+
+    Raises ValueError for a norm with experts, and for a result that cannot be sent.
     """
     gather, dtype = indices is not None, dtype or x.dtype
     if norm is not None and (gather or isinstance(x, QuantizedX)):
@@ -668,6 +686,8 @@ def down(
     T = 1 if isinstance(x, QuantizedX) else x.numel() // x.shape[-1] // pairs
     if T == 1 and gather and isinstance(x, Tensor) and quantizes_first(weight, quads):
         x = quantize_token(operand_of(x, weight), weight, pdl)
+    if send is not None and (T > 1 or early or dtype.itemsize != 2):
+        raise ValueError("only one token's product of 16 bits, which is not early, is sent")
     quantized = isinstance(x, QuantizedX)
     operand, units = _operands_of(x, weight)
     pdl = supports_pdl(operand) if pdl is None else pdl
@@ -695,6 +715,8 @@ def down(
         absent if bias is None else bias,
         y,
         0,
+        absent if send is None else send.slots,
+        absent if send is None else send.calls,
         OUT=weight.out,
         EACH=weight.quads,
         QUADS=quads,
@@ -712,6 +734,8 @@ def down(
         EARLY=early and not gather,
         POLLED=pdl and gather and not quantized and weight.kind in INTEGERS,
         PAIRS_POW2=triton.next_power_of_2(pairs),
+        RANKS=0 if send is None else len(send.slots),
+        HALF=0 if send is None else send.memory.stride(0),
         LANES=tiles.lanes,
         ROWS=rows,
         TILES=each,
@@ -721,4 +745,4 @@ def down(
         num_warps=tiles.warps,
         num_stages=1,
     )
-    return y
+    return y if send is None else None

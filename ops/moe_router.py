@@ -22,6 +22,7 @@ from ops.quantized_x import INTEGERS, QuantizedX, _store_quads, empty_quantized
 
 MAX_EXPERTS = 512
 MAX_DIM = 8192
+MAX_PAIRS = 32
 
 # Kernels ------------------------------------------------------------------------------------------
 
@@ -111,6 +112,13 @@ def _choose(
         for n in tl.static_range(SHARED):
             tl.store(indices + A + n, E + n)
             tl.store(weights + A + n, part)
+
+
+@jit
+def _clear_choice(indices, PAIRS: tl.constexpr):
+    """Let the first program mark PAIRS indices as not chosen yet: -1."""
+    pair = tl.program_id(0) * PAIRS + tl.arange(0, 32)
+    tl.store(indices + pair, tl.full([32], -1, tl.int64), mask=pair < PAIRS)
 
 
 @jit
@@ -231,8 +239,7 @@ def _norm_router(
         tl.extra.cuda.gdc_launch_dependents()
     value = tl.load(x + d, mask=inside, other=0.0).to(tl.float32)
     if PAIRS:
-        pair = tl.program_id(0) * PAIRS + tl.arange(0, 32)
-        tl.store(indices + pair, tl.full([32], -1, tl.int64), mask=pair < PAIRS)
+        _clear_choice(indices, PAIRS)
     if QUANTIZED:
         raw = _load_x(x, tl.program_id(0), QUADS, RUN, FIELDS, LANES)
     factor = tl.rsqrt(tl.sum(value * value, 0) / D + EPS)
@@ -339,7 +346,7 @@ class Routing:
 
 def check_router(E: int, D: int, routing: Routing) -> None:
     """Raise ValueError if `norm_router` has no kernel for E experts and tokens of D numbers."""
-    if E > MAX_EXPERTS or D > MAX_DIM or routing.active > E:
+    if E > MAX_EXPERTS or D > MAX_DIM or routing.active > E or routing.pairs > MAX_PAIRS:
         raise ValueError(f"no kernel for {E} experts and rows of {D} numbers")
 
 

@@ -19,7 +19,13 @@ from torch import Tensor
 from ops.all_reduce import WORDS, Inbox, empty_scores, fixed_add_norm, push_all_reduce
 from ops.inductor import custom_op
 from ops.moe_router import MAX_DIM, Routing, norm_router
-from ops.reduce_router import MAX_PROGRAMS, TokenInbox, can_reduce_router, reduce_add_router
+from ops.reduce_router import (
+    MAX_PROGRAMS,
+    TokenInbox,
+    can_receive,
+    receive_add,
+    receive_add_router,
+)
 from ops.sandwich import fixed_sandwich
 from parallel.process_group import rank, run_collective, size, state, total
 
@@ -115,8 +121,24 @@ def _(x: Tensor, ranks: int) -> Tensor:
 # fixed shapes, hence the same bits on all ranks.
 
 
-def all_reduce_add(x: Tensor, y: Tensor, scale: float) -> Tensor:
-    """All-reduce y [1, D] -> x + scale * sum. The kernel launched last must not write x."""
+def inbox_of(x: Tensor) -> TokenInbox | None:
+    """Return where `ops.moe_decode.down` sends a product like x [1, D], or None if it cannot.
+
+    Tokens of the first D that comes are sent: others' messages would leave old numbers behind.
+    """
+    if _method(x.nbytes) != "push" or not can_receive(x, size()):
+        return None
+    state().token_dim = state().token_dim or x.shape[-1]
+    return state().token_inbox if state().token_dim == x.shape[-1] else None
+
+
+def all_reduce_add(x: Tensor, y: Tensor | None, scale: float) -> Tensor:
+    """All-reduce y [1, D] -> x + scale * sum. The kernel launched last must not write x.
+
+    y: None, if the kernel launched last has sent it to `inbox_of(x)`.
+    """
+    if y is None:
+        return run_collective(receive_add, x, state().token_inbox, scale)
     if _method(x.nbytes) == "push":
         return run_collective(push_all_reduce, y, state().inbox, x, None, x, scale)
     return torch.add(x, _all_reduce(y, None, x), alpha=scale)
@@ -124,27 +146,24 @@ def all_reduce_add(x: Tensor, y: Tensor, scale: float) -> Tensor:
 
 def all_reduce_add_router(
     x: Tensor,
-    y: Tensor,
+    y: Tensor | None,
     scale: float,
     norm: Tensor,
     eps: float,
     router: Tensor,
     routing: Routing,
     bias: Tensor | None,
+    indices: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """All-reduce y [1, D], then add as `all_reduce_add`, norm and score as `norm_router`.
 
-    Return x + scale * sum, its norm, and the scores. One kernel for tokens of the first D that
-    comes; two for others, whose messages would leave old numbers behind.
+    Return x + scale * sum, its norm, and the scores. One kernel if y is None, else two.
     """
-    if _method(x.nbytes) == "push" and can_reduce_router(x, size()):
-        D, inbox = x.shape[-1], state().token_inbox
-        state().token_dim = state().token_dim or D
-        if state().token_dim == D:
-            args = scale, norm, eps, router, routing, bias
-            return run_collective(reduce_add_router, x, y, inbox, *args)
+    if y is None:
+        args = scale, norm, eps, router, routing, bias, indices
+        return run_collective(receive_add_router, x, state().token_inbox, *args)
     x = all_reduce_add(x, y, scale)
-    return x, *norm_router(x, norm, eps, router, routing, bias=bias)
+    return x, *norm_router(x, norm, eps, router, routing, bias=bias, indices=indices)
 
 
 # Methods ------------------------------------------------------------------------------
@@ -240,9 +259,9 @@ def _make_token_inbox(device: torch.device) -> TokenInbox:
 
 
 def reset_token_inbox() -> None:
-    """Let `all_reduce_add_router` serve tokens of another D by its kernel.
+    """Let `inbox_of` serve tokens of another D.
 
-    All ranks call it, and replay no graph that was captured before.
+    All ranks call it when all that was sent is received, and replay no graph captured before.
     """
     if (inbox := state().token_inbox) is not None:
         torch.cuda.synchronize()

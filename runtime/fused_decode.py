@@ -88,7 +88,8 @@ class ResidualSum:
     """How a sublayer's result joins the residual.
 
     scale: factor of the result. all_reduce: the module that sums it over several ranks, each of
-    which computes a part, or None; it has `tp.AllReduceAddNorm`'s fused_add and fused_add_router.
+    which computes a part, or None; it has `tp.AllReduceAddNorm`'s fused_inbox, fused_add and
+    fused_add_router.
     Raises ValueError for a sum that the kernels do not compute.
     """
 
@@ -98,8 +99,10 @@ class ResidualSum:
         self.all_reduce = settings.get("all_reduce")
 
     def of_product(self, x: Tensor) -> dict:
-        """Return the arguments by which `moe_decode.down` adds its product to x, if it does."""
-        return {} if self.all_reduce else {"residual": x, "scale": self.scale}
+        """Return the arguments by which `moe_decode.down` adds its product to x, or sends it."""
+        if self.all_reduce:
+            return {"send": self.all_reduce.fused_inbox(x)}
+        return {"residual": x, "scale": self.scale}
 
 
 def choose_attention(attention: nn.Module) -> nn.Module | FusedLatentAttention:
@@ -132,10 +135,10 @@ class FusedAttention:
         output = getattr(attention, output)
         self.output = kernel_weight(output), output.bias
 
-    def forward(self, x: Tensor, context: Context, core) -> Tensor:
+    def forward(self, x: Tensor, context: Context, core) -> Tensor | None:
         """x [T, D], not normed -> x after attention; with several ranks, what this one adds to x.
 
-        core: as of `FusedLayer.forward`.
+        None: it has been sent to all ranks. core: as of `FusedLayer.forward`.
         """
         projected = x.new_empty(len(x), sum(weight.out for weight, _ in self.inputs))
         parts = projected.split([weight.out for weight, _ in self.inputs], dim=1)
@@ -226,14 +229,14 @@ class FusedExperts:
         self.w13, self.w2, self.rows = kept["stacked"]
 
     def forward(
-        self, x: Tensor, attended: Tensor, last: Tensor | None
+        self, x: Tensor, attended: Tensor | None, last: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """x [T, D] of the block, attended: as `FusedAttention.forward` returns it.
 
         Return x after the experts, and expert_indices, expert_weights [T, A]. last: `Context.last`.
         Padding among several tokens has no experts: its x stays as it is.
         """
-        if len(attended) > 1:
+        if len(x) > 1:
             return self.run_several(attended, last)
         indices = torch.empty(1, self.routing.pairs, dtype=torch.int64, device=x.device)
         x, normed, scores = self.norm_and_score(x, attended, indices)
@@ -267,12 +270,15 @@ class FusedExperts:
         return y, indices[:, :active], weights[:, :active]
 
     def norm_and_score(
-        self, x: Tensor, attended: Tensor, indices: Tensor
+        self, x: Tensor, attended: Tensor | None, indices: Tensor
     ) -> tuple[Tensor, Tensor | QuantizedX, Tensor]:
-        """Return x after attention [T, D], its norm, and the router's scores."""
+        """Return x after attention [T, D], its norm, and the router's scores.
+
+        indices: as of `norm_router`.
+        """
         if self.before.all_reduce:
             return self.before.all_reduce.fused_add_router(
-                x, attended, self.norm, self.rows, self.routing
+                x, attended, self.norm, self.rows, self.routing, indices
             )
         return attended, *self.score(attended, indices)
 

@@ -426,7 +426,8 @@ def as_on_a_gpu() -> Iterator[None]:
             few_queries_attention,
             latent_decode_attention,
         )
-        for module in (moe_decode, moe_router, few_tokens, expert_tiles, *attention):
+        products = moe_decode, few_tokens, expert_tiles
+        for module in (*products, moe_router, reduce_router, *attention):
             stack.enter_context(mock.patch.object(module, "supports_pdl", lambda x: False))
         stack.enter_context(mock.patch.object(few_queries_attention, "_keep_layout", unchanged))
         yield
@@ -530,10 +531,10 @@ def shard_of(source: RandomWeights, rank: int, ranks: int) -> Transformer:
     return shard.model
 
 
-def sharded_error(family: str, format: str) -> dict[str, float]:
+def sharded_error(family: str, format: str, sends: bool = True) -> dict[str, float]:
     """Compare a layer's kernels on two ranks, one after the other, with the whole plain block.
 
-    Instead of an all-reduce, the test adds what the ranks have computed.
+    sends: products send to both ranks. Otherwise the test adds what the ranks have computed.
     """
     kind, arguments = LAYERS[family]
     args = kind(family, **arguments)
@@ -550,26 +551,40 @@ def sharded_error(family: str, format: str) -> dict[str, float]:
     for part, of_rank in zip(caches, heads, strict=True):
         part.copy_(of_rank)
     want, _, *routing = block(x, block.attention_norm(x), context, torch.nn.Identity())
-    layers = [FusedLayer(rank) for rank in ranks]
-    with as_on_a_gpu():
+    layers, sums, found, parts = [FusedLayer(rank) for rank in ranks], [], [], []
+    inboxes = make_inboxes(2) if sends else [None, None]
+
+    def add(x: Tensor, y: Tensor | None, scale: float) -> Tensor | partial:
+        sums.append(x)
+        if sends:  # received when both ranks have sent
+            return partial(reduce_router.receive_add, x, inboxes[len(found)], scale)
+        return scale * y
+
+    def add_router(x: Tensor, y: Tensor | None, scale: float, norm, eps, *rest):
+        if sends:
+            args = scale, norm, eps, *rest
+            return reduce_router.receive_add_router(x, inboxes[len(found)], *args)
+        x = x + scale * sum(parts)
+        rows, routing, bias, indices = rest
+        return x, *moe_router.norm_router(x, norm, eps, rows, routing, bias=bias, indices=indices)
+
+    with as_on_a_gpu(), ExitStack() as stack:
         core = lambda attention, projected, context: attention.core(projected, context)  # noqa: E731
-        parts = [layer.attention.forward(x[0], context, core) for layer in layers]
-        sums = []
-
-        def add(x: Tensor, y: Tensor, scale: float) -> Tensor:
-            sums.append(x)
-            return scale * y
-
-        def add_router(x: Tensor, y: Tensor, scale: float, norm, eps, rows, routing, bias):
-            x = x + scale * sum(parts)
-            return x, *moe_router.norm_router(x, norm, eps, rows, routing, bias=bias)
-
-        found = []
-        with mock.patch.multiple(tp, all_reduce_add=add, all_reduce_add_router=add_router):
-            for layer, part in zip(layers, parts, strict=True):
-                layer.experts.prepare()
-                found.append(layer.experts.forward(x[0], part, None))
-    got = sums[0] + sum(y for y, *_ in found)
+        reduce = dict(all_reduce_add=add, all_reduce_add_router=add_router)
+        stack.enter_context(mock.patch.multiple(tp, **reduce))
+        inbox_of = lambda x: inboxes[len(found if len(parts) == 2 else parts)]  # noqa: E731
+        stack.enter_context(mock.patch.object(tp, "inbox_of", inbox_of))
+        for layer in layers:
+            parts.append(layer.attention.forward(x[0], context, core))
+        assert (parts == [None, None]) == sends
+        for layer, part in zip(layers, parts, strict=True):
+            layer.experts.prepare()
+            found.append(layer.experts.forward(x[0], part, None))
+        if sends:
+            got, other = (receive() for receive, *_ in found)
+            assert got.equal(other)
+        else:
+            got = sums[0] + sum(y for y, *_ in found)
     return {
         "x": ((got - want[0]).norm() / (want[0] - x[0]).norm().maximum(x.norm())).item(),
         "cache": max(relative(*pair) for pair in zip(caches, heads, strict=True)),
@@ -592,24 +607,32 @@ def packed(module: Linear | ExpertLinear, format: str) -> Packed:
 
 @dataclass(frozen=True)
 class Reduction:
-    """A case of `reduce_router.reduce_add_router`."""
+    """A case of products that send, and of the kernels that receive."""
 
     D: int
     E: int
     ranks: int
-    rank: int
-    calls: int  # before this one
+    calls: int = 0  # before the first
+    format: str = "int8"
+    dtype: str = "float16"  # of messages
     sigmoid: bool = False
     gated: bool = False
     biased: bool = False
     scale: float = 1.0
-    late: int | None = None  # the rank whose message comes while the kernel waits
+    late: int | None = None  # the rank whose messages come while the kernels wait
+    tiles: dict = field(default_factory=dict)
 
-    def inbox(self) -> reduce_router.TokenInbox:
-        """Return an inbox that nothing has been written to, of a GPU whose slots are elsewhere."""
-        memory = torch.zeros(2, self.ranks, moe_router.MAX_DIM, dtype=torch.int32)
-        calls = torch.full((reduce_router.MAX_PROGRAMS,), self.calls, dtype=torch.int32)
-        return reduce_router.TokenInbox(memory, torch.zeros(self.ranks, dtype=torch.int64), calls)
+
+def make_inboxes(ranks: int, calls: int = 0) -> list[reduce_router.TokenInbox]:
+    """Return each rank's inbox, which nothing has been sent to."""
+    shape = 2, ranks, moe_router.MAX_DIM
+    memories = [torch.zeros(shape, dtype=torch.int32) for _ in range(ranks)]
+    inboxes = []
+    for rank in range(ranks):
+        slots = torch.tensor([memory[0, rank].data_ptr() for memory in memories])
+        counts = torch.full((reduce_router.MAX_PROGRAMS,), calls, dtype=torch.int32)
+        inboxes.append(reduce_router.TokenInbox(memories[rank], slots, counts))
+    return inboxes
 
 
 def stamped(parts: Tensor, call: int) -> Tensor:
@@ -619,64 +642,97 @@ def stamped(parts: Tensor, call: int) -> Tensor:
 
 
 def reduction_errors(case: Reduction) -> dict[str, float]:
-    """Compare with a sum, `RMSNorm` and the router, in fp32.
+    """Compare several calls in a row with a sum, `RMSNorm` and the router.
 
-    The interpreter runs one program after the other, so that the messages of all ranks, this one's
-    included, are there before. Its slots therefore are in other memory than its inbox: "sent" is
-    the number of words there that are not as they should be.
+    All ranks send, then each receives: odd calls are `wo`, even ones are `w2`. "sent" is the number
+    of words of the inboxes that are not as they should be.
     """
+    D, ranks, dtype = case.D, case.ranks, getattr(torch, case.dtype)
+    own = dict(D=D, I=96, E=4, A=2, biased=case.biased, tiles=case.tiles)
+    layers = [Layer(Case(case.format, **own, seed=rank)) for rank in range(ranks)]
+    inboxes, found = make_inboxes(ranks, case.calls), []
+    want = torch.stack([inbox.memory for inbox in inboxes])
+    for call in (case.calls - 1, case.calls):  # older messages
+        want[:, call & 1, :, :D] = stamped(torch.ones(D, dtype=dtype), call)
+    for inbox, memory in zip(inboxes, want, strict=True):
+        inbox.memory.copy_(memory)
+    for call in range(case.calls + 1, case.calls + 5):
+        before, parts = want[0, call & 1].clone(), []
+        for layer, inbox in zip(layers, inboxes, strict=True):
+            product = partial(send_part, layer, gather=call % 2 == 0, dtype=dtype)
+            parts.append(product(None))
+            assert product(inbox) is None
+        parts = torch.cat(parts)
+        want[:, call & 1, :, :D] = stamped(parts, call)
+        memory, results = torch.stack([inbox.memory for inbox in inboxes]), []
+        errors = {"sent": (memory != want).sum().item()}
+        for inbox in inboxes:
+            if case.late is not None:
+                words = inbox.memory[call & 1, case.late]
+                threading.Timer(0.2, words.copy_, (words.clone(),)).start()
+                words.copy_(before[case.late])
+            results.append(receive_part(case, parts, inbox, router=call % 2 == 1))
+        number = (call + 2**31) % 2**32 - 2**31
+        errors["calls"] = sum((inbox.calls != number).sum().item() for inbox in inboxes)
+        tensors = [torch.cat([part.double().flatten() for part in parts]) for parts, _ in results]
+        errors["ranks"] = sum((tensors[0] != other).sum().item() for other in tensors)
+        found.append(errors | results[0][1])
+    names = {name for errors in found for name in errors}
+    return {name: max(errors.get(name, 0) for errors in found) for name in names}
+
+
+def send_part(layer: Layer, inbox, gather: bool, dtype: torch.dtype) -> Tensor | None:
+    """Multiply random numbers of a rank by its weight, which has D rows; send the product."""
+    seed = torch.Generator().manual_seed(layer.case.seed)
+    h = torch.randn(1, layer.case.A, layer.case.I, generator=seed).to(layer.dtype)
+    weight, options = layer.w2, dict(tiles=layer.tiles, pdl=False, dtype=dtype, send=inbox)
+    bias = layer.bias[1]
+    if gather:
+        experts = dict(indices=layer.indices, routing=layer.routing)
+        return moe_decode.down(h, weight, **experts, bias=bias, **options)
+    weight = replace(weight, parts=tuple(part[0] for part in weight.parts))
+    bias = None if bias is None else bias[0]
+    return moe_decode.down(h[:, 0], weight, bias=bias, **options)
+
+
+def receive_part(case: Reduction, parts: Tensor, inbox, router: bool) -> tuple[tuple, dict]:
+    """Receive what the ranks have sent, parts [N, D] -> results, and their errors."""
     torch.manual_seed(case.D)
-    D, N, call, inbox = case.D, case.E + case.gated, case.calls + 1, case.inbox()
-    parts, x = torch.randn(case.ranks, D).half(), torch.randn(1, D).half()
-    norm, router = (1 + 0.2 * torch.randn(D)).half(), (torch.randn(N, D) * D**-0.5).half()
-    bias, score_bias = torch.randn(case.E).half(), torch.randn(case.E)
+    D, N = case.D, case.E + case.gated
+    x, norm = torch.randn(1, D), 1 + 0.2 * torch.randn(D)
+    rows, bias = torch.randn(N, D) * D**-0.5, torch.randn(case.E)
+    x, norm, rows, bias = (tensor.to(parts.dtype) for tensor in (x, norm, rows, bias))
+    want_total = (x.float() + case.scale * parts.float().sum(0)).to(x.dtype)
+    if not router:
+        total = reduce_router.receive_add(x, inbox, case.scale, pdl=False)
+        return (total,), {"sum": relative(total, want_total)}
+    score_bias = torch.randn(case.E)
     routing = moe_router.Routing(
         1, True, score_bias=score_bias if case.sigmoid else None, gated=case.gated
     )
-    messages = stamped(parts, call)
-    inbox.memory[call & 1, :, :D] = stamped(parts + 1, call - 2)
-    for rank in {*range(case.ranks)} - {case.late}:
-        inbox.memory[call & 1, rank, :D] = messages[rank]
-    if case.late is not None:
-        comes = inbox.memory[call & 1, case.late, :D]
-        threading.Timer(0.2, comes.copy_, (messages[case.late],)).start()
-    outboxes = torch.zeros(case.ranks, *inbox.memory.shape, dtype=torch.int32)
-    for rank, outbox in enumerate(outboxes):
-        inbox.slots[rank] = outbox[:, case.rank].data_ptr()
-    total, normed, scores = reduce_router.reduce_add_router(
-        x,
-        parts[case.rank : case.rank + 1],
-        inbox,
-        case.scale,
-        norm,
-        1e-5,
-        router,
-        routing,
-        bias if case.biased else None,
-        pdl=False,
+    biases, indices = bias if case.biased else None, torch.zeros(1, 1, dtype=torch.int64)
+    results = reduce_router.receive_add_router(
+        x, inbox, case.scale, norm, 1e-5, rows, routing, biases, indices, pdl=False
     )
-    sent = torch.zeros_like(outboxes)
-    sent[:, call & 1, case.rank, :D] = messages[case.rank]
-    want_total = x.float() + case.scale * parts.float().sum(0)
+    assert indices.item() == -1
+    total, normed, scores = results
     want_normed = torch.nn.functional.rms_norm(total.float(), (D,), norm.float(), 1e-5)
-    want = normed.float() @ router.float().T
+    want = normed.float() @ rows.float().T
     if case.biased:
         want[:, : case.E] += bias.float()
     if case.sigmoid:
         weights = want.sigmoid()
         want = torch.cat((weights, weights))
         want[0, : case.E] += score_bias
-    return {
+    return results, {
         "sum": relative(total, want_total),
         "norm": relative(normed, want_normed),
         "scores": relative(scores, want),
-        "sent": float((outboxes != sent).sum()),
-        "calls": float((inbox.calls != call).sum()),
     }
 
 
 def reduction_code() -> dict[str, dict[str, int]]:
-    """Return the counts of `code_counts` of the all-reduce with norm and router."""
+    """Return the counts of `code_counts` of the kernels that receive."""
     found, names = {}, ("Qwen3-30B-A3B", "Mixtral-8x7B", "gpt-oss-20b", "Qwen3-Next-80B-A3B")
     for name, ranks in itertools.product(names, (2, 4, 8)):
         args = ARCHITECTURES[name]
@@ -684,12 +740,16 @@ def reduction_code() -> dict[str, dict[str, int]]:
         x = torch.zeros(1, D, dtype=torch.bfloat16)
         if reduce_router.words_of(D, ranks) > reduce_router.MAX_WORDS:
             continue
-        inbox = Reduction(D, E, ranks, 0, 0).inbox()
+        inbox = make_inboxes(ranks)[0]
         routing = moe_router.Routing(1, True)
-        router = x.new_zeros(E, D)
-        with mock.patch.object(reduce_router, "_reduce_add_router", launch := Launch()):
-            reduce_router.reduce_add_router(x, x, inbox, 1.0, x[0], 1e-5, router, routing, pdl=True)
-        found[f"{name} over {ranks}"] = code_counts(reduce_router._reduce_add_router, launch)
+        router, indices = x.new_zeros(E, D), torch.zeros(1, 1, dtype=torch.int64)
+        args = x[0], 1e-5, router, routing, None, indices
+        with mock.patch.object(reduce_router, "_receive_add_router", launch := Launch()):
+            reduce_router.receive_add_router(x, inbox, 1.0, *args, pdl=True)
+        found[f"{name} over {ranks}"] = code_counts(reduce_router._receive_add_router, launch)
+        with mock.patch.object(reduce_router, "_receive_add", launch := Launch()):
+            reduce_router.receive_add(x, inbox, 1.0, pdl=True)
+        found[f"{name}, sum over {ranks}"] = code_counts(reduce_router._receive_add, launch)
     return found
 
 

@@ -758,7 +758,7 @@ def test_fused_kernels_of_ranks_answer_as_one_gpu(format, ranks, embedded, tmp_p
     first = one["answers"][0]
     (tmp_path / "forced.json").write_text(json.dumps(first))
     several, got = fused_answer(ranks, embedded(format), tmp_path)
-    assert several["same_bits"]
+    assert several["same_bits"] and several["sent"] and not one["sent"]
     for second in several["answers"]:
         pairs = enumerate(zip(first, second, strict=True))
         at = next((n for n, (a, b) in pairs if a != b), None)

@@ -3,8 +3,9 @@
     torchrun ... tp_fused_worker.py FOLDER CHECKPOINT
 
 FOLDER/prompt.json has token ids, FOLDER/forced.json, if it exists, an answer. Rank 0 writes
-FOLDER/found.json: its own answer, and whether all ranks had the same x after every layer of every
-token. FOLDER/logits.safetensors: the logits at each token of the answer, the forced one if any.
+FOLDER/found.json: its own answer, whether all ranks had the same x after every layer of every
+token, and whether products were sent. FOLDER/logits.safetensors: the logits at each token of the
+answer, the forced one if any.
 """
 
 import json
@@ -60,6 +61,7 @@ def main() -> None:
     same_bits = len(set(map(tuple, gather(runner.sums)))) == 1 if process_group.size() > 1 else True
     if process_group.is_main():
         found = {"answers": answers, "same_bits": same_bits, "runner": runner_class.__name__}
+        found["sent"] = process_group.state().token_dim > 0
         (folder / "found.json").write_text(json.dumps(found))
         save_file(
             {"logits": torch.cat(logits)[len(prompt) - 1 : -1]}, folder / "logits.safetensors"
