@@ -25,7 +25,6 @@ from model import AddNorm, Experts, Linear, ModelArgs, MoE, RMSNorm
 from models import build_model, family_of
 from models.family import Shard
 from models.layers.sandwich import Branches, SandwichAddNorm
-from ops.reduce_router import TokenInbox
 from parallel import process_group
 from parallel.all_reduce import (
     all_gather,
@@ -103,7 +102,7 @@ class AllReduceAddNorm(AddNorm):
         """See runtime/fused_decode.py: a rank's sublayer computes a part of the sum y."""
         return {"scale": self.scale, "all_reduce": self}
 
-    def fused_inbox(self, x: Tensor) -> TokenInbox | None:
+    def fused_inbox(self, x: Tensor) -> tuple | None:
         """Return where the kernel of a product sends y, like x [1, D]; None: it returns y."""
         return inbox_of(x)
 

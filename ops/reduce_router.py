@@ -302,8 +302,8 @@ def receive_add_router(
     Return x + scale * sum, rounded, then its norm and scores as `moe_router.norm_router`; all are
     bitwise identical on all ranks. The reference is `all_reduce_sum`, `AddNorm`, the router.
 
-    router, routing, bias, indices: as of `norm_router`. With PDL, all but the messages is loaded while the
-    previous kernel runs, which must not write it. Raises ValueError as `check_router`.
+    router, routing, bias, indices: as of `norm_router`. With PDL, all but the messages is loaded
+    while the previous kernel runs, which must not write it. Raises ValueError as `check_router`.
     """
     N, D = router.shape
     E, sigmoid = N - routing.gated, routing.score_bias is not None
