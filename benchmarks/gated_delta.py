@@ -69,6 +69,7 @@ def random_layer(batch: int) -> dict[str, Tensor]:
         "a_log": normal(H, dtype=torch.float32),
         "dt_bias": normal(H),
         "norm": normal(C),
+        "arrivals": torch.zeros(batch, K, dtype=torch.int32, device="cuda"),
     }
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations  # annotations of kernels name triton, which 
 import torch
 from torch import Tensor
 
-from ops.gated_delta_token import COLUMNS, _norm_head, _read_and_correct, _softplus
+from ops.gated_delta_token import COLUMNS, _softplus
 from ops.jit import jit, supports_pdl, tl, triton
 
 
@@ -55,6 +55,27 @@ def _load_token(
     q, k, v = tl.load(qkvz + q_channels), tl.load(qkvz + k_channels), tl.load(qkvz + v_channels)
     ba += token * BA_STRIDE
     return q, k, v, tl.load(ba).to(tl.float32), tl.load(ba + H).to(tl.float32)
+
+
+@jit
+def _read_and_correct(memory, q, k, v, decay, share, CK: tl.constexpr):
+    """Return what a token reads from columns of the state, [COLUMNS], and the state after it."""
+    q, k, v = q.to(tl.float32), k.to(tl.float32), v.to(tl.float32)
+    q *= tl.rsqrt(tl.sum(q * q, 0) + 1e-6) * CK**-0.5
+    k *= tl.rsqrt(tl.sum(k * k, 0) + 1e-6)
+    decayed = memory * tl.exp(decay)
+    # q (S + k correction) = q S + (q . k) correction: both products with S at once.
+    correction = (v - tl.sum(k[:, None] * decayed, 0)) * share
+    y = tl.sum(q[:, None] * decayed, 0) + tl.sum(q * k, 0) * correction
+    return y, decayed + k[:, None] * correction[None, :]
+
+
+@jit
+def _norm_head(x, gate, weight, y, CV: tl.constexpr, EPS: tl.constexpr):
+    """Normalize a head at x, times weight [Cv] and SiLU of the gate, and store it at y."""
+    numbers, gates = tl.load(x).to(tl.float32), tl.load(gate).to(tl.float32)
+    numbers *= tl.rsqrt(tl.sum(numbers * numbers, 0) / CV + EPS) * weight
+    tl.store(y, (numbers * gates * tl.sigmoid(gates)).to(y.dtype.element_ty))
 
 
 # Grid [Cv / COLUMNS, H, B]. State, window and weights are loaded before the wait for the previous

@@ -2,10 +2,11 @@
 
 The formulas, the letters and the plain forms are in ops/gated_delta.py.
 
-`_update_state` does everything up to the read-out, on blocks of columns, so that enough programs
-read the state. `_finish_token` normalizes whole heads. It also moves the convolution's window on,
-which all programs of the first kernel read.
+`_update_token` is one kernel: a program has a whole value head, so that it can normalize what it
+reads. A second kernel that normalizes would cost at least 1.6 us a layer on an H200.
 """
+
+# ruff: noqa: RUF005  (Triton adds tuples, but does not unpack them)
 
 from __future__ import annotations  # annotations of kernels name triton, which may be absent
 
@@ -14,7 +15,8 @@ from torch import Tensor
 
 from ops.jit import jit, supports_pdl, tl, triton
 
-COLUMNS = 32  # Cv columns of the state that a program holds
+COLUMNS = 32  # Cv columns of the state that a program has in the kernels for several tokens
+WARPS = 8  # of a program of `_update_token`; each has Cv / WARPS columns of the state
 
 
 @jit
@@ -27,42 +29,86 @@ def _softplus(x):
 
 
 @jit
-def _load_past(window, weight, channels, N: tl.constexpr, W: tl.constexpr):
-    """Load what the convolution sums before the token itself: fp32, one for each channel."""
-    past = tl.zeros_like(channels).to(tl.float32)
+def _load_past(window, weight, channels, weight_channels, N: tl.constexpr, W: tl.constexpr):
+    """Load the last W - 1 inputs -> these, what they add to the convolution, and the last tap.
+
+    weight_channels: the same channels, in a tile that may have other dimensions (`_like`).
+    """
+    inputs, total = (), 0.0
     for n in tl.static_range(W - 1):
-        inputs = tl.load(window + n * N + channels).to(tl.float32)
-        past += inputs * tl.load(weight + channels * W + n).to(tl.float32)
-    return past, tl.load(weight + channels * W + W - 1).to(tl.float32)
+        x = tl.load(window + n * N + channels)
+        inputs = inputs + (x,)
+        tap = tl.load(weight + weight_channels * W + n).to(tl.float32)
+        total += _like(x, tap).to(tl.float32) * tap
+    return inputs, total, tl.load(weight + weight_channels * W + W - 1).to(tl.float32)
 
 
 @jit
-def _convolve(x, channels, past):
-    """Add the token's own inputs at x, and apply SiLU -> fp32, rounded to the dtype of x."""
-    inputs = tl.load(x + channels)
-    y = past[0] + inputs.to(tl.float32) * past[1]
-    return (y * tl.sigmoid(y)).to(inputs.dtype).to(tl.float32)
+def _like(x, tile):
+    """Reshape x [BLOCKS LANE_ROWS, n] to [1, BLOCKS, LANE_ROWS, n] if the tile has 4 dimensions."""
+    if len(x.shape) < len(tile.shape):
+        blocks: tl.constexpr = tile.shape[1]
+        return tl.reshape(x, [1, blocks, x.shape[0] // blocks, x.shape[1]])
+    else:
+        return x
 
 
 @jit
-def _read_and_correct(memory, q, k, v, decay, share, CK: tl.constexpr):
-    """Return what a token reads from columns of the state, [COLUMNS], and the state after it."""
-    q, k, v = q.to(tl.float32), k.to(tl.float32), v.to(tl.float32)
-    q *= tl.rsqrt(tl.sum(q * q, 0) + 1e-6) * CK**-0.5
-    k *= tl.rsqrt(tl.sum(k * k, 0) + 1e-6)
-    decayed = memory * tl.exp(decay)
-    # q (S + k correction) = q S + (q . k) correction: both products with S at once.
-    correction = (v - tl.sum(k[:, None] * decayed, 0)) * share
-    y = tl.sum(q[:, None] * decayed, 0) + tl.sum(q * k, 0) * correction
-    return y, decayed + k[:, None] * correction[None, :]
+def _convolve(x, past, tap):
+    """Add the token's own inputs x, and apply SiLU -> fp32, rounded to the dtype of x."""
+    y = past + _like(x, tap).to(tl.float32) * tap
+    return (y * tl.sigmoid(y)).to(x.dtype).to(tl.float32)
 
 
 @jit
-def _norm_head(x, gate, weight, y, CV: tl.constexpr, EPS: tl.constexpr):
-    """Normalize a head at x, times weight [Cv] and SiLU of the gate, and store it at y."""
-    numbers, gates = tl.load(x).to(tl.float32), tl.load(gate).to(tl.float32)
-    numbers *= tl.rsqrt(tl.sum(numbers * numbers, 0) / CV + EPS) * weight
-    tl.store(y, (numbers * gates * tl.sigmoid(gates)).to(y.dtype.element_ty))
+def _move_window(window, inputs, x, mask, N: tl.constexpr, W: tl.constexpr):
+    """Store the last W - 1 inputs, of which x is the newest, in the channels at `window`."""
+    for n in tl.static_range(W - 2):
+        tl.store(window + n * N, inputs[n + 1], mask=mask)
+    tl.store(window + (W - 2) * N, x, mask=mask)
+
+
+@jit
+def _add_five(a, b, c, d, e, f, g, h, i, j):
+    return a + f, b + g, c + h, d + i, e + j
+
+
+@jit
+def _arrive(arrivals, past):
+    """Count a program that has loaded what `past` is computed from; return how many came before.
+
+    The operand is 1 + 0. The compiler cannot know this, as the 0 comes from other lanes and warps.
+    """
+    bit = past.to(tl.int32, bitcast=True) & 1
+    return tl.atomic_add(arrivals, 1 + (tl.max(bit) >> 1), sem="relaxed", scope="gpu")
+
+
+@jit
+def _split_keys(qk, CK: tl.constexpr, LANE_ROWS: tl.constexpr, COPIES: tl.constexpr):
+    """qk [COPIES 2 Ck] -> q and k [Ck / LANE_ROWS, 1, LANE_ROWS, 1]."""
+    if COPIES == 2:
+        qk, _ = tl.split(tl.trans(tl.reshape(qk, [2, 2 * CK])))
+    q, k = tl.split(tl.trans(tl.reshape(qk, [2, CK])))
+    shape: tl.constexpr = [CK // LANE_ROWS, 1, LANE_ROWS, 1]
+    return tl.reshape(q, shape), tl.reshape(k, shape)
+
+
+@jit
+def _read_and_update(old, q, k, v, decay, share, CK: tl.constexpr):
+    """Return what a token reads from the state `old`, and the state after it.
+
+    One reduction over rows has all sums, with q and k not yet normalized and the state not yet
+    decayed: both are factors of the sums. q (S + k correction) = q S + (q . k) correction.
+    q . q, k . k and q . k are summed for each column too, so that they have the layout of the
+    others. The compiler adds the equal numbers of a thread's columns once.
+    """
+    q, k = tl.broadcast_to(q, old.shape), tl.broadcast_to(k, old.shape)
+    sums = (k * old, q * old, q * q, k * k, q * k)
+    sums = tl.reduce(sums, 0, _add_five, keep_dims=True)
+    k_read, q_read, qq, kk, qk = tl.reduce(sums, 2, _add_five, keep_dims=True)
+    q_factor, k_factor = tl.rsqrt(qq + 1e-6) * CK**-0.5, tl.rsqrt(kk + 1e-6)
+    correction = (v - decay * k_factor * k_read) * (share * k_factor)
+    return q_factor * (decay * q_read + qk * correction), decay * old + k * correction
 
 
 @jit
@@ -74,10 +120,34 @@ def _has_token(last, sequence, HAS_LAST: tl.constexpr):
         return True
 
 
-# Grid [Cv / COLUMNS, H, B]. State, window and weights are loaded before the wait for the previous
-# kernel, which makes qkvz and ba.
+# Grid [H, B]. State, window, weights and last are loaded before the wait for the previous kernel,
+# which makes qkvz and ba.
+#
+# The state is a tile [Ck / LANE_ROWS, Cv / WARP_COLUMNS, LANE_ROWS, WARP_COLUMNS], which Triton
+# gives to registers, warps, lanes, and lanes with four columns each. A warp has all rows of its
+# columns, so sums over rows need no shared memory. It is loaded with the first three dimensions as
+# one, since Triton 3.6 and 3.9 order dimensions of equal contiguity differently. Inputs and outputs
+# of columns have the last three dimensions, as two. They are the same for all LANE_ROWS, which
+# makes them large enough for the same layout.
+#
+# Triton loads a tile with fewer numbers than threads once more in each layout that it is used in.
+# For q and k that would be 16 loads a thread for each tap (120 spills on sm_90). Hence they are one
+# tile of 2 Ck numbers, or two copies of it, with as many numbers as threads.
+#
+# The window of v belongs to the head. That of q and k is read by the programs of all H / K value
+# heads of a key head; `arrivals` counts them, and the last to have read it moves it on. No program
+# waits. There is no race:
+# - The counter's addition has an operand that is always 1, but is computed from all that the
+#   program has read of q's and k's window (`_arrive`). So these loads have returned to registers,
+#   in all threads, before the addition is issued. A barrier alone would not wait for them.
+# - The last program's stores depend on the result of its addition, which follows all others.
+# - These dependencies order reads before writes, so the addition is relaxed. A release would wait
+#   for the state too, and an acquire would empty the L1 cache under the previous kernel.
+# - The last program sets the counter to 0, also without a token. The next kernel that uses it
+#   starts after this one has ended: a kernel of another kind is between them (with PDL a kernel
+#   overlaps only the previous one).
 @jit
-def _update_state(
+def _update_token(
     qkvz,
     ba,
     state,
@@ -85,84 +155,85 @@ def _update_state(
     conv_weight,
     a_log,
     dt_bias,
+    norm,
     last,
-    out,
+    arrivals,
+    y,
     H: tl.constexpr,
     K: tl.constexpr,
     CK: tl.constexpr,
     CV: tl.constexpr,
     W: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    EPS: tl.constexpr,
+    LANE_ROWS: tl.constexpr,
+    WARP_COLUMNS: tl.constexpr,
+    COPIES: tl.constexpr,
     HAS_LAST: tl.constexpr,
     PDL: tl.constexpr,
 ):
     N: tl.constexpr = 2 * K * CK + H * CV
-    head, sequence = tl.program_id(1), tl.program_id(2).to(tl.int64)
-    c, columns = tl.arange(0, CK), tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    state += ((sequence * H + head) * CK + c[:, None]) * CV + columns[None, :]
-    old = tl.load(state)
+    SHARING: tl.constexpr = H // K
+    head, sequence = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    BLOCKS: tl.constexpr = CV // WARP_COLUMNS
     window += sequence * (W - 1) * N
-    q_channels = head // (H // K) * CK + c
-    k_channels, v_channels = K * CK + q_channels, 2 * K * CK + head * CV + columns
-    q_past = _load_past(window, conv_weight, q_channels, N, W)
-    k_past = _load_past(window, conv_weight, k_channels, N, W)
-    v_past = _load_past(window, conv_weight, v_channels, N, W)
+    qk = tl.arange(0, 2 * CK * COPIES)
+    keys = (head // SHARING + K * (qk // CK % 2)) * CK + qk % CK
+    key_inputs, key_past, key_tap = _load_past(window, conv_weight, keys, keys, N, W)
+    part = tl.arange(0, CK * BLOCKS)[:, None]
+    rows = part // (BLOCKS * LANE_ROWS) * LANE_ROWS + part % LANE_ROWS
+    block_columns = tl.arange(0, WARP_COLUMNS)[None, :]
+    columns = part // LANE_ROWS % BLOCKS * WARP_COLUMNS + block_columns
+    state += (sequence * H + head) * CK * CV + rows * CV + columns
+    old = tl.reshape(tl.load(state), [CK // LANE_ROWS, BLOCKS, LANE_ROWS, WARP_COLUMNS])
+    part = tl.arange(0, BLOCKS * LANE_ROWS)[:, None]
+    columns = part // LANE_ROWS * WARP_COLUMNS + block_columns
+    weight_columns = tl.arange(0, BLOCKS)[None, :, None, None] * WARP_COLUMNS
+    weight_columns += tl.arange(0, WARP_COLUMNS)[None, None, None, :]
+    values = 2 * K * CK + head * CV
+    value_inputs, value_past, value_tap = _load_past(
+        window, conv_weight, values + columns, values + weight_columns, N, W
+    )
     rate = tl.exp(tl.load(a_log + head).to(tl.float32))
     bias = tl.load(dt_bias + head).to(tl.float32)
+    weight = tl.load(norm + weight_columns).to(tl.float32)
+    exists = _has_token(last, sequence, HAS_LAST)
+    moves_keys = True
+    arrivals += sequence * K + head // SHARING
+    if SHARING > 1:
+        moves_keys = _arrive(arrivals, key_past) == SHARING - 1
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     qkvz += sequence * (N + H * CV)
+    values += columns
     ba += sequence * 2 * H + head
-    beta = tl.sigmoid(tl.load(ba).to(tl.float32))
-    decay = -rate * _softplus(tl.load(ba + H).to(tl.float32) + bias)
-    q, k = _convolve(qkvz, q_channels, q_past), _convolve(qkvz, k_channels, k_past)
-    v = _convolve(qkvz, v_channels, v_past)
-    y, new = _read_and_correct(old, q, k, v, decay, beta, CK)
-    tl.store(out + (sequence * H + head) * CV + columns, y.to(out.dtype.element_ty))
-    if _has_token(last, sequence, HAS_LAST):
-        tl.store(state, new)
+    new_keys, new_values = tl.load(qkvz + keys), tl.load(qkvz + values)
+    gate = _like(tl.load(qkvz + H * CV + values), weight).to(tl.float32)
+    b, a = tl.load(ba).to(tl.float32), tl.load(ba + H).to(tl.float32)
+    qk = _convolve(new_keys, key_past, key_tap)
+    v = _convolve(new_values, value_past, value_tap)
+    gate *= tl.sigmoid(gate) * weight
+    share, decay = tl.sigmoid(b), tl.exp(-rate * _softplus(a + bias))
+    q, k = _split_keys(qk, CK, LANE_ROWS, COPIES)
+    out, new = _read_and_update(old, q, k, v, decay, share, CK)
+    if exists:  # first, so that it is on its way while the head is normalized
+        tl.store(state, tl.reshape(new, [CK * BLOCKS, WARP_COLUMNS]))
+    out = out.to(y.dtype.element_ty).to(tl.float32)
+    square = tl.sum(tl.sum(out * out, 3, keep_dims=True), 1, keep_dims=True)
+    out *= tl.rsqrt(square / CV + EPS) * gate
+    is_first = part % LANE_ROWS == 0
+    y += (sequence * H + head) * CV + columns
+    out = tl.reshape(out, [BLOCKS * LANE_ROWS, WARP_COLUMNS])
+    tl.store(y, out.to(y.dtype.element_ty), mask=is_first)
+    if exists:
+        _move_window(window + values, value_inputs, new_values, is_first, N, W)
+        if moves_keys:
+            _move_window(window + keys, key_inputs, new_keys, None, N, W)
+    if moves_keys:
+        tl.store(arrivals, 0)
 
 
-# Grid [H + N / CHANNELS, B]: a program normalizes one head, or moves CHANNELS of the window on.
-@jit
-def _finish_token(
-    qkvz,
-    out,
-    norm,
-    window,
-    last,
-    y,
-    H: tl.constexpr,
-    CV: tl.constexpr,
-    N: tl.constexpr,
-    W: tl.constexpr,
-    EPS: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    HAS_LAST: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    part, sequence, c = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.arange(0, CV)
-    weight = tl.load(norm + c).to(tl.float32)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    qkvz += sequence * (N + H * CV)
-    if part < H:
-        at = part * CV + c
-        x, result = out + sequence * H * CV + at, y + sequence * H * CV + at
-        _norm_head(x, qkvz + N + at, weight, result, CV, EPS)
-    else:
-        channels = (part - H) * CHANNELS + tl.arange(0, CHANNELS)
-        exists, inputs = channels < N, window + sequence * (W - 1) * N + channels
-        if _has_token(last, sequence, HAS_LAST):
-            for n in tl.static_range(W - 2):
-                tl.store(inputs + n * N, tl.load(inputs + (n + 1) * N, mask=exists), mask=exists)
-            newest = tl.load(qkvz + channels, mask=exists)
-            tl.store(inputs + (W - 2) * N, newest, mask=exists)
-
-
-@torch.library.custom_op("moe_fast::delta_token", mutates_args=("state", "window"))
+@torch.library.custom_op("moe_fast::delta_token", mutates_args=("state", "window", "arrivals"))
 def delta_token(
     qkvz: Tensor,
     ba: Tensor,
@@ -175,6 +246,7 @@ def delta_token(
     last: Tensor | None,
     key_heads: int,
     eps: float,
+    arrivals: Tensor,
 ) -> Tensor:
     """Do all between the projections of a Gated DeltaNet layer, for one token of each sequence.
 
@@ -184,25 +256,26 @@ def delta_token(
 
     state fp32 [B, H, Ck, Cv] and window [B, W - 1, N] are updated in place, but not where last
     [B], `model.Context.last`, is negative: there is no token. Ck and Cv are powers of two
-    (`delta_token_supports`). With PDL the kernels read state, window and weights while the
+    (`delta_token_supports`). With PDL the kernel reads state, window, weights and last while the
     previous kernel runs, which must not write them.
+
+    arrivals int32 [B, K]: zeros, a scratch of this layer's alone, and zeros again afterwards.
+    state, window and arrivals may have more than B rows.
     """
     B, (H, CK, CV) = len(qkvz), state.shape[1:]
-    N, W = conv_weight.shape
+    W = conv_weight.shape[1]
     qkvz, ba, pdl = qkvz.contiguous(), ba.contiguous(), supports_pdl(qkvz)
-    out = qkvz.new_empty(B, H, CV)
-    y, columns, channels = qkvz.new_empty(B, 1, H * CV), min(COLUMNS, CV), 1024
-    flags = dict(HAS_LAST=last is not None, PDL=pdl, launch_pdl=pdl, num_warps=4)
+    y = qkvz.new_empty(B, 1, H * CV)
+    warp_columns = max(4, CV // WARPS)
+    tile = dict(WARP_COLUMNS=warp_columns, LANE_ROWS=min(CK, 128 // warp_columns))
+    copies = 1 if 2 * CK >= 32 * WARPS else 2
+    flags = dict(HAS_LAST=last is not None, PDL=pdl, launch_pdl=pdl, num_warps=WARPS)
     # The kernel needs a valid pointer for an absent tensor, which it then does not read.
     last = qkvz if last is None else last
-    _update_state[CV // columns, H, B](
-        *(qkvz, ba, state, window, conv_weight, a_log, dt_bias, last, out),
-        **dict(H=H, K=key_heads, CK=CK, CV=CV, W=W, COLUMNS=columns),
-        **flags,
-    )
-    _finish_token[H + triton.cdiv(N, channels), B](
-        *(qkvz, out, norm, window, last, y),
-        **dict(H=H, CV=CV, N=N, W=W, EPS=eps, CHANNELS=channels),
+    _update_token[H, B](
+        *(qkvz, ba, state, window, conv_weight, a_log, dt_bias, norm, last, arrivals, y),
+        **dict(H=H, K=key_heads, CK=CK, CV=CV, W=W, EPS=eps, COPIES=copies),
+        **tile,
         **flags,
     )
     return y

@@ -36,7 +36,7 @@ CASES = (
 # Parts of the names of our kernels: PyTorch's own are not checked.
 KERNELS = (
     *("_gate_up", "_down", "_norm_", "_route", "_sort_pairs", "_multiply_tiles", "_combine"),
-    *("_attend_", "_map_", "_merge_", "_update_state", "_finish_token"),
+    *("_attend_", "_map_", "_merge_", "_update_token", "_update_states", "_finish_tokens"),
     *("_quantize_token", "_find_best", "_rank", "_draw"),
 )
 TIMEOUT = 300  # seconds of a case

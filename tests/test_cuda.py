@@ -933,7 +933,7 @@ def test_latent_attention_of_few_tokens(arch, kind, length, queries):
 
 @pytest.mark.parametrize("last", (None, (0, -1, 0)))
 def test_one_token_of_a_delta_layer(last):
-    """The fused kernels against PyTorch, in a graph, and rows without a token, which keep all."""
+    """The fused kernel against PyTorch, in a graph, and rows without a token, which keep all."""
     layer, gone = delta_benchmark.random_layer(3), [1] if last else []
     before = {name: tensor.clone() for name, tensor in layer.items()}
     want = {name: tensor.clone() for name, tensor in layer.items()}
@@ -956,6 +956,7 @@ def test_one_token_of_a_delta_layer(last):
     assert torch.equal(layer["window"][real], want["window"][real])
     for name in ("state", "window"):
         assert torch.equal(layer[name][gone], before[name][gone])
+    assert not layer["arrivals"].any()
 
 
 @torch.no_grad()

@@ -81,6 +81,8 @@ class DeltaState(nn.Module):
         # How many of the last call's tokens were real.
         count = torch.zeros(batch, dtype=torch.int64, device=like.device)
         self.register_buffer("count", count, persistent=False)
+        # Scratch of `delta_token`: zeros between calls. No buffer, since it is no row's memory.
+        self.arrivals = torch.zeros(batch, sizes.key_heads, dtype=torch.int32, device=like.device)
         self.snapshots: list[dict[int, tuple[Tensor, Tensor]]] = [{} for _ in range(batch)]
 
     def append(self, values: DeltaInputs, context: Context) -> Tensor:
@@ -251,7 +253,7 @@ class DeltaNet(nn.Module):
             tensors = memory.state, memory.window, self.conv.weight, self.a_log, self.dt_bias
             options = self.norm.weight, context.last, self.sizes.key_heads, self.norm.eps
             if Q == 1:
-                return delta_token(qkvz, ba, *tensors, *options)
+                return delta_token(qkvz, ba, *tensors, *options, memory.arrivals)
             return delta_tokens(qkvz, ba, *tensors, *options, *memory.tentative())
         x, gate = qkvz.split((self.sizes.channels, H * Cv), dim=-1)
         g, beta = delta_gates(ba, self.a_log, self.dt_bias)
