@@ -278,13 +278,20 @@ def _await_choice(indices, PAIRS: tl.constexpr, PAIRS_POW2: tl.constexpr):
 
 
 @jit
-def _lane_experts(indices, chunk, QUADS: tl.constexpr, EACH: tl.constexpr, LANES: tl.constexpr):
+def _lane_experts(
+    indices,
+    chunk,
+    QUADS: tl.constexpr,
+    EACH: tl.constexpr,
+    LANES: tl.constexpr,
+    POLLED: tl.constexpr,
+):
     """Load the expert of each quad of a chunk, int32 [LANES]: every EACH quads have one.
 
-    From L2 (volatile), since the kernel may have started before the one that stores them.
+    POLLED: from L2 (volatile), because the previous kernel may have just stored it.
     """
     quad = tl.minimum(chunk * LANES + tl.arange(0, LANES), QUADS - 1)
-    return tl.load(indices + quad // EACH, volatile=True).to(tl.int32)
+    return tl.load(indices + quad // EACH, volatile=POLLED).to(tl.int32)
 
 
 @jit

@@ -373,14 +373,13 @@ def _down(
         tl.extra.cuda.gdc_wait()
     if POLLED:
         _await_choice(indices, QUADS // EACH, PAIRS_POW2)
-    first, experts = tl.program_id(0).to(tl.int64) * 0, ()
-    for c in tl.static_range(CHUNKS):
-        expert = _lane_experts(indices, c, QUADS, EACH, LANES) if GATHER else first
-        experts = experts + (expert,)
+    experts = tl.program_id(0).to(tl.int64) * 0
     tiles, norms, factors = (), (), ()
     for d in tl.static_range(DEPTH):
+        if GATHER:
+            experts = _lane_experts(indices, d, QUADS, EACH, LANES, POLLED)
         tile = _load_chunk(
-            weights, experts[d], row, d, QUADS, EACH, OUT, GROUP, KIND, GATHER, LANES, ROWS
+            weights, experts, row, d, QUADS, EACH, OUT, GROUP, KIND, GATHER, LANES, ROWS
         )
         tiles = tiles + (tile,)
     if POLLED:
@@ -437,9 +436,12 @@ def _down(
             # Prefetch: the registers of this chunk are free now.
             at, tile = (row if c + DEPTH < CHUNKS else next_row), tiles[c % DEPTH]
             if (c + DEPTH < CHUNKS) | (n + 1 < TILES):
+                if GATHER:
+                    later = (c + DEPTH) % CHUNKS
+                    experts = _lane_experts(indices, later, QUADS, EACH, LANES, False)
                 tile = _load_chunk(
                     weights,
-                    experts[(c + DEPTH) % CHUNKS],
+                    experts,
                     at,
                     (c + DEPTH) % CHUNKS,
                     QUADS,

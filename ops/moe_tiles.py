@@ -168,7 +168,7 @@ def _choose_packed(weight: Weight, quads: int) -> Tiles:
     if weight.kind == "mxfp4" and 256 < quads <= 512:
         return Tiles(4, 128, 1, 4, stay=True)
     if quads > 512:
-        return _tiles(4, _lanes_for(quads, 64 if narrow else 128, quads // 8), quads, 7)
+        return _tiles(4, _lanes_for(quads, 64 if narrow else 128, quads // 8), quads, 2)
     if weight.kind == "int4" and 128 < quads <= 256 and not many:
         return Tiles(8, 256, 1, 8)
     if weight.kind == "int8" and quads <= 128 and not many:
