@@ -111,14 +111,15 @@ class AllReduceAddNorm(AddNorm):
         return all_reduce_add(x, y, self.scale)
 
     def fused_add_router(
-        self, x: Tensor, y: Tensor | None, norm: nn.Module, rows: Tensor, routing, indices: Tensor
+        self, x: Tensor, y: Tensor | None, norm: nn.Module, rows: Tensor, *routed
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The same, its norm, and the scores of the router.
 
-        rows: `router` of `ops.moe_router.norm_router`; routing, indices: as there.
+        rows and routed: `router`, then routing, indices and weight of `ops.moe_router.norm_router`.
         """
-        routed = rows, routing, self.router.bias, indices
-        return all_reduce_add_router(x, y, self.scale, norm.weight, norm.eps, *routed)
+        routing, *rest = routed
+        settings = self.scale, norm.weight, norm.eps, rows, routing, self.router.bias
+        return all_reduce_add_router(x, y, *settings, *rest)
 
 
 class AllReduceSandwich(AllReduceAddNorm):

@@ -350,6 +350,24 @@ def check_router(E: int, D: int, routing: Routing) -> None:
         raise ValueError(f"no kernel for {E} experts and rows of {D} numbers")
 
 
+def empty_norm(
+    x: Tensor, weight: Weight | None, programs: int, warps: int
+) -> tuple[Tensor | QuantizedX, tuple[Tensor, Tensor], dict]:
+    """Return where a kernel stores the norm of x [T, D]: the result, its two tensors, constants.
+
+    It is a `QuantizedX` for one token and a weight whose codes are multiplied as integers.
+    programs, warps: of the kernel.
+    """
+    if weight is None or len(x) > 1 or weight.kind not in INTEGERS:
+        normed = torch.empty_like(x)
+        return normed, (normed, normed), dict(QUANTIZED=False, KIND="", FIELDS=2, RUN=1, LANES=1)
+    fields, quads = weight.fields, weight.quads
+    quantized = empty_quantized(quads, weight, x.dtype, x.device)
+    lanes = max(8 * warps, triton.next_power_of_2(triton.cdiv(quads, programs)))
+    layout = dict(KIND=weight.kind, FIELDS=fields, RUN=weight.group // fields, LANES=lanes)
+    return quantized, (quantized.operands, quantized.units), dict(QUANTIZED=True, **layout)
+
+
 def norm_router(
     x: Tensor,
     norm: Tensor,
@@ -381,25 +399,14 @@ def norm_router(
     pdl = supports_pdl(x) if pdl is None else pdl
     scores = torch.empty(T, 1 + sigmoid, N, dtype=torch.float32, device=x.device)
     programs = triton.cdiv(N, rows)
-    quantizes = weight is not None and T == 1 and weight.kind in INTEGERS
-    normed: Tensor | QuantizedX
-    if quantizes:
-        fields, quads = weight.fields, weight.quads
-        normed = empty_quantized(quads, weight, x.dtype, x.device)
-        stored, units = normed.operands, normed.units
-        lanes = max(8 * warps, triton.next_power_of_2(triton.cdiv(quads, programs)))
-        layout = dict(KIND=weight.kind, FIELDS=fields, RUN=weight.group // fields, LANES=lanes)
-    else:
-        normed = stored = units = torch.empty_like(x)
-        layout = dict(KIND="", FIELDS=2, RUN=1, LANES=1)
+    normed, stored, layout = empty_norm(x, weight, programs, warps)
     _norm_router[(programs,) if T == 1 else (programs, T)](
         x,
         norm,
         router,
         norm if bias is None else bias,
         norm if routing.score_bias is None else routing.score_bias,
-        stored,
-        units,
+        *stored,
         scores,
         scores if indices is None else indices,
         D=D,
@@ -413,7 +420,6 @@ def norm_router(
         ROWS=rows,
         PAIRS=0 if indices is None else indices.shape[1],
         MANY=T > 1,
-        QUANTIZED=quantizes,
         **layout,
         launch_pdl=pdl,
         num_warps=warps,

@@ -166,7 +166,9 @@ def _choose_packed(weight: Weight, quads: int) -> Tiles:
     narrow, many = BITS[weight.kind] == 4, weight.out > MANY_ROWS
     registers, rows = TILE_REGISTERS, 8
     if weight.kind == "mxfp4" and 256 < quads <= 512:
-        return Tiles(4, 128, 1, 4, stay=True)
+        return Tiles(8, 128, 1, 4, stay=True)
+    if weight.kind == "int4" and quads > 512:
+        return Tiles(4, 64, 5, 2)
     if quads > 512:
         return _tiles(4, _lanes_for(quads, 64 if narrow else 128, quads // 8), quads, 2)
     if weight.kind == "int4" and 128 < quads <= 256 and not many:

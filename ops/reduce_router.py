@@ -14,14 +14,19 @@ import torch
 from torch import Tensor
 
 from ops.jit import jit, supports_pdl, tl, triton
+from ops.moe_chunk import _load_x
 from ops.moe_router import (
     MAX_DIM,
     Routing,
     _clear_choice,
     _load_biases,
+    _store_quantized,
     _store_scores,
     check_router,
+    empty_norm,
 )
+from ops.moe_tiles import Weight
+from ops.quantized_x import QuantizedX
 
 MAX_PROGRAMS = 128  # of a receiving kernel: one a multiprocessor
 BLOCK = 128  # numbers that a program (one warp) of `receive_add` sums
@@ -121,6 +126,37 @@ def _receive(inbox, call, wanted, dtype: tl.constexpr):
     return tl.sum(received.to(tl.int16).to(dtype, bitcast=True).to(tl.float32), 0)
 
 
+@jit
+def _receive_again(
+    memory,
+    add,
+    D: tl.constexpr,
+    SCALE: tl.constexpr,
+    STRIDE: tl.constexpr,
+    RANKS: tl.constexpr,
+    FIELDS: tl.constexpr,
+    RUN: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """Load the messages at `memory`, all received, in the order of `add` -> the sums with it.
+
+    add: the residual as of `_load_x`, this program's LANES quads of it.
+    """
+    dtype: tl.constexpr = add[0].dtype
+    quad = tl.program_id(0) * LANES + tl.arange(0, LANES)[:, None]
+    word = quad * 4 + tl.arange(0, 4)[None, :]
+    at, inside = word // RUN * (RUN * FIELDS) + word % RUN, quad < D // (4 * FIELDS)
+    totals = ()
+    for k in tl.static_range(FIELDS):
+        total = tl.zeros([LANES, 4], tl.float32)
+        for rank in tl.static_range(RANKS):
+            message = memory + rank * STRIDE + k * RUN
+            received = tl.load(message + at, mask=inside, other=0, volatile=True)
+            total += received.to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
+        totals = totals + ((add[k].to(tl.float32) + SCALE * total).to(dtype),)
+    return totals
+
+
 # Grid [P]: a program adds BLOCK numbers of the sum.
 @jit
 def _receive_add(
@@ -156,7 +192,7 @@ def _receive_add(
 # A program waits for a few words of each message before it reads them all: while many programs
 # read all words again and again, L2 has less time for those that arrive.
 #
-# scores [1 or 2, N], indices [PAIRS]: as of `moe_router._norm_router`.
+# normed, units, scores [1 or 2, N] and indices [PAIRS]: as of `moe_router._norm_router`.
 @jit
 def _receive_add_router(
     x,
@@ -166,6 +202,7 @@ def _receive_add_router(
     score_bias,
     total,
     normed,
+    units,
     scores,
     indices,
     memory,
@@ -187,6 +224,11 @@ def _receive_add_router(
     RANKS: tl.constexpr,
     RANKS_POW2: tl.constexpr,
     PAIRS: tl.constexpr,
+    QUANTIZED: tl.constexpr,
+    KIND: tl.constexpr,
+    FIELDS: tl.constexpr,
+    RUN: tl.constexpr,
+    LANES: tl.constexpr,
 ):
     N: tl.constexpr = E + GATED
     program, rank = tl.program_id(0), tl.arange(0, RANKS_POW2)[:, None]
@@ -200,13 +242,18 @@ def _receive_add_router(
     scale = tl.load(norm + d, mask=inside, other=0.0).to(tl.float32)
     add = tl.load(x + d, mask=inside, other=0.0)
     biases = _load_biases(bias, score_bias, expert, E, BIAS, SIGMOID)
+    QUADS: tl.constexpr = D // (4 * FIELDS)
+    if QUANTIZED:
+        scales = _load_x(norm, program, QUADS, RUN, FIELDS, LANES)
+        raw = _load_x(x, program, QUADS, RUN, FIELDS, LANES)
     wanted = (rank < RANKS) & inside[None, :]
     call = _load_call(calls)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     _clear_choice(indices, PAIRS)
-    inbox = memory + (call & 1) * (RANKS * STRIDE) + rank * STRIDE
+    memory += (call & 1) * (RANKS * STRIDE)
+    inbox = memory + rank * STRIDE
     if PROBES:
         probe = inbox + (tl.arange(0, PROBES) * (D // PROBES))[None, :]
         probes = (rank < RANKS) & (tl.arange(0, PROBES) >= 0)[None, :]
@@ -216,10 +263,16 @@ def _receive_add_router(
     value = value.to(total.dtype.element_ty)
     stores = inside & (d // SHARE == program)
     tl.store(total + d, value, mask=stores)
+    if QUANTIZED:
+        raw = _receive_again(memory, raw, D, SCALE, STRIDE, RANKS, FIELDS, RUN, LANES)
     value = value.to(tl.float32)  # norm the rounded sum, which the next layer reads
-    value = value * tl.rsqrt(tl.sum(value * value, 0) / D + EPS) * scale
-    value = value.to(normed.dtype.element_ty)
-    tl.store(normed + d, value, mask=stores)
+    factor = tl.rsqrt(tl.sum(value * value, 0) / D + EPS)
+    value = (value * factor * scale).to(total.dtype.element_ty)
+    if QUANTIZED:
+        dtype: tl.constexpr = total.dtype.element_ty
+        _store_quantized(raw, scales, factor, normed, units, dtype, QUADS, KIND, LANES)
+    else:
+        tl.store(normed + d, value, mask=stores)
     _store_scores(rows, value, biases, scores, expert, N, BIAS, SIGMOID)
     _count_call(calls, call, COUNTERS)
 
@@ -295,22 +348,25 @@ def receive_add_router(
     routing: Routing,
     bias: Tensor | None,
     indices: Tensor,
+    weight: Weight | None = None,
     pdl: bool | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | QuantizedX, Tensor]:
     """Do what `receive_add` does, norm the result [1, D], and score the experts for it.
 
     Return x + scale * sum, rounded, then its norm and scores as `moe_router.norm_router`; all are
     bitwise identical on all ranks. The reference is `all_reduce_sum`, `AddNorm`, the router.
 
-    router, routing, bias, indices: as of `norm_router`. With PDL, all but the messages is loaded
-    while the previous kernel runs, which must not write it. Raises ValueError as `check_router`.
+    router, routing, bias, indices, weight: as of `norm_router`. With PDL, all but the messages is
+    loaded while the previous kernel runs, which must not write it. Raises ValueError as
+    `check_router`.
     """
     N, D = router.shape
     E, sigmoid = N - routing.gated, routing.score_bias is not None
     check_router(E, D, routing)
     pdl = supports_pdl(x) if pdl is None else pdl
     programs, rows = programs_of(N)
-    total, normed = torch.empty_like(x), torch.empty_like(x)
+    warps, total = warps_of(D, len(inbox.slots)), torch.empty_like(x)
+    normed, stored, layout = empty_norm(x, weight, programs, warps)
     scores = torch.empty(1 + sigmoid, N, dtype=torch.float32, device=x.device)
     _receive_add_router[(programs,)](
         x,
@@ -319,7 +375,7 @@ def receive_add_router(
         norm if bias is None else bias,
         norm if routing.score_bias is None else routing.score_bias,
         total,
-        normed,
+        *stored,
         scores,
         indices,
         inbox.memory,
@@ -338,7 +394,8 @@ def receive_add_router(
         PROBES=PROBES if D >= PROBES else 0,
         **_group_constants(inbox),
         PAIRS=indices.shape[1],
+        **layout,
         launch_pdl=pdl,
-        num_warps=warps_of(D, len(inbox.slots)),
+        num_warps=warps,
     )
     return total, normed, scores

@@ -19,6 +19,8 @@ from torch import Tensor
 from ops.all_reduce import WORDS, Inbox, empty_scores, fixed_add_norm, push_all_reduce
 from ops.inductor import custom_op
 from ops.moe_router import MAX_DIM, Routing, norm_router
+from ops.moe_tiles import Weight
+from ops.quantized_x import QuantizedX
 from ops.reduce_router import (
     MAX_PROGRAMS,
     TokenInbox,
@@ -154,16 +156,17 @@ def all_reduce_add_router(
     routing: Routing,
     bias: Tensor | None,
     indices: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
+    weight: Weight | None = None,
+) -> tuple[Tensor, Tensor | QuantizedX, Tensor]:
     """All-reduce y [1, D], then add as `all_reduce_add`, norm and score as `norm_router`.
 
     Return x + scale * sum, its norm, and the scores. One kernel if y is None, else two.
     """
     if y is None:
-        args = scale, norm, eps, router, routing, bias, indices
+        args = scale, norm, eps, router, routing, bias, indices, weight
         return run_collective(receive_add_router, x, state().token_inbox, *args)
     x = all_reduce_add(x, y, scale)
-    return x, *norm_router(x, norm, eps, router, routing, bias=bias, indices=indices)
+    return x, *norm_router(x, norm, eps, router, routing, bias, weight=weight, indices=indices)
 
 
 # Methods ------------------------------------------------------------------------------

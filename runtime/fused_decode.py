@@ -278,7 +278,7 @@ class FusedExperts:
         """
         if self.before.all_reduce:
             return self.before.all_reduce.fused_add_router(
-                x, attended, self.norm, self.rows, self.routing, indices
+                x, attended, self.norm, self.rows, self.routing, indices, self.w13
             )
         return attended, *self.score(attended, indices)
 

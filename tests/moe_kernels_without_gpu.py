@@ -565,8 +565,9 @@ def sharded_error(family: str, format: str, sends: bool = True) -> dict[str, flo
             args = scale, norm, eps, *rest
             return reduce_router.receive_add_router(x, inboxes[len(found)], *args)
         x = x + scale * sum(parts)
-        rows, routing, bias, indices = rest
-        return x, *moe_router.norm_router(x, norm, eps, rows, routing, bias=bias, indices=indices)
+        rows, routing, bias, indices, weight = rest
+        options = dict(weight=weight, indices=indices)
+        return x, *moe_router.norm_router(x, norm, eps, rows, routing, bias, **options)
 
     with as_on_a_gpu(), ExitStack() as stack:
         core = lambda attention, projected, context: attention.core(projected, context)  # noqa: E731
@@ -671,7 +672,7 @@ def reduction_errors(case: Reduction) -> dict[str, float]:
                 words = inbox.memory[call & 1, case.late]
                 threading.Timer(0.2, words.copy_, (words.clone(),)).start()
                 words.copy_(before[case.late])
-            results.append(receive_part(case, parts, inbox, router=call % 2 == 1))
+            results.append(receive_part(case, parts, inbox, layers[0].w13 if call % 2 else None))
         number = (call + 2**31) % 2**32 - 2**31
         errors["calls"] = sum((inbox.calls != number).sum().item() for inbox in inboxes)
         tensors = [torch.cat([part.double().flatten() for part in parts]) for parts, _ in results]
@@ -695,15 +696,20 @@ def send_part(layer: Layer, inbox, gather: bool, dtype: torch.dtype) -> Tensor |
     return moe_decode.down(h[:, 0], weight, bias=bias, **options)
 
 
-def receive_part(case: Reduction, parts: Tensor, inbox, router: bool) -> tuple[tuple, dict]:
-    """Receive what the ranks have sent, parts [N, D] -> results, and their errors."""
+def receive_part(
+    case: Reduction, parts: Tensor, inbox, weight: moe_tiles.Weight | None
+) -> tuple[tuple, dict]:
+    """Receive what the ranks have sent, parts [N, D] -> results, and their errors.
+
+    weight: of the experts, before which the sum is normed; or None.
+    """
     torch.manual_seed(case.D)
     D, N = case.D, case.E + case.gated
     x, norm = torch.randn(1, D), 1 + 0.2 * torch.randn(D)
     rows, bias = torch.randn(N, D) * D**-0.5, torch.randn(case.E)
     x, norm, rows, bias = (tensor.to(parts.dtype) for tensor in (x, norm, rows, bias))
     want_total = (x.float() + case.scale * parts.float().sum(0)).to(x.dtype)
-    if not router:
+    if weight is None:
         total = reduce_router.receive_add(x, inbox, case.scale, pdl=False)
         return (total,), {"sum": relative(total, want_total)}
     score_bias = torch.randn(case.E)
@@ -711,11 +717,17 @@ def receive_part(case: Reduction, parts: Tensor, inbox, router: bool) -> tuple[t
         1, True, score_bias=score_bias if case.sigmoid else None, gated=case.gated
     )
     biases, indices = bias if case.biased else None, torch.zeros(1, 1, dtype=torch.int64)
-    results = reduce_router.receive_add_router(
-        x, inbox, case.scale, norm, 1e-5, rows, routing, biases, indices, pdl=False
-    )
+    settings = case.scale, norm, 1e-5, rows, routing, biases, indices
+    results = reduce_router.receive_add_router(x, inbox, *settings, pdl=False)
     assert indices.item() == -1
     total, normed, scores = results
+    errors = {}
+    if weight.kind in quantized_x.INTEGERS:
+        inbox.calls.sub_(1)  # receive it again
+        _, found, _ = reduce_router.receive_add_router(x, inbox, *settings, weight, pdl=False)
+        expected = quantized_x.quantize_token(normed, weight, pdl=False)
+        errors["quantized"] = relative(found.units, expected.units)
+        errors["differing"] = (found.operands != expected.operands).double().mean().item()
     want_normed = torch.nn.functional.rms_norm(total.float(), (D,), norm.float(), 1e-5)
     want = normed.float() @ rows.float().T
     if case.biased:
@@ -724,7 +736,7 @@ def receive_part(case: Reduction, parts: Tensor, inbox, router: bool) -> tuple[t
         weights = want.sigmoid()
         want = torch.cat((weights, weights))
         want[0, : case.E] += score_bias
-    return results, {
+    return results, errors | {
         "sum": relative(total, want_total),
         "norm": relative(normed, want_normed),
         "scores": relative(scores, want),
@@ -743,9 +755,10 @@ def reduction_code() -> dict[str, dict[str, int]]:
         inbox = make_inboxes(ranks)[0]
         routing = moe_router.Routing(1, True)
         router, indices = x.new_zeros(E, D), torch.zeros(1, 1, dtype=torch.int64)
-        args = x[0], 1e-5, router, routing, None, indices
+        int4 = moe_tiles.Weight((torch.zeros(1, 1, D // 8, dtype=torch.int32),), "int4", 32)
+        settings = x[0], 1e-5, router, routing, None, indices, int4
         with mock.patch.object(reduce_router, "_receive_add_router", launch := Launch()):
-            reduce_router.receive_add_router(x, inbox, 1.0, *args, pdl=True)
+            reduce_router.receive_add_router(x, inbox, 1.0, *settings, pdl=True)
         found[f"{name} over {ranks}"] = code_counts(reduce_router._receive_add_router, launch)
         with mock.patch.object(reduce_router, "_receive_add", launch := Launch()):
             reduce_router.receive_add(x, inbox, 1.0, pdl=True)

@@ -150,6 +150,7 @@ def test_the_sum_over_ranks_of_products_that_send():
         assert errors["sum"] <= (5e-3 if bf16 else 0.0), (case, errors)
         assert errors["norm"] < (5e-3 if bf16 else 1e-3), (case, errors)
         assert errors["scores"] < 1e-5, (case, errors)
+        assert errors.get("quantized", 0) < 1e-5 and errors.get("differing", 0) < 0.01, errors
 
 
 @pytest.mark.slow
