@@ -124,19 +124,23 @@ def _load_weights(
 
 
 @jit
-def _load_finish(scale, bias, rows, inside, KIND: tl.constexpr, BIAS: tl.constexpr):
-    """Load the scales and biases of rows for `_finish_rows`."""
-    biases = tl.load(bias + rows, mask=inside, other=0.0).to(tl.float32) if BIAS else 0.0
-    return _load_row_scales(scale + rows, KIND, inside), biases
+def _load_pair(pairs, routing, slot, count, GATED: tl.constexpr):
+    """Load the pair of each slot of a tile, and its routing weight if the product is down."""
+    pair = tl.load(pairs + tl.minimum(slot, count - 1))
+    return pair, 1.0 if GATED else tl.load(routing + pair)
 
 
 @jit
-def _finish_rows(total, loaded, KIND: tl.constexpr, DTYPE: tl.constexpr, BIAS: tl.constexpr):
-    """Sum the warps' sums [WARPS, ROWS, TILE]; multiply by scales and add biases of rows."""
-    scales, biases = loaded
+def _finish_rows(
+    total, scales, bias, rows, inside, KIND: tl.constexpr, DTYPE: tl.constexpr, BIAS: tl.constexpr
+):
+    """Return the products of an expert's rows. scales: as of `_load_row_scales`.
+
+    bias: where the expert's begin.
+    """
     result = _finish(tl.sum(total, 0), scales, KIND, DTYPE)
     if BIAS:
-        result += biases
+        result += tl.load(bias + rows, mask=inside, other=0.0).to(tl.float32)
     return result
 
 
@@ -197,25 +201,24 @@ def _multiply_tiles(
     N: tl.constexpr = OUT // 2 if GATED else OUT  # numbers of a result
     rows, slot = row + tl.arange(0, ROWS)[:, None], tl.arange(0, TILE)[None, :]
     inside = rows < N
-    bias += expert.to(tl.int64) * OUT
-    finish = _load_finish(weights[1], bias, rows, inside, KIND, BIAS)
-    pair = tl.load(pairs + tile * TILE + tl.minimum(slot, count - 1))
+    scales = _load_row_scales(weights[1] + rows, KIND, inside)
     if GATED:
-        up_finish = _load_finish(weights[1] + N, bias + N, rows, inside, KIND, BIAS)
+        up_scales = _load_row_scales(weights[1] + N + rows, KIND, inside)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     # Slots behind the last pair compute the same as it, and are not stored.
     lane = tl.arange(0, TILES * WARPS * 32)
-    slot = tl.minimum(lane // (WARPS * 32) * 8 + lane // 4 % 8, count - 1)
-    source = tl.load(pairs + tile * TILE + slot)
+    lane_slot = tl.minimum(lane // (WARPS * 32) * 8 + lane // 4 % 8, count - 1)
+    source = tl.load(pairs + tile * TILE + lane_slot)
     begins = (source // A if GATED else source) * (2 * WORDS * PARTS)
     begins = _spread_begins(begins, PARTS, VEC, WARPS, TILES)
     xs = ()
     for d in tl.static_range(DEPTH):
         fields = _load_fields(x, begins, d, 0, WORDS, RUN, PARTS, VEC, WARPS, TILES)
         xs = xs + (fields,)
-    if not GATED:
-        factor = tl.load(routing + pair)
+    # mxfp4 has no registers left for these: fewer programs would run at once.
+    if KIND != "mxfp4":
+        pair, factor = _load_pair(pairs + tile * TILE, routing, slot, count, GATED)
     zeros = tl.zeros([WARPS, ROWS, TILE], tl.float32)
     totals, none = (zeros, zeros) if GATED else (zeros,), 0.0
     for s in range(0, STEPS, DEPTH):
@@ -242,10 +245,13 @@ def _multiply_tiles(
                 tiles = tiles[:d] + (step,) + tiles[d + 1 :]
                 fields = _load_fields(x, begins, at, 0, WORDS, RUN, PARTS, VEC, WARPS, TILES)
                 xs = xs[:d] + (fields,) + xs[d + 1 :]
+    if KIND == "mxfp4":
+        pair, factor = _load_pair(pairs + tile * TILE, routing, slot, count, GATED)
     DTYPE: tl.constexpr = x.dtype.element_ty
-    result = _finish_rows(totals[0], finish, KIND, DTYPE, BIAS)
+    bias += expert.to(tl.int64) * OUT
+    result = _finish_rows(totals[0], scales, bias, rows, inside, KIND, DTYPE, BIAS)
     if GATED:
-        up = _finish_rows(totals[1], up_finish, KIND, DTYPE, BIAS)
+        up = _finish_rows(totals[1], up_scales, bias + N, rows, inside, KIND, DTYPE, BIAS)
         result = _activate(result, up, ACTIVATION, LIMIT, ALPHA)
     else:
         result *= factor
