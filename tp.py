@@ -111,15 +111,21 @@ class AllReduceAddNorm(AddNorm):
         return all_reduce_add(x, y, self.scale)
 
     def fused_add_router(
-        self, x: Tensor, y: Tensor | None, norm: nn.Module, rows: Tensor, *routed
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self,
+        x: Tensor,
+        y: Tensor | None,
+        norm: nn.Module,
+        rows: Tensor,
+        routing,
+        indices: Tensor,
+        weight,
+    ) -> tuple:
         """The same, its norm, and the scores of the router.
 
-        rows and routed: `router`, then routing, indices and weight of `ops.moe_router.norm_router`.
+        rows: `router` of `ops.moe_router.norm_router`; routing, indices, weight: as there.
         """
-        routing, *rest = routed
         settings = self.scale, norm.weight, norm.eps, rows, routing, self.router.bias
-        return all_reduce_add_router(x, y, *settings, *rest)
+        return all_reduce_add_router(x, y, *settings, indices, weight)
 
 
 class AllReduceSandwich(AllReduceAddNorm):

@@ -24,7 +24,8 @@ def graph_seconds(function: Callable, arguments: Sequence, repeats: int = 20) ->
                 function(argument)
     torch.cuda.synchronize()
     graph, best = torch.cuda.CUDAGraph(), float("inf")
-    with torch.cuda.graph(graph):
+    # thread_local: NCCL's own thread may query events during the capture.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         for argument in arguments:
             function(argument)
     for _ in range(repeats):

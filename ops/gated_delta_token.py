@@ -16,7 +16,7 @@ from torch import Tensor
 from ops.jit import jit, supports_pdl, tl, triton
 
 COLUMNS = 32  # Cv columns of the state that a program has in the kernels for several tokens
-WARPS = 8  # of a program of `_update_token`; each has Cv / WARPS columns of the state
+WARPS = 8  # a program of `_update_token` has 8 warps, each with Cv / 8 columns of the state
 
 
 @jit
@@ -141,8 +141,8 @@ def _has_token(last, sequence, HAS_LAST: tl.constexpr):
 #   program has read of q's and k's window (`_arrive`). So these loads have returned to registers,
 #   in all threads, before the addition is issued. A barrier alone would not wait for them.
 # - The last program's stores depend on the result of its addition, which follows all others.
-# - These dependencies order reads before writes, so the addition is relaxed. A release would wait
-#   for the state too, and an acquire would empty the L1 cache under the previous kernel.
+# - These dependencies order reads before writes, so the addition is relaxed. A release waits for
+#   the state too, and an acquire empties the L1 cache that the previous kernel uses.
 # - The last program sets the counter to 0, also without a token. The next kernel that uses it
 #   starts after this one has ended: a kernel of another kind is between them (with PDL a kernel
 #   overlaps only the previous one).
@@ -216,7 +216,7 @@ def _update_token(
     share, decay = tl.sigmoid(b), tl.exp(-rate * _softplus(a + bias))
     q, k = _split_keys(qk, CK, LANE_ROWS, COPIES)
     out, new = _read_and_update(old, q, k, v, decay, share, CK)
-    if exists:  # first, so that it is on its way while the head is normalized
+    if exists:  # first, so that the store is in flight while the head is normalized
         tl.store(state, tl.reshape(new, [CK * BLOCKS, WARP_COLUMNS]))
     out = out.to(y.dtype.element_ty).to(tl.float32)
     square = tl.sum(tl.sum(out * out, 3, keep_dims=True), 1, keep_dims=True)

@@ -308,8 +308,8 @@ def _locate(
 ):
     """Return expert (int64), its row and the quad in that, for each quad of a tile.
 
-    quads: numbers of the tile's quads, row-major in [ROWS, LANES], each REPEAT times. EACH: quads
-    of a row. GATHER: x holds QUADS // EACH rows of as many experts, one after the other, and
+    quads: numbers of the tile's quads, row-major in [ROWS, LANES], each REPEAT times. A row has
+    EACH quads. GATHER: x holds QUADS // EACH rows of as many experts, one after the other, and
     `experts` is that of each lane, [LANES]. Otherwise x is one row, and `experts` is one index.
     Quads beyond the last become the last: their x is 0.
     """

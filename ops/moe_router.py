@@ -35,9 +35,15 @@ def _ordered_bits(scores):
 
 
 @jit
-def _score_keys(scores):
-    """Return keys int32 in the order of scores, all above -2 ** 31, which marks a chosen one."""
-    return tl.maximum(_ordered_bits(scores), -(2**31) + 1)
+def _score_keys(scores, expert, E: tl.constexpr, BLOCK: tl.constexpr):
+    """Return keys int32 in the order of scores; -2 ** 31 is that of no expert, and of a chosen one.
+
+    So A of E experts are found even if scores are NaN: w2 waits for all A indices.
+    """
+    key = tl.maximum(_ordered_bits(scores), -(2**31) + 1)
+    if BLOCK > E:
+        key = tl.where(expert < E, key, -(2**31))
+    return key
 
 
 @jit
@@ -53,7 +59,7 @@ def _choose_one(scores, rank, E: tl.constexpr, EXPERTS: tl.constexpr, WARPS: tl.
     """
     expert = tl.arange(0, EXPERTS)[None, :] + tl.zeros([WARPS, 1], tl.int32)
     score = tl.load(scores + expert, mask=expert < E, other=float("-inf"), cache_modifier=".cg")
-    key = _score_keys(score)
+    key = _score_keys(score, expert, E, EXPERTS)
     found = tl.zeros([WARPS, 1], tl.int32)
     for _ in range(rank + 1):
         best = key == tl.max(key, 1, keep_dims=True)
@@ -84,7 +90,7 @@ def _choose(
     expert = tl.arange(0, BLOCK)
     # From L2: this kernel may have started before the one that writes them.
     score = tl.load(scores + expert, mask=expert < E, other=float("-inf"), cache_modifier=".cg")
-    key, rank = _score_keys(score), tl.full([BLOCK], A, tl.int32)
+    key, rank = _score_keys(score, expert, E, BLOCK), tl.full([BLOCK], A, tl.int32)
     for n in tl.static_range(A):
         found = expert == tl.min(tl.where(key == tl.max(key, 0), expert, BLOCK), 0)
         rank = tl.where(found, n, rank)

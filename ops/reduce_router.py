@@ -28,7 +28,7 @@ from ops.moe_router import (
 from ops.moe_tiles import Weight
 from ops.quantized_x import QuantizedX
 
-MAX_PROGRAMS = 128  # of a receiving kernel: one a multiprocessor
+MAX_PROGRAMS = 128  # a receiving kernel has one program a multiprocessor
 BLOCK = 128  # numbers that a program (one warp) of `receive_add` sums
 MAX_WORDS = 1 << 14  # of all messages: 64 registers of each thread
 PROBES = 32  # words of a message for which a program waits before it reads all; 0: none

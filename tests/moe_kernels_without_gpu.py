@@ -4,9 +4,9 @@
     python tests/moe_kernels_without_gpu.py < INPUT    machine code for an H200, by Triton and ptxas
 
 INPUT is a JSON object: "cases", a list of the arguments of `Case`, and "layers", a list of the
-arguments of `layer_errors`; "models", "sharded" and "dense" are others. The interpreter's process
-prints relative errors by kernel of every case, of whole layers and of models. The other prints a
-list: counts of each case's machine code.
+arguments of `layer_errors`; "models", "sharded", "dense" and "scores" are others. The interpreter's
+process prints relative errors by kernel of every case, of whole layers and of models. The other
+prints a list: counts of each case's machine code.
 """
 
 import itertools
@@ -362,6 +362,13 @@ def choose(layer: Layer, scores: Tensor, routing) -> tuple[Tensor, Tensor, float
     return indices, weights, relative(found, given)
 
 
+def choose_of_bits(bits: list[int]) -> list[int]:
+    """Choose 4 experts by fp32 scores with these bits, which may be no numbers -> their indices."""
+    scores = torch.tensor(bits).int().view(torch.float32).view(1, 1, -1)
+    indices, _ = moe_router.route(scores, moe_router.Routing(4, True), pdl=False)
+    return indices[0].tolist()
+
+
 def errors(case: Case) -> dict[str, float]:
     layer = Layer(case)
     found = expert_errors(layer) | {"dense": dense_error(layer)}
@@ -608,7 +615,7 @@ def packed(module: Linear | ExpertLinear, format: str) -> Packed:
 
 @dataclass(frozen=True)
 class Reduction:
-    """A case of products that send, and of the kernels that receive."""
+    """Products that send, and the kernels that receive: sizes and settings of a test."""
 
     D: int
     E: int
@@ -859,6 +866,7 @@ def main() -> int:
         found["reductions"] = [reduction_errors(Reduction(**values)) for values in cases]
         layers = [Layer(Case(**values)) for values in given.get("dense", ())]
         found["dense"] = [(dense_error(layer), dense_error(layer, edge=True)) for layer in layers]
+        found["chosen"] = [choose_of_bits(bits) for bits in given.get("scores", ())]
         found["sharded"] = [sharded_error(*pair) for pair in given.get("sharded", ())]
         print(json.dumps(found))
     else:

@@ -153,6 +153,15 @@ def test_the_sum_over_ranks_of_products_that_send():
         assert errors.get("quantized", 0) < 1e-5 and errors.get("differing", 0) < 0.01, errors
 
 
+def test_scores_that_are_no_numbers_choose_experts_all_the_same():
+    """w2 would wait forever for an index that is not stored, and read behind the last expert."""
+    nan, minus_nan, lowest_nan, minus_inf = 0x7FC00000, -0x400000, -1, -0x800000
+    scores = [[value] * 6 for value in (nan, minus_nan, lowest_nan, minus_inf)]
+    scores.append([minus_inf, lowest_nan, 0, nan, minus_nan, minus_inf])
+    for chosen in run({"cases": [], "scores": scores}, TRITON_INTERPRET="1")["chosen"]:
+        assert len(set(chosen)) == 4 and all(0 <= expert < 6 for expert in chosen), chosen
+
+
 @pytest.mark.slow
 def test_the_sum_over_ranks_compiles_for_an_h200():
     (found,) = run({"cases": [], "reductions": []})
