@@ -34,7 +34,7 @@ ROOT = Path(__file__).parents[1]
 WINDOW = 2048
 LAST_LINE = (
     r"\d+ prompt tokens at [\d.,]+/s, first token after [\d.]+ m?s, "
-    r"\d+ new tokens at [\d.,]+/s, reads [\d.]+ MB/token, [\d.]+ [MG]B/s, peak memory \d+ MB"
+    r"\d+ new tokens at [\d.,]+/s, reads [\d.]+ MB/token, [\d.]+ [MG]B/s, peak memory [\d.]+ [MG]B"
 )
 
 
