@@ -180,21 +180,32 @@ def measure_fused(model: Transformer, plain: Layers, options: argparse.Namespace
     return result
 
 
-def measure(options: argparse.Namespace) -> dict:
-    args = architecture(options.arch)
-    args = first_layers(args, options.layers) if options.layers else args
-    source, device = RandomWeights(args, number_format(options.mode, args)), torch.device("cuda")
+def load_layers(arch: str, mode: str, layers: int | None, device: torch.device) -> Transformer:
+    """Make a model with random weights, of its first layers if given, with a cache of one row.
+
+    Raises ValueError if there are no fused kernels for it.
+    """
+    args = architecture(arch)
+    args = first_layers(args, layers) if layers else args
+    source = RandomWeights(args, number_format(mode, args))
     check_decode_kernels("fused", source, device)
     model = load_model(source, device)
     configure_inductor()
     model.setup_cache(1, CACHE)
+    return model
+
+
+def measure(options: argparse.Namespace) -> dict:
+    device = torch.device("cuda")
+    model = load_layers(options.arch, options.mode, options.layers, device)
+    count = len(model.layers)
     plain = Layers(model, CompiledRunner(model), options.position)
     plain.run()
     us, kernels = plain.microseconds(), plain.kernels()
     head = model.head.weight if hasattr(model.head, "weight") else model.head.codes
-    nbytes = (bytes_per_token(model) - head.nbytes) / args.n_layer
+    nbytes = (bytes_per_token(model) - head.nbytes) / count
     bound = nbytes / read_bandwidth(device) * 1e6
-    result = {"arch": options.arch, "mode": options.mode, "layers": args.n_layer}
+    result = {"arch": options.arch, "mode": options.mode, "layers": count}
     result |= {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
     result |= {"position": options.position, "bound_us": bound}
     result["inductor"] = {"us": us, "kernels": kernels}

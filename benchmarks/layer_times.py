@@ -19,13 +19,10 @@ from unittest import mock
 
 import torch
 
-from benchmarks.cuda_timing import graph_seconds, require_gpu
-from benchmarks.fused_decode import CACHE, Layers, Tuning
+from benchmarks.cuda_timing import require_gpu
+from benchmarks.fused_decode import Layers, Tuning, load_layers
 from cli.parser import Parser
-from generate import check_decode_kernels, load_model
-from models.random_weights import RandomWeights, architecture, first_layers, number_format
 from ops import moe_decode
-from ops.inductor import configure_inductor
 from ops.moe_tiles import Tiles
 from parallel import process_group
 from runtime.fused_decode import FusedRunner
@@ -50,25 +47,15 @@ def read_tiles(text: str) -> Tiles:
     return Tiles(*map(int, parts), stay=text.endswith(",stay"))
 
 
-def microseconds(layers: Layers) -> float:
-    """Return us a layer of one graph with all layers."""
-    return graph_seconds(layers.run, [None]) * 1e6 / len(layers.model.layers)
-
-
 def measure(case: tuple[str, str, int], tilings: list[Tiles], options: argparse.Namespace) -> None:
     """Print us a layer of a case, measured twice, then with each tiling."""
     arch, mode, count = case
-    args = first_layers(architecture(arch), count)
-    source, device = RandomWeights(args, number_format(mode, args)), options.device
-    check_decode_kernels("fused", source, device)
-    model = load_model(source, device)
-    configure_inductor()
-    model.setup_cache(1, CACHE)
+    model = load_layers(arch, mode, count, options.device)
     tuning, main = Tuning(), process_group.is_main()
     with mock.patch.object(moe_decode, "choose_tiles", tuning.choose):
         layers = Layers(model, FusedRunner(model), options.position)
         norm = layers.run().float().norm().item()
-        first, second = microseconds(layers), microseconds(layers)
+        first, second = layers.microseconds(), layers.microseconds()
         if main:
             print(f"{arch:18} {mode:6} {first:7.2f} {second:7.2f} us, norm {norm:.5f}", flush=True)
         downs = [
@@ -78,7 +65,7 @@ def measure(case: tuple[str, str, int], tilings: list[Tiles], options: argparse.
         ]
         for tiles in tilings:
             tuning.chosen = dict.fromkeys(downs, tiles)
-            us = microseconds(layers)
+            us = layers.microseconds()
             if main:
                 print(f"  {tiles!s:42} {us:7.2f} us, {us - min(first, second):+.2f}", flush=True)
 

@@ -22,11 +22,18 @@ from ops.jit import jit, tl
 
 @jit
 def _load_x(
-    x, chunk, QUADS: tl.constexpr, RUN: tl.constexpr, FIELDS: tl.constexpr, LANES: tl.constexpr
+    x,
+    chunk,
+    QUADS: tl.constexpr,
+    RUN: tl.constexpr,
+    FIELDS: tl.constexpr,
+    LANES: tl.constexpr,
+    VOLATILE: tl.constexpr = False,
 ):
     """Load the x of a chunk, unconverted: bf16 as words [LANES, 4], else FIELDS such tensors.
 
     QUADS: quads of the whole x. RUN: words of a group, whose fields are RUN numbers apart.
+    VOLATILE: from L2, where another GPU has stored it.
     """
     quad = chunk * LANES + tl.arange(0, LANES)[:, None]
     word = quad * 4 + tl.arange(0, 4)[None, :]
@@ -37,7 +44,8 @@ def _load_x(
         at = x + word // RUN * (RUN * FIELDS) + word % RUN
         raw = ()
         for k in tl.static_range(FIELDS):
-            raw = raw + (tl.load(at + k * RUN, mask=inside, other=0.0),)
+            part = tl.load(at + k * RUN, mask=inside, other=0, volatile=VOLATILE)
+            raw = raw + (part,)
     return raw
 
 

@@ -308,7 +308,7 @@ def _prepare_product(
 # the residual is loaded before the wait. Otherwise all but x is. A QUANTIZED x comes from a kernel
 # between: the choice is then of the kernel before that, which has ended, and needs no wait either.
 # With POLLED the previous kernel stores the choice early, and this one waits for that alone: the
-# indices are -1 until then. So weights are on their way while the previous kernel multiplies. In
+# indices are -1 until then. So weights are in flight while the previous kernel multiplies. In
 # bf16 that is slower (docs/log/small_experts.md).
 #
 # With EARLY x is the result of the kernel before the previous one: the product waits at its end.
@@ -686,10 +686,10 @@ def down(
     pairs = indices.shape[1] if gather else 1
     quads, y = pairs * weight.quads, out
     T = 1 if isinstance(x, QuantizedX) else x.numel() // x.shape[-1] // pairs
-    if T == 1 and gather and isinstance(x, Tensor) and quantizes_first(weight, quads):
-        x = quantize_token(operand_of(x, weight), weight, pdl)
     if send is not None and (T > 1 or early or dtype.itemsize != 2):
         raise ValueError("only one token's product of 16 bits, which is not early, is sent")
+    if T == 1 and gather and isinstance(x, Tensor) and quantizes_first(weight, quads):
+        x = quantize_token(operand_of(x, weight), weight, pdl)
     quantized = isinstance(x, QuantizedX)
     operand, units = _operands_of(x, weight)
     pdl = supports_pdl(operand) if pdl is None else pdl

@@ -128,7 +128,7 @@ def _clear_choice(indices, PAIRS: tl.constexpr):
 
 
 @jit
-def _load_biases(
+def _load_score_biases(
     bias, score_bias, expert, E: tl.constexpr, BIAS: tl.constexpr, SIGMOID: tl.constexpr
 ):
     """Load what is added to the dot products of experts [ROWS], and to their sigmoids."""
@@ -149,7 +149,7 @@ def _store_scores(
 ):
     """Store the scores of experts [ROWS] for a normed token: rows [ROWS, D], value [D].
 
-    biases: as of `_load_biases`.
+    biases: as of `_load_score_biases`.
     """
     dots = tl.sum(rows.to(tl.float32) * value.to(tl.float32)[None, :], 1)
     if BIAS:
@@ -236,7 +236,7 @@ def _norm_router(
         other=0.0,
     )
     scale = tl.load(norm + d, mask=inside, other=0.0).to(tl.float32)
-    biases = _load_biases(bias, score_bias, expert, E, BIAS, SIGMOID)
+    biases = _load_score_biases(bias, score_bias, expert, E, BIAS, SIGMOID)
     QUADS: tl.constexpr = D // (4 * FIELDS)
     if QUANTIZED:
         scales = _load_x(norm, tl.program_id(0), QUADS, RUN, FIELDS, LANES)

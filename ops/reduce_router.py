@@ -19,7 +19,7 @@ from ops.moe_router import (
     MAX_DIM,
     Routing,
     _clear_choice,
-    _load_biases,
+    _load_score_biases,
     _store_quantized,
     _store_scores,
     check_router,
@@ -130,12 +130,12 @@ def _receive(inbox, call, wanted, dtype: tl.constexpr):
 def _receive_again(
     memory,
     add,
-    D: tl.constexpr,
     SCALE: tl.constexpr,
     STRIDE: tl.constexpr,
     RANKS: tl.constexpr,
-    FIELDS: tl.constexpr,
+    QUADS: tl.constexpr,
     RUN: tl.constexpr,
+    FIELDS: tl.constexpr,
     LANES: tl.constexpr,
 ):
     """Load the messages at `memory`, all received, in the order of `add` -> the sums with it.
@@ -143,16 +143,15 @@ def _receive_again(
     add: the residual as of `_load_x`, this program's LANES quads of it.
     """
     dtype: tl.constexpr = add[0].dtype
-    quad = tl.program_id(0) * LANES + tl.arange(0, LANES)[:, None]
-    word = quad * 4 + tl.arange(0, 4)[None, :]
-    at, inside = word // RUN * (RUN * FIELDS) + word % RUN, quad < D // (4 * FIELDS)
-    totals = ()
+    messages, totals = (), ()
+    for rank in tl.static_range(RANKS):
+        message = memory + rank * STRIDE
+        words = _load_x(message, tl.program_id(0), QUADS, RUN, FIELDS, LANES, VOLATILE=True)
+        messages = messages + (words,)
     for k in tl.static_range(FIELDS):
         total = tl.zeros([LANES, 4], tl.float32)
         for rank in tl.static_range(RANKS):
-            message = memory + rank * STRIDE + k * RUN
-            received = tl.load(message + at, mask=inside, other=0, volatile=True)
-            total += received.to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
+            total += messages[rank][k].to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
         totals = totals + ((add[k].to(tl.float32) + SCALE * total).to(dtype),)
     return totals
 
@@ -241,7 +240,7 @@ def _receive_add_router(
     )
     scale = tl.load(norm + d, mask=inside, other=0.0).to(tl.float32)
     add = tl.load(x + d, mask=inside, other=0.0)
-    biases = _load_biases(bias, score_bias, expert, E, BIAS, SIGMOID)
+    biases = _load_score_biases(bias, score_bias, expert, E, BIAS, SIGMOID)
     QUADS: tl.constexpr = D // (4 * FIELDS)
     if QUANTIZED:
         scales = _load_x(norm, program, QUADS, RUN, FIELDS, LANES)
@@ -264,7 +263,7 @@ def _receive_add_router(
     stores = inside & (d // SHARE == program)
     tl.store(total + d, value, mask=stores)
     if QUANTIZED:
-        raw = _receive_again(memory, raw, D, SCALE, STRIDE, RANKS, FIELDS, RUN, LANES)
+        raw = _receive_again(memory, raw, SCALE, STRIDE, RANKS, QUADS, RUN, FIELDS, LANES)
     value = value.to(tl.float32)  # norm the rounded sum, which the next layer reads
     factor = tl.rsqrt(tl.sum(value * value, 0) / D + EPS)
     value = (value * factor * scale).to(total.dtype.element_ty)

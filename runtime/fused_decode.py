@@ -241,7 +241,7 @@ class FusedExperts:
         indices = torch.empty(1, self.routing.pairs, dtype=torch.int64, device=x.device)
         x, normed, scores = self.norm_and_score(x, attended, indices)
         options = dict(bias=self.bias13, indices=indices)
-        h, _, weights = moe_decode.gate_up(
+        h, indices, weights = moe_decode.gate_up(
             normed, self.w13, scores, self.routing, self.activation, **options
         )
         add = self.sum.of_product(x)

@@ -34,7 +34,8 @@ ROOT = Path(__file__).parents[1]
 WINDOW = 2048
 LAST_LINE = (
     r"\d+ prompt tokens at [\d.,]+/s, first token after [\d.]+ m?s, "
-    r"\d+ new tokens at [\d.,]+/s, reads [\d.]+ MB/token, [\d.]+ [MG]B/s, peak memory [\d.]+ [MG]B"
+    r"\d+ new tokens at [\d.,]+/s, reads [\d.]+ MB/token, [\d.]+ [MG]B/s, "
+    r"peak memory (\d+ MB|1\.\d\d GB)"
 )
 
 
