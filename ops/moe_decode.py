@@ -311,7 +311,9 @@ def _prepare_product(
 # indices are -1 until then. So weights are in flight while the previous kernel multiplies. In
 # bf16 that is slower (docs/log/small_experts.md).
 #
-# With EARLY x is the result of the kernel before the previous one: the product waits at its end.
+# With EARLY x is the result of the kernel before the previous one: the product lets the next kernel
+# start at once, and waits at its end. So the next kernel may start before the previous one has ended,
+# and must not read its results before its own wait.
 #
 # With RANKS the result is not stored in y, but sent to all ranks: see ops/reduce_router.py. A row
 # that two programs compute is sent twice, with the same bits.
@@ -393,8 +395,8 @@ def _down(
         row_scale = _row_scale(scale, row + rows, KIND)
     if BIAS:
         biases = _load_biases(bias, indices, routing, row + rows, OUT, QUADS // EACH, GATHER)
-    if PDL and not EARLY:
-        if AHEAD and not POLLED:
+    if PDL:
+        if AHEAD and not POLLED and not EARLY:
             tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     xs = ()
@@ -476,7 +478,6 @@ def _down(
             total += add.to(tl.float32)
         if PDL and EARLY:
             tl.extra.cuda.gdc_wait()
-            tl.extra.cuda.gdc_launch_dependents()
         if RANKS:
             _send(total.to(y.dtype.element_ty), outboxes, call, row + rows, stores, RANKS)
         else:

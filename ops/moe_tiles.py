@@ -171,8 +171,9 @@ def _choose_packed(weight: Weight, quads: int) -> Tiles:
         return Tiles(4, 64, 5, 2)
     if quads > 512:
         return _tiles(4, _lanes_for(quads, 64 if narrow else 128, quads // 8), quads, 2)
-    if weight.kind == "int4" and 128 < quads <= 256 and not many:
-        return Tiles(8, 256, 1, 8)
+    if weight.kind == "int4" and 64 < quads <= 256 and not many:
+        lanes = 128 if quads <= 128 else 256
+        return Tiles(8, lanes, 1, lanes // 32)
     if weight.kind == "int8" and quads <= 128 and not many:
         return _tiles(4, 32, quads, 4)
     widest = (128 if quads > 256 else 64) if narrow else min(256, max(32, quads // 2))
