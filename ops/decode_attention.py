@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ops.jit import jit, supports_pdl, tl
+from ops.jit import add_both, jit, supports_pdl, tl
 
 
 @jit
@@ -67,15 +67,10 @@ def _sum_squares(x, WIDTH: tl.constexpr):
 
 
 @jit
-def _add_both(a, b, c, d):
-    return a + c, b + d
-
-
-@jit
 def _inverse_rms(q, k, Q_WIDTH: tl.constexpr, K_WIDTH: tl.constexpr, EPS: tl.constexpr):
     """Return 1 / RMS of the numbers at q, and of those at k. Warps exchange both sums at once."""
     squares = _sum_squares(q, Q_WIDTH), _sum_squares(k, K_WIDTH)
-    of_q, of_k = tl.reduce(squares, 0, _add_both)
+    of_q, of_k = tl.reduce(squares, 0, add_both)
     return tl.rsqrt(of_q / Q_WIDTH + EPS), tl.rsqrt(of_k / K_WIDTH + EPS)
 
 

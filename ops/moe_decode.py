@@ -36,19 +36,23 @@ from ops.jit import jit, supports_pdl, tl, triton
 from ops.moe_chunk import (
     _activate,
     _await_choice,
+    _gate_up_rows,
     _lane_experts,
     _lane_factor,
+    _lane_squares,
     _load_chunk,
     _load_norm,
     _load_operands,
     _load_x,
     _multiply_chunk,
+    _of_lane,
     _order_operands,
     _prepare_x,
     _result_rows,
     _row_scale,
-    _square_sum,
+    _sum_gate_up,
     _sum_lanes,
+    _sum_normed,
     _weighted_operands,
 )
 from ops.moe_router import (
@@ -227,15 +231,13 @@ def _gate_up(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     table = _e2m1_table(unknown_zero) if KIND == "mxfp4" else None
-    rows, stores = _result_rows(ROWS, LANES)
+    rows, stores = _gate_up_rows(ROWS, I)
     for n in range(TILES):
         flat = expert * (2 * I) + row + rows
         if KIND == "int8" or KIND == "fp8":
-            gate_scale = _row_scale(scale, flat, KIND)
-            up_scale = _row_scale(scale, I + flat, KIND)
+            row_scale = _row_scale(scale, flat, KIND)
         if BIAS:
-            gate_bias = tl.load(bias + flat).to(tl.float32)
-            up_bias = tl.load(bias + I + flat).to(tl.float32)
+            biases = tl.load(bias + flat).to(tl.float32)
         next_row = tl.minimum((tl.program_id(0) + (n + 1) * multiplying) * ROWS, I - ROWS)
         gate, up = tl.zeros([ROWS, LANES], tl.float32), tl.zeros([ROWS, LANES], tl.float32)
         for c in tl.static_range(CHUNKS):
@@ -253,15 +255,13 @@ def _gate_up(
             if TILES == 1 and c + DEPTH < CHUNKS:
                 part = _load_part(x, units, c + DEPTH, QUADS, RUN, FIELDS, KIND, QUANTIZED, LANES)
                 xs = _replace(xs, c % DEPTH, part)
-        gate, up = _sum_lanes(gate, ROWS, LANES), _sum_lanes(up, ROWS, LANES)
+        total = _sum_gate_up(gate, up, ROWS, LANES)
         if KIND == "int8" or KIND == "fp8":
-            gate *= gate_scale
-            up *= up_scale
+            total *= row_scale
         if BIAS:
-            gate += gate_bias
-            up += up_bias
+            total += biases
         out = h + pair * I + row + rows
-        h_rows = _activate(gate, up, ACTIVATION, LIMIT, ALPHA)
+        h_rows = _activate(total, _of_lane(total, 16), ACTIVATION, LIMIT, ALPHA)
         tl.store(out, h_rows.to(h.dtype.element_ty), mask=stores)
         row = next_row
 
@@ -312,8 +312,8 @@ def _prepare_product(
 # bf16 that is slower (docs/log/small_experts.md).
 #
 # With EARLY x is the result of the kernel before the previous one: the product lets the next kernel
-# start at once, and waits at its end. So the next kernel may start before the previous one has ended,
-# and must not read its results before its own wait.
+# start at once, and waits at its end. So the next kernel may start before the previous one has
+# ended, and must not read its results before its own wait.
 #
 # With RANKS the result is not stored in y, but sent to all ranks: see ops/reduce_router.py. A row
 # that two programs compute is sent twice, with the same bits.
@@ -368,7 +368,7 @@ def _down(
     HELD: tl.constexpr = CHUNKS if TILES > 1 else DEPTH  # chunks of x in registers
     weights = (codes, scale, scale_step, scale_low, zero, zero_step, zero_low)
     row = tl.minimum(tl.program_id(0) * ROWS, OUT - ROWS)
-    rows, stores = _result_rows(ROWS, LANES)
+    rows, stores = _result_rows(ROWS)
     if RESIDUAL:
         add = tl.load(residual + row + rows, mask=stores, other=0.0)
     if PDL and not AHEAD:
@@ -405,12 +405,12 @@ def _down(
     if RANKS:
         outboxes, call = _find_outboxes(slots, calls, HALF, RANKS)
     table = _e2m1_table(unknown_zero) if KIND == "mxfp4" else None
-    squares = 0.0
+    squares = tl.zeros([LANES // 32, 32], tl.float32)
     if TILES > 1:
         held = ()
         for c in tl.static_range(CHUNKS):
             if NORM:
-                squares += _square_sum(xs[c], FIELDS)
+                squares += _lane_squares(xs[c], FIELDS, LANES)
             part = _prepare_product(
                 xs[c], norms[c], factors[c], NORM, GATHER, KIND, QUANTIZED, LANES
             )
@@ -423,7 +423,7 @@ def _down(
                 operands = held[c]
             else:
                 if NORM:
-                    squares += _square_sum(xs[c % DEPTH], FIELDS)
+                    squares += _lane_squares(xs[c % DEPTH], FIELDS, LANES)
                 operands = _prepare_product(
                     xs[c % DEPTH],
                     norms[c % DEPTH],
@@ -465,9 +465,10 @@ def _down(
                 if GATHER:
                     factor = _lane_factor(routing, c + DEPTH, QUADS, EACH, LANES)
                     factors = _replace(factors, c % DEPTH, factor)
-        total = _sum_lanes(total, ROWS, LANES)
         if NORM:
-            total *= tl.rsqrt(squares / NUMBERS + EPS)
+            total = _sum_normed(total, squares, ROWS, LANES, NUMBERS, EPS)
+        else:
+            total = _sum_lanes(total, ROWS, LANES)
         if SCALED:
             total *= row_scale
         if BIAS:
