@@ -265,11 +265,14 @@ def _attend_token(
     for begin in range(first, position, BLOCK):
         key = begin + tl.arange(0, N)[:, None] * SPLITS + split[None, :]
         scores = tl.sum(k.to(tl.float32) * query[None, :, :], 2)  # [N, SPLITS]
-        k = _load_block(cache, begin + BLOCK, position, C, N, SPLITS)
+        more = begin + BLOCK < position  # else addresses would be computed for nothing
+        if more:
+            k = _load_block(cache, begin + BLOCK, position, C, N, SPLITS)
         scores = tl.where((key < position) & (key > position - WINDOW), scores, float("-inf"))
         weights, rescale, row_max, row_sum = online_softmax(tl.trans(scores), row_max, row_sum)
         acc = acc * rescale[:, None] + tl.sum(v.to(tl.float32) * tl.trans(weights)[:, :, None], 0)
-        v = _load_block(cache + V_OFFSET, begin + BLOCK, position, C, N, SPLITS)
+        if more:
+            v = _load_block(cache + V_OFFSET, begin + BLOCK, position, C, N, SPLITS)
     share, total = _merge_splits(row_max, row_sum, sink, HAS_SINKS)
     y += (sequence * H + head) * C + tl.arange(0, C)
     acc *= share[:, None]

@@ -493,50 +493,35 @@ def _row_scale(scale, rows, KIND: tl.constexpr):
 
 @jit
 def _of_lane(x, MASK: tl.constexpr):
-    """Return the number that the lane at the own index ^ MASK has: x [..., 32]."""
-    AXIS: tl.constexpr = len(x.shape) - 1
-    lane = tl.arange(0, 32) ^ MASK
-    if AXIS == 1:
-        lane = tl.broadcast_to(lane[None, :], x.shape)
-    elif AXIS == 2:
-        lane = tl.broadcast_to(lane[None, None, :], x.shape)
-    return tl.gather(x, lane, AXIS)  # one shuffle
+    """Return of x [ROWS, WARPS, 32] the number that the lane at the own index ^ MASK has."""
+    lane = (tl.arange(0, 32) ^ MASK)[None, None, :]
+    return tl.gather(x, tl.broadcast_to(lane, x.shape), 2)  # one shuffle a number
 
 
 @jit
-def _add_halves(first, second, MASK: tl.constexpr):
-    """Add to each lane's number that of the lane at index ^ MASK: of `first`, or of `second`.
+def _share_rows(x, MASK: tl.constexpr):
+    """Sum x [ROWS, WARPS, 32] over each group of 2 MASK lanes -> [WARPS, 32].
 
-    first, second: [ROWS, WARPS, 32]. Lanes whose index has the bit MASK get sums of `second`.
-    """
-    upper = (tl.arange(0, 32) & MASK != 0)[None, None, :]
-    return tl.where(upper, second, first) + _of_lane(tl.where(upper, first, second), MASK)
-
-
-@jit
-def _sum_warp(x, MASK: tl.constexpr):
-    """Sum x [ROWS, WARPS, 32] over the 2 MASK lanes of each group -> [WARPS, 32].
-
-    A group's lanes get the rows' sums: of R rows, each 2 MASK / R lanes have one, in order. A row's
-    sum takes 5 shuffles and additions of a warp. But half of the lanes can sum half of the rows
-    each, so that 8 rows take 9 in place of 40.
+    The lower half of a group sums the first half of the rows, the upper half the others, and so on.
+    Of 8 rows a lane gets one sum by 9 shuffles. It would get all 8 by 40.
     """
     ROWS: tl.constexpr = x.shape[0]
     if MASK == 0:
         return tl.reshape(x, x.shape[1:])
     elif ROWS == 1:
-        return _sum_warp(x + _of_lane(x, MASK), MASK // 2)
+        return _share_rows(x + _of_lane(x, MASK), MASK // 2)
     else:
         halves = tl.reshape(x, [2, ROWS // 2, x.shape[1], 32])
         first, second = tl.split(tl.permute(halves, (1, 2, 3, 0)))
-        return _sum_warp(_add_halves(first, second, MASK), MASK // 2)
+        upper = (tl.arange(0, 32) & MASK != 0)[None, None, :]
+        own, other = tl.where(upper, second, first), tl.where(upper, first, second)
+        return _share_rows(own + _of_lane(other, MASK), MASK // 2)
 
 
 @jit
-def _sum_lanes(total, ROWS: tl.constexpr, LANES: tl.constexpr):
-    """Sum the lanes' sums [ROWS, LANES] of each row -> [32], as of `_result_rows`."""
-    total = _sum_warp(tl.reshape(total, [ROWS, LANES // 32, 32]), 16)
-    return tl.sum(total, 0)
+def _sum_shared(total, ROWS: tl.constexpr, LANES: tl.constexpr):
+    """Sum the lanes' sums [ROWS, LANES] of each row -> [32], for the rows of `_shared_rows`."""
+    return tl.sum(_share_rows(tl.reshape(total, [ROWS, LANES // 32, 32]), 16), 0)
 
 
 @jit
@@ -548,41 +533,47 @@ def _sum_normed(
     NUMBERS: tl.constexpr,
     EPS: tl.constexpr,
 ):
-    """Do what `_sum_lanes` does, and divide by the RMS of x: NUMBERS, of which lanes have squares.
+    """Do what `_sum_shared` does, and divide by the RMS of x, which has NUMBERS numbers.
 
     squares: as of `_lane_squares`. Warps exchange both sums at once.
     """
-    total = _sum_warp(tl.reshape(total, [ROWS, LANES // 32, 32]), 16)
-    squares = _sum_warp(tl.reshape(squares, [1, LANES // 32, 32]), 16)
+    total = _share_rows(tl.reshape(total, [ROWS, LANES // 32, 32]), 16)
+    squares = _share_rows(tl.reshape(squares, [1, LANES // 32, 32]), 16)
     total, squares = tl.reduce((total, squares), 0, add_both)
     return total * tl.rsqrt(squares / NUMBERS + EPS)
 
 
 @jit
-def _result_rows(ROWS: tl.constexpr):
-    """Return the row of each lane's number of `_sum_lanes`, and whether it stores the result."""
+def _shared_rows(ROWS: tl.constexpr):
+    """Return the row of each lane's number of `_sum_shared`, and whether it stores the result."""
     EACH: tl.constexpr = 32 // ROWS
     lane = tl.arange(0, 32)
     return lane // EACH, lane % EACH == 0
 
 
 @jit
-def _sum_gate_up(gate, up, ROWS: tl.constexpr, LANES: tl.constexpr):
-    """Sum the lanes' sums [ROWS, LANES] of gate and up -> [32], as of `_gate_up_rows`."""
-    SHAPE: tl.constexpr = [ROWS, LANES // 32, 32]
-    total = _add_halves(tl.reshape(gate, SHAPE), tl.reshape(up, SHAPE), 16)
-    return tl.sum(_sum_warp(total, 8), 0)
+def _sum_lanes(total, ROWS: tl.constexpr, LANES: tl.constexpr):
+    """Sum the lanes' sums [ROWS, LANES] of each row -> [ROWS * LANES] with LANES = 32, else [ROWS].
+
+    With 32 lanes every lane of a row gets its sum, and the first one stores it. One number a row
+    would have another layout, for which warps wait for each other. `_gate_up` sums so: with
+    `_sum_shared` the compiler starts its next loads later (docs/log/small_experts.md).
+    """
+    total = tl.sum(total, 1)
+    if LANES == 32:
+        total = tl.reshape(tl.broadcast_to(total[:, None], [ROWS, 32]), [ROWS * 32])
+    return total
 
 
 @jit
-def _gate_up_rows(ROWS: tl.constexpr, I: tl.constexpr):
-    """Return the row of each lane's number of `_sum_gate_up`, and whether it stores the result.
-
-    The upper 16 lanes have those of up, I rows later.
-    """
-    EACH: tl.constexpr = 16 // ROWS
-    lane = tl.arange(0, 32)
-    return lane % 16 // EACH + lane // 16 * I, (lane < 16) & (lane % EACH == 0)
+def _result_rows(ROWS: tl.constexpr, LANES: tl.constexpr):
+    """Return the row of each number of `_sum_lanes`, and whether it stores the result."""
+    if LANES == 32:
+        lane = tl.arange(0, ROWS * 32)
+        return lane // 32, lane % 32 == 0
+    else:
+        row = tl.arange(0, ROWS)
+        return row, row >= 0
 
 
 @jit

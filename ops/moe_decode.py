@@ -36,7 +36,6 @@ from ops.jit import jit, supports_pdl, tl, triton
 from ops.moe_chunk import (
     _activate,
     _await_choice,
-    _gate_up_rows,
     _lane_experts,
     _lane_factor,
     _lane_squares,
@@ -45,14 +44,14 @@ from ops.moe_chunk import (
     _load_operands,
     _load_x,
     _multiply_chunk,
-    _of_lane,
     _order_operands,
     _prepare_x,
     _result_rows,
     _row_scale,
-    _sum_gate_up,
+    _shared_rows,
     _sum_lanes,
     _sum_normed,
+    _sum_shared,
     _weighted_operands,
 )
 from ops.moe_router import (
@@ -231,13 +230,15 @@ def _gate_up(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     table = _e2m1_table(unknown_zero) if KIND == "mxfp4" else None
-    rows, stores = _gate_up_rows(ROWS, I)
+    rows, stores = _result_rows(ROWS, LANES)
     for n in range(TILES):
         flat = expert * (2 * I) + row + rows
         if KIND == "int8" or KIND == "fp8":
-            row_scale = _row_scale(scale, flat, KIND)
+            gate_scale = _row_scale(scale, flat, KIND)
+            up_scale = _row_scale(scale, I + flat, KIND)
         if BIAS:
-            biases = tl.load(bias + flat).to(tl.float32)
+            gate_bias = tl.load(bias + flat).to(tl.float32)
+            up_bias = tl.load(bias + I + flat).to(tl.float32)
         next_row = tl.minimum((tl.program_id(0) + (n + 1) * multiplying) * ROWS, I - ROWS)
         gate, up = tl.zeros([ROWS, LANES], tl.float32), tl.zeros([ROWS, LANES], tl.float32)
         for c in tl.static_range(CHUNKS):
@@ -255,13 +256,15 @@ def _gate_up(
             if TILES == 1 and c + DEPTH < CHUNKS:
                 part = _load_part(x, units, c + DEPTH, QUADS, RUN, FIELDS, KIND, QUANTIZED, LANES)
                 xs = _replace(xs, c % DEPTH, part)
-        total = _sum_gate_up(gate, up, ROWS, LANES)
+        gate, up = _sum_lanes(gate, ROWS, LANES), _sum_lanes(up, ROWS, LANES)
         if KIND == "int8" or KIND == "fp8":
-            total *= row_scale
+            gate *= gate_scale
+            up *= up_scale
         if BIAS:
-            total += biases
+            gate += gate_bias
+            up += up_bias
         out = h + pair * I + row + rows
-        h_rows = _activate(total, _of_lane(total, 16), ACTIVATION, LIMIT, ALPHA)
+        h_rows = _activate(gate, up, ACTIVATION, LIMIT, ALPHA)
         tl.store(out, h_rows.to(h.dtype.element_ty), mask=stores)
         row = next_row
 
@@ -368,7 +371,7 @@ def _down(
     HELD: tl.constexpr = CHUNKS if TILES > 1 else DEPTH  # chunks of x in registers
     weights = (codes, scale, scale_step, scale_low, zero, zero_step, zero_low)
     row = tl.minimum(tl.program_id(0) * ROWS, OUT - ROWS)
-    rows, stores = _result_rows(ROWS)
+    rows, stores = _shared_rows(ROWS)
     if RESIDUAL:
         add = tl.load(residual + row + rows, mask=stores, other=0.0)
     if PDL and not AHEAD:
@@ -468,7 +471,7 @@ def _down(
         if NORM:
             total = _sum_normed(total, squares, ROWS, LANES, NUMBERS, EPS)
         else:
-            total = _sum_lanes(total, ROWS, LANES)
+            total = _sum_shared(total, ROWS, LANES)
         if SCALED:
             total *= row_scale
         if BIAS:

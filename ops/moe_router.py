@@ -250,15 +250,12 @@ def _norm_router(
         raw = _load_x(x, tl.program_id(0), QUADS, RUN, FIELDS, LANES)
     factor = tl.rsqrt(tl.sum(value * value, 0) / D + EPS)
     value = (value * factor * scale).to(x.dtype.element_ty)
+    _store_scores(rows, value, biases, scores, expert, N, BIAS, SIGMOID)
     if not QUANTIZED:
         by_first = d < D - tl.program_id(0) * BLOCK  # the first program alone stores the norm
         tl.store(normed + d, value, mask=by_first)
-    _store_scores(rows, value, biases, scores, expert, N, BIAS, SIGMOID)
-    if QUANTIZED:
-        if tl.program_id(0) * LANES < QUADS:
-            _store_quantized(
-                raw, scales, factor, normed, units, x.dtype.element_ty, QUADS, KIND, LANES
-            )
+    elif tl.program_id(0) * LANES < QUADS:  # the other programs end sooner
+        _store_quantized(raw, scales, factor, normed, units, x.dtype.element_ty, QUADS, KIND, LANES)
 
 
 # Grid [T]: a program norms a token.

@@ -76,7 +76,7 @@ def packed_weight(parts: list[Tensor], kind: str, group: int) -> Weight:
 class Tiles:
     """How a product divides its work among programs. benchmarks/moe_phases.py measures some."""
 
-    rows: int = 8  # rows of the result that a program computes, a power of two
+    rows: int = 8  # rows of the result that a program computes, a power of two up to 32
     lanes: int = 32  # quads of a row in a chunk, a power of two from 32 on
     depth: int = 0  # chunks in flight; 0: all
     warps: int = 4

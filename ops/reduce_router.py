@@ -267,12 +267,12 @@ def _receive_add_router(
     value = value.to(tl.float32)  # norm the rounded sum, which the next layer reads
     factor = tl.rsqrt(tl.sum(value * value, 0) / D + EPS)
     value = (value * factor * scale).to(total.dtype.element_ty)
-    if QUANTIZED:
+    _store_scores(rows, value, biases, scores, expert, N, BIAS, SIGMOID)
+    if not QUANTIZED:
+        tl.store(normed + d, value, mask=stores)
+    elif program * LANES < QUADS:  # the other programs end sooner
         dtype: tl.constexpr = total.dtype.element_ty
         _store_quantized(raw, scales, factor, normed, units, dtype, QUADS, KIND, LANES)
-    else:
-        tl.store(normed + d, value, mask=stores)
-    _store_scores(rows, value, biases, scores, expert, N, BIAS, SIGMOID)
     _count_call(calls, call, COUNTERS)
 
 
