@@ -632,8 +632,7 @@ def _launch_gate_up(
         DEPTH=depth,
         CHUNKS=chunks,
         launch_pdl=pdl,
-        num_warps=tiles.warps,
-        num_stages=1,
+        **tiles.options(),
     )
     return h
 
@@ -749,7 +748,6 @@ def down(
         DEPTH=depth,
         CHUNKS=chunks,
         launch_pdl=pdl,
-        num_warps=tiles.warps,
-        num_stages=1,
+        **tiles.options(),
     )
     return y if send is None else None

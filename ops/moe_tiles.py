@@ -81,10 +81,16 @@ class Tiles:
     depth: int = 0  # chunks in flight; 0: all
     warps: int = 4
     stay: bool = False  # only as many programs as run at once; each computes several tiles
+    registers: int = 0  # most registers of a lane; 0: the compiler's choice
 
     def __str__(self) -> str:
         text = f"rows {self.rows} lanes {self.lanes} x {self.depth or 'all'} warps {self.warps}"
-        return text + (", staying" if self.stay else "")
+        text += ", staying" if self.stay else ""
+        return text + (f", {self.registers} registers" if self.registers else "")
+
+    def options(self) -> dict:
+        """Return Triton's options to launch a kernel with these tiles."""
+        return dict(num_warps=self.warps, num_stages=1, maxnreg=self.registers or None)
 
 
 def chunks_of(quads: int, tiles: Tiles) -> tuple[int, int]:
@@ -136,6 +142,9 @@ def _choose_gate_up(weight: Weight, quads: int) -> Tiles:
         return Tiles(2, 32, 1, 1, stay=True)
     if bits == 4:
         lanes = _lanes_for(quads, 64 if quads > 64 else 32, quads // 3)
+        if kind == "int4" and lanes == 32 and weight.out > 1024:
+            # Without a number of registers the compiler uses fewer, and starts loads later.
+            return Tiles(4, 32, 1, 1, registers=128)
         return _tiles(4, lanes, quads, 1 if kind == "int4" and lanes == 32 else 2)
     if kind == "int8":
         return _tiles(4, 64 if weight.out <= 1024 and quads % 64 == 0 else 32, quads, 3)
