@@ -314,6 +314,8 @@ def test_the_machine_code_loads_ahead_and_spills_nothing():
             # Triton 3.9 keeps one register of `_down` in memory, 3.6 none.
             assert counts["spills"] <= 1, (format, name, counts)
         assert found["dense"]["ahead"] >= 4, found
+        # Lanes share the sums of rows: a sum of 8 rows in each lane would take 40 exchanges.
+        assert max(found[name]["exchanges"] for name in ("_down", "dense")) < 30, found
         integers = format in ("int4", "int8", "mxfp4", "hqq4")
         assert (found["_down"]["all_ahead"] > 4) == integers, (format, found["_down"])
 
