@@ -200,8 +200,8 @@ def _merge_tokens(
     at = (head * (N + V) + N + row)[:, None] * RANK + tl.arange(0, RANK)[None, :]
     weights = tl.load(wkv + at, mask=(row < V)[:, None], other=0.0)
     if PDL:
+        tl.extra.cuda.gdc_launch_dependents()  # at once: ops/moe_decode.py
         tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     for n in range(EACH):
         token = tl.minimum(first + n, TOKENS - 1)  # the last one perhaps several times
         sequence = token // Q

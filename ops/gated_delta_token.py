@@ -144,8 +144,7 @@ def _has_token(last, sequence, HAS_LAST: tl.constexpr):
 # - These dependencies order reads before writes, so the addition is relaxed. A release waits for
 #   the state too, and an acquire empties the L1 cache that the previous kernel uses.
 # - The last program sets the counter to 0, also without a token. The next kernel that uses it
-#   starts after this one has ended: a kernel of another kind is between them (with PDL a kernel
-#   overlaps only the previous one).
+#   starts after this one has ended: it is that of the next token.
 @jit
 def _update_token(
     qkvz,

@@ -310,8 +310,8 @@ def _merge_values(
     position = tl.load(positions + sequence).to(tl.int32)
     _, _, parts = _count_parts(position, S, P, PART_BLOCKS, WINDOW, BLOCK)
     if PDL:
+        tl.extra.cuda.gdc_launch_dependents()  # at once: ops/moe_decode.py
         tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     _, total, acc = _merge_parts(partial, sums, sequence * P * H + head, parts, H, RANK, AT_ONCE)
     mean = (acc / total[:, None]).to(y.dtype.element_ty).to(tl.float32)
     out = tl.sum(weights.to(tl.float32) * mean, 1)

@@ -11,9 +11,14 @@ once:
 `down` without experts is a dense product: `wo` plus residual, or `wqkv` with the norm of its input.
 Shared experts are chosen experts, too: their weights are stacked after those of the E others.
 
-Programmatic dependent launch (PDL): every kernel calls gdc_wait before gdc_launch_dependents. When
-a kernel starts, the kernel two before it has therefore ended. A kernel may read results of that
-one before its wait: a residual, for instance.
+Programmatic dependent launch (PDL): a kernel calls gdc_wait before gdc_launch_dependents. When the
+next one starts, the kernel two before that has therefore ended. It may read that one's results
+before its wait: a residual, for instance.
+
+A short kernel between a long one and a dense product is an exception. It calls
+gdc_launch_dependents first, so that the product loads its weights during the long kernel. These
+are a product with EARLY, kernels that merge parts of attention, and `receive_add`. After them a
+kernel must not read before its wait what the last two kernels write.
 
 A program multiplies a tile of rows in chunks (ops/moe_chunk.py), and keeps DEPTH of them in flight.
 Where instructions bind (mxfp4) programs stay: no more than run at once, each with several tiles.

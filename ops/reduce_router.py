@@ -176,8 +176,8 @@ def _receive_add(
     add = tl.load(x + d, mask=d < D, other=0.0)
     call = _load_call(calls)
     if PDL:
+        tl.extra.cuda.gdc_launch_dependents()  # at once: ops/moe_decode.py
         tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     inbox = memory + (call & 1) * (RANKS * STRIDE) + rank * STRIDE + d[None, :]
     wanted = (rank < RANKS) & (d < D)[None, :]
     value = add.to(tl.float32) + SCALE * _receive(inbox, call, wanted, add.dtype)

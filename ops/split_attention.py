@@ -435,7 +435,8 @@ def _attend_split(
 
 
 # Grid [H, C / COLUMNS, B]: a program merges COLUMNS numbers of one query head, if it has several
-# parts. Its loads are all in flight at once.
+# parts. Its loads are all in flight at once. The next kernel starts at once, too:
+# ops/moe_decode.py.
 @jit
 def _merge_split(
     qkv,
@@ -465,9 +466,9 @@ def _merge_split(
     _, _, parts = _count_parts(position, S, P, PART_BLOCKS, WINDOW, BLOCK)
     sink = tl.load(sinks + head).to(tl.float32) if HAS_SINKS else 0.0
     if PDL:
-        # Even without parts: the next kernel must not start before the first one has ended.
-        tl.extra.cuda.gdc_wait()
+        # Also without parts: the next kernel waits for this one, and so for the first one.
         tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     if parts == 1:
         return
     G: tl.constexpr = H // K
