@@ -26,6 +26,7 @@ if __name__ == "__main__":
 import torch
 
 from benchmarks.decode_speed import measure, read_bandwidth, sweep
+from benchmarks.kernel_profile import kernel_lines
 from benchmarks.transformers_peer import hf_model, peer
 from model import ModelArgs
 from models.random_weights import (
@@ -99,19 +100,6 @@ def peer_lines(r: dict) -> list[str]:
         f"    {p['setting']}: the best of {len(p['settings'])}; "
         f"first token {p['ttft_s'] * 1e3:.1f} ms{peak}",
     ]
-
-
-def kernel_lines(table: dict) -> list[str]:
-    times = f"{table['span_us']:.1f} us, kernels {table['kernels_us']:.1f} us"
-    lines = [
-        f"  one step, median of {table['steps']}: {times}, gaps {table['gaps']:.1%}",
-        "    launches      us each  us in all   share   GB/s  name",
-    ]
-    form = "  {launches:4} a {per}  {us:9.2f}  {us_per:9.2f}  {share:6.1%}  {speed:>5}  {name:.80}"
-    for row in table["rows"]:
-        speed = "" if row["gb_s"] is None else round(row["gb_s"])
-        lines.append(form.format(**row, speed=speed))
-    return lines
 
 
 # Command ------------------------------------------------------------------------------------------

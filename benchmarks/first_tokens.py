@@ -6,6 +6,8 @@ Random weights and prompts, warm. The limit of a prompt of 9 tokens or more is 1
 at the measured bandwidth, and two decode steps; of up to 8 tokens it is three steps. The bytes are
 those of all weights but experts, and of the distinct experts that the prompt chooses. Each row is
 printed as soon as it is known.
+
+--kernels also lists the kernels of each prompt.
 """
 
 import argparse
@@ -21,6 +23,7 @@ from benchmarks.decode_speed import (
     read_bandwidth,
     time_answers,
 )
+from benchmarks.kernel_profile import Event, kernel_lines, kernel_table, record_kernels
 from cli.benchmark_options import add_measure_options
 from cli.parser import Parser
 from models.random_weights import architecture, first_layers, random_prompt
@@ -43,6 +46,12 @@ def first_token_seconds(session: Session, prompt: list[int], repeats: int) -> fl
         found.append(time.perf_counter() - start)
         list(stream)
     return statistics.median(found[2:])
+
+
+def prompt_kernels(session: Session, prompt: list[int]) -> list[Event]:
+    """Return the kernels of a prompt that has run before, up to its first token."""
+    session.reset()
+    return record_kernels(lambda: list(session.stream(prompt, 1, Sampling(seed=0))))
 
 
 def measure(options: argparse.Namespace) -> None:
@@ -78,6 +87,9 @@ def measure(options: argparse.Namespace) -> None:
             f"{size / 1e9:4.2f}  {limit * 1e3:9.2f}  {seconds / limit:5.2f}",
             flush=True,
         )
+        if options.kernels:
+            table = kernel_table(prompt_kernels(session, prompt), 1, args.n_layer, (), ceiling)
+            print("\n".join(kernel_lines(table)), flush=True)
 
 
 def build_parser() -> Parser:

@@ -1,7 +1,7 @@
-"""The kernels of one decode step: their times, and the speed of those whose reads are known."""
+"""The kernels of a decode step or a prompt: their times, and the speed where reads are known."""
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -12,19 +12,28 @@ from runtime.session import Session
 Event = tuple[str, float, float]  # name, start and duration in us
 
 
-def cuda_kernels(session: Session, steps: int, position: int) -> list[Event]:
-    """Return each kernel and copy of `steps` steps from a position on, sampling included."""
-    step = next(iter(session.steps.values()))
-    session.position.fill_(position)
+def record_kernels(run: Callable[[], object]) -> list[Event]:
+    """Return each kernel and copy that `run` starts, in any order."""
     torch.cuda.synchronize()
     activities = [torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profile:
-        for _ in range(steps):
-            step()
+        run()
         torch.cuda.synchronize()
     cuda = torch.autograd.DeviceType.CUDA
     events = [event for event in profile.events() if event.device_type == cuda]
     return [(e.name, e.time_range.start, e.time_range.elapsed_us()) for e in events]
+
+
+def cuda_kernels(session: Session, steps: int, position: int) -> list[Event]:
+    """Return each kernel and copy of `steps` steps from a position on, sampling included."""
+    step = next(iter(session.steps.values()))
+    session.position.fill_(position)
+
+    def run() -> None:
+        for _ in range(steps):
+            step()
+
+    return record_kernels(run)
 
 
 def weight_reads(model: Transformer) -> list[int]:
@@ -74,13 +83,17 @@ def split_steps(events: Sequence[Event], steps: int) -> list[list[Event]]:
     return split
 
 
-def span_and_gaps(step: Sequence[Event]) -> tuple[float, float]:
-    """Return a step's duration in us, and the share of it in which no kernel ran."""
-    end, idle = step[0][1], 0.0
+def added_times(step: Sequence[Event]) -> tuple[list[float], float]:
+    """Return what each kernel adds to a step, us, and the share of it in which no kernel ran.
+
+    A kernel adds the time from the end of all earlier ones to its own end: kernels overlap.
+    """
+    end, idle, added = step[0][1], 0.0, []
     for _, start, duration in step:
-        idle, end = idle + max(0.0, start - end), max(end, start + duration)
-    span = end - step[0][1]
-    return span, idle / span
+        idle += max(0.0, start - end)
+        added.append(max(0.0, start + duration - end))
+        end += added[-1]
+    return added, idle / sum(added)
 
 
 def kernel_table(
@@ -90,12 +103,13 @@ def kernel_table(
 
     gaps: share of the span in which no kernel ran; the profiler may widen it. A row's `per` is
     "layer" if its launches are a multiple of the layers, else "token"; us_per is the time of all
-    its launches in one of them; gb_s the speed of those whose bytes are known (`known_reads`), or
-    None.
+    its launches in one of them; adds_us what they add to it (`added_times`); gb_s the speed of
+    those whose bytes are known (`known_reads`), or None.
     """
     split = split_steps(events, steps)
     names = [name for name, _, _ in split[0]]
-    spans, gaps = zip(*map(span_and_gaps, split), strict=True)
+    added, gaps = zip(*map(added_times, split), strict=True)
+    adds = [statistics.median(times) for times in zip(*added, strict=True)]
     times = [statistics.median(step[n][2] for step in split) for n in range(len(names))]
     known, rows = known_reads(times, reads, bandwidth), []
     for name in dict.fromkeys(names):
@@ -112,15 +126,31 @@ def kernel_table(
                 "launches": len(at) // count,
                 "us": total / len(at),
                 "us_per": total / count,
-                "share": total / sum(times),
+                "adds_us": sum(adds[n] for n in at) / count,
                 "gb_s": speed,
             }
         )
-    rows.sort(key=lambda row: -row["share"])
+    rows.sort(key=lambda row: -row["us"] * names.count(row["name"]))
     return {
         "steps": steps,
-        "span_us": statistics.median(spans),
+        "span_us": statistics.median(map(sum, added)),
         "kernels_us": sum(times),
         "gaps": statistics.median(gaps),
         "rows": rows,
     }
+
+
+def kernel_lines(table: dict) -> list[str]:
+    """Return a `kernel_table` as text."""
+    times = f"{table['span_us']:.1f} us, kernels {table['kernels_us']:.1f} us"
+    lines = [
+        f"  median of {table['steps']}: {times}, gaps {table['gaps']:.1%}",
+        "    launches      us each  us in all   adds us   GB/s  name",
+    ]
+    form = (
+        "  {launches:4} a {per}  {us:9.2f}  {us_per:9.2f}  {adds_us:8.2f}  {speed:>5}  {name:.80}"
+    )
+    for row in table["rows"]:
+        speed = "" if row["gb_s"] is None else round(row["gb_s"])
+        lines.append(form.format(**row, speed=speed))
+    return lines

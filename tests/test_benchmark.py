@@ -277,13 +277,19 @@ def test_kernel_table_adds_up():
     assert (sort["per"], sort["launches"]) == ("token", 1)
     assert norm["us"] == pytest.approx(2) and norm["us_per"] == pytest.approx(4)
     assert rows["product"]["us"] == pytest.approx(10.5)
-    assert sum(row["share"] for row in rows.values()) == pytest.approx(1)
+    added = [row["adds_us"] * (3 if row["per"] == "layer" else 1) for row in rows.values()]
+    assert sum(added) == pytest.approx(table["span_us"])
     assert all(row["gb_s"] is None for row in rows.values())
 
 
 def test_overlapping_kernels_count_no_gap_twice():
     table = kernel_table([("a", 0.0, 10.0), ("b", 2.0, 4.0), ("c", 15.0, 5.0)], 1, 1, (), GIGA)
     assert (table["span_us"], table["kernels_us"], table["gaps"]) == (20.0, 19.0, 0.25)
+    assert {row["name"]: row["adds_us"] for row in table["rows"]} == {
+        "a": 10.0,
+        "b": 0.0,
+        "c": 10.0,
+    }
 
 
 @pytest.mark.parametrize(
