@@ -11,29 +11,48 @@ from __future__ import annotations  # annotations of kernels name triton, which 
 import torch
 from torch import Tensor
 
-from ops.gated_delta_token import COLUMNS, _softplus
+from ops.gated_delta_token import COLUMNS, _read_and_update, _softplus, _split_keys
 from ops.jit import jit, supports_pdl, tl, triton
 
+WARPS = 4  # of a program
+
 
 @jit
-def _load_taps(window, weight, channels, N: tl.constexpr, W: tl.constexpr):
-    """Load the W - 1 inputs before the first token, and the W factors of the convolution: fp32."""
-    inputs, factors = (), ()
-    for n in tl.static_range(W - 1):
-        inputs = inputs + (tl.load(window + n * N + channels).to(tl.float32),)
+def _convolve_tokens(
+    qkvz,
+    window,
+    weight,
+    y,
+    channels,
+    T: tl.constexpr,
+    ROWS: tl.constexpr,
+    N: tl.constexpr,
+    W: tl.constexpr,
+    STRIDE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Convolve the inputs of T tokens in some channels, and store SiLU of the sums at y [T, N].
+
+    window: the W - 1 inputs before the first token. ROWS: T as a power of two. With PDL the window
+    and weights are loaded before the wait for the previous kernel.
+    """
+    t, total = tl.arange(0, ROWS)[:, None], tl.zeros([ROWS, channels.shape[0]], tl.float32)
+    past, taps = (), ()
     for n in tl.static_range(W):
-        factors = factors + (tl.load(weight + channels * W + n).to(tl.float32),)
-    return inputs, factors
-
-
-@jit
-def _convolve_next(x, inputs, factors, W: tl.constexpr):
-    """Convolve the next token's inputs x -> SiLU of the sum, as stored; the inputs from then on."""
-    inputs = inputs + (x.to(tl.float32),)
-    y = inputs[0] * factors[0]
-    for n in tl.static_range(1, W):
-        y += inputs[n] * factors[n]
-    return (y * tl.sigmoid(y)).to(x.dtype), inputs[1:]
+        row = t + n  # of window and tokens together
+        x = tl.load(window + row * N + channels[None, :], mask=row < W - 1, other=0.0)
+        past = past + (x,)
+        taps = taps + (tl.load(weight + channels * W + n).to(tl.float32)[None, :],)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    for n in tl.static_range(W):
+        token = t + n - (W - 1)
+        exists = (token >= 0) & (token < T)
+        x = tl.load(qkvz + token * STRIDE + channels[None, :], mask=exists, other=0.0)
+        total += tl.where(token < 0, past[n], x).to(tl.float32) * taps[n]
+    total *= tl.sigmoid(total)
+    tl.store(y + t * N + channels[None, :], total.to(y.dtype.element_ty), mask=t < T)
 
 
 @jit
@@ -46,28 +65,35 @@ def _count_real(last, sequence, T: tl.constexpr, HAS_LAST: tl.constexpr):
 
 
 @jit
-def _load_token(
-    qkvz, ba, channels, token, STRIDE: tl.constexpr, BA_STRIDE: tl.constexpr, H: tl.constexpr
+def _store_gates(
+    ba,
+    g,
+    beta,
+    rate,
+    bias,
+    real,
+    T: tl.constexpr,
+    MOST: tl.constexpr,
+    H: tl.constexpr,
+    BA_STRIDE: tl.constexpr,
 ):
-    """Load a token's inputs of q, k, v, and of its gates, for one head."""
-    q_channels, k_channels, v_channels = channels
-    qkvz += token * STRIDE
-    q, k, v = tl.load(qkvz + q_channels), tl.load(qkvz + k_channels), tl.load(qkvz + v_channels)
-    ba += token * BA_STRIDE
-    return q, k, v, tl.load(ba).to(tl.float32), tl.load(ba + H).to(tl.float32)
+    """Store decay and share of a head's tokens at g and beta; 0 for all that are not real."""
+    t = tl.arange(0, MOST)
+    b = tl.load(ba + t * BA_STRIDE, mask=t < T, other=0.0).to(tl.float32)
+    a = tl.load(ba + t * BA_STRIDE + H, mask=t < T, other=0.0).to(tl.float32)
+    tl.store(g + t * H, tl.where(t < real, -rate * _softplus(a + bias), 0.0))
+    tl.store(beta + t * H, tl.where(t < real, tl.sigmoid(b), 0.0))
 
 
 @jit
-def _read_and_correct(memory, q, k, v, decay, share, CK: tl.constexpr):
-    """Return what a token reads from columns of the state, [COLUMNS], and the state after it."""
-    q, k, v = q.to(tl.float32), k.to(tl.float32), v.to(tl.float32)
-    q *= tl.rsqrt(tl.sum(q * q, 0) + 1e-6) * CK**-0.5
-    k *= tl.rsqrt(tl.sum(k * k, 0) + 1e-6)
-    decayed = memory * tl.exp(decay)
-    # q (S + k correction) = q S + (q . k) correction: both products with S at once.
-    correction = (v - tl.sum(k[:, None] * decayed, 0)) * share
-    y = tl.sum(q[:, None] * decayed, 0) + tl.sum(q * k, 0) * correction
-    return y, decayed + k[:, None] * correction[None, :]
+def _load_token(convolved, g, beta, keys, values, t, N: tl.constexpr, H: tl.constexpr):
+    """Load what this program has stored of a token: q and k, v, decay and share."""
+    convolved += t * N
+    # From L2: L1 may have older numbers.
+    qk = tl.load(convolved + keys, cache_modifier=".cg").to(tl.float32)
+    v = tl.load(convolved + values, cache_modifier=".cg").to(tl.float32)
+    decay = tl.load(g + t * H, cache_modifier=".cg")
+    return qk, v, decay, tl.load(beta + t * H, cache_modifier=".cg")
 
 
 @jit
@@ -79,7 +105,14 @@ def _norm_head(x, gate, weight, y, CV: tl.constexpr, EPS: tl.constexpr):
 
 
 # Grid [Cv / COLUMNS, H, B]. State, window and weights are loaded before the wait for the previous
-# kernel, which makes qkvz and ba. The next token's inputs are loaded while one is taken in.
+# kernel, which makes qkvz and ba.
+#
+# First a program convolves all tokens in its channels, and stores them. Programs with the same key
+# head store the same numbers, so that each finds what it needs. Then it takes in one token after
+# the other, in a loop: unrolled, 8 tokens would be 4,000 instructions, which a multiprocessor
+# fetches more slowly than it executes them. The next token is loaded while one is taken in.
+#
+# The state is a tile as in `gated_delta_token._update_token`: sums over rows need no shared memory.
 @jit
 def _update_states(
     qkvz,
@@ -99,6 +132,7 @@ def _update_states(
     STRIDE: tl.constexpr,
     BA_STRIDE: tl.constexpr,
     T: tl.constexpr,
+    ROWS: tl.constexpr,
     MOST: tl.constexpr,
     H: tl.constexpr,
     K: tl.constexpr,
@@ -106,61 +140,58 @@ def _update_states(
     CV: tl.constexpr,
     W: tl.constexpr,
     COLUMNS: tl.constexpr,
+    LANE_ROWS: tl.constexpr,
+    WARP_COLUMNS: tl.constexpr,
     HAS_LAST: tl.constexpr,
     PDL: tl.constexpr,
 ):
     N: tl.constexpr = 2 * K * CK + H * CV
+    BLOCKS: tl.constexpr = COLUMNS // WARP_COLUMNS
     head, sequence = tl.program_id(1), tl.program_id(2).to(tl.int64)
-    is_first = tl.program_id(0) == 0  # the head's first program stores what is one number a head
-    c, columns = tl.arange(0, CK), tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    at = ((sequence * H + head) * CK + c[:, None]) * CV + columns[None, :]
+    part = tl.arange(0, CK * BLOCKS)[:, None]
+    rows = part // (BLOCKS * LANE_ROWS) * LANE_ROWS + part % LANE_ROWS
+    lane_columns = tl.program_id(0) * COLUMNS + tl.arange(0, WARP_COLUMNS)[None, :]
+    columns = part // LANE_ROWS % BLOCKS * WARP_COLUMNS + lane_columns
+    at = ((sequence * H + head) * CK + rows) * CV + columns
     memory = tl.load(state + at)
-    window += sequence * (W - 1) * N
-    q_channels = head // (H // K) * CK + c
-    channels = (q_channels, K * CK + q_channels, 2 * K * CK + head * CV + columns)
-    q_inputs, q_factors = _load_taps(window, conv_weight, channels[0], N, W)
-    k_inputs, k_factors = _load_taps(window, conv_weight, channels[1], N, W)
-    v_inputs, v_factors = _load_taps(window, conv_weight, channels[2], N, W)
+    key = tl.arange(0, 2 * CK)
+    keys = (head // (H // K) + K * (key // CK)) * CK + key % CK
+    values = 2 * K * CK + head * CV
     rate = tl.exp(tl.load(a_log + head).to(tl.float32))
     bias = tl.load(dt_bias + head).to(tl.float32)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    real = _count_real(last, sequence, T, HAS_LAST)
+    window += sequence * (W - 1) * N
     qkvz += sequence * (T * STRIDE)
-    ba += sequence * (T * BA_STRIDE) + head
-    loaded = _load_token(qkvz, ba, channels, 0, STRIDE, BA_STRIDE, H)
-    tl.store(before + at, memory)
-    if is_first and head == 0:
-        tl.store(count + sequence, real.to(tl.int64))
+    convolved += sequence * MOST * N
+    _convolve_tokens(qkvz, window, conv_weight, convolved, keys, T, ROWS, N, W, STRIDE, PDL)
+    own = values + tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    _convolve_tokens(qkvz, window, conv_weight, convolved, own, T, ROWS, N, W, STRIDE, False)
+    real = _count_real(last, sequence, T, HAS_LAST)
     g += sequence * MOST * H + head
     beta += sequence * MOST * H + head
-    convolved += sequence * MOST * N
-    # One program of those with the same key head stores its q and k.
-    owns_keys = c < CK - (tl.program_id(0) + head % (H // K)) * CK
-    for t in tl.static_range(T):
-        q, k, v, b, a = loaded
-        if t + 1 < T:
-            loaded = _load_token(qkvz, ba, channels, t + 1, STRIDE, BA_STRIDE, H)
-        q, q_inputs = _convolve_next(q, q_inputs, q_factors, W)
-        k, k_inputs = _convolve_next(k, k_inputs, k_factors, W)
-        v, v_inputs = _convolve_next(v, v_inputs, v_factors, W)
-        tl.store(convolved + t * N + channels[0], q, mask=owns_keys)
-        tl.store(convolved + t * N + channels[1], k, mask=owns_keys)
-        tl.store(convolved + t * N + channels[2], v)
-        decay = tl.where(t < real, -rate * _softplus(a + bias), 0.0)
-        share = tl.where(t < real, tl.sigmoid(b), 0.0)
-        if is_first:
-            tl.store(g + t * H, decay)
-            tl.store(beta + t * H, share)
-        y, corrected = _read_and_correct(memory, q, k, v, decay, share, CK)
-        tl.store(out + ((sequence * T + t) * H + head) * CV + columns, y.to(out.dtype.element_ty))
-        memory = tl.where(t < real, corrected, memory)
-    tl.store(state + at, memory)
-    if is_first:
-        for t in tl.static_range(T, MOST):  # `accept` runs MOST tokens: these change nothing
-            tl.store(g + t * H, 0.0)
-            tl.store(beta + t * H, 0.0)
+    ba += sequence * (T * BA_STRIDE) + head
+    _store_gates(ba, g, beta, rate, bias, real, T, MOST, H, BA_STRIDE)
+    tl.store(before + at, memory)
+    if (tl.program_id(0) == 0) & (head == 0):
+        tl.store(count + sequence, real.to(tl.int64))
+    tl.debug_barrier()  # all threads have stored
+    old = tl.reshape(memory, [CK // LANE_ROWS, BLOCKS, LANE_ROWS, WARP_COLUMNS])
+    part = tl.arange(0, BLOCKS * LANE_ROWS)[:, None]
+    columns = part // LANE_ROWS * WARP_COLUMNS + lane_columns
+    out += (sequence * T * H + head) * CV + columns
+    is_first = part % LANE_ROWS == 0
+    loaded = _load_token(convolved, g, beta, keys, values + columns, 0, N, H)
+    for t in range(real):
+        qk, v, decay, share = loaded
+        later = tl.minimum(t + 1, T - 1)
+        loaded = _load_token(convolved, g, beta, keys, values + columns, later, N, H)
+        q, k = _split_keys(qk, CK, LANE_ROWS, 1)
+        v = tl.reshape(v, [1, BLOCKS, LANE_ROWS, WARP_COLUMNS])
+        read, old = _read_and_update(old, q, k, v, tl.exp(decay), share, CK)
+        read = tl.reshape(read, [BLOCKS * LANE_ROWS, WARP_COLUMNS])
+        tl.store(out + t * (H * CV), read.to(out.dtype.element_ty), mask=is_first)
+    for t in range(real, T):
+        tl.store(out + t * (H * CV), tl.zeros_like(columns).to(out.dtype.element_ty), mask=is_first)
+    tl.store(state + at, tl.reshape(old, [CK * BLOCKS, WARP_COLUMNS]))
 
 
 # Grid [T H + N / CHANNELS, B]: a program normalizes one head of a token, or moves CHANNELS of the
@@ -256,7 +287,9 @@ def delta_tokens(
     qkvz, ba, pdl = _with_even_rows(qkvz), _with_even_rows(ba), supports_pdl(qkvz)
     out = qkvz.new_empty(B, T, H, CV)
     y, columns, channels = qkvz.new_empty(B, T, H * CV), min(COLUMNS, CV), 512
-    flags = dict(HAS_LAST=last is not None, PDL=pdl, launch_pdl=pdl, num_warps=4)
+    flags = dict(HAS_LAST=last is not None, PDL=pdl, launch_pdl=pdl, num_warps=WARPS)
+    warp_columns = max(4, columns // WARPS)
+    tile = dict(WARP_COLUMNS=warp_columns, LANE_ROWS=min(CK, 128 // warp_columns))
     sizes = dict(T=T, MOST=g.shape[1], H=H, CV=CV, W=W, STRIDE=qkvz.stride(1))
     # The kernel needs a valid pointer for an absent tensor, which it then does not read.
     last = qkvz if last is None else last
@@ -264,6 +297,8 @@ def delta_tokens(
         *(qkvz, ba, state, window, conv_weight, a_log, dt_bias, last, out),
         *(before, convolved, g, beta, count),
         **dict(K=key_heads, CK=CK, COLUMNS=columns, BA_STRIDE=ba.stride(1)),
+        **dict(ROWS=triton.next_power_of_2(T)),
+        **tile,
         **sizes,
         **flags,
     )
