@@ -23,6 +23,7 @@ from ops.quantized_x import INTEGERS, QuantizedX, _store_quads, empty_quantized
 MAX_EXPERTS = 512
 MAX_DIM = 8192
 MAX_PAIRS = 32
+MANY_PROGRAMS = 256  # about as many of `norm_router` as an H200 runs with the least delay
 
 # Kernels ------------------------------------------------------------------------------------------
 
@@ -374,6 +375,14 @@ def empty_norm(
     return quantized, (quantized.operands, quantized.units), dict(QUANTIZED=True, **layout)
 
 
+def rows_of(N: int, T: int) -> int:
+    """Return how many of a token's N scores a program of `norm_router` computes.
+
+    Each program norms the token. Of several tokens there are more programs than run at once.
+    """
+    return next((rows for rows in (4, 2) if T > 1 and N * T // rows >= MANY_PROGRAMS), 1)
+
+
 def norm_router(
     x: Tensor,
     norm: Tensor,
@@ -381,7 +390,7 @@ def norm_router(
     router: Tensor,
     routing: Routing,
     bias: Tensor | None = None,
-    rows: int = 1,
+    rows: int | None = None,
     warps: int = 4,
     pdl: bool | None = None,
     weight: Weight | None = None,
@@ -393,8 +402,9 @@ def norm_router(
     with sigmoid routing, those that become weights. The reference is `RMSNorm`, then the router.
 
     router [N, D]: a row for each of E experts, then the shared experts' gate, if they are gated.
-    bias [E]: of scores. rows, warps: of a program. weight: the `Weight` that multiplies the norm of
-    one token; if its codes are multiplied as integers, the norm is returned as a `QuantizedX`.
+    bias [E]: of scores. rows, warps: of a program; rows None: `rows_of`. weight: the `Weight` that
+    multiplies the norm of one token; if its codes are multiplied as integers, the norm is returned
+    as a `QuantizedX`.
     indices int64 [1, A + S]: one token's for `gate_up`, filled with -1: no expert is chosen yet.
     With PDL, all but x is loaded while the previous kernel runs. Raises ValueError if E or D is too
     large.
@@ -404,6 +414,7 @@ def norm_router(
     check_router(E, D, routing)
     pdl = supports_pdl(x) if pdl is None else pdl
     scores = torch.empty(T, 1 + sigmoid, N, dtype=torch.float32, device=x.device)
+    rows = rows or rows_of(N, T)
     programs = triton.cdiv(N, rows)
     normed, stored, layout = empty_norm(x, weight, programs, warps)
     _norm_router[(programs,) if T == 1 else (programs, T)](
