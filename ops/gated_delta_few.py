@@ -18,7 +18,7 @@ WARPS = 4  # of a program
 
 
 @jit
-def _convolve_tokens(
+def _convolve_few(
     qkvz,
     window,
     weight,
@@ -162,9 +162,9 @@ def _update_states(
     window += sequence * (W - 1) * N
     qkvz += sequence * (T * STRIDE)
     convolved += sequence * MOST * N
-    _convolve_tokens(qkvz, window, conv_weight, convolved, keys, T, ROWS, N, W, STRIDE, PDL)
+    _convolve_few(qkvz, window, conv_weight, convolved, keys, T, ROWS, N, W, STRIDE, PDL)
     own = values + tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    _convolve_tokens(qkvz, window, conv_weight, convolved, own, T, ROWS, N, W, STRIDE, False)
+    _convolve_few(qkvz, window, conv_weight, convolved, own, T, ROWS, N, W, STRIDE, False)
     real = _count_real(last, sequence, T, HAS_LAST)
     g += sequence * MOST * H + head
     beta += sequence * MOST * H + head

@@ -201,7 +201,7 @@ def errors() -> dict[str, list[float]]:
 
 
 def counts(kernel, launch: Launch) -> dict[str, int]:
-    """Count waits, starts, spills, loads of 16 bytes before the wait, and matrix products."""
+    """Count instructions of an H200: all, and some kinds; loads of 16 bytes before the wait."""
     code = compiled(kernel, launch)
     asm = code.asm["sass"]
     return {
@@ -210,6 +210,8 @@ def counts(kernel, launch: Launch) -> dict[str, int]:
         "spills": asm.count("STL"),
         "ahead": asm.partition("ACQBULK")[0].count("LDG.E.128"),
         "products": asm.count("MMA."),
+        "instructions": asm.count(";"),
+        "barriers": asm.count("BAR.SYNC"),
         "overwritten": overwritten(code.asm["ptx"]),
         "shared": code.metadata.shared,
     }
