@@ -14,7 +14,7 @@ from torch import Tensor
 from ops.gated_delta_token import COLUMNS, _read_and_update, _softplus, _split_keys
 from ops.jit import jit, supports_pdl, tl, triton
 
-WARPS = 4  # of a program
+WARPS = 4  # a program of `_update_states` has 4 warps, each with COLUMNS / 4 columns
 
 
 @jit

@@ -143,7 +143,7 @@ def _choose_gate_up(weight: Weight, quads: int) -> Tiles:
     if bits == 4:
         lanes = _lanes_for(quads, 64 if quads > 64 else 32, quads // 3)
         if kind == "int4" and lanes == 32 and weight.out > 1024:
-            # Without a number of registers the compiler uses fewer, and starts loads later.
+            # The compiler would use fewer registers, and start loads later.
             return Tiles(4, 32, 1, 1, registers=128)
         return _tiles(4, lanes, quads, 1 if kind == "int4" and lanes == 32 else 2)
     if kind == "int8":
