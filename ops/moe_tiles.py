@@ -83,6 +83,10 @@ class Tiles:
     stay: bool = False  # only as many programs as run at once; each computes several tiles
     registers: int = 0  # most registers of a lane; 0: the compiler's choice
 
+    def __post_init__(self) -> None:
+        if self.rows > 32:  # lanes of a warp, which share their sums
+            raise ValueError(f"a program of {self.rows} rows: 32 are the most")
+
     def __str__(self) -> str:
         text = f"rows {self.rows} lanes {self.lanes} x {self.depth or 'all'} warps {self.warps}"
         text += ", staying" if self.stay else ""

@@ -136,7 +136,7 @@ REDUCTIONS = (
     {"D": 64, "E": 16, "ranks": 4, "calls": 3, "format": "bf16", "dtype": "bfloat16"},
     {"D": 864, "E": 16, "ranks": 2, "format": "int4", "dtype": "bfloat16", "tiles": OVERLAPPING},
     {"D": 864, "E": 8, "ranks": 4, "format": "int8", "biased": True, "tiles": OVERLAPPING},
-    {"D": 96, "E": 8, "ranks": 2, "calls": 1, "format": "mxfp4", "tiles": {"rows": 64}},
+    {"D": 96, "E": 8, "ranks": 2, "calls": 1, "format": "mxfp4", "tiles": {"rows": 32}},
 )
 
 
