@@ -127,7 +127,7 @@ def test_a_layer_is_the_blocks_own_in_every_family(format):
     check_layers(*((family, format) for family in (*families, "glm4_moe_lite")))
 
 
-OVERLAPPING = {"rows": 64, "depth": 1, "warps": 1, "stay": True}  # tiles of these D
+OVERLAPPING = {"rows": 32, "depth": 1, "warps": 1, "stay": True}  # tiles of 880 rows
 REDUCTIONS = (
     {"D": 64, "E": 8, "ranks": 2},
     {"D": 64, "E": 32, "ranks": 3, "calls": 2**16 - 2, "scale": 0.5, "late": 1, "tiles": STAYING},
@@ -135,7 +135,7 @@ REDUCTIONS = (
     {"D": 160, "E": 32, "ranks": 2, "calls": 2**31 - 1, "biased": True, "late": 0},
     {"D": 64, "E": 16, "ranks": 4, "calls": 3, "format": "bf16", "dtype": "bfloat16"},
     {"D": 864, "E": 16, "ranks": 2, "format": "int4", "dtype": "bfloat16", "tiles": OVERLAPPING},
-    {"D": 864, "E": 8, "ranks": 4, "format": "int8", "biased": True, "tiles": OVERLAPPING},
+    {"D": 880, "E": 8, "ranks": 4, "format": "int8", "biased": True, "tiles": OVERLAPPING},
     {"D": 96, "E": 8, "ranks": 2, "calls": 1, "format": "mxfp4", "tiles": {"rows": 32}},
 )
 
