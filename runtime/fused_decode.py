@@ -48,7 +48,8 @@ from ops.moe_router import Routing
 from ops.moe_tiles import Weight, plain_weight
 from ops.quantized_x import QuantizedX
 from ops.token_draw import draw_tokens
-from runtime.fused_attention import FusedDecodeAttention, fused_attention
+from runtime.fused_attention import fused_attention
+from runtime.fused_delta_net import FusedDeltaNet
 from runtime.fused_latent_attention import FusedLatentAttention
 from runtime.runner import CompiledRunner
 from runtime.sampling import MAX_CANDIDATES, StepState, sample
@@ -105,12 +106,14 @@ class ResidualSum:
         return {"residual": x, "scale": self.scale}
 
 
-def choose_attention(attention: nn.Module) -> nn.Module | FusedLatentAttention:
+def choose_attention(attention: nn.Module) -> nn.Module | FusedLatentAttention | FusedDeltaNet:
     """Return an attention layer with its kernels, if it has some; else the layer.
 
     Raises ValueError for latent attention whose wq they cannot read.
     """
     settings = getattr(attention, "fused_decode_settings", dict)()
+    if "delta_tokens" in settings:
+        return FusedDeltaNet(attention, settings["delta_tokens"])
     if "latent" not in settings:
         return fused_attention(attention)
     wq = attention.wq
@@ -140,23 +143,33 @@ class FusedAttention:
 
         None: it has been sent to all ranks. core: as of `FusedLayer.forward`.
         """
+        attention = self.attention
+        if isinstance(attention, FusedDeltaNet) and attention.takes_token(x):
+            heads = attention.run_token(x, self.norm, self.inputs[0][0], context)
+        else:
+            heads = self.run_core(self.project(x), context, core)
+        weight, bias = self.output
+        heads = heads.flatten(0, 1).contiguous()
+        return moe_decode.down(heads, weight, bias=bias, **self.sum.of_product(x))
+
+    def project(self, x: Tensor) -> Tensor:
+        """x [T, D], not normed -> the results of all products before the core [T, N]."""
         projected = x.new_empty(len(x), sum(weight.out for weight, _ in self.inputs))
         parts = projected.split([weight.out for weight, _ in self.inputs], dim=1)
         eps = self.norm.eps
         normed, norm = moe_decode.norm_apart(x, self.norm.weight, eps)
-        for n, ((weight, bias), part) in enumerate(zip(self.inputs, parts, strict=True)):
-            early = n == 1  # then the kernel before the previous one, which writes x, has ended
-            moe_decode.down(normed, weight, norm=norm, eps=eps, bias=bias, out=part, early=early)
+        for (weight, bias), part in zip(self.inputs, parts, strict=True):
+            moe_decode.down(normed, weight, norm=norm, eps=eps, bias=bias, out=part)
+        return projected
+
+    def run_core(self, projected: Tensor, context: Context, core) -> Tensor:
+        """projected [T, N] -> heads [B, Q, n]. core: as of `FusedLayer.forward`."""
         projected, attention = projected.view(*context.positions.shape, -1), self.attention
-        if not isinstance(attention, FusedDecodeAttention | FusedLatentAttention):
-            heads = core(attention, projected, context)
-        elif attention.takes(projected, context):
-            heads = attention.fused_core(projected, context)
-        else:
-            heads = core(attention.plain[0], projected, context)
-        weight, bias = self.output
-        heads = heads.flatten(0, 1).contiguous()
-        return moe_decode.down(heads, weight, bias=bias, **self.sum.of_product(x))
+        if not hasattr(attention, "fused_core"):
+            return core(attention, projected, context)
+        if attention.takes(projected, context):
+            return attention.fused_core(projected, context)
+        return core(attention.plain[0], projected, context)
 
 
 class FusedExperts:

@@ -227,6 +227,10 @@ class DeltaNet(nn.Module):
         self.state = DeltaState(batch, self.sizes, like)
         return self.state
 
+    def fused_decode_settings(self) -> dict:
+        """See runtime/fused_decode.py."""
+        return {"delta_tokens": MAX_TENTATIVE}
+
     def join_projections(self) -> None:
         """Make the two products one, unless wqkvz is packed: a step has one kernel less."""
         if type(self.wqkvz) is Linear:
