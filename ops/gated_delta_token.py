@@ -281,24 +281,13 @@ class GateProduct(NamedTuple):
     weight: Tensor  # [2 H, D]
 
 
-def update_token(
-    qkvz: Tensor,
-    ba: Tensor | GateProduct,
-    state: Tensor,
-    window: Tensor,
-    conv_weight: Tensor,
-    a_log: Tensor,
-    dt_bias: Tensor,
-    norm: Tensor,
-    last: Tensor | None,
-    key_heads: int,
-    eps: float,
-    arrivals: Tensor,
-) -> Tensor:
+def update_token(qkvz: Tensor, ba: Tensor | GateProduct, *layer) -> Tensor:
     """Do what `delta_token` does; ba may be a product, whose x the previous kernel does not write.
 
-    With PDL the product is computed while the previous kernel runs.
+    With PDL the product is computed while the previous kernel runs. layer: the other arguments of
+    `delta_token`, in order.
     """
+    state, window, conv_weight, a_log, dt_bias, norm, last, key_heads, eps, arrivals = layer
     B, (H, CK, CV) = len(qkvz), state.shape[1:]
     W = conv_weight.shape[1]
     qkvz, pdl = qkvz.contiguous(), supports_pdl(qkvz)
