@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from benchmarks.cuda_timing import graph_seconds, require_gpu
 from benchmarks.decode_speed import read_bandwidth
+from benchmarks.kernel_profile import record_kernels
 from benchmarks.moe_phases import tilings_of
 from cli.parser import Parser
 from generate import check_decode_kernels, load_model
@@ -104,14 +105,8 @@ class Layers:
         with torch.cuda.graph(graph):
             self.run()
         graph.replay()
-        torch.cuda.synchronize()
-        activities = [torch.profiler.ProfilerActivity.CUDA]
-        with torch.profiler.profile(activities=activities) as profile:
-            graph.replay()
-            torch.cuda.synchronize()
-        cuda = torch.autograd.DeviceType.CUDA
-        events = [event for event in profile.events() if event.device_type == cuda]
-        found = sorted((e.time_range.start, e.name, e.time_range.elapsed_us()) for e in events)
+        events = record_kernels(graph.replay)
+        found = sorted((start, name, length) for name, start, length in events)
         layers = len(self.model.layers)
         for period in (n for n in (1, 2, 4) if layers % n == 0):
             each, rest = divmod(len(found), layers // period)

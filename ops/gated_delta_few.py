@@ -11,17 +11,40 @@ from __future__ import annotations  # annotations of kernels name triton, which 
 import torch
 from torch import Tensor
 
-from ops.gated_delta_token import COLUMNS, _read_and_update, _softplus, _split_keys
+from ops.gated_delta_token import (
+    COLUMNS,
+    _read_and_update,
+    _softplus,
+    _split_keys,
+    _tile_places,
+    state_tile,
+)
 from ops.jit import jit, supports_pdl, tl, triton
 
 WARPS = 4  # a program of `_update_states` has 4 warps, each with COLUMNS / 4 columns
 
 
 @jit
+def _load_past_of_few(
+    window, weight, channels, ROWS: tl.constexpr, N: tl.constexpr, W: tl.constexpr
+):
+    """Load the W - 1 inputs of each token that may be the window's, and the W factors: fp32.
+
+    An input is 0 [ROWS, channels] where it is not the window's.
+    """
+    t, inputs, factors = tl.arange(0, ROWS)[:, None], (), ()
+    for n in tl.static_range(W):
+        if n < W - 1:
+            x = tl.load(window + (t + n) * N + channels, mask=t + n < W - 1, other=0.0)
+            inputs = inputs + (x,)
+        factors = factors + (tl.load(weight + channels * W + n).to(tl.float32),)
+    return inputs, factors
+
+
+@jit
 def _convolve_few(
     qkvz,
-    window,
-    weight,
+    past,
     y,
     channels,
     T: tl.constexpr,
@@ -29,30 +52,21 @@ def _convolve_few(
     N: tl.constexpr,
     W: tl.constexpr,
     STRIDE: tl.constexpr,
-    PDL: tl.constexpr,
 ):
-    """Convolve the inputs of T tokens in some channels, and store SiLU of the sums at y [T, N].
+    """Convolve the inputs of T tokens in channels [1, n], and store SiLU of the sums at y [T, N].
 
-    window: the W - 1 inputs before the first token. ROWS: T as a power of two. With PDL the window
-    and weights are loaded before the wait for the previous kernel.
+    past: as of `_load_past_of_few`. ROWS: T as a power of two.
     """
-    t, total = tl.arange(0, ROWS)[:, None], tl.zeros([ROWS, channels.shape[0]], tl.float32)
-    past, taps = (), ()
-    for n in tl.static_range(W):
-        row = t + n  # of window and tokens together
-        x = tl.load(window + row * N + channels[None, :], mask=row < W - 1, other=0.0)
-        past = past + (x,)
-        taps = taps + (tl.load(weight + channels * W + n).to(tl.float32)[None, :],)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    t, total = tl.arange(0, ROWS)[:, None], tl.zeros([ROWS, channels.shape[1]], tl.float32)
+    inputs, factors = past
     for n in tl.static_range(W):
         token = t + n - (W - 1)
-        exists = (token >= 0) & (token < T)
-        x = tl.load(qkvz + token * STRIDE + channels[None, :], mask=exists, other=0.0)
-        total += tl.where(token < 0, past[n], x).to(tl.float32) * taps[n]
+        x = tl.load(qkvz + token * STRIDE + channels, mask=(token >= 0) & (token < T), other=0.0)
+        if n < W - 1:
+            x = tl.where(token < 0, inputs[n], x)
+        total += x.to(tl.float32) * factors[n]
     total *= tl.sigmoid(total)
-    tl.store(y + t * N + channels[None, :], total.to(y.dtype.element_ty), mask=t < T)
+    tl.store(y + t * N + channels, total.to(y.dtype.element_ty), mask=t < T)
 
 
 @jit
@@ -109,8 +123,8 @@ def _norm_head(x, gate, weight, y, CV: tl.constexpr, EPS: tl.constexpr):
 #
 # First a program convolves all tokens in its channels, and stores them. Programs with the same key
 # head store the same numbers, so that each finds what it needs. Then it takes in one token after
-# the other, in a loop: unrolled, 8 tokens would be 4,000 instructions, which a multiprocessor
-# fetches more slowly than it executes them. The next token is loaded while one is taken in.
+# the other, in a loop: unrolled, 8 tokens would be 4,000 instructions. The next token is loaded
+# while one is taken in.
 #
 # The state is a tile as in `gated_delta_token._update_token`: sums over rows need no shared memory.
 @jit
@@ -148,23 +162,26 @@ def _update_states(
     N: tl.constexpr = 2 * K * CK + H * CV
     BLOCKS: tl.constexpr = COLUMNS // WARP_COLUMNS
     head, sequence = tl.program_id(1), tl.program_id(2).to(tl.int64)
-    part = tl.arange(0, CK * BLOCKS)[:, None]
-    rows = part // (BLOCKS * LANE_ROWS) * LANE_ROWS + part % LANE_ROWS
-    lane_columns = tl.program_id(0) * COLUMNS + tl.arange(0, WARP_COLUMNS)[None, :]
-    columns = part // LANE_ROWS % BLOCKS * WARP_COLUMNS + lane_columns
-    at = ((sequence * H + head) * CK + rows) * CV + columns
+    begin = tl.program_id(0) * COLUMNS
+    rows, columns = _tile_places(CK * BLOCKS, BLOCKS, LANE_ROWS, WARP_COLUMNS)
+    at = ((sequence * H + head) * CK + rows) * CV + begin + columns
     memory = tl.load(state + at)
     key = tl.arange(0, 2 * CK)
     keys = (head // (H // K) + K * (key // CK)) * CK + key % CK
-    values = 2 * K * CK + head * CV
+    values = 2 * K * CK + head * CV + begin
+    own = values + tl.arange(0, COLUMNS)[None, :]
     rate = tl.exp(tl.load(a_log + head).to(tl.float32))
     bias = tl.load(dt_bias + head).to(tl.float32)
     window += sequence * (W - 1) * N
+    key_past = _load_past_of_few(window, conv_weight, keys[None, :], ROWS, N, W)
+    value_past = _load_past_of_few(window, conv_weight, own, ROWS, N, W)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     qkvz += sequence * (T * STRIDE)
     convolved += sequence * MOST * N
-    _convolve_few(qkvz, window, conv_weight, convolved, keys, T, ROWS, N, W, STRIDE, PDL)
-    own = values + tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    _convolve_few(qkvz, window, conv_weight, convolved, own, T, ROWS, N, W, STRIDE, False)
+    _convolve_few(qkvz, key_past, convolved, keys[None, :], T, ROWS, N, W, STRIDE)
+    _convolve_few(qkvz, value_past, convolved, own, T, ROWS, N, W, STRIDE)
     real = _count_real(last, sequence, T, HAS_LAST)
     g += sequence * MOST * H + head
     beta += sequence * MOST * H + head
@@ -175,10 +192,9 @@ def _update_states(
         tl.store(count + sequence, real.to(tl.int64))
     tl.debug_barrier()  # all threads have stored
     old = tl.reshape(memory, [CK // LANE_ROWS, BLOCKS, LANE_ROWS, WARP_COLUMNS])
-    part = tl.arange(0, BLOCKS * LANE_ROWS)[:, None]
-    columns = part // LANE_ROWS * WARP_COLUMNS + lane_columns
-    out += (sequence * T * H + head) * CV + columns
-    is_first = part % LANE_ROWS == 0
+    lane_row, columns = _tile_places(BLOCKS * LANE_ROWS, BLOCKS, LANE_ROWS, WARP_COLUMNS)
+    out += (sequence * T * H + head) * CV + begin + columns
+    is_first = lane_row == 0
     loaded = _load_token(convolved, g, beta, keys, values + columns, 0, N, H)
     for t in range(real):
         qk, v, decay, share = loaded
@@ -288,8 +304,6 @@ def delta_tokens(
     out = qkvz.new_empty(B, T, H, CV)
     y, columns, channels = qkvz.new_empty(B, T, H * CV), min(COLUMNS, CV), 512
     flags = dict(HAS_LAST=last is not None, PDL=pdl, launch_pdl=pdl, num_warps=WARPS)
-    warp_columns = max(4, columns // WARPS)
-    tile = dict(WARP_COLUMNS=warp_columns, LANE_ROWS=min(CK, 128 // warp_columns))
     sizes = dict(T=T, MOST=g.shape[1], H=H, CV=CV, W=W, STRIDE=qkvz.stride(1))
     # The kernel needs a valid pointer for an absent tensor, which it then does not read.
     last = qkvz if last is None else last
@@ -298,7 +312,7 @@ def delta_tokens(
         *(before, convolved, g, beta, count),
         **dict(K=key_heads, CK=CK, COLUMNS=columns, BA_STRIDE=ba.stride(1)),
         **dict(ROWS=triton.next_power_of_2(T)),
-        **tile,
+        **state_tile(CK, columns, WARPS),
         **sizes,
         **flags,
     )

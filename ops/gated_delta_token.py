@@ -22,6 +22,20 @@ WARPS = 8  # a program of `_update_token` has 8 warps, each with Cv / 8 columns 
 
 
 @jit
+def _tile_places(
+    NUMBERS: tl.constexpr, BLOCKS: tl.constexpr, LANE_ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """Return the rows [NUMBERS, 1] and the columns [NUMBERS, COLUMNS] of a tile of the state.
+
+    Its dimensions are those of `_update_token`: COLUMNS is the last one, NUMBERS the product of the
+    others. Without the first one, NUMBERS = BLOCKS * LANE_ROWS, it is the tile of a row.
+    """
+    part = tl.arange(0, NUMBERS)[:, None]
+    rows = part // (BLOCKS * LANE_ROWS) * LANE_ROWS + part % LANE_ROWS
+    return rows, part // LANE_ROWS % BLOCKS * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+
+
+@jit
 def _softplus(x):
     """log(1 + exp(x)) without loss of digits where exp(x) is small (Goldberg 1991, theorem 4)."""
     small = tl.exp(-tl.abs(x))
@@ -215,14 +229,10 @@ def _update_token(
     qk = tl.arange(0, 2 * CK * COPIES)
     keys = (head // SHARING + K * (qk // CK % 2)) * CK + qk % CK
     key_inputs, key_past, key_tap = _load_past(window, conv_weight, keys, keys, N, W)
-    part = tl.arange(0, CK * BLOCKS)[:, None]
-    rows = part // (BLOCKS * LANE_ROWS) * LANE_ROWS + part % LANE_ROWS
-    block_columns = tl.arange(0, WARP_COLUMNS)[None, :]
-    columns = part // LANE_ROWS % BLOCKS * WARP_COLUMNS + block_columns
+    rows, columns = _tile_places(CK * BLOCKS, BLOCKS, LANE_ROWS, WARP_COLUMNS)
     state += (sequence * H + head) * CK * CV + rows * CV + columns
     old = tl.reshape(tl.load(state), [CK // LANE_ROWS, BLOCKS, LANE_ROWS, WARP_COLUMNS])
-    part = tl.arange(0, BLOCKS * LANE_ROWS)[:, None]
-    columns = part // LANE_ROWS * WARP_COLUMNS + block_columns
+    lane_row, columns = _tile_places(BLOCKS * LANE_ROWS, BLOCKS, LANE_ROWS, WARP_COLUMNS)
     weight_columns = tl.arange(0, BLOCKS)[None, :, None, None] * WARP_COLUMNS
     weight_columns += tl.arange(0, WARP_COLUMNS)[None, None, None, :]
     values = 2 * K * CK + head * CV
@@ -260,7 +270,7 @@ def _update_token(
     out = out.to(y.dtype.element_ty).to(tl.float32)
     square = tl.sum(tl.sum(out * out, 3, keep_dims=True), 1, keep_dims=True)
     out *= tl.rsqrt(square / CV + EPS) * gate
-    is_first = part % LANE_ROWS == 0
+    is_first = lane_row == 0
     y += (sequence * H + head) * CV + columns
     out = tl.reshape(out, [BLOCKS * LANE_ROWS, WARP_COLUMNS])
     tl.store(y, out.to(y.dtype.element_ty), mask=is_first)
@@ -270,6 +280,12 @@ def _update_token(
             _move_window(window + keys, key_inputs, new_keys, None, N, W)
     if moves_keys:
         tl.store(arrivals, 0)
+
+
+def state_tile(CK: int, columns: int, warps: int) -> dict[str, int]:
+    """Return the constants of a program's tile of the state, of `columns` columns."""
+    warp_columns = max(4, columns // warps)
+    return dict(WARP_COLUMNS=warp_columns, LANE_ROWS=min(CK, 128 // warp_columns))
 
 
 class GateProduct(NamedTuple):
@@ -297,8 +313,7 @@ def update_token(qkvz: Tensor, ba: Tensor | GateProduct, *layer) -> Tensor:
     if isinstance(ba, GateProduct):
         (x, x_norm, x_eps, ba), D = ba, ba.x.shape[-1]
         gates = dict(GATES=True, D=D, D_POW2=triton.next_power_of_2(D), X_EPS=x_eps)
-    warp_columns = max(4, CV // WARPS)
-    tile = dict(WARP_COLUMNS=warp_columns, LANE_ROWS=min(CK, 128 // warp_columns))
+    tile = state_tile(CK, CV, WARPS)
     copies = 1 if 2 * CK >= 32 * WARPS else 2
     flags = dict(HAS_LAST=last is not None, PDL=pdl, launch_pdl=pdl, num_warps=WARPS)
     last = qkvz if last is None else last

@@ -146,10 +146,10 @@ def _choose_gate_up(weight: Weight, quads: int) -> Tiles:
         return Tiles(2, 32, 1, 1, stay=True)
     if bits == 4:
         lanes = _lanes_for(quads, 64 if quads > 64 else 32, quads // 3)
-        if kind == "int4" and lanes == 32 and weight.out > 1024:
+        if kind == "int4" and lanes == 32:
             # The compiler would use fewer registers, and start loads later.
-            return Tiles(4, 32, 1, 1, registers=128)
-        return _tiles(4, lanes, quads, 1 if kind == "int4" and lanes == 32 else 2)
+            return Tiles(4, 32, 1, 1, registers=128 if weight.out > 1024 else 0)
+        return _tiles(4, lanes, quads, 2)
     if kind == "int8":
         return _tiles(4, 64 if weight.out <= 1024 and quads % 64 == 0 else 32, quads, 3)
     widest = 64 if quads <= (256 if bits == 16 else 64) else 128

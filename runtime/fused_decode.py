@@ -48,7 +48,7 @@ from ops.moe_router import Routing
 from ops.moe_tiles import Weight, plain_weight
 from ops.quantized_x import QuantizedX
 from ops.token_draw import draw_tokens
-from runtime.fused_attention import fused_attention
+from runtime.fused_attention import FusedDecodeAttention, fused_attention
 from runtime.fused_delta_net import FusedDeltaNet
 from runtime.fused_latent_attention import FusedLatentAttention
 from runtime.runner import CompiledRunner
@@ -112,8 +112,8 @@ def choose_attention(attention: nn.Module) -> nn.Module | FusedLatentAttention |
     Raises ValueError for latent attention whose wq they cannot read.
     """
     settings = getattr(attention, "fused_decode_settings", dict)()
-    if "delta_tokens" in settings:
-        return FusedDeltaNet(attention, settings["delta_tokens"])
+    if "gates" in settings:
+        return FusedDeltaNet(attention, settings["gates"])
     if "latent" not in settings:
         return fused_attention(attention)
     wq = attention.wq
@@ -143,11 +143,10 @@ class FusedAttention:
 
         None: it has been sent to all ranks. core: as of `FusedLayer.forward`.
         """
-        attention = self.attention
-        if isinstance(attention, FusedDeltaNet) and attention.takes_token(x):
-            heads = attention.run_token(x, self.norm, self.inputs[0][0], context)
+        if isinstance(self.attention, FusedDeltaNet) and len(x) == 1:
+            heads = self.attention.run_token(x, self.norm, self.inputs[0][0], context)
         else:
-            heads = self.run_core(self.project(x), context, core)
+            heads = self.attend(self.project(x), context, core)
         weight, bias = self.output
         heads = heads.flatten(0, 1).contiguous()
         return moe_decode.down(heads, weight, bias=bias, **self.sum.of_product(x))
@@ -162,14 +161,14 @@ class FusedAttention:
             moe_decode.down(normed, weight, norm=norm, eps=eps, bias=bias, out=part)
         return projected
 
-    def run_core(self, projected: Tensor, context: Context, core) -> Tensor:
+    def attend(self, projected: Tensor, context: Context, core) -> Tensor:
         """projected [T, N] -> heads [B, Q, n]. core: as of `FusedLayer.forward`."""
         projected, attention = projected.view(*context.positions.shape, -1), self.attention
-        if not hasattr(attention, "fused_core"):
-            return core(attention, projected, context)
-        if attention.takes(projected, context):
+        fused = isinstance(attention, FusedDecodeAttention | FusedLatentAttention)
+        if fused and attention.takes(projected, context):
             return attention.fused_core(projected, context)
-        return core(attention.plain[0], projected, context)
+        plain = getattr(attention, "plain", (attention,))[0]
+        return core(plain, projected, context)
 
 
 class FusedExperts:

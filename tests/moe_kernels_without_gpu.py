@@ -71,7 +71,6 @@ from ops import (
 from ops.moe_decode import SWIGLU, Activation
 from runtime.fused_attention import FusedDecodeAttention
 from runtime.fused_decode import MAX_FEW, FusedLayer, FusedRunner
-from runtime.fused_delta_net import FusedDeltaNet
 from runtime.fused_latent_attention import FusedLatentAttention
 from tests.interpreter_bounds import check_bounds
 from tests.kernels_without_gpu import Launch, compiled, e2m1_twin, twin, unchanged
@@ -431,12 +430,6 @@ def as_on_a_gpu() -> Iterator[None]:
         for kind in (FusedDecodeAttention, FusedLatentAttention):
             takes = lambda self, qkv, _: self.supported and qkv.shape[1] <= 64  # noqa: E731
             stack.enter_context(mock.patch.object(kind, "takes", takes))
-        # Several tokens leave memory as it was that the plain layer clears: their tests are in
-        # delta_kernels_without_gpu.py.
-        takes = lambda self, projected, _: projected.shape[1] == 1  # noqa: E731
-        stack.enter_context(mock.patch.object(FusedDeltaNet, "takes", takes))
-        takes = lambda self, x: len(x) == 1  # noqa: E731
-        stack.enter_context(mock.patch.object(FusedDeltaNet, "takes_token", takes))
         attention = (
             gated_delta_token,
             decode_attention,

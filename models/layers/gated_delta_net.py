@@ -24,7 +24,7 @@ from ops.gated_delta import (
     gated_rms_norm,
 )
 from ops.gated_delta_few import delta_tokens
-from ops.gated_delta_token import delta_token, delta_token_supports
+from ops.gated_delta_token import delta_token, delta_token_supports, fit_tiles
 from ops.inductor import materialize
 
 MAX_TENTATIVE = 16  # tokens of one call that `accept` can still refuse
@@ -228,8 +228,9 @@ class DeltaNet(nn.Module):
         return self.state
 
     def fused_decode_settings(self) -> dict:
-        """See runtime/fused_decode.py."""
-        return {"delta_tokens": MAX_TENTATIVE}
+        """See runtime/fused_decode.py. The kernel of a token can compute the product `gates`."""
+        fits = fit_tiles(self.sizes.key_dim, self.sizes.value_dim)
+        return {"gates": self.wba} if fits and self.wba is not None else {}
 
     def join_projections(self) -> None:
         """Make the two products one, unless wqkvz is packed: a step has one kernel less."""
@@ -254,16 +255,21 @@ class DeltaNet(nn.Module):
         """qkvz [B, Q, N + H Cv], ba [B, Q, 2 H] -> [B, Q, H Cv]: all between the projections."""
         H, Cv, memory, Q = self.sizes.value_heads, self.sizes.value_dim, self.state, qkvz.shape[1]
         if Q <= MAX_TENTATIVE and context.chunk is None and delta_token_supports(memory.state):
-            tensors = memory.state, memory.window, self.conv.weight, self.a_log, self.dt_bias
-            options = self.norm.weight, context.last, self.sizes.key_heads, self.norm.eps
+            arguments = self.kernel_arguments(context)
             if Q == 1:
-                return delta_token(qkvz, ba, *tensors, *options, memory.arrivals)
-            return delta_tokens(qkvz, ba, *tensors, *options, *memory.tentative())
+                return delta_token(qkvz, ba, *arguments, memory.arrivals)
+            return delta_tokens(qkvz, ba, *arguments, *memory.tentative())
         x, gate = qkvz.split((self.sizes.channels, H * Cv), dim=-1)
         g, beta = delta_gates(ba, self.a_log, self.dt_bias)
         y = memory.append(DeltaInputs(x, g, beta, self.conv.weight), context)
         gate = gate.unflatten(-1, (H, Cv))
         return gated_rms_norm(y, gate, self.norm.weight, self.norm.eps).to(qkvz.dtype).flatten(2)
+
+    def kernel_arguments(self, context: Context) -> tuple:
+        """Return what `delta_token` and `delta_tokens` take between ba and the layer's scratch."""
+        memory, norm = self.state, self.norm
+        tensors = memory.state, memory.window, self.conv.weight, self.a_log, self.dt_bias
+        return *tensors, norm.weight, context.last, self.sizes.key_heads, norm.eps
 
 
 def delta_net_recipes(sizes: DeltaSizes, dim: int) -> Recipes:
