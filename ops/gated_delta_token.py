@@ -10,8 +10,6 @@ reads. A second kernel that normalizes would cost at least 1.6 us a layer on an 
 
 from __future__ import annotations  # annotations of kernels name triton, which may be absent
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -100,31 +98,6 @@ def _arrive(arrivals, past):
 
 
 @jit
-def _add_three(a, b, c, d, e, f):
-    return a + d, b + e, c + f
-
-
-@jit
-def _project_gates(
-    x, norm, weight, D: tl.constexpr, BLOCK: tl.constexpr, H: tl.constexpr, EPS: tl.constexpr
-):
-    """Norm x [D] -> its products with two rows of weight [2 H, D], the first and the one H later.
-
-    They are rounded, as those of a kernel of their own would be.
-    """
-    d = tl.arange(0, BLOCK)
-    inside = d < D
-    value = tl.load(x + d, mask=inside, other=0.0).to(tl.float32)
-    first = tl.load(weight + d, mask=inside, other=0.0).to(tl.float32)
-    second = tl.load(weight + H * D + d, mask=inside, other=0.0).to(tl.float32)
-    scaled = value * tl.load(norm + d, mask=inside, other=0.0).to(tl.float32)
-    sums = tl.reduce((value * value, scaled * first, scaled * second), 0, _add_three)
-    factor = tl.rsqrt(sums[0] / D + EPS)
-    dtype: tl.constexpr = x.dtype.element_ty
-    return (sums[1] * factor).to(dtype).to(tl.float32), (sums[2] * factor).to(dtype).to(tl.float32)
-
-
-@jit
 def _split_keys(qk, CK: tl.constexpr, LANE_ROWS: tl.constexpr, COPIES: tl.constexpr):
     """qk [COPIES 2 Ck] -> q and k [Ck / LANE_ROWS, 1, LANE_ROWS, 1]."""
     if COPIES == 2:
@@ -164,10 +137,6 @@ def _has_token(last, sequence, HAS_LAST: tl.constexpr):
 # Grid [H, B]. State, window, weights and last are loaded before the wait for the previous kernel,
 # which makes qkvz and ba.
 #
-# With GATES, ba is the weight of that product, and each program computes the two numbers of its
-# head. x is older than qkvz, so that this is done before the wait. A kernel of its own would delay
-# this one by about a microsecond.
-#
 # The state is a tile [Ck / LANE_ROWS, Cv / WARP_COLUMNS, LANE_ROWS, WARP_COLUMNS], which Triton
 # gives to registers, warps, lanes, and lanes with four columns each. A warp has all rows of its
 # columns, so sums over rows need no shared memory. It is loaded with the first three dimensions as
@@ -202,8 +171,6 @@ def _update_token(
     norm,
     last,
     arrivals,
-    x,
-    x_norm,
     y,
     H: tl.constexpr,
     K: tl.constexpr,
@@ -211,10 +178,6 @@ def _update_token(
     CV: tl.constexpr,
     W: tl.constexpr,
     EPS: tl.constexpr,
-    GATES: tl.constexpr,
-    D: tl.constexpr,
-    D_POW2: tl.constexpr,
-    X_EPS: tl.constexpr,
     LANE_ROWS: tl.constexpr,
     WARP_COLUMNS: tl.constexpr,
     COPIES: tl.constexpr,
@@ -247,18 +210,15 @@ def _update_token(
     arrivals += sequence * K + head // SHARING
     if SHARING > 1:
         moves_keys = _arrive(arrivals, key_past) == SHARING - 1
-    if GATES:
-        b, a = _project_gates(x + sequence * D, x_norm, ba + head * D, D, D_POW2, H, X_EPS)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     qkvz += sequence * (N + H * CV)
     values += columns
+    ba += sequence * 2 * H + head
     new_keys, new_values = tl.load(qkvz + keys), tl.load(qkvz + values)
     gate = _like(tl.load(qkvz + H * CV + values), weight).to(tl.float32)
-    if not GATES:
-        ba += sequence * 2 * H + head
-        b, a = tl.load(ba).to(tl.float32), tl.load(ba + H).to(tl.float32)
+    b, a = tl.load(ba).to(tl.float32), tl.load(ba + H).to(tl.float32)
     qk = _convolve(new_keys, key_past, key_tap)
     v = _convolve(new_values, value_past, value_tap)
     gate *= tl.sigmoid(gate) * weight
@@ -286,46 +246,6 @@ def state_tile(CK: int, columns: int, warps: int) -> dict[str, int]:
     """Return the constants of a program's tile of the state, of `columns` columns."""
     warp_columns = max(4, columns // warps)
     return dict(WARP_COLUMNS=warp_columns, LANE_ROWS=min(CK, 128 // warp_columns))
-
-
-class GateProduct(NamedTuple):
-    """The product that gives `ba`, of which `update_token` computes what each head needs."""
-
-    x: Tensor  # [B, D], not normed
-    norm: Tensor  # [D], the weight of its RMS norm
-    eps: float
-    weight: Tensor  # [2 H, D]
-
-
-def update_token(qkvz: Tensor, ba: Tensor | GateProduct, *layer) -> Tensor:
-    """Do what `delta_token` does; ba may be a product, whose x the previous kernel does not write.
-
-    With PDL the product is computed while the previous kernel runs. layer: the other arguments of
-    `delta_token`, in order.
-    """
-    state, window, conv_weight, a_log, dt_bias, norm, last, key_heads, eps, arrivals = layer
-    B, (H, CK, CV) = len(qkvz), state.shape[1:]
-    W = conv_weight.shape[1]
-    qkvz, pdl = qkvz.contiguous(), supports_pdl(qkvz)
-    y = qkvz.new_empty(B, 1, H * CV)
-    # The kernel needs a valid pointer for an absent tensor, which it then does not read.
-    x, x_norm, gates = qkvz, qkvz, dict(GATES=False, D=1, D_POW2=1, X_EPS=0.0)
-    if isinstance(ba, GateProduct):
-        (x, x_norm, x_eps, ba), D = ba, ba.x.shape[-1]
-        gates = dict(GATES=True, D=D, D_POW2=triton.next_power_of_2(D), X_EPS=x_eps)
-    tile = state_tile(CK, CV, WARPS)
-    copies = 1 if 2 * CK >= 32 * WARPS else 2
-    flags = dict(HAS_LAST=last is not None, PDL=pdl, launch_pdl=pdl, num_warps=WARPS)
-    last = qkvz if last is None else last
-    _update_token[H, B](
-        *(qkvz, ba.contiguous(), state, window, conv_weight, a_log, dt_bias, norm, last, arrivals),
-        *(x, x_norm, y),
-        **dict(H=H, K=key_heads, CK=CK, CV=CV, W=W, EPS=eps, COPIES=copies),
-        **gates,
-        **tile,
-        **flags,
-    )
-    return y
 
 
 @torch.library.custom_op("moe_fast::delta_token", mutates_args=("state", "window", "arrivals"))
@@ -357,10 +277,22 @@ def delta_token(
     arrivals int32 [B, K]: zeros, a scratch of this layer's alone, and zeros again afterwards.
     state, window and arrivals may have more than B rows.
     """
-    return update_token(
-        *(qkvz, ba, state, window, conv_weight, a_log, dt_bias, norm),
-        *(last, key_heads, eps, arrivals),
+    B, (H, CK, CV) = len(qkvz), state.shape[1:]
+    W = conv_weight.shape[1]
+    qkvz, ba, pdl = qkvz.contiguous(), ba.contiguous(), supports_pdl(qkvz)
+    y = qkvz.new_empty(B, 1, H * CV)
+    tile = state_tile(CK, CV, WARPS)
+    copies = 1 if 2 * CK >= 32 * WARPS else 2
+    flags = dict(HAS_LAST=last is not None, PDL=pdl, launch_pdl=pdl, num_warps=WARPS)
+    # The kernel needs a valid pointer for an absent tensor, which it then does not read.
+    last = qkvz if last is None else last
+    _update_token[H, B](
+        *(qkvz, ba, state, window, conv_weight, a_log, dt_bias, norm, last, arrivals, y),
+        **dict(H=H, K=key_heads, CK=CK, CV=CV, W=W, EPS=eps, COPIES=copies),
+        **tile,
+        **flags,
     )
+    return y
 
 
 @delta_token.register_fake
@@ -370,7 +302,7 @@ def _(qkvz: Tensor, ba: Tensor, state: Tensor, *rest) -> Tensor:
 
 
 def delta_token_supports(state: Tensor) -> bool:
-    """Whether compiled code calls `delta_token`: on a GPU, with heads that fit its tiles.
+    """Whether to call `delta_token`: in compiled code on a GPU, with heads that fit its tiles.
 
     state: [B, H, Ck, Cv]. Eager code keeps the plain form, which is the reference.
     """

@@ -17,8 +17,8 @@ before its wait: a residual, for instance.
 
 A short kernel between a long one and a dense product is an exception. It calls
 gdc_launch_dependents first, so that the product loads its weights during the long kernel. These
-are the kernels that merge parts of attention, and `receive_add`. The product must not read before
-its wait what the last two kernels write.
+are a product with EARLY, kernels that merge parts of attention, and `receive_add`. After them a
+kernel must not read before its wait what the last two kernels write.
 
 A program multiplies a tile of rows in chunks (ops/moe_chunk.py), and keeps DEPTH of them in flight.
 Where instructions bind (mxfp4) programs stay: no more than run at once, each with several tiles.
@@ -319,6 +319,10 @@ def _prepare_product(
 # indices are -1 until then. So weights are in flight while the previous kernel multiplies. In
 # bf16 that is slower (docs/log/small_experts.md).
 #
+# With EARLY x is the result of the kernel before the previous one: the product lets the next kernel
+# start at once, and waits at its end. So the next kernel may start before the previous one has
+# ended, and must not read its results before its own wait.
+#
 # With RANKS the result is not stored in y, but sent to all ranks: see ops/reduce_router.py. A row
 # that two programs compute is sent twice, with the same bits.
 @jit
@@ -355,6 +359,7 @@ def _down(
     RESIDUAL: tl.constexpr,
     EPS: tl.constexpr,
     PDL: tl.constexpr,
+    EARLY: tl.constexpr,
     POLLED: tl.constexpr,
     PAIRS_POW2: tl.constexpr,
     RANKS: tl.constexpr,
@@ -399,7 +404,7 @@ def _down(
     if BIAS:
         biases = _load_biases(bias, indices, routing, row + rows, OUT, QUADS // EACH, GATHER)
     if PDL:
-        if AHEAD and not POLLED:
+        if AHEAD and not POLLED and not EARLY:
             tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     xs = ()
@@ -480,6 +485,8 @@ def _down(
             total *= SCALE
         if RESIDUAL:
             total += add.to(tl.float32)
+        if PDL and EARLY:
+            tl.extra.cuda.gdc_wait()
         if RANKS:
             _send(total.to(y.dtype.element_ty), outboxes, call, row + rows, stores, RANKS)
         else:
@@ -657,6 +664,7 @@ def down(
     pdl: bool | None = None,
     dtype: torch.dtype | None = None,
     out: Tensor | None = None,
+    early: bool = False,
     send: TokenInbox | None = None,
 ) -> Tensor | None:
     """scale * (x @ weight + bias) + residual [T, out] -> [T, out].
@@ -667,7 +675,8 @@ def down(
     fp32 or as x. bias: [out], or [E, out] of experts.
 
     dtype: of the result; default that of x. out [T, out]: where to store the result, if it is
-    given; its rows may be parts of longer ones. tiles: of several tokens `FewTiles`. Long x of
+    given; its rows may be parts of longer ones. tiles: of several tokens `FewTiles`. early: of
+    one token x is loaded, too, so that the product runs beside the previous kernel. Long x of
     experts in 4 bits becomes a `QuantizedX` here, by a kernel of its own.
 
     With PDL, tensors are loaded while the previous kernel runs, which must not write them: all but
@@ -686,8 +695,8 @@ def down(
     pairs = indices.shape[1] if gather else 1
     quads, y = pairs * weight.quads, out
     T = 1 if isinstance(x, QuantizedX) else x.numel() // x.shape[-1] // pairs
-    if send is not None and (T > 1 or dtype.itemsize != 2):
-        raise ValueError("only one token's product of 16 bits is sent")
+    if send is not None and (T > 1 or early or dtype.itemsize != 2):
+        raise ValueError("only one token's product of 16 bits, which is not early, is sent")
     if T == 1 and gather and isinstance(x, Tensor) and quantizes_first(weight, quads):
         x = quantize_token(operand_of(x, weight), weight, pdl)
     quantized = isinstance(x, QuantizedX)
@@ -702,7 +711,9 @@ def down(
     tiles = tiles or choose_tiles(weight, quads, 1)
     chunks, depth = chunks_of(quads, tiles)
     rows = min(tiles.rows, triton.next_power_of_2(weight.out + 1) // 2)
-    programs, each = programs_of(tiles, triton.cdiv(weight.out, rows))
+    programs, each = triton.cdiv(weight.out, rows), 1
+    if not early:
+        programs, each = programs_of(tiles, programs)
     absent = weight.parts[0]  # a valid pointer, which the kernel does not read
     _down[(programs,)](
         operand,
@@ -731,6 +742,7 @@ def down(
         RESIDUAL=residual is not None,
         EPS=eps,
         PDL=pdl,
+        EARLY=early and not gather,
         POLLED=pdl and gather and not quantized and weight.kind in INTEGERS,
         PAIRS_POW2=triton.next_power_of_2(pairs),
         RANKS=0 if send is None else len(send.slots),

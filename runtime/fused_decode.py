@@ -49,7 +49,6 @@ from ops.moe_tiles import Weight, plain_weight
 from ops.quantized_x import QuantizedX
 from ops.token_draw import draw_tokens
 from runtime.fused_attention import FusedDecodeAttention, fused_attention
-from runtime.fused_delta_net import FusedDeltaNet
 from runtime.fused_latent_attention import FusedLatentAttention
 from runtime.runner import CompiledRunner
 from runtime.sampling import MAX_CANDIDATES, StepState, sample
@@ -106,14 +105,12 @@ class ResidualSum:
         return {"residual": x, "scale": self.scale}
 
 
-def choose_attention(attention: nn.Module) -> nn.Module | FusedLatentAttention | FusedDeltaNet:
+def choose_attention(attention: nn.Module) -> nn.Module | FusedLatentAttention:
     """Return an attention layer with its kernels, if it has some; else the layer.
 
     Raises ValueError for latent attention whose wq they cannot read.
     """
     settings = getattr(attention, "fused_decode_settings", dict)()
-    if "gates" in settings:
-        return FusedDeltaNet(attention, settings["gates"])
     if "latent" not in settings:
         return fused_attention(attention)
     wq = attention.wq
@@ -143,32 +140,23 @@ class FusedAttention:
 
         None: it has been sent to all ranks. core: as of `FusedLayer.forward`.
         """
-        if isinstance(self.attention, FusedDeltaNet) and len(x) == 1:
-            heads = self.attention.run_token(x, self.norm, self.inputs[0][0], context)
-        else:
-            heads = self.attend(self.project(x), context, core)
-        weight, bias = self.output
-        heads = heads.flatten(0, 1).contiguous()
-        return moe_decode.down(heads, weight, bias=bias, **self.sum.of_product(x))
-
-    def project(self, x: Tensor) -> Tensor:
-        """x [T, D], not normed -> the results of all products before the core [T, N]."""
         projected = x.new_empty(len(x), sum(weight.out for weight, _ in self.inputs))
         parts = projected.split([weight.out for weight, _ in self.inputs], dim=1)
         eps = self.norm.eps
         normed, norm = moe_decode.norm_apart(x, self.norm.weight, eps)
-        for (weight, bias), part in zip(self.inputs, parts, strict=True):
-            moe_decode.down(normed, weight, norm=norm, eps=eps, bias=bias, out=part)
-        return projected
-
-    def attend(self, projected: Tensor, context: Context, core) -> Tensor:
-        """projected [T, N] -> heads [B, Q, n]. core: as of `FusedLayer.forward`."""
+        for n, ((weight, bias), part) in enumerate(zip(self.inputs, parts, strict=True)):
+            early = n == 1  # then the kernel before the previous one, which writes x, has ended
+            moe_decode.down(normed, weight, norm=norm, eps=eps, bias=bias, out=part, early=early)
         projected, attention = projected.view(*context.positions.shape, -1), self.attention
-        fused = isinstance(attention, FusedDecodeAttention | FusedLatentAttention)
-        if fused and attention.takes(projected, context):
-            return attention.fused_core(projected, context)
-        plain = getattr(attention, "plain", (attention,))[0]
-        return core(plain, projected, context)
+        if not isinstance(attention, FusedDecodeAttention | FusedLatentAttention):
+            heads = core(attention, projected, context)
+        elif attention.takes(projected, context):
+            heads = attention.fused_core(projected, context)
+        else:
+            heads = core(attention.plain[0], projected, context)
+        weight, bias = self.output
+        heads = heads.flatten(0, 1).contiguous()
+        return moe_decode.down(heads, weight, bias=bias, **self.sum.of_product(x))
 
 
 class FusedExperts:

@@ -155,18 +155,6 @@ def plain_token(qkvz, ba, state, window, conv_weight, a_log, dt_bias, norm, last
     )
 
 
-def gate_errors(arguments: list) -> list[float]:
-    """Return the errors of y and the state if the kernel computes ba, as a product of x."""
-    generator, (_, ba), D = torch.Generator().manual_seed(N_SEED), arguments[:2], 24
-    x, norm, weight = (torch.randn(n, D, generator=generator) for n in (len(ba), 1, ba.shape[2]))
-    product = gated_delta_token.GateProduct(x, norm, 1e-3, weight)
-    normed = x * torch.rsqrt(x.square().mean(1, keepdim=True) + 1e-3) * norm
-    qkvz, _, *rest = arguments
-    y, state, _ = plain_token(qkvz, (normed @ weight.T).unsqueeze(1), *rest)
-    got = gated_delta_token.update_token(qkvz, product, *rest)
-    return [relative_error(got, y), relative_error(rest[0], state)]
-
-
 def relative_error(got: Tensor, want: Tensor) -> float:
     return ((got.double() - want.double()).norm() / want.double().norm()).item()
 
@@ -209,7 +197,6 @@ def errors() -> dict[str, list[float]]:
             got = y, arguments[2], arguments[3]
             found[name] += [relative_error(*pair) for pair in zip(got, want, strict=True)]
             assert not arguments[-1].any()
-        found[name] += gate_errors(arguments)
     return found | {name: few_errors(case) for name, case in FEW.items()}
 
 
@@ -265,11 +252,6 @@ def machine_code() -> dict[str, dict[str, int]]:
                 layer, projected, context = random_few(1, 8, *few, torch.bfloat16)
                 layer.core(projected, context)
         found |= {name: counts(getattr(module, name), launches[name]) for name in kernels}
-    x = torch.zeros(1, 2048).bfloat16()
-    one[1] = token.GateProduct(x, x[0], 1e-6, torch.zeros(64, 2048).bfloat16())
-    with mock.patch.object(token, "_update_token", launch := Launch()):
-        token.update_token(*one)
-    found["_update_token with gates"] = counts(token._update_token, launch)
     return found
 
 

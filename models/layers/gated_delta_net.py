@@ -24,7 +24,7 @@ from ops.gated_delta import (
     gated_rms_norm,
 )
 from ops.gated_delta_few import delta_tokens
-from ops.gated_delta_token import delta_token, delta_token_supports, fit_tiles
+from ops.gated_delta_token import delta_token, delta_token_supports
 from ops.inductor import materialize
 
 MAX_TENTATIVE = 16  # tokens of one call that `accept` can still refuse
@@ -226,11 +226,6 @@ class DeltaNet(nn.Module):
         """Make this layer's state, of any length, on the device of `like`, and return it."""
         self.state = DeltaState(batch, self.sizes, like)
         return self.state
-
-    def fused_decode_settings(self) -> dict:
-        """See runtime/fused_decode.py. The kernel of a token can compute the product `gates`."""
-        fits = fit_tiles(self.sizes.key_dim, self.sizes.value_dim)
-        return {"gates": self.wba} if fits and self.wba is not None else {}
 
     def join_projections(self) -> None:
         """Make the two products one, unless wqkvz is packed: a step has one kernel less."""
