@@ -7,12 +7,11 @@
 to wo, runs as in a decode step: compiled, in a CUDA graph; 16 layers in turn, so that L2 holds no
 weights. us are of one layer. "several" and "one" are without the two products, which have a column
 of their own. The last column is the relative difference of the results. These times decide
-`runtime.fused_attention.MAX_CACHE_LEN`: up to that length the fused kernel is faster. --tiles tries
-other tiles than `ops.decode_attention.choose_tile`, as rows x warps.
+`runtime.fused_attention.MAX_CACHE_LEN`: up to that length the fused kernel is faster. --blocks
+tries other numbers of positions than `ops.decode_attention.choose_block`.
 
 --queries N measures N tokens of one sequence, as in a short prompt or a draft, also at the cache's
-first position. "position" is the first token's. The tile is that of
-`ops.few_queries_attention.choose_tile`, whatever --tiles says.
+first position. "position" is the first token's. --blocks has no effect then.
 """
 
 from collections.abc import Callable
@@ -30,13 +29,13 @@ from models import build_model
 from models.random_weights import architecture, first_layers
 from ops import decode_attention
 from ops.attention import causal_bias
-from ops.decode_attention import Tile
+from ops.decode_attention import choose_block
 from ops.few_queries_attention import MAX_QUERIES
 from ops.inductor import configure_inductor
 from runtime.fused_attention import FusedDecodeAttention, fuse_decode_attention
 
 LAYERS = 16
-HEADER = "cache  position      tile   products   several us   one us   they differ by"
+HEADER = "cache  position   block   products   several us   one us   they differ by"
 
 
 def random_attention(args: ModelArgs, length: int) -> FusedDecodeAttention:
@@ -99,8 +98,8 @@ def run_form(form: Callable, layers: list, context: Context) -> tuple[float, Ten
     return graph_seconds(step, layers) * 1e6, result
 
 
-def measure(args: ModelArgs, length: int, queries: int, tiles: list[Tile]) -> None:
-    """Print a row for each tile at some positions in a cache of this length."""
+def measure(args: ModelArgs, length: int, queries: int, blocks: list[int] | None) -> None:
+    """Print a row for each block at some positions in a cache of this length."""
     layers = [random_attention(args, length) for _ in range(LAYERS)]
     x = torch.randn(1, queries, args.dim, device="cuda", dtype=torch.bfloat16)
     compiled = [compile_form(form, x) for form in (products, several, one)]
@@ -109,21 +108,15 @@ def measure(args: ModelArgs, length: int, queries: int, tiles: list[Tile]) -> No
         context = make_context(args, length, position, layers[0].window, queries)
         alone, _ = run_form(compiled[0], layers, context)
         plain, expected = run_form(compiled[1], layers, context)
-        for tile in tiles:
-            with mock.patch.object(decode_attention, "choose_tile", lambda *_, tile=tile: tile):
+        for block in blocks or [choose_block(args.head_dim, x.element_size())]:
+            with mock.patch.object(decode_attention, "choose_block", lambda *_, block=block: block):
                 fused, result = run_form(compiled[2], layers, context)
             error = ((result - expected).norm() / expected.norm()).item()
             print(
-                f"{length:5}  {position:8}   {tile.rows:2} x {tile.warps:2}   {alone:8.2f}   "
+                f"{length:5}  {position:8}   {block:5}   {alone:8.2f}   "
                 f"{plain - alone:10.2f}   {fused - alone:6.2f}   {error:.1e}",
                 flush=True,
             )
-
-
-def parse_tile(text: str) -> Tile:
-    """Parse "8x16": rows, then warps. Raises ValueError for other text."""
-    rows, warps = (int(part) for part in text.split("x"))
-    return Tile(rows, warps)
 
 
 def build_parser() -> Parser:
@@ -139,7 +132,7 @@ def build_parser() -> Parser:
     add("--ranks", type=int, default=1, help="GPUs that tensor parallelism shards over; default 1")
     add("--length", type=int, nargs="+", default=[256, 512], help="cache lengths")
     add("--queries", type=int, default=1, metavar="N", help="tokens at once, up to 8; default 1")
-    add("--tiles", type=parse_tile, nargs="+", metavar="NxW", default=[Tile()])
+    add("--blocks", type=int, nargs="+", metavar="N", help="positions that are read at once")
     return parser
 
 
@@ -158,7 +151,7 @@ def main() -> None:
     print(HEADER)
     for length in options.length:
         try:
-            measure(args, length, options.queries, options.tiles)
+            measure(args, length, options.queries, options.blocks)
         except ValueError as error:
             parser.error(f"--arch {options.arch}: {error}")
 

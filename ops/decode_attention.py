@@ -5,17 +5,19 @@ One kernel therefore does everything between the products `wqkv` and `wo`. With
 programmatic dependent launch (PDL, Hopper and newer) it loads the cache while `wqkv` is
 running.
 
-Letters: B sequences, S positions of the cache, H query heads, K KV heads, C head dim.
+Letters: B sequences, S positions of the cache, H query heads, K KV heads, G = H / K, C head dim, M
+rows of a tile, at least G.
 """
 
 from __future__ import annotations  # annotations of kernels name triton, which may be absent
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
-from ops.jit import add_both, jit, supports_pdl, tl
+from ops.jit import add_both, jit, supports_pdl, tl, triton
+
+FEWEST_ROWS = 16  # that tensor cores multiply
+WARPS = 8
 
 
 @jit
@@ -44,7 +46,7 @@ def _load_rotation(
     ROPE_WIDTH: tl.constexpr,
     ROPE_BEGIN: tl.constexpr,
 ):
-    """Load RoPE of a sequence's token for the numbers c [SPLITS, C] of a head.
+    """Load RoPE of a sequence's token for the numbers c [M, C] of a head.
 
     Return c, the index of the number that RoPE pairs each with, its cosine and its
     signed sine.
@@ -100,7 +102,7 @@ def _load_head(
     HAS_NORM: tl.constexpr,
     FULL_NORM: tl.constexpr,
 ):
-    """Load one head at x -> [SPLITS, C] fp32, after clip, RMS norm and RoPE.
+    """Load one head at x -> [M, C] fp32, after clip, RMS norm and RoPE.
 
     norm: as of `_load_head_norm`. With FULL_NORM the norm is over all heads, comes before the clip,
     and rms is its factor.
@@ -128,7 +130,7 @@ def _load_head(
 def _load_value(
     x, c, C: tl.constexpr, EPS: tl.constexpr, CLIP: tl.constexpr, NORM_VALUES: tl.constexpr
 ):
-    """Load one head at x -> [SPLITS, C], after clip or a norm without a weight."""
+    """Load one head at x -> [M, C], after clip or a norm without a weight."""
     value = tl.load(x + c)
     if NORM_VALUES:
         number = value.to(tl.float32)
@@ -140,53 +142,157 @@ def _load_value(
 
 
 @jit
-def _load_block(cache, begin, end, C: tl.constexpr, N: tl.constexpr, SPLITS: tl.constexpr):
-    """Load N * SPLITS keys or values from position `begin` -> [N, SPLITS, C], 0 from `end` on."""
-    key = begin + tl.arange(0, N * SPLITS)[:, None]
-    block = tl.load(cache + key * C + tl.arange(0, C)[None, :], mask=key < end, other=0.0)
-    return tl.reshape(block, [N, SPLITS, C])
+def _keep_layout(x):
+    """Return x, fp32: the compiler keeps the layout in which x was computed.
+
+    Else it computes norm and RoPE in the layout of a product's operand, of which each warp has all:
+    spills, and 14 more barriers. Tests replace the assembly, which Triton's interpreter does not
+    know.
+    """
+    return tl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=False, pack=1
+    )
 
 
 @jit
-def _begin_splits(query, own_key, own_value, is_own):
-    """Start the splits' softmaxes with the token's own position: row_max, row_sum, acc."""
-    row_max = tl.where(is_own, tl.sum(query * own_key.to(tl.float32), 1), float("-inf"))
-    row_sum = tl.where(is_own, 1.0, 0.0)
-    acc = tl.where(is_own[:, None], own_value.to(tl.float32), 0.0)
+def _load_block(cache, begin, end, C: tl.constexpr, BLOCK: tl.constexpr):
+    """Load BLOCK keys or values [BLOCK, C] from position `begin`: 0 from `end` on."""
+    position = begin + tl.arange(0, BLOCK)[:, None]
+    return tl.load(cache + position * C + tl.arange(0, C)[None, :], mask=position < end, other=0.0)
+
+
+@jit
+def _add_block(
+    row_max,
+    row_sum,
+    acc,
+    queries,
+    k,
+    v,
+    begin,
+    position,
+    SCALE: tl.constexpr,
+    WINDOW: tl.constexpr,
+):
+    """Add keys and values [BLOCK, C] from position `begin` to a softmax: row_max, row_sum, acc."""
+    key = begin + tl.arange(0, k.shape[0])
+    scores = tl.dot(queries, tl.trans(k), input_precision="tf32x3") * SCALE
+    seen = (key < position) & (key > position - WINDOW)
+    scores = tl.where(seen[None, :], scores, float("-inf"))
+    weights, rescale, row_max, row_sum = online_softmax(scores, row_max, row_sum)
+    acc = tl.dot(weights.to(v.dtype), v, acc=acc * rescale[:, None], input_precision="tf32x3")
     return row_max, row_sum, acc
 
 
+# One function: its speed depends on the order of waits and loads. A reader should see that order
+# whole.
 @jit
-def _merge_splits(row_max, row_sum, sink, HAS_SINKS: tl.constexpr):
-    """Merge the splits' softmaxes -> the factor of each split [SPLITS], the sum of all weights."""
-    largest = tl.max(row_max, 0)
+def _attend_heads(
+    qkv,
+    rope,
+    q_norm,
+    k_norm,
+    sinks,
+    cache,
+    y,
+    sequence,
+    kv_head,
+    first,
+    position,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    C: tl.constexpr,
+    ROTARY_DIM: tl.constexpr,
+    SCALE: tl.constexpr,
+    EPS: tl.constexpr,
+    CLIP: tl.constexpr,
+    WINDOW: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    FULL_NORM: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    NORM_VALUES: tl.constexpr,
+    KEYS_ARE_VALUES: tl.constexpr,
+    GATED: tl.constexpr,
+    ROPE_WIDTH: tl.constexpr,
+    ROPE_BEGIN: tl.constexpr,
+    M: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ONE_BLOCK: tl.constexpr,
+    V_OFFSET: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Compute a program of `_attend_token`, in blocks of BLOCK positions.
+
+    first: the first position that the token sees. ONE_BLOCK: a block has all positions.
+    """
+    G: tl.constexpr = H // K
+    row = tl.arange(0, M)
+    head = kv_head * G + tl.minimum(row, G - 1)
+    c = row[:, None] * 0 + tl.arange(0, C)[None, :]
+    rotation = _load_rotation(rope, sequence, c, C, ROTARY_DIM, ROPE_WIDTH, ROPE_BEGIN)
+    k = _load_block(cache, first, position, C, BLOCK)
+    v = _load_block(cache + V_OFFSET, first, position, C, BLOCK)
+    if FULL_NORM:
+        q_norm, k_norm = q_norm + head[:, None] * C, k_norm + kv_head * C
+    q_weight = _load_head_norm(q_norm, rotation, HAS_NORM)
+    k_weight = _load_head_norm(k_norm, rotation, HAS_NORM)
+    sink = tl.load(sinks + head).to(tl.float32) if HAS_SINKS else 0.0
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    FIRST_VALUE: tl.constexpr = H if KEYS_ARE_VALUES else H + K
+    FIRST_GATE: tl.constexpr = FIRST_VALUE + K
+    HEADS: tl.constexpr = FIRST_GATE + H if GATED else FIRST_GATE
+    qkv += sequence * HEADS * C
+    own_value = _load_value(qkv + (FIRST_VALUE + kv_head) * C, c, C, EPS, CLIP, NORM_VALUES)
+    if GATED:
+        gate = tl.load(qkv + (FIRST_GATE + head[:, None]) * C + c)
+    q_rms, k_rms = 1.0, 1.0
+    if FULL_NORM:
+        q_rms, k_rms = _inverse_rms(qkv, qkv + H * C, H * C, K * C, EPS)
+    own_k, own_q = qkv + (H + kv_head) * C, qkv + head[:, None] * C
+    own_key = _load_head(
+        own_k, k_weight, k_rms, rotation, C, ROTARY_DIM, EPS, CLIP, HAS_NORM, FULL_NORM
+    )
+    query = _load_head(
+        own_q, q_weight, q_rms, rotation, C, ROTARY_DIM, EPS, CLIP, HAS_NORM, FULL_NORM
+    )
+    dtype: tl.constexpr = own_value.dtype
+    queries, own_key = _keep_layout(query).to(dtype), _keep_layout(own_key).to(dtype)
+    tl.store(cache + position * C + c, own_key, mask=row[:, None] == 0)
+    tl.store(cache + V_OFFSET + position * C + c, own_value, mask=row[:, None] == 0)
+    row_max = tl.sum(queries.to(tl.float32) * own_key.to(tl.float32), 1) * SCALE
+    row_sum, acc = tl.full([M], 1.0, tl.float32), own_value.to(tl.float32)
+    if ONE_BLOCK:
+        row_max, row_sum, acc = _add_block(
+            row_max, row_sum, acc, queries, k, v, first, position, SCALE, WINDOW
+        )
+    else:
+        for begin in range(first, position, BLOCK):
+            row_max, row_sum, acc = _add_block(
+                row_max, row_sum, acc, queries, k, v, begin, position, SCALE, WINDOW
+            )
+            if begin + BLOCK < position:
+                k = _load_block(cache, begin + BLOCK, position, C, BLOCK)
+                v = _load_block(cache + V_OFFSET, begin + BLOCK, position, C, BLOCK)
     if HAS_SINKS:
-        largest = tl.maximum(largest, sink)
-    share = tl.exp(row_max - largest)
-    total = tl.sum(row_sum * share, 0)
-    if HAS_SINKS:
-        total += tl.exp(sink - largest)
-    return share, total
+        largest = tl.maximum(row_max, sink)
+        acc *= tl.exp(row_max - largest)[:, None]
+        row_sum = row_sum * tl.exp(row_max - largest) + tl.exp(sink - largest)
+    out = acc / row_sum[:, None]
+    if GATED:
+        out /= 1 + tl.exp(-gate.to(tl.float32))
+    at = (sequence * H + head[:, None]) * C + c
+    tl.store(y + at, out.to(y.dtype.element_ty), mask=row[:, None] < G)
 
 
-# Grid [H, B]: a program computes one query head of one sequence. The first query head
-# of each KV head also appends the token's key and value to the cache. No program waits
-# for that store: each computes the token's own key and value itself, and reads only
-# earlier positions from the cache.
+# Grid [K, B]: a program computes the G = H / K query heads of one KV head of one sequence, as rows
+# of a tensor core's tile, and appends the token's key and value to the cache. So it reads each
+# older key and value once, and unpacks none.
 #
-# Layout: positions are read in blocks of N * SPLITS, as a grid [N, SPLITS]. A lane
-# loads 16 bytes of a position, so C * itemsize / 16 lanes hold one position, and all
-# lanes of a program hold SPLITS. A lane sees only positions of its own split, which
-# has its own running softmax. Warps therefore exchange data only once, when the splits
-# are merged. Each split computes query, RoPE and norm itself, though they are equal for
-# all splits: a broadcast would go through shared memory.
-#
-# The first block is masked by S, not by `position`: without a window its loads need not
-# wait for the position. Each later block is loaded as soon as the registers of the one
-# before are free.
-#
-# One kernel: its speed depends on the order of waits and loads. A reader should see that
-# order whole.
+# The softmax starts with the token's own position, and reads only earlier ones from the cache. The
+# first block of these is loaded before the wait for qkv. It has half of the positions if these are
+# enough: the rest would be loaded and multiplied for nothing.
 @jit
 def _attend_token(
     qkv,
@@ -214,84 +320,94 @@ def _attend_token(
     GATED: tl.constexpr,
     ROPE_WIDTH: tl.constexpr,
     ROPE_BEGIN: tl.constexpr,
-    N: tl.constexpr,
-    SPLITS: tl.constexpr,
+    M: tl.constexpr,
+    BLOCK: tl.constexpr,
     V_OFFSET: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    sequence, head = tl.program_id(1).to(tl.int64), tl.program_id(0)
-    split, kv_head = tl.arange(0, SPLITS), head // (H // K)
-    c = split[:, None] * 0 + tl.arange(0, C)[None, :]
-    rotation = _load_rotation(rope, sequence, c, C, ROTARY_DIM, ROPE_WIDTH, ROPE_BEGIN)
+    kv_head, sequence = tl.program_id(0), tl.program_id(1).to(tl.int64)
     position = tl.load(positions + sequence).to(tl.int32)
+    first = tl.maximum(position - WINDOW + 1, 0) if WINDOW < S else 0
     cache += (sequence * K + kv_head) * S * C
-    BLOCK: tl.constexpr = N * SPLITS
-    first = tl.maximum(position - WINDOW + 1, 0) // BLOCK * BLOCK if WINDOW < S else 0
-    k = _load_block(cache, first, S, C, N, SPLITS)
-    v = _load_block(cache + V_OFFSET, first, S, C, N, SPLITS)
-    if FULL_NORM:
-        q_norm, k_norm = q_norm + head * C, k_norm + kv_head * C
-    q_weight = _load_head_norm(q_norm, rotation, HAS_NORM)
-    k_weight = _load_head_norm(k_norm, rotation, HAS_NORM)
-    sink = tl.load(sinks + head).to(tl.float32) if HAS_SINKS else 0.0
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    FIRST_VALUE: tl.constexpr = H if KEYS_ARE_VALUES else H + K
-    FIRST_GATE: tl.constexpr = FIRST_VALUE + K
-    HEADS: tl.constexpr = FIRST_GATE + H if GATED else FIRST_GATE
-    qkv += sequence * HEADS * C
-    value = qkv + (FIRST_VALUE + kv_head) * C
-    own_value = _load_value(value, c, C, EPS, CLIP, NORM_VALUES)
-    own_k, own_q = qkv + (H + kv_head) * C, qkv + head * C
-    if GATED:
-        gate = tl.load(qkv + (FIRST_GATE + head) * C + c)
-    q_rms, k_rms = 1.0, 1.0
-    if FULL_NORM:
-        q_rms, k_rms = _inverse_rms(qkv, qkv + H * C, H * C, K * C, EPS)
-    own_key = _load_head(
-        own_k, k_weight, k_rms, rotation, C, ROTARY_DIM, EPS, CLIP, HAS_NORM, FULL_NORM
-    )
-    own_key = own_key.to(own_value.dtype)
-    query = _load_head(
-        own_q, q_weight, q_rms, rotation, C, ROTARY_DIM, EPS, CLIP, HAS_NORM, FULL_NORM
-    )
-    query *= SCALE
-    is_own = split == 0  # the split that has the token's own position
-    if head % (H // K) == 0:
-        tl.store(cache + position * C + c, own_key, mask=is_own[:, None])
-        tl.store(cache + V_OFFSET + position * C + c, own_value, mask=is_own[:, None])
-    row_max, row_sum, acc = _begin_splits(query, own_key, own_value, is_own)
-    for begin in range(first, position, BLOCK):
-        key = begin + tl.arange(0, N)[:, None] * SPLITS + split[None, :]
-        scores = tl.sum(k.to(tl.float32) * query[None, :, :], 2)  # [N, SPLITS]
-        more = begin + BLOCK < position  # else addresses would be computed for nothing
-        if more:
-            k = _load_block(cache, begin + BLOCK, position, C, N, SPLITS)
-        scores = tl.where((key < position) & (key > position - WINDOW), scores, float("-inf"))
-        weights, rescale, row_max, row_sum = online_softmax(tl.trans(scores), row_max, row_sum)
-        acc = acc * rescale[:, None] + tl.sum(v.to(tl.float32) * tl.trans(weights)[:, :, None], 0)
-        if more:
-            v = _load_block(cache + V_OFFSET, begin + BLOCK, position, C, N, SPLITS)
-    share, total = _merge_splits(row_max, row_sum, sink, HAS_SINKS)
-    y += (sequence * H + head) * C + tl.arange(0, C)
-    acc *= share[:, None]
-    if GATED:
-        acc /= 1 + tl.exp(-gate.to(tl.float32))
-    out = tl.sum(acc, 0) / total
-    tl.store(y, out.to(y.dtype.element_ty))
+    if position - first <= BLOCK // 2:
+        _attend_heads(
+            qkv,
+            rope,
+            q_norm,
+            k_norm,
+            sinks,
+            cache,
+            y,
+            sequence,
+            kv_head,
+            first,
+            position,
+            H=H,
+            K=K,
+            C=C,
+            ROTARY_DIM=ROTARY_DIM,
+            SCALE=SCALE,
+            EPS=EPS,
+            CLIP=CLIP,
+            WINDOW=WINDOW,
+            HAS_NORM=HAS_NORM,
+            FULL_NORM=FULL_NORM,
+            HAS_SINKS=HAS_SINKS,
+            NORM_VALUES=NORM_VALUES,
+            KEYS_ARE_VALUES=KEYS_ARE_VALUES,
+            GATED=GATED,
+            ROPE_WIDTH=ROPE_WIDTH,
+            ROPE_BEGIN=ROPE_BEGIN,
+            M=M,
+            V_OFFSET=V_OFFSET,
+            PDL=PDL,
+            BLOCK=BLOCK // 2,
+            ONE_BLOCK=True,
+        )
+    else:
+        _attend_heads(
+            qkv,
+            rope,
+            q_norm,
+            k_norm,
+            sinks,
+            cache,
+            y,
+            sequence,
+            kv_head,
+            first,
+            position,
+            H=H,
+            K=K,
+            C=C,
+            ROTARY_DIM=ROTARY_DIM,
+            SCALE=SCALE,
+            EPS=EPS,
+            CLIP=CLIP,
+            WINDOW=WINDOW,
+            HAS_NORM=HAS_NORM,
+            FULL_NORM=FULL_NORM,
+            HAS_SINKS=HAS_SINKS,
+            NORM_VALUES=NORM_VALUES,
+            KEYS_ARE_VALUES=KEYS_ARE_VALUES,
+            GATED=GATED,
+            ROPE_WIDTH=ROPE_WIDTH,
+            ROPE_BEGIN=ROPE_BEGIN,
+            M=M,
+            V_OFFSET=V_OFFSET,
+            PDL=PDL,
+            BLOCK=BLOCK,
+            ONE_BLOCK=False,
+        )
 
 
-class Tile(NamedTuple):
-    """The block of positions that a program reads at once: `rows` for each split."""
+def choose_block(C: int, itemsize: int) -> int:
+    """Return how many positions a program reads at once: as many as fit in registers.
 
-    rows: int = 8  # N, a power of two
-    warps: int = 8
-
-
-def choose_tile(length: int, C: int, itemsize: int) -> Tile:
-    """Return the tile for a cache of this length, or a window in it."""
-    return Tile()
+    fp32 numbers are multiplied as three, which need registers, too.
+    """
+    width = C if itemsize == 2 else 4 * C
+    return 256 if width <= 128 else 128 if width <= 256 else 32
 
 
 def empty_output(qkv: Tensor, cache: Tensor, keys_are_values: bool, gated: bool) -> Tensor:
@@ -351,9 +467,7 @@ def attend_token(
     flags |= dict(NORM_VALUES=norm_values, KEYS_ARE_VALUES=keys_are_values)
     flags |= dict(FULL_NORM=full_norm, GATED=gated)
     flags |= dict(ROPE_WIDTH=rope.shape[-1], ROPE_BEGIN=rope_begin)
-    tile = choose_tile(min(S, window), C, cache.element_size())
-    splits = tile.warps * 32 * 16 // (C * cache.element_size())  # each lane loads 16 bytes
-    _attend_token[H, B](
+    _attend_token[K, B](
         qkv.contiguous(),
         rope,
         *weights,
@@ -363,10 +477,10 @@ def attend_token(
         **shape,
         **scores,
         **flags,
-        N=tile.rows,
-        SPLITS=splits,
+        M=max(FEWEST_ROWS, triton.next_power_of_2(H // K)),
+        BLOCK=choose_block(C, cache.element_size()),
         launch_pdl=pdl,
-        num_warps=tile.warps,
+        num_warps=WARPS,
     )
     return y
 

@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 
 from ops.decode_attention import (
+    FEWEST_ROWS,
+    _keep_layout,
     _load_head,
     _load_head_norm,
     _load_rotation,
@@ -45,7 +47,6 @@ from ops.split_attention import (
 MAX_QUERIES = 64
 MAX_HEAD = 256  # numbers of a head: larger ones do not fit in registers
 MAX_NUMBERS = 64 * 128  # queries of a head times its numbers: more do not fit in registers
-FEWEST_ROWS = 16  # that tensor cores multiply: of queries, and of the call's own keys
 ONE_PART = 640 * 128  # numbers of a KV head's keys up to which one program reads them all
 RMS_COLUMNS = 256  # numbers of each token that the RMS over all heads reads at once
 
@@ -60,19 +61,6 @@ def _inverse_rms_of_rows(x, is_row, WIDTH: tl.constexpr, EPS: tl.constexpr, COLU
         some = tl.load(x + begin + number, mask=mask, other=0.0).to(tl.float32)
         squares += some * some
     return tl.rsqrt(tl.sum(squares, 1, keep_dims=True) / WIDTH + EPS)
-
-
-@jit
-def _keep_layout(x):
-    """Return x, fp32: the compiler keeps the layout in which x was computed.
-
-    Else it computes norm and RoPE in the layout of a product's operand, of which each warp has all:
-    spills, and 14 more barriers. Tests replace the assembly, which Triton's interpreter does not
-    know.
-    """
-    return tl.inline_asm_elementwise(
-        "mov.b32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=False, pack=1
-    )
 
 
 @jit

@@ -161,6 +161,8 @@ def _choose_bf16(out: int, quads: int) -> Tiles:
     """Return the tiles of `down` in bf16."""
     if quads > 2048:
         return _tiles(2, 256, quads, 7)
+    if quads > 1024:
+        return Tiles(2, 64, 8, 2)
     if quads > 512:
         lanes = 128 if quads <= 768 else 256
         return _tiles(4, lanes, quads, 3 if triton.cdiv(quads, lanes) % 3 == 0 else 1)
@@ -181,7 +183,7 @@ def _choose_packed(weight: Weight, quads: int) -> Tiles:
     if weight.kind == "mxfp4" and 256 < quads <= 512:
         return Tiles(8, 128, 1, 4, stay=True)
     if weight.kind == "int4" and quads > 512:
-        return Tiles(4, 64, 5, 2)
+        return Tiles(8, 128, 1, 4)
     if quads > 512:
         return _tiles(4, _lanes_for(quads, 64 if narrow else 128, quads // 8), quads, 2)
     if weight.kind == "int4" and 64 < quads <= 256 and not many:

@@ -709,6 +709,10 @@ TOKEN = {  # B, H, K, C, S, positions, window, rotary_dim, qk_norm, clip, sinks
         0.7,
         True,
     ),
+    "as many as half a block, and one more": (
+        *(2, 4, 2, 64, 512),
+        *((128, 129), None, 64, "none", None, False),
+    ),
     "a position after a block's end": (1, 2, 2, 256, 256, (64,), None, 256, "none", None, True),
 }
 # The same, and the number of queries; positions are those of each sequence's first query.
@@ -893,9 +897,9 @@ def largest_error(want: Iterable[Tensor], got: Iterable[Tensor]) -> float:
 
 
 def token_code() -> dict[str, dict[str, int]]:
-    """Count waits, starts, spills, loads before the wait, and barriers in its machine code.
+    """Count waits, starts, spills, products, and loads before the wait in its machine code.
 
-    Loads are those of 16 bytes; barriers those before the end of the loop over the cache.
+    Of each there are two, for few and more positions. Loads are those of 16 bytes.
     """
     found, kernel = {}, decode_attention._attend_token
     names = "Mixtral-8x7B", "Qwen3-30B-A3B", "gpt-oss-20b", "OLMoE-1B-7B"
@@ -928,15 +932,13 @@ def token_code() -> dict[str, dict[str, int]]:
                 args.sliding_window or 1 << 30,
                 full_norm=is_full,
             )
-        code = compiled(kernel, launch).asm
-        asm = code["sass"]
-        within = code["ptx"].rpartition("bra ")[0]  # up to the end of the loop over blocks
+        asm = compiled(kernel, launch).asm["sass"]
         found[f"{H} heads, {K} KV heads, {args.qk_norm} norm, {dtype}"] = {
             "waits": asm.count("ACQBULK"),
             "starts": asm.count("PREEXIT"),
             "spills": asm.count("STL"),
-            "ahead": asm.partition("ACQBULK")[0].count("LDG.E.128"),
-            "barriers": within.count("bar.sync"),
+            "products": asm.count("HMMA"),
+            "ahead": [part.count("LDG.E.128") for part in asm.split("ACQBULK")[:2]],
         }
     return found
 
@@ -1182,12 +1184,18 @@ def round_to_bf16(x):
 
 @triton.jit
 def unchanged(x):
-    """Replace `few_queries_attention._keep_layout`, which is inline assembly."""
+    """Replace `decode_attention._keep_layout`, which is inline assembly."""
     return x
 
 
-def token_errors() -> dict[str, float]:
+def without_assembly() -> None:
+    """Replace what Triton's interpreter does not know in the kernels of attention."""
     split_attention._to_bf16 = round_to_bf16
+    decode_attention._keep_layout = few_queries_attention._keep_layout = unchanged
+
+
+def token_errors() -> dict[str, float]:
+    without_assembly()
     decode_attention.supports_pdl = split_attention.supports_pdl = lambda x: False
     found = {name: token_error(*case) for name, case in TOKEN.items()}
     kinds = {"Gemma 4's window layer": False, "Gemma 4's global layer": True}
@@ -1197,7 +1205,7 @@ def token_errors() -> dict[str, float]:
 
 def few_token_errors() -> dict[str, float]:
     """`token_errors` of three forms: without and with a norm, and with a window and sinks."""
-    split_attention._to_bf16 = round_to_bf16
+    without_assembly()
     decode_attention.supports_pdl = split_attention.supports_pdl = lambda x: False
     names = "one block", "some blocks, a norm", "a window, sinks, half turned, clipped"
     return {name: token_error(*TOKEN[name]) for name in names}
@@ -1210,7 +1218,7 @@ def more_queries_errors() -> dict[str, float]:
 
 
 def queries_errors(cases: dict[str, tuple]) -> dict[str, float]:
-    split_attention._to_bf16, few_queries_attention._keep_layout = round_to_bf16, unchanged
+    without_assembly()
     few_queries_attention.supports_pdl = lambda x: False
     return {name: token_error(*case) for name, case in cases.items()}
 

@@ -436,7 +436,8 @@ def as_on_a_gpu() -> Iterator[None]:
         products = moe_decode, few_tokens, expert_tiles
         for module in (*products, moe_router, reduce_router, *attention):
             stack.enter_context(mock.patch.object(module, "supports_pdl", lambda x: False))
-        stack.enter_context(mock.patch.object(few_queries_attention, "_keep_layout", unchanged))
+        for module in (decode_attention, few_queries_attention):
+            stack.enter_context(mock.patch.object(module, "_keep_layout", unchanged))
         yield
 
 

@@ -114,13 +114,12 @@ def test_one_tokens_attention_in_one_kernel(interpreted):
 @pytest.mark.slow
 def test_one_tokens_attention_in_every_form(machine_code):
     errors = without_a_gpu("token", TRITON_INTERPRET="1")["token"]
-    assert len(errors) == 9 and all(error < 2e-6 for error in errors.values()), errors
+    assert len(errors) == 10 and all(error < 2e-6 for error in errors.values()), errors
     for case, counts in machine_code["token"].items():
-        assert counts["waits"] == counts["starts"] == 1 and counts["spills"] == 0, case
+        assert counts["waits"] == counts["starts"] == 2 and counts["spills"] == 0, case
+        assert counts["products"] > 0, case
         # The first block of the cache is loaded before the wait for the previous kernel.
-        assert counts["ahead"] >= 16, case
-        # Warps wait for each other only at the end, and for a norm over all heads.
-        assert (counts["barriers"] > 0) == ("full norm" in case), case
+        assert min(counts["ahead"]) >= (8 if "bfloat16" in case else 4), case
 
 
 def check_queries_code(found: dict[str, dict]) -> None:
