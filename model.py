@@ -18,7 +18,7 @@ modules: other families in models/, packed weights in formats/, several GPUs in 
 host memory in offload/, and the decode loop in runtime/session.py.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
@@ -375,18 +375,12 @@ class KVCache(nn.Module):
         blocks = context.masks[window].blocks
         return attend_blocks(q, k, v, context.positions, blocks, window, **options)
 
-    def truncate(self, row: int, length: int) -> int:
-        """Forget the row's tokens past `length`; return how many remain."""
-        return length
-
-    def snapshot(self, row: int, length: int) -> None:
-        """Remember the row's state at `length` tokens: a KV cache can be truncated anywhere."""
-
     def accept(self, counts: Tensor) -> None:
         """Keep the first counts [B] of each row's newest tokens: the rest is masked anyway."""
 
-    def assign_snapshots(self, sources: Mapping[int, int]) -> None:
-        """Give rows, the keys, the snapshots of others, the values: there are none."""
+    def recurrent(self, row: int) -> list[Tensor]:
+        """Return a row's state that changes with each token: none."""
+        return []
 
     def row(self, row: int) -> list[Tensor]:
         """Return a row's memory as views [..., S, values of a position]."""

@@ -125,7 +125,7 @@ def fill_cache(session: Session, prompts: Sequence[Sequence[int]]) -> None:
                 tensor.normal_(0, 0.01)
     for row, ids in enumerate(prompts):
         session.ids[row], session.cached[row] = list(ids[:-1]), len(ids) - 1
-        session.snapshot(row)
+        session.snapshots.take(row, len(ids) - 1)
 
 
 def cache_in_use(session: Session, position: int) -> int:

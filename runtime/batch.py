@@ -320,12 +320,12 @@ class Batch:
         step = session.warm_up(candidates, size)
         for row, sequence in decoding.items():
             if session.cached[row] < len(sequence.ids):
-                session.set_prompt_token(row, sequence.ids)
+                session.set_prompt_token(row, sequence.ids, sequence.sampling)
         step()
         for row, sequence in decoding.items():
             session.cached[row] += 1
             if session.cached[row] == len(sequence.ids):
-                session.snapshot(row)
+                session.snapshots.take(row, session.cached[row])
         done = {n: s for n, s in decoding.items() if session.cached[n] >= len(s.ids)}
         return self.expect_tokens(done, posted=True) if done else None
 

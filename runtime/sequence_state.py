@@ -8,7 +8,6 @@ state must not take these tokens in. Every call therefore tells which tokens are
 `context.last` [B] is the index of each row's last real query, -1 for none.
 """
 
-from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -32,40 +31,24 @@ class SequenceState(Protocol):
     def accept(self, counts: Tensor) -> None:
         """Of each row's tokens in the last call, keep the first counts [B]; on the device."""
 
-    def truncate(self, row: int, length: int) -> int:
-        """Forget the row's tokens past `length`; return how many remain, which may be fewer.
-
-        A KV cache keeps `length` tokens, a recurrent state those of its latest snapshot before
-        that.
-        """
-
     def row(self, row: int) -> list[Tensor]:
         """Return a row's memory, for `ops.rows.RowMemory`: views [..., S, values of a position].
 
         S is positions, or 1 of a recurrent state.
         """
 
-    def assign_snapshots(self, sources: Mapping[int, int]) -> None:
-        """Give rows, the keys, the snapshots of others, the values."""
+    def recurrent(self, row: int) -> list[Tensor]:
+        """Return views of a row's state that changes with each token, for `snapshots.Snapshots`.
 
-    def snapshot(self, row: int, length: int) -> None:
-        """Make the row's length now, `length`, one to which it can be truncated."""
+        A KV cache has none: it can go back to any length.
+        """
 
     def reset(self, row: int | None = None) -> None:
-        """Forget a row's sequence and snapshots, or all."""
+        """Forget a row's sequence, or all."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of device memory, snapshots included."""
-
-
-def truncate_all(states: Sequence[SequenceState], row: int, length: int) -> int:
-    """Truncate a row in all layers to the same length, at most `length`; return it."""
-    while True:
-        kept = min((state.truncate(row, length) for state in states), default=length)
-        if kept == length:
-            return length
-        length = kept
+        """Bytes of device memory."""
 
 
 def real_tokens(queries: int, context: Context, device: torch.device) -> Tensor:

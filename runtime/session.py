@@ -36,7 +36,8 @@ from runtime.sampling import (
     StepState,
     sample,
 )
-from runtime.sequence_state import MAX_TENTATIVE, truncate_all
+from runtime.sequence_state import MAX_TENTATIVE
+from runtime.snapshots import Snapshots
 from runtime.transfers import read_later, send
 
 PREFILL_CHUNK = 2048  # prompt tokens in one call, which bounds the memory for activations
@@ -115,6 +116,7 @@ class Session:
         self.cache_len = -(-length // BLOCK) * BLOCK
         self.states = model.setup_cache(self.batch, self.cache_len, options.cache_class)
         rows = range(self.batch)
+        self.snapshots = Snapshots(self.states, self.batch)
         self.memory = RowMemory([[v for s in self.states for v in s.row(row)] for row in rows])
         self.make_buffers()
         self.graphs = GraphCache() if captures_prompts else None
@@ -186,6 +188,7 @@ class Session:
         """Forget the sequence of a row, or all."""
         for state in self.states:
             state.reset(row)
+        self.snapshots.forget(row)
         if row is not None:
             self.ids[row], self.cached[row] = [], 0
             return
@@ -326,7 +329,7 @@ class Session:
                 rows = self.rows[row : row + 1].clone()
                 logits, *routing = self.run_chunk(tokens, rows, last, start + tokens.shape[1])
             start += len(part)
-            self.snapshot(row, start)
+            self.snapshots.take(row, start)
             yield logits, *(layers[:, len(part) - 1 : len(part)] for layers in routing)
 
     def is_short(self, row: int, tokens: int) -> bool:
@@ -428,15 +431,11 @@ class Session:
         after the prompt into `token`. Until then the row is idle. Call `warm_up` before, since
         compiling takes long.
         """
-        self.controls[row] = send(sampling.controls(self.seen.shape[1]), self.device)
-        seed = secrets.randbits(62) if sampling.seed is None else sampling.seed
-        self.seeds[row].fill_(seed)
         if self.edited or self.row_is_edited[row]:
             set_edits(self.edits, row, sampling)
             self.row_is_edited[row] = self.edited
-        self.set_seen(row, ids)
         start = min(common_prefix(self.ids[row], ids), self.cached[row], len(ids) - 1)
-        start = truncate_all(self.states, row, start)
+        start = self.snapshots.go_back(row, start)
         self.prefilled += len(ids) - start
         self.ids[row], self.cached[row] = list(ids), start
         # A step of others writes a key and a value at an idle row's position, also between layers
@@ -448,7 +447,10 @@ class Session:
     def run_prompt(
         self, row: int, ids: Sequence[int], sampling: Sampling, chunk: int
     ) -> Iterator[None]:
-        """Run a prompt from where the row's cache ends, then sample; yield between chunks."""
+        """Run a prompt from where the row's cache ends, then sample; yield between chunks.
+
+        What only sampling needs is launched after the prompt: the GPU would wait for it before.
+        """
         start = self.cached[row]
         found: Sequence[Tensor] = ()
         for last in self.prefill(row, ids[start:], start, chunk):
@@ -456,6 +458,7 @@ class Session:
             self.cached[row] = min(self.cached[row] + chunk, len(ids))
             if self.cached[row] < len(ids):
                 yield
+        self.prepare_sampling(row, ids, sampling)
         self.position[row].fill_(len(ids) - 1)
         self.choose_first(row, sampling, *found)
         self.set_place(row, last=0, position=len(ids))
@@ -473,28 +476,26 @@ class Session:
         if self.watch:
             self.watched[row] = self.record_details(state.token, logits, routing)[0]
 
-    def snapshot(self, row: int, length: int | None = None) -> None:
-        """Let a row go back to its length now; length: that, if it is not the cached tokens."""
-        for state in self.states:
-            state.snapshot(row, self.cached[row] if length is None else length)
-
-    def set_prompt_token(self, row: int, ids: Sequence[int]) -> None:
+    def set_prompt_token(self, row: int, ids: Sequence[int], sampling: Sampling) -> None:
         """Let the next step run a row's next prompt token. It samples, too: only after the last
         prompt token is that the sequence's.
         """
         at = self.cached[row]
         self.token[row].fill_(ids[at])
         self.set_place(row, last=0, position=at)
-        if at == len(ids) - 1:  # forget what the steps before have sampled
-            self.set_seen(row, ids)
+        if at == len(ids) - 1:
+            self.prepare_sampling(row, ids, sampling)
 
     def set_place(self, row: int, last: int, position: int) -> None:
         """Set the index of a row's last real query, -1 if it is idle, and its position."""
         self.last[row].fill_(last)
         self.position[row].fill_(position)
 
-    def set_seen(self, row: int, ids: Sequence[int]) -> None:
-        """Let a row have seen these tokens alone."""
+    def prepare_sampling(self, row: int, ids: Sequence[int], sampling: Sampling) -> None:
+        """Let a row sample so, with a new seed if none is given. It has seen these tokens alone."""
+        self.controls[row] = send(sampling.controls(self.seen.shape[1]), self.device)
+        seed = secrets.randbits(62) if sampling.seed is None else sampling.seed
+        self.seeds[row].fill_(seed)
         self.seen[row].fill_(False).index_fill_(0, send(torch.tensor(ids), self.device), True)
 
     def stop_row(self, row: int) -> None:
@@ -504,8 +505,7 @@ class Session:
     def swap_rows(self, a: int, b: int) -> None:
         """Exchange two rows: their sequences and what is remembered of these."""
         self.memory.exchange(a, b, max(self.cached[a], self.cached[b]))
-        for state in self.states:
-            state.assign_snapshots({a: b, b: a})
+        self.snapshots.assign({a: b, b: a})
         for tensor in (*self.state, *self.edits):
             tensor[a], tensor[b] = tensor[b], tensor[a].clone()
         lists: tuple[list, ...] = self.ids, self.cached, self.row_is_edited
@@ -515,8 +515,7 @@ class Session:
     def copy_row(self, source: int, target: int, length: int) -> None:
         """Make an idle row remember the first tokens of another row, at most `length`."""
         self.memory.copy(source, target, length)
-        for state in self.states:
-            state.assign_snapshots({target: source})
+        self.snapshots.assign({target: source})
         self.ids[target], self.cached[target] = self.ids[source][:length], length
 
     def start_prompts(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:

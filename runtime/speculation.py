@@ -30,7 +30,6 @@ from runtime.sampling import (
     step_to,
     uniform,
 )
-from runtime.sequence_state import truncate_all
 from runtime.session import SPARE, Session, copy_all
 from runtime.transfers import read_later
 
@@ -208,7 +207,7 @@ class DraftModel(Session):
     def propose(self) -> bool:
         """Write drafts for the target's text to `drafts` and `q`."""
         self.ids[0], known = self.target.ids[0], self.target.cached[0]
-        kept = truncate_all(self.states, 0, known)
+        kept = self.snapshots.go_back(0, known)
         if kept < known:  # a recurrent state is back at a snapshot
             for _ in self.prefill(0, self.ids[0][kept:known], kept):
                 pass

@@ -543,7 +543,7 @@ def test_a_short_prompt_never_waits_for_the_device(rows):
         step()
         session.stop_row(0)
         session.cached[0] = 0
-        session.set_prompt_token(0, ids)
+        session.set_prompt_token(0, ids, GREEDY)
         return first
 
     answer()()

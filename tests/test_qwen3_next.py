@@ -19,13 +19,14 @@ from generate import load_model
 from model import Chunk, KVCache, Transformer
 from models import ARCHITECTURES, build_model
 from models.converter import convert
-from models.layers import gated_delta_net
+from models.layers import gated_delta_net, gated_hybrid
 from models.layers.gated_delta_net import DeltaState
 from models.layers.gated_hybrid import HybridArgs
 from runtime.runner import CompiledRunner
 from runtime.sampling import Sampling
 from runtime.sequence_state import MAX_TENTATIVE
 from runtime.session import Session, SessionOptions
+from runtime.snapshots import MAX_SNAPSHOTS, Snapshots
 from runtime.speculation import Speculation
 
 GREEDY = Sampling(temperature=0)
@@ -93,8 +94,9 @@ def test_published_sizes():
 # The state ----------------------------------------------------------------------------------------
 
 
-def test_the_state_follows_the_protocols_limit():
+def test_the_layers_know_what_the_runtime_keeps():
     assert gated_delta_net.MAX_TENTATIVE >= MAX_TENTATIVE
+    assert gated_hybrid.MAX_SNAPSHOTS >= MAX_SNAPSHOTS
 
 
 def test_padding_and_idle_rows_leave_the_state(model):
@@ -172,28 +174,32 @@ def test_the_state_is_updated_in_place(model):
     run(model, prompt(20))
     run(model, prompt(4), 20)
     first.accept(torch.tensor([2]))
-    first.snapshot(0, 22)
-    first.truncate(0, 22)
+    snapshots = Snapshots(model.states, 1)
+    snapshots.take(0, 22)
+    snapshots.go_back(0, 22)
     first.reset()
     assert at == [buffer.data_ptr() for buffer in first.buffers()]
     assert not any(buffer.any() for buffer in first.buffers())
 
 
 def test_snapshots_are_limited(model):
-    """The first and the latest are kept; their bytes are counted."""
-    (state, *_) = [s for s in model.setup_cache(2, 64) if isinstance(s, DeltaState)]
-    before, most = state.nbytes, gated_delta_net.MAX_SNAPSHOTS
+    """The first and the latest are kept, of all layers."""
+    states = [s for s in model.setup_cache(2, 64) if isinstance(s, DeltaState)]
+    found, most = Snapshots(model.states, 2), MAX_SNAPSHOTS
     for length in range(1, most + 5):
-        state.state.fill_(length)
-        state.snapshot(1, length)
+        for n, state in enumerate(states):
+            state.state.fill_(length + n)
+        found.take(1, length)
     kept = [1, *range(6, most + 5)]
-    assert sorted(state.snapshots[1]) == kept and not state.snapshots[0]
-    one = state.state[0].nbytes + state.window[0].nbytes
-    assert state.nbytes == before + most * one
-    assert state.truncate(1, 7) == 7 and state.state[1].unique().item() == 7
-    assert state.truncate(1, 5) == 1 and state.state[1].unique().item() == 1
-    assert state.truncate(1, 0) == 0 and not state.state[1].any()
-    assert state.truncate(0, 9) == 0
+    assert sorted(found.taken[1]) == kept and not found.taken[0]
+    found.assign({0: 1})
+    for length, back in ((7, 7), (5, 1), (0, 0)):
+        assert found.go_back(1, length) == back
+        for n, state in enumerate(states):
+            assert state.state[1].unique().item() == (back + n if back else 0)
+    assert found.go_back(0, 9) == 9 and states[1].state[0].unique().item() == 10
+    found.forget(0)
+    assert found.go_back(0, 9) == 0 and not states[0].state[0].any()
 
 
 def test_a_prefix_is_reused_from_its_snapshot(make_family):

@@ -8,8 +8,9 @@ from formats.kv_cache import Int8KVCache
 from model import Context, KVCache, Linear, ModelArgs, Transformer
 from models.deepseek import DeepseekArgs, DeepseekTransformer
 from runtime.sampling import Sampling
-from runtime.sequence_state import MAX_TENTATIVE, real_tokens, truncate_all
+from runtime.sequence_state import MAX_TENTATIVE, real_tokens
 from runtime.session import Session, SessionOptions
+from runtime.snapshots import Snapshots
 from runtime.speculation import Speculation
 
 WIDTH = 16
@@ -24,7 +25,6 @@ class RecurrentState:
         self.h = torch.zeros(batch, WIDTH, dtype=like.dtype, device=like.device)
         # States after 0, 1, ... tokens of the last call, for `accept`.
         self.tentative = self.h.unsqueeze(1).repeat(1, MAX_TENTATIVE + 1, 1)
-        self.snapshots: list[dict[int, Tensor]] = [{} for _ in range(batch)]
 
     def append(self, values: Tensor, context: Context) -> Tensor:
         rows = slice(len(values)) if context.chunk is None else context.chunk.row
@@ -43,27 +43,14 @@ class RecurrentState:
         rows = torch.arange(len(counts))
         self.h[rows] = self.tentative[rows, counts]
 
-    def truncate(self, row: int, length: int) -> int:
-        kept = max((n for n in self.snapshots[row] if n <= length), default=0)
-        self.snapshots[row] = {n: h for n, h in self.snapshots[row].items() if n <= kept}
-        self.h[row] = self.snapshots[row].get(kept, torch.zeros(WIDTH))
-        return kept
-
-    def snapshot(self, row: int, length: int) -> None:
-        self.snapshots[row][length] = self.h[row].clone()
+    def recurrent(self, row: int) -> list[Tensor]:
+        return [self.h[row]]
 
     def row(self, row: int) -> list[Tensor]:
         return [self.h[row].view(1, -1)]
 
-    def assign_snapshots(self, sources: dict[int, int]) -> None:
-        taken = list(self.snapshots)
-        for row, source in sources.items():
-            self.snapshots[row] = dict(taken[source])
-
     def reset(self, row: int | None = None) -> None:
-        for n in range(len(self.h)) if row is None else (row,):
-            self.h[n] = 0
-            self.snapshots[n] = {}
+        (self.h if row is None else self.h[row]).zero_()
 
     @property
     def nbytes(self) -> int:
@@ -233,20 +220,15 @@ def test_a_cache_implements_the_protocol(cache_class):
     assert k.shape == v.shape == (2, 4, 32, 16)
     assert k[1, :, 5:7].eq(1).all() and k[0, :, :2].eq(1).all()
     cache.accept(torch.tensor([1, 0]))
-    cache.snapshot(0, 2)
-    assert cache.truncate(0, 1) == 1
+    assert not cache.recurrent(0)
     assert cache.nbytes == sum(buffer.nbytes for buffer in cache.buffers()) > 0
     cache.reset()
     assert not cache.stored()[0].any()
 
 
-def test_all_layers_are_truncated_to_the_same_length():
-    class Stepped:
-        def __init__(self, step: int):
-            self.step = step
-
-        def truncate(self, row: int, length: int) -> int:
-            return length // self.step * self.step
-
-    assert truncate_all([Stepped(1), Stepped(6), Stepped(4)], 0, 23) == 12
-    assert truncate_all([], 0, 7) == 7
+def test_without_recurrent_layers_a_row_goes_back_to_any_length():
+    caches = [KVCache((2, 4, 32, 16), torch.bfloat16, torch.device("cpu")) for _ in range(3)]
+    for states in (caches, []):
+        snapshots = Snapshots(states, 2)
+        snapshots.take(1, 9)
+        assert snapshots.go_back(1, 7) == 7

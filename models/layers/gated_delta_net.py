@@ -7,7 +7,6 @@ Letters: K key heads (queries have as many), H value heads, Ck and Cv their size
 channels of the convolution, W its width.
 """
 
-from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -28,7 +27,6 @@ from ops.gated_delta_token import delta_token, delta_token_supports
 from ops.inductor import materialize
 
 MAX_TENTATIVE = 16  # tokens of one call that `accept` can still refuse
-MAX_SNAPSHOTS = 8  # kept for a sequence; each is as large as its state
 
 
 class DeltaSizes(NamedTuple):
@@ -83,7 +81,6 @@ class DeltaState(nn.Module):
         self.register_buffer("count", count, persistent=False)
         # Scratch of `delta_token`: zeros between calls. No buffer, since it is no row's memory.
         self.arrivals = torch.zeros(batch, sizes.key_heads, dtype=torch.int32, device=like.device)
-        self.snapshots: list[dict[int, tuple[Tensor, Tensor]]] = [{} for _ in range(batch)]
 
     def append(self, values: DeltaInputs, context: Context) -> Tensor:
         """Take in the call's real tokens; return what they read from the state, [B, Q, H, Cv].
@@ -138,53 +135,22 @@ class DeltaState(nn.Module):
         self.state[:B].copy_(gated_delta_chunk(q, k, v, g, beta, self.before[:B])[1])
         self.window[:B].copy_(last_inputs(self.inputs[:B], counts, self.sizes.width - 1))
 
-    def truncate(self, row: int, length: int) -> int:
-        """Go back to the row's latest snapshot of at most `length` tokens; return its length."""
-        kept = max((n for n in self.snapshots[row] if n <= length), default=0)
-        self.snapshots[row] = {n: t for n, t in self.snapshots[row].items() if n <= kept}
-        if kept:
-            state, window = self.snapshots[row][kept]
-            self.state[row].copy_(state)
-            self.window[row].copy_(window)
-        else:
-            self.state[row].zero_()
-            self.window[row].zero_()
-        return kept
-
-    def snapshot(self, row: int, length: int) -> None:
-        """Remember the row's state at `length` tokens.
-
-        Of too many snapshots the second goes: the first may be of a system prompt.
-        """
-        taken = self.snapshots[row]
-        taken[length] = self.state[row].clone(), self.window[row].clone()
-        if len(taken) > MAX_SNAPSHOTS:
-            del taken[sorted(taken)[1]]
-
-    def assign_snapshots(self, sources: Mapping[int, int]) -> None:
-        """Give rows, the keys, the snapshots of others, the values.
-
-        Rows may share snapshots, which never change.
-        """
-        taken = list(self.snapshots)
-        for row, source in sources.items():
-            self.snapshots[row] = dict(taken[source])
+    def recurrent(self, row: int) -> list[Tensor]:
+        """Return a row's state and window."""
+        return [self.state[row], self.window[row]]
 
     def row(self, row: int) -> list[Tensor]:
         """Return a row's memory as views [1, all values]."""
         return [buffer[row].view(1, -1) for buffer in self.buffers()]
 
     def reset(self, row: int | None = None) -> None:
-        """Forget a row's sequence and snapshots, or all."""
+        """Forget a row's sequence, or all."""
         for buffer in self.buffers():
             (buffer if row is None else buffer[row]).zero_()
-        for taken in self.snapshots if row is None else [self.snapshots[row]]:
-            taken.clear()
 
     @property
     def nbytes(self) -> int:
-        taken = (t for row in self.snapshots for pair in row.values() for t in pair)
-        return sum(t.nbytes for t in (*self.buffers(), *taken))
+        return sum(buffer.nbytes for buffer in self.buffers())
 
 
 def last_inputs(inputs: Tensor, count: Tensor, length: int) -> Tensor:

@@ -9,18 +9,14 @@ from model import Block, ModelArgs, Transformer, is_layer
 from models.config import HFConfig, rotary_dim
 from models.family import Family, PublishedLayout, Shard
 from models.layers.gated_attention import GatedAttention, gated_attention_recipes
-from models.layers.gated_delta_net import (
-    MAX_SNAPSHOTS,
-    DeltaNet,
-    DeltaSizes,
-    delta_net_recipes,
-)
+from models.layers.gated_delta_net import DeltaNet, DeltaSizes, delta_net_recipes
 from models.layers.shared_expert import GatedSharedExpertMoE
 from models.layers.zero_centered_norm import ZeroCenteredRMSNorm, zero_centered
 from models.tensors import Recipes, copy_of, prefixed
 from ops.rope import rope_frequencies, rope_table
 
 PROMPT_CHUNK = 2048  # tokens of a prompt that run at once, if it is not changed
+MAX_SNAPSHOTS = 8  # of a sequence's states; runtime/snapshots.py keeps no more
 KINDS = "linear_attention", "full_attention"
 
 
