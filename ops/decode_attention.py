@@ -217,13 +217,13 @@ def _attend_heads(
     ROPE_BEGIN: tl.constexpr,
     M: tl.constexpr,
     BLOCK: tl.constexpr,
-    ONE_BLOCK: tl.constexpr,
+    LONG: tl.constexpr,
     V_OFFSET: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Compute a program of `_attend_token`, in blocks of BLOCK positions.
 
-    first: the first position that the token sees. ONE_BLOCK: a block has all positions.
+    first: the first position that the token sees. LONG: not all positions may be in one block.
     """
     G: tl.constexpr = H // K
     row = tl.arange(0, M)
@@ -266,7 +266,7 @@ def _attend_heads(
     row_max, row_sum, acc = _add_block(
         row_max, row_sum, acc, queries, k, v, first, position, SCALE, WINDOW
     )
-    if not ONE_BLOCK:
+    if LONG:
         for begin in range(first + BLOCK, position, BLOCK // 2):
             more_k = _load_block(cache, begin, position, C, BLOCK // 2)
             more_v = _load_block(cache + V_OFFSET, begin, position, C, BLOCK // 2)
@@ -284,13 +284,13 @@ def _attend_heads(
     tl.store(y + at, out.to(y.dtype.element_ty), mask=row[:, None] < G)
 
 
-# Grid [K, B]: a program computes the G = H / K query heads of one KV head of one sequence, as rows
-# of a tensor core's tile, and appends the token's key and value to the cache. So it reads each
-# older key and value once, and unpacks none.
+# Grid [K, B]: a program computes the G query heads of one KV head of one sequence, as rows of a
+# tile of tensor cores. It appends the token's key and value to the cache. It reads each older key
+# and value once, and unpacks none.
 #
 # The softmax starts with the token's own position, and reads only earlier ones from the cache. The
-# first block of these is loaded, and copied to shared memory, before the wait for qkv. It has half
-# of the positions if these are enough: the rest would be multiplied for nothing.
+# first block of these is loaded, and copied to shared memory, before the wait for qkv. Few
+# positions are half a block: products with the rest would take time for nothing.
 @jit
 def _attend_token(
     qkv,
@@ -327,76 +327,43 @@ def _attend_token(
     position = tl.load(positions + sequence).to(tl.int32)
     first = tl.maximum(position - WINDOW + 1, 0) if WINDOW < S else 0
     cache += (sequence * K + kv_head) * S * C
-    if position - first <= BLOCK // 2:
-        _attend_heads(
-            qkv,
-            rope,
-            q_norm,
-            k_norm,
-            sinks,
-            cache,
-            y,
-            sequence,
-            kv_head,
-            first,
-            position,
-            H=H,
-            K=K,
-            C=C,
-            ROTARY_DIM=ROTARY_DIM,
-            SCALE=SCALE,
-            EPS=EPS,
-            CLIP=CLIP,
-            WINDOW=WINDOW,
-            HAS_NORM=HAS_NORM,
-            FULL_NORM=FULL_NORM,
-            HAS_SINKS=HAS_SINKS,
-            NORM_VALUES=NORM_VALUES,
-            KEYS_ARE_VALUES=KEYS_ARE_VALUES,
-            GATED=GATED,
-            ROPE_WIDTH=ROPE_WIDTH,
-            ROPE_BEGIN=ROPE_BEGIN,
-            M=M,
-            V_OFFSET=V_OFFSET,
-            PDL=PDL,
-            BLOCK=BLOCK // 2,
-            ONE_BLOCK=True,
-        )
-    else:
-        _attend_heads(
-            qkv,
-            rope,
-            q_norm,
-            k_norm,
-            sinks,
-            cache,
-            y,
-            sequence,
-            kv_head,
-            first,
-            position,
-            H=H,
-            K=K,
-            C=C,
-            ROTARY_DIM=ROTARY_DIM,
-            SCALE=SCALE,
-            EPS=EPS,
-            CLIP=CLIP,
-            WINDOW=WINDOW,
-            HAS_NORM=HAS_NORM,
-            FULL_NORM=FULL_NORM,
-            HAS_SINKS=HAS_SINKS,
-            NORM_VALUES=NORM_VALUES,
-            KEYS_ARE_VALUES=KEYS_ARE_VALUES,
-            GATED=GATED,
-            ROPE_WIDTH=ROPE_WIDTH,
-            ROPE_BEGIN=ROPE_BEGIN,
-            M=M,
-            V_OFFSET=V_OFFSET,
-            PDL=PDL,
-            BLOCK=BLOCK,
-            ONE_BLOCK=False,
-        )
+    is_long = (position - first > BLOCK // 2).to(tl.int32)
+    for LONG in tl.static_range(2):
+        if is_long == LONG:
+            _attend_heads(
+                qkv,
+                rope,
+                q_norm,
+                k_norm,
+                sinks,
+                cache,
+                y,
+                sequence,
+                kv_head,
+                first,
+                position,
+                H=H,
+                K=K,
+                C=C,
+                ROTARY_DIM=ROTARY_DIM,
+                SCALE=SCALE,
+                EPS=EPS,
+                CLIP=CLIP,
+                WINDOW=WINDOW,
+                HAS_NORM=HAS_NORM,
+                FULL_NORM=FULL_NORM,
+                HAS_SINKS=HAS_SINKS,
+                NORM_VALUES=NORM_VALUES,
+                KEYS_ARE_VALUES=KEYS_ARE_VALUES,
+                GATED=GATED,
+                ROPE_WIDTH=ROPE_WIDTH,
+                ROPE_BEGIN=ROPE_BEGIN,
+                M=M,
+                V_OFFSET=V_OFFSET,
+                PDL=PDL,
+                BLOCK=BLOCK if LONG else BLOCK // 2,
+                LONG=LONG,
+            )
 
 
 def choose_block(C: int, itemsize: int) -> int:

@@ -449,7 +449,7 @@ class Session:
     ) -> Iterator[None]:
         """Run a prompt from where the row's cache ends, then sample; yield between chunks.
 
-        What only sampling needs is launched after the prompt: the GPU would wait for it before.
+        Sampling is prepared after the prompt is launched. Before it, the GPU would wait for that.
         """
         start = self.cached[row]
         found: Sequence[Tensor] = ()

@@ -16,7 +16,7 @@ from models.tensors import Recipes, copy_of, prefixed
 from ops.rope import rope_frequencies, rope_table
 
 PROMPT_CHUNK = 2048  # tokens of a prompt that run at once, if it is not changed
-MAX_SNAPSHOTS = 8  # of a sequence's states; runtime/snapshots.py keeps no more
+MAX_SNAPSHOTS = 8  # runtime/snapshots.py keeps no more of a sequence
 KINDS = "linear_attention", "full_attention"
 
 
