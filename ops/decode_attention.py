@@ -263,16 +263,18 @@ def _attend_heads(
     tl.store(cache + V_OFFSET + position * C + c, own_value, mask=row[:, None] == 0)
     row_max = tl.sum(queries.to(tl.float32) * own_key.to(tl.float32), 1) * SCALE
     row_sum, acc = tl.full([M], 1.0, tl.float32), own_value.to(tl.float32)
-    row_max, row_sum, acc = _add_block(
-        row_max, row_sum, acc, queries, k, v, first, position, SCALE, WINDOW
-    )
     if LONG:
-        for begin in range(first + BLOCK, position, BLOCK // 2):
-            more_k = _load_block(cache, begin, position, C, BLOCK // 2)
-            more_v = _load_block(cache + V_OFFSET, begin, position, C, BLOCK // 2)
+        for begin in range(first, position, BLOCK):
             row_max, row_sum, acc = _add_block(
-                row_max, row_sum, acc, queries, more_k, more_v, begin, position, SCALE, WINDOW
+                row_max, row_sum, acc, queries, k, v, begin, position, SCALE, WINDOW
             )
+            if begin + BLOCK < position:
+                k = _load_block(cache, begin + BLOCK, position, C, BLOCK)
+                v = _load_block(cache + V_OFFSET, begin + BLOCK, position, C, BLOCK)
+    else:
+        row_max, row_sum, acc = _add_block(
+            row_max, row_sum, acc, queries, k, v, first, position, SCALE, WINDOW
+        )
     if HAS_SINKS:
         largest = tl.maximum(row_max, sink)
         acc *= tl.exp(row_max - largest)[:, None]
@@ -289,8 +291,8 @@ def _attend_heads(
 # and value once, and unpacks none.
 #
 # The softmax starts with the token's own position, and reads only earlier ones from the cache. The
-# first block of these is loaded, and copied to shared memory, before the wait for qkv. Few
-# positions are half a block: products with the rest would take time for nothing.
+# first block of these is loaded before the wait for qkv. Few positions are half a block: products
+# with the rest would take time for nothing.
 @jit
 def _attend_token(
     qkv,
