@@ -399,7 +399,7 @@ LAYERS = {
         | dict(delta_key_heads=2, delta_value_heads=4, delta_key_dim=32, delta_value_dim=32),
     ),
 }  # arguments by family
-PLAIN_ROWS = ".router", ".shared_gate"
+NEVER_PACKED = ".router", ".shared_gate"
 
 
 def small_model(family: str, format: str, batch: int = 1, **changes) -> Transformer:
@@ -412,8 +412,7 @@ def small_model(family: str, format: str, batch: int = 1, **changes) -> Transfor
         parameter.data = torch.randn_like(parameter) * parameter.shape[-1] ** -0.5
     for block in model.layers:
         for name, module in list(block.named_modules()):
-            packs = isinstance(module, Linear | ExpertLinear) and not name.endswith(PLAIN_ROWS[0])
-            if packs and not name.endswith(PLAIN_ROWS[1]):
+            if isinstance(module, Linear | ExpertLinear) and not name.endswith(NEVER_PACKED):
                 block.set_submodule(name, packed(module, format))
     model.half()
     model.setup_cache(batch, 128)
