@@ -291,8 +291,8 @@ def _attend_heads(
 # and value once, and unpacks none.
 #
 # The softmax starts with the token's own position, and reads only earlier ones from the cache. The
-# first block of these is loaded before the wait for qkv. Few positions are half a block: products
-# with the rest would take time for nothing.
+# first block of these is loaded before the wait for qkv. Half a block is read if that has all
+# positions: the products of the other half would take time for nothing.
 @jit
 def _attend_token(
     qkv,
