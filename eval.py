@@ -107,14 +107,14 @@ def score_windows(
         cause = f"token ids must be below {vocabulary}"
         raise ValueError(f"{cause}: does the tokenizer belong to this model?")
     model.setup_cache(1, max(len(ids) for ids, _ in windows) - 1, cache_class)
-    states = Snapshots(model.states, 1)
+    snapshots = Snapshots(model.states, 1)
     sums, total = [], sum(count for _, count in windows)
     hidden = None if progress else True  # None: hidden unless stderr is a terminal
     with tqdm(total=total, desc="scoring", unit="token", leave=False, disable=hidden) as bar:
         for ids, count in windows:
             nats, greedy = torch.empty(2, 0, device=device)
             if count:
-                states.go_back(0, 0)
+                snapshots.go_back(0, 0)
                 nats, greedy = score(model, ids, count)
             sums.append(torch.stack((nats.double().sum(), greedy.all().double())))
             if len(sums) > WINDOWS_IN_FLIGHT:

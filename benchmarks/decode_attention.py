@@ -132,7 +132,8 @@ def build_parser() -> Parser:
     add("--ranks", type=int, default=1, help="GPUs that tensor parallelism shards over; default 1")
     add("--length", type=int, nargs="+", default=[256, 512], help="cache lengths")
     add("--queries", type=int, default=1, metavar="N", help="tokens at once, up to 8; default 1")
-    add("--blocks", type=int, nargs="+", metavar="N", help="positions that are read at once")
+    sizes, help_text = (32, 64, 128, 256), "positions that are read at once: 32, 64, 128 or 256"
+    add("--blocks", type=int, nargs="+", choices=sizes, metavar="N", help=help_text)
     return parser
 
 

@@ -201,7 +201,7 @@ def distinct_experts(session: Session, tokens: torch.Tensor, positions: torch.Te
 def measure_bytes(session: Session, options: argparse.Namespace) -> dict:
     """Return the fields of `measure` about ranks and bytes. Call it after an answer."""
     model, ranks, peak = session.model, process_group.size(), peak_bytes(session.device)
-    cache = sum(state.nbytes for state in session.states)
+    cache = sum(state.nbytes for state in session.states) + session.snapshots.nbytes
     used = cache_in_use(session, options.prompt_len + options.new_tokens // 2)
     experts_read = distinct_experts(session, session.token, session.position - 1)
     beside = max(0, peak - stored_bytes(model) - cache)

@@ -37,6 +37,44 @@ def online_softmax(scores, row_max, row_sum):
 
 
 @jit
+def _weigh(
+    scores,
+    row_max,
+    row_sum,
+    value_scale,
+    key,
+    position,
+    WINDOW: tl.constexpr,
+    INT8: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    """Add scores [M, BLOCK] of positions `key` to a softmax, as `online_softmax`.
+
+    The weights that are returned are factors of values as they are stored, in INT8 with
+    value_scale.
+    """
+    seen = (key < position) & (key > position - WINDOW)
+    scores = tl.where(seen[None, :], scores, float("-inf"))
+    weights, rescale, row_max, row_sum = online_softmax(scores, row_max, row_sum)
+    if INT8:
+        weights *= value_scale[None, :]
+    return weights.to(DTYPE), rescale[:, None], row_max, row_sum
+
+
+@jit
+def _finish_softmax(row_max, row_sum, acc, sink, HAS_SINKS: tl.constexpr):
+    """Return acc [M, N] divided by the sum of weights [M], with that of the sink if there is one.
+
+    sink: fp32, one number or [M].
+    """
+    if HAS_SINKS:
+        largest = tl.maximum(row_max, sink)
+        acc *= tl.exp(row_max - largest)[:, None]
+        row_sum = row_sum * tl.exp(row_max - largest) + tl.exp(sink - largest)
+    return acc / row_sum[:, None]
+
+
+@jit
 def _load_rotation(
     rope,
     sequence,
@@ -177,10 +215,10 @@ def _add_block(
     """Add keys and values [BLOCK, C] from position `begin` to a softmax: row_max, row_sum, acc."""
     key = begin + tl.arange(0, k.shape[0])
     scores = tl.dot(queries, tl.trans(k), input_precision="tf32x3") * SCALE
-    seen = (key < position) & (key > position - WINDOW)
-    scores = tl.where(seen[None, :], scores, float("-inf"))
-    weights, rescale, row_max, row_sum = online_softmax(scores, row_max, row_sum)
-    acc = tl.dot(weights.to(v.dtype), v, acc=acc * rescale[:, None], input_precision="tf32x3")
+    weights, rescale, row_max, row_sum = _weigh(
+        scores, row_max, row_sum, None, key, position, WINDOW, False, v.dtype
+    )
+    acc = tl.dot(weights, v, acc=acc * rescale, input_precision="tf32x3")
     return row_max, row_sum, acc
 
 
@@ -275,11 +313,7 @@ def _attend_heads(
         row_max, row_sum, acc = _add_block(
             row_max, row_sum, acc, queries, k, v, first, position, SCALE, WINDOW
         )
-    if HAS_SINKS:
-        largest = tl.maximum(row_max, sink)
-        acc *= tl.exp(row_max - largest)[:, None]
-        row_sum = row_sum * tl.exp(row_max - largest) + tl.exp(sink - largest)
-    out = acc / row_sum[:, None]
+    out = _finish_softmax(row_max, row_sum, acc, sink, HAS_SINKS)
     if GATED:
         out /= 1 + tl.exp(-gate.to(tl.float32))
     at = (sequence * H + head[:, None]) * C + c

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ops.decode_attention import (
     FEWEST_ROWS,
+    _finish_softmax,
     _keep_layout,
     _load_head,
     _load_head_norm,
@@ -255,11 +256,7 @@ def _attend_queries(
         )
     acc = tl.reshape(tl.join(accs[0], accs[1]), [M, C]) if INT8 else accs[0]
     if parts == 1:
-        if HAS_SINKS:
-            largest = tl.maximum(row_max, sink)
-            acc *= tl.exp(row_max - largest)[:, None]
-            row_sum = row_sum * tl.exp(row_max - largest) + tl.exp(sink - largest)
-        out = acc / row_sum[:, None]
+        out = _finish_softmax(row_max, row_sum, acc, sink, HAS_SINKS)
         if GATED:
             gates = qkv + (token * HEADS + FIRST_GATE + head[:, None]) * C
             out = out / (1 + tl.exp(-tl.load(gates + c).to(tl.float32)))

@@ -20,10 +20,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ops.decode_attention import _load_head, _load_rotation
+from ops.decode_attention import _load_head, _load_rotation, _weigh
 from ops.grouped import _signed_bytes
 from ops.jit import jit, supports_pdl, tl, triton
-from ops.split_attention import _count_parts, _int8_codes, _int8_scale, _weigh, count_parts
+from ops.split_attention import _count_parts, _int8_codes, _int8_scale, count_parts
 
 LONG_CACHE = 8192  # positions
 ANY_POSITION = 1 << 30  # a window without an end

@@ -17,13 +17,14 @@ import torch
 from torch import Tensor
 
 from ops.decode_attention import (
+    _finish_softmax,
     _inverse_rms,
     _load_head,
     _load_head_norm,
     _load_rotation,
     _load_value,
+    _weigh,
     empty_output,
-    online_softmax,
 )
 from ops.grouped import _shift_right, _signed_bytes
 from ops.jit import jit, supports_pdl, tl, triton
@@ -82,30 +83,6 @@ def _split_numbers(x, M: tl.constexpr, C: tl.constexpr, INT8: tl.constexpr):
         return (even, odd)
     else:
         return (x,)
-
-
-@jit
-def _weigh(
-    scores,
-    row_max,
-    row_sum,
-    value_scale,
-    key,
-    position,
-    WINDOW: tl.constexpr,
-    INT8: tl.constexpr,
-    DTYPE: tl.constexpr,
-):
-    """Add scores [M, BLOCK] of positions `key` to a softmax, as `online_softmax`.
-
-    The weights that are returned are factors of values as they are stored.
-    """
-    seen = (key < position) & (key > position - WINDOW)
-    scores = tl.where(seen[None, :], scores, float("-inf"))
-    weights, rescale, row_max, row_sum = online_softmax(scores, row_max, row_sum)
-    if INT8:
-        weights *= value_scale[None, :]
-    return weights.to(DTYPE), rescale[:, None], row_max, row_sum
 
 
 @jit
@@ -202,11 +179,7 @@ def _store_heads(
     """
     row = tl.arange(0, ROWS)
     head = first_head + tl.minimum(row, G - 1)
-    if HAS_SINKS:
-        largest = tl.maximum(row_max, sink)
-        acc *= tl.exp(row_max - largest)[:, None]
-        row_sum = row_sum * tl.exp(row_max - largest) + tl.exp(sink - largest)
-    out = acc / row_sum[:, None]
+    out = _finish_softmax(row_max, row_sum, acc, sink, HAS_SINKS)
     at = head[:, None] * C + column[None, :]
     if GATED:
         gate = tl.load(gates + at).to(tl.float32)

@@ -65,6 +65,11 @@ class Snapshots:
         for taken in self.taken if row is None else [self.taken[row]]:
             taken.clear()
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all copies. Those that rows share count for each."""
+        return sum(t.nbytes for row in self.taken for copies in row.values() for t in copies)
+
 
 def by_dtype(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
     """Group tensors by dtype: one kernel copies or zeroes a group."""

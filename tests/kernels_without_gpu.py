@@ -896,6 +896,12 @@ def largest_error(want: Iterable[Tensor], got: Iterable[Tensor]) -> float:
     return max(((b - a).norm() / a.norm()).item() for a, b in pairs)
 
 
+def first_block_loads(C: int, itemsize: int) -> int:
+    """Return how many 16-byte loads of a lane half a block of keys and values takes."""
+    numbers = decode_attention.choose_block(C, itemsize) // 2 * C * 2
+    return numbers * itemsize // (16 * 32 * decode_attention.WARPS)
+
+
 def token_code() -> dict[str, dict[str, int]]:
     """Count waits, starts, spills, products, and loads before the wait in its machine code.
 
@@ -939,6 +945,7 @@ def token_code() -> dict[str, dict[str, int]]:
             "spills": asm.count("STL"),
             "products": asm.count("HMMA"),
             "ahead": [part.count("LDG.E.128") for part in asm.split("ACQBULK")[:2]],
+            "block": first_block_loads(C, dtype.itemsize),
         }
     return found
 

@@ -183,7 +183,7 @@ def test_the_state_is_updated_in_place(model):
 
 
 def test_snapshots_are_limited(model):
-    """The first and the latest are kept, of all layers."""
+    """The first and the latest are kept, of all layers; their bytes are counted."""
     states = [s for s in model.setup_cache(2, 64) if isinstance(s, DeltaState)]
     found, most = Snapshots(model.states, 2), MAX_SNAPSHOTS
     for length in range(1, most + 5):
@@ -192,6 +192,7 @@ def test_snapshots_are_limited(model):
         found.take(1, length)
     kept = [1, *range(6, most + 5)]
     assert sorted(found.taken[1]) == kept and not found.taken[0]
+    assert found.nbytes == most * sum(s.state[0].nbytes + s.window[0].nbytes for s in states)
     found.assign({0: 1})
     for length, back in ((7, 7), (5, 1), (0, 0)):
         assert found.go_back(1, length) == back
