@@ -210,7 +210,7 @@ class Batch:
             budget -= session.cached[row] - done
             if is_done:
                 self.prefilling = None
-                self.in_flight.append(self.expect_tokens({row: sequence}, posted=False))
+                self.in_flight.append(self.expect_tokens({row: sequence}, session.first_tokens))
 
     def every_layers(self, step: Callable[[], None]) -> Callable[[], None]:
         """Return what to call after each layer of a prompt; it calls `step` at every STEP_EVERY."""
@@ -327,7 +327,7 @@ class Batch:
             if session.cached[row] == len(sequence.ids):
                 session.snapshots.take(row, session.cached[row])
         done = {n: s for n, s in decoding.items() if session.cached[n] >= len(s.ids)}
-        return self.expect_tokens(done, posted=True) if done else None
+        return self.expect_tokens(done, session.read_tokens()) if done else None
 
     def compact(self) -> None:
         """Move sequences to lower rows, so that a step is no larger than it has to be.
@@ -340,9 +340,11 @@ class Batch:
             if idle and idle[0] < row and self.rows[row] and self.rows[row] is not busy:
                 self.swap(idle.popleft(), row)
 
-    def expect_tokens(self, sequences: dict[int, Running], posted: bool) -> Launched:
-        """Return how to read the rows' newest tokens. posted: as of `Session.read_tokens`."""
-        launched = Launched(sequences, self.session.read_tokens(posted))
+    def expect_tokens(
+        self, sequences: dict[int, Running], read: Callable[[], list[int]]
+    ) -> Launched:
+        """Return how to read the rows' newest tokens. read: waits for those of all rows."""
+        launched = Launched(sequences, read)
         for row, sequence in sequences.items():
             sequence.tokens_left -= 1
             if not sequence.tokens_left:

@@ -173,6 +173,7 @@ class Session:
         width = 1 + 2 * self.top + 2 * sparse_layers * args.n_active
         self.watch, self.watched = False, torch.zeros(batch, width, device=device)
         self.details: list[Details] = []
+        self.first_tokens: Callable[[], list[int]]  # waits for those after the newest prompt
 
     def first_rows(self, size: int) -> tuple[StepState, EditState]:
         """Return the state of the first rows: always the same tensors, as compiled code wants."""
@@ -217,10 +218,11 @@ class Session:
         routing = (part.transpose(0, 1).flatten(1) for part in routing)
         return torch.cat([part.float() for part in (*parts, *routing)], dim=1)
 
-    def read_tokens(self, posted: bool) -> Callable[[], list[int]]:
+    def read_tokens(self, posted: bool = True) -> Callable[[], list[int]]:
         """Return what waits for the newest token of each row and sets `details`.
 
-        posted: a decode step has chosen them, and none was launched since.
+        posted: a decode step has chosen them, and none was launched since. False: the end of a
+        prompt has.
         """
         in_outbox = posted and self.outbox is not None
         token = self.outbox.read_later() if in_outbox else read_later(self.token)
@@ -313,24 +315,25 @@ class Session:
         """Run one sequence's tokens from position `start` on, a chunk at a time.
 
         Yields the logits [1, V] after each chunk; if watched, also its last token's experts and
-        weights [L, 1, A]. chunk: its tokens; None: --prefill_chunk.
+        weights [L, 1, A]. chunk: its tokens; None: --prefill_chunk. The caller launches its work
+        on the logits before the recurrent states are copied.
         """
         short, size = self.is_short(row, len(ids)), self.chunk_size(row, len(ids), chunk)
         for begin in range(0, len(ids), size):
             part = ids[begin : begin + size]
-            last = torch.full_like(self.last[:1], len(part) - 1)
             if short:
-                logits, *routing = self.run_short_chunk(part, last, start)
+                logits, *routing = self.run_short_chunk(part, len(part) - 1, start)
             else:
                 # Padding is overwritten before it is read. Tensors are no views: those would
                 # recompile.
                 padded = [*part, *[0] * self.padding(len(part))]
                 tokens = send(torch.tensor([padded]), self.device)
                 rows = self.rows[row : row + 1].clone()
+                last = torch.full_like(self.last[:1], len(part) - 1)
                 logits, *routing = self.run_chunk(tokens, rows, last, start + tokens.shape[1])
             start += len(part)
-            self.snapshots.take(row, start)
             yield logits, *(layers[:, len(part) - 1 : len(part)] for layers in routing)
+            self.snapshots.take(row, start)
 
     def is_short(self, row: int, tokens: int) -> bool:
         """Whether this many tokens of a row run as short chunks, which are captured for row 0."""
@@ -367,31 +370,32 @@ class Session:
             return run(tokens, row, last)
         return self.graphs((tokens.shape[1], end, self.watch), run, tokens, row, last)
 
-    def run_short_chunk(self, part: Sequence[int], last: Tensor, start: int) -> tuple[Tensor, ...]:
+    def run_short_chunk(self, part: Sequence[int], last: int, start: int) -> tuple[Tensor, ...]:
         """`run_model` on a short chunk of tokens from position `start` on, by the decode runner.
 
-        Padding repeats the last token, at the positions after it: most of it chooses the same
-        experts, and its keys and values are overwritten before they are read.
+        last: the index of the last real token, -1 if none is. Padding repeats the last token, at
+        the positions after it: most of it chooses the same experts, and its keys and values are
+        overwritten before they are read. All numbers are one tensor: the GPU waits for each copy.
         """
-
-        def run(tokens: Tensor, positions: Tensor, last: Tensor) -> tuple[Tensor, ...]:
-            return self.run_model(tokens, positions, last, self.runner)
-
         size = self.short_chunk(len(part))
+
+        def run(numbers: Tensor) -> tuple[Tensor, ...]:
+            tokens, positions, last = numbers.split([size, size, 1], dim=1)
+            return self.run_model(tokens, positions, last[0], self.runner)
+
         padded = [*part, *[part[-1]] * (size - len(part))]
-        tokens = send(torch.tensor([padded]), self.device)
-        positions = torch.arange(start, start + size, device=self.device).unsqueeze(0)
+        numbers = torch.tensor([[*padded, *range(start, start + size), last]])
+        numbers = send(numbers, self.device)
         if self.graphs is None:
-            return run(tokens, positions, last)
-        return self.graphs((size, None, self.watch), run, tokens, positions, last)
+            return run(numbers)
+        return self.graphs((size, None, self.watch), run, numbers)
 
     def warm_up_short_prompts(self) -> None:
         """Compile and capture short chunks, of no real token, where no sequence reaches."""
-        last = torch.full_like(self.last[:1], -1)
         for size in self.short_chunks:
             with without_tuning():
                 for _ in range(2):  # a GraphCache captures the second call
-                    self.run_short_chunk([0] * size, last, self.cache_len - size)
+                    self.run_short_chunk([0] * size, -1, self.cache_len - size)
 
     def check_prompts(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
         """Raise ValueError unless these prompts and this many new tokens each can be run."""
@@ -428,8 +432,8 @@ class Session:
         """Begin a prompt: keep its prefix that is in the row, and return the rest of the work.
 
         The iterator runs a chunk of the prompt at each step; after the last, it samples the token
-        after the prompt into `token`. Until then the row is idle. Call `warm_up` before, since
-        compiling takes long.
+        after the prompt into `token`, and `first_tokens` waits for that. Until then the row is
+        idle. Call `warm_up` before, since compiling takes long.
         """
         if self.edited or self.row_is_edited[row]:
             set_edits(self.edits, row, sampling)
@@ -438,9 +442,10 @@ class Session:
         start = self.snapshots.go_back(row, start)
         self.prefilled += len(ids) - start
         self.ids[row], self.cached[row] = list(ids), start
-        # A step of others writes a key and a value at an idle row's position, also between layers
-        # of this prompt: the row is idle behind all of it.
-        self.set_place(row, last=-1, position=len(ids))
+        if self.batch > 1:
+            # A step of others writes a key and a value at an idle row's position, also between
+            # layers of this prompt: the row is idle behind all of it.
+            self.set_place(row, last=-1, position=len(ids))
         chunk = self.chunk_size(row, len(ids) - start, chunk)
         return self.run_prompt(row, ids, sampling, chunk)
 
@@ -452,15 +457,15 @@ class Session:
         Sampling is prepared after the prompt is launched. Before it, the GPU would wait for that.
         """
         start = self.cached[row]
-        found: Sequence[Tensor] = ()
-        for last in self.prefill(row, ids[start:], start, chunk):
-            found = last
+        for logits, *routing in self.prefill(row, ids[start:], start, chunk):
             self.cached[row] = min(self.cached[row] + chunk, len(ids))
             if self.cached[row] < len(ids):
                 yield
-        self.prepare_sampling(row, ids, sampling)
-        self.position[row].fill_(len(ids) - 1)
-        self.choose_first(row, sampling, *found)
+            else:
+                self.prepare_sampling(row, ids, sampling)
+                self.set_place(row, last=-1, position=len(ids) - 1)
+                self.choose_first(row, sampling, logits, *routing)
+                self.first_tokens = self.read_tokens(posted=False)
         self.set_place(row, last=0, position=len(ids))
 
     def choose_first(self, row: int, sampling: Sampling, logits: Tensor, *routing: Tensor) -> None:
@@ -550,14 +555,14 @@ class Session:
         self.edited = sampling.edits_logits
         step = self.warm_up(self.candidates(sampling))
         self.start_prompts(prompts, sampling)
-        tokens = self.read_tokens(posted=False)
+        tokens = self.first_tokens
         overlaps = self.captured and not self.runner.needs_host
 
         def launch() -> Callable[[], list[int]]:
             step()
             for row in range(len(prompts)):
                 self.cached[row] += 1
-            return self.read_tokens(posted=True)
+            return self.read_tokens()
 
         for left in reversed(range(max_new_tokens)):
             current = tokens

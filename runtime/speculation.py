@@ -328,7 +328,7 @@ class Speculation:
         decode = None if isinstance(self.drafter, DraftModel) else session.warm_up(candidates)
         self.drafter.start_prompt(ids, sampling)
         session.start_prompts([ids], sampling)
-        tokens, left = read_later(session.token)(), max_new_tokens
+        tokens, left = session.first_tokens(), max_new_tokens
         while True:
             for place, token in enumerate(tokens[:left]):
                 if token == NOT_FINITE:

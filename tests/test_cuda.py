@@ -539,7 +539,7 @@ def test_a_short_prompt_never_waits_for_the_device(rows):
     def answer() -> Callable[[], list[int]]:
         for _ in session.start_row(0, ids, GREEDY):
             pass
-        first = session.read_tokens(posted=False)
+        first = session.first_tokens
         step()
         session.stop_row(0)
         session.cached[0] = 0

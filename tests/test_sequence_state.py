@@ -204,6 +204,16 @@ def test_a_prefix_is_reused_from_the_snapshot_after_the_prompt(kind):
     assert session.prefilled == len(other)
 
 
+def test_a_first_token_is_read_before_recurrent_states_are_copied(kind, monkeypatch):
+    """The copy may take as long as a layer."""
+    session, ids, order = open_session(kind, prefill_chunk=8), prompt(20), []
+    read, take = session.read_tokens, session.snapshots.take
+    monkeypatch.setattr(session, "read_tokens", lambda **how: order.append("read") or read(**how))
+    monkeypatch.setattr(session.snapshots, "take", lambda *at: order.append(at) or take(*at))
+    assert list(session.stream(ids, 1, GREEDY)) == fresh_answer(kind, ids, 1)
+    assert order == [(0, 8), (0, 16), "read", (0, 20)]
+
+
 def test_a_prefix_ends_at_a_chunk(kind):
     session, ids = open_session(kind, prefill_chunk=8), prompt(20)
     list(session.stream(ids, 3, GREEDY))
