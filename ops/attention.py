@@ -133,6 +133,17 @@ def attend_blocks(
     return y.transpose(1, 2).flatten(2), sums.lse
 
 
+def lower_right_mask(queries: int, keys: int, device: torch.device) -> Tensor:
+    """Return SDPA's mask [queries, keys] by which the last query sees all keys."""
+    if device.type == "cpu":
+        return torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
+    # Imported here, since it imports the compiler, which takes seconds. On a CPU SDPA would make
+    # the mask above of it.
+    from torch.nn.attention.bias import causal_lower_right
+
+    return causal_lower_right(queries, keys)
+
+
 @custom_op("moe_fast::attend_chunk")
 def attend_chunk(
     q: Tensor, k: Tensor, v: Tensor, window: int | None, sinks: Tensor | None
@@ -153,10 +164,7 @@ def attend_chunk(
         q, k, v = append_sink(q, k, v, sinks.view(-1, 1, 1))
         mask = None if mask is None else F.pad(mask, (1, 0), value=True)
     if mask is None and 1 < Q < k.shape[2]:
-        # Imported here, since it imports the compiler.
-        from torch.nn.attention.bias import causal_lower_right
-
-        mask = causal_lower_right(Q, k.shape[2])
+        mask = lower_right_mask(Q, k.shape[2], q.device)
     is_causal = mask is None and Q > 1
     y = F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=is_causal, enable_gqa=True, scale=C**-0.5

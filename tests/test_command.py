@@ -297,13 +297,16 @@ def test_the_first_answer_takes_less_than_ten_seconds(tmp_path):
 
 @pytest.mark.parametrize("format", ("bf16", "int8"))
 def test_an_eager_answer_does_not_load_the_compiler(format, directory, tmp_path):
-    """Importing torch._dynamo takes over a second; custom operators may import it."""
+    """Importing torch._dynamo takes seconds; custom operators may import it.
+
+    The second prompt goes on from the first, as a chat's.
+    """
     if format != "bf16":
         directory = quantize_int8(directory, tmp_path / "packed")
     code = (
         "import sys, generate; model = generate.load_model(sys.argv[1], 'cpu'); "
         "session = generate.Session(model, 64); "
-        "list(session.stream([1, 2, 3], 3, generate.Sampling())); "
+        "[list(session.stream([1, 2, 3] * turn, 3, generate.Sampling())) for turn in (1, 4)]; "
         "sys.exit('torch._dynamo' in sys.modules)"
     )
     run = subprocess.run(
