@@ -46,7 +46,6 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.func import functional_call
 from tqdm import tqdm
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from ops.gated_delta import chunk_in_torch
 
@@ -289,11 +288,13 @@ def load_data(options: argparse.Namespace, vocab_size: int) -> Data:
 # -------------------------------------------------------------------------------------------- model
 
 
-def build_model(family: str, dropout: float = 0.0, **sizes) -> PreTrainedModel:
+def build_model(family: str, dropout: float = 0.0, **sizes) -> nn.Module:
     """Build transformers' model of `family` in fp32, with dropout on each residual branch."""
     fields = copy.deepcopy(SIZES | sizes | FAMILIES[family])  # a config changes its rope_parameters
-    config = AutoConfig.for_model(MODEL_TYPES.get(family, family), **fields)
-    model = AutoModelForCausalLM.from_config(config, experts_implementation="grouped_mm")
+    config = transformers.AutoConfig.for_model(MODEL_TYPES.get(family, family), **fields)
+    model = transformers.AutoModelForCausalLM.from_config(
+        config, experts_implementation="grouped_mm"
+    )
     outputs = "o_proj.weight", "out_proj.weight", "down_proj", "down_proj.weight"
     for name, parameter in model.named_parameters():
         if name.endswith(outputs):  # GPT-2's init: 2L branches add up in the residual stream
@@ -311,7 +312,6 @@ def build_model(family: str, dropout: float = 0.0, **sizes) -> PreTrainedModel:
     return model
 
 
-@torch.compiler.disable  # its loop over chunks would be unrolled in every layer
 def delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **_) -> tuple:
     """Compute transformers' chunk_gated_delta_rule from an empty state, in fp32.
 
@@ -331,7 +331,8 @@ def own_delta_rule(family: str) -> Iterator[None]:
         yield
         return
     module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
-    with mock.patch.object(module, "torch_chunk_gated_delta_rule", delta_rule):
+    rule = torch.compiler.disable(delta_rule)  # its loop would be unrolled in every layer
+    with mock.patch.object(module, "torch_chunk_gated_delta_rule", rule):
         yield
 
 
@@ -359,7 +360,7 @@ def predict(model: nn.Module, tokens: Tensor, weights: dict | None = None) -> tu
 
 
 @torch.inference_mode()
-def score(model: PreTrainedModel, ids: list[int], window: int) -> tuple[float, Tensor]:
+def score(model: nn.Module, ids: list[int], window: int) -> tuple[float, Tensor]:
     """Return the nats of `ids[1:]` and each expert's load [L, E], 1 for an even load.
 
     Windows of `window` tokens advance by half of that. Each token is scored once, in the first
@@ -430,7 +431,7 @@ def matrices(name: str, parameter: nn.Parameter) -> nn.Parameter:
     return stack
 
 
-def build_optimizers(model: PreTrainedModel, options: argparse.Namespace) -> list:
+def build_optimizers(model: nn.Module, options: argparse.Namespace) -> list:
     """Return Muon for the layers' matrices, AdamW for embeddings, routers, norms and biases."""
     by_muon, decayed, others = [], [], []
     for name, parameter in model.named_parameters():
@@ -469,7 +470,7 @@ def batches(
             yield epoch, inputs[rows[i : i + batch]], targets[rows[i : i + batch]]
 
 
-def build_loss(model: PreTrainedModel) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
+def build_loss(model: nn.Module) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """Return a function from inputs and targets to the loss and the load-balancing loss.
 
     On a GPU it is compiled and runs in bf16. The experts' weights are cast by hand, because
@@ -487,11 +488,11 @@ def build_loss(model: PreTrainedModel) -> Callable[[Tensor, Tensor], tuple[Tenso
 
 
 def train(
-    model: PreTrainedModel,
+    model: nn.Module,
     stream: Iterator[tuple[int, Tensor, Tensor]],
-    evaluate: Callable[[PreTrainedModel], float],
+    evaluate: Callable[[nn.Module], float],
     options: argparse.Namespace,
-) -> tuple[PreTrainedModel, dict]:
+) -> tuple[nn.Module, dict]:
     """Train for `--steps`. Return the averaged weights that validate best, and statistics.
 
     The learning rate rises for `--warmup` steps, then falls linearly to zero. `evaluate` gives
@@ -541,7 +542,7 @@ def write_json(path: Path, value: dict) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
-def save_model(model: PreTrainedModel, folder: Path) -> None:
+def save_model(model: nn.Module, folder: Path) -> None:
     """Write the configs, two bf16 shards of about equal size, and their index."""
     model = copy.deepcopy(model).bfloat16()
     # Save one file first: most families store each expert apart, which the model does not show.
@@ -573,7 +574,7 @@ def save_tokenizer(tokenizer: sentencepiece.SentencePieceProcessor, folder: Path
 
 
 @torch.inference_mode()
-def sample(model: PreTrainedModel, tokenizer, prompt: str, new_tokens: int) -> str:
+def sample(model: nn.Module, tokenizer, prompt: str, new_tokens: int) -> str:
     """Continue the prompt at temperature 0.8, seed 0."""
     torch.manual_seed(0)
     ids = torch.tensor([[BOS, *tokenizer.encode(prompt)]], device=model.device)
@@ -590,7 +591,7 @@ def unigram_bits(documents: list[list[int]], heldout: list[int], vocab_size: int
 
 
 def write_checkpoint(
-    folder: Path, model: PreTrainedModel, data: Data, facts: dict, options: argparse.Namespace
+    folder: Path, model: nn.Module, data: Data, facts: dict, options: argparse.Namespace
 ) -> dict:
     """Write the checkpoint, measure it as saved on the held-out text, and write its README.
 
@@ -601,7 +602,9 @@ def write_checkpoint(
     save_tokenizer(tokenizer, folder)
     save_model(model, folder)
 
-    saved = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(model.device)
+    saved = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(
+        model.device
+    )
     tokens, size = tokenizer.encode(text), len(text.encode())
     nats, load = score(saved, [BOS, *tokens], options.seq_len)
     summary = facts | {
@@ -695,7 +698,7 @@ def run(options: argparse.Namespace) -> dict:
     text = "".join(data.corpus.validation.values())
     ids = [BOS, *data.tokenizer.encode(text)]
 
-    def evaluate(model: PreTrainedModel) -> float:
+    def evaluate(model: nn.Module) -> float:
         return score(model, ids, options.seq_len)[0] / math.log(2) / len(text.encode())
 
     with own_delta_rule(options.family):

@@ -13,41 +13,11 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 import torch
+import transformers  # loads a class when it is first used: xdist's first process needs none
 from hub_server import Hub
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import (
-    DeepseekV2Config,
-    DeepseekV2ForCausalLM,
-    DeepseekV3Config,
-    DeepseekV3ForCausalLM,
-    Gemma4ForCausalLM,
-    Gemma4TextConfig,
-    Glm4MoeConfig,
-    Glm4MoeForCausalLM,
-    Glm4MoeLiteConfig,
-    Glm4MoeLiteForCausalLM,
-    GptOssConfig,
-    GptOssForCausalLM,
-    GraniteMoeConfig,
-    GraniteMoeForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    OlmoeConfig,
-    OlmoeForCausalLM,
-    PhimoeConfig,
-    PhimoeForCausalLM,
-    PreTrainedModel,
-    Qwen2MoeConfig,
-    Qwen2MoeForCausalLM,
-    Qwen3_5MoeForCausalLM,
-    Qwen3_5MoeTextConfig,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-    Qwen3NextConfig,
-    Qwen3NextForCausalLM,
-)
 
 from cli.parser import Parser
 from generate import EMBEDDED
@@ -85,8 +55,8 @@ HYBRID = dict(
 )
 FAMILIES = {
     # The sliding window is shorter than the prompts of the tests, so that it matters.
-    "mixtral": lambda: MixtralForCausalLM(
-        MixtralConfig(
+    "mixtral": lambda: transformers.MixtralForCausalLM(
+        transformers.MixtralConfig(
             **COMMON,
             intermediate_size=96,
             num_key_value_heads=2,
@@ -97,8 +67,8 @@ FAMILIES = {
         )
     ),
     # A dense layer among sparse ones, biases, tied embeddings, head_dim != dim / heads.
-    "qwen3_moe": lambda: Qwen3MoeForCausalLM(
-        Qwen3MoeConfig(
+    "qwen3_moe": lambda: transformers.Qwen3MoeForCausalLM(
+        transformers.Qwen3MoeConfig(
             **COMMON,
             intermediate_size=128,
             moe_intermediate_size=48,
@@ -114,8 +84,8 @@ FAMILIES = {
         )
     ),
     # A shared expert; biases for queries, keys and values only.
-    "qwen2_moe": lambda: Qwen2MoeForCausalLM(
-        Qwen2MoeConfig(
+    "qwen2_moe": lambda: transformers.Qwen2MoeForCausalLM(
+        transformers.Qwen2MoeConfig(
             **COMMON,
             intermediate_size=128,
             moe_intermediate_size=48,
@@ -128,13 +98,15 @@ FAMILIES = {
         )
     ),
     # A dense layer among sparse ones.
-    "qwen3_next": lambda: Qwen3NextForCausalLM(
-        Qwen3NextConfig(**COMMON | HYBRID, intermediate_size=128, mlp_only_layers=[1])
+    "qwen3_next": lambda: transformers.Qwen3NextForCausalLM(
+        transformers.Qwen3NextConfig(**COMMON | HYBRID, intermediate_size=128, mlp_only_layers=[1])
     ),
-    "qwen3_5_moe": lambda: Qwen3_5MoeForCausalLM(Qwen3_5MoeTextConfig(**COMMON | HYBRID)),
+    "qwen3_5_moe": lambda: transformers.Qwen3_5MoeForCausalLM(
+        transformers.Qwen3_5MoeTextConfig(**COMMON | HYBRID)
+    ),
     # Windows, two kinds of heads and of RoPE, a dense FFN beside the experts, a soft cap that caps.
-    "gemma4": lambda: Gemma4ForCausalLM(
-        Gemma4TextConfig(
+    "gemma4": lambda: transformers.Gemma4ForCausalLM(
+        transformers.Gemma4TextConfig(
             **COMMON,
             intermediate_size=96,
             moe_intermediate_size=48,
@@ -154,8 +126,8 @@ FAMILIES = {
         )
     ),
     # clip_qkv is low enough to clip.
-    "olmoe": lambda: OlmoeForCausalLM(
-        OlmoeConfig(
+    "olmoe": lambda: transformers.OlmoeForCausalLM(
+        transformers.OlmoeConfig(
             **COMMON,
             intermediate_size=48,
             num_key_value_heads=8,
@@ -167,8 +139,8 @@ FAMILIES = {
         )
     ),
     # Every second layer has a window; swiglu_limit is low enough to clamp; YaRN.
-    "gpt_oss": lambda: GptOssForCausalLM(
-        GptOssConfig(
+    "gpt_oss": lambda: transformers.GptOssForCausalLM(
+        transformers.GptOssConfig(
             **COMMON,
             intermediate_size=96,
             num_key_value_heads=4,
@@ -189,8 +161,8 @@ FAMILIES = {
         )
     ),
     # Four multipliers, tied embeddings.
-    "granitemoe": lambda: GraniteMoeForCausalLM(
-        GraniteMoeConfig(
+    "granitemoe": lambda: transformers.GraniteMoeForCausalLM(
+        transformers.GraniteMoeConfig(
             **COMMON,
             intermediate_size=96,
             num_key_value_heads=2,
@@ -205,8 +177,8 @@ FAMILIES = {
         )
     ),
     # LayerNorm, biases everywhere, LongRoPE.
-    "phimoe": lambda: PhimoeForCausalLM(
-        PhimoeConfig(
+    "phimoe": lambda: transformers.PhimoeForCausalLM(
+        transformers.PhimoeConfig(
             **COMMON,
             intermediate_size=96,
             num_key_value_heads=2,
@@ -227,8 +199,8 @@ FAMILIES = {
         )
     ),
     # Latent attention without a low-rank query; groups ranked by their best expert.
-    "deepseek_v2": lambda: DeepseekV2ForCausalLM(
-        DeepseekV2Config(
+    "deepseek_v2": lambda: transformers.DeepseekV2ForCausalLM(
+        transformers.DeepseekV2Config(
             **COMMON,
             intermediate_size=128,
             moe_intermediate_size=48,
@@ -258,8 +230,8 @@ FAMILIES = {
         )
     ),
     # Low-rank queries; sigmoid routing; value heads of another size.
-    "deepseek_v3": lambda: DeepseekV3ForCausalLM(
-        DeepseekV3Config(
+    "deepseek_v3": lambda: transformers.DeepseekV3ForCausalLM(
+        transformers.DeepseekV3Config(
             **COMMON,
             intermediate_size=128,
             moe_intermediate_size=48,
@@ -289,8 +261,8 @@ FAMILIES = {
         )
     ),
     # Values as long as queries, more heads than are expanded at once.
-    "glm4_moe_lite": lambda: Glm4MoeLiteForCausalLM(
-        Glm4MoeLiteConfig(
+    "glm4_moe_lite": lambda: transformers.Glm4MoeLiteForCausalLM(
+        transformers.Glm4MoeLiteConfig(
             **COMMON | {"num_attention_heads": 20},
             num_key_value_heads=20,
             intermediate_size=128,
@@ -306,8 +278,8 @@ FAMILIES = {
         )
     ),
     # Sigmoid routing with a bias, an ungated shared expert, a dense first layer, partial RoPE.
-    "glm4_moe": lambda: Glm4MoeForCausalLM(
-        Glm4MoeConfig(
+    "glm4_moe": lambda: transformers.Glm4MoeForCausalLM(
+        transformers.Glm4MoeConfig(
             **COMMON,
             intermediate_size=128,
             moe_intermediate_size=48,
@@ -331,7 +303,7 @@ FAMILIES = {
 @dataclass
 class Family:
     name: str
-    peer: PreTrainedModel  # in fp32, eval mode
+    peer: "transformers.PreTrainedModel"  # in fp32, eval mode
     hf_directory: Path
     directory: Path  # converted to fp32
 
@@ -437,7 +409,7 @@ def hub_keys(config: dict) -> dict:
 FACTORS = "norm.weight", "norm_1.weight", "norm_2.weight", "router.scale", "per_expert_scale"
 
 
-def randomize(peer: PreTrainedModel) -> None:
+def randomize(peer: "transformers.PreTrainedModel") -> None:
     """Fill the weights with random numbers large enough that every part of the model matters."""
     for module in peer.modules():
         if hasattr(module, "limit"):  # swiglu_limit; older transformers always use 7
@@ -542,7 +514,7 @@ FP8 = {
     "weight_block_size": [128, 128],
     "modules_to_not_convert": ["lm_head", "model.layers.0.mlp.gate", "model.layers.1.mlp.gate"],
 }
-FP8_CONFIG = Qwen3MoeConfig(
+FP8_SIZES = dict(
     vocab_size=160,
     hidden_size=256,
     num_hidden_layers=3,
@@ -572,7 +544,7 @@ def in_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
     return codes, scale
 
 
-def save_in_fp8(model: PreTrainedModel, directory: Path) -> Path:
+def save_in_fp8(model: "transformers.PreTrainedModel", directory: Path) -> Path:
     """Save a model with random weights, its projections in FP8 as published."""
     for name, parameter in model.named_parameters():
         mean = 1.0 if name.endswith("norm.weight") else 0.0
@@ -591,7 +563,10 @@ def save_in_fp8(model: PreTrainedModel, directory: Path) -> Path:
 def fp8_directory(tmp_path_factory) -> Path:
     """Return a small Qwen3-MoE in FP8 as Qwen publishes it."""
     torch.manual_seed(0)
-    return save_in_fp8(Qwen3MoeForCausalLM(FP8_CONFIG), tmp_path_factory.mktemp("qwen3-fp8"))
+    config = transformers.Qwen3MoeConfig(**FP8_SIZES)
+    return save_in_fp8(
+        transformers.Qwen3MoeForCausalLM(config), tmp_path_factory.mktemp("qwen3-fp8")
+    )
 
 
 @pytest.fixture

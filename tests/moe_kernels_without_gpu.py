@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from unittest import mock
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -72,7 +73,15 @@ from runtime.fused_attention import FusedDecodeAttention
 from runtime.fused_decode import MAX_FEW, FusedLayer, FusedRunner
 from runtime.fused_latent_attention import FusedLatentAttention
 from tests.interpreter_bounds import check_bounds
-from tests.kernels_without_gpu import Launch, compiled, e2m1_twin, twin, unchanged
+from tests.kernels_without_gpu import (
+    Launch,
+    add_dot,
+    compiled,
+    e2m1_twin,
+    fields,
+    twin,
+    unchanged,
+)
 
 GROUPS = dict(int4=32, hqq4=32, mxfp4=32, int8=16, fp8=16, fp8b=32)  # so that small widths fit
 
@@ -101,19 +110,14 @@ class Case:
     last: tuple[int, ...] = ()  # each sequence's last real token; (): all are real
 
 
-@triton.jit
 def bytes_twin(word, x, total):
     """Replace `moe_chunk._add_bytes`, which is inline assembly."""
-    for k in tl.static_range(4):
-        byte = (word << 24 - 8 * k) >> 24
-        total += byte * ((x << 48 - 16 * k) >> 48).to(tl.int32)
-    return total
+    return add_dot(total, fields(word, np.int8), fields(x, np.int16))
 
 
-@triton.jit
 def pair_twin(pair, total):
     """Replace `moe_chunk._add_pair`."""
-    return total + (pair << 16 >> 16) + (pair >> 16)
+    return add_dot(total, fields(pair, np.int16), np.int32(1))
 
 
 @triton.jit

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import FP8_CONFIG, in_blocks, save_in_fp8
+from conftest import FP8_SIZES, in_blocks, save_in_fp8
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import (
@@ -14,6 +14,7 @@ from transformers import (
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
     PreTrainedModel,
+    Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
 
@@ -40,7 +41,7 @@ def converted(fp8_directory) -> Path:
 
 @pytest.fixture(scope="module")
 def peer(fp8_directory):
-    return dequantized(fp8_directory, Qwen3MoeForCausalLM(FP8_CONFIG))
+    return dequantized(fp8_directory, Qwen3MoeForCausalLM(Qwen3MoeConfig(**FP8_SIZES)))
 
 
 def dequantized(directory: Path, model: PreTrainedModel) -> PreTrainedModel:
