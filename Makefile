@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip install --no-compile --quiet --quiet --constraint co
 TYPED := benchmark.py checkpoint.py convert_hf_checkpoint.py eval.py generate.py model.py quantize.py \
 	serve.py tokenizer.py tp.py runtime models server hub
 
-.PHONY: demo test test-all oracles clients lint clean
+.PHONY: demo test test-all oracles clients lint check clean
 
 $(VENV)/.run: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("moe-fast needs Python 3.11 or newer; name one: make PYTHON=python3.11") if sys.version_info < (3, 11) else None'
@@ -38,8 +38,12 @@ lint: $(VENV)/.test
 
 # OMP_NUM_THREADS=1: tests run two processes side by side. They take whole files, since fixtures of
 # a file may cost a minute, and in the order of tests/conftest.py.
-test: lint
+check: $(VENV)/.test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'not slow' -n 2 --dist loadfile --no-loadscope-reorder
+
+# mypy has one thread: the tests begin meanwhile.
+test: $(VENV)/.test
+	@$(MAKE) --no-print-directory --jobs 2 lint check
 
 test-all: lint oracles clients
 	$(BIN)/python -m pytest
