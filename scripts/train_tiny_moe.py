@@ -41,7 +41,7 @@ if __name__ == "__main__":
 import sentencepiece
 import torch
 import torch.nn.functional as F
-import transformers
+import transformers  # loads a class when it is first used: types are texts
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -288,7 +288,7 @@ def load_data(options: argparse.Namespace, vocab_size: int) -> Data:
 # -------------------------------------------------------------------------------------------- model
 
 
-def build_model(family: str, dropout: float = 0.0, **sizes) -> nn.Module:
+def build_model(family: str, dropout: float = 0.0, **sizes) -> "transformers.PreTrainedModel":
     """Build transformers' model of `family` in fp32, with dropout on each residual branch."""
     fields = copy.deepcopy(SIZES | sizes | FAMILIES[family])  # a config changes its rope_parameters
     config = transformers.AutoConfig.for_model(MODEL_TYPES.get(family, family), **fields)
@@ -360,7 +360,9 @@ def predict(model: nn.Module, tokens: Tensor, weights: dict | None = None) -> tu
 
 
 @torch.inference_mode()
-def score(model: nn.Module, ids: list[int], window: int) -> tuple[float, Tensor]:
+def score(
+    model: "transformers.PreTrainedModel", ids: list[int], window: int
+) -> tuple[float, Tensor]:
     """Return the nats of `ids[1:]` and each expert's load [L, E], 1 for an even load.
 
     Windows of `window` tokens advance by half of that. Each token is scored once, in the first
@@ -431,7 +433,7 @@ def matrices(name: str, parameter: nn.Parameter) -> nn.Parameter:
     return stack
 
 
-def build_optimizers(model: nn.Module, options: argparse.Namespace) -> list:
+def build_optimizers(model: "transformers.PreTrainedModel", options: argparse.Namespace) -> list:
     """Return Muon for the layers' matrices, AdamW for embeddings, routers, norms and biases."""
     by_muon, decayed, others = [], [], []
     for name, parameter in model.named_parameters():
@@ -470,7 +472,9 @@ def batches(
             yield epoch, inputs[rows[i : i + batch]], targets[rows[i : i + batch]]
 
 
-def build_loss(model: nn.Module) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
+def build_loss(
+    model: "transformers.PreTrainedModel",
+) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """Return a function from inputs and targets to the loss and the load-balancing loss.
 
     On a GPU it is compiled and runs in bf16. The experts' weights are cast by hand, because
@@ -488,11 +492,11 @@ def build_loss(model: nn.Module) -> Callable[[Tensor, Tensor], tuple[Tensor, Ten
 
 
 def train(
-    model: nn.Module,
+    model: "transformers.PreTrainedModel",
     stream: Iterator[tuple[int, Tensor, Tensor]],
-    evaluate: Callable[[nn.Module], float],
+    evaluate: "Callable[[transformers.PreTrainedModel], float]",
     options: argparse.Namespace,
-) -> tuple[nn.Module, dict]:
+) -> "tuple[transformers.PreTrainedModel, dict]":
     """Train for `--steps`. Return the averaged weights that validate best, and statistics.
 
     The learning rate rises for `--warmup` steps, then falls linearly to zero. `evaluate` gives
@@ -542,7 +546,7 @@ def write_json(path: Path, value: dict) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
-def save_model(model: nn.Module, folder: Path) -> None:
+def save_model(model: "transformers.PreTrainedModel", folder: Path) -> None:
     """Write the configs, two bf16 shards of about equal size, and their index."""
     model = copy.deepcopy(model).bfloat16()
     # Save one file first: most families store each expert apart, which the model does not show.
@@ -574,7 +578,7 @@ def save_tokenizer(tokenizer: sentencepiece.SentencePieceProcessor, folder: Path
 
 
 @torch.inference_mode()
-def sample(model: nn.Module, tokenizer, prompt: str, new_tokens: int) -> str:
+def sample(model: "transformers.PreTrainedModel", tokenizer, prompt: str, new_tokens: int) -> str:
     """Continue the prompt at temperature 0.8, seed 0."""
     torch.manual_seed(0)
     ids = torch.tensor([[BOS, *tokenizer.encode(prompt)]], device=model.device)
@@ -591,7 +595,11 @@ def unigram_bits(documents: list[list[int]], heldout: list[int], vocab_size: int
 
 
 def write_checkpoint(
-    folder: Path, model: nn.Module, data: Data, facts: dict, options: argparse.Namespace
+    folder: Path,
+    model: "transformers.PreTrainedModel",
+    data: Data,
+    facts: dict,
+    options: argparse.Namespace,
 ) -> dict:
     """Write the checkpoint, measure it as saved on the held-out text, and write its README.
 
@@ -698,7 +706,7 @@ def run(options: argparse.Namespace) -> dict:
     text = "".join(data.corpus.validation.values())
     ids = [BOS, *data.tokenizer.encode(text)]
 
-    def evaluate(model: nn.Module) -> float:
+    def evaluate(model: "transformers.PreTrainedModel") -> float:
         return score(model, ids, options.seq_len)[0] / math.log(2) / len(text.encode())
 
     with own_delta_rule(options.family):

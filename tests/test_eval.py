@@ -410,6 +410,11 @@ def test_a_users_mistake_is_one_line_before_weights_are_read(
     assert message in err
 
 
+def test_a_users_mistake_through_the_command(directory, texts):
+    run = command("--checkpoint_path", str(directory), "--text_file", str(texts / "latin.txt"))
+    assert run.returncode == 2 and run.stdout == "" and len(run.stderr.splitlines()) == 1
+
+
 def test_without_lm_eval_the_error_names_the_package(directory, tmp_path):
     (tmp_path / "lm_eval.py").write_text("raise ImportError('not here')")  # hides an installed one
     arguments = "--checkpoint_path", str(directory), "--tasks", "arc_easy"

@@ -1029,6 +1029,9 @@ def test_the_command(source):
     ]
     assert float(size) == pytest.approx(sum(map(opened.nbytes, opened.tensors)) / 1e9, abs=5e-4)
     assert {spec["format"] for spec in opened.format["modules"].values()} == {"hqq4", "hqq2"}
+    again = command("--checkpoint_path", str(target), "--mode", "int8")
+    assert again.returncode == 2 and again.stdout == ""
+    assert re.fullmatch(r"error: .*quantized already.*bf16 original.*\n", again.stderr)
 
 
 BAD = {
