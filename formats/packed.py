@@ -16,8 +16,9 @@ from formats import FORMATS
 from formats.base import Format, Parts
 from model import ExpertLinear, Linear, swiglu
 from ops.gemv4 import dot4, dot4_supports
-from ops.grouped import grouped_gemm, grouped_mm
+from ops.grouped import GROUPED, grouped_gemm, grouped_mm
 from ops.inductor import custom_op, materialize
+from ops.jit import can_launch, try_kernels
 from ops.moe_tiles import BITS, Weight, packed_weight
 
 # Products
@@ -49,7 +50,7 @@ class Implementation(NamedTuple):
 
     name: str
     product: str
-    device: str  # "cuda" or "any"
+    device: str  # "cuda": NVIDIA GPUs that run our kernels; or "any"
     computes: str  # the exact result, with the activation and the bias that it supports
     run: Callable
     formats: Callable[[Format], bool] = lambda format: True
@@ -67,7 +68,7 @@ def choose(request: Request) -> Implementation:
     for row in IMPLEMENTATIONS:
         if row.product != request.product or not row.formats(request.format):
             continue
-        if (row.device == "any" or request.x.is_cuda) and row.supports(request):
+        if (row.device == "any" or can_launch(request.x)) and row.supports(request):
             return row
     raise LookupError(f"no implementation of {request.product} for {request.format.name}")
 
@@ -256,7 +257,21 @@ def gated_split(
 
 
 def rows_kernel(x: Tensor, group_ends: Tensor, parts: Parts, format: Format, group: int) -> Tensor:
+    """x is in the format's grouped order."""
+    use = f"{GROUPED} of {format.name}"
+    return try_kernels(use, rows_grouped, rows_reordered, x, group_ends, parts, format, group)
+
+
+def rows_grouped(x: Tensor, group_ends: Tensor, parts: Parts, format: Format, group: int) -> Tensor:
     return grouped_gemm(x, group_ends, parts, format.kind, format.bits, group)
+
+
+def rows_reordered(
+    x: Tensor, group_ends: Tensor, parts: Parts, format: Format, group: int
+) -> Tensor:
+    """`rows_by_expert` for x in the format's grouped order."""
+    order = format.grouped_order(torch.arange(x.shape[1], device=x.device), group)
+    return rows_by_expert(x[:, order.argsort()], group_ends, parts, format, group)
 
 
 def rows_unpacked(

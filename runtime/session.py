@@ -386,7 +386,7 @@ class Session:
         padded = [*part, *[part[-1]] * (size - len(part))]
         numbers = torch.tensor([[*padded, *range(start, start + size), last]])
         numbers = send(numbers, self.device)
-        if self.graphs is None:
+        if self.graphs is None or not self.runner.can_capture(size):
             return run(numbers)
         return self.graphs((size, None, self.watch), run, numbers)
 
