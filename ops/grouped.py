@@ -414,10 +414,12 @@ def grouped_tiling(N: int, E: int, bits: int) -> dict:
     """Return constants and options of the kernel: the fastest in benchmarks/grouped.py (H200)."""
     if bits >= 16:  # plain weights: long rows read fast
         if N <= 16 * E:
-            tile = {"BM": 16, "BN": 64, "BK": 4096 // bits}
+            tile = {"BM": 16, "BN": 64, "BK": 4096 // bits, "num_warps": 4}
+        elif N <= 64 * E:
+            tile = {"BM": 64, "BN": 128, "BK": 1024 // bits, "num_warps": 4}
         else:
-            tile = {"BM": 64, "BN": 128, "BK": 1024 // bits}
-        return tile | {"num_warps": 4, "num_stages": 3}
+            tile = {"BM": 128, "BN": 128, "BK": 1024 // bits, "num_warps": 8}
+        return tile | {"num_stages": 3}
     # Small tiles for few rows an expert: most rows of a large tile would be empty.
     rows = 128 if N > 64 * E else 64 if N > 16 * E else 16
     if bits == 8:
