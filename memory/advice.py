@@ -225,7 +225,7 @@ class Search:
                 options = f"{start} --gpu_memory {text}".strip()
                 yield change.also(options, offload=settings, **batch)
         if given is not None:
-            yield change.also("leave --offload and its options out", offload=None)
+            yield change.also("leave out --offload with its options", offload=None)
 
     def start_offload(self, setup: Setup) -> tuple[str, dict]:
         """Return the options that --offload needs beside its size, and their fields of Setup."""

@@ -229,7 +229,7 @@ def format_advice(options: argparse.Namespace, source) -> Callable[[str], str] |
             return requantize_advice(directory, origin.get("repo_id"))
     if repo_id is not None:
         return f"--model {repo_id}:{{}}".format
-    return "quantize.py --mode {} and its checkpoint".format
+    return "the checkpoint of quantize.py --mode {}".format
 
 
 def requantize_advice(directory: Path, repo_id: str | None) -> Callable[[str], str]:
@@ -237,7 +237,8 @@ def requantize_advice(directory: Path, repo_id: str | None) -> Callable[[str], s
     for dtype in DTYPES:
         plain = directory.with_name(f"model_{dtype}")
         if "moe_fast" in read(plain / "config.json"):
-            return lambda mode: f"quantize.py --checkpoint_path {plain} --mode {mode}"
+            start = f"the checkpoint of quantize.py --checkpoint_path {plain}"
+            return lambda mode: f"{start} --mode {mode}"
     if repo_id:
         return lambda mode: f"--model {repo_id}:{mode} instead of --checkpoint_path"
-    return "quantize.py --mode {} of the checkpoint that this one was made from".format
+    return "the checkpoint of quantize.py --mode {}, run on the unquantized one".format

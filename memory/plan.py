@@ -145,7 +145,7 @@ def fit(setup: Setup, memory: Memory) -> Capacity:
         field = "host" if memory.gpu is None else "gpu"
         memory = replace(memory, **{field: getattr(memory, field) - setup.extra})
     if setup.offload:
-        return fit_offloaded(setup, memory)
+        return fit_offloaded(setup, setup.offload, memory)
     sizes, left = setup.sizes, memory_beside_weights(setup, memory)
     if setup.max_batch is not None:
         cache_class = KV_CACHES[setup.kv_cache]
@@ -187,14 +187,14 @@ def memory_beside_weights(setup: Setup, memory: Memory) -> int:
     return (free - need) // (2 if halved else 1)
 
 
-def fit_offloaded(setup: Setup, memory: Memory) -> Capacity:
+def fit_offloaded(setup: Setup, settings: OffloadSettings, memory: Memory) -> Capacity:
     """`fit` for experts in host memory."""
     sizes, length, batch = setup.sizes, setup.positions, setup.batch
     experts, on_gpu = sizes.experts, memory.gpu is not None
-    settings = replace(setup.offload, reserve=reserve(setup))
+    settings = replace(settings, reserve=reserve(setup))
     plan = make_plan(experts, settings, on_gpu)
     need = plan.nbytes + settings.reserve
-    if on_gpu and need > memory.gpu:
+    if memory.gpu is not None and need > memory.gpu:
         raise Shortage(
             f"{plan.slots} experts per layer, all other weights, the KV cache of {length:,} tokens "
             f"and activations need {need / GB:.1f} GB, and the GPU has {memory.gpu / GB:.1f} GB "
