@@ -191,6 +191,12 @@ def fit_offloaded(setup: Setup, settings: OffloadSettings, memory: Memory) -> Ca
     """`fit` for experts in host memory."""
     sizes, length, batch = setup.sizes, setup.positions, setup.batch
     experts, on_gpu = sizes.experts, memory.gpu is not None
+    if memory.gpu is not None and (settings.gpu_memory or 0) > memory.gpu:
+        raise Shortage(
+            f"--gpu_memory {settings.gpu_memory / GB:.4g}GB: the GPU has {memory.gpu / GB:.1f} GB "
+            "free",
+            "lower --gpu_memory",
+        )
     settings = replace(settings, reserve=reserve(setup))
     plan = make_plan(experts, settings, on_gpu)
     need = plan.nbytes + settings.reserve
