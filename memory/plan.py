@@ -20,7 +20,7 @@ from offload.plan import (
     meta_reader,
 )
 from ops.attention import BLOCK
-from runtime.memory import Capacity, Shortage, cache_bytes, plan_capacity
+from runtime.memory import LEFT_FREE, Capacity, Shortage, cache_bytes, plan_capacity
 from tp import ModelShard
 
 GB = 10**9
@@ -153,8 +153,11 @@ def fit(setup: Setup, memory: Memory) -> Capacity:
             sizes.model, cache_class, sizes.dtype, left, setup.max_batch, setup.length
         )
         if found.rows < setup.batch:
+            need, free = setup.batch * found.nbytes // found.rows, int((1 - LEFT_FREE) * left)
             raise Shortage(
-                f"--max_batch {setup.batch}: {found.rows} sequences of {found.length} tokens fit",
+                f"--max_batch {setup.batch}: the KV cache of as many sequences of {found.length:,} "
+                f"tokens needs {need / GB:.2f} GB, and {free / GB:.2f} GB are free for it beside "
+                "the weights",
                 "lower it, or --max_seq_len",
             )
         return found
