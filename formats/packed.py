@@ -5,7 +5,7 @@ a request wins. The last row of each product is plain PyTorch, which serves ever
 reference for the others.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from formats import FORMATS
 from formats.base import Format, Parts
-from model import ExpertLinear, Linear, swiglu
+from model import ExpertLinear, Linear, Transformer, swiglu
 from ops.gemv4 import dot4, dot4_supports
 from ops.grouped import GROUPED, grouped_gemm, grouped_mm
 from ops.inductor import custom_op, materialize
@@ -179,6 +179,21 @@ class PackedExpertLinear(Packed):
         gate_bias, up_bias = self.bias.chunk(2, dim=-1)
         gate = add_bias(gate, gate_bias, expert_indices)
         return activation(gate, add_bias(up, up_bias, expert_indices))
+
+
+def weight_bytes(model: Transformer, dtype: torch.dtype, without: Collection[int] = ()) -> int:
+    """Return the bytes of the weights, of those that are not packed in `dtype`.
+
+    without: the ids of parameters that do not count.
+    """
+    packed = {
+        id(part) for m in model.modules() if isinstance(m, Packed) for part in m.parts().values()
+    }
+    return sum(
+        p.nbytes if id(p) in packed else p.numel() * dtype.itemsize
+        for p in model.parameters()
+        if id(p) not in without
+    )
 
 
 def add_bias(y: Tensor, bias: Tensor | None, experts: Tensor) -> Tensor:
