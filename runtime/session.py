@@ -22,6 +22,7 @@ from torch import Tensor
 from model import COUNTING_SORT_MAX_TOKENS, SHORT_CACHE, Chunk, KVCache, Runner, Transformer
 from ops.attention import BLOCK
 from ops.inductor import configure_inductor, without_tuning
+from ops.jit import can_launch
 from ops.rows import RowMemory
 from runtime.graphs import CapturedStep, GraphCache, run_on_host
 from runtime.logit_edits import EditState, edit_logits, make_edit_state, set_edits
@@ -156,7 +157,8 @@ class Session:
 
         self.state = make_state(batch)
         self.token, self.position, self.last, self.seen, self.controls, self.seeds = self.state
-        self.outbox = Outbox(batch, device) if self.captured else None
+        has_outbox = self.captured and can_launch(self.token)
+        self.outbox = Outbox(batch, device) if has_outbox else None
         self.edited = False  # steps edit the logits
         self.edits = make_edit_state(batch, args.vocab_size, device)
         self.row_is_edited = [False] * batch  # its edits may change something

@@ -239,6 +239,12 @@ def test_launches_fit_a_smaller_gpu():
     check_launches(("sm_86",), ("Qwen3.6-35B-A3B:int4",), quick=True)
 
 
+def test_an_old_gpu_launches_nothing():
+    given = {"gpus": ["sm_75"], "cases": ["Qwen3.6-35B-A3B:bf16"], "quick": True}
+    found = run_without_gpu("gpu_launches.py", given=given)
+    assert found["sm_75"]["Qwen3.6-35B-A3B:bf16"] == {"kernels": {}, "refused": {}}
+
+
 MODES = "bf16", "int8", "int4", "fp8", "fp8b", "mxfp4", "hqq4", "hqq3", "hqq2"
 
 
