@@ -94,12 +94,18 @@ def short_chunk_sizes(
 class Session:
     """`batch` sequences of up to `max_seq_len` tokens, prompt and answer together, on one device.
 
+    Raises ValueError for more tokens than the model has positions.
+
     The model owns the cache, so it serves only the newest session. If `watch` is set before a
     stream starts, `details` holds each sequence's Details whenever tokens are yielded. A step that
     is watched or edits the logits is captured separately, so that plain steps stay as fast.
     """
 
     def __init__(self, model: Transformer, max_seq_len: int, options: SessionOptions | None = None):
+        if max_seq_len > (longest := model.args.max_position):
+            raise ValueError(
+                f"max_seq_len {max_seq_len}: the model was made for {longest} positions at most"
+            )
         self.model, self.max_seq_len = model, max_seq_len
         self.options = options = options or SessionOptions()
         self.batch, self.compiled = options.batch, options.compile
