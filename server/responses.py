@@ -232,7 +232,7 @@ class ResponsesBuilder:
 
     def end(self, event: Finished) -> Iterator[bytes]:
         """Yield what a stream ends with."""
-        yield from self.add_pieces(self.reader.end())
+        yield from self.add_pieces(self.reader.end(event.result))
         status = self.status(event)
         yield from self.close_item(status)
         self.keep_items()

@@ -25,6 +25,7 @@ from runtime.reasoning import REASONING, TextSplitter, make_splitter
 from runtime.sampling import MAX_CANDIDATES, TOP_LOGPROBS, Sampling
 from runtime.session import Details
 from server.constraints import forced_call, json_object, json_schema
+from server.lenient_json import parse_json
 from server.tokenizing import PromptTooLongError, TokenizerPool
 from server.tools import (
     NAME,
@@ -35,7 +36,6 @@ from server.tools import (
     control_markers,
     find_format,
     make_parser,
-    parse_json,
 )
 from tokenizer import Tokenizer
 
@@ -730,14 +730,15 @@ class AnswerReader:
             return self.count([TextPiece(text, is_reasoning)] if text else [])
         return self.count(self.parser.push(text))
 
-    def end(self) -> list[Piece]:
-        """End the answer; return the rest."""
-        return self.count(self.parser.flush() if self.parser else [])
+    def end(self, result: dict) -> list[Piece]:
+        """End the answer, whose result of `generate` this is; return the rest."""
+        is_cut = result.get("finish_reason", "stop") != "stop"
+        return self.count(self.parser.flush(is_cut) if self.parser else [])
 
     def whole(self, result: dict) -> list[Piece]:
         """Return the pieces of a whole answer."""
         reasoning = self.read(result.get("reasoning", ""), is_reasoning=True)
-        return reasoning + self.read(result["text"]) + self.end()
+        return reasoning + self.read(result["text"]) + self.end(result)
 
     def count(self, pieces: list[Piece]) -> list[Piece]:
         pieces, self.held = self.held + pieces, []
@@ -833,7 +834,7 @@ class ResponseBuilder:
     def end(self, event: Finished) -> Iterator[bytes]:
         """Yield what an answer ends with, and after the last answer what the stream ends with."""
         reader = self.readers[event.index]
-        for piece in reader.end():
+        for piece in reader.end(event.result):
             yield self.piece_chunk(piece, event.index)
         reason = reader.finish_reason(event.result["finish_reason"])
         tokens = self.take_tokens(event.index) + event.tokens
