@@ -323,7 +323,8 @@ class CallParser:
         end = end if end >= 0 else len(self.buffer)
         text = self.buffer[:end].replace(MARK, "")
         repair = Repair(text, scanner)
-        self.add_arguments(repair.json(close=is_closed))
+        rest = repair.json(close=is_closed)
+        self.add_arguments("{}" if rest == "null" else rest)
         self.buffer = text[repair.at :] + self.buffer[end:]
         return is_closed
 

@@ -184,9 +184,13 @@ class Repair:
         self.out: list[str] = []
         self.comma, self.is_plausible = "", True
         quotes = "|".join(map(re.escape, filter(None, (quote, '"', "'"))))
-        name = rf"(?:(?:{quotes})(?:(?!{quotes})[^\n]){{1,100}}(?:{quotes})|[\w.$/-]{{1,100}})"
+        name = rf"(?:{quotes})(?:(?!{quotes})[^\n]){{1,100}}(?:{quotes})"
+        bare = rf"(?:{quotes})?[\w.$/-]{{1,100}}(?:{quotes})?"
+        colon = r"\s*(?:=>|=|:(?!//))"
         self.quotes = re.compile(quotes)
-        self.key = re.compile(rf"\s*{name}\s*(?:=>|=|:(?!//))")
+        self.key = re.compile(rf"\s*(?:{name}(?:{colon}|\s*[{{\[])|{bare}{colon})")
+        self.quoted_key = re.compile(rf"\s*{name}{colon}")
+        self.key_end = re.compile(rf"\s*(?:=>|[:=,}}\]{{\[]|\Z|{quotes})")
         self.colon = re.compile(r"\s*(?:=>|[:=])\s*")
         self.end = re.compile(r"\s*,?\s*(?:[}\]]|\Z)")
         self.item_end = re.compile(rf"\s*(?:[,\]}}]|\Z)|\s+(?:{quotes})")
@@ -272,12 +276,8 @@ class Repair:
     def write_text(self, quote: str, close: bool) -> None:
         """Write a text whose first quote was read."""
         start = self.at
-        found = next(filter(None, map(self.ending, self.candidates(quote))), None)
-        if found:
-            end, self.at = found
-        else:  # the last quote is missing
-            colon = self.colon.search(self.text, start) if self.is_key else None
-            end = self.at = colon.start() if colon else self.rest_end() if close else len(self.text)
+        found = self.key_ending(quote) if self.is_key else self.ending(quote)
+        end, self.at = found or (self.rest_end() if close else len(self.text),) * 2
         text = self.text[start:end]
         if quote == self.quote:
             text = text.replace("\\", "\\\\").replace(quote, '"')
@@ -308,23 +308,34 @@ class Repair:
             if (found - before) % 2 == 0:
                 yield found, at
 
-    def ending(self, candidate: tuple[int, int]) -> tuple[int, int] | None:
-        """Return a text's end and the end of its quote, if this quote ends it."""
-        start, end = candidate
-        if self.is_key:
-            ends = self.colon.match(self.text, end) or self.end.match(self.text, end)
-        elif not self.open:
-            ends = re.compile(r"\s*\Z").match(self.text, end)
-        elif self.open[-1] == "]":
-            ends = self.item_end.match(self.text, end)
-        else:
-            comma = re.compile(r"\s*,?").match(self.text, end)
-            ends = self.end.match(self.text, end) or self.key.match(self.text, comma.end())
+    def key_ending(self, quote: str) -> tuple[int, int] | None:
+        """Return where a key and its quote end; where the key ends if its quote is missing."""
+        start, end = next(self.candidates(quote), (len(self.text),) * 2)
+        if start < end and self.key_end.match(self.text, end):
+            return start, end
+        colon = self.colon.search(self.text, self.at, start)
+        return (colon.start(),) * 2 if colon else (start, end) if start < end else None
+
+    def ending(self, quote: str) -> tuple[int, int] | None:
+        """Return where a text and its quote end; where the text ends if its quote is missing."""
+        for start, end in self.candidates(quote):
             before = self.text[max(self.at, start - 50) : start].rstrip()
-            if not ends and before.endswith(",") and self.key.match(self.text, start):
-                comma_at = self.text.rindex(",", self.at, start)  # the quote of a key begins here
-                return comma_at, comma_at
-        return candidate if ends else None
+            if before.endswith(",") and self.quoted_key.match(self.text, start):
+                return (self.text.rindex(",", self.at, start),) * 2  # the quote begins a key
+            if self.ends_text(end):
+                return start, end
+        return None
+
+    def ends_text(self, at: int) -> bool:
+        """Whether the text after a quote shows that the quote ends a value."""
+        if not self.open:
+            return skip_space(self.text, at) == len(self.text)
+        if self.open[-1] == "]":
+            return bool(self.item_end.match(self.text, at))
+        if self.end.match(self.text, at):
+            return True
+        at = skip_space(self.text, at)
+        return bool(self.key.match(self.text, at + self.text.startswith(",", at)))
 
     def bare_key(self) -> None:
         """Write a key without a first quote."""
@@ -353,24 +364,28 @@ class Repair:
         word = re.compile(r"[\w.+-]+(?=\s)").match(self.text, self.at)
         if word and self.key.match(self.text, word.end()) and is_atom(word[0]):
             return word.end()
-        depth = 0
-        for match in re.compile(r"[,\n{}\[\]]").finditer(self.text, self.at):
-            letter, at = match[0], match.start()
-            if letter in BRACKETS:
-                depth += 1
-            elif depth:
-                depth -= letter in "}]"
-            elif letter in "}]":
-                if letter in self.open:
+        for nests in (True, False):  # brackets of the text may be unbalanced
+            depth = 0
+            for match in re.compile(r"[,\n{}\[\]]").finditer(self.text, self.at):
+                letter, at = match[0], match.start()
+                if nests and letter in BRACKETS:
+                    depth += 1
+                elif letter == "," and self.quoted_key.match(self.text, at + 1):
                     return at
-            elif self.open and (
-                (self.open[-1] == "]"
-                and letter == ",")
-                or self.end.match(self.text, at)
-                or self.key.match(self.text, match.end())
-            ):
-                return at
+                elif depth:
+                    depth -= letter in "}]"
+                elif self.ends_bare(letter, at):
+                    return at
         return len(self.text)
+
+    def ends_bare(self, letter: str, at: int) -> bool:
+        """Whether a text without quotes ends at this bracket, comma or new line."""
+        if letter in "}]":
+            return letter in self.open
+        if self.open[-1:] == ["]"] and letter == ",":
+            return True
+        follows = self.end.match(self.text, at) or self.key.match(self.text, at + 1)
+        return bool(self.open and follows)
 
 
 def is_atom(text: str) -> bool:

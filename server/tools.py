@@ -119,10 +119,10 @@ class QwenCoderParser(TaggedParser):
     def value_stop(self) -> re.Pattern:
         opener, closer = (re.escape(self.marker(name)) for name in self.tokens)
         return re.compile(
-            rf"</parameter>(?=\s{{0,99}}(?:</function>|<parameter=[^>\n]{{1,200}}>|{closer}))"
-            r"|(?=<parameter=(?P<key>[^>\n]{1,200})>)"
+            rf"</parameter>(?=\s{{0,99}}(?:</function>|<parameter=[^>\n]{{1,200}}[>\n]|{closer}))"
+            r"|(?=<parameter=(?P<key>[^>\n]{1,200})[>\n])"
             rf"|(?=</function>\s{{0,99}}(?:{closer}|{opener}|<function=))"
-            rf"|(?={closer}\s{{0,99}}{opener})|(?={opener}\s{{0,99}}<function=)"
+            rf"|(?={closer}\s{{0,99}}(?:{opener}|<function=))|(?={opener}\s{{0,99}}<function=)"
         )
 
     def call(self) -> Reader:
@@ -130,7 +130,7 @@ class QwenCoderParser(TaggedParser):
         start = "<function=" if self.opener == opener else ""
         if start and (yield from self.begins_with("{", "[")):
             return (yield from self.json_calls())
-        head = rf"\s*{start}({NAME})>\s*"
+        head = rf"\s*{start}({NAME})(?:>|[ \t]*(?=\n))\s*"  # some answers lack the bracket
         follows = ("<parameter=", "</function>", closer, opener, "<function=", "{")
         match = yield from self.expect(
             rf"{head}(?={'|'.join(map(re.escape, follows))})",
@@ -160,7 +160,10 @@ class QwenCoderParser(TaggedParser):
     def parameters(self) -> Reader:
         """Read parameters up to the function's end; return False if the text ends inside of one."""
         opener, closer = (self.marker(name) for name in self.tokens)
-        start, end = r"\s*<parameter=([^>\n]+)>", rf"\s*(?:</function>|(?={re.escape(closer)}))"
+        start, end = (
+            r"\s*<parameter=([^>\n]+)(?:>|(?=\n))",
+            rf"\s*(?:</function>|(?={re.escape(closer)}))",
+        )
         tags = beginnings("<parameter=", "</function>", opener, closer)
         while True:
             match = yield from self.expect(f"{start}|{end}", rf"\s*(<parameter=[^>\n]*|{tags})?")
@@ -235,11 +238,15 @@ class GlmParser(TaggedParser):
 
     def pairs(self) -> Reader:
         """Read keys and values; return False if the text ends inside of one."""
-        opener, closer, key, key_end, value, _ = self.patterns()
+        _, closer, key, key_end, value, _ = self.patterns()
         start = rf"\s*{key}\s*([^<{MARK}]{{1,200}}?)\s*(?:{key_end})?\s*{value}"
         tags = beginnings(*map(self.marker, self.tokens[:3]))
+        begun = beginnings(self.marker("<arg_value>"))
+        ends = rf"{key_end}\s*({begun})?|{begun}|{beginnings(self.marker('</arg_key>'))}"
         while True:
-            match = yield from self.expect(rf"{start}|\s*(?={closer})", rf"\s*({key}.*|{tags})?")
+            match = yield from self.expect(
+                rf"{start}|\s*(?={closer})", rf"\s*({key}[^<{MARK}]*({ends})?|{tags})?"
+            )
             if not match:
                 return self.ends_cleanly()
             self.buffer = self.buffer[match.end() :]
