@@ -1,8 +1,10 @@
 """Values of tool calls: an argument that is written as text gets a type that its schema accepts."""
 
 import math
+import re
 from collections.abc import Iterator
 from typing import Any
+from urllib.parse import unquote
 
 from server.lenient_json import Number, bare_atom, parse_json, parse_lenient
 
@@ -88,25 +90,10 @@ class Schema:
             if not isinstance(reference, str):
                 return schema
             rest = {key: value for key, value in schema.items() if key != "$ref"}
-            schema = self.find(reference)
+            schema = find_pointer(self.root, reference, {})
             if rest.keys() - {"description", "title", "default", "examples", "deprecated"}:
                 return {"allOf": [schema, rest]}
         return {}
-
-    def find(self, reference: str) -> Any:
-        """Return the schema at a pointer such as #/$defs/name; {} if there is none."""
-        if not reference.startswith("#"):
-            return {}
-        found = self.root
-        for step in filter(None, reference[1:].split("/")):
-            step = step.replace("~1", "/").replace("~0", "~")
-            if isinstance(found, list) and step.isdecimal() and int(step) < len(found):
-                found = found[int(step)]
-            elif isinstance(found, dict) and step in found:
-                found = found[step]
-            else:
-                return {}
-        return found
 
     def accepts(self, value: Any, exact: bool = True) -> bool:
         """Whether the schema accepts a value, by types and, if `exact`, by the values it lists."""
@@ -122,12 +109,12 @@ class Schema:
             return True
         for keyword, combine in (("allOf", all), ("anyOf", any), ("oneOf", any)):
             options = schema.get(keyword)
-            if isinstance(options, list) and options:
-                if not combine(self.check(option, value, exact, depth - 1) for option in options):
-                    return False
-        if isinstance(schema.get("not"), dict) and exact and value is not ANY_TYPE:
-            if self.check(schema["not"], value, exact, depth - 1):
+            options = options if isinstance(options, list) and options else [True]
+            if not combine(self.check(option, value, exact, depth - 1) for option in options):
                 return False
+        excluded = schema.get("not") if exact and value is not ANY_TYPE else None
+        if isinstance(excluded, dict) and self.check(excluded, value, exact, depth - 1):
+            return False
         listed = schema.get("enum")
         listed = [schema["const"]] if "const" in schema else listed
         if isinstance(listed, list):
@@ -137,6 +124,21 @@ class Schema:
             if not any(same):
                 return False
         return value_has_type(value, schema)
+
+
+def find_pointer(document: Any, reference: str, default: Any) -> Any:
+    """Return the part of a JSON document at a pointer such as #/$defs/name."""
+    if not re.match(r"#(/|$)", reference):
+        return default
+    for step in unquote(reference[1:]).split("/")[1:]:
+        step = step.replace("~1", "/").replace("~0", "~")
+        if isinstance(document, list) and step.isdecimal() and int(step) < len(document):
+            document = document[int(step)]
+        elif isinstance(document, dict) and step in document:
+            document = document[step]
+        else:
+            return default
+    return document
 
 
 def members(schema: dict) -> dict:

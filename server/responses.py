@@ -123,7 +123,7 @@ class ResponsesBody(StrictModel):
             names = {"messages": "input", "max_completion_tokens": "max_output_tokens"}
             field = error_field(error) or ""
             message = error_message(error, ChatCompletionBody)
-            if field == "messages":
+            if message == FIELD_MESSAGES["messages"]:
                 message = FIELD_MESSAGES["input"]
             raise APIError(message, param=names.get(field, field) or None) from None
 
@@ -159,7 +159,7 @@ class ResponsesBody(StrictModel):
                 f"tools: the type {tool.get('type')!r:.40} is not supported, only 'function'",
                 param="tools",
             )
-        names = "name", "description", "parameters"
+        names = "name", "description", "parameters", "strict"
         return {"type": "function", "function": {name: tool.get(name) for name in names}}
 
     def chat_tool_choice(self) -> str | Item:

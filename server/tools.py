@@ -132,13 +132,13 @@ class QwenCoderParser(TaggedParser):
             return (yield from self.json_calls())
         head = rf"\s*{start}({NAME})(?:>|[ \t]*(?=\n))\s*"  # some answers lack the bracket
         follows = ("<parameter=", "</function>", closer, opener, "<function=", "{")
+        whole = rf"{head}(?:{beginnings(*follows)})?"
         match = yield from self.expect(
             rf"{head}(?={'|'.join(map(re.escape, follows))})",
-            rf"\s*({beginnings(start) or '(?!)'}|{start}({NAME})?|{head}({beginnings(*follows)})?)?",
+            rf"\s*({beginnings(start) or '(?!)'}|{start}({NAME})?|{whole})?",
         )
-        if not match and self.ended:
-            match = re.fullmatch(rf"({head})({beginnings(*follows)})?", self.buffer)
-            match = match and re.match(head, self.buffer)
+        if not match and self.ended and re.fullmatch(whole, self.buffer):
+            match = re.match(head, self.buffer)
         if not match:
             return False
         self.begin(match[1])
