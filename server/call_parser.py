@@ -11,7 +11,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from runtime.reasoning import held_prefix
 from server.arguments import Schema, typed_value
-from server.lenient_json import JsonScanner, Repair, parse_json, parse_lenient, to_json
+from server.lenient_json import JsonScanner, Repair, parse_json, parse_lenient, skip_space, to_json
 from tokenizer import Tokenizer
 
 MARK = "\ufdd1"  # before the name of a control token. A noncharacter: exchanged text has none.
@@ -74,7 +74,8 @@ class CallParser:
         self.space, self.after_call = "", False
         self.arguments: list[str] = []  # keys of the current call
         self.is_cut = False  # the answer ended by a limit, not by itself
-        self.schema = Schema({})
+        self.schema = Schema({})  # of its arguments
+        self.known: set[str] = set()  # names of its arguments
         self.reader = self.read()
 
     @classmethod
@@ -197,6 +198,7 @@ class CallParser:
     def begin(self, name: str) -> None:
         """Begin a call."""
         self.arguments, self.schema = [], Schema(self.schemas.get(name, {}))
+        self.known = self.schema.names()
         self.space, self.after_call = "", True
         name = plain(name.replace(MARK, ""))
         self.pieces.append(CallPiece(self.calls, "", self.new_id(), name))
@@ -233,11 +235,23 @@ class CallParser:
         closer = self.marker(self.closer) if self.closer else ""
         return JsonScanner(closer, self.marker(self.openers[0]))
 
-    def region_end(self) -> int:
-        """Return where the first marker is that can follow JSON; -1: nowhere yet."""
-        markers = filter(None, (self.closer, self.openers[0]))
-        found = [self.buffer.find(self.marker(marker)) for marker in markers]
+    def ends(self) -> tuple[str, ...]:
+        """Return the markers that can follow JSON."""
+        return tuple(self.marker(name) for name in (self.closer, self.openers[0]) if name)
+
+    def region_end(self, start: int = 0) -> int:
+        """Return where the first of these markers is; -1: nowhere yet."""
+        found = [self.buffer.find(marker, start) for marker in self.ends()]
         return min((at for at in found if at >= 0), default=-1)
+
+    def region(self) -> Generator[None, None, int]:
+        """Wait for one of these markers; return where it is, -1: nowhere in the answer."""
+        start = 0
+        while (end := self.region_end(start)) < 0:
+            start = max(0, len(self.buffer) - MAX_HEAD)
+            if not (yield from self.more()):
+                break
+        return end
 
     def json_calls(self) -> Reader:
         """Read calls as JSON: objects, or a list of them.
@@ -263,16 +277,16 @@ class CallParser:
                 self.buffer = self.buffer[match.end() :]
                 yield from self.json_arguments()
                 return True
-            if self.buffer.lstrip()[:1] not in ("", "{", "[", "`"):
+            first = skip_space(self.buffer, 0)
+            if self.buffer[first : first + 1] not in ("", "{", "[", "`"):
                 return False
             at += scanner.scan(self.buffer[at:])
             if scanner.complete:
                 return self.take_calls(at)
-            end = self.region_end()
-            if end >= 0 and scanner.broken:
-                return self.take_calls(end)
-            if not (yield from self.more()):
-                return not (self.is_cut and end < 0) and self.take_calls(len(self.buffer))
+            if scanner.broken or not (yield from self.more()):
+                end = yield from self.region()
+                end = len(self.buffer) if end < 0 and not self.is_cut else end
+                return end >= 0 and self.take_calls(end)
 
     def take_calls(self, end: int) -> bool:
         """Take the calls that the buffer's text up to `end` has."""
@@ -314,11 +328,9 @@ class CallParser:
             self.buffer = self.buffer[count:]
             if scanner.complete:
                 return True
-            if scanner.broken and self.region_end() >= 0:
+            if scanner.broken or not (yield from self.more()):
                 break
-            if not (yield from self.more()):
-                break
-        end = self.region_end()
+        end = yield from self.region()
         is_closed = end >= 0 or not self.is_cut
         end = end if end >= 0 else len(self.buffer)
         text = self.buffer[:end].replace(MARK, "")
@@ -333,7 +345,7 @@ class CallParser:
         closer = self.marker(self.closer) if self.closer else ""
         while True:
             rest = self.buffer.lstrip(" \n\r\t}]`")  # some answers have a bracket too many
-            item = rest.lstrip(" \n\r\t,") if rest.startswith(",") else rest
+            item = rest.lstrip(" \n\r\t},]`") if rest.startswith(",") else rest
             if closer and rest.startswith(closer):
                 self.buffer = rest[len(closer) :]
                 return False
@@ -355,16 +367,14 @@ class CallParser:
     def skip_object(self) -> Reader:
         """Drop a JSON object."""
         scanner = self.scanner()
-        while not scanner.complete:
+        while True:
             self.buffer = self.buffer[scanner.scan(self.buffer) :]
-            end = self.region_end()
-            if scanner.broken and end >= 0:
-                self.buffer = self.buffer[end:]
-                break
-            if not scanner.complete and not (yield from self.more()):
-                self.buffer = ""
-                break
-        return True
+            if scanner.complete:
+                return True
+            if scanner.broken or not (yield from self.more()):
+                end = yield from self.region()
+                self.buffer = self.buffer[end:] if end >= 0 else ""
+                return True
 
 
 def arguments_json(arguments: Any) -> str:

@@ -122,19 +122,11 @@ class JsonScanner:
 
     def token(self, text: str, at: int) -> int:
         """Return where the next token outside of texts ends."""
-        start = skip_space(text, at)
-        letter = text[start : start + 1]
+        if (start := skip_space(text, at)) > at:
+            return start
+        letter = text[at : at + 1]
         if letter == "," and self.expects == "next":
-            # The comma belongs to the item after it: a repair drops one before a bracket.
-            item = skip_space(text, start + 1)
-            is_object = self.open[-1:] == ["}"]
-            if item == len(text):
-                return at
-            self.broken = not re.match('"' if is_object else r'["\w{\[-]', text[item])
-            self.expects, self.is_empty = "key" if is_object else "value", False
-            if self.broken:
-                self.expects = "next"
-            return at if self.broken else item
+            return self.comma(text, at)
         if [letter] == self.open[-1:] and (self.expects == "next" or self.is_empty):
             self.open.pop()
             self.end_value()
@@ -146,15 +138,26 @@ class JsonScanner:
             self.open.append(BRACKETS[letter])
             self.expects, self.is_empty = "key" if letter == "{" else "value", True
         else:
-            return self.atom(text, at, start) if letter else at
-        return start + 1
+            return self.atom(text, at) if letter else at
+        return at + 1
 
-    def atom(self, text: str, at: int, start: int) -> int:
+    def comma(self, text: str, at: int) -> int:
+        """Return where the item after a comma begins. A repair drops a comma before a bracket."""
+        item, is_object = skip_space(text, at + 1), self.open[-1] == "}"
+        if item == len(text):
+            return at
+        self.broken = not re.match('"' if is_object else r'["\w{\[-]', text[item])
+        if self.broken:
+            return at
+        self.expects = "key" if is_object else "value"
+        return item
+
+    def atom(self, text: str, at: int) -> int:
         """Return where a number or a name ends."""
         match = None
         if self.expects == "value":
-            match = ATOM.match(text, start)
-            if not match and BEGUN_ATOM.match(text, start):
+            match = ATOM.match(text, at)
+            if not match and BEGUN_ATOM.match(text, at):
                 return at
         if not match or (parse_json(match[0]) is None and match[0] != "null"):
             self.broken = True

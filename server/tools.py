@@ -30,6 +30,7 @@ from server.lenient_json import JsonScanner, Number, Repair, to_json
 from tokenizer import Tokenizer
 
 __all__ = ["CallPiece", "Piece"]
+MAX_TAGS = 400  # characters of the tags that end a value
 LETTERS = string.ascii_letters + string.digits
 
 
@@ -70,8 +71,8 @@ class TaggedParser(CallParser):
     def accepts_stop(self, match: re.Match) -> bool:
         """Whether a value ends here: text may spell an argument that the function lacks."""
         key = match["key"]
-        known = self.schema.names()
-        return key is None or (key not in self.arguments and (not known or key in known))
+        is_known = key in self.known or not self.known
+        return key is None or (key not in self.arguments and is_known)
 
     def value(self) -> ValueReader:
         """Read a value; return None if the answer was cut inside of it."""
@@ -80,7 +81,7 @@ class TaggedParser(CallParser):
             found = filter(self.accepts_stop, pattern.finditer(self.buffer, start))
             if stop := next(found, None):
                 break
-            start = max(0, len(self.buffer) - MAX_HEAD)
+            start = max(0, len(self.buffer) - MAX_TAGS)
             if not (yield from self.more()):
                 break
         region = self.buffer[: stop.start()] if stop else self.buffer
@@ -152,10 +153,8 @@ class QwenCoderParser(TaggedParser):
             yield from self.skip_closer(closer)
         return True
 
-    def region_end(self) -> int:
-        found = self.buffer.find("</function>")
-        others = super().region_end()
-        return min((at for at in (found, others) if at >= 0), default=-1)
+    def ends(self) -> tuple[str, ...]:
+        return "</function>", *super().ends()
 
     def parameters(self) -> Reader:
         """Read parameters up to the function's end; return False if the text ends inside of one."""
@@ -457,8 +456,8 @@ class HarmonyParser(CallParser):
     def scanner(self) -> JsonScanner:
         return JsonScanner(MARK)
 
-    def region_end(self) -> int:
-        return self.buffer.find(MARK)
+    def ends(self) -> tuple[str, ...]:
+        return (MARK,)
 
 
 # A template may mention the markers of a later row, never those of an earlier one.
