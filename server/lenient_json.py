@@ -189,12 +189,12 @@ class Repair:
         quotes = "|".join(map(re.escape, filter(None, (quote, '"', "'"))))
         name = rf"(?:{quotes})(?:(?!{quotes})[^\n]){{1,100}}(?:{quotes})"
         bare = rf"(?:{quotes})?[\w.$/-]{{1,100}}(?:{quotes})?"
-        colon = r"\s*(?:=>|=|:(?!//))"
+        colon = r"\s*(?:=>|:=|=|:(?!//))"
         self.quotes = re.compile(quotes)
         self.key = re.compile(rf"\s*(?:{name}(?:{colon}|\s*[{{\[])|{bare}{colon})")
         self.quoted_key = re.compile(rf"\s*{name}{colon}")
         self.key_end = re.compile(rf"\s*(?:=>|[:=,}}\]{{\[]|\Z|{quotes})")
-        self.colon = re.compile(r"\s*(?:=>|[:=])\s*")
+        self.colon = re.compile(r"\s*(?:=>|:=|[:=])\s*")
         self.end = re.compile(r"\s*,?\s*(?:[}\]]|\Z)")
         self.item_end = re.compile(rf"\s*(?:[,\]}}]|\Z)|\s+(?:{quotes})")
 
@@ -325,7 +325,7 @@ class Repair:
             before = self.text[max(self.at, start - 50) : start].rstrip()
             if before.endswith(",") and self.quoted_key.match(self.text, start):
                 return (self.text.rindex(",", self.at, start),) * 2  # the quote begins a key
-            if self.ends_text(end):
+            if self.ends_text(end) or self.is_comma_missing(quote, start, end):
                 return start, end
         return None
 
@@ -337,8 +337,15 @@ class Repair:
             return bool(self.item_end.match(self.text, at))
         if self.end.match(self.text, at):
             return True
-        at = skip_space(self.text, at)
-        return bool(self.key.match(self.text, at + self.text.startswith(",", at)))
+        commas = re.compile(r"[\s,]*").match(self.text, at)
+        return bool(commas and self.key.match(self.text, commas.end()))
+
+    def is_comma_missing(self, quote: str, start: int, end: int) -> bool:
+        """Whether a list's next text follows at once: two quotes between its items, not three."""
+        if self.open[-1:] != ["]"] or not self.text.startswith(quote, end):
+            return False
+        is_third = self.text.endswith(quote, 0, start) or self.text.startswith(quote * 2, end)
+        return not is_third and not self.item_end.match(self.text, end + len(quote))
 
     def bare_key(self) -> None:
         """Write a key without a first quote."""

@@ -1,8 +1,8 @@
 """Tool calls in a model's text: the formats of the families.
 
 The format is found by its marker in the chat template (`find_format`). All parsers are lenient: a
-call with wrong quotes, keys in another order or a missing tag is still the call. What is no call
-is text, as the model wrote it.
+call with wrong quotes, keys in another order or a missing tag is still the call. Anything else is
+text, as the model wrote it.
 """
 
 import hashlib
@@ -70,9 +70,10 @@ class TaggedParser(CallParser):
 
     def accepts_stop(self, match: re.Match) -> bool:
         """Whether a value ends here: text may spell an argument that the function lacks."""
-        key = match["key"]
-        is_known = key in self.known or not self.known
-        return key is None or (key not in self.arguments and is_known)
+        key, at = match["key"], match.start()
+        begins_line = self.buffer[at - 1 : at] == "\n"
+        is_likely = key in self.known or not self.known or begins_line
+        return key is None or (key not in self.arguments and is_likely)
 
     def value(self) -> ValueReader:
         """Read a value; return None if the answer was cut inside of it."""
@@ -339,8 +340,11 @@ class GemmaParser(CallParser):
             return False
         self.begin(match[1])
         self.add_arguments(self.conform(arguments.replace(quote, "")))
-        rest = self.buffer[start + repair.at : end].lstrip(" \n\r\t}")
-        self.buffer = rest + self.buffer[end:].removeprefix(closer)
+        rest = self.buffer[start + repair.at : end].lstrip(" \n\r\t},")
+        if rest.startswith("call:"):  # several calls between two markers
+            self.buffer = self.opener + rest + self.buffer[end:]
+        else:
+            self.buffer = rest + self.buffer[end:].removeprefix(closer)
         return True
 
     def call_end(self, start: int) -> Generator[None, None, int]:

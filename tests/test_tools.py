@@ -346,6 +346,7 @@ FAULTS = {
     QwenCoderParser: (
         (f"{ROME_CODER}\n<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>", [ROME_3]),
         (f"{ROME_CODER}</parameter> oops <parameter=days>3</function></tool_call>", [ROME_3]),
+        (f"{ROME_CODER}\n<parameter=x>1</function>", [["weather", {"city": "Rom", "x": 1}]]),
         (f"{ROME_CODER}\n</function>\n</tool_call>", [ROME]),
         (f"{ROME_CODER}\n</tool_call>", [ROME]),
         (f"{ROME_CODER}\n</parameter>\n</tool_call>{CODER_NOW}", [ROME, NOW]),
@@ -392,6 +393,8 @@ FAULTS = {
         ('<|tool_call>call:weather{city:Rom<|"|>,days:<|"|>3<|"|>', [ROME_3]),
         (f'<|tool_call>call:weather{{city:<|"|>Rom<|"|>{GEMMA_NOW}', [ROME, NOW]),
         ("<|tool_call>call:now<tool_call|>", [NOW]),
+        ("<|tool_call>call:now{}call:now{},call:now{}<tool_call|>", [NOW, NOW, NOW]),
+        ('<|tool_call>call:now{l:[<|"|>a<|"|><|"|>b<|"|>]}', [["now", {"l": ["a", "b"]}]]),
         ("<|tool_call>call:weather{zip:01,city:2}", [["weather", {"zip": "01", "city": "2"}]]),
         ("<|tool_call>call:weather{zip:1.10}", [["weather", {"zip": "1.10"}]]),
         ("<|tool_call>call:now{place:{x:[True]}}", [["now", {"place": {"x": [True]}}]]),
@@ -409,7 +412,7 @@ FAULTS = {
         ),
         ("<|tool_call>call:now{n:NaN}<tool_call|>", [["now", {"n": "NaN"}]]),
     ),
-}  # fmt: skip
+}
 FAULT_CASES = [(format, *case) for format, cases in FAULTS.items() for case in cases]
 
 
@@ -438,7 +441,7 @@ def test_a_call_with_faults_stays_a_call(format, answer, expected, control):
         ("<|channel|>commentary to=functions.now<|message|>{'a': 1}", "", [["now", {"a": 1}]]),
         ("<|channel|>commentary to=functions.now<|message|>print(1)", "", [["now", "print(1)"]]),
     ),
-)  # fmt: skip
+)
 def test_harmony_answers_with_faults(answer, text, calls):
     answer = marked(HarmonyParser, answer)
     for pieces in ([answer], list(answer)):
