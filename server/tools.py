@@ -29,7 +29,24 @@ from server.call_parser import (
 from server.lenient_json import JsonScanner, Number, Repair, to_json
 from tokenizer import Tokenizer
 
-__all__ = ["CallPiece", "Piece"]
+__all__ = [
+    "FORMATS",
+    "MARK",
+    "NAME",
+    "CallParser",
+    "CallPiece",
+    "GemmaParser",
+    "GlmParser",
+    "HarmonyParser",
+    "HermesParser",
+    "MistralParser",
+    "Piece",
+    "QwenCoderParser",
+    "TextPiece",
+    "control_markers",
+    "find_format",
+    "make_parser",
+]
 MAX_TAGS = 400  # characters of the tags that end a value
 LETTERS = string.ascii_letters + string.digits
 
@@ -160,10 +177,8 @@ class QwenCoderParser(TaggedParser):
     def parameters(self) -> Reader:
         """Read parameters up to the function's end; return False if the text ends inside of one."""
         opener, closer = (self.marker(name) for name in self.tokens)
-        start, end = (
-            r"\s*<parameter=([^>\n]+)(?:>|(?=\n))",
-            rf"\s*(?:</function>|(?={re.escape(closer)}))",
-        )
+        start = r"\s*<parameter=([^>\n]+)(?:>|(?=\n))"
+        end = rf"\s*(?:</function>|(?={re.escape(closer)}))"
         tags = beginnings("<parameter=", "</function>", opener, closer)
         while True:
             match = yield from self.expect(f"{start}|{end}", rf"\s*(<parameter=[^>\n]*|{tags})?")
