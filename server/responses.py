@@ -5,6 +5,7 @@ Vercel AI SDK sends them: ItemStore has these.
 """
 
 import json
+import re
 import secrets
 import threading
 import time
@@ -125,6 +126,7 @@ class ResponsesBody(StrictModel):
             message = error_message(error, ChatCompletionBody)
             if message == FIELD_MESSAGES["messages"]:
                 message = FIELD_MESSAGES["input"]
+            message = re.sub("^messages:", "input:", message)
             raise APIError(message, param=names.get(field, field) or None) from None
 
     def messages(self, store: ItemStore) -> list[Item]:

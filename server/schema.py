@@ -287,7 +287,7 @@ def part_text(part: Any) -> str:
     kind = str(part.get("type", "text")) if isinstance(part, dict) else ""
     for name, plural in UNSUPPORTED_PARTS.items():
         if name in kind:
-            raise ValueError(f"{plural} are not supported: send text only")
+            raise ValueError(f"messages: {plural} are not supported: send text only")
     text = part.get("refusal" if kind == "refusal" else "text") if kind else None
     if not isinstance(text, str):
         raise ValueError(FIELD_MESSAGES["messages"])

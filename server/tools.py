@@ -85,18 +85,21 @@ class TaggedParser(CallParser):
         """Return the pattern of a value's end. Its group `key` is that of a next argument."""
         raise NotImplementedError
 
-    def accepts_stop(self, match: re.Match) -> bool:
-        """Whether a value ends here: text may spell an argument that the function lacks."""
-        key, at = match["key"], match.start()
-        begins_line = self.buffer[at - 1 : at] == "\n"
-        is_likely = key in self.known or not self.known or begins_line
-        return key is None or (key not in self.arguments and is_likely)
-
-    def value(self) -> ValueReader:
-        """Read a value; return None if the answer was cut inside of it."""
+    def value(self, key: str) -> ValueReader:
+        """Read the value of a key; return None if the answer was cut inside of it."""
         pattern, start, value_end = self.value_stop(), 0, self.marker(self.value_end)
+        given = {key, *self.arguments}
+
+        def ends_value(match: re.Match) -> bool:
+            """Whether the value ends here: a text may spell an argument that the function lacks."""
+            if (following := match["key"]) is None:
+                return True
+            following, at = following.strip("\"' "), match.start()
+            is_known = following in self.known or not self.known
+            return following not in given and (is_known or self.buffer[at - 1 : at] == "\n")
+
         while True:
-            found = filter(self.accepts_stop, pattern.finditer(self.buffer, start))
+            found = filter(ends_value, pattern.finditer(self.buffer, start))
             if stop := next(found, None):
                 break
             start = max(0, len(self.buffer) - MAX_TAGS)
@@ -149,12 +152,13 @@ class QwenCoderParser(TaggedParser):
         start = "<function=" if self.opener == opener else ""
         if start and (yield from self.begins_with("{", "[")):
             return (yield from self.json_calls())
-        head = rf"\s*{start}({NAME})(?:>|[ \t]*(?=\n))\s*"  # some answers lack the bracket
+        # Some answers lack the bracket, or have quotes.
+        head = rf"\s*{start}[\"']?({NAME})[\"']?(?:>|[ \t]*(?=\n))\s*"
         follows = ("<parameter=", "</function>", closer, opener, "<function=", "{")
         whole = rf"{head}(?:{beginnings(*follows)})?"
         match = yield from self.expect(
             rf"{head}(?={'|'.join(map(re.escape, follows))})",
-            rf"\s*({beginnings(start) or '(?!)'}|{start}({NAME})?|{whole})?",
+            rf"\s*({beginnings(start) or '(?!)'}|{start}[\"']?(({NAME})[\"']?)?|{whole})?",
         )
         if not match and self.ended and re.fullmatch(whole, self.buffer):
             match = re.match(head, self.buffer)
@@ -187,12 +191,11 @@ class QwenCoderParser(TaggedParser):
             self.buffer = self.buffer[match.end() :]
             if not match[1]:
                 return True
-            self.arguments.append(match[1])
-            value = yield from self.value()
-            self.arguments.pop()
+            key = match[1].strip("\"' ")
+            value = yield from self.value(key)
             if value is None:
                 return False
-            self.add_argument(match[1], value.removeprefix("\n").removesuffix("\n"))
+            self.add_argument(key, value.removeprefix("\n").removesuffix("\n"))
 
 
 class GlmParser(TaggedParser):
@@ -267,9 +270,7 @@ class GlmParser(TaggedParser):
             self.buffer = self.buffer[match.end() :]
             if match[1] is None:
                 return True
-            self.arguments.append(match[1])
-            text = yield from self.value()
-            self.arguments.pop()
+            text = yield from self.value(match[1])
             if text is None:
                 return False
             self.add_argument(match[1], text)
@@ -307,19 +308,22 @@ class MistralParser(CallParser):
             return (yield from self.json_calls())
         args, call_id = re.escape(self.marker("[ARGS]")), re.escape(self.marker("[CALL_ID]"))
         head = rf"\s*({NAME})(?:{call_id}\w+)?(?:{args})?\s*"
-        possible = rf"\s*({NAME})?({MARK}?\[[A-Z_]*\]?\w*)*{MARK}?\s*"
+        next_head = rf"[\s,]*({NAME})(?:{call_id}\w+)?{args}\s*(?=\{{)"
+        possible = rf"[\s,]*({NAME})?({MARK}?\[[A-Z_]*\]?\w*)*{MARK}?\s*"
         match = yield from self.expect(rf"{head}(?=\{{)", possible)
         if not match and self.ended and not self.is_cut:  # a call without arguments
             match = re.fullmatch(head, self.buffer)
             match = match if match and match[1] in self.schemas else None
         if not match:
             return False
-        self.begin(match[1])
-        self.buffer = self.buffer[match.end() :]
-        if self.buffer:
+        while match:
+            self.begin(match[1])
+            self.buffer = self.buffer[match.end() :]
+            if not self.buffer:
+                self.end_arguments()
+                break
             yield from self.json_arguments()
-        else:
-            self.end_arguments()
+            match = yield from self.expect(next_head, possible)  # some answers lack the opener
         return True
 
 

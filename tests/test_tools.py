@@ -356,6 +356,7 @@ FAULTS = {
         ("<tool_call>\n<function=now>\n", [NOW]),
         ("<function=weather\n<parameter=city\nRom</parameter></function>", [ROME]),
         ('<tool_call><function=weather>{"city": "Rom"}</function></tool_call>', [ROME]),
+        ("<function='weather'><parameter=\"city\">Rom</parameter></function>", [ROME]),
         ('<tool_call>{"name": "weather", "arguments": {"city": "Rom"}}</tool_call>', [ROME]),
         (
             f"{ROME_CODER}</parameter><parameter=zip>01234</parameter></function></tool_call>",
@@ -384,6 +385,7 @@ FAULTS = {
         ("[TOOL_CALLS][{'name': 'weather', 'arguments': {'city': 'Rom'}}", [ROME]),
         ('[TOOL_CALLS]{"name": "weather", "arguments": {"city": "Rom"}}', [ROME]),
         ("[TOOL_CALLS]weather[ARGS]{'city': 'Rom', days: 3}", [ROME_3]),
+        ('[TOOL_CALLS]weather[ARGS]{"city": "Rom"}now[ARGS]{}, now[ARGS]{}', [ROME, NOW, NOW]),
         ('[TOOL_CALLS]weather[ARGS]{"city": "Rom"[TOOL_CALLS]now[ARGS]', [ROME, NOW]),
     ),
     GemmaParser: (
