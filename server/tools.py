@@ -158,7 +158,7 @@ class QwenCoderParser(TaggedParser):
         whole = rf"{head}(?:{beginnings(*follows)})?"
         match = yield from self.expect(
             rf"{head}(?={'|'.join(map(re.escape, follows))})",
-            rf"\s*({beginnings(start) or '(?!)'}|{start}[\"']?(({NAME})[\"']?)?|{whole})?",
+            rf"\s*({beginnings(start) or '(?!)'}|{start}[\"']?(({NAME})[\"']?[ \t]*)?|{whole})?",
         )
         if not match and self.ended and re.fullmatch(whole, self.buffer):
             match = re.match(head, self.buffer)
