@@ -64,7 +64,7 @@ from parallel.all_reduce import choose_all_reduce
 from parallel.device import pick_device
 from parallel.heartbeat import fail, leave
 from runtime.fused_attention import fuse_decode_attention
-from runtime.fused_decode import FusedRunner, can_fuse
+from runtime.fused_decode import FusedRunner, can_fuse, describe_kernels, why_not_fused
 from runtime.memory import Shortage, free_gpu_memory
 from runtime.runner import CompiledRunner
 from runtime.sampling import Sampling
@@ -290,6 +290,8 @@ def open_session(
         cache_class=KV_CACHES[options.kv_cache],
         runner_class=choose_runner(model, options.decode_kernels),
     )
+    if options.compile and device.type == "cuda":
+        log.info(f"kernels: {describe_kernels(model, settings.runner_class)}")
     return Session(model, length, settings)
 
 
@@ -309,9 +311,9 @@ def check_decode_kernels(
     shard = tp.ModelShard(args_of_checkpoint(source), source.format, parallel)
     model = shard.model.to(dtype or stored_dtype(source))
     shard.insert_collectives()
-    if not can_fuse(model, device):
+    if problem := why_not_fused(model, device):
         why = "these kernels do not compute this model in this format on this device"
-        raise ValueError(f"--decode_kernels fused: {why}: use auto")
+        raise ValueError(f"--decode_kernels fused: {why} ({problem}): use auto")
 
 
 def choose_runner(model: Transformer, kernels: str) -> type[CompiledRunner]:

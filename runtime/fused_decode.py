@@ -525,14 +525,34 @@ def fused_layers(model: Transformer) -> dict[Block, FusedLayer]:
     return layers
 
 
-def can_fuse(model: Transformer, device: torch.device) -> bool:
-    """Whether all layers with experts have kernels, on a GPU that has what they use.
+def why_not_fused(model: Transformer, device: torch.device) -> str | None:
+    """Return why a device does not run all layers with experts by the kernels; None: it does.
 
     model: it may be on the meta device.
     """
-    if device.type != "cuda" or model.embedding.weight.element_size() != 2:
-        return False
+    if device.type != "cuda":
+        return "no GPU"
+    if model.embedding.weight.element_size() != 2:
+        return f"activations in {str(model.embedding.weight.dtype).removeprefix('torch.')}"
     if not gpu_of(device).runs_fused_decoding:
-        return False
-    sparse = sum(isinstance(block.ffn, MoE) for block in model.layers)
-    return 0 < sparse == len(fused_layers(model))
+        return str(gpu_of(device))
+    sparse = [n for n, block in enumerate(model.layers) if isinstance(block.ffn, MoE)]
+    for layer in sparse:
+        try:
+            FusedLayer(model.layers[layer])
+        except ValueError as error:
+            return f"layer {layer}: {error}"
+    return None if sparse else "no layer has experts"
+
+
+def can_fuse(model: Transformer, device: torch.device) -> bool:
+    """Whether `why_not_fused` has nothing against it."""
+    return why_not_fused(model, device) is None
+
+
+def describe_kernels(model: Transformer, runner_class: type[CompiledRunner]) -> str:
+    """Return which kernels decode a token, and why not the fused ones."""
+    if issubclass(runner_class, FusedRunner):
+        return f"fused ({len(fused_layers(model))} of {len(model.layers)} layers)"
+    why = why_not_fused(model, model.norm.weight.device) or "the fused ones were not chosen"
+    return f"Inductor ({why})"

@@ -13,7 +13,7 @@ from models.layers.shared_expert import SharedExpertMoE
 from models.random_weights import RandomWeights, first_layers, number_format
 from ops import moe_decode, moe_tiles
 from ops.few_tokens import FewTiles
-from ops.gpu import KNOWN, found
+from ops.gpu import KNOWN, OTHER_MAKER, found
 from ops.quantized_x import empty_quantized
 from runtime.fused_attention import FusedDecodeAttention
 from runtime.fused_decode import (
@@ -21,8 +21,10 @@ from runtime.fused_decode import (
     FusedLayer,
     FusedRunner,
     can_fuse,
+    describe_kernels,
     fused_layers,
     stack,
+    why_not_fused,
 )
 from runtime.runner import CompiledRunner
 
@@ -56,6 +58,28 @@ def test_published_models_have_kernels_in_every_format(name):
         else:
             assert sparse and len(fused_layers(model)) == len(sparse)
     assert modes > 3
+
+
+def test_kernels_are_described(monkeypatch):
+    """The line at the start of a compiled session."""
+
+    def describe(name, mode, gpu, **dtype):
+        model = on_meta(name, mode, **dtype)
+        monkeypatch.setitem(found, 0, gpu)
+        monkeypatch.setattr(
+            "runtime.fused_decode.why_not_fused", lambda model, _: why_not_fused(model, HOPPER)
+        )
+        runner = FusedRunner if can_fuse(model, HOPPER) else CompiledRunner
+        return describe_kernels(model, runner)
+
+    hopper, old = KNOWN["sm_90"], KNOWN["sm_75"]
+    layers = len(on_meta("GLM-4.5-Air", "bf16").layers)
+    assert describe("GLM-4.5-Air", "bf16", hopper) == f"fused ({layers - 1} of {layers} layers)"
+    assert describe("Qwen3-30B-A3B", "int4", old) == "Inductor (compute capability 7.5)"
+    assert describe("Qwen3-30B-A3B", "int4", OTHER_MAKER) == "Inductor (not an NVIDIA GPU)"
+    assert describe("Qwen3-30B-A3B", "hqq3", hopper) == "Inductor (layer 0: no kernel for hqq3)"
+    gemma = describe("gemma-4-26B-A4B", "bf16", hopper)
+    assert gemma == "Inductor (layer 0: no kernels for SandwichAddNorm)"
 
 
 def test_other_formats_and_devices_have_none():
