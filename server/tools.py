@@ -13,7 +13,7 @@ import string
 from collections.abc import Callable, Generator, Iterator
 from typing import Any, ClassVar, NamedTuple
 
-from runtime.reasoning import held_prefix
+from runtime.reasoning import answer_of_header, held_prefix
 from tokenizer import Tokenizer
 
 MARK = "\ufdd1"  # before the name of a control token. A noncharacter: exchanged text has none.
@@ -531,15 +531,34 @@ class HarmonyParser(CallParser):
         message, channel = self.marker("<|message|>"), self.marker("<|channel|>")
         while True:
             while message not in self.buffer:
-                if not (yield from self.more()):
+                if self.remove_role():  # an answer without a header
+                    yield from self.body(False, False)
+                elif not (yield from self.more()):
                     return True
             header, _, self.buffer = self.buffer.partition(message)
-            recipient = re.search(r"to=functions\.([\w.-]+)", header)
-            kind = re.search(re.escape(channel) + r"\s*(\w+)", header)
-            is_reasoning = kind is not None and kind[1] != "final"
+            kinds = re.findall(re.escape(channel) + r"\s*(\w+)", header)
+            recipient = self.recipient(header)
             if recipient:
-                self.begin(recipient[1])
-            yield from self.body(bool(recipient), is_reasoning)
+                self.begin(recipient)
+            yield from self.body(bool(recipient), bool(kinds) and kinds[-1] != "final")
+
+    def recipient(self, header: str) -> str | None:
+        """Return the name of the function that a message calls."""
+        match = re.search(rf"to=(functions\.)?({NAME})", header)
+        is_call = match and (match[1] or match[2] in self.schemas)
+        return match[2] if match and is_call else None
+
+    def remove_role(self) -> bool:
+        """Reduce the buffer to an answer's text, if that stands in place of a header."""
+        before, mark, tail = self.buffer.rpartition(MARK)
+        marker = next((name for name in self.tokens if mark and tail.startswith(name)), "")
+        is_header = "<|channel|>" in before or marker in ("<|channel|>", "<|constrain|>")
+        if is_header or (mark and not marker):
+            return False
+        text = tail.removeprefix(marker)
+        answer = answer_of_header(text, marker == "<|start|>", ended=self.ended)
+        self.buffer = answer or self.buffer
+        return bool(answer)
 
     def body(self, is_call: bool, is_reasoning: bool) -> Reader:
         """Read a message up to the next control token, which the next header begins with."""
