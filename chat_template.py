@@ -62,11 +62,12 @@ class ChatTemplate:
     def __init__(self, source: str, names: dict[str, str], control: Iterable[str]):
         self.source, self.names = source, names
         self.control = re.compile(any_of(control))
-        removed = {name for pair in REASONING_MARKERS if self._splits_at(pair[1]) for name in pair}
+        removed = {name for pair in REASONING_MARKERS if self._searches(pair[1]) for name in pair}
         self.control_of_answers = re.compile(any_of(set(control) - removed))
 
-    def _splits_at(self, marker: str) -> bool:
-        return bool(re.search(rf"split\(\s*['\"]{re.escape(marker)}['\"]", self.source))
+    def _searches(self, marker: str) -> bool:
+        """Whether the template looks for a marker: `marker in text` or `text.split(marker)`."""
+        return bool(re.search(rf"['\"]{re.escape(marker)}['\"]\s*(in\b|[,)])", self.source))
 
     @cached_property
     def program(self) -> jinja2.Template:

@@ -233,6 +233,7 @@ class JsonVocabulary:
         self.library = tokenizers.Tokenizer.from_str(data.decode())
         self.library.no_truncation()  # some checkpoints carry their training's settings
         self.library.no_padding()
+        self.control: dict[str, int] = {}
         self._read_vocabulary()
         self.prefix = self._find_prefix()
         self.bos = self.library.id_to_token(self.prefix[0]) if self.prefix else None
@@ -257,7 +258,8 @@ class JsonVocabulary:
         """Set the attributes that added tokens change."""
         self.size = max(self.library.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         added = self.library.get_added_tokens_decoder()
-        self.control = {token.content: id for id, token in added.items() if token.special}
+        # A token stays special in the library if it was once.
+        self.control |= {token.content: id for id, token in added.items() if token.special}
         self._control_ids = set(self.control.values())
 
     def _find_prefix(self) -> list[int]:

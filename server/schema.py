@@ -663,6 +663,9 @@ def plan_request(
         raise APIError(str(error), param="logit_bias") from None
     generations = []
     for ids in prompts:
+        if (last := max(ids, default=0)) >= limits.vocab_size:
+            reason = f"the {name} has token {last}; the model's end at {limits.vocab_size - 1}"
+            raise APIError(reason, param=name)
         new_tokens = plan_length(len(ids), fields.requested_tokens(), length, name)
         for _ in range(fields.n):
             sampling = first.with_seed(fields.seed + len(generations))
