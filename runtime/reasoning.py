@@ -12,7 +12,7 @@ OPEN, CLOSE = "<think>", "</think>"
 GEMMA = "<|channel>", "<channel|>"
 THOUGHT = "thought\n"  # the name of Gemma's channel
 HARMONY = "<|start|>", "<|channel|>", "<|message|>", "<|end|>"
-ROLE, RECIPIENT = "assistant", "to="  # of a harmony header
+ROLE, RECIPIENT = "assistant", "to="  # in the text of a harmony header
 Parts = list[tuple[str, str]]  # kind, text
 
 

@@ -288,8 +288,8 @@ class Message(StrictModel):
         AfterValidator(join_parts),
     ] = ""
     tool_calls: Annotated[list[ToolCall], FAIL_FAST] = Field(default_factory=list)
-    reasoning_content: ReasoningText = ""  # of an assistant; the template decides what it renders
-    reasoning: ReasoningText = ""  # the same under the name that some clients send
+    reasoning_content: ReasoningText = ""  # the template decides whether the model sees it
+    reasoning: ReasoningText = ""  # the same, under the name that some clients send
     tool_call_id: str = ""
     name: str = ""
 
