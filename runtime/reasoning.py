@@ -12,6 +12,7 @@ OPEN, CLOSE = "<think>", "</think>"
 GEMMA = "<|channel>", "<channel|>"
 THOUGHT = "thought\n"  # the name of Gemma's channel
 HARMONY = "<|start|>", "<|channel|>", "<|message|>", "<|end|>"
+HARMONY_TOKENS = *HARMONY, "<|constrain|>", "<|call|>", "<|return|>"
 ROLE, RECIPIENT = "assistant", "to="  # in the text of a harmony header
 Parts = list[tuple[str, str]]  # kind, text
 
@@ -205,57 +206,100 @@ class GemmaSplitter(ThinkSplitter):
 
 
 class HarmonySplitter(Splitter):
-    """gpt-oss: `<|channel|>NAME<|message|>TEXT<|end|><|start|>assistant<|channel|>...`.
-
-    An answer may lack the header, or the channel in it.
-    """
+    """gpt-oss: `<|channel|>NAME<|message|>TEXT<|end|><|start|>assistant<|channel|>...`."""
 
     def __init__(self, tokenizer, prompt: Sequence[int], ids: list[int]):
-        self.start, self.channel, self.message, self.end = ids
-        self.constrain = tokenizer.token_id("<|constrain|>")
-        self.kind = ANSWER
-        self.begin_header(self.end)
-        begin = max((n for n, id in enumerate(prompt) if id == self.start), default=len(prompt))
+        self.names = {tokenizer.token_id(name): name for name in HARMONY_TOKENS}
+        self.channel = ids[HARMONY.index("<|channel|>")]
+        self.message = HarmonyMessage()
+        begin = max((n for n, id in enumerate(prompt) if id == ids[0]), default=len(prompt))
         stream = tokenizer.stream()
         for id in prompt[begin:]:
             list(self.split(id, stream.push(id)))
 
     @property
-    def opener(self) -> int | None:
-        after_role = self.kind is None and self.has_role and self.header == ROLE
-        return self.channel if after_role else None
+    def kind(self) -> str | None:
+        return self.message.kind
 
-    def begin_header(self, token: int) -> None:
-        """Begin the header that this token begins."""
-        self.header = ""
-        self.has_role, self.has_channel = token == self.start, token == self.channel
-        self.is_header = self.has_channel  # it cannot be text of an answer
+    @property
+    def opener(self) -> int | None:
+        return self.channel if self.message.has_role_alone else None
 
     def split(self, token: int, text: str) -> Iterator[tuple[str, str]]:
-        if token in (self.start, self.channel, self.end):
-            if self.kind is None:
-                yield from self.rest("")
-            self.kind = None
-            self.begin_header(token)
-        elif self.kind:
-            yield self.kind, text
-        elif token == self.message:
-            name = self.header.split()[:1] if self.has_channel else ["final"]
-            self.kind = ANSWER if name == ["final"] else REASONING
-        elif token == self.constrain:
-            self.header, self.is_header = self.header + " ", True
+        if token in self.names:
+            yield ANSWER, self.message.push_marker(self.names[token])
         else:
-            self.header += text
-            answer = None if self.is_header else answer_of_header(self.header, self.has_role)
-            if answer:
-                self.kind = ANSWER
-                yield ANSWER, answer
+            yield from self.of_kind(self.message.push_text(text))
 
     def rest(self, text: str) -> Iterator[tuple[str, str]]:
+        yield from self.of_kind(self.message.push_text(text))
+        yield ANSWER, self.message.end()
+
+    def of_kind(self, text: str) -> Iterator[tuple[str, str]]:
+        yield self.kind or ANSWER, text
+
+
+class HarmonyMessage:
+    """The current message of a harmony answer, which may lack its header, or the channel in it.
+
+    kind: that of its text; None in the header. recipient: whom it calls, with the text.
+    """
+
+    def __init__(self, kind: str | None = ANSWER):
+        self.kind = kind
+        self.recipient: str | None = None
+        self.begin("<|end|>")
+
+    def begin(self, marker: str) -> None:
+        """Begin the header that this control token begins."""
+        self.header = ""
+        self.has_role, self.has_channel = marker == "<|start|>", marker == "<|channel|>"
+        self.is_header = self.has_channel  # it cannot be text of an answer
+
+    @property
+    def has_role_alone(self) -> bool:
+        """Whether the header has its role, and no more yet."""
+        return self.kind is None and self.has_role and self.header == ROLE
+
+    def push_marker(self, marker: str) -> str:
+        """Take a control token of HARMONY_TOKENS; return text of an answer without a header."""
+        answer = ""
+        if marker == "<|message|>":
+            if self.kind is None:
+                self.end_header()
+        elif marker == "<|constrain|>":
+            self.header, self.is_header = self.header + " ", True
+        else:
+            before = self.header if marker == "<|channel|>" and self.kind is None else ""
+            answer = "" if before else self.end()
+            self.kind, self.recipient = None, self.find_recipient(before)
+            self.begin(marker)
+        return answer
+
+    def push_text(self, text: str) -> str:
+        """Take text; return that of the message, without its header."""
         if self.kind:
-            yield self.kind, text
-        elif not self.is_header:
-            yield ANSWER, answer_of_header(self.header + text, self.has_role, ended=True) or ""
+            return text
+        self.header += text
+        answer = None if self.is_header else answer_of_header(self.header, self.has_role)
+        if answer:
+            self.kind = ANSWER
+        return answer or ""
+
+    def end_header(self) -> None:
+        name = self.header.split()[:1] if self.has_channel else ["final"]
+        self.kind = ANSWER if name == ["final"] else REASONING
+        self.recipient = self.find_recipient(self.header) or self.recipient
+
+    def find_recipient(self, header: str) -> str | None:
+        words = (word for word in header.split() if word.startswith(RECIPIENT))
+        return next((word.removeprefix(RECIPIENT) for word in words), None)
+
+    def end(self) -> str:
+        """End the message; return text of an answer without a header that was held back."""
+        if self.kind or self.is_header:
+            return ""
+        return answer_of_header(self.header, self.has_role, ended=True) or ""
 
 
 def answer_of_header(text: str, has_role: bool, ended: bool = False) -> str | None:

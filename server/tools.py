@@ -13,7 +13,7 @@ import string
 from collections.abc import Callable, Generator, Iterator
 from typing import Any, ClassVar, NamedTuple
 
-from runtime.reasoning import answer_of_header, held_prefix
+from runtime.reasoning import HARMONY_TOKENS, REASONING, HarmonyMessage, held_prefix
 from tokenizer import Tokenizer
 
 MARK = "\ufdd1"  # before the name of a control token. A noncharacter: exchanged text has none.
@@ -507,15 +507,7 @@ class HarmonyParser(CallParser):
     """
 
     in_template = "<|channel|>"
-    tokens = (
-        "<|start|>",
-        "<|channel|>",
-        "<|constrain|>",
-        "<|message|>",
-        "<|end|>",
-        "<|call|>",
-        "<|return|>",
-    )
+    tokens = HARMONY_TOKENS
     splits_reasoning = True
 
     @classmethod
@@ -528,50 +520,41 @@ class HarmonyParser(CallParser):
         return " <|constrain|>json<|message|>", ""
 
     def read(self) -> Reader:
-        message, channel = self.marker("<|message|>"), self.marker("<|channel|>")
+        markers = {self.marker(name): name for name in self.tokens}
+        pattern = re.compile("|".join(map(re.escape, markers)))
+        message = HarmonyMessage(kind=None)  # the prompt ends with the role
         while True:
-            while message not in self.buffer:
-                if self.remove_role():  # an answer without a header
-                    yield from self.body(False, False)
-                elif not (yield from self.more()):
-                    return True
-            header, _, self.buffer = self.buffer.partition(message)
-            kinds = re.findall(re.escape(channel) + r"\s*(\w+)", header)
-            recipient = self.recipient(header)
-            if recipient:
-                self.begin(recipient)
-            yield from self.body(bool(recipient), bool(kinds) and kinds[-1] != "final")
+            match = pattern.search(self.buffer)
+            held = 0 if match or self.ended else max(held_prefix(self.buffer, m) for m in markers)
+            end = match.start() if match else len(self.buffer) - held
+            self.add(message, message.push_text(self.buffer[:end]))
+            self.buffer = self.buffer[match.end() if match else end :]
+            if match:
+                marker = markers[match[0]]
+                self.add_answer(message.push_marker(marker))
+                if marker == "<|message|>" and (name := self.function(message)):
+                    self.begin(name)
+            elif not (yield from self.more()):
+                self.add_answer(message.end())
+                return True
 
-    def recipient(self, header: str) -> str | None:
+    def function(self, message: HarmonyMessage) -> str | None:
         """Return the name of the function that a message calls."""
-        match = re.search(rf"to=(functions\.)?({NAME})", header)
+        match = re.match(rf"(functions\.)?({NAME})", message.recipient or "")
         is_call = match and (match[1] or match[2] in self.schemas)
         return match[2] if match and is_call else None
 
-    def remove_role(self) -> bool:
-        """Reduce the buffer to an answer's text, if that stands in place of a header."""
-        before, mark, tail = self.buffer.rpartition(MARK)
-        marker = next((name for name in self.tokens if mark and tail.startswith(name)), "")
-        is_header = "<|channel|>" in before or marker in ("<|channel|>", "<|constrain|>")
-        if is_header or (mark and not marker):
-            return False
-        text = tail.removeprefix(marker)
-        answer = answer_of_header(text, marker == "<|start|>", ended=self.ended)
-        self.buffer = answer or self.buffer
-        return bool(answer)
+    def add(self, message: HarmonyMessage, text: str) -> None:
+        """Add text of a message."""
+        if self.function(message):
+            self.add_arguments(text)
+        elif text:
+            self.pieces.append(TextPiece(text, message.kind == REASONING))
 
-    def body(self, is_call: bool, is_reasoning: bool) -> Reader:
-        """Read a message up to the next control token, which the next header begins with."""
-        while True:
-            at = self.buffer.find(MARK)
-            text = self.buffer if at < 0 else self.buffer[:at]
-            self.buffer = self.buffer[len(text) :]
-            if is_call:
-                self.add_arguments(text)
-            elif text:
-                self.pieces.append(TextPiece(text, is_reasoning))
-            if at >= 0 or not (yield from self.more()):
-                return True
+    def add_answer(self, text: str) -> None:
+        """Add text of an answer without a header."""
+        if text:
+            self.pieces.append(TextPiece(text))
 
 
 # A template may mention the markers of a later row, never those of an earlier one.

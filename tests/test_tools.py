@@ -148,6 +148,8 @@ def test_harmony_has_reasoning_calls_and_an_answer():
         ("<|channel|>analysis<|message|>so<|channel|>final<|message|>Yes.", "Yes.", "so", []),
         ("<|channel|>analysis<|channel|>final<|message|>Yes.", "Yes.", "", []),
         ("<|start|>assistant<|message|>Yes.<|end|>", "Yes.", "", []),
+        ("Yes.<|end|><|start|>assistant<|channel|>analysis<|message|>so", "Yes.", "so", []),
+        ("Yes.<|end|><|start|>assistant to=functions.now<|message|>{}", "Yes.", "", ["now"]),
         ("<|channel|>final<|message|>Yes.<|end|><|start|>assistant", "Yes.", "", []),
         (" to=functions.mcp/a:b<|channel|>commentary json<|message|>{}", "", "", ["mcp/a:b"]),
         ("<|channel|>commentary to=functions.now<|constrain|>json<|message|>{}", "", "", ["now"]),
