@@ -4,12 +4,16 @@ The templates are the tests' own; they follow the documented layouts of the publ
 """
 
 import json
+from types import SimpleNamespace
 
 import pytest
 from test_reasoning import GEMMA_MARKERS, make_tokenizer
 from transformers import AutoTokenizer
 
 from chat_template import ChatTemplate
+from checkpoint import Writer
+from hub.client import wanted
+from models.converter import Conversion
 from server.tokenizing import chat_ids
 from tokenizer import load_tokenizer
 
@@ -68,6 +72,18 @@ def test_a_request_with_tools_takes_the_template_of_that_name(tmp_path, in_confi
         assert load_tokenizer(tmp_path).template_has("tools")
 
 
+def test_named_templates_are_downloaded_and_converted(tmp_path):
+    file = "additional_chat_templates/tool_use.jinja"
+    assert file in wanted(["config.json", "model.safetensors", file])
+    make_tokenizer(tmp_path, template="plain")
+    (tmp_path / file).parent.mkdir()
+    (tmp_path / file).write_text("tools")
+    with Writer(tmp_path / "converted", {}, {"name": "bf16"}) as writer:
+        Conversion.write_side_files(SimpleNamespace(directory=tmp_path, config={}), writer)
+    tokenizer = load_tokenizer(tmp_path / "converted")
+    assert (tokenizer.chat_text([]), tokenizer.chat_text([], tools=[])) == ("plain", "tools")
+
+
 @pytest.mark.parametrize(
     "template",
     [{"default": 5}, {"tool_use": [PLAIN]}, [{"name": "default", "template": {}}], 7, True],
@@ -114,7 +130,7 @@ TEXT = '{"city": "Ulm & <b>", "n": [1, 2.50]}'
         ("a is mapping and a is not string and a != {}", "True"),
         ("a.items() | list | length, a | items | list | length, a | length", "(2, 2, 2)"),
         ("a | dictsort | map('first') | join(',')", "city,n"),
-        ("'city' in a and a.text is not defined", "True"),
+        ("'city' in a and a.text is not defined and a._text is not defined", "True"),
     ],
 )
 @pytest.mark.parametrize("given", [TEXT, json.loads(TEXT)])
@@ -140,6 +156,15 @@ def test_calls_of_any_shape_render_or_give_one_line(calls):
         render(source, {"role": "assistant", "tool_calls": calls})
     except ValueError as error:
         assert str(error).startswith("chat template: ") and "\n" not in str(error)
+
+
+@pytest.mark.parametrize(
+    "expression", ["a.update({})", "a.clear()", "a.__init__({}, '')", "a + b.c"]
+)
+def test_a_template_cannot_change_or_escape_arguments(expression):
+    source = f"{{% set a = messages[0].tool_calls[0].function.arguments %}}{{{{ {expression} }}}}"
+    with pytest.raises(ValueError, match="^chat template: "):
+        render(source, {"role": "assistant", "tool_calls": [call("{}")]})
 
 
 def test_control_tokens_in_arguments_are_text(tmp_path):
