@@ -163,7 +163,7 @@ def test_calls_of_any_shape_render_or_give_one_line(calls):
 )
 def test_a_template_cannot_change_or_escape_arguments(expression):
     source = f"{{% set a = messages[0].tool_calls[0].function.arguments %}}{{{{ {expression} }}}}"
-    with pytest.raises(ValueError, match="^chat template: "):
+    with pytest.raises(ValueError, match=r"^chat template: "):
         render(source, {"role": "assistant", "tool_calls": [call("{}")]})
 
 
