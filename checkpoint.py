@@ -51,6 +51,7 @@ SIDE_FILES = (  # copied beside the weights from a Hugging Face directory
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template.jinja",
+    "additional_chat_templates/tool_use.jinja",  # copied as tool_use.jinja
     "generation_config.json",
 )
 MAKE_ONE = "make one first: scripts/prepare.sh OWNER/NAME"  # the fix for a missing checkpoint

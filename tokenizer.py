@@ -14,21 +14,28 @@ import codecs
 import json
 import re
 from collections.abc import Iterable
-from datetime import datetime
-from functools import cached_property
 from pathlib import Path
 
-import jinja2
 import sentencepiece
 import tokenizers
-from jinja2.ext import Extension
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-# Marks the character before it as text that cannot be part of a control token, see
-# `Tokenizer._mark_control_tokens`. A Unicode noncharacter: exchanged text does not contain it.
-TEXT_MARK = "\ufdd0"
-MARKED = re.compile(f"((?:[^{TEXT_MARK}]{TEXT_MARK})+)")
+from chat_template import (
+    DEFAULT,
+    MARKED,
+    TEXT_MARK,
+    TOOL_USE,
+    ChatTemplate,
+    any_of,
+    one_line,
+    read_sources,
+    read_text,
+)
 
+# gpt-oss's control tokens, and those of them that end an answer whatever generation_config.json
+# says: its first version lacked <|call|>, after which the model invents the tool's result.
+HARMONY = "<|start|>", "<|channel|>", "<|message|>"
+HARMONY_ENDS = "<|return|>", "<|call|>"
+ADDED_TOKEN_FLAGS = "single_word", "lstrip", "rstrip", "normalized"
 KNOWN_DECODERS = {"ByteLevel", "Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}
 
 
@@ -59,6 +66,9 @@ class Tokenizer:
             or _eos_ids(directory / "config.json")
             or (() if eos_id is None else (eos_id,))
         )
+        if all(vocabulary.find(name) is not None for name in HARMONY):
+            ends = [id for id in map(vocabulary.find, HARMONY_ENDS) if id is not None]
+            self.stop_ids = tuple(dict.fromkeys([*self.stop_ids, *ends]))
         add_bos = config.get("add_bos_token")
         if add_bos not in (True, False, None):
             fix = "make it true or false"
@@ -67,10 +77,11 @@ class Tokenizer:
         if add_bos and not self._prefix and self.bos_id is not None:
             self._prefix = [self.bos_id]
 
-        self._template_source = _template_source(directory, config)
-        self.has_chat_template: bool = bool(self._template_source)
-
-        self._control = re.compile(_any_of(vocabulary.control))
+        self.templates = {
+            name: ChatTemplate(source, self._special_names, vocabulary.control)
+            for name, source in read_sources(directory, config).items()
+        }
+        self.has_chat_template: bool = bool(self.templates)
         self._bytes: dict[int, bytes] = {}  # cache of token_bytes
 
     def check(self, vocab_size: int) -> None:
@@ -84,13 +95,13 @@ class Tokenizer:
                 f"the tokenizer has the id {max(ids)}, beyond the model's {vocab_size} tokens; "
                 "it belongs to another model: download both again"
             )
-        if self.has_chat_template:
+        for template in self.templates.values():
             try:
-                assert self._template
+                assert template.program
             except Exception as error:  # the template is a program of the checkpoint's author
                 fix = "download it again"
                 raise ValueError(
-                    f"the chat template is damaged ({_one_line(error)}); {fix}"
+                    f"the chat template is damaged ({one_line(error)}); {fix}"
                 ) from None
 
     def encode(self, text: str, bos: bool = True, *, special: bool = False) -> list[int]:
@@ -141,8 +152,8 @@ class Tokenizer:
         return self._vocabulary.find(name)
 
     def template_has(self, text: str) -> bool:
-        """Whether the source of the chat template has this text."""
-        return text in (self._template_source or "")
+        """Whether the source of a chat template has this text."""
+        return any(text in template.source for template in self.templates.values())
 
     def max_bytes_per_token(self) -> int:
         """Return how many bytes of text one token can stand for, at most."""
@@ -181,38 +192,9 @@ class Tokenizer:
         if not isinstance(messages, list | tuple) or not all(isinstance(m, dict) for m in messages):
             example = '{"role": "user", "content": "Hello"}'
             raise ValueError(f"a chat is a list of messages such as {example}")
-        defaults = {"tools": None, "documents": None, "add_generation_prompt": True}
-        context = defaults | {"messages": messages} | variables
-        try:
-            return self._template.render(self._special_names | self._mark_control_tokens(context))
-        except Exception as error:  # the template is a program of the checkpoint's author
-            raise ValueError(f"chat template: {_one_line(error)}") from None
-
-    @cached_property
-    def _template(self) -> jinja2.Template:
-        """Compile the template with the names that transformers defines, in jinja2's sandbox:
-        it is a program from a download."""
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True,
-            lstrip_blocks=True,
-            extensions=["jinja2.ext.loopcontrols", _GenerationTag],
-        )
-        environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
-        environment.filters["tojson"] = _to_json
-        return environment.from_string(self._template_source)
-
-    def _mark_control_tokens(self, value):
-        """Return a JSON value, with TEXT_MARK after each character of a control token in it."""
-        if isinstance(value, str):
-            value = value.replace(TEXT_MARK, "")
-            return self._control.sub(lambda match: "".join(c + TEXT_MARK for c in match[0]), value)
-        if isinstance(value, dict):
-            mark = self._mark_control_tokens
-            return {mark(key): mark(item) for key, item in value.items()}
-        if isinstance(value, list | tuple):
-            return [self._mark_control_tokens(item) for item in value]
-        return value
+        name = DEFAULT if variables.get("tools") is None else TOOL_USE
+        template = self.templates.get(name) or next(iter(self.templates.values()))
+        return template.render(messages, variables)
 
 
 class Stream:
@@ -243,21 +225,42 @@ class JsonVocabulary:
 
     This class and SentencePieceVocabulary have: `size`; `control` {name: id}, the control tokens;
     `bos` and `eos`, names or None; `prefix`, the ids put before a text; `strip`, whether decoding
-    removes one leading space; `encode(text, special)`, `find(name)` and `token_bytes(id)`.
+    removes one leading space; `add_tokens(tokens)`, `encode(text, special)`, `find(name)` and
+    `token_bytes(id)`.
     """
 
     def __init__(self, data: bytes):
         self.library = tokenizers.Tokenizer.from_str(data.decode())
         self.library.no_truncation()  # some checkpoints carry their training's settings
         self.library.no_padding()
-        self.size = max(self.library.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-        added = self.library.get_added_tokens_decoder()
-        self.control = {token.content: id for id, token in added.items() if token.special}
-        self._control_ids = set(self.control.values())
+        self.control: dict[str, int] = {}
+        self._read_vocabulary()
         self.prefix = self._find_prefix()
         self.bos = self.library.id_to_token(self.prefix[0]) if self.prefix else None
         self.eos = None
         self._read_decoder()
+
+    def add_tokens(self, tokens: dict[int, dict]) -> None:
+        """Add the tokens of Hugging Face's `added_tokens_decoder`, see `_added_tokens`.
+
+        As in transformers, their flags replace those of tokenizer.json, and a token that neither
+        has gets the next free id.
+        """
+        found = []
+        for _, token in sorted(tokens.items()):
+            flags = {key: token[key] for key in ADDED_TOKEN_FLAGS if type(token.get(key)) is bool}
+            is_special = bool(token.get("special"))
+            found.append(tokenizers.AddedToken(token["content"], special=is_special, **flags))
+        self.library.add_tokens(found)
+        self._read_vocabulary()
+
+    def _read_vocabulary(self) -> None:
+        """Set the attributes that added tokens change."""
+        self.size = max(self.library.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        added = self.library.get_added_tokens_decoder()
+        # A token stays special in the library if it was once.
+        self.control |= {token.content: id for id, token in added.items() if token.special}
+        self._control_ids = set(self.control.values())
 
     def _find_prefix(self) -> list[int]:
         """Return the ids that the post-processor puts before a text: BOS, or none."""
@@ -319,18 +322,11 @@ class SentencePieceVocabulary:
         self.prefix = [ids[0]] if self.bos else []
         self.strip = self.library.encode("a", out_type=str)[0].startswith("▁")
 
-    def add_tokens(self, tokens: dict) -> None:
-        """Add Hugging Face's `added_tokens_decoder`:
-        {"32000": {"content": "<|im_end|>", "special": true}, ...}. Raises ValueError otherwise."""
-        if not isinstance(tokens, dict) or not all(
-            id.isdecimal() and isinstance(token, dict) for id, token in tokens.items()
-        ):
-            cause = "added_tokens_decoder must map ids to tokens"
-            raise ValueError(f"tokenizer_config.json: {cause}")
-        for key, token in tokens.items():
-            id, name = int(key), _token_text(token, f"token {key}") or ""
-            (self.control if token.get("special") else self._added)[name] = id
-            self._known_bytes[id] = b"" if token.get("special") else name.encode()
+    def add_tokens(self, tokens: dict[int, dict]) -> None:
+        """Add the tokens of Hugging Face's `added_tokens_decoder`, see `_added_tokens`."""
+        for id, token in tokens.items():
+            (self.control if token.get("special") else self._added)[token["content"]] = id
+            self._known_bytes[id] = b"" if token.get("special") else token["content"].encode()
             self.size = max(self.size, id + 1)
 
     def encode(self, text: str, special: bool) -> list[int]:
@@ -338,7 +334,7 @@ class SentencePieceVocabulary:
         ids = []
         # As in Llama's tokenizer.json, each part between named tokens is encoded as a text of its
         # own, with a leading space.
-        for number, part in enumerate(re.split(f"({_any_of(named)})", text)):
+        for number, part in enumerate(re.split(f"({any_of(named)})", text)):
             ids += [named[part]] if number % 2 else self.library.encode(part)
         return ids
 
@@ -371,18 +367,17 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
         fix = f"copy it from the original, or fetch that again: {fetch}"
         raise ValueError(f"{directory} holds neither tokenizer.json nor tokenizer.model; {fix}")
     kind = JsonVocabulary if path.suffix == ".json" else SentencePieceVocabulary
+    added = _added_tokens(directory)
     try:
         vocabulary = kind(path.read_bytes())
+        vocabulary.add_tokens(added)
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # a panic in Rust is not even an Exception
-        cause = f"is not a tokenizer this program can read ({_one_line(error)})"
+        cause = f"is not a tokenizer this program can read ({one_line(error)})"
         raise ValueError(f"{path} {cause}; download it again") from error
     if vocabulary.size == 0:
         raise ValueError(f"{path} has an empty vocabulary; download it again")
-    if isinstance(vocabulary, SentencePieceVocabulary):
-        config = _read_json(directory / "tokenizer_config.json")
-        vocabulary.add_tokens(config.get("added_tokens_decoder") or {})
     return Tokenizer(vocabulary, directory)
 
 
@@ -401,48 +396,31 @@ def _byte_alphabet() -> dict[str, int]:
 BYTE_OF_CHARACTER = _byte_alphabet()
 
 
-class _GenerationTag(Extension):
-    """Renders the contents of `{% generation %}`, which marks answers for training."""
+def _added_tokens(directory: Path) -> dict[int, dict]:
+    """Return the tokens that stand beside a vocabulary: {id: {"content": "<think>", ...}}.
 
-    tags = {"generation"}  # noqa: RUF012 (jinja2's protocol)
-
-    def parse(self, parser):
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _raise_exception(message: str):
-    raise jinja2.TemplateError(message)
-
-
-def _to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
-    """Return plain JSON, which models are trained on; jinja2's own filter escapes HTML."""
-    return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
-    )
-
-
-def _template_source(directory: Path, config: dict) -> str | None:
-    """Return the chat template: from its own file, or from tokenizer_config.json."""
-    path = directory / "chat_template.jinja"
-    if path.is_file():
-        return _read_text(path)
-    template = config.get("chat_template")
-    if isinstance(template, list):  # several, by name
-        defaults = (
-            item.get("template")
-            for item in template
-            if isinstance(item, dict) and item.get("name") == "default"
-        )
-        template = next(defaults, None)
-    if template is not None and not isinstance(template, str):
-        path = directory / "tokenizer_config.json"
-        raise ValueError(f"{path}: chat_template must be a text or named texts")
-    return template
+    They are `added_tokens_decoder` of tokenizer_config.json, or without it added_tokens.json, whose
+    tokens are special if a config names them as special. Raises ValueError for other values.
+    """
+    config = _read_json(directory / "tokenizer_config.json")
+    tokens = config.get("added_tokens_decoder")
+    if tokens is None:
+        config = _read_json(directory / "special_tokens_map.json") | config
+        special = set(_special_names(config).values())
+        for key in ("additional_special_tokens", "extra_special_tokens"):
+            named = config.get(key)
+            special |= {_token_text(t, key) for t in (named if isinstance(named, list) else ())}
+        named = _read_json(directory / "added_tokens.json")
+        tokens = {str(id): {"content": t, "special": t in special} for t, id in named.items()}
+    if not isinstance(tokens, dict) or not all(
+        id.isascii() and id.isdecimal() and isinstance(token, dict) for id, token in tokens.items()
+    ):
+        cause = "added_tokens_decoder must map ids to tokens (added_tokens.json: tokens to ids)"
+        raise ValueError(f"tokenizer_config.json: {cause}")
+    return {
+        int(id): token | {"content": _token_text(token, f"token {id}") or ""}
+        for id, token in tokens.items()
+    }
 
 
 def _special_names(config: dict) -> dict[str, str]:
@@ -473,33 +451,16 @@ def _token_text(token, key: str) -> str | None:
     return text
 
 
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"cannot read {path} ({_one_line(error)}); download it again") from None
-
-
 def _read_json(path: Path) -> dict:
     """Return the object in a JSON file; {} if there is no file."""
     if not path.is_file():
         return {}
-    text = _read_text(path)
+    text = read_text(path)
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
-        cause = f"is not valid JSON ({_one_line(error)})"
+        cause = f"is not valid JSON ({one_line(error)})"
         raise ValueError(f"{path} {cause}; download it again") from None
     if not isinstance(value, dict):
         raise ValueError(f"{path} must hold a JSON object; download it again")
     return value
-
-
-def _any_of(names: Iterable[str]) -> str:
-    """Return a pattern for any of the names, longest first; (?!) never matches."""
-    longest_first = sorted(filter(None, names), key=len, reverse=True)
-    return "|".join(map(re.escape, longest_first)) or "(?!)"
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split()) or type(error).__name__

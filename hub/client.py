@@ -65,7 +65,7 @@ def wanted(names: list[str]) -> list[str]:
     if "config.json" not in top:
         raise ValueError("the repository holds no config.json; choose one in Hugging Face layout")
     others = {"config.json", INDEX, *SIDE_FILES}
-    return sorted(weights) + sorted(others & set(top))
+    return sorted(weights) + sorted(others & set(names))
 
 
 def describe_weights(names: list[str], top: list[str]) -> str:

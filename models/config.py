@@ -140,10 +140,11 @@ def published_format(config: dict, methods: tuple[str, ...]) -> str | None:
     what = f"quantization_config = {method!r}"
     if isinstance(given, dict) and method in methods:
         name, required = PUBLISHED[method]
-        key = next((key for key, value in required.items() if given.get(key) != value), None)
-        if key is None:
+        wrong = [key for key, value in required.items() if given.get(key) != value]
+        # transformers' FineGrainedFP8Config writes no fmt; e4m3 is then meant.
+        if not wrong or (wrong == ["fmt"] and given.get("fmt") is None):
             return name
-        what = f"quantization_config's {key} = {given.get(key)!r}"
+        what = f"quantization_config's {wrong[0]} = {given.get(wrong[0])!r}"
     raise ValueError(
         f"config.json: {what} is not supported; fetch the original bf16 or fp16 checkpoint"
     )

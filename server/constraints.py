@@ -16,7 +16,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from torch import Tensor
 
 from runtime.logit_edits import ALL, mask_words
-from runtime.reasoning import ANSWER, TextSplitter, make_splitter
+from runtime.reasoning import ANSWER, make_splitter
 from server.arguments import find_pointer
 from tokenizer import Tokenizer
 
@@ -167,29 +167,36 @@ class Constraint:
 class AnswerConstraint:
     """A Constraint that begins where a chat's answer begins, after its reasoning block.
 
-    prompt: its token ids, which may open the block. A model that has not opened one answers at
-    once.
+    prompt: its token ids, which may open the block. Otherwise the first token decides: it opens the
+    block, or is the grammar's first.
     """
 
     def __init__(self, constraint: Constraint, tokenizer: Tokenizer, prompt: Sequence[int]):
         self.constraint, self.pieces = constraint, tokenizer.stream()
         self.splitter = make_splitter(tokenizer, prompt)
-        self.start_if_answering()
+        self.answers = False  # the grammar's first token has come, or has to come next
+        self.update()
 
-    def start_if_answering(self) -> None:
-        splitter, undecided = self.splitter, isinstance(self.splitter, TextSplitter)
-        if splitter is None or splitter.kind == ANSWER or (undecided and splitter.kind is None):
-            self.constraint.start()
+    def update(self) -> None:
+        """Start the grammar if the next token may be its first one; else every token is allowed."""
+        self.answers = self.splitter is None or self.splitter.kind == ANSWER
+        self.constraint.started = self.answers or self.splitter.may_answer
 
     def mask(self, row: Tensor) -> None:
         self.constraint.mask(row)
+        if not self.answers and (opener := self.splitter.opener) is not None:
+            word, bit = divmod(opener, 32)
+            row[word] |= 1 << bit if bit < 31 else -(1 << 31)
 
     def advance(self, token: int) -> None:
-        if self.constraint.started:
+        if self.answers:
+            self.constraint.advance(token)
+        elif self.constraint.started and token != self.splitter.opener:
+            self.answers = True
             self.constraint.advance(token)
         else:
             self.splitter.push(token, self.pieces.push(token))
-            self.start_if_answering()
+            self.update()
 
 
 def json_object() -> str:

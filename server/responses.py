@@ -33,6 +33,7 @@ from server.schema import (
     error_message,
     parse_body,
     plan_request,
+    reasoning_text,
     server_sent_event,
 )
 from server.tokenizing import TokenizerPool
@@ -132,6 +133,7 @@ class ResponsesBody(StrictModel):
     def messages(self, store: ItemStore) -> list[Item]:
         """Return the conversation as a chat's messages. Raises APIError for unknown items."""
         found: list[Item] = []
+        reasoning = ""  # before the assistant's next message or call
         if self.instructions:
             found.append({"role": "system", "content": self.instructions})
         if isinstance(self.input, str):
@@ -140,18 +142,24 @@ class ResponsesBody(StrictModel):
             if item.get("type") == "item_reference":
                 item = store.find(item.get("id"))
             kind = item.get("type", "message")
+            if kind == "reasoning":
+                text = reasoning_text(item.get("content")) or reasoning_text(item.get("summary"))
+                reasoning = "\n\n".join(filter(None, [reasoning, text]))
+                continue
             if kind == "message":
                 found.append({"role": item.get("role"), "content": item.get("content")})
+                add_reasoning(found[-1], reasoning)
             elif kind == "function_call":
-                add_call(found, item)
+                add_call(found, item, reasoning)
             elif kind == "function_call_output":
                 output = item.get("output", "")
                 id = item.get("call_id", "")
                 found.append({"role": "tool", "tool_call_id": id, "content": output})
-            elif kind != "reasoning":  # a model's earlier reasoning is no part of its prompt
+            else:
                 raise APIError(
                     f"input: items of type {kind!r:.40} are not supported", param="input"
                 )
+            reasoning = ""
         return found
 
     def chat_tool(self, tool: Item) -> Item:
@@ -176,13 +184,21 @@ class ResponsesBody(StrictModel):
         return {"type": kind, "json_schema": self.text.format}
 
 
-def add_call(messages: list[Item], item: Item) -> None:
+def add_call(messages: list[Item], item: Item, reasoning: str) -> None:
     """Add a function call to the assistant's last message, or as a message of its own."""
     if not messages or messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant", "content": ""})
     function = {"name": item.get("name"), "arguments": item.get("arguments")}
     call = {"id": item.get("call_id"), "type": "function", "function": function}
     messages[-1].setdefault("tool_calls", []).append(call)
+    add_reasoning(messages[-1], reasoning)
+
+
+def add_reasoning(message: Item, reasoning: str) -> None:
+    """Add reasoning to an assistant's message, after that which it has."""
+    texts = filter(None, [message.get("reasoning_content"), reasoning])
+    if reasoning and message["role"] == "assistant":
+        message["reasoning_content"] = "\n\n".join(texts)
 
 
 def read_responses_request(
@@ -385,6 +401,7 @@ class TokenizeBody(StrictModel):
     messages: list[Item] | None = None
     tools: list[Item] = Field(default_factory=list)
     add_special_tokens: bool = True
+    parse_special: bool = True  # as of /v1/completions
 
     def encode(self, tokenizer: Tokenizer | TokenizerPool) -> list[int]:
         """Return the token ids. Raises ValueError."""
@@ -394,7 +411,7 @@ class TokenizeBody(StrictModel):
             return chat.encode(tokenizer)[0][0]
         if self.prompt is None:
             raise ValueError("give a prompt, or the messages of a chat")
-        return tokenizer.encode(self.prompt, self.add_special_tokens)
+        return tokenizer.encode(self.prompt, self.add_special_tokens, special=self.parse_special)
 
 
 class DetokenizeBody(StrictModel):

@@ -25,7 +25,6 @@ from runtime.reasoning import REASONING, TextSplitter, make_splitter
 from runtime.sampling import MAX_CANDIDATES, TOP_LOGPROBS, Sampling
 from runtime.session import Details
 from server.constraints import FieldError, forced_call, json_object, json_schema
-from server.lenient_json import parse_json
 from server.tokenizing import PromptTooLongError, TokenizerPool
 from server.tools import (
     NAME,
@@ -263,13 +262,8 @@ class FunctionCall(StrictModel):
     arguments: str | dict[str, Any] = ""
 
     def template_fields(self) -> dict:
-        """Return the call for a template: arguments as an object, if they are one."""
-        value = parse_json(self.arguments) if isinstance(self.arguments, str) else self.arguments
-        empty = not self.arguments
-        return {
-            "name": self.name,
-            "arguments": value if isinstance(value, dict) else {} if empty else self.arguments,
-        }
+        """Return the call for chat_template.with_arguments, which parses JSON text."""
+        return {"name": self.name, "arguments": self.arguments or "{}"}
 
 
 class ToolCall(StrictModel):
@@ -294,11 +288,23 @@ def part_text(part: Any) -> str:
     return text
 
 
+def reasoning_text(value: Any) -> str:
+    """Return a message's reasoning as one string; other values than texts are ignored."""
+    parts = value if isinstance(value, list) else [value]
+    texts = [part.get("text") if isinstance(part, dict) else part for part in parts]
+    return "".join(text for text in texts if isinstance(text, str))
+
+
+ReasoningText = Annotated[str, BeforeValidator(reasoning_text)]
+
+
 class Message(StrictModel):
     role: str
     content: Annotated[str, BeforeValidator(join_parts)] = ""
     refusal: str = ""  # in place of the content
     tool_calls: Annotated[list[ToolCall], FAIL_FAST] = Field(default_factory=list)
+    reasoning_content: ReasoningText = ""  # the template decides whether the model sees it
+    reasoning: ReasoningText = ""  # the same, under the name that some clients send
     tool_call_id: str = ""
     name: str = ""
 
@@ -318,6 +324,9 @@ def template_messages(messages: list[Message], tokenizer: Tokenizer) -> list[dic
         fields: dict[str, Any] = {"role": message.role, "content": message.content}
         if message.role == "developer" and not tokenizer.template_has("developer"):
             fields["role"] = "system"
+        reasoning = message.reasoning_content or message.reasoning
+        if reasoning and message.role == "assistant":
+            fields["reasoning_content"] = reasoning
         if message.tool_calls:
             calls = [(call.id, call.function.template_fields()) for call in message.tool_calls]
             names |= {id: function["name"] for id, function in calls}
@@ -414,6 +423,7 @@ class CompletionBody(GenerationBody):
     prompt: Prompt
     max_tokens: TokenLimit = DEFAULT_COMPLETION_TOKENS
     logprobs: LogprobCount | None = None
+    parse_special: bool = True  # llama.cpp's name; False: control tokens in a prompt are text
 
     def requested_tokens(self) -> int:
         return self.max_tokens
@@ -424,7 +434,8 @@ class CompletionBody(GenerationBody):
 
     def encode(self, tokenizer: Tokenizer) -> tuple[list[list[int]], bool]:
         """Return each prompt's token ids, and False: the answers continue the prompts."""
-        return [encode_prompt(prompt, tokenizer) for prompt in self.prompt], False
+        special = self.parse_special
+        return [encode_prompt(prompt, tokenizer, special) for prompt in self.prompt], False
 
     def calls(self, tokenizer: Tokenizer) -> None:
         """Return None: a completion has no tool calls."""
@@ -488,7 +499,7 @@ class ChatCompletionBody(GenerationBody):
         if calls and calls.prefix:
             splitter = make_splitter(vocabulary, ids)
             is_open = isinstance(splitter, TextSplitter) and splitter.kind == REASONING
-            prefix = ("\n</think>\n\n" if is_open else "") + calls.prefix
+            prefix = (splitter.closing if is_open else "") + calls.prefix
             ids = ids + tokenizer.encode(prefix, bos=False, special=True)
         return [ids], True
 
@@ -570,12 +581,17 @@ def vocabulary_of(tokenizer: Tokenizer | TokenizerPool) -> Tokenizer:
     return tokenizer.vocabulary if isinstance(tokenizer, TokenizerPool) else tokenizer
 
 
-def encode_prompt(prompt: str | list[int], tokenizer: Tokenizer) -> list[int]:
-    """Return a prompt's token ids. Raises ValueError for an empty prompt and invalid ids."""
+def encode_prompt(
+    prompt: str | list[int], tokenizer: Tokenizer | TokenizerPool, special: bool = False
+) -> list[int]:
+    """Return a prompt's token ids. Raises ValueError for an empty prompt and invalid ids.
+
+    special: control tokens in a text become their ids.
+    """
     if not prompt:
         raise ValueError(FIELD_MESSAGES["prompt"])
     if isinstance(prompt, str):
-        return tokenizer.encode(prompt)
+        return tokenizer.encode(prompt, special=special)
     if min(prompt) < 0 or max(prompt) >= tokenizer.vocab_size:
         last = tokenizer.vocab_size - 1
         raise ValueError(f"token ids must be whole numbers from 0 to {last}")
@@ -666,6 +682,9 @@ def plan_request(
         raise APIError(str(error), param="logit_bias") from None
     generations = []
     for ids in prompts:
+        if (last := max(ids, default=0)) >= limits.vocab_size:
+            reason = f"the {name} has token {last}; the model's end at {limits.vocab_size - 1}"
+            raise APIError(reason, param=name)
         new_tokens = plan_length(len(ids), fields.requested_tokens(), length, name)
         for _ in range(fields.n):
             sampling = first.with_seed(fields.seed + len(generations))

@@ -148,14 +148,30 @@ def answer_requests(tokenizer: Tokenizer) -> None:
 
 
 def chat_ids(tokenizer: Tokenizer, messages: list[dict], variables: dict) -> list[int]:
-    """Return the ids of a conversation, without a system message if the template refuses it."""
-    try:
-        return tokenizer.chat(messages, **variables)
-    except ValueError:
-        merged = merge_system(messages)
-        if merged is None:
-            raise
-        return tokenizer.chat(merged, **variables)
+    """Return the ids of a conversation.
+
+    Where the template refuses them, it gets no earlier reasoning, then no system message.
+    """
+    changes = iter((without_reasoning, merge_system))
+    while True:
+        try:
+            return tokenizer.chat(messages, **variables)
+        except ValueError:
+            changed = next(filter(None, (change(messages) for change in changes)), None)
+            if changed is None:
+                raise
+            messages = changed
+
+
+def without_reasoning(messages: list[dict]) -> list[dict] | None:
+    """Return the messages without reasoning; None if they have none.
+
+    gpt-oss's template refuses it beside a content and calls.
+    """
+    name = "reasoning_content"
+    if not any(name in message for message in messages):
+        return None
+    return [{k: v for k, v in message.items() if k != name} for message in messages]
 
 
 def merge_system(messages: list[dict]) -> list[dict] | None:

@@ -13,6 +13,7 @@ import string
 from collections.abc import Generator
 from typing import ClassVar
 
+from runtime.reasoning import HARMONY_TOKENS, REASONING, HarmonyMessage, held_prefix
 from server.arguments import conform
 from server.call_parser import (
     MARK,
@@ -397,15 +398,7 @@ class HarmonyParser(CallParser):
     """
 
     in_template = "<|channel|>"
-    tokens = (
-        "<|start|>",
-        "<|channel|>",
-        "<|constrain|>",
-        "<|message|>",
-        "<|end|>",
-        "<|call|>",
-        "<|return|>",
-    )
+    tokens = HARMONY_TOKENS
     splits_reasoning = True
 
     @classmethod
@@ -418,63 +411,49 @@ class HarmonyParser(CallParser):
         return " <|constrain|>json<|message|>", ""
 
     def read(self) -> Reader:
+        markers = {self.marker(name): name for name in self.tokens}
+        pattern = re.compile("|".join(map(re.escape, markers)))
+        message = HarmonyMessage(kind=None)  # the prompt ends with the role
         while True:
-            is_header = yield from self.begins_with_header()
-            if not is_header:
-                yield from self.text_body(is_reasoning=False)
-            elif not (yield from self.message()):
+            match = pattern.search(self.buffer)
+            held = 0 if match or self.ended else max(held_prefix(self.buffer, m) for m in markers)
+            end = match.start() if match else len(self.buffer) - held
+            self.add(message, message.push_text(self.buffer[:end]))
+            self.buffer = self.buffer[match.end() if match else end :]
+            if match:
+                marker = markers[match[0]]
+                self.add_answer(message.push_marker(marker))
+                if marker == "<|message|>" and (name := self.function(message)):
+                    self.begin(name)
+                    yield from self.message_arguments()
+            elif not (yield from self.more()):
+                self.add_answer(message.end())
                 return True
 
-    def begins_with_header(self) -> Reader:
-        """Drop the ends of messages; return whether a header follows, or else plain text."""
-        ends = [self.marker(name) for name in ("<|end|>", "<|call|>", "<|return|>")]
-        starts = ("assistant", "to=")
-        while True:
-            while self.buffer.startswith(tuple(ends)):
-                self.buffer = self.buffer.partition("|>")[2]
-            text = self.buffer.lstrip()
-            if text.startswith((MARK, *starts)):
-                is_end = any(end.startswith(text) for end in ends)
-                if not is_end:
-                    return True
-            elif text and not any(start.startswith(text) for start in starts):
-                return False
-            if not (yield from self.more()):
-                return not text or text.startswith(MARK)
-
-    def message(self) -> Reader:
-        """Read a header and its message; return False if the answer ends in the header."""
-        message, channel = self.marker("<|message|>"), self.marker("<|channel|>")
-        while message not in self.buffer:
-            if not (yield from self.more()):
-                self.buffer = ""
-                return False
-        header, _, self.buffer = self.buffer.partition(message)
-        recipient = re.search(r"to=([\w.-]+)", header)
-        name = recipient[1].removeprefix("functions.") if recipient else ""
-        if recipient and (recipient[1] != name or name in self.schemas):
-            self.begin(name)
-            yield from self.begins_with(MARK)
-            if self.buffer.startswith(MARK) or not self.buffer.strip():
-                self.end_arguments()
-            else:
-                yield from self.json_arguments()
-            yield from self.text_body(None)
-            return True
-        kind = re.search(re.escape(channel) + r"\s*(\w+)", header)
-        yield from self.text_body(is_reasoning=kind is not None and kind[1] != "final")
+    def message_arguments(self) -> Reader:
+        """Read the arguments of a call, which end at the next control token."""
+        yield from self.begins_with(MARK)
+        if self.buffer.startswith(MARK) or not self.buffer.strip():
+            self.end_arguments()
+        else:
+            yield from self.json_arguments()
         return True
 
-    def text_body(self, is_reasoning: bool | None) -> Reader:
-        """Read text up to the next control token. is_reasoning: None drops it."""
-        while True:
-            at = self.buffer.find(MARK)
-            text = self.buffer if at < 0 else self.buffer[:at]
-            self.buffer = self.buffer[len(text) :]
-            if text and is_reasoning is not None:
-                self.pieces.append(TextPiece(text, is_reasoning))
-            if at >= 0 or not (yield from self.more()):
-                return True
+    def function(self, message: HarmonyMessage) -> str | None:
+        """Return the name of the function that a message calls."""
+        match = re.match(rf"(functions\.)?({NAME})", message.recipient or "")
+        is_call = match and (match[1] or match[2] in self.schemas)
+        return match[2] if match and is_call else None
+
+    def add(self, message: HarmonyMessage, text: str) -> None:
+        """Add text of a message. Text after a call's arguments is dropped."""
+        if not self.function(message):
+            self.add_answer(text, message.kind == REASONING)
+
+    def add_answer(self, text: str, is_reasoning: bool = False) -> None:
+        """Add text; control tokens that mean nothing here are their own text."""
+        if text := text.replace(MARK, ""):
+            self.pieces.append(TextPiece(text, is_reasoning))
 
     def scanner(self) -> JsonScanner:
         return JsonScanner(MARK)

@@ -22,7 +22,8 @@ SETUPTOOLS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setup
 LIBRARY = {
     "ops": set(),
     "cli": set(),
-    "tokenizer": set(),
+    "chat_template": set(),
+    "tokenizer": {"chat_template"},
     "checkpoint": {"cli", "tokenizer"},
     "model": {"ops"},
     "formats": {"ops", "model", "checkpoint"},

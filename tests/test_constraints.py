@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 import tokenizers
 import torch
+from test_reasoning import make_tokenizer
 
 from runtime.logit_edits import mask_logits, mask_words
 from server import constraints
-from server.constraints import Constraint, GrammarTokens
+from server.constraints import AnswerConstraint, Constraint, GrammarTokens
 from tokenizer import load_tokenizer
 
 STRING, INTEGER = {"type": "string", "maxLength": 8}, {"type": "integer"}
@@ -76,8 +77,9 @@ def byte_level(directory) -> GrammarTokens:
     return GrammarTokens(loaded, loaded.vocab_size + 3)
 
 
-def allowed(constraint: Constraint) -> list[int]:
-    row = torch.full((mask_words(constraint.tokens.vocab_size),), -1, dtype=torch.int32)
+def allowed(constraint: Constraint | AnswerConstraint) -> list[int]:
+    tokens = getattr(constraint, "constraint", constraint).tokens
+    row = torch.full((mask_words(tokens.vocab_size),), -1, dtype=torch.int32)
     constraint.mask(row)
     bits = np.unpackbits(row.numpy().view(np.uint8), bitorder="little")
     return np.flatnonzero(bits).tolist()
@@ -159,6 +161,50 @@ def test_control_token_markers_and_a_late_start(tmp_path):
         assert id in allowed(constraint)
         constraint.advance(id)
     assert allowed(constraint) == [tokens.tokenizer.token_id("<|call|>")]
+
+
+HARMONY = "<|start|>", "<|channel|>", "<|message|>", "<|end|>"
+GEMMA = "<|channel>", "<channel|>"
+THINK = "<think>", "</think>"
+
+
+@pytest.mark.parametrize(
+    ("markers", "prompt", "reasoning", "answers"),
+    [
+        (THINK, "?", "<think>so 1</think>", True),
+        (THINK, "?<think>", "so 1</think>", False),
+        (THINK, "?<think></think>", "", True),
+        (GEMMA, "?", "<|channel>thought\nso 1<channel|>", True),
+        (GEMMA, "?<|channel>thought\n", "so 1<channel|>", False),
+        (GEMMA, "?<|channel>thought\n<channel|>", "", True),
+        (HARMONY, "<|start|>assistant", "<|channel|>analysis<|message|>so 1<|end|><|start|>"
+         "assistant<|channel|>final<|message|>", True),
+        (HARMONY, "<|start|>assistant<|channel|>", "final<|message|>", False),
+    ],
+)  # fmt: skip
+def test_the_grammar_begins_after_the_reasoning(tmp_path, markers, prompt, reasoning, answers):
+    """The first token decides whether there is reasoning, if the prompt has not opened it."""
+    tokenizer = make_tokenizer(tmp_path, markers, special=True)
+    tokens = GrammarTokens(tokenizer, tokenizer.vocab_size)
+    grammar = constraints.json_schema({"enum": [True, 7]})
+    ids = tokenizer.encode(prompt, special=True)
+    first = {tokenizer.encode(letter)[0] for letter in "t7"}
+
+    def begin() -> AnswerConstraint:
+        return AnswerConstraint(Constraint(tokens, grammar, started=False), tokenizer, ids)
+
+    constraint = begin()
+    opener = {tokenizer.encode(reasoning, special=True)[0]} if answers and reasoning else set()
+    assert not answers or set(allowed(constraint)) == first | opener
+    for id in tokenizer.encode(reasoning, special=True):
+        assert id in allowed(constraint)
+        constraint.advance(id)
+    assert set(allowed(constraint)) == first
+    for after in (constraint, begin()) if answers else (constraint,):
+        for id in tokenizer.encode("true"):
+            assert id in allowed(after)
+            after.advance(id)
+        assert set(allowed(after)) == set(tokenizer.stop_ids)
 
 
 def nested(depth: int) -> dict:

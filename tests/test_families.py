@@ -7,7 +7,7 @@ import pytest
 from conftest import FP8, any_json
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoConfig
+from transformers import AutoConfig, FineGrainedFP8Config
 
 from model import ModelArgs
 from models import ARCHITECTURES, FAMILIES, args_from_hf, family_of_config
@@ -354,6 +354,14 @@ def test_an_unsupported_published_format_is_named(family, given, message):
             read(config)
         want = f": quantization_config{message} is not supported; fetch the original"
         assert want in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("fmt", [{}, {"fmt": None}, {"fmt": "e4m3"}])
+def test_fp8_without_fmt_is_e4m3(fmt):
+    """transformers' FineGrainedFP8Config writes no fmt."""
+    given = json.loads(FineGrainedFP8Config().to_json_string()) | fmt
+    config = config_of("Qwen3Moe", {"quantization_config": given})
+    assert args_from_hf(config) and published_format(config) == "fp8b"
 
 
 ROPE_AND_FORMAT = "rope_type", "type", "rope_theta", "factor", "quant_method"

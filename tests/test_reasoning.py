@@ -192,7 +192,8 @@ def test_an_incomplete_character_before_a_marker_stays_in_its_part(tmp_path):
 ASKED = "<|start|>user<|message|>why?<|end|><|start|>assistant"
 ANALYSIS = "<|channel|>analysis<|message|>so it <|end|>"
 TOOL = ANALYSIS.replace("analysis", "commentary to=f")
-FINAL = "<|start|>assistant<|channel|>final<|message|>Yes."
+HEADER = "<|start|>assistant<|channel|>final"
+FINAL = f"{HEADER}<|message|>Yes."
 
 
 @pytest.fixture
@@ -226,6 +227,99 @@ def test_harmony_counts_and_ignores_spelled_markers(harmony):
     ids += harmony.encode("a <|end|>")
     found = [text for id in ids for _, text in splitter.push(id, stream.push(id))]
     assert "".join(found) == "a <|end|>"
+
+
+@pytest.mark.parametrize(
+    ("answer", "want"),
+    (
+        (f"{ANALYSIS}{HEADER}<|constrain|>json<|message|>{{}}", ("so it ", "{}")),
+        (f"{ANALYSIS}{HEADER} <|constrain|>json<|message|>{{}}", ("so it ", "{}")),
+        ("<|channel|>final <|constrain|> json <|message|>{}", ("", "{}")),
+        ("<|constrain|>json<|message|>{}", ("", "{}")),
+        ("Yes.", ("", "Yes.")),
+        (" Yes.", ("", "Yes.")),
+        ("to be", ("", "to be")),
+        ("to", ("", "to")),
+        (f"{ANALYSIS}<|start|>assistantYes.<|end|>", ("so it ", "Yes.")),
+        (f"{ANALYSIS}Yes.", ("so it ", "Yes.")),
+        (f"{ANALYSIS}<|start|>assistant<|message|>Yes.", ("so it ", "Yes.")),
+        (f"{ANALYSIS}<|start|>assist", ("so it ", "")),
+        (f"{ANALYSIS}<|start|>assistant to=functions.f<|channel|>commentary", ("so it ", "")),
+        (f"{ANALYSIS}{ANALYSIS}{FINAL}<|end|>{ANALYSIS}", ("so it so it so it ", "Yes.")),
+        ("<|channel|>analysis<|message|>so <|channel|>final<|message|>Yes.", ("so ", "Yes.")),
+        ("<|channel|>analysis<|message|>so <|start|>assistant<|message|>Yes.", ("so ", "Yes.")),
+        ("<|channel|>analysis<|channel|>final<|message|>Yes.", ("", "Yes.")),
+        ("", ("", "")),
+    ),
+)
+def test_harmony_headers_of_any_kind(tmp_path, answer, want):
+    names = [name for name in (*HARMONY, "<|constrain|>") if name != "<|end|>"]
+    tokenizer = make_tokenizer(tmp_path, names, special=True)
+    assert parts(ask(tokenizer, ASKED, answer)[0]) == want
+    assert parts(ask(tokenizer, ASKED, answer + EOS)[0]) == want
+
+
+# Gemma --------------------------------------------------------------------------------------------
+
+GEMMA_MARKERS = "<|turn>", "<turn|>", "<|channel>", "<channel|>", "<|tool_call>"
+TURN = "<|turn>user\nwhy?<turn|><|turn>model\n"
+THOUGHT = "<|channel>thought\nso it\n<channel|>"
+
+
+@pytest.mark.parametrize("special", (True, False))
+@pytest.mark.parametrize(
+    ("prompt", "answer", "want"),
+    (
+        (TURN, f"{THOUGHT}Yes.", ("so it\n", "Yes.")),
+        (TURN, f"{THOUGHT}\n\nYes.", ("so it\n", "Yes.")),
+        (TURN, f"{THOUGHT}Yes.{THOUGHT} No.", ("so it\nso it\n", "Yes.No.")),
+        (TURN, f"Yes.{THOUGHT}", ("so it\n", "Yes.")),
+        (TURN, "<|channel>thought\n<channel|>Yes.", ("", "Yes.")),
+        (TURN, "<|channel><channel|>Yes.", ("", "Yes.")),
+        (TURN, "<|channel>other\nso<channel|>Yes.", ("other\nso", "Yes.")),
+        (TURN, "<|channel>thoughtful<channel|>Yes.", ("thoughtful", "Yes.")),
+        (TURN, "<|channel>thought\nso it", ("so it", "")),
+        (TURN, "<|channel>though", ("", "")),
+        (TURN, "<|channel>thought\nso<|channel>thought\nit<channel|>Yes.", ("soit", "Yes.")),
+        (TURN, "Yes.<channel|>", ("", "Yes.")),
+        (TURN, " \nYes.", ("", " \nYes.")),
+        (TURN, "thought\nYes.", ("", "thought\nYes.")),
+        (f"{TURN}<|channel>thought\n<channel|>", "Yes.", ("", "Yes.")),
+        (f"{TURN}<|channel>thought\n<channel|>", f"{THOUGHT}Yes.", ("so it\n", "Yes.")),
+        (f"{TURN}<|channel>thought\n", "so<channel|>Yes.", ("so", "Yes.")),
+        (f"{TURN}<|channel>", "thought\nso<channel|>Yes.", ("so", "Yes.")),
+        (f"{THOUGHT}x{TURN}", "Yes.", ("", "Yes.")),
+    ),
+)
+def test_gemma_channels(tmp_path, special, prompt, answer, want):
+    tokenizer = make_tokenizer(tmp_path, GEMMA_MARKERS, special)
+    if special or "Yes.<channel|>" not in answer:
+        assert parts(ask(tokenizer, prompt, answer)[0]) == want
+
+
+@pytest.mark.parametrize("count", range(1, 40))
+def test_gemma_may_be_cut_anywhere(tmp_path, count):
+    tokenizer = make_tokenizer(tmp_path, GEMMA_MARKERS, special=True)
+    result, _ = ask(tokenizer, TURN, f"{THOUGHT}Yes.", count)
+    assert "so it\n".startswith(result["reasoning"]) and "Yes.".startswith(result["text"])
+    assert not result["text"] or result["reasoning"] == "so it\n"
+    spelled = [id for letter in f"{THOUGHT}Yes." for id in tokenizer.encode(letter)][:count]
+    stream = TextStream([], tokenizer, TextSettings((), False, True, print, print, print))
+    for id in spelled:
+        stream.push(id)
+    stream.end("length")
+    assert (stream.reasoning, stream.text) == ("", f"{THOUGHT}Yes."[:count])
+
+
+def test_a_call_ends_a_thought_that_was_not_closed(tmp_path):
+    tokenizer = make_tokenizer(tmp_path, GEMMA_MARKERS, special=True)
+    splitter = make_splitter(tokenizer, tokenizer.encode(TURN, special=True))
+    found = []
+    for id in tokenizer.encode("<|channel>thought\nso<|tool_call>call:f{}", special=True):
+        text = "CALL" if id == tokenizer.token_id("<|tool_call>") else tokenizer.decode([id])
+        found += splitter.push(id, text)
+    texts = {kind: "".join(t for k, t in found if k == kind) for kind in (REASONING, ANSWER)}
+    assert texts == {REASONING: "so", ANSWER: "CALLcall:f{}"}
 
 
 # Terminal -----------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from hypothesis import strategies as st
 from local_server import LocalServer, httpx, openai
 from prometheus_client.parser import text_string_to_metric_families
 
+from chat_template import ChatTemplate
 from generate import generate, load_model
 from model import Transformer
 from runtime.sampling import Sampling
@@ -149,18 +150,13 @@ def test_a_chat_without_a_template_is_continued(running, alone):
 
 
 def test_a_chat_goes_through_the_template(tokenizer, monkeypatch):
-    monkeypatch.setattr(
-        tokenizer,
-        "_template_source",
-        "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}",
-    )
+    source = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    monkeypatch.setattr(tokenizer, "templates", {"default": ChatTemplate(source, {}, ())})
     monkeypatch.setattr(tokenizer, "has_chat_template", True)
-    tokenizer.__dict__.pop("_template", None)
     body = json.dumps(
         {"messages": [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]}
     ).encode()
     generation = read_request(body, True, tokenizer, LIMITS).generations[0]
-    tokenizer.__dict__.pop("_template")
     assert tokenizer.decode(generation.prompt_ids).strip() == "[system]a[user]b"
     assert generation.max_new_tokens == LENGTH - len(generation.prompt_ids) and generation.reply
 

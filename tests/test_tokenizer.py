@@ -20,7 +20,7 @@ from tokenizers import (
     trainers,
 )
 from tokenizers import Tokenizer as Library
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from models.converter import SIDE_FILES
 from tokenizer import TEXT_MARK, Tokenizer, load_tokenizer
@@ -432,6 +432,73 @@ def test_sources_of_stop_ids(qwen_dir, sp_dir, tmp_path):
     assert (tokenizer.stop_ids, tokenizer.bos_id, tokenizer.encode("")) == ((2,), 1, [1])
     (bare / "tokenizer.json").write_bytes((qwen_dir / "tokenizer.json").read_bytes())
     assert load_tokenizer(bare).stop_ids == ()  # tokenizer.json takes precedence, without EOS
+
+
+@pytest.mark.parametrize("value", [[1], [1, 2], 1, None])
+def test_harmony_ends_at_a_call_whatever_the_config_says(harmony_dir, tmp_path, value):
+    """The first generation_config.json of gpt-oss lacks <|call|>."""
+    write(copy(harmony_dir, tmp_path), "generation_config.json", {"eos_token_id": value})
+    tokenizer = load_tokenizer(tmp_path)
+    ends = {tokenizer.token_id(name) for name in ("<|return|>", "<|call|>")}
+    assert ends <= set(tokenizer.stop_ids) and len(set(tokenizer.stop_ids)) == len(
+        tokenizer.stop_ids
+    )
+    given = value if isinstance(value, list) else [value] if value else []
+    assert list(tokenizer.stop_ids[: len(given)]) == given
+
+
+def flags(content: str, **changed: bool) -> dict:
+    names = "special", "lstrip", "rstrip", "single_word", "normalized"
+    return {"content": content} | dict.fromkeys(names, False) | changed
+
+
+ADDED = ["<tool>", "</tool>", "<|new|>"]
+LAYOUTS = "decoder", "added_tokens.json", "named special", "both", "known"
+
+
+@pytest.mark.parametrize("special", [True, False])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_tokens_that_stand_beside_tokenizer_json_equal_transformers(
+    qwen_dir, tmp_path, layout, special
+):
+    source = json.loads((qwen_dir / "tokenizer.json").read_text())
+    known = {token["content"]: token["id"] for token in source["added_tokens"]}
+    first = max([*source["model"]["vocab"].values(), *known.values()]) + 1
+    ids = {name: first + n for n, name in enumerate(ADDED)}
+    copy(qwen_dir, tmp_path, tokenizer_class="PreTrainedTokenizerFast", add_bos_token=None)
+    if layout in ("decoder", "both", "known"):
+        tokens = (known if layout == "known" else ids).items()
+        decoder = {str(id): flags(name, special=special, rstrip=True) for name, id in tokens}
+        copy(tmp_path, tmp_path, added_tokens_decoder=decoder)
+    if layout in ("added_tokens.json", "named special", "both"):
+        write(tmp_path, "added_tokens.json", ids)
+    if layout == "named special":
+        write(tmp_path, "special_tokens_map.json", {"pad_token": "<|new|>"})
+    ours, theirs = load_tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    assert [ours.token_id(name) for name in ADDED if layout != "known"] in ([], [*ids.values()])
+    for text in ("a <tool> b</tool> <think>", "<|new|>x  <|im_end|>y", "<|im_start|>", "<|ne"):
+        expected = theirs.encode(text, add_special_tokens=False)
+        assert ours.encode(text, special=True) == expected
+        assert ours.decode(expected) == theirs.decode(expected, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize(
+    "tokens", [{"x": -1}, {"x": 1.5}, {"x": "1"}, {"x": None}, {"x": [1]}, [], "x"]
+)
+def test_a_wrong_added_tokens_file_is_one_line(qwen_dir, sp_dir, tmp_path, tokens):
+    for source in (qwen_dir, sp_dir):
+        copy(source, tmp_path, added_tokens_decoder=None)
+        write(tmp_path, "added_tokens.json", tokens)
+        assert not check(tmp_path) or tokens == {"x": "1"}
+
+
+def test_sentencepiece_reads_added_tokens_too(sp_dir, tmp_path):
+    copy(sp_dir, tmp_path, added_tokens_decoder=None)
+    write(tmp_path, "added_tokens.json", {"<think>": 400, "<|x|>": 401})
+    write(tmp_path, "special_tokens_map.json", {"pad_token": "<|x|>"})
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.encode("<think><|x|>", bos=False, special=True) == [400, 401]
+    assert tokenizer.decode([400, 401]) == "<think>"
 
 
 def test_sentencepiece_without_byte_fallback_or_dummy_prefix(tmp_path):

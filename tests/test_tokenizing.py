@@ -1,5 +1,6 @@
 """Prompts are formatted and tokenized in child processes that cannot hold up the server."""
 
+import json
 import os
 import shutil
 import threading
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from server.schema import APIError, Limits, read_request
 from server.tokenizing import TIME_LIMIT, TokenizerPool
 from tokenizer import load_tokenizer
 
@@ -48,6 +50,24 @@ def test_it_encodes_as_the_tokenizer_does(pool):
     for text in ("def main():\n    pass\n", "", "\u2028é\n\n\x00", "</s>" * 3):
         assert pool.encode(text) == tokenizer.encode(text)
         assert pool.chat(message(text)) == tokenizer.chat(message(text))
+
+
+@pytest.mark.parametrize("fields", [{}, {"parse_special": True}, {"parse_special": False}])
+@pytest.mark.parametrize("as_pool", [True, False])
+def test_control_tokens_of_a_completion_are_parsed_unless_asked_otherwise(pool, fields, as_pool):
+    special = fields.get("parse_special", True)
+    prompts = ["</s>", "a</s>b<s>", "<s>a", "a", "</s"]
+    body = json.dumps({"prompt": prompts, **fields}).encode()
+    tokenizer = pool if as_pool else pool.vocabulary
+    request = read_request(body, False, tokenizer, Limits(64, pool.vocab_size))
+    got = [generation.prompt_ids for generation in request.generations]
+    assert got == [pool.vocabulary.encode(prompt, special=special) for prompt in prompts]
+    assert (pool.vocabulary.stop_ids[0] in got[0]) is special
+    with pytest.raises(APIError, match=r"prompt has token \d+; the model's end at"):
+        read_request(body, False, tokenizer, Limits(64, 2))
+    chat = json.dumps({"messages": message("a</s>b"), **fields}).encode()  # always text
+    (generation,) = read_request(chat, True, tokenizer, Limits(64, pool.vocab_size)).generations
+    assert generation.prompt_ids == pool.vocabulary.encode("[a</s>b]", bos=False)
 
 
 def test_a_text_beyond_the_context_is_refused_by_its_length(pool):

@@ -406,6 +406,34 @@ def test_markers_that_are_control_tokens_reach_the_parser(tmp_path):
     assert calls[0]["function"] == {"name": "weather", "arguments": '{"city": "Rom"}'}
 
 
+SHOW = "{% for m in messages %}<{{ m.role }}>{{ m.reasoning_content }}|{{ m.content }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("fields", "want"),
+    (
+        ({"reasoning_content": "I need f."}, "I need f."),
+        ({"reasoning": "I need f."}, "I need f."),
+        ({"reasoning": "I need f.", "reasoning_content": None}, "I need f."),
+        ({"reasoning": "I need f.", "reasoning_content": ""}, "I need f."),
+        ({"reasoning": [{"type": "text", "text": "I need "}, "f."]}, "I need f."),
+        ({"reasoning": {"text": 5}, "reasoning_details": [{}]}, ""),
+        ({"reasoning_content": 7, "reasoning": [[]]}, ""),
+    ),
+)
+def test_reasoning_of_earlier_turns_goes_to_the_template(tmp_path, fields, want):
+    tokenizer = make_tokenizer(tmp_path, template=SHOW)
+    function = {"name": "weather", "arguments": "{}"}
+    messages = [
+        {**QUESTION[0], **fields},
+        {"role": "assistant", "content": "", "tool_calls": [{"function": function}], **fields},
+        {"role": "tool", "content": "rain"},
+    ]
+    request = plan_request(ChatCompletionBody(messages=messages), tokenizer, LIMITS)
+    text = tokenizer.decode(request.generations[0].prompt_ids)
+    assert text == f"<user>|Weather?<assistant>{want}|<tool>|rain"
+
+
 # Responses ----------------------------------------------------------------------------------------
 
 FLAT_WEATHER = {"type": "function", **WEATHER["function"], "strict": False}
@@ -464,6 +492,40 @@ def test_items_may_stand_by_their_ids(server):
     assert [small.find(str(n))["id"] for n in (3, 4)] == ["3", "4"] and small.bytes <= 100
     with pytest.raises(APIError):
         small.find("0")
+
+
+def thought(text: str) -> dict:
+    return {"type": "reasoning", "content": [{"type": "reasoning_text", "text": text}]}
+
+
+FIRST = {"type": "function_call", "call_id": "1", "name": "weather", "arguments": "{}"}
+OUTPUT = {"type": "function_call_output", "call_id": "1", "output": "rain"}
+SAID = {"role": "assistant", "content": "Let me see."}
+SUMMARY = {"type": "reasoning", "content": None, "summary": [{"type": "summary_text", "text": "c"}]}
+
+
+@pytest.mark.parametrize(
+    ("items", "want"),
+    (
+        ([thought("a"), FIRST, OUTPUT], "<assistant>a|<tool>|rain"),
+        ([thought("a"), SAID, FIRST, OUTPUT], "<assistant>a|Let me see.<tool>|rain"),
+        ([SAID, thought("a"), FIRST, OUTPUT], "<assistant>a|Let me see.<tool>|rain"),
+        ([thought("a"), FIRST, thought("b"), FIRST], "<assistant>a\n\nb|"),
+        ([thought("a"), FIRST, OUTPUT, thought("b"), SAID],
+         "<assistant>a|<tool>|rain<assistant>b|Let me see."),
+        ([thought("a"), thought("b"), SAID], "<assistant>a\n\nb|Let me see."),
+        ([SUMMARY, FIRST], "<assistant>c|"),
+        ([thought("a"), OUTPUT, SAID], "<tool>|rain<assistant>|Let me see."),
+        ([thought(""), {"type": "reasoning", "content": [5, {"text": []}]}, SAID, thought("a")],
+         "<assistant>|Let me see."),
+    ),
+)  # fmt: skip
+def test_reasoning_items_go_to_the_template(tmp_path, items, want):
+    tokenizer = make_tokenizer(tmp_path, template=SHOW)
+    body = json.dumps({"input": [*QUESTION, *items]}).encode()
+    _, request = read_responses_request(body, tokenizer, LIMITS, ItemStore())
+    text = tokenizer.decode(request.generations[0].prompt_ids)
+    assert text == "<user>|Weather?" + want
 
 
 def test_a_streamed_response_adds_up(server):
@@ -559,6 +621,9 @@ def test_tokenize_and_back(server):
     found = post("/tokenize", prompt="def é").json()
     assert found["tokens"] == server.tokenizer.encode("def é")
     assert found["count"] == len(found["tokens"]) and found["max_model_len"] == LENGTH
+    for special in (True, False):
+        tokens = post("/tokenize", prompt="a</s>", parse_special=special).json()["tokens"]
+        assert tokens == server.tokenizer.encode("a</s>", special=special)
     assert post("/detokenize", tokens=found["tokens"]).json() == {"prompt": "def é"}
     chat = post("/tokenize", messages=QUESTION).json()["tokens"]
     assert "[user]Weather?" in server.tokenizer.decode(chat)

@@ -141,6 +141,33 @@ def test_harmony_has_reasoning_calls_and_an_answer():
         assert [[n, json.loads(a)] for n, a in calls] == [["weather", CITY], ["now", {}]]
 
 
+@pytest.mark.parametrize(
+    ("answer", "text", "reasoning", "names"),
+    (
+        ("Yes.", "Yes.", "", []),
+        ("to be", "to be", "", []),
+        ("<|channel|>final<|constrain|>json<|message|>{}", "{}", "", []),
+        ("<|channel|>analysis<|message|>so<|end|>Yes.", "Yes.", "so", []),
+        ("<|channel|>analysis<|message|>so<|end|><|start|>assistantYes.", "Yes.", "so", []),
+        ("<|channel|>analysis<|message|>so<|channel|>final<|message|>Yes.", "Yes.", "so", []),
+        ("<|channel|>analysis<|channel|>final<|message|>Yes.", "Yes.", "", []),
+        ("<|start|>assistant<|message|>Yes.<|end|>", "Yes.", "", []),
+        ("Yes.<|end|><|start|>assistant<|channel|>analysis<|message|>so", "Yes.", "so", []),
+        ("Yes.<|end|><|start|>assistant to=functions.now<|message|>{}", "Yes.", "", ["now"]),
+        ("<|channel|>final<|message|>Yes.<|end|><|start|>assistant", "Yes.", "", []),
+        (" to=functions.mcp/a:b<|channel|>commentary json<|message|>{}", "", "", ["mcp/a:b"]),
+        ("<|channel|>commentary to=functions.now<|constrain|>json<|message|>{}", "", "", ["now"]),
+        ("<|channel|>analysis to=now code<|message|>{}", "", "", ["now"]),
+        ("<|channel|>analysis to=python code<|message|>1 + 1", "", "1 + 1", []),
+    ),
+)
+def test_harmony_headers_of_any_kind(answer, text, reasoning, names):
+    for seed in range(8):
+        pieces = cut(marked(HarmonyParser, answer), seed)
+        found = parse(HarmonyParser, pieces, MARK.__add__)
+        assert found[:2] == (text, reasoning) and [name for name, _ in found[2]] == names
+
+
 LOOKALIKES = (
     (HermesParser, "Use <tool_call> tags, a <tool_"),
     (HermesParser, '<tool_call>{"no": "name"}</tool_call> \n'),

@@ -46,8 +46,10 @@ function requestMessages(chat, answer, model) {
 }
 
 /** Return the fields of a message that the server reads. */
-function sent({role, content, tool_calls: calls, tool_call_id: id}) {
-  return {role, content, ...(calls?.length && {tool_calls: calls}), ...(id && {tool_call_id: id})};
+function sent({role, content, reasoning, tool_calls: calls, tool_call_id: id}) {
+  // The chat template decides whether the model sees why it called a tool.
+  const call = calls?.length && {tool_calls: calls, ...(reasoning && {reasoning_content: reasoning})};
+  return {role, content, ...call, ...(id && {tool_call_id: id})};
 }
 
 /** Add a chunk of the stream to an answer and its Routing. */
