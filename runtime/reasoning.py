@@ -13,7 +13,7 @@ GEMMA = "<|channel>", "<channel|>"
 THOUGHT = "thought\n"  # the name of Gemma's channel
 HARMONY = "<|start|>", "<|channel|>", "<|message|>", "<|end|>"
 HARMONY_TOKENS = *HARMONY, "<|constrain|>", "<|call|>", "<|return|>"
-ROLE, RECIPIENT = "assistant", "to="  # in the text of a harmony header
+ROLE, RECIPIENT = "assistant", "to="  # a harmony header has them as text
 Parts = list[tuple[str, str]]  # kind, text
 
 

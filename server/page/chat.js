@@ -48,7 +48,8 @@ function requestMessages(chat, answer, model) {
 /** Return the fields of a message that the server reads. */
 function sent({role, content, reasoning, tool_calls: calls, tool_call_id: id}) {
   // The chat template decides whether the model sees why it called a tool.
-  const call = calls?.length && {tool_calls: calls, ...(reasoning && {reasoning_content: reasoning})};
+  const reason = reasoning && {reasoning_content: reasoning};
+  const call = calls?.length && {tool_calls: calls, ...reason};
   return {role, content, ...call, ...(id && {tool_call_id: id})};
 }
 
