@@ -1,4 +1,4 @@
-"""Files that may be anybody's: read only if they are regular, and owned only if they are no links."""
+"""Read files only if they are regular; tell files and directories from links to them."""
 
 import errno
 import os

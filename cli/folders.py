@@ -43,9 +43,8 @@ def user_folder(variable: str, default: str) -> Path:
     except RuntimeError:
         folder = Path(tempfile.gettempdir()) / f"moe-fast-{os.getuid()}"
         # lstat: anybody may put a link to a folder of this user there.
-        if os.path.lexists(folder) and (
-            folder.is_symlink() or folder.stat().st_uid != os.getuid()
-        ):
-            raise ValueError(f"{folder} belongs to another user, or is a link: set {variable}") from None
+        if os.path.lexists(folder) and (folder.is_symlink() or folder.stat().st_uid != os.getuid()):
+            what = f"{folder} belongs to another user, or is a link"
+            raise ValueError(f"{what}: set {variable}") from None
         warn(f"there is no home directory: using {folder} (or set {variable})")
         return folder

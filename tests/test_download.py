@@ -97,6 +97,61 @@ def test_an_interrupted_run_keeps_complete_files(hub, tmp_path, capsys):
     assert not done & {name for name, _ in fetched(hub)}
 
 
+SHARD = "model-00001-of-00002.safetensors"
+
+
+@pytest.mark.parametrize("name", (SHARD, "model-00002-of-00002.safetensors", "tokenizer.json"))
+@pytest.mark.parametrize("times", (1, 2, 9))
+def test_a_damaged_file_is_fetched_again_or_refused(hub, tmp_path, capsys, name, times):
+    output = "--output_dir", tmp_path / "out"
+    hub.damaged[name] = times
+    if times == 9:
+        assert f"{name} differs from the Hub's digest" in fails(capsys, *output)
+        assert name not in contents(tmp_path / "out")
+        hub.damaged.clear()
+    assert main(["--repo_id", REPO, *map(str, output)]) == 0
+    assert contents(tmp_path / "out") == FILES
+
+
+def test_a_file_that_changes_in_the_middle(hub, tmp_path, monkeypatch, capsys):
+    """The rest of another version, of the same size and with another ETag, follows a break."""
+    monkeypatch.setattr(huggingface_hub.constants, "DOWNLOAD_CHUNK_SIZE", 100_000)
+    hub.drops = 1
+
+    def edit(name, headers, body):
+        if name == SHARD and "Content-Range" in headers:
+            headers["ETag"] = f'"{"1" * 64}"'
+            return bytes(len(body))
+        return body
+
+    hub.edit = edit
+    assert main(["--repo_id", REPO, "--output_dir", str(tmp_path / "out")]) == 0
+    assert contents(tmp_path / "out") == FILES
+
+
+@pytest.mark.parametrize("name", (SHARD, "config.json"))
+def test_files_on_disk_are_compared_with_digests(hub, tmp_path, capsys, name):
+    """A damaged one is fetched again; one that the client never recorded is the user's."""
+    output = "--repo_id", REPO, "--output_dir", str(tmp_path / "out")
+    assert main(output) == 0
+    path = tmp_path / "out" / name
+    swapped = bytes(reversed(FILES[name]))
+    path.write_bytes(swapped)
+    hub.requests.clear()
+    assert main(output) == 0 and [file for file, _ in fetched(hub)] == [name]
+    assert contents(tmp_path / "out") == FILES
+    path.unlink()
+    (tmp_path / "mine").write_bytes(swapped)
+    path.symlink_to(tmp_path / "mine")
+    assert main(output) == 0 and contents(tmp_path / "out") == FILES
+    assert (tmp_path / "mine").read_bytes() == swapped
+    shutil.rmtree(tmp_path / "out" / ".cache")
+    path.write_bytes(swapped)
+    capsys.readouterr()
+    assert f"{name} is there and is not the Hub's; move it away" in fails(capsys, *output[2:])
+    assert path.read_bytes() == swapped
+
+
 @pytest.mark.parametrize(
     ("where", "answer", "message"),
     [

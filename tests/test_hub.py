@@ -375,6 +375,49 @@ def test_what_a_killed_process_was_writing_is_written_again(tmp_path):
     assert not (tmp_path / "b").exists()
 
 
+@pytest.mark.parametrize("place", ("download", "layer", "header"))
+def test_what_an_interrupted_run_left_is_checked(
+    hub, source, folder, tmp_path, monkeypatch, capsys, place
+):
+    """A file of the Hub, or a layer of ours, in which one bit has changed."""
+    last = weights(hub)[7]
+    hub.damaged[last] = 9
+    line = error_of(generate, monkeypatch, capsys, "--model", str(INT8))
+    assert f"{last} differs from the Hub's digest" in line and "/tmp" not in line
+    hub.damaged.clear()
+    partial = partial_path(folder / "model_int8")
+    path = next(iter((partial / "downloads").glob("*.safetensors")))
+    if place != "download":
+        path = partial / "checkpoint/layer_00.safetensors"
+    data, at = path.read_bytes(), 30 if place == "header" else -1
+    flipped = bytearray(data)
+    flipped[at] ^= 1
+    path.write_bytes(flipped)
+    hub.requests.clear()
+    made = prepare(INT8, QUIET)
+    assert_same(made, expected(source, tmp_path / "other", "int8"))
+    assert (path.name in downloads(hub)) == (place == "download")
+
+
+@pytest.mark.parametrize("ours", (True, False))
+def test_a_damaged_kept_download(hub, source, folder, tmp_path, ours):
+    prepare(NAME, QUIET._replace(keep_download=True))
+    shutil.rmtree(folder / "model_bf16")
+    name = weights(hub)[3]
+    damaged = bytearray(hub.files[name])
+    damaged[-1] ^= 1
+    (folder / name).write_bytes(damaged)
+    if not ours:
+        shutil.rmtree(folder / ".cache")
+        with pytest.raises(ValueError, match=rf"{name} is there and is not the Hub's; move it"):
+            prepare(INT8, QUIET)
+        assert (folder / name).read_bytes() == damaged
+        return
+    hub.requests.clear()
+    assert_same(prepare(INT8, QUIET), expected(source, tmp_path / "other", "int8"))
+    assert downloads(hub) == [name] and (folder / name).read_bytes() == hub.files[name]
+
+
 # Errors -------------------------------------------------------------------------------------------
 
 

@@ -190,7 +190,7 @@ def die_at(folder, step: int) -> None:
     stage(folder / "out", "new")
 
 
-# Links: they are removed or replaced, and their targets never change --------------------------------
+# Links: they are removed or replaced, and their targets never change ------------------------------
 
 
 @pytest.fixture
