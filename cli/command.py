@@ -99,15 +99,17 @@ def report(message: str) -> int:
 
 
 def printable(message: str) -> str:
-    """Return one line of at most MAX_MESSAGE characters, control characters escaped.
+    """Return one line of at most MAX_MESSAGE characters, control characters escaped."""
+    line = escaped(message.strip().replace("\n", " "))
+    return line if len(line) <= MAX_MESSAGE else f"{line[: MAX_MESSAGE - 3]}..."
+
+
+def escaped(text: str) -> str:
+    """Return a text with its control characters escaped, except for newlines.
 
     Names of files and tensors come from others: an escape sequence in one would drive the terminal.
     """
-    line = "".join(
-        char if char.isprintable() else " " if char == "\n" else repr(char)[1:-1]
-        for char in message.strip()
-    )
-    return line if len(line) <= MAX_MESSAGE else f"{line[: MAX_MESSAGE - 3]}..."
+    return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
 
 
 def describe_os_error(error: OSError) -> str:

@@ -1,12 +1,13 @@
 """A repository on the Hugging Face Hub: which files a conversion reads, and their download."""
 
-import glob
 import os
 import shutil
+import threading
+from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple
 
-from huggingface_hub import HfApi, hf_hub_download, snapshot_download
+from huggingface_hub import HfApi, hf_hub_download
 from huggingface_hub.hf_api import RepoSibling
 from tqdm import tqdm
 
@@ -16,9 +17,11 @@ from cli.staging import remove
 from hub.digests import GIT_SHA1, SHA256, has_digest
 from hub.disk import RECORDS
 from hub.errors import AGAIN, FAILURES, NoAnswer, asking, describe_error
+from hub.threads import bar_class, in_threads
 from models import args_from_hf
 
 INDEX = "model.safetensors.index.json"
+FILES_AT_ONCE = 8
 
 
 class Repository(NamedTuple):
@@ -147,25 +150,31 @@ def fetch(repo_id: str, revision: str | None, directory: Path, token: str | None
     sizes = repository.sizes
     missing = missing_files(repository, directory)
     check_disk(directory, sum(sizes[name] for name in missing))
-    # Remove damaged files: the client considers a file complete if it is newer than its record.
-    for name in missing:
-        remove_recorded(directory / name)
-    # Pin the listed commit, so that a push during the download cannot mix two versions.
-    for names in (["config.json"], list(sizes)):
-        with asking():
-            snapshot_download(
-                repo_id,
-                revision=repository.commit,
-                local_dir=directory,
-                allow_patterns=[glob.escape(name) for name in names],
-                token=token,
-            )
-        for name in missing.intersection(names):
-            if is_complete(directory / name, sizes[name]):
-                fetch_file(repository, name, directory, None)  # again, if it is damaged
+    # All are of the listed commit: a push during the download cannot mix two versions.
+    for names in (["config.json"], sizes):
+        snapshot_download(repository, missing.intersection(names), local_dir=directory)
+        missing.discard("config.json")
         if (directory / "config.json").is_file():
             args_from_hf(read_json(directory / "config.json"))  # refused before the weights come
     return sizes
+
+
+def snapshot_download(repository: Repository, names: Collection[str], local_dir: Path) -> None:
+    """Download some of a repository's files, several at once.
+
+    Ctrl-C ends it at once; that of the Hub's client would wait for each answer.
+    """
+    ended = threading.Event()
+    total = sum(repository.sizes[name] for name in names)
+    show = dict(desc="download", unit="B", unit_scale=True, total=total, disable=not names)
+    with tqdm(**show) as bar:
+        bars = bar_class(lambda: bar, ended.is_set)
+
+        def fetch_one(name: str) -> None:
+            fetch_file(repository, name, local_dir, bars)
+
+        for _ in in_threads(fetch_one, sorted(names), FILES_AT_ONCE, ended):
+            pass
 
 
 def missing_files(repository: Repository, directory: Path) -> set[str]:
@@ -181,11 +190,11 @@ def missing_files(repository: Repository, directory: Path) -> set[str]:
 
 
 def fetch_file(
-    repository: Repository, name: str, directory: Path, bar: type | None, replace: bool = False
+    repository: Repository, name: str, directory: Path, bar: type, replace: bool = False
 ) -> None:
     """Download one file unless it is there, and compare it with the Hub's digest.
 
-    bar: a class with tqdm's interface; None: the client's. replace: remove another file of that
+    bar: a class with tqdm's interface. replace: remove another file of that
     name, although the client did not download it. Raises an error of FAILURES, ValueError for a
     file that is not ours to replace.
     """

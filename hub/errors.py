@@ -38,6 +38,8 @@ def asking() -> Iterator[None]:
     """
     try:
         yield
+    except RecursionError as error:  # JSON nested too deep; a RuntimeError, as those of FAILURES
+        raise NoAnswer(one_line(error)) from None
     except FAILURES:
         raise
     except ImportError as error:

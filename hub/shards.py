@@ -6,7 +6,6 @@ and are removed when it needs them no more.
 """
 
 import operator
-import queue
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
@@ -20,16 +19,12 @@ from tqdm import tqdm
 from checkpoint import HEADER_DTYPES, SafetensorsFile
 from hub.client import Repository, fetch_file, is_current
 from hub.errors import FAILURES, one_line
+from hub.threads import CANCEL_SECONDS, bar_class, in_threads
 
 HEADERS_AT_ONCE = 8
 AHEAD = 1  # files downloaded before the conversion needs them
-CANCEL_SECONDS = 1.0
 
 Header = dict[str, tuple[tuple[int, ...], torch.dtype]]  # tensor -> shape, dtype
-
-
-class Cancelled(Exception):
-    """Raised in the download's thread when the conversion has ended."""
 
 
 def read_header(repository: Repository, file: str) -> Header:
@@ -51,34 +46,13 @@ def read_header(repository: Repository, file: str) -> Header:
 
 
 def read_headers(repository: Repository, files: list[str], progress: bool) -> dict[str, Header]:
-    """Return the header of each file.
+    """Return the header of each file."""
 
-    The threads are daemons: one that waits for an answer must not hold up Ctrl-C.
-    """
-    done: queue.SimpleQueue[tuple[str, Header | Exception]] = queue.SimpleQueue()
-    todo, ended = iter(files), threading.Event()
+    def read(file: str) -> Header:
+        return read_header(repository, file)
 
-    def work() -> None:
-        for file in todo:  # next() of a list's iterator is atomic: each file has one reader
-            if ended.is_set():
-                return
-            try:
-                done.put((file, read_header(repository, file)))
-            except Exception as error:
-                done.put((file, error))
-
-    for _ in range(min(HEADERS_AT_ONCE, len(files))):
-        threading.Thread(target=work, daemon=True).start()
-    headers: dict[str, Header] = {}
-    try:
-        for _ in tqdm(files, "headers", leave=False, delay=2, disable=not progress):
-            file, header = done.get()
-            if isinstance(header, Exception):
-                raise header
-            headers[file] = header
-    finally:
-        ended.set()
-    return headers
+    headers = in_threads(read, files, HEADERS_AT_ONCE, threading.Event())
+    return dict(tqdm(headers, "headers", len(files), leave=False, delay=2, disable=not progress))
 
 
 class Shard:
@@ -136,6 +110,7 @@ class Downloads:
         self._error: Exception | None = None
         self._closed, self._changed = False, threading.Condition()
         self._thread: threading.Thread | None = None
+        self._bar = bar_class(lambda: self.bar, lambda: self._closed)
 
     def path(self, file: str) -> Path:
         return self.folder.kept.get(file, self.folder.path / file)
@@ -181,7 +156,7 @@ class Downloads:
             try:
                 ours = self.folder.remove and file not in self.folder.kept
                 directory = self.path(file).parent
-                fetch_file(self.repository, file, directory, self._bar_class(), ours)
+                fetch_file(self.repository, file, directory, self._bar, ours)
             except Exception as failure:
                 error = failure
             with self._changed:
@@ -204,27 +179,6 @@ class Downloads:
                     return left[0]
                 self._changed.wait()
             return None
-
-    def _bar_class(self) -> type:
-        """Return the class of a bar that adds to ours, and ends the download after `close`."""
-        downloads = self
-
-        class Bar(tqdm):
-            def __init__(self, *args, **options):
-                super().__init__(*args, **options | {"disable": True})
-
-            def update(self, n=1):
-                if downloads._closed:
-                    raise Cancelled
-                downloads.bar.update(n)
-
-            def update_transfer(self, n):  # of Xet: bytes before they are put together
-                pass
-
-            def set_transfer_postfix_str(self, text, refresh=True):
-                pass
-
-        return Bar
 
 
 def complete_files(repository: Repository, *folders: Path) -> dict[str, Path]:

@@ -101,14 +101,13 @@ SHARD = "model-00001-of-00002.safetensors"
 
 
 @pytest.mark.parametrize("name", (SHARD, "model-00002-of-00002.safetensors", "tokenizer.json"))
-@pytest.mark.parametrize("times", (1, 2, 9))
+@pytest.mark.parametrize("times", (1, 2))
 def test_a_damaged_file_is_fetched_again_or_refused(hub, tmp_path, capsys, name, times):
     output = "--output_dir", tmp_path / "out"
     hub.damaged[name] = times
-    if times == 9:
+    if times == 2:
         assert f"{name} differs from the Hub's digest" in fails(capsys, *output)
         assert name not in contents(tmp_path / "out")
-        hub.damaged.clear()
     assert main(["--repo_id", REPO, *map(str, output)]) == 0
     assert contents(tmp_path / "out") == FILES
 
