@@ -13,6 +13,13 @@ from typing import TextIO
 
 USER_ERROR, INTERRUPTED = 2, 128  # exit codes; the latter plus the signal's number
 MAX_MESSAGE = 500  # characters
+OUT_OF_MEMORY = (  # in messages of PyTorch, safetensors and Python; a limit such as ulimit -v
+    "can't allocate memory",
+    "cannot allocate memory",
+    "unable to mmap",
+    "std::bad_alloc",
+    "can't start new thread",
+)
 FIXES = {  # by errno
     errno.EACCES: "check its permissions",
     errno.EPERM: "check its permissions",
@@ -71,10 +78,10 @@ def command(
             except BrokenPipeError:
                 discard(sys.stdout)
                 return INTERRUPTED + signal.SIGPIPE
-            except OSError as error:
-                discard(sys.stdout)
-                return fail(describe_os_error(error))
-            except (MemoryError, RuntimeError) as error:
+            except (MemoryError, RuntimeError, OSError) as error:
+                if isinstance(error, OSError) and error.errno != errno.ENOMEM:
+                    discard(sys.stdout)
+                    return fail(describe_os_error(error))
                 if str(error).startswith("Symlink loop"):  # Path.resolve, before Python 3.13
                     return fail(f"{error}; {FIXES[errno.ELOOP]}")
                 if not is_out_of_memory(error):
@@ -123,10 +130,12 @@ def describe_os_error(error: OSError) -> str:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether Python, PyTorch's CPU allocator or its GPU allocator ran out of memory."""
+    message = str(error).lower()
     return (
         isinstance(error, MemoryError)
+        or getattr(error, "errno", None) == errno.ENOMEM
         or type(error).__name__ == "OutOfMemoryError"
-        or "can't allocate memory" in str(error)
+        or any(part in message for part in OUT_OF_MEMORY)
     )
 
 

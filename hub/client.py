@@ -1,5 +1,6 @@
 """A repository on the Hugging Face Hub: which files a conversion reads, and their download."""
 
+import logging
 import os
 import shutil
 import threading
@@ -13,6 +14,7 @@ from tqdm import tqdm
 
 from checkpoint import SIDE_FILES, read_json
 from cli.files import is_own_file, read_regular
+from cli.log import EscapingFormatter
 from cli.staging import remove
 from hub.digests import GIT_SHA1, SHA256, has_digest
 from hub.disk import RECORDS
@@ -85,6 +87,8 @@ def list_files(repo_id: str, revision: str | None, token: str | None = None) -> 
 
     Everything that is used of the answer is checked: it may come from anything that is asked.
     """
+    for handler in logging.getLogger("huggingface_hub").handlers:
+        handler.setFormatter(EscapingFormatter())  # it prints a header of answers, X-HF-Warning
     with asking():
         info = HfApi(token=token).model_info(
             repo_id, revision=revision, files_metadata=True, timeout=30

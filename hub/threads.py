@@ -38,7 +38,10 @@ def in_threads(
             except Exception as error:
                 done.put((item, error))
 
-    threads = [threading.Thread(target=run, daemon=True) for _ in range(min(count, len(items)))]
+    threads = [
+        threading.Thread(target=run, name=f"moe-fast-hub-{number}", daemon=True)
+        for number in range(min(count, len(items)))
+    ]
     for thread in threads:
         thread.start()
     try:

@@ -47,6 +47,7 @@ class Hub(ThreadingHTTPServer):
         self.files, self.requests, self.fail, self.drops = FILES | UNWANTED, [], {}, 0
         self.damaged, self.edit = {}, lambda name, headers, body: body
         self.stall, self.stalled, self.release = None, threading.Event(), threading.Event()
+        self.handle_error = lambda *_: None  # a client has left
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
 
 
