@@ -85,7 +85,7 @@ def describe_weights(names: list[str], top: list[str]) -> str:
 def list_files(repo_id: str, revision: str | None, token: str | None = None) -> Repository:
     """Ask the Hub which files there are. Raises an error of FAILURES, and ValueError as `wanted`.
 
-    Everything that is used of the answer is checked: it may come from anything that is asked.
+    Checks everything that is used of the answer: a proxy or another server may have sent it.
     """
     for handler in logging.getLogger("huggingface_hub").handlers:
         handler.setFormatter(EscapingFormatter())  # it prints a header of answers, X-HF-Warning

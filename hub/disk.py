@@ -207,12 +207,12 @@ def table(models: list[StoredModel]) -> str:
 def find_stored(name: ModelName) -> list[StoredModel]:
     """Return what `name` names: one format, or without one everything of the model.
 
-    Raises ValueError if there is nothing, or if a directory also holds files of the user. What is
-    behind a symbolic link is never removed: see `remove_stored`.
+    Raises ValueError if there is nothing, if a directory also holds files of the user, and if the
+    model's folder is a link: its target is never removed.
     """
     for folder in (name.folder.parent, name.folder):
         if folder.is_symlink():
-            what = f"{folder} is a link: what it names is not removed"
+            what = f"{folder} is a link: its target is not removed"
             raise ValueError(f"{what}; remove the link, or the models in {folder.resolve()}")
     models = list(stored_in(name.folder)) if name.folder.is_dir() else []
     found = [m for m in models if name.format in (None, m.name.format)]

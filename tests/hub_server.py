@@ -69,7 +69,7 @@ class Handler(BaseHTTPRequestHandler):
         self.close_connection = self.close_connection or cut is not None
 
     def asked(self):
-        """Return the file that is asked for, or "api"."""
+        """Return the requested file, or "api"."""
         file = re.fullmatch(f"/{REPO}/resolve/{COMMIT}/(.+)", self.path.partition("?")[0])
         return file[1] if file else "api"
 

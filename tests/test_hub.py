@@ -643,7 +643,7 @@ def test_nothing_behind_a_link_is_removed(
             assert not (folder / name).is_symlink()
     elif name == "":
         line = error_of(generate, monkeypatch, capsys, "--remove", REPO, "--yes")
-        assert "is a link: what it names is not removed; remove the link" in line
+        assert "is a link: its target is not removed; remove the link" in line
         assert (folder).is_symlink()
     else:
         assert command(generate, monkeypatch, "--remove", REPO, "--yes") == 0

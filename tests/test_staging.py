@@ -291,7 +291,7 @@ def test_damaged_parts_are_made_again(tmp_path, caplog):
     (first.root / "out").write_text("1")
     for entry in entries:
         first._append(entry)
-    (first.path / "b").write_text("2")  # of the same size
+    (first.path / "b").write_text("2")  # the size is the same
     first.close()
     again = ResumableDirectory(tmp_path / "model", {}, is_whole)
     again.close()
