@@ -14,21 +14,20 @@ This module does not interpret `args` and `format`: it returns them as they were
     python checkpoint.py DIR [--verify]     print a summary; --verify reads every file
 """
 
-import errno
 import json
 import math
 import os
 import re
 import shlex
 import shutil
-import stat
 import sys
 import zlib
 from collections.abc import Callable
 from pathlib import Path
 
 from cli.checkpoint_options import build_parser
-from cli.command import command
+from cli.command import command, printable
+from cli.files import check_regular, read_regular
 from cli.staging import LOCK, StagedDirectory, flush_to_disk, recover
 from cli.startup import check_arguments
 
@@ -87,8 +86,7 @@ def read_json(path: Path) -> dict:
     Raises ValueError if the file is missing, unreadable or holds anything but an object.
     """
     try:
-        check_regular(path)
-        value = json.loads(path.read_bytes())
+        value = json.loads(read_regular(path))
     except FileNotFoundError:
         raise ValueError(f"{path} is missing; fetch or convert the checkpoint again") from None
     except (OSError, ValueError, RecursionError) as error:
@@ -98,12 +96,6 @@ def read_json(path: Path) -> dict:
     if not isinstance(value, dict):
         raise ValueError(f"{path} does not hold a JSON object; fetch or convert it again")
     return value
-
-
-def check_regular(path: Path) -> None:
-    """Raise OSError unless the file is a regular one: opening a FIFO waits for its writer."""
-    if not stat.S_ISREG(path.stat().st_mode):
-        raise OSError(errno.EINVAL, "not a regular file", str(path))
 
 
 def check_name(path: Path) -> None:
@@ -363,7 +355,7 @@ class Writer:
     """
 
     def __init__(self, target: Path | str, args: dict, format, force: bool = False):
-        self.target = Path(target).resolve()
+        self.target = place_of(Path(target))
         self.config = {"moe_fast": FORMAT_VERSION, "format": format, "args": args}
         self.index = {"tensors": {}, "files": {}}
         self.force = force
@@ -372,6 +364,8 @@ class Writer:
     def _check_target(self):
         target = self.target
         check_name(target)
+        if target.is_symlink() and not target.exists():
+            raise ValueError(f"{target} is a link to nothing; remove it, or name another place")
         if not target.exists() or (target.is_dir() and not any(target.iterdir())):
             return
         if not self.force:
@@ -452,6 +446,12 @@ class Writer:
         flush_to_disk(shutil.copyfile(path, self.directory / Path(path).name))
 
 
+def place_of(target: Path) -> Path:
+    """Return an absolute path. A link at its end stays: it is replaced, and never its target."""
+    is_named = target.name not in ("", "..")
+    return target.parent.resolve() / target.name if is_named else target.resolve()
+
+
 def file_crc32(path: Path, on_read: Callable[[int], object] = lambda count: None) -> int:
     """Return the CRC32 of a file. on_read gets the bytes of every chunk read."""
     crc, buffer = 0, memoryview(bytearray(CHECKSUM_CHUNK))
@@ -508,10 +508,11 @@ def main() -> int:
         if any(path.name in TOKENIZER_FILES for path in checkpoint.side_files()):
             load_tokenizer(options.directory).check(vocab_size)
     total = sum(map(checkpoint.nbytes, checkpoint.tensors))
-    print(f"{checkpoint.directory}: {len(checkpoint.tensors)} tensors, {total / 1e9:.3f} GB")
+    directory = printable(str(checkpoint.directory))
+    print(f"{directory}: {len(checkpoint.tensors)} tensors, {total / 1e9:.3f} GB")
     print(f"format: {json.dumps(checkpoint.format)}")
     for key, value in checkpoint.args.items():
-        print(f"  {key}: {value}")
+        print(f"  {printable(key)}: {printable(str(value))}")
     return 0
 
 

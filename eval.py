@@ -19,6 +19,7 @@ from pathlib import Path
 
 from cli.command import check_stdout, command
 from cli.eval_options import DEFAULT_SEQ_LEN, build_parser, check_options
+from cli.files import check_regular
 from cli.log import log_to_stderr
 from cli.report import in_bytes
 from cli.startup import check_arguments
@@ -31,7 +32,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
-from checkpoint import check_regular
 from formats.kv_cache import KV_CACHES
 from formats.quantizer import DTYPES
 from generate import EMBEDDED, generate, load_model, open_model

@@ -9,7 +9,6 @@ import argparse
 import json
 import logging
 import os
-import shutil
 import sys
 import time
 import zlib
@@ -35,6 +34,7 @@ from cli.log import log_to_stderr
 from cli.options import check_checkpoint_path
 from cli.prompts import read_prompts
 from cli.report import format_statistics, in_bytes, in_seconds
+from cli.staging import remove
 from cli.startup import check_arguments
 from hub.manage import manage, manage_and_exit
 
@@ -100,7 +100,7 @@ def embedded_checkpoint() -> Path:
         return target
     try:
         if existed:  # it is damaged; a target that appears later is another process's
-            shutil.rmtree(target)
+            remove(target)
         target.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         why = f"cannot write to {cache} ({error.strerror})"

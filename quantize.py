@@ -13,12 +13,12 @@ from functools import partial
 from pathlib import Path
 
 from cli.command import check_stdout, command
-from cli.model_name import ModelName, parse_model_name
+from cli.model_name import ModelName, check_hub_environment, parse_model_name
 from cli.quantize_options import build_parser, check_options
 from cli.startup import check_arguments
 
 if __name__ == "__main__":
-    check_arguments(build_parser, check_options)
+    check_arguments(build_parser, check_options, check_hub_environment)
 
 import torch
 

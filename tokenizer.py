@@ -289,7 +289,13 @@ class JsonVocabulary:
     def encode(self, text: str, special: bool) -> list[int]:
         # In `tokenizers` this property means: encode the names of control tokens as text.
         self.library.encode_special_tokens = not special
-        return self.library.encode(text, add_special_tokens=False).ids
+        try:
+            return self.library.encode(text, add_special_tokens=False).ids
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # a regex panics in Rust, which is not even an Exception
+            cause = f"the tokenizer fails on this text ({_one_line(error)})"
+            raise ValueError(f"{cause}; shorten it, or download the tokenizer again") from None
 
     def find(self, name: str) -> int | None:
         return self.library.token_to_id(name)

@@ -13,6 +13,13 @@ from typing import TextIO
 
 USER_ERROR, INTERRUPTED = 2, 128  # exit codes; the latter plus the signal's number
 MAX_MESSAGE = 500  # characters
+OUT_OF_MEMORY = (  # in messages of PyTorch, safetensors and Python; a limit such as ulimit -v
+    "can't allocate memory",
+    "cannot allocate memory",
+    "unable to mmap",
+    "std::bad_alloc",
+    "can't start new thread",
+)
 FIXES = {  # by errno
     errno.EACCES: "check its permissions",
     errno.EPERM: "check its permissions",
@@ -71,10 +78,10 @@ def command(
             except BrokenPipeError:
                 discard(sys.stdout)
                 return INTERRUPTED + signal.SIGPIPE
-            except OSError as error:
-                discard(sys.stdout)
-                return fail(describe_os_error(error))
-            except (MemoryError, RuntimeError) as error:
+            except (MemoryError, RuntimeError, OSError) as error:
+                if isinstance(error, OSError) and error.errno != errno.ENOMEM:
+                    discard(sys.stdout)
+                    return fail(describe_os_error(error))
                 if str(error).startswith("Symlink loop"):  # Path.resolve, before Python 3.13
                     return fail(f"{error}; {FIXES[errno.ELOOP]}")
                 if not is_out_of_memory(error):
@@ -99,15 +106,17 @@ def report(message: str) -> int:
 
 
 def printable(message: str) -> str:
-    """Return one line of at most MAX_MESSAGE characters, control characters escaped.
+    """Return one line of at most MAX_MESSAGE characters, control characters escaped."""
+    line = escaped(message.strip().replace("\n", " "))
+    return line if len(line) <= MAX_MESSAGE else f"{line[: MAX_MESSAGE - 3]}..."
+
+
+def escaped(text: str) -> str:
+    """Return a text with its control characters escaped, except for newlines.
 
     Names of files and tensors come from others: an escape sequence in one would drive the terminal.
     """
-    line = "".join(
-        char if char.isprintable() else " " if char == "\n" else repr(char)[1:-1]
-        for char in message.strip()
-    )
-    return line if len(line) <= MAX_MESSAGE else f"{line[: MAX_MESSAGE - 3]}..."
+    return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
 
 
 def describe_os_error(error: OSError) -> str:
@@ -121,10 +130,12 @@ def describe_os_error(error: OSError) -> str:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether Python, PyTorch's CPU allocator or its GPU allocator ran out of memory."""
+    message = str(error).lower()
     return (
         isinstance(error, MemoryError)
+        or getattr(error, "errno", None) == errno.ENOMEM
         or type(error).__name__ == "OutOfMemoryError"
-        or "can't allocate memory" in str(error)
+        or any(part in message for part in OUT_OF_MEMORY)
     )
 
 

@@ -42,7 +42,9 @@ def user_folder(variable: str, default: str) -> Path:
         return Path.home() / default / "moe-fast"
     except RuntimeError:
         folder = Path(tempfile.gettempdir()) / f"moe-fast-{os.getuid()}"
-        if folder.exists() and folder.stat().st_uid != os.getuid():
-            raise ValueError(f"{folder} belongs to another user: set {variable}") from None
+        # lstat: anybody may put a link to a folder of this user there.
+        if os.path.lexists(folder) and (folder.is_symlink() or folder.stat().st_uid != os.getuid()):
+            what = f"{folder} belongs to another user, or is a link"
+            raise ValueError(f"{what}: set {variable}") from None
         warn(f"there is no home directory: using {folder} (or set {variable})")
         return folder

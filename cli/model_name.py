@@ -4,6 +4,7 @@ import os
 import re
 from pathlib import Path
 from typing import NamedTuple
+from urllib.parse import urlsplit
 
 FORMATS = "int8", "fp8", "fp8b", "int4", "mxfp4", "hqq4", "hqq3", "hqq2"
 PLAIN = "bf16"
@@ -50,6 +51,29 @@ def parse_model_name(text: str) -> ModelName:
         known = ", ".join((PLAIN, *FORMATS))
         raise ValueError(f"{text[:100]!r} names no format: give one of {known} after the colon")
     return ModelName(repo_id, format or None)
+
+
+def check_hub_environment(options: object = None) -> None:
+    """Raise ValueError for a variable that the Hub's client cannot use: some end its import."""
+    for variable in ("HF_HUB_ETAG_TIMEOUT", "HF_HUB_DOWNLOAD_TIMEOUT"):
+        value = os.environ.get(variable)
+        if value is not None and not re.fullmatch(r"\s*\d{1,9}\s*", value, re.ASCII):
+            raise ValueError(f"{variable}={value[:40]!r} must be a number of seconds, such as 30")
+    for variable in ("SSL_CERT_FILE", "SSL_CERT_DIR"):
+        value = os.environ.get(variable)
+        if value and not os.path.exists(value):
+            raise ValueError(
+                f"{variable}={value[:100]!r} does not exist; name another, or unset it"
+            )
+    endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
+    try:
+        address = urlsplit(endpoint)
+        is_valid = address.scheme in ("http", "https") and address.hostname and address.port != 0
+    except ValueError:
+        is_valid = False
+    if not is_valid:
+        fix = "give a URL such as https://huggingface.co"
+        raise ValueError(f"HF_ENDPOINT={endpoint[:100]!r} is no address of a Hub; {fix}")
 
 
 def check_format(name: ModelName) -> None:

@@ -7,7 +7,7 @@ seconds. tests/test_cli_options.py compares the literals with those modules.
 import argparse
 import re
 
-from cli.model_name import MODEL_NAME, check_format, parse_model_name
+from cli.model_name import MODEL_NAME, check_format, check_hub_environment, parse_model_name
 from cli.parser import Parser
 
 DEVICES = "auto", "cuda", "cpu"
@@ -80,6 +80,7 @@ def check_checkpoint_path(options: argparse.Namespace) -> None:
         if getattr(options, name) and not options.model:
             raise ValueError(f"--{name} is about a model of the Hub: add --model {MODEL_NAME}")
     if options.model:
+        check_hub_environment()
         model = parse_model_name(options.model)
         if not model.checkpoint().exists():
             check_format(model)

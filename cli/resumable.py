@@ -6,15 +6,27 @@ lock, a record of the files that are complete, and the files that the work needs
 
 import contextlib
 import json
+import logging
 import os
-import shutil
+from collections.abc import Callable
 from pathlib import Path
 
-from cli.staging import LOCK, StagedDirectory, flush_to_disk, recover, remove_tree, take_lock
+from cli.files import is_own_directory, is_own_file, read_regular
+from cli.staging import (
+    LOCK,
+    StagedDirectory,
+    flush_to_disk,
+    recover,
+    remove,
+    remove_tree,
+    take_lock,
+)
 
 RECORD = "progress.jsonl"  # first line: the identity; then one line for each complete file
 SUFFIX = ".partial"
 ATTEMPTS = 3  # another process's `recover` may remove the lock file before its lock is taken
+
+log = logging.getLogger("moe_fast")
 
 
 def partial_path(target: Path) -> Path:
@@ -25,49 +37,70 @@ def partial_path(target: Path) -> Path:
 class ResumableDirectory:
     """`path` becomes `target` by `commit`. Until then, a run with the same `identity` goes on.
 
-    files: name -> entry of each file that `add` recorded, and that is still there. Files of another
-    identity are removed: they are parts of something else. Raises ValueError if another process
+    files: name -> entry of each file that `add` recorded, and that is still there, undamaged. Files
+    of another identity are removed: they are parts of something else. Links in the place of our
+    directories and files are removed, too, and never followed. Raises ValueError if another process
     has the directory, and OSError if the parent cannot be written.
     """
 
-    def __init__(self, target: Path, identity: dict):
-        """identity: describes the work; anything that JSON can hold."""
+    def __init__(
+        self,
+        target: Path,
+        identity: dict,
+        is_whole: Callable[[Path, dict], bool] = lambda path, entry: True,
+    ):
+        """identity: describes the work; anything that JSON can hold. is_whole: tells whether a
+        file is what its entry recorded; default: its size is compared alone."""
         self.target, self.root = target, partial_path(target)
         self.path, self.downloads = self.root / "checkpoint", self.root / "downloads"
         self._made = [path for path in target.parents if not path.exists()]
         target.parent.mkdir(parents=True, exist_ok=True)
         recover(target.parent)
-        self.root.mkdir(exist_ok=True)
+        make_directory(self.root)
         self._handle: int | None = lock(self.root)
         try:
             found = self._read_record(json.loads(json.dumps(identity)))
-            self.files: dict[str, dict] = found or {}
             if found is None:
                 self._clear()
                 self._append(identity)
-            self.path.mkdir(exist_ok=True)
+            make_directory(self.path)
+            if self.downloads.is_symlink():
+                remove(self.downloads)
+            self.files = {name: e for name, e in (found or {}).items() if self._has(e, is_whole)}
             for path in self.path.iterdir():
-                if path.name not in self.files:  # a killed run was writing it
-                    path.unlink()
+                if path.name not in self.files:  # a killed run was writing it, or it is damaged
+                    remove(path)
         except BaseException:
             self.close()
             raise
 
     def _read_record(self, identity: dict) -> dict[str, dict] | None:
         """Return the entries of complete files; None if the record has another identity."""
+        if not is_own_file(self.root / RECORD):
+            return None
         try:
-            first, *lines = (self.root / RECORD).read_text().splitlines()
+            first, *lines = read_regular(self.root / RECORD).decode().splitlines()
             if json.loads(first) != identity:
                 return None
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             return None
-        files = {}
+        files: dict[str, dict] = {}
         for line in lines:
-            with contextlib.suppress(ValueError, KeyError, OSError):  # the last line may be cut
+            with contextlib.suppress(ValueError, RecursionError):  # the last line may be cut
                 entry = json.loads(line)
-                if (self.path / entry["file"]).stat().st_size == entry["bytes"]:
+                if isinstance(entry, dict) and isinstance(entry.get("file"), str):
                     files[entry["file"]] = entry
         return files
+
+    def _has(self, entry: dict, is_whole: Callable[[Path, dict], bool]) -> bool:
+        """Whether the file of an entry is there, and as the entry says; log one that is damaged."""
+        path = self.path / entry["file"]
+        if Path(entry["file"]).name != entry["file"] or not is_own_file(path):
+            return False
+        whole = path.stat().st_size == entry.get("bytes") and is_whole(path, entry)
+        if not whole:
+            log.warning("%s is damaged: making it again", path)
+        return whole
 
     def _append(self, value: dict) -> None:
         """Add a line to the record, and wait until it has reached the disk."""
@@ -83,7 +116,7 @@ class ResumableDirectory:
 
     def commit(self) -> None:
         """Rename the directory to the target, or let it replace the target; remove the rest."""
-        if self.target.exists():
+        if os.path.lexists(self.target):
             staged = StagedDirectory(self.target)
             try:
                 for path in self.path.iterdir():
@@ -100,10 +133,8 @@ class ResumableDirectory:
     def _clear(self) -> None:
         """Remove everything but the lock."""
         for path in self.root.iterdir():
-            if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path)
-            elif path.name != LOCK:
-                path.unlink()
+            if path.name != LOCK:
+                remove(path)
 
     def close(self) -> None:
         """Release the lock; remove the directory if it holds nothing to go on from."""
@@ -119,6 +150,17 @@ class ResumableDirectory:
         self._handle = None
 
 
+def make_directory(path: Path) -> None:
+    """Make a directory unless it is there; a link in its place is removed.
+
+    Its target may be a folder of the user, whose files we would take for ours and remove.
+    """
+    if path.is_symlink():
+        log.warning("removed the link %s; its target is left as it was", path)
+        remove(path)
+    path.mkdir(exist_ok=True)
+
+
 def lock(directory: Path) -> int:
     """Lock a directory; return the lock's handle. Raises ValueError if another process has it."""
     for _ in range(ATTEMPTS):
@@ -131,7 +173,9 @@ def lock(directory: Path) -> int:
 def remove_partial(target: Path) -> None:
     """Remove what `target` has grown to. Raises ValueError if another process is at work on it."""
     root = partial_path(target)
-    if root.is_dir():
+    if root.is_symlink():
+        remove(root)
+    if is_own_directory(root):
         handle = lock(root)
         try:
             remove_tree(root)

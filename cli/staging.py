@@ -3,6 +3,8 @@
 Files are written into `.NAME.XXXXXXXX.tmp` beside the target NAME; a rename makes it the target.
 The process holds a lock (flock) on a file in that directory as long as it lives. Whoever can take
 the lock knows that the writer is dead: process ids mean nothing across containers.
+
+A symbolic link is never followed to remove anything: the link itself is removed or replaced.
 """
 
 import contextlib
@@ -14,6 +16,8 @@ import re
 import secrets
 import shutil
 from pathlib import Path
+
+from cli.files import check_regular, is_own_directory
 
 LOCK = ".moe_fast.lock"  # before the renames it also names the target and its backup
 TEMPORARY = re.compile(r"\.(.+)\.[0-9a-f]{8}\.(tmp|old)")
@@ -58,11 +62,11 @@ class StagedDirectory:
         os.fsync(self._handle)
         flush_to_disk(self.path)
         try:
-            if self.target.exists():
+            if os.path.lexists(self.target):
                 self.target.rename(backup)
             self.path.rename(self.target)
         except BaseException:
-            if backup.exists() and not self.target.exists():
+            if os.path.lexists(backup) and not os.path.lexists(self.target):
                 backup.rename(self.target)
             raise
         flush_to_disk(self.target.parent)
@@ -82,14 +86,14 @@ class StagedDirectory:
 def recover(parent: Path) -> None:
     """Complete or remove what killed processes left in `parent`; log one line for each.
 
-    Directories of living processes and of other programs stay as they are.
+    Directories of living processes and of other programs stay as they are, and so do links.
     """
     with contextlib.suppress(OSError):
-        for path in sorted(parent.iterdir()):
+        for path in filter(is_own_directory, sorted(parent.iterdir())):
             with contextlib.suppress(OSError):
                 if (path / LOCK).is_file():
                     recover_directory(path)
-                elif TEMPORARY.fullmatch(path.name) and path.is_dir():
+                elif TEMPORARY.fullmatch(path.name):
                     path.rmdir()  # fails unless empty: killed before the lock file or after it
 
 
@@ -101,7 +105,7 @@ def recover_directory(path: Path) -> None:
     try:
         target, backup = read_record(handle, path.parent)
         if TEMPORARY.fullmatch(path.name):
-            if target is None or target.exists():
+            if target is None or os.path.lexists(target):
                 remove_tree(path)
                 log.warning("removed %s, left behind by a run that was killed", path)
                 return
@@ -115,8 +119,8 @@ def recover_directory(path: Path) -> None:
 
 def finish_replacement(target: Path, backup: Path | None) -> None:
     """Remove the replaced target, then the lock file that names it."""
-    if backup is not None and backup.exists():
-        shutil.rmtree(backup)
+    if backup is not None:
+        remove(backup)
     (target / LOCK).unlink(missing_ok=True)
 
 
@@ -124,11 +128,20 @@ def take_lock(path: Path, create: bool) -> int | None:
     """Lock a file; return its handle, or None if another process holds it or has removed it.
 
     A file system without locks gives a handle to the creator only: nobody else removes its files.
+    Raises OSError if the path is no regular file. `create` replaces a link.
     """
+    if create and path.is_symlink():
+        path.unlink()
+    flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT if create else 0)
     try:
-        handle = os.open(path, os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0), 0o644)
+        handle = os.open(path, flags, 0o644)
     except FileNotFoundError:
         return None
+    try:
+        check_regular(path, os.fstat(handle))
+    except OSError:
+        os.close(handle)
+        raise
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         taken = os.fstat(handle).st_nlink > 0
@@ -156,18 +169,27 @@ def read_record(handle: int, parent: Path) -> tuple[Path, Path] | tuple[None, No
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a directory, its lock file last: a process killed in here leaves it to `recover`."""
+    """Remove a directory, its lock file last: a process killed in here leaves it to `recover`.
+
+    A link is removed, and not the directory that it names.
+    """
+    if path.is_symlink():
+        path.unlink()
     if not path.is_dir():
         return
     for entry in path.iterdir():
-        if entry.name == LOCK:
-            continue
-        if entry.is_dir() and not entry.is_symlink():
-            shutil.rmtree(entry)
-        else:
-            entry.unlink()
+        if entry.name != LOCK:
+            remove(entry)
     (path / LOCK).unlink(missing_ok=True)
     path.rmdir()
+
+
+def remove(path: Path) -> None:
+    """Remove a file, a directory with everything in it, or a link but never its target."""
+    if is_own_directory(path):
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def flush_to_disk(path: Path) -> None:

@@ -1,28 +1,29 @@
 """A repository on the Hugging Face Hub: which files a conversion reads, and their download."""
 
-import errno
+import logging
+import os
 import shutil
+import threading
+from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple
 
-from huggingface_hub import HfApi, constants, hf_hub_download, snapshot_download
-from huggingface_hub.errors import (
-    GatedRepoError,
-    HfHubHTTPError,
-    HFValidationError,
-    HTTPError,  # the HTTP library's
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
+from huggingface_hub import HfApi, hf_hub_download
+from huggingface_hub.hf_api import RepoSibling
+from tqdm import tqdm
 
 from checkpoint import SIDE_FILES, read_json
+from cli.files import is_own_file, read_regular
+from cli.log import EscapingFormatter
+from cli.staging import remove
+from hub.digests import GIT_SHA1, SHA256, has_digest
+from hub.disk import RECORDS
+from hub.errors import AGAIN, FAILURES, NoAnswer, asking, describe_error
+from hub.threads import bar_class, in_threads
 from models import args_from_hf
 
-AGAIN = "run the same command again to resume"
-# RuntimeError: raised by hf_xet, which transfers the large files.
-FAILURES = HFValidationError, HfHubHTTPError, HTTPError, OSError, RuntimeError
 INDEX = "model.safetensors.index.json"
-ENOSPC = errno.ENOSPC, errno.EDQUOT
+FILES_AT_ONCE = 8
 
 
 class Repository(NamedTuple):
@@ -31,7 +32,7 @@ class Repository(NamedTuple):
     repo_id: str
     commit: str
     sizes: dict[str, int]  # file -> bytes
-    digests: dict[str, str]  # file -> its hash, as far as the Hub tells
+    digests: dict[str, str]  # file -> SHA-256, or git's SHA-1 of a small file; "": not known
     token: str | None
 
     @property
@@ -82,17 +83,42 @@ def describe_weights(names: list[str], top: list[str]) -> str:
 
 
 def list_files(repo_id: str, revision: str | None, token: str | None = None) -> Repository:
-    """Ask the Hub which files there are. Raises its errors, and ValueError as `wanted`."""
-    info = HfApi(token=token).model_info(
-        repo_id, revision=revision, files_metadata=True, timeout=30
-    )
-    files = {file.rfilename: file for file in info.siblings or []}
-    sizes = {name: files[name].size or 0 for name in wanted(list(files))}
-    digests = {
-        name: (files[name].lfs.sha256 if files[name].lfs else files[name].blob_id) or ""
-        for name in sizes
-    }
+    """Ask the Hub which files there are. Raises an error of FAILURES, and ValueError as `wanted`.
+
+    Checks everything that is used of the answer: a proxy or another server may have sent it.
+    """
+    for handler in logging.getLogger("huggingface_hub").handlers:
+        handler.setFormatter(EscapingFormatter())  # it prints a header of answers, X-HF-Warning
+    with asking():
+        info = HfApi(token=token).model_info(
+            repo_id, revision=revision, files_metadata=True, timeout=30
+        )
+        files = {file.rfilename: file for file in info.siblings or []}
+        check_answer(isinstance(info.sha, str) and GIT_SHA1.fullmatch(info.sha), "its commit")
+        for name in files:
+            check_answer(isinstance(name, str), "the name of a file")
+    sizes, digests = {}, {}
+    for name in wanted(list(files)):
+        with asking():
+            sizes[name], digests[name] = size_and_digest(files[name])
     return Repository(repo_id, info.sha, sizes, digests, token)
+
+
+def size_and_digest(file: RepoSibling) -> tuple[int, str]:
+    """Return the size and digest of a file that the Hub lists, as in a Repository."""
+    name = repr(file.rfilename)
+    check_answer(file.rfilename.isprintable(), f"the name {name:.100}")
+    check_answer(type(file.size) is int and 0 <= file.size < 1 << 60, f"the size of {name}")
+    digest, kind = (file.lfs.sha256, SHA256) if file.lfs else (file.blob_id, GIT_SHA1)
+    known = digest is None or (isinstance(digest, str) and kind.fullmatch(digest))
+    check_answer(known, f"the digest of {name}")
+    return file.size, digest or ""
+
+
+def check_answer(is_right: object, what: str) -> None:
+    """Raise NoAnswer unless this part of an answer is as the Hub's."""
+    if not is_right:
+        raise NoAnswer(f"{what} makes no sense")
 
 
 def download(
@@ -126,79 +152,93 @@ def fetch(repo_id: str, revision: str | None, directory: Path, token: str | None
     """Download missing files; return the size of every wanted file."""
     repository = list_files(repo_id, revision, token)
     sizes = repository.sizes
-    missing = [name for name, size in sizes.items() if not is_complete(directory / name, size)]
+    missing = missing_files(repository, directory)
     check_disk(directory, sum(sizes[name] for name in missing))
-    # Remove truncated files: the client considers a file complete if it is newer than its record.
-    for name in missing:
-        (directory / name).unlink(missing_ok=True)
-    # Pin the listed commit, so that a push during the download cannot mix two versions.
-    for names in (["config.json"], list(sizes)):
-        snapshot_download(
-            repo_id,
-            revision=repository.commit,
-            local_dir=directory,
-            allow_patterns=names,
-            token=token,
-        )
+    # All are of the listed commit: a push during the download cannot mix two versions.
+    for names in (["config.json"], sizes):
+        snapshot_download(repository, missing.intersection(names), local_dir=directory)
+        missing.discard("config.json")
         if (directory / "config.json").is_file():
             args_from_hf(read_json(directory / "config.json"))  # refused before the weights come
     return sizes
 
 
-def fetch_file(repository: Repository, name: str, directory: Path, bar: type | None) -> None:
-    """Download one file unless it is there. bar: a class with tqdm's interface.
+def snapshot_download(repository: Repository, names: Collection[str], local_dir: Path) -> None:
+    """Download some of a repository's files, several at once.
 
-    Raises an error of FAILURES.
+    Ctrl-C ends it at once; that of the Hub's client would wait for each answer.
     """
-    path, size = directory / name, repository.sizes[name]
-    if is_current(repository, name, directory):
+    ended = threading.Event()
+    total = sum(repository.sizes[name] for name in names)
+    show = dict(desc="download", unit="B", unit_scale=True, total=total, disable=not names)
+    with tqdm(**show) as bar:
+        bars = bar_class(lambda: bar, ended.is_set)
+
+        def fetch_one(name: str) -> None:
+            fetch_file(repository, name, local_dir, bars)
+
+        for _ in in_threads(fetch_one, sorted(names), FILES_AT_ONCE, ended):
+            pass
+
+
+def missing_files(repository: Repository, directory: Path) -> set[str]:
+    """Return the files that are not in a directory as the Hub has them. Reads all that are."""
+    total = sum(n for name, n in repository.sizes.items() if is_complete(directory / name, n))
+    options = dict(desc="verify", total=total, unit="B", unit_scale=True, leave=False, delay=2)
+    with tqdm(**options) as bar:
+        return {
+            name
+            for name, size in repository.sizes.items()
+            if not has_digest(directory / name, size, repository.digests[name], bar.update)
+        }
+
+
+def fetch_file(
+    repository: Repository, name: str, directory: Path, bar: type, replace: bool = False
+) -> None:
+    """Download one file unless it is there, and compare it with the Hub's digest.
+
+    bar: a class with tqdm's interface. replace: remove another file of that
+    name, although the client did not download it. Raises an error of FAILURES, ValueError for a
+    file that is not ours to replace.
+    """
+    path, size, digest = directory / name, repository.sizes[name], repository.digests[name]
+    if has_digest(path, size, digest):
         return
-    path.unlink(missing_ok=True)
-    hf_hub_download(
-        repository.repo_id,
-        name,
-        revision=repository.commit,
-        local_dir=directory,
-        token=repository.token,
-        tqdm_class=bar,
-    )
-    if not is_complete(path, size):
+    if replace:
+        remove(path)
+    remove_recorded(path)
+    for again in (False, True):  # the client's cache, or the part to resume, may be damaged
+        with asking():
+            hf_hub_download(
+                repository.repo_id,
+                name,
+                revision=repository.commit,
+                local_dir=directory,
+                token=repository.token,
+                tqdm_class=bar,
+                force_download=again,
+            )
+        if has_digest(path, size, digest):
+            return
+        found = path.stat().st_size if path.is_file() else 0
+        remove(path)
+    if found != size:
         raise OSError(f"{name} does not have the {size} bytes that the Hub lists")
+    raise OSError(f"{name} differs from the Hub's digest of it, twice")
 
 
-def describe_error(
-    error: Exception,
-    repo_id: str,
-    revision: str | None,
-    elsewhere: str = "choose another --output_dir",
-) -> str:
-    """Return a one-line message with cause and fix for an error of huggingface_hub.
+def remove_recorded(path: Path) -> None:
+    """Remove a file that the Hub's client downloaded. Raises ValueError for one that is a user's.
 
-    elsewhere: how to name another place on disk.
+    A link is removed, and never its target.
     """
-    page = f"{constants.ENDPOINT}/{repo_id}"
-    if isinstance(error, HFValidationError):
-        return f"{repo_id!r} is not a repository's name; give it as owner/name"
-    if isinstance(error, GatedRepoError):
-        fix = "then run `hf auth login` or set HF_TOKEN"
-        return f"{repo_id} is gated: accept its terms at {page}, {fix}"
-    if isinstance(error, RepositoryNotFoundError):
-        fix = "check the name and the login (`hf auth login`)"
-        return f"there is no repository {repo_id} at {page}; {fix}"
-    if isinstance(error, RevisionNotFoundError):
-        return f"{repo_id} has no revision {revision!r}; {page}/tree/main lists them"
-    if isinstance(error, HfHubHTTPError):
-        status = error.response.status_code
-        fix = f"later, {AGAIN}"
-        if status in (401, 403):
-            fix = "check HF_TOKEN or run `hf auth login`"
-        return f"the Hub refused {repo_id} (HTTP status {status}); {fix}"
-    if isinstance(error, OSError) and error.errno in ENOSPC:
-        return f"the disk is full; free some space, then {AGAIN}"
-    if isinstance(error, OSError) and error.filename is not None:
-        return f"cannot write {error.filename} ({error.strerror}); {elsewhere}"
-    cause = " ".join(str(error).split())[:200] or type(error).__name__
-    return f"the download broke off ({cause}); check the network and {AGAIN}"
+    if not os.path.lexists(path):
+        return
+    if not path.is_symlink() and not record_of(path).is_file():
+        what = f"{path} is there and is not the Hub's"
+        raise ValueError(f"{what}; move it away, or name another folder")
+    remove(path)
 
 
 def is_complete(path: Path, size: int) -> bool:
@@ -206,14 +246,23 @@ def is_complete(path: Path, size: int) -> bool:
 
 
 def is_current(repository: Repository, name: str, directory: Path) -> bool:
-    """Whether a file is complete, and weights are of this version as far as the client recorded."""
+    """Whether a file is complete, and weights are of this version as far as the client recorded.
+
+    Reads no file: `fetch_file` compares its digest before it is used.
+    """
     if not is_complete(directory / name, repository.sizes[name]):
         return False
-    record = directory / ".cache" / "huggingface" / "download" / f"{name}.metadata"
-    if name not in repository.weights or not repository.digests[name] or not record.is_file():
+    record = record_of(directory / name)
+    if name not in repository.weights or not repository.digests[name] or not is_own_file(record):
         return True
-    _, digest, *_ = [*record.read_text().splitlines(), "", ""]  # the commit, the file's hash
+    lines = read_regular(record).decode(errors="replace").splitlines()
+    _, digest, *_ = [*lines, "", ""]  # the commit, the file's hash
     return digest == repository.digests[name]
+
+
+def record_of(path: Path) -> Path:
+    """Return where the Hub's client records a file that it downloaded."""
+    return path.parent / RECORDS / f"{path.name}.metadata"
 
 
 def free_space(directory: Path) -> int:

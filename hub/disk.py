@@ -1,21 +1,30 @@
 """Models on this disk: which there are, their sizes, and how one is removed. Imports no torch."""
 
 import json
+import logging
 import os
-import shutil
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from cli.command import printable
+from cli.files import is_own_directory, is_own_file, read_regular
 from cli.model_name import PUBLISHED, ModelName, models_folder, parse_model_name
 from cli.resumable import SUFFIX, remove_partial
-from cli.staging import LOCK, recover, remove_tree, take_lock
+from cli.staging import LOCK, recover, remove, remove_tree, take_lock
 
 SOURCE = "source.json"  # side file of a checkpoint: {"repo_id", "revision", "commit", "published"}
 DOWNLOAD = "download"  # what the format's column says of files as the Hub has them
-CACHE = ".cache"  # the Hub client's, beside files that it downloaded
-RECORDS = f"{CACHE}/huggingface/download"
+CACHE = ".cache/huggingface"  # the Hub client's, beside files that it downloaded
+RECORDS = f"{CACHE}/download"
+WRITTEN = re.compile(  # names that a conversion writes, for a checkpoint whose index is damaged
+    r"(layer_\d+|rest)\.safetensors|tokenizer(_config)?\.(json|model)|chat_template\.jinja|"
+    r"(special_tokens_map|added_tokens|generation_config|source)\.json"
+)
 LIST_HEADER = "model", "family", "format", "size"
+
+log = logging.getLogger("moe_fast")
 
 
 class StoredModel(NamedTuple):
@@ -33,12 +42,17 @@ class StoredModel(NamedTuple):
         """The folder of the model in all its formats."""
         return self.paths[0].parent
 
+    @property
+    def is_link(self) -> bool:
+        """Whether the model is behind a symbolic link: that alone is removed."""
+        return self.format != DOWNLOAD and self.paths[0].is_symlink()
+
 
 def read(path: Path) -> dict:
-    """Return a JSON object; {} if there is none."""
+    """Return the JSON object in a file; {} if there is none, or the file is damaged or odd."""
     try:
-        value = json.loads(path.read_bytes())
-    except (OSError, ValueError):
+        value = json.loads(read_regular(path))
+    except (OSError, ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
 
@@ -90,40 +104,79 @@ def check_revision(directory: Path, name: ModelName, revision: str | None) -> No
 
 def stored_models() -> list[StoredModel]:
     """Return everything below the folder of models, by name."""
-    folders = (path for path in models_folder().glob("*/*") if path.is_dir())
-    return [model for folder in sorted(folders) for model in stored_in(folder)]
+    models = []
+    for folder in sorted(models_folder().glob("*/*")):
+        try:
+            models += stored_in(folder)
+        except OSError as error:  # one model that cannot be read must not hide the others
+            log.warning(f"{folder} cannot be read: {error.strerror}")
+    return models
 
 
 def stored_in(folder: Path) -> Iterator[StoredModel]:
-    """Yield the models of one repository's folder: complete ones, partial ones, the download."""
+    """Yield the models of one repository's folder: complete ones, partial ones, the download.
+
+    Raises OSError if the folder cannot be read.
+    """
     try:
         name = parse_model_name(f"{folder.parent.name}/{folder.name}")
     except ValueError:
         return
-    for path in sorted(folder.glob("model_*")):
-        config = read(path / "config.json")
-        if "moe_fast" in config:
-            format = path.name.removeprefix("model_")
-            args = config.get("args")
-            family = args.get("family", "?") if isinstance(args, dict) else "?"
-            yield StoredModel(name._replace(format=format), family, format, size(path), (path,))
-    for path in sorted(folder.glob(f".model_*{SUFFIX}")):
+    entries = sorted(folder.iterdir()) if folder.is_dir() else []
+    for path in entries:
+        if path.name.startswith("model_"):
+            config, index = read(path / "config.json"), read(path / "index.json")
+            format = shown = path.name.removeprefix("model_")
+            if "moe_fast" not in config:
+                if not isinstance(index.get("tensors"), dict):
+                    continue  # not ours
+                shown = f"{format}, damaged"
+            family = text_of(config.get("args"), "family")
+            yield StoredModel(name._replace(format=format), family, shown, size(path), (path,))
+    for path in entries:
         format = path.name.removeprefix(".model_").removesuffix(SUFFIX)
-        named = name._replace(format=format)
-        yield StoredModel(named, "?", f"{format}, incomplete", size(path), (path,), False)
-    records = folder.glob(f"{RECORDS}/*.metadata")  # files without a record are the user's own
+        if path.name == f".model_{format}{SUFFIX}":
+            named = name._replace(format=format)
+            yield StoredModel(named, "?", f"{format}, incomplete", size(path), (path,), False)
+    files = downloaded_files(folder)
+    if files and files[-1].suffix == ".safetensors":
+        family = text_of(read(folder / "config.json"), "model_type")
+        yield StoredModel(name, family, DOWNLOAD, sum(map(size, files)), tuple(files))
+
+
+def downloaded_files(folder: Path) -> list[Path]:
+    """Return the files that the Hub's client has recorded, weights last.
+
+    Files without a record are the user's own, and so are records behind a link. Weights are removed
+    last, so that the rest of an interrupted removal is listed.
+    """
+    if not all(map(is_own_directory, (folder / ".cache", folder / CACHE, folder / RECORDS))):
+        return []
+    records = sorted((folder / RECORDS).glob("*.metadata"))
     files = [folder / path.name.removesuffix(".metadata") for path in records]
     files = [path for path in files if path.is_file()]
-    files.sort(key=lambda path: path.suffix == ".safetensors")  # removed last: a rest is listed
-    if files and files[-1].suffix == ".safetensors":
-        family = read(folder / "config.json").get("model_type", "?")
-        nbytes = sum(path.stat().st_size for path in files)
-        yield StoredModel(name, family, DOWNLOAD, nbytes, tuple(files))
+    return sorted(files, key=lambda path: path.suffix == ".safetensors")
+
+
+def text_of(value: object, key: str) -> str:
+    """Return a text of a JSON object; "?" if there is none."""
+    found = value.get(key) if isinstance(value, dict) else None
+    return found if isinstance(found, str) else "?"
 
 
 def size(path: Path) -> int:
-    """Return the bytes of all files below a directory."""
-    return sum(file.lstat().st_size for file in path.rglob("*") if file.is_file())
+    """Return the bytes of a file, or of all files below a directory, as far as can be read."""
+    if path.is_dir():
+        return sum(map(size_of_file, path.rglob("*")))
+    return size_of_file(path)
+
+
+def size_of_file(path: Path) -> int:
+    """Return the bytes of a regular file; 0 for all else, and for one that has just gone."""
+    try:
+        return path.lstat().st_size if is_own_file(path) else 0
+    except OSError:
+        return 0
 
 
 def in_gb(nbytes: int) -> str:
@@ -133,7 +186,10 @@ def in_gb(nbytes: int) -> str:
 def table(models: list[StoredModel]) -> str:
     """Return a line for each model, under a header."""
     rows = [LIST_HEADER]
-    rows += [(str(m.name), str(m.family), m.format, in_gb(m.bytes)) for m in models]
+    rows += [
+        (printable(str(m.name)), printable(m.family), printable(m.format), in_gb(m.bytes))
+        for m in models
+    ]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = (
         "  ".join(
@@ -151,8 +207,13 @@ def table(models: list[StoredModel]) -> str:
 def find_stored(name: ModelName) -> list[StoredModel]:
     """Return what `name` names: one format, or without one everything of the model.
 
-    Raises ValueError if there is nothing, or if a directory also holds files of the user.
+    Raises ValueError if there is nothing, if a directory also holds files of the user, and if the
+    model's folder is a link: its target is never removed.
     """
+    for folder in (name.folder.parent, name.folder):
+        if folder.is_symlink():
+            what = f"{folder} is a link: its target is not removed"
+            raise ValueError(f"{what}; remove the link, or the models in {folder.resolve()}")
     models = list(stored_in(name.folder)) if name.folder.is_dir() else []
     found = [m for m in models if name.format in (None, m.name.format)]
     if not found:
@@ -160,7 +221,7 @@ def find_stored(name: ModelName) -> list[StoredModel]:
         fix = f"there are {others}" if others else "generate.py --list shows the models on disk"
         raise ValueError(f"{name} is not on disk in {models_folder()}; {fix}")
     for model in found:
-        if model.complete and model.format != DOWNLOAD:
+        if model.complete and model.format != DOWNLOAD and not model.is_link:
             check_only_ours(model.paths[0])
     return found
 
@@ -168,34 +229,47 @@ def find_stored(name: ModelName) -> list[StoredModel]:
 def check_only_ours(directory: Path) -> None:
     """Raise ValueError if a checkpoint's directory holds files that are not the checkpoint's."""
     index = read(directory / "index.json")
-    ours = {
-        "config.json",
-        "index.json",
-        LOCK,
-        *index.get("files", ()),
-        *index.get("side_files", ()),
-    }
+    listed = [index.get(key) for key in ("files", "side_files")]
+    ours = {"config.json", "index.json", LOCK}
+    for files in listed:
+        ours |= {file for file in files if isinstance(file, str)} if is_listing(files) else set()
     others = sorted({path.name for path in directory.iterdir()} - ours)
+    if not all(map(is_listing, listed)):
+        others = [name for name in others if not WRITTEN.fullmatch(name)]
     if others:
         more = f" and {len(others) - 1} more" if len(others) > 1 else ""
         raise ValueError(f"{directory} also holds {others[0]}{more}; move that away first")
 
 
+def is_listing(value: object) -> bool:
+    return isinstance(value, dict | list)
+
+
 def remove_stored(model: StoredModel) -> None:
-    """Remove one model. Raises ValueError if another process is making it."""
+    """Remove one model; a link in its place, never its target.
+
+    Raises ValueError if another process is making it.
+    """
     path, folder = model.paths[0], model.folder
-    if not model.complete:
+    if model.is_link:
+        remove(path)
+    elif not model.complete:
         remove_partial(folder / path.name.removeprefix(".").removesuffix(SUFFIX))
     elif model.format == DOWNLOAD:
         for file in model.paths:
-            file.unlink()
-        if (folder / CACHE).is_dir():
-            shutil.rmtree(folder / CACHE)
+            remove(file)
+        remove(folder / CACHE)
+        remove_empty(folder / ".cache")
     else:
         remove_checkpoint(path)
-    for left in (folder, folder.parent):
-        if left.is_dir() and not any(left.iterdir()):
-            left.rmdir()
+    remove_empty(folder, folder.parent)
+
+
+def remove_empty(*directories: Path) -> None:
+    """Remove directories that hold nothing."""
+    for path in directories:
+        if is_own_directory(path) and not any(path.iterdir()):
+            path.rmdir()
 
 
 def remove_checkpoint(path: Path) -> None:

@@ -3,8 +3,9 @@
 import argparse
 import sys
 
+from cli.command import printable
 from cli.model_name import models_folder, parse_model_name
-from hub.disk import find_stored, in_gb, remove_stored, stored_models, table
+from hub.disk import StoredModel, find_stored, in_gb, remove_stored, stored_models, table
 
 
 def manage(options: argparse.Namespace) -> int:
@@ -16,12 +17,8 @@ def manage(options: argparse.Namespace) -> int:
         print_models()
         return 0
     found = find_stored(parse_model_name(options.remove))
-    total = in_gb(sum(model.bytes for model in found))
-    lines = (f"  {model.paths[0] if len(model.paths) == 1 else model.folder}" for model in found)
-    shown = "\n".join(
-        f"{line} ({model.format}, {in_gb(model.bytes)})"
-        for line, model in zip(lines, found, strict=True)
-    )
+    total = in_gb(sum(model.bytes for model in found if not model.is_link))
+    shown = "\n".join(map(describe, found))
     if not options.yes and not confirm(f"{shown}\nremove {total}? [y/N] "):
         print("nothing was removed", file=sys.stderr)
         return 1
@@ -29,6 +26,14 @@ def manage(options: argparse.Namespace) -> int:
         remove_stored(model)
     print(f"removed {options.remove}: {total}", file=sys.stderr)
     return 0
+
+
+def describe(model: StoredModel) -> str:
+    """Return the line by which a model to remove is shown."""
+    path = printable(str(model.paths[0] if len(model.paths) == 1 else model.folder))
+    if model.is_link:
+        return f"  {path} (a link; {printable(str(model.paths[0].resolve()))} stays)"
+    return f"  {path} ({printable(model.format)}, {in_gb(model.bytes)})"
 
 
 def manage_and_exit(options: argparse.Namespace) -> None:

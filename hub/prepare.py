@@ -9,7 +9,6 @@ import argparse
 import contextlib
 import dataclasses
 import logging
-import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -20,9 +19,10 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from checkpoint import Checkpoint, Writer, read_json
+from checkpoint import NAMES, Checkpoint, SafetensorsFile, Writer, file_crc32, read_json
 from cli.model_name import PLAIN, ModelName, check_format, parse_model_name
 from cli.resumable import ResumableDirectory, remove_partial
+from cli.staging import remove
 from formats.quantizer import (
     formats_of_mode,
     pack_modules,
@@ -31,16 +31,9 @@ from formats.quantizer import (
     plan_format,
     quantize,
 )
-from hub.client import (
-    AGAIN,
-    FAILURES,
-    Repository,
-    describe_error,
-    fetch_file,
-    free_space,
-    list_files,
-)
+from hub.client import Repository, fetch_file, free_space, list_files
 from hub.disk import SOURCE, find_checkpoint
+from hub.errors import AGAIN, FAILURES, describe_error
 from hub.shards import AHEAD, Downloads, Folder, Shard, complete_files, read_headers
 from model import ModelArgs
 from models import args_of_checkpoint, build_model, family_of_config
@@ -171,7 +164,7 @@ def fetch_model(
                 published = fetch_small_files(repository, small)
             label = label or name.format or published
             identity = {"files": repository.identity, "label": label}
-            staged = ResumableDirectory(target or name.checkpoint(label), identity)
+            staged = ResumableDirectory(target or name.checkpoint(label), identity, is_whole)
         except OSError as error:
             raise ValueError(describe_error(error, name.repo_id, None, ELSEWHERE)) from None
         fetch = Fetch(name, settings, repository, small, staged)
@@ -240,6 +233,18 @@ class ResumableWriter(Writer):
         self.staged.add({"file": file, **self.index["files"][file], "tensors": entries})
 
 
+def is_whole(path: Path, entry: dict) -> bool:
+    """Whether a file is what `ResumableWriter.write` recorded: its checksum and its tensors."""
+    try:
+        found = {
+            name: {"file": path.name, "shape": list(shape), "dtype": NAMES.get(dtype)}
+            for name, (shape, dtype) in SafetensorsFile(path).tensors.items()
+        }
+        return entry.get("tensors") == found and entry.get("crc32") == file_crc32(path)
+    except (ValueError, OSError):
+        return False
+
+
 class Fetch:
     """One model's way from the Hub to a checkpoint: `plan`, then `run`."""
 
@@ -256,7 +261,7 @@ class Fetch:
         self.small, self.staged = small, staged
         self.downloads: Downloads | None = None
         self.folder = name.folder if settings.keep_download else staged.downloads
-        shutil.rmtree(staged.downloads / ".cache", ignore_errors=True)  # parts of killed downloads
+        remove(staged.downloads / ".cache")  # parts of killed downloads
         self.bar = self.make_bar(desc="download", unit="B", unit_scale=True)
 
     def make_bar(self, **options) -> tqdm:
@@ -313,11 +318,9 @@ class Fetch:
         self.files = [f for f in sorted(self.needs, key=last.get) if f not in self.staged.files]
         self.last_use = {theirs: ours for ours in self.files for theirs in self.needs[ours]}
         self.downloads.limit(self.last_use)
-        self.missing = {
-            file: self.repository.sizes[file]
-            for file in self.last_use
-            if file not in complete_files(self.repository, self.name.folder, self.folder)
-        }
+        here = complete_files(self.repository, self.name.folder, self.folder)
+        sizes = self.repository.sizes
+        self.missing = {file: sizes[file] for file in self.last_use if file not in here}
 
     def output_bytes(self) -> dict[str, int]:
         """Return the bytes of each of our files that is to be written, in about."""

@@ -5,30 +5,26 @@ checked before the weights are downloaded. Files then come one ahead of the conv
 and are removed when it needs them no more.
 """
 
+import operator
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from huggingface_hub import HfApi
-from huggingface_hub.errors import SafetensorsParsingError
 from torch import Tensor
 from tqdm import tqdm
 
 from checkpoint import HEADER_DTYPES, SafetensorsFile
 from hub.client import Repository, fetch_file, is_current
+from hub.errors import FAILURES, one_line
+from hub.threads import CANCEL_SECONDS, bar_class, in_threads
 
 HEADERS_AT_ONCE = 8
 AHEAD = 1  # files downloaded before the conversion needs them
-CANCEL_SECONDS = 3.0
 
 Header = dict[str, tuple[tuple[int, ...], torch.dtype]]  # tensor -> shape, dtype
-
-
-class Cancelled(Exception):
-    """Raised in the download's thread when the conversion has ended."""
 
 
 def read_header(repository: Repository, file: str) -> Header:
@@ -39,21 +35,24 @@ def read_header(repository: Repository, file: str) -> Header:
             repository.repo_id, file, revision=repository.commit, timeout=30
         )
         return {
-            name: (tuple(tensor.shape), HEADER_DTYPES[tensor.dtype])
+            name: (tuple(map(operator.index, tensor.shape)), HEADER_DTYPES[tensor.dtype])
             for name, tensor in header.tensors.items()
         }
-    except (SafetensorsParsingError, KeyError) as error:
-        cause = " ".join(str(error).split())[:160]
-        what = f"{file} of {repository.repo_id} has no header of a safetensors file ({cause})"
-        raise ValueError(f"{what}; choose another --revision") from None
+    except FAILURES:
+        raise
+    except Exception as error:  # the client reads JSON without checking types
+        what = f"{file} of {repository.repo_id} has no header of a safetensors file"
+        raise ValueError(f"{what} ({one_line(error)}); choose another --revision") from None
 
 
 def read_headers(repository: Repository, files: list[str], progress: bool) -> dict[str, Header]:
     """Return the header of each file."""
-    with ThreadPoolExecutor(HEADERS_AT_ONCE) as pool:
-        headers = pool.map(lambda file: read_header(repository, file), files)
-        bar = tqdm(headers, "headers", len(files), leave=False, delay=2, disable=not progress)
-        return dict(zip(files, bar, strict=True))
+
+    def read(file: str) -> Header:
+        return read_header(repository, file)
+
+    headers = in_threads(read, files, HEADERS_AT_ONCE, threading.Event())
+    return dict(tqdm(headers, "headers", len(files), leave=False, delay=2, disable=not progress))
 
 
 class Shard:
@@ -70,16 +69,17 @@ class Shard:
             self._file = SafetensorsFile(self.path)
             if self._file.tensors != self.tensors:
                 self._file = None
-                fix = "remove it and run the same command again"
-                raise ValueError(f"{self.path} is not the file that the Hub has; {fix}")
+                what = f"the Hub gave another header for {self.path.name} than the file has"
+                raise ValueError(f"{what}; run the same command again")
         return self._file.read(name)
 
 
 class Folder(NamedTuple):
     """Where downloads go.
 
-    kept: files that are complete already, in folders of their own, and stay. remove: whether the
-    others are removed after their last use.
+    kept: files that are complete already, in folders of their own, and stay: the user's, or a kept
+    download. They are compared with their digests like the others. remove: whether the others are
+    ours, and removed after their last use.
     """
 
     path: Path
@@ -103,12 +103,14 @@ class Downloads:
     ):
         self.repository, self.order, self.folder = repository, list(order), folder
         self.bar, self.describe = bar, describe
-        self._ready, self._released = set(folder.kept), set()
+        self._ready: set[str] = set()
+        self._released: set[str] = set()
         self._reached = -1  # last position that the conversion has come to
         self._awaited: str | None = None
         self._error: Exception | None = None
         self._closed, self._changed = False, threading.Condition()
         self._thread: threading.Thread | None = None
+        self._bar = bar_class(lambda: self.bar, lambda: self._closed)
 
     def path(self, file: str) -> Path:
         return self.folder.kept.get(file, self.folder.path / file)
@@ -152,7 +154,9 @@ class Downloads:
         while (file := self._next()) is not None:
             error = None
             try:
-                fetch_file(self.repository, file, self.folder.path, self._bar_class())
+                ours = self.folder.remove and file not in self.folder.kept
+                directory = self.path(file).parent
+                fetch_file(self.repository, file, directory, self._bar, ours)
             except Exception as failure:
                 error = failure
             with self._changed:
@@ -175,27 +179,6 @@ class Downloads:
                     return left[0]
                 self._changed.wait()
             return None
-
-    def _bar_class(self) -> type:
-        """Return the class of a bar that adds to ours, and ends the download after `close`."""
-        downloads = self
-
-        class Bar(tqdm):
-            def __init__(self, *args, **options):
-                super().__init__(*args, **options | {"disable": True})
-
-            def update(self, n=1):
-                if downloads._closed:
-                    raise Cancelled
-                downloads.bar.update(n)
-
-            def update_transfer(self, n):  # of Xet: bytes before they are put together
-                pass
-
-            def set_transfer_postfix_str(self, text, refresh=True):
-                pass
-
-        return Bar
 
 
 def complete_files(repository: Repository, *folders: Path) -> dict[str, Path]:

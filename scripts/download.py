@@ -11,11 +11,12 @@ import shlex
 import sys
 
 from cli.command import command
+from cli.model_name import check_hub_environment
 from cli.script_options import download_parser as build_parser
 from cli.startup import check_arguments
 
 if __name__ == "__main__":
-    check_arguments(build_parser)
+    check_arguments(build_parser, check_hub_environment)
 
 from hub.client import AGAIN, download
 

@@ -38,13 +38,16 @@ class Hub(ThreadingHTTPServer):
 
     requests: a log of (method, file, Range). fail: (method, file) -> (status, X-Error-Code).
     drops: how often the first shard's connection will still break off. stall: a file whose second
-    half waits until `release` is set.
+    half waits until `release` is set. damaged: file -> how often it will still come with a flipped
+    bit. edit: changes an answer before it is sent: (name or "api", headers, body) -> body.
     """
 
     def __init__(self):
         super().__init__(("127.0.0.1", 0), Handler)
         self.files, self.requests, self.fail, self.drops = FILES | UNWANTED, [], {}, 0
+        self.damaged, self.edit = {}, lambda name, headers, body: body
         self.stall, self.stalled, self.release = None, threading.Event(), threading.Event()
+        self.handle_error = lambda *_: None  # a client has left
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
 
 
@@ -55,28 +58,33 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
     def answer(self, status, body=b"", headers=(), cut=None):
+        headers = {"Content-Length": len(body), "X-Repo-Commit": COMMIT, **dict(headers)}
+        body = self.server.edit(self.asked(), headers, body)
         self.send_response(status)
-        common = {"Content-Length": len(body), "X-Repo-Commit": COMMIT}
-        for name, value in {**common, **dict(headers)}.items():
+        for name, value in headers.items():
             self.send_header(name, str(value))
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(body[:cut])
         self.close_connection = self.close_connection or cut is not None
 
+    def asked(self):
+        """Return the requested file, or "api"."""
+        file = re.fullmatch(f"/{REPO}/resolve/{COMMIT}/(.+)", self.path.partition("?")[0])
+        return file[1] if file else "api"
+
     def do_GET(self):
         path = self.path.partition("?")[0]
         api = re.fullmatch(f"/api/models/{REPO}(/revision/([^/]+)|/tree/{COMMIT})?", path)
-        file = re.fullmatch(f"/{REPO}/resolve/{COMMIT}/(.+)", path)
-        name = file[1] if file else "api"
+        name = self.asked()
         self.server.requests.append((self.command, name, self.headers.get("Range")))
         for (method, where), (status, code) in self.server.fail.items():
             if method == self.command and where == name:
                 return self.answer(status, headers={"X-Error-Code": code} if code else {})
         if api:
             return self.answer_api(path, revision=api[2])
-        if not file or name not in self.server.files:
-            code = "EntryNotFound" if file else "RepoNotFound"
+        if name not in self.server.files:
+            code = "RepoNotFound" if name == "api" else "EntryNotFound"
             return self.answer(404, headers={"X-Error-Code": code})
         return self.answer_file(name)
 
@@ -92,7 +100,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def answer_file(self, name):
         data, cut = self.server.files[name], None
-        digest = hashlib.sha256(data).hexdigest()
+        digest = digest_of(name, self.server.files[name])
         headers = {"ETag": f'"{digest}"', "Accept-Ranges": "bytes"}
         first, _, last = self.headers.get("Range", "bytes=0-")[6:].partition("-")
         start, end = int(first), min(int(last or len(data)), len(data) - 1)
@@ -105,18 +113,28 @@ class Handler(BaseHTTPRequestHandler):
         if self.command == "GET" and name == self.server.stall and "Range" not in self.headers:
             self.server.stalled.set()
             self.server.release.wait(60)
+        if self.command == "GET" and end == len(data) - 1 and self.server.damaged.get(name, 0):
+            self.server.damaged[name] -= 1
+            data = data[:-1] + bytes((data[-1] ^ 1,))
         return self.answer(206 if partial else 200, data[start : end + 1], headers, cut)
 
     do_HEAD = do_GET
 
     def entry(self, name):
         data = self.server.files[name]
-        digest = hashlib.sha1(data).hexdigest()
+        digest = digest_of("", data)
         entry = {"type": "file", "path": name, "size": len(data), "oid": digest, "blobId": digest}
         if name.endswith(".safetensors"):
-            digest = hashlib.sha256(data).hexdigest()
+            digest = digest_of(name, data)
             entry["lfs"] = {"oid": digest, "sha256": digest, "size": len(data), "pointerSize": 130}
         return entry
+
+
+def digest_of(name: str, data: bytes) -> str:
+    """Return a file's ETag: the SHA-256 of a large file, git's SHA-1 of another."""
+    if name.endswith(".safetensors"):
+        return hashlib.sha256(data).hexdigest()
+    return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
 
 
 def environment(hub, cwd: Path) -> dict[str, str]:

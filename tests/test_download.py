@@ -1,20 +1,29 @@
 """scripts/download.py and prepare.sh against a local Hub: real client, HTTP and error classes."""
 
 import errno
+import io
 import json
+import logging
+import os
 import shutil
+import signal
 import sys
+import threading
+import time
 
 import huggingface_hub
 import pytest
 import torch
 from hub_server import FILES, REPO, ROOT, UNWANTED, Handler, run_script
+from huggingface_hub import close_session
 from huggingface_hub.errors import HTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
 from safetensors.torch import load_file, save
 
 import hub.client as script
 from checkpoint import Checkpoint
-from hub.client import wanted
+from cli.model_name import check_hub_environment
+from hub.client import list_files, wanted
+from hub.shards import read_headers
 from scripts.download import main
 
 
@@ -95,6 +104,221 @@ def test_an_interrupted_run_keeps_complete_files(hub, tmp_path, capsys):
     assert main(["--repo_id", REPO, "--output_dir", str(tmp_path / "out")]) == 0
     assert contents(tmp_path / "out") == FILES
     assert not done & {name for name, _ in fetched(hub)}
+
+
+SHARD = "model-00001-of-00002.safetensors"
+
+
+@pytest.mark.parametrize("name", (SHARD, "model-00002-of-00002.safetensors", "tokenizer.json"))
+@pytest.mark.parametrize("times", (1, 2))
+def test_a_damaged_file_is_fetched_again_or_refused(hub, tmp_path, capsys, name, times):
+    output = "--output_dir", tmp_path / "out"
+    hub.damaged[name] = times
+    if times == 2:
+        assert f"{name} differs from the Hub's digest" in fails(capsys, *output)
+        assert name not in contents(tmp_path / "out")
+    assert main(["--repo_id", REPO, *map(str, output)]) == 0
+    assert contents(tmp_path / "out") == FILES
+
+
+def test_a_file_that_changes_in_the_middle(hub, tmp_path, monkeypatch, capsys):
+    """The rest of another version, of the same size and with another ETag, follows a break."""
+    monkeypatch.setattr(huggingface_hub.constants, "DOWNLOAD_CHUNK_SIZE", 100_000)
+    hub.drops = 1
+
+    def edit(name, headers, body):
+        if name == SHARD and "Content-Range" in headers:
+            headers["ETag"] = f'"{"1" * 64}"'
+            return bytes(len(body))
+        return body
+
+    hub.edit = edit
+    assert main(["--repo_id", REPO, "--output_dir", str(tmp_path / "out")]) == 0
+    assert contents(tmp_path / "out") == FILES
+
+
+@pytest.mark.parametrize("name", (SHARD, "config.json"))
+def test_files_on_disk_are_compared_with_digests(hub, tmp_path, capsys, name):
+    """A damaged one is fetched again; one that the client never recorded is the user's."""
+    output = "--repo_id", REPO, "--output_dir", str(tmp_path / "out")
+    assert main(output) == 0
+    path = tmp_path / "out" / name
+    swapped = bytes(reversed(FILES[name]))
+    path.write_bytes(swapped)
+    hub.requests.clear()
+    assert main(output) == 0 and [file for file, _ in fetched(hub)] == [name]
+    assert contents(tmp_path / "out") == FILES
+    path.unlink()
+    (tmp_path / "mine").write_bytes(swapped)
+    path.symlink_to(tmp_path / "mine")
+    assert main(output) == 0 and contents(tmp_path / "out") == FILES
+    assert (tmp_path / "mine").read_bytes() == swapped
+    shutil.rmtree(tmp_path / "out" / ".cache")
+    path.write_bytes(swapped)
+    capsys.readouterr()
+    assert f"{name} is there and is not the Hub's; move it away" in fails(capsys, *output[2:])
+    assert path.read_bytes() == swapped
+
+
+MISSING = object()
+VALUES = (None, -1, 10**400, True, "", "\x1b[31m", "../x", "\ud800", [], [1], {}, {"size": {}})
+PLACES = (
+    *((), ("sha",), ("siblings",), ("siblings", 0), ("siblings", 0, "rfilename")),
+    *(("siblings", 5, key) for key in ("size", "blobId", "lfs", "rfilename")),
+    *(("siblings", 5, "lfs", key) for key in ("size", "sha256")),
+    *(("cardData",), ("lastModified",), ("safetensors",)),
+)
+
+
+def replaced(value, place, new):
+    """Return a JSON value with another one at a place, or with that missing."""
+    if not place:
+        return None if new is MISSING else new
+    key, *rest = place
+    made = value.copy()
+    if not rest and new is MISSING:
+        made.pop(key, None)
+    else:
+        made[key] = replaced(made[key] if rest else None, rest, new)
+    return made
+
+
+@pytest.mark.parametrize("place", PLACES, ids=str)
+def test_a_listing_with_a_value_of_another_type(hub, tmp_path, capsys, place):
+    """Each is refused in one line, or does not matter."""
+    hub.files = {name: data[:100] for name, data in FILES.items()}
+    for number, new in enumerate((*VALUES, MISSING)):
+
+        def edit(name, headers, body, new=new):
+            if name == "api" and body:
+                body = json.dumps(replaced(json.loads(body), place, new)).encode()
+                headers["Content-Length"] = len(body)
+            return body
+
+        hub.edit = edit
+        output = tmp_path / str(number)
+        if main(["--repo_id", REPO, "--output_dir", str(output)]) == 0:
+            capsys.readouterr()
+            assert set(contents(output)) <= set(FILES)
+            continue
+        lines = [part for part in capsys.readouterr().err.split("\n") if part.startswith("error: ")]
+        assert len(lines) == 1 and lines[0].isprintable(), new
+        assert not output.exists() or contents(output).keys() <= set(FILES)
+
+
+PAGE = b"<html><body>Log in to this network</body></html>"
+
+
+@pytest.mark.parametrize("name", ("api", "config.json", SHARD))
+@pytest.mark.parametrize("page", (PAGE, b"", b"null", b"\xff", b"[" * 100_000), ids=lambda p: p[:5])
+def test_a_page_in_place_of_an_answer(hub, tmp_path, capsys, name, page):
+    """A captive portal answers with 200 and its own page."""
+
+    def edit(asked, headers, body):
+        if asked == name:
+            headers |= {"Content-Length": len(page), "Content-Type": "text/html"}
+            return page
+        return body
+
+    hub.edit = edit
+    line = fails(capsys, "--output_dir", tmp_path / "out")
+    assert name != "api" or "gave no answer of the Hub" in line
+    assert name not in contents(tmp_path)
+
+
+HEADERS = (
+    *({"X-Repo-Commit": value} for value in ("", "main", "\x1b[31m")),
+    *({"ETag": value} for value in ("", '"x"', "../../x", "x" * 5000)),
+    *({"X-Linked-ETag": value} for value in ("", "../x", "\x1b[31m")),
+    *({"X-Linked-Size": value} for value in ("", "-1", "x", "1" * 400)),
+    *({"Content-Length": value} for value in ("", "-1", "x", "0", "1" * 400)),
+    *({"Content-Encoding": value} for value in ("gzip", "x")),
+    *({"Location": value} for value in ("", "http://[", "file:///etc/passwd")),
+    *({"X-Xet-Hash": "x", "X-Xet-Refresh-Route": value} for value in ("", "\x1b")),
+    *({"Content-Range": "bytes 9-3/x"}, {"Retry-After": "never"}, {"X-HF-Warning": "a;\x1b[2J"}),
+)
+
+
+@pytest.mark.parametrize("odd", HEADERS, ids=lambda h: str(h)[:40])
+def test_an_odd_header(hub, tmp_path, capsys, caplog, odd):
+    """It is refused in one line, or the files are whole."""
+
+    def edit(name, headers, body):
+        headers |= odd if name == "tokenizer.json" else {}
+        return body
+
+    hub.edit = edit
+    if main(["--repo_id", REPO, "--output_dir", str(tmp_path / "out")]) == 0:
+        assert contents(tmp_path / "out") == FILES
+    else:
+        assert "tokenizer.json" not in contents(tmp_path / "out")
+    err = capsys.readouterr().err
+    assert "Traceback" not in err and "\x1b" not in err and err.count("error: ") <= 1
+
+
+def test_warnings_of_the_hub_drive_no_terminal(hub, tmp_path, monkeypatch, capsys):
+    text = io.StringIO()
+    handler = logging.StreamHandler(text)
+    logger = logging.getLogger("huggingface_hub")
+    monkeypatch.setattr(logger, "handlers", [handler])
+    hub.edit = lambda name, headers, body: headers.update({"X-HF-Warning": "x;\x1b[2J!"}) or body
+    assert main(["--repo_id", REPO, "--output_dir", str(tmp_path / "out")]) == 0
+    assert text.getvalue() == "\\x1b[2J!\n"
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "message"),
+    (
+        *(("ALL_PROXY", url, "") for url in ("http://[::1", "foo://x", "http://127.0.0.1:9")),
+        ("ALL_PROXY", "socks5://127.0.0.1:9", "install it, or unset the proxy"),
+        *(
+            ("HF_ENDPOINT", url, "is no address of a Hub")
+            for url in ("", "x", "http://[", "ftp://x")
+        ),
+        *(("HF_HUB_DOWNLOAD_TIMEOUT", text, "number of seconds") for text in ("", "x", "-1")),
+        ("SSL_CERT_FILE", "/nowhere", "does not exist"),
+    ),
+)
+def test_variables_that_the_client_cannot_use(
+    hub, tmp_path, monkeypatch, capsys, variable, value, message
+):
+    monkeypatch.setenv(variable, value)
+    monkeypatch.setenv("NO_PROXY", "")
+    output = "--output_dir", str(tmp_path / "out")
+    if variable == "ALL_PROXY":
+        close_session()  # it has read the proxies
+        assert message in fails(capsys, *output)
+        close_session()
+        return
+    with pytest.raises(ValueError, match=message):
+        check_hub_environment()
+
+
+def test_ctrl_c_while_answers_stall(hub, tmp_path, monkeypatch, capsys):
+    """It ends at once, and no thread keeps the process from its end."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # it may be ignored
+    running = set(threading.enumerate())
+
+    presses = iter(range(2))
+
+    def edit(name, headers, body):
+        if name == SHARD and next(presses, None) is not None:
+            threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+            hub.release.wait(30)
+        return body
+
+    hub.edit = edit
+    start = time.monotonic()
+    try:
+        assert main(["--repo_id", REPO, "--output_dir", str(tmp_path / "out")]) == 130
+        waiting = {t for t in threading.enumerate() if t.name.startswith("moe-fast")} - running
+        assert waiting and all(thread.daemon for thread in waiting)
+        with pytest.raises(KeyboardInterrupt):
+            read_headers(list_files(REPO, None), [SHARD], False)
+    finally:
+        signal.signal(signal.SIGINT, before)
+        hub.release.set()
+    assert time.monotonic() - start < 10
 
 
 @pytest.mark.parametrize(

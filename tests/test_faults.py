@@ -18,12 +18,14 @@ from safetensors.torch import load_file, save_file
 
 import benchmark
 import checkpoint
+import cli.command
 import convert_hf_checkpoint
 import generate
 import quantize
 from checkpoint import Checkpoint
 from cli.folders import user_cache
 from cli.staging import recover
+from tokenizer import load_tokenizer
 
 fork = multiprocessing.get_context("fork")
 EVENTS = ("open", "os.", "shutil.", "fcntl.")
@@ -256,6 +258,96 @@ def test_a_fifo_in_place_of_a_file_is_refused(converted, tmp_path, capsys, name)
     refusal(capsys, checkpoint, tmp_path / "model")
 
 
+@pytest.mark.parametrize("name", ("config.json", "index.json", "rest.safetensors"))
+@pytest.mark.parametrize("kind", ("directory", "socket", "/dev/zero", "/dev/null", "loop"))
+def test_an_odd_thing_in_place_of_a_file_is_refused(
+    converted, tmp_path, monkeypatch, capsys, name, kind
+):
+    shutil.copytree(converted, tmp_path / "model")
+    monkeypatch.chdir(tmp_path / "model")
+    Path(name).unlink()
+    if kind == "directory":
+        Path(name).mkdir()
+    elif kind == "socket":
+        socket.socket(socket.AF_UNIX).bind(name)
+    else:
+        Path(name).symlink_to(name if kind == "loop" else kind)
+    refusal(capsys, checkpoint, tmp_path / "model")
+
+
+@pytest.mark.parametrize("name", ("config.json", "tokenizer.model", "tokenizer_config.json"))
+def test_a_fifo_among_published_files_is_refused(hf, tmp_path, capsys, name):
+    """Or left out, where a file may be missing."""
+    shutil.copytree(hf, tmp_path / "hf")
+    (tmp_path / "hf" / name).unlink()
+    os.mkfifo(tmp_path / "hf" / name)
+    arguments = "--checkpoint_dir", tmp_path / "hf", "--output_dir", tmp_path / "model"
+    if name == "config.json":
+        refusal(capsys, convert_hf_checkpoint, *arguments)
+    else:
+        assert run(convert_hf_checkpoint, *arguments) == 0
+        assert not (tmp_path / "model" / name).exists()
+
+
+@pytest.mark.parametrize("name", ("directory", "empty", "gone", "loop", "checkpoint"))
+def test_the_target_of_a_link_is_never_replaced(hf, converted, tmp_path, capsys, name):
+    """--force replaces the link; a link to nothing may be a disk that is not mounted."""
+    place = tmp_path / "place"
+    if name == "checkpoint":
+        shutil.copytree(converted, place)
+    elif name in ("directory", "empty"):
+        place.mkdir()
+        if name == "directory":
+            (place / "notes").write_text("the user's")
+    before = tree(place)
+    (tmp_path / "out").symlink_to("out" if name == "loop" else place)
+    arguments = "--checkpoint_dir", hf, "--output_dir", tmp_path / "out", "--force"
+    if name in ("empty", "checkpoint"):
+        assert run(convert_hf_checkpoint, *arguments) == 0
+        assert not (tmp_path / "out").is_symlink()
+    else:
+        refusal(capsys, convert_hf_checkpoint, *arguments)
+        assert (tmp_path / "out").is_symlink()
+    assert tree(place) == before and place.exists() == (name not in ("gone", "loop"))
+
+
+def test_a_regex_that_panics_is_an_error_of_the_text(tmp_path):
+    """A panic of Rust is no Exception; the regex backtracks beyond Oniguruma's limit."""
+    split = {"type": "Split", "pattern": {"Regex": "(a+)+$"}}
+    split |= {"behavior": "Isolated", "invert": False}
+    vocabulary = {"type": "BPE", "vocab": {"a": 0, "!": 1}, "merges": []}
+    json_file = {"version": "1.0", "added_tokens": [], "normalizer": None, "pre_tokenizer": split}
+    json_file |= {"post_processor": None, "decoder": None, "model": vocabulary}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(json_file))
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.encode("aa!") == [0, 0, 1]
+    with pytest.raises(ValueError, match="the tokenizer fails on this text"):
+        tokenizer.encode("a" * 40 + "!")
+
+
+@pytest.mark.parametrize(
+    "error",
+    (
+        MemoryError(),
+        OSError(12, "Cannot allocate memory", "/x"),
+        OSError(12, "Cannot allocate memory"),
+        RuntimeError("unable to mmap 6442 bytes from file <x>: Cannot allocate memory (12)"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
+        RuntimeError("std::bad_alloc"),
+        RuntimeError("can't start new thread"),
+    ),
+    ids=repr,
+)
+def test_a_limit_of_memory_is_one_line(capsys, error):
+    @cli.command.command()
+    def fails() -> int:
+        raise error
+
+    assert fails() == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: out of memory (") and line.endswith("quantize.py --mode int4")
+
+
 @pytest.mark.parametrize("name", ("x" * 300, "a\nb\x1b[31m", "\udcff", "loop", "loop/x"))
 def test_odd_names_are_one_line(tmp_path, monkeypatch, capsys, name):
     monkeypatch.chdir(tmp_path)
@@ -353,6 +445,9 @@ def test_a_user_without_a_home(tmp_path, monkeypatch):
     monkeypatch.setattr(Path, "home", no_home)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     assert user_cache() == tmp_path / f"moe-fast-{os.getuid()}"
+    (tmp_path / f"moe-fast-{os.getuid()}").symlink_to(tmp_path)  # by another user
+    with pytest.raises(ValueError, match="belongs to another user, or is a link"):
+        user_cache()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert user_cache() == tmp_path / "moe-fast"
 

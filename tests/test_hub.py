@@ -4,6 +4,8 @@ import errno
 import io
 import json
 import logging
+import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -373,6 +375,49 @@ def test_what_a_killed_process_was_writing_is_written_again(tmp_path):
     assert not (tmp_path / "b").exists()
 
 
+@pytest.mark.parametrize("place", ("download", "layer", "header"))
+def test_what_an_interrupted_run_left_is_checked(
+    hub, source, folder, tmp_path, monkeypatch, capsys, place
+):
+    """A file of the Hub, or a layer of ours, in which one bit has changed."""
+    last = weights(hub)[7]
+    hub.damaged[last] = 9
+    line = error_of(generate, monkeypatch, capsys, "--model", str(INT8))
+    assert f"{last} differs from the Hub's digest" in line and "/tmp" not in line
+    hub.damaged.clear()
+    partial = partial_path(folder / "model_int8")
+    path = next(iter((partial / "downloads").glob("*.safetensors")))
+    if place != "download":
+        path = partial / "checkpoint/layer_00.safetensors"
+    data, at = path.read_bytes(), 30 if place == "header" else -1
+    flipped = bytearray(data)
+    flipped[at] ^= 1
+    path.write_bytes(flipped)
+    hub.requests.clear()
+    made = prepare(INT8, QUIET)
+    assert_same(made, expected(source, tmp_path / "other", "int8"))
+    assert (path.name in downloads(hub)) == (place == "download")
+
+
+@pytest.mark.parametrize("ours", (True, False))
+def test_a_damaged_kept_download(hub, source, folder, tmp_path, ours):
+    prepare(NAME, QUIET._replace(keep_download=True))
+    shutil.rmtree(folder / "model_bf16")
+    name = weights(hub)[3]
+    damaged = bytearray(hub.files[name])
+    damaged[-1] ^= 1
+    (folder / name).write_bytes(damaged)
+    if not ours:
+        shutil.rmtree(folder / ".cache")
+        with pytest.raises(ValueError, match=rf"{name} is there and is not the Hub's; move it"):
+            prepare(INT8, QUIET)
+        assert (folder / name).read_bytes() == damaged
+        return
+    hub.requests.clear()
+    assert_same(prepare(INT8, QUIET), expected(source, tmp_path / "other", "int8"))
+    assert downloads(hub) == [name] and (folder / name).read_bytes() == hub.files[name]
+
+
 # Errors -------------------------------------------------------------------------------------------
 
 
@@ -567,6 +612,90 @@ def test_remove_an_incomplete_model(hub, source, folder, monkeypatch, capsys):
     staged.close()
     assert command(generate, monkeypatch, "--remove", str(INT8), "--yes") == 0
     assert not folder.exists()
+
+
+def tree(directory: Path) -> dict[str, bytes]:
+    paths = (path for path in directory.rglob("*") if path.is_file())
+    return {str(path.relative_to(directory)): path.read_bytes() for path in paths}
+
+
+LINKS = ("model_int8", ".model_int8.partial", ".cache", ".cache/huggingface", "")
+
+
+@pytest.mark.parametrize("act", ("--model", "--remove"))
+@pytest.mark.parametrize("name", LINKS)
+def test_nothing_behind_a_link_is_removed(
+    hub, source, folder, tmp_path, monkeypatch, capsys, name, act
+):
+    """Neither a checkpoint on another disk, nor a folder of the user that only looks like ours."""
+    prepare(INT8, QUIET._replace(keep_download=True))
+    if name == ".model_int8.partial":
+        (folder / "model_int8").rename(tmp_path / "aside")
+        (folder / name).mkdir()
+        (folder / name / "mine").write_text("the user's")
+    precious = tmp_path / "precious"
+    (folder / name).rename(precious)
+    (folder / name).symlink_to(precious)
+    before = tree(precious)
+    if act == "--model":
+        assert prepare(INT8, QUIET).name == "model_int8"
+        if name == ".model_int8.partial":
+            assert not (folder / name).is_symlink()
+    elif name == "":
+        line = error_of(generate, monkeypatch, capsys, "--remove", REPO, "--yes")
+        assert "is a link: its target is not removed; remove the link" in line
+        assert (folder).is_symlink()
+    else:
+        assert command(generate, monkeypatch, "--remove", REPO, "--yes") == 0
+        assert not (folder / "model_int8").exists()
+        assert not (folder / name).is_symlink() or name.startswith(".cache")
+    assert tree(precious) == before
+
+
+DAMAGES = (
+    *({"config.json": text} for text in ("", "[]", "{}", "[" * 100_000, '{"moe_fast": 1}')),
+    *({"index.json": text} for text in ("", "3", "{", '{"files": 3, "side_files": [{}, 1]}')),
+    *({"config.json": text} for text in ('{"moe_fast": 1, "args": {"family": {}}}', "fifo")),
+    *({"index.json": text} for text in ("fifo", "zero", "directory", "loop")),
+)
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda d: str(d)[:40])
+def test_a_damaged_model_is_listed_and_removed(directory, folder, monkeypatch, capsys, damage):
+    """It does not hide the others."""
+    other = Path("checkpoints/other/model/model_bf16")
+    for made in (folder / "model_int8", other):
+        shutil.copytree(directory, made)
+    for file, text in damage.items():
+        path = folder / "model_int8" / file
+        path.unlink()
+        if text == "fifo":
+            os.mkfifo(path)
+        elif text == "directory":
+            path.mkdir()
+        elif text in ("zero", "loop"):
+            path.symlink_to("/dev/zero" if text == "zero" else file)
+        else:
+            path.write_text(text)
+    assert command(generate, monkeypatch, "--list") == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()][1:] == [
+        "other/model:bf16",
+        str(INT8),
+    ]
+    assert command(generate, monkeypatch, "--remove", str(INT8), "--yes") == 0
+    assert not folder.exists() and other.is_dir()
+
+
+def test_names_on_disk_drive_no_terminal(directory, folder, monkeypatch, capsys):
+    shutil.copytree(directory, folder / "model_\x1b[31mred\n")
+    config = {"moe_fast": 1, "args": {"family": "\x1b]0;title\x07", "\x1b[2J": "\x9b31m"}}
+    (folder / "model_\x1b[31mred\n" / "config.json").write_text(json.dumps(config))
+    (folder / ".model_\x1b[1m.partial").mkdir()
+    assert command(generate, monkeypatch, "--list") == 0
+    listed = capsys.readouterr().out
+    assert command(generate, monkeypatch, "--remove", REPO, "--yes") == 0
+    assert listed.count("\n") == 3 and listed.replace("\n", "").isprintable()
+    assert capsys.readouterr().err.replace("\n", "").isprintable() and not folder.exists()
 
 
 def test_prepare_only_prints_the_directory(hub, source, monkeypatch, capsys):

@@ -7,7 +7,8 @@ import signal
 
 import pytest
 
-from cli.staging import LOCK, StagedDirectory, recover
+from cli.resumable import ResumableDirectory, partial_path, remove_partial
+from cli.staging import LOCK, StagedDirectory, recover, remove, remove_tree, take_lock
 
 fork = multiprocessing.get_context("fork")
 
@@ -187,3 +188,112 @@ def die_at(folder, step: int) -> None:
 
     sys.addaudithook(hook)
     stage(folder / "out", "new")
+
+
+# Links: they are removed or replaced, and their targets never change ------------------------------
+
+
+@pytest.fixture
+def precious(tmp_path):
+    """A folder of the user with a file, a folder, and a lock file that may be anybody's."""
+    folder = tmp_path / "home/precious"
+    folder.parent.mkdir()
+    put(folder, "the user's")
+    put(folder / "deep", "the user's")
+    (folder / LOCK).write_text("the user's")
+    before = contents(folder)
+    yield folder
+    assert contents(folder) == before
+
+
+def contents(folder) -> dict[str, str]:
+    paths = (path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): path.read_text() for path in paths}
+
+
+def test_staging_replaces_a_link(tmp_path, precious):
+    (tmp_path / "out").symlink_to(precious)
+    stage(tmp_path / "out", "new")
+    assert names(tmp_path) == ["home", "out"] and not (tmp_path / "out").is_symlink()
+    for place in (tmp_path / "gone", precious):
+        (tmp_path / "link").symlink_to(place)
+        remove_tree(tmp_path / "link")
+    assert names(tmp_path) == ["home", "out"]
+
+
+@pytest.mark.parametrize("name", (".out.01234567.tmp", ".out.01234567.old", "out"))
+def test_recover_leaves_links(tmp_path, precious, name):
+    record = {"target": "out", "backup": ".out.01234567.old"}
+    (precious / LOCK).write_text(json.dumps(record))
+    before = contents(precious)
+    (tmp_path / name).symlink_to(precious)
+    recover(tmp_path)
+    assert contents(precious) == before and (tmp_path / name).is_symlink()
+    (precious / LOCK).write_text("the user's")
+
+
+@pytest.mark.parametrize("odd", ("link", "fifo", "directory"))
+def test_a_lock_is_a_file_of_its_own(tmp_path, precious, odd):
+    place = tmp_path / "out"
+    place.mkdir()
+    if odd == "link":
+        (place / LOCK).symlink_to(precious / "file")
+        os.close(take_lock(place / LOCK, create=True))
+        assert not (place / LOCK).is_symlink()
+        return
+    os.mkfifo(place / LOCK) if odd == "fifo" else (place / LOCK).mkdir()
+    with pytest.raises(OSError):
+        take_lock(place / LOCK, create=True)
+
+
+PARTS = ("", "checkpoint", "downloads", "progress.jsonl", LOCK, "checkpoint/one")
+
+
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("act", ("resume", "other", "remove"))
+def test_a_partial_directory_follows_no_link(tmp_path, precious, part, act):
+    """Each of its parts in turn is a link to something of the user's."""
+    target = tmp_path / "model"
+    first = ResumableDirectory(target, {"of": 1})
+    (first.path / "one").write_text("the user's")
+    first.add({"file": "one", "bytes": 10})
+    first.close()
+    link = partial_path(target) / part
+    is_file = link.is_file()
+    if os.path.lexists(link):
+        remove(link)
+    link.symlink_to(precious / "file" if is_file else precious)
+    if act == "remove":
+        remove_partial(target)
+    else:
+        again = ResumableDirectory(target, {"of": 1 if act == "resume" else 2})
+        kept = part in ("downloads", LOCK) and act == "resume"
+        assert set(again.files) == ({"one"} if kept else set())
+        (again.path / "two").write_text("new")
+        again.add({"file": "two", "bytes": 3})
+        again.commit()
+        again.close()
+        assert (target / "two").is_file() and not (target / "two").is_symlink()
+    assert not os.path.lexists(partial_path(target))
+
+
+def test_damaged_parts_are_made_again(tmp_path, caplog):
+    def is_whole(path, entry):
+        return path.read_text() == entry["text"]
+
+    entries = (
+        *({"file": name, "bytes": 1, "text": "1"} for name in "abc"),
+        *({"file": "../out", "bytes": 1, "text": "1"}, {"file": 1}, {"bytes": 1}, [], None, 3),
+    )
+    first = ResumableDirectory(tmp_path / "model", {})
+    for name in "abcd":
+        (first.path / name).write_text("1")
+    (first.root / "out").write_text("1")
+    for entry in entries:
+        first._append(entry)
+    (first.path / "b").write_text("2")  # the size is the same
+    first.close()
+    again = ResumableDirectory(tmp_path / "model", {}, is_whole)
+    again.close()
+    assert set(again.files) == {"a", "c"} and names(again.path) == ["a", "c"]
+    assert "b is damaged: making it again" in caplog.text

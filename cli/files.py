@@ -1,0 +1,38 @@
+"""Read files only if they are regular; tell files and directories from links to them."""
+
+import errno
+import os
+import stat
+from pathlib import Path
+
+MAX_READ = 1 << 30  # bytes; the largest tokenizer.json and index have tens of megabytes
+
+
+def read_regular(path: Path) -> bytes:
+    """Return the contents of a file.
+
+    Raises OSError unless it is a regular file of at most MAX_READ bytes: a FIFO would wait for its
+    writer, and /dev/zero has no end.
+    """
+    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    with open(handle, "rb") as file:
+        check_regular(path, os.fstat(handle))
+        if os.fstat(handle).st_size > MAX_READ:
+            raise OSError(errno.EFBIG, f"over {MAX_READ >> 30} GiB", str(path))
+        return file.read()
+
+
+def check_regular(path: Path, status: os.stat_result | None = None) -> None:
+    """Raise OSError unless a file is a regular one. status: default: that of the path."""
+    if not stat.S_ISREG((status or path.stat()).st_mode):
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+
+
+def is_own_file(path: Path) -> bool:
+    """Whether there is a regular file, and not a link to one."""
+    return path.is_file() and not path.is_symlink()
+
+
+def is_own_directory(path: Path) -> bool:
+    """Whether there is a directory, and not a link to one."""
+    return path.is_dir() and not path.is_symlink()
