@@ -589,6 +589,29 @@ def test_concurrent_requests_get_their_own_answers(running, alone, count):
     assert not running.scheduler.queue
 
 
+def test_a_request_of_many_answers_keeps_nobody_waiting(start, slowly, alone):
+    running = start(options=("--max_batch", "2"))
+    prompts = [f"{PROMPT}{letter}" for letter in "abc"]
+    large = running.complete(prompts, n=4, max_tokens=6, seed=3).choices  # alone
+    found: dict[str, list] = {}
+
+    def ask() -> None:
+        found["large"] = running.complete(prompts, n=4, max_tokens=6, seed=3).choices
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    wait_until(lambda: len(running.scheduler.clients) == 2)
+    small = running.complete(temperature=0, max_tokens=6).choices[0].text
+    (waiting,) = running.scheduler.queue  # "large", whose other answers have not begun
+    assert waiting.begun < 8 and thread.is_alive() and small == alone(PROMPT, 6)["text"]
+    thread.join(60)
+    assert [(choice.index, choice.text) for choice in found["large"]] == [
+        (choice.index, choice.text) for choice in large
+    ]
+    assert running.metric("running") == running.metric("waiting") == 0
+    assert running.metric("answers_total") == 25
+
+
 def test_a_full_queue_returns_429_with_retry_after(start, slowly):
     running = start(max_queue=2, options=ALONE)
     waiting = [
