@@ -294,6 +294,29 @@ def test_logprobs_match_the_model(running, directory):
     assert "".join(entry.token for entry in content) == found.choices[0].message.content
 
 
+@pytest.mark.parametrize(
+    ("options", "top"), (({"top_logprobs": 3}, 3), ({}, 0)), ids=("top_logprobs", "include")
+)
+def test_a_response_has_the_logprobs_of_a_chat(running, options, top):
+    shared = {"temperature": 0.9, "extra_body": {"seed": 3}}
+    chat = running.chat(logprobs=True, top_logprobs=top, max_tokens=10, **shared).choices[0]
+    expected = [token.model_dump() for token in chat.logprobs.content]
+    options |= {"include": ["message.output_text.logprobs", "reasoning.encrypted_content"]}
+    ask = partial(running.client.responses.create, model="any", input=PROMPT, max_output_tokens=10)
+    whole = ask(**shared, **options)
+    part = whole.output[0].content[0]
+    assert part.text == chat.message.content and whole.top_logprobs == top
+    assert [token.model_dump() for token in part.logprobs] == expected
+    events = list(ask(stream=True, **shared, **options))
+    deltas = [event for event in events if event.type == "response.output_text.delta"]
+    done = next(event for event in events if event.type == "response.output_text.done")
+    for found in ([entry for delta in deltas for entry in delta.logprobs], done.logprobs):
+        assert [entry.to_dict() for entry in found] == expected
+    assert events[-1].response.output[0].content[0].logprobs == part.logprobs
+    plain = ask(**shared).output[0].content[0]
+    assert plain.logprobs == [] and plain.text == part.text
+
+
 def test_routing_matches_the_pass_that_chose_the_token(running, directory):
     whole = (
         running.complete(temperature=0, max_tokens=6, extra_body={"routing": True})
@@ -522,6 +545,20 @@ def test_formats_of_neighbors_differ(running, alone):
     for n, text in enumerate(found):
         expected = str(n) if n % 2 else alone(f"{n} = ", 20, Sampling(temperature=0))["text"]
         assert text == expected
+
+
+@pytest.mark.parametrize("api", ("chat/completions", "completions", "responses"))
+def test_other_servers_fields_restrict_answers(running, api):
+    name = {"chat/completions": "messages", "completions": "prompt", "responses": "input"}[api]
+    prompt = [{"role": "user", "content": "x"}] if name == "messages" else "x"
+    body = {name: prompt, "seed": 2, "guided_choice": ["tomorrow", "never"]}
+    found = running.post(api, json=body).json()
+    if api == "responses":
+        text = found["output"][0]["content"][0]["text"]
+    else:
+        (choice,) = found["choices"]
+        text = choice["text"] if api == "completions" else choice["message"]["content"]
+    assert text in ("tomorrow", "never")
 
 
 def test_openais_parse_returns_an_object(running):
