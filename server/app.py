@@ -54,7 +54,7 @@ from server.schema import (
     ResponseBuilder,
     read_request,
 )
-from server.tokenizing import TokenizerPool
+from server.tokenizing import TokenizerPool, TokenizerUnavailableError
 from tokenizer import Tokenizer, load_tokenizer
 
 Prepared = tuple[GenerationRequest, ResponseBuilder | ResponsesBuilder]
@@ -277,6 +277,10 @@ class Endpoints:
         return Response(self.scheduler.metrics.export(), media_type=CONTENT_TYPE_LATEST)
 
     async def health(self, request: Request) -> Response:
+        try:
+            await asyncio.get_running_loop().run_in_executor(None, self.tokenizer.check)
+        except TokenizerUnavailableError as error:
+            return JSONResponse({"status": "error", "reason": str(error)}, 503)
         return JSONResponse({"status": "ok"})
 
     async def chat_page(self, request: Request) -> Response:

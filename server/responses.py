@@ -43,7 +43,7 @@ from server.structured import (
     UnlessOne,
     Unsupported,
 )
-from server.tokenizing import TokenizerPool
+from server.tokenizing import TokenizerPool, TokenizerUnavailableError
 from server.tools import Piece, TextPiece
 from tokenizer import Tokenizer
 
@@ -488,6 +488,8 @@ def tokenize(body: bytes, tokenizer: TokenizerPool, max_seq_len: int) -> dict:
         tokens = fields.encode(tokenizer)
     except ValidationError as error:
         raise APIError(error_message(error, ChatCompletionBody), param="messages") from None
+    except TokenizerUnavailableError as error:
+        raise APIError(str(error), 503) from None
     except ValueError as error:
         raise APIError(str(error)) from None
     return {"tokens": tokens, "count": len(tokens), "max_model_len": max_seq_len}

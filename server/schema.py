@@ -30,7 +30,7 @@ from server.structured import (
     StructuredFields,
     Unsupported,
 )
-from server.tokenizing import PromptTooLongError, TokenizerPool
+from server.tokenizing import PromptTooLongError, TokenizerPool, TokenizerUnavailableError
 from server.tools import (
     NAME,
     CallParser,
@@ -582,6 +582,8 @@ def plan_request(
         calls = fields.calls(vocabulary)
         if calls and calls.grammar:
             limits.check_grammar(calls.grammar)
+    except TokenizerUnavailableError as error:
+        raise APIError(str(error), 503) from None
     except PromptTooLongError as error:
         reason = f"This model's maximum context length is {length} tokens. However, {error}"
         raise APIError(reason, code="context_length_exceeded", param=name) from None

@@ -922,6 +922,25 @@ def test_a_template_bomb_stops_nobody_else(directory, tmp_path):
     thread.join(10)
 
 
+def test_a_server_that_cannot_tokenize_says_so(start):
+    running = start(workers=2)
+    directory, running.pool.directory = running.pool.directory, Path("/gone")
+    for process in running.pool.processes:
+        os.killpg(process.pid, signal.SIGKILL)
+    health = httpx.get(f"{running.url}/health")
+    assert health.status_code == 503 and "/gone" in health.json()["reason"]
+    bodies = {"completions": {"prompt": "x"}, "responses": {"input": "x"}}
+    bodies["chat/completions"] = {"messages": [{"role": "user", "content": "x"}]}
+    for path, body in bodies.items():
+        found = running.post(path, json=body)
+        assert found.status_code == 503 and "/gone" in found.json()["error"]["message"]
+    found = httpx.post(f"{running.url}/tokenize", json={"prompt": "x"})
+    assert found.status_code == 503
+    running.pool.directory = directory
+    assert httpx.get(f"{running.url}/health").status_code == 200
+    assert running.complete(max_tokens=1).usage.completion_tokens == 1
+
+
 def test_idle_sockets_lock_nobody_out(start, monkeypatch):
     monkeypatch.setattr(connections, "HEADER_TIMEOUT", 1.0)
     running = start(max_queue=3)
