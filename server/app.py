@@ -475,8 +475,16 @@ def run_server(
 ) -> None:
     """Listen and decode until the scheduler closes or a KeyboardInterrupt.
 
-    Calls `on_ready` when it listens. Raises ValueError if the HTTP thread does not start.
+    Calls `on_ready` when it listens. Raises ValueError if another program has begun to listen on
+    the address, and if the HTTP thread does not start.
     """
+    try:
+        listener.listen()
+    except OSError as error:
+        port = listener.getsockname()[1]
+        raise ValueError(
+            f"cannot listen on port {port} any more ({error.strerror}): choose another --port"
+        ) from None
     http_server = make_http_server(app)
     interval = sys.getswitchinterval()
     sys.setswitchinterval(SWITCH_SECONDS)

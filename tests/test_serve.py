@@ -31,9 +31,9 @@ from model import Transformer
 from runtime.sampling import Sampling
 from runtime.session import Session
 from scripts.capture_page import Browser, wait_until
-from serve import build_parser, check_options
+from serve import bind, build_parser, check_options
 from server import connections
-from server.app import EventQueue, Mailbox, stream_chunks
+from server.app import EventQueue, Mailbox, run_server, stream_chunks
 from server.schema import (
     APIError,
     ChatCompletionBody,
@@ -1200,6 +1200,35 @@ def test_a_taken_port_is_one_line():
         and "choose another --port" in errors
         and errors.count("\n") == 1
     )
+
+
+def test_a_second_server_is_refused_before_it_loads_a_model():
+    """Linux lets two sockets with SO_REUSEADDR have one address until one of them listens."""
+    first = bind("127.0.0.1", 0)
+    port = first.getsockname()[1]
+    for listening in (False, True):
+        if listening:
+            first.listen()
+        with pytest.raises(ValueError, match=rf"127.0.0.1 port {port} \(Address already in use"):
+            bind("127.0.0.1", port)
+    with bind("127.0.0.2", port), socket.create_connection(("127.0.0.1", port)):
+        pass
+    first.close()
+    second = bind("127.0.0.1", port)  # at once
+    with socket.socket() as other:  # a program that does not claim its address
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        other.bind(("127.0.0.1", port))
+        other.listen()
+        with pytest.raises(ValueError, match=rf"cannot listen on port {port} any more"):
+            run_server(None, None, second, None)
+    second.close()
+
+
+@pytest.mark.parametrize("host", ("a" * 64 + ".org", "é" * 99, "256.1.1.1", "a b"))
+def test_a_wrong_host_is_one_line(host):
+    with pytest.raises(ValueError, match=r"cannot listen on .* port 8000 \(.*\): choose") as caught:
+        bind(host, 8000)
+    assert "\n" not in str(caught.value)
 
 
 def test_a_missing_package_is_one_line(tmp_path):
