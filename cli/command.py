@@ -78,6 +78,8 @@ def command(
                 if str(error).startswith("Symlink loop"):  # Path.resolve, before Python 3.13
                     return fail(f"{error}; {FIXES[errno.ELOOP]}")
                 if not is_out_of_memory(error):
+                    if is_compile_error(error):
+                        return fail(describe_compile_error(error))
                     raise
                 return fail(f"out of memory ({first_line(error)}); {out_of_memory}")
             finally:
@@ -110,12 +112,12 @@ def printable(message: str) -> str:
     return line if len(line) <= MAX_MESSAGE else f"{line[: MAX_MESSAGE - 3]}..."
 
 
-def describe_os_error(error: OSError) -> str:
-    """Return cause and fix. Only writes to stdout and stderr raise errors without a file's name."""
+def describe_os_error(error: OSError, place: str = "stdout") -> str:
+    """Return cause and fix. place: of errors without a file's name, as of writes to stdout."""
     if error.errno is None:
         return str(error)
     cause = error.strerror or str(error)
-    where = error.filename if error.filename is not None else "stdout"
+    where = error.filename if error.filename is not None else place
     return f"{where}: {cause}; {FIXES.get(error.errno or 0, 'check the path')}"
 
 
@@ -126,6 +128,25 @@ def is_out_of_memory(error: BaseException) -> bool:
         or type(error).__name__ == "OutOfMemoryError"
         or "can't allocate memory" in str(error)
     )
+
+
+def is_compile_error(error: BaseException) -> bool:
+    """Return whether PyTorch's compiler failed, unless its own report is asked for."""
+    names = type(error).__module__
+    asked = {"TORCHDYNAMO_VERBOSE", "TORCH_LOGS"} & os.environ.keys()
+    return names.startswith(("torch._dynamo.exc", "torch._inductor.exc")) and not asked
+
+
+def describe_compile_error(error: BaseException) -> str:
+    """Return cause and fix of a failed compilation: a full disk, or damaged files of the cache."""
+    folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR", "the compile cache")
+    cause: BaseException | None = error
+    while cause:
+        if isinstance(cause, OSError) and cause.errno in FIXES:
+            return f"cannot compile: {describe_os_error(cause, folder)}"
+        cause = getattr(cause, "inner_exception", None) or cause.__cause__ or cause.__context__
+    fix = f"remove {folder}, which may be damaged, or leave out --compile"
+    return f"cannot compile ({first_line(error)}); {fix}; TORCHDYNAMO_VERBOSE=1 shows all"
 
 
 def first_line(error: BaseException) -> str:
