@@ -1160,8 +1160,6 @@ def command(*arguments: str, **options) -> subprocess.Popen:
         "env", {}
     )
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    # Processes that a shell starts in the background ignore SIGINT, and so would their children.
-    streams["preexec_fn"] = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     return subprocess.Popen([sys.executable, *arguments], env=environment, **streams, **options)
 
 
