@@ -131,10 +131,10 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def is_compile_error(error: BaseException) -> bool:
-    """Return whether PyTorch's compiler failed, unless its own report is asked for."""
-    names = type(error).__module__
-    asked = {"TORCHDYNAMO_VERBOSE", "TORCH_LOGS"} & os.environ.keys()
-    return names.startswith(("torch._dynamo.exc", "torch._inductor.exc")) and not asked
+    """Return whether PyTorch's compiler failed. False if the environment wants its own report."""
+    names = {kind.__name__ for kind in type(error).__mro__}
+    verbose = {"TORCHDYNAMO_VERBOSE", "TORCH_LOGS"} & os.environ.keys()
+    return bool(names & {"BackendCompilerFailed", "CppCompileError"}) and not verbose
 
 
 def describe_compile_error(error: BaseException) -> str:
@@ -145,6 +145,9 @@ def describe_compile_error(error: BaseException) -> str:
         if isinstance(cause, OSError) and cause.errno in FIXES:
             return f"cannot compile: {describe_os_error(cause, folder)}"
         cause = getattr(cause, "inner_exception", None) or cause.__cause__ or cause.__context__
+    full = os.strerror(errno.ENOSPC)
+    if full in str(error):  # as g++ reports it
+        return f"cannot compile: {folder}: {full}; {FIXES[errno.ENOSPC]}"
     fix = f"remove {folder}, which may be damaged, or leave out --compile"
     return f"cannot compile ({first_line(error)}); {fix}; TORCHDYNAMO_VERBOSE=1 shows all"
 

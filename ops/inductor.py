@@ -111,6 +111,7 @@ def configure_inductor() -> None:
     import torch._dynamo.config as dynamo
     import torch._inductor.codecache as codecache
     import torch._inductor.config as inductor
+    import torch._inductor.output_code as output_code
     import torch.fx.experimental._config as fx
 
     # Without it Inductor leaves M = 1 products to cuBLAS, which cannot fuse the expert gather.
@@ -132,6 +133,8 @@ def configure_inductor() -> None:
     # length.
     dynamo.recompile_limit = 256
 
+    # Its __del__ reads this, also of an object that a damaged file has left half-made.
+    output_code.CompiledFxGraph.compiled_fn_runner = None
     for name in ("torch._inductor.codecache", "torch._functorch._aot_autograd.autograd_cache"):
         logging.getLogger(name).addFilter(CACHE_WARNINGS)
     # Else they stay below a name in /tmp that every user can take, also with a cache of one's own.

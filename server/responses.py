@@ -245,7 +245,7 @@ class ResponsesBuilder:
     ):
         self.body, self.model_name, self.store = body, model_name, store
         self.reader, self.tokenizer = AnswerReader(request, tokenizer), tokenizer
-        self.tokens: list[GeneratedToken] = []  # of the answer's text, in no event yet
+        self.tokens: list[GeneratedToken] = []  # tokens of the answer's text that no event has
         self.id, self.created = f"resp_{secrets.token_hex(24)}", int(time.time())
         self.items: list[Item] = []
         self.open: Item | None = None  # the item being written
@@ -276,7 +276,7 @@ class ResponsesBuilder:
         pieces = self.reader.read(event.text, event.is_reasoning)
         yield from self.add_pieces(pieces)
         if pieces and not is_message(pieces[-1]):
-            self.tokens = []  # of a call, or of the reasoning
+            self.tokens = []  # they belong to a call or to the reasoning
 
     def end(self, event: Finished) -> Iterator[bytes]:
         """Yield what a stream ends with."""

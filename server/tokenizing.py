@@ -57,7 +57,7 @@ class TokenizerPool:
     def _start(self) -> subprocess.Popen:
         command = [sys.executable, "-m", "server.tokenizing", str(self.directory.absolute())]
         pipe = subprocess.PIPE
-        # In a process group of its own, so that `end` reaches the child, too.
+        # The worker gets a process group, so that `end` reaches its child, too.
         return subprocess.Popen(
             command, stdin=pipe, stdout=pipe, text=True, cwd=ROOT, process_group=0
         )

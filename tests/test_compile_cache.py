@@ -170,6 +170,10 @@ def test_the_help_warns_of_others_folders():
         (OSError(errno.ENOSPC, "No space left on device"), "/cache: No space left on device; free"),
         (OSError(errno.EACCES, "Permission denied", "/cache/x"), "/cache/x: Permission denied;"),
         (torch._inductor.exc.CppCompileError(["g++", "a b"], "x\n" * 99), "remove /cache, which"),
+        (
+            torch._inductor.exc.CppCompileError(["g++"], "as: No space left on device\n" * 9),
+            "/cache: No space left on device; free",
+        ),
         (RuntimeError("bad magic\n" * 99), "leave out --compile"),
     ),
 )
