@@ -149,7 +149,8 @@ def describe_compile_error(error: BaseException) -> str:
     if full in str(error):  # as g++ reports it
         return f"cannot compile: {folder}: {full}; {FIXES[errno.ENOSPC]}"
     fix = f"remove {folder}, which may be damaged, or leave out --compile"
-    return f"cannot compile ({first_line(error)}); {fix}; TORCHDYNAMO_VERBOSE=1 shows all"
+    reason = first_line(getattr(error, "inner_exception", error))
+    return f"cannot compile ({reason}); {fix}; TORCHDYNAMO_VERBOSE=1 shows all"
 
 
 def first_line(error: BaseException) -> str:
