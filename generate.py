@@ -20,6 +20,7 @@ from pathlib import Path
 
 from cli.chat import Chat, greeting, read_requests
 from cli.command import check_stdout, command
+from cli.compile_cache import use_compile_cache
 from cli.folders import user_cache
 from cli.generate_options import (
     DEFAULT_NEW_TOKENS,
@@ -58,7 +59,6 @@ from models.converter import convert
 from offload.experts import COUNTERS, expert_counters
 from offload.plan import OffloadSettings, offload_experts
 from offload.runner import offloaded_layers, runner_class_for
-from ops.inductor import use_compile_cache
 from parallel import process_group
 from parallel.all_reduce import choose_all_reduce
 from parallel.device import pick_device
@@ -279,7 +279,7 @@ def open_session(
         plain = dtype or stored_dtype(checkpoint)
         experts = offload_settings(options, args, plain, length, batch)
     check_decode_kernels(options.decode_kernels, checkpoint, device, dtype, options.parallel)
-    if options.compile_cache:
+    if options.compile or options.compile_prefill:
         use_compile_cache(options.compile_cache)
     model = load_model(checkpoint, device, dtype, options.parallel, experts)
     settings = SessionOptions(

@@ -32,17 +32,45 @@ DEFAULT_BATCH = {"cuda": 8, "cpu": 16}
 log = logging.getLogger("moe_fast")
 
 
-def bind(host: str, port: int) -> socket.socket:
+class Listener(socket.socket):
+    """A bound TCP socket, which listens when the model is loaded.
+
+    Linux lets two sockets with SO_REUSEADDR have one address until one of them listens. Without
+    SO_REUSEADDR a server could not start for a minute after another has ended. So `claim` takes a
+    name that only one process can have: a second server is refused before it loads a model.
+    """
+
+    claimed: socket.socket | None = None
+
+    def claim(self) -> None:
+        """Take the name of this address until the socket is closed. Raises OSError."""
+        host, port = self.getsockname()[:2]
+        self.claimed = socket.socket(socket.AF_UNIX)
+        if sys.platform == "linux":  # an abstract name: it is no file, and ends with the process
+            self.claimed.bind(f"\0moe-fast {host} {port}")
+
+    def close(self) -> None:
+        if self.claimed:
+            self.claimed.close()
+        super().close()
+
+
+def bind(host: str, port: int) -> Listener:
     """Return a socket bound to an address, not listening yet. Raises ValueError if it is taken."""
+    bound = None
     try:
         addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         family, kind, protocol, _, address = addresses[0]
-        bound = socket.socket(family, kind, protocol)
+        bound = Listener(family, kind, protocol)
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(address)
-    except OSError as error:
+        bound.claim()
+    except (OSError, UnicodeError) as error:
+        if bound:
+            bound.close()
+        reason = error.strerror if isinstance(error, OSError) else "it is no host's name"
         raise ValueError(
-            f"cannot listen on {host} port {port} ({error.strerror}): choose another --port"
+            f"cannot listen on {host} port {port} ({reason}): choose another --port"
         ) from None
     return bound
 

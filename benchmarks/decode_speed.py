@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from benchmarks.kernel_profile import cuda_kernels, kernel_table, weight_reads
+from cli.compile_cache import use_compile_cache
 from formats.kv_cache import KV_CACHES
 from generate import check_decode_kernels, choose_runner, load_model
 from model import ModelArgs
@@ -20,7 +21,6 @@ from models.random_weights import (
     number_format,
     random_prompt,
 )
-from ops.inductor import use_compile_cache
 from parallel import process_group
 from parallel.device import pick_device
 from runtime.sampling import Sampling
@@ -70,7 +70,7 @@ def open_session(args: ModelArgs, options: argparse.Namespace, device: torch.dev
     """Return a session over a model with random weights."""
     source = RandomWeights(args, number_format(options.mode, args))
     check_decode_kernels(options.decode_kernels, source, device, parallel=options.parallel)
-    if options.compile_cache:
+    if options.compile_prefill or not options.eager:
         use_compile_cache(options.compile_cache)
     model = load_model(source, device, parallel=options.parallel)
     if device.type == "cuda":

@@ -85,6 +85,8 @@ def command(
                 if str(error).startswith("Symlink loop"):  # Path.resolve, before Python 3.13
                     return fail(f"{error}; {FIXES[errno.ELOOP]}")
                 if not is_out_of_memory(error):
+                    if is_compile_error(error):
+                        return fail(describe_compile_error(error))
                     raise
                 return fail(f"out of memory ({first_line(error)}); {out_of_memory}")
             finally:
@@ -119,12 +121,12 @@ def escaped(text: str) -> str:
     return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
 
 
-def describe_os_error(error: OSError) -> str:
-    """Return cause and fix. Only writes to stdout and stderr raise errors without a file's name."""
+def describe_os_error(error: OSError, place: str = "stdout") -> str:
+    """Return cause and fix. place: of errors without a file's name, as of writes to stdout."""
     if error.errno is None:
         return str(error)
     cause = error.strerror or str(error)
-    where = error.filename if error.filename is not None else "stdout"
+    where = error.filename if error.filename is not None else place
     return f"{where}: {cause}; {FIXES.get(error.errno or 0, 'check the path')}"
 
 
@@ -137,6 +139,29 @@ def is_out_of_memory(error: BaseException) -> bool:
         or type(error).__name__ == "OutOfMemoryError"
         or any(part in message for part in OUT_OF_MEMORY)
     )
+
+
+def is_compile_error(error: BaseException) -> bool:
+    """Return whether PyTorch's compiler failed. False if the environment wants its own report."""
+    names = {kind.__name__ for kind in type(error).__mro__}
+    verbose = {"TORCHDYNAMO_VERBOSE", "TORCH_LOGS"} & os.environ.keys()
+    return bool(names & {"BackendCompilerFailed", "CppCompileError"}) and not verbose
+
+
+def describe_compile_error(error: BaseException) -> str:
+    """Return cause and fix of a failed compilation: a full disk, or damaged files of the cache."""
+    folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR", "the compile cache")
+    cause: BaseException | None = error
+    while cause:
+        if isinstance(cause, OSError) and cause.errno in FIXES:
+            return f"cannot compile: {describe_os_error(cause, folder)}"
+        cause = getattr(cause, "inner_exception", None) or cause.__cause__ or cause.__context__
+    full = os.strerror(errno.ENOSPC)
+    if full in str(error):  # as g++ reports it
+        return f"cannot compile: {folder}: {full}; {FIXES[errno.ENOSPC]}"
+    fix = f"remove {folder}, which may be damaged, or leave out --compile"
+    reason = first_line(getattr(error, "inner_exception", error))
+    return f"cannot compile ({reason}); {fix}; TORCHDYNAMO_VERBOSE=1 shows all"
 
 
 def first_line(error: BaseException) -> str:

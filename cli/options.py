@@ -117,7 +117,10 @@ def add_prefill_options(parser: Parser) -> None:
 
 def add_compile_cache(parser: Parser) -> None:
     """Add where compiled code is kept."""
-    cache = "keep compiled code in this folder, for later runs and machines of the same kind"
+    cache = (
+        "keep compiled code in this folder, for later runs and machines of the same kind; the code "
+        "in it is executed, so only use a folder that you trust (in the user's cache)"
+    )
     parser.add_path("--compile_cache", cache)
 
 

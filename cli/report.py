@@ -12,7 +12,7 @@ def in_bytes(count: float) -> str:
 
 def in_seconds(seconds: float) -> str:
     """Return a time in s or ms."""
-    return f"{seconds:.1f} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+    return f"{seconds:.1f} s" if seconds >= 0.9995 else f"{seconds * 1e3:.3g} ms"
 
 
 def in_tokens(count: int) -> str:

@@ -3,7 +3,7 @@
 Only this file and ops/tuning.py use Inductor's private API.
 """
 
-import errno
+import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from ops import tuning
+
+log = logging.getLogger("moe_fast")
 
 
 def materialize(x: Tensor) -> Tensor:
@@ -84,25 +86,32 @@ def register_dot_bytes() -> None:
         lower(make_pointwise(pointwise))
 
 
-def use_compile_cache(directory: Path) -> None:
-    """Keep all compiled code in a directory from now on. Call it before `configure_inductor`.
+class CacheWarnings(logging.Filter):
+    """Turns the compiler's reports of damaged or full caches, each a traceback, into one line."""
 
-    Code found there is executed, so use only a directory that you trust. A copy serves on another
-    machine with the same GPU and packages. Raises OSError if it cannot be made.
-    """
-    directory.mkdir(parents=True, exist_ok=True)
-    if not os.access(directory, os.W_OK | os.X_OK):
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(directory))
-    # Inductor and Triton read these when they compile.
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(directory.absolute())
-    os.environ["TRITON_CACHE_DIR"] = str(directory.absolute() / "triton")
+    reported = False
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.levelno == logging.WARNING and "cache" in record.getMessage():
+            if not self.reported:
+                folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+                reason = "it is damaged, or cannot be written"
+                log.warning("the compile cache %s is not used: %s", folder, reason)
+            self.reported = True
+            return False
+        return True
+
+
+CACHE_WARNINGS = CacheWarnings()
 
 
 def configure_inductor() -> None:
     """Set the compiler's options. Call it before the first compilation."""
     # Imported here: the compiler takes longer to import than an eager answer of a small model.
     import torch._dynamo.config as dynamo
+    import torch._inductor.codecache as codecache
     import torch._inductor.config as inductor
+    import torch._inductor.output_code as output_code
     import torch.fx.experimental._config as fx
 
     # Without it Inductor leaves M = 1 products to cuBLAS, which cannot fuse the expert gather.
@@ -123,6 +132,15 @@ def configure_inductor() -> None:
     # A function is compiled once for each kind of block, for prefill and decode, and for each cache
     # length.
     dynamo.recompile_limit = 256
+
+    # Its __del__ reads this, also of an object that a damaged file has left half-made.
+    output_code.CompiledFxGraph.compiled_fn_runner = None
+    for name in ("torch._inductor.codecache", "torch._functorch._aot_autograd.autograd_cache"):
+        logging.getLogger(name).addFilter(CACHE_WARNINGS)
+    # Else they stay below a name in /tmp that every user can take, also with a cache of one's own.
+    folder = Path(codecache.cache_dir()) / "precompiled_headers"
+    codecache._HEADER_DIR = str(folder)
+    codecache._HEADER_LOCK_DIR = str(folder / "locks")
 
     # Imported last, since importing it reads the settings above.
     from torch._inductor.runtime.benchmarking import benchmarker

@@ -54,7 +54,7 @@ from server.schema import (
     ResponseBuilder,
     read_request,
 )
-from server.tokenizing import TokenizerPool
+from server.tokenizing import TokenizerPool, TokenizerUnavailableError
 from tokenizer import Tokenizer, load_tokenizer
 
 Prepared = tuple[GenerationRequest, ResponseBuilder | ResponsesBuilder]
@@ -277,6 +277,10 @@ class Endpoints:
         return Response(self.scheduler.metrics.export(), media_type=CONTENT_TYPE_LATEST)
 
     async def health(self, request: Request) -> Response:
+        try:
+            await asyncio.get_running_loop().run_in_executor(None, self.tokenizer.check)
+        except TokenizerUnavailableError as error:
+            return JSONResponse({"status": "error", "reason": str(error)}, 503)
         return JSONResponse({"status": "ok"})
 
     async def chat_page(self, request: Request) -> Response:
@@ -471,8 +475,16 @@ def run_server(
 ) -> None:
     """Listen and decode until the scheduler closes or a KeyboardInterrupt.
 
-    Calls `on_ready` when it listens. Raises ValueError if the HTTP thread does not start.
+    Calls `on_ready` when it listens. Raises ValueError if another program has begun to listen on
+    the address, and if the HTTP thread does not start.
     """
+    try:
+        listener.listen()
+    except OSError as error:
+        port = listener.getsockname()[1]
+        raise ValueError(
+            f"cannot listen on port {port} any more ({error.strerror}): choose another --port"
+        ) from None
     http_server = make_http_server(app)
     interval = sys.getswitchinterval()
     sys.setswitchinterval(SWITCH_SECONDS)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance.gbnf_to_lark import any_to_lark
 from torch import Tensor
 
 from runtime.logit_edits import ALL, mask_words
@@ -223,6 +224,21 @@ def lark(grammar: str) -> str:
     """Return the grammar written in llguidance's variant of Lark."""
     _check_text(grammar)
     return json.dumps({"grammars": [{"lark_grammar": grammar}]})
+
+
+def choice(texts: Sequence[str]) -> str:
+    """Return the grammar of some texts. Raises ValueError."""
+    return lark(f"start: {' | '.join(json.dumps(text, ensure_ascii=False) for text in texts)}")
+
+
+def lark_or_gbnf(grammar: str) -> str:
+    """Return the grammar of a text in Lark or in llama.cpp's GBNF. Raises ValueError."""
+    _check_text(grammar)
+    try:
+        return lark(any_to_lark(grammar))
+    except (Exception, RecursionError) as error:  # the library's parser raises bare Exceptions
+        detail = " ".join(str(error).split())[:200]
+        raise ValueError(f"it is neither Lark nor GBNF ({detail})") from None
 
 
 def forced_call(

@@ -41,7 +41,9 @@ class Metrics:
         self.first_token_seconds = self.counter(
             "first_token_seconds", "Seconds of these until the first token."
         )
-        waiting = Gauge("moe_fast_waiting", "Requests in the queue.", registry=self.registry)
+        waiting = Gauge(
+            "moe_fast_waiting", "Requests of which no answer has begun.", registry=self.registry
+        )
         waiting.set_function(queue_length)
         decoding = Gauge("moe_fast_running", "Answers being decoded.", registry=self.registry)
         decoding.set_function(running)

@@ -4,7 +4,9 @@ A request has the whole conversation. Items of recent answers may stand in it by
 Vercel AI SDK sends them: ItemStore has these.
 """
 
+import itertools
 import json
+import math
 import re
 import secrets
 import threading
@@ -21,36 +23,52 @@ from server.schema import (
     APIError,
     ChatCompletionBody,
     Finished,
+    GeneratedToken,
     GenerationRequest,
     Limits,
     LogprobCount,
     Seed,
-    StrictModel,
     TextDelta,
     TokenLimit,
-    Unsupported,
     error_field,
     error_message,
+    logprob_entries,
     parse_body,
     plan_request,
     reasoning_text,
     server_sent_event,
 )
-from server.tokenizing import TokenizerPool
+from server.structured import (
+    OtherServersFields,
+    StrictModel,
+    StructuredFields,
+    UnlessOne,
+    Unsupported,
+)
+from server.tokenizing import TokenizerPool, TokenizerUnavailableError
 from server.tools import Piece, TextPiece
 from tokenizer import Tokenizer
 
 Item = dict[str, Any]
 STORED_BYTES = 16 << 20
 # Fields of a chat that a request may have under the same name.
-SHARED = ("temperature", "top_p", "top_k", "min_p", "seed", "parallel_tool_calls", "stream")
+SAMPLING = (
+    *("temperature", "top_p", "top_k", "min_p", "seed", "stop", "logit_bias"),
+    *("frequency_penalty", "presence_penalty", "repetition_penalty"),
+)
+SHARED = (*SAMPLING, *StructuredFields.model_fields, "parallel_tool_calls", "stream")
+LOGPROBS = "message.output_text.logprobs"  # of `include`
 
 
 class Reasoning(StrictModel):
+    reported_as = "reasoning."
+
     effort: str | None = None
 
 
 class TextSettings(StrictModel):
+    reported_as = "text."
+
     format: Item = Field(default_factory=lambda: {"type": "text"})
 
 
@@ -83,14 +101,20 @@ class ItemStore:
         return found[0]
 
 
-class ResponsesBody(StrictModel):
+class ResponsesBody(StructuredFields, OtherServersFields):
     """The body of POST /v1/responses."""
+
+    reported_as = ""
 
     input: str | Annotated[list[Item], FAIL_FAST]
     previous_response_id: Unsupported = None
     conversation: Unsupported = None
     background: Unsupported = None
     prompt: Unsupported = None
+    max_tokens: Unsupported = None
+    max_completion_tokens: Unsupported = None
+    n: UnlessOne = 1
+    routing: Unsupported = None
     instructions: str | None = None
     tools: Annotated[list[Item], FAIL_FAST] = Field(default_factory=list)
     tool_choice: str | Item = "auto"
@@ -100,9 +124,16 @@ class ResponsesBody(StrictModel):
     max_output_tokens: TokenLimit | None = None
     temperature: float = Field(1.0, ge=0, le=2)
     top_p: float = Field(1.0, ge=0, le=1)
+    include: Annotated[list[str], FAIL_FAST] = Field(default_factory=list)
     top_logprobs: LogprobCount = 0
+    # ChatCompletionBody checks these.
     min_p: Any = None
     top_k: Any = None
+    stop: Any = None
+    logit_bias: Any = None
+    frequency_penalty: Any = None
+    presence_penalty: Any = None
+    repetition_penalty: Any = None
     seed: Seed | None = None
     stream: bool = False
     store: bool = True
@@ -117,8 +148,13 @@ class ResponsesBody(StrictModel):
             "tool_choice": self.chat_tool_choice(),
             "max_completion_tokens": self.max_output_tokens,
             "reasoning_effort": self.reasoning.effort,
-            "response_format": self.chat_format(),
+            "logprobs": self.wants_logprobs,
+            "top_logprobs": self.top_logprobs,
         }
+        if self.text.format.get("type") != "text":
+            if self.response_format.type != "text":
+                raise APIError("response_format and text.format: send one", param="text")
+            fields["response_format"] = self.chat_format()
         try:
             return ChatCompletionBody.model_validate(fields)
         except ValidationError as error:
@@ -129,6 +165,11 @@ class ResponsesBody(StrictModel):
                 message = FIELD_MESSAGES["input"]
             message = re.sub("^messages:", "input:", message)
             raise APIError(message, param=names.get(field, field) or None) from None
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether the answer's tokens are sent with their logprobs."""
+        return LOGPROBS in self.include or self.top_logprobs > 0
 
     def messages(self, store: ItemStore) -> list[Item]:
         """Return the conversation as a chat's messages. Raises APIError for unknown items."""
@@ -180,7 +221,7 @@ class ResponsesBody(StrictModel):
     def chat_format(self) -> Item:
         kind = self.text.format.get("type")
         if kind != "json_schema":
-            return {"type": kind}
+            return self.text.format
         return {"type": kind, "json_schema": self.text.format}
 
 
@@ -221,7 +262,8 @@ class ResponsesBuilder:
         store: ItemStore,
     ):
         self.body, self.model_name, self.store = body, model_name, store
-        self.reader = AnswerReader(request, tokenizer)
+        self.reader, self.tokenizer = AnswerReader(request, tokenizer), tokenizer
+        self.tokens: list[GeneratedToken] = []  # tokens of the answer's text that no event has
         self.id, self.created = f"resp_{secrets.token_hex(24)}", int(time.time())
         self.items: list[Item] = []
         self.open: Item | None = None  # the item being written
@@ -231,6 +273,8 @@ class ResponsesBuilder:
         """Return the answer to a request without `stream`."""
         (event,) = events
         pieces = self.reader.whole(event.result)
+        begin, end = message_span(event.result, pieces)
+        self.tokens = [token for token in event.tokens if begin <= token.offset < end]
         for _ in self.add_pieces(pieces):
             pass
         status = self.status(event)
@@ -246,10 +290,15 @@ class ResponsesBuilder:
 
     def deltas(self, event: TextDelta) -> Iterator[bytes]:
         """Yield the events for new text."""
-        yield from self.add_pieces(self.reader.read(event.text, event.is_reasoning))
+        self.tokens += [] if event.is_reasoning else event.tokens
+        pieces = self.reader.read(event.text, event.is_reasoning)
+        yield from self.add_pieces(pieces)
+        if pieces and not is_message(pieces[-1]):
+            self.tokens = []  # they belong to a call or to the reasoning
 
     def end(self, event: Finished) -> Iterator[bytes]:
         """Yield what a stream ends with."""
+        self.tokens += event.tokens
         yield from self.add_pieces(self.reader.end(event.result))
         status = self.status(event)
         yield from self.close_item(status)
@@ -314,8 +363,18 @@ class ResponsesBuilder:
         assert self.open
         part = self.open["content"][0]
         part["text"] += text
-        extra = {"logprobs": []} if part["type"] == "output_text" else {}
+        extra = {}
+        if part["type"] == "output_text":
+            extra["logprobs"] = self.take_logprobs()
+            part["logprobs"] += extra["logprobs"]
         return self.item_event(f"{part['type']}.delta", content_index=0, delta=text, **extra)
+
+    def take_logprobs(self) -> list[Item]:
+        """Return the logprobs of the tokens in no event yet; none unless the request asks."""
+        tokens, self.tokens = self.tokens, []
+        if not self.body.wants_logprobs:
+            return []
+        return logprob_entries(tokens, self.body.top_logprobs, self.tokenizer)
 
     def close_item(self, status: str) -> Iterator[bytes]:
         """End the open item."""
@@ -327,7 +386,10 @@ class ResponsesBuilder:
             yield self.item_event("function_call_arguments.done", **fields)
         else:
             part = item["content"][0]
-            extra = {"logprobs": []} if part["type"] == "output_text" else {}
+            extra = {}
+            if part["type"] == "output_text":  # the last token may have no text
+                part["logprobs"] += self.take_logprobs()
+                extra["logprobs"] = part["logprobs"]
             yield self.item_event(
                 f"{part['type']}.done", content_index=0, text=part["text"], **extra
             )
@@ -373,10 +435,28 @@ class ResponsesBuilder:
             "text": {"format": body.text.format},
             "tool_choice": body.tool_choice,
             "tools": body.tools,
+            "top_logprobs": body.top_logprobs,
             "top_p": body.top_p,
             "truncation": "disabled",
             "usage": usage(event.result) if event else None,
         }
+
+
+def is_message(piece: Piece) -> bool:
+    """Return whether a piece is text of the answer's message."""
+    return isinstance(piece, TextPiece) and not piece.is_reasoning
+
+
+def message_span(result: Item, pieces: list[Piece]) -> tuple[int, float]:
+    """Return where the message begins and ends in an answer's text, in characters.
+
+    The reasoning stands before it, calls after it.
+    """
+    begin, end = len(result.get("reasoning", "")), math.inf
+    if not all(isinstance(piece, TextPiece) for piece in pieces):
+        texts = itertools.takewhile(lambda piece: isinstance(piece, TextPiece), pieces)
+        end = begin + sum(len(piece.text) for piece in texts if is_message(piece))
+    return begin, end
 
 
 def usage(result: dict) -> dict:
@@ -427,6 +507,8 @@ def tokenize(body: bytes, tokenizer: TokenizerPool, max_seq_len: int) -> dict:
         tokens = fields.encode(tokenizer)
     except ValidationError as error:
         raise APIError(error_message(error, ChatCompletionBody), param="messages") from None
+    except TokenizerUnavailableError as error:
+        raise APIError(str(error), 503) from None
     except ValueError as error:
         raise APIError(str(error)) from None
     return {"tokens": tokens, "count": len(tokens), "max_model_len": max_seq_len}

@@ -51,6 +51,12 @@ class QueuedRequest:
     send: Callable[[Event], None]
     arrived: float = field(default_factory=time.monotonic)
     cancelled: bool = False
+    begun: int = 0  # answers that are decoded or have ended
+
+    @property
+    def answers_left(self) -> int:
+        """The number of answers that have not begun."""
+        return len(self.request.generations) - self.begun
 
 
 class Client(NamedTuple):
@@ -77,19 +83,28 @@ class Command(NamedTuple):
 class Scheduler:
     """The queue, the clients of the answers being decoded, and the metrics.
 
-    max_queue: maximum of waiting requests. time_limit: seconds from a request's arrival to its end.
-    max_batch: a request may begin while fewer answers than that are decoded.
+    The queue has the requests with answers that have not begun. They take turns: each turn begins
+    one answer, so a request with one answer never waits for all answers of another.
+
+    max_queue: maximum of requests of which no answer has begun. time_limit: seconds from a
+    request's arrival to its end. max_batch: answers decoded at a time.
     """
 
     def __init__(self, max_queue: int, time_limit: float, max_batch: int = 1):
         self.max_queue, self.time_limit, self.max_batch = max_queue, time_limit, max_batch
         self.queue: deque[QueuedRequest] = deque()
         self.clients: dict[int, Client] = {}  # keys: numbers of answers
+        self.latest: QueuedRequest | None = None  # the request that began an answer last
         self.numbers = itertools.count()
         self.changed, self.closed = threading.Condition(), False
         self.deliver: Callable[[], None] = lambda: None  # hands sent events over to the HTTP thread
-        self.metrics = Metrics(lambda: len(self.queue), lambda: len(self.clients))
+        self.metrics = Metrics(self.waiting, lambda: len(self.clients))
         self.seconds_per_answer = 1.0  # a moving average
+
+    def waiting(self) -> int:
+        """Return the number of requests of which no answer has begun."""
+        with self.changed:
+            return sum(not queued.begun for queued in self.queue)
 
     # On the HTTP thread -------------------------------------------------------------------------
 
@@ -98,7 +113,7 @@ class Scheduler:
         with self.changed:
             if self.closed:
                 raise APIError("the server is ending", 503)
-            waiting = len(self.queue)
+            waiting = self.waiting()
             if waiting >= self.max_queue:
                 seconds = self.seconds_per_answer * (waiting + 1) / 2 / self.max_batch
                 retry = str(math.ceil(min(seconds, MAX_RETRY_SECONDS)))
@@ -117,7 +132,8 @@ class Scheduler:
             request.cancelled = True
             with suppress(ValueError):
                 self.queue.remove(request)
-                self.metrics.dropped.inc()
+                if not request.begun:
+                    self.metrics.dropped.inc()
 
     def close(self) -> None:
         """Refuse further requests, and send an error to the clients of all others."""
@@ -136,23 +152,47 @@ class Scheduler:
             with self.changed:
                 if not self.queue and not self.clients:
                     self.changed.wait(HEARTBEAT_SECONDS)
-                started: list[tuple[int, Generation]] = []
+                started = self.take_expired()
                 while self.queue and len(self.clients) < self.max_batch:
-                    started += self.begin(self.queue.popleft())
+                    started.append(self.begin(self.next_turn()))
+                    if not self.queue[0].answers_left:
+                        self.queue.popleft()
                 interrupted = [n for n, c in self.clients.items() if self.is_over(c.queued)]
             yield Command(started, interrupted)
 
-    def begin(self, queued: QueuedRequest) -> list[tuple[int, Generation]]:
-        """Number the answers of a request; none if it has waited for too long."""
-        if self.has_expired(queued):
-            reason = "the time limit has passed in the queue: try again later"
-            queued.send(APIError(reason, 503))
-            return []
-        started = []
-        for index, generation in enumerate(queued.request.generations):
-            number = next(self.numbers)
-            self.clients[number] = Client(queued, index)
-            started.append((number, generation))
+    def next_turn(self) -> QueuedRequest:
+        """Move the request whose turn it is to the queue's front, and return it.
+
+        The request that had the last turn stays in front until now: so it comes after those that
+        have arrived meanwhile.
+        """
+        if self.queue[0] is self.latest:
+            self.queue.rotate(-1)
+        self.latest = self.queue[0]
+        return self.latest
+
+    def begin(self, queued: QueuedRequest) -> tuple[int, Generation]:
+        """Number the next answer of a request."""
+        number, index = next(self.numbers), queued.begun
+        self.clients[number] = Client(queued, index)
+        queued.begun += 1
+        return number, queued.request.generations[index]
+
+    def take_expired(self) -> list[tuple[int, Generation]]:
+        """Remove requests that have waited for too long; return the answers to begin for them.
+
+        A request without any answer gets an error. Otherwise its answers left begin at once,
+        beyond `max_batch`: the same Command interrupts them, before they compute anything.
+        """
+        started: list[tuple[int, Generation]] = []
+        for queued in [queued for queued in self.queue if self.has_expired(queued)]:
+            self.queue.remove(queued)
+            if not queued.begun:
+                reason = "the time limit has passed in the queue: try again later"
+                queued.send(APIError(reason, 503))
+                continue
+            while queued.answers_left:
+                started.append(self.begin(queued))
         return started
 
     def has_expired(self, queued: QueuedRequest) -> bool:
@@ -166,7 +206,8 @@ class Scheduler:
     def finish(self, number: int, result: dict, tokens: list[GeneratedToken]) -> None:
         """Send the end of an answer to its client, and count it."""
         self.metrics.count_answer(result)
-        self.seconds_per_answer += 0.2 * (result["seconds"] - self.seconds_per_answer)
+        if result["new_tokens"]:
+            self.seconds_per_answer += 0.2 * (result["seconds"] - self.seconds_per_answer)
         with self.changed:
             client = self.clients.pop(number)
         client.send(Finished(result, tokens, client.index))
@@ -184,6 +225,8 @@ class Scheduler:
         with self.changed:
             client = self.clients.pop(number)
             client.queued.cancelled = True
+            with suppress(ValueError):
+                self.queue.remove(client.queued)
         client.send(APIError(reason, 500))
 
 

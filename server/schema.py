@@ -14,18 +14,23 @@ from pydantic import (
     AfterValidator,
     BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     ValidationError,
-    ValidationInfo,
     model_validator,
 )
 
 from runtime.reasoning import REASONING, TextSplitter, make_splitter
 from runtime.sampling import MAX_CANDIDATES, TOP_LOGPROBS, Sampling
 from runtime.session import Details
-from server.constraints import FieldError, forced_call, json_object, json_schema
-from server.tokenizing import PromptTooLongError, TokenizerPool
+from server import structured
+from server.constraints import FieldError, forced_call
+from server.structured import (
+    OtherServersFields,
+    StrictModel,
+    StructuredFields,
+    Unsupported,
+)
+from server.tokenizing import PromptTooLongError, TokenizerPool, TokenizerUnavailableError
 from server.tools import (
     NAME,
     CallParser,
@@ -88,8 +93,7 @@ class APIError(Exception):
 
 # Messages for structured fields. `error_message` derives those of other fields.
 FIELD_MESSAGES = {
-    "response_format": 'response_format must be {"type": "text"}, {"type": "json_object"}, or '
-    '{"type": "json_schema", "json_schema": {"name": ..., "schema": {...}}}',
+    **structured.FIELD_MESSAGES,
     "stop": "stop must be a string of 1 to 500 characters, or a list of up to 4",
     "messages": 'messages must be a list such as [{"role": "user", "content": "Hello"}], '
     "whose roles and contents are strings",
@@ -101,6 +105,7 @@ FIELD_MESSAGES = {
     "logit_bias": "logit_bias must be an object of token ids and numbers from -100 to 100",
     "chat_template_kwargs": "chat_template_kwargs must be an object of names and values",
     "input": "input must be a string, or a list of messages, function calls and their outputs",
+    "include": 'include must be a list of names such as "message.output_text.logprobs"',
     "tokens": "tokens must be a list of token ids (whole numbers)",
 }
 TYPE_RULES = {
@@ -156,13 +161,6 @@ def text_to_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
-def refuse_if_set(value: Any, info: ValidationInfo) -> Any:
-    """Raise ValueError for an unsupported parameter. Empty and false values are accepted."""
-    if value:
-        raise ValueError(f"{info.field_name} is not supported: leave it out")
-    return value
-
-
 def list_prompts(prompt: str | list) -> list[str | list[int]]:
     """Return the prompts of a request as a list. Raises ValueError for too many."""
     if isinstance(prompt, str) or not prompt or type(prompt[0]) is int:
@@ -172,7 +170,6 @@ def list_prompts(prompt: str | list) -> list[str | list[int]]:
     return prompt
 
 
-Unsupported = Annotated[Any, AfterValidator(refuse_if_set)]
 WHOLE = BeforeValidator(whole_to_int)
 AnswerCount = Annotated[int, Field(ge=1, le=MAX_ANSWERS), WHOLE]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
@@ -196,44 +193,10 @@ Prompt = Annotated[
 FunctionName = Annotated[str, Field(pattern=rf"^{NAME}$", max_length=128)]
 
 
-class StrictModel(BaseModel):
-    """Base class: strict types; null means the default; unknown fields are ignored."""
-
-    model_config = ConfigDict(strict=True, allow_inf_nan=False)
-
-    @model_validator(mode="before")
-    @classmethod
-    def drop_nulls(cls, values: Any) -> Any:
-        if not isinstance(values, dict):
-            return values
-        return {name: value for name, value in values.items() if value is not None}
-
-
 class StreamOptions(StrictModel):
+    reported_as = "stream_options."
+
     include_usage: bool = False
-
-
-class JsonSchema(StrictModel):
-    """A schema that an answer has to follow."""
-
-    model_config = ConfigDict(populate_by_name=True)
-
-    name: str = ""
-    strict: bool = False  # refuse keywords that are not supported
-    json_schema: dict[str, Any] = Field(alias="schema")
-
-
-class ResponseFormat(StrictModel):
-    """The format of an answer; `json_schema` is given for that type."""
-
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchema | None = None
-
-    @model_validator(mode="after")
-    def check_schema(self) -> "ResponseFormat":
-        if self.type == "json_schema" and self.json_schema is None:
-            raise ValueError(FIELD_MESSAGES["response_format"])
-        return self
 
 
 class Function(StrictModel):
@@ -341,9 +304,10 @@ def template_messages(messages: list[Message], tokenizer: Tokenizer) -> list[dic
     return found
 
 
-class GenerationBody(StrictModel):
+class GenerationBody(StructuredFields, OtherServersFields):
     """The fields of both kinds of request."""
 
+    reported_as = ""
     chat: ClassVar[bool]
     prompt_name: ClassVar[str]  # the field that has the prompt
 
@@ -353,7 +317,6 @@ class GenerationBody(StrictModel):
     audio: Unsupported = None
     prediction: Unsupported = None
     web_search_options: Unsupported = None
-    response_format: ResponseFormat = ResponseFormat(type="text")
     logit_bias: dict[str, Bias] = Field(default_factory=dict)
     model: str = ""
     stream_options: StreamOptions = StreamOptions()
@@ -401,16 +364,6 @@ class GenerationBody(StrictModel):
             presence_penalty=self.presence_penalty,
             logit_bias=bias,
         )
-
-    def grammar(self) -> str | None:
-        """Return the grammar that answers must follow; None: any text.
-
-        Raises ValueError for a schema that is not supported.
-        """
-        if self.response_format.json_schema:
-            wanted = self.response_format.json_schema
-            return json_schema(wanted.json_schema, wanted.strict)
-        return None if self.response_format.type == "text" else json_object()
 
 
 class CompletionBody(GenerationBody):
@@ -470,10 +423,10 @@ class ChatCompletionBody(GenerationBody):
             raise ValueError(f"tool_choice names {choice.function.name!r:.80}, which is no tool")
         if choice == "required" and not names:
             raise ValueError('tool_choice "required" needs tools')
-        if self.active_tools() and self.response_format.type != "text":
+        if self.active_tools() and (restriction := self.restriction()):
             raise ValueError(
-                "response_format would forbid the calls of tools: send one of them, or tool_choice "
-                '"none"'
+                f"{restriction.field} would forbid the calls of tools: send one of them, or "
+                'tool_choice "none"'
             )
         return self
 
@@ -662,6 +615,8 @@ def plan_request(
     try:
         prompts, reply = fields.encode(tokenizer)
         calls = plan_calls(fields, vocabulary, limits)
+    except TokenizerUnavailableError as error:
+        raise APIError(str(error), 503) from None
     except PromptTooLongError as error:
         reason = f"This model's maximum context length is {length} tokens. However, {error}"
         raise APIError(reason, code="context_length_exceeded", param=name) from None
@@ -709,13 +664,16 @@ def plan_calls(
 
 def plan_grammar(fields: CompletionBody | ChatCompletionBody, limits: Limits) -> str | None:
     """Return the grammar of a request's answers. Raises APIError if it is not supported."""
+    restriction = fields.restriction()
+    if restriction is None:
+        return None
     try:
-        grammar = fields.grammar()
-        if grammar is not None:
-            limits.check_grammar(grammar)
+        grammar = restriction.make_grammar()
+        limits.check_grammar(grammar)
         return grammar
     except ValueError as error:
-        raise APIError(str(error), param="response_format") from None
+        param = restriction.field.partition(".")[0]
+        raise APIError(f"{restriction.field}: {error}", param=param) from None
 
 
 def plan_length(prompt_tokens: int, requested: int | None, max_seq_len: int, name: str) -> int:
@@ -829,6 +787,28 @@ def piece_delta(piece: Piece) -> dict:
         function = {"name": piece.name, "arguments": piece.arguments}
         call |= {"id": piece.id, "type": "function", "function": function}
     return {"tool_calls": [call]}
+
+
+def logprob_entries(
+    tokens: list[GeneratedToken], count: int, tokenizer: Tokenizer
+) -> list[dict[str, Any]]:
+    """Return tokens with their logprobs and their `count` likeliest alternatives."""
+    return [
+        token_logprob(token.id, token.details.logprob, tokenizer)
+        | {
+            "top_logprobs": [
+                token_logprob(*candidate, tokenizer) for candidate in token.details.top[:count]
+            ]
+        }
+        for token in tokens
+    ]
+
+
+def token_logprob(id: int, logprob: float, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return one token and its logprob; -9999 stands for -inf, which JSON lacks."""
+    data = tokenizer.token_bytes(id)
+    logprob = logprob if math.isfinite(logprob) else -9999.0
+    return {"token": data.decode(errors="replace"), "bytes": list(data), "logprob": logprob}
 
 
 class ResponseBuilder:
@@ -948,12 +928,7 @@ class ResponseBuilder:
 
     def logprobs(self, tokens: list[GeneratedToken]) -> dict:
         """Return the tokens' logprobs in the shape of the request's API."""
-        content = []
-        for token in tokens:
-            logprob, top = token.details.logprob, token.details.top[: self.body.logprob_count()]
-            entry = self.token_logprob(token.id, logprob)
-            entry["top_logprobs"] = [self.token_logprob(*candidate) for candidate in top]
-            content.append(entry)
+        content = logprob_entries(tokens, self.body.logprob_count() or 0, self.tokenizer)
         if self.body.chat:
             return {"content": content, "refusal": None}
         return {
@@ -964,12 +939,6 @@ class ResponseBuilder:
             ],
             "text_offset": [token.offset for token in tokens],
         }
-
-    def token_logprob(self, id: int, logprob: float) -> dict:
-        """Return one token and its logprob; -9999 stands for -inf, which JSON lacks."""
-        data = self.tokenizer.token_bytes(id)
-        logprob = logprob if math.isfinite(logprob) else -9999.0
-        return {"token": data.decode(errors="replace"), "bytes": list(data), "logprob": logprob}
 
     def routing(self, tokens: list[GeneratedToken]) -> dict:
         """Return the tokens' texts [T], experts [T][L][A] and weights [T][L][A]."""

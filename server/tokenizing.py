@@ -1,25 +1,30 @@
 """Chat templates and tokenization in child processes, limited in time and memory.
 
 A template is a program from a download, and a tokenizer's regex may take exponential time on a
-request. Neither can be interrupted inside this process, where it would stop every client. A child
-ends itself after TIME_LIMIT, even in compiled code; its request fails and a new child starts.
+request. Neither can be interrupted inside this process, where it would stop every client.
+
+A worker is a process that loads the tokenizer once, and forks a child that answers requests. The
+child ends itself after TIME_LIMIT, even in compiled code; its request fails and the worker forks
+another. So nothing is read from disk again: the checkpoint may be gone, or be another by then.
 """
 
 import json
+import os
 import queue
 import resource
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from cli.command import printable
 from tokenizer import Tokenizer, load_tokenizer
 
 TIME_LIMIT = 2.0  # seconds of a request
 MEMORY_LIMIT = 1 << 30  # bytes that a request may allocate
-WORKERS = 2  # child processes; one that starts again does not hold up everyone
+WORKERS = 2  # a request that takes TIME_LIMIT does not hold up everyone
 ROOT = Path(__file__).parents[1]
 
 
@@ -27,8 +32,12 @@ class PromptTooLongError(ValueError):
     """A prompt has more bytes than the context can hold."""
 
 
+class TokenizerUnavailableError(ValueError):
+    """No worker runs: the fault is the server's, not the prompt's."""
+
+
 class TokenizerPool:
-    """Encodes the prompts of requests. Thread-safe; `close` ends all children at once.
+    """Encodes the prompts of requests. Thread-safe; `close` ends all workers at once.
 
     max_seq_len: tokens of the context. A text that needs more is refused by its length in bytes.
     vocabulary: the same tokenizer in this process, for what takes no time.
@@ -48,7 +57,10 @@ class TokenizerPool:
     def _start(self) -> subprocess.Popen:
         command = [sys.executable, "-m", "server.tokenizing", str(self.directory.absolute())]
         pipe = subprocess.PIPE
-        return subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, cwd=ROOT)
+        # The worker gets a process group, so that `end` reaches its child, too.
+        return subprocess.Popen(
+            command, stdin=pipe, stdout=pipe, text=True, cwd=ROOT, process_group=0
+        )
 
     def encode(self, prompt: str, bos: bool = True, *, special: bool = False) -> list[int]:
         """Return the ids of a text, as `Tokenizer.encode`. Raises ValueError beyond the limits."""
@@ -70,31 +82,42 @@ class TokenizerPool:
             limit = f"{self.max_bytes} bytes, the most that the context can hold"
             raise PromptTooLongError(f"the prompt has {size} bytes, over {limit}: shorten it")
 
+    def check(self) -> None:
+        """Raise TokenizerUnavailableError if no worker runs, and none can be started again."""
+        if all(process.poll() is not None for process in self.processes):
+            self._call({"prompt": "", "bos": False, "special": False})
+
     def _call(self, request: dict) -> list[int]:
+        """Return a worker's answer. Raises ValueError."""
         process = self.idle.get()
         try:
             answer = exchange(process, request)
-            if answer is None:
-                process = self._replace(process)
-                limits = f"{TIME_LIMIT:.0f} s or {MEMORY_LIMIT >> 20} MiB"
-                raise ValueError(f"the prompt takes over {limits} to format and tokenize")
+            if not isinstance(answer, Ended):
+                return take(answer)
+            # The system has killed the worker, as when memory is short.
+            process = self._replace(process)
+            answer = exchange(process, request)
+            if isinstance(answer, Ended):
+                raise TokenizerUnavailableError(f"a tokenizing process ended {answer.reason}")
+            return take(answer)
         finally:
             self.idle.put(process)
-        if isinstance(answer, str):
-            raise ValueError(answer)
-        return answer
 
     def _replace(self, process: subprocess.Popen) -> subprocess.Popen:
-        """Return a new child in place of one that has ended."""
+        """Return a new worker in place of one that has ended."""
         end(process)
         if self.closed:
-            raise ValueError("the server is ending")
-        new = self._start()
+            raise TokenizerUnavailableError("the server is ending")
+        try:
+            new = self._start()
+        except OSError as error:
+            reason = f"a tokenizing process cannot start: {error.strerror}"
+            raise TokenizerUnavailableError(reason) from None
         self.processes[self.processes.index(process)] = new
         return new
 
     def close(self) -> None:
-        """End all children; requests in flight fail."""
+        """End all workers; requests in flight fail."""
         self.closed = True
         for process in self.processes:
             end(process)
@@ -108,24 +131,69 @@ def text_bytes(value: Any) -> int:
     return sum(map(text_bytes, values)) if isinstance(value, dict | list) else 0
 
 
-def exchange(process: subprocess.Popen, request: dict) -> list[int] | str | None:
-    """Send a request to a child -> ids, an error message, or None if the child has ended."""
+class Ended(NamedTuple):
+    """A worker has ended. reason: its last message, or its exit status."""
+
+    reason: str
+
+
+def exchange(process: subprocess.Popen, request: dict) -> list[int] | str | Ended | None:
+    """Send a request to a worker -> ids, an error message, or None if its child has ended."""
     assert process.stdin and process.stdout
-    try:
+    with suppress(OSError, ValueError):  # ValueError: `close` has closed the pipe
         process.stdin.write(json.dumps(request) + "\n")
         process.stdin.flush()
+    try:
         line = process.stdout.readline()
-        return json.loads(line) if line.endswith("\n") else None
-    except (OSError, ValueError):  # ValueError: `close` has closed the pipe
+        answer = json.loads(line) if line.endswith("\n") else {}
+    except ValueError:  # the child ended within its line
         return None
+    except OSError:
+        answer = {}
+    if isinstance(answer, dict):
+        end(process)
+        return Ended(f"({answer['failed']})" if answer else f"with status {process.returncode}")
+    return answer
+
+
+def take(answer: list[int] | str | None) -> list[int]:
+    """Return the ids of an answer. Raises ValueError for an error."""
+    if answer is None:
+        limits = f"{TIME_LIMIT:.0f} s or {MEMORY_LIMIT >> 20} MiB"
+        raise ValueError(f"the prompt takes over {limits} to format and tokenize")
+    if isinstance(answer, str):
+        raise ValueError(answer)
+    return answer
 
 
 def end(process: subprocess.Popen) -> None:
-    process.kill()
+    """End a worker and its child."""
+    if process.poll() is None:  # so its id is not another's yet
+        with suppress(ProcessLookupError):  # another thread ends it, too
+            os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
-# The child ----------------------------------------------------------------------------------------
+# The worker ---------------------------------------------------------------------------------------
+
+
+def work(directory: str) -> None:
+    """Load the tokenizer, and fork a child until one has seen the end of stdin."""
+    try:
+        tokenizer = load_tokenizer(directory)
+    except (OSError, ValueError) as error:
+        print(json.dumps({"failed": printable(str(error))}), flush=True)
+        return
+    while True:
+        child = os.fork()  # the tokenizer has started no thread
+        if child == 0:
+            limit_memory(MEMORY_LIMIT)
+            answer_requests(tokenizer)
+            return
+        _, status = os.waitpid(child, 0)
+        if status == 0:
+            return
+        os.write(1, b"null\n")
 
 
 def answer_requests(tokenizer: Tokenizer) -> None:
@@ -198,6 +266,4 @@ def limit_memory(size: int) -> None:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the parent, which ends this
-    loaded = load_tokenizer(sys.argv[1])
-    limit_memory(MEMORY_LIMIT)
-    answer_requests(loaded)
+    work(sys.argv[1])

@@ -3,6 +3,7 @@
 import importlib.util
 import itertools
 import json
+import signal
 import string
 import threading
 from collections import Counter
@@ -23,6 +24,10 @@ from cli.parser import Parser
 from generate import EMBEDDED
 from models.converter import convert
 from tokenizer import load_tokenizer
+
+# A shell ignores SIGINT in what it starts in the background, and all children would inherit that.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = Path(__file__).parents[1]
 HYBRID_CHECKPOINT = ROOT / "checkpoints" / "tiny-hybrid"

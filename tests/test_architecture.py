@@ -74,8 +74,10 @@ HIDDEN_IMPORTS = {
     "ops/inductor.py": (
         {
             "torch._dynamo.config",
+            "torch._inductor.codecache",
             "torch._inductor.config",
             "torch._inductor.lowering",
+            "torch._inductor.output_code",
             "torch._inductor.runtime.benchmarking",
             "torch._inductor.virtualized",
             "torch.fx.experimental._config",

@@ -22,7 +22,7 @@ from cli.chat import (
     save_messages,
     split_command,
 )
-from cli.report import format_statistics, format_turn, in_bytes
+from cli.report import format_statistics, format_turn, in_bytes, in_seconds
 from cli.terminal import LineReader, read_message
 
 ROOT = Path(__file__).parents[1]
@@ -150,6 +150,9 @@ def test_figures_have_units():
     counts = (0, 49_152, 8.43e6, 99.96e6, 999e6, 1e9, 25.53e9, 463.2e9)
     shown = ["0 kB", "49 kB", "8.43 MB", "100 MB", "999 MB", "1 GB", "25.5 GB", "463 GB"]
     assert [in_bytes(count) for count in counts] == shown
+    times = (2e-5, 0.0123, 0.9994, 0.99951, 1, 61.26)
+    shown = ["0.02 ms", "12.3 ms", "999 ms", "1.0 s", "1.0 s", "61.3 s"]
+    assert [in_seconds(seconds) for seconds in times] == shown
     result = {
         "prompt_tokens": 1204,
         "new_tokens": 200,

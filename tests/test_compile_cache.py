@@ -1,12 +1,22 @@
 """--compile_cache: compiled code in a folder, which another machine may get a copy of."""
 
+import errno
 import json
+import logging
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
+import torch._inductor.exc
+
+from cli.command import command
+from cli.compile_cache import use_compile_cache
+from cli.options import add_compile_cache
+from cli.parser import Parser
+from ops.inductor import CacheWarnings
 
 ROOT = Path(__file__).parents[1]
 # Decode two tokens, then print how many functions Inductor compiled, and found compiled.
@@ -44,6 +54,8 @@ def test_a_copy_of_the_folder_spares_all_compiling(tmp_path):
     assert code == 0 and compiled > 2 and found == 0
     first.rename(second)  # as on another machine: nothing refers to the old place
     assert run("--compile_cache", str(second), home=homes[1]) == [0, 0, compiled]
+    # Nothing stands below the name in /tmp that every user can take.
+    assert not [path for home in homes for path in home.glob("torchinductor*")]
 
 
 @pytest.mark.parametrize(
@@ -61,3 +73,138 @@ def test_a_users_mistake_is_one_line(options, message, tmp_path):
     assert ran.returncode == 2 and ran.stdout == ""
     assert ran.stderr.startswith("error: ") and ran.stderr.count("\n") == 1
     assert message in ran.stderr and not (tmp_path / "new").exists()
+
+
+@pytest.fixture
+def folders(tmp_path, monkeypatch):
+    """A home and a temporary directory; no environment variable names a cache."""
+    for name in ("XDG_CACHE_HOME", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    home, temporary = tmp_path / "home", tmp_path / "tmp"
+    for folder in (home, temporary):
+        folder.mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    yield home, temporary
+    for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+        os.environ.pop(name, None)
+
+
+def used() -> tuple[Path, Path]:
+    return Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]), Path(os.environ["TRITON_CACHE_DIR"])
+
+
+@pytest.mark.parametrize("home", ("plain", "Jane Doe", "it's", "$HOME", "a;b", "file", "jürgen"))
+def test_the_default_is_a_folder_of_the_users_own(folders, monkeypatch, home):
+    """A home that compilers do not take, or that cannot be written, is replaced."""
+    place = folders[0] / home
+    monkeypatch.setenv("HOME", str(place))
+    if home == "file":
+        place.write_text("")
+    own = f"moe-fast-{os.getuid()}-compiled"
+    expected = folders[1] / own
+    if home in ("plain", "jürgen"):
+        expected = place / ".cache/moe-fast/compiled"
+    for mode in (None, 0o777):  # missing, then opened to all
+        if mode:
+            expected.chmod(mode)
+            for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+                monkeypatch.delenv(name)
+        use_compile_cache(None)
+        assert used() == (expected, expected / "triton")
+        assert expected.stat().st_mode & 0o777 == 0o700
+
+
+def test_the_environments_folders_are_kept(folders, monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/given")
+    use_compile_cache(None)
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "/given"
+    use_compile_cache(tmp_path / "option")  # an option has precedence
+    assert used() == (tmp_path / "option", tmp_path / "option/triton")
+
+
+@pytest.mark.parametrize(
+    "name", ("a b", "a\tb", "a'b", 'a"b', "$a", "a;b", "a&b", "(a)", "*", "a\nb")
+)
+def test_a_path_that_compilers_do_not_take_is_one_line(folders, name, capsys):
+    main = command()(lambda: use_compile_cache(folders[0] / name))
+    assert main() == 2 and not (folders[0] / name).exists()
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "compilers do not take" in error
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    (
+        (lambda folder: folder.chmod(0o700), ""),
+        (lambda folder: folder.chmod(0o755), ""),
+        (lambda folder: folder.chmod(0o775), "can be written by others"),
+        (lambda folder: folder.chmod(0o777), "can be written by others"),
+        (lambda folder: os.chown(folder, 12345, 12345), "belongs to another user"),
+    ),
+)
+def test_a_folder_that_others_can_change_is_warned_about(folders, caplog, change, reason):
+    folder = folders[0] / "cache"
+    folder.mkdir()
+    try:
+        change(folder)
+    except PermissionError:
+        pytest.skip("only root can give a folder to another user")
+    use_compile_cache(folder)
+    lines = [record.getMessage() for record in caplog.records]
+    assert lines == (
+        [f"--compile_cache {folder} {reason}, and its code is executed"] * bool(reason)
+    )
+
+
+def test_the_help_warns_of_others_folders():
+    parser = Parser("x", ())
+    add_compile_cache(parser)
+    text = " ".join(parser.format_help().split())
+    assert "the code in it is executed, so only use a folder that you trust" in text
+
+
+@pytest.mark.parametrize(
+    ("cause", "message"),
+    (
+        (OSError(errno.ENOSPC, "No space left on device"), "/cache: No space left on device; free"),
+        (OSError(errno.EACCES, "Permission denied", "/cache/x"), "/cache/x: Permission denied;"),
+        (torch._inductor.exc.CppCompileError(["g++", "a b"], "x\n" * 99), "remove /cache, which"),
+        (
+            torch._inductor.exc.CppCompileError(["g++"], "as: No space left on device\n" * 9),
+            "/cache: No space left on device; free",
+        ),
+        (RuntimeError("bad magic\n" * 99), "leave out --compile"),
+    ),
+)
+def test_a_failed_compilation_is_one_line(cause, message, monkeypatch, capsys):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/cache")
+
+    @command()
+    def main() -> int:
+        raise torch._inductor.exc.InductorError(cause, None)
+
+    assert main() == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: cannot compile") and message in error
+    assert error.count("\n") == 1 and len(error) < 600
+    monkeypatch.setenv("TORCHDYNAMO_VERBOSE", "1")
+    with pytest.raises(torch._inductor.exc.InductorError):
+        main()
+
+
+def test_a_damaged_cache_is_reported_once(caplog):
+    log = logging.getLogger("test.codecache")
+    log.addFilter(CacheWarnings())
+    for name in (
+        "fx graph cache unable to load compiled graph",
+        "fx graph unable to write to cache",
+    ):
+        try:
+            raise EOFError(name)
+        except EOFError:
+            log.warning(name, exc_info=True)
+    log.warning("another matter")
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == 2 and "is not used: it is damaged" in lines[0]
+    assert caplog.records[0].exc_info is None and lines[1] == "another matter"

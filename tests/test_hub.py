@@ -330,6 +330,8 @@ def test_a_process_that_ends_is_resumed(hub, source, folder, tmp_path, number):
     if number == signal.SIGINT:
         assert run.returncode == 130
         assert err.count("run the same command again to resume") == 1
+    else:
+        assert run.returncode == -number
     assert_resumes(hub, source, tmp_path, done)
 
 

@@ -471,6 +471,7 @@ def test_tool_calls_are_shown_and_answered(page, serve):
 # Conversations --------------------------------------------------------------------------------
 
 SLOW = content("word " * 400, pause=0.02)
+ESCAPE = "\ue00c"  # a key of the W3C WebDriver protocol
 
 
 def test_each_answer_is_scrolled_to_unless_the_user_scrolls_up(page, serve):
@@ -514,9 +515,11 @@ def test_escape_stops_the_answer_and_continue_goes_on(page, serve):
     page.open(server)
     page.ask("go", wait=False)
     wait_until(lambda: page.count(".token") > 3)
-    page.press("\ue00c")
+    page.press(ESCAPE)
     wait_until(lambda: server.disconnects == 1)
     assert page.text("#status").startswith("stopped after")
+    tokens = int(page.text("#status").split()[2])
+    assert page.text("#context_text") == f"at least {tokens} of 4,096 tokens"
     kept = page.text(".answer")
     server.replies = dict.fromkeys(
         ["Continue exactly where your last message was cut off. Do not repeat any of it."],
@@ -530,6 +533,68 @@ def test_escape_stops_the_answer_and_continue_goes_on(page, serve):
         "assistant",
         "user",
     ]
+
+
+def test_the_context_of_an_answer_without_usage_is_a_bound(page, serve):
+    server = serve({"a": content("b c"), "go": SLOW, "wait": [5]})
+    page.open(server)
+    assert page.text("#context_text") == "0 of 4,096 tokens"  # an empty chat
+    page.ask("wait", wait=False)
+    wait_until(lambda: server.requests)
+    page.press(ESCAPE)
+    assert page.run("return document.getElementById('context').hidden")
+    page.ask("a")
+    assert page.text("#context_text") == "12 of 4,096 tokens"
+    page.ask("go", wait=False)
+    wait_until(lambda: page.count(".message:last-child .token") > 3)
+    page.press(ESCAPE)
+    tokens = int(page.text("#status").split()[2])
+    assert page.text("#context_text") == f"at least {12 + tokens} of 4,096 tokens"
+    page.ask("a")
+    assert page.text("#context_text") == "12 of 4,096 tokens"
+
+
+JUNK = (None, 5, "x", True, [], {}, [None], {"a": None}, -1.5, [[]])
+MESSAGES = (
+    *JUNK,
+    *({"role": role, "content": junk} for role in ("user", "assistant", "tool") for junk in JUNK),
+    *(
+        {"role": "assistant", "content": "kept", name: junk}
+        for name in ("reasoning", "tool_calls", "finish", "error", "usage", "rate", "count", "heat")
+        for junk in (*JUNK, [{"function": None}], {"layers": 1e9, "experts": 1e9}, {"total": "x"})
+    ),
+    *({"role": junk, "content": "x"} for junk in JUNK),
+)
+
+
+def test_a_damaged_store_does_not_break_the_page(page, serve):
+    server = serve({"next": content("fine")})
+    page.open(server)
+    chat = {"id": "a", "title": "whole", "updated": 9e12, "system": "", "messages": []}
+    heat = {"layers": 2, "experts": 3, "active": 1, "tokens": 4, "values": "*" * 16}
+    answers = [*MESSAGES, {"role": "assistant", "content": "last", "heat": heat}]
+    chats = {"null": chat | {"messages": [None]}, "all": chat | {"messages": answers}}
+    chats |= {f"{name}{n}": chat | {name: junk} for name in chat for n, junk in enumerate(JUNK)}
+    chats |= {f"junk{n}": junk for n, junk in enumerate(JUNK)}
+    kept = {f"moe-fast:chat:{id}": json.dumps(value) for id, value in chats.items()}
+    kept |= {"moe-fast:chat:torn": '{"id": "torn", "mess', "moe-fast:chat:": "{}"}
+    for settings in (5, [], None, {"system": 5, "temperature": {}, "tools": 7, "format": "x"}):
+        kept["moe-fast:settings"] = json.dumps(settings)
+        script = f"for (const [k, v] of Object.entries({json.dumps(kept)})) localStorage[k] = v"
+        page.run(script)
+        page.reload(server, "#all")
+    assert page.texts(".answer")[-1] == "last" and "kept" in page.texts(".answer")
+    opened = page.run("""const chats = () => document.querySelectorAll('.chat');
+        for (let n = 0; n < chats().length; n++) chats()[n].click();
+        return chats().length""")
+    assert opened == 4 * len(JUNK) + 3 + 2  # three of JUNK are lists, which `messages` may be
+    for id in ("null", "junk0", "torn", "messages3", "all"):
+        page.reload(server, f"#{id}")
+        page.ask("next")
+        assert page.texts(".answer")[-1] == "fine"
+    sent = server.requests[-1]["messages"]
+    assert all(isinstance(m["content"], str) and isinstance(m["role"], str) for m in sent)
+    assert not [error for error in page.errors() if "favicon" not in error]
 
 
 def test_a_cut_answer_is_continued(page, serve):
@@ -567,7 +632,7 @@ def test_edit_and_regenerate_replace_the_later_messages(page, serve):
     assert page.texts(".answer") == ["1", "2"] and len(server.requests[2]["messages"]) == 3
     page.press("\ue013")  # up: edits the last message
     wait_until(lambda: page.count("textarea.edit") == 1)
-    page.press("\ue00c")
+    page.press(ESCAPE)
     wait_until(lambda: page.count("textarea.edit") == 0)
     page.run("[...document.querySelectorAll('.user .tools button')][0].click()")
     page.run("document.querySelector('textarea.edit').value = 'three'")
@@ -741,7 +806,7 @@ def test_the_map_fills_while_the_answer_streams(page, serve):
     wait_until(lambda: page.run(counted) > 5)
     first = page.run(counted)
     wait_until(lambda: page.run(counted) > first)
-    page.press("\ue00c")
+    page.press(ESCAPE)
 
 
 # Themes, widths, keyboard ---------------------------------------------------------------------
@@ -778,7 +843,7 @@ def test_every_width_has_room(page, serve, width):
         page.click("#open_sidebar")
         left = "return document.getElementById('clear').getBoundingClientRect().left"
         wait_until(lambda: page.run(left) >= 0)
-        page.press("\ue00c")
+        page.press(ESCAPE)
         page.click("#open_experts")
         assert page.run("return document.getElementById('heat').clientWidth") > 250
 

@@ -32,9 +32,9 @@ from model import Transformer
 from runtime.sampling import Sampling
 from runtime.session import Session
 from scripts.capture_page import Browser, wait_until
-from serve import build_parser, check_options
+from serve import bind, build_parser, check_options
 from server import connections
-from server.app import EventQueue, Mailbox, stream_chunks
+from server.app import EventQueue, Mailbox, run_server, stream_chunks
 from server.schema import (
     APIError,
     ChatCompletionBody,
@@ -290,6 +290,29 @@ def test_logprobs_match_the_model(running, directory):
     assert "".join(entry.token for entry in content) == found.choices[0].message.content
 
 
+@pytest.mark.parametrize(
+    ("options", "top"), (({"top_logprobs": 3}, 3), ({}, 0)), ids=("top_logprobs", "include")
+)
+def test_a_response_has_the_logprobs_of_a_chat(running, options, top):
+    shared = {"temperature": 0.9, "extra_body": {"seed": 3}}
+    chat = running.chat(logprobs=True, top_logprobs=top, max_tokens=10, **shared).choices[0]
+    expected = [token.model_dump() for token in chat.logprobs.content]
+    options |= {"include": ["message.output_text.logprobs", "reasoning.encrypted_content"]}
+    ask = partial(running.client.responses.create, model="any", input=PROMPT, max_output_tokens=10)
+    whole = ask(**shared, **options)
+    part = whole.output[0].content[0]
+    assert part.text == chat.message.content and whole.top_logprobs == top
+    assert [token.model_dump() for token in part.logprobs] == expected
+    events = list(ask(stream=True, **shared, **options))
+    deltas = [event for event in events if event.type == "response.output_text.delta"]
+    done = next(event for event in events if event.type == "response.output_text.done")
+    for found in ([entry for delta in deltas for entry in delta.logprobs], done.logprobs):
+        assert [entry.to_dict() for entry in found] == expected
+    assert events[-1].response.output[0].content[0].logprobs == part.logprobs
+    plain = ask(**shared).output[0].content[0]
+    assert plain.logprobs == [] and plain.text == part.text
+
+
 def test_routing_matches_the_pass_that_chose_the_token(running, directory):
     whole = (
         running.complete(temperature=0, max_tokens=6, extra_body={"routing": True})
@@ -520,6 +543,20 @@ def test_formats_of_neighbors_differ(running, alone):
         assert text == expected
 
 
+@pytest.mark.parametrize("api", ("chat/completions", "completions", "responses"))
+def test_other_servers_fields_restrict_answers(running, api):
+    name = {"chat/completions": "messages", "completions": "prompt", "responses": "input"}[api]
+    prompt = [{"role": "user", "content": "x"}] if name == "messages" else "x"
+    body = {name: prompt, "seed": 2, "guided_choice": ["tomorrow", "never"]}
+    found = running.post(api, json=body).json()
+    if api == "responses":
+        text = found["output"][0]["content"][0]["text"]
+    else:
+        (choice,) = found["choices"]
+        text = choice["text"] if api == "completions" else choice["message"]["content"]
+    assert text in ("tomorrow", "never")
+
+
 def test_openais_parse_returns_an_object(running):
     class Person(pydantic.BaseModel):
         model_config = pydantic.ConfigDict(extra="forbid")
@@ -583,6 +620,29 @@ def test_concurrent_requests_get_their_own_answers(running, alone, count):
     )
     assert {word: first[word] for word in expected} == expected
     assert not running.scheduler.queue
+
+
+def test_a_request_of_many_answers_keeps_nobody_waiting(start, slowly, alone):
+    running = start(options=("--max_batch", "2"))
+    prompts = [f"{PROMPT}{letter}" for letter in "abc"]
+    large = running.complete(prompts, n=4, max_tokens=6, seed=3).choices  # alone
+    found: dict[str, list] = {}
+
+    def ask() -> None:
+        found["large"] = running.complete(prompts, n=4, max_tokens=6, seed=3).choices
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    wait_until(lambda: len(running.scheduler.clients) == 2)
+    small = running.complete(temperature=0, max_tokens=6).choices[0].text
+    (waiting,) = running.scheduler.queue  # "large", whose other answers have not begun
+    assert waiting.begun < 8 and thread.is_alive() and small == alone(PROMPT, 6)["text"]
+    thread.join(60)
+    assert [(choice.index, choice.text) for choice in found["large"]] == [
+        (choice.index, choice.text) for choice in large
+    ]
+    assert running.metric("running") == running.metric("waiting") == 0
+    assert running.metric("answers_total") == 25
 
 
 def test_a_full_queue_returns_429_with_retry_after(start, slowly):
@@ -858,6 +918,25 @@ def test_a_template_bomb_stops_nobody_else(directory, tmp_path):
     thread.join(10)
 
 
+def test_a_server_that_cannot_tokenize_says_so(start):
+    running = start(workers=2)
+    directory, running.pool.directory = running.pool.directory, Path("/gone")
+    for process in running.pool.processes:
+        os.killpg(process.pid, signal.SIGKILL)
+    health = httpx.get(f"{running.url}/health")
+    assert health.status_code == 503 and "/gone" in health.json()["reason"]
+    bodies = {"completions": {"prompt": "x"}, "responses": {"input": "x"}}
+    bodies["chat/completions"] = {"messages": [{"role": "user", "content": "x"}]}
+    for path, body in bodies.items():
+        found = running.post(path, json=body)
+        assert found.status_code == 503 and "/gone" in found.json()["error"]["message"]
+    found = httpx.post(f"{running.url}/tokenize", json={"prompt": "x"})
+    assert found.status_code == 503
+    running.pool.directory = directory
+    assert httpx.get(f"{running.url}/health").status_code == 200
+    assert running.complete(max_tokens=1).usage.completion_tokens == 1
+
+
 def test_idle_sockets_lock_nobody_out(start, monkeypatch):
     monkeypatch.setattr(connections, "HEADER_TIMEOUT", 1.0)
     running = start(max_queue=3)
@@ -1077,8 +1156,6 @@ def command(*arguments: str, **options) -> subprocess.Popen:
         "env", {}
     )
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    # Processes that a shell starts in the background ignore SIGINT, and so would their children.
-    streams["preexec_fn"] = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     return subprocess.Popen([sys.executable, *arguments], env=environment, **streams, **options)
 
 
@@ -1117,6 +1194,35 @@ def test_a_taken_port_is_one_line():
         and "choose another --port" in errors
         and errors.count("\n") == 1
     )
+
+
+def test_a_second_server_is_refused_before_it_loads_a_model():
+    """Linux lets two sockets with SO_REUSEADDR have one address until one of them listens."""
+    first = bind("127.0.0.1", 0)
+    port = first.getsockname()[1]
+    for listening in (False, True):
+        if listening:
+            first.listen()
+        with pytest.raises(ValueError, match=rf"127.0.0.1 port {port} \(Address already in use"):
+            bind("127.0.0.1", port)
+    with bind("127.0.0.2", port), socket.create_connection(("127.0.0.1", port)):
+        pass
+    first.close()
+    second = bind("127.0.0.1", port)  # at once
+    with socket.socket() as other:  # a program that does not claim its address
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        other.bind(("127.0.0.1", port))
+        other.listen()
+        with pytest.raises(ValueError, match=rf"cannot listen on port {port} any more"):
+            run_server(None, None, second, None)
+    second.close()
+
+
+@pytest.mark.parametrize("host", ("a" * 64 + ".org", "é" * 99, "256.1.1.1", "a b"))
+def test_a_wrong_host_is_one_line(host):
+    with pytest.raises(ValueError, match=r"cannot listen on .* port 8000 \(.*\): choose") as caught:
+        bind(host, 8000)
+    assert "\n" not in str(caught.value)
 
 
 def test_a_missing_package_is_one_line(tmp_path):

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import signal
 import threading
 import time
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from server.schema import APIError, Limits, read_request
-from server.tokenizing import TIME_LIMIT, TokenizerPool
+from server.tokenizing import TIME_LIMIT, TokenizerPool, TokenizerUnavailableError
 from tokenizer import load_tokenizer
 
 TINY = Path(__file__).parents[1] / "checkpoints/tiny-moe"
@@ -136,3 +137,40 @@ def test_children_end_with_their_parent(pool):
     process.stdin.close()  # as if the parent had been killed
     assert process.wait(5) == 0
     assert not os.path.exists(f"/proc/{process.pid}/fd")
+
+
+def test_children_that_end_need_no_files(pool, tmp_path):
+    """The checkpoint may be gone, or another model's, when a child has ended."""
+    directory = Path(shutil.copytree(pool.directory, tmp_path / "model"))
+    other = TokenizerPool(directory, 64, workers=2)
+    expected = [other.encode(text) for text in ("a b", "c")]
+    shutil.rmtree(directory)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="over 2 s or 1024 MiB"):
+            other.chat(message("loops"))
+        assert [other.encode(text) for text in ("a b", "c")] == expected
+    other.check()
+    other.close()
+
+
+def kill_workers(pool: TokenizerPool) -> None:
+    for process in pool.processes:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def test_killed_workers_are_started_again_or_named(pool):
+    other = TokenizerPool(pool.directory, 64, workers=2)
+    for ask in (lambda: other.encode("a"), other.check):
+        kill_workers(other)
+        ask()
+    kill_workers(other)
+    other.directory = pool.directory / "gone"
+    for ask in (lambda: other.encode("a"), lambda: other.chat(message("a")), other.check):
+        with pytest.raises(TokenizerUnavailableError, match=r"process ended \(.*gone"):
+            ask()
+    other.directory = pool.directory
+    other.check()
+    assert other.encode("a") == pool.encode("a")
+    other.close()

@@ -2,6 +2,7 @@
 //
 // A chat is {id, title, named, updated, system, messages}. A message is {role, content}; answers
 // also have reasoning, tool_calls, finish, error, usage, rate, count (tokens) and heat (Counts).
+// usage is {completion, total, reasoning}, of the server. isLeast: the total is what is certain.
 
 const CONTINUE = "Continue exactly where your last message was cut off. Do not repeat any of it.";
 

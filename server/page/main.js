@@ -311,7 +311,8 @@ function finish(run) {
   const routing = routings.get(message);
   const hasUsage = message.usage && !message.error && message.finish !== "stopped";
   if (hasUsage) message.count = message.usage.completion;
-  message.usage = {total: 0, reasoning: 0, ...message.usage, completion: message.count};
+  const known = {total: 0, reasoning: 0, ...message.usage, completion: message.count};
+  message.usage = hasUsage ? known : {...known, ...leastTotal(run)};
   const isCut = message.finish === "length";
   message.isFull = isCut && Boolean(model.context) && message.usage.total >= model.context;
   rateOf(run);
@@ -321,6 +322,12 @@ function finish(run) {
   showRunning(null);
   updateAnswer(run, true);
   showEnd(run);
+}
+
+/** Return the usage that is certain after an answer without one: it was stopped, or it failed. */
+function leastTotal(run) {
+  const before = run.chat.messages.findLast(message => message.usage?.total)?.usage.total ?? 0;
+  return {total: before + run.answer.count - run.begun, isLeast: true};
 }
 
 /** Show and announce how an answer ended. */
@@ -398,8 +405,10 @@ function showServerError(error) {
 
 /** Show how much of the context the conversation has. The next request has at least as much. */
 function showContext() {
-  const total = chat.messages.findLast(message => message.usage?.total)?.usage.total ?? 0;
-  $("context").hidden = !model.context;
+  const usage = chat.messages.findLast(message => message.usage?.total)?.usage;
+  const total = usage?.total ?? 0;
+  const isUnknown = !usage && chat.messages.length > 0;
+  $("context").hidden = !model.context || isUnknown;
   Object.assign($("context_bar"), {
     max: model.context || 1,
     value: total,
@@ -407,7 +416,9 @@ function showContext() {
     optimum: 0,
   });
   const format = number => number.toLocaleString("en");
-  $("context_text").textContent = `${format(total)} of ${format(model.context)} tokens`;
+  const least = usage?.isLeast ? "at least " : "";
+  const text = isUnknown ? "" : `${least}${format(total)} of ${format(model.context)} tokens`;
+  $("context_text").textContent = text;
 }
 
 // Events ---------------------------------------------------------------------------------------

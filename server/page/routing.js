@@ -129,12 +129,19 @@ export class Counts {
 
   /** Return the counts of a packed object, or null if it is damaged. */
   static unpack(packed) {
-    if (!packed?.layers) return null;
-    const counts = new Counts(packed.layers, packed.experts, packed.active, packed.tokens);
-    const bytes = Uint8Array.from(atob(packed.values), character => character.charCodeAt(0));
-    if (bytes.length !== 2 * counts.values.length) return null;
-    counts.values.set(new Uint16Array(bytes.buffer));
-    return counts;
+    const {layers, experts, active, tokens, values} = packed ?? {};
+    const isWhole = [layers, experts, active].every(count => Number.isInteger(count) && count > 0);
+    const size = 2 * layers * experts; // bytes
+    // Its base64 is as long as the counts need: nothing larger is allocated.
+    if (!isWhole || !(tokens >= 0) || values?.length !== 4 * Math.ceil(size / 3)) return null;
+    try {
+      const bytes = Uint8Array.from(atob(values), character => character.charCodeAt(0));
+      const counts = new Counts(layers, experts, active, tokens);
+      counts.values.set(new Uint16Array(bytes.buffer));
+      return counts;
+    } catch {
+      return null; // no base64, or an odd number of bytes
+    }
   }
 }
 

@@ -45,7 +45,8 @@ function read(key) {
 }
 
 export function loadSettings() {
-  return read(SETTINGS) ?? {};
+  const settings = read(SETTINGS);
+  return isObject(settings) ? {...settings, system: text(settings.system)} : {};
 }
 
 /** Save some settings and leave the others. */
@@ -62,15 +63,11 @@ export function listChats() {
   const keys = Array.from({length: storage.length}, (_, n) => storage.key(n));
   const chats = keys
     .filter(key => key.startsWith(CHAT))
-    .map(read)
-    .filter(isChat);
+    .map(key => loadChat(key.slice(CHAT.length)))
+    .filter(Boolean);
   return chats
     .sort((a, b) => b.updated - a.updated)
     .map(({id, title, updated}) => ({id, title, updated}));
-}
-
-function isChat(value) {
-  return Boolean(value?.id && Array.isArray(value.messages));
 }
 
 export function newChat(system = "") {
@@ -82,7 +79,7 @@ export function newChat(system = "") {
 /** Return a conversation, or null if it does not exist. */
 export function loadChat(id) {
   const chat = read(CHAT + id);
-  return isChat(chat) ? chat : null;
+  return isObject(chat) && Array.isArray(chat.messages) ? repairChat(id, chat) : null;
 }
 
 /** Save a conversation. Returns false if the browser's storage is full. */
@@ -111,6 +108,62 @@ export function onOtherTab(handler) {
     if (!event.key || event.key.startsWith(CHAT)) handler();
   });
 }
+
+// What is kept may be of another version of the page, or changed by an extension or by hand: a
+// field of the wrong type gets its default, a message of the wrong type is left out.
+
+function repairChat(id, chat) {
+  return {
+    id,
+    title: text(chat.title),
+    named: chat.named === true,
+    updated: number(chat.updated),
+    system: text(chat.system),
+    messages: chat.messages.map(repairMessage).filter(Boolean),
+  };
+}
+
+function repairMessage(message) {
+  if (!isObject(message) || !ROLES.includes(message.role)) return null;
+  const {role} = message;
+  const content = text(message.content);
+  if (role === "user") return {role, content};
+  if (role === "tool") return {role, content, tool_call_id: text(message.tool_call_id)};
+  return {
+    role,
+    content,
+    reasoning: text(message.reasoning),
+    tool_calls: list(message.tool_calls).map(repairCall).filter(Boolean),
+    finish: text(message.finish) || null,
+    error: text(message.error),
+    rate: text(message.rate),
+    count: number(message.count),
+    isFull: message.isFull === true,
+    ...(isObject(message.usage) && {usage: repairUsage(message.usage)}),
+    ...(isObject(message.heat) && {heat: message.heat}), // Counts.unpack checks it
+  };
+}
+
+function repairCall(call) {
+  if (!isObject(call?.function)) return null;
+  const {name, arguments: values} = call.function;
+  return {id: text(call.id), type: "function", function: {name: text(name), arguments: text(values)}};
+}
+
+function repairUsage({completion, total, reasoning, isLeast}) {
+  return {
+    completion: number(completion),
+    total: number(total),
+    reasoning: number(reasoning),
+    isLeast: isLeast === true,
+  };
+}
+
+const ROLES = ["user", "assistant", "tool"];
+const isObject = value => value !== null && typeof value === "object" && !Array.isArray(value);
+const text = value => (typeof value === "string" ? value : "");
+const number = value => (Number.isFinite(value) && value >= 0 ? value : 0);
+const list = value => (Array.isArray(value) ? value : []);
 
 // The key lives as long as the tab: localStorage would keep it on the disk.
 export function loadKey() {

@@ -1,0 +1,138 @@
+"""The order in which a Scheduler begins answers, without a model."""
+
+import itertools
+from types import SimpleNamespace
+
+import pytest
+
+from server.scheduler import QueuedRequest, Scheduler
+from server.schema import APIError, Finished
+
+RESULT = {"seconds": 1.0, "prompt_tokens": 1, "cached_tokens": 0, "new_tokens": 1, "ttft_s": 0.1}
+
+
+class Driver:
+    """Runs a Scheduler; each answer that is decoded ends after one command."""
+
+    def __init__(self, max_batch: int, max_queue: int = 9):
+        self.scheduler = Scheduler(max_queue, 600, max_batch)
+        self.commands = self.scheduler.commands()
+        self.running: list[int] = []
+        self.requests: dict[str, QueuedRequest] = {}
+        self.events: dict[str, list] = {}
+
+    def ask(self, name: str, answers: int) -> QueuedRequest:
+        """Submit a request whose generations are (name, index)."""
+        generations = [(name, index) for index in range(answers)]
+        self.events[name] = []
+        queued = QueuedRequest(SimpleNamespace(generations=generations), self.events[name].append)
+        self.scheduler.submit(queued)
+        self.requests[name] = queued
+        return queued
+
+    def begin(self) -> tuple[list[tuple[str, int]], int]:
+        """Follow the next command; return the answers that it begins, and how many it ends."""
+        command = next(self.commands)
+        for number in command.interrupted:
+            self.scheduler.finish(number, RESULT | {"new_tokens": 0}, [])
+        numbers = [number for number, _ in command.started]
+        self.running = [n for n in self.running + numbers if n not in command.interrupted]
+        return [generation for _, generation in command.started], len(command.interrupted)
+
+    def end(self, count: int = 1) -> None:
+        """End the answers that were begun first."""
+        for _ in range(count):
+            self.scheduler.finish(self.running.pop(0), RESULT, [])
+
+    def run(self) -> list[tuple[str, int]]:
+        """Run until nothing waits or is decoded; return the answers as they began."""
+        order = []
+        while self.scheduler.queue or self.scheduler.clients:
+            order += self.begin()[0]
+            assert len(self.running) <= self.scheduler.max_batch
+            self.end()
+        return order
+
+
+@pytest.mark.parametrize("max_batch", (1, 2, 8))
+def test_a_small_request_waits_for_one_answer_of_a_large_one(max_batch):
+    driver = Driver(max_batch)
+    driver.ask("large", 512)
+    begun, _ = driver.begin()
+    assert begun == [("large", index) for index in range(max_batch)]
+    driver.ask("small", 1)
+    assert driver.begin()[0] == []  # no answer has ended
+    for expected in ([("small", 0)], [("large", max_batch)]):
+        driver.end()
+        assert driver.begin()[0] == expected
+    driver.run()
+    indices = [event.index for event in driver.events["large"] if isinstance(event, Finished)]
+    assert sorted(indices) == list(range(512))
+
+
+def test_requests_take_turns_whatever_their_size():
+    driver, sizes = Driver(3), {"a": 40, "b": 1, "c": 7, "d": 3, "e": 40}
+    for name, size in sizes.items():
+        driver.ask(name, size)
+    order = driver.run()
+    assert sorted(order) == sorted((n, i) for n, size in sizes.items() for i in range(size))
+    for name, size in sizes.items():
+        turns = [turn for turn, (other, _) in enumerate(order) if other == name]
+        assert [order[turn][1] for turn in turns] == list(range(size))
+        # Between two answers of a request, any other request begins at most one.
+        for first, second in itertools.pairwise(turns):
+            between = [other for other, _ in order[first + 1 : second]]
+            assert len(between) == len(set(between))
+
+
+def test_a_cancelled_request_begins_no_further_answer():
+    driver = Driver(2)
+    large, waiting = driver.ask("large", 9), driver.ask("waiting", 1)
+    driver.begin()
+    driver.scheduler.cancel(large)
+    driver.scheduler.cancel(driver.ask("other", 2))
+    assert waiting.begun == 1
+    begun, interrupted = driver.begin()
+    assert (begun, interrupted) == ([], 1) and not driver.scheduler.queue
+    assert driver.scheduler.metrics.dropped._value.get() == 1  # "large" has begun
+
+
+def test_a_failed_answer_ends_its_request_only():
+    driver = Driver(2)
+    large = driver.ask("large", 9)
+    driver.begin()
+    driver.ask("small", 1)
+    driver.scheduler.fail(driver.running.pop(0), RuntimeError("x"))
+    assert driver.begin() == ([("small", 0)], 1) and large.begun == 2
+    (error, _) = driver.events["large"]
+    assert isinstance(error, APIError) and error.status == 500
+    assert driver.run() == [] and not driver.scheduler.clients
+
+
+def test_the_time_limit_ends_all_answers_of_a_request():
+    driver = Driver(2)
+    expired = [driver.ask("begun", 5)]
+    driver.begin()
+    expired.append(driver.ask("waiting", 2))
+    for queued in expired:
+        queued.arrived -= 601
+    assert driver.begin() == ([("begun", index) for index in range(2, 5)], 5)
+    assert [event.index for event in driver.events["begun"]] == [0, 1, 2, 3, 4]
+    (error,) = driver.events["waiting"]
+    assert isinstance(error, APIError) and error.status == 503
+
+
+def test_the_queues_limit_counts_requests_without_an_answer():
+    driver = Driver(1, max_queue=2)
+    driver.ask("large", 99)
+    driver.begin()
+    for name in ("a", "b"):
+        driver.ask(name, 99)
+    assert driver.scheduler.waiting() == 2
+    with pytest.raises(APIError, match="2 requests are waiting") as caught:
+        driver.ask("c", 1)
+    assert caught.value.status == 429 and int(caught.value.headers["Retry-After"]) >= 1
+    driver.end()
+    assert driver.begin()[0] == [("a", 0)]
+    assert driver.scheduler.waiting() == 1
+    driver.ask("c", 1)
