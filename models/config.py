@@ -79,6 +79,7 @@ READ = {
     *COMMON_FIELDS,
     *OPTIONAL,
     *("hidden_act", "hidden_activation", "rope_interleave", "n_group", "topk_group"),
+    "is_causal",
     *("full_attention_interval", "topk_method", "global_head_dim"),
 }
 

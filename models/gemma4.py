@@ -329,6 +329,7 @@ class Gemma4Text(Family):
                 c.refuse(key, f"only {value!r} is")
         if c["use_bidirectional_attention"] not in (None, "vision"):  # text is causal with "vision"
             c.refuse("use_bidirectional_attention", "only null and 'vision' are")
+        c.integer("intermediate_size")  # a dense FFN is beside the experts of every layer
         c.setdefault("rope_theta", 1e4)
         c.setdefault("global_rope_theta", 1e4)
         c.setdefault("global_rotary_factor", 1.0)
