@@ -194,7 +194,7 @@ class HFConfig(dict):
     """
 
     def __init__(self, config: dict, family):
-        self.family = family
+        self.family, self.names = family, config.keys()
         self.nulls = {key for key, value in config.items() if value is None}
         given = {key: value for key, value in config.items() if value is not None}
         published_format(given, family.published)
@@ -203,6 +203,8 @@ class HFConfig(dict):
         self.nulls |= {key for key, value in rope.items() if value is None}
         rope = {key: value for key, value in rope.items() if value is not None}
         self.check_only(given | rope)
+        # Of these, their values are checked first: they are sizes of another model of the family.
+        self.check_nulls(but=("head_dim", *family.needed))
         given |= one_expert_count(config, family)
         # A shared name that the family has for another key of its own is no key of this file.
         foreign = {*family.renamed_keys.values()} - family.renamed_keys.keys()
@@ -223,10 +225,10 @@ class HFConfig(dict):
             if given[key] != value or not alike:
                 raise unsupported(key, given[key], f"only {value!r} is")
 
-    def check_nulls(self) -> None:
-        """Raise ValueError for a null that means nothing. Call it after other values are checked."""
+    def check_nulls(self, but: tuple[str, ...] = ()) -> None:
+        """Raise ValueError for a null that means nothing."""
         family = self.family
-        for key in sorted(self.nulls - {*NULLABLE, *family.nullable}):
+        for key in sorted(self.nulls - {*NULLABLE, *family.nullable, *but}):
             if family.defaults.get(key, key if key in READ else None) is not None:
                 raise unsupported(key, None, "it needs a value, or no such key")
 
@@ -239,7 +241,10 @@ class HFConfig(dict):
 
     def refuse(self, key: str, why: str):
         """Raise the ValueError for a key, named as the file has it."""
-        raise unsupported(own_key(self.family, key), self.get(key), why)
+        own = own_key(self.family, key)
+        if own in EXPERT_COUNTS:
+            own = next((name for name in (own, *EXPERT_COUNTS) if name in self.names), own)
+        raise unsupported(own, self.get(key), why)
 
     def integer(self, key: str) -> int:
         """Return a positive integer."""
@@ -428,7 +433,8 @@ def window_field(c: HFConfig) -> dict:
     A family without windows, or without use_sliding_window, ignores the key, as transformers does.
     """
     used = c.flag("use_sliding_window") or "use_sliding_window" not in c.family.defaults
-    windowed = used and c["sliding_window"] is not None and c.family.has_window
+    has_size = c["sliding_window"] is not None and c.count("sliding_window") is not None
+    windowed = used and has_size and c.family.has_window
     listed_kinds(c, ("sliding_attention" if windowed else "full_attention",))
     return {"sliding_window": c.integer("sliding_window") if windowed else None}
 

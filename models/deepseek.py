@@ -5,7 +5,6 @@ from models.latent_family import LatentArgs, LatentFamily, LatentTransformer
 from models.layers.group_routing import SigmoidRoutedMoE
 from models.tensors import Recipes, score_bias_recipe
 
-
 DeepseekArgs, DeepseekTransformer = LatentArgs, LatentTransformer
 
 
