@@ -203,7 +203,7 @@ class HFConfig(dict):
         self.nulls |= {key for key, value in rope.items() if value is None}
         rope = {key: value for key, value in rope.items() if value is not None}
         self.check_only(given | rope)
-        # Of these, their values are checked first: they are sizes of another model of the family.
+        # `arg_fields` checks these first, as sizes that belong to another model of the family.
         self.check_nulls(but=("head_dim", *family.needed))
         given |= one_expert_count(config, family)
         # A shared name that the family has for another key of its own is no key of this file.
@@ -416,7 +416,7 @@ def dense_fields(c: HFConfig) -> dict:
 
 
 def listed_kinds(c: HFConfig, known: tuple[str, ...]) -> list[str] | None:
-    """Return each layer's kind from layer_types, None if it is absent. known: the kinds there are."""
+    """Return each layer's kind from layer_types, None if it is absent. known: all kinds."""
     kinds, n_layer = c["layer_types"], c.integer("num_hidden_layers")
     if kinds is None:
         return None
