@@ -79,6 +79,7 @@ READ = {
     *COMMON_FIELDS,
     *OPTIONAL,
     *("hidden_act", "hidden_activation", "rope_interleave", "n_group", "topk_group"),
+    "is_causal",
     *("full_attention_interval", "topk_method", "global_head_dim"),
 }
 
@@ -194,7 +195,7 @@ class HFConfig(dict):
     """
 
     def __init__(self, config: dict, family):
-        self.family = family
+        self.family, self.names = family, config.keys()
         self.nulls = {key for key, value in config.items() if value is None}
         given = {key: value for key, value in config.items() if value is not None}
         published_format(given, family.published)
@@ -203,6 +204,8 @@ class HFConfig(dict):
         self.nulls |= {key for key, value in rope.items() if value is None}
         rope = {key: value for key, value in rope.items() if value is not None}
         self.check_only(given | rope)
+        # `arg_fields` checks these first, as sizes that belong to another model of the family.
+        self.check_nulls(but=("head_dim", *family.needed))
         given |= one_expert_count(config, family)
         # A shared name that the family has for another key of its own is no key of this file.
         foreign = {*family.renamed_keys.values()} - family.renamed_keys.keys()
@@ -223,10 +226,10 @@ class HFConfig(dict):
             if given[key] != value or not alike:
                 raise unsupported(key, given[key], f"only {value!r} is")
 
-    def check_nulls(self) -> None:
-        """Raise ValueError for a null that means nothing. Call it after other values are checked."""
+    def check_nulls(self, but: tuple[str, ...] = ()) -> None:
+        """Raise ValueError for a null that means nothing."""
         family = self.family
-        for key in sorted(self.nulls - {*NULLABLE, *family.nullable}):
+        for key in sorted(self.nulls - {*NULLABLE, *family.nullable, *but}):
             if family.defaults.get(key, key if key in READ else None) is not None:
                 raise unsupported(key, None, "it needs a value, or no such key")
 
@@ -239,7 +242,10 @@ class HFConfig(dict):
 
     def refuse(self, key: str, why: str):
         """Raise the ValueError for a key, named as the file has it."""
-        raise unsupported(own_key(self.family, key), self.get(key), why)
+        own = own_key(self.family, key)
+        if own in EXPERT_COUNTS:
+            own = next((name for name in (own, *EXPERT_COUNTS) if name in self.names), own)
+        raise unsupported(own, self.get(key), why)
 
     def integer(self, key: str) -> int:
         """Return a positive integer."""
@@ -411,7 +417,7 @@ def dense_fields(c: HFConfig) -> dict:
 
 
 def listed_kinds(c: HFConfig, known: tuple[str, ...]) -> list[str] | None:
-    """Return each layer's kind from layer_types, None if it is absent. known: the kinds there are."""
+    """Return each layer's kind from layer_types, None if it is absent. known: all kinds."""
     kinds, n_layer = c["layer_types"], c.integer("num_hidden_layers")
     if kinds is None:
         return None
@@ -428,7 +434,8 @@ def window_field(c: HFConfig) -> dict:
     A family without windows, or without use_sliding_window, ignores the key, as transformers does.
     """
     used = c.flag("use_sliding_window") or "use_sliding_window" not in c.family.defaults
-    windowed = used and c["sliding_window"] is not None and c.family.has_window
+    has_size = c["sliding_window"] is not None and c.count("sliding_window") is not None
+    windowed = used and has_size and c.family.has_window
     listed_kinds(c, ("sliding_attention" if windowed else "full_attention",))
     return {"sliding_window": c.integer("sliding_window") if windowed else None}
 

@@ -5,8 +5,8 @@ from models.latent_family import LatentArgs, LatentFamily, LatentTransformer
 from models.layers.group_routing import SigmoidRoutedMoE
 from models.tensors import Recipes, score_bias_recipe
 
-
-DeepseekArgs, DeepseekTransformer = LatentArgs, LatentTransformer
+DeepseekArgs = LatentArgs
+DeepseekTransformer = LatentTransformer
 
 
 class DeepseekV3Transformer(DeepseekTransformer):

@@ -62,6 +62,7 @@ class Family:
     field_of_key: Mapping[str, str] = NOTHING  # shared key -> field, for both directions
     nullable: tuple[str, ...] = ()  # its own keys for which null means something
     fixed: Mapping = NOTHING  # fields with one value in the whole family
+    needed: Mapping = NOTHING  # values that differ from the key's default, as for `only`
     only: Mapping = NOTHING  # further rows of config.ONLY, or other values
     has_window: bool = False  # all layers may share a sliding window
     rope: Mapping = NOTHING  # rope parameters of a config.json without any

@@ -325,10 +325,11 @@ class Gemma4Text(Family):
 
     def arg_fields(self, c: HFConfig) -> dict:
         for key, value in self.needed.items():
-            if c[key] != value:
+            if c[key] != value or isinstance(c[key], bool) != isinstance(value, bool):
                 c.refuse(key, f"only {value!r} is")
         if c["use_bidirectional_attention"] not in (None, "vision"):  # text is causal with "vision"
             c.refuse("use_bidirectional_attention", "only null and 'vision' are")
+        c.integer("intermediate_size")  # a dense FFN is beside the experts of every layer
         c.setdefault("rope_theta", 1e4)
         c.setdefault("global_rope_theta", 1e4)
         c.setdefault("global_rotary_factor", 1.0)

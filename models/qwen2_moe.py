@@ -54,7 +54,6 @@ class Qwen2Moe(ScaledRopeFamily):
         "qkv_bias": "qkv_bias",
         "shared_expert_intermediate_size": "shared_intermediate",
     }
-    nullable = ("num_key_value_heads",)
     has_window = True
 
     def window_fields(self, c: HFConfig) -> dict:

@@ -368,6 +368,13 @@ def test_an_impossible_prompt_is_refused_before_it_runs(model, ids, count, messa
         generate(Session(model, 64), ids, count)
 
 
+def test_a_session_beyond_the_models_positions_is_refused(model):
+    longest = model.args.max_position
+    assert Session(model, longest).max_seq_len == longest
+    with pytest.raises(ValueError, match=f"{longest + 1}: .* for {longest} positions at most"):
+        Session(model, longest + 1)
+
+
 def test_more_prompts_than_sequences_are_refused(model):
     with pytest.raises(ValueError, match="3 prompts in a session for 2"):
         list(open_session(model, 64, batch=2).stream_all(PROMPTS[:3], 1, GREEDY))

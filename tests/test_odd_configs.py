@@ -1,0 +1,351 @@
+"""Odd config.json files against transformers: the same logits, or a refusal that names the key.
+
+Every key of every family is absent, null, 0, an empty object, an empty list and false. transformers
+makes a model of the file, as far as it can, and the converter reads that model's weights.
+"""
+
+import copy
+import dataclasses
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from conftest import FAMILIES as PEERS
+from conftest import hub_keys, randomize
+from torch import Tensor
+
+from generate import load_model
+from models import FAMILIES, args_from_hf
+from models.config import ONLY, OPTIONAL, ROPE_KEYS
+from models.converter import Conversion
+
+ABSENT = object()
+VALUES = (ABSENT, None, 0, {}, [], False)
+TOKENS = torch.randint(3, 160, (1, 40), generator=torch.Generator().manual_seed(1))
+# Keys that no logit depends on.
+OTHERS = {
+    *("architectures", "model_type", "transformers_version", "torch_dtype", "dtype", "id2label"),
+    *("label2id", "problem_type", "return_dict", "output_hidden_states", "is_encoder_decoder"),
+    *("chunk_size_feed_forward", "use_cache", "initializer_range", "quantization_config"),
+    *("attention_dropout", "bos_token_id", "pad_token_id", "eos_token_id", "pretraining_tp"),
+    *("output_router_logits", "router_aux_loss_coef", "input_jitter_noise", "_name_or_path"),
+    *("vocab_size_per_layer_input", "max_window_layers"),
+}
+FURTHER = {
+    *("rope_theta", "rope_scaling", "rope_parameters", "original_max_position_embeddings"),
+    *("head_dim", "num_local_experts", "num_experts", "n_routed_experts"),
+    *("full_attention_interval", "global_head_dim", "num_global_key_value_heads"),
+}
+pytestmark = pytest.mark.usefixtures("few_threads")
+
+
+# Both models of a config.json ---------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def bases() -> dict[str, tuple]:
+    """Return family -> transformers' config.json, its config class and its model class."""
+    found = {}
+    for name, make in PEERS.items():
+        peer = make()
+        config = json.loads(json.dumps(peer.config.to_dict(), default=str))
+        found[name] = (
+            config | {"architectures": [type(peer).__name__]},
+            type(peer.config),
+            type(peer),
+        )
+    return found
+
+
+def run_transformers(config: dict, config_class, model_class) -> tuple[dict[str, Tensor], Tensor]:
+    """Return random weights and logits [1, Q, V] of the model that transformers makes."""
+    torch.manual_seed(0)
+    peer = model_class(config_class.from_dict(copy.deepcopy(config))).eval()
+    randomize(peer)
+    with torch.no_grad():
+        return peer.state_dict(), peer(TOKENS).logits
+
+
+class Weights:
+    """A safetensors file, and then a converted checkpoint, in memory."""
+
+    def __init__(self, directory: Path, state: dict[str, Tensor]):
+        self.path, self.state = directory / "model.safetensors", state
+        self.tensors = {name: (tuple(t.shape), t.dtype) for name, t in state.items()}
+
+    def read(self, name: str, index=None, device="cpu") -> Tensor:
+        return self.state[name].clone() if index is None else self.state[name][index].clone()
+
+
+def run_ours(config: dict, state: dict[str, Tensor], directory: Path) -> Tensor:
+    """Return the logits [1, Q, V] of the converted weights. Raises ValueError for a refusal."""
+    (directory / "config.json").write_text(json.dumps(config))
+    published = {"model.safetensors": Weights(directory, state)}
+    conversion = Conversion(directory, published, {}, "fp32")
+    made: dict[str, Tensor] = {}
+    for file in conversion.plan.files:
+        made |= conversion.assemble(file)
+    source = Weights(directory, made)
+    source.args, source.format = dataclasses.asdict(conversion.args), conversion.format
+    model = load_model(source, "cpu")
+    model.setup_cache(1, 64)
+    with torch.no_grad():
+        return model(TOKENS, torch.arange(TOKENS.shape[1])[None], all_positions=True)
+
+
+def changed(config: dict, changes: dict) -> dict:
+    """Return the config with changes; "a.b" is key b of a, ABSENT removes a key."""
+    config = copy.deepcopy(config)
+    for path, value in changes.items():
+        *outer, key = path.split(".")
+        place = config
+        for name in outer:
+            place = place[name]
+        place.pop(key, None)
+        if value is not ABSENT:
+            place[key] = copy.deepcopy(value)
+    return config
+
+
+def verdict(config: dict, config_class, model_class, directory: Path) -> str:
+    """Return "same", "refused by ..." or "wrong by ..."; of a file that transformers cannot run,
+    "refused by ..." or "accepted".
+    """
+    try:
+        state, want = run_transformers(config, config_class, model_class)
+    except Exception:
+        try:
+            args_from_hf(config)
+        except ValueError as error:
+            return f"refused by {error}"
+        return "accepted"
+    try:
+        got = run_ours(config, state, directory)
+    except ValueError as error:
+        return f"refused by {error}"
+    error = ((got - want).abs().max() / want.abs().max().clamp(min=1)).item()
+    # Sizes of absent keys are those of a published model, whose sums round more.
+    return (
+        "same"
+        if error < (1e-4 if config.get("hidden_size") == 64 else 2e-3)
+        else f"wrong by {error}"
+    )
+
+
+# Values with a meaning ----------------------------------------------------------------------------
+
+ROPE = "rope_parameters"
+TOP = "original_max_position_embeddings"
+FULL = ["full_attention"] * 3
+LLAMA3 = dict(rope_type="llama3", factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0) | {TOP: 32}
+YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=16)
+SAME = [
+    ("mixtral", {"use_sliding_window": False}),
+    ("mixtral", {"head_dim": None}),
+    ("mixtral", {"sliding_window": None}),
+    ("qwen3_moe", {"use_sliding_window": True, "sliding_window": None}),
+    ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 8}),
+    ("qwen2_moe", {"use_sliding_window": True, "layer_types": FULL}),
+    ("qwen2_moe", {"shared_expert_intermediate_size": 0}),
+    ("qwen3_next", {f"{ROPE}.partial_rotary_factor": ABSENT, "partial_rotary_factor": None}),
+    ("qwen3_next", {"shared_expert_intermediate_size": 0}),
+    ("qwen3_5_moe", {f"{ROPE}.partial_rotary_factor": ABSENT, "partial_rotary_factor": None}),
+    ("qwen3_5_moe", {"shared_expert_intermediate_size": 0}),
+    ("gemma4", {"per_layer_config": {}}),
+    ("gemma4", {"per_layer_config": None}),
+    ("olmoe", {"num_key_value_heads": None}),
+    ("gpt_oss", {ROPE: {}}),
+    ("gpt_oss", {ROPE: None}),
+    ("gpt_oss", {f"{ROPE}.truncate": None}),
+    ("gpt_oss", {f"{ROPE}.beta_fast": None, f"{ROPE}.beta_slow": 0}),
+    ("gpt_oss", {f"{ROPE}.factor": None}),
+    ("gpt_oss", {TOP: 40}),
+    ("gpt_oss", {f"{ROPE}.{TOP}": ABSENT}),
+    ("gpt_oss", {"use_sliding_window": False}),
+    ("granitemoe", {"attention_multiplier": None}),
+    ("granitemoe", {"num_key_value_heads": None}),
+    ("phimoe", {TOP: 64}),
+    ("deepseek_v2", {"norm_topk_prob": None, "num_key_value_heads": None}),
+    ("deepseek_v2", {TOP: 40}),
+    ("deepseek_v2", {"n_shared_experts": 0}),
+    ("deepseek_v2", {f"{ROPE}.mscale": None}),
+    ("deepseek_v3", {"norm_topk_prob": None}),
+    ("deepseek_v3", {"num_key_value_heads": None, "q_lora_rank": None}),
+    ("deepseek_v3", {TOP: 40}),
+    ("deepseek_v3", {"n_shared_experts": 0}),
+    (
+        "glm4_moe_lite",
+        {"mlp_layer_types": ["sparse", "dense", "sparse"], "first_k_dense_replace": 1},
+    ),
+    ("glm4_moe_lite", {"mlp_layer_types": ["sparse"] * 3, "first_k_dense_replace": 7}),
+    ("glm4_moe_lite", {"mlp_layer_types": None, "q_lora_rank": None}),
+    ("glm4_moe_lite", {"n_shared_experts": 0}),
+    ("glm4_moe", {f"{ROPE}.partial_rotary_factor": ABSENT, "partial_rotary_factor": None}),
+    ("glm4_moe", {"n_shared_experts": 0}),
+]
+# Families with one mechanism of scaled RoPE, by what their rope parameters have besides.
+SCALED = ("qwen3_moe", "qwen2_moe", "qwen3_next", "qwen3_5_moe", "olmoe", "gpt_oss", "granitemoe")
+SCALED += ("deepseek_v2", "deepseek_v3", "glm4_moe", "glm4_moe_lite")
+KINDS = {
+    "linear": dict(rope_type="linear", factor=2.5),
+    "llama3": LLAMA3,
+    "yarn": YARN,
+    "yarn, as cards say": dict(type="yarn", factor=4.0, original_max_position_embeddings=16),
+    "linear with mscale": dict(rope_type="linear", factor=2.5, mscale_all_dim=0.8),
+}
+QUICK = [(name, ("linear", "llama3", "yarn")[n % 3]) for n, name in enumerate(SCALED)]
+QUICK += [(name, "yarn") for name in ("qwen3_moe", "qwen3_next", "qwen3_5_moe", "glm4_moe_lite")]
+REFUSED = [
+    ("mixtral", {"num_key_value_heads": None}, "num_key_value_heads = None"),
+    ("mixtral", {"layer_types": []}, "layer_types = "),
+    ("mixtral", {"is_causal": None}, "is_causal = None"),
+    ("qwen2_moe", {"num_key_value_heads": None}, "num_key_value_heads = None"),
+    ("mixtral", {"per_layer_config": {"1": {"sliding_window": 4}}}, "per_layer_config = "),
+    ("mixtral", {"num_experts": 5}, "num_experts = 5 is not supported (num_local_experts is 6)"),
+    ("mixtral", {ROPE: KINDS["linear"]}, "rope_type = 'linear'"),
+    ("qwen3_moe", {"norm_topk_prob": None}, "norm_topk_prob = None"),
+    ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 0}, "sliding_window = 0"),
+    ("qwen3_moe", {f"{ROPE}.rope_theta": None}, "rope_theta = None"),
+    ("qwen3_moe", {f"{ROPE}.rope_type": None}, "rope_type = None"),
+    ("qwen3_moe", {ROPE: YARN | {"rope_theta": 1}}, "rope_theta = 1 "),
+    ("qwen3_moe", {ROPE: YARN, TOP: None}, f"{TOP} = None"),
+    ("qwen3_moe", {ROPE: LLAMA3 | {"high_freq_factor": 1.0}}, "high_freq_factor = 1.0"),
+    ("qwen3_moe", {ROPE: LLAMA3 | {"low_freq_factor": None}}, "low_freq_factor = None"),
+    ("qwen3_moe", {ROPE: dict(rope_type="linear")}, "factor = None"),
+    ("qwen3_moe", {ROPE: []}, "rope parameters []"),
+    ("qwen3_next", {f"{ROPE}.partial_rotary_factor": None}, "partial_rotary_factor = None"),
+    ("qwen3_next", {"full_attention_interval": None}, "full_attention_interval = None"),
+    ("gemma4", {"rope_scaling": None}, "rope_scaling = None"),
+    ("gemma4", {ROPE: {}}, f"{ROPE} = {{}}"),
+    ("gemma4", {f"{ROPE}.full_attention.rope_type": ABSENT}, "full_attention.rope_type"),
+    ("gemma4", {"intermediate_size": 0}, "intermediate_size = 0"),
+    ("gpt_oss", {"sliding_window": None}, "sliding_window = None"),
+    ("gpt_oss", {f"{ROPE}.{TOP}": None}, f"{TOP} = None"),
+    ("gpt_oss", {TOP: True}, f"{TOP} = True"),
+    ("granitemoe", {"residual_multiplier": None}, "residual_multiplier = None"),
+    ("deepseek_v3", {"rope_interleave": None}, "rope_interleave = None"),
+    ("deepseek_v3", {"head_dim": 16}, "head_dim = 16"),
+    ("deepseek_v3", {"attention_bias": 0}, "attention_bias = 0"),
+    ("deepseek_v3", {"first_k_dense_replace": None}, "first_k_dense_replace = None"),
+    (
+        "glm4_moe_lite",
+        {"first_k_dense_replace": 0, "mlp_layer_types": ABSENT},
+        "first_k_dense_replace = 0",
+    ),
+]
+
+
+def one_case(bases, tmp_path, name: str, changes: dict) -> str:
+    config, *classes = bases[name]
+    return verdict(changed(config, changes), *classes, tmp_path)
+
+
+@pytest.mark.parametrize(("name", "changes"), SAME)
+def test_the_logits_are_those_of_transformers(bases, tmp_path, name, changes):
+    assert one_case(bases, tmp_path, name, changes) == "same"
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow)
+        for case in ((name, kind) for name in SCALED for kind in KINDS)
+    ],
+)
+def test_scaled_rope_is_that_of_transformers(bases, tmp_path, name, kind):
+    config, *classes = bases[name]
+    theta_and_part = {"rope_theta": 1e4}
+    if part := (config[ROPE] or {}).get("partial_rotary_factor"):
+        theta_and_part["partial_rotary_factor"] = part
+    config = changed(config, {ROPE: theta_and_part | KINDS[kind]})
+    assert verdict(config, *classes, tmp_path) == "same"
+    args = args_from_hf(config)
+    family = FAMILIES[config["architectures"][0]]
+    assert args_from_hf(family.to_hf(args) | {"architectures": config["architectures"]}) == args
+
+
+@pytest.mark.parametrize(("name", "changes", "message"), REFUSED)
+def test_a_value_without_a_meaning_is_refused_by_its_key(bases, name, changes, message):
+    with pytest.raises(ValueError) as error:
+        args_from_hf(changed(bases[name][0], changes))
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_yarn_for_long_texts_raises_the_models_positions(bases):
+    """Model cards tell to add YaRN alone: max_position_embeddings stays the length before it."""
+    config = bases["qwen3_moe"][0]
+    assert args_from_hf(changed(config, {ROPE: YARN | {TOP: 100}})).max_position == 400
+    assert args_from_hf(changed(config, {ROPE: YARN})).max_position == 256
+    assert args_from_hf(bases["gpt_oss"][0]).max_position == 256
+
+
+@pytest.mark.parametrize("outer", (ABSENT, True, False))
+@pytest.mark.parametrize("inner", (True, False))
+def test_the_larger_model_says_whether_the_head_is_tied(bases, tmp_path, outer, inner):
+    text = bases["qwen3_5_moe"][0] | {"tie_word_embeddings": inner}
+    sizes = dict(depth=1, hidden_size=32, intermediate_size=32, num_heads=2)
+    config = {
+        "architectures": ["Qwen3_5MoeForConditionalGeneration"],
+        "text_config": text,
+        "vision_config": sizes | dict(out_hidden_size=64, num_position_embeddings=16),
+    }
+    config = changed(config, {"tie_word_embeddings": outer})
+    classes = transformers.Qwen3_5MoeConfig, transformers.Qwen3_5MoeForConditionalGeneration
+    state, want = run_transformers(config, *classes)
+    if outer is True:  # transformers saves no head then
+        del state["lm_head.weight"]
+    got = run_ours(config, state, tmp_path)
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-3)
+    text = bases["gemma4"][0] | {"tie_word_embeddings": inner}
+    config = {"architectures": ["Gemma4ForConditionalGeneration"], "text_config": text}
+    args = args_from_hf(changed(config, {"tie_word_embeddings": outer}))
+    assert args.tied_embeddings == (outer is not False)
+
+
+# Every key ----------------------------------------------------------------------------------------
+
+
+def variants(name: str, config: dict) -> list[tuple[str, dict]]:
+    """Return each key, with each value, of the file and of its rope parameters."""
+    family = FAMILIES[config["architectures"][0]]
+    rope = "rope_scaling" if isinstance(config.get("rope_scaling"), dict) else ROPE
+    keys = {*config, *ONLY, *OPTIONAL, *family.defaults, *family.only, *FURTHER} - OTHERS
+    paths = sorted(key for key in keys if "." not in key)
+    if name != "gemma4" and isinstance(config.get(rope), dict):
+        inner = {*config[rope], "rope_theta", "rope_type", "type", "partial_rotary_factor"}
+        paths += sorted(f"{rope}.{key}" for key in inner.union(*ROPE_KEYS.values()))
+    return [(path, {path: value}) for path in paths for value in VALUES]
+
+
+def is_fine(found: str, path: str) -> bool:
+    """Whether the logits are the same, or the refusal names the key."""
+    key = path.rsplit(".", 1)[-1]
+    named = key in found or (key in (ROPE, "rope_scaling") and "rope parameter" in found)
+    return found == "same" or (found.startswith("refused by config.json: ") and named)
+
+
+@pytest.mark.parametrize("layout", ("current", "hub"))
+@pytest.mark.parametrize(
+    "count", (pytest.param(8, id="some"), pytest.param(None, id="all", marks=pytest.mark.slow))
+)
+@pytest.mark.parametrize("name", PEERS)
+def test_every_key_is_read_as_transformers_does_or_refused(bases, tmp_path, name, layout, count):
+    config, *classes = bases[name]
+    if layout == "hub":
+        config = hub_keys(config | {"dtype": "float32"})
+    cases = variants(name, config)
+    if count:
+        cases = random.Random(f"{name} {layout}").sample(cases, count)
+    unread = (
+        {"factor", "long_factor", "long_mscale", "attention_factor"} if name == "phimoe" else {}
+    )
+    failed = {}
+    for path, changes in cases:
+        found = verdict(changed(config, changes), *classes, tmp_path)
+        is_unread = path.rsplit(".", 1)[-1] in unread and found == "accepted"
+        if not is_unread and not is_fine(found, path):
+            failed[f"{path} = {changes[path]!r}"] = found
+    assert not failed
