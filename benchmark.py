@@ -28,6 +28,8 @@ import torch
 from benchmarks.decode_speed import measure, read_bandwidth, sweep
 from benchmarks.kernel_profile import kernel_lines
 from benchmarks.transformers_peer import hf_model, peer
+from generate import check_decode_kernels
+from memory.commands import plan_benchmark
 from model import ModelArgs
 from models.random_weights import (
     RandomWeights,
@@ -140,6 +142,9 @@ def main() -> int:
         hf_model(args, torch.bfloat16, "meta")  # refuses what transformers lacks, too
     source = RandomWeights(args, number_format(options.mode, args))
     process_group.check_agreement(vars(options), source)
+    if not options.sweep:  # that one leaves out what does not fit
+        check_decode_kernels(options.decode_kernels, source, device, parallel=options.parallel)
+        plan_benchmark(options, source, device)
     ceiling = read_bandwidth(device)
     result = (sweep if options.sweep else measure)(args, options, ceiling)
     if options.peer:

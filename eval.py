@@ -35,6 +35,7 @@ from checkpoint import check_regular
 from formats.kv_cache import KV_CACHES
 from formats.quantizer import DTYPES
 from generate import EMBEDDED, generate, load_model, open_model
+from memory.commands import plan_evaluation
 from model import Chunk, KVCache, ModelArgs, Runner, Transformer
 from models import args_of_checkpoint, build_model
 from parallel import process_group
@@ -443,6 +444,7 @@ def run(options: argparse.Namespace) -> tuple[dict, str]:
         seq_len = min(args.max_position, args.max_position if options.tasks else DEFAULT_SEQ_LEN)
     check_seq_len(args, seq_len)
     process_group.check_agreement(vars(options), checkpoint)
+    plan_evaluation(options, checkpoint, device, seq_len)
     cache_class = KV_CACHES[options.kv_cache]
 
     @cache

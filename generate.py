@@ -33,7 +33,7 @@ from cli.generate_options import (
     plan_lengths,
 )
 from cli.log import log_to_stderr
-from cli.options import check_checkpoint_path, parse_size
+from cli.options import check_checkpoint_path
 from cli.prompts import read_prompts
 from cli.report import format_statistics, in_bytes, in_seconds
 from cli.startup import check_arguments
@@ -50,28 +50,22 @@ import tp
 from checkpoint import FORMAT_VERSION, Checkpoint
 from formats import FORMATS
 from formats.kv_cache import KV_CACHES
-from formats.packed import Packed
+from formats.packed import Packed, weight_bytes
 from formats.quantizer import DTYPES
-from model import ModelArgs, Transformer
-from models import args_of_checkpoint, build_model, family_of
+from memory.commands import offload_settings, plan_generation
+from model import Transformer
+from models import args_of_checkpoint
 from models.converter import convert
 from offload.experts import COUNTERS, expert_counters
-from offload.plan import (
-    OffloadSettings,
-    cache_bytes,
-    check_weights_fit,
-    free_gpu_memory,
-    offload_experts,
-    weight_bytes,
-)
+from offload.plan import OffloadSettings, offload_experts
 from offload.runner import offloaded_layers, runner_class_for
-from ops.attention import BLOCK
 from parallel import process_group
 from parallel.all_reduce import choose_all_reduce
 from parallel.device import pick_device
 from parallel.heartbeat import fail, leave
 from runtime.fused_attention import fuse_decode_attention
-from runtime.fused_decode import FusedRunner, can_fuse
+from runtime.fused_decode import FusedRunner, can_fuse, describe_kernels, why_not_fused
+from runtime.memory import Shortage, free_gpu_memory
 from runtime.runner import CompiledRunner
 from runtime.sampling import Sampling
 from runtime.session import Session, SessionOptions
@@ -164,8 +158,7 @@ def load_model(
     model, loader = shard.model, WeightLoader(shard, source, dtype)
     start, plan = time.perf_counter(), None
     if device.type == "cuda" and not experts:
-        need = weight_bytes(model, dtype or stored_dtype(source))
-        check_weights_fit(need, free_gpu_memory(device))
+        check_weights_fit(model, dtype or stored_dtype(source), device)
     with loader.progress:
         if experts:
             plain = dtype or stored_dtype(source)
@@ -189,6 +182,19 @@ def load_model(
     if plan:
         log.info(plan)
     return model.eval()
+
+
+def check_weights_fit(model: Transformer, dtype: torch.dtype, device: torch.device) -> None:
+    """Raise Shortage if a model exceeds the GPU's free memory. dtype: of unpacked weights.
+
+    Commands have planned all of their memory by then, and name options that fit.
+    """
+    need, free = weight_bytes(model, dtype), free_gpu_memory(device)
+    if need > free:
+        raise Shortage(
+            f"the weights need {need / 1e9:.1f} GB and the GPU has {free / 1e9:.1f} GB free",
+            "load the model in a smaller number format, or offload its experts",
+        )
 
 
 def stored_dtype(source) -> torch.dtype:
@@ -284,6 +290,8 @@ def open_session(
         cache_class=KV_CACHES[options.kv_cache],
         runner_class=choose_runner(model, options.decode_kernels),
     )
+    if options.compile and device.type == "cuda":
+        log.info(f"kernels: {describe_kernels(model, settings.runner_class)}")
     return Session(model, length, settings)
 
 
@@ -303,9 +311,9 @@ def check_decode_kernels(
     shard = tp.ModelShard(args_of_checkpoint(source), source.format, parallel)
     model = shard.model.to(dtype or stored_dtype(source))
     shard.insert_collectives()
-    if not can_fuse(model, device):
+    if problem := why_not_fused(model, device):
         why = "these kernels do not compute this model in this format on this device"
-        raise ValueError(f"--decode_kernels fused: {why}: use auto")
+        raise ValueError(f"--decode_kernels fused: {why} ({problem}): use auto")
 
 
 def choose_runner(model: Transformer, kernels: str) -> type[CompiledRunner]:
@@ -314,33 +322,6 @@ def choose_runner(model: Transformer, kernels: str) -> type[CompiledRunner]:
     if kernels == "auto" and not offloaded_layers(model):
         fused = can_fuse(model, model.norm.weight.device)
     return FusedRunner if fused else runner_class_for(model)
-
-
-def offload_settings(
-    options: argparse.Namespace, args: ModelArgs, dtype: torch.dtype, length: int, batch: int
-) -> OffloadSettings:
-    """Return the options as settings. args: one rank's; dtype: of activations.
-
-    The reserve is the KV cache, and the activations of one layer for a prefill chunk or a step:
-    x, attention's temporaries, and for each of a token's experts its row of x, of w13's and w2's
-    outputs and of SwiGLU. An int8 cache is dequantized one layer at a time, through fp32.
-    """
-    tokens = max(min(options.prefill_chunk, length), batch)
-    per_position, extra = family_of(args).attention_memory(args, length)
-    row = 4 * args.dim + 2 * (args.n_head * args.head_dim + per_position)
-    row += args.n_active * 3 * (args.intermediate + args.dim)
-    cache_class, positions = KV_CACHES[options.kv_cache], length + BLOCK
-    cache = cache_bytes(build_model(args), batch, positions, cache_class, dtype)
-    if options.kv_cache == "int8":  # codes and their product in fp32, then in dtype
-        cache += batch * positions * per_position * (2 * torch.float32.itemsize + dtype.itemsize)
-    return OffloadSettings(
-        options.gpu_experts,
-        None if options.gpu_memory is None else parse_size(options.gpu_memory),
-        options.cache_policy or OffloadSettings.policy,
-        options.prefetch,
-        options.offload_driver,
-        cache + (extra + tokens * row) * dtype.itemsize + batch * args.vocab_size * 16,
-    )
 
 
 # Generation ---------------------------------------------------------------------------------------
@@ -482,9 +463,10 @@ def run(options: argparse.Namespace) -> list[dict]:
     prompts = []
     if not options.interactive:
         prompts = process_group.share(lambda: encode_prompts(options, tokenizer))
-    length = plan_lengths(max(map(len, prompts), default=0), options, args.max_position)
+    longest = max(map(len, prompts), default=0)
+    length = plan_lengths(longest, options, args.max_position)
     prompts = [ids for ids in prompts for _ in range(options.num_samples)]
-    session = prepare_session(options, checkpoint, device, length, len(prompts))
+    session = prepare_session(options, checkpoint, device, length, len(prompts), longest)
     if options.compile or options.compile_prefill:
         compile_session(session, prompts[0] if prompts else [0], sampling)
     results, batch = [], session.batch
@@ -514,8 +496,13 @@ def prepare_session(
     device: torch.device,
     length: int,
     prompts: int,
+    longest: int,
 ) -> Session | Speculation:
-    """`open_session` for this many prompts, with speculation if the options ask for it."""
+    """`open_session` for this many prompts, with speculation if the options ask for it.
+
+    longest: tokens of the longest prompt. Raises ValueError if the session does not fit into
+    memory, before weights are read.
+    """
     drafter = options.draft_checkpoint_path and Checkpoint(options.draft_checkpoint_path)
     drafts = DRAFT_TOKENS if options.draft_tokens is None else options.draft_tokens
     draft_args = drafter and args_of_checkpoint(drafter)
@@ -523,6 +510,7 @@ def prepare_session(
     process_group.check_agreement(vars(options), checkpoint)
     speculates = options.speculate or drafter
     batch = 1 if speculates else min(options.batch_size, prompts) or 1
+    plan_generation(options, checkpoint, drafter, device, length, batch, longest)
     session = open_session(options, checkpoint, device, length, batch)
     if not speculates:
         return session

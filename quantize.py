@@ -119,7 +119,10 @@ def summary(target: Checkpoint, seconds: float) -> str:
     )
 
 
-@command(out_of_memory="add --device cpu", interrupted="nothing was written")
+@command(
+    out_of_memory="free some memory, or on a GPU add --device cpu",
+    interrupted="nothing was written",
+)
 def main() -> int:
     """Run the command; a user's mistake is one line on stderr and exit code 2."""
     options = build_parser().parse_args()

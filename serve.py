@@ -12,7 +12,6 @@ from pathlib import Path
 
 from cli.command import command
 from cli.log import log_to_stderr
-from cli.options import DEFAULT_CHAT_LENGTH
 from cli.serve_options import build_parser, check_options
 from cli.startup import check_arguments
 
@@ -21,15 +20,9 @@ if __name__ == "__main__":
 
 import torch
 
-import tp
-from checkpoint import Checkpoint
-from formats.kv_cache import KV_CACHES
-from formats.quantizer import DTYPES
-from generate import open_model, open_session, stored_dtype
+from generate import open_model, open_session
+from memory.commands import plan_server
 from models import args_of_checkpoint
-from offload.capacity import Capacity, free_host_memory, plan_capacity
-from offload.plan import cache_bytes, free_gpu_memory, weight_bytes
-from ops.attention import BLOCK
 from parallel import process_group
 from parallel.heartbeat import fail
 from runtime.session import Session
@@ -105,33 +98,12 @@ def load(options: argparse.Namespace, device: torch.device) -> tuple[Session, Pa
     given = options.max_batch
     if given is None:
         options.max_batch = 1 if options.offload else DEFAULT_BATCH[device.type]
-    capacity = process_group.share(lambda: plan(options, checkpoint, device))
-    if capacity.rows < (given or 1):
-        raise ValueError(
-            f"--max_batch {given}: {capacity.rows} sequences of {capacity.length} tokens fit; "
-            "lower it, or --max_seq_len"
-        )
+    capacity = plan_server(options, checkpoint, device, given or 1)
     options.max_batch = min(options.max_batch, capacity.rows)
     if process_group.is_main():
         log.info(capacity.describe(options.max_batch))
     session = open_session(options, checkpoint, device, capacity.length, capacity.rows)
     return session, checkpoint.directory
-
-
-def plan(options: argparse.Namespace, checkpoint: Checkpoint, device: torch.device) -> Capacity:
-    """Return the size of a session for serve.py's options. Raises ValueError if nothing fits."""
-    args = args_of_checkpoint(checkpoint)
-    dtype = DTYPES.get(options.dtype) or stored_dtype(checkpoint)
-    model = tp.ModelShard(args, checkpoint.format, options.parallel).model
-    cache_class, length = KV_CACHES[options.kv_cache], options.max_seq_len
-    if options.offload:  # the expert cache takes what one sequence leaves
-        length = length or min(args.max_position, DEFAULT_CHAT_LENGTH)
-        return Capacity(length, 1, cache_bytes(model, 1, length + BLOCK, cache_class, dtype))
-    if device.type == "cuda":
-        free = free_gpu_memory(device) - weight_bytes(model, dtype)
-    else:
-        free = free_host_memory() // (2 * process_group.size()) - weight_bytes(model, dtype)
-    return plan_capacity(model, cache_class, dtype, free, options.max_batch, length)
 
 
 def print_address(listener: socket.socket, name: str) -> None:

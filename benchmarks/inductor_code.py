@@ -93,7 +93,7 @@ def pretend_gpu() -> None:
 
 
 def _replace_methods() -> None:
-    """Replace the methods of Tensor that need a CUDA driver: subscripts and `copy_`."""
+    """Replace the methods of Tensor that need a CUDA driver: subscripts and copies."""
 
     def indices(index) -> list[Tensor | None]:
         index = index if isinstance(index, tuple) else (index,)
@@ -118,10 +118,18 @@ def _replace_methods() -> None:
         return self
 
     def assign(self: Tensor, index, value) -> None:
+        if not isinstance(value, Tensor):
+            value = torch.full((), value, dtype=self.dtype, device=self.device)
         torch.ops.aten.index_put_.default(self, indices(index), value)
 
     Tensor.__getitem__ = subscript
     Tensor.__setitem__ = assign
+
+    def contiguous(self: Tensor) -> Tensor:
+        kept = torch.contiguous_format
+        return self if self.is_contiguous() else torch.ops.aten.clone(self, memory_format=kept)
+
+    Tensor.contiguous = contiguous
     Tensor.copy_ = lambda self, source: torch.ops.aten.copy_.default(self, source)
 
 

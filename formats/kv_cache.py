@@ -5,6 +5,7 @@ from torch import Tensor
 
 from formats.words import nonzero
 from model import Context, KVCache
+from ops.jit import can_launch
 from ops.long_attention import attend_int8, merge_partial
 
 MAX_BLOCK_ROWS = 64  # queries of a KV head that fit the registers of `attend_int8`
@@ -53,7 +54,7 @@ class Int8KVCache(KVCache):
         return self.kv, self.scale.kv
 
     def reads_blocks(self, queries: int) -> bool:
-        return queries <= MAX_BLOCK_ROWS
+        return queries <= MAX_BLOCK_ROWS and can_launch(self.kv, "_attend_int8")
 
     def attend_blocks(
         self,

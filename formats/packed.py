@@ -5,7 +5,7 @@ a request wins. The last row of each product is plain PyTorch, which serves ever
 reference for the others.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 import torch
@@ -14,10 +14,11 @@ from torch import Tensor, nn
 
 from formats import FORMATS
 from formats.base import Format, Parts
-from model import ExpertLinear, Linear, swiglu
+from model import ExpertLinear, Linear, Transformer, swiglu
 from ops.gemv4 import dot4, dot4_supports
-from ops.grouped import grouped_gemm, grouped_mm
+from ops.grouped import GROUPED, grouped_gemm, grouped_mm
 from ops.inductor import custom_op, materialize
+from ops.jit import can_launch, try_kernels
 from ops.moe_tiles import BITS, Weight, packed_weight
 
 # Products
@@ -49,7 +50,7 @@ class Implementation(NamedTuple):
 
     name: str
     product: str
-    device: str  # "cuda" or "any"
+    device: str  # "cuda": NVIDIA GPUs that run our kernels; or "any"
     computes: str  # the exact result, with the activation and the bias that it supports
     run: Callable
     formats: Callable[[Format], bool] = lambda format: True
@@ -67,7 +68,7 @@ def choose(request: Request) -> Implementation:
     for row in IMPLEMENTATIONS:
         if row.product != request.product or not row.formats(request.format):
             continue
-        if (row.device == "any" or request.x.is_cuda) and row.supports(request):
+        if (row.device == "any" or can_launch(request.x)) and row.supports(request):
             return row
     raise LookupError(f"no implementation of {request.product} for {request.format.name}")
 
@@ -180,6 +181,21 @@ class PackedExpertLinear(Packed):
         return activation(gate, add_bias(up, up_bias, expert_indices))
 
 
+def weight_bytes(model: Transformer, dtype: torch.dtype, without: Collection[int] = ()) -> int:
+    """Return the bytes of the weights, of those that are not packed in `dtype`.
+
+    without: the ids of parameters that do not count.
+    """
+    packed = {
+        id(part) for m in model.modules() if isinstance(m, Packed) for part in m.parts().values()
+    }
+    return sum(
+        p.nbytes if id(p) in packed else p.numel() * dtype.itemsize
+        for p in model.parameters()
+        if id(p) not in without
+    )
+
+
 def add_bias(y: Tensor, bias: Tensor | None, experts: Tensor) -> Tensor:
     """y [..., out] + bias [E, out] of experts [...]. Index E, an expert elsewhere, gets any."""
     return y if bias is None else y + bias[experts.clamp(max=len(bias) - 1)]
@@ -256,7 +272,21 @@ def gated_split(
 
 
 def rows_kernel(x: Tensor, group_ends: Tensor, parts: Parts, format: Format, group: int) -> Tensor:
+    """x is in the format's grouped order."""
+    use = f"{GROUPED} of {format.name}"
+    return try_kernels(use, rows_grouped, rows_reordered, x, group_ends, parts, format, group)
+
+
+def rows_grouped(x: Tensor, group_ends: Tensor, parts: Parts, format: Format, group: int) -> Tensor:
     return grouped_gemm(x, group_ends, parts, format.kind, format.bits, group)
+
+
+def rows_reordered(
+    x: Tensor, group_ends: Tensor, parts: Parts, format: Format, group: int
+) -> Tensor:
+    """`rows_by_expert` for x in the format's grouped order."""
+    order = format.grouped_order(torch.arange(x.shape[1], device=x.device), group)
+    return rows_by_expert(x[:, order.argsort()], group_ends, parts, format, group)
 
 
 def rows_unpacked(

@@ -49,6 +49,8 @@ ONLY = dict(
     rope_interleave=True,
     moe_layer_freq=1,
     kv_lora_rank=None,
+    is_causal=True,
+    per_layer_config={},
 )
 
 # Defaults of other keys that are optional in every family. A family's own defaults come first.
@@ -59,14 +61,41 @@ OPTIONAL: dict = dict(
     clip_qkv=None,
     use_sliding_window=True,
     sliding_window=None,
-    layer_types=[],
+    layer_types=None,
     mlp_only_layers=[],
     decoder_sparse_step=1,
+    q_lora_rank=None,
 )
+
+# Null for these keys is their default in OPTIONAL, or that they are absent. For other keys that a
+# family reads, null is refused: transformers refuses it, too, or has no one meaning for it. Other
+# keys for which null means something in a family are its `nullable`.
+NULLABLE = (
+    *("layer_types", "mlp_only_layers", "sliding_window", "clip_qkv", "use_sliding_window"),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "rope_scaling", "rope_parameters"),
+)
+# Keys that families read without a default of their own in `Family.defaults`.
+READ = {
+    *COMMON_FIELDS,
+    *OPTIONAL,
+    *("hidden_act", "hidden_activation", "rope_interleave", "n_group", "topk_group"),
+    *("full_attention_interval", "topk_method", "global_head_dim"),
+}
+
+# Names of one number. A file may have several, if they agree.
+EXPERT_COUNTS = "num_experts", "num_local_experts", "n_routed_experts"
 
 # Defaults of further rope parameters, by rope_type.
 ROPE_KEYS: dict[str, dict] = {
     "default": {},
+    "linear": dict(factor=None, mscale_all_dim=None),
+    "llama3": dict(
+        factor=None,
+        low_freq_factor=None,
+        high_freq_factor=None,
+        original_max_position_embeddings=None,
+        mscale_all_dim=None,
+    ),
     "longrope": dict(short_factor=None, short_mscale=None, original_max_position_embeddings=None),
     "yarn": dict(
         factor=None,
@@ -79,6 +108,11 @@ ROPE_KEYS: dict[str, dict] = {
         attention_factor=None,
     ),
 }
+# Rope parameters of YaRN for which null means something. The others are refused.
+ROPE_NULLABLE = (
+    *("factor", "beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim"),
+    "attention_factor",
+)
 
 # By quant_method: the name in formats.FORMATS, and what quantization_config must have besides.
 PUBLISHED: dict[str, tuple[str, dict]] = {
@@ -115,12 +149,36 @@ def published_format(config: dict, methods: tuple[str, ...]) -> str | None:
     )
 
 
+# Keys beside text_config that say something about the language model.
+BESIDE_TEXT = (
+    *("architectures", "model_type", "quantization_config"),
+    *("bos_token_id", "eos_token_id", "pad_token_id"),
+)
+
+
 def nested_text_config(config: dict) -> dict:
-    """Return the language model's config, which a larger config.json has as `text_config`."""
-    nested = config.get("text_config", {})
+    """Return the language model's config, which a larger config.json has as `text_config`.
+
+    Of tie_word_embeddings, the larger model's counts: the head is not the language model's.
+    """
+    if "text_config" not in config:
+        return config
+    nested = config["text_config"]
     if not isinstance(nested, dict):
-        raise ValueError(f"config.json: text_config = {nested!r:.80} is not supported")
-    return config | nested
+        raise unsupported("text_config", nested)
+    found = {key: config[key] for key in BESIDE_TEXT if key in config} | nested
+    tie = "tie_word_embeddings"
+    if tie in config:
+        found[tie] = config[tie]
+    elif not found.get(tie):
+        found.pop(tie, None)  # the larger model's default
+    return found
+
+
+def unsupported(key: str, value, why: str = "") -> ValueError:
+    """Return the error for a key of config.json."""
+    reason = f" ({why})" if why else ""
+    return ValueError(f"config.json: {key} = {value!r:.80} is not supported{reason}")
 
 
 def own_key(family, key: str) -> str:
@@ -136,32 +194,51 @@ class HFConfig(dict):
 
     def __init__(self, config: dict, family):
         self.family = family
-        # null means an absent key, except that q_lora_rank = null means a full-rank query.
-        given = {k: v for k, v in config.items() if v is not None or k == "q_lora_rank"}
+        self.nulls = {key for key, value in config.items() if value is None}
+        given = {key: value for key, value in config.items() if value is not None}
         published_format(given, family.published)
-        if "num_local_experts" in given:  # both names are in use
-            given.setdefault("num_experts", given["num_local_experts"])
-        rope = given.get("rope_scaling") or given.get("rope_parameters") or dict(family.rope)
-        if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
-            what = f"rope parameters {rope!r} are not supported (one set for all layers is)"
-            raise ValueError(f"config.json: {what}")
-        kind = given["rope_type"] = rope.get("rope_type") or rope.get("type") or "default"
-        rope_defaults = ROPE_KEYS[kind] if kind in family.rope_types else {}
-        rope_keys = "rope_theta", "partial_rotary_factor", *rope_defaults
-        given |= {key: rope[key] for key in rope_keys if rope.get(key) is not None}
-        shared = {family.renamed_keys.get(k, k): v for k, v in (family.defaults | given).items()}
-        super().__init__(ONLY | OPTIONAL | rope_defaults | shared)
-        if kind not in family.rope_types:
-            known = " and ".join(map(repr, family.rope_types))
-            self.refuse("rope_type", f"only {known} can be run")
-        for key, value in (ONLY | family.only).items():
-            if key not in family.defaults and given.get(key, value) != value:
-                self.refuse(key, f"only {value!r} is")
+        rope = rope_values(config, family)
+        self.nulls -= rope.keys()  # those beside the set, if it has the key
+        self.nulls |= {key for key, value in rope.items() if value is None}
+        rope = {key: value for key, value in rope.items() if value is not None}
+        self.check_only(given | rope)
+        given |= one_expert_count(config, family)
+        # A shared name that the family has for another key of its own is no key of this file.
+        foreign = {*family.renamed_keys.values()} - family.renamed_keys.keys()
+        replaced = self.nulls & {*NULLABLE, *family.nullable}
+        defaults = {k: value for k, value in family.defaults.items() if k not in replaced}
+        for key in foreign:
+            given.pop(key, None)
+        own = {family.renamed_keys.get(key, key): v for key, v in (defaults | given).items()}
+        super().__init__(ONLY | OPTIONAL | ROPE_KEYS[rope["rope_type"]] | own | rope)
+
+    def check_only(self, given: dict) -> None:
+        """Raise ValueError for a key that has one value alone, and another in the file."""
+        for key, value in (ONLY | self.family.only).items():
+            free = key in self.family.defaults or key in self.family.renamed_keys
+            if free or key not in given:
+                continue
+            alike = isinstance(given[key], bool) == isinstance(value, bool)
+            if given[key] != value or not alike:
+                raise unsupported(key, given[key], f"only {value!r} is")
+
+    def check_nulls(self) -> None:
+        """Raise ValueError for a null that means nothing. Call it after other values are checked."""
+        family = self.family
+        for key in sorted(self.nulls - {*NULLABLE, *family.nullable}):
+            if family.defaults.get(key, key if key in READ else None) is not None:
+                raise unsupported(key, None, "it needs a value, or no such key")
+
+    def __missing__(self, key: str):
+        self.refuse(key, "it needs a value")
+
+    def is_null(self, key: str) -> bool:
+        """Whether the file has null for this key of its own."""
+        return key in self.nulls
 
     def refuse(self, key: str, why: str):
         """Raise the ValueError for a key, named as the file has it."""
-        own = own_key(self.family, key)
-        raise ValueError(f"config.json: {own} = {self.get(key)!r:.80} is not supported ({why})")
+        raise unsupported(own_key(self.family, key), self.get(key), why)
 
     def integer(self, key: str) -> int:
         """Return a positive integer."""
@@ -195,6 +272,51 @@ class HFConfig(dict):
             return None
         read = {bool: self.flag, int: self.count if zero else self.integer, float: self.number}
         return read[plain](key)
+
+
+def rope_values(config: dict, family) -> dict:
+    """Return RoPE's type and parameters, those in a set of their own before those beside it.
+
+    A parameter may be null. Raises ValueError for a set that is none.
+    """
+    rope = config.get("rope_scaling") or config.get("rope_parameters")
+    if rope is None:
+        rope = dict(family.rope)
+    if not isinstance(rope, dict):
+        raise ValueError(f"config.json: rope parameters {rope!r:.80} are not supported")
+    for key, value in rope.items():
+        if isinstance(value, dict):
+            why = "one set of rope parameters for all layers is"
+            raise unsupported(f"rope parameter {key}", value, why)
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in family.rope_types:
+        why = f"only {' and '.join(map(repr, family.rope_types))} can be run"
+        raise unsupported("rope_type", kind, why)
+    known = "rope_theta", "partial_rotary_factor", *ROPE_KEYS[kind]
+    found = {key: rope[key] for key in known if key in rope}
+    original = "original_max_position_embeddings"
+    if original in known and original in config:
+        found[original] = config[original]
+    elif original in known and original not in found:
+        longest = config.get("max_position_embeddings")
+        found[original] = longest or family.defaults["max_position_embeddings"]
+    for key, value in found.items():
+        if value is None and not (kind == "yarn" and key in ROPE_NULLABLE):
+            raise unsupported(key, None, "it needs a value, or no such key")
+    return found | {"rope_type": kind}
+
+
+def one_expert_count(config: dict, family) -> dict:
+    """Return the number of experts under the family's own key. Raise ValueError for two numbers."""
+    given = {key: config[key] for key in EXPERT_COUNTS if key in config}
+    own = own_key(family, "num_experts")
+    if own not in EXPERT_COUNTS or not given:
+        return {}
+    count = given[own] if own in given else next(iter(given.values()))
+    for key, value in given.items():
+        if value != count or type(value) is not type(count):
+            raise unsupported(key, value, f"{own} is {count!r:.40}")
+    return {} if count is None else {own: count}
 
 
 # Fields of ModelArgs ------------------------------------------------------------------------------
@@ -287,16 +409,26 @@ def dense_fields(c: HFConfig) -> dict:
     return {"dense_layers": dense, "dense_intermediate": width}
 
 
+def listed_kinds(c: HFConfig, known: tuple[str, ...]) -> list[str] | None:
+    """Return each layer's kind from layer_types, None if it is absent. known: the kinds there are."""
+    kinds, n_layer = c["layer_types"], c.integer("num_hidden_layers")
+    if kinds is None:
+        return None
+    if not isinstance(kinds, list) or any(kind not in known for kind in kinds):
+        c.refuse("layer_types", f"all must be {' or '.join(map(repr, known))}")
+    if len(kinds) != n_layer:
+        c.refuse("layer_types", f"there are {n_layer} layers")
+    return kinds
+
+
 def window_field(c: HFConfig) -> dict:
     """Return the sliding window that all layers have, or None. Refuse one that only some have.
 
-    A family without windows ignores the key, as transformers does.
+    A family without windows, or without use_sliding_window, ignores the key, as transformers does.
     """
-    wanted = c.flag("use_sliding_window") and c["sliding_window"] is not None
-    windowed = wanted and c.family.has_window
-    kind = "sliding_attention" if windowed else "full_attention"
-    if not isinstance(c["layer_types"], list) or any(other != kind for other in c["layer_types"]):
-        c.refuse("layer_types", f"all must be {kind!r}")
+    used = c.flag("use_sliding_window") or "use_sliding_window" not in c.family.defaults
+    windowed = used and c["sliding_window"] is not None and c.family.has_window
+    listed_kinds(c, ("sliding_attention" if windowed else "full_attention",))
     return {"sliding_window": c.integer("sliding_window") if windowed else None}
 
 

@@ -275,10 +275,21 @@ class ConversionPlan:
             recipes = family.layer_recipes(args, layer, layout)
             self.add(f"layer_{layer:02d}.safetensors", recipes)
         self.add("rest.safetensors", family.rest_recipes(args))
-        if extra := sorted(tensors.tensors.keys() - self.used):
+        unused = tensors.tensors.keys() - self.used
+        if extra := sorted(name for name in unused if not self.is_inert(name, args)):
             shard, original = tensors.tensors[extra[0]]
             what = f"{original} (of {len(extra)}) has no place in the model of config.json"
             raise ValueError(f"{shard.path}: {what}")
+
+    def is_inert(self, name: str, args: ModelArgs) -> bool:
+        """Whether a tensor has no effect: an empty one, or the gate of a shared expert of width 0.
+
+        transformers makes and saves both for a shared expert of width 0.
+        """
+        shard, original = self.tensors.tensors[name]
+        is_empty = 0 in shard.tensors[original][0]
+        is_gate = name.endswith(".mlp.shared_expert_gate.weight")
+        return is_empty or (is_gate and getattr(args, "shared_intermediate", None) == 0)
 
     def add(self, file: str, recipes: Recipes) -> None:
         """Plan one file."""

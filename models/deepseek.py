@@ -1,29 +1,12 @@
 """DeepSeek-V2 and DeepSeek-V3: latent attention, groups of experts, shared experts."""
 
-import math
-from dataclasses import dataclass
-
-import torch
-from torch import Tensor
-
-from models.config import HFConfig
 from models.family import PublishedLayout
 from models.latent_family import LatentArgs, LatentFamily, LatentTransformer
 from models.layers.group_routing import SigmoidRoutedMoE
-from models.layers.yarn import YarnArgs, read_yarn, yarn_rope_table, yarn_scale, yarn_to_hf
 from models.tensors import Recipes, score_bias_recipe
 
 
-@dataclass(frozen=True)
-class DeepseekArgs(LatentArgs, YarnArgs):
-    attention_scale: float | None = None  # of attention scores; None: C ** -0.5
-
-
-class DeepseekTransformer(LatentTransformer):
-    args: DeepseekArgs
-
-    def make_rope_table(self, length: int, device: torch.device) -> Tensor:
-        return yarn_rope_table(self.args, self.args.rotary_dim, length, device)
+DeepseekArgs, DeepseekTransformer = LatentArgs, LatentTransformer
 
 
 class DeepseekV3Transformer(DeepseekTransformer):
@@ -64,25 +47,8 @@ class DeepseekV2(LatentFamily):
     )
     fixed = LatentFamily.fixed | {"norm_topk": False}
     only = {"attention_bias": False, "norm_topk_prob": False}
-    rope_types = ("default", "yarn")
+    nullable: tuple[str, ...] = "num_key_value_heads", "q_lora_rank", "norm_topk_prob", "head_dim"
     topk_methods = ("greedy", "group_limited_greedy")
-
-    def arg_fields(self, c: HFConfig) -> dict:
-        fields = super().arg_fields(c) | {"yarn": read_yarn(c)}
-        if fields["yarn"] and c["mscale_all_dim"]:
-            scale = yarn_scale(fields["yarn"].factor, c.number("mscale_all_dim"))
-            fields["attention_scale"] = fields["head_dim"] ** -0.5 * scale**2
-        return fields
-
-    def to_hf(self, args: DeepseekArgs) -> dict:
-        config = super().to_hf(args)
-        rope = config["rope_parameters"]
-        if args.yarn:
-            rope |= yarn_to_hf(args.yarn)
-            if args.attention_scale:  # invert yarn_scale
-                scale = (args.attention_scale * args.head_dim**0.5) ** 0.5
-                rope["mscale_all_dim"] = round((scale - 1) / (0.1 * math.log(args.yarn.factor)), 6)
-        return config
 
     shapes = {
         "DeepSeek-V2-Lite": dict(
@@ -127,6 +93,7 @@ class DeepseekV3(DeepseekV2):
     field_of_key = LatentFamily.field_of_key | {"norm_topk_prob": "norm_topk"}
     fixed = LatentFamily.fixed
     only = {"attention_bias": False, "scoring_func": "sigmoid"}
+    nullable = "num_key_value_heads", "q_lora_rank", "norm_topk_prob"
     topk_methods = ("noaux_tc",)
 
     def expert_recipes(self, args: DeepseekArgs, layout: PublishedLayout) -> Recipes:

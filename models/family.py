@@ -60,6 +60,7 @@ class Family:
     defaults: Mapping = NOTHING  # values of absent keys, those of transformers' config class
     renamed_keys: Mapping[str, str] = NOTHING  # its own key -> the shared one
     field_of_key: Mapping[str, str] = NOTHING  # shared key -> field, for both directions
+    nullable: tuple[str, ...] = ()  # its own keys for which null means something
     fixed: Mapping = NOTHING  # fields with one value in the whole family
     only: Mapping = NOTHING  # further rows of config.ONLY, or other values
     has_window: bool = False  # all layers may share a sliding window
@@ -81,7 +82,10 @@ class Family:
 
     def from_hf(self, config: dict) -> ModelArgs:
         """Return the args of a config.json. Raises ValueError naming the key that cannot be run."""
-        return self.args_class(**self.arg_fields(HFConfig(self.text_config(config), self)))
+        c = HFConfig(self.text_config(config), self)
+        fields = self.arg_fields(c)
+        c.check_nulls()
+        return self.args_class(**fields)
 
     def arg_fields(self, c: HFConfig) -> dict:
         """Return the fields of args_class. Families extend it, and refuse what they cannot run."""

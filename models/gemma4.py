@@ -24,7 +24,7 @@ from model import (
     is_layer,
     new_parameter,
 )
-from models.config import HFConfig, nested_text_config
+from models.config import HFConfig, listed_kinds, nested_text_config, unsupported
 from models.family import Family, PublishedLayout, Shard
 from models.layers.sandwich import Branches, SandwichAddNorm, UnitRMSNorm
 from models.tensors import Recipe, Recipes, copy_of, dense_recipes, expert_recipes, prefixed
@@ -37,6 +37,9 @@ ROPE: dict[str, dict] = {
     KINDS[0]: {"rope_type": "default", "rope_theta": 1e4},
     KINDS[1]: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
 }
+
+
+OVERRIDES = "layer_overrides"  # shared name of per_layer_config
 
 
 @dataclass(frozen=True)
@@ -192,24 +195,26 @@ def flat_rope(config: dict) -> dict:
 
     Raises ValueError unless there is a set of parameters for each kind of layer.
     """
-    rope = config.get("rope_parameters") or ROPE
+    if "rope_scaling" in config:
+        raise unsupported("rope_scaling", config["rope_scaling"], "rope_parameters are")
+    rope = config.get("rope_parameters")
+    rope = ROPE if rope is None else rope
     known = isinstance(rope, dict) and set(rope) == set(KINDS)
     if not known or not all(isinstance(rope[kind], dict) for kind in KINDS):
         why = f"a set for each of {' and '.join(KINDS)} is needed"
-        raise ValueError(f"config.json: rope_parameters = {rope!r:.80} is not supported ({why})")
-    prefix = f"rope_parameters.{KINDS[1]}."
-    dotted = {prefix + key: value for key, value in rope[KINDS[1]].items()}
+        raise unsupported("rope_parameters", rope, why)
+    prefix, whole = f"rope_parameters.{KINDS[1]}.", {"rope_type": "default"} | rope[KINDS[1]]
+    dotted = {prefix + key: value for key, value in whole.items()}
+    for key, value in dotted.items():
+        if value is None:
+            raise unsupported(key, None, "it needs a value, or no such key")
     return config | dotted | {"rope_parameters": rope[KINDS[0]]}
 
 
 def layer_kinds(c: HFConfig) -> list[str]:
     """Return each layer's kind. The last is global whatever the file says, as in transformers."""
-    n_layer, kinds = c.integer("num_hidden_layers"), c["layer_types"]
-    if not isinstance(kinds, list) or any(kind not in KINDS for kind in kinds):
-        c.refuse("layer_types", f"all must be {' or '.join(map(repr, KINDS))}")
-    kinds = kinds or [KINDS[(layer + 1) % 6 == 0] for layer in range(n_layer)]
-    if len(kinds) != n_layer:
-        c.refuse("layer_types", f"there are {n_layer} layers")
+    n_layer = c.integer("num_hidden_layers")
+    kinds = listed_kinds(c, KINDS) or [KINDS[(layer + 1) % 6 == 0] for layer in range(n_layer)]
     return [*kinds[:-1], KINDS[1]]
 
 
@@ -217,19 +222,13 @@ def global_heads(c: HFConfig, layers: tuple[int, ...]) -> dict:
     """Return size and number of the global layers' KV heads.
 
     The Hub's files have global_head_dim and num_global_key_value_heads; those that transformers
-    5.23 writes have instead a per_layer_config of exactly the global layers.
+    5.23 writes have instead a per_layer_config of exactly the global layers, or an empty one: then
+    all layers are alike.
     """
     c.setdefault("global_head_dim", 512)
     c.setdefault("num_global_key_value_heads", c["num_key_value_heads"])
-    if (given := c.get("per_layer_config")) is not None:
-        try:
-            same = all(entry == next(iter(given.values())) for entry in given.values())
-            entry = dict(next(iter(given.values())))
-            complete = {int(layer) for layer in given} == set(layers)
-        except (AttributeError, TypeError, ValueError, StopIteration):
-            same = complete = False
-        if not same or not complete or entry.keys() - {"head_dim", "num_key_value_heads"}:
-            c.refuse("per_layer_config", "one head_dim for all global layers, and no other, is")
+    if OVERRIDES in c or c.is_null("per_layer_config"):
+        entry = global_overrides(c, layers) if c.get(OVERRIDES, {}) != {} else {}
         c["global_head_dim"] = entry.get("head_dim", c["head_dim"])
         c["num_global_key_value_heads"] = entry.get("num_key_value_heads", c["num_key_value_heads"])
     if c.integer("global_head_dim") % c["head_dim"]:
@@ -239,6 +238,21 @@ def global_heads(c: HFConfig, layers: tuple[int, ...]) -> dict:
         c.refuse("num_global_key_value_heads", why)
     heads = c["num_global_key_value_heads"]
     return {"global_head_dim": c["global_head_dim"], "global_kv_head": heads}
+
+
+def global_overrides(c: HFConfig, layers: tuple[int, ...]) -> dict:
+    """Return what a per_layer_config has for each of the global layers, which is the same."""
+    given = c[OVERRIDES]
+    try:
+        entries = list(given.values())
+        entry = dict(entries[0])
+        alike = all(other == entry for other in entries)
+        complete = {int(layer) for layer in given} == set(layers)
+    except (AttributeError, TypeError, ValueError, IndexError):
+        alike = complete = False
+    if not alike or not complete or entry.keys() - {"head_dim", "num_key_value_heads"}:
+        c.refuse(OVERRIDES, "one head_dim for all global layers, and no other, is")
+    return entry
 
 
 def global_rope(c: HFConfig) -> dict:
@@ -281,6 +295,7 @@ class Gemma4Text(Family):
     )
     renamed_keys = {
         "top_k_experts": "num_experts_per_tok",
+        "per_layer_config": OVERRIDES,
         f"rope_parameters.{KINDS[1]}.rope_theta": "global_rope_theta",
         f"rope_parameters.{KINDS[1]}.partial_rotary_factor": "global_rotary_factor",
     }
@@ -314,6 +329,7 @@ class Gemma4Text(Family):
                 c.refuse(key, f"only {value!r} is")
         if c["use_bidirectional_attention"] not in (None, "vision"):  # text is causal with "vision"
             c.refuse("use_bidirectional_attention", "only null and 'vision' are")
+        c.setdefault("rope_theta", 1e4)
         c.setdefault("global_rope_theta", 1e4)
         c.setdefault("global_rotary_factor", 1.0)
         fields = super().arg_fields(c)

@@ -5,16 +5,21 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from model import Block, Linear, ModelArgs, Transformer
+from model import Block, Linear
 from models.config import HFConfig, rotary_dim
-from models.family import Family, PublishedLayout
+from models.family import PublishedLayout
 from models.layers.group_routing import SigmoidRoutedMoE
+from models.layers.scaled_rope import (
+    ScaledRopeArgs,
+    ScaledRopeFamily,
+    ScaledRopeTransformer,
+    scaled_rope_table,
+)
 from models.tensors import Recipes, score_bias_recipe
-from ops.rope import rope_frequencies, rope_table
 
 
 @dataclass(frozen=True)
-class Glm4MoeArgs(ModelArgs):
+class Glm4MoeArgs(ScaledRopeArgs):
     qkv_bias: bool = False
     shared_intermediate: int = 0  # intermediate dim of the shared expert; 0: none
     routed_scale: float = 1.0  # of routing weights
@@ -28,7 +33,7 @@ class Glm4MoeArgs(ModelArgs):
         return super().constraints() | {"rotary_dim": fits}
 
 
-class Glm4MoeTransformer(Transformer):
+class Glm4MoeTransformer(ScaledRopeTransformer):
     args: Glm4MoeArgs
 
     def make_block(self, args: Glm4MoeArgs, layer: int) -> Block:
@@ -42,11 +47,11 @@ class Glm4MoeTransformer(Transformer):
 
     def make_rope_table(self, length: int, device: torch.device) -> Tensor:
         rotated = self.args.rotary_dim or self.args.head_dim
-        frequencies = rope_frequencies(rotated, self.args.rope_theta, device)
-        return rope_table(frequencies, length, unrotated=self.args.head_dim - rotated)
+        unrotated = self.args.head_dim - rotated
+        return scaled_rope_table(self.args, rotated, length, device, unrotated)
 
 
-class Glm4Moe(Family):
+class Glm4Moe(ScaledRopeFamily):
     name = "glm4_moe"
     args_class = Glm4MoeArgs
     model_class = Glm4MoeTransformer
@@ -79,6 +84,7 @@ class Glm4Moe(Family):
         "qkv_bias": "qkv_bias",
         "routed_scaling_factor": "routed_scale",
     }
+    nullable = ("partial_rotary_factor",)
     only = {"scoring_func": "sigmoid"}
     renamed_tensors = ((".mlp.shared_experts.", ".mlp.shared_expert."),)
 

@@ -1,7 +1,7 @@
-"""GLM-4.7-Flash: DeepSeek-V3's latent attention and sigmoid routing, without groups or YaRN."""
+"""GLM-4.7-Flash: DeepSeek-V3's latent attention and sigmoid routing, without groups."""
 
 from model import ModelArgs
-from models.config import HFConfig
+from models.config import HFConfig, unsupported
 from models.family import PublishedLayout
 from models.latent_family import LatentArgs, LatentFamily, LatentTransformer
 from models.layers.group_routing import SigmoidRoutedMoE
@@ -42,17 +42,24 @@ class Glm4MoeLite(LatentFamily):
         v_head_dim=256,
     )
     field_of_key = LatentFamily.field_of_key | {"norm_topk_prob": "norm_topk"}
+    nullable = ("q_lora_rank",)
     # transformers reads mlp_layer_types instead of first_k_dense_replace; absent, it means 1.
     only = {"attention_bias": False, "scoring_func": "sigmoid", "first_k_dense_replace": 1}
     topk_methods = ("noaux_tc",)
 
     def from_hf(self, config: dict) -> ModelArgs:
-        """Transformers' config class has no count of MTP layers; the converter leaves them out."""
+        """Check the count of MTP layers, which transformers' config class lacks.
+
+        The converter leaves these layers out.
+        """
         count = config.get("num_nextn_predict_layers") or 0
         if type(count) is not int or not 0 <= count <= 4096:
-            what = f"num_nextn_predict_layers = {count!r:.80} is not supported"
-            raise ValueError(f"config.json: {what} (an integer from 0 to 4096 is needed)")
-        return super().from_hf({k: v for k, v in config.items() if k != "num_nextn_predict_layers"})
+            why = "an integer from 0 to 4096 is needed"
+            raise unsupported("num_nextn_predict_layers", count, why)
+        ignored = {"num_nextn_predict_layers"}
+        if config.get("mlp_layer_types") is not None:
+            ignored.add("first_k_dense_replace")
+        return super().from_hf({k: v for k, v in config.items() if k not in ignored})
 
     def arg_fields(self, c: HFConfig) -> dict:
         layers = c.integer("num_hidden_layers")
@@ -65,6 +72,7 @@ class Glm4MoeLite(LatentFamily):
                 "mlp_layer_types", f"'dense' or 'sparse' is needed for each of {layers} layers"
             )
         c["mlp_only_layers"] = [layer for layer, kind in enumerate(kinds) if kind == "dense"]
+        c["first_k_dense_replace"] = 0
         return super().arg_fields(c)
 
     def to_hf(self, args: LatentArgs) -> dict:

@@ -15,13 +15,12 @@ from model import (
     ExpertLinear,
     Linear,
     MoE,
-    Transformer,
     is_layer,
     new_parameter,
 )
-from models.config import HFConfig
-from models.family import Family, PublishedLayout, Shard
-from models.layers.yarn import YarnArgs, read_yarn, yarn_rope_table, yarn_to_hf
+from models.config import HFConfig, listed_kinds
+from models.family import PublishedLayout, Shard
+from models.layers.scaled_rope import ScaledRopeArgs, ScaledRopeFamily, ScaledRopeTransformer
 from models.tensors import WHOLE, Recipe, Recipes, copy_of
 from ops.attention import attend, attend_chunk
 from ops.moe_decode import Activation
@@ -30,7 +29,7 @@ MAX_MXFP4_EXPONENT = 252  # the largest e8m0 scale with which every e2m1 number 
 
 
 @dataclass(frozen=True)
-class GptOssArgs(YarnArgs):
+class GptOssArgs(ScaledRopeArgs):
     full_layers: tuple[int, ...] = ()  # layers without the sliding window
     swiglu_limit: float = 7.0  # clamp of gate and up
     swiglu_alpha: float = 1.702  # slope of the gate's sigmoid
@@ -114,7 +113,7 @@ class GptOssMoE(MoE):
         return {"activation": Activation("clamped", **self.clamp)}
 
 
-class GptOssTransformer(Transformer):
+class GptOssTransformer(ScaledRopeTransformer):
     args: GptOssArgs
 
     def make_block(self, args: GptOssArgs, layer: int) -> Block:
@@ -123,11 +122,8 @@ class GptOssTransformer(Transformer):
         block.ffn = GptOssMoE(args)
         return block
 
-    def make_rope_table(self, length: int, device: torch.device) -> Tensor:
-        return yarn_rope_table(self.args, self.args.head_dim, length, device)
 
-
-class GptOss(Family):
+class GptOss(ScaledRopeFamily):
     name = "gpt_oss"
     args_class = GptOssArgs
     model_class = GptOssTransformer
@@ -158,27 +154,18 @@ class GptOss(Family):
     rope = dict(
         rope_type="yarn", factor=32.0, original_max_position_embeddings=4096, truncate=False
     )
-    rope_types = ("default", "yarn")
+    published_with_yarn = True
     published = ("mxfp4",)
     renamed_tensors = ((".mlp.router.", ".mlp.gate."),)
 
-    def arg_fields(self, c: HFConfig) -> dict:
-        return super().arg_fields(c) | {"yarn": read_yarn(c)}
-
     def window_fields(self, c: HFConfig) -> dict:
         """Every other layer has the sliding window, unless layer_types says otherwise."""
-        n_layer = c.integer("num_hidden_layers")
-        windowed = c.flag("use_sliding_window") and c["sliding_window"] is not None
-        kind = "sliding_attention" if windowed else "full_attention"
-        kinds = c["layer_types"] or ["sliding_attention", "full_attention"] * n_layer
-        known = tuple(dict.fromkeys((kind, "full_attention")))
-        if not isinstance(kinds, list) or any(other not in known for other in kinds):
-            c.refuse("layer_types", f"all must be {' or '.join(map(repr, known))}")
-        if len(kinds) < n_layer:
-            c.refuse("layer_types", f"there are {n_layer} layers")
-        if not windowed:
+        known = "sliding_attention", "full_attention"
+        kinds = listed_kinds(c, known) or known * c.integer("num_hidden_layers")
+        kinds = kinds[: c["num_hidden_layers"]]
+        full = tuple(n for n, kind in enumerate(kinds) if kind == "full_attention")
+        if len(full) == len(kinds):
             return {}
-        full = tuple(n for n, other in enumerate(kinds[:n_layer]) if other == "full_attention")
         return {"sliding_window": c.integer("sliding_window"), "full_layers": full}
 
     def to_hf(self, args: GptOssArgs) -> dict:
@@ -187,10 +174,7 @@ class GptOss(Family):
             "full_attention" if layer in full else "sliding_attention"
             for layer in range(args.n_layer)
         ]
-        config = super().to_hf(args) | {"layer_types": kinds}
-        if args.yarn:
-            config["rope_parameters"] |= yarn_to_hf(args.yarn)
-        return config
+        return super().to_hf(args) | {"layer_types": kinds}
 
     def attention_recipes(self, args: GptOssArgs) -> Recipes:
         sinks = {"attention.sinks": copy_of("self_attn.sinks", args.n_head)}

@@ -4,14 +4,14 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from model import AddNorm, Attention, Block, ModelArgs, Transformer
+from model import AddNorm, Attention, Block
 from models.config import HFConfig
-from models.family import Family
+from models.layers.scaled_rope import ScaledRopeArgs, ScaledRopeFamily, ScaledRopeTransformer
 from ops.inductor import materialize
 
 
 @dataclass(frozen=True)
-class GraniteMoeArgs(ModelArgs):
+class GraniteMoeArgs(ScaledRopeArgs):
     attention_scale: float | None = None  # of attention scores; None: C ** -0.5
     embedding_scale: float = 1.0
     residual_scale: float = 1.0  # of what attention and experts add
@@ -52,7 +52,7 @@ class ScaledAddNorm(AddNorm):
         return {"scale": self.scale}
 
 
-class GraniteMoeTransformer(Transformer):
+class GraniteMoeTransformer(ScaledRopeTransformer):
     args: GraniteMoeArgs
 
     def make_block(self, args: GraniteMoeArgs, layer: int) -> Block:
@@ -69,7 +69,7 @@ class GraniteMoeTransformer(Transformer):
         return super().logits(normed, last) * self.args.logit_scale
 
 
-class GraniteMoe(Family):
+class GraniteMoe(ScaledRopeFamily):
     name = "granitemoe"
     args_class = GraniteMoeArgs
     model_class = GraniteMoeTransformer
@@ -92,6 +92,7 @@ class GraniteMoe(Family):
         logits_scaling=1.0,
     )
     renamed_keys = {"num_local_experts": "num_experts"}
+    nullable = "num_key_value_heads", "attention_multiplier"
     field_of_key = {
         "attention_bias": "attention_bias",
         "attention_multiplier": "attention_scale",

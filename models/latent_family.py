@@ -3,22 +3,29 @@
 DeepSeek-V2, DeepSeek-V3 and GLM-4.7-Flash differ in routing and RoPE.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from model import Block, ModelArgs, Transformer
+from model import Block
 from models.config import HFConfig
-from models.family import Family, Shard
+from models.family import Shard
 from models.layers.group_routing import GroupRoutedMoE
 from models.layers.latent_attention import HEADS_AT_ONCE, LatentAttention
+from models.layers.scaled_rope import (
+    ScaledRopeArgs,
+    ScaledRopeFamily,
+    ScaledRopeTransformer,
+    scaled_rope_table,
+)
+from models.layers.yarn import yarn_scale
 from models.tensors import Recipe, Recipes, copy_of
-from ops.rope import rope_frequencies, rope_table
 
 
 @dataclass(frozen=True)
-class LatentArgs(ModelArgs):
+class LatentArgs(ScaledRopeArgs):
     """head_dim is that of queries; their last rotary_dim numbers are rotated. n_kv_head is 1."""
 
     shared_intermediate: int = 0  # intermediate dim of the shared experts together; 0: none
@@ -29,8 +36,13 @@ class LatentArgs(ModelArgs):
     kv_rank: int = 512  # r, numbers of a position that keys and values are made of
     q_rank: int | None = None  # the same for queries; None: they are made of x
     value_dim: int = 128  # numbers of a head's value
+    attention_scale: float | None = None  # of attention scores; None: C ** -0.5
 
-    attention_scale = None  # of attention scores: C ** -0.5, unless a subclass has a field
+    @property
+    def rope_stretch(self) -> float:
+        """How much longer sequences became by scaled RoPE."""
+        scaling = self.yarn or self.llama3
+        return scaling.factor if scaling else self.rope_factor
 
     def constraints(self) -> dict[str, bool]:
         groups = self.n_group in (1, *range(self.n_expert // 2 + 1))
@@ -46,7 +58,7 @@ class LatentArgs(ModelArgs):
         }
 
 
-class LatentTransformer(Transformer):
+class LatentTransformer(ScaledRopeTransformer):
     args: LatentArgs
 
     moe_class = GroupRoutedMoE
@@ -59,11 +71,10 @@ class LatentTransformer(Transformer):
         return block
 
     def make_rope_table(self, length: int, device: torch.device) -> Tensor:
-        frequencies = rope_frequencies(self.args.rotary_dim, self.args.rope_theta, device)
-        return rope_table(frequencies, length)
+        return scaled_rope_table(self.args, self.args.rotary_dim, length, device)
 
 
-class LatentFamily(Family):
+class LatentFamily(ScaledRopeFamily):
     """Subclasses have `defaults` of their own."""
 
     args_class = LatentArgs
@@ -77,12 +88,18 @@ class LatentFamily(Family):
         "routed_scaling_factor": "routed_scale",
     }
     fixed = {"n_kv_head": 1}
+    published_with_yarn = True
     renamed_tensors = ((".mlp.shared_experts.", ".mlp.shared_expert."),)
     topk_methods: tuple[str, ...]  # values of topk_method, the default first
 
     def arg_fields(self, c: HFConfig) -> dict:
         set_head_dim(c)
-        return super().arg_fields(c) | group_fields(c, self.topk_methods)
+        fields = super().arg_fields(c) | group_fields(c, self.topk_methods)
+        if c["rope_type"] != "default" and c["mscale_all_dim"]:
+            scale = yarn_scale(c.number("factor"), c.number("mscale_all_dim"))
+            if scale != 1:
+                fields["attention_scale"] = fields["head_dim"] ** -0.5 * scale**2
+        return fields
 
     def attention_memory(self, args: LatentArgs, length: int) -> tuple[int, int]:
         """A chunk expands keys and values, pads and concatenates them: five times their size."""
@@ -90,7 +107,12 @@ class LatentFamily(Family):
         return args.kv_rank + args.rotary_dim, expanded
 
     def to_hf(self, args: LatentArgs) -> dict:
-        return super().to_hf(args) | {
+        config = super().to_hf(args)
+        if args.attention_scale:  # invert yarn_scale
+            scale = (args.attention_scale * args.head_dim**0.5) ** 0.5
+            log = 0.1 * math.log(args.rope_stretch)
+            config["rope_parameters"]["mscale_all_dim"] = round((scale - 1) / log, 6)
+        return config | {
             "num_key_value_heads": args.n_head,
             "head_dim": args.rotary_dim,
             "qk_nope_head_dim": args.head_dim - args.rotary_dim,
@@ -153,8 +175,11 @@ def set_head_dim(c: HFConfig) -> None:
     if c.setdefault("num_key_value_heads", heads) != heads:
         why = f"with latent attention, only num_attention_heads = {heads} is"
         c.refuse("num_key_value_heads", why)
-    c["head_dim"] = c.integer("qk_nope_head_dim") + c.integer("qk_rope_head_dim")
-    if c["qk_rope_head_dim"] % 2:
+    rotated = c.integer("qk_rope_head_dim")
+    if c.get("head_dim", rotated) != rotated:  # transformers' name of the rotated part
+        c.refuse("head_dim", f"only qk_rope_head_dim = {rotated} is")
+    c["head_dim"] = c.integer("qk_nope_head_dim") + rotated
+    if rotated % 2:
         c.refuse("qk_rope_head_dim", "it must be even to be rotated")
     if c.integer("v_head_dim") > c["head_dim"]:
         c.refuse("v_head_dim", f"queries have {c['head_dim']}")

@@ -21,6 +21,7 @@ class Mixtral(Family):
         eos_token_id=2,
     )
     renamed_keys = {"num_local_experts": "num_experts"}
+    nullable = ("head_dim",)
     has_window = True
     renamed_tensors = (
         (".block_sparse_moe.", ".mlp."),

@@ -1,9 +1,9 @@
 """OLMoE (Muennighoff et al. 2024): the model of model.py with q/k norms over all heads."""
 
-from models.family import Family
+from models.layers.scaled_rope import ScaledRopeFamily
 
 
-class Olmoe(Family):
+class Olmoe(ScaledRopeFamily):
     name = "olmoe"
     defaults = dict(
         vocab_size=50304,
@@ -23,5 +23,6 @@ class Olmoe(Family):
         "clip_qkv": "clip_qkv",
         "attention_bias": "attention_bias",
     }
+    nullable = ("num_key_value_heads",)
     fixed = {"qk_norm": "full"}
     shapes = {"OLMoE-1B-7B": dict(intermediate_size=1024)}

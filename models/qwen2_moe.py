@@ -2,20 +2,21 @@
 
 from dataclasses import dataclass
 
-from model import Block, Linear, ModelArgs, Transformer
-from models.config import HFConfig
-from models.family import Family, PublishedLayout
+from model import Block, Linear
+from models.config import HFConfig, listed_kinds
+from models.family import PublishedLayout
+from models.layers.scaled_rope import ScaledRopeArgs, ScaledRopeFamily, ScaledRopeTransformer
 from models.layers.shared_expert import GatedSharedExpertMoE
 from models.tensors import Recipes, copy_of
 
 
 @dataclass(frozen=True)
-class Qwen2MoeArgs(ModelArgs):
+class Qwen2MoeArgs(ScaledRopeArgs):
     qkv_bias: bool = True
     shared_intermediate: int = 0  # intermediate dim of the shared expert; 0: none
 
 
-class Qwen2MoeTransformer(Transformer):
+class Qwen2MoeTransformer(ScaledRopeTransformer):
     def make_block(self, args: Qwen2MoeArgs, layer: int) -> Block:
         block = Block(args, layer)
         qkv_dim = (args.n_head + 2 * args.n_kv_head) * args.head_dim
@@ -25,7 +26,7 @@ class Qwen2MoeTransformer(Transformer):
         return block
 
 
-class Qwen2Moe(Family):
+class Qwen2Moe(ScaledRopeFamily):
     name = "qwen2_moe"
     args_class = Qwen2MoeArgs
     model_class = Qwen2MoeTransformer
@@ -53,13 +54,17 @@ class Qwen2Moe(Family):
         "qkv_bias": "qkv_bias",
         "shared_expert_intermediate_size": "shared_intermediate",
     }
+    nullable = ("num_key_value_heads",)
     has_window = True
 
     def window_fields(self, c: HFConfig) -> dict:
-        windowed = c.flag("use_sliding_window") and c["sliding_window"] is not None
-        if windowed and not c["layer_types"]:
+        """Return the window of all layers. Each has one by its layer_types alone."""
+        kinds = listed_kinds(c, ("sliding_attention", "full_attention"))
+        if c.flag("use_sliding_window") and kinds is None:
             why = "every other layer would have one, up to max_window_layers"
             c.refuse("use_sliding_window", why)
+        if kinds and set(kinds) == {"full_attention"}:
+            return {"sliding_window": None}
         return super().window_fields(c)
 
     def expert_recipes(self, args: Qwen2MoeArgs, layout: PublishedLayout) -> Recipes:

@@ -1,9 +1,9 @@
 """Qwen3-MoE (Yang et al. 2025), such as 30B-A3B: the model of model.py with per-head q/k norms."""
 
-from models.family import Family
+from models.layers.scaled_rope import ScaledRopeFamily
 
 
-class Qwen3Moe(Family):
+class Qwen3Moe(ScaledRopeFamily):
     name = "qwen3_moe"
     defaults = dict(
         vocab_size=151936,

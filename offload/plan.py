@@ -2,17 +2,17 @@
 
 import logging
 import weakref
-from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
 
-from formats.packed import Packed
-from model import KVCache, MoE, Transformer
+from formats.packed import Packed, weight_bytes
+from model import MoE, Transformer
 from offload.cache import POLICIES
 from offload.copies import CopyStream
 from offload.experts import BlobPart, LayerStorage, OffloadedExperts, Reader, plan_blob
+from runtime.memory import Shortage, free_gpu_memory
 
 DRIVERS = "host", "device"  # the CPU or the GPU schedules copies
 STAGING_BUFFERS = 4  # for prefetches, as in Eliseev & Mazur 2023
@@ -20,68 +20,6 @@ LARGE_EXPERT = 16 << 20  # bytes; prefetching larger ones is faster
 PORTABLE_AND_MAPPED = 1 | 2  # flags of cudaHostRegister
 
 log = logging.getLogger("moe_fast")
-
-
-# Memory -------------------------------------------------------------------------------------------
-
-
-def weight_bytes(model: Transformer, dtype: torch.dtype, without: Collection[int] = ()) -> int:
-    """Return the bytes of the weights, of those that are not packed in `dtype`.
-
-    without: the ids of parameters that do not count.
-    """
-    packed = {
-        id(part) for m in model.modules() if isinstance(m, Packed) for part in m.parts().values()
-    }
-    return sum(
-        p.nbytes if id(p) in packed else p.numel() * dtype.itemsize
-        for p in model.parameters()
-        if id(p) not in without
-    )
-
-
-def cache_bytes(
-    model: Transformer,
-    batch: int,
-    length: int,
-    cache_class: type[KVCache],
-    dtype: torch.dtype,
-) -> int:
-    """Return the bytes of every layer's cache for `batch` sequences of `length` positions.
-
-    The caches are made on the meta device, so that each class counts its own tensors.
-    """
-    like = torch.empty(0, dtype=dtype, device="meta")
-    attentions = [block.attention for block in model.layers]
-    return sum(a.allocate(batch, length, cache_class, like).nbytes for a in attentions)
-
-
-def free_gpu_memory(device: torch.device) -> int:
-    """Return the bytes that PyTorch can allocate: the driver's free ones, and its own cache's."""
-    free, total = torch.cuda.mem_get_info(device)
-    if torch.cuda.get_device_properties(device).is_integrated:
-        return total  # it shares the host's memory, where the driver counts the page cache as used
-    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-
-
-def check_weights_fit(need: int, free: int) -> None:
-    """Raise ValueError if `need` bytes of weights exceed `free` bytes of GPU memory."""
-    if need > free:
-        limit = f"{free // 10**9}GB" if free >= 10**9 else f"{free // 10**6}MB"
-        raise ValueError(
-            f"the weights need {need / 1e9:.1f} GB and the GPU has {free / 1e9:.1f} GB free: "
-            "quantize them (quantize.py --mode int4), add --offload --gpu_memory "
-            f"{limit}, or start more processes with torchrun"
-        )
-
-
-def check_plan_fits(need: int, slots: int, free: int) -> None:
-    """Raise ValueError if offloading allocates `need` bytes, with R = slots, of `free` bytes."""
-    if need > free:
-        raise ValueError(
-            f"{slots} experts per layer and all other weights need {need / 1e9:.1f} GB and the "
-            f"GPU has {free / 1e9:.1f} GB free: lower --gpu_experts or --gpu_memory"
-        )
 
 
 # The plan -----------------------------------------------------------------------------------------
@@ -115,17 +53,17 @@ def choose_slots(
     """Return R, the slots per layer. Raises ValueError naming the limits.
 
     total: E of this rank. resident: bytes on the GPU beside slots. slot: bytes of one slot in every
-    layer.
+    layer. Raises Shortage for a --gpu_memory that is too small.
     """
     least = min(active, total)  # one token's experts must fit at once
     if settings.gpu_experts is None:
         found = (settings.gpu_memory - resident) // slot
         if found < least:
             need = (resident + least * slot) / 1e9
-            raise ValueError(
+            raise Shortage(
                 f"--gpu_memory {settings.gpu_memory / 1e9:.4g}GB: {least} experts per layer take "
-                f"{least * slot / 1e9:.4g} GB, everything else {resident / 1e9:.4g} GB: "
-                f"give at least {need + 5e-4:.3f}GB"
+                f"{least * slot / 1e9:.4g} GB, everything else {resident / 1e9:.4g} GB",
+                f"give at least {need + 5e-4:.3f}GB",
             )
         return min(found, total)
     if not least <= settings.gpu_experts <= total:
@@ -134,19 +72,6 @@ def choose_slots(
             f"{total} (all)"
         )
     return settings.gpu_experts
-
-
-def choose_prefetch(settings: OffloadSettings, total: int, size: int, device: torch.device) -> int:
-    """Return the number of prefetches per token and layer. size: bytes of an expert.
-
-    Only the CPU prefetches, and its wait takes 0.1 ms per layer on an H200. With experts of 66 MB
-    (Mixtral in 2 bits) the CPU with two prefetches is faster than the GPU without; with 2.4 MB
-    (Qwen3-30B-A3B in 4 bits) the GPU makes twice the tokens/s.
-    """
-    if settings.prefetch is not None:
-        return settings.prefetch
-    possible = settings.driver != "device" and device.type == "cuda"
-    return 2 if possible and settings.gpu_experts != total and size >= LARGE_EXPERT else 0
 
 
 def register_host_memory(host: torch.Tensor, owner: object, device: torch.device) -> bool:
@@ -170,56 +95,135 @@ def register_host_memory(host: torch.Tensor, owner: object, device: torch.device
     return False
 
 
-@dataclass
+@dataclass(frozen=True)
+class ExpertSizes:
+    """One rank's experts, and the bytes of all its other weights."""
+
+    layouts: dict[int, tuple[list[BlobPart], int]]  # by layer: parts and bytes of a blob
+    n_expert: int  # E of all ranks
+    n_local: int  # E of this rank
+    n_active: int
+    kept: int  # bytes of weights that stay on the device
+
+    @property
+    def per_slot(self) -> int:
+        """Bytes of an expert of each layer."""
+        return sum(size for _, size in self.layouts.values())
+
+    @property
+    def largest(self) -> int:
+        """Bytes of an expert, of the layer where they are largest."""
+        return max(size for _, size in self.layouts.values())
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of all experts of this rank."""
+        return self.n_local * self.per_slot
+
+
+@dataclass(frozen=True)
 class OffloadPlan:
     """All decisions of `offload_experts`, made before it moves a weight."""
 
-    layouts: dict[int, tuple[list[BlobPart], int]]  # by layer: parts and bytes of a blob
-    n_local: int  # E of this rank
+    experts: ExpertSizes
     prefetch: int  # experts per token and layer
-    kept: int  # bytes of weights that stay on the device
     buffers: int  # staging buffers
     slots: int  # R
 
     @property
     def nbytes(self) -> int:
         """Bytes to allocate on the device: other weights, slots and staging buffers."""
-        return self.kept + self.slots * sum(self.sizes) + self.buffers * max(self.sizes)
-
-    @property
-    def sizes(self) -> list[int]:
-        return [size for _, size in self.layouts.values()]
+        sizes = self.experts
+        return sizes.kept + self.slots * sizes.per_slot + self.buffers * sizes.largest
 
 
-def make_plan(
-    model: Transformer,
-    settings: OffloadSettings,
-    device: torch.device,
-    dtype: torch.dtype,
-    read: Reader,
-) -> OffloadPlan:
-    """Return the plan. Raises ValueError for a model without experts, and as `choose_slots`."""
+def measure_experts(model: Transformer, dtype: torch.dtype, read: Reader) -> ExpertSizes:
+    """Return the sizes of a rank's model, on the meta device.
+
+    dtype: of unpacked weights. read: reads the first expert's parameters. Raises ValueError for a
+    model without experts.
+    """
     ffns = {n: block.ffn for n, block in enumerate(model.layers) if isinstance(block.ffn, MoE)}
     if not ffns:
         raise ValueError("--offload: no layer of this model has experts")
-    n_expert = model.args.n_expert
-    if not 0 <= (settings.prefetch or 0) <= n_expert:
-        raise ValueError(
-            f"--prefetch {settings.prefetch}: it must be from 0 to {n_expert}, the experts of a "
-            "layer"
-        )
     layouts = {
         n: plan_blob(f"layers.{n}.ffn.experts", ffn.experts, read) for n, ffn in ffns.items()
     }
-    sizes = [size for _, size in layouts.values()]
-    n_local = next(iter(ffns.values())).experts.n_expert
-    prefetch = choose_prefetch(settings, n_local, max(sizes), device)
     experts = {id(p) for ffn in ffns.values() for p in ffn.experts.parameters()}
+    n_local = next(iter(ffns.values())).experts.n_expert
     kept = weight_bytes(model, dtype, experts)
-    buffers = max(STAGING_BUFFERS, prefetch) if prefetch else 0
-    resident = kept + buffers * max(sizes) + settings.reserve
-    slots = choose_slots(settings, n_local, model.args.n_active, resident, sum(sizes))
-    return OffloadPlan(layouts, n_local, prefetch, kept, buffers, slots)
+    return ExpertSizes(layouts, model.args.n_expert, n_local, model.args.n_active, kept)
+
+
+def meta_reader(model: Transformer, dtype: torch.dtype) -> Reader:
+    """Return a `read` for `measure_experts` that opens no checkpoint: its tensors have no data."""
+    modules = dict(model.named_modules())
+
+    def read(name: str, device: torch.device | str, expert: int | None = None) -> torch.Tensor:
+        path, leaf = name.rsplit(".", 1)
+        parameter, module = getattr(modules[path], leaf), modules[path]
+        packed = isinstance(module, Packed) and leaf in module.layout
+        kept = parameter.dtype if packed else dtype
+        return torch.empty(1, *parameter.shape[1:], dtype=kept, device="meta")
+
+    return read
+
+
+def choose_prefetch(
+    settings: OffloadSettings, experts: ExpertSizes, on_gpu: bool
+) -> tuple[int, int]:
+    """Return the number of prefetches per token and layer, and of staging buffers.
+
+    Only the CPU prefetches, and its wait takes 0.1 ms per layer on an H200. With experts of 66 MB
+    (Mixtral in 2 bits) the CPU with two prefetches is faster than the GPU without; with 2.4 MB
+    (Qwen3-30B-A3B in 4 bits) the GPU makes twice the tokens/s.
+    """
+    prefetch = settings.prefetch
+    if prefetch is None:
+        possible = settings.driver != "device" and on_gpu
+        some_are_missing = settings.gpu_experts != experts.n_local
+        large = experts.largest >= LARGE_EXPERT
+        prefetch = 2 if possible and some_are_missing and large else 0
+    return prefetch, max(STAGING_BUFFERS, prefetch) if prefetch else 0
+
+
+def make_plan(experts: ExpertSizes, settings: OffloadSettings, on_gpu: bool) -> OffloadPlan:
+    """Return the plan. on_gpu: the device is one. Raises ValueError as `choose_slots`."""
+    if not 0 <= (settings.prefetch or 0) <= experts.n_expert:
+        raise ValueError(
+            f"--prefetch {settings.prefetch}: it must be from 0 to {experts.n_expert}, the experts "
+            "of a layer"
+        )
+    prefetch, buffers = choose_prefetch(settings, experts, on_gpu)
+    resident = experts.kept + buffers * experts.largest + settings.reserve
+    slots = choose_slots(settings, experts.n_local, experts.n_active, resident, experts.per_slot)
+    return OffloadPlan(experts, prefetch, buffers, slots)
+
+
+def least_gpu_memory(experts: ExpertSizes, settings: OffloadSettings, on_gpu: bool) -> int:
+    """Return the least gpu_memory that `make_plan` accepts with these settings."""
+    buffers = choose_prefetch(settings, experts, on_gpu)[1]
+    least = min(experts.n_active, experts.n_local)
+    return experts.kept + buffers * experts.largest + settings.reserve + least * experts.per_slot
+
+
+def check_host_fits(need: int, free: int) -> None:
+    """Raise Shortage if all experts need more bytes of host memory than are free."""
+    if need > free:
+        raise Shortage(
+            f"the experts need {need / 1e9:.1f} GB of host memory and {free / 1e9:.1f} GB are free",
+            "use a smaller checkpoint: quantize.py --mode int4",
+        )
+
+
+def check_plan_fits(need: int, slots: int, free: int) -> None:
+    """Raise Shortage if offloading allocates `need` bytes, with R = slots, of `free` bytes."""
+    if need > free:
+        raise Shortage(
+            f"{slots} experts per layer and all other weights need {need / 1e9:.1f} GB and the "
+            f"GPU has {free / 1e9:.1f} GB free",
+            "lower --gpu_experts or --gpu_memory",
+        )
 
 
 def offload_experts(
@@ -234,12 +238,13 @@ def offload_experts(
     dtype: of unpacked weights. read: reads this rank's parameters. Return the plan as one line.
     Raises ValueError as `make_plan`, and if the GPU lacks memory, before it reads all experts.
     """
-    plan = make_plan(model, settings, device, dtype, read)
+    experts = measure_experts(model, dtype, read)
+    plan = make_plan(experts, settings, device.type == "cuda")
     if device.type == "cuda":
         check_plan_fits(plan.nbytes, plan.slots, free_gpu_memory(device))
-    host = torch.empty(plan.n_local * sum(plan.sizes), dtype=torch.uint8)
-    copies = CopyStream(device, plan.buffers, max(plan.sizes))
-    readable = all(part.nbytes % 4 == 0 for parts, _ in plan.layouts.values() for part in parts)
+    host = torch.empty(experts.host_bytes, dtype=torch.uint8)
+    copies = CopyStream(device, plan.buffers, experts.largest)
+    readable = all(part.nbytes % 4 == 0 for parts, _ in experts.layouts.values() for part in parts)
     if device.type == "cuda":
         readable = register_host_memory(host, copies, device) and readable
     if settings.driver == "device" and not readable:
@@ -248,14 +253,14 @@ def offload_experts(
         )
     gpu_default = readable and not plan.prefetch and device.type == "cuda"
     driver = settings.driver or ("device" if gpu_default else "host")
-    blobs = host.split([plan.n_local * size for size in plan.sizes])
+    blobs = host.split([experts.n_local * size for _, size in experts.layouts.values()])
     above = None
-    for (n, (parts, _)), layer_blobs in zip(plan.layouts.items(), blobs, strict=True):
+    for (n, (parts, _)), layer_blobs in zip(experts.layouts.items(), blobs, strict=True):
         storage = LayerStorage(
             layer=n,
-            total_experts=model.args.n_expert,
+            total_experts=experts.n_expert,
             parts=parts,
-            blobs=layer_blobs.view(plan.n_local, -1),
+            blobs=layer_blobs.view(experts.n_local, -1),
             slots=plan.slots,
             policy=settings.policy,
             copies=copies,
@@ -269,7 +274,7 @@ def offload_experts(
         if above is not None and plan.prefetch:
             above.prefetch_count, above.next_layer = plan.prefetch, [ffn, offloaded]
         above = offloaded
-    return describe_plan(plan, settings, model.args, host.nbytes)
+    return describe_plan(plan, settings)
 
 
 def fill_blobs(blobs: torch.Tensor, parts: list[BlobPart], read: Reader) -> None:
@@ -279,17 +284,19 @@ def fill_blobs(blobs: torch.Tensor, parts: list[BlobPart], read: Reader) -> None
         blobs[:, part.start : part.start + part.nbytes] = whole
 
 
-def describe_plan(plan: OffloadPlan, settings: OffloadSettings, args, host_bytes: int) -> str:
+def describe_plan(plan: OffloadPlan, settings: OffloadSettings) -> str:
     """Return the plan as one line, for the log."""
 
     def gb(size: float) -> str:
         return f"{size / 1e9:.4g} GB"
 
-    sizes, slots, n_local = plan.sizes, plan.slots, plan.n_local
-    missed = args.n_active * sum(sizes) * (n_local - slots) / args.n_expert
+    experts, slots = plan.experts, plan.slots
+    n_local, per_slot = experts.n_local, experts.per_slot
+    missed = experts.n_active * per_slot * (n_local - slots) / experts.n_expert
     return (
-        f"offload: {slots} of {n_local} experts a layer on the device ({gb(slots * sum(sizes))}),"
-        f" {gb(plan.kept)} of other weights, {gb(plan.buffers * max(sizes))} for prefetches, "
-        f"{gb(settings.reserve)} reserved for KV cache and activations; {gb(host_bytes)} in host "
-        f"memory; {missed / 1e6:.4g} MB to copy per token if the router chose uniformly"
+        f"offload: {slots} of {n_local} experts a layer on the device ({gb(slots * per_slot)}),"
+        f" {gb(experts.kept)} of other weights, {gb(plan.buffers * experts.largest)} for "
+        f"prefetches, {gb(settings.reserve)} reserved for KV cache and activations; "
+        f"{gb(experts.host_bytes)} in host memory; {missed / 1e6:.4g} MB to copy per token if the "
+        "router chose uniformly"
     )

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ops.jit import jit, supports_pdl, tl, triton
+from ops.jit import can_launch, jit, supports_pdl, tl, triton
 
 # All-reduce by pushing ----------------------------------------------------------------
 
@@ -293,7 +293,7 @@ def fixed_add_norm(
     chooses its kernels by shapes alone, hence the same on all ranks.
     """
     D = x.shape[-1]
-    if not x.is_cuda:
+    if not can_launch(x):
         total = torch.add(x, y, alpha=scale)
         norm = F.rms_norm if bias is None else partial(F.layer_norm, bias=bias)
         normed = norm(total.to(weight.dtype), weight.shape, weight=weight, eps=eps)

@@ -19,7 +19,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from ops.jit import jit, tl, triton
+from ops.jit import can_launch, jit, tl, triton
 
 # Slots and eviction -------------------------------------------------------------------
 
@@ -261,7 +261,7 @@ def page(
     returned slots and therefore run after the copies, and no reader from before is
     still to run.
     """
-    by_kernel = pool.is_cuda
+    by_kernel = can_launch(pool)
     table = slot, last_use, uses, counters
     experts, targets = (place_by_kernel if by_kernel else place)(chosen, *table, slots, policy)
     (fetch_by_kernel if by_kernel else fetch)(experts, targets, host, pool, layout)

@@ -18,16 +18,16 @@ from torch import Tensor
 from ops.decode_attention import _load_head, _load_rotation, online_softmax
 from ops.jit import jit, supports_pdl, tl, triton
 from ops.latent_decode_attention import (
-    ANY_POSITION,
     Tile,
     _append_own,
     _load_latents,
     _load_own,
     _merge_parts,
     _score_latents,
+    fit_blocks,
     sizes_of,
 )
-from ops.split_attention import _count_parts, count_parts
+from ops.split_attention import _count_parts
 
 MAX_QUERIES = 64
 TOKENS_AT_ONCE = 8  # T up to which each token has programs of its own
@@ -241,13 +241,16 @@ def attend_latent_tokens(
     columns, values = min(tile.columns, rank), min(tile.values, triton.next_power_of_2(V))
     M = min(32, max(16, triton.next_power_of_2(Q * H)))
     tiles, each = triton.cdiv(Q * H, M), triton.cdiv(T, TOKENS_AT_ONCE)
-    P = count_parts(B, tiles, S, ANY_POSITION, tile.block, q.device)
     mapped = q.new_empty(T, H, rank)
-    partial = q.new_empty(B, P, Q * H, rank, dtype=torch.float32)
-    sums, y = partial.new_empty(B, P, Q * H, 2), q.new_empty(T, H * V)
     shape = dict(Q=Q, S=S, H=H, N=N, RANK=rank, PDL=pdl, launch_pdl=pdl)
     numbers = dict(R=R, Q_STRIDE=q.stride(0), EPS=eps, INT8=scales is not None)
     stored_scales = cache if scales is None else scales
+    given = mapped, q, rope, positions, cache, stored_scales
+    attend = shape | numbers | dict(SCALE=scale, M=M, num_warps=8)
+    tiling = fit_blocks(_attend_rows, tile, (B, tiles, S), given, attend)
+    P = tiling["P"]
+    partial = q.new_empty(B, P, Q * H, rank, dtype=torch.float32)
+    sums, y = partial.new_empty(B, P, Q * H, 2), q.new_empty(T, H * V)
     _map_tokens[rank // columns, H + 1, triton.cdiv(T, each)](
         *(q, kv, wkv, rope, kv_norm, positions, cache, stored_scales, mapped),
         **shape,
@@ -260,24 +263,14 @@ def attend_latent_tokens(
         EACH=each,
         num_warps=4,
     )
-    _attend_rows[P, tiles, B](
-        *(mapped, q, rope, positions, cache, stored_scales, partial, sums),
-        **shape,
-        **numbers,
-        P=P,
-        SCALE=scale,
-        M=M,
-        BLOCK=tile.block,
-        STAGES=tile.stages,
-        num_warps=8,
-    )
+    _attend_rows[P, tiles, B](*given, partial, sums, **attend, **tiling)
     _merge_tokens[triton.cdiv(V, values), H, triton.cdiv(T, each)](
         *(wkv, positions, partial, sums, y),
         **shape,
         TOKENS=T,
         V=V,
         P=P,
-        BLOCK=tile.block,
+        BLOCK=tiling["BLOCK"],
         VALUES=values,
         AT_ONCE=16,
         EACH=each,

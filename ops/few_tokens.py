@@ -32,7 +32,7 @@ from torch import Tensor
 
 from ops.grouped import _floats, _shift_right, _signed_bytes
 from ops.jit import jit, supports_pdl, tl, triton
-from ops.moe_tiles import MULTIPROCESSORS, Weight
+from ops.moe_tiles import Weight
 
 TILE = 8  # tokens of a tensor core's instruction
 BLOCK = 32  # tokens of a program of a dense product
@@ -655,7 +655,7 @@ def choose_few_tiles(weight: Weight, tokens: int = TILE) -> FewTiles:
         return (
             FewTiles(16, 8, 2, size) if narrow else FewTiles(64, 4, 1 if tokens > 32 else 2, size)
         )
-    few = weight.out < 2 * MULTIPROCESSORS * 16
+    few = weight.out < 2 * weight.multiprocessors * 16
     warps = 8 if few else 4
     if weight.fields == 8:
         return FewTiles(16, warps, 2 if few else 1)

@@ -27,6 +27,7 @@ from ops.gated_delta_prompt import (
     runs_eagerly,
 )
 from ops.inductor import custom_op
+from ops.jit import can_launch, try_kernels
 
 CHUNK = 64  # tokens that one triangular system covers
 L2_EPS = 1e-6  # added before the root in the norm of queries and keys
@@ -38,7 +39,13 @@ def causal_conv_silu(x: Tensor, window: Tensor, weight: Tensor) -> Tensor:
     window [B, W - 1, N]: the inputs before x, which stay as they are. weight [N, W].
     """
     if runs_eagerly(x):
-        return launch_convolve_tokens(x, window, weight)
+        return try_kernels(
+            "convolution", launch_convolve_tokens, conv_silu_in_torch, x, window, weight
+        )
+    return conv_silu_in_torch(x, window, weight)
+
+
+def conv_silu_in_torch(x: Tensor, window: Tensor, weight: Tensor) -> Tensor:
     Q, W = x.shape[1], weight.shape[1]
     inputs, weight = torch.cat((window, x), dim=1).float(), weight.float()
     y = sum(inputs[:, n : n + Q] * weight[:, n] for n in range(W))
@@ -51,7 +58,11 @@ def delta_gates(ba: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Ten
     g = -exp(a_log) softplus(a + dt_bias) is the logarithm of the decay, beta = sigmoid(b).
     """
     if runs_eagerly(ba):
-        return launch_gates(ba, a_log, dt_bias)
+        return try_kernels("delta gates", launch_gates, gates_in_torch, ba, a_log, dt_bias)
+    return gates_in_torch(ba, a_log, dt_bias)
+
+
+def gates_in_torch(ba: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
     b, a = ba.float().chunk(2, dim=-1)
     return -a_log.float().exp() * F.softplus(a + dt_bias.float()), b.sigmoid()
 
@@ -59,7 +70,11 @@ def delta_gates(ba: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Ten
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Normalize x [..., Cv] over its last dimension, times weight [Cv] and silu(gate [..., Cv])."""
     if runs_eagerly(x) and norm_heads_supports(x):
-        return launch_norm_heads(x, gate, weight, eps)
+        return try_kernels("gated norm", launch_norm_heads, norm_in_torch, x, gate, weight, eps)
+    return norm_in_torch(x, gate, weight, eps)
+
+
+def norm_in_torch(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
     y = F.rms_norm(x.float(), weight.shape, weight.float(), eps)
     return (y * F.silu(gate.float())).to(x.dtype)
 
@@ -105,9 +120,10 @@ def gated_delta_chunk(
     Arguments as for `gated_delta_recurrent`. A token with g = beta = 0, such as padding, leaves the
     state unchanged. A custom operator, so that the number of tokens is no case for the compiler.
     """
-    if q.is_cuda and delta_chunk_supports(q, v):
-        return launch_delta_chunk(q, k, v, g, beta, state)
-    return chunk_in_torch(q, k, v, g, beta, state)
+    arguments = q, k, v, g, beta, state
+    if can_launch(q) and delta_chunk_supports(q, v):
+        return try_kernels("delta rule", launch_delta_chunk, chunk_in_torch, *arguments)
+    return chunk_in_torch(*arguments)
 
 
 @gated_delta_chunk.register_fake

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ops.gated_delta_token import COLUMNS, _softplus, fit_tiles
-from ops.jit import jit, tl, triton
+from ops.jit import can_launch, fit_tiling, jit, tl, triton
 
 # How tensor cores multiply fp32: "tf32" is one product with 10 bits of mantissa, "tf32x3" three,
 # about as exact as fp32. Only the state's update always takes three (of bf16 parts, if keys are
@@ -220,8 +220,8 @@ def _scan_chunks(
 
 
 def runs_eagerly(x: Tensor) -> bool:
-    """Whether x is on a GPU in eager code, where each operation would be a kernel."""
-    return triton is not None and x.is_cuda and not torch.compiler.is_compiling()
+    """Whether x is on a GPU with kernels, in eager code, where each operation would be a kernel."""
+    return can_launch(x) and not torch.compiler.is_compiling()
 
 
 def delta_chunk_supports(q: Tensor, v: Tensor) -> bool:
@@ -234,29 +234,36 @@ def launch_delta_chunk(
 ) -> tuple[Tensor, Tensor]:
     """Compute `gated_delta.gated_delta_chunk` by two kernels."""
     (B, Q, K, CK), (H, CV) = q.shape, v.shape[-2:]
-    T = max(16, min(CHUNK, triton.next_power_of_2(Q)))
-    chunks, columns = triton.cdiv(Q, T), min(COLUMNS, CV)
+    columns = min(COLUMNS, CV)
     q, k, v = (x if _has_whole_tokens(x) else x.contiguous() for x in (q, k, v))
     if q.stride() != k.stride():
         q, k = q.contiguous(), k.contiguous()
     g, beta = g.float().contiguous(), beta.float().contiguous()
-    values, keys, scores = (state.new_empty(B, H, chunks, T, C) for C in (CV, CK, T))
     out, final = v.new_empty(v.shape), state.new_empty(state.shape)
+    state = state.contiguous()
     token = Q, q.stride(0), q.stride(1)
-    shape = dict(H=H, K=K, CK=CK, CV=CV, T=T, PRECISION=PRECISION)
+    shape = dict(H=H, K=K, CK=CK, CV=CV, PRECISION=PRECISION)
+    # Any fp32 tensor has the type of values, keys and scores, whose sizes follow from the tiling.
+    example = q, k, g, *[state] * 4, out, final, *token
+    largest = max(16, min(CHUNK, triton.next_power_of_2(Q)))
+    options = dict(COLUMNS=columns, num_warps=4, num_stages=2)
+    tilings = (dict(T=T) for T in (64, 32, 16) if largest >= T)
+    T = fit_tiling(_scan_chunks, tilings, example, shape | options)["T"]
+    chunks = triton.cdiv(Q, T)
+    values, keys, scores = (state.new_empty(B, H, chunks, T, C) for C in (CV, CK, T))
     _solve_chunk[chunks, H, B](
         *(q, k, v, g, beta, values, keys, scores),
         *(*token, v.stride(0), v.stride(1)),
         **shape,
+        T=T,
         num_warps=4,
     )
     _scan_chunks[CV // columns, H, B](
-        *(q, k, g, values, keys, scores, state.contiguous(), out, final),
+        *(q, k, g, values, keys, scores, state, out, final),
         *token,
-        COLUMNS=columns,
         **shape,
-        num_warps=4,
-        num_stages=2,
+        T=T,
+        **options,
     )
     return out, final
 

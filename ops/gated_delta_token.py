@@ -13,7 +13,7 @@ from __future__ import annotations  # annotations of kernels name triton, which 
 import torch
 from torch import Tensor
 
-from ops.jit import jit, supports_pdl, tl, triton
+from ops.jit import can_launch, jit, supports_pdl, tl, triton
 
 COLUMNS = 32  # Cv columns of the state that a program has in the kernels for several tokens
 WARPS = 8  # a program of `_update_token` has 8 warps, each with Cv / 8 columns of the state
@@ -306,7 +306,9 @@ def delta_token_supports(state: Tensor) -> bool:
 
     state: [B, H, Ck, Cv]. Eager code keeps the plain form, which is the reference.
     """
-    return state.is_cuda and torch.compiler.is_compiling() and fit_tiles(*state.shape[-2:])
+    names = "_update_token", "_update_states", "_finish_tokens"
+    fits = torch.compiler.is_compiling() and fit_tiles(*state.shape[-2:])
+    return fits and can_launch(state, *names)
 
 
 def fit_tiles(*sizes: int) -> bool:

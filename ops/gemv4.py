@@ -20,7 +20,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ops.jit import e8m0_to_float, jit, supports_pdl, tl, triton
+from ops.gpu import gpu_of
+from ops.jit import can_launch, e8m0_to_float, jit, supports_pdl, tl, triton
 
 # SwiGLU needs whole dot products, so one program must hold all of x. It has registers for this many
 # numbers.
@@ -336,7 +337,8 @@ def dot4_supports(x: Tensor, out: int, group: int, swiglu: bool = False) -> bool
     """Whether `dot4` can multiply x [M, in] by weights [..., out, in] with groups of that size."""
     fits = x.shape[-1] <= MAX_SWIGLU_WIDTH or not swiglu
     sixteen_bits = x.dtype in (torch.bfloat16, torch.float16)
-    return triton is not None and sixteen_bits and group % 32 == 0 and out >= 16 and fits
+    fits = fits and sixteen_bits and group % 32 == 0 and out >= 16
+    return fits and can_launch(x, "_dot4")
 
 
 @dataclass(frozen=True)
@@ -354,7 +356,7 @@ def dot4_tiling(
     pairs: int,
     kind: str,
     swiglu: bool,
-    sms: int = 132,
+    sms: int,
     tiling: Tiling = Tiling(),
 ) -> tuple[int, dict]:
     """Choose the number of programs along rows, and constants and options of the kernel.
@@ -451,7 +453,7 @@ def dot4(
     which must not write them.
     """
     pairs = 1 if index is None else index.numel()
-    sms = torch.cuda.get_device_properties(x.device).multi_processor_count
+    sms = gpu_of(x.device).multiprocessors
     shape = parts[0].shape[-2], x.shape[-1]
     tiling = dot4_tiling(shape, pairs, kind, swiglu, sms)
     return launch_dot4(x, parts, index, (kind, group, swiglu), tiling, supports_pdl(x))
@@ -464,6 +466,7 @@ def _(
     out, pairs = parts[0].shape[-2], 1 if index is None else index.numel()
     if swiglu:
         return x.new_empty(pairs, out // 2)
-    _, constants = dot4_tiling((out, x.shape[-1]), pairs, kind, swiglu)
+    # The split of `in`, which alone is asked for, is the same on all GPUs.
+    _, constants = dot4_tiling((out, x.shape[-1]), pairs, kind, swiglu, sms=1)
     chunks = triton.cdiv(x.shape[-1] // 8, constants["CHUNK"])
     return x.new_empty(chunks, pairs, out, dtype=torch.float32)

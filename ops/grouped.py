@@ -15,16 +15,20 @@ along `in`.
 
 from __future__ import annotations  # annotations of kernels name triton, which may be absent
 
+from collections.abc import Iterator
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ops.gpu import gpu_of
 from ops.inductor import custom_op
-from ops.jit import e8m0_to_float, jit, tl, triton
+from ops.jit import can_launch, e8m0_to_float, fit_tiling, jit, tl, triton, try_kernels
 
 # Average rows of x for each expert, up to which the kernel is faster than the library with plain
 # weights (H200).
 FEW_ROWS = 64
+GROUPED = "grouped GEMM"  # begins the names by which `try_kernels` knows uses of the kernel
 
 # Dequantizing ------------------------------------------------------------------------------------
 
@@ -410,10 +414,12 @@ def grouped_tiling(N: int, E: int, bits: int) -> dict:
     """Return constants and options of the kernel: the fastest in benchmarks/grouped.py (H200)."""
     if bits >= 16:  # plain weights: long rows read fast
         if N <= 16 * E:
-            tile = {"BM": 16, "BN": 64, "BK": 4096 // bits}
+            tile = {"BM": 16, "BN": 64, "BK": 4096 // bits, "num_warps": 4}
+        elif N <= 64 * E:
+            tile = {"BM": 64, "BN": 128, "BK": 1024 // bits, "num_warps": 4}
         else:
-            tile = {"BM": 64, "BN": 128, "BK": 1024 // bits}
-        return tile | {"num_warps": 4, "num_stages": 3}
+            tile = {"BM": 128, "BN": 128, "BK": 1024 // bits, "num_warps": 8}
+        return tile | {"num_stages": 3}
     # Small tiles for few rows an expert: most rows of a large tile would be empty.
     rows = 128 if N > 64 * E else 64 if N > 16 * E else 16
     if bits == 8:
@@ -423,6 +429,18 @@ def grouped_tiling(N: int, E: int, bits: int) -> dict:
     # A field's 16 x 16 numbers of x would be 2 bytes a lane, which cannot be copied asynchronously.
     width = 256 if rows == 16 and bits < 4 else 128
     return {"BM": rows, "BN": 128, "BK": width, "num_warps": 8, "num_stages": 3}
+
+
+def smaller_tilings(tiling: dict) -> Iterator[dict]:
+    """Yield the tiling, then those that take less shared memory.
+
+    Fewer rows of x come first, down to 64: fewer stages would hide less of the loads' latency.
+    """
+    sizes = [rows for rows in (256, 128, 64, 32, 16) if rows <= tiling["BM"]]
+    for several in (True, False):
+        for stages in range(tiling["num_stages"], 1, -1):
+            for rows in (rows for rows in sizes if (rows >= 64) is several):
+                yield tiling | {"BM": rows, "num_stages": stages}
 
 
 def grouped_gemm(
@@ -444,7 +462,7 @@ def grouped_gemm(
     """
     (N, width), (E, out) = x.shape, parts["codes"].shape[:2]
     most = N if x.element_size() == 2 else 64 * E  # fp32 has no tensor cores: larger tiles spill
-    y, tiling = x.new_empty(N, out), tiling or grouped_tiling(min(N, most), E, bits)
+    y = x.new_empty(N, out)
     codes, third = (parts.get(name, parts["codes"]) for name in ("codes", "third"))
     if bits < 16:
         codes, third = codes.view(torch.int16), third.view(torch.int16)
@@ -452,25 +470,14 @@ def grouped_gemm(
     names = "scale_step", "scale_low", "zero", "zero_step", "zero_low"
     # The kernel needs a valid pointer for an absent tensor, which it then does not read.
     fine = [parts.get(name, scale) for name in names]
+    tensors = x.contiguous(), y, group_ends, codes, third, scale, *fine
+    shape = dict(OUT=out, IN=width, E=E, E_POW2=triton.next_power_of_2(E))
+    format = dict(BITS=bits, GROUP=group, KIND=kind, RUN=grouped_run(width, bits))
+    if tiling is None:
+        tilings = smaller_tilings(grouped_tiling(min(N, most), E, bits))
+        tiling = fit_tiling(_grouped, tilings, tensors, shape | format)
     grid = (min(N, triton.cdiv(N, tiling["BM"]) + E), triton.cdiv(out, tiling["BN"]))
-    _grouped[grid](
-        x.contiguous(),
-        y,
-        group_ends,
-        codes,
-        third,
-        scale,
-        *fine,
-        OUT=out,
-        IN=width,
-        E=E,
-        E_POW2=triton.next_power_of_2(E),
-        BITS=bits,
-        GROUP=group,
-        KIND=kind,
-        RUN=grouped_run(width, bits),
-        **tiling,
-    )
+    _grouped[grid](*tensors, **shape, **format, **tiling)
     return y
 
 
@@ -481,11 +488,20 @@ def grouped_mm(x: Tensor, weight: Tensor, group_ends: Tensor) -> Tensor:
     Rows of x and of the weight are multiples of 16 bytes. A custom operator around
     `F.grouped_mm`: Inductor compiles that on a CPU in bf16 only. On a GPU the library's tiles are
     for many rows: with few it reads at half of the memory's bandwidth. In other dtypes than bf16
-    it loops over the experts and synchronizes with the host.
+    it loops over the experts and synchronizes with the host, on most GPUs in bf16 too.
     """
     few = len(x) <= FEW_ROWS * len(weight)
-    if x.is_cuda and (few or x.dtype is not torch.bfloat16):
-        return grouped_gemm(x, group_ends, {"codes": weight}, "plain", 8 * x.element_size(), 1)
+    has_library = x.dtype is torch.bfloat16 and gpu_of(x.device).has_grouped_mm
+    if can_launch(x) and (few or not has_library):
+        return try_kernels(GROUPED, _multiply, _multiply_by_library, x, weight, group_ends)
+    return _multiply_by_library(x, weight, group_ends)
+
+
+def _multiply(x: Tensor, weight: Tensor, group_ends: Tensor) -> Tensor:
+    return grouped_gemm(x, group_ends, {"codes": weight}, "plain", 8 * x.element_size(), 1)
+
+
+def _multiply_by_library(x: Tensor, weight: Tensor, group_ends: Tensor) -> Tensor:
     return F.grouped_mm(x, weight.transpose(-2, -1), offs=group_ends)
 
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations  # annotations of kernels name triton, which may be absent
 
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
-import torch
 from torch import Tensor
+
+from ops.gpu import gpu_of, pretended
 
 try:
     import triton
@@ -14,19 +18,151 @@ except ImportError:  # a build of torch without CUDA, where no kernel is called
     triton = tl = None
 
 
+log = logging.getLogger("moe_fast")
+broken: set[str] = set()  # kernels, and uses of kernels, that could not run on this GPU
+
+
+class KernelError(RuntimeError):
+    """A kernel cannot run on this GPU: it does not compile, or needs more than the GPU has."""
+
+    def __init__(self, kernel: str, why: str):
+        super().__init__(f"{kernel}: {why}")
+        self.kernel = kernel
+
+
+class Kernel(triton.JITFunction if triton else object):
+    """A Triton kernel. A launch that the GPU cannot run raises KernelError, and runs nothing."""
+
+    recorded: list[tuple] | None = None  # within `compile_only`: arguments of `check_needs`
+
+    def __init__(self, function, **options):
+        super().__init__(function, **options)
+        self.fitting: dict[tuple, dict] = {}  # of `fit_tiling`
+
+    def run(self, *args, grid, warmup, **options):
+        if Kernel.recorded is not None and not warmup:
+            found = self.compile_for(*args, **options)
+            Kernel.recorded.append((self, found, shared_memory(args)))
+            return found
+        if pretended() and not warmup:
+            check_needs(self, self.compile_for(*args, **options), shared_memory(args))
+        try:
+            return super().run(*args, grid=grid, warmup=warmup, **options)
+        except Exception as error:
+            if has_failed_on_gpu(error):
+                raise
+            first = next(iter(str(error).strip().splitlines()), type(error).__name__)
+            raise KernelError(self.__name__, first) from error
+
+    def compile_for(self, *args, **options):
+        """Compile for these arguments, unless that was done. Tensors may have no memory."""
+        types = (arg.dtype if isinstance(arg, Tensor) else arg for arg in args)
+        return self.warmup(*types, grid=(1,), **options)
+
+
+def has_failed_on_gpu(error: Exception) -> bool:
+    """Whether the GPU has failed while a kernel ran, an earlier one perhaps."""
+    text = str(error)
+    reasons = "illegal", "misaligned", "unspecified", "out of memory", "device-side assert"
+    return "CUDA" in text and any(reason in text for reason in reasons)
+
+
+def check_needs(kernel: Kernel, code, limit: int) -> None:
+    """Raise KernelError if compiled code needs more than `limit` bytes of shared memory."""
+    if code.metadata.shared > limit:
+        why = f"it needs {code.metadata.shared} bytes of shared memory, of which there are {limit}"
+        raise KernelError(kernel.__name__, why)
+
+
+@contextmanager
+def compile_only() -> Iterator[list[tuple]]:
+    """Within, launches compile their kernels and run nothing; at the end check what they need.
+
+    Yields the arguments of `check_needs`. Raises KernelError for a launch that the GPU cannot run.
+    """
+    before, Kernel.recorded = Kernel.recorded, []
+    recorded = Kernel.recorded
+    try:
+        yield recorded
+    finally:
+        Kernel.recorded = before
+    for launch in recorded:
+        check_needs(*launch)
+
+
+def shared_memory(args: Sequence) -> int:
+    """Return the bytes of shared memory that a program may use on the GPU of these arguments."""
+    return gpu_of(next(arg.device for arg in args if isinstance(arg, Tensor))).shared_memory
+
+
+def fit_tiling(kernel: Kernel, tilings: Iterable[dict], args: tuple, constants: dict) -> dict:
+    """Return the first of these tilings with which a kernel fits into the GPU's shared memory.
+
+    tilings: constants and options of the kernel, the fastest first. args, constants: the others.
+    What a tiling takes depends on Triton's version and on the GPU, so that it is compiled, once.
+    Raises KernelError if none fits.
+    """
+    tilings = list(tilings)
+    if not isinstance(kernel, Kernel):  # Triton's interpreter
+        return tilings[0]
+    types = (arg.dtype if isinstance(arg, Tensor) else arg for arg in args)
+    limit = shared_memory(args)
+    key = limit, *types, *constants.values(), *tilings[0].values()
+    if key not in kernel.fitting:
+        kernel.fitting[key] = next(
+            (t for t in tilings if is_fitting(kernel, args, constants | t, limit)), None
+        )
+    if kernel.fitting[key] is None:
+        raise KernelError(kernel.__name__, f"no tiling fits into {limit} bytes of shared memory")
+    return kernel.fitting[key]
+
+
+def is_fitting(kernel: Kernel, args: tuple, constants: dict, limit: int) -> bool:
+    try:
+        return kernel.compile_for(*args, **constants).metadata.shared <= limit
+    except KernelError:
+        return False
+
+
 def jit(function=None, **options):
-    """Apply `triton.jit` with these options if Triton is installed."""
+    """Make a kernel, or a helper of kernels, if Triton is installed."""
     if function is None:
         return partial(jit, **options)
-    return triton.jit(function, **options) if triton else function
+    if triton is None:
+        return function
+    interpreted = triton.knobs.runtime.interpret
+    return triton.jit(function, **options) if interpreted else Kernel(function, **options)
+
+
+def can_launch(x: Tensor, *kernels: str) -> bool:
+    """Whether our kernels run on the GPU of x; kernels: names of some that must not be broken."""
+    runs = triton is not None and x.is_cuda and gpu_of(x.device).runs_kernels
+    return runs and not any(name in broken for name in kernels)
+
+
+def try_kernels(name: str, launch: Callable, plain: Callable, *arguments):
+    """Return launch(*arguments), or plain(*arguments) if its kernels cannot run on this GPU.
+
+    name: of this use of the kernels, which is then logged and not tried again.
+    """
+    if name not in broken:
+        try:
+            return launch(*arguments)
+        except KernelError as error:
+            give_up(name, error)
+    return plain(*arguments)
+
+
+def give_up(name: str, error: KernelError) -> None:
+    """Log, once, that a plain form replaces a kernel or a use of kernels, and remember that."""
+    if name not in broken:
+        broken.add(name)
+        log.warning("%s: a plain form replaces kernels that cannot run here (%s)", name, error)
 
 
 def supports_pdl(x: Tensor) -> bool:
-    """Whether the GPU of x has programmatic dependent launch (PDL): Hopper and later.
-
-    With PDL a kernel starts while the previous one is still running, and waits for it explicitly.
-    """
-    return torch.cuda.get_device_properties(x.device).major >= 9
+    """Whether the GPU of x has programmatic dependent launch (`Gpu.has_pdl`)."""
+    return x.is_cuda and gpu_of(x.device).has_pdl
 
 
 @jit

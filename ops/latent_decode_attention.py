@@ -15,6 +15,7 @@ R rotary dim, r rank of the latent, V value dim, P parts of the positions, at mo
 
 from __future__ import annotations  # annotations of kernels name triton, which may be absent
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from ops.decode_attention import _load_head, _load_rotation, _weigh
 from ops.grouped import _signed_bytes
-from ops.jit import jit, supports_pdl, tl, triton
+from ops.jit import Kernel, fit_tiling, jit, supports_pdl, tl, triton
 from ops.split_attention import _count_parts, _int8_codes, _int8_scale, count_parts
 
 LONG_CACHE = 8192  # positions
@@ -45,6 +46,14 @@ def choose_tile(length: int, itemsize: int) -> Tile:
     takes too many registers.
     """
     return Tile(64, 2) if length > LONG_CACHE and itemsize > 1 else Tile()
+
+
+def smaller_tiles(tile: Tile) -> Iterator[Tile]:
+    """Yield the tile, then those that take less shared memory, the fastest first."""
+    yield tile
+    for block, stages in ((32, 3), (32, 2), (16, 3), (16, 2), (16, 1)):
+        if (block, stages) < (tile.block, tile.stages):
+            yield tile._replace(block=block, stages=stages)
 
 
 # Grid [r / COLUMNS, H, B]: a program computes COLUMNS numbers of one head. All of its weights, a
@@ -328,6 +337,25 @@ class Sizes(NamedTuple):
     V: int
 
 
+def fit_blocks(
+    kernel: Kernel, tile: Tile, sizes: tuple[int, int, int], given: tuple, constants: dict
+) -> dict:
+    """Return BLOCK, STAGES and P of a kernel that attends to blocks, with which it fits.
+
+    tile: the fastest. sizes: sequences, tiles of rows, positions. given, constants: the kernel's
+    other arguments, but for `partial` and `sums`.
+    """
+    B, tiles, S = sizes
+    device, results = given[0].device, [given[0].new_empty(0, dtype=torch.float32)] * 2
+
+    def constants_of(tile: Tile) -> dict:
+        parts = count_parts(B, tiles, S, ANY_POSITION, tile.block, device)
+        return dict(BLOCK=tile.block, STAGES=tile.stages, P=parts)
+
+    tilings = (constants_of(smaller) for smaller in smaller_tiles(tile))
+    return fit_tiling(kernel, tilings, (*given, *results), constants)
+
+
 def sizes_of(q: Tensor, cache: Tensor, wkv: Tensor) -> Sizes:
     """Return the sizes of q [T, H * (N + R)], cache [1, rows, 1, S, r + R], wkv [H, N + V, r].
 
@@ -376,12 +404,17 @@ def attend_latent_token(
     columns, values = min(tile.columns, rank), min(tile.values, triton.next_power_of_2(V))
     M = min(32, max(16, triton.next_power_of_2(H)))
     tiles = triton.cdiv(H, M)
-    P = count_parts(B, tiles, S, ANY_POSITION, tile.block, q.device)
-    mapped = q.new_empty(B, H, rank)
+    mapped, stored_scales = q.new_empty(B, H, rank), cache if scales is None else scales
+    shape = dict(H=H, N=N, RANK=rank, PDL=pdl, launch_pdl=pdl)
+    shared = dict(S=S, PART_BLOCKS=1, WINDOW=ANY_POSITION)
+    attend = dict(R=R, Q_STRIDE=q.stride(0), KV_STRIDE=kv.stride(0), SCALE=scale, EPS=eps)
+    attend |= shape | shared | dict(INT8=scales is not None, M=M, num_warps=8)
+    given = mapped, q, kv, rope, kv_norm, positions, cache, stored_scales
+    tiling = fit_blocks(_attend_part, tile, (B, tiles, S), given, attend)
+    P = tiling["P"]
     partial = q.new_empty(B, P, H, rank, dtype=torch.float32)
     sums, y = partial.new_empty(B, P, H, 2), q.new_empty(B, H * V)
-    shape = dict(H=H, N=N, RANK=rank, PDL=pdl, launch_pdl=pdl)
-    parts = dict(S=S, P=P, PART_BLOCKS=1, WINDOW=ANY_POSITION, BLOCK=tile.block)
+    parts = shared | dict(P=P, BLOCK=tiling["BLOCK"])
     _map_queries[rank // columns, H, B](
         q,
         wkv,
@@ -394,29 +427,7 @@ def attend_latent_token(
         COLUMNS=columns,
         num_warps=4,
     )
-    _attend_part[P, tiles, B](
-        mapped,
-        q,
-        kv,
-        rope,
-        kv_norm,
-        positions,
-        cache,
-        cache if scales is None else scales,
-        partial,
-        sums,
-        **shape,
-        **parts,
-        R=R,
-        Q_STRIDE=q.stride(0),
-        KV_STRIDE=kv.stride(0),
-        SCALE=scale,
-        EPS=eps,
-        INT8=scales is not None,
-        M=M,
-        STAGES=tile.stages,
-        num_warps=8,
-    )
+    _attend_part[P, tiles, B](*given, partial, sums, **attend, **tiling)
     _merge_values[triton.cdiv(V, values), H, B](
         wkv,
         positions,

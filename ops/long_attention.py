@@ -15,9 +15,15 @@ import torch
 from torch import Tensor
 
 from ops.decode_attention import online_softmax
-from ops.jit import jit, tl, triton
+from ops.gpu import gpu_of
+from ops.jit import fit_tiling, jit, tl, triton
 
-TARGET_PROGRAMS = 256  # programs of a launch: two for each SM, so that loads overlap arithmetic
+PROGRAMS = 2  # for each multiprocessor, so that loads overlap arithmetic
+
+
+def count_parts(rows: int, device: torch.device) -> int:
+    """Return P for a launch in which each part has this many programs."""
+    return max(1, PROGRAMS * gpu_of(device).multiprocessors // rows)
 
 
 def merge_partial(
@@ -110,10 +116,11 @@ def attend_int8(
     (B, Q, H, C), (K, S) = q.shape, codes.shape[2:4]
     y, sums = _attend_int8_fake(q, codes, scales, positions, window)
     shape = dict(S=S, H=H, K=K, C=C, Q=Q, WINDOW=window, V_OFFSET=codes.shape[1] * K * S)
-    tile = dict(M=y.shape[3], BLOCK=128, num_warps=4 if y.shape[3] == 16 else 8, num_stages=2)
-    _attend_int8[(B * K, y.shape[2])](
-        q.contiguous(), codes, scales, positions.contiguous(), y, sums, **shape, **tile
-    )
+    shape |= dict(M=y.shape[3], num_warps=4 if y.shape[3] == 16 else 8, num_stages=2)
+    tensors = q.contiguous(), codes, scales, positions.contiguous(), y, sums
+    tilings = (dict(BLOCK=block) for block in (128, 64, 32, 16))
+    tiling = fit_tiling(_attend_int8, tilings, tensors, shape)
+    _attend_int8[(B * K, y.shape[2])](*tensors, **shape, **tiling)
     return y, sums
 
 
@@ -121,7 +128,7 @@ def attend_int8(
 def _attend_int8_fake(q: Tensor, codes: Tensor, scales: Tensor, positions: Tensor, window: int):
     (B, Q, H, C), K = q.shape, codes.shape[2]
     M = max(16, triton.next_power_of_2(H // K * Q))
-    parts = max(1, TARGET_PROGRAMS // (B * K))
+    parts = count_parts(B * K, q.device)
     y = q.new_empty(B, K, parts, M, C, dtype=torch.float32)
     return y, y.new_empty(*y.shape[:-1], 2)
 
@@ -198,11 +205,12 @@ def attend_latent(
     y, sums = _attend_latent_fake(q, kv, scales, positions, rank)
     M = latent_tile_rows(Q * H)
     shape = dict(S=S, H=H, C=rank, R=C - rank, Q=Q, INT8=scales is not None)
-    tile = dict(M=M, BLOCK=32 if kv.element_size() < 4 else 16, num_warps=8, num_stages=2)
+    shape |= dict(M=M, num_warps=8, num_stages=2)
     scales = kv if scales is None else scales  # the kernel does not read it without INT8
-    _attend_latent[(B, y.shape[1], y.shape[2] // M)](
-        q.contiguous(), kv, scales, positions.contiguous(), y, sums, **shape, **tile
-    )
+    tensors = q.contiguous(), kv, scales, positions.contiguous(), y, sums
+    tilings = (dict(BLOCK=block) for block in (32, 16) if block == 16 or kv.element_size() < 4)
+    tiling = fit_tiling(_attend_latent, tilings, tensors, shape)
+    _attend_latent[(B, y.shape[1], y.shape[2] // M)](*tensors, **shape, **tiling)
     return y, sums
 
 
@@ -215,6 +223,6 @@ def latent_tile_rows(rows: int) -> int:
 def _attend_latent_fake(q: Tensor, kv: Tensor, scales: Tensor | None, positions: Tensor, rank: int):
     (B, Q, H, _), M = q.shape, latent_tile_rows(q.shape[1] * q.shape[2])
     tiles = -(-Q * H // M)
-    parts = max(1, TARGET_PROGRAMS // (B * tiles))
+    parts = count_parts(B * tiles, q.device)
     y = q.new_empty(B, parts, tiles * M, rank, dtype=torch.float32)
     return y, y.new_empty(*y.shape[:-1], 2)

@@ -608,7 +608,7 @@ def _launch_gate_up(
     tiles = tiles or choose_tiles(weight, weight.quads, 2)
     rows = min(tiles.rows, triton.next_power_of_2(I + 1) // 2)
     chunks, depth = chunks_of(weight.quads, tiles)
-    programs, each = programs_of(tiles, triton.cdiv(I, rows), pairs)
+    programs, each = programs_of(tiles, triton.cdiv(I, rows), weight.multiprocessors, pairs)
     h = torch.empty(pairs, I, dtype=dtype or x.dtype, device=tensors[0].device)
     _gate_up[(programs + choice["CHOOSE"], pairs)](
         operand,
@@ -713,7 +713,7 @@ def down(
     rows = min(tiles.rows, triton.next_power_of_2(weight.out + 1) // 2)
     programs, each = triton.cdiv(weight.out, rows), 1
     if not early:
-        programs, each = programs_of(tiles, programs)
+        programs, each = programs_of(tiles, programs, weight.multiprocessors)
     absent = weight.parts[0]  # a valid pointer, which the kernel does not read
     _down[(programs,)](
         operand,

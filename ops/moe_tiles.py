@@ -9,14 +9,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ops.gpu import gpu_of
 from ops.jit import triton
 
 # Bits of a code, by kind
 BITS = {"bf16": 16, "int8": 8, "fp8": 8, "fp8b": 8, "int4": 4, "mxfp4": 4, "hqq": 4}
 TILE_REGISTERS = 96  # a lane's, for weights in flight
-MULTIPROCESSORS = 132  # an H200 has as many
-RESIDENT = 16 * MULTIPROCESSORS  # warps of staying programs, with 128 registers a lane
-MANY_ROWS = 10_000  # more rows of 4 bits than an H200 computes at once, at 8 rows a program
+RESIDENT = 16  # warps of staying programs on a multiprocessor, with 128 registers a lane
+MANY_ROWS = 76  # more rows of 4 bits than a multiprocessor computes at once, at 8 rows a program
 
 # Weights ------------------------------------------------------------------------------------------
 
@@ -37,6 +37,11 @@ class Weight:
     @property
     def out(self) -> int:
         return self.parts[0].shape[-2]
+
+    @property
+    def multiprocessors(self) -> int:
+        """Multiprocessors of the GPU that has the weight."""
+        return gpu_of(self.parts[0].device).multiprocessors
 
     @property
     def fields(self) -> int:
@@ -107,9 +112,10 @@ def chunks_of(quads: int, tiles: Tiles) -> tuple[int, int]:
     return chunks, depth
 
 
-def programs_of(tiles: Tiles, count: int, pairs: int = 1) -> tuple[int, int]:
+def programs_of(tiles: Tiles, count: int, multiprocessors: int, pairs: int = 1) -> tuple[int, int]:
     """Return how many programs compute `count` tiles of each pair, and the tiles of a program."""
-    each = triton.cdiv(count * pairs, RESIDENT // tiles.warps) if tiles.stay else 1
+    resident = RESIDENT * multiprocessors // tiles.warps
+    each = triton.cdiv(count * pairs, resident) if tiles.stay else 1
     return triton.cdiv(count, each), each
 
 
@@ -123,7 +129,7 @@ def choose_tiles(weight: Weight, quads: int, loads: int) -> Tiles:
     if loads == 2:
         return _choose_gate_up(weight, quads)
     if weight.kind == "bf16":
-        return _choose_bf16(weight.out, quads)
+        return _choose_bf16(weight.out, quads, weight.multiprocessors)
     return _choose_packed(weight, quads)
 
 
@@ -157,8 +163,9 @@ def _choose_gate_up(weight: Weight, quads: int) -> Tiles:
     return _tiles(2, lanes, quads, TILE_REGISTERS // 16)
 
 
-def _choose_bf16(out: int, quads: int) -> Tiles:
+def _choose_bf16(out: int, quads: int, multiprocessors: int) -> Tiles:
     """Return the tiles of `down` in bf16."""
+    many = MANY_ROWS * multiprocessors
     if quads > 2048:
         return _tiles(2, 256, quads, 7)
     if quads > 1024:
@@ -168,17 +175,17 @@ def _choose_bf16(out: int, quads: int) -> Tiles:
         return _tiles(4, lanes, quads, 3 if triton.cdiv(quads, lanes) % 3 == 0 else 1)
     if quads > 256 and out < 4000 and quads % 64 == 0:
         return _tiles(2, 64, quads, 8)
-    if quads > 256 and out < MANY_ROWS and quads % 128:
+    if quads > 256 and out < many and quads % 128:
         return _tiles(4, 32, quads, 4)
-    if 6000 < out < MANY_ROWS and quads <= 256:
+    if 6000 < out < many and quads <= 256:
         return _tiles(4, _lanes_for(quads, 64, quads // 8), quads, 2)
-    rows = max(1, min(8, triton.next_power_of_2(out // MULTIPROCESSORS + 1) // 2))
+    rows = max(1, min(8, triton.next_power_of_2(out // multiprocessors + 1) // 2))
     return _tiles(rows, _lanes_for(quads, min(256, max(32, quads // 2)), quads // 8), quads, 3)
 
 
 def _choose_packed(weight: Weight, quads: int) -> Tiles:
     """Return the tiles of `down` in 8 and 4 bits."""
-    narrow, many = BITS[weight.kind] == 4, weight.out > MANY_ROWS
+    narrow, many = BITS[weight.kind] == 4, weight.out > MANY_ROWS * weight.multiprocessors
     registers, rows = TILE_REGISTERS, 8
     if weight.kind == "mxfp4" and 256 < quads <= 512:
         return Tiles(8, 128, 1, 4, stay=True)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ops.jit import jit, supports_pdl, tl, triton
+from ops.jit import can_launch, jit, supports_pdl, tl, triton
 from ops.moe_chunk import _load_x
 from ops.moe_router import (
     MAX_DIM,
@@ -298,7 +298,7 @@ def warps_of(D: int, ranks: int) -> int:
 def can_receive(x: Tensor, ranks: int) -> bool:
     """Whether there are kernels for x [1, D] of this many ranks."""
     D = x.shape[-1]
-    if not x.is_cuda or x.element_size() != 2 or x.numel() != D:
+    if not can_launch(x) or x.element_size() != 2 or x.numel() != D:
         return False
     return D % 8 == 0 and D <= MAX_DIM and words_of(D, ranks) <= MAX_WORDS
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ops.jit import jit, tl
+from ops.jit import can_launch, jit, tl
 
 WORDS = {1: "int8", 2: "int16", 4: "int32", 8: "int64"}  # by bytes
 PROGRAMS, BLOCK = 4, 1024  # programs of a plane, words that each copies at once
@@ -48,7 +48,7 @@ class RowMemory:
 
     def __init__(self, views: Sequence[Sequence[Tensor]]):
         self.views = views
-        on_gpu = len(views) > 1 and views[0][0].is_cuda
+        on_gpu = len(views) > 1 and can_launch(views[0][0])
         self.planes = make_planes(*views[:2]) if on_gpu else None
 
     def copy(self, source: int, target: int, length: int) -> None:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ops.all_reduce import _fixed_scores, empty_scores
-from ops.jit import jit, supports_pdl, tl, triton
+from ops.jit import can_launch, jit, supports_pdl, tl, triton
 
 
 # Grid [T]: a program computes one token. All weights are loaded while the previous kernel runs.
@@ -81,7 +81,7 @@ def fixed_sandwich(
     router scores [T, E], all bitwise identical on all GPUs of one kind. None: no such factor.
     """
     D = x.shape[-1]
-    if not x.is_cuda:
+    if not can_launch(x):
         parts = y.unbind()
         if branch_weights is not None:
             pairs = zip(parts, branch_weights, strict=True)

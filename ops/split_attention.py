@@ -26,6 +26,7 @@ from ops.decode_attention import (
     _weigh,
     empty_output,
 )
+from ops.gpu import gpu_of
 from ops.grouped import _shift_right, _signed_bytes
 from ops.jit import jit, supports_pdl, tl, triton
 
@@ -466,9 +467,7 @@ def _merge_split(
 
 def count_parts(B: int, K: int, S: int, window: int, part: int, device: torch.device) -> int:
     """Return P: parts of `part` positions, but no more programs than the GPU runs side by side."""
-    processors = 132
-    if device.type == "cuda":
-        processors = torch.cuda.get_device_properties(device).multi_processor_count
+    processors = gpu_of(device).multiprocessors
     longest = -(-min(S, window) // part)
     return max(1, min(longest, PROGRAMS * processors // (B * K), MAX_PARTS))
 

@@ -111,9 +111,10 @@ def _rank(
     GROUPS: tl.constexpr,
     RANKED: tl.constexpr,
     TOP: tl.constexpr,
+    MAX_TOP_K: tl.constexpr,
 ):
     row = tl.program_id(1)
-    top_k = tl.load(controls + row * 5 + 1)
+    top_k = tl.minimum(tl.load(controls + row * 5 + 1), MAX_TOP_K)
     best += row * KEPT * GROUPS
     at = tl.program_id(0) * RANKED + tl.arange(0, RANKED)
     if PDL:
@@ -211,12 +212,14 @@ def _draw(
     PDL: tl.constexpr,
     CHUNK: tl.constexpr,
     TOP: tl.constexpr,
+    MAX_TOP_K: tl.constexpr,
 ):
     row, at = tl.program_id(0), tl.arange(0, TOP)
     logits += row * V
     seen += row * V
     ordered += row * 2 * TOP
-    temperature, top_k = tl.load(controls + row * 5), tl.load(controls + row * 5 + 1)
+    temperature = tl.load(controls + row * 5)
+    top_k = tl.minimum(tl.load(controls + row * 5 + 1), MAX_TOP_K)
     top_p, min_p = tl.load(controls + row * 5 + 2), tl.load(controls + row * 5 + 3)
     source = logits, seen, tl.load(controls + row * 5 + 4)
     place, tokens = tl.load(position + row), tl.load(last + row) + 1
@@ -261,8 +264,9 @@ def draw_tokens(
 ) -> None:
     """Choose a token for each row of logits fp32 [B, V] and step to it, in place.
 
-    The others are those of `sampling.StepState`, whose top_k should be at most 256: a greater one
-    takes the slow way. pdl: None launches with PDL where the GPU has it.
+    The others are those of `sampling.StepState`. A top_k above TOP or V is taken as the smaller of
+    the two, as in `shortlist`: a row that is idle, or of another step, may have any. pdl: None
+    launches with PDL where the GPU has it.
     """
     B, V = logits.shape
     pdl = supports_pdl(logits) if pdl is None else pdl
@@ -276,12 +280,14 @@ def draw_tokens(
     _find_best[(GROUPS, B)](
         logits, seen, controls, best, ordered, crowded, **groups, num_warps=1, **pdl
     )
-    ranks = dict(KEPT=KEPT, GROUPS=GROUPS, RANKED=RANKED, TOP=TOP)
+    # `_search` would write past `ordered` for more than TOP, and never end for more than V.
+    limits = dict(TOP=TOP, MAX_TOP_K=min(TOP, V))
+    ranks = dict(KEPT=KEPT, GROUPS=GROUPS, RANKED=RANKED, **limits)
     _rank[(count // RANKED, B)](controls, best, ordered, crowded, **ranks, num_warps=4, **pdl)
     state = controls, seeds, position, last
     _draw[(B,)](
         *(logits, seen, *state, ordered, crowded, token),
-        **dict(V=V, CHUNK=1024, TOP=TOP),
+        **dict(V=V, CHUNK=1024, **limits),
         num_warps=4,
         **pdl,
     )

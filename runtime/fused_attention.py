@@ -13,11 +13,13 @@ from model import Attention, Context, RMSNorm, Transformer
 from ops.attention import BLOCK
 from ops.decode_attention import attend_token
 from ops.few_queries_attention import attend_queries, takes_queries
+from ops.jit import can_launch
 from ops.split_attention import attend_split
 
 # Up to 256 positions `attend_token` is faster, then slower. Over all positions of a cache of this
 # length it is even (H200).
 MAX_CACHE_LEN = 640
+KERNELS = "_attend_token", "_attend_split", "_merge_split", "_attend_queries", "_merge_queries"
 
 
 class FusedDecodeAttention(Attention):
@@ -62,7 +64,7 @@ class FusedDecodeAttention(Attention):
 
     def takes(self, qkv: Tensor, context: Context) -> bool:
         """Whether a kernel takes this call."""
-        if not self.supported or context.chunk or not qkv.is_cuda:
+        if not self.supported or context.chunk or not can_launch(qkv, *KERNELS):
             return False
         if qkv.shape[1] > 1 and not takes_queries(qkv.shape[1], self.heads[2]):
             return False

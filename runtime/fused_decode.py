@@ -21,8 +21,9 @@ head are one product, and sampling is three kernels (ops/token_draw.py). Everyth
 compiled blocks, which are the reference that tests compare with.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -42,7 +43,9 @@ from model import (
 )
 from ops import expert_tiles, moe_decode, moe_router
 from ops.few_tokens import down_few
+from ops.gpu import gpu_of
 from ops.inductor import materialize
+from ops.jit import KernelError, compile_only, give_up
 from ops.moe_decode import SWIGLU
 from ops.moe_router import Routing
 from ops.moe_tiles import Weight, plain_weight
@@ -50,7 +53,7 @@ from ops.quantized_x import QuantizedX
 from ops.token_draw import draw_tokens
 from runtime.fused_attention import FusedDecodeAttention, fused_attention
 from runtime.fused_latent_attention import FusedLatentAttention
-from runtime.runner import CompiledRunner
+from runtime.runner import CompiledRunner, without_broken_kernels
 from runtime.sampling import MAX_CANDIDATES, StepState, sample
 
 MAX_FEW = 8  # sequences of a step, and drafts: one tile of a tensor core
@@ -134,6 +137,11 @@ class FusedAttention:
         self.inputs = [(kernel_weight(m), m.bias) for m in modules if m is not None]
         output = getattr(attention, output)
         self.output = kernel_weight(output), output.bias
+        self.width = output.width if hasattr(output, "width") else output.weight.shape[-1]
+
+    def empty_heads(self, attention: nn.Module, projected: Tensor, context: Context) -> Tensor:
+        """Return a tensor of the shape that `core` gives."""
+        return projected.new_empty(*context.positions.shape, self.width)
 
     def forward(self, x: Tensor, context: Context, core) -> Tensor | None:
         """x [T, D], not normed -> x after attention; with several ranks, what this one adds to x.
@@ -414,6 +422,7 @@ class FusedRunner(CompiledRunner):
     def __init__(self, model: Transformer, dynamic: bool = False):
         super().__init__(model, dynamic)
         self.is_fused = False  # the call in progress runs the kernels
+        self.checked: dict[Hashable, bool] = {}  # of `runs`
         self.layers = {id(block): layer for block, layer in fused_layers(model).items()}
         for layer in self.layers.values():
             layer.experts.prepare()
@@ -447,8 +456,10 @@ class FusedRunner(CompiledRunner):
         if not self.is_fused:
             return super().block(block, x, normed, context, next_norm)
         layer = self.layers.get(id(block))
-        if layer is None:
-            x, *routing = self.compiled_unfused(block, x, context, next_norm)
+        if layer is None or not self.runs_layer(layer, x, context):
+            x, *routing = without_broken_kernels(
+                self.compiled_unfused, block, x, context, next_norm
+            )
         else:
             y, *routing = layer.forward(x.flatten(0, 1), context, self.compiled_core)
             x = y.view_as(x)
@@ -458,7 +469,9 @@ class FusedRunner(CompiledRunner):
         if not self.is_fused:
             return super().logits(model, normed, last)
         if self.head is not None and last is not None and normed.shape[:2] == (1, 1):
-            return self.head.forward(normed.flatten(0, 1))
+            x = normed.flatten(0, 1)
+            if self.runs("head", lambda: self.head.forward(x)):
+                return self.head.forward(x)
         return self.compiled_end_tokens(model, normed, last)
 
     def sample_step(self, rule: Callable) -> Callable:
@@ -468,9 +481,37 @@ class FusedRunner(CompiledRunner):
             if rule is not sample or count > MAX_CANDIDATES:
                 return compiled(state, logits, count)
             s = state
-            draw_tokens(logits, s.seen, s.controls, s.seeds, s.position, s.last, s.token)
+            draw = partial(
+                draw_tokens, logits, s.seen, s.controls, s.seeds, s.position, s.last, s.token
+            )
+            if not self.runs("sampling", draw):
+                return compiled(state, logits, count)
+            draw()
 
         return sample_step
+
+    def runs_layer(self, layer: FusedLayer, x: Tensor, context: Context) -> bool:
+        """Whether a layer's kernels run for x [B, Q, D]. Of several ranks none may differ."""
+        if layer.experts.sum.all_reduce or layer.experts.before.all_reduce:
+            return True
+        core, rows = layer.attention.empty_heads, x.flatten(0, 1)
+        key = id(layer), tuple(context.positions.shape)
+        return self.runs(key, lambda: layer.forward(rows, context, core))
+
+    def runs(self, key: Hashable, launch: Callable) -> bool:
+        """Whether the kernels that `launch` launches run on this GPU.
+
+        They are compiled when that is asked first, before one of them changes the sequence's state.
+        """
+        if key not in self.checked:
+            try:
+                with compile_only():
+                    launch()
+                self.checked[key] = True
+            except KernelError as error:
+                give_up(f"fused decoding by {error.kernel}", error)
+                self.checked[key] = False
+        return self.checked[key]
 
 
 def fused_layers(model: Transformer) -> dict[Block, FusedLayer]:
@@ -484,14 +525,34 @@ def fused_layers(model: Transformer) -> dict[Block, FusedLayer]:
     return layers
 
 
-def can_fuse(model: Transformer, device: torch.device) -> bool:
-    """Whether all layers with experts have kernels, on a GPU that has what they use.
+def why_not_fused(model: Transformer, device: torch.device) -> str | None:
+    """Return why a device does not run all layers with experts by the kernels; None: it does.
 
     model: it may be on the meta device.
     """
-    if device.type != "cuda" or model.embedding.weight.element_size() != 2:
-        return False
-    if torch.cuda.get_device_capability(device) < (9, 0):
-        return False
-    sparse = sum(isinstance(block.ffn, MoE) for block in model.layers)
-    return 0 < sparse == len(fused_layers(model))
+    if device.type != "cuda":
+        return "no GPU"
+    if model.embedding.weight.element_size() != 2:
+        return f"activations in {str(model.embedding.weight.dtype).removeprefix('torch.')}"
+    if not gpu_of(device).runs_fused_decoding:
+        return str(gpu_of(device))
+    sparse = [n for n, block in enumerate(model.layers) if isinstance(block.ffn, MoE)]
+    for layer in sparse:
+        try:
+            FusedLayer(model.layers[layer])
+        except ValueError as error:
+            return f"layer {layer}: {error}"
+    return None if sparse else "no layer has experts"
+
+
+def can_fuse(model: Transformer, device: torch.device) -> bool:
+    """Whether `why_not_fused` has nothing against it."""
+    return why_not_fused(model, device) is None
+
+
+def describe_kernels(model: Transformer, runner_class: type[CompiledRunner]) -> str:
+    """Return which kernels decode a token, and why not the fused ones."""
+    if issubclass(runner_class, FusedRunner):
+        return f"fused ({len(fused_layers(model))} of {len(model.layers)} layers)"
+    why = why_not_fused(model, model.norm.weight.device) or "the fused ones were not chosen"
+    return f"Inductor ({why})"

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from model import Context
 from ops import moe_decode
 from ops.few_latent_attention import MAX_QUERIES, attend_latent_tokens
+from ops.jit import can_launch
 from ops.latent_decode_attention import attend_latent_token, supports
 from ops.moe_tiles import Weight
 
@@ -27,9 +28,10 @@ class FusedLatentAttention:
 
     def takes(self, qkv: Tensor, context: Context) -> bool:
         """Whether the kernels take this call: a few tokens of each sequence, in 16 bits."""
-        if not self.supported or context.chunk or not qkv.is_cuda or qkv.shape[1] > MAX_QUERIES:
+        if not self.supported or context.chunk or qkv.shape[1] > MAX_QUERIES:
             return False
-        return qkv.element_size() == 2 and self.plain[0].wkv.dtype == qkv.dtype
+        same_dtype = self.plain[0].wkv.dtype == qkv.dtype
+        return can_launch(qkv) and qkv.element_size() == 2 and same_dtype
 
     def fused_core(self, qkv: Tensor, context: Context) -> Tensor:
         """qkv [B, Q, q_rank or H C, + r + R] -> [B, Q, H * value_dim]."""

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from model import COUNTING_SORT_MAX_TOKENS, Block, Chunk, Context, Runner, Transformer
+from ops.grouped import GROUPED
+from ops.jit import KernelError, broken, can_launch, give_up
 from runtime.sampling import make_sample_step
 
 SHORT_CHUNK = COUNTING_SORT_MAX_TOKENS  # tokens of a short prompt that run at once
@@ -24,8 +26,21 @@ class EagerRunner(Runner):
         self.model = model
 
     def can_capture(self, tokens: int) -> bool:
-        """Whether a call of this many tokens can be captured as CUDA graphs."""
-        return True
+        """Whether a call of this many tokens can be captured as CUDA graphs.
+
+        The experts of several tokens can if a kernel computes them: the library's products read
+        on the host where each expert's rows end.
+        """
+        is_broken = any(name.startswith(GROUPED) for name in broken)
+        return tokens == 1 or (can_launch(self.model.norm.weight) and not is_broken)
+
+    def block(
+        self, block: Block, x: Tensor, normed: Tensor, context: Context, next_norm: nn.Module
+    ):
+        return without_broken_kernels(super().block, block, x, normed, context, next_norm)
+
+    def logits(self, model: Transformer, normed: Tensor, last: Tensor | None) -> Tensor:
+        return without_broken_kernels(super().logits, model, normed, last)
 
     def sample_step(self, rule: Callable) -> Callable:
         """Return `make_sample_step(rule)` as this runner executes it."""
@@ -74,10 +89,26 @@ class CompiledRunner(EagerRunner):
     def block(
         self, block: Block, x: Tensor, normed: Tensor, context: Context, next_norm: nn.Module
     ):
-        return self.compiled_block(block, x, normed, context, next_norm)
+        run = self.compiled_block
+        return without_broken_kernels(run, block, x, normed, context, next_norm)
 
     def logits(self, model: Transformer, normed: Tensor, last: Tensor | None) -> Tensor:
-        return self.compiled_logits(model, normed, last)
+        return without_broken_kernels(self.compiled_logits, model, normed, last)
+
+
+def without_broken_kernels(call: Callable, *arguments):
+    """Call; if a kernel cannot run on this GPU, call again, which chooses another form.
+
+    Dynamo compiles for what `ops.jit.broken` contains. A layer may begin again, since kernels fail
+    before they run, and the operators that update a recurrent state have plain forms of their own.
+    """
+    while True:
+        try:
+            return call(*arguments)
+        except KernelError as error:
+            if error.kernel in broken:
+                raise
+            give_up(error.kernel, error)
 
 
 def run_block(block: Block, x: Tensor, normed: Tensor, context: Context, next_norm: nn.Module):

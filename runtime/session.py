@@ -22,6 +22,7 @@ from torch import Tensor
 from model import COUNTING_SORT_MAX_TOKENS, SHORT_CACHE, Chunk, KVCache, Runner, Transformer
 from ops.attention import BLOCK
 from ops.inductor import configure_inductor, without_tuning
+from ops.jit import can_launch
 from ops.rows import RowMemory
 from runtime.graphs import CapturedStep, GraphCache, run_on_host
 from runtime.logit_edits import EditState, edit_logits, make_edit_state, set_edits
@@ -93,12 +94,18 @@ def short_chunk_sizes(
 class Session:
     """`batch` sequences of up to `max_seq_len` tokens, prompt and answer together, on one device.
 
+    Raises ValueError for more tokens than the model has positions.
+
     The model owns the cache, so it serves only the newest session. If `watch` is set before a
     stream starts, `details` holds each sequence's Details whenever tokens are yielded. A step that
     is watched or edits the logits is captured separately, so that plain steps stay as fast.
     """
 
     def __init__(self, model: Transformer, max_seq_len: int, options: SessionOptions | None = None):
+        if max_seq_len > (longest := model.args.max_position):
+            raise ValueError(
+                f"max_seq_len {max_seq_len}: the model was made for {longest} positions at most"
+            )
         self.model, self.max_seq_len = model, max_seq_len
         self.options = options = options or SessionOptions()
         self.batch, self.compiled = options.batch, options.compile
@@ -156,7 +163,8 @@ class Session:
 
         self.state = make_state(batch)
         self.token, self.position, self.last, self.seen, self.controls, self.seeds = self.state
-        self.outbox = Outbox(batch, device) if self.captured else None
+        has_outbox = self.captured and can_launch(self.token)
+        self.outbox = Outbox(batch, device) if has_outbox else None
         self.edited = False  # steps edit the logits
         self.edits = make_edit_state(batch, args.vocab_size, device)
         self.row_is_edited = [False] * batch  # its edits may change something
@@ -386,7 +394,7 @@ class Session:
         padded = [*part, *[part[-1]] * (size - len(part))]
         numbers = torch.tensor([[*padded, *range(start, start + size), last]])
         numbers = send(numbers, self.device)
-        if self.graphs is None:
+        if self.graphs is None or not self.runner.can_capture(size):
             return run(numbers)
         return self.graphs((size, None, self.watch), run, numbers)
 

@@ -7,8 +7,9 @@ bits, and applies the mask on the device.
 import json
 import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import lru_cache
+from typing import Any
 
 import torch
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from runtime.logit_edits import ALL, mask_words
 from runtime.reasoning import ANSWER, TextSplitter, make_splitter
+from server.arguments import find_pointer
 from tokenizer import Tokenizer
 
 MAX_DEPTH = 64  # of nested JSON or brackets: llguidance recurses on the native stack
@@ -33,6 +35,8 @@ LIMITS = {
     "max_grammar_size": 200_000,
     "verbose_errors": False,
 }
+NAMED_SCHEMAS = {"properties", "$defs", "definitions", "patternProperties", "dependentSchemas"}
+PLAIN_VALUES = {"enum", "const", "default", "examples"}
 CONTROL_NAME = re.compile(r"(<\|[^|<>]+\|>|</?[^<>\s]+>|\[/?[A-Z_]+\])")
 
 
@@ -77,11 +81,26 @@ def grammar_tokens(tokenizer: Tokenizer, vocab_size: int) -> GrammarTokens:
     return GrammarTokens(tokenizer, vocab_size)
 
 
+class FieldError(ValueError):
+    """A mistake in a request. param: its field, such as tools[3].function.parameters."""
+
+    def __init__(self, message: str, param: str):
+        super().__init__(message)
+        self.param = param
+
+
 def raise_error(matcher: LLMatcher, cause: str) -> None:
     """Raise ValueError if a matcher has failed."""
     if matcher.is_error():
-        detail = " ".join(matcher.get_error().split())[:300]
-        raise ValueError(f"{cause} ({detail}); simplify it")
+        raise ValueError(f"{cause} ({error_detail(matcher.get_error())}); simplify it")
+
+
+def error_detail(text: str) -> str:
+    """Return llguidance's error in one line, without the grammar that it quotes."""
+    lines = [line for line in text.splitlines() if not re.match(r"\s*(?:\d+ *\||\^)", line)]
+    detail = " ".join(" ".join(lines).split())
+    detail = re.sub(r"^at \d+\(\d+\): |failed to compile JSON schema: ", "", detail)
+    return re.sub(r"regex parse error: .*error: ", "regex: ", detail)[:200]
 
 
 class _Vocabulary:
@@ -182,7 +201,8 @@ def json_object() -> str:
 def json_schema(schema: dict | bool, strict: bool = True) -> str:
     """Return the grammar of JSON that a schema accepts.
 
-    strict: False ignores keywords that llguidance does not know. Raises ValueError.
+    strict: False ignores keywords that llguidance does not know, patterns that it does not support
+    and references that lead nowhere. Raises ValueError.
     """
     return json.dumps({"grammars": [{"json_schema": _checked_schema(schema, strict)}]})
 
@@ -219,24 +239,54 @@ def forced_call(
     tools: Sequence[tuple[str, dict | None]],
     markers: tuple[str, str],
     name: str | None,
+    strict: Collection[str] = (),
 ) -> str:
     """Return the grammar of a call whose beginning the prompt has: tool_choice required or a name.
 
     tools: (name, schema of the arguments or None). markers: the texts between a name and its
-    arguments, and after these. name: of the function; None: the answer chooses it. Markers that are
-    control tokens become their ids. Raises ValueError.
+    arguments, and after these. name: of the function; None: the answer chooses it. strict: names of
+    tools whose schema is refused, rather than relaxed, if it is not supported and the tool is
+    forced by name. Markers that are control tokens become their ids. Raises ValueError.
     """
     between, end = (_marker(tokenizer, text) for text in markers)
     rules, calls = [], []
     for number, (tool, schema) in enumerate(tools):
         if name in (None, tool):
-            schema = json.dumps(_checked_schema(schema or OBJECT, strict=False))
-            rules.append(f"arguments{number}: %json {schema}\n")
+            is_strict = name is not None and tool in strict
+            schema_text = json.dumps(_arguments_schema(schema or OBJECT, number, is_strict))
+            rules.append(f"arguments{number}: %json {schema_text}\n")
             begin = "" if name else f"{json.dumps(tool, ensure_ascii=False)} {between}"
             calls.append(f'({begin} " "? arguments{number} {end})')
     if not calls:
         raise ValueError("tool_choice needs a tool, but tools is empty; give one")
-    return lark(f"start: {' | '.join(calls)}\n{''.join(rules)}")
+    grammar = f"start: {' | '.join(calls)}\n{''.join(rules)}"
+    _check_size(grammar, "the tools' schemas are")
+    return json.dumps({"grammars": [{"lark_grammar": grammar}]})
+
+
+def _arguments_schema(schema: dict, number: int, strict: bool) -> dict:
+    """Return the schema of a tool's arguments; of any object if it is not supported.
+
+    Raises FieldError instead if `strict`.
+    """
+    try:
+        checked = _checked_schema(schema, strict)
+        error = _schema_error(json.dumps(checked))
+    except ValueError as refused:
+        error = str(refused)
+    if not error:
+        return checked
+    if strict:
+        param = f"tools[{number}].function.parameters"
+        raise FieldError(f"{param}: the schema is not supported ({error}); simplify it", param)
+    return _checked_schema(OBJECT, strict=False)
+
+
+@lru_cache(maxsize=64)
+def _schema_error(schema: str) -> str:
+    """Return why llguidance does not support a schema, as JSON; "" if it does."""
+    grammar = f'{{"grammars": [{{"json_schema": {schema}}}]}}'
+    return error_detail(LLMatcher.validate_grammar(grammar))
 
 
 OBJECT = {"type": "object"}
@@ -257,13 +307,46 @@ def _checked_schema(schema: dict | bool, strict: bool) -> dict:
         raise ValueError('a JSON schema must be an object; give one such as {"type": "object"}')
     _check_depth(schema)
     schema = dict(schema) if isinstance(schema, dict) else ({} if schema else {"not": {}})
-    if len(json.dumps(schema)) > MAX_GRAMMAR_BYTES:
-        raise ValueError(f"the schema is over {MAX_GRAMMAR_BYTES >> 10} KiB; shorten it")
+    _check_size(json.dumps(schema), "the schema is")
+    if not strict and _schema_error(json.dumps(schema)):
+        schema = _relaxed(schema, schema)
     schema["x-guidance"] = {
         "whitespace_pattern": rf"[\x20\x0A\x0D\x09]{{1,{MAX_WHITESPACE}}}",
         "lenient": not strict,
     }
     return schema
+
+
+def _relaxed(schema: Any, root: dict) -> Any:
+    """Return a schema without patterns that llguidance refuses and references that lead nowhere."""
+    if isinstance(schema, list):
+        return [_relaxed(part, root) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {}
+    for keyword, value in schema.items():
+        if keyword in NAMED_SCHEMAS and isinstance(value, dict):
+            is_pattern = keyword == "patternProperties"
+            names = [name for name in value if not is_pattern or _is_pattern(name)]
+            found[keyword] = {name: _relaxed(value[name], root) for name in names}
+        elif keyword in PLAIN_VALUES:
+            found[keyword] = value
+        elif not (
+            (keyword == "pattern" and not _is_pattern(value))
+            or (keyword == "$ref" and find_pointer(root, str(value), None) is None)
+        ):
+            found[keyword] = _relaxed(value, root)
+    return found
+
+
+def _is_pattern(text: Any) -> bool:
+    schema = {"type": "string", "pattern": text}
+    return isinstance(text, str) and not _schema_error(json.dumps(schema))
+
+
+def _check_size(text: str, subject: str) -> None:
+    if len(text.encode(errors="replace")) > MAX_GRAMMAR_BYTES:
+        raise ValueError(f"{subject} over {MAX_GRAMMAR_BYTES >> 10} KiB; shorten it")
 
 
 def _check_depth(value) -> None:
@@ -282,8 +365,7 @@ def _check_depth(value) -> None:
 
 
 def _check_text(text: str) -> None:
-    if len(text.encode(errors="replace")) > MAX_GRAMMAR_BYTES:
-        raise ValueError(f"the grammar is over {MAX_GRAMMAR_BYTES >> 10} KiB; shorten it")
+    _check_size(text, "the grammar is")
     depth = 0
     for character in text:
         depth += (character in "([{") - (character in ")]}")

@@ -7,6 +7,7 @@ Vercel AI SDK sends them: ItemStore has these.
 import itertools
 import json
 import math
+import re
 import secrets
 import threading
 import time
@@ -159,8 +160,9 @@ class ResponsesBody(StructuredFields, OtherServersFields):
             names = {"messages": "input", "max_completion_tokens": "max_output_tokens"}
             field = error_field(error) or ""
             message = error_message(error, ChatCompletionBody)
-            if field == "messages":
+            if message == FIELD_MESSAGES["messages"]:
                 message = FIELD_MESSAGES["input"]
+            message = re.sub("^messages:", "input:", message)
             raise APIError(message, param=names.get(field, field) or None) from None
 
     @property
@@ -200,7 +202,7 @@ class ResponsesBody(StructuredFields, OtherServersFields):
                 f"tools: the type {tool.get('type')!r:.40} is not supported, only 'function'",
                 param="tools",
             )
-        names = "name", "description", "parameters"
+        names = "name", "description", "parameters", "strict"
         return {"type": "function", "function": {name: tool.get(name) for name in names}}
 
     def chat_tool_choice(self) -> str | Item:
@@ -281,7 +283,7 @@ class ResponsesBuilder:
     def end(self, event: Finished) -> Iterator[bytes]:
         """Yield what a stream ends with."""
         self.tokens += event.tokens
-        yield from self.add_pieces(self.reader.end())
+        yield from self.add_pieces(self.reader.end(event.result))
         status = self.status(event)
         yield from self.close_item(status)
         self.keep_items()

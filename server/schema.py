@@ -23,7 +23,8 @@ from runtime.reasoning import REASONING, TextSplitter, make_splitter
 from runtime.sampling import MAX_CANDIDATES, TOP_LOGPROBS, Sampling
 from runtime.session import Details
 from server import structured
-from server.constraints import forced_call
+from server.constraints import FieldError, forced_call
+from server.lenient_json import parse_json
 from server.structured import (
     OtherServersFields,
     StrictModel,
@@ -40,13 +41,20 @@ from server.tools import (
     control_markers,
     find_format,
     make_parser,
-    parse_json,
 )
 from tokenizer import Tokenizer
 
 BodyType = TypeVar("BodyType", bound=BaseModel)
 MAX_ANSWERS = 8  # the largest `n`
 MAX_PROMPTS = 64  # a request
+# Types of a message's parts -> what they are, in the plural.
+UNSUPPORTED_PARTS = {
+    "image": "images",
+    "audio": "sounds",
+    "video": "videos",
+    "file": "files",
+    "document": "files",
+}
 OWN_VARIABLES = {"messages", "tools", "add_generation_prompt"}  # a request cannot set these
 # OpenAI's values of `reasoning_effort` that open models do not know.
 REASONING_EFFORTS = {"none": "low", "minimal": "low", "xhigh": "high"}
@@ -195,6 +203,7 @@ class StreamOptions(StrictModel):
 class Function(StrictModel):
     name: FunctionName
     description: str = ""
+    strict: bool = False  # refuse a schema that is not supported, if this function is forced
     parameters: dict[str, Any] = Field(default_factory=lambda: {"type": "object", "properties": {}})
 
 
@@ -231,21 +240,27 @@ class ToolCall(StrictModel):
     function: FunctionCall
 
 
-class TextPart(StrictModel):
-    text: str
+def join_parts(content: Any) -> Any:
+    """Return a message's content as one string. Raises ValueError for parts that are not text."""
+    return "".join(map(part_text, content)) if isinstance(content, list) else content
 
 
-def join_parts(content: str | list[TextPart]) -> str:
-    """Return a message's content as one string."""
-    return content if isinstance(content, str) else "".join(part.text for part in content)
+def part_text(part: Any) -> str:
+    """Return the text of a part of a message. Raises ValueError if it has none."""
+    kind = str(part.get("type", "text")) if isinstance(part, dict) else ""
+    for name, plural in UNSUPPORTED_PARTS.items():
+        if name in kind:
+            raise ValueError(f"messages: {plural} are not supported: send text only")
+    text = part.get("refusal" if kind == "refusal" else "text") if kind else None
+    if not isinstance(text, str):
+        raise ValueError(FIELD_MESSAGES["messages"])
+    return text
 
 
 class Message(StrictModel):
     role: str
-    content: Annotated[
-        str | Annotated[list[TextPart], FAIL_FAST],
-        AfterValidator(join_parts),
-    ] = ""
+    content: Annotated[str, BeforeValidator(join_parts)] = ""
+    refusal: str = ""  # in place of the content
     tool_calls: Annotated[list[ToolCall], FAIL_FAST] = Field(default_factory=list)
     tool_call_id: str = ""
     name: str = ""
@@ -254,6 +269,7 @@ class Message(StrictModel):
     def check_content(self) -> "Message":
         if "content" not in self.model_fields_set and self.role != "assistant":
             raise ValueError(FIELD_MESSAGES["messages"])
+        self.content = self.content or self.refusal
         return self
 
 
@@ -438,7 +454,9 @@ class ChatCompletionBody(GenerationBody):
             if self.reasoning_effort == "none":
                 variables = {"enable_thinking": False} | variables
         if self.active_tools():
-            variables["tools"] = [tool.model_dump() for tool in self.active_tools()]
+            variables["tools"] = [
+                tool.model_dump(exclude={"function": {"strict"}}) for tool in self.active_tools()
+            ]
         return variables
 
     def active_tools(self) -> list[Tool]:
@@ -454,19 +472,19 @@ class ChatCompletionBody(GenerationBody):
             return None
         format = find_format(tokenizer)
         if format is None:
-            raise ValueError(
-                "tools: this model has no chat template with a known format of tool calls; "
-                "leave them out"
-            )
+            reason = "this model has no chat template with a known format of tool calls"
+            raise FieldError(f"tools: {reason}; leave them out", "tools")
         schemas = {tool.function.name: tool.function.parameters for tool in self.tools}
         prefix, grammar, choice = "", None, self.tool_choice
         if choice != "auto":
             name = choice.function.name if isinstance(choice, NamedChoice) else None
             prefix, markers = format.prefix(name, tokenizer), format.json_markers(tokenizer)
             if markers:
-                grammar = forced_call(tokenizer, list(schemas.items()), markers, name)
-        single = not self.parallel_tool_calls or isinstance(choice, NamedChoice)
-        return CallSettings(format, schemas, prefix, single, grammar)
+                strict = {tool.function.name for tool in self.tools if tool.function.strict}
+                grammar = forced_call(tokenizer, list(schemas.items()), markers, name, strict)
+        is_named = isinstance(choice, NamedChoice)
+        single = not self.parallel_tool_calls or is_named
+        return CallSettings(format, schemas, prefix, single, grammar, is_named)
 
 
 class CallSettings(NamedTuple):
@@ -477,6 +495,7 @@ class CallSettings(NamedTuple):
     prefix: str  # the answer's beginning, which the prompt ends with
     single: bool  # one call at most
     grammar: str | None = None  # a forced call's, after the prefix
+    is_named: bool = False  # the request names the function
 
     def parser(self, tokenizer: Tokenizer) -> CallParser:
         """Return a parser of one answer."""
@@ -579,14 +598,14 @@ def plan_request(
     length = limits.max_seq_len
     try:
         prompts, reply = fields.encode(tokenizer)
-        calls = fields.calls(vocabulary)
-        if calls and calls.grammar:
-            limits.check_grammar(calls.grammar)
+        calls = plan_calls(fields, vocabulary, limits)
     except TokenizerUnavailableError as error:
         raise APIError(str(error), 503) from None
     except PromptTooLongError as error:
         reason = f"This model's maximum context length is {length} tokens. However, {error}"
         raise APIError(reason, code="context_length_exceeded", param=name) from None
+    except FieldError as error:
+        raise APIError(str(error), param=error.param) from None
     except ValueError as error:
         raise APIError(str(error), param=name) from None
     common: dict[str, Any] = {
@@ -607,6 +626,21 @@ def plan_request(
             sampling = first.with_seed(fields.seed + len(generations))
             generations.append(Generation(ids, new_tokens, sampling, **common))
     return GenerationRequest(fields, generations, calls)
+
+
+def plan_calls(
+    fields: CompletionBody | ChatCompletionBody, tokenizer: Tokenizer, limits: Limits
+) -> CallSettings | None:
+    """Return how the answer's calls are read. Raises FieldError if tools are not supported."""
+    try:
+        calls = fields.calls(tokenizer)
+        if calls and calls.grammar:
+            limits.check_grammar(calls.grammar)
+        return calls
+    except FieldError:
+        raise
+    except ValueError as error:
+        raise FieldError(f"tools: {error}", "tools") from None
 
 
 def plan_grammar(fields: CompletionBody | ChatCompletionBody, limits: Limits) -> str | None:
@@ -680,6 +714,7 @@ class AnswerReader:
     def __init__(self, request: GenerationRequest, tokenizer: Tokenizer):
         self.parser = request.calls.parser(tokenizer) if request.calls else None
         self.held = self.parser.take() if self.parser else []  # pieces of the prefix in the prompt
+        self.is_named = bool(request.calls and request.calls.is_named)
         self.calls = 0
 
     def read(self, text: str, is_reasoning: bool = False) -> list[Piece]:
@@ -688,14 +723,15 @@ class AnswerReader:
             return self.count([TextPiece(text, is_reasoning)] if text else [])
         return self.count(self.parser.push(text))
 
-    def end(self) -> list[Piece]:
-        """End the answer; return the rest."""
-        return self.count(self.parser.flush() if self.parser else [])
+    def end(self, result: dict) -> list[Piece]:
+        """End the answer, whose result of `generate` this is; return the rest."""
+        is_cut = result.get("finish_reason", "stop") != "stop"
+        return self.count(self.parser.flush(is_cut) if self.parser else [])
 
     def whole(self, result: dict) -> list[Piece]:
         """Return the pieces of a whole answer."""
         reasoning = self.read(result.get("reasoning", ""), is_reasoning=True)
-        return reasoning + self.read(result["text"]) + self.end()
+        return reasoning + self.read(result["text"]) + self.end(result)
 
     def count(self, pieces: list[Piece]) -> list[Piece]:
         pieces, self.held = self.held + pieces, []
@@ -703,8 +739,9 @@ class AnswerReader:
         return pieces
 
     def finish_reason(self, reason: str | None) -> str | None:
-        """Return the API's finish_reason for that of `generate`."""
-        return "tool_calls" if self.calls and reason == "stop" else FINISH_REASONS[reason]
+        """Return the API's finish_reason for that of `generate`. A named tool's is "stop"."""
+        is_chosen = self.calls and not self.is_named
+        return "tool_calls" if is_chosen and reason == "stop" else FINISH_REASONS[reason]
 
 
 def join_pieces(pieces: list[Piece]) -> tuple[str, str, list[dict]]:
@@ -813,7 +850,7 @@ class ResponseBuilder:
     def end(self, event: Finished) -> Iterator[bytes]:
         """Yield what an answer ends with, and after the last answer what the stream ends with."""
         reader = self.readers[event.index]
-        for piece in reader.end():
+        for piece in reader.end(event.result):
             yield self.piece_chunk(piece, event.index)
         reason = reader.finish_reason(event.result["finish_reason"])
         tokens = self.take_tokens(event.index) + event.tokens

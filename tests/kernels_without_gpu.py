@@ -1186,7 +1186,7 @@ def attend_code() -> dict[str, dict[str, int]]:
 
 
 def attend_errors() -> dict[str, float]:
-    long_attention.TARGET_PROGRAMS = 12  # so that some have several blocks, and some none
+    long_attention.PROGRAMS = 12 / 132  # so that some have several blocks, and some none
     latent = {f"latent, {name}": latent_error(*case) for name, case in LATENT.items()}
     return {name: attend_error(*case) for name, case in ATTEND.items()} | latent
 

@@ -859,7 +859,8 @@ def main() -> int:
     cases = [Case(**values) for values in given["cases"]]
     if os.environ.get("TRITON_INTERPRET") == "1":
         check_bounds()
-        moe_tiles.RESIDENT = 12  # programs that stay have several tiles
+        # Programs that stay have several tiles.
+        moe_tiles.RESIDENT, moe_tiles.Weight.multiprocessors = 12, 1
         gemv4._add_word, gemv4._add_e2m1 = twin, e2m1_twin
         moe_chunk._add_bytes, moe_chunk._add_pair = bytes_twin, pair_twin
         few_tokens._dot, few_tokens._multiply_bf16 = dot_twin, norm_twin

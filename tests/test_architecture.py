@@ -33,6 +33,7 @@ LIBRARY = {
     "offload": {"ops", "model", "formats", "runtime"},
     "hub": {"cli", "checkpoint", "model", "formats", "models"},
 }
+LIBRARY["memory"] = set(LIBRARY) - {"checkpoint", "tokenizer"}
 MAY_IMPORT = LIBRARY | {
     "generate": set(LIBRARY),
     "server": {"cli", "generate", "runtime", "parallel", "offload", "tokenizer"},
@@ -61,6 +62,7 @@ THIRD_PARTY = {
     "tp": {"torch"},
     "offload": {"torch"},
     "hub": {"torch", "tqdm", "huggingface_hub"},
+    "memory": {"torch"},
 }
 INDUCTOR_PRIVATE = {"ops/inductor.py", "ops/tuning.py"}
 # Imports inside a function: file -> imported packages, and why.

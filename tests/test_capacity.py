@@ -10,9 +10,15 @@ import torch
 
 from formats.kv_cache import KV_CACHES
 from models import ARCHITECTURES, build_model
-from offload.capacity import KEPT, LEAST_LENGTH, LEFT_FREE, Capacity, plan_capacity
-from offload.plan import cache_bytes
 from ops.attention import BLOCK
+from runtime.memory import (
+    KEPT,
+    LEAST_LENGTH,
+    LEFT_FREE,
+    Capacity,
+    cache_bytes,
+    plan_capacity,
+)
 
 ROOT = Path(__file__).parents[1]
 GB = 10**9

@@ -189,6 +189,44 @@ def test_hostile_grammars_are_refused_quickly(tokens, make):
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 500
 
 
+LOOK_AHEAD = {"type": "string", "pattern": r"^(?!\.)[a-z]+$"}
+UNSUPPORTED = (
+    record(a=INTEGER, b=LOOK_AHEAD),
+    record(a=INTEGER, b={"type": "string", "pattern": r"(x)\1"}),
+    record(a=INTEGER, b={"type": "string", "pattern": "["}),
+    record(a=INTEGER, b={"$ref": "#/$defs/missing"}),
+    record(a=INTEGER, b={"$ref": "https://example.com/schema"}),
+    record(a=INTEGER, b={"anyOf": [LOOK_AHEAD, {"type": "null"}]}),
+    record(a=INTEGER, b={"type": "object", "patternProperties": {"^(?=x)": LOOK_AHEAD}}),
+    record(a=INTEGER, pattern=LOOK_AHEAD) | {"examples": [{"$ref": "#/none"}]},
+)
+
+
+@pytest.mark.parametrize("schema", UNSUPPORTED, ids=range(len(UNSUPPORTED)))
+def test_unsupported_parts_of_a_schema_are_ignored_unless_it_is_strict(tokens, schema):
+    """The rest still holds. With a tool, only one that is strict and forced is refused."""
+    text = walk(Constraint(tokens, constraints.json_schema(schema, strict=False)), random.Random(0))
+    assert isinstance(json.loads(text)["a"], int)
+    with pytest.raises(ValueError, match="not supported") as caught:
+        Constraint(tokens, constraints.json_schema(schema))
+    assert "{" not in str(caught.value)
+    tools = [("stop", None), ("mail", schema)]
+    for name, strict in (("mail", ()), (None, {"mail"}), ("stop", {"mail"})):
+        grammar = constraints.forced_call(tokens.tokenizer, tools, ("", ""), name, strict)
+        Constraint(tokens, grammar)
+    with pytest.raises(constraints.FieldError, match="not supported") as refused:
+        constraints.forced_call(tokens.tokenizer, tools, ("", ""), "mail", {"mail"})
+    assert refused.value.param == "tools[1].function.parameters"
+    assert "start:" not in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_a_tool_with_an_invalid_schema_takes_any_object(tokens):
+    for schema in ({"type": "nonsense"}, {"properties": 5}, nested(100)):
+        grammar = constraints.forced_call(tokens.tokenizer, [("f", schema)], ("", ""), "f")
+        text = walk(Constraint(tokens, grammar), random.Random(0))
+        assert isinstance(json.loads(text), dict)
+
+
 @pytest.mark.parametrize(
     "pattern", ["(((a{1,1000}){1,1000}){1,1000}){1,1000}", "(a+)+b", "(.*a){40}", "(a|aa)*c"]
 )

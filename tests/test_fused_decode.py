@@ -13,6 +13,7 @@ from models.layers.shared_expert import SharedExpertMoE
 from models.random_weights import RandomWeights, first_layers, number_format
 from ops import moe_decode, moe_tiles
 from ops.few_tokens import FewTiles
+from ops.gpu import KNOWN, OTHER_MAKER, found
 from ops.quantized_x import empty_quantized
 from runtime.fused_attention import FusedDecodeAttention
 from runtime.fused_decode import (
@@ -20,8 +21,10 @@ from runtime.fused_decode import (
     FusedLayer,
     FusedRunner,
     can_fuse,
+    describe_kernels,
     fused_layers,
     stack,
+    why_not_fused,
 )
 from runtime.runner import CompiledRunner
 
@@ -57,11 +60,34 @@ def test_published_models_have_kernels_in_every_format(name):
     assert modes > 3
 
 
+def test_kernels_are_described(monkeypatch):
+    """The line at the start of a compiled session."""
+
+    def describe(name, mode, gpu, **dtype):
+        model = on_meta(name, mode, **dtype)
+        monkeypatch.setitem(found, 0, gpu)
+        monkeypatch.setattr(
+            "runtime.fused_decode.why_not_fused", lambda model, _: why_not_fused(model, HOPPER)
+        )
+        runner = FusedRunner if can_fuse(model, HOPPER) else CompiledRunner
+        return describe_kernels(model, runner)
+
+    hopper, old = KNOWN["sm_90"], KNOWN["sm_75"]
+    layers = len(on_meta("GLM-4.5-Air", "bf16").layers)
+    assert describe("GLM-4.5-Air", "bf16", hopper) == f"fused ({layers - 1} of {layers} layers)"
+    assert describe("Qwen3-30B-A3B", "int4", old) == "Inductor (compute capability 7.5)"
+    assert describe("Qwen3-30B-A3B", "int4", OTHER_MAKER) == "Inductor (not an NVIDIA GPU)"
+    assert describe("Qwen3-30B-A3B", "hqq3", hopper) == "Inductor (layer 0: no kernel for hqq3)"
+    gemma = describe("gemma-4-26B-A4B", "bf16", hopper)
+    assert gemma == "Inductor (layer 0: no kernels for SandwichAddNorm)"
+
+
 def test_other_formats_and_devices_have_none():
     assert not fused_layers(on_meta("Qwen3-30B-A3B", "hqq3"))
     assert not can_fuse(on_meta("Qwen3-30B-A3B", "bf16"), torch.device("cpu"))
 
 
+HOPPER = torch.device("cuda", 0)  # once `found` says so
 AUTO = {
     ("Qwen3-30B-A3B", "int4"): FusedRunner,
     ("gpt-oss-20b", "mxfp4"): FusedRunner,
@@ -75,8 +101,8 @@ AUTO = {
 def test_auto_takes_the_kernels_that_there_are(name, mode, monkeypatch):
     model = on_meta(name, mode)
     assert choose_runner(model, "auto") is CompiledRunner  # not on a GPU
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr("generate.can_fuse", lambda model, _: can_fuse(model, torch.device("cuda")))
+    monkeypatch.setitem(found, 0, KNOWN["sm_90"])
+    monkeypatch.setattr("generate.can_fuse", lambda model, _: can_fuse(model, HOPPER))
     assert choose_runner(model, "auto") is AUTO[name, mode]
     assert choose_runner(model, "fused") is FusedRunner
     assert choose_runner(model, "inductor") is CompiledRunner
@@ -119,12 +145,12 @@ def test_shards_have_the_kernels_of_the_whole_model(name):
 
 def test_fused_kernels_of_ranks_are_refused_for_whole_experts_alone(monkeypatch):
     args = first_layers(ARCHITECTURES["Qwen3-30B-A3B"], 2)
-    source, device = RandomWeights(args, number_format("int4", args)), torch.device("cuda")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    source = RandomWeights(args, number_format("int4", args))
+    monkeypatch.setitem(found, 0, KNOWN["sm_90"])
     monkeypatch.setattr(tp.process_group, "size", lambda: 2)
-    check_decode_kernels("fused", source, device, parallel="tensor")
+    check_decode_kernels("fused", source, HOPPER, parallel="tensor")
     with pytest.raises(ValueError, match="--decode_kernels fused: these kernels do not compute"):
-        check_decode_kernels("fused", source, device, parallel="expert")
+        check_decode_kernels("fused", source, HOPPER, parallel="expert")
 
 
 def test_norms_over_heads_of_other_ranks_have_none():

@@ -9,20 +9,15 @@ from conftest import FAMILIES
 
 import generate
 from formats.kv_cache import KV_CACHES
+from formats.packed import weight_bytes
 from generate import load_model, offload_settings
 from model import ModelArgs
 from models import build_model
 from models.random_weights import RandomWeights, architecture, number_format
 from offload import plan
-from offload.plan import (
-    OffloadSettings,
-    cache_bytes,
-    check_plan_fits,
-    check_weights_fit,
-    choose_slots,
-    weight_bytes,
-)
+from offload.plan import OffloadSettings, check_plan_fits, choose_slots
 from ops.attention import BLOCK
+from runtime.memory import cache_bytes
 from tp import ModelShard
 
 GB = 10**9
@@ -85,18 +80,6 @@ def test_a_plain_cache_is_counted_as_before():
 
 
 # Weights ------------------------------------------------------------------------------------------
-
-
-def test_weights_that_do_not_fit_are_refused():
-    check_weights_fit(78 * GB, 78 * GB)
-    with pytest.raises(ValueError) as error:
-        check_weights_fit(int(93.4e9), int(78.9e9))
-    assert str(error.value) == (
-        "the weights need 93.4 GB and the GPU has 78.9 GB free: quantize them (quantize.py --mode "
-        "int4), add --offload --gpu_memory 78GB, or start more processes with torchrun"
-    )
-    with pytest.raises(ValueError, match="--gpu_memory 512MB,"):
-        check_weights_fit(GB, 512_000_000)
 
 
 def test_a_plan_that_does_not_fit_is_refused():

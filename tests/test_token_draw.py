@@ -11,6 +11,11 @@ SETTINGS = (
     dict(seed=5, temperature=0.3, top_k=256, top_p=0.95),
 )
 QUICK = dict(logits="normal", V=700, groups=16, rows=SETTINGS[2:4])
+# A row may have a top_k beyond what the kernels keep, or no limit, whatever the step was made for.
+UNBOUNDED = tuple(
+    dict(logits=logits, V=V, groups=16, rows=(dict(seed=1, top_k=top_k), dict(seed=2, top_k=None)))
+    for logits, V, top_k in (("clustered", 700, 400), ("equal", 300, 257), ("normal", 40, 10**6))
+)
 # "damaged" has four rows that are not finite.
 CASES = (
     dict(logits="normal", V=5000, groups=64, rows=SETTINGS),
@@ -33,7 +38,7 @@ def check(*cases: dict) -> None:
 
 
 def test_the_tokens_are_those_of_plain_pytorch():
-    check(QUICK)
+    check(QUICK, *UNBOUNDED)
 
 
 @pytest.mark.slow

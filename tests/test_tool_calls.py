@@ -18,6 +18,7 @@ from local_server import LocalServer, httpx, openai
 from test_reasoning import make_tokenizer
 
 from runtime.text import TextSettings, TextStream
+from server.constraints import grammar_tokens
 from server.responses import ItemStore, ResponsesBody, read_responses_request
 from server.schema import (
     AnswerReader,
@@ -27,6 +28,7 @@ from server.schema import (
     Limits,
     join_pieces,
     plan_request,
+    read_request,
 )
 from server.tokenizing import chat_ids
 from server.tools import MARK
@@ -191,7 +193,8 @@ def test_a_call_is_forced_by_the_prompt(server, choice, prefix, stream):
         arguments = "".join(piece.function.arguments for piece in pieces)
     else:
         (call,) = found.choices[0].message.tool_calls
-        assert call.function.name == "weather" and found.choices[0].finish_reason == "tool_calls"
+        reason = "tool_calls" if choice == "required" else "stop"  # as OpenAI's API has it
+        assert call.function.name == "weather" and found.choices[0].finish_reason == reason
         arguments = call.function.arguments
     assert json.loads(arguments) == {"city": "Rom"}
     assert server.prompts[-1].endswith(prefix)
@@ -224,6 +227,81 @@ def test_wrong_tools_are_refused(server, options, message):
     body = {"messages": QUESTION, **options}
     error = httpx.post(f"{server.url}/v1/chat/completions", json=body)
     assert error.status_code == 400 and message in error.json()["error"]["message"]
+
+
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    (
+        (IMAGE, "images are not supported"),
+        ({"type": "image", "text": "x"}, "images are not supported"),
+        ({"type": "input_image", "image_url": "x"}, "images are not supported"),
+        ({"type": "file", "file": {"file_id": "x"}}, "files are not supported"),
+        ({"type": "input_file", "file_id": "x"}, "files are not supported"),
+        ({"type": "input_audio", "input_audio": {}}, "sounds are not supported"),
+        ({"type": "video_url", "video_url": {}}, "videos are not supported"),
+        ({"type": "text"}, "must be a list"),
+        ({"type": "text", "text": 5}, "must be a list"),
+        (None, "must be a list"),
+    ),
+)
+def test_parts_that_are_not_text_are_named(tokenizer, part, message):
+    content = [{"type": "text", "text": "What is this?"}, part]
+    messages = [{"role": "user", "content": content}]
+    with pytest.raises(APIError, match=message) as caught:
+        read_request(json.dumps({"messages": messages}).encode(), True, tokenizer, LIMITS)
+    assert caught.value.param == "messages" and "\n" not in str(caught.value)
+    body = json.dumps({"input": messages}).encode()
+    message = message.replace("must be a list", "input must be a string")
+    with pytest.raises(APIError, match=message) as caught:
+        read_responses_request(body, tokenizer, LIMITS, ItemStore())
+    assert caught.value.param == "input"
+
+
+def test_a_refusal_of_the_history_is_text(server):
+    server.answer = lambda prompt: "Yes."
+    part = {"type": "refusal", "refusal": "I cannot."}
+    server.chat([*QUESTION, {"role": "assistant", "content": [part]}, *QUESTION])
+    assert "[assistant]I cannot." in server.prompts[-1]
+    server.chat([*QUESTION, {"role": "assistant", "content": None, "refusal": "No."}, *QUESTION])
+    assert "[assistant]No." in server.prompts[-1]
+
+
+def test_one_unsupported_tool_refuses_no_request_unless_strict_and_forced(directory, tmp_path):
+    tokenizer = load_tokenizer(with_template(directory, tmp_path, HERMES))
+    grammars = grammar_tokens(tokenizer, tokenizer.vocab_size)
+    limits = Limits(LENGTH, tokenizer.vocab_size, grammars.matcher)
+    email = {"type": "string", "pattern": "^(?!\\.)[a-z.]+@[a-z.]+$"}
+    parameters = {"type": "object", "properties": {"to": email}}
+    function = {"name": "mail", "parameters": parameters, "strict": True}
+    tools = [WEATHER, {"type": "function", "function": function}]
+    named = {"type": "function", "function": {"name": "mail"}}
+
+    def read(tools, choice):
+        body = {"messages": QUESTION, "tools": tools, "tool_choice": choice}
+        return read_request(json.dumps(body).encode(), True, tokenizer, limits)
+
+    for choice in ("auto", "required"):
+        assert "strict" not in tokenizer.decode(read(tools, choice).generations[0].prompt_ids)
+    relaxed = {"type": "function", "function": function | {"strict": False}}
+    assert read([relaxed], named).generations[0].grammar
+    with pytest.raises(APIError, match="look-ahead") as caught:
+        read(tools, named)
+    assert caught.value.param == "tools[1].function.parameters" in str(caught.value)
+    assert "start:" not in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_an_answer_that_ended_by_itself_has_whole_arguments(directory, tmp_path):
+    tokenizer = load_tokenizer(with_template(directory, tmp_path, CODER))
+    body = ChatCompletionBody(messages=QUESTION, tools=[WEATHER])
+    request = plan_request(body, tokenizer, LIMITS)
+    answer = "<function=weather><parameter=city>Rom"
+    for reason, expected in (("stop", '{"city": "Rom"}'), ("length", "")):
+        reader = AnswerReader(request, tokenizer)
+        _, _, calls = join_pieces(reader.whole({"text": answer, "finish_reason": reason}))
+        assert [call["function"]["arguments"] for call in calls] == [expected]
 
 
 def test_a_model_without_a_template_refuses_tools(tokenizer):
@@ -279,7 +357,7 @@ def test_forced_calls_have_arguments_of_their_schema(directory, tmp_path, choice
         for seed in range(2):
             options = {"tools": tools, "tool_choice": choice, "seed": seed, "max_tokens": 300}
             (found,) = server.chat(QUESTION, **options).choices
-            assert found.finish_reason == "tool_calls"
+            assert found.finish_reason == ("tool_calls" if choice == "required" else "stop")
             (call,) = found.message.tool_calls
             assert call.function.name == "weather"
             jsonschema.validate(json.loads(call.function.arguments), place)

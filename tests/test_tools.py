@@ -9,6 +9,8 @@ import random
 
 import pytest
 
+from server.arguments import Schema, typed_value
+from server.lenient_json import Repair, parse_json
 from server.tools import (
     FORMATS,
     MARK,
@@ -28,6 +30,7 @@ WEATHER = {
         "city": {"type": "string"},
         "days": {"type": "integer"},
         "place": {"type": "object"},
+        "zip": {"anyOf": [{"type": "string"}, {"type": "null"}], "default": None},
     },
 }
 SCHEMAS = {"weather": WEATHER, "now": {"type": "object", "properties": {}}}
@@ -72,7 +75,8 @@ def marked(format, text: str) -> str:
 def parse(format, pieces: list[str], marker=lambda name: name, **options):
     """Return the answer's text, its reasoning, and its calls as [name, arguments]."""
     parser = format(SCHEMAS, marker, options.get("single", False))
-    found = [p for piece in pieces for p in parser.push(piece)] + parser.flush()
+    found = [p for piece in pieces for p in parser.push(piece)]
+    found += parser.flush(options.get("is_cut", True))
     calls: list[list] = []
     ids = set()
     for piece in found:
@@ -230,3 +234,266 @@ def test_a_value_has_the_type_of_the_schema(kind, text, value):
     call = f"<tool_call>f<arg_key>x</arg_key><arg_value>{text}</arg_value></tool_call>"
     pieces = parser.push(call) + parser.flush()
     assert json.loads("".join(p.arguments for p in pieces)) == {"x": value}
+
+
+# Values by schema ---------------------------------------------------------------------------------
+
+OPTIONAL = {"anyOf": [{"type": "string"}, {"type": "null"}], "default": None}
+DEFINITIONS = {
+    "$defs": {
+        "Zip": {"type": "string", "pattern": "^[0-9]+$"},
+        "Count": {"type": "integer"},
+        "a/b": {"enum": ["1", "2"]},
+        "Loop": {"$ref": "#/$defs/Loop"},
+        "Tree": {"anyOf": [{"$ref": "#/$defs/Tree"}, {"$ref": "#/$defs/Tree"}]},
+    }
+}
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    (
+        (OPTIONAL, "12345", "12345"),
+        (OPTIONAL, "true", "true"),
+        (OPTIONAL, '{"a": 1}', '{"a": 1}'),
+        (OPTIONAL, "null", None),
+        (OPTIONAL, "None", None),
+        ({"type": "string"}, "null", "null"),
+        ({"type": ["string", "null"]}, "1.10", "1.10"),
+        ({"type": ["integer", "string"]}, "7", "7"),
+        ({"oneOf": [{"type": "integer"}, {"type": "string"}]}, "7", "7"),
+        ({"type": "string", "nullable": True}, "7", "7"),
+        ({"type": "STRING"}, "7", "7"),
+        ({"minLength": 5}, "12345", "12345"),
+        ({"enum": ["none", "auto"]}, "none", "none"),
+        ({"enum": ["1", "2"]}, "2", "2"),
+        ({"enum": [1, 2]}, "2", 2),
+        ({"const": "5"}, "5", "5"),
+        ({"anyOf": [{"type": "integer"}, {"enum": ["auto"]}]}, "auto", "auto"),
+        ({"anyOf": [{"type": "integer"}, {"enum": ["auto"]}]}, "5", 5),
+        ({"$ref": "#/$defs/Zip"}, "01234", "01234"),
+        ({"$ref": "#/$defs/Zip", "default": "0"}, "5", "5"),
+        ({"allOf": [{"$ref": "#/$defs/Zip"}], "description": "a code"}, "5", "5"),
+        ({"$ref": "#/$defs/a~1b"}, "2", "2"),
+        ({"$ref": "#/$defs/Count"}, "5", 5),
+        ({"$ref": "#/$defs/Missing"}, "[5]", [5]),
+        ({"$ref": "#/$defs/Loop"}, "[5]", [5]),
+        ({"$ref": "#/$defs/Tree"}, "[5]", [5]),
+        ({"not": {"type": "string"}}, "7", 7),
+        ({"type": "integer"}, "5.0", 5),
+        ({"type": "integer"}, '"5"', 5),
+        ({"type": "boolean"}, "True", True),
+        ({"type": "object"}, "{'a': None, 'b': [1, 2}", {"a": None, "b": [1, 2]}),
+        ({"anyOf": [{"type": "array"}, {"type": "null"}]}, '["a"]', ["a"]),
+        ({"type": "number"}, "NaN", "NaN"),
+        ({"type": ["number", "null"]}, "Infinity", None),
+        ({"type": "object"}, '{"a": 1e999}', {"a": "1e999"}),
+        ({}, "-Infinity", "-Infinity"),
+        ({}, "{'a': NaN}", "{'a': NaN}"),
+        (True, "7", 7),
+        (False, "7", 7),
+        ({"type": 5, "enum": 3, "anyOf": {}, "$ref": [], "properties": 0}, "7", 7),
+        ({"type": "integer"}, "9" * 5000, "9" * 5000),
+        ({"type": "array"}, "[" * 5000, "[" * 5000),
+    ),
+)
+def test_a_text_stays_a_text_if_the_schema_accepts_one(schema, text, value):
+    found = typed_value(text, Schema(schema, DEFINITIONS))
+    assert found == value and type(found) is type(value)
+
+
+# Calls with faults --------------------------------------------------------------------------------
+
+ROME = ["weather", {"city": "Rom"}]
+ROME_3 = ["weather", {"city": "Rom", "days": 3}]
+NOW = ["now", {}]
+ROME_CODER = "<tool_call>\n<function=weather>\n<parameter=city>\nRom"
+ROME_GLM = "<tool_call>weather<arg_key>city</arg_key><arg_value>Rom"
+TAGS = "</parameter>, <parameter=x>, </function>, </arg_value>, <arg_key>k</arg_key>, </tool_call>!"
+FAULTS = {
+    HermesParser: (
+        ('<tool_call>{"arguments": {"city": "Rom"}, "name": "weather"}</tool_call>', [ROME]),
+        ('<tool_call>{"id": 1, "name": "weather", "args": {"city": "Rom"}}</tool_call>', [ROME]),
+        ('<tool_call>{"name": "weather", "city": "Rom"}</tool_call>', [ROME]),
+        ('<tool_call>{"weather": {"city": "Rom"}}</tool_call>', [ROME]),
+        ('<tool_call>{"function": {"name": "now"}, "type": "function"}</tool_call>', [NOW]),
+        ('<tool_call>{"name": "now", "arguments": }</tool_call>', [NOW]),
+        (f'<tool_call>[{{"name": "now"}}, {HERMES_NOW[11:-12]}]</tool_call>', [NOW, NOW]),
+        (f"<tool_call>{HERMES_NOW[11:-12]}\n{HERMES_NOW[11:-12]}</tool_call>", [NOW, NOW]),
+        ("<tool_call>{'name': 'weather', 'arguments': {'city': 'Rom'}}</tool_call>", [ROME]),
+        ("<tool_call>{name: weather, arguments: {city: Rom, days: 3}}</tool_call>", [ROME_3]),
+        ('<tool_call>{"name" "weather", "arguments": {"city": "Rom"}}</tool_call>', [ROME]),
+        ('<tool_call>{"name": "weather" "arguments": {"city": "Rom" "days": 3}}', [ROME_3]),
+        ('<tool_call>{"name": "weather", "arguments": {"city": "Rom", "days": 3,},}', [ROME_3]),
+        ('<tool_call>{"arguments": {"city": "Rom, "days": 3}, "name": "weather"', [ROME_3]),
+        ('<tool_call>{"name": "weather", "arguments": {"city": Rom", days": 3}}', [ROME_3]),
+        ('<tool_call>{"name": "weather", "arguments": {"city": "Rom', [ROME]),
+        (f'<tool_call>{{"name": "weather", "arguments": {{"city": "Rom"{HERMES_NOW}', [ROME, NOW]),
+        ('<tool_call>```json\n{"name": "weather", "arguments": {"city": "Rom"}}\n```', [ROME]),
+        (
+            '<tool_call>{"name": "weather", "arguments": {"city": "a\nb\\d", "zip": NaN, x: None}}',
+            [["weather", {"city": "a\nb\\d", "zip": "NaN", "x": None}]],
+        ),
+        (
+            '<tool_call>{"name": "weather", "arguments": {"u": http://a.b/c?d=1,2, "city": "Rom"}}',
+            [["weather", {"u": "http://a.b/c?d=1,2", "city": "Rom"}]],
+        ),
+        (
+            f'<tool_call>{{"name": "weather", "arguments": {{"city": "{TAGS}"}}}}</tool_call>',
+            [["weather", {"city": TAGS}]],
+        ),
+    ),
+    QwenCoderParser: (
+        (f"{ROME_CODER}\n<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>", [ROME_3]),
+        (f"{ROME_CODER}</parameter> oops <parameter=days>3</function></tool_call>", [ROME_3]),
+        (f"{ROME_CODER}\n<parameter=x>1</function>", [["weather", {"city": "Rom", "x": 1}]]),
+        (f"{ROME_CODER}\n</function>\n</tool_call>", [ROME]),
+        (f"{ROME_CODER}\n</tool_call>", [ROME]),
+        (f"{ROME_CODER}\n</parameter>\n</tool_call>{CODER_NOW}", [ROME, NOW]),
+        (f"{ROME_CODER}\n<tool_call>\n{CODER_NOW}", [ROME, NOW]),
+        (ROME_CODER, [ROME]),
+        ("<tool_call>\n<function=now", []),
+        ("<tool_call>\n<function=now>\n", [NOW]),
+        ("<function=weather\n<parameter=city\nRom</parameter></function>", [ROME]),
+        ('<tool_call><function=weather>{"city": "Rom"}</function></tool_call>', [ROME]),
+        ("<function='weather'><parameter=\"city\">Rom</parameter></function>", [ROME]),
+        ('<tool_call>{"name": "weather", "arguments": {"city": "Rom"}}</tool_call>', [ROME]),
+        (
+            f"{ROME_CODER}</parameter><parameter=zip>01234</parameter></function></tool_call>",
+            [["weather", {"city": "Rom", "zip": "01234"}]],
+        ),
+        (
+            f"{ROME_CODER[:-3]}{TAGS}\n</parameter>\n</function>\n</tool_call>",
+            [["weather", {"city": TAGS}]],
+        ),
+    ),
+    GlmParser: (
+        (f"{ROME_GLM}<arg_key>days</arg_key><arg_value>3</arg_value></tool_call>", [ROME_3]),
+        (f"{ROME_GLM}</arg_value><arg_key>days<arg_value>3</tool_call>", [ROME_3]),
+        (f"{ROME_GLM}</arg_value>{GLM_NOW}", [ROME, NOW]),
+        (ROME_GLM, [ROME]),
+        ("<tool_call>now", [NOW]),
+        ('<tool_call>weather\n{"city": "Rom"}</tool_call>', [ROME]),
+        ('<tool_call>{"name": "weather", "arguments": {"city": "Rom"}}</tool_call>', [ROME]),
+        (f"{ROME_GLM[:-3]}{TAGS}</arg_value></tool_call>", [["weather", {"city": TAGS}]]),
+    ),
+    MistralParser: (
+        (
+            '[TOOL_CALLS][{"arguments": {"city": "Rom"}, "name": "weather"}, {"name": "now"}]',
+            [ROME, NOW],
+        ),
+        ("[TOOL_CALLS][{'name': 'weather', 'arguments': {'city': 'Rom'}}", [ROME]),
+        ('[TOOL_CALLS]{"name": "weather", "arguments": {"city": "Rom"}}', [ROME]),
+        ("[TOOL_CALLS]weather[ARGS]{'city': 'Rom', days: 3}", [ROME_3]),
+        ('[TOOL_CALLS]weather[ARGS]{"city": "Rom"}now[ARGS]{}, now[ARGS]{}', [ROME, NOW, NOW]),
+        ('[TOOL_CALLS]weather[ARGS]{"city": "Rom"[TOOL_CALLS]now[ARGS]', [ROME, NOW]),
+    ),
+    GemmaParser: (
+        ("<|tool_call>call:weather{city='Rom',days=3}<tool_call|>", [ROME_3]),
+        ('<|tool_call>call:weather{"city": "Rom", "days": 3}<tool_call|>', [ROME_3]),
+        ('<|tool_call>call:weather{city:<|"|>Rom<|"|>days:3}<tool_call|>', [ROME_3]),
+        ('<|tool_call>call:weather{city:Rom<|"|>,days:<|"|>3<|"|>', [ROME_3]),
+        (f'<|tool_call>call:weather{{city:<|"|>Rom<|"|>{GEMMA_NOW}', [ROME, NOW]),
+        ("<|tool_call>call:now<tool_call|>", [NOW]),
+        ("<|tool_call>call:now{}call:now{},call:now{}<tool_call|>", [NOW, NOW, NOW]),
+        ('<|tool_call>call:now{l:[<|"|>a<|"|><|"|>b<|"|>]}', [["now", {"l": ["a", "b"]}]]),
+        ("<|tool_call>call:weather{zip:01,city:2}", [["weather", {"zip": "01", "city": "2"}]]),
+        ("<|tool_call>call:weather{zip:1.10}", [["weather", {"zip": "1.10"}]]),
+        ("<|tool_call>call:now{place:{x:[True]}}", [["now", {"place": {"x": [True]}}]]),
+        (
+            '<|tool_call>call:now{h:{<|"|>http://a<|"|>:<|"|>b<|"|>}}',
+            [["now", {"h": {"http://a": "b"}}]],
+        ),
+        (
+            "<|tool_call>call:now{u:http://a/b,c,r:['d',e]}",
+            [["now", {"u": "http://a/b,c", "r": ["d", "e"]}]],
+        ),
+        (
+            '<|tool_call>call:now{c:<|"|>f(<|"|>, <|"|>) <tool_call|><|"|>}<tool_call|>',
+            [["now", {"c": 'f(", ") <tool_call|>'}]],
+        ),
+        ("<|tool_call>call:now{n:NaN}<tool_call|>", [["now", {"n": "NaN"}]]),
+    ),
+}
+FAULT_CASES = [(format, *case) for format, cases in FAULTS.items() for case in cases]
+
+
+@pytest.mark.parametrize("control", (False, True))
+@pytest.mark.parametrize(("format", "answer", "expected"), FAULT_CASES)
+def test_a_call_with_faults_stays_a_call(format, answer, expected, control):
+    marker = lambda name: name  # noqa: E731
+    text = "" if expected else answer
+    if control:
+        answer, marker = marked(format, answer), lambda n: MARK + n if n in format.tokens else n
+    for pieces in ([answer], list(answer)):
+        found, _, calls = parse(format, pieces, marker, is_cut=False)
+        assert found == text
+        assert [[name, json.loads(arguments)] for name, arguments in calls] == expected
+
+
+@pytest.mark.parametrize(
+    ("answer", "text", "calls"),
+    (
+        ("Hello", "Hello", []),
+        ("<|end|>Hello", "Hello", []),
+        ("assist", "assist", []),
+        ("<|channel|>final<|constrain|>json<|message|>{}<|return|>", "{}", []),
+        (" to=functions.now<|channel|>commentary json<|message|><|call|>", "", [NOW]),
+        ("<|channel|>commentary to=now<|message|>{", "", [NOW]),
+        ("<|channel|>commentary to=functions.now<|message|>{'a': 1}", "", [["now", {"a": 1}]]),
+        ("<|channel|>commentary to=functions.now<|message|>print(1)", "", [["now", "print(1)"]]),
+    ),
+)
+def test_harmony_answers_with_faults(answer, text, calls):
+    answer = marked(HarmonyParser, answer)
+    for pieces in ([answer], list(answer)):
+        found, _, parsed = parse(HarmonyParser, pieces, MARK.__add__, is_cut=False)
+        assert (found, [[n, json.loads(a)] for n, a in parsed]) == (text, calls)
+
+
+@pytest.mark.parametrize(("format", "answer"), LOOKALIKES)
+def test_a_control_token_that_begins_no_call_is_its_own_text(format, answer):
+    for seed in range(3):
+        pieces = cut(marked(format, answer), seed)
+        assert parse(format, pieces, MARK.__add__) == (answer, "", [])
+
+
+PIECES = [
+    *"{}[](),:=\"'<>\\é\0",
+    *("</", "\\u12", "-0.5", "1e999", "NaN", "True", "weather", "now", "city", '"name": "now", '),
+    *('{"name": "now"}', "call:", "call:weather{", "to=functions.weather", "```json", "<function="),
+    *("<parameter=city>", "</parameter>", "<function=now>", "</function>", "http://a/b?c=1,2"),
+]
+
+
+def test_no_answer_raises_or_leaks_and_every_cut_gives_the_same():
+    rng = random.Random(0)
+    cases = [*CASES, (HarmonyParser, HARMONY + HARMONY_NOW)]
+    for _ in range(800):
+        format, answer = rng.choice(cases)
+        control = format is HarmonyParser or rng.random() < 0.5
+        marker = lambda n: MARK + n if control and n in format.tokens else n  # noqa: B023, E731
+        answer = marked(format, answer) if control else answer
+        pieces = [*PIECES, MARK, *map(marker, format.tokens)]
+        for _ in range(rng.randrange(5)):
+            at, end = sorted(rng.randrange(len(answer) + 1) for _ in range(2))
+            end = min(end, at + rng.choice((0, 1, 3, 30)))
+            answer = answer[:at] + rng.choice(["", " ", *pieces]) + answer[end:]
+        is_cut = rng.random() < 0.3
+        found = parse(format, [answer], marker, is_cut=is_cut)
+        assert MARK not in repr(found) and "ufdd1" not in repr(found)
+        for seed in (0, rng.random()):
+            assert parse(format, cut(answer, seed), marker, is_cut=is_cut) == found, answer
+        text, _, calls = found
+        if not calls and format is not HarmonyParser:
+            assert text == answer.replace(MARK, "")
+        for _, arguments in () if is_cut else calls:
+            assert parse_json(arguments) is not None, answer
+
+
+@pytest.mark.parametrize(
+    "text", ("", "{", "[", '"', "{'", "{a", '{"a', "}{", "[1,", "{a:1,,b", "{:}")
+)
+def test_a_repair_gives_json(text):
+    for whole in (text, text * 3, f"{text} x {text}"):
+        json.loads(Repair(whole).json())

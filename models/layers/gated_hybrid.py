@@ -5,15 +5,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from model import Block, ModelArgs, Transformer, is_layer
-from models.config import HFConfig, rotary_dim
-from models.family import Family, PublishedLayout, Shard
+from model import Block, is_layer
+from models.config import HFConfig, listed_kinds, rotary_dim
+from models.family import PublishedLayout, Shard
 from models.layers.gated_attention import GatedAttention, gated_attention_recipes
 from models.layers.gated_delta_net import DeltaNet, DeltaSizes, delta_net_recipes
+from models.layers.scaled_rope import (
+    ScaledRopeArgs,
+    ScaledRopeFamily,
+    ScaledRopeTransformer,
+    scaled_rope_table,
+)
 from models.layers.shared_expert import GatedSharedExpertMoE
 from models.layers.zero_centered_norm import ZeroCenteredRMSNorm, zero_centered
 from models.tensors import Recipes, copy_of, prefixed
-from ops.rope import rope_frequencies, rope_table
 
 PROMPT_CHUNK = 2048  # tokens of a prompt that run at once, if it is not changed
 MAX_SNAPSHOTS = 8  # runtime/snapshots.py keeps no more of a sequence
@@ -21,7 +26,7 @@ KINDS = "linear_attention", "full_attention"
 
 
 @dataclass(frozen=True)
-class HybridArgs(ModelArgs):
+class HybridArgs(ScaledRopeArgs):
     full_layers: tuple[int, ...] = ()  # layers with attention; the others have Gated DeltaNet
     rotary_dim: int = 64  # the first numbers of a head that are rotated
     shared_intermediate: int = 0  # intermediate dim of the shared expert; 0: none
@@ -51,7 +56,7 @@ class HybridArgs(ModelArgs):
         )
 
 
-class HybridTransformer(Transformer):
+class HybridTransformer(ScaledRopeTransformer):
     args: HybridArgs
 
     def __init__(self, args: HybridArgs):
@@ -75,11 +80,11 @@ class HybridTransformer(Transformer):
 
     def make_rope_table(self, length: int, device: torch.device) -> Tensor:
         rotated = self.args.rotary_dim
-        frequencies = rope_frequencies(rotated, self.args.rope_theta, device)
-        return rope_table(frequencies, length, unrotated=self.args.head_dim - rotated)
+        unrotated = self.args.head_dim - rotated
+        return scaled_rope_table(self.args, rotated, length, device, unrotated)
 
 
-class HybridFamily(Family):
+class HybridFamily(ScaledRopeFamily):
     args_class = HybridArgs
     model_class = HybridTransformer
     defaults = dict(
@@ -110,6 +115,7 @@ class HybridFamily(Family):
         "linear_num_value_heads": "delta_value_heads",
     }
     fixed = {"qk_norm": "head"}
+    nullable = ("partial_rotary_factor",)
 
     def arg_fields(self, c: HFConfig) -> dict:
         fields = super().arg_fields(c)
@@ -124,12 +130,8 @@ class HybridFamily(Family):
         """Every fourth layer has attention, unless the file says otherwise."""
         n_layer = c.integer("num_hidden_layers")
         c.setdefault("full_attention_interval", 4)
-        interval, kinds = c.integer("full_attention_interval"), c["layer_types"]
-        if not isinstance(kinds, list) or any(kind not in KINDS for kind in kinds):
-            c.refuse("layer_types", f"all must be {' or '.join(map(repr, KINDS))}")
+        interval, kinds = c.integer("full_attention_interval"), listed_kinds(c, KINDS)
         kinds = kinds or [KINDS[(layer + 1) % interval == 0] for layer in range(n_layer)]
-        if len(kinds) != n_layer:
-            c.refuse("layer_types", f"there are {n_layer} layers")
         return {"full_layers": tuple(n for n, kind in enumerate(kinds) if kind == KINDS[1])}
 
     def to_hf(self, args: HybridArgs) -> dict:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from model import Context, KVCache, Linear, RMSNorm, new_parameter
 from ops import attention
 from ops.inductor import materialize
+from ops.jit import can_launch
 from ops.long_attention import attend_latent, merge_partial
 from ops.rope import rotate
 
@@ -75,7 +76,8 @@ class LatentAttention(nn.Module):
         q = torch.cat((torch.einsum("bqhn,hnr->bqhr", q, w_key), rotated), dim=-1)
         q = materialize(q * (self.scale * (r + R) ** 0.5))  # materialized as in Attention.core
         v, mask = kv.split((r, R), dim=-1)[0], context.masks[None]
-        if mask.blocks and all(n >= 16 and n & n - 1 == 0 for n in (r, R)):  # the kernel's sizes
+        fits = all(n >= 16 and n & n - 1 == 0 for n in (r, R))  # the kernel's sizes
+        if mask.blocks and fits and can_launch(q, "_attend_latent"):
             y = self.attend_blocks(q, context.positions)
         else:
             y = attention.attend(q, kv, v, mask.bias).unflatten(-1, (H, r))

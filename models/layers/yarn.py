@@ -6,14 +6,24 @@ from dataclasses import asdict, dataclass, fields
 import torch
 from torch import Tensor
 
-from model import ModelArgs, is_valid
+from model import is_valid
 from models.config import HFConfig
-from ops.rope import rope_frequencies, rope_table
+from ops.rope import rope_frequencies
 
 
 @dataclass(frozen=True)
-class Yarn:
-    """Parameters of YaRN. Raises ValueError for values that cannot be."""
+class RopeScaling:
+    """Parameters of scaled RoPE. Raises ValueError for values that cannot be."""
+
+    def __post_init__(self):
+        for field in fields(self):
+            if not is_valid(value := getattr(self, field.name), field.type):
+                raise ValueError(f"{type(self).__name__.lower()}.{field.name} cannot be {value!r}")
+
+
+@dataclass(frozen=True)
+class Yarn(RopeScaling):
+    """Parameters of YaRN."""
 
     factor: float  # how much longer sequences became
     original: int  # positions the model was trained for first
@@ -21,31 +31,6 @@ class Yarn:
     beta_slow: float = 1.0  # pairs with fewer get 1 / factor of it; between the two it is blended
     truncate: bool = True  # round the first and the last blended pair outwards
     attention: float = 1.0  # factor of cosines and sines, so scores have its square
-
-    def __post_init__(self):
-        for field in fields(self):
-            if not is_valid(value := getattr(self, field.name), field.type):
-                raise ValueError(f"yarn.{field.name} cannot be {value!r}")
-
-
-@dataclass(frozen=True)
-class YarnArgs(ModelArgs):
-    """Args of a family that may use YaRN. None: plain RoPE."""
-
-    yarn: Yarn | None = None
-
-    def __post_init__(self):
-        if isinstance(self.yarn, dict):  # from JSON
-            object.__setattr__(self, "yarn", Yarn(**self.yarn))
-        super().__post_init__()
-
-
-def yarn_rope_table(args: YarnArgs, rotary_dim: int, length: int, device: torch.device) -> Tensor:
-    """Return cosines, then signed sines of all positions, fp32 [length, 2 rotary_dim]."""
-    if args.yarn is None:
-        return rope_table(rope_frequencies(rotary_dim, args.rope_theta, device), length)
-    frequencies = yarn_frequencies(args.yarn, rotary_dim, args.rope_theta, device)
-    return rope_table(frequencies, length, args.yarn.attention)
 
 
 def yarn_frequencies(yarn: Yarn, rotary_dim: int, theta: float, device: torch.device) -> Tensor:
@@ -64,14 +49,18 @@ def yarn_frequencies(yarn: Yarn, rotary_dim: int, theta: float, device: torch.de
     return frequencies * (1 - slow + slow / yarn.factor)
 
 
-def read_yarn(c: HFConfig) -> Yarn | None:
-    """Return YaRN's parameters, or None if config.json has plain RoPE.
+def read_yarn(c: HFConfig) -> Yarn:
+    """Return YaRN's parameters.
 
     Cosines and sines are scaled by attention_factor, or by DeepSeek's two mscale keys, or as the
-    paper suggests.
+    paper suggests. A null or 0 is what transformers makes of it: null for factor is the ratio of
+    the two lengths, null for truncate is false, null or 0 for a beta is its default.
     """
-    if c["rope_type"] != "yarn":
-        return None
+    if c.number("rope_theta") == 1:
+        c.refuse("rope_theta", "YaRN needs frequencies that differ")
+    original = c.integer("original_max_position_embeddings")
+    if c.is_null("factor"):
+        c["factor"] = c.integer("max_position_embeddings") / original
     factor = c.number("factor")
     scale = yarn_scale(factor)
     if c["mscale"] and c["mscale_all_dim"]:
@@ -79,10 +68,10 @@ def read_yarn(c: HFConfig) -> Yarn | None:
         scale /= yarn_scale(factor, c.number("mscale_all_dim"))
     return Yarn(
         factor,
-        c.integer("original_max_position_embeddings"),
-        c.number("beta_fast"),
-        c.number("beta_slow"),
-        c.flag("truncate"),
+        original,
+        c.number("beta_fast") if c["beta_fast"] else 32.0,
+        c.number("beta_slow") if c["beta_slow"] else 1.0,
+        False if c.is_null("truncate") else c.flag("truncate"),
         c.value("attention_factor", float | None) or scale,
     )
 

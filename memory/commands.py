@@ -1,0 +1,244 @@
+"""Plan the sessions of the commands from their options, with advice in these options."""
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from cli.model_name import PUBLISHED
+from cli.options import parse_size
+from formats.kv_cache import KV_CACHES
+from formats.quantizer import DTYPES
+from hub.disk import SOURCE, read
+from memory.advice import Levers, advise
+from memory.plan import Memory, ModelSizes, Setup, fit, session_bytes
+from model import ModelArgs
+from models import args_of_checkpoint, build_model
+from offload.plan import OffloadSettings
+from ops.attention import BLOCK
+from parallel import process_group
+from runtime.memory import (
+    Capacity,
+    Shortage,
+    cache_bytes,
+    free_gpu_memory,
+    free_host_memory,
+)
+
+LEAST_CONTEXT = 256  # tokens of a chat or of a server's session, below which it is of no use
+
+
+def plan_session(setup: Setup, device: torch.device, levers: Levers) -> Capacity:
+    """Return what a session holds, the same on all ranks.
+
+    Raises ValueError, before weights are read, naming what does not fit and options that do.
+    """
+
+    def plan() -> Capacity:
+        on_gpu = device.type == "cuda"
+        memory = Memory(free_gpu_memory(device) if on_gpu else None, free_host_memory())
+        try:
+            return fit(setup, memory)
+        except Shortage as shortage:
+            raise ValueError(advise(shortage.cause, setup, memory, levers)) from None
+
+    return process_group.share(plan)
+
+
+def sizes_of(source, dtype: torch.dtype | None, parallel: str = "tensor") -> ModelSizes:
+    """Return the sizes of a rank's model. dtype: of unpacked weights; None: the source's."""
+    dtype = dtype or DTYPES[source.format.get("dtype", source.format["name"])]
+    args = args_of_checkpoint(source)
+    return ModelSizes(args, source.format, dtype, parallel, process_group.size())
+
+
+def expert_settings(options: argparse.Namespace, reserve: int = 0) -> OffloadSettings:
+    """Return the options of --offload as settings. Raises ValueError for a wrong size."""
+    return OffloadSettings(
+        options.gpu_experts,
+        None if options.gpu_memory is None else parse_size(options.gpu_memory),
+        options.cache_policy or OffloadSettings.policy,
+        options.prefetch,
+        options.offload_driver,
+        reserve,
+    )
+
+
+def offload_settings(
+    options: argparse.Namespace, args: ModelArgs, dtype: torch.dtype, length: int, batch: int
+) -> OffloadSettings:
+    """Return the options as settings, with the reserve of a session of this size.
+
+    args: one rank's; dtype: of activations.
+    """
+    cache_class = KV_CACHES[options.kv_cache]
+    cache = cache_bytes(build_model(args), batch, length + BLOCK, cache_class, dtype)
+    size = length, batch, options.kv_cache, options.prefill_chunk
+    return expert_settings(options, session_bytes(args, cache, dtype, *size))
+
+
+def plan_generation(
+    options: argparse.Namespace,
+    source,
+    drafter,
+    device: torch.device,
+    length: int,
+    batch: int,
+    longest: int,
+) -> None:
+    """Raise ValueError if generate.py's session does not fit.
+
+    source, drafter: checkpoints, or None for the latter. longest: tokens of the longest prompt.
+    """
+    dtype, extra = DTYPES.get(options.dtype), 0
+    if drafter:
+        draft = sizes_of(drafter, dtype, options.parallel)
+        extra = draft.weights + draft.cache(1, length, options.kv_cache)
+    setup = Setup(
+        sizes_of(source, dtype, options.parallel),
+        length,
+        batch,
+        options.kv_cache,
+        options.prefill_chunk,
+        expert_settings(options) if options.offload else None,
+        mapped=dtype is None,
+        extra=extra,
+    )
+    plan_session(setup, device, generation_levers(options, source, device, longest))
+
+
+def plan_server(options: argparse.Namespace, source, device: torch.device, least: int) -> Capacity:
+    """Return the size of serve.py's session. Raises ValueError if nothing fits.
+
+    least: sequences that must fit; --max_batch is the most that run.
+    """
+    setup = Setup(
+        sizes_of(source, DTYPES.get(options.dtype), options.parallel),
+        options.max_seq_len,
+        least,
+        options.kv_cache,
+        options.prefill_chunk,
+        expert_settings(options) if options.offload else None,
+        options.max_batch,
+    )
+    return plan_session(setup, device, server_levers(options, source, device))
+
+
+def plan_evaluation(
+    options: argparse.Namespace, source, device: torch.device, seq_len: int
+) -> None:
+    """Raise ValueError if eval.py's model and a window of `seq_len` tokens do not fit."""
+    dtype = DTYPES.get(options.dtype)
+    sizes = sizes_of(source, dtype, options.parallel)
+    setup = Setup(sizes, seq_len, 1, options.kv_cache, mapped=dtype is None)
+    plan_session(setup, device, evaluation_levers(options, source))
+
+
+def plan_benchmark(options: argparse.Namespace, source, device: torch.device) -> None:
+    """Raise ValueError if benchmark.py's session does not fit. source: of random weights."""
+    length = options.max_seq_len or options.prompt_len + options.new_tokens
+    sizes = sizes_of(source, None, options.parallel)
+    setup = Setup(sizes, length, options.batch, options.kv_cache, options.prefill_chunk)
+    plan_session(setup, device, benchmark_levers(options))
+
+
+# Levers -------------------------------------------------------------------------------------------
+
+
+def generation_levers(
+    options: argparse.Namespace, source, device: torch.device, longest: int
+) -> Levers:
+    """Return the levers of generate.py. longest: tokens of the longest prompt."""
+
+    def context(length: int) -> str:
+        text = f"--max_seq_len {length}"
+        if not options.interactive and longest + options.max_new_tokens > length:
+            text += f" --max_new_tokens {length - longest}"
+        return text
+
+    least = LEAST_CONTEXT if options.interactive else longest + 1
+    return session_levers(options, source, device, context, least, "--batch_size")
+
+
+def server_levers(options: argparse.Namespace, source, device: torch.device) -> Levers:
+    """Return the levers of serve.py."""
+    return session_levers(
+        options, source, device, "--max_seq_len {}".format, LEAST_CONTEXT, "--max_batch"
+    )
+
+
+def session_levers(
+    options: argparse.Namespace,
+    source,
+    device: torch.device,
+    context: Callable[[int], str],
+    least: int,
+    batch: str,
+) -> Levers:
+    """Return the levers of a command with --offload. context, least, batch: as in Levers."""
+    with_offload = ["--decode_kernels auto"] * (options.decode_kernels == "fused")
+    return Levers(
+        length=context,
+        least_length=least,
+        batch=batch,
+        kv_cache=True,
+        dtype=True,
+        format=format_advice(options, source),
+        offload=" ".join(with_offload),
+        gpus=torch.cuda.device_count() if device.type == "cuda" else 1,
+    )
+
+
+def evaluation_levers(options: argparse.Namespace, source) -> Levers:
+    """Return the levers of eval.py."""
+    return Levers(
+        length="--seq_len {}".format,
+        least_length=2,
+        kv_cache=True,
+        dtype=True,
+        format=format_advice(options, source),
+    )
+
+
+def benchmark_levers(options: argparse.Namespace) -> Levers:
+    """Return the levers of benchmark.py."""
+    return Levers(
+        length="--max_seq_len {}".format if options.max_seq_len else None,
+        least_length=options.prompt_len + options.new_tokens,
+        batch="--batch",
+        kv_cache=True,
+        layers=True,
+        format="--mode {}".format,
+    )
+
+
+def format_advice(options: argparse.Namespace, source) -> Callable[[str], str] | None:
+    """Return how the user gets the model in another --mode; None: it was published in this one.
+
+    source: a checkpoint. A quantized one cannot be quantized again: that takes the one it was
+    made from.
+    """
+    name, directory = source.format["name"], source.directory.absolute()
+    origin = read(directory / SOURCE)
+    repo_id = options.model and options.model.partition(":")[0]
+    if "modules" in source.format:
+        if origin.get("published", name if name in PUBLISHED else None) == name:
+            return None
+        if repo_id is None:
+            return requantize_advice(directory, origin.get("repo_id"))
+    if repo_id is not None:
+        return f"--model {repo_id}:{{}}".format
+    return "the checkpoint of quantize.py --mode {}".format
+
+
+def requantize_advice(directory: Path, repo_id: str | None) -> Callable[[str], str]:
+    """Return how to make another format of a quantized checkpoint's model."""
+    for dtype in DTYPES:
+        plain = directory.with_name(f"model_{dtype}")
+        if "moe_fast" in read(plain / "config.json"):
+            start = f"the checkpoint of quantize.py --checkpoint_path {plain}"
+            return lambda mode: f"{start} --mode {mode}"
+    if repo_id:
+        return lambda mode: f"--model {repo_id}:{mode} instead of --checkpoint_path"
+    return "the checkpoint of quantize.py --mode {}, run on the unquantized one".format

@@ -1,0 +1,95 @@
+"""The GPU that kernels run on, and what they may use of it. No other file asks for that.
+
+MOE_FAST_GPU=sm_86 in the environment lets a GPU pass for one of another compute capability: kernels
+then use what that one has. So tests compile for GPUs that are not here, and run the tiles for 99 KB
+of shared memory on a GPU that has more.
+"""
+
+import os
+from typing import NamedTuple
+
+import torch
+
+
+class Gpu(NamedTuple):
+    """What kernels need to know of a GPU."""
+
+    capability: tuple[int, int]  # compute capability; (0, 0): no NVIDIA GPU
+    shared_memory: int  # bytes that a program (a CUDA block) may use
+    multiprocessors: int
+
+    @property
+    def runs_kernels(self) -> bool:
+        """Whether our Triton kernels run: on NVIDIA GPUs with PTX for bf16, which they contain."""
+        return self.capability >= (8, 0)
+
+    @property
+    def runs_fused_decoding(self) -> bool:
+        """Whether the fused decode kernels were measured on such a GPU."""
+        return self.capability >= (9, 0)
+
+    @property
+    def has_pdl(self) -> bool:
+        """Whether it has programmatic dependent launch (PDL): Hopper and later.
+
+        With PDL a kernel starts while the previous one is still running, and waits for it
+        explicitly.
+        """
+        return self.capability >= (9, 0)
+
+    @property
+    def has_grouped_mm(self) -> bool:
+        """Whether `F.grouped_mm` has a kernel for bf16.
+
+        Elsewhere it loops over the experts and reads their rows' ends on the host, which a CUDA
+        graph cannot contain.
+        """
+        return self.capability[0] in (9, 10)
+
+    def __str__(self) -> str:
+        major, minor = self.capability
+        return f"compute capability {major}.{minor}" if major else "not an NVIDIA GPU"
+
+
+# By architecture: shared memory as in the CUDA programming guide, multiprocessors of a common GPU.
+KNOWN = {
+    "sm_75": Gpu((7, 5), 64 << 10, 40),  # T4
+    "sm_80": Gpu((8, 0), 163 << 10, 108),  # A100
+    "sm_86": Gpu((8, 6), 99 << 10, 82),  # RTX 3090
+    "sm_89": Gpu((8, 9), 99 << 10, 128),  # RTX 4090
+    "sm_90": Gpu((9, 0), 227 << 10, 132),  # H100
+    "sm_100": Gpu((10, 0), 227 << 10, 148),  # B200
+    "sm_120": Gpu((12, 0), 99 << 10, 170),  # RTX 5090
+}
+OTHER_MAKER = Gpu((0, 0), 64 << 10, 64)
+found: dict[int, Gpu] = {}  # by the device's index
+
+
+def gpu_of(device: torch.device) -> Gpu:
+    """Return the GPU; for another device, as of Triton's interpreter, one that runs everything."""
+    if device.type != "cuda":
+        return pretended() or KNOWN["sm_90"]
+    index = torch.cuda.current_device() if device.index is None else device.index
+    if index not in found:
+        found[index] = read_properties(index)
+    return found[index]
+
+
+def pretended() -> Gpu | None:
+    """Return the GPU that MOE_FAST_GPU names. Raises ValueError for an unknown one."""
+    name = os.environ.get("MOE_FAST_GPU")
+    if name and name not in KNOWN:
+        raise ValueError(f"MOE_FAST_GPU={name}: not one of {', '.join(KNOWN)}")
+    return KNOWN[name] if name else None
+
+
+def read_properties(index: int) -> Gpu:
+    """Return the GPU with this index, as the driver describes it."""
+    properties = torch.cuda.get_device_properties(index)
+    processors = properties.multi_processor_count
+    if torch.version.hip:  # an AMD architecture such as gfx942 would pass for capability 9.4
+        return OTHER_MAKER._replace(multiprocessors=processors)
+    limit = properties.shared_memory_per_block_optin
+    if gpu := pretended():
+        return Gpu(gpu.capability, min(limit, gpu.shared_memory), processors)
+    return Gpu((properties.major, properties.minor), limit, processors)

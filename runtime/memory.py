@@ -1,0 +1,125 @@
+"""Bytes of a session's cache, free memory, and the sequences that fit into it."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from model import KVCache, Transformer
+from ops.attention import BLOCK
+
+KEPT = 4  # conversations that stay cached, at least
+# Where memory is short, fewer sequences run before the context becomes shorter than this.
+LEAST_LENGTH = 8192
+LEFT_FREE = (
+    0.1  # a part of the memory beside the weights: for activations, CUDA graphs, other programs
+)
+
+
+class Shortage(ValueError):
+    """Memory that is missing. Its message ends with a fix that suits any command."""
+
+    def __init__(self, cause: str, fix: str):
+        super().__init__(f"{cause}: {fix}")
+        self.cause = cause
+
+
+# Bytes --------------------------------------------------------------------------------------------
+
+
+def cache_bytes(
+    model: Transformer,
+    batch: int,
+    length: int,
+    cache_class: type[KVCache],
+    dtype: torch.dtype,
+) -> int:
+    """Return the bytes of every layer's cache for `batch` sequences of `length` positions.
+
+    The caches are made on the meta device, so that each class counts its own tensors.
+    """
+    like = torch.empty(0, dtype=dtype, device="meta")
+    attentions = [block.attention for block in model.layers]
+    return sum(a.allocate(batch, length, cache_class, like).nbytes for a in attentions)
+
+
+def free_gpu_memory(device: torch.device) -> int:
+    """Return the bytes that PyTorch can allocate: the driver's free ones, and its own cache's."""
+    free, total = torch.cuda.mem_get_info(device)
+    if torch.cuda.get_device_properties(device).is_integrated:
+        return total  # it shares the host's memory, where the driver counts the page cache as used
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
+def free_host_memory() -> int:
+    """Return the bytes that this machine, or this container, can give without swapping."""
+    with open("/proc/meminfo") as lines:
+        fields = dict(line.split(":", 1) for line in lines)
+    available = int(fields["MemAvailable"].split()[0]) * 1024
+    try:
+        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+        with open("/sys/fs/cgroup/memory.stat") as lines:
+            pages = dict(line.split() for line in lines)
+        cached = int(pages["inactive_file"]) + int(pages["active_file"])
+    except (OSError, ValueError, KeyError):  # no limit ("max"), or no cgroups of version 2
+        return available
+    return max(0, min(available, limit - used + cached))
+
+
+# A server's session -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """The size of a server's session."""
+
+    length: int  # tokens of a sequence, prompt and answer
+    rows: int  # sequences that are remembered
+    nbytes: int  # of their memory
+
+    def describe(self, max_batch: int) -> str:
+        """Return a line for the user."""
+        return (
+            f"context {self.length:,} tokens, up to {max_batch} answers side by side, "
+            f"{self.rows} conversations kept ({self.nbytes / 1e9:.2f} GB)"
+        )
+
+
+def plan_capacity(
+    model: Transformer,
+    cache_class: type[KVCache],
+    dtype: torch.dtype,
+    free: int,
+    max_batch: int,
+    length: int | None = None,
+) -> Capacity:
+    """Return what fits into `free` bytes. model: one rank's, on the meta device.
+
+    Rows are twice max_batch, and at least KEPT, or what fits. length: of --max_seq_len; None: the
+    model's, or what fits for as many rows as run, but see LEAST_LENGTH. Raises Shortage if not even
+    one sequence fits.
+    """
+    usable = max(0, int((1 - LEFT_FREE) * free))
+
+    def needed(rows: int, length: int) -> int:
+        return cache_bytes(model, rows, length, cache_class, dtype)
+
+    fixed = 2 * needed(1, BLOCK) - needed(1, 2 * BLOCK)  # a row's recurrent states
+    per_block = needed(1, 2 * BLOCK) - needed(1, BLOCK)
+    limit, running = model.args.max_position, max(max_batch, KEPT)
+    if length is None:
+        least = min(limit, LEAST_LENGTH)
+        running = min(running, max(1, usable // needed(1, least + BLOCK)))
+        blocks = (usable // running - fixed) // max(per_block, 1) - 1  # a spare one
+        length = min(limit, blocks * BLOCK) if per_block else limit
+    row = needed(1, max(length, 1) + BLOCK)
+    rows = min(usable // row, max(2 * max_batch, KEPT))
+    if length < 1 or rows < 1:
+        tokens = max(length, 1)
+        raise Shortage(
+            f"the KV cache of one sequence of {tokens:,} tokens needs {row / 1e9:.2f} GB, and "
+            f"{usable / 1e9:.2f} GB are free for it beside the weights",
+            "shorten --max_seq_len, or add --kv_cache int8",
+        )
+    return Capacity(length, rows, rows * row)

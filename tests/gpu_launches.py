@@ -1,0 +1,170 @@
+"""Compile every kernel launch of models for GPUs that are not here.
+
+    python tests/gpu_launches.py < INPUT
+
+INPUT is a JSON object: "gpus", names of `ops.gpu.KNOWN`; "cases", names of models with formats
+such as "Qwen3-30B-A3B:int4"; and "quick": one prompt alone. Tensors are fake and live on a fake GPU
+(benchmarks/inductor_code.py). For each GPU and case, a layer of each kind runs one token, several
+sequences, drafts and prompts; launches compile instead of running. Prints one JSON object: by GPU
+and case, the kernels with their shared memory in bytes, and the work that no kernel takes with the
+reason.
+"""
+
+import json
+import os
+import sys
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch._library.custom_ops import CustomOpDef
+from torch._subclasses.fake_tensor import FakeTensorMode
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+
+from benchmarks.inductor_code import as_if_compiling, fake_empty, move_to_fake_gpu, pretend_gpu
+from formats.kv_cache import KV_CACHES
+from formats.quantizer import DTYPES
+from model import Chunk, Transformer
+from models.random_weights import architecture, first_layers, number_format
+from ops import attention, gpu
+from ops.jit import KernelError, compile_only
+from runtime.fused_decode import fused_layers
+from tp import ModelShard
+
+LAYERS = 4  # they have each kind of layer, in all models but Gemma 4
+SHORT, LONG = 256, 32768  # positions of a cache
+FEW = (1, 1), (4, 1), (8, 1), (1, 2), (1, 4), (1, 8), (1, 32), (1, 64)  # sequences, tokens of each
+CACHES = (SHORT, "plain"), (LONG, "plain"), (LONG, "int8")
+PROMPTS = 48, 256, 1024, 2048
+
+
+@dataclass
+class Found:
+    """What one case found on one GPU."""
+
+    kernels: dict[str, int] = field(default_factory=dict)  # largest shared memory, bytes
+    refused: dict[str, str] = field(default_factory=dict)  # work -> why no kernel takes it
+
+
+def become(name: str) -> None:
+    """Let the fake GPU be this one, for Triton and for the choice of tiles."""
+    os.environ["MOE_FAST_GPU"] = name
+    gpu.found.clear()
+    number = int(name.removeprefix("sm_"))
+    target = types.SimpleNamespace(
+        get_current_target=lambda: GPUTarget("cuda", number, 32),
+        get_current_device=lambda: number,  # Triton keeps compiled kernels by device
+        get_current_stream=lambda device: 0,
+        get_active_torch_device=lambda: torch.device("cuda", 0),
+    )
+    driver.set_active(target)
+
+
+@contextmanager
+def operators_launch() -> Iterator[None]:
+    """Call the function behind an operator, which the fake mode would not."""
+
+    def call(operator: CustomOpDef, *args, **kwargs):
+        return operator._init_fn(*args, **kwargs)
+
+    def mask(queries: int, keys: int, device: torch.device) -> Tensor:
+        return torch.empty(queries, keys, dtype=torch.bool, device=device)
+
+    library = mock.patch.object(attention, "lower_right_mask", mask)  # it makes a tensor subclass
+    with library, mock.patch.object(CustomOpDef, "__call__", call):
+        yield
+
+
+def make_model(case: str, layers: int) -> Transformer:
+    """Return the model's first layers on the meta device."""
+    name, mode = case.split(":")
+    args = first_layers(architecture(name), layers)
+    format = number_format(mode, args)
+    model = ModelShard(args, format, "tensor", rank=0, ranks=1).model
+    return model.to(DTYPES[format.get("dtype", format["name"])])
+
+
+def ids(*shape: int) -> Tensor:
+    return fake_empty(*shape, dtype=torch.int64)
+
+
+def empty_heads(layer, projected: Tensor, context) -> Tensor:
+    """Stand in for attention that no kernel computes."""
+    output = getattr(layer, getattr(layer, "projections", (0, "wo"))[1])
+    width = output.width if hasattr(output, "width") else output.weight.shape[-1]
+    return projected.new_empty(*context.positions.shape, width)
+
+
+def note(found: Found, work: str, run: Callable[[], object]) -> None:
+    """Run with launches that compile, and note the kernels, or why there are none."""
+    recorded: list[tuple] = []
+    try:
+        with compile_only() as recorded:
+            run()
+    except KernelError as error:
+        found.refused[work] = str(error)
+    for kernel, code, _ in recorded:
+        name = kernel.__name__
+        found.kernels[name] = max(found.kernels.get(name, 0), code.metadata.shared)
+
+
+def run_fused(model: Transformer, found: Found, work: str, shape: tuple[int, int]) -> None:
+    """Run each layer that has fused kernels on this many sequences and tokens of each."""
+    tokens, positions = ids(*shape), ids(*shape)
+    with as_if_compiling():
+        x, _, context = model.begin(tokens, positions)
+    context = context._replace(last=ids(shape[0]))
+    for number, layer in enumerate(fused_layers(model).values()):
+        if layer.experts.takes_tokens(tokens.numel()):
+            layer.experts.prepare()
+            run = lambda layer=layer: layer.forward(x.flatten(0, 1), context, empty_heads)  # noqa: E731
+            note(found, f"{work}, layer {number}", run)
+
+
+def run_blocks(model: Transformer, found: Found, work: str, tokens: Tensor, span) -> None:
+    """Run each block as a runner without fused kernels does."""
+    x, normed, context = model.begin(tokens, span)
+    context = context._replace(last=ids(len(tokens)))
+    for number, block in enumerate(model.layers):
+        run = lambda block=block: block.forward(x, normed, context, model.norm)  # noqa: E731
+        note(found, f"{work}, layer {number}", run)
+
+
+def compile_case(case: str, quick: bool) -> Found:
+    found, model = Found(), make_model(case, 6 if case.startswith("gemma") else LAYERS)
+    with FakeTensorMode(), torch.no_grad(), operators_launch():
+        move_to_fake_gpu(model)
+        model.setup_cache(8, 4096, KV_CACHES["plain"])
+        for count in (PROMPTS[1],) if quick else PROMPTS:
+            row = ids(1)
+            run_blocks(model, found, f"prompt of {count}", ids(1, count), Chunk(row, count))
+        for length, cache in () if quick else CACHES:
+            model.setup_cache(8, length, KV_CACHES[cache])
+            where = f"{length} positions in {cache}"
+            for shape in FEW:
+                run_fused(model, found, f"{shape}, {where}", shape)
+            for shape in ((1, 1), (8, 1), (1, 8)):
+                with as_if_compiling():
+                    work = f"{shape} unfused, {where}"
+                    run_blocks(model, found, work, ids(*shape), ids(*shape))
+    return found
+
+
+def main() -> None:
+    given = json.load(sys.stdin)
+    pretend_gpu()
+    result: dict = {}
+    for name in given["gpus"]:
+        become(name)
+        for case in given["cases"]:
+            result.setdefault(name, {})[case] = vars(compile_case(case, given.get("quick", False)))
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,269 @@
+"""What kernels use of a GPU: GPUs that are not here, and kernels that cannot run on one."""
+
+import argparse
+import logging
+
+import pytest
+import torch
+from torch import Tensor
+
+from formats import FORMATS
+from formats.packed import GATED, ROWS, TOKEN, Request, choose, rows_by_expert, rows_kernel
+from formats.quantizer import pack_weight
+from model import Block, Transformer
+from models import ARCHITECTURES, build_model
+from models.random_weights import first_layers, number_format
+from ops import gpu, grouped, jit
+from ops.gpu import KNOWN, OTHER_MAKER, gpu_of
+from ops.jit import KernelError, fit_tiling, supports_pdl, try_kernels
+from runtime.fused_decode import can_fuse
+from runtime.runner import CompiledRunner, EagerRunner, run_block, without_broken_kernels
+from tests.without_gpu import run_without_gpu
+
+DEVICE = torch.device("cuda", 0)
+
+
+class OnGpu(Tensor):
+    """A tensor on the CPU that claims to be on a GPU."""
+
+    is_cuda = True
+    device = DEVICE
+
+
+def on_gpu(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.ones(*shape, dtype=dtype).as_subclass(OnGpu)
+
+
+@pytest.fixture
+def become(monkeypatch):
+    """Return a function that puts a GPU in place 0. No kernel is broken on it."""
+    monkeypatch.setattr(jit, "broken", set())
+    monkeypatch.setattr("runtime.runner.broken", jit.broken)
+    return lambda gpu_there: monkeypatch.setitem(gpu.found, 0, gpu_there)
+
+
+def properties(**values):
+    return argparse.Namespace(**{"multi_processor_count": 110, "major": 9, "minor": 4} | values)
+
+
+def test_an_amd_gpu_has_no_kernels(monkeypatch):
+    """Its architecture, gfx942, passes for compute capability 9.4."""
+    monkeypatch.setattr(gpu, "found", {})
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties())
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    found = gpu_of(DEVICE)
+    assert found.multiprocessors == 110
+    assert not any((found.runs_kernels, found.runs_fused_decoding, found.has_pdl))
+    assert str(found) == "not an NVIDIA GPU"
+    assert not jit.can_launch(on_gpu(1)) and not supports_pdl(on_gpu(1))
+    args = first_layers(ARCHITECTURES["Qwen3-30B-A3B"], 1)
+    assert not can_fuse(build_model(args).to(torch.bfloat16), DEVICE)
+
+
+@pytest.mark.parametrize(
+    ("name", "major", "minor", "optin"),
+    [(name, *known.capability, known.shared_memory) for name, known in KNOWN.items()],
+)
+def test_a_gpu_is_read_and_pretended(monkeypatch, name, major, minor, optin):
+    real = properties(major=major, minor=minor, shared_memory_per_block_optin=optin)
+    monkeypatch.setattr(gpu, "found", {})
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: real)
+    assert gpu_of(DEVICE) == KNOWN[name]._replace(multiprocessors=110)
+    large = properties(major=9, minor=0, shared_memory_per_block_optin=227 << 10)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: large)
+    monkeypatch.setattr(gpu, "found", {})
+    monkeypatch.setenv("MOE_FAST_GPU", name)
+    assert gpu_of(DEVICE) == KNOWN[name]._replace(multiprocessors=110)
+
+
+def test_an_unknown_gpu_cannot_be_pretended(monkeypatch):
+    monkeypatch.setenv("MOE_FAST_GPU", "sm_1")
+    with pytest.raises(ValueError, match=r"MOE_FAST_GPU=sm_1: not one of sm_75, sm_80"):
+        gpu_of(torch.device("cpu"))
+
+
+@pytest.mark.parametrize("there", (OTHER_MAKER, KNOWN["sm_75"]))
+@pytest.mark.parametrize("name", FORMATS)
+def test_without_kernels_the_plain_form_multiplies(become, there, name):
+    become(there)
+    group = FORMATS[name].choose_group(256, None if FORMATS[name].per_row else 32)
+    codes = torch.empty(
+        FORMATS[name].layout((2, 64, 256), group)["codes"][0], dtype=torch.int32, device="meta"
+    )
+    for product in (TOKEN, GATED, ROWS):
+        row = choose(Request(product, FORMATS[name], on_gpu(1, 256), codes, group))
+        assert row.device == "any", (product, row.name)
+    runner = EagerRunner(argparse.Namespace(norm=argparse.Namespace(weight=on_gpu(1))))
+    # The host reads where each expert's rows end.
+    assert runner.can_capture(1) and not runner.can_capture(2)
+
+
+@pytest.mark.parametrize("name", KNOWN)
+@pytest.mark.parametrize("rows", (1, 64, 5000))
+def test_bf16_prompts_take_the_library_where_it_has_a_kernel(become, monkeypatch, name, rows):
+    become(KNOWN[name])
+    taken = []
+    for form in ("_multiply", "_multiply_by_library"):
+        monkeypatch.setattr(grouped, form, lambda *_, form=form: taken.append(form))
+    grouped.grouped_mm(on_gpu(rows, 16), on_gpu(4, 16, 16), torch.zeros(4))
+    few, has_kernels = rows <= grouped.FEW_ROWS * 4, KNOWN[name].runs_kernels
+    by_library = not has_kernels or (name in ("sm_90", "sm_100") and not few)
+    assert taken == ["_multiply_by_library" if by_library else "_multiply"]
+
+
+# Kernels that cannot run --------------------------------------------------------------------------
+
+
+def fail(*_, **options):
+    raise KernelError("_grouped", "it needs more than there is")
+
+
+def test_the_first_tiling_that_fits_is_taken(become):
+    become(KNOWN["sm_86"])
+
+    class Stub(jit.Kernel):
+        def __init__(self):
+            self.fitting, self.compiled, self.__name__ = {}, [], "_stub"
+
+        def compile_for(self, *args, SIZE: int):
+            self.compiled.append(SIZE)
+            if SIZE == 4:
+                raise KernelError("_stub", "PTXAS error")
+            metadata = argparse.Namespace(shared=SIZE << 14)
+            return argparse.Namespace(metadata=metadata)
+
+    kernel, tilings = Stub(), [{"SIZE": size} for size in (16, 4, 6, 2)]
+    for _ in range(2):  # the second time nothing is compiled
+        assert fit_tiling(kernel, iter(tilings), (on_gpu(1),), {}) == {"SIZE": 6}
+    assert kernel.compiled == [16, 4, 6]
+    with pytest.raises(KernelError, match="_stub: no tiling fits into 101376 bytes"):
+        fit_tiling(kernel, [{"SIZE": 20}], (on_gpu(1),), {})
+
+
+def test_a_kernel_that_fails_is_replaced_once_and_logged_once(become, caplog):
+    become(KNOWN["sm_86"])
+    tried = []
+    with caplog.at_level(logging.WARNING, "moe_fast"):
+        for _ in range(3):
+            assert try_kernels("use", lambda x: tried.append(x) or fail(), lambda x: -x, 5) == -5
+    assert tried == [5]
+    assert [record.message for record in caplog.records] == [
+        "use: a plain form replaces kernels that cannot run here "
+        "(_grouped: it needs more than there is)"
+    ]
+
+
+@pytest.mark.parametrize("name", [name for name in FORMATS if FORMATS[name].kind])
+def test_packed_prompts_go_on_without_the_grouped_kernel(become, monkeypatch, name):
+    """x is already in the order that the kernel reads."""
+    become(KNOWN["sm_86"])
+    monkeypatch.setattr("formats.packed.grouped_gemm", fail)
+    group = FORMATS[name].choose_group(256, None if FORMATS[name].per_row else 64)
+    spec = {"format": name, "group_size": group}
+    parts = pack_weight(torch.randn(3, 32, 256), spec, torch.device("cpu"))
+    x, ends = torch.randn(10, 256), torch.tensor([3, 3, 10])
+    ordered = FORMATS[name].grouped_order(x, group)
+    found = rows_kernel(ordered, ends, parts, FORMATS[name], group)
+    torch.testing.assert_close(found, rows_by_expert(x, ends, parts, FORMATS[name], group))
+    assert not EagerRunner(build_small()).can_capture(8)
+
+
+def build_small() -> Transformer:
+    return build_model(first_layers(ARCHITECTURES["TinyMistral-6x248M"], 1))
+
+
+@pytest.mark.parametrize("error", (KernelError("_dot4", "PTXAS error"), RuntimeError("other")))
+def test_a_block_begins_again_without_the_kernel(become, error):
+    become(KNOWN["sm_86"])
+    calls = []
+
+    class Failing(Block):
+        def __init__(self):
+            torch.nn.Module.__init__(self)
+
+        def forward(self, x, *_):
+            calls.append(set(jit.broken))
+            if "_dot4" not in jit.broken:
+                raise error
+            return x
+
+    runner = EagerRunner(build_small())
+    if isinstance(error, KernelError):
+        assert runner.block(Failing(), 7, None, None, None) == 7
+        assert calls == [set(), {"_dot4"}]
+    else:
+        with pytest.raises(RuntimeError, match="other"):
+            runner.block(Failing(), 7, None, None, None)
+
+
+def test_a_kernel_that_is_called_all_the_same_ends_the_call(become):
+    become(KNOWN["sm_86"])
+    with pytest.raises(KernelError):
+        without_broken_kernels(fail)
+
+
+def test_compiled_code_is_made_again_without_the_kernel(become):
+    """Dynamo has to see that `broken` has changed."""
+    become(KNOWN["sm_86"])
+
+    @torch.library.custom_op("moe_fast_test::fails", mutates_args=())
+    def fails(x: Tensor) -> Tensor:
+        raise KernelError("_fails", "it does not compile")
+
+    fails.register_fake(lambda x: torch.empty_like(x))
+
+    class Choosing(torch.nn.Module):
+        def forward(self, x, *_):
+            return x + 1 if "_fails" in jit.broken else fails(x)
+
+    runner = CompiledRunner(build_small())
+    runner.compiled_block = torch.compile(run_block, backend="eager", fullgraph=True)
+    found = runner.block(Choosing(), torch.ones(3), None, None, None)
+    assert found.tolist() == [2, 2, 2]
+
+
+# Launches of all models ---------------------------------------------------------------------------
+
+
+def check_launches(gpus: tuple[str, ...], cases: tuple[str, ...], quick: bool = False) -> None:
+    found = run_without_gpu("gpu_launches.py", given={"gpus": gpus, "cases": cases, "quick": quick})
+    for name in gpus:
+        for case in cases:
+            assert not found[name][case]["refused"], (name, case)
+            kernels = found[name][case]["kernels"]
+            assert kernels and max(kernels.values()) <= KNOWN[name].shared_memory, (name, case)
+
+
+def test_launches_fit_a_smaller_gpu():
+    """A prompt whose largest tiles take 145 KB on a Hopper GPU."""
+    check_launches(("sm_86",), ("Qwen3.6-35B-A3B:int4",), quick=True)
+
+
+def test_an_old_gpu_launches_nothing():
+    given = {"gpus": ["sm_75"], "cases": ["Qwen3.6-35B-A3B:bf16"], "quick": True}
+    found = run_without_gpu("gpu_launches.py", given=given)
+    assert found["sm_75"]["Qwen3.6-35B-A3B:bf16"] == {"kernels": {}, "refused": {}}
+
+
+MODES = "bf16", "int8", "int4", "fp8", "fp8b", "mxfp4", "hqq4", "hqq3", "hqq2"
+
+
+def modes_of(name: str) -> list[str]:
+    """Return the formats whose groups divide the model's rows."""
+    found = []
+    for mode in MODES:
+        try:
+            number_format(mode, ARCHITECTURES[name])
+        except ValueError:
+            continue
+        found.append(mode)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gpu_name", ("sm_80", "sm_86", "sm_89", "sm_90", "sm_120"))
+@pytest.mark.parametrize(
+    "case", [f"{name}:{mode}" for name in ARCHITECTURES for mode in modes_of(name)]
+)
+def test_launches_of_all_models_fit(gpu_name, case):
+    check_launches((gpu_name,), (case,))
