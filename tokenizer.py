@@ -294,7 +294,7 @@ class JsonVocabulary:
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # a regex panics in Rust, which is not even an Exception
-            cause = f"the tokenizer fails on this text ({_one_line(error)})"
+            cause = f"the tokenizer fails on this text ({one_line(error)})"
             raise ValueError(f"{cause}; shorten it, or download the tokenizer again") from None
 
     def find(self, name: str) -> int | None:
