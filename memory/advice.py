@@ -11,7 +11,7 @@ import torch
 from cli.options import parse_size
 from formats import FORMATS
 from formats.quantizer import formats_of_mode, plan_format
-from memory.plan import GB, Memory, ModelSizes, Setup, fit, reserve
+from memory.plan import GB, MARGIN, Memory, ModelSizes, Setup, fit, reserve
 from models import build_model
 from offload.plan import OffloadSettings, least_gpu_memory
 from ops.attention import BLOCK
@@ -20,7 +20,6 @@ SUGGESTIONS = 3  # in one message
 FITS = "this fits", "each of these fits"
 RANKS = 2, 4, 8  # numbers of GPUs that are suggested
 CARDS = 8, 12, 16, 24, 32, 48, 80, 96, 141, 192  # GB of GPUs that are sold
-MARGIN = 0.05  # of the free memory; a suggested --gpu_memory leaves it for CUDA, if it can
 OWNERS = {"gpu": "GPU", "host": "host"}
 STEP, MAX_STEPS = GB // 10, 1 << 20  # in which the least memory is searched for
 DEFAULT_OFFLOAD = OffloadSettings(gpu_memory=0)

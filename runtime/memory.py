@@ -72,11 +72,12 @@ def free_host_memory() -> int:
 
 @dataclass(frozen=True)
 class Capacity:
-    """The size of a server's session."""
+    """The size of a session."""
 
     length: int  # tokens of a sequence, prompt and answer
     rows: int  # sequences that are remembered
     nbytes: int  # of their memory
+    gpu_memory: int | None = None  # bytes that --gpu_memory gives; None: it is not given
 
     def describe(self, max_batch: int) -> str:
         """Return a line for the user."""
