@@ -20,6 +20,7 @@ from offload.plan import OffloadSettings
 from ops.attention import BLOCK
 from parallel import process_group
 from runtime.memory import (
+    LEAST_CONTEXT,
     Capacity,
     Shortage,
     cache_bytes,
@@ -28,8 +29,6 @@ from runtime.memory import (
 )
 
 log = logging.getLogger("moe_fast")
-
-LEAST_CONTEXT = 256  # tokens of a chat or of a server's session, below which it is of no use
 
 
 def plan_session(setup: Setup, device: torch.device, levers: Levers) -> Capacity:
