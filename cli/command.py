@@ -13,6 +13,7 @@ from typing import TextIO
 
 USER_ERROR, INTERRUPTED = 2, 128  # exit codes; the latter plus the signal's number
 MAX_MESSAGE = 500  # characters
+SENTENCES = 3  # of PyTorch's error about memory
 FIXES = {  # by errno
     errno.EACCES: "check its permissions",
     errno.EPERM: "check its permissions",
@@ -79,7 +80,7 @@ def command(
                     return fail(f"{error}; {FIXES[errno.ELOOP]}")
                 if not is_out_of_memory(error):
                     raise
-                return fail(f"out of memory ({first_line(error)}); {out_of_memory}")
+                return fail(f"out of memory ({describe_out_of_memory(error)}); {out_of_memory}")
             finally:
                 try:
                     sys.stderr.flush()
@@ -131,6 +132,14 @@ def is_out_of_memory(error: BaseException) -> bool:
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, or the error's type."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def describe_out_of_memory(error: BaseException) -> str:
+    """Return how much was asked for, and was free: the first sentences of PyTorch's error.
+
+    The others are about the allocator's settings, and would leave no room for the fix.
+    """
+    return ". ".join(first_line(error).split(". ")[:SENTENCES]).removesuffix(".")
 
 
 @contextlib.contextmanager

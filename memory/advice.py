@@ -8,6 +8,7 @@ from functools import lru_cache
 
 import torch
 
+from cli.command import MAX_MESSAGE
 from cli.options import parse_size
 from formats import FORMATS
 from formats.quantizer import formats_of_mode, plan_format
@@ -16,7 +17,7 @@ from models import build_model
 from offload.plan import OffloadSettings, least_gpu_memory
 from ops.attention import BLOCK
 
-SUGGESTIONS = 3  # in one message
+SUGGESTIONS = 3  # in one message, if there is room
 FITS = "this fits", "each of these fits"
 RANKS = 2, 4, 8  # numbers of GPUs that are suggested
 CARDS = 8, 12, 16, 24, 32, 48, 80, 96, 141, 192  # GB of GPUs that are sold
@@ -62,8 +63,11 @@ def advise(cause: str, setup: Setup, memory: Memory, levers: Levers) -> str:
     before offloading. If none do, the message names the least memory that would.
     """
     search = Search(setup, memory, levers)
-    if found := search.least_changes()[:SUGGESTIONS]:
-        return f"{cause}; {FITS[len(found) > 1]}: {'; or '.join(change.text for change in found)}"
+    found = [change.text for change in search.least_changes()[:SUGGESTIONS]]
+    for count in range(len(found), 0, -1):
+        message = f"{cause}; {FITS[count > 1]}: {'; or '.join(found[:count])}"
+        if count == 1 or len(message) <= MAX_MESSAGE:
+            return message
     would_do = filter(None, (search.describe_least(field) for field in ("gpu", "host")))
     return f"{cause}: no option makes it fit here; {', or '.join(would_do)} would do"
 

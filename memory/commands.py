@@ -118,6 +118,7 @@ def plan_generation(
         expert_settings(options) if options.offload else None,
         mapped=dtype is None,
         extra=extra,
+        longest=None if options.interactive else longest,
     )
     levers = generation_levers(options, source, device, longest)
     lower_gpu_memory(options, plan_session(setup, device, levers))
@@ -157,7 +158,8 @@ def plan_benchmark(options: argparse.Namespace, source, device: torch.device) ->
     """Raise ValueError if benchmark.py's session does not fit. source: of random weights."""
     length = options.max_seq_len or options.prompt_len + options.new_tokens
     sizes = sizes_of(source, None, options.parallel)
-    setup = Setup(sizes, length, options.batch, options.kv_cache, options.prefill_chunk)
+    chunk = options.prefill_chunk
+    setup = Setup(sizes, length, options.batch, options.kv_cache, chunk, longest=options.prompt_len)
     plan_session(setup, device, benchmark_levers(options))
 
 

@@ -104,6 +104,7 @@ class Setup:
     max_batch: int | None = None  # of a server; None: no server
     mapped: bool = False  # on the CPU: weights are read from the disk's cache when first used
     extra: int = 0  # bytes of a draft model and its cache
+    longest: int | None = None  # tokens of the longest prompt, if it is known
 
     @property
     def positions(self) -> int:
@@ -163,12 +164,12 @@ def fit(setup: Setup, memory: Memory) -> Capacity:
                 "lower it, or --max_seq_len",
             )
         return found
-    need = sizes.cache(setup.batch, setup.length, setup.kv_cache)
+    need = reserve(setup, setup.longest)
     if need > left:
         several = "1 sequence" if setup.batch == 1 else f"{setup.batch:,} sequences"
         raise Shortage(
-            f"the KV cache of {several} of {setup.length:,} tokens needs {need / GB:.2f} GB, and "
-            f"{left / GB:.2f} GB are free for it beside the weights",
+            f"the KV cache of {several} of {setup.length:,} tokens and activations need "
+            f"{need / GB:.2f} GB, and {left / GB:.2f} GB are free for them beside the weights",
             "shorten --max_seq_len",
         )
     return Capacity(setup.length, setup.batch, need)
@@ -244,10 +245,12 @@ def lower_gpu_memory(setup: Setup, settings: OffloadSettings, memory: Memory) ->
     return max(least, int((1 - MARGIN) * memory.gpu))
 
 
-def reserve(setup: Setup) -> int:
-    """Return the bytes of GPU memory for the cache and activations of a session that offloads."""
+def reserve(setup: Setup, longest: int | None = None) -> int:
+    """Return the bytes of a session's cache and activations. longest: tokens of a prompt, at most.
+
+    One that offloads reserves them before its prompts are known.
+    """
     sizes, length = setup.sizes, setup.positions
+    chunk = min(setup.prefill_chunk, longest or length)
     cache = sizes.cache(setup.batch, length, setup.kv_cache)
-    return session_bytes(
-        sizes.args, cache, sizes.dtype, length, setup.batch, setup.kv_cache, setup.prefill_chunk
-    )
+    return session_bytes(sizes.args, cache, sizes.dtype, length, setup.batch, setup.kv_cache, chunk)

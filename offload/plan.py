@@ -90,7 +90,7 @@ def register_host_memory(host: torch.Tensor, owner: object, device: torch.device
         torch.empty(1, device=device).zero_()
     log.warning(
         f"warning: {host.nbytes / 1e9:.1f} GB of host memory cannot be registered with CUDA "
-        f"({error}): copies will be slower; raise the limit of locked memory"
+        f"({error}): copies will be slower; raise the limit of locked memory (ulimit -l)"
     )
     return False
 
