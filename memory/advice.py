@@ -143,15 +143,18 @@ class Search:
         return other
 
     def any_fits(self) -> bool:
-        """Return whether the smallest setups that the levers allow fit on the same GPUs."""
+        """Return whether any of the smallest setups that the levers allow fits."""
         least = Change(self.setup)
         if self.levers.length:
             least = least.also("", length=self.levers.least_length)
         if self.levers.batch:
             least = least.also("", **self.of_batch(1))
         changes = [least.also("", extra=0)]
-        for kind in (self.dtypes, self.formats, self.places, self.kv_caches):
+        for kind in (self.ranks, self.dtypes, self.formats, self.places, self.kv_caches):
             changes = [*changes, *itertools.chain.from_iterable(map(kind, changes))]
+        if self.levers.layers:
+            found = (self.changed(change.setup.sizes, layers=1) for change in changes)
+            changes = [x.also("", sizes=s) for x, s in zip(changes, found, strict=True) if s]
         return any(self.fits(change.setup) for change in changes)
 
     # Kinds of change ------------------------------------------------------------------------------
@@ -189,7 +192,7 @@ class Search:
             yield change.also("leave --draft_checkpoint_path out", extra=0)
 
     def layers(self, change: Change) -> Iterator[Change]:
-        """Yield the most layers that fit."""
+        """Yield the most layers that fit; one, for which other changes may make room."""
         setup, count = change.setup, change.setup.sizes.whole_args.n_layer
         if not self.levers.layers:
             return
@@ -198,8 +201,9 @@ class Search:
             sizes = self.changed(setup.sizes, layers=n)
             return sizes is not None and self.fits(setup, sizes=sizes)
 
-        if found := largest(1, count - 1, accepts):
-            yield change.also(f"--layers {found}", sizes=self.changed(setup.sizes, layers=found))
+        found = largest(1, count - 1, accepts) or 1
+        if count > 1 and (sizes := self.changed(setup.sizes, layers=found)):
+            yield change.also(f"--layers {found}", sizes=sizes)
 
     def dtypes(self, change: Change) -> Iterator[Change]:
         sizes = change.setup.sizes

@@ -150,7 +150,8 @@ def plan_evaluation(
     """Raise ValueError if eval.py's model and a window of `seq_len` tokens do not fit."""
     dtype = DTYPES.get(options.dtype)
     sizes = sizes_of(source, dtype, options.parallel)
-    setup = Setup(sizes, seq_len, 1, options.kv_cache, mapped=dtype is None)
+    chunk = sizes.args.max_position  # a window is one
+    setup = Setup(sizes, seq_len, 1, options.kv_cache, chunk, mapped=dtype is None)
     plan_session(setup, device, evaluation_levers(options, source))
 
 
