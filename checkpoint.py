@@ -393,8 +393,8 @@ class Writer:
         """Raise ValueError now if the disk has fewer than `size` bytes left."""
         free = shutil.disk_usage(self.directory).free
         if free < size:
-            need = f"needs {size / 1e9:.1f} GB, {free / 1e9:.1f} are free"
-            raise ValueError(f"{self.target} {need}; name another place")
+            need = f"needs {size / 1e9:.1f} GB of disk space, and {free / 1e9:.1f} GB are free"
+            raise ValueError(f"{self.target} {need}: free some, or name another place")
 
     def __exit__(self, kind, error, traceback):
         try:

@@ -74,6 +74,9 @@ from runtime.text import TextSettings, TextStream, check_stop
 from runtime.weights import bytes_per_token, peak_bytes
 from tokenizer import Tokenizer, load_tokenizer
 
+OUT_OF_MEMORY = (
+    "shorten --max_seq_len, lower --prefill_chunk, or with --offload --gpu_memory or --gpu_experts"
+)
 EMBEDDED = Path(__file__).parent / "checkpoints" / "tiny-moe"
 
 log = logging.getLogger("moe_fast")
@@ -587,7 +590,7 @@ def chat(
         turns.handle(name, given)
 
 
-@command(fail, out_of_memory="shorten --max_seq_len")
+@command(fail, out_of_memory=OUT_OF_MEMORY)
 def main() -> int:
     """Run the command; a user's mistake is one line on stderr and exit code 2."""
     options = build_parser().parse_args()

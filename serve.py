@@ -20,7 +20,7 @@ if __name__ == "__main__":
 
 import torch
 
-from generate import open_model, open_session
+from generate import OUT_OF_MEMORY, open_model, open_session
 from memory.commands import plan_server
 from models import args_of_checkpoint
 from parallel import process_group
@@ -130,7 +130,7 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-@command(fail, out_of_memory="shorten --max_seq_len")
+@command(fail, out_of_memory=OUT_OF_MEMORY)
 def main() -> int:
     """Run the command until Ctrl-C or SIGTERM. A user's mistake is one line and exit code 2."""
     options = build_parser().parse_args()

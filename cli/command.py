@@ -20,6 +20,7 @@ OUT_OF_MEMORY = (  # in messages of PyTorch, safetensors and Python; a limit suc
     "std::bad_alloc",
     "can't start new thread",
 )
+SENTENCES = 3  # of PyTorch's error about memory
 FIXES = {  # by errno
     errno.EACCES: "check its permissions",
     errno.EPERM: "check its permissions",
@@ -88,7 +89,7 @@ def command(
                     if is_compile_error(error):
                         return fail(describe_compile_error(error))
                     raise
-                return fail(f"out of memory ({first_line(error)}); {out_of_memory}")
+                return fail(f"out of memory ({describe_out_of_memory(error)}); {out_of_memory}")
             finally:
                 try:
                     sys.stderr.flush()
@@ -167,6 +168,14 @@ def describe_compile_error(error: BaseException) -> str:
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, or the error's type."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def describe_out_of_memory(error: BaseException) -> str:
+    """Return how much was asked for, and was free: the first sentences of PyTorch's error.
+
+    The others are about the allocator's settings, and would leave no room for the fix.
+    """
+    return ". ".join(first_line(error).split(". ")[:SENTENCES]).removesuffix(".")
 
 
 @contextlib.contextmanager

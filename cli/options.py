@@ -213,4 +213,4 @@ def parse_size(text: str) -> int:
     match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?) ?([GM])B?", text, re.IGNORECASE | re.ASCII)
     if not match:
         raise ValueError(f"--gpu_memory {text:.40}: it must be a number of GB or MB, as in 16GB")
-    return int(float(match[1]) * {"G": 1e9, "M": 1e6}[match[2].upper()])
+    return round(float(match[1]) * {"G": 1e9, "M": 1e6}[match[2].upper()])

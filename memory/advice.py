@@ -8,19 +8,19 @@ from functools import lru_cache
 
 import torch
 
+from cli.command import MAX_MESSAGE
 from cli.options import parse_size
 from formats import FORMATS
 from formats.quantizer import formats_of_mode, plan_format
-from memory.plan import GB, Memory, ModelSizes, Setup, fit, reserve
+from memory.plan import GB, MARGIN, Memory, ModelSizes, Setup, fit, reserve
 from models import build_model
 from offload.plan import OffloadSettings, least_gpu_memory
 from ops.attention import BLOCK
 
-SUGGESTIONS = 3  # in one message
+SUGGESTIONS = 3  # in one message, if there is room
 FITS = "this fits", "each of these fits"
 RANKS = 2, 4, 8  # numbers of GPUs that are suggested
 CARDS = 8, 12, 16, 24, 32, 48, 80, 96, 141, 192  # GB of GPUs that are sold
-MARGIN = 0.05  # of the free memory; a suggested --gpu_memory leaves it for CUDA, if it can
 OWNERS = {"gpu": "GPU", "host": "host"}
 STEP, MAX_STEPS = GB // 10, 1 << 20  # in which the least memory is searched for
 DEFAULT_OFFLOAD = OffloadSettings(gpu_memory=0)
@@ -63,8 +63,11 @@ def advise(cause: str, setup: Setup, memory: Memory, levers: Levers) -> str:
     before offloading. If none do, the message names the least memory that would.
     """
     search = Search(setup, memory, levers)
-    if found := search.least_changes()[:SUGGESTIONS]:
-        return f"{cause}; {FITS[len(found) > 1]}: {'; or '.join(change.text for change in found)}"
+    found = [change.text for change in search.least_changes()[:SUGGESTIONS]]
+    for count in range(len(found), 0, -1):
+        message = f"{cause}; {FITS[count > 1]}: {'; or '.join(found[:count])}"
+        if count == 1 or len(message) <= MAX_MESSAGE:
+            return message
     would_do = filter(None, (search.describe_least(field) for field in ("gpu", "host")))
     return f"{cause}: no option makes it fit here; {', or '.join(would_do)} would do"
 
@@ -140,15 +143,18 @@ class Search:
         return other
 
     def any_fits(self) -> bool:
-        """Return whether the smallest setups that the levers allow fit on the same GPUs."""
+        """Return whether any of the smallest setups that the levers allow fits."""
         least = Change(self.setup)
         if self.levers.length:
             least = least.also("", length=self.levers.least_length)
         if self.levers.batch:
             least = least.also("", **self.of_batch(1))
         changes = [least.also("", extra=0)]
-        for kind in (self.dtypes, self.formats, self.places, self.kv_caches):
+        for kind in (self.ranks, self.dtypes, self.formats, self.places, self.kv_caches):
             changes = [*changes, *itertools.chain.from_iterable(map(kind, changes))]
+        if self.levers.layers:
+            found = (self.changed(change.setup.sizes, layers=1) for change in changes)
+            changes = [x.also("", sizes=s) for x, s in zip(changes, found, strict=True) if s]
         return any(self.fits(change.setup) for change in changes)
 
     # Kinds of change ------------------------------------------------------------------------------
@@ -186,7 +192,7 @@ class Search:
             yield change.also("leave --draft_checkpoint_path out", extra=0)
 
     def layers(self, change: Change) -> Iterator[Change]:
-        """Yield the most layers that fit."""
+        """Yield the most layers that fit; one, for which other changes may make room."""
         setup, count = change.setup, change.setup.sizes.whole_args.n_layer
         if not self.levers.layers:
             return
@@ -195,8 +201,9 @@ class Search:
             sizes = self.changed(setup.sizes, layers=n)
             return sizes is not None and self.fits(setup, sizes=sizes)
 
-        if found := largest(1, count - 1, accepts):
-            yield change.also(f"--layers {found}", sizes=self.changed(setup.sizes, layers=found))
+        found = largest(1, count - 1, accepts) or 1
+        if count > 1 and (sizes := self.changed(setup.sizes, layers=found)):
+            yield change.also(f"--layers {found}", sizes=sizes)
 
     def dtypes(self, change: Change) -> Iterator[Change]:
         sizes = change.setup.sizes

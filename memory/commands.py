@@ -1,6 +1,7 @@
 """Plan the sessions of the commands from their options, with advice in these options."""
 
 import argparse
+import logging
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,13 +13,14 @@ from formats.kv_cache import KV_CACHES
 from formats.quantizer import DTYPES
 from hub.disk import SOURCE, read
 from memory.advice import Levers, advise
-from memory.plan import Memory, ModelSizes, Setup, fit, session_bytes
+from memory.plan import GB, Memory, ModelSizes, Setup, fit, session_bytes
 from model import ModelArgs
 from models import args_of_checkpoint, build_model
 from offload.plan import OffloadSettings
 from ops.attention import BLOCK
 from parallel import process_group
 from runtime.memory import (
+    LEAST_CONTEXT,
     Capacity,
     Shortage,
     cache_bytes,
@@ -26,7 +28,7 @@ from runtime.memory import (
     free_host_memory,
 )
 
-LEAST_CONTEXT = 256  # tokens of a chat or of a server's session, below which it is of no use
+log = logging.getLogger("moe_fast")
 
 
 def plan_session(setup: Setup, device: torch.device, levers: Levers) -> Capacity:
@@ -35,15 +37,27 @@ def plan_session(setup: Setup, device: torch.device, levers: Levers) -> Capacity
     Raises ValueError, before weights are read, naming what does not fit and options that do.
     """
 
+    on_gpu = device.type == "cuda"
+    gpu = process_group.least(free_gpu_memory(device)) if on_gpu else None
+
     def plan() -> Capacity:
-        on_gpu = device.type == "cuda"
-        memory = Memory(free_gpu_memory(device) if on_gpu else None, free_host_memory())
+        memory = Memory(gpu, free_host_memory())
         try:
             return fit(setup, memory)
         except Shortage as shortage:
             raise ValueError(advise(shortage.cause, setup, memory, levers)) from None
 
     return process_group.share(plan)
+
+
+def lower_gpu_memory(options: argparse.Namespace, capacity: Capacity) -> None:
+    """Set --gpu_memory to what the plan gives, and log it: more than the free memory is lowered."""
+    if capacity.gpu_memory is None or capacity.gpu_memory == parse_size(options.gpu_memory):
+        return
+    given, size = options.gpu_memory, capacity.gpu_memory / GB
+    options.gpu_memory = f"{size:.9f}GB"
+    if process_group.is_main():
+        log.info(f"--gpu_memory {given}: more than is free, {size:.1f} GB are used")
 
 
 def sizes_of(source, dtype: torch.dtype | None, parallel: str = "tensor") -> ModelSizes:
@@ -87,7 +101,7 @@ def plan_generation(
     batch: int,
     longest: int,
 ) -> None:
-    """Raise ValueError if generate.py's session does not fit.
+    """Raise ValueError if generate.py's session does not fit. Lowers --gpu_memory to what is free.
 
     source, drafter: checkpoints, or None for the latter. longest: tokens of the longest prompt.
     """
@@ -104,13 +118,16 @@ def plan_generation(
         expert_settings(options) if options.offload else None,
         mapped=dtype is None,
         extra=extra,
+        longest=None if options.interactive else longest,
     )
-    plan_session(setup, device, generation_levers(options, source, device, longest))
+    levers = generation_levers(options, source, device, longest)
+    lower_gpu_memory(options, plan_session(setup, device, levers))
 
 
 def plan_server(options: argparse.Namespace, source, device: torch.device, least: int) -> Capacity:
-    """Return the size of serve.py's session. Raises ValueError if nothing fits.
+    """Return the size of serve.py's session. Lowers --gpu_memory to what is free.
 
+    Raises ValueError if nothing fits.
     least: sequences that must fit; --max_batch is the most that run.
     """
     setup = Setup(
@@ -122,7 +139,9 @@ def plan_server(options: argparse.Namespace, source, device: torch.device, least
         expert_settings(options) if options.offload else None,
         options.max_batch,
     )
-    return plan_session(setup, device, server_levers(options, source, device))
+    capacity = plan_session(setup, device, server_levers(options, source, device))
+    lower_gpu_memory(options, capacity)
+    return capacity
 
 
 def plan_evaluation(
@@ -131,7 +150,8 @@ def plan_evaluation(
     """Raise ValueError if eval.py's model and a window of `seq_len` tokens do not fit."""
     dtype = DTYPES.get(options.dtype)
     sizes = sizes_of(source, dtype, options.parallel)
-    setup = Setup(sizes, seq_len, 1, options.kv_cache, mapped=dtype is None)
+    chunk = sizes.args.max_position  # a window is one
+    setup = Setup(sizes, seq_len, 1, options.kv_cache, chunk, mapped=dtype is None)
     plan_session(setup, device, evaluation_levers(options, source))
 
 
@@ -139,7 +159,8 @@ def plan_benchmark(options: argparse.Namespace, source, device: torch.device) ->
     """Raise ValueError if benchmark.py's session does not fit. source: of random weights."""
     length = options.max_seq_len or options.prompt_len + options.new_tokens
     sizes = sizes_of(source, None, options.parallel)
-    setup = Setup(sizes, length, options.batch, options.kv_cache, options.prefill_chunk)
+    chunk = options.prefill_chunk
+    setup = Setup(sizes, length, options.batch, options.kv_cache, chunk, longest=options.prompt_len)
     plan_session(setup, device, benchmark_levers(options))
 
 

@@ -15,6 +15,7 @@ from offload.plan import (
     ExpertSizes,
     OffloadSettings,
     check_host_fits,
+    least_gpu_memory,
     make_plan,
     measure_experts,
     meta_reader,
@@ -24,6 +25,7 @@ from runtime.memory import LEFT_FREE, Capacity, Shortage, cache_bytes, plan_capa
 from tp import ModelShard
 
 GB = 10**9
+MARGIN = 0.05  # of the free memory, that a --gpu_memory chosen here leaves for CUDA, if it can
 
 
 # What is planned ----------------------------------------------------------------------------------
@@ -35,6 +37,7 @@ class Memory:
 
     gpu: int | None  # of each GPU; None: the session runs on the CPU
     host: int
+    beside: str = ""  # says beside which other memory these are free
 
 
 class ModelSizes:
@@ -101,6 +104,7 @@ class Setup:
     max_batch: int | None = None  # of a server; None: no server
     mapped: bool = False  # on the CPU: weights are read from the disk's cache when first used
     extra: int = 0  # bytes of a draft model and its cache
+    longest: int | None = None  # tokens of the longest prompt, if it is known
 
     @property
     def positions(self) -> int:
@@ -142,8 +146,7 @@ def fit(setup: Setup, memory: Memory) -> Capacity:
     Raises ValueError for settings of offloading that no memory makes valid.
     """
     if setup.extra:
-        field = "host" if memory.gpu is None else "gpu"
-        memory = replace(memory, **{field: getattr(memory, field) - setup.extra})
+        memory = memory_beside_draft(setup.extra, memory)
     if setup.offload:
         return fit_offloaded(setup, setup.offload, memory)
     sizes, left = setup.sizes, memory_beside_weights(setup, memory)
@@ -161,15 +164,28 @@ def fit(setup: Setup, memory: Memory) -> Capacity:
                 "lower it, or --max_seq_len",
             )
         return found
-    need = sizes.cache(setup.batch, setup.length, setup.kv_cache)
+    need = reserve(setup, setup.longest)
     if need > left:
         several = "1 sequence" if setup.batch == 1 else f"{setup.batch:,} sequences"
         raise Shortage(
-            f"the KV cache of {several} of {setup.length:,} tokens needs {need / GB:.2f} GB, and "
-            f"{left / GB:.2f} GB are free for it beside the weights",
+            f"the KV cache of {several} of {setup.length:,} tokens and activations need "
+            f"{need / GB:.2f} GB, and {left / GB:.2f} GB are free for them beside the weights",
             "shorten --max_seq_len",
         )
     return Capacity(setup.length, setup.batch, need)
+
+
+def memory_beside_draft(extra: int, memory: Memory) -> Memory:
+    """Return the memory that a draft model leaves. Raises Shortage if it does not fit."""
+    field, owner = ("host", "this machine") if memory.gpu is None else ("gpu", "the GPU")
+    free = getattr(memory, field)
+    if extra > free:
+        raise Shortage(
+            f"the draft model and its cache need {extra / GB:.1f} GB and {owner} has "
+            f"{free / GB:.1f} GB free",
+            "use a smaller draft model",
+        )
+    return replace(memory, **{field: free - extra, "beside": " beside the draft model"})
 
 
 def memory_beside_weights(setup: Setup, memory: Memory) -> int:
@@ -183,7 +199,8 @@ def memory_beside_weights(setup: Setup, memory: Memory) -> int:
         need = 0 if setup.mapped else need
     if need > free:
         raise Shortage(
-            f"the weights need {need / GB:.1f} GB and {owner} has {free / GB:.1f} GB free",
+            f"the weights need {need / GB:.1f} GB and {owner} has {free / GB:.1f} GB "
+            f"free{memory.beside}",
             "use a smaller number format",
         )
     halved = memory.gpu is None and setup.max_batch is not None
@@ -194,30 +211,46 @@ def fit_offloaded(setup: Setup, settings: OffloadSettings, memory: Memory) -> Ca
     """`fit` for experts in host memory."""
     sizes, length, batch = setup.sizes, setup.positions, setup.batch
     experts, on_gpu = sizes.experts, memory.gpu is not None
-    if memory.gpu is not None and (settings.gpu_memory or 0) > memory.gpu:
-        raise Shortage(
-            f"--gpu_memory {settings.gpu_memory / GB:.4g}GB: the GPU has {memory.gpu / GB:.1f} GB "
-            "free",
-            "lower --gpu_memory",
-        )
     settings = replace(settings, reserve=reserve(setup))
+    if memory.gpu is not None and (settings.gpu_memory or 0) > memory.gpu:
+        settings = replace(settings, gpu_memory=lower_gpu_memory(setup, settings, memory))
     plan = make_plan(experts, settings, on_gpu)
     need = plan.nbytes + settings.reserve
     if memory.gpu is not None and need > memory.gpu:
         raise Shortage(
             f"{plan.slots} experts per layer, all other weights, the KV cache of {length:,} tokens "
             f"and activations need {need / GB:.1f} GB, and the GPU has {memory.gpu / GB:.1f} GB "
-            "free",
-            "lower --gpu_experts or --gpu_memory",
+            f"free{memory.beside}",
+            "lower --gpu_experts",
         )
     check_host_fits(sizes.ranks * (experts.host_bytes + (0 if on_gpu else need)), memory.host)
-    return Capacity(length, batch, sizes.cache(batch, length, setup.kv_cache))
+    cache = sizes.cache(batch, length, setup.kv_cache)
+    return Capacity(length, batch, cache, settings.gpu_memory)
 
 
-def reserve(setup: Setup) -> int:
-    """Return the bytes of GPU memory for the cache and activations of a session that offloads."""
+def lower_gpu_memory(setup: Setup, settings: OffloadSettings, memory: Memory) -> int:
+    """Return the bytes to use for a --gpu_memory above the free ones.
+
+    They leave MARGIN of the free memory for CUDA, or as much of it as the least session does.
+    Raises Shortage if that session does not fit.
+    """
+    least = least_gpu_memory(setup.sizes.experts, settings, on_gpu=True)
+    if least > memory.gpu:
+        raise Shortage(
+            f"--offload: the least experts, all other weights, the KV cache of "
+            f"{setup.positions:,} tokens and activations need {least / GB:.1f} GB, and the GPU has "
+            f"{memory.gpu / GB:.1f} GB free{memory.beside}",
+            "shorten --max_seq_len",
+        )
+    return max(least, int((1 - MARGIN) * memory.gpu))
+
+
+def reserve(setup: Setup, longest: int | None = None) -> int:
+    """Return the bytes of a session's cache and activations. longest: tokens of a prompt, at most.
+
+    One that offloads reserves them before its prompts are known.
+    """
     sizes, length = setup.sizes, setup.positions
+    chunk = min(setup.prefill_chunk, longest or length)
     cache = sizes.cache(setup.batch, length, setup.kv_cache)
-    return session_bytes(
-        sizes.args, cache, sizes.dtype, length, setup.batch, setup.kv_cache, setup.prefill_chunk
-    )
+    return session_bytes(sizes.args, cache, sizes.dtype, length, setup.batch, setup.kv_cache, chunk)

@@ -220,6 +220,15 @@ def total(number: int) -> int:
     return int(numbers)
 
 
+def least(number: int) -> int:
+    """Return the smallest of all ranks' numbers."""
+    if size() == 1:
+        return number
+    numbers = torch.tensor(number)
+    run_collective(dist.all_reduce, numbers, op=dist.ReduceOp.MIN)
+    return int(numbers)
+
+
 # Checks -------------------------------------------------------------------------------
 
 

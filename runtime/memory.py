@@ -11,6 +11,7 @@ from ops.attention import BLOCK
 KEPT = 4  # conversations that stay cached, at least
 # Where memory is short, fewer sequences run before the context becomes shorter than this.
 LEAST_LENGTH = 8192
+LEAST_CONTEXT = 256  # tokens of a sequence, below which a chat or a server is of no use
 LEFT_FREE = (
     0.1  # a part of the memory beside the weights: for activations, CUDA graphs, other programs
 )
@@ -72,11 +73,12 @@ def free_host_memory() -> int:
 
 @dataclass(frozen=True)
 class Capacity:
-    """The size of a server's session."""
+    """The size of a session."""
 
     length: int  # tokens of a sequence, prompt and answer
     rows: int  # sequences that are remembered
     nbytes: int  # of their memory
+    gpu_memory: int | None = None  # bytes that --gpu_memory gives; None: it is not given
 
     def describe(self, max_batch: int) -> str:
         """Return a line for the user."""
@@ -97,8 +99,8 @@ def plan_capacity(
     """Return what fits into `free` bytes. model: one rank's, on the meta device.
 
     Rows are twice max_batch, and at least KEPT, or what fits. length: of --max_seq_len; None: the
-    model's, or what fits for as many rows as run, but see LEAST_LENGTH. Raises Shortage if not even
-    one sequence fits.
+    model's, or what fits for as many rows as run, but see LEAST_LENGTH and LEAST_CONTEXT. Raises
+    Shortage if not even one sequence fits.
     """
     usable = max(0, int((1 - LEFT_FREE) * free))
 
@@ -108,17 +110,18 @@ def plan_capacity(
     fixed = 2 * needed(1, BLOCK) - needed(1, 2 * BLOCK)  # a row's recurrent states
     per_block = needed(1, 2 * BLOCK) - needed(1, BLOCK)
     limit, running = model.args.max_position, max(max_batch, KEPT)
+    shortest = min(limit, LEAST_CONTEXT) if length is None else length
     if length is None:
         least = min(limit, LEAST_LENGTH)
         running = min(running, max(1, usable // needed(1, least + BLOCK)))
         blocks = (usable // running - fixed) // max(per_block, 1) - 1  # a spare one
         length = min(limit, blocks * BLOCK) if per_block else limit
-    row = needed(1, max(length, 1) + BLOCK)
+    length = max(length, shortest)
+    row = needed(1, length + BLOCK)
     rows = min(usable // row, max(2 * max_batch, KEPT))
-    if length < 1 or rows < 1:
-        tokens = max(length, 1)
+    if rows < 1:
         raise Shortage(
-            f"the KV cache of one sequence of {tokens:,} tokens needs {row / 1e9:.2f} GB, and "
+            f"the KV cache of one sequence of {length:,} tokens needs {row / 1e9:.2f} GB, and "
             f"{usable / 1e9:.2f} GB are free for it beside the weights",
             "shorten --max_seq_len, or add --kv_cache int8",
         )
