@@ -171,9 +171,9 @@ def first_line(error: BaseException) -> str:
 
 
 def describe_out_of_memory(error: BaseException) -> str:
-    """Return how much was asked for, and was free: the first sentences of PyTorch's error.
+    """Return the requested and the free memory: the first sentences of PyTorch's error.
 
-    The others are about the allocator's settings, and would leave no room for the fix.
+    The others are about the allocator's settings, and too long to add the fix.
     """
     return ". ".join(first_line(error).split(". ")[:SENTENCES]).removesuffix(".")
 

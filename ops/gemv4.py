@@ -466,7 +466,7 @@ def _(
     out, pairs = parts[0].shape[-2], 1 if index is None else index.numel()
     if swiglu:
         return x.new_empty(pairs, out // 2)
-    # The split of `in`, which alone is asked for, is the same on all GPUs.
+    # The number of chunks, which this needs, does not depend on the GPU.
     _, constants = dot4_tiling((out, x.shape[-1]), pairs, kind, swiglu, sms=1)
     chunks = triton.cdiv(x.shape[-1] // 8, constants["CHUNK"])
     return x.new_empty(chunks, pairs, out, dtype=torch.float32)

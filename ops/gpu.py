@@ -62,7 +62,7 @@ KNOWN = {
     "sm_120": Gpu((12, 0), 99 << 10, 170),  # RTX 5090
 }
 OTHER_MAKER = Gpu((0, 0), 64 << 10, 64)
-found: dict[int, Gpu] = {}  # by the device's index
+found: dict[int, Gpu] = {}  # device index -> GPU
 
 
 def gpu_of(device: torch.device) -> Gpu:

@@ -99,7 +99,7 @@ def fit_tiling(kernel: Kernel, tilings: Iterable[dict], args: tuple, constants: 
     """Return the first of these tilings with which a kernel fits into the GPU's shared memory.
 
     tilings: constants and options of the kernel, the fastest first. args, constants: the others.
-    What a tiling takes depends on Triton's version and on the GPU, so that it is compiled, once.
+    Each tiling is compiled once to know its shared memory, which depends on Triton and on the GPU.
     Raises KernelError if none fits.
     """
     tilings = list(tilings)

@@ -501,7 +501,7 @@ class FusedRunner(CompiledRunner):
     def runs(self, key: Hashable, launch: Callable) -> bool:
         """Whether the kernels that `launch` launches run on this GPU.
 
-        They are compiled when that is asked first, before one of them changes the sequence's state.
+        The first call compiles them, before one of them changes the sequence's state.
         """
         if key not in self.checked:
             try:
