@@ -125,9 +125,10 @@ def _replace_methods() -> None:
     Tensor.__getitem__ = subscript
     Tensor.__setitem__ = assign
 
-    def contiguous(self: Tensor) -> Tensor:
-        kept = torch.contiguous_format
-        return self if self.is_contiguous() else torch.ops.aten.clone(self, memory_format=kept)
+    def contiguous(self: Tensor, memory_format=torch.contiguous_format) -> Tensor:
+        if self.is_contiguous(memory_format=memory_format):
+            return self
+        return torch.ops.aten.clone(self, memory_format=memory_format)
 
     Tensor.contiguous = contiguous
     Tensor.copy_ = lambda self, source: torch.ops.aten.copy_.default(self, source)
