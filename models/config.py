@@ -71,7 +71,7 @@ OPTIONAL: dict = dict(
 # family reads, null is refused: transformers refuses it, too, or has no one meaning for it. Other
 # keys for which null means something in a family are its `nullable`.
 NULLABLE = (
-    *("layer_types", "mlp_only_layers", "sliding_window", "clip_qkv", "use_sliding_window"),
+    *("layer_types", "mlp_only_layers", "sliding_window", "clip_qkv"),
     *("bos_token_id", "eos_token_id", "pad_token_id", "rope_scaling", "rope_parameters"),
 )
 # Keys that families read without a default of their own in `Family.defaults`.
@@ -79,7 +79,7 @@ READ = {
     *COMMON_FIELDS,
     *OPTIONAL,
     *("hidden_act", "hidden_activation", "rope_interleave", "n_group", "topk_group"),
-    "is_causal",
+    *("is_causal", "mlp_bias"),
     *("full_attention_interval", "topk_method", "global_head_dim"),
 }
 
@@ -286,11 +286,11 @@ def rope_values(config: dict, family) -> dict:
 
     A parameter may be null. Raises ValueError for a set that is none.
     """
-    rope = config.get("rope_scaling") or config.get("rope_parameters")
-    if rope is None:
-        rope = dict(family.rope)
-    if not isinstance(rope, dict):
-        raise ValueError(f"config.json: rope parameters {rope!r:.80} are not supported")
+    own = config.get("rope_parameters")
+    rope = config.get("rope_scaling") or (dict(family.rope) if own is None else own)
+    for given in ({} if own is None else own, rope):
+        if not isinstance(given, dict):
+            raise ValueError(f"config.json: rope parameters {given!r:.80} are not supported")
     for key, value in rope.items():
         if isinstance(value, dict):
             why = "one set of rope parameters for all layers is"
@@ -321,9 +321,9 @@ def one_expert_count(config: dict, family) -> dict:
         return {}
     count = given[own] if own in given else next(iter(given.values()))
     for key, value in given.items():
-        if value != count or type(value) is not type(count):
+        if value is None or value != count or type(value) is not type(count):
             raise unsupported(key, value, f"{own} is {count!r:.40}")
-    return {} if count is None else {own: count}
+    return {own: count}
 
 
 # Fields of ModelArgs ------------------------------------------------------------------------------

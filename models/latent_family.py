@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from model import Block
-from models.config import HFConfig
+from models.config import HFConfig, unsupported
 from models.family import Shard
 from models.layers.group_routing import GroupRoutedMoE
 from models.layers.latent_attention import HEADS_AT_ONCE, LatentAttention
@@ -96,6 +96,8 @@ class LatentFamily(ScaledRopeFamily):
         set_head_dim(c)
         fields = super().arg_fields(c) | group_fields(c, self.topk_methods)
         if c["rope_type"] != "default" and c["mscale_all_dim"]:
+            if c.is_null("factor"):
+                raise unsupported("factor", None, "mscale_all_dim needs it")
             scale = yarn_scale(c.number("factor"), c.number("mscale_all_dim"))
             if scale != 1:
                 fields["attention_scale"] = fields["head_dim"] ** -0.5 * scale**2

@@ -63,7 +63,7 @@ class Qwen2Moe(ScaledRopeFamily):
             why = "every other layer would have one, up to max_window_layers"
             c.refuse("use_sliding_window", why)
         if kinds and set(kinds) == {"full_attention"}:
-            return {"sliding_window": None}
+            c["use_sliding_window"] = False
         return super().window_fields(c)
 
     def expert_recipes(self, args: Qwen2MoeArgs, layout: PublishedLayout) -> Recipes:
