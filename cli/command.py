@@ -135,9 +135,9 @@ def first_line(error: BaseException) -> str:
 
 
 def describe_out_of_memory(error: BaseException) -> str:
-    """Return how much was asked for, and was free: the first sentences of PyTorch's error.
+    """Return the size of the allocation and the free memory: the first sentences of the error.
 
-    The others are about the allocator's settings, and would leave no room for the fix.
+    The others are about the allocator's settings; with them the line is too long for the fix.
     """
     return ". ".join(first_line(error).split(". ")[:SENTENCES]).removesuffix(".")
 
