@@ -276,9 +276,7 @@ def test_an_error_names_what_to_do_next(command, message, places, tmp_path, monk
 # Out of memory
 
 
-COMMANDS = {
-    module.__name__: module for module in (benchmark, eval, generate, quantize, serve)
-}
+COMMANDS = {module.__name__: module for module in (benchmark, eval, generate, quantize, serve)}
 GPU_IS_FULL = (  # as of PyTorch
     "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 79.11 GiB of "
     "which 12.75 MiB is free. Including non-PyTorch memory, this process has 79.09 GiB memory in "
@@ -319,8 +317,6 @@ def test_out_of_memory_is_one_line_with_cause_and_fix(
         raise error
 
     command = COMMANDS[name]
-        name, benchmark
-    )
     monkeypatch.setattr(command, "architecture" if name == "benchmark" else "run", run)
     monkeypatch.setattr(sys, "argv", [name, *options.split()])
     assert command.main() == 2
