@@ -108,7 +108,8 @@ class Search:
 
     def first_that_fits(self, kinds: tuple[Kind, ...]) -> Change | None:
         changes: Iterator[Change] = iter([Change(self.setup)])
-        for kind in reversed(kinds):
+        # A draft model is left out first: the size for --offload depends on what it leaves free.
+        for kind in sorted(reversed(kinds), key=lambda kind: kind != self.drafts):
             changes = itertools.chain.from_iterable(map(kind, changes))
         return next((change for change in changes if self.fits(change.setup)), None)
 
