@@ -23,6 +23,7 @@ from models.random_weights import (
 )
 from parallel import process_group
 from parallel.device import pick_device
+from runtime.memory import free_gpu_memory
 from runtime.sampling import Sampling
 from runtime.session import Session, SessionOptions
 from runtime.weights import bytes_per_token, peak_bytes, stored_bytes
@@ -38,9 +39,14 @@ log = logging.getLogger("moe_fast")
 
 
 def read_bandwidth(device: torch.device, size: int = 4 << 30, repeats: int = 10) -> float:
-    """Return the read bandwidth in bytes/s: the best of several reductions."""
+    """Return the read bandwidth in bytes/s: the best of several reductions.
+
+    size: bytes that are read, or half of the GPU's free memory, whichever is less.
+    """
     if device.type != "cuda":
         size, repeats = size >> 4, 3
+    elif size > free_gpu_memory(device) // 2:
+        size = free_gpu_memory(device) // 2 >> 20 << 20
     x = torch.empty(size // 2, dtype=torch.bfloat16, device=device).normal_()
     best = 0.0
     for rows in (1 << 12, 1 << 15, 1 << 18):

@@ -171,9 +171,9 @@ def first_line(error: BaseException) -> str:
 
 
 def describe_out_of_memory(error: BaseException) -> str:
-    """Return the requested and the free memory: the first sentences of PyTorch's error.
+    """Return the size of the allocation and the free memory: the first sentences of the error.
 
-    The others are about the allocator's settings, and too long to add the fix.
+    The others are about the allocator's settings; with them the line is too long for the fix.
     """
     return ". ".join(first_line(error).split(". ")[:SENTENCES]).removesuffix(".")
 

@@ -17,7 +17,7 @@ from models import build_model
 from offload.plan import OffloadSettings, least_gpu_memory
 from ops.attention import BLOCK
 
-SUGGESTIONS = 3  # most suggestions in a message, if its length allows
+SUGGESTIONS = 3  # largest number in one message
 FITS = "this fits", "each of these fits"
 RANKS = 2, 4, 8  # numbers of GPUs that are suggested
 CARDS = 8, 12, 16, 24, 32, 48, 80, 96, 141, 192  # GB of GPUs that are sold
@@ -108,7 +108,8 @@ class Search:
 
     def first_that_fits(self, kinds: tuple[Kind, ...]) -> Change | None:
         changes: Iterator[Change] = iter([Change(self.setup)])
-        for kind in reversed(kinds):
+        # A draft model is left out first: the size for --offload depends on what it leaves free.
+        for kind in sorted(reversed(kinds), key=lambda kind: kind != self.drafts):
             changes = itertools.chain.from_iterable(map(kind, changes))
         return next((change for change in changes if self.fits(change.setup)), None)
 
@@ -173,7 +174,7 @@ class Search:
             yield change.also(self.levers.length(length), length=length)
 
     def batches(self, change: Change) -> Iterator[Change]:
-        """Yield the most sequences that fit; one, whose memory other changes may free."""
+        """Yield the most sequences that fit; one if none do: other changes may free memory."""
         setup, option = change.setup, self.levers.batch
         if option and setup.batch > 1:
             found = largest(1, setup.batch - 1, lambda n: self.fits(setup, **self.of_batch(n))) or 1
@@ -192,7 +193,7 @@ class Search:
             yield change.also("leave --draft_checkpoint_path out", extra=0)
 
     def layers(self, change: Change) -> Iterator[Change]:
-        """Yield the most layers that fit; one, whose memory other changes may free."""
+        """Yield the most layers that fit; one if none do: other changes may free memory."""
         setup, count = change.setup, change.setup.sizes.whole_args.n_layer
         if not self.levers.layers:
             return

@@ -25,7 +25,7 @@ from runtime.memory import LEFT_FREE, Capacity, Shortage, cache_bytes, plan_capa
 from tp import ModelShard
 
 GB = 10**9
-MARGIN = 0.05  # share of the free memory that a --gpu_memory chosen here leaves for CUDA, if it can
+MARGIN = 0.05  # share of the free memory that is left for CUDA, if the session does not need it
 
 
 # What is planned ----------------------------------------------------------------------------------
@@ -101,7 +101,7 @@ class Setup:
     kv_cache: str = "plain"
     prefill_chunk: int = 2048
     offload: OffloadSettings | None = None  # its reserve is not read
-    max_batch: int | None = None  # a server's rows; None: no server
+    max_batch: int | None = None  # --max_batch of a server; None: no server
     mapped: bool = False  # on the CPU: weights are read from the disk's cache when first used
     extra: int = 0  # bytes of a draft model and its cache
     longest: int | None = None  # tokens of the longest prompt, if it is known

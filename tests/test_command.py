@@ -13,10 +13,12 @@ from pathlib import Path
 
 import pytest
 
+import benchmark
 import convert_hf_checkpoint
 import eval
 import generate
 import quantize
+import serve
 from checkpoint import Checkpoint
 from formats import quantizer
 from generate import EMBEDDED
@@ -269,6 +271,58 @@ def test_an_error_names_what_to_do_next(command, message, places, tmp_path, monk
     assert found.out == "" and message.format(**places) in found.err
     assert found.err.startswith("error: ") and found.err.count("\n") == 1
     assert not list(tmp_path.iterdir())
+
+
+# Out of memory
+
+
+COMMANDS = {module.__name__: module for module in (benchmark, eval, generate, quantize, serve)}
+GPU_IS_FULL = (  # as of PyTorch
+    "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 79.11 GiB of "
+    "which 12.75 MiB is free. Including non-PyTorch memory, this process has 79.09 GiB memory in "
+    "use. Of the allocated memory 78.29 GiB is allocated by PyTorch, and 125.44 MiB is reserved by "
+    "PyTorch but unallocated. If reserved but unallocated memory is large try setting "
+    "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to avoid fragmentation.  See documentation "
+    "for Memory Management (https://pytorch.org/docs/stable/notes/cuda.html)"
+)
+HOST_IS_FULL = (
+    "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: you "
+    "tried to allocate 4000000000000 bytes. Error code 12 (Cannot allocate memory)"
+)
+
+
+@pytest.mark.parametrize(
+    ("error", "cause"),
+    (
+        (generate.torch.OutOfMemoryError(GPU_IS_FULL), "Tried to allocate 20.00 MiB. GPU 0 has"),
+        (RuntimeError(HOST_IS_FULL), "you tried to allocate 4000000000000 bytes"),
+        (MemoryError(), "MemoryError"),
+    ),
+    ids=("GPU", "host", "Python"),
+)
+@pytest.mark.parametrize(
+    ("name", "options", "fix"),
+    (
+        ("generate", "", "with --offload --gpu_memory or --gpu_experts"),
+        ("serve", "", "with --offload --gpu_memory or --gpu_experts"),
+        ("eval", "", "shorten --seq_len"),
+        ("quantize", "--checkpoint_path x", "free some memory, or on a GPU add --device cpu"),
+        ("benchmark", "--arch x", "use fewer --layers, or a smaller --mode"),
+    ),
+)
+def test_out_of_memory_is_one_line_with_cause_and_fix(
+    name, options, fix, error, cause, monkeypatch, capsys
+):
+    def run(_):
+        raise error
+
+    command = COMMANDS[name]
+    monkeypatch.setattr(command, "architecture" if name == "benchmark" else "run", run)
+    monkeypatch.setattr(sys, "argv", [name, *options.split()])
+    assert command.main() == 2
+    found = capsys.readouterr().err
+    assert found.startswith("error: out of memory (") and found.count("\n") == 1
+    assert cause in found and found.rstrip().endswith(fix)
 
 
 # Time to the first answer

@@ -294,6 +294,10 @@ EXAMPLES = {
         "the draft model and its cache need 12.1 GB and the GPU has 3.0 GB free; this fits: leave "
         "--draft_checkpoint_path out",
     ),
+    "a draft and the weights": (
+        example("OLMoE-1B-7B", "hqq2", "generate", DRAFT, 0.6, draft="Mixtral-8x7B"),
+        "and leave --draft_checkpoint_path out",
+    ),
     "beside a draft": (
         example("OLMoE-1B-7B", "bf16", "generate", DRAFT, 5, draft="OLMoE-1B-7B"),
         "free beside the draft model",
