@@ -75,7 +75,7 @@ class RecurrentLayer(nn.Module):
 
 
 SIZES = dict(dim=32, n_layer=3, n_head=4, intermediate=24, n_expert=6, n_active=2)
-SIZES |= dict(vocab_size=64, max_position=256)
+SIZES |= dict(vocab_size=64, max_position=4096)
 
 
 def with_recurrence(model: Transformer, seed: int = 0) -> Transformer:

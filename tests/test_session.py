@@ -665,7 +665,7 @@ def test_short_prompts_of_every_family(name, sizes, make_family):
 
 
 def test_which_prompts_are_short(model):
-    session = open_session(model, 512, prefill_chunk=100)
+    session = open_session(model, 256, prefill_chunk=100)
     assert [session.chunk_size(0, tokens) for tokens in (1, 64, 65)] == [100, 100, 100]
     session.short_chunks = (32,)
     assert [session.chunk_size(0, tokens) for tokens in (1, 64, 65)] == [32, 32, 100]
