@@ -1,6 +1,6 @@
 """Prompts and decoding with what a smaller GPU has: equal results, and what that costs here.
 
-    PYTHONPATH=. python benchmarks/smaller_gpus.py
+    python benchmarks/smaller_gpus.py
 
 For each MODEL:MODE, the first layers with random weights run prompts, decode steps and a pass over
 8 drafts: as this GPU, and passing for another (MOE_FAST_GPU, ops/gpu.py), each in a process of its
@@ -115,7 +115,13 @@ def compare(case: str, folder: Path) -> bool:
 
 
 def build_parser() -> Parser:
-    parser = Parser(__doc__.partition("\n")[0], ("PYTHONPATH=. python benchmarks/smaller_gpus.py",))
+    parser = Parser(
+        __doc__.partition("\n")[0],
+        (
+            "python benchmarks/smaller_gpus.py",
+            "python benchmarks/smaller_gpus.py --case Mixtral-8x7B:int4:4:int8",
+        ),
+    )
     parser.add_argument("--case", help="MODEL:MODE:LAYERS:CACHE; default: a list of them")
     parser.add_argument("--output", type=Path, help="run one case in this process, write it here")
     return parser
