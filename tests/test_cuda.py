@@ -10,11 +10,13 @@ from unittest import mock
 
 import pytest
 import torch
+import triton
 from conftest import FAMILIES
 from test_batch import Alternating, random_requests, run
 from test_token_draw import SETTINGS
 from torch._dynamo.utils import counters
 from torch._inductor import config as inductor
+from triton.runtime.errors import OutOfResources
 
 from benchmarks import gated_delta as delta_benchmark
 from benchmarks import latent_attention as latent_benchmark
@@ -35,7 +37,7 @@ from models.random_weights import RandomWeights, random_prompt
 from offload.experts import COUNTERS, expert_counters
 from offload.plan import OffloadSettings
 from offload.runner import runner_class_for
-from ops import gemv4, moe_decode
+from ops import gemv4, jit, moe_decode
 from ops.gated_delta_token import delta_token
 from ops.inductor import configure_inductor
 from ops.moe_tiles import Tiles, packed_weight
@@ -45,6 +47,7 @@ from ops.tuning import gpu_ms
 from runtime.batch import Batch
 from runtime.fused_attention import MAX_CACHE_LEN, fuse_decode_attention
 from runtime.fused_decode import FusedRunner, can_fuse
+from runtime.runner import CompiledRunner
 from runtime.sampling import NotFiniteError, Sampling
 from runtime.session import MAX_SHORT_CHUNKS, Session, SessionOptions
 from runtime.speculation import Speculation
@@ -320,6 +323,46 @@ def test_short_prompts_replay_one_graph_of_fused_kernels(mode, length, tmp_path)
     assert set(fused.graphs.known) == known  # captured when it was warmed up
 
 
+@pytest.fixture
+def broken_kernels(monkeypatch):
+    """Return a set of names: these kernels do not fit the GPU while the test runs."""
+    names, run = set(), triton.JITFunction.run
+
+    def run_or_fail(kernel, *args, **options):
+        if kernel.__name__ in names:
+            raise OutOfResources(1 << 20, 1 << 10, "shared memory")
+        return run(kernel, *args, **options)
+
+    monkeypatch.setattr(triton.JITFunction, "run", run_or_fail)
+    yield names
+    jit.broken.clear()
+
+
+@pytest.mark.parametrize(
+    ("runner", "kernel"),
+    (
+        *((FusedRunner, name) for name in ("_down", "_gate_up", "_norm_router", "_attend_token")),
+        *((FusedRunner, name) for name in ("_multiply_tiles", "_find_best", "_draw", "_grouped")),
+        *((CompiledRunner, name) for name in ("_dot4", "_grouped")),
+    ),
+)
+def test_a_kernel_that_cannot_run_is_replaced(runner, kernel, broken_kernels, tmp_path, caplog):
+    """A prompt of a captured length, a short one, and their answers, with one line in the log."""
+    eager, other, directory = fused_and_eager(tmp_path, "int4", 512)
+    if runner is CompiledRunner:
+        options = SessionOptions(compile=True)
+        other = Session(load_model(directory, "cuda", torch.bfloat16), 512, options)
+    prompts = embedded_prompt(900)[:300], embedded_prompt(300)[:40]
+    want = [list(eager.stream(ids, 20, GREEDY)) for ids in prompts if eager.reset() is None]
+    broken_kernels.add(kernel)
+    for ids, expected in zip(prompts, want, strict=True):
+        for _ in range(3):  # the third one would replay a prompt's graph
+            other.reset()
+            check_near_tie(directory, ids, expected, list(other.stream(ids, 20, GREEDY)))
+    lines = [record.message for record in caplog.records if "plain form" in record.message]
+    assert lines and len(lines) == len(set(lines)) and all(kernel in line for line in lines)
+
+
 @pytest.mark.parametrize("mode", ("int4", "int8"))
 def test_a_batch_of_three_in_fused_kernels_gives_the_eager_tokens(mode, tmp_path):
     """Of three sequences, and of two beside an idle row."""
@@ -377,6 +420,7 @@ def check_several_tokens(
 @pytest.mark.parametrize("name", FAMILIES)
 def test_fused_decode_kernels_of_each_family(name, mode, make_family, tmp_path):
     """Their logits are as near to fp32's as those of plain modules in bf16."""
+    configure_inductor()
     wide = dict(shared_expert_intermediate_size=96) if name in SHARED else {}
     directory = make_family(name, **wide).directory
     if mode != "bf16":
