@@ -329,7 +329,9 @@ KV_B = "model.layers.2.self_attn.kv_b_proj.weight"
         (filling(KV_B, float("nan")), f"{KV_B} holds NaN"),
         (filling(f"{KV_B}_scale_inv", float("inf")), f"{KV_B} holds NaN"),
         (
-            lambda tensors, config: config.update(qk_nope_head_dim=96, qk_rope_head_dim=96),
+            lambda tensors, config: config.update(
+                qk_nope_head_dim=96, qk_rope_head_dim=96, head_dim=96
+            ),
             "rows would leave their",
         ),
     ),
