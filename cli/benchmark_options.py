@@ -2,7 +2,7 @@
 
 import argparse
 
-from cli.model_name import FORMATS
+from cli.model_name import format_names
 from cli.options import (
     DTYPES,
     add_compile_cache,
@@ -41,7 +41,7 @@ def add_measure_options(parser: Parser) -> None:
     """Add the model, its number format, lengths, how it is run, and what is reported."""
     arch = "a Hugging Face config.json, or a name as Mixtral-8x7B; a wrong one lists all"
     parser.add_argument("--arch", required=True, metavar="NAME", help=arch)
-    mode = f"number format: {', '.join((*DTYPES, *FORMATS))}, or ATTENTION-EXPERTS (bf16)"
+    mode = f"number format: {', '.join((*DTYPES, *format_names()))}, or ATTENTION-EXPERTS (bf16)"
     parser.add_argument("--mode", default="bf16", help=mode)
     parser.add_number("--layers", "build only the first N layers")
     parser.add_number("--prompt_len", "tokens of the prompt (5)", 5)

@@ -1,12 +1,13 @@
 """Names of models on the Hugging Face Hub, OWNER/NAME[:FORMAT], and their folders on this disk."""
 
+import ast
 import os
 import re
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
-FORMATS = "int8", "fp8", "fp8b", "int4", "mxfp4", "hqq4", "hqq3", "hqq2"
 PLAIN = "bf16"
 PUBLISHED = PLAIN, "mxfp4", "fp8b"  # formats that a conversion keeps
 MODEL_NAME = "OWNER/NAME[:FORMAT]"
@@ -37,6 +38,16 @@ class ModelName(NamedTuple):
         return [] if self.format is None else self.format.split("-")
 
 
+@cache
+def format_names() -> tuple[str, ...]:
+    """Return the keys of `formats.FORMATS`, in order, from its source: no torch is imported."""
+    registry = Path(__file__).parents[1] / "formats" / "__init__.py"
+    for statement in ast.parse(registry.read_text()).body:
+        if isinstance(statement, ast.AnnAssign) and ast.unparse(statement.target) == "FORMATS":
+            return tuple(key.value for key in statement.value.keys)
+    raise LookupError(f"{registry} has no literal FORMATS")
+
+
 def models_folder() -> Path:
     """Return the folder of all models: $MOE_FAST_CHECKPOINTS, else `checkpoints`."""
     return Path(os.environ.get("MOE_FAST_CHECKPOINTS") or "checkpoints")
@@ -48,7 +59,7 @@ def parse_model_name(text: str) -> ModelName:
     if not re.fullmatch(f"{PART}/{PART}", repo_id, re.ASCII) or len(repo_id) > 96:
         raise ValueError(f"{text[:100]!r} is no name of a model: give it as {MODEL_NAME}")
     if colon and not re.fullmatch(r"\w+(?:-\w+)*", format, re.ASCII):
-        known = ", ".join((PLAIN, *FORMATS))
+        known = ", ".join((PLAIN, *format_names()))
         raise ValueError(f"{text[:100]!r} names no format: give one of {known} after the colon")
     return ModelName(repo_id, format or None)
 
@@ -79,8 +90,8 @@ def check_hub_environment(options: object = None) -> None:
 def check_format(name: ModelName) -> None:
     """Raise ValueError unless a checkpoint can be made in the name's format."""
     for format in name.formats:
-        if format not in (PLAIN, *FORMATS):
-            known = ", ".join((PLAIN, *FORMATS))
+        if format not in (PLAIN, *format_names()):
+            known = ", ".join((PLAIN, *format_names()))
             raise ValueError(f"{name}: {format} is no number format; it must be one of {known}")
     if len(name.formats) > 2:
         raise ValueError(f"{name}: give one format, or two: attention's and the experts'")

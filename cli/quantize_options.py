@@ -2,7 +2,7 @@
 
 import argparse
 
-from cli.model_name import FORMATS, PLAIN
+from cli.model_name import PLAIN, format_names
 from cli.options import (
     add_device,
     add_hub_options,
@@ -30,7 +30,7 @@ def build_parser() -> Parser:
     parser.add_path("--checkpoint_path", "a converted checkpoint, not quantized yet")
     add_model_name(parser)
     mode = "format of attention and experts; mxfp4: of experts alone"
-    parser.add_argument("--mode", choices=FORMATS, help=mode)
+    parser.add_argument("--mode", choices=format_names(), help=mode)
     parser.add_path("--output_dir", "default: model_<format> beside the checkpoint")
     parser.add_flag("--force", "replace an existing checkpoint")
     add_device(parser, "where the weights are packed")
@@ -41,8 +41,8 @@ def build_parser() -> Parser:
 
 def add_format_options(parser: Parser) -> None:
     """Add a group of what changes --mode."""
-    parser.begin_group("formats of parts", f"one of {', '.join((PLAIN, *FORMATS))}")
-    add, settings = parser.add_argument, {"choices": (PLAIN, *FORMATS), "metavar": "FORMAT"}
+    parser.begin_group("formats of parts", f"one of {', '.join((PLAIN, *format_names()))}")
+    add, settings = parser.add_argument, {"choices": (PLAIN, *format_names()), "metavar": "FORMAT"}
     add("--attention", help="attention weights; default: --mode's", **settings)
     experts = "expert (and dense feed-forward) weights; default: --mode's"
     add("--experts", help=experts, **settings)

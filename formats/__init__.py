@@ -10,16 +10,14 @@ from formats.mxfp4 import MXFP4
 
 __all__ = ["FORMATS", "PLAIN", "Format"]
 
+# A literal: cli/model_name.py reads the names from this file's text, without importing torch.
 FORMATS: dict[str, Format] = {
-    format.name: format
-    for format in (
-        Int8(),
-        FP8(),
-        BlockFP8(),
-        Int4(),
-        MXFP4(),
-        HQQ("hqq4", bits=4, group=64),
-        HQQ3(),
-        HQQ("hqq2", bits=2, group=16),
-    )
+    "int8": Int8(),
+    "fp8": FP8(),
+    "fp8b": BlockFP8(),
+    "int4": Int4(),
+    "mxfp4": MXFP4(),
+    "hqq4": HQQ("hqq4", bits=4, group=64),
+    "hqq3": HQQ3(),
+    "hqq2": HQQ("hqq2", bits=2, group=16),
 }

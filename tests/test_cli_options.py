@@ -55,7 +55,7 @@ def test_quantize_describes_the_formats_as_they_are():
     sizes = sorted(names, reverse=True)
     groups = ", ".join(f"{size} for {' and '.join(names[size])}" for size in sizes)
     assert groups == quantize_options.GROUPS
-    assert (PLAIN, tuple(FORMATS)) == (model_name.PLAIN, model_name.FORMATS)
+    assert (PLAIN, tuple(FORMATS)) == (model_name.PLAIN, model_name.format_names())
 
 
 def test_families_to_train_are_the_scripts_own():
