@@ -89,6 +89,12 @@ def make_model(case: str, layers: int) -> Transformer:
     return model.to(DTYPES[format.get("dtype", format["name"])])
 
 
+def set_up(model: Transformer, length: int, cache: str) -> None:
+    """Make caches of 8 sequences."""
+    with as_if_compiling():  # tables of numbers come from the host
+        model.setup_cache(8, length, KV_CACHES[cache])
+
+
 def ids(*shape: int) -> Tensor:
     return fake_empty(*shape, dtype=torch.int64)
 
@@ -139,12 +145,12 @@ def compile_case(case: str, quick: bool) -> Found:
     found, model = Found(), make_model(case, 6 if case.startswith("gemma") else LAYERS)
     with FakeTensorMode(), torch.no_grad(), operators_launch():
         move_to_fake_gpu(model)
-        model.setup_cache(8, 4096, KV_CACHES["plain"])
+        set_up(model, 4096, "plain")
         for count in (PROMPTS[1],) if quick else PROMPTS:
             row = ids(1)
             run_blocks(model, found, f"prompt of {count}", ids(1, count), Chunk(row, count))
         for length, cache in () if quick else CACHES:
-            model.setup_cache(8, length, KV_CACHES[cache])
+            set_up(model, length, cache)
             where = f"{length} positions in {cache}"
             for shape in FEW:
                 run_fused(model, found, f"{shape}, {where}", shape)
