@@ -15,6 +15,7 @@ from ops.decode_attention import attend_token
 from ops.few_queries_attention import attend_queries, takes_queries
 from ops.jit import can_launch
 from ops.split_attention import attend_split
+from runtime.plain_forms import undeclared
 
 # Up to 256 positions `attend_token` is faster, then slower. Over all positions of a cache of this
 # length it is even (H200).
@@ -43,9 +44,9 @@ class FusedDecodeAttention(Attention):
         _, _, C = self.heads
         self.decode_scale = settings.get("query_scale", 1.0) * C**-0.5
         fits = C & C - 1 == 0 and 16 <= C <= 512
-        # A norm over heads that are sharded needs an all-reduce (tp.ShardedRMSNorm).
-        whole_norm = self.qk_norm != "full" or isinstance(self.q_norm, RMSNorm)
-        self.supported = fits and whole_norm
+        # Over heads that are sharded a norm needs an all-reduce (tp.ShardedRMSNorm).
+        norms = (norm for norm in (self.q_norm, self.k_norm) if norm is not None)
+        self.supported = fits and not any(undeclared(norm, RMSNorm) for norm in norms)
         # Larger heads were not measured: as many bytes as with heads of 128.
         self.max_length = MAX_CACHE_LEN * 128 // max(C, 128)
 
@@ -116,11 +117,10 @@ def fused_attention(attention: nn.Module) -> nn.Module:
 
     A subclass of Attention is one only if its `fused_decode_settings()` lists its additions.
     """
-    if type(attention) is Attention:
-        return FusedDecodeAttention(attention, {})
-    if isinstance(attention, Attention) and hasattr(attention, "fused_decode_settings"):
-        return FusedDecodeAttention(attention, attention.fused_decode_settings())
-    return attention
+    if undeclared(attention, Attention) or not isinstance(attention, Attention):
+        return attention
+    settings = getattr(attention, "fused_decode_settings", dict)()
+    return FusedDecodeAttention(attention, settings)
 
 
 def fuse_decode_attention(model: Transformer) -> None:

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 from model import (
     AddNorm,
+    Attention,
     Block,
     Chunk,
     Context,
@@ -53,6 +54,7 @@ from ops.quantized_x import QuantizedX
 from ops.token_draw import draw_tokens
 from runtime.fused_attention import FusedDecodeAttention, fused_attention
 from runtime.fused_latent_attention import FusedLatentAttention
+from runtime.plain_forms import changed_forms, settings_of, undeclared
 from runtime.runner import CompiledRunner, without_broken_kernels
 from runtime.sampling import MAX_CANDIDATES, StepState, sample
 
@@ -67,24 +69,6 @@ def kernel_weight(module: nn.Module) -> Weight:
     if hasattr(module, "kernel_weight"):  # a packed weight
         return module.kernel_weight()
     return plain_weight(module.weight)
-
-
-def settings_of(module: nn.Module, plain: type) -> dict:
-    """Return what the module adds to the plain class: its `fused_decode_settings`.
-
-    Raises ValueError if it does not say, or if a subclass of the class that says has changed more.
-    """
-    for kind in type(module).__mro__:
-        if kind is plain:
-            return {}
-        if "fused_decode_settings" in vars(kind):
-            settings = module.fused_decode_settings()
-            if settings is not None:
-                return settings
-            break
-        if any(callable(value) for name, value in vars(kind).items() if name != "__init__"):
-            break
-    raise ValueError(f"no kernels for {type(module).__name__}")
 
 
 class ResidualSum:
@@ -111,9 +95,13 @@ class ResidualSum:
 def choose_attention(attention: nn.Module) -> nn.Module | FusedLatentAttention:
     """Return an attention layer with its kernels, if it has some; else the layer.
 
-    Raises ValueError for latent attention whose wq they cannot read.
+    Raises ValueError for latent attention whose wq they cannot read, and for a subclass that has
+    its own `forward`, of which `core` is only a part.
     """
-    settings = getattr(attention, "fused_decode_settings", dict)()
+    changed = undeclared(attention, Attention)
+    if "forward" in changed:
+        raise ValueError(f"no kernels for {type(attention).__name__}.forward")
+    settings = {} if changed else getattr(attention, "fused_decode_settings", dict)()
     if "latent" not in settings:
         return fused_attention(attention)
     wq = attention.wq
@@ -130,7 +118,7 @@ class FusedAttention:
         self.norm, self.sum = block.attention_norm, ResidualSum(block.add_attention)
         attention = block.attention
         self.attention = choose_attention(attention)
-        if not isinstance(self.norm, RMSNorm) or not hasattr(attention, "core"):
+        if undeclared(self.norm, RMSNorm) or not hasattr(attention, "core"):
             raise ValueError(f"no kernels for {type(attention).__name__}, or its norm")
         names, output = getattr(attention, "projections", (("wqkv",), "wo"))
         modules = [getattr(attention, name) for name in names]
@@ -184,8 +172,7 @@ class FusedExperts:
         self.router: Linear = several.router if several else ffn.router
         if type(self.router) is not Linear:
             raise ValueError("no kernels for another router")
-        if not isinstance(self.norm, RMSNorm):
-            raise ValueError(f"no kernels for {type(self.norm).__name__}")
+        settings_of(self.norm, RMSNorm)
         self.activation = settings.get("activation", SWIGLU)
         if "activation" not in settings and self.experts.activation is not swiglu:
             raise ValueError("no kernels for another activation")
@@ -390,8 +377,7 @@ class FusedHead:
         plain = type(head) is Linear or hasattr(head, "kernel_weight")
         if type(model).logits is not Transformer.logits or not plain or head.bias is not None:
             raise ValueError("no kernel for these logits")
-        if not isinstance(self.norm, RMSNorm):
-            raise ValueError(f"no kernel for {type(self.norm).__name__}")
+        settings_of(self.norm, RMSNorm)
         self.weight = kernel_weight(head)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -536,6 +522,8 @@ def why_not_fused(model: Transformer, device: torch.device) -> str | None:
         return f"activations in {str(model.embedding.weight.dtype).removeprefix('torch.')}"
     if not gpu_of(device).runs_fused_decoding:
         return str(gpu_of(device))
+    if changed := changed_forms():
+        return f"{', '.join(changed)} in model.py changed: see runtime/plain_forms.py"
     sparse = [n for n, block in enumerate(model.layers) if isinstance(block.ffn, MoE)]
     for layer in sparse:
         try:

@@ -5,17 +5,19 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import model
 import tp
 from generate import check_decode_kernels, choose_runner
 from model import ExpertLinear, Linear, MoE
 from models import ARCHITECTURES
+from models.layers.gated_attention import GatedAttention
 from models.layers.shared_expert import SharedExpertMoE
 from models.random_weights import RandomWeights, first_layers, number_format
 from ops import moe_decode, moe_tiles
 from ops.few_tokens import FewTiles
 from ops.gpu import KNOWN, OTHER_MAKER, found
 from ops.quantized_x import empty_quantized
-from runtime.fused_attention import FusedDecodeAttention
+from runtime.fused_attention import FusedDecodeAttention, fused_attention
 from runtime.fused_decode import (
     PROMPT_CHUNKS,
     FusedLayer,
@@ -26,6 +28,7 @@ from runtime.fused_decode import (
     stack,
     why_not_fused,
 )
+from runtime.plain_forms import FORMS, TESTED, changed_forms, digest_of
 from runtime.runner import CompiledRunner
 
 REFUSED = {
@@ -218,3 +221,101 @@ def test_a_norm_is_refused_where_no_kernel_has_it():
     integers = empty_quantized(weight.quads, weight, x.dtype, x.device)
     with pytest.raises(ValueError, match="no norm"):
         moe_decode.down(integers, weight, norm=norm)
+
+
+# Forks --------------------------------------------------------------------------------------------
+
+
+def other(*_):
+    raise NotImplementedError
+
+
+@pytest.mark.parametrize("name", ("MoE.route", "Attention.core", "Block.forward", "swiglu"))
+def test_a_changed_function_of_the_core_leaves_the_kernels(name, monkeypatch):
+    """Somebody edits model.py: the answer has to change, or the line at the start says why not."""
+    monkeypatch.setitem(found, 0, KNOWN["sm_90"])
+    fork = on_meta("Qwen3-30B-A3B", "bf16")
+    assert why_not_fused(fork, HOPPER) is None
+    *owner, function = name.split(".")
+    monkeypatch.setattr(getattr(model, owner[0]) if owner else model, function, other)
+    why = f"{name} in model.py changed: see runtime/plain_forms.py"
+    assert why_not_fused(fork, HOPPER) == why
+
+
+def test_the_core_is_the_one_that_the_kernels_were_tested_with():
+    """After a change that they follow: `python -m runtime.plain_forms` prints the digests."""
+    assert not changed_forms() and set(TESTED) == set(FORMS)
+
+
+def test_comments_and_line_breaks_change_no_digest():
+    one = 'def f(x):\n    """Add one."""\n    return g(x, 1)  # or more\n'
+    same = "def f(x):\n    # The same.\n    return g(\n        x, 1\n    )\n"
+    digests = [digest_of(code) for code in (one, same, same.replace("1", "2"))]
+    assert digests[0] == digests[1] != digests[2]
+
+
+class OtherForward(model.Attention):
+    forward = other
+
+
+class OtherCore(model.Attention):
+    core = other
+
+
+class OtherQueries(GatedAttention):
+    queries = other
+
+
+class OtherNorm(model.RMSNorm):
+    forward = other
+
+
+@pytest.mark.parametrize("path", ("attention_norm", "ffn_norm", "attention.q_norm"))
+def test_a_subclass_of_a_norm_is_followed(path):
+    fork = on_meta("Qwen3-30B-A3B", "bf16")
+    block = fork.layers[0]
+    block.get_submodule(path).__class__ = OtherNorm
+    if path == "attention.q_norm":
+        assert not fused_attention(block.attention).supported
+    else:
+        of_attention = "no kernels for Attention, or its norm"
+        why = of_attention if path == "attention_norm" else "no kernels for OtherNorm"
+        assert why_not_fused_layer(fork) == why
+
+
+class OtherRoute(MoE):
+    route = other
+
+
+@pytest.mark.parametrize(
+    ("kind", "has_layer", "kernel"),
+    (
+        (model.Attention, True, True),
+        (OtherCore, True, False),  # compiled by Inductor, between the kernels
+        (OtherForward, False, False),
+        (OtherQueries, True, False),
+        (GatedAttention, True, True),
+    ),
+)
+def test_a_subclass_of_attention_is_followed(kind, has_layer, kernel):
+    fork = on_meta("Qwen3-30B-A3B", "bf16")
+    for block in fork.layers:
+        block.attention.__class__ = kind
+    layers = fused_layers(fork)
+    assert len(layers) == (len(fork.layers) if has_layer else 0)
+    kernels = [isinstance(x.attention.attention, FusedDecodeAttention) for x in layers.values()]
+    assert kernels == [kernel] * len(layers)
+    assert isinstance(fused_attention(fork.layers[0].attention), FusedDecodeAttention) == kernel
+
+
+def test_a_subclass_of_moe_has_no_kernels():
+    fork = on_meta("Qwen3-30B-A3B", "bf16")
+    for block in fork.layers:
+        block.ffn.__class__ = OtherRoute
+    assert why_not_fused_layer(fork) == "no kernels for OtherRoute"
+
+
+def why_not_fused_layer(fork) -> str:
+    with pytest.raises(ValueError) as error:
+        FusedLayer(fork.layers[0])
+    return str(error.value)

@@ -20,6 +20,10 @@ class ZeroCenteredRMSNorm(RMSNorm):
         y = F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps)
         return y.to(x.dtype)
 
+    def fused_decode_settings(self) -> dict:
+        """The kernels take the weight in fp32."""
+        return {}
+
 
 def zero_centered(name: str, size: int) -> Recipe:
     """Return the recipe of a norm's weight that is published without its 1."""
