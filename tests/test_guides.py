@@ -1,5 +1,6 @@
-"""docs/adding_a_format.md, followed step by step in a copy of the code."""
+"""What docs and examples promise: a guide followed step by step, and an example that forks the core."""
 
+import os
 import re
 import shutil
 import subprocess
@@ -101,3 +102,16 @@ def test_the_guide_to_a_format_runs(copy):
     target = Path(directory).with_name("model_int5")
     options = "--checkpoint_path", str(target), "--prompt", "import os", "--max_new_tokens", "20"
     assert len(run(copy, "generate.py", *options)) > 20
+
+
+def test_a_fork_of_the_router_changes_the_answer_and_leaves_the_kernels():
+    done = subprocess.run(
+        [sys.executable, ROOT / "examples/custom_routing.py"],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode == 0, done.stderr
+    plain, scaled, declared = map(float, re.findall(r"perplexity ([\d.]+)", done.stdout))
+    assert plain < scaled == declared
+    assert re.findall(r"kernels for (\d) of 8 layers", done.stdout) == ["8", "0", "8"]
