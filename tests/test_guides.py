@@ -1,4 +1,4 @@
-"""What docs and examples promise: a guide followed step by step, and an example that forks the core."""
+"""What docs and examples promise: a guide followed step by step, an example that forks the core."""
 
 import os
 import re
