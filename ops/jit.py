@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 
 from torch import Tensor
 
@@ -102,16 +103,20 @@ def fit_tiling(kernel: Kernel, tilings: Iterable[dict], args: tuple, constants: 
     Each tiling is compiled once to know its shared memory, which depends on Triton and on the GPU.
     Raises KernelError if none fits.
     """
-    tilings = list(tilings)
+    others = iter(tilings)
+    fastest = next(others)
     if not isinstance(kernel, Kernel):  # Triton's interpreter
-        return tilings[0]
+        return fastest
     types = (arg.dtype if isinstance(arg, Tensor) else arg for arg in args)
     limit = shared_memory(args)
-    key = limit, *types, *constants.values(), *tilings[0].values()
+    key = limit, *types, *constants.values(), *fastest.values()
     if key not in kernel.fitting:
-        kernel.fitting[key] = next(
-            (t for t in tilings if is_fitting(kernel, args, constants | t, limit)), None
+        fitting = (
+            tiling
+            for tiling in chain([fastest], others)
+            if is_fitting(kernel, args, constants | tiling, limit)
         )
+        kernel.fitting[key] = next(fitting, None)
     if kernel.fitting[key] is None:
         raise KernelError(kernel.__name__, f"no tiling fits into {limit} bytes of shared memory")
     return kernel.fitting[key]

@@ -55,7 +55,7 @@ from ops.token_draw import draw_tokens
 from runtime.fused_attention import FusedDecodeAttention, fused_attention
 from runtime.fused_latent_attention import FusedLatentAttention
 from runtime.plain_forms import changed_forms, settings_of, undeclared
-from runtime.runner import CompiledRunner, without_broken_kernels
+from runtime.runner import CompiledRunner
 from runtime.sampling import MAX_CANDIDATES, StepState, sample
 
 MAX_FEW = 8  # sequences of a step, and drafts: one tile of a tensor core
@@ -125,11 +125,12 @@ class FusedAttention:
         self.inputs = [(kernel_weight(m), m.bias) for m in modules if m is not None]
         output = getattr(attention, output)
         self.output = kernel_weight(output), output.bias
-        self.width = output.width if hasattr(output, "width") else output.weight.shape[-1]
 
     def empty_heads(self, attention: nn.Module, projected: Tensor, context: Context) -> Tensor:
         """Return a tensor of the shape that `core` gives."""
-        return projected.new_empty(*context.positions.shape, self.width)
+        weight, _ = self.output
+        width = 4 * weight.quads * weight.fields
+        return projected.new_empty(*context.positions.shape, width)
 
     def forward(self, x: Tensor, context: Context, core) -> Tensor | None:
         """x [T, D], not normed -> x after attention; with several ranks, what this one adds to x.
@@ -443,9 +444,7 @@ class FusedRunner(CompiledRunner):
             return super().block(block, x, normed, context, next_norm)
         layer = self.layers.get(id(block))
         if layer is None or not self.runs_layer(layer, x, context):
-            x, *routing = without_broken_kernels(
-                self.compiled_unfused, block, x, context, next_norm
-            )
+            x, *routing = self.compiled_unfused(block, x, context, next_norm)
         else:
             y, *routing = layer.forward(x.flatten(0, 1), context, self.compiled_core)
             x = y.view_as(x)

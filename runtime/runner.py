@@ -75,10 +75,15 @@ class CompiledRunner(EagerRunner):
 
     def __init__(self, model: Transformer, dynamic: bool = False):
         super().__init__(model)
-        self.compile = partial(torch.compile, fullgraph=True, dynamic=dynamic)
+        self.dynamic = dynamic
         self.compiled_begin = self.compile(type(model).begin)
         self.compiled_block = self.compile(run_block)
         self.compiled_logits = self.compile(type(model).logits)
+
+    def compile(self, function: Callable, **options) -> Callable:
+        """Compile a function that may launch our kernels."""
+        compiled = torch.compile(function, fullgraph=True, dynamic=self.dynamic, **options)
+        return partial(without_broken_kernels, compiled)
 
     def sample_step(self, rule: Callable) -> Callable:
         return torch.compile(make_sample_step(rule), fullgraph=True, dynamic=False)
@@ -89,11 +94,10 @@ class CompiledRunner(EagerRunner):
     def block(
         self, block: Block, x: Tensor, normed: Tensor, context: Context, next_norm: nn.Module
     ):
-        run = self.compiled_block
-        return without_broken_kernels(run, block, x, normed, context, next_norm)
+        return self.compiled_block(block, x, normed, context, next_norm)
 
     def logits(self, model: Transformer, normed: Tensor, last: Tensor | None) -> Tensor:
-        return without_broken_kernels(self.compiled_logits, model, normed, last)
+        return self.compiled_logits(model, normed, last)
 
 
 def without_broken_kernels(call: Callable, *arguments):

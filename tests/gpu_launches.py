@@ -17,6 +17,7 @@ import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from unittest import mock
 
 import torch
@@ -99,13 +100,6 @@ def ids(*shape: int) -> Tensor:
     return fake_empty(*shape, dtype=torch.int64)
 
 
-def empty_heads(layer, projected: Tensor, context) -> Tensor:
-    """Stand in for attention that no kernel computes."""
-    output = getattr(layer, getattr(layer, "projections", (0, "wo"))[1])
-    width = output.width if hasattr(output, "width") else output.weight.shape[-1]
-    return projected.new_empty(*context.positions.shape, width)
-
-
 def note(found: Found, work: str, run: Callable[[], object]) -> None:
     """Run with launches that compile, and note the kernels, or why there are none."""
     recorded: list[tuple] = []
@@ -128,7 +122,8 @@ def run_fused(model: Transformer, found: Found, work: str, shape: tuple[int, int
     for number, layer in enumerate(fused_layers(model).values()):
         if layer.experts.takes_tokens(tokens.numel()):
             layer.experts.prepare()
-            run = lambda layer=layer: layer.forward(x.flatten(0, 1), context, empty_heads)  # noqa: E731
+            core, rows = layer.attention.empty_heads, x.flatten(0, 1)
+            run = partial(layer.forward, rows, context, core)
             note(found, f"{work}, layer {number}", run)
 
 
@@ -137,7 +132,7 @@ def run_blocks(model: Transformer, found: Found, work: str, tokens: Tensor, span
     x, normed, context = model.begin(tokens, span)
     context = context._replace(last=ids(len(tokens)))
     for number, block in enumerate(model.layers):
-        run = lambda block=block: block.forward(x, normed, context, model.norm)  # noqa: E731
+        run = partial(block.forward, x, normed, context, model.norm)
         note(found, f"{work}, layer {number}", run)
 
 

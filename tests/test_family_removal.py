@@ -46,17 +46,20 @@ for read, value in ((family_named, sys.argv[1]), (args_from_hf, {"model_type": s
 """
 
 
-def copy_without(file: str, target: Path) -> list[str]:
-    """Copy the repository's code without models/FILE.py; return the names of its families."""
-    packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"][
-        "packages"
-    ]
+def copy_code(target: Path) -> None:
+    """Copy the repository's packages and scripts."""
+    tools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     ignore = shutil.ignore_patterns("__pycache__")
-    for package in packages:
+    for package in tools["packages"]:
         if "." not in package:
             shutil.copytree(ROOT / package, target / package, ignore=ignore)
     for path in ROOT.glob("*.py"):
         shutil.copy(path, target)
+
+
+def copy_without(file: str, target: Path) -> list[str]:
+    """Copy the repository's code without models/FILE.py; return the names of its families."""
+    copy_code(target)
     (target / "models" / f"{file}.py").unlink()
     registry = target / "models" / "__init__.py"
     registry.write_text(without_family(registry.read_text(), file))

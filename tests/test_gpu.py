@@ -217,7 +217,7 @@ def test_compiled_code_is_made_again_without_the_kernel(become):
             return x + 1 if "_fails" in jit.broken else fails(x)
 
     runner = CompiledRunner(build_small())
-    runner.compiled_block = torch.compile(run_block, backend="eager", fullgraph=True)
+    runner.compiled_block = runner.compile(run_block, backend="eager")
     found = runner.block(Choosing(), torch.ones(3), None, None, None)
     assert found.tolist() == [2, 2, 2]
 

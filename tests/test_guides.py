@@ -5,13 +5,12 @@ import re
 import shutil
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 
 import pytest
 
 from generate import EMBEDDED
-from tests.test_family_removal import WITHOUT_EDITABLE
+from tests.test_family_removal import WITHOUT_EDITABLE, copy_code
 
 ROOT = Path(__file__).parents[1]
 GUIDE = (ROOT / "docs/adding_a_format.md").read_text()
@@ -44,11 +43,7 @@ def apply(diff: str, path: Path) -> None:
 def copy(tmp_path_factory) -> Path:
     """Return a copy of the code, which imports nothing of the repository."""
     target = tmp_path_factory.mktemp("guide")
-    tools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
-    for package in (name for name in tools["packages"] if "." not in name):
-        shutil.copytree(ROOT / package, target / package, ignore=shutil.ignore_patterns("__pyc*"))
-    for path in ROOT.glob("*.py"):
-        shutil.copy(path, target)
+    copy_code(target)
     shutil.copytree(EMBEDDED, target / EMBEDDED.relative_to(ROOT))
     (target / "sitecustomize.py").write_text(WITHOUT_EDITABLE)
     return target
