@@ -2,7 +2,7 @@
 
 Library entry points: `load_model` and `generate`; `open_session` for parsed options. To follow one
 token, read `generate_all` here, `Session.stream_all` and `Session.decode` in runtime/session.py,
-`Transformer.forward` and `Block.forward` in model.py, then ops/attention.py.
+`Transformer.forward` and `Block.forward` in model.py, then ops/plain/attention.py.
 """
 
 import argparse

@@ -26,11 +26,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ops.attention import BLOCK, attend, attend_blocks, attend_chunk, blocks_in_use, causal_bias
-from ops.grouped import grouped_mm
 from ops.inductor import materialize
-from ops.rope import rope_frequencies, rope_table, rotate
-from ops.topk import top_k
+from ops.plain.attention import (
+    BLOCK,
+    attend,
+    attend_blocks,
+    attend_chunk,
+    blocks_in_use,
+    causal_bias,
+)
+from ops.plain.rope import rope_frequencies, rope_table, rotate
+from ops.plain.topk import top_k
+from ops.products.grouped import grouped_mm
 
 # Up to this cache length, reading the whole cache is faster than finding the blocks in use.
 SHORT_CACHE = 1024

@@ -122,7 +122,7 @@ class AllReduceAddNorm(AddNorm):
     ) -> tuple:
         """The same, its norm, and the scores of the router.
 
-        rows: `router` of `ops.moe_router.norm_router`; routing, indices, weight: as there.
+        rows: `router` of `ops.products.router.norm_router`; routing, indices, weight: as there.
         """
         settings = self.scale, norm.weight, norm.eps, rows, routing, self.router.bias
         return all_reduce_add_router(x, y, *settings, indices, weight)

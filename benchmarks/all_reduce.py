@@ -8,7 +8,7 @@ writes 2 / N of that. NCCL's rings pay for their steps. The script also checks t
 gives the same bits on all ranks. GB/s are message bytes over time. Without GPUs only the library
 (gloo) is timed, by the clock.
 
-A block's all-reduces are followed by a residual add and a norm (`ops.all_reduce.fixed_add_norm`).
+A block's all-reduces are followed by a residual add and a norm (`ops.ranks.all_reduce.fixed_add_norm`).
 Both together are timed for a token's [1, D]. Prediction: 1 us more than the all-reduce, since the
 second kernel starts while the first one waits; 0.5 us more if it also combines per-expert outputs
 and computes a router's scores, as in a block. In fused decode kernels a product sends its rows
@@ -31,10 +31,10 @@ from torch import Tensor
 from cli.command import command
 from cli.parser import Parser
 from model import weighted_sum
-from ops.all_reduce import fixed_add_norm
-from ops.moe_decode import down
-from ops.moe_router import Routing
-from ops.moe_tiles import plain_weight
+from ops.products.experts import down
+from ops.products.router import Routing
+from ops.products.tilings import plain_weight
+from ops.ranks.all_reduce import fixed_add_norm
 from parallel import process_group
 from parallel.all_reduce import (
     all_reduce_add,

@@ -8,7 +8,7 @@ to wo, runs as in a decode step: compiled, in a CUDA graph; 16 layers in turn, s
 weights. us are of one layer. "several" and "one" are without the two products, which have a column
 of their own. The last column is the relative difference of the results. These times decide
 `runtime.fused_attention.MAX_CACHE_LEN`: up to that length the fused kernel is faster. --blocks
-tries other numbers of positions than `ops.decode_attention.choose_block`.
+tries other numbers of positions than `ops.attention.decode_attention.choose_block`.
 
 --queries N measures N tokens of one sequence, as in a short prompt or a draft, also at the cache's
 first position. "position" is the first token's. --blocks has no effect then.
@@ -27,11 +27,11 @@ from cli.parser import Parser
 from model import Context, KVCache, Mask, ModelArgs
 from models import build_model
 from models.random_weights import architecture, first_layers
-from ops import decode_attention
-from ops.attention import causal_bias
-from ops.decode_attention import choose_block
-from ops.few_queries_attention import MAX_QUERIES
+from ops.attention import decode_attention
+from ops.attention.decode_attention import choose_block
+from ops.attention.few_queries_attention import MAX_QUERIES
 from ops.inductor import configure_inductor
+from ops.plain.attention import causal_bias
 from runtime.fused_attention import FusedDecodeAttention, fuse_decode_attention
 
 LAYERS = 16

@@ -1,4 +1,4 @@
-"""Speed of products of several tokens: ops/few_tokens.py and ops/expert_tiles.py in many tilings.
+"""Speed of products of several tokens: ops/products/few_tokens.py and ops/products/expert_tiles.py in many tilings.
 
     python benchmarks/few_tokens.py --json few_tokens.json
 
@@ -25,9 +25,15 @@ from benchmarks.moe_phases import BFLOAT16, MAX_ERROR, Weights
 from cli.parser import Parser
 from formats import PLAIN
 from model import swiglu
-from ops.expert_tiles import MAX_TOKENS, choose_few, choose_tile, multiply_tiles, sort_pairs
-from ops.few_tokens import TILE, FewTiles, choose_few_tiles, down_few
-from ops.moe_decode import SWIGLU
+from ops.products.expert_tiles import (
+    MAX_TOKENS,
+    choose_few,
+    choose_tile,
+    multiply_tiles,
+    sort_pairs,
+)
+from ops.products.experts import SWIGLU
+from ops.products.few_tokens import TILE, FewTiles, choose_few_tiles, down_few
 
 TOKENS = (5, 8, 32, 64)
 TILINGS = (  # rows, warps, depth

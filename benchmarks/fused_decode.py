@@ -35,10 +35,11 @@ from cli.parser import Parser
 from generate import check_decode_kernels, load_model
 from model import Transformer
 from models.random_weights import RandomWeights, architecture, first_layers, number_format
-from ops import moe_decode, moe_router
 from ops.inductor import configure_inductor
-from ops.moe_tiles import Tiles, Weight
-from ops.quantized_x import INTEGERS, quantize_token
+from ops.products import experts as moe_decode
+from ops.products import router as moe_router
+from ops.products.quantized_x import INTEGERS, quantize_token
+from ops.products.tilings import Tiles, Weight
 from runtime.fused_decode import FusedRunner
 from runtime.runner import CompiledRunner
 from runtime.weights import bytes_per_token

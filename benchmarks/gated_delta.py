@@ -19,8 +19,8 @@ from torch import Tensor
 
 from benchmarks.cuda_timing import graph_seconds, require_gpu
 from cli.parser import Parser
-from ops import gated_delta_prompt
-from ops.gated_delta import (
+from ops.attention import gated_delta_prompt
+from ops.attention.gated_delta import (
     causal_conv_silu,
     chunk_in_torch,
     delta_gates,
@@ -28,7 +28,7 @@ from ops.gated_delta import (
     gated_delta_step,
     gated_rms_norm,
 )
-from ops.gated_delta_token import delta_token
+from ops.attention.gated_delta_token import delta_token
 from ops.inductor import configure_inductor
 
 D, K, H, C, W, EPS = 2048, 16, 32, 128, 4, 1e-6  # delta layer; Ck = Cv = C

@@ -1,4 +1,4 @@
-"""Speed of ops.gemv4.dot4, one token's 4-bit products, at models' shapes.
+"""Speed of ops.products.gemv4.dot4, one token's 4-bit products, at models' shapes.
 
     python benchmarks/gemv4.py --shape "Mixtral w13"
 
@@ -21,7 +21,7 @@ from benchmarks.cuda_timing import graph_seconds, require_gpu
 from cli.parser import Parser
 from formats import FORMATS
 from formats.base import Format, Parts
-from ops.gemv4 import Tiling, dot4_tiling, launch_dot4
+from ops.products.gemv4 import Tiling, dot4_tiling, launch_dot4
 
 MIN_BYTES = 220_000_000  # of all weights together: more than L2 holds
 
@@ -160,7 +160,13 @@ def build_parser() -> Parser:
     add("--shape", action="append", choices=SHAPES, help="repeatable; default: all")
     add("--mode", action="append", choices=MODES, help="repeatable; default: all")
     for name, default in asdict(Tiling()).items():
-        add(f"--{name}", type=int, nargs="+", default=[default], help="see ops.gemv4.Tiling")
+        add(
+            f"--{name}",
+            type=int,
+            nargs="+",
+            default=[default],
+            help="see ops.products.gemv4.Tiling",
+        )
     return parser
 
 

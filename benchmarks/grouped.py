@@ -24,9 +24,15 @@ from formats import FORMATS, PLAIN
 from formats.packed import Packed
 from model import ExpertLinear, ModelArgs
 from models.random_weights import architecture
-from ops.grouped import grouped_gemm, grouped_tiling
+from ops.products.grouped import grouped_gemm, grouped_tiling
 
-TILING = "BM", "BN", "BK", "num_warps", "num_stages"  # keys of `ops.grouped.grouped_tiling`
+TILING = (
+    "BM",
+    "BN",
+    "BK",
+    "num_warps",
+    "num_stages",
+)  # keys of `ops.products.grouped.grouped_tiling`
 REPEATS = 5
 
 
@@ -110,7 +116,7 @@ def build_parser() -> Parser:
     add("--mode", action="append", choices=(PLAIN, *FORMATS), help="repeatable; default: all")
     add("--best", type=int, default=1, metavar="N", help="print the best N of each")
     for name in TILING:
-        add(f"--{name}", type=int, nargs="+", help="see ops.grouped.grouped_tiling")
+        add(f"--{name}", type=int, nargs="+", help="see ops.products.grouped.grouped_tiling")
     return parser
 
 

@@ -5,7 +5,7 @@
 All between the products wqkv and wo, which includes wq where the model has it. Several layers run
 in turn in one CUDA graph, so that L2 holds neither weights nor cache. us are of one layer;
 "differs" is the relative difference of the kernels' result from the plain one. --tiles tries other
-tiles than `ops.latent_decode_attention.choose_tile`, as block x stages x columns x values; --parts
+tiles than `ops.attention.latent_decode_attention.choose_tile`, as block x stages x columns x values; --parts
 other limits of parts.
 """
 
@@ -23,11 +23,11 @@ from model import SHORT_CACHE, Context, KVCache, Mask, ModelArgs
 from models import build_model
 from models.layers.latent_attention import LatentAttention
 from models.random_weights import architecture, first_layers
-from ops import latent_decode_attention, split_attention
-from ops.attention import BLOCK, blocks_in_use, causal_bias
+from ops.attention import latent_decode_attention, split_attention
+from ops.attention.latent_decode_attention import Tile
+from ops.attention.split_attention import MAX_PARTS
 from ops.inductor import configure_inductor
-from ops.latent_decode_attention import Tile
-from ops.split_attention import MAX_PARTS
+from ops.plain.attention import BLOCK, blocks_in_use, causal_bias
 from runtime.fused_decode import choose_attention
 from runtime.fused_latent_attention import FusedLatentAttention
 

@@ -22,8 +22,8 @@ import torch
 from benchmarks.cuda_timing import require_gpu
 from benchmarks.fused_decode import Layers, Tuning, load_layers
 from cli.parser import Parser
-from ops import moe_decode
-from ops.moe_tiles import Tiles
+from ops.products import experts as moe_decode
+from ops.products.tilings import Tiles
 from parallel import process_group
 from runtime.fused_decode import FusedRunner
 

@@ -1,4 +1,4 @@
-"""Speed of the phases of one token's MoE layer: ops/moe_decode.py in several tilings, and today's.
+"""Speed of the phases of one token's MoE layer: ops/products/experts.py in several tilings, and today's.
 
     python benchmarks/moe_phases.py --json phases.json
 
@@ -34,9 +34,9 @@ from formats import FORMATS, PLAIN
 from formats.packed import PackedExpertLinear
 from model import Experts, swiglu
 from models import ARCHITECTURES
-from ops import moe_decode
 from ops.inductor import configure_inductor
-from ops.moe_tiles import Tiles, Weight, packed_weight, plain_weight
+from ops.products import experts as moe_decode
+from ops.products.tilings import Tiles, Weight, packed_weight, plain_weight
 
 CASES = (
     ("Qwen3-30B-A3B", "int4"),

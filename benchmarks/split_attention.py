@@ -5,7 +5,7 @@
 Kernels of several layers run in turn, each waiting for the one before, as in a decode step; L2
 holds no cache. us are of one layer. GB/s count the keys and values that are read. "token" is the
 kernel for short caches, which reads them once for each query head. "differs" is the relative
-difference from plain attention. --tiles tries other tiles than `ops.split_attention.choose_tile`,
+difference from plain attention. --tiles tries other tiles than `ops.attention.split_attention.choose_tile`,
 as positions x warps x stages; --parts other numbers of positions of a part.
 """
 
@@ -22,8 +22,8 @@ from formats.kv_cache import KV_CACHES
 from model import Attention, Context, KVCache, ModelArgs
 from models import build_model
 from models.random_weights import architecture, first_layers
-from ops import split_attention
-from ops.split_attention import PART, PROGRAMS, Tile
+from ops.attention import split_attention
+from ops.attention.split_attention import PART, PROGRAMS, Tile
 from runtime.fused_attention import FusedDecodeAttention, fused_attention
 
 MAX_LAYERS, MAX_BYTES = 16, 8 << 30

@@ -12,7 +12,7 @@ from torch import Tensor
 from eval import perplexity
 from generate import EMBEDDED, embedded_checkpoint, generate, load_model
 from model import MoE
-from ops.moe_router import Routing
+from ops.products.router import Routing
 from runtime.fused_decode import fused_layers
 from runtime.sampling import Sampling
 from runtime.session import Session

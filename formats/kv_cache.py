@@ -5,8 +5,8 @@ from torch import Tensor
 
 from formats.words import nonzero
 from model import Context, KVCache
-from ops.jit import can_launch
-from ops.long_attention import attend_int8, merge_partial
+from ops.attention.long_attention import attend_int8, merge_partial
+from ops.launch import can_launch
 
 MAX_BLOCK_ROWS = 64  # queries of a KV head that fit the registers of `attend_int8`
 

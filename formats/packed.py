@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from formats import FORMATS
 from formats.base import Format, Parts
 from model import ExpertLinear, Linear, Transformer, swiglu
-from ops.gemv4 import dot4, dot4_supports
-from ops.grouped import GROUPED, grouped_gemm, grouped_mm
 from ops.inductor import custom_op, materialize
-from ops.jit import can_launch, try_kernels
-from ops.moe_tiles import BITS, Weight, packed_weight
+from ops.launch import can_launch, try_kernels
+from ops.products.gemv4 import dot4, dot4_supports
+from ops.products.grouped import GROUPED, grouped_gemm, grouped_mm
+from ops.products.tilings import BITS, Weight, packed_weight
 
 # Products
 TOKEN = "token"  # one token, or one (token, expert) pair, per weight matrix: a GEMV
@@ -103,7 +103,7 @@ class Packed(nn.Module):
         return FORMATS[self.format].unpack(self.parts(), self.group)
 
     def kernel_weight(self) -> Weight:
-        """Return the weight, without the bias, for ops/moe_decode.py.
+        """Return the weight, without the bias, for ops/products/experts.py.
 
         Raises ValueError if that has no kernels for the format, or for groups that are too small.
         """
@@ -336,7 +336,7 @@ def fuses_swiglu(request: Request) -> bool:
 IMPLEMENTATIONS = (
     # For 4 bits Inductor's best was slower than the kernel by half.
     Implementation(
-        "ops.gemv4",
+        "ops.products.gemv4",
         TOKEN,
         "cuda",
         formats=has_gemv,
@@ -352,7 +352,7 @@ IMPLEMENTATIONS = (
         run=token_plain,
     ),
     Implementation(
-        "ops.gemv4 with SwiGLU",
+        "ops.products.gemv4 with SwiGLU",
         GATED,
         "cuda",
         formats=has_gemv,
@@ -361,7 +361,7 @@ IMPLEMENTATIONS = (
         supports=fuses_swiglu,
     ),
     Implementation(
-        "ops.gemv4, then the activation",
+        "ops.products.gemv4, then the activation",
         GATED,
         "cuda",
         formats=has_gemv,
@@ -386,7 +386,7 @@ IMPLEMENTATIONS = (
         run=gated_split,
     ),
     Implementation(
-        "ops.grouped",
+        "ops.products.grouped",
         ROWS,
         "cuda",
         formats=lambda format: format.kind is not None,
@@ -395,7 +395,7 @@ IMPLEMENTATIONS = (
         reorders_x=True,
     ),
     Implementation(
-        "unpack all experts, then ops.grouped.grouped_mm",
+        "unpack all experts, then ops.products.grouped.grouped_mm",
         ROWS,
         "cuda",
         computes="weight[expert of the row] @ x",

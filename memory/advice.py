@@ -15,7 +15,7 @@ from formats.quantizer import formats_of_mode, plan_format
 from memory.plan import GB, MARGIN, Memory, ModelSizes, Setup, fit, reserve
 from models import build_model
 from offload.plan import OffloadSettings, least_gpu_memory
-from ops.attention import BLOCK
+from ops.plain.attention import BLOCK
 
 SUGGESTIONS = 3  # largest number in one message
 FITS = "this fits", "each of these fits"

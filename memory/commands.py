@@ -17,7 +17,7 @@ from memory.plan import GB, Memory, ModelSizes, Setup, fit, session_bytes
 from model import ModelArgs
 from models import args_of_checkpoint, build_model
 from offload.plan import OffloadSettings
-from ops.attention import BLOCK
+from ops.plain.attention import BLOCK
 from parallel import process_group
 from runtime.memory import (
     LEAST_CONTEXT,

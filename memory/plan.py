@@ -20,7 +20,7 @@ from offload.plan import (
     measure_experts,
     meta_reader,
 )
-from ops.attention import BLOCK
+from ops.plain.attention import BLOCK
 from runtime.memory import LEFT_FREE, Capacity, Shortage, cache_bytes, plan_capacity
 from tp import ModelShard
 

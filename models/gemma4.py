@@ -29,7 +29,7 @@ from models.family import Family, PublishedLayout, Shard
 from models.layers.sandwich import Branches, SandwichAddNorm, UnitRMSNorm
 from models.tensors import Recipe, Recipes, copy_of, dense_recipes, expert_recipes, prefixed
 from ops.inductor import materialize
-from ops.rope import rope_frequencies, rope_table, rotate
+from ops.plain.rope import rope_frequencies, rope_table, rotate
 
 KINDS = "sliding_attention", "full_attention"
 # RoPE parameters by kind of layer; transformers' values of an absent `rope_parameters`.

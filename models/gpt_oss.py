@@ -22,8 +22,8 @@ from models.config import HFConfig, listed_kinds
 from models.family import PublishedLayout, Shard
 from models.layers.scaled_rope import ScaledRopeArgs, ScaledRopeFamily, ScaledRopeTransformer
 from models.tensors import WHOLE, Recipe, Recipes, copy_of
-from ops.attention import attend, attend_chunk
-from ops.moe_decode import Activation
+from ops.plain.attention import attend, attend_chunk
+from ops.products.experts import Activation
 
 MAX_MXFP4_EXPONENT = 252  # the largest e8m0 scale with which every e2m1 number is finite in fp32
 

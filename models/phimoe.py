@@ -9,8 +9,8 @@ from model import Block, Linear, ModelArgs, MoE, Transformer
 from models.config import HFConfig
 from models.family import Family
 from models.tensors import Recipes, copy_of, norm_recipes
-from ops.rope import rope_frequencies, rope_table
-from ops.topk import top_k
+from ops.plain.rope import rope_frequencies, rope_table
+from ops.plain.topk import top_k
 
 
 @dataclass(frozen=True)

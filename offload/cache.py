@@ -10,7 +10,7 @@ from collections.abc import Collection
 import torch
 from torch import Tensor, nn
 
-from ops.expert_paging import page
+from ops.step.expert_paging import page
 
 POLICIES = "lru", "lfu"
 
@@ -45,7 +45,7 @@ class ExpertCache:
 
 
 class DeviceExpertCache(nn.Module):
-    """`ExpertCache` in tensors, for CUDA graphs: the table of `ops.expert_paging`."""
+    """`ExpertCache` in tensors, for CUDA graphs: the table of `ops.step.expert_paging`."""
 
     def __init__(self, experts: int, slots: int, policy: str, device: torch.device):
         super().__init__()
@@ -57,7 +57,7 @@ class DeviceExpertCache(nn.Module):
         self.register_buffer("counters", ids.new_zeros(3), persistent=False)
 
     def page(self, chosen: Tensor, host: Tensor, pool: Tensor, layout: list[int]) -> Tensor:
-        """Run `ops.expert_paging.page` on this table -> the slot of each expert [E]."""
+        """Run `ops.step.expert_paging.page` on this table -> the slot of each expert [E]."""
         table = self.slot, self.last_use, self.uses, self.counters
         return page(chosen, *table, host, pool, layout, self.slots, self.policy)
 

@@ -29,8 +29,8 @@ from torch import Tensor, nn
 from model import Experts, Transformer
 from offload.cache import DeviceExpertCache, ExpertCache
 from offload.copies import CopyStream
-from ops.expert_paging import fetch_by_kernel
-from ops.topk import top_k
+from ops.plain.topk import top_k
+from ops.step.expert_paging import fetch_by_kernel
 
 ALIGN = 128  # bytes
 COUNTERS = "hits", "misses", "speculative_hits", "speculative_loads", "bytes"

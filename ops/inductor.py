@@ -1,6 +1,6 @@
 """Inductor helpers: materializing, custom operators, dp2a products, and the compiler's settings.
 
-Only this file and ops/tuning.py use Inductor's private API.
+Only this file and ops/inductor_tuning.py use Inductor's private API.
 """
 
 import logging
@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ops import tuning
+from ops import inductor_tuning as tuning
 
 log = logging.getLogger("moe_fast")
 

@@ -2,7 +2,7 @@
 
 All-reduce results are bitwise identical on all ranks. There are four methods: "library"
 (NCCL, or gloo on the CPU), "one-shot" and "two-shot" (PyTorch's, in symmetric memory),
-and "push" (`ops.all_reduce.push_all_reduce`). `choose_all_reduce` measures the fastest
+and "push" (`ops.ranks.all_reduce.push_all_reduce`). `choose_all_reduce` measures the fastest
 for each message size. Collectives are custom operators, so that a compiled block stays
 one graph.
 """
@@ -16,19 +16,19 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor
 
-from ops.all_reduce import WORDS, Inbox, empty_scores, fixed_add_norm, push_all_reduce
 from ops.inductor import custom_op
-from ops.moe_router import MAX_DIM, Routing, norm_router
-from ops.moe_tiles import Weight
-from ops.quantized_x import QuantizedX
-from ops.reduce_router import (
+from ops.products.quantized_x import QuantizedX
+from ops.products.router import MAX_DIM, Routing, norm_router
+from ops.products.tilings import Weight
+from ops.ranks.all_reduce import WORDS, Inbox, empty_scores, fixed_add_norm, push_all_reduce
+from ops.ranks.reduce_router import (
     MAX_PROGRAMS,
     TokenInbox,
     can_receive,
     receive_add,
     receive_add_router,
 )
-from ops.sandwich import fixed_sandwich
+from ops.ranks.sandwich import fixed_sandwich
 from parallel.process_group import rank, run_collective, size, state, total
 
 MAX_SYMMETRIC_BYTES = 32 << 20  # largest message of one-shot and two-shot
@@ -65,7 +65,7 @@ def all_reduce_add_norm(
     eps: float,
     router: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """All-reduce y, then add, norm and compute router scores as `ops.all_reduce.fixed_add_norm`.
+    """All-reduce y, then add, norm and compute router scores as `ops.ranks.all_reduce.fixed_add_norm`.
 
     x, y [..., D]. With weights, fp32 [T, A], y is per-expert outputs [T, A, D], which are
     combined first. Return x + scale * sum, its norm, and the scores.
@@ -91,7 +91,7 @@ def all_reduce_sandwich(
     eps: float,
     router: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """All-reduce y [N, ..., D] in one message, then compute `ops.sandwich.fixed_sandwich`."""
+    """All-reduce y [N, ..., D] in one message, then compute `ops.ranks.sandwich.fixed_sandwich`."""
     y = _all_reduce(y, None, y)
     return fixed_sandwich(x, y, branch_weights, weight, scalar, next_weight, eps, router)
 
@@ -124,7 +124,7 @@ def _(x: Tensor, ranks: int) -> Tensor:
 
 
 def inbox_of(x: Tensor) -> TokenInbox | None:
-    """Return where `ops.moe_decode.down` sends a product like x [1, D], or None if it cannot.
+    """Return where `ops.products.experts.down` sends a product like x [1, D], or None if it cannot.
 
     Tokens of the first D that comes are sent: others' messages would leave old numbers behind.
     """

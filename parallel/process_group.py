@@ -23,8 +23,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cli.command import first_line
-from ops.all_reduce import Inbox
-from ops.reduce_router import TokenInbox
+from ops.ranks.all_reduce import Inbox
+from ops.ranks.reduce_router import TokenInbox
 from parallel import heartbeat
 from parallel.device import pick_device
 

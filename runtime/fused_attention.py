@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from model import Attention, Context, RMSNorm, Transformer
-from ops.attention import BLOCK
-from ops.decode_attention import attend_token
-from ops.few_queries_attention import attend_queries, takes_queries
-from ops.jit import can_launch
-from ops.split_attention import attend_split
+from ops.attention.decode_attention import attend_token
+from ops.attention.few_queries_attention import attend_queries, takes_queries
+from ops.attention.split_attention import attend_split
+from ops.launch import can_launch
+from ops.plain.attention import BLOCK
 from runtime.plain_forms import undeclared
 
 # Up to 256 positions `attend_token` is faster, then slower. Over all positions of a cache of this

@@ -1,13 +1,13 @@
 """Decode a few tokens by six Triton kernels a layer, instead of Inductor's ten to thirteen.
 
     wqkv         norm of x, product
-    attention    q and k norm, RoPE, cache append, attention      (ops/decode_attention.py)
+    attention    q and k norm, RoPE, cache append, attention      (ops/attention/decode_attention.py)
     wo           product, plus residual
-    router       norm, scores                                     (ops/moe_router.py)
-    gate_up      top-k, products of the chosen experts, SwiGLU    (ops/moe_decode.py)
+    router       norm, scores                                     (ops/products/router.py)
+    gate_up      top-k, products of the chosen experts, SwiGLU    (ops/products/experts.py)
     down         products, weighted sum, plus residual
 
-Latent attention has three kernels between its products, or four (ops/latent_decode_attention.py).
+Latent attention has three kernels between its products, or four (ops/attention/latent_decode_attention.py).
 Other attention has others there: `core` compiled by Inductor. Shared experts become experts that
 every token chooses. A family declares by `fused_decode_settings` what it adds to `model.Attention`,
 `model.MoE` or `model.AddNorm`; without it, a subclass has no kernels.
@@ -15,9 +15,9 @@ every token chooses. A family declares by `fused_decode_settings` what it adds t
 `FusedRunner` launches the kernels directly: a session captures the step as a CUDA graph, which
 costs them nothing. It serves up to MAX_FEW tokens: one of each of several sequences [B, 1], or
 drafts of one [1, Q]; and PROMPT_CHUNKS of a prompt. Several tokens have kernels of their own:
-ops/few_tokens.py, ops/expert_tiles.py, and for several queries of a sequence
-ops/few_queries_attention.py or ops/few_latent_attention.py. After the layers, one token's norm and
-head are one product, and sampling is three kernels (ops/token_draw.py). Everything else runs the
+ops/products/few_tokens.py, ops/products/expert_tiles.py, and for several queries of a sequence
+ops/attention/few_queries_attention.py or ops/attention/few_latent_attention.py. After the layers, one token's norm and
+head are one product, and sampling is three kernels (ops/step/token_draw.py). Everything else runs the
 compiled blocks, which are the reference that tests compare with.
 """
 
@@ -42,16 +42,18 @@ from model import (
     Transformer,
     swiglu,
 )
-from ops import expert_tiles, moe_decode, moe_router
-from ops.few_tokens import down_few
 from ops.gpu import gpu_of
 from ops.inductor import materialize
-from ops.jit import KernelError, compile_only, give_up
-from ops.moe_decode import SWIGLU
-from ops.moe_router import Routing
-from ops.moe_tiles import Weight, plain_weight
-from ops.quantized_x import QuantizedX
-from ops.token_draw import draw_tokens
+from ops.launch import KernelError, compile_only, give_up
+from ops.products import expert_tiles
+from ops.products import experts as moe_decode
+from ops.products import router as moe_router
+from ops.products.experts import SWIGLU
+from ops.products.few_tokens import down_few
+from ops.products.quantized_x import QuantizedX
+from ops.products.router import Routing
+from ops.products.tilings import Weight, plain_weight
+from ops.step.token_draw import draw_tokens
 from runtime.fused_attention import FusedDecodeAttention, fused_attention
 from runtime.fused_latent_attention import FusedLatentAttention
 from runtime.plain_forms import changed_forms, settings_of, undeclared

@@ -8,11 +8,11 @@ reference that tests compare with.
 from torch import Tensor, nn
 
 from model import Context
-from ops import moe_decode
-from ops.few_latent_attention import MAX_QUERIES, attend_latent_tokens
-from ops.jit import can_launch
-from ops.latent_decode_attention import attend_latent_token, supports
-from ops.moe_tiles import Weight
+from ops.attention.few_latent_attention import MAX_QUERIES, attend_latent_tokens
+from ops.attention.latent_decode_attention import attend_latent_token, supports
+from ops.launch import can_launch
+from ops.products import experts as moe_decode
+from ops.products.tilings import Weight
 
 
 class FusedLatentAttention:

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from model import KVCache, Transformer
-from ops.attention import BLOCK
+from ops.plain.attention import BLOCK
 
 KEPT = 4  # conversations that stay cached, at least
 # Where memory is short, fewer sequences run before the context becomes shorter than this.

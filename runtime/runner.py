@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from model import COUNTING_SORT_MAX_TOKENS, Block, Chunk, Context, Runner, Transformer
-from ops.grouped import GROUPED
-from ops.jit import KernelError, broken, can_launch, give_up
+from ops.launch import KernelError, broken, can_launch, give_up
+from ops.products.grouped import GROUPED
 from runtime.sampling import make_sample_step
 
 SHORT_CHUNK = COUNTING_SORT_MAX_TOKENS  # tokens of a short prompt that run at once
@@ -103,7 +103,7 @@ class CompiledRunner(EagerRunner):
 def without_broken_kernels(call: Callable, *arguments):
     """Call; if a kernel cannot run on this GPU, call again, which chooses another form.
 
-    Dynamo compiles for what `ops.jit.broken` contains. A layer may begin again, since kernels fail
+    Dynamo compiles for what `ops.launch.broken` contains. A layer may begin again, since kernels fail
     before they run, and the operators that update a recurrent state have plain forms of their own.
     """
     while True:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ops.topk import argmax, largest_by_rank, running_sum
+from ops.plain.topk import argmax, largest_by_rank, running_sum
 
 MAX_CANDIDATES = 256  # likeliest tokens sampled from: one compiled step serves any smaller top_k
 TOP_LOGPROBS = 20  # maximum `top_logprobs`
@@ -187,7 +187,7 @@ def sample(logits: Tensor, controls: Tensor, seen: Tensor, noise: Noise | None) 
     controls and seen are those of `shortlist`.
 
     The candidate with the largest p / noise is a draw from p (Gumbel's trick, without the sum and
-    search of `torch.multinomial`). noise None: greedy. ops/token_draw.py has the same as kernels.
+    search of `torch.multinomial`). noise None: greedy. ops/step/token_draw.py has the same as kernels.
     """
     if noise is None:
         logits = penalize(logits, seen, controls[:, 4:])

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from model import COUNTING_SORT_MAX_TOKENS, SHORT_CACHE, Chunk, KVCache, Runner, Transformer
-from ops.attention import BLOCK
 from ops.inductor import configure_inductor, without_tuning
-from ops.jit import can_launch
-from ops.rows import RowMemory
+from ops.launch import can_launch
+from ops.plain.attention import BLOCK
+from ops.step.rows import RowMemory
 from runtime.graphs import CapturedStep, GraphCache, run_on_host
 from runtime.logit_edits import EditState, edit_logits, make_edit_state, set_edits
 from runtime.outbox import Outbox

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from model import Chunk, ModelArgs, Transformer
-from ops.topk import argmax
+from ops.plain.topk import argmax
 from runtime.runner import CompiledRunner
 from runtime.sampling import (
     NOT_FINITE,

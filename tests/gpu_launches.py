@@ -32,8 +32,9 @@ from formats.kv_cache import KV_CACHES
 from formats.quantizer import DTYPES
 from model import Chunk, Transformer
 from models.random_weights import architecture, first_layers, number_format
-from ops import attention, gpu
-from ops.jit import KernelError, compile_only
+from ops import gpu
+from ops.launch import KernelError, compile_only
+from ops.plain import attention
 from runtime.fused_decode import fused_layers
 from tp import ModelShard
 

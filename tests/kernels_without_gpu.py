@@ -57,24 +57,21 @@ from models.layers.gated_attention import GatedAttention
 from models.layers.latent_attention import LatentAttention
 from models.random_weights import first_layers
 from offload.cache import POLICIES, DeviceExpertCache
-from ops import (
-    all_reduce,
+from ops.attention import (
     decode_attention,
-    expert_paging,
     few_latent_attention,
     few_queries_attention,
-    gemv4,
-    grouped,
     latent_decode_attention,
     long_attention,
-    rows,
-    sandwich,
     split_attention,
 )
-from ops.attention import attend, causal_bias
-from ops.latent_decode_attention import Tile
-from ops.rope import rope_frequencies, rope_table
-from ops.rows import RowMemory, make_planes
+from ops.attention.latent_decode_attention import Tile
+from ops.plain.attention import attend, causal_bias
+from ops.plain.rope import rope_frequencies, rope_table
+from ops.products import gemv4, grouped
+from ops.ranks import all_reduce, sandwich
+from ops.step import expert_paging, rows
+from ops.step.rows import RowMemory, make_planes
 from runtime.fused_attention import FusedDecodeAttention
 from tests.interpreter_bounds import check_bounds
 
@@ -583,7 +580,7 @@ def fixed_errors() -> dict[str, float]:
 
 
 def sandwich_errors() -> dict[str, float]:
-    """Return relative errors of `ops.sandwich.fixed_sandwich` against its form for the CPU."""
+    """Return relative errors of `ops.ranks.sandwich.fixed_sandwich` against its form for the CPU."""
     sandwich.supports_pdl, found = lambda x: False, {}
     for D, tokens, branches in ((2816, 1, 2), (2816, 1, 1), (64, 3, 2)):
         x, y, router = torch.randn(tokens, D), torch.randn(branches, tokens, D), torch.randn(7, D)

@@ -1,4 +1,4 @@
-"""Run and compile the kernels of ops/moe_decode.py without a GPU; see kernels_without_gpu.py.
+"""Run and compile the kernels of ops/products/experts.py without a GPU; see kernels_without_gpu.py.
 
     TRITON_INTERPRET=1 python tests/moe_kernels_without_gpu.py < INPUT    Triton's interpreter, CPU
     python tests/moe_kernels_without_gpu.py < INPUT    machine code for an H200, by Triton and ptxas
@@ -53,22 +53,19 @@ from models.layers.gated_hybrid import HybridArgs
 from models.layers.group_routing import SigmoidRoutedMoE
 from models.qwen2_moe import Qwen2MoeArgs
 from models.random_weights import RandomWeights
-from ops import (
+from ops.attention import (
     decode_attention,
-    expert_tiles,
     few_latent_attention,
     few_queries_attention,
-    few_tokens,
-    gemv4,
     latent_decode_attention,
-    moe_chunk,
-    moe_decode,
-    moe_router,
-    moe_tiles,
-    quantized_x,
-    reduce_router,
 )
-from ops.moe_decode import SWIGLU, Activation
+from ops.products import chunk as moe_chunk
+from ops.products import expert_tiles, few_tokens, gemv4, quantized_x
+from ops.products import experts as moe_decode
+from ops.products import router as moe_router
+from ops.products import tilings as moe_tiles
+from ops.products.experts import SWIGLU, Activation
+from ops.ranks import reduce_router
 from runtime.fused_attention import FusedDecodeAttention
 from runtime.fused_decode import MAX_FEW, FusedLayer, FusedRunner
 from runtime.fused_latent_attention import FusedLatentAttention

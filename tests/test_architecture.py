@@ -65,12 +65,12 @@ THIRD_PARTY = {
     "hub": {"torch", "tqdm", "huggingface_hub"},
     "memory": {"torch"},
 }
-INDUCTOR_PRIVATE = {"ops/inductor.py", "ops/tuning.py"}
+INDUCTOR_PRIVATE = {"ops/inductor.py", "ops/inductor_tuning.py"}
 # Imports inside a function: file -> imported packages, and why.
 SLOW = "importing it imports the compiler, which takes seconds"
 OPTIONAL = "an optional package, named in the error if it is missing"
 HIDDEN_IMPORTS = {
-    "ops/attention.py": ({"torch.nn.attention.bias"}, SLOW),
+    "ops/plain/attention.py": ({"torch.nn.attention.bias"}, SLOW),
     "ops/inductor.py": (
         {
             "torch._dynamo.config",
@@ -84,7 +84,7 @@ HIDDEN_IMPORTS = {
         },
         SLOW,
     ),
-    "ops/tuning.py": (
+    "ops/inductor_tuning.py": (
         {
             "torch._inductor.config",
             "torch._inductor.runtime.coordinate_descent_tuner",

@@ -10,7 +10,7 @@ import torch
 
 from formats.kv_cache import KV_CACHES
 from models import ARCHITECTURES, build_model
-from ops.attention import BLOCK
+from ops.plain.attention import BLOCK
 from runtime.memory import (
     KEPT,
     LEAST_LENGTH,

@@ -11,7 +11,7 @@ from torch._inductor.runtime.benchmarking import InductorBenchmarker, TritonBenc
 from torch._inductor.runtime.coordinate_descent_tuner import CoordescTuner
 from triton import Config
 
-from ops import tuning
+from ops import inductor_tuning as tuning
 from ops.inductor import configure_inductor
 
 FLUSH, KERNEL = 60e-6, 5e-6  # seconds on the GPU

@@ -37,13 +37,15 @@ from models.random_weights import RandomWeights, random_prompt
 from offload.experts import COUNTERS, expert_counters
 from offload.plan import OffloadSettings
 from offload.runner import runner_class_for
-from ops import gemv4, jit, moe_decode
-from ops.gated_delta_token import delta_token
+from ops import launch as jit
+from ops.attention.gated_delta_token import delta_token
 from ops.inductor import configure_inductor
-from ops.moe_tiles import Tiles, packed_weight
-from ops.rows import RowMemory
-from ops.token_draw import GROUPS
-from ops.tuning import gpu_ms
+from ops.inductor_tuning import gpu_ms
+from ops.products import experts as moe_decode
+from ops.products import gemv4
+from ops.products.tilings import Tiles, packed_weight
+from ops.step.rows import RowMemory
+from ops.step.token_draw import GROUPS
 from runtime.batch import Batch
 from runtime.fused_attention import MAX_CACHE_LEN, fuse_decode_attention
 from runtime.fused_decode import FusedRunner, can_fuse

@@ -7,7 +7,7 @@ from test_serve import Running
 
 from generate import load_model
 from model import Transformer
-from ops.topk import largest_by_rank
+from ops.plain.topk import largest_by_rank
 from runtime.sampling import NOT_FINITE, Noise, NotFiniteError, Sampling, sample, shortlist
 from runtime.session import Session, SessionOptions
 from runtime.speculation import LookupDrafter, Speculation

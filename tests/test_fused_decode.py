@@ -13,10 +13,11 @@ from models import ARCHITECTURES
 from models.layers.gated_attention import GatedAttention
 from models.layers.shared_expert import SharedExpertMoE
 from models.random_weights import RandomWeights, first_layers, number_format
-from ops import moe_decode, moe_tiles
-from ops.few_tokens import FewTiles
 from ops.gpu import KNOWN, OTHER_MAKER, found
-from ops.quantized_x import empty_quantized
+from ops.products import experts as moe_decode
+from ops.products import tilings as moe_tiles
+from ops.products.few_tokens import FewTiles
+from ops.products.quantized_x import empty_quantized
 from runtime.fused_attention import FusedDecodeAttention, fused_attention
 from runtime.fused_decode import (
     PROMPT_CHUNKS,

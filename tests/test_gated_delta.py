@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers.models.qwen3_next import modeling_qwen3_next as reference
 from without_gpu import run_without_gpu
 
-from ops.gated_delta import (
+from ops.attention.gated_delta import (
     causal_conv_silu,
     gated_delta_chunk,
     gated_delta_recurrent,

@@ -13,9 +13,11 @@ from formats.quantizer import pack_weight
 from model import Block, Transformer
 from models import ARCHITECTURES, build_model
 from models.random_weights import first_layers, number_format
-from ops import gpu, grouped, jit
+from ops import gpu
+from ops import launch as jit
 from ops.gpu import KNOWN, OTHER_MAKER, gpu_of
-from ops.jit import KernelError, fit_tiling, supports_pdl, try_kernels
+from ops.launch import KernelError, fit_tiling, supports_pdl, try_kernels
+from ops.products import grouped
 from runtime.fused_decode import can_fuse
 from runtime.runner import CompiledRunner, EagerRunner, run_block, without_broken_kernels
 from tests.without_gpu import run_without_gpu

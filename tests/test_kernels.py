@@ -16,8 +16,8 @@ from without_gpu import run_without_gpu
 
 from formats import FORMATS
 from formats.mxfp4 import E2M1
-from ops import gemv4
-from ops import grouped as grouped_kernel
+from ops.products import gemv4
+from ops.products import grouped as grouped_kernel
 
 pytestmark = pytest.mark.usefixtures("few_threads")
 

@@ -16,7 +16,7 @@ from models import build_model
 from models.random_weights import RandomWeights, architecture, number_format
 from offload import plan
 from offload.plan import OffloadSettings, check_plan_fits, choose_slots
-from ops.attention import BLOCK
+from ops.plain.attention import BLOCK
 from runtime.memory import cache_bytes
 from tp import ModelShard
 

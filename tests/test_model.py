@@ -20,8 +20,8 @@ from generate import load_model
 from model import Chunk, Context, Experts, KVCache, Mask, swiglu
 from models import ARCHITECTURES, args_from_hf, build_model
 from models.gpt_oss import BiasedExpertLinear, SinkAttention, clamped_swiglu
-from ops.attention import BLOCK, attend, attend_blocks, attend_chunk, blocks_in_use
-from ops.topk import top_k
+from ops.plain.attention import BLOCK, attend, attend_blocks, attend_chunk, blocks_in_use
+from ops.plain.topk import top_k
 from runtime.sampling import Sampling
 from runtime.session import Session
 from runtime.weights import bytes_per_token

@@ -1,4 +1,4 @@
-"""The kernels of ops/moe_decode.py without a GPU: results under the interpreter, machine code."""
+"""The kernels of ops/products/experts.py without a GPU: results under the interpreter, machine code."""
 
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
@@ -31,7 +31,7 @@ FEW_TOKENS = (  # rows of `last` and queries: sequences, drafts, padding, a call
     {"format": "fp8b", "tokens": 2, "last": (-1,), "D": 256, "tiles": {"rows": 8, "depth": 1}},
     {"format": "hqq4", "tokens": 2, "shared": 2, "norm_topk": False},
 )
-# `ops/few_tokens.py`: steps that end behind the row, several steps in turn, rows behind the last,
+# `ops/products/few_tokens.py`: steps that end behind the row, several steps in turn, rows behind the last,
 # and words of a lane: 1, 2 or 4.
 DENSE = (
     {"format": "int8", "tokens": 5, "D": 144, "I": 48, "biased": True, "scale": 0.5},

@@ -47,7 +47,7 @@ from offload.plan import (
     register_host_memory,
 )
 from offload.runner import OffloadRunner, runner_class_for
-from ops.expert_paging import place
+from ops.step.expert_paging import place
 from runtime.graphs import CapturedStep
 from runtime.runner import CompiledRunner
 from runtime.sampling import Sampling

@@ -23,8 +23,8 @@ from generate import load_model
 from models.gpt_oss import GptOssArgs
 from models.layers.yarn import Yarn
 from models.random_weights import RandomWeights
-from ops.attention import BLOCK as CACHE_BLOCK
-from ops.topk import BLOCK, RANK_KERNEL_MAX, argmax, largest_by_rank, running_sum
+from ops.plain.attention import BLOCK as CACHE_BLOCK
+from ops.plain.topk import BLOCK, RANK_KERNEL_MAX, argmax, largest_by_rank, running_sum
 from parallel.device import pick_device
 from runtime import graphs
 from runtime.outbox import Outbox

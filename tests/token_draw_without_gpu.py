@@ -1,4 +1,4 @@
-"""Run and compile the kernels of ops/token_draw.py without a GPU; see kernels_without_gpu.py.
+"""Run and compile the kernels of ops/step/token_draw.py without a GPU; see kernels_without_gpu.py.
 
     TRITON_INTERPRET=1 python tests/token_draw_without_gpu.py < INPUT    Triton's interpreter, CPU
     python tests/token_draw_without_gpu.py < INPUT    machine code for an H200, by Triton and ptxas
@@ -17,7 +17,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from ops import outbox, token_draw
+from ops.step import outbox, token_draw
 from runtime.sampling import MAX_CANDIDATES, Sampling, StepState, make_sample_step, sample
 from tests.interpreter_bounds import check_bounds
 from tests.kernels_without_gpu import Launch, OnCuda, compiled

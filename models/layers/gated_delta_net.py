@@ -15,15 +15,15 @@ from torch import Tensor, nn
 
 from model import Context, KVCache, Linear, RMSNorm, new_parameter
 from models.tensors import Recipes, copy_of
-from ops.gated_delta import (
+from ops.attention.gated_delta import (
     causal_conv_silu,
     delta_gates,
     gated_delta_chunk,
     gated_delta_step,
     gated_rms_norm,
 )
-from ops.gated_delta_few import delta_tokens
-from ops.gated_delta_token import delta_token, delta_token_supports
+from ops.attention.gated_delta_few import delta_tokens
+from ops.attention.gated_delta_token import delta_token, delta_token_supports
 from ops.inductor import materialize
 
 MAX_TENTATIVE = 16  # tokens of one call that `accept` can still refuse

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from models.layers.shared_expert import SharedExpertMoE
-from ops.moe_router import Routing
-from ops.topk import top_k
+from ops.plain.topk import top_k
+from ops.products.router import Routing
 
 
 class GroupRoutedMoE(SharedExpertMoE):

@@ -13,11 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model import Context, KVCache, Linear, RMSNorm, new_parameter
-from ops import attention
+from ops.attention.long_attention import attend_latent, merge_partial
 from ops.inductor import materialize
-from ops.jit import can_launch
-from ops.long_attention import attend_latent, merge_partial
-from ops.rope import rotate
+from ops.launch import can_launch
+from ops.plain import attention
+from ops.plain.rope import rotate
 
 HEADS_AT_ONCE = 16
 LATENT_EPS = 1e-6  # of q_norm and kv_norm, whatever args.norm_eps is

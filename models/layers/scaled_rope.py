@@ -14,7 +14,7 @@ from model import ModelArgs, Transformer
 from models.config import MAX_INTEGER, HFConfig
 from models.family import Family
 from models.layers.yarn import RopeScaling, Yarn, read_yarn, yarn_frequencies, yarn_to_hf
-from ops.rope import rope_frequencies, rope_table
+from ops.plain.rope import rope_frequencies, rope_table
 
 LLAMA3_KEYS = "factor", "low_freq_factor", "high_freq_factor"
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from model import is_valid
 from models.config import HFConfig
-from ops.rope import rope_frequencies
+from ops.plain.rope import rope_frequencies
 
 
 @dataclass(frozen=True)

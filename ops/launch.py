@@ -1,0 +1,299 @@
+"""Triton, if installed; kernels, and how they are launched.
+
+A kernel's parameters are tensors, sizes that change from call to call, then `s` and `PDL`. A tensor
+may be None, and several that belong together are a NamedTuple: absent ones cost no pointer, and the
+kernel asks `if bias is not None` at compile time. `s` is the kernel's settings, a frozen dataclass
+as one `tl.constexpr`: `s.heads`. Bind a setting to a constexpr before it is a shape, a range's
+end or a divisor (`H: tl.constexpr = s.heads`), because Triton 3.6 refuses plain integers there.
+"""
+
+from __future__ import annotations  # annotations of kernels name triton, which may be absent
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from ops.gpu import gpu_of, pretended
+
+try:
+    import triton
+    import triton.language as tl
+    from triton.runtime.jit import MockTensor
+except ImportError:  # a build of torch without CUDA, where no kernel is called
+    triton = tl = None
+
+
+log = logging.getLogger("moe_fast")
+broken: set[str] = set()  # kernels, and uses of kernels, that could not run on this GPU
+
+
+class KernelError(RuntimeError):
+    """A kernel cannot run on this GPU: it does not compile, or needs more than the GPU has."""
+
+    def __init__(self, kernel: str, why: str):
+        super().__init__(f"{kernel}: {why}")
+        self.kernel = kernel
+
+
+class Kernel(triton.JITFunction if triton else object):
+    """A Triton kernel. A launch that the GPU cannot run raises KernelError, and runs nothing."""
+
+    recorded: list[tuple] | None = None  # within `compile_only`: arguments of `check_needs`
+
+    def __init__(self, function, **options):
+        super().__init__(function, **options)
+        self.fitting: dict[tuple, object] = {}  # of `fit`
+
+    def run(self, *args, grid, warmup, **options):
+        if Kernel.recorded is not None and not warmup:
+            found = self.compile_for(*args, **options)
+            Kernel.recorded.append((self, found, shared_memory(args)))
+            return found
+        if pretended() and not warmup:
+            check_needs(self, self.compile_for(*args, **options), shared_memory(args))
+        try:
+            return super().run(*args, grid=grid, warmup=warmup, **options)
+        except Exception as error:
+            if has_failed_on_gpu(error):
+                raise
+            first = next(iter(str(error).strip().splitlines()), type(error).__name__)
+            raise KernelError(self.__name__, first) from error
+
+    def compile_for(self, *args, **options):
+        """Compile for these arguments, unless that was done. Tensors may have no memory."""
+        return self.warmup(*map(without_memory, args), grid=(1,), **options)
+
+
+def without_memory(arg):
+    """Return what Triton compiles an argument by: of a tensor its type alone."""
+    if isinstance(arg, Tensor):
+        return MockTensor(arg.dtype)
+    if isinstance(arg, tuple):
+        parts = map(without_memory, arg)
+        return type(arg)(*parts) if hasattr(arg, "_fields") else tuple(parts)
+    return arg
+
+
+def has_failed_on_gpu(error: Exception) -> bool:
+    """Whether the GPU has failed while a kernel ran, an earlier one perhaps."""
+    text = str(error)
+    reasons = "illegal", "misaligned", "unspecified", "out of memory", "device-side assert"
+    return "CUDA" in text and any(reason in text for reason in reasons)
+
+
+def check_needs(kernel: Kernel, code, limit: int) -> None:
+    """Raise KernelError if compiled code needs more than `limit` bytes of shared memory."""
+    if code.metadata.shared > limit:
+        why = f"it needs {code.metadata.shared} bytes of shared memory, of which there are {limit}"
+        raise KernelError(kernel.__name__, why)
+
+
+@contextmanager
+def compile_only() -> Iterator[list[tuple]]:
+    """Within, launches compile their kernels and run nothing; at the end check what they need.
+
+    Yields the arguments of `check_needs`. Raises KernelError for a launch that the GPU cannot run.
+    """
+    before, Kernel.recorded = Kernel.recorded, []
+    recorded = Kernel.recorded
+    try:
+        yield recorded
+    finally:
+        Kernel.recorded = before
+    for launch in recorded:
+        check_needs(*launch)
+
+
+def device_of(args: Sequence) -> torch.device | None:
+    """Return the device of the first tensor among arguments; tuples are searched, too."""
+    for arg in args:
+        if isinstance(arg, Tensor):
+            return arg.device
+        if isinstance(arg, tuple) and (device := device_of(arg)):
+            return device
+    return None
+
+
+def shared_memory(args: Sequence) -> int:
+    """Return the bytes of shared memory that a program may use on the GPU of these arguments."""
+    return gpu_of(device_of(args)).shared_memory
+
+
+def launch(
+    kernel: Kernel,
+    grid: tuple[int, ...],
+    *args,
+    settings: object,
+    warps: int = 4,
+    stages: int | None = None,
+    registers: int | None = None,
+    pdl: bool | None = None,
+) -> None:
+    """Launch a kernel: its parameters are `args`, then `s` and, if it waits for others, PDL.
+
+    args: tensors, None for absent ones, NamedTuples of both, integers. settings: `s`. warps: of a
+    program. stages: loads in flight of a pipelined loop. registers: most of a lane. None: Triton's
+    choice. pdl: launch with programmatic dependent launch; None: where the GPU has it.
+    """
+    kernel[grid](*args, settings, **launch_options(kernel, args, warps, stages, registers, pdl))
+
+
+def launch_options(
+    kernel: Kernel,
+    args: Sequence,
+    warps: int = 4,
+    stages: int | None = None,
+    registers: int | None = None,
+    pdl: bool | None = None,
+) -> dict:
+    """Return Triton's options for the arguments of `launch`."""
+    options: dict = {"num_warps": warps}
+    if stages is not None:
+        options["num_stages"] = stages
+    if registers:
+        options["maxnreg"] = registers
+    if "PDL" in kernel.arg_names:
+        pdl = gpu_has_pdl(device_of(args)) if pdl is None else pdl
+        options |= {"PDL": pdl, "launch_pdl": pdl}
+    return options
+
+
+def fit(kernel: Kernel, candidates: Iterable[tuple[object, dict]], *args) -> tuple[object, dict]:
+    """Return the first candidate with which a kernel fits into the GPU's shared memory.
+
+    candidates: settings, and the other keyword arguments of `launch`; the fastest first. args: as
+    of `launch`. Each candidate is compiled once to know its shared memory, which depends on Triton
+    and on the GPU. Raises KernelError if none fits.
+    """
+    candidates = iter(candidates)
+    fastest = next(candidates)
+    if not isinstance(kernel, Kernel):  # Triton's interpreter
+        return fastest
+    types, limit = tuple(map(key_of, args)), shared_memory(args)
+    key = limit, types, fastest[0], *fastest[1].items()
+    if key not in kernel.fitting:
+        fitting = (c for c in (fastest, *candidates) if fits(kernel, args, c, limit))
+        kernel.fitting[key] = next(fitting, None)
+    if kernel.fitting[key] is None:
+        raise KernelError(kernel.__name__, f"no tiling fits into {limit} bytes of shared memory")
+    return kernel.fitting[key]
+
+
+def key_of(arg) -> object:
+    """Return what distinguishes an argument for the compiler, hashable."""
+    if isinstance(arg, Tensor):
+        return arg.dtype
+    return tuple(map(key_of, arg)) if isinstance(arg, tuple) else arg
+
+
+def fits(kernel: Kernel, args: Sequence, candidate: tuple[object, dict], limit: int) -> bool:
+    settings, options = candidate
+    try:
+        code = kernel.compile_for(*args, settings, **launch_options(kernel, args, **options))
+    except KernelError:
+        return False
+    return code.metadata.shared <= limit
+
+
+def fit_tiling(kernel: Kernel, tilings: Iterable[dict], args: tuple, constants: dict) -> dict:
+    """Return the first of these tilings with which a kernel fits into the GPU's shared memory.
+
+    tilings: constants and options of the kernel, the fastest first. args, constants: the others.
+    Each tiling is compiled once to know its shared memory, which depends on Triton and on the GPU.
+    Raises KernelError if none fits.
+    """
+    others = iter(tilings)
+    fastest = next(others)
+    if not isinstance(kernel, Kernel):  # Triton's interpreter
+        return fastest
+    types = (key_of(arg) for arg in args)
+    limit = shared_memory(args)
+    key = limit, *types, *constants.values(), *fastest.values()
+    if key not in kernel.fitting:
+        fitting = (
+            tiling
+            for tiling in chain([fastest], others)
+            if is_fitting(kernel, args, constants | tiling, limit)
+        )
+        kernel.fitting[key] = next(fitting, None)
+    if kernel.fitting[key] is None:
+        raise KernelError(kernel.__name__, f"no tiling fits into {limit} bytes of shared memory")
+    return kernel.fitting[key]
+
+
+def is_fitting(kernel: Kernel, args: tuple, constants: dict, limit: int) -> bool:
+    try:
+        return kernel.compile_for(*args, **constants).metadata.shared <= limit
+    except KernelError:
+        return False
+
+
+def jit(function=None, **options):
+    """Make a kernel, or a helper of kernels, if Triton is installed."""
+    if function is None:
+        return partial(jit, **options)
+    if triton is None:
+        return function
+    interpreted = triton.knobs.runtime.interpret
+    return triton.jit(function, **options) if interpreted else Kernel(function, **options)
+
+
+def can_launch(x: Tensor, *kernels: str) -> bool:
+    """Whether our kernels run on the GPU of x; kernels: names of some that must not be broken."""
+    runs = triton is not None and x.is_cuda and gpu_of(x.device).runs_kernels
+    return runs and not any(name in broken for name in kernels)
+
+
+def try_kernels(name: str, launch: Callable, plain: Callable, *arguments):
+    """Return launch(*arguments), or plain(*arguments) if its kernels cannot run on this GPU.
+
+    name: of this use of the kernels, which is then logged and not tried again.
+    """
+    if name not in broken:
+        try:
+            return launch(*arguments)
+        except KernelError as error:
+            give_up(name, error)
+    return plain(*arguments)
+
+
+def give_up(name: str, error: KernelError) -> None:
+    """Log, once, that a plain form replaces a kernel or a use of kernels, and remember that."""
+    if name not in broken:
+        broken.add(name)
+        log.warning("%s: a plain form replaces kernels that cannot run here (%s)", name, error)
+
+
+def gpu_has_pdl(device: torch.device | None) -> bool:
+    """Whether a device has programmatic dependent launch (`Gpu.has_pdl`)."""
+    return device is not None and device.type == "cuda" and gpu_of(device).has_pdl
+
+
+@jit
+def await_previous(PDL: tl.constexpr):
+    """With PDL wait until the previous kernel has ended, then let the next one start."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+def supports_pdl(x: Tensor) -> bool:
+    """Whether the GPU of x has programmatic dependent launch (`Gpu.has_pdl`)."""
+    return x.is_cuda and gpu_of(x.device).has_pdl
+
+
+@jit
+def e8m0_to_float(exponents):
+    """Convert e8m0 scales to fp32; the smallest, 2 ** -127, becomes 0."""
+    return (exponents.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+
+
+@jit
+def add_both(a, b, c, d):
+    """Add two numbers each, for `tl.reduce` of two tensors at once."""
+    return a + c, b + d

@@ -1,0 +1,129 @@
+"""One token's x as integers: quantized once, for all programs of the product that follows.
+
+Codes of 4 and 8 bits are multiplied as integers (ops/products/chunk.py). A program that quantizes x by
+itself takes as many instructions for it as for five rows of 4-bit codes.
+"""
+
+# ruff: noqa: RUF005  (Triton adds tuples, but does not unpack them)
+from __future__ import annotations  # annotations of kernels name triton, which may be absent
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ops.launch import jit, supports_pdl, tl, triton
+from ops.products.chunk import _load_x, _quantize
+from ops.products.tilings import BITS, Weight
+
+LONG_X = 512  # quads: longer x of experts in 4 bits is quantized by a kernel of its own
+INTEGERS = "int8", "int4", "mxfp4", "hqq"  # kinds of codes that are multiplied as integers
+LANES = 8  # quads of a program of `_quantize_token`, which is one warp
+
+
+@dataclass(frozen=True)
+class QuantizedX:
+    """A token as integers: int16 numbers of each quad of its weight, in the order of its codes.
+
+    operands: int64, four numbers each, as of `moe_chunk._quantize`. int4 and hqq [4, quads, 2]: a
+    pair is both operands of a word of codes, so that a lane needs none of another lane's. int8
+    [quads, 4] and mxfp4 [quads, 8]: a quad's first operands, then its second ones. In pairs their
+    `_gate_up` takes more registers, or is slower (docs/log/small_experts.md).
+    units: fp32 [2, quads]: the value of a quad's 1, and the sum of its numbers.
+    """
+
+    operands: Tensor
+    units: Tensor
+    dtype: torch.dtype  # that of the token
+
+
+@jit
+def _store_quads(
+    values,
+    x,
+    units,
+    QUADS: tl.constexpr,
+    KIND: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """Quantize this program's LANES quads, and store them as a `QuantizedX`.
+
+    values: fp32, as `moe_chunk._quantize` takes them. x, units: the tensors of the result.
+    """
+    OPERANDS: tl.constexpr = 1 if KIND == "int8" else 2
+    first, second, unit, sums = _quantize(values, KIND, 14)
+    quad = tl.program_id(0) * LANES + tl.arange(0, LANES)[:, None]
+    word = tl.arange(0, 4)[None, :]
+    if KIND == "int4" or KIND == "hqq":
+        words = x + (word * QUADS + quad) * 2
+        tl.store(words, first, mask=quad < QUADS)
+        tl.store(words + 1, second, mask=quad < QUADS)
+    else:
+        words = x + (quad * (4 * OPERANDS) + word)
+        tl.store(words, first, mask=quad < QUADS)
+        if OPERANDS == 2:
+            tl.store(words + 4, second, mask=quad < QUADS)
+    tl.store(units + quad, unit, mask=quad < QUADS)
+    tl.store(units + QUADS + quad, sums, mask=quad < QUADS)
+
+
+# Grid [quads / LANES]: a program quantizes LANES quads.
+@jit
+def _quantize_token(
+    x,
+    operands,
+    units,
+    QUADS: tl.constexpr,
+    KIND: tl.constexpr,
+    RUN: tl.constexpr,
+    FIELDS: tl.constexpr,
+    PDL: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    raw, values = _load_x(x, tl.program_id(0), QUADS, RUN, FIELDS, LANES), ()
+    for k in tl.static_range(FIELDS):
+        values = values + (raw[k].to(tl.float32),)
+    _store_quads(values, operands, units, QUADS, KIND, LANES)
+
+
+def empty_quantized(
+    quads: int, weight: Weight, dtype: torch.dtype, device: torch.device
+) -> QuantizedX:
+    """Return a `QuantizedX` of `quads` quads for a `Weight`, to be filled."""
+    shape = (4, quads, 2) if weight.kind in ("int4", "hqq") else (quads, weight.fields)
+    operands = torch.empty(shape, dtype=torch.int64, device=device)
+    units = torch.empty(2, quads, dtype=torch.float32, device=device)
+    return QuantizedX(operands, units, dtype)
+
+
+def quantizes_first(weight: Weight, quads: int) -> bool:
+    """Whether a kernel of its own quantizes a token's x of `quads` quads for its experts.
+
+    It takes 1.5 us, so that it must spare many programs more than that, as measured on an H200:
+    of Mixtral's w2 in 4 bits 3 us (docs/log/small_experts.md).
+    """
+    return BITS[weight.kind] == 4 and quads > LONG_X
+
+
+def quantize_token(x: Tensor, weight: Weight, pdl: bool | None = None) -> QuantizedX:
+    """Quantize a token x, or its experts' [A, in], for a `Weight` of a kind in INTEGERS."""
+    pdl = supports_pdl(x) if pdl is None else pdl
+    quads = x.numel() // x.shape[-1] * weight.quads
+    quantized = empty_quantized(quads, weight, x.dtype, x.device)
+    _quantize_token[(triton.cdiv(quads, LANES),)](
+        x,
+        quantized.operands,
+        quantized.units,
+        QUADS=quads,
+        KIND=weight.kind,
+        RUN=weight.group // weight.fields,
+        FIELDS=weight.fields,
+        PDL=pdl,
+        LANES=LANES,
+        launch_pdl=pdl,
+        num_warps=1,
+    )
+    return quantized

@@ -1,0 +1,284 @@
+"""Expert paging: choose slots for missing experts and copy them from host memory.
+
+The GPU keeps R of a layer's E experts in slots. `page` looks the chosen experts up,
+evicts others for those that miss, and copies the missing ones. Everything runs on the
+device, so a decode step never waits for the host and can be captured in a CUDA graph.
+
+The table of a layer (buffers of `offload.cache.DeviceExpertCache`, all int64):
+
+    slot      [E]  an expert's slot; R if it is not cached
+    last_use  [E]  clock value of its last use
+    uses      [E]  calls that used it, also while it was not cached
+    counters  [3]  clock, hits, misses; a call with P chosen experts adds P to the clock
+"""
+
+from __future__ import annotations  # annotations of kernels name triton, which may be absent
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from ops.launch import can_launch, jit, tl, triton
+
+# Slots and eviction -------------------------------------------------------------------
+
+
+def place(
+    chosen: Tensor,
+    slot: Tensor,
+    last_use: Tensor,
+    uses: Tensor,
+    counters: Tensor,
+    slots: int,
+    policy: str,
+) -> tuple[Tensor, Tensor]:
+    """Give each chosen expert a slot and update the table -> experts to copy and their slots.
+
+    chosen int64 [P]: experts, at most R = slots different ones; P <= R is enough.
+    Values outside 0 .. E - 1 (other ranks' experts) are ignored. policy: "lru" or
+    "lfu". Return int64 [P], [P]: the expert to copy or -1, and its slot. Hits count as
+    used before misses, each in the order of `chosen`.
+    """
+    order, experts = torch.arange(len(chosen)), torch.arange(len(slot))
+    valid = (chosen >= 0) & (chosen < len(slot))
+    chosen = torch.where(valid, chosen, 0)
+    earlier = order < order[:, None]  # [P, P]: q comes before p
+    is_first = valid & ~((chosen == chosen[:, None]) & valid & earlier).any(1)
+    cached = slot[chosen] < slots
+    miss = is_first & ~cached
+    precedes = cached & ~cached[:, None] | (cached == cached[:, None]) & earlier
+    use_rank = (is_first & precedes).sum(1)
+    one_hot = is_first[:, None] & (chosen[:, None] == experts)  # [P, E]
+    needed = one_hot.any(0)
+    # The n-th miss takes the slot of the n-th victim.
+    evictable = (slot < slots) & ~needed
+    priority = last_use if policy == "lru" else (uses << 40) + last_use
+    victim_rank = (evictable & (priority < priority[:, None])).sum(1)
+    miss_rank = (miss & earlier).sum(1)
+    victim = (miss[:, None] & evictable) & (victim_rank == miss_rank[:, None])  # [P, E]
+    target = torch.where(miss, (victim * slot).sum(1), slot[chosen])
+    kept = torch.where(victim.any(0), slots, slot)
+    slot.copy_(torch.where(needed, (one_hot * target[:, None]).sum(0), kept))
+    now = counters[0] + (one_hot * use_rank[:, None]).sum(0)
+    last_use.copy_(torch.where(needed, now, last_use))
+    uses.add_(needed)
+    hits = (is_first & cached).sum()
+    counters.add_(torch.stack((torch.tensor(len(chosen)), hits, miss.sum())))
+    return torch.where(miss, chosen, -1), target
+
+
+# Grid [1]: one program computes `place`. P is a few tens and E a few hundred, so all
+# [P, P] and [P, E] comparisons fit into the registers of 4 warps. The loop finds one
+# victim for each possible miss, the minimum of `priority`.
+#
+# One kernel: each step reads registers that the step before has filled.
+@jit
+def _place(
+    chosen,
+    slot,
+    last_use,
+    uses,
+    counters,
+    to_copy,
+    targets,
+    SLOTS: tl.constexpr,
+    LRU: tl.constexpr,
+    E: tl.constexpr,
+    E_POW2: tl.constexpr,
+    P: tl.constexpr,
+    P_POW2: tl.constexpr,
+):
+    p, e = tl.arange(0, P_POW2), tl.arange(0, E_POW2)
+    ids = tl.load(chosen + p, mask=p < P, other=-1)
+    valid = (ids >= 0) & (ids < E)
+    earlier = p[None, :] < p[:, None]
+    repeated = tl.max(((ids[:, None] == ids[None, :]) & earlier).to(tl.int32), 1)
+    is_first = valid & (repeated == 0)
+    target = tl.load(slot + ids, mask=valid, other=SLOTS)
+    cached = target < SLOTS
+    miss = is_first & (target == SLOTS)
+    hit_first = cached[None, :] & (target == SLOTS)[:, None]
+    precedes = hit_first | ((cached[None, :] == cached[:, None]) & earlier)
+    use_rank = tl.sum((is_first[None, :] & precedes).to(tl.int64), 1)
+    miss_rank = tl.sum((miss[None, :] & earlier).to(tl.int32), 1)
+    old_slot = tl.load(slot + e, mask=e < E, other=SLOTS)
+    old_use = tl.load(last_use + e, mask=e < E)
+    count = tl.load(uses + e, mask=e < E)
+    clock = tl.load(counters)
+    one_hot = is_first[:, None] & (ids[:, None] == e[None, :])
+    needed = tl.max(one_hot.to(tl.int32), 0) > 0
+    evictable, kept = (old_slot < SLOTS) & (needed == 0), old_slot
+    priority = old_use if LRU else (count << 40) + old_use
+    for n in tl.static_range(min(P, SLOTS)):
+        lowest = tl.min(tl.where(evictable, priority, 1 << 62), 0)
+        victim = evictable & (priority == lowest) & (n < tl.sum(miss.to(tl.int32), 0))
+        is_nth_miss = miss & (miss_rank == n)
+        target = tl.where(is_nth_miss, tl.sum(tl.where(victim, old_slot, 0), 0), target)
+        kept = tl.where(victim, SLOTS, kept)
+        evictable = evictable & (victim == 0)
+    new_slot = tl.sum(tl.where(one_hot, target[:, None], 0), 0)
+    tl.store(slot + e, tl.where(needed, new_slot, kept), mask=e < E)
+    new_use = clock + tl.sum(tl.where(one_hot, use_rank[:, None], 0), 0)
+    tl.store(last_use + e, tl.where(needed, new_use, old_use), mask=e < E)
+    tl.store(uses + e, count + needed.to(tl.int64), mask=e < E)
+    tl.store(counters, clock + P)
+    tl.store(counters + 1, tl.load(counters + 1) + tl.sum((is_first & cached).to(tl.int64), 0))
+    tl.store(counters + 2, tl.load(counters + 2) + tl.sum(miss.to(tl.int64), 0))
+    tl.store(to_copy + p, tl.where(miss, ids, -1), mask=p < P)
+    tl.store(targets + p, target, mask=p < P)
+
+
+def place_by_kernel(
+    chosen: Tensor,
+    slot: Tensor,
+    last_use: Tensor,
+    uses: Tensor,
+    counters: Tensor,
+    slots: int,
+    policy: str,
+) -> tuple[Tensor, Tensor]:
+    """`place` on a GPU, in one kernel; Inductor would compile `place` into ten."""
+    to_copy, targets = torch.empty_like(chosen), torch.empty_like(chosen)
+    E, P = len(slot), len(chosen)
+    E_POW2, P_POW2 = triton.next_power_of_2(E), triton.next_power_of_2(P)
+    shape = dict(SLOTS=slots, E=E, E_POW2=E_POW2, P=P, P_POW2=P_POW2)
+    table = slot, last_use, uses, counters
+    _place[(1,)](chosen, *table, to_copy, targets, LRU=policy == "lru", **shape, num_warps=4)
+    return to_copy, targets
+
+
+# Copies -------------------------------------------------------------------------------
+#
+# An expert is one blob in host memory: all tensors of its w13 and w2. The pool on the
+# GPU is ordered by tensor, each [R, ...], since the products read it as stacked
+# weights. So a blob of n tensors goes to n places.
+
+CHUNK_WORDS = 4096  # 32-bit words that a program copies at a time: 8 loads of 16 bytes a lane
+PROGRAMS_PER_EXPERT = 512  # 8 MB in flight; bandwidth times latency of the link is 0.1 MB
+
+
+# Grid [programs, P]: program (i, p) copies every num_programs(0)-th chunk of the p-th
+# expert, from registered host memory over the link. A row of `chunks` is one chunk, in
+# words: offset in the blob, offset in the pool's slot 0, distance between slots, size.
+#
+# host is the blobs' address as an integer, annotated int64: Triton would choose the
+# type of an unannotated integer by its value, hence int32 for a low address.
+@jit
+def _fetch(
+    experts,
+    slots,
+    host: tl.int64,
+    pool,
+    chunks,
+    count,
+    BLOB_WORDS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    VECTORIZE: tl.constexpr,
+):
+    pair = tl.program_id(1)
+    expert = tl.load(experts + pair)
+    if expert >= 0:
+        slot = tl.load(slots + pair)
+        blob = host.to(tl.pointer_type(tl.int32)) + expert * BLOB_WORDS
+        for chunk in range(tl.program_id(0), count, tl.num_programs(0)):
+            row = chunks + chunk * 4
+            word, size = tl.arange(0, CHUNK), tl.load(row + 3)
+            source = blob + tl.load(row) + word
+            target = pool + tl.load(row + 1) + slot * tl.load(row + 2) + word
+            if VECTORIZE:  # all sizes are multiples of 16 bytes: a lane copies 4 words at once
+                size = tl.multiple_of(size, 4)
+                source = tl.max_contiguous(tl.multiple_of(source, 16), 4)
+                target = tl.max_contiguous(tl.multiple_of(target, 16), 4)
+            tl.store(target, tl.load(source, mask=word < size), mask=word < size)
+
+
+def list_chunks(layout: tuple[int, ...], slots: int) -> list[list[int]]:
+    """layout as in `fetch` -> the rows of `chunks` of `_fetch`."""
+    chunks = []
+    for start, size in zip(layout[::2], layout[1::2], strict=True):
+        start, size = start // 4, size // 4
+        chunks += [
+            [start + n, slots * start + n, size, min(CHUNK_WORDS, size - n)]
+            for n in range(0, size, CHUNK_WORDS)
+        ]
+    return chunks
+
+
+@cache
+def _chunk_table(layout: tuple[int, ...], slots: int, device: torch.device) -> Tensor:
+    """Return `list_chunks` on the device, made once, since a captured step cannot copy it."""
+    return torch.tensor(list_chunks(layout, slots)).to(device)
+
+
+def fetch_by_kernel(
+    experts: Tensor, slots: Tensor, host: Tensor, pool: Tensor, layout: list[int]
+) -> None:
+    """`fetch` on a GPU, in one kernel that reads registered host memory itself.
+
+    Sizes are multiples of 4 bytes.
+    """
+    chunks = _chunk_table(tuple(layout), pool.numel() // host.shape[1], pool.device)
+    grid = min(len(chunks), PROGRAMS_PER_EXPERT), len(experts)
+    vectorize = all(size % 16 == 0 for size in layout[1::2])
+    tile = dict(BLOB_WORDS=host.shape[1] // 4, CHUNK=CHUNK_WORDS, VECTORIZE=vectorize, num_warps=4)
+    words = pool.view(torch.int32)
+    _fetch[grid](experts, slots, host.data_ptr(), words, chunks, len(chunks), **tile)
+
+
+def fetch(experts: Tensor, slots: Tensor, host: Tensor, pool: Tensor, layout: list[int]) -> None:
+    """Copy blob host[experts[p]] into slot slots[p] of the pool, except where the expert is -1.
+
+    experts, slots int64 [P]; host uint8 [E, bytes]; pool uint8 [R * bytes]. layout:
+    start and size of each tensor in a blob, in bytes, one after the other. The pool has
+    a tensor's slots [R, size] from byte R * start on.
+    """
+    R = pool.numel() // host.shape[1]
+    for expert, slot in zip(experts.tolist(), slots.tolist(), strict=True):
+        for start, size in zip(layout[::2], layout[1::2], strict=True):
+            if expert >= 0:
+                pool[R * start + slot * size :][:size] = host[expert, start : start + size]
+
+
+@torch.library.custom_op("moe_fast::page", mutates_args=())
+def page(
+    chosen: Tensor,
+    slot: Tensor,
+    last_use: Tensor,
+    uses: Tensor,
+    counters: Tensor,
+    host: Tensor,
+    pool: Tensor,
+    layout: list[int],
+    slots: int,
+    policy: str,
+) -> Tensor:
+    """`place`, then `fetch` -> the slot of each expert [E], once the copies are done.
+
+    host is registered with CUDA if the pool is on a GPU. The operator writes the table
+    and the pool in place but declares no mutation: weights are views of the pool, and
+    functionalization would copy them all. That is safe, since readers depend on the
+    returned slots and therefore run after the copies, and no reader from before is
+    still to run.
+    """
+    by_kernel = can_launch(pool)
+    table = slot, last_use, uses, counters
+    experts, targets = (place_by_kernel if by_kernel else place)(chosen, *table, slots, policy)
+    (fetch_by_kernel if by_kernel else fetch)(experts, targets, host, pool, layout)
+    return slot.clone()  # this kernel waits for the copies, so that later ones need not
+
+
+@page.register_fake
+def _(
+    chosen: Tensor,
+    slot: Tensor,
+    last_use: Tensor,
+    uses: Tensor,
+    counters: Tensor,
+    host: Tensor,
+    pool: Tensor,
+    layout: list[int],
+    slots: int,
+    policy: str,
+) -> Tensor:
+    return torch.empty_like(slot)

@@ -1,0 +1,293 @@
+"""The next token of each row in three Triton kernels: `runtime.sampling.sample` and `step_to`.
+
+    find_best    of each of GROUPS groups of the vocabulary, the KEPT tokens with the largest logits
+    rank         the TOP largest of those, in order
+    draw         top-k, top-p and min-p, the draw, and the step to the token
+
+A token's key is its logit's ordered bits, then its complement: int64, so that keys are distinct and
+the order of keys is the order of `shortlist`, ties included.
+
+A group may have more of the top_k largest keys than it keeps. Then its last one is among them, and
+`draw` searches the whole vocabulary instead: exact, but one program takes about 1 ms for it.
+"""
+
+from __future__ import annotations  # annotations of kernels name triton, which may be absent
+
+import torch
+from torch import Tensor
+
+from ops.launch import jit, supports_pdl, tl, triton
+from ops.products.router import _ordered_bits
+
+TOP = 256  # as many candidates as `sampling.MAX_CANDIDATES`
+# A group has half of a token of the likeliest 256 on average, and 8 of them once in 10 million.
+GROUPS, KEPT = 512, 8
+RUN = 4  # neighbors in a group: neighboring tokens, such as digits, are often likely together
+RANKED = 8  # keys whose rank a program counts
+
+# Kernels ------------------------------------------------------------------------------------------
+
+
+@jit
+def _edited_logits(logits, seen, penalty, token, inside):
+    """Load logits, those of tokens in `seen` penalized (`sampling.penalize`); NaN becomes inf."""
+    x = tl.load(logits + token, mask=inside, other=0.0)
+    if penalty != 1.0:
+        marked = tl.load(seen + token, mask=inside, other=0) != 0
+        x = tl.where(marked, tl.where(x > 0.0, tl.math.div_rn(x, penalty), x * penalty), x)
+    return tl.where(x == x, x, float("inf"))
+
+
+@jit
+def _key(bits, token):
+    return (bits.to(tl.int64) << 32) | (0x7FFFFFFF - token)
+
+
+@jit
+def _logit_of(key):
+    bits = (key >> 32).to(tl.int32)
+    return (bits ^ (bits >> 31 & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@jit
+def _token_of(key):
+    return 0x7FFFFFFF - (key & 0x7FFFFFFF).to(tl.int32)
+
+
+# Grid [GROUPS, B], one warp a program: a group's KEPT largest keys, one maximum each. The first
+# program clears what `_rank` writes.
+@jit
+def _find_best(
+    logits,
+    seen,
+    controls,
+    best,
+    ordered,
+    crowded,
+    V: tl.constexpr,
+    PDL: tl.constexpr,
+    GROUPS: tl.constexpr,
+    KEPT: tl.constexpr,
+    RUN: tl.constexpr,
+    SIZE: tl.constexpr,
+    TOP: tl.constexpr,
+):
+    group, row = tl.program_id(0), tl.program_id(1)
+    at = tl.arange(0, SIZE)
+    token = (at // RUN * GROUPS + group) * RUN + at % RUN
+    penalty = tl.load(controls + row * 5 + 4)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    x = _edited_logits(logits + row * V, seen + row * V, penalty, token, token < V)
+    bits = tl.where(token < V, _ordered_bits(x), -(2**31))
+    best += row * KEPT * GROUPS + group
+    for n in tl.static_range(KEPT):
+        largest = tl.max(bits, 0)
+        first = tl.min(tl.where(bits == largest, token, 2**31 - 1), 0)
+        tl.store(best + n * GROUPS, _key(largest, first))
+        bits = tl.where(token == first, -(2**31), bits)
+    if group == 0:
+        tl.store(ordered + row * 2 * TOP + tl.arange(0, TOP), tl.full([TOP], -(2**63), tl.int64))
+        tl.store(crowded + row, 0)
+
+
+@jit
+def _count_larger(others, key):
+    """Return how many of `others` [N] are larger than each of `key` [M], [M]."""
+    return tl.sum((others[None, :] > key[:, None]).to(tl.int32), 1)
+
+
+# Grid [KEPT * GROUPS / RANKED, B]: RANKED keys are compared with all, but first with the largest of
+# each group, which most keys are far below. crowded: set if a group's last key is among the top_k.
+@jit
+def _rank(
+    controls,
+    best,
+    ordered,
+    crowded,
+    PDL: tl.constexpr,
+    KEPT: tl.constexpr,
+    GROUPS: tl.constexpr,
+    RANKED: tl.constexpr,
+    TOP: tl.constexpr,
+    MAX_TOP_K: tl.constexpr,
+):
+    row = tl.program_id(1)
+    top_k = tl.minimum(tl.load(controls + row * 5 + 1), MAX_TOP_K)
+    best += row * KEPT * GROUPS
+    at = tl.program_id(0) * RANKED + tl.arange(0, RANKED)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    key = tl.load(best + at, cache_modifier=".cg")
+    first = tl.load(best + tl.arange(0, GROUPS), cache_modifier=".cg")
+    if tl.min(_count_larger(first, key), 0) < TOP:
+        # All keys at once: in a loop each load would wait for the one before.
+        other = tl.load(best + tl.arange(0, KEPT * GROUPS), cache_modifier=".cg")
+        rank = _count_larger(other, key)
+        tl.store(ordered + row * 2 * TOP + rank, key, mask=rank < TOP)
+        is_last = at >= (KEPT - 1) * GROUPS
+        tl.store(crowded + row + 0 * at, 1, mask=is_last & (rank < top_k))
+
+
+@jit
+def _vocabulary_keys(source, start, V: tl.constexpr, CHUNK: tl.constexpr):
+    """Return the keys of CHUNK tokens. source: logits and seen of a row, and its penalty."""
+    token = start + tl.arange(0, CHUNK)
+    x = _edited_logits(source[0], source[1], source[2], token, token < V)
+    return tl.where(token < V, _key(_ordered_bits(x), token), -(2**63))
+
+
+@jit
+def _scramble(x):
+    """`sampling.scramble` of uint64."""
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
+    return x ^ (x >> 31)
+
+
+@jit
+def _exponential(noise_key, token):
+    """`sampling.exponential`: -log1p(-u). Triton has no log1p; that of the rounded 1 - u is
+    corrected (Goldberg 1991, theorem 4)."""
+    bits = (_scramble(noise_key ^ token.to(tl.uint64)) >> 32).to(tl.uint32)
+    u = tl.minimum((bits.to(tl.float32) + 0.5) * 2.0**-32, 1.0 - 2.0**-24)
+    rest = 1.0 - u
+    return tl.where(rest == 1.0, u, u * tl.log(rest) / tl.where(rest == 1.0, 1.0, rest - 1.0))
+
+
+@jit
+def _count_from(least, source, V: tl.constexpr, CHUNK: tl.constexpr):
+    """Return the number of keys from `least` on."""
+    count = 0
+    for start in range(0, V, CHUNK):
+        keys = _vocabulary_keys(source, start, V, CHUNK)
+        count += tl.sum((keys >= least).to(tl.int32), 0)
+    return count
+
+
+@jit
+def _search(top_k, source, ordered, V: tl.constexpr, CHUNK: tl.constexpr, TOP: tl.constexpr):
+    """Store the top_k largest keys of the whole vocabulary at `ordered`, before TOP unordered."""
+    found = ordered + TOP
+    # Of all keys, at least top_k are from `low` on, and fewer from `high` on.
+    low, high = top_k.to(tl.int64) * 0 - (2**63 - 1), top_k.to(tl.int64) * 0 + (2**63 - 1)
+    count = top_k * 0 + V
+    while count != top_k:
+        middle = (low >> 1) + (high >> 1) + (low & high & 1)  # their sum may overflow
+        n = _count_from(middle, source, V, CHUNK)
+        if n >= top_k:
+            low, count = middle, n
+        else:
+            high = middle
+    first = 0
+    for start in range(0, V, CHUNK):
+        keys = _vocabulary_keys(source, start, V, CHUNK)
+        kept = (keys >= low).to(tl.int32)
+        tl.store(found + first + tl.cumsum(kept, 0) - 1, keys, mask=kept != 0)
+        first += tl.sum(kept, 0)
+    tl.debug_barrier()
+    at = tl.arange(0, TOP)
+    key, rank = tl.load(found + at, mask=at < top_k, other=0), tl.zeros([TOP], tl.int32)
+    for n in range(top_k):
+        rank += (tl.load(found + n) > key).to(tl.int32)
+    tl.store(ordered + rank, key, mask=at < top_k)
+    tl.debug_barrier()
+
+
+# Grid [B].
+@jit
+def _draw(
+    logits,
+    seen,
+    controls,
+    seeds,
+    position,
+    last,
+    ordered,
+    crowded,
+    token,
+    V: tl.constexpr,
+    PDL: tl.constexpr,
+    CHUNK: tl.constexpr,
+    TOP: tl.constexpr,
+    MAX_TOP_K: tl.constexpr,
+):
+    row, at = tl.program_id(0), tl.arange(0, TOP)
+    logits += row * V
+    seen += row * V
+    ordered += row * 2 * TOP
+    temperature = tl.load(controls + row * 5)
+    top_k = tl.minimum(tl.load(controls + row * 5 + 1), MAX_TOP_K)
+    top_p, min_p = tl.load(controls + row * 5 + 2), tl.load(controls + row * 5 + 3)
+    source = logits, seen, tl.load(controls + row * 5 + 4)
+    place, tokens = tl.load(position + row), tl.load(last + row) + 1
+    noise_key = _scramble(tl.load(seeds + row).to(tl.uint64))
+    noise_key = _scramble(noise_key + place.to(tl.uint64) * 0x9E3779B97F4A7C15)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    key = tl.load(ordered + at, cache_modifier=".cg")
+    if tl.load(crowded + row, cache_modifier=".cg") != 0:
+        _search(top_k.to(tl.int32), source, ordered, V, CHUNK, TOP)
+        key = tl.load(ordered + at, cache_modifier=".cg")
+    logit, chosen = _logit_of(key), _token_of(key)
+    largest = _logit_of(tl.max(key, 0))
+    # Probabilities, as multiples of the largest one.
+    weight = tl.where(at < top_k, tl.exp((logit - largest) / temperature), 0.0)
+    if top_p < 1.0:
+        before = tl.cumsum(weight, 0) - weight
+        weight = tl.where(before < top_p * tl.sum(weight, 0), weight, 0.0)
+    draw = weight / _exponential(noise_key, chosen)
+    draw = tl.where((weight >= min_p) & (weight > 0.0), draw, -1.0)
+    first = tl.min(tl.where(draw == tl.max(draw, 0), at, TOP), 0)
+    finite = tl.abs(largest) < float("inf")
+    number = tl.max(tl.where(at == tl.where(finite, first, 0), chosen, 0), 0)
+    tl.store(token + row, tl.where(finite, number, -1).to(tl.int64))
+    tl.store(position + row, place + tokens)
+    tl.store(seen + tl.where(finite, number, V - 1), True)
+
+
+# Launching ----------------------------------------------------------------------------------------
+
+
+def draw_tokens(
+    logits: Tensor,
+    seen: Tensor,
+    controls: Tensor,
+    seeds: Tensor,
+    position: Tensor,
+    last: Tensor,
+    token: Tensor,
+    pdl: bool | None = None,
+) -> None:
+    """Choose a token for each row of logits fp32 [B, V] and step to it, in place.
+
+    The others are those of `sampling.StepState`. A top_k above TOP or V is taken as the smaller of
+    the two, as in `shortlist`: a row that is idle, or of another step, may have any. pdl: None
+    launches with PDL where the GPU has it.
+    """
+    B, V = logits.shape
+    pdl = supports_pdl(logits) if pdl is None else pdl
+    logits, count = logits.contiguous(), GROUPS * KEPT
+    best = torch.empty(B, count, dtype=torch.int64, device=logits.device)
+    ordered = torch.empty(B, 2, TOP, dtype=torch.int64, device=logits.device)
+    crowded = torch.empty(B, dtype=torch.int32, device=logits.device)
+    size = triton.next_power_of_2(triton.cdiv(V, GROUPS * RUN) * RUN)
+    pdl = dict(PDL=pdl, launch_pdl=pdl)
+    groups = dict(V=V, GROUPS=GROUPS, KEPT=KEPT, RUN=RUN, SIZE=size, TOP=TOP)
+    _find_best[(GROUPS, B)](
+        logits, seen, controls, best, ordered, crowded, **groups, num_warps=1, **pdl
+    )
+    # `_search` would write past `ordered` for more than TOP, and never end for more than V.
+    limits = dict(TOP=TOP, MAX_TOP_K=min(TOP, V))
+    ranks = dict(KEPT=KEPT, GROUPS=GROUPS, RANKED=RANKED, **limits)
+    _rank[(count // RANKED, B)](controls, best, ordered, crowded, **ranks, num_warps=4, **pdl)
+    state = controls, seeds, position, last
+    _draw[(B,)](
+        *(logits, seen, *state, ordered, crowded, token),
+        **dict(V=V, CHUNK=1024, **limits),
+        num_warps=4,
+        **pdl,
+    )
