@@ -33,7 +33,7 @@ from cli.parser import Parser
 from model import weighted_sum
 from ops.products.experts import down
 from ops.products.router import Routing
-from ops.products.tilings import plain_weight
+from ops.products.weights import plain_weight
 from ops.ranks.all_reduce import fixed_add_norm
 from parallel import process_group
 from parallel.all_reduce import (

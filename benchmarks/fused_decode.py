@@ -39,7 +39,8 @@ from ops.inductor import configure_inductor
 from ops.products import experts as moe_decode
 from ops.products import router as moe_router
 from ops.products.quantized_x import INTEGERS, quantize_token
-from ops.products.tilings import Tiles, Weight
+from ops.products.tilings import Tiles
+from ops.products.weights import Weight
 from runtime.fused_decode import FusedRunner
 from runtime.runner import CompiledRunner
 from runtime.weights import bytes_per_token

@@ -36,7 +36,8 @@ from model import Experts, swiglu
 from models import ARCHITECTURES
 from ops.inductor import configure_inductor
 from ops.products import experts as moe_decode
-from ops.products.tilings import Tiles, Weight, packed_weight, plain_weight
+from ops.products.tilings import Tiles
+from ops.products.weights import Weight, packed_weight, plain_weight
 
 CASES = (
     ("Qwen3-30B-A3B", "int4"),

@@ -19,7 +19,7 @@ from ops.inductor import custom_op, materialize
 from ops.launch import can_launch, try_kernels
 from ops.products.gemv4 import dot4, dot4_supports
 from ops.products.grouped import GROUPED, grouped_gemm, grouped_mm
-from ops.products.tilings import BITS, Weight, packed_weight
+from ops.products.weights import BITS, Weight, packed_weight
 
 # Products
 TOKEN = "token"  # one token, or one (token, expert) pair, per weight matrix: a GEMV

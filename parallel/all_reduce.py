@@ -19,7 +19,7 @@ from torch import Tensor
 from ops.inductor import custom_op
 from ops.products.quantized_x import QuantizedX
 from ops.products.router import MAX_DIM, Routing, norm_router
-from ops.products.tilings import Weight
+from ops.products.weights import Weight
 from ops.ranks.all_reduce import WORDS, Inbox, empty_scores, fixed_add_norm, push_all_reduce
 from ops.ranks.reduce_router import (
     MAX_PROGRAMS,

@@ -52,7 +52,7 @@ from ops.products.experts import SWIGLU
 from ops.products.few_tokens import down_few
 from ops.products.quantized_x import QuantizedX
 from ops.products.router import Routing
-from ops.products.tilings import Weight, plain_weight
+from ops.products.weights import Weight, plain_weight
 from ops.step.token_draw import draw_tokens
 from runtime.fused_attention import FusedDecodeAttention, fused_attention
 from runtime.fused_latent_attention import FusedLatentAttention

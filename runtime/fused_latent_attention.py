@@ -12,7 +12,7 @@ from ops.attention.few_latent_attention import MAX_QUERIES, attend_latent_tokens
 from ops.attention.latent_decode_attention import attend_latent_token, supports
 from ops.launch import can_launch
 from ops.products import experts as moe_decode
-from ops.products.tilings import Weight
+from ops.products.weights import Weight
 
 
 class FusedLatentAttention:

@@ -59,12 +59,12 @@ from ops.attention import (
     few_queries_attention,
     latent_decode_attention,
 )
-from ops.products import chunk as moe_chunk
-from ops.products import expert_tiles, few_tokens, gemv4, quantized_x
+from ops.products import codes, expert_tiles, few_tokens, gemv4, quantized_x
 from ops.products import experts as moe_decode
 from ops.products import router as moe_router
 from ops.products import tilings as moe_tiles
 from ops.products.experts import SWIGLU, Activation
+from ops.products.weights import Weight, packed_weight, plain_weight
 from ops.ranks import reduce_router
 from runtime.fused_attention import FusedDecodeAttention
 from runtime.fused_decode import MAX_FEW, FusedLayer, FusedRunner
@@ -108,12 +108,12 @@ class Case:
 
 
 def bytes_twin(word, x, total):
-    """Replace `moe_chunk._add_bytes`, which is inline assembly."""
+    """Replace `codes._add_bytes`, which is inline assembly."""
     return add_dot(total, fields(word, np.int8), fields(x, np.int16))
 
 
 def pair_twin(pair, total):
-    """Replace `moe_chunk._add_pair`."""
+    """Replace `codes._add_pair`."""
     return add_dot(total, fields(pair, np.int16), np.int32(1))
 
 
@@ -163,15 +163,15 @@ class Layer:
     def normal(self, *shape: int) -> Tensor:
         return torch.randn(*shape, generator=self.random)
 
-    def weight(self, *shape: int) -> tuple[moe_tiles.Weight, Tensor]:
+    def weight(self, *shape: int) -> tuple[Weight, Tensor]:
         weight = self.normal(*shape) * shape[-1] ** -0.5
         if self.case.format == "bf16":
             weight = weight.bfloat16()
-            return moe_tiles.plain_weight(weight), weight.double()
+            return plain_weight(weight), weight.double()
         format = FORMATS[self.case.format]
         group = self.case.group or GROUPS[format.name]
         parts = format.pack(weight, group)
-        kernel = moe_tiles.packed_weight(list(parts.values()), format.kind, group)
+        kernel = packed_weight(list(parts.values()), format.kind, group)
         return kernel, format.unpack(parts, group).double()
 
 
@@ -705,7 +705,7 @@ def send_part(layer: Layer, inbox, gather: bool, dtype: torch.dtype) -> Tensor |
 
 
 def receive_part(
-    case: Reduction, parts: Tensor, inbox, weight: moe_tiles.Weight | None
+    case: Reduction, parts: Tensor, inbox, weight: Weight | None
 ) -> tuple[tuple, dict]:
     """Receive what the ranks have sent, parts [N, D] -> results, and their errors.
 
@@ -763,7 +763,7 @@ def reduction_code() -> dict[str, dict[str, int]]:
         inbox = make_inboxes(ranks)[0]
         routing = moe_router.Routing(1, True)
         router, indices = x.new_zeros(E, D), torch.zeros(1, 1, dtype=torch.int64)
-        int4 = moe_tiles.Weight((torch.zeros(1, 1, D // 8, dtype=torch.int32),), "int4", 32)
+        int4 = Weight((torch.zeros(1, 1, D // 8, dtype=torch.int32),), "int4", 32)
         settings = x[0], 1e-5, router, routing, None, indices, int4
         with mock.patch.object(reduce_router, "_receive_add_router", launch := Launch()):
             reduce_router.receive_add_router(x, inbox, 1.0, *settings, pdl=True)
@@ -857,9 +857,9 @@ def main() -> int:
     if os.environ.get("TRITON_INTERPRET") == "1":
         check_bounds()
         # Programs that stay have several tiles.
-        moe_tiles.RESIDENT, moe_tiles.Weight.multiprocessors = 12, 1
+        moe_tiles.RESIDENT, Weight.multiprocessors = 12, 1
         gemv4._add_word, gemv4._add_e2m1 = twin, e2m1_twin
-        moe_chunk._add_bytes, moe_chunk._add_pair = bytes_twin, pair_twin
+        codes._add_bytes, codes._add_pair = bytes_twin, pair_twin
         few_tokens._dot, few_tokens._multiply_bf16 = dot_twin, norm_twin
         layers = [layer_errors(*pair) for pair in given.get("layers", ())]
         models = [model_error(*pair) for pair in given.get("models", ())]

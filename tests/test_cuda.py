@@ -43,7 +43,8 @@ from ops.inductor import configure_inductor
 from ops.inductor_tuning import gpu_ms
 from ops.products import experts as moe_decode
 from ops.products import gemv4
-from ops.products.tilings import Tiles, packed_weight
+from ops.products.tilings import Tiles
+from ops.products.weights import packed_weight
 from ops.step.rows import RowMemory
 from ops.step.token_draw import GROUPS
 from runtime.batch import Batch

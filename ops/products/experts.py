@@ -20,7 +20,7 @@ gdc_launch_dependents first, so that the product loads its weights during the lo
 are a product with EARLY, kernels that merge parts of attention, and `receive_add`. After them a
 kernel must not read before its wait what the last two kernels write.
 
-A program multiplies a tile of rows in chunks (ops/products/chunk.py), and keeps DEPTH of them in flight.
+A program multiplies a tile of rows in chunks (ops/products/codes.py), and keeps DEPTH of them in flight.
 Where instructions bind (mxfp4) programs stay: no more than run at once, each with several tiles.
 
 Several tokens have other kernels: ops/products/few_tokens.py has the dense product, ops/products/expert_tiles.py the
@@ -36,8 +36,7 @@ import torch
 from torch import Tensor
 
 from ops.launch import jit, supports_pdl, tl, triton
-from ops.products.chunk import (
-    _activate,
+from ops.products.codes import (
     _await_choice,
     _lane_experts,
     _lane_factor,
@@ -45,7 +44,6 @@ from ops.products.chunk import (
     _load_chunk,
     _load_norm,
     _load_operands,
-    _load_x,
     _multiply_chunk,
     _order_operands,
     _prepare_x,
@@ -56,6 +54,8 @@ from ops.products.chunk import (
     _sum_normed,
     _sum_shared,
     _weighted_operands,
+    activate,
+    load_x,
 )
 from ops.products.few_tokens import TILE, FewTiles, down_few
 from ops.products.gemv4 import _e2m1_table
@@ -67,7 +67,8 @@ from ops.products.router import (
     choice_constants,
     norm_tokens,
 )
-from ops.products.tilings import Tiles, Weight, choose_tiles, chunks_of, programs_of
+from ops.products.tilings import Tiles, choose_tiles, chunks_of, programs_of
+from ops.products.weights import Weight
 from ops.ranks.reduce_router import TokenInbox, _find_outboxes, _send
 
 # Kernels ------------------------------------------------------------------------------------------
@@ -95,7 +96,7 @@ def _load_part(
     if QUANTIZED:
         return _load_operands(x, units, chunk, QUADS, KIND, LANES)
     else:
-        return _load_x(x, chunk, QUADS, RUN, FIELDS, LANES)
+        return load_x(x, chunk, QUADS, RUN, FIELDS, LANES)
 
 
 @jit
@@ -269,7 +270,7 @@ def _gate_up(
             gate += gate_bias
             up += up_bias
         out = h + pair * I + row + rows
-        h_rows = _activate(gate, up, ACTIVATION, LIMIT, ALPHA)
+        h_rows = activate(gate, up, ACTIVATION, LIMIT, ALPHA)
         tl.store(out, h_rows.to(h.dtype.element_ty), mask=stores)
         row = next_row
 

@@ -1,6 +1,6 @@
 """One token's x as integers: quantized once, for all programs of the product that follows.
 
-Codes of 4 and 8 bits are multiplied as integers (ops/products/chunk.py). A program that quantizes x by
+Codes of 4 and 8 bits are multiplied as integers (ops/products/codes.py). A program that quantizes x by
 itself takes as many instructions for it as for five rows of 4-bit codes.
 """
 
@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from ops.launch import jit, supports_pdl, tl, triton
-from ops.products.chunk import _load_x, _quantize
-from ops.products.tilings import BITS, Weight
+from ops.products.codes import _quantize, load_x
+from ops.products.weights import BITS, Weight
 
 LONG_X = 512  # quads: longer x of experts in 4 bits is quantized by a kernel of its own
 INTEGERS = "int8", "int4", "mxfp4", "hqq"  # kinds of codes that are multiplied as integers
@@ -25,7 +25,7 @@ LANES = 8  # quads of a program of `_quantize_token`, which is one warp
 class QuantizedX:
     """A token as integers: int16 numbers of each quad of its weight, in the order of its codes.
 
-    operands: int64, four numbers each, as of `moe_chunk._quantize`. int4 and hqq [4, quads, 2]: a
+    operands: int64, four numbers each, as of `codes._quantize`. int4 and hqq [4, quads, 2]: a
     pair is both operands of a word of codes, so that a lane needs none of another lane's. int8
     [quads, 4] and mxfp4 [quads, 8]: a quad's first operands, then its second ones. In pairs their
     `_gate_up` takes more registers, or is slower (docs/log/small_experts.md).
@@ -38,7 +38,7 @@ class QuantizedX:
 
 
 @jit
-def _store_quads(
+def store_quads(
     values,
     x,
     units,
@@ -48,7 +48,7 @@ def _store_quads(
 ):
     """Quantize this program's LANES quads, and store them as a `QuantizedX`.
 
-    values: fp32, as `moe_chunk._quantize` takes them. x, units: the tensors of the result.
+    values: fp32, as `codes._quantize` takes them. x, units: the tensors of the result.
     """
     OPERANDS: tl.constexpr = 1 if KIND == "int8" else 2
     first, second, unit, sums = _quantize(values, KIND, 14)
@@ -83,10 +83,10 @@ def _quantize_token(
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    raw, values = _load_x(x, tl.program_id(0), QUADS, RUN, FIELDS, LANES), ()
+    raw, values = load_x(x, tl.program_id(0), QUADS, RUN, FIELDS, LANES), ()
     for k in tl.static_range(FIELDS):
         values = values + (raw[k].to(tl.float32),)
-    _store_quads(values, operands, units, QUADS, KIND, LANES)
+    store_quads(values, operands, units, QUADS, KIND, LANES)
 
 
 def empty_quantized(

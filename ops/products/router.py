@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from ops.launch import jit, supports_pdl, tl, triton
-from ops.products.chunk import _load_x
-from ops.products.quantized_x import INTEGERS, QuantizedX, _store_quads, empty_quantized
-from ops.products.tilings import Weight
+from ops.products.codes import load_x
+from ops.products.quantized_x import INTEGERS, QuantizedX, empty_quantized, store_quads
+from ops.products.weights import Weight
 
 MAX_EXPERTS = 512
 MAX_DIM = 8192
@@ -176,13 +176,13 @@ def _store_quantized(
 ):
     """Norm and quantize this program's LANES quads of x, and store them as a `QuantizedX`.
 
-    raw, scales: x and the norm's weight as of `_load_x`. factor: the norm's, of all of x.
+    raw, scales: x and the norm's weight as of `load_x`. factor: the norm's, of all of x.
     """
     values = ()
     for k in tl.static_range(4 if KIND == "int8" else 8):
         value = raw[k].to(tl.float32) * factor * scales[k].to(tl.float32)
         values = values + (value.to(DTYPE).to(tl.float32),)  # rounded, as the norm is
-    _store_quads(values, x, units, QUADS, KIND, LANES)
+    store_quads(values, x, units, QUADS, KIND, LANES)
 
 
 # Grid [N / ROWS], with MANY tokens [N / ROWS, T]: each program norms a whole token, and computes
@@ -240,7 +240,7 @@ def _norm_router(
     biases = _load_score_biases(bias, score_bias, expert, E, BIAS, SIGMOID)
     QUADS: tl.constexpr = D // (4 * FIELDS)
     if QUANTIZED:
-        scales = _load_x(norm, tl.program_id(0), QUADS, RUN, FIELDS, LANES)
+        scales = load_x(norm, tl.program_id(0), QUADS, RUN, FIELDS, LANES)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -248,7 +248,7 @@ def _norm_router(
     if PAIRS:
         _clear_choice(indices, PAIRS)
     if QUANTIZED:
-        raw = _load_x(x, tl.program_id(0), QUADS, RUN, FIELDS, LANES)
+        raw = load_x(x, tl.program_id(0), QUADS, RUN, FIELDS, LANES)
     factor = tl.rsqrt(tl.sum(value * value, 0) / D + EPS)
     value = (value * factor * scale).to(x.dtype.element_ty)
     _store_scores(rows, value, biases, scores, expert, N, BIAS, SIGMOID)

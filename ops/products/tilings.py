@@ -6,73 +6,12 @@ bytes of codes) of each of its rows.
 
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
-from ops.gpu import gpu_of
 from ops.launch import triton
+from ops.products.weights import BITS, Weight
 
-# Bits of a code, by kind
-BITS = {"bf16": 16, "int8": 8, "fp8": 8, "fp8b": 8, "int4": 4, "mxfp4": 4, "hqq": 4}
 TILE_REGISTERS = 96  # a lane's, for weights in flight
 RESIDENT = 16  # warps of staying programs on a multiprocessor, with 128 registers a lane
 MANY_ROWS = 76  # more rows of 4 bits than a multiprocessor computes at once, at 8 rows a program
-
-# Weights ------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Weight:
-    """A weight as the kernels read it: its tensors in the layout's order, kind, and group."""
-
-    parts: tuple[Tensor, ...]  # bf16: the weight as int32 [..., out, in / 2]
-    kind: str
-    group: int
-
-    @property
-    def quads(self) -> int:
-        """Quads (16 bytes of codes) of a row."""
-        return self.parts[0].shape[-1] // 4
-
-    @property
-    def out(self) -> int:
-        return self.parts[0].shape[-2]
-
-    @property
-    def multiprocessors(self) -> int:
-        """Multiprocessors of the GPU that has the weight."""
-        return gpu_of(self.parts[0].device).multiprocessors
-
-    @property
-    def fields(self) -> int:
-        """Codes in a word."""
-        return 32 // BITS[self.kind]
-
-    def pointers(self) -> list[Tensor]:
-        """Return seven tensors: the kernel needs a valid pointer for an absent one."""
-        return [*self.parts, *[self.parts[0]] * (7 - len(self.parts))]
-
-
-def plain_weight(weight: Tensor) -> Weight:
-    """Return a bf16 weight [..., out, in] as the kernels read it.
-
-    Raises ValueError unless it is bf16 and a row is a multiple of 16 bytes.
-    """
-    if weight.dtype != torch.bfloat16 or weight.shape[-1] % 8:
-        raise ValueError(f"no kernel for {weight.dtype} rows of {weight.shape[-1]} numbers")
-    return Weight((weight.view(torch.int32),), "bf16", 8)
-
-
-def packed_weight(parts: list[Tensor], kind: str, group: int) -> Weight:
-    """Return packed parts as the kernels read them.
-
-    Raises ValueError if a group with a scale does not consist of whole quads, or for another kind.
-    """
-    smallest = {"int8": 4, "fp8": 4, "fp8b": 16, "int4": 32, "mxfp4": 32, "hqq": 32}.get(kind)
-    if smallest is None or group % smallest or parts[0].shape[-1] % 4:
-        raise ValueError(f"no kernel for {kind} with groups of {group}")
-    return Weight(tuple(parts), kind, group)
-
 
 # Tilings ------------------------------------------------------------------------------------------
 

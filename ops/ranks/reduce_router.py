@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ops.launch import can_launch, jit, supports_pdl, tl, triton
-from ops.products.chunk import _load_x
+from ops.products.codes import load_x
 from ops.products.quantized_x import QuantizedX
 from ops.products.router import (
     MAX_DIM,
@@ -26,7 +26,7 @@ from ops.products.router import (
     check_router,
     empty_norm,
 )
-from ops.products.tilings import Weight
+from ops.products.weights import Weight
 
 MAX_PROGRAMS = 128  # a receiving kernel has one program a multiprocessor
 BLOCK = 128  # numbers that a program (one warp) of `receive_add` sums
@@ -140,13 +140,13 @@ def _receive_again(
 ):
     """Load the messages at `memory`, all received, in the order of `add` -> the sums with it.
 
-    add: the residual as of `_load_x`, this program's LANES quads of it.
+    add: the residual as of `load_x`, this program's LANES quads of it.
     """
     dtype: tl.constexpr = add[0].dtype
     messages, totals = (), ()
     for rank in tl.static_range(RANKS):
         message = memory + rank * STRIDE
-        words = _load_x(message, tl.program_id(0), QUADS, RUN, FIELDS, LANES, VOLATILE=True)
+        words = load_x(message, tl.program_id(0), QUADS, RUN, FIELDS, LANES, VOLATILE=True)
         messages = messages + (words,)
     for k in tl.static_range(FIELDS):
         total = tl.zeros([LANES, 4], tl.float32)
@@ -243,8 +243,8 @@ def _receive_add_router(
     biases = _load_score_biases(bias, score_bias, expert, E, BIAS, SIGMOID)
     QUADS: tl.constexpr = D // (4 * FIELDS)
     if QUANTIZED:
-        scales = _load_x(norm, program, QUADS, RUN, FIELDS, LANES)
-        raw = _load_x(x, program, QUADS, RUN, FIELDS, LANES)
+        scales = load_x(norm, program, QUADS, RUN, FIELDS, LANES)
+        raw = load_x(x, program, QUADS, RUN, FIELDS, LANES)
     wanted = (rank < RANKS) & inside[None, :]
     call = _load_call(calls)
     if PDL:

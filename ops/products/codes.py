@@ -21,7 +21,7 @@ from ops.products.gemv4 import _multiply_tile, _split_four
 
 
 @jit
-def _load_x(
+def load_x(
     x,
     chunk,
     QUADS: tl.constexpr,
@@ -53,14 +53,14 @@ def _load_x(
 def _load_norm(
     norm, chunk, QUADS: tl.constexpr, RUN: tl.constexpr, FIELDS: tl.constexpr, LANES: tl.constexpr
 ):
-    """Load the norm's weight of a chunk as `_load_x`. fp32 beside bf16 rows: even, odd numbers."""
+    """Load the norm's weight of a chunk as `load_x`. fp32 beside bf16 rows: even, odd numbers."""
     if FIELDS == 2 and norm.dtype.element_ty == tl.float32:
         quad = chunk * LANES + tl.arange(0, LANES)[:, None]
         number = (quad * 4 + tl.arange(0, 4)[None, :]) * 2
         even = tl.load(norm + number, mask=quad < QUADS, other=0.0)
         return even, tl.load(norm + number + 1, mask=quad < QUADS, other=0.0)
     else:
-        return _load_x(norm, chunk, QUADS, RUN, FIELDS, LANES)
+        return load_x(norm, chunk, QUADS, RUN, FIELDS, LANES)
 
 
 @jit
@@ -186,7 +186,7 @@ def _split_operands(first, second, unit, sums, KIND: tl.constexpr, LANES: tl.con
 
 @jit
 def _prepare_integers(raw, norm, NORM: tl.constexpr, KIND: tl.constexpr, LANES: tl.constexpr):
-    """Quantize x as loaded by `_load_x`. A product with the norm's weight gets 13 bits, not 14."""
+    """Quantize x as loaded by `load_x`. A product with the norm's weight gets 13 bits, not 14."""
     values = ()
     for k in tl.static_range(4 if KIND == "int8" else 8):
         value = raw[k].to(tl.float32)
@@ -577,7 +577,7 @@ def _result_rows(ROWS: tl.constexpr, LANES: tl.constexpr):
 
 
 @jit
-def _activate(gate, up, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr):
+def activate(gate, up, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr):
     """Apply `model.swiglu`, or with ACTIVATION "clamped" `gpt_oss.clamped_swiglu`."""
     if ACTIVATION == "clamped":
         gate = tl.minimum(gate, LIMIT, propagate_nan=tl.PropagateNan.ALL)
