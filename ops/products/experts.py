@@ -707,7 +707,7 @@ def down(
         y = torch.empty(T, weight.out, dtype=dtype, device=operand.device)
     if T > 1:
         assert not isinstance(x, QuantizedX)
-        down_few(x, weight, y, residual, norm, eps, bias, scale, tiles, pdl)
+        down_few(x, weight, y, residual, norm, eps, bias, scale, tiles)
         return y
     tiles = tiles or choose_tiles(weight, quads, 1)
     chunks, depth = chunks_of(quads, tiles)
