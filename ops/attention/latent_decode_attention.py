@@ -24,7 +24,7 @@ from torch import Tensor
 from ops.attention.decode_attention import _load_head, _load_rotation, _weigh
 from ops.attention.split_attention import _count_parts, _int8_codes, _int8_scale, count_parts
 from ops.launch import Kernel, fit_tiling, jit, supports_pdl, tl, triton
-from ops.products.grouped import _signed_bytes
+from ops.products.units import signed_bytes
 
 LONG_CACHE = 8192  # positions
 ANY_POSITION = 1 << 30  # a window without an end
@@ -132,7 +132,7 @@ def _load_latents(
 def _convert(entries, dtype: tl.constexpr, INT8: tl.constexpr):
     """Convert codes to the dtype of a product; for bf16 without the slow conversion instruction."""
     if INT8 and dtype == tl.bfloat16:
-        return _signed_bytes(entries.to(tl.int16))
+        return signed_bytes(entries.to(tl.int16))
     return entries.to(dtype)
 
 

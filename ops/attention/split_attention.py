@@ -28,7 +28,7 @@ from ops.attention.decode_attention import (
 )
 from ops.gpu import gpu_of
 from ops.launch import jit, supports_pdl, tl, triton
-from ops.products.grouped import _shift_right, _signed_bytes
+from ops.products.units import shift_right, signed_bytes
 
 PART = 128  # positions of a part, at least
 MAX_PARTS = 64
@@ -71,7 +71,7 @@ def _operands(entries, dtype: tl.constexpr, INT8: tl.constexpr):
     if not INT8:
         return (entries.to(dtype),)
     elif dtype == tl.bfloat16:
-        return (_signed_bytes(entries), _signed_bytes(_shift_right(entries, 8)))
+        return (signed_bytes(entries), signed_bytes(shift_right(entries, 8)))
     else:
         return ((entries << 8 >> 8).to(dtype), (entries >> 8).to(dtype))
 

@@ -220,9 +220,9 @@ def _multiply_tiles(x, order, routing, weights, bias, y, s: tl.constexpr, PDL: t
         tiles = tiles + (load_rows(weights, row, d, s),)
     rows, slot = row + tl.arange(0, ROWS)[:, None], tl.arange(0, TILE)[None, :]
     inside = rows < N
-    scales = load_row_scales(weights, rows, inside, s)
+    scales = load_row_scales(weights, 0, rows, inside, s)
     if GATED:
-        up_scales = load_row_scales(weights, rows + N, inside, s)
+        up_scales = load_row_scales(weights, N, rows, inside, s)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     # Slots past the last pair compute the same as it, and are not stored.
@@ -243,7 +243,8 @@ def _multiply_tiles(x, order, routing, weights, bias, y, s: tl.constexpr, PDL: t
         bias += expert.to(tl.int64) * OUT
     result = _finish_rows(totals[0], scales, bias, rows, inside, s, DTYPE)
     if GATED:
-        up = _finish_rows(totals[1], up_scales, bias, rows + N, inside, s, DTYPE)
+        up_bias = None if bias is None else bias + N
+        up = _finish_rows(totals[1], up_scales, up_bias, rows, inside, s, DTYPE)
         f: tl.constexpr = s.activation
         result = activate(result, up, f.kind, f.limit, f.alpha)
     else:

@@ -68,7 +68,7 @@ def _down_few(x, norm, residual, weights, bias, y, s: tl.constexpr, PDL: tl.cons
         add = tl.load(residual + token * OUT + rows, mask=stores, other=0.0).to(tl.float32)
     if bias is not None:
         biases = tl.load(bias + rows, mask=rows < OUT, other=0.0).to(tl.float32)
-    row_scales = load_row_scales(weights, rows, rows < OUT, s)
+    row_scales = load_row_scales(weights, 0, rows, rows < OUT, s)
     await_previous(PDL)
     for d in tl.static_range(DEPTH):
         xs = xs + (load_fields(x, None, d, s, False),)

@@ -154,10 +154,10 @@ def load_rows(weights, row, step, s: tl.constexpr):
 
 
 @jit
-def load_row_scales(weights, rows, inside, s: tl.constexpr):
-    """Load the scales of rows of a kind with one scale a row."""
+def load_row_scales(weights, first, rows, inside, s: tl.constexpr):
+    """Load the scales of rows, counted from `first` on, of a kind with one scale a row."""
     if s.row_scaled:
-        return tl.load(weights.scale + rows, mask=inside, other=0.0).to(tl.float32)
+        return tl.load(weights.scale + first + rows, mask=inside, other=0.0).to(tl.float32)
     else:
         return 1.0
 
