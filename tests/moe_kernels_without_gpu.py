@@ -60,7 +60,7 @@ from ops.attention import (
     latent_decode_attention,
 )
 from ops.declared import SWIGLU, Activation
-from ops.products import codes, expert_tiles, few_tokens, gemv4, quantized_x
+from ops.products import codes, expert_tiles, few_tokens, fragments, gemv4, quantized_x
 from ops.products import experts as moe_decode
 from ops.products import router as moe_router
 from ops.products import tilings as moe_tiles
@@ -79,6 +79,7 @@ from tests.kernels_without_gpu import (
     twin,
     unchanged,
 )
+from tests.launched_code import launched_code
 
 GROUPS = dict(int4=32, hqq4=32, mxfp4=32, int8=16, fp8=16, fp8b=32)  # so that small widths fit
 
@@ -119,13 +120,13 @@ def pair_twin(pair, total):
 
 @triton.jit
 def dot_twin(a, b, total):
-    """Replace `few_tokens._dot`: the interpreter multiplies bf16 bits as integers."""
+    """Replace `fragments._dot`: the interpreter multiplies bf16 bits as integers."""
     return tl.dot(a.to(tl.float32), b.to(tl.float32), total, input_precision="ieee")
 
 
 @triton.jit
 def norm_twin(x, norm):
-    """Replace `few_tokens._multiply_bf16`."""
+    """Replace `fragments._multiply_bf16`."""
     product = x.to(tl.float32) * norm.to(tl.float32)
     first = product.to(tl.bfloat16)
     return first, (product - first.to(tl.float32)).to(tl.bfloat16)
@@ -231,17 +232,13 @@ def several_tokens(
 ) -> tuple[Tensor, Tensor]:
     """Return h [T * A, I], and the sum over experts of the products of `given` [T, A, I]."""
     case, last, (bias13, bias2) = layer.case, layer.last, layer.bias
-    P, indices, options = (
-        case.tokens * case.A,
-        layer.indices,
-        dict(tiles=layer.few_tiles, pdl=False),
-    )
-    order = expert_tiles.sort_pairs(indices, case.E, last, pdl=False)
+    P, tiles = case.tokens * case.A, layer.few_tiles
+    order = expert_tiles.sort_pairs(layer.indices, case.E, last)
     h, parts = torch.full((P, case.I), torch.nan), torch.full((P, case.D), torch.nan)
     multiply = expert_tiles.multiply_tiles
-    multiply(layer.x, layer.w13, order, h, activation, bias=bias13, **options)
-    multiply(given.flatten(0, 1), layer.w2, order, parts, None, layer.routing, bias2, **options)
-    sums = (residual, case.scale, last, False)
+    multiply(layer.x, layer.w13, order, h, activation, bias=bias13, tiles=tiles)
+    multiply(given.flatten(0, 1), layer.w2, order, parts, None, layer.routing, bias2, tiles)
+    sums = (residual, case.scale, last)
     return h, expert_tiles.combine(parts, case.A, torch.float32, *sums)
 
 
@@ -433,8 +430,7 @@ def as_on_a_gpu() -> Iterator[None]:
             few_queries_attention,
             latent_decode_attention,
         )
-        products = moe_decode, few_tokens, expert_tiles
-        for module in (*products, moe_router, reduce_router, *attention):
+        for module in (moe_decode, moe_router, reduce_router, *attention):
             stack.enter_context(mock.patch.object(module, "supports_pdl", lambda x: False))
         for module in (decode_attention, few_queries_attention):
             stack.enter_context(mock.patch.object(module, "_keep_layout", unchanged))
@@ -779,13 +775,6 @@ KERNELS = {
     "_down": moe_decode,
     "_norm_router": moe_router,
 }
-SEVERAL_KERNELS = {
-    "_sort_pairs": expert_tiles,
-    "_multiply_tiles": expert_tiles,
-    "_combine": expert_tiles,
-    "_norm_router": moe_router,
-    "_route": moe_router,
-}
 
 
 def counts(case: Case) -> dict[str, dict]:
@@ -793,52 +782,71 @@ def counts(case: Case) -> dict[str, dict]:
 
     "dense" is `_down` of a weight without experts, or of several tokens `_down_few`.
     """
-    layer, found, T = Layer(case), {}, case.tokens
-    x, D, kernels = layer.x.bfloat16(), case.D, KERNELS if case.tokens == 1 else SEVERAL_KERNELS
+    if case.tokens > 1:
+        return counts_of_several(case)
+    layer, found = Layer(case), {}
+    x, D = layer.x.bfloat16(), case.D
     tiles = layer.tiles if case.tiles else None
-    few = tiles if T == 1 else layer.few_tiles
-    h, router = x.new_empty(T, case.A, case.I), x.new_empty(case.E, D)
-    norm, launches, downs = x.new_empty(D), {name: Launch() for name in kernels}, Launch()
+    h, router = x.new_empty(1, case.A, case.I), x.new_empty(case.E, D)
+    norm, launches = x.new_empty(D), {name: Launch() for name in KERNELS}
     with ExitStack() as stack:
-        for name, module in kernels.items():
+        for name, module in KERNELS.items():
             stack.enter_context(mock.patch.object(module, name, launches[name]))
-        scores = layer.normal(T, 1, case.E)
+        scores = layer.normal(1, 1, case.E)
         routing = moe_router.Routing(case.A, case.norm_topk)
         options = dict(weight=layer.w13, pdl=True)
         normed, _ = moe_router.norm_router(x, norm, 1e-5, router, routing, **options)
-        if T == 1:
-            moe_decode.gate_up(normed, layer.w13, scores, routing, tiles=tiles, pdl=True)
-            experts = dict(indices=layer.indices, routing=layer.routing)
-            moe_decode.down(h, layer.w2, **experts, residual=x, tiles=tiles, pdl=True)
-        else:
-            indices, weights = moe_router.route(scores, routing, pdl=True)
-            order = expert_tiles.sort_pairs(indices, case.E, layer.last, pdl=True)
-            h, parts = h.flatten(0, 1), x.new_empty(T * case.A, D, dtype=torch.float32)
-            options = dict(tiles=few, pdl=True)
-            expert_tiles.multiply_tiles(x, layer.w13, order, h, SWIGLU, **options)
-            with mock.patch.object(expert_tiles, "_multiply_tiles", downs):
-                expert_tiles.multiply_tiles(h, layer.w2, order, parts, None, weights, **options)
-            expert_tiles.combine(parts, case.A, x.dtype, x, last=layer.last, pdl=True)
+        moe_decode.gate_up(normed, layer.w13, scores, routing, tiles=tiles, pdl=True)
+        experts = dict(indices=layer.indices, routing=layer.routing)
+        moe_decode.down(h, layer.w2, **experts, residual=x, tiles=tiles, pdl=True)
     for name, launch in launches.items():
-        found[name] = code_counts(getattr(kernels[name], name), launch)
-    if T > 1:
-        found["down"] = code_counts(expert_tiles._multiply_tiles, downs)
-    module, name = (moe_decode, "_down") if T == 1 else (few_tokens, "_down_few")
-    with mock.patch.object(module, name, dense := Launch()):
+        found[name] = code_counts(getattr(KERNELS[name], name), launch)
+    with mock.patch.object(moe_decode, "_down", dense := Launch()):
         weight = replace(layer.dense, parts=tuple(part[0] for part in layer.dense.parts))
-        moe_decode.down(x, weight, norm=norm, tiles=few, pdl=True)
-    return found | {"dense": code_counts(getattr(module, name), dense)}
+        moe_decode.down(x, weight, norm=norm, tiles=tiles, pdl=True)
+    return found | {"dense": code_counts(moe_decode._down, dense)}
+
+
+def counts_of_several(case: Case) -> dict[str, dict]:
+    """Do what `counts` does for several tokens; "down" is the second `_multiply_tiles`."""
+    layer, T, D = Layer(case), case.tokens, case.D
+    x, tiles = layer.x.bfloat16(), layer.few_tiles
+    h, router = x.new_empty(T * case.A, case.I), x.new_empty(case.E, D)
+    norm, parts = x.new_empty(D), x.new_empty(T * case.A, D, dtype=torch.float32)
+    dense = replace(layer.dense, parts=tuple(part[0] for part in layer.dense.parts))
+
+    def sort() -> expert_tiles.PairTiles:
+        return expert_tiles.sort_pairs(layer.indices, case.E, layer.last)
+
+    def all_but_down() -> None:
+        routing = moe_router.Routing(case.A, case.norm_topk)
+        moe_router.norm_router(x, norm, 1e-5, router, routing, weight=layer.w13)
+        moe_router.route(layer.normal(T, 1, case.E), routing)
+        expert_tiles.multiply_tiles(x, layer.w13, sort(), h, SWIGLU, tiles=tiles)
+        expert_tiles.combine(parts, case.A, x.dtype, x, last=layer.last)
+        few_tokens.down_few(x, dense, h[:T, : dense.out], norm=norm, tiles=tiles)
+
+    def down() -> None:
+        expert_tiles.multiply_tiles(h, layer.w2, sort(), parts, None, layer.routing, tiles=tiles)
+
+    found = launched_code(all_but_down)
+    found["dense"] = found.pop("_down_few")
+    found["down"] = launched_code(down)["_multiply_tiles"]
+    return {name: counts_of(code) for name, code in found.items()}
 
 
 def code_counts(kernel, launch: Launch) -> dict[str, int]:
-    found = compiled(kernel, launch)
-    sass = found.asm["sass"]
+    return counts_of(compiled(kernel, launch))
+
+
+def counts_of(code) -> dict[str, int]:
+    sass = code.asm["sass"]
     before, _, after = sass.partition("ACQBULK")
     registers = [int(number) for number in re.findall(r"\bR(\d+)\b", sass)]
     return {
         "registers": max(registers) + 1,
         "spills": sass.count("STL"),
-        "shared": found.metadata.shared,
+        "shared": code.metadata.shared,
         "waits": sass.count("ACQBULK"),
         "starts": sass.count("PREEXIT"),
         "ahead": before.count("LDG.E.128"),
@@ -860,7 +868,7 @@ def main() -> int:
         moe_tiles.RESIDENT, Weight.multiprocessors = 12, 1
         gemv4._add_word, gemv4._add_e2m1 = twin, e2m1_twin
         codes._add_bytes, codes._add_pair = bytes_twin, pair_twin
-        few_tokens._dot, few_tokens._multiply_bf16 = dot_twin, norm_twin
+        fragments._dot, fragments._multiply_bf16 = dot_twin, norm_twin
         layers = [layer_errors(*pair) for pair in given.get("layers", ())]
         models = [model_error(*pair) for pair in given.get("models", ())]
         found = {"cases": [errors(case) for case in cases], "layers": layers, "models": models}

@@ -18,11 +18,12 @@ numbers of h and of x. Pair n is that of token n // A and its expert n % A.
 from __future__ import annotations  # annotations of kernels name triton, which may be absent
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ops.declared import Activation
 from ops.launch import await_previous, jit, launch, tl, triton
 from ops.products.codes import activate
 from ops.products.few_tokens import FewTiles, settings_of, unit_tensors
@@ -37,9 +38,6 @@ from ops.products.fragments import (
 )
 from ops.products.units import finish
 from ops.products.weights import Weight, WeightTensors
-
-if TYPE_CHECKING:
-    from ops.products.experts import Activation
 
 MAX_TOKENS = 64
 SORTED = 4  # pairs and tiles of a program of `_sort_pairs`
