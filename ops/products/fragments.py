@@ -125,8 +125,8 @@ def _load_step(weights, row, step, s: tl.constexpr):
         lane = lane[:, None]
     rows, word = _rows_and_words(lane, row, step, s)
     if s.kind == "fp8b":
-        place = rows // GROUP * (WIDTH // GROUP) + word * 4 // GROUP
-        tile = tile + (tl.load(weights.scale + place),)
+        scale = weights.scale + rows // GROUP * (WIDTH // GROUP) + word * 4 // GROUP
+        tile = tile + (tl.load(scale),)
     elif s.kind == "int4" or s.kind == "mxfp4" or s.kind == "hqq":
         group = rows * (WIDTH // GROUP) + word * 8 // GROUP
         if s.kind == "mxfp4":

@@ -147,7 +147,7 @@ def _block_factor(scale, rows, unit, start, s: tl.constexpr):
     GROUP: tl.constexpr = s.group
     BK: tl.constexpr = s.tile.numbers
     block = start // GROUP if GROUP % BK == 0 else tl.minimum(2 * unit, IN - 1) // GROUP
-    return tl.load(scale + rows * (IN // GROUP) + block)
+    return tl.load(scale + rows * (IN // GROUP) + block) * 256.0  # of `decode`
 
 
 # Tiles --------------------------------------------------------------------------------------------
@@ -234,10 +234,11 @@ def _store_tile(y, sums, scale, rows, present, n, s: tl.constexpr, DTYPE: tl.con
     """Store the sums of outputs n [BN]. scale: of the expert's rows, for int8 and fp8."""
     OUT: tl.constexpr = s.out
     sums = tl.trans(sums) if s.packed else sums
-    factor = 1.0
     if s.kind == "int8" or s.kind == "fp8":
-        factor = tl.load(scale + tl.minimum(n, OUT - 1)).to(tl.float32)[None, :]
-    sums = finish(sums, factor, s.kind, DTYPE)
+        factor = tl.load(scale + tl.minimum(n, OUT - 1)).to(tl.float32)
+        sums *= (factor * (256.0 if s.kind == "fp8" else 1.0))[None, :]
+    elif s.kind == "mxfp4":
+        sums = finish(sums, None, s.kind, DTYPE)
     place = y + rows.to(tl.int64) * OUT + n[None, :]
     tl.store(place, sums.to(y.dtype.element_ty), mask=present & (n < OUT)[None, :])
 
