@@ -150,7 +150,7 @@ class FusedAttention:
         normed, norm = moe_decode.norm_apart(x, self.norm.weight, eps)
         for n, ((weight, bias), part) in enumerate(zip(self.inputs, parts, strict=True)):
             early = n == 1  # then the kernel before the previous one, which writes x, has ended
-            moe_decode.down(normed, weight, norm=norm, eps=eps, bias=bias, out=part, early=early)
+            moe_decode.dense(normed, weight, norm, bias=bias, out=part, early=early)
         projected, attention = projected.view(*context.positions.shape, -1), self.attention
         if not isinstance(attention, FusedDecodeAttention | FusedLatentAttention):
             heads = core(attention, projected, context)
@@ -160,7 +160,7 @@ class FusedAttention:
             heads = core(attention.plain[0], projected, context)
         weight, bias = self.output
         heads = heads.flatten(0, 1).contiguous()
-        return moe_decode.down(heads, weight, bias=bias, **self.sum.of_product(x))
+        return moe_decode.dense(heads, weight, bias=bias, **self.sum.of_product(x))
 
 
 class FusedExperts:
@@ -390,7 +390,8 @@ class FusedHead:
     def forward(self, x: Tensor) -> Tensor:
         """x [1, D], not normed -> fp32 logits [1, V], of which none is rounded to bf16."""
         norm = self.norm
-        return moe_decode.down(x, self.weight, norm=norm.weight, eps=norm.eps, dtype=torch.float32)
+        scale = moe_decode.Norm(norm.weight, norm.eps)
+        return moe_decode.dense(x, self.weight, scale, dtype=torch.float32)
 
 
 def fused_head(model: Transformer) -> FusedHead | None:
