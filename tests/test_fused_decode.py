@@ -17,7 +17,6 @@ from ops.declared import Activation, AttentionAdditions, ExpertAdditions, SumAdd
 from ops.gpu import KNOWN, OTHER_MAKER, found
 from ops.products import experts as moe_decode
 from ops.products.few_tokens import FewTiles
-from ops.products.quantized_x import empty_quantized
 from ops.products.weights import plain_weight
 from runtime.fused_attention import FusedDecodeAttention, fused_attention
 from runtime.fused_decode import (
@@ -230,14 +229,12 @@ def test_a_shared_expert_is_stacked_on_the_others(count):
 
 
 def test_a_norm_is_refused_where_no_kernel_has_it():
-    """Of more tokens than a tile in one program, and of a token that is integers already."""
+    """Of more tokens than a tile in one program."""
     weight = plain_weight(torch.zeros(64, 64, dtype=torch.bfloat16))
     x, norm = torch.zeros(16, 64, dtype=torch.bfloat16), torch.ones(64, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="norm_tokens"):
-        moe_decode.down(x, weight, norm=norm, tiles=FewTiles(16, 2, 1, tokens=16), pdl=False)
-    integers = empty_quantized(weight.quads, weight, x.dtype, x.device)
-    with pytest.raises(ValueError, match="no norm"):
-        moe_decode.down(integers, weight, norm=norm)
+        norm = moe_decode.Norm(norm, 1e-5)
+        moe_decode.dense(x, weight, norm, tiles=FewTiles(16, 2, 1, tokens=16), pdl=False)
 
 
 # Forks --------------------------------------------------------------------------------------------

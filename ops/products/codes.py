@@ -23,8 +23,8 @@ A chunk is LANES neighboring quads of ROWS rows. s: settings (`ops.products.pipe
 from __future__ import annotations  # annotations of kernels name triton, which may be absent
 
 from ops.launch import e8m0_to_float, jit, tl
-from ops.products.operands import load_x as load_x
 from ops.products.operands import high_half, low_half, split_four
+from ops.products.operands import load_x as load_x
 
 # Scales and zeros ---------------------------------------------------------------------------------
 

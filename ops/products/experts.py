@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 
 from ops.declared import SWIGLU, Activation, Routing
-from ops.launch import gpu_has_pdl, jit, launch, tl, triton
+from ops.launch import jit, launch, tl, triton
 from ops.products.codes import activate, e2m1_table, row_scale
 from ops.products.few_tokens import TILE, FewTiles, down_few
 from ops.products.operands import lane_squares
