@@ -60,7 +60,7 @@ from ops.attention import (
     latent_decode_attention,
 )
 from ops.declared import SWIGLU, Activation
-from ops.products import codes, expert_tiles, few_tokens, operands, quantized_x
+from ops.products import codes, expert_tiles, few_tokens, quantized_x
 from ops.products import experts as moe_decode
 from ops.products import router as moe_router
 from ops.products import tilings as moe_tiles
@@ -74,9 +74,8 @@ from tests.kernels_without_gpu import (
     Launch,
     add_dot,
     compiled,
-    e2m1_twin,
     fields,
-    twin,
+    replace_four_bits,
     unchanged,
 )
 from tests.launched_code import launched_code
@@ -111,11 +110,6 @@ class Case:
 def bytes_twin(word, x, total):
     """Replace `codes._add_bytes`, which is inline assembly."""
     return add_dot(total, fields(word, np.int8), fields(x, np.int16))
-
-
-def pair_twin(pair, total):
-    """Replace `operands._add_pair`."""
-    return add_dot(total, fields(pair, np.int16), np.int32(1))
 
 
 @triton.jit
@@ -877,8 +871,8 @@ def main() -> int:
         check_bounds()
         # Programs that stay have several tiles.
         moe_tiles.RESIDENT, Weight.multiprocessors = 12, 1
-        codes._add_word, codes._add_e2m1 = twin, e2m1_twin
-        codes._add_bytes, operands._add_pair = bytes_twin, pair_twin
+        replace_four_bits()
+        codes._add_bytes = bytes_twin
         few_tokens._dot, few_tokens._multiply_bf16 = dot_twin, norm_twin
         layers = [layer_errors(*pair) for pair in given.get("layers", ())]
         models = [model_error(*pair) for pair in given.get("models", ())]
