@@ -18,7 +18,7 @@ from ops import launch as jit
 from ops.gpu import KNOWN, OTHER_MAKER, gpu_of
 from ops.launch import KernelError, fit_tiling, supports_pdl, try_kernels
 from ops.products import grouped
-from runtime.fused_decode import can_fuse
+from runtime.kernel_choice import why_not_fused
 from runtime.runner import CompiledRunner, EagerRunner, run_block, without_broken_kernels
 from tests.without_gpu import run_without_gpu
 
@@ -59,7 +59,7 @@ def test_an_amd_gpu_has_no_kernels(monkeypatch):
     assert str(found) == "not an NVIDIA GPU"
     assert not jit.can_launch(on_gpu(1)) and not supports_pdl(on_gpu(1))
     args = first_layers(ARCHITECTURES["Qwen3-30B-A3B"], 1)
-    assert not can_fuse(build_model(args).to(torch.bfloat16), DEVICE)
+    assert why_not_fused(build_model(args).to(torch.bfloat16), DEVICE)
 
 
 @pytest.mark.parametrize(
