@@ -31,7 +31,6 @@ import tp
 from formats import FORMATS
 from formats.packed import Packed, PackedExpertLinear, PackedLinear
 from formats.quantizer import plan_format
-from generate import WeightLoader
 from model import (
     Block,
     Context,
@@ -60,7 +59,7 @@ from ops.attention import (
     latent_decode_attention,
 )
 from ops.declared import SWIGLU, Activation
-from ops.products import codes, expert_tiles, few_tokens, fragments, gemv4, quantized_x
+from ops.products import codes, expert_tiles, few_tokens, fragments, quantized_x
 from ops.products import experts as moe_decode
 from ops.products import router as moe_router
 from ops.products import tilings as moe_tiles
@@ -69,14 +68,14 @@ from ops.ranks import reduce_router
 from runtime.fused_attention import FusedDecodeAttention
 from runtime.fused_decode import MAX_FEW, FusedLayer, FusedRunner
 from runtime.fused_latent_attention import FusedLatentAttention
+from runtime.loading import WeightLoader
 from tests.interpreter_bounds import check_bounds
 from tests.kernels_without_gpu import (
     Launch,
     add_dot,
     compiled,
-    e2m1_twin,
     fields,
-    twin,
+    replace_four_bits,
     unchanged,
 )
 from tests.launched_code import launched_code
@@ -111,11 +110,6 @@ class Case:
 def bytes_twin(word, x, total):
     """Replace `codes._add_bytes`, which is inline assembly."""
     return add_dot(total, fields(word, np.int8), fields(x, np.int16))
-
-
-def pair_twin(pair, total):
-    """Replace `codes._add_pair`."""
-    return add_dot(total, fields(pair, np.int16), np.int32(1))
 
 
 @triton.jit
@@ -207,7 +201,7 @@ def expert_errors(layer: Layer) -> dict[str, float]:
     real = layer.real.unsqueeze(1)
     if case.tokens == 1:
         x, indices = layer.x, layer.indices
-        h = moe_decode.gate_up_of(x, layer.w13, indices, activation, bias=bias13, **options)
+        h = moe_decode.multiply_each(x, layer.w13, indices, activation, bias=bias13, **options)
         y = moe_decode.down(given, layer.w2, **experts, **add, **options)
         if layer.w2.kind in quantized_x.INTEGERS:  # as integers of a kernel of its own: the same
             integers = quantized_x.quantize_token(given, layer.w2, pdl=False)
@@ -255,12 +249,11 @@ def dense_error(layer: Layer, edge: bool = False) -> float:
     has_norm = case.tokens <= few_tokens.TILE
     bias = layer.bias[0][0, : case.I] if case.biased else None
     out = torch.full((case.tokens, case.I + 24), torch.nan)  # a part of longer rows
-    got = moe_decode.down(
+    got = moe_decode.dense(
         x,
         weight,
+        moe_decode.Norm(norm, 1e-5) if has_norm else None,
         residual=residual,
-        norm=norm if has_norm else None,
-        eps=1e-5,
         bias=bias,
         scale=case.scale,
         tiles=layer.few_tiles,
@@ -356,7 +349,7 @@ def choose(layer: Layer, scores: Tensor, routing) -> tuple[Tensor, Tensor, float
     w13, _ = layer.weight(case.E + case.shared, 2 * case.I, case.D)
     options = dict(tiles=layer.tiles, pdl=False, dtype=torch.float32)
     found, indices, weights = moe_decode.gate_up(layer.x, w13, scores, routing, **options)
-    given = moe_decode.gate_up_of(layer.x, w13, indices, **options)
+    given = moe_decode.multiply_each(layer.x, w13, indices, **options)
     return indices, weights, relative(found, given)
 
 
@@ -430,7 +423,7 @@ def as_on_a_gpu() -> Iterator[None]:
             few_queries_attention,
             latent_decode_attention,
         )
-        for module in (moe_decode, moe_router, reduce_router, *attention):
+        for module in (moe_router, reduce_router, *attention):
             stack.enter_context(mock.patch.object(module, "supports_pdl", lambda x: False))
         for module in (decode_attention, few_queries_attention):
             stack.enter_context(mock.patch.object(module, "_keep_layout", unchanged))
@@ -697,7 +690,7 @@ def send_part(layer: Layer, inbox, gather: bool, dtype: torch.dtype) -> Tensor |
         return moe_decode.down(h, weight, **experts, bias=bias, **options)
     weight = replace(weight, parts=tuple(part[0] for part in weight.parts))
     bias = None if bias is None else bias[0]
-    return moe_decode.down(h[:, 0], weight, bias=bias, **options)
+    return moe_decode.dense(h[:, 0], weight, bias=bias, **options)
 
 
 def receive_part(
@@ -770,41 +763,36 @@ def reduction_code() -> dict[str, dict[str, int]]:
     return found
 
 
-KERNELS = {
-    "_gate_up": moe_decode,
-    "_down": moe_decode,
-    "_norm_router": moe_router,
-}
-
-
 def counts(case: Case) -> dict[str, dict]:
     """Return registers, spills, waits, loads and barriers of each kernel's machine code.
 
-    "dense" is `_down` of a weight without experts, or of several tokens `_down_few`.
+    "gate_up" is `_multiply_each`; "down" and "dense" are `_multiply_sum` with experts and without.
     """
     if case.tokens > 1:
         return counts_of_several(case)
-    layer, found = Layer(case), {}
-    x, D = layer.x.bfloat16(), case.D
-    tiles = layer.tiles if case.tiles else None
-    h, router = x.new_empty(1, case.A, case.I), x.new_empty(case.E, D)
-    norm, launches = x.new_empty(D), {name: Launch() for name in KERNELS}
-    with ExitStack() as stack:
-        for name, module in KERNELS.items():
-            stack.enter_context(mock.patch.object(module, name, launches[name]))
-        scores = layer.normal(1, 1, case.E)
-        routing = moe_router.Routing(case.A, case.norm_topk)
+    layer = Layer(case)
+    x, tiles = layer.x.bfloat16(), layer.tiles if case.tiles else None
+    h, router = x.new_empty(1, case.A, case.I), x.new_empty(case.E, case.D)
+    norm, scores = x.new_empty(case.D), layer.normal(1, 1, case.E)
+    routing = moe_router.Routing(case.A, case.norm_topk)
+    weight = replace(layer.dense, parts=tuple(part[0] for part in layer.dense.parts))
+
+    def gate_up() -> None:
         options = dict(weight=layer.w13, pdl=True)
         normed, _ = moe_router.norm_router(x, norm, 1e-5, router, routing, **options)
-        moe_decode.gate_up(normed, layer.w13, scores, routing, tiles=tiles, pdl=True)
+        moe_decode.gate_up(normed, layer.w13, scores, routing, tiles=tiles)
+
+    def down() -> None:
         experts = dict(indices=layer.indices, routing=layer.routing)
-        moe_decode.down(h, layer.w2, **experts, residual=x, tiles=tiles, pdl=True)
-    for name, launch in launches.items():
-        found[name] = code_counts(getattr(KERNELS[name], name), launch)
-    with mock.patch.object(moe_decode, "_down", dense := Launch()):
-        weight = replace(layer.dense, parts=tuple(part[0] for part in layer.dense.parts))
-        moe_decode.down(x, weight, norm=norm, tiles=tiles, pdl=True)
-    return found | {"dense": code_counts(moe_decode._down, dense)}
+        moe_decode.down(h, layer.w2, **experts, residual=x, tiles=tiles)
+
+    found = launched_code(gate_up)
+    found["gate_up"] = found.pop("_multiply_each")
+    found["down"] = launched_code(down)["_multiply_sum"]
+    normed = moe_decode.Norm(norm, 1e-5)
+    dense = launched_code(lambda: moe_decode.dense(x, weight, normed, tiles=tiles))
+    found["dense"] = dense["_multiply_sum"]
+    return {name: counts_of(code) for name, code in found.items()}
 
 
 def counts_of_several(case: Case) -> dict[str, dict]:
@@ -820,8 +808,8 @@ def counts_of_several(case: Case) -> dict[str, dict]:
 
     def all_but_down() -> None:
         routing = moe_router.Routing(case.A, case.norm_topk)
-        moe_router.norm_router(x, norm, 1e-5, router, routing, weight=layer.w13)
-        moe_router.route(layer.normal(T, 1, case.E), routing)
+        moe_router.norm_router(x, norm, 1e-5, router, routing, weight=layer.w13, pdl=True)
+        moe_router.route(layer.normal(T, 1, case.E), routing, pdl=True)
         expert_tiles.multiply_tiles(x, layer.w13, sort(), h, SWIGLU, tiles=tiles)
         expert_tiles.combine(parts, case.A, x.dtype, x, last=layer.last)
         few_tokens.down_few(x, dense, h[:T, : dense.out], norm=norm, tiles=tiles)
@@ -866,8 +854,8 @@ def main() -> int:
         check_bounds()
         # Programs that stay have several tiles.
         moe_tiles.RESIDENT, Weight.multiprocessors = 12, 1
-        gemv4._add_word, gemv4._add_e2m1 = twin, e2m1_twin
-        codes._add_bytes, codes._add_pair = bytes_twin, pair_twin
+        replace_four_bits()
+        codes._add_bytes = bytes_twin
         fragments._dot, fragments._multiply_bf16 = dot_twin, norm_twin
         layers = [layer_errors(*pair) for pair in given.get("layers", ())]
         models = [model_error(*pair) for pair in given.get("models", ())]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ops.declared import Routing
 from ops.launch import jit, supports_pdl, tl, triton
-from ops.products.codes import load_x
+from ops.products.operands import load_x
 from ops.products.quantized_x import INTEGERS, QuantizedX, empty_quantized, store_quads
 from ops.products.weights import Weight
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ops.launch import can_launch, jit, supports_pdl, tl, triton
-from ops.products.codes import load_x
+from ops.products.operands import load_x
 from ops.products.quantized_x import QuantizedX
 from ops.products.router import (
     MAX_DIM,
