@@ -184,7 +184,8 @@ def _load_pair(pairs, routing, slot, count):
 @jit
 def _finish_rows(total, scales, bias, rows, inside, s: tl.constexpr, DTYPE: tl.constexpr):
     """Return the products of an expert's rows. scales: as of `load_row_scales`."""
-    result = finish(tl.sum(total, 0), scales, s.kind, DTYPE)
+    KIND: tl.constexpr = s.kind
+    result = finish(tl.sum(total, 0), scales, KIND, DTYPE)
     if bias is not None:
         result += tl.load(bias + rows, mask=inside, other=0.0).to(tl.float32)
     return result
@@ -243,8 +244,10 @@ def _multiply_tiles(x, order, routing, weights, bias, y, s: tl.constexpr, PDL: t
     if GATED:
         up_bias = None if bias is None else bias + N
         up = _finish_rows(totals[1], up_scales, up_bias, rows, inside, s, DTYPE)
-        f: tl.constexpr = s.activation
-        result = activate(result, up, f.kind, f.limit, f.alpha)
+        ACTIVATION: tl.constexpr = s.activation.kind
+        LIMIT: tl.constexpr = s.activation.limit
+        ALPHA: tl.constexpr = s.activation.alpha
+        result = activate(result, up, ACTIVATION, LIMIT, ALPHA)
     else:
         result *= factor
     tl.store(y + pair * N + rows, result.to(y.dtype.element_ty), mask=inside & (slot < count))

@@ -49,6 +49,7 @@ def _down_few(x, norm, residual, weights, bias, y, s: tl.constexpr, PDL: tl.cons
     ROWS: tl.constexpr = s.rows
     TOKENS: tl.constexpr = 8 * s.tiles
     OUT: tl.constexpr = s.out
+    KIND: tl.constexpr = s.kind
     row = tl.program_id(0) * ROWS
     if s.blocks > 1:
         first = tl.program_id(1) * s.tokens
@@ -76,7 +77,7 @@ def _down_few(x, norm, residual, weights, bias, y, s: tl.constexpr, PDL: tl.cons
     result = tl.sum(totals[0], 0)
     if norm is not None:
         result *= tl.rsqrt(token_sums(squares, s) / s.width + s.eps)[None, :]
-    result = finish(result, row_scales, s.kind, x.dtype.element_ty)
+    result = finish(result, row_scales, KIND, x.dtype.element_ty)
     if bias is not None:
         result += biases
     if s.scale != 1.0:

@@ -344,9 +344,10 @@ def _zeros(s: tl.constexpr):
 @jit
 def _decode_fragments(units, factor, K: tl.constexpr, s: tl.constexpr, DTYPE: tl.constexpr):
     """Decode a field of a step's units as fragments; with one word a lane, two fields at once."""
-    numbers = decode(units, factor, K, s.kind, DTYPE)
+    KIND: tl.constexpr = s.kind
+    numbers = decode(units, factor, K, KIND, DTYPE)
     if s.vec == 1:
-        numbers = tl.join(numbers, decode(units, factor, K + 1, s.kind, DTYPE))
+        numbers = tl.join(numbers, decode(units, factor, K + 1, KIND, DTYPE))
     return _weight_fragments(numbers, s)
 
 

@@ -185,14 +185,16 @@ def _find_rows(tile, expert, groups, BM: tl.constexpr):
 @jit
 def _weight_field(numbers, field: tl.constexpr, s: tl.constexpr, DTYPE: tl.constexpr):
     """Return a field of packed units as weights, without what `finish` multiplies."""
+    KIND: tl.constexpr = s.kind
+    BITS: tl.constexpr = s.bits
     units, thirds, factor, offset = numbers
-    if s.kind == "hqq":
-        code = decode_hqq(units, thirds, field, s.bits, DTYPE)
+    if KIND == "hqq":
+        code = decode_hqq(units, thirds, field, BITS, DTYPE)
         return (code * factor - offset).to(DTYPE)
-    number = decode(units, factor, field, s.kind, DTYPE)
-    if s.kind == "fp8b" and tl.bfloat16 == DTYPE:
+    number = decode(units, factor, field, KIND, DTYPE)
+    if KIND == "fp8b" and tl.bfloat16 == DTYPE:
         number = to_fp32(number)  # the factor has more digits than bf16
-    if s.kind == "fp8b" or s.kind == "int4":
+    if KIND == "fp8b" or KIND == "int4":
         number = (number * factor).to(DTYPE)
     return number
 
@@ -233,12 +235,13 @@ def _multiply_plain(sums, weight, weight_rows, inside, x_tile, s: tl.constexpr):
 def _store_tile(y, sums, scale, rows, present, n, s: tl.constexpr, DTYPE: tl.constexpr):
     """Store the sums of outputs n [BN]. scale: of the expert's rows, for int8 and fp8."""
     OUT: tl.constexpr = s.out
+    KIND: tl.constexpr = s.kind
     sums = tl.trans(sums) if s.packed else sums
-    if s.kind == "int8" or s.kind == "fp8":
+    if KIND == "int8" or KIND == "fp8":
         factor = tl.load(scale + tl.minimum(n, OUT - 1)).to(tl.float32)
-        sums *= (factor * (256.0 if s.kind == "fp8" else 1.0))[None, :]
-    elif s.kind == "mxfp4":
-        sums = finish(sums, None, s.kind, DTYPE)
+        sums *= (factor * (256.0 if KIND == "fp8" else 1.0))[None, :]
+    elif KIND == "mxfp4":
+        sums = finish(sums, None, KIND, DTYPE)
     place = y + rows.to(tl.int64) * OUT + n[None, :]
     tl.store(place, sums.to(y.dtype.element_ty), mask=present & (n < OUT)[None, :])
 
