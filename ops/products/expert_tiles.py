@@ -158,23 +158,6 @@ def _sort_pairs(indices, last, order, s: tl.constexpr, PDL: tl.constexpr):
 
 
 @jit
-def _of_expert(weights, expert, s: tl.constexpr):
-    """Return the addresses of one expert's weights, scales and zeros."""
-    codes = weights.codes + expert * (s.out * 2 * s.words)
-    scale, step, low = weights.scale, weights.scale_step, weights.scale_low
-    zero, zero_step, zero_low = weights.zero, weights.zero_step, weights.zero_low
-    if scale is not None:
-        scale += expert * s.scales
-    if zero is not None:
-        zero += expert * s.scales
-        step += expert * s.out
-        low += expert * s.out
-        zero_step += expert * s.out
-        zero_low += expert * s.out
-    return WeightTensors(codes, scale, step, low, zero, zero_step, zero_low)
-
-
-@jit
 def _load_pair(pairs, routing, slot, count):
     """Load the pair of each slot of a tile, and its routing weight if the product is down."""
     pair = tl.load(pairs + tl.minimum(slot, count - 1))
@@ -213,7 +196,24 @@ def _multiply_tiles(x, order, routing, weights, bias, y, s: tl.constexpr, PDL: t
     count, expert = tl.load(order.counts + tile), tl.load(order.experts + tile)
     if count <= 0:
         return
-    weights = _of_expert(weights, expert.to(tl.int64), s)
+    # Of this expert. In place: Triton 3.6 does not return tuples with None.
+    expert = expert.to(tl.int64)
+    first_row, first_scale = expert * OUT, expert * s.scales
+    codes = weights.codes + expert * (OUT * 2 * s.words)
+    if weights.zero is not None:
+        weights = WeightTensors(
+            codes,
+            weights.scale + first_scale,
+            weights.scale_step + first_row,
+            weights.scale_low + first_row,
+            weights.zero + first_scale,
+            weights.zero_step + first_row,
+            weights.zero_low + first_row,
+        )
+    elif weights.scale is not None:
+        weights = WeightTensors(codes, weights.scale + first_scale)
+    else:
+        weights = WeightTensors(codes)
     tiles, xs = (), ()
     for d in tl.static_range(DEPTH):
         tiles = tiles + (load_rows(weights, row, d, s),)
@@ -239,7 +239,7 @@ def _multiply_tiles(x, order, routing, weights, bias, y, s: tl.constexpr, PDL: t
         pair, factor = _load_pair(order.pairs + tile * TILE, routing, slot, count)
     DTYPE: tl.constexpr = x.dtype.element_ty
     if bias is not None:
-        bias += expert.to(tl.int64) * OUT
+        bias += expert * OUT
     result = _finish_rows(totals[0], scales, bias, rows, inside, s, DTYPE)
     if GATED:
         up_bias = None if bias is None else bias + N
