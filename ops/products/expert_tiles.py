@@ -201,12 +201,13 @@ def _multiply_tiles(x, order, routing, weights, bias, y, s: tl.constexpr, PDL: t
     first_row, first_scale = expert * OUT, expert * s.scales
     codes = weights.codes + expert * (OUT * 2 * s.words)
     if weights.zero is not None:
+        scale, zero = weights.scale + first_scale, weights.zero + first_scale
         weights = WeightTensors(
             codes,
-            weights.scale + first_scale,
+            scale,
             weights.scale_step + first_row,
             weights.scale_low + first_row,
-            weights.zero + first_scale,
+            zero,
             weights.zero_step + first_row,
             weights.zero_low + first_row,
         )
