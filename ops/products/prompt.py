@@ -373,6 +373,7 @@ def grouped_gemm(
         for t in tiles
     )
     s, options = next(candidates) if tile else fit(_grouped, candidates, *given)
+    assert isinstance(s, PromptSettings)
     grid = min(N, triton.cdiv(N, s.tile.rows) + E), triton.cdiv(out, s.tile.outputs)
     launch(_grouped, grid, *given, settings=s, **options)
     return y
