@@ -51,7 +51,8 @@ from runtime.fused_decode import FusedRunner
 from runtime.kernel_choice import choose_runner, why_not_fused
 from runtime.runner import CompiledRunner
 from runtime.sampling import NotFiniteError, Sampling
-from runtime.session import MAX_SHORT_CHUNKS, Session, SessionOptions
+from runtime.session import Session, SessionOptions
+from runtime.session_prompts import MAX_SHORT_CHUNKS
 from runtime.speculation import Speculation
 from tests.delta_kernels_without_gpu import random_few
 from tests.token_draw_without_gpu import run as run_draw
