@@ -143,6 +143,24 @@ def test_the_guide_to_a_model_runs(family_copy, command):
     assert re.search(r"\d+ passed", found) and "failed" not in found
 
 
+EXPERIMENTS = re.findall(
+    r"^    ((?:[A-Z_]+=\S+ )?python \S.*)$", (ROOT / "experiments/README.md").read_text(), re.M
+)
+WRITES = "convert_hf_checkpoint.py"  # into checkpoints/, which tests/test_tiny_hybrid.py does aside
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", [c for c in EXPERIMENTS if WRITES not in c])
+def test_a_command_of_the_experiments_runs(command):
+    assert len(EXPERIMENTS) >= 5
+    command = command.replace("python", sys.executable, 1)
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, shell=True, cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_fork_of_the_router_changes_the_answer_and_leaves_the_kernels():
     done = subprocess.run(
         [sys.executable, ROOT / "examples/custom_routing.py"],
