@@ -1,6 +1,6 @@
 """How a session runs prompts: in chunks, short ones in the graphs of decode steps.
 
-A prompt's prefix that a row has in its cache is not computed again.
+A prompt's prefix that a row has in its cache is not recomputed.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -1,4 +1,4 @@
-"""The rows of a session: what each remembers of its sequence, and the buffers that a step reads.
+"""The rows of a session: the caches of their sequences, and the buffers that a step reads.
 
 A captured step needs fixed addresses, so all of these tensors are allocated once and written in
 place.

@@ -53,7 +53,7 @@ class SessionOptions:
     compile_prefill: bool = False  # compile the prompt's pass too
     prefill_chunk: int = PREFILL_CHUNK  # prompt tokens in one call
     cache_class: type[KVCache] = KVCache
-    decode_kernels: str = "auto"  # of a compiled session: as --decode_kernels says
+    decode_kernels: str = "auto"  # a compiled session takes these: see `choose_runner`
     runner_class: type[CompiledRunner] | None = None  # None: `choose_runner` takes one
     sample_rule: Callable = sample  # (logits, controls, seen, noise) -> tokens [B, 1]
 
