@@ -30,7 +30,7 @@ def check(family: str, format: str, **tokens) -> None:
         assert max(errors["x"], errors["weights"]) < 2e-3 and errors["cache"] < 1e-3, errors
 
 
-def test_one_token_with_gqa():
+def test_experts_and_gqa_of_one_token():
     """Dense products, attention, norm with the router's scores, the choice, experts."""
     check("qwen3_moe", FORMAT)
 
@@ -40,13 +40,14 @@ def test_experts_of_three_tokens():
     check("qwen3_moe", FORMAT, queries=3, last=[1])
 
 
-def test_one_token_with_mla():
-    check("glm4_moe_lite", FORMAT)
+def test_mla_of_two_sequences():
+    """One token of each: attention takes them as it takes one, products as several tokens."""
+    check("glm4_moe_lite", FORMAT, batch=2)
 
 
-def test_one_token_with_the_delta_rule():
+def test_the_delta_rule_of_two_sequences():
     """A layer of Gated DeltaNet, and one of gated attention with a shared expert."""
-    check("qwen3_next", FORMAT)
+    check("qwen3_next", FORMAT, batch=2)
 
 
 def test_the_draw_of_a_token():
