@@ -57,7 +57,7 @@ from ops.products.pipeline import (
 )
 from ops.products.quantized_x import QuantizedX, quantize_token, quantizes_first
 from ops.products.router import _choose, _choose_one, norm_tokens
-from ops.products.tilings import Tiles, choose_tiles, chunks_of, programs_of
+from ops.products.tilings import Tiles, choose_tiles, depth_of, programs_of
 from ops.products.weights import Weight
 from ops.ranks.reduce_router import TokenInbox, _find_outboxes, _send
 
@@ -401,7 +401,6 @@ def settings_of(
     quads, rows_of_result = weight.quads * max(experts, 1), weight.out // loads
     tiles = tiles or choose_tiles(weight, quads, loads)
     rows = min(tiles.rows, triton.next_power_of_2(rows_of_result + 1) // 2)
-    _, depth = chunks_of(quads, tiles)
     programs, each = triton.cdiv(rows_of_result, rows), 1
     if stays:
         programs, each = programs_of(tiles, programs, weight.multiprocessors, pairs)
@@ -414,7 +413,7 @@ def settings_of(
         loads=loads,
         rows=rows,
         lanes=tiles.lanes,
-        depth=depth,
+        depth=depth_of(quads, tiles),
         tiles=each,
         warps=tiles.warps,
     )
