@@ -36,6 +36,7 @@ from model import Transformer
 from models.random_weights import RandomWeights, architecture, first_layers, number_format
 from ops.inductor import configure_inductor
 from ops.products import experts as moe_decode
+from ops.products import pipeline
 from ops.products import router as moe_router
 from ops.products.quantized_x import quantize_token
 from ops.products.tilings import Tiles
@@ -50,7 +51,7 @@ CACHE = 256  # positions
 ROUTERS = ((1, 8), (2, 4), (2, 8))  # rows, warps of norm and router
 Product = tuple[str, int, int, int]  # kind, rows of the weight, quads of x, loads
 
-choose_tiles = moe_decode.choose_tiles
+choose_tiles = pipeline.choose_tiles
 down = moe_decode.down
 norm_router = moe_router.norm_router
 
@@ -159,7 +160,7 @@ def measure_fused(model: Transformer, plain: Layers, options: argparse.Namespace
     tuning, runner = Tuning(), FusedRunner(model)
     layers = Layers(model, runner, options.position)
     result: dict = {}
-    with mock.patch.object(moe_decode, "choose_tiles", tuning.choose):
+    with mock.patch.object(pipeline, "choose_tiles", tuning.choose):
         differences = layers.differences(plain)
         result["difference"] = statistics.median(differences)
         result["differing"] = sum(difference > MAX_DIFFERENCE for difference in differences)

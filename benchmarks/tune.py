@@ -28,7 +28,8 @@ from ops.declared import SWIGLU
 from ops.gpu import gpu_of
 from ops.launch import KernelError
 from ops.products import tilings
-from ops.products.experts import Norm, dense, down, multiply_each
+from ops.products.dense import Norm, dense_product
+from ops.products.experts import down, multiply_each
 from ops.products.tilings import Tiles, choose_tiles
 from ops.products.weights import BITS, Weight, packed_weight, plain_weight
 from runtime.fused_decode import FusedLayer, fused_head, fused_layers
@@ -198,8 +199,8 @@ class Product:
         if self.shape.experts:
             return down(self.x, kernel, argument, self.routing, residual=residual, tiles=tiles)
         if self.shape.normed:
-            return dense(self.x, argument, self.norm, tiles=tiles)
-        return dense(self.x, argument, residual=residual, tiles=tiles)
+            return dense_product(self.x, argument, self.norm, tiles=tiles)
+        return dense_product(self.x, argument, residual=residual, tiles=tiles)
 
     def measure(self, tiles: Tiles) -> float | None:
         """Return us of a call; None, with a line, if the result is wrong or no kernel is made."""

@@ -69,7 +69,7 @@ from ops.attention.latent_decode_attention import Tile
 from ops.declared import AttentionAdditions
 from ops.plain.attention import attend, causal_bias
 from ops.plain.rope import rope_frequencies, rope_table
-from ops.products import codes, experts, gemv, grouped, operands
+from ops.products import codes, gemv, grouped, operands, pipeline
 from ops.products.tilings import Tiles
 from ops.ranks import all_reduce, sandwich
 from ops.step import expert_paging, rows
@@ -295,8 +295,8 @@ def dot4_case(case: tuple, size: float) -> tuple:
 
 def run_dot4(case: tuple, arguments: tuple) -> Tensor:
     """Call the operator's function, with the case's tiles."""
-    tiles = (lambda *_: Tiles(**case[-1])) if case[-1] else experts.choose_tiles
-    with mock.patch.object(experts, "choose_tiles", tiles):
+    tiles = (lambda *_: Tiles(**case[-1])) if case[-1] else pipeline.choose_tiles
+    with mock.patch.object(pipeline, "choose_tiles", tiles):
         return gemv.dot4._init_fn(*arguments)
 
 

@@ -14,11 +14,12 @@ x then stays in registers, and a tile's last multiplications load the next tile'
 from __future__ import annotations  # annotations of kernels name triton, which may be absent
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
+import torch
 from torch import Tensor
 
-from ops.launch import add_both, jit, tl
+from ops.launch import add_both, jit, tl, triton
 from ops.products.codes import load_scales, multiply_chunk
 from ops.products.operands import (
     lane_squares,
@@ -29,7 +30,11 @@ from ops.products.operands import (
     prepare_x,
     weighted_operands,
 )
-from ops.products.weights import BITS, INTEGERS
+from ops.products.quantized_x import QuantizedX
+from ops.products.tilings import Tiles, choose_tiles, depth_of, programs_of
+from ops.products.weights import BITS, INTEGERS, Weight
+
+S = TypeVar("S", bound="Product")
 
 
 class Operand(NamedTuple):
@@ -98,6 +103,14 @@ class Product:
     def in_pairs(self) -> bool:
         """Whether a `QuantizedX` has both operands of a word next to each other."""
         return self.kind in ("int4", "hqq")
+
+
+class Chosen(NamedTuple):
+    """The chosen experts, or the scores by which a kernel chooses them."""
+
+    indices: Tensor  # int64 [N]
+    scores: Tensor | None = None  # the router's: then indices and weights are stored
+    weights: Tensor | None = None  # fp32 [N], by which results are summed
 
 
 @jit
@@ -332,3 +345,56 @@ def result_rows(ROWS: tl.constexpr, LANES: tl.constexpr):
     else:
         row = tl.arange(0, ROWS)
         return row, row >= 0
+
+
+# Launching ----------------------------------------------------------------------------------------
+
+
+def operand_of(x: Tensor, weight: Weight) -> Tensor:
+    """Return x as the kernel reads it. Raises ValueError for a wrong dtype."""
+    if weight.kind == "bf16":
+        if x.dtype != torch.bfloat16:
+            raise ValueError(f"bf16 weights need bf16 x, not {x.dtype}")
+        return x.view(torch.int32)
+    if x.element_size() != 2:
+        raise ValueError(f"packed weights need x of 16 bits, not {x.dtype}")
+    return x
+
+
+def operands_of(x: Tensor | QuantizedX, weight: Weight, norm: Tensor | None = None) -> Operand:
+    """Return x, and the weight of its norm, as a kernel reads them."""
+    if isinstance(x, QuantizedX):
+        return Operand(x.operands, x.units)
+    if norm is not None and norm.dtype != torch.float32:
+        norm = operand_of(norm, weight)
+    return Operand(operand_of(x, weight), norm=norm)
+
+
+def settings_of(
+    kind: type[S], weight: Weight, experts: int, tiles: Tiles | None, pairs: int = 1, **fields
+) -> tuple[S, tuple[int, ...], dict]:
+    """Return a product's settings, its grid, and options of `launch`.
+
+    kind: of settings. experts: as in `Product`. tiles: None chooses. pairs: rows of the result.
+    fields: `loads`, if it is not 1, and the other fields of that kind.
+    """
+    quads, out = weight.quads * max(experts, 1), weight.out // fields.setdefault("loads", 1)
+    tiles = tiles or choose_tiles(weight, quads, fields["loads"])
+    rows = min(tiles.rows, triton.next_power_of_2(out + 1) // 2)
+    programs, each = triton.cdiv(out, rows), 1
+    if tiles.stay and not fields.get("early"):
+        programs, each = programs_of(tiles, programs, weight.multiprocessors, pairs)
+    settings = kind(
+        kind=weight.kind,
+        group=weight.group,
+        out=weight.out,
+        each=weight.quads,
+        experts=experts,
+        rows=rows,
+        lanes=tiles.lanes,
+        depth=depth_of(quads, tiles),
+        tiles=each,
+        warps=tiles.warps,
+        **fields,
+    )
+    return settings, (programs, pairs), tiles.options

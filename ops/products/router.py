@@ -16,8 +16,8 @@ from torch import Tensor
 from ops.declared import Routing
 from ops.launch import jit, supports_pdl, tl, triton
 from ops.products.operands import load_x
-from ops.products.quantized_x import INTEGERS, QuantizedX, empty_quantized, store_quads
-from ops.products.weights import Weight
+from ops.products.quantized_x import QuantizedX, empty_quantized, store_quads
+from ops.products.weights import INTEGERS, Weight
 
 MAX_EXPERTS = 512
 MAX_DIM = 8192

@@ -155,8 +155,7 @@ def depth_of(quads: int, tiles: Tiles) -> int:
     return depth
 
 
-def programs_of(tiles: Tiles, count: int, multiprocessors: int, pairs: int = 1) -> tuple[int, int]:
-    """Return how many programs compute `count` tiles of each pair, and the tiles of a program."""
-    resident = RESIDENT * multiprocessors // tiles.warps
-    each = triton.cdiv(count * pairs, resident) if tiles.stay else 1
+def programs_of(tiles: Tiles, count: int, multiprocessors: int, pairs: int) -> tuple[int, int]:
+    """Return how many staying programs compute `count` tiles of each pair, and the tiles of one."""
+    each = triton.cdiv(count * pairs, RESIDENT * multiprocessors // tiles.warps)
     return triton.cdiv(count, each), each
