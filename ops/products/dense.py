@@ -54,10 +54,10 @@ class SumSettings(Product):
 
 
 @jit
-def _await_choice(indices, A: tl.constexpr):
+def _await_choice(indices, s):
     """Wait until the previous kernel has stored all indices, which were -1 before."""
-    BLOCK: tl.constexpr = triton.next_power_of_2(A)
-    pair = tl.minimum(tl.arange(0, BLOCK), A - 1)
+    BLOCK: tl.constexpr = triton.next_power_of_2(s.experts)
+    pair = tl.minimum(tl.arange(0, BLOCK), s.experts - 1)
     while tl.min(tl.load(indices + pair, volatile=True), 0) < 0:
         pass
 
@@ -108,6 +108,8 @@ def _multiply_sum(
     DEPTH: tl.constexpr = s.depth
     HELD: tl.constexpr = s.held
     CHUNKS: tl.constexpr = s.chunks
+    HALF: tl.constexpr = s.half
+    RANKS: tl.constexpr = s.ranks
     row = tl.minimum(tl.program_id(0) * ROWS, s.out - ROWS)
     rows, stores = shared_rows(ROWS)
     if residual is not None:
@@ -119,7 +121,7 @@ def _multiply_sum(
     else:
         experts, factors = tl.program_id(0).to(tl.int64) * 0, None
     if POLLED:
-        _await_choice(experts, s.experts)
+        _await_choice(experts, s)
     tiles, xs, besides = (), (), ()
     for d in tl.static_range(DEPTH):
         tiles = tiles + (load_weights(weights, experts, row, d, s, POLLED),)
@@ -139,7 +141,7 @@ def _multiply_sum(
     for d in tl.static_range(HELD):
         xs = xs + (load_part(x, d, s),)
     if send is not None:
-        outboxes, call = _find_outboxes(send.slots, send.calls, s.half, s.ranks)
+        outboxes, call = _find_outboxes(send.slots, send.calls, HALF, RANKS)
     table = e2m1_table(unknown_zero) if s.kind == "mxfp4" else None
     squares = tl.zeros([s.lanes // 32, 32], tl.float32)
     if TILES > 1:
@@ -156,7 +158,7 @@ def _multiply_sum(
             x, weights, (experts, factors), tiles, (xs, besides), table, both, more, s
         )
         if x.norm is not None:
-            total = sum_normed(total, squares if TILES > 1 else found, s.eps, s)
+            total = sum_normed(total, squares if TILES > 1 else found, s)
         else:
             total = sum_shared(total, s)
         if s.of_rows:
@@ -170,7 +172,7 @@ def _multiply_sum(
         if PDL and s.early:
             tl.extra.cuda.gdc_wait()
         if send is not None:
-            _send(total.to(y.dtype.element_ty), outboxes, call, row + rows, stores, s.ranks)
+            _send(total.to(y.dtype.element_ty), outboxes, call, row + rows, stores, RANKS)
         else:
             tl.store(y + row + rows, total.to(y.dtype.element_ty), mask=stores)
         row = next_row

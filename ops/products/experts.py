@@ -90,32 +90,31 @@ def choice_of(E: int, routing: Routing) -> ChoiceSettings:
 
 
 @jit
-def _store_choice(choice, s):
+def _store_choice(choice, s: tl.constexpr):
     """Store the choice of all experts, for the next kernel."""
-    _choose(
-        choice.scores,
-        choice.indices,
-        choice.weights,
-        s.E,
-        s.active,
-        s.shared,
-        s.gated,
-        s.sigmoid,
-        s.norm_topk,
-        s.scale,
-        s.block,
-    )
+    E: tl.constexpr = s.E
+    A: tl.constexpr = s.active
+    SHARED: tl.constexpr = s.shared
+    GATED: tl.constexpr = s.gated
+    SIGMOID: tl.constexpr = s.sigmoid
+    NORM: tl.constexpr = s.norm_topk
+    SCALE: tl.constexpr = s.scale
+    BLOCK: tl.constexpr = s.block
+    out, weights = choice.indices, choice.weights
+    _choose(choice.scores, out, weights, E, A, SHARED, GATED, SIGMOID, NORM, SCALE, BLOCK)
 
 
 @jit
-def _find_expert(scores, pair, s, WARPS: tl.constexpr):
+def _find_expert(scores, pair, s: tl.constexpr, WARPS: tl.constexpr):
     """Return the expert of a pair, int64: chosen by scores, or shared."""
+    E: tl.constexpr = s.E
+    BLOCK: tl.constexpr = s.block
     if s.shared == 0:
-        expert = _choose_one(scores, pair, s.E, s.block, WARPS).to(tl.int64)
+        expert = _choose_one(scores, pair, E, BLOCK, WARPS).to(tl.int64)
     else:
-        expert = (s.E - s.active + pair).to(tl.int64)
+        expert = (E - s.active + pair).to(tl.int64)
         if pair < s.active:
-            expert = _choose_one(scores, pair, s.E, s.block, WARPS).to(tl.int64)
+            expert = _choose_one(scores, pair, E, BLOCK, WARPS).to(tl.int64)
     return expert
 
 
@@ -126,6 +125,14 @@ class EachSettings(Product):
     pairs_of_row: int = 0  # pairs that multiply the same row of x; 0: all
     activation: Activation | None = None  # of gate and up
     routing: ChoiceSettings | None = None
+
+
+@jit
+def _activate(gate, up, s: tl.constexpr):
+    KIND: tl.constexpr = s.kind
+    LIMIT: tl.constexpr = s.limit
+    ALPHA: tl.constexpr = s.alpha
+    return activate(gate, up, KIND, LIMIT, ALPHA)
 
 
 # Grid [R, N]: a program computes TILES tiles, every R-th one. A tile is ROWS rows of one expert's
@@ -147,6 +154,9 @@ def _multiply_each(x, choice, weights, bias, h, unknown_zero, s: tl.constexpr, P
     DEPTH: tl.constexpr = s.depth
     HELD: tl.constexpr = s.held
     CHUNKS: tl.constexpr = s.chunks
+    ROUTING: tl.constexpr = s.routing
+    ACTIVATION: tl.constexpr = s.activation
+    WARPS: tl.constexpr = s.warps
     multiplying = tl.num_programs(0) - CHOOSE  # programs of a pair
     pair = tl.program_id(1)
     # The last tiles begin early enough to be whole: some rows are computed twice.
@@ -156,9 +166,9 @@ def _multiply_each(x, choice, weights, bias, h, unknown_zero, s: tl.constexpr, P
     if CHOOSE:
         if tl.program_id(0) == multiplying:
             if pair == 0:
-                _store_choice(choice, s.routing)
+                _store_choice(choice, ROUTING)
             return
-        expert = _find_expert(choice.scores, pair, s.routing, s.warps)
+        expert = _find_expert(choice.scores, pair, ROUTING, WARPS)
     else:
         expert = tl.load(choice.indices + pair).to(tl.int64)
     if s.pairs_of_row:
@@ -173,7 +183,7 @@ def _multiply_each(x, choice, weights, bias, h, unknown_zero, s: tl.constexpr, P
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     table = e2m1_table(unknown_zero) if s.kind == "mxfp4" else None
-    rows, stores = result_rows(ROWS, s.lanes)
+    rows, stores = result_rows(s)
     if TILES > 1:
         for c in tl.static_range(CHUNKS):
             xs = replace(xs, c, prepare(xs[c], (), x, s))
@@ -205,7 +215,7 @@ def _multiply_each(x, choice, weights, bias, h, unknown_zero, s: tl.constexpr, P
                 up += up_add
         out = h + pair * I + row + rows
         if s.loads == 2:
-            gate = activate(gate, up, s.activation.kind, s.activation.limit, s.activation.alpha)
+            gate = _activate(gate, up, ACTIVATION)
         tl.store(out, gate.to(h.dtype.element_ty), mask=stores)
         row = next_row
 

@@ -24,8 +24,8 @@ from ops.products.codes import load_scales, multiply_chunk
 from ops.products.operands import (
     lane_squares,
     load_norm,
+    load_plain,
     load_quantized,
-    load_x,
     prepare_quantized,
     prepare_x,
     weighted_operands,
@@ -128,7 +128,7 @@ def load_part(x, chunk, s):
     if x.units is not None:
         return load_quantized(x.numbers, x.units, chunk, s)
     else:
-        return load_x(x.numbers, chunk, s.quads, s.run, s.fields, s.lanes)
+        return load_plain(x.numbers, chunk, s)
 
 
 @jit
@@ -299,7 +299,7 @@ def sum_shared(total, s):
 
 
 @jit
-def sum_normed(total, squares, EPS: tl.constexpr, s):
+def sum_normed(total, squares, s):
     """Do what `sum_shared` does, and divide by the RMS of x. Warps exchange both sums at once.
 
     squares: as of `lane_squares`.
@@ -310,7 +310,7 @@ def sum_normed(total, squares, EPS: tl.constexpr, s):
     total = _share_rows(tl.reshape(total, [ROWS, WARPS, 32]), 16)
     squares = _share_rows(tl.reshape(squares, [1, WARPS, 32]), 16)
     total, squares = tl.reduce((total, squares), 0, add_both)
-    return total * tl.rsqrt(squares / NUMBERS + EPS)
+    return total * tl.rsqrt(squares / NUMBERS + s.eps)
 
 
 @jit
@@ -337,9 +337,10 @@ def sum_lanes(total, s):
 
 
 @jit
-def result_rows(ROWS: tl.constexpr, LANES: tl.constexpr):
+def result_rows(s):
     """Return the row of each number of `sum_lanes`, and whether it stores the result."""
-    if LANES == 32:
+    ROWS: tl.constexpr = s.rows
+    if s.lanes == 32:
         lane = tl.arange(0, ROWS * 32)
         return lane // 32, lane % 32 == 0
     else:

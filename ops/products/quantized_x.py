@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ops.launch import await_previous, jit, launch, tl, triton
-from ops.products.operands import load_x, quantize
+from ops.products.operands import load_plain, quantize
 from ops.products.weights import BITS, Weight
 
 LONG_X = 512  # quads: longer x of experts in 4 bits is quantized by a kernel of its own
@@ -74,11 +74,13 @@ def store_quads(values, x, units, QUADS: tl.constexpr, KIND: tl.constexpr, LANES
 def _quantize_token(x, operands, units, s: tl.constexpr, PDL: tl.constexpr):
     FIELDS: tl.constexpr = s.fields
     LANES: tl.constexpr = s.lanes
+    QUADS: tl.constexpr = s.quads
+    KIND: tl.constexpr = s.kind
     await_previous(PDL)
-    raw, values = load_x(x, tl.program_id(0), s.quads, s.run, FIELDS, LANES), ()
+    raw, values = load_plain(x, tl.program_id(0), s), ()
     for k in tl.static_range(FIELDS):
         values = values + (raw[k].to(tl.float32),)
-    store_quads(values, operands, units, s.quads, s.kind, LANES)
+    store_quads(values, operands, units, QUADS, KIND, LANES)
 
 
 def empty_quantized(
