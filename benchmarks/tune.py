@@ -13,6 +13,7 @@ tiles than one among others.
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,7 +43,7 @@ MAX_TILE_REGISTERS = 96  # a lane's, for weights in flight
 MAX_WASTE = 0.35  # lanes that have no quad, of a row's chunks
 MAX_HELD = 4  # chunks of x that staying programs have in registers
 MIN_GAIN = 0.01
-BFLOAT16 = {"dtype": torch.bfloat16, "device": "cuda"}
+BFLOAT16: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cuda"}
 
 
 def tilings_of(quads: int, loads: int) -> list[Tiles]:
@@ -124,8 +125,8 @@ class Shape:
     group: int
     loads: int
     out: int
-    quads: int  # of a row
-    experts: int  # of a token; 0: a dense weight
+    quads: int  # quads of a row
+    experts: int  # experts of a token; 0: a dense weight
     normed: bool  # x has a norm; else the result has a residual
 
     @property

@@ -46,8 +46,8 @@ from ops.ranks.reduce_router import TokenInbox, _find_outboxes, _send
 class SumSettings(Product):
     """Settings of `_multiply_sum`."""
 
-    eps: float = 0.0  # of the norm of x
-    scale: float = 1.0  # of the product and its bias
+    eps: float = 0.0  # added to the mean square of x, if it is normed
+    scale: float = 1.0  # factor of the product and its bias
     early: bool = False  # the product waits at its end: x is an earlier kernel's result
     half: int = 0  # words between the halves of an inbox
     ranks: int = 0  # to which the result is sent
@@ -237,8 +237,8 @@ def dense_product(
     check_shape("residual", residual, T, weight.out)
     y = torch.empty(T, weight.out, dtype=dtype or x.dtype, device=x.device) if out is None else out
     if T > 1:
-        few = (norm.weight, norm.eps) if norm else (None, 0.0)
-        down_few(x, weight, y, residual, *few, bias, scale, tiles, pdl)
+        scales, eps = norm or (None, 0.0)
+        down_few(x, weight, y, residual, scales, eps, bias, scale, tiles, pdl)
         return y
     eps = norm.eps if norm else 0.0
     operand = operands_of(x, weight, norm.weight if norm else None)

@@ -41,7 +41,7 @@ class Operand(NamedTuple):
     """The tensors of x. All pairs share one row, or there are several, one after the other."""
 
     numbers: Tensor  # as the kernel reads them
-    units: Tensor | None = None  # of a `QuantizedX`
+    units: Tensor | None = None  # second tensor of a `QuantizedX`
     norm: Tensor | None = None  # the weight of the RMS norm of x
 
 
@@ -55,10 +55,10 @@ class Product:
     each: int  # quads of a row
     experts: int  # chosen experts whose rows of x are one after the other, to be summed; 0: dense
     loads: int  # rows of a weight that belong together: 2, gate and up
-    rows: int  # of the result, of a tile
+    rows: int  # rows of a tile of the result
     lanes: int  # quads of a row in a chunk
     depth: int  # chunks in flight
-    tiles: int  # of a program
+    tiles: int  # tiles of a program
     warps: int
 
     @property

@@ -141,8 +141,8 @@ def choose_tiles(weight: Weight, quads: int, loads: int) -> Tiles:
     found = table.get(f"{weight.out}x{quads}")
     if found is None:
         return DEFAULTS[weight.kind, loads].tiles(quads)
-    stay, registers = [*found[4:], 0, 0][:2]
-    return Tiles(*found[:4], bool(stay), registers)
+    rows, lanes, depth, warps, stay, registers = [*found, 0, 0][:6]
+    return Tiles(rows, lanes, depth, warps, bool(stay), registers)
 
 
 def depth_of(quads: int, tiles: Tiles) -> int:
