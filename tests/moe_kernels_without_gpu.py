@@ -353,7 +353,7 @@ def choose(layer: Layer, scores: Tensor, routing) -> tuple[Tensor, Tensor, float
     w13, _ = layer.weight(case.E + case.shared, 2 * case.I, case.D)
     options = dict(tiles=layer.tiles, pdl=False, dtype=torch.float32)
     found, indices, weights = moe_decode.gate_up(layer.x, w13, scores, routing, **options)
-    given = moe_decode.multiply_each(layer.x, w13, indices, **options)
+    given = moe_decode.multiply_each(layer.x, w13, indices, SWIGLU, **options)
     return indices, weights, relative(found, given)
 
 
