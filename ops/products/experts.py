@@ -4,7 +4,7 @@ A layer with small experts waits for its kernels, not for memory: a kernel costs
 bytes plus 1.6 us on an H200. So there are few kernels, and each has all of its loads in flight at
 once:
 
-    norm_router    RMS norm and router scores: ops/products/router.py
+    norm_router    RMS norm and router scores: ops/products/join.py
     gate_up        the choice of experts, their gate and up products, and the activation
     down           the down products, times the routing weights, summed over experts, plus residual
 
@@ -58,16 +58,12 @@ from ops.products.codes import (
 )
 from ops.products.few_tokens import TILE, FewTiles, down_few
 from ops.products.gemv4 import _e2m1_table
+from ops.products.join import norm_tokens
 from ops.products.quantized_x import INTEGERS, QuantizedX, quantize_token, quantizes_first
-from ops.products.router import (
-    _choose,
-    _choose_one,
-    choice_constants,
-    norm_tokens,
-)
+from ops.products.routing import Choice, choice_of, choose, choose_one
 from ops.products.tilings import Tiles, choose_tiles, chunks_of, programs_of
 from ops.products.weights import Weight
-from ops.ranks.reduce_router import TokenInbox, _find_outboxes, _send
+from ops.ranks.mailbox import TokenInbox, find_outboxes, send_rows
 
 # Kernels ------------------------------------------------------------------------------------------
 
@@ -144,7 +140,7 @@ def _load_gate_up(
 # Weights depend on an index or scores that the previous kernel wrote, so nothing is loaded before
 # the wait. All loads then start at once: the tile's first DEPTH chunks, and their x.
 #
-# With CHOOSE each program finds its expert in the router's scores, and the grid has one more row of
+# With CHOICE each program finds its expert in the router's scores, and the grid has one more row of
 # programs, R + 1, whose first stores the whole choice for the next kernel. S shared experts, from E
 # on, follow the A chosen ones.
 @jit
@@ -174,15 +170,7 @@ def _gate_up(
     LIMIT: tl.constexpr,
     ALPHA: tl.constexpr,
     BIAS: tl.constexpr,
-    CHOOSE: tl.constexpr,
-    E: tl.constexpr,
-    A: tl.constexpr,
-    SHARED: tl.constexpr,
-    GATED: tl.constexpr,
-    SIGMOID: tl.constexpr,
-    NORM_TOPK: tl.constexpr,
-    SCALE: tl.constexpr,
-    EXPERTS: tl.constexpr,
+    CHOICE: tl.constexpr,
     WARPS: tl.constexpr,
     PDL: tl.constexpr,
     LANES: tl.constexpr,
@@ -193,6 +181,7 @@ def _gate_up(
 ):
     RUN: tl.constexpr = GROUP // FIELDS  # words of a group
     HELD: tl.constexpr = CHUNKS if TILES > 1 else DEPTH  # chunks of x in registers
+    CHOOSE: tl.constexpr = CHOICE is not None
     multiplying = tl.num_programs(0) - CHOOSE  # programs of a pair
     weights = (codes, scale, scale_step, scale_low, zero, zero_step, zero_low)
     pair = tl.program_id(1)
@@ -203,26 +192,14 @@ def _gate_up(
     if CHOOSE:
         if tl.program_id(0) == multiplying:
             if pair == 0:
-                _choose(
-                    scores,
-                    indices,
-                    routing,
-                    E,
-                    A,
-                    SHARED,
-                    GATED,
-                    SIGMOID,
-                    NORM_TOPK,
-                    SCALE,
-                    EXPERTS,
-                )
+                choose(scores, None, indices, routing, CHOICE)
             return
-        if SHARED == 0:
-            expert = _choose_one(scores, pair, E, EXPERTS, WARPS).to(tl.int64)
+        if CHOICE.shared == 0:
+            expert = choose_one(scores, pair, CHOICE, WARPS).to(tl.int64)
         else:
-            expert = (E - A + pair).to(tl.int64)
-            if pair < A:
-                expert = _choose_one(scores, pair, E, EXPERTS, WARPS).to(tl.int64)
+            expert = (CHOICE.E - CHOICE.active + pair).to(tl.int64)
+            if pair < CHOICE.active:
+                expert = choose_one(scores, pair, CHOICE, WARPS).to(tl.int64)
     else:
         expert = tl.load(indices + pair).to(tl.int64)
     tiles, xs = (), ()
@@ -322,8 +299,8 @@ def _prepare_product(
 # start at once, and waits at its end. So the next kernel may start before the previous one has
 # ended, and must not read its results before its own wait.
 #
-# With RANKS the result is not stored in y, but sent to all ranks: see ops/ranks/reduce_router.py. A row
-# that two programs compute is sent twice, with the same bits.
+# With RANKS the result is not stored in y, but sent to all ranks: see ops/ranks/mailbox.py. A row that
+# two programs compute is sent twice, with the same bits.
 @jit
 def _down(
     x,
@@ -410,7 +387,7 @@ def _down(
     for d in tl.static_range(HELD):
         xs = xs + (_load_part(x, units, d, QUADS, RUN, FIELDS, KIND, QUANTIZED, LANES),)
     if RANKS:
-        outboxes, call = _find_outboxes(slots, calls, HALF, RANKS)
+        outboxes, call = find_outboxes(slots, calls, HALF, RANKS)
     table = _e2m1_table(unknown_zero) if KIND == "mxfp4" else None
     squares = tl.zeros([LANES // 32, 32], tl.float32)
     if TILES > 1:
@@ -487,7 +464,7 @@ def _down(
         if PDL and EARLY:
             tl.extra.cuda.gdc_wait()
         if RANKS:
-            _send(total.to(y.dtype.element_ty), outboxes, call, row + rows, stores, RANKS)
+            send_rows(total.to(y.dtype.element_ty), outboxes, call, row + rows, stores, RANKS)
         else:
             tl.store(y + row + rows, total.to(y.dtype.element_ty), mask=stores)
         row = next_row
@@ -555,7 +532,7 @@ def gate_up(
         indices = torch.full((1, routing.pairs), -1, dtype=torch.int64, device=scores.device)
     weights = torch.empty(1, routing.pairs, dtype=torch.float32, device=scores.device)
     E = weight.parts[0].shape[0] - routing.shared
-    choice = choice_constants(E, routing) | {"CHOOSE": True}
+    choice = choice_of(E, routing)
     tensors = indices, scores, weights
     h = _launch_gate_up(x, weight, tensors, choice, activation, tiles, pdl, dtype, bias)
     return h, indices, weights
@@ -572,24 +549,22 @@ def gate_up_of(
     bias: Tensor | None = None,
 ) -> Tensor:
     """Do what `gate_up` does for given experts, `indices` [1, A] -> h [A, I]."""
-    names = "E", "A", "SHARED", "GATED", "SIGMOID", "NORM_TOPK", "SCALE", "EXPERTS"
-    choice = dict.fromkeys(names, 0) | {"CHOOSE": False}
     tensors = indices, indices, indices
-    return _launch_gate_up(x, weight, tensors, choice, activation, tiles, pdl, dtype, bias)
+    return _launch_gate_up(x, weight, tensors, None, activation, tiles, pdl, dtype, bias)
 
 
 def _launch_gate_up(
     x: Tensor | QuantizedX,
     weight: Weight,
     tensors: tuple[Tensor, Tensor, Tensor],
-    choice: dict,
+    choice: Choice | None,
     activation: Activation,
     tiles: Tiles | None,
     pdl: bool | None,
     dtype: torch.dtype | None,
     bias: Tensor | None,
 ) -> Tensor:
-    """Launch `_gate_up`. tensors: indices, scores, routing weights. choice: its constants."""
+    """Launch `_gate_up`. tensors: indices, scores, routing weights."""
     pdl = supports_pdl(tensors[0]) if pdl is None else pdl
     operand, units = _operands_of(x, weight)
     I, pairs = weight.out // 2, tensors[0].shape[1]
@@ -598,7 +573,7 @@ def _launch_gate_up(
     chunks, depth = chunks_of(weight.quads, tiles)
     programs, each = programs_of(tiles, triton.cdiv(I, rows), weight.multiprocessors, pairs)
     h = torch.empty(pairs, I, dtype=dtype or x.dtype, device=tensors[0].device)
-    _gate_up[(programs + choice["CHOOSE"], pairs)](
+    _gate_up[(programs + (choice is not None), pairs)](
         operand,
         units,
         *tensors,
@@ -616,7 +591,7 @@ def _launch_gate_up(
         LIMIT=activation.limit,
         ALPHA=activation.alpha,
         BIAS=bias is not None,
-        **choice,
+        CHOICE=choice,
         WARPS=tiles.warps,
         PDL=pdl,
         LANES=tiles.lanes,
@@ -673,7 +648,7 @@ def down(
     `QuantizedX`, the previous kernel made it, and writes nothing else of these.
 
     send: write one token's result of 16 bits into the inboxes of all ranks instead, and return
-    None. `receive_add` or `receive_add_router` of ops/ranks/reduce_router.py must come next.
+    None. `receive_add` or `receive_norm_router` must come next.
 
     Raises ValueError for a norm with experts, and for a result that cannot be sent.
     """
