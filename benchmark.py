@@ -28,7 +28,6 @@ import torch
 from benchmarks.decode_speed import measure, read_bandwidth, sweep
 from benchmarks.kernel_profile import kernel_lines
 from benchmarks.transformers_peer import hf_model, peer
-from generate import check_decode_kernels
 from memory.commands import plan_benchmark
 from model import ModelArgs
 from models.random_weights import (
@@ -40,6 +39,7 @@ from models.random_weights import (
 )
 from parallel import process_group
 from parallel.heartbeat import fail
+from runtime.loading import check_decode_kernels
 
 # Reports ------------------------------------------------------------------------------------------
 

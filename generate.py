@@ -8,7 +8,6 @@ token, read `generate_all` here, `Session.stream_all` and `Session.decode` in ru
 import argparse
 import json
 import logging
-import os
 import sys
 import time
 import zlib
@@ -34,7 +33,7 @@ from cli.generate_options import (
 from cli.log import log_to_stderr
 from cli.options import check_checkpoint_path
 from cli.prompts import read_prompts
-from cli.report import format_statistics, in_bytes, in_seconds
+from cli.report import format_statistics, in_seconds
 from cli.staging import remove
 from cli.startup import check_arguments
 from hub.manage import manage, manage_and_exit
@@ -43,30 +42,19 @@ if __name__ == "__main__":
     check_arguments(build_parser, check_options, manage_and_exit)
 
 import torch
-from torch import Tensor, nn
-from tqdm import tqdm
 
 import tp
 from checkpoint import FORMAT_VERSION, Checkpoint
-from formats import FORMATS
 from formats.kv_cache import KV_CACHES
-from formats.packed import Packed, weight_bytes
 from formats.quantizer import DTYPES
 from memory.commands import offload_settings, plan_generation
 from model import Transformer
 from models import args_of_checkpoint
 from models.converter import convert
 from offload.experts import COUNTERS, expert_counters
-from offload.plan import OffloadSettings, offload_experts
-from offload.runner import offloaded_layers, runner_class_for
 from parallel import process_group
-from parallel.all_reduce import choose_all_reduce
-from parallel.device import pick_device
 from parallel.heartbeat import fail, leave
-from runtime.fused_attention import fuse_decode_attention
-from runtime.fused_decode import FusedRunner, can_fuse, describe_kernels, why_not_fused
-from runtime.memory import Shortage, free_gpu_memory
-from runtime.runner import CompiledRunner
+from runtime.loading import check_decode_kernels, load_model, stored_dtype
 from runtime.sampling import Sampling
 from runtime.session import Session, SessionOptions
 from runtime.speculation import DRAFT_TOKENS, Speculation, check_drafting
@@ -138,136 +126,6 @@ def open_model(options: argparse.Namespace, device: torch.device) -> Checkpoint:
     return Checkpoint(process_group.share(lambda: prepare_for(options, device)))
 
 
-def load_model(
-    source,
-    device: str | torch.device = "auto",
-    dtype: torch.dtype | None = None,
-    parallel: str = "tensor",
-    experts: OffloadSettings | None = None,
-) -> Transformer:
-    """Build the model that `source` describes and read its weights to the device, one by one.
-
-    source: the directory of a converted checkpoint, or any object with its `args`, `format` and
-    `read(name, index, device)`. dtype: of floating-point weights; None: the checkpoint's.
-    parallel: how several ranks (`process_group.start`) shard it. experts: how they are offloaded
-    to host memory; None: not at all. Raises ValueError for a source that cannot be loaded, and
-    before it reads weights that exceed the GPU's free memory.
-    """
-    source = Checkpoint(source) if isinstance(source, str | os.PathLike) else source
-    device = pick_device(device) if isinstance(device, str) else device
-    if device.index is not None:
-        torch.cuda.set_device(device)  # streams, events and graphs belong to the current device
-    shard = tp.ModelShard(args_of_checkpoint(source), source.format, parallel)
-    model, loader = shard.model, WeightLoader(shard, source, dtype)
-    start, plan = time.perf_counter(), None
-    if device.type == "cuda" and not experts:
-        check_weights_fit(model, dtype or stored_dtype(source), device)
-    with loader.progress:
-        if experts:
-            plain = dtype or stored_dtype(source)
-            plan = offload_experts(model, experts, device, plain, loader.read)
-        loader.fill(device)
-    model.tie_weights()
-    shard.insert_collectives()
-    # On one GPU, bf16, int8 and fp8 decode by Inductor's kernels alone; 4-bit formats have Triton
-    # kernels of ours anyway.
-    modules = source.format.get("modules", {}).values()
-    if shard.ranks > 1 or any(FORMATS[module["format"]].bits == 4 for module in modules):
-        fuse_decode_attention(model)
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    message = loader.summary(device, time.perf_counter() - start, experts is not None)
-    if shard.ranks > 1:
-        chosen = choose_all_reduce(model.embedding.weight.dtype, device)
-        message += f", {parallel} parallel on {shard.ranks} ranks; {chosen}"
-    if process_group.is_main():
-        log.info(message)
-    if plan:
-        log.info(plan)
-    return model.eval()
-
-
-def check_weights_fit(model: Transformer, dtype: torch.dtype, device: torch.device) -> None:
-    """Raise Shortage if a model exceeds the GPU's free memory. dtype: of unpacked weights.
-
-    Commands have planned all of their memory by then, and name options that fit.
-    """
-    need, free = weight_bytes(model, dtype), free_gpu_memory(device)
-    if need > free:
-        raise Shortage(
-            f"the weights need {need / 1e9:.1f} GB and the GPU has {free / 1e9:.1f} GB free",
-            "load the model in a smaller number format, or offload its experts",
-        )
-
-
-def stored_dtype(source) -> torch.dtype:
-    """Return the dtype of a checkpoint's floating-point weights and of its activations."""
-    return DTYPES[source.format.get("dtype", source.format["name"])]
-
-
-class WeightLoader:
-    """Reads the parameters of a shard from a source, and checks their shapes and dtypes."""
-
-    def __init__(self, shard: tp.ModelShard, source, dtype: torch.dtype | None):
-        self.shard, self.source, self.dtype, self.nbytes = shard, source, dtype, 0
-        self.parameters = dict(shard.model.named_parameters())
-        self.modules = dict(shard.model.named_modules())
-        hidden = None if process_group.is_main() else True  # None: unless stderr is a terminal
-        total = len(self.parameters)
-        self.progress = tqdm(
-            total=total, desc="loading", unit="tensor", leave=False, disable=hidden
-        )
-
-    def read(self, name: str, device: torch.device | str, expert: int | None = None) -> Tensor:
-        """Read this rank's part of a parameter, or of one expert of it.
-
-        Raises ValueError if it is missing, or not as the config says.
-        """
-        try:
-            tensor = self.shard.read(self.source, name, device, expert)
-        except KeyError:
-            fix = "convert the model again, or quantize it again"
-            raise ValueError(f"the checkpoint lacks {name}: {fix}") from None
-        if expert is None:
-            self.nbytes += tensor.nbytes
-            self.progress.update(1)
-        elif isinstance(self.source, Checkpoint):  # hours may have passed since it was opened
-            self.source.check_unchanged(name)
-        path, leaf = name.rsplit(".", 1)
-        packed = isinstance(self.modules[path], Packed) and leaf in self.modules[path].layout
-        self.check(name, tensor, packed, expert)
-        in_fp32 = getattr(self.modules[path], "fp32", ("score_bias",))
-        keeps_dtype = self.dtype is None or packed or leaf in in_fp32
-        return tensor if keeps_dtype else tensor.to(self.dtype)
-
-    def check(self, name: str, tensor: Tensor, packed: bool, expert: int | None) -> None:
-        """Raise ValueError unless the tensor has the parameter's shape and a known dtype."""
-        parameter = self.parameters[name]
-        shape = parameter.shape if expert is None else (1, *parameter.shape[1:])
-        dtypes = (parameter.dtype,) if packed else tuple(DTYPES.values())
-        if tensor.shape != shape or tensor.dtype not in dtypes:
-            found = f"{list(tensor.shape)} {tensor.dtype}"
-            expected = f"{list(shape)} {' or '.join(map(str, dtypes))}"
-            fix = "convert the model again"
-            raise ValueError(f"{name} is {found} where the config says {expected}: {fix}")
-
-    def fill(self, device: torch.device) -> None:
-        """Read every parameter that is still on the meta device."""
-        for name, parameter in list(self.shard.model.named_parameters()):
-            if parameter.is_meta:
-                path, leaf = name.rsplit(".", 1)
-                loaded = nn.Parameter(self.read(name, device), requires_grad=False)
-                setattr(self.modules[path], leaf, loaded)
-
-    def summary(self, device: torch.device, seconds: float, offloaded: bool) -> str:
-        """Return the bytes of all ranks, and the speed unless tensors are read when first used."""
-        size = process_group.total(self.nbytes)
-        if device.type == "cpu" and self.dtype is None:
-            return f"{in_bytes(size)} of weights{'' if offloaded else ', read when first used'}"
-        speed = f"{in_seconds(seconds)}, {in_bytes(size / seconds)}/s"
-        return f"loaded {in_bytes(size)} of weights in {speed}"
-
-
 def open_session(
     options: argparse.Namespace,
     checkpoint: Checkpoint,
@@ -291,40 +149,9 @@ def open_session(
         compile_prefill=options.compile_prefill,
         prefill_chunk=options.prefill_chunk,
         cache_class=KV_CACHES[options.kv_cache],
-        runner_class=choose_runner(model, options.decode_kernels),
+        decode_kernels=options.decode_kernels,
     )
-    if options.compile and device.type == "cuda":
-        log.info(f"kernels: {describe_kernels(model, settings.runner_class)}")
     return Session(model, length, settings)
-
-
-def check_decode_kernels(
-    kernels: str,
-    source,
-    device: torch.device,
-    dtype: torch.dtype | None = None,
-    parallel: str = "tensor",
-) -> None:
-    """Raise ValueError, before weights are read, for fused kernels that cannot run this model.
-
-    kernels: as --decode_kernels says. source, dtype, parallel: as of `load_model`.
-    """
-    if kernels != "fused":
-        return
-    shard = tp.ModelShard(args_of_checkpoint(source), source.format, parallel)
-    model = shard.model.to(dtype or stored_dtype(source))
-    shard.insert_collectives()
-    if problem := why_not_fused(model, device):
-        why = "these kernels do not compute this model in this format on this device"
-        raise ValueError(f"--decode_kernels fused: {why} ({problem}): use auto")
-
-
-def choose_runner(model: Transformer, kernels: str) -> type[CompiledRunner]:
-    """Return what runs a compiled model's calls. kernels: as --decode_kernels says."""
-    fused = kernels == "fused"
-    if kernels == "auto" and not offloaded_layers(model):
-        fused = can_fuse(model, model.norm.weight.device)
-    return FusedRunner if fused else runner_class_for(model)
 
 
 # Generation ---------------------------------------------------------------------------------------

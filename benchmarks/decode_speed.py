@@ -12,7 +12,6 @@ import torch
 from benchmarks.kernel_profile import cuda_kernels, kernel_table, weight_reads
 from cli.compile_cache import use_compile_cache
 from formats.kv_cache import KV_CACHES
-from generate import check_decode_kernels, choose_runner, load_model
 from model import ModelArgs
 from models.layers.gated_delta_net import DeltaState
 from models.random_weights import (
@@ -23,6 +22,7 @@ from models.random_weights import (
 )
 from parallel import process_group
 from parallel.device import pick_device
+from runtime.loading import check_decode_kernels, load_model
 from runtime.memory import free_gpu_memory
 from runtime.sampling import Sampling
 from runtime.session import Session, SessionOptions
@@ -91,7 +91,7 @@ def open_session(args: ModelArgs, options: argparse.Namespace, device: torch.dev
             compile_prefill=options.compile_prefill,
             prefill_chunk=options.prefill_chunk,
             cache_class=KV_CACHES[options.kv_cache],
-            runner_class=choose_runner(model, options.decode_kernels),
+            decode_kernels=options.decode_kernels,
         ),
     )
 

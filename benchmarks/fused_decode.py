@@ -32,7 +32,6 @@ from benchmarks.decode_speed import read_bandwidth
 from benchmarks.kernel_profile import record_kernels
 from benchmarks.moe_phases import tilings_of
 from cli.parser import Parser
-from generate import check_decode_kernels, load_model
 from model import Transformer
 from models.random_weights import RandomWeights, architecture, first_layers, number_format
 from ops.inductor import configure_inductor
@@ -42,6 +41,7 @@ from ops.products.quantized_x import INTEGERS, quantize_token
 from ops.products.tilings import Tiles
 from ops.products.weights import Weight
 from runtime.fused_decode import FusedRunner
+from runtime.loading import check_decode_kernels, load_model
 from runtime.runner import CompiledRunner
 from runtime.weights import bytes_per_token
 

@@ -30,9 +30,8 @@ from models.random_weights import (
     random_prompt,
 )
 from offload import copies
-from offload.experts import OffloadedExperts, expert_counters
+from offload.experts import OffloadedExperts, expert_counters, offloaded_layers
 from offload.plan import OffloadSettings
-from offload.runner import offloaded_layers, runner_class_for
 from parallel.device import pick_device
 from runtime.sampling import Sampling
 from runtime.session import Session, SessionOptions
@@ -166,7 +165,7 @@ def link_bandwidth(host: Tensor, device: torch.device, repeats: int = 5) -> floa
 def decode_speed(model: Transformer, tokens: int) -> tuple[float, dict, float]:
     """Return steps/s after WARM_UP others, what was copied in them, and the time to compile."""
     start = time.perf_counter()
-    options = SessionOptions(compile=True, runner_class=runner_class_for(model))
+    options = SessionOptions(compile=True, decode_kernels="inductor")
     session = Session(model, 16 + WARM_UP + tokens, options)
     prompt, sampling = random_prompt(model.args, 8), Sampling(seed=0)
     compiled = [time.perf_counter() - start for _ in session.stream(prompt, 2, sampling)][-1]

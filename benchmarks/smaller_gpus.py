@@ -23,8 +23,9 @@ from safetensors.torch import save_file
 from benchmarks.cuda_timing import require_gpu
 from cli.parser import Parser
 from formats.kv_cache import KV_CACHES
-from generate import choose_runner, load_model
 from models.random_weights import RandomWeights, architecture, first_layers, number_format
+from runtime.kernel_choice import choose_runner
+from runtime.loading import load_model
 from runtime.sampling import Sampling
 from runtime.session import Session, SessionOptions
 

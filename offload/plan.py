@@ -12,6 +12,7 @@ from model import MoE, Transformer
 from offload.cache import POLICIES
 from offload.copies import CopyStream
 from offload.experts import BlobPart, LayerStorage, OffloadedExperts, Reader, plan_blob
+from offload.runner import OffloadRunner
 from runtime.memory import Shortage, free_gpu_memory
 
 DRIVERS = "host", "device"  # the CPU or the GPU schedules copies
@@ -45,6 +46,12 @@ class OffloadSettings:
                 raise ValueError(f"{name} {getattr(self, name)!r}: it must be one of {options}")
         if self.driver == "device" and self.prefetch:
             raise ValueError("--offload_driver device does not prefetch: leave --prefetch out")
+
+    def apply(
+        self, model: Transformer, device: torch.device, dtype: torch.dtype, read: Reader
+    ) -> str:
+        """`offload_experts` with these settings, for `runtime.loading.load_model`."""
+        return offload_experts(model, self, device, dtype, read)
 
 
 def choose_slots(
@@ -272,11 +279,12 @@ def offload_experts(
             gpu_schedules=driver == "device",
         )
         fill_blobs(storage.blobs, parts, read)
-        ffn = model.layers[n].ffn
+        ffn: MoE = model.layers[n].ffn
         ffn.experts = offloaded = OffloadedExperts(ffn.experts, storage)
         if above is not None and plan.prefetch:
             above.prefetch_count, above.next_layer = plan.prefetch, [ffn, offloaded]
         above = offloaded
+    model.runner_class = OffloadRunner  # for `runtime.kernel_choice.choose_runner`
     return describe_plan(plan, settings)
 
 

@@ -9,7 +9,7 @@ waves between the two parts.
 from torch import Tensor, nn
 
 from model import Block, Context, MoE, Transformer
-from offload.experts import OffloadedExperts
+from offload.experts import OffloadedExperts, offloaded_layers
 from runtime.graphs import run_on_host
 from runtime.runner import CompiledRunner
 
@@ -50,15 +50,6 @@ class OffloadRunner(CompiledRunner):
             block, x, h, indices, weights, experts.slot_map, next_norm
         )
         return x, normed, indices, weights
-
-
-def runner_class_for(model: Transformer) -> type[CompiledRunner]:
-    """Return the class of runner that this model needs."""
-    return OffloadRunner if offloaded_layers(model) else CompiledRunner
-
-
-def offloaded_layers(model: Transformer) -> list[OffloadedExperts]:
-    return [module for module in model.modules() if isinstance(module, OffloadedExperts)]
 
 
 def route_experts(block: Block, x: Tensor, normed: Tensor, context: Context):

@@ -50,7 +50,6 @@ from ops.declared import (
     Routing,
     SumAdditions,
 )
-from ops.gpu import gpu_of
 from ops.inductor import materialize
 from ops.launch import KernelError, compile_only, give_up
 from ops.products import expert_tiles
@@ -63,7 +62,7 @@ from ops.products.weights import Weight, plain_weight
 from ops.step.token_draw import draw_tokens
 from runtime.fused_attention import FusedDecodeAttention, fused_attention
 from runtime.fused_latent_attention import FusedLatentAttention
-from runtime.plain_forms import changed_forms, settings_of, undeclared
+from runtime.plain_forms import settings_of, undeclared
 from runtime.runner import CompiledRunner
 from runtime.sampling import MAX_CANDIDATES, StepState, sample
 
@@ -151,7 +150,7 @@ class FusedAttention:
         normed, norm = moe_decode.norm_apart(x, self.norm.weight, eps)
         for n, ((weight, bias), part) in enumerate(zip(self.inputs, parts, strict=True)):
             early = n == 1  # then the kernel before the previous one, which writes x, has ended
-            moe_decode.down(normed, weight, norm=norm, eps=eps, bias=bias, out=part, early=early)
+            moe_decode.dense(normed, weight, norm, bias=bias, out=part, early=early)
         projected, attention = projected.view(*context.positions.shape, -1), self.attention
         if not isinstance(attention, FusedDecodeAttention | FusedLatentAttention):
             heads = core(attention, projected, context)
@@ -161,7 +160,7 @@ class FusedAttention:
             heads = core(attention.plain[0], projected, context)
         weight, bias = self.output
         heads = heads.flatten(0, 1).contiguous()
-        return moe_decode.down(heads, weight, bias=bias, **self.sum.of_product(x))
+        return moe_decode.dense(heads, weight, bias=bias, **self.sum.of_product(x))
 
 
 class FusedExperts:
@@ -385,7 +384,8 @@ class FusedHead:
     def forward(self, x: Tensor) -> Tensor:
         """x [1, D], not normed -> fp32 logits [1, V], of which none is rounded to bf16."""
         norm = self.norm
-        return moe_decode.down(x, self.weight, norm=norm.weight, eps=norm.eps, dtype=torch.float32)
+        scale = moe_decode.Norm(norm.weight, norm.eps)
+        return moe_decode.dense(x, self.weight, scale, dtype=torch.float32)
 
 
 def fused_head(model: Transformer) -> FusedHead | None:
@@ -509,38 +509,3 @@ def fused_layers(model: Transformer) -> dict[Block, FusedLayer]:
         except ValueError:
             continue
     return layers
-
-
-def why_not_fused(model: Transformer, device: torch.device) -> str | None:
-    """Return why a device does not run all layers with experts by the kernels; None: it does.
-
-    model: it may be on the meta device.
-    """
-    if device.type != "cuda":
-        return "no GPU"
-    if model.embedding.weight.element_size() != 2:
-        return f"activations in {str(model.embedding.weight.dtype).removeprefix('torch.')}"
-    if not gpu_of(device).runs_fused_decoding:
-        return str(gpu_of(device))
-    if changed := changed_forms():
-        return f"{', '.join(changed)} in model.py changed: see runtime/plain_forms.py"
-    sparse = [n for n, block in enumerate(model.layers) if isinstance(block.ffn, MoE)]
-    for layer in sparse:
-        try:
-            FusedLayer(model.layers[layer])
-        except ValueError as error:
-            return f"layer {layer}: {error}"
-    return None if sparse else "no layer has experts"
-
-
-def can_fuse(model: Transformer, device: torch.device) -> bool:
-    """Whether `why_not_fused` has nothing against it."""
-    return why_not_fused(model, device) is None
-
-
-def describe_kernels(model: Transformer, runner_class: type[CompiledRunner]) -> str:
-    """Return which kernels decode a token, and why not the fused ones."""
-    if issubclass(runner_class, FusedRunner):
-        return f"fused ({len(fused_layers(model))} of {len(model.layers)} layers)"
-    why = why_not_fused(model, model.norm.weight.device) or "the fused ones were not chosen"
-    return f"Inductor ({why})"

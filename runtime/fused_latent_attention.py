@@ -60,4 +60,4 @@ class FusedLatentAttention:
         """q [T, q_rank] -> [T, H * C]: norm and product, in one kernel for up to 8 tokens."""
         norm = self.plain[0].q_norm
         q, scale = moe_decode.norm_apart(q.contiguous(), norm.weight, norm.eps)
-        return moe_decode.down(q, weight, norm=scale, eps=norm.eps)
+        return moe_decode.dense(q, weight, scale)

@@ -9,6 +9,7 @@ its sizes: `stream_all` uses all rows, runtime/batch.py as many as sequences run
 that has no sequence is idle: it computes, but its memory stays as it is.
 """
 
+import logging
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -25,6 +26,7 @@ from ops.launch import can_launch
 from ops.plain.attention import BLOCK
 from ops.step.rows import RowMemory
 from runtime.graphs import CapturedStep, GraphCache, run_on_host
+from runtime.kernel_choice import choose_runner, describe_kernels
 from runtime.logit_edits import EditState, edit_logits, make_edit_state, set_edits
 from runtime.outbox import Outbox
 from runtime.runner import CompiledRunner, EagerRunner, InterruptedRunner
@@ -40,6 +42,8 @@ from runtime.sampling import (
 from runtime.sequence_state import MAX_TENTATIVE
 from runtime.snapshots import Snapshots
 from runtime.transfers import read_later, send
+
+log = logging.getLogger("moe_fast")
 
 PREFILL_CHUNK = 2048  # prompt tokens in one call, which bounds the memory for activations
 PADDING_MULTIPLE = 2 * COUNTING_SORT_MAX_TOKENS  # compiled prompts are padded to multiples of this
@@ -74,7 +78,8 @@ class SessionOptions:
     compile_prefill: bool = False  # compile the prompt's pass too
     prefill_chunk: int = PREFILL_CHUNK  # prompt tokens in one call
     cache_class: type[KVCache] = KVCache
-    runner_class: type[CompiledRunner] = CompiledRunner  # offload.runner has another
+    decode_kernels: str = "auto"  # of a compiled session: as --decode_kernels says
+    runner_class: type[CompiledRunner] | None = None  # None: `choose_runner` takes one
     sample_rule: Callable = sample  # (logits, controls, seen, noise) -> tokens [B, 1]
 
 
@@ -137,7 +142,12 @@ class Session:
 
     def make_runners(self) -> None:
         """Make what runs the decode step and the prompt's pass, and the sampling step."""
-        runner_class, model = self.options.runner_class, self.model
+        model, options = self.model, self.options
+        runner_class = options.runner_class or CompiledRunner
+        if options.runner_class is None and (self.compiled or options.compile_prefill):
+            runner_class = choose_runner(model, options.decode_kernels)
+            if self.device.type == "cuda":
+                log.info(f"kernels: {describe_kernels(model, runner_class)}")
         self.runner = runner_class(model) if self.compiled else EagerRunner(model)
         self.prefill_runner: Runner = EagerRunner(model)
         if self.options.compile_prefill:

@@ -69,12 +69,14 @@ from ops.attention.latent_decode_attention import Tile
 from ops.declared import AttentionAdditions
 from ops.plain.attention import attend, causal_bias
 from ops.plain.rope import rope_frequencies, rope_table
-from ops.products import gemv4, grouped
+from ops.products import codes, experts, gemv, grouped, operands
+from ops.products.tilings import Tiles
 from ops.ranks import all_reduce, sandwich
 from ops.step import expert_paging, rows
 from ops.step.rows import RowMemory, make_planes
 from runtime.fused_attention import FusedDecodeAttention
 from tests.interpreter_bounds import check_bounds
+from tests.launched_code import launched_code
 
 GROUPS = {
     "int8": 8,
@@ -252,45 +254,31 @@ def grouped_code(name: str, experts: int, rows: int, dtype: torch.dtype) -> dict
     }
 
 
-# Format, G, out, in, experts (0: a dense weight), rows of x, pairs, gated, tiling.
+# Format, G, out, in, experts (0: a dense weight), rows of x, pairs, gated, tiles if not chosen.
 DOT4 = {
-    "int4, dense, two chunks and half a row of lanes": ("int4", 32, 20, 2272, 0, 1, 1, False, {}),
+    "int4, dense, half a row of lanes": ("int4", 32, 20, 2272, 0, 1, 1, False, {}),
     "int4, groups of 128": ("int4", 128, 200, 512, 0, 1, 1, False, {}),
     "hqq4, experts, several tokens": ("hqq4", 64, 20, 448, 3, 2, 4, False, {}),
     "hqq4, a row of x for each pair": ("hqq4", 64, 16, 5120, 2, 4, 4, False, {}),
     "int4, gated": ("int4", 32, 40, 448, 3, 1, 2, True, {}),
     "hqq4, gated, rows of 4096": ("hqq4", 64, 24, 4096, 3, 1, 2, True, {}),
-    "hqq4, one turn of small blocks": (
-        "hqq4",
-        64,
-        16,
-        4096,
-        2,
-        1,
-        2,
-        False,
-        {"pieces": 4, "block": 4, "resident": 8},
+    "hqq4, all chunks at once": (
+        *("hqq4", 64, 16, 4096, 2, 1, 2, False),
+        {"rows": 4, "lanes": 64, "warps": 2},
     ),
-    "mxfp4, dense, two chunks": ("mxfp4", 32, 20, 4128, 0, 1, 1, False, {}),
+    "mxfp4, dense, five chunks": ("mxfp4", 32, 20, 4128, 0, 1, 1, False, {}),
     "mxfp4, experts of gpt-oss's width": ("mxfp4", 32, 24, 2880, 3, 1, 2, False, {}),
     "mxfp4, gated, two tokens": ("mxfp4", 32, 40, 448, 3, 2, 4, True, {}),
-    "int4, gated, blocks of 16": (
-        "int4",
-        64,
-        40,
-        2048,
-        2,
-        1,
-        2,
-        True,
-        {"pieces": 2, "block": 16, "warps": 8},
+    "int4, gated, staying programs": (
+        *("int4", 64, 40, 2048, 2, 1, 2, True),
+        {"rows": 8, "depth": 2, "stay": True},
     ),
 }
 
 
 def dot4_case(case: tuple, size: float) -> tuple:
-    """Return the arguments of `gemv4.launch_dot4`, and the weights as fp64 [pairs, out, in]."""
-    name, group, out, width, experts, tokens, pairs, gated, cut = case
+    """Return the arguments of `gemv.dot4`, and the weights as fp64 [pairs, out, in]."""
+    name, group, out, width, experts, tokens, pairs, gated, _ = case
     generator = torch.Generator().manual_seed(width)
     weight = torch.randn(max(experts, 1), out, width, generator=generator)
     parts = FORMATS[name].pack(weight, group)
@@ -302,9 +290,14 @@ def dot4_case(case: tuple, size: float) -> tuple:
     plain = FORMATS[name].unpack(parts, group).double()[index.flatten() if experts else [0]]
     if not experts:
         parts = {key: part[0] for key, part in parts.items()}
-    kind = FORMATS[name].kind
-    tiling = gemv4.dot4_tiling((out, width), pairs, kind, gated, 1, gemv4.Tiling(**cut))
-    return (x, list(parts.values()), index, (kind, group, gated), tiling, False), plain
+    return (x, list(parts.values()), index, FORMATS[name].kind, group, gated), plain
+
+
+def run_dot4(case: tuple, arguments: tuple) -> Tensor:
+    """Call the operator's function, with the case's tiles."""
+    tiles = (lambda *_: Tiles(**case[-1])) if case[-1] else experts.choose_tiles
+    with mock.patch.object(experts, "choose_tiles", tiles):
+        return gemv.dot4._init_fn(*arguments)
 
 
 def dot4_error(case: tuple, size: float) -> float:
@@ -317,13 +310,11 @@ def dot4_error(case: tuple, size: float) -> float:
     zero = x.shape[0] - 1 if x.shape[0] > 1 else None
     if zero is not None:
         x[zero] = 0
-    got, each = gemv4.launch_dot4(*arguments).double(), plain.shape[0] // x.shape[0]
+    got, each = run_dot4(case, arguments).double(), plain.shape[0] // x.shape[0]
     want = torch.einsum("noi,ni->no", plain, x.double().repeat_interleave(each, 0))
     if gated:
         gate, up = want.chunk(2, -1)
         want = torch.nn.functional.silu(gate) * up
-    else:
-        got = got.sum(0)
     if zero is not None and got[zero * each :].count_nonzero():
         return math.inf
     return ((got - want).norm() / want.norm()).item()
@@ -331,9 +322,10 @@ def dot4_error(case: tuple, size: float) -> float:
 
 def dot4_is_no_number(value: float) -> bool:
     """Return whether one such value in x makes all of its token's results inf or nan."""
-    arguments, _ = dot4_case(DOT4["hqq4, experts, several tokens"], 1.0)
+    case = DOT4["hqq4, experts, several tokens"]
+    arguments, _ = dot4_case(case, 1.0)
     arguments[0][0, 5] = value
-    first, second = gemv4.launch_dot4(*arguments).sum(0).split(2)
+    first, second = run_dot4(case, arguments).split(2)
     return bool(second.isfinite().all()) and not first.isfinite().any()
 
 
@@ -351,7 +343,7 @@ def add_dot(total: tl.tensor, codes: np.ndarray, x: np.ndarray) -> tl.tensor:
 
 
 def twin(word, x_even, x_odd, even, odd):
-    """Replace `gemv4._add_word`, whose inline assembly takes four codes at a time.
+    """Replace `codes._add_word`, whose inline assembly takes four codes at a time.
 
     In NumPy: half of these tests' time would pass in Triton's interpreter.
     """
@@ -367,7 +359,7 @@ def down_twin(units, COUNT: tl.constexpr):
 
 
 def e2m1_twin(word, x_low, x_high, low, high, *table):
-    """Replace `gemv4._add_e2m1`: 12 + 2 * number, from exponent and mantissa."""
+    """Replace `codes._add_e2m1`: 12 + 2 * number, from exponent and mantissa."""
     codes = word.handle.data[..., None] >> np.arange(0, 32, 4)
     exponent, mantissa = codes >> 1 & 3, codes & 1
     twice = np.where(exponent == 0, mantissa, (2 + mantissa) << np.maximum(exponent - 1, 0))
@@ -376,13 +368,20 @@ def e2m1_twin(word, x_low, x_high, low, high, *table):
     return low, add_dot(high, values[..., 4:], fields(x_high, np.int16))
 
 
-def dot4_code(case: tuple, pdl: bool) -> dict[str, int]:
+def pair_twin(pair, total):
+    """Replace `operands._add_pair`."""
+    return add_dot(total, fields(pair, np.int16), np.int32(1))
+
+
+def replace_four_bits() -> None:
+    """Let the interpreter run products of 4-bit codes without inline assembly."""
+    codes._add_word, codes._add_e2m1, operands._add_pair = twin, e2m1_twin, pair_twin
+
+
+def dot4_code(case: tuple) -> dict[str, int]:
     """Count spills, products, waits and loads in the kernel's machine code."""
-    kernel, gemv4._dot4 = gemv4._dot4, Launch()
     arguments, _ = dot4_case(case, 1.0)
-    gemv4.launch_dot4(*arguments[:-1], pdl)
-    launch, gemv4._dot4 = gemv4._dot4, kernel
-    asm = compiled(kernel, launch).asm
+    (code,) = launched_code(lambda: run_dot4(case, arguments)).values()
     names = {
         "spills": "STL",
         "products": "IDP.2A",
@@ -390,7 +389,7 @@ def dot4_code(case: tuple, pdl: bool) -> dict[str, int]:
         "starts": "PREEXIT",
         "loads": "LDG.E.128",
     }
-    return {name: asm["sass"].count(text) for name, text in names.items()}
+    return {name: code.asm["sass"].count(text) for name, text in names.items()}
 
 
 BLOBS = (16, 160, 48), (65536 + 64, 20000), (40, 20004)  # bytes of an expert's parts
@@ -1272,7 +1271,7 @@ def fetch_results() -> dict:
 
 
 def dot4_errors() -> dict[str, float]:
-    gemv4._add_word, gemv4._add_e2m1 = twin, e2m1_twin
+    replace_four_bits()
     found = {name: dot4_error(case, 1.0) for name, case in DOT4.items()}
     found |= {
         f"x of {size}": dot4_error(DOT4["hqq4, experts, several tokens"], size)
@@ -1285,17 +1284,13 @@ def dot4_errors() -> dict[str, float]:
 
 def few_dot4_errors() -> dict[str, float]:
     """Return the errors of one small case of each format."""
-    gemv4._add_word, gemv4._add_e2m1 = twin, e2m1_twin
-    names = "int4, groups of 128", "hqq4, experts, several tokens", "mxfp4, dense, two chunks"
+    replace_four_bits()
+    names = "int4, groups of 128", "hqq4, experts, several tokens", "mxfp4, dense, five chunks"
     return {name: dot4_error(DOT4[name], 1.0) for name in names}
 
 
 def dot4_codes() -> dict[str, dict[str, int]]:
-    waiting = {
-        f"{name}, waiting": dot4_code(DOT4[name], True)
-        for name in ("int4, groups of 128", "int4, gated")
-    }
-    return {name: dot4_code(case, False) for name, case in DOT4.items()} | waiting
+    return {name: dot4_code(case) for name, case in DOT4.items()}
 
 
 def grouped_errors() -> dict[str, float]:

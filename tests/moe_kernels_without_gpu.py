@@ -31,7 +31,6 @@ import tp
 from formats import FORMATS
 from formats.packed import Packed, PackedExpertLinear, PackedLinear
 from formats.quantizer import plan_format
-from generate import WeightLoader
 from model import (
     Block,
     Context,
@@ -60,7 +59,7 @@ from ops.attention import (
     latent_decode_attention,
 )
 from ops.declared import SWIGLU, Activation
-from ops.products import codes, expert_tiles, few_tokens, gemv4, quantized_x
+from ops.products import codes, expert_tiles, few_tokens, quantized_x
 from ops.products import experts as moe_decode
 from ops.products import router as moe_router
 from ops.products import tilings as moe_tiles
@@ -69,16 +68,17 @@ from ops.ranks import reduce_router
 from runtime.fused_attention import FusedDecodeAttention
 from runtime.fused_decode import MAX_FEW, FusedLayer, FusedRunner
 from runtime.fused_latent_attention import FusedLatentAttention
+from runtime.loading import WeightLoader
 from tests.interpreter_bounds import check_bounds
 from tests.kernels_without_gpu import (
     Launch,
     add_dot,
     compiled,
-    e2m1_twin,
     fields,
-    twin,
+    replace_four_bits,
     unchanged,
 )
+from tests.launched_code import launched_code
 
 GROUPS = dict(int4=32, hqq4=32, mxfp4=32, int8=16, fp8=16, fp8b=32)  # so that small widths fit
 
@@ -110,11 +110,6 @@ class Case:
 def bytes_twin(word, x, total):
     """Replace `codes._add_bytes`, which is inline assembly."""
     return add_dot(total, fields(word, np.int8), fields(x, np.int16))
-
-
-def pair_twin(pair, total):
-    """Replace `codes._add_pair`."""
-    return add_dot(total, fields(pair, np.int16), np.int32(1))
 
 
 @triton.jit
@@ -206,7 +201,7 @@ def expert_errors(layer: Layer) -> dict[str, float]:
     real = layer.real.unsqueeze(1)
     if case.tokens == 1:
         x, indices = layer.x, layer.indices
-        h = moe_decode.gate_up_of(x, layer.w13, indices, activation, bias=bias13, **options)
+        h = moe_decode.multiply_each(x, layer.w13, indices, activation, bias=bias13, **options)
         y = moe_decode.down(given, layer.w2, **experts, **add, **options)
         if layer.w2.kind in quantized_x.INTEGERS:  # as integers of a kernel of its own: the same
             integers = quantized_x.quantize_token(given, layer.w2, pdl=False)
@@ -258,12 +253,11 @@ def dense_error(layer: Layer, edge: bool = False) -> float:
     has_norm = case.tokens <= few_tokens.TILE
     bias = layer.bias[0][0, : case.I] if case.biased else None
     out = torch.full((case.tokens, case.I + 24), torch.nan)  # a part of longer rows
-    got = moe_decode.down(
+    got = moe_decode.dense(
         x,
         weight,
+        moe_decode.Norm(norm, 1e-5) if has_norm else None,
         residual=residual,
-        norm=norm if has_norm else None,
-        eps=1e-5,
         bias=bias,
         scale=case.scale,
         tiles=layer.few_tiles,
@@ -359,7 +353,7 @@ def choose(layer: Layer, scores: Tensor, routing) -> tuple[Tensor, Tensor, float
     w13, _ = layer.weight(case.E + case.shared, 2 * case.I, case.D)
     options = dict(tiles=layer.tiles, pdl=False, dtype=torch.float32)
     found, indices, weights = moe_decode.gate_up(layer.x, w13, scores, routing, **options)
-    given = moe_decode.gate_up_of(layer.x, w13, indices, **options)
+    given = moe_decode.multiply_each(layer.x, w13, indices, **options)
     return indices, weights, relative(found, given)
 
 
@@ -433,7 +427,7 @@ def as_on_a_gpu() -> Iterator[None]:
             few_queries_attention,
             latent_decode_attention,
         )
-        products = moe_decode, few_tokens, expert_tiles
+        products = few_tokens, expert_tiles
         for module in (*products, moe_router, reduce_router, *attention):
             stack.enter_context(mock.patch.object(module, "supports_pdl", lambda x: False))
         for module in (decode_attention, few_queries_attention):
@@ -701,7 +695,7 @@ def send_part(layer: Layer, inbox, gather: bool, dtype: torch.dtype) -> Tensor |
         return moe_decode.down(h, weight, **experts, bias=bias, **options)
     weight = replace(weight, parts=tuple(part[0] for part in weight.parts))
     bias = None if bias is None else bias[0]
-    return moe_decode.down(h[:, 0], weight, bias=bias, **options)
+    return moe_decode.dense(h[:, 0], weight, bias=bias, **options)
 
 
 def receive_part(
@@ -774,11 +768,38 @@ def reduction_code() -> dict[str, dict[str, int]]:
     return found
 
 
-KERNELS = {
-    "_gate_up": moe_decode,
-    "_down": moe_decode,
-    "_norm_router": moe_router,
-}
+def counts(case: Case) -> dict[str, dict]:
+    """Return registers, spills, waits, loads and barriers of each kernel's machine code.
+
+    "gate_up" is `_multiply_each`; "down" and "dense" are `_multiply_sum` with experts and without.
+    """
+    if case.tokens > 1:
+        return counts_of_several(case)
+    layer = Layer(case)
+    x, tiles = layer.x.bfloat16(), layer.tiles if case.tiles else None
+    h, router = x.new_empty(1, case.A, case.I), x.new_empty(case.E, case.D)
+    norm, scores = x.new_empty(case.D), layer.normal(1, 1, case.E)
+    routing = moe_router.Routing(case.A, case.norm_topk)
+    weight = replace(layer.dense, parts=tuple(part[0] for part in layer.dense.parts))
+
+    def gate_up() -> None:
+        options = dict(weight=layer.w13, pdl=True)
+        normed, _ = moe_router.norm_router(x, norm, 1e-5, router, routing, **options)
+        moe_decode.gate_up(normed, layer.w13, scores, routing, tiles=tiles)
+
+    def down() -> None:
+        experts = dict(indices=layer.indices, routing=layer.routing)
+        moe_decode.down(h, layer.w2, **experts, residual=x, tiles=tiles)
+
+    found = launched_code(gate_up)
+    found["gate_up"] = found.pop("_multiply_each")
+    found["down"] = launched_code(down)["_multiply_sum"]
+    normed = moe_decode.Norm(norm, 1e-5)
+    dense = launched_code(lambda: moe_decode.dense(x, weight, normed, tiles=tiles))
+    found["dense"] = dense["_multiply_sum"]
+    return {name: counts_of(code) for name, code in found.items()}
+
+
 SEVERAL_KERNELS = {
     "_sort_pairs": expert_tiles,
     "_multiply_tiles": expert_tiles,
@@ -788,57 +809,49 @@ SEVERAL_KERNELS = {
 }
 
 
-def counts(case: Case) -> dict[str, dict]:
-    """Return registers, spills, waits, loads and barriers of each kernel's machine code.
-
-    "dense" is `_down` of a weight without experts, or of several tokens `_down_few`.
-    """
+def counts_of_several(case: Case) -> dict[str, dict]:
+    """Do what `counts` does for several tokens; "down" is the second `_multiply_tiles`."""
     layer, found, T = Layer(case), {}, case.tokens
-    x, D, kernels = layer.x.bfloat16(), case.D, KERNELS if case.tokens == 1 else SEVERAL_KERNELS
-    tiles = layer.tiles if case.tiles else None
-    few = tiles if T == 1 else layer.few_tiles
+    x, D, few = layer.x.bfloat16(), case.D, layer.few_tiles
     h, router = x.new_empty(T, case.A, case.I), x.new_empty(case.E, D)
-    norm, launches, downs = x.new_empty(D), {name: Launch() for name in kernels}, Launch()
+    norm, downs = x.new_empty(D), Launch()
+    launches = {name: Launch() for name in SEVERAL_KERNELS}
     with ExitStack() as stack:
-        for name, module in kernels.items():
+        for name, module in SEVERAL_KERNELS.items():
             stack.enter_context(mock.patch.object(module, name, launches[name]))
         scores = layer.normal(T, 1, case.E)
         routing = moe_router.Routing(case.A, case.norm_topk)
         options = dict(weight=layer.w13, pdl=True)
-        normed, _ = moe_router.norm_router(x, norm, 1e-5, router, routing, **options)
-        if T == 1:
-            moe_decode.gate_up(normed, layer.w13, scores, routing, tiles=tiles, pdl=True)
-            experts = dict(indices=layer.indices, routing=layer.routing)
-            moe_decode.down(h, layer.w2, **experts, residual=x, tiles=tiles, pdl=True)
-        else:
-            indices, weights = moe_router.route(scores, routing, pdl=True)
-            order = expert_tiles.sort_pairs(indices, case.E, layer.last, pdl=True)
-            h, parts = h.flatten(0, 1), x.new_empty(T * case.A, D, dtype=torch.float32)
-            options = dict(tiles=few, pdl=True)
-            expert_tiles.multiply_tiles(x, layer.w13, order, h, SWIGLU, **options)
-            with mock.patch.object(expert_tiles, "_multiply_tiles", downs):
-                expert_tiles.multiply_tiles(h, layer.w2, order, parts, None, weights, **options)
-            expert_tiles.combine(parts, case.A, x.dtype, x, last=layer.last, pdl=True)
+        moe_router.norm_router(x, norm, 1e-5, router, routing, **options)
+        indices, weights = moe_router.route(scores, routing, pdl=True)
+        order = expert_tiles.sort_pairs(indices, case.E, layer.last, pdl=True)
+        h, parts = h.flatten(0, 1), x.new_empty(T * case.A, D, dtype=torch.float32)
+        options = dict(tiles=few, pdl=True)
+        expert_tiles.multiply_tiles(x, layer.w13, order, h, SWIGLU, **options)
+        with mock.patch.object(expert_tiles, "_multiply_tiles", downs):
+            expert_tiles.multiply_tiles(h, layer.w2, order, parts, None, weights, **options)
+        expert_tiles.combine(parts, case.A, x.dtype, x, last=layer.last, pdl=True)
     for name, launch in launches.items():
-        found[name] = code_counts(getattr(kernels[name], name), launch)
-    if T > 1:
-        found["down"] = code_counts(expert_tiles._multiply_tiles, downs)
-    module, name = (moe_decode, "_down") if T == 1 else (few_tokens, "_down_few")
-    with mock.patch.object(module, name, dense := Launch()):
+        found[name] = code_counts(getattr(SEVERAL_KERNELS[name], name), launch)
+    found["down"] = code_counts(expert_tiles._multiply_tiles, downs)
+    with mock.patch.object(few_tokens, "_down_few", dense := Launch()):
         weight = replace(layer.dense, parts=tuple(part[0] for part in layer.dense.parts))
-        moe_decode.down(x, weight, norm=norm, tiles=few, pdl=True)
-    return found | {"dense": code_counts(getattr(module, name), dense)}
+        moe_decode.dense(x, weight, moe_decode.Norm(norm, 1e-5), tiles=few, pdl=True)
+    return found | {"dense": code_counts(few_tokens._down_few, dense)}
 
 
 def code_counts(kernel, launch: Launch) -> dict[str, int]:
-    found = compiled(kernel, launch)
-    sass = found.asm["sass"]
+    return counts_of(compiled(kernel, launch))
+
+
+def counts_of(code) -> dict[str, int]:
+    sass = code.asm["sass"]
     before, _, after = sass.partition("ACQBULK")
     registers = [int(number) for number in re.findall(r"\bR(\d+)\b", sass)]
     return {
         "registers": max(registers) + 1,
         "spills": sass.count("STL"),
-        "shared": found.metadata.shared,
+        "shared": code.metadata.shared,
         "waits": sass.count("ACQBULK"),
         "starts": sass.count("PREEXIT"),
         "ahead": before.count("LDG.E.128"),
@@ -858,8 +871,8 @@ def main() -> int:
         check_bounds()
         # Programs that stay have several tiles.
         moe_tiles.RESIDENT, Weight.multiprocessors = 12, 1
-        gemv4._add_word, gemv4._add_e2m1 = twin, e2m1_twin
-        codes._add_bytes, codes._add_pair = bytes_twin, pair_twin
+        replace_four_bits()
+        codes._add_bytes = bytes_twin
         few_tokens._dot, few_tokens._multiply_bf16 = dot_twin, norm_twin
         layers = [layer_errors(*pair) for pair in given.get("layers", ())]
         models = [model_error(*pair) for pair in given.get("models", ())]

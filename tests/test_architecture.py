@@ -28,9 +28,9 @@ LIBRARY = {
     "model": {"ops"},
     "formats": {"ops", "model", "checkpoint"},
     "models": {"ops", "model", "formats", "checkpoint", "tokenizer"},
-    "runtime": {"ops", "model"},
     "parallel": {"ops", "cli"},
     "tp": {"ops", "model", "models", "formats", "parallel"},
+    "runtime": {"ops", "cli", "checkpoint", "model", "formats", "models", "parallel", "tp"},
     "offload": {"ops", "model", "formats", "runtime"},
     "hub": {"cli", "checkpoint", "model", "formats", "models"},
 }
@@ -50,6 +50,10 @@ NARROWER = {
     ("formats", "checkpoint"): {"formats.quantizer"},  # writes checkpoints
     ("models", "checkpoint"): {"models.converter", "models.tensors"},
     ("models", "tokenizer"): {"models.converter"},
+    **{
+        ("runtime", other): {"runtime.loading"}
+        for other in ("cli", "checkpoint", "formats", "models", "parallel", "tp")
+    },
 }
 # Packages from outside of the standard library, for the units that may import few.
 THIRD_PARTY = {
@@ -58,7 +62,7 @@ THIRD_PARTY = {
     "model": {"torch"},
     "formats": {"torch", "tqdm"},
     "models": {"torch", "tqdm"},
-    "runtime": {"torch"},
+    "runtime": {"torch", "tqdm"},
     "parallel": {"torch"},
     "tp": {"torch"},
     "offload": {"torch"},

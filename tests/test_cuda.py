@@ -25,7 +25,7 @@ from formats import FORMATS
 from formats.kv_cache import KV_CACHES, Int8KVCache
 from formats.packed import PackedExpertLinear
 from formats.quantizer import pack_weight, plan_format, quantize
-from generate import EMBEDDED, choose_runner, embedded_checkpoint, load_model
+from generate import EMBEDDED, embedded_checkpoint, load_model
 from model import SHORT_CACHE, ExpertLinear, Experts, KVCache, ModelArgs, swiglu, weighted_sum
 from models import ARCHITECTURES, args_of_checkpoint, build_model
 from models.deepseek import DeepseekArgs
@@ -36,20 +36,21 @@ from models.layers.yarn import Yarn
 from models.random_weights import RandomWeights, random_prompt
 from offload.experts import COUNTERS, expert_counters
 from offload.plan import OffloadSettings
-from offload.runner import runner_class_for
 from ops import launch as jit
 from ops.attention.gated_delta_token import delta_token
+from ops.declared import SWIGLU
 from ops.inductor import configure_inductor
 from ops.inductor_tuning import gpu_ms
 from ops.products import experts as moe_decode
-from ops.products import gemv4
+from ops.products import gemv
 from ops.products.tilings import Tiles
 from ops.products.weights import packed_weight
 from ops.step.rows import RowMemory
 from ops.step.token_draw import GROUPS
 from runtime.batch import Batch
 from runtime.fused_attention import MAX_CACHE_LEN, fuse_decode_attention
-from runtime.fused_decode import FusedRunner, can_fuse
+from runtime.fused_decode import FusedRunner
+from runtime.kernel_choice import choose_runner, why_not_fused
 from runtime.runner import CompiledRunner
 from runtime.sampling import NotFiniteError, Sampling
 from runtime.session import MAX_SHORT_CHUNKS, Session, SessionOptions
@@ -130,7 +131,13 @@ def family_sessions(directory, dtype: torch.dtype = torch.float32, **options) ->
     """Return an eager and a captured session of a converted family."""
     models = (load_model(directory, "cuda", dtype) for _ in range(2))
     return [
-        Session(model, 256, SessionOptions(compile=compile, compile_prefill=compile, **options))
+        Session(
+            model,
+            256,
+            SessionOptions(
+                decode_kernels="inductor", compile=compile, compile_prefill=compile, **options
+            ),
+        )
         for model, compile in zip(models, (False, True), strict=True)
     ]
 
@@ -199,7 +206,7 @@ def embedded_session(device: str, dtype: torch.dtype, compile: bool) -> Session:
     return Session(
         load_model(embedded_checkpoint(), device, dtype),
         512,
-        SessionOptions(compile=compile, compile_prefill=compile),
+        SessionOptions(decode_kernels="inductor", compile=compile, compile_prefill=compile),
     )
 
 
@@ -344,16 +351,19 @@ def broken_kernels(monkeypatch):
 @pytest.mark.parametrize(
     ("runner", "kernel"),
     (
-        *((FusedRunner, name) for name in ("_down", "_gate_up", "_norm_router", "_attend_token")),
+        *(
+            (FusedRunner, name)
+            for name in ("_multiply_sum", "_multiply_each", "_norm_router", "_attend_token")
+        ),
         *((FusedRunner, name) for name in ("_multiply_tiles", "_find_best", "_draw", "_grouped")),
-        *((CompiledRunner, name) for name in ("_dot4", "_grouped")),
+        *((CompiledRunner, name) for name in ("_multiply_each", "_grouped")),
     ),
 )
 def test_a_kernel_that_cannot_run_is_replaced(runner, kernel, broken_kernels, tmp_path, caplog):
     """A prompt of a captured length, a short one, and their answers, with one line in the log."""
     eager, other, directory = fused_and_eager(tmp_path, "int4", 512)
     if runner is CompiledRunner:
-        options = SessionOptions(compile=True)
+        options = SessionOptions(decode_kernels="inductor", compile=True)
         other = Session(load_model(directory, "cuda", torch.bfloat16), 512, options)
     prompts = embedded_prompt(900)[:300], embedded_prompt(300)[:40]
     want = [list(eager.stream(ids, 20, GREEDY)) for ids in prompts if eager.reset() is None]
@@ -436,9 +446,9 @@ def test_fused_decode_kernels_of_each_family(name, mode, make_family, tmp_path):
     for fused in (False, True):
         model = load_model(directory, "cuda", torch.bfloat16)
         if name in NOT_FUSED:
-            assert not can_fuse(model, torch.device("cuda"))
+            assert why_not_fused(model, torch.device("cuda"))
             return
-        assert can_fuse(model, torch.device("cuda"))
+        assert why_not_fused(model, torch.device("cuda")) is None
         model.setup_cache(1, 64)
         runner = FusedRunner(model) if fused else None
         positions = torch.arange(tokens.shape[1], device="cuda").view(-1, 1, 1)
@@ -468,7 +478,7 @@ def test_experts_in_host_memory(settings, compile):
     ids = embedded_prompt(600)
     want = list(embedded_session("cpu", torch.float32, False).stream(ids, 60, GREEDY))
     model = load_model(embedded_checkpoint(), "cuda", torch.float32, experts=settings)
-    runner_class = runner_class_for(model)
+    runner_class = choose_runner(model)
     needs_host = settings.driver == "host" or bool(settings.prefetch)
     assert runner_class(model).needs_host == needs_host
     session = Session(model, 512, SessionOptions(compile=compile, runner_class=runner_class))
@@ -508,7 +518,9 @@ def test_a_prompt_whose_length_comes_again_is_recorded(compile_prefill):
     """
     plain = embedded_session("cuda", torch.float32, False)
     model = load_model(embedded_checkpoint(), "cuda", torch.float32)
-    options = SessionOptions(compile=True, compile_prefill=compile_prefill, prefill_chunk=128)
+    options = SessionOptions(
+        decode_kernels="inductor", compile=True, compile_prefill=compile_prefill, prefill_chunk=128
+    )
     session = Session(model, 512, options)
     text = embedded_prompt(3000)
     for turn in range(3):
@@ -527,7 +539,7 @@ def test_short_prompts_replay_one_graph(name, make_family):
     """Of any length, from any position."""
     models = (load_model(make_family(name).directory, "cuda", torch.float32) for _ in range(2))
     plain, captured = (
-        Session(model, 256, SessionOptions(compile=compile))
+        Session(model, 256, SessionOptions(decode_kernels="inductor", compile=compile))
         for model, compile in zip(models, (False, True), strict=True)
     )
     for length in (3, 30, 45, 64):
@@ -579,7 +591,9 @@ def test_rows_of_all_layers_move_in_one_kernel(length, exchange):
 def test_a_short_prompt_never_waits_for_the_device(rows):
     """Its first step is launched while the prompt runs, and so is a step that runs a prompt."""
     model = load_model(embedded_checkpoint(), "cuda", torch.bfloat16)
-    session = Session(model, 512, SessionOptions(batch=rows, compile=True))
+    session = Session(
+        model, 512, SessionOptions(batch=rows, compile=True, decode_kernels="inductor")
+    )
     ids = embedded_prompt(40)[:5]
     step = session.warm_up(0, 1)
 
@@ -661,7 +675,9 @@ def test_a_long_cache_read_in_blocks_gives_the_cpus_tokens(more):
     copy = deepcopy(model).cuda()
     sessions = {
         "cpu": Session(model, 1500),
-        "cuda": Session(copy, 1500, SessionOptions(compile=True, batch=2)),
+        "cuda": Session(
+            copy, 1500, SessionOptions(decode_kernels="inductor", compile=True, batch=2)
+        ),
     }
     assert sessions["cuda"].cache_len > SHORT_CACHE
     for lengths in ((1, 120), (127, 128), (700, 250), (1400, 3)):
@@ -716,7 +732,7 @@ def test_one_tokens_attention_in_one_kernel_gives_the_cpus_tokens(more, monkeypa
     fuse_decode_attention(copy)
     monkeypatch.setattr("model.attend", None)  # the several kernels
     monkeypatch.setattr("models.gpt_oss.attend", None)
-    session = Session(copy, 512, SessionOptions(compile=True, batch=2))
+    session = Session(copy, 512, SessionOptions(decode_kernels="inductor", compile=True, batch=2))
     assert session.cache_len == MAX_CACHE_LEN
     for prompts, want in cases:
         got = list(zip(*session.stream_all(prompts, 20, GREEDY), strict=True))
@@ -745,7 +761,7 @@ def test_speculation_gives_the_plain_tokens(drafts, length):
         session = Session(
             load_model(embedded_checkpoint(), "cuda", torch.float32),
             length,
-            SessionOptions(compile=True),
+            SessionOptions(decode_kernels="inductor", compile=True),
         )
         speculation = Speculation(session, drafts, draft)
         assert list(speculation.stream(ids, 100, GREEDY)) == want
@@ -760,7 +776,13 @@ def test_a_batch_gives_each_sequences_own_tokens(compile):
     session = Session(
         model,
         600,
-        SessionOptions(compile=compile, compile_prefill=compile, batch=3, prefill_chunk=100),
+        SessionOptions(
+            decode_kernels="inductor",
+            compile=compile,
+            compile_prefill=compile,
+            batch=3,
+            prefill_chunk=100,
+        ),
     )
     assert [
         list(row) for row in zip(*session.stream_all(prompts, 60, GREEDY), strict=True)
@@ -828,7 +850,7 @@ def test_a_quantized_model_is_the_same_on_both_devices(mode, tmp_path):
     if mode in ("int8", "hqq3"):  # the others compile the same way, and compiling takes long
         models = (load_model(directory, "cuda", torch.float32) for _ in range(2))
         sessions = (
-            Session(model, 512, SessionOptions(compile=compile))
+            Session(model, 512, SessionOptions(decode_kernels="inductor", compile=compile))
             for model, compile in zip(models, (False, True), strict=True)
         )
         eager, compiled = (
@@ -874,8 +896,7 @@ def test_the_product_for_one_token_of_4_bits(name, out, width, experts, tokens, 
         return torch.nn.functional.silu(gate) * up if gated else y
 
     def got() -> torch.Tensor:
-        y = gemv4.dot4(x, given, index, row.kind, group, gated)
-        return y if gated else y.sum(0)
+        return gemv.dot4(x, given, index, row.kind, group, gated)
 
     def error(y: torch.Tensor) -> float:
         return ((y.double() - want()).norm() / want().norm()).item()
@@ -919,7 +940,7 @@ def test_experts_of_one_token(name, shape, lanes):
 
     def multiply(x: torch.Tensor, h: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         options = dict(tiles=Tiles(4, lanes, 2, lanes // 32), dtype=torch.float32)
-        gated = moe_decode.gate_up_of(x, kernel[0], indices, **options)
+        gated = moe_decode.multiply_each(x, kernel[0], indices, SWIGLU, **options)
         return gated, moe_decode.down(h, kernel[1], indices, routing, x, **options)
 
     def error(got: torch.Tensor, want: torch.Tensor) -> float:
@@ -940,8 +961,8 @@ def test_the_product_of_4_bits_with_what_is_no_number_is_none(value):
     parts = FORMATS["int4"].pack(torch.randn(64, 2048), 128)
     x = torch.randn(1, 2048).bfloat16()
     x[0, 77] = value
-    y = gemv4.dot4(x.cuda(), [part.cuda() for part in parts.values()], None, "int4", 128, False)
-    assert not y.sum(0).isfinite().any()
+    y = gemv.dot4(x.cuda(), [part.cuda() for part in parts.values()], None, "int4", 128, False)
+    assert not y.isfinite().any()
 
 
 @torch.no_grad()
@@ -1051,11 +1072,16 @@ def test_batches_equal_answers_given_alone(family, make_family):
     source = make_family(family).directory if family else embedded_checkpoint()
     model = load_model(source, "cuda", torch.float32)
     requests, arrivals = random_requests(2, 14)
-    alone, expected = Session(model, 96, SessionOptions(compile=True)), []
+    alone, expected = (
+        Session(model, 96, SessionOptions(decode_kernels="inductor", compile=True)),
+        [],
+    )
     for ids, count, sampling in requests:
         alone.reset()
         expected.append(list(alone.stream(ids, count, sampling)))
-    batch = Batch(Session(model, 96, SessionOptions(batch=8, compile=True)), 4)
+    batch = Batch(
+        Session(model, 96, SessionOptions(batch=8, compile=True, decode_kernels="inductor")), 4
+    )
     batch.prepare()
     before = counters["stats"]["unique_graphs"]
     assert run(batch, requests, arrivals) == expected

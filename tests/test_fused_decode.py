@@ -7,7 +7,6 @@ import torch
 
 import model
 import tp
-from generate import check_decode_kernels, choose_runner
 from model import ExpertLinear, Linear, MoE
 from models import ARCHITECTURES
 from models.layers.gated_attention import GatedAttention
@@ -17,22 +16,21 @@ from ops.declared import Activation, AttentionAdditions, ExpertAdditions, SumAdd
 from ops.gpu import KNOWN, OTHER_MAKER, found
 from ops.products import experts as moe_decode
 from ops.products.few_tokens import FewTiles
-from ops.products.quantized_x import empty_quantized
 from ops.products.weights import plain_weight
 from runtime.fused_attention import FusedDecodeAttention, fused_attention
 from runtime.fused_decode import (
     PROMPT_CHUNKS,
     FusedLayer,
     FusedRunner,
-    can_fuse,
-    describe_kernels,
     fused_layers,
     stack,
-    why_not_fused,
 )
+from runtime.kernel_choice import choose_runner, describe_kernels, why_not_fused
+from runtime.loading import check_decode_kernels
 from runtime.plain_forms import FORMS, TESTED, changed_forms, digest_of
 from runtime.runner import CompiledRunner
 
+HOPPER = torch.device("cuda", 0)  # once `found` says so
 REFUSED = {
     "Phi-3.5-MoE": "no kernels for .*, or its norm",  # LayerNorm
     "gemma-4-26B-A4B": "no kernels for SandwichAddNorm",
@@ -65,16 +63,20 @@ def test_published_models_have_kernels_in_every_format(name):
     assert modes > 3
 
 
+def as_on_hopper(monkeypatch) -> None:
+    """Let a model on the meta device be chosen for as if it were on HOPPER."""
+    choose = "runtime.kernel_choice.why_not_fused"
+    monkeypatch.setattr(choose, lambda model, _: why_not_fused(model, HOPPER))
+
+
 def test_kernels_are_described(monkeypatch):
     """The line at the start of a compiled session."""
 
     def describe(name, mode, gpu, **dtype):
         model = on_meta(name, mode, **dtype)
         monkeypatch.setitem(found, 0, gpu)
-        monkeypatch.setattr(
-            "runtime.fused_decode.why_not_fused", lambda model, _: why_not_fused(model, HOPPER)
-        )
-        runner = FusedRunner if can_fuse(model, HOPPER) else CompiledRunner
+        as_on_hopper(monkeypatch)
+        runner = FusedRunner if why_not_fused(model, HOPPER) is None else CompiledRunner
         return describe_kernels(model, runner)
 
     hopper, old = KNOWN["sm_90"], KNOWN["sm_75"]
@@ -89,10 +91,9 @@ def test_kernels_are_described(monkeypatch):
 
 def test_other_formats_and_devices_have_none():
     assert not fused_layers(on_meta("Qwen3-30B-A3B", "hqq3"))
-    assert not can_fuse(on_meta("Qwen3-30B-A3B", "bf16"), torch.device("cpu"))
+    assert why_not_fused(on_meta("Qwen3-30B-A3B", "bf16"), torch.device("cpu")) == "no GPU"
 
 
-HOPPER = torch.device("cuda", 0)  # once `found` says so
 AUTO = {
     ("Qwen3-30B-A3B", "int4"): FusedRunner,
     ("gpt-oss-20b", "mxfp4"): FusedRunner,
@@ -107,7 +108,7 @@ def test_auto_takes_the_kernels_that_there_are(name, mode, monkeypatch):
     model = on_meta(name, mode)
     assert choose_runner(model, "auto") is CompiledRunner  # not on a GPU
     monkeypatch.setitem(found, 0, KNOWN["sm_90"])
-    monkeypatch.setattr("generate.can_fuse", lambda model, _: can_fuse(model, HOPPER))
+    as_on_hopper(monkeypatch)
     assert choose_runner(model, "auto") is AUTO[name, mode]
     assert choose_runner(model, "fused") is FusedRunner
     assert choose_runner(model, "inductor") is CompiledRunner
@@ -230,14 +231,12 @@ def test_a_shared_expert_is_stacked_on_the_others(count):
 
 
 def test_a_norm_is_refused_where_no_kernel_has_it():
-    """Of more tokens than a tile in one program, and of a token that is integers already."""
+    """Of more tokens than a tile in one program."""
     weight = plain_weight(torch.zeros(64, 64, dtype=torch.bfloat16))
     x, norm = torch.zeros(16, 64, dtype=torch.bfloat16), torch.ones(64, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="norm_tokens"):
-        moe_decode.down(x, weight, norm=norm, tiles=FewTiles(16, 2, 1, tokens=16), pdl=False)
-    integers = empty_quantized(weight.quads, weight, x.dtype, x.device)
-    with pytest.raises(ValueError, match="no norm"):
-        moe_decode.down(integers, weight, norm=norm)
+        norm = moe_decode.Norm(norm, 1e-5)
+        moe_decode.dense(x, weight, norm, tiles=FewTiles(16, 2, 1, tokens=16), pdl=False)
 
 
 # Forks --------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from ops import launch as jit
 from ops.gpu import KNOWN, OTHER_MAKER, gpu_of
 from ops.launch import KernelError, fit_tiling, supports_pdl, try_kernels
 from ops.products import grouped
-from runtime.fused_decode import can_fuse
+from runtime.kernel_choice import why_not_fused
 from runtime.runner import CompiledRunner, EagerRunner, run_block, without_broken_kernels
 from tests.without_gpu import run_without_gpu
 
@@ -59,7 +59,7 @@ def test_an_amd_gpu_has_no_kernels(monkeypatch):
     assert str(found) == "not an NVIDIA GPU"
     assert not jit.can_launch(on_gpu(1)) and not supports_pdl(on_gpu(1))
     args = first_layers(ARCHITECTURES["Qwen3-30B-A3B"], 1)
-    assert not can_fuse(build_model(args).to(torch.bfloat16), DEVICE)
+    assert why_not_fused(build_model(args).to(torch.bfloat16), DEVICE)
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,9 @@ def build_small() -> Transformer:
     return build_model(first_layers(ARCHITECTURES["TinyMistral-6x248M"], 1))
 
 
-@pytest.mark.parametrize("error", (KernelError("_dot4", "PTXAS error"), RuntimeError("other")))
+@pytest.mark.parametrize(
+    "error", (KernelError("_multiply_sum", "PTXAS error"), RuntimeError("other"))
+)
 def test_a_block_begins_again_without_the_kernel(become, error):
     become(KNOWN["sm_86"])
     calls = []
@@ -185,14 +187,14 @@ def test_a_block_begins_again_without_the_kernel(become, error):
 
         def forward(self, x, *_):
             calls.append(set(jit.broken))
-            if "_dot4" not in jit.broken:
+            if "_multiply_sum" not in jit.broken:
                 raise error
             return x
 
     runner = EagerRunner(build_small())
     if isinstance(error, KernelError):
         assert runner.block(Failing(), 7, None, None, None) == 7
-        assert calls == [set(), {"_dot4"}]
+        assert calls == [set(), {"_multiply_sum"}]
     else:
         with pytest.raises(RuntimeError, match="other"):
             runner.block(Failing(), 7, None, None, None)

@@ -7,7 +7,6 @@ import pytest
 import torch
 from conftest import FAMILIES
 
-import generate
 from formats.kv_cache import KV_CACHES
 from formats.packed import weight_bytes
 from generate import load_model, offload_settings
@@ -17,6 +16,7 @@ from models.random_weights import RandomWeights, architecture, number_format
 from offload import plan
 from offload.plan import OffloadSettings, check_plan_fits, choose_slots
 from ops.plain.attention import BLOCK
+from runtime.loading import WeightLoader
 from runtime.memory import cache_bytes
 from tp import ModelShard
 
@@ -140,7 +140,7 @@ def size(make_family) -> int:
 @pytest.mark.parametrize("cached", (0, 1000))
 def test_the_model_is_refused_before_it_is_read(make_family, monkeypatch, size, cached):
     directory: Path = make_family("mixtral").directory
-    monkeypatch.setattr(generate.WeightLoader, "read", refuse_to_read)
+    monkeypatch.setattr(WeightLoader, "read", refuse_to_read)
     with pytest.raises(ValueError, match="the weights need"):
         load_model(directory, FakeCUDA(monkeypatch, size - cached - 1, cached))
     with pytest.raises(ReadError):

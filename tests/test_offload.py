@@ -46,9 +46,10 @@ from offload.plan import (
     fill_blobs,
     register_host_memory,
 )
-from offload.runner import OffloadRunner, runner_class_for
+from offload.runner import OffloadRunner
 from ops.step.expert_paging import place
 from runtime.graphs import CapturedStep
+from runtime.kernel_choice import choose_runner
 from runtime.runner import CompiledRunner
 from runtime.sampling import Sampling
 from runtime.session import Session, SessionOptions
@@ -513,8 +514,8 @@ def test_large_experts_are_prefetched(settings, size, device, count):
 def test_compiled_equals_eager(make, settings):
     """A block is compiled whole if the GPU schedules copies, else in two pieces."""
     resident, model = load(make("fp32")), load(make("fp32"), settings)
-    assert runner_class_for(resident) is CompiledRunner
-    assert runner_class_for(model) is OffloadRunner
+    assert choose_runner(resident) is CompiledRunner
+    assert choose_runner(model) is OffloadRunner
     runner = OffloadRunner(model)
     assert runner.needs_host == (settings.driver is None)
     assert not CompiledRunner(resident).needs_host
@@ -573,7 +574,7 @@ def test_a_captured_step_is_split_where_the_host_takes_part(make, monkeypatch):
 def test_a_compiled_session_gives_the_same_tokens(make):
     def tokens(settings=None, **options) -> list[list[int]]:
         model = load(make("fp32"), settings)
-        options = SessionOptions(batch=2, runner_class=runner_class_for(model), **options)
+        options = SessionOptions(batch=2, **options)
         session = Session(model, 64, options)
         assert not session.captured
         return list(session.stream_all([PROMPT, [7, 8]], 20, GREEDY))

@@ -17,9 +17,10 @@ import torch
 from safetensors.torch import save_file
 from tp_worker import gather
 
-from generate import choose_runner, load_model
+from generate import load_model
 from parallel import process_group
 from runtime.fused_decode import FusedRunner
+from runtime.kernel_choice import choose_runner
 from runtime.sampling import Sampling
 from runtime.session import Session, SessionOptions
 

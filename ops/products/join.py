@@ -32,7 +32,7 @@ from torch import Tensor
 from ops.declared import Routing
 from ops.launch import await_previous, can_launch, jit, launch, tl, triton
 from ops.plain import norms
-from ops.products.codes import load_x
+from ops.products.operands import load_x
 from ops.products.quantized_x import QuantizedX, empty_quantized, store_quads
 from ops.products.routing import check_router, sigmoid
 from ops.products.weights import INTEGERS, Weight
@@ -80,7 +80,7 @@ class Results(NamedTuple):
     normed: Tensor  # [T, D], or the operands of a `QuantizedX`
     total: Tensor | None = None  # [T, D]: the sum, rounded
     units: Tensor | None = None  # of a `QuantizedX`
-    scores: Tensor | None = None  # [T, N], with sigmoid scores [T, 2, N]: `routing.Choice`
+    scores: Tensor | None = None  # [T, N], with sigmoid scores [T, 2, N]: `routing.ChoiceSettings`
     indices: Tensor | None = None  # int64 [1, A + S]: marked as not chosen yet, -1
 
 

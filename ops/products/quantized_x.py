@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ops.launch import jit, supports_pdl, tl, triton
-from ops.products.codes import _quantize, load_x
+from ops.products.operands import load_x, quantize
 from ops.products.weights import BITS, Weight
 
 LONG_X = 512  # quads: longer x of experts in 4 bits is quantized by a kernel of its own
@@ -25,7 +25,7 @@ LANES = 8  # quads of a program of `_quantize_token`, which is one warp
 class QuantizedX:
     """A token as integers: int16 numbers of each quad of its weight, in the order of its codes.
 
-    operands: int64, four numbers each, as of `codes._quantize`. int4 and hqq [4, quads, 2]: a
+    operands: int64, four numbers each, as of `operands.quantize`. int4 and hqq [4, quads, 2]: a
     pair is both operands of a word of codes, so that a lane needs none of another lane's. int8
     [quads, 4] and mxfp4 [quads, 8]: a quad's first operands, then its second ones. In pairs their
     `_gate_up` takes more registers, or is slower (docs/log/small_experts.md).
@@ -48,10 +48,10 @@ def store_quads(
 ):
     """Quantize this program's LANES quads, and store them as a `QuantizedX`.
 
-    values: fp32, as `codes._quantize` takes them. x, units: the tensors of the result.
+    values: fp32, as `operands.quantize` takes them. x, units: the tensors of the result.
     """
     OPERANDS: tl.constexpr = 1 if KIND == "int8" else 2
-    first, second, unit, sums = _quantize(values, KIND, 14)
+    first, second, unit, sums = quantize(values, KIND, 14)
     quad = tl.program_id(0) * LANES + tl.arange(0, LANES)[:, None]
     word = tl.arange(0, 4)[None, :]
     if KIND == "int4" or KIND == "hqq":

@@ -26,7 +26,7 @@ def check_router(E: int, D: int, routing: Routing) -> None:
 
 
 @dataclass(frozen=True)
-class Choice:
+class ChoiceSettings:
     """Settings of a kernel that chooses experts: `Routing` without its tensor.
 
     A token's scores are those of E experts, with `gated` also the shared experts' gate. With
@@ -57,9 +57,9 @@ class Choice:
         return triton.next_power_of_2(self.E)
 
 
-def choice_of(E: int, routing: Routing) -> Choice:
+def choice_of(E: int, routing: Routing) -> ChoiceSettings:
     """Return the settings by which a kernel chooses among E experts."""
-    return Choice(
+    return ChoiceSettings(
         E,
         routing.active,
         routing.shared,

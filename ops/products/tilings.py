@@ -36,9 +36,10 @@ class Tiles:
         text += ", staying" if self.stay else ""
         return text + (f", {self.registers} registers" if self.registers else "")
 
+    @property
     def options(self) -> dict:
-        """Return Triton's options to launch a kernel with these tiles."""
-        return dict(num_warps=self.warps, num_stages=1, maxnreg=self.registers or None)
+        """Options of `launch` for a kernel with these tiles."""
+        return dict(warps=self.warps, stages=1, registers=self.registers)
 
 
 def chunks_of(quads: int, tiles: Tiles) -> tuple[int, int]:

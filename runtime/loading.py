@@ -1,0 +1,192 @@
+"""Load a model: build it on the meta device, then read its weights one by one.
+
+`load_model` is for commands and for Python alike. A `runtime.session.Session` over the model then
+chooses what runs a step (runtime/kernel_choice.py).
+"""
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+import tp
+from checkpoint import Checkpoint
+from cli.report import in_bytes, in_seconds
+from formats import FORMATS
+from formats.packed import Packed, weight_bytes
+from formats.quantizer import DTYPES
+from model import Transformer
+from models import args_of_checkpoint
+from parallel import process_group
+from parallel.all_reduce import choose_all_reduce
+from parallel.device import pick_device
+from runtime.fused_attention import fuse_decode_attention
+from runtime.kernel_choice import why_not_fused
+from runtime.memory import Shortage, free_gpu_memory
+
+log = logging.getLogger("moe_fast")
+
+
+class Offloading(Protocol):
+    """How experts are moved to host memory: `offload.plan.OffloadSettings`."""
+
+    def apply(
+        self, model: Transformer, device: torch.device, dtype: torch.dtype, read: Callable
+    ) -> str:
+        """Move a meta model's experts; return the plan as one line. read: `WeightLoader.read`."""
+
+
+def load_model(
+    source,
+    device: str | torch.device = "auto",
+    dtype: torch.dtype | None = None,
+    parallel: str = "tensor",
+    experts: Offloading | None = None,
+) -> Transformer:
+    """Build the model that `source` describes and read its weights to the device, one by one.
+
+    source: the directory of a converted checkpoint, or any object with its `args`, `format` and
+    `read(name, index, device)`. dtype: of floating-point weights; None: the checkpoint's.
+    parallel: how several ranks (`process_group.start`) shard it. experts: `OffloadSettings`, by
+    which experts are offloaded to host memory; None: they are not. Raises ValueError for a source that cannot be loaded, and
+    before it reads weights that exceed the GPU's free memory.
+    """
+    source = Checkpoint(source) if isinstance(source, str | os.PathLike) else source
+    device = pick_device(device) if isinstance(device, str) else device
+    if device.index is not None:
+        torch.cuda.set_device(device)  # streams, events and graphs belong to the current device
+    shard = tp.ModelShard(args_of_checkpoint(source), source.format, parallel)
+    model, loader = shard.model, WeightLoader(shard, source, dtype)
+    start, plan = time.perf_counter(), None
+    if device.type == "cuda" and not experts:
+        check_weights_fit(model, dtype or stored_dtype(source), device)
+    with loader.progress:
+        if experts:
+            plain = dtype or stored_dtype(source)
+            plan = experts.apply(model, device, plain, loader.read)
+        loader.fill(device)
+    model.tie_weights()
+    shard.insert_collectives()
+    # Of the compiled blocks, those of 16 and 8 bits on one GPU need no kernels of ours; with 4 bits
+    # they have Triton products anyway. FusedRunner has the attention kernels in any case.
+    modules = source.format.get("modules", {}).values()
+    if shard.ranks > 1 or any(FORMATS[module["format"]].bits == 4 for module in modules):
+        fuse_decode_attention(model)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    message = loader.summary(device, time.perf_counter() - start, experts is not None)
+    if shard.ranks > 1:
+        chosen = choose_all_reduce(model.embedding.weight.dtype, device)
+        message += f", {parallel} parallel on {shard.ranks} ranks; {chosen}"
+    if process_group.is_main():
+        log.info(message)
+    if plan:
+        log.info(plan)
+    return model.eval()
+
+
+def check_weights_fit(model: Transformer, dtype: torch.dtype, device: torch.device) -> None:
+    """Raise Shortage if a model exceeds the GPU's free memory. dtype: of unpacked weights.
+
+    Commands have planned all of their memory by then, and name options that fit.
+    """
+    need, free = weight_bytes(model, dtype), free_gpu_memory(device)
+    if need > free:
+        raise Shortage(
+            f"the weights need {need / 1e9:.1f} GB and the GPU has {free / 1e9:.1f} GB free",
+            "load the model in a smaller number format, or offload its experts",
+        )
+
+
+def stored_dtype(source) -> torch.dtype:
+    """Return the dtype of a checkpoint's floating-point weights and of its activations."""
+    return DTYPES[source.format.get("dtype", source.format["name"])]
+
+
+class WeightLoader:
+    """Reads the parameters of a shard from a source, and checks their shapes and dtypes."""
+
+    def __init__(self, shard: tp.ModelShard, source, dtype: torch.dtype | None):
+        self.shard, self.source, self.dtype, self.nbytes = shard, source, dtype, 0
+        self.parameters = dict(shard.model.named_parameters())
+        self.modules = dict(shard.model.named_modules())
+        hidden = None if process_group.is_main() else True  # None: unless stderr is a terminal
+        total = len(self.parameters)
+        self.progress = tqdm(
+            total=total, desc="loading", unit="tensor", leave=False, disable=hidden
+        )
+
+    def read(self, name: str, device: torch.device | str, expert: int | None = None) -> Tensor:
+        """Read this rank's part of a parameter, or of one expert of it.
+
+        Raises ValueError if it is missing, or not as the config says.
+        """
+        try:
+            tensor = self.shard.read(self.source, name, device, expert)
+        except KeyError:
+            fix = "convert the model again, or quantize it again"
+            raise ValueError(f"the checkpoint lacks {name}: {fix}") from None
+        if expert is None:
+            self.nbytes += tensor.nbytes
+            self.progress.update(1)
+        elif isinstance(self.source, Checkpoint):  # hours may have passed since it was opened
+            self.source.check_unchanged(name)
+        path, leaf = name.rsplit(".", 1)
+        packed = isinstance(self.modules[path], Packed) and leaf in self.modules[path].layout
+        self.check(name, tensor, packed, expert)
+        in_fp32 = getattr(self.modules[path], "fp32", ("score_bias",))
+        keeps_dtype = self.dtype is None or packed or leaf in in_fp32
+        return tensor if keeps_dtype else tensor.to(self.dtype)
+
+    def check(self, name: str, tensor: Tensor, packed: bool, expert: int | None) -> None:
+        """Raise ValueError unless the tensor has the parameter's shape and a known dtype."""
+        parameter = self.parameters[name]
+        shape = parameter.shape if expert is None else (1, *parameter.shape[1:])
+        dtypes = (parameter.dtype,) if packed else tuple(DTYPES.values())
+        if tensor.shape != shape or tensor.dtype not in dtypes:
+            found = f"{list(tensor.shape)} {tensor.dtype}"
+            expected = f"{list(shape)} {' or '.join(map(str, dtypes))}"
+            fix = "convert the model again"
+            raise ValueError(f"{name} is {found} where the config says {expected}: {fix}")
+
+    def fill(self, device: torch.device) -> None:
+        """Read every parameter that is still on the meta device."""
+        for name, parameter in list(self.shard.model.named_parameters()):
+            if parameter.is_meta:
+                path, leaf = name.rsplit(".", 1)
+                loaded = nn.Parameter(self.read(name, device), requires_grad=False)
+                setattr(self.modules[path], leaf, loaded)
+
+    def summary(self, device: torch.device, seconds: float, offloaded: bool) -> str:
+        """Return the bytes of all ranks, and the speed unless tensors are read when first used."""
+        size = process_group.total(self.nbytes)
+        if device.type == "cpu" and self.dtype is None:
+            return f"{in_bytes(size)} of weights{'' if offloaded else ', read when first used'}"
+        speed = f"{in_seconds(seconds)}, {in_bytes(size / seconds)}/s"
+        return f"loaded {in_bytes(size)} of weights in {speed}"
+
+
+def check_decode_kernels(
+    kernels: str,
+    source,
+    device: torch.device,
+    dtype: torch.dtype | None = None,
+    parallel: str = "tensor",
+) -> None:
+    """Raise ValueError, before weights are read, for fused kernels that cannot run this model.
+
+    kernels: as --decode_kernels says. source, dtype, parallel: as of `load_model`.
+    """
+    if kernels != "fused":
+        return
+    shard = tp.ModelShard(args_of_checkpoint(source), source.format, parallel)
+    model = shard.model.to(dtype or stored_dtype(source))
+    shard.insert_collectives()
+    if problem := why_not_fused(model, device):
+        why = "these kernels do not compute this model in this format on this device"
+        raise ValueError(f"--decode_kernels fused: {why} ({problem}): use auto")
