@@ -3,7 +3,7 @@
     wqkv         norm of x, product
     attention    q and k norm, RoPE, cache append, attention      (ops/attention/decode_attention.py)
     wo           product, plus residual
-    router       norm, scores                                     (ops/products/router.py)
+    router       norm, scores                                     (ops/products/join.py)
     gate_up      top-k, products of the chosen experts, SwiGLU    (ops/products/experts.py)
     down         products, weighted sum, plus residual
 
@@ -54,9 +54,10 @@ from ops.inductor import materialize
 from ops.launch import KernelError, compile_only, give_up
 from ops.products import dense, expert_tiles
 from ops.products import experts as moe_decode
-from ops.products import router as moe_router
 from ops.products.few_tokens import down_few
+from ops.products.join import NormRouter, norm_router, norm_tokens
 from ops.products.quantized_x import QuantizedX
+from ops.products.routing import check_router, route
 from ops.products.weights import Weight, plain_weight
 from ops.step.token_draw import draw_tokens
 from runtime.fused_attention import FusedDecodeAttention, fused_attention
@@ -192,10 +193,16 @@ class FusedExperts:
             count = self.shared_count(self.shared)
             self.routing = replace(self.routing, shared=count, gated=self.gate is not None)
         E, D = self.router.weight.shape
-        moe_router.check_router(E, D, self.routing)
+        check_router(E, D, self.routing)
         if D % 8 or (self.routing.gated and self.router.bias is not None):
             raise ValueError("no kernels for this router")
         self.rows = self.router.weight
+
+    @property
+    def normed_router(self) -> NormRouter:
+        """The norm and the router as the kernels read them."""
+        norm, bias = self.norm, self.router.bias
+        return NormRouter(norm.weight, norm.eps, self.rows, self.routing, bias)
 
     def shared_count(self, shared: FeedForward) -> int:
         """Return as how many experts the shared one counts. Raises ValueError if it cannot."""
@@ -254,7 +261,7 @@ class FusedExperts:
     def run_several(self, x: Tensor, last: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """`forward` for several tokens: x [T, D] is the result of attention."""
         normed, scores = self.score(x)
-        indices, weights = moe_router.route(scores, self.routing)
+        indices, weights = route(scores, self.routing)
         y = expert_tiles.run_experts(
             normed,
             self.w13,
@@ -279,31 +286,19 @@ class FusedExperts:
         """
         if self.before.all_reduce:
             return self.before.all_reduce.fused_add_router(
-                x, attended, self.norm, self.rows, self.routing, indices, self.w13
+                x, attended, self.normed_router, indices, self.w13
             )
         return attended, *self.score(attended, indices)
 
     def score(self, x: Tensor, indices: Tensor | None = None) -> tuple[Tensor | QuantizedX, Tensor]:
         """Return the norm of x [T, D], of one token as w13 takes it, and the router's scores."""
-        norm, routing, bias = self.norm, self.routing, self.router.bias
         if len(x) <= MAX_FEW:
-            return moe_router.norm_router(
-                x,
-                norm.weight,
-                norm.eps,
-                self.rows,
-                routing,
-                bias=bias,
-                weight=self.w13,
-                indices=indices,
-            )
-        normed = moe_router.norm_tokens(x, norm.weight, norm.eps)
+            return norm_router(x, self.normed_router, self.w13, indices)
+        normed = norm_tokens(x, self.norm.weight, self.norm.eps)
         router = Weight((self.rows.view(torch.int32),), "bf16", 8)  # or fp16, as x
         dots = x.new_empty(len(x), len(self.rows), dtype=torch.float32)
-        down_few(normed, router, dots, bias=bias)
-        if routing.score_bias is not None:
-            return normed, moe_router.sigmoid_scores(dots, routing)
-        return normed, dots.unsqueeze(1)
+        down_few(normed, router, dots, bias=self.router.bias)
+        return normed, dots
 
 
 def stack(experts: nn.Module, shared: nn.Module, weight: Weight, count: int, rows: bool) -> Weight:

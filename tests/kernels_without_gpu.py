@@ -67,11 +67,12 @@ from ops.attention import (
 )
 from ops.attention.latent_decode_attention import Tile
 from ops.declared import AttentionAdditions
+from ops.plain import norms
 from ops.plain.attention import attend, causal_bias
 from ops.plain.rope import rope_frequencies, rope_table
-from ops.products import codes, gemv, grouped, operands, pipeline
+from ops.products import codes, gemv, grouped, join, operands, pipeline
 from ops.products.tilings import Tiles
-from ops.ranks import all_reduce, sandwich
+from ops.ranks import all_reduce
 from ops.step import expert_paging, rows
 from ops.step.rows import RowMemory, make_planes
 from runtime.fused_attention import FusedDecodeAttention
@@ -536,7 +537,6 @@ def push_error(
 
 def fixed_errors() -> dict[str, float]:
     """Return relative errors of the push all-reduce, and of norm and scores, against PyTorch."""
-    all_reduce.supports_pdl = lambda x: False
     torch.manual_seed(0)
     found = {}
     for D, E in ((64, 8), (2048, 128), (2880, 5)):
@@ -548,7 +548,7 @@ def fixed_errors() -> dict[str, float]:
         ):
             for T, rows_of in ((1, rows), (3, rows), (3, None)):
                 parts = x[:T].as_subclass(OnCuda), y[:T].as_subclass(OnCuda)
-                got = all_reduce.fixed_add_norm(*parts, 0.5, weight, bias, 1e-5, rows_of)
+                got = join.fixed_add_norm(*parts, 0.5, weight, bias, 1e-5, rows_of)
                 total = x[:T] + 0.5 * y[:T]
                 normed = norm(total, (D,), weight, *(() if bias is None else (bias,)), 1e-5)
                 want = total, normed, total.new_empty(0) if rows_of is None else normed @ rows.T
@@ -580,17 +580,17 @@ def fixed_errors() -> dict[str, float]:
 
 
 def sandwich_errors() -> dict[str, float]:
-    """Return relative errors of `ops.ranks.sandwich.fixed_sandwich` against its form for the CPU."""
-    sandwich.supports_pdl, found = lambda x: False, {}
+    """Return relative errors of `ops.products.join.fixed_sandwich` against PyTorch."""
+    found = {}
     for D, tokens, branches in ((2816, 1, 2), (2816, 1, 1), (64, 3, 2)):
         x, y, router = torch.randn(tokens, D), torch.randn(branches, tokens, D), torch.randn(7, D)
-        norms, weight, after = torch.randn(2, D), torch.randn(D), torch.randn(D)
+        of_each, weight, after = torch.randn(2, D), torch.randn(D), torch.randn(D)
         scalar = torch.tensor([0.7])
-        of_branches = norms if branches > 1 else None
+        of_branches = of_each if branches > 1 else None
         for given in ((scalar, after, None), (None, None, router), (scalar, None, router)):
             rest = of_branches, weight, *given[:2], 1e-6, given[2]
-            got = sandwich.fixed_sandwich(x.as_subclass(OnCuda), y, *rest)
-            want = sandwich.fixed_sandwich(x, y, *rest)
+            got = join.fixed_sandwich(x.as_subclass(OnCuda), y, *rest)
+            want = norms.sandwich(x, y, *rest)
             got, want = (
                 torch.cat([*map(torch.flatten, some)]).as_subclass(Tensor) for some in (got, want)
             )
@@ -602,7 +602,6 @@ def sandwich_errors() -> dict[str, float]:
 
 def fixed_code() -> dict[str, dict[str, int]]:
     """Count waits, starts, spills and loads in their machine code for compute capability 9."""
-    all_reduce.supports_pdl = sandwich.supports_pdl = lambda x: True
     found = {}
     x, weight = (
         torch.randn(1, 4096, dtype=torch.bfloat16),
@@ -614,20 +613,23 @@ def fixed_code() -> dict[str, dict[str, int]]:
         torch.randn(8, 6144, dtype=torch.bfloat16),
     )
     cases = {
-        "fixed_add_norm": (all_reduce.fixed_add_norm, (x, x, 1.0, weight[0], None, 1e-5, None)),
+        "fixed_add_norm": (join.fixed_add_norm, (x, x, 1.0, weight[0], None, 1e-5, None)),
         "fixed_add_norm with scores": (
-            all_reduce.fixed_add_norm,
+            join.fixed_add_norm,
             (x, x, 1.0, weight[0], None, 1e-5, weight),
         ),
         "fixed_add_norm, wide, with scores": (
-            all_reduce.fixed_add_norm,
+            join.fixed_add_norm,
             (wide, wide, 1.0, wide[0], None, 1e-5, wide_rows),
         ),
         "fixed_sandwich": (
-            sandwich.fixed_sandwich,
+            join.fixed_sandwich,
             (x, weight[:2, None], weight[:2], weight[0], weight[0, :1], weight[0], 1e-6, None),
         ),
-        "fixed_scores": (all_reduce.fixed_add_norm, (x, x, 1.0, weight[0], None, 1e-5, many)),
+        "fixed_add_norm with many scores": (
+            join.fixed_add_norm,
+            (x, x, 1.0, weight[0], None, 1e-5, many),
+        ),
     }
     for ranks in (2, 4, 8):
         inbox = all_reduce.Inbox(
@@ -648,18 +650,9 @@ def fixed_code() -> dict[str, dict[str, int]]:
             (terms.bfloat16(), inbox, x, weights),
         )
     for case, (function, arguments) in cases.items():
-        names = "_fixed_add_norm", "_fixed_scores", "_push_all_reduce"
-        launches = {name: Launch() for name in names}
-        launches["_fixed_sandwich"] = of_sandwich = Launch()
-        with (
-            mock.patch.multiple(all_reduce, **{n: launches[n] for n in names}),
-            mock.patch.object(sandwich, "_fixed_sandwich", of_sandwich),
-        ):
-            function(arguments[0].as_subclass(OnCuda), *arguments[1:])
-        name = f"_{case.split()[0].strip(',')}"
-        module = sandwich if name == "_fixed_sandwich" else all_reduce
-        kernel, launch = getattr(module, name), launches[name]
-        asm = compiled(kernel, launch).asm["sass"]
+        given = arguments[0].as_subclass(OnCuda), *arguments[1:]
+        (code,) = launched_code(partial(function, *given)).values()
+        asm = code.asm["sass"]
         found[case] = {
             "waits": asm.count("ACQBULK"),
             "starts": asm.count("PREEXIT"),

@@ -17,6 +17,7 @@ from torch import Tensor
 from ops.launch import jit, launch, tl, triton
 from ops.products.codes import e2m1_table, row_scale
 from ops.products.few_tokens import TILE, FewTiles, down_few
+from ops.products.join import norm_tokens
 from ops.products.operands import lane_squares
 from ops.products.pipeline import (
     Chosen,
@@ -34,10 +35,9 @@ from ops.products.pipeline import (
     sum_normed,
     sum_shared,
 )
-from ops.products.router import norm_tokens
 from ops.products.tilings import Tiles
 from ops.products.weights import Weight, check_shape
-from ops.ranks.reduce_router import TokenInbox, _find_outboxes, _send
+from ops.ranks.mailbox import TokenInbox, find_outboxes, send_rows
 
 # The kernel ---------------------------------------------------------------------------------------
 
@@ -92,7 +92,7 @@ def _load_biases(bias, choice, rows, s):
 # kernel start at once, and waits at its end. So the next kernel may start before the previous one
 # has ended, and must not read its results before its own wait.
 #
-# With `send` the result is not stored in y, but sent to all ranks: ops/ranks/reduce_router.py. A
+# With `send` the result is not stored in y, but sent to all ranks: ops/ranks/mailbox.py. A
 # row that two programs compute is sent twice, with the same bits.
 #
 # One piece: its speed is the order of its loads and waits, which a reader should see whole.
@@ -141,7 +141,7 @@ def _multiply_sum(
     for d in tl.static_range(HELD):
         xs = xs + (load_part(x, d, s),)
     if send is not None:
-        outboxes, call = _find_outboxes(send.slots, send.calls, HALF, RANKS)
+        outboxes, call = find_outboxes(send.slots, send.calls, HALF, RANKS)
     table = e2m1_table(unknown_zero) if s.kind == "mxfp4" else None
     squares = tl.zeros([s.lanes // 32, 32], tl.float32)
     if TILES > 1:
@@ -172,7 +172,7 @@ def _multiply_sum(
         if PDL and s.early:
             tl.extra.cuda.gdc_wait()
         if send is not None:
-            _send(total.to(y.dtype.element_ty), outboxes, call, row + rows, stores, RANKS)
+            send_rows(total.to(y.dtype.element_ty), outboxes, call, row + rows, stores, RANKS)
         else:
             tl.store(y + row + rows, total.to(y.dtype.element_ty), mask=stores)
         row = next_row
@@ -226,7 +226,7 @@ def dense_product(
     With PDL, all but x is loaded while the previous kernel runs, which must not write it.
 
     send: write one token's result of 16 bits into the inboxes of all ranks instead, and return
-    None. `receive_add` or `receive_add_router` of ops/ranks/reduce_router.py must come next. Raises
+    None. `receive_add` or `receive_norm_router` must come next. Raises
     ValueError for a result that cannot be sent.
     """
     T = x.numel() // x.shape[-1]

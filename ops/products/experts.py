@@ -4,7 +4,7 @@ A layer with small experts waits for its kernels, not for memory: a kernel costs
 bytes plus 1.6 us on an H200. So there are few kernels, and each has all of its loads in flight at
 once:
 
-    norm_router    RMS norm and router scores: ops/products/router.py
+    norm_router    RMS norm and router scores: ops/products/join.py
     gate_up        the choice of experts, their gate and up products, and the activation
     down           the down products, times the routing weights, summed over experts, plus residual
     dense          any other product: `wo` plus residual, or `wqkv` with the norm of its input
@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from ops.declared import SWIGLU, Activation, Routing
-from ops.launch import jit, launch, tl, triton
+from ops.launch import jit, launch, tl
 from ops.products.codes import activate, e2m1_table, row_scale
 from ops.products.dense import launch_sum
 from ops.products.pipeline import (
@@ -54,67 +54,23 @@ from ops.products.pipeline import (
     sum_lanes,
 )
 from ops.products.quantized_x import QuantizedX, quantize_token, quantizes_first
-from ops.products.router import _choose, _choose_one
+from ops.products.routing import ChoiceSettings, choice_of, choose, choose_one
 from ops.products.tilings import Tiles
 from ops.products.weights import Weight, check_shape
-from ops.ranks.reduce_router import TokenInbox
+from ops.ranks.mailbox import TokenInbox
 
 # Kernels ------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class ChoiceSettings:
-    """Settings by which a kernel chooses experts: of `Routing`."""
-
-    E: int
-    active: int
-    shared: int
-    gated: int
-    sigmoid: bool
-    norm_topk: bool
-    scale: float
-    block: int  # a power of two from E on
-
-
-def choice_of(E: int, routing: Routing) -> ChoiceSettings:
-    return ChoiceSettings(
-        E,
-        routing.active,
-        routing.shared,
-        int(routing.gated),
-        routing.score_bias is not None,
-        routing.norm_topk,
-        routing.scale,
-        triton.next_power_of_2(E),
-    )
-
-
-@jit
-def _store_choice(choice, s: tl.constexpr):
-    """Store the choice of all experts, for the next kernel."""
-    E: tl.constexpr = s.E
-    A: tl.constexpr = s.active
-    SHARED: tl.constexpr = s.shared
-    GATED: tl.constexpr = s.gated
-    SIGMOID: tl.constexpr = s.sigmoid
-    NORM: tl.constexpr = s.norm_topk
-    SCALE: tl.constexpr = s.scale
-    BLOCK: tl.constexpr = s.block
-    out, weights = choice.indices, choice.weights
-    _choose(choice.scores, out, weights, E, A, SHARED, GATED, SIGMOID, NORM, SCALE, BLOCK)
 
 
 @jit
 def _find_expert(scores, pair, s: tl.constexpr, WARPS: tl.constexpr):
     """Return the expert of a pair, int64: chosen by scores, or shared."""
-    E: tl.constexpr = s.E
-    BLOCK: tl.constexpr = s.block
     if s.shared == 0:
-        expert = _choose_one(scores, pair, E, BLOCK, WARPS).to(tl.int64)
+        expert = choose_one(scores, pair, s, WARPS).to(tl.int64)
     else:
-        expert = (E - s.active + pair).to(tl.int64)
+        expert = (s.E - s.active + pair).to(tl.int64)
         if pair < s.active:
-            expert = _choose_one(scores, pair, E, BLOCK, WARPS).to(tl.int64)
+            expert = choose_one(scores, pair, s, WARPS).to(tl.int64)
     return expert
 
 
@@ -166,7 +122,7 @@ def _multiply_each(x, choice, weights, bias, h, unknown_zero, s: tl.constexpr, P
     if CHOOSE:
         if tl.program_id(0) == multiplying:
             if pair == 0:
-                _store_choice(choice, ROUTING)
+                choose(choice.scores, None, choice.indices, choice.weights, ROUTING)
             return
         expert = _find_expert(choice.scores, pair, ROUTING, WARPS)
     else:
