@@ -31,10 +31,8 @@ class Format:
     name: str
     bits: int  # per code
     group: int  # default of G, the numbers along `in` that are packed (and scaled) together
-    kind: str | None = (
-        None  # how ops.products.grouped and ops.products.gemv4 decode it; None: they do not
-    )
-    has_gemv = False  # ops.products.gemv4 multiplies it with one token
+    kind: str | None = None  # how the kernels of ops/products/ decode it; None: they do not
+    has_gemv = False  # ops.products.gemv multiplies it with one token
     has_solver = False  # `pack` takes the number of a solver's iterations
     per_row = False  # a row has one scale; a group is only the unit of packing
     blocks = False  # a group is of G rows too

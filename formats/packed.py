@@ -20,9 +20,9 @@ from formats.base import Format, Parts
 from model import ExpertLinear, Linear, Transformer, swiglu
 from ops.inductor import custom_op, materialize
 from ops.launch import can_launch, try_kernels
-from ops.products.gemv4 import dot4, dot4_supports
+from ops.products.gemv import dot4, dot4_supports
 from ops.products.grouped import GROUPED, grouped_gemm, grouped_mm
-from ops.products.tilings import BITS, Weight, packed_weight
+from ops.products.weights import BITS, Weight, packed_weight
 
 # Products
 TOKEN = "token"  # one token, or one (token, expert) pair, per weight matrix: a GEMV
@@ -233,18 +233,18 @@ def token_plain(weight: Packed, x: Tensor, expert_indices: Tensor | None) -> Ten
     return materialize(format.dot(x, weight.parts(expert_indices), weight.group))
 
 
-def token_gemv4(weight: Packed, x: Tensor, expert_indices: Tensor | None) -> Tensor:
+def token_gemv(weight: Packed, x: Tensor, expert_indices: Tensor | None) -> Tensor:
     pairs = x.shape[:-1] if expert_indices is None else expert_indices.shape
-    return launch_gemv4(weight, x, expert_indices, fuse_swiglu=False).sum(0).view(*pairs, -1)
+    return launch_gemv(weight, x, expert_indices, fuse_swiglu=False).view(*pairs, -1)
 
 
-def gated_gemv4(
+def gated_gemv(
     weight: PackedExpertLinear, x: Tensor, expert_indices: Tensor, activation: Callable
 ) -> Tensor:
-    return launch_gemv4(weight, x, expert_indices, fuse_swiglu=True).view(*expert_indices.shape, -1)
+    return launch_gemv(weight, x, expert_indices, fuse_swiglu=True).view(*expert_indices.shape, -1)
 
 
-def launch_gemv4(
+def launch_gemv(
     weight: Packed, x: Tensor, expert_indices: Tensor | None, fuse_swiglu: bool
 ) -> Tensor:
     parts = list(weight.parts().values())
@@ -326,26 +326,26 @@ def has_gemv(format: Format) -> bool:
     return format.has_gemv
 
 
-def gemv4_fits(request: Request, fuse_swiglu: bool = False) -> bool:
-    return dot4_supports(request.x, request.codes.shape[-2], request.group, fuse_swiglu)
+def gemv_fits(request: Request) -> bool:
+    return dot4_supports(request.x, request.codes.shape[-2], request.group)
 
 
 def fuses_swiglu(request: Request) -> bool:
-    """Whether the requested activation is the one that the GEMV kernel fuses, and it fits."""
+    """Whether the requested activation is the one that the kernel fuses, and it fits."""
     is_swiglu = request.activation is swiglu and request.bias is None
-    return is_swiglu and gemv4_fits(request, fuse_swiglu=True)
+    return is_swiglu and gemv_fits(request)
 
 
 IMPLEMENTATIONS = (
     # For 4 bits Inductor's best was slower than the kernel by half.
     Implementation(
-        "ops.products.gemv4",
+        "ops.products.gemv",
         TOKEN,
         "cuda",
         formats=has_gemv,
         computes="weight @ x",
-        run=token_gemv4,
-        supports=gemv4_fits,
+        run=token_gemv,
+        supports=gemv_fits,
     ),
     Implementation(
         "Format.dot",
@@ -355,22 +355,22 @@ IMPLEMENTATIONS = (
         run=token_plain,
     ),
     Implementation(
-        "ops.products.gemv4 with SwiGLU",
+        "ops.products.gemv with SwiGLU",
         GATED,
         "cuda",
         formats=has_gemv,
         computes="model.swiglu(gate, up), no bias, no other activation",
-        run=gated_gemv4,
+        run=gated_gemv,
         supports=fuses_swiglu,
     ),
     Implementation(
-        "ops.products.gemv4, then the activation",
+        "ops.products.gemv, then the activation",
         GATED,
         "cuda",
         formats=has_gemv,
         computes="activation(gate + bias, up + bias), any",
         run=gated_stacked,
-        supports=gemv4_fits,
+        supports=gemv_fits,
     ),
     # Integer products take a kernel that prepares x: one product is better than two.
     Implementation(

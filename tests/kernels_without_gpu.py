@@ -67,14 +67,17 @@ from ops.attention import (
 )
 from ops.attention.latent_decode_attention import Tile
 from ops.declared import AttentionAdditions
+from ops.plain import norms
 from ops.plain.attention import attend, causal_bias
 from ops.plain.rope import rope_frequencies, rope_table
-from ops.products import gemv4, grouped
-from ops.ranks import all_reduce, sandwich
+from ops.products import codes, gemv, grouped, join, operands, pipeline
+from ops.products.tilings import Tiles
+from ops.ranks import all_reduce
 from ops.step import expert_paging, rows
 from ops.step.rows import RowMemory, make_planes
 from runtime.fused_attention import FusedDecodeAttention
 from tests.interpreter_bounds import check_bounds
+from tests.launched_code import launched_code
 
 GROUPS = {
     "int8": 8,
@@ -252,45 +255,31 @@ def grouped_code(name: str, experts: int, rows: int, dtype: torch.dtype) -> dict
     }
 
 
-# Format, G, out, in, experts (0: a dense weight), rows of x, pairs, gated, tiling.
+# Format, G, out, in, experts (0: a dense weight), rows of x, pairs, gated, tiles if not chosen.
 DOT4 = {
-    "int4, dense, two chunks and half a row of lanes": ("int4", 32, 20, 2272, 0, 1, 1, False, {}),
+    "int4, dense, half a row of lanes": ("int4", 32, 20, 2272, 0, 1, 1, False, {}),
     "int4, groups of 128": ("int4", 128, 200, 512, 0, 1, 1, False, {}),
     "hqq4, experts, several tokens": ("hqq4", 64, 20, 448, 3, 2, 4, False, {}),
     "hqq4, a row of x for each pair": ("hqq4", 64, 16, 5120, 2, 4, 4, False, {}),
     "int4, gated": ("int4", 32, 40, 448, 3, 1, 2, True, {}),
     "hqq4, gated, rows of 4096": ("hqq4", 64, 24, 4096, 3, 1, 2, True, {}),
-    "hqq4, one turn of small blocks": (
-        "hqq4",
-        64,
-        16,
-        4096,
-        2,
-        1,
-        2,
-        False,
-        {"pieces": 4, "block": 4, "resident": 8},
+    "hqq4, all chunks at once": (
+        *("hqq4", 64, 16, 4096, 2, 1, 2, False),
+        {"rows": 4, "lanes": 64, "warps": 2},
     ),
-    "mxfp4, dense, two chunks": ("mxfp4", 32, 20, 4128, 0, 1, 1, False, {}),
+    "mxfp4, dense, five chunks": ("mxfp4", 32, 20, 4128, 0, 1, 1, False, {}),
     "mxfp4, experts of gpt-oss's width": ("mxfp4", 32, 24, 2880, 3, 1, 2, False, {}),
     "mxfp4, gated, two tokens": ("mxfp4", 32, 40, 448, 3, 2, 4, True, {}),
-    "int4, gated, blocks of 16": (
-        "int4",
-        64,
-        40,
-        2048,
-        2,
-        1,
-        2,
-        True,
-        {"pieces": 2, "block": 16, "warps": 8},
+    "int4, gated, staying programs": (
+        *("int4", 64, 40, 2048, 2, 1, 2, True),
+        {"rows": 8, "depth": 2, "stay": True},
     ),
 }
 
 
 def dot4_case(case: tuple, size: float) -> tuple:
-    """Return the arguments of `gemv4.launch_dot4`, and the weights as fp64 [pairs, out, in]."""
-    name, group, out, width, experts, tokens, pairs, gated, cut = case
+    """Return the arguments of `gemv.dot4`, and the weights as fp64 [pairs, out, in]."""
+    name, group, out, width, experts, tokens, pairs, gated, _ = case
     generator = torch.Generator().manual_seed(width)
     weight = torch.randn(max(experts, 1), out, width, generator=generator)
     parts = FORMATS[name].pack(weight, group)
@@ -302,9 +291,14 @@ def dot4_case(case: tuple, size: float) -> tuple:
     plain = FORMATS[name].unpack(parts, group).double()[index.flatten() if experts else [0]]
     if not experts:
         parts = {key: part[0] for key, part in parts.items()}
-    kind = FORMATS[name].kind
-    tiling = gemv4.dot4_tiling((out, width), pairs, kind, gated, 1, gemv4.Tiling(**cut))
-    return (x, list(parts.values()), index, (kind, group, gated), tiling, False), plain
+    return (x, list(parts.values()), index, FORMATS[name].kind, group, gated), plain
+
+
+def run_dot4(case: tuple, arguments: tuple) -> Tensor:
+    """Call the operator's function, with the case's tiles."""
+    tiles = (lambda *_: Tiles(**case[-1])) if case[-1] else pipeline.choose_tiles
+    with mock.patch.object(pipeline, "choose_tiles", tiles):
+        return gemv.dot4._init_fn(*arguments)
 
 
 def dot4_error(case: tuple, size: float) -> float:
@@ -317,13 +311,11 @@ def dot4_error(case: tuple, size: float) -> float:
     zero = x.shape[0] - 1 if x.shape[0] > 1 else None
     if zero is not None:
         x[zero] = 0
-    got, each = gemv4.launch_dot4(*arguments).double(), plain.shape[0] // x.shape[0]
+    got, each = run_dot4(case, arguments).double(), plain.shape[0] // x.shape[0]
     want = torch.einsum("noi,ni->no", plain, x.double().repeat_interleave(each, 0))
     if gated:
         gate, up = want.chunk(2, -1)
         want = torch.nn.functional.silu(gate) * up
-    else:
-        got = got.sum(0)
     if zero is not None and got[zero * each :].count_nonzero():
         return math.inf
     return ((got - want).norm() / want.norm()).item()
@@ -331,9 +323,10 @@ def dot4_error(case: tuple, size: float) -> float:
 
 def dot4_is_no_number(value: float) -> bool:
     """Return whether one such value in x makes all of its token's results inf or nan."""
-    arguments, _ = dot4_case(DOT4["hqq4, experts, several tokens"], 1.0)
+    case = DOT4["hqq4, experts, several tokens"]
+    arguments, _ = dot4_case(case, 1.0)
     arguments[0][0, 5] = value
-    first, second = gemv4.launch_dot4(*arguments).sum(0).split(2)
+    first, second = run_dot4(case, arguments).split(2)
     return bool(second.isfinite().all()) and not first.isfinite().any()
 
 
@@ -351,7 +344,7 @@ def add_dot(total: tl.tensor, codes: np.ndarray, x: np.ndarray) -> tl.tensor:
 
 
 def twin(word, x_even, x_odd, even, odd):
-    """Replace `gemv4._add_word`, whose inline assembly takes four codes at a time.
+    """Replace `codes._add_word`, whose inline assembly takes four codes at a time.
 
     In NumPy: half of these tests' time would pass in Triton's interpreter.
     """
@@ -367,7 +360,7 @@ def down_twin(units, COUNT: tl.constexpr):
 
 
 def e2m1_twin(word, x_low, x_high, low, high, *table):
-    """Replace `gemv4._add_e2m1`: 12 + 2 * number, from exponent and mantissa."""
+    """Replace `codes._add_e2m1`: 12 + 2 * number, from exponent and mantissa."""
     codes = word.handle.data[..., None] >> np.arange(0, 32, 4)
     exponent, mantissa = codes >> 1 & 3, codes & 1
     twice = np.where(exponent == 0, mantissa, (2 + mantissa) << np.maximum(exponent - 1, 0))
@@ -376,13 +369,20 @@ def e2m1_twin(word, x_low, x_high, low, high, *table):
     return low, add_dot(high, values[..., 4:], fields(x_high, np.int16))
 
 
-def dot4_code(case: tuple, pdl: bool) -> dict[str, int]:
+def pair_twin(pair, total):
+    """Replace `operands._add_pair`."""
+    return add_dot(total, fields(pair, np.int16), np.int32(1))
+
+
+def replace_four_bits() -> None:
+    """Let the interpreter run products of 4-bit codes without inline assembly."""
+    codes._add_word, codes._add_e2m1, operands._add_pair = twin, e2m1_twin, pair_twin
+
+
+def dot4_code(case: tuple) -> dict[str, int]:
     """Count spills, products, waits and loads in the kernel's machine code."""
-    kernel, gemv4._dot4 = gemv4._dot4, Launch()
     arguments, _ = dot4_case(case, 1.0)
-    gemv4.launch_dot4(*arguments[:-1], pdl)
-    launch, gemv4._dot4 = gemv4._dot4, kernel
-    asm = compiled(kernel, launch).asm
+    (code,) = launched_code(lambda: run_dot4(case, arguments)).values()
     names = {
         "spills": "STL",
         "products": "IDP.2A",
@@ -390,7 +390,7 @@ def dot4_code(case: tuple, pdl: bool) -> dict[str, int]:
         "starts": "PREEXIT",
         "loads": "LDG.E.128",
     }
-    return {name: asm["sass"].count(text) for name, text in names.items()}
+    return {name: code.asm["sass"].count(text) for name, text in names.items()}
 
 
 BLOBS = (16, 160, 48), (65536 + 64, 20000), (40, 20004)  # bytes of an expert's parts
@@ -537,7 +537,6 @@ def push_error(
 
 def fixed_errors() -> dict[str, float]:
     """Return relative errors of the push all-reduce, and of norm and scores, against PyTorch."""
-    all_reduce.supports_pdl = lambda x: False
     torch.manual_seed(0)
     found = {}
     for D, E in ((64, 8), (2048, 128), (2880, 5)):
@@ -549,7 +548,7 @@ def fixed_errors() -> dict[str, float]:
         ):
             for T, rows_of in ((1, rows), (3, rows), (3, None)):
                 parts = x[:T].as_subclass(OnCuda), y[:T].as_subclass(OnCuda)
-                got = all_reduce.fixed_add_norm(*parts, 0.5, weight, bias, 1e-5, rows_of)
+                got = join.fixed_add_norm(*parts, 0.5, weight, bias, 1e-5, rows_of)
                 total = x[:T] + 0.5 * y[:T]
                 normed = norm(total, (D,), weight, *(() if bias is None else (bias,)), 1e-5)
                 want = total, normed, total.new_empty(0) if rows_of is None else normed @ rows.T
@@ -581,17 +580,17 @@ def fixed_errors() -> dict[str, float]:
 
 
 def sandwich_errors() -> dict[str, float]:
-    """Return relative errors of `ops.ranks.sandwich.fixed_sandwich` against its form for the CPU."""
-    sandwich.supports_pdl, found = lambda x: False, {}
+    """Return relative errors of `ops.products.join.fixed_sandwich` against PyTorch."""
+    found = {}
     for D, tokens, branches in ((2816, 1, 2), (2816, 1, 1), (64, 3, 2)):
         x, y, router = torch.randn(tokens, D), torch.randn(branches, tokens, D), torch.randn(7, D)
-        norms, weight, after = torch.randn(2, D), torch.randn(D), torch.randn(D)
+        of_each, weight, after = torch.randn(2, D), torch.randn(D), torch.randn(D)
         scalar = torch.tensor([0.7])
-        of_branches = norms if branches > 1 else None
+        of_branches = of_each if branches > 1 else None
         for given in ((scalar, after, None), (None, None, router), (scalar, None, router)):
             rest = of_branches, weight, *given[:2], 1e-6, given[2]
-            got = sandwich.fixed_sandwich(x.as_subclass(OnCuda), y, *rest)
-            want = sandwich.fixed_sandwich(x, y, *rest)
+            got = join.fixed_sandwich(x.as_subclass(OnCuda), y, *rest)
+            want = norms.sandwich(x, y, *rest)
             got, want = (
                 torch.cat([*map(torch.flatten, some)]).as_subclass(Tensor) for some in (got, want)
             )
@@ -603,7 +602,6 @@ def sandwich_errors() -> dict[str, float]:
 
 def fixed_code() -> dict[str, dict[str, int]]:
     """Count waits, starts, spills and loads in their machine code for compute capability 9."""
-    all_reduce.supports_pdl = sandwich.supports_pdl = lambda x: True
     found = {}
     x, weight = (
         torch.randn(1, 4096, dtype=torch.bfloat16),
@@ -615,20 +613,23 @@ def fixed_code() -> dict[str, dict[str, int]]:
         torch.randn(8, 6144, dtype=torch.bfloat16),
     )
     cases = {
-        "fixed_add_norm": (all_reduce.fixed_add_norm, (x, x, 1.0, weight[0], None, 1e-5, None)),
+        "fixed_add_norm": (join.fixed_add_norm, (x, x, 1.0, weight[0], None, 1e-5, None)),
         "fixed_add_norm with scores": (
-            all_reduce.fixed_add_norm,
+            join.fixed_add_norm,
             (x, x, 1.0, weight[0], None, 1e-5, weight),
         ),
         "fixed_add_norm, wide, with scores": (
-            all_reduce.fixed_add_norm,
+            join.fixed_add_norm,
             (wide, wide, 1.0, wide[0], None, 1e-5, wide_rows),
         ),
         "fixed_sandwich": (
-            sandwich.fixed_sandwich,
+            join.fixed_sandwich,
             (x, weight[:2, None], weight[:2], weight[0], weight[0, :1], weight[0], 1e-6, None),
         ),
-        "fixed_scores": (all_reduce.fixed_add_norm, (x, x, 1.0, weight[0], None, 1e-5, many)),
+        "fixed_add_norm with many scores": (
+            join.fixed_add_norm,
+            (x, x, 1.0, weight[0], None, 1e-5, many),
+        ),
     }
     for ranks in (2, 4, 8):
         inbox = all_reduce.Inbox(
@@ -649,18 +650,9 @@ def fixed_code() -> dict[str, dict[str, int]]:
             (terms.bfloat16(), inbox, x, weights),
         )
     for case, (function, arguments) in cases.items():
-        names = "_fixed_add_norm", "_fixed_scores", "_push_all_reduce"
-        launches = {name: Launch() for name in names}
-        launches["_fixed_sandwich"] = of_sandwich = Launch()
-        with (
-            mock.patch.multiple(all_reduce, **{n: launches[n] for n in names}),
-            mock.patch.object(sandwich, "_fixed_sandwich", of_sandwich),
-        ):
-            function(arguments[0].as_subclass(OnCuda), *arguments[1:])
-        name = f"_{case.split()[0].strip(',')}"
-        module = sandwich if name == "_fixed_sandwich" else all_reduce
-        kernel, launch = getattr(module, name), launches[name]
-        asm = compiled(kernel, launch).asm["sass"]
+        given = arguments[0].as_subclass(OnCuda), *arguments[1:]
+        (code,) = launched_code(partial(function, *given)).values()
+        asm = code.asm["sass"]
         found[case] = {
             "waits": asm.count("ACQBULK"),
             "starts": asm.count("PREEXIT"),
@@ -1272,7 +1264,7 @@ def fetch_results() -> dict:
 
 
 def dot4_errors() -> dict[str, float]:
-    gemv4._add_word, gemv4._add_e2m1 = twin, e2m1_twin
+    replace_four_bits()
     found = {name: dot4_error(case, 1.0) for name, case in DOT4.items()}
     found |= {
         f"x of {size}": dot4_error(DOT4["hqq4, experts, several tokens"], size)
@@ -1285,17 +1277,13 @@ def dot4_errors() -> dict[str, float]:
 
 def few_dot4_errors() -> dict[str, float]:
     """Return the errors of one small case of each format."""
-    gemv4._add_word, gemv4._add_e2m1 = twin, e2m1_twin
-    names = "int4, groups of 128", "hqq4, experts, several tokens", "mxfp4, dense, two chunks"
+    replace_four_bits()
+    names = "int4, groups of 128", "hqq4, experts, several tokens", "mxfp4, dense, five chunks"
     return {name: dot4_error(DOT4[name], 1.0) for name in names}
 
 
 def dot4_codes() -> dict[str, dict[str, int]]:
-    waiting = {
-        f"{name}, waiting": dot4_code(DOT4[name], True)
-        for name in ("int4, groups of 128", "int4, gated")
-    }
-    return {name: dot4_code(case, False) for name, case in DOT4.items()} | waiting
+    return {name: dot4_code(case) for name, case in DOT4.items()}
 
 
 def grouped_errors() -> dict[str, float]:

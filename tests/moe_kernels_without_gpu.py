@@ -58,13 +58,15 @@ from ops.attention import (
     few_queries_attention,
     latent_decode_attention,
 )
-from ops.declared import SWIGLU, Activation
-from ops.products import chunk as moe_chunk
-from ops.products import expert_tiles, few_tokens, gemv4, quantized_x
+from ops.declared import SWIGLU, Activation, Routing
+from ops.products import codes, dense, expert_tiles, few_tokens, quantized_x
 from ops.products import experts as moe_decode
-from ops.products import router as moe_router
 from ops.products import tilings as moe_tiles
-from ops.ranks import reduce_router
+from ops.products.join import NormRouter, norm_router, receive_norm_router
+from ops.products.routing import route
+from ops.products.weights import INTEGERS, Weight, packed_weight, plain_weight
+from ops.ranks.all_reduce import receive_add
+from ops.ranks.mailbox import MAX_DIM, MAX_PROGRAMS, MAX_WORDS, TokenInbox, words_of
 from runtime.fused_attention import FusedDecodeAttention
 from runtime.fused_decode import MAX_FEW, FusedLayer, FusedRunner
 from runtime.fused_latent_attention import FusedLatentAttention
@@ -74,11 +76,11 @@ from tests.kernels_without_gpu import (
     Launch,
     add_dot,
     compiled,
-    e2m1_twin,
     fields,
-    twin,
+    replace_four_bits,
     unchanged,
 )
+from tests.launched_code import launched_code
 
 GROUPS = dict(int4=32, hqq4=32, mxfp4=32, int8=16, fp8=16, fp8b=32)  # so that small widths fit
 
@@ -108,13 +110,8 @@ class Case:
 
 
 def bytes_twin(word, x, total):
-    """Replace `moe_chunk._add_bytes`, which is inline assembly."""
+    """Replace `codes._add_bytes`, which is inline assembly."""
     return add_dot(total, fields(word, np.int8), fields(x, np.int16))
-
-
-def pair_twin(pair, total):
-    """Replace `moe_chunk._add_pair`."""
-    return add_dot(total, fields(pair, np.int16), np.int32(1))
 
 
 @triton.jit
@@ -163,15 +160,15 @@ class Layer:
     def normal(self, *shape: int) -> Tensor:
         return torch.randn(*shape, generator=self.random)
 
-    def weight(self, *shape: int) -> tuple[moe_tiles.Weight, Tensor]:
+    def weight(self, *shape: int) -> tuple[Weight, Tensor]:
         weight = self.normal(*shape) * shape[-1] ** -0.5
         if self.case.format == "bf16":
             weight = weight.bfloat16()
-            return moe_tiles.plain_weight(weight), weight.double()
+            return plain_weight(weight), weight.double()
         format = FORMATS[self.case.format]
         group = self.case.group or GROUPS[format.name]
         parts = format.pack(weight, group)
-        kernel = moe_tiles.packed_weight(list(parts.values()), format.kind, group)
+        kernel = packed_weight(list(parts.values()), format.kind, group)
         return kernel, format.unpack(parts, group).double()
 
 
@@ -206,9 +203,9 @@ def expert_errors(layer: Layer) -> dict[str, float]:
     real = layer.real.unsqueeze(1)
     if case.tokens == 1:
         x, indices = layer.x, layer.indices
-        h = moe_decode.gate_up_of(x, layer.w13, indices, activation, bias=bias13, **options)
+        h = moe_decode.multiply_each(x, layer.w13, indices, activation, bias=bias13, **options)
         y = moe_decode.down(given, layer.w2, **experts, **add, **options)
-        if layer.w2.kind in quantized_x.INTEGERS:  # as integers of a kernel of its own: the same
+        if layer.w2.kind in INTEGERS:  # as integers of a kernel of its own: the same
             integers = quantized_x.quantize_token(given, layer.w2, pdl=False)
             same = moe_decode.down(integers, layer.w2, **experts, **add, **options)
             assert torch.equal(same, y), relative(same, y)
@@ -258,12 +255,11 @@ def dense_error(layer: Layer, edge: bool = False) -> float:
     has_norm = case.tokens <= few_tokens.TILE
     bias = layer.bias[0][0, : case.I] if case.biased else None
     out = torch.full((case.tokens, case.I + 24), torch.nan)  # a part of longer rows
-    got = moe_decode.down(
+    got = dense.dense_product(
         x,
         weight,
+        dense.Norm(norm, 1e-5) if has_norm else None,
         residual=residual,
-        norm=norm if has_norm else None,
-        eps=1e-5,
         bias=bias,
         scale=case.scale,
         tiles=layer.few_tiles,
@@ -305,7 +301,7 @@ def router_errors(layer: Layer) -> dict[str, float]:
     bias, score_bias = layer.normal(E), layer.normal(E)
     norm = RMSNorm(D, 1e-5)
     norm.weight.copy_(layer.norm)
-    routing = moe_router.Routing(
+    routing = Routing(
         case.A,
         case.norm_topk,
         case.scale,
@@ -313,8 +309,9 @@ def router_errors(layer: Layer) -> dict[str, float]:
         case.shared,
         case.gated,
     )
-    settings = dict(bias=bias, rows=1 + case.seed % 2 * 3, pdl=False)
-    normed, scores = moe_router.norm_router(x, norm.weight, 1e-5, router, routing, **settings)
+    before = NormRouter(norm.weight, 1e-5, router, routing, bias)
+    settings = dict(rows=1 + case.seed % 2 * 3, pdl=False)
+    normed, scores = norm_router(x, before, **settings)
     indices, weights, error = choose(layer, scores, routing)
     logits = norm(x) @ router.T
     want_indices, want_weights = PlainRouting(case, score_bias).route(logits[:, :E] + bias)
@@ -323,31 +320,30 @@ def router_errors(layer: Layer) -> dict[str, float]:
         shared = (E + torch.arange(case.shared)).expand(case.tokens, -1)
         want_indices = torch.cat((want_indices, shared), 1)
         want_weights = torch.cat((want_weights, share.expand(-1, case.shared)), 1)
-    arguments = norm.weight, 1e-5, router, routing
     return {
         "norm": relative(normed, norm(x)),
         "indices": float((indices != want_indices).sum()),
         "weights": relative(weights, want_weights),
         "choice": error,
-        "quantized": quantized_error(layer, x.half(), arguments, settings),
+        "quantized": quantized_error(layer, x.half(), before, settings),
     }
 
 
-def quantized_error(layer: Layer, x: Tensor, arguments: tuple, settings: dict) -> float:
+def quantized_error(layer: Layer, x: Tensor, before: NormRouter, settings: dict) -> float:
     """Return the error of `gate_up` with the norm as `norm_router` quantizes it: 0, if right.
 
-    arguments, settings: of `norm_router`, behind x.
+    before, settings: of `norm_router`.
     """
     case = layer.case
     w13, _ = layer.weight(case.E + case.shared, 2 * case.I, case.D)
-    if case.tokens > 1 or w13.kind not in quantized_x.INTEGERS:
+    if case.tokens > 1 or w13.kind not in INTEGERS:
         return 0.0
     options = dict(tiles=layer.tiles, pdl=False, dtype=torch.float32)
-    plain, scores = moe_router.norm_router(x, *arguments, **settings)
-    quantized, same_scores = moe_router.norm_router(x, *arguments, **settings, weight=w13)
+    plain, scores = norm_router(x, before, **settings)
+    quantized, same_scores = norm_router(x, before, w13, **settings)
     assert isinstance(quantized, quantized_x.QuantizedX)
-    expected, *_ = moe_decode.gate_up(plain, w13, scores, arguments[-1], **options)
-    found, *_ = moe_decode.gate_up(quantized, w13, same_scores, arguments[-1], **options)
+    expected, *_ = moe_decode.gate_up(plain, w13, scores, before.routing, **options)
+    found, *_ = moe_decode.gate_up(quantized, w13, same_scores, before.routing, **options)
     return max(relative(found, expected), relative(same_scores, scores))
 
 
@@ -355,18 +351,18 @@ def choose(layer: Layer, scores: Tensor, routing) -> tuple[Tensor, Tensor, float
     """Return the choice of `gate_up`, and the error of its product beside given indices."""
     case = layer.case
     if case.tokens > 1:
-        return *moe_router.route(scores, routing, pdl=False), 0.0
+        return *route(scores, routing, pdl=False), 0.0
     w13, _ = layer.weight(case.E + case.shared, 2 * case.I, case.D)
     options = dict(tiles=layer.tiles, pdl=False, dtype=torch.float32)
     found, indices, weights = moe_decode.gate_up(layer.x, w13, scores, routing, **options)
-    given = moe_decode.gate_up_of(layer.x, w13, indices, **options)
+    given = moe_decode.multiply_each(layer.x, w13, indices, SWIGLU, **options)
     return indices, weights, relative(found, given)
 
 
 def choose_of_bits(bits: list[int]) -> list[int]:
     """Choose 4 experts by fp32 scores with these bits, which may be no numbers -> their indices."""
     scores = torch.tensor(bits).int().view(torch.float32).view(1, 1, -1)
-    indices, _ = moe_router.route(scores, moe_router.Routing(4, True), pdl=False)
+    indices, _ = route(scores, Routing(4, True), pdl=False)
     return indices[0].tolist()
 
 
@@ -433,8 +429,8 @@ def as_on_a_gpu() -> Iterator[None]:
             few_queries_attention,
             latent_decode_attention,
         )
-        products = moe_decode, few_tokens, expert_tiles
-        for module in (*products, moe_router, reduce_router, *attention):
+        products = few_tokens, expert_tiles
+        for module in (*products, *attention):
             stack.enter_context(mock.patch.object(module, "supports_pdl", lambda x: False))
         for module in (decode_attention, few_queries_attention):
             stack.enter_context(mock.patch.object(module, "_keep_layout", unchanged))
@@ -565,17 +561,15 @@ def sharded_error(family: str, format: str, sends: bool = True) -> dict[str, flo
     def add(x: Tensor, y: Tensor | None, scale: float) -> Tensor | partial:
         sums.append(x)
         if sends:  # received when both ranks have sent
-            return partial(reduce_router.receive_add, x, inboxes[len(found)], scale)
+            return partial(receive_add, x, inboxes[len(found)], scale)
         return scale * y
 
-    def add_router(x: Tensor, y: Tensor | None, scale: float, norm, eps, *rest):
+    def add_router(x: Tensor, y: Tensor | None, scale: float, router, indices, weight):
         if sends:
-            args = scale, norm, eps, *rest
-            return reduce_router.receive_add_router(x, inboxes[len(found)], *args)
+            args = scale, router, indices, weight
+            return receive_norm_router(x, inboxes[len(found)], *args)
         x = x + scale * sum(parts)
-        rows, routing, bias, indices, weight = rest
-        options = dict(weight=weight, indices=indices)
-        return x, *moe_router.norm_router(x, norm, eps, rows, routing, bias, **options)
+        return x, *norm_router(x, router, weight, indices)
 
     with as_on_a_gpu(), ExitStack() as stack:
         core = lambda attention, projected, context: attention.core(projected, context)  # noqa: E731
@@ -632,15 +626,15 @@ class Reduction:
     tiles: dict = field(default_factory=dict)
 
 
-def make_inboxes(ranks: int, calls: int = 0) -> list[reduce_router.TokenInbox]:
+def make_inboxes(ranks: int, calls: int = 0) -> list[TokenInbox]:
     """Return each rank's inbox, which nothing has been sent to."""
-    shape = 2, ranks, moe_router.MAX_DIM
+    shape = 2, ranks, MAX_DIM
     memories = [torch.zeros(shape, dtype=torch.int32) for _ in range(ranks)]
     inboxes = []
     for rank in range(ranks):
         slots = torch.tensor([memory[0, rank].data_ptr() for memory in memories])
-        counts = torch.full((reduce_router.MAX_PROGRAMS,), calls, dtype=torch.int32)
-        inboxes.append(reduce_router.TokenInbox(memories[rank], slots, counts))
+        counts = torch.full((MAX_PROGRAMS,), calls, dtype=torch.int32)
+        inboxes.append(TokenInbox(memories[rank], slots, counts))
     return inboxes
 
 
@@ -701,11 +695,11 @@ def send_part(layer: Layer, inbox, gather: bool, dtype: torch.dtype) -> Tensor |
         return moe_decode.down(h, weight, **experts, bias=bias, **options)
     weight = replace(weight, parts=tuple(part[0] for part in weight.parts))
     bias = None if bias is None else bias[0]
-    return moe_decode.down(h[:, 0], weight, bias=bias, **options)
+    return dense.dense_product(h[:, 0], weight, bias=bias, **options)
 
 
 def receive_part(
-    case: Reduction, parts: Tensor, inbox, weight: moe_tiles.Weight | None
+    case: Reduction, parts: Tensor, inbox, weight: Weight | None
 ) -> tuple[tuple, dict]:
     """Receive what the ranks have sent, parts [N, D] -> results, and their errors.
 
@@ -718,21 +712,19 @@ def receive_part(
     x, norm, rows, bias = (tensor.to(parts.dtype) for tensor in (x, norm, rows, bias))
     want_total = (x.float() + case.scale * parts.float().sum(0)).to(x.dtype)
     if weight is None:
-        total = reduce_router.receive_add(x, inbox, case.scale, pdl=False)
+        total = receive_add(x, inbox, case.scale, pdl=False)
         return (total,), {"sum": relative(total, want_total)}
     score_bias = torch.randn(case.E)
-    routing = moe_router.Routing(
-        1, True, score_bias=score_bias if case.sigmoid else None, gated=case.gated
-    )
+    routing = Routing(1, True, score_bias=score_bias if case.sigmoid else None, gated=case.gated)
     biases, indices = bias if case.biased else None, torch.zeros(1, 1, dtype=torch.int64)
-    settings = case.scale, norm, 1e-5, rows, routing, biases, indices
-    results = reduce_router.receive_add_router(x, inbox, *settings, pdl=False)
+    settings = case.scale, NormRouter(norm, 1e-5, rows, routing, biases), indices
+    results = receive_norm_router(x, inbox, *settings, pdl=False)
     assert indices.item() == -1
     total, normed, scores = results
     errors = {}
-    if weight.kind in quantized_x.INTEGERS:
+    if weight.kind in INTEGERS:
         inbox.calls.sub_(1)  # receive it again
-        _, found, _ = reduce_router.receive_add_router(x, inbox, *settings, weight, pdl=False)
+        _, found, _ = receive_norm_router(x, inbox, *settings, weight, pdl=False)
         expected = quantized_x.quantize_token(normed, weight, pdl=False)
         errors["quantized"] = relative(found.units, expected.units)
         errors["differing"] = (found.operands != expected.operands).double().mean().item()
@@ -752,93 +744,108 @@ def receive_part(
 
 
 def reduction_code() -> dict[str, dict[str, int]]:
-    """Return the counts of `code_counts` of the kernels that receive."""
+    """Return the counts of `counts_of` of the kernels that receive."""
     found, names = {}, ("Qwen3-30B-A3B", "Mixtral-8x7B", "gpt-oss-20b", "Qwen3-Next-80B-A3B")
     for name, ranks in itertools.product(names, (2, 4, 8)):
         args = ARCHITECTURES[name]
         D, E = args.dim, args.n_expert
         x = torch.zeros(1, D, dtype=torch.bfloat16)
-        if reduce_router.words_of(D, ranks) > reduce_router.MAX_WORDS:
+        if words_of(D, ranks) > MAX_WORDS:
             continue
         inbox = make_inboxes(ranks)[0]
-        routing = moe_router.Routing(1, True)
+        routing = Routing(1, True)
         router, indices = x.new_zeros(E, D), torch.zeros(1, 1, dtype=torch.int64)
-        int4 = moe_tiles.Weight((torch.zeros(1, 1, D // 8, dtype=torch.int32),), "int4", 32)
-        settings = x[0], 1e-5, router, routing, None, indices, int4
-        with mock.patch.object(reduce_router, "_receive_add_router", launch := Launch()):
-            reduce_router.receive_add_router(x, inbox, 1.0, *settings, pdl=True)
-        found[f"{name} over {ranks}"] = code_counts(reduce_router._receive_add_router, launch)
-        with mock.patch.object(reduce_router, "_receive_add", launch := Launch()):
-            reduce_router.receive_add(x, inbox, 1.0, pdl=True)
-        found[f"{name}, sum over {ranks}"] = code_counts(reduce_router._receive_add, launch)
+        int4 = Weight((torch.zeros(1, 1, D // 8, dtype=torch.int32),), "int4", 32)
+        before = NormRouter(x[0], 1e-5, router, routing)
+        args = partial(receive_norm_router, x, inbox, 1.0, before, indices, int4)
+        found[f"{name} over {ranks}"] = counts_of(launched_code(args)["_join"])
+        code = launched_code(partial(receive_add, x, inbox, 1.0))
+        found[f"{name}, sum over {ranks}"] = counts_of(code["_receive_add"])
     return found
-
-
-KERNELS = {
-    "_gate_up": moe_decode,
-    "_down": moe_decode,
-    "_norm_router": moe_router,
-}
-SEVERAL_KERNELS = {
-    "_sort_pairs": expert_tiles,
-    "_multiply_tiles": expert_tiles,
-    "_combine": expert_tiles,
-    "_norm_router": moe_router,
-    "_route": moe_router,
-}
 
 
 def counts(case: Case) -> dict[str, dict]:
     """Return registers, spills, waits, loads and barriers of each kernel's machine code.
 
-    "dense" is `_down` of a weight without experts, or of several tokens `_down_few`.
+    "gate_up" is `_multiply_each`; "down" and "dense" are `_multiply_sum` with experts and without.
     """
+    if case.tokens > 1:
+        return counts_of_several(case)
+    layer = Layer(case)
+    x, tiles = layer.x.bfloat16(), layer.tiles if case.tiles else None
+    h, router = x.new_empty(1, case.A, case.I), x.new_empty(case.E, case.D)
+    norm, scores = x.new_empty(case.D), layer.normal(1, 1, case.E)
+    routing = Routing(case.A, case.norm_topk)
+    weight = replace(layer.dense, parts=tuple(part[0] for part in layer.dense.parts))
+
+    def gate_up() -> None:
+        normed, _ = norm_router(x, NormRouter(norm, 1e-5, router, routing), layer.w13)
+        moe_decode.gate_up(normed, layer.w13, scores, routing, tiles=tiles)
+
+    def down() -> None:
+        experts = dict(indices=layer.indices, routing=layer.routing)
+        moe_decode.down(h, layer.w2, **experts, residual=x, tiles=tiles)
+
+    found = launched_code(gate_up)
+    found["gate_up"] = found.pop("_multiply_each")
+    found["down"] = launched_code(down)["_multiply_sum"]
+    normed = dense.Norm(norm, 1e-5)
+    product = launched_code(lambda: dense.dense_product(x, weight, normed, tiles=tiles))
+    found["dense"] = product["_multiply_sum"]
+    return {name: counts_of(code) for name, code in found.items()}
+
+
+SEVERAL_KERNELS = {
+    "_sort_pairs": expert_tiles,
+    "_multiply_tiles": expert_tiles,
+    "_combine": expert_tiles,
+}
+
+
+def counts_of_several(case: Case) -> dict[str, dict]:
+    """Do what `counts` does for several tokens; "down" is the second `_multiply_tiles`."""
     layer, found, T = Layer(case), {}, case.tokens
-    x, D, kernels = layer.x.bfloat16(), case.D, KERNELS if case.tokens == 1 else SEVERAL_KERNELS
-    tiles = layer.tiles if case.tiles else None
-    few = tiles if T == 1 else layer.few_tiles
+    x, D, few = layer.x.bfloat16(), case.D, layer.few_tiles
     h, router = x.new_empty(T, case.A, case.I), x.new_empty(case.E, D)
-    norm, launches, downs = x.new_empty(D), {name: Launch() for name in kernels}, Launch()
+    norm, downs = x.new_empty(D), Launch()
+    launches = {name: Launch() for name in SEVERAL_KERNELS}
     with ExitStack() as stack:
-        for name, module in kernels.items():
+        for name, module in SEVERAL_KERNELS.items():
             stack.enter_context(mock.patch.object(module, name, launches[name]))
         scores = layer.normal(T, 1, case.E)
-        routing = moe_router.Routing(case.A, case.norm_topk)
-        options = dict(weight=layer.w13, pdl=True)
-        normed, _ = moe_router.norm_router(x, norm, 1e-5, router, routing, **options)
-        if T == 1:
-            moe_decode.gate_up(normed, layer.w13, scores, routing, tiles=tiles, pdl=True)
-            experts = dict(indices=layer.indices, routing=layer.routing)
-            moe_decode.down(h, layer.w2, **experts, residual=x, tiles=tiles, pdl=True)
-        else:
-            indices, weights = moe_router.route(scores, routing, pdl=True)
-            order = expert_tiles.sort_pairs(indices, case.E, layer.last, pdl=True)
-            h, parts = h.flatten(0, 1), x.new_empty(T * case.A, D, dtype=torch.float32)
-            options = dict(tiles=few, pdl=True)
-            expert_tiles.multiply_tiles(x, layer.w13, order, h, SWIGLU, **options)
-            with mock.patch.object(expert_tiles, "_multiply_tiles", downs):
-                expert_tiles.multiply_tiles(h, layer.w2, order, parts, None, weights, **options)
-            expert_tiles.combine(parts, case.A, x.dtype, x, last=layer.last, pdl=True)
+        routing = Routing(case.A, case.norm_topk)
+        indices, weights = layer.indices, layer.routing
+        order = expert_tiles.sort_pairs(indices, case.E, layer.last, pdl=True)
+        h, parts = h.flatten(0, 1), x.new_empty(T * case.A, D, dtype=torch.float32)
+        options = dict(tiles=few, pdl=True)
+        expert_tiles.multiply_tiles(x, layer.w13, order, h, SWIGLU, **options)
+        with mock.patch.object(expert_tiles, "_multiply_tiles", downs):
+            expert_tiles.multiply_tiles(h, layer.w2, order, parts, None, weights, **options)
+        expert_tiles.combine(parts, case.A, x.dtype, x, last=layer.last, pdl=True)
+    before = NormRouter(norm, 1e-5, router, routing)
+    joined = launched_code(lambda: (norm_router(x, before), route(scores, routing)))
+    found |= {name: counts_of(code) for name, code in joined.items()}
     for name, launch in launches.items():
-        found[name] = code_counts(getattr(kernels[name], name), launch)
-    if T > 1:
-        found["down"] = code_counts(expert_tiles._multiply_tiles, downs)
-    module, name = (moe_decode, "_down") if T == 1 else (few_tokens, "_down_few")
-    with mock.patch.object(module, name, dense := Launch()):
+        found[name] = code_counts(getattr(SEVERAL_KERNELS[name], name), launch)
+    found["down"] = code_counts(expert_tiles._multiply_tiles, downs)
+    with mock.patch.object(few_tokens, "_down_few", launch := Launch()):
         weight = replace(layer.dense, parts=tuple(part[0] for part in layer.dense.parts))
-        moe_decode.down(x, weight, norm=norm, tiles=few, pdl=True)
-    return found | {"dense": code_counts(getattr(module, name), dense)}
+        dense.dense_product(x, weight, dense.Norm(norm, 1e-5), tiles=few, pdl=True)
+    return found | {"dense": code_counts(few_tokens._down_few, launch)}
 
 
 def code_counts(kernel, launch: Launch) -> dict[str, int]:
-    found = compiled(kernel, launch)
-    sass = found.asm["sass"]
+    return counts_of(compiled(kernel, launch))
+
+
+def counts_of(code) -> dict[str, int]:
+    sass = code.asm["sass"]
     before, _, after = sass.partition("ACQBULK")
     registers = [int(number) for number in re.findall(r"\bR(\d+)\b", sass)]
     return {
         "registers": max(registers) + 1,
         "spills": sass.count("STL"),
-        "shared": found.metadata.shared,
+        "shared": code.metadata.shared,
         "waits": sass.count("ACQBULK"),
         "starts": sass.count("PREEXIT"),
         "ahead": before.count("LDG.E.128"),
@@ -857,9 +864,9 @@ def main() -> int:
     if os.environ.get("TRITON_INTERPRET") == "1":
         check_bounds()
         # Programs that stay have several tiles.
-        moe_tiles.RESIDENT, moe_tiles.Weight.multiprocessors = 12, 1
-        gemv4._add_word, gemv4._add_e2m1 = twin, e2m1_twin
-        moe_chunk._add_bytes, moe_chunk._add_pair = bytes_twin, pair_twin
+        moe_tiles.RESIDENT, Weight.multiprocessors = 12, 1
+        replace_four_bits()
+        codes._add_bytes = bytes_twin
         few_tokens._dot, few_tokens._multiply_bf16 = dot_twin, norm_twin
         layers = [layer_errors(*pair) for pair in given.get("layers", ())]
         models = [model_error(*pair) for pair in given.get("models", ())]

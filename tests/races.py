@@ -35,7 +35,15 @@ CASES = (
 )
 # Parts of the names of our kernels: PyTorch's own are not checked.
 KERNELS = (
-    *("_gate_up", "_down", "_norm_", "_route", "_sort_pairs", "_multiply_tiles", "_combine"),
+    *(
+        "_multiply_each",
+        "_multiply_sum",
+        "_norm_",
+        "_route",
+        "_sort_pairs",
+        "_multiply_tiles",
+        "_combine",
+    ),
     *("_attend_", "_map_", "_merge_", "_update_token", "_update_states", "_finish_tokens"),
     *("_quantize_token", "_find_best", "_rank", "_draw"),
 )

@@ -38,11 +38,13 @@ from offload.experts import COUNTERS, expert_counters
 from offload.plan import OffloadSettings
 from ops import launch as jit
 from ops.attention.gated_delta_token import delta_token
+from ops.declared import SWIGLU
 from ops.inductor import configure_inductor
 from ops.inductor_tuning import gpu_ms
 from ops.products import experts as moe_decode
-from ops.products import gemv4
-from ops.products.tilings import Tiles, packed_weight
+from ops.products import gemv
+from ops.products.tilings import Tiles
+from ops.products.weights import packed_weight
 from ops.step.rows import RowMemory
 from ops.step.token_draw import GROUPS
 from runtime.batch import Batch
@@ -350,9 +352,12 @@ def broken_kernels(monkeypatch):
 @pytest.mark.parametrize(
     ("runner", "kernel"),
     (
-        *((FusedRunner, name) for name in ("_down", "_gate_up", "_norm_router", "_attend_token")),
+        *(
+            (FusedRunner, name)
+            for name in ("_multiply_sum", "_multiply_each", "_norm_router", "_attend_token")
+        ),
         *((FusedRunner, name) for name in ("_multiply_tiles", "_find_best", "_draw", "_grouped")),
-        *((CompiledRunner, name) for name in ("_dot4", "_grouped")),
+        *((CompiledRunner, name) for name in ("_multiply_each", "_grouped")),
     ),
 )
 def test_a_kernel_that_cannot_run_is_replaced(runner, kernel, broken_kernels, tmp_path, caplog):
@@ -892,8 +897,7 @@ def test_the_product_for_one_token_of_4_bits(name, out, width, experts, tokens, 
         return torch.nn.functional.silu(gate) * up if gated else y
 
     def got() -> torch.Tensor:
-        y = gemv4.dot4(x, given, index, row.kind, group, gated)
-        return y if gated else y.sum(0)
+        return gemv.dot4(x, given, index, row.kind, group, gated)
 
     def error(y: torch.Tensor) -> float:
         return ((y.double() - want()).norm() / want().norm()).item()
@@ -937,7 +941,7 @@ def test_experts_of_one_token(name, shape, lanes):
 
     def multiply(x: torch.Tensor, h: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         options = dict(tiles=Tiles(4, lanes, 2, lanes // 32), dtype=torch.float32)
-        gated = moe_decode.gate_up_of(x, kernel[0], indices, **options)
+        gated = moe_decode.multiply_each(x, kernel[0], indices, SWIGLU, **options)
         return gated, moe_decode.down(h, kernel[1], indices, routing, x, **options)
 
     def error(got: torch.Tensor, want: torch.Tensor) -> float:
@@ -958,8 +962,8 @@ def test_the_product_of_4_bits_with_what_is_no_number_is_none(value):
     parts = FORMATS["int4"].pack(torch.randn(64, 2048), 128)
     x = torch.randn(1, 2048).bfloat16()
     x[0, 77] = value
-    y = gemv4.dot4(x.cuda(), [part.cuda() for part in parts.values()], None, "int4", 128, False)
-    assert not y.sum(0).isfinite().any()
+    y = gemv.dot4(x.cuda(), [part.cuda() for part in parts.values()], None, "int4", 128, False)
+    assert not y.isfinite().any()
 
 
 @torch.no_grad()

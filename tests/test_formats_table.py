@@ -57,9 +57,7 @@ OTHERS = {
 @pytest.fixture
 def gemv(monkeypatch):
     """Let the GEMV kernel take any 4-bit weight, without Triton."""
-    monkeypatch.setattr(
-        packed, "dot4_supports", lambda x, out, group, swiglu: x.is_floating_point()
-    )
+    monkeypatch.setattr(packed, "dot4_supports", lambda x, out, group: x.is_floating_point())
 
 
 def request(name: str, device: str, product: str, dtype: torch.dtype, out: int = 2 * I, **options):
@@ -91,8 +89,8 @@ def expert_linear(name: str, bias: bool = False) -> PackedExpertLinear:
 
 # The choice ---------------------------------------------------------------------------------------
 
-KERNEL, DOT = "ops.products.gemv4", "Format.dot"
-FUSED, THEN = "ops.products.gemv4 with SwiGLU", "ops.products.gemv4, then the activation"
+KERNEL, DOT = "ops.products.gemv", "Format.dot"
+FUSED, THEN = "ops.products.gemv with SwiGLU", "ops.products.gemv, then the activation"
 BYTES, SPLIT = "Format.dot by integers, then the activation", "Format.dot of gate and of up"
 GROUPED, BY_EXPERT = "ops.products.grouped", "unpack expert by expert, then F.linear"
 WITH_KERNELS = "int8", "fp8", "fp8b", "int4", "mxfp4", "hqq4", "hqq3", "hqq2"
@@ -190,7 +188,7 @@ def fake_dot4(monkeypatch, gemv) -> list[bool]:
         weight = format.unpack(dict(zip(names, parts, strict=True)), group)[index]
         x = x.repeat_interleave(len(index) // len(x), 0)
         y = torch.einsum("ni,noi->no", x.float(), weight)
-        return swiglu(*y.chunk(2, dim=-1)).to(x.dtype) if fuse_swiglu else y.unsqueeze(0)
+        return swiglu(*y.chunk(2, dim=-1)).to(x.dtype) if fuse_swiglu else y
 
     monkeypatch.setattr(packed, "dot4", dot4)
     return calls

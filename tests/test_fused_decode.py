@@ -14,10 +14,9 @@ from models.layers.shared_expert import SharedExpertMoE
 from models.random_weights import RandomWeights, first_layers, number_format
 from ops.declared import Activation, AttentionAdditions, ExpertAdditions, SumAdditions
 from ops.gpu import KNOWN, OTHER_MAKER, found
-from ops.products import experts as moe_decode
-from ops.products import tilings as moe_tiles
+from ops.products import dense
 from ops.products.few_tokens import FewTiles
-from ops.products.quantized_x import empty_quantized
+from ops.products.weights import plain_weight
 from runtime.fused_attention import FusedDecodeAttention, fused_attention
 from runtime.fused_decode import (
     PROMPT_CHUNKS,
@@ -215,8 +214,8 @@ def test_a_shared_expert_is_stacked_on_the_others(count):
     for module in (w13, w2, shared13, shared2):
         module.weight.data = torch.randn_like(module.weight).bfloat16()
     kept, shared = w13.weight.clone(), (shared13.weight.clone(), shared2.weight.clone())
-    all13 = stack(w13, shared13, moe_tiles.plain_weight(w13.weight), count, rows=True)
-    all2 = stack(w2, shared2, moe_tiles.plain_weight(w2.weight), count, rows=False)
+    all13 = stack(w13, shared13, plain_weight(w13.weight), count, rows=True)
+    all2 = stack(w2, shared2, plain_weight(w2.weight), count, rows=False)
     numbers13, numbers2 = (w.parts[0].view(torch.bfloat16) for w in (all13, all2))
     assert numbers13.shape == (E + count, 2 * I, D) and numbers2.shape == (E + count, D, I)
     assert w13.weight.equal(kept) and numbers13[:E].equal(kept)
@@ -232,14 +231,12 @@ def test_a_shared_expert_is_stacked_on_the_others(count):
 
 
 def test_a_norm_is_refused_where_no_kernel_has_it():
-    """Of more tokens than a tile in one program, and of a token that is integers already."""
-    weight = moe_tiles.plain_weight(torch.zeros(64, 64, dtype=torch.bfloat16))
+    """Of more tokens than a tile in one program."""
+    weight = plain_weight(torch.zeros(64, 64, dtype=torch.bfloat16))
     x, norm = torch.zeros(16, 64, dtype=torch.bfloat16), torch.ones(64, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="norm_tokens"):
-        moe_decode.down(x, weight, norm=norm, tiles=FewTiles(16, 2, 1, tokens=16), pdl=False)
-    integers = empty_quantized(weight.quads, weight, x.dtype, x.device)
-    with pytest.raises(ValueError, match="no norm"):
-        moe_decode.down(integers, weight, norm=norm)
+        norm = dense.Norm(norm, 1e-5)
+        dense.dense_product(x, weight, norm, tiles=FewTiles(16, 2, 1, tokens=16), pdl=False)
 
 
 # Forks --------------------------------------------------------------------------------------------

@@ -16,7 +16,8 @@ from without_gpu import run_without_gpu
 
 from formats import FORMATS
 from formats.mxfp4 import E2M1
-from ops.products import gemv4
+from ops import launch
+from ops.products import codes
 from ops.products import grouped as grouped_kernel
 
 pytestmark = pytest.mark.usefixtures("few_threads")
@@ -86,8 +87,8 @@ def test_what_is_the_same_on_every_gpu_compiles_for_an_h200(machine_code):
         assert counts["waits"] == counts["starts"] == 1 and counts["spills"] == 0, case
         if "over" in case:  # 16 bytes, two words with their counts, to each other rank
             assert counts["sent"] == int(case[-1]) - 1
-        if "with scores" in case:  # the prefetch of the norm's weight and 8 rows of the router
-            assert counts["ahead"] >= 18
+        if "scores" in case:  # the prefetch of the norm's weight and a row of the router
+            assert counts["ahead"] >= 4
 
 
 @pytest.mark.slow
@@ -224,13 +225,13 @@ def test_the_product_for_one_token_computes_what_unpacked_weights_do():
 
 @pytest.mark.slow
 def test_the_product_for_one_token_compiles_for_an_h200(machine_code):
-    """Four words a load, bytes multiplied in pairs, no spills, and a wait only with PDL."""
+    """Four words a load, bytes multiplied in pairs, no spills, one wait."""
     found = machine_code["dot4"]
-    assert len(found) == 13
+    assert len(found) == 11
     for case, counts in found.items():
         assert counts["loads"] and counts["spills"] == 0, case
-        assert counts["products"] % 16 == 0 < counts["products"], case
-        assert counts["waits"] == counts["starts"] == ("waiting" in case), case
+        assert counts["products"] % 8 == 0 < counts["products"], case
+        assert counts["waits"] == counts["starts"] == 1, case
 
 
 def assembly(function, **constants: int) -> str:
@@ -312,17 +313,17 @@ def run_assembly(source: str, **values: int) -> dict[str, int]:
 )
 def test_the_assembly_of_e2m1_multiplies_what_the_codes_are(word, x):
     """Sums of x * (12 + 2 * number) over four codes each, as in the interpreter's twin."""
-    if gemv4.triton is None:
+    if launch.triton is None:
         pytest.skip("ops/ needs triton")
     low, high = (
         sum((number & 0xFFFF) << 16 * n for n, number in enumerate(some)) for some in (x[:4], x[4:])
     )
     table = {
         f"_{7 + n}": int(text, 16)
-        for n, text in enumerate(re.findall("0x[0-9A-F]{8}", gemv4._e2m1_table.src))
+        for n, text in enumerate(re.findall("0x[0-9A-F]{8}", codes.e2m1_table.src))
     }
     found = run_assembly(
-        assembly(gemv4._add_e2m1), _2=word, _3=low, _4=high, _5=1000, _6=-1000, **table
+        assembly(codes._add_e2m1), _2=word, _3=low, _4=high, _5=1000, _6=-1000, **table
     )
     levels = [int(2 * value) for value in E2M1]
     numbers = [(-1 if word >> 4 * n & 8 else 1) * levels[word >> 4 * n & 7] for n in range(8)]

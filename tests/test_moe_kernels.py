@@ -1,4 +1,4 @@
-"""The kernels of ops/products/experts.py without a GPU: results under the interpreter, machine code."""
+"""The kernels of ops/products/experts.py without a GPU: interpreted results, and machine code."""
 
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
@@ -303,28 +303,28 @@ def test_any_shape_and_layer(cases):
 def test_the_machine_code_loads_ahead_and_spills_nothing():
     """On an H200: a dense weight is loaded before the wait for the kernel before.
 
-    So is w2 of integers. In other formats `_down` of experts loads the residual alone ahead.
+    So is w2 of integers. In other formats "down" loads the residual alone ahead.
     """
-    names = {"_gate_up", "_down", "_norm_router", "dense"}
+    names = {"gate_up", "down", "_join", "dense"}
     for format in ("int4", "bf16", "int8", "fp8", "fp8b", "mxfp4", "hqq4"):
         (found,) = run({"cases": [H200 | {"format": format}]})
         assert set(found) == names
         for name, counts in found.items():
             assert counts["waits"] == counts["starts"] == 1, (format, name, counts)
-            # Triton 3.9 keeps one register of `_down` in memory, 3.6 none.
+            # Triton 3.9 keeps one register of "down" in memory, 3.6 none.
             assert counts["spills"] <= 1, (format, name, counts)
         assert found["dense"]["ahead"] >= 4, found
         # Lanes share the sums of rows: a sum of 8 rows in each lane would take 40 exchanges.
-        assert max(found[name]["exchanges"] for name in ("_down", "dense")) < 30, found
+        assert max(found[name]["exchanges"] for name in ("down", "dense")) < 30, found
         integers = format in ("int4", "int8", "mxfp4", "hqq4")
-        assert (found["_down"]["all_ahead"] > 4) == integers, (format, found["_down"])
+        assert (found["down"]["all_ahead"] > 4) == integers, (format, found["down"])
 
 
 @pytest.mark.slow
 def test_the_machine_code_of_several_tokens_multiplies_on_tensor_cores():
     """On an H200. Between lanes only sums and choices move, not what each step multiplies."""
     products = {"_multiply_tiles", "down", "dense"}
-    names = products | {"_sort_pairs", "_combine", "_norm_router", "_route"}
+    names = products | {"_sort_pairs", "_combine", "_join", "_route"}
     groups = {"int4": 128, "fp8b": 128, "hqq4": 64}
     for format in ("int4", "bf16", "int8", "fp8", "fp8b", "mxfp4", "hqq4"):
         few = {"depth": 4} if format == "bf16" else {}

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ops.launch import jit, supports_pdl, tl, triton
-from ops.products.chunk import _activate
+from ops.products.codes import activate
 from ops.products.few_tokens import (
     TILE,
     FewTiles,
@@ -38,7 +38,7 @@ from ops.products.few_tokens import (
     constants_of,
     pointers_of,
 )
-from ops.products.tilings import Weight
+from ops.products.weights import Weight
 
 MAX_TOKENS = 64
 SORTED = 4  # pairs and tiles of a program of `_sort_pairs`
@@ -252,7 +252,7 @@ def _multiply_tiles(
     result = _finish_rows(totals[0], scales, bias, rows, inside, KIND, DTYPE, BIAS)
     if GATED:
         up = _finish_rows(totals[1], up_scales, bias + N, rows, inside, KIND, DTYPE, BIAS)
-        result = _activate(result, up, ACTIVATION, LIMIT, ALPHA)
+        result = activate(result, up, ACTIVATION, LIMIT, ALPHA)
     else:
         result *= factor
     tl.store(y + pair * N + rows, result.to(y.dtype.element_ty), mask=inside & (slot < count))

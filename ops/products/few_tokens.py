@@ -32,7 +32,7 @@ from torch import Tensor
 
 from ops.launch import jit, supports_pdl, tl, triton
 from ops.products.grouped import _floats, _shift_right, _signed_bytes
-from ops.products.tilings import Weight
+from ops.products.weights import Weight
 
 TILE = 8  # tokens of a tensor core's instruction
 BLOCK = 32  # tokens of a program of a dense product

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ops.launch import jit, supports_pdl, tl, triton
-from ops.products.router import _ordered_bits
+from ops.products.routing import ordered_bits
 
 TOP = 256  # as many candidates as `sampling.MAX_CANDIDATES`
 # A group has half of a token of the likeliest 256 on average, and 8 of them once in 10 million.
@@ -80,7 +80,7 @@ def _find_best(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     x = _edited_logits(logits + row * V, seen + row * V, penalty, token, token < V)
-    bits = tl.where(token < V, _ordered_bits(x), -(2**31))
+    bits = tl.where(token < V, ordered_bits(x), -(2**31))
     best += row * KEPT * GROUPS + group
     for n in tl.static_range(KEPT):
         largest = tl.max(bits, 0)
@@ -136,7 +136,7 @@ def _vocabulary_keys(source, start, V: tl.constexpr, CHUNK: tl.constexpr):
     """Return the keys of CHUNK tokens. source: logits and seen of a row, and its penalty."""
     token = start + tl.arange(0, CHUNK)
     x = _edited_logits(source[0], source[1], source[2], token, token < V)
-    return tl.where(token < V, _key(_ordered_bits(x), token), -(2**63))
+    return tl.where(token < V, _key(ordered_bits(x), token), -(2**63))
 
 
 @jit

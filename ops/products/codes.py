@@ -1,0 +1,267 @@
+"""The number formats of weights: how one token's kernels load, decode and multiply them.
+
+Each kind of code is decoded here alone, for kernels whose lanes multiply by themselves. Tensor
+cores need other operands: ops/products/units.py makes them.
+
+    kind     codes                       multiplied as         scales
+    bf16     numbers                     fp32
+    int8     signed bytes                int32 (dp2a)          one a row
+    fp8      e4m3                        fp32                  one a row
+    fp8b     e4m3                        fp32                  one a block of GROUP x GROUP
+    int4     4 bits, less 8              int32 (dp2a)          one a group
+    mxfp4    e2m1                        int32 (dp2a)          one a group, a power of two
+    hqq      4 bits, less a zero         int32 (dp2a)          one a group, and one zero
+
+At 4 bits a GPU runs out of instructions before it runs out of bandwidth, and integers take few. x
+becomes int16 (ops/products/operands.py), and two masks unpack a word's codes to bytes. dp2a
+multiplies 2 bytes by 2 int16 and adds, exactly: no code is converted to floating point.
+
+A chunk is LANES neighboring quads of ROWS rows. s: settings (`ops.products.pipeline.Product`).
+"""
+
+# ruff: noqa: RUF005  (Triton adds tuples, but does not unpack them)
+from __future__ import annotations  # annotations of kernels name triton, which may be absent
+
+from ops.launch import e8m0_to_float, jit, tl
+from ops.products.operands import high_half, low_half, split_four
+from ops.products.operands import load_x as load_x
+
+# Scales and zeros ---------------------------------------------------------------------------------
+
+
+@jit
+def load_scales(weights, expert, rows, quad, s):
+    """Load the scales and zeros of quads [ROWS * LANES], as `multiply_chunk` takes them.
+
+    The scale of a row (int8, fp8) is loaded here only if lanes have different experts. Otherwise it
+    multiplies the sum: `row_scale`.
+    """
+    ROWS: tl.constexpr = s.rows
+    WARPS: tl.constexpr = s.lanes // 32
+    if s.kind == "int4" or s.kind == "mxfp4" or s.kind == "hqq":
+        RUN: tl.constexpr = s.run
+        rows = expert * s.out + rows
+        groups = rows * (s.each * 4 // RUN) + quad * 4 // RUN
+        found = (tl.load(weights.scale + groups),)
+        if s.kind == "hqq":
+            step = tl.reshape(tl.load(weights.scale_step + rows), [ROWS, WARPS, 32])
+            low = tl.reshape(tl.load(weights.scale_low + rows), [ROWS, WARPS, 32])
+            found = found + (step, low, tl.load(weights.zero + groups))
+            step = tl.reshape(tl.load(weights.zero_step + rows), [ROWS, WARPS, 32])
+            low = tl.reshape(tl.load(weights.zero_low + rows), [ROWS, WARPS, 32])
+            found = found + (step, low)
+        return found
+    elif s.kind == "fp8b":
+        GROUP: tl.constexpr = s.group
+        BLOCKS: tl.constexpr = (s.out + GROUP - 1) // GROUP  # blocks of rows of an expert
+        block = expert * BLOCKS + rows // GROUP
+        at = block * (s.each * 16 // GROUP) + quad * 16 // GROUP
+        return (tl.load(weights.scale + at),)
+    elif s.kind != "bf16" and s.gather:
+        return (tl.load(weights.scale + expert * s.out + rows),)
+    else:
+        return ()
+
+
+@jit
+def row_scale(scale, rows, s):
+    """Load the scale of rows of a kind with one scale a row: int8 or fp8."""
+    factor = tl.load(scale + rows).to(tl.float32)
+    if s.kind == "fp8":
+        factor *= 256.0  # `_e4m3_word`
+    return factor
+
+
+# Products of words --------------------------------------------------------------------------------
+
+
+@jit
+def _add_bytes(word, x, total):
+    """Add one word's dot product to `total`: four signed bytes times four int16 in an int64."""
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 x<2>, sum;
+        mov.b64 {x0, x1}, $2;
+        dp2a.lo.s32.s32 sum, x0, $1, $3;
+        dp2a.hi.s32.s32 $0, x1, $1, sum;
+        }""",
+        "=r,r,l,r",
+        (word, x, total),
+        dtype=tl.int32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@jit
+def _add_word(word, x_even, x_odd, even, odd):
+    """Add one word's dot products to `even` and `odd`: int4 or hqq codes.
+
+    even: the sum of x times code over the even fields of words. odd: 16 times that sum over the
+    odd fields. x_even, x_odd: four int16 in an int64.
+    """
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 x<4>, bytes<2>, sum<2>;
+        mov.b64 {x0, x1}, $3;
+        mov.b64 {x2, x3}, $4;
+        and.b32 bytes0, $2, 0x0F0F0F0F;
+        and.b32 bytes1, $2, 0xF0F0F0F0;
+        dp2a.lo.s32.u32 sum0, x0, bytes0, $5;
+        dp2a.lo.s32.u32 sum1, x2, bytes1, $6;
+        dp2a.hi.s32.u32 $0, x1, bytes0, sum0;
+        dp2a.hi.s32.u32 $1, x3, bytes1, sum1;
+        }""",
+        "=r,=r,r,l,l,r,r",
+        (word, x_even, x_odd, even, odd),
+        dtype=(tl.int32, tl.int32),
+        is_pure=True,
+        pack=1,
+    )
+
+
+@jit
+def _add_e2m1(word, x_low, x_high, low, high, table):
+    """Add one word's dot products to `low` and `high`: mxfp4 codes (e2m1 numbers).
+
+    low: over the lower four codes of words, high: over the upper four. A code's byte is 12 + twice
+    its number, from `table` (`e2m1_table`).
+
+    The table has 16 bytes and a look-up (prmt) takes 8, so there is one look-up for each sign. For
+    a code of the other sign, prmt copies the sign bit of a byte, which is 0 in all bytes of the
+    table. The look-up of the other sign is therefore 0, and the sum of both is the result. (A sum,
+    because additions run on another unit of the GPU than look-ups and shifts.)
+    """
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 x<4>, upper, other, above<2>, below<2>, sum<2>;
+        mov.b64 {x0, x1}, $3;
+        mov.b64 {x2, x3}, $4;
+        xor.b32 other, $2, 0x88888888;
+        prmt.b32 above0, $7, $8, $2;
+        prmt.b32 below0, $9, $10, other;
+        shr.u32 upper, $2, 16;
+        shr.u32 other, other, 16;
+        prmt.b32 above1, $7, $8, upper;
+        prmt.b32 below1, $9, $10, other;
+        add.u32 above0, above0, below0;
+        add.u32 above1, above1, below1;
+        dp2a.lo.s32.u32 sum0, x0, above0, $5;
+        dp2a.lo.s32.u32 sum1, x2, above1, $6;
+        dp2a.hi.s32.u32 $0, x1, above0, sum0;
+        dp2a.hi.s32.u32 $1, x3, above1, sum1;
+        }""",
+        "=r,=r,r,l,l,r,r,r,r,r,r",
+        (word, x_low, x_high, low, high, table[0], table[1], table[2], table[3]),
+        dtype=(tl.int32, tl.int32),
+        is_pure=True,
+        pack=1,
+    )
+
+
+@jit
+def e2m1_table(zero):
+    """Return 12 + twice each e2m1 number as bytes: codes 0 to 3, 4 to 7, 8 to 11, 12 to 15."""
+    # Added to a zero that the compiler does not know, in every lane: otherwise it recomputes the
+    # constants for each look-up.
+    lanes = tl.arange(0, 32)[None, None, :] * zero
+    return lanes + 0x0F0E0D0C, lanes + 0x18141210, lanes + 0x090A0B0C, lanes + 0x00040608
+
+
+@jit
+def _e4m3_word(word):
+    """Convert a word of four e4m3 numbers -> four fp32 tensors, 2 ** -8 times the numbers.
+
+    As formats.fp8.e4m3_products: e4m3 bits, shifted into place, are those of an fp16 number.
+    """
+    outer, inner = word << 8, word  # bytes 0 and 2, bytes 1 and 3
+    outer = (outer & -2147450880) | (outer >> 1 & 0x3F803F80)  # 0x80008000
+    inner = (inner & -2147450880) | (inner >> 1 & 0x3F803F80)
+    return _half(outer), _half(inner), _half(outer >> 16), _half(inner >> 16)
+
+
+@jit
+def _half(bits):
+    """Convert the fp16 number in the lower half of a word to fp32."""
+    return bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@jit
+def _multiply_four_bits(words, scales, operands, table, s):
+    """`multiply_chunk` for 4 bits -> fp32 [ROWS, LANES // 32, 32]. words: 4 tensors of that shape.
+
+    Codes are unsigned: their offset is subtracted, times the sum of x.
+    """
+    x_even, x_odd, unit, sum_x = operands
+    even = tl.zeros(words[0].shape, tl.int32)
+    odd = even
+    for i in tl.static_range(4):
+        if s.kind == "mxfp4":
+            even, odd = _add_e2m1(words[i], x_even[i], x_odd[i], even, odd, table)
+        else:
+            even, odd = _add_word(words[i], x_even[i], x_odd[i], even, odd)
+    factor = tl.reshape(scales[0], words[0].shape)
+    if s.kind == "mxfp4":
+        total = (even + odd).to(tl.float32) * (unit * 0.5)
+        factor = e8m0_to_float(factor)
+    else:
+        total = (even * 16 + odd).to(tl.float32) * (unit * 0.0625)
+        factor = factor.to(tl.float32)
+    if s.kind == "int4":
+        return (total - 8.0 * sum_x) * factor
+    elif s.kind == "mxfp4":
+        return (total - 6.0 * sum_x) * factor
+    else:
+        offset = tl.reshape(scales[3], words[0].shape).to(tl.float32) * scales[4] + scales[5]
+        return (total - offset * sum_x) * (factor * scales[1] + scales[2])
+
+
+@jit
+def multiply_chunk(codes, scales, operands, table, s):
+    """Multiply a chunk of weights by its x -> each lane's sums, fp32 [ROWS, LANES].
+
+    codes [ROWS * LANES * 4]; scales: as of `load_scales`; operands: as of `prepare_x`; table: of
+    `e2m1_table` for mxfp4.
+    """
+    ROWS: tl.constexpr = s.rows
+    LANES: tl.constexpr = s.lanes
+    WARPS: tl.constexpr = LANES // 32
+    words = split_four(codes, ROWS, WARPS)
+    if s.kind == "bf16":
+        low, high = operands
+        total = low_half(words[0]) * low[0]
+        total += high_half(words[0]) * high[0]
+        for i in tl.static_range(1, 4):
+            total += low_half(words[i]) * low[i]
+            total += high_half(words[i]) * high[i]
+    elif s.kind == "int8":
+        sums = tl.zeros([ROWS, WARPS, 32], tl.int32)
+        for i in tl.static_range(4):
+            sums = _add_bytes(words[i], operands[0][i], sums)
+        total = sums.to(tl.float32) * operands[2]
+        if s.gather:
+            total *= tl.reshape(scales[0], [ROWS, WARPS, 32]).to(tl.float32)
+    elif s.kind == "fp8" or s.kind == "fp8b":
+        total = tl.zeros([ROWS, WARPS, 32], tl.float32)
+        for i in tl.static_range(4):
+            values = _e4m3_word(words[i])
+            for k in tl.static_range(4):
+                total += values[k] * operands[k][i]
+        if s.kind == "fp8b" or s.gather:
+            total *= tl.reshape(scales[0], [ROWS, WARPS, 32]).to(tl.float32) * 256.0
+    else:
+        total = _multiply_four_bits(words, scales, operands, table, s)
+    return tl.reshape(total, [ROWS, LANES])
+
+
+@jit
+def activate(gate, up, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr):
+    """Apply `model.swiglu` ("silu"), or `gpt_oss.clamped_swiglu` ("clamped")."""
+    tl.static_assert(ACTIVATION == "silu" or ACTIVATION == "clamped", "an unknown activation")
+    if ACTIVATION == "clamped":
+        gate = tl.minimum(gate, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        up = tl.maximum(up, -LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        up = tl.minimum(up, LIMIT, propagate_nan=tl.PropagateNan.ALL) + 1.0
+        return gate / (1.0 + tl.exp(-ALPHA * gate)) * up
+    else:
+        return gate / (1.0 + tl.exp(-gate)) * up

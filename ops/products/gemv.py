@@ -1,0 +1,52 @@
+"""One token's 4-bit products as an operator, for code that Inductor compiles.
+
+The kernels are those of ops/products/experts.py. Inductor's code for the same product in PyTorch
+takes 1.5 times as long: it converts each code to floating point.
+"""
+
+import torch
+from torch import Tensor
+
+from ops.declared import SWIGLU
+from ops.launch import can_launch
+from ops.products.dense import dense_product
+from ops.products.experts import multiply_each
+from ops.products.weights import packed_weight
+
+
+def dot4_supports(x: Tensor, out: int, group: int) -> bool:
+    """Whether `dot4` can multiply x [M, in] by weights [..., out, in] with groups of that size."""
+    sixteen_bits = x.dtype in (torch.bfloat16, torch.float16)
+    fits = sixteen_bits and group % 32 == 0 and out >= 16
+    return fits and can_launch(x, "_multiply_each", "_multiply_sum")
+
+
+@torch.library.custom_op("moe_fast::dot4", mutates_args=())
+def dot4(
+    x: Tensor, parts: list[Tensor], index: Tensor | None, kind: str, group: int, swiglu: bool
+) -> Tensor:
+    """Multiply x [M, in] by 4-bit weights [E, out, in] -> fp32 [N, out].
+
+    x: bf16 or fp16, contiguous. index: int64, N in all: pair n multiplies row n // (N // M) of x
+    by expert index[n]. None: one dense weight [out, in], N = M = 1. parts: the weight's tensors,
+    ordered as in its format's layout. kind: "int4", "mxfp4" or "hqq". group: numbers along `in`
+    that share a scale.
+
+    swiglu: weight rows are w1's, then w3's; return silu(gate) * up in x.dtype, [N, out / 2].
+
+    With PDL (Hopper and later) a dense product loads its first weights while the previous kernel
+    runs, which must not write them.
+    """
+    weight = packed_weight(parts, kind, group)
+    if index is None:
+        return dense_product(x, weight, dtype=torch.float32)
+    activation, dtype = (SWIGLU, x.dtype) if swiglu else (None, torch.float32)
+    return multiply_each(x, weight, index, activation, dtype=dtype)
+
+
+@dot4.register_fake
+def _(
+    x: Tensor, parts: list[Tensor], index: Tensor | None, kind: str, group: int, swiglu: bool
+) -> Tensor:
+    out, pairs = parts[0].shape[-2], 1 if index is None else index.numel()
+    return x.new_empty(pairs, out // 2) if swiglu else x.new_empty(pairs, out, dtype=torch.float32)

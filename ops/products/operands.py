@@ -1,0 +1,322 @@
+"""One token's x as the kernels of its products multiply it.
+
+Integers. Codes of 4 and 8 bits are multiplied as integers (ops/products/codes.py): x becomes int16,
+one power of two for each quad, which a lane multiplies at a time. A bf16 number keeps all its
+digits if it is within 7 binary orders of its quad's largest. Smaller numbers have an error of at
+most 2 ** -15 of the largest.
+
+Letters: a word has FIELDS codes: 2, 4 or 8. RUN: words of a group, whose fields are RUN numbers
+apart. A chunk is LANES neighboring quads of x. s: settings (`ops.products.pipeline.Product`).
+"""
+
+# ruff: noqa: RUF005  (Triton adds tuples, but does not unpack them)
+from __future__ import annotations  # annotations of kernels name triton, which may be absent
+
+from ops.launch import jit, tl
+
+# x of a chunk -------------------------------------------------------------------------------------
+
+
+@jit
+def load_x(
+    x,
+    chunk,
+    QUADS: tl.constexpr,
+    RUN: tl.constexpr,
+    FIELDS: tl.constexpr,
+    LANES: tl.constexpr,
+    VOLATILE: tl.constexpr = False,
+):
+    """Load the x of a chunk, unconverted: bf16 as words [LANES, 4], else FIELDS such tensors.
+
+    QUADS: quads of the whole x. VOLATILE: from L2, where another GPU has stored it.
+    """
+    quad = chunk * LANES + tl.arange(0, LANES)[:, None]
+    word = quad * 4 + tl.arange(0, 4)[None, :]
+    inside = quad < QUADS
+    if FIELDS == 2:
+        raw = (tl.load(x + word, mask=inside, other=0),)
+    else:
+        at = x + word // RUN * (RUN * FIELDS) + word % RUN
+        raw = ()
+        for k in tl.static_range(FIELDS):
+            part = tl.load(at + k * RUN, mask=inside, other=0, volatile=VOLATILE)
+            raw = raw + (part,)
+    return raw
+
+
+@jit
+def load_plain(x, chunk, s):
+    """Do what `load_x` does, for settings."""
+    QUADS: tl.constexpr = s.quads
+    RUN: tl.constexpr = s.run
+    FIELDS: tl.constexpr = s.fields
+    LANES: tl.constexpr = s.lanes
+    return load_x(x, chunk, QUADS, RUN, FIELDS, LANES)
+
+
+@jit
+def load_norm(norm, chunk, s):
+    """Load the norm's weight of a chunk as `load_x`. fp32 beside bf16 rows: even, odd numbers."""
+    LANES: tl.constexpr = s.lanes
+    if s.fields == 2 and norm.dtype.element_ty == tl.float32:
+        quad = chunk * LANES + tl.arange(0, LANES)[:, None]
+        number = (quad * 4 + tl.arange(0, 4)[None, :]) * 2
+        even = tl.load(norm + number, mask=quad < s.quads, other=0.0)
+        return even, tl.load(norm + number + 1, mask=quad < s.quads, other=0.0)
+    else:
+        return load_plain(norm, chunk, s)
+
+
+@jit
+def low_half(words):
+    return (words << 16).to(tl.float32, bitcast=True)
+
+
+@jit
+def high_half(words):
+    return (words & -65536).to(tl.float32, bitcast=True)
+
+
+@jit
+def lane_squares(raw, s):
+    """Sum the squares of a chunk's x in each lane -> [LANES // 32, 32]."""
+    WARPS: tl.constexpr = s.lanes // 32
+    FIELDS: tl.constexpr = s.fields
+    if FIELDS == 2:
+        low, high = low_half(raw[0]), high_half(raw[0])
+        total = low * low + high * high
+    else:
+        total = raw[0].to(tl.float32) * raw[0].to(tl.float32)
+        for k in tl.static_range(1, FIELDS):
+            total += raw[k].to(tl.float32) * raw[k].to(tl.float32)
+    return tl.reshape(tl.sum(total, 1), [WARPS, 32])
+
+
+@jit
+def split_four(words, J: tl.constexpr, WARPS: tl.constexpr):
+    """[J * WARPS * 32 * 4], four neighbors per lane -> 4 tensors [J, WARPS, 32]."""
+    even, odd = tl.split(tl.reshape(words, [J, WARPS, 32, 2, 2]))
+    first, third = tl.split(even)
+    second, fourth = tl.split(odd)
+    return first, second, third, fourth
+
+
+@jit
+def _split_x(words, s):
+    """[LANES, 4] -> 4 tensors [1, LANES // 32, 32]."""
+    COUNT: tl.constexpr = s.lanes * 4
+    WARPS: tl.constexpr = s.lanes // 32
+    return split_four(tl.reshape(words, [COUNT]), 1, WARPS)
+
+
+@jit
+def _prepare_bf16(raw, norm, s):
+    """Unpack words of bf16 -> numbers at even, at odd positions: 4 x [1, LANES // 32, 32] each."""
+    words = _split_x(raw[0], s)
+    low, high = (), ()
+    if norm is not None:
+        scales = _split_x(norm[0], s)
+        if norm[0].dtype == tl.float32:
+            odd = _split_x(norm[1], s)
+    for i in tl.static_range(4):
+        if norm is not None:
+            if norm[0].dtype == tl.float32:
+                low = low + (low_half(words[i]) * scales[i],)
+                high = high + (high_half(words[i]) * odd[i],)
+            else:
+                low = low + (low_half(words[i]) * low_half(scales[i]),)
+                high = high + (high_half(words[i]) * high_half(scales[i]),)
+        else:
+            low = low + (low_half(words[i]),)
+            high = high + (high_half(words[i]),)
+    return low, high
+
+
+@jit
+def _prepare_fp32(raw, norm, s):
+    """Convert x to fp32 -> one operand for each field of a word: 4 x [1, LANES // 32, 32]."""
+    operands = ()
+    for k in tl.static_range(4):
+        value = raw[k].to(tl.float32)
+        if norm is not None:
+            value *= norm[k].to(tl.float32)
+        operands = operands + (_split_x(value, s),)
+    return operands
+
+
+# x as integers ------------------------------------------------------------------------------------
+
+
+@jit
+def _add_pair(pair, total):
+    """Add both int16 of a word to `total`."""
+    return tl.inline_asm_elementwise(
+        "dp2a.lo.s32.s32 $0, $1, 257, $2;",
+        "=r,r,r",
+        (pair, total),
+        dtype=tl.int32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@jit
+def _join_pairs(low, high):
+    """Return two words as one int64."""
+    return (high.to(tl.int64) << 32) | (low.to(tl.int64) & 0xFFFFFFFF)
+
+
+@jit
+def quantize(values, KIND: tl.constexpr, BITS: tl.constexpr):
+    """Quantize fp32 x to int16 -> two operands (four int16 in an int64), unit and sum of x.
+
+    values: one tensor [LANES, 4] for each field of a word, and so are the operands. Unit (the value
+    of 1) and sum are [LANES, 1]. int8 has one operand; the second is the same. A number of 16 bits
+    has no more than 11 significant bits, so that 2 ** 15 units are never reached with 14 BITS.
+    Numbers below 2 ** -107 become 0.
+    """
+    FIELDS: tl.constexpr = 4 if KIND == "int8" else 8
+    IN_ORDER: tl.constexpr = KIND == "int8" or KIND == "mxfp4"  # else even fields first
+    largest = tl.abs(values[0])
+    for k in tl.static_range(1, FIELDS):
+        largest = tl.maximum(largest, tl.abs(values[k]), propagate_nan=tl.PropagateNan.ALL)
+    exponent = tl.max(largest.to(tl.int32, bitcast=True), 1, keep_dims=True) >> 23
+    kept = tl.maximum(exponent, 20)
+    unit = ((kept - BITS) << 23).to(tl.float32, bitcast=True)
+    inverse = ((254 + BITS - kept) << 23).to(tl.float32, bitcast=True)
+    unit = tl.where(exponent == 255, float("nan"), unit)  # inf or NaN in x: NaN in every row
+    total = tl.zeros(largest.shape, tl.int32)
+    pairs = ()
+    for n in tl.static_range(FIELDS // 2):
+        # Fields of operand n // 2, at its 16 bits 2 (n % 2) and the next.
+        if IN_ORDER:
+            low, high = values[2 * n], values[2 * n + 1]
+        else:
+            low, high = values[4 * (n % 2) + n // 2], values[4 * (n % 2) + n // 2 + 2]
+        # Adding 1.5 * 2 ** 23 rounds to a whole number, and leaves it in the lowest 16 bits.
+        low_bits = (low * inverse + 12582912.0).to(tl.int32, bitcast=True)
+        high_bits = (high * inverse + 12582912.0).to(tl.int32, bitcast=True)
+        pair = (low_bits & 0xFFFF) | (high_bits << 16)
+        total = _add_pair(pair, total)
+        pairs = pairs + (pair,)
+    first = _join_pairs(pairs[0], pairs[1])
+    second = first if KIND == "int8" else _join_pairs(pairs[2], pairs[3])
+    return first, second, unit, tl.sum(total, 1, keep_dims=True).to(tl.float32) * unit
+
+
+@jit
+def _split_operands(first, second, unit, sums, s):
+    """Order what `quantize` returns as `multiply_chunk` takes it: all [1, LANES // 32, 32]."""
+    WARPS: tl.constexpr = s.lanes // 32
+    unit, sums = tl.reshape(unit, [1, WARPS, 32]), tl.reshape(sums, [1, WARPS, 32])
+    words = _split_x(first, s)
+    others = words
+    if s.kind != "int8":
+        others = _split_x(second, s)
+    return words, others, unit, sums
+
+
+@jit
+def _prepare_integers(raw, norm, s):
+    """Quantize x as loaded by `load_x`. A product with the norm's weight gets 13 bits, not 14."""
+    FIELDS: tl.constexpr = s.fields
+    KIND: tl.constexpr = s.kind
+    values = ()
+    for k in tl.static_range(FIELDS):
+        value = raw[k].to(tl.float32)
+        values = values + (value if norm is None else value * norm[k].to(tl.float32),)
+    first, second, unit, sums = quantize(values, KIND, 14 if norm is None else 13)
+    return _split_operands(first, second, unit, sums, s)
+
+
+@jit
+def _load_pairs(x, chunk, s):
+    """Load both operands of each word of a chunk of quantized x, as a lane multiplies them."""
+    LANES: tl.constexpr = s.lanes
+    at = tl.arange(0, LANES * 2)
+    quad = chunk * LANES + at // 2
+    first, second = (), ()
+    for i in tl.static_range(4):
+        words = x + (quad * 2 + at % 2) + i * s.quads * 2
+        words = tl.max_contiguous(tl.multiple_of(words, 16), 2)
+        both = tl.load(words, mask=quad < s.quads, other=0)
+        one, other = tl.split(tl.reshape(both, [1, LANES // 32, 32, 2]))
+        first, second = first + (one,), second + (other,)
+    return first, second
+
+
+@jit
+def _load_in_order(x, chunk, s):
+    """Load the first and second operands of a chunk of quantized x, as `quantize` returns them."""
+    LANES: tl.constexpr = s.lanes
+    OPERANDS: tl.constexpr = 1 if s.kind == "int8" else 2
+    at = tl.arange(0, LANES * 4)
+    quad = chunk * LANES + at // 4
+    words = x + (quad * (4 * OPERANDS) + at % 4)
+    first = tl.load(tl.max_contiguous(tl.multiple_of(words, 32), 4), mask=quad < s.quads, other=0)
+    second = first
+    if OPERANDS == 2:
+        words = tl.max_contiguous(tl.multiple_of(words + 4, 32), 4)
+        second = tl.load(words, mask=quad < s.quads, other=0)
+    return first, second
+
+
+@jit
+def load_quantized(x, units, chunk, s):
+    """Load a chunk of a `QuantizedX` for `prepare_quantized`."""
+    if s.in_pairs:
+        first, second = _load_pairs(x, chunk, s)
+    else:
+        first, second = _load_in_order(x, chunk, s)
+    LANES: tl.constexpr = s.lanes
+    quad = chunk * LANES + tl.arange(0, LANES)
+    unit = tl.load(units + quad, mask=quad < s.quads, other=0.0)
+    sums = unit
+    if s.kind != "int8":
+        sums = tl.load(units + s.quads + quad, mask=quad < s.quads, other=0.0)
+    return first, second, unit, sums
+
+
+@jit
+def prepare_quantized(loaded, s):
+    """Order what `load_quantized` returns as `multiply_chunk` takes it."""
+    first, second, unit, sums = loaded
+    if s.in_pairs:
+        WARPS: tl.constexpr = s.lanes // 32
+        unit, sums = tl.reshape(unit, [1, WARPS, 32]), tl.reshape(sums, [1, WARPS, 32])
+        return first, second, unit, sums
+    else:
+        return _split_operands(first, second, unit, sums, s)
+
+
+@jit
+def prepare_x(raw, norm, s):
+    """Make the operands of `multiply_chunk`, of x as of `load_x`. norm: as of `load_norm`."""
+    if s.kind == "bf16":
+        return _prepare_bf16(raw, norm, s)
+    elif s.kind == "fp8" or s.kind == "fp8b":
+        return _prepare_fp32(raw, norm, s)
+    else:
+        return _prepare_integers(raw, norm, s)
+
+
+@jit
+def weighted_operands(operands, factor, s):
+    """Multiply the operands of a chunk by the routing weight of their expert."""
+    if s.kind == "bf16":
+        low, high = (), ()
+        for i in tl.static_range(4):
+            low = low + (operands[0][i] * factor,)
+            high = high + (operands[1][i] * factor,)
+        return low, high
+    elif s.kind == "fp8" or s.kind == "fp8b":
+        fields = ()
+        for k in tl.static_range(4):
+            words = ()
+            for i in tl.static_range(4):
+                words = words + (operands[k][i] * factor,)
+            fields = fields + (words,)
+        return fields
+    else:
+        return operands[0], operands[1], operands[2] * factor, operands[3] * factor

@@ -1,0 +1,401 @@
+"""How a program of one token's products multiplies a tile of rows.
+
+A lane loads a quad (16 bytes) of a row at once. A program multiplies its tile in chunks, LANES
+neighboring quads of each row, and keeps DEPTH of them in flight: when one is multiplied, the next
+one takes its registers. With LANES = 32 each warp has rows of its own, and prepares all of x. With
+LANES = 32 * warps each warp has all rows and its own part of x. Quantizing x takes as many
+instructions as multiplying it by six rows of 4-bit codes, so more lanes are better there.
+
+Where instructions bind (mxfp4), programs stay: no more than run at once, each with several tiles.
+x then stays in registers, and a tile's last multiplications load the next tile's first chunks.
+"""
+
+# ruff: noqa: RUF005  (Triton adds tuples, but does not unpack them)
+from __future__ import annotations  # annotations of kernels name triton, which may be absent
+
+from dataclasses import dataclass
+from typing import NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from ops.launch import add_both, jit, tl, triton
+from ops.products.codes import load_scales, multiply_chunk
+from ops.products.operands import (
+    lane_squares,
+    load_norm,
+    load_plain,
+    load_quantized,
+    prepare_quantized,
+    prepare_x,
+    weighted_operands,
+)
+from ops.products.quantized_x import QuantizedX
+from ops.products.tilings import Tiles, choose_tiles, depth_of, programs_of
+from ops.products.weights import BITS, INTEGERS, Weight
+
+S = TypeVar("S", bound="Product")
+
+
+class Operand(NamedTuple):
+    """The tensors of x. All pairs share one row, or there are several, one after the other."""
+
+    numbers: Tensor  # as the kernel reads them
+    units: Tensor | None = None  # second tensor of a `QuantizedX`
+    norm: Tensor | None = None  # the weight of the RMS norm of x
+
+
+@dataclass(frozen=True)
+class Product:
+    """Settings of a product: its weight, and how a program divides it."""
+
+    kind: str
+    group: int
+    out: int  # rows of one expert's weight
+    each: int  # quads of a row
+    experts: int  # chosen experts whose rows of x are one after the other, to be summed; 0: dense
+    loads: int  # rows of a weight that belong together: 2, gate and up
+    rows: int  # rows of a tile of the result
+    lanes: int  # quads of a row in a chunk
+    depth: int  # chunks in flight
+    tiles: int  # tiles of a program
+    warps: int
+
+    @property
+    def gather(self) -> bool:
+        return self.experts > 0
+
+    @property
+    def quads(self) -> int:
+        """Quads of x."""
+        return self.each * max(self.experts, 1)
+
+    @property
+    def fields(self) -> int:
+        """Codes in a word."""
+        return 32 // BITS[self.kind]
+
+    @property
+    def run(self) -> int:
+        """Words of a group."""
+        return self.group // self.fields
+
+    @property
+    def chunks(self) -> int:
+        return -(-self.quads // self.lanes)
+
+    @property
+    def held(self) -> int:
+        """Chunks of x in registers."""
+        return self.chunks if self.tiles > 1 else self.depth
+
+    @property
+    def of_rows(self) -> bool:
+        """Whether a row has one scale, by which the sum is multiplied."""
+        return self.kind in ("int8", "fp8") and not self.gather
+
+    @property
+    def integers(self) -> bool:
+        """Whether codes are multiplied as integers."""
+        return self.kind in INTEGERS
+
+    @property
+    def in_pairs(self) -> bool:
+        """Whether a `QuantizedX` has both operands of a word next to each other."""
+        return self.kind in ("int4", "hqq")
+
+
+class Chosen(NamedTuple):
+    """The chosen experts, or the scores by which a kernel chooses them."""
+
+    indices: Tensor  # int64 [N]
+    scores: Tensor | None = None  # the router's: then indices and weights are stored
+    weights: Tensor | None = None  # fp32 [N], by which results are summed
+
+
+@jit
+def replace(values, at: tl.constexpr, value):
+    """Return a tuple with another value at one position."""
+    return values[:at] + (value,) + values[at + 1 :]
+
+
+# Loads --------------------------------------------------------------------------------------------
+
+
+@jit
+def load_part(x, chunk, s):
+    """Load the x of a chunk, which is quantized or not."""
+    if x.units is not None:
+        return load_quantized(x.numbers, x.units, chunk, s)
+    else:
+        return load_plain(x.numbers, chunk, s)
+
+
+@jit
+def lane_factor(factors, chunk, s):
+    """Load the routing weight of each quad's expert, [1, LANES // 32, 32]."""
+    LANES: tl.constexpr = s.lanes
+    quad = tl.minimum(chunk * LANES + tl.arange(0, LANES), s.quads - 1)
+    return tl.reshape(tl.load(factors + quad // s.each), [1, LANES // 32, 32])
+
+
+@jit
+def load_beside(x, factors, chunk, s):
+    """Load what x of a chunk is multiplied by: the norm's weight, or routing weights."""
+    if x.norm is not None:
+        return load_norm(x.norm, chunk, s)
+    elif s.gather:
+        return lane_factor(factors, chunk, s)
+    else:
+        return ()
+
+
+@jit
+def prepare(part, beside, x, s):
+    """Make the operands of `multiply_chunk` of what `load_part` and `load_beside` loaded."""
+    if x.units is not None:
+        operands = prepare_quantized(part, s)
+    elif x.norm is not None:
+        operands = prepare_x(part, beside, s)
+    else:
+        operands = prepare_x(part, None, s)
+    if s.gather:
+        operands = weighted_operands(operands, beside, s)
+    return operands
+
+
+@jit
+def _locate(quads, experts, row, chunk, REPEAT: tl.constexpr, s):
+    """Return expert (int64), its row and the quad in that, for each quad of a tile.
+
+    quads: numbers of the tile's quads, row-major in [ROWS, LANES], each REPEAT times. experts: one
+    index, or with `gather` that of each lane, [LANES]. Quads past the end become the last: their x
+    is 0.
+    """
+    LANES: tl.constexpr = s.lanes
+    quad = tl.minimum(chunk * LANES + quads % LANES, s.quads - 1)
+    rows = row + quads // LANES
+    if s.gather:
+        COUNT: tl.constexpr = quads.shape[0]
+        shape: tl.constexpr = (COUNT // (LANES * REPEAT), LANES, REPEAT)
+        experts = tl.reshape(tl.broadcast_to(experts[None, :, None], shape), [COUNT])
+        return experts.to(tl.int64), rows, quad % s.each
+    else:
+        return experts, rows, quad
+
+
+@jit
+def _load_chunk(weights, experts, row, chunk, s):
+    """Load a chunk of ROWS rows -> codes [ROWS * LANES * 4], and scales as of `load_scales`."""
+    COUNT: tl.constexpr = s.rows * s.lanes
+    at = tl.arange(0, COUNT * 4)
+    expert, rows, quad = _locate(at // 4, experts, row, chunk, 4, s)
+    words = (expert * s.out + rows) * (s.each * 4) + quad * 4 + at % 4
+    # A lane's four words are one aligned load, which the compiler does not see through their
+    # indices.
+    codes = tl.load(tl.max_contiguous(tl.multiple_of(weights.codes + words, 16), 4))
+    at = tl.arange(0, COUNT)
+    expert, rows, quad = _locate(at, experts, row, chunk, 1, s)
+    return codes, load_scales(weights, expert, rows, quad, s)
+
+
+@jit
+def load_weights(weights, experts, row, chunk, s, POLLED: tl.constexpr = False):
+    """Load a chunk of a tile of `loads` weights.
+
+    experts: the one whose rows these are; with `gather` the indices of all. POLLED: indices are in
+    L2 (volatile), because the previous kernel may have just stored them.
+    """
+    chosen = experts
+    if s.gather:
+        LANES: tl.constexpr = s.lanes
+        quad = tl.minimum(chunk * LANES + tl.arange(0, LANES), s.quads - 1)
+        chosen = tl.load(experts + quad // s.each, volatile=POLLED).to(tl.int32)
+    found = (_load_chunk(weights, chosen, row, chunk, s),)
+    if s.loads == 2:
+        found = found + (_load_chunk(weights, chosen, row + s.out // 2, chunk, s),)
+    return found
+
+
+# A tile -------------------------------------------------------------------------------------------
+
+
+@jit
+def multiply_tile(x, weights, where, tiles, parts, table, rows, more, s):
+    """Multiply a tile, and prefetch -> the lanes' sums [ROWS, LANES] of each of `loads` weights.
+
+    Also returns each lane's squares of x, if that is normed, then `tiles`, the chunks in flight of
+    the next tile. where: experts as of `load_weights`, routing weights. parts: of `held` chunks x
+    and what it is multiplied by; if programs stay, prepared operands. rows: the first one of this
+    tile, and of the next. more: whether there is a next one.
+    """
+    experts, factors = where
+    CHUNKS: tl.constexpr = s.chunks
+    DEPTH: tl.constexpr = s.depth
+    ROWS: tl.constexpr = s.rows
+    LANES: tl.constexpr = s.lanes
+    xs, besides = parts
+    squares = tl.zeros([LANES // 32, 32], tl.float32)
+    total = tl.zeros([ROWS, LANES], tl.float32)
+    second = tl.zeros([ROWS, LANES], tl.float32)
+    for c in tl.static_range(CHUNKS):
+        if s.tiles > 1:
+            operands = xs[c]
+        else:
+            if x.norm is not None:
+                squares += lane_squares(xs[c % DEPTH], s)
+            operands = prepare(xs[c % DEPTH], besides[c % DEPTH], x, s)
+        tile = tiles[c % DEPTH]
+        total += multiply_chunk(tile[0][0], tile[0][1], operands, table, s)
+        if s.loads == 2:
+            second += multiply_chunk(tile[1][0], tile[1][1], operands, table, s)
+        # Prefetch: the registers of this chunk are free now.
+        row = rows[0] if c + DEPTH < CHUNKS else rows[1]
+        if (c + DEPTH < CHUNKS) | more:
+            tile = load_weights(weights, experts, row, (c + DEPTH) % CHUNKS, s)
+        tiles = replace(tiles, c % DEPTH, tile)
+        if s.tiles == 1 and c + DEPTH < CHUNKS:
+            xs = replace(xs, c % DEPTH, load_part(x, c + DEPTH, s))
+            besides = replace(besides, c % DEPTH, load_beside(x, factors, c + DEPTH, s))
+    return total, second, squares, tiles
+
+
+# Sums over lanes ----------------------------------------------------------------------------------
+
+
+@jit
+def _of_lane(x, MASK: tl.constexpr):
+    """Return of x [ROWS, WARPS, 32] the number that the lane at the own index ^ MASK has."""
+    lane = (tl.arange(0, 32) ^ MASK)[None, None, :]
+    return tl.gather(x, tl.broadcast_to(lane, x.shape), 2)  # one shuffle a number
+
+
+@jit
+def _share_rows(x, MASK: tl.constexpr):
+    """Sum x [ROWS, WARPS, 32] over each group of 2 MASK lanes -> [WARPS, 32].
+
+    The lower half of a group sums the first half of the rows, the upper half the others, and so on.
+    Of 8 rows a lane gets one sum by 9 shuffles. It would get all 8 by 40.
+    """
+    ROWS: tl.constexpr = x.shape[0]
+    if MASK == 0:
+        return tl.reshape(x, x.shape[1:])
+    elif ROWS == 1:
+        return _share_rows(x + _of_lane(x, MASK), MASK // 2)
+    else:
+        halves = tl.reshape(x, [2, ROWS // 2, x.shape[1], 32])
+        first, second = tl.split(tl.permute(halves, (1, 2, 3, 0)))
+        upper = (tl.arange(0, 32) & MASK != 0)[None, None, :]
+        own, other = tl.where(upper, second, first), tl.where(upper, first, second)
+        return _share_rows(own + _of_lane(other, MASK), MASK // 2)
+
+
+@jit
+def sum_shared(total, s):
+    """Sum the lanes' sums [ROWS, LANES] of each row -> [32], for the rows of `shared_rows`."""
+    ROWS: tl.constexpr = s.rows
+    WARPS: tl.constexpr = s.lanes // 32
+    return tl.sum(_share_rows(tl.reshape(total, [ROWS, WARPS, 32]), 16), 0)
+
+
+@jit
+def sum_normed(total, squares, s):
+    """Do what `sum_shared` does, and divide by the RMS of x. Warps exchange both sums at once.
+
+    squares: as of `lane_squares`.
+    """
+    ROWS: tl.constexpr = s.rows
+    WARPS: tl.constexpr = s.lanes // 32
+    NUMBERS: tl.constexpr = s.quads * 4 * s.fields
+    total = _share_rows(tl.reshape(total, [ROWS, WARPS, 32]), 16)
+    squares = _share_rows(tl.reshape(squares, [1, WARPS, 32]), 16)
+    total, squares = tl.reduce((total, squares), 0, add_both)
+    return total * tl.rsqrt(squares / NUMBERS + s.eps)
+
+
+@jit
+def shared_rows(ROWS: tl.constexpr):
+    """Return the row of each lane's number of `sum_shared`, and whether it stores the result."""
+    EACH: tl.constexpr = 32 // ROWS
+    lane = tl.arange(0, 32)
+    return lane // EACH, lane % EACH == 0
+
+
+@jit
+def sum_lanes(total, s):
+    """Sum the lanes' sums [ROWS, LANES] of each row -> [ROWS * LANES] with LANES = 32, else [ROWS].
+
+    With 32 lanes every lane of a row gets its sum, and the first one stores it. One number a row
+    would have another layout, for which warps wait for each other. `_multiply_each` sums so: with
+    `sum_shared` the compiler starts its next loads later (docs/log/small_experts.md).
+    """
+    ROWS: tl.constexpr = s.rows
+    total = tl.sum(total, 1)
+    if s.lanes == 32:
+        total = tl.reshape(tl.broadcast_to(total[:, None], [ROWS, 32]), [ROWS * 32])
+    return total
+
+
+@jit
+def result_rows(s):
+    """Return the row of each number of `sum_lanes`, and whether it stores the result."""
+    ROWS: tl.constexpr = s.rows
+    if s.lanes == 32:
+        lane = tl.arange(0, ROWS * 32)
+        return lane // 32, lane % 32 == 0
+    else:
+        row = tl.arange(0, ROWS)
+        return row, row >= 0
+
+
+# Launching ----------------------------------------------------------------------------------------
+
+
+def operand_of(x: Tensor, weight: Weight) -> Tensor:
+    """Return x as the kernel reads it. Raises ValueError for a wrong dtype."""
+    if weight.kind == "bf16":
+        if x.dtype != torch.bfloat16:
+            raise ValueError(f"bf16 weights need bf16 x, not {x.dtype}")
+        return x.view(torch.int32)
+    if x.element_size() != 2:
+        raise ValueError(f"packed weights need x of 16 bits, not {x.dtype}")
+    return x
+
+
+def operands_of(x: Tensor | QuantizedX, weight: Weight, norm: Tensor | None = None) -> Operand:
+    """Return x, and the weight of its norm, as a kernel reads them."""
+    if isinstance(x, QuantizedX):
+        return Operand(x.operands, x.units)
+    if norm is not None and norm.dtype != torch.float32:
+        norm = operand_of(norm, weight)
+    return Operand(operand_of(x, weight), norm=norm)
+
+
+def settings_of(
+    kind: type[S], weight: Weight, experts: int, tiles: Tiles | None, pairs: int = 1, **fields
+) -> tuple[S, tuple[int, ...], dict]:
+    """Return a product's settings, its grid, and options of `launch`.
+
+    kind: of settings. experts: as in `Product`. tiles: None chooses. pairs: rows of the result.
+    fields: `loads`, if it is not 1, and the other fields of that kind.
+    """
+    quads, out = weight.quads * max(experts, 1), weight.out // fields.setdefault("loads", 1)
+    tiles = tiles or choose_tiles(weight, quads, fields["loads"])
+    rows = min(tiles.rows, triton.next_power_of_2(out + 1) // 2)
+    programs, each = triton.cdiv(out, rows), 1
+    if tiles.stay and not fields.get("early"):
+        programs, each = programs_of(tiles, programs, weight.multiprocessors, pairs)
+    settings = kind(
+        kind=weight.kind,
+        group=weight.group,
+        out=weight.out,
+        each=weight.quads,
+        experts=experts,
+        rows=rows,
+        lanes=tiles.lanes,
+        depth=depth_of(quads, tiles),
+        tiles=each,
+        warps=tiles.warps,
+        **fields,
+    )
+    return settings, (programs, pairs), tiles.options
