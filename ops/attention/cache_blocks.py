@@ -19,7 +19,8 @@ from ops.products.grouped import _shift_right, _signed_bytes
 def load_block(entries, scales, begin, end, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     """Load keys or values [BLOCK, WIDTH] from position `begin`, and their scales [BLOCK].
 
-    From position `end` on both are 0. Scales of a plain cache are None.
+    From position `end` on both are 0. Without scales (None) they are 1.0: Triton 3.6 returns no
+    None within a tuple.
     """
     key = begin + tl.arange(0, BLOCK)
     at = key[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
@@ -27,7 +28,7 @@ def load_block(entries, scales, begin, end, WIDTH: tl.constexpr, BLOCK: tl.const
     if scales is not None:
         scale = tl.load(scales + key, mask=key < end, other=0.0).to(tl.float32)
     else:
-        scale = None
+        scale = 1.0
     return block, scale
 
 
@@ -62,7 +63,7 @@ def join_numbers(x, C: tl.constexpr):
 
 
 @jit
-def add_block(softmax, queries, keys, values, seen, SCALE: tl.constexpr):
+def add_block(softmax, queries, keys, values, seen, SCALE: tl.constexpr, INT8: tl.constexpr):
     """Add a block of positions to a softmax: row_max [M], row_sum [M], accs [M, C].
 
     queries and accs are split as by `split_numbers`; keys and values as of `load_block`. seen:
@@ -70,7 +71,6 @@ def add_block(softmax, queries, keys, values, seen, SCALE: tl.constexpr):
     """
     row_max, row_sum, accs = softmax
     dtype: tl.constexpr = queries[0].dtype
-    INT8: tl.constexpr = keys[1] is not None
     k, v = _operands(keys[0], dtype, INT8), _operands(values[0], dtype, INT8)
     scores = tl.dot(queries[0], tl.trans(k[0]), input_precision="tf32x3")
     if INT8:
@@ -78,7 +78,8 @@ def add_block(softmax, queries, keys, values, seen, SCALE: tl.constexpr):
         scores *= keys[1][None, :]
     if SCALE != 1.0:
         scores *= SCALE
-    weights, rescale, row_max, row_sum = weigh(scores, row_max, row_sum, values[1], seen, dtype)
+    value_scale = values[1] if INT8 else None
+    weights, rescale, row_max, row_sum = weigh(scores, row_max, row_sum, value_scale, seen, dtype)
     even = tl.dot(weights, v[0], acc=accs[0] * rescale, input_precision="tf32x3")
     if INT8:
         odd = tl.dot(weights, v[1], acc=accs[1] * rescale, input_precision="tf32x3")

@@ -43,6 +43,7 @@ from ops.attention.heads import (
     load_head_norm,
     load_rotation,
     load_value,
+    prefetch,
 )
 from ops.attention.softmax import MAX_PARTS, PROGRAMS, finish_softmax, online_softmax
 from ops.gpu import gpu_of
@@ -50,10 +51,9 @@ from ops.launch import await_previous, fit, jit, launch, tl
 
 FEWEST_ROWS = 16  # that tensor cores multiply
 FEW_PARTS = 32  # up to which a part is one block: one program takes long to merge more
-MERGED_NUMBERS = 16384  # numbers of parts that a program merges at once: registers
+MERGED_NUMBERS = 16384  # numbers of parts in flight, of a program that merges: registers
 WARPS, MERGE_WARPS = 8, 2
 MERGED_COLUMNS = 32  # numbers of a head that a program of `_merge` merges
-RMS_COLUMNS = 256  # numbers of each token that the RMS over all heads reads at once
 NO_WINDOW = 1 << 30
 MAX_QUERIES = 64
 MAX_HEAD = 256  # numbers of a head, for several queries: larger ones do not fit in registers
@@ -197,6 +197,16 @@ class KernelSettings:
         return max(1, min(pow2(self.parts), fitting))
 
     @property
+    def few_parts(self) -> int:
+        """Parts of one block, at most."""
+        return FEW_PARTS if self.merges else MAX_PARTS
+
+    @property
+    def rms_columns(self) -> int:
+        """Numbers of each token that the RMS over all heads reads at once."""
+        return 256
+
+    @property
     def padded_parts(self) -> int:
         return pow2(self.parts)
 
@@ -243,7 +253,7 @@ def _find_parts(positions, sequence, s: tl.constexpr):
     if not s.appends:
         return start, first, start + Q, s.parts
     blocks = (start - first + BLOCK - 1) // BLOCK
-    parts = tl.minimum(tl.maximum(blocks // 2, tl.minimum(blocks, FEW_PARTS)), s.parts)
+    parts = tl.minimum(tl.maximum(blocks // 2, tl.minimum(blocks, s.few_parts)), s.parts)
     return start, first, start, tl.where(start - first <= s.one_part, 1, parts)
 
 
@@ -263,7 +273,7 @@ def _find_rows(sequence, program, s: tl.constexpr):
 def _load_ahead(rope, weights, rows, sequence, kv_head, s: tl.constexpr):
     """Load what `wqkv` does not write: RoPE, norm weights and sinks.
 
-    Return for queries, then for the call's own keys, the rotation and the norm weight; sinks.
+    Return the rotation of queries and of the call's own keys, both norm weights, and sinks.
     """
     a: tl.constexpr = s.layer
     C: tl.constexpr = a.head_dim
@@ -290,12 +300,12 @@ def _load_ahead(rope, weights, rows, sequence, kv_head, s: tl.constexpr):
     if weights.sinks is not None:
         sink = tl.load(weights.sinks + head).to(tl.float32)
     else:
-        sink = None
-    return (rotation, q_weight), (own_rotation, k_weight), sink
+        sink = 0.0
+    return rotation, own_rotation, q_weight, k_weight, sink
 
 
 @jit
-def _start_softmax(qkv, cache, ahead, rows, place, s: tl.constexpr):
+def _start_softmax(qkv, weights, cache, ahead, rows, place, s: tl.constexpr):
     """Load the call's tokens, append their keys and values, and start the softmax with them.
 
     The first part has the own tokens. The others compute and mask them: a branch would keep their
@@ -319,11 +329,14 @@ def _start_softmax(qkv, cache, ahead, rows, place, s: tl.constexpr):
         k_heads = token_heads + a.heads * C
         q_rms, k_rms = inverse_rms(token_heads, k_heads, a.heads * C, a.kv_heads * C, a.eps)
     elif a.full_norm:
-        q_rms = inverse_rms_of_rows(q, is_row[:, None], a.heads * C, a.eps, RMS_COLUMNS)
+        q_rms = inverse_rms_of_rows(q, is_row[:, None], a.heads * C, a.eps, s.rms_columns)
         k_heads = own + a.heads * C
-        k_rms = inverse_rms_of_rows(k_heads, (t < Q)[:, None], a.kv_heads * C, a.eps, RMS_COLUMNS)
-    key = load_head(own + (a.heads + kv_head) * C, ahead[1][1], k_rms, ahead[1][0], a)
-    x = load_head(q + head[:, None] * C, ahead[0][1], q_rms, ahead[0][0], a)
+        k_rms = inverse_rms_of_rows(k_heads, (t < Q)[:, None], a.kv_heads * C, a.eps, s.rms_columns)
+    rotation, own_rotation, q_weight, k_weight, _ = ahead
+    if weights.q_norm is None:
+        q_weight, k_weight = None, None
+    key = load_head(own + (a.heads + kv_head) * C, k_weight, k_rms, own_rotation, a)
+    x = load_head(q + head[:, None] * C, q_weight, q_rms, rotation, a)
     dtype: tl.constexpr = qkv.dtype.element_ty
     x, key = keep_layout(x * a.scale).to(dtype), keep_layout(key).to(dtype)
     is_first = (program % s.splits == 0) & (part == 0)
@@ -347,8 +360,22 @@ def _start_softmax(qkv, cache, ahead, rows, place, s: tl.constexpr):
 
 
 @jit
+def _add_positions(softmax, queries, keys, values, begin, start, query, BLOCK: tl.constexpr, s):
+    """Add the block from position `begin` to a softmax, as `add_block`: what each row sees of it.
+
+    start: the first query's position; query [M]: each row's query, that many positions later.
+    """
+    key = begin + tl.arange(0, BLOCK)[None, :]
+    WINDOW: tl.constexpr = s.layer.window
+    seen = key < start if s.appends else key <= (start + query)[:, None]
+    if s.length > WINDOW:
+        seen = seen & (key > (start + query)[:, None] - WINDOW)
+    return add_block(softmax, queries, keys, values, seen, s.score_scale, s.int8)
+
+
+@jit
 def _store_heads(y, softmax, sink, gate, at, mask):
-    """Divide acc [R, N] by the sum of weights, apply sink and gate (or None), and store it."""
+    """Divide acc [R, N] by the sum of weights [R, 1], apply sink and gate (or None), store it."""
     row_max, row_sum, acc = softmax
     out = finish_softmax(row_max, row_sum, acc, sink)
     if gate is not None:
@@ -357,28 +384,34 @@ def _store_heads(y, softmax, sink, gate, at, mask):
 
 
 @jit
-def _merge_parts(results, first, row, c, parts, AT_ONCE: tl.constexpr, s: tl.constexpr):
-    """Merge the parts of a program's rows [R] -> row_max, row_sum [R], acc [R, N].
+def _merge_parts(results, first, row, c, parts, s: tl.constexpr):
+    """Merge parts of a program's rows [R, 1] -> row_max, row_sum [R, 1], acc [R, C].
 
-    first: the program's first row of results. c [N]: the numbers of a head. Sums are in the order
-    of parts, not of their arrival. Other programs wrote them: L1 may have older numbers.
+    first: the program's first row of results. c [1, C]. Each lane adds its numbers of all parts,
+    in the order of parts, not of their arrival. Other programs wrote them: L1 may have older ones.
     """
-    C: tl.constexpr = s.layer.head_dim
     ROWS: tl.constexpr = s.stored_rows
-    part = tl.arange(0, s.padded_parts)[:, None]
-    at = (first + part * ROWS + row[None, :]) * 2
-    maxima = tl.load(results.sums + at, part < parts, float("-inf"), cache_modifier=".cg")
-    totals = tl.load(results.sums + at + 1, part < parts, 0.0, cache_modifier=".cg")
-    row_max = tl.max(maxima, 0)
-    row_sum = tl.sum(totals * tl.exp(maxima - row_max[None, :]), 0)
-    acc = tl.zeros([row.shape[0], c.shape[0]], tl.float32)
-    for begin in tl.static_range(0, s.parts, AT_ONCE):
-        part = begin + tl.arange(0, AT_ONCE)[:, None, None]
-        at = first + part * ROWS + row[None, :, None]
-        maxima = tl.load(results.sums + at * 2, part < parts, float("-inf"), cache_modifier=".cg")
-        at = at * C + c[None, None, :]
-        numbers = tl.load(results.partial + at, part < parts, 0.0, cache_modifier=".cg")
-        acc += tl.sum(numbers * tl.exp(maxima - row_max[None, :, None]), 0)
+    AT_ONCE: tl.constexpr = s.parts_at_once
+    C: tl.constexpr = s.layer.head_dim
+    row_max = tl.full([ROWS, 1], float("-inf"), tl.float32)
+    row_sum, acc = tl.zeros_like(row_max), tl.zeros([ROWS, C], tl.float32)
+    for begin in range(0, parts, AT_ONCE):
+        maxima, totals, numbers, largest = (), (), (), row_max
+        for n in tl.static_range(AT_ONCE):
+            at, is_part = first + (begin + n) * ROWS + row, begin + n < parts
+            maximum = tl.load(results.sums + at * 2, is_part, float("-inf"), cache_modifier=".cg")
+            total = tl.load(results.sums + at * 2 + 1, is_part, 0.0, cache_modifier=".cg")
+            own = results.partial + at * C + c
+            maxima, totals = maxima + (maximum,), totals + (total,)
+            numbers = numbers + (tl.load(own, is_part, 0.0, cache_modifier=".cg"),)
+            largest = tl.maximum(largest, maximum)
+        row_sum *= tl.exp(row_max - largest)
+        acc *= tl.exp(row_max - largest)
+        for n in tl.static_range(AT_ONCE):
+            share = tl.exp(maxima[n] - largest)
+            row_sum += totals[n] * share
+            acc += numbers[n] * share
+        row_max = largest
     return row_max, row_sum, acc
 
 
@@ -392,27 +425,34 @@ def _merge_last(qkv, sinks, results, sequence, program, parts, s: tl.constexpr):
     arrived = tl.atomic_add(results.arrivals + pair, 1, sem="acq_rel", scope="gpu")
     if arrived == parts - 1:
         tl.store(results.arrivals + pair, 0)
-        row, c = tl.arange(0, s.stored_rows), tl.arange(0, C)
+        row, c = tl.arange(0, s.stored_rows)[:, None], tl.arange(0, C)[None, :]
         is_row, row = row < a.group, tl.minimum(row, a.group - 1)
         head = program * a.group + row
         gate, sink = None, None
         if a.gated:
-            gates = qkv + (sequence * a.projected + a.first_gate + head[:, None]) * C
-            gate = tl.load(gates + c[None, :])
+            gate = tl.load(qkv + (sequence * a.projected + a.first_gate + head) * C + c)
         if sinks is not None:
             sink = tl.load(sinks + head).to(tl.float32)
         first = pair * s.parts * s.stored_rows
-        softmax = _merge_parts(results, first, row, c, parts, s.parts_at_once, s)
-        at = (sequence * a.heads + head[:, None]) * C + c[None, :]
-        _store_heads(results.y, softmax, sink, gate, at, is_row[:, None])
+        row_max, row_sum, acc = _merge_parts(results, first, row, c, parts, s)
+        softmax = row_max, row_sum, acc
+        _store_heads(results.y, softmax, sink, gate, (sequence * a.heads + head) * C + c, is_row)
+
+
+@jit
+def _prefetch_block(cache, begin, end, s: tl.constexpr):
+    """Prefetch keys and values from position `begin` on into L2."""
+    count = tl.minimum(end - begin, s.tile.block)
+    if count > 0:
+        row_bytes: tl.constexpr = s.width * (cache[0].dtype.element_ty.primitive_bitwidth // 8)
+        prefetch(cache[0] + begin * s.width, count * row_bytes)
+        prefetch(cache[2] + begin * s.width, count * row_bytes)
 
 
 # One function: its speed depends on the order of waits and loads. A reader should see it whole.
 @jit
-def _attend_part(
-    qkv, rope, weights, cache, results, place, s, BLOCK: tl.constexpr, STAGES: tl.constexpr, PDL
-):
-    """Compute a program of `_attend`, in blocks of BLOCK positions.
+def _attend_part(qkv, rope, weights, cache, results, place, BLOCK: tl.constexpr, s, PDL):
+    """Compute a program of `_attend`, in blocks of BLOCK positions: one block, if BLOCK is wide.
 
     cache: keys, their scales, values, their scales, of the program's KV head.
     """
@@ -420,46 +460,45 @@ def _attend_part(
     a: tl.constexpr = s.layer
     C: tl.constexpr = a.head_dim
     M: tl.constexpr = s.rows
+    first += part * BLOCK
+    keys = load_block(cache[0], cache[1], first, end, s.width, BLOCK)
+    values = load_block(cache[2], cache[3], first, end, s.width, BLOCK)
+    if PDL and BLOCK == s.tile.block:
+        _prefetch_block(cache, first + parts * BLOCK, end, s)
     rows = _find_rows(sequence, program, s)
     query, head, token, is_row = rows
     c = tl.arange(0, C)[None, :]
-    own_begin = first + part * BLOCK
-    stop = end
     if s.appends:
         ahead = _load_ahead(rope, weights, rows, sequence, program // s.splits, s)
-        sink = ahead[2]
-        stop = tl.maximum(end, own_begin + 1)  # once, also without older positions
-        x = tl.zeros([M, C], qkv.dtype.element_ty)
+        sink = ahead[4] if weights.sinks is not None else None
+        await_previous(PDL)
+        if a.gated:
+            gates = qkv + (token * a.projected + a.first_gate + head)[:, None] * C
+            gate = tl.load(gates + c)
+        else:
+            gate = None
+        call = sequence, program, part, start
+        x, row_max, row_sum, acc = _start_softmax(qkv, weights, cache, ahead, rows, call, s)
     else:
-        ahead, sink = None, None
         x = tl.load(qkv + (token * a.heads + head)[:, None] * C + c)
-    queries, accs = split_numbers(x, s.int8), split_numbers(tl.zeros([M, C], tl.float32), s.int8)
-    row_max, row_sum = tl.full([M], float("-inf"), tl.float32), tl.zeros([M], tl.float32)
-    gate = tl.zeros([M, C], qkv.dtype.element_ty)
-    for begin in tl.range(own_begin, stop, parts * BLOCK, num_stages=STAGES):
-        keys = load_block(cache[0], cache[1], begin, end, s.width, BLOCK)
-        values = load_block(cache[2], cache[3], begin, end, s.width, BLOCK)
-        if s.appends:
-            if begin == own_begin:
-                await_previous(PDL)
-                if a.gated:
-                    gates = qkv + (token * a.projected + a.first_gate + head)[:, None] * C
-                    gate = tl.load(gates + c)
-                call = sequence, program, part, start
-                x, row_max, row_sum, acc = _start_softmax(qkv, cache, ahead, rows, call, s)
-                queries, accs = split_numbers(x, s.int8), split_numbers(acc, s.int8)
-        key = begin + tl.arange(0, BLOCK)[None, :]
-        seen = key < start if s.appends else key <= (start + query)[:, None]
-        if a.window < s.length:
-            seen = seen & (key > (start + query)[:, None] - a.window)
-        softmax = row_max, row_sum, accs
-        row_max, row_sum, accs = add_block(softmax, queries, keys, values, seen, s.score_scale)
+        row_max, row_sum = tl.full([M], float("-inf"), tl.float32), tl.zeros([M], tl.float32)
+        acc = tl.zeros([M, C], tl.float32)
+    queries, accs = split_numbers(x, s.int8), split_numbers(acc, s.int8)
+    softmax = row_max, row_sum, accs
+    softmax = _add_positions(softmax, queries, keys, values, first, start, query, BLOCK, s)
+    STAGES: tl.constexpr = s.tile.stages
+    if BLOCK == s.tile.block:
+        for begin in tl.range(first + parts * BLOCK, end, parts * BLOCK, num_stages=STAGES):
+            keys = load_block(cache[0], cache[1], begin, end, s.width, BLOCK)
+            values = load_block(cache[2], cache[3], begin, end, s.width, BLOCK)
+            softmax = _add_positions(softmax, queries, keys, values, begin, start, query, BLOCK, s)
+    row_max, row_sum, accs = softmax
     acc = join_numbers(accs, C)
     if s.appends and parts == 1:
-        softmax = row_max, row_sum, acc
-        at = (token * a.heads + head)[:, None] * C + c
-        gate = gate if a.gated else None
-        _store_heads(results.y, softmax, sink, gate, at, is_row[:, None])
+        heads = (token * a.heads + head)[:, None] * C + c
+        final = row_max[:, None], row_sum[:, None], acc
+        sinks = sink[:, None] if weights.sinks is not None else None
+        _store_heads(results.y, final, sinks, gate, heads, is_row[:, None])
     elif s.parts > 1 or not s.appends:
         at = ((sequence * s.pairs + program) * s.parts + part) * s.stored_rows + tl.arange(0, M)
         tl.store(results.partial + at[:, None] * C + c, acc, mask=is_row[:, None])
@@ -491,11 +530,11 @@ def _attend(qkv, rope, positions, weights, stored, results, s: tl.constexpr, PDL
     BLOCK: tl.constexpr = s.tile.block
     count = end - first
     is_wide = ((parts == 1) & (count > BLOCK) & (count <= 2 * BLOCK)).to(tl.int32)
-    for WIDE in tl.static_range(s.bodies):
-        if is_wide == WIDE or s.bodies == 1:
+    BODIES: tl.constexpr = s.bodies
+    for WIDE in tl.static_range(BODIES):
+        if is_wide == WIDE or BODIES == 1:
             SIZE: tl.constexpr = BLOCK * (1 + WIDE)
-            STAGES: tl.constexpr = 2 if WIDE else s.tile.stages
-            _attend_part(qkv, rope, weights, cache, results, place, s, SIZE, STAGES, PDL)
+            _attend_part(qkv, rope, weights, cache, results, place, SIZE, s, PDL)
 
 
 # Grid [Q * H, C / COLUMNS, B]: a program merges COLUMNS numbers of one query's head, if it has
@@ -523,9 +562,15 @@ def _merge(qkv, positions, sinks, results, s: tl.constexpr, PDL: tl.constexpr):
     if a.gated:
         gate = tl.load(qkv + (token * a.projected + a.first_gate + head) * C + c)[None, :]
     program = sequence * s.pairs + head // a.group * s.splits + in_group // EACH
-    row = tl.zeros([1], tl.int32) + query * EACH + in_group % EACH
-    first = program * s.parts * s.stored_rows
-    softmax = _merge_parts(results, first, row, c, parts, s.padded_parts, s)
+    part = tl.arange(0, s.padded_parts)[:, None]
+    at = (program * s.parts + part) * s.stored_rows + query * EACH + in_group % EACH
+    maxima = tl.load(results.sums + at * 2, part < parts, float("-inf"))
+    totals = tl.load(results.sums + at * 2 + 1, part < parts, 0.0)
+    numbers = tl.load(results.partial + at * C + c[None, :], part < parts, 0.0)
+    largest = tl.max(maxima, 0, keep_dims=True)
+    share = tl.exp(maxima - largest)
+    acc = tl.sum(numbers * share, 0, keep_dims=True)
+    softmax = largest, tl.sum(totals * share, 0, keep_dims=True), acc
     _store_heads(results.y, softmax, sink, gate, (token * a.heads + head) * C + c[None, :], None)
 
 

@@ -53,20 +53,20 @@ def load_rotated(x, rotation, ROTARY_DIM: tl.constexpr):
 def load_head_norm(norm, rotation):
     """Load a head's norm weight for `load_head`: for the numbers, and for their partners.
 
-    norm: None for a head without a norm.
+    Without a norm (None) they are 1.0: Triton 3.6 returns no None within a tuple.
     """
     c, partner, _, _ = rotation
     if norm is not None:
         return tl.load(norm + c), tl.load(norm + partner)
     else:
-        return None
+        return 1.0, 1.0
 
 
 @jit
 def load_head(x, weight, rms, rotation, s: tl.constexpr):
     """Load one head at x -> [M, C] fp32, after clip, RMS norm and RoPE.
 
-    weight: as of `load_head_norm`. With s.full_norm the norm is over all heads, comes before the
+    weight: as of `load_head_norm`; None: no norm. With s.full_norm the norm is over all heads, comes before the
     clip, and rms is its factor.
     """
     _, _, cos, sin = rotation

@@ -50,15 +50,15 @@ def weigh(scores, row_max, row_sum, value_scale, seen, DTYPE: tl.constexpr):
 
 @jit
 def finish_softmax(row_max, row_sum, acc, sink):
-    """Return acc [M, N] divided by the sum of weights [M], with the weight of a sink.
+    """Return acc [M, N] divided by the sum of weights [M, 1], with the weight of a sink.
 
-    sink: fp32, one number or [M]; None: absent.
+    sink: fp32, one number or [M, 1]; None: absent.
     """
     if sink is not None:
         largest = tl.maximum(row_max, sink)
-        acc *= tl.exp(row_max - largest)[:, None]
+        acc *= tl.exp(row_max - largest)
         row_sum = row_sum * tl.exp(row_max - largest) + tl.exp(sink - largest)
-    return acc / row_sum[:, None]
+    return acc / row_sum
 
 
 @jit
