@@ -181,7 +181,7 @@ def _merge_parts(results, first, row, c, parts, s: tl.constexpr):
     for begin in range(0, parts, AT_ONCE):
         maxima, totals, numbers, largest = (), (), (), row_max
         for n in tl.static_range(AT_ONCE):
-            at, is_part = first + (begin + n) * ROWS + row, begin + n < parts
+            at, is_part = first + (begin + n) * ROWS + row, row * 0 + begin + n < parts
             maximum = tl.load(results.sums + at * 2, is_part, float("-inf"), cache_modifier=".cg")
             total = tl.load(results.sums + at * 2 + 1, is_part, 0.0, cache_modifier=".cg")
             own = results.partial + at * C + c

@@ -259,6 +259,8 @@ def divide(qkv: Tensor, stored: Stored, layer: AttentionSettings, width: int) ->
     M = choose_rows(Q, layer.group, C, is_one_part)
     each = min(layer.group, M // Q)
     for tile in choose_tiles(C, 1 if int8 else stored.entries.element_size(), Q):
+        if length <= tile.block or Q > 1:
+            tile = replace(tile, wide=False)
         s = KernelSettings(
             *(layer, tile, S, rows * K * S, Q, M, each, 1, width, int8),
             merges=Q == 1,
