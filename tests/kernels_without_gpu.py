@@ -1034,7 +1034,7 @@ def latent_error(B: int, Q: int, H: int, r: int, R: int, S: int, kind: type[KVCa
     bias = torch.where(positions.unsqueeze(-1) >= torch.arange(S), 0.0, float("-inf"))
     want = attend(q, kv, kv[..., :r], bias).unflatten(-1, (H, r))
     parts = long_attention.attend_latent(q, *cache.stored(), positions, r)
-    got = long_attention.merge_partial(*parts).narrow(1, 0, Q * H).reshape(B, Q, H, r)
+    got = softmax.merge_partial(*parts).narrow(1, 0, Q * H).reshape(B, Q, H, r)
     return ((got - want).norm() / want.norm()).item()
 
 

@@ -23,7 +23,7 @@ PROGRAMS = 2  # for each multiprocessor, so that loads overlap arithmetic
 
 def count_parts(rows: int, device: torch.device) -> int:
     """Return P for a launch in which each part has this many programs."""
-    return max(1, PROGRAMS * gpu_of(device).multiprocessors // rows)
+    return max(1, int(PROGRAMS * gpu_of(device).multiprocessors) // rows)
 
 
 # Grid [B, P, tiles of rows]: a program computes M of one sequence's Q * H rows over
