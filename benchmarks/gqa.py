@@ -129,7 +129,14 @@ def build_parser() -> Parser:
     add("--arch", default="Qwen3-30B-A3B")
     add("--length", type=int, nargs="+", default=[256, 32768], help="positions of the cache")
     positions = [150, 1000, 4000, 16000, 32000]
-    add("--positions", type=int, nargs="+", default=positions, metavar="P", help="of the token")
+    add(
+        "--positions",
+        type=int,
+        nargs="+",
+        default=positions,
+        metavar="P",
+        help="the token's positions",
+    )
     add("--queries", type=int, default=1, metavar="N", help="tokens at once, up to 64; default 1")
     add("--kv_cache", choices=KV_CACHES, default="plain")
     add("--tiles", type=parse_tile, nargs="+", metavar="BxS", help="positions x stages")

@@ -24,6 +24,7 @@ G = H / K, C head dim, P parts of the positions, at most, M rows of a program (q
 """
 
 from functools import cache
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -34,6 +35,7 @@ from ops.attention.gqa_settings import (
     WARPS,
     AttentionSettings,
     HeadWeights,
+    KernelSettings,
     Results,
     Stored,
     decode_settings,
@@ -83,8 +85,9 @@ def attend_tokens(
     numbers = qkv.new_empty(0, dtype=torch.float32)
     counts = arrivals(qkv.device, pow2(B * layer.kv_heads))
     args = qkv, rope, positions, weights, stored
-    options = ((s, {"warps": WARPS}) for s in divide(qkv, stored, layer, rope.shape[-1]))
-    s, options = fit(attend_kernel, options, *args, Results(y, numbers, numbers, counts))
+    candidates = ((s, {"warps": WARPS}) for s in divide(qkv, stored, layer, rope.shape[-1]))
+    found, options = fit(attend_kernel, candidates, *args, Results(y, numbers, numbers, counts))
+    s = cast(KernelSettings, found)
     rows = B * s.pairs * s.parts * s.stored_rows if s.parts > 1 else 0
     partial, sums = numbers.new_empty(rows * layer.head_dim), numbers.new_empty(rows * 2)
     results = Results(y, partial, sums, counts)
@@ -132,7 +135,7 @@ def attend_int8(
     options = {"warps": 4 if H // K * Q <= 16 else 8, "pdl": False}
     candidates = int8_settings(layer, Q, S, rows, y.shape[2])
     s, options = fit(attend_kernel, ((s, options) for s in candidates), *args)
-    launch(attend_kernel, (K, B, s.parts), *args, settings=s, **options)
+    launch(attend_kernel, (K, B, y.shape[2]), *args, settings=s, **options)
     return y, sums
 
 

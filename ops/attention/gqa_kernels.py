@@ -144,7 +144,7 @@ def _start_softmax(qkv, weights, cache, ahead, rows, place, s: tl.constexpr):
 
 @jit
 def _add_positions(softmax, queries, keys, values, begin, start, query, BLOCK: tl.constexpr, s):
-    """Add the block from position `begin` to a softmax, as `add_block`: what each row sees of it.
+    """Add the block from position `begin` to a softmax, where a row sees it (`add_block`).
 
     start: the first query's position; query [M]: each row's query, that many positions later.
     """
@@ -170,8 +170,8 @@ def _store_heads(y, softmax, sink, gate, at, mask):
 def _merge_parts(results, first, row, c, parts, s: tl.constexpr):
     """Merge parts of a program's rows [R, 1] -> row_max, row_sum [R, 1], acc [R, C].
 
-    first: the program's first row of results. c [1, C]. Each lane adds its numbers of all parts,
-    in the order of parts, not of their arrival. Other programs wrote them: L1 may have older ones.
+    first: the program's first row of results. c [1, C]. Each lane adds its numbers of all parts.
+    Parts are added by number, not by arrival. Other programs wrote them: L1 may have older ones.
     """
     ROWS: tl.constexpr = s.stored_rows
     AT_ONCE: tl.constexpr = s.parts_at_once

@@ -192,7 +192,7 @@ class KernelSettings:
 
     @property
     def align(self) -> int:
-        """Of a part's first position: vectors of int8 scales are loaded at multiples of it."""
+        """A window begins at a multiple of this, so that int8 scales are loaded as vectors."""
         return 16 if self.int8 else 1
 
 

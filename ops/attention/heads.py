@@ -53,7 +53,7 @@ def load_rotated(x, rotation, ROTARY_DIM: tl.constexpr):
 def load_head_norm(norm, rotation):
     """Load a head's norm weight for `load_head`: for the numbers, and for their partners.
 
-    Without a norm (None) they are 1.0: Triton 3.6 returns no None within a tuple.
+    They are 1.0 without a norm (None): Triton 3.6 returns no None within a tuple.
     """
     c, partner, _, _ = rotation
     if norm is not None:
