@@ -246,7 +246,7 @@ def _attend_part(qkv, rope, weights, cache, results, place, BLOCK: tl.constexpr,
     first += part * BLOCK
     keys = load_block(cache[0], cache[1], first, end, s.width, BLOCK)
     values = load_block(cache[2], cache[3], first, end, s.width, BLOCK)
-    if PDL and s.tile.block == BLOCK:
+    if PDL and s.loops and s.tile.block == BLOCK:
         _prefetch_block(cache, first + parts * BLOCK, end, s)
     rows = _find_rows(sequence, program, s)
     query, head, token, is_row = rows
@@ -270,7 +270,7 @@ def _attend_part(qkv, rope, weights, cache, results, place, BLOCK: tl.constexpr,
     softmax = row_max, row_sum, accs
     softmax = _add_positions(softmax, queries, keys, values, first, start, query, BLOCK, s)
     STAGES: tl.constexpr = s.tile.stages
-    if s.tile.block == BLOCK:
+    if s.loops and s.tile.block == BLOCK:
         for begin in tl.range(first + parts * BLOCK, end, parts * BLOCK, num_stages=STAGES):
             keys = load_block(cache[0], cache[1], begin, end, s.width, BLOCK)
             values = load_block(cache[2], cache[3], begin, end, s.width, BLOCK)

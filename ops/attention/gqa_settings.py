@@ -182,6 +182,13 @@ class KernelSettings:
         return 2 if self.tile.wide else 1
 
     @property
+    def loops(self) -> bool:
+        """Whether a program may have more than its first block, so that it has a loop."""
+        own = 0 if self.appends else self.queries
+        longest = min(self.length, self.layer.window + self.align - 2 + own)
+        return longest > self.tile.block * self.bodies
+
+    @property
     def columns(self) -> int:
         return min(self.layer.head_dim, MERGED_COLUMNS)
 
