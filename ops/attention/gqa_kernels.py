@@ -34,7 +34,7 @@ def find_parts(positions, sequence, s: tl.constexpr):
     start = tl.load(positions + sequence * Q).to(tl.int32)
     first = tl.maximum(start - WINDOW + 1, 0) // s.align * s.align if s.length > WINDOW else 0
     if not s.appends:
-        return start, first, start + Q, s.parts
+        return start, first, start + Q, tl.num_programs(2)
     blocks = (start - first + BLOCK - 1) // BLOCK
     parts = tl.minimum(tl.maximum(blocks // 2, tl.minimum(blocks, s.few_parts)), s.parts)
     return start, first, start, tl.where(start - first <= s.one_part, 1, parts)

@@ -288,4 +288,5 @@ def int8_settings(
         appends=False,
         merges=False,
     )
-    yield from (replace(s, tile=Tile(block, 2)) for block in (128, 64, 32, 16))
+    blocks = (128, 64, 32, 16) if M <= 64 else (64, 32, 16)  # more spill
+    yield from (replace(s, tile=Tile(block, 2)) for block in blocks)
