@@ -23,9 +23,9 @@ from model import SHORT_CACHE, Context, KVCache, Mask, ModelArgs
 from models import build_model
 from models.layers.latent_attention import LatentAttention
 from models.random_weights import architecture, first_layers
-from ops.attention import latent_decode_attention, split_attention
+from ops.attention import latent_decode_attention, softmax
 from ops.attention.latent_decode_attention import Tile
-from ops.attention.split_attention import MAX_PARTS
+from ops.attention.softmax import MAX_PARTS
 from ops.inductor import configure_inductor
 from ops.plain.attention import BLOCK, blocks_in_use, causal_bias
 from runtime.fused_decode import choose_attention
@@ -100,7 +100,7 @@ def measure(args: ModelArgs, length: int, kind: type[KVCache], options: argparse
         for parts, tile in itertools.product(options.parts, options.tiles or (None,)):
             tile = tile or latent_decode_attention.choose_tile(length, itemsize)
             with (
-                mock.patch.object(split_attention, "MAX_PARTS", parts),
+                mock.patch.object(softmax, "MAX_PARTS", parts),
                 mock.patch.object(
                     latent_decode_attention, "choose_tile", lambda *_, tile=tile: tile
                 ),

@@ -53,9 +53,8 @@ from models.layers.group_routing import SigmoidRoutedMoE
 from models.qwen2_moe import Qwen2MoeArgs
 from models.random_weights import RandomWeights
 from ops.attention import (
-    decode_attention,
     few_latent_attention,
-    few_queries_attention,
+    gqa_kernels,
     latent_decode_attention,
 )
 from ops.declared import SWIGLU, Activation, Routing
@@ -423,17 +422,11 @@ def as_on_a_gpu() -> Iterator[None]:
         for kind in (FusedDecodeAttention, FusedLatentAttention):
             takes = lambda self, qkv, _: self.supported and qkv.shape[1] <= 64  # noqa: E731
             stack.enter_context(mock.patch.object(kind, "takes", takes))
-        attention = (
-            decode_attention,
-            few_latent_attention,
-            few_queries_attention,
-            latent_decode_attention,
-        )
+        attention = few_latent_attention, latent_decode_attention
         products = few_tokens, expert_tiles
         for module in (*products, *attention):
             stack.enter_context(mock.patch.object(module, "supports_pdl", lambda x: False))
-        for module in (decode_attention, few_queries_attention):
-            stack.enter_context(mock.patch.object(module, "_keep_layout", unchanged))
+        stack.enter_context(mock.patch.object(gqa_kernels, "keep_layout", unchanged))
         yield
 
 

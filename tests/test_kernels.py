@@ -117,11 +117,14 @@ def test_one_tokens_attention_in_every_form(machine_code):
     errors = without_a_gpu("token", TRITON_INTERPRET="1")["token"]
     assert len(errors) == 10 and all(error < 2e-6 for error in errors.values()), errors
     for case, counts in machine_code["token"].items():
-        assert counts["waits"] == counts["starts"] == 2 and counts["spills"] == 0, case
+        bodies = 2 if "bfloat16" in case else 1
+        assert counts["waits"] == counts["starts"] == bodies and counts["spills"] == 0, case
         assert counts["products"] > 0, case
         # The first block of the cache is loaded before the wait for the previous kernel.
-        few, more = counts["ahead"]
-        assert few >= counts["block"] > 0 and more >= 2 * counts["block"], case
+        few, *more = counts["ahead"]
+        assert few >= counts["block"] > 0 and all(n >= 2 * counts["block"] for n in more), case
+        # Over a short cache there is nothing to merge.
+        assert (counts["counts"] > 0) == ("32768" in case), case
 
 
 def check_queries_code(found: dict[str, dict]) -> None:
@@ -129,7 +132,7 @@ def check_queries_code(found: dict[str, dict]) -> None:
     for case, counts in found.items():
         assert counts["waits"] == counts["starts"] == 1 and counts["spills"] == 0, case
         assert counts["shared"] <= 227 << 10, case
-        if case.endswith("_attend_queries"):
+        if case.endswith("attend_kernel"):
             assert counts["products"] and counts["ahead"] >= 8, case
 
 
@@ -154,7 +157,7 @@ def test_few_queries_attention_at_other_sizes():
 @pytest.mark.slow
 def test_few_queries_attention_compiles_for_an_h200():
     found = without_a_gpu("queries, more")["queries, more"]
-    assert len(found) == 13 and sum("_merge_queries" in case for case in found) == 5, list(found)
+    assert len(found) == 13 and sum("merge_kernel" in case for case in found) == 5, list(found)
     check_queries_code(found)
 
 

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model import Context, KVCache, Linear, RMSNorm, new_parameter
-from ops.attention.long_attention import attend_latent, merge_partial
+from ops.attention.long_attention import attend_latent
+from ops.attention.softmax import merge_partial
 from ops.declared import LatentAdditions
 from ops.inductor import materialize
 from ops.launch import can_launch

@@ -15,7 +15,7 @@ from __future__ import annotations  # annotations of kernels name triton, which 
 import torch
 from torch import Tensor
 
-from ops.attention.decode_attention import _load_head, _load_rotation, online_softmax
+from ops.attention.heads import load_rotated, load_rotation
 from ops.attention.latent_decode_attention import (
     Tile,
     _append_own,
@@ -26,7 +26,7 @@ from ops.attention.latent_decode_attention import (
     fit_blocks,
     sizes_of,
 )
-from ops.attention.split_attention import _count_parts
+from ops.attention.softmax import online_softmax, parts_in_use
 from ops.launch import jit, supports_pdl, tl, triton
 
 MAX_QUERIES = 64
@@ -81,7 +81,7 @@ def _map_tokens(
             result = mapped + (token * H + head) * RANK + c
             tl.store(result, out.to(mapped.dtype.element_ty))
         elif tl.program_id(0) == 0:
-            rotation = _load_rotation(rope, token, tl.arange(0, R)[None, :], R, R, 2 * R, 0)
+            rotation = load_rotation(rope, token, tl.arange(0, R)[None, :], R, R, 2 * R, 0)
             own, own_key = _load_own(kv + token * KV_STRIDE, kv_norm, rotation, R, RANK, EPS)
             first_row = token // Q * S
             _append_own(
@@ -105,9 +105,9 @@ def _count_token_parts(
     P: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Return how many positions a sequence's last query sees, and `_count_parts` of these."""
+    """Return how many positions a sequence's last query sees, and `parts_in_use` of these."""
     seen = tl.load(positions + sequence * Q + Q - 1).to(tl.int32) + 1
-    _, end, parts = _count_parts(seen, S, P, 1, S, BLOCK)  # a window of S is none
+    _, end, parts = parts_in_use(seen, S, P, 1, S, BLOCK)  # a window of S is none
     return seen, end, parts
 
 
@@ -149,9 +149,9 @@ def _attend_rows(
     head, token = row % H, sequence * Q + tl.minimum(row // H, Q - 1)
     position = tl.load(positions + token).to(tl.int32)
     DTYPE: tl.constexpr = q.dtype.element_ty
-    rotation = _load_rotation(rope, token[:, None], tl.arange(0, R)[None, :], R, R, 2 * R, 0)
+    rotation = load_rotation(rope, token[:, None], tl.arange(0, R)[None, :], R, R, 2 * R, 0)
     q += (token * Q_STRIDE + head * (N + R) + N)[:, None]
-    rotated = _load_head(q, q, 1.0, rotation, R, R, EPS, 0.0, False, False).to(DTYPE)
+    rotated = load_rotated(q, rotation, R).to(DTYPE)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()

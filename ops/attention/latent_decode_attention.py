@@ -7,7 +7,7 @@
 All heads share one KV head of r + R numbers: r are key and value, R are rotated and key alone.
 Weights are loaded before the wait for the previous kernel (PDL); so is all that `_attend_part`
 needs of the token itself, which the kernel before `_map_queries` wrote. Positions are split among
-programs as in ops/attention/split_attention.py. The cache is plain or int8, and has any length.
+programs as in ops/attention/gqa.py. The cache is plain or int8, and has any length.
 
 Letters: B sequences, S positions of the cache, H heads, N numbers of a query that are not rotated,
 R rotary dim, r rank of the latent, V value dim, P parts of the positions, at most.
@@ -21,8 +21,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ops.attention.decode_attention import _load_head, _load_rotation, _weigh
-from ops.attention.split_attention import _count_parts, _int8_codes, _int8_scale, count_parts
+from ops.attention.heads import int8_codes, int8_scale, load_rotated, load_rotation
+from ops.attention.softmax import count_parts, parts_in_use, weigh
 from ops.launch import Kernel, fit_tiling, jit, supports_pdl, tl, triton
 from ops.products.grouped import _signed_bytes
 
@@ -154,7 +154,7 @@ def _load_own(kv, kv_norm, rotation, R: tl.constexpr, RANK: tl.constexpr, EPS: t
     DTYPE: tl.constexpr = kv.dtype.element_ty
     c = tl.arange(0, RANK)[None, :]
     weight = tl.load(kv_norm + c).to(tl.float32)
-    key = _load_head(kv + RANK, kv, 1.0, rotation, R, R, EPS, 0.0, False, False).to(DTYPE)
+    key = load_rotated(kv + RANK, rotation, R).to(DTYPE)
     latent = tl.load(kv + c).to(tl.float32)
     latent *= tl.rsqrt(tl.sum(latent * latent, 1, keep_dims=True) / RANK + EPS)
     return (latent * weight).to(DTYPE), key
@@ -168,9 +168,9 @@ def _append_own(
     latent, key = own.to(tl.float32), own_key.to(tl.float32)
     if INT8:
         largest = tl.max(tl.abs(latent), 1, keep_dims=True)
-        own_scale = _int8_scale(tl.maximum(largest, tl.max(tl.abs(key), 1, keep_dims=True)))
-        stored, latent = _int8_codes(latent, own_scale)
-        stored_key, key = _int8_codes(key, own_scale)
+        own_scale = int8_scale(tl.maximum(largest, tl.max(tl.abs(key), 1, keep_dims=True)))
+        stored, latent = int8_codes(latent, own_scale)
+        stored_key, key = int8_codes(key, own_scale)
         stored, stored_key = stored.to(tl.int8), stored_key.to(tl.int8)
         tl.store(scales + tl.zeros([1, 1], tl.int32) + position, own_scale)
     else:
@@ -219,7 +219,7 @@ def _attend_part(
 ):
     part, sequence = tl.program_id(0), tl.program_id(2).to(tl.int64)
     position = tl.load(positions + sequence).to(tl.int32)
-    _, end, parts = _count_parts(position, S, P, PART_BLOCKS, WINDOW, BLOCK)
+    _, end, parts = parts_in_use(position, S, P, PART_BLOCKS, WINDOW, BLOCK)
     if part >= parts:
         return
     cache += sequence * S * (RANK + R)
@@ -232,9 +232,9 @@ def _attend_part(
     row, c = tl.program_id(1) * M + tl.arange(0, M), tl.arange(0, RANK)[None, :]
     head = tl.minimum(row, H - 1)
     DTYPE: tl.constexpr = q.dtype.element_ty
-    rotation = _load_rotation(rope, sequence, tl.arange(0, R)[None, :], R, R, 2 * R, 0)
+    rotation = load_rotation(rope, sequence, tl.arange(0, R)[None, :], R, R, 2 * R, 0)
     q += sequence * Q_STRIDE + head[:, None] * (N + R) + N
-    rotated = _load_head(q, q, 1.0, rotation, R, R, EPS, 0.0, False, False).to(DTYPE)
+    rotated = load_rotated(q, rotation, R).to(DTYPE)
     kv += sequence * KV_STRIDE
     own, own_key = _load_own(kv, kv_norm, rotation, R, RANK, EPS)
     if PDL:
@@ -255,8 +255,10 @@ def _attend_part(
         loaded = _load_latents(cache, scales, block, position, RANK, R, BLOCK, INT8)
         scores, latents = _score_latents(query, rotated, loaded, SCALE, INT8)
         key = block * BLOCK + tl.arange(0, BLOCK)
-        weights, rescale, row_max, row_sum = _weigh(
-            scores, row_max, row_sum, loaded[2], key, position, WINDOW, INT8, DTYPE
+        seen = ((key < position) & (key > position - WINDOW))[None, :]
+        value_scale = loaded[2] if INT8 else None
+        weights, rescale, row_max, row_sum = weigh(
+            scores, row_max, row_sum, value_scale, seen, DTYPE
         )
         acc = tl.dot(weights, latents, acc=acc * rescale)
     at = (sequence * P + part) * H + row
@@ -317,7 +319,7 @@ def _merge_values(
     at = (head * (N + V) + N + row)[:, None] * RANK + tl.arange(0, RANK)[None, :]
     weights = tl.load(wkv + at, mask=(row < V)[:, None], other=0.0)
     position = tl.load(positions + sequence).to(tl.int32)
-    _, _, parts = _count_parts(position, S, P, PART_BLOCKS, WINDOW, BLOCK)
+    _, _, parts = parts_in_use(position, S, P, PART_BLOCKS, WINDOW, BLOCK)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()  # at once: ops/products/experts.py
         tl.extra.cuda.gdc_wait()
@@ -349,7 +351,7 @@ def fit_blocks(
     device, results = given[0].device, [given[0].new_empty(0, dtype=torch.float32)] * 2
 
     def constants_of(tile: Tile) -> dict:
-        parts = count_parts(B, tiles, S, ANY_POSITION, tile.block, device)
+        parts = count_parts(B * tiles, S, tile.block, device)
         return dict(BLOCK=tile.block, STAGES=tile.stages, P=parts)
 
     tilings = (constants_of(smaller) for smaller in smaller_tiles(tile))
