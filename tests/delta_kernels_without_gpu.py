@@ -19,8 +19,8 @@ from torch import Tensor
 from model import Context
 from models.layers import gated_delta_net
 from models.layers.gated_delta_net import MAX_TENTATIVE, DeltaNet, DeltaSizes
-from ops.attention import gated_delta_few, gated_delta_prompt, gated_delta_token
-from ops.attention.gated_delta import (
+from ops.attention import delta_prompt
+from ops.plain.gated_delta import (
     causal_conv_silu,
     chunk_in_torch,
     delta_gates,
