@@ -38,7 +38,6 @@ from offload.experts import COUNTERS, expert_counters
 from offload.plan import OffloadSettings
 from offload.runner import runner_class_for
 from ops import launch as jit
-from ops.attention.gated_delta_token import delta_token
 from ops.inductor import configure_inductor
 from ops.inductor_tuning import gpu_ms
 from ops.products import experts as moe_decode
@@ -986,7 +985,7 @@ def test_one_token_of_a_delta_layer(last):
     last = None if last is None else torch.tensor(last).cuda()
 
     def step() -> torch.Tensor:
-        return delta_token(**layer, last=last, key_heads=delta_benchmark.K, eps=delta_benchmark.EPS)
+        return delta_benchmark.fused_step(layer, last)
 
     step()  # compiles
     graph = torch.cuda.CUDAGraph()
@@ -1019,7 +1018,7 @@ def test_few_tokens_of_a_delta_layer(last):
     start = [buffer.clone() for buffer in layer.state.buffers()]
     want = layer.core(projected, context)
     expected = {name: buffer.clone() for name, buffer in layer.state.named_buffers()}
-    with mock.patch.object(gated_delta_net, "delta_token_supports", lambda state: True):
+    with mock.patch.object(gated_delta_net, "delta_tokens_supports", lambda state: True):
         layer.core(projected, context)  # compiles
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
