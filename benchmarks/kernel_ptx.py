@@ -20,8 +20,6 @@ from unittest import mock
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 from benchmarks.inductor_code import move_to_fake_gpu, pretend_gpu
 from model import Chunk
 from ops.launch import KernelError, compile_only

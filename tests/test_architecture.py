@@ -213,6 +213,54 @@ def test_private_inductor_stays_in_ops(path):
         assert not re.search(r"torch\._(inductor|dynamo)", (ROOT / path).read_text())
 
 
+# Kernels ------------------------------------------------------------------------------------------
+
+# Folders of ops/; each may import those above it. "" has the files of ops/ itself.
+FOLDERS = ("", "plain", "ranks", "products", "attention", "step")
+OPS = {name: path for name, path in MODULES.items() if unit(name) == "ops"}
+MAX_LINES, MAX_PARAMETERS = 500, 12  # of a file, and of a kernel or a helper of kernels
+
+
+def folder_of(module: str) -> str:
+    _, *folders, _ = module.split(".") if module != "ops" else ("ops", "")
+    return folders[0] if folders else ""
+
+
+def test_ops_has_no_other_folder():
+    assert {folder_of(name) for name in OPS if OPS[name].name != "__init__.py"} == set(FOLDERS)
+
+
+@pytest.mark.parametrize("name", [name for name, path in OPS.items() if path.stem != "__init__"])
+def test_a_folder_of_ops_imports_only_those_above_it(name):
+    above = FOLDERS[: FOLDERS.index(folder_of(name)) + 1]
+    imported = {other for other in imports(tree(OPS[name])) if unit(other) == "ops"}
+    assert {folder_of(other) for other in imported} <= set(above)
+
+
+@pytest.mark.parametrize("path", relative_names(MODULES))
+def test_no_private_name_of_ops_is_imported(path):
+    for node in ast.walk(tree(ROOT / path)):
+        if isinstance(node, ast.ImportFrom) and unit(node.module) == "ops":
+            assert not [alias.name for alias in node.names if alias.name.startswith("_")]
+        if isinstance(node, ast.Attribute) and node.attr.startswith("_") and node.attr[1] != "_":
+            modules = {full.split(".")[-1] for full in OPS}
+            assert getattr(node.value, "id", "") not in modules - {"self"}, ast.unparse(node)
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_a_file_of_ops_is_short(name):
+    assert len(OPS[name].read_text().splitlines()) <= MAX_LINES
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_kernels_have_few_parameters(name):
+    for node in ast.walk(tree(OPS[name])):
+        if isinstance(node, ast.FunctionDef):
+            decorators = [ast.unparse(decorator) for decorator in node.decorator_list]
+            is_kernel = any(text.split("(")[0] == "jit" for text in decorators)
+            assert not is_kernel or len(node.args.args) <= MAX_PARAMETERS, node.name
+
+
 # What happens at import ---------------------------------------------------------------------------
 
 
