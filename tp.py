@@ -25,6 +25,7 @@ from model import AddNorm, Experts, Linear, ModelArgs, MoE, RMSNorm
 from models import build_model, family_of
 from models.family import Shard
 from models.layers.sandwich import Branches, SandwichAddNorm
+from ops.declared import NoAdditions, SumAdditions
 from parallel import process_group
 from parallel.all_reduce import (
     all_gather,
@@ -98,9 +99,9 @@ class AllReduceAddNorm(AddNorm):
             self.scores = scores
         return x, normed
 
-    def fused_decode_settings(self) -> dict | None:
-        """See runtime/fused_decode.py: a rank's sublayer computes a part of the sum y."""
-        return {"scale": self.scale, "all_reduce": self}
+    def fused_decode_settings(self) -> SumAdditions:
+        """Return the additions: a rank's sublayer computes a part of the sum y."""
+        return SumAdditions(self.scale, all_reduce=self)
 
     def fused_inbox(self, x: Tensor) -> tuple | None:
         """Return where the kernel of a product sends y, like x [1, D]; None: it returns y."""
@@ -188,9 +189,9 @@ class ShardedExperts(Experts):
                 for name, whole in module.named_parameters():
                     setattr(module, name, nn.Parameter(whole[:count], requires_grad=False))
 
-    def fused_decode_settings(self) -> dict | None:
-        """See runtime/fused_decode.py. There are no kernels for some whole experts."""
-        return {} if self.n_expert == self.choose_from else None
+    def fused_decode_settings(self) -> NoAdditions | None:
+        """Return None for some whole experts, which no kernel computes."""
+        return NoAdditions() if self.n_expert == self.choose_from else None
 
     def forward(self, x: Tensor, expert_indices: Tensor, expert_weights: Tensor):
         if self.n_expert == self.choose_from:

@@ -31,8 +31,8 @@ from torch import Tensor
 from cli.command import command
 from cli.parser import Parser
 from model import weighted_sum
+from ops.declared import Routing
 from ops.products.experts import down
-from ops.products.router import Routing
 from ops.products.tilings import plain_weight
 from ops.ranks.all_reduce import fixed_add_norm
 from parallel import process_group

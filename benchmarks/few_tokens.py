@@ -25,6 +25,7 @@ from benchmarks.moe_phases import BFLOAT16, MAX_ERROR, Weights
 from cli.parser import Parser
 from formats import PLAIN
 from model import swiglu
+from ops.declared import SWIGLU
 from ops.products.expert_tiles import (
     MAX_TOKENS,
     choose_few,
@@ -32,7 +33,6 @@ from ops.products.expert_tiles import (
     multiply_tiles,
     sort_pairs,
 )
-from ops.products.experts import SWIGLU
 from ops.products.few_tokens import TILE, FewTiles, choose_few_tiles, down_few
 
 TOKENS = (5, 8, 32, 64)

@@ -12,7 +12,7 @@ from torch import Tensor
 from eval import perplexity
 from generate import EMBEDDED, embedded_checkpoint, generate, load_model
 from model import MoE
-from ops.products.router import Routing
+from ops.declared import ExpertAdditions, Routing
 from runtime.fused_decode import fused_layers
 from runtime.sampling import Sampling
 from runtime.session import Session
@@ -30,8 +30,8 @@ class ScaledMoE(MoE):
 
 
 class DeclaredMoE(ScaledMoE):
-    def fused_decode_settings(self) -> dict:
-        return {"routing": Routing(self.n_active, self.norm_topk, self.factor)}
+    def fused_decode_settings(self) -> ExpertAdditions:
+        return ExpertAdditions(routing=Routing(self.n_active, self.norm_topk, self.factor))
 
 
 def main() -> None:

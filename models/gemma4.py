@@ -28,6 +28,7 @@ from models.config import HFConfig, listed_kinds, nested_text_config, unsupporte
 from models.family import Family, PublishedLayout, Shard
 from models.layers.sandwich import Branches, SandwichAddNorm, UnitRMSNorm
 from models.tensors import Recipe, Recipes, copy_of, dense_recipes, expert_recipes, prefixed
+from ops.declared import AttentionAdditions
 from ops.inductor import materialize
 from ops.plain.rope import rope_frequencies, rope_table, rotate
 
@@ -91,9 +92,10 @@ class WindowAttention(Attention):
     def queries(self, q: Tensor, rope: Tensor) -> Tensor:
         return super().queries(q, self.own_rope(rope)) * self.query_scale
 
-    def fused_decode_settings(self) -> dict:
-        """See runtime/fused_attention.py."""
-        return {"query_scale": self.query_scale, "norm_values": True, "rope_begin": self.rope_begin}
+    def fused_decode_settings(self) -> AttentionAdditions:
+        return AttentionAdditions(
+            query_scale=self.query_scale, norm_values=True, rope_begin=self.rope_begin
+        )
 
 
 class GlobalAttention(WindowAttention):
@@ -109,8 +111,9 @@ class GlobalAttention(WindowAttention):
     def forward(self, x: Tensor, context: Context) -> Tensor:
         return self.wo(self.core(self.wqk(x), context))
 
-    def fused_decode_settings(self) -> dict:
-        return super().fused_decode_settings() | {"keys_are_values": True, "projection": "wqk"}
+    def fused_decode_settings(self) -> AttentionAdditions:
+        added = super().fused_decode_settings()
+        return replace(added, keys_are_values=True, projection="wqk")
 
 
 def geglu(gate: Tensor, up: Tensor) -> Tensor:

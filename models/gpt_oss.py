@@ -22,8 +22,8 @@ from models.config import HFConfig, listed_kinds
 from models.family import PublishedLayout, Shard
 from models.layers.scaled_rope import ScaledRopeArgs, ScaledRopeFamily, ScaledRopeTransformer
 from models.tensors import WHOLE, Recipe, Recipes, copy_of
+from ops.declared import Activation, AttentionAdditions, ExpertAdditions
 from ops.plain.attention import attend, attend_chunk
-from ops.products.experts import Activation
 
 MAX_MXFP4_EXPONENT = 252  # the largest e8m0 scale with which every e2m1 number is finite in fp32
 
@@ -60,9 +60,8 @@ class SinkAttention(Attention):
         y = y.unflatten(-1, (H, C)) * share.transpose(1, 2).unsqueeze(-1)
         return y.to(q.dtype).flatten(2)
 
-    def fused_decode_settings(self) -> dict:
-        """See runtime/fused_attention.py."""
-        return {"sinks": self.sinks}
+    def fused_decode_settings(self) -> AttentionAdditions:
+        return AttentionAdditions(sinks=self.sinks)
 
 
 class BiasedExpertLinear(ExpertLinear):
@@ -108,9 +107,8 @@ class GptOssMoE(MoE):
         self.clamp = {"limit": args.swiglu_limit, "alpha": args.swiglu_alpha}
         self.experts.activation = partial(clamped_swiglu, **self.clamp)
 
-    def fused_decode_settings(self) -> dict | None:
-        """See runtime/fused_decode.py."""
-        return {"activation": Activation("clamped", **self.clamp)}
+    def fused_decode_settings(self) -> ExpertAdditions:
+        return ExpertAdditions(activation=Activation("clamped", **self.clamp))
 
 
 class GptOssTransformer(ScaledRopeTransformer):

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from model import AddNorm, Attention, Block
 from models.config import HFConfig
 from models.layers.scaled_rope import ScaledRopeArgs, ScaledRopeFamily, ScaledRopeTransformer
+from ops.declared import AttentionAdditions, SumAdditions
 from ops.inductor import materialize
 
 
@@ -31,9 +32,8 @@ class ScaledAttention(Attention):
         q = super().queries(q, rope)
         return q if self.query_scale == 1 else q * self.query_scale
 
-    def fused_decode_settings(self) -> dict:
-        """See runtime/fused_attention.py."""
-        return {"query_scale": self.query_scale}
+    def fused_decode_settings(self) -> AttentionAdditions:
+        return AttentionAdditions(query_scale=self.query_scale)
 
 
 class ScaledAddNorm(AddNorm):
@@ -47,9 +47,8 @@ class ScaledAddNorm(AddNorm):
         x = materialize(x.add(y.view_as(x), alpha=self.scale))
         return x, materialize(norm(x))
 
-    def fused_decode_settings(self) -> dict | None:
-        """See runtime/fused_decode.py."""
-        return {"scale": self.scale}
+    def fused_decode_settings(self) -> SumAdditions:
+        return SumAdditions(self.scale)
 
 
 class GraniteMoeTransformer(ScaledRopeTransformer):

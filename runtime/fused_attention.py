@@ -13,9 +13,10 @@ from model import Attention, Context, RMSNorm, Transformer
 from ops.attention.decode_attention import attend_token
 from ops.attention.few_queries_attention import attend_queries, takes_queries
 from ops.attention.split_attention import attend_split
+from ops.declared import AttentionAdditions
 from ops.launch import can_launch
 from ops.plain.attention import BLOCK
-from runtime.plain_forms import undeclared
+from runtime.plain_forms import settings_of, undeclared
 
 # Up to 256 positions `attend_token` is faster, then slower. Over all positions of a cache of this
 # length it is even (H200).
@@ -31,18 +32,14 @@ class FusedDecodeAttention(Attention):
     It shares the plain layer's parameters, submodules and cache, under the same names.
     """
 
-    def __init__(self, plain: Attention, settings: dict):
-        """settings: additions to plain attention that the kernel computes.
-
-        Those are sinks, query_scale, norm_values, keys_are_values, rope_begin and gated of
-        `attend_token`, and the projection's name if it is not wqkv.
-        """
+    def __init__(self, plain: Attention, settings: AttentionAdditions):
+        """settings: additions to plain attention that the kernel computes."""
         nn.Module.__init__(self)
         self.__dict__.update(plain.__dict__)
         self.plain = (plain,)  # a tuple hides it from nn.Module
         self.settings = settings
         _, _, C = self.heads
-        self.decode_scale = settings.get("query_scale", 1.0) * C**-0.5
+        self.decode_scale = settings.query_scale * C**-0.5
         fits = C & C - 1 == 0 and 16 <= C <= 512
         # Over heads that are sharded a norm needs an all-reduce (tp.ShardedRMSNorm).
         norms = (norm for norm in (self.q_norm, self.k_norm) if norm is not None)
@@ -51,7 +48,7 @@ class FusedDecodeAttention(Attention):
         self.max_length = MAX_CACHE_LEN * 128 // max(C, 128)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
-        projection = getattr(self, self.settings.get("projection", "wqkv"))
+        projection = getattr(self, self.settings.projection)
         return self.wo(self.core(projection(x), context))
 
     def core(self, qkv: Tensor, context: Context) -> Tensor:
@@ -92,16 +89,16 @@ class FusedDecodeAttention(Attention):
         arguments = (
             q_norm,
             k_norm,
-            self.settings.get("sinks"),
+            self.settings.sinks,
             self.rotary_dim,
             self.decode_scale,
             eps,
             self.clip_qkv or 0.0,
             self.window or 1 << 30,
-            self.settings.get("norm_values", False),
-            self.settings.get("keys_are_values", False),
-            self.settings.get("rope_begin", 0),
-            self.settings.get("gated", False),
+            self.settings.norm_values,
+            self.settings.keys_are_values,
+            self.settings.rope_begin,
+            self.settings.gated,
             self.qk_norm == "full",
         )
         tokens = qkv, context.rope, context.positions
@@ -119,8 +116,7 @@ def fused_attention(attention: nn.Module) -> nn.Module:
     """
     if undeclared(attention, Attention) or not isinstance(attention, Attention):
         return attention
-    settings = getattr(attention, "fused_decode_settings", dict)()
-    return FusedDecodeAttention(attention, settings)
+    return FusedDecodeAttention(attention, settings_of(attention, Attention, AttentionAdditions))
 
 
 def fuse_decode_attention(model: Transformer) -> None:

@@ -42,16 +42,22 @@ from model import (
     Transformer,
     swiglu,
 )
+from ops.declared import (
+    SWIGLU,
+    ExpertAdditions,
+    LatentAdditions,
+    NoAdditions,
+    Routing,
+    SumAdditions,
+)
 from ops.gpu import gpu_of
 from ops.inductor import materialize
 from ops.launch import KernelError, compile_only, give_up
 from ops.products import expert_tiles
 from ops.products import experts as moe_decode
 from ops.products import router as moe_router
-from ops.products.experts import SWIGLU
 from ops.products.few_tokens import down_few
 from ops.products.quantized_x import QuantizedX
-from ops.products.router import Routing
 from ops.products.tilings import Weight, plain_weight
 from ops.step.token_draw import draw_tokens
 from runtime.fused_attention import FusedDecodeAttention, fused_attention
@@ -83,9 +89,8 @@ class ResidualSum:
     """
 
     def __init__(self, add: nn.Module):
-        settings = settings_of(add, AddNorm)
-        self.scale: float = settings.get("scale", 1.0)
-        self.all_reduce = settings.get("all_reduce")
+        added = settings_of(add, AddNorm, SumAdditions)
+        self.scale, self.all_reduce = added.scale, added.all_reduce
 
     def of_product(self, x: Tensor) -> dict:
         """Return the arguments by which `moe_decode.down` adds its product to x, or sends it."""
@@ -103,11 +108,11 @@ def choose_attention(attention: nn.Module) -> nn.Module | FusedLatentAttention:
     changed = undeclared(attention, Attention)
     if "forward" in changed:
         raise ValueError(f"no kernels for {type(attention).__name__}.forward")
-    settings = {} if changed else getattr(attention, "fused_decode_settings", dict)()
-    if "latent" not in settings:
+    added = None if changed else getattr(attention, "fused_decode_settings", lambda: None)()
+    if not isinstance(added, LatentAdditions):
         return fused_attention(attention)
     wq = attention.wq
-    return FusedLatentAttention(attention, settings, None if wq is None else kernel_weight(wq))
+    return FusedLatentAttention(attention, added, None if wq is None else kernel_weight(wq))
 
 
 class FusedAttention:
@@ -168,23 +173,22 @@ class FusedExperts:
         ffn = block.ffn
         self.norm, self.sum = block.ffn_norm, ResidualSum(block.add_ffn)
         self.before = ResidualSum(block.add_attention)
-        settings = settings_of(ffn, MoE)
+        added = settings_of(ffn, MoE, ExpertAdditions)
         self.experts: Experts = ffn.experts
-        settings_of(self.experts, Experts)
+        settings_of(self.experts, Experts, NoAdditions)
         several = self.before.all_reduce
         self.router: Linear = several.router if several else ffn.router
         if type(self.router) is not Linear:
             raise ValueError("no kernels for another router")
-        settings_of(self.norm, RMSNorm)
-        self.activation = settings.get("activation", SWIGLU)
-        if "activation" not in settings and self.experts.activation is not swiglu:
+        settings_of(self.norm, RMSNorm, NoAdditions)
+        self.activation = added.activation or SWIGLU
+        if added.activation is None and self.experts.activation is not swiglu:
             raise ValueError("no kernels for another activation")
         self.w13, self.w2 = kernel_weight(self.experts.w13), kernel_weight(self.experts.w2)
         self.bias13 = getattr(self.experts.w13, "bias", None)
         self.bias2 = getattr(self.experts.w2, "bias", None)
-        self.shared: FeedForward | None = settings.get("shared")
-        self.gate: Linear | None = settings.get("shared_gate")
-        self.routing = settings.get("routing", Routing(ffn.n_active, ffn.norm_topk))
+        self.shared, self.gate = added.shared, added.shared_gate
+        self.routing = added.routing or Routing(ffn.n_active, ffn.norm_topk)
         if self.shared is not None:
             count = self.shared_count(self.shared)
             self.routing = replace(self.routing, shared=count, gated=self.gate is not None)
@@ -380,7 +384,7 @@ class FusedHead:
         plain = type(head) is Linear or hasattr(head, "kernel_weight")
         if type(model).logits is not Transformer.logits or not plain or head.bias is not None:
             raise ValueError("no kernel for these logits")
-        settings_of(self.norm, RMSNorm)
+        settings_of(self.norm, RMSNorm, NoAdditions)
         self.weight = kernel_weight(head)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from model import Context
 from ops.attention.few_latent_attention import MAX_QUERIES, attend_latent_tokens
 from ops.attention.latent_decode_attention import attend_latent_token, supports
+from ops.declared import LatentAdditions
 from ops.launch import can_launch
 from ops.products import experts as moe_decode
 from ops.products.tilings import Weight
@@ -18,10 +19,10 @@ from ops.products.tilings import Weight
 class FusedLatentAttention:
     """The core of a layer of latent attention, for calls that the kernels compute."""
 
-    def __init__(self, plain: nn.Module, settings: dict, query_weight: Weight | None):
-        """settings: sizes "latent" (H, N, R, r), and the "scale" of scores. query_weight: wq's."""
+    def __init__(self, plain: nn.Module, settings: LatentAdditions, query_weight: Weight | None):
+        """query_weight: wq's."""
         self.plain = (plain,)  # a tuple as in FusedDecodeAttention
-        self.sizes, self.scale = settings["latent"], settings["scale"]
+        self.sizes, self.scale = settings.latent, settings.scale
         self.query_weight = query_weight
         _, N, R, r = self.sizes
         self.supported = supports(N, R, r)

@@ -12,10 +12,13 @@ import io
 import textwrap
 import tokenize
 from collections.abc import Iterator
+from typing import TypeVar
 
 from torch import nn
 
 import model
+
+Additions = TypeVar("Additions")
 
 FORMS = (
     *("swiglu", "weighted_sum", "Linear.forward", "RMSNorm.forward", "AddNorm.forward"),
@@ -100,16 +103,20 @@ def undeclared(module: nn.Module, plain: type) -> set[str]:
     return changed
 
 
-def settings_of(module: nn.Module, plain: type) -> dict:
+def settings_of(module: nn.Module, plain: type, kind: type[Additions]) -> Additions:
     """Return what the module adds to the plain class: its `fused_decode_settings`.
 
-    Raises ValueError if it does not say, or if a subclass of the class that says has changed more.
+    kind: of ops/declared.py; its defaults are the plain class. Raises ValueError if no kernel
+    computes the module, or a subclass changes more than it declares; TypeError for another kind.
     """
-    declared = getattr(module, "fused_decode_settings", dict)
-    settings = None if undeclared(module, plain) else declared()
-    if settings is None:
+    declared = getattr(module, "fused_decode_settings", kind)
+    added = None if undeclared(module, plain) else declared()
+    if added is None:
         raise ValueError(f"no kernels for {type(module).__name__}")
-    return settings
+    if not isinstance(added, kind):
+        found = f"{type(module).__name__}.fused_decode_settings() is {added!r}"
+        raise TypeError(f"{found}: return ops.declared.{kind.__name__}")
+    return added
 
 
 if __name__ == "__main__":

@@ -66,6 +66,7 @@ from ops.attention import (
     split_attention,
 )
 from ops.attention.latent_decode_attention import Tile
+from ops.declared import AttentionAdditions
 from ops.plain.attention import attend, causal_bias
 from ops.plain.rope import rope_frequencies, rope_table
 from ops.products import gemv4, grouped
@@ -862,7 +863,9 @@ def gated_token_error(queries: int = 1) -> float:
     return fused_error(layer, settings, x, context, torch.randn(2, 2, 2, S, 32))
 
 
-def fused_error(layer: Attention, settings: dict, x: Tensor, context: Context, kv: Tensor) -> float:
+def fused_error(
+    layer: Attention, settings: AttentionAdditions, x: Tensor, context: Context, kv: Tensor
+) -> float:
     """Return the largest relative error of the fused layers over a cache kv [2, B, K, S, C].
 
     attend_split takes short parts, so that there are several; then one; then it reads int8 codes.

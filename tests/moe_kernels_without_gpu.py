@@ -59,12 +59,12 @@ from ops.attention import (
     few_queries_attention,
     latent_decode_attention,
 )
+from ops.declared import SWIGLU, Activation
 from ops.products import chunk as moe_chunk
 from ops.products import expert_tiles, few_tokens, gemv4, quantized_x
 from ops.products import experts as moe_decode
 from ops.products import router as moe_router
 from ops.products import tilings as moe_tiles
-from ops.products.experts import SWIGLU, Activation
 from ops.ranks import reduce_router
 from runtime.fused_attention import FusedDecodeAttention
 from runtime.fused_decode import MAX_FEW, FusedLayer, FusedRunner

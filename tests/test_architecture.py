@@ -30,7 +30,7 @@ LIBRARY = {
     "models": {"ops", "model", "formats", "checkpoint", "tokenizer"},
     "runtime": {"ops", "model"},
     "parallel": {"ops", "cli"},
-    "tp": {"model", "models", "formats", "parallel"},
+    "tp": {"ops", "model", "models", "formats", "parallel"},
     "offload": {"ops", "model", "formats", "runtime"},
     "hub": {"cli", "checkpoint", "model", "formats", "models"},
 }

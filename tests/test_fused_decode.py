@@ -13,6 +13,7 @@ from models import ARCHITECTURES
 from models.layers.gated_attention import GatedAttention
 from models.layers.shared_expert import SharedExpertMoE
 from models.random_weights import RandomWeights, first_layers, number_format
+from ops.declared import Activation, AttentionAdditions, ExpertAdditions, SumAdditions
 from ops.gpu import KNOWN, OTHER_MAKER, found
 from ops.products import experts as moe_decode
 from ops.products import tilings as moe_tiles
@@ -159,9 +160,9 @@ def test_fused_kernels_of_ranks_are_refused_for_whole_experts_alone(monkeypatch)
 
 def test_norms_over_heads_of_other_ranks_have_none():
     attention = on_meta("OLMoE-1B-7B", "bf16").layers[0].attention
-    assert FusedDecodeAttention(attention, {}).supported
+    assert FusedDecodeAttention(attention, AttentionAdditions()).supported
     attention.q_norm = tp.ShardedRMSNorm(attention.q_norm, 2)
-    assert not FusedDecodeAttention(attention, {}).supported
+    assert not FusedDecodeAttention(attention, AttentionAdditions()).supported
 
 
 def test_a_subclass_that_says_nothing_has_none():
@@ -186,6 +187,21 @@ def test_a_subclass_that_says_nothing_has_none():
         else:
             with pytest.raises(ValueError, match="no kernels for SmallerWeights"):
                 FusedLayer(block)
+
+
+def test_a_misspelt_addition_fails():
+    """A declaration of an unknown field or activation, or of another class's additions."""
+    with pytest.raises(TypeError, match="query_scal"):
+        AttentionAdditions(query_scal=2.0)
+    with pytest.raises(ValueError, match="no kernel for the activation 'gelu': known are silu"):
+        ExpertAdditions(activation=Activation("gelu"))
+    (block, *_) = on_meta("Granite-3.1-3b-a800m", "bf16").layers
+    FusedLayer(block)
+    block.add_ffn.fused_decode_settings = lambda: AttentionAdditions(query_scale=0.5)
+    with pytest.raises(TypeError, match=r"return ops\.declared\.SumAdditions"):
+        FusedLayer(block)
+    block.add_ffn.fused_decode_settings = lambda: SumAdditions(0.5)
+    assert FusedLayer(block).experts.sum.scale == 0.5
 
 
 @pytest.mark.parametrize("count", (1, 3))

@@ -6,6 +6,7 @@ from torch import Tensor
 from model import Attention, Context, Linear
 from models.layers.zero_centered_norm import ZeroCenteredRMSNorm, zero_centered
 from models.tensors import Recipe, Recipes, copy_of
+from ops.declared import AttentionAdditions
 from ops.inductor import materialize
 
 
@@ -30,9 +31,8 @@ class GatedAttention(Attention):
         # Materialized, or Inductor recomputes the gate in every row of the product.
         return materialize(super().core(qkv, context) * gate.sigmoid())
 
-    def fused_decode_settings(self) -> dict:
-        """See runtime/fused_attention.py."""
-        return {"gated": True}
+    def fused_decode_settings(self) -> AttentionAdditions:
+        return AttentionAdditions(gated=True)
 
 
 def gated_attention_recipes(args) -> Recipes:

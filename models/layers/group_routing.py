@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from models.layers.shared_expert import SharedExpertMoE
+from ops.declared import ExpertAdditions, Routing
 from ops.plain.topk import top_k
-from ops.products.router import Routing
 
 
 class GroupRoutedMoE(SharedExpertMoE):
@@ -41,12 +41,12 @@ class GroupRoutedMoE(SharedExpertMoE):
             expert_weights = expert_weights * self.routed_scale
         return expert_indices, expert_weights
 
-    def fused_decode_settings(self) -> dict | None:
-        """See runtime/fused_decode.py. There are no kernels for groups."""
+    def fused_decode_settings(self) -> ExpertAdditions | None:
+        """Return the additions; None with groups, which no kernel computes."""
         if self.n_active_group != self.n_group:
             return None
         routing = Routing(self.n_active, self.norm_topk, self.routed_scale)
-        return {"shared": self.shared, "routing": routing}
+        return ExpertAdditions(shared=self.shared, routing=routing)
 
 
 class SigmoidRoutedMoE(GroupRoutedMoE):
@@ -69,8 +69,8 @@ class SigmoidRoutedMoE(GroupRoutedMoE):
         total = parts.sum(dim=-1, keepdim=True) if self.norm_topk else 1.0
         return expert_indices, parts * (self.routed_scale / total)
 
-    def fused_decode_settings(self) -> dict | None:
-        settings = super().fused_decode_settings()
-        if settings:
-            settings["routing"] = replace(settings["routing"], score_bias=self.score_bias)
-        return settings
+    def fused_decode_settings(self) -> ExpertAdditions | None:
+        added = super().fused_decode_settings()
+        if added is None or added.routing is None:
+            return None
+        return replace(added, routing=replace(added.routing, score_bias=self.score_bias))

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from model import Context, KVCache, Linear, RMSNorm, new_parameter
 from ops.attention.long_attention import attend_latent, merge_partial
+from ops.declared import LatentAdditions
 from ops.inductor import materialize
 from ops.launch import can_launch
 from ops.plain import attention
@@ -91,9 +92,8 @@ class LatentAttention(nn.Module):
         y = merge_partial(*attend_latent(q, codes, scale, positions, r))  # [B, rows, r]
         return y.narrow(1, 0, Q * H).reshape(B, Q, H, r).to(q.dtype)
 
-    def fused_decode_settings(self) -> dict:
-        """See runtime/fused_latent_attention.py."""
-        return {"latent": self.sizes, "scale": self.scale}
+    def fused_decode_settings(self) -> LatentAdditions:
+        return LatentAdditions(self.sizes, self.scale)
 
     def attend_expanded(self, q: Tensor, kv: Tensor) -> Tensor:
         """q [Q, H, C] of the last Q positions of kv [S, r + R] -> [Q, H * value_dim]."""

@@ -3,6 +3,7 @@
 from torch import Tensor
 
 from model import FeedForward, Linear, MoE
+from ops.declared import ExpertAdditions
 
 
 class SharedExpertMoE(MoE):
@@ -16,9 +17,8 @@ class SharedExpertMoE(MoE):
     def merge(self, x: Tensor, y: Tensor) -> Tensor:
         return y if self.shared is None else y + self.shared(x)[0]
 
-    def fused_decode_settings(self) -> dict | None:
-        """See runtime/fused_decode.py."""
-        return {"shared": self.shared}
+    def fused_decode_settings(self) -> ExpertAdditions | None:
+        return ExpertAdditions(shared=self.shared)
 
 
 class GatedSharedExpertMoE(SharedExpertMoE):
@@ -33,5 +33,5 @@ class GatedSharedExpertMoE(SharedExpertMoE):
             return y
         return y + self.shared(x)[0] * self.shared_gate(x).sigmoid()
 
-    def fused_decode_settings(self) -> dict | None:
-        return {"shared": self.shared, "shared_gate": self.shared_gate}
+    def fused_decode_settings(self) -> ExpertAdditions | None:
+        return ExpertAdditions(shared=self.shared, shared_gate=self.shared_gate)

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from model import RMSNorm
 from models.tensors import Recipe, copy_of
+from ops.declared import NoAdditions
 
 
 class ZeroCenteredRMSNorm(RMSNorm):
@@ -20,9 +21,9 @@ class ZeroCenteredRMSNorm(RMSNorm):
         y = F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps)
         return y.to(x.dtype)
 
-    def fused_decode_settings(self) -> dict:
+    def fused_decode_settings(self) -> NoAdditions:
         """The kernels take the weight in fp32."""
-        return {}
+        return NoAdditions()
 
 
 def zero_centered(name: str, size: int) -> Recipe:

@@ -30,11 +30,10 @@ experts.
 # ruff: noqa: RUF005  (Triton adds tuples, but does not unpack them)
 from __future__ import annotations  # annotations of kernels name triton, which may be absent
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
+from ops.declared import SWIGLU, Activation, Routing
 from ops.launch import jit, supports_pdl, tl, triton
 from ops.products.chunk import (
     _activate,
@@ -61,7 +60,6 @@ from ops.products.few_tokens import TILE, FewTiles, down_few
 from ops.products.gemv4 import _e2m1_table
 from ops.products.quantized_x import INTEGERS, QuantizedX, quantize_token, quantizes_first
 from ops.products.router import (
-    Routing,
     _choose,
     _choose_one,
     choice_constants,
@@ -504,17 +502,6 @@ def _down(
 
 
 # Launching ----------------------------------------------------------------------------------------
-
-
-class Activation(NamedTuple):
-    """What `gate_up` computes of gate and up: "silu" is `model.swiglu`, "clamped" gpt-oss's."""
-
-    kind: str = "silu"
-    limit: float = 0.0  # of "clamped"
-    alpha: float = 1.0
-
-
-SWIGLU = Activation()
 
 
 def operand_of(x: Tensor, weight: Weight) -> Tensor:

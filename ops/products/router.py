@@ -10,11 +10,10 @@ product.
 # ruff: noqa: RUF005  (Triton adds tuples, but does not unpack them)
 from __future__ import annotations  # annotations of kernels name triton, which may be absent
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
+from ops.declared import Routing
 from ops.launch import jit, supports_pdl, tl, triton
 from ops.products.chunk import _load_x
 from ops.products.quantized_x import INTEGERS, QuantizedX, _store_quads, empty_quantized
@@ -332,23 +331,6 @@ def _route(
 
 
 # Launching ----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Routing:
-    """How router scores become chosen experts and their weights."""
-
-    active: int  # A, without shared experts
-    norm_topk: bool  # scale the A weights to sum to one
-    scale: float = 1.0  # factor of the A weights, after that
-    score_bias: Tensor | None = None  # fp32 [E]: sigmoid scores; the choice is by score + bias
-    shared: int = 0  # S, experts that every token uses
-    gated: bool = False  # their weight is the sigmoid of the router's last row; else it is 1
-
-    @property
-    def pairs(self) -> int:
-        """Experts of a token, A + S."""
-        return self.active + self.shared
 
 
 def check_router(E: int, D: int, routing: Routing) -> None:

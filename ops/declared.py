@@ -1,0 +1,91 @@
+"""What a family's classes add to model.py's, as the fused kernels compute it.
+
+A class of models/ or tp.py that changes `model.Attention`, `MoE`, `AddNorm`, `Experts` or `RMSNorm`
+returns one of these from `fused_decode_settings`; None says that no kernel computes it. An unknown
+field raises TypeError, and an unknown activation ValueError.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+ACTIVATIONS = "silu", "clamped"
+
+
+@dataclass(frozen=True)
+class Activation:
+    """What experts compute of gate and up: "silu" is `model.swiglu`, "clamped" gpt-oss's."""
+
+    kind: str = "silu"
+    limit: float = 0.0  # of "clamped"
+    alpha: float = 1.0
+
+    def __post_init__(self):
+        if self.kind not in ACTIVATIONS:
+            known = ", ".join(ACTIVATIONS)
+            raise ValueError(f"no kernel for the activation {self.kind!r}: known are {known}")
+
+
+SWIGLU = Activation()
+
+
+@dataclass(frozen=True)
+class Routing:
+    """How router scores become chosen experts and their weights."""
+
+    active: int  # A, without shared experts
+    norm_topk: bool  # scale the A weights to sum to one
+    scale: float = 1.0  # factor of the A weights, after that
+    score_bias: Tensor | None = None  # fp32 [E]: sigmoid scores; the choice is by score + bias
+    shared: int = 0  # S, experts that every token uses
+    gated: bool = False  # their weight is the sigmoid of the router's last row; else it is 1
+
+    @property
+    def pairs(self) -> int:
+        """Experts of a token, A + S."""
+        return self.active + self.shared
+
+
+@dataclass(frozen=True)
+class AttentionAdditions:
+    """Additions to `model.Attention`."""
+
+    sinks: Tensor | None = None  # [H]: one more score per head, whose value is zero
+    query_scale: float = 1.0  # factor of the queries, beside C ** -0.5
+    norm_values: bool = False  # values are normed, without a weight
+    keys_are_values: bool = False  # values are the keys before norm and RoPE
+    rope_begin: int = 0  # the layer's first column of `Context.rope`
+    gated: bool = False  # the output is multiplied by the sigmoid of a gate, after q, k and v
+    projection: str = "wqkv"  # name of the module that makes q, k and v
+
+
+@dataclass(frozen=True)
+class LatentAdditions:
+    """Latent attention in place of `model.Attention` (models/layers/latent_attention.py)."""
+
+    latent: tuple[int, int, int, int]  # H, N, R, r: heads, unrotated, rotated, latent dims
+    scale: float  # of scores
+
+
+@dataclass(frozen=True)
+class ExpertAdditions:
+    """Additions to `model.MoE`."""
+
+    routing: Routing | None = None  # None: model.MoE's
+    activation: Activation | None = None  # None: SwiGLU, which `Experts.activation` must be
+    shared: nn.Module | None = None  # a FeedForward that every token uses
+    shared_gate: nn.Module | None = None  # a Linear [1, D], whose sigmoid weighs `shared`
+
+
+@dataclass(frozen=True)
+class SumAdditions:
+    """Additions to `model.AddNorm`."""
+
+    scale: float = 1.0  # factor of the sublayer's result
+    all_reduce: Any = None  # sums the result over ranks: see `runtime.fused_decode.ResidualSum`
+
+
+@dataclass(frozen=True)
+class NoAdditions:
+    """A subclass that the kernels compute as its base class."""
