@@ -59,13 +59,15 @@ from models.random_weights import first_layers
 from offload.cache import POLICIES, DeviceExpertCache
 from ops.attention import (
     decode_attention,
-    few_latent_attention,
     few_queries_attention,
-    latent_decode_attention,
+    heads,
     long_attention,
+    mla,
+    softmax,
     split_attention,
 )
-from ops.attention.latent_decode_attention import Tile
+from ops.attention.mla import LatentSettings, LatentTensors, Tile
+from ops.attention.softmax import merge_partial
 from ops.declared import AttentionAdditions
 from ops.plain.attention import attend, causal_bias
 from ops.plain.rope import rope_frequencies, rope_table
@@ -75,6 +77,7 @@ from ops.step import expert_paging, rows
 from ops.step.rows import RowMemory, make_planes
 from runtime.fused_attention import FusedDecodeAttention
 from tests.interpreter_bounds import check_bounds
+from tests.launched_code import launched_code
 
 GROUPS = {
     "int8": 8,
@@ -1030,8 +1033,8 @@ def latent_error(B: int, Q: int, H: int, r: int, R: int, S: int, kind: type[KVCa
     q = 3 * torch.randn(B, Q, H, r + R, generator=generator)
     bias = torch.where(positions.unsqueeze(-1) >= torch.arange(S), 0.0, float("-inf"))
     want = attend(q, kv, kv[..., :r], bias).unflatten(-1, (H, r))
-    parts = long_attention.attend_latent(q, *cache.stored(), positions, r)
-    got = long_attention.merge_partial(*parts).narrow(1, 0, Q * H).reshape(B, Q, H, r)
+    parts = mla.attend_latent(q, *cache.stored(), positions, r, (r + R) ** -0.5)
+    got = merge_partial(*parts).reshape(B, Q, H, r)
     return ((got - want).norm() / want.norm()).item()
 
 
@@ -1040,14 +1043,12 @@ def latent_code() -> dict[str, dict[str, int]]:
     found = {}
     for Q, H, kind in itertools.product((1, 5), (16, 128), (KVCache, Int8KVCache)):
         cache = kind((1, 1, 4096, 576), torch.bfloat16, torch.device("cpu"), 1)
-        kernel, long_attention._attend_latent = long_attention._attend_latent, Launch()
         q, positions = (
             torch.zeros(1, Q, H, 576, dtype=torch.bfloat16),
             torch.zeros(1, Q, dtype=torch.int64),
         )
-        long_attention.attend_latent(q, *cache.stored(), positions, 512)
-        launch, long_attention._attend_latent = long_attention._attend_latent, kernel
-        code = compiled(kernel, launch)
+        call = partial(mla.attend_latent, q, *cache.stored(), positions, 512, 0.1)
+        code = launched_code(call)["_attend_part"]
         asm = code.asm["sass"]
         found[f"{Q} queries, {H} heads, {kind.__name__}"] = {
             "spills": asm.count("STL"),
@@ -1104,7 +1105,7 @@ def latent_token_error(case: tuple, max_parts: int, tile: Tile, queries: int = 1
             cache = layer.allocate(len(at), S, kind, qkv)
             cache.append(kv.unflatten(-1, (1, 1, -1)), everywhere)
             core = partial(fused_latent_core, layer, tile) if is_fused else layer.core
-            with mock.patch.object(split_attention, "MAX_PARTS", max_parts):
+            with mock.patch.object(softmax, "MAX_PARTS", max_parts):
                 y = core(qkv, context)
             found.append((y, *(part.float() for part in cache.stored() if part is not None)))
     return max(largest_error(found[n], found[n + 1]) for n in (0, 2))
@@ -1112,34 +1113,19 @@ def latent_token_error(case: tuple, max_parts: int, tile: Tile, queries: int = 1
 
 def fused_latent_core(layer: LatentAttention, tile: Tile, qkv: Tensor, context: Context) -> Tensor:
     """`LatentAttention.core` by the kernels. wq is applied here: its kernel reads no fp32."""
-    _, _, R, r = layer.sizes
+    _, N, R, r = layer.sizes
     q, kv = qkv.split((qkv.shape[-1] - r - R, r + R), dim=-1)
     q = q if layer.wq is None else layer.wq(layer.q_norm(q))
-    stored, norm = layer.cache.stored(), (layer.kv_norm.weight, layer.kv_norm.eps)
-    attend = latent_decode_attention.attend_latent_token
-    if q.shape[1] > 1:
-        attend = few_latent_attention.attend_latent_tokens
-    return attend(
-        q.flatten(0, 1),
-        kv.flatten(0, 1),
-        context.rope,
-        context.positions,
-        *stored,
-        layer.wkv,
-        *norm,
-        layer.scale,
-        tile=tile,
-        pdl=False,
-    ).unflatten(0, qkv.shape[:2])
+    weights = layer.wkv, layer.kv_norm.weight
+    stored, at = layer.cache.stored(), (context.rope, context.positions)
+    x = LatentTensors(q.flatten(0, 1), kv.flatten(0, 1), *at, *stored, *weights)
+    settings = LatentSettings(*layer.sizes, layer.scale, layer.wkv.shape[1] - N, layer.kv_norm.eps)
+    return mla.attend_latent_tokens(x, settings, tile, pdl=False).unflatten(0, qkv.shape[:2])
 
 
 def latent_token_code(queries: int = 1) -> dict[str, dict[str, int]]:
     """Count waits, prefetches, loads before the wait and spills in its kernels' machine code."""
-    found, module = {}, latent_decode_attention
-    attend, names = module.attend_latent_token, ("_map_queries", "_attend_part", "_merge_values")
-    if queries > 1:
-        module, names = few_latent_attention, ("_map_tokens", "_attend_rows", "_merge_tokens")
-        attend = module.attend_latent_tokens
+    found, names = {}, ("_map_queries", "_attend_part", "_merge_values")
     shapes = {"16 heads": (16, 128, 128), "20 heads": (20, 192, 256)}
     caches = (KVCache, 512), (KVCache, 16384), (Int8KVCache, 16384)
     for (heads, (H, N, V)), (kind, S) in itertools.product(shapes.items(), caches):
@@ -1147,11 +1133,11 @@ def latent_token_code(queries: int = 1) -> dict[str, dict[str, int]]:
         stored = kind((1, 1, S, 576), torch.bfloat16, torch.device("cpu"), 1).stored()
         q, kv, wkv = empty(queries, H * (N + 64)), empty(queries, 576), empty(H, N + V, 512)
         rope, positions = torch.empty(queries, 128), torch.empty(1, queries, dtype=torch.int64)
-        launches = {name: Launch() for name in names}
-        with mock.patch.multiple(module, **launches):
-            attend(q, kv, rope, positions, *stored, wkv, empty(512), 1e-6, 0.1, pdl=True)
+        x = LatentTensors(q, kv, rope, positions, *stored, wkv, empty(512))
+        settings = LatentSettings(H, N, 64, 512, 0.1, V, 1e-6)
+        codes = launched_code(partial(mla.attend_latent_tokens, x, settings))
         for name in names if S == 512 else names[1:2]:
-            code = compiled(getattr(module, name), launches[name])
+            code = codes[name]
             asm = code.asm["sass"]
             found[f"{name}, {heads}, {S} positions, {kind.__name__}"] = {
                 "waits": asm.count("ACQBULK"),
@@ -1186,7 +1172,9 @@ def attend_code() -> dict[str, dict[str, int]]:
 
 
 def attend_errors() -> dict[str, float]:
-    long_attention.PROGRAMS = 12 / 132  # so that some have several blocks, and some none
+    long_attention.PROGRAMS = mla.PROGRAMS = (
+        12 / 132
+    )  # so that some have several blocks, and some none
     latent = {f"latent, {name}": latent_error(*case) for name, case in LATENT.items()}
     return {name: attend_error(*case) for name, case in ATTEND.items()} | latent
 
@@ -1241,7 +1229,7 @@ def queries_errors(cases: dict[str, tuple]) -> dict[str, float]:
 
 
 def latent_token_errors() -> dict[str, float]:
-    split_attention._to_bf16 = round_to_bf16
+    heads.to_bf16 = round_to_bf16
     return {
         f"{name}, {way}": latent_token_error(LATENT_TOKEN[name], *LATENT_WAYS[way])
         for name, way in itertools.product(LATENT_TOKEN, LATENT_WAYS)
@@ -1250,7 +1238,7 @@ def latent_token_errors() -> dict[str, float]:
 
 def latent_tokens_errors() -> dict[str, float]:
     """`latent_token_errors` of several tokens of each sequence."""
-    split_attention._to_bf16 = round_to_bf16
+    heads.to_bf16 = round_to_bf16
     return {
         f"{name}, {way}": latent_token_error(case, *LATENT_WAYS[way], queries)
         for (name, (queries, case)), way in itertools.product(LATENT_TOKENS.items(), LATENT_WAYS)
@@ -1259,7 +1247,7 @@ def latent_tokens_errors() -> dict[str, float]:
 
 def few_latent_token_errors() -> dict[str, float]:
     """`latent_token_errors` of a batch of small heads, over one and several blocks."""
-    split_attention._to_bf16 = round_to_bf16
+    heads.to_bf16 = round_to_bf16
     case = LATENT_TOKEN["two tiles of heads, a batch"]
     return {
         f"parts, at most: {most}": latent_token_error(case, most, Tile(64, 2)) for most in (2, 64)

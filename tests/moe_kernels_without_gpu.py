@@ -55,9 +55,7 @@ from models.qwen2_moe import Qwen2MoeArgs
 from models.random_weights import RandomWeights
 from ops.attention import (
     decode_attention,
-    few_latent_attention,
     few_queries_attention,
-    latent_decode_attention,
 )
 from ops.declared import SWIGLU, Activation
 from ops.products import chunk as moe_chunk
@@ -429,9 +427,7 @@ def as_on_a_gpu() -> Iterator[None]:
             stack.enter_context(mock.patch.object(kind, "takes", takes))
         attention = (
             decode_attention,
-            few_latent_attention,
             few_queries_attention,
-            latent_decode_attention,
         )
         products = moe_decode, few_tokens, expert_tiles
         for module in (*products, moe_router, reduce_router, *attention):

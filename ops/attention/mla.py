@@ -295,6 +295,7 @@ def _attend_part(x, mapped, partial, sums, s: tl.constexpr, PDL: tl.constexpr):
     M: tl.constexpr = s.tile_rows
     H: tl.constexpr = s.heads
     R: tl.constexpr = s.rotary_dim
+    RANK: tl.constexpr = s.rank
     BLOCK: tl.constexpr = s.block
     DTYPE: tl.constexpr = x.q.dtype.element_ty
     part, sequence = tl.program_id(0), tl.program_id(2).to(tl.int64)
@@ -320,7 +321,9 @@ def _attend_part(x, mapped, partial, sums, s: tl.constexpr, PDL: tl.constexpr):
         head, token = row % H, sequence * s.queries + tl.minimum(row // H, s.queries - 1)
         position = tl.load(x.positions + token).to(tl.int32)
         if s.maps:
-            rotation = load_rotation(x.rope, token[:, None], tl.arange(0, R)[None, :], R, R, 2 * R, 0)
+            rotation = load_rotation(
+                x.rope, token[:, None], tl.arange(0, R)[None, :], R, R, 2 * R, 0
+            )
             q = x.q + (token * s.q_row + head * s.head_dim + s.unrotated)[:, None]
             rotated = load_rotated(q, rotation, R).to(DTYPE)
         else:
@@ -330,9 +333,9 @@ def _attend_part(x, mapped, partial, sums, s: tl.constexpr, PDL: tl.constexpr):
     WIDTH: tl.constexpr = s.rank if s.maps else s.width
     query = tl.load(mapped + (token * H + head)[:, None] * WIDTH + c)
     row_max, row_sum = tl.full([M], float("-inf"), tl.float32), tl.zeros([M], tl.float32)
-    acc = tl.zeros([M, s.rank], tl.float32)
+    acc = tl.zeros([M, RANK], tl.float32)
     if s.own:
-        if part == 0:  # noqa: SIM102  (s.own is decided when compiling)
+        if part == 0:
             latent, key = _append_own(own, own_key, cache, scales, position, s)
             row_max = tl.sum(query.to(tl.float32) * latent, 1)
             row_max = (row_max + tl.sum(rotated.to(tl.float32) * key, 1)) * s.scale
@@ -341,7 +344,7 @@ def _attend_part(x, mapped, partial, sums, s: tl.constexpr, PDL: tl.constexpr):
     for block in tl.range(part, end, parts, num_stages=s.stages):
         scores, latents, scale = _score(query, rotated, cache, scales, block, seen, s)
         key = block * BLOCK + tl.arange(0, BLOCK)
-        is_seen = ((key < position) & (key > position - (1 << 30)))[None, :] if s.own else key[None, :] <= position[:, None]
+        is_seen = (key < position)[None, :] if s.own else key[None, :] <= position[:, None]
         value_scale = None if scales is None else scale
         weights, rescale, row_max, row_sum = weigh(
             scores, row_max, row_sum, value_scale, is_seen, DTYPE
