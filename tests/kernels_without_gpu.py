@@ -1128,7 +1128,7 @@ def latent_token_code(queries: int = 1) -> dict[str, dict[str, int]]:
     found, names = {}, ("_map_queries", "_attend_part", "_merge_values")
     shapes = {"16 heads": (16, 128, 128), "20 heads": (20, 192, 256)}
     caches = (KVCache, 512), (KVCache, 16384), (Int8KVCache, 16384)
-    for (heads, (H, N, V)), (kind, S) in itertools.product(shapes.items(), caches):
+    for (shape, (H, N, V)), (kind, S) in itertools.product(shapes.items(), caches):
         empty = partial(torch.empty, dtype=torch.bfloat16)
         stored = kind((1, 1, S, 576), torch.bfloat16, torch.device("cpu"), 1).stored()
         q, kv, wkv = empty(queries, H * (N + 64)), empty(queries, 576), empty(H, N + V, 512)
@@ -1139,7 +1139,7 @@ def latent_token_code(queries: int = 1) -> dict[str, dict[str, int]]:
         for name in names if S == 512 else names[1:2]:
             code = codes[name]
             asm = code.asm["sass"]
-            found[f"{name}, {heads}, {S} positions, {kind.__name__}"] = {
+            found[f"{name}, {shape}, {S} positions, {kind.__name__}"] = {
                 "waits": asm.count("ACQBULK"),
                 "starts": asm.count("PREEXIT"),
                 "spills": asm.count("STL"),

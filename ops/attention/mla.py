@@ -248,7 +248,9 @@ def _find_parts(positions, sequence, s: tl.constexpr):
     else:
         seen = tl.load(positions + sequence * s.queries + s.queries - 1).to(tl.int32) + 1
     _, end, parts = parts_in_use(seen, s.length, s.parts, 1, s.length, s.block)
-    return seen, end, parts if s.maps else s.parts
+    if not s.maps:
+        parts = tl.num_programs(0)
+    return seen, end, parts
 
 
 @jit
@@ -334,7 +336,7 @@ def _attend_part(x, mapped, partial, sums, s: tl.constexpr, PDL: tl.constexpr):
     query = tl.load(mapped + (token * H + head)[:, None] * WIDTH + c)
     row_max, row_sum = tl.full([M], float("-inf"), tl.float32), tl.zeros([M], tl.float32)
     acc = tl.zeros([M, RANK], tl.float32)
-    if s.own:
+    if s.own:  # noqa: SIM102  (decided when compiling, unlike the next)
         if part == 0:
             latent, key = _append_own(own, own_key, cache, scales, position, s)
             row_max = tl.sum(query.to(tl.float32) * latent, 1)
