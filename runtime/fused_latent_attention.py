@@ -7,7 +7,8 @@ kernel before them projects it. All other calls take the plain path.
 from torch import Tensor, nn
 
 from model import Context
-from ops.attention.mla import MAX_QUERIES, LatentSettings, LatentTensors, attend_latent_tokens
+from ops.attention.mla import MAX_QUERIES, attend_latent_tokens
+from ops.attention.mla_settings import LatentSettings, LatentTensors
 from ops.declared import LatentAdditions
 from ops.launch import can_launch
 from ops.products import experts as moe_decode
@@ -43,9 +44,9 @@ class FusedLatentAttention:
         q, kv = qkv.flatten(0, 1).split((qkv.shape[-1] - width, width), dim=-1)
         if self.query_weight is not None:
             q = self.project_query(q, self.query_weight)
-        rope, positions, stored = context.rope, context.positions, plain.cache.stored()
-        weights = plain.wkv, plain.kv_norm.weight
-        x = LatentTensors(q, kv, rope, positions, *stored, *weights)
+        cache, scales = plain.cache.stored()
+        rope, positions, norm = context.rope, context.positions, plain.kv_norm.weight
+        x = LatentTensors(q, kv, rope, positions, cache, scales, plain.wkv, norm)
         return attend_latent_tokens(x, self.layer).unflatten(0, qkv.shape[:2])
 
     def project_query(self, q: Tensor, weight: Weight) -> Tensor:

@@ -66,7 +66,7 @@ from ops.attention import (
     softmax,
     split_attention,
 )
-from ops.attention.mla import LatentSettings, LatentTensors, Tile
+from ops.attention.mla_settings import LatentSettings, LatentTensors, Tile
 from ops.attention.softmax import merge_partial
 from ops.declared import AttentionAdditions
 from ops.plain.attention import attend, causal_bias

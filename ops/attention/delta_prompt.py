@@ -283,6 +283,7 @@ def launch_delta_chunk(
     # Any fp32 tensor has the type of the systems, whose sizes follow from the chunk.
     example = q, k, g, Systems(state, state, state), state, out, final, *token
     s, options = fit(_scan_chunks, candidates, *example)
+    assert isinstance(s, PromptSettings)
     T, chunks = s.chunk, triton.cdiv(Q, s.chunk)
     systems = Systems(*(state.new_empty(B, H, chunks, T, C) for C in (CV, CK, T)))
     tensors = q, k, v, g, beta, systems, *token, v.stride(0), v.stride(1)
