@@ -410,6 +410,6 @@ def _attend_latent_fake(
 ) -> tuple[Tensor, Tensor]:
     (B, Q, H, _), limit = q.shape, PROGRAMS * gpu_of(q.device).multiprocessors
     s = LatentSettings(H, 0, 0, rank, scale, queries=Q)
-    parts = max(1, limit // (B * -(-s.rows // s.tile_rows)))
+    parts = max(1, int(limit // (B * triton.cdiv(s.rows, s.tile_rows))))
     y = q.new_empty(B, parts, s.rows, rank, dtype=torch.float32)
     return y, y.new_empty(*y.shape[:-1], 2)
