@@ -7,7 +7,7 @@
     gate_up      top-k, products of the chosen experts, SwiGLU    (ops/products/experts.py)
     down         products, weighted sum, plus residual
 
-Latent attention has three kernels between its products, or four (ops/attention/latent_decode_attention.py).
+Latent attention has three kernels between its products, or four (ops/attention/mla.py).
 Other attention has others there: `core` compiled by Inductor. Shared experts become experts that
 every token chooses. A family declares by `fused_decode_settings` what it adds to `model.Attention`,
 `model.MoE` or `model.AddNorm`; without it, a subclass has no kernels.
@@ -16,7 +16,7 @@ every token chooses. A family declares by `fused_decode_settings` what it adds t
 costs them nothing. It serves up to MAX_FEW tokens: one of each of several sequences [B, 1], or
 drafts of one [1, Q]; and PROMPT_CHUNKS of a prompt. Several tokens have kernels of their own:
 ops/products/few_tokens.py, ops/products/expert_tiles.py, and for several queries of a sequence
-ops/attention/few_queries_attention.py or ops/attention/few_latent_attention.py. After the layers, one token's norm and
+ops/attention/few_queries_attention.py or ops/attention/mla.py. After the layers, one token's norm and
 head are one product, and sampling is three kernels (ops/step/token_draw.py). Everything else runs the
 compiled blocks, which are the reference that tests compare with.
 """

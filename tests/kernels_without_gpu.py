@@ -58,20 +58,18 @@ from models.layers.latent_attention import LatentAttention
 from models.random_weights import first_layers
 from offload.cache import POLICIES, DeviceExpertCache
 from ops.attention import (
-    few_latent_attention,
     gqa,
     gqa_kernels,
     gqa_settings,
     heads,
-    latent_decode_attention,
-    long_attention,
+    mla,
     softmax,
 )
 from ops.attention.gqa_settings import AttentionSettings
 from ops.attention.gqa_settings import Tile as Blocks
-from ops.attention.latent_decode_attention import Tile
+from ops.attention.mla_settings import LatentSettings, LatentTensors, Tile
+from ops.attention.softmax import merge_partial
 from ops.declared import AttentionAdditions
-from ops.launch import compile_only
 from ops.plain import norms
 from ops.plain.attention import attend, causal_bias
 from ops.plain.rope import rope_frequencies, rope_table
@@ -81,7 +79,6 @@ from ops.ranks import all_reduce
 from ops.step import expert_paging, rows
 from ops.step.rows import RowMemory, make_planes
 from runtime.fused_attention import FusedDecodeAttention
-from tests import gpu_launches
 from tests.interpreter_bounds import check_bounds
 from tests.launched_code import launched_code
 
@@ -919,14 +916,6 @@ def first_block_loads(C: int, itemsize: int) -> int:
     return block * C * 2 * itemsize // (16 * 32 * gqa_settings.WARPS)
 
 
-def launched_code(run) -> list[tuple[str, object]]:
-    """Return the kernels that `run` launches, by name, compiled for an H200 with PDL."""
-    gpu_launches.become("sm_90")
-    with mock.patch("ops.launch.gpu_has_pdl", lambda _: True), compile_only() as recorded:
-        run()
-    return [(kernel.__name__, code) for kernel, code, _ in recorded]
-
-
 def attention_code(layer: AttentionSettings, Q: int, S: int, dtype, kind, norms, sinks) -> list:
     """Return the kernels of `attend_tokens` for one sequence, compiled."""
     C, empty = layer.head_dim, partial(torch.empty, dtype=dtype)
@@ -935,7 +924,7 @@ def attention_code(layer: AttentionSettings, Q: int, S: int, dtype, kind, norms,
     weights = [None if width is None else empty(width) for width in (*norms, sinks)]
     positions = torch.empty(1, Q, dtype=torch.int64)
     tensors = qkv, rope, positions, *stored, *weights
-    return launched_code(lambda: gqa.attend_tokens(*tensors, layer.encoded()))
+    return list(launched_code(lambda: gqa.attend_tokens(*tensors, layer.encoded())).items())
 
 
 def norm_widths(qk_norm: str, H: int, K: int, C: int) -> tuple:
@@ -1028,8 +1017,8 @@ def latent_error(B: int, Q: int, H: int, r: int, R: int, S: int, kind: type[KVCa
     q = 3 * torch.randn(B, Q, H, r + R, generator=generator)
     bias = torch.where(positions.unsqueeze(-1) >= torch.arange(S), 0.0, float("-inf"))
     want = attend(q, kv, kv[..., :r], bias).unflatten(-1, (H, r))
-    parts = long_attention.attend_latent(q, *cache.stored(), positions, r)
-    got = softmax.merge_partial(*parts).narrow(1, 0, Q * H).reshape(B, Q, H, r)
+    parts = mla.attend_latent(q, *cache.stored(), positions, r, (r + R) ** -0.5)
+    got = merge_partial(*parts).reshape(B, Q, H, r)
     return ((got - want).norm() / want.norm()).item()
 
 
@@ -1038,14 +1027,12 @@ def latent_code() -> dict[str, dict[str, int]]:
     found = {}
     for Q, H, kind in itertools.product((1, 5), (16, 128), (KVCache, Int8KVCache)):
         cache = kind((1, 1, 4096, 576), torch.bfloat16, torch.device("cpu"), 1)
-        kernel, long_attention._attend_latent = long_attention._attend_latent, Launch()
         q, positions = (
             torch.zeros(1, Q, H, 576, dtype=torch.bfloat16),
             torch.zeros(1, Q, dtype=torch.int64),
         )
-        long_attention.attend_latent(q, *cache.stored(), positions, 512)
-        launch, long_attention._attend_latent = long_attention._attend_latent, kernel
-        code = compiled(kernel, launch)
+        call = partial(mla.attend_latent, q, *cache.stored(), positions, 512, 0.1)
+        code = launched_code(call)["_attend_part"]
         asm = code.asm["sass"]
         found[f"{Q} queries, {H} heads, {kind.__name__}"] = {
             "spills": asm.count("STL"),
@@ -1110,48 +1097,33 @@ def latent_token_error(case: tuple, max_parts: int, tile: Tile, queries: int = 1
 
 def fused_latent_core(layer: LatentAttention, tile: Tile, qkv: Tensor, context: Context) -> Tensor:
     """`LatentAttention.core` by the kernels. wq is applied here: its kernel reads no fp32."""
-    _, _, R, r = layer.sizes
+    _, N, R, r = layer.sizes
     q, kv = qkv.split((qkv.shape[-1] - r - R, r + R), dim=-1)
     q = q if layer.wq is None else layer.wq(layer.q_norm(q))
-    stored, norm = layer.cache.stored(), (layer.kv_norm.weight, layer.kv_norm.eps)
-    attend = latent_decode_attention.attend_latent_token
-    if q.shape[1] > 1:
-        attend = few_latent_attention.attend_latent_tokens
-    return attend(
-        q.flatten(0, 1),
-        kv.flatten(0, 1),
-        context.rope,
-        context.positions,
-        *stored,
-        layer.wkv,
-        *norm,
-        layer.scale,
-        tile=tile,
-        pdl=False,
-    ).unflatten(0, qkv.shape[:2])
+    weights = layer.wkv, layer.kv_norm.weight
+    stored, at = layer.cache.stored(), (context.rope, context.positions)
+    x = LatentTensors(q.flatten(0, 1), kv.flatten(0, 1), *at, *stored, *weights)
+    settings = LatentSettings(*layer.sizes, layer.scale, layer.wkv.shape[1] - N, layer.kv_norm.eps)
+    return mla.attend_latent_tokens(x, settings, tile, pdl=False).unflatten(0, qkv.shape[:2])
 
 
 def latent_token_code(queries: int = 1) -> dict[str, dict[str, int]]:
     """Count waits, prefetches, loads before the wait and spills in its kernels' machine code."""
-    found, module = {}, latent_decode_attention
-    attend, names = module.attend_latent_token, ("_map_queries", "_attend_part", "_merge_values")
-    if queries > 1:
-        module, names = few_latent_attention, ("_map_tokens", "_attend_rows", "_merge_tokens")
-        attend = module.attend_latent_tokens
+    found, names = {}, ("_map_queries", "_attend_part", "_merge_values")
     shapes = {"16 heads": (16, 128, 128), "20 heads": (20, 192, 256)}
     caches = (KVCache, 512), (KVCache, 16384), (Int8KVCache, 16384)
-    for (which, (H, N, V)), (kind, S) in itertools.product(shapes.items(), caches):
+    for (shape, (H, N, V)), (kind, S) in itertools.product(shapes.items(), caches):
         empty = partial(torch.empty, dtype=torch.bfloat16)
         stored = kind((1, 1, S, 576), torch.bfloat16, torch.device("cpu"), 1).stored()
         q, kv, wkv = empty(queries, H * (N + 64)), empty(queries, 576), empty(H, N + V, 512)
         rope, positions = torch.empty(queries, 128), torch.empty(1, queries, dtype=torch.int64)
-        launches = {name: Launch() for name in names}
-        with mock.patch.multiple(module, **launches):
-            attend(q, kv, rope, positions, *stored, wkv, empty(512), 1e-6, 0.1, pdl=True)
+        x = LatentTensors(q, kv, rope, positions, *stored, wkv, empty(512))
+        settings = LatentSettings(H, N, 64, 512, 0.1, V, 1e-6)
+        codes = launched_code(partial(mla.attend_latent_tokens, x, settings))
         for name in names if S == 512 else names[1:2]:
-            code = compiled(getattr(module, name), launches[name])
+            code = codes[name]
             asm = code.asm["sass"]
-            found[f"{name}, {which}, {S} positions, {kind.__name__}"] = {
+            found[f"{name}, {shape}, {S} positions, {kind.__name__}"] = {
                 "waits": asm.count("ACQBULK"),
                 "starts": asm.count("PREEXIT"),
                 "spills": asm.count("STL"),
@@ -1171,7 +1143,7 @@ def attend_code() -> dict[str, dict[str, int]]:
         q = torch.zeros(1, Q, H, C, dtype=torch.bfloat16)
         positions = torch.zeros(1, Q, dtype=torch.int64)
         tensors = q, cache.kv, cache.scale.kv, positions
-        ((_, code),) = launched_code(lambda tensors=tensors: gqa.attend_int8(*tensors, 1 << 30))
+        (code,) = launched_code(partial(gqa.attend_int8, *tensors, 1 << 30)).values()
         asm = code.asm["sass"]
         found[f"{Q} queries, {H} heads, {K} KV heads"] = {
             "spills": asm.count("STL"),
@@ -1181,7 +1153,7 @@ def attend_code() -> dict[str, dict[str, int]]:
 
 
 def attend_errors() -> dict[str, float]:
-    gqa.PROGRAMS = long_attention.PROGRAMS = 12 / 132  # some have several blocks, and some none
+    gqa.PROGRAMS = mla.PROGRAMS = 12 / 132  # some have several blocks, and some none
     latent = {f"latent, {name}": latent_error(*case) for name, case in LATENT.items()}
     return {name: attend_error(*case) for name, case in ATTEND.items()} | latent
 

@@ -53,9 +53,7 @@ from models.layers.group_routing import SigmoidRoutedMoE
 from models.qwen2_moe import Qwen2MoeArgs
 from models.random_weights import RandomWeights
 from ops.attention import (
-    few_latent_attention,
     gqa_kernels,
-    latent_decode_attention,
 )
 from ops.declared import SWIGLU, Activation, Routing
 from ops.products import codes, dense, expert_tiles, few_tokens, quantized_x
@@ -422,9 +420,7 @@ def as_on_a_gpu() -> Iterator[None]:
         for kind in (FusedDecodeAttention, FusedLatentAttention):
             takes = lambda self, qkv, _: self.supported and qkv.shape[1] <= 64  # noqa: E731
             stack.enter_context(mock.patch.object(kind, "takes", takes))
-        attention = few_latent_attention, latent_decode_attention
-        products = few_tokens, expert_tiles
-        for module in (*products, *attention):
+        for module in (few_tokens, expert_tiles):
             stack.enter_context(mock.patch.object(module, "supports_pdl", lambda x: False))
         stack.enter_context(mock.patch.object(gqa_kernels, "keep_layout", unchanged))
         yield

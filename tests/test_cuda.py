@@ -37,7 +37,6 @@ from models.random_weights import RandomWeights, random_prompt
 from offload.experts import COUNTERS, expert_counters
 from offload.plan import OffloadSettings
 from ops import launch as jit
-from ops.attention.gated_delta_token import delta_token
 from ops.declared import SWIGLU
 from ops.inductor import configure_inductor
 from ops.inductor_tuning import gpu_ms
@@ -1006,7 +1005,7 @@ def test_one_token_of_a_delta_layer(last):
     last = None if last is None else torch.tensor(last).cuda()
 
     def step() -> torch.Tensor:
-        return delta_token(**layer, last=last, key_heads=delta_benchmark.K, eps=delta_benchmark.EPS)
+        return delta_benchmark.fused_step(layer, last)
 
     step()  # compiles
     graph = torch.cuda.CUDAGraph()
@@ -1039,7 +1038,7 @@ def test_few_tokens_of_a_delta_layer(last):
     start = [buffer.clone() for buffer in layer.state.buffers()]
     want = layer.core(projected, context)
     expected = {name: buffer.clone() for name, buffer in layer.state.named_buffers()}
-    with mock.patch.object(gated_delta_net, "delta_token_supports", lambda state: True):
+    with mock.patch.object(gated_delta_net, "delta_tokens_supports", lambda state: True):
         layer.core(projected, context)  # compiles
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):

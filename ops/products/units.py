@@ -1,0 +1,228 @@
+"""Decode units for tensor cores: one decoder a format.
+
+A unit is 16 bits: one bf16 number, or the codes of 16 / bits numbers, its fields. Field K is in the
+bits from K * bits on. Inline assembly decodes two units, a 32-bit word, at once. Tensor cores take
+16 bits, which hold every code exactly; formats/ defines the codes.
+"""
+
+from __future__ import annotations  # annotations of kernels name triton, which may be absent
+
+from ops.launch import jit, tl
+
+
+@jit
+def shift_right(units, COUNT: tl.constexpr):
+    """Shift int16 units right by COUNT, two at a time; the upper bits become garbage."""
+    return tl.inline_asm_elementwise(
+        f"shr.u32 $0, $1, {COUNT};", "=r,r", (units,), tl.int16, is_pure=True, pack=2
+    )
+
+
+@jit
+def signed_bytes(units):
+    """Convert the lower bytes of int16 units, signed numbers, to bf16, two at a time."""
+    # 128 + the lower 7 bits, minus 128, or minus 256 for a negative number: all exact.
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 low, sign, minus;
+        mov.b32 minus, 0xBF80BF80;
+        lop3.b32 low, $1, 0x007F007F, 0x43004300, 0xEA;
+        lop3.b32 sign, $1, 0x00800080, 0x43004300, 0xEA;
+        fma.rn.bf16x2 $0, sign, minus, low;
+        }""",
+        "=r,r",
+        (units,),
+        dtype=tl.bfloat16,
+        is_pure=True,
+        pack=2,
+    )
+
+
+@jit
+def e4m3(units):
+    """Convert the lower bytes of int16 units, e4m3 numbers, to bf16 / 256, two at a time."""
+    # Shifted into the fields of a bf16 number, they are 2 ** -120 as large: multiply by 2 ** 112.
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 sign, bits, factor, none;
+        mov.b32 factor, 0x77807780;
+        mov.b32 none, 0x80008000;
+        shl.b32 sign, $1, 8;
+        shl.b32 bits, $1, 4;
+        and.b32 bits, bits, 0x07F007F0;
+        lop3.b32 bits, sign, 0x80008000, bits, 0xEA;
+        fma.rn.bf16x2 $0, bits, factor, none;
+        }""",
+        "=r,r",
+        (units,),
+        dtype=tl.bfloat16,
+        is_pure=True,
+        pack=2,
+    )
+
+
+@jit
+def e2m1(units, factor, K: tl.constexpr):
+    """Return field K of units, an e2m1 number, as bf16 times 2 ** -126 * factor, two at a time."""
+    return tl.inline_asm_elementwise(
+        f"""{{
+        .reg .b32 bits, sign, none;
+        mov.b32 none, 0x80008000;
+        {"shl" if K < 2 else "shr"}.b32 bits, $1, {6 - 4 * K if K < 2 else 4 * K - 6};
+        and.b32 bits, bits, 0x01C001C0;
+        shl.b32 sign, $1, {12 - 4 * K};
+        lop3.b32 bits, sign, 0x80008000, bits, 0xEA;
+        fma.rn.bf16x2 $0, bits, $2, none;
+        }}""",
+        "=r,r,r",
+        (units, factor),
+        dtype=tl.bfloat16,
+        is_pure=True,
+        pack=2,
+    )
+
+
+@jit
+def e2m1_factor(scale, DTYPE: tl.constexpr):
+    """Convert e8m0 scales to factors of `decode`.
+
+    For bf16 2 ** -126 has to be made up for: the factor of `e2m1` has 2 ** 126, which numbers of 16
+    bits would not hold for scales above 2, and 2 ** -32, which the result makes up for (`finish`).
+    Scales of 2 ** -92 to 2 ** 33 are exact.
+    """
+    if tl.bfloat16 == DTYPE:
+        return (scale + 94 << 7).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    else:
+        return (scale << 23).to(tl.float32, bitcast=True)
+
+
+@jit
+def int4(units, K: tl.constexpr):
+    """Return field K of units, a code of 0 to 15, minus 8 as bf16, two at a time."""
+    return tl.inline_asm_elementwise(
+        f"""{{
+        .reg .b32 bits, one, minus;
+        mov.b32 one, 0x3F803F80;
+        mov.b32 minus, 0xC308C308;
+        shr.u32 bits, $1, {4 * K};
+        lop3.b32 bits, bits, 0x000F000F, 0x43004300, 0xEA;
+        fma.rn.bf16x2 $0, bits, one, minus;
+        }}""",
+        "=r,r",
+        (units,),
+        dtype=tl.bfloat16,
+        is_pure=True,
+        pack=2,
+    )
+
+
+@jit
+def decode(units, factor, K: tl.constexpr, KIND: tl.constexpr, DTYPE: tl.constexpr):
+    """Convert field K of units to DTYPE, without its scale. Codes of int4 and hqq are minus 8.
+
+    factor: mxfp4's of each unit, by `e2m1_factor`. `finish` multiplies the sums of products by what
+    these numbers lack: those of fp8 are 2 ** -8 as large, those of mxfp4 in bf16 2 ** -32.
+    """
+    if KIND == "bf16":
+        return units
+    elif tl.bfloat16 == DTYPE:
+        if KIND == "mxfp4":
+            return e2m1(units, factor, K)
+        elif KIND == "int4" or KIND == "hqq":
+            return int4(units, K)
+        else:
+            byte = shift_right(units, 8) if K else units
+            return signed_bytes(byte) if KIND == "int8" else e4m3(byte)
+    elif KIND == "int8":
+        bits = (units >> 8 * K & 0xFF) ^ 0x6480  # fp16 bits of 1024 + 128 + the number
+        return (bits.to(tl.float16, bitcast=True) - 1152.0).to(DTYPE)
+    elif KIND == "fp8" or KIND == "fp8b":  # bits of an fp16 number, 2 ** -8 as large
+        byte = units >> 8 * K
+        bits = (byte & 0x80) << 8 | (byte & 0x7F) << 7
+        return bits.to(tl.float16, bitcast=True).to(DTYPE)
+    elif KIND == "mxfp4":  # bits of an fp16 number, 2 ** -14 as large
+        code = units >> 4 * K
+        number = ((code & 8) << 12 | (code & 7) << 9).to(tl.float16, bitcast=True)
+        return (number.to(tl.float32) * 16384.0 * factor).to(DTYPE)
+    else:
+        return ((units >> 4 * K & 15) - 8).to(DTYPE)
+
+
+@jit
+def finish(total, scales, KIND: tl.constexpr, DTYPE: tl.constexpr):
+    """Multiply sums of products by what their decoded numbers lack.
+
+    scales: one of each row of int8 or fp8.
+    """
+    if KIND == "int8" or KIND == "fp8":
+        total *= scales
+    if KIND == "fp8" or KIND == "fp8b":
+        total *= 256.0
+    if KIND == "mxfp4" and tl.bfloat16 == DTYPE:
+        total *= 4294967296.0  # `e2m1_factor`
+    return total
+
+
+@jit
+def to_fp32(numbers):
+    """Convert bf16 to fp32, two at a time."""
+    return tl.inline_asm_elementwise(
+        "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xFFFF0000;",
+        "=r,=r,r",
+        (numbers,),
+        tl.float32,
+        is_pure=True,
+        pack=2,
+    )
+
+
+@jit
+def codes_plus_128(units, K: tl.constexpr, BITS: tl.constexpr):
+    """Return 128 + field K of units, a code of 2 or 4 bits, as bf16, two at a time."""
+    return tl.inline_asm_elementwise(
+        f"""{{
+        .reg .b32 bits;
+        shr.u32 bits, $1, {BITS * K};
+        lop3.b32 $0, bits, {(2**BITS - 1) * 65537}, 0x43004300, 0xEA;
+        }}""",
+        "=r,r",
+        (units,),
+        tl.bfloat16,
+        is_pure=True,
+        pack=2,
+    )
+
+
+@jit
+def codes_3_plus_128(units, thirds, K: tl.constexpr):
+    """Return 128 + field K of 2 bits + its third bit as bf16, two at a time."""
+    return tl.inline_asm_elementwise(
+        f"""{{
+        .reg .b32 low, high;
+        shr.u32 low, $1, {2 * K};
+        shr.u32 high, $2, {K // 4 * 8 + K % 4};
+        lop3.b32 low, low, 0x00030003, 0x43004300, 0xEA;
+        lop3.b32 $0, high, 0x00040004, low, 0xEA;
+        }}""",
+        "=r,r,r",
+        (units, thirds),
+        dtype=tl.bfloat16,
+        is_pure=True,
+        pack=2,
+    )
+
+
+@jit
+def decode_hqq(units, thirds, K: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr):
+    """Convert field K of units of 2, 3 or 4 bits to fp32; plus 128 if DTYPE is bf16.
+
+    thirds: the third bits of 3-bit codes. Bit 2 + 8 b + k belongs to field 4 b + k.
+    """
+    if tl.bfloat16 == DTYPE:
+        return to_fp32(
+            codes_3_plus_128(units, thirds, K) if BITS == 3 else codes_plus_128(units, K, BITS)
+        )
+    elif BITS == 3:
+        return (units >> 2 * K & 3 | thirds >> K // 4 * 8 + K % 4 & 4).to(tl.float32)
+    else:
+        return (units >> BITS * K & 2**BITS - 1).to(tl.float32)
