@@ -73,7 +73,7 @@ from ops.plain.rope import rope_frequencies, rope_table
 from ops.products import codes, experts, gemv, grouped, join, operands
 from ops.products.tilings import Tiles
 from ops.ranks import all_reduce
-from ops.step import expert_paging, rows
+from ops.step import expert_paging
 from ops.step.rows import RowMemory, make_planes
 from runtime.fused_attention import FusedDecodeAttention
 from tests.interpreter_bounds import check_bounds
@@ -442,11 +442,8 @@ def placed_differently(policy: str) -> int:
 
 def fetch_code() -> dict[str, int]:
     """Count loads and stores of 16 bytes in the copy's machine code."""
-    kernel, expert_paging._fetch = expert_paging._fetch, Launch()
-    experts, places, host, pool, parts = fetch_case(BLOBS[1])
-    expert_paging.fetch_by_kernel(experts, places, host, pool, parts)
-    launch, expert_paging._fetch = expert_paging._fetch, kernel
-    asm = compiled(kernel, launch).asm["sass"]
+    args = fetch_case(BLOBS[1])
+    asm = launched_code(lambda: expert_paging.fetch_by_kernel(*args))["_fetch"].asm["sass"]
     return {name: asm.count(name) for name in ("LDG.E.128", "STG.E.128")}
 
 
@@ -479,14 +476,11 @@ def moved_rows() -> list[bool]:
 
 def moved_rows_code() -> dict[str, int]:
     """Count loads and stores in the machine code of both moves."""
-    kernel, memory = rows._move, row_memory()
+    memory, text = row_memory(), ""
     memory.planes = make_planes(*memory.views[:2])
-    text = ""
     for exchange in (False, True):
-        rows._move = Launch()
-        memory.move(2, 1, 30, exchange)
-        launch, rows._move = rows._move, kernel
-        text += compiled(kernel, launch).asm["sass"]
+        move = partial(memory.move, 2, 1, 30, exchange)
+        text += launched_code(move)["_move"].asm["sass"]
     return {name: text.count(name) for name in ("LDG.E", "STG.E")}
 
 
