@@ -36,10 +36,11 @@ from model import Transformer
 from models.random_weights import RandomWeights, architecture, first_layers, number_format
 from ops.inductor import configure_inductor
 from ops.products import experts as moe_decode
-from ops.products import router as moe_router
+from ops.products.join import norm_router
 from ops.products.quantized_x import INTEGERS, quantize_token
 from ops.products.tilings import Tiles
 from ops.products.weights import Weight
+from runtime import fused_decode
 from runtime.fused_decode import FusedRunner
 from runtime.loading import check_decode_kernels, load_model
 from runtime.runner import CompiledRunner
@@ -52,7 +53,6 @@ Product = tuple[str, int, int, int]  # kind, rows of the weight, quads of x, loa
 
 choose_tiles = moe_decode.choose_tiles
 down = moe_decode.down
-norm_router = moe_router.norm_router
 
 
 def down_of_integers(x: Tensor, weight: Weight, indices: Tensor | None = None, *rest, **options):
@@ -169,7 +169,7 @@ def measure_fused(model: Transformer, plain: Layers, options: argparse.Namespace
         variants = result["variants"] = {}
         for rows, warps in ROUTERS:
             changed = partial(norm_router, rows=rows, warps=warps)
-            with mock.patch.object(moe_router, "norm_router", changed):
+            with mock.patch.object(fused_decode, "norm_router", changed):
                 variants[f"router of {rows} rows, {warps} warps"] = layers.microseconds()
         result["tilings"] = tuning.tune(layers.microseconds, options.tune)
         result["best_us"] = layers.microseconds()

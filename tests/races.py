@@ -38,7 +38,7 @@ KERNELS = (
     *(
         "_multiply_each",
         "_multiply_sum",
-        "_norm_",
+        "join_tokens",
         "_route",
         "_sort_pairs",
         "_multiply_tiles",

@@ -353,7 +353,7 @@ def broken_kernels(monkeypatch):
     (
         *(
             (FusedRunner, name)
-            for name in ("_multiply_sum", "_multiply_each", "_norm_router", "_attend_token")
+            for name in ("_multiply_sum", "_multiply_each", "join_tokens", "_attend_token")
         ),
         *((FusedRunner, name) for name in ("_multiply_tiles", "_find_best", "_draw", "_grouped")),
         *((CompiledRunner, name) for name in ("_multiply_each", "_grouped")),
