@@ -6,6 +6,7 @@ not.
 
 import gc
 import os
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import torch
@@ -15,8 +16,15 @@ from triton.runtime import interpreter
 LEAST_ADDRESS = 1 << 40  # larger integers are addresses
 
 
+def flattened(values: Iterable) -> Iterator:
+    """Yield the values of nested tuples."""
+    for value in values:
+        yield from flattened(value) if isinstance(value, tuple) else (value,)
+
+
 def reached(values: list) -> list[Tensor]:
     """Return the tensors among a kernel's arguments; if one of these has addresses, all tensors."""
+    values = list(flattened(values))
     tensors = [value for value in values if isinstance(value, Tensor)]
     integers = [value for value in values if type(value) is int]
     integers += [int(t.max()) for t in tensors if t.dtype == torch.int64 and t.numel()]
