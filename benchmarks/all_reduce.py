@@ -32,7 +32,7 @@ from cli.command import command
 from cli.parser import Parser
 from model import weighted_sum
 from ops.declared import Routing
-from ops.products.experts import down
+from ops.products.dense import dense_product
 from ops.products.fixed_join import fixed_add_norm
 from ops.products.join import NormRouter
 from ops.products.weights import plain_weight
@@ -142,12 +142,16 @@ class JoinInputs:
 
     def product(self) -> Tensor:
         """The product of a rank by itself, as fused decode kernels compute it."""
-        return down(self.heads, plain_weight(self.wo))
+        return dense_product(self.heads, plain_weight(self.wo))
 
     def sent(self) -> Tensor | None:
         """The same, sent to all ranks: None. Or y, if it cannot be sent."""
         inbox = inbox_of(self.x)
-        return self.y if inbox is None else down(self.heads, plain_weight(self.wo), send=inbox)
+        return (
+            self.y
+            if inbox is None
+            else dense_product(self.heads, plain_weight(self.wo), send=inbox)
+        )
 
     def before_experts(self, experts: int) -> tuple[Tensor, ...]:
         """What fused decode kernels do between attention and experts: wo, then one kernel."""

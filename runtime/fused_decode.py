@@ -52,7 +52,7 @@ from ops.declared import (
 )
 from ops.inductor import materialize
 from ops.launch import KernelError, compile_only, give_up
-from ops.products import expert_tiles
+from ops.products import dense, expert_tiles
 from ops.products import experts as moe_decode
 from ops.products.few_tokens import down_few
 from ops.products.join import NormRouter, norm_router, norm_tokens
@@ -147,10 +147,10 @@ class FusedAttention:
         projected = x.new_empty(len(x), sum(weight.out for weight, _ in self.inputs))
         parts = projected.split([weight.out for weight, _ in self.inputs], dim=1)
         eps = self.norm.eps
-        normed, norm = moe_decode.norm_apart(x, self.norm.weight, eps)
+        normed, norm = dense.norm_apart(x, self.norm.weight, eps)
         for n, ((weight, bias), part) in enumerate(zip(self.inputs, parts, strict=True)):
             early = n == 1  # then the kernel before the previous one, which writes x, has ended
-            moe_decode.dense(normed, weight, norm, bias=bias, out=part, early=early)
+            dense.dense_product(normed, weight, norm, bias=bias, out=part, early=early)
         projected, attention = projected.view(*context.positions.shape, -1), self.attention
         if not isinstance(attention, FusedDecodeAttention | FusedLatentAttention):
             heads = core(attention, projected, context)
@@ -160,7 +160,7 @@ class FusedAttention:
             heads = core(attention.plain[0], projected, context)
         weight, bias = self.output
         heads = heads.flatten(0, 1).contiguous()
-        return moe_decode.dense(heads, weight, bias=bias, **self.sum.of_product(x))
+        return dense.dense_product(heads, weight, bias=bias, **self.sum.of_product(x))
 
 
 class FusedExperts:
@@ -384,8 +384,8 @@ class FusedHead:
     def forward(self, x: Tensor) -> Tensor:
         """x [1, D], not normed -> fp32 logits [1, V], of which none is rounded to bf16."""
         norm = self.norm
-        scale = moe_decode.Norm(norm.weight, norm.eps)
-        return moe_decode.dense(x, self.weight, scale, dtype=torch.float32)
+        scale = dense.Norm(norm.weight, norm.eps)
+        return dense.dense_product(x, self.weight, scale, dtype=torch.float32)
 
 
 def fused_head(model: Transformer) -> FusedHead | None:

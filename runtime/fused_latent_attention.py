@@ -12,7 +12,7 @@ from ops.attention.few_latent_attention import MAX_QUERIES, attend_latent_tokens
 from ops.attention.latent_decode_attention import attend_latent_token, supports
 from ops.declared import LatentAdditions
 from ops.launch import can_launch
-from ops.products import experts as moe_decode
+from ops.products import dense
 from ops.products.weights import Weight
 
 
@@ -59,5 +59,5 @@ class FusedLatentAttention:
     def project_query(self, q: Tensor, weight: Weight) -> Tensor:
         """q [T, q_rank] -> [T, H * C]: norm and product, in one kernel for up to 8 tokens."""
         norm = self.plain[0].q_norm
-        q, scale = moe_decode.norm_apart(q.contiguous(), norm.weight, norm.eps)
-        return moe_decode.dense(q, weight, scale)
+        q, scale = dense.norm_apart(q.contiguous(), norm.weight, norm.eps)
+        return dense.dense_product(q, weight, scale)

@@ -70,7 +70,7 @@ from ops.declared import AttentionAdditions
 from ops.plain import norms
 from ops.plain.attention import attend, causal_bias
 from ops.plain.rope import rope_frequencies, rope_table
-from ops.products import codes, experts, fixed_join, gemv, grouped, operands
+from ops.products import codes, fixed_join, gemv, grouped, operands, pipeline
 from ops.products.tilings import Tiles
 from ops.ranks import all_reduce
 from ops.step import expert_paging
@@ -296,8 +296,8 @@ def dot4_case(case: tuple, size: float) -> tuple:
 
 def run_dot4(case: tuple, arguments: tuple) -> Tensor:
     """Call the operator's function, with the case's tiles."""
-    tiles = (lambda *_: Tiles(**case[-1])) if case[-1] else experts.choose_tiles
-    with mock.patch.object(experts, "choose_tiles", tiles):
+    tiles = (lambda *_: Tiles(**case[-1])) if case[-1] else pipeline.choose_tiles
+    with mock.patch.object(pipeline, "choose_tiles", tiles):
         return gemv.dot4._init_fn(*arguments)
 
 

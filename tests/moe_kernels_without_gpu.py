@@ -59,12 +59,12 @@ from ops.attention import (
     latent_decode_attention,
 )
 from ops.declared import SWIGLU, Activation, Routing
-from ops.products import codes, expert_tiles, few_tokens, quantized_x
+from ops.products import codes, dense, expert_tiles, few_tokens, quantized_x
 from ops.products import experts as moe_decode
 from ops.products import tilings as moe_tiles
 from ops.products.join import NormRouter, norm_router, receive_norm_router
 from ops.products.routing import route
-from ops.products.weights import Weight, packed_weight, plain_weight
+from ops.products.weights import INTEGERS, Weight, packed_weight, plain_weight
 from ops.ranks.all_reduce import receive_add
 from ops.ranks.mailbox import MAX_DIM, MAX_PROGRAMS, MAX_WORDS, TokenInbox, words_of
 from runtime.fused_attention import FusedDecodeAttention
@@ -205,7 +205,7 @@ def expert_errors(layer: Layer) -> dict[str, float]:
         x, indices = layer.x, layer.indices
         h = moe_decode.multiply_each(x, layer.w13, indices, activation, bias=bias13, **options)
         y = moe_decode.down(given, layer.w2, **experts, **add, **options)
-        if layer.w2.kind in quantized_x.INTEGERS:  # as integers of a kernel of its own: the same
+        if layer.w2.kind in INTEGERS:  # as integers of a kernel of its own: the same
             integers = quantized_x.quantize_token(given, layer.w2, pdl=False)
             same = moe_decode.down(integers, layer.w2, **experts, **add, **options)
             assert torch.equal(same, y), relative(same, y)
@@ -255,10 +255,10 @@ def dense_error(layer: Layer, edge: bool = False) -> float:
     has_norm = case.tokens <= few_tokens.TILE
     bias = layer.bias[0][0, : case.I] if case.biased else None
     out = torch.full((case.tokens, case.I + 24), torch.nan)  # a part of longer rows
-    got = moe_decode.dense(
+    got = dense.dense_product(
         x,
         weight,
-        moe_decode.Norm(norm, 1e-5) if has_norm else None,
+        dense.Norm(norm, 1e-5) if has_norm else None,
         residual=residual,
         bias=bias,
         scale=case.scale,
@@ -336,7 +336,7 @@ def quantized_error(layer: Layer, x: Tensor, before: NormRouter, settings: dict)
     """
     case = layer.case
     w13, _ = layer.weight(case.E + case.shared, 2 * case.I, case.D)
-    if case.tokens > 1 or w13.kind not in quantized_x.INTEGERS:
+    if case.tokens > 1 or w13.kind not in INTEGERS:
         return 0.0
     options = dict(tiles=layer.tiles, pdl=False, dtype=torch.float32)
     plain, scores = norm_router(x, before, **settings)
@@ -355,7 +355,7 @@ def choose(layer: Layer, scores: Tensor, routing) -> tuple[Tensor, Tensor, float
     w13, _ = layer.weight(case.E + case.shared, 2 * case.I, case.D)
     options = dict(tiles=layer.tiles, pdl=False, dtype=torch.float32)
     found, indices, weights = moe_decode.gate_up(layer.x, w13, scores, routing, **options)
-    given = moe_decode.multiply_each(layer.x, w13, indices, **options)
+    given = moe_decode.multiply_each(layer.x, w13, indices, SWIGLU, **options)
     return indices, weights, relative(found, given)
 
 
@@ -695,7 +695,7 @@ def send_part(layer: Layer, inbox, gather: bool, dtype: torch.dtype) -> Tensor |
         return moe_decode.down(h, weight, **experts, bias=bias, **options)
     weight = replace(weight, parts=tuple(part[0] for part in weight.parts))
     bias = None if bias is None else bias[0]
-    return moe_decode.dense(h[:, 0], weight, bias=bias, **options)
+    return dense.dense_product(h[:, 0], weight, bias=bias, **options)
 
 
 def receive_part(
@@ -722,7 +722,7 @@ def receive_part(
     assert indices.item() == -1
     total, normed, scores = results
     errors = {}
-    if weight.kind in quantized_x.INTEGERS:
+    if weight.kind in INTEGERS:
         inbox.calls.sub_(1)  # receive it again
         _, found, _ = receive_norm_router(x, inbox, *settings, weight, pdl=False)
         expected = quantized_x.quantize_token(normed, weight, pdl=False)
@@ -789,9 +789,9 @@ def counts(case: Case) -> dict[str, dict]:
     found = launched_code(gate_up)
     found["gate_up"] = found.pop("_multiply_each")
     found["down"] = launched_code(down)["_multiply_sum"]
-    normed = moe_decode.Norm(norm, 1e-5)
-    dense = launched_code(lambda: moe_decode.dense(x, weight, normed, tiles=tiles))
-    found["dense"] = dense["_multiply_sum"]
+    normed = dense.Norm(norm, 1e-5)
+    product = launched_code(lambda: dense.dense_product(x, weight, normed, tiles=tiles))
+    found["dense"] = product["_multiply_sum"]
     return {name: counts_of(code) for name, code in found.items()}
 
 
@@ -828,10 +828,10 @@ def counts_of_several(case: Case) -> dict[str, dict]:
     for name, launch in launches.items():
         found[name] = code_counts(getattr(SEVERAL_KERNELS[name], name), launch)
     found["down"] = code_counts(expert_tiles._multiply_tiles, downs)
-    with mock.patch.object(few_tokens, "_down_few", dense := Launch()):
+    with mock.patch.object(few_tokens, "_down_few", launch := Launch()):
         weight = replace(layer.dense, parts=tuple(part[0] for part in layer.dense.parts))
-        moe_decode.dense(x, weight, moe_decode.Norm(norm, 1e-5), tiles=few, pdl=True)
-    return found | {"dense": code_counts(few_tokens._down_few, dense)}
+        dense.dense_product(x, weight, dense.Norm(norm, 1e-5), tiles=few, pdl=True)
+    return found | {"dense": code_counts(few_tokens._down_few, launch)}
 
 
 def code_counts(kernel, launch: Launch) -> dict[str, int]:
