@@ -17,14 +17,8 @@ import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor
 
 from ops.inductor import custom_op
-from ops.products.join import (
-    NormRouter,
-    empty_scores,
-    fixed_add_norm,
-    fixed_sandwich,
-    norm_router,
-    receive_norm_router,
-)
+from ops.products.fixed_join import empty_scores, fixed_add_norm, fixed_sandwich
+from ops.products.join import NormRouter, norm_router, receive_norm_router
 from ops.products.quantized_x import QuantizedX
 from ops.products.weights import Weight
 from ops.ranks.all_reduce import WORDS, Inbox, push_all_reduce, receive_add
@@ -65,7 +59,7 @@ def all_reduce_add_norm(
     eps: float,
     router: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """All-reduce y, then add, norm and compute router scores as `ops.products.join.fixed_add_norm`.
+    """All-reduce y, then add, norm and compute router scores as `fixed_join.fixed_add_norm`.
 
     x, y [..., D]. With weights, fp32 [T, A], y is per-expert outputs [T, A, D], which are
     combined first. Return x + scale * sum, its norm, and the scores.
@@ -91,7 +85,7 @@ def all_reduce_sandwich(
     eps: float,
     router: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """All-reduce y [N, ..., D] in one message, then compute `ops.products.join.fixed_sandwich`."""
+    """All-reduce y [N, ..., D] in one message, then compute `fixed_join.fixed_sandwich`."""
     y = _all_reduce(y, None, y)
     return fixed_sandwich(x, y, branch_weights, weight, scalar, next_weight, eps, router)
 

@@ -73,10 +73,10 @@ from ops.declared import AttentionAdditions
 from ops.plain import norms
 from ops.plain.attention import attend, causal_bias
 from ops.plain.rope import rope_frequencies, rope_table
-from ops.products import codes, gemv, grouped, join, operands, pipeline
+from ops.products import codes, fixed_join, gemv, grouped, operands, pipeline
 from ops.products.tilings import Tiles
 from ops.ranks import all_reduce
-from ops.step import expert_paging, rows
+from ops.step import expert_paging
 from ops.step.rows import RowMemory, make_planes
 from runtime.fused_attention import FusedDecodeAttention
 from tests.interpreter_bounds import check_bounds
@@ -445,11 +445,8 @@ def placed_differently(policy: str) -> int:
 
 def fetch_code() -> dict[str, int]:
     """Count loads and stores of 16 bytes in the copy's machine code."""
-    kernel, expert_paging._fetch = expert_paging._fetch, Launch()
-    experts, places, host, pool, parts = fetch_case(BLOBS[1])
-    expert_paging.fetch_by_kernel(experts, places, host, pool, parts)
-    launch, expert_paging._fetch = expert_paging._fetch, kernel
-    asm = compiled(kernel, launch).asm["sass"]
+    args = fetch_case(BLOBS[1])
+    asm = launched_code(lambda: expert_paging.fetch_by_kernel(*args))["_fetch"].asm["sass"]
     return {name: asm.count(name) for name in ("LDG.E.128", "STG.E.128")}
 
 
@@ -482,14 +479,11 @@ def moved_rows() -> list[bool]:
 
 def moved_rows_code() -> dict[str, int]:
     """Count loads and stores in the machine code of both moves."""
-    kernel, memory = rows._move, row_memory()
+    memory, text = row_memory(), ""
     memory.planes = make_planes(*memory.views[:2])
-    text = ""
     for exchange in (False, True):
-        rows._move = Launch()
-        memory.move(2, 1, 30, exchange)
-        launch, rows._move = rows._move, kernel
-        text += compiled(kernel, launch).asm["sass"]
+        move = partial(memory.move, 2, 1, 30, exchange)
+        text += launched_code(move)["_move"].asm["sass"]
     return {name: text.count(name) for name in ("LDG.E", "STG.E")}
 
 
@@ -551,7 +545,7 @@ def fixed_errors() -> dict[str, float]:
         ):
             for T, rows_of in ((1, rows), (3, rows), (3, None)):
                 parts = x[:T].as_subclass(OnCuda), y[:T].as_subclass(OnCuda)
-                got = join.fixed_add_norm(*parts, 0.5, weight, bias, 1e-5, rows_of)
+                got = fixed_join.fixed_add_norm(*parts, 0.5, weight, bias, 1e-5, rows_of)
                 total = x[:T] + 0.5 * y[:T]
                 normed = norm(total, (D,), weight, *(() if bias is None else (bias,)), 1e-5)
                 want = total, normed, total.new_empty(0) if rows_of is None else normed @ rows.T
@@ -583,7 +577,7 @@ def fixed_errors() -> dict[str, float]:
 
 
 def sandwich_errors() -> dict[str, float]:
-    """Return relative errors of `ops.products.join.fixed_sandwich` against PyTorch."""
+    """Return relative errors of `ops.products.fixed_join.fixed_sandwich` against PyTorch."""
     found = {}
     for D, tokens, branches in ((2816, 1, 2), (2816, 1, 1), (64, 3, 2)):
         x, y, router = torch.randn(tokens, D), torch.randn(branches, tokens, D), torch.randn(7, D)
@@ -592,7 +586,7 @@ def sandwich_errors() -> dict[str, float]:
         of_branches = of_each if branches > 1 else None
         for given in ((scalar, after, None), (None, None, router), (scalar, None, router)):
             rest = of_branches, weight, *given[:2], 1e-6, given[2]
-            got = join.fixed_sandwich(x.as_subclass(OnCuda), y, *rest)
+            got = fixed_join.fixed_sandwich(x.as_subclass(OnCuda), y, *rest)
             want = norms.sandwich(x, y, *rest)
             got, want = (
                 torch.cat([*map(torch.flatten, some)]).as_subclass(Tensor) for some in (got, want)
@@ -616,21 +610,21 @@ def fixed_code() -> dict[str, dict[str, int]]:
         torch.randn(8, 6144, dtype=torch.bfloat16),
     )
     cases = {
-        "fixed_add_norm": (join.fixed_add_norm, (x, x, 1.0, weight[0], None, 1e-5, None)),
+        "fixed_add_norm": (fixed_join.fixed_add_norm, (x, x, 1.0, weight[0], None, 1e-5, None)),
         "fixed_add_norm with scores": (
-            join.fixed_add_norm,
+            fixed_join.fixed_add_norm,
             (x, x, 1.0, weight[0], None, 1e-5, weight),
         ),
         "fixed_add_norm, wide, with scores": (
-            join.fixed_add_norm,
+            fixed_join.fixed_add_norm,
             (wide, wide, 1.0, wide[0], None, 1e-5, wide_rows),
         ),
         "fixed_sandwich": (
-            join.fixed_sandwich,
+            fixed_join.fixed_sandwich,
             (x, weight[:2, None], weight[:2], weight[0], weight[0, :1], weight[0], 1e-6, None),
         ),
         "fixed_add_norm with many scores": (
-            join.fixed_add_norm,
+            fixed_join.fixed_add_norm,
             (x, x, 1.0, weight[0], None, 1e-5, many),
         ),
     }

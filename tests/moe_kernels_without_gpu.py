@@ -747,7 +747,7 @@ def reduction_code() -> dict[str, dict[str, int]]:
         int4 = Weight((torch.zeros(1, 1, D // 8, dtype=torch.int32),), "int4", 32)
         before = NormRouter(x[0], 1e-5, router, routing)
         args = partial(receive_norm_router, x, inbox, 1.0, before, indices, int4)
-        found[f"{name} over {ranks}"] = counts_of(launched_code(args)["_join"])
+        found[f"{name} over {ranks}"] = counts_of(launched_code(args)["join_tokens"])
         code = launched_code(partial(receive_add, x, inbox, 1.0))
         found[f"{name}, sum over {ranks}"] = counts_of(code["_receive_add"])
     return found

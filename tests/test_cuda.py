@@ -351,7 +351,7 @@ def broken_kernels(monkeypatch):
 @pytest.mark.parametrize(
     ("runner", "kernel"),
     (
-        *((FusedRunner, name) for name in ("_multiply_sum", "_multiply_each", "_norm_router")),
+        *((FusedRunner, name) for name in ("_multiply_sum", "_multiply_each", "join_tokens")),
         (FusedRunner, "attend_kernel"),
         *((FusedRunner, name) for name in ("_multiply_tiles", "_find_best", "_draw", "_grouped")),
         *((CompiledRunner, name) for name in ("_multiply_each", "_grouped")),

@@ -1,4 +1,4 @@
-"""Residual add + norm + router scores in PyTorch: the reference of ops/products/join.py."""
+"""Residual add + norm + router scores in PyTorch: the reference of ops/products/fixed_join.py."""
 
 from functools import partial
 
@@ -16,7 +16,7 @@ def add_norm(
     eps: float,
     router: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return x + scale * y [..., D], its norm, router scores: `join.fixed_add_norm`."""
+    """Return x + scale * y [..., D], its norm, router scores: `fixed_join.fixed_add_norm`."""
     total = torch.add(x, y, alpha=scale)
     norm = F.rms_norm if bias is None else partial(F.layer_norm, bias=bias)
     normed = norm(total.to(weight.dtype), weight.shape, weight=weight, eps=eps)
@@ -34,7 +34,7 @@ def sandwich(
     eps: float,
     router: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (x + norm(y)) * scalar, its norm, and router scores: `join.fixed_sandwich`."""
+    """Return (x + norm(y)) * scalar, its norm, and router scores: `fixed_join.fixed_sandwich`."""
     norm, parts = partial(F.rms_norm, normalized_shape=x.shape[-1:], eps=eps), y.unbind()
     if branch_weights is not None:
         pairs = zip(parts, branch_weights, strict=True)

@@ -1,20 +1,19 @@
 """The kernel between two products: [x + what is added] + norm + [router scores] + [integers].
 
-`_join` has compile-time cases, which launchers name:
+`join_tokens` has compile-time cases, which launchers name:
 
     norm_router           x is given; scores. One GPU
     norm_tokens           x is given; no scores: more tokens than a product norms by itself
     receive_norm_router   x + the messages of all ranks (ops/ranks/mailbox.py); scores
-    fixed_add_norm        x + y; scores or none. Several GPUs, compiled blocks
+    fixed_add_norm        x + y; scores or none: compiled blocks, ops/products/fixed_join.py
     fixed_sandwich        the same of normed branches: Gemma 4
 
 All ranks must compute the same bits, or they choose different experts where two scores are nearly
 equal. Inductor finds tile shapes by timing, on each rank separately, so a norm or product that it
-compiles may differ between ranks in the last bits. `_join` has fixed shapes instead, and adds
+compiles may differ between ranks in the last bits. `join_tokens` has fixed shapes instead, and adds
 messages in the order of ranks.
 
-One token's norm is quantized here, once for all programs of the experts' first product
-(ops/products/quantized_x.py).
+One token's norm is quantized here, once for all programs of the experts' first product.
 
 Letters: T tokens, D model dim, E experts, N scores of a token: E, and the shared experts' gate.
 """
@@ -22,16 +21,14 @@ Letters: T tokens, D model dim, E experts, N scores of a token: E, and the share
 # ruff: noqa: RUF005  (Triton adds tuples, but does not unpack them)
 from __future__ import annotations  # annotations of kernels name triton, which may be absent
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ops.declared import Routing
-from ops.launch import await_previous, can_launch, jit, launch, tl, triton
-from ops.plain import norms
+from ops.launch import await_previous, jit, launch, tl, triton
 from ops.products.operands import load_x
 from ops.products.quantized_x import QuantizedX, empty_quantized, store_quads
 from ops.products.routing import check_router, sigmoid
@@ -97,7 +94,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Join:
-    """Settings of `_join`."""
+    """Settings of `join_tokens`."""
 
     D: int
     eps: float
@@ -265,7 +262,7 @@ def _store_quantized(raw, scales, factor, results, dtype: tl.constexpr, l: tl.co
 #
 # The result of a norm is rounded like what the norm reads: the next layer reads the rounded sum.
 @jit
-def _join(x, added, norm, offset, router, results, s: tl.constexpr, PDL: tl.constexpr):
+def join_tokens(x, added, norm, offset, router, results, s: tl.constexpr, PDL: tl.constexpr):
     D: tl.constexpr = s.D
     BLOCK: tl.constexpr = s.block
     ROWS: tl.constexpr = s.rows
@@ -364,17 +361,16 @@ class NormRouter:
         """The kernel's tensors."""
         return Router(self.rows, self.bias, self.routing.score_bias)
 
-    @property
-    def score_rows(self) -> int:
-        """Rows of scores that a token has."""
-        return 1 + (self.routing.score_bias is not None)
+    def empty_scores(self, *shape: int) -> Tensor:
+        """Return scores of tokens, to be filled: fp32 [*shape, 1 or 2, N]."""
+        rows = 1 + (self.routing.score_bias is not None)
+        return self.rows.new_empty(*shape, rows, len(self.rows), dtype=torch.float32)
 
     def check(self, x: Tensor) -> None:
         """Raise ValueError for x [T, D] or weights that the kernel does not take."""
         N, D = self.rows.shape
-        if x.ndim != 2 or x.shape[1] != D or self.norm.shape != (D,):
-            shapes = list(x.shape), list(self.norm.shape)
-            raise ValueError(f"x {shapes[0]}, norm {shapes[1]} and a router of width {D}")
+        if x.shape[1:] != (D,) or self.norm.shape != (D,):
+            raise ValueError(f"x {list(x.shape)} or its norm for a router of width {D}")
         check_router(N - self.routing.gated, D, self.routing)
 
     def settings(self, rows: int, **others) -> Join:
@@ -401,9 +397,8 @@ def empty_norm(
 
 def results_of(normed: Tensor | QuantizedX, **others: Tensor | None) -> Results:
     """Return where to store: `normed`, and the other fields."""
-    if isinstance(normed, QuantizedX):
-        return Results(normed.operands, units=normed.units, **others)
-    return Results(normed, **others)
+    found = (normed, None) if isinstance(normed, Tensor) else (normed.operands, normed.units)
+    return Results(found[0], units=found[1], **others)
 
 
 def rows_of(N: int, T: int) -> int:
@@ -414,20 +409,11 @@ def rows_of(N: int, T: int) -> int:
     return next((rows for rows in (4, 2) if T > 1 and N * T // rows >= MANY_PROGRAMS), 1)
 
 
-def divide_scores(N: int) -> tuple[int, int]:
-    """Return programs and scores of each, a power of two, where all programs run at once."""
+def divide_token(N: int, D: int) -> tuple[int, int, int]:
+    """Return programs that run at once, and the scores and numbers of a token that each stores."""
     rows = triton.next_power_of_2(triton.cdiv(N, MAX_PROGRAMS))
-    return triton.cdiv(N, rows), rows
-
-
-def share_of(D: int, programs: int) -> int:
-    """Return how many of a token's D numbers each of several programs stores: 16 bytes or more."""
-    return max(8, triton.next_power_of_2(triton.cdiv(D, programs)))
-
-
-def warps_of(D: int, ranks: int) -> int:
-    """Return the warps of a program that receives."""
-    return 4 if words_of(D, ranks) <= 4096 else 8
+    programs = triton.cdiv(N, rows)
+    return programs, rows, max(8, triton.next_power_of_2(triton.cdiv(D, programs)))  # 16 bytes
 
 
 def norm_router(
@@ -454,22 +440,21 @@ def norm_router(
     N, T = len(before.rows), len(x)
     rows = rows or rows_of(N, T)
     programs = triton.cdiv(N, rows)
-    scores = torch.empty(T, before.score_rows, N, dtype=torch.float32, device=x.device)
     normed, layout = empty_norm(x, weight, programs, warps)
-    results = results_of(normed, scores=scores, indices=indices)
+    results = results_of(normed, scores=before.empty_scores(T), indices=indices)
     pairs = 0 if indices is None else indices.shape[1]
     s = before.settings(rows, many=T > 1, pairs=pairs, layout=layout)
     grid = (programs,) if T == 1 else (programs, T)
     tensors = x, Added(), before.norm, None, before.router, results
-    launch(_join, grid, *tensors, settings=s, warps=warps, pdl=pdl)
-    return normed, scores
+    launch(join_tokens, grid, *tensors, settings=s, warps=warps, pdl=pdl)
+    return normed, results.scores
 
 
 def norm_tokens(x: Tensor, norm: Tensor, eps: float, pdl: bool | None = None) -> Tensor:
     """Return the RMS norm of x [T, D], as `RMSNorm`."""
     normed, (T, D) = torch.empty_like(x), x.shape
     tensors = x, Added(), norm, None, Router(), Results(normed)
-    launch(_join, (T,), *tensors, settings=Join(D, eps), warps=8, pdl=pdl)
+    launch(join_tokens, (T,), *tensors, settings=Join(D, eps), warps=8, pdl=pdl)
     return normed
 
 
@@ -492,14 +477,14 @@ def receive_norm_router(
     """
     before.check(x)
     N, D = before.rows.shape
-    programs, rows = divide_scores(N)
-    warps, total = warps_of(D, len(inbox.slots)), torch.empty_like(x)
+    programs, rows, share = divide_token(N, D)
+    warps, total = 4 if words_of(D, len(inbox.slots)) <= 4096 else 8, torch.empty_like(x)
     normed, layout = empty_norm(x, weight, programs, warps)
-    scores = torch.empty(before.score_rows, N, dtype=torch.float32, device=x.device)
+    scores = before.empty_scores()
     results = results_of(normed, total=total, scores=scores, indices=indices)
     s = before.settings(
         rows,
-        share=share_of(D, programs),
+        share=share,
         pairs=indices.shape[1],
         scale=scale,
         messages=messages_of(inbox),
@@ -507,89 +492,5 @@ def receive_norm_router(
     )
     added = Added(inbox.memory, inbox.calls)
     tensors = x, added, before.norm, None, before.router, results
-    launch(_join, (programs,), *tensors, settings=s, warps=warps, pdl=pdl)
+    launch(join_tokens, (programs,), *tensors, settings=s, warps=warps, pdl=pdl)
     return total, normed, scores
-
-
-# Residual add + norm of compiled blocks -----------------------------------------------------------
-
-
-def empty_scores(x: Tensor, router: Tensor | None) -> Tensor:
-    """x [..., D], router [E, D] -> uninitialized scores [T, E]; [0] without a router."""
-    if router is None:
-        return x.new_empty(0)
-    return x.new_empty(x.numel() // x.shape[-1], router.shape[0])
-
-
-def _join_fixed(
-    x: Tensor,
-    added: Added,
-    norm: tuple[Tensor | None, Tensor | None, float],
-    router: Tensor | None,
-    scale: float = 1.0,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Launch `_join` for x [..., D] -> sum, norm, scores. norm: weight, bias, eps.
-
-    cuBLAS computes the scores of several tokens: it chooses its kernels by shapes alone, hence the
-    same on all ranks.
-    """
-    D, (weight, bias, eps) = x.shape[-1], norm
-    tokens, branches = x.numel() // D, added.y.numel() // x.numel()
-    total, normed, scores = torch.empty_like(x), torch.empty_like(x), empty_scores(x, router)
-    s, programs, found = Join(D, eps, scale=scale, branches=branches), tokens, Router()
-    results = Results(normed, total)
-    if router is not None and tokens == 1:
-        programs, rows = divide_scores(len(router))
-        N, share = len(router), share_of(D, programs)
-        s = replace(s, N=N, E=N, rows=rows, share=share)
-        found, results = Router(router), Results(normed, total, scores=scores)
-    launch(_join, (programs,), x, added, weight, bias, found, results, settings=s, warps=8)
-    if router is not None and tokens > 1:
-        scores = F.linear(normed.view(-1, D), router)
-    return total, normed, scores
-
-
-def fixed_add_norm(
-    x: Tensor,
-    y: Tensor,
-    scale: float,
-    weight: Tensor,
-    bias: Tensor | None,
-    eps: float,
-    router: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Add x + scale * y [..., D], norm the sum and compute router scores from it.
-
-    The norm is `F.rms_norm`, with a bias `F.layer_norm`. router [E, D] gives scores [T, E]; None
-    gives [0]. Return the sum, the norm and the scores, bitwise identical on all GPUs of one kind.
-    """
-    if x.shape != y.shape:
-        raise ValueError(f"y {list(y.shape)} is not like x {list(x.shape)}")
-    if not can_launch(x):
-        return norms.add_norm(x, y, scale, weight, bias, eps, router)
-    added = Added(y=y.contiguous())
-    return _join_fixed(x.contiguous(), added, (weight, bias, eps), router, scale)
-
-
-def fixed_sandwich(
-    x: Tensor,
-    y: Tensor,
-    branch_weights: Tensor | None,
-    weight: Tensor,
-    scalar: Tensor | None,
-    next_weight: Tensor | None,
-    eps: float,
-    router: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Norm a sublayer's output, add it to x, norm the sum and compute router scores from it.
-
-    x [..., D]. y [B, ..., D]: with several branches, y is the sum of their norms, whose weights are
-    branch_weights [B, D]. Return (x + norm(y)) * scalar [1], its norm by next_weight [D], and
-    router scores [T, E], all bitwise identical on all GPUs of one kind. None: no such factor.
-    """
-    if x.shape != y.shape[1:]:
-        raise ValueError(f"branches of y {list(y.shape)} are not like x {list(x.shape)}")
-    if not can_launch(x):
-        return norms.sandwich(x, y, branch_weights, weight, scalar, next_weight, eps, router)
-    added = Added(y=y.contiguous(), branch_norms=branch_weights, norm=weight, scalar=scalar)
-    return _join_fixed(x.contiguous(), added, (next_weight, None, eps), router)
