@@ -37,7 +37,7 @@ from ops.plain.attention import (
 )
 from ops.plain.rope import rope_frequencies, rope_table, rotate
 from ops.plain.topk import top_k
-from ops.products.grouped import grouped_mm
+from ops.products.prompt import grouped_mm
 
 # Up to this cache length, reading the whole cache is faster than finding the blocks in use.
 SHORT_CACHE = 1024

@@ -1,4 +1,4 @@
-"""Speed of products of several tokens: ops/products/few_tokens.py and ops/products/expert_tiles.py in many tilings.
+"""Speed of products of several tokens in many tilings.
 
     python benchmarks/few_tokens.py --json few_tokens.json
 
@@ -33,7 +33,8 @@ from ops.products.expert_tiles import (
     multiply_tiles,
     sort_pairs,
 )
-from ops.products.few_tokens import TILE, FewTiles, choose_few_tiles, down_few
+from ops.products.few_tokens import FewTiles, choose_few_tiles, down_few
+from ops.products.fragments import TILE
 
 TOKENS = (5, 8, 32, 64)
 TILINGS = (  # rows, warps, depth
@@ -163,8 +164,8 @@ class Product:
         """Return tilings by name: the default, and others."""
         weight, case = self.weights.kernel, self.case
         if case.E:
-            loads = 2 if case.product == "gate_up" else 1
-            default = choose_few(weight, loads, choose_tile(case.E, tokens * case.A))
+            tile = choose_tile(case.E, tokens * case.A)
+            default = choose_few(weight, case.product == "gate_up", tile)
         else:
             default = choose_few_tiles(weight, tokens)
         found = {f"default: {default}": default}

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from formats.words import interleave
 from ops.inductor import materialize
-from ops.products.grouped import grouped_run
+from ops.products.prompt import grouped_run
 
 Parts = dict[str, Tensor]
 Layout = dict[str, tuple[tuple[int, ...], torch.dtype]]  # part -> its shape and dtype
@@ -114,7 +114,7 @@ class Format:
         return self.group
 
     def grouped_order(self, x: Tensor, group: int) -> Tensor:
-        """Reorder x [..., in] along `in` as ops.products.grouped unpacks this format's weights.
+        """Reorder x [..., in] along `in` as ops.products.prompt unpacks this format's weights.
 
         A word is two units of 16 bits. The kernel unpacks `run` neighboring units side by side:
         their first fields, then their second fields, and so on.

@@ -21,7 +21,7 @@ from model import ExpertLinear, Linear, Transformer, swiglu
 from ops.inductor import custom_op, materialize
 from ops.launch import can_launch, try_kernels
 from ops.products.gemv import dot4, dot4_supports
-from ops.products.grouped import GROUPED, grouped_gemm, grouped_mm
+from ops.products.prompt import GROUPED, grouped_gemm, grouped_mm
 from ops.products.weights import BITS, Weight, packed_weight
 
 # Products
@@ -389,7 +389,7 @@ IMPLEMENTATIONS = (
         run=gated_split,
     ),
     Implementation(
-        "ops.products.grouped",
+        "ops.products.prompt",
         ROWS,
         "cuda",
         formats=lambda format: format.kind is not None,
@@ -398,7 +398,7 @@ IMPLEMENTATIONS = (
         reorders_x=True,
     ),
     Implementation(
-        "unpack all experts, then ops.products.grouped.grouped_mm",
+        "unpack all experts, then ops.products.prompt.grouped_mm",
         ROWS,
         "cuda",
         computes="weight[expert of the row] @ x",

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from model import COUNTING_SORT_MAX_TOKENS, Block, Chunk, Context, Runner, Transformer
 from ops.launch import KernelError, broken, can_launch, give_up
-from ops.products.grouped import GROUPED
+from ops.products.prompt import GROUPED
 from runtime.sampling import make_sample_step
 
 SHORT_CHUNK = COUNTING_SORT_MAX_TOKENS  # tokens of a short prompt that run at once

@@ -73,7 +73,8 @@ from ops.declared import AttentionAdditions
 from ops.plain import norms
 from ops.plain.attention import attend, causal_bias
 from ops.plain.rope import rope_frequencies, rope_table
-from ops.products import codes, fixed_join, gemv, grouped, operands, pipeline
+from ops.products import codes, fixed_join, gemv, operands, pipeline
+from ops.products.prompt import grouped_gemm
 from ops.products.tilings import Tiles
 from ops.ranks import all_reduce
 from ops.step import expert_paging
@@ -149,9 +150,7 @@ def plain_error(sizes: tuple[int, ...], out: int, width: int, dtype: torch.dtype
         torch.randn(len(sizes), out, width).to(dtype),
     )
     ends = torch.tensor(sizes).cumsum(0).int()
-    got = grouped.grouped_gemm(
-        x, ends, {"codes": weight}, "plain", 8 * x.element_size(), 1
-    ).double()
+    got = grouped_gemm(x, ends, {"codes": weight}, "plain", 8 * x.element_size(), 1).double()
     pairs = zip(x.double().split(sizes), weight.double(), strict=True)
     want = torch.cat([rows @ matrix.T for rows, matrix in pairs])
     return ((got - want).norm() / want.norm()).item()
@@ -240,12 +239,10 @@ def grouped_code(name: str, experts: int, rows: int, dtype: torch.dtype) -> dict
 
     An MMA has a number of columns, and its left operand in registers or in shared memory.
     """
-    kernel, grouped._grouped = grouped._grouped, Launch()
     group = FORMATS[name].choose_group(1024, None)
     x, ends, parts = case(name, (rows,) * experts, 192, 1024, dtype, group)
-    grouped.grouped_gemm(x, ends, parts, FORMATS[name].kind, FORMATS[name].bits, group)
-    launch, grouped._grouped = grouped._grouped, kernel
-    found = compiled(kernel, launch)
+    given = x, ends, parts, FORMATS[name].kind, FORMATS[name].bits, group
+    found = launched_code(lambda: grouped_gemm(*given))["_grouped"]
     products = re.findall(r"HG?MMA\.(?:64x)?(\d+)\S+ R\d+, (\w+)", found.asm["sass"])
     return {
         "bytes": len(found.asm["cubin"]),
@@ -354,12 +351,6 @@ def twin(word, x_even, x_odd, even, odd):
     codes = fields(word, np.uint8)
     even = add_dot(even, codes & 0x0F, fields(x_even, np.int16))
     return even, add_dot(odd, codes & 0xF0, fields(x_odd, np.int16))
-
-
-@triton.jit
-def down_twin(units, COUNT: tl.constexpr):
-    """Replace `grouped._shift_right`, which is inline assembly."""
-    return units >> COUNT
 
 
 def e2m1_twin(word, x_low, x_high, low, high, *table):
@@ -1253,7 +1244,6 @@ def dot4_codes() -> dict[str, dict[str, int]]:
 
 
 def grouped_errors() -> dict[str, float]:
-    grouped._shift_right = down_twin
     cases = [*itertools.product(SHAPES, (torch.float32, torch.float16))]
     found = {
         f"{name}, {shape}, {dtype}": error(name, *SHAPES[shape], dtype, GROUPS[name])
@@ -1271,7 +1261,6 @@ def grouped_errors() -> dict[str, float]:
 
 def grouped_diagonal_errors() -> dict[str, float]:
     """Return the errors of one shape and dtype for each format, and of plain weights."""
-    grouped._shift_right = down_twin
     cases = itertools.cycle(itertools.product((torch.float16, torch.float32), SHAPES))
     found = {
         f"{name}, {shape}, {dtype}": error(name, *SHAPES[shape], dtype, GROUPS[name])

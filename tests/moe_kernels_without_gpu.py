@@ -56,7 +56,7 @@ from ops.attention import (
     gqa_kernels,
 )
 from ops.declared import SWIGLU, Activation, Routing
-from ops.products import codes, dense, expert_tiles, few_tokens, quantized_x
+from ops.products import codes, dense, expert_tiles, few_tokens, fragments, quantized_x
 from ops.products import experts as moe_decode
 from ops.products import tilings as moe_tiles
 from ops.products.join import NormRouter, norm_router, receive_norm_router
@@ -113,13 +113,13 @@ def bytes_twin(word, x, total):
 
 @triton.jit
 def dot_twin(a, b, total):
-    """Replace `few_tokens._dot`: the interpreter multiplies bf16 bits as integers."""
+    """Replace `fragments._dot`: the interpreter multiplies bf16 bits as integers."""
     return tl.dot(a.to(tl.float32), b.to(tl.float32), total, input_precision="ieee")
 
 
 @triton.jit
 def norm_twin(x, norm):
-    """Replace `few_tokens._multiply_bf16`."""
+    """Replace `fragments._multiply_bf16`."""
     product = x.to(tl.float32) * norm.to(tl.float32)
     first = product.to(tl.bfloat16)
     return first, (product - first.to(tl.float32)).to(tl.bfloat16)
@@ -225,17 +225,13 @@ def several_tokens(
 ) -> tuple[Tensor, Tensor]:
     """Return h [T * A, I], and the sum over experts of the products of `given` [T, A, I]."""
     case, last, (bias13, bias2) = layer.case, layer.last, layer.bias
-    P, indices, options = (
-        case.tokens * case.A,
-        layer.indices,
-        dict(tiles=layer.few_tiles, pdl=False),
-    )
-    order = expert_tiles.sort_pairs(indices, case.E, last, pdl=False)
+    P, tiles = case.tokens * case.A, layer.few_tiles
+    order = expert_tiles.sort_pairs(layer.indices, case.E, last)
     h, parts = torch.full((P, case.I), torch.nan), torch.full((P, case.D), torch.nan)
     multiply = expert_tiles.multiply_tiles
-    multiply(layer.x, layer.w13, order, h, activation, bias=bias13, **options)
-    multiply(given.flatten(0, 1), layer.w2, order, parts, None, layer.routing, bias2, **options)
-    sums = (residual, case.scale, last, False)
+    multiply(layer.x, layer.w13, order, h, activation, bias=bias13, tiles=tiles)
+    multiply(given.flatten(0, 1), layer.w2, order, parts, None, layer.routing, bias2, tiles)
+    sums = (residual, case.scale, last)
     return h, expert_tiles.combine(parts, case.A, torch.float32, *sums)
 
 
@@ -420,8 +416,6 @@ def as_on_a_gpu() -> Iterator[None]:
         for kind in (FusedDecodeAttention, FusedLatentAttention):
             takes = lambda self, qkv, _: self.supported and qkv.shape[1] <= 64  # noqa: E731
             stack.enter_context(mock.patch.object(kind, "takes", takes))
-        for module in (few_tokens, expert_tiles):
-            stack.enter_context(mock.patch.object(module, "supports_pdl", lambda x: False))
         stack.enter_context(mock.patch.object(gqa_kernels, "keep_layout", unchanged))
         yield
 
@@ -784,43 +778,33 @@ def counts(case: Case) -> dict[str, dict]:
     return {name: counts_of(code) for name, code in found.items()}
 
 
-SEVERAL_KERNELS = {
-    "_sort_pairs": expert_tiles,
-    "_multiply_tiles": expert_tiles,
-    "_combine": expert_tiles,
-}
-
-
 def counts_of_several(case: Case) -> dict[str, dict]:
     """Do what `counts` does for several tokens; "down" is the second `_multiply_tiles`."""
-    layer, found, T = Layer(case), {}, case.tokens
-    x, D, few = layer.x.bfloat16(), case.D, layer.few_tiles
-    h, router = x.new_empty(T, case.A, case.I), x.new_empty(case.E, D)
-    norm, downs = x.new_empty(D), Launch()
-    launches = {name: Launch() for name in SEVERAL_KERNELS}
-    with ExitStack() as stack:
-        for name, module in SEVERAL_KERNELS.items():
-            stack.enter_context(mock.patch.object(module, name, launches[name]))
-        scores = layer.normal(T, 1, case.E)
+    layer, T, D = Layer(case), case.tokens, case.D
+    x, tiles = layer.x.bfloat16(), layer.few_tiles
+    h, router = x.new_empty(T * case.A, case.I), x.new_empty(case.E, D)
+    norm, parts = x.new_empty(D), x.new_empty(T * case.A, D, dtype=torch.float32)
+    weight = replace(layer.dense, parts=tuple(part[0] for part in layer.dense.parts))
+
+    def sort() -> expert_tiles.PairTiles:
+        return expert_tiles.sort_pairs(layer.indices, case.E, layer.last)
+
+    def all_but_down() -> None:
         routing = Routing(case.A, case.norm_topk)
-        indices, weights = layer.indices, layer.routing
-        order = expert_tiles.sort_pairs(indices, case.E, layer.last, pdl=True)
-        h, parts = h.flatten(0, 1), x.new_empty(T * case.A, D, dtype=torch.float32)
-        options = dict(tiles=few, pdl=True)
-        expert_tiles.multiply_tiles(x, layer.w13, order, h, SWIGLU, **options)
-        with mock.patch.object(expert_tiles, "_multiply_tiles", downs):
-            expert_tiles.multiply_tiles(h, layer.w2, order, parts, None, weights, **options)
-        expert_tiles.combine(parts, case.A, x.dtype, x, last=layer.last, pdl=True)
-    before = NormRouter(norm, 1e-5, router, routing)
-    joined = launched_code(lambda: (norm_router(x, before), route(scores, routing)))
-    found |= {name: counts_of(code) for name, code in joined.items()}
-    for name, launch in launches.items():
-        found[name] = code_counts(getattr(SEVERAL_KERNELS[name], name), launch)
-    found["down"] = code_counts(expert_tiles._multiply_tiles, downs)
-    with mock.patch.object(few_tokens, "_down_few", launch := Launch()):
-        weight = replace(layer.dense, parts=tuple(part[0] for part in layer.dense.parts))
-        dense.dense_product(x, weight, dense.Norm(norm, 1e-5), tiles=few, pdl=True)
-    return found | {"dense": code_counts(few_tokens._down_few, launch)}
+        norm_router(x, NormRouter(norm, 1e-5, router, routing))
+        route(layer.normal(T, 1, case.E), routing)
+        expert_tiles.multiply_tiles(x, layer.w13, sort(), h, SWIGLU, tiles=tiles)
+        expert_tiles.combine(parts, case.A, x.dtype, x, last=layer.last)
+        y = h[:T, : weight.out]
+        dense.dense_product(x, weight, dense.Norm(norm, 1e-5), out=y, tiles=tiles)
+
+    def down() -> None:
+        expert_tiles.multiply_tiles(h, layer.w2, sort(), parts, None, layer.routing, tiles=tiles)
+
+    found = launched_code(all_but_down)
+    found["dense"] = found.pop("_down_few")
+    found["down"] = launched_code(down)["_multiply_tiles"]
+    return {name: counts_of(code) for name, code in found.items()}
 
 
 def code_counts(kernel, launch: Launch) -> dict[str, int]:
@@ -856,7 +840,7 @@ def main() -> int:
         moe_tiles.RESIDENT, Weight.multiprocessors = 12, 1
         replace_four_bits()
         codes._add_bytes = bytes_twin
-        few_tokens._dot, few_tokens._multiply_bf16 = dot_twin, norm_twin
+        fragments._dot, fragments._multiply_bf16 = dot_twin, norm_twin
         layers = [layer_errors(*pair) for pair in given.get("layers", ())]
         models = [model_error(*pair) for pair in given.get("models", ())]
         found = {"cases": [errors(case) for case in cases], "layers": layers, "models": models}

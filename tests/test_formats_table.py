@@ -92,7 +92,7 @@ def expert_linear(name: str, bias: bool = False) -> PackedExpertLinear:
 KERNEL, DOT = "ops.products.gemv", "Format.dot"
 FUSED, THEN = "ops.products.gemv with SwiGLU", "ops.products.gemv, then the activation"
 BYTES, SPLIT = "Format.dot by integers, then the activation", "Format.dot of gate and of up"
-GROUPED, BY_EXPERT = "ops.products.grouped", "unpack expert by expert, then F.linear"
+GROUPED, BY_EXPERT = "ops.products.prompt", "unpack expert by expert, then F.linear"
 WITH_KERNELS = "int8", "fp8", "fp8b", "int4", "mxfp4", "hqq4", "hqq3", "hqq2"
 FOUR_BITS = "int4", "mxfp4", "hqq4"
 WITH_BYTES = "int4", "hqq4", "hqq3", "hqq2"  # and int8, if it is large
@@ -231,7 +231,7 @@ def test_a_format_without_kernels_runs_on_any_device(monkeypatch):
     chosen = [
         choose(request("int4", "cuda", product, torch.bfloat16)).name for product in (TOKEN, ROWS)
     ]
-    assert chosen == [DOT, "unpack all experts, then ops.products.grouped.grouped_mm"]
+    assert chosen == [DOT, "unpack all experts, then ops.products.prompt.grouped_mm"]
 
 
 @pytest.mark.parametrize("name", FORMATS)

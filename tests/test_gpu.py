@@ -17,7 +17,7 @@ from ops import gpu
 from ops import launch as jit
 from ops.gpu import KNOWN, OTHER_MAKER, gpu_of
 from ops.launch import KernelError, fit_tiling, supports_pdl, try_kernels
-from ops.products import grouped
+from ops.products import prompt
 from runtime.kernel_choice import why_not_fused
 from runtime.runner import CompiledRunner, EagerRunner, run_block, without_broken_kernels
 from tests.without_gpu import run_without_gpu
@@ -106,9 +106,9 @@ def test_bf16_prompts_take_the_library_where_it_has_a_kernel(become, monkeypatch
     become(KNOWN[name])
     taken = []
     for form in ("_multiply", "_multiply_by_library"):
-        monkeypatch.setattr(grouped, form, lambda *_, form=form: taken.append(form))
-    grouped.grouped_mm(on_gpu(rows, 16), on_gpu(4, 16, 16), torch.zeros(4))
-    few, has_kernels = rows <= grouped.FEW_ROWS * 4, KNOWN[name].runs_kernels
+        monkeypatch.setattr(prompt, form, lambda *_, form=form: taken.append(form))
+    prompt.grouped_mm(on_gpu(rows, 16), on_gpu(4, 16, 16), torch.zeros(4))
+    few, has_kernels = rows <= prompt.FEW_ROWS * 4, KNOWN[name].runs_kernels
     by_library = not has_kernels or (name in ("sm_90", "sm_100") and not few)
     assert taken == ["_multiply_by_library" if by_library else "_multiply"]
 

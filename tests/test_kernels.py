@@ -17,8 +17,7 @@ from without_gpu import run_without_gpu
 from formats import FORMATS
 from formats.mxfp4 import E2M1
 from ops import launch
-from ops.products import codes
-from ops.products import grouped as grouped_kernel
+from ops.products import codes, units
 
 pytestmark = pytest.mark.usefixtures("few_threads")
 
@@ -302,6 +301,7 @@ def run_assembly(source: str, **values: int) -> dict[str, int]:
                     "xor.b32": operator.xor,
                     "and.b32": operator.and_,
                     "shr.u32": operator.rshift,
+                    "shr.b32": operator.rshift,
                     "shl.b32": operator.lshift,
                     "add.u32": operator.add,
                 }[name](*given) & 0xFFFFFFFF
@@ -344,51 +344,53 @@ def as_bf16(register: int) -> list[float]:
 
 def test_the_assembly_of_fields_makes_their_numbers():
     """Two codes at a time; the other bits of the units hold garbage."""
-    if grouped_kernel.triton is None:
+    if launch.triton is None:
         pytest.skip("ops/ needs triton")
     codes = torch.arange(256, dtype=torch.uint8)
     e4m3 = codes.view(torch.float8_e4m3fn).float() / 256
     # NaN in e4m3; our formats read these two codes as numbers.
     e4m3[[0x7F, 0xFF]] = torch.tensor((480.0, -480.0)) / 256
     e2m1 = torch.tensor(E2M1)
-    floats, fields = grouped_kernel._floats, grouped_kernel._fields
+    e2m1 = torch.cat((e2m1, -e2m1))
     cases = [
-        (grouped_kernel._signed_bytes, 8, {}, codes.view(torch.int8).float()),
-        (floats, 8, {"BITS": 8, "MANTISSA": 3, "FACTOR": 0x7780}, e4m3),
-        (floats, 4, {"BITS": 4, "MANTISSA": 1, "FACTOR": 0x7E80}, torch.cat((e2m1, -e2m1))),
-        *((fields, bits, {"MASK": 2**bits - 1}, 128.0 + codes[: 2**bits]) for bits in (2, 4)),
+        (units.signed_bytes, 8, {}, codes.view(torch.int8).float()),
+        (units.e4m3, 8, {}, e4m3),
+        *((units.e2m1, 4, {"K": K}, e2m1) for K in range(4)),
+        *((units.int4, 4, {"K": K}, codes[:16] - 8.0) for K in range(4)),
+        *((units.codes_plus_128, 4, {"K": K, "BITS": 4}, codes[:16] + 128.0) for K in range(4)),
+        *((units.codes_plus_128, 2, {"K": K, "BITS": 2}, codes[:4] + 128.0) for K in range(8)),
     ]
     for function, bits, constants, numbers in cases:
+        low = bits * constants.get("K", 0)
+        garbage, text = 0xA5C3 & ~(2**bits - 1 << low), assembly(function, **constants)
         for code, number in enumerate(numbers.tolist()):
-            units = code * 0x00010001 | (0xA5C3A5C3 & (0xFFFF << bits & 0xFFFF) * 0x00010001)
-            result = run_assembly(assembly(function, **constants), _1=units)["$0"]
-            assert as_bf16(result) == [number] * 2, (function, code)
+            pair = (code << low | garbage) * 0x00010001
+            result = run_assembly(text, _1=pair, _2=0x7E807E80)["$0"]  # 2 ** 126: of e2m1
+            assert as_bf16(result) == [number] * 2, (function, constants, code)
 
 
 @pytest.mark.parametrize("code", range(8))
-def test_the_assembly_of_3_bits_joins_their_planes(code):
-    if grouped_kernel.triton is None:
+@pytest.mark.parametrize("K", range(8))
+def test_the_assembly_of_3_bits_joins_their_planes(K, code):
+    if launch.triton is None:
         pytest.skip("ops/ needs triton")
-    units, thirds = (code & 3) * 0x00010001 | 0xFFF4FFF8, (code & 4) * 0x00010001 | 0xFFF3FFFB
-    assert (
-        as_bf16(run_assembly(assembly(grouped_kernel._fields_3), _1=units, _2=thirds)["$0"])
-        == [128.0 + code] * 2
-    )
+    low, high = 2 * K, K // 4 * 8 + K % 4 + 2  # bits of a unit
+    pair = (0xA5C3 & ~(3 << low) | (code & 3) << low) * 0x00010001
+    thirds = (0xC3A5 & ~(1 << high) | (code >> 2) << high) * 0x00010001
+    text = assembly(units.codes_3_plus_128, K=K)
+    assert as_bf16(run_assembly(text, _1=pair, _2=thirds)["$0"]) == [128.0 + code] * 2
 
 
 def test_the_assembly_that_widens_and_that_moves_down():
-    if grouped_kernel.triton is None:
+    if launch.triton is None:
         pytest.skip("ops/ needs triton")
     pair = torch.tensor((1.5, -3.0)).bfloat16()
-    found = run_assembly(
-        assembly(grouped_kernel._to_fp32), _2=pair.view(torch.int32).item() & 0xFFFFFFFF
-    )
+    register = pair.view(torch.int32).item() & 0xFFFFFFFF
+    found = run_assembly(assembly(units.to_fp32), _2=register)
     for register, number in zip(("$0", "$1"), pair.tolist(), strict=True):
         assert torch.tensor([found[register]]).to(torch.int32).view(torch.float32).item() == number
-    assert (
-        run_assembly(assembly(grouped_kernel._shift_right, COUNT=4), _1=0x12345678)["$0"]
-        == 0x01234567
-    )
+    text = assembly(units.shift_right, COUNT=4)
+    assert run_assembly(text, _1=0x12345678)["$0"] == 0x01234567
 
 
 @pytest.mark.slow

@@ -31,8 +31,8 @@ FEW_TOKENS = (  # rows of `last` and queries: sequences, drafts, padding, a call
     {"format": "fp8b", "tokens": 2, "last": (-1,), "D": 256, "tiles": {"rows": 8, "depth": 1}},
     {"format": "hqq4", "tokens": 2, "shared": 2, "norm_topk": False},
 )
-# `ops/products/few_tokens.py`: steps that end behind the row, several steps in turn, rows behind the last,
-# and words of a lane: 1, 2 or 4.
+# Steps that end past the row, several steps in turn, rows past the end, and 1, 2 or 4 words of a
+# lane.
 DENSE = (
     {"format": "int8", "tokens": 5, "D": 144, "I": 48, "biased": True, "scale": 0.5},
     {"format": "bf16", "tokens": 8, "D": 72, "I": 40, "few": {"warps": 1, "depth": 1}},

@@ -12,7 +12,7 @@ from __future__ import annotations  # annotations of kernels name triton, which 
 from ops.attention.heads import int8_codes, int8_scale
 from ops.attention.softmax import weigh
 from ops.launch import jit, tl
-from ops.products.grouped import _shift_right, _signed_bytes
+from ops.products.units import shift_right, signed_bytes
 
 
 @jit
@@ -38,7 +38,7 @@ def _operands(block, dtype: tl.constexpr, INT8: tl.constexpr):
     if not INT8:
         return (block.to(dtype),)
     elif dtype == tl.bfloat16:
-        return (_signed_bytes(block), _signed_bytes(_shift_right(block, 8)))
+        return (signed_bytes(block), signed_bytes(shift_right(block, 8)))
     else:
         return ((block << 8 >> 8).to(dtype), (block >> 8).to(dtype))
 

@@ -238,7 +238,7 @@ def dense_product(
     y = torch.empty(T, weight.out, dtype=dtype or x.dtype, device=x.device) if out is None else out
     if T > 1:
         scales, eps = norm or (None, 0.0)
-        down_few(x, weight, y, residual, scales, eps, bias, scale, tiles, pdl)
+        down_few(x, weight, y, residual, scales, eps, bias, scale, tiles)
         return y
     eps = norm.eps if norm else 0.0
     operand = operands_of(x, weight, norm.weight if norm else None)

@@ -43,16 +43,16 @@ def e4m3(units):
     """Convert the lower bytes of int16 units, e4m3 numbers, to bf16 / 256, two at a time."""
     # Shifted into the fields of a bf16 number, they are 2 ** -120 as large: multiply by 2 ** 112.
     return tl.inline_asm_elementwise(
-        """{
+        f"""{{
         .reg .b32 sign, bits, factor, none;
-        mov.b32 factor, 0x77807780;
+        mov.b32 factor, {0x77807780};
         mov.b32 none, 0x80008000;
         shl.b32 sign, $1, 8;
         shl.b32 bits, $1, 4;
-        and.b32 bits, bits, 0x07F007F0;
+        and.b32 bits, bits, {0x07F007F0};
         lop3.b32 bits, sign, 0x80008000, bits, 0xEA;
         fma.rn.bf16x2 $0, bits, factor, none;
-        }""",
+        }}""",
         "=r,r",
         (units,),
         dtype=tl.bfloat16,

@@ -1,0 +1,407 @@
+"""Products of prompts: rows sorted by expert times stacked weights, plain or packed (grouped GEMM).
+
+`F.grouped_mm` takes plain weights only; unpacking the weights of all experts first would use the
+memory that packing saved. This kernel decodes each tile in registers. It also multiplies plain
+weights if experts have few rows, for which the library reads at half of the memory's bandwidth.
+
+Codes are loaded as units of 16 bits (ops/products/units.py). Only the left operand of a tensor core
+can come from registers, so packed weights are the left operand and the sums are transposed at the
+end. Formats are in formats/; tests compare the kernel with their `unpack`.
+
+Letters: N rows of x, E experts. A tile has BM rows of x and BN outputs; a step covers BK numbers
+along `in`.
+"""
+
+from __future__ import annotations  # annotations of kernels name triton, which may be absent
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ops.gpu import gpu_of
+from ops.inductor import custom_op
+from ops.launch import can_launch, fit, jit, launch, tl, triton, try_kernels
+from ops.products.units import decode, decode_hqq, e2m1_factor, finish, to_fp32
+from ops.products.weights import WeightTensors
+
+# Average rows of x for each expert, up to which the kernel is faster than the library with plain
+# weights (H200).
+FEW_ROWS = 64
+GROUPED = "grouped GEMM"  # begins the names by which `try_kernels` knows uses of the kernel
+
+
+@dataclass(frozen=True)
+class PromptTile:
+    """How a grouped GEMM divides its work. benchmarks/grouped.py measures some."""
+
+    rows: int  # BM, rows of x
+    outputs: int  # BN
+    numbers: int  # BK, along `in` in a step
+    warps: int
+    stages: int = 3  # steps in flight
+
+
+@dataclass(frozen=True)
+class PromptSettings:
+    """What `_grouped` is compiled for."""
+
+    out: int
+    width: int  # numbers of a row of x
+    E: int
+    kind: str
+    bits: int
+    group: int  # numbers that share a scale
+    tile: PromptTile
+
+    @property
+    def packed(self) -> bool:
+        return self.kind != "plain"
+
+    @property
+    def fields(self) -> int:
+        """Codes of a unit."""
+        return 16 // (2 if self.bits == 3 else self.bits) if self.packed else 1
+
+    @property
+    def run(self) -> int:
+        return grouped_run(self.width, self.bits)
+
+    @property
+    def step_scaled(self) -> bool:
+        """Whether each group of numbers along `in` has a scale."""
+        return self.bits < 8
+
+    @property
+    def experts_pow2(self) -> int:
+        return triton.next_power_of_2(self.E)
+
+
+# Scales and third bits ----------------------------------------------------------------------------
+
+
+@jit
+def _expand(values, COUNT: tl.constexpr):
+    """[BN, n] -> [BN, COUNT]: repeat each value for COUNT / n neighboring units."""
+    BN: tl.constexpr = values.shape[0]
+    n: tl.constexpr = values.shape[1]
+    return tl.reshape(tl.broadcast_to(values[:, :, None], [BN, n, COUNT // n]), [BN, COUNT])
+
+
+@jit
+def _load_thirds(third, rows, start, IN: tl.constexpr, BK: tl.constexpr):
+    """Load the third bits of BK numbers, as of `decode_hqq` -> int16 [BN, units]."""
+    # In memory, bits 8 b + 4 m + k of units 0 and 1 belong to units 2 m and 2 m + 1. Select m by
+    # the mask of the load, not by a shift: Triton 3.6 moves loads to the lanes that multiply what
+    # they loaded, but moves nothing that depends on a position.
+    unit = start // 8 + tl.arange(0, BK // 8)[None, :]
+    place, m = rows * (IN // 16) + unit // 4 * 2 + unit % 2, unit // 2 % 2
+    low = tl.load(third + place, mask=(m == 0) & (unit < IN // 8), other=0)
+    high = tl.load(third + place, mask=(m == 1) & (unit < IN // 8), other=0)
+    return (low << 2) | (high >> 2)
+
+
+@jit
+def _load_scales(weights, rows, start, s: tl.constexpr):
+    """Load scales and zeros of the groups of BK numbers from `start` on -> [BN, n] each."""
+    FIELDS: tl.constexpr = s.fields
+    IN: tl.constexpr = s.width
+    GROUP: tl.constexpr = s.group
+    BK: tl.constexpr = s.tile.numbers
+    UNITS: tl.constexpr = GROUP // FIELDS  # units of a group
+    # EACH units share a group, wherever a tile begins. At most half a tile: with one scale a row,
+    # Triton 3.6 moves all products through shared memory instead of the scale.
+    EACH: tl.constexpr = min(BK // FIELDS // 2, UNITS & -UNITS)
+    group = (start // FIELDS + tl.arange(0, BK // FIELDS // EACH)[None, :] * EACH) // UNITS
+    group = rows * (IN // GROUP) + tl.minimum(group, IN // GROUP - 1)
+    scale = tl.load(weights.scale + group)
+    return scale, scale if weights.zero is None else tl.load(weights.zero + group)
+
+
+@jit
+def _group_factors(fetched, weights, rows, s: tl.constexpr, DTYPE: tl.constexpr):
+    """Convert the result of `_load_scales` to a factor and an offset for each unit of a step.
+
+    A weight is number * factor - offset, the number being that of `decode_hqq` or `decode`.
+    """
+    COUNT: tl.constexpr = s.tile.numbers // s.fields
+    scale, zero = fetched
+    offset = 0.0
+    if s.kind == "mxfp4":
+        scale = e2m1_factor(scale.to(tl.int32), DTYPE)
+    elif s.kind == "hqq":
+        step, low = tl.load(weights.scale_step + rows), tl.load(weights.scale_low + rows)
+        scale = scale.to(tl.float32) * step + low
+        step, low = tl.load(weights.zero_step + rows), tl.load(weights.zero_low + rows)
+        zero = zero.to(tl.float32) * step + low
+        offset = _expand((zero + (128.0 if tl.bfloat16 == DTYPE else 0.0)) * scale, COUNT)
+    return _expand(scale, COUNT), offset
+
+
+@jit
+def _block_factor(scale, rows, unit, start, s: tl.constexpr):
+    """Load the factor of each unit of fp8b: a scale for each block of `group` rows and columns."""
+    IN: tl.constexpr = s.width
+    GROUP: tl.constexpr = s.group
+    BK: tl.constexpr = s.tile.numbers
+    block = start // GROUP if GROUP % BK == 0 else tl.minimum(2 * unit, IN - 1) // GROUP
+    return tl.load(scale + rows * (IN // GROUP) + block) * 256.0  # of `decode`
+
+
+# Tiles --------------------------------------------------------------------------------------------
+
+
+@jit
+def _find_expert(tile, group_ends, s: tl.constexpr):
+    """Find a tile's expert; E if there is none. Also return the arguments of `_find_rows`.
+
+    Each expert has the tiles that its rows need; the next expert's tiles follow them.
+    """
+    E: tl.constexpr = s.E
+    BINS: tl.constexpr = s.experts_pow2
+    BM: tl.constexpr = s.tile.rows
+    experts = tl.arange(0, BINS)
+    ends = tl.load(group_ends + experts, mask=experts < E, other=0)
+    starts = tl.load(group_ends + experts - 1, mask=(experts > 0) & (experts < E), other=0)
+    tiles = (tl.maximum(ends - starts, 0) + BM - 1) // BM
+    last = tl.cumsum(tiles, 0)
+    expert = tl.sum(((last <= tile) & (experts < E)).to(tl.int32))
+    return expert, (experts, starts, ends, tiles, last)
+
+
+@jit
+def _find_rows(tile, expert, groups, BM: tl.constexpr):
+    """Return the rows of x [BM, 1] of a tile, and whether each is present."""
+    experts, starts, ends, tiles, last = groups
+    mine = experts == expert
+    tile -= tl.sum(tl.where(mine, last - tiles, 0))
+    row, end = tl.sum(tl.where(mine, starts, 0)) + tile * BM, tl.sum(tl.where(mine, ends, 0))
+    rows = row + tl.arange(0, BM)[:, None]
+    return rows, rows < end
+
+
+@jit
+def _weight_field(numbers, field: tl.constexpr, s: tl.constexpr, DTYPE: tl.constexpr):
+    """Return a field of packed units as weights, without what `finish` multiplies."""
+    KIND: tl.constexpr = s.kind
+    BITS: tl.constexpr = s.bits
+    units, thirds, factor, offset = numbers
+    if KIND == "hqq":
+        code = decode_hqq(units, thirds, field, BITS, DTYPE)
+        return (code * factor - offset).to(DTYPE)
+    number = decode(units, factor, field, KIND, DTYPE)
+    if KIND == "fp8b" and tl.bfloat16 == DTYPE:
+        number = to_fp32(number)  # the factor has more digits than bf16
+    if KIND == "fp8b" or KIND == "int4":
+        number = (number * factor).to(DTYPE)
+    return number
+
+
+@jit
+def _multiply_fields(sums, numbers, x_tile, s: tl.constexpr):
+    """Add the products of all fields of packed units [BN, n] with x to the sums [BN, BM]."""
+    FIELDS: tl.constexpr = s.fields
+    RUN: tl.constexpr = s.run
+    IN: tl.constexpr = s.width
+    BK: tl.constexpr = s.tile.numbers
+    x, rows, present, unit = x_tile
+    # One product per field: a tensor core reads the registers of its operand until the kernel
+    # waits for it, and the compiler waits before it decodes the next field. It cut a single product
+    # of all fields into several, and Triton 3.6 wrote to registers that were still being read.
+    for field in tl.static_range(FIELDS):
+        k = (unit // RUN * FIELDS + field) * RUN + unit % RUN
+        inside = present & (k < IN) if IN % BK else present
+        a = tl.load(x + rows.to(tl.int64) * IN + k, mask=inside, other=0.0)
+        b = _weight_field(numbers, field, s, x.dtype.element_ty)
+        sums = tl.dot(b, tl.trans(a), sums, input_precision="ieee")
+    return sums
+
+
+@jit
+def _multiply_plain(sums, weight, weight_rows, inside, x_tile, s: tl.constexpr):
+    """Add the product of x with plain weights to the sums [BM, BN]."""
+    IN: tl.constexpr = s.width
+    BK: tl.constexpr = s.tile.numbers
+    x, rows, present, k = x_tile
+    x_inside = present & (k < IN) if IN % BK else present
+    a = tl.load(x + rows.to(tl.int64) * IN + k, mask=x_inside, other=0.0)
+    b = tl.load(weight + weight_rows * IN + k, mask=inside)
+    return tl.dot(a, tl.trans(b), sums, input_precision="ieee")
+
+
+@jit
+def _store_tile(y, sums, scale, rows, present, n, s: tl.constexpr, DTYPE: tl.constexpr):
+    """Store the sums of outputs n [BN]. scale: of the expert's rows, for int8 and fp8."""
+    OUT: tl.constexpr = s.out
+    KIND: tl.constexpr = s.kind
+    sums = tl.trans(sums) if s.packed else sums
+    if KIND == "int8" or KIND == "fp8":
+        factor = tl.load(scale + tl.minimum(n, OUT - 1)).to(tl.float32)
+        sums *= (factor * (256.0 if KIND == "fp8" else 1.0))[None, :]
+    elif KIND == "mxfp4":
+        sums = finish(sums, None, KIND, DTYPE)
+    place = y + rows.to(tl.int64) * OUT + n[None, :]
+    tl.store(place, sums.to(y.dtype.element_ty), mask=present & (n < OUT)[None, :])
+
+
+# Grid [T, out / BN]: a program computes one tile, of BM rows of x and BN outputs of one expert, in
+# steps of BK numbers along `in`. T is an upper bound of the tiles of all experts.
+#
+# One kernel: its speed depends on the order of loads, prefetches and products. A reader should see
+# that order whole. Formats differ in constexprs only.
+@jit
+def _grouped(x, y, group_ends, weights, third, s: tl.constexpr):
+    OUT: tl.constexpr = s.out
+    IN: tl.constexpr = s.width
+    FIELDS: tl.constexpr = s.fields
+    GROUP: tl.constexpr = s.group
+    BM: tl.constexpr = s.tile.rows
+    BN: tl.constexpr = s.tile.outputs
+    BK: tl.constexpr = s.tile.numbers
+    DTYPE: tl.constexpr = x.dtype.element_ty
+    tile = tl.program_id(0)
+    expert, groups = _find_expert(tile, group_ends, s)
+    if expert < s.E:
+        rows, present = _find_rows(tile, expert, groups, BM)
+        n = tl.program_id(1) * BN + tl.arange(0, BN)
+        weight_rows = expert.to(tl.int64) * OUT + tl.minimum(n, OUT - 1)[:, None]
+        scale_rows = expert * tl.cdiv(OUT, GROUP) + tl.minimum(n, OUT - 1)[:, None] // GROUP
+        sums = tl.zeros([BN, BM] if s.packed else [BM, BN], tl.float32)
+        if s.step_scaled:  # prefetched one step ahead: too small for the compiler to pipeline
+            fetched = _load_scales(weights, weight_rows, 0, s)
+        for start in range(0, IN, BK):
+            unit = start // FIELDS + tl.arange(0, BK // FIELDS)[None, :]
+            inside = unit < IN // FIELDS if IN % BK else None
+            x_tile = (x, rows, present, unit)
+            if s.packed:
+                place = weights.codes + weight_rows * (IN // FIELDS) + unit
+                units = tl.load(place, mask=inside)
+                thirds = _load_thirds(third, weight_rows, start, IN, BK) if s.bits == 3 else units
+                factor, offset = 0.0, 0.0
+                if s.kind == "fp8b":
+                    factor = _block_factor(weights.scale, scale_rows, unit, start, s)
+                elif s.step_scaled:
+                    factor, offset = _group_factors(fetched, weights, weight_rows, s, DTYPE)
+                    fetched = _load_scales(weights, weight_rows, start + BK, s)
+                sums = _multiply_fields(sums, (units, thirds, factor, offset), x_tile, s)
+            else:
+                sums = _multiply_plain(sums, weights.codes, weight_rows, inside, x_tile, s)
+        scale = weights.scale
+        if s.kind == "int8" or s.kind == "fp8":
+            scale += expert.to(tl.int64) * OUT
+        _store_tile(y, sums, scale, rows, present, n, s, DTYPE)
+
+
+# Launching ----------------------------------------------------------------------------------------
+
+
+def grouped_run(width: int, bits: int) -> int:
+    """Return RUN: the number of neighboring int16 units whose fields are neighbors in x.
+
+    RUN neighboring units hold FIELDS * RUN neighboring numbers: field 0 of all units first, then
+    field 1. At most 32, which are 64 bytes of x.
+    """
+    units = width * (2 if bits == 3 else bits) // 16
+    return min(32, units & -units)
+
+
+def choose_prompt_tile(N: int, E: int, bits: int) -> PromptTile:
+    """Return the fastest tile for N rows of E experts, as measured by benchmarks/grouped.py (H200).
+
+    Small tiles for few rows an expert: most rows of a large tile would be empty.
+    """
+    rows = 16 if N <= 16 * E else 64 if N <= 64 * E else 128
+    if bits >= 16:  # plain weights: long rows read fast
+        if rows == 16:
+            return PromptTile(rows, 64, 4096 // bits, 4)
+        return PromptTile(rows, 128, 1024 // bits, 4 if rows == 64 else 8)
+    if bits == 8:
+        return PromptTile(rows, 128, 64, 4, 4)
+    # Decoding fewer bits takes longer: with many rows an expert, decode once for more of them.
+    rows = 256 if N >= 256 * E else rows
+    # A field's 16 x 16 numbers of x would be 2 bytes a lane, which cannot be copied asynchronously.
+    return PromptTile(rows, 128, 256 if rows == 16 and bits < 4 else 128, 8)
+
+
+def smaller_tiles(tile: PromptTile) -> Iterator[PromptTile]:
+    """Yield the tile, then those that take less shared memory.
+
+    Fewer rows of x come first, down to 64: fewer stages would hide less of the loads' latency.
+    """
+    sizes = [rows for rows in (256, 128, 64, 32, 16) if rows <= tile.rows]
+    for several in (True, False):
+        for stages in range(tile.stages, 1, -1):
+            for rows in (rows for rows in sizes if (rows >= 64) is several):
+                yield replace(tile, rows=rows, stages=stages)
+
+
+def grouped_gemm(
+    x: Tensor,
+    group_ends: Tensor,
+    parts: dict[str, Tensor],
+    kind: str,
+    bits: int,
+    group: int,
+    *,
+    tile: PromptTile | None = None,
+) -> Tensor:
+    """Multiply rows x [N, in], sorted by expert, by their experts' weights -> [N, out].
+
+    Rows of expert e end before group_ends[e]. parts: tensors of a packed weight [E, out, ...] of
+    this kind, bits and group; the numbers of x are then in the order of `Format.grouped_order`.
+    For kind "plain", codes are weights of x's dtype and bits is 16 or 32. tile: replaces
+    `choose_prompt_tile`.
+    """
+    (N, width), (E, out, _) = x.shape, parts["codes"].shape
+    y = x.new_empty(N, out)
+    tensors = WeightTensors(*(parts.get(name) for name in WeightTensors._fields))
+    third = parts.get("third")
+    if bits < 16:
+        tensors = tensors._replace(codes=tensors.codes.view(torch.int16))
+        third = third if third is None else third.view(torch.int16)
+    given = x.contiguous(), y, group_ends, tensors, third
+    tiles = [tile]
+    if tile is None:
+        most = (
+            N if x.element_size() == 2 else 64 * E
+        )  # fp32 has no tensor cores: larger tiles spill
+        tiles = smaller_tiles(choose_prompt_tile(min(N, most), E, bits))
+    candidates = (
+        (PromptSettings(out, width, E, kind, bits, group, t), dict(warps=t.warps, stages=t.stages))
+        for t in tiles
+    )
+    s, options = next(candidates) if tile else fit(_grouped, candidates, *given)
+    grid = min(N, triton.cdiv(N, s.tile.rows) + E), triton.cdiv(out, s.tile.outputs)
+    launch(_grouped, grid, *given, settings=s, **options)
+    return y
+
+
+@custom_op("moe_fast::grouped_mm")
+def grouped_mm(x: Tensor, weight: Tensor, group_ends: Tensor) -> Tensor:
+    """Multiply x [N, in] by weight [E, out, in], by int32 group_ends [E] -> [N, out].
+
+    Rows of x and of the weight are multiples of 16 bytes. A custom operator around
+    `F.grouped_mm`: Inductor compiles that on a CPU in bf16 only. On a GPU the library's tiles are
+    for many rows: with few it reads at half of the memory's bandwidth. In other dtypes than bf16
+    it loops over the experts and synchronizes with the host, on most GPUs in bf16 too.
+    """
+    few = len(x) <= FEW_ROWS * len(weight)
+    has_library = x.dtype is torch.bfloat16 and gpu_of(x.device).has_grouped_mm
+    if can_launch(x) and (few or not has_library):
+        return try_kernels(GROUPED, _multiply, _multiply_by_library, x, weight, group_ends)
+    return _multiply_by_library(x, weight, group_ends)
+
+
+def _multiply(x: Tensor, weight: Tensor, group_ends: Tensor) -> Tensor:
+    return grouped_gemm(x, group_ends, {"codes": weight}, "plain", 8 * x.element_size(), 1)
+
+
+def _multiply_by_library(x: Tensor, weight: Tensor, group_ends: Tensor) -> Tensor:
+    return F.grouped_mm(x, weight.transpose(-2, -1), offs=group_ends)
+
+
+@grouped_mm.register_fake
+def _(x: Tensor, weight: Tensor, group_ends: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[1])
