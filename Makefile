@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip install --no-compile --quiet --quiet --constraint co
 TYPED := benchmark.py checkpoint.py convert_hf_checkpoint.py eval.py generate.py model.py quantize.py \
 	serve.py chat_template.py tokenizer.py tp.py runtime models server hub memory
 
-.PHONY: demo test test-all oracles clients lint check clean
+.PHONY: demo test step_through test-all oracles clients lint check clean
 
 $(VENV)/.run: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("moe-fast needs Python 3.11 or newer; name one: make PYTHON=python3.11") if sys.version_info < (3, 11) else None'
@@ -44,6 +44,11 @@ check: $(VENV)/.test
 # mypy has one thread: the tests begin meanwhile.
 test: $(VENV)/.test
 	@$(MAKE) --no-print-directory --jobs 2 lint check
+	@$(MAKE) --no-print-directory step_through
+
+# Kernels as Python. Triton reads TRITON_INTERPRET when it is imported: a process of its own.
+step_through: $(VENV)/.test
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/test_step_through.py
 
 test-all: lint oracles clients
 	$(BIN)/python -m pytest

@@ -34,12 +34,13 @@ from tqdm import tqdm
 
 from formats.kv_cache import KV_CACHES
 from formats.quantizer import DTYPES
-from generate import EMBEDDED, generate, load_model, open_model
+from generate import EMBEDDED, generate, open_model
 from memory.commands import plan_evaluation
 from model import Chunk, KVCache, ModelArgs, Runner, Transformer
 from models import args_of_checkpoint, build_model
 from parallel import process_group
 from parallel.heartbeat import fail
+from runtime.loading import load_model
 from runtime.sampling import Sampling
 from runtime.session import Session, SessionOptions
 from runtime.snapshots import Snapshots

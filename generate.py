@@ -1,8 +1,10 @@
 """Generate text: `python generate.py --checkpoint_path DIR --prompt TEXT --compile`.
 
-Library entry points: `load_model` and `generate`; `open_session` for parsed options. To follow one
-token, read `generate_all` here, `Session.stream_all` and `Session.decode` in runtime/session.py,
-`Transformer.forward` and `Block.forward` in model.py, then ops/plain/attention.py.
+Library entry points: `load_model` (runtime/loading.py) and `generate`; `open_session` for parsed
+options. To follow one token of an eager step, read `generate_all` here, `Session.stream_all`
+(runtime/session.py), `DecodeSteps.decode` (runtime/session_steps.py), then `Transformer.forward`
+and `Block.forward` in model.py. With --compile other code runs, on an H100 the fused kernels:
+docs/design.md, "What runs when".
 """
 
 import argparse

@@ -26,6 +26,8 @@ from models import build_model, family_of
 from models.family import Shard
 from models.layers.sandwich import Branches, SandwichAddNorm
 from ops.declared import NoAdditions, SumAdditions
+from ops.products.join import NormRouter
+from ops.products.weights import Weight
 from parallel import process_group
 from parallel.all_reduce import (
     all_gather,
@@ -115,18 +117,15 @@ class AllReduceAddNorm(AddNorm):
         self,
         x: Tensor,
         y: Tensor | None,
-        norm: nn.Module,
-        rows: Tensor,
-        routing,
+        router: NormRouter,
         indices: Tensor,
-        weight,
+        weight: Weight,
     ) -> tuple:
-        """The same, its norm, and the scores of the router.
+        """Do what `fused_add` does, norm the result, and score the experts for it.
 
-        rows: `router` of `ops.products.router.norm_router`; routing, indices, weight: as there.
+        router, indices, weight: as of `ops.products.join.norm_router`.
         """
-        settings = self.scale, norm.weight, norm.eps, rows, routing, self.router.bias
-        return all_reduce_add_router(x, y, *settings, indices, weight)
+        return all_reduce_add_router(x, y, self.scale, router, indices, weight)
 
 
 class AllReduceSandwich(AllReduceAddNorm):

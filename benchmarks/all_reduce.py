@@ -8,9 +8,9 @@ writes 2 / N of that. NCCL's rings pay for their steps. The script also checks t
 gives the same bits on all ranks. GB/s are message bytes over time. Without GPUs only the library
 (gloo) is timed, by the clock.
 
-A block's all-reduces are followed by a residual add and a norm (`ops.ranks.all_reduce.fixed_add_norm`).
-Both together are timed for a token's [1, D]. Prediction: 1 us more than the all-reduce, since the
-second kernel starts while the first one waits; 0.5 us more if it also combines per-expert outputs
+A block's all-reduces are followed by a residual add and a norm
+(`ops.products.fixed_join.fixed_add_norm`). Both together are timed for a token's [1, D].
+Prediction: 1 us more than the all-reduce, since the second kernel starts while the first one waits; 0.5 us more if it also combines per-expert outputs
 and computes a router's scores, as in a block. In fused decode kernels a product sends its rows
 itself, and the next kernel receives them; both are timed together, after the product alone.
 Prediction: 1.5 us more than the product.
@@ -32,9 +32,10 @@ from cli.command import command
 from cli.parser import Parser
 from model import weighted_sum
 from ops.declared import Routing
-from ops.products.experts import down
+from ops.products.dense import dense_product
+from ops.products.fixed_join import fixed_add_norm
+from ops.products.join import NormRouter
 from ops.products.weights import plain_weight
-from ops.ranks.all_reduce import fixed_add_norm
 from parallel import process_group
 from parallel.all_reduce import (
     all_reduce_add,
@@ -141,18 +142,23 @@ class JoinInputs:
 
     def product(self) -> Tensor:
         """The product of a rank by itself, as fused decode kernels compute it."""
-        return down(self.heads, plain_weight(self.wo))
+        return dense_product(self.heads, plain_weight(self.wo))
 
     def sent(self) -> Tensor | None:
         """The same, sent to all ranks: None. Or y, if it cannot be sent."""
         inbox = inbox_of(self.x)
-        return self.y if inbox is None else down(self.heads, plain_weight(self.wo), send=inbox)
+        return (
+            self.y
+            if inbox is None
+            else dense_product(self.heads, plain_weight(self.wo), send=inbox)
+        )
 
     def before_experts(self, experts: int) -> tuple[Tensor, ...]:
         """What fused decode kernels do between attention and experts: wo, then one kernel."""
         indices = torch.empty(1, ACTIVE, dtype=torch.int64, device=self.x.device)
-        routing = self.routers[:experts], Routing(ACTIVE, True), None, indices
-        return all_reduce_add_router(self.x, self.sent(), 1.0, self.router[0], EPS, *routing)
+        rows, routing = self.routers[:experts], Routing(ACTIVE, True)
+        before = NormRouter(self.router[0], EPS, rows, routing)
+        return all_reduce_add_router(self.x, self.sent(), 1.0, before, indices)
 
     def after_experts(self) -> tuple[Tensor, ...]:
         """What they do after the experts: w2, then a kernel without a norm."""

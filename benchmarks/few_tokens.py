@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.cuda_timing import graph_seconds, require_gpu
-from benchmarks.moe_phases import BFLOAT16, MAX_ERROR, Weights
+from benchmarks.tune import BFLOAT16, MAX_ERROR, Weights
 from cli.parser import Parser
 from formats import PLAIN
 from model import swiglu

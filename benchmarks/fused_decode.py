@@ -30,16 +30,17 @@ from torch import Tensor, nn
 from benchmarks.cuda_timing import graph_seconds, require_gpu
 from benchmarks.decode_speed import read_bandwidth
 from benchmarks.kernel_profile import record_kernels
-from benchmarks.moe_phases import tilings_of
+from benchmarks.tune import tilings_of
 from cli.parser import Parser
 from model import Transformer
 from models.random_weights import RandomWeights, architecture, first_layers, number_format
 from ops.inductor import configure_inductor
 from ops.products import experts as moe_decode
-from ops.products import router as moe_router
-from ops.products.quantized_x import INTEGERS, quantize_token
+from ops.products import pipeline
+from ops.products.quantized_x import quantize_token
 from ops.products.tilings import Tiles
-from ops.products.weights import Weight
+from ops.products.weights import INTEGERS, Weight
+from runtime import fused_decode
 from runtime.fused_decode import FusedRunner
 from runtime.loading import check_decode_kernels, load_model
 from runtime.runner import CompiledRunner
@@ -50,16 +51,15 @@ CACHE = 256  # positions
 ROUTERS = ((1, 8), (2, 4), (2, 8))  # rows, warps of norm and router
 Product = tuple[str, int, int, int]  # kind, rows of the weight, quads of x, loads
 
-choose_tiles = moe_decode.choose_tiles
+choose_tiles = pipeline.choose_tiles
 down = moe_decode.down
-norm_router = moe_router.norm_router
+norm_router = fused_decode.norm_router
 
 
-def down_of_integers(x: Tensor, weight: Weight, indices: Tensor | None = None, *rest, **options):
-    """`down`; but a kernel of its own quantizes the x of experts, if their codes are integers."""
-    if indices is None or weight.kind not in INTEGERS:
-        return down(x, weight, indices, *rest, **options)
-    return down(quantize_token(x, weight), weight, indices, *rest, **options)
+def down_of_integers(x: Tensor, weight: Weight, *rest, **options):
+    """`down`; but a kernel of its own quantizes x, if codes are multiplied as integers."""
+    quantizes = weight.kind in INTEGERS
+    return down(quantize_token(x, weight) if quantizes else x, weight, *rest, **options)
 
 
 class Layers:
@@ -160,7 +160,7 @@ def measure_fused(model: Transformer, plain: Layers, options: argparse.Namespace
     tuning, runner = Tuning(), FusedRunner(model)
     layers = Layers(model, runner, options.position)
     result: dict = {}
-    with mock.patch.object(moe_decode, "choose_tiles", tuning.choose):
+    with mock.patch.object(pipeline, "choose_tiles", tuning.choose):
         differences = layers.differences(plain)
         result["difference"] = statistics.median(differences)
         result["differing"] = sum(difference > MAX_DIFFERENCE for difference in differences)
@@ -169,7 +169,7 @@ def measure_fused(model: Transformer, plain: Layers, options: argparse.Namespace
         variants = result["variants"] = {}
         for rows, warps in ROUTERS:
             changed = partial(norm_router, rows=rows, warps=warps)
-            with mock.patch.object(moe_router, "norm_router", changed):
+            with mock.patch.object(fused_decode, "norm_router", changed):
                 variants[f"router of {rows} rows, {warps} warps"] = layers.microseconds()
         result["tilings"] = tuning.tune(layers.microseconds, options.tune)
         result["best_us"] = layers.microseconds()

@@ -19,17 +19,16 @@ from torch import Tensor
 
 from benchmarks.cuda_timing import graph_seconds, require_gpu
 from cli.parser import Parser
-from ops.attention import gated_delta_prompt
-from ops.attention.gated_delta import (
+from ops.attention import delta_prompt
+from ops.attention.delta import delta_tokens
+from ops.attention.delta_prompt import (
     causal_conv_silu,
-    chunk_in_torch,
     delta_gates,
     gated_delta_chunk,
-    gated_delta_step,
     gated_rms_norm,
 )
-from ops.attention.gated_delta_token import delta_token
 from ops.inductor import configure_inductor
+from ops.plain.gated_delta import chunk_in_torch, gated_delta_step
 
 D, K, H, C, W, EPS = 2048, 16, 32, 128, 4, 1e-6  # delta layer; Ck = Cv = C
 N, VALUES = 2 * K * C + H * C, H * C
@@ -65,7 +64,7 @@ def random_layer(batch: int) -> dict[str, Tensor]:
         "ba": normal(batch, 1, 2 * H),
         "state": normal(batch, H, C, C, dtype=torch.float32, scale=0.1),
         "window": normal(batch, W - 1, N),
-        "conv_weight": normal(N, W),
+        "conv": normal(N, W),
         "a_log": normal(H, dtype=torch.float32),
         "dt_bias": normal(H),
         "norm": normal(C),
@@ -73,12 +72,13 @@ def random_layer(batch: int) -> dict[str, Tensor]:
     }
 
 
-def fused_step(layer: dict[str, Tensor]) -> Tensor:
-    return delta_token(**layer, last=None, key_heads=K, eps=EPS)
+def fused_step(layer: dict[str, Tensor], last: Tensor | None = None) -> Tensor:
+    qkvz, ba, state, window, *weights, arrivals = layer.values()
+    return delta_tokens(qkvz, ba, state, window, weights, last, arrivals, [], K, EPS)
 
 
 def plain_step(layer: dict[str, Tensor]) -> Tensor:
-    """Compute what `delta_token` does, in PyTorch."""
+    """Compute what `fused_step` does, in PyTorch."""
     qkvz, state, window, batch = (
         *(layer[n] for n in ("qkvz", "state", "window")),
         len(layer["ba"]),
@@ -86,7 +86,7 @@ def plain_step(layer: dict[str, Tensor]) -> Tensor:
     x, gate = qkvz.split((N, VALUES), -1)
     b, a = layer["ba"].float().squeeze(1).chunk(2, -1)
     g = -layer["a_log"].exp() * F.softplus(a + layer["dt_bias"].float())
-    y = causal_conv_silu(x, window, layer["conv_weight"]).squeeze(1)
+    y = causal_conv_silu(x, window, layer["conv"]).squeeze(1)
     q, k, v = y.split((K * C, K * C, VALUES), -1)
     q, k, v = q.view(batch, K, C), k.view(batch, K, C), v.view(batch, H, C)
     out, new = gated_delta_step(q, k, v, g, b.sigmoid(), state)
@@ -126,7 +126,7 @@ def delta_mix(qkvz: Tensor, ba: Tensor, layer: dict[str, Tensor], chunk: Callabl
     """Compute all between a layer's projections for a prompt, as in eager code."""
     x, gate = qkvz.split((N, VALUES), -1)
     g, beta = delta_gates(ba, layer["a_log"], layer["dt_bias"])
-    y = causal_conv_silu(x, layer["window"], layer["conv_weight"])
+    y = causal_conv_silu(x, layer["window"], layer["conv"])
     q, k, v = y.split((K * C, K * C, VALUES), -1)
     q, k, v = q.unflatten(-1, (K, C)), k.unflatten(-1, (K, C)), v.unflatten(-1, (H, C))
     out, _ = chunk(q, k, v, g, beta, layer["state"])
@@ -163,7 +163,7 @@ def prompt_rows(tokens: int) -> None:
         return F.linear(y, wo)
 
     for size, precision in PROMPT_FORMS:
-        with mock.patch.multiple(gated_delta_prompt, CHUNK=size, PRECISION=precision):
+        with mock.patch.multiple(delta_prompt, CHUNK=size, PRECISION=precision):
             y = delta_mix(qkvz, ba, layer, gated_delta_chunk)
             check(f"prompt, {size}, {precision}", difference(y, want), 2e-2)
             apart = rule_difference(tokens, precision)

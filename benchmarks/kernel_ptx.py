@@ -33,7 +33,7 @@ PROMPTS = 256, 2048
 def normalized(ptx: str) -> str:
     """Return PTX without names, unread parameters, comments and debug information."""
     lines, names = [], {}
-    body = ptx[ptx.index("{") : ptx.rindex("}")].split("\t.section")[0]
+    body = ptx[ptx.index("\n{", ptx.index(".entry")) :].split("\n}")[0]
     for line in body.splitlines():
         line = line.split("//")[0].strip()
         if not line or line.startswith((".loc", ".file", "$L__tmp")):

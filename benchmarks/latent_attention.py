@@ -5,7 +5,7 @@
 All between the products wqkv and wo, which includes wq where the model has it. Several layers run
 in turn in one CUDA graph, so that L2 holds neither weights nor cache. us are of one layer;
 "differs" is the relative difference of the kernels' result from the plain one. --tiles tries other
-tiles than `ops.attention.latent_decode_attention.choose_tile`, as block x stages x columns x values; --parts
+tiles than `ops.attention.mla.choose_tile`, as block x stages x columns x values; --parts
 other limits of parts.
 """
 
@@ -23,9 +23,9 @@ from model import SHORT_CACHE, Context, KVCache, Mask, ModelArgs
 from models import build_model
 from models.layers.latent_attention import LatentAttention
 from models.random_weights import architecture, first_layers
-from ops.attention import latent_decode_attention, split_attention
-from ops.attention.latent_decode_attention import Tile
-from ops.attention.split_attention import MAX_PARTS
+from ops.attention import mla, softmax
+from ops.attention.mla_settings import Tile
+from ops.attention.softmax import MAX_PARTS
 from ops.inductor import configure_inductor
 from ops.plain.attention import BLOCK, blocks_in_use, causal_bias
 from runtime.fused_decode import choose_attention
@@ -98,12 +98,10 @@ def measure(args: ModelArgs, length: int, kind: type[KVCache], options: argparse
 
         plain = graph_seconds(plain_step, range(count)) * 1e6
         for parts, tile in itertools.product(options.parts, options.tiles or (None,)):
-            tile = tile or latent_decode_attention.choose_tile(length, itemsize)
+            tile = tile or mla.choose_tile(length, itemsize)
             with (
-                mock.patch.object(split_attention, "MAX_PARTS", parts),
-                mock.patch.object(
-                    latent_decode_attention, "choose_tile", lambda *_, tile=tile: tile
-                ),
+                mock.patch.object(softmax, "MAX_PARTS", parts),
+                mock.patch.object(mla, "choose_tile", lambda *_, tile=tile: tile),
             ):
                 us = graph_seconds(step, range(count)) * 1e6
                 error = difference(layer, inputs[0], context)

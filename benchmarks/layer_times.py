@@ -22,7 +22,7 @@ import torch
 from benchmarks.cuda_timing import require_gpu
 from benchmarks.fused_decode import Layers, Tuning, load_layers
 from cli.parser import Parser
-from ops.products import experts as moe_decode
+from ops.products import pipeline
 from ops.products.tilings import Tiles
 from parallel import process_group
 from runtime.fused_decode import FusedRunner
@@ -52,7 +52,7 @@ def measure(case: tuple[str, str, int], tilings: list[Tiles], options: argparse.
     arch, mode, count = case
     model = load_layers(arch, mode, count, options.device)
     tuning, main = Tuning(), process_group.is_main()
-    with mock.patch.object(moe_decode, "choose_tiles", tuning.choose):
+    with mock.patch.object(pipeline, "choose_tiles", tuning.choose):
         layers = Layers(model, FusedRunner(model), options.position)
         norm = layers.run().float().norm().item()
         first, second = layers.microseconds(), layers.microseconds()

@@ -10,10 +10,11 @@ as it is. The fused kernels do not, and leave the layer to PyTorch, until the cl
 from torch import Tensor
 
 from eval import perplexity
-from generate import EMBEDDED, embedded_checkpoint, generate, load_model
+from generate import EMBEDDED, embedded_checkpoint, generate
 from model import MoE
 from ops.declared import ExpertAdditions, Routing
 from runtime.fused_decode import fused_layers
+from runtime.loading import load_model
 from runtime.sampling import Sampling
 from runtime.session import Session
 from tokenizer import load_tokenizer

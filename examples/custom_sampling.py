@@ -11,7 +11,8 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from generate import embedded_checkpoint, generate, load_model
+from generate import embedded_checkpoint, generate
+from runtime.loading import load_model
 from runtime.sampling import Noise, Sampling, sample, shortlist
 from runtime.session import Session, SessionOptions
 from tokenizer import load_tokenizer

@@ -8,7 +8,8 @@ converted checkpoint.
 
 import argparse
 
-from generate import embedded_checkpoint, generate, load_model
+from generate import embedded_checkpoint, generate
+from runtime.loading import load_model
 from runtime.sampling import Sampling
 from runtime.session import Session, SessionOptions
 from tokenizer import load_tokenizer

@@ -5,7 +5,8 @@ from torch import Tensor
 
 from formats.words import nonzero
 from model import Context, KVCache
-from ops.attention.long_attention import attend_int8, merge_partial
+from ops.attention.gqa import attend_int8
+from ops.attention.softmax import merge_partial
 from ops.launch import can_launch
 
 MAX_BLOCK_ROWS = 64  # queries of a KV head that fit the registers of `attend_int8`
@@ -54,7 +55,7 @@ class Int8KVCache(KVCache):
         return self.kv, self.scale.kv
 
     def reads_blocks(self, queries: int) -> bool:
-        return queries <= MAX_BLOCK_ROWS and can_launch(self.kv, "_attend_int8")
+        return queries <= MAX_BLOCK_ROWS and can_launch(self.kv, "attend_kernel")
 
     def attend_blocks(
         self,
@@ -76,9 +77,9 @@ class Int8KVCache(KVCache):
         partial = (part[:, :, :, :rows] for part in partial)
         merged = merge_partial(*partial, return_lse=return_lse)
         y, lse = merged if return_lse else (merged, None)
-        y = y.unflatten(2, (H // K, Q)).permute(0, 3, 1, 2, 4).reshape(B, Q, H * C)
+        y = y.unflatten(2, (Q, H // K)).transpose(1, 2).reshape(B, Q, H * C)
         if return_lse:
-            return y, lse.unflatten(2, (H // K, Q)).flatten(1, 2)
+            return y, lse.unflatten(2, (Q, H // K)).transpose(2, 3).flatten(1, 2)
         return y.to(q.dtype)
 
 

@@ -3,6 +3,9 @@
 `IMPLEMENTATIONS` lists, by format, device and product, what computes it. The first row that serves
 a request wins. The last row of each product is plain PyTorch, which serves everything and is the
 reference for the others.
+
+It is about eager steps, Inductor's and prompts. The fused kernels of a compiled step (Hopper) read
+the packed weights themselves: docs/design.md, "What runs when".
 """
 
 from collections.abc import Callable, Collection

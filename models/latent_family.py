@@ -3,7 +3,6 @@
 DeepSeek-V2, DeepSeek-V3 and GLM-4.7-Flash differ in routing and RoPE.
 """
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +19,7 @@ from models.layers.scaled_rope import (
     ScaledRopeTransformer,
     scaled_rope_table,
 )
-from models.layers.yarn import yarn_scale
+from models.layers.yarn import yarn_attention_scale, yarn_mscale, yarn_scale
 from models.tensors import Recipe, Recipes, copy_of
 
 
@@ -98,9 +97,9 @@ class LatentFamily(ScaledRopeFamily):
         if c["rope_type"] != "default" and c["mscale_all_dim"]:
             if c.is_null("factor"):
                 raise unsupported("factor", None, "mscale_all_dim needs it")
-            scale = yarn_scale(c.number("factor"), c.number("mscale_all_dim"))
-            if scale != 1:
-                fields["attention_scale"] = fields["head_dim"] ** -0.5 * scale**2
+            yarn = c.number("factor"), c.number("mscale_all_dim")
+            if yarn_scale(*yarn) != 1:
+                fields["attention_scale"] = yarn_attention_scale(fields["head_dim"], *yarn)
         return fields
 
     def attention_memory(self, args: LatentArgs, length: int) -> tuple[int, int]:
@@ -110,10 +109,9 @@ class LatentFamily(ScaledRopeFamily):
 
     def to_hf(self, args: LatentArgs) -> dict:
         config = super().to_hf(args)
-        if args.attention_scale:  # invert yarn_scale
-            scale = (args.attention_scale * args.head_dim**0.5) ** 0.5
-            log = 0.1 * math.log(args.rope_stretch)
-            config["rope_parameters"]["mscale_all_dim"] = round((scale - 1) / log, 6)
+        if args.attention_scale:
+            mscale = yarn_mscale(args.attention_scale, args.head_dim, args.rope_stretch)
+            config["rope_parameters"]["mscale_all_dim"] = mscale
         return config | {
             "num_key_value_heads": args.n_head,
             "head_dim": args.rotary_dim,

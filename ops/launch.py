@@ -297,3 +297,10 @@ def e8m0_to_float(exponents):
 def add_both(a, b, c, d):
     """Add two numbers each, for `tl.reduce` of two tensors at once."""
     return a + c, b + d
+
+
+def check_shapes(**expected: tuple[Tensor, Sequence[int]]) -> None:
+    """Raise ValueError, with the tensor's name, if a tensor has another shape than expected."""
+    for name, (tensor, shape) in expected.items():
+        if tuple(tensor.shape) != tuple(shape):
+            raise ValueError(f"{name} has shape {list(tensor.shape)}, expected {list(shape)}")

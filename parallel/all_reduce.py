@@ -17,18 +17,12 @@ import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor
 
 from ops.inductor import custom_op
+from ops.products.fixed_join import empty_scores, fixed_add_norm, fixed_sandwich
+from ops.products.join import NormRouter, norm_router, receive_norm_router
 from ops.products.quantized_x import QuantizedX
-from ops.products.router import MAX_DIM, Routing, norm_router
 from ops.products.weights import Weight
-from ops.ranks.all_reduce import WORDS, Inbox, empty_scores, fixed_add_norm, push_all_reduce
-from ops.ranks.reduce_router import (
-    MAX_PROGRAMS,
-    TokenInbox,
-    can_receive,
-    receive_add,
-    receive_add_router,
-)
-from ops.ranks.sandwich import fixed_sandwich
+from ops.ranks.all_reduce import WORDS, Inbox, push_all_reduce, receive_add
+from ops.ranks.mailbox import MAX_DIM, MAX_PROGRAMS, TokenInbox, can_receive
 from parallel.process_group import rank, run_collective, size, state, total
 
 MAX_SYMMETRIC_BYTES = 32 << 20  # largest message of one-shot and two-shot
@@ -65,7 +59,7 @@ def all_reduce_add_norm(
     eps: float,
     router: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """All-reduce y, then add, norm and compute router scores as `ops.ranks.all_reduce.fixed_add_norm`.
+    """All-reduce y, then add, norm and compute router scores as `fixed_join.fixed_add_norm`.
 
     x, y [..., D]. With weights, fp32 [T, A], y is per-expert outputs [T, A, D], which are
     combined first. Return x + scale * sum, its norm, and the scores.
@@ -91,7 +85,7 @@ def all_reduce_sandwich(
     eps: float,
     router: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """All-reduce y [N, ..., D] in one message, then compute `ops.ranks.sandwich.fixed_sandwich`."""
+    """All-reduce y [N, ..., D] in one message, then compute `fixed_join.fixed_sandwich`."""
     y = _all_reduce(y, None, y)
     return fixed_sandwich(x, y, branch_weights, weight, scalar, next_weight, eps, router)
 
@@ -150,11 +144,7 @@ def all_reduce_add_router(
     x: Tensor,
     y: Tensor | None,
     scale: float,
-    norm: Tensor,
-    eps: float,
-    router: Tensor,
-    routing: Routing,
-    bias: Tensor | None,
+    router: NormRouter,
     indices: Tensor,
     weight: Weight | None = None,
 ) -> tuple[Tensor, Tensor | QuantizedX, Tensor]:
@@ -163,10 +153,10 @@ def all_reduce_add_router(
     Return x + scale * sum, its norm, and the scores. One kernel if y is None, else two.
     """
     if y is None:
-        args = scale, norm, eps, router, routing, bias, indices, weight
-        return run_collective(receive_add_router, x, state().token_inbox, *args)
+        args = scale, router, indices, weight
+        return run_collective(receive_norm_router, x, state().token_inbox, *args)
     x = all_reduce_add(x, y, scale)
-    return x, *norm_router(x, norm, eps, router, routing, bias, weight=weight, indices=indices)
+    return x, *norm_router(x, router, weight, indices)
 
 
 # Methods ------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from cli.command import first_line
 from ops.ranks.all_reduce import Inbox
-from ops.ranks.reduce_router import TokenInbox
+from ops.ranks.mailbox import TokenInbox
 from parallel import heartbeat
 from parallel.device import pick_device
 

@@ -16,7 +16,9 @@ import torch
 
 from runtime.logit_edits import ALL, Constraint
 from runtime.sampling import NOT_FINITE, NotFiniteError, Sampling
-from runtime.session import Details, Session, common_prefix
+from runtime.session import Session
+from runtime.session_prompts import common_prefix
+from runtime.session_steps import Details
 
 STEP_SIZES = (1, 2, 4, 8)  # rows of a compiled step; above that, multiples of the last
 # Tokens of a prompt that run at once beside running sequences. Those step after every STEP_EVERY

@@ -1,55 +1,55 @@
 """One Triton kernel for a token's attention: norms, RoPE, cache append, scores, softmax, values.
 
 It replaces `Attention.core` for a few tokens of each sequence, where starting five kernels takes
-longer than reading a few thousand positions. For one token, a short plain cache and a long or int8
-one have kernels of their own; several tokens have others. Everything else takes the plain path,
-which is the reference that tests compare with.
+longer than reading a few thousand positions (ops/attention/gqa.py). Everything else takes the plain
+path, which is the reference that tests compare with.
 """
 
 import torch
 from torch import Tensor, nn
 
 from model import Attention, Context, RMSNorm, Transformer
-from ops.attention.decode_attention import attend_token
-from ops.attention.few_queries_attention import attend_queries, takes_queries
-from ops.attention.split_attention import attend_split
+from ops.attention.gqa import attend_tokens
+from ops.attention.gqa_settings import NO_WINDOW, AttentionSettings, takes_queries
 from ops.declared import AttentionAdditions
 from ops.launch import can_launch
-from ops.plain.attention import BLOCK
 from runtime.plain_forms import settings_of, undeclared
 
-# Up to 256 positions `attend_token` is faster, then slower. Over all positions of a cache of this
-# length it is even (H200).
-MAX_CACHE_LEN = 640
-KERNELS = "_attend_token", "_attend_split", "_merge_split", "_attend_queries", "_merge_queries"
+KERNELS = "attend_kernel", "merge_kernel"
 
 
 class FusedDecodeAttention(Attention):
-    """An attention layer whose core is a kernel, where one computes it.
-
-    That is `attend_token` or `attend_split` for one token, `attend_queries` for several.
+    """An attention layer whose core is a kernel, where that computes it.
 
     It shares the plain layer's parameters, submodules and cache, under the same names.
     """
 
-    def __init__(self, plain: Attention, settings: AttentionAdditions):
-        """settings: additions to plain attention that the kernel computes."""
+    def __init__(self, plain: Attention, additions: AttentionAdditions):
+        """additions: to plain attention, which the kernel computes."""
         nn.Module.__init__(self)
         self.__dict__.update(plain.__dict__)
         self.plain = (plain,)  # a tuple hides it from nn.Module
-        self.settings = settings
-        _, _, C = self.heads
-        self.decode_scale = settings.query_scale * C**-0.5
-        fits = C & C - 1 == 0 and 16 <= C <= 512
+        self.sinks, self.projection = additions.sinks, additions.projection
         # Over heads that are sharded a norm needs an all-reduce (tp.ShardedRMSNorm).
-        norms = (norm for norm in (self.q_norm, self.k_norm) if norm is not None)
-        self.supported = fits and not any(undeclared(norm, RMSNorm) for norm in norms)
-        # Larger heads were not measured: as many bytes as with heads of 128.
-        self.max_length = MAX_CACHE_LEN * 128 // max(C, 128)
+        norms = [norm for norm in (self.q_norm, self.k_norm) if norm is not None]
+        foreign = any(undeclared(norm, RMSNorm) for norm in norms)
+        self.supported = takes_queries(1, self.heads[2]) and not foreign
+        self.settings = AttentionSettings(
+            *self.heads,
+            rotary_dim=self.rotary_dim,
+            scale=additions.query_scale * self.heads[2] ** -0.5,
+            eps=norms[0].eps if norms and not foreign else 0.0,
+            clip=self.clip_qkv or 0.0,
+            window=self.window or NO_WINDOW,
+            full_norm=self.qk_norm == "full",
+            norm_values=additions.norm_values,
+            keys_are_values=additions.keys_are_values,
+            gated=additions.gated,
+            rope_begin=additions.rope_begin,
+        ).encoded()
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
-        projection = getattr(self, self.settings.projection)
-        return self.wo(self.core(projection(x), context))
+        return self.wo(self.core(getattr(self, self.projection)(x), context))
 
     def core(self, qkv: Tensor, context: Context) -> Tensor:
         if self.is_fused(qkv, context):
@@ -61,52 +61,19 @@ class FusedDecodeAttention(Attention):
         return torch.compiler.is_compiling() and self.takes(qkv, context)
 
     def takes(self, qkv: Tensor, context: Context) -> bool:
-        """Whether a kernel takes this call."""
+        """Whether the kernel takes this call: fp32 has only one query and a plain cache."""
         if not self.supported or context.chunk or not can_launch(qkv, *KERNELS):
             return False
-        if qkv.shape[1] > 1 and not takes_queries(qkv.shape[1], self.heads[2]):
+        queries, stored = qkv.shape[1], self.cache.kv.dtype
+        if qkv.element_size() != 2 and (queries > 1 or stored != qkv.dtype):
             return False
-        if qkv.shape[1] == 1 and self.is_short(qkv):
-            return True
-        return qkv.element_size() == 2 and self.has_whole_blocks()
-
-    def is_short(self, qkv: Tensor) -> bool:
-        """Whether the cache is `attend_token`'s: plain, and short itself or by its window."""
-        length = self.cache.kv.shape[3]
-        short = min(self.window or length, length) <= self.max_length
-        return short and self.cache.kv.dtype == qkv.dtype
-
-    def has_whole_blocks(self) -> bool:
-        """Whether the cache is one that `attend_split` and `attend_queries` read."""
-        return self.cache.kv.shape[3] % BLOCK == 0
+        return stored in (qkv.dtype, torch.int8) and takes_queries(queries, self.heads[2])
 
     def fused_core(self, qkv: Tensor, context: Context) -> Tensor:
         """qkv [B, Q, (H + 2 K) C], or as the settings say -> [B, Q, H * C]."""
-        q_norm, k_norm, eps = None, None, 0.0
-        if self.q_norm is not None:
-            q_norm, k_norm, eps = self.q_norm.weight, self.k_norm.weight, self.q_norm.eps
-        cache, scales = self.cache.stored()
-        arguments = (
-            q_norm,
-            k_norm,
-            self.settings.sinks,
-            self.rotary_dim,
-            self.decode_scale,
-            eps,
-            self.clip_qkv or 0.0,
-            self.window or 1 << 30,
-            self.settings.norm_values,
-            self.settings.keys_are_values,
-            self.settings.rope_begin,
-            self.settings.gated,
-            self.qk_norm == "full",
-        )
+        norms = [None if norm is None else norm.weight for norm in (self.q_norm, self.k_norm)]
         tokens = qkv, context.rope, context.positions
-        if qkv.shape[1] > 1:
-            return attend_queries(*tokens, cache, scales, *arguments)
-        if self.is_short(qkv):
-            return attend_token(*tokens, cache, *arguments)
-        return attend_split(*tokens, cache, scales, *arguments)
+        return attend_tokens(*tokens, *self.cache.stored(), *norms, self.sinks, self.settings)
 
 
 def fused_attention(attention: nn.Module) -> nn.Module:

@@ -3,11 +3,11 @@
     wqkv         norm of x, product
     attention    q and k norm, RoPE, cache append, attention      (ops/attention/decode_attention.py)
     wo           product, plus residual
-    router       norm, scores                                     (ops/products/router.py)
+    router       norm, scores                                     (ops/products/join.py)
     gate_up      top-k, products of the chosen experts, SwiGLU    (ops/products/experts.py)
     down         products, weighted sum, plus residual
 
-Latent attention has three kernels between its products, or four (ops/attention/latent_decode_attention.py).
+Latent attention has three kernels between its products, or four (ops/attention/mla.py).
 Other attention has others there: `core` compiled by Inductor. Shared experts become experts that
 every token chooses. A family declares by `fused_decode_settings` what it adds to `model.Attention`,
 `model.MoE` or `model.AddNorm`; without it, a subclass has no kernels.
@@ -16,7 +16,7 @@ every token chooses. A family declares by `fused_decode_settings` what it adds t
 costs them nothing. It serves up to MAX_FEW tokens: one of each of several sequences [B, 1], or
 drafts of one [1, Q]; and PROMPT_CHUNKS of a prompt. Several tokens have kernels of their own:
 ops/products/few_tokens.py, ops/products/expert_tiles.py, and for several queries of a sequence
-ops/attention/few_queries_attention.py or ops/attention/few_latent_attention.py. After the layers, one token's norm and
+ops/attention/few_queries_attention.py or ops/attention/mla.py. After the layers, one token's norm and
 head are one product, and sampling is three kernels (ops/step/token_draw.py). Everything else runs the
 compiled blocks, which are the reference that tests compare with.
 """
@@ -52,11 +52,12 @@ from ops.declared import (
 )
 from ops.inductor import materialize
 from ops.launch import KernelError, compile_only, give_up
-from ops.products import expert_tiles
+from ops.products import dense, expert_tiles
 from ops.products import experts as moe_decode
-from ops.products import router as moe_router
 from ops.products.few_tokens import down_few
+from ops.products.join import NormRouter, norm_router, norm_tokens
 from ops.products.quantized_x import QuantizedX
+from ops.products.routing import check_router, route
 from ops.products.weights import Weight, plain_weight
 from ops.step.token_draw import draw_tokens
 from runtime.fused_attention import FusedDecodeAttention, fused_attention
@@ -146,10 +147,10 @@ class FusedAttention:
         projected = x.new_empty(len(x), sum(weight.out for weight, _ in self.inputs))
         parts = projected.split([weight.out for weight, _ in self.inputs], dim=1)
         eps = self.norm.eps
-        normed, norm = moe_decode.norm_apart(x, self.norm.weight, eps)
+        normed, norm = dense.norm_apart(x, self.norm.weight, eps)
         for n, ((weight, bias), part) in enumerate(zip(self.inputs, parts, strict=True)):
             early = n == 1  # then the kernel before the previous one, which writes x, has ended
-            moe_decode.dense(normed, weight, norm, bias=bias, out=part, early=early)
+            dense.dense_product(normed, weight, norm, bias=bias, out=part, early=early)
         projected, attention = projected.view(*context.positions.shape, -1), self.attention
         if not isinstance(attention, FusedDecodeAttention | FusedLatentAttention):
             heads = core(attention, projected, context)
@@ -159,7 +160,7 @@ class FusedAttention:
             heads = core(attention.plain[0], projected, context)
         weight, bias = self.output
         heads = heads.flatten(0, 1).contiguous()
-        return moe_decode.dense(heads, weight, bias=bias, **self.sum.of_product(x))
+        return dense.dense_product(heads, weight, bias=bias, **self.sum.of_product(x))
 
 
 class FusedExperts:
@@ -192,10 +193,16 @@ class FusedExperts:
             count = self.shared_count(self.shared)
             self.routing = replace(self.routing, shared=count, gated=self.gate is not None)
         E, D = self.router.weight.shape
-        moe_router.check_router(E, D, self.routing)
+        check_router(E, D, self.routing)
         if D % 8 or (self.routing.gated and self.router.bias is not None):
             raise ValueError("no kernels for this router")
         self.rows = self.router.weight
+
+    @property
+    def normed_router(self) -> NormRouter:
+        """The norm and the router as the kernels read them."""
+        norm, bias = self.norm, self.router.bias
+        return NormRouter(norm.weight, norm.eps, self.rows, self.routing, bias)
 
     def shared_count(self, shared: FeedForward) -> int:
         """Return as how many experts the shared one counts. Raises ValueError if it cannot."""
@@ -254,7 +261,7 @@ class FusedExperts:
     def run_several(self, x: Tensor, last: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """`forward` for several tokens: x [T, D] is the result of attention."""
         normed, scores = self.score(x)
-        indices, weights = moe_router.route(scores, self.routing)
+        indices, weights = route(scores, self.routing)
         y = expert_tiles.run_experts(
             normed,
             self.w13,
@@ -279,31 +286,19 @@ class FusedExperts:
         """
         if self.before.all_reduce:
             return self.before.all_reduce.fused_add_router(
-                x, attended, self.norm, self.rows, self.routing, indices, self.w13
+                x, attended, self.normed_router, indices, self.w13
             )
         return attended, *self.score(attended, indices)
 
     def score(self, x: Tensor, indices: Tensor | None = None) -> tuple[Tensor | QuantizedX, Tensor]:
         """Return the norm of x [T, D], of one token as w13 takes it, and the router's scores."""
-        norm, routing, bias = self.norm, self.routing, self.router.bias
         if len(x) <= MAX_FEW:
-            return moe_router.norm_router(
-                x,
-                norm.weight,
-                norm.eps,
-                self.rows,
-                routing,
-                bias=bias,
-                weight=self.w13,
-                indices=indices,
-            )
-        normed = moe_router.norm_tokens(x, norm.weight, norm.eps)
+            return norm_router(x, self.normed_router, self.w13, indices)
+        normed = norm_tokens(x, self.norm.weight, self.norm.eps)
         router = Weight((self.rows.view(torch.int32),), "bf16", 8)  # or fp16, as x
         dots = x.new_empty(len(x), len(self.rows), dtype=torch.float32)
-        down_few(normed, router, dots, bias=bias)
-        if routing.score_bias is not None:
-            return normed, moe_router.sigmoid_scores(dots, routing)
-        return normed, dots.unsqueeze(1)
+        down_few(normed, router, dots, bias=self.router.bias)
+        return normed, dots
 
 
 def stack(experts: nn.Module, shared: nn.Module, weight: Weight, count: int, rows: bool) -> Weight:
@@ -389,8 +384,8 @@ class FusedHead:
     def forward(self, x: Tensor) -> Tensor:
         """x [1, D], not normed -> fp32 logits [1, V], of which none is rounded to bf16."""
         norm = self.norm
-        scale = moe_decode.Norm(norm.weight, norm.eps)
-        return moe_decode.dense(x, self.weight, scale, dtype=torch.float32)
+        scale = dense.Norm(norm.weight, norm.eps)
+        return dense.dense_product(x, self.weight, scale, dtype=torch.float32)
 
 
 def fused_head(model: Transformer) -> FusedHead | None:

@@ -20,8 +20,8 @@ def choose_runner(model: Transformer, kernels: str = "auto") -> type[CompiledRun
     """Return what runs a compiled model's calls.
 
     kernels: of KERNELS. "auto": the fused ones if `why_not_fused` has nothing against them. A
-    model with a `runner_class` of its own (offload/plan.py) has that instead. Raises ValueError
-    for an unknown name.
+    model with a `runner_class` of its own (offload/plan.py) has that instead. An unknown
+    name raises ValueError.
     """
     if kernels not in KERNELS:
         raise ValueError(f"decode_kernels {kernels!r}: it must be one of {', '.join(KERNELS)}")

@@ -72,8 +72,8 @@ def load_model(
         loader.fill(device)
     model.tie_weights()
     shard.insert_collectives()
-    # Of the compiled blocks, those of 16 and 8 bits on one GPU need no kernels of ours; with 4 bits
-    # they have Triton products anyway. FusedRunner has the attention kernels in any case.
+    # Compiled blocks of 16 and 8 bits on one GPU need no kernels of ours; blocks of 4 bits have
+    # Triton products anyway. FusedRunner has the attention kernels in any case.
     modules = source.format.get("modules", {}).values()
     if shard.ranks > 1 or any(FORMATS[module["format"]].bits == 4 for module in modules):
         fuse_decode_attention(model)

@@ -30,7 +30,9 @@ from runtime.sampling import (
     step_to,
     uniform,
 )
-from runtime.session import SPARE, Session, copy_all
+from runtime.session import Session
+from runtime.session_rows import copy_all
+from runtime.session_steps import SPARE
 from runtime.transfers import read_later
 
 DRAFT_TOKENS = 4

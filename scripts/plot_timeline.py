@@ -23,7 +23,7 @@ NAMES = {  # part of a kernel's name -> what it computes; the first that fits
     "attend_token_sum": "sum of parts",
     "_attend_token": "attention",
     "_attend_queries": "attention",
-    "_norm_router": "norm, router",
+    "join_tokens": "norm, router",
     "_route": "top-k",
     "_gate_up": "top-k, gate, up, SwiGLU",
     "mul_sum_unbind": "weighted sum, residual, norm",

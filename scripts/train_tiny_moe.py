@@ -47,7 +47,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from tqdm import tqdm
 
-from ops.attention.gated_delta import chunk_in_torch
+from ops.plain.gated_delta import chunk_in_torch
 
 BOS, EOS = 1, 2  # sentencepiece's default ids, and Mixtral's
 PROMPT = 'class Stack:\n    """A last-in, first-out container."""\n\n    def __init__(self'

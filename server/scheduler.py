@@ -23,7 +23,8 @@ from offload.experts import COUNTERS, offloaded_layers
 from parallel import process_group
 from runtime.batch import Batch, NewToken, Running
 from runtime.sampling import NotFiniteError
-from runtime.session import Details, Session
+from runtime.session import Session
+from runtime.session_steps import Details
 from runtime.text import TextSettings, TextStream
 from server.constraints import AnswerConstraint, Constraint, grammar_tokens
 from server.metrics import Metrics

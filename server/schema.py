@@ -21,7 +21,7 @@ from pydantic import (
 
 from runtime.reasoning import REASONING, TextSplitter, make_splitter
 from runtime.sampling import MAX_CANDIDATES, TOP_LOGPROBS, Sampling
-from runtime.session import Details
+from runtime.session_steps import Details
 from server import structured
 from server.constraints import FieldError, forced_call
 from server.structured import (

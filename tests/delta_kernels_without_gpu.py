@@ -1,4 +1,4 @@
-"""Run and compile the kernels of ops/gated_delta_{prompt,token,few}.py; see kernels_without_gpu.py.
+"""Run and compile the kernels of ops/attention/delta*.py; see kernels_without_gpu.py.
 
     TRITON_INTERPRET=1 python tests/delta_kernels_without_gpu.py    Triton's interpreter, CPU
     python tests/delta_kernels_without_gpu.py    machine code for an H200, by Triton and ptxas
@@ -19,16 +19,18 @@ from torch import Tensor
 from model import Context
 from models.layers import gated_delta_net
 from models.layers.gated_delta_net import MAX_TENTATIVE, DeltaNet, DeltaSizes
-from ops.attention import gated_delta_few, gated_delta_prompt, gated_delta_token
-from ops.attention.gated_delta import (
-    causal_conv_silu,
+from ops.attention import delta_prompt
+from ops.attention.delta import delta_tokens
+from ops.plain.gated_delta import (
     chunk_in_torch,
-    delta_gates,
+    conv_silu_in_torch,
     gated_delta_step,
-    gated_rms_norm,
+    gates_in_torch,
+    norm_in_torch,
 )
 from tests.interpreter_bounds import check_bounds
-from tests.kernels_without_gpu import Launch, compiled, overwritten
+from tests.kernels_without_gpu import overwritten
+from tests.launched_code import launched_code
 
 PROMPTS = {  # B, Q, K, H, Ck, Cv
     "one token": (1, 1, 1, 1, 16, 16),
@@ -75,7 +77,7 @@ def random_prompt(B: int, Q: int, K: int, H: int, Ck: int, Cv: int, dtype=torch.
 def random_token(
     B: int, K: int, H: int, Ck: int, Cv: int, W: int, last, dtype=torch.float32
 ) -> list:
-    """Return the arguments of `delta_token`."""
+    """Return the arguments of `delta_tokens` for one token."""
     generator, N = torch.Generator().manual_seed(N_SEED), 2 * K * Ck + H * Cv
 
     def normal(*shape: int, dtype=dtype) -> Tensor:
@@ -85,7 +87,8 @@ def random_token(
     state, window = normal(B, H, Ck, Cv, dtype=torch.float32), normal(B, W - 1, N)
     weights = normal(N, W), normal(H, dtype=torch.float32), normal(H), normal(Cv)
     last = None if last is None else torch.tensor(last)
-    return [qkvz, ba, state, window, *weights, last, K, 1e-6, torch.zeros(B, K, dtype=torch.int32)]
+    arrivals = torch.zeros(B, K, dtype=torch.int32)
+    return [qkvz, ba, state, window, list(weights), last, arrivals, [], K, 1e-6]
 
 
 def random_few(
@@ -113,7 +116,7 @@ def few_errors(case: tuple) -> list[float]:
     layer, projected, context = random_few(*case)
     ours = deepcopy(layer)
     y = layer.core(projected, context)
-    with mock.patch.object(gated_delta_net, "delta_token_supports", lambda state: True):
+    with mock.patch.object(gated_delta_net, "delta_tokens_supports", lambda state: True):
         got = ours.core(projected, context)
     # Padding may read anything, since its y is used by no one.
     real = torch.ones(y.shape[:2], dtype=torch.bool)
@@ -133,17 +136,17 @@ def few_errors(case: tuple) -> list[float]:
 N_SEED = 3
 
 
-def plain_token(qkvz, ba, state, window, conv_weight, a_log, dt_bias, norm, last, K, eps, _):
-    """Compute `delta_token` in PyTorch -> y, the new state and the new window."""
-    B, H, Ck, Cv = state.shape
+def plain_token(qkvz, ba, state, window, weights, last, arrivals, kept, K, eps):
+    """Compute `delta_tokens` of one token in PyTorch -> y, the new state and the new window."""
+    (B, H, Ck, Cv), (conv_weight, a_log, dt_bias, norm) = state.shape, weights
     x, gate = qkvz.split((conv_weight.shape[0], H * Cv), -1)
     b, a = ba.float().chunk(2, -1)
     g = -a_log.float().exp() * torch.nn.functional.softplus(a + dt_bias.float())
-    y = causal_conv_silu(x, window, conv_weight).squeeze(1)
+    y = conv_silu_in_torch(x, window, conv_weight).squeeze(1)
     q, k, v = y.split((K * Ck, K * Ck, H * Cv), -1)
     q, k, v = q.view(B, K, Ck), k.view(B, K, Ck), v.view(B, H, Cv)
     out, new = gated_delta_step(q, k, v, g.squeeze(1), b.sigmoid().squeeze(1), state)
-    y = gated_rms_norm(out, gate.view(B, H, Cv), norm, eps).to(qkvz.dtype).view(B, 1, H * Cv)
+    y = norm_in_torch(out, gate.view(B, H, Cv), norm, eps).to(qkvz.dtype).view(B, 1, H * Cv)
     moved = torch.cat((window, x), 1)[:, 1:]
     if last is None:
         return y, new, moved
@@ -166,26 +169,20 @@ def errors() -> dict[str, list[float]]:
         if name == "equal keys":
             k, g, beta = k[:, :1].expand_as(k).contiguous(), g * 0, beta * 0 + 1
         results = (
-            f(q, k, v, g, beta, state)
-            for f in (gated_delta_prompt.launch_delta_chunk, chunk_in_torch)
+            f(q, k, v, g, beta, state) for f in (delta_prompt.launch_delta_chunk, chunk_in_torch)
         )
         found[name] = [relative_error(*pair) for pair in zip(*results, strict=True)]
         x = torch.randn(v.shape[0], v.shape[1], 300)
         window, weight = torch.randn(len(x), 3, 300), torch.randn(300, 4)
-        pair = (
-            f(x, window, weight)
-            for f in (gated_delta_prompt.launch_convolve_tokens, causal_conv_silu)
-        )
+        pair = (f(x, window, weight) for f in (delta_prompt.launch_convolution, conv_silu_in_torch))
         gate, scale = torch.cat((v, v), 2)[:, :, v.shape[2] :].sin(), torch.randn(v.shape[3])
-        norms = (
-            f(v, gate, scale, 1e-6) for f in (gated_delta_prompt.launch_norm_heads, gated_rms_norm)
-        )
+        norms = (f(v, gate, scale, 1e-6) for f in (delta_prompt.launch_norm_heads, norm_in_torch))
         found[name] += [relative_error(*pair), relative_error(*norms)]
         H = beta.shape[-1]
         ba = 4 * torch.randn(*beta.shape[:2], 2 * H + 5)[:, :, 3 : 2 * H + 3]  # as of a split
         gates = (
             f(ba, torch.randn(H, generator=torch.Generator().manual_seed(1)), torch.ones(H))
-            for f in (gated_delta_prompt.launch_gates, delta_gates)
+            for f in (delta_prompt.launch_gates, gates_in_torch)
         )
         found[name] += [relative_error(*pair) for pair in zip(*gates, strict=True)]
     for name, case in TOKENS.items():
@@ -193,16 +190,15 @@ def errors() -> dict[str, list[float]]:
         found[name] = []
         for _ in range(2):  # the second call finds the counter as the first has left it
             want = plain_token(*arguments)
-            y = gated_delta_token.delta_token(*arguments)
+            y = delta_tokens(*arguments)
             got = y, arguments[2], arguments[3]
             found[name] += [relative_error(*pair) for pair in zip(got, want, strict=True)]
-            assert not arguments[-1].any()
+            assert not arguments[6].any()  # arrivals
     return found | {name: few_errors(case) for name, case in FEW.items()}
 
 
-def counts(kernel, launch: Launch) -> dict[str, int]:
+def counts(code) -> dict[str, int]:
     """Count instructions of an H200: all, and some kinds; loads of 16 bytes before the wait."""
-    code = compiled(kernel, launch)
     asm = code.asm["sass"]
     return {
         "waits": asm.count("ACQBULK"),
@@ -219,40 +215,26 @@ def counts(kernel, launch: Launch) -> dict[str, int]:
 
 def machine_code() -> dict[str, dict[str, int]]:
     """Compile each kernel at the sizes of Qwen3-Next and Qwen3.6-35B-A3B."""
-    found, prompt, token = {}, gated_delta_prompt, gated_delta_token
-    q, k, v, g, beta, state = random_prompt(1, 2048, 16, 32, 128, 128, torch.bfloat16)
     x, window, weight = (
         torch.zeros(*n).bfloat16() for n in ((1, 40, 8192), (1, 3, 8192), (8192, 4))
     )
-    one = random_token(1, 16, 32, 128, 128, 4, None, torch.bfloat16)
-    names = {
-        prompt: (
-            "_solve_chunk",
-            "_scan_chunks",
-            "_convolve_tokens",
-            "_norm_heads",
-            "_compute_gates",
-        ),
-        token: ("_update_token",),
-        gated_delta_few: ("_update_states", "_finish_tokens"),
-    }
-    for module, kernels in names.items():
-        launches = {name: Launch() for name in kernels}
-        few = 16, 32, 128, 128, 4, None
-        supports = mock.patch.object(gated_delta_net, "delta_token_supports", lambda state: True)
-        with mock.patch.multiple(module, **launches), supports:
-            if module is prompt:
-                prompt.launch_delta_chunk(q, k, v, g, beta, state)
-                prompt.launch_convolve_tokens(x, window, weight)
-                prompt.launch_norm_heads(v, v, weight[:128, 0].contiguous(), 1e-6)
-                prompt.launch_gates(v[:, :, 0, :64], torch.zeros(32), torch.zeros(32).bfloat16())
-            elif module is token:
-                token.delta_token(*one)
-            else:
-                layer, projected, context = random_few(1, 8, *few, torch.bfloat16)
-                layer.core(projected, context)
-        found |= {name: counts(getattr(module, name), launches[name]) for name in kernels}
-    return found
+    sizes = 16, 32, 128, 128
+    prompt = random_prompt(1, 2048, *sizes, torch.bfloat16)
+    v, norm = prompt[2], weight[:128, 0].contiguous()
+    layer, projected, context = random_few(1, 8, *sizes, 4, None, torch.bfloat16)
+
+    def launch_all() -> None:
+        delta_prompt.launch_delta_chunk(*prompt)
+        delta_prompt.launch_convolution(x, window, weight)
+        delta_prompt.launch_norm_heads(v, v, norm, 1e-6)
+        delta_prompt.launch_gates(v[:, :, 0, :64], torch.zeros(32), torch.zeros(32).bfloat16())
+        delta_tokens(*random_token(1, *sizes, 4, None, torch.bfloat16))
+        layer.core(projected, context)
+
+    supports = mock.patch.object(gated_delta_net, "delta_tokens_supports", lambda state: True)
+    with supports:
+        found = launched_code(launch_all)
+    return {name: counts(code) for name, code in found.items()}
 
 
 def main() -> int:
@@ -260,7 +242,6 @@ def main() -> int:
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if interpreted:
         check_bounds()
-    gated_delta_few.supports_pdl = gated_delta_token.supports_pdl = lambda x: not interpreted
     print(json.dumps(errors() if interpreted else machine_code()))
     return 0
 

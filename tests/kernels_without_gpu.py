@@ -58,22 +58,26 @@ from models.layers.latent_attention import LatentAttention
 from models.random_weights import first_layers
 from offload.cache import POLICIES, DeviceExpertCache
 from ops.attention import (
-    decode_attention,
-    few_latent_attention,
-    few_queries_attention,
-    latent_decode_attention,
-    long_attention,
-    split_attention,
+    gqa,
+    gqa_kernels,
+    gqa_settings,
+    heads,
+    mla,
+    softmax,
 )
-from ops.attention.latent_decode_attention import Tile
+from ops.attention.gqa_settings import AttentionSettings
+from ops.attention.gqa_settings import Tile as Blocks
+from ops.attention.mla_settings import LatentSettings, LatentTensors, Tile
+from ops.attention.softmax import merge_partial
 from ops.declared import AttentionAdditions
+from ops.plain import norms
 from ops.plain.attention import attend, causal_bias
 from ops.plain.rope import rope_frequencies, rope_table
-from ops.products import codes, experts, gemv, operands
+from ops.products import codes, fixed_join, gemv, operands, pipeline
 from ops.products.prompt import grouped_gemm
 from ops.products.tilings import Tiles
-from ops.ranks import all_reduce, sandwich
-from ops.step import expert_paging, rows
+from ops.ranks import all_reduce
+from ops.step import expert_paging
 from ops.step.rows import RowMemory, make_planes
 from runtime.fused_attention import FusedDecodeAttention
 from tests.interpreter_bounds import check_bounds
@@ -292,8 +296,8 @@ def dot4_case(case: tuple, size: float) -> tuple:
 
 def run_dot4(case: tuple, arguments: tuple) -> Tensor:
     """Call the operator's function, with the case's tiles."""
-    tiles = (lambda *_: Tiles(**case[-1])) if case[-1] else experts.choose_tiles
-    with mock.patch.object(experts, "choose_tiles", tiles):
+    tiles = (lambda *_: Tiles(**case[-1])) if case[-1] else pipeline.choose_tiles
+    with mock.patch.object(pipeline, "choose_tiles", tiles):
         return gemv.dot4._init_fn(*arguments)
 
 
@@ -432,11 +436,8 @@ def placed_differently(policy: str) -> int:
 
 def fetch_code() -> dict[str, int]:
     """Count loads and stores of 16 bytes in the copy's machine code."""
-    kernel, expert_paging._fetch = expert_paging._fetch, Launch()
-    experts, places, host, pool, parts = fetch_case(BLOBS[1])
-    expert_paging.fetch_by_kernel(experts, places, host, pool, parts)
-    launch, expert_paging._fetch = expert_paging._fetch, kernel
-    asm = compiled(kernel, launch).asm["sass"]
+    args = fetch_case(BLOBS[1])
+    asm = launched_code(lambda: expert_paging.fetch_by_kernel(*args))["_fetch"].asm["sass"]
     return {name: asm.count(name) for name in ("LDG.E.128", "STG.E.128")}
 
 
@@ -469,14 +470,11 @@ def moved_rows() -> list[bool]:
 
 def moved_rows_code() -> dict[str, int]:
     """Count loads and stores in the machine code of both moves."""
-    kernel, memory = rows._move, row_memory()
+    memory, text = row_memory(), ""
     memory.planes = make_planes(*memory.views[:2])
-    text = ""
     for exchange in (False, True):
-        rows._move = Launch()
-        memory.move(2, 1, 30, exchange)
-        launch, rows._move = rows._move, kernel
-        text += compiled(kernel, launch).asm["sass"]
+        move = partial(memory.move, 2, 1, 30, exchange)
+        text += launched_code(move)["_move"].asm["sass"]
     return {name: text.count(name) for name in ("LDG.E", "STG.E")}
 
 
@@ -527,7 +525,6 @@ def push_error(
 
 def fixed_errors() -> dict[str, float]:
     """Return relative errors of the push all-reduce, and of norm and scores, against PyTorch."""
-    all_reduce.supports_pdl = lambda x: False
     torch.manual_seed(0)
     found = {}
     for D, E in ((64, 8), (2048, 128), (2880, 5)):
@@ -539,7 +536,7 @@ def fixed_errors() -> dict[str, float]:
         ):
             for T, rows_of in ((1, rows), (3, rows), (3, None)):
                 parts = x[:T].as_subclass(OnCuda), y[:T].as_subclass(OnCuda)
-                got = all_reduce.fixed_add_norm(*parts, 0.5, weight, bias, 1e-5, rows_of)
+                got = fixed_join.fixed_add_norm(*parts, 0.5, weight, bias, 1e-5, rows_of)
                 total = x[:T] + 0.5 * y[:T]
                 normed = norm(total, (D,), weight, *(() if bias is None else (bias,)), 1e-5)
                 want = total, normed, total.new_empty(0) if rows_of is None else normed @ rows.T
@@ -571,17 +568,17 @@ def fixed_errors() -> dict[str, float]:
 
 
 def sandwich_errors() -> dict[str, float]:
-    """Return relative errors of `ops.ranks.sandwich.fixed_sandwich` against its form for the CPU."""
-    sandwich.supports_pdl, found = lambda x: False, {}
+    """Return relative errors of `ops.products.fixed_join.fixed_sandwich` against PyTorch."""
+    found = {}
     for D, tokens, branches in ((2816, 1, 2), (2816, 1, 1), (64, 3, 2)):
         x, y, router = torch.randn(tokens, D), torch.randn(branches, tokens, D), torch.randn(7, D)
-        norms, weight, after = torch.randn(2, D), torch.randn(D), torch.randn(D)
+        of_each, weight, after = torch.randn(2, D), torch.randn(D), torch.randn(D)
         scalar = torch.tensor([0.7])
-        of_branches = norms if branches > 1 else None
+        of_branches = of_each if branches > 1 else None
         for given in ((scalar, after, None), (None, None, router), (scalar, None, router)):
             rest = of_branches, weight, *given[:2], 1e-6, given[2]
-            got = sandwich.fixed_sandwich(x.as_subclass(OnCuda), y, *rest)
-            want = sandwich.fixed_sandwich(x, y, *rest)
+            got = fixed_join.fixed_sandwich(x.as_subclass(OnCuda), y, *rest)
+            want = norms.sandwich(x, y, *rest)
             got, want = (
                 torch.cat([*map(torch.flatten, some)]).as_subclass(Tensor) for some in (got, want)
             )
@@ -593,7 +590,6 @@ def sandwich_errors() -> dict[str, float]:
 
 def fixed_code() -> dict[str, dict[str, int]]:
     """Count waits, starts, spills and loads in their machine code for compute capability 9."""
-    all_reduce.supports_pdl = sandwich.supports_pdl = lambda x: True
     found = {}
     x, weight = (
         torch.randn(1, 4096, dtype=torch.bfloat16),
@@ -605,20 +601,23 @@ def fixed_code() -> dict[str, dict[str, int]]:
         torch.randn(8, 6144, dtype=torch.bfloat16),
     )
     cases = {
-        "fixed_add_norm": (all_reduce.fixed_add_norm, (x, x, 1.0, weight[0], None, 1e-5, None)),
+        "fixed_add_norm": (fixed_join.fixed_add_norm, (x, x, 1.0, weight[0], None, 1e-5, None)),
         "fixed_add_norm with scores": (
-            all_reduce.fixed_add_norm,
+            fixed_join.fixed_add_norm,
             (x, x, 1.0, weight[0], None, 1e-5, weight),
         ),
         "fixed_add_norm, wide, with scores": (
-            all_reduce.fixed_add_norm,
+            fixed_join.fixed_add_norm,
             (wide, wide, 1.0, wide[0], None, 1e-5, wide_rows),
         ),
         "fixed_sandwich": (
-            sandwich.fixed_sandwich,
+            fixed_join.fixed_sandwich,
             (x, weight[:2, None], weight[:2], weight[0], weight[0, :1], weight[0], 1e-6, None),
         ),
-        "fixed_scores": (all_reduce.fixed_add_norm, (x, x, 1.0, weight[0], None, 1e-5, many)),
+        "fixed_add_norm with many scores": (
+            fixed_join.fixed_add_norm,
+            (x, x, 1.0, weight[0], None, 1e-5, many),
+        ),
     }
     for ranks in (2, 4, 8):
         inbox = all_reduce.Inbox(
@@ -639,18 +638,9 @@ def fixed_code() -> dict[str, dict[str, int]]:
             (terms.bfloat16(), inbox, x, weights),
         )
     for case, (function, arguments) in cases.items():
-        names = "_fixed_add_norm", "_fixed_scores", "_push_all_reduce"
-        launches = {name: Launch() for name in names}
-        launches["_fixed_sandwich"] = of_sandwich = Launch()
-        with (
-            mock.patch.multiple(all_reduce, **{n: launches[n] for n in names}),
-            mock.patch.object(sandwich, "_fixed_sandwich", of_sandwich),
-        ):
-            function(arguments[0].as_subclass(OnCuda), *arguments[1:])
-        name = f"_{case.split()[0].strip(',')}"
-        module = sandwich if name == "_fixed_sandwich" else all_reduce
-        kernel, launch = getattr(module, name), launches[name]
-        asm = compiled(kernel, launch).asm["sass"]
+        given = arguments[0].as_subclass(OnCuda), *arguments[1:]
+        (code,) = launched_code(partial(function, *given)).values()
+        asm = code.asm["sass"]
         found[case] = {
             "waits": asm.count("ACQBULK"),
             "starts": asm.count("PREEXIT"),
@@ -853,34 +843,43 @@ def gated_token_error(queries: int = 1) -> float:
     return fused_error(layer, settings, x, context, torch.randn(2, 2, 2, S, 32))
 
 
+GQA_WAYS = {  # tile, most parts, most numbers of one part for several queries
+    "many parts": (Blocks(32, 2), 64, 0),
+    "two parts of several blocks": (Blocks(32, 2), 2, 0),
+    "one part of several blocks": (Blocks(32, 2), 1, 1 << 30),
+    "two blocks as one": (Blocks(64, 2, wide=True), 64, 0),
+}
+
+
 def fused_error(
     layer: Attention, settings: AttentionAdditions, x: Tensor, context: Context, kv: Tensor
 ) -> float:
     """Return the largest relative error of the fused layers over a cache kv [2, B, K, S, C].
 
-    attend_split takes short parts, so that there are several; then one; then it reads int8 codes.
-    So does attend_queries, which is called for several queries; its one part is another kernel.
+    The kernel reads it in each of GQA_WAYS, and in two of them int8 codes.
     """
     found, fused = [], FusedDecodeAttention(layer, settings)
-    split = (layer, KVCache, None), (fused, KVCache, 64), (fused, KVCache, 512)
-    int8 = (layer, Int8KVCache, None), (fused, Int8KVCache, 64)
-    for attention, kind, part in (*split, (fused, KVCache, None), *int8):
+    plain = ((fused, KVCache, way) for way in GQA_WAYS)
+    int8 = ((fused, Int8KVCache, way) for way in list(GQA_WAYS)[:2])
+    cases = (layer, KVCache, "many parts"), *plain, (layer, Int8KVCache, "many parts"), *int8
+    for attention, kind, way in cases:
         cache = attention.allocate(kv.shape[1], kv.shape[3], kind, x)
         fill(cache, kv)
-        is_short, is_fused = part is None, attention is fused
+        is_fused, (tile, most, one_part) = attention is fused, GQA_WAYS[way]
         with (
+            mock.patch.object(FusedDecodeAttention, "is_fused", lambda *_, f=is_fused: f),
             mock.patch.multiple(
-                FusedDecodeAttention,
-                is_fused=lambda *_, f=is_fused: f,
-                is_short=lambda *_, f=is_short: f,
+                gqa_settings,
+                choose_tiles=lambda *_, tile=tile: iter((tile,)),
+                MAX_PARTS=most,
+                ONE_PART=one_part,
             ),
-            mock.patch.object(split_attention, "PART", part),
-            mock.patch.object(few_queries_attention, "PART", part or 128),
-            mock.patch.object(few_queries_attention, "ONE_PART", 1 << 30 if is_short else 0),
         ):
             y = attention(x, context)
         found.append((y, *(stored.float() for stored in cache.stored() if stored is not None)))
-    plain, quantized = found[:4], found[4:]
+    count = 1 + len(GQA_WAYS)
+    plain, quantized = found[:count], found[count:]
+    assert not any(gqa.arrivals(torch.device("cpu"), 1 << n).any() for n in range(7))
     return max(largest_error(want, got) for want, *rest in (plain, quantized) for got in rest)
 
 
@@ -897,55 +896,50 @@ def largest_error(want: Iterable[Tensor], got: Iterable[Tensor]) -> float:
 
 
 def first_block_loads(C: int, itemsize: int) -> int:
-    """Return how many 16-byte loads of a lane half a block of keys and values takes."""
-    numbers = decode_attention.choose_block(C, itemsize) // 2 * C * 2
-    return numbers * itemsize // (16 * 32 * decode_attention.WARPS)
+    """Return how many 16-byte loads of a lane a block of keys and values takes."""
+    block = next(gqa_settings.choose_tiles(C, itemsize, 1)).block
+    return block * C * 2 * itemsize // (16 * 32 * gqa_settings.WARPS)
+
+
+def attention_code(layer: AttentionSettings, Q: int, S: int, dtype, kind, norms, sinks) -> list:
+    """Return the kernels of `attend_tokens` for one sequence, compiled."""
+    C, empty = layer.head_dim, partial(torch.empty, dtype=dtype)
+    stored = kind((1, layer.kv_heads, S, C), dtype, torch.device("cpu")).stored()
+    qkv, rope = empty(1, Q, layer.projected * C), torch.empty(1, Q, 1, 2 * C)
+    weights = [None if width is None else empty(width) for width in (*norms, sinks)]
+    positions = torch.empty(1, Q, dtype=torch.int64)
+    tensors = qkv, rope, positions, *stored, *weights
+    return list(launched_code(lambda: gqa.attend_tokens(*tensors, layer.encoded())).items())
+
+
+def norm_widths(qk_norm: str, H: int, K: int, C: int) -> tuple:
+    return {"none": (None, None), "head": (C, C), "full": (H * C, K * C)}[qk_norm]
 
 
 def token_code() -> dict[str, dict[str, int]]:
     """Count waits, starts, spills, products, and loads before the wait in its machine code.
 
-    Of each there are two, for few and more positions. Loads are those of 16 bytes.
+    Of each there are two in 16 bits, for few and more positions. Loads are those of 16 bytes.
     """
-    found, kernel = {}, decode_attention._attend_token
+    found = {}
     names = "Mixtral-8x7B", "Qwen3-30B-A3B", "gpt-oss-20b", "OLMoE-1B-7B"
-    archs = (ARCHITECTURES[name] for name in names)
-    for args, dtype in itertools.product(archs, (torch.bfloat16, torch.float32)):
-        H, K, C, launch = args.n_head, args.n_kv_head, args.head_dim, Launch()
-        x, rope = torch.zeros(1, 1, (H + 2 * K) * C, dtype=dtype), torch.zeros(1, 1, 1, 2 * C)
-        positions, cache = (
-            torch.zeros(1, 1, dtype=torch.int64),
-            torch.zeros(2, 1, K, 256, C, dtype=dtype),
-        )
-        widths = {"none": (), "head": (C, C), "full": (H * C, K * C)}[args.qk_norm]
-        norms = [x[0, 0, :width] for width in widths] or (None, None)
-        is_full = args.qk_norm == "full"
-        sinks = x[0, 0, :H] if args.family == "gpt_oss" else None
-        with mock.patch.multiple(
-            decode_attention, _attend_token=launch, supports_pdl=lambda x: True
-        ):
-            decode_attention.attend_token(
-                x,
-                rope,
-                positions,
-                cache,
-                *norms,
-                sinks,
-                C,
-                0.1,
-                1e-5,
-                0.0,
-                args.sliding_window or 1 << 30,
-                full_norm=is_full,
-            )
-        asm = compiled(kernel, launch).asm["sass"]
-        found[f"{H} heads, {K} KV heads, {args.qk_norm} norm, {dtype}"] = {
+    cases = itertools.product(names, (32768,), (torch.bfloat16, torch.float32))
+    for name, S, dtype in (*cases, ("Qwen3-30B-A3B", 256, torch.bfloat16)):
+        args = replace(ARCHITECTURES[name], sliding_window=None)
+        H, K, C, is_full = args.n_head, args.n_kv_head, args.head_dim, args.qk_norm == "full"
+        layer = AttentionSettings(H, K, C, C, 0.1, 1e-5, full_norm=is_full)
+        norms = norm_widths(args.qk_norm, H, K, C)
+        sinks = H if args.family == "gpt_oss" else None
+        ((_, code),) = attention_code(layer, 1, S, dtype, KVCache, norms, sinks)
+        asm = code.asm["sass"]
+        found[f"{name}, {S} positions, {dtype}"] = {
             "waits": asm.count("ACQBULK"),
             "starts": asm.count("PREEXIT"),
             "spills": asm.count("STL"),
             "products": asm.count("HMMA"),
-            "ahead": [part.count("LDG.E.128") for part in asm.split("ACQBULK")[:2]],
+            "ahead": [part.count("LDG.E.128") for part in asm.split("ACQBULK")[:-1]],
             "block": first_block_loads(C, dtype.itemsize),
+            "counts": code.asm["ptx"].count("atom.global.gpu.acq_rel"),
         }
     return found
 
@@ -968,25 +962,13 @@ MORE_QUERIES_CODE = {
 
 def queries_code(cases: dict[str, tuple]) -> dict[str, dict[str, int]]:
     """Count waits, starts, spills, loads before the wait and MMAs of eight queries' code."""
-    found, names = {}, ("_attend_queries", "_merge_queries")
+    found = {}
     for case, (H, K, C, S, qk_norm, kind, more) in cases.items():
-        empty, is_gated = partial(torch.empty, dtype=torch.bfloat16), more == "gated"
-        stored = kind((1, K, S, C), torch.bfloat16, torch.device("cpu")).stored()
-        qkv, rope = empty(1, 8, ((1 + is_gated) * H + 2 * K) * C), torch.empty(1, 8, 1, 2 * C)
-        positions, launches = torch.empty(1, 8, dtype=torch.int64), {n: Launch() for n in names}
-        norms = (None, None) if qk_norm == "none" else (empty(H * C), empty(K * C))
-        sinks, window = (empty(H), 128) if more == "sinks" else (None, 1 << 30)
-        settings = dict(gated=is_gated, full_norm=qk_norm == "full")
-        pdl = mock.patch.object(few_queries_attention, "supports_pdl", lambda x: True)
-        with mock.patch.multiple(few_queries_attention, **launches), pdl:
-            few_queries_attention.attend_queries(
-                *(qkv, rope, positions, *stored, *norms, sinks, C, 0.1, 1e-5, 0.0, window),
-                **settings,
-            )
-        for name, launch in launches.items():
-            if not hasattr(launch, "tensors"):
-                continue  # one part
-            code = compiled(getattr(few_queries_attention, name), launch)
+        sinks, window = (H, 128) if more == "sinks" else (None, gqa_settings.NO_WINDOW)
+        layer = AttentionSettings(H, K, C, C, 0.1, 1e-5, window=window)
+        layer = replace(layer, gated=more == "gated", full_norm=qk_norm == "full")
+        norms = norm_widths(qk_norm, H, K, C)
+        for name, code in attention_code(layer, 8, S, torch.bfloat16, kind, norms, sinks):
             asm = code.asm["sass"]
             found[f"{case}, {name}"] = {
                 "waits": asm.count("ACQBULK"),
@@ -1020,8 +1002,8 @@ def latent_error(B: int, Q: int, H: int, r: int, R: int, S: int, kind: type[KVCa
     q = 3 * torch.randn(B, Q, H, r + R, generator=generator)
     bias = torch.where(positions.unsqueeze(-1) >= torch.arange(S), 0.0, float("-inf"))
     want = attend(q, kv, kv[..., :r], bias).unflatten(-1, (H, r))
-    parts = long_attention.attend_latent(q, *cache.stored(), positions, r)
-    got = long_attention.merge_partial(*parts).narrow(1, 0, Q * H).reshape(B, Q, H, r)
+    parts = mla.attend_latent(q, *cache.stored(), positions, r, (r + R) ** -0.5)
+    got = merge_partial(*parts).reshape(B, Q, H, r)
     return ((got - want).norm() / want.norm()).item()
 
 
@@ -1030,14 +1012,12 @@ def latent_code() -> dict[str, dict[str, int]]:
     found = {}
     for Q, H, kind in itertools.product((1, 5), (16, 128), (KVCache, Int8KVCache)):
         cache = kind((1, 1, 4096, 576), torch.bfloat16, torch.device("cpu"), 1)
-        kernel, long_attention._attend_latent = long_attention._attend_latent, Launch()
         q, positions = (
             torch.zeros(1, Q, H, 576, dtype=torch.bfloat16),
             torch.zeros(1, Q, dtype=torch.int64),
         )
-        long_attention.attend_latent(q, *cache.stored(), positions, 512)
-        launch, long_attention._attend_latent = long_attention._attend_latent, kernel
-        code = compiled(kernel, launch)
+        call = partial(mla.attend_latent, q, *cache.stored(), positions, 512, 0.1)
+        code = launched_code(call)["_attend_part"]
         asm = code.asm["sass"]
         found[f"{Q} queries, {H} heads, {kind.__name__}"] = {
             "spills": asm.count("STL"),
@@ -1094,7 +1074,7 @@ def latent_token_error(case: tuple, max_parts: int, tile: Tile, queries: int = 1
             cache = layer.allocate(len(at), S, kind, qkv)
             cache.append(kv.unflatten(-1, (1, 1, -1)), everywhere)
             core = partial(fused_latent_core, layer, tile) if is_fused else layer.core
-            with mock.patch.object(split_attention, "MAX_PARTS", max_parts):
+            with mock.patch.object(softmax, "MAX_PARTS", max_parts):
                 y = core(qkv, context)
             found.append((y, *(part.float() for part in cache.stored() if part is not None)))
     return max(largest_error(found[n], found[n + 1]) for n in (0, 2))
@@ -1102,48 +1082,33 @@ def latent_token_error(case: tuple, max_parts: int, tile: Tile, queries: int = 1
 
 def fused_latent_core(layer: LatentAttention, tile: Tile, qkv: Tensor, context: Context) -> Tensor:
     """`LatentAttention.core` by the kernels. wq is applied here: its kernel reads no fp32."""
-    _, _, R, r = layer.sizes
+    _, N, R, r = layer.sizes
     q, kv = qkv.split((qkv.shape[-1] - r - R, r + R), dim=-1)
     q = q if layer.wq is None else layer.wq(layer.q_norm(q))
-    stored, norm = layer.cache.stored(), (layer.kv_norm.weight, layer.kv_norm.eps)
-    attend = latent_decode_attention.attend_latent_token
-    if q.shape[1] > 1:
-        attend = few_latent_attention.attend_latent_tokens
-    return attend(
-        q.flatten(0, 1),
-        kv.flatten(0, 1),
-        context.rope,
-        context.positions,
-        *stored,
-        layer.wkv,
-        *norm,
-        layer.scale,
-        tile=tile,
-        pdl=False,
-    ).unflatten(0, qkv.shape[:2])
+    weights = layer.wkv, layer.kv_norm.weight
+    stored, at = layer.cache.stored(), (context.rope, context.positions)
+    x = LatentTensors(q.flatten(0, 1), kv.flatten(0, 1), *at, *stored, *weights)
+    settings = LatentSettings(*layer.sizes, layer.scale, layer.wkv.shape[1] - N, layer.kv_norm.eps)
+    return mla.attend_latent_tokens(x, settings, tile, pdl=False).unflatten(0, qkv.shape[:2])
 
 
 def latent_token_code(queries: int = 1) -> dict[str, dict[str, int]]:
     """Count waits, prefetches, loads before the wait and spills in its kernels' machine code."""
-    found, module = {}, latent_decode_attention
-    attend, names = module.attend_latent_token, ("_map_queries", "_attend_part", "_merge_values")
-    if queries > 1:
-        module, names = few_latent_attention, ("_map_tokens", "_attend_rows", "_merge_tokens")
-        attend = module.attend_latent_tokens
+    found, names = {}, ("_map_queries", "_attend_part", "_merge_values")
     shapes = {"16 heads": (16, 128, 128), "20 heads": (20, 192, 256)}
     caches = (KVCache, 512), (KVCache, 16384), (Int8KVCache, 16384)
-    for (heads, (H, N, V)), (kind, S) in itertools.product(shapes.items(), caches):
+    for (shape, (H, N, V)), (kind, S) in itertools.product(shapes.items(), caches):
         empty = partial(torch.empty, dtype=torch.bfloat16)
         stored = kind((1, 1, S, 576), torch.bfloat16, torch.device("cpu"), 1).stored()
         q, kv, wkv = empty(queries, H * (N + 64)), empty(queries, 576), empty(H, N + V, 512)
         rope, positions = torch.empty(queries, 128), torch.empty(1, queries, dtype=torch.int64)
-        launches = {name: Launch() for name in names}
-        with mock.patch.multiple(module, **launches):
-            attend(q, kv, rope, positions, *stored, wkv, empty(512), 1e-6, 0.1, pdl=True)
+        x = LatentTensors(q, kv, rope, positions, *stored, wkv, empty(512))
+        settings = LatentSettings(H, N, 64, 512, 0.1, V, 1e-6)
+        codes = launched_code(partial(mla.attend_latent_tokens, x, settings))
         for name in names if S == 512 else names[1:2]:
-            code = compiled(getattr(module, name), launches[name])
+            code = codes[name]
             asm = code.asm["sass"]
-            found[f"{name}, {heads}, {S} positions, {kind.__name__}"] = {
+            found[f"{name}, {shape}, {S} positions, {kind.__name__}"] = {
                 "waits": asm.count("ACQBULK"),
                 "starts": asm.count("PREEXIT"),
                 "spills": asm.count("STL"),
@@ -1160,14 +1125,11 @@ def attend_code() -> dict[str, dict[str, int]]:
     found = {}
     for Q, H, K, C in ((1, 32, 8, 128), (1, 32, 4, 128), (5, 32, 8, 128), (9, 64, 8, 64)):
         cache = Int8KVCache((1, K, 4096, C), torch.bfloat16, torch.device("cpu"))
-        kernel, long_attention._attend_int8 = long_attention._attend_int8, Launch()
-        q, positions = (
-            torch.zeros(1, Q, H, C, dtype=torch.bfloat16),
-            torch.zeros(1, Q, dtype=torch.int64),
-        )
-        long_attention.attend_int8(q, cache.kv, cache.scale.kv, positions, 1 << 30)
-        launch, long_attention._attend_int8 = long_attention._attend_int8, kernel
-        asm = compiled(kernel, launch).asm["sass"]
+        q = torch.zeros(1, Q, H, C, dtype=torch.bfloat16)
+        positions = torch.zeros(1, Q, dtype=torch.int64)
+        tensors = q, cache.kv, cache.scale.kv, positions
+        (code,) = launched_code(partial(gqa.attend_int8, *tensors, 1 << 30)).values()
+        asm = code.asm["sass"]
         found[f"{Q} queries, {H} heads, {K} KV heads"] = {
             "spills": asm.count("STL"),
             "products": asm.count("MMA"),
@@ -1176,14 +1138,14 @@ def attend_code() -> dict[str, dict[str, int]]:
 
 
 def attend_errors() -> dict[str, float]:
-    long_attention.PROGRAMS = 12 / 132  # so that some have several blocks, and some none
+    gqa.PROGRAMS = mla.PROGRAMS = 12 / 132  # some have several blocks, and some none
     latent = {f"latent, {name}": latent_error(*case) for name, case in LATENT.items()}
     return {name: attend_error(*case) for name, case in ATTEND.items()} | latent
 
 
 @triton.jit
 def round_to_bf16(x):
-    """`split_attention._to_bf16`, to the nearest in integers."""
+    """`heads.to_bf16`, to the nearest in integers."""
     bits = x.to(tl.int32, bitcast=True)
     bits = bits + 0x7FFF + (bits >> 16 & 1)
     return (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
@@ -1191,19 +1153,18 @@ def round_to_bf16(x):
 
 @triton.jit
 def unchanged(x):
-    """Replace `decode_attention._keep_layout`, which is inline assembly."""
+    """Replace `heads.keep_layout`, which is inline assembly."""
     return x
 
 
 def without_assembly() -> None:
     """Replace what Triton's interpreter does not know in the kernels of attention."""
-    split_attention._to_bf16 = round_to_bf16
-    decode_attention._keep_layout = few_queries_attention._keep_layout = unchanged
+    heads.to_bf16 = round_to_bf16
+    gqa_kernels.keep_layout = unchanged
 
 
 def token_errors() -> dict[str, float]:
     without_assembly()
-    decode_attention.supports_pdl = split_attention.supports_pdl = lambda x: False
     found = {name: token_error(*case) for name, case in TOKEN.items()}
     kinds = {"Gemma 4's window layer": False, "Gemma 4's global layer": True}
     found |= {name: gemma4_token_error(is_global) for name, is_global in kinds.items()}
@@ -1213,7 +1174,6 @@ def token_errors() -> dict[str, float]:
 def few_token_errors() -> dict[str, float]:
     """`token_errors` of three forms: without and with a norm, and with a window and sinks."""
     without_assembly()
-    decode_attention.supports_pdl = split_attention.supports_pdl = lambda x: False
     names = "one block", "some blocks, a norm", "a window, sinks, half turned, clipped"
     return {name: token_error(*TOKEN[name]) for name in names}
 
@@ -1226,12 +1186,11 @@ def more_queries_errors() -> dict[str, float]:
 
 def queries_errors(cases: dict[str, tuple]) -> dict[str, float]:
     without_assembly()
-    few_queries_attention.supports_pdl = lambda x: False
     return {name: token_error(*case) for name, case in cases.items()}
 
 
 def latent_token_errors() -> dict[str, float]:
-    split_attention._to_bf16 = round_to_bf16
+    heads.to_bf16 = round_to_bf16
     return {
         f"{name}, {way}": latent_token_error(LATENT_TOKEN[name], *LATENT_WAYS[way])
         for name, way in itertools.product(LATENT_TOKEN, LATENT_WAYS)
@@ -1240,7 +1199,7 @@ def latent_token_errors() -> dict[str, float]:
 
 def latent_tokens_errors() -> dict[str, float]:
     """`latent_token_errors` of several tokens of each sequence."""
-    split_attention._to_bf16 = round_to_bf16
+    heads.to_bf16 = round_to_bf16
     return {
         f"{name}, {way}": latent_token_error(case, *LATENT_WAYS[way], queries)
         for (name, (queries, case)), way in itertools.product(LATENT_TOKENS.items(), LATENT_WAYS)
@@ -1249,7 +1208,7 @@ def latent_tokens_errors() -> dict[str, float]:
 
 def few_latent_token_errors() -> dict[str, float]:
     """`latent_token_errors` of a batch of small heads, over one and several blocks."""
-    split_attention._to_bf16 = round_to_bf16
+    heads.to_bf16 = round_to_bf16
     case = LATENT_TOKEN["two tiles of heads, a batch"]
     return {
         f"parts, at most: {most}": latent_token_error(case, most, Tile(64, 2)) for most in (2, 64)

@@ -53,18 +53,17 @@ from models.layers.group_routing import SigmoidRoutedMoE
 from models.qwen2_moe import Qwen2MoeArgs
 from models.random_weights import RandomWeights
 from ops.attention import (
-    decode_attention,
-    few_latent_attention,
-    few_queries_attention,
-    latent_decode_attention,
+    gqa_kernels,
 )
-from ops.declared import SWIGLU, Activation
-from ops.products import codes, expert_tiles, few_tokens, fragments, quantized_x
+from ops.declared import SWIGLU, Activation, Routing
+from ops.products import codes, dense, expert_tiles, few_tokens, fragments, quantized_x
 from ops.products import experts as moe_decode
-from ops.products import router as moe_router
 from ops.products import tilings as moe_tiles
-from ops.products.weights import Weight, packed_weight, plain_weight
-from ops.ranks import reduce_router
+from ops.products.join import NormRouter, norm_router, receive_norm_router
+from ops.products.routing import route
+from ops.products.weights import INTEGERS, Weight, packed_weight, plain_weight
+from ops.ranks.all_reduce import receive_add
+from ops.ranks.mailbox import MAX_DIM, MAX_PROGRAMS, MAX_WORDS, TokenInbox, words_of
 from runtime.fused_attention import FusedDecodeAttention
 from runtime.fused_decode import MAX_FEW, FusedLayer, FusedRunner
 from runtime.fused_latent_attention import FusedLatentAttention
@@ -203,7 +202,7 @@ def expert_errors(layer: Layer) -> dict[str, float]:
         x, indices = layer.x, layer.indices
         h = moe_decode.multiply_each(x, layer.w13, indices, activation, bias=bias13, **options)
         y = moe_decode.down(given, layer.w2, **experts, **add, **options)
-        if layer.w2.kind in quantized_x.INTEGERS:  # as integers of a kernel of its own: the same
+        if layer.w2.kind in INTEGERS:  # as integers of a kernel of its own: the same
             integers = quantized_x.quantize_token(given, layer.w2, pdl=False)
             same = moe_decode.down(integers, layer.w2, **experts, **add, **options)
             assert torch.equal(same, y), relative(same, y)
@@ -249,10 +248,10 @@ def dense_error(layer: Layer, edge: bool = False) -> float:
     has_norm = case.tokens <= few_tokens.TILE
     bias = layer.bias[0][0, : case.I] if case.biased else None
     out = torch.full((case.tokens, case.I + 24), torch.nan)  # a part of longer rows
-    got = moe_decode.dense(
+    got = dense.dense_product(
         x,
         weight,
-        moe_decode.Norm(norm, 1e-5) if has_norm else None,
+        dense.Norm(norm, 1e-5) if has_norm else None,
         residual=residual,
         bias=bias,
         scale=case.scale,
@@ -295,7 +294,7 @@ def router_errors(layer: Layer) -> dict[str, float]:
     bias, score_bias = layer.normal(E), layer.normal(E)
     norm = RMSNorm(D, 1e-5)
     norm.weight.copy_(layer.norm)
-    routing = moe_router.Routing(
+    routing = Routing(
         case.A,
         case.norm_topk,
         case.scale,
@@ -303,8 +302,9 @@ def router_errors(layer: Layer) -> dict[str, float]:
         case.shared,
         case.gated,
     )
-    settings = dict(bias=bias, rows=1 + case.seed % 2 * 3, pdl=False)
-    normed, scores = moe_router.norm_router(x, norm.weight, 1e-5, router, routing, **settings)
+    before = NormRouter(norm.weight, 1e-5, router, routing, bias)
+    settings = dict(rows=1 + case.seed % 2 * 3, pdl=False)
+    normed, scores = norm_router(x, before, **settings)
     indices, weights, error = choose(layer, scores, routing)
     logits = norm(x) @ router.T
     want_indices, want_weights = PlainRouting(case, score_bias).route(logits[:, :E] + bias)
@@ -313,31 +313,30 @@ def router_errors(layer: Layer) -> dict[str, float]:
         shared = (E + torch.arange(case.shared)).expand(case.tokens, -1)
         want_indices = torch.cat((want_indices, shared), 1)
         want_weights = torch.cat((want_weights, share.expand(-1, case.shared)), 1)
-    arguments = norm.weight, 1e-5, router, routing
     return {
         "norm": relative(normed, norm(x)),
         "indices": float((indices != want_indices).sum()),
         "weights": relative(weights, want_weights),
         "choice": error,
-        "quantized": quantized_error(layer, x.half(), arguments, settings),
+        "quantized": quantized_error(layer, x.half(), before, settings),
     }
 
 
-def quantized_error(layer: Layer, x: Tensor, arguments: tuple, settings: dict) -> float:
+def quantized_error(layer: Layer, x: Tensor, before: NormRouter, settings: dict) -> float:
     """Return the error of `gate_up` with the norm as `norm_router` quantizes it: 0, if right.
 
-    arguments, settings: of `norm_router`, behind x.
+    before, settings: of `norm_router`.
     """
     case = layer.case
     w13, _ = layer.weight(case.E + case.shared, 2 * case.I, case.D)
-    if case.tokens > 1 or w13.kind not in quantized_x.INTEGERS:
+    if case.tokens > 1 or w13.kind not in INTEGERS:
         return 0.0
     options = dict(tiles=layer.tiles, pdl=False, dtype=torch.float32)
-    plain, scores = moe_router.norm_router(x, *arguments, **settings)
-    quantized, same_scores = moe_router.norm_router(x, *arguments, **settings, weight=w13)
+    plain, scores = norm_router(x, before, **settings)
+    quantized, same_scores = norm_router(x, before, w13, **settings)
     assert isinstance(quantized, quantized_x.QuantizedX)
-    expected, *_ = moe_decode.gate_up(plain, w13, scores, arguments[-1], **options)
-    found, *_ = moe_decode.gate_up(quantized, w13, same_scores, arguments[-1], **options)
+    expected, *_ = moe_decode.gate_up(plain, w13, scores, before.routing, **options)
+    found, *_ = moe_decode.gate_up(quantized, w13, same_scores, before.routing, **options)
     return max(relative(found, expected), relative(same_scores, scores))
 
 
@@ -345,18 +344,18 @@ def choose(layer: Layer, scores: Tensor, routing) -> tuple[Tensor, Tensor, float
     """Return the choice of `gate_up`, and the error of its product beside given indices."""
     case = layer.case
     if case.tokens > 1:
-        return *moe_router.route(scores, routing, pdl=False), 0.0
+        return *route(scores, routing, pdl=False), 0.0
     w13, _ = layer.weight(case.E + case.shared, 2 * case.I, case.D)
     options = dict(tiles=layer.tiles, pdl=False, dtype=torch.float32)
     found, indices, weights = moe_decode.gate_up(layer.x, w13, scores, routing, **options)
-    given = moe_decode.multiply_each(layer.x, w13, indices, **options)
+    given = moe_decode.multiply_each(layer.x, w13, indices, SWIGLU, **options)
     return indices, weights, relative(found, given)
 
 
 def choose_of_bits(bits: list[int]) -> list[int]:
     """Choose 4 experts by fp32 scores with these bits, which may be no numbers -> their indices."""
     scores = torch.tensor(bits).int().view(torch.float32).view(1, 1, -1)
-    indices, _ = moe_router.route(scores, moe_router.Routing(4, True), pdl=False)
+    indices, _ = route(scores, Routing(4, True), pdl=False)
     return indices[0].tolist()
 
 
@@ -417,16 +416,7 @@ def as_on_a_gpu() -> Iterator[None]:
         for kind in (FusedDecodeAttention, FusedLatentAttention):
             takes = lambda self, qkv, _: self.supported and qkv.shape[1] <= 64  # noqa: E731
             stack.enter_context(mock.patch.object(kind, "takes", takes))
-        attention = (
-            decode_attention,
-            few_latent_attention,
-            few_queries_attention,
-            latent_decode_attention,
-        )
-        for module in (moe_router, reduce_router, *attention):
-            stack.enter_context(mock.patch.object(module, "supports_pdl", lambda x: False))
-        for module in (decode_attention, few_queries_attention):
-            stack.enter_context(mock.patch.object(module, "_keep_layout", unchanged))
+        stack.enter_context(mock.patch.object(gqa_kernels, "keep_layout", unchanged))
         yield
 
 
@@ -554,17 +544,15 @@ def sharded_error(family: str, format: str, sends: bool = True) -> dict[str, flo
     def add(x: Tensor, y: Tensor | None, scale: float) -> Tensor | partial:
         sums.append(x)
         if sends:  # received when both ranks have sent
-            return partial(reduce_router.receive_add, x, inboxes[len(found)], scale)
+            return partial(receive_add, x, inboxes[len(found)], scale)
         return scale * y
 
-    def add_router(x: Tensor, y: Tensor | None, scale: float, norm, eps, *rest):
+    def add_router(x: Tensor, y: Tensor | None, scale: float, router, indices, weight):
         if sends:
-            args = scale, norm, eps, *rest
-            return reduce_router.receive_add_router(x, inboxes[len(found)], *args)
+            args = scale, router, indices, weight
+            return receive_norm_router(x, inboxes[len(found)], *args)
         x = x + scale * sum(parts)
-        rows, routing, bias, indices, weight = rest
-        options = dict(weight=weight, indices=indices)
-        return x, *moe_router.norm_router(x, norm, eps, rows, routing, bias, **options)
+        return x, *norm_router(x, router, weight, indices)
 
     with as_on_a_gpu(), ExitStack() as stack:
         core = lambda attention, projected, context: attention.core(projected, context)  # noqa: E731
@@ -621,15 +609,15 @@ class Reduction:
     tiles: dict = field(default_factory=dict)
 
 
-def make_inboxes(ranks: int, calls: int = 0) -> list[reduce_router.TokenInbox]:
+def make_inboxes(ranks: int, calls: int = 0) -> list[TokenInbox]:
     """Return each rank's inbox, which nothing has been sent to."""
-    shape = 2, ranks, moe_router.MAX_DIM
+    shape = 2, ranks, MAX_DIM
     memories = [torch.zeros(shape, dtype=torch.int32) for _ in range(ranks)]
     inboxes = []
     for rank in range(ranks):
         slots = torch.tensor([memory[0, rank].data_ptr() for memory in memories])
-        counts = torch.full((reduce_router.MAX_PROGRAMS,), calls, dtype=torch.int32)
-        inboxes.append(reduce_router.TokenInbox(memories[rank], slots, counts))
+        counts = torch.full((MAX_PROGRAMS,), calls, dtype=torch.int32)
+        inboxes.append(TokenInbox(memories[rank], slots, counts))
     return inboxes
 
 
@@ -690,7 +678,7 @@ def send_part(layer: Layer, inbox, gather: bool, dtype: torch.dtype) -> Tensor |
         return moe_decode.down(h, weight, **experts, bias=bias, **options)
     weight = replace(weight, parts=tuple(part[0] for part in weight.parts))
     bias = None if bias is None else bias[0]
-    return moe_decode.dense(h[:, 0], weight, bias=bias, **options)
+    return dense.dense_product(h[:, 0], weight, bias=bias, **options)
 
 
 def receive_part(
@@ -707,21 +695,19 @@ def receive_part(
     x, norm, rows, bias = (tensor.to(parts.dtype) for tensor in (x, norm, rows, bias))
     want_total = (x.float() + case.scale * parts.float().sum(0)).to(x.dtype)
     if weight is None:
-        total = reduce_router.receive_add(x, inbox, case.scale, pdl=False)
+        total = receive_add(x, inbox, case.scale, pdl=False)
         return (total,), {"sum": relative(total, want_total)}
     score_bias = torch.randn(case.E)
-    routing = moe_router.Routing(
-        1, True, score_bias=score_bias if case.sigmoid else None, gated=case.gated
-    )
+    routing = Routing(1, True, score_bias=score_bias if case.sigmoid else None, gated=case.gated)
     biases, indices = bias if case.biased else None, torch.zeros(1, 1, dtype=torch.int64)
-    settings = case.scale, norm, 1e-5, rows, routing, biases, indices
-    results = reduce_router.receive_add_router(x, inbox, *settings, pdl=False)
+    settings = case.scale, NormRouter(norm, 1e-5, rows, routing, biases), indices
+    results = receive_norm_router(x, inbox, *settings, pdl=False)
     assert indices.item() == -1
     total, normed, scores = results
     errors = {}
-    if weight.kind in quantized_x.INTEGERS:
+    if weight.kind in INTEGERS:
         inbox.calls.sub_(1)  # receive it again
-        _, found, _ = reduce_router.receive_add_router(x, inbox, *settings, weight, pdl=False)
+        _, found, _ = receive_norm_router(x, inbox, *settings, weight, pdl=False)
         expected = quantized_x.quantize_token(normed, weight, pdl=False)
         errors["quantized"] = relative(found.units, expected.units)
         errors["differing"] = (found.operands != expected.operands).double().mean().item()
@@ -741,25 +727,23 @@ def receive_part(
 
 
 def reduction_code() -> dict[str, dict[str, int]]:
-    """Return the counts of `code_counts` of the kernels that receive."""
+    """Return the counts of `counts_of` of the kernels that receive."""
     found, names = {}, ("Qwen3-30B-A3B", "Mixtral-8x7B", "gpt-oss-20b", "Qwen3-Next-80B-A3B")
     for name, ranks in itertools.product(names, (2, 4, 8)):
         args = ARCHITECTURES[name]
         D, E = args.dim, args.n_expert
         x = torch.zeros(1, D, dtype=torch.bfloat16)
-        if reduce_router.words_of(D, ranks) > reduce_router.MAX_WORDS:
+        if words_of(D, ranks) > MAX_WORDS:
             continue
         inbox = make_inboxes(ranks)[0]
-        routing = moe_router.Routing(1, True)
+        routing = Routing(1, True)
         router, indices = x.new_zeros(E, D), torch.zeros(1, 1, dtype=torch.int64)
         int4 = Weight((torch.zeros(1, 1, D // 8, dtype=torch.int32),), "int4", 32)
-        settings = x[0], 1e-5, router, routing, None, indices, int4
-        with mock.patch.object(reduce_router, "_receive_add_router", launch := Launch()):
-            reduce_router.receive_add_router(x, inbox, 1.0, *settings, pdl=True)
-        found[f"{name} over {ranks}"] = code_counts(reduce_router._receive_add_router, launch)
-        with mock.patch.object(reduce_router, "_receive_add", launch := Launch()):
-            reduce_router.receive_add(x, inbox, 1.0, pdl=True)
-        found[f"{name}, sum over {ranks}"] = code_counts(reduce_router._receive_add, launch)
+        before = NormRouter(x[0], 1e-5, router, routing)
+        args = partial(receive_norm_router, x, inbox, 1.0, before, indices, int4)
+        found[f"{name} over {ranks}"] = counts_of(launched_code(args)["join_tokens"])
+        code = launched_code(partial(receive_add, x, inbox, 1.0))
+        found[f"{name}, sum over {ranks}"] = counts_of(code["_receive_add"])
     return found
 
 
@@ -774,12 +758,11 @@ def counts(case: Case) -> dict[str, dict]:
     x, tiles = layer.x.bfloat16(), layer.tiles if case.tiles else None
     h, router = x.new_empty(1, case.A, case.I), x.new_empty(case.E, case.D)
     norm, scores = x.new_empty(case.D), layer.normal(1, 1, case.E)
-    routing = moe_router.Routing(case.A, case.norm_topk)
+    routing = Routing(case.A, case.norm_topk)
     weight = replace(layer.dense, parts=tuple(part[0] for part in layer.dense.parts))
 
     def gate_up() -> None:
-        options = dict(weight=layer.w13, pdl=True)
-        normed, _ = moe_router.norm_router(x, norm, 1e-5, router, routing, **options)
+        normed, _ = norm_router(x, NormRouter(norm, 1e-5, router, routing), layer.w13)
         moe_decode.gate_up(normed, layer.w13, scores, routing, tiles=tiles)
 
     def down() -> None:
@@ -789,9 +772,9 @@ def counts(case: Case) -> dict[str, dict]:
     found = launched_code(gate_up)
     found["gate_up"] = found.pop("_multiply_each")
     found["down"] = launched_code(down)["_multiply_sum"]
-    normed = moe_decode.Norm(norm, 1e-5)
-    dense = launched_code(lambda: moe_decode.dense(x, weight, normed, tiles=tiles))
-    found["dense"] = dense["_multiply_sum"]
+    normed = dense.Norm(norm, 1e-5)
+    product = launched_code(lambda: dense.dense_product(x, weight, normed, tiles=tiles))
+    found["dense"] = product["_multiply_sum"]
     return {name: counts_of(code) for name, code in found.items()}
 
 
@@ -801,18 +784,19 @@ def counts_of_several(case: Case) -> dict[str, dict]:
     x, tiles = layer.x.bfloat16(), layer.few_tiles
     h, router = x.new_empty(T * case.A, case.I), x.new_empty(case.E, D)
     norm, parts = x.new_empty(D), x.new_empty(T * case.A, D, dtype=torch.float32)
-    dense = replace(layer.dense, parts=tuple(part[0] for part in layer.dense.parts))
+    weight = replace(layer.dense, parts=tuple(part[0] for part in layer.dense.parts))
 
     def sort() -> expert_tiles.PairTiles:
         return expert_tiles.sort_pairs(layer.indices, case.E, layer.last)
 
     def all_but_down() -> None:
-        routing = moe_router.Routing(case.A, case.norm_topk)
-        moe_router.norm_router(x, norm, 1e-5, router, routing, weight=layer.w13, pdl=True)
-        moe_router.route(layer.normal(T, 1, case.E), routing, pdl=True)
+        routing = Routing(case.A, case.norm_topk)
+        norm_router(x, NormRouter(norm, 1e-5, router, routing))
+        route(layer.normal(T, 1, case.E), routing)
         expert_tiles.multiply_tiles(x, layer.w13, sort(), h, SWIGLU, tiles=tiles)
         expert_tiles.combine(parts, case.A, x.dtype, x, last=layer.last)
-        few_tokens.down_few(x, dense, h[:T, : dense.out], norm=norm, tiles=tiles)
+        y = h[:T, : weight.out]
+        dense.dense_product(x, weight, dense.Norm(norm, 1e-5), out=y, tiles=tiles)
 
     def down() -> None:
         expert_tiles.multiply_tiles(h, layer.w2, sort(), parts, None, layer.routing, tiles=tiles)

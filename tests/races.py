@@ -4,8 +4,8 @@
     PYTHONPATH=. python tests/races.py --memory gpt-oss-20b:mxfp4     reads and writes out of bounds
 
 For each MODEL:MODE, two layers with random weights run one token, then each size of a prompt's
-chunk, then one token again; after them the head and sampling. A line tells what was found. Exit
-status 1 if that is anything, or if the run failed.
+chunk, then one token again, and one whose attention has several parts; after them the head and
+sampling. A line tells what was found. Exit status 1 if that is anything, or if the run failed.
 """
 
 import argparse
@@ -35,16 +35,8 @@ CASES = (
 )
 # Parts of the names of our kernels: PyTorch's own are not checked.
 KERNELS = (
-    *(
-        "_multiply_each",
-        "_multiply_sum",
-        "_norm_",
-        "_route",
-        "_sort_pairs",
-        "_multiply_tiles",
-        "_combine",
-    ),
-    *("_attend_", "_map_", "_merge_", "_update_token", "_update_states", "_finish_tokens"),
+    *("_multiply_", "join_", "_route", "_sort_pairs", "_combine", "attend_", "_attend_"),
+    *("_map_", "merge_", "_merge_", "_update_token", "_update_states", "_finish_tokens"),
     *("_quantize_token", "_find_best", "_rank", "_draw"),
 )
 TIMEOUT = 300  # seconds of a case
@@ -55,10 +47,10 @@ def run_layers(case: str) -> None:
     name, mode = case.split(":")
     args = first_layers(architecture(name), 2)
     model = load_model(RandomWeights(args, number_format(mode, args)), torch.device("cuda"))
-    session = Session(model, 192, SessionOptions(runner_class=FusedRunner))
+    session = Session(model, 512, SessionOptions(runner_class=FusedRunner))
     runner = FusedRunner(model)
     draw = runner.sample_step(sample)
-    for count, start in ((1, 0), *((size, 1) for size in runner.prompt_chunks), (1, 100)):
+    for count, start in ((1, 0), *((size, 1) for size in runner.prompt_chunks), (1, 100), (1, 500)):
         tokens = torch.ones(1, count, dtype=torch.int64, device="cuda")
         positions = torch.arange(start, start + count, device="cuda").unsqueeze(0)
         last = torch.full((1,), count - 1, device="cuda")

@@ -199,6 +199,15 @@ def test_model_py_imports_only_torch_and_ops():
     assert {unit(name) for name in imported} - set(sys.stdlib_module_names) == {"torch", "ops"}
 
 
+@pytest.mark.parametrize("name", [name for name in MODULES if unit(name) == "runtime"])
+def test_a_class_of_the_runtime_has_few_methods(name):
+    functions = ast.FunctionDef | ast.AsyncFunctionDef
+    for node in tree(MODULES[name]).body:
+        if isinstance(node, ast.ClassDef):
+            methods = [child.name for child in node.body if isinstance(child, functions)]
+            assert len(methods) <= 20, f"{node.name}: {methods}"
+
+
 def test_families_never_import_each_other():
     files = {type(family).__module__ for family in FAMILIES.values()}
     assert len(files) >= 9

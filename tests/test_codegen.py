@@ -145,7 +145,7 @@ def test_ranks_communicate_twice_a_block():
     One more is all of attention between its products.
     """
     found = generated("Mixtral-8x7B block of 2")
-    assert found["custom"] == ["attend_token", "sum_and_join", "sum_and_join"]
+    assert found["custom"] == ["attend_tokens", "sum_and_join", "sum_and_join"]
     assert found["triton"] == 5 and not found["extern"]
 
 

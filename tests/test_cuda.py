@@ -37,7 +37,6 @@ from models.random_weights import RandomWeights, random_prompt
 from offload.experts import COUNTERS, expert_counters
 from offload.plan import OffloadSettings
 from ops import launch as jit
-from ops.attention.gated_delta_token import delta_token
 from ops.declared import SWIGLU
 from ops.inductor import configure_inductor
 from ops.inductor_tuning import gpu_ms
@@ -48,12 +47,13 @@ from ops.products.weights import packed_weight
 from ops.step.rows import RowMemory
 from ops.step.token_draw import GROUPS
 from runtime.batch import Batch
-from runtime.fused_attention import MAX_CACHE_LEN, fuse_decode_attention
+from runtime.fused_attention import fuse_decode_attention
 from runtime.fused_decode import FusedRunner
 from runtime.kernel_choice import choose_runner, why_not_fused
 from runtime.runner import CompiledRunner
 from runtime.sampling import NotFiniteError, Sampling
-from runtime.session import MAX_SHORT_CHUNKS, Session, SessionOptions
+from runtime.session import Session, SessionOptions
+from runtime.session_prompts import MAX_SHORT_CHUNKS
 from runtime.speculation import Speculation
 from tests.delta_kernels_without_gpu import random_few
 from tests.token_draw_without_gpu import run as run_draw
@@ -351,10 +351,8 @@ def broken_kernels(monkeypatch):
 @pytest.mark.parametrize(
     ("runner", "kernel"),
     (
-        *(
-            (FusedRunner, name)
-            for name in ("_multiply_sum", "_multiply_each", "_norm_router", "_attend_token")
-        ),
+        *((FusedRunner, name) for name in ("_multiply_sum", "_multiply_each", "join_tokens")),
+        (FusedRunner, "attend_kernel"),
         *((FusedRunner, name) for name in ("_multiply_tiles", "_find_best", "_draw", "_grouped")),
         *((CompiledRunner, name) for name in ("_multiply_each", "_grouped")),
     ),
@@ -733,7 +731,6 @@ def test_one_tokens_attention_in_one_kernel_gives_the_cpus_tokens(more, monkeypa
     monkeypatch.setattr("model.attend", None)  # the several kernels
     monkeypatch.setattr("models.gpt_oss.attend", None)
     session = Session(copy, 512, SessionOptions(decode_kernels="inductor", compile=True, batch=2))
-    assert session.cache_len == MAX_CACHE_LEN
     for prompts, want in cases:
         got = list(zip(*session.stream_all(prompts, 20, GREEDY), strict=True))
         assert [list(row) for row in got] == want
@@ -1008,7 +1005,7 @@ def test_one_token_of_a_delta_layer(last):
     last = None if last is None else torch.tensor(last).cuda()
 
     def step() -> torch.Tensor:
-        return delta_token(**layer, last=last, key_heads=delta_benchmark.K, eps=delta_benchmark.EPS)
+        return delta_benchmark.fused_step(layer, last)
 
     step()  # compiles
     graph = torch.cuda.CUDAGraph()
@@ -1041,7 +1038,7 @@ def test_few_tokens_of_a_delta_layer(last):
     start = [buffer.clone() for buffer in layer.state.buffers()]
     want = layer.core(projected, context)
     expected = {name: buffer.clone() for name, buffer in layer.state.named_buffers()}
-    with mock.patch.object(gated_delta_net, "delta_token_supports", lambda state: True):
+    with mock.patch.object(gated_delta_net, "delta_tokens_supports", lambda state: True):
         layer.core(projected, context)  # compiles
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):

@@ -14,7 +14,7 @@ from models.layers.shared_expert import SharedExpertMoE
 from models.random_weights import RandomWeights, first_layers, number_format
 from ops.declared import Activation, AttentionAdditions, ExpertAdditions, SumAdditions
 from ops.gpu import KNOWN, OTHER_MAKER, found
-from ops.products import experts as moe_decode
+from ops.products import dense
 from ops.products.few_tokens import FewTiles
 from ops.products.weights import plain_weight
 from runtime.fused_attention import FusedDecodeAttention, fused_attention
@@ -235,8 +235,8 @@ def test_a_norm_is_refused_where_no_kernel_has_it():
     weight = plain_weight(torch.zeros(64, 64, dtype=torch.bfloat16))
     x, norm = torch.zeros(16, 64, dtype=torch.bfloat16), torch.ones(64, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="norm_tokens"):
-        norm = moe_decode.Norm(norm, 1e-5)
-        moe_decode.dense(x, weight, norm, tiles=FewTiles(16, 2, 1, tokens=16), pdl=False)
+        norm = dense.Norm(norm, 1e-5)
+        dense.dense_product(x, weight, norm, tiles=FewTiles(16, 2, 1, tokens=16), pdl=False)
 
 
 # Forks --------------------------------------------------------------------------------------------

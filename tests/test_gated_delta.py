@@ -8,13 +8,8 @@ from torch import Tensor
 from transformers.models.qwen3_next import modeling_qwen3_next as reference
 from without_gpu import run_without_gpu
 
-from ops.attention.gated_delta import (
-    causal_conv_silu,
-    gated_delta_chunk,
-    gated_delta_recurrent,
-    gated_delta_step,
-    gated_rms_norm,
-)
+from ops.attention.delta_prompt import causal_conv_silu, gated_delta_chunk, gated_rms_norm
+from ops.plain.gated_delta import gated_delta_recurrent, gated_delta_step
 
 pytestmark = pytest.mark.usefixtures("few_threads")
 TOLERANCE = dict(rtol=1e-4, atol=2e-5)

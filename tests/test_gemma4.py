@@ -24,7 +24,7 @@ from models import ARCHITECTURES, args_from_hf, build_model, family_of
 from models.converter import convert
 from models.gemma4 import GlobalAttention, WindowAttention, geglu
 from models.layers.sandwich import Branches, SandwichAddNorm, UnitRMSNorm
-from ops.ranks.sandwich import fixed_sandwich
+from ops.products.fixed_join import fixed_sandwich
 from runtime.sampling import Sampling
 from runtime.session import Session, SessionOptions
 

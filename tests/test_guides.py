@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from generate import EMBEDDED
-from tests.test_family_removal import WITHOUT_EDITABLE, copy_code
+from tests.test_family_removal import WITHOUT_EDITABLE, copy_code, copy_without
 
 ROOT = Path(__file__).parents[1]
 GUIDE = (ROOT / "docs/adding_a_format.md").read_text()
+MODEL_GUIDE = (ROOT / "docs/adding_a_model.md").read_text()
 IMPORT = re.compile(r"^from formats\.words import .*\n", re.M)
 
 
@@ -97,6 +98,67 @@ def test_the_guide_to_a_format_runs(copy):
     target = Path(directory).with_name("model_int5")
     options = "--checkpoint_path", str(target), "--prompt", "import os", "--max_new_tokens", "20"
     assert len(run(copy, "generate.py", *options)) > 20
+
+
+@pytest.fixture(scope="module")
+def family_copy(tmp_path_factory) -> Path:
+    """Return a copy without Qwen2-MoE, into which the guide to a model has put it again."""
+    target = tmp_path_factory.mktemp("family")
+    copy_without("qwen2_moe", target)
+    shutil.copytree(ROOT / "tests", target / "tests", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "checkpoints", target / "checkpoints")
+    shutil.copy(ROOT / "pyproject.toml", target)
+    (target / "sitecustomize.py").write_text(WITHOUT_EDITABLE)
+    (target / "models/qwen2_moe.py").write_text("\n\n".join(blocks(MODEL_GUIDE, "python")))
+    (diff,) = blocks(MODEL_GUIDE, "diff")
+    apply(diff, target / "models/__init__.py")
+    return target
+
+
+def commands(guide: str) -> list[str]:
+    """Return the commands of a guide's tests."""
+    return re.findall(r"^    python -m (pytest .*)$", guide, re.M)
+
+
+def test_the_guide_to_a_model_is_its_family(family_copy):
+    written = (family_copy / "models/qwen2_moe.py").read_text()
+    assert written == (ROOT / "models/qwen2_moe.py").read_text()
+    assert run(family_copy, "-c", "import models; print(models.__file__)").startswith(
+        str(family_copy)
+    )
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param(c, marks=pytest.mark.slow if n else ())
+        for n, c in enumerate(commands(MODEL_GUIDE))
+    ],
+)
+def test_the_guide_to_a_model_runs(family_copy, command):
+    """Its tests, which compare with transformers."""
+    found = run(
+        family_copy, "-m", *command.replace("NAME", "qwen2_moe").split(), "-p", "no:cacheprovider"
+    )
+    assert re.search(r"\d+ passed", found) and "failed" not in found
+
+
+EXPERIMENTS = re.findall(
+    r"^    ((?:[A-Z_]+=\S+ )?python \S.*)$", (ROOT / "experiments/README.md").read_text(), re.M
+)
+WRITES = "convert_hf_checkpoint.py"  # into checkpoints/, which tests/test_tiny_hybrid.py does aside
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", [c for c in EXPERIMENTS if WRITES not in c])
+def test_a_command_of_the_experiments_runs(command):
+    assert len(EXPERIMENTS) >= 5
+    command = command.replace("python", sys.executable, 1)
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, shell=True, cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_fork_of_the_router_changes_the_answer_and_leaves_the_kernels():

@@ -86,8 +86,8 @@ def test_what_is_the_same_on_every_gpu_compiles_for_an_h200(machine_code):
         assert counts["waits"] == counts["starts"] == 1 and counts["spills"] == 0, case
         if "over" in case:  # 16 bytes, two words with their counts, to each other rank
             assert counts["sent"] == int(case[-1]) - 1
-        if "with scores" in case:  # the prefetch of the norm's weight and 8 rows of the router
-            assert counts["ahead"] >= 18
+        if "scores" in case:  # the prefetch of the norm's weight and a row of the router
+            assert counts["ahead"] >= 4
 
 
 @pytest.mark.slow
@@ -116,11 +116,14 @@ def test_one_tokens_attention_in_every_form(machine_code):
     errors = without_a_gpu("token", TRITON_INTERPRET="1")["token"]
     assert len(errors) == 10 and all(error < 2e-6 for error in errors.values()), errors
     for case, counts in machine_code["token"].items():
-        assert counts["waits"] == counts["starts"] == 2 and counts["spills"] == 0, case
+        bodies = 2 if "bfloat16" in case else 1
+        assert counts["waits"] == counts["starts"] == bodies and counts["spills"] == 0, case
         assert counts["products"] > 0, case
         # The first block of the cache is loaded before the wait for the previous kernel.
-        few, more = counts["ahead"]
-        assert few >= counts["block"] > 0 and more >= 2 * counts["block"], case
+        few, *more = counts["ahead"]
+        assert few >= counts["block"] > 0 and all(n >= 2 * counts["block"] for n in more), case
+        # Over a short cache there is nothing to merge.
+        assert (counts["counts"] > 0) == ("32768" in case), case
 
 
 def check_queries_code(found: dict[str, dict]) -> None:
@@ -128,7 +131,7 @@ def check_queries_code(found: dict[str, dict]) -> None:
     for case, counts in found.items():
         assert counts["waits"] == counts["starts"] == 1 and counts["spills"] == 0, case
         assert counts["shared"] <= 227 << 10, case
-        if case.endswith("_attend_queries"):
+        if case.endswith("attend_kernel"):
             assert counts["products"] and counts["ahead"] >= 8, case
 
 
@@ -153,7 +156,7 @@ def test_few_queries_attention_at_other_sizes():
 @pytest.mark.slow
 def test_few_queries_attention_compiles_for_an_h200():
     found = without_a_gpu("queries, more")["queries, more"]
-    assert len(found) == 13 and sum("_merge_queries" in case for case in found) == 5, list(found)
+    assert len(found) == 13 and sum("merge_kernel" in case for case in found) == 5, list(found)
     check_queries_code(found)
 
 
@@ -229,7 +232,7 @@ def test_the_product_for_one_token_compiles_for_an_h200(machine_code):
     assert len(found) == 11
     for case, counts in found.items():
         assert counts["loads"] and counts["spills"] == 0, case
-        assert counts["products"] % 16 == 0 < counts["products"], case
+        assert counts["products"] % 8 == 0 < counts["products"], case
         assert counts["waits"] == counts["starts"] == 1, case
 
 

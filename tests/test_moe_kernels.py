@@ -305,7 +305,7 @@ def test_the_machine_code_loads_ahead_and_spills_nothing():
 
     So is w2 of integers. In other formats "down" loads the residual alone ahead.
     """
-    names = {"gate_up", "down", "_norm_router", "dense"}
+    names = {"gate_up", "down", "join_tokens", "dense"}
     for format in ("int4", "bf16", "int8", "fp8", "fp8b", "mxfp4", "hqq4"):
         (found,) = run({"cases": [H200 | {"format": format}]})
         assert set(found) == names
@@ -324,7 +324,7 @@ def test_the_machine_code_loads_ahead_and_spills_nothing():
 def test_the_machine_code_of_several_tokens_multiplies_on_tensor_cores():
     """On an H200. Between lanes only sums and choices move, not what each step multiplies."""
     products = {"_multiply_tiles", "down", "dense"}
-    names = products | {"_sort_pairs", "_combine", "_norm_router", "_route"}
+    names = products | {"_sort_pairs", "_combine", "join_tokens", "_route"}
     groups = {"int4": 128, "fp8b": 128, "hqq4": 64}
     for format in ("int4", "bf16", "int8", "fp8", "fp8b", "mxfp4", "hqq4"):
         few = {"depth": 4} if format == "bf16" else {}

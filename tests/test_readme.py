@@ -13,7 +13,11 @@ ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 COMMANDS = (ROOT / "docs" / "commands.md").read_text()
 LOG = "\n".join(path.read_text() for path in sorted((ROOT / "docs" / "log").glob("*.md")))
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md")),
+    *(ROOT / folder / "README.md" for folder in ("tests", "experiments")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
 SCRIPTS = (
     "generate.py",
     "convert_hf_checkpoint.py",

@@ -30,7 +30,8 @@ from runtime import graphs
 from runtime.outbox import Outbox
 from runtime.runner import EagerRunner
 from runtime.sampling import Noise, Sampling, sample
-from runtime.session import Session, SessionOptions, short_chunk_sizes
+from runtime.session import Session, SessionOptions
+from runtime.session_prompts import short_chunk_sizes
 
 GREEDY = Sampling(temperature=0)
 PROMPT = [5, 17, 3, 99, 42, 8, 120]

@@ -12,6 +12,7 @@ prints counts of the machine code of each kernel.
 import json
 import os
 import sys
+from functools import partial
 from unittest import mock
 
 import torch
@@ -20,7 +21,8 @@ from torch import Tensor
 from ops.step import outbox, token_draw
 from runtime.sampling import MAX_CANDIDATES, Sampling, StepState, make_sample_step, sample
 from tests.interpreter_bounds import check_bounds
-from tests.kernels_without_gpu import Launch, OnCuda, compiled
+from tests.kernels_without_gpu import OnCuda
+from tests.launched_code import launched_code
 
 INF, NAN = float("inf"), float("nan")
 
@@ -102,15 +104,12 @@ def run(case: dict, device: str = "cpu") -> dict:
 
 def counts() -> dict:
     """Return spills and waits of each kernel's machine code, of 8 rows of Qwen3."""
-    launches = {name: Launch() for name in ("_find_best", "_rank", "_draw")}
     B, V = 8, 151936
-    whole = torch.zeros(B, dtype=torch.int64)
-    with mock.patch.multiple(token_draw, **launches):
-        seen, controls = torch.empty(B, V, dtype=torch.bool), torch.empty(B, 5)
-        token_draw.draw_tokens(torch.empty(B, V), seen, controls, *4 * [whole], pdl=True)
+    whole, seen = torch.zeros(B, dtype=torch.int64), torch.empty(B, V, dtype=torch.bool)
+    tensors = torch.empty(B, V), seen, torch.empty(B, 5), *4 * [whole]
     found = {}
-    for name, launch in launches.items():
-        sass = compiled(getattr(token_draw, name), launch).asm["sass"]
+    for name, code in launched_code(partial(token_draw.draw_tokens, *tensors)).items():
+        sass = code.asm["sass"]
         found[name] = {"spills": sass.count("STL"), "waits": sass.count("ACQBULK")}
     return found
 

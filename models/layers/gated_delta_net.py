@@ -15,16 +15,16 @@ from torch import Tensor, nn
 
 from model import Context, KVCache, Linear, RMSNorm, new_parameter
 from models.tensors import Recipes, copy_of
-from ops.attention.gated_delta import (
+from ops.attention.delta import delta_tokens, delta_tokens_supports
+from ops.attention.delta_prompt import (
     causal_conv_silu,
     delta_gates,
     gated_delta_chunk,
-    gated_delta_step,
     gated_rms_norm,
 )
-from ops.attention.gated_delta_few import delta_tokens
-from ops.attention.gated_delta_token import delta_token, delta_token_supports
+from ops.attention.delta_state import DeltaWeights, Kept
 from ops.inductor import materialize
+from ops.plain.gated_delta import gated_delta_step
 
 MAX_TENTATIVE = 16  # tokens of one call that `accept` can still refuse
 
@@ -79,7 +79,7 @@ class DeltaState(nn.Module):
         # How many of the last call's tokens were real.
         count = torch.zeros(batch, dtype=torch.int64, device=like.device)
         self.register_buffer("count", count, persistent=False)
-        # Scratch of `delta_token`: zeros between calls. No buffer, since it is no row's memory.
+        # Scratch of `delta_tokens`: zeros between calls. No buffer, since it is no row's memory.
         self.arrivals = torch.zeros(batch, sizes.key_heads, dtype=torch.int32, device=like.device)
 
     def append(self, values: DeltaInputs, context: Context) -> Tensor:
@@ -120,9 +120,9 @@ class DeltaState(nn.Module):
                 buffer.index_copy_(0, row, value)
         return out
 
-    def tentative(self) -> tuple[Tensor, ...]:
-        """Return the memory of `accept`, in the order of `delta_tokens`."""
-        return self.before, self.inputs, self.convolved, self.g, self.beta, self.count
+    def kept(self) -> Kept:
+        """Return the memory of `accept`."""
+        return Kept(self.before, self.inputs, self.convolved, self.g, self.beta, self.count)
 
     def accept(self, counts: Tensor) -> None:
         """Keep the first counts [B] of each row's tokens in the last call of several tokens."""
@@ -215,22 +215,28 @@ class DeltaNet(nn.Module):
     def mix(self, qkvz: Tensor, ba: Tensor, context: Context) -> Tensor:
         """qkvz [B, Q, N + H Cv], ba [B, Q, 2 H] -> [B, Q, H Cv]: all between the projections."""
         H, Cv, memory, Q = self.sizes.value_heads, self.sizes.value_dim, self.state, qkvz.shape[1]
-        if Q <= MAX_TENTATIVE and context.chunk is None and delta_token_supports(memory.state):
-            arguments = self.kernel_arguments(context)
-            if Q == 1:
-                return delta_token(qkvz, ba, *arguments, memory.arrivals)
-            return delta_tokens(qkvz, ba, *arguments, *memory.tentative())
+        if Q <= MAX_TENTATIVE and context.chunk is None and delta_tokens_supports(memory.state):
+            return delta_tokens(
+                qkvz,
+                ba,
+                memory.state,
+                memory.window,
+                [*self.weights()],
+                context.last,
+                memory.arrivals,
+                [*memory.kept()],
+                self.sizes.key_heads,
+                self.norm.eps,
+            )
         x, gate = qkvz.split((self.sizes.channels, H * Cv), dim=-1)
         g, beta = delta_gates(ba, self.a_log, self.dt_bias)
         y = memory.append(DeltaInputs(x, g, beta, self.conv.weight), context)
         gate = gate.unflatten(-1, (H, Cv))
         return gated_rms_norm(y, gate, self.norm.weight, self.norm.eps).to(qkvz.dtype).flatten(2)
 
-    def kernel_arguments(self, context: Context) -> tuple:
-        """Return what `delta_token` and `delta_tokens` take between ba and the layer's scratch."""
-        memory, norm = self.state, self.norm
-        tensors = memory.state, memory.window, self.conv.weight, self.a_log, self.dt_bias
-        return *tensors, norm.weight, context.last, self.sizes.key_heads, norm.eps
+    def weights(self) -> DeltaWeights:
+        """Return the weights that the kernels take."""
+        return DeltaWeights(self.conv.weight, self.a_log, self.dt_bias, self.norm.weight)
 
 
 def delta_net_recipes(sizes: DeltaSizes, dim: int) -> Recipes:

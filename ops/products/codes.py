@@ -190,7 +190,7 @@ def _half(bits):
 def _multiply_four_bits(words, scales, operands, table, s):
     """`multiply_chunk` for 4 bits -> fp32 [ROWS, LANES // 32, 32]. words: 4 tensors of that shape.
 
-    Codes are unsigned: what they have too much is subtracted as a multiple of the sum of x.
+    Codes are unsigned: their offset is subtracted, times the sum of x.
     """
     x_even, x_odd, unit, sum_x = operands
     even = tl.zeros(words[0].shape, tl.int32)

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from ops.declared import SWIGLU
 from ops.launch import can_launch
-from ops.products.experts import dense, multiply_each
+from ops.products.dense import dense_product
+from ops.products.experts import multiply_each
 from ops.products.weights import packed_weight
 
 
@@ -38,7 +39,7 @@ def dot4(
     """
     weight = packed_weight(parts, kind, group)
     if index is None:
-        return dense(x, weight, dtype=torch.float32)
+        return dense_product(x, weight, dtype=torch.float32)
     activation, dtype = (SWIGLU, x.dtype) if swiglu else (None, torch.float32)
     return multiply_each(x, weight, index, activation, dtype=dtype)
 

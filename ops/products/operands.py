@@ -1,7 +1,7 @@
 """One token's x as the kernels of its products multiply it.
 
 Integers. Codes of 4 and 8 bits are multiplied as integers (ops/products/codes.py): x becomes int16,
-with one power of two for each quad (what a lane multiplies at a time). A bf16 number keeps all its
+one power of two for each quad, which a lane multiplies at a time. A bf16 number keeps all its
 digits if it is within 7 binary orders of its quad's largest. Smaller numbers have an error of at
 most 2 ** -15 of the largest.
 
@@ -46,6 +46,16 @@ def load_x(
 
 
 @jit
+def load_plain(x, chunk, s):
+    """Do what `load_x` does, for settings."""
+    QUADS: tl.constexpr = s.quads
+    RUN: tl.constexpr = s.run
+    FIELDS: tl.constexpr = s.fields
+    LANES: tl.constexpr = s.lanes
+    return load_x(x, chunk, QUADS, RUN, FIELDS, LANES)
+
+
+@jit
 def load_norm(norm, chunk, s):
     """Load the norm's weight of a chunk as `load_x`. fp32 beside bf16 rows: even, odd numbers."""
     LANES: tl.constexpr = s.lanes
@@ -55,7 +65,7 @@ def load_norm(norm, chunk, s):
         even = tl.load(norm + number, mask=quad < s.quads, other=0.0)
         return even, tl.load(norm + number + 1, mask=quad < s.quads, other=0.0)
     else:
-        return load_x(norm, chunk, s.quads, s.run, s.fields, LANES)
+        return load_plain(norm, chunk, s)
 
 
 @jit
@@ -211,11 +221,12 @@ def _split_operands(first, second, unit, sums, s):
 def _prepare_integers(raw, norm, s):
     """Quantize x as loaded by `load_x`. A product with the norm's weight gets 13 bits, not 14."""
     FIELDS: tl.constexpr = s.fields
+    KIND: tl.constexpr = s.kind
     values = ()
     for k in tl.static_range(FIELDS):
         value = raw[k].to(tl.float32)
         values = values + (value if norm is None else value * norm[k].to(tl.float32),)
-    first, second, unit, sums = quantize(values, s.kind, 14 if norm is None else 13)
+    first, second, unit, sums = quantize(values, KIND, 14 if norm is None else 13)
     return _split_operands(first, second, unit, sums, s)
 
 

@@ -14,29 +14,34 @@ x then stays in registers, and a tile's last multiplications load the next tile'
 from __future__ import annotations  # annotations of kernels name triton, which may be absent
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
+import torch
 from torch import Tensor
 
-from ops.launch import add_both, jit, tl
+from ops.launch import add_both, jit, tl, triton
 from ops.products.codes import load_scales, multiply_chunk
 from ops.products.operands import (
     lane_squares,
     load_norm,
+    load_plain,
     load_quantized,
-    load_x,
     prepare_quantized,
     prepare_x,
     weighted_operands,
 )
-from ops.products.weights import BITS, INTEGERS
+from ops.products.quantized_x import QuantizedX
+from ops.products.tilings import Tiles, choose_tiles, depth_of, programs_of
+from ops.products.weights import BITS, INTEGERS, Weight
+
+S = TypeVar("S", bound="Product")
 
 
 class Operand(NamedTuple):
     """The tensors of x. All pairs share one row, or there are several, one after the other."""
 
     numbers: Tensor  # as the kernel reads them
-    units: Tensor | None = None  # of a `QuantizedX`
+    units: Tensor | None = None  # second tensor of a `QuantizedX`
     norm: Tensor | None = None  # the weight of the RMS norm of x
 
 
@@ -50,10 +55,10 @@ class Product:
     each: int  # quads of a row
     experts: int  # chosen experts whose rows of x are one after the other, to be summed; 0: dense
     loads: int  # rows of a weight that belong together: 2, gate and up
-    rows: int  # of the result, of a tile
+    rows: int  # rows of a tile of the result
     lanes: int  # quads of a row in a chunk
     depth: int  # chunks in flight
-    tiles: int  # of a program
+    tiles: int  # tiles of a program
     warps: int
 
     @property
@@ -100,6 +105,14 @@ class Product:
         return self.kind in ("int4", "hqq")
 
 
+class Chosen(NamedTuple):
+    """The chosen experts, or the scores by which a kernel chooses them."""
+
+    indices: Tensor  # int64 [N]
+    scores: Tensor | None = None  # the router's: then indices and weights are stored
+    weights: Tensor | None = None  # fp32 [N], by which results are summed
+
+
 @jit
 def replace(values, at: tl.constexpr, value):
     """Return a tuple with another value at one position."""
@@ -115,7 +128,7 @@ def load_part(x, chunk, s):
     if x.units is not None:
         return load_quantized(x.numbers, x.units, chunk, s)
     else:
-        return load_x(x.numbers, chunk, s.quads, s.run, s.fields, s.lanes)
+        return load_plain(x.numbers, chunk, s)
 
 
 @jit
@@ -286,7 +299,7 @@ def sum_shared(total, s):
 
 
 @jit
-def sum_normed(total, squares, EPS: tl.constexpr, s):
+def sum_normed(total, squares, s):
     """Do what `sum_shared` does, and divide by the RMS of x. Warps exchange both sums at once.
 
     squares: as of `lane_squares`.
@@ -297,7 +310,7 @@ def sum_normed(total, squares, EPS: tl.constexpr, s):
     total = _share_rows(tl.reshape(total, [ROWS, WARPS, 32]), 16)
     squares = _share_rows(tl.reshape(squares, [1, WARPS, 32]), 16)
     total, squares = tl.reduce((total, squares), 0, add_both)
-    return total * tl.rsqrt(squares / NUMBERS + EPS)
+    return total * tl.rsqrt(squares / NUMBERS + s.eps)
 
 
 @jit
@@ -324,11 +337,65 @@ def sum_lanes(total, s):
 
 
 @jit
-def result_rows(ROWS: tl.constexpr, LANES: tl.constexpr):
+def result_rows(s):
     """Return the row of each number of `sum_lanes`, and whether it stores the result."""
-    if LANES == 32:
+    ROWS: tl.constexpr = s.rows
+    if s.lanes == 32:
         lane = tl.arange(0, ROWS * 32)
         return lane // 32, lane % 32 == 0
     else:
         row = tl.arange(0, ROWS)
         return row, row >= 0
+
+
+# Launching ----------------------------------------------------------------------------------------
+
+
+def operand_of(x: Tensor, weight: Weight) -> Tensor:
+    """Return x as the kernel reads it. Raises ValueError for a wrong dtype."""
+    if weight.kind == "bf16":
+        if x.dtype != torch.bfloat16:
+            raise ValueError(f"bf16 weights need bf16 x, not {x.dtype}")
+        return x.view(torch.int32)
+    if x.element_size() != 2:
+        raise ValueError(f"packed weights need x of 16 bits, not {x.dtype}")
+    return x
+
+
+def operands_of(x: Tensor | QuantizedX, weight: Weight, norm: Tensor | None = None) -> Operand:
+    """Return x, and the weight of its norm, as a kernel reads them."""
+    if isinstance(x, QuantizedX):
+        return Operand(x.operands, x.units)
+    if norm is not None and norm.dtype != torch.float32:
+        norm = operand_of(norm, weight)
+    return Operand(operand_of(x, weight), norm=norm)
+
+
+def settings_of(
+    kind: type[S], weight: Weight, experts: int, tiles: Tiles | None, pairs: int = 1, **fields
+) -> tuple[S, tuple[int, ...], dict]:
+    """Return a product's settings, its grid, and options of `launch`.
+
+    kind: of settings. experts: as in `Product`. tiles: None chooses. pairs: rows of the result.
+    fields: `loads`, if it is not 1, and the other fields of that kind.
+    """
+    quads, out = weight.quads * max(experts, 1), weight.out // fields.setdefault("loads", 1)
+    tiles = tiles or choose_tiles(weight, quads, fields["loads"])
+    rows = min(tiles.rows, triton.next_power_of_2(out + 1) // 2)
+    programs, each = triton.cdiv(out, rows), 1
+    if tiles.stay and not fields.get("early"):
+        programs, each = programs_of(tiles, programs, weight.multiprocessors, pairs)
+    settings = kind(
+        kind=weight.kind,
+        group=weight.group,
+        out=weight.out,
+        each=weight.quads,
+        experts=experts,
+        rows=rows,
+        lanes=tiles.lanes,
+        depth=depth_of(quads, tiles),
+        tiles=each,
+        warps=tiles.warps,
+        **fields,
+    )
+    return settings, (programs, pairs), tiles.options

@@ -1,7 +1,7 @@
 """One token's x as integers: quantized once, for all programs of the product that follows.
 
-Codes of 4 and 8 bits are multiplied as integers (ops/products/codes.py). A program that quantizes x by
-itself takes as many instructions for it as for five rows of 4-bit codes.
+Codes of 4 and 8 bits are multiplied as integers (ops/products/codes.py). A program that quantizes x
+by itself takes as many instructions for it as for five rows of 4-bit codes.
 """
 
 # ruff: noqa: RUF005  (Triton adds tuples, but does not unpack them)
@@ -12,13 +12,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ops.launch import jit, supports_pdl, tl, triton
-from ops.products.operands import load_x, quantize
+from ops.launch import await_previous, jit, launch, tl, triton
+from ops.products.operands import load_plain, quantize
 from ops.products.weights import BITS, Weight
 
 LONG_X = 512  # quads: longer x of experts in 4 bits is quantized by a kernel of its own
-INTEGERS = "int8", "int4", "mxfp4", "hqq"  # kinds of codes that are multiplied as integers
-LANES = 8  # quads of a program of `_quantize_token`, which is one warp
 
 
 @dataclass(frozen=True)
@@ -28,7 +26,7 @@ class QuantizedX:
     operands: int64, four numbers each, as of `operands.quantize`. int4 and hqq [4, quads, 2]: a
     pair is both operands of a word of codes, so that a lane needs none of another lane's. int8
     [quads, 4] and mxfp4 [quads, 8]: a quad's first operands, then its second ones. In pairs their
-    `_gate_up` takes more registers, or is slower (docs/log/small_experts.md).
+    gate and up product takes more registers, or is slower (docs/log/small_experts.md).
     units: fp32 [2, quads]: the value of a quad's 1, and the sum of its numbers.
     """
 
@@ -37,15 +35,19 @@ class QuantizedX:
     dtype: torch.dtype  # that of the token
 
 
+@dataclass(frozen=True)
+class QuantizeSettings:
+    """Settings of `_quantize_token`."""
+
+    kind: str
+    quads: int
+    run: int  # words of a group
+    fields: int  # codes in a word
+    lanes: int = 8  # quads of a program, which is one warp
+
+
 @jit
-def store_quads(
-    values,
-    x,
-    units,
-    QUADS: tl.constexpr,
-    KIND: tl.constexpr,
-    LANES: tl.constexpr,
-):
+def store_quads(values, x, units, QUADS: tl.constexpr, KIND: tl.constexpr, LANES: tl.constexpr):
     """Quantize this program's LANES quads, and store them as a `QuantizedX`.
 
     values: fp32, as `operands.quantize` takes them. x, units: the tensors of the result.
@@ -67,23 +69,15 @@ def store_quads(
     tl.store(units + QUADS + quad, sums, mask=quad < QUADS)
 
 
-# Grid [quads / LANES]: a program quantizes LANES quads.
+# Grid [quads / LANES]: a program, one warp, quantizes LANES quads.
 @jit
-def _quantize_token(
-    x,
-    operands,
-    units,
-    QUADS: tl.constexpr,
-    KIND: tl.constexpr,
-    RUN: tl.constexpr,
-    FIELDS: tl.constexpr,
-    PDL: tl.constexpr,
-    LANES: tl.constexpr,
-):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    raw, values = load_x(x, tl.program_id(0), QUADS, RUN, FIELDS, LANES), ()
+def _quantize_token(x, operands, units, s: tl.constexpr, PDL: tl.constexpr):
+    FIELDS: tl.constexpr = s.fields
+    LANES: tl.constexpr = s.lanes
+    QUADS: tl.constexpr = s.quads
+    KIND: tl.constexpr = s.kind
+    await_previous(PDL)
+    raw, values = load_plain(x, tl.program_id(0), s), ()
     for k in tl.static_range(FIELDS):
         values = values + (raw[k].to(tl.float32),)
     store_quads(values, operands, units, QUADS, KIND, LANES)
@@ -110,20 +104,17 @@ def quantizes_first(weight: Weight, quads: int) -> bool:
 
 def quantize_token(x: Tensor, weight: Weight, pdl: bool | None = None) -> QuantizedX:
     """Quantize a token x, or its experts' [A, in], for a `Weight` of a kind in INTEGERS."""
-    pdl = supports_pdl(x) if pdl is None else pdl
     quads = x.numel() // x.shape[-1] * weight.quads
     quantized = empty_quantized(quads, weight, x.dtype, x.device)
-    _quantize_token[(triton.cdiv(quads, LANES),)](
+    s = QuantizeSettings(weight.kind, quads, weight.group // weight.fields, weight.fields)
+    launch(
+        _quantize_token,
+        (triton.cdiv(quads, s.lanes),),
         x,
         quantized.operands,
         quantized.units,
-        QUADS=quads,
-        KIND=weight.kind,
-        RUN=weight.group // weight.fields,
-        FIELDS=weight.fields,
-        PDL=pdl,
-        LANES=LANES,
-        launch_pdl=pdl,
-        num_warps=1,
+        settings=s,
+        warps=1,
+        pdl=pdl,
     )
     return quantized

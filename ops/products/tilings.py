@@ -1,24 +1,30 @@
-"""Weights as the kernels of one token read them, and how these divide a product among programs.
+"""How one token's products divide their work among programs: a table, and a default beside it.
 
 A tile is some rows of the result. A program multiplies it in chunks: LANES neighboring quads (16
-bytes of codes) of each of its rows.
+bytes of codes) of each of its rows. Wide chunks waste the end of x, and exchange x between warps.
+Many rows a program use what it prepares of x more often, but then fewer programs run at once.
+
+tilings.json has the measured tiles, by GPU class, kind and loads, and shape; benchmarks/tune.py
+measures and writes them. A shape or a GPU that is not there gets the default of its kind.
 """
 
-from dataclasses import dataclass
+import json
+from dataclasses import astuple, dataclass
+from functools import cache
+from pathlib import Path
 
+from ops.gpu import Gpu
 from ops.launch import triton
-from ops.products.weights import BITS, Weight
+from ops.products.weights import Weight
 
-TILE_REGISTERS = 96  # a lane's, for weights in flight
+TABLE = Path(__file__).with_name("tilings.json")
 RESIDENT = 16  # warps of staying programs on a multiprocessor, with 128 registers a lane
-MANY_ROWS = 76  # more rows of 4 bits than a multiprocessor computes at once, at 8 rows a program
-
-# Tilings ------------------------------------------------------------------------------------------
+LONG = 512  # quads of a row
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """How a product divides its work among programs. benchmarks/moe_phases.py measures some."""
+    """How a product divides its work among programs."""
 
     rows: int = 8  # rows of the result that a program computes, a power of two up to 32
     lanes: int = 32  # quads of a row in a chunk, a power of two from 32 on
@@ -42,112 +48,114 @@ class Tiles:
         return dict(warps=self.warps, stages=1, registers=self.registers)
 
 
-def chunks_of(quads: int, tiles: Tiles) -> tuple[int, int]:
-    """Return the chunks of a row, and how many are in flight."""
+@dataclass(frozen=True)
+class Default:
+    """The tiles of a kind for any shape. Chunks in flight take up to 96 registers of a lane."""
+
+    rows: int
+    lanes: int  # most
+    depth: int  # most
+    waste: int = 8  # a chunk of more lanes may waste this part of x: 1 / 8
+    chunks: int = 2  # fewest of a row
+    long_rows: int = 0  # rows of a tile if x is longer than LONG; 0: the same
+    stay: bool = False
+    registers: int = 0  # of programs of one warp, which would start loads later with fewer
+
+    def tiles(self, quads: int) -> Tiles:
+        """Return the tiles of a product with x of `quads` quads."""
+        most = min(self.lanes, max(32, quads // self.chunks))
+        fitting = (n for n in (256, 128, 64) if n <= most and -quads % n <= quads // self.waste)
+        lanes = next(fitting, 32)
+        rows = self.long_rows if self.long_rows and quads > LONG else self.rows
+        count = triton.cdiv(quads, lanes)
+        depth = next(n for n in range(min(count, self.depth), 0, -1) if count % n == 0)
+        registers = self.registers if lanes == 32 else 0
+        return Tiles(rows, lanes, depth, lanes // 32, self.stay, registers)
+
+
+# By kind, and loads: 2 of gate and up, else 1. Gate and up load nothing before the kernel starts:
+# many small programs, which all load at once. In mxfp4 instructions bind, so that a program's
+# beginning counts. Two scales a group (hqq), or the table of e2m1, take registers, too.
+DEFAULTS = {
+    ("bf16", 1): Default(8, 256, 3, long_rows=4),
+    ("bf16", 2): Default(2, 128, 6, waste=3),
+    ("int8", 1): Default(8, 128, 3, long_rows=4),
+    ("int8", 2): Default(4, 32, 3),
+    ("fp8", 1): Default(8, 128, 3, long_rows=4),
+    ("fp8", 2): Default(2, 128, 3, waste=3),
+    ("fp8b", 1): Default(8, 128, 3, long_rows=4),
+    ("fp8b", 2): Default(2, 128, 3, waste=3),
+    ("int4", 1): Default(8, 256, 3, waste=3, chunks=1),
+    ("int4", 2): Default(4, 64, 1, waste=3, registers=128),
+    ("mxfp4", 1): Default(4, 64, 3, waste=3, chunks=1),
+    ("mxfp4", 2): Default(2, 32, 1, stay=True),
+    ("hqq", 1): Default(4, 64, 3, waste=3, chunks=1),
+    ("hqq", 2): Default(4, 64, 2, waste=3),
+}
+
+
+def gpu_class(gpu: Gpu) -> str:
+    """Return the name of a GPU's class in the table."""
+    return "sm_{}{}".format(*gpu.capability)
+
+
+@cache
+def measured() -> dict[str, dict[str, dict[str, list[int]]]]:
+    """Return the table: GPU class -> "kind loads" -> "rows x quads" -> fields of `Tiles`."""
+    return json.loads(TABLE.read_text())
+
+
+def write(gpu: Gpu, chosen: dict[tuple[str, int, int, int], Tiles]) -> None:
+    """Write tiles by kind, loads, rows and quads into the table, where the default differs."""
+    table = measured().setdefault(gpu_class(gpu), {})
+    for (kind, loads, out, quads), tiles in chosen.items():
+        group, shape = table.setdefault(f"{kind} {loads}", {}), f"{out}x{quads}"
+        group.pop(shape, None)
+        if tiles != DEFAULTS[kind, loads].tiles(quads):
+            fields = list(map(int, astuple(tiles)))
+            while not fields[-1]:
+                fields.pop()
+            group[shape] = fields
+    TABLE.write_text(formatted(measured()) + "\n")
+
+
+def formatted(table: object, indent: str = "") -> str:
+    """Return JSON with shapes in order, several a line."""
+    if not isinstance(table, dict):
+        return json.dumps(table)
+    if indent == "  ":
+        items = [f'"{shape}": {json.dumps(table[shape])}' for shape in sorted(table, key=numbers)]
+        lines = (", ".join(items[n : n + 4]) for n in range(0, len(items), 4))
+    else:
+        lines = (f'"{name}": {formatted(table[name], indent + " ")}' for name in sorted(table))
+    return "{\n" + ",\n".join(f"{indent} {line}" for line in lines) + f"\n{indent}" + "}"
+
+
+def numbers(shape: str) -> list[int]:
+    return list(map(int, shape.split("x")))
+
+
+def choose_tiles(weight: Weight, quads: int, loads: int) -> Tiles:
+    """Return how to divide a product with x of `quads` quads. loads: 2 for gate and up, else 1."""
+    table = measured().get(gpu_class(weight.gpu), {}).get(f"{weight.kind} {loads}", {})
+    found = table.get(f"{weight.out}x{quads}")
+    if found is None:
+        return DEFAULTS[weight.kind, loads].tiles(quads)
+    rows, lanes, depth, warps, stay, registers = [*found, 0, 0][:6]
+    return Tiles(rows, lanes, depth, warps, bool(stay), registers)
+
+
+def depth_of(quads: int, tiles: Tiles) -> int:
+    """Return the chunks in flight."""
     chunks = triton.cdiv(quads, tiles.lanes)
     depth = min(tiles.depth or chunks, chunks)
     # The next tile's first chunks take the registers of this one's last ones, in order.
     while tiles.stay and chunks % depth:
         depth -= 1
-    return chunks, depth
+    return depth
 
 
-def programs_of(tiles: Tiles, count: int, multiprocessors: int, pairs: int = 1) -> tuple[int, int]:
-    """Return how many programs compute `count` tiles of each pair, and the tiles of a program."""
-    resident = RESIDENT * multiprocessors // tiles.warps
-    each = triton.cdiv(count * pairs, resident) if tiles.stay else 1
+def programs_of(tiles: Tiles, count: int, multiprocessors: int, pairs: int) -> tuple[int, int]:
+    """Return how many staying programs compute `count` tiles of each pair, and the tiles of one."""
+    each = triton.cdiv(count * pairs, RESIDENT * multiprocessors // tiles.warps)
     return triton.cdiv(count, each), each
-
-
-def choose_tiles(weight: Weight, quads: int, loads: int) -> Tiles:
-    """Return how to divide a product with x of `quads` quads. loads: 2 for gate and up, else 1.
-
-    As measured on an H200, in whole layers (docs/log/small_experts.md). Wide chunks waste the end
-    of x, and exchange x between warps. Many rows a program use what it prepares of x more often,
-    but then fewer programs run at once.
-    """
-    if loads == 2:
-        return _choose_gate_up(weight, quads)
-    if weight.kind == "bf16":
-        return _choose_bf16(weight.out, quads, weight.multiprocessors)
-    return _choose_packed(weight, quads)
-
-
-def _lanes_for(quads: int, widest: int, spare: int) -> int:
-    """Return the largest number of lanes up to `widest` that wastes at most `spare` quads."""
-    return next((n for n in (256, 128, 64) if n <= widest and -quads % n <= spare), 32)
-
-
-def _tiles(rows: int, lanes: int, quads: int, most: int) -> Tiles:
-    """Return tiles with up to `most` chunks in flight, a number that divides a row's chunks."""
-    chunks = triton.cdiv(quads, lanes)
-    depth = next(n for n in range(min(chunks, most), 0, -1) if chunks % n == 0)
-    return Tiles(rows, lanes, depth, lanes // 32)
-
-
-def _choose_gate_up(weight: Weight, quads: int) -> Tiles:
-    """Nothing is loaded before the kernel starts: many small programs, which all load at once."""
-    kind, bits = weight.kind, BITS[weight.kind]
-    if kind == "mxfp4":  # instructions bind it: a program's beginning counts
-        return Tiles(2, 32, 1, 1, stay=True)
-    if bits == 4:
-        lanes = _lanes_for(quads, 64 if quads > 64 else 32, quads // 3)
-        if kind == "int4" and lanes == 32:
-            # The compiler would use fewer registers, and start loads later.
-            return Tiles(4, 32, 1, 1, registers=128 if weight.out > 1024 else 0)
-        return _tiles(4, lanes, quads, 2)
-    if kind == "int8":
-        return _tiles(4, 64 if weight.out <= 1024 and quads % 64 == 0 else 32, quads, 3)
-    widest = 64 if quads <= (256 if bits == 16 else 64) else 128
-    lanes = _lanes_for(quads, min(widest, max(32, quads // 2)), quads // 8)
-    return _tiles(2, lanes, quads, TILE_REGISTERS // 16)
-
-
-def _choose_bf16(out: int, quads: int, multiprocessors: int) -> Tiles:
-    """Return the tiles of `down` in bf16."""
-    many = MANY_ROWS * multiprocessors
-    if quads > 2048:
-        return _tiles(2, 256, quads, 7)
-    if quads > 1024:
-        return Tiles(2, 64, 8, 2)
-    if quads > 512:
-        lanes = 128 if quads <= 768 else 256
-        return _tiles(4, lanes, quads, 3 if triton.cdiv(quads, lanes) % 3 == 0 else 1)
-    if quads > 256 and out < 4000 and quads % 64 == 0:
-        return _tiles(2, 64, quads, 8)
-    if quads > 256 and out < many and quads % 128:
-        return _tiles(4, 32, quads, 4)
-    if 6000 < out < many and quads <= 256:
-        return _tiles(4, _lanes_for(quads, 64, quads // 8), quads, 2)
-    rows = max(1, min(8, triton.next_power_of_2(out // multiprocessors + 1) // 2))
-    return _tiles(rows, _lanes_for(quads, min(256, max(32, quads // 2)), quads // 8), quads, 3)
-
-
-def _choose_packed(weight: Weight, quads: int) -> Tiles:
-    """Return the tiles of `down` in 8 and 4 bits."""
-    narrow, many = BITS[weight.kind] == 4, weight.out > MANY_ROWS * weight.multiprocessors
-    registers, rows = TILE_REGISTERS, 8
-    if weight.kind == "mxfp4" and 256 < quads <= 512:
-        return Tiles(8, 128, 1, 4, stay=True)
-    if weight.kind == "int4" and quads > 512:
-        return Tiles(8, 128, 1, 4)
-    if quads > 512:
-        return _tiles(4, _lanes_for(quads, 64 if narrow else 128, quads // 8), quads, 2)
-    if weight.kind == "int4" and 64 < quads <= 256 and not many:
-        lanes = 128 if quads <= 128 else 256
-        return Tiles(8, lanes, 1, lanes // 32)
-    if weight.kind == "int8" and quads <= 128 and not many:
-        return _tiles(4, 32, quads, 4)
-    widest = (128 if quads > 256 else 64) if narrow else min(256, max(32, quads // 2))
-    lanes = _lanes_for(quads, widest, quads // (3 if narrow else 8))
-    if weight.kind == "int8" and quads > 256 and lanes < 128:
-        return Tiles(8, 256, 2, 8)
-    if narrow and many and quads <= lanes:
-        rows = 16
-    # Two scales a group, or the table of e2m1 and its look-ups, take registers, too.
-    if weight.kind in ("mxfp4", "hqq"):
-        rows, registers = rows // 2, registers // 2
-    chunks = triton.cdiv(quads, lanes)
-    if registers < 4 * rows * chunks < 2 * registers:
-        rows //= 2
-    return _tiles(rows, lanes, quads, max(1, registers // (4 * rows)))

@@ -4,6 +4,7 @@ A quad is 16 bytes of a row's codes, four words: 8 bf16 numbers, 16 codes of 8 b
 """
 
 from dataclasses import dataclass
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -67,9 +68,16 @@ class Weight:
     def tensors(self) -> WeightTensors:
         return WeightTensors(*self.parts)
 
-    def pointers(self) -> list[Tensor]:
-        """Return seven tensors: the kernel needs a valid pointer for an absent one."""
-        return [*self.parts, *[self.parts[0]] * (7 - len(self.parts))]
+    @property
+    def width(self) -> int:
+        """Numbers of a row."""
+        return 4 * self.quads * self.fields
+
+
+def check_shape(name: str, tensor: Tensor | None, *shape: int) -> None:
+    """Raise ValueError for a tensor of other size, or of rows of other width; None is right."""
+    if tensor is not None and (tensor.numel() != prod(shape) or tensor.shape[-1] != shape[-1]):
+        raise ValueError(f"{name} is {list(tensor.shape)}, not {list(shape)}")
 
 
 def plain_weight(weight: Tensor) -> Weight:

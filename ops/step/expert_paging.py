@@ -14,14 +14,43 @@ The table of a layer (buffers of `offload.cache.DeviceExpertCache`, all int64):
 
 from __future__ import annotations  # annotations of kernels name triton, which may be absent
 
+from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ops.launch import can_launch, jit, tl, triton
+from ops.launch import can_launch, jit, launch, tl, triton
 
 # Slots and eviction -------------------------------------------------------------------
+
+
+class Table(NamedTuple):
+    """A layer's table, as above."""
+
+    slot: Tensor
+    last_use: Tensor
+    uses: Tensor
+    counters: Tensor
+
+
+@dataclass(frozen=True)
+class Place:
+    """Settings of `_place`."""
+
+    slots: int  # R
+    lru: bool
+    E: int
+    pairs: int  # P
+
+    @property
+    def experts_tile(self) -> int:
+        return triton.next_power_of_2(self.E)
+
+    @property
+    def pairs_tile(self) -> int:
+        return triton.next_power_of_2(self.pairs)
 
 
 def place(
@@ -35,37 +64,26 @@ def place(
 ) -> tuple[Tensor, Tensor]:
     """Give each chosen expert a slot and update the table -> experts to copy and their slots.
 
-    chosen int64 [P]: experts, at most R = slots different ones; P <= R is enough.
-    Values outside 0 .. E - 1 (other ranks' experts) are ignored. policy: "lru" or
-    "lfu". Return int64 [P], [P]: the expert to copy or -1, and its slot. Hits count as
-    used before misses, each in the order of `chosen`.
+    chosen int64 [P]: experts, at most R = slots different ones; P <= R is enough. Values outside
+    0 .. E - 1 (other ranks' experts) are ignored. policy: "lru" or "lfu". Return int64 [P], [P]:
+    the expert to copy or -1, and its slot. Hits count as used before misses, each in the order of
+    `chosen`. The n-th miss takes the slot of the n-th victim.
     """
-    order, experts = torch.arange(len(chosen)), torch.arange(len(slot))
-    valid = (chosen >= 0) & (chosen < len(slot))
-    chosen = torch.where(valid, chosen, 0)
-    earlier = order < order[:, None]  # [P, P]: q comes before p
-    is_first = valid & ~((chosen == chosen[:, None]) & valid & earlier).any(1)
-    cached = slot[chosen] < slots
-    miss = is_first & ~cached
-    precedes = cached & ~cached[:, None] | (cached == cached[:, None]) & earlier
-    use_rank = (is_first & precedes).sum(1)
-    one_hot = is_first[:, None] & (chosen[:, None] == experts)  # [P, E]
-    needed = one_hot.any(0)
-    # The n-th miss takes the slot of the n-th victim.
-    evictable = (slot < slots) & ~needed
-    priority = last_use if policy == "lru" else (uses << 40) + last_use
-    victim_rank = (evictable & (priority < priority[:, None])).sum(1)
-    miss_rank = (miss & earlier).sum(1)
-    victim = (miss[:, None] & evictable) & (victim_rank == miss_rank[:, None])  # [P, E]
-    target = torch.where(miss, (victim * slot).sum(1), slot[chosen])
-    kept = torch.where(victim.any(0), slots, slot)
-    slot.copy_(torch.where(needed, (one_hot * target[:, None]).sum(0), kept))
-    now = counters[0] + (one_hot * use_rank[:, None]).sum(0)
-    last_use.copy_(torch.where(needed, now, last_use))
-    uses.add_(needed)
-    hits = (is_first & cached).sum()
-    counters.add_(torch.stack((torch.tensor(len(chosen)), hits, miss.sum())))
-    return torch.where(miss, chosen, -1), target
+    needed = [e for e in dict.fromkeys(chosen.tolist()) if 0 <= e < len(slot)]
+    hits = [e for e in needed if slot[e] < slots]
+    misses = [e for e in needed if slot[e] == slots]
+    order = last_use if policy == "lru" else (uses << 40) + last_use
+    victims = [e for e in order.argsort().tolist() if slot[e] < slots and e not in needed]
+    to_copy, place_of = torch.full_like(chosen, -1), slot.tolist()
+    for expert, victim in zip(misses, victims, strict=False):
+        place_of[expert], place_of[victim] = place_of[victim], slots
+        to_copy[(chosen == expert).nonzero()[0]] = expert
+    for use, expert in enumerate(hits + misses):
+        last_use[expert] = counters[0] + use
+        uses[expert] += 1
+    slot.copy_(torch.tensor(place_of))
+    counters.add_(torch.tensor((len(chosen), len(hits), len(misses))))
+    return to_copy, slot[chosen.clamp(0, len(slot) - 1)]
 
 
 # Grid [1]: one program computes `place`. P is a few tens and E a few hundred, so all
@@ -74,21 +92,13 @@ def place(
 #
 # One kernel: each step reads registers that the step before has filled.
 @jit
-def _place(
-    chosen,
-    slot,
-    last_use,
-    uses,
-    counters,
-    to_copy,
-    targets,
-    SLOTS: tl.constexpr,
-    LRU: tl.constexpr,
-    E: tl.constexpr,
-    E_POW2: tl.constexpr,
-    P: tl.constexpr,
-    P_POW2: tl.constexpr,
-):
+def _place(chosen, table, to_copy, targets, s: tl.constexpr):
+    SLOTS: tl.constexpr = s.slots
+    E: tl.constexpr = s.E
+    P: tl.constexpr = s.pairs
+    E_POW2: tl.constexpr = s.experts_tile
+    P_POW2: tl.constexpr = s.pairs_tile
+    slot, last_use, uses, counters = table.slot, table.last_use, table.uses, table.counters
     p, e = tl.arange(0, P_POW2), tl.arange(0, E_POW2)
     ids = tl.load(chosen + p, mask=p < P, other=-1)
     valid = (ids >= 0) & (ids < E)
@@ -109,7 +119,7 @@ def _place(
     one_hot = is_first[:, None] & (ids[:, None] == e[None, :])
     needed = tl.max(one_hot.to(tl.int32), 0) > 0
     evictable, kept = (old_slot < SLOTS) & (needed == 0), old_slot
-    priority = old_use if LRU else (count << 40) + old_use
+    priority = old_use if s.lru else (count << 40) + old_use
     for n in tl.static_range(min(P, SLOTS)):
         lowest = tl.min(tl.where(evictable, priority, 1 << 62), 0)
         victim = evictable & (priority == lowest) & (n < tl.sum(miss.to(tl.int32), 0))
@@ -138,13 +148,13 @@ def place_by_kernel(
     slots: int,
     policy: str,
 ) -> tuple[Tensor, Tensor]:
-    """`place` on a GPU, in one kernel; Inductor would compile `place` into ten."""
+    """`place` on a GPU, in one kernel."""
     to_copy, targets = torch.empty_like(chosen), torch.empty_like(chosen)
-    E, P = len(slot), len(chosen)
-    E_POW2, P_POW2 = triton.next_power_of_2(E), triton.next_power_of_2(P)
-    shape = dict(SLOTS=slots, E=E, E_POW2=E_POW2, P=P, P_POW2=P_POW2)
-    table = slot, last_use, uses, counters
-    _place[(1,)](chosen, *table, to_copy, targets, LRU=policy == "lru", **shape, num_warps=4)
+    table, s = (
+        Table(slot, last_use, uses, counters),
+        Place(slots, policy == "lru", len(slot), len(chosen)),
+    )
+    launch(_place, (1,), chosen, table, to_copy, targets, settings=s)
     return to_copy, targets
 
 
@@ -158,6 +168,15 @@ CHUNK_WORDS = 4096  # 32-bit words that a program copies at a time: 8 loads of 1
 PROGRAMS_PER_EXPERT = 512  # 8 MB in flight; bandwidth times latency of the link is 0.1 MB
 
 
+@dataclass(frozen=True)
+class Fetch:
+    """Settings of `_fetch`."""
+
+    blob_words: int
+    vectorize: bool  # all sizes are multiples of 16 bytes
+    chunk: int = CHUNK_WORDS
+
+
 # Grid [programs, P]: program (i, p) copies every num_programs(0)-th chunk of the p-th
 # expert, from registered host memory over the link. A row of `chunks` is one chunk, in
 # words: offset in the blob, offset in the pool's slot 0, distance between slots, size.
@@ -165,28 +184,19 @@ PROGRAMS_PER_EXPERT = 512  # 8 MB in flight; bandwidth times latency of the link
 # host is the blobs' address as an integer, annotated int64: Triton would choose the
 # type of an unannotated integer by its value, hence int32 for a low address.
 @jit
-def _fetch(
-    experts,
-    slots,
-    host: tl.int64,
-    pool,
-    chunks,
-    count,
-    BLOB_WORDS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    VECTORIZE: tl.constexpr,
-):
+def _fetch(experts, slots, host: tl.int64, pool, chunks, count, s: tl.constexpr):
+    CHUNK: tl.constexpr = s.chunk
     pair = tl.program_id(1)
     expert = tl.load(experts + pair)
     if expert >= 0:
         slot = tl.load(slots + pair)
-        blob = host.to(tl.pointer_type(tl.int32)) + expert * BLOB_WORDS
+        blob = host.to(tl.pointer_type(tl.int32)) + expert * s.blob_words
         for chunk in range(tl.program_id(0), count, tl.num_programs(0)):
             row = chunks + chunk * 4
             word, size = tl.arange(0, CHUNK), tl.load(row + 3)
             source = blob + tl.load(row) + word
             target = pool + tl.load(row + 1) + slot * tl.load(row + 2) + word
-            if VECTORIZE:  # all sizes are multiples of 16 bytes: a lane copies 4 words at once
+            if s.vectorize:  # a lane copies 4 words at once
                 size = tl.multiple_of(size, 4)
                 source = tl.max_contiguous(tl.multiple_of(source, 16), 4)
                 target = tl.max_contiguous(tl.multiple_of(target, 16), 4)
@@ -220,10 +230,10 @@ def fetch_by_kernel(
     """
     chunks = _chunk_table(tuple(layout), pool.numel() // host.shape[1], pool.device)
     grid = min(len(chunks), PROGRAMS_PER_EXPERT), len(experts)
-    vectorize = all(size % 16 == 0 for size in layout[1::2])
-    tile = dict(BLOB_WORDS=host.shape[1] // 4, CHUNK=CHUNK_WORDS, VECTORIZE=vectorize, num_warps=4)
+    s = Fetch(host.shape[1] // 4, all(size % 16 == 0 for size in layout[1::2]))
     words = pool.view(torch.int32)
-    _fetch[grid](experts, slots, host.data_ptr(), words, chunks, len(chunks), **tile)
+    tensors = experts, slots, host.data_ptr(), words, chunks, len(chunks)
+    launch(_fetch, grid, *tensors, settings=s)
 
 
 def fetch(experts: Tensor, slots: Tensor, host: Tensor, pool: Tensor, layout: list[int]) -> None:

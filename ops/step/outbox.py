@@ -6,22 +6,33 @@ engine, and that for the graph before. A kernel at the end of the step costs 1 t
 
 from __future__ import annotations  # annotations of kernels name triton, which may be absent
 
+from dataclasses import dataclass
+
 from torch import Tensor
 
-from ops.launch import jit, supports_pdl, tl, triton
+from ops.launch import await_previous, jit, launch, tl, triton
+
+
+@dataclass(frozen=True)
+class Post:
+    """Settings of `_post`."""
+
+    rows: int
+    stride: int  # numbers of a slot
+
+    @property
+    def block(self) -> int:
+        return triton.next_power_of_2(self.rows)
 
 
 # Grid [1].
 @jit
-def _post(
-    token, count, slots, PDL: tl.constexpr, ROWS: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr
-):
+def _post(token, count, slots, s: tl.constexpr, PDL: tl.constexpr):
+    BLOCK: tl.constexpr = s.block
     row, n = tl.arange(0, BLOCK), tl.load(count)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    newest = tl.load(token + row, mask=row < ROWS, other=0)
-    tl.store(slots + (n & 1) * B + row, newest, mask=row < ROWS)
+    await_previous(PDL)
+    newest = tl.load(token + row, mask=row < s.rows, other=0)
+    tl.store(slots + (n & 1) * s.stride + row, newest, mask=row < s.rows)
     tl.debug_barrier()  # all threads have read the count
     tl.store(count, n + 1)
 
@@ -31,6 +42,5 @@ def post_tokens(token: Tensor, count: Tensor, slots: Tensor, pdl: bool | None = 
 
     slots int64 [2, B]: in pinned host memory. pdl: None launches with PDL where the GPU has it.
     """
-    rows, pdl = len(token), supports_pdl(token) if pdl is None else pdl
-    sizes = dict(ROWS=rows, B=slots.shape[1], BLOCK=triton.next_power_of_2(rows))
-    _post[(1,)](token, count, slots, PDL=pdl, launch_pdl=pdl, num_warps=1, **sizes)
+    settings = Post(len(token), slots.shape[1])
+    launch(_post, (1,), token, count, slots, settings=settings, warps=1, pdl=pdl)

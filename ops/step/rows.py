@@ -10,21 +10,36 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ops.launch import can_launch, jit, tl
+from ops.launch import can_launch, jit, launch, tl
 
 WORDS = {1: "int8", 2: "int16", 4: "int32", 8: "int64"}  # by bytes
-PROGRAMS, BLOCK = 4, 1024  # programs of a plane, words that each copies at once
+PROGRAMS = 4  # of a plane
+
+
+@dataclass(frozen=True)
+class Move:
+    """Settings of `_move`."""
+
+    bytes: int  # of a word
+    exchange: bool
+    block: int = 1024  # words that a program copies at once
+
+    @property
+    def word(self):
+        """Triton's type of a word."""
+        return getattr(tl, WORDS[self.bytes])
 
 
 # Grid [P, PROGRAMS]. A plane is memory [rows, S, words] with any distance from row to row.
 @jit(do_not_specialize=("source", "target", "length"))
-def _move(
-    planes, source, target, length, WORD: tl.constexpr, EXCHANGE: tl.constexpr, BLOCK: tl.constexpr
-):
+def _move(planes, source, target, length, s: tl.constexpr):
+    BLOCK: tl.constexpr = s.block
+    WORD: tl.constexpr = s.word
     plane = planes + 4 * tl.program_id(0)
     base = tl.load(plane).to(tl.pointer_type(WORD))
     row, token, positions = tl.load(plane + 1), tl.load(plane + 2), tl.load(plane + 3)
@@ -34,7 +49,7 @@ def _move(
         word = start + tl.arange(0, BLOCK)
         inside = word < end
         value = tl.load(one + word, mask=inside)
-        if EXCHANGE:
+        if s.exchange:
             tl.store(one + word, tl.load(other + word, mask=inside), mask=inside)
         tl.store(other + word, value, mask=inside)
 
@@ -71,8 +86,8 @@ class RowMemory:
     def move(self, source: int, target: int, length: int, exchange: bool) -> None:
         """Launch the kernel, once for each size of words."""
         for size, planes in self.planes.items():
-            sizes = dict(WORD=getattr(tl, WORDS[size]), EXCHANGE=exchange, BLOCK=BLOCK)
-            _move[(len(planes), PROGRAMS)](planes, source, target, length, **sizes)
+            grid, settings = (len(planes), PROGRAMS), Move(size, exchange)
+            launch(_move, grid, planes, source, target, length, settings=settings)
 
 
 def make_planes(first: Sequence[Tensor], second: Sequence[Tensor]) -> dict[int, Tensor]:

@@ -13,17 +13,49 @@ A group may have more of the top_k largest keys than it keeps. Then its last one
 
 from __future__ import annotations  # annotations of kernels name triton, which may be absent
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-from ops.launch import jit, supports_pdl, tl, triton
-from ops.products.router import _ordered_bits
+from ops.launch import await_previous, jit, launch, tl, triton
+from ops.products.routing import ordered_bits
 
 TOP = 256  # as many candidates as `sampling.MAX_CANDIDATES`
 # A group has half of a token of the likeliest 256 on average, and 8 of them once in 10 million.
 GROUPS, KEPT = 512, 8
 RUN = 4  # neighbors in a group: neighboring tokens, such as digits, are often likely together
 RANKED = 8  # keys whose rank a program counts
+
+
+@dataclass(frozen=True)
+class Draw:
+    """Settings of the three kernels. A row has `controls`, and GROUPS * KEPT keys in `best`."""
+
+    V: int  # vocabulary
+    groups: int
+    kept: int = KEPT
+    run: int = RUN
+    ranked: int = RANKED
+    top: int = TOP
+    chunk: int = 1024  # tokens of a step of the search in the whole vocabulary
+    controls: int = 5  # of a row: temperature, top_k, top_p, min_p, penalty
+
+    @property
+    def size(self) -> int:
+        """Tokens of a group, rounded up to a power of two."""
+        return triton.next_power_of_2(triton.cdiv(self.V, self.groups * self.run) * self.run)
+
+    @property
+    def keys(self) -> int:
+        """Keys of a row in `best`."""
+        return self.groups * self.kept
+
+    @property
+    def max_top_k(self) -> int:
+        """`_search` would write past `ordered` for more than TOP, and never end for more than V."""
+        return min(self.top, self.V)
+
 
 # Kernels ------------------------------------------------------------------------------------------
 
@@ -57,30 +89,20 @@ def _token_of(key):
 # Grid [GROUPS, B], one warp a program: a group's KEPT largest keys, one maximum each. The first
 # program clears what `_rank` writes.
 @jit
-def _find_best(
-    logits,
-    seen,
-    controls,
-    best,
-    ordered,
-    crowded,
-    V: tl.constexpr,
-    PDL: tl.constexpr,
-    GROUPS: tl.constexpr,
-    KEPT: tl.constexpr,
-    RUN: tl.constexpr,
-    SIZE: tl.constexpr,
-    TOP: tl.constexpr,
-):
+def _find_best(logits, seen, controls, best, ordered, crowded, s: tl.constexpr, PDL: tl.constexpr):
+    V: tl.constexpr = s.V
+    GROUPS: tl.constexpr = s.groups
+    KEPT: tl.constexpr = s.kept
+    RUN: tl.constexpr = s.run
+    SIZE: tl.constexpr = s.size
+    TOP: tl.constexpr = s.top
     group, row = tl.program_id(0), tl.program_id(1)
     at = tl.arange(0, SIZE)
     token = (at // RUN * GROUPS + group) * RUN + at % RUN
-    penalty = tl.load(controls + row * 5 + 4)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    penalty = tl.load(controls + row * s.controls + 4)
+    await_previous(PDL)
     x = _edited_logits(logits + row * V, seen + row * V, penalty, token, token < V)
-    bits = tl.where(token < V, _ordered_bits(x), -(2**31))
+    bits = tl.where(token < V, ordered_bits(x), -(2**31))
     best += row * KEPT * GROUPS + group
     for n in tl.static_range(KEPT):
         largest = tl.max(bits, 0)
@@ -101,42 +123,35 @@ def _count_larger(others, key):
 # Grid [KEPT * GROUPS / RANKED, B]: RANKED keys are compared with all, but first with the largest of
 # each group, which most keys are far below. crowded: set if a group's last key is among the top_k.
 @jit
-def _rank(
-    controls,
-    best,
-    ordered,
-    crowded,
-    PDL: tl.constexpr,
-    KEPT: tl.constexpr,
-    GROUPS: tl.constexpr,
-    RANKED: tl.constexpr,
-    TOP: tl.constexpr,
-    MAX_TOP_K: tl.constexpr,
-):
+def _rank(controls, best, ordered, crowded, s: tl.constexpr, PDL: tl.constexpr):
+    GROUPS: tl.constexpr = s.groups
+    KEYS: tl.constexpr = s.keys
+    RANKED: tl.constexpr = s.ranked
+    TOP: tl.constexpr = s.top
     row = tl.program_id(1)
-    top_k = tl.minimum(tl.load(controls + row * 5 + 1), MAX_TOP_K)
-    best += row * KEPT * GROUPS
+    top_k = tl.minimum(tl.load(controls + row * s.controls + 1), s.max_top_k)
+    best += row * KEYS
     at = tl.program_id(0) * RANKED + tl.arange(0, RANKED)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    await_previous(PDL)
     key = tl.load(best + at, cache_modifier=".cg")
     first = tl.load(best + tl.arange(0, GROUPS), cache_modifier=".cg")
     if tl.min(_count_larger(first, key), 0) < TOP:
         # All keys at once: in a loop each load would wait for the one before.
-        other = tl.load(best + tl.arange(0, KEPT * GROUPS), cache_modifier=".cg")
+        other = tl.load(best + tl.arange(0, KEYS), cache_modifier=".cg")
         rank = _count_larger(other, key)
         tl.store(ordered + row * 2 * TOP + rank, key, mask=rank < TOP)
-        is_last = at >= (KEPT - 1) * GROUPS
+        is_last = at >= KEYS - GROUPS
         tl.store(crowded + row + 0 * at, 1, mask=is_last & (rank < top_k))
 
 
 @jit
-def _vocabulary_keys(source, start, V: tl.constexpr, CHUNK: tl.constexpr):
+def _vocabulary_keys(source, start, s: tl.constexpr):
     """Return the keys of CHUNK tokens. source: logits and seen of a row, and its penalty."""
+    V: tl.constexpr = s.V
+    CHUNK: tl.constexpr = s.chunk
     token = start + tl.arange(0, CHUNK)
     x = _edited_logits(source[0], source[1], source[2], token, token < V)
-    return tl.where(token < V, _key(_ordered_bits(x), token), -(2**63))
+    return tl.where(token < V, _key(ordered_bits(x), token), -(2**63))
 
 
 @jit
@@ -158,32 +173,33 @@ def _exponential(noise_key, token):
 
 
 @jit
-def _count_from(least, source, V: tl.constexpr, CHUNK: tl.constexpr):
+def _count_from(least, source, s: tl.constexpr):
     """Return the number of keys from `least` on."""
     count = 0
-    for start in range(0, V, CHUNK):
-        keys = _vocabulary_keys(source, start, V, CHUNK)
+    for start in range(0, s.V, s.chunk):
+        keys = _vocabulary_keys(source, start, s)
         count += tl.sum((keys >= least).to(tl.int32), 0)
     return count
 
 
 @jit
-def _search(top_k, source, ordered, V: tl.constexpr, CHUNK: tl.constexpr, TOP: tl.constexpr):
+def _search(top_k, source, ordered, s: tl.constexpr):
     """Store the top_k largest keys of the whole vocabulary at `ordered`, before TOP unordered."""
+    TOP: tl.constexpr = s.top
     found = ordered + TOP
     # Of all keys, at least top_k are from `low` on, and fewer from `high` on.
     low, high = top_k.to(tl.int64) * 0 - (2**63 - 1), top_k.to(tl.int64) * 0 + (2**63 - 1)
-    count = top_k * 0 + V
+    count = top_k * 0 + s.V
     while count != top_k:
         middle = (low >> 1) + (high >> 1) + (low & high & 1)  # their sum may overflow
-        n = _count_from(middle, source, V, CHUNK)
+        n = _count_from(middle, source, s)
         if n >= top_k:
             low, count = middle, n
         else:
             high = middle
     first = 0
-    for start in range(0, V, CHUNK):
-        keys = _vocabulary_keys(source, start, V, CHUNK)
+    for start in range(0, s.V, s.chunk):
+        keys = _vocabulary_keys(source, start, s)
         kept = (keys >= low).to(tl.int32)
         tl.store(found + first + tl.cumsum(kept, 0) - 1, keys, mask=kept != 0)
         first += tl.sum(kept, 0)
@@ -208,29 +224,29 @@ def _draw(
     ordered,
     crowded,
     token,
-    V: tl.constexpr,
+    s: tl.constexpr,
     PDL: tl.constexpr,
-    CHUNK: tl.constexpr,
-    TOP: tl.constexpr,
-    MAX_TOP_K: tl.constexpr,
 ):
+    V: tl.constexpr = s.V
+    TOP: tl.constexpr = s.top
     row, at = tl.program_id(0), tl.arange(0, TOP)
     logits += row * V
     seen += row * V
     ordered += row * 2 * TOP
-    temperature = tl.load(controls + row * 5)
-    top_k = tl.minimum(tl.load(controls + row * 5 + 1), MAX_TOP_K)
-    top_p, min_p = tl.load(controls + row * 5 + 2), tl.load(controls + row * 5 + 3)
-    source = logits, seen, tl.load(controls + row * 5 + 4)
+    temperature = tl.load(controls + row * s.controls)
+    top_k = tl.minimum(tl.load(controls + row * s.controls + 1), s.max_top_k)
+    top_p, min_p = (
+        tl.load(controls + row * s.controls + 2),
+        tl.load(controls + row * s.controls + 3),
+    )
+    source = logits, seen, tl.load(controls + row * s.controls + 4)
     place, tokens = tl.load(position + row), tl.load(last + row) + 1
     noise_key = _scramble(tl.load(seeds + row).to(tl.uint64))
     noise_key = _scramble(noise_key + place.to(tl.uint64) * 0x9E3779B97F4A7C15)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    await_previous(PDL)
     key = tl.load(ordered + at, cache_modifier=".cg")
     if tl.load(crowded + row, cache_modifier=".cg") != 0:
-        _search(top_k.to(tl.int32), source, ordered, V, CHUNK, TOP)
+        _search(top_k.to(tl.int32), source, ordered, s)
         key = tl.load(ordered + at, cache_modifier=".cg")
     logit, chosen = _logit_of(key), _token_of(key)
     largest = _logit_of(tl.max(key, 0))
@@ -269,25 +285,14 @@ def draw_tokens(
     launches with PDL where the GPU has it.
     """
     B, V = logits.shape
-    pdl = supports_pdl(logits) if pdl is None else pdl
-    logits, count = logits.contiguous(), GROUPS * KEPT
-    best = torch.empty(B, count, dtype=torch.int64, device=logits.device)
+    if seen.shape != logits.shape or len(controls) != B:
+        raise ValueError(f"logits {list(logits.shape)} with seen {list(seen.shape)}")
+    s, logits = Draw(V, GROUPS), logits.contiguous()
+    best = torch.empty(B, s.keys, dtype=torch.int64, device=logits.device)
     ordered = torch.empty(B, 2, TOP, dtype=torch.int64, device=logits.device)
     crowded = torch.empty(B, dtype=torch.int32, device=logits.device)
-    size = triton.next_power_of_2(triton.cdiv(V, GROUPS * RUN) * RUN)
-    pdl = dict(PDL=pdl, launch_pdl=pdl)
-    groups = dict(V=V, GROUPS=GROUPS, KEPT=KEPT, RUN=RUN, SIZE=size, TOP=TOP)
-    _find_best[(GROUPS, B)](
-        logits, seen, controls, best, ordered, crowded, **groups, num_warps=1, **pdl
-    )
-    # `_search` would write past `ordered` for more than TOP, and never end for more than V.
-    limits = dict(TOP=TOP, MAX_TOP_K=min(TOP, V))
-    ranks = dict(KEPT=KEPT, GROUPS=GROUPS, RANKED=RANKED, **limits)
-    _rank[(count // RANKED, B)](controls, best, ordered, crowded, **ranks, num_warps=4, **pdl)
-    state = controls, seeds, position, last
-    _draw[(B,)](
-        *(logits, seen, *state, ordered, crowded, token),
-        **dict(V=V, CHUNK=1024, **limits),
-        num_warps=4,
-        **pdl,
-    )
+    found = controls, best, ordered, crowded
+    launch(_find_best, (GROUPS, B), logits, seen, *found, settings=s, warps=1, pdl=pdl)
+    launch(_rank, (s.keys // RANKED, B), *found, settings=s, pdl=pdl)
+    state = controls, seeds, position, last, ordered, crowded, token
+    launch(_draw, (B,), logits, seen, *state, settings=s, pdl=pdl)

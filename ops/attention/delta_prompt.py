@@ -1,26 +1,59 @@
-"""Triton kernels of the gated delta rule for prompts.
+"""Gated DeltaNet of prompts: kernels of the gated delta rule, and of what surrounds it.
 
-The formulas, the letters and the plain forms are in ops/attention/gated_delta.py.
+`_solve_chunk` solves the triangular systems of all chunks, in parallel. `_scan_chunks` walks over
+the chunks of a head with some columns of the state in registers. Columns never meet, so each
+program has its own. Convolution, gates and gated norm are one kernel each in eager code; in
+compiled code Inductor makes kernels of the plain forms.
 
-The rule takes two kernels. `_solve_chunk` solves the triangular systems of all chunks, in parallel.
-`_scan_chunks` walks over the chunks of a head with a block of the state's columns in registers: the
-columns never meet, so each program has its own. The convolution and the gated norm are a kernel
-each in eager code; compiled, Inductor makes these.
+Layers call `causal_conv_silu`, `delta_gates`, `gated_delta_chunk` and `gated_rms_norm`: these run
+the kernels where they can, else PyTorch. Formulas, letters and the reference:
+ops/plain/gated_delta.py.
 """
 
 from __future__ import annotations  # annotations of kernels name triton, which may be absent
 
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from ops.attention.gated_delta_token import COLUMNS, _softplus, fit_tiles
-from ops.launch import can_launch, fit_tiling, jit, tl, triton
+from ops.attention.delta_state import COLUMNS, fit_tiles, softplus
+from ops.inductor import custom_op
+from ops.launch import can_launch, check_shapes, fit, jit, launch, tl, triton, try_kernels
+from ops.plain.gated_delta import (
+    chunk_in_torch,
+    conv_silu_in_torch,
+    gates_in_torch,
+    norm_in_torch,
+)
 
 # How tensor cores multiply fp32: "tf32" is one product with 10 bits of mantissa, "tf32x3" three,
 # about as exact as fp32. Only the state's update always takes three (of bf16 parts, if keys are
 # bf16), since its errors add up over the chunks; benchmarks/gated_delta.py measures both.
 PRECISION = "tf32"
 CHUNK = 64  # tokens that one triangular system covers: 16, 32 or 64
+
+
+@dataclass(frozen=True)
+class PromptSettings:
+    """A layer's heads, and how the two kernels of the rule divide a prompt."""
+
+    key_heads: int
+    heads: int
+    key_dim: int
+    value_dim: int
+    chunk: int  # tokens
+    columns: int  # of the state, in a program of `_scan_chunks`
+    precision: str
+
+
+class Systems(NamedTuple):
+    """What `_solve_chunk` makes of each chunk, fp32; `chunk_in_torch` has the names, too."""
+
+    solved_values: Tensor  # [B, H, chunks, T, Cv]
+    solved_keys: Tensor  # [B, H, chunks, T, Ck]
+    scores: Tensor  # [B, H, chunks, T, T]
 
 
 @jit
@@ -101,29 +134,17 @@ def _join_blocks(inverse, system, row, column, SIZE: tl.constexpr, PRECISION: tl
     return inverse - tl.dot(inverse, product, input_precision=PRECISION)
 
 
-# Grid [chunks, H, B]. Writes `values`, `keys` and `scores` of `chunk_in_torch`.
+# Grid [chunks, H, B].
 @jit
 def _solve_chunk(
-    q,
-    k,
-    v,
-    g,
-    beta,
-    values,
-    keys,
-    scores,
-    Q,
-    QK_BATCH,
-    QK_TOKEN,
-    V_BATCH,
-    V_TOKEN,
-    H: tl.constexpr,
-    K: tl.constexpr,
-    CK: tl.constexpr,
-    CV: tl.constexpr,
-    T: tl.constexpr,
-    PRECISION: tl.constexpr,
+    q, k, v, g, beta, systems, Q, QK_BATCH, QK_TOKEN, V_BATCH, V_TOKEN, s: tl.constexpr
 ):
+    H: tl.constexpr = s.heads
+    SHARING: tl.constexpr = s.heads // s.key_heads
+    CK: tl.constexpr = s.key_dim
+    CV: tl.constexpr = s.value_dim
+    T: tl.constexpr = s.chunk
+    PRECISION: tl.constexpr = s.precision
     chunk, head, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     chunks, i = tl.num_programs(0), tl.arange(0, T)
     rows = chunk * T + i
@@ -134,13 +155,13 @@ def _solve_chunk(
     total = tl.cumsum(g, 0)
     between = total[:, None] - total[None, :]
     decay = tl.exp(tl.where(row >= column, between, float("-inf")))
-    key = sequence * QK_BATCH + (head // (H // K)) * CK
+    key = sequence * QK_BATCH + (head // SHARING) * CK
     place = ((sequence * H + head) * chunks + chunk) * T + row
     queries, q_scale = _load_tokens(q + key, rows, QK_TOKEN, is_real, CK)
     tokens, k_scale = _load_tokens(k + key, rows, QK_TOKEN, is_real, CK)
     decay *= k_scale[None, :]
     products = tl.dot(queries, tl.trans(tokens), input_precision=PRECISION) * decay
-    tl.store(scores + place * T + column, products * (q_scale * CK**-0.5)[:, None])
+    tl.store(systems.scores + place * T + column, products * (q_scale * CK**-0.5)[:, None])
     products = tl.dot(tokens, tl.trans(tokens), input_precision=PRECISION) * decay
     system = tl.where(row > column, (beta * k_scale)[:, None] * products, 0.0)
     inverse = _invert_unit_lower(system, T, PRECISION)
@@ -150,7 +171,7 @@ def _solve_chunk(
         c = begin + tl.arange(0, BLOCK)[None, :]
         x = tl.load(k + key + rows[:, None] * QK_TOKEN + c, mask=is_real[:, None], other=0.0)
         solved = _dot_stored(right, x, tl.zeros([T, BLOCK], tl.float32), PRECISION)
-        tl.store(keys + place * CK + c, solved)
+        tl.store(systems.solved_keys + place * CK + c, solved)
     right = inverse * beta[None, :]
     V_BLOCK: tl.constexpr = min(CV, 64)
     v += sequence * V_BATCH + head * CV + rows[:, None] * V_TOKEN
@@ -158,43 +179,30 @@ def _solve_chunk(
         c = begin + tl.arange(0, V_BLOCK)[None, :]
         x = tl.load(v + c, mask=is_real[:, None], other=0.0)
         solved = _dot_stored(right, x, tl.zeros([T, V_BLOCK], tl.float32), PRECISION)
-        tl.store(values + place * CV + c, solved)
+        tl.store(systems.solved_values + place * CV + c, solved)
 
 
 # Grid [Cv / COLUMNS, H, B]. The state stays in registers from the first chunk to the last.
 @jit
-def _scan_chunks(
-    q,
-    k,
-    g,
-    values,
-    keys,
-    scores,
-    state,
-    out,
-    final,
-    Q,
-    QK_BATCH,
-    QK_TOKEN,
-    H: tl.constexpr,
-    K: tl.constexpr,
-    CK: tl.constexpr,
-    CV: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    T: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+def _scan_chunks(q, k, g, systems, state, out, final, Q, QK_BATCH, QK_TOKEN, s: tl.constexpr):
+    H: tl.constexpr = s.heads
+    SHARING: tl.constexpr = s.heads // s.key_heads
+    CK: tl.constexpr = s.key_dim
+    CV: tl.constexpr = s.value_dim
+    T: tl.constexpr = s.chunk
+    COLUMNS: tl.constexpr = s.columns
+    PRECISION: tl.constexpr = s.precision
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     head, sequence = tl.program_id(1), tl.program_id(2).to(tl.int64)
     i, c = tl.arange(0, T), tl.arange(0, CK)
     chunks = (Q + T - 1) // T
     state_offsets = ((sequence * H + head) * CK + c[:, None]) * CV + columns
     state = tl.load(state + state_offsets)
-    key = sequence * QK_BATCH + (head // (H // K)) * CK
+    key = sequence * QK_BATCH + (head // SHARING) * CK
     place = (sequence * H + head) * chunks * T + i[:, None]
-    values += place * CV + columns
-    keys += place * CK + c[None, :]
-    scores += place * T + i[None, :]
+    values = systems.solved_values + (place * CV + columns)
+    keys = systems.solved_keys + (place * CK + c[None, :])
+    scores = systems.scores + (place * T + i[None, :])
     for chunk in range(0, chunks):
         rows = chunk * T + i
         is_real = rows < Q
@@ -219,22 +227,38 @@ def _scan_chunks(
     tl.store(final + state_offsets, state)
 
 
-def runs_eagerly(x: Tensor) -> bool:
-    """Whether x is on a GPU with kernels, in eager code, where each operation would be a kernel."""
-    return can_launch(x) and not torch.compiler.is_compiling()
+@custom_op("moe_fast::gated_delta_chunk")
+def gated_delta_chunk(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """`chunk_in_torch` by kernels where they run.
+
+    A custom operator, so that Dynamo does not specialize on the number of tokens.
+    """
+    arguments = q, k, v, g, beta, state
+    if can_launch(q) and fit_tiles(q.shape[-1], v.shape[-1]):
+        return try_kernels("delta rule", launch_delta_chunk, chunk_in_torch, *arguments)
+    return chunk_in_torch(*arguments)
 
 
-def delta_chunk_supports(q: Tensor, v: Tensor) -> bool:
-    """Whether `launch_delta_chunk` has tiles for these heads."""
-    return fit_tiles(q.shape[-1], v.shape[-1])
+@gated_delta_chunk.register_fake
+def _(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    return v.new_empty(v.shape), state.new_empty(state.shape)
 
 
 def launch_delta_chunk(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Compute `gated_delta.gated_delta_chunk` by two kernels."""
+    """Compute `chunk_in_torch` by two kernels."""
     (B, Q, K, CK), (H, CV) = q.shape, v.shape[-2:]
-    columns = min(COLUMNS, CV)
+    check_shapes(
+        k=(k, q.shape),
+        g=(g, (B, Q, H)),
+        beta=(beta, (B, Q, H)),
+        state=(state, (B, H, CK, CV)),
+    )
     q, k, v = (x if _has_whole_tokens(x) else x.contiguous() for x in (q, k, v))
     if q.stride() != k.stride():
         q, k = q.contiguous(), k.contiguous()
@@ -242,29 +266,30 @@ def launch_delta_chunk(
     out, final = v.new_empty(v.shape), state.new_empty(state.shape)
     state = state.contiguous()
     token = Q, q.stride(0), q.stride(1)
-    shape = dict(H=H, K=K, CK=CK, CV=CV, PRECISION=PRECISION)
-    # Any fp32 tensor has the type of values, keys and scores, whose sizes follow from the tiling.
-    example = q, k, g, *[state] * 4, out, final, *token
-    largest = max(16, min(CHUNK, triton.next_power_of_2(Q)))
-    options = dict(COLUMNS=columns, num_warps=4, num_stages=2)
-    tilings = (dict(T=T) for T in (64, 32, 16) if largest >= T)
-    T = fit_tiling(_scan_chunks, tilings, example, shape | options)["T"]
-    chunks = triton.cdiv(Q, T)
-    values, keys, scores = (state.new_empty(B, H, chunks, T, C) for C in (CV, CK, T))
-    _solve_chunk[chunks, H, B](
-        *(q, k, v, g, beta, values, keys, scores),
-        *(*token, v.stride(0), v.stride(1)),
-        **shape,
-        T=T,
-        num_warps=4,
+    largest = PromptSettings(
+        key_heads=K,
+        heads=H,
+        key_dim=CK,
+        value_dim=CV,
+        chunk=max(16, min(CHUNK, triton.next_power_of_2(Q))),
+        columns=min(COLUMNS, CV),
+        precision=PRECISION,
     )
-    _scan_chunks[CV // columns, H, B](
-        *(q, k, g, values, keys, scores, state, out, final),
-        *token,
-        **shape,
-        T=T,
-        **options,
+    candidates = (
+        (replace(largest, chunk=T), dict(warps=4, stages=2))
+        for T in (64, 32, 16)
+        if largest.chunk >= T
     )
+    # Any fp32 tensor has the type of the systems, whose sizes follow from the chunk.
+    example = q, k, g, Systems(state, state, state), state, out, final, *token
+    s, options = fit(_scan_chunks, candidates, *example)
+    assert isinstance(s, PromptSettings)
+    T, chunks = s.chunk, triton.cdiv(Q, s.chunk)
+    systems = Systems(*(state.new_empty(B, H, chunks, T, C) for C in (CV, CK, T)))
+    tensors = q, k, v, g, beta, systems, *token, v.stride(0), v.stride(1)
+    launch(_solve_chunk, (chunks, H, B), *tensors, settings=s)
+    tensors = q, k, g, systems, state, out, final, *token
+    launch(_scan_chunks, (CV // s.columns, H, B), *tensors, settings=s, **options)
     return out, final
 
 
@@ -276,21 +301,30 @@ def _has_whole_tokens(x: Tensor) -> bool:
 # Around the rule, in eager prompts ----------------------------------------------------------------
 
 
-# Grid [N / CHANNELS, Q / TOKENS, B].
+@dataclass(frozen=True)
+class RowSettings:
+    """Sizes of the kernels around the rule, and how programs divide their rows."""
+
+    heads: int = 1
+    size: int = 1  # of a head, or channels
+    width: int = 1  # of the convolution
+    eps: float = 0.0
+    rows: int = 1  # that a program has
+    columns: int = 1
+
+
+def runs_eagerly(x: Tensor) -> bool:
+    """Whether x is on a GPU with kernels, in eager code, where each operation would be a kernel."""
+    return can_launch(x) and not torch.compiler.is_compiling()
+
+
+# Grid [N / columns, Q / rows, B].
 @jit
-def _convolve_tokens(
-    x,
-    window,
-    weight,
-    y,
-    Q,
-    X_BATCH,
-    X_TOKEN,
-    N: tl.constexpr,
-    W: tl.constexpr,
-    TOKENS: tl.constexpr,
-    CHANNELS: tl.constexpr,
-):
+def _convolve_prompt(x, window, weight, y, Q, X_BATCH, X_TOKEN, s: tl.constexpr):
+    N: tl.constexpr = s.size
+    W: tl.constexpr = s.width
+    TOKENS: tl.constexpr = s.rows
+    CHANNELS: tl.constexpr = s.columns
     channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)[None, :]
     token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)[:, None]
     sequence, exists = tl.program_id(2).to(tl.int64), (channel < N) & (token < Q)
@@ -307,87 +341,90 @@ def _convolve_tokens(
     tl.store(y, (total * tl.sigmoid(total)).to(y.dtype.element_ty), mask=exists)
 
 
-def launch_convolve_tokens(x: Tensor, window: Tensor, weight: Tensor) -> Tensor:
-    """Compute `gated_delta.causal_conv_silu` by one kernel."""
+def causal_conv_silu(x: Tensor, window: Tensor, weight: Tensor) -> Tensor:
+    """`conv_silu_in_torch`, by one kernel in eager code on a GPU."""
+    arguments = x, window, weight
+    if runs_eagerly(x):
+        return try_kernels("convolution", launch_convolution, conv_silu_in_torch, *arguments)
+    return conv_silu_in_torch(*arguments)
+
+
+def launch_convolution(x: Tensor, window: Tensor, weight: Tensor) -> Tensor:
     (B, Q, N), W = x.shape, weight.shape[1]
+    check_shapes(window=(window, (B, W - 1, N)), weight=(weight, (N, W)))
     x = x if x.stride(2) == 1 else x.contiguous()
-    y, tokens, channels = x.new_empty(B, Q, N), 16, 256
-    _convolve_tokens[triton.cdiv(N, channels), triton.cdiv(Q, tokens), B](
-        *(x, window.contiguous(), weight, y),
-        *(Q, x.stride(0), x.stride(1)),
-        **dict(N=N, W=W, TOKENS=tokens, CHANNELS=channels),
-        num_warps=4,
-    )
+    y, s = x.new_empty(B, Q, N), RowSettings(size=N, width=W, rows=16, columns=256)
+    grid = triton.cdiv(N, s.columns), triton.cdiv(Q, s.rows), B
+    tensors = x, window.contiguous(), weight, y
+    launch(_convolve_prompt, grid, *tensors, Q, x.stride(0), x.stride(1), settings=s)
     return y
 
 
-# Grid [B Q H / ROWS].
+# Grid [COUNT / rows]: a program normalizes some of the COUNT = B Q H heads.
 @jit
-def _norm_heads(
-    x,
-    gate,
-    weight,
-    y,
-    HEADS,
-    GATE_TOKEN,
-    H: tl.constexpr,
-    CV: tl.constexpr,
-    EPS: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+def _norm_heads(x, gate, weight, y, COUNT, GATE_TOKEN, s: tl.constexpr):
+    H: tl.constexpr = s.heads
+    CV: tl.constexpr = s.size
+    ROWS: tl.constexpr = s.rows
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
-    c, exists = tl.arange(0, CV)[None, :], row < HEADS
+    c, exists = tl.arange(0, CV)[None, :], row < COUNT
     numbers = tl.load(x + row * CV + c, mask=exists, other=0.0).to(tl.float32)
     gate += row // H * GATE_TOKEN + row % H * CV + c
     gates = tl.load(gate, mask=exists, other=0.0).to(tl.float32)
-    numbers *= tl.rsqrt(tl.sum(numbers * numbers, 1, keep_dims=True) / CV + EPS)
+    numbers *= tl.rsqrt(tl.sum(numbers * numbers, 1, keep_dims=True) / CV + s.eps)
     numbers *= tl.load(weight + c).to(tl.float32) * gates * tl.sigmoid(gates)
     tl.store(y + row * CV + c, numbers.to(y.dtype.element_ty), mask=exists)
 
 
-# Grid [B Q H / BLOCK].
+def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`norm_in_torch`, by one kernel in eager code on a GPU, for x [B, Q, H, Cv]."""
+    arguments = x, gate, weight, eps
+    if runs_eagerly(x) and x.dim() == 4 and fit_tiles(x.shape[-1]):
+        return try_kernels("gated norm", launch_norm_heads, norm_in_torch, *arguments)
+    return norm_in_torch(*arguments)
+
+
+def launch_norm_heads(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    B, Q, H, CV = x.shape
+    check_shapes(gate=(gate, x.shape), weight=(weight, (CV,)))
+    if not _has_whole_tokens(gate) or (B > 1 and gate.stride(0) != Q * gate.stride(1)):
+        gate = gate.contiguous()
+    y, s, count = x.new_empty(x.shape), RowSettings(H, CV, eps=eps, rows=8), B * Q * H
+    tensors, grid = (x.contiguous(), gate, weight, y), (triton.cdiv(count, s.rows),)
+    launch(_norm_heads, grid, *tensors, count, gate.stride(1), settings=s)
+    return y
+
+
+# Grid [COUNT / rows]: a program has some of the COUNT = B Q H numbers of g and of beta.
 @jit
-def _compute_gates(ba, a_log, dt_bias, g, beta, COUNT, TOKEN, H: tl.constexpr, BLOCK: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+def _compute_gates(ba, a_log, dt_bias, g, beta, COUNT, TOKEN, s: tl.constexpr):
+    H: tl.constexpr = s.heads
+    ROWS: tl.constexpr = s.rows
+    at = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     exists, head = at < COUNT, at % H
     ba += at // H * TOKEN + head
     tl.store(beta + at, tl.sigmoid(tl.load(ba, mask=exists, other=0.0).to(tl.float32)), mask=exists)
     a = tl.load(ba + H, mask=exists, other=0.0).to(tl.float32)
     rate = tl.exp(tl.load(a_log + head).to(tl.float32))
-    a = _softplus(a + tl.load(dt_bias + head).to(tl.float32))
+    a = softplus(a + tl.load(dt_bias + head).to(tl.float32))
     tl.store(g + at, -rate * a, mask=exists)
 
 
+def delta_gates(ba: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
+    """`gates_in_torch`, by one kernel in eager code on a GPU."""
+    arguments = ba, a_log, dt_bias
+    if runs_eagerly(ba):
+        return try_kernels("delta gates", launch_gates, gates_in_torch, *arguments)
+    return gates_in_torch(*arguments)
+
+
 def launch_gates(ba: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute `gated_delta.delta_gates` by one kernel."""
-    (B, Q, _), H, block = ba.shape, len(a_log), 1024
+    (B, Q, _), H = ba.shape, len(a_log)
+    check_shapes(ba=(ba, (B, Q, 2 * H)), dt_bias=(dt_bias, (H,)))
     if ba.stride(2) != 1 or (B > 1 and ba.stride(0) != Q * ba.stride(1)):
         ba = ba.contiguous()
     g, beta = (ba.new_empty(B, Q, H, dtype=torch.float32) for _ in range(2))
-    _compute_gates[(triton.cdiv(B * Q * H, block),)](
-        *(ba, a_log, dt_bias, g, beta),
-        *(B * Q * H, ba.stride(1)),
-        **dict(H=H, BLOCK=block),
-        num_warps=4,
-    )
+    s, count = RowSettings(H, rows=1024), B * Q * H
+    grid = (triton.cdiv(count, s.rows),)
+    launch(_compute_gates, grid, ba, a_log, dt_bias, g, beta, count, ba.stride(1), settings=s)
     return g, beta
-
-
-def norm_heads_supports(x: Tensor) -> bool:
-    """Whether `launch_norm_heads` has tiles for x."""
-    return x.dim() == 4 and fit_tiles(x.shape[-1])
-
-
-def launch_norm_heads(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Compute `gated_delta.gated_rms_norm` of [B, Q, H, Cv] by one kernel."""
-    (B, Q, H, CV), rows = x.shape, 8
-    if not _has_whole_tokens(gate) or (B > 1 and gate.stride(0) != Q * gate.stride(1)):
-        gate = gate.contiguous()
-    y = x.new_empty(x.shape)
-    _norm_heads[(triton.cdiv(B * Q * H, rows),)](
-        *(x.contiguous(), gate, weight, y),
-        *(B * Q * H, gate.stride(1)),
-        **dict(H=H, CV=CV, EPS=eps, ROWS=rows),
-        num_warps=4,
-    )
-    return y

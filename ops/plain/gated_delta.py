@@ -5,9 +5,9 @@ returns for the key k moves towards the value v by the share beta (equation 10):
 
     S <- exp(g) S;  S <- S + beta k (v - k S);  out = q S
 
-`gated_delta_step` computes one token, `gated_delta_recurrent` few tokens, and `gated_delta_chunk` a
-prompt. These are the reference for the Triton kernels of ops/attention/gated_delta_prompt.py, which
-`gated_delta_chunk` calls on a GPU.
+These functions are the reference for the kernels of ops/attention/delta.py (up to 16 tokens) and
+ops/attention/delta_prompt.py (prompts). `gated_delta_step` computes one token,
+`gated_delta_recurrent` tokens one by one, `chunk_in_torch` a prompt by batched products.
 
 Letters: B sequences, Q tokens, K key heads, H value heads, Ck and Cv their sizes, N channels of the
 convolution, W its width. Key head i serves the value heads from i * (H / K).
@@ -17,64 +17,32 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ops.attention.gated_delta_prompt import (
-    delta_chunk_supports,
-    launch_convolve_tokens,
-    launch_delta_chunk,
-    launch_gates,
-    launch_norm_heads,
-    norm_heads_supports,
-    runs_eagerly,
-)
-from ops.inductor import custom_op
-from ops.launch import can_launch, try_kernels
-
 CHUNK = 64  # tokens that one triangular system covers
 L2_EPS = 1e-6  # added before the root in the norm of queries and keys
 
 
-def causal_conv_silu(x: Tensor, window: Tensor, weight: Tensor) -> Tensor:
+def conv_silu_in_torch(x: Tensor, window: Tensor, weight: Tensor) -> Tensor:
     """Convolve each channel with its last W inputs, then apply SiLU: x [B, Q, N] -> same.
 
     window [B, W - 1, N]: the inputs before x, which stay as they are. weight [N, W].
     """
-    if runs_eagerly(x):
-        return try_kernels(
-            "convolution", launch_convolve_tokens, conv_silu_in_torch, x, window, weight
-        )
-    return conv_silu_in_torch(x, window, weight)
-
-
-def conv_silu_in_torch(x: Tensor, window: Tensor, weight: Tensor) -> Tensor:
     Q, W = x.shape[1], weight.shape[1]
     inputs, weight = torch.cat((window, x), dim=1).float(), weight.float()
     y = sum(inputs[:, n : n + Q] * weight[:, n] for n in range(W))
     return F.silu(y).to(x.dtype)
 
 
-def delta_gates(ba: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
+def gates_in_torch(ba: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
     """ba [B, Q, 2 H], b then a; a_log, dt_bias [H] -> g and beta, fp32 [B, Q, H].
 
     g = -exp(a_log) softplus(a + dt_bias) is the logarithm of the decay, beta = sigmoid(b).
     """
-    if runs_eagerly(ba):
-        return try_kernels("delta gates", launch_gates, gates_in_torch, ba, a_log, dt_bias)
-    return gates_in_torch(ba, a_log, dt_bias)
-
-
-def gates_in_torch(ba: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
     b, a = ba.float().chunk(2, dim=-1)
     return -a_log.float().exp() * F.softplus(a + dt_bias.float()), b.sigmoid()
 
 
-def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Normalize x [..., Cv] over its last dimension, times weight [Cv] and silu(gate [..., Cv])."""
-    if runs_eagerly(x) and norm_heads_supports(x):
-        return try_kernels("gated norm", launch_norm_heads, norm_in_torch, x, gate, weight, eps)
-    return norm_in_torch(x, gate, weight, eps)
-
-
 def norm_in_torch(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Normalize x [..., Cv] over its last dimension, times weight [Cv] and silu(gate [..., Cv])."""
     y = F.rms_norm(x.float(), weight.shape, weight.float(), eps)
     return (y * F.silu(gate.float())).to(x.dtype)
 
@@ -111,40 +79,22 @@ def gated_delta_recurrent(
     return torch.stack(outs, 1), torch.stack(states, 1)
 
 
-@custom_op("moe_fast::gated_delta_chunk")
-def gated_delta_chunk(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Take in a prompt -> out [B, Q, H, Cv], the state after it [B, H, Ck, Cv].
-
-    Arguments as for `gated_delta_recurrent`. A token with g = beta = 0, such as padding, leaves the
-    state unchanged. A custom operator, so that the number of tokens is no case for the compiler.
-    """
-    arguments = q, k, v, g, beta, state
-    if can_launch(q) and delta_chunk_supports(q, v):
-        return try_kernels("delta rule", launch_delta_chunk, chunk_in_torch, *arguments)
-    return chunk_in_torch(*arguments)
-
-
-@gated_delta_chunk.register_fake
-def _(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor
-) -> tuple[Tensor, Tensor]:
-    return v.new_empty(v.shape), state.new_empty(state.shape)
-
-
 def chunk_in_torch(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """`gated_delta_chunk` by batched products, with a loop over chunks only (section 3.3).
+    """Take in a prompt -> out [B, Q, H, Cv], the state after it [B, H, Ck, Cv] (section 3.3).
+
+    Arguments as for `gated_delta_recurrent`. A token with g = beta = 0, such as padding, leaves the
+    state unchanged. The products are batched; the only loop is over chunks.
 
     Within a chunk, G is the sum of g so far. The corrections U [tokens, Cv] of its tokens solve a
     unit lower triangular system, for the state S at its begin:
 
         U_i = beta_i (v_i - exp(G_i) k_i S - sum over j < i of exp(G_i - G_j) (k_i . k_j) U_j)
 
-    So U = values - keys S, where S appears in no system: all chunks are solved at once. The system
-    is solved, not inverted by powers: for equal keys these grow to 1e18 and cancel.
+    So U = solved_values - solved_keys S, where S appears in no system: all chunks are solved at
+    once. The system is solved, not inverted by powers: for equal keys these grow to 1e18 and
+    cancel.
     """
     dtype, (B, Q, H, Cv), size = v.dtype, v.shape, min(CHUNK, q.shape[1])
     q, k, v = _to_value_heads(q, k, v)
@@ -157,13 +107,13 @@ def chunk_in_torch(
     system = beta * (k @ k.mT) * decay
     right = torch.cat((beta * v, beta * total.exp() * k), dim=-1)
     solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
-    values, keys = solved.split((Cv, k.shape[-1]), dim=-1)
+    solved_values, solved_keys = solved.split((Cv, k.shape[-1]), dim=-1)
     scores, q = (q @ k.mT) * decay, q * total.exp()
     k = k * (total[..., -1:, :] - total).exp()
     kept = total[..., -1:, :].exp()
     outs = []
     for n in range(len(q)):
-        correction = values[n] - keys[n] @ state
+        correction = solved_values[n] - solved_keys[n] @ state
         outs.append(q[n] @ state + scores[n] @ correction)
         state = kept[n] * state + k[n].mT @ correction
     out = torch.stack(outs).permute(1, 0, 3, 2, 4).reshape(B, -1, H, Cv)

@@ -1,0 +1,277 @@
+"""Tilings of a model's one-token products: the fastest on this GPU, by product.
+
+    python benchmarks/tune.py --arch Qwen3-30B-A3B --mode int4
+    python benchmarks/tune.py --arch Qwen3-30B-A3B --mode int4 --write
+
+A product is one kernel of ops/products/experts.py. Each runs alone in a CUDA graph, over more
+copies of its weight than L2 holds. A tiling is first checked against unpacked weights in fp64. --write
+puts those that are faster than today's by MIN_GAIN into ops/products/tilings.json, under this GPU's
+class. Then compare whole layers with benchmarks/layer_times.py: a product alone may want other
+tiles than one among others.
+"""
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.cuda_timing import graph_seconds, require_gpu
+from cli.parser import Parser
+from formats import FORMATS, PLAIN
+from formats.base import Format, Parts
+from formats.quantizer import DTYPES
+from model import Transformer, swiglu
+from models.random_weights import architecture, first_layers, number_format
+from ops.declared import SWIGLU
+from ops.gpu import gpu_of
+from ops.launch import KernelError
+from ops.products import tilings
+from ops.products.dense import Norm, dense_product
+from ops.products.experts import down, multiply_each
+from ops.products.tilings import Tiles, choose_tiles
+from ops.products.weights import BITS, Weight, packed_weight, plain_weight
+from runtime.fused_decode import FusedLayer, fused_head, fused_layers
+from tp import ModelShard
+
+LAYERS = 4  # they have each kind of layer
+L2_SIZES = 4  # all copies of a weight, as a multiple of L2
+MAX_ERROR = 8e-3  # relative; results are rounded to bf16
+MAX_TILE_REGISTERS = 96  # a lane's, for weights in flight
+MAX_WASTE = 0.35  # lanes that have no quad, of a row's chunks
+MAX_HELD = 4  # chunks of x that staying programs have in registers
+MIN_GAIN = 0.01
+BFLOAT16: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cuda"}
+
+
+def tilings_of(quads: int, loads: int) -> list[Tiles]:
+    """Return tilings for a product, in an order drawn once. loads: 2 for gate and up, else 1.
+
+    quads: of x, to which its chunks add up to MAX_WASTE. One to four chunks are in flight, or as
+    many as registers allow. Programs stay if all of x fits in registers.
+    """
+    found = []
+    for lanes in (32, 64, 128, 256):
+        chunks = -(-quads // lanes)
+        if lanes > max(quads, 32) or chunks * lanes > max(quads * (1 + MAX_WASTE), 32):
+            continue
+        for rows in (1, 2, 4, 8, 16):
+            most = min(chunks, MAX_TILE_REGISTERS // (4 * rows * loads))
+            for depth in range(1, most + 1):
+                if 4 < depth < most:
+                    continue
+                found.append(Tiles(rows, lanes, depth, lanes // 32))
+                if chunks <= MAX_HELD and chunks % depth == 0:
+                    found.append(Tiles(rows, lanes, depth, lanes // 32, stay=True))
+    random.Random(0).shuffle(found)
+    return found
+
+
+# Weights ------------------------------------------------------------------------------------------
+
+
+def random_parts(format: Format, shape: tuple[int, ...], group: int) -> Parts:
+    """Return packed weights [copies, out, in] of a model's magnitude. Plain ones would not fit."""
+    parts = {}
+    for part, (size, dtype) in format.layout(shape, group).items():
+        if dtype.is_floating_point:
+            high = 4.0 if part == "zero_low" else 0.01
+            parts[part] = torch.empty(size, device="cuda", dtype=dtype).uniform_(high / 2, high)
+        else:
+            exponents = part == "scale" and format.name == "mxfp4"
+            ends = (118, 126) if exponents else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
+            parts[part] = torch.randint(*ends, size, dtype=dtype, device="cuda")
+    return parts
+
+
+class Weights:
+    """Random weights [n, out, in] of one format, for the kernels and for the reference."""
+
+    def __init__(self, mode: str, shape: tuple[int, int, int], group: int | None = None):
+        self.mode, self.group = mode, 0
+        if mode == PLAIN:
+            plain = torch.empty(shape, **BFLOAT16).normal_(0, shape[-1] ** -0.5)
+            self.parts, self.kernel = {"weight": plain}, plain_weight(plain)
+        else:
+            format = FORMATS[mode]
+            self.group = format.choose_group(shape[-1], group)
+            self.parts = random_parts(format, shape, self.group)
+            self.kernel = packed_weight(list(self.parts.values()), format.kind, self.group)
+        self.nbytes = sum(part[:1].nbytes for part in self.parts.values())
+
+    def unpack(self, index: Tensor) -> Tensor:
+        """Return the weights of an index, fp64 [..., out, in]."""
+        chosen = {name: part[index] for name, part in self.parts.items()}
+        if self.mode == PLAIN:
+            return chosen["weight"].double()
+        return FORMATS[self.mode].unpack(chosen, self.group).double()
+
+    def single(self, n: int) -> Weight:
+        """Return one of the weights as a dense one."""
+        kernel = self.kernel
+        return Weight(tuple(part[n] for part in kernel.parts), kernel.kind, kernel.group)
+
+
+# Products -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One product of a model."""
+
+    kind: str
+    group: int
+    loads: int
+    out: int
+    quads: int  # quads of a row
+    experts: int  # experts of a token; 0: a dense weight
+    normed: bool  # x has a norm; else the result has a residual
+
+    @property
+    def key(self) -> tuple[str, int, int, int]:
+        """What the table knows it by. Gate and up read one x."""
+        summed = max(self.experts, 1) if self.loads == 1 else 1
+        return self.kind, self.loads, self.out, self.quads * summed
+
+
+def weights_of(layer: FusedLayer) -> Iterator[tuple[str, Weight, int, int, bool]]:
+    """Yield a layer's products: name, weight, experts, loads, and whether x has a norm."""
+    attention, experts = layer.attention, layer.experts
+    for weight, _ in attention.inputs:
+        yield "projection", weight, 0, 1, True
+    query = getattr(attention.attention, "query_weight", None)
+    if query is not None:
+        yield "query", query, 0, 1, True
+    yield "output", attention.output[0], 0, 1, False
+    yield "gate_up", experts.w13, experts.routing.pairs, 2, False
+    yield "down", experts.w2, experts.routing.pairs, 1, False
+
+
+def shapes_of(model: Transformer) -> dict[Shape, str]:
+    """Return the shapes of a model's products, each once, with a name."""
+    found = [each for layer in fused_layers(model).values() for each in weights_of(layer)]
+    if head := fused_head(model):
+        found.append(("head", head.weight, 0, 1, True))
+    return {
+        Shape(w.kind, w.group, loads, w.out, w.quads, experts, normed): name
+        for name, w, experts, loads, normed in reversed(found)
+    }
+
+
+class Product:
+    """A shape with random weights: its calls, and what the first one must return."""
+
+    def __init__(self, shape: Shape):
+        self.shape, n = shape, max(shape.experts, 1)
+        kinds = {f.kind: name for name, f in FORMATS.items() if f.bits == BITS.get(f.kind)}
+        width, mode = shape.quads * 128 // BITS[shape.kind], kinds.get(shape.kind, PLAIN)
+        group = None if mode == PLAIN or FORMATS[mode].per_row else shape.group
+        cache = torch.cuda.get_device_properties().L2_cache_size
+        self.nbytes = n * Weights(mode, (1, shape.out, width), group).nbytes
+        copies = max(4, -(-L2_SIZES * cache // self.nbytes))
+        self.weights = Weights(mode, (copies * n, shape.out, width), group)
+        gated = shape.loads == 2
+        self.x = torch.randn(1 if gated else n, width, **BFLOAT16)
+        self.norm = Norm(torch.rand(width, **BFLOAT16) + 0.5, 1e-5)
+        self.residual, self.routing = torch.randn(1, shape.out, **BFLOAT16), torch.rand(1, n).cuda()
+        choices = torch.randperm(copies * n, device="cuda").view(copies, 1, n)
+        self.arguments = list(choices if shape.experts else map(self.weights.single, range(copies)))
+        first = choices[0, 0] if shape.experts else choices.new_zeros(1)
+        self.expected = self.reference(self.weights.unpack(first))
+
+    def reference(self, plain: Tensor) -> Tensor:
+        """Return the result in fp64, of unpacked weights [n, out, in]."""
+        x = self.x.double()
+        if self.shape.loads == 2:
+            return swiglu(*(plain @ x[0]).chunk(2, -1))
+        if self.shape.normed:
+            x = torch.nn.functional.rms_norm(x, x.shape[1:], self.norm.weight.double(), 1e-5)
+        each = (plain @ x.unsqueeze(-1)).squeeze(-1)
+        if self.shape.experts:
+            each = each * self.routing[0].double().unsqueeze(1)
+        return each.sum(0, keepdim=True) + (0 if self.shape.normed else self.residual.double())
+
+    def run(self, argument: Tensor | Weight, tiles: Tiles) -> Tensor:
+        kernel, residual = self.weights.kernel, self.residual
+        if self.shape.loads == 2:
+            return multiply_each(self.x, kernel, argument, SWIGLU, tiles=tiles)
+        if self.shape.experts:
+            return down(self.x, kernel, argument, self.routing, residual=residual, tiles=tiles)
+        if self.shape.normed:
+            return dense_product(self.x, argument, self.norm, tiles=tiles)
+        return dense_product(self.x, argument, residual=residual, tiles=tiles)
+
+    def measure(self, tiles: Tiles) -> float | None:
+        """Return us of a call; None, with a line, if the result is wrong or no kernel is made."""
+        try:
+            got = self.run(self.arguments[0], tiles).double()
+        except KernelError as error:
+            print(f"  {tiles}: {error}")
+            return None
+        error = ((got - self.expected).norm() / self.expected.norm()).item()
+        if not error < MAX_ERROR:
+            print(f"  WRONG {tiles}: relative error {error:.1e}")
+            return None
+        return graph_seconds(lambda argument: self.run(argument, tiles), self.arguments) * 1e6
+
+
+def tune(shape: Shape, name: str, tries: int) -> Tiles | None:
+    """Time today's tiling and others; print them -> the best, if it is faster than today's."""
+    product = Product(shape)
+    quads = shape.key[-1]
+    today = choose_tiles(product.weights.kernel, quads, shape.loads)
+    others = [tiles for tiles in tilings_of(quads, shape.loads) if tiles != today]
+    times = {tiles: product.measure(tiles) for tiles in (today, *others[:tries])}
+    kind, _, out, _ = shape.key
+    print(f"{name}: {kind} {out} x {quads} quads, {product.nbytes / 1e6:.1f} MB")
+    right = sorted((us, str(tiles), tiles) for tiles, us in times.items() if us)
+    for us, text, tiles in right[:8]:
+        mark = " (today's)" if tiles == today else ""
+        print(f"  {us:7.2f} us {product.nbytes / us / 1e3:6.0f} GB/s  {text}{mark}", flush=True)
+    best = right[0] if right else None
+    was = times[today] or float("inf")
+    return best[2] if best and best[0] < was * (1 - MIN_GAIN) else None
+
+
+def build_parser() -> Parser:
+    parser = Parser(
+        __doc__.partition("\n")[0],
+        (
+            "python benchmarks/tune.py --arch Qwen3-30B-A3B --mode int4",
+            "python benchmarks/tune.py --arch Mixtral-8x7B --mode int8 --ranks 2 --write",
+        ),
+    )
+    add = parser.add_argument
+    add("--arch", required=True, metavar="NAME", help="a model's name, as of benchmark.py")
+    add("--mode", default=PLAIN, help="number format, as of benchmark.py")
+    add("--ranks", type=int, default=1, help="tune the products of one of this many GPUs")
+    add("--tries", type=int, default=40, help="other tilings of a product (40)")
+    add("--write", action="store_true", help="write faster tilings into the table")
+    return parser
+
+
+@torch.no_grad()
+def main() -> None:
+    options = (parser := build_parser()).parse_args()
+    require_gpu(parser)
+    torch.manual_seed(0)
+    try:
+        args = first_layers(architecture(options.arch), LAYERS)
+        format = number_format(options.mode, args)
+        model = ModelShard(args, format, "tensor", rank=0, ranks=options.ranks).model
+        shapes = shapes_of(model.to(DTYPES[format.get("dtype", format["name"])]))
+    except ValueError as error:  # no such model, or no kernels for it
+        parser.error(str(error))
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
+    best = {shape.key: tune(shape, name, options.tries) for shape, name in shapes.items()}
+    faster = {key: tiles for key, tiles in best.items() if tiles}
+    print(f"{len(faster)} of {len(best)} products have a faster tiling")
+    if options.write and faster:
+        tilings.write(gpu_of(torch.device("cuda")), faster)
+        print(f"written to {tilings.TABLE}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,200 @@
+"""The state of the gated delta rule as kernels hold it: sizes, tiles, and a token's update.
+
+Formulas, letters and the reference: ops/plain/gated_delta.py. T tokens, of which a sequence's first
+`last` + 1 are real; M tokens that `Kept` has memory for.
+"""
+
+from __future__ import annotations  # annotations of kernels name triton, which may be absent
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+from ops.launch import jit, tl, triton
+
+COLUMNS = 32  # Cv columns of the state that a program has for several tokens, or in a prompt
+
+
+class DeltaWeights(NamedTuple):
+    """A layer's weights between its projections."""
+
+    conv: Tensor  # [N, W]
+    a_log: Tensor  # [H]
+    dt_bias: Tensor  # [H]
+    norm: Tensor  # [Cv]
+
+
+class Kept(NamedTuple):
+    """What several tokens leave for `DeltaState.accept`."""
+
+    before: Tensor  # fp32 [B, H, Ck, Cv], the state before the call
+    inputs: Tensor  # [B, W - 1 + M, N], the window before the call, then the tokens' inputs
+    convolved: Tensor  # [B, M, N]
+    g: Tensor  # fp32 [B, M, H], logarithm of the decay; 0 for tokens that are not real
+    beta: Tensor  # fp32 [B, M, H], how far the state is corrected; 0 for tokens that are not real
+    count: Tensor  # int64 [B], how many tokens are real
+
+
+@dataclass(frozen=True)
+class DeltaSettings:
+    """A layer's sizes, and how the kernels divide the state: s."""
+
+    key_heads: int
+    heads: int
+    key_dim: int
+    value_dim: int
+    width: int
+    eps: float  # of the gated norm
+    tokens: int
+    most: int  # M
+    row: int  # numbers from one token's qkvz to the next one's
+    ba_row: int
+    window_channels: int = 512  # that a program of `_finish_tokens` moves
+
+    @property
+    def channels(self) -> int:
+        return self.first_value + self.heads * self.value_dim
+
+    @property
+    def first_value(self) -> int:
+        """The first channel of v."""
+        return 2 * self.key_heads * self.key_dim
+
+    @property
+    def warps(self) -> int:
+        return 8 if self.tokens == 1 else 4
+
+    @property
+    def columns(self) -> int:
+        """Columns of the state in a program."""
+        return self.value_dim if self.tokens == 1 else min(COLUMNS, self.value_dim)
+
+    @property
+    def warp_columns(self) -> int:
+        return max(4, self.columns // self.warps)
+
+    @property
+    def blocks(self) -> int:
+        return self.columns // self.warp_columns
+
+    @property
+    def lane_rows(self) -> int:
+        return min(self.key_dim, 128 // self.warp_columns)
+
+    @property
+    def copies(self) -> int:
+        """Copies of q and k that give each thread of `_update_token` one of their numbers."""
+        return 1 if self.tokens > 1 or 2 * self.key_dim >= 32 * self.warps else 2
+
+    @property
+    def padded_tokens(self) -> int:
+        return triton.next_power_of_2(self.tokens)
+
+
+def fit_tiles(*sizes: int) -> bool:
+    """Whether the kernels have tiles for heads of these sizes."""
+    return triton is not None and all(16 <= C <= 128 and C & C - 1 == 0 for C in sizes)
+
+
+# The state is a tile [Ck / lane_rows, columns / warp_columns, lane_rows, warp_columns], which
+# Triton gives to registers, warps, lanes, and lanes with four columns each. A warp has all rows of
+# its columns, so sums over rows need no shared memory. It is loaded with the first three dimensions
+# as one, since Triton 3.6 and 3.9 order dimensions of equal contiguity differently. Inputs and
+# outputs of columns have the last three dimensions, as two. They are the same for all lane_rows,
+# which makes them large enough for the same layout.
+
+
+@jit
+def tile_places(ROWS: tl.constexpr, s: tl.constexpr):
+    """Return rows [n, 1] and columns [n, warp_columns] of a tile of ROWS rows of the state.
+
+    n = ROWS * blocks. ROWS is Ck for the state, lane_rows for inputs and outputs of columns.
+    """
+    BLOCKS: tl.constexpr = s.blocks
+    LANE_ROWS: tl.constexpr = s.lane_rows
+    part = tl.arange(0, ROWS * BLOCKS)[:, None]
+    rows = part // (BLOCKS * LANE_ROWS) * LANE_ROWS + part % LANE_ROWS
+    columns = tl.arange(0, s.warp_columns)[None, :]
+    return rows, part // LANE_ROWS % BLOCKS * s.warp_columns + columns
+
+
+@jit
+def weight_columns(s: tl.constexpr):
+    """Return the columns of weights [1, blocks, 1, warp_columns]."""
+    COLUMNS: tl.constexpr = s.warp_columns
+    columns = tl.arange(0, s.blocks)[None, :, None, None] * COLUMNS
+    return columns + tl.arange(0, COLUMNS)[None, None, None, :]
+
+
+@jit
+def as_tile(x, s: tl.constexpr):
+    """x [n, warp_columns], with places as of `tile_places` -> a tile of four dimensions."""
+    BLOCKS: tl.constexpr = s.blocks
+    LANE_ROWS: tl.constexpr = s.lane_rows
+    ROWS: tl.constexpr = x.shape[0] // (BLOCKS * LANE_ROWS)
+    return tl.reshape(x, [ROWS, BLOCKS, LANE_ROWS, x.shape[1]])
+
+
+@jit
+def like_tile(x, tile, s: tl.constexpr):
+    """Return x as a tile of four dimensions if `tile` is one."""
+    if len(x.shape) < len(tile.shape):
+        return as_tile(x, s)
+    else:
+        return x
+
+
+@jit
+def key_channels(head, s: tl.constexpr):
+    """Return the channels of a value head's q, then of its k, `copies` times [copies 2 Ck]."""
+    CK: tl.constexpr = s.key_dim
+    SHARING: tl.constexpr = s.heads // s.key_heads
+    NUMBERS: tl.constexpr = 2 * s.key_dim * s.copies
+    qk = tl.arange(0, NUMBERS)
+    return (head // SHARING + s.key_heads * (qk // CK % 2)) * CK + qk % CK
+
+
+@jit
+def softplus(x):
+    """log(1 + exp(x)) without loss of digits where exp(x) is small (Goldberg 1991, theorem 4)."""
+    small = tl.exp(-tl.abs(x))
+    whole = 1.0 + small
+    log1p = tl.where(whole == 1.0, small, tl.log(whole) * small / (whole - 1.0))
+    return tl.maximum(x, 0.0) + log1p
+
+
+@jit
+def _add_five(a, b, c, d, e, f, g, h, i, j):
+    return a + f, b + g, c + h, d + i, e + j
+
+
+@jit
+def _split_keys(qk, s: tl.constexpr):
+    """qk [copies 2 Ck] -> q and k [Ck / lane_rows, 1, lane_rows, 1]."""
+    CK: tl.constexpr = s.key_dim
+    LANE_ROWS: tl.constexpr = s.lane_rows
+    if s.copies == 2:
+        qk, _ = tl.split(tl.trans(tl.reshape(qk, [2, 2 * CK])))
+    q, k = tl.split(tl.trans(tl.reshape(qk, [2, CK])))
+    shape: tl.constexpr = [CK // LANE_ROWS, 1, LANE_ROWS, 1]
+    return tl.reshape(q, shape), tl.reshape(k, shape)
+
+
+@jit
+def read_and_update(old, qk, v, decay, share, s: tl.constexpr):
+    """Return what a token reads from the state `old`, and the state after it.
+
+    One reduction over rows has all sums, with q and k not yet normalized and the state not yet
+    decayed: both are factors of the sums. q (S + k correction) = q S + (q . k) correction.
+    q . q, k . k and q . k are summed for each column too, so that they have the layout of the
+    others. The compiler adds the equal numbers of a thread's columns once.
+    """
+    q, k = _split_keys(qk, s)
+    q, k = tl.broadcast_to(q, old.shape), tl.broadcast_to(k, old.shape)
+    sums = (k * old, q * old, q * q, k * k, q * k)
+    sums = tl.reduce(sums, 0, _add_five, keep_dims=True)
+    k_read, q_read, qq, kk, qk = tl.reduce(sums, 2, _add_five, keep_dims=True)
+    q_factor, k_factor = tl.rsqrt(qq + 1e-6) * s.key_dim**-0.5, tl.rsqrt(kk + 1e-6)
+    correction = (v - decay * k_factor * k_read) * (share * k_factor)
+    return q_factor * (decay * q_read + qk * correction), decay * old + k * correction

@@ -1,0 +1,359 @@
+"""Kernels of grouped-query attention: ops/attention/gqa.py describes and launches them.
+
+`s` is a `KernelSettings`, `a` its `AttentionSettings`. Letters: as in ops/attention/gqa.py.
+"""
+
+# ruff: noqa: RUF005  (Triton adds tuples, but does not unpack them)
+from __future__ import annotations  # annotations of kernels name triton, which may be absent
+
+from ops.attention.cache_blocks import add_block, append, join_numbers, load_block, split_numbers
+from ops.attention.heads import (
+    inverse_rms,
+    inverse_rms_of_rows,
+    keep_layout,
+    load_head,
+    load_head_norm,
+    load_rotation,
+    load_value,
+    prefetch,
+)
+from ops.attention.softmax import finish_softmax, online_softmax
+from ops.launch import await_previous, jit, tl
+
+
+@jit
+def find_parts(positions, sequence, s: tl.constexpr):
+    """Choose how many programs share a sequence's older positions.
+
+    Return the position of its first query, the first position that this sees, the end of older
+    positions, and the number of parts. A part is one block as long as there are few parts.
+    """
+    Q: tl.constexpr = s.queries
+    WINDOW: tl.constexpr = s.layer.window
+    BLOCK: tl.constexpr = s.tile.block
+    start = tl.load(positions + sequence * Q).to(tl.int32)
+    first = tl.maximum(start - WINDOW + 1, 0) // s.align * s.align if s.length > WINDOW else 0
+    if not s.appends:
+        return start, first, start + Q, tl.num_programs(2)
+    blocks = (start - first + BLOCK - 1) // BLOCK
+    parts = tl.minimum(tl.maximum(blocks // 2, tl.minimum(blocks, s.few_parts)), s.parts)
+    return start, first, start, tl.where(start - first <= s.one_part, 1, parts)
+
+
+@jit
+def _find_rows(sequence, program, s: tl.constexpr):
+    """Return each row's query, head, token, and whether it is one: [M]. Rows are [Q, EACH]."""
+    G: tl.constexpr = s.layer.group
+    EACH: tl.constexpr = s.each
+    row = tl.arange(0, s.rows)
+    query, head = tl.minimum(row // EACH, s.queries - 1), program % s.splits * EACH + row % EACH
+    is_row = (row < s.queries * EACH) & (head < G)
+    head = program // s.splits * G + tl.minimum(head, G - 1)
+    return query, head, sequence * s.queries + query, is_row
+
+
+@jit
+def _load_ahead(rope, weights, rows, sequence, kv_head, s: tl.constexpr):
+    """Load what `wqkv` does not write: RoPE, norm weights and sinks.
+
+    Return the rotation of queries and of the call's own keys, both norm weights, and sinks.
+    """
+    a: tl.constexpr = s.layer
+    C: tl.constexpr = a.head_dim
+    M: tl.constexpr = s.rows
+    T: tl.constexpr = s.own_rows
+    _, head, token, _ = rows
+    own = sequence * s.queries + tl.minimum(tl.arange(0, T), s.queries - 1)
+    c = tl.arange(0, C)[None, :]
+    r: tl.constexpr = a.rotary_dim
+    rotation = load_rotation(rope, token[:, None], c, C, r, s.rope_width, a.rope_begin)
+    if s.queries == 1:
+        own_rotation = rotation
+    else:
+        own_rotation = load_rotation(rope, own[:, None], c, C, r, s.rope_width, a.rope_begin)
+    q_norm, k_norm = weights.q_norm, weights.k_norm
+    if q_norm is not None:
+        if a.full_norm:
+            q_norm, k_norm = q_norm + head[:, None] * C, k_norm + kv_head * C
+        elif s.queries == 1 or C > 128:
+            # A load for each row: a row's lanes would hold other numbers, and exchange all others.
+            q_norm += tl.zeros([M, 1], tl.int32)
+            k_norm += tl.zeros([T, 1], tl.int32)
+    q_weight, k_weight = load_head_norm(q_norm, rotation), load_head_norm(k_norm, own_rotation)
+    if weights.sinks is not None:
+        sink = tl.load(weights.sinks + head).to(tl.float32)
+    else:
+        sink = 0.0
+    return rotation, own_rotation, q_weight, k_weight, sink
+
+
+@jit
+def _start_softmax(qkv, weights, cache, ahead, rows, place, s: tl.constexpr):
+    """Load the call's tokens, append their keys and values, and start the softmax with them.
+
+    The first part has the own tokens. The others compute and mask them: a branch would keep their
+    loads from being in flight with the queries'. The first program of each KV head appends.
+
+    Return queries [M, C], row_max, row_sum [M], acc [M, C].
+    """
+    a: tl.constexpr = s.layer
+    C: tl.constexpr = a.head_dim
+    T: tl.constexpr = s.own_rows
+    Q: tl.constexpr = s.queries
+    sequence, program, part, start = place
+    query, head, token, is_row = rows
+    kv_head, t, c = program // s.splits, tl.arange(0, T), tl.arange(0, C)[None, :]
+    own = qkv + (sequence * Q + tl.minimum(t, Q - 1))[:, None] * a.projected * C
+    q = qkv + token[:, None] * a.projected * C
+    value = load_value(own + (a.first_value + kv_head) * C, c, a)
+    q_rms, k_rms = 1.0, 1.0
+    if a.full_norm and Q == 1:
+        token_heads = qkv + sequence * a.projected * C
+        k_heads = token_heads + a.heads * C
+        q_rms, k_rms = inverse_rms(token_heads, k_heads, a.heads * C, a.kv_heads * C, a.eps)
+    elif a.full_norm:
+        q_rms = inverse_rms_of_rows(q, is_row[:, None], a.heads * C, a.eps, s.rms_columns)
+        k_heads = own + a.heads * C
+        k_rms = inverse_rms_of_rows(k_heads, (t < Q)[:, None], a.kv_heads * C, a.eps, s.rms_columns)
+    rotation, own_rotation, q_weight, k_weight, _ = ahead
+    if weights.q_norm is None:
+        q_weight, k_weight = None, None
+    key = load_head(own + (a.heads + kv_head) * C, k_weight, k_rms, own_rotation, a)
+    x = load_head(q + head[:, None] * C, q_weight, q_rms, rotation, a)
+    dtype: tl.constexpr = qkv.dtype.element_ty
+    x, key = keep_layout(x * a.scale).to(dtype), keep_layout(key).to(dtype)
+    is_first = (program % s.splits == 0) & (part == 0)
+    is_stored, position = (t < tl.where(is_first, Q, 0))[:, None], (start + t)[:, None]
+    key = append(cache[0], cache[1], key, position, is_stored, C)
+    value = append(cache[2], cache[3], value, position, is_stored, C)
+    if Q == 1:
+        row_max = tl.sum(x.to(tl.float32) * key.to(tl.float32), 1)
+        row_max = tl.where(part == 0, row_max, float("-inf"))
+        row_sum = tl.where(part == 0, 1.0, tl.zeros_like(row_max))
+        acc = tl.where(part == 0, value.to(tl.float32), 0.0)
+    else:
+        distance = query[:, None] - t[None, :]
+        seen = (distance >= 0) & (distance < tl.where(part == 0, a.window, 0))
+        scores = tl.dot(x, tl.trans(key.to(dtype)), input_precision="tf32x3")
+        scores = tl.where(seen, scores, float("-inf"))
+        row_max = tl.full([s.rows], float("-inf"), tl.float32)
+        weights, _, row_max, row_sum = online_softmax(scores, row_max, tl.zeros_like(row_max))
+        acc = tl.dot(weights.to(dtype), value.to(dtype), input_precision="tf32x3")
+    return x, row_max, row_sum, acc
+
+
+@jit
+def _add_positions(softmax, queries, keys, values, begin, start, query, BLOCK: tl.constexpr, s):
+    """Add the block from position `begin` to a softmax, where a row sees it (`add_block`).
+
+    start: the first query's position; query [M]: each row's query, that many positions later.
+    """
+    key = begin + tl.arange(0, BLOCK)[None, :]
+    WINDOW: tl.constexpr = s.layer.window
+    seen = key < start if s.appends else key <= (start + query)[:, None]
+    if s.length > WINDOW:
+        seen = seen & (key > (start + query)[:, None] - WINDOW)
+    return add_block(softmax, queries, keys, values, seen, s.score_scale, s.int8)
+
+
+@jit
+def _store_heads(y, softmax, sink, gate, at, mask):
+    """Divide acc [R, N] by the sum of weights [R, 1], apply sink and gate (or None), store it."""
+    row_max, row_sum, acc = softmax
+    out = finish_softmax(row_max, row_sum, acc, sink)
+    if gate is not None:
+        out /= 1 + tl.exp(-gate.to(tl.float32))
+    tl.store(y + at, out.to(y.dtype.element_ty), mask=mask)
+
+
+@jit
+def _merge_parts(results, first, row, c, parts, s: tl.constexpr):
+    """Merge parts of a program's rows [R, 1] -> row_max, row_sum [R, 1], acc [R, C].
+
+    first: the program's first row of results. c [1, C]. Each lane adds its numbers of all parts.
+    Parts are added by number, not by arrival. Other programs wrote them: L1 may have older ones.
+    """
+    ROWS: tl.constexpr = s.stored_rows
+    AT_ONCE: tl.constexpr = s.parts_at_once
+    C: tl.constexpr = s.layer.head_dim
+    row_max = tl.full([ROWS, 1], float("-inf"), tl.float32)
+    row_sum, acc = tl.zeros_like(row_max), tl.zeros([ROWS, C], tl.float32)
+    for begin in range(0, parts, AT_ONCE):
+        maxima, totals, numbers, largest = (), (), (), row_max
+        for n in tl.static_range(AT_ONCE):
+            at, is_part = first + (begin + n) * ROWS + row, row * 0 + begin + n < parts
+            maximum = tl.load(results.sums + at * 2, is_part, float("-inf"), cache_modifier=".cg")
+            total = tl.load(results.sums + at * 2 + 1, is_part, 0.0, cache_modifier=".cg")
+            own = results.partial + at * C + c
+            maxima, totals = maxima + (maximum,), totals + (total,)
+            numbers = numbers + (tl.load(own, is_part, 0.0, cache_modifier=".cg"),)
+            largest = tl.maximum(largest, maximum)
+        row_sum *= tl.exp(row_max - largest)
+        acc *= tl.exp(row_max - largest)
+        for n in tl.static_range(AT_ONCE):
+            share = tl.exp(maxima[n] - largest)
+            row_sum += totals[n] * share
+            acc += numbers[n] * share
+        row_max = largest
+    return row_max, row_sum, acc
+
+
+@jit
+def _merge_last(qkv, sinks, results, sequence, program, parts, s: tl.constexpr):
+    """Count this program of a KV head; if it is the last to end, merge the parts. One query."""
+    a: tl.constexpr = s.layer
+    C: tl.constexpr = a.head_dim
+    pair = sequence * s.pairs + program
+    tl.debug_barrier()  # all threads have stored before one counts
+    arrived = tl.atomic_add(results.arrivals + pair, 1, sem="acq_rel", scope="gpu")
+    if arrived == parts - 1:
+        tl.store(results.arrivals + pair, 0)
+        row, c = tl.arange(0, s.stored_rows)[:, None], tl.arange(0, C)[None, :]
+        is_row, row = row < a.group, tl.minimum(row, a.group - 1)
+        head = program * a.group + row
+        gate, sink = None, None
+        if a.gated:
+            gate = tl.load(qkv + (sequence * a.projected + a.first_gate + head) * C + c)
+        if sinks is not None:
+            sink = tl.load(sinks + head).to(tl.float32)
+        first = pair * s.parts * s.stored_rows
+        row_max, row_sum, acc = _merge_parts(results, first, row, c, parts, s)
+        softmax = row_max, row_sum, acc
+        _store_heads(results.y, softmax, sink, gate, (sequence * a.heads + head) * C + c, is_row)
+
+
+@jit
+def _prefetch_block(cache, begin, end, s: tl.constexpr):
+    """Prefetch keys and values from position `begin` on into L2."""
+    count = tl.minimum(end - begin, s.tile.block)
+    if count > 0:
+        row_bytes: tl.constexpr = s.width * (cache[0].dtype.element_ty.primitive_bitwidth // 8)
+        prefetch(cache[0] + begin * s.width, count * row_bytes)
+        prefetch(cache[2] + begin * s.width, count * row_bytes)
+
+
+# One function: its speed depends on the order of waits and loads. A reader should see it whole.
+@jit
+def _attend_part(qkv, rope, weights, cache, results, place, BLOCK: tl.constexpr, s, PDL):
+    """Compute a program of `attend_kernel`, in blocks of BLOCK positions; one block, if it is wide.
+
+    cache: keys, their scales, values, their scales, of the program's KV head.
+    """
+    sequence, program, part, parts, start, first, end = place
+    a: tl.constexpr = s.layer
+    C: tl.constexpr = a.head_dim
+    M: tl.constexpr = s.rows
+    first += part * BLOCK
+    keys = load_block(cache[0], cache[1], first, end, s.width, BLOCK)
+    values = load_block(cache[2], cache[3], first, end, s.width, BLOCK)
+    if PDL and s.loops and s.tile.block == BLOCK:
+        _prefetch_block(cache, first + parts * BLOCK, end, s)
+    rows = _find_rows(sequence, program, s)
+    query, head, token, is_row = rows
+    c = tl.arange(0, C)[None, :]
+    if s.appends:
+        ahead = _load_ahead(rope, weights, rows, sequence, program // s.splits, s)
+        sink = ahead[4] if weights.sinks is not None else None
+        await_previous(PDL)
+        if a.gated:
+            gates = qkv + (token * a.projected + a.first_gate + head)[:, None] * C
+            gate = tl.load(gates + c)
+        else:
+            gate = None
+        call = sequence, program, part, start
+        x, row_max, row_sum, acc = _start_softmax(qkv, weights, cache, ahead, rows, call, s)
+    else:
+        x = tl.load(qkv + (token * a.heads + head)[:, None] * C + c)
+        row_max, row_sum = tl.full([M], float("-inf"), tl.float32), tl.zeros([M], tl.float32)
+        acc = tl.zeros([M, C], tl.float32)
+    queries, accs = split_numbers(x, s.int8), split_numbers(acc, s.int8)
+    softmax = row_max, row_sum, accs
+    softmax = _add_positions(softmax, queries, keys, values, first, start, query, BLOCK, s)
+    STAGES: tl.constexpr = s.tile.stages
+    if s.loops and s.tile.block == BLOCK:
+        for begin in tl.range(first + parts * BLOCK, end, parts * BLOCK, num_stages=STAGES):
+            keys = load_block(cache[0], cache[1], begin, end, s.width, BLOCK)
+            values = load_block(cache[2], cache[3], begin, end, s.width, BLOCK)
+            softmax = _add_positions(softmax, queries, keys, values, begin, start, query, BLOCK, s)
+    row_max, row_sum, accs = softmax
+    acc = join_numbers(accs, C)
+    if s.appends and parts == 1:
+        heads = (token * a.heads + head)[:, None] * C + c
+        final = row_max[:, None], row_sum[:, None], acc
+        sinks = sink[:, None] if weights.sinks is not None else None
+        _store_heads(results.y, final, sinks, gate, heads, is_row[:, None])
+    elif s.parts > 1 or not s.appends:
+        at = ((sequence * s.pairs + program) * s.parts + part) * s.stored_rows + tl.arange(0, M)
+        tl.store(results.partial + at[:, None] * C + c, acc, mask=is_row[:, None])
+        tl.store(results.sums + at * 2, row_max, mask=is_row)
+        tl.store(results.sums + at * 2 + 1, row_sum, mask=is_row)
+        if s.merges:
+            _merge_last(qkv, weights.sinks, results, sequence, program, parts, s)
+
+
+# Grid [K * SPLITS, B, P]: a program computes EACH query heads of one KV head, SPLITS programs a KV
+# head, over every `parts`-th block of older positions. Row r is query r // EACH of head r % EACH.
+# Programs of the first parts start first: the others may have nothing to do.
+@jit
+def attend_kernel(
+    qkv, rope, positions, weights, stored, results, s: tl.constexpr, PDL: tl.constexpr
+):
+    program, part = tl.program_id(0), tl.program_id(2)
+    sequence = tl.program_id(1).to(tl.int64)
+    start, first, end, parts = find_parts(positions, sequence, s)
+    if part >= parts:
+        return
+    pair = sequence * s.layer.kv_heads + program // s.splits
+    keys, values = pair * s.length, s.entries + pair * s.length
+    if stored.scales is not None:
+        scales = stored.scales + keys, stored.scales + values
+    else:
+        scales = None, None
+    keys, values = stored.entries + keys * s.width, stored.entries + values * s.width
+    cache = keys, scales[0], values, scales[1]
+    place = sequence, program, part, parts, start, first, end
+    BLOCK: tl.constexpr = s.tile.block
+    count = end - first
+    is_wide = ((parts == 1) & (count > BLOCK) & (count <= 2 * BLOCK)).to(tl.int32)
+    BODIES: tl.constexpr = s.bodies
+    for WIDE in tl.static_range(BODIES):
+        if is_wide == WIDE or BODIES == 1:
+            SIZE: tl.constexpr = BLOCK * (1 + WIDE)
+            _attend_part(qkv, rope, weights, cache, results, place, SIZE, s, PDL)
+
+
+# Grid [Q * H, C / COLUMNS, B]: a program merges COLUMNS numbers of one query's head, if it has
+# several parts. Its loads are all in flight at once. The next kernel starts at once, too:
+# ops/products/experts.py.
+@jit
+def merge_kernel(qkv, positions, sinks, results, s: tl.constexpr, PDL: tl.constexpr):
+    a: tl.constexpr = s.layer
+    C: tl.constexpr = a.head_dim
+    EACH: tl.constexpr = s.each
+    query, head = tl.program_id(0) // a.heads, tl.program_id(0) % a.heads
+    sequence = tl.program_id(2).to(tl.int64)
+    _, _, _, parts = find_parts(positions, sequence, s)
+    sink, gate = None, None
+    if sinks is not None:
+        sink = tl.load(sinks + head).to(tl.float32)
+    if PDL:
+        # Also without parts: the next kernel waits for this one, and so for `attend_kernel`.
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    if parts == 1:
+        return
+    c = tl.program_id(1) * s.columns + tl.arange(0, s.columns)
+    token, in_group = sequence * s.queries + query, head % a.group
+    if a.gated:
+        gate = tl.load(qkv + (token * a.projected + a.first_gate + head) * C + c)[None, :]
+    program = sequence * s.pairs + head // a.group * s.splits + in_group // EACH
+    part = tl.arange(0, s.padded_parts)[:, None]
+    at = (program * s.parts + part) * s.stored_rows + query * EACH + in_group % EACH
+    maxima = tl.load(results.sums + at * 2, part < parts, float("-inf"))
+    totals = tl.load(results.sums + at * 2 + 1, part < parts, 0.0)
+    numbers = tl.load(results.partial + at * C + c[None, :], part < parts, 0.0)
+    largest = tl.max(maxima, 0, keep_dims=True)
+    share = tl.exp(maxima - largest)
+    acc = tl.sum(numbers * share, 0, keep_dims=True)
+    softmax = largest, tl.sum(totals * share, 0, keep_dims=True), acc
+    _store_heads(results.y, softmax, sink, gate, (token * a.heads + head) * C + c[None, :], None)

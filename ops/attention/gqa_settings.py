@@ -1,0 +1,292 @@
+"""What kernels of grouped-query attention compute, and how their work is divided.
+
+Letters: as in ops/attention/gqa.py.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import astuple, dataclass, replace
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ops.attention.softmax import MAX_PARTS, PROGRAMS
+from ops.gpu import gpu_of
+
+FEWEST_ROWS = 16  # that tensor cores multiply
+FEW_PARTS = 32  # up to which a part is one block: one program takes long to merge more
+MERGED_NUMBERS = 16384  # numbers of parts in flight, of a program that merges: registers
+WARPS, MERGE_WARPS = 8, 2
+MERGED_COLUMNS = 32  # numbers of a head that a program of `merge_kernel` merges
+NO_WINDOW = 1 << 30
+MAX_QUERIES = 64
+MAX_HEAD = 256  # numbers of a head, for several queries: larger ones do not fit in registers
+MAX_NUMBERS = 64 * 128  # queries of a head times its numbers: more do not fit in registers
+ONE_PART = 640 * 128  # numbers of a KV head's keys that one program reads, for several queries
+
+
+@dataclass(frozen=True)
+class AttentionSettings:
+    """What a layer's attention computes, in this order.
+
+    Clip q, k and v to +-clip (0: none); RMS norm of each head of q and k; RoPE of the first
+    rotary_dim numbers; scores times scale; softmax over the last `window` positions.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int  # a power of two from 16 to 512
+    rotary_dim: int
+    scale: float
+    eps: float = 0.0  # of norms
+    clip: float = 0.0
+    window: int = NO_WINDOW  # positions that a token sees, its own included
+    full_norm: bool = False  # norms over all heads of q and of k, before the clip
+    norm_values: bool = False  # RMS norm of values too, without a weight
+    keys_are_values: bool = False  # qkv has no values: they are its keys before norm and RoPE
+    gated: bool = False  # qkv ends with H more heads, whose sigmoid the output is multiplied by
+    rope_begin: int = 0  # the layer's first column of `model.Context.rope`
+
+    @property
+    def group(self) -> int:
+        return self.heads // self.kv_heads
+
+    @property
+    def first_value(self) -> int:
+        """The first head of qkv that is a value."""
+        return self.heads if self.keys_are_values else self.heads + self.kv_heads
+
+    @property
+    def first_gate(self) -> int:
+        return self.first_value + self.kv_heads
+
+    @property
+    def projected(self) -> int:
+        """Heads of qkv."""
+        return self.first_gate + self.heads if self.gated else self.first_gate
+
+    def encoded(self) -> str:
+        """Return the settings as text: a custom operator takes no dataclass."""
+        return json.dumps(astuple(self))
+
+
+@cache
+def decode_settings(text: str) -> AttentionSettings:
+    return AttentionSettings(*json.loads(text))
+
+
+class HeadWeights(NamedTuple):
+    """Weights of a layer's heads, each of which may be absent."""
+
+    q_norm: Tensor | None = None  # [C]; [H * C] with full_norm
+    k_norm: Tensor | None = None  # [C]; [K * C] with full_norm
+    sinks: Tensor | None = None  # [H]: a score more, whose value is 0
+
+
+class Stored(NamedTuple):
+    """A KV cache [2, rows, K, S, C], of which the first B rows are used.
+
+    scales: bf16 [2, rows, K, S, 1] of an int8 cache, whose entries are viewed as int16.
+    """
+
+    entries: Tensor
+    scales: Tensor | None
+
+
+class Results(NamedTuple):
+    """What the kernels write. Parts of a program are [P, ROWS, C] and [P, ROWS, 2], in fp32."""
+
+    y: Tensor | None  # [B, Q, H * C]
+    partial: Tensor | None  # not yet divided by the sum of weights
+    sums: Tensor | None  # the maximum score, and the sum of exp(score - maximum)
+    arrivals: Tensor | None  # int32: programs of a KV head that have ended; 0 between launches
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How a program reads the positions."""
+
+    block: int  # positions at once
+    stages: int  # blocks in flight, and the one in use
+    wide: bool = False  # read two blocks as one, where one part has more than one and up to two
+
+
+@dataclass(frozen=True)
+class KernelSettings:
+    """Settings of the kernels: a layer's, and how its work is divided."""
+
+    layer: AttentionSettings
+    tile: Tile
+    length: int  # S
+    entries: int  # heads times positions of the cache's keys: values follow
+    queries: int  # Q
+    rows: int  # M
+    each: int  # query heads of a program
+    parts: int  # P
+    rope_width: int = 0
+    int8: bool = False
+    appends: bool = True  # q is raw, and its own keys are not yet in the cache
+    merges: bool = True  # the last program of a KV head merges its parts
+    one_part: int = 0  # positions up to which there is one part
+
+    @property
+    def splits(self) -> int:
+        """Programs a KV head and part."""
+        return -(-self.layer.group // self.each)
+
+    @property
+    def pairs(self) -> int:
+        """Programs a sequence and part."""
+        return self.layer.kv_heads * self.splits
+
+    @property
+    def own_rows(self) -> int:
+        """Rows of a tile of the call's own tokens; with one query, the same token in all."""
+        return max(FEWEST_ROWS, pow2(self.queries)) if self.queries > 1 else self.rows
+
+    @property
+    def stored_rows(self) -> int:
+        """Rows of a program's parts."""
+        return pow2(self.queries * self.each)
+
+    @property
+    def width(self) -> int:
+        """Numbers, or int16 units of an int8 cache, of a head."""
+        return self.layer.head_dim // 2 if self.int8 else self.layer.head_dim
+
+    @property
+    def parts_at_once(self) -> int:
+        """Parts that a program merges at once."""
+        fitting = MERGED_NUMBERS // (self.stored_rows * self.layer.head_dim)
+        return max(1, min(pow2(self.parts), fitting))
+
+    @property
+    def few_parts(self) -> int:
+        """Parts of one block, at most."""
+        return FEW_PARTS if self.merges else MAX_PARTS
+
+    @property
+    def rms_columns(self) -> int:
+        """Numbers of each token that the RMS over all heads reads at once."""
+        return 256
+
+    @property
+    def padded_parts(self) -> int:
+        return pow2(self.parts)
+
+    @property
+    def bodies(self) -> int:
+        """Compile-time cases of a program: blocks of one size, or two."""
+        return 2 if self.tile.wide else 1
+
+    @property
+    def loops(self) -> bool:
+        """Whether a program may have more than its first block, so that it has a loop."""
+        own = 0 if self.appends else self.queries
+        longest = min(self.length, self.layer.window + self.align - 2 + own)
+        return longest > self.tile.block * self.bodies
+
+    @property
+    def columns(self) -> int:
+        return min(self.layer.head_dim, MERGED_COLUMNS)
+
+    @property
+    def score_scale(self) -> float:
+        """A factor of scores that queries do not have yet."""
+        return 1.0 if self.appends else self.layer.scale
+
+    @property
+    def align(self) -> int:
+        """A window begins at a multiple of this, so that int8 scales are loaded as vectors."""
+        return 16 if self.int8 else 1
+
+
+def pow2(n: int) -> int:
+    """Return the least power of two from n on."""
+    return 1 << (n - 1).bit_length()
+
+
+def choose_tiles(C: int, itemsize: int, Q: int) -> Iterator[Tile]:
+    """Yield tiles for heads of this size, the fastest first; itemsize: of the cache (H200)."""
+    block = min(128, max(16, (4096 if itemsize == 4 else 16384) // C))
+    if Q == 1:
+        if itemsize == 2:
+            yield Tile(block, 3, wide=True)
+        yield Tile(block, 3)
+    elif itemsize == 1:
+        yield Tile(block, 3)
+    while block >= 16:
+        yield Tile(block, 2)
+        block //= 2
+
+
+def choose_rows(Q: int, G: int, C: int, is_one_part: bool) -> int:
+    """Return M, for Q queries of some of the G query heads of a KV head.
+
+    16 is one tile of a tensor core. Several queries in one part: a program with fewer heads has
+    less to do, and there are enough idle processors. In several parts, fewer programs read the same
+    keys from L2.
+    """
+    if Q == 1:
+        return max(FEWEST_ROWS, pow2(G))
+    one_head = max(FEWEST_ROWS, pow2(Q))
+    if is_one_part or C > 128:
+        return one_head
+    return max(one_head, min(32, pow2(Q * G)))
+
+
+def choose_parts(programs: int, length: int, s: KernelSettings, device: torch.device) -> int:
+    """Return P, at most one part for each block of `length` positions.
+
+    programs: of each part. One query of a plain cache: a program takes half of a multiprocessor's
+    shared memory or more, and all programs should run at once.
+    """
+    if length <= s.one_part:
+        return 1
+    processors = gpu_of(device).multiprocessors
+    most = processors if s.queries == 1 and not s.int8 else PROGRAMS * processors
+    return max(1, min(-(-length // s.tile.block), most // programs, MAX_PARTS))
+
+
+def takes_queries(Q: int, C: int) -> bool:
+    """Whether the kernels take this many queries of a sequence, with heads of C numbers."""
+    if C & C - 1 or not 16 <= C <= 512:
+        return False
+    fits = pow2(Q) * C <= max(MAX_NUMBERS, 8 * C)
+    return Q == 1 or (Q <= MAX_QUERIES and C <= MAX_HEAD and fits)
+
+
+def divide(qkv: Tensor, stored: Stored, layer: AttentionSettings, width: int) -> Iterator:
+    """Yield settings of the kernels, the fastest first. width: of RoPE's rows."""
+    (B, Q), (rows, K, S, _) = qkv.shape[:2], stored.entries.shape[1:]
+    C, length, int8 = layer.head_dim, min(S, layer.window), stored.scales is not None
+    is_one_part = length * C <= ONE_PART
+    M = choose_rows(Q, layer.group, C, is_one_part)
+    each = min(layer.group, M // Q)
+    for tile in choose_tiles(C, 1 if int8 else stored.entries.element_size(), Q):
+        if length <= tile.block or Q > 1:
+            tile = replace(tile, wide=False)
+        s = KernelSettings(
+            *(layer, tile, S, rows * K * S, Q, M, each, 1, width, int8),
+            merges=Q == 1,
+            one_part=tile.block * (2 if Q == 1 else 1),
+        )
+        P = 1 if is_one_part and Q > 1 else choose_parts(B * s.pairs, length, s, qkv.device)
+        yield replace(s, parts=P)
+
+
+def int8_settings(
+    layer: AttentionSettings, Q: int, S: int, rows: int, parts: int
+) -> Iterator[KernelSettings]:
+    """Yield settings of `attend_int8`, the fastest first."""
+    M = max(FEWEST_ROWS, pow2(layer.group * Q))
+    s = KernelSettings(
+        *(layer, Tile(128, 2), S, rows * layer.kv_heads * S, Q, M, layer.group, parts),
+        int8=True,
+        appends=False,
+        merges=False,
+    )
+    blocks = (128, 64, 32, 16) if M <= 64 else (64, 32, 16)  # more spill
+    yield from (replace(s, tile=Tile(block, 2)) for block in blocks)

@@ -1,0 +1,415 @@
+"""Kernels of multi-head latent attention for one and for several tokens of each sequence.
+
+    _map_queries     each head's query times its key weights: into the space of the latents
+    _attend_part     RoPE, attention over a part of the positions
+    _merge_values    merge of the parts, times each head's value weights
+
+All heads share one KV head of r + R numbers: r are key and value, R are rotated and key alone. The
+cache is plain or int8, and has any length; its positions are split among programs
+(ops/attention/softmax.py). A token's normed latent and rotated key are appended to the cache. One
+token: by `_attend_part`, which reads all but `mapped` before its wait, since kernels before
+`_map_queries` wrote it. Several tokens: by `_map_queries`, so that each query finds the latents of
+the call's earlier tokens in the cache.
+
+Compiled code without fused kernels calls `attend_latent`, which is `_attend_part` alone, with
+queries that are mapped and rotated.
+
+Letters: B sequences, Q tokens of each, T = B Q, S positions of the cache, H heads, N numbers of a
+query that are not rotated, R rotary dim, r rank of the latent, V value dim, P parts of the
+positions, at most, M rows of a program.
+"""
+
+from __future__ import annotations  # annotations of kernels name triton, which may be absent
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ops.attention.heads import (
+    int8_codes,
+    int8_scale,
+    load_rotated,
+    load_rotation,
+    prefetch,
+)
+from ops.attention.mla_settings import (
+    LatentSettings,
+    LatentTensors,
+    Tile,
+    choose_tile,
+    smaller_tiles,
+)
+from ops.attention.softmax import PROGRAMS, count_parts, parts_in_use, weigh
+from ops.gpu import gpu_of
+from ops.launch import await_previous, check_shapes, fit, jit, launch, tl, triton
+from ops.products.units import signed_bytes
+
+MAX_QUERIES = 64  # tokens of each sequence
+
+
+@jit
+def _load_own(x, token, rotation, s: tl.constexpr):
+    """Load a token's own latent [1, r], normed, and key [1, R], rotated, in the dtype of kv."""
+    RANK: tl.constexpr = s.rank
+    DTYPE: tl.constexpr = x.kv.dtype.element_ty
+    kv = x.kv + token * s.kv_row
+    c = tl.arange(0, RANK)[None, :]
+    weight = tl.load(x.kv_norm + c).to(tl.float32)
+    key = load_rotated(kv + RANK, rotation, s.rotary_dim).to(DTYPE)
+    latent = tl.load(kv + c).to(tl.float32)
+    latent *= tl.rsqrt(tl.sum(latent * latent, 1, keep_dims=True) / RANK + s.eps)
+    return (latent * weight).to(DTYPE), key
+
+
+@jit
+def _append_own(own, own_key, cache, scales, position, s: tl.constexpr):
+    """Store a token's latent and key in the cache; return both in fp32, as they are read there."""
+    latent, key = own.to(tl.float32), own_key.to(tl.float32)
+    if scales is not None:
+        largest = tl.max(tl.abs(latent), 1, keep_dims=True)
+        own_scale = int8_scale(tl.maximum(largest, tl.max(tl.abs(key), 1, keep_dims=True)))
+        stored, latent = int8_codes(latent, own_scale)
+        stored_key, key = int8_codes(key, own_scale)
+        stored, stored_key = stored.to(tl.int8), stored_key.to(tl.int8)
+        tl.store(scales + tl.zeros([1, 1], tl.int32) + position, own_scale)
+    else:
+        stored, stored_key = own, own_key
+    own_row = cache + position * s.width
+    tl.store(own_row + tl.arange(0, s.rank)[None, :], stored)
+    tl.store(own_row + s.rank + tl.arange(0, s.rotary_dim)[None, :], stored_key)
+    return latent, key
+
+
+@jit
+def _map_query(q, mapped, weights, inside, n, c, token, head, s: tl.constexpr):
+    """Multiply a head's query by its key weights [N, c] -> numbers c of `mapped`."""
+    query = tl.load(q + token * s.q_row + head * s.head_dim + n, mask=inside, other=0.0)
+    out = tl.sum(weights.to(tl.float32) * query.to(tl.float32)[:, None], 0)
+    tl.store(mapped + (token * s.heads + head) * s.rank + c, out.to(mapped.dtype.element_ty))
+
+
+# Grid [r / columns, H, T / each]; several tokens: H + 1. A program computes `columns` numbers of
+# one head for `each` tokens. Its weights, a part of the head's [N, r] with r contiguous, are in
+# flight before the wait. The row of programs that has no head appends: its first one the tokens.
+@jit
+def _map_queries(x, mapped, s: tl.constexpr, PDL: tl.constexpr):
+    COLUMNS: tl.constexpr = s.columns
+    PADDED: tl.constexpr = s.padded
+    head, first = tl.program_id(1), tl.program_id(2).to(tl.int64) * s.each
+    n, c = tl.arange(0, PADDED), tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    at = (head * s.wkv_rows + n)[:, None] * s.rank + c[None, :]
+    inside = n < s.unrotated if s.own else n < tl.where(head < s.heads, s.unrotated, 0)
+    weights = tl.load(x.wkv + at, mask=inside[:, None], other=0.0)
+    await_previous(PDL)
+    if s.own:
+        _map_query(x.q, mapped, weights, inside, n, c, first, head, s)
+    else:
+        for i in range(s.each):
+            token = tl.minimum(first + i, s.tokens - 1)  # the last one perhaps several times
+            if head < s.heads:
+                _map_query(x.q, mapped, weights, inside, n, c, token, head, s)
+            elif tl.program_id(0) == 0:
+                _append_token(x, token, s)
+
+
+@jit
+def _append_token(x, token, s: tl.constexpr):
+    """Append one of several tokens to the cache."""
+    R: tl.constexpr = s.rotary_dim
+    Q: tl.constexpr = s.queries
+    rotation = load_rotation(x.rope, token, tl.arange(0, R)[None, :], R, R, 2 * R, 0)
+    own, own_key = _load_own(x, token, rotation, s)
+    first_row = token // Q * s.length
+    scales = x.scales
+    if scales is not None:
+        scales += first_row
+    position = tl.load(x.positions + token)
+    _append_own(own, own_key, x.cache + first_row * s.width, scales, position, s)
+
+
+@jit
+def _find_parts(positions, sequence, s: tl.constexpr):
+    """Return how many cached positions a sequence's queries see, the end of their blocks, parts.
+
+    The position of a query's own token is not among these if the token is not yet in the cache.
+    """
+    if s.own:
+        seen = tl.load(positions + sequence).to(tl.int32)
+    else:
+        seen = tl.load(positions + sequence * s.queries + s.queries - 1).to(tl.int32) + 1
+    _, end, parts = parts_in_use(seen, s.length, s.parts, 1, s.length, s.block)
+    if not s.maps:
+        parts = tl.num_programs(0)
+    return seen, end, parts
+
+
+@jit
+def _convert(entries, dtype: tl.constexpr):
+    """Convert codes to the dtype of a product; for bf16 without the slow conversion instruction."""
+    if entries.dtype == tl.int8 and dtype == tl.bfloat16:
+        return signed_bytes(entries.to(tl.int16))
+    return entries.to(dtype)
+
+
+@jit
+def _score(query, rotated, cache, scales, block, seen, s: tl.constexpr):
+    """Score a block of positions: scores [M, block], its latents [block, r], int8 scales [block].
+
+    Latents from `seen` on are 0. Without int8 the scales are 1.0.
+    """
+    BLOCK: tl.constexpr = s.block
+    RANK: tl.constexpr = s.rank
+    R: tl.constexpr = s.rotary_dim
+    key = block * BLOCK + tl.arange(0, BLOCK)
+    row, is_seen = cache + key[:, None] * s.width, (key < seen)[:, None]
+    latents = tl.load(row + tl.arange(0, RANK)[None, :], mask=is_seen, other=0)
+    keys = tl.load(row + RANK + tl.arange(0, R)[None, :], mask=is_seen, other=0)
+    scale = 1.0
+    if scales is not None:
+        scale = tl.load(scales + key, mask=key < seen, other=0.0).to(tl.float32)
+    latents, keys = _convert(latents, query.dtype), _convert(keys, query.dtype)
+    scores = tl.dot(query, tl.trans(latents))
+    scores = tl.dot(rotated, tl.trans(keys), scores) * s.scale
+    if scales is not None:
+        scores *= scale[None, :]
+    return scores, latents, scale
+
+
+# Grid [P, tiles of M rows, B]: a program attends with M rows, each one head of one query, to every
+# P-th block of positions. Parts without positions have no result. A row that sees none of a part's
+# positions has the largest score -inf, and no weight in the merge. One token: the first part also
+# has the token's own position, which it appends to the cache: no program reads it there.
+#
+# One function: its order of loads and waits decides its speed. The first block of the cache is
+# prefetched into L2: loaded into registers, it made the loop spill.
+@jit
+def _attend_part(x, mapped, partial, sums, s: tl.constexpr, PDL: tl.constexpr):
+    M: tl.constexpr = s.tile_rows
+    H: tl.constexpr = s.heads
+    R: tl.constexpr = s.rotary_dim
+    RANK: tl.constexpr = s.rank
+    BLOCK: tl.constexpr = s.block
+    DTYPE: tl.constexpr = x.q.dtype.element_ty
+    part, sequence = tl.program_id(0), tl.program_id(2).to(tl.int64)
+    seen, end, parts = _find_parts(x.positions, sequence, s)
+    if part >= parts:
+        return
+    cache, scales = x.cache + sequence * s.length * s.width, x.scales
+    if scales is not None:
+        scales += sequence * s.length
+    if s.own and PDL:
+        BYTES: tl.constexpr = s.width * (x.cache.dtype.element_ty.primitive_bitwidth // 8)
+        count = tl.minimum(seen - part * BLOCK, BLOCK)
+        if count > 0:
+            prefetch(cache + part * BLOCK * s.width, count * BYTES)
+    row, c = tl.program_id(1) * M + tl.arange(0, M), tl.arange(0, s.rank)[None, :]
+    if s.own:
+        head, token, position = tl.minimum(row, H - 1), sequence, seen
+        rotation = load_rotation(x.rope, token, tl.arange(0, R)[None, :], R, R, 2 * R, 0)
+        q = x.q + (token * s.q_row + head[:, None] * s.head_dim + s.unrotated)
+        rotated = load_rotated(q, rotation, R).to(DTYPE)
+        own, own_key = _load_own(x, token, rotation, s)
+    else:
+        head, token = row % H, sequence * s.queries + tl.minimum(row // H, s.queries - 1)
+        position = tl.load(x.positions + token).to(tl.int32)
+        if s.maps:
+            rotation = load_rotation(
+                x.rope, token[:, None], tl.arange(0, R)[None, :], R, R, 2 * R, 0
+            )
+            q = x.q + (token * s.q_row + head * s.head_dim + s.unrotated)[:, None]
+            rotated = load_rotated(q, rotation, R).to(DTYPE)
+        else:
+            q = x.q + (token * s.q_row + head * s.width + s.rank)[:, None]
+            rotated = tl.load(q + tl.arange(0, R)[None, :])
+    await_previous(PDL)
+    WIDTH: tl.constexpr = s.rank if s.maps else s.width
+    query = tl.load(mapped + (token * H + head)[:, None] * WIDTH + c)
+    row_max, row_sum = tl.full([M], float("-inf"), tl.float32), tl.zeros([M], tl.float32)
+    acc = tl.zeros([M, RANK], tl.float32)
+    if s.own:  # noqa: SIM102  (decided when compiling, unlike the next)
+        if part == 0:
+            latent, key = _append_own(own, own_key, cache, scales, position, s)
+            row_max = tl.sum(query.to(tl.float32) * latent, 1)
+            row_max = (row_max + tl.sum(rotated.to(tl.float32) * key, 1)) * s.scale
+            row_sum += 1.0
+            acc += latent
+    for block in tl.range(part, end, parts, num_stages=s.stages):
+        scores, latents, scale = _score(query, rotated, cache, scales, block, seen, s)
+        key = block * BLOCK + tl.arange(0, BLOCK)
+        is_seen = (key < position)[None, :] if s.own else key[None, :] <= position[:, None]
+        value_scale = None if scales is None else scale
+        weights, rescale, row_max, row_sum = weigh(
+            scores, row_max, row_sum, value_scale, is_seen, DTYPE
+        )
+        acc = tl.dot(weights, latents, acc=acc * rescale)
+    at = (sequence * s.parts + part) * s.rows + row
+    tl.store(partial + at[:, None] * s.rank + c, acc, mask=(row < s.rows)[:, None])
+    tl.store(sums + at * 2, row_max, mask=row < s.rows)
+    tl.store(sums + at * 2 + 1, row_sum, mask=row < s.rows)
+
+
+@jit
+def _merge_parts(partial, sums, first, parts, s: tl.constexpr):
+    """Merge a head's softmaxes over parts: its rows of `partial` are first, first + rows, ...
+
+    Return total [1] and acc [1, r] of the whole softmax.
+    """
+    AT_ONCE: tl.constexpr = 16
+    RANK: tl.constexpr = s.rank
+    c = tl.arange(0, RANK)[None, :]
+    largest, total = tl.full([1], float("-inf"), tl.float32), tl.zeros([1], tl.float32)
+    acc = tl.zeros([1, RANK], tl.float32)
+    for begin in range(0, parts, AT_ONCE):
+        part = begin + tl.arange(0, AT_ONCE)
+        at, is_part = first + part * s.rows, part < parts
+        maxima = tl.load(sums + at * 2, mask=is_part, other=float("-inf"))
+        totals = tl.load(sums + at * 2 + 1, mask=is_part, other=0.0)
+        numbers = tl.load(partial + at[:, None] * RANK + c, mask=is_part[:, None], other=0.0)
+        new_largest = tl.maximum(largest, tl.max(maxima, 0))
+        share, rescale = tl.exp(maxima - new_largest), tl.exp(largest - new_largest)
+        total = total * rescale + tl.sum(totals * share, 0)
+        acc = acc * rescale[:, None] + tl.sum(numbers * share[:, None], 0)[None, :]
+        largest = new_largest
+    return total, acc
+
+
+# Grid [V / values, H, T / each]: a program computes `values` numbers of one head for `each` tokens.
+# Each program merges the head's parts itself: they are in L2, and another kernel would take longer
+# up to about 60 parts.
+@jit
+def _merge_values(x, partial, sums, y, s: tl.constexpr, PDL: tl.constexpr):
+    VALUES: tl.constexpr = s.values
+    Q: tl.constexpr = s.queries
+    head, first = tl.program_id(1), tl.program_id(2).to(tl.int64) * s.each
+    row = tl.program_id(0) * VALUES + tl.arange(0, VALUES)
+    at = (head * s.wkv_rows + s.unrotated + row)[:, None] * s.rank + tl.arange(0, s.rank)[None, :]
+    weights = tl.load(x.wkv + at, mask=(row < s.value_dim)[:, None], other=0.0)
+    if s.own:
+        _, _, parts = _find_parts(x.positions, first, s)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()  # at once: ops/products/experts.py
+        tl.extra.cuda.gdc_wait()
+    if s.own:
+        _merge_token(weights, partial, sums, y, first, row, head, parts, s)
+    else:
+        for i in range(s.each):
+            token = tl.minimum(first + i, s.tokens - 1)  # the last one perhaps several times
+            _, _, parts = _find_parts(x.positions, token // Q, s)
+            _merge_token(weights, partial, sums, y, token, row, head, parts, s)
+
+
+@jit
+def _merge_token(weights, partial, sums, y, token, row, head, parts, s: tl.constexpr):
+    """Merge a token's parts of one head, and multiply by its value weights [row, r]."""
+    Q: tl.constexpr = s.queries
+    first = (token // Q * s.parts * Q + token % Q) * s.heads + head
+    total, acc = _merge_parts(partial, sums, first, parts, s)
+    mean = (acc / total[:, None]).to(y.dtype.element_ty).to(tl.float32)
+    out = tl.sum(weights.to(tl.float32) * mean, 1)
+    result = y + (token * s.heads + head) * s.value_dim + row
+    tl.store(result, out.to(y.dtype.element_ty), mask=row < s.value_dim)
+
+
+# Launches -----------------------------------------------------------------------------------------
+
+
+def attend_latent_tokens(
+    x: LatentTensors, layer: LatentSettings, tile: Tile | None = None, pdl: bool | None = None
+) -> Tensor:
+    """Attend with Q tokens of each sequence, and append their latents -> [T, H * V].
+
+    The reference is `LatentAttention.core`, but for q's projection. layer: without what a call
+    adds. The cache has the dtype of q, or is int8. With PDL the kernels read all but q (of several
+    tokens: weights alone) while the previous kernel runs, which must not write that. pdl: None
+    launches with PDL where the GPU has it. Raises ValueError for sizes that they do not compute.
+    """
+    (B, Q), T, S = x.positions.shape, len(x.q), x.cache.shape[3]
+    H, rank = layer.heads, layer.rank
+    if not layer.supported:
+        raise ValueError(f"no kernels for latent attention with these sizes: {layer}")
+    check_shapes(
+        q=(x.q, (B * Q, H * layer.head_dim)),
+        kv=(x.kv, (T, layer.width)),
+        cache=(x.cache, (1, x.cache.shape[1], 1, S, layer.width)),
+        wkv=(x.wkv, (H, layer.wkv_rows, rank)),
+        kv_norm=(x.kv_norm, (rank,)),
+    )
+    tile = tile or choose_tile(S, x.cache.element_size(), Q)
+    s = replace(
+        layer,
+        queries=Q,
+        tokens=T,
+        length=S,
+        q_row=x.q.stride(0),
+        kv_row=x.kv.stride(0),
+        columns=min(tile.columns, rank),
+        values=min(tile.values, triton.next_power_of_2(layer.value_dim)),
+    )
+    mapped, y = x.q.new_empty(T, H, rank), x.q.new_empty(T, H * s.value_dim)
+    s, options = _fit_blocks(x, mapped, s, smaller_tiles(tile))
+    partial = x.q.new_empty(B, s.parts, s.rows, rank, dtype=torch.float32)
+    sums, tokens = partial.new_empty(B, s.parts, s.rows, 2), triton.cdiv(T, s.each)
+    grid = rank // s.columns, H if s.own else H + 1, tokens
+    launch(_map_queries, grid, x, mapped, settings=s, pdl=pdl)
+    grid = s.parts, triton.cdiv(s.rows, s.tile_rows), B
+    launch(_attend_part, grid, x, mapped, partial, sums, settings=s, pdl=pdl, **options)
+    grid, warps = (triton.cdiv(s.value_dim, s.values), H, tokens), max(1, rank // 128)
+    launch(_merge_values, grid, x, partial, sums, y, settings=s, warps=warps, pdl=pdl)
+    return y
+
+
+def _fit_blocks(
+    x: LatentTensors, mapped: Tensor, s: LatentSettings, tiles: Iterable[Tile]
+) -> tuple[LatentSettings, dict]:
+    """Return settings with block, stages and parts of the first tile that fits, and options."""
+    B, device, empty = len(x.positions), x.q.device, x.q.new_empty(0, dtype=torch.float32)
+    programs = B * triton.cdiv(s.rows, s.tile_rows)
+
+    def candidates() -> Iterator[tuple[LatentSettings, dict]]:
+        for tile in tiles:
+            parts = s.parts
+            if s.maps:
+                parts = count_parts(programs, s.length, tile.block, device)
+            yield replace(s, block=tile.block, stages=tile.stages, parts=parts), {"warps": 8}
+
+    found, options = fit(_attend_part, candidates(), x, mapped, empty, empty)
+    assert isinstance(found, LatentSettings)
+    return found, options
+
+
+@torch.library.custom_op("moe_fast::attend_latent", mutates_args=())
+def attend_latent(
+    q: Tensor, kv: Tensor, scales: Tensor | None, positions: Tensor, rank: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Attend with few queries of each sequence over a latent cache, in P parts.
+
+    q [B, Q, H, r + R], mapped and rotated, at rising positions [B, Q]; kv [1, B, 1, S, r + R],
+    whose first r numbers are the values too; scales [1, B, 1, S, 1] of an int8 kv, else None.
+    scale: of scores. Return the arguments of `softmax.merge_partial`: fp32 y [B, P, Q * H, r] and
+    sums [B, P, Q * H, 2].
+    """
+    (B, Q, H, C), S = q.shape, kv.shape[3]
+    check_shapes(kv=(kv, (1, B, 1, S, C)), positions=(positions, (B, Q)))
+    y, sums = _attend_latent_fake(q, kv, scales, positions, rank, scale)
+    q, positions = q.contiguous().view(B * Q, H * C), positions.contiguous()
+    s = LatentSettings(H, 0, C - rank, rank, scale, maps=False, queries=Q, tokens=B * Q)
+    s = replace(s, length=S, q_row=H * C, parts=y.shape[1])
+    x = LatentTensors(q, None, None, positions, kv, scales, None, None)
+    tiles = (Tile(block, 2) for block in (32, 16) if block == 16 or kv.element_size() < 4)
+    s, options = _fit_blocks(x, q, s, tiles)
+    grid = s.parts, triton.cdiv(s.rows, s.tile_rows), B
+    launch(_attend_part, grid, x, q, y, sums, settings=s, pdl=False, **options)
+    return y, sums
+
+
+@attend_latent.register_fake
+def _attend_latent_fake(
+    q: Tensor, kv: Tensor, scales: Tensor | None, positions: Tensor, rank: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    (B, Q, H, _), limit = q.shape, PROGRAMS * gpu_of(q.device).multiprocessors
+    s = LatentSettings(H, 0, 0, rank, scale, queries=Q)
+    parts = max(1, int(limit // (B * triton.cdiv(s.rows, s.tile_rows))))
+    y = q.new_empty(B, parts, s.rows, rank, dtype=torch.float32)
+    return y, y.new_empty(*y.shape[:-1], 2)

@@ -1,0 +1,105 @@
+"""Softmax over parts of a cache, for the kernels of grouped-query and latent attention.
+
+Kernels add blocks of positions to a running softmax. Several programs share the positions of a long
+sequence (Flash-Decoding, Dao et al. 2023): how many is computed from its position, on the GPU.
+
+Letters: M rows of a tile, N numbers of a row, S positions of the cache, P parts, at most.
+"""
+
+from __future__ import annotations  # annotations of kernels name triton, which may be absent
+
+import torch
+from torch import Tensor
+
+from ops.gpu import gpu_of
+from ops.launch import jit, tl
+
+MAX_PARTS = 64
+PROGRAMS = 2  # for each multiprocessor, at most, so that loads overlap arithmetic
+
+
+@jit
+def online_softmax(scores, row_max, row_sum):
+    """Add one block of positions to a running softmax (Milakov & Gimelshein 2018, algorithm 3).
+
+    scores [M, N] of the block; row_max, row_sum [M]: the maximum score and the sum of
+    exp(score - row_max) so far. Return the block's weights [M, N], the factor [M] that
+    rescales all accumulated so far, and the new row_max and row_sum. All scores of a row
+    may be -inf.
+    """
+    new_max = tl.maximum(row_max, tl.max(scores, 1))
+    base = tl.where(new_max == float("-inf"), 0.0, new_max)
+    weights = tl.exp(scores - base[:, None])
+    rescale = tl.exp(row_max - base)
+    return weights, rescale, new_max, row_sum * rescale + tl.sum(weights, 1)
+
+
+@jit
+def weigh(scores, row_max, row_sum, value_scale, seen, DTYPE: tl.constexpr):
+    """Add scores [M, N] of one block to a running softmax, where `seen` ([1 or M, N]).
+
+    Return the weights as factors of the stored values (times value_scale [N], if not None), the
+    factor [M, 1] of what was accumulated, and the new row_max and row_sum.
+    """
+    scores = tl.where(seen, scores, float("-inf"))
+    weights, rescale, row_max, row_sum = online_softmax(scores, row_max, row_sum)
+    if value_scale is not None:
+        weights *= value_scale[None, :]
+    return weights.to(DTYPE), rescale[:, None], row_max, row_sum
+
+
+@jit
+def finish_softmax(row_max, row_sum, acc, sink):
+    """Return acc [M, N] divided by the sum of weights [M, 1], with the weight of a sink.
+
+    sink: fp32, one number or [M, 1]; None: absent.
+    """
+    if sink is not None:
+        largest = tl.maximum(row_max, sink)
+        acc *= tl.exp(row_max - largest)
+        row_sum = row_sum * tl.exp(row_max - largest) + tl.exp(sink - largest)
+    return acc / row_sum
+
+
+@jit
+def parts_in_use(
+    position,
+    S: tl.constexpr,
+    P: tl.constexpr,
+    PART_BLOCKS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Return a sequence's first block, the block after its last one, and its number of parts."""
+    first = tl.maximum(position - WINDOW + 1, 0) // BLOCK if WINDOW < S else 0
+    end = (position + BLOCK - 1) // BLOCK
+    parts = (end - first + PART_BLOCKS - 1) // PART_BLOCKS
+    return first, end, tl.minimum(tl.maximum(parts, 1), P)
+
+
+def count_parts(rows: int, length: int, part: int, device: torch.device) -> int:
+    """Return P: parts of `part` positions, but no more programs than the GPU runs side by side.
+
+    rows: programs of each part. length: positions that a token may see.
+    """
+    processors = gpu_of(device).multiprocessors
+    return max(1, min(-(-length // part), PROGRAMS * processors // rows, MAX_PARTS))
+
+
+def merge_partial(
+    y: Tensor, sums: Tensor, return_lse: bool = False
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Merge attention over parts of the positions -> fp32 [..., rows, C].
+
+    y [..., P, rows, C], not yet divided by the sum of weights. sums [..., P, rows, 2]: the maximum
+    score and the sum of exp(score - maximum). A part without positions has -inf and 0.
+
+    return_lse: return also the log-sum-exp of each row's scores [..., rows]. A sink s makes the
+    result y * sigmoid(lse - s).
+    """
+    maximum, total = sums.unbind(-1)
+    largest = maximum.amax(-2, keepdim=True)
+    share = (maximum - largest).exp()
+    total = (total * share).sum(-2)
+    y = (y * share.unsqueeze(-1)).sum(-3) / total.unsqueeze(-1)
+    return (y, largest.squeeze(-2) + total.log()) if return_lse else y

@@ -1,0 +1,272 @@
+"""Products of one token whose result is one row: dense ones, and the sum over chosen experts.
+
+`dense_product` multiplies by one weight: `wo` plus residual, or `wqkv` with the norm of its input.
+`ops.products.experts.down` sums the products of a token's experts, with the same kernel. Several
+tokens have other kernels: ops/products/few_tokens.py.
+"""
+
+# ruff: noqa: RUF005  (Triton adds tuples, but does not unpack them)
+from __future__ import annotations  # annotations of kernels name triton, which may be absent
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ops.launch import jit, launch, tl, triton
+from ops.products.codes import e2m1_table, row_scale
+from ops.products.few_tokens import TILE, FewTiles, down_few
+from ops.products.join import norm_tokens
+from ops.products.operands import lane_squares
+from ops.products.pipeline import (
+    Chosen,
+    Operand,
+    Product,
+    load_beside,
+    load_part,
+    load_weights,
+    multiply_tile,
+    operands_of,
+    prepare,
+    replace,
+    settings_of,
+    shared_rows,
+    sum_normed,
+    sum_shared,
+)
+from ops.products.tilings import Tiles
+from ops.products.weights import Weight, check_shape
+from ops.ranks.mailbox import TokenInbox, find_outboxes, send_rows
+
+# The kernel ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SumSettings(Product):
+    """Settings of `_multiply_sum`."""
+
+    eps: float = 0.0  # added to the mean square of x, if it is normed
+    scale: float = 1.0  # factor of the product and its bias
+    early: bool = False  # the product waits at its end: x is an earlier kernel's result
+    half: int = 0  # words between the halves of an inbox
+    ranks: int = 0  # to which the result is sent
+
+
+@jit
+def _await_choice(indices, s):
+    """Wait until the previous kernel has stored all indices, which were -1 before."""
+    BLOCK: tl.constexpr = triton.next_power_of_2(s.experts)
+    pair = tl.minimum(tl.arange(0, BLOCK), s.experts - 1)
+    while tl.min(tl.load(indices + pair, volatile=True), 0) < 0:
+        pass
+
+
+@jit
+def _load_biases(bias, choice, rows, s):
+    """Load the biases of rows; with `gather` the sum of all experts' times routing weights."""
+    A: tl.constexpr = s.experts
+    if s.gather:
+        biases = tl.zeros(rows.shape, tl.float32)
+        for pair in tl.static_range(A):
+            at = tl.load(choice.indices + pair) * s.out + rows
+            biases += tl.load(bias + at).to(tl.float32) * tl.load(choice.weights + pair)
+    else:
+        biases = tl.load(bias + rows).to(tl.float32)
+    return biases
+
+
+# Grid [R]: a program computes TILES tiles of ROWS rows, as in `_multiply_each`. x is that of all
+# chosen experts, one after the other (s.gather), or one row.
+#
+# The result is scale * (product + bias) + residual. An expert's bias has its routing weight.
+#
+# x is the previous kernel's result, and with experts their choice, too: then nothing but the
+# residual is loaded before the wait. A dense product loads all but x. A `QuantizedX` comes from a
+# kernel between: the choice is then of the kernel before that, which has ended, and needs no wait
+# either. With POLLED the previous kernel stores the choice early, and this one waits for that
+# alone: the indices are -1 until then. So weights are in flight while the previous kernel
+# multiplies. In bf16 that is slower (docs/log/small_experts.md).
+#
+# With `early` x is the result of the kernel before the previous one: the product lets the next
+# kernel start at once, and waits at its end. So the next kernel may start before the previous one
+# has ended, and must not read its results before its own wait.
+#
+# With `send` the result is not stored in y, but sent to all ranks: ops/ranks/mailbox.py. A
+# row that two programs compute is sent twice, with the same bits.
+#
+# One piece: its speed is the order of its loads and waits, which a reader should see whole.
+@jit
+def _multiply_sum(
+    x, choice, residual, weights, bias, y, unknown_zero, send, s: tl.constexpr, PDL: tl.constexpr
+):
+    QUANTIZED: tl.constexpr = x.units is not None
+    POLLED: tl.constexpr = PDL and s.gather and not QUANTIZED and s.integers
+    AHEAD: tl.constexpr = QUANTIZED or POLLED or not s.gather  # weights are loaded before the wait
+    ROWS: tl.constexpr = s.rows
+    TILES: tl.constexpr = s.tiles
+    DEPTH: tl.constexpr = s.depth
+    HELD: tl.constexpr = s.held
+    CHUNKS: tl.constexpr = s.chunks
+    HALF: tl.constexpr = s.half
+    RANKS: tl.constexpr = s.ranks
+    row = tl.minimum(tl.program_id(0) * ROWS, s.out - ROWS)
+    rows, stores = shared_rows(ROWS)
+    if residual is not None:
+        add = tl.load(residual + row + rows, mask=stores, other=0.0)
+    if PDL and not AHEAD:
+        tl.extra.cuda.gdc_wait()
+    if s.gather:
+        experts, factors = choice.indices, choice.weights
+    else:
+        experts, factors = tl.program_id(0).to(tl.int64) * 0, None
+    if POLLED:
+        _await_choice(experts, s)
+    tiles, xs, besides = (), (), ()
+    for d in tl.static_range(DEPTH):
+        tiles = tiles + (load_weights(weights, experts, row, d, s, POLLED),)
+    if POLLED:
+        tl.extra.cuda.gdc_wait()
+    for d in tl.static_range(HELD):
+        besides = besides + (load_beside(x, factors, d, s),)
+    # Loaded now, since in the end each program would wait a microsecond for it.
+    if s.of_rows:
+        factor = row_scale(weights.scale, row + rows, s)
+    if bias is not None:
+        biases = _load_biases(bias, choice, row + rows, s)
+    if PDL:
+        if AHEAD and not POLLED and not s.early:
+            tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    for d in tl.static_range(HELD):
+        xs = xs + (load_part(x, d, s),)
+    if send is not None:
+        outboxes, call = find_outboxes(send.slots, send.calls, HALF, RANKS)
+    table = e2m1_table(unknown_zero) if s.kind == "mxfp4" else None
+    squares = tl.zeros([s.lanes // 32, 32], tl.float32)
+    if TILES > 1:
+        for c in tl.static_range(CHUNKS):
+            if x.norm is not None:
+                squares += lane_squares(xs[c], s)
+            xs = replace(xs, c, prepare(xs[c], besides[c], x, s))
+    for n in range(TILES):
+        next_row = tl.minimum(
+            (tl.program_id(0) + (n + 1) * tl.num_programs(0)) * ROWS, s.out - ROWS
+        )
+        more, both = n + 1 < TILES, (row, next_row)
+        total, _, found, tiles = multiply_tile(
+            x, weights, (experts, factors), tiles, (xs, besides), table, both, more, s
+        )
+        if x.norm is not None:
+            total = sum_normed(total, squares if TILES > 1 else found, s)
+        else:
+            total = sum_shared(total, s)
+        if s.of_rows:
+            total *= factor
+        if bias is not None:
+            total += biases
+        if s.scale != 1.0:
+            total *= s.scale
+        if residual is not None:
+            total += add.to(tl.float32)
+        if PDL and s.early:
+            tl.extra.cuda.gdc_wait()
+        if send is not None:
+            send_rows(total.to(y.dtype.element_ty), outboxes, call, row + rows, stores, RANKS)
+        else:
+            tl.store(y + row + rows, total.to(y.dtype.element_ty), mask=stores)
+        row = next_row
+        if more:
+            if residual is not None:
+                add = tl.load(residual + row + rows, mask=stores, other=0.0)
+            if s.of_rows:
+                factor = row_scale(weights.scale, row + rows, s)
+            if bias is not None:
+                biases = _load_biases(bias, choice, row + rows, s)
+
+
+# Launching ----------------------------------------------------------------------------------------
+
+
+class Norm(NamedTuple):
+    """The RMS norm of a product's x, which is not rounded."""
+
+    weight: Tensor  # [in], fp32 or as x
+    eps: float
+
+
+def norm_apart(x: Tensor, norm: Tensor, eps: float) -> tuple[Tensor, Norm | None]:
+    """Return x [T, in] and its norm for `dense_product`: of many tokens the normed x, and None.
+
+    Each program of a product norms all of its tokens: above TILE a kernel of its own is faster.
+    """
+    return (x, Norm(norm, eps)) if len(x) <= TILE else (norm_tokens(x, norm, eps), None)
+
+
+def dense_product(
+    x: Tensor,
+    weight: Weight,
+    norm: Norm | None = None,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    scale: float = 1.0,
+    out: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    early: bool = False,
+    send: TokenInbox | None = None,
+    tiles: Tiles | FewTiles | None = None,
+    pdl: bool | None = None,
+) -> Tensor | None:
+    """scale * (norm(x) @ weight + bias) + residual: x [T, in], weight [out, in] -> [T, out].
+
+    dtype: of the result; default that of x. out [T, out]: where to store the result; its rows may
+    be parts of longer ones. early: of one token x is loaded before the wait, too, so that the
+    product runs beside the previous kernel. tiles: of several tokens `FewTiles`.
+
+    With PDL, all but x is loaded while the previous kernel runs, which must not write it.
+
+    send: write one token's result of 16 bits into the inboxes of all ranks instead, and return
+    None. `receive_add` or `receive_norm_router` must come next. Raises
+    ValueError for a result that cannot be sent.
+    """
+    T = x.numel() // x.shape[-1]
+    if send is not None and (T > 1 or early):
+        raise ValueError("only one token's product, which is not early, is sent")
+    check_shape("x", x, T, weight.width)
+    check_shape("bias", bias, weight.out)
+    check_shape("residual", residual, T, weight.out)
+    y = torch.empty(T, weight.out, dtype=dtype or x.dtype, device=x.device) if out is None else out
+    if T > 1:
+        scales, eps = norm or (None, 0.0)
+        down_few(x, weight, y, residual, scales, eps, bias, scale, tiles)
+        return y
+    eps = norm.eps if norm else 0.0
+    operand = operands_of(x, weight, norm.weight if norm else None)
+    how = tiles, pdl, dict(eps=eps, scale=scale, early=early)
+    return launch_sum(operand, weight, None, residual, bias, y, send, how)
+
+
+def launch_sum(
+    x: Operand,
+    weight: Weight,
+    choice: Chosen | None,
+    residual: Tensor | None,
+    bias: Tensor | None,
+    y: Tensor,
+    send: TokenInbox | None,
+    how: tuple[Tiles | None, bool | None, dict],
+) -> Tensor | None:
+    """Launch `_multiply_sum`. how: tiles, pdl, and fields of `SumSettings` but for those of `send`.
+
+    Raises ValueError for a result that cannot be sent.
+    """
+    tiles, pdl, fields = how
+    if send is not None:
+        if y.element_size() != 2:
+            raise ValueError("only a product of 16 bits is sent")
+        fields |= dict(half=send.memory.stride(0), ranks=len(send.slots))
+    experts = 0 if choice is None else choice.indices.numel()
+    settings, grid, options = settings_of(SumSettings, weight, experts, tiles, **fields)
+    operands = x, choice, residual, weight.tensors, bias, y, 0, send
+    launch(_multiply_sum, grid, *operands, settings=settings, pdl=pdl, **options)
+    return y if send is None else None

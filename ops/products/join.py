@@ -1,0 +1,496 @@
+"""The kernel between two products: [x + what is added] + norm + [router scores] + [integers].
+
+`join_tokens` has compile-time cases, which launchers name:
+
+    norm_router           x is given; scores. One GPU
+    norm_tokens           x is given; no scores: more tokens than a product norms by itself
+    receive_norm_router   x + the messages of all ranks (ops/ranks/mailbox.py); scores
+    fixed_add_norm        x + y; scores or none: compiled blocks, ops/products/fixed_join.py
+    fixed_sandwich        the same of normed branches: Gemma 4
+
+All ranks must compute the same bits, or they choose different experts where two scores are nearly
+equal. Inductor finds tile shapes by timing, on each rank separately, so a norm or product that it
+compiles may differ between ranks in the last bits. `join_tokens` has fixed shapes instead, and adds
+messages in the order of ranks.
+
+One token's norm is quantized here, once for all programs of the experts' first product.
+
+Letters: T tokens, D model dim, E experts, N scores of a token: E, and the shared experts' gate.
+"""
+
+# ruff: noqa: RUF005  (Triton adds tuples, but does not unpack them)
+from __future__ import annotations  # annotations of kernels name triton, which may be absent
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ops.declared import Routing
+from ops.launch import await_previous, jit, launch, tl, triton
+from ops.products.operands import load_x
+from ops.products.quantized_x import QuantizedX, empty_quantized, store_quads
+from ops.products.routing import check_router, sigmoid
+from ops.products.weights import INTEGERS, Weight
+from ops.ranks.mailbox import (
+    MAX_PROGRAMS,
+    Messages,
+    TokenInbox,
+    any_missing,
+    count_call,
+    load_call,
+    messages_of,
+    numbers_of,
+    receive,
+    words_of,
+)
+
+MANY_PROGRAMS = 256  # about as many of `norm_router` as an H200 runs with the least delay
+PROBES = 32  # words of a message for which a program waits before it reads all of them
+
+# Parameters of the kernel -------------------------------------------------------------------------
+
+
+class Added(NamedTuple):
+    """What is added to x: nothing, messages, or y."""
+
+    memory: Tensor | None = None  # of a `TokenInbox`
+    calls: Tensor | None = None
+    y: Tensor | None = None  # [B, T, D]: B branches of a sublayer, or one
+    branch_norms: Tensor | None = None  # [B, D]: norms of the branches, before their sum
+    norm: Tensor | None = None  # [D]: norm of that sum, before x is added
+    scalar: Tensor | None = None  # [1]: factor of x and all that
+
+
+class Router(NamedTuple):
+    """What makes scores of a normed token."""
+
+    rows: Tensor | None = None  # [N, D]
+    bias: Tensor | None = None  # [E]: of scores
+    score_bias: Tensor | None = None  # fp32 [E]: sigmoid scores; the choice is by score + bias
+
+
+class Results(NamedTuple):
+    """Where results are stored."""
+
+    normed: Tensor  # [T, D], or the operands of a `QuantizedX`
+    total: Tensor | None = None  # [T, D]: the sum, rounded
+    units: Tensor | None = None  # of a `QuantizedX`
+    scores: Tensor | None = None  # [T, N], with sigmoid scores [T, 2, N]: `routing.ChoiceSettings`
+    indices: Tensor | None = None  # int64 [1, A + S]: marked as not chosen yet, -1
+
+
+@dataclass(frozen=True)
+class Layout:
+    """In which order a `QuantizedX` has numbers, and how many quads a program quantizes."""
+
+    kind: str  # of the `Weight`
+    quads: int  # of the token
+    run: int  # words of a group
+    fields: int  # codes in a word
+    lanes: int  # quads of a program
+
+
+@dataclass(frozen=True)
+class Join:
+    """Settings of `join_tokens`."""
+
+    D: int
+    eps: float
+    N: int = 0  # scores of a token; 0: none
+    E: int = 0
+    rows: int = 0  # scores that a program computes
+    many: bool = False  # several tokens with scores
+    share: int = 0  # numbers of a token that a program stores; 0: the first program stores all
+    pairs: int = 0  # of `Results.indices`
+    scale: float = 1.0  # factor of what is added
+    branches: int = 1
+    messages: Messages | None = None
+    layout: Layout | None = None
+
+    @property
+    def block(self) -> int:
+        """Numbers of a tile that has a token."""
+        return triton.next_power_of_2(self.D)
+
+    @property
+    def probes(self) -> int:
+        """Words of a message that a program waits for at first."""
+        return PROBES if self.D >= PROBES else 0
+
+
+# Kernel -------------------------------------------------------------------------------------------
+
+
+@jit
+def _load_score_biases(router, expert, s: tl.constexpr):
+    """Load what is added to the dot products of experts [ROWS], and to their sigmoids."""
+    added, of_scores = 0.0, 0.0
+    if router.bias is not None:
+        added = tl.load(router.bias + expert, mask=expert < s.E, other=0.0).to(tl.float32)
+    if router.score_bias is not None:
+        of_scores = tl.load(router.score_bias + expert, mask=expert < s.E, other=0.0)
+    return added, of_scores
+
+
+@jit
+def _clear_choice(indices, s: tl.constexpr):
+    """Let the first program mark the indices as not chosen yet: -1."""
+    pair = tl.program_id(0) * s.pairs + tl.arange(0, 32)
+    tl.store(indices + pair, tl.full([32], -1, tl.int64), mask=pair < s.pairs)
+
+
+@jit
+def _receive_sum(memory, call, d, dtype: tl.constexpr, m: tl.constexpr, s: tl.constexpr):
+    """Wait for the messages of all ranks -> their sum, fp32 [BLOCK].
+
+    A program waits for a few words of each message before it reads them all: while many programs
+    read all words again and again, L2 has less time for those that arrive.
+    """
+    ROWS: tl.constexpr = m.rows
+    PROBES: tl.constexpr = s.probes
+    rank = tl.arange(0, ROWS)[:, None]
+    inbox = memory + rank * m.stride
+    wanted = (rank < m.ranks) & (d < s.D)[None, :]
+    if PROBES:
+        probe = inbox + (tl.arange(0, PROBES) * (s.D // PROBES))[None, :]
+        probes = (rank < m.ranks) & (tl.arange(0, PROBES) >= 0)[None, :]
+        while any_missing(tl.load(probe, mask=probes, other=0, volatile=True), call, probes):
+            pass
+    return receive(inbox + d[None, :], call, wanted, dtype)
+
+
+@jit
+def _load_quads(x, l: tl.constexpr, VOLATILE: tl.constexpr = False):
+    """Load this program's quads of x in the order of a `QuantizedX`."""
+    return load_x(x, tl.program_id(0), l.quads, l.run, l.fields, l.lanes, VOLATILE)
+
+
+@jit
+def _receive_again(memory, add, scale: tl.constexpr, m: tl.constexpr, l: tl.constexpr):
+    """Load the messages at `memory`, all received, in the order of `add` -> the sums with it.
+
+    add: the residual as of `_load_quads`.
+    """
+    RANKS: tl.constexpr = m.ranks
+    FIELDS: tl.constexpr = l.fields
+    LANES: tl.constexpr = l.lanes
+    dtype: tl.constexpr = add[0].dtype
+    messages, totals = (), ()
+    for rank in tl.static_range(RANKS):
+        messages = messages + (_load_quads(memory + rank * m.stride, l, True),)
+    for k in tl.static_range(FIELDS):
+        total = tl.zeros([LANES, 4], tl.float32)
+        for rank in tl.static_range(RANKS):
+            total += numbers_of(messages[rank][k], dtype)
+        totals = totals + ((add[k].to(tl.float32) + scale * total).to(dtype),)
+    return totals
+
+
+@jit
+def _load_branches(added, scale, at, d, stride, s: tl.constexpr):
+    """Load the branches at `at` [D], `stride` apart -> the norm of the sum of their norms.
+
+    scale: the last norm's weight.
+    """
+    BRANCHES: tl.constexpr = s.branches
+    inside = d < s.D
+    branch = added.y + at + d
+    values = tl.load(branch, mask=inside, other=0.0).to(tl.float32)
+    if BRANCHES > 1:
+        first = tl.load(added.branch_norms + d, mask=inside, other=0.0).to(tl.float32)
+        values *= tl.rsqrt(tl.sum(values * values, 0) / s.D + s.eps) * first
+        for n in tl.static_range(1, BRANCHES):
+            branch += stride
+            other = tl.load(branch, mask=inside, other=0.0).to(tl.float32)
+            weight = tl.load(added.branch_norms + n * s.D + d, mask=inside, other=0.0)
+            factor = tl.rsqrt(tl.sum(other * other, 0) / s.D + s.eps)
+            values += other * factor * weight.to(tl.float32)
+    return values * (tl.rsqrt(tl.sum(values * values, 0) / s.D + s.eps) * scale)
+
+
+@jit
+def _stores(d, s: tl.constexpr):
+    """Return which of a token's numbers d [BLOCK] this program stores."""
+    program = tl.program_id(0)
+    if s.share:
+        return (d < s.D) & (d // s.share == program)
+    elif s.rows:
+        return d < s.D - program * s.block  # the first program alone
+    else:
+        return d < s.D
+
+
+@jit
+def _store_scores(rows, value, biases, router, scores, expert, s: tl.constexpr):
+    """Store the scores of experts [ROWS] for a normed token: rows [ROWS, D], value [D].
+
+    biases: as of `_load_score_biases`.
+    """
+    dots = tl.sum(rows.to(tl.float32) * value.to(tl.float32)[None, :], 1)
+    if router.bias is not None:
+        dots += biases[0]
+    if router.score_bias is not None:
+        dots = sigmoid(dots)
+        tl.store(scores + s.N + expert, dots, mask=expert < s.N)
+        dots += biases[1]
+    tl.store(scores + expert, dots.to(scores.dtype.element_ty), mask=expert < s.N)
+
+
+@jit
+def _store_quantized(raw, scales, factor, results, dtype: tl.constexpr, l: tl.constexpr):
+    """Norm and quantize this program's quads of x, and store them as a `QuantizedX`.
+
+    raw, scales: x and the norm's weight as of `_load_quads`. factor: the norm's, of all of x.
+    """
+    FIELDS: tl.constexpr = l.fields
+    KIND: tl.constexpr = l.kind
+    values = ()
+    for k in tl.static_range(FIELDS):
+        value = raw[k].to(tl.float32) * factor * scales[k].to(tl.float32)
+        values = values + (value.to(dtype).to(tl.float32),)  # rounded, as the norm is
+    store_quads(values, results.normed, results.units, l.quads, KIND, l.lanes)
+
+
+# Grid without scores [T]: a program has a token. With scores [N / rows], of several tokens
+# [N / rows, T]: each program norms a whole token, and computes `rows` of its scores. So it needs no
+# other program's results.
+#
+# All but x, and what is added to it, is loaded while the previous kernel runs. With messages x is
+# loaded then, too: the kernel that wrote it has ended, because a product ran after that.
+#
+# The result of a norm is rounded like what the norm reads: the next layer reads the rounded sum.
+@jit
+def join_tokens(x, added, norm, offset, router, results, s: tl.constexpr, PDL: tl.constexpr):
+    D: tl.constexpr = s.D
+    BLOCK: tl.constexpr = s.block
+    ROWS: tl.constexpr = s.rows
+    m: tl.constexpr = s.messages
+    l: tl.constexpr = s.layout
+    dtype: tl.constexpr = x.dtype.element_ty
+    normed, scores, at = results.normed, results.scores, 0
+    if s.many:
+        at = tl.program_id(1) * D
+        scores += tl.program_id(1) * ((1 + (router.score_bias is not None)) * s.N)
+    elif not ROWS:
+        at = tl.program_id(0).to(tl.int64) * D
+    x += at
+    normed += at
+    d, program = tl.arange(0, BLOCK), tl.program_id(0)
+    inside = d < D
+    if ROWS:
+        expert = program * ROWS + tl.arange(0, ROWS)
+        rows = tl.load(
+            router.rows + expert[:, None] * D + d[None, :],
+            mask=(expert < s.N)[:, None] & inside[None, :],
+            other=0.0,
+        )
+    scale = tl.load(norm + d, mask=inside, other=0.0).to(tl.float32) if norm is not None else 1.0
+    if offset is not None:
+        shift = tl.load(offset + d, mask=inside, other=0.0).to(tl.float32)
+    if added.norm is not None:
+        branch_scale = tl.load(added.norm + d, mask=inside, other=0.0).to(tl.float32)
+    factor = tl.load(added.scalar).to(tl.float32) if added.scalar is not None else 1.0
+    if added.memory is not None:
+        add = tl.load(x + d, mask=inside, other=0.0)
+    if ROWS:
+        biases = _load_score_biases(router, expert, s)
+    if l is not None:
+        scales = _load_quads(norm, l)
+        if added.memory is not None:
+            raw = _load_quads(x, l)
+    if added.memory is not None:
+        call = load_call(added.calls)
+    await_previous(PDL)
+    if added.memory is not None:
+        _clear_choice(results.indices, s)
+        memory = added.memory + (call & 1) * m.half
+        value = add.to(tl.float32) + s.scale * _receive_sum(memory, call, d, dtype, m, s)
+    elif added.norm is not None:
+        stride = tl.num_programs(0).to(tl.int64) * D if not ROWS else D
+        value = _load_branches(added, branch_scale, at, d, stride, s)
+        value = (tl.load(x + d, mask=inside, other=0.0).to(tl.float32) + value) * factor
+    else:
+        value = tl.load(x + d, mask=inside, other=0.0).to(tl.float32)
+        if added.y is not None:
+            y = tl.load(added.y + at + d, mask=inside, other=0.0).to(tl.float32)
+            value += y * s.scale
+        if results.indices is not None:
+            _clear_choice(results.indices, s)
+        if l is not None:
+            raw = _load_quads(x, l)
+    if results.total is not None:
+        value = value.to(dtype)
+        tl.store(results.total + at + d, value, mask=_stores(d, s))
+        if l is not None:
+            raw = _receive_again(memory, raw, s.scale, m, l)
+        value = value.to(tl.float32)  # norm the rounded sum, which the next layer reads
+    if offset is not None:
+        value = tl.where(inside, value - tl.sum(value, 0) / D, 0.0)
+    factor = tl.rsqrt(tl.sum(value * value, 0) / D + s.eps)
+    value = value * factor * scale
+    if offset is not None:
+        value += shift
+    value = value.to(dtype)
+    if ROWS:
+        _store_scores(rows, value, biases, router, scores, expert, s)
+    if l is None:
+        tl.store(normed + d, value, mask=_stores(d, s))
+    elif program * l.lanes < l.quads:  # the other programs end sooner
+        _store_quantized(raw, scales, factor, results, dtype, l)
+    if added.memory is not None:
+        count_call(added.calls, call, m)
+
+
+# Launching ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class NormRouter:
+    """A norm and the router after it."""
+
+    norm: Tensor  # [D]: the norm's weight
+    eps: float
+    rows: Tensor  # [N, D]: a row for each of E experts; then the shared experts' gate, if gated
+    routing: Routing
+    bias: Tensor | None = None  # [E]: of scores
+
+    @property
+    def router(self) -> Router:
+        """The kernel's tensors."""
+        return Router(self.rows, self.bias, self.routing.score_bias)
+
+    def empty_scores(self, *shape: int) -> Tensor:
+        """Return scores of tokens, to be filled: fp32 [*shape, 1 or 2, N]."""
+        rows = 1 + (self.routing.score_bias is not None)
+        return self.rows.new_empty(*shape, rows, len(self.rows), dtype=torch.float32)
+
+    def check(self, x: Tensor) -> None:
+        """Raise ValueError for x [T, D] or weights that the kernel does not take."""
+        N, D = self.rows.shape
+        if x.shape[1:] != (D,) or self.norm.shape != (D,):
+            raise ValueError(f"x {list(x.shape)} or its norm for a router of width {D}")
+        check_router(N - self.routing.gated, D, self.routing)
+
+    def settings(self, rows: int, **others) -> Join:
+        """Return the settings of a kernel that computes `rows` scores a program."""
+        N, D = self.rows.shape
+        return Join(D, self.eps, N, N - self.routing.gated, rows, **others)
+
+
+def empty_norm(
+    x: Tensor, weight: Weight | None, programs: int, warps: int
+) -> tuple[Tensor | QuantizedX, Layout | None]:
+    """Return where a kernel stores the norm of x [T, D], and its layout.
+
+    It is a `QuantizedX` for one token and a weight whose codes are multiplied as integers.
+    programs, warps: of the kernel.
+    """
+    if weight is None or len(x) > 1 or weight.kind not in INTEGERS:
+        return torch.empty_like(x), None
+    fields, quads = weight.fields, weight.quads
+    lanes = max(8 * warps, triton.next_power_of_2(triton.cdiv(quads, programs)))
+    layout = Layout(weight.kind, quads, weight.group // fields, fields, lanes)
+    return empty_quantized(quads, weight, x.dtype, x.device), layout
+
+
+def results_of(normed: Tensor | QuantizedX, **others: Tensor | None) -> Results:
+    """Return where to store: `normed`, and the other fields."""
+    found = (normed, None) if isinstance(normed, Tensor) else (normed.operands, normed.units)
+    return Results(found[0], units=found[1], **others)
+
+
+def rows_of(N: int, T: int) -> int:
+    """Return how many of a token's N scores a program of `norm_router` computes.
+
+    Each program norms the token. Of several tokens there are more programs than run at once.
+    """
+    return next((rows for rows in (4, 2) if T > 1 and N * T // rows >= MANY_PROGRAMS), 1)
+
+
+def divide_token(N: int, D: int) -> tuple[int, int, int]:
+    """Return programs that run at once, and the scores and numbers of a token that each stores."""
+    rows = triton.next_power_of_2(triton.cdiv(N, MAX_PROGRAMS))
+    programs = triton.cdiv(N, rows)
+    return programs, rows, max(8, triton.next_power_of_2(triton.cdiv(D, programs)))  # 16 bytes
+
+
+def norm_router(
+    x: Tensor,
+    before: NormRouter,
+    weight: Weight | None = None,
+    indices: Tensor | None = None,
+    rows: int | None = None,
+    warps: int = 4,
+    pdl: bool | None = None,
+) -> tuple[Tensor | QuantizedX, Tensor]:
+    """Norm x [T, D], and score the experts for it.
+
+    Return its norm [T, D] and scores fp32 [T, 1 or 2, N]: those by which experts are chosen, and
+    with sigmoid routing, those that become weights. The reference is `RMSNorm`, then the router.
+
+    weight: the `Weight` that multiplies the norm of one token; if its codes are multiplied as
+    integers, the norm is returned as a `QuantizedX`. indices int64 [1, A + S]: one token's for
+    `gate_up`, filled with -1: no expert is chosen yet. rows, warps: of a program; rows None:
+    `rows_of`. With PDL, all but x is loaded while the previous kernel runs. Raises ValueError as
+    `NormRouter.check`.
+    """
+    before.check(x)
+    N, T = len(before.rows), len(x)
+    rows = rows or rows_of(N, T)
+    programs = triton.cdiv(N, rows)
+    normed, layout = empty_norm(x, weight, programs, warps)
+    results = results_of(normed, scores=before.empty_scores(T), indices=indices)
+    pairs = 0 if indices is None else indices.shape[1]
+    s = before.settings(rows, many=T > 1, pairs=pairs, layout=layout)
+    grid = (programs,) if T == 1 else (programs, T)
+    tensors = x, Added(), before.norm, None, before.router, results
+    launch(join_tokens, grid, *tensors, settings=s, warps=warps, pdl=pdl)
+    return normed, results.scores
+
+
+def norm_tokens(x: Tensor, norm: Tensor, eps: float, pdl: bool | None = None) -> Tensor:
+    """Return the RMS norm of x [T, D], as `RMSNorm`."""
+    normed, (T, D) = torch.empty_like(x), x.shape
+    tensors = x, Added(), norm, None, Router(), Results(normed)
+    launch(join_tokens, (T,), *tensors, settings=Join(D, eps), warps=8, pdl=pdl)
+    return normed
+
+
+def receive_norm_router(
+    x: Tensor,
+    inbox: TokenInbox,
+    scale: float,
+    before: NormRouter,
+    indices: Tensor,
+    weight: Weight | None = None,
+    pdl: bool | None = None,
+) -> tuple[Tensor, Tensor | QuantizedX, Tensor]:
+    """Do what `receive_add` does, norm the result [1, D], and score the experts for it.
+
+    Return x + scale * sum, rounded, then its norm and scores as `norm_router`; all are bitwise
+    identical on all ranks. The reference is `all_reduce_sum`, `AddNorm`, the router.
+
+    before, indices, weight: as of `norm_router`. With PDL, all but the messages is loaded while the
+    previous kernel runs, which must not write it. Raises ValueError as `NormRouter.check`.
+    """
+    before.check(x)
+    N, D = before.rows.shape
+    programs, rows, share = divide_token(N, D)
+    warps, total = 4 if words_of(D, len(inbox.slots)) <= 4096 else 8, torch.empty_like(x)
+    normed, layout = empty_norm(x, weight, programs, warps)
+    scores = before.empty_scores()
+    results = results_of(normed, total=total, scores=scores, indices=indices)
+    s = before.settings(
+        rows,
+        share=share,
+        pairs=indices.shape[1],
+        scale=scale,
+        messages=messages_of(inbox),
+        layout=layout,
+    )
+    added = Added(inbox.memory, inbox.calls)
+    tensors = x, added, before.norm, None, before.router, results
+    launch(join_tokens, (programs,), *tensors, settings=s, warps=warps, pdl=pdl)
+    return total, normed, scores

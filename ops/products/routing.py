@@ -1,0 +1,194 @@
+"""The choice of experts from a router's scores.
+
+A router's scores stay fp32. Shared experts, which every token uses, are experts E, E + 1, ... of
+the stacked weights: they follow the chosen ones in `indices` and `weights`.
+"""
+
+from __future__ import annotations  # annotations of kernels name triton, which may be absent
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ops.declared import Routing
+from ops.launch import await_previous, jit, launch, tl, triton
+from ops.ranks.mailbox import MAX_DIM
+
+MAX_EXPERTS = 512
+MAX_PAIRS = 32
+
+
+def check_router(E: int, D: int, routing: Routing) -> None:
+    """Raise ValueError if no kernel scores E experts for tokens of D numbers, and chooses."""
+    if E > MAX_EXPERTS or D > MAX_DIM or routing.active > E or routing.pairs > MAX_PAIRS:
+        raise ValueError(f"no kernel for {E} experts and rows of {D} numbers")
+
+
+@dataclass(frozen=True)
+class ChoiceSettings:
+    """Settings of a kernel that chooses experts: `Routing` without its tensor.
+
+    A token's scores are those of E experts, with `gated` also the shared experts' gate. With
+    `sigmoid` a second row has the scores that become weights, unless the kernel gets a score_bias.
+    """
+
+    E: int
+    active: int  # A
+    shared: int
+    gated: int
+    sigmoid: bool
+    norm_topk: bool
+    scale: float
+
+    @property
+    def pairs(self) -> int:
+        """Experts of a token."""
+        return self.active + self.shared
+
+    @property
+    def N(self) -> int:
+        """Scores of a row."""
+        return self.E + self.gated
+
+    @property
+    def block(self) -> int:
+        """Experts of a tile."""
+        return triton.next_power_of_2(self.E)
+
+
+def choice_of(E: int, routing: Routing) -> ChoiceSettings:
+    """Return the settings by which a kernel chooses among E experts."""
+    return ChoiceSettings(
+        E,
+        routing.active,
+        routing.shared,
+        int(routing.gated),
+        routing.score_bias is not None,
+        routing.norm_topk,
+        routing.scale,
+    )
+
+
+# Kernels ------------------------------------------------------------------------------------------
+
+
+@jit
+def ordered_bits(scores):
+    """Map fp32 to int32 in the same order (`topk.ordered_bits`)."""
+    bits = scores.to(tl.int32, bitcast=True)
+    return bits ^ (bits >> 31 & 0x7FFFFFFF)
+
+
+@jit
+def sigmoid(x):
+    return 1.0 / (1.0 + tl.exp(-x))
+
+
+@jit
+def _score_keys(scores, expert, s: tl.constexpr):
+    """Return keys int32 in the order of scores; -2 ** 31 is that of no expert, and of a chosen one.
+
+    So A of E experts are found even if scores are NaN: w2 waits for all A indices.
+    """
+    key = tl.maximum(ordered_bits(scores), -(2**31) + 1)
+    if s.block > s.E:
+        key = tl.where(expert < s.E, key, -(2**31))
+    return key
+
+
+@jit
+def choose_one(scores, rank, s: tl.constexpr, WARPS: tl.constexpr):
+    """Return the index of the score of this rank, as `choose` orders them.
+
+    Each warp searches by itself: the maxima of a row of [WARPS, BLOCK] are within a warp.
+    """
+    BLOCK: tl.constexpr = s.block
+    expert = tl.arange(0, BLOCK)[None, :] + tl.zeros([WARPS, 1], tl.int32)
+    score = tl.load(scores + expert, mask=expert < s.E, other=float("-inf"), cache_modifier=".cg")
+    key = _score_keys(score, expert, s)
+    found = tl.zeros([WARPS, 1], tl.int32)
+    for _ in range(rank + 1):
+        best = key == tl.max(key, 1, keep_dims=True)
+        found = tl.min(tl.where(best, expert, BLOCK), 1, keep_dims=True)
+        key = tl.where(expert == found, -(2**31), key)
+    return tl.max(tl.max(found, 1), 0)
+
+
+@jit
+def choose(scores, score_bias, indices, weights, s: tl.constexpr):
+    """Store the A best of E scores, then the shared experts: ties go to the lower index.
+
+    score_bias: with sigmoid routing, where `scores` are one row of dot products; else None.
+
+    A rounds find one maximum each. Within a warp that is one instruction (redux).
+    """
+    A: tl.constexpr = s.active
+    SHARED: tl.constexpr = s.shared
+    BLOCK: tl.constexpr = s.block
+    expert = tl.arange(0, BLOCK)
+    # From L2: this kernel may have started before the one that writes them.
+    score = tl.load(scores + expert, mask=expert < s.E, other=float("-inf"), cache_modifier=".cg")
+    if score_bias is not None:
+        part = sigmoid(score)
+        score = part + tl.load(score_bias + expert, mask=expert < s.E, other=0.0)
+    key, rank = _score_keys(score, expert, s), tl.full([BLOCK], A, tl.int32)
+    for n in tl.static_range(A):
+        found = expert == tl.min(tl.where(key == tl.max(key, 0), expert, BLOCK), 0)
+        rank = tl.where(found, n, rank)
+        key = tl.where(found, -(2**31), key)
+    chosen = rank < A
+    if s.sigmoid and score_bias is None:
+        part = tl.load(scores + s.N + expert, mask=expert < s.E, other=0.0, cache_modifier=".cg")
+    elif not s.sigmoid:
+        part = tl.exp(score - tl.max(score, 0))
+    if s.norm_topk:
+        part /= tl.sum(tl.where(chosen, part, 0.0), 0)
+    elif not s.sigmoid:
+        part /= tl.sum(part, 0)
+    if s.scale != 1.0:
+        part *= s.scale
+    tl.store(indices + rank, expert.to(tl.int64), mask=chosen)
+    tl.store(weights + rank, part, mask=chosen)
+    if SHARED:
+        if not s.gated:
+            part = 1.0
+        elif s.sigmoid and score_bias is None:
+            part = tl.load(scores + s.N + s.E, cache_modifier=".cg")
+        else:
+            part = sigmoid(tl.load(scores + s.E, cache_modifier=".cg"))
+        for n in tl.static_range(SHARED):
+            tl.store(indices + A + n, s.E + n)
+            tl.store(weights + A + n, part)
+
+
+# Grid [T]: a program chooses the experts of one token. ROW: numbers from token to token.
+@jit
+def _route(scores, score_bias, indices, weights, s: tl.constexpr, PDL: tl.constexpr):
+    ROW: tl.constexpr = s.N if score_bias is not None else (1 + s.sigmoid) * s.N
+    PAIRS: tl.constexpr = s.pairs
+    token = tl.program_id(0)
+    await_previous(PDL)
+    choose(scores + token * ROW, score_bias, indices + token * PAIRS, weights + token * PAIRS, s)
+
+
+def route(
+    scores: Tensor, routing: Routing, pdl: bool | None = None, warps: int = 1
+) -> tuple[Tensor, Tensor]:
+    """Choose experts for several tokens.
+
+    scores: fp32 [T, 1 or 2, N] of `norm_router`, or [T, N] normed tokens times the router's rows.
+    Return expert_indices int64 and expert_weights fp32 [T, A + S]. The reference is `MoE.route`, or
+    `SigmoidRoutedMoE.route`. One token's choice is a part of `experts.gate_up`.
+    """
+    T, N = len(scores), scores.shape[-1]
+    s, score_bias = choice_of(N - routing.gated, routing), None
+    if scores.ndim == 2:
+        score_bias = routing.score_bias
+    elif scores.shape[1] != 1 + s.sigmoid:
+        raise ValueError(f"scores {list(scores.shape)} of a token have {1 + s.sigmoid} rows")
+    indices = torch.empty(T, s.pairs, dtype=torch.int64, device=scores.device)
+    weights = torch.empty(T, s.pairs, dtype=torch.float32, device=scores.device)
+    tensors = scores, score_bias, indices, weights
+    launch(_route, (T,), *tensors, settings=s, warps=warps, pdl=pdl)
+    return indices, weights

@@ -1,0 +1,220 @@
+"""How a session runs prompts: in chunks, short ones in the graphs of decode steps.
+
+A prompt's prefix that a row has in its cache is not recomputed.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from model import SHORT_CACHE, Chunk, Transformer
+from ops.inductor import without_tuning
+from runtime.graphs import GraphCache
+from runtime.logit_edits import set_edits
+from runtime.runner import InterruptedRunner
+from runtime.sampling import Sampling
+from runtime.session_rows import copy_all
+from runtime.session_steps import PADDING_MULTIPLE, DecodeSteps, SessionOptions
+from runtime.transfers import send
+
+# Up to PADDING_MULTIPLE tokens, captured prompts that are not compiled are padded to multiples of
+# this: padding chooses experts, too, and 64 tokens read nearly all experts of most models.
+SHORT_MULTIPLE = 8
+# A captured session runs short prompts in row 0 like decode steps of several tokens: compiled, in
+# one graph for all positions. The runner has one or more sizes of these chunks. A short prompt has
+# at most this number of the largest chunks.
+MAX_SHORT_CHUNKS = 2
+# Over a long cache, more queries of a sequence take another attention kernel, which was not
+# measured: chunks are no longer than this.
+LONG_CACHE_CHUNK = 8
+
+
+def short_chunk_sizes(
+    sizes: tuple[int, ...], options: SessionOptions, cache_len: int
+) -> tuple[int, ...]:
+    """Return the sizes of a captured session's short chunks, none if it has no short prompts.
+
+    sizes: those of the runner.
+    """
+    if options.compile_prefill:
+        return ()
+    alone = options.batch == 1  # longer chunks would take a server longer to compile
+    return tuple(s for s in sizes if s <= LONG_CACHE_CHUNK or (alone and cache_len <= SHORT_CACHE))
+
+
+class Prompts(DecodeSteps):
+    """The prompts of a session, one row at a time, between the steps of other rows."""
+
+    def __init__(self, model: Transformer, max_seq_len: int, options: SessionOptions):
+        super().__init__(model, max_seq_len, options)
+        self.graphs = GraphCache() if self.captures_prompts else None
+        self.between_layers: Callable[[], None] = lambda: None  # called within a long prompt
+        self.short_chunks: tuple[int, ...] = ()
+        if self.captures_prompts:
+            self.short_chunks = short_chunk_sizes(self.runner.short_chunks, options, self.cache_len)
+        self.first_tokens: Callable[[], list[int]]  # waits for those after the newest prompt
+
+    def warm_up(self, candidates: int, size: int | None = None) -> Callable[[], None]:
+        if not self.steps:
+            self.warm_up_short_prompts()
+        return super().warm_up(candidates, size)
+
+    def warm_up_short_prompts(self) -> None:
+        """Compile and capture short chunks, of no real token, where no sequence reaches."""
+        for size in self.short_chunks:
+            with without_tuning():
+                for _ in range(2):  # a GraphCache captures the second call
+                    self.run_short_chunk([0] * size, -1, self.cache_len - size)
+
+    def start_row(
+        self, row: int, ids: Sequence[int], sampling: Sampling, chunk: int | None = None
+    ) -> Iterator[None]:
+        """Begin a prompt: keep its prefix that is in the row, and return the rest of the work.
+
+        The iterator runs a chunk of the prompt at each step; after the last, it samples the token
+        after the prompt into `token`, and `first_tokens` waits for that. Until then the row is
+        idle. Call `warm_up` before, since compiling takes long.
+        """
+        if self.edited or self.row_is_edited[row]:
+            set_edits(self.edits, row, sampling)
+            self.row_is_edited[row] = self.edited
+        start = min(common_prefix(self.ids[row], ids), self.cached[row], len(ids) - 1)
+        start = self.snapshots.go_back(row, start)
+        self.prefilled += len(ids) - start
+        self.ids[row], self.cached[row] = list(ids), start
+        if self.batch > 1:
+            # A step of others writes a key and a value at an idle row's position, also between
+            # layers of this prompt: the row is idle behind all of it.
+            self.set_place(row, last=-1, position=len(ids))
+        chunk = self.chunk_size(row, len(ids) - start, chunk)
+        return self.run_prompt(row, ids, sampling, chunk)
+
+    def run_prompt(
+        self, row: int, ids: Sequence[int], sampling: Sampling, chunk: int
+    ) -> Iterator[None]:
+        """Run a prompt from where the row's cache ends, then sample; yield between chunks.
+
+        Sampling is prepared after the prompt is launched. Before it, the GPU would wait for that.
+        """
+        start = self.cached[row]
+        for logits, *routing in self.prefill(row, ids[start:], start, chunk):
+            self.cached[row] = min(self.cached[row] + chunk, len(ids))
+            if self.cached[row] < len(ids):
+                yield
+            else:
+                self.prepare_sampling(row, ids, sampling)
+                self.set_place(row, last=-1, position=len(ids) - 1)
+                self.choose_first(row, sampling, logits, *routing)
+                self.first_tokens = self.read_tokens(posted=False)
+        self.set_place(row, last=0, position=len(ids))
+
+    def choose_first(self, row: int, sampling: Sampling, logits: Tensor, *routing: Tensor) -> None:
+        """Sample a row's token after its prompt. The row is idle meanwhile."""
+        state, edits = self.single
+        own = self.view_rows(row, row + 1)
+        if self.batch > 1:
+            copy_all((*own[0], *own[1]), (*state, *edits))
+        edited = self.edit_step(edits, state, logits) if self.row_is_edited[row] else logits
+        self.choose_tokens(state, edited, self.candidates(sampling))
+        if self.batch > 1:
+            copy_all(state, own[0])
+        if self.watch:
+            self.watched[row] = self.record_details(state.token, logits, routing)[0]
+
+    def set_prompt_token(self, row: int, ids: Sequence[int], sampling: Sampling) -> None:
+        """Let the next step run a row's next prompt token. It samples, too: only after the last
+        prompt token is that the sequence's.
+        """
+        at = self.cached[row]
+        self.token[row].fill_(ids[at])
+        self.set_place(row, last=0, position=at)
+        if at == len(ids) - 1:
+            self.prepare_sampling(row, ids, sampling)
+
+    def prefill(
+        self, row: int, ids: Sequence[int], start: int, chunk: int | None = None
+    ) -> Iterator[tuple[Tensor, ...]]:
+        """Run one sequence's tokens from position `start` on, a chunk at a time.
+
+        Yields the logits [1, V] after each chunk; if watched, also its last token's experts and
+        weights [L, 1, A]. chunk: its tokens; None: --prefill_chunk. The caller launches its work
+        on the logits before the recurrent states are copied.
+        """
+        short, size = self.is_short(row, len(ids)), self.chunk_size(row, len(ids), chunk)
+        for begin in range(0, len(ids), size):
+            part = ids[begin : begin + size]
+            if short:
+                logits, *routing = self.run_short_chunk(part, len(part) - 1, start)
+            else:
+                # Padding is overwritten before it is read. Tensors are no views: those would
+                # recompile.
+                padded = [*part, *[0] * self.padding(len(part))]
+                tokens = send(torch.tensor([padded]), self.device)
+                rows = self.rows[row : row + 1].clone()
+                last = torch.full_like(self.last[:1], len(part) - 1)
+                logits, *routing = self.run_chunk(tokens, rows, last, start + tokens.shape[1])
+            start += len(part)
+            yield logits, *(layers[:, len(part) - 1 : len(part)] for layers in routing)
+            self.snapshots.take(row, start)
+
+    def is_short(self, row: int, tokens: int) -> bool:
+        """Whether this many tokens of a row run as short chunks, which are captured for row 0."""
+        return row == 0 and tokens <= MAX_SHORT_CHUNKS * max(self.short_chunks, default=0)
+
+    def short_chunk(self, tokens: int) -> int:
+        """Return the size of the short chunk for the next of these tokens: the smallest for all."""
+        return next((size for size in self.short_chunks if tokens <= size), self.short_chunks[-1])
+
+    def chunk_size(self, row: int, tokens: int, chunk: int | None = None) -> int:
+        """Return how many of a row's tokens run at once. chunk: the most that may."""
+        chunk = chunk or self.options.prefill_chunk
+        return min(chunk, self.short_chunk(tokens)) if self.is_short(row, tokens) else chunk
+
+    def padding(self, tokens: int) -> int:
+        """Return how much padding a chunk of a prompt gets, so that few lengths are different."""
+        short = tokens <= PADDING_MULTIPLE and not self.options.compile_prefill
+        multiple = SHORT_MULTIPLE if short else PADDING_MULTIPLE
+        return -tokens % multiple if self.pads else 0
+
+    def run_chunk(self, tokens: Tensor, row: Tensor, last: Tensor, end: int) -> tuple[Tensor, ...]:
+        """`run_model` on one chunk [1, Q] that ends before `end`, captured if it repeats."""
+
+        runner = self.prefill_runner
+        if self.batch > 1:
+            runner = InterruptedRunner(runner, self.between_layers)
+
+        def run(tokens: Tensor, row: Tensor, last: Tensor) -> tuple[Tensor, ...]:
+            return self.run_model(tokens, Chunk(row, end), last, runner)
+
+        # Beside other sequences, prompts are not captured: that takes longer than they may pause.
+        captures = self.batch == 1 and self.runner.can_capture(tokens.shape[1])
+        if self.graphs is None or not captures:
+            return run(tokens, row, last)
+        return self.graphs((tokens.shape[1], end, self.watch), run, tokens, row, last)
+
+    def run_short_chunk(self, part: Sequence[int], last: int, start: int) -> tuple[Tensor, ...]:
+        """`run_model` on a short chunk of tokens from position `start` on, by the decode runner.
+
+        last: the index of the last real token, -1 if none is. Padding repeats the last token, at
+        the positions after it: most of it chooses the same experts, and its keys and values are
+        overwritten before they are read. All numbers are one tensor: the GPU waits for each copy.
+        """
+        size = self.short_chunk(len(part))
+
+        def run(numbers: Tensor) -> tuple[Tensor, ...]:
+            tokens, positions, last = numbers.split([size, size, 1], dim=1)
+            return self.run_model(tokens, positions, last[0], self.runner)
+
+        padded = [*part, *[part[-1]] * (size - len(part))]
+        numbers = torch.tensor([[*padded, *range(start, start + size), last]])
+        numbers = send(numbers, self.device)
+        if self.graphs is None or not self.runner.can_capture(size):
+            return run(numbers)
+        return self.graphs((size, None, self.watch), run, numbers)
+
+
+def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    """Return the length of the longest common prefix."""
+    pairs = enumerate(zip(a, b, strict=False))
+    return next((n for n, (x, y) in pairs if x != y), min(len(a), len(b)))

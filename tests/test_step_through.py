@@ -1,0 +1,61 @@
+"""Each family of kernels in this process, under Triton's interpreter: to step through.
+
+    TRITON_INTERPRET=1 python -m pytest tests/test_step_through.py -k experts --pdb
+
+Put `breakpoint()` into a kernel, or a breakpoint of an editor: a kernel then is Python, which runs
+its programs one after the other. Without TRITON_INTERPRET=1 all are skipped. The layers are small,
+in fp16, and compared with the modules of model.py; other tests have more cases of each.
+"""
+
+import os
+
+import pytest
+import torch
+
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("TRITON_INTERPRET=1 runs kernels as Python", allow_module_level=True)
+pytest.importorskip("triton", reason="ops/ needs triton")
+
+from tests.kernels_without_gpu import plain_error
+from tests.moe_kernels_without_gpu import layer_errors
+from tests.token_draw_without_gpu import run as draw
+
+FORMAT = "fp8"  # its products need no inline assembly, which the interpreter has not
+
+
+def check(family: str, format: str, **tokens) -> None:
+    """Run the layers of runtime/fused_decode.py, and compare with `Block.forward`."""
+    for errors in layer_errors(family, format, **tokens):
+        assert errors["experts"] == errors["again"] == 0, errors
+        assert max(errors["x"], errors["weights"]) < 2e-3 and errors["cache"] < 1e-3, errors
+
+
+def test_experts_and_gqa_of_one_token():
+    """Dense products, attention, norm with the router's scores, the choice, experts."""
+    check("qwen3_moe", FORMAT)
+
+
+def test_experts_of_three_tokens():
+    """Attention of several queries; experts sorted by tiles. The last token is padding."""
+    check("qwen3_moe", FORMAT, queries=3, last=[1])
+
+
+def test_mla_of_two_sequences():
+    """One token of each: attention takes them as it takes one, products as several tokens."""
+    check("glm4_moe_lite", FORMAT, batch=2)
+
+
+def test_the_delta_rule_of_two_sequences():
+    """A layer of Gated DeltaNet, and one of gated attention with a shared expert."""
+    check("qwen3_next", FORMAT, batch=2)
+
+
+def test_the_draw_of_a_token():
+    rows = [{"temperature": 0.7, "top_p": 0.9, "seed": 1}, {"temperature": 0.0}]
+    found = draw({"logits": "normal", "V": 300, "groups": 4, "rows": rows})
+    assert found["same"] and found["plain"] == found["fused"]
+
+
+def test_the_grouped_product_of_a_prompt():
+    """Rows of three experts, of which one has none."""
+    assert plain_error((5, 0, 20), 40, 64, torch.float32) < 1e-5
