@@ -4,8 +4,8 @@
     python benchmarks/kernel_ptx.py --case Qwen3-30B-A3B:int4 --compare before.json
 
 Needs no GPU: kernels are compiled for sm_90 (tests/gpu_launches.py). Names of kernels and of
-parameters do not count, and parameters that are not read do not either. Prints each work whose
-launches differ, and exits with 1 if there are some.
+parameters do not count, and parameters that are not read do not either. Prints how launches
+differ ("order": the same instructions in another order), and exits with 1 if some do.
 """
 
 import argparse
@@ -13,6 +13,7 @@ import hashlib
 import json
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
@@ -44,10 +45,27 @@ def normalized(ptx: str) -> str:
     return "\n".join(lines)
 
 
-def describe(kernel, code) -> tuple[str, str]:
-    """Return a launch's kernel, and a digest of its code and of its program's size."""
-    text = f"{code.metadata.num_warps} {code.metadata.shared}\n" + normalized(code.asm["ptx"])
-    return kernel.__name__, hashlib.sha256(text.encode()).hexdigest()[:16]
+def describe(kernel, code) -> tuple[str, str, dict[str, int]]:
+    """Return a launch's kernel, a digest of its code and size, and how often it has each opcode."""
+    body = normalized(code.asm["ptx"])
+    text = f"{code.metadata.num_warps} {code.metadata.shared}\n{body}"
+    lines = (re.sub(r"^@!?%p\d+\s+", "", line) for line in body.splitlines())
+    opcodes = Counter(
+        line.split()[0].rstrip(";") for line in lines if not line.startswith((".", "$"))
+    )
+    return kernel.__name__, hashlib.sha256(text.encode()).hexdigest()[:16], dict(opcodes)
+
+
+def difference(old: list, new: list) -> str:
+    """Return in what two launches differ, or ""."""
+    if old[1] == new[1]:
+        return ""
+    before, after = Counter(old[2]), Counter(new[2])
+    less, more = before - after, after - before
+    if not less and not more:
+        return "order"
+    names = ", ".join(f"{op} {after[op] - before[op]:+}" for op in sorted({*less, *more}))
+    return f"{before.total()} to {after.total()} instructions: {names}"
 
 
 def launches(case: str) -> dict[str, list]:
@@ -60,7 +78,7 @@ def launches(case: str) -> dict[str, list]:
             with compile_only() as recorded:
                 run()
         except KernelError as error:
-            found[work] = [("refused", str(error))]
+            found[work] = [("refused", str(error), {})]
             return
         found[work] = [describe(kernel, code) for kernel, code, _ in recorded]
 
@@ -95,20 +113,27 @@ def main() -> None:
         args.json.write_text(json.dumps(found, indent=1))
     if not args.compare:
         return
-    before, differing = json.loads(args.compare.read_text()), 0
-    for case, works in found.items():
-        for work, kernels in works.items():
-            old = before[case].get(work)
-            if old is None or [digest for _, digest in old] != [digest for _, digest in kernels]:
-                differing += 1
-                print(f"{case}, {work}:")
-                pairs = zip(old or [], kernels, strict=False)
-                same_count = old is not None and len(old) == len(kernels)
-                changed = [f"{a[0]} -> {b[0]}" for a, b in pairs if a[1] != b[1]]
-                print("   ", ", ".join(changed) if same_count else f"{old}\n    -> {kernels}")
-    total = sum(map(len, found.values()))
-    print(f"{total - differing} of {total} works have the same machine code")
-    sys.exit(differing > 0)
+    before, found = json.loads(args.compare.read_text()), json.loads(json.dumps(found))
+    sys.exit(compare(before, found))
+
+
+def compare(before: dict, found: dict) -> bool:
+    """Print each difference once, with the works that have it. Return whether there are some."""
+    works: dict[str, list[str]] = {}
+    for case, done in found.items():
+        for work, new in done.items():
+            old = before[case].get(work, [])
+            if len(old) != len(new):
+                names = [" ".join(launch[0] for launch in launches) for launches in (old, new)]
+                works.setdefault(f"{names[0]} -> {names[1]}", []).append(f"{case}, {work}")
+                continue
+            for one, other in zip(old, new, strict=True):
+                if how := difference(one, other):
+                    text = f"{one[0]} -> {other[0]}: {how}"
+                    works.setdefault(text, []).append(f"{case}, {work}")
+    for text, where in sorted(works.items()):
+        print(f"{text}\n    in {len(where)} works, such as {where[0]}")
+    return bool(works)
 
 
 if __name__ == "__main__":
