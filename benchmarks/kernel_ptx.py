@@ -8,7 +8,6 @@ parameters do not count, and parameters that are not read do not either. Prints 
 differ ("order": the same instructions in another order), and exits with 1 if some do.
 """
 
-import argparse
 import hashlib
 import json
 import re
@@ -22,6 +21,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.inductor_code import move_to_fake_gpu, pretend_gpu
+from cli.parser import Parser
 from model import Chunk
 from ops.launch import KernelError, compile_only
 from tests import gpu_launches
@@ -100,21 +100,31 @@ def launches(case: str) -> dict[str, list]:
     return found
 
 
+def build_parser() -> Parser:
+    parser = Parser(
+        __doc__.partition("\n")[0],
+        (
+            "python benchmarks/kernel_ptx.py --case Qwen3-30B-A3B:int4 --json before.json",
+            "python benchmarks/kernel_ptx.py --case Qwen3-30B-A3B:int4 --compare before.json",
+        ),
+    )
+    add = parser.add_argument
+    add("--case", nargs="+", required=True, metavar="NAME:MODE", help="models with formats")
+    add("--json", type=Path, metavar="FILE", help="write the launches there")
+    add("--compare", type=Path, metavar="FILE", help="launches of before, as --json wrote them")
+    return parser
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--case", nargs="+", required=True, help="models with formats")
-    parser.add_argument("--json", type=Path, help="write the launches there")
-    parser.add_argument("--compare", type=Path, help="launches of before, as --json wrote them")
-    args = parser.parse_args()
+    args = build_parser().parse_args()
     pretend_gpu()
     gpu_launches.become("sm_90")
     found = {case: launches(case) for case in args.case}
     if args.json:
         args.json.write_text(json.dumps(found, indent=1))
-    if not args.compare:
-        return
-    before, found = json.loads(args.compare.read_text()), json.loads(json.dumps(found))
-    sys.exit(compare(before, found))
+    if args.compare:
+        before = json.loads(args.compare.read_text())
+        sys.exit(compare(before, json.loads(json.dumps(found))))
 
 
 def compare(before: dict, found: dict) -> bool:
