@@ -338,7 +338,7 @@ def test_pyproject_lists_every_package_and_root_module():
     assert set(SETUPTOOLS["packages"]) == {".".join(folder.parts) for folder in folders}
     for package, patterns in SETUPTOOLS["package-data"].items():
         for pattern in patterns:
-            assert list((ROOT / package).glob(pattern)), pattern
+            assert list((ROOT / package.replace(".", "/")).glob(pattern)), pattern
 
 
 def our_names() -> set[str]:
