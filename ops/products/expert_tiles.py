@@ -7,8 +7,8 @@
 
 ops/products/fragments.py has the products' loop, and explains how tensor cores get their operands.
 A tile has 8 to 32 pairs. An expert that more tokens chose has several tiles; the later ones find
-its weights in L2. The numbers of pairs and tiles stay on the GPU: there are as many programs as there
-may be tiles, and those without one return.
+its weights in L2. The numbers of pairs and tiles stay on the GPU: the grid has a program for each
+tile that is possible, and programs without a tile return.
 
 Letters: T tokens, A experts of a token (shared ones are among them), P = T * A pairs, I and D
 numbers of h and of x. Pair n is that of token n // A and its expert n % A.

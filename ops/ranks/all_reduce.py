@@ -236,8 +236,8 @@ def _receive_add(x, total, memory, calls, s: tl.constexpr, PDL: tl.constexpr):
 def receive_add(x: Tensor, inbox: TokenInbox, scale: float, pdl: bool | None = None) -> Tensor:
     """Receive a message [1, D] of all ranks -> x + scale * sum, bitwise identical on all ranks.
 
-    x: contiguous, of the messages' dtype; `can_receive` must be true. With PDL it is loaded while the
-    previous kernel runs, which must not write it.
+    x: contiguous, of the messages' dtype; `can_receive` must be true. With PDL it is loaded while
+    the previous kernel runs, which must not write it.
     """
     total, settings = torch.empty_like(x), Receive(x.numel(), scale, messages_of(inbox))
     grid, tensors = (triton.cdiv(x.numel(), BLOCK),), (x, total, inbox.memory, inbox.calls)
