@@ -224,7 +224,7 @@ class FusedExperts:
         """Stack the shared expert's weights on the others', once for each model."""
         if self.shared is None:
             return
-        kept = vars(self.experts)  # of an earlier runner of this model
+        kept = vars(self.experts)  # an earlier runner of this model may have stacked them
         if "stacked" not in kept:
             count = self.routing.shared
             w13 = stack(self.experts.w13, self.shared.w13, self.w13, count, rows=True)

@@ -192,7 +192,7 @@ def sample(logits: Tensor, controls: Tensor, seen: Tensor, noise: Noise | None) 
     """
     if noise is None:
         logits = penalize(logits, seen, controls[:, 4:])
-        tokens = argmax(logits)  # of a row with a NaN, that
+        tokens = argmax(logits)  # NaN is the largest
         return torch.where(logits.gather(-1, tokens).isfinite(), tokens, NOT_FINITE)
     tokens, weights = shortlist(logits, controls, seen, noise.candidates)
     return tokens.gather(-1, argmax(weights / noise.of(tokens)))

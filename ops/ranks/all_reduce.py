@@ -124,7 +124,7 @@ def _sum_messages(bits, add, s: tl.constexpr):
 # rank that begins call n + 1 has finished reading call n. No rank reaches call n + 2,
 # which reuses the half of call n, before all have begun n + 1.
 #
-# PDL: the next kernel is launched at once and is set up while this one waits for the ranks.
+# PDL: the next kernel starts before the exchange, and loads its weights during it.
 @jit
 def _push_all_reduce(x, weights, residual, y, peers, calls, s: tl.constexpr, PDL: tl.constexpr):
     WORDS: tl.constexpr = s.block
