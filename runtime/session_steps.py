@@ -200,8 +200,8 @@ class DecodeSteps(SessionRows):
         """Return a step over this many tokens, compiled and on CUDA captured.
 
         The step's tensors must keep their addresses. ahead: a row's tokens, from `position` on.
-        It is captured once for each of the runner's `reaches`. At each call the rows' lengths choose
-        among them, so that an answer passes from one to the next.
+        It is captured once for each of the runner's `reaches`. The rows' lengths choose among them
+        at each call, so that an answer passes from one to the next.
         """
         steps = [
             (reach, self.capture_within(reach, step, tokens, ahead))

@@ -905,7 +905,9 @@ def first_block_loads(C: int, itemsize: int) -> int:
     return block * C * 2 * itemsize // (16 * 32 * gqa_settings.WARPS)
 
 
-def attention_code(layer: AttentionSettings, Q: int, S: int, dtype, kind, norms, sinks) -> list:
+def attention_code(
+    layer: AttentionSettings, Q: int, S: int, dtype, kind, norms, sinks, reach: int | None = None
+) -> list:
     """Return the kernels of `attend_tokens` for one sequence, compiled."""
     C, empty = layer.head_dim, partial(torch.empty, dtype=dtype)
     stored = kind((1, layer.kv_heads, S, C), dtype, torch.device("cpu")).stored()
@@ -913,7 +915,7 @@ def attention_code(layer: AttentionSettings, Q: int, S: int, dtype, kind, norms,
     weights = [None if width is None else empty(width) for width in (*norms, sinks)]
     positions = torch.empty(1, Q, dtype=torch.int64)
     tensors = qkv, rope, positions, *stored, *weights
-    return list(launched_code(lambda: gqa.attend_tokens(*tensors, layer.encoded())).items())
+    return list(launched_code(lambda: gqa.attend_tokens(*tensors, layer.encoded(), reach)).items())
 
 
 def norm_widths(qk_norm: str, H: int, K: int, C: int) -> tuple:
@@ -927,16 +929,17 @@ def token_code() -> dict[str, dict[str, int]]:
     """
     found = {}
     names = "Mixtral-8x7B", "Qwen3-30B-A3B", "gpt-oss-20b", "OLMoE-1B-7B"
-    cases = itertools.product(names, (32768,), (torch.bfloat16, torch.float32))
-    for name, S, dtype in (*cases, ("Qwen3-30B-A3B", 256, torch.bfloat16)):
+    cases = itertools.product(names, (torch.bfloat16, torch.float32), (32768,), (None,))
+    short = (names[1], torch.bfloat16, 256, None), (names[1], torch.bfloat16, 32768, 200)
+    for name, dtype, S, reach in (*cases, *short):
         args = replace(ARCHITECTURES[name], sliding_window=None)
         H, K, C, is_full = args.n_head, args.n_kv_head, args.head_dim, args.qk_norm == "full"
         layer = AttentionSettings(H, K, C, C, 0.1, 1e-5, full_norm=is_full)
         norms = norm_widths(args.qk_norm, H, K, C)
         sinks = H if args.family == "gpt_oss" else None
-        (_, code), *merges = attention_code(layer, 1, S, dtype, KVCache, norms, sinks)
+        (_, code), *merges = attention_code(layer, 1, S, dtype, KVCache, norms, sinks, reach)
         asm = code.asm["sass"]
-        found[f"{name}, {S} positions, {dtype}"] = {
+        found[f"{name}, {reach or S} positions, {dtype}"] = {
             "waits": asm.count("ACQBULK"),
             "starts": asm.count("PREEXIT"),
             "spills": asm.count("STL"),

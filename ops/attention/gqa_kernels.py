@@ -272,8 +272,8 @@ def merge_kernel(qkv, positions, sinks, results, s: tl.constexpr, PDL: tl.conste
     C: tl.constexpr = a.head_dim
     EACH: tl.constexpr = s.each
     Q: tl.constexpr = s.queries
-    head, token = tl.program_id(0), tl.program_id(2).to(tl.int64)
-    sequence, query = token // Q, token % Q
+    head, token = tl.program_id(0), tl.program_id(2)
+    sequence, query, token = (token // Q).to(tl.int64), token % Q, token.to(tl.int64)
     _, _, _, parts = find_parts(positions, sequence, s)
     sink, gate = None, None
     if sinks is not None:
