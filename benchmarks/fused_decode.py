@@ -67,6 +67,8 @@ class Layers:
 
     def __init__(self, model: Transformer, runner: CompiledRunner, position: int):
         self.model, self.runner = model, runner
+        reaches = runner.reaches(1, model.args.max_position)
+        runner.reach = next(n for n in reaches if n is None or position < n)  # as a session does
         self.token = torch.ones(1, 1, dtype=torch.int64, device="cuda")
         self.position = torch.full_like(self.token, position)
         found = runner.begin(model, self.token, self.position)

@@ -1,14 +1,16 @@
-"""Time of a few tokens' grouped-query attention: the kernel at several positions of a cache.
+"""Time of a few tokens' grouped-query attention: its kernels at several positions of a cache.
 
     python benchmarks/gqa.py --length 256 32768 --positions 150 1000 4000
     python benchmarks/gqa.py --arch gpt-oss-20b --kv_cache int8 --queries 8
     python benchmarks/gqa.py --tiles 128x3 128x2w --parts 16 33
+    python benchmarks/gqa.py --length 32768 --positions 150 250 --reach 256
 
 Kernels of several layers run in turn in one CUDA graph, each waiting for the one before, as in a
 decode step; L2 holds no cache. us are of one layer, GB/s count the keys and values that are read.
-"differs" is the relative difference from plain attention. "parts" is the most that the kernel may
-take. --tiles tries other tiles than `ops.attention.gqa_settings.choose_tiles`, as positions x
-stages, with "w" for two blocks as one; --parts other numbers of parts at most.
+"differs" is the relative difference from plain attention. "parts" is the most that a launch has.
+--tiles tries other tiles than `ops.attention.gqa_settings.choose_tiles`, as positions x stages,
+with "w" for two blocks as one; --parts other numbers of parts at most. --reach is a bound of the
+positions, as a session gives it.
 """
 
 import argparse
@@ -72,9 +74,11 @@ def make_context(args: ModelArgs, length: int, position: int, queries: int) -> C
     return Context(table[positions].unsqueeze(2), positions=positions, masks=masks)
 
 
-def difference(layer: FusedDecodeAttention, qkv: Tensor, context: Context) -> float:
+def difference(
+    layer: FusedDecodeAttention, qkv: Tensor, context: Context, reach: int | None
+) -> float:
     """Return the relative difference of the kernel from plain attention."""
-    found = layer.fused_core(qkv, context).float()
+    found = layer.fused_core(qkv, context, reach).float()
     expected = layer.plain[0].core(qkv, context).float()
     return ((found - expected).norm() / expected.norm()).item()
 
@@ -92,17 +96,18 @@ def measure(args: ModelArgs, length: int, kind: type[KVCache], options: argparse
         context = make_context(args, length, position, options.queries)
 
         def step(index: int, context: Context = context) -> None:
-            layers[index].fused_core(inputs[index], context)
+            layers[index].fused_core(inputs[index], context, options.reach)
 
         for tile, parts in itertools.product(options.tiles or (None,), options.parts):
             chosen = {"MAX_PARTS": parts}
             if tile:
                 chosen["choose_tiles"] = lambda *_, tile=tile: iter((tile,))
             with mock.patch.multiple(gqa_settings, **chosen):
-                error = difference(layer, inputs[0], context)
+                error = difference(layer, inputs[0], context, options.reach)
                 us = graph_seconds(step, range(count)) * 1e6
                 settings = decode_settings(layer.settings)
-                s = next(divide(inputs[0], Stored(*layer.cache.stored()), settings, 0))
+                stored = Stored(*layer.cache.stored())
+                s = next(divide(inputs[0], stored, settings, 0, options.reach))
             shape_of_tile = f"{s.tile.block}x{s.tile.stages}{'w' if s.tile.wide else ''}"
             print(
                 f"{length:7}  {position:7}  {shape_of_tile:>6}  {s.parts:5}  {us:8.2f}  "
@@ -141,6 +146,7 @@ def build_parser() -> Parser:
     add("--kv_cache", choices=KV_CACHES, default="plain")
     add("--tiles", type=parse_tile, nargs="+", metavar="BxS", help="positions x stages")
     add("--parts", type=int, nargs="+", default=[MAX_PARTS], metavar="N", help="at most")
+    add("--reach", type=int, metavar="N", help="all positions are less; default: any")
     return parser
 
 
@@ -149,6 +155,8 @@ def main() -> None:
     options = (parser := build_parser()).parse_args()
     if not 1 <= options.queries <= MAX_QUERIES:
         parser.error(f"--queries {options.queries}: 1 to {MAX_QUERIES}")
+    if options.reach and max(options.positions) + options.queries > options.reach:
+        parser.error(f"--reach {options.reach}: positions up to {max(options.positions)} exceed it")
     require_gpu(parser)
     args = architecture(options.arch)
     gpu = f"{torch.cuda.get_device_name()}, torch {torch.__version__}"

@@ -28,6 +28,7 @@ def cuda_kernels(session: Session, steps: int, position: int) -> list[Event]:
     """Return each kernel and copy of `steps` steps from a position on, sampling included."""
     step = next(iter(session.steps.values()))
     session.position.fill_(position)
+    session.cached = [position + steps] * session.batch  # by which the session chooses kernels
 
     def run() -> None:
         for _ in range(steps):

@@ -252,12 +252,6 @@ def await_previous(PDL: tl.constexpr):
 
 
 @jit
-def e8m0_to_float(exponents):
-    """Convert e8m0 scales to fp32; the smallest, 2 ** -127, becomes 0."""
-    return (exponents.to(tl.int32) << 23).to(tl.float32, bitcast=True)
-
-
-@jit
 def add_both(a, b, c, d):
     """Add two numbers each, for `tl.reduce` of two tensors at once."""
     return a + c, b + d

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from model import Attention, Context, RMSNorm, Transformer
 from ops.attention.gqa import attend_tokens
-from ops.attention.gqa_settings import NO_WINDOW, AttentionSettings, takes_queries
+from ops.attention.gqa_settings import NO_WINDOW, AttentionSettings, one_part, takes_queries
 from ops.declared import AttentionAdditions
 from ops.launch import can_launch
 from runtime.plain_forms import settings_of, undeclared
@@ -69,11 +69,25 @@ class FusedDecodeAttention(Attention):
             return False
         return stored in (qkv.dtype, torch.int8) and takes_queries(queries, self.heads[2])
 
-    def fused_core(self, qkv: Tensor, context: Context) -> Tensor:
-        """qkv [B, Q, (H + 2 K) C], or as the settings say -> [B, Q, H * C]."""
+    def one_part(self, queries: int, length: int) -> int:
+        """Return how many positions are one part, for this many tokens of each sequence.
+
+        0: a cache of `length` positions never has more parts.
+        """
+        if not self.supported:
+            return 0
+        found = one_part(queries, self.heads[2], self.cache.kv.element_size())
+        return found if found < min(length, self.window or length) else 0
+
+    def fused_core(self, qkv: Tensor, context: Context, reach: int | None = None) -> Tensor:
+        """qkv [B, Q, (H + 2 K) C], or as the settings say -> [B, Q, H * C].
+
+        reach: as of `attend_tokens`.
+        """
         norms = [None if norm is None else norm.weight for norm in (self.q_norm, self.k_norm)]
         tokens = qkv, context.rope, context.positions
-        return attend_tokens(*tokens, *self.cache.stored(), *norms, self.sinks, self.settings)
+        tensors = *tokens, *self.cache.stored(), *norms, self.sinks
+        return attend_tokens(*tensors, self.settings, reach)
 
 
 def fused_attention(attention: nn.Module) -> nn.Module:

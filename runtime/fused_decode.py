@@ -139,10 +139,10 @@ class FusedAttention:
         width = 4 * weight.quads * weight.fields
         return projected.new_empty(*context.positions.shape, width)
 
-    def forward(self, x: Tensor, context: Context, core) -> Tensor | None:
+    def forward(self, x: Tensor, context: Context, core, reach: int | None = None) -> Tensor | None:
         """x [T, D], not normed -> x after attention; with several ranks, what this one adds to x.
 
-        None: it has been sent to all ranks. core: as of `FusedLayer.forward`.
+        None: it has been sent to all ranks. core, reach: as of `FusedLayer.forward`.
         """
         projected = x.new_empty(len(x), sum(weight.out for weight, _ in self.inputs))
         parts = projected.split([weight.out for weight, _ in self.inputs], dim=1)
@@ -154,10 +154,12 @@ class FusedAttention:
         projected, attention = projected.view(*context.positions.shape, -1), self.attention
         if not isinstance(attention, FusedDecodeAttention | FusedLatentAttention):
             heads = core(attention, projected, context)
-        elif attention.takes(projected, context):
-            heads = attention.fused_core(projected, context)
-        else:
+        elif not attention.takes(projected, context):
             heads = core(attention.plain[0], projected, context)
+        elif isinstance(attention, FusedDecodeAttention):
+            heads = attention.fused_core(projected, context, reach)
+        else:
+            heads = attention.fused_core(projected, context)
         weight, bias = self.output
         heads = heads.flatten(0, 1).contiguous()
         return dense.dense_product(heads, weight, bias=bias, **self.sum.of_product(x))
@@ -340,14 +342,16 @@ class FusedLayer:
             raise ValueError("no kernels for a block that differs from model.Block")
         self.attention, self.experts = FusedAttention(block), FusedExperts(block)
 
-    def forward(self, x: Tensor, context: Context, core) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(
+        self, x: Tensor, context: Context, core, reach: int | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """x [T, D], not normed -> x after the block, expert_indices, expert_weights [T, A].
 
         The tokens are those of `context.positions` [B, Q], in order. core: (attention, projected
         [B, Q, N], context) -> heads, by `Attention.core`. It is called where no kernel computes
-        that.
+        that. reach: as of `attend_tokens`.
         """
-        attended = self.attention.forward(x, context, core)
+        attended = self.attention.forward(x, context, core, reach)
         return self.experts.forward(x, attended, context.last)
 
 
@@ -429,6 +433,12 @@ class FusedRunner(CompiledRunner):
         """Whether all fused layers take this number of tokens."""
         return all(layer.experts.takes_tokens(tokens) for layer in self.layers.values())
 
+    def reaches(self, queries: int, length: int) -> list[int | None]:
+        attentions = (layer.attention.attention for layer in self.layers.values())
+        fused = [each for each in attentions if isinstance(each, FusedDecodeAttention)]
+        short = max((each.one_part(queries, length) for each in fused), default=0)
+        return [short, None] if short else [None]
+
     def begin(self, model: Transformer, tokens: Tensor, span: Tensor | Chunk):
         is_prompt = len(tokens) == 1 and tokens.numel() in self.prompt_chunks
         is_few = tokens.numel() <= self.max_tokens
@@ -447,7 +457,7 @@ class FusedRunner(CompiledRunner):
         if layer is None or not self.runs_layer(layer, x, context):
             x, *routing = self.compiled_unfused(block, x, context, next_norm)
         else:
-            y, *routing = layer.forward(x.flatten(0, 1), context, self.compiled_core)
+            y, *routing = layer.forward(x.flatten(0, 1), context, self.compiled_core, self.reach)
             x = y.view_as(x)
         return x, x, *routing
 
@@ -481,8 +491,8 @@ class FusedRunner(CompiledRunner):
         if layer.experts.sum.all_reduce or layer.experts.before.all_reduce:
             return True
         core, rows = layer.attention.empty_heads, x.flatten(0, 1)
-        key = id(layer), tuple(context.positions.shape)
-        return self.runs(key, lambda: layer.forward(rows, context, core))
+        key = id(layer), tuple(context.positions.shape), self.reach
+        return self.runs(key, lambda: layer.forward(rows, context, core, self.reach))
 
     def runs(self, key: Hashable, launch: Callable) -> bool:
         """Whether the kernels that `launch` launches run on this GPU.

@@ -18,6 +18,8 @@ class EagerRunner(Runner):
     """Runs each stage eagerly. A session asks a runner what it may capture."""
 
     needs_host = False  # the host takes part in a step, layer by layer
+    # All positions of the step in progress are less. None: they may be any. A session sets it.
+    reach: int | None = None
     # A captured session pads a chunk of a short prompt to one of these numbers of tokens, in rising
     # order.
     short_chunks: tuple[int, ...] = (SHORT_CHUNK,)
@@ -33,6 +35,13 @@ class EagerRunner(Runner):
         """
         is_broken = any(name.startswith(GROUPED) for name in broken)
         return tokens == 1 or (can_launch(self.model.norm.weight) and not is_broken)
+
+    def reaches(self, queries: int, length: int) -> list[int | None]:
+        """Return the values of `reach` for which a step runs other kernels, in rising order.
+
+        queries: tokens of each sequence. length: positions of the cache. The last value is None.
+        """
+        return [None]
 
     def block(
         self, block: Block, x: Tensor, normed: Tensor, context: Context, next_norm: nn.Module

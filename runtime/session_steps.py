@@ -200,7 +200,33 @@ class DecodeSteps(SessionRows):
         """Return a step over this many tokens, compiled and on CUDA captured.
 
         The step's tensors must keep their addresses. ahead: a row's tokens, from `position` on.
+        It is captured once for each of the runner's `reaches`. The rows' lengths choose among them
+        at each call, so that an answer passes from one to the next.
         """
+        steps = [
+            (reach, self.capture_within(reach, step, tokens, ahead))
+            for reach in self.runner.reaches(ahead, self.cache_len)
+        ]
+        if len(steps) == 1:
+            return steps[0][1]
+        rows = tokens // ahead
+
+        def run() -> None:
+            end = max(self.cached[:rows]) + ahead
+            next(step for reach, step in steps if reach is None or end <= reach)()
+
+        return run
+
+    def capture_within(
+        self, reach: int | None, step: Callable[[], None], tokens: int, ahead: int
+    ) -> Callable[[], None]:
+        """`capture`, for one of the runner's `reaches`."""
+
+        def run() -> None:
+            self.runner.reach = reach
+            step()
+            self.runner.reach = None
+
         if self.captured:
             torch.cuda.synchronize()  # a step in flight would move `position`
         if self.compiled:
@@ -211,13 +237,13 @@ class DecodeSteps(SessionRows):
                 for _ in range(2):
                     self.position.fill_(self.cache_len - ahead)  # no sequence reaches these
                     self.last.fill_(-1)  # no token is real, so that recurrent states stay
-                    step()
+                    run()
                 copy_all(kept, self.state)
             if self.captured:
                 torch.cuda.synchronize()
             self.before_edit = before_edit
         if not self.captured or not self.runner.can_capture(tokens):
-            return step
+            return run
         with CapturedStep(self.pool) as captured:
-            step()
+            run()
         return captured.replay

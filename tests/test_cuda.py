@@ -258,8 +258,7 @@ def test_the_first_difference_in_bf16_is_a_near_tie():
 def test_fused_decode_kernels_give_the_eager_tokens(mode, length, cache, tmp_path):
     """And a second prompt replays the same graph; a watched step has the same experts.
 
-    length: of the cache. Attention over a long or an int8 one is `attend_split`: the first prompt's
-    positions are several parts.
+    length: of the cache. In a long one the first prompt's positions are several parts.
     """
     source = directory = embedded_checkpoint()
     if mode != "bf16":
@@ -400,6 +399,30 @@ def test_speculation_in_fused_kernels_gives_the_eager_tokens(drafts, length, tmp
     first = list(eager.stream(ids, 100, GREEDY))
     check_near_tie(directory, ids, first, list(speculation.stream(ids, 100, GREEDY)))
     assert fused.runner.is_fused and speculation.statistics()["tokens_per_pass"] > 1
+
+
+@pytest.mark.parametrize("characters", ((600,), (500, 40), (40, 600)))
+def test_an_answer_that_passes_256_positions_gives_the_eager_tokens(characters, tmp_path):
+    """Two graphs take turns: attention in one part, and in several. The first answer captures both.
+
+    Then nothing is compiled, and no step is captured.
+    """
+    eager, fused, directory = fused_and_eager(tmp_path, "int4", 1500, batch=len(characters))
+    prompts = [embedded_prompt(n) for n in characters]
+    assert fused.runner.reaches(1, fused.cache_len) == [256, None]
+    assert max(map(len, prompts)) < 240
+    count, made = 300 - max(map(len, prompts)), []
+    for _ in range(2):
+        eager.reset()
+        fused.reset()
+        answers = [
+            list(zip(*session.stream_all(prompts, count, GREEDY), strict=True))
+            for session in (eager, fused)
+        ]
+        for ids, first, second in zip(prompts, *answers, strict=True):
+            check_near_tie(directory, ids, list(first), list(second))
+        made.append((dict(fused.steps), counters["stats"]["unique_graphs"]))
+    assert made[0] == made[1]
 
 
 SHARED = (

@@ -159,6 +159,23 @@ def test_fused_kernels_of_ranks_are_refused_for_whole_experts_alone(monkeypatch)
         check_decode_kernels("fused", source, HOPPER, parallel="expert")
 
 
+@pytest.mark.parametrize(
+    ("name", "queries", "length", "bounds"),
+    (
+        ("Qwen3-30B-A3B", 1, 32768, [256, None]),
+        ("Qwen3-30B-A3B", 1, 256, [None]),
+        ("Qwen3-30B-A3B", 4, 32768, [640, None]),
+        ("gpt-oss-20b", 1, 4096, [256, None]),  # layers with a window have one part
+        ("Qwen3.6-35B-A3B", 1, 4096, [128, None]),
+        ("DeepSeek-V2-Lite", 1, 32768, [None]),  # latent attention
+    ),
+)
+def test_steps_of_a_long_cache_have_a_bound_of_one_part(name, queries, length, bounds):
+    model = on_meta(name, "bf16")
+    model.setup_cache(1, length)
+    assert FusedRunner(model).reaches(queries, length) == bounds
+
+
 def test_norms_over_heads_of_other_ranks_have_none():
     attention = on_meta("OLMoE-1B-7B", "bf16").layers[0].attention
     assert FusedDecodeAttention(attention, AttentionAdditions()).supported

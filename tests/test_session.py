@@ -32,6 +32,7 @@ from runtime.runner import EagerRunner
 from runtime.sampling import Noise, Sampling, sample
 from runtime.session import Session, SessionOptions
 from runtime.session_prompts import short_chunk_sizes
+from runtime.speculation import Speculation
 
 GREEDY = Sampling(temperature=0)
 PROMPT = [5, 17, 3, 99, 42, 8, 120]
@@ -698,6 +699,50 @@ def test_a_short_prompt_runs_in_the_smallest_chunk_that_holds_it(model):
     assert [len(tokens) for tokens, _ in calls] == [8, 32, 8]
     assert calls[1] == (text[5:37], list(range(5, 37)))
     assert calls[2] == (text[37:] + text[-1:] * 5, list(range(37, 45)))
+
+
+class BoundedRunner(EagerRunner):
+    """Has two kinds of steps, as `FusedRunner`, and notes the bound of each."""
+
+    def __init__(self, model, bound: int):
+        super().__init__(model)
+        self.bound, self.bounds = bound, []
+
+    def reaches(self, queries: int, length: int) -> list[int | None]:
+        return [self.bound, None]
+
+    def begin(self, model, tokens, span):
+        self.bounds.append(self.reach)
+        return super().begin(model, tokens, span)
+
+
+@pytest.mark.parametrize("lengths", ((10,), (10, 15), (15, 10)))
+def test_a_step_takes_the_least_bound_that_fits_all_rows(model, lengths):
+    """It changes within an answer: position 19 is the last one below the bound."""
+    prompts = [[7 * n % 150 + 1 for n in range(length)] for length in lengths]
+    want = list(open_session(model, 64, batch=len(lengths)).stream_all(prompts, 20, GREEDY))
+    session = open_session(model, 64, batch=len(lengths))
+    session.runner = BoundedRunner(model, 20)
+    assert list(session.stream_all(prompts, 20, GREEDY)) == want
+    short = 20 - max(lengths)
+    assert session.runner.bounds == [20] * short + [None] * (19 - short)
+    assert session.runner.reach is None  # prompts have no bound
+
+
+def test_drafts_are_below_the_bound_too(model):
+    want = generate(open_session(model, 64), PROMPT * 2, 30)
+    session = open_session(model, 64)
+    session.runner = BoundedRunner(model, 20)
+    speculation, ends = Speculation(session, 3), []
+    verify = speculation.verify
+
+    def noting(candidates: int) -> None:
+        ends.append((session.cached[0] + 4, session.runner.reach))
+        verify(candidates)
+
+    speculation.verify = noting
+    assert list(speculation.stream(PROMPT * 2, 30, GREEDY)) == want
+    assert ends and all((reach == 20) == (end <= 20) for end, reach in ends)
 
 
 def test_which_captured_sessions_have_short_prompts():

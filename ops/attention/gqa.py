@@ -1,14 +1,13 @@
-"""Grouped-query attention of a few tokens over a KV cache, in one kernel.
+"""Grouped-query attention of a few tokens over a KV cache, in one kernel or two.
 
     attend_kernel    norms of q and k, RoPE, cache append, attention
-    merge_kernel     merge of the parts, for several queries of a sequence
+    merge_kernel     merge of the parts, if a sequence may have several
 
 A program attends with some query heads of one KV head, as rows of a tile of tensor cores. It reads
 each older key and value once for all of them. Programs share the positions of a long sequence
-(Flash-Decoding, Dao et al. 2023): `find_parts` chooses how many from the position, on the GPU, so
-that a short sequence takes one program a KV head, however long its cache is. The other programs end
-at once. With one query, the last program of a KV head to end merges the parts: a second kernel
-takes longer. With several queries it has too much to merge, and a second kernel does.
+(Flash-Decoding, Dao et al. 2023): `find_parts` chooses how many from the position, on the GPU. The
+other programs end at once. A caller that knows a bound of the positions (`reach`) saves them, and
+`merge_kernel`. Merging by the last program of a KV head to end takes longer than that kernel.
 
 No program waits for another: each computes the keys and values of the call's own tokens itself, and
 reads only earlier positions from the cache.
@@ -23,7 +22,6 @@ Letters: B sequences, Q queries of each, S positions of the cache, H query heads
 G = H / K, C head dim, P parts of the positions, at most, M rows of a program (queries times heads).
 """
 
-from functools import cache
 from typing import cast
 
 import torch
@@ -48,16 +46,6 @@ from ops.gpu import gpu_of
 from ops.launch import fit, launch
 
 
-@cache
-def arrivals(device: torch.device, count: int) -> Tensor:
-    """Return int32 zeros [count], which every launch leaves as zeros.
-
-    All launches share them, since those of a stream do not overlap. They are never freed: CUDA
-    graphs have their address.
-    """
-    return torch.zeros(count, dtype=torch.int32, device=device)
-
-
 @torch.library.custom_op("moe_fast::attend_tokens", mutates_args=("cache", "scales"))
 def attend_tokens(
     qkv: Tensor,
@@ -69,6 +57,7 @@ def attend_tokens(
     k_norm: Tensor | None,
     sinks: Tensor | None,
     settings: str,
+    reach: int | None = None,
 ) -> Tensor:
     """Attend with Q tokens of each sequence, and append their keys and values -> [B, Q, H * C].
 
@@ -76,6 +65,9 @@ def attend_tokens(
     at consecutive positions [B, Q]; each token sees those before it. rope: `model.Context.rope`.
     cache and scales as of `Stored`, q_norm, k_norm and sinks as of `HeadWeights`. Padding is
     computed as any other token, and its keys and values are stored.
+
+    reach: a bound of the positions: all that count are less. None: S. Tokens from there on are
+    stored, but what they attend to is undefined.
     """
     (B, Q), layer = qkv.shape[:2], decode_settings(settings)
     check_shapes(qkv, positions, cache, layer)
@@ -83,23 +75,23 @@ def attend_tokens(
     stored = Stored(cache if scales is None else cache.view(torch.int16), scales)
     weights, qkv = HeadWeights(q_norm, k_norm, sinks), qkv.contiguous()
     numbers = qkv.new_empty(0, dtype=torch.float32)
-    counts = arrivals(qkv.device, pow2(B * layer.kv_heads))
     args = qkv, rope, positions, weights, stored
-    candidates = ((s, {"warps": WARPS}) for s in divide(qkv, stored, layer, rope.shape[-1]))
-    found, options = fit(attend_kernel, candidates, *args, Results(y, numbers, numbers, counts))
+    divisions = divide(qkv, stored, layer, rope.shape[-1], reach)
+    candidates = ((s, {"warps": WARPS}) for s in divisions)
+    found, options = fit(attend_kernel, candidates, *args, Results(y, numbers, numbers))
     s = cast(KernelSettings, found)
     rows = B * s.pairs * s.parts * s.stored_rows if s.parts > 1 else 0
     partial, sums = numbers.new_empty(rows * layer.head_dim), numbers.new_empty(rows * 2)
-    results = Results(y, partial, sums, counts)
+    results = Results(y, partial, sums)
     launch(attend_kernel, (s.pairs, B, s.parts), *args, results, settings=s, **options)
-    if s.parts > 1 and not s.merges:
-        grid = Q * layer.heads, layer.head_dim // s.columns, B
+    if s.parts > 1:
+        grid = layer.heads, layer.head_dim // s.columns, B * Q
         launch(merge_kernel, grid, qkv, positions, sinks, results, settings=s, warps=MERGE_WARPS)
     return y
 
 
 @attend_tokens.register_fake
-def _(qkv, rope, positions, cache, scales, q_norm, k_norm, sinks, settings) -> Tensor:
+def _(qkv, rope, positions, cache, scales, q_norm, k_norm, sinks, settings, reach=None) -> Tensor:
     layer = decode_settings(settings)
     return qkv.new_empty(*qkv.shape[:2], layer.heads * layer.head_dim)
 
@@ -129,7 +121,7 @@ def attend_int8(
     (B, Q, H, C), (rows, K, S) = q.shape, codes.shape[1:4]
     y, sums = empty_parts(q, codes)
     layer = AttentionSettings(H, K, C, 0, C**-0.5, window=window)
-    stored, results = Stored(codes.view(torch.int16), scales), Results(None, y, sums, None)
+    stored, results = Stored(codes.view(torch.int16), scales), Results(None, y, sums)
     args = q.contiguous(), None, positions.contiguous(), HeadWeights(), stored, results
     # Without PDL: the kernel waits for nothing.
     options = {"warps": 4 if H // K * Q <= 16 else 8, "pdl": False}

@@ -3,7 +3,6 @@
 `s` is a `KernelSettings`, `a` its `AttentionSettings`. Letters: as in ops/attention/gqa.py.
 """
 
-# ruff: noqa: RUF005  (Triton adds tuples, but does not unpack them)
 from __future__ import annotations  # annotations of kernels name triton, which may be absent
 
 from ops.attention.cache_blocks import add_block, append, join_numbers, load_block, split_numbers
@@ -32,7 +31,7 @@ def find_parts(positions, sequence, s: tl.constexpr):
     WINDOW: tl.constexpr = s.layer.window
     BLOCK: tl.constexpr = s.tile.block
     start = tl.load(positions + sequence * Q).to(tl.int32)
-    first = tl.maximum(start - WINDOW + 1, 0) // s.align * s.align if s.length > WINDOW else 0
+    first = tl.maximum(start - WINDOW + 1, 0) // s.align * s.align if s.longest > WINDOW else 0
     if not s.appends:
         return start, first, start + Q, tl.num_programs(2)
     blocks = (start - first + BLOCK - 1) // BLOCK
@@ -151,7 +150,7 @@ def _add_positions(softmax, queries, keys, values, begin, start, query, BLOCK: t
     key = begin + tl.arange(0, BLOCK)[None, :]
     WINDOW: tl.constexpr = s.layer.window
     seen = key < start if s.appends else key <= (start + query)[:, None]
-    if s.length > WINDOW:
+    if s.longest > WINDOW:
         seen = seen & (key > (start + query)[:, None] - WINDOW)
     return add_block(softmax, queries, keys, values, seen, s.score_scale, s.int8)
 
@@ -164,62 +163,6 @@ def _store_heads(y, softmax, sink, gate, at, mask):
     if gate is not None:
         out /= 1 + tl.exp(-gate.to(tl.float32))
     tl.store(y + at, out.to(y.dtype.element_ty), mask=mask)
-
-
-@jit
-def _merge_parts(results, first, row, c, parts, s: tl.constexpr):
-    """Merge parts of a program's rows [R, 1] -> row_max, row_sum [R, 1], acc [R, C].
-
-    first: the program's first row of results. c [1, C]. Each lane adds its numbers of all parts.
-    Parts are added by number, not by arrival. Other programs wrote them: L1 may have older ones.
-    """
-    ROWS: tl.constexpr = s.stored_rows
-    AT_ONCE: tl.constexpr = s.parts_at_once
-    C: tl.constexpr = s.layer.head_dim
-    row_max = tl.full([ROWS, 1], float("-inf"), tl.float32)
-    row_sum, acc = tl.zeros_like(row_max), tl.zeros([ROWS, C], tl.float32)
-    for begin in range(0, parts, AT_ONCE):
-        maxima, totals, numbers, largest = (), (), (), row_max
-        for n in tl.static_range(AT_ONCE):
-            at, is_part = first + (begin + n) * ROWS + row, row * 0 + begin + n < parts
-            maximum = tl.load(results.sums + at * 2, is_part, float("-inf"), cache_modifier=".cg")
-            total = tl.load(results.sums + at * 2 + 1, is_part, 0.0, cache_modifier=".cg")
-            own = results.partial + at * C + c
-            maxima, totals = maxima + (maximum,), totals + (total,)
-            numbers = numbers + (tl.load(own, is_part, 0.0, cache_modifier=".cg"),)
-            largest = tl.maximum(largest, maximum)
-        row_sum *= tl.exp(row_max - largest)
-        acc *= tl.exp(row_max - largest)
-        for n in tl.static_range(AT_ONCE):
-            share = tl.exp(maxima[n] - largest)
-            row_sum += totals[n] * share
-            acc += numbers[n] * share
-        row_max = largest
-    return row_max, row_sum, acc
-
-
-@jit
-def _merge_last(qkv, sinks, results, sequence, program, parts, s: tl.constexpr):
-    """Count this program of a KV head; if it is the last to end, merge the parts. One query."""
-    a: tl.constexpr = s.layer
-    C: tl.constexpr = a.head_dim
-    pair = sequence * s.pairs + program
-    tl.debug_barrier()  # all threads have stored before one counts
-    arrived = tl.atomic_add(results.arrivals + pair, 1, sem="acq_rel", scope="gpu")
-    if arrived == parts - 1:
-        tl.store(results.arrivals + pair, 0)
-        row, c = tl.arange(0, s.stored_rows)[:, None], tl.arange(0, C)[None, :]
-        is_row, row = row < a.group, tl.minimum(row, a.group - 1)
-        head = program * a.group + row
-        gate, sink = None, None
-        if a.gated:
-            gate = tl.load(qkv + (sequence * a.projected + a.first_gate + head) * C + c)
-        if sinks is not None:
-            sink = tl.load(sinks + head).to(tl.float32)
-        first = pair * s.parts * s.stored_rows
-        row_max, row_sum, acc = _merge_parts(results, first, row, c, parts, s)
-        softmax = row_max, row_sum, acc
-        _store_heads(results.y, softmax, sink, gate, (sequence * a.heads + head) * C + c, is_row)
 
 
 @jit
@@ -287,8 +230,6 @@ def _attend_part(qkv, rope, weights, cache, results, place, BLOCK: tl.constexpr,
         tl.store(results.partial + at[:, None] * C + c, acc, mask=is_row[:, None])
         tl.store(results.sums + at * 2, row_max, mask=is_row)
         tl.store(results.sums + at * 2 + 1, row_sum, mask=is_row)
-        if s.merges:
-            _merge_last(qkv, weights.sinks, results, sequence, program, parts, s)
 
 
 # Grid [K * SPLITS, B, P]: a program computes EACH query heads of one KV head, SPLITS programs a KV
@@ -322,7 +263,7 @@ def attend_kernel(
             _attend_part(qkv, rope, weights, cache, results, place, SIZE, s, PDL)
 
 
-# Grid [Q * H, C / COLUMNS, B]: a program merges COLUMNS numbers of one query's head, if it has
+# Grid [H, C / COLUMNS, B * Q]: a program merges COLUMNS numbers of one query's head, if it has
 # several parts. Its loads are all in flight at once. The next kernel starts at once, too:
 # ops/README.md.
 @jit
@@ -330,8 +271,9 @@ def merge_kernel(qkv, positions, sinks, results, s: tl.constexpr, PDL: tl.conste
     a: tl.constexpr = s.layer
     C: tl.constexpr = a.head_dim
     EACH: tl.constexpr = s.each
-    query, head = tl.program_id(0) // a.heads, tl.program_id(0) % a.heads
-    sequence = tl.program_id(2).to(tl.int64)
+    Q: tl.constexpr = s.queries
+    head, token = tl.program_id(0), tl.program_id(2)
+    sequence, query, token = (token // Q).to(tl.int64), token % Q, token.to(tl.int64)
     _, _, _, parts = find_parts(positions, sequence, s)
     sink, gate = None, None
     if sinks is not None:
@@ -343,17 +285,20 @@ def merge_kernel(qkv, positions, sinks, results, s: tl.constexpr, PDL: tl.conste
     if parts == 1:
         return
     c = tl.program_id(1) * s.columns + tl.arange(0, s.columns)
-    token, in_group = sequence * s.queries + query, head % a.group
     if a.gated:
         gate = tl.load(qkv + (token * a.projected + a.first_gate + head) * C + c)[None, :]
+    in_group = head % a.group
     program = sequence * s.pairs + head // a.group * s.splits + in_group // EACH
-    part = tl.arange(0, s.padded_parts)[:, None]
+    part = tl.arange(0, s.padded_parts)
+    is_part = part < parts
     at = (program * s.parts + part) * s.stored_rows + query * EACH + in_group % EACH
-    maxima = tl.load(results.sums + at * 2, part < parts, float("-inf"))
-    totals = tl.load(results.sums + at * 2 + 1, part < parts, 0.0)
-    numbers = tl.load(results.partial + at * C + c[None, :], part < parts, 0.0)
-    largest = tl.max(maxima, 0, keep_dims=True)
+    maxima = tl.load(results.sums + at * 2, is_part, float("-inf"))
+    totals = tl.load(results.sums + at * 2 + 1, is_part, 0.0)
+    numbers = results.partial + at[:, None] * C + c[None, :]
+    numbers = tl.load(numbers, is_part[:, None], 0.0)
+    largest = tl.max(maxima, 0)
     share = tl.exp(maxima - largest)
-    acc = tl.sum(numbers * share, 0, keep_dims=True)
-    softmax = largest, tl.sum(totals * share, 0, keep_dims=True), acc
+    total, acc = tl.sum(totals * share, 0), tl.sum(numbers * share[:, None], 0)
+    zero = tl.zeros([1, 1], tl.float32)
+    softmax = zero + largest, zero + total, acc[None, :]
     _store_heads(results.y, softmax, sink, gate, (token * a.heads + head) * C + c[None, :], None)

@@ -16,8 +16,7 @@ from ops.attention.softmax import MAX_PARTS, PROGRAMS
 from ops.gpu import gpu_of
 
 FEWEST_ROWS = 16  # that tensor cores multiply
-FEW_PARTS = 32  # up to which a part is one block: one program takes long to merge more
-MERGED_NUMBERS = 16384  # numbers of parts in flight, of a program that merges: registers
+FEW_PARTS = 8  # up to which a part is one block, with one query of a plain cache (H100)
 WARPS, MERGE_WARPS = 8, 2
 MERGED_COLUMNS = 32  # numbers of a head that a program of `merge_kernel` merges
 NO_WINDOW = 1 << 30
@@ -101,7 +100,6 @@ class Results(NamedTuple):
     y: Tensor | None  # [B, Q, H * C]
     partial: Tensor | None  # not yet divided by the sum of weights
     sums: Tensor | None  # the maximum score, and the sum of exp(score - maximum)
-    arrivals: Tensor | None  # int32: programs of a KV head that have ended; 0 between launches
 
 
 @dataclass(frozen=True)
@@ -120,6 +118,7 @@ class KernelSettings:
     layer: AttentionSettings
     tile: Tile
     length: int  # S
+    longest: int  # positions of a sequence after the call, at most
     entries: int  # heads times positions of the cache's keys: values follow
     queries: int  # Q
     rows: int  # M
@@ -128,7 +127,6 @@ class KernelSettings:
     rope_width: int = 0
     int8: bool = False
     appends: bool = True  # q is raw, and its own keys are not yet in the cache
-    merges: bool = True  # the last program of a KV head merges its parts
     one_part: int = 0  # positions up to which there is one part
 
     @property
@@ -157,15 +155,9 @@ class KernelSettings:
         return self.layer.head_dim // 2 if self.int8 else self.layer.head_dim
 
     @property
-    def parts_at_once(self) -> int:
-        """Parts that a program merges at once."""
-        fitting = MERGED_NUMBERS // (self.stored_rows * self.layer.head_dim)
-        return max(1, min(pow2(self.parts), fitting))
-
-    @property
     def few_parts(self) -> int:
         """Parts of one block, at most."""
-        return FEW_PARTS if self.merges else MAX_PARTS
+        return FEW_PARTS if self.queries == 1 and not self.int8 else MAX_PARTS
 
     @property
     def rms_columns(self) -> int:
@@ -185,7 +177,7 @@ class KernelSettings:
     def loops(self) -> bool:
         """Whether a program may have more than its first block, so that it has a loop."""
         own = 0 if self.appends else self.queries
-        longest = min(self.length, self.layer.window + self.align - 2 + own)
+        longest = min(self.longest, self.layer.window + self.align - 2 + own)
         return longest > self.tile.block * self.bodies
 
     @property
@@ -258,10 +250,24 @@ def takes_queries(Q: int, C: int) -> bool:
     return Q == 1 or (Q <= MAX_QUERIES and C <= MAX_HEAD and fits)
 
 
-def divide(qkv: Tensor, stored: Stored, layer: AttentionSettings, width: int) -> Iterator:
-    """Yield settings of the kernels, the fastest first. width: of RoPE's rows."""
+def one_part(Q: int, C: int, itemsize: int) -> int:
+    """Return up to how many positions are one part, for heads of C numbers.
+
+    itemsize: of the cache. With one query they are one block, or two.
+    """
+    return ONE_PART // C if Q > 1 else 2 * next(choose_tiles(C, itemsize, Q)).block
+
+
+def divide(
+    qkv: Tensor, stored: Stored, layer: AttentionSettings, width: int, reach: int | None = None
+) -> Iterator[KernelSettings]:
+    """Yield settings of the kernels, the fastest first.
+
+    width: of RoPE's rows. reach: as of `attend_tokens`.
+    """
     (B, Q), (rows, K, S, _) = qkv.shape[:2], stored.entries.shape[1:]
-    C, length, int8 = layer.head_dim, min(S, layer.window), stored.scales is not None
+    longest = S if reach is None else min(S, reach)
+    C, length, int8 = layer.head_dim, min(longest, layer.window), stored.scales is not None
     is_one_part = length * C <= ONE_PART
     M = choose_rows(Q, layer.group, C, is_one_part)
     each = min(layer.group, M // Q)
@@ -269,8 +275,7 @@ def divide(qkv: Tensor, stored: Stored, layer: AttentionSettings, width: int) ->
         if length <= tile.block or Q > 1:
             tile = replace(tile, wide=False)
         s = KernelSettings(
-            *(layer, tile, S, rows * K * S, Q, M, each, 1, width, int8),
-            merges=Q == 1,
+            *(layer, tile, S, longest, rows * K * S, Q, M, each, 1, width, int8),
             one_part=tile.block * (2 if Q == 1 else 1),
         )
         P = 1 if is_one_part and Q > 1 else choose_parts(B * s.pairs, length, s, qkv.device)
@@ -283,10 +288,9 @@ def int8_settings(
     """Yield settings of `attend_int8`, the fastest first."""
     M = max(FEWEST_ROWS, pow2(layer.group * Q))
     s = KernelSettings(
-        *(layer, Tile(128, 2), S, rows * layer.kv_heads * S, Q, M, layer.group, parts),
+        *(layer, Tile(128, 2), S, S, rows * layer.kv_heads * S, Q, M, layer.group, parts),
         int8=True,
         appends=False,
-        merges=False,
     )
     blocks = (128, 64, 32, 16) if M <= 64 else (64, 32, 16)  # more spill
     yield from (replace(s, tile=Tile(block, 2)) for block in blocks)

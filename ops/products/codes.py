@@ -22,11 +22,17 @@ A chunk is LANES neighboring quads of ROWS rows. s: settings (`ops.products.pipe
 # ruff: noqa: RUF005  (Triton adds tuples, but does not unpack them)
 from __future__ import annotations  # annotations of kernels name triton, which may be absent
 
-from ops.launch import e8m0_to_float, jit, tl
+from ops.launch import jit, tl
 from ops.products.operands import high_half, low_half, split_four
 from ops.products.operands import load_x as load_x
 
 # Scales and zeros ---------------------------------------------------------------------------------
+
+
+@jit
+def e8m0_to_float(exponents):
+    """Convert e8m0 scales to fp32; the smallest, 2 ** -127, becomes 0."""
+    return (exponents.to(tl.int32) << 23).to(tl.float32, bitcast=True)
 
 
 @jit
