@@ -10,10 +10,10 @@ gives the same bits on all ranks. GB/s are message bytes over time. Without GPUs
 
 A block's all-reduces are followed by a residual add and a norm
 (`ops.products.fixed_join.fixed_add_norm`). Both together are timed for a token's [1, D].
-Prediction: 1 us more than the all-reduce, since the second kernel starts while the first one waits; 0.5 us more if it also combines per-expert outputs
-and computes a router's scores, as in a block. In fused decode kernels a product sends its rows
-itself, and the next kernel receives them; both are timed together, after the product alone.
-Prediction: 1.5 us more than the product.
+Prediction: 1 us more than the all-reduce, since the second kernel starts while the first one waits;
+0.5 us more if it also combines per-expert outputs and computes a router's scores, as in a block. In
+fused decode kernels a product sends its rows itself, and the next kernel receives them; both are
+timed together, after the product alone. Prediction: 1.5 us more than the product.
 """
 
 import argparse

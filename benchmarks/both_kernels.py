@@ -30,7 +30,13 @@ def speed(name: str, mode: str, kernels: str, layers: int | None, bandwidth: flo
 
 
 def build_parser() -> Parser:
-    parser = Parser(__doc__.partition("\n")[0], ("python benchmarks/both_kernels.py",))
+    parser = Parser(
+        __doc__.partition("\n")[0],
+        (
+            "python benchmarks/both_kernels.py",
+            "python benchmarks/both_kernels.py gpt-oss-20b:mxfp4 --layers 8",
+        ),
+    )
     add = parser.add_argument
     add("cases", nargs="*", default=CASES, metavar="NAME:MODE", help="models with their formats")
     add("--layers", type=int, metavar="N", help="build only the first N layers")

@@ -4,15 +4,15 @@
     python benchmarks/kernel_ptx.py --case Qwen3-30B-A3B:int4 --compare before.json
 
 Needs no GPU: kernels are compiled for sm_90 (tests/gpu_launches.py). Names of kernels and of
-parameters do not count, and parameters that are not read do not either. Prints each work whose
-launches differ, and exits with 1 if there are some.
+parameters do not count, and parameters that are not read do not either. Prints how launches
+differ ("order": the same instructions in another order), and exits with 1 if some do.
 """
 
-import argparse
 import hashlib
 import json
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
@@ -21,6 +21,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.inductor_code import move_to_fake_gpu, pretend_gpu
+from cli.parser import Parser
 from model import Chunk
 from ops.launch import KernelError, compile_only
 from tests import gpu_launches
@@ -44,10 +45,27 @@ def normalized(ptx: str) -> str:
     return "\n".join(lines)
 
 
-def describe(kernel, code) -> tuple[str, str]:
-    """Return a launch's kernel, and a digest of its code and of its program's size."""
-    text = f"{code.metadata.num_warps} {code.metadata.shared}\n" + normalized(code.asm["ptx"])
-    return kernel.__name__, hashlib.sha256(text.encode()).hexdigest()[:16]
+def describe(kernel, code) -> tuple[str, str, dict[str, int]]:
+    """Return a launch's kernel, a digest of its code and size, and how often it has each opcode."""
+    body = normalized(code.asm["ptx"])
+    text = f"{code.metadata.num_warps} {code.metadata.shared}\n{body}"
+    lines = (re.sub(r"^@!?%p\d+\s+", "", line) for line in body.splitlines())
+    opcodes = Counter(
+        line.split()[0].rstrip(";") for line in lines if not line.startswith((".", "$"))
+    )
+    return kernel.__name__, hashlib.sha256(text.encode()).hexdigest()[:16], dict(opcodes)
+
+
+def difference(old: list, new: list) -> str:
+    """Return in what two launches differ, or ""."""
+    if old[1] == new[1]:
+        return ""
+    before, after = Counter(old[2]), Counter(new[2])
+    less, more = before - after, after - before
+    if not less and not more:
+        return "order"
+    names = ", ".join(f"{op} {after[op] - before[op]:+}" for op in sorted({*less, *more}))
+    return f"{before.total()} to {after.total()} instructions: {names}"
 
 
 def launches(case: str) -> dict[str, list]:
@@ -60,7 +78,7 @@ def launches(case: str) -> dict[str, list]:
             with compile_only() as recorded:
                 run()
         except KernelError as error:
-            found[work] = [("refused", str(error))]
+            found[work] = [("refused", str(error), {})]
             return
         found[work] = [describe(kernel, code) for kernel, code, _ in recorded]
 
@@ -82,33 +100,50 @@ def launches(case: str) -> dict[str, list]:
     return found
 
 
+def build_parser() -> Parser:
+    parser = Parser(
+        __doc__.partition("\n")[0],
+        (
+            "python benchmarks/kernel_ptx.py --case Qwen3-30B-A3B:int4 --json before.json",
+            "python benchmarks/kernel_ptx.py --case Qwen3-30B-A3B:int4 --compare before.json",
+        ),
+    )
+    add = parser.add_argument
+    add("--case", nargs="+", required=True, metavar="NAME:MODE", help="models with formats")
+    add("--json", type=Path, metavar="FILE", help="write the launches there")
+    add("--compare", type=Path, metavar="FILE", help="launches of before, as --json wrote them")
+    return parser
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--case", nargs="+", required=True, help="models with formats")
-    parser.add_argument("--json", type=Path, help="write the launches there")
-    parser.add_argument("--compare", type=Path, help="launches of before, as --json wrote them")
-    args = parser.parse_args()
+    args = build_parser().parse_args()
     pretend_gpu()
     gpu_launches.become("sm_90")
     found = {case: launches(case) for case in args.case}
     if args.json:
         args.json.write_text(json.dumps(found, indent=1))
-    if not args.compare:
-        return
-    before, differing = json.loads(args.compare.read_text()), 0
-    for case, works in found.items():
-        for work, kernels in works.items():
-            old = before[case].get(work)
-            if old is None or [digest for _, digest in old] != [digest for _, digest in kernels]:
-                differing += 1
-                print(f"{case}, {work}:")
-                pairs = zip(old or [], kernels, strict=False)
-                same_count = old is not None and len(old) == len(kernels)
-                changed = [f"{a[0]} -> {b[0]}" for a, b in pairs if a[1] != b[1]]
-                print("   ", ", ".join(changed) if same_count else f"{old}\n    -> {kernels}")
-    total = sum(map(len, found.values()))
-    print(f"{total - differing} of {total} works have the same machine code")
-    sys.exit(differing > 0)
+    if args.compare:
+        before = json.loads(args.compare.read_text())
+        sys.exit(compare(before, json.loads(json.dumps(found))))
+
+
+def compare(before: dict, found: dict) -> bool:
+    """Print each difference once, with the works that have it. Return whether there are some."""
+    works: dict[str, list[str]] = {}
+    for case, done in found.items():
+        for work, new in done.items():
+            old = before[case].get(work, [])
+            if len(old) != len(new):
+                names = [" ".join(launch[0] for launch in launches) for launches in (old, new)]
+                works.setdefault(f"{names[0]} -> {names[1]}", []).append(f"{case}, {work}")
+                continue
+            for one, other in zip(old, new, strict=True):
+                if how := difference(one, other):
+                    text = f"{one[0]} -> {other[0]}: {how}"
+                    works.setdefault(text, []).append(f"{case}, {work}")
+    for text, where in sorted(works.items()):
+        print(f"{text}\n    in {len(where)} works, such as {where[0]}")
+    return bool(works)
 
 
 if __name__ == "__main__":

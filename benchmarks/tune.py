@@ -3,11 +3,11 @@
     python benchmarks/tune.py --arch Qwen3-30B-A3B --mode int4
     python benchmarks/tune.py --arch Qwen3-30B-A3B --mode int4 --write
 
-A product is one kernel of ops/products/experts.py. Each runs alone in a CUDA graph, over more
-copies of its weight than L2 holds. A tiling is first checked against unpacked weights in fp64. --write
-puts those that are faster than today's by MIN_GAIN into ops/products/tilings.json, under this GPU's
-class. Then compare whole layers with benchmarks/layer_times.py: a product alone may want other
-tiles than one among others.
+A product is one launch of ops/products/dense.py or experts.py. Each runs alone in a CUDA graph,
+over more copies of its weight than L2 holds. A tiling is first checked against unpacked weights in
+fp64. --write puts those that are faster than today's by MIN_GAIN into ops/products/tilings.json,
+under this GPU's class. Then compare whole layers with benchmarks/layer_times.py: a product alone
+may want other tiles than one among others.
 """
 
 import random

@@ -106,7 +106,7 @@ class Packed(nn.Module):
         return FORMATS[self.format].unpack(self.parts(), self.group)
 
     def kernel_weight(self) -> Weight:
-        """Return the weight, without the bias, for ops/products/experts.py.
+        """Return the weight, without the bias, for the kernels of ops/products/.
 
         Raises ValueError if that has no kernels for the format, or for groups that are too small.
         """

@@ -1,8 +1,8 @@
 """What a family's classes add to model.py's, as the fused kernels compute it.
 
 A class of models/ or tp.py that changes `model.Attention`, `MoE`, `AddNorm`, `Experts` or `RMSNorm`
-returns one of these from `fused_decode_settings`; None says that no kernel computes it. An unknown
-field raises TypeError, and an unknown activation ValueError.
+returns one of these from `fused_decode_settings`; None: no kernel computes it. An unknown field
+raises TypeError, and an unknown activation ValueError.
 """
 
 from dataclasses import dataclass

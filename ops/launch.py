@@ -13,7 +13,6 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import chain
 
 import torch
 from torch import Tensor
@@ -180,8 +179,13 @@ def fit(kernel: Kernel, candidates: Iterable[tuple[object, dict]], *args) -> tup
         fitting = (c for c in (fastest, *candidates) if fits(kernel, args, c, limit))
         kernel.fitting[key] = next(fitting, None)
     if kernel.fitting[key] is None:
+        compile_for(kernel, args, *fastest)  # an error of the compiler comes first
         raise KernelError(kernel.__name__, f"no tiling fits into {limit} bytes of shared memory")
     return kernel.fitting[key]
+
+
+def compile_for(kernel: Kernel, args: Sequence, settings: object, options: dict):
+    return kernel.compile_for(*args, settings, **launch_options(kernel, args, **options))
 
 
 def key_of(arg) -> object:
@@ -192,43 +196,8 @@ def key_of(arg) -> object:
 
 
 def fits(kernel: Kernel, args: Sequence, candidate: tuple[object, dict], limit: int) -> bool:
-    settings, options = candidate
     try:
-        code = kernel.compile_for(*args, settings, **launch_options(kernel, args, **options))
-    except KernelError:
-        return False
-    return code.metadata.shared <= limit
-
-
-def fit_tiling(kernel: Kernel, tilings: Iterable[dict], args: tuple, constants: dict) -> dict:
-    """Return the first of these tilings with which a kernel fits into the GPU's shared memory.
-
-    tilings: constants and options of the kernel, the fastest first. args, constants: the others.
-    Each tiling is compiled once to know its shared memory, which depends on Triton and on the GPU.
-    Raises KernelError if none fits.
-    """
-    others = iter(tilings)
-    fastest = next(others)
-    if not isinstance(kernel, Kernel):  # Triton's interpreter
-        return fastest
-    types = (key_of(arg) for arg in args)
-    limit = shared_memory(args)
-    key = limit, *types, *constants.values(), *fastest.values()
-    if key not in kernel.fitting:
-        fitting = (
-            tiling
-            for tiling in chain([fastest], others)
-            if is_fitting(kernel, args, constants | tiling, limit)
-        )
-        kernel.fitting[key] = next(fitting, None)
-    if kernel.fitting[key] is None:
-        raise KernelError(kernel.__name__, f"no tiling fits into {limit} bytes of shared memory")
-    return kernel.fitting[key]
-
-
-def is_fitting(kernel: Kernel, args: tuple, constants: dict, limit: int) -> bool:
-    try:
-        return kernel.compile_for(*args, **constants).metadata.shared <= limit
+        return compile_for(kernel, args, *candidate).metadata.shared <= limit
     except KernelError:
         return False
 
@@ -280,11 +249,6 @@ def await_previous(PDL: tl.constexpr):
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-
-
-def supports_pdl(x: Tensor) -> bool:
-    """Whether the GPU of x has programmatic dependent launch (`Gpu.has_pdl`)."""
-    return x.is_cuda and gpu_of(x.device).has_pdl
 
 
 @jit

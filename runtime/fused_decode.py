@@ -1,23 +1,24 @@
 """Decode a few tokens by six Triton kernels a layer, instead of Inductor's ten to thirteen.
 
-    wqkv         norm of x, product
+    wqkv         norm of x, product                               (ops/products/dense.py)
     attention    q and k norm, RoPE, cache append, attention      (ops/attention/gqa.py)
-    wo           product, plus residual
+    wo           product, plus residual                           (ops/products/dense.py)
     router       norm, scores                                     (ops/products/join.py)
     gate_up      top-k, products of the chosen experts, SwiGLU    (ops/products/experts.py)
-    down         products, weighted sum, plus residual
+    down         products, weighted sum, plus residual            (ops/products/experts.py)
 
-Latent attention has three kernels between its products, or four (ops/attention/mla.py).
-Other attention has others there: `core` compiled by Inductor. Shared experts become experts that
-every token chooses. A family declares by `fused_decode_settings` what it adds to `model.Attention`,
-`model.MoE` or `model.AddNorm`; without it, a subclass has no kernels.
+ops/README.md lists all kernels, and which of them run when. Latent attention has three kernels
+between its products, or four (ops/attention/mla.py). Attention without kernels runs its `core`,
+compiled by Inductor. Shared experts become experts that every token chooses. A family declares by
+`fused_decode_settings` what it adds to `model.Attention`, `model.MoE` or `model.AddNorm`; without
+it, a subclass has no kernels.
 
-`FusedRunner` launches the kernels directly: a session captures the step as a CUDA graph, which
-costs them nothing. It serves up to MAX_FEW tokens: one of each of several sequences [B, 1], or
-drafts of one [1, Q]; and PROMPT_CHUNKS of a prompt. Products of several tokens have kernels of
-their own: ops/products/few_tokens.py, ops/products/expert_tiles.py. After the layers, one token's
-norm and head are one product, and sampling is three kernels (ops/step/token_draw.py). Everything
-else runs the compiled blocks, which are the reference that tests compare with.
+`FusedRunner` launches the kernels directly: a session captures the step as a CUDA graph, so that
+Python's launches cost nothing. It runs up to MAX_FEW tokens: one of each of several sequences
+[B, 1], or drafts of one [1, Q]; and PROMPT_CHUNKS of a prompt. Products of several tokens have
+kernels of their own: ops/products/few_tokens.py, ops/products/expert_tiles.py. After the layers,
+one token's norm and head are one product, and sampling is three kernels (ops/step/token_draw.py).
+Everything else runs the compiled blocks, which are the reference that tests compare with.
 """
 
 from collections.abc import Callable, Hashable
@@ -225,7 +226,7 @@ class FusedExperts:
         """Stack the shared expert's weights on the others', once for each model."""
         if self.shared is None:
             return
-        kept = vars(self.experts)  # of an earlier runner of this model
+        kept = vars(self.experts)  # an earlier runner of this model may have stacked them
         if "stacked" not in kept:
             count = self.routing.shared
             w13 = stack(self.experts.w13, self.shared.w13, self.w13, count, rows=True)

@@ -53,8 +53,8 @@ def load_model(
     source: the directory of a converted checkpoint, or any object with its `args`, `format` and
     `read(name, index, device)`. dtype: of floating-point weights; None: the checkpoint's.
     parallel: how several ranks (`process_group.start`) shard it. experts: `OffloadSettings`, by
-    which experts are offloaded to host memory; None: they are not. Raises ValueError for a source that cannot be loaded, and
-    before it reads weights that exceed the GPU's free memory.
+    which experts are offloaded to host memory; None: they are not. Raises ValueError for a source
+    that cannot be loaded, and before it reads weights that exceed the GPU's free memory.
     """
     source = Checkpoint(source) if isinstance(source, str | os.PathLike) else source
     device = pick_device(device) if isinstance(device, str) else device

@@ -112,8 +112,9 @@ class CompiledRunner(EagerRunner):
 def without_broken_kernels(call: Callable, *arguments):
     """Call; if a kernel cannot run on this GPU, call again, which chooses another form.
 
-    Dynamo compiles for what `ops.launch.broken` contains. A layer may begin again, since kernels fail
-    before they run, and the operators that update a recurrent state have plain forms of their own.
+    Dynamo compiles for what `ops.launch.broken` contains. A layer may begin again, since kernels
+    fail before they run, and the operators that update a recurrent state have plain forms of their
+    own.
     """
     while True:
         try:

@@ -187,11 +187,12 @@ def sample(logits: Tensor, controls: Tensor, seen: Tensor, noise: Noise | None) 
     controls and seen are those of `shortlist`.
 
     The candidate with the largest p / noise is a draw from p (Gumbel's trick, without the sum and
-    search of `torch.multinomial`). noise None: greedy. ops/step/token_draw.py has the same as kernels.
+    search of `torch.multinomial`). noise None: greedy. The kernels of ops/step/token_draw.py draw
+    the same tokens.
     """
     if noise is None:
         logits = penalize(logits, seen, controls[:, 4:])
-        tokens = argmax(logits)  # of a row with a NaN, that
+        tokens = argmax(logits)  # NaN is the largest
         return torch.where(logits.gather(-1, tokens).isfinite(), tokens, NOT_FINITE)
     tokens, weights = shortlist(logits, controls, seen, noise.candidates)
     return tokens.gather(-1, argmax(weights / noise.of(tokens)))

@@ -32,9 +32,9 @@ class SequenceState(Protocol):
         """Of each row's tokens in the last call, keep the first counts [B]; on the device."""
 
     def row(self, row: int) -> list[Tensor]:
-        """Return a row's memory, for `ops.step.rows.RowMemory`: views [..., S, values of a position].
+        """Return a row's memory, for `ops.step.rows.RowMemory`: views [..., S, N].
 
-        S is positions, or 1 of a recurrent state.
+        S is positions, or 1 of a recurrent state. N: values of a position.
         """
 
     def recurrent(self, row: int) -> list[Tensor]:

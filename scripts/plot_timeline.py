@@ -3,7 +3,7 @@
     python scripts/plot_timeline.py docs/timeline.json --output docs/timeline.svg
 
 A bar is a kernel, from its start to its end. Kernels overlap: with programmatic dependent launch a
-kernel starts while the one before it ends, loads what does not depend on it, and waits. The first
+kernel starts while the previous one ends, loads what that does not write, and waits. The first
 kernel of the next layer ends the picture.
 """
 
@@ -19,24 +19,44 @@ from cli.parser import Parser
 from cli.script_options import check_picture
 
 WAYS = (("inductor", "Inductor's kernels"), ("fused", "fused kernels"))
-NAMES = {  # part of a kernel's name -> what it computes; the first that fits
+# Part of a kernel's name -> what it computes; the first that fits. Older results have older names.
+NAMES = {
     "attend_token_sum": "sum of parts",
-    "_attend_token": "attention",
-    "_attend_queries": "attention",
+    "attend_kernel": "attention",
+    "merge_kernel": "merge of parts",
+    "_map_queries": "queries to latents",
+    "_attend_part": "attention",
+    "_merge_values": "merge of parts, values",
+    "_update_token": "Gated DeltaNet",
     "join_tokens": "norm, router",
-    "_route": "top-k",
-    "_gate_up": "top-k, gate, up, SwiGLU",
+    "_receive_add": "sum over ranks, residual",
+    "_quantize_token": "x as integers",
     "mul_sum_unbind": "weighted sum, residual, norm",
     "add_as_strided": "residual, norm",
     "lshift": "top-k",
     "mm_t_view": "router",
+    "_attend_token": "attention",
+    "_attend_queries": "attention",
+    "_norm_router": "norm, router",
+    "_gate_up": "top-k, gate, up, SwiGLU",
+    "_route": "top-k",
 }
-PRODUCTS = {  # kernels that a layer has several of, in order
-    "_dot4": ("wqkv", "wo", "gate, up, SwiGLU", "down", "wqkv of the next layer"),
-    "_down": (
-        *("norm, wqkv", "wo, residual", "down, weighted sum, residual"),
-        "norm, wqkv of the next layer",
-    ),
+# Kernels that a layer has several of, in order, by the way. The last one is the next layer's.
+FUSED_SUMS = (
+    *("norm, wqkv", "wo, residual", "down, weighted sum, residual"),
+    "norm, wqkv of the next layer",
+)
+PRODUCTS = {
+    "inductor": {
+        "_multiply_sum": ("wqkv", "wo", "wqkv of the next layer"),
+        "_multiply_each": ("gate, up, SwiGLU", "down"),
+        "_dot4": ("wqkv", "wo", "gate, up, SwiGLU", "down", "wqkv of the next layer"),
+    },
+    "fused": {
+        "_multiply_sum": FUSED_SUMS,
+        "_multiply_each": ("top-k, gate, up, SwiGLU",),
+        "_down": FUSED_SUMS,
+    },
 }
 INK, GREY, ACCENT, NEXT = "#1a1a1a", "#767676", "#0b5fa5", "#b9b9b9"
 FIX = "give what benchmarks/fused_decode.py --json wrote"
@@ -78,12 +98,13 @@ def is_time(value: object) -> bool:
     return type(value) in (int, float) and 0 <= value < 1e6 and math.isfinite(value)
 
 
-def describe(kernels: list[Kernel]) -> list[str]:
-    """Return what each kernel computes, as far as its name and place tell."""
-    texts, counts = [], dict.fromkeys(PRODUCTS, 0)
+def describe(kernels: list[Kernel], way: str) -> list[str]:
+    """Return what each kernel computes, by its name and place. way: of WAYS."""
+    products = PRODUCTS[way]
+    texts, counts = [], dict.fromkeys(products, 0)
     for name, _, _ in kernels:
-        if name in PRODUCTS:
-            texts.append(PRODUCTS[name][min(counts[name], len(PRODUCTS[name]) - 1)])
+        if name in products:
+            texts.append(products[name][min(counts[name], len(products[name]) - 1)])
             counts[name] += 1
         else:
             found = (text for part, text in NAMES.items() if part in name)
@@ -98,7 +119,7 @@ def draw(result: dict):
     grid = figure.subplots(len(WAYS), sharex=True, height_ratios=counts)
     for axes, (way, title) in zip(grid, WAYS, strict=True):
         found = result[way]
-        draw_kernels(axes, found["kernels"])
+        draw_kernels(axes, found["kernels"], way)
         place = {"loc": "left", "fontsize": 10, "fontweight": "bold", "color": INK}
         axes.set_title(f"{title}: {found['us']:.1f} us a layer", **place)
     grid[-1].set_xlabel("us", color=GREY)
@@ -107,9 +128,10 @@ def draw(result: dict):
     return figure
 
 
-def draw_kernels(axes, kernels: list[Kernel]) -> None:
-    """Draw the kernels as bars from top to bottom, the last in another color."""
-    for row, ((_, start, length), text) in enumerate(zip(kernels, describe(kernels), strict=True)):
+def draw_kernels(axes, kernels: list[Kernel], way: str) -> None:
+    """Draw the kernels as bars from top to bottom, the last in another color. way: of WAYS."""
+    texts = describe(kernels, way)
+    for row, ((_, start, length), text) in enumerate(zip(kernels, texts, strict=True)):
         last = row == len(kernels) - 1
         axes.barh(row, length, left=start, height=0.7, color=NEXT if last else ACCENT)
         end = dict(va="center", fontsize=8, color=INK)

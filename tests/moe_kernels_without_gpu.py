@@ -1,4 +1,4 @@
-"""Run and compile the kernels of ops/products/experts.py without a GPU; see kernels_without_gpu.py.
+"""Run and compile the kernels of ops/products/ without a GPU; see kernels_without_gpu.py.
 
     TRITON_INTERPRET=1 python tests/moe_kernels_without_gpu.py < INPUT    Triton's interpreter, CPU
     python tests/moe_kernels_without_gpu.py < INPUT    machine code for an H200, by Triton and ptxas

@@ -526,7 +526,11 @@ def test_a_picture_that_cannot_be_drawn_is_refused(tmp_path):
 
 def timeline(**changes) -> dict:
     """Return a result as benchmarks/fused_decode.py writes it."""
-    kernels = [["_down", 0.0, 6.0], ["_route", 5.5, 1.5], ["triton_poi_fused_add_0", 6.5, 2]]
+    kernels = [
+        ["_multiply_sum", 0.0, 6.0],
+        ["_route", 5.5, 1.5],
+        ["triton_poi_fused_add_0", 6.5, 2],
+    ]
     way = {"us": 7.5, "kernels": kernels}
     texts = {"arch": "Qwen3-30B-A3B", "mode": "int4", "gpu": "NVIDIA H200"}
     return texts | {"inductor": way, "fused": way} | changes
@@ -556,9 +560,9 @@ def test_the_timeline_is_drawn(tmp_path):
         "[" * 100_000,
         json.dumps(timeline(arch=3)),
         json.dumps(timeline(fused={})),
-        json.dumps(timeline(fused={"us": 1, "kernels": [["_down", 0, 1]]})),
-        json.dumps(timeline(fused={"us": 1, "kernels": [["_down", 0, float("inf")]] * 2})),
-        json.dumps(timeline(fused={"us": 1, "kernels": [["_down", -1, 1]] * 2})),
+        json.dumps(timeline(fused={"us": 1, "kernels": [["_multiply_sum", 0, 1]]})),
+        json.dumps(timeline(fused={"us": 1, "kernels": [["_multiply_sum", 0, float("inf")]] * 2})),
+        json.dumps(timeline(fused={"us": 1, "kernels": [["_multiply_sum", -1, 1]] * 2})),
     ),
 )
 def test_a_file_that_is_no_timeline_is_refused(text, tmp_path):

@@ -14,7 +14,7 @@ from cli import generate_options, model_name, options, quantize_options, train_o
 from cli.parser import Parser
 from formats import FORMATS, PLAIN, kv_cache, quantizer
 from offload import cache, plan
-from runtime import sampling, session, speculation
+from runtime import sampling, session_steps, speculation
 
 ROOT = Path(__file__).parents[1]
 
@@ -36,7 +36,7 @@ def test_choices_are_those_of_the_modules_that_implement_them():
     assert tuple(quantizer.DTYPES) == options.DTYPES
     assert options.DTYPES == ("bf16", "fp16", "fp32")
     assert set(options.DTYPES) <= set(checkpoint.DTYPES)
-    assert options.PREFILL_CHUNK == session.PREFILL_CHUNK
+    assert options.PREFILL_CHUNK == session_steps.PREFILL_CHUNK
     assert generate_options.DRAFT_TOKENS == speculation.DRAFT_TOKENS
     defaults = asdict(sampling.Sampling())
     api_only = {"frequency_penalty", "presence_penalty", "logit_bias"}

@@ -16,7 +16,7 @@ from models.random_weights import first_layers, number_format
 from ops import gpu
 from ops import launch as jit
 from ops.gpu import KNOWN, OTHER_MAKER, gpu_of
-from ops.launch import KernelError, fit_tiling, supports_pdl, try_kernels
+from ops.launch import KernelError, fit, gpu_has_pdl, try_kernels
 from ops.products import prompt
 from runtime.kernel_choice import why_not_fused
 from runtime.runner import CompiledRunner, EagerRunner, run_block, without_broken_kernels
@@ -57,7 +57,7 @@ def test_an_amd_gpu_has_no_kernels(monkeypatch):
     assert found.multiprocessors == 110
     assert not any((found.runs_kernels, found.runs_fused_decoding, found.has_pdl))
     assert str(found) == "not an NVIDIA GPU"
-    assert not jit.can_launch(on_gpu(1)) and not supports_pdl(on_gpu(1))
+    assert not jit.can_launch(on_gpu(1)) and not gpu_has_pdl(DEVICE)
     args = first_layers(ARCHITECTURES["Qwen3-30B-A3B"], 1)
     assert why_not_fused(build_model(args).to(torch.bfloat16), DEVICE)
 
@@ -126,20 +126,23 @@ def test_the_first_tiling_that_fits_is_taken(become):
     class Stub(jit.Kernel):
         def __init__(self):
             self.fitting, self.compiled, self.__name__ = {}, [], "_stub"
+            self.arg_names = ["x", "s"]
 
-        def compile_for(self, *args, SIZE: int):
-            self.compiled.append(SIZE)
-            if SIZE == 4:
+        def compile_for(self, x, size: int, *, num_warps: int):
+            self.compiled.append(size)
+            if size == 4:
                 raise KernelError("_stub", "PTXAS error")
-            metadata = argparse.Namespace(shared=SIZE << 14)
+            metadata = argparse.Namespace(shared=size << 14)
             return argparse.Namespace(metadata=metadata)
 
-    kernel, tilings = Stub(), [{"SIZE": size} for size in (16, 4, 6, 2)]
+    kernel, candidates = Stub(), [(size, {"warps": 2}) for size in (16, 4, 6, 2)]
     for _ in range(2):  # the second time nothing is compiled
-        assert fit_tiling(kernel, iter(tilings), (on_gpu(1),), {}) == {"SIZE": 6}
+        assert fit(kernel, iter(candidates), on_gpu(1)) == (6, {"warps": 2})
     assert kernel.compiled == [16, 4, 6]
     with pytest.raises(KernelError, match="_stub: no tiling fits into 101376 bytes"):
-        fit_tiling(kernel, [{"SIZE": 20}], (on_gpu(1),), {})
+        fit(kernel, [(20, {})], on_gpu(1))
+    with pytest.raises(KernelError, match="_stub: PTXAS error"):
+        fit(kernel, [(4, {})], on_gpu(1))
 
 
 def test_a_kernel_that_fails_is_replaced_once_and_logged_once(become, caplog):

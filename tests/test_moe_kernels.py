@@ -1,4 +1,4 @@
-"""The kernels of ops/products/experts.py without a GPU: interpreted results, and machine code."""
+"""The kernels of ops/products/ without a GPU: interpreted results, and machine code."""
 
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ COMMANDS = (ROOT / "docs" / "commands.md").read_text()
 LOG = "\n".join(path.read_text() for path in sorted((ROOT / "docs" / "log").glob("*.md")))
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md")),
-    *(ROOT / folder / "README.md" for folder in ("tests", "experiments")),
+    *(ROOT / folder / "README.md" for folder in ("ops", "tests", "experiments")),
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
 SCRIPTS = (
@@ -90,7 +91,11 @@ def test_every_link_leads_somewhere(page):
             assert anchor in anchors(target.read_text()), link
 
 
-GUIDES = ("adding_a_model", "adding_a_format")
+KERNELS = (ROOT / "ops" / "README.md").read_text()
+GUIDES = (
+    *("docs/adding_a_model.md", "docs/adding_a_format.md"),
+    *("ops/README.md", "docs/kernels.md", "docs/parallel.md"),
+)
 # Names of what the reader writes, and of config.json's keys.
 OF_THE_READER = {"int5", "check", "NAME", "python", "prints"}
 
@@ -104,29 +109,56 @@ def names_in(page: str) -> tuple[set[str], set[str]]:
     return files, {name for span in spans for name in re.findall(r"[A-Za-z_][\w.]{2,}", span)}
 
 
+@cache
+def sources() -> list[str]:
+    """Return the text of each Python file."""
+    folders = "models", "formats", "ops", "runtime", "parallel", "offload", "tests", "benchmarks"
+    paths = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    return [path.read_text() for path in [*paths, *ROOT.glob("*.py")]]
+
+
 @pytest.mark.parametrize("guide", GUIDES)
 def test_names_in_the_guides_exist(guide):
-    files, names = names_in((ROOT / "docs" / f"{guide}.md").read_text())
+    files, names = names_in((ROOT / guide).read_text())
     own = {name for name in files if Path(name).stem in OF_THE_READER}
     for name in files - own:
         places = (ROOT, ROOT / "models", ROOT / "formats")
         assert any((place / name).exists() for place in places), name
-    folders = "models", "formats", "ops", "runtime", "tests"
-    paths = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
-    sources = [path.read_text() for path in [*paths, *ROOT.glob("*.py")]]
-    everything = "\n".join(sources)
-    assert len(names) > 20
+    everything = "\n".join(sources())
+    assert len(names) > 10
     for name in names:
         owner, _, member = name.rpartition(".")
         if OF_THE_READER & {owner, member}:
             continue
         where = everything
         if owner[:1].isupper():  # a class: the member is in its file
-            where = "\n".join(s for s in sources if re.search(rf"^class {owner}\b", s, re.M))
+            where = "\n".join(s for s in sources() if re.search(rf"^class {owner}\b", s, re.M))
             member = rf"(def {member}\b|self\.{member}\b|^    {member}\b)"
         elif not member.startswith("_"):
             member = rf"\b{member}"
         assert re.search(rf"{member}\b", where, re.M), name
+
+
+@pytest.mark.parametrize("page", ("ops/README.md", "docs/kernels.md", "docs/parallel.md"))
+def test_kernels_that_a_page_names_exist(page):
+    _, names = names_in((ROOT / page).read_text())
+    kernels = {name for name in names if name.startswith("_") or name.endswith("_kernel")}
+    texts = "\n".join(path.read_text() for path in (ROOT / "ops").rglob("*.py"))
+    assert kernels and kernels <= set(re.findall(r"^def (\w+)\(", texts, flags=re.M))
+
+
+def test_every_kernel_has_a_row():
+    """In ops/README.md, with the file that has it; and no row is of another one."""
+    rows = {}
+    for row in table(KERNELS.split("\n## The kernels\n")[1])[1:]:
+        rows[row[0].strip("`")] = row[1].strip("`")
+    found = {}
+    texts = {path: path.read_text() for path in (ROOT / "ops").rglob("*.py")}
+    launched = re.findall(r"\blaunch\(\s*(\w+),", "\n".join(texts.values()))
+    for path, text in texts.items():
+        for name in set(launched) & set(re.findall(r"^def (\w+)\(", text, flags=re.M)):
+            found[name] = str(path.relative_to(ROOT))
+    assert rows == found and len(found) > 20
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

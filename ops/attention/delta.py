@@ -343,9 +343,9 @@ def delta_tokens(
     before its sigmoid, then the decay's input. weights: a `DeltaWeights`. eps: of the gated norm.
     Return [B, T, H Cv].
 
-    state fp32 [B, H, Ck, Cv] and window [B, W - 1, N] are updated in place by the real tokens: up
-    to the one with index last [B], which is `model.Context.last`; all if last is None. Ck and Cv
-    are powers of two (`delta_tokens_supports`). With PDL the kernels read state, window, weights
+    The real tokens update state fp32 [B, H, Ck, Cv] and window [B, W - 1, N] in place. The last
+    real one has the index last [B] (`model.Context.last`); None: all are real. Ck and Cv are
+    powers of two (`delta_tokens_supports`). With PDL the kernels read state, window, weights
     and (of one token) last while the previous kernel runs, which must not write them.
 
     arrivals int32 [B, K], for one token: zeros, a scratch of this layer's alone, and zeros again

@@ -44,7 +44,7 @@ class PromptSettings:
     key_dim: int
     value_dim: int
     chunk: int  # tokens
-    columns: int  # of the state, in a program of `_scan_chunks`
+    columns: int  # columns of the state, in a program of `_scan_chunks`
     precision: str
 
 
@@ -306,10 +306,10 @@ class RowSettings:
     """Sizes of the kernels around the rule, and how programs divide their rows."""
 
     heads: int = 1
-    size: int = 1  # of a head, or channels
-    width: int = 1  # of the convolution
+    size: int = 1  # numbers of a head, or channels
+    width: int = 1  # the convolution's
     eps: float = 0.0
-    rows: int = 1  # that a program has
+    rows: int = 1  # rows of a program
     columns: int = 1
 
 

@@ -45,7 +45,7 @@ class DeltaSettings:
     key_dim: int
     value_dim: int
     width: int
-    eps: float  # of the gated norm
+    eps: float  # the gated norm's
     tokens: int
     most: int  # M
     row: int  # numbers from one token's qkvz to the next one's

@@ -61,10 +61,10 @@ def attend_tokens(
 ) -> Tensor:
     """Attend with Q tokens of each sequence, and append their keys and values -> [B, Q, H * C].
 
-    qkv [B, Q, (H + 2 K) C], or as settings (`AttentionSettings.encoded`) say, at consecutive
-    positions [B, Q]; each token sees those before it. rope: `model.Context.rope`. cache and scales
-    as of `Stored`, q_norm, k_norm and sinks as of `HeadWeights`. Padding is computed as any other
-    token, and its keys and values are stored.
+    qkv [B, Q, (H + 2 K) C], or more or fewer heads by the settings (`AttentionSettings.encoded`),
+    at consecutive positions [B, Q]; each token sees those before it. rope: `model.Context.rope`.
+    cache and scales as of `Stored`, q_norm, k_norm and sinks as of `HeadWeights`. Padding is
+    computed as any other token, and its keys and values are stored.
 
     reach: a bound of the positions: all that count are less. None: S. Tokens from there on are
     stored, but what they attend to is undefined.

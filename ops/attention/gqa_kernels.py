@@ -265,7 +265,7 @@ def attend_kernel(
 
 # Grid [H, C / COLUMNS, B * Q]: a program merges COLUMNS numbers of one query's head, if it has
 # several parts. Its loads are all in flight at once. The next kernel starts at once, too:
-# ops/products/experts.py.
+# ops/README.md.
 @jit
 def merge_kernel(qkv, positions, sinks, results, s: tl.constexpr, PDL: tl.constexpr):
     a: tl.constexpr = s.layer

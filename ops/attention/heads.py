@@ -1,7 +1,7 @@
 """Heads as kernels of attention load and store them: norm, RoPE, clip, int8 codes.
 
 Letters: M rows of a tile (heads, or tokens), C head dim. `s` has head_dim, eps, clip and the other
-fields of `ops.attention.gqa.AttentionSettings`.
+fields of `ops.attention.gqa_settings.AttentionSettings`.
 """
 
 from __future__ import annotations  # annotations of kernels name triton, which may be absent

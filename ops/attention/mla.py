@@ -289,7 +289,7 @@ def _merge_values(x, partial, sums, y, s: tl.constexpr, PDL: tl.constexpr):
     if s.own:
         _, _, parts = _find_parts(x.positions, first, s)
     if PDL:
-        tl.extra.cuda.gdc_launch_dependents()  # at once: ops/products/experts.py
+        tl.extra.cuda.gdc_launch_dependents()  # at once: ops/README.md
         tl.extra.cuda.gdc_wait()
     if s.own:
         _merge_token(weights, partial, sums, y, first, row, head, parts, s)

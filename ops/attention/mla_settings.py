@@ -47,7 +47,7 @@ class LatentSettings:
     rank: int
     scale: float  # of scores
     value_dim: int = 0
-    eps: float = 0.0  # of the latent's norm
+    eps: float = 0.0  # added to the mean square of a latent
     maps: bool = True  # False: q is mapped and rotated, all parts have a result
     queries: int = 1
     tokens: int = 1  # T

@@ -1,6 +1,6 @@
 """Attention in plain PyTorch: one token, a few tokens over a long cache, a chunk of a prompt.
 
-Triton kernels for the same work are in ops/attention/gqa.py and ops/attention/long_attention.py.
+They are the reference of the kernels in ops/attention/gqa.py, and run where those do not.
 
 Letters: B sequences, Q queries of each, S positions of keys, H query heads, K KV heads, C head dim.
 `sinks` [H] are attention sinks: one more score per head, whose value is zero.

@@ -81,12 +81,12 @@ def _load_biases(bias, choice, rows, s):
 #
 # The result is scale * (product + bias) + residual. An expert's bias has its routing weight.
 #
-# x is the previous kernel's result, and with experts their choice, too: then nothing but the
-# residual is loaded before the wait. A dense product loads all but x. A `QuantizedX` comes from a
-# kernel between: the choice is then of the kernel before that, which has ended, and needs no wait
-# either. With POLLED the previous kernel stores the choice early, and this one waits for that
-# alone: the indices are -1 until then. So weights are in flight while the previous kernel
-# multiplies. In bf16 that is slower (docs/log/small_experts.md).
+# A dense product loads all but x before its wait. With experts `_multiply_each` stores both x and
+# the choice, so that only the residual is loaded before the wait. There are two exceptions. A
+# `QuantizedX` comes from `_quantize_token`: `_multiply_each` has then ended, and the choice needs
+# no wait. With POLLED this kernel waits for the choice alone, which `_multiply_each` stores early:
+# the indices are -1 until then. So weights are in flight while `_multiply_each` multiplies. In
+# bf16 that is slower (docs/log/small_experts.md).
 #
 # With `early` x is the result of the kernel before the previous one: the product lets the next
 # kernel start at once, and waits at its end. So the next kernel may start before the previous one

@@ -5,10 +5,10 @@
     multiply_tiles    the down products of each tile, times the routing weights
     combine           the sum over the experts of a token, plus residual
 
-ops/products/fragments.py has the products' loop, and tells how tensor cores get their operands. A
-tile has 8 to 32 pairs. An expert that more tokens chose has several tiles; the later ones find its
-weights in L2. The numbers of pairs and tiles stay on the GPU: there are as many programs as there
-may be tiles, and those without one return.
+ops/products/fragments.py has the products' loop, and explains how tensor cores get their operands.
+A tile has 8 to 32 pairs. An expert that more tokens chose has several tiles; the later ones find
+its weights in L2. The numbers of pairs and tiles stay on the GPU: the grid has a program for each
+tile that is possible, and programs without a tile return.
 
 Letters: T tokens, A experts of a token (shared ones are among them), P = T * A pairs, I and D
 numbers of h and of x. Pair n is that of token n // A and its expert n % A.
@@ -59,7 +59,7 @@ class SortSettings:
     E: int
     A: int
     T: int
-    queries: int  # of a sequence, T if `last` is absent
+    queries: int  # tokens of a sequence; T if `last` is absent
 
     @property
     def P(self) -> int:
@@ -106,7 +106,7 @@ class CombineSettings:
 
     D: int
     A: int
-    queries: int  # of a sequence, if `last` is given
+    queries: int  # tokens of a sequence, if `last` is given
     scale: float
     columns: int = COLUMNS
 
@@ -176,9 +176,11 @@ def _finish_rows(total, scales, bias, rows, inside, s: tl.constexpr, DTYPE: tl.c
 
 # Grid [R, tiles]: a program computes `rows` rows of the result of a tile's pairs.
 #
-# With an activation the result is h [P, I], and the x of a pair is that of its token. Without, the
-# result is one fp32 row a pair, times its routing weight, and the pair has its own x. The previous
-# kernels chose the experts, so nothing is loaded before the wait.
+# Gate and up have an activation: the result is h [P, I], and the x of a pair is that of its token.
+# Down has none: the result is one fp32 row a pair, times its routing weight, of the pair's own x.
+# The previous kernels chose the experts, so nothing is loaded before the wait.
+#
+# One function: its order of loads and waits decides its speed.
 @jit
 def _multiply_tiles(x, order, routing, weights, bias, y, s: tl.constexpr, PDL: tl.constexpr):
     GATED: tl.constexpr = s.gated

@@ -1,29 +1,18 @@
-"""Products of one token: dense ones, and those of its experts in two kernels.
+"""Products of one token's experts: gate and up, then down.
+
+    gate_up          the choice of experts, their gate and up products, and the activation
+    multiply_each    the products of given experts, with an activation or without
+    down             the down products, times the routing weights, summed, plus residual
+
+`_multiply_each` computes the first two, a row of results for each expert. `down` launches
+`_multiply_sum` of ops/products/dense.py, whose result is one row. Shared experts are chosen
+experts, too: their weights are stacked after those of the E others.
 
 A layer with small experts waits for its kernels, not for memory: a kernel costs the time of its
 bytes plus 1.6 us on an H200. So there are few kernels, and each has all of its loads in flight at
-once:
+once. ops/README.md has the rules of what a kernel may read before the previous one has ended (PDL).
 
-    norm_router    RMS norm and router scores: ops/products/join.py
-    gate_up        the choice of experts, their gate and up products, and the activation
-    down           the down products, times the routing weights, summed over experts, plus residual
-    dense          any other product: `wo` plus residual, or `wqkv` with the norm of its input
-
-`_multiply_each` computes the second, a row of results for each expert. `_multiply_sum` computes the
-last two, one row of results. Shared experts are chosen experts, too: their weights are stacked
-after those of the E others.
-
-Programmatic dependent launch (PDL): a kernel calls gdc_wait before gdc_launch_dependents. When the
-next one starts, the kernel two before that has therefore ended. It may read that one's results
-before its wait: a residual, for instance.
-
-A short kernel between a long one and a dense product is an exception. It calls
-gdc_launch_dependents first, so that the product loads its weights during the long kernel. These
-are a product with `early`, kernels that merge parts of attention, and `receive_add`. After them a
-kernel must not read before its wait what the last two kernels write.
-
-Several tokens have other kernels: ops/products/few_tokens.py has the dense product,
-ops/products/expert_tiles.py the experts.
+Several tokens have other kernels: ops/products/expert_tiles.py.
 """
 
 # ruff: noqa: RUF005  (Triton adds tuples, but does not unpack them)
@@ -101,6 +90,8 @@ def _activate(gate, up, s: tl.constexpr):
 # With scores each program finds its expert in them, and the grid has one more row of programs,
 # R + 1, whose first stores the whole choice for the next kernel. S shared experts, from E on,
 # follow the A chosen ones.
+#
+# One function: its order of loads and waits decides its speed.
 @jit
 def _multiply_each(x, choice, weights, bias, h, unknown_zero, s: tl.constexpr, PDL: tl.constexpr):
     CHOOSE: tl.constexpr = choice.scores is not None
@@ -270,13 +261,13 @@ def down(
 ) -> Tensor | None:
     """Sum one token's experts: x [A, I], weight w2 [E, D, I], indices and routing [1, A] -> [1, D].
 
-    The reference is `weighted_sum(w2.gather(x, ...))`, then as in `dense_product`. bias [E, D]. Long x in 4
-    bits becomes a `QuantizedX` here, by a kernel of its own.
+    The reference is `weighted_sum(w2.gather(x, ...))`, then as in `dense_product`. bias [E, D].
+    Long x of weights in 4 bits is quantized here, by a kernel of its own.
 
-    With PDL, the residual is loaded while the previous kernel runs, which must not write it. If
-    codes are multiplied as integers, weights are, too: indices that `gate_up` has not stored yet
-    are -1, and so known to be missing. If x is a `QuantizedX`, the previous kernel made it, and
-    writes nothing else of these.
+    With PDL, the residual is loaded before the wait: the previous kernel must not write it. Codes
+    that are multiplied as integers are loaded before the wait, too. Their kernel polls the indices,
+    which are -1 until `gate_up` has stored them. If x is a `QuantizedX`, the previous kernel made
+    it, and must not write the indices, their weights, or the residual.
     """
     experts = indices.numel()
     if isinstance(x, Tensor):

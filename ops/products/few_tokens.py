@@ -175,7 +175,7 @@ def down_few(
     scale: float = 1.0,
     tiles: FewTiles | None = None,
 ) -> None:
-    """Store scale * (x @ weight + bias) + residual in y [T, out]: see `experts.down`.
+    """Store scale * (x @ weight + bias) + residual in y [T, out].
 
     x [T, in], weight [out, in], residual [T, out], norm [in], bias [out].
 
@@ -187,7 +187,7 @@ def down_few(
     if blocks * tokens != len(x):
         raise ValueError(f"no kernel for {len(x)} tokens")
     if norm is not None and tokens > TILE:
-        raise ValueError(f"no norm of {tokens} tokens: router.norm_tokens does that")
+        raise ValueError(f"no norm of {tokens} tokens: join.norm_tokens does that")
     fixed = settings_of(weight, tiles, tokens)
     s = DenseSettings(**fixed, blocks=blocks, stride=y.stride(0), scale=scale, eps=eps)
     if x.shape[1] != s.width or y.shape != (len(x), s.out):

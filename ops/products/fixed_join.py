@@ -1,6 +1,7 @@
-"""Residual add + norm + router scores of compiled blocks on several GPUs.
+"""Residual add + norm + router scores, for compiled blocks on several GPUs.
 
-They launch `join_tokens`; ops/products/join.py tells why its shapes are fixed. A GPU without kernels runs ops/plain/norms.py.
+`join_tokens` computes them; ops/products/join.py explains why its shapes are fixed. A GPU without
+kernels runs ops/plain/norms.py, the reference.
 """
 
 from dataclasses import replace

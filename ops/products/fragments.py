@@ -42,7 +42,7 @@ class FewSettings:
     rows: int  # rows of the result that a program computes
     warps: int
     depth: int
-    tokens: int  # of a program
+    tokens: int  # tokens of a program
 
     @property
     def fields(self) -> int:

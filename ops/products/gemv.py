@@ -1,7 +1,7 @@
 """One token's 4-bit products as an operator, for code that Inductor compiles.
 
-The kernels are those of ops/products/experts.py. Inductor's code for the same product in PyTorch
-takes 1.5 times as long: it converts each code to floating point.
+The kernels are those of ops/products/dense.py and experts.py. Inductor's code for the same product
+in PyTorch takes 1.5 times as long: it converts each code to floating point.
 """
 
 import torch

@@ -55,7 +55,7 @@ PROBES = 32  # words of a message for which a program waits before it reads all 
 class Added(NamedTuple):
     """What is added to x: nothing, messages, or y."""
 
-    memory: Tensor | None = None  # of a `TokenInbox`
+    memory: Tensor | None = None  # a `TokenInbox`'s
     calls: Tensor | None = None
     y: Tensor | None = None  # [B, T, D]: B branches of a sublayer, or one
     branch_norms: Tensor | None = None  # [B, D]: norms of the branches, before their sum
@@ -76,7 +76,7 @@ class Results(NamedTuple):
 
     normed: Tensor  # [T, D], or the operands of a `QuantizedX`
     total: Tensor | None = None  # [T, D]: the sum, rounded
-    units: Tensor | None = None  # of a `QuantizedX`
+    units: Tensor | None = None  # units of a `QuantizedX`
     scores: Tensor | None = None  # [T, N], with sigmoid scores [T, 2, N]: `routing.ChoiceSettings`
     indices: Tensor | None = None  # int64 [1, A + S]: marked as not chosen yet, -1
 
@@ -85,8 +85,8 @@ class Results(NamedTuple):
 class Layout:
     """In which order a `QuantizedX` has numbers, and how many quads a program quantizes."""
 
-    kind: str  # of the `Weight`
-    quads: int  # of the token
+    kind: str  # the `Weight`'s
+    quads: int  # quads of the whole token
     run: int  # words of a group
     fields: int  # codes in a word
     lanes: int  # quads of a program
@@ -261,6 +261,8 @@ def _store_quantized(raw, scales, factor, results, dtype: tl.constexpr, l: tl.co
 # loaded then, too: the kernel that wrote it has ended, because a product ran after that.
 #
 # The result of a norm is rounded like what the norm reads: the next layer reads the rounded sum.
+#
+# One function: its order of loads and waits decides its speed.
 @jit
 def join_tokens(x, added, norm, offset, router, results, s: tl.constexpr, PDL: tl.constexpr):
     D: tl.constexpr = s.D

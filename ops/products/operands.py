@@ -1,9 +1,9 @@
 """One token's x as the kernels of its products multiply it.
 
-Integers. Codes of 4 and 8 bits are multiplied as integers (ops/products/codes.py): x becomes int16,
-one power of two for each quad, which a lane multiplies at a time. A bf16 number keeps all its
-digits if it is within 7 binary orders of its quad's largest. Smaller numbers have an error of at
-most 2 ** -15 of the largest.
+Integers. int8 and 4-bit codes are multiplied as integers (ops/products/codes.py): x becomes int16.
+Each quad has a power of two, the unit, because a lane multiplies a quad at a time. A bf16 number
+keeps all its digits if it is within 7 binary orders of its quad's largest. Smaller numbers have an
+error of at most 2 ** -15 of the largest.
 
 Letters: a word has FIELDS codes: 2, 4 or 8. RUN: words of a group, whose fields are RUN numbers
 apart. A chunk is LANES neighboring quads of x. s: settings (`ops.products.pipeline.Product`).

@@ -124,7 +124,7 @@ def _sum_messages(bits, add, s: tl.constexpr):
 # rank that begins call n + 1 has finished reading call n. No rank reaches call n + 2,
 # which reuses the half of call n, before all have begun n + 1.
 #
-# PDL: the next kernel is launched at once and is set up while this one waits for the ranks.
+# PDL: the next kernel starts before the exchange, and loads its weights during it.
 @jit
 def _push_all_reduce(x, weights, residual, y, peers, calls, s: tl.constexpr, PDL: tl.constexpr):
     WORDS: tl.constexpr = s.block
@@ -224,7 +224,7 @@ def _receive_add(x, total, memory, calls, s: tl.constexpr, PDL: tl.constexpr):
     add = tl.load(x + d, mask=d < s.D, other=0.0)
     call = load_call(calls)
     if PDL:
-        tl.extra.cuda.gdc_launch_dependents()  # at once: ops/products/experts.py
+        tl.extra.cuda.gdc_launch_dependents()  # at once: ops/README.md
         tl.extra.cuda.gdc_wait()
     inbox = memory + (call & 1) * m.half + rank * m.stride + d[None, :]
     wanted = (rank < m.ranks) & (d < s.D)[None, :]
@@ -236,8 +236,8 @@ def _receive_add(x, total, memory, calls, s: tl.constexpr, PDL: tl.constexpr):
 def receive_add(x: Tensor, inbox: TokenInbox, scale: float, pdl: bool | None = None) -> Tensor:
     """Receive a message [1, D] of all ranks -> x + scale * sum, bitwise identical on all ranks.
 
-    x: contiguous, of the messages' dtype, as `can_receive` says. With PDL it is loaded while the
-    previous kernel runs, which must not write it.
+    x: contiguous, of the messages' dtype; `can_receive` must be true. With PDL it is loaded while
+    the previous kernel runs, which must not write it.
     """
     total, settings = torch.empty_like(x), Receive(x.numel(), scale, messages_of(inbox))
     grid, tensors = (triton.cdiv(x.numel(), BLOCK),), (x, total, inbox.memory, inbox.calls)

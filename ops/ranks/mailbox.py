@@ -31,7 +31,7 @@ from torch import Tensor
 from ops.launch import can_launch, jit, tl, triton
 
 MAX_DIM = 8192  # numbers of a message
-MAX_PROGRAMS = 128  # of a receiving kernel: about one a multiprocessor
+MAX_PROGRAMS = 128  # most of a receiving kernel: about one a multiprocessor
 MAX_WORDS = 1 << 14  # of all messages, as a program receives them: 64 registers of each thread
 
 

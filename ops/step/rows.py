@@ -18,14 +18,14 @@ from torch import Tensor
 from ops.launch import can_launch, jit, launch, tl
 
 WORDS = {1: "int8", 2: "int16", 4: "int32", 8: "int64"}  # by bytes
-PROGRAMS = 4  # of a plane
+PROGRAMS = 4  # programs of a plane
 
 
 @dataclass(frozen=True)
 class Move:
     """Settings of `_move`."""
 
-    bytes: int  # of a word
+    bytes: int  # bytes of a word
     exchange: bool
     block: int = 1024  # words that a program copies at once
 

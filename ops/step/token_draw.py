@@ -39,7 +39,7 @@ class Draw:
     ranked: int = RANKED
     top: int = TOP
     chunk: int = 1024  # tokens of a step of the search in the whole vocabulary
-    controls: int = 5  # of a row: temperature, top_k, top_p, min_p, penalty
+    controls: int = 5  # a row's: temperature, top_k, top_p, min_p, penalty
 
     @property
     def size(self) -> int:
