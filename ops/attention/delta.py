@@ -161,18 +161,20 @@ def _update_token(
 
 
 @jit
-def _convolve_tokens(qkvz, past, taps, y, channels, s: tl.constexpr):
+def _convolve_tokens(qkvz, inputs, taps, y, channels, s: tl.constexpr):
     """Convolve the inputs of T tokens in channels [1, n], and store SiLU of the sums at y [T, N].
 
-    past, taps: as of `_load_past`.
+    inputs, taps: as of `_load_past`.
     """
     W: tl.constexpr = s.width
     ROWS: tl.constexpr = s.padded_tokens
-    t, total = tl.arange(0, ROWS)[:, None], past
+    t, total = tl.arange(0, ROWS)[:, None], tl.zeros([ROWS, channels.shape[1]], tl.float32)
     for n in tl.static_range(W):
         token = t + n - (W - 1)
         is_own = (token >= 0) & (token < s.tokens)
         x = tl.load(qkvz + token * s.row + channels, mask=is_own, other=0.0)
+        if n < W - 1:
+            x = tl.where(token < 0, inputs[n], x)
         total += x.to(tl.float32) * taps[n]
     total *= tl.sigmoid(total)
     tl.store(y + t * s.channels + channels, total.to(y.dtype.element_ty), mask=t < s.tokens)
@@ -234,13 +236,13 @@ def _update_states(
     bias = tl.load(weights.dt_bias + head).to(tl.float32)
     window += sequence * (s.width - 1) * s.channels
     keys_row = keys[None, :]
-    _, key_past, key_taps = _load_past(window, weights.conv, keys_row, keys_row, s)
-    _, value_past, value_taps = _load_past(window, weights.conv, own, own, s)
+    key_inputs, _, key_taps = _load_past(window, weights.conv, keys_row, keys_row, s)
+    value_inputs, _, value_taps = _load_past(window, weights.conv, own, own, s)
     await_previous(PDL)
     qkvz += sequence * (s.tokens * s.row)
     convolved = kept.convolved + sequence * M * s.channels
-    _convolve_tokens(qkvz, key_past, key_taps, convolved, keys_row, s)
-    _convolve_tokens(qkvz, value_past, value_taps, convolved, own, s)
+    _convolve_tokens(qkvz, key_inputs, key_taps, convolved, keys_row, s)
+    _convolve_tokens(qkvz, value_inputs, value_taps, convolved, own, s)
     real = _count_real(last, sequence, s)
     g = kept.g + sequence * M * H + head
     beta = kept.beta + sequence * M * H + head

@@ -335,7 +335,9 @@ def _fit_tile(
             replace(c, parts=count_parts(programs, c.length, c.tile.block, device))
             for c in candidates
         )
-    found, options = fit(_attend_part, ((c, {"warps": 8}) for c in candidates), x, mapped, empty, empty)
+    found, options = fit(
+        _attend_part, ((c, {"warps": 8}) for c in candidates), x, mapped, empty, empty
+    )
     assert isinstance(found, LatentSettings)
     return found, options
 
