@@ -30,7 +30,6 @@ from ops.attention.delta_state import (
     read_and_update,
     softplus,
     tile_places,
-    weight_columns,
     with_even_rows,
 )
 from ops.launch import await_previous, can_launch, check_shapes, jit, launch, tl, triton
@@ -90,13 +89,11 @@ def _move_window(window, inputs, x, mask, s: tl.constexpr):
 # heads of a key head; `arrivals` counts them, and the last to have read it moves it on. No program
 # waits. There is no race:
 # - The counter's addition has an operand that is always 1, but is computed from all that the
-#   program has read of q's and k's window. So these loads have returned to registers,
-#   in all threads, before the addition is issued. A barrier alone would not wait for them.
-# - The last program's stores depend on the result of its addition, which follows all others.
-# - These dependencies order reads before writes, so the addition is relaxed. A release waits for
-#   the state too, and an acquire empties the L1 cache that the projections use.
-# - The last program sets the counter to 0, also without a token. The next kernel that uses it
-#   starts after this one has ended: it is that of the next token.
+#   program has read of q's and k's window. So these loads have returned to registers, in all
+#   threads, before the addition is issued. A barrier alone would not wait for them.
+# - The last program's stores depend on the result of its addition, which follows all others. So
+#   it is relaxed: a release waits for the state too, an acquire empties L1.
+# - The last program sets the counter to 0, also without a token, for the next token's kernel.
 @jit
 def _update_token(
     qkvz, ba, state, window, weights, last, arrivals, y, s: tl.constexpr, PDL: tl.constexpr
@@ -112,7 +109,8 @@ def _update_token(
     state += (sequence * H + head) * s.key_dim * CV + rows * CV + columns
     old = as_tile(tl.load(state), s)
     lane_row, columns = tile_places(s.lane_rows, s)
-    own = weight_columns(s)
+    own = tl.arange(0, s.blocks)[None, :, None, None] * s.warp_columns
+    own += tl.arange(0, s.warp_columns)[None, None, None, :]
     values = s.first_value + head * CV
     value_inputs, value_past, value_taps = _load_past(
         window, weights.conv, values + columns, values + own, s
@@ -190,17 +188,6 @@ def _count_real(last, sequence, s: tl.constexpr):
 
 
 @jit
-def _store_gates(ba, g, beta, rate, bias, real, s: tl.constexpr):
-    """Store decay and share of a head's tokens at g and beta; 0 for all that are not real."""
-    M: tl.constexpr = s.most
-    t = tl.arange(0, M)
-    b = tl.load(ba + t * s.ba_row, mask=t < s.tokens, other=0.0).to(tl.float32)
-    a = tl.load(ba + t * s.ba_row + s.heads, mask=t < s.tokens, other=0.0).to(tl.float32)
-    tl.store(g + t * s.heads, tl.where(t < real, -rate * softplus(a + bias), 0.0))
-    tl.store(beta + t * s.heads, tl.where(t < real, tl.sigmoid(b), 0.0))
-
-
-@jit
 def _load_token(convolved, g, beta, keys, values, t, s: tl.constexpr):
     """Load what this program has stored of a token: q and k, v, decay and share."""
     convolved += t * s.channels
@@ -246,7 +233,12 @@ def _update_states(
     real = _count_real(last, sequence, s)
     g = kept.g + sequence * M * H + head
     beta = kept.beta + sequence * M * H + head
-    _store_gates(ba + sequence * (s.tokens * s.ba_row) + head, g, beta, rate, bias, real, s)
+    ba += sequence * (s.tokens * s.ba_row) + head
+    t = tl.arange(0, M)
+    b = tl.load(ba + t * s.ba_row, mask=t < s.tokens, other=0.0).to(tl.float32)
+    a = tl.load(ba + t * s.ba_row + H, mask=t < s.tokens, other=0.0).to(tl.float32)
+    tl.store(g + t * H, tl.where(t < real, -rate * softplus(a + bias), 0.0))
+    tl.store(beta + t * H, tl.where(t < real, tl.sigmoid(b), 0.0))
     tl.store(kept.before + at, memory)
     if (tl.program_id(0) == 0) & (head == 0):
         tl.store(kept.count + sequence, real.to(tl.int64))
@@ -256,15 +248,16 @@ def _update_states(
     out += (sequence * s.tokens * H + head) * CV + begin + columns
     is_first = lane_row == 0
     loaded = _load_token(convolved, g, beta, keys, values + columns, 0, s)
-    for t in range(real):
+    for token in range(real):
         qk, v, decay, share = loaded
-        later = tl.minimum(t + 1, s.tokens - 1)
+        later = tl.minimum(token + 1, s.tokens - 1)
         loaded = _load_token(convolved, g, beta, keys, values + columns, later, s)
         read, old = read_and_update(old, qk, as_tile(v, s), tl.exp(decay), share, s)
         read = tl.reshape(read, columns.shape)
-        tl.store(out + t * (H * CV), read.to(out.dtype.element_ty), mask=is_first)
-    for t in range(real, s.tokens):
-        tl.store(out + t * (H * CV), tl.zeros_like(columns).to(out.dtype.element_ty), mask=is_first)
+        tl.store(out + token * (H * CV), read.to(out.dtype.element_ty), mask=is_first)
+    zeros = tl.zeros_like(columns).to(out.dtype.element_ty)
+    for token in range(real, s.tokens):
+        tl.store(out + token * (H * CV), zeros, mask=is_first)
     tl.store(state + at, tl.reshape(old, memory.shape))
 
 

@@ -131,6 +131,17 @@ def _join_blocks(inverse, system, row, column, SIZE: tl.constexpr, PRECISION: tl
     return inverse - tl.dot(inverse, product, input_precision=PRECISION)
 
 
+@jit
+def _store_solved(right, x, solved, is_real, C: tl.constexpr, PRECISION: tl.constexpr):
+    """Store right @ x [T, C] at `solved`, in blocks of columns: all do not fit into registers."""
+    BLOCK: tl.constexpr = min(C, 64)
+    for begin in tl.static_range(0, C, BLOCK):
+        c = begin + tl.arange(0, BLOCK)[None, :]
+        tokens = tl.load(x + c, mask=is_real[:, None], other=0.0)
+        sums = tl.zeros([right.shape[0], BLOCK], tl.float32)
+        tl.store(solved + c, _dot(right, tokens, sums, PRECISION))
+
+
 # Grid [chunks, H, B].
 @jit
 def _solve_chunk(
@@ -163,20 +174,11 @@ def _solve_chunk(
     system = tl.where(row > column, (beta * k_scale)[:, None] * products, 0.0)
     inverse = _invert_unit_lower(system, T, PRECISION)
     right = inverse * (beta * tl.exp(total) * k_scale)[None, :]
-    BLOCK: tl.constexpr = min(CK, 64)  # a whole head's columns do not fit into registers
-    for begin in tl.static_range(0, CK, BLOCK):
-        c = begin + tl.arange(0, BLOCK)[None, :]
-        x = tl.load(k + key + rows[:, None] * QK_TOKEN + c, mask=is_real[:, None], other=0.0)
-        solved = _dot(right, x, tl.zeros([T, BLOCK], tl.float32), PRECISION)
-        tl.store(systems.solved_keys + place * CK + c, solved)
+    k += key + rows[:, None] * QK_TOKEN
+    _store_solved(right, k, systems.solved_keys + place * CK, is_real, CK, PRECISION)
     right = inverse * beta[None, :]
-    V_BLOCK: tl.constexpr = min(CV, 64)
     v += sequence * V_BATCH + head * CV + rows[:, None] * V_TOKEN
-    for begin in tl.static_range(0, CV, V_BLOCK):
-        c = begin + tl.arange(0, V_BLOCK)[None, :]
-        x = tl.load(v + c, mask=is_real[:, None], other=0.0)
-        solved = _dot(right, x, tl.zeros([T, V_BLOCK], tl.float32), PRECISION)
-        tl.store(systems.solved_values + place * CV + c, solved)
+    _store_solved(right, v, systems.solved_values + place * CV, is_real, CV, PRECISION)
 
 
 # Grid [Cv / COLUMNS, H, B]. The state stays in registers from the first chunk to the last.

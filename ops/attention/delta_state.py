@@ -1,7 +1,6 @@
 """The state of the gated delta rule as kernels hold it: sizes, tiles, and a token's update.
 
-Formulas, letters and the reference: ops/plain/gated_delta.py. T tokens, of which a sequence's first
-`last` + 1 are real; M tokens that `Kept` has memory for.
+Formulas and the reference: ops/plain/gated_delta.py; letters as there and in ops/attention/delta.py.
 """
 
 from __future__ import annotations  # annotations of kernels name triton, which may be absent
@@ -124,14 +123,6 @@ def tile_places(ROWS: tl.constexpr, s: tl.constexpr):
     rows = part // (BLOCKS * LANE_ROWS) * LANE_ROWS + part % LANE_ROWS
     columns = tl.arange(0, s.warp_columns)[None, :]
     return rows, part // LANE_ROWS % BLOCKS * s.warp_columns + columns
-
-
-@jit
-def weight_columns(s: tl.constexpr):
-    """Return the columns of weights [1, blocks, 1, warp_columns]."""
-    COLUMNS: tl.constexpr = s.warp_columns
-    columns = tl.arange(0, s.blocks)[None, :, None, None] * COLUMNS
-    return columns + tl.arange(0, COLUMNS)[None, None, None, :]
 
 
 @jit
