@@ -1,6 +1,6 @@
 """The state of the gated delta rule as kernels hold it: sizes, tiles, and a token's update.
 
-Formulas and the reference: ops/plain/gated_delta.py; letters as there and in ops/attention/delta.py.
+Formulas and reference: ops/plain/gated_delta.py; letters as there and in ops/attention/delta.py.
 """
 
 from __future__ import annotations  # annotations of kernels name triton, which may be absent
