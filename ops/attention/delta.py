@@ -30,7 +30,7 @@ from ops.attention.delta_state import (
     read_and_update,
     softplus,
     tile_places,
-    weight_columns,
+    with_even_rows,
 )
 from ops.launch import await_previous, can_launch, check_shapes, jit, launch, tl, triton
 
@@ -39,23 +39,32 @@ from ops.launch import await_previous, can_launch, check_shapes, jit, launch, tl
 
 @jit
 def _load_past(window, weight, channels, weight_channels, s: tl.constexpr):
-    """Load the last W - 1 inputs -> these, what they add to the convolution, and the last tap.
+    """Load the last W - 1 inputs -> these, what they add to the convolution, and the taps.
 
-    weight_channels: the same channels, in a tile that may have other dimensions (`like_tile`).
+    Several tokens: channels [1, n], a result has a row for each token. weight_channels: the same
+    channels, in a tile that may have other dimensions (`like_tile`).
     """
     W: tl.constexpr = s.width
-    inputs, total = (), 0.0
-    for n in tl.static_range(W - 1):
-        x = tl.load(window + n * s.channels + channels)
-        inputs = inputs + (x,)
+    ROWS: tl.constexpr = s.padded_tokens
+    inputs, taps, total = (), (), 0.0
+    for n in tl.static_range(W):
         tap = tl.load(weight + weight_channels * W + n).to(tl.float32)
-        total += like_tile(x, tap, s).to(tl.float32) * tap
-    return inputs, total, tl.load(weight + weight_channels * W + W - 1).to(tl.float32)
+        taps = taps + (tap,)
+        if n < W - 1:
+            if s.tokens == 1:
+                x = tl.load(window + n * s.channels + channels)
+            else:
+                place = tl.arange(0, ROWS)[:, None] + n
+                x = tl.load(window + place * s.channels + channels, mask=place < W - 1, other=0.0)
+            inputs = inputs + (x,)
+            total += like_tile(x, tap, s).to(tl.float32) * tap
+    return inputs, total, taps
 
 
 @jit
-def _convolve(x, past, tap, s: tl.constexpr):
+def _convolve(x, past, taps, s: tl.constexpr):
     """Add the token's own inputs x, and apply SiLU -> fp32, rounded to the dtype of x."""
+    tap = taps[s.width - 1]
     y = past + like_tile(x, tap, s).to(tl.float32) * tap
     return (y * tl.sigmoid(y)).to(x.dtype).to(tl.float32)
 
@@ -69,16 +78,6 @@ def _move_window(window, inputs, x, mask, s: tl.constexpr):
     tl.store(window + (W - 2) * s.channels, x, mask=mask)
 
 
-@jit
-def _arrive(arrivals, past):
-    """Count a program that has loaded what `past` is computed from; return how many came before.
-
-    The operand is 1 + 0. The compiler cannot know this, as the 0 comes from other lanes and warps.
-    """
-    bit = past.to(tl.int32, bitcast=True) & 1
-    return tl.atomic_add(arrivals, 1 + (tl.max(bit) >> 1), sem="relaxed", scope="gpu")
-
-
 # Grid [H, B]. One function: its order of loads and waits decides its speed. State, window, weights
 # and last are loaded before the wait for the projections, which make qkvz and ba.
 #
@@ -90,13 +89,11 @@ def _arrive(arrivals, past):
 # heads of a key head; `arrivals` counts them, and the last to have read it moves it on. No program
 # waits. There is no race:
 # - The counter's addition has an operand that is always 1, but is computed from all that the
-#   program has read of q's and k's window (`_arrive`). So these loads have returned to registers,
-#   in all threads, before the addition is issued. A barrier alone would not wait for them.
-# - The last program's stores depend on the result of its addition, which follows all others.
-# - These dependencies order reads before writes, so the addition is relaxed. A release waits for
-#   the state too, and an acquire empties the L1 cache that the projections use.
-# - The last program sets the counter to 0, also without a token. The next kernel that uses it
-#   starts after this one has ended: it is that of the next token.
+#   program has read of q's and k's window. So these loads have returned to registers, in all
+#   threads, before the addition is issued. A barrier alone would not wait for them.
+# - The last program's stores depend on the result of its addition, which follows all others. So
+#   it is relaxed: a release waits for the state too, an acquire empties L1.
+# - The last program sets the counter to 0, also without a token, for the next token's kernel.
 @jit
 def _update_token(
     qkvz, ba, state, window, weights, last, arrivals, y, s: tl.constexpr, PDL: tl.constexpr
@@ -107,14 +104,15 @@ def _update_token(
     head, sequence = tl.program_id(0), tl.program_id(1).to(tl.int64)
     window += sequence * (s.width - 1) * s.channels
     keys = key_channels(head, s)
-    key_inputs, key_past, key_tap = _load_past(window, weights.conv, keys, keys, s)
+    key_inputs, key_past, key_taps = _load_past(window, weights.conv, keys, keys, s)
     rows, columns = tile_places(s.key_dim, s)
     state += (sequence * H + head) * s.key_dim * CV + rows * CV + columns
     old = as_tile(tl.load(state), s)
     lane_row, columns = tile_places(s.lane_rows, s)
-    own = weight_columns(s)
+    own = tl.arange(0, s.blocks)[None, :, None, None] * s.warp_columns
+    own += tl.arange(0, s.warp_columns)[None, None, None, :]
     values = s.first_value + head * CV
-    value_inputs, value_past, value_tap = _load_past(
+    value_inputs, value_past, value_taps = _load_past(
         window, weights.conv, values + columns, values + own, s
     )
     rate = tl.exp(tl.load(weights.a_log + head).to(tl.float32))
@@ -125,7 +123,10 @@ def _update_token(
         exists = tl.load(last + sequence) >= 0
     arrivals += sequence * s.key_heads + head // SHARING
     if SHARING > 1:
-        moves_keys = _arrive(arrivals, key_past) == SHARING - 1
+        # 1 + 0. The compiler cannot know this, as the 0 comes from other lanes and warps.
+        operand = 1 + (tl.max(key_past.to(tl.int32, bitcast=True) & 1) >> 1)
+        arrived = tl.atomic_add(arrivals, operand, sem="relaxed", scope="gpu")
+        moves_keys = arrived == SHARING - 1
     await_previous(PDL)
     qkvz += sequence * s.row
     values += columns
@@ -133,8 +134,8 @@ def _update_token(
     new_keys, new_values = tl.load(qkvz + keys), tl.load(qkvz + values)
     gate = as_tile(tl.load(qkvz + H * CV + values), s).to(tl.float32)
     b, a = tl.load(ba).to(tl.float32), tl.load(ba + H).to(tl.float32)
-    qk = _convolve(new_keys, key_past, key_tap, s)
-    v = _convolve(new_values, value_past, value_tap, s)
+    qk = _convolve(new_keys, key_past, key_taps, s)
+    v = _convolve(new_values, value_past, value_taps, s)
     gate *= tl.sigmoid(gate) * weight
     share, decay = tl.sigmoid(b), tl.exp(-rate * softplus(a + bias))
     out, new = read_and_update(old, qk, v, decay, share, s)
@@ -158,33 +159,14 @@ def _update_token(
 
 
 @jit
-def _load_past_of_tokens(window, weight, channels, s: tl.constexpr):
-    """Load the W - 1 inputs of each token that may be the window's, and the W taps: fp32.
-
-    An input is 0 [padded_tokens, channels] where it is not the window's.
-    """
-    W: tl.constexpr = s.width
-    ROWS: tl.constexpr = s.padded_tokens
-    t, inputs, taps = tl.arange(0, ROWS)[:, None], (), ()
-    for n in tl.static_range(W):
-        if n < W - 1:
-            mask = t + n < W - 1
-            x = tl.load(window + (t + n) * s.channels + channels, mask=mask, other=0.0)
-            inputs = inputs + (x,)
-        taps = taps + (tl.load(weight + channels * W + n).to(tl.float32),)
-    return inputs, taps
-
-
-@jit
-def _convolve_tokens(qkvz, past, y, channels, s: tl.constexpr):
+def _convolve_tokens(qkvz, inputs, taps, y, channels, s: tl.constexpr):
     """Convolve the inputs of T tokens in channels [1, n], and store SiLU of the sums at y [T, N].
 
-    past: as of `_load_past_of_tokens`.
+    inputs, taps: as of `_load_past`.
     """
     W: tl.constexpr = s.width
     ROWS: tl.constexpr = s.padded_tokens
     t, total = tl.arange(0, ROWS)[:, None], tl.zeros([ROWS, channels.shape[1]], tl.float32)
-    inputs, taps = past
     for n in tl.static_range(W):
         token = t + n - (W - 1)
         is_own = (token >= 0) & (token < s.tokens)
@@ -203,17 +185,6 @@ def _count_real(last, sequence, s: tl.constexpr):
         return tl.load(last + sequence).to(tl.int32) + 1
     else:
         return tl.full([], s.tokens, tl.int32)
-
-
-@jit
-def _store_gates(ba, g, beta, rate, bias, real, s: tl.constexpr):
-    """Store decay and share of a head's tokens at g and beta; 0 for all that are not real."""
-    M: tl.constexpr = s.most
-    t = tl.arange(0, M)
-    b = tl.load(ba + t * s.ba_row, mask=t < s.tokens, other=0.0).to(tl.float32)
-    a = tl.load(ba + t * s.ba_row + s.heads, mask=t < s.tokens, other=0.0).to(tl.float32)
-    tl.store(g + t * s.heads, tl.where(t < real, -rate * softplus(a + bias), 0.0))
-    tl.store(beta + t * s.heads, tl.where(t < real, tl.sigmoid(b), 0.0))
 
 
 @jit
@@ -251,17 +222,23 @@ def _update_states(
     rate = tl.exp(tl.load(weights.a_log + head).to(tl.float32))
     bias = tl.load(weights.dt_bias + head).to(tl.float32)
     window += sequence * (s.width - 1) * s.channels
-    key_past = _load_past_of_tokens(window, weights.conv, keys[None, :], s)
-    value_past = _load_past_of_tokens(window, weights.conv, own, s)
+    keys_row = keys[None, :]
+    key_inputs, _, key_taps = _load_past(window, weights.conv, keys_row, keys_row, s)
+    value_inputs, _, value_taps = _load_past(window, weights.conv, own, own, s)
     await_previous(PDL)
     qkvz += sequence * (s.tokens * s.row)
     convolved = kept.convolved + sequence * M * s.channels
-    _convolve_tokens(qkvz, key_past, convolved, keys[None, :], s)
-    _convolve_tokens(qkvz, value_past, convolved, own, s)
+    _convolve_tokens(qkvz, key_inputs, key_taps, convolved, keys_row, s)
+    _convolve_tokens(qkvz, value_inputs, value_taps, convolved, own, s)
     real = _count_real(last, sequence, s)
     g = kept.g + sequence * M * H + head
     beta = kept.beta + sequence * M * H + head
-    _store_gates(ba + sequence * (s.tokens * s.ba_row) + head, g, beta, rate, bias, real, s)
+    ba += sequence * (s.tokens * s.ba_row) + head
+    t = tl.arange(0, M)
+    b = tl.load(ba + t * s.ba_row, mask=t < s.tokens, other=0.0).to(tl.float32)
+    a = tl.load(ba + t * s.ba_row + H, mask=t < s.tokens, other=0.0).to(tl.float32)
+    tl.store(g + t * H, tl.where(t < real, -rate * softplus(a + bias), 0.0))
+    tl.store(beta + t * H, tl.where(t < real, tl.sigmoid(b), 0.0))
     tl.store(kept.before + at, memory)
     if (tl.program_id(0) == 0) & (head == 0):
         tl.store(kept.count + sequence, real.to(tl.int64))
@@ -271,15 +248,16 @@ def _update_states(
     out += (sequence * s.tokens * H + head) * CV + begin + columns
     is_first = lane_row == 0
     loaded = _load_token(convolved, g, beta, keys, values + columns, 0, s)
-    for t in range(real):
+    for token in range(real):
         qk, v, decay, share = loaded
-        later = tl.minimum(t + 1, s.tokens - 1)
+        later = tl.minimum(token + 1, s.tokens - 1)
         loaded = _load_token(convolved, g, beta, keys, values + columns, later, s)
         read, old = read_and_update(old, qk, as_tile(v, s), tl.exp(decay), share, s)
         read = tl.reshape(read, columns.shape)
-        tl.store(out + t * (H * CV), read.to(out.dtype.element_ty), mask=is_first)
-    for t in range(real, s.tokens):
-        tl.store(out + t * (H * CV), tl.zeros_like(columns).to(out.dtype.element_ty), mask=is_first)
+        tl.store(out + token * (H * CV), read.to(out.dtype.element_ty), mask=is_first)
+    zeros = tl.zeros_like(columns).to(out.dtype.element_ty)
+    for token in range(real, s.tokens):
+        tl.store(out + token * (H * CV), zeros, mask=is_first)
     tl.store(state + at, tl.reshape(old, memory.shape))
 
 
@@ -359,7 +337,7 @@ def delta_tokens(
         window=(window, (len(window), W - 1, N)),
         norm=(weights[3], (CV,)),
     )
-    qkvz, ba = _with_even_rows(qkvz), _with_even_rows(ba)
+    qkvz, ba = with_even_rows(qkvz), with_even_rows(ba)
     M = kept[3].shape[1] if T > 1 else 1
     s = DeltaSettings(key_heads, H, CK, CV, W, eps, T, M, qkvz.stride(1), ba.stride(1))
     common = qkvz, ba, state, window, DeltaWeights(*weights), last
@@ -379,13 +357,6 @@ def delta_tokens(
 def _(qkvz: Tensor, ba: Tensor, state: Tensor, *rest) -> Tensor:
     B, T, _ = qkvz.shape
     return qkvz.new_empty(B, T, state.shape[1] * state.shape[3])
-
-
-def _with_even_rows(x: Tensor) -> Tensor:
-    """Return x [B, T, n] with all rows one distance apart, as those of a split are; or a copy."""
-    B, T, _ = x.shape
-    even = x.stride(2) == 1 and (B == 1 or x.stride(0) == T * x.stride(1))
-    return x if even else x.contiguous()
 
 
 def delta_tokens_supports(state: Tensor) -> bool:

@@ -12,13 +12,14 @@ ops/plain/gated_delta.py.
 
 from __future__ import annotations  # annotations of kernels name triton, which may be absent
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ops.attention.delta_state import COLUMNS, fit_tiles, softplus
+from ops.attention.delta_state import COLUMNS, fit_tiles, softplus, with_even_rows
 from ops.inductor import custom_op
 from ops.launch import can_launch, check_shapes, fit, jit, launch, tl, triton, try_kernels
 from ops.plain.gated_delta import (
@@ -37,15 +38,18 @@ CHUNK = 64  # tokens that one triangular system covers: 16, 32 or 64
 
 @dataclass(frozen=True)
 class PromptSettings:
-    """A layer's heads, and how the two kernels of the rule divide a prompt."""
+    """Sizes of a layer that a kernel asks for, and how its programs divide a prompt."""
 
-    key_heads: int
-    heads: int
-    key_dim: int
-    value_dim: int
-    chunk: int  # tokens
-    columns: int  # columns of the state, in a program of `_scan_chunks`
-    precision: str
+    heads: int = 1
+    key_heads: int = 1
+    key_dim: int = 1
+    value_dim: int = 1
+    channels: int = 1  # N
+    width: int = 1  # the convolution's
+    eps: float = 0.0  # the gated norm's
+    rows: int = 1  # of a program: tokens (a chunk of the rule), heads or gates
+    columns: int = 1  # of a program: of the state, or channels
+    precision: str = "tf32"
 
 
 class Systems(NamedTuple):
@@ -75,30 +79,23 @@ def _split(x):
 
 
 @jit
-def _dot_stored(x, stored, sums, PRECISION: tl.constexpr):
-    """sums + x @ stored, for fp32 x.
+def _dot(x, y, sums, PRECISION: tl.constexpr):
+    """sums + x @ y, of which one is fp32 and the other as stored.
 
-    If `stored` is bf16, products of bf16 are as exact as fp32, in half the time of tf32x3.
+    If that is bf16, products of bf16 are as exact as fp32, in half the time of tf32x3.
     """
-    if stored.dtype == tl.bfloat16:
+    if x.dtype == tl.bfloat16:
+        high, middle, low = _split(y)
+        if PRECISION == "tf32x3":
+            sums = tl.dot(x, low, sums)
+        return tl.dot(x, high, tl.dot(x, middle, sums))
+    elif y.dtype == tl.bfloat16:
         high, middle, low = _split(x)
         if PRECISION == "tf32x3":
-            sums = tl.dot(low, stored, sums)
-        return tl.dot(high, stored, tl.dot(middle, stored, sums))
+            sums = tl.dot(low, y, sums)
+        return tl.dot(high, y, tl.dot(middle, y, sums))
     else:
-        return tl.dot(x, stored.to(tl.float32), sums, input_precision=PRECISION)
-
-
-@jit
-def _stored_dot(stored, x, sums, PRECISION: tl.constexpr):
-    """sums + stored @ x, for fp32 x: see `_dot_stored`."""
-    if stored.dtype == tl.bfloat16:
-        high, middle, low = _split(x)
-        if PRECISION == "tf32x3":
-            sums = tl.dot(stored, low, sums)
-        return tl.dot(stored, high, tl.dot(stored, middle, sums))
-    else:
-        return tl.dot(stored.to(tl.float32), x, sums, input_precision=PRECISION)
+        return tl.dot(x.to(tl.float32), y.to(tl.float32), sums, input_precision=PRECISION)
 
 
 @jit
@@ -134,6 +131,17 @@ def _join_blocks(inverse, system, row, column, SIZE: tl.constexpr, PRECISION: tl
     return inverse - tl.dot(inverse, product, input_precision=PRECISION)
 
 
+@jit
+def _store_solved(right, x, solved, is_real, C: tl.constexpr, PRECISION: tl.constexpr):
+    """Store right @ x [T, C] at `solved`, in blocks of columns: all do not fit into registers."""
+    BLOCK: tl.constexpr = min(C, 64)
+    for begin in tl.static_range(0, C, BLOCK):
+        c = begin + tl.arange(0, BLOCK)[None, :]
+        tokens = tl.load(x + c, mask=is_real[:, None], other=0.0)
+        sums = tl.zeros([right.shape[0], BLOCK], tl.float32)
+        tl.store(solved + c, _dot(right, tokens, sums, PRECISION))
+
+
 # Grid [chunks, H, B].
 @jit
 def _solve_chunk(
@@ -143,7 +151,7 @@ def _solve_chunk(
     SHARING: tl.constexpr = s.heads // s.key_heads
     CK: tl.constexpr = s.key_dim
     CV: tl.constexpr = s.value_dim
-    T: tl.constexpr = s.chunk
+    T: tl.constexpr = s.rows
     PRECISION: tl.constexpr = s.precision
     chunk, head, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     chunks, i = tl.num_programs(0), tl.arange(0, T)
@@ -166,20 +174,11 @@ def _solve_chunk(
     system = tl.where(row > column, (beta * k_scale)[:, None] * products, 0.0)
     inverse = _invert_unit_lower(system, T, PRECISION)
     right = inverse * (beta * tl.exp(total) * k_scale)[None, :]
-    BLOCK: tl.constexpr = min(CK, 64)  # a whole head's columns do not fit into registers
-    for begin in tl.static_range(0, CK, BLOCK):
-        c = begin + tl.arange(0, BLOCK)[None, :]
-        x = tl.load(k + key + rows[:, None] * QK_TOKEN + c, mask=is_real[:, None], other=0.0)
-        solved = _dot_stored(right, x, tl.zeros([T, BLOCK], tl.float32), PRECISION)
-        tl.store(systems.solved_keys + place * CK + c, solved)
+    k += key + rows[:, None] * QK_TOKEN
+    _store_solved(right, k, systems.solved_keys + place * CK, is_real, CK, PRECISION)
     right = inverse * beta[None, :]
-    V_BLOCK: tl.constexpr = min(CV, 64)
     v += sequence * V_BATCH + head * CV + rows[:, None] * V_TOKEN
-    for begin in tl.static_range(0, CV, V_BLOCK):
-        c = begin + tl.arange(0, V_BLOCK)[None, :]
-        x = tl.load(v + c, mask=is_real[:, None], other=0.0)
-        solved = _dot_stored(right, x, tl.zeros([T, V_BLOCK], tl.float32), PRECISION)
-        tl.store(systems.solved_values + place * CV + c, solved)
+    _store_solved(right, v, systems.solved_values + place * CV, is_real, CV, PRECISION)
 
 
 # Grid [Cv / COLUMNS, H, B]. The state stays in registers from the first chunk to the last.
@@ -189,7 +188,7 @@ def _scan_chunks(q, k, g, systems, state, out, final, Q, QK_BATCH, QK_TOKEN, s: 
     SHARING: tl.constexpr = s.heads // s.key_heads
     CK: tl.constexpr = s.key_dim
     CV: tl.constexpr = s.value_dim
-    T: tl.constexpr = s.chunk
+    T: tl.constexpr = s.rows
     COLUMNS: tl.constexpr = s.columns
     PRECISION: tl.constexpr = s.precision
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
@@ -210,7 +209,7 @@ def _scan_chunks(q, k, g, systems, state, out, final, Q, QK_BATCH, QK_TOKEN, s: 
         total, whole = tl.cumsum(gates, 0), tl.sum(gates, 0)
         correction = tl.load(values) - tl.dot(tl.load(keys), state, input_precision=PRECISION)
         queries, scale = _load_tokens(q + key, rows, QK_TOKEN, is_real, CK)
-        y = _stored_dot(queries, state, tl.zeros([T, COLUMNS], tl.float32), PRECISION)
+        y = _dot(queries, state, tl.zeros([T, COLUMNS], tl.float32), PRECISION)
         y *= (scale * tl.exp(total) * CK**-0.5)[:, None]
         y = tl.dot(tl.load(scores), correction, y, input_precision=PRECISION)
         y_offsets = ((sequence * Q + rows[:, None]) * H + head) * CV + columns
@@ -219,7 +218,7 @@ def _scan_chunks(q, k, g, systems, state, out, final, Q, QK_BATCH, QK_TOKEN, s: 
         correction *= (scale * tl.exp(whole - total))[:, None]
         # Transposed: of a transposed bf16 tile Triton 3.6 read shared memory out of bounds.
         change = tl.zeros([COLUMNS, CK], tl.float32)
-        change = _dot_stored(tl.trans(correction), written, change, "tf32x3")
+        change = _dot(tl.trans(correction), written, change, "tf32x3")
         state = state * tl.exp(whole) + tl.trans(change)
         values += T * CV
         keys += T * CK
@@ -266,28 +265,18 @@ def launch_delta_chunk(
     out, final = v.new_empty(v.shape), state.new_empty(state.shape)
     state = state.contiguous()
     token = Q, q.stride(0), q.stride(1)
-    largest = PromptSettings(
-        key_heads=K,
-        heads=H,
-        key_dim=CK,
-        value_dim=CV,
-        chunk=max(16, min(CHUNK, triton.next_power_of_2(Q))),
-        columns=min(COLUMNS, CV),
-        precision=PRECISION,
-    )
-    candidates = (
-        (replace(largest, chunk=T), dict(warps=4, stages=2))
-        for T in (64, 32, 16)
-        if largest.chunk >= T
-    )
+    layer = PromptSettings(H, K, CK, CV, columns=min(COLUMNS, CV), precision=PRECISION)
+    most = max(16, min(CHUNK, triton.next_power_of_2(Q)))
+    chunks = (T for T in (64, 32, 16) if most >= T)
+    candidates = ((replace(layer, rows=T), dict(warps=4, stages=2)) for T in chunks)
     # Any fp32 tensor has the type of the systems, whose sizes follow from the chunk.
     example = q, k, g, Systems(state, state, state), state, out, final, *token
     s, options = fit(_scan_chunks, candidates, *example)
     assert isinstance(s, PromptSettings)
-    T, chunks = s.chunk, triton.cdiv(Q, s.chunk)
-    systems = Systems(*(state.new_empty(B, H, chunks, T, C) for C in (CV, CK, T)))
+    T, count = s.rows, triton.cdiv(Q, s.rows)
+    systems = Systems(*(state.new_empty(B, H, count, T, C) for C in (CV, CK, T)))
     tensors = q, k, v, g, beta, systems, *token, v.stride(0), v.stride(1)
-    launch(_solve_chunk, (chunks, H, B), *tensors, settings=s)
+    launch(_solve_chunk, (count, H, B), *tensors, settings=s)
     tensors = q, k, g, systems, state, out, final, *token
     launch(_scan_chunks, (CV // s.columns, H, B), *tensors, settings=s, **options)
     return out, final
@@ -301,27 +290,17 @@ def _has_whole_tokens(x: Tensor) -> bool:
 # Around the rule, in eager prompts ----------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class RowSettings:
-    """Sizes of the kernels around the rule, and how programs divide their rows."""
-
-    heads: int = 1
-    size: int = 1  # numbers of a head, or channels
-    width: int = 1  # the convolution's
-    eps: float = 0.0
-    rows: int = 1  # rows of a program
-    columns: int = 1
-
-
-def runs_eagerly(x: Tensor) -> bool:
-    """Whether x is on a GPU with kernels, in eager code, where each operation would be a kernel."""
-    return can_launch(x) and not torch.compiler.is_compiling()
+def _in_eager_code(name: str, launch: Callable, plain: Callable, x: Tensor, *arguments):
+    """Return launch(x, *arguments) where x is on a GPU and each operation would be a kernel."""
+    if can_launch(x) and not torch.compiler.is_compiling():
+        return try_kernels(name, launch, plain, x, *arguments)
+    return plain(x, *arguments)
 
 
 # Grid [N / columns, Q / rows, B].
 @jit
 def _convolve_prompt(x, window, weight, y, Q, X_BATCH, X_TOKEN, s: tl.constexpr):
-    N: tl.constexpr = s.size
+    N: tl.constexpr = s.channels
     W: tl.constexpr = s.width
     TOKENS: tl.constexpr = s.rows
     CHANNELS: tl.constexpr = s.columns
@@ -343,17 +322,15 @@ def _convolve_prompt(x, window, weight, y, Q, X_BATCH, X_TOKEN, s: tl.constexpr)
 
 def causal_conv_silu(x: Tensor, window: Tensor, weight: Tensor) -> Tensor:
     """`conv_silu_in_torch`, by one kernel in eager code on a GPU."""
-    arguments = x, window, weight
-    if runs_eagerly(x):
-        return try_kernels("convolution", launch_convolution, conv_silu_in_torch, *arguments)
-    return conv_silu_in_torch(*arguments)
+    functions = launch_convolution, conv_silu_in_torch
+    return _in_eager_code("convolution", *functions, x, window, weight)
 
 
 def launch_convolution(x: Tensor, window: Tensor, weight: Tensor) -> Tensor:
     (B, Q, N), W = x.shape, weight.shape[1]
     check_shapes(window=(window, (B, W - 1, N)), weight=(weight, (N, W)))
     x = x if x.stride(2) == 1 else x.contiguous()
-    y, s = x.new_empty(B, Q, N), RowSettings(size=N, width=W, rows=16, columns=256)
+    y, s = x.new_empty(B, Q, N), PromptSettings(channels=N, width=W, rows=16, columns=256)
     grid = triton.cdiv(N, s.columns), triton.cdiv(Q, s.rows), B
     tensors = x, window.contiguous(), weight, y
     launch(_convolve_prompt, grid, *tensors, Q, x.stride(0), x.stride(1), settings=s)
@@ -364,7 +341,7 @@ def launch_convolution(x: Tensor, window: Tensor, weight: Tensor) -> Tensor:
 @jit
 def _norm_heads(x, gate, weight, y, COUNT, GATE_TOKEN, s: tl.constexpr):
     H: tl.constexpr = s.heads
-    CV: tl.constexpr = s.size
+    CV: tl.constexpr = s.value_dim
     ROWS: tl.constexpr = s.rows
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     c, exists = tl.arange(0, CV)[None, :], row < COUNT
@@ -378,18 +355,16 @@ def _norm_heads(x, gate, weight, y, COUNT, GATE_TOKEN, s: tl.constexpr):
 
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`norm_in_torch`, by one kernel in eager code on a GPU, for x [B, Q, H, Cv]."""
-    arguments = x, gate, weight, eps
-    if runs_eagerly(x) and x.dim() == 4 and fit_tiles(x.shape[-1]):
-        return try_kernels("gated norm", launch_norm_heads, norm_in_torch, *arguments)
-    return norm_in_torch(*arguments)
+    if x.dim() != 4 or not fit_tiles(x.shape[-1]):
+        return norm_in_torch(x, gate, weight, eps)
+    return _in_eager_code("gated norm", launch_norm_heads, norm_in_torch, x, gate, weight, eps)
 
 
 def launch_norm_heads(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
     B, Q, H, CV = x.shape
     check_shapes(gate=(gate, x.shape), weight=(weight, (CV,)))
-    if not _has_whole_tokens(gate) or (B > 1 and gate.stride(0) != Q * gate.stride(1)):
-        gate = gate.contiguous()
-    y, s, count = x.new_empty(x.shape), RowSettings(H, CV, eps=eps, rows=8), B * Q * H
+    gate = with_even_rows(gate.flatten(2))
+    y, s, count = x.new_empty(x.shape), PromptSettings(H, value_dim=CV, eps=eps, rows=8), B * Q * H
     tensors, grid = (x.contiguous(), gate, weight, y), (triton.cdiv(count, s.rows),)
     launch(_norm_heads, grid, *tensors, count, gate.stride(1), settings=s)
     return y
@@ -412,19 +387,15 @@ def _compute_gates(ba, a_log, dt_bias, g, beta, COUNT, TOKEN, s: tl.constexpr):
 
 def delta_gates(ba: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
     """`gates_in_torch`, by one kernel in eager code on a GPU."""
-    arguments = ba, a_log, dt_bias
-    if runs_eagerly(ba):
-        return try_kernels("delta gates", launch_gates, gates_in_torch, *arguments)
-    return gates_in_torch(*arguments)
+    return _in_eager_code("delta gates", launch_gates, gates_in_torch, ba, a_log, dt_bias)
 
 
 def launch_gates(ba: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
     (B, Q, _), H = ba.shape, len(a_log)
     check_shapes(ba=(ba, (B, Q, 2 * H)), dt_bias=(dt_bias, (H,)))
-    if ba.stride(2) != 1 or (B > 1 and ba.stride(0) != Q * ba.stride(1)):
-        ba = ba.contiguous()
+    ba = with_even_rows(ba)
     g, beta = (ba.new_empty(B, Q, H, dtype=torch.float32) for _ in range(2))
-    s, count = RowSettings(H, rows=1024), B * Q * H
+    s, count = PromptSettings(H, rows=1024), B * Q * H
     grid = (triton.cdiv(count, s.rows),)
     launch(_compute_gates, grid, ba, a_log, dt_bias, g, beta, count, ba.stride(1), settings=s)
     return g, beta

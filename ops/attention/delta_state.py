@@ -1,7 +1,6 @@
 """The state of the gated delta rule as kernels hold it: sizes, tiles, and a token's update.
 
-Formulas, letters and the reference: ops/plain/gated_delta.py. T tokens, of which a sequence's first
-`last` + 1 are real; M tokens that `Kept` has memory for.
+Formulas and reference: ops/plain/gated_delta.py; letters as there and in ops/attention/delta.py.
 """
 
 from __future__ import annotations  # annotations of kernels name triton, which may be absent
@@ -97,6 +96,13 @@ def fit_tiles(*sizes: int) -> bool:
     return triton is not None and all(16 <= C <= 128 and C & C - 1 == 0 for C in sizes)
 
 
+def with_even_rows(x: Tensor) -> Tensor:
+    """Return x [B, T, n] with all rows one distance apart, as those of a split are; or a copy."""
+    B, T, _ = x.shape
+    even = x.stride(2) == 1 and (B == 1 or x.stride(0) == T * x.stride(1))
+    return x if even else x.contiguous()
+
+
 # The state is a tile [Ck / lane_rows, columns / warp_columns, lane_rows, warp_columns], which
 # Triton gives to registers, warps, lanes, and lanes with four columns each. A warp has all rows of
 # its columns, so sums over rows need no shared memory. It is loaded with the first three dimensions
@@ -117,14 +123,6 @@ def tile_places(ROWS: tl.constexpr, s: tl.constexpr):
     rows = part // (BLOCKS * LANE_ROWS) * LANE_ROWS + part % LANE_ROWS
     columns = tl.arange(0, s.warp_columns)[None, :]
     return rows, part // LANE_ROWS % BLOCKS * s.warp_columns + columns
-
-
-@jit
-def weight_columns(s: tl.constexpr):
-    """Return the columns of weights [1, blocks, 1, warp_columns]."""
-    COLUMNS: tl.constexpr = s.warp_columns
-    columns = tl.arange(0, s.blocks)[None, :, None, None] * COLUMNS
-    return columns + tl.arange(0, COLUMNS)[None, None, None, :]
 
 
 @jit
@@ -170,31 +168,27 @@ def _add_five(a, b, c, d, e, f, g, h, i, j):
 
 
 @jit
-def _split_keys(qk, s: tl.constexpr):
-    """qk [copies 2 Ck] -> q and k [Ck / lane_rows, 1, lane_rows, 1]."""
-    CK: tl.constexpr = s.key_dim
-    LANE_ROWS: tl.constexpr = s.lane_rows
-    if s.copies == 2:
-        qk, _ = tl.split(tl.trans(tl.reshape(qk, [2, 2 * CK])))
-    q, k = tl.split(tl.trans(tl.reshape(qk, [2, CK])))
-    shape: tl.constexpr = [CK // LANE_ROWS, 1, LANE_ROWS, 1]
-    return tl.reshape(q, shape), tl.reshape(k, shape)
-
-
-@jit
 def read_and_update(old, qk, v, decay, share, s: tl.constexpr):
     """Return what a token reads from the state `old`, and the state after it.
+
+    qk: q and k [copies 2 Ck], as of `key_channels`.
 
     One reduction over rows has all sums, with q and k not yet normalized and the state not yet
     decayed: both are factors of the sums. q (S + k correction) = q S + (q . k) correction.
     q . q, k . k and q . k are summed for each column too, so that they have the layout of the
     others. The compiler adds the equal numbers of a thread's columns once.
     """
-    q, k = _split_keys(qk, s)
-    q, k = tl.broadcast_to(q, old.shape), tl.broadcast_to(k, old.shape)
+    CK: tl.constexpr = s.key_dim
+    LANE_ROWS: tl.constexpr = s.lane_rows
+    if s.copies == 2:
+        qk, _ = tl.split(tl.trans(tl.reshape(qk, [2, 2 * CK])))
+    q, k = tl.split(tl.trans(tl.reshape(qk, [2, CK])))
+    shape: tl.constexpr = [CK // LANE_ROWS, 1, LANE_ROWS, 1]
+    q = tl.broadcast_to(tl.reshape(q, shape), old.shape)
+    k = tl.broadcast_to(tl.reshape(k, shape), old.shape)
     sums = (k * old, q * old, q * q, k * k, q * k)
     sums = tl.reduce(sums, 0, _add_five, keep_dims=True)
     k_read, q_read, qq, kk, qk = tl.reduce(sums, 2, _add_five, keep_dims=True)
-    q_factor, k_factor = tl.rsqrt(qq + 1e-6) * s.key_dim**-0.5, tl.rsqrt(kk + 1e-6)
+    q_factor, k_factor = tl.rsqrt(qq + 1e-6) * CK**-0.5, tl.rsqrt(kk + 1e-6)
     correction = (v - decay * k_factor * k_read) * (share * k_factor)
     return q_factor * (decay * q_read + qk * correction), decay * old + k * correction

@@ -21,7 +21,7 @@ positions, at most, M rows of a program.
 
 from __future__ import annotations  # annotations of kernels name triton, which may be absent
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
@@ -41,7 +41,7 @@ from ops.attention.mla_settings import (
     choose_tile,
     smaller_tiles,
 )
-from ops.attention.softmax import PROGRAMS, count_parts, parts_in_use, weigh
+from ops.attention.softmax import PROGRAMS, count_parts, weigh
 from ops.gpu import gpu_of
 from ops.launch import await_previous, check_shapes, fit, jit, launch, tl, triton
 from ops.products.units import signed_bytes
@@ -82,47 +82,39 @@ def _append_own(own, own_key, cache, scales, position, s: tl.constexpr):
     return latent, key
 
 
-@jit
-def _map_query(q, mapped, weights, inside, n, c, token, head, s: tl.constexpr):
-    """Multiply a head's query by its key weights [N, c] -> numbers c of `mapped`."""
-    query = tl.load(q + token * s.q_row + head * s.head_dim + n, mask=inside, other=0.0)
-    out = tl.sum(weights.to(tl.float32) * query.to(tl.float32)[:, None], 0)
-    tl.store(mapped + (token * s.heads + head) * s.rank + c, out.to(mapped.dtype.element_ty))
-
-
 # Grid [r / columns, H, T / each]; several tokens: H + 1. A program computes `columns` numbers of
 # one head for `each` tokens. Its weights, a part of the head's [N, r] with r contiguous, are in
 # flight before the wait. The row of programs that has no head appends: its first one the tokens.
 @jit
 def _map_queries(x, mapped, s: tl.constexpr, PDL: tl.constexpr):
-    COLUMNS: tl.constexpr = s.columns
-    PADDED: tl.constexpr = s.padded
-    head, first = tl.program_id(1), tl.program_id(2).to(tl.int64) * s.each
+    COLUMNS: tl.constexpr = s.tile.columns
+    PADDED: tl.constexpr = triton.next_power_of_2(s.unrotated)
+    EACH: tl.constexpr = s.each
+    head, first = tl.program_id(1), tl.program_id(2).to(tl.int64) * EACH
     n, c = tl.arange(0, PADDED), tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     at = (head * s.wkv_rows + n)[:, None] * s.rank + c[None, :]
-    inside = n < s.unrotated if s.own else n < tl.where(head < s.heads, s.unrotated, 0)
+    has_head = s.own or head < s.heads
+    inside = n < s.unrotated if s.own else n < tl.where(has_head, s.unrotated, 0)
     weights = tl.load(x.wkv + at, mask=inside[:, None], other=0.0)
     await_previous(PDL)
-    if s.own:
-        _map_query(x.q, mapped, weights, inside, n, c, first, head, s)
-    else:
-        for i in range(s.each):
-            token = tl.minimum(first + i, s.tokens - 1)  # the last one perhaps several times
-            if head < s.heads:
-                _map_query(x.q, mapped, weights, inside, n, c, token, head, s)
-            elif tl.program_id(0) == 0:
-                _append_token(x, token, s)
+    for i in range(EACH):
+        token = first if s.own else tl.minimum(first + i, s.tokens - 1)  # the last: several times
+        if has_head:
+            query = tl.load(x.q + token * s.q_row + head * s.head_dim + n, mask=inside, other=0.0)
+            out = tl.sum(weights.to(tl.float32) * query.to(tl.float32)[:, None], 0)
+            to = mapped + (token * s.heads + head) * s.rank + c
+            tl.store(to, out.to(mapped.dtype.element_ty))
+        elif tl.program_id(0) == 0:
+            _append_token(x, token, s)
 
 
 @jit
 def _append_token(x, token, s: tl.constexpr):
     """Append one of several tokens to the cache."""
     R: tl.constexpr = s.rotary_dim
-    Q: tl.constexpr = s.queries
     rotation = load_rotation(x.rope, token, tl.arange(0, R)[None, :], R, R, 2 * R, 0)
     own, own_key = _load_own(x, token, rotation, s)
-    first_row = token // Q * s.length
-    scales = x.scales
+    first_row, scales = token // s.queries * s.length, x.scales
     if scales is not None:
         scales += first_row
     position = tl.load(x.positions + token)
@@ -139,9 +131,8 @@ def _find_parts(positions, sequence, s: tl.constexpr):
         seen = tl.load(positions + sequence).to(tl.int32)
     else:
         seen = tl.load(positions + sequence * s.queries + s.queries - 1).to(tl.int32) + 1
-    _, end, parts = parts_in_use(seen, s.length, s.parts, 1, s.length, s.block)
-    if not s.maps:
-        parts = tl.num_programs(0)
+    end = (seen + s.tile.block - 1) // s.tile.block
+    parts = tl.minimum(tl.maximum(end, 1), s.parts) if s.maps else tl.num_programs(0)
     return seen, end, parts
 
 
@@ -159,7 +150,7 @@ def _score(query, rotated, cache, scales, block, seen, s: tl.constexpr):
 
     Latents from `seen` on are 0. Without int8 the scales are 1.0.
     """
-    BLOCK: tl.constexpr = s.block
+    BLOCK: tl.constexpr = s.tile.block
     RANK: tl.constexpr = s.rank
     R: tl.constexpr = s.rotary_dim
     key = block * BLOCK + tl.arange(0, BLOCK)
@@ -190,7 +181,7 @@ def _attend_part(x, mapped, partial, sums, s: tl.constexpr, PDL: tl.constexpr):
     H: tl.constexpr = s.heads
     R: tl.constexpr = s.rotary_dim
     RANK: tl.constexpr = s.rank
-    BLOCK: tl.constexpr = s.block
+    BLOCK: tl.constexpr = s.tile.block
     DTYPE: tl.constexpr = x.q.dtype.element_ty
     part, sequence = tl.program_id(0), tl.program_id(2).to(tl.int64)
     seen, end, parts = _find_parts(x.positions, sequence, s)
@@ -207,22 +198,19 @@ def _attend_part(x, mapped, partial, sums, s: tl.constexpr, PDL: tl.constexpr):
     row, c = tl.program_id(1) * M + tl.arange(0, M), tl.arange(0, s.rank)[None, :]
     if s.own:
         head, token, position = tl.minimum(row, H - 1), sequence, seen
-        rotation = load_rotation(x.rope, token, tl.arange(0, R)[None, :], R, R, 2 * R, 0)
-        q = x.q + (token * s.q_row + head[:, None] * s.head_dim + s.unrotated)
-        rotated = load_rotated(q, rotation, R).to(DTYPE)
-        own, own_key = _load_own(x, token, rotation, s)
     else:
         head, token = row % H, sequence * s.queries + tl.minimum(row // H, s.queries - 1)
         position = tl.load(x.positions + token).to(tl.int32)
-        if s.maps:
-            rotation = load_rotation(
-                x.rope, token[:, None], tl.arange(0, R)[None, :], R, R, 2 * R, 0
-            )
-            q = x.q + (token * s.q_row + head * s.head_dim + s.unrotated)[:, None]
-            rotated = load_rotated(q, rotation, R).to(DTYPE)
-        else:
-            q = x.q + (token * s.q_row + head * s.width + s.rank)[:, None]
-            rotated = tl.load(q + tl.arange(0, R)[None, :])
+    if s.maps:
+        tokens, numbers = token if s.own else token[:, None], tl.arange(0, R)[None, :]
+        rotation = load_rotation(x.rope, tokens, numbers, R, R, 2 * R, 0)
+        q = x.q + (token * s.q_row + head * s.head_dim + s.unrotated)[:, None]
+        rotated = load_rotated(q, rotation, R).to(DTYPE)
+    else:
+        q = x.q + (token * s.q_row + head * s.width + s.rank)[:, None]
+        rotated = tl.load(q + tl.arange(0, R)[None, :])
+    if s.own:
+        own, own_key = _load_own(x, token, rotation, s)
     await_previous(PDL)
     WIDTH: tl.constexpr = s.rank if s.maps else s.width
     query = tl.load(mapped + (token * H + head)[:, None] * WIDTH + c)
@@ -235,7 +223,7 @@ def _attend_part(x, mapped, partial, sums, s: tl.constexpr, PDL: tl.constexpr):
             row_max = (row_max + tl.sum(rotated.to(tl.float32) * key, 1)) * s.scale
             row_sum += 1.0
             acc += latent
-    for block in tl.range(part, end, parts, num_stages=s.stages):
+    for block in tl.range(part, end, parts, num_stages=s.tile.stages):
         scores, latents, scale = _score(query, rotated, cache, scales, block, seen, s)
         key = block * BLOCK + tl.arange(0, BLOCK)
         is_seen = (key < position)[None, :] if s.own else key[None, :] <= position[:, None]
@@ -250,66 +238,48 @@ def _attend_part(x, mapped, partial, sums, s: tl.constexpr, PDL: tl.constexpr):
     tl.store(sums + at * 2 + 1, row_sum, mask=row < s.rows)
 
 
-@jit
-def _merge_parts(partial, sums, first, parts, s: tl.constexpr):
-    """Merge a head's softmaxes over parts: its rows of `partial` are first, first + rows, ...
-
-    Return total [1] and acc [1, r] of the whole softmax.
-    """
-    AT_ONCE: tl.constexpr = 16
-    RANK: tl.constexpr = s.rank
-    c = tl.arange(0, RANK)[None, :]
-    largest, total = tl.full([1], float("-inf"), tl.float32), tl.zeros([1], tl.float32)
-    acc = tl.zeros([1, RANK], tl.float32)
-    for begin in range(0, parts, AT_ONCE):
-        part = begin + tl.arange(0, AT_ONCE)
-        at, is_part = first + part * s.rows, part < parts
-        maxima = tl.load(sums + at * 2, mask=is_part, other=float("-inf"))
-        totals = tl.load(sums + at * 2 + 1, mask=is_part, other=0.0)
-        numbers = tl.load(partial + at[:, None] * RANK + c, mask=is_part[:, None], other=0.0)
-        new_largest = tl.maximum(largest, tl.max(maxima, 0))
-        share, rescale = tl.exp(maxima - new_largest), tl.exp(largest - new_largest)
-        total = total * rescale + tl.sum(totals * share, 0)
-        acc = acc * rescale[:, None] + tl.sum(numbers * share[:, None], 0)[None, :]
-        largest = new_largest
-    return total, acc
-
-
 # Grid [V / values, H, T / each]: a program computes `values` numbers of one head for `each` tokens.
-# Each program merges the head's parts itself: they are in L2, and another kernel would take longer
-# up to about 60 parts.
+# Each program merges the head's parts itself, 16 at once: they are in L2, and another kernel would
+# take longer up to about 60 parts.
 @jit
 def _merge_values(x, partial, sums, y, s: tl.constexpr, PDL: tl.constexpr):
-    VALUES: tl.constexpr = s.values
+    AT_ONCE: tl.constexpr = 16
+    VALUES: tl.constexpr = s.tile.values
+    RANK: tl.constexpr = s.rank
     Q: tl.constexpr = s.queries
-    head, first = tl.program_id(1), tl.program_id(2).to(tl.int64) * s.each
+    EACH: tl.constexpr = s.each
+    head, first = tl.program_id(1), tl.program_id(2).to(tl.int64) * EACH
     row = tl.program_id(0) * VALUES + tl.arange(0, VALUES)
-    at = (head * s.wkv_rows + s.unrotated + row)[:, None] * s.rank + tl.arange(0, s.rank)[None, :]
-    weights = tl.load(x.wkv + at, mask=(row < s.value_dim)[:, None], other=0.0)
+    c = tl.arange(0, RANK)[None, :]
+    value_rows = (head * s.wkv_rows + s.unrotated + row)[:, None] * RANK + c
+    weights = tl.load(x.wkv + value_rows, mask=(row < s.value_dim)[:, None], other=0.0)
     if s.own:
         _, _, parts = _find_parts(x.positions, first, s)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()  # at once: ops/README.md
         tl.extra.cuda.gdc_wait()
-    if s.own:
-        _merge_token(weights, partial, sums, y, first, row, head, parts, s)
-    else:
-        for i in range(s.each):
-            token = tl.minimum(first + i, s.tokens - 1)  # the last one perhaps several times
+    for i in range(EACH):
+        token = first if s.own else tl.minimum(first + i, s.tokens - 1)  # the last: several times
+        if not s.own:
             _, _, parts = _find_parts(x.positions, token // Q, s)
-            _merge_token(weights, partial, sums, y, token, row, head, parts, s)
-
-
-@jit
-def _merge_token(weights, partial, sums, y, token, row, head, parts, s: tl.constexpr):
-    """Merge a token's parts of one head, and multiply by its value weights [row, r]."""
-    Q: tl.constexpr = s.queries
-    first = (token // Q * s.parts * Q + token % Q) * s.heads + head
-    total, acc = _merge_parts(partial, sums, first, parts, s)
-    mean = (acc / total[:, None]).to(y.dtype.element_ty).to(tl.float32)
-    out = tl.sum(weights.to(tl.float32) * mean, 1)
-    result = y + (token * s.heads + head) * s.value_dim + row
-    tl.store(result, out.to(y.dtype.element_ty), mask=row < s.value_dim)
+        own_part = (token // Q * s.parts * Q + token % Q) * s.heads + head
+        largest, total = tl.full([1], float("-inf"), tl.float32), tl.zeros([1], tl.float32)
+        acc = tl.zeros([1, RANK], tl.float32)
+        for begin in range(0, parts, AT_ONCE):
+            part = begin + tl.arange(0, AT_ONCE)
+            at, is_part = own_part + part * s.rows, part < parts
+            maxima = tl.load(sums + at * 2, mask=is_part, other=float("-inf"))
+            totals = tl.load(sums + at * 2 + 1, mask=is_part, other=0.0)
+            numbers = tl.load(partial + at[:, None] * RANK + c, mask=is_part[:, None], other=0.0)
+            new_largest = tl.maximum(largest, tl.max(maxima, 0))
+            share, rescale = tl.exp(maxima - new_largest), tl.exp(largest - new_largest)
+            total = total * rescale + tl.sum(totals * share, 0)
+            acc = acc * rescale[:, None] + tl.sum(numbers * share[:, None], 0)[None, :]
+            largest = new_largest
+        mean = (acc / total[:, None]).to(y.dtype.element_ty).to(tl.float32)
+        out = tl.sum(weights.to(tl.float32) * mean, 1)
+        result = y + (token * s.heads + head) * s.value_dim + row
+        tl.store(result, out.to(y.dtype.element_ty), mask=row < s.value_dim)
 
 
 # Launches -----------------------------------------------------------------------------------------
@@ -336,45 +306,38 @@ def attend_latent_tokens(
         wkv=(x.wkv, (H, layer.wkv_rows, rank)),
         kv_norm=(x.kv_norm, (rank,)),
     )
-    tile = tile or choose_tile(S, x.cache.element_size(), Q)
-    s = replace(
-        layer,
-        queries=Q,
-        tokens=T,
-        length=S,
-        q_row=x.q.stride(0),
-        kv_row=x.kv.stride(0),
-        columns=min(tile.columns, rank),
-        values=min(tile.values, triton.next_power_of_2(layer.value_dim)),
-    )
-    mapped, y = x.q.new_empty(T, H, rank), x.q.new_empty(T, H * s.value_dim)
-    s, options = _fit_blocks(x, mapped, s, smaller_tiles(tile))
+    tile, values = tile or choose_tile(S, x.cache.element_size(), Q), layer.value_dim
+    columns, rows = min(tile.columns, rank), min(tile.values, triton.next_power_of_2(values))
+    tile = replace(tile, columns=columns, values=rows)
+    s = replace(layer, queries=Q, tokens=T, length=S, q_row=x.q.stride(0), kv_row=x.kv.stride(0))
+    mapped, y = x.q.new_empty(T, H, rank), x.q.new_empty(T, H * values)
+    s, options = _fit_tile(x, mapped, s, smaller_tiles(tile))
     partial = x.q.new_empty(B, s.parts, s.rows, rank, dtype=torch.float32)
     sums, tokens = partial.new_empty(B, s.parts, s.rows, 2), triton.cdiv(T, s.each)
-    grid = rank // s.columns, H if s.own else H + 1, tokens
+    grid = rank // columns, H if s.own else H + 1, tokens
     launch(_map_queries, grid, x, mapped, settings=s, pdl=pdl)
     grid = s.parts, triton.cdiv(s.rows, s.tile_rows), B
     launch(_attend_part, grid, x, mapped, partial, sums, settings=s, pdl=pdl, **options)
-    grid, warps = (triton.cdiv(s.value_dim, s.values), H, tokens), max(1, rank // 128)
+    grid, warps = (triton.cdiv(values, rows), H, tokens), max(1, rank // 128)
     launch(_merge_values, grid, x, partial, sums, y, settings=s, warps=warps, pdl=pdl)
     return y
 
 
-def _fit_blocks(
+def _fit_tile(
     x: LatentTensors, mapped: Tensor, s: LatentSettings, tiles: Iterable[Tile]
 ) -> tuple[LatentSettings, dict]:
-    """Return settings with block, stages and parts of the first tile that fits, and options."""
+    """Return settings with the first tile that fits and its parts, and options of the launch."""
     B, device, empty = len(x.positions), x.q.device, x.q.new_empty(0, dtype=torch.float32)
     programs = B * triton.cdiv(s.rows, s.tile_rows)
-
-    def candidates() -> Iterator[tuple[LatentSettings, dict]]:
-        for tile in tiles:
-            parts = s.parts
-            if s.maps:
-                parts = count_parts(programs, s.length, tile.block, device)
-            yield replace(s, block=tile.block, stages=tile.stages, parts=parts), {"warps": 8}
-
-    found, options = fit(_attend_part, candidates(), x, mapped, empty, empty)
+    candidates = (replace(s, tile=tile) for tile in tiles)
+    if s.maps:
+        candidates = (
+            replace(c, parts=count_parts(programs, c.length, c.tile.block, device))
+            for c in candidates
+        )
+    found, options = fit(
+        _attend_part, ((c, {"warps": 8}) for c in candidates), x, mapped, empty, empty
+    )
     assert isinstance(found, LatentSettings)
     return found, options
 
@@ -398,7 +361,7 @@ def attend_latent(
     s = replace(s, length=S, q_row=H * C, parts=y.shape[1])
     x = LatentTensors(q, None, None, positions, kv, scales, None, None)
     tiles = (Tile(block, 2) for block in (32, 16) if block == 16 or kv.element_size() < 4)
-    s, options = _fit_blocks(x, q, s, tiles)
+    s, options = _fit_tile(x, q, s, tiles)
     grid = s.parts, triton.cdiv(s.rows, s.tile_rows), B
     launch(_attend_part, grid, x, q, y, sums, settings=s, pdl=False, **options)
     return y, sums

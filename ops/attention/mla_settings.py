@@ -4,7 +4,7 @@ Letters as there.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from torch import Tensor
@@ -15,7 +15,8 @@ LONG_CACHE = 8192  # positions
 TOKENS_AT_ONCE = 8  # T up to which each token has programs of its own
 
 
-class Tile(NamedTuple):
+@dataclass(frozen=True)
+class Tile:
     """How the three kernels divide their work."""
 
     block: int = 32  # positions at once
@@ -55,10 +56,7 @@ class LatentSettings:
     q_row: int = 0  # numbers from one token's q to the next one's
     kv_row: int = 0
     parts: int = 1
-    block: int = 32
-    stages: int = 3
-    columns: int = 64
-    values: int = 32
+    tile: Tile = Tile()
 
     @property
     def supported(self) -> bool:
@@ -82,10 +80,6 @@ class LatentSettings:
     @property
     def wkv_rows(self) -> int:
         return self.unrotated + self.value_dim
-
-    @property
-    def padded(self) -> int:
-        return triton.next_power_of_2(self.unrotated)
 
     @property
     def rows(self) -> int:
@@ -124,4 +118,4 @@ def smaller_tiles(tile: Tile) -> Iterator[Tile]:
     yield tile
     for block, stages in ((32, 3), (32, 2), (16, 3), (16, 2), (16, 1)):
         if (block, stages) < (tile.block, tile.stages):
-            yield tile._replace(block=block, stages=stages)
+            yield replace(tile, block=block, stages=stages)

@@ -61,22 +61,6 @@ def finish_softmax(row_max, row_sum, acc, sink):
     return acc / row_sum
 
 
-@jit
-def parts_in_use(
-    position,
-    S: tl.constexpr,
-    P: tl.constexpr,
-    PART_BLOCKS: tl.constexpr,
-    WINDOW: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Return a sequence's first block, the block after its last one, and its number of parts."""
-    first = tl.maximum(position - WINDOW + 1, 0) // BLOCK if WINDOW < S else 0
-    end = (position + BLOCK - 1) // BLOCK
-    parts = (end - first + PART_BLOCKS - 1) // PART_BLOCKS
-    return first, end, tl.minimum(tl.maximum(parts, 1), P)
-
-
 def count_parts(rows: int, length: int, part: int, device: torch.device) -> int:
     """Return P: parts of `part` positions, but no more programs than the GPU runs side by side.
 
