@@ -1,4 +1,4 @@
-"""Decode speed by the fused kernels and by Inductor's, in one run: rows of the README's table.
+"""Decode speed by the fused kernels and by Inductor's, in one run.
 
     python benchmarks/both_kernels.py
     python benchmarks/both_kernels.py Qwen3-30B-A3B:int4 gpt-oss-20b:mxfp4 --layers 8

@@ -105,6 +105,8 @@ def choose_attention(attention: nn.Module) -> nn.Module | FusedLatentAttention:
     Raises ValueError for latent attention whose wq they cannot read, and for a subclass that has
     its own `forward`, of which `core` is only a part.
     """
+    if isinstance(attention, FusedDecodeAttention):  # `load_model` makes it, for 4-bit weights
+        return attention
     changed = undeclared(attention, Attention)
     if "forward" in changed:
         raise ValueError(f"no kernels for {type(attention).__name__}.forward")

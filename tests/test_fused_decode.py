@@ -17,7 +17,7 @@ from ops.gpu import KNOWN, OTHER_MAKER, found
 from ops.products import dense
 from ops.products.few_tokens import FewTiles
 from ops.products.weights import plain_weight
-from runtime.fused_attention import FusedDecodeAttention, fused_attention
+from runtime.fused_attention import FusedDecodeAttention, fuse_decode_attention, fused_attention
 from runtime.fused_decode import (
     PROMPT_CHUNKS,
     FusedLayer,
@@ -44,6 +44,12 @@ def on_meta(name: str, mode: str):
     return tp.ModelShard(args, number_format(mode, args)).model.to(torch.bfloat16)
 
 
+def describe_attention(layer: FusedLayer) -> tuple[type, list[int]]:
+    """Return the kind of a layer's attention, and the widths of its projections."""
+    attention = layer.attention
+    return type(attention.attention), [weight.out for weight, _ in attention.inputs]
+
+
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_published_models_have_kernels_in_every_format(name):
     modes = 0
@@ -60,6 +66,10 @@ def test_published_models_have_kernels_in_every_format(name):
                 FusedLayer(sparse[0])
         else:
             assert sparse and len(fused_layers(model)) == len(sparse)
+            before = [describe_attention(layer) for layer in fused_layers(model).values()]
+            fuse_decode_attention(model)  # as `load_model` does for 4-bit weights
+            after = [describe_attention(layer) for layer in fused_layers(model).values()]
+            assert before == after
     assert modes > 3
 
 
