@@ -47,8 +47,8 @@ class PromptSettings:
     channels: int = 1  # N
     width: int = 1  # the convolution's
     eps: float = 0.0  # the gated norm's
-    rows: int = 1  # of a program: tokens (a chunk of the rule), heads or gates
-    columns: int = 1  # of a program: of the state, or channels
+    rows: int = 1  # a program computes: tokens (a chunk of the rule), heads or gates
+    columns: int = 1  # a program computes: of the state, or channels
     precision: str = "tf32"
 
 
