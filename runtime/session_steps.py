@@ -224,8 +224,10 @@ class DecodeSteps(SessionRows):
 
         def run() -> None:
             self.runner.reach = reach
-            step()
-            self.runner.reach = None
+            try:
+                step()
+            finally:  # a prompt after a step that failed has no such bound
+                self.runner.reach = None
 
         if self.captured:
             torch.cuda.synchronize()  # a step in flight would move `position`

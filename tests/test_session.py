@@ -2,6 +2,7 @@
 
 import itertools
 from functools import partial
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -727,6 +728,16 @@ def test_a_step_takes_the_least_bound_that_fits_all_rows(model, lengths):
     short = 20 - max(lengths)
     assert session.runner.bounds == [20] * short + [None] * (19 - short)
     assert session.runner.reach is None  # prompts have no bound
+
+
+def test_a_step_that_fails_leaves_no_bound(model, monkeypatch):
+    """The next prompt may be longer than the bound."""
+    session = open_session(model, 64)
+    session.runner = BoundedRunner(model, 20)
+    monkeypatch.setattr(session, "choose_tokens", Mock(side_effect=RuntimeError("no memory")))
+    with pytest.raises(RuntimeError, match="no memory"):
+        session.warm_up(0)()
+    assert session.runner.bounds == [20] and session.runner.reach is None
 
 
 def test_drafts_are_below_the_bound_too(model):

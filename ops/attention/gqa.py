@@ -43,7 +43,7 @@ from ops.attention.gqa_settings import (
 )
 from ops.attention.softmax import PROGRAMS
 from ops.gpu import gpu_of
-from ops.launch import fit, launch
+from ops.launch import check_shapes, fit, launch
 
 
 @torch.library.custom_op("moe_fast::attend_tokens", mutates_args=("cache", "scales"))
@@ -70,8 +70,14 @@ def attend_tokens(
     stored, but what they attend to is undefined.
     """
     (B, Q), layer = qkv.shape[:2], decode_settings(settings)
-    check_shapes(qkv, positions, cache, layer)
-    y = qkv.new_empty(B, Q, layer.heads * layer.head_dim)
+    K, C = layer.kv_heads, layer.head_dim
+    rows, S = max(B, cache.shape[1]), cache.shape[3]  # further rows of the cache are not used
+    check_shapes(
+        qkv=(qkv, (B, Q, layer.projected * C)),
+        positions=(positions, (B, Q)),
+        cache=(cache, (2, rows, K, S, C)),
+    )
+    y = qkv.new_empty(B, Q, layer.heads * C)
     stored = Stored(cache if scales is None else cache.view(torch.int16), scales)
     weights, qkv = HeadWeights(q_norm, k_norm, sinks), qkv.contiguous()
     numbers = qkv.new_empty(0, dtype=torch.float32)
@@ -80,12 +86,12 @@ def attend_tokens(
     candidates = ((s, {"warps": WARPS}) for s in divisions)
     found, options = fit(attend_kernel, candidates, *args, Results(y, numbers, numbers))
     s = cast(KernelSettings, found)
-    rows = B * s.pairs * s.parts * s.stored_rows if s.parts > 1 else 0
-    partial, sums = numbers.new_empty(rows * layer.head_dim), numbers.new_empty(rows * 2)
+    count = B * s.pairs * s.parts * s.stored_rows if s.parts > 1 else 0
+    partial, sums = numbers.new_empty(count * C), numbers.new_empty(count * 2)
     results = Results(y, partial, sums)
     launch(attend_kernel, (s.pairs, B, s.parts), *args, results, settings=s, **options)
     if s.parts > 1:
-        grid = layer.heads, layer.head_dim // s.columns, B * Q
+        grid = layer.heads, C // s.columns, B * Q
         launch(merge_kernel, grid, qkv, positions, sinks, results, settings=s, warps=MERGE_WARPS)
     return y
 
@@ -94,17 +100,6 @@ def attend_tokens(
 def _(qkv, rope, positions, cache, scales, q_norm, k_norm, sinks, settings, reach=None) -> Tensor:
     layer = decode_settings(settings)
     return qkv.new_empty(*qkv.shape[:2], layer.heads * layer.head_dim)
-
-
-def check_shapes(qkv: Tensor, positions: Tensor, cache: Tensor, layer: AttentionSettings) -> None:
-    """Raise ValueError for tensors that do not fit a layer."""
-    width, (K, C) = layer.projected * layer.head_dim, (layer.kv_heads, layer.head_dim)
-    if qkv.shape[2:] != (width,):
-        raise ValueError(f"qkv {tuple(qkv.shape)}: not [B, Q, {width}]")
-    if positions.shape != qkv.shape[:2]:
-        raise ValueError(f"positions {tuple(positions.shape)}: not {tuple(qkv.shape[:2])}")
-    if len(cache) != 2 or cache.shape[2] != K or cache.shape[4] != C or cache.shape[1] < len(qkv):
-        raise ValueError(f"cache {tuple(cache.shape)}: not [2, {len(qkv)} or more, {K}, S, {C}]")
 
 
 @torch.library.custom_op("moe_fast::attend_int8", mutates_args=())

@@ -12,8 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ops.attention.softmax import MAX_PARTS, PROGRAMS
-from ops.gpu import gpu_of
+from ops.attention.softmax import MAX_PARTS, PROGRAMS, count_parts
 
 FEWEST_ROWS = 16  # that tensor cores multiply
 FEW_PARTS = 8  # up to which a part is one block, with one query of a plain cache (H100)
@@ -196,7 +195,7 @@ class KernelSettings:
 
 
 def pow2(n: int) -> int:
-    """Return the least power of two from n on."""
+    """Return the least power of two from n on, without Triton too."""
     return 1 << (n - 1).bit_length()
 
 
@@ -237,9 +236,8 @@ def choose_parts(programs: int, length: int, s: KernelSettings, device: torch.de
     """
     if length <= s.one_part:
         return 1
-    processors = gpu_of(device).multiprocessors
-    most = processors if s.queries == 1 and not s.int8 else PROGRAMS * processors
-    return max(1, min(-(-length // s.tile.block), most // programs, MAX_PARTS))
+    side_by_side = 1 if s.queries == 1 and not s.int8 else PROGRAMS
+    return count_parts(programs, length, s.tile.block, device, side_by_side)
 
 
 def takes_queries(Q: int, C: int) -> bool:

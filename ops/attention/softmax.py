@@ -61,13 +61,16 @@ def finish_softmax(row_max, row_sum, acc, sink):
     return acc / row_sum
 
 
-def count_parts(rows: int, length: int, part: int, device: torch.device) -> int:
+def count_parts(
+    rows: int, length: int, part: int, device: torch.device, programs: int = PROGRAMS
+) -> int:
     """Return P: parts of `part` positions, but no more programs than the GPU runs side by side.
 
-    rows: programs of each part. length: positions that a token may see.
+    rows: programs of each part. length: positions that a token may see. programs: that a
+    multiprocessor runs side by side.
     """
     processors = gpu_of(device).multiprocessors
-    return max(1, min(-(-length // part), PROGRAMS * processors // rows, MAX_PARTS))
+    return max(1, min(-(-length // part), programs * processors // rows, MAX_PARTS))
 
 
 def merge_partial(

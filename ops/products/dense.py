@@ -36,7 +36,7 @@ from ops.products.pipeline import (
     sum_shared,
 )
 from ops.products.tilings import Tiles
-from ops.products.weights import Weight, check_shape
+from ops.products.weights import Weight, check_rows
 from ops.ranks.mailbox import TokenInbox, find_outboxes, send_rows
 
 # The kernel ---------------------------------------------------------------------------------------
@@ -232,9 +232,9 @@ def dense_product(
     T = x.numel() // x.shape[-1]
     if send is not None and (T > 1 or early):
         raise ValueError("only one token's product, which is not early, is sent")
-    check_shape("x", x, T, weight.width)
-    check_shape("bias", bias, weight.out)
-    check_shape("residual", residual, T, weight.out)
+    check_rows("x", x, T, weight.width)
+    check_rows("bias", bias, weight.out)
+    check_rows("residual", residual, T, weight.out)
     y = torch.empty(T, weight.out, dtype=dtype or x.dtype, device=x.device) if out is None else out
     if T > 1:
         scales, eps = norm or (None, 0.0)

@@ -45,7 +45,7 @@ from ops.products.pipeline import (
 from ops.products.quantized_x import QuantizedX, quantize_token, quantizes_first
 from ops.products.routing import ChoiceSettings, choice_of, choose, choose_one
 from ops.products.tilings import Tiles
-from ops.products.weights import Weight, check_shape
+from ops.products.weights import Weight, check_rows
 from ops.ranks.mailbox import TokenInbox
 
 # Kernels ------------------------------------------------------------------------------------------
@@ -216,7 +216,7 @@ def multiply_each(
     Pair n multiplies row n // (N // M) of x. activation: of gate and up, the halves of the
     weight's rows -> [N, out / 2], as `gate_up`. The others: as of `gate_up`.
     """
-    check_shape("x", x, len(x), weight.width)
+    check_rows("x", x, len(x), weight.width)
     pairs_of_row = indices.numel() // len(x) if len(x) > 1 else 0
     how = activation, dtype, tiles, pdl
     return _launch_each(x, weight, Chosen(indices), bias, how, pairs_of_row=pairs_of_row)
@@ -233,7 +233,7 @@ def _launch_each(
     """Launch `_multiply_each`. how: activation, dtype, tiles, pdl. fields: of `EachSettings`."""
     activation, dtype, tiles, pdl = how
     pairs = choice.indices.numel()
-    check_shape("bias", bias, len(weight.parts[0]), weight.out)
+    check_rows("bias", bias, len(weight.parts[0]), weight.out)
     fields |= dict(loads=1 if activation is None else 2, activation=activation)
     settings, grid, options = settings_of(EachSettings, weight, 0, tiles, pairs, **fields)
     h = torch.empty(
@@ -271,11 +271,11 @@ def down(
     """
     experts = indices.numel()
     if isinstance(x, Tensor):
-        check_shape("x", x, experts, weight.width)
+        check_rows("x", x, experts, weight.width)
     if isinstance(x, Tensor) and quantizes_first(weight, experts * weight.quads):
         x = quantize_token(operand_of(x, weight), weight, pdl)
-    check_shape("residual", residual, 1, weight.out)
-    check_shape("bias", bias, len(weight.parts[0]), weight.out)
+    check_rows("residual", residual, 1, weight.out)
+    check_rows("bias", bias, len(weight.parts[0]), weight.out)
     y = torch.empty(1, weight.out, dtype=dtype or x.dtype, device=indices.device)
     choice, how = Chosen(indices, weights=routing), (tiles, pdl, {"scale": scale})
     return launch_sum(operands_of(x, weight), weight, choice, residual, bias, y, send, how)

@@ -74,7 +74,7 @@ class Weight:
         return 4 * self.quads * self.fields
 
 
-def check_shape(name: str, tensor: Tensor | None, *shape: int) -> None:
+def check_rows(name: str, tensor: Tensor | None, *shape: int) -> None:
     """Raise ValueError for a tensor of other size, or of rows of other width; None is right."""
     if tensor is not None and (tensor.numel() != prod(shape) or tensor.shape[-1] != shape[-1]):
         raise ValueError(f"{name} is {list(tensor.shape)}, not {list(shape)}")

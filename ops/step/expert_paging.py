@@ -279,16 +279,5 @@ def page(
 
 
 @page.register_fake
-def _(
-    chosen: Tensor,
-    slot: Tensor,
-    last_use: Tensor,
-    uses: Tensor,
-    counters: Tensor,
-    host: Tensor,
-    pool: Tensor,
-    layout: list[int],
-    slots: int,
-    policy: str,
-) -> Tensor:
+def _(chosen: Tensor, slot: Tensor, *others) -> Tensor:
     return torch.empty_like(slot)
