@@ -8,9 +8,10 @@ from test_serve import Running
 from generate import load_model
 from model import Transformer
 from ops.plain.topk import largest_by_rank
+from runtime.drafters import LookupDrafter
 from runtime.sampling import NOT_FINITE, Noise, NotFiniteError, Sampling, sample, shortlist
 from runtime.session import Session, SessionOptions
-from runtime.speculation import LookupDrafter, Speculation
+from runtime.speculation import Speculation
 
 GREEDY = Sampling(temperature=0)
 SAMPLED = Sampling(temperature=1.0, seed=3)

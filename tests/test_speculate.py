@@ -18,10 +18,12 @@ from torch._dynamo.utils import counters
 import generate
 from generate import load_model, main
 from model import ModelArgs, Transformer
-from runtime import speculation as speculation_module
+from runtime import verification as verification
+from runtime.drafters import NGRAM, LookupDrafter
 from runtime.sampling import Noise, Sampling, StepState, sample
 from runtime.session import Session, SessionOptions
-from runtime.speculation import NGRAM, LookupDrafter, Speculation, verify_sampled
+from runtime.speculation import Speculation
+from runtime.verification import verify_sampled
 
 GREEDY = Sampling(temperature=0)
 PROMPT = [5, 17, 3, 99, 42, 8, 120, 5, 17, 3, 99, 11, 5, 17]
@@ -345,7 +347,7 @@ def test_verified_tokens_have_the_models_distribution(setting, source, rule, mon
             drafts = best[None, 1 : N + 1]
         given = q if source == "drawn" else None
         if rule == "accept all":
-            monkeypatch.setattr(speculation_module, "uniform", lambda *_: torch.zeros(1, N))
+            monkeypatch.setattr(verification, "uniform", lambda *_: torch.zeros(1, N))
         out = verify_sampled(logits, drafts, given, state, V)
         *tokens, count = out.tolist()
         assert len(tokens) == N + 1 and 1 <= count <= N + 1
