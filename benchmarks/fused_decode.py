@@ -37,7 +37,7 @@ from models.random_weights import RandomWeights, architecture, first_layers, num
 from ops.inductor import configure_inductor
 from ops.products import experts as moe_decode
 from ops.products import pipeline
-from ops.products.quantized_x import quantize_token
+from ops.products.quantized_x import quantize_tokens
 from ops.products.tilings import Tiles
 from ops.products.weights import INTEGERS, Weight
 from runtime import fused_decode
@@ -59,7 +59,7 @@ norm_router = fused_decode.norm_router
 def down_of_integers(x: Tensor, weight: Weight, *rest, **options):
     """`down`; but a kernel of its own quantizes x, if codes are multiplied as integers."""
     quantizes = weight.kind in INTEGERS
-    return down(quantize_token(x, weight) if quantizes else x, weight, *rest, **options)
+    return down(quantize_tokens(x, weight) if quantizes else x, weight, *rest, **options)
 
 
 class Layers:

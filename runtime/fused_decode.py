@@ -66,8 +66,8 @@ from runtime.plain_forms import settings_of, undeclared
 from runtime.runner import CompiledRunner
 from runtime.sampling import MAX_CANDIDATES, StepState, sample
 
-MAX_FEW = 8  # sequences of a step, and drafts: one tile of a tensor core
-PROMPT_CHUNKS = MAX_FEW, 32, 64  # tokens of a prompt's chunk
+MAX_FEW = 16  # sequences of a step, or its drafts and the token before them
+PROMPT_CHUNKS = 8, 32, 64  # tokens of a prompt's chunk
 # Embedding, RoPE and masks do not depend on each other: Inductor makes one kernel of them.
 BEGIN_OPTIONS = {"combo_kernels": True}
 
@@ -248,22 +248,22 @@ class FusedExperts:
         Return x after the experts, and expert_indices, expert_weights [T, A]. last: `Context.last`.
         Padding among several tokens has no experts: its x stays as it is.
         """
-        if len(x) > 1:
-            return self.run_several(attended, last)
-        indices = torch.empty(1, self.routing.pairs, dtype=torch.int64, device=x.device)
+        if not moe_decode.takes_pairs(len(self.router.weight), self.routing, len(x)):
+            return self.run_tiles(attended, last)
+        indices = torch.empty(len(x), self.routing.pairs, dtype=torch.int64, device=x.device)
         x, normed, scores = self.norm_and_score(x, attended, indices)
-        options = dict(bias=self.bias13, indices=indices)
+        options = dict(bias=self.bias13, indices=indices, last=last)
         h, indices, weights = moe_decode.gate_up(
             normed, self.w13, scores, self.routing, self.activation, **options
         )
         add = self.sum.of_product(x)
-        y = moe_decode.down(h, self.w2, indices, weights, bias=self.bias2, **add)
+        y = moe_decode.down(h, self.w2, indices, weights, bias=self.bias2, last=last, **add)
         x = self.sum.all_reduce.fused_add(x, y) if self.sum.all_reduce else y
         active = self.routing.active
         return x, indices[:, :active], weights[:, :active]
 
-    def run_several(self, x: Tensor, last: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """`forward` for several tokens: x [T, D] is the result of attention."""
+    def run_tiles(self, x: Tensor, last: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """`forward` for tokens that share experts: x [T, D] is the result of attention."""
         normed, scores = self.score(x)
         indices, weights = route(scores, self.routing)
         y = expert_tiles.run_experts(
@@ -292,12 +292,12 @@ class FusedExperts:
             return self.before.all_reduce.fused_add_router(
                 x, attended, self.normed_router, indices, self.w13
             )
-        return attended, *self.score(attended, indices)
+        return attended, *norm_router(attended, self.normed_router, self.w13, indices)
 
-    def score(self, x: Tensor, indices: Tensor | None = None) -> tuple[Tensor | QuantizedX, Tensor]:
-        """Return the norm of x [T, D], of one token as w13 takes it, and the router's scores."""
+    def score(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the norm of x [T, D], and the router's scores."""
         if len(x) <= MAX_FEW:
-            return norm_router(x, self.normed_router, self.w13, indices)
+            return norm_router(x, self.normed_router)
         normed = norm_tokens(x, self.norm.weight, self.norm.eps)
         router = Weight((self.rows.view(torch.int32),), "bf16", 8)  # or fp16, as x
         dots = x.new_empty(len(x), len(self.rows), dtype=torch.float32)
@@ -374,7 +374,7 @@ def end_tokens(model: Transformer, x: Tensor, last: Tensor | None) -> Tensor:
 
 
 class FusedHead:
-    """The last norm and the head, as one product for one token.
+    """The last norm and the head, as one product.
 
     Raises ValueError for logits that are not the model's plain ones.
     """
@@ -388,10 +388,9 @@ class FusedHead:
         self.weight = kernel_weight(head)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [1, D], not normed -> fp32 logits [1, V], of which none is rounded to bf16."""
-        norm = self.norm
-        scale = dense.Norm(norm.weight, norm.eps)
-        return dense.dense_product(x, self.weight, scale, dtype=torch.float32)
+        """x [T, D], not normed -> fp32 logits [T, V], of which none is rounded to bf16."""
+        normed, norm = dense.norm_apart(x, self.norm.weight, self.norm.eps)
+        return dense.dense_product(normed, self.weight, norm, dtype=torch.float32)
 
 
 def fused_head(model: Transformer) -> FusedHead | None:
@@ -466,10 +465,12 @@ class FusedRunner(CompiledRunner):
     def logits(self, model: Transformer, normed: Tensor, last: Tensor | None) -> Tensor:
         if not self.is_fused:
             return super().logits(model, normed, last)
-        if self.head is not None and last is not None and normed.shape[:2] == (1, 1):
-            x = normed.flatten(0, 1)
-            if self.runs("head", lambda: self.head.forward(x)):
-                return self.head.forward(x)
+        # One token a row, or all: then no row is looked up.
+        every, few = last is None or normed.shape[1] == 1, normed.shape[0] * normed.shape[1]
+        if self.head is not None and every and few <= self.max_tokens:
+            x, shape = normed.flatten(0, 1), normed.shape[: 2 if last is None else 1]
+            if self.runs(("head", few), lambda: self.head.forward(x)):
+                return self.head.forward(x).view(*shape, -1)
         return self.compiled_end_tokens(model, normed, last)
 
     def sample_step(self, rule: Callable) -> Callable:

@@ -203,16 +203,19 @@ def expert_errors(layer: Layer) -> dict[str, float]:
         h = moe_decode.multiply_each(x, layer.w13, indices, activation, bias=bias13, **options)
         y = moe_decode.down(given, layer.w2, **experts, **add, **options)
         if layer.w2.kind in INTEGERS:  # as integers of a kernel of its own: the same
-            integers = quantized_x.quantize_token(given, layer.w2, pdl=False)
+            integers = quantized_x.quantize_tokens(given.flatten(1), layer.w2, pdl=False)
             same = moe_decode.down(integers, layer.w2, **experts, **add, **options)
             assert torch.equal(same, y), relative(same, y)
             with mock.patch.object(quantized_x, "LONG_X", 0):  # of 4 bits `down` calls that kernel
                 same = moe_decode.down(given, layer.w2, **experts, **add, **options)
             assert torch.equal(same, y), relative(same, y)
     else:  # h of padding is undefined: nothing may come of it
-        h, y = several_tokens(
-            layer, activation, given.where(real.unsqueeze(2), torch.nan), residual
+        given = given.where(real.unsqueeze(2), torch.nan)
+        h, y = several_tokens(layer, activation, given, residual)
+        pairs = moe_decode.down(
+            given.flatten(0, 1), layer.w2, **experts, **add, last=layer.last, **options
         )
+        assert relative(pairs, y) < 1e-4, relative(pairs, y)
     want = weighted_sum(w2.gather(given.double(), layer.indices), layer.routing)
     want = torch.where(real, want * case.scale, 0.0) + residual
     h = h.view(want_h.shape)[layer.real]
@@ -247,24 +250,28 @@ def dense_error(layer: Layer, edge: bool = False) -> float:
     norm = torch.full_like(layer.norm, 1 + 2**-10) if edge else layer.norm
     has_norm = case.tokens <= few_tokens.TILE
     bias = layer.bias[0][0, : case.I] if case.biased else None
-    out = torch.full((case.tokens, case.I + 24), torch.nan)  # a part of longer rows
-    got = dense.dense_product(
-        x,
-        weight,
-        dense.Norm(norm, 1e-5) if has_norm else None,
-        residual=residual,
-        bias=bias,
-        scale=case.scale,
-        tiles=layer.few_tiles,
-        pdl=False,
-        out=out[:, 8 : 8 + case.I],
-    )
-    assert out[:, :8].isnan().all() and out[:, 8 + case.I :].isnan().all()
+    found = []
+    # On tensor cores, and without: programs of up to IN_REGISTERS tokens.
+    for tiles in {layer.few_tiles, layer.tiles}:
+        out = torch.full((case.tokens, case.I + 24), torch.nan)  # a part of longer rows
+        got = dense.dense_product(
+            x,
+            weight,
+            dense.Norm(norm, 1e-5) if has_norm else None,
+            residual=residual,
+            bias=bias,
+            scale=case.scale,
+            tiles=tiles,
+            pdl=False,
+            out=out[:, 8 : 8 + case.I],
+        )
+        assert out[:, :8].isnan().all() and out[:, 8 + case.I :].isnan().all()
+        found.append(got)
     normed = x.double()
     if has_norm:
         normed = torch.nn.functional.rms_norm(normed, (case.D,), norm.double(), 1e-5)
     want = normed @ layer.plain_dense[0].T + (0 if bias is None else bias.double())
-    return relative(got, want * case.scale + residual.double())
+    return max(relative(got, want * case.scale + residual.double()) for got in found)
 
 
 class PlainRouting(MoE):
@@ -329,7 +336,7 @@ def quantized_error(layer: Layer, x: Tensor, before: NormRouter, settings: dict)
     """
     case = layer.case
     w13, _ = layer.weight(case.E + case.shared, 2 * case.I, case.D)
-    if case.tokens > 1 or w13.kind not in INTEGERS:
+    if w13.kind not in INTEGERS:
         return 0.0
     options = dict(tiles=layer.tiles, pdl=False, dtype=torch.float32)
     plain, scores = norm_router(x, before, **settings)
@@ -343,13 +350,19 @@ def quantized_error(layer: Layer, x: Tensor, before: NormRouter, settings: dict)
 def choose(layer: Layer, scores: Tensor, routing) -> tuple[Tensor, Tensor, float]:
     """Return the choice of `gate_up`, and the error of its product beside given indices."""
     case = layer.case
-    if case.tokens > 1:
-        return *route(scores, routing, pdl=False), 0.0
     w13, _ = layer.weight(case.E + case.shared, 2 * case.I, case.D)
     options = dict(tiles=layer.tiles, pdl=False, dtype=torch.float32)
-    found, indices, weights = moe_decode.gate_up(layer.x, w13, scores, routing, **options)
+    last = layer.last if case.tokens > 1 else None
+    found, indices, weights = moe_decode.gate_up(
+        layer.x, w13, scores, routing, **options, last=last
+    )
+    if case.tokens > 1:
+        same = route(scores, routing, pdl=False)
+        assert torch.equal(indices, same[0]) and torch.equal(weights, same[1])
     given = moe_decode.multiply_each(layer.x, w13, indices, SWIGLU, **options)
-    return indices, weights, relative(found, given)
+    pairs = indices.shape[1]
+    found, given = (h.view(-1, pairs, h.shape[1])[layer.real] for h in (found, given))
+    return indices, weights, relative(found, given) if found.numel() else 0.0
 
 
 def choose_of_bits(bits: list[int]) -> list[int]:
@@ -708,7 +721,7 @@ def receive_part(
     if weight.kind in INTEGERS:
         inbox.calls.sub_(1)  # receive it again
         _, found, _ = receive_norm_router(x, inbox, *settings, weight, pdl=False)
-        expected = quantized_x.quantize_token(normed, weight, pdl=False)
+        expected = quantized_x.quantize_tokens(normed, weight, pdl=False)
         errors["quantized"] = relative(found.units, expected.units)
         errors["differing"] = (found.operands != expected.operands).double().mean().item()
     want_normed = torch.nn.functional.rms_norm(total.float(), (D,), norm.float(), 1e-5)

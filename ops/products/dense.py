@@ -1,8 +1,8 @@
-"""Products of one token whose result is one row: dense ones, and the sum over chosen experts.
+"""Products of which a token has one row: dense ones, and the sum over chosen experts.
 
 `dense_product` multiplies by one weight: `wo` plus residual, or `wqkv` with the norm of its input.
-`ops.products.experts.down` sums the products of a token's experts, with the same kernel. Several
-tokens have other kernels: ops/products/few_tokens.py.
+`ops.products.experts.down` sums the products of a token's experts, with the same kernel. More than
+MAX_TOKENS tokens have another kernel for dense products: ops/products/few_tokens.py.
 """
 
 # ruff: noqa: RUF005  (Triton adds tuples, but does not unpack them)
@@ -24,7 +24,7 @@ from ops.products.pipeline import (
     Operand,
     Product,
     load_beside,
-    load_part,
+    load_parts,
     load_weights,
     multiply_tile,
     operands_of,
@@ -49,6 +49,9 @@ class SumSettings(Product):
     eps: float = 0.0  # added to the mean square of x, if it is normed
     scale: float = 1.0  # factor of the product and its bias
     early: bool = False  # the product waits at its end: x is an earlier kernel's result
+    T: int = 1  # tokens of all blocks
+    stride: int = 0  # between rows of y, of several tokens
+    queries: int = 0  # tokens of a sequence, if `last` is given
     half: int = 0  # words between the halves of an inbox
     ranks: int = 0  # to which the result is sent
 
@@ -63,21 +66,22 @@ def _await_choice(indices, s):
 
 
 @jit
-def _load_biases(bias, choice, rows, s):
+def _load_biases(bias, experts, factors, rows, s):
     """Load the biases of rows; with `gather` the sum of all experts' times routing weights."""
     A: tl.constexpr = s.experts
     if s.gather:
         biases = tl.zeros(rows.shape, tl.float32)
         for pair in tl.static_range(A):
-            at = tl.load(choice.indices + pair) * s.out + rows
-            biases += tl.load(bias + at).to(tl.float32) * tl.load(choice.weights + pair)
+            at = tl.load(experts + pair) * s.out + rows
+            biases += tl.load(bias + at).to(tl.float32) * tl.load(factors + pair)
     else:
         biases = tl.load(bias + rows).to(tl.float32)
     return biases
 
 
-# Grid [R]: a program computes TILES tiles of ROWS rows, as in `_multiply_each`. x is that of all
-# chosen experts, one after the other (s.gather), or one row.
+# Grid [R, blocks]: a program computes TILES tiles of ROWS rows, as in `_multiply_each`, or one tile
+# of several tokens, which share its weights. x is that of all chosen experts, one after the other
+# (s.gather, one token), or one row a token.
 #
 # The result is scale * (product + bias) + residual. An expert's bias has its routing weight.
 #
@@ -110,15 +114,40 @@ def _multiply_sum(
     CHUNKS: tl.constexpr = s.chunks
     HALF: tl.constexpr = s.half
     RANKS: tl.constexpr = s.ranks
+    TOKENS: tl.constexpr = s.tokens
+    BLOCKS: tl.constexpr = s.blocks
+    PAIRS: tl.constexpr = s.experts
+    QUERIES: tl.constexpr = s.queries
+    OPERANDS: tl.constexpr = s.quantized[0]
+    UNITS: tl.constexpr = s.quantized[1]
     row = tl.minimum(tl.program_id(0) * ROWS, s.out - ROWS)
     rows, stores = shared_rows(ROWS)
+    token = tl.program_id(1) if BLOCKS > 1 else 0
+    if BLOCKS > 1:
+        token = tl.minimum(token * TOKENS, s.T - TOKENS)  # the last block is whole
+        y += token * s.stride
+        if x.units is not None:
+            x = Operand(x.numbers + token * OPERANDS, x.units + token * UNITS, x.norm)
+        else:
+            x = Operand(x.numbers + token * s.numbers, x.units, x.norm)
+        if residual is not None:
+            residual += token * s.out
+    adds = ()
     if residual is not None:
-        add = tl.load(residual + row + rows, mask=stores, other=0.0)
+        for t in tl.static_range(TOKENS):
+            adds = adds + (tl.load(residual + t * s.out + row + rows, mask=stores, other=0.0),)
+    if s.gather:
+        experts, factors = choice.indices + token * PAIRS, choice.weights + token * PAIRS
+        if choice.last is not None:  # noqa: SIM102  (known at compile time)
+            if token % QUERIES > tl.load(choice.last + token // QUERIES):  # padding
+                if PDL:
+                    tl.extra.cuda.gdc_wait()
+                result = adds[0] if residual is not None else tl.zeros([32], tl.float32)
+                tl.store(y + row + rows, result.to(y.dtype.element_ty), mask=stores)
+                return
     if PDL and not AHEAD:
         tl.extra.cuda.gdc_wait()
-    if s.gather:
-        experts, factors = choice.indices, choice.weights
-    else:
+    if not s.gather:
         experts, factors = tl.program_id(0).to(tl.int64) * 0, None
     if POLLED:
         _await_choice(experts, s)
@@ -133,13 +162,13 @@ def _multiply_sum(
     if s.of_rows:
         factor = row_scale(weights.scale, row + rows, s)
     if bias is not None:
-        biases = _load_biases(bias, choice, row + rows, s)
+        biases = _load_biases(bias, experts, factors, row + rows, s)
     if PDL:
         if AHEAD and not POLLED and not s.early:
             tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     for d in tl.static_range(HELD):
-        xs = xs + (load_part(x, d, s),)
+        xs = xs + (load_parts(x, d, s),)
     if send is not None:
         outboxes, call = find_outboxes(send.slots, send.calls, HALF, RANKS)
     table = e2m1_table(unknown_zero) if s.kind == "mxfp4" else None
@@ -147,45 +176,54 @@ def _multiply_sum(
     if TILES > 1:
         for c in tl.static_range(CHUNKS):
             if x.norm is not None:
-                squares += lane_squares(xs[c], s)
-            xs = replace(xs, c, prepare(xs[c], besides[c], x, s))
+                squares += lane_squares(xs[c][0], s)
+            xs = replace(xs, c, prepare(xs[c][0], besides[c], x, s))
     for n in range(TILES):
         next_row = tl.minimum(
             (tl.program_id(0) + (n + 1) * tl.num_programs(0)) * ROWS, s.out - ROWS
         )
         more, both = n + 1 < TILES, (row, next_row)
-        total, _, found, tiles = multiply_tile(
+        totals, _, found, tiles = multiply_tile(
             x, weights, (experts, factors), tiles, (xs, besides), table, both, more, s
         )
-        if x.norm is not None:
-            total = sum_normed(total, squares if TILES > 1 else found, s)
-        else:
-            total = sum_shared(total, s)
-        if s.of_rows:
-            total *= factor
-        if bias is not None:
-            total += biases
-        if s.scale != 1.0:
-            total *= s.scale
-        if residual is not None:
-            total += add.to(tl.float32)
-        if PDL and s.early:
-            tl.extra.cuda.gdc_wait()
-        if send is not None:
-            send_rows(total.to(y.dtype.element_ty), outboxes, call, row + rows, stores, RANKS)
-        else:
-            tl.store(y + row + rows, total.to(y.dtype.element_ty), mask=stores)
+        for t in tl.static_range(TOKENS):
+            if x.norm is not None:
+                total = sum_normed(totals[t], squares if TILES > 1 else found[t], s)
+            else:
+                total = sum_shared(totals[t], s)
+            if s.of_rows:
+                total *= factor
+            if bias is not None:
+                total += biases
+            if s.scale != 1.0:
+                total *= s.scale
+            if residual is not None:
+                total += adds[t].to(tl.float32)
+            if PDL and s.early and t == 0:
+                tl.extra.cuda.gdc_wait()
+            if send is not None:
+                send_rows(total.to(y.dtype.element_ty), outboxes, call, row + rows, stores, RANKS)
+            else:
+                tl.store(y + t * s.stride + row + rows, total.to(y.dtype.element_ty), mask=stores)
         row = next_row
         if more:
             if residual is not None:
-                add = tl.load(residual + row + rows, mask=stores, other=0.0)
+                adds = replace(adds, 0, tl.load(residual + row + rows, mask=stores, other=0.0))
             if s.of_rows:
                 factor = row_scale(weights.scale, row + rows, s)
             if bias is not None:
-                biases = _load_biases(bias, choice, row + rows, s)
+                biases = _load_biases(bias, experts, factors, row + rows, s)
 
 
 # Launching ----------------------------------------------------------------------------------------
+
+
+IN_REGISTERS = 4  # most tokens of a program of `_multiply_sum`
+
+
+def few_of(weight: Weight, tokens: int) -> int:
+    """Return how many tokens a program of `_multiply_sum` takes, if it is the faster kernel."""
+    return IN_REGISTERS
 
 
 class Norm(NamedTuple):
@@ -236,13 +274,15 @@ def dense_product(
     check_rows("bias", bias, weight.out)
     check_rows("residual", residual, T, weight.out)
     y = torch.empty(T, weight.out, dtype=dtype or x.dtype, device=x.device) if out is None else out
-    if T > 1:
-        scales, eps = norm or (None, 0.0)
+    scales, eps = norm or (None, 0.0)
+    if isinstance(tiles, FewTiles) or (tiles is None and few_of(weight, T) < T):
         down_few(x, weight, y, residual, scales, eps, bias, scale, tiles)
         return y
-    eps = norm.eps if norm else 0.0
-    operand = operands_of(x, weight, norm.weight if norm else None)
-    how = tiles, pdl, dict(eps=eps, scale=scale, early=early)
+    fields = dict(eps=eps, scale=scale, early=early)
+    if T > 1:
+        tokens = min(T, few_of(weight, T))
+        fields |= dict(T=T, tokens=tokens, blocks=triton.cdiv(T, tokens), stride=y.stride(0))
+    operand, how = operands_of(x, weight, scales), (tiles, pdl, fields)
     return launch_sum(operand, weight, None, residual, bias, y, send, how)
 
 
@@ -265,8 +305,8 @@ def launch_sum(
         if y.element_size() != 2:
             raise ValueError("only a product of 16 bits is sent")
         fields |= dict(half=send.memory.stride(0), ranks=len(send.slots))
-    experts = 0 if choice is None else choice.indices.numel()
-    settings, grid, options = settings_of(SumSettings, weight, experts, tiles, **fields)
+    experts, blocks = 0 if choice is None else choice.indices.shape[1], fields.get("blocks", 1)
+    settings, grid, options = settings_of(SumSettings, weight, experts, tiles, blocks, **fields)
     operands = x, choice, residual, weight.tensors, bias, y, 0, send
     launch(_multiply_sum, grid, *operands, settings=settings, pdl=pdl, **options)
     return y if send is None else None

@@ -31,7 +31,7 @@ from ops.products.pipeline import (
     Chosen,
     Operand,
     Product,
-    load_part,
+    load_parts,
     load_weights,
     multiply_tile,
     operand_of,
@@ -42,7 +42,7 @@ from ops.products.pipeline import (
     settings_of,
     sum_lanes,
 )
-from ops.products.quantized_x import QuantizedX, quantize_token, quantizes_first
+from ops.products.quantized_x import QuantizedX, quantize_tokens, quantizes_first
 from ops.products.routing import ChoiceSettings, choice_of, choose, choose_one
 from ops.products.tilings import Tiles
 from ops.products.weights import Weight, check_rows
@@ -67,7 +67,8 @@ def _find_expert(scores, pair, s: tl.constexpr, WARPS: tl.constexpr):
 class EachSettings(Product):
     """Settings of `_multiply_each`."""
 
-    pairs_of_row: int = 0  # pairs that multiply the same row of x; 0: all
+    pairs_of_row: int = 0  # pairs that multiply the same row of x; 0: all, of one token
+    queries: int = 0  # tokens of a sequence, if `last` is given
     activation: Activation | None = None  # of gate and up
     routing: ChoiceSettings | None = None
 
@@ -91,6 +92,10 @@ def _activate(gate, up, s: tl.constexpr):
 # R + 1, whose first stores the whole choice for the next kernel. S shared experts, from E on,
 # follow the A chosen ones.
 #
+# Several tokens have `pairs_of_row` pairs each. Then pairs are the grid's first axis: programs of
+# two pairs with the same expert run at the same time, so that one finds its weights in L2. A token
+# after `last` is padding: it has a choice, but no product.
+#
 # One function: its order of loads and waits decides its speed.
 @jit
 def _multiply_each(x, choice, weights, bias, h, unknown_zero, s: tl.constexpr, PDL: tl.constexpr):
@@ -104,28 +109,45 @@ def _multiply_each(x, choice, weights, bias, h, unknown_zero, s: tl.constexpr, P
     ROUTING: tl.constexpr = s.routing
     ACTIVATION: tl.constexpr = s.activation
     WARPS: tl.constexpr = s.warps
-    multiplying = tl.num_programs(0) - CHOOSE  # programs of a pair
-    pair = tl.program_id(1)
+    NUMBERS: tl.constexpr = s.numbers
+    OPERANDS: tl.constexpr = s.quantized[0]
+    UNITS: tl.constexpr = s.quantized[1]
+    PAIRS: tl.constexpr = s.pairs_of_row
+    QUERIES: tl.constexpr = s.queries
+    BY_ROWS: tl.constexpr = 1 if CHOOSE and PAIRS else 0  # the grid's axis of rows
+    multiplying = tl.num_programs(BY_ROWS) - CHOOSE  # programs of a pair
+    pair, program = tl.program_id(1 - BY_ROWS), tl.program_id(BY_ROWS)
     # The last tiles begin early enough to be whole: some rows are computed twice.
-    row = tl.minimum(tl.program_id(0) * ROWS, I - ROWS)
+    row = tl.minimum(program * ROWS, I - ROWS)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    if CHOOSE:
-        if tl.program_id(0) == multiplying:
-            if pair == 0:
-                choose(choice.scores, None, choice.indices, choice.weights, ROUTING)
+    scores, indices, factors, of_token = choice.scores, choice.indices, choice.weights, pair
+    if PAIRS:
+        token = pair // PAIRS
+        if x.units is not None:
+            x = Operand(x.numbers + token * OPERANDS, x.units + token * UNITS, x.norm)
+        else:
+            x = Operand(x.numbers + token * NUMBERS, x.units, x.norm)
+        if CHOOSE:
+            scores, of_token = scores + token * ROUTING.row, pair % PAIRS
+            indices, factors = indices + token * PAIRS, factors + token * PAIRS
+    if CHOOSE:  # noqa: SIM102  (known at compile time)
+        if program == multiplying:
+            if of_token == 0:
+                choose(scores, None, indices, factors, ROUTING)
             return
-        expert = _find_expert(choice.scores, pair, ROUTING, WARPS)
+    if choice.last is not None:  # noqa: SIM102
+        if token % QUERIES > tl.load(choice.last + token // QUERIES):
+            return
+    if CHOOSE:
+        expert = _find_expert(scores, of_token, ROUTING, WARPS)
     else:
         expert = tl.load(choice.indices + pair).to(tl.int64)
-    if s.pairs_of_row:
-        NUMBERS: tl.constexpr = s.quads * 4 * (1 if s.kind == "bf16" else s.fields)
-        x = Operand(x.numbers + pair // s.pairs_of_row * NUMBERS, x.units, x.norm)
     tiles, xs, besides = (), (), ()
     for d in tl.static_range(DEPTH):
         tiles = tiles + (load_weights(weights, expert, row, d, s),)
     for d in tl.static_range(HELD):
-        xs = xs + (load_part(x, d, s),)
+        xs = xs + (load_parts(x, d, s),)
         besides = besides + ((),)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -133,7 +155,7 @@ def _multiply_each(x, choice, weights, bias, h, unknown_zero, s: tl.constexpr, P
     rows, stores = result_rows(s)
     if TILES > 1:
         for c in tl.static_range(CHUNKS):
-            xs = replace(xs, c, prepare(xs[c], (), x, s))
+            xs = replace(xs, c, prepare(xs[c][0], (), x, s))
     for n in range(TILES):
         flat = expert * s.out + row + rows
         if s.of_rows:
@@ -144,12 +166,12 @@ def _multiply_each(x, choice, weights, bias, h, unknown_zero, s: tl.constexpr, P
             add = tl.load(bias + flat).to(tl.float32)
             if s.loads == 2:
                 up_add = tl.load(bias + I + flat).to(tl.float32)
-        next_row = tl.minimum((tl.program_id(0) + (n + 1) * multiplying) * ROWS, I - ROWS)
+        next_row = tl.minimum((program + (n + 1) * multiplying) * ROWS, I - ROWS)
         more, both = n + 1 < TILES, (row, next_row)
-        gate, up, _, tiles = multiply_tile(
+        gates, up, _, tiles = multiply_tile(
             x, weights, (expert, None), tiles, (xs, besides), table, both, more, s
         )
-        gate = sum_lanes(gate, s)
+        gate = sum_lanes(gates[0], s)
         if s.loads == 2:
             up = sum_lanes(up, s)
         if s.of_rows:
@@ -170,6 +192,19 @@ def _multiply_each(x, choice, weights, bias, h, unknown_zero, s: tl.constexpr, P
 # Launching ----------------------------------------------------------------------------------------
 
 
+PAIR_RATIO = 1.3  # most pairs for each distinct expert that may be read pair by pair
+
+
+def takes_pairs(E: int, routing: Routing, T: int) -> bool:
+    """Whether T tokens, by `gate_up` and `down`, are read pair by pair; else use expert_tiles.
+
+    So if hardly two of their pairs have the same expert: by the expected number of distinct ones,
+    if each token chose at random among E experts.
+    """
+    distinct = E * (1 - (1 - routing.active / E) ** T) + routing.shared
+    return T == 1 or T * routing.pairs <= PAIR_RATIO * distinct
+
+
 def gate_up(
     x: Tensor | QuantizedX,
     weight: Weight,
@@ -181,23 +216,29 @@ def gate_up(
     dtype: torch.dtype | None = None,
     bias: Tensor | None = None,
     indices: Tensor | None = None,
+    last: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Choose experts by the scores of `norm_router`, and multiply x [1, D] by their w13.
+    """Choose experts by the scores of `norm_router`, and multiply x [T, D] by their w13.
 
-    Return h [A + S, I], gated, expert_indices int64 and expert_weights fp32 [1, A + S]. The
+    Return h [T (A + S), I], gated, expert_indices int64 and expert_weights fp32 [T, A + S]. The
     references are `MoE.route`, or `SigmoidRoutedMoE.route`, and `ExpertLinear.gather_gated`.
 
     x may be a `QuantizedX` of this weight. weight [E + S, 2 I, D], shared experts last. bias
     [E, 2 I]: added before the activation. dtype: of h; default x.dtype. pdl: None launches with PDL
-    where the GPU has it. indices [1, A + S]: where to store those of experts, -1 before
-    (`norm_router`); default: new.
+    where the GPU has it. indices [T, A + S]: where to store those of experts, -1 before
+    (`norm_router`); default: new. last int64 [B]: of several tokens [B, Q] those after the last
+    real one of their row are padding, whose h is not stored.
     """
+    T = len(scores)
     if indices is None:
-        indices = torch.full((1, routing.pairs), -1, dtype=torch.int64, device=scores.device)
-    weights = torch.empty(1, routing.pairs, dtype=torch.float32, device=scores.device)
-    choice = Chosen(indices, scores, weights)
-    settings = choice_of(weight.parts[0].shape[0] - routing.shared, routing)
-    h = _launch_each(x, weight, choice, bias, (activation, dtype, tiles, pdl), routing=settings)
+        indices = torch.full((T, routing.pairs), -1, dtype=torch.int64, device=scores.device)
+    weights = torch.empty(T, routing.pairs, dtype=torch.float32, device=scores.device)
+    choice = Chosen(indices, scores, weights, last if T > 1 else None)
+    fields: dict = {"routing": choice_of(weight.parts[0].shape[0] - routing.shared, routing)}
+    if T > 1:
+        fields |= dict(pairs_of_row=routing.pairs, queries=T if last is None else T // len(last))
+    how = activation, dtype, tiles, pdl
+    h = _launch_each(x, weight, choice, bias, how, **fields)
     return h, indices, weights
 
 
@@ -242,6 +283,8 @@ def _launch_each(
     chooses = choice.scores is not None
     operands = operands_of(x, weight), choice, weight.tensors, bias, h, 0
     grid = grid[0] + chooses, pairs
+    if chooses and settings.pairs_of_row:
+        grid = grid[::-1]
     launch(_multiply_each, grid, *operands, settings=settings, pdl=pdl, **options)
     return h
 
@@ -258,24 +301,33 @@ def down(
     send: TokenInbox | None = None,
     tiles: Tiles | None = None,
     pdl: bool | None = None,
+    last: Tensor | None = None,
 ) -> Tensor | None:
-    """Sum one token's experts: x [A, I], weight w2 [E, D, I], indices and routing [1, A] -> [1, D].
+    """Sum tokens' experts: x [T A, I], weight w2 [E, D, I], indices and routing [T, A] -> [T, D].
 
     The reference is `weighted_sum(w2.gather(x, ...))`, then as in `dense_product`. bias [E, D].
-    Long x of weights in 4 bits is quantized here, by a kernel of its own.
+    Long x of weights in 4 bits is quantized here, by a kernel of its own. last: as of `gate_up`;
+    the result of padding is its residual.
 
     With PDL, the residual is loaded before the wait: the previous kernel must not write it. Codes
     that are multiplied as integers are loaded before the wait, too. Their kernel polls the indices,
     which are -1 until `gate_up` has stored them. If x is a `QuantizedX`, the previous kernel made
     it, and must not write the indices, their weights, or the residual.
     """
-    experts = indices.numel()
+    T, experts = indices.shape
+    if send is not None and T > 1:
+        raise ValueError("only one token's product is sent")
     if isinstance(x, Tensor):
-        check_rows("x", x, experts, weight.width)
+        check_rows("x", x, T * experts, weight.width)
     if isinstance(x, Tensor) and quantizes_first(weight, experts * weight.quads):
-        x = quantize_token(operand_of(x, weight), weight, pdl)
-    check_rows("residual", residual, 1, weight.out)
+        x = quantize_tokens(operand_of(x, weight).view(T, -1), weight, pdl)
+    check_rows("residual", residual, T, weight.out)
     check_rows("bias", bias, len(weight.parts[0]), weight.out)
-    y = torch.empty(1, weight.out, dtype=dtype or x.dtype, device=indices.device)
-    choice, how = Chosen(indices, weights=routing), (tiles, pdl, {"scale": scale})
+    y = torch.empty(T, weight.out, dtype=dtype or x.dtype, device=indices.device)
+    fields: dict = {"scale": scale}
+    if T > 1:
+        queries = T if last is None else T // len(last)
+        fields |= dict(T=T, blocks=T, stride=weight.out, queries=queries)
+    how = (tiles, pdl, fields)
+    choice = Chosen(indices, weights=routing, last=last if T > 1 else None)
     return launch_sum(operands_of(x, weight), weight, choice, residual, bias, y, send, how)

@@ -78,7 +78,7 @@ class Results(NamedTuple):
     total: Tensor | None = None  # [T, D]: the sum, rounded
     units: Tensor | None = None  # units of a `QuantizedX`
     scores: Tensor | None = None  # [T, N], with sigmoid scores [T, 2, N]: `routing.ChoiceSettings`
-    indices: Tensor | None = None  # int64 [1, A + S]: marked as not chosen yet, -1
+    indices: Tensor | None = None  # int64 [T, A + S]: marked as not chosen yet, -1
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ def _load_score_biases(router, expert, s: tl.constexpr):
 
 @jit
 def _clear_choice(indices, s: tl.constexpr):
-    """Let the first program mark the indices as not chosen yet: -1."""
+    """Let the first program of a token mark its indices as not chosen yet: -1."""
     pair = tl.program_id(0) * s.pairs + tl.arange(0, 32)
     tl.store(indices + pair, tl.full([32], -1, tl.int64), mask=pair < s.pairs)
 
@@ -239,7 +239,9 @@ def _store_scores(rows, value, biases, router, scores, expert, s: tl.constexpr):
 
 
 @jit
-def _store_quantized(raw, scales, factor, results, dtype: tl.constexpr, l: tl.constexpr):
+def _store_quantized(
+    raw, scales, factor, results, dtype: tl.constexpr, l: tl.constexpr, s: tl.constexpr
+):
     """Norm and quantize this program's quads of x, and store them as a `QuantizedX`.
 
     raw, scales: x and the norm's weight as of `_load_quads`. factor: the norm's, of all of x.
@@ -250,7 +252,11 @@ def _store_quantized(raw, scales, factor, results, dtype: tl.constexpr, l: tl.co
     for k in tl.static_range(FIELDS):
         value = raw[k].to(tl.float32) * factor * scales[k].to(tl.float32)
         values = values + (value.to(dtype).to(tl.float32),)  # rounded, as the norm is
-    store_quads(values, results.normed, results.units, l.quads, KIND, l.lanes)
+    normed, units = results.normed, results.units
+    if s.many:
+        normed += tl.program_id(1) * (l.quads * FIELDS)
+        units += tl.program_id(1) * (2 * l.quads)
+    store_quads(values, normed, units, l.quads, KIND, l.lanes)
 
 
 # Grid without scores [T]: a program has a token. With scores [N / rows], of several tokens
@@ -272,13 +278,17 @@ def join_tokens(x, added, norm, offset, router, results, s: tl.constexpr, PDL: t
     l: tl.constexpr = s.layout
     dtype: tl.constexpr = x.dtype.element_ty
     normed, scores, at = results.normed, results.scores, 0
+    indices = results.indices
     if s.many:
         at = tl.program_id(1) * D
         scores += tl.program_id(1) * ((1 + (router.score_bias is not None)) * s.N)
+        if indices is not None:
+            indices += tl.program_id(1) * s.pairs
     elif not ROWS:
         at = tl.program_id(0).to(tl.int64) * D
     x += at
-    normed += at
+    if l is None:
+        normed += at
     d, program = tl.arange(0, BLOCK), tl.program_id(0)
     inside = d < D
     if ROWS:
@@ -306,7 +316,7 @@ def join_tokens(x, added, norm, offset, router, results, s: tl.constexpr, PDL: t
         call = load_call(added.calls)
     await_previous(PDL)
     if added.memory is not None:
-        _clear_choice(results.indices, s)
+        _clear_choice(indices, s)
         memory = added.memory + (call & 1) * m.half
         value = add.to(tl.float32) + s.scale * _receive_sum(memory, call, d, dtype, m, s)
     elif added.norm is not None:
@@ -318,8 +328,8 @@ def join_tokens(x, added, norm, offset, router, results, s: tl.constexpr, PDL: t
         if added.y is not None:
             y = tl.load(added.y + at + d, mask=inside, other=0.0).to(tl.float32)
             value += y * s.scale
-        if results.indices is not None:
-            _clear_choice(results.indices, s)
+        if indices is not None:
+            _clear_choice(indices, s)
         if l is not None:
             raw = _load_quads(x, l)
     if results.total is not None:
@@ -340,7 +350,7 @@ def join_tokens(x, added, norm, offset, router, results, s: tl.constexpr, PDL: t
     if l is None:
         tl.store(normed + d, value, mask=_stores(d, s))
     elif program * l.lanes < l.quads:  # the other programs end sooner
-        _store_quantized(raw, scales, factor, results, dtype, l)
+        _store_quantized(raw, scales, factor, results, dtype, l, s)
     if added.memory is not None:
         count_call(added.calls, call, m)
 
@@ -386,15 +396,15 @@ def empty_norm(
 ) -> tuple[Tensor | QuantizedX, Layout | None]:
     """Return where a kernel stores the norm of x [T, D], and its layout.
 
-    It is a `QuantizedX` for one token and a weight whose codes are multiplied as integers.
-    programs, warps: of the kernel.
+    It is a `QuantizedX` for a weight whose codes are multiplied as integers. programs, warps: of
+    the kernel.
     """
-    if weight is None or len(x) > 1 or weight.kind not in INTEGERS:
+    if weight is None or weight.kind not in INTEGERS:
         return torch.empty_like(x), None
     fields, quads = weight.fields, weight.quads
     lanes = max(8 * warps, triton.next_power_of_2(triton.cdiv(quads, programs)))
     layout = Layout(weight.kind, quads, weight.group // fields, fields, lanes)
-    return empty_quantized(quads, weight, x.dtype, x.device), layout
+    return empty_quantized(len(x), quads, weight, x.dtype, x.device), layout
 
 
 def results_of(normed: Tensor | QuantizedX, **others: Tensor | None) -> Results:
@@ -432,9 +442,9 @@ def norm_router(
     Return its norm [T, D] and scores fp32 [T, 1 or 2, N]: those by which experts are chosen, and
     with sigmoid routing, those that become weights. The reference is `RMSNorm`, then the router.
 
-    weight: the `Weight` that multiplies the norm of one token; if its codes are multiplied as
-    integers, the norm is returned as a `QuantizedX`. indices int64 [1, A + S]: one token's for
-    `gate_up`, filled with -1: no expert is chosen yet. rows, warps: of a program; rows None:
+    weight: the `Weight` that multiplies the norm; if its codes are multiplied as integers, the norm
+    is returned as a `QuantizedX`. indices int64 [T, A + S]: for `gate_up`, filled with -1: no
+    expert is chosen yet. rows, warps: of a program; rows None:
     `rows_of`. With PDL, all but x is loaded while the previous kernel runs. Raises ValueError as
     `NormRouter.check`.
     """

@@ -60,6 +60,8 @@ class Product:
     depth: int  # chunks in flight
     tiles: int  # tiles of a program
     warps: int
+    tokens: int = 1  # of a program: one tile of several
+    blocks: int = 1  # of tokens
 
     @property
     def gather(self) -> bool:
@@ -69,6 +71,16 @@ class Product:
     def quads(self) -> int:
         """Quads of x."""
         return self.each * max(self.experts, 1)
+
+    @property
+    def numbers(self) -> int:
+        """Of a token's x that is not quantized; pairs of them in bf16."""
+        return self.quads * 4 * (1 if self.kind == "bf16" else self.fields)
+
+    @property
+    def quantized(self) -> tuple[int, int]:
+        """Of a token's `QuantizedX`: its operands, and its units."""
+        return self.quads * self.fields, 2 * self.quads
 
     @property
     def fields(self) -> int:
@@ -111,6 +123,7 @@ class Chosen(NamedTuple):
     indices: Tensor  # int64 [N]
     scores: Tensor | None = None  # the router's: then indices and weights are stored
     weights: Tensor | None = None  # fp32 [N], by which results are summed
+    last: Tensor | None = None  # int64 [B]: the last real token of each row of several tokens
 
 
 @jit
@@ -123,12 +136,17 @@ def replace(values, at: tl.constexpr, value):
 
 
 @jit
-def load_part(x, chunk, s):
-    """Load the x of a chunk, which is quantized or not."""
+def load_parts(x, chunk, s):
+    """Load the x of a chunk, which is quantized or not, of each of the program's tokens."""
+    TOKENS: tl.constexpr = s.tokens
+    NUMBERS: tl.constexpr = s.numbers
     if x.units is not None:
-        return load_quantized(x.numbers, x.units, chunk, s)
+        return (load_quantized(x.numbers, x.units, chunk, s),)
     else:
-        return load_plain(x.numbers, chunk, s)
+        parts = ()
+        for token in tl.static_range(TOKENS):
+            parts = parts + (load_plain(x.numbers + token * NUMBERS, chunk, s),)
+        return parts
 
 
 @jit
@@ -152,7 +170,7 @@ def load_beside(x, factors, chunk, s):
 
 @jit
 def prepare(part, beside, x, s):
-    """Make the operands of `multiply_chunk` of what `load_part` and `load_beside` loaded."""
+    """Make the operands of `multiply_chunk`: part is a token's of `load_parts`."""
     if x.units is not None:
         operands = prepare_quantized(part, s)
     elif x.norm is not None:
@@ -222,42 +240,49 @@ def load_weights(weights, experts, row, chunk, s, POLLED: tl.constexpr = False):
 
 @jit
 def multiply_tile(x, weights, where, tiles, parts, table, rows, more, s):
-    """Multiply a tile, and prefetch -> the lanes' sums [ROWS, LANES] of each of `loads` weights.
+    """Multiply a tile, and prefetch -> the lanes' sums [ROWS, LANES], a tuple of the tokens'.
 
-    Also returns each lane's squares of x, if that is normed, then `tiles`, the chunks in flight of
-    the next tile. where: experts as of `load_weights`, routing weights. parts: of `held` chunks x
-    and what it is multiplied by; if programs stay, prepared operands. rows: the first one of this
-    tile, and of the next. more: whether there is a next one.
+    Also returns those of the second of `loads` weights, for one token. Then a tuple of each lane's
+    squares of x, if that is normed. Then `tiles`, the chunks in flight of the next tile. where:
+    experts as of `load_weights`, routing weights. parts: of `held` chunks x (`load_parts`) and what
+    it is multiplied by; if programs stay, prepared operands. rows: the first one of this tile, and
+    of the next. more: whether there is a next one.
     """
     experts, factors = where
     CHUNKS: tl.constexpr = s.chunks
     DEPTH: tl.constexpr = s.depth
     ROWS: tl.constexpr = s.rows
     LANES: tl.constexpr = s.lanes
+    TOKENS: tl.constexpr = s.tokens
     xs, besides = parts
-    squares = tl.zeros([LANES // 32, 32], tl.float32)
-    total = tl.zeros([ROWS, LANES], tl.float32)
+    squares, totals = (), ()
+    for _ in tl.static_range(TOKENS):
+        squares = squares + (tl.zeros([LANES // 32, 32], tl.float32),)
+        totals = totals + (tl.zeros([ROWS, LANES], tl.float32),)
     second = tl.zeros([ROWS, LANES], tl.float32)
     for c in tl.static_range(CHUNKS):
-        if s.tiles > 1:
-            operands = xs[c]
-        else:
-            if x.norm is not None:
-                squares += lane_squares(xs[c % DEPTH], s)
-            operands = prepare(xs[c % DEPTH], besides[c % DEPTH], x, s)
         tile = tiles[c % DEPTH]
-        total += multiply_chunk(tile[0][0], tile[0][1], operands, table, s)
-        if s.loads == 2:
-            second += multiply_chunk(tile[1][0], tile[1][1], operands, table, s)
+        for t in tl.static_range(TOKENS):
+            if s.tiles > 1:
+                operands = xs[c]
+            else:
+                part = xs[c % DEPTH][t]
+                if x.norm is not None:
+                    squares = replace(squares, t, squares[t] + lane_squares(part, s))
+                operands = prepare(part, besides[c % DEPTH], x, s)
+            total = totals[t] + multiply_chunk(tile[0][0], tile[0][1], operands, table, s)
+            totals = replace(totals, t, total)
+            if s.loads == 2:
+                second += multiply_chunk(tile[1][0], tile[1][1], operands, table, s)
         # Prefetch: the registers of this chunk are free now.
         row = rows[0] if c + DEPTH < CHUNKS else rows[1]
         if (c + DEPTH < CHUNKS) | more:
             tile = load_weights(weights, experts, row, (c + DEPTH) % CHUNKS, s)
         tiles = replace(tiles, c % DEPTH, tile)
         if s.tiles == 1 and c + DEPTH < CHUNKS:
-            xs = replace(xs, c % DEPTH, load_part(x, c + DEPTH, s))
+            xs = replace(xs, c % DEPTH, load_parts(x, c + DEPTH, s))
             besides = replace(besides, c % DEPTH, load_beside(x, factors, c + DEPTH, s))
-    return total, second, squares, tiles
+    return totals, second, squares, tiles
 
 
 # Sums over lanes ----------------------------------------------------------------------------------
@@ -376,14 +401,14 @@ def settings_of(
 ) -> tuple[S, tuple[int, ...], dict]:
     """Return a product's settings, its grid, and options of `launch`.
 
-    kind: of settings. experts: as in `Product`. tiles: None chooses. pairs: rows of the result.
-    fields: `loads`, if it is not 1, and the other fields of that kind.
+    kind: of settings. experts: as in `Product`. tiles: None chooses. pairs: rows of the result, or
+    blocks of them. fields: `loads`, if it is not 1, and the other fields of that kind.
     """
     quads, out = weight.quads * max(experts, 1), weight.out // fields.setdefault("loads", 1)
     tiles = tiles or choose_tiles(weight, quads, fields["loads"])
     rows = min(tiles.rows, triton.next_power_of_2(out + 1) // 2)
     programs, each = triton.cdiv(out, rows), 1
-    if tiles.stay and not fields.get("early"):
+    if tiles.stay and not fields.get("early") and fields.get("tokens", 1) == 1:
         programs, each = programs_of(tiles, programs, weight.multiprocessors, pairs)
     settings = kind(
         kind=weight.kind,

@@ -21,18 +21,18 @@ LONG_X = 512  # quads: longer x of experts in 4 bits is quantized by a kernel of
 
 @dataclass(frozen=True)
 class QuantizedX:
-    """A token as integers: int16 numbers of each quad of its weight, in the order of its codes.
+    """Tokens as integers: int16 numbers of each quad of their weight, in the order of its codes.
 
-    operands: int64, four numbers each, as of `operands.quantize`. int4 and hqq [4, quads, 2]: a
+    operands: int64, four numbers each, as of `operands.quantize`. int4 and hqq [T, 4, quads, 2]: a
     pair is both operands of a word of codes, so that a lane needs none of another lane's. int8
-    [quads, 4] and mxfp4 [quads, 8]: a quad's first operands, then its second ones. In pairs their
-    gate and up product takes more registers, or is slower (docs/log/small_experts.md).
-    units: fp32 [2, quads]: the value of a quad's 1, and the sum of its numbers.
+    [T, quads, 4] and mxfp4 [T, quads, 8]: a quad's first operands, then its second ones. In pairs
+    their gate and up product takes more registers, or is slower (docs/log/small_experts.md).
+    units: fp32 [T, 2, quads]: the value of a quad's 1, and the sum of its numbers.
     """
 
     operands: Tensor
     units: Tensor
-    dtype: torch.dtype  # that of the token
+    dtype: torch.dtype  # that of the tokens
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,7 @@ class QuantizeSettings:
     quads: int
     run: int  # words of a group
     fields: int  # codes in a word
+    tokens: int
     lanes: int = 8  # quads of a program, which is one warp
 
 
@@ -69,7 +70,7 @@ def store_quads(values, x, units, QUADS: tl.constexpr, KIND: tl.constexpr, LANES
     tl.store(units + QUADS + quad, sums, mask=quad < QUADS)
 
 
-# Grid [quads / LANES]: a program, one warp, quantizes LANES quads.
+# Grid [quads / LANES, T]: a program, one warp, quantizes LANES quads of a token.
 @jit
 def _quantize_token(x, operands, units, s: tl.constexpr, PDL: tl.constexpr):
     FIELDS: tl.constexpr = s.fields
@@ -77,6 +78,11 @@ def _quantize_token(x, operands, units, s: tl.constexpr, PDL: tl.constexpr):
     QUADS: tl.constexpr = s.quads
     KIND: tl.constexpr = s.kind
     await_previous(PDL)
+    if s.tokens > 1:
+        token = tl.program_id(1)
+        x += token * (QUADS * 4 * FIELDS)
+        operands += token * (QUADS * FIELDS)
+        units += token * (2 * QUADS)
     raw, values = load_plain(x, tl.program_id(0), s), ()
     for k in tl.static_range(FIELDS):
         values = values + (raw[k].to(tl.float32),)
@@ -84,12 +90,12 @@ def _quantize_token(x, operands, units, s: tl.constexpr, PDL: tl.constexpr):
 
 
 def empty_quantized(
-    quads: int, weight: Weight, dtype: torch.dtype, device: torch.device
+    T: int, quads: int, weight: Weight, dtype: torch.dtype, device: torch.device
 ) -> QuantizedX:
-    """Return a `QuantizedX` of `quads` quads for a `Weight`, to be filled."""
-    shape = (4, quads, 2) if weight.kind in ("int4", "hqq") else (quads, weight.fields)
+    """Return a `QuantizedX` of T tokens of `quads` quads for a `Weight`, to be filled."""
+    shape = (T, 4, quads, 2) if weight.kind in ("int4", "hqq") else (T, quads, weight.fields)
     operands = torch.empty(shape, dtype=torch.int64, device=device)
-    units = torch.empty(2, quads, dtype=torch.float32, device=device)
+    units = torch.empty(T, 2, quads, dtype=torch.float32, device=device)
     return QuantizedX(operands, units, dtype)
 
 
@@ -102,14 +108,14 @@ def quantizes_first(weight: Weight, quads: int) -> bool:
     return BITS[weight.kind] == 4 and quads > LONG_X
 
 
-def quantize_token(x: Tensor, weight: Weight, pdl: bool | None = None) -> QuantizedX:
-    """Quantize a token x, or its experts' [A, in], for a `Weight` of a kind in INTEGERS."""
-    quads = x.numel() // x.shape[-1] * weight.quads
-    quantized = empty_quantized(quads, weight, x.dtype, x.device)
-    s = QuantizeSettings(weight.kind, quads, weight.group // weight.fields, weight.fields)
+def quantize_tokens(x: Tensor, weight: Weight, pdl: bool | None = None) -> QuantizedX:
+    """Quantize tokens x [T, in], or their experts' [T, A in], for a kind in INTEGERS."""
+    T, quads = len(x), x.shape[1] // weight.width * weight.quads
+    quantized = empty_quantized(T, quads, weight, x.dtype, x.device)
+    s = QuantizeSettings(weight.kind, quads, weight.group // weight.fields, weight.fields, T)
     launch(
         _quantize_token,
-        (triton.cdiv(quads, s.lanes),),
+        (triton.cdiv(quads, s.lanes), T),
         x,
         quantized.operands,
         quantized.units,

@@ -52,6 +52,11 @@ class ChoiceSettings:
         return self.E + self.gated
 
     @property
+    def row(self) -> int:
+        """Scores from token to token, if the kernel gets no score_bias."""
+        return (1 + self.sigmoid) * self.N
+
+    @property
     def block(self) -> int:
         """Experts of a tile."""
         return triton.next_power_of_2(self.E)
@@ -162,10 +167,10 @@ def choose(scores, score_bias, indices, weights, s: tl.constexpr):
             tl.store(weights + A + n, part)
 
 
-# Grid [T]: a program chooses the experts of one token. ROW: numbers from token to token.
+# Grid [T]: a program chooses the experts of one token.
 @jit
 def _route(scores, score_bias, indices, weights, s: tl.constexpr, PDL: tl.constexpr):
-    ROW: tl.constexpr = s.N if score_bias is not None else (1 + s.sigmoid) * s.N
+    ROW: tl.constexpr = s.N if score_bias is not None else s.row
     PAIRS: tl.constexpr = s.pairs
     token = tl.program_id(0)
     await_previous(PDL)
