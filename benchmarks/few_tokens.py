@@ -21,11 +21,13 @@ import torch
 from torch import Tensor
 
 from benchmarks.cuda_timing import graph_seconds, require_gpu
-from benchmarks.tune import BFLOAT16, MAX_ERROR, Weights
+from benchmarks.tune import BFLOAT16, MAX_ERROR, Weights, tilings_of
 from cli.parser import Parser
 from formats import PLAIN
 from model import swiglu
 from ops.declared import SWIGLU
+from ops.products import dense
+from ops.products.dense import Norm, dense_product
 from ops.products.expert_tiles import (
     MAX_TOKENS,
     choose_few,
@@ -33,19 +35,21 @@ from ops.products.expert_tiles import (
     multiply_tiles,
     sort_pairs,
 )
-from ops.products.few_tokens import FewTiles, choose_few_tiles, down_few
+from ops.products.few_tokens import FewTiles, choose_few_tiles
 from ops.products.fragments import TILE
+from ops.products.tilings import Tiles, choose_tiles
 
 TOKENS = (5, 8, 32, 64)
-TILINGS = (  # rows, warps, depth
-    *((16, 2, 1), (16, 2, 2), (16, 4, 1), (16, 4, 2), (16, 4, 4), (16, 8, 1), (16, 8, 2)),
-    (32, 2, 1),
-    *((32, 4, 1), (32, 4, 2), (32, 8, 1), (32, 8, 2), (64, 2, 1), (64, 4, 1), (64, 8, 1)),
+TILINGS = (  # rows, warps, depth; the most promising first
+    *((16, 4, 2), (16, 8, 2), (16, 4, 1), (16, 8, 1), (16, 4, 4), (32, 4, 2), (32, 8, 2)),
+    *((16, 16, 1), (32, 4, 1), (32, 8, 1), (32, 2, 1), (16, 2, 1), (16, 2, 2), (32, 16, 1)),
+    *((64, 2, 1), (64, 4, 1), (64, 8, 1)),
 )
 BLOCKED = (  # of dense products, with 8 and 16 tokens a program
-    *((16, 4, 1), (16, 4, 2), (16, 8, 1), (16, 8, 2), (32, 4, 1), (32, 4, 2), (32, 8, 1)),
-    *((64, 4, 1), (64, 4, 2), (64, 8, 1)),
+    *((16, 4, 2), (16, 8, 2), (32, 4, 2), (16, 4, 1), (16, 8, 1), (32, 8, 2), (32, 4, 1)),
+    *((32, 8, 1), (64, 4, 1), (64, 4, 2), (64, 8, 1)),
 )
+REGISTER_FORMS = 16  # most of a dense product in registers
 COPIES_BYTES = 250e6  # of all copies of a weight: five times L2
 
 
@@ -120,7 +124,7 @@ class Product:
         choices = [self.choice(seed, tokens) for seed in range(8)]
         return self.nbytes * sum(len(choice.unique()) for choice in choices) / len(choices)
 
-    def runner(self, tokens: int, tiles: FewTiles) -> Callable:
+    def runner(self, tokens: int, tiles: FewTiles | Tiles) -> Callable:
         x, case, weight = self.x[:tokens], self.case, self.weights.kernel
         pairs = tokens * case.A
         if case.product == "gate_up":
@@ -132,14 +136,8 @@ class Product:
             return lambda order: multiply_tiles(x, weight, order, y, None, ones, tiles=tiles)
         options: dict = {"residual": self.residual[:tokens]}
         if case.product == "wqkv":
-            options = {} if tokens > TILE else {"norm": self.norm, "eps": 1e-6}
-        y = torch.empty(tokens, case.out, **BFLOAT16)
-
-        def run(weight) -> Tensor:
-            down_few(x, weight, y, tiles=tiles, **options)
-            return y
-
-        return run
+            options = {} if tokens > TILE else {"norm": Norm(self.norm, 1e-6)}
+        return lambda weight: dense_product(x, weight, tiles=tiles, **options)
 
     def expected(self, tokens: int) -> Tensor:
         """Return the result of the first call, in fp64."""
@@ -160,8 +158,11 @@ class Product:
         product = x @ self.weights.unpack(torch.tensor(0, device=BFLOAT16["device"])).T
         return product if case.product == "wqkv" else product + self.residual[:tokens].double()
 
-    def forms(self, tokens: int) -> dict[str, FewTiles]:
-        """Return tilings by name: the default, and others."""
+    def forms(self, tokens: int, most: int) -> dict[str, FewTiles | Tiles]:
+        """Return tilings by name: the default, and others; in registers those of one token.
+
+        most: on tensor cores, and in registers.
+        """
         weight, case = self.weights.kernel, self.case
         if case.E:
             tile = choose_tile(case.E, tokens * case.A)
@@ -171,20 +172,24 @@ class Product:
         found = {f"default: {default}": default}
         blocks = [size for size in (8, 16) if tokens % size == 0 and tokens > size]
         blocked = [(*tiling, size) for tiling in BLOCKED for size in blocks]
-        for tiling in TILINGS if case.E or not blocked else blocked:
+        for tiling in (TILINGS if case.E or not blocked else blocked)[:most]:
             tiles = FewTiles(*tiling)
             if tiles != default:
                 found[str(tiles)] = tiles
+        if not case.E and tokens <= 2 * dense.IN_REGISTERS:
+            tilings = [choose_tiles(weight, weight.quads, 1), *tilings_of(weight.quads, 1)]
+            plain = [tiles for tiles in tilings if not tiles.stay][: min(most, REGISTER_FORMS)]
+            found |= {f"registers {tiles}": tiles for tiles in plain}
         return found
 
 
-def check(case: Case, counts: list[int]) -> dict[str, str]:
+def check(case: Case, counts: list[int], most: int) -> dict[str, str]:
     """Compile and check all forms of a case -> what is wrong, by tokens and form."""
     torch.manual_seed(0)
     product, wrong = Product(case, 1), {}
     for tokens in counts:
         expected, argument = product.expected(tokens), product.arguments(tokens)[0]
-        for name, tiles in product.forms(tokens).items():
+        for name, tiles in product.forms(tokens, most).items():
             try:
                 got = product.runner(tokens, tiles)(argument).double()
             except Exception as failure:  # another tiling may work
@@ -196,9 +201,10 @@ def check(case: Case, counts: list[int]) -> dict[str, str]:
     return wrong
 
 
-def check_all(cases: list[int], counts: list[int]) -> dict[int, dict[str, str]]:
+def check_all(cases: list[int], counts: list[int], most: int) -> dict[int, dict[str, str]]:
     """Check cases, by number, at the same time: a process each."""
-    command = [sys.executable, __file__, "--check", "--tokens", *map(str, counts), "--case"]
+    command = [sys.executable, __file__, "--check", "--most", str(most)]
+    command += ["--tokens", *map(str, counts), "--case"]
     processes = {
         n: subprocess.Popen([*command, str(n)], stdout=subprocess.PIPE, text=True) for n in cases
     }
@@ -210,13 +216,13 @@ def check_all(cases: list[int], counts: list[int]) -> dict[int, dict[str, str]]:
     return found
 
 
-def measure(case: Case, counts: list[int], wrong: dict[str, str]) -> list[dict]:
+def measure(case: Case, counts: list[int], most: int, wrong: dict[str, str]) -> list[dict]:
     """Time and print all forms of a case."""
     torch.manual_seed(0)
     product, rows = Product(case), []
     for tokens in counts:
         nbytes, arguments = product.bytes_read(tokens), product.arguments(tokens)
-        for name, tiles in product.forms(tokens).items():
+        for name, tiles in product.forms(tokens, most).items():
             if f"{tokens} {name}" in wrong:
                 continue
             seconds = graph_seconds(product.runner(tokens, tiles), arguments, repeats=8)
@@ -240,6 +246,7 @@ def build_parser() -> Parser:
     add = parser.add_argument
     add("--case", action="append", type=int, metavar="N", help=f"repeatable; {names}")
     add("--tokens", nargs="+", type=int, default=list(TOKENS), metavar="N", help="1 to 64")
+    add("--most", type=int, default=99, metavar="N", help="tilings of each kernel (all)")
     add("--json", metavar="FILE", help="write all rows")
     add("--check", action="store_true", help="only check the forms of one case; print JSON")
     return parser
@@ -253,18 +260,18 @@ def main() -> None:
     if not all(1 <= count <= MAX_TOKENS for count in counts):
         parser.error(f"--tokens: give numbers from 1 to {MAX_TOKENS}")
     if options.check:
-        print(json.dumps(check(CASES[cases[0]], counts)))
+        print(json.dumps(check(CASES[cases[0]], counts, options.most)))
         return
     started = time.perf_counter()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
-    wrong, rows = check_all(list(cases), counts), []
+    wrong, rows = check_all(list(cases), counts, options.most), []
     print(f"checked in {time.perf_counter() - started:.0f} s", flush=True)
     for n in cases:
         for name, why in wrong[n].items():
             print(f"WRONG {CASES[n]}, {name}: {why}")
     for n in cases:
         if "process" not in wrong[n]:
-            rows += measure(CASES[n], counts, wrong[n])
+            rows += measure(CASES[n], counts, options.most, wrong[n])
         if options.json:
             wrong_by_name = {str(CASES[n]): why for n, why in wrong.items()}
             result = {"rows": rows, "wrong": wrong_by_name}

@@ -63,17 +63,18 @@ def down_of_integers(x: Tensor, weight: Weight, *rest, **options):
 
 
 class Layers:
-    """All layers of a model, as a runner runs them for one token."""
+    """All layers of a model, as a runner runs them for tokens of one sequence."""
 
-    def __init__(self, model: Transformer, runner: CompiledRunner, position: int):
+    def __init__(self, model: Transformer, runner: CompiledRunner, position: int, tokens: int = 1):
         self.model, self.runner = model, runner
-        reaches = runner.reaches(1, model.args.max_position)
-        runner.reach = next(n for n in reaches if n is None or position < n)  # as a session does
-        self.token = torch.ones(1, 1, dtype=torch.int64, device="cuda")
-        self.position = torch.full_like(self.token, position)
+        reaches = runner.reaches(tokens, model.args.max_position)
+        last = position + tokens - 1
+        runner.reach = next(n for n in reaches if n is None or last < n)  # as a session does
+        self.token = torch.arange(1, tokens + 1, device="cuda").unsqueeze(0)
+        self.position = position + self.token - 1
         found = runner.begin(model, self.token, self.position)
         self.x, self.normed, self.context = (part for part in found)
-        self.context = self.context._replace(last=torch.zeros(1, dtype=torch.int64, device="cuda"))
+        self.context = self.context._replace(last=torch.tensor([tokens - 1], device="cuda"))
         self.norms: list[nn.Module] = [block.attention_norm for block in model.layers[1:]]
         self.norms.append(model.norm)
 
@@ -82,6 +83,15 @@ class Layers:
         for block, norm in zip(self.model.layers, self.norms, strict=True):
             x, normed, *_ = self.runner.block(block, x, normed, self.context, norm)
         return x
+
+    def distinct_experts(self) -> float:
+        """Return how many experts a layer reads, the mean of all that have experts."""
+        counts, x, normed = [], self.x, self.normed
+        for block, norm in zip(self.model.layers, self.norms, strict=True):
+            x, normed, *routing = self.runner.block(block, x, normed, self.context, norm)
+            if routing and routing[0] is not None:
+                counts.append(len(routing[0].unique()))
+        return statistics.fmean(counts)
 
     def differences(self, reference: "Layers") -> list[float]:
         """Run each layer alone on the reference's x -> relative differences of what they add."""

@@ -1,7 +1,8 @@
-"""Time of a layer's fused kernels for one token, of several models: for two checkouts in turn.
+"""Time of a layer's fused kernels for a few tokens, of several models: for two checkouts in turn.
 
     python benchmarks/layer_times.py Qwen3-30B-A3B:int4:12 gpt-oss-20b:mxfp4:8
     python benchmarks/layer_times.py gpt-oss-20b:mxfp4:8 --down 8,128,1,4,stay 4,128,3,4
+    python benchmarks/layer_times.py Qwen3-30B-A3B:int4:12 --tokens 1 2 4 8 16 --forms
     torchrun --standalone --nproc_per_node=2 benchmarks/layer_times.py Qwen3-30B-A3B:bf16:8
 
 A case is a model, its number format, and how many of its layers to build. Random weights. All
@@ -10,22 +11,30 @@ GPUs differ by up to 9 %, so compare two checkouts on one GPU, in one session, e
 the first measurement run both, which fills Triton's cache. The norm of x after the layers should be
 the same, but for the rounding of what has changed.
 
+--tokens counts several tokens of one sequence: the time beside that of one token, the distinct
+experts and bytes of a layer, and the head's time. --forms also runs experts pair by pair and in
+tiles, and dense products in registers and on tensor cores, whatever would be chosen.
+
 --down tries tilings of the experts' down product: rows, lanes, chunks in flight, warps, and `stay`.
 """
 
 import argparse
 import gc
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from unittest import mock
 
 import torch
 
-from benchmarks.cuda_timing import require_gpu
+from benchmarks.cuda_timing import graph_seconds, require_gpu
+from benchmarks.decode_speed import read_bandwidth
 from benchmarks.fused_decode import Layers, Tuning, load_layers
 from cli.parser import Parser
-from ops.products import pipeline
+from ops.products import dense, experts, pipeline
 from ops.products.tilings import Tiles
 from parallel import process_group
-from runtime.fused_decode import FusedRunner
+from runtime.fused_decode import FusedRunner, fused_head
+from runtime.weights import bytes_per_token, stored_bytes
 
 
 def read_case(text: str) -> tuple[str, str, int]:
@@ -70,6 +79,70 @@ def measure(case: tuple[str, str, int], tilings: list[Tiles], options: argparse.
                 print(f"  {tiles!s:42} {us:7.2f} us, {us - min(first, second):+.2f}", flush=True)
 
 
+# Most pairs for each distinct expert, and most tokens of a dense product in registers.
+FORMS: dict[str, tuple] = {
+    "chosen": (),
+    "pairs": (99, None),
+    "tiles": (0, None),
+    "registers 2": (None, 2),
+    "registers 8": (None, 8),
+    "tensor cores": (None, 0),
+}
+
+
+@contextmanager
+def forced(ratio: float | None = None, registers: int | None = None) -> Iterator[None]:
+    """Choose forms by other limits: `experts.PAIR_RATIO` and `dense.IN_REGISTERS`."""
+    limits = (experts, "PAIR_RATIO", ratio), (dense, "IN_REGISTERS", registers)
+    with ExitStack() as stack:
+        for module, name, value in limits:
+            if value is not None:
+                stack.enter_context(mock.patch.object(module, name, value))
+        yield
+
+
+class Tokens:
+    """Measures a model's layers and head for several numbers of tokens."""
+
+    def __init__(self, case: tuple[str, str, int], options: argparse.Namespace):
+        self.arch, self.mode, self.count = case
+        self.options, self.one = options, 0.0
+        self.model = load_layers(*case, options.device)
+        self.runner, self.head = FusedRunner(self.model), fused_head(self.model)
+        self.bandwidth = read_bandwidth(options.device)
+
+    def row(self, tokens: int, name: str) -> str:
+        """Return the row of a form."""
+        layers = Layers(self.model, self.runner, self.options.position, tokens)
+        layers.run()
+        us, distinct = layers.microseconds(), layers.distinct_experts()
+        self.one = self.one or us
+        beside = stored_bytes(self.model.head)
+        size = (bytes_per_token(self.model, distinct) - beside) / self.count
+        x = torch.randn(tokens, self.model.args.dim, device="cuda").to(layers.x.dtype)
+        head = graph_seconds(self.head.forward, [x]) * 1e6 if self.head else 0.0
+        row = (
+            f"{self.arch} {self.mode} {tokens:3} tokens {us:7.2f} us a layer, {us / self.one:5.2f} "
+            f"of one, {distinct:6.1f} experts {size / 1e6:7.2f} MB, "
+            f"{size / us * 1e6 / self.bandwidth:.2f} of bandwidth, head {head:7.1f} us, {name}"
+        )
+        kernels = layers.kernels() if self.options.kernels and name == "chosen" else ()
+        lines = (f"    {start:7.1f} {us:7.1f} us  {kernel}" for kernel, start, us in kernels)
+        return "\n".join((row, *lines))
+
+    def measure(self) -> None:
+        """Print a row for each number of tokens and form."""
+        for tokens in self.options.tokens:
+            for name, limits in FORMS.items():
+                if name != "chosen" and (tokens == 1 or not self.options.forms):
+                    continue
+                with forced(*limits):
+                    try:
+                        print(self.row(tokens, name), flush=True)
+                    except (RuntimeError, ValueError) as error:  # no such form for these tokens
+                        print(f"{self.arch} {tokens} {name}: {str(error)[:200]}", flush=True)
+
+
 def build_parser() -> Parser:
     parser = Parser(
         __doc__.partition("\n")[0],
@@ -81,6 +154,9 @@ def build_parser() -> Parser:
     add = parser.add_argument
     add("cases", nargs="+", type=read_case, metavar="ARCH:MODE:LAYERS", help="what to time")
     add("--position", type=int, default=100, help="the token's position in the cache (100)")
+    add("--tokens", nargs="+", type=int, metavar="N", help="tokens of one sequence, 1 to 16")
+    add("--forms", action="store_true", help="also forms that would not be chosen")
+    add("--kernels", action="store_true", help="with --tokens, also the kernels of a layer")
     tiles = "tilings of the experts' down product to try"
     add("--down", nargs="+", type=read_tiles, default=[], metavar="TILING", help=tiles)
     return parser
@@ -93,7 +169,10 @@ def main() -> None:
     torch.manual_seed(0)
     try:
         for case in options.cases:
-            measure(case, options.down, options)
+            if options.tokens:
+                Tokens(case, options).measure()
+            else:
+                measure(case, options.down, options)
             gc.collect()
             torch.cuda.empty_cache()
     except ValueError as error:  # no fused kernels for a model or format

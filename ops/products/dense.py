@@ -275,7 +275,7 @@ def dense_product(
     check_rows("residual", residual, T, weight.out)
     y = torch.empty(T, weight.out, dtype=dtype or x.dtype, device=x.device) if out is None else out
     scales, eps = norm or (None, 0.0)
-    if isinstance(tiles, FewTiles) or (tiles is None and few_of(weight, T) < T):
+    if isinstance(tiles, FewTiles) or (tiles is None and max(1, few_of(weight, T)) < T):
         down_few(x, weight, y, residual, scales, eps, bias, scale, tiles)
         return y
     fields = dict(eps=eps, scale=scale, early=early)

@@ -115,11 +115,15 @@ def words_of_lane(weight: Weight) -> int:
 def choose_few_tiles(weight: Weight, tokens: int = TILE) -> FewTiles:
     """Return how to divide a dense product of several tokens, as measured on an H200.
 
-    A program loads x in small pieces, which bind it: with more than 8 tokens 64 rows share them,
+    A program loads x in small pieces, which bind it: with more than 16 tokens 64 rows share them,
     and a program has fewer tokens if few would be left. Programs of 4 bits use few registers, so
     that a multiprocessor runs many of them. A product with few rows has eight warps a program,
     which keep the memory busy (docs/log/prompts.md).
     """
+    few = weight.out < 2 * weight.multiprocessors * 16
+    warps = 8 if few else 4
+    if TILE < tokens <= 2 * TILE and tokens % TILE == 0:
+        return FewTiles(16, warps, 2, TILE)
     if tokens > TILE:
         narrow = weight.out < 512
         size = TILE if narrow or triton.cdiv(weight.out, 64) * tokens < 16 * 128 else 16
@@ -127,8 +131,6 @@ def choose_few_tiles(weight: Weight, tokens: int = TILE) -> FewTiles:
         if narrow:
             return FewTiles(16, 8, 2, size)
         return FewTiles(64, 4, 1 if tokens > 32 else 2, size)
-    few = weight.out < 2 * weight.multiprocessors * 16
-    warps = 8 if few else 4
     if weight.fields == 8:
         return FewTiles(16, warps, 2 if few else 1)
     return FewTiles(16, warps, TILE_REGISTERS // (2 * words_of_lane(weight)))
