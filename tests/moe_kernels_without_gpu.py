@@ -438,14 +438,19 @@ def layer_errors(
 ) -> list[dict[str, float]]:
     """Compare layers of runtime/fused_decode.py with `Block.forward`, in fp16.
 
-    The cache has earlier tokens. last: of each sequence, the last token that is real.
+    The cache has earlier tokens. last: of each sequence, the last token that is real. Experts of
+    several tokens are computed pair by pair, and in tiles.
     """
     model = small_model(family, format, batch)
     tokens = torch.arange(7, 7 + batch * queries).view(batch, queries) % 32
     positions = 40 - 3 * torch.arange(batch).unsqueeze(1) + torch.arange(queries)
     x, _, context = model.begin(tokens, positions)
     context = context._replace(last=torch.tensor(last or [queries - 1] * batch))
-    return [block_error(block, torch.randn_like(x), context) for block in model.layers]
+    ratios, found = (0, 99) if batch * queries > 1 else (moe_decode.PAIR_RATIO,), []
+    for ratio in ratios:
+        with mock.patch.object(moe_decode, "PAIR_RATIO", ratio):
+            found += [block_error(block, torch.randn_like(x), context) for block in model.layers]
+    return found
 
 
 def model_error(family: str, format: str) -> float:

@@ -9,11 +9,10 @@
     fixed_sandwich        the same of normed branches: Gemma 4
 
 All ranks must compute the same bits, or they choose different experts where two scores are nearly
-equal. Inductor finds tile shapes by timing, on each rank separately, so a norm or product that it
-compiles may differ between ranks in the last bits. `join_tokens` has fixed shapes instead, and adds
+equal. Inductor's tile shapes may differ between ranks. `join_tokens` has fixed ones, and adds
 messages in the order of ranks.
 
-One token's norm is quantized here, once for all programs of the experts' first product.
+A norm is quantized here, once for all programs of the experts' first product.
 
 Letters: T tokens, D model dim, E experts, N scores of a token: E, and the shared experts' gate.
 """
@@ -239,23 +238,14 @@ def _store_scores(rows, value, biases, router, scores, expert, s: tl.constexpr):
 
 
 @jit
-def _store_quantized(
-    raw, scales, factor, results, dtype: tl.constexpr, l: tl.constexpr, s: tl.constexpr
-):
-    """Norm and quantize this program's quads of x, and store them as a `QuantizedX`.
-
-    raw, scales: x and the norm's weight as of `_load_quads`. factor: the norm's, of all of x.
-    """
+def _store_quantized(raw, scales, factor, normed, units, dtype: tl.constexpr, l: tl.constexpr):
+    """Norm this program's quads of x, raw as of `_load_quads`, and store them as a `QuantizedX`."""
     FIELDS: tl.constexpr = l.fields
     KIND: tl.constexpr = l.kind
     values = ()
     for k in tl.static_range(FIELDS):
         value = raw[k].to(tl.float32) * factor * scales[k].to(tl.float32)
         values = values + (value.to(dtype).to(tl.float32),)  # rounded, as the norm is
-    normed, units = results.normed, results.units
-    if s.many:
-        normed += tl.program_id(1) * (l.quads * FIELDS)
-        units += tl.program_id(1) * (2 * l.quads)
     store_quads(values, normed, units, l.quads, KIND, l.lanes)
 
 
@@ -277,13 +267,15 @@ def join_tokens(x, added, norm, offset, router, results, s: tl.constexpr, PDL: t
     m: tl.constexpr = s.messages
     l: tl.constexpr = s.layout
     dtype: tl.constexpr = x.dtype.element_ty
-    normed, scores, at = results.normed, results.scores, 0
-    indices = results.indices
+    normed, units, scores, indices = results.normed, results.units, results.scores, results.indices
+    at, token = 0, tl.program_id(1)
     if s.many:
-        at = tl.program_id(1) * D
-        scores += tl.program_id(1) * ((1 + (router.score_bias is not None)) * s.N)
+        at = token * D
+        scores += token * ((1 + (router.score_bias is not None)) * s.N)
         if indices is not None:
-            indices += tl.program_id(1) * s.pairs
+            indices += token * s.pairs
+        if l is not None:
+            normed, units = normed + token * (l.quads * l.fields), units + token * (2 * l.quads)
     elif not ROWS:
         at = tl.program_id(0).to(tl.int64) * D
     x += at
@@ -350,7 +342,7 @@ def join_tokens(x, added, norm, offset, router, results, s: tl.constexpr, PDL: t
     if l is None:
         tl.store(normed + d, value, mask=_stores(d, s))
     elif program * l.lanes < l.quads:  # the other programs end sooner
-        _store_quantized(raw, scales, factor, results, dtype, l, s)
+        _store_quantized(raw, scales, factor, normed, units, dtype, l)
     if added.memory is not None:
         count_call(added.calls, call, m)
 
@@ -444,9 +436,8 @@ def norm_router(
 
     weight: the `Weight` that multiplies the norm; if its codes are multiplied as integers, the norm
     is returned as a `QuantizedX`. indices int64 [T, A + S]: for `gate_up`, filled with -1: no
-    expert is chosen yet. rows, warps: of a program; rows None:
-    `rows_of`. With PDL, all but x is loaded while the previous kernel runs. Raises ValueError as
-    `NormRouter.check`.
+    expert is chosen yet. rows, warps: of a program; rows None: `rows_of`. With PDL, all but x is
+    loaded while the previous kernel runs. Raises ValueError as `NormRouter.check`.
     """
     before.check(x)
     N, T = len(before.rows), len(x)
