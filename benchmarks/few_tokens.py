@@ -176,7 +176,7 @@ class Product:
             tiles = FewTiles(*tiling)
             if tiles != default:
                 found[str(tiles)] = tiles
-        if not case.E and tokens <= 2 * dense.IN_REGISTERS:
+        if not case.E and tokens <= 2 * max(dense.IN_REGISTERS.values()):
             tilings = [choose_tiles(weight, weight.quads, 1), *tilings_of(weight.quads, 1)]
             plain = [tiles for tiles in tilings if not tiles.stay][: min(most, REGISTER_FORMS)]
             found |= {f"registers {tiles}": tiles for tiles in plain}

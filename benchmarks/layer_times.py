@@ -85,7 +85,7 @@ FORMS: dict[str, tuple] = {
     "pairs": (99, None),
     "tiles": (0, None),
     "registers 2": (None, 2),
-    "registers 8": (None, 8),
+    "registers 4": (None, 4),
     "tensor cores": (None, 0),
 }
 
@@ -93,11 +93,12 @@ FORMS: dict[str, tuple] = {
 @contextmanager
 def forced(ratio: float | None = None, registers: int | None = None) -> Iterator[None]:
     """Choose forms by other limits: `experts.PAIR_RATIO` and `dense.IN_REGISTERS`."""
-    limits = (experts, "PAIR_RATIO", ratio), (dense, "IN_REGISTERS", registers)
     with ExitStack() as stack:
-        for module, name, value in limits:
-            if value is not None:
-                stack.enter_context(mock.patch.object(module, name, value))
+        if ratio is not None:
+            stack.enter_context(mock.patch.object(experts, "PAIR_RATIO", ratio))
+        if registers is not None:
+            every = dict.fromkeys(dense.IN_REGISTERS, registers)
+            stack.enter_context(mock.patch.object(dense, "IN_REGISTERS", every))
         yield
 
 

@@ -36,7 +36,7 @@ from ops.products.pipeline import (
     sum_shared,
 )
 from ops.products.tilings import Tiles
-from ops.products.weights import Weight, check_rows
+from ops.products.weights import BITS, Weight, check_rows
 from ops.ranks.mailbox import TokenInbox, find_outboxes, send_rows
 
 # The kernel ---------------------------------------------------------------------------------------
@@ -218,12 +218,9 @@ def _multiply_sum(
 # Launching ----------------------------------------------------------------------------------------
 
 
-IN_REGISTERS = 4  # most tokens of a program of `_multiply_sum`
-
-
-def few_of(weight: Weight, tokens: int) -> int:
-    """Return how many tokens a program of `_multiply_sum` takes, if it is the faster kernel."""
-    return IN_REGISTERS
+# Most tokens of a program of `_multiply_sum`, by bits of a weight: beyond, tensor cores are faster.
+# Each program makes integers of its x, for 4 bits (docs/log/speculation.md).
+IN_REGISTERS = {4: 3, 8: 4, 16: 4}
 
 
 class Norm(NamedTuple):
@@ -275,12 +272,13 @@ def dense_product(
     check_rows("residual", residual, T, weight.out)
     y = torch.empty(T, weight.out, dtype=dtype or x.dtype, device=x.device) if out is None else out
     scales, eps = norm or (None, 0.0)
-    if isinstance(tiles, FewTiles) or (tiles is None and max(1, few_of(weight, T)) < T):
+    most = IN_REGISTERS[BITS[weight.kind]]
+    if isinstance(tiles, FewTiles) or (tiles is None and max(1, most) < T):
         down_few(x, weight, y, residual, scales, eps, bias, scale, tiles)
         return y
     fields = dict(eps=eps, scale=scale, early=early)
     if T > 1:
-        tokens = min(T, few_of(weight, T))
+        tokens = min(T, most)
         fields |= dict(T=T, tokens=tokens, blocks=triton.cdiv(T, tokens), stride=y.stride(0))
     operand, how = operands_of(x, weight, scales), (tiles, pdl, fields)
     return launch_sum(operand, weight, None, residual, bias, y, send, how)

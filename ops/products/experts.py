@@ -319,7 +319,7 @@ def down(
         raise ValueError("only one token's product is sent")
     if isinstance(x, Tensor):
         check_rows("x", x, T * experts, weight.width)
-    if isinstance(x, Tensor) and quantizes_first(weight, experts * weight.quads):
+    if isinstance(x, Tensor) and quantizes_first(weight, experts * weight.quads, T):
         x = quantize_tokens(operand_of(x, weight).view(T, -1), weight, pdl)
     check_rows("residual", residual, T, weight.out)
     check_rows("bias", bias, len(weight.parts[0]), weight.out)

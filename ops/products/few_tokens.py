@@ -122,12 +122,12 @@ def choose_few_tiles(weight: Weight, tokens: int = TILE) -> FewTiles:
     """
     few = weight.out < 2 * weight.multiprocessors * 16
     warps = 8 if few else 4
-    if TILE < tokens <= 2 * TILE and tokens % TILE == 0:
-        return FewTiles(16, warps, 2, TILE)
     if tokens > TILE:
         narrow = weight.out < 512
         size = TILE if narrow or triton.cdiv(weight.out, 64) * tokens < 16 * 128 else 16
         size = BLOCK if tokens % size else size
+        if size == TILE and tokens == 2 * TILE and not narrow:
+            return FewTiles(32 if weight.fields == 8 and not few else 16, warps, 2, TILE)
         if narrow:
             return FewTiles(16, 8, 2, size)
         return FewTiles(64, 4, 1 if tokens > 32 else 2, size)

@@ -16,7 +16,7 @@ from ops.launch import await_previous, jit, launch, tl, triton
 from ops.products.operands import load_plain, quantize
 from ops.products.weights import BITS, Weight
 
-LONG_X = 512  # quads: longer x of experts in 4 bits is quantized by a kernel of its own
+LONG_X = 512  # quads: one token's longer x in 4 bits is quantized by a kernel of its own
 
 
 @dataclass(frozen=True)
@@ -99,13 +99,13 @@ def empty_quantized(
     return QuantizedX(operands, units, dtype)
 
 
-def quantizes_first(weight: Weight, quads: int) -> bool:
-    """Whether a kernel of its own quantizes a token's x of `quads` quads for its experts.
+def quantizes_first(weight: Weight, quads: int, tokens: int) -> bool:
+    """Whether a kernel of its own quantizes x, of `quads` quads a token, for the chosen experts.
 
     It takes 1.5 us, so that it must spare many programs more than that, as measured on an H200:
-    of Mixtral's w2 in 4 bits 3 us (docs/log/small_experts.md).
+    of Mixtral's w2 in 4 bits 3 us (docs/log/small_experts.md). Several tokens have more programs.
     """
-    return BITS[weight.kind] == 4 and quads > LONG_X
+    return BITS[weight.kind] == 4 and (tokens > 1 or quads > LONG_X)
 
 
 def quantize_tokens(x: Tensor, weight: Weight, pdl: bool | None = None) -> QuantizedX:
