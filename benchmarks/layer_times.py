@@ -131,9 +131,23 @@ class Tokens:
         lines = (f"    {start:7.1f} {us:7.1f} us  {kernel}" for kernel, start, us in kernels)
         return "\n".join((row, *lines))
 
+    def tune(self, tokens: int) -> None:
+        """Try tilings of each product; print those of each, the fastest first."""
+        tuning = Tuning()
+        with mock.patch.object(pipeline, "choose_tiles", tuning.choose):
+            layers = Layers(self.model, self.runner, self.options.position, tokens)
+            layers.run()
+            rows = tuning.tune(layers.microseconds, self.options.tune)
+        for row in sorted(rows, key=lambda row: (row["product"], row["us"])):
+            print(
+                f"    {tokens} tokens, {row['product']}: {row['us']} us, {row['tiles']}", flush=True
+            )
+
     def measure(self) -> None:
         """Print a row for each number of tokens and form."""
         for tokens in self.options.tokens:
+            if self.options.tune:
+                self.tune(tokens)
             for name, limits in FORMS.items():
                 if name != "chosen" and (tokens == 1 or not self.options.forms):
                     continue
@@ -158,6 +172,7 @@ def build_parser() -> Parser:
     add("--tokens", nargs="+", type=int, metavar="N", help="tokens of one sequence, 1 to 16")
     add("--forms", action="store_true", help="also forms that would not be chosen")
     add("--kernels", action="store_true", help="with --tokens, also the kernels of a layer")
+    add("--tune", type=float, metavar="S", help="with --tokens, try tilings, S seconds a product")
     tiles = "tilings of the experts' down product to try"
     add("--down", nargs="+", type=read_tiles, default=[], metavar="TILING", help=tiles)
     return parser
