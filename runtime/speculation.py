@@ -4,9 +4,9 @@ The output is the model's own: the same tokens if greedy (in fp32; elsewhere rou
 near-tie otherwise), tokens of the same distribution if sampled: runtime/verification.py. Drafts are
 proposed by runtime/drafters.py.
 
-A pass runs the last token and its N drafts. Then every layer's sequence state accepts the tokens
-that were verified: a KV cache masks the others until it overwrites them, a recurrent state drops
-them.
+A pass runs the last token and its N drafts. The next one begins at the position after the tokens
+that were accepted. A KV cache masks the others until it overwrites them; a recurrent state takes in
+those before that position (runtime/sequence_state.py).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -103,8 +103,6 @@ class Speculation:
         else:
             result = self.verify_greedy(logits, drafts, session.state)
         self.result.copy_(result)
-        for layer in session.states:
-            layer.accept(self.result[-1:])
         session.token.copy_(self.result[-2])
         session.seen.index_fill_(1, self.result[:-1], True)  # unlike scatter_, it takes a -1
         session.position.add_(self.result[-1])
