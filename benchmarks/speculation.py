@@ -83,7 +83,7 @@ def pass_seconds(session: Session, count: int) -> float:
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     generator = torch.Generator().manual_seed(0)
     speculation = Speculation(session, count) if count else session
-    step = speculation.warm_up(0)
+    step = speculation.warm_up(count, 0) if count else session.warm_up(0)
     session.start_prompts([random_prompt(args, 16)], GREEDY)
     times = []
     for _ in range(PASSES):

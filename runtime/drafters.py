@@ -23,6 +23,7 @@ from runtime.sampling import (
 )
 from runtime.session import Session
 from runtime.session_rows import copy_all
+from runtime.transfers import send
 
 NGRAM = 3  # longest run of last tokens that is looked up
 DRAFT_STREAM = 1  # of random numbers; see `runtime.verification.ACCEPT_STREAM`
@@ -46,6 +47,7 @@ class LookupDrafter:
     """Drafts what followed the last tokens at their latest earlier occurrence in the text."""
 
     q = None  # a draft is certain
+    on_host = True  # it may be asked for drafts while a step is in flight
 
     def __init__(self, target: Session, count: int):
         self.target, self.count = target, count
@@ -85,12 +87,15 @@ class LookupDrafter:
         self.extend(self.target.ids[0][len(self.ids) :])
         drafts = self.find()[:limit]
         if drafts:
-            self.drafts[:, : len(drafts)].copy_(torch.tensor([drafts]))
+            # A copy that waits would wait for the step in flight.
+            self.drafts[:, : len(drafts)].copy_(send(torch.tensor([drafts]), self.drafts.device))
         return len(drafts)
 
 
 class DraftModel(Session):
     """Drafts by a smaller model, sampled as the target's tokens are, with noise of its own."""
+
+    on_host = False
 
     def __init__(self, model: Transformer, target: Session, count: int):
         options = replace(target.options, runner_class=CompiledRunner, sample_rule=sample)

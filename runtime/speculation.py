@@ -4,22 +4,25 @@ The output is the model's own: the same tokens if greedy (in fp32; elsewhere rou
 near-tie otherwise), tokens of the same distribution if sampled: runtime/verification.py. Drafts are
 proposed by runtime/drafters.py.
 
-A pass runs the last token and its N drafts. Then every layer's sequence state accepts the tokens
-that were verified: a KV cache masks the others until it overwrites them, a recurrent state drops
-them.
+A pass runs the last token and its N drafts. The next one begins at the position after the tokens
+that were accepted. A KV cache masks the others until it overwrites them; a recurrent state takes in
+those before that position (runtime/sequence_state.py).
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from functools import partial
 
 import torch
 
 from model import Chunk, ModelArgs, Transformer
+from ops.inductor import without_tuning
 from runtime.drafters import DraftModel, LookupDrafter
+from runtime.outbox import Outbox
 from runtime.sampling import NOT_FINITE, NotFiniteError, Sampling
 from runtime.session import Session
 from runtime.session_steps import SPARE
 from runtime.transfers import read_later
-from runtime.verification import verify_greedy, verify_sampled
 
 DRAFT_TOKENS = 4
 MAX_DRAFT_TOKENS = SPARE - 1  # every session's cache has SPARE positions past its last token
@@ -64,14 +67,11 @@ class Speculation:
         self.drafter = LookupDrafter(session, draft_tokens)
         if draft is not None:
             self.drafter = DraftModel(draft, session, draft_tokens)
-        self.verify_greedy, self.verify_sampled = verify_greedy, verify_sampled
-        if session.compiled:
-            self.verify_greedy = torch.compile(verify_greedy, fullgraph=True, dynamic=False)
-            self.verify_sampled = torch.compile(verify_sampled, fullgraph=True, dynamic=False)
-        device = session.device
-        self.offsets = torch.arange(draft_tokens + 1, device=device)
-        self.result = torch.zeros(draft_tokens + 2, dtype=torch.int64, device=device)
-        self.steps: dict[int, Callable[[], None]] = {}
+        self.begin_pass, self.verify_pass = session.runner.pass_steps()
+        size = MAX_DRAFT_TOKENS + 2
+        self.result = torch.zeros(size, dtype=torch.int64, device=session.device)
+        self.results = Outbox(size, session.device) if session.outbox else None
+        self.steps: dict[tuple[int, int], Callable[[], None]] = {}
         self.passes = self.drafted = self.accepted = self.delivered = 0
 
     def __getattr__(self, name: str):
@@ -87,37 +87,33 @@ class Speculation:
         counts = {name: getattr(self, name) for name in ("passes", "drafted", "accepted")}
         return counts | {"tokens_per_pass": self.delivered / self.passes if self.passes else None}
 
-    def verify(self, candidates: int) -> None:
-        """One step: run the last token and its drafts at `position`, write `result`."""
-        session, drafts = self.session, self.drafter.drafts
-        if session.compiled:
-            span = session.position + self.offsets
-        else:  # read the part of the cache in use, as `Session.decode` does
-            span = Chunk(session.rows, session.cached[0] + self.count + 1)
-        tokens = torch.cat((session.token, drafts), dim=1)
-        last = torch.where(session.last < 0, session.last, self.count)
+    def verify(self, count: int, candidates: int) -> None:
+        """One pass: run the last token and `count` drafts at `position`, write `result`."""
+        session, drafter = self.session, self.drafter
+        tokens, positions, last = self.begin_pass(session.state, drafter.drafts[:, :count])
+        # Eager code reads the part of the cache in use, as `Session.decode` does.
+        chunk = Chunk(session.rows, session.cached[0] + count + 1)
+        span = positions if session.compiled else chunk
         runner = session.runner
         logits = session.model(tokens, span, last, all_positions=True, runner=runner)[0]
-        if candidates:
-            result = self.verify_sampled(logits, drafts, self.drafter.q, session.state, candidates)
-        else:
-            result = self.verify_greedy(logits, drafts, session.state)
-        self.result.copy_(result)
-        for layer in session.states:
-            layer.accept(self.result[-1:])
-        session.token.copy_(self.result[-2])
-        session.seen.index_fill_(1, self.result[:-1], True)  # unlike scatter_, it takes a -1
-        session.position.add_(self.result[-1])
+        q = drafter.q if drafter.q is None else drafter.q[:count]
+        self.verify_pass(session.state, logits, tokens, q, candidates, self.result)
+        if self.results:
+            self.results.post(self.result.unsqueeze(1))
 
-    def warm_up(self, candidates: int) -> Callable[[], None]:
-        """Return the verifying step, compiled and on CUDA captured on the first call."""
+    def warm_up(self, count: int, candidates: int) -> Callable[[], None]:
+        """Return a pass of `count` drafts, compiled and on CUDA captured on the first call.
 
-        def step() -> None:
-            self.verify(candidates)
-
-        if candidates not in self.steps:
-            self.steps[candidates] = self.session.capture(step, self.count + 1, self.count + 1)
-        return self.steps[candidates]
+        Kernels of ours do nearly all of a pass. The rest is compiled without a search for tilings,
+        which would take longer than most answers.
+        """
+        key = count, candidates
+        if key not in self.steps:
+            session = self.session
+            make = partial(session.capture, partial(self.verify, *key), count + 1, count + 1)
+            with without_tuning() if session.compiled else nullcontext():
+                self.steps[key] = self.results.counted(make) if self.results else make()
+        return self.steps[key]
 
     def stream_all(
         self, prompts: Sequence[Sequence[int]], max_new_tokens: int, sampling: Sampling
@@ -136,13 +132,28 @@ class Speculation:
         if max_new_tokens == 0:
             return
         candidates = session.candidates(sampling)
-        verify = self.warm_up(candidates)
+        self.warm_up(self.count, candidates)
         # A draft model always drafts; a lookup may find nothing, and then a plain step follows.
-        decode = None if isinstance(self.drafter, DraftModel) else session.warm_up(candidates)
+        if self.drafter.on_host:
+            session.warm_up(candidates)
         self.drafter.start_prompt(ids, sampling)
         session.start_prompts([ids], sampling)
-        tokens, left = session.first_tokens(), max_new_tokens
+        yield from self.run_passes(max_new_tokens, candidates)
+
+    def run_passes(self, left: int, candidates: int) -> Iterator[int]:
+        """Yield the next `left` tokens, of which the first is in flight.
+
+        After a plain step without drafts, the next one is launched before that one is read: drafts
+        are looked up while the GPU works. If there are some, the text then waits for one more step.
+        """
+        session, drafts = self.session, 1
+        read: Callable[[], list[int]] = session.first_tokens
+        overlaps = session.captured and not session.runner.needs_host
         while True:
+            later = None
+            if overlaps and not drafts and left > 1:
+                later = self.launch(0, candidates)
+            tokens = read()
             for place, token in enumerate(tokens[:left]):
                 if token == NOT_FINITE:
                     self.reset()  # the cache has NaNs
@@ -154,16 +165,35 @@ class Speculation:
             left -= len(tokens)
             if left <= 0:
                 return
-            tokens = self.run_pass(verify, decode)
-            session.cached[0] += len(tokens)
+            drafts = self.choose_drafts(in_flight=later is not None)
+            read = later or self.launch(drafts, candidates)
 
-    def run_pass(self, verify: Callable[[], None], decode: Callable[[], None] | None) -> list[int]:
-        """Draft and verify, or decode one token if nothing was drafted; return the new tokens."""
+    def choose_drafts(self, in_flight: bool) -> int:
+        """Draft, and return how many tokens.
+
+        in_flight: a plain step runs, so only whether there are drafts counts: they have to be made
+        again after its token. A drafter on the device cannot know that before.
+        """
+        if in_flight and not self.drafter.on_host:
+            return 1
+        return self.drafter.propose(self.count)
+
+    def launch(self, drafts: int, candidates: int) -> Callable[[], list[int]]:
+        """Verify this many drafts, or decode one token; return what waits for the new tokens."""
         self.passes += 1
-        if not self.drafter.propose(self.count):
-            decode()
-            return read_later(self.session.token)()
-        verify()
-        *tokens, count = read_later(self.result)()
-        self.drafted += self.count
-        return tokens[:count]
+        session = self.session
+        if not drafts:
+            session.warm_up(candidates)()
+            session.cached[0] += 1
+            return session.read_tokens()
+        self.drafted += drafts
+        self.warm_up(drafts, candidates)()
+        read = self.results.read_later() if self.results else read_later(self.result)
+
+        def wait() -> list[int]:
+            tokens = read()
+            tokens = tokens[: tokens[drafts + 1]]
+            session.cached[0] += len(tokens)
+            return tokens
+
+        return wait

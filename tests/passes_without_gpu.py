@@ -1,0 +1,165 @@
+"""Passes with scripted drafts against decoding one by one, with the kernels; see test_passes.py.
+
+    TRITON_INTERPRET=1 python tests/passes_without_gpu.py DIRECTORY    Triton's interpreter, CPU
+
+DIRECTORY is a converted hybrid. It prints a JSON list: by way of sampling, the results of `drive`.
+"""
+
+import itertools
+import json
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from generate import load_model
+from models.layers import gated_delta_net
+from ops.attention import delta_pending
+from ops.step import draft_check, token_draw
+from runtime.runner import EagerRunner
+from runtime.sampling import Sampling
+from runtime.session import Session, SessionOptions
+from runtime.speculation import Speculation
+from runtime.verification import ACCEPT_STREAM
+from tests.interpreter_bounds import check_bounds
+
+PROMPT = [5, 17, 3, 99, 42, 8, 120, 5, 17, 3, 99, 11, 5, 17, 60, 61, 62, 7, 9, 30]
+# Drafts of each pass, and how many of them are right; 0 drafts are a plain step.
+SCRIPT = (3, 3), (0, 0), (3, 0), (0, 0), (4, 2), (0, 0), (0, 0), (1, 1), (2, 1), (0, 0), (5, 4)
+SHORT_SCRIPT = (1, 0), (0, 0), (3, 1), (0, 0), (2, 2), (0, 0)
+LENGTH = 128
+
+
+class ScriptedDrafter:
+    """Drafts the continuation that it was given, and wrong tokens, as a script says."""
+
+    q = None
+    on_host = True
+
+    def __init__(self, target: Session, text: Sequence[int], script: Sequence[tuple[int, int]]):
+        self.target, self.text, self.script = target, list(text), list(script)
+        self.drafts = torch.zeros(1, 8, dtype=torch.int64, device=target.device)
+        self.calls = 0
+
+    def start_prompt(self, ids: Sequence[int], sampling: Sampling) -> None:
+        self.calls = 0
+
+    def reset(self) -> None:
+        pass
+
+    def propose(self, limit: int) -> int:
+        count, right = self.script[self.calls % len(self.script)]
+        self.calls += 1
+        known, vocabulary = len(self.target.ids[0]), self.target.seen.shape[1]
+        text = [*self.text, *[1] * 8][known : known + count]
+        wrong = [(token + 1) % vocabulary for token in text[right:]]
+        self.drafts[:, :count] = torch.tensor(text[:right] + wrong)
+        return count
+
+
+def speculate(
+    directory: Path,
+    sampling: Sampling,
+    text: Sequence[int],
+    tokens: int,
+    script: Sequence[tuple[int, int]] = SCRIPT,
+    **options,
+) -> tuple[Speculation, list[int], list[tuple[int, int]]]:
+    """Return a speculation, its answer, and of each pass the drafts and how many were accepted."""
+    session = Session(
+        load_model(directory, "cpu", torch.float32), LENGTH, SessionOptions(**options)
+    )
+    speculation, found = Speculation(session, 5), []
+    speculation.drafter = ScriptedDrafter(session, text, script)
+    launch = speculation.launch
+
+    def noting(drafts: int, candidates: int):
+        read = launch(drafts, candidates)
+
+        def wait() -> list[int]:
+            new = read()
+            found.append((drafts, len(new) - 1))
+            return new
+
+        return wait
+
+    speculation.launch = noting
+    return speculation, list(speculation.stream(PROMPT, tokens, sampling)), found
+
+
+def logits_one_by_one(directory: Path, ids: Sequence[int]) -> Tensor:
+    """Return the logits [V] after tokens that a fresh session has decoded one by one."""
+    session = Session(load_model(directory, "cpu", torch.float32), LENGTH)
+    for at, token in enumerate(ids):
+        span = torch.tensor([[at]])
+        logits = session.model(torch.tensor([[token]]), span, torch.tensor([0]))
+    return logits[0]
+
+
+def logits_next(speculation: Speculation) -> Tensor:
+    """Return the logits [V] of the session's newest token, by a step of the model."""
+    session = speculation.session
+    return session.model(session.token, session.position, session.last)[0]
+
+
+def drive(directory: Path, sampling: Sampling, tokens: int = 18, script=SCRIPT, **options) -> dict:
+    """Return what passes gave, what plain decoding gives, and the error of the state after them."""
+    plain = Session(load_model(directory, "cpu", torch.float32), LENGTH)
+    answer = list(plain.stream(PROMPT, tokens + 10, sampling))
+    speculation, found, passes = speculate(
+        directory, sampling, PROMPT + answer, tokens, script, **options
+    )
+    session = speculation.session
+    # The newest token may be past the answer, and its position past the text.
+    known = int(session.position)
+    ids = (PROMPT + found)[:known]
+    error = 0.0
+    if len(ids) == known:  # the answer did not end within a pass
+        got = logits_next(speculation)
+        want = logits_one_by_one(directory, [*ids, int(session.token)])
+        error = ((got - want).norm() / want.norm()).item()
+    return {
+        "same": found == answer[:tokens],
+        "passes": passes,
+        "after": sorted({a for (n, a), (m, _) in itertools.pairwise(passes) if n and not m}),
+        "error": error,
+        "checked": len(ids) == known,
+    }
+
+
+@contextmanager
+def kernels_on_cpu():
+    """Let eager sessions run the kernels of Gated DeltaNet and of passes."""
+
+    def verify(state, logits, tokens, q, candidates, result) -> None:
+        own = q if candidates else None
+        draft_check.verify_pass(state, logits, tokens, own, result, ACCEPT_STREAM)
+
+    steps = draft_check.begin_pass, verify
+    with ExitStack() as stack:
+        for module, name in (
+            (gated_delta_net, "delta_tokens_supports"),
+            (delta_pending, "kernels_support"),
+        ):
+            stack.enter_context(mock.patch.object(module, name, lambda state: True))
+        stack.enter_context(mock.patch.object(token_draw, "GROUPS", 16))  # fewer programs
+        stack.enter_context(mock.patch.object(EagerRunner, "pass_steps", lambda self: steps))
+        yield
+
+
+def main() -> int:
+    torch.set_num_threads(1)
+    check_bounds()
+    directory = Path(sys.argv[1])
+    ways = Sampling(temperature=0), Sampling(temperature=0.4, top_k=5, seed=3)
+    with torch.no_grad(), kernels_on_cpu():
+        print(json.dumps([drive(directory, way, 10, SHORT_SCRIPT) for way in ways]))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

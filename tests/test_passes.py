@@ -1,0 +1,201 @@
+"""A step without drafts right after a pass: its tokens and its state are those of plain decoding.
+
+Others shipped recurrent models in which that step began from a state with refused drafts, or
+without accepted ones.
+"""
+
+import pytest
+import torch
+from conftest import FAMILIES
+from torch.utils._python_dispatch import TorchDispatchMode
+from without_gpu import run_without_gpu
+
+from generate import load_model
+from models.layers import gated_delta_net
+from ops.step import draft_check, outbox, token_draw
+from runtime.fused_decode import FusedRunner
+from runtime.outbox import Outbox
+from runtime.sampling import Sampling
+from runtime.session import Session, SessionOptions
+from runtime.speculation import Speculation
+from tests.passes_without_gpu import PROMPT, SCRIPT, ScriptedDrafter, drive, speculate
+
+GREEDY = Sampling(temperature=0)
+RECURRENT = "qwen3_next", "qwen3_5_moe"
+# With few tokens to choose from, sampled drafts are often accepted.
+SAMPLED = Sampling(temperature=0.5, top_k=3, seed=2)
+pytestmark = pytest.mark.usefixtures("few_threads")
+
+
+@pytest.fixture
+def no_compiler(monkeypatch):
+    """Sessions take their compiled paths, uncompiled."""
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    monkeypatch.setattr("runtime.session_steps.configure_inductor", lambda: None)
+
+
+def check(found: dict, greedy: bool) -> None:
+    """Check the results of `drive`."""
+    assert found["checked"] and found["error"] < 1e-4, found
+    if greedy:  # the script says how many drafts are right
+        assert found["same"], found
+        script = [SCRIPT[n % len(SCRIPT)] for n in range(len(found["passes"]))]
+        assert [tuple(each) for each in found["passes"]] == script
+        assert found["after"] == [0, 1, 2, 3]  # none, some and all accepted, then no draft
+
+
+@pytest.mark.parametrize("compiled", (False, True))
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_step_after_a_pass_is_as_in_plain_decoding(name, compiled, make_family, no_compiler):
+    directory = make_family(name).directory
+    check(drive(directory, GREEDY, compile=compiled), greedy=True)
+    if name in RECURRENT or not compiled:
+        found = drive(directory, SAMPLED, compile=compiled)
+        check(found, greedy=False)
+        assert len(found["after"]) > 1 or name not in RECURRENT
+
+
+@pytest.mark.parametrize("sampling", (GREEDY, Sampling(temperature=0.3, top_k=3, seed=2)))
+def test_the_embedded_hybrid(sampling, hybrid_directory):
+    check(drive(hybrid_directory, sampling), greedy=sampling is GREEDY)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RECURRENT)
+def test_compiled_steps_and_passes(name, make_family):
+    for sampling in (GREEDY, SAMPLED):
+        found = drive(make_family(name).directory, sampling, compile=True)
+        check(found, greedy=sampling is GREEDY)
+
+
+@pytest.mark.slow
+def test_the_kernels_in_the_interpreter(make_family):
+    """Gated DeltaNet, the verification and the bookkeeping by kernels, all else eager."""
+    directory = make_family("qwen3_next", linear_value_head_dim=16).directory
+    variables = {"TRITON_INTERPRET": "1"}
+    greedy, sampled = run_without_gpu("passes_without_gpu.py", str(directory), **variables)
+    assert greedy["same"] and greedy["after"] == [0, 1, 2]
+    for found in (greedy, sampled):
+        assert found["checked"] and found["error"] < 1e-4
+
+
+@pytest.mark.parametrize("wrong", ("refused tokens stay", "accepted ones are lost"))
+def test_a_faulty_state_is_found(wrong, make_family, monkeypatch):
+    """The check fails if a layer takes in a token too many or too few."""
+    take_in, more = gated_delta_net.take_in_pending, 1 if wrong.startswith("refused") else -1
+
+    def faulty(state, pending, weights, position, *rest) -> None:
+        take_in(state, pending, weights, position + more, *rest)
+
+    monkeypatch.setattr(gated_delta_net, "take_in_pending", faulty)
+    found = drive(make_family("qwen3_next").directory, GREEDY)
+    assert not found["same"] or found["error"] > 1e-3
+
+
+# Numbers of drafts --------------------------------------------------------------------------------
+
+
+def test_a_pass_has_any_number_of_drafts_and_a_step_has_none(make_family, no_compiler):
+    """One step is made for each number and way of sampling, on its first use."""
+    directory = make_family("mixtral").directory
+    script = [(n, n) for n in (5, 0, 1, 4, 2, 3)]
+    plain = Session(speculate(directory, GREEDY, [], 1, [(0, 0)])[0].model, 128)
+    text = PROMPT + list(plain.stream(PROMPT, 40, GREEDY))
+    options = dict(compile=True)
+    speculation, found, passes = speculate(directory, GREEDY, text, 21, script, **options)
+    assert found == text[len(PROMPT) :][:21] and passes == [(n, n) for n in (5, 0, 1, 4, 2, 3)]
+    assert set(speculation.steps) == {(n, 0) for n in range(1, 6)}
+    assert speculation.drafted == speculation.accepted == 15 and speculation.delivered == 20
+
+
+class InFlight(Session):
+    """A session whose steps seem to be in flight until they are read, as those of a GPU."""
+
+    events: list[str]
+
+    def read_tokens(self, posted: bool = True):
+        read = super().read_tokens(posted)
+        self.events.append("launch" if posted else "prompt")
+
+        def wait() -> list[int]:
+            self.events.append("read")
+            return read()
+
+        return wait
+
+
+def test_steps_without_drafts_overlap_as_plain_ones_do(make_family, no_compiler):
+    """The next step is launched before a token is read; drafts are looked up while it runs."""
+    model = load_model(make_family("mixtral").directory, "cpu")
+    session = InFlight(model, 128, SessionOptions())
+    session.events, session.captured = [], True
+    session.capture = lambda step, *_: step
+    want = list(session.stream(PROMPT, 8, GREEDY))
+    plain = session.events
+    session.reset()
+    speculation = Speculation(session, 3)
+    speculation.drafter = ScriptedDrafter(session, [], [(0, 0)])
+    propose = speculation.drafter.propose
+
+    def noting(limit: int) -> int:
+        session.events.append("look up")
+        return propose(limit)
+
+    speculation.drafter.propose, session.events = noting, []
+    assert list(speculation.stream(PROMPT, 8, GREEDY)) == want
+    looked = [event for event in session.events if event == "look up"]
+    events = [event for event in session.events if event != "look up"]
+    assert len(looked) == 7 and speculation.passes == 7
+    # Only the first step waits for its token: whether there are drafts is not known before.
+    assert events[:4] == ["prompt", "read", "launch", "launch"]
+    assert events[4:] == ["read", "launch"] * 5 + ["read", "read"]
+    assert plain[:3] == ["prompt", "launch", "read"]
+
+
+# Beside the model ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("drafts", (1, 3, 15))
+@pytest.mark.parametrize("sampling", (GREEDY, SAMPLED))
+def test_a_pass_has_six_kernels_beside_the_model(sampling, drafts, make_family, monkeypatch):
+    """On a GPU with the fused kernels; without drafts it is a plain step."""
+    launched: list[str] = []
+
+    def note(kernel, *args, **options) -> None:
+        launched.append(getattr(kernel, "__name__", None) or kernel.fn.__name__)
+
+    for module in (draft_check, token_draw, outbox):
+        monkeypatch.setattr(module, "launch", note)
+    model = load_model(make_family("qwen3_next").directory, "cpu")
+    session = Session(model, 128)
+    session.runner = FusedRunner(model)
+    monkeypatch.setattr(session.runner, "runs", lambda *_: True)
+    logits = torch.zeros(1, drafts + 1, session.seen.shape[1])
+    speculation = Speculation(session, 15)
+    speculation.results = object.__new__(Outbox)
+    vars(speculation.results).update(count=torch.zeros(1, dtype=torch.int64))
+    vars(speculation.results).update(slots=torch.zeros(2, 17, dtype=torch.int64))
+    session.model = lambda *_, **options: logits
+    with CountOperators() as operators:
+        speculation.verify(drafts, session.candidates(sampling))
+    names = ["_begin_pass", "_find_best", "_rank", "_check_drafts", "_accept", "_post"]
+    assert launched == names and not operators.found
+    speculation = Speculation(Session(model, 128), 15)  # the plain form, for comparison
+    speculation.session.model = session.model
+    with CountOperators() as operators:
+        speculation.verify(drafts, session.candidates(sampling))
+    assert len(operators.found) > len(names)
+
+
+class CountOperators(TorchDispatchMode):
+    """Notes operators that would launch kernels: all but views and empty tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        name = operator.overloadpacket.__name__
+        if not operator.is_view and name not in ("empty", "empty_like"):
+            self.found.append(name)
+        return operator(*args, **(kwargs or {}))
