@@ -15,6 +15,7 @@ import torch
 
 from model import Chunk, ModelArgs, Transformer
 from runtime.drafters import DraftModel, LookupDrafter
+from runtime.mtp import MTPDrafter
 from runtime.sampling import NOT_FINITE, NotFiniteError, Sampling
 from runtime.session import Session
 from runtime.session_steps import SPARE
@@ -39,10 +40,10 @@ def check_drafting(draft_tokens: int, args: ModelArgs, draft: ModelArgs | None) 
 class Speculation:
     """A session for one sequence whose `stream` takes fewer passes. All else is the session's own.
 
-    draft_tokens: N. draft: the model that drafts; None looks drafts up in the text so far. Four
-    counts describe the last stream: passes of the model after the prompt, and the tokens drafted,
-    accepted and delivered in them. Raises ValueError for a session of several sequences, and as
-    `check_drafting`.
+    draft_tokens: N. draft: the model that drafts; head: the head that does (`load_head`). Without
+    them drafts are looked up in the text so far. Four counts describe the last stream: passes of
+    the model after the prompt, and the tokens drafted, accepted and delivered in them. Raises
+    ValueError for a session of several sequences, and as `check_drafting`.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class Speculation:
         session: Session,
         draft_tokens: int = DRAFT_TOKENS,
         draft: Transformer | None = None,
+        head: Transformer | None = None,
     ):
         check_drafting(draft_tokens, session.model.args, draft and draft.args)
         if session.batch != 1:
@@ -64,6 +66,8 @@ class Speculation:
         self.drafter = LookupDrafter(session, draft_tokens)
         if draft is not None:
             self.drafter = DraftModel(draft, session, draft_tokens)
+        if head is not None:
+            self.drafter = MTPDrafter(head, session, draft_tokens)
         self.verify_greedy, self.verify_sampled = verify_greedy, verify_sampled
         if session.compiled:
             self.verify_greedy = torch.compile(verify_greedy, fullgraph=True, dynamic=False)
@@ -138,7 +142,7 @@ class Speculation:
         candidates = session.candidates(sampling)
         verify = self.warm_up(candidates)
         # A draft model always drafts; a lookup may find nothing, and then a plain step follows.
-        decode = None if isinstance(self.drafter, DraftModel) else session.warm_up(candidates)
+        decode = None if type(self.drafter) is DraftModel else session.warm_up(candidates)
         self.drafter.start_prompt(ids, sampling)
         session.start_prompts([ids], sampling)
         tokens, left = session.first_tokens(), max_new_tokens
