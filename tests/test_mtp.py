@@ -1,33 +1,41 @@
 """Multi-token prediction: published heads are converted, and draft what transformers' layers do."""
 
 import dataclasses
+import io
 import itertools
 import json
 import shutil
+import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import Family
-from safetensors.torch import save_file
+import transformers
+from conftest import ROOT, Family, save_in_fp8
+from safetensors.torch import load_file, save_file
 from test_speculate import chi_square, exact_answers, scramble, small_model
+from test_tp import torchrun
 from torch import Tensor
 from transformers.modeling_layers import MtpLayer
 
+import generate
 from checkpoint import Checkpoint
 from formats.quantizer import plan_format, quantize
 from generate import load_model
+from memory.commands import head_bytes, sizes_of
 from models import args_of_checkpoint, build_model, head_args
 from models.converter import convert
 from models.family import APART, ONE_MORE_LAYER
-from runtime.loading import load_head
+from runtime.loading import head_source, load_head
 from runtime.mtp import MTPDrafter
 from runtime.sampling import Sampling
 from runtime.session import Session, SessionOptions
 from runtime.speculation import Speculation
+from runtime.weights import bytes_per_token
 
 GREEDY = Sampling(temperature=0)
 PROMPT = [5, 17, 3, 99, 42, 8, 120, 5, 17, 3, 99, 11, 5, 17]
@@ -379,3 +387,181 @@ def test_a_head_shares_embedding_and_head(make_headed):
     alone = load_model(make_headed("deepseek_v3").family.directory, "cpu")
     names = [name for name, _ in alone.named_parameters()]
     assert [name for name, _ in model.named_parameters()] == names
+
+
+# Ranks --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def by_ranks(make_headed, tmp_path_factory):
+    """(ranks, case) -> what tests/mtp_worker.py found; each number of ranks is one launch."""
+    folder = tmp_path_factory.mktemp("packed")
+    directories = {name: make_headed(name).directory for name in LAYOUTS}
+    source = Checkpoint(directories["glm4_moe"])
+    blank = build_model(args_of_checkpoint(source))
+    format = plan_format(blank, "int4", "int4", group_size=8)
+    directories["int4"] = quantize(source, format, blank, folder / "int4", progress=False)
+    cases = {
+        f"{name} {parallel} {temperature}": [str(directory), parallel, PROMPT, temperature]
+        for name, directory in directories.items()
+        for parallel, temperature in (("tensor", 0.0), ("expert", 0.9))
+    }
+
+    @cache
+    def launch(ranks: int) -> dict:
+        folder = tmp_path_factory.mktemp(f"ranks{ranks}")
+        (folder / "cases.json").write_text(json.dumps(cases))
+        process = torchrun(ranks, ROOT / "tests" / "mtp_worker.py", folder)
+        _, errors = process.communicate(timeout=600)
+        if process.returncode:  # cached: the next test does not launch it again
+            return {"failed": errors}
+        return json.loads((folder / "found.json").read_text())
+
+    def case(ranks: int, name: str) -> dict:
+        found = launch(ranks)
+        assert "failed" not in found, found["failed"][-4000:]
+        return found[name]
+
+    return case
+
+
+@pytest.mark.parametrize("case", ("tensor 0.0", "expert 0.9"))
+@pytest.mark.parametrize("name", (*LAYOUTS, "int4"))
+def test_two_ranks_draft_as_one_process(name, case, by_ranks):
+    one, two = (by_ranks(ranks, f"{name} {case}") for ranks in (1, 2))
+    assert two["tokens"] == one["tokens"] and two["drafts"] == one["drafts"]
+    assert max(two["bytes_held"]) < 0.85 * one["bytes_held"][0]
+
+
+# Files of other kinds -----------------------------------------------------------------------------
+
+
+def test_a_head_that_cannot_be_converted_is_left_out(make_headed, tmp_path, capsys):
+    """One tensor is missing, or has another shape: the model is converted without its head."""
+    headed = make_headed("glm4_moe")
+    for number, name in enumerate(("model.layers.3.eh_proj.weight", "model.layers.3.hnorm.weight")):
+        directory = tmp_path / str(number)
+        shutil.copytree(headed.hf_directory, directory, ignore=shutil.ignore_patterns("model_*"))
+        tensors = load_file(directory / "model-mtp.safetensors")
+        if number:
+            tensors[name] = torch.ones(5)
+        else:
+            del tensors[name]
+            index = directory / "model.safetensors.index.json"
+            content = json.loads(index.read_text())
+            del content["weight_map"][name]
+            index.write_text(json.dumps(content))
+        save_file(tensors, directory / "model-mtp.safetensors")
+        opened = Checkpoint(convert(directory, dtype="fp32"))
+        assert f"left out, as they are not run: model.layers.3.* ({len(tensors)} tensors)\n" in (
+            capsys.readouterr().err
+        )
+        assert opened.tensors == Checkpoint(headed.family.directory).tensors
+        assert "mtp" not in opened.format
+
+
+def test_copies_of_the_models_embedding_and_head_are_not_stored(make_headed, tmp_path):
+    headed = make_headed("glm4_moe_lite")
+    directory = tmp_path / "hf"
+    shutil.copytree(headed.hf_directory, directory, ignore=shutil.ignore_patterns("model_*"))
+    tensors = load_file(directory / "model-mtp.safetensors")
+    copies = "model.layers.3.embed_tokens.weight", "model.layers.3.shared_head.head.weight"
+    add_tensors(directory, tensors | {name: torch.ones(160, 64) for name in copies})
+    opened = Checkpoint(convert(directory, dtype="fp32", progress=False))
+    assert opened.tensors == Checkpoint(headed.directory).tensors
+
+
+@pytest.mark.parametrize("with_head", (True, False))
+def test_a_head_published_in_fp8_keeps_its_codes(with_head, tmp_path):
+    """with_head: its projection too is in fp8; else it is left in bf16, as most are published."""
+    config = transformers.Glm4MoeConfig(
+        vocab_size=160,
+        hidden_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        head_dim=32,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=128,
+        intermediate_size=256,
+        max_position_embeddings=256,
+        n_group=1,
+        topk_group=1,
+    )
+    torch.manual_seed(3)
+    peer = transformers.Glm4MoeForCausalLM(config)
+    directory = save_in_fp8(peer, tmp_path / "hf")
+    path = directory / "model.safetensors"
+    tensors = load_file(path)
+    own = {n: t for n, t in tensors.items() if n.startswith("model.layers.1.")}
+    tensors |= {n.replace("layers.1.", "layers.2."): t.clone() for n, t in own.items()}
+    at, D = ONE_MORE_LAYER, 128
+    norms = at.embedding_norm, at.hidden_norm, at.norm
+    tensors |= {name.format(n=2): torch.ones(D, dtype=torch.bfloat16) for name in norms}
+    fc = torch.randn(D, 2 * D) * 0.05
+    tensors[at.fc.format(n=2)] = fc.to(torch.float8_e4m3fn) if with_head else fc.bfloat16()
+    if with_head:
+        tensors[at.fc.format(n=2) + "_scale_inv"] = torch.ones(1, 2)
+    save_file(tensors, path, metadata={"format": "pt"})
+    edit_config(directory, num_nextn_predict_layers=1)
+    opened = Checkpoint(convert(directory, tmp_path / "out", progress=False))
+    modules = opened.format["mtp"]["modules"]
+    assert {"layers.0.attention.wqkv", "layers.0.ffn.experts.w13"} <= modules.keys()
+    assert ("fc" in modules) == with_head
+    assert not any(path.startswith("mtp") for path in opened.format["modules"])
+    model = load_model(opened, "cpu", torch.float32)
+    head = load_head(opened, model, torch.float32)
+    same = head.layers[0].attention.wqkv.codes, model.layers[1].attention.wqkv.codes
+    assert torch.equal(*same)
+    speculation = Speculation(Session(model, 64), 3, head=head)
+    alone = Session(load_model(opened, "cpu", torch.float32), 64)
+    assert list(speculation.stream(PROMPT, 12, GREEDY)) == list(alone.stream(PROMPT, 12, GREEDY))
+
+
+# Memory and the command ---------------------------------------------------------------------------
+
+
+def test_the_plan_counts_a_head(make_headed):
+    """Its bytes are those that a drafter allocates, and its model has none of them."""
+    for name in LAYOUTS:
+        directory = make_headed(name).directory
+        model = load_model(directory, "cpu")
+        before = {id(p) for p in model.parameters()}
+        head = load_head(directory, model)
+        drafter = Speculation(Session(model, 128), 3, head=head).drafter
+        own = sum(p.nbytes for p in head.parameters() if id(p) not in before)
+        held = own + sum(state.nbytes for state in drafter.states)
+        source = head_source(Checkpoint(directory))
+        planned = head_bytes(sizes_of(source, torch.float32), 128, "plain", 2048)
+        assert held < planned <= held + 4 * 64 * 256 + drafter.states[0].nbytes
+        assert bytes_per_token(model) == bytes_per_token(load_model(directory, "cpu"))
+
+
+def run_command(*arguments: str) -> tuple[int, str, str]:
+    """Run generate.py in this process -> exit code, stdout, stderr."""
+    out, errors = io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["generate.py", *arguments])
+        patch.setattr(sys, "stdout", out)
+        patch.setattr(sys, "stderr", errors)
+        try:
+            code = generate.main()
+        except SystemExit as exit:
+            code = exit.code
+    return code, out.getvalue(), errors.getvalue()
+
+
+def test_mistakes_are_refused_before_weights_are_read(hybrid_directory, make_family, monkeypatch):
+    monkeypatch.setattr(generate, "load_model", None)
+    without = make_family("mixtral").directory
+    headless = "error: --speculate mtp: this checkpoint has no head for multi-token prediction: "
+    for directory, drafts, message in (
+        (without, "3", headless + "convert the published model again if that has one"),
+        (hybrid_directory, "8", "error: --draft_tokens 8: --speculate mtp drafts 1 to 7"),
+    ):
+        shutil.copy(hybrid_directory / "tokenizer.model", tmp := without / "tokenizer.model")
+        options = "--speculate", "mtp", "--draft_tokens", drafts
+        code, out, errors = run_command("--checkpoint_path", str(directory), *options)
+        tmp.unlink()
+        assert code == 2 and out == "" and errors.startswith(message) and errors.count("\n") == 1
