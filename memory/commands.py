@@ -29,6 +29,7 @@ from runtime.memory import (
     free_gpu_memory,
     free_host_memory,
 )
+from runtime.mtp import RING
 
 log = logging.getLogger("moe_fast")
 
@@ -132,10 +133,11 @@ def plan_generation(
 def head_bytes(sizes: ModelSizes, length: int, kv_cache: str, chunk: int) -> int:
     """Return the bytes of a head for multi-token prediction: those that its model does not have.
 
-    chunk: tokens of a prompt that run at once; the hidden states of as many are kept.
+    chunk: tokens of a prompt that run at once. The hidden states of as many are kept, and those of
+    RING steps.
     """
     own = weight_bytes(sizes.model, sizes.dtype, shared_parameters(sizes.model))
-    hidden = min(chunk, length + BLOCK) * sizes.args.dim * sizes.dtype.itemsize
+    hidden = (RING + min(chunk, length + BLOCK)) * sizes.args.dim * sizes.dtype.itemsize
     return own + sizes.cache(1, length, kv_cache) + hidden
 
 

@@ -4,8 +4,8 @@ The head has a KV cache of its own. Its position t holds the pair of the target'
 token t and token t + 1; the last pair known predicts the next draft. After it the head continues
 itself: its own state and its own draft are the next pair (models/multi_token.py).
 
-A pass of the target leaves the hidden states of all its tokens in `hidden`. The next chain begins
-with the pairs of those that were accepted: their true states replace in the cache what the head had
+Every step of the target leaves its hidden states in a ring, by position. A chain begins with the
+pairs that became known since the last one: their true states replace in the cache what the head had
 for them. Padding and refused drafts stand past the known pairs, where they are masked.
 """
 
@@ -19,6 +19,7 @@ from model import Chunk, Runner, Transformer
 from runtime.drafters import DraftModel
 from runtime.runner import EagerRunner
 from runtime.sampling import Sampling
+from runtime.sequence_state import MAX_TENTATIVE
 from runtime.session import Session
 from runtime.session_prompts import common_prefix
 from runtime.session_rows import copy_all
@@ -26,6 +27,7 @@ from runtime.session_steps import PADDING_MULTIPLE
 from runtime.transfers import send
 
 MAX_MTP_DRAFTS = 7  # with the pair before them, as many tokens as the fused kernels take
+RING = 1024  # steps of the target whose hidden states are kept
 
 
 def check_mtp_drafts(draft_tokens: int) -> None:
@@ -39,9 +41,8 @@ def check_mtp_drafts(draft_tokens: int) -> None:
 class MTPDrafter(DraftModel):
     """Drafts up to `count` tokens by a head of the target, sampled as the target's tokens are.
 
-    head: `load_head` makes it. Make the drafter before the target compiles a step. A pass that
-    another drafter served needs a call `propose(0)` after it, by which the head takes in its
-    tokens. Raises ValueError as `check_mtp_drafts`.
+    head: `load_head` makes it. The target may take other steps between two chains: the head takes
+    in the last RING of them. Raises ValueError as `check_mtp_drafts`.
     """
 
     runner_class = None  # the session chooses
@@ -50,33 +51,48 @@ class MTPDrafter(DraftModel):
         check_mtp_drafts(count)
         super().__init__(head, target, count)
         self.count = count
-        self.width = count + 1  # tokens of the target's longest pass
+        self.width = count + 1  # pairs that a chain begins with, known ones and padding
         rows = min(target.cache_len, target.options.prefill_chunk + PADDING_MULTIPLE)
         like, D = target.model.embedding.weight, head.args.dim
-        # Of the target's newest call: of the positions from `first` on to before `end`, at most.
-        self.hidden = like.new_zeros(1, rows + self.width, D)
+        self.prompt_hidden = like.new_zeros(1, rows, D)  # of the target's last chunk
+        self.ring = like.new_zeros(1, RING, D)  # of its last steps: position t in row t % RING
         self.own_hidden = like.new_zeros(1, 1, D)
-        # Tokens of the pairs that a chain begins with, the row of the first one's state, and how
-        # many pairs are known: the rest is padding.
-        self.pairs = torch.ones(1, self.width + 2, dtype=torch.int64, device=self.device)
+        # Tokens of the pairs that a chain begins with, and how many are known.
+        self.pairs = torch.ones(1, self.width + 1, dtype=torch.int64, device=self.device)
         self.offsets = torch.arange(self.width, device=self.device)
         self.chains: dict[tuple[int, int], Callable[[], None]] = {}
         self.filler = FillRunner(head)
-        for runner in {target.runner, target.prefill_runner}:
-            tap_hidden(runner, self.keep_hidden)
+        self.store = store_hidden
+        if target.compiled:
+            self.store = torch.compile(store_hidden, fullgraph=True, dynamic=True)
+        if target.captured:
+            target.steps.clear()  # captured without the tap
+        tap_hidden(target.runner, self.keep_hidden)
+        tap_hidden(target.prefill_runner, self.keep_prompt)
         tap_hidden(self.runner, self.keep_own_hidden)
         target.after_chunk = self.fill
 
     def reset(self, row: int | None = None) -> None:
         """Forget the sequence."""
         super().reset(row)
-        self.first = self.end = self.filled = 0  # `filled` pairs are in the cache
+        # The cache has `filled` pairs; the ring has the states of positions from `kept` on.
+        self.filled = self.kept = 0
 
     # Hidden states --------------------------------------------------------------------------------
 
     def keep_hidden(self, hidden: Tensor, last: Tensor | None) -> None:
-        """Keep the hidden states [1, Q, D] of a call of the target."""
-        self.hidden[:, : hidden.shape[1]].copy_(hidden)
+        """Keep the hidden states [1, Q, D] of the target's decode runner.
+
+        The call may be a step, at the target's position, or a short chunk of a prompt: what that
+        writes to the ring is written again before it is read.
+        """
+        self.keep_prompt(hidden, last)
+        if hidden.shape[1] <= MAX_TENTATIVE:
+            self.store(self.ring, self.target.position, hidden)
+
+    def keep_prompt(self, hidden: Tensor, last: Tensor | None) -> None:
+        """Keep the hidden states [1, Q, D] of a chunk of a prompt."""
+        self.prompt_hidden[:, : hidden.shape[1]].copy_(hidden)
 
     def keep_own_hidden(self, hidden: Tensor, last: Tensor) -> None:
         """Keep the head's own [1, Q, D] of the query `last`."""
@@ -88,54 +104,65 @@ class MTPDrafter(DraftModel):
         The pair of the prompt's last token waits for the token after it.
         """
         tokens = self.target.ids[0][start + 1 : start + count + 1]
-        self.first, self.end, self.filled = start, start + count, start + len(tokens)
+        self.run_pairs(self.prompt_hidden[:, : len(tokens)], tokens, start)
+        self.kept = start + count - 1
+        row = self.kept % RING
+        self.ring[:, row : row + 1].copy_(self.prompt_hidden[:, count - 1 : count])
+
+    def run_pairs(self, hidden: Tensor, tokens: Sequence[int], start: int) -> None:
+        """Take in pairs from position `start` on: hidden [1, Q, D], and the Q tokens after."""
+        self.filled = start + len(tokens)
         if tokens:
-            self.model.hidden = self.hidden[:, : len(tokens)]
+            self.model.hidden = hidden
             chunk = Chunk(self.rows, self.filled)
             self.model(send(torch.tensor([tokens]), self.device), chunk, runner=self.filler)
 
-    def send_pairs(self, ids: Sequence[int], begin: int, end: int) -> None:
-        """Let the next chain begin with the pairs from position `begin` to `end` of the text."""
-        begin = max(begin, self.first, end - self.width)
+    def catch_up(self, ids: Sequence[int], begin: int, end: int) -> None:
+        """Take in the pairs of the text from position `begin` on, and let a chain begin with those
+        before `end`.
+
+        Pairs whose states are lost stay as they are in the cache: drafts may be worse.
+        """
+        begin = max(begin, self.kept, end + MAX_TENTATIVE - RING)
+        chunk = range(begin, end - self.width)  # other drafts, or none, have served these steps
+        if chunk:
+            rows = torch.tensor([position % RING for position in chunk])
+            hidden = self.ring.index_select(1, send(rows, self.device))
+            self.run_pairs(hidden, ids[begin + 1 : chunk.stop + 1], begin)
+            begin = chunk.stop
         tokens = ids[begin + 1 : end + 1]
         padding = [tokens[-1]] * (self.width - len(tokens))  # chooses the same experts
-        numbers = [*tokens, *padding, begin - self.first, len(tokens)]
-        self.pairs.copy_(send(torch.tensor([numbers]), self.device))
-        self.filled = end
+        numbers = torch.tensor([[*tokens, *padding, len(tokens)]])
+        self.pairs.copy_(send(numbers, self.device))
+        self.filled = self.cached[0] = end
 
     # Drafts ---------------------------------------------------------------------------------------
 
     def start_prompt(self, ids: Sequence[int], sampling: Sampling) -> None:
-        """Take in what is known of the text so far that the prompt continues."""
-        self.amount = self.candidates(sampling)
-        target = self.target
-        kept = min(common_prefix(target.ids[0], ids), target.cached[0], len(ids) - 1)
+        """Take in what is known of the text so far that the prompt continues.
+
+        The token after that may be another than it was, so its last pair is made again: from a
+        state in the ring, or from one that the target computes again. A recurrent state cannot go
+        back by one token; then the pair keeps the other token.
+        """
+        target, self.amount = self.target, self.candidates(sampling)
         chain = self.warm_up_chain(self.count)
-        # The token after the last state kept may be another than it was: the pair is made again,
-        # from a state that is still here or that the target computes again. A recurrent state
-        # cannot go back by one token; then a pair of the cache has the other token.
-        if self.first < kept <= self.end:
+        known = min(common_prefix(target.ids[0], ids), target.cached[0], len(ids) - 1)
+        if known and max(self.kept, target.cached[0] + MAX_TENTATIVE - RING) < known:
             copy_all(target.state, self.state)
-            self.position.fill_(kept)
-            self.send_pairs(ids, min(self.filled, kept - 1), kept)
+            self.position.fill_(known)
+            self.catch_up(ids, min(self.filled, known - 1), known)
             chain()
-        elif kept and not target.snapshots.live[0]:
-            target.cached[0] = kept - 1
+        elif known and not target.snapshots.live[0]:
+            target.cached[0] = known - 1
 
     def propose(self, limit: int) -> int:
-        """Write up to `limit` drafts for the target's text to `drafts` and `q`; return how many.
-
-        0 drafts: take in the target's newest tokens alone.
-        """
+        """Write up to `limit` drafts for the target's text to `drafts` and `q`; return how many."""
         drafts, known = min(limit, self.count), self.target.cached[0]
-        if self.first < known <= self.end:
-            self.cached[0] = known
+        if drafts:
             copy_all(self.target.state, self.state)
-            self.send_pairs(self.target.ids[0], self.filled, known)
-            self.warm_up_chain(max(drafts, 1))()
-        else:  # other steps have run since: their states are lost but for the next one's
-            drafts, self.filled = 0, known
-        self.first, self.end = known, known + self.width  # the target goes on there
+            self.catch_up(self.target.ids[0], min(self.filled, known - 1), known)
+            self.warm_up_chain(drafts)()
         return drafts
 
     def warm_up_chain(self, drafts: int) -> Callable[[], None]:
@@ -150,9 +177,9 @@ class MTPDrafter(DraftModel):
         """Run the pairs that were sent, then the head's own ones, and choose a draft after each."""
         state, runner = self.state, self.runner
         self.place.zero_()
-        tokens, row, count = self.pairs.split([self.width, 1, 1], dim=1)
-        self.model.hidden = self.hidden.index_select(1, row[0] + self.offsets)
+        tokens, count = self.pairs.split([self.width, 1], dim=1)
         positions = state.position - count + self.offsets
+        self.model.hidden = self.ring.index_select(1, positions[0] % RING)
         logits = self.model(tokens, positions, count[0] - 1, runner=runner)
         self.choose_tokens(state, logits, candidates)
         for _ in range(drafts - 1):
@@ -167,6 +194,12 @@ class FillRunner(EagerRunner):
 
     def logits(self, model: Transformer, normed: Tensor, last: Tensor | None) -> Tensor:
         return normed
+
+
+def store_hidden(ring: Tensor, position: Tensor, hidden: Tensor) -> None:
+    """Write hidden states [1, Q, D] from `position` [1, 1] on to a ring [1, RING, D]."""
+    rows = (position[0] + torch.arange(hidden.shape[1], device=hidden.device)) % RING
+    ring.index_copy_(1, rows, hidden)
 
 
 def tap_hidden(runner: Runner, keep: Callable[[Tensor, Tensor | None], None]) -> None:

@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from test_speculate import chi_square, exact_answers, scramble, small_model
 from test_tp import torchrun
 from torch import Tensor
+from torch._dynamo.utils import counters
 from transformers.modeling_layers import MtpLayer
 
 import generate
@@ -31,7 +32,7 @@ from models import args_of_checkpoint, build_model, head_args
 from models.converter import convert
 from models.family import APART, ONE_MORE_LAYER
 from runtime.loading import head_source, load_head
-from runtime.mtp import MTPDrafter
+from runtime.mtp import RING, MTPDrafter
 from runtime.sampling import Sampling
 from runtime.session import Session, SessionOptions
 from runtime.speculation import Speculation
@@ -262,7 +263,8 @@ class Oracle:
         return getattr(self.drafter, name)
 
     def propose(self, limit: int) -> int:
-        found = self.drafter.propose(next(self.limits))
+        limit = next(self.limits)
+        found = self.drafter.propose(limit) if limit else 0  # as another drafter served the step
         at = len(self.drafter.target.ids[0])
         for n in range(found):
             token = self.expected[at + n] if at + n < len(self.expected) else 3
@@ -281,15 +283,32 @@ def test_steps_without_drafts_between_accepted_drafts(
     directory = make_headed(name).directory
     speculation = speculate(directory, 3, compile=compiled)
     drafter = speculation.drafter
-    speculation.drafter = Oracle(drafter, PROMPT + answer, (3, 0, 3, 3, 0, 0, 0))
+    speculation.drafter = Oracle(drafter, PROMPT + answer, (3, 0, 3, 3, *[0] * 9, 3))
     assert list(speculation.stream(PROMPT, 40, GREEDY)) == answer
     assert 0 < speculation.accepted < speculation.drafted
     filled, cache = drafter.filled, drafter.states[0].kv[:, 0].clone()
-    assert filled > len(PROMPT) + 30
+    assert filled > len(PROMPT) + 20
     fresh = speculate(directory, 3)
     list(fresh.stream(PROMPT + answer, 1, GREEDY))
     want = fresh.drafter.states[0].kv[:, 0]
     torch.testing.assert_close(cache[..., :filled, :], want[..., :filled, :], rtol=0, atol=2e-4)
+
+
+@pytest.mark.parametrize("name", ("qwen3_next", "deepseek_v3"))
+def test_lost_states_cost_nothing_but_drafts(name, make_headed, plain, monkeypatch):
+    """A short ring, and steps whose states leave it; the text, a seed's and the next turn's too."""
+    monkeypatch.setattr("runtime.mtp.RING", 20)
+    speculation = speculate(make_headed(name).directory, 3)
+    limits = 3, *[0] * 30, 3, 3
+    for sampling in (GREEDY, Sampling(seed=5)):
+        answer = plain(PROMPT, 60, name, sampling)
+        speculation.reset()
+        speculation.drafter = Oracle(speculation.drafter, PROMPT + answer, limits)
+        found = list(speculation.stream(PROMPT, 60, sampling))
+        assert len(found) == 60 and (found == answer or sampling is not GREEDY)
+        ids = [*PROMPT, *found[:40], 7, 9]
+        assert list(speculation.stream(ids, 9, GREEDY)) == plain(ids, 9, name)
+        speculation.drafter = speculation.drafter.drafter
 
 
 @pytest.mark.parametrize("name", ("qwen3_5_moe", "glm4_moe_lite"))
@@ -331,6 +350,27 @@ def test_a_prompt_in_chunks_fills_the_heads_cache(chunk, make_headed):
     a, b = (s.drafter.states[0].kv[:, :, :, :filled] for s in (whole, parts))
     assert a.abs().amax((0, 1, 2, 4)).min() > 0
     torch.testing.assert_close(b, a, rtol=0, atol=1e-5)
+
+
+def test_chains_of_all_lengths_share_compiled_code(make_headed, plain):
+    """All numbers of drafts, prompts and settings: nothing is compiled after the first chain."""
+    torch._dynamo.reset()
+    speculation = speculate(make_headed("glm4_moe").directory, 3, compile=True)
+    drafter = speculation.drafter
+    for sampling in (GREEDY, Sampling(seed=1)):
+        list(speculation.stream(PROMPT, 9, sampling))
+    before = counters["stats"]["unique_graphs"]
+    assert before > 0
+    speculation.drafter = Oracle(drafter, PROMPT, (3, 0, 1, 2))
+    for length in (1, 5, 40):
+        ids = [i % 150 for i in range(length)]
+        list(speculation.stream(ids, 12, Sampling(0.7, top_k=length, seed=length)))
+        drafter.start_prompt(ids, GREEDY)
+    for drafts in (1, 2, 3):
+        drafter.warm_up_chain(drafts)()
+    assert counters["stats"]["unique_graphs"] == before
+    speculation.drafter = drafter
+    assert list(speculation.stream(PROMPT, 20, GREEDY)) == plain(PROMPT, 20, "glm4_moe")
 
 
 # Sampling -----------------------------------------------------------------------------------------
@@ -534,7 +574,7 @@ def test_the_plan_counts_a_head(make_headed):
         held = own + sum(state.nbytes for state in drafter.states)
         source = head_source(Checkpoint(directory))
         planned = head_bytes(sizes_of(source, torch.float32), 128, "plain", 2048)
-        assert held < planned <= held + 4 * 64 * 256 + drafter.states[0].nbytes
+        assert held < planned <= held + 4 * 64 * (256 + RING) + drafter.states[0].nbytes
         assert bytes_per_token(model) == bytes_per_token(load_model(directory, "cpu"))
 
 
