@@ -2,9 +2,9 @@
 
     x_t = fc [norm(embedding of token t + 1), norm(hidden state t)]
 
-One decoder layer of the model's own kind, a norm and the model's head follow. The hidden state is
-what the model's head reads, after the last norm (DeepSeek-V3 2024, section 2.2). For a further
-draft the head's own state, after its norm, stands for the model's.
+One decoder layer of the model's own kind, a norm and the model's head follow (DeepSeek-V3 2024,
+section 2.2). The hidden state is the one that the model's head reads, after the last norm. For a
+further draft the head's own state, after its norm, stands for the model's.
 
 A head is a model of one layer, so that everything that runs, packs or shards a model takes it: its
 family is "NAME.mtp". In a checkpoint its tensors begin with "mtp.", and "mtp" in "format" is its

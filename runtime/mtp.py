@@ -26,7 +26,7 @@ from runtime.session_rows import copy_all
 from runtime.session_steps import PADDING_MULTIPLE
 from runtime.transfers import send
 
-MAX_MTP_DRAFTS = 7  # with the pair before them, as many tokens as the fused kernels take
+MAX_MTP_DRAFTS = 7  # the pair before them and these are as many tokens as the fused kernels take
 RING = 1024  # steps of the target whose hidden states are kept
 
 
@@ -41,8 +41,8 @@ def check_mtp_drafts(draft_tokens: int) -> None:
 class MTPDrafter(DraftModel):
     """Drafts up to `count` tokens by a head of the target, sampled as the target's tokens are.
 
-    head: `load_head` makes it. The target may take other steps between two chains: the head takes
-    in the last RING of them. Raises ValueError as `check_mtp_drafts`.
+    head: `load_head` makes it. The target may take other steps between two chains: the head catches
+    up on the last RING of them. Raises ValueError as `check_mtp_drafts`.
     """
 
     runner_class = None  # the session chooses
@@ -54,8 +54,8 @@ class MTPDrafter(DraftModel):
         self.width = count + 1  # pairs that a chain begins with, known ones and padding
         rows = min(target.cache_len, target.options.prefill_chunk + PADDING_MULTIPLE)
         like, D = target.model.embedding.weight, head.args.dim
-        self.prompt_hidden = like.new_zeros(1, rows, D)  # of the target's last chunk
-        self.ring = like.new_zeros(1, RING, D)  # of its last steps: position t in row t % RING
+        self.prompt_hidden = like.new_zeros(1, rows, D)  # the target's last chunk
+        self.ring = like.new_zeros(1, RING, D)  # its last steps: position t in row t % RING
         self.own_hidden = like.new_zeros(1, 1, D)
         # Tokens of the pairs that a chain begins with, and how many are known.
         self.pairs = torch.ones(1, self.width + 1, dtype=torch.int64, device=self.device)
@@ -65,8 +65,10 @@ class MTPDrafter(DraftModel):
         self.store = store_hidden
         if target.compiled:
             self.store = torch.compile(store_hidden, fullgraph=True, dynamic=True)
-        if target.captured:
-            target.steps.clear()  # captured without the tap
+        if target.captured:  # graphs that are there have no tap
+            target.steps.clear()
+            if target.graphs:
+                target.graphs.known.clear()
         tap_hidden(target.runner, self.keep_hidden)
         tap_hidden(target.prefill_runner, self.keep_prompt)
         tap_hidden(self.runner, self.keep_own_hidden)
@@ -83,8 +85,8 @@ class MTPDrafter(DraftModel):
     def keep_hidden(self, hidden: Tensor, last: Tensor | None) -> None:
         """Keep the hidden states [1, Q, D] of the target's decode runner.
 
-        The call may be a step, at the target's position, or a short chunk of a prompt: what that
-        writes to the ring is written again before it is read.
+        The call may be a step, at the target's position, or a short chunk of a prompt: the ring is
+        overwritten where a chunk writes, before it is read.
         """
         self.keep_prompt(hidden, last)
         if hidden.shape[1] <= MAX_TENTATIVE:
@@ -141,9 +143,9 @@ class MTPDrafter(DraftModel):
     def start_prompt(self, ids: Sequence[int], sampling: Sampling) -> None:
         """Take in what is known of the text so far that the prompt continues.
 
-        The token after that may be another than it was, so its last pair is made again: from a
-        state in the ring, or from one that the target computes again. A recurrent state cannot go
-        back by one token; then the pair keeps the other token.
+        The token after that may be another than it was, so its last pair is recomputed: from a
+        state in the ring, or from one that the target recomputes. A recurrent state cannot go back
+        by one token; then the pair keeps the other token.
         """
         target, self.amount = self.target, self.candidates(sampling)
         chain = self.warm_up_chain(self.count)

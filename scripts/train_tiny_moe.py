@@ -644,7 +644,9 @@ def run_head(options: argparse.Namespace, device: torch.device) -> dict:
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     model = model.to(device).requires_grad_(False)
     if model.config.model_type not in MODEL_TYPES.values():
-        raise ValueError(f"--head {folder}: only {', '.join(MODEL_TYPES)} has heads of this layout")
+        raise ValueError(
+            f"--head {folder}: only {', '.join(MODEL_TYPES.values())} has a head here, name one"
+        )
     data = load_data(options, model.config.vocab_size)
     documents = [torch.tensor([BOS, *ids, EOS], device=device) for ids in data.ids]
     keep = torch.tensor([options.test_share if is_test(n) else 1.0 for n in data.corpus.train])

@@ -1,7 +1,7 @@
 """One rank of tests/test_mtp.py: `torchrun ... mtp_worker.py FOLDER` runs FOLDER/cases.json.
 
-Rank 0 writes FOLDER/found.json: for each case the tokens, the drafts of all passes, and the bytes
-of the head that each rank holds.
+Rank 0 writes FOLDER/found.json. It has for each case the tokens, the drafts of all passes, and the
+head's bytes that each rank holds.
 """
 
 import json

@@ -31,6 +31,7 @@ from memory.commands import head_bytes, sizes_of
 from models import args_of_checkpoint, build_model, head_args
 from models.converter import convert
 from models.family import APART, ONE_MORE_LAYER
+from models.random_weights import RandomWeights, number_format
 from runtime.loading import head_source, load_head
 from runtime.mtp import RING, MTPDrafter
 from runtime.sampling import Sampling
@@ -417,6 +418,19 @@ def test_a_head_is_quantized_as_its_model_is(mode, make_headed, tmp_path):
     answer = list(speculation.stream(PROMPT, 16, GREEDY))
     expected = list(Session(load_model(packed, "cpu"), 128).stream(PROMPT, 16, GREEDY))
     assert answer == expected
+
+
+@pytest.mark.parametrize("mode", ("bf16", "int8"))
+def test_random_weights_make_a_head(mode, make_headed):
+    """For benchmarks at published shapes; with tied and packed heads of the vocabulary."""
+    args = args_of_checkpoint(Checkpoint(make_headed("qwen3_5_moe").directory))
+    args = dataclasses.replace(args, intermediate=128, shared_intermediate=128, dim=128)
+    model = load_model(RandomWeights(args, number_format(mode, args)), "cpu")
+    source = RandomWeights(head_args(args), number_format(mode, head_args(args)))
+    head = load_model(source, "cpu", share=model)
+    assert head.head is model.head
+    speculation = Speculation(Session(model, 64), 3, head=head)
+    assert len(list(speculation.stream(PROMPT, 20, GREEDY))) == 20
 
 
 def test_a_head_shares_embedding_and_head(make_headed):
