@@ -28,10 +28,11 @@ from checkpoint import Checkpoint
 from formats.quantizer import plan_format, quantize
 from generate import load_model
 from memory.commands import head_bytes, sizes_of
-from models import args_of_checkpoint, build_model, head_args
+from models import ARCHITECTURES, args_of_checkpoint, build_model, head_args
 from models.converter import convert
 from models.family import APART, ONE_MORE_LAYER
 from models.random_weights import RandomWeights, number_format
+from runtime.fused_decode import fused_head, fused_layers
 from runtime.loading import head_source, load_head
 from runtime.mtp import RING, MTPDrafter
 from runtime.sampling import Sampling
@@ -431,6 +432,14 @@ def test_random_weights_make_a_head(mode, make_headed):
     assert head.head is model.head
     speculation = Speculation(Session(model, 64), 3, head=head)
     assert len(list(speculation.stream(PROMPT, 20, GREEDY))) == 20
+
+
+@pytest.mark.parametrize(
+    "name", ("Qwen3.6-35B-A3B", "Qwen3-Next-80B-A3B", "GLM-4.5-Air", "GLM-4.7-Flash")
+)
+def test_the_fused_kernels_compute_published_heads(name):
+    head = build_model(head_args(ARCHITECTURES[name])).to(torch.bfloat16)
+    assert len(fused_layers(head)) == 1 and fused_head(head) is not None
 
 
 def test_a_head_shares_embedding_and_head(make_headed):
