@@ -22,7 +22,6 @@ from runtime.sampling import Sampling
 from runtime.sequence_state import MAX_TENTATIVE
 from runtime.session import Session
 from runtime.session_prompts import common_prefix
-from runtime.session_rows import copy_all
 from runtime.session_steps import PADDING_MULTIPLE
 from runtime.transfers import send
 
@@ -50,6 +49,8 @@ class MTPDrafter(DraftModel):
     def __init__(self, head: Transformer, target: Session, count: int):
         check_mtp_drafts(count)
         super().__init__(head, target, count)
+        # A chain changes none of these, so the head reads the target's own.
+        self.state = self.state._replace(controls=target.controls, seeds=target.seeds)
         self.count = count
         self.width = count + 1  # pairs that a chain begins with, known ones and padding
         rows = min(target.cache_len, target.options.prefill_chunk + PADDING_MULTIPLE)
@@ -148,10 +149,10 @@ class MTPDrafter(DraftModel):
         by one token; then the pair keeps the other token.
         """
         target, self.amount = self.target, self.candidates(sampling)
+        self.last.zero_()  # the row is active
         chain = self.warm_up_chain(self.count)
         known = min(common_prefix(target.ids[0], ids), target.cached[0], len(ids) - 1)
         if known and max(self.kept, target.cached[0] + MAX_TENTATIVE - RING) < known:
-            copy_all(target.state, self.state)
             self.position.fill_(known)
             self.catch_up(ids, min(self.filled, known - 1), known)
             chain()
@@ -162,7 +163,8 @@ class MTPDrafter(DraftModel):
         """Write up to `limit` drafts for the target's text to `drafts` and `q`; return how many."""
         drafts, known = min(limit, self.count), self.target.cached[0]
         if drafts:
-            copy_all(self.target.state, self.state)
+            self.position.copy_(self.target.position)
+            self.seen.copy_(self.target.seen)
             self.catch_up(self.target.ids[0], min(self.filled, known - 1), known)
             self.warm_up_chain(drafts)()
         return drafts
