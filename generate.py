@@ -56,7 +56,14 @@ from models.converter import convert
 from offload.experts import COUNTERS, expert_counters
 from parallel import process_group
 from parallel.heartbeat import fail, leave
-from runtime.loading import check_decode_kernels, load_model, stored_dtype
+from runtime.loading import (
+    check_decode_kernels,
+    head_source,
+    load_head,
+    load_model,
+    stored_dtype,
+)
+from runtime.mtp import check_mtp_drafts
 from runtime.sampling import Sampling
 from runtime.session import Session, SessionOptions
 from runtime.speculation import DRAFT_TOKENS, Speculation, check_drafting
@@ -339,6 +346,9 @@ def prepare_session(
     drafts = DRAFT_TOKENS if options.draft_tokens is None else options.draft_tokens
     draft_args = drafter and args_of_checkpoint(drafter)
     check_drafting(drafts, args_of_checkpoint(checkpoint), draft_args)
+    if options.speculate == "mtp":
+        check_mtp_drafts(drafts)
+        head_source(checkpoint)  # raises if there is none
     process_group.check_agreement(vars(options), checkpoint)
     speculates = options.speculate or drafter
     batch = 1 if speculates else min(options.batch_size, prompts) or 1
@@ -348,7 +358,10 @@ def prepare_session(
         return session
     dtype = DTYPES.get(options.dtype)
     draft = drafter and load_model(drafter, device, dtype, options.parallel)
-    return Speculation(session, drafts, draft)
+    head = None
+    if options.speculate == "mtp":
+        head = load_head(checkpoint, session.model, dtype, options.parallel)
+    return Speculation(session, drafts, draft, head)
 
 
 def compile_session(session: Session | Speculation, ids: list[int], sampling: Sampling) -> None:

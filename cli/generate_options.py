@@ -57,8 +57,8 @@ def build_parser() -> Parser:
     add_hub_options(parser)
     add_disk_options(parser)
     parser.begin_group("speculative decoding", "draft tokens, and verify several in one pass")
-    lookup = "draft tokens from the text so far"
-    parser.add_argument("--speculate", choices=("lookup",), help=lookup)
+    sources = "draft from the text so far, or by the model's head for multi-token prediction"
+    parser.add_argument("--speculate", choices=("lookup", "mtp"), help=sources)
     parser.add_path("--draft_checkpoint_path", "draft with this smaller model instead")
     parser.add_number("--draft_tokens", f"drafts a pass; default: {DRAFT_TOKENS}")
     add_model_options(parser)
@@ -141,7 +141,7 @@ def check_options(options: argparse.Namespace) -> None:
         names = "--speculate and --draft_checkpoint_path"
         raise ValueError(f"{names} are two sources of drafts: leave one of them out")
     if options.draft_tokens is not None and not any(drafts):
-        fix = "add --speculate lookup or --draft_checkpoint_path"
+        fix = "add --speculate lookup, --speculate mtp or --draft_checkpoint_path"
         raise ValueError(f"--draft_tokens needs a source of drafts: {fix}")
     for name in ("prompt", "prompts_file", "json"):
         if options.interactive and getattr(options, name):

@@ -96,9 +96,10 @@ class DraftModel(Session):
     """Drafts by a smaller model, sampled as the target's tokens are, with noise of its own."""
 
     on_host = False
+    runner_class: type[CompiledRunner] | None = CompiledRunner
 
     def __init__(self, model: Transformer, target: Session, count: int):
-        options = replace(target.options, runner_class=CompiledRunner, sample_rule=sample)
+        options = replace(target.options, runner_class=self.runner_class, sample_rule=sample)
         super().__init__(model, target.max_seq_len, options)
         self.target = target
         self.draw = draw_with_probabilities

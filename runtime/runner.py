@@ -50,6 +50,10 @@ class EagerRunner(Runner):
     ):
         return without_broken_kernels(super().block, block, x, normed, context, next_norm)
 
+    def hidden(self, model: Transformer, normed: Tensor) -> Tensor:
+        """Return the hidden states [B, Q, D] that the head reads, from what `logits` gets."""
+        return normed
+
     def logits(self, model: Transformer, normed: Tensor, last: Tensor | None) -> Tensor:
         return without_broken_kernels(super().logits, model, normed, last)
 

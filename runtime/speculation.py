@@ -18,6 +18,7 @@ import torch
 from model import Chunk, ModelArgs, Transformer
 from ops.inductor import without_tuning
 from runtime.drafters import DraftModel, LookupDrafter
+from runtime.mtp import MTPDrafter
 from runtime.outbox import Outbox
 from runtime.sampling import NOT_FINITE, NotFiniteError, Sampling
 from runtime.session import Session
@@ -42,10 +43,10 @@ def check_drafting(draft_tokens: int, args: ModelArgs, draft: ModelArgs | None) 
 class Speculation:
     """A session for one sequence whose `stream` takes fewer passes. All else is the session's own.
 
-    draft_tokens: N. draft: the model that drafts; None looks drafts up in the text so far. Four
-    counts describe the last stream: passes of the model after the prompt, and the tokens drafted,
-    accepted and delivered in them. Raises ValueError for a session of several sequences, and as
-    `check_drafting`.
+    draft_tokens: N. draft: the model that drafts; head: the head that does (`load_head`). Without
+    them drafts are looked up in the text so far. Four counts describe the last stream: passes of
+    the model after the prompt, and the tokens drafted, accepted and delivered in them. Raises
+    ValueError for a session of several sequences, and as `check_drafting`.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class Speculation:
         session: Session,
         draft_tokens: int = DRAFT_TOKENS,
         draft: Transformer | None = None,
+        head: Transformer | None = None,
     ):
         check_drafting(draft_tokens, session.model.args, draft and draft.args)
         if session.batch != 1:
@@ -67,6 +69,8 @@ class Speculation:
         self.drafter = LookupDrafter(session, draft_tokens)
         if draft is not None:
             self.drafter = DraftModel(draft, session, draft_tokens)
+        if head is not None:
+            self.drafter = MTPDrafter(head, session, draft_tokens)
         self.begin_pass, self.verify_pass = session.runner.pass_steps()
         size = MAX_DRAFT_TOKENS + 2
         self.result = torch.zeros(size, dtype=torch.int64, device=session.device)
@@ -134,7 +138,7 @@ class Speculation:
         candidates = session.candidates(sampling)
         self.warm_up(self.count, candidates)
         # A draft model always drafts; a lookup may find nothing, and then a plain step follows.
-        if self.drafter.on_host:
+        if type(self.drafter) is not DraftModel:
             session.warm_up(candidates)
         self.drafter.start_prompt(ids, sampling)
         session.start_prompts([ids], sampling)
