@@ -66,7 +66,10 @@ def describe(found: dict, drafts: int) -> str:
 def build_parser() -> Parser:
     parser = Parser(
         __doc__.partition("\n")[0],
-        ("python benchmarks/acceptance.py --checkpoint_path DIR --text_file FILE --compile",),
+        (
+            "python benchmarks/acceptance.py --checkpoint_path DIR --text_file FILE --compile",
+            "python benchmarks/acceptance.py --checkpoint_path DIR --text_file FILE --drafts 3",
+        ),
     )
     add = parser.add_argument
     add("--checkpoint_path", type=Path, required=True, help="a converted checkpoint with a head")

@@ -323,6 +323,7 @@ LONG_FILES = (
     "test_codegen.py",
     "test_session.py",
     "test_speculate.py",
+    "test_mtp.py",
     "test_benchmark.py",
     "test_train_tiny_moe.py",
     "test_model.py",

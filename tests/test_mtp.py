@@ -354,6 +354,7 @@ def test_a_prompt_in_chunks_fills_the_heads_cache(chunk, make_headed):
     torch.testing.assert_close(b, a, rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_chains_of_all_lengths_share_compiled_code(make_headed, plain):
     """All numbers of drafts, prompts and settings: nothing is compiled after the first chain."""
     torch._dynamo.reset()
