@@ -27,7 +27,7 @@ NAMES = {
     "_map_queries": "queries to latents",
     "_attend_part": "attention",
     "_merge_values": "merge of parts, values",
-    "_update_token": "Gated DeltaNet",
+    "_update_heads": "Gated DeltaNet",
     "join_tokens": "norm, router",
     "_receive_add": "sum over ranks, residual",
     "_quantize_token": "x as integers",

@@ -1,8 +1,8 @@
 """Kernels of the gated delta rule for 1 to 16 tokens of each sequence.
 
-    _update_token     one token: convolution, gates, update of the state, gated norm
-    _update_states    several tokens, one after the other: convolution, gates, what they read
-    _finish_tokens    their gated norm; makes them the pending ones
+    _update_heads    up to WHOLE_HEADS tokens: convolution, gates, update of the state, gated norm
+
+More tokens have kernels of their own: ops/attention/delta_many.py.
 
 Several tokens may be drafts, of which the last ones are refused. So they are `Pending` after their
 call: the state has not taken them in. The next call begins at the position after those that were
@@ -10,8 +10,9 @@ accepted. It takes these in first, from their inputs, then its own. That reads a
 once a call, as one token does. A state after each token of the call would be 2 MB more to write
 for each in Qwen3.6; the inputs are 16 KB.
 
-A program of `_update_token` has a whole value head, so that it can normalize what it reads. A
-second kernel that normalizes costs at least 1.6 us a layer on an H200.
+A program of `_update_heads` has a whole value head, so that it can normalize what it reads. A
+second kernel that normalizes costs at least 1.6 us a layer on an H200. Of many tokens more programs
+with fewer columns are faster.
 
 Formulas, letters and the reference: ops/plain/gated_delta.py. T tokens, of which a sequence's first
 `last` + 1 are real; M tokens that `Pending` has memory for.
@@ -24,78 +25,30 @@ from __future__ import annotations  # annotations of kernels name triton, which 
 import torch
 from torch import Tensor
 
+from ops.attention.delta_many import launch_several
 from ops.attention.delta_state import (
     DeltaSettings,
     DeltaWeights,
     Pending,
     as_tile,
+    convolve_stored,
+    count_accepted,
+    count_real,
     fit_tiles,
     key_channels,
     like_tile,
+    load_gates,
+    load_taps,
     read_and_update,
     softplus,
     tile_places,
     with_even_rows,
 )
-from ops.launch import await_previous, can_launch, check_shapes, jit, launch, tl, triton
+from ops.launch import await_previous, can_launch, check_shapes, jit, launch, tl
 
-# Pending tokens -----------------------------------------------------------------------------------
+WHOLE_HEADS = 8  # most tokens of `_update_heads`
 
-
-@jit
-def _memory_row(pending, sequence):
-    """Return the row of the memory that a sequence has."""
-    if pending.row is not None:
-        return tl.load(pending.row + sequence)
-    else:
-        return sequence
-
-
-@jit
-def _count_real(last, sequence, tokens):
-    """Return how many of the sequence's tokens are real."""
-    if last is not None:
-        return tl.load(last + sequence).to(tl.int32) + 1
-    else:
-        return tokens
-
-
-@jit
-def _count_accepted(first, place, real, s: tl.constexpr):
-    """Return how many pending tokens the call at position `place` follows. first: `Pending`'s."""
-    accepted = tl.where((first > 0) & (real > 0), place + 1 - first, 0)
-    return tl.minimum(tl.maximum(accepted, 0), s.most).to(tl.int32)
-
-
-@jit
-def _load_taps(weight, channels, s: tl.constexpr):
-    """Return the convolution's W taps of channels, fp32."""
-    W: tl.constexpr = s.width
-    taps = ()
-    for n in tl.static_range(W):
-        taps = taps + (tl.load(weight + channels * W + n).to(tl.float32),)
-    return taps
-
-
-@jit
-def _convolve_stored(inputs, taps, s: tl.constexpr):
-    """Convolve the W inputs from `inputs` on, N apart; apply SiLU -> fp32, rounded as inputs."""
-    W: tl.constexpr = s.width
-    total = 0.0
-    for n in tl.static_range(W):
-        x = tl.load(inputs + n * s.channels)
-        total += like_tile(x, taps[n], s).to(tl.float32) * taps[n]
-    return (total * tl.sigmoid(total)).to(inputs.dtype.element_ty).to(tl.float32)
-
-
-@jit
-def _load_gates(ba, rate, bias, s: tl.constexpr):
-    """Return a token's decay and share. ba: its b of this head; a is H further."""
-    b, a = tl.load(ba).to(tl.float32), tl.load(ba + s.heads).to(tl.float32)
-    return tl.exp(-rate * softplus(a + bias)), tl.sigmoid(b)
-
-
-# One token ----------------------------------------------------------------------------------------
+# Few tokens ---------------------------------------------------------------------------------------
 
 
 @jit
@@ -108,6 +61,16 @@ def _load_past(window, taps, channels, s: tl.constexpr):
         inputs = inputs + (x,)
         total += like_tile(x, taps[n], s).to(tl.float32) * taps[n]
     return inputs, total
+
+
+@jit
+def _sum_past(inputs, taps, s: tl.constexpr):
+    """Return what the last W - 1 inputs add to the convolution."""
+    W: tl.constexpr = s.width
+    total = 0.0
+    for n in tl.static_range(W - 1):
+        total += like_tile(inputs[n], taps[n], s).to(tl.float32) * taps[n]
+    return total
 
 
 @jit
@@ -127,17 +90,49 @@ def _move_window(window, inputs, x, mask, s: tl.constexpr):
     tl.store(window + (W - 2) * s.channels, x, mask=mask)
 
 
+@jit
+def _norm_head(out, gate, s: tl.constexpr, DTYPE: tl.constexpr):
+    """Normalize what a token has read of a head. gate: its factor, with the norm's weight."""
+    CV: tl.constexpr = s.value_dim
+    out = out.to(DTYPE).to(tl.float32)
+    square = tl.sum(tl.sum(out * out, 3, keep_dims=True), 1, keep_dims=True)
+    return out * (tl.rsqrt(square / CV + s.eps) * gate)
+
+
+@jit
+def _load_own(qkvz, ba, keys, values, s: tl.constexpr):
+    """Load a token's inputs of q and k, of v, its gate before SiLU, and what makes its gates."""
+    GATES: tl.constexpr = s.heads * s.value_dim
+    gate = as_tile(tl.load(qkvz + GATES + values), s).to(tl.float32)
+    b, a = tl.load(ba).to(tl.float32), tl.load(ba + s.heads).to(tl.float32)
+    return tl.load(qkvz + keys), tl.load(qkvz + values), gate, b, a
+
+
+@jit
+def _keep_inputs(window, inputs, own, channels, tokens, mask, s: tl.constexpr):
+    """Store the last W - 1 inputs, then those of the call's tokens, as the pending ones."""
+    W: tl.constexpr = s.width
+    for n in tl.static_range(W - 1):
+        tl.store(window + n * s.channels + channels, inputs[n], mask=mask)
+    for token in range(tokens):
+        x = tl.load(own + token * s.row + channels)
+        tl.store(window + (W - 1 + token) * s.channels + channels, x, mask=mask)
+
+
 # Grid [H, B]. One function: its order of loads and waits decides its speed. State, pending tokens,
 # weights, position and last are loaded before the wait for the projections, which make qkvz and ba.
 # So are pending tokens taken in, of which there are none after another call of one token.
+#
+# One token is taken in at once, and the state is stored. Several tokens become the pending ones:
+# the state after them is not stored. A token is loaded while the one before it is taken in.
 #
 # Triton loads a tile with fewer numbers than threads once more in each layout that it is used in.
 # For q and k that would be 16 loads a thread for each tap (120 spills on sm_90). Hence they are one
 # tile of 2 Ck numbers, or two copies of it, with as many numbers as threads.
 #
-# The inputs of v and `first` belong to the head. Those of q and k are read by the programs of all
-# H / K value heads of a key head; `arrivals` counts them, and the last to have read them moves them
-# on. No program waits. There is no race:
+# The inputs of v, ba and `first` belong to the head. Those of q and k are read by the programs of
+# all H / K value heads of a key head; `arrivals` counts them, and the last to have read them moves
+# them on. No program waits. There is no race:
 # - The counter's addition has an operand that is always 1, but is computed from all that the
 #   program has read of q's and k's inputs. So these loads have returned to registers, in all
 #   threads, before the addition is issued. A barrier alone would not wait for them.
@@ -145,7 +140,7 @@ def _move_window(window, inputs, x, mask, s: tl.constexpr):
 #   it is relaxed: a release waits for the state too, an acquire empties L1.
 # - The last program sets the counter to 0, also without a token, for the next token's kernel.
 @jit
-def _update_token(
+def _update_heads(
     qkvz,
     ba,
     state,
@@ -155,6 +150,7 @@ def _update_token(
     last,
     arrivals,
     y,
+    tokens,
     s: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -163,7 +159,7 @@ def _update_token(
     SHARING: tl.constexpr = s.heads // s.key_heads
     head, sequence = tl.program_id(0), tl.program_id(1).to(tl.int64)
     first = tl.load(pending.first + sequence * H + head)
-    place, real = tl.load(position + sequence), _count_real(last, sequence, 1)
+    place, real = tl.load(position + sequence * tokens), count_real(last, sequence, tokens)
     exists, moves_keys = real > 0, True
     rows, columns = tile_places(s.key_dim, s)
     state += (sequence * H + head) * s.key_dim * CV + rows * CV + columns
@@ -172,23 +168,26 @@ def _update_token(
     lane_row, columns = tile_places(s.lane_rows, s)
     own = tl.arange(0, s.blocks)[None, :, None, None] * s.warp_columns
     own += tl.arange(0, s.warp_columns)[None, None, None, :]
-    key_taps = _load_taps(weights.conv, keys, s)
-    value_taps = _load_taps(weights.conv, values + own, s)
+    key_taps = load_taps(weights.conv, keys, s)
+    value_taps = load_taps(weights.conv, values + own, s)
     rate = tl.exp(tl.load(weights.a_log + head).to(tl.float32))
     bias = tl.load(weights.dt_bias + head).to(tl.float32)
     weight = tl.load(weights.norm + own).to(tl.float32)
     window = pending.inputs + sequence * (s.width - 1 + s.most) * s.channels
     values += columns
     read = tl.zeros_like(keys)
-    accepted = _count_accepted(first, place, real, s)
+    accepted = count_accepted(first, place, real, s)
     for token in range(accepted):
         inputs = window + token * s.channels
-        qk = _convolve_stored(inputs + keys, key_taps, s)
-        v = _convolve_stored(inputs + values, value_taps, s)
+        qk = convolve_stored(inputs + keys, key_taps, s)
+        v = convolve_stored(inputs + values, value_taps, s)
         stored = pending.ba + (sequence * s.most + token) * 2 * H + head
-        decay, share = _load_gates(stored, rate, bias, s)
+        decay, share = load_gates(stored, rate, bias, s)
         _, old = read_and_update(old, qk, v, decay, share, s)
         read ^= qk.to(tl.int32, bitcast=True)
+    if not s.is_one:  # noqa: SIM102  (known at compile time)
+        if accepted > 0:
+            tl.store(state, tl.reshape(old, state.shape))
     newest = window + accepted * s.channels
     key_inputs, key_past = _load_past(newest, key_taps, keys, s)
     value_inputs, value_past = _load_past(newest, value_taps, values, s)
@@ -200,183 +199,63 @@ def _update_token(
         arrived = tl.atomic_add(arrivals, operand, sem="relaxed", scope="gpu")
         moves_keys = arrived == SHARING - 1
     await_previous(PDL)
-    qkvz += sequence * s.row
-    new_keys, new_values = tl.load(qkvz + keys), tl.load(qkvz + values)
-    gate = as_tile(tl.load(qkvz + H * CV + values), s).to(tl.float32)
-    decay, share = _load_gates(ba + sequence * s.ba_row + head, rate, bias, s)
-    qk = _convolve(new_keys, key_past, key_taps, s)
-    v = _convolve(new_values, value_past, value_taps, s)
-    gate *= tl.sigmoid(gate) * weight
-    out, new = read_and_update(old, qk, v, decay, share, s)
-    if exists:  # first, so that the store is in flight while the head is normalized
-        tl.store(state, tl.reshape(new, state.shape))
-    out = out.to(y.dtype.element_ty).to(tl.float32)
-    square = tl.sum(tl.sum(out * out, 3, keep_dims=True), 1, keep_dims=True)
-    out *= tl.rsqrt(square / CV + s.eps) * gate
+    DTYPE: tl.constexpr = y.dtype.element_ty
+    qkvz += sequence * tokens * s.row
+    ba += sequence * tokens * s.ba_row + head
     is_first = lane_row == 0
-    y += (sequence * H + head) * CV + columns
-    tl.store(y, tl.reshape(out, columns.shape).to(y.dtype.element_ty), mask=is_first)
-    if exists:
-        if first > 0:
-            tl.store(pending.first + sequence * H + head, 0)
-        _move_window(window + values, value_inputs, new_values, is_first, s)
-        if moves_keys:
-            _move_window(window + keys, key_inputs, new_keys, None, s)
+    y += (sequence * tokens * H + head) * CV + columns
+    if s.is_one:
+        new_keys, new_values = tl.load(qkvz + keys), tl.load(qkvz + values)
+        gate = as_tile(tl.load(qkvz + H * CV + values), s).to(tl.float32)
+        decay, share = load_gates(ba, rate, bias, s)
+        qk = _convolve(new_keys, key_past, key_taps, s)
+        v = _convolve(new_values, value_past, value_taps, s)
+        gate *= tl.sigmoid(gate) * weight
+        out, new = read_and_update(old, qk, v, decay, share, s)
+        if exists:  # first, so that the store is in flight while the head is normalized
+            tl.store(state, tl.reshape(new, state.shape))
+        out = _norm_head(out, gate, s, DTYPE)
+        tl.store(y, tl.reshape(out, columns.shape).to(DTYPE), mask=is_first)
+        if exists:
+            if first > 0:
+                tl.store(pending.first + sequence * H + head, 0)
+            _move_window(window + values, value_inputs, new_values, is_first, s)
+            if moves_keys:
+                _move_window(window + keys, key_inputs, new_keys, None, s)
+    else:
+        keys_now, values_now = key_inputs, value_inputs
+        loaded = _load_own(qkvz, ba, keys, values, s)
+        for token in range(real):
+            new_keys, new_values, gate, b, a = loaded
+            later = tl.minimum(token + 1, tokens - 1)
+            loaded = _load_own(qkvz + later * s.row, ba + later * s.ba_row, keys, values, s)
+            qk = _convolve(new_keys, _sum_past(keys_now, key_taps, s), key_taps, s)
+            v = _convolve(new_values, _sum_past(values_now, value_taps, s), value_taps, s)
+            keys_now, values_now = keys_now[1:] + (new_keys,), values_now[1:] + (new_values,)
+            decay, share = tl.exp(-rate * softplus(a + bias)), tl.sigmoid(b)
+            out, old = read_and_update(old, qk, v, decay, share, s)
+            out = _norm_head(out, gate * tl.sigmoid(gate) * weight, s, DTYPE)
+            out = tl.reshape(out, columns.shape).to(DTYPE)
+            tl.store(y + token * (H * CV), out, mask=is_first)
+        zeros = tl.zeros_like(columns).to(DTYPE)
+        for token in range(real, tokens):
+            tl.store(y + token * (H * CV), zeros, mask=is_first)
+        if exists:
+            tl.store(pending.first + sequence * H + head, place + 1)
+            for token in range(tokens):
+                stored = pending.ba + (sequence * s.most + token) * 2 * H + head
+                tl.store(stored, tl.load(ba + token * s.ba_row))
+                tl.store(stored + H, tl.load(ba + token * s.ba_row + H))
+            _keep_inputs(window, value_inputs, qkvz, values, tokens, is_first, s)
+            if moves_keys:
+                _keep_inputs(window, key_inputs, qkvz, keys, tokens, None, s)
     if moves_keys:
         tl.store(arrivals, 0)
 
 
-# Several tokens -----------------------------------------------------------------------------------
-
-
-@jit
-def _convolve_token(window, qkvz, taps, channels, token, ends, s: tl.constexpr):
-    """`_convolve_stored` of a token. Its inputs before `ends` are at window, the others at qkvz."""
-    W: tl.constexpr = s.width
-    total = 0.0
-    for n in tl.static_range(W):
-        at = token + n
-        place = tl.where(at < ends, window + at * s.channels, qkvz + (at - ends) * s.row)
-        total += tl.load(place + channels).to(tl.float32) * taps[n]
-    return (total * tl.sigmoid(total)).to(window.dtype.element_ty).to(tl.float32)
-
-
-# Grid [Cv / columns, H, B]. State, pending tokens and weights are loaded before the wait for the
-# projections, which make qkvz and ba. So are the accepted ones taken in, and the state is stored.
-# Then the program takes in its own tokens, without storing the state after them: the next call
-# does that, for those that are accepted. A token is loaded while the one before it is taken in. No
-# token is real: nothing changes. qkvz None: there are no tokens of its own.
-@jit
-def _update_states(
-    qkvz,
-    ba,
-    state,
-    pending,
-    weights,
-    position,
-    last,
-    accepted,
-    out,
-    tokens,
-    s: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    H: tl.constexpr = s.heads
-    CV: tl.constexpr = s.value_dim
-    head, sequence = tl.program_id(1), tl.program_id(2).to(tl.int64)
-    begin, row = tl.program_id(0) * s.columns, _memory_row(pending, sequence)
-    rows, columns = tile_places(s.key_dim, s)
-    state += ((row * H + head) * s.key_dim + rows) * CV + begin + columns
-    memory = tl.load(state)
-    keys, values = key_channels(head, s), s.first_value + head * CV + begin
-    lane_row, columns = tile_places(s.lane_rows, s)
-    values += columns
-    key_taps = _load_taps(weights.conv, keys, s)
-    value_taps = _load_taps(weights.conv, values, s)
-    rate = tl.exp(tl.load(weights.a_log + head).to(tl.float32))
-    bias = tl.load(weights.dt_bias + head).to(tl.float32)
-    window = pending.inputs + row * (s.width - 1 + s.most) * s.channels
-    real = _count_real(last, sequence, tl.maximum(tokens, 1))
-    place = tl.load(position + sequence * tl.maximum(tokens, 1))
-    count = _count_accepted(tl.load(pending.first + row * H), place, real, s)
-    old = as_tile(memory, s)
-    for token in range(count):
-        inputs = window + token * s.channels
-        qk = _convolve_stored(inputs + keys, key_taps, s)
-        v = _convolve_stored(inputs + values, value_taps, s)
-        stored = pending.ba + (row * s.most + token) * 2 * H + head
-        decay, share = _load_gates(stored, rate, bias, s)
-        _, old = read_and_update(old, qk, as_tile(v, s), decay, share, s)
-    if count > 0:
-        tl.store(state, tl.reshape(old, memory.shape))
-    await_previous(PDL)
-    if (tl.program_id(0) == 0) & (head == 0):
-        tl.store(accepted + sequence, count)
-    if qkvz is not None:
-        qkvz += sequence * tokens * s.row
-        ba += sequence * tokens * s.ba_row + head
-        out += (sequence * tokens * H + head) * CV + begin + columns
-        is_first, ends = lane_row == 0, count + s.width - 1
-        qk = _convolve_token(window, qkvz, key_taps, keys, count, ends, s)
-        v = _convolve_token(window, qkvz, value_taps, values, count, ends, s)
-        decay, share = _load_gates(ba, rate, bias, s)
-        for token in range(real):
-            q_and_k, value, now_decay, now_share = qk, v, decay, share
-            later = tl.minimum(token + 1, tokens - 1)
-            qk = _convolve_token(window, qkvz, key_taps, keys, count + later, ends, s)
-            v = _convolve_token(window, qkvz, value_taps, values, count + later, ends, s)
-            decay, share = _load_gates(ba + later * s.ba_row, rate, bias, s)
-            read, old = read_and_update(old, q_and_k, as_tile(value, s), now_decay, now_share, s)
-            read = tl.reshape(read, columns.shape).to(out.dtype.element_ty)
-            tl.store(out + token * (H * CV), read, mask=is_first)
-        zeros = tl.zeros_like(columns).to(out.dtype.element_ty)
-        for token in range(real, tokens):
-            tl.store(out + token * (H * CV), zeros, mask=is_first)
-
-
-# Grid [T H + N / CHANNELS, B]: a program normalizes one head of a token, or moves CHANNELS of the
-# window on to the accepted tokens, and makes the call's tokens the pending ones. accepted: as of
-# `_update_states`.
-@jit
-def _finish_tokens(
-    qkvz,
-    ba,
-    out,
-    norm,
-    pending,
-    accepted,
-    position,
-    last,
-    y,
-    tokens,
-    s: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    CHANNELS: tl.constexpr = s.window_channels
-    W: tl.constexpr = s.width
-    H: tl.constexpr = s.heads
-    CV: tl.constexpr = s.value_dim
-    N: tl.constexpr = s.channels
-    part, sequence = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    row, c = _memory_row(pending, sequence), tl.arange(0, CV)
-    weight = tl.load(norm + c).to(tl.float32)
-    real = _count_real(last, sequence, tl.maximum(tokens, 1))
-    place = tl.load(position + sequence * tl.maximum(tokens, 1))
-    await_previous(PDL)
-    if qkvz is not None:
-        qkvz += sequence * tokens * s.row
-        if part < tokens * H:
-            at = (sequence * tokens * H + part) * CV + c
-            numbers = tl.load(out + at).to(tl.float32)
-            gates = tl.load(qkvz + part // H * s.row + N + part % H * CV + c).to(tl.float32)
-            numbers *= tl.rsqrt(tl.sum(numbers * numbers, 0) / CV + s.eps) * weight
-            tl.store(y + at, (numbers * gates * tl.sigmoid(gates)).to(y.dtype.element_ty))
-    if (part >= tokens * H) & (real > 0):
-        channels = (part - tokens * H) * CHANNELS + tl.arange(0, CHANNELS)
-        exists, count = channels < N, tl.load(accepted + sequence)
-        window = pending.inputs + row * (W - 1 + s.most) * N + channels
-        for n in tl.static_range(W - 1):
-            tl.store(window + n * N, tl.load(window + (count + n) * N, mask=exists), mask=exists)
-        if qkvz is not None:
-            for token in range(tokens):
-                number = tl.load(qkvz + token * s.row + channels, mask=exists)
-                tl.store(window + (W - 1 + token) * N, number, mask=exists)
-        if part == tokens * H:
-            first, heads = place * 0, tl.arange(0, s.padded_heads)
-            if ba is not None:
-                first = place + 1
-                ba += sequence * tokens * s.ba_row
-                both = tl.arange(0, 2 * s.padded_heads)
-                for token in range(tokens):
-                    number = tl.load(ba + token * s.ba_row + both, mask=both < 2 * H)
-                    stored = pending.ba + (row * s.most + token) * 2 * H
-                    tl.store(stored + both, number, mask=both < 2 * H)
-            tl.store(pending.first + row * H + heads, first + 0 * heads, mask=heads < H)
-
-
 # Launches -----------------------------------------------------------------------------------------
 
-NAMES = "_update_token", "_update_states", "_finish_tokens"
+NAMES = "_update_heads", "_update_states", "_finish_tokens"
 
 
 @torch.library.custom_op("moe_fast::delta_tokens", mutates_args=("state", "pending", "arrivals"))
@@ -404,8 +283,8 @@ def delta_tokens(
     are powers of two (`delta_tokens_supports`). With PDL the kernels read state, pending, weights,
     positions and last while the previous kernel runs, which must not write them.
 
-    arrivals int32 [B, K], for one token: zeros, a scratch of this layer's alone, and zeros again
-    afterwards. All that is updated may have more than B rows. Raises ValueError for a wrong shape.
+    arrivals int32 [B, K]: zeros, a scratch of this layer's alone, and zeros again afterwards. All
+    that is updated may have more than B rows. Raises ValueError for a wrong shape.
     """
     (B, T, _), (H, CK, CV), (N, W) = qkvz.shape, state.shape[1:], weights[0].shape
     M = pending[1].shape[1]
@@ -419,12 +298,13 @@ def delta_tokens(
     if T > M:
         raise ValueError(f"{T} tokens, of which only {M} can be pending")
     qkvz, ba, positions = with_even_rows(qkvz), with_even_rows(ba), positions.contiguous()
-    is_one = T == 1
-    s = DeltaSettings(key_heads, H, CK, CV, W, eps, is_one, M, qkvz.stride(1), ba.stride(1))
+    rows, is_whole = (qkvz.stride(1), ba.stride(1)), T <= WHOLE_HEADS
+    s = DeltaSettings(key_heads, H, CK, CV, W, eps, T == 1, M, *rows, is_whole)
     memory = state, Pending(*pending), DeltaWeights(*weights), positions, last
     y = qkvz.new_empty(B, T, H * CV)
-    if is_one:
-        launch(_update_token, (H, B), qkvz, ba, *memory, arrivals, y, settings=s, warps=s.warps)
+    if is_whole:
+        tensors = qkvz, ba, *memory, arrivals, y
+        launch(_update_heads, (H, B), *tensors, T, settings=s, warps=s.warps)
     else:
         launch_several(qkvz, ba, *memory, y, s)
     return y
@@ -434,29 +314,6 @@ def delta_tokens(
 def _(qkvz: Tensor, ba: Tensor, state: Tensor, *rest) -> Tensor:
     B, T, _ = qkvz.shape
     return qkvz.new_empty(B, T, state.shape[1] * state.shape[3])
-
-
-def launch_several(
-    qkvz: Tensor | None,
-    ba: Tensor | None,
-    state: Tensor,
-    pending: Pending,
-    weights: DeltaWeights,
-    positions: Tensor,
-    last: Tensor | None,
-    y: Tensor | None,
-    s: DeltaSettings,
-) -> None:
-    """Launch the kernels of several tokens, or of none: qkvz, ba and y None, positions [B, 1]."""
-    B, T = len(positions), 0 if y is None else y.shape[1]
-    accepted = torch.empty(B, dtype=torch.int32, device=state.device)
-    out = None if y is None else torch.empty_like(y)
-    grid, options = (s.value_dim // s.columns, s.heads, B), dict(settings=s, warps=s.warps)
-    tensors = qkvz, ba, state, pending, weights, positions, last, accepted, out
-    launch(_update_states, grid, *tensors, T, **options)
-    tensors = qkvz, ba, out, weights.norm, pending, accepted, positions, last, y
-    grid = T * s.heads + triton.cdiv(s.channels, s.window_channels), B
-    launch(_finish_tokens, grid, *tensors, T, **options)
 
 
 def delta_tokens_supports(state: Tensor) -> bool:

@@ -6,7 +6,8 @@ On a GPU the kernels of ops/attention/delta.py take them in. Letters are those o
 import torch
 from torch import Tensor
 
-from ops.attention.delta import kernels_support, launch_several
+from ops.attention.delta import kernels_support
+from ops.attention.delta_many import launch_several
 from ops.attention.delta_prompt import gated_delta_chunk
 from ops.attention.delta_state import DeltaSettings, DeltaWeights, Pending
 from ops.plain.gated_delta import conv_silu_in_torch, gates_in_torch

@@ -3,6 +3,7 @@
 Formulas and reference: ops/plain/gated_delta.py; letters as there and in ops/attention/delta.py.
 """
 
+# ruff: noqa: RUF005  (Triton adds tuples, but does not unpack them)
 from __future__ import annotations  # annotations of kernels name triton, which may be absent
 
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from ops.launch import jit, tl, triton
 
-COLUMNS = 32  # Cv columns of the state that a program has for several tokens, or in a prompt
+COLUMNS = 32  # Cv columns of the state that a program has for many tokens, or in a prompt
 
 
 class DeltaWeights(NamedTuple):
@@ -50,6 +51,7 @@ class DeltaSettings:
     most: int  # M
     row: int  # numbers from one token's qkvz to the next one's
     ba_row: int
+    is_whole: bool = False  # a program has a whole value head
     window_channels: int = 512  # that a program of `_finish_tokens` moves
 
     @property
@@ -63,12 +65,12 @@ class DeltaSettings:
 
     @property
     def warps(self) -> int:
-        return 8 if self.is_one else 4
+        return 8 if self.is_whole else 4
 
     @property
     def columns(self) -> int:
         """Columns of the state in a program."""
-        return self.value_dim if self.is_one else min(COLUMNS, self.value_dim)
+        return self.value_dim if self.is_whole else min(COLUMNS, self.value_dim)
 
     @property
     def warp_columns(self) -> int:
@@ -84,8 +86,8 @@ class DeltaSettings:
 
     @property
     def copies(self) -> int:
-        """Copies of q and k that give each thread of `_update_token` one of their numbers."""
-        return 1 if not self.is_one or 2 * self.key_dim >= 32 * self.warps else 2
+        """Copies of q and k that give each thread of `_update_heads` one of their numbers."""
+        return 1 if not self.is_whole or 2 * self.key_dim >= 32 * self.warps else 2
 
     @property
     def padded_heads(self) -> int:
@@ -193,3 +195,50 @@ def read_and_update(old, qk, v, decay, share, s: tl.constexpr):
     q_factor, k_factor = tl.rsqrt(qq + 1e-6) * CK**-0.5, tl.rsqrt(kk + 1e-6)
     correction = (v - decay * k_factor * k_read) * (share * k_factor)
     return q_factor * (decay * q_read + qk * correction), decay * old + k * correction
+
+
+# A call's tokens, and the pending ones ------------------------------------------------------------
+
+
+@jit
+def count_real(last, sequence, tokens):
+    """Return how many of the sequence's tokens are real."""
+    if last is not None:
+        return tl.load(last + sequence).to(tl.int32) + 1
+    else:
+        return tokens
+
+
+@jit
+def count_accepted(first, place, real, s: tl.constexpr):
+    """Return how many pending tokens the call at position `place` follows. first: `Pending`'s."""
+    accepted = tl.where((first > 0) & (real > 0), place + 1 - first, 0)
+    return tl.minimum(tl.maximum(accepted, 0), s.most).to(tl.int32)
+
+
+@jit
+def load_taps(weight, channels, s: tl.constexpr):
+    """Return the convolution's W taps of channels, fp32."""
+    W: tl.constexpr = s.width
+    taps = ()
+    for n in tl.static_range(W):
+        taps = taps + (tl.load(weight + channels * W + n).to(tl.float32),)
+    return taps
+
+
+@jit
+def convolve_stored(inputs, taps, s: tl.constexpr):
+    """Convolve the W inputs from `inputs` on, N apart; apply SiLU -> fp32, rounded as inputs."""
+    W: tl.constexpr = s.width
+    total = 0.0
+    for n in tl.static_range(W):
+        x = tl.load(inputs + n * s.channels)
+        total += like_tile(x, taps[n], s).to(tl.float32) * taps[n]
+    return (total * tl.sigmoid(total)).to(inputs.dtype.element_ty).to(tl.float32)
+
+
+@jit
+def load_gates(ba, rate, bias, s: tl.constexpr):
+    """Return a token's decay and share. ba: its b of this head; a is H further."""
+    b, a = tl.load(ba).to(tl.float32), tl.load(ba + s.heads).to(tl.float32)
+    return tl.exp(-rate * softplus(a + bias)), tl.sigmoid(b)

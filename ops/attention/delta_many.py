@@ -1,0 +1,210 @@
+"""Kernels of the gated delta rule for more tokens than ops/attention/delta.py takes at once, and
+for pending tokens that nothing follows.
+
+    _update_states    one token after the other: convolution, gates, what they read
+    _finish_tokens    their gated norm; makes them the pending ones
+
+A program has a few columns of a value head, so that there are many programs. Letters, and what is
+pending: ops/attention/delta.py.
+"""
+
+from __future__ import annotations  # annotations of kernels name triton, which may be absent
+
+import torch
+from torch import Tensor
+
+from ops.attention.delta_state import (
+    DeltaSettings,
+    DeltaWeights,
+    Pending,
+    as_tile,
+    convolve_stored,
+    count_accepted,
+    count_real,
+    key_channels,
+    load_gates,
+    load_taps,
+    read_and_update,
+    tile_places,
+)
+from ops.launch import await_previous, jit, launch, tl, triton
+
+
+@jit
+def _memory_row(pending, sequence):
+    """Return the row of the memory that a sequence has."""
+    if pending.row is not None:
+        return tl.load(pending.row + sequence)
+    else:
+        return sequence
+
+
+@jit
+def _convolve_token(window, qkvz, taps, channels, token, ends, s: tl.constexpr):
+    """`convolve_stored` of a token. Its inputs before `ends` are at window, the others at qkvz."""
+    W: tl.constexpr = s.width
+    total = 0.0
+    for n in tl.static_range(W):
+        at = token + n
+        place = tl.where(at < ends, window + at * s.channels, qkvz + (at - ends) * s.row)
+        total += tl.load(place + channels).to(tl.float32) * taps[n]
+    return (total * tl.sigmoid(total)).to(window.dtype.element_ty).to(tl.float32)
+
+
+# Grid [Cv / columns, H, B]. State, pending tokens and weights are loaded before the wait for the
+# projections, which make qkvz and ba. So are the accepted ones taken in, and the state is stored.
+# Then the program takes in its own tokens, without storing the state after them: the next call
+# does that, for those that are accepted. A token is loaded while the one before it is taken in. No
+# token is real: nothing changes. qkvz None: there are no tokens of its own.
+@jit
+def _update_states(
+    qkvz,
+    ba,
+    state,
+    pending,
+    weights,
+    position,
+    last,
+    accepted,
+    out,
+    tokens,
+    s: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    H: tl.constexpr = s.heads
+    CV: tl.constexpr = s.value_dim
+    head, sequence = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    begin, row = tl.program_id(0) * s.columns, _memory_row(pending, sequence)
+    rows, columns = tile_places(s.key_dim, s)
+    state += ((row * H + head) * s.key_dim + rows) * CV + begin + columns
+    memory = tl.load(state)
+    keys, values = key_channels(head, s), s.first_value + head * CV + begin
+    lane_row, columns = tile_places(s.lane_rows, s)
+    values += columns
+    key_taps = load_taps(weights.conv, keys, s)
+    value_taps = load_taps(weights.conv, values, s)
+    rate = tl.exp(tl.load(weights.a_log + head).to(tl.float32))
+    bias = tl.load(weights.dt_bias + head).to(tl.float32)
+    window = pending.inputs + row * (s.width - 1 + s.most) * s.channels
+    real = count_real(last, sequence, tl.maximum(tokens, 1))
+    place = tl.load(position + sequence * tl.maximum(tokens, 1))
+    count = count_accepted(tl.load(pending.first + row * H), place, real, s)
+    old = as_tile(memory, s)
+    for token in range(count):
+        inputs = window + token * s.channels
+        qk = convolve_stored(inputs + keys, key_taps, s)
+        v = convolve_stored(inputs + values, value_taps, s)
+        stored = pending.ba + (row * s.most + token) * 2 * H + head
+        decay, share = load_gates(stored, rate, bias, s)
+        _, old = read_and_update(old, qk, as_tile(v, s), decay, share, s)
+    if count > 0:
+        tl.store(state, tl.reshape(old, memory.shape))
+    await_previous(PDL)
+    if (tl.program_id(0) == 0) & (head == 0):
+        tl.store(accepted + sequence, count)
+    if qkvz is not None:
+        qkvz += sequence * tokens * s.row
+        ba += sequence * tokens * s.ba_row + head
+        out += (sequence * tokens * H + head) * CV + begin + columns
+        is_first, ends = lane_row == 0, count + s.width - 1
+        qk = _convolve_token(window, qkvz, key_taps, keys, count, ends, s)
+        v = _convolve_token(window, qkvz, value_taps, values, count, ends, s)
+        decay, share = load_gates(ba, rate, bias, s)
+        for token in range(real):
+            q_and_k, value, now_decay, now_share = qk, v, decay, share
+            later = tl.minimum(token + 1, tokens - 1)
+            qk = _convolve_token(window, qkvz, key_taps, keys, count + later, ends, s)
+            v = _convolve_token(window, qkvz, value_taps, values, count + later, ends, s)
+            decay, share = load_gates(ba + later * s.ba_row, rate, bias, s)
+            read, old = read_and_update(old, q_and_k, as_tile(value, s), now_decay, now_share, s)
+            read = tl.reshape(read, columns.shape).to(out.dtype.element_ty)
+            tl.store(out + token * (H * CV), read, mask=is_first)
+        zeros = tl.zeros_like(columns).to(out.dtype.element_ty)
+        for token in range(real, tokens):
+            tl.store(out + token * (H * CV), zeros, mask=is_first)
+
+
+# Grid [T H + N / CHANNELS, B]: a program normalizes one head of a token, or moves CHANNELS of the
+# window on to the accepted tokens, and makes the call's tokens the pending ones. accepted: as of
+# `_update_states`.
+@jit
+def _finish_tokens(
+    qkvz,
+    ba,
+    out,
+    norm,
+    pending,
+    accepted,
+    position,
+    last,
+    y,
+    tokens,
+    s: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    CHANNELS: tl.constexpr = s.window_channels
+    W: tl.constexpr = s.width
+    H: tl.constexpr = s.heads
+    CV: tl.constexpr = s.value_dim
+    N: tl.constexpr = s.channels
+    part, sequence = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    row, c = _memory_row(pending, sequence), tl.arange(0, CV)
+    weight = tl.load(norm + c).to(tl.float32)
+    real = count_real(last, sequence, tl.maximum(tokens, 1))
+    place = tl.load(position + sequence * tl.maximum(tokens, 1))
+    await_previous(PDL)
+    if qkvz is not None:
+        qkvz += sequence * tokens * s.row
+        if part < tokens * H:
+            at = (sequence * tokens * H + part) * CV + c
+            numbers = tl.load(out + at).to(tl.float32)
+            gates = tl.load(qkvz + part // H * s.row + N + part % H * CV + c).to(tl.float32)
+            numbers *= tl.rsqrt(tl.sum(numbers * numbers, 0) / CV + s.eps) * weight
+            tl.store(y + at, (numbers * gates * tl.sigmoid(gates)).to(y.dtype.element_ty))
+    if (part >= tokens * H) & (real > 0):
+        channels = (part - tokens * H) * CHANNELS + tl.arange(0, CHANNELS)
+        exists, count = channels < N, tl.load(accepted + sequence)
+        window = pending.inputs + row * (W - 1 + s.most) * N + channels
+        for n in tl.static_range(W - 1):
+            tl.store(window + n * N, tl.load(window + (count + n) * N, mask=exists), mask=exists)
+        if qkvz is not None:
+            for token in range(tokens):
+                number = tl.load(qkvz + token * s.row + channels, mask=exists)
+                tl.store(window + (W - 1 + token) * N, number, mask=exists)
+        if part == tokens * H:
+            first, heads = place * 0, tl.arange(0, s.padded_heads)
+            if ba is not None:
+                first = place + 1
+                ba += sequence * tokens * s.ba_row
+                both = tl.arange(0, 2 * s.padded_heads)
+                for token in range(tokens):
+                    number = tl.load(ba + token * s.ba_row + both, mask=both < 2 * H)
+                    stored = pending.ba + (row * s.most + token) * 2 * H
+                    tl.store(stored + both, number, mask=both < 2 * H)
+            tl.store(pending.first + row * H + heads, first + 0 * heads, mask=heads < H)
+
+
+# Launching ----------------------------------------------------------------------------------------
+
+
+def launch_several(
+    qkvz: Tensor | None,
+    ba: Tensor | None,
+    state: Tensor,
+    pending: Pending,
+    weights: DeltaWeights,
+    positions: Tensor,
+    last: Tensor | None,
+    y: Tensor | None,
+    s: DeltaSettings,
+) -> None:
+    """Launch the kernels of several tokens, or of none: qkvz, ba and y None, positions [B, 1]."""
+    B, T = len(positions), 0 if y is None else y.shape[1]
+    accepted = torch.empty(B, dtype=torch.int32, device=state.device)
+    out = None if y is None else torch.empty_like(y)
+    grid, options = (s.value_dim // s.columns, s.heads, B), dict(settings=s, warps=s.warps)
+    tensors = qkvz, ba, state, pending, weights, positions, last, accepted, out
+    launch(_update_states, grid, *tensors, T, **options)
+    tensors = qkvz, ba, out, weights.norm, pending, accepted, positions, last, y
+    grid = T * s.heads + triton.cdiv(s.channels, s.window_channels), B
+    launch(_finish_tokens, grid, *tensors, T, **options)
