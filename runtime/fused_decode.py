@@ -64,7 +64,7 @@ from ops.step.token_draw import draw_tokens
 from runtime.fused_attention import FusedDecodeAttention, fused_attention
 from runtime.fused_latent_attention import FusedLatentAttention
 from runtime.plain_forms import settings_of, undeclared
-from runtime.runner import CompiledRunner
+from runtime.runner import CompiledRunner, share_code
 from runtime.sampling import MAX_CANDIDATES, StepState, sample
 from runtime.verification import ACCEPT_STREAM
 
@@ -430,7 +430,13 @@ class FusedRunner(CompiledRunner):
         self.short_chunks = self.prompt_chunks or self.short_chunks
         self.compiled_begin_tokens = self.compile(begin_tokens, options=BEGIN_OPTIONS)
         self.compiled_end_tokens = self.compile(end_tokens)
-        self.compiled_core = self.compile(run_core)
+        compiled_core = self.compile(run_core)
+
+        def core(attention: nn.Module, projected: Tensor, context: Context) -> Tensor:
+            share_code(projected, context=context)
+            return compiled_core(attention, projected, context)
+
+        self.compiled_core = core
         self.compiled_unfused = self.compile(run_unfused)
 
     def takes_tokens(self, tokens: int) -> bool:
@@ -449,6 +455,7 @@ class FusedRunner(CompiledRunner):
         self.is_fused = (is_prompt or is_few) and not isinstance(span, Chunk)
         if not self.is_fused:
             return super().begin(model, tokens, span)
+        share_code(tokens, span)
         x, context = self.compiled_begin_tokens(model, tokens, span)
         return x, x, context
 
@@ -459,6 +466,7 @@ class FusedRunner(CompiledRunner):
             return super().block(block, x, normed, context, next_norm)
         layer = self.layers.get(id(block))
         if layer is None or not self.runs_layer(layer, x, context):
+            share_code(x, context=context)
             x, *routing = self.compiled_unfused(block, x, context, next_norm)
         else:
             y, *routing = layer.forward(x.flatten(0, 1), context, self.compiled_core, self.reach)
@@ -472,6 +480,7 @@ class FusedRunner(CompiledRunner):
             x = normed.flatten(0, 1)
             if self.runs("head", lambda: self.head.forward(x)):
                 return self.head.forward(x)
+        share_code(normed)
         return self.compiled_end_tokens(model, normed, last)
 
     def sample_step(self, rule: Callable) -> Callable:
