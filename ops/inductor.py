@@ -151,8 +151,8 @@ def configure_inductor() -> None:
 
 
 def any_size(x: Tensor, dim: int) -> None:
-    """Let code that is compiled for x take any size of a dimension."""
-    torch._dynamo.mark_dynamic(x, dim)
+    """Let code that is compiled for x take any size of a dimension, if that is possible."""
+    torch._dynamo.maybe_mark_dynamic(x, dim)
 
 
 @contextmanager

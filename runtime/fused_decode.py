@@ -64,7 +64,7 @@ from ops.step.token_draw import draw_tokens
 from runtime.fused_attention import FusedDecodeAttention, fused_attention
 from runtime.fused_latent_attention import FusedLatentAttention
 from runtime.plain_forms import settings_of, undeclared
-from runtime.runner import CompiledRunner
+from runtime.runner import CompiledRunner, share_code
 from runtime.sampling import MAX_CANDIDATES, StepState, sample
 from runtime.verification import ACCEPT_STREAM
 
@@ -434,7 +434,13 @@ class FusedRunner(CompiledRunner):
         self.compiled_begin_tokens = self.compile(begin_tokens, options=BEGIN_OPTIONS)
         self.compiled_end_tokens = self.compile(end_tokens)
         self.compiled_norm = self.compile(last_norm)
-        self.compiled_core = self.compile(run_core)
+        compiled_core = self.compile(run_core)
+
+        def core(attention: nn.Module, projected: Tensor, context: Context) -> Tensor:
+            share_code(projected, context=context)
+            return compiled_core(attention, projected, context)
+
+        self.compiled_core = core
         self.compiled_unfused = self.compile(run_unfused)
 
     def takes_tokens(self, tokens: int) -> bool:
@@ -453,6 +459,7 @@ class FusedRunner(CompiledRunner):
         self.is_fused = (is_prompt or is_few) and not isinstance(span, Chunk)
         if not self.is_fused:
             return super().begin(model, tokens, span)
+        share_code(tokens, span)
         x, context = self.compiled_begin_tokens(model, tokens, span)
         return x, x, context
 
@@ -463,6 +470,7 @@ class FusedRunner(CompiledRunner):
             return super().block(block, x, normed, context, next_norm)
         layer = self.layers.get(id(block))
         if layer is None or not self.runs_layer(layer, x, context):
+            share_code(x, context=context)
             x, *routing = self.compiled_unfused(block, x, context, next_norm)
         else:
             y, *routing = layer.forward(x.flatten(0, 1), context, self.compiled_core, self.reach)
@@ -475,12 +483,13 @@ class FusedRunner(CompiledRunner):
     def logits(self, model: Transformer, normed: Tensor, last: Tensor | None) -> Tensor:
         if not self.is_fused:
             return super().logits(model, normed, last)
-        # One token a row, or all: then no row is looked up.
-        every, few = last is None or normed.shape[1] == 1, normed.shape[0] * normed.shape[1]
-        if self.head is not None and every and few <= self.max_tokens:
-            x, shape = normed.flatten(0, 1), normed.shape[: 2 if last is None else 1]
-            if self.runs(("head", few), lambda: self.head.forward(x)):
-                return self.head.forward(x).view(*shape, -1)
+        (B, Q, _), x = normed.shape, normed.flatten(0, 1)
+        if last is not None and Q > 1:
+            x = normed[torch.arange(B, device=x.device), last]
+        if self.head is not None and len(x) <= self.max_tokens:
+            if self.runs(("head", len(x)), lambda: self.head.forward(x)):
+                return self.head.forward(x).view(*normed.shape[: 2 if last is None else 1], -1)
+        share_code(normed)
         return self.compiled_end_tokens(model, normed, last)
 
     def sample_step(self, rule: Callable) -> Callable:

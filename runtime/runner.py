@@ -11,6 +11,7 @@ from ops.inductor import any_size
 from ops.launch import KernelError, broken, can_launch, give_up
 from ops.products.prompt import GROUPED
 from runtime.sampling import StepState, make_sample_step
+from runtime.sequence_state import MAX_TENTATIVE
 from runtime.verification import begin_pass, verify_pass
 
 SHORT_CHUNK = COUNTING_SORT_MAX_TOKENS  # tokens of a short prompt that run at once
@@ -120,15 +121,35 @@ class CompiledRunner(EagerRunner):
         return begin_pass, verify
 
     def begin(self, model: Transformer, tokens: Tensor, span: Tensor | Chunk):
+        share_code(tokens, None if isinstance(span, Chunk) else span)
         return self.compiled_begin(model, tokens, span)
 
     def block(
         self, block: Block, x: Tensor, normed: Tensor, context: Context, next_norm: nn.Module
     ):
+        share_code(x, normed, context=context)
         return self.compiled_block(block, x, normed, context, next_norm)
 
     def logits(self, model: Transformer, normed: Tensor, last: Tensor | None) -> Tensor:
+        share_code(normed)
         return self.compiled_logits(model, normed, last)
+
+
+def share_code(x: Tensor, *others: Tensor | None, context: Context | None = None) -> None:
+    """Let code that is compiled for the tokens of one sequence's pass take any number of them.
+
+    All tensors are [1, T, ...]; context has some more. Without that, each number of drafts would
+    be compiled, which takes a minute.
+    """
+    if len(x) > 1 or not 1 < x.shape[1] <= MAX_TENTATIVE:
+        return
+    tensors = [x, *others]
+    if context is not None:
+        biases = [mask.bias for mask in (context.masks or {}).values()]
+        tensors += [context.rope, context.positions, *biases]
+    for tensor in tensors:
+        if tensor is not None:
+            any_size(tensor, 1)
 
 
 def without_broken_kernels(call: Callable, *arguments):

@@ -33,9 +33,12 @@ from formats.quantizer import DTYPES
 from model import Chunk, Transformer
 from models.random_weights import architecture, first_layers, number_format
 from ops import gpu
-from ops.launch import KernelError, compile_only
+from ops.launch import KernelError, can_launch, compile_only
 from ops.plain import attention
+from ops.step import draft_check
 from runtime.fused_decode import fused_layers
+from runtime.sampling import StepState
+from runtime.verification import ACCEPT_STREAM
 from tp import ModelShard
 
 LAYERS = 4  # they have each kind of layer, in all models but Gemma 4
@@ -137,6 +140,22 @@ def run_blocks(model: Transformer, found: Found, work: str, tokens: Tensor, span
         note(found, f"{work}, layer {number}", run)
 
 
+def run_pass(model: Transformer, found: Found, drafts: int) -> None:
+    """Run what a pass has beside the model."""
+    V, size, numbers = model.args.vocab_size, (1, 1), {"dtype": torch.float32}
+    seen = fake_empty(1, V, dtype=torch.bool)
+    state = StepState(ids(*size), ids(*size), ids(1), seen, fake_empty(1, 5, **numbers), ids(1))
+    logits, q = (fake_empty(rows, V, **numbers) for rows in (drafts + 1, drafts))
+    result = ids(draft_check.MOST + 1)
+
+    def run() -> None:
+        tokens, *_ = draft_check.begin_pass(state, ids(1, drafts))
+        for drawn in (q, None):
+            draft_check.verify_pass(state, logits, tokens, drawn, result, ACCEPT_STREAM)
+
+    note(found, f"verification of {drafts} drafts", run)
+
+
 def compile_case(case: str, quick: bool) -> Found:
     found, model = Found(), make_model(case, 6 if case.startswith("gemma") else LAYERS)
     with FakeTensorMode(), torch.no_grad(), operators_launch():
@@ -145,6 +164,8 @@ def compile_case(case: str, quick: bool) -> Found:
         for count in (PROMPTS[1],) if quick else PROMPTS:
             row = ids(1)
             run_blocks(model, found, f"prompt of {count}", ids(1, count), Chunk(row, count))
+        for drafts in (1, 3, 15) if can_launch(model.norm.weight) else ():
+            run_pass(model, found, drafts)
         for length, cache in () if quick else CACHES:
             set_up(model, length, cache)
             where = f"{length} positions in {cache}"

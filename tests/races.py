@@ -20,6 +20,7 @@ import torch
 
 from generate import load_model
 from models.random_weights import RandomWeights, architecture, first_layers, number_format
+from ops.step.draft_check import MOST
 from runtime.fused_decode import FusedRunner
 from runtime.sampling import sample
 from runtime.session import Session, SessionOptions
@@ -38,6 +39,7 @@ KERNELS = (
     *("_multiply_", "join_", "_route", "_sort_pairs", "_combine", "attend_", "_attend_"),
     *("_map_", "merge_", "_merge_", "_update_heads", "_update_states", "_finish_tokens"),
     *("_quantize_token", "_find_best", "_rank", "_draw"),
+    *("_begin_pass", "_check_drafts", "_accept"),
 )
 TIMEOUT = 300  # seconds of a case
 
@@ -56,6 +58,12 @@ def run_layers(case: str) -> None:
         last = torch.full((1,), count - 1, device="cuda")
         logits = model(tokens, positions, last, runner=runner)
         draw(session.state, logits, 4)
+    begin, verify = runner.pass_steps()
+    result = torch.zeros(MOST + 1, dtype=torch.int64, device="cuda")
+    for _ in range(2):  # the second takes in what the first has accepted
+        inputs = begin(session.state, torch.ones(1, 3, dtype=torch.int64, device="cuda"))
+        logits = model(*inputs, all_positions=True, runner=runner)[0]
+        verify(session.state, logits, inputs[0], None, 4, result)
     torch.cuda.synchronize()
 
 

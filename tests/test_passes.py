@@ -4,9 +4,12 @@ Others shipped recurrent models in which that step began from a state with refus
 without accepted ones.
 """
 
+from functools import partial
+
 import pytest
 import torch
 from conftest import FAMILIES
+from torch._dynamo.testing import CompileCounter
 from torch.utils._python_dispatch import TorchDispatchMode
 from without_gpu import run_without_gpu
 
@@ -15,6 +18,7 @@ from models.layers import gated_delta_net
 from ops.step import draft_check, outbox, token_draw
 from runtime.fused_decode import FusedRunner
 from runtime.outbox import Outbox
+from runtime.runner import CompiledRunner
 from runtime.sampling import Sampling
 from runtime.session import Session, SessionOptions
 from runtime.speculation import Speculation
@@ -22,7 +26,7 @@ from tests.passes_without_gpu import PROMPT, SCRIPT, ScriptedDrafter, drive, spe
 
 GREEDY = Sampling(temperature=0)
 RECURRENT = "qwen3_next", "qwen3_5_moe"
-# With few tokens to choose from, sampled drafts are often accepted.
+# Drafts are often accepted where few tokens can be drawn.
 SAMPLED = Sampling(temperature=0.5, top_k=3, seed=2)
 pytestmark = pytest.mark.usefixtures("few_threads")
 
@@ -199,3 +203,35 @@ class CountOperators(TorchDispatchMode):
         if not operator.is_view and name not in ("empty", "empty_like"):
             self.found.append(name)
         return operator(*args, **(kwargs or {}))
+
+
+# Compiled code ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fused", (False, True))
+@pytest.mark.parametrize("name", ("mixtral", "qwen3_next"))
+def test_numbers_of_drafts_share_compiled_code(name, fused, make_family, monkeypatch):
+    """The compiler sees two tokens, and then any number of them."""
+    frames = CompileCounter()
+    compiler = partial(torch.compile, backend=frames)
+    monkeypatch.setattr(
+        torch, "compile", lambda *args, **options: compiler(*args, **plain(options))
+    )
+    torch._dynamo.reset()
+    model = load_model(make_family(name).directory, "cpu")
+    session, counts = Session(model, 128), []
+    session.runner = (FusedRunner if fused else CompiledRunner)(model)
+    session.runner.layers = {}  # no kernels here
+    session.compiled = True
+    speculation = Speculation(session, 15)
+    speculation.begin_pass, speculation.verify_pass = CompiledRunner(model).pass_steps()
+    for drafts in (1, 2, 3, 5, 7, 4):
+        for candidates in (0, 100):
+            speculation.verify(drafts, candidates)
+        counts.append(frames.frame_count)
+    assert counts[0] and counts[2] == counts[-1], counts
+
+
+def plain(options: dict) -> dict:
+    """Return options of torch.compile that any backend has."""
+    return {name: value for name, value in options.items() if name != "options"}

@@ -35,7 +35,7 @@ def take_in(
         return
     inputs, ba, first = pending
     rows = torch.arange(len(position), device=state.device) if row is None else row
-    begins = first[rows, 0]
+    begins = first[:, 0][rows]
     changes = (begins > 0) if last is None else (begins > 0) & (last >= 0)
     if state.device.type == "cpu" and not changes.any():  # as after each call of one token
         return

@@ -43,7 +43,7 @@ class Pass:
 class Check(Draw):
     """Settings of `_check_drafts`."""
 
-    stream: int = 0  # of the random numbers that accept
+    stream: int = 0  # accepts by its random numbers
 
 
 # Kernels ------------------------------------------------------------------------------------------
