@@ -486,9 +486,9 @@ class FusedRunner(CompiledRunner):
         (B, Q, _), x = normed.shape, normed.flatten(0, 1)
         if last is not None and Q > 1:
             x = normed[torch.arange(B, device=x.device), last]
-        if self.head is not None and len(x) <= self.max_tokens:
-            if self.runs(("head", len(x)), lambda: self.head.forward(x)):
-                return self.head.forward(x).view(*normed.shape[: 2 if last is None else 1], -1)
+        head = self.head if len(x) <= self.max_tokens else None
+        if head is not None and self.runs(("head", len(x)), lambda: head.forward(x)):
+            return head.forward(x).view(*normed.shape[: 2 if last is None else 1], -1)
         share_code(normed)
         return self.compiled_end_tokens(model, normed, last)
 
