@@ -10,6 +10,8 @@ from statistics import median
 
 FIRST_STEPS = 3  # plain steps that are timed before the first draft
 WINDOW = 9  # times of one kind of pass that are remembered; their median counts
+PLAIN_WINDOW = 5  # the same of plain steps, of which one follows PLAIN_EVERY passes with drafts:
+PLAIN_EVERY = 32  # the first steps may have been slow by chance, which would flatter drafts
 MEMORY = 12  # drafts at one position that acceptance remembers, about
 UNSEEN_MEMORY = 48  # passes after which a position that they did not reach is forgotten, about
 # Until drafts are verified and passes are timed:
@@ -127,12 +129,14 @@ class DraftControl:
 
     def __init__(self, limit: int):
         self.limit, self.debt = limit, 0.0
-        self.plain: deque[float] = deque(maxlen=WINDOW)
+        self.plain: deque[float] = deque(maxlen=PLAIN_WINDOW)
+        self.passes = 0  # with drafts, since the last plain step
         self.sources: dict[str, DraftSource] = {}
 
     def choose(self, source: str | None) -> int:
         """Return how many drafts to ask this source for; 0: take a plain step. None: no source."""
-        if source is None or len(self.plain) < FIRST_STEPS:
+        is_due = len(self.plain) < FIRST_STEPS or self.passes >= PLAIN_EVERY
+        if source is None or is_due:
             return 0
         drafts = self.sources.setdefault(source, DraftSource(self.limit))
         if drafts.rest:
@@ -157,9 +161,11 @@ class DraftControl:
         tokens = accepted + 1
         if not asked or source is None:
             self.plain.append(seconds)
+            self.passes = 0
             self.debt = max(-MAX_CREDIT, self.debt - LOSS)
         else:
             drafts, plain = self.sources[source], median(self.plain)
+            self.passes += 1
             lost = drafts.time(asked, seconds, plain) / plain - tokens
             drafts.verified(asked, accepted)
             self.debt = max(-MAX_CREDIT, self.debt + lost - LOSS * tokens)

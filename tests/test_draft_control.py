@@ -149,6 +149,14 @@ def test_a_cost_that_falls_is_noticed():
     assert rate(after) > 2
 
 
+def test_plain_steps_that_were_slow_at_first_do_not_flatter_drafts():
+    control, text = DraftControl(3), Text(lambda at: 0.1)
+    for _ in range(3):
+        control.record(None, 0, 0, 3 * STEP)
+    found = decode(control, text, linear(0.3), 6000)
+    assert rate(found) > 0.97
+
+
 @given(
     accepted=st.lists(st.integers(0, LIMIT), min_size=1, max_size=400),
     costs=st.lists(st.floats(0.2, 6), min_size=LIMIT, max_size=LIMIT),

@@ -19,7 +19,7 @@ import generate
 from generate import load_model, main
 from model import ModelArgs, Transformer
 from runtime import verification as verification
-from runtime.drafters import NGRAM, LookupDrafter
+from runtime.drafters import LONG, LONG_MATCH, NGRAMS, SHORT, LookupDrafter
 from runtime.sampling import Noise, Sampling, StepState, sample
 from runtime.session import Session, SessionOptions
 from runtime.speculation import Speculation
@@ -131,8 +131,8 @@ def test_refused_drafts_in_the_cache_are_never_read(no_compiler, make, plain, co
     speculation = make("other", 5, compile=compiled)
     verify = speculation.verify
 
-    def verify_and_spoil(candidates: int) -> None:
-        verify(candidates)
+    def verify_and_spoil(candidates: int, count: int) -> None:
+        verify(candidates, count)
         for cache in speculation.states:
             cache.kv[:, :, :, int(speculation.position) - known :] = 1e3
 
@@ -227,7 +227,7 @@ def test_impossible_prompts_are_refused(make):
 
 def find_by_scan(ids: list[int], count: int) -> list[int]:
     """The drafts of a LookupDrafter, found without an index."""
-    for n in range(min(NGRAM, len(ids) - 1), 0, -1):
+    for n in NGRAMS:
         for start in range(len(ids) - 1, n - 1, -1):
             if ids[start - n : start] == ids[-n:]:
                 text = list(ids)
@@ -247,6 +247,10 @@ def test_lookup_finds_what_a_scan_finds(ids, cut, count):
     drafter.start_prompt(ids[:cut], GREEDY)
     drafter.extend(ids[cut:])
     assert drafter.find() == find_by_scan(ids, count)
+    longest = next((n for n in NGRAMS if drafter.match() and drafter.match()[0] == n), None)
+    drafter.target.ids[0] = ids
+    expected = None if longest is None else LONG if longest >= LONG_MATCH else SHORT
+    assert drafter.source() == expected
     index = drafter.next
     drafter.start_prompt([*ids, 1, 2], GREEDY)
     assert drafter.ids == [*ids, 1, 2] and drafter.next is index
