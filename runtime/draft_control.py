@@ -154,24 +154,26 @@ class DraftControl:
         return best
 
     def record(self, source: str | None, asked: int, accepted: int, seconds: float) -> None:
-        """Count a pass with drafts, or a plain step (asked 0).
+        """Count a pass with drafts, or a plain step (source None).
 
-        seconds: from the tokens before it to its own, on the host's clock.
+        seconds: from the tokens before it to its own, on the host's clock. asked 0: the source was
+        asked and proposed nothing, which tells of no draft and may cost time.
         """
-        tokens = accepted + 1
-        if not asked or source is None:
+        tokens, lost = accepted + 1, 0.0
+        if source is None:
             self.plain.append(seconds)
             self.passes = 0
-            self.debt = max(-MAX_CREDIT, self.debt - LOSS)
+        elif not asked:
+            lost = min(seconds / median(self.plain), MAX_DEBT) - tokens
         else:
             drafts, plain = self.sources[source], median(self.plain)
             self.passes += 1
             lost = drafts.time(asked, seconds, plain) / plain - tokens
             drafts.verified(asked, accepted)
-            self.debt = max(-MAX_CREDIT, self.debt + lost - LOSS * tokens)
             if lost < 0 and not drafts.is_probed:
                 drafts.next_rest = MIN_REST
             drafts.is_probed = False
+        self.debt = max(-MAX_CREDIT, self.debt + lost - LOSS * tokens)
         for drafts in self.sources.values():
             drafts.pass_tokens(tokens)
 

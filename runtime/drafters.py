@@ -50,7 +50,10 @@ class Drafter(Protocol):
         """
 
     def propose(self, limit: int) -> int:
-        """Write up to `limit` drafts to `drafts`, their distributions to `q`; return how many."""
+        """Write up to `limit` drafts to `drafts`, their distributions to `q`; return how many.
+
+        limit 0: another drafter serves this pass, or a plain step does.
+        """
 
     def reset(self) -> None:
         """Forget the text."""
@@ -195,6 +198,8 @@ class DraftModel(Session):
 
     def propose(self, limit: int) -> int:
         """Write up to `limit` drafts for the target's text to `drafts` and `q`; return how many."""
+        if not limit:
+            return 0
         known = self.catch_up()
         copy_all(self.target.state, self.state)
         self.place.zero_()
@@ -240,6 +245,7 @@ class FirstOf:
         """Write up to `limit` drafts for the target's text to `drafts` and `q`; return how many."""
         if self.lookup.source() != LONG:
             return self.other.propose(limit)
+        self.other.propose(0)
         count = self.lookup.propose(limit)
         if self.samples and self.q is not None:  # these drafts are certain
             self.q[:count].zero_().scatter_(1, self.drafts[0, :count, None], 1.0)

@@ -211,7 +211,7 @@ class Speculation:
             self.session.cached[0] += found
             self.drafted += count
         else:
-            tokens = self.take_step(candidates, goes_on=False)
+            tokens, asked = self.take_step(candidates, goes_on=False), 0
         now = time.perf_counter()
         self.control.record(source, asked, len(tokens) - 1, now - self.read_at)
         self.read_at = now

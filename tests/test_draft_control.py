@@ -149,6 +149,18 @@ def test_a_cost_that_falls_is_noticed():
     assert rate(after) > 2
 
 
+def test_a_source_that_proposes_nothing_is_asked_less_often():
+    """Asking costs 0.2 steps and brings nothing; then drafts come, and pay at once."""
+    control, asked = DraftControl(3), 0
+    for _ in range(2000):
+        wants = control.choose("drafts") > 0
+        control.record("drafts" if wants else None, 0, 0, STEP * (1.2 if wants else 1))
+        asked += wants
+    assert 0.2 * asked < 2000 * LOSS + MAX_DEBT + 1
+    found = decode(control, Text(lambda at: 0.9), linear(0.2), 2000)
+    assert rate(found) > 1.6
+
+
 def test_plain_steps_that_were_slow_at_first_do_not_flatter_drafts():
     control, text = DraftControl(3), Text(lambda at: 0.1)
     for _ in range(3):
