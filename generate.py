@@ -56,6 +56,7 @@ from models.converter import convert
 from offload.experts import COUNTERS, expert_counters
 from parallel import process_group
 from parallel.heartbeat import fail, leave
+from runtime.draft_vocab import DRAFT_VOCAB, part_of_head
 from runtime.loading import check_decode_kernels, load_model, stored_dtype
 from runtime.sampling import Sampling
 from runtime.session import Session, SessionOptions
@@ -351,6 +352,9 @@ def prepare_session(
         return session
     dtype = DTYPES.get(options.dtype)
     draft = drafter and load_model(drafter, device, dtype, options.parallel)
+    if draft:
+        ids = load_tokenizer(checkpoint.directory).frequent_ids(options.draft_vocab or DRAFT_VOCAB)
+        draft.head = part_of_head(draft.head, ids, draft.args.vocab_size)
     return Speculation(session, drafts, draft, auto=kind == "auto")
 
 

@@ -22,6 +22,7 @@ from cli.parser import Parser
 DEFAULT_PROMPT = "def read_lines(path):"
 DEFAULT_NEW_TOKENS = 200
 DRAFT_TOKENS = 4
+DRAFT_VOCAB = 32_768
 SPECULATE = "auto", "lookup", "off"
 MAX_SAMPLES = 100_000
 SAMPLING = {  # option: default
@@ -67,6 +68,8 @@ def build_parser() -> Parser:
     parser.add_number(
         "--draft_tokens", f"drafts a pass, with auto at most; default: {DRAFT_TOKENS}"
     )
+    vocab = f"most frequent tokens that a draft model chooses among; default: {DRAFT_VOCAB}"
+    parser.add_number("--draft_vocab", vocab)
     add_model_options(parser)
     parser.begin_group("analysis", "where the time goes")
     trace = "write a trace of the generation for chrome://tracing"
@@ -157,6 +160,10 @@ def check_drafts(options: argparse.Namespace) -> None:
     if options.draft_tokens is not None and not draft and kind in (None, "off"):
         fix = "add --speculate auto or lookup, or --draft_checkpoint_path"
         raise ValueError(f"--draft_tokens needs a source of drafts: {fix}")
+    check_counts(options, "draft_vocab")
+    if options.draft_vocab is not None and not draft:
+        fix = "add --draft_checkpoint_path, or leave it out"
+        raise ValueError(f"--draft_vocab needs a model that drafts: {fix}")
 
 
 def check_disk_options(options: argparse.Namespace) -> None:

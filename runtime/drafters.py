@@ -138,8 +138,8 @@ class LookupDrafter:
 class DraftModel(Session):
     """Drafts by a smaller model, sampled as the target's tokens are, with noise of its own.
 
-    least: drafting stops before a draft whose probability is less. 0: never, which costs nothing;
-    else the host waits for each draft's.
+    least: drafting stops where the likeliest draft has a lower probability. 0: never, which costs
+    nothing; else the host waits for each probability.
     """
 
     def __init__(self, model: Transformer, target: Session, count: int, least: float = 0.0):
@@ -154,7 +154,7 @@ class DraftModel(Session):
         self.probabilities = torch.zeros(count + 1, model.args.vocab_size, device=self.device)
         self.drafts, self.q = self.chosen[:, :count], self.probabilities[:count]
         self.place = torch.zeros(1, dtype=torch.int64, device=self.device)
-        self.certainty = torch.zeros(count + 1, device=self.device)  # probabilities of the drafts
+        self.certainty = torch.zeros(count + 1, device=self.device)  # the largest probabilities
         self.proposed: Callable[[], list[int]] = lambda: []  # waits for the drafts of the last pass
 
     def source(self) -> str | None:
@@ -170,8 +170,9 @@ class DraftModel(Session):
             super().choose_tokens(state, logits, 0)
         if self.least:
             q = q if candidates else logits.softmax(dim=-1)
-            draft = state.token.clamp(min=0)  # NOT_FINITE is no index
-            self.certainty.index_copy_(0, self.place, q.gather(1, draft)[0])
+            # Not the probability of the draft itself: to drop drafts for what they are would leave
+            # others too often, and the text would have another distribution.
+            self.certainty.index_copy_(0, self.place, q.amax(dim=1))
         self.chosen.index_copy_(1, self.place, state.token)
         self.place.add_(1).remainder_(self.chosen.shape[1])
 

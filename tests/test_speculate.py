@@ -526,6 +526,9 @@ def test_the_command_speculates_by_itself(command):
         assert result["text"] + "\n" == expected and result["gb_s"] is None
         assert 0 < found["accepted"] <= found["drafted"]
         assert found["tokens_per_pass"] == 119 / found["passes"] > 1
+    few = json.loads(command(*common, *draft, "--draft_vocab", "500", "--json")[1])
+    assert few["text"] + "\n" == expected
+    assert few["speculation"]["tokens_per_pass"] < 5  # with all tokens every draft is accepted
     seeded = "--prompt", prompt, "--seed", "3", "--max_new_tokens", "40", "--json"
     result, plain = (
         json.loads(command(*seeded, *more)[1]) for more in ((), ("--speculate", "off"))
@@ -604,6 +607,8 @@ def test_mistakes_are_refused_before_weights_are_read(command, make_family, monk
         ((*lookup, *draft), "leave one of them out"),
         (("--speculate", "off", *draft), "leave one of them out"),
         (("--speculate", "off", "--draft_tokens", "4"), "--draft_tokens needs a source of drafts"),
+        ((*lookup, "--draft_vocab", "99"), "--draft_vocab needs a model that drafts"),
+        ((*draft, "--draft_vocab", "0"), "--draft_vocab 0: it must be"),
         ((*lookup, "--draft_tokens", "16"), "--draft_tokens 16: it must be from 1 to 15"),
         ((*lookup, "--draft_tokens", "0"), "--draft_tokens 0: it must be from 1 to 15"),
         (draft, "vocabulary of 160 tokens and the model one of"),
