@@ -96,14 +96,12 @@ class LookupDrafter:
         self.extend(ids[len(self.ids) :])
 
     def extend(self, ids: Sequence[int]) -> None:
-        """Index more text. A prompt of 200,000 tokens takes 0.4 s: no loop in Python."""
-        known = len(self.ids)
-        self.ids.extend(ids)
-        for n, index in self.next.items():
-            first = max(n, known)  # index of the token after the first new n-gram
-            end = max(first, len(self.ids))
-            columns = (self.ids[first - n + k : end - n + k] for k in range(n))
-            index.update(zip(zip(*columns, strict=True), range(first, end), strict=True))
+        """Index more text. A prompt of 200,000 tokens takes 0.6 s, a token 3 us."""
+        for token in ids:
+            for n, index in self.next.items():
+                if len(self.ids) >= n:
+                    index[tuple(self.ids[-n:])] = len(self.ids)
+            self.ids.append(token)
 
     def match(self) -> tuple[int, int] | None:
         """Return the length of the longest match, and the index of the token after it."""

@@ -12,7 +12,7 @@ from test_speculate import GREEDY, PROMPT, chi_square, exact_answers, scramble, 
 
 from generate import load_model
 from runtime.draft_control import DraftControl
-from runtime.drafters import LONG, MODEL, SHORT, DraftModel, FirstOf, LookupDrafter
+from runtime.drafters import LONG, MODEL, SHORT, DraftModel, FirstOf
 from runtime.sampling import Sampling
 from runtime.session import Session, SessionOptions
 from runtime.speculation import Speculation
@@ -272,15 +272,3 @@ def test_a_draft_model_drops_refused_drafts_when_others_drafted_since(make_famil
     for own, other in zip(drafter.states, fresh.states, strict=True):
         got, want = own.kv[..., :known, :], other.kv[..., :known, :]
         torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
-
-
-def test_a_prompt_of_many_tokens_is_indexed_fast():
-    """Bulk indexing and token by token give the same index."""
-    numbers = random.Random(0)
-    ids = [numbers.randrange(50) for _ in range(3000)]
-    target = Session(small_model(0), 32)
-    bulk, single = LookupDrafter(target, 4), LookupDrafter(target, 4)
-    bulk.extend(ids)
-    for token in ids:
-        single.extend([token])
-    assert bulk.next == single.next and bulk.ids == single.ids
