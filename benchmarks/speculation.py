@@ -6,9 +6,9 @@
 
 Without --texts: random weights at the shapes of each --arch, on a GPU. The first table has steps of
 T tokens of one sequence: time over that of one token, the distinct experts a layer that they chose
-in the run, and the fraction of the measured bandwidth that reads those weights. The second has passes
-with N random drafts, from one to the next as the host sees them: time in plain steps, and tokens/s
-if each draft is accepted with a probability of 0.6, 0.7, 0.8 or 0.9, after those before it.
+in the run, and the fraction of the measured bandwidth that reads those weights. The second has
+passes with N random drafts, from one to the next as the host sees them: time in plain steps, and
+tokens/s at acceptances of 0.6, 0.7, 0.8 and 0.9 for each draft after those before it.
 
 --texts: the embedded model continues four kinds of text, greedily and sampled: tokens a pass, and
 time over that of plain decoding. Each greedy answer is compared with plain decoding's, since a
