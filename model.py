@@ -382,9 +382,6 @@ class KVCache(nn.Module):
         blocks = context.masks[window].blocks
         return attend_blocks(q, k, v, context.positions, blocks, window, **options)
 
-    def accept(self, counts: Tensor) -> None:
-        """Keep the first counts [B] of each row's newest tokens: the rest is masked anyway."""
-
     def recurrent(self, row: int) -> list[Tensor]:
         """Return a row's state that changes with each token: none."""
         return []

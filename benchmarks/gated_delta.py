@@ -19,6 +19,7 @@ from torch import Tensor
 
 from benchmarks.cuda_timing import graph_seconds, require_gpu
 from cli.parser import Parser
+from models.layers.gated_delta_net import MAX_TENTATIVE
 from ops.attention import delta_prompt
 from ops.attention.delta import delta_tokens
 from ops.attention.delta_prompt import (
@@ -63,26 +64,32 @@ def random_layer(batch: int) -> dict[str, Tensor]:
         "qkvz": normal(batch, 1, N + VALUES),
         "ba": normal(batch, 1, 2 * H),
         "state": normal(batch, H, C, C, dtype=torch.float32, scale=0.1),
-        "window": normal(batch, W - 1, N),
+        "inputs": normal(batch, W - 1 + MAX_TENTATIVE, N),  # the window, then pending tokens
+        "pending_ba": normal(batch, MAX_TENTATIVE, 2 * H),
+        "first": torch.zeros(batch, H, dtype=torch.int64, device="cuda"),  # none is pending
         "conv": normal(N, W),
         "a_log": normal(H, dtype=torch.float32),
         "dt_bias": normal(H),
         "norm": normal(C),
+        "positions": torch.zeros(batch, 1, dtype=torch.int64, device="cuda"),
         "arrivals": torch.zeros(batch, K, dtype=torch.int32, device="cuda"),
     }
 
 
 def fused_step(layer: dict[str, Tensor], last: Tensor | None = None) -> Tensor:
-    qkvz, ba, state, window, *weights, arrivals = layer.values()
-    return delta_tokens(qkvz, ba, state, window, weights, last, arrivals, [], K, EPS)
+    qkvz, ba, state, *pending = list(layer.values())[:6]
+    *weights, positions, arrivals = list(layer.values())[6:]
+    return delta_tokens(qkvz, ba, state, pending, weights, positions, last, arrivals, K, EPS)
+
+
+def window_of(layer: dict[str, Tensor]) -> Tensor:
+    return layer["inputs"][:, : W - 1]
 
 
 def plain_step(layer: dict[str, Tensor]) -> Tensor:
     """Compute what `fused_step` does, in PyTorch."""
-    qkvz, state, window, batch = (
-        *(layer[n] for n in ("qkvz", "state", "window")),
-        len(layer["ba"]),
-    )
+    qkvz, state, batch = layer["qkvz"], layer["state"], len(layer["ba"])
+    window = window_of(layer)
     x, gate = qkvz.split((N, VALUES), -1)
     b, a = layer["ba"].float().squeeze(1).chunk(2, -1)
     g = -layer["a_log"].exp() * F.softplus(a + layer["dt_bias"].float())
@@ -106,7 +113,7 @@ def decode_rows(batch: int) -> str:
         copy = {name: tensor.clone() for name, tensor in layer.items()}
         for _ in range(3):
             y = form(copy)
-        results.append((y, copy["state"], copy["window"]))
+        results.append((y, copy["state"], window_of(copy)))
     # bf16 may round otherwise after another order of sums, and Inductor leaves roundings out.
     limits = {"output": (2e-2, 1e-2), "state": (2e-2, 1e-3), "window": (0.0, 0.0)}
     for n, (name, allowed) in enumerate(limits.items()):
@@ -126,7 +133,7 @@ def delta_mix(qkvz: Tensor, ba: Tensor, layer: dict[str, Tensor], chunk: Callabl
     """Compute all between a layer's projections for a prompt, as in eager code."""
     x, gate = qkvz.split((N, VALUES), -1)
     g, beta = delta_gates(ba, layer["a_log"], layer["dt_bias"])
-    y = causal_conv_silu(x, layer["window"], layer["conv"])
+    y = causal_conv_silu(x, window_of(layer), layer["conv"])
     q, k, v = y.split((K * C, K * C, VALUES), -1)
     q, k, v = q.unflatten(-1, (K, C)), k.unflatten(-1, (K, C)), v.unflatten(-1, (H, C))
     out, _ = chunk(q, k, v, g, beta, layer["state"])

@@ -150,6 +150,11 @@ def configure_inductor() -> None:
     register_dot_bytes()
 
 
+def any_size(x: Tensor, dim: int) -> None:
+    """Let code that is compiled for x take any size of a dimension."""
+    torch._dynamo.mark_dynamic(x, dim)
+
+
 @contextmanager
 def without_tuning() -> Iterator[None]:
     """Within, kernels get Inductor's first choice of tiling: for code that runs once a prompt."""

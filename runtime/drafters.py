@@ -128,7 +128,7 @@ class LookupDrafter:
         """Write up to `limit` drafts for the target's text to `drafts`; return how many."""
         self.extend(self.target.ids[0][len(self.ids) :])
         drafts = self.find()[:limit]
-        if drafts:
+        if drafts:  # a copy that waits would wait for the step in flight
             self.drafts[:, : len(drafts)].copy_(send(torch.tensor([drafts]), self.drafts.device))
         return len(drafts)
 

@@ -59,12 +59,14 @@ from ops.products.join import NormRouter, norm_router, norm_tokens
 from ops.products.quantized_x import QuantizedX
 from ops.products.routing import check_router, route
 from ops.products.weights import Weight, plain_weight
+from ops.step import draft_check
 from ops.step.token_draw import draw_tokens
 from runtime.fused_attention import FusedDecodeAttention, fused_attention
 from runtime.fused_latent_attention import FusedLatentAttention
 from runtime.plain_forms import settings_of, undeclared
 from runtime.runner import CompiledRunner
 from runtime.sampling import MAX_CANDIDATES, StepState, sample
+from runtime.verification import ACCEPT_STREAM
 
 MAX_FEW = 8  # sequences of a step, and drafts: one tile of a tensor core
 PROMPT_CHUNKS = MAX_FEW, 32, 64  # tokens of a prompt's chunk
@@ -487,6 +489,25 @@ class FusedRunner(CompiledRunner):
             draw()
 
         return sample_step
+
+    def pass_steps(self) -> tuple[Callable, Callable]:
+        _, compiled = super().pass_steps()
+
+        def verify(
+            state: StepState,
+            logits: Tensor,
+            tokens: Tensor,
+            q: Tensor | None,
+            candidates: int,
+            result: Tensor,
+        ) -> None:
+            given = state, logits, tokens, q if candidates else None
+            check = partial(draft_check.verify_pass, *given, result, ACCEPT_STREAM)
+            if candidates > MAX_CANDIDATES or not self.runs("verification", check):
+                return compiled(*given, candidates, result)
+            check()
+
+        return draft_check.begin_pass, verify
 
     def runs_layer(self, layer: FusedLayer, x: Tensor, context: Context) -> bool:
         """Whether a layer's kernels run for x [B, Q, D]. Of several ranks none may differ."""

@@ -7,9 +7,11 @@ import torch
 from torch import Tensor, nn
 
 from model import COUNTING_SORT_MAX_TOKENS, Block, Chunk, Context, Runner, Transformer
+from ops.inductor import any_size
 from ops.launch import KernelError, broken, can_launch, give_up
 from ops.products.prompt import GROUPED
-from runtime.sampling import make_sample_step
+from runtime.sampling import StepState, make_sample_step
+from runtime.verification import begin_pass, verify_pass
 
 SHORT_CHUNK = COUNTING_SORT_MAX_TOKENS  # tokens of a short prompt that run at once
 
@@ -55,6 +57,10 @@ class EagerRunner(Runner):
         """Return `make_sample_step(rule)` as this runner executes it."""
         return make_sample_step(rule)
 
+    def pass_steps(self) -> tuple[Callable, Callable]:
+        """Return `verification.begin_pass` and `verify_pass` as this runner executes them."""
+        return begin_pass, verify_pass
+
 
 class InterruptedRunner(Runner):
     """Runs each stage by another runner, and calls `between` after each block."""
@@ -96,6 +102,18 @@ class CompiledRunner(EagerRunner):
 
     def sample_step(self, rule: Callable) -> Callable:
         return torch.compile(make_sample_step(rule), fullgraph=True, dynamic=False)
+
+    def pass_steps(self) -> tuple[Callable, Callable]:
+        compiled = torch.compile(verify_pass, fullgraph=True)
+
+        def verify(state: StepState, logits: Tensor, tokens: Tensor, q: Tensor | None, *rest):
+            any_size(logits, 0)
+            any_size(tokens, 1)
+            if q is not None:
+                any_size(q, 0)
+            compiled(state, logits, tokens, q, *rest)
+
+        return begin_pass, verify
 
     def begin(self, model: Transformer, tokens: Tensor, span: Tensor | Chunk):
         return self.compiled_begin(model, tokens, span)

@@ -6,6 +6,9 @@ forgive. A KV cache masks what stands past a sequence's length, so it may be wri
 prompt's padding, warm-up of a captured graph, idle rows of a batch, refused drafts. A recurrent
 state must not take these tokens in. Every call therefore tells which tokens are real:
 `context.last` [B] is the index of each row's last real query, -1 for none.
+
+The position of the next call tells which drafts of a pass were accepted. It is on the device. So
+nothing runs in each layer after a pass, and the host does not wait.
 """
 
 from typing import Protocol
@@ -15,7 +18,7 @@ from torch import Tensor
 
 from model import Context
 
-MAX_TENTATIVE = 16  # tokens of one call that `accept` can still refuse
+MAX_TENTATIVE = 16  # tokens of one call that can still be refused
 
 
 class SequenceState(Protocol):
@@ -25,11 +28,10 @@ class SequenceState(Protocol):
         """Take in the values [B, Q, ...] of the call's real tokens; return what the layer reads.
 
         B may be less than the rows; then the call is of the first rows.
-        After a call of 2 to MAX_TENTATIVE tokens a row, `accept` may drop the last ones again.
+        After a call of 2 to MAX_TENTATIVE tokens a row, the last ones may be refused: the row's
+        next call begins at the position after those that were accepted. A call without real tokens
+        tells nothing.
         """
-
-    def accept(self, counts: Tensor) -> None:
-        """Of each row's tokens in the last call, keep the first counts [B]; on the device."""
 
     def row(self, row: int) -> list[Tensor]:
         """Return a row's memory, for `ops.step.rows.RowMemory`: views [..., S, N].

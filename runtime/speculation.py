@@ -4,24 +4,27 @@ The output is the model's own: the same tokens if greedy (in fp32; elsewhere rou
 near-tie otherwise), tokens of the same distribution if sampled: runtime/verification.py. Drafts are
 proposed by runtime/drafters.py.
 
-A pass runs the last token and its N drafts. Then every layer's sequence state accepts the tokens
-that were verified: a KV cache masks the others until it overwrites them, a recurrent state drops
-them.
+A pass runs the last token and its N drafts. The next one begins at the position after the tokens
+that were accepted. A KV cache masks the others until it overwrites them; a recurrent state takes in
+those before that position (runtime/sequence_state.py).
 """
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from functools import partial
 
 import torch
 
 from model import Chunk, ModelArgs, Transformer
+from ops.inductor import without_tuning
 from runtime.draft_control import DraftControl, FixedDrafts
 from runtime.drafters import MIN_PROBABILITY, Drafter, DraftModel, FirstOf, LookupDrafter
+from runtime.outbox import Outbox
 from runtime.sampling import NOT_FINITE, NotFiniteError, Sampling
 from runtime.session import Session
 from runtime.session_steps import SPARE
 from runtime.transfers import read_later
-from runtime.verification import verify_greedy, verify_sampled
 
 DRAFT_TOKENS = 4
 MAX_DRAFT_TOKENS = SPARE - 1  # every session's cache has SPARE positions past its last token
@@ -79,15 +82,10 @@ class Speculation:
         self.session, self.count, self.auto = session, draft_tokens, auto
         self.control = DraftControl(draft_tokens) if auto else FixedDrafts(draft_tokens)
         self.drafter = make_drafter(session, draft_tokens, draft, auto)
-        self.verify_greedy, self.verify_sampled = verify_greedy, verify_sampled
-        if session.compiled:
-            self.verify_greedy = torch.compile(verify_greedy, fullgraph=True, dynamic=False)
-            self.verify_sampled = torch.compile(verify_sampled, fullgraph=True, dynamic=False)
-        device = session.device
-        self.offsets = torch.arange(draft_tokens + 1, device=device)
-        self.results = [
-            torch.zeros(n + 2, dtype=torch.int64, device=device) for n in range(draft_tokens + 1)
-        ]
+        self.begin_pass, self.verify_pass = session.runner.pass_steps()
+        size = MAX_DRAFT_TOKENS + 2
+        self.result = torch.zeros(size, dtype=torch.int64, device=session.device)
+        self.results = Outbox(size, session.device) if session.outbox else None
         self.steps: dict[tuple[int, int], Callable[[], None]] = {}
         # If a step needs the host, the next one would delay its token.
         self.overlaps = session.captured and not session.runner.needs_host
@@ -108,36 +106,32 @@ class Speculation:
         counts = {name: getattr(self, name) for name in ("passes", "drafted", "accepted")}
         return counts | {"tokens_per_pass": self.delivered / self.passes if self.passes else None}
 
-    def verify(self, candidates: int, count: int) -> None:
-        """One step: run the last token and `count` drafts at `position`, write `results`."""
-        session, drafts, q = self.session, self.drafter.drafts[:, :count], self.drafter.q
-        if session.compiled:
-            span = session.position + self.offsets[: count + 1]
-        else:  # read the part of the cache in use, as `Session.decode` does
-            span = Chunk(session.rows, session.cached[0] + count + 1)
-        tokens = torch.cat((session.token, drafts), dim=1)
-        last = torch.where(session.last < 0, session.last, count)
+    def verify(self, count: int, candidates: int) -> None:
+        """One pass: run the last token and `count` drafts at `position`, write `result`."""
+        session, drafter = self.session, self.drafter
+        tokens, positions, last = self.begin_pass(session.state, drafter.drafts[:, :count])
+        # Eager code reads the part of the cache in use, as `Session.decode` does.
+        chunk = Chunk(session.rows, session.cached[0] + count + 1)
+        span = positions if session.compiled else chunk
         runner = session.runner
         logits = session.model(tokens, span, last, all_positions=True, runner=runner)[0]
-        if candidates:
-            q = None if q is None else q[:count]
-            result = self.verify_sampled(logits, drafts, q, session.state, candidates)
-        else:
-            result = self.verify_greedy(logits, drafts, session.state)
-        self.results[count].copy_(result)
-        result = self.results[count]
-        for layer in session.states:
-            layer.accept(result[-1:])
-        session.token.copy_(result[-2])
-        session.seen.index_fill_(1, result[:-1], True)  # unlike scatter_, it takes a -1
-        session.position.add_(result[-1])
+        q = drafter.q if drafter.q is None else drafter.q[:count]
+        self.verify_pass(session.state, logits, tokens, q, candidates, self.result)
+        if self.results:
+            self.results.post(self.result.unsqueeze(1))
 
-    def warm_up(self, candidates: int, count: int | None = None) -> Callable[[], None]:
-        """Return the step that verifies `count` drafts (None: the most), compiled and captured."""
-        key = candidates, count or self.count
+    def warm_up(self, count: int, candidates: int) -> Callable[[], None]:
+        """Return a pass of `count` drafts, compiled and on CUDA captured on the first call.
+
+        Kernels of ours do nearly all of a pass. The rest is compiled without a search for tilings,
+        which would take longer than most answers.
+        """
+        key = count, candidates
         if key not in self.steps:
-            ahead = key[1] + 1
-            self.steps[key] = self.session.capture(lambda: self.verify(*key), ahead, ahead)
+            session = self.session
+            make = partial(session.capture, partial(self.verify, *key), count + 1, count + 1)
+            with without_tuning() if session.compiled else nullcontext():
+                self.steps[key] = self.results.counted(make) if self.results else make()
         return self.steps[key]
 
     def stream_all(
@@ -173,7 +167,7 @@ class Speculation:
         candidates, session.edited = session.candidates(sampling), False
         session.warm_up(candidates)
         for count in range(1, self.count + 1) if self.auto else [self.count]:
-            self.warm_up(candidates, count)
+            self.warm_up(count, candidates)
         self.drafter.start_prompt(ids, sampling)
         session.start_prompts([ids], sampling)
         tokens, left, self.in_flight = session.first_tokens(), max_new_tokens, None
@@ -205,10 +199,10 @@ class Speculation:
             tokens = self.take_step(candidates, goes_on=not asked and left > 1)
             source, asked = None, 0
         elif count := self.drafter.propose(asked):
-            self.warm_up(candidates, count)()
-            *tokens, found = read_later(self.results[count])()
-            tokens = tokens[:found]
-            self.session.cached[0] += found
+            self.warm_up(count, candidates)()
+            tokens = (self.results.read_later() if self.results else read_later(self.result))()
+            tokens = tokens[: tokens[count + 1]]
+            self.session.cached[0] += len(tokens)
             self.drafted += count
         else:
             tokens, asked = self.take_step(candidates, goes_on=False), 0

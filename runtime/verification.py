@@ -1,4 +1,4 @@
-"""Which drafts a pass accepts, and the model's own token after them.
+"""A pass apart from the model: which drafts it accepts, and the model's own token after them.
 
 Greedy: drafts are accepted while they equal the model's own tokens. Sampled: with the chances of
 Leviathan et al. 2023, so that tokens have the model's own distribution.
@@ -21,6 +21,41 @@ from runtime.sampling import (
 # A stream of random numbers beside that of plain steps and that of drafts (`DRAFT_STREAM`): if a
 # draft and its verification shared one, the output would have another distribution.
 ACCEPT_STREAM = 2
+
+
+def begin_pass(state: StepState, drafts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return a pass's tokens and positions [1, N + 1], and the index of its last real token [1].
+
+    state: of one sequence. drafts int64 [1, N].
+    """
+    N = drafts.shape[1]
+    tokens = torch.cat((state.token, drafts), dim=1)
+    positions = state.position + torch.arange(N + 1, device=drafts.device)
+    return tokens, positions, torch.where(state.last < 0, state.last, N)
+
+
+def verify_pass(
+    state: StepState,
+    logits: Tensor,
+    tokens: Tensor,
+    q: Tensor | None,
+    candidates: int,
+    result: Tensor,
+) -> None:
+    """Accept drafts and step behind them; write `pack_result` to the first N + 2 of `result`.
+
+    tokens int64 [1, N + 1]: as of `begin_pass`. logits, q: as of `verify_sampled`. candidates: as
+    of `Sampling.candidates`.
+    """
+    drafts = tokens[:, 1:]
+    if candidates:
+        found = verify_sampled(logits, drafts, q, state, candidates)
+    else:
+        found = verify_greedy(logits, drafts, state)
+    result[: len(found)].copy_(found)
+    state.token.copy_(found[-2])
+    state.seen.index_fill_(1, found[:-1], True)  # unlike scatter_, it takes a -1
+    state.position.add_(found[-1])
 
 
 def verify_greedy(logits: Tensor, drafts: Tensor, state: StepState) -> Tensor:

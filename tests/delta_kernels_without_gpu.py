@@ -18,8 +18,8 @@ from torch import Tensor
 
 from model import Context
 from models.layers import gated_delta_net
-from models.layers.gated_delta_net import MAX_TENTATIVE, DeltaNet, DeltaSizes
-from ops.attention import delta_prompt
+from models.layers.gated_delta_net import MAX_TENTATIVE, DeltaNet, DeltaSizes, DeltaState
+from ops.attention import delta_pending, delta_prompt
 from ops.attention.delta import delta_tokens
 from ops.plain.gated_delta import (
     chunk_in_torch,
@@ -48,11 +48,15 @@ TOKENS = {  # B, K, H, Ck, Cv, W, last
     "published sizes of a head": (1, 1, 2, 128, 128, 4, (0,)),
 }
 
-FEW = {  # B, T, K, H, Ck, Cv, W, last
-    "drafts": (1, 5, 2, 4, 16, 16, 4, None),
-    "rows with padding": (3, 4, 1, 2, 32, 64, 4, (1, -1, 3)),
-    "fewer tokens than the window": (2, 2, 4, 8, 16, 32, 4, (0, 1)),
-    "as many as are kept": (1, MAX_TENTATIVE, 1, 1, 16, 16, 3, None),
+FEW = {  # B, T, K, H, Ck, Cv, W, last, accepted tokens of the call before (None: it had one token)
+    "drafts": (1, 5, 2, 4, 16, 16, 4, None, (None,)),
+    "rows with padding": (3, 4, 1, 2, 32, 64, 4, (1, -1, 3), (2, 3, None)),
+    "fewer tokens than the window": (2, 2, 4, 8, 16, 32, 4, (0, 1), (1, 0)),
+    "as many as are kept": (1, MAX_TENTATIVE, 1, 1, 16, 16, 3, None, (MAX_TENTATIVE,)),
+    "drafts after drafts": (2, 3, 2, 6, 16, 32, 4, None, (5, 1)),
+    "one token after drafts": (4, 1, 2, 4, 16, 16, 4, (0, -1, 0, 0), (3, 2, None, 16)),
+    "one token after drafts, a key head of each": (2, 1, 2, 2, 128, 32, 3, None, (1, 2)),
+    "one token after drafts, three value heads": (1, 1, 2, 6, 32, 64, 4, None, (4,)),
 }
 
 
@@ -79,24 +83,27 @@ def random_token(
 ) -> list:
     """Return the arguments of `delta_tokens` for one token."""
     generator, N = torch.Generator().manual_seed(N_SEED), 2 * K * Ck + H * Cv
+    M = MAX_TENTATIVE
 
     def normal(*shape: int, dtype=dtype) -> Tensor:
         return torch.randn(*shape, generator=generator).to(dtype)
 
     qkvz, ba = normal(B, 1, N + H * Cv), 5 * normal(B, 1, 2 * H)
-    state, window = normal(B, H, Ck, Cv, dtype=torch.float32), normal(B, W - 1, N)
+    state, inputs = normal(B, H, Ck, Cv, dtype=torch.float32), normal(B, W - 1 + M, N)
+    pending = [inputs, normal(B, M, 2 * H), torch.zeros(B, H, dtype=torch.int64)]
     weights = normal(N, W), normal(H, dtype=torch.float32), normal(H), normal(Cv)
     last = None if last is None else torch.tensor(last)
     arrivals = torch.zeros(B, K, dtype=torch.int32)
-    return [qkvz, ba, state, window, list(weights), last, arrivals, [], K, 1e-6]
+    positions = torch.full((B, 1), 7)
+    return [qkvz, ba, state, pending, list(weights), positions, last, arrivals, K, 1e-6]
 
 
 def random_few(
-    B: int, T: int, K: int, H: int, Ck: int, Cv: int, W: int, last, dtype=torch.float32
+    B: int, T: int, K: int, H: int, Ck: int, Cv: int, W: int, last, accepted, dtype=torch.float32
 ) -> tuple[DeltaNet, Tensor, Context]:
     """Return a layer with a random state for B sequences and one more, projected tokens, context.
 
-    The state's memory for `accept` is of an earlier call.
+    accepted: how many pending tokens each sequence's call follows; None: there are none.
     """
     args = SimpleNamespace(dim=16, delta_sizes=DeltaSizes(K, H, Ck, Cv, W), norm_eps=1e-6)
     generator, layer = torch.Generator().manual_seed(N_SEED), DeltaNet(args)
@@ -108,7 +115,11 @@ def random_few(
     projected[..., -2 * H :] *= 5
     context = Context(*[None] * len(Context._fields))
     last = None if last is None else torch.tensor(last)
-    return layer.requires_grad_(False), projected.to(dtype), context._replace(last=last)
+    positions = torch.arange(T).unsqueeze(0) + 20 + torch.arange(B).unsqueeze(1)
+    for row, count in enumerate(accepted):
+        layer.state.first[row] = 0 if count is None else positions[row, 0] + 1 - count
+    context = context._replace(last=last, positions=positions)
+    return layer.requires_grad_(False), projected.to(dtype), context
 
 
 def few_errors(case: tuple) -> list[float]:
@@ -123,23 +134,54 @@ def few_errors(case: tuple) -> list[float]:
     if context.last is not None:
         real = torch.arange(y.shape[1]) <= context.last.unsqueeze(1)
     found = [relative_error(got[real], y[real])]
-    T, W = case[1], case[6]
-    used = {"convolved": T, "inputs": W - 1 + T}  # the rest of what is kept has no effect
-    for name, buffer in layer.state.named_buffers():
-        pair = getattr(ours.state, name), buffer
-        assert torch.equal(*(t[case[0] :] for t in pair)), name
-        pair = (t[: case[0]].unsqueeze(-1)[:, : used.get(name)] for t in pair)
-        found.append(relative_error(*pair))
+    found += state_errors(ours.state, layer.state, case[0])
+    # The next call may be of a kind that no kernel computes: after 0, some and all of the tokens.
+    T, row = case[1], None if case[0] > 1 else torch.tensor([0])
+    for count in {0, 1, T}:
+        taken = []
+        for each, supports in ((ours, True), (layer, False)):
+            state = deepcopy(each.state)
+            with mock.patch.object(
+                delta_pending, "kernels_support", lambda _, found=supports: found
+            ):
+                delta_pending.take_in(
+                    state.state,
+                    state.pending(),
+                    [*layer.weights()],
+                    context.positions[:, :1] + count,
+                    context.last,
+                    row,
+                    layer.sizes.key_heads,
+                )
+            taken.append(state)
+        found += state_errors(*taken, case[0])
+    return found
+
+
+def state_errors(ours: DeltaState, plain: DeltaState, rows: int) -> list[float]:
+    """Return the errors of state, window and the pending tokens. Rows after the first are equal."""
+    found, width = [], plain.sizes.width - 1
+    assert torch.equal(ours.first, plain.first)
+    names = "state", "inputs", "ba"
+    for name in names:
+        pair = getattr(ours, name), getattr(plain, name)
+        assert torch.equal(*(t[rows:] for t in pair)), name
+        for row in range(rows):  # what is not pending has no effect
+            used = {"state": None, "inputs": width, "ba": 0}[name]
+            if plain.first[row].any() and name != "state":
+                used = None
+            found.append(relative_error(*(t[row, :used] for t in pair)))
     return found
 
 
 N_SEED = 3
 
 
-def plain_token(qkvz, ba, state, window, weights, last, arrivals, kept, K, eps):
+def plain_token(qkvz, ba, state, pending, weights, positions, last, arrivals, K, eps):
     """Compute `delta_tokens` of one token in PyTorch -> y, the new state and the new window."""
     (B, H, Ck, Cv), (conv_weight, a_log, dt_bias, norm) = state.shape, weights
     x, gate = qkvz.split((conv_weight.shape[0], H * Cv), -1)
+    window = pending[0][:, : conv_weight.shape[1] - 1]
     b, a = ba.float().chunk(2, -1)
     g = -a_log.float().exp() * torch.nn.functional.softplus(a + dt_bias.float())
     y = conv_silu_in_torch(x, window, conv_weight).squeeze(1)
@@ -159,6 +201,8 @@ def plain_token(qkvz, ba, state, window, weights, last, arrivals, kept, K, eps):
 
 
 def relative_error(got: Tensor, want: Tensor) -> float:
+    if torch.equal(got, want):
+        return 0.0
     return ((got.double() - want.double()).norm() / want.double().norm()).item()
 
 
@@ -191,9 +235,9 @@ def errors() -> dict[str, list[float]]:
         for _ in range(2):  # the second call finds the counter as the first has left it
             want = plain_token(*arguments)
             y = delta_tokens(*arguments)
-            got = y, arguments[2], arguments[3]
+            got = y, arguments[2], arguments[3][0][:, : case[5] - 1]
             found[name] += [relative_error(*pair) for pair in zip(got, want, strict=True)]
-            assert not arguments[6].any()  # arrivals
+            assert not arguments[7].any()  # arrivals
     return found | {name: few_errors(case) for name, case in FEW.items()}
 
 
@@ -221,7 +265,7 @@ def machine_code() -> dict[str, dict[str, int]]:
     sizes = 16, 32, 128, 128
     prompt = random_prompt(1, 2048, *sizes, torch.bfloat16)
     v, norm = prompt[2], weight[:128, 0].contiguous()
-    layer, projected, context = random_few(1, 8, *sizes, 4, None, torch.bfloat16)
+    layer, projected, context = random_few(1, 8, *sizes, 4, None, (4,), torch.bfloat16)
 
     def launch_all() -> None:
         delta_prompt.launch_delta_chunk(*prompt)

@@ -113,7 +113,7 @@ def test_the_controller_changes_no_greedy_text(draft, make_family, plain):
 
 @pytest.mark.parametrize("draft", ("lookup", "model"))
 @pytest.mark.parametrize("right", (True, False))
-def test_sampled_text_keeps_its_distribution(draft, right):
+def test_sampled_text_keeps_its_distribution(draft, right, monkeypatch):
     """500 answers of 3 tokens, numbers of drafts at random; certain drafts taken for drawn fail.
 
     A long match comes before the draft model, so both kinds of drafts share the model's q.
@@ -128,8 +128,11 @@ def test_sampled_text_keeps_its_distribution(draft, right):
     speculation = Speculation(Session(model, 32), 2, other, auto=True)
     speculation.control = control = AnyNumber(2)
     if not right:
-        speculation.verify_sampled = lambda logits, drafts, *_: torch.cat(
-            (drafts[0], drafts[0, -1:], torch.tensor([drafts.shape[1] + 1]))
+        monkeypatch.setattr(
+            "runtime.verification.verify_sampled",
+            lambda logits, drafts, *_: torch.cat(
+                (drafts[0], drafts[0, -1:], torch.tensor([drafts.shape[1] + 1]))
+            ),
         )
     found: Counter[tuple[int, ...]] = Counter()
     for seed in range(total):

@@ -1041,8 +1041,9 @@ def test_one_token_of_a_delta_layer(last):
     real = [row for row in range(3) if row not in gone]
     assert delta_benchmark.difference(y[real], wanted[real]) < 1e-2
     assert delta_benchmark.difference(layer["state"][real], want["state"][real]) < 1e-3
-    assert torch.equal(layer["window"][real], want["window"][real])
-    for name in ("state", "window"):
+    window = delta_benchmark.window_of
+    assert torch.equal(window(layer)[real], window(want)[real])
+    for name in ("state", "inputs"):
         assert torch.equal(layer[name][gone], before[name][gone])
     assert not layer["arrivals"].any()
 
@@ -1053,9 +1054,10 @@ def test_few_tokens_of_a_delta_layer(last):
     """The fused kernels against PyTorch, in a graph, at Qwen3.6-35B-A3B's sizes: the result, and
     all that the state keeps.
     """
-    sizes = 3, 8, 16, 32, 128, 128, 4, last
+    sizes = 3, 8, 16, 32, 128, 128, 4, last, (3, None, 0)
     layer, projected, context = random_few(*sizes, torch.bfloat16)
     layer, projected = layer.cuda(), projected.cuda()
+    context = context._replace(positions=context.positions.cuda())
     if last is not None:
         context = context._replace(last=context.last.cuda())
     start = [buffer.clone() for buffer in layer.state.buffers()]
@@ -1073,7 +1075,7 @@ def test_few_tokens_of_a_delta_layer(last):
         real = 8 if last is None else last[row] + 1
         if real:
             assert delta_benchmark.difference(got[row, :real], want[row, :real]) < 2e-2
-    used = {"convolved": 8, "inputs": 11}
+    used = {"ba": 8, "inputs": 11}
     for name, buffer in layer.state.named_buffers():
         pair = (t[:3].float().unsqueeze(-1)[:, : used.get(name)] for t in (buffer, expected[name]))
         assert delta_benchmark.difference(*pair) < 5e-3, name

@@ -101,13 +101,13 @@ def test_the_layers_know_what_the_runtime_keeps():
 
 def test_padding_and_idle_rows_leave_the_state(model):
     model.setup_cache(3, 64)
-    tokens = prompt(12).expand(3, -1).contiguous()
-    positions = torch.arange(12).expand(3, -1)
-    model(tokens, positions, last=torch.tensor([11, 4, -1]))
+    tokens = prompt(20).expand(3, -1).contiguous()
+    positions = torch.arange(20).expand(3, -1)
+    model(tokens, positions, last=torch.tensor([19, 4, -1]))
     for state in delta_states(model):
         assert state.state[0].any() and state.window[0].any()
         assert not state.state[2].any() and not state.window[2].any()
-    other = build_alone(model, tokens[:1, :5])
+    other = build_alone(model, tokens[:1, :5])  # one by one
     for ours, theirs in zip(delta_states(model), other, strict=True):
         torch.testing.assert_close(ours.state[1:2], theirs.state)
         torch.testing.assert_close(ours.window[1:2], theirs.window)
@@ -117,52 +117,61 @@ def build_alone(model: Transformer, tokens: Tensor) -> list[DeltaState]:
     """Return the states of the model after these tokens alone; `model` keeps its own."""
     kept = model.states
     model.setup_cache(1, 64)
-    run(model, tokens)
+    for start in range(tokens.shape[1]):
+        run(model, tokens[:, start : start + 1], start)
     alone = delta_states(model)
     model.states = kept
     return alone
 
 
+def pass_states(model: Transformer) -> list[Tensor]:
+    return [buffer.clone() for state in delta_states(model) for buffer in state.buffers()]
+
+
+@pytest.mark.parametrize("after", (1, 2, 20))  # a step, a pass, a prompt
 @pytest.mark.parametrize("count", (1, 2, 5, 7))
-def test_accepting_drafts_is_running_them_alone(make_family, count):
+def test_a_call_after_accepted_drafts_is_as_if_they_had_run_alone(make_family, count, after):
+    """The position of a call tells how many tokens of the call before were accepted."""
     directory = make_family("qwen3_next").directory
     model, other = load_model(directory, "cpu"), load_model(directory, "cpu")
-    tokens = prompt(27)
-    for each in (model, other):
+    tokens, more = prompt(27), prompt(after + 1, 5)
+    for each, drafts in ((model, tokens[:, 20:]), (other, tokens[:, 20 : 20 + count])):
         each.setup_cache(1, 64)
         run(each, tokens[:, :20])
-    run(model, tokens[:, 20:], 20)
-    for state in model.states:
-        state.accept(torch.tensor([count]))
-    run(other, tokens[:, 20 : 20 + count], 20)
+        run(each, drafts, 20)
+    found = [run(each, more[:, :after], 20 + count) for each in (model, other)]
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
+    for each in (model, other):  # a token more: now the states have taken all in
+        run(each, more[:, after:], 20 + count + after)
     assert_same_state(model, other)
 
 
-def test_accepting_in_a_warm_up_takes_nothing_in(model):
-    """All tokens of a warm-up are padding, whatever is accepted."""
+def test_a_warm_up_takes_nothing_in(model):
+    """All its tokens are padding, also while tokens of a pass are pending."""
     model.setup_cache(1, 64)
     run(model, prompt(20))
-    before = [(s.state.clone(), s.window.clone()) for s in delta_states(model)]
-    positions = torch.arange(60, 64).unsqueeze(0)
-    model(prompt(4), positions, last=torch.tensor([-1]), all_positions=True)
-    for state in model.states:
-        state.accept(torch.tensor([3]))
-    for state, (matrix, window) in zip(delta_states(model), before, strict=True):
-        assert torch.equal(state.state, matrix) and torch.equal(state.window, window)
+    run(model, prompt(5), 20)
+    before = pass_states(model)
+    for queries in (4, 1):
+        positions = torch.arange(64 - queries, 64).unsqueeze(0)
+        model(prompt(queries), positions, last=torch.tensor([-1]), all_positions=True)
+    assert all(torch.equal(*pair) for pair in zip(pass_states(model), before, strict=True))
 
 
 @pytest.mark.slow
-def test_a_compiled_verification_keeps_the_state_before_it(make_family):
-    """AOTAutograd copies a changed buffer last: a copy of it may come too late."""
+def test_a_compiled_step_after_a_pass_takes_in_what_was_accepted(make_family):
+    """AOTAutograd copies a changed buffer last, so that an earlier read may get the new one."""
     directory = make_family("qwen3_next").directory
     model, other = load_model(directory, "cpu"), load_model(directory, "cpu")
     tokens, positions = prompt(24), torch.arange(20, 24).unsqueeze(0)
     for each, runner in ((model, None), (other, CompiledRunner(other))):
         each.setup_cache(1, 64)
         run(each, tokens[:, :20])
-        each(tokens[:, 20:], positions, torch.tensor([3]), all_positions=True, runner=runner)
-        for state in each.states:
-            state.accept(torch.tensor([2]))
+        options = dict(all_positions=True, runner=runner)
+        each(tokens[:, 20:], positions, torch.tensor([3]), **options)
+        each(tokens[:, 3:7], positions + 2, torch.tensor([3]), **options)
+        for at in (25, 26):  # after three more, then plain
+            each(tokens[:, :1], torch.tensor([[at]]), torch.tensor([0]), **options)
     assert_same_state(model, other)
 
 
@@ -173,13 +182,34 @@ def test_the_state_is_updated_in_place(model):
     at = [buffer.data_ptr() for buffer in first.buffers()]
     run(model, prompt(20))
     run(model, prompt(4), 20)
-    first.accept(torch.tensor([2]))
     snapshots = Snapshots(model.states, 1)
     snapshots.take(0, 22)
+    run(model, prompt(1), 22)
     snapshots.go_back(0, 22)
     first.reset()
     assert at == [buffer.data_ptr() for buffer in first.buffers()]
     assert not any(buffer.any() for buffer in first.buffers())
+
+
+def test_rows_and_snapshots_have_the_tokens_of_a_pass(model):
+    """A row that is copied, exchanged or set back after a pass goes on with what was accepted."""
+    session = Session(model, 100, SessionOptions(batch=3))
+    tokens = prompt(20)
+    run(model, tokens)
+    run(model, prompt(5), 20)
+    session.cached[0] = 23
+    session.snapshots.take(0, 23)
+    session.copy_row(0, 2, 23)
+    session.swap_rows(2, 1)
+    found = []
+    for row in (0, 1, 0):
+        if len(found) == 2:  # after other calls
+            assert session.snapshots.go_back(0, 23) == 23
+        for part in (tokens[:, :2], tokens[:, 2:3]):  # the second token is refused
+            logits = model(part, Chunk(torch.tensor([row]), 25), all_positions=True)
+        found.append(logits)
+    for logits in found[1:]:
+        torch.testing.assert_close(logits, found[0], rtol=1e-4, atol=1e-4)
 
 
 def test_snapshots_are_limited(model):
@@ -192,7 +222,7 @@ def test_snapshots_are_limited(model):
         found.take(1, length)
     kept = [1, *range(6, most + 5)]
     assert sorted(found.taken[1]) == kept and not found.taken[0]
-    assert found.nbytes == most * sum(s.state[0].nbytes + s.window[0].nbytes for s in states)
+    assert found.nbytes == most * sum(t.nbytes for s in states for t in s.recurrent(0))
     found.assign({0: 1})
     for length, back in ((7, 7), (5, 1), (0, 0)):
         assert found.go_back(1, length) == back

@@ -23,34 +23,43 @@ class RecurrentState:
 
     def __init__(self, batch: int, like: Tensor):
         self.h = torch.zeros(batch, WIDTH, dtype=like.dtype, device=like.device)
-        # States after 0, 1, ... tokens of the last call, for `accept`.
+        # After a call of several tokens: the states after each, and 1 + the position of the first.
         self.tentative = self.h.unsqueeze(1).repeat(1, MAX_TENTATIVE + 1, 1)
+        self.first = torch.zeros(batch, dtype=torch.int64, device=like.device)
 
     def append(self, values: Tensor, context: Context) -> Tensor:
-        rows = slice(len(values)) if context.chunk is None else context.chunk.row
-        real = real_tokens(values.shape[1], context, values.device)
-        h, after = self.h[rows], []
-        for n in range(values.shape[1]):
-            h = torch.where(real[:, n : n + 1], DECAY * h + values[:, n], h)
-            after.append(h)
-        if len(after) <= MAX_TENTATIVE:
-            states = torch.stack([self.h[rows], *after], dim=1)
-            self.tentative[rows, : states.shape[1]] = states
-        self.h[rows] = h
-        return torch.stack(after, dim=1)
-
-    def accept(self, counts: Tensor) -> None:
-        rows = torch.arange(len(counts))
-        self.h[rows] = self.tentative[rows, counts]
+        B, Q, _ = values.shape
+        if context.chunk is None:
+            rows, position = torch.arange(B), context.positions[:, 0]
+        else:
+            rows, position = context.chunk.row, torch.tensor([context.chunk.end - Q])
+        real = real_tokens(Q, context, values.device)
+        exists, first = real[:, 0].expand(B), self.first[rows]
+        accepted = (position + 1 - first).clamp(0, MAX_TENTATIVE)
+        is_pending = exists & (first > 0)
+        h = torch.where(is_pending[:, None], self.tentative[rows, accepted], self.h[rows])
+        states = [h]
+        for n in range(Q):
+            states.append(
+                torch.where(real[:, n : n + 1], DECAY * states[-1] + values[:, n], states[-1])
+            )
+        several = 1 < Q <= MAX_TENTATIVE
+        if several:
+            padded = torch.stack(states + [h] * (MAX_TENTATIVE - Q), dim=1)
+            self.tentative[rows] = torch.where(exists[:, None, None], padded, self.tentative[rows])
+        self.h[rows] = torch.where(exists[:, None], h if several else states[-1], self.h[rows])
+        self.first[rows] = torch.where(exists, position + 1 if several else 0, first)
+        return torch.stack(states[1:], dim=1)
 
     def recurrent(self, row: int) -> list[Tensor]:
-        return [self.h[row]]
+        return [self.h[row], self.tentative[row], self.first[row]]
 
     def row(self, row: int) -> list[Tensor]:
-        return [self.h[row].view(1, -1)]
+        return [part.view(1, -1) for part in self.recurrent(row)]
 
     def reset(self, row: int | None = None) -> None:
-        (self.h if row is None else self.h[row]).zero_()
+        for part in (self.h, self.tentative, self.first):
+            (part if row is None else part[row]).zero_()
 
     @property
     def nbytes(self) -> int:
@@ -229,7 +238,6 @@ def test_a_cache_implements_the_protocol(cache_class):
     k, v = cache.append(torch.ones(2, 2, 2, 4, 16, dtype=torch.bfloat16), context)
     assert k.shape == v.shape == (2, 4, 32, 16)
     assert k[1, :, 5:7].eq(1).all() and k[0, :, :2].eq(1).all()
-    cache.accept(torch.tensor([1, 0]))
     assert not cache.recurrent(0)
     assert cache.nbytes == sum(buffer.nbytes for buffer in cache.buffers()) > 0
     cache.reset()

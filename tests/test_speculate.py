@@ -132,8 +132,8 @@ def test_refused_drafts_in_the_cache_are_never_read(no_compiler, make, plain, co
     speculation = make("other", 5, compile=compiled)
     verify = speculation.verify
 
-    def verify_and_spoil(candidates: int, count: int) -> None:
-        verify(candidates, count)
+    def verify_and_spoil(count: int, candidates: int) -> None:
+        verify(count, candidates)
         for cache in speculation.states:
             cache.kv[:, :, :, int(speculation.position) - known :] = 1e3
 

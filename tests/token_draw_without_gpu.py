@@ -1,24 +1,28 @@
-"""Run and compile the kernels of ops/step/token_draw.py without a GPU; see kernels_without_gpu.py.
+"""Run and compile the kernels that choose tokens without a GPU; see kernels_without_gpu.py.
+
+They are those of ops/step/token_draw.py, and of ops/step/draft_check.py for passes.
 
     TRITON_INTERPRET=1 python tests/token_draw_without_gpu.py < INPUT    Triton's interpreter, CPU
     python tests/token_draw_without_gpu.py < INPUT    machine code for an H200, by Triton and ptxas
 
 INPUT is a JSON list of cases: "logits" (a name in LOGITS), "V", "groups", and a list of the
-arguments of `Sampling`, "rows". The interpreter's process prints for each case the tokens of plain
-PyTorch, those of the kernels, and whether the rest of the step's state is the same. The other
-prints counts of the machine code of each kernel.
+arguments of `Sampling`, "rows". For a pass one row, and "drafts", their number; "drawn": they have
+probabilities. The interpreter's process prints for each case the tokens of plain PyTorch, those of
+the kernels, and whether the rest of the step's state is the same; of several passes the results.
+The other prints counts of the machine code of each kernel.
 """
 
 import json
 import os
 import sys
-from functools import partial
 from unittest import mock
 
 import torch
 from torch import Tensor
 
-from ops.step import outbox, token_draw
+from ops.step import draft_check, outbox, token_draw
+from ops.step.draft_check import MOST
+from runtime import verification
 from runtime.sampling import MAX_CANDIDATES, Sampling, StepState, make_sample_step, sample
 from tests.interpreter_bounds import check_bounds
 from tests.kernels_without_gpu import OnCuda
@@ -102,13 +106,68 @@ def run(case: dict, device: str = "cpu") -> dict:
     return {"plain": tokens[0], "fused": tokens[1], "same": same}
 
 
+def run_pass(case: dict, device: str = "cpu") -> dict:
+    """Return the results of passes with likely and unlikely drafts, and whether states are same."""
+    sampling, N, V = Sampling(**case["rows"][0]), case["drafts"], case["V"]
+    logits, generator = LOGITS[case["logits"]](N + 1, V), torch.Generator().manual_seed(2)
+    found, same = ([], []), True
+    q = (logits + torch.randn(N + 1, V, generator=generator)).nan_to_num(0.0, 0.0, 0.0).softmax(-1)
+    q = q[:N].to(device) if case["drawn"] and N else None
+    order = logits.nan_to_num().argsort(descending=True, stable=True)
+    for seed in range(case.get("passes", 6)):
+        ranks = torch.randint(0, 3, (N,), generator=generator) * (seed % 3)  # 0: the likeliest
+        drafts = order[torch.arange(N), ranks][None].to(device)
+        seen = torch.rand(1, V, generator=generator.manual_seed(seed)) < 0.3
+        if seed == 5 and N:
+            drafts[0, N // 2] = -1  # a draft model's logits were not finite
+        states = []
+        for kernels in (False, True):
+            state = StepState(
+                token=torch.full((1, 1), 5),
+                position=torch.full((1, 1), 11 + seed),
+                last=torch.zeros(1, dtype=torch.int64),
+                seen=seen.clone(),
+                controls=sampling.controls(V).unsqueeze(0),
+                seeds=torch.tensor([seed]),
+            )
+            state = StepState(*(part.to(device) for part in state))
+            result = torch.full((MOST + 1,), 7, device=device)
+            begin, pdl = (draft_check if kernels else verification).begin_pass, logits.is_cuda
+            inputs = begin(state, drafts, *[pdl][:kernels])
+            candidates = sampling.candidates(V) and min(MAX_CANDIDATES, V)
+            if kernels:
+                with mock.patch.object(token_draw, "GROUPS", case["groups"]):
+                    own, stream = q if candidates else None, verification.ACCEPT_STREAM
+                    draft_check.verify_pass(
+                        state, logits.to(device), inputs[0], own, result, stream, pdl
+                    )
+            else:
+                given = logits.as_subclass(OnCuda) if device == "cpu" else logits.to(device)
+                verification.verify_pass(state, given, inputs[0], q, candidates, result)
+            states.append((*inputs, result, *state))
+        for tokens, state in zip(found, states, strict=True):
+            tokens.append(state[3].tolist())
+        same &= all(a.equal(b) for a, b in zip(*states, strict=True))
+    return {"plain": found[0], "fused": found[1], "same": same}
+
+
 def counts() -> dict:
     """Return spills and waits of each kernel's machine code, of 8 rows of Qwen3."""
     B, V = 8, 151936
     whole, seen = torch.zeros(B, dtype=torch.int64), torch.empty(B, V, dtype=torch.bool)
     tensors = torch.empty(B, V), seen, torch.empty(B, 5), *4 * [whole]
+    column = whole.view(-1, 1)
+    state = StepState(column, column, whole, *tensors[1:3], whole)
+    one, result = StepState(*(part[:1] for part in state)), torch.zeros(MOST + 1, dtype=torch.int64)
+
+    def launch_all() -> None:
+        token_draw.draw_tokens(*tensors)
+        passed, *_ = draft_check.begin_pass(one, whole[: B - 1].view(1, -1))
+        q = torch.empty(B - 1, V)
+        draft_check.verify_pass(one, tensors[0], passed, q, result, verification.ACCEPT_STREAM)
+
     found = {}
-    for name, code in launched_code(partial(token_draw.draw_tokens, *tensors)).items():
+    for name, code in launched_code(launch_all).items():
         sass = code.asm["sass"]
         found[name] = {"spills": sass.count("STL"), "waits": sass.count("ACQBULK")}
     return found
@@ -120,7 +179,8 @@ def main() -> int:
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if interpreted:
         check_bounds()
-    print(json.dumps([run(case) for case in cases] if interpreted else counts()))
+    result = [(run_pass if "drafts" in case else run)(case) for case in cases]
+    print(json.dumps(result if interpreted else counts()))
     return 0
 
 

@@ -10,23 +10,23 @@ channels of the convolution, W its width.
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model import Context, KVCache, Linear, RMSNorm, new_parameter
 from models.tensors import Recipes, copy_of
 from ops.attention.delta import delta_tokens, delta_tokens_supports
+from ops.attention.delta_pending import last_inputs, take_in_pending
 from ops.attention.delta_prompt import (
     causal_conv_silu,
     delta_gates,
     gated_delta_chunk,
     gated_rms_norm,
 )
-from ops.attention.delta_state import DeltaWeights, Kept
+from ops.attention.delta_state import DeltaWeights
 from ops.inductor import materialize
 from ops.plain.gated_delta import gated_delta_step
 
-MAX_TENTATIVE = 16  # tokens of one call that `accept` can still refuse
+MAX_TENTATIVE = 16  # tokens of one call that can still be refused
 
 
 class DeltaSizes(NamedTuple):
@@ -53,52 +53,51 @@ class DeltaInputs(NamedTuple):
     """What a layer appends for a call's tokens."""
 
     x: Tensor  # [B, Q, N], before the convolution
-    g: Tensor  # fp32 [B, Q, H], logarithm of the decay
-    beta: Tensor  # fp32 [B, Q, H], how far the state is corrected
-    weight: Tensor  # [N, W], of the convolution
+    ba: Tensor  # [B, Q, 2 H], what gives the gates
+    weights: DeltaWeights
 
 
 class DeltaState(nn.Module):
     """Each sequence's state and the last W - 1 inputs of its convolution, updated in place.
 
-    It implements the protocol of runtime/sequence_state.py. For `accept` it keeps the state before
-    the last call of several tokens, and that call's inputs: running the accepted ones again takes
-    less memory than a state after each.
+    It implements the protocol of runtime/sequence_state.py. Tokens of a call of 2 to MAX_TENTATIVE
+    are pending: the next call takes in those before its own position, from their inputs. A state
+    after each of them would be more memory.
     """
 
     def __init__(self, batch: int, sizes: DeltaSizes, like: Tensor):
         super().__init__()
         _, H, Ck, Cv, W = self.sizes = sizes
-        N, M = sizes.channels, MAX_TENTATIVE
-        shapes = {"state": (H, Ck, Cv), "before": (H, Ck, Cv), "g": (M, H), "beta": (M, H)}
-        shapes_like = {"window": (W - 1, N), "inputs": (W - 1 + M, N), "convolved": (M, N)}
-        for name, shape in (shapes | shapes_like).items():
-            dtype = like.dtype if name in shapes_like else torch.float32
-            buffer = torch.zeros(batch, *shape, dtype=dtype, device=like.device)
+        M, device = MAX_TENTATIVE, like.device
+        # `state`, then those of `Pending`.
+        buffers = {
+            "state": torch.zeros(batch, H, Ck, Cv, dtype=torch.float32, device=device),
+            "inputs": like.new_zeros(batch, W - 1 + M, sizes.channels),
+            "ba": like.new_zeros(batch, M, 2 * H),
+            "first": torch.zeros(batch, H, dtype=torch.int64, device=device),
+        }
+        for name, buffer in buffers.items():
             self.register_buffer(name, buffer, persistent=False)
-        # How many of the last call's tokens were real.
-        count = torch.zeros(batch, dtype=torch.int64, device=like.device)
-        self.register_buffer("count", count, persistent=False)
         # Scratch of `delta_tokens`: zeros between calls. No buffer, since it is no row's memory.
-        self.arrivals = torch.zeros(batch, sizes.key_heads, dtype=torch.int32, device=like.device)
+        self.arrivals = torch.zeros(batch, sizes.key_heads, dtype=torch.int32, device=device)
 
     def append(self, values: DeltaInputs, context: Context) -> Tensor:
         """Take in the call's real tokens; return what they read from the state, [B, Q, H, Cv].
 
         Fewer sequences than there are rows are the first ones.
         """
-        x, g, beta, weight = values
-        B, Q, _ = x.shape
-        row = None if context.chunk is None else context.chunk.row
-        # Several tokens read copies. AOTAutograd would copy the buffer `state` to `before` after
-        # `state` has changed; a clone does not help, since Inductor removes it.
+        (x, ba, weights), (B, Q, _), W = values, values.x.shape, self.sizes.width
+        row, position = call_place(context, B, Q, x.device)
         rows = torch.arange(B, device=x.device) if row is None else row
+        memory = self.state, self.pending(), [*weights]
+        take_in_pending(*memory, position, context.last, row, self.sizes.key_heads)
         count = torch.full((B,), Q, device=x.device) if context.last is None else context.last + 1
         real = (torch.arange(Q, device=x.device) < count.unsqueeze(1)).unsqueeze(-1)
+        g, beta = delta_gates(ba, weights.a_log, weights.dt_bias)
         g, beta = torch.where(real, g, 0.0), torch.where(real, beta, 0.0)  # padding does nothing
         is_step = Q == 1 and row is None
         window, state = (t[:B] if is_step else t[rows] for t in (self.window, self.state))
-        y, inputs = causal_conv_silu(x, window, weight), torch.cat((window, x), dim=1)
+        y, inputs = causal_conv_silu(x, window, weights.conv), torch.cat((window, x), dim=1)
         q, k, v = self.sizes.heads(y)
         if Q == 1:
             q, k, v, g, beta = (t.squeeze(1) for t in (q, k, v, g, beta))
@@ -106,38 +105,40 @@ class DeltaState(nn.Module):
             out = out.unsqueeze(1)
         else:
             out, after = gated_delta_chunk(q, k, v, g, beta, state)
-        new = {"state": after, "window": last_inputs(inputs, count, self.sizes.width - 1)}
         if 1 < Q <= MAX_TENTATIVE:
-            # `accept` may follow. It runs MAX_TENTATIVE tokens: g = beta = 0 makes more of these.
-            tokens = {"inputs": inputs, "convolved": y, "g": g, "beta": beta}
-            padded = {n: F.pad(t, (0, 0, 0, MAX_TENTATIVE - Q)) for n, t in tokens.items()}
-            new = {"before": state, "count": count} | padded | new
-        for name, value in new.items():
-            buffer = getattr(self, name)
-            if row is None:
-                buffer[:B].copy_(value)
-            else:
-                buffer.index_copy_(0, row, value)
+            self.keep_pending(rows, count, position, inputs, ba)
+            return out
+        moved = last_inputs(inputs, count, W - 1)
+        if is_step:
+            self.state[:B].copy_(after)
+            self.window[:B].copy_(moved)
+        else:
+            self.state.index_copy_(0, rows, after)
+            self.window.index_copy_(0, rows, moved)
         return out
 
-    def kept(self) -> Kept:
-        """Return the memory of `accept`."""
-        return Kept(self.before, self.inputs, self.convolved, self.g, self.beta, self.count)
+    def keep_pending(
+        self, rows: Tensor, count: Tensor, position: Tensor, inputs: Tensor, ba: Tensor
+    ) -> None:
+        """Make a call's tokens the pending ones. inputs [B, W - 1 + Q, N]; an idle row's stay."""
+        new = {"inputs": inputs, "ba": ba, "first": (position + 1).expand(-1, self.first.shape[1])}
+        for name, value in new.items():
+            buffer = getattr(self, name)[:, : value.shape[1]]
+            exists = (count > 0).view(-1, *[1] * (value.dim() - 1))
+            buffer.index_copy_(0, rows, torch.where(exists, value, buffer[rows]))
 
-    def accept(self, counts: Tensor) -> None:
-        """Keep the first counts [B] of each row's tokens in the last call of several tokens."""
-        B = len(counts)
-        counts = torch.minimum(counts, self.count[:B])
-        index = torch.arange(MAX_TENTATIVE, device=counts.device)
-        kept = (index < counts.unsqueeze(1)).unsqueeze(-1)
-        g, beta = torch.where(kept, self.g[:B], 0.0), torch.where(kept, self.beta[:B], 0.0)
-        q, k, v = self.sizes.heads(self.convolved[:B])
-        self.state[:B].copy_(gated_delta_chunk(q, k, v, g, beta, self.before[:B])[1])
-        self.window[:B].copy_(last_inputs(self.inputs[:B], counts, self.sizes.width - 1))
+    def pending(self) -> list[Tensor]:
+        """Return the pending tokens, in the order of `Pending`."""
+        return [getattr(self, name) for name in ("inputs", "ba", "first")]
+
+    @property
+    def window(self) -> Tensor:
+        """The last inputs that the state has taken in, [batch, W - 1, N]."""
+        return self.inputs[:, : self.sizes.width - 1]
 
     def recurrent(self, row: int) -> list[Tensor]:
-        """Return a row's state and window."""
-        return [self.state[row], self.window[row]]
+        """Return a row's state, with its pending tokens."""
+        return [buffer[row] for buffer in self.buffers()]
 
     def row(self, row: int) -> list[Tensor]:
         """Return a row's memory as views [1, all values]."""
@@ -153,10 +154,13 @@ class DeltaState(nn.Module):
         return sum(buffer.nbytes for buffer in self.buffers())
 
 
-def last_inputs(inputs: Tensor, count: Tensor, length: int) -> Tensor:
-    """inputs [B, length + Q, N] -> the `length` of them that end after the first count [B] of Q."""
-    index = count.unsqueeze(1) + torch.arange(length, device=inputs.device)
-    return inputs.gather(1, index.unsqueeze(-1).expand(-1, -1, inputs.shape[-1]))
+def call_place(
+    context: Context, B: int, Q: int, device: torch.device
+) -> tuple[Tensor | None, Tensor]:
+    """Return the row of a chunk or None, and the positions where the sequences begin, [B, 1]."""
+    if context.chunk is None:
+        return None, context.positions[:, :1]
+    return context.chunk.row, torch.full((B, 1), context.chunk.end - Q, device=device)
 
 
 class Convolution(nn.Module):
@@ -220,17 +224,16 @@ class DeltaNet(nn.Module):
                 qkvz,
                 ba,
                 memory.state,
-                memory.window,
+                memory.pending(),
                 [*self.weights()],
+                context.positions,
                 context.last,
                 memory.arrivals,
-                [*memory.kept()],
                 self.sizes.key_heads,
                 self.norm.eps,
             )
         x, gate = qkvz.split((self.sizes.channels, H * Cv), dim=-1)
-        g, beta = delta_gates(ba, self.a_log, self.dt_bias)
-        y = memory.append(DeltaInputs(x, g, beta, self.conv.weight), context)
+        y = memory.append(DeltaInputs(x, ba, self.weights()), context)
         gate = gate.unflatten(-1, (H, Cv))
         return gated_rms_norm(y, gate, self.norm.weight, self.norm.eps).to(qkvz.dtype).flatten(2)
 

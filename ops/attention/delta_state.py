@@ -24,15 +24,16 @@ class DeltaWeights(NamedTuple):
     norm: Tensor  # [Cv]
 
 
-class Kept(NamedTuple):
-    """What several tokens leave for `DeltaState.accept`."""
+class Pending(NamedTuple):
+    """What a sequence's state has not taken in: the tokens of its last call, if they were several.
 
-    before: Tensor  # fp32 [B, H, Ck, Cv], the state before the call
-    inputs: Tensor  # [B, W - 1 + M, N], the window before the call, then the tokens' inputs
-    convolved: Tensor  # [B, M, N]
-    g: Tensor  # fp32 [B, M, H], logarithm of the decay; 0 for tokens that are not real
-    beta: Tensor  # fp32 [B, M, H], how far the state is corrected; 0 for tokens that are not real
-    count: Tensor  # int64 [B], how many tokens are real
+    The position of the next call tells how many of them were accepted.
+    """
+
+    inputs: Tensor  # [B, W - 1 + M, N]: the state's last inputs, then those of the pending tokens
+    ba: Tensor  # [B, M, 2 H], what gives the pending tokens' gates
+    first: Tensor  # int64 [B, H]: 1 + the first pending token's position, 0 for none; equal
+    row: Tensor | None = None  # int64 [B]: the rows of a call's sequences; None: the first
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class DeltaSettings:
     value_dim: int
     width: int
     eps: float  # the gated norm's
-    tokens: int
+    is_one: bool  # a call has one token
     most: int  # M
     row: int  # numbers from one token's qkvz to the next one's
     ba_row: int
@@ -62,12 +63,12 @@ class DeltaSettings:
 
     @property
     def warps(self) -> int:
-        return 8 if self.tokens == 1 else 4
+        return 8 if self.is_one else 4
 
     @property
     def columns(self) -> int:
         """Columns of the state in a program."""
-        return self.value_dim if self.tokens == 1 else min(COLUMNS, self.value_dim)
+        return self.value_dim if self.is_one else min(COLUMNS, self.value_dim)
 
     @property
     def warp_columns(self) -> int:
@@ -84,11 +85,11 @@ class DeltaSettings:
     @property
     def copies(self) -> int:
         """Copies of q and k that give each thread of `_update_token` one of their numbers."""
-        return 1 if self.tokens > 1 or 2 * self.key_dim >= 32 * self.warps else 2
+        return 1 if not self.is_one or 2 * self.key_dim >= 32 * self.warps else 2
 
     @property
-    def padded_tokens(self) -> int:
-        return triton.next_power_of_2(self.tokens)
+    def padded_heads(self) -> int:
+        return triton.next_power_of_2(self.heads)
 
 
 def fit_tiles(*sizes: int) -> bool:

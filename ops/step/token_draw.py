@@ -9,6 +9,9 @@ the order of keys is the order of `shortlist`, ties included.
 
 A group may have more of the top_k largest keys than it keeps. Then its last one is among them, and
 `draw` searches the whole vocabulary instead: exact, but one program takes about 1 ms for it.
+
+Rows are sequences, or (ops/step/draft_check.py) the tokens of one sequence's pass, which share
+controls and `seen`: row i has also seen the pass's tokens up to i.
 """
 
 from __future__ import annotations  # annotations of kernels name triton, which may be absent
@@ -30,7 +33,7 @@ RANKED = 8  # keys whose rank a program counts
 
 @dataclass(frozen=True)
 class Draw:
-    """Settings of the three kernels. A row has `controls`, and GROUPS * KEPT keys in `best`."""
+    """Settings of the kernels. A row has GROUPS * KEPT keys in `best`."""
 
     V: int  # vocabulary
     groups: int
@@ -39,12 +42,17 @@ class Draw:
     ranked: int = RANKED
     top: int = TOP
     chunk: int = 1024  # tokens of a step of the search in the whole vocabulary
-    controls: int = 5  # a row's: temperature, top_k, top_p, min_p, penalty
+    controls: int = 5  # a row's: temperature, top_k, top_p, min_p, penalty; 0: rows share them
 
     @property
     def size(self) -> int:
         """Tokens of a group, rounded up to a power of two."""
         return triton.next_power_of_2(triton.cdiv(self.V, self.groups * self.run) * self.run)
+
+    @property
+    def seen(self) -> int:
+        """Numbers from one row's `seen` to the next one's."""
+        return self.V if self.controls else 0
 
     @property
     def keys(self) -> int:
@@ -61,11 +69,18 @@ class Draw:
 
 
 @jit
-def _edited_logits(logits, seen, penalty, token, inside):
-    """Load logits, those of tokens in `seen` penalized (`sampling.penalize`); NaN becomes inf."""
+def _edited_logits(source, token, inside):
+    """Load logits, those of seen tokens penalized (`sampling.penalize`); NaN becomes inf.
+
+    source: a row's logits and `seen`, its penalty, a pass's tokens or None, how many of them count.
+    """
+    logits, seen, penalty, passed, count = source
     x = tl.load(logits + token, mask=inside, other=0.0)
     if penalty != 1.0:
         marked = tl.load(seen + token, mask=inside, other=0) != 0
+        if passed is not None:
+            for n in range(count):
+                marked |= token == tl.load(passed + n)
         x = tl.where(marked, tl.where(x > 0.0, tl.math.div_rn(x, penalty), x * penalty), x)
     return tl.where(x == x, x, float("inf"))
 
@@ -89,7 +104,9 @@ def _token_of(key):
 # Grid [GROUPS, B], one warp a program: a group's KEPT largest keys, one maximum each. The first
 # program clears what `_rank` writes.
 @jit
-def _find_best(logits, seen, controls, best, ordered, crowded, s: tl.constexpr, PDL: tl.constexpr):
+def _find_best(
+    logits, seen, passed, controls, best, ordered, crowded, s: tl.constexpr, PDL: tl.constexpr
+):
     V: tl.constexpr = s.V
     GROUPS: tl.constexpr = s.groups
     KEPT: tl.constexpr = s.kept
@@ -101,7 +118,8 @@ def _find_best(logits, seen, controls, best, ordered, crowded, s: tl.constexpr, 
     token = (at // RUN * GROUPS + group) * RUN + at % RUN
     penalty = tl.load(controls + row * s.controls + 4)
     await_previous(PDL)
-    x = _edited_logits(logits + row * V, seen + row * V, penalty, token, token < V)
+    source = logits + row * V, seen + row * s.seen, penalty, passed, row + 1
+    x = _edited_logits(source, token, token < V)
     bits = tl.where(token < V, ordered_bits(x), -(2**31))
     best += row * KEPT * GROUPS + group
     for n in tl.static_range(KEPT):
@@ -146,11 +164,11 @@ def _rank(controls, best, ordered, crowded, s: tl.constexpr, PDL: tl.constexpr):
 
 @jit
 def _vocabulary_keys(source, start, s: tl.constexpr):
-    """Return the keys of CHUNK tokens. source: logits and seen of a row, and its penalty."""
+    """Return the keys of CHUNK tokens. source: as of `_edited_logits`."""
     V: tl.constexpr = s.V
     CHUNK: tl.constexpr = s.chunk
     token = start + tl.arange(0, CHUNK)
-    x = _edited_logits(source[0], source[1], source[2], token, token < V)
+    x = _edited_logits(source, token, token < V)
     return tl.where(token < V, _key(ordered_bits(x), token), -(2**63))
 
 
@@ -163,11 +181,24 @@ def _scramble(x):
 
 
 @jit
-def _exponential(noise_key, token):
+def noise_key(seed, position, stream):
+    """Return the key of a sequence's noise at a position, of which `uniform` makes numbers."""
+    key = _scramble(seed.to(tl.uint64) ^ stream)
+    return _scramble(key + position.to(tl.uint64) * 0x9E3779B97F4A7C15)
+
+
+@jit
+def uniform(key, index):
+    """`sampling.uniform`. key: of `noise_key`."""
+    bits = (_scramble(key ^ index.to(tl.uint64)) >> 32).to(tl.uint32)
+    return tl.minimum((bits.to(tl.float32) + 0.5) * 2.0**-32, 1.0 - 2.0**-24)
+
+
+@jit
+def exponential(key, index):
     """`sampling.exponential`: -log1p(-u). Triton has no log1p; that of the rounded 1 - u is
     corrected (Goldberg 1991, theorem 4)."""
-    bits = (_scramble(noise_key ^ token.to(tl.uint64)) >> 32).to(tl.uint32)
-    u = tl.minimum((bits.to(tl.float32) + 0.5) * 2.0**-32, 1.0 - 2.0**-24)
+    u = uniform(key, index)
     rest = 1.0 - u
     return tl.where(rest == 1.0, u, u * tl.log(rest) / tl.where(rest == 1.0, 1.0, rest - 1.0))
 
@@ -212,6 +243,45 @@ def _search(top_k, source, ordered, s: tl.constexpr):
     tl.debug_barrier()
 
 
+@jit
+def load_controls(controls, s: tl.constexpr):
+    """Return a row's temperature, top_k, top_p and min_p."""
+    top_k = tl.minimum(tl.load(controls + 1), s.max_top_k)
+    return tl.load(controls), top_k, tl.load(controls + 2), tl.load(controls + 3)
+
+
+@jit
+def weigh(source, rules, ordered, crowded, s: tl.constexpr):
+    """Return TOP candidates, their weights, and whether the row's largest logit is finite.
+
+    Weights are proportional to the probabilities; excluded candidates have 0. source: as of
+    `_edited_logits`. rules: as of `load_controls`. ordered, crowded: of this row.
+    """
+    temperature, top_k, top_p, min_p = rules
+    at = tl.arange(0, s.top)
+    key = tl.load(ordered + at, cache_modifier=".cg")
+    if tl.load(crowded, cache_modifier=".cg") != 0:
+        _search(top_k.to(tl.int32), source, ordered, s)
+        key = tl.load(ordered + at, cache_modifier=".cg")
+    logit, largest = _logit_of(key), _logit_of(tl.max(key, 0))
+    # Probabilities, as multiples of the largest one.
+    weight = tl.where(at < top_k, tl.exp((logit - largest) / temperature), 0.0)
+    if top_p < 1.0:
+        before = tl.cumsum(weight, 0) - weight
+        weight = tl.where(before < top_p * tl.sum(weight, 0), weight, 0.0)
+    finite = tl.abs(largest) < float("inf")
+    return _token_of(key), tl.where(weight >= min_p, weight, 0.0), finite
+
+
+@jit
+def pick(score, candidates, finite, s: tl.constexpr):
+    """Return the candidate with the largest score, the first of equal ones; NOT_FINITE: -1."""
+    at = tl.arange(0, s.top)
+    first = tl.min(tl.where(score == tl.max(score, 0), at, s.top), 0)
+    number = tl.max(tl.where(at == tl.where(finite, first, 0), candidates, 0), 0)
+    return tl.where(finite, number, -1).to(tl.int64)
+
+
 # Grid [B].
 @jit
 def _draw(
@@ -229,38 +299,18 @@ def _draw(
 ):
     V: tl.constexpr = s.V
     TOP: tl.constexpr = s.top
-    row, at = tl.program_id(0), tl.arange(0, TOP)
-    logits += row * V
-    seen += row * V
-    ordered += row * 2 * TOP
-    temperature = tl.load(controls + row * s.controls)
-    top_k = tl.minimum(tl.load(controls + row * s.controls + 1), s.max_top_k)
-    top_p, min_p = (
-        tl.load(controls + row * s.controls + 2),
-        tl.load(controls + row * s.controls + 3),
-    )
-    source = logits, seen, tl.load(controls + row * s.controls + 4)
+    row = tl.program_id(0)
+    seen += row * s.seen
+    controls += row * s.controls
+    rules = load_controls(controls, s)
+    source = logits + row * V, seen, tl.load(controls + 4), None, 0
     place, tokens = tl.load(position + row), tl.load(last + row) + 1
-    noise_key = _scramble(tl.load(seeds + row).to(tl.uint64))
-    noise_key = _scramble(noise_key + place.to(tl.uint64) * 0x9E3779B97F4A7C15)
+    key = noise_key(tl.load(seeds + row), place, 0)
     await_previous(PDL)
-    key = tl.load(ordered + at, cache_modifier=".cg")
-    if tl.load(crowded + row, cache_modifier=".cg") != 0:
-        _search(top_k.to(tl.int32), source, ordered, s)
-        key = tl.load(ordered + at, cache_modifier=".cg")
-    logit, chosen = _logit_of(key), _token_of(key)
-    largest = _logit_of(tl.max(key, 0))
-    # Probabilities, as multiples of the largest one.
-    weight = tl.where(at < top_k, tl.exp((logit - largest) / temperature), 0.0)
-    if top_p < 1.0:
-        before = tl.cumsum(weight, 0) - weight
-        weight = tl.where(before < top_p * tl.sum(weight, 0), weight, 0.0)
-    draw = weight / _exponential(noise_key, chosen)
-    draw = tl.where((weight >= min_p) & (weight > 0.0), draw, -1.0)
-    first = tl.min(tl.where(draw == tl.max(draw, 0), at, TOP), 0)
-    finite = tl.abs(largest) < float("inf")
-    number = tl.max(tl.where(at == tl.where(finite, first, 0), chosen, 0), 0)
-    tl.store(token + row, tl.where(finite, number, -1).to(tl.int64))
+    candidates, weight, finite = weigh(source, rules, ordered + row * 2 * TOP, crowded + row, s)
+    score = tl.where(weight > 0.0, weight / exponential(key, candidates), -1.0)
+    number = pick(score, candidates, finite, s)
+    tl.store(token + row, number)
     tl.store(position + row, place + tokens)
     tl.store(seen + tl.where(finite, number, V - 1), True)
 
@@ -288,11 +338,28 @@ def draw_tokens(
     if seen.shape != logits.shape or len(controls) != B:
         raise ValueError(f"logits {list(logits.shape)} with seen {list(seen.shape)}")
     s, logits = Draw(V, GROUPS), logits.contiguous()
-    best = torch.empty(B, s.keys, dtype=torch.int64, device=logits.device)
-    ordered = torch.empty(B, 2, TOP, dtype=torch.int64, device=logits.device)
-    crowded = torch.empty(B, dtype=torch.int32, device=logits.device)
-    found = controls, best, ordered, crowded
-    launch(_find_best, (GROUPS, B), logits, seen, *found, settings=s, warps=1, pdl=pdl)
-    launch(_rank, (s.keys // RANKED, B), *found, settings=s, pdl=pdl)
+    ordered, crowded = order_largest(logits, seen, None, controls, s, pdl)
     state = controls, seeds, position, last, ordered, crowded, token
     launch(_draw, (B,), logits, seen, *state, settings=s, pdl=pdl)
+
+
+def order_largest(
+    logits: Tensor,
+    seen: Tensor,
+    passed: Tensor | None,
+    controls: Tensor,
+    s: Draw,
+    pdl: bool | None,
+) -> tuple[Tensor, Tensor]:
+    """Return the keys of each row's TOP largest logits in order [B, 2, TOP], and `crowded` [B].
+
+    passed int64 [B]: a pass's tokens; None: rows are sequences. The second TOP keys are scratch.
+    """
+    B, device = len(logits), logits.device
+    best = torch.empty(B, s.keys, dtype=torch.int64, device=device)
+    ordered = torch.empty(B, 2, TOP, dtype=torch.int64, device=device)
+    crowded = torch.empty(B, dtype=torch.int32, device=device)
+    found = controls, best, ordered, crowded
+    launch(_find_best, (s.groups, B), logits, seen, passed, *found, settings=s, warps=1, pdl=pdl)
+    launch(_rank, (s.keys // RANKED, B), *found, settings=s, pdl=pdl)
+    return ordered, crowded
