@@ -49,7 +49,7 @@ import tp
 from checkpoint import FORMAT_VERSION, Checkpoint
 from formats.kv_cache import KV_CACHES
 from formats.quantizer import DTYPES
-from memory.commands import offload_settings, plan_generation
+from memory.commands import offload_settings, plan_generation, uses_head
 from model import Transformer
 from models import args_of_checkpoint
 from models.converter import convert
@@ -57,7 +57,14 @@ from offload.experts import COUNTERS, expert_counters
 from parallel import process_group
 from parallel.heartbeat import fail, leave
 from runtime.draft_vocab import DRAFT_VOCAB, part_of_head
-from runtime.loading import check_decode_kernels, load_model, stored_dtype
+from runtime.loading import (
+    check_decode_kernels,
+    head_source,
+    load_head,
+    load_model,
+    stored_dtype,
+)
+from runtime.mtp import check_mtp_drafts
 from runtime.sampling import Sampling
 from runtime.session import Session, SessionOptions
 from runtime.speculation import DRAFT_TOKENS, Speculation, check_drafting
@@ -344,6 +351,9 @@ def prepare_session(
     drafts = DRAFT_TOKENS if options.draft_tokens is None else options.draft_tokens
     draft_args = drafter and args_of_checkpoint(drafter)
     check_drafting(drafts, args_of_checkpoint(checkpoint), draft_args)
+    if uses_head(options, checkpoint):
+        check_mtp_drafts(drafts)
+        head_source(checkpoint)  # raises if there is none
     process_group.check_agreement(vars(options), checkpoint)
     batch = min(options.batch_size, prompts) or 1 if kind == "off" else 1
     plan_generation(options, checkpoint, drafter, device, length, batch, longest)
@@ -355,11 +365,14 @@ def prepare_session(
     if draft:
         ids = load_tokenizer(checkpoint.directory).frequent_ids(options.draft_vocab or DRAFT_VOCAB)
         draft.head = part_of_head(draft.head, ids, draft.args.vocab_size)
-    return Speculation(session, drafts, draft, auto=kind == "auto")
+    head = None
+    if uses_head(options, checkpoint):
+        head = load_head(checkpoint, session.model, dtype, options.parallel)
+    return Speculation(session, drafts, draft, head, auto=kind == "auto")
 
 
 def choose_speculation(options: argparse.Namespace, device: torch.device, prompts: int) -> str:
-    """Return how drafts are made: off, auto, or a fixed number of them by "lookup" or "model".
+    """Return how drafts are made: off, auto, or always by "lookup", "mtp" or "model".
 
     The default is auto where that cannot slow an answer down. It is for one sequence. Offloaded
     experts are left out: those of drafts evict others. A compiled step on a CPU is, too: each

@@ -23,7 +23,7 @@ DEFAULT_PROMPT = "def read_lines(path):"
 DEFAULT_NEW_TOKENS = 200
 DRAFT_TOKENS = 4
 DRAFT_VOCAB = 32_768
-SPECULATE = "auto", "lookup", "off"
+SPECULATE = "auto", "lookup", "mtp", "off"
 MAX_SAMPLES = 100_000
 SAMPLING = {  # option: default
     "temperature": 0.8,
@@ -60,8 +60,9 @@ def build_parser() -> Parser:
     add_disk_options(parser)
     parser.begin_group("speculative decoding", "draft tokens, and verify several in one pass")
     sources = (
-        "lookup: draft from the text so far; auto: draft where that is measured to be faster; "
-        "default: auto, with one sequence on one device and without --offload"
+        "lookup: draft from the text so far; mtp: by the model's head for multi-token prediction; "
+        "auto: by both where that is measured to be faster; default: auto without the head, with "
+        "one sequence on one device and without --offload"
     )
     parser.add_argument("--speculate", choices=SPECULATE, help=sources)
     parser.add_path("--draft_checkpoint_path", "draft with this smaller model")
@@ -158,7 +159,7 @@ def check_drafts(options: argparse.Namespace) -> None:
         names = f"--speculate {kind} and --draft_checkpoint_path"
         raise ValueError(f"{names} do not go together: leave one of them out")
     if options.draft_tokens is not None and not draft and kind in (None, "off"):
-        fix = "add --speculate auto or lookup, or --draft_checkpoint_path"
+        fix = "add --speculate auto, lookup or mtp, or --draft_checkpoint_path"
         raise ValueError(f"--draft_tokens needs a source of drafts: {fix}")
     check_counts(options, "draft_vocab")
     if options.draft_vocab is not None and not draft:

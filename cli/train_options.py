@@ -43,6 +43,7 @@ def build_parser() -> Parser:
         (
             "python scripts/train_tiny_moe.py --output_dir new/tiny-moe",
             "python scripts/train_tiny_moe.py --output_dir /tmp/smoke --smoke --force",
+            "python scripts/train_tiny_moe.py --head new/tiny-hybrid --steps 400 --lr 0.002",
         ),
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
@@ -51,6 +52,8 @@ def build_parser() -> Parser:
     parser.add_flag("--force", "replace the folder if it exists")
     add("--smoke", action="store_true", help="a reproducible run of seconds on the CPU")
     add("--family", choices=FAMILIES, default="mixtral", help="transformers' model type")
+    head = "train a head for multi-token prediction for the model in this folder, and add it there"
+    add("--head", type=Path, metavar="DIR", help=head)
     add("--stdlib", type=Path, default=sysconfig.get_path("stdlib"), help="Python's library")
     add("--stdlib_version", help="its Python version, such as 3.11.7; required with --stdlib")
     add("--tokenizer", type=Path, help="a tokenizer.model that this script wrote for the same text")

@@ -4,7 +4,9 @@ A checkpoint's "format" is {"name", "dtype", "modules": {module: {"format", "gro
 "modules" nothing is packed. Functions here take the model that it belongs to, on the meta device.
 """
 
+import re
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -22,6 +24,8 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 PACK_CHUNK = 1 << 22  # weights packed at a time: 150 MB in fp32, with the solver's temporaries
 SUGGESTED_GROUPS = 8, 16, 32, 64, 128, 256
 NEVER_PACKED = ".router", ".shared_gate", ".wba"
+# A head for multi-token prediction: its key in "format", and the prefix of its tensors.
+MTP = "mtp"
 
 # Planning -----------------------------------------------------------------------------------------
 
@@ -110,6 +114,34 @@ def suggest_groups(grouped: list[tuple[Format, int]]) -> str:
     if not grouped or not fitting:
         return "choose other formats"
     return f"--group_size {' or '.join(fitting)} would do"
+
+
+def add_head(format: dict, names: Iterable[str]) -> dict:
+    """Return a checkpoint's "format" with that of its head for multi-token prediction, if any.
+
+    names: the checkpoint's tensors. The head's modules get the formats of the model's layers.
+    """
+    paths = [name.removeprefix(f"{MTP}.") for name in names if name.startswith(f"{MTP}.")]
+    if not paths:
+        return format
+    specs = {re.sub(r"^layers\.\d+\.", "", p): spec for p, spec in format["modules"].items()}
+    # `fc` has rows of two times D: any group of rows of D divides them.
+    widths = (specs.get(name) for name in ("attention.wqkv", "ffn.experts.w13"))
+    modules = {
+        path: specs[key]
+        for path in (name.removesuffix(".weight") for name in paths)
+        if (key := path.removeprefix("layers.0.")) in specs
+    }
+    if spec := next(filter(None, widths), None):
+        modules["fc"] = spec
+    head = {"name": format["name"], "dtype": format["dtype"], "modules": modules}
+    return format | {MTP: head}
+
+
+def modules_by_tensor(format: dict) -> dict[str, dict]:
+    """Return the packed modules of a "format", a head's under the names of their tensors."""
+    head = format.get(MTP, {}).get("modules", {})
+    return format["modules"] | {f"{MTP}.{path}": spec for path, spec in head.items()}
 
 
 # Packing a model ----------------------------------------------------------------------------------
@@ -207,16 +239,18 @@ def quantize(
         raise ValueError(f"{target} is what is to be quantized: name another --output_dir")
     sizes = {name: source.nbytes(name) for name in source.tensors}
     pack_modules(model, format)
+    format = add_head(format, source.tensors)
     show = dict(desc="quantize", unit="B", unit_scale=True, file=sys.stderr, disable=not progress)
     with (
         Writer(target, source.args, format, force) as writer,
         tqdm(total=sum(sizes.values()), **show) as bar,
     ):
         writer.reserve(packed_bytes(model, format, sizes))
+        modules = modules_by_tensor(format)
         for file, names in source.by_file().items():
             tensors = {}
             for name in names:
-                tensors |= pack_tensor(source, name, format["modules"], device, iterations)
+                tensors |= pack_tensor(source, name, modules, device, iterations)
                 bar.update(sizes[name])
             writer.write(file, tensors)
         for path in source.side_files():
@@ -272,13 +306,14 @@ def pack_tensor(
 
 
 def bits_per_weight(checkpoint: Checkpoint, model: Transformer) -> tuple[float, float]:
-    """Return bits a weight, scales included: of the packed weights, and of the whole checkpoint.
+    """Return bits a weight, scales included: of the packed weights, and of all of the model's.
 
     model: of the checkpoint's args, on the meta device, with nothing packed.
     """
     modules = checkpoint.format["modules"]
     weights = sum(model.get_submodule(path).weight.numel() for path in modules)
-    sizes = {name: 8 * checkpoint.nbytes(name) for name in checkpoint.tensors}
+    names = [name for name in checkpoint.tensors if not name.startswith(f"{MTP}.")]
+    sizes = {name: 8 * checkpoint.nbytes(name) for name in names}
     packed = sum(
         size
         for name, size in sizes.items()

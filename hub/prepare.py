@@ -24,7 +24,9 @@ from cli.model_name import PLAIN, ModelName, check_format, parse_model_name
 from cli.resumable import ResumableDirectory, remove_partial
 from cli.staging import remove
 from formats.quantizer import (
+    add_head,
     formats_of_mode,
+    modules_by_tensor,
     pack_modules,
     pack_tensor,
     packed_bytes,
@@ -305,7 +307,8 @@ class Fetch:
         chosen = choose_format(self.conversion.args, published["name"])
         if chosen and "modules" in published:
             raise ValueError(f"{self.name} is quantized already ({published['name']})")
-        return chosen or published
+        names = [name for recipes in self.conversion.plan.files.values() for name in recipes]
+        return add_head(chosen, names) if chosen else published
 
     def order_files(self, files: list[str]) -> None:
         """Order our files by the last of theirs that they need, and tell when each was used last.
@@ -399,7 +402,7 @@ class Fetch:
         if self.format is self.conversion.format:
             return values
         source, packed = Assembled(names, values), {}
-        modules, settings = self.format["modules"], self.settings
+        modules, settings = modules_by_tensor(self.format), self.settings
         for name in list(values):
             packed |= pack_tensor(source, name, modules, settings.device, settings.iterations)
             del values[name]

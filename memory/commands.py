@@ -10,15 +10,18 @@ import torch
 from cli.model_name import PUBLISHED
 from cli.options import parse_size
 from formats.kv_cache import KV_CACHES
+from formats.packed import weight_bytes
 from formats.quantizer import DTYPES
 from hub.disk import SOURCE, read
 from memory.advice import Levers, advise
 from memory.plan import GB, Memory, ModelSizes, Setup, fit, session_bytes
 from model import ModelArgs
 from models import args_of_checkpoint, build_model
+from models.multi_token import MTP
 from offload.plan import OffloadSettings
 from ops.plain.attention import BLOCK
 from parallel import process_group
+from runtime.loading import head_source, shared_parameters
 from runtime.memory import (
     LEAST_CONTEXT,
     Capacity,
@@ -27,6 +30,7 @@ from runtime.memory import (
     free_gpu_memory,
     free_host_memory,
 )
+from runtime.mtp import RING
 
 log = logging.getLogger("moe_fast")
 
@@ -106,6 +110,9 @@ def plan_generation(
     source, drafter: checkpoints, or None for the latter. longest: tokens of the longest prompt.
     """
     dtype, extra = DTYPES.get(options.dtype), 0
+    if uses_head(options, source):
+        head = sizes_of(head_source(source), dtype, options.parallel)
+        extra = head_bytes(head, length, options.kv_cache, options.prefill_chunk)
     if drafter:
         draft = sizes_of(drafter, dtype, options.parallel)
         extra = draft.weights + draft.cache(1, length, options.kv_cache)
@@ -122,6 +129,26 @@ def plan_generation(
     )
     levers = generation_levers(options, source, device, longest)
     lower_gpu_memory(options, plan_session(setup, device, levers))
+
+
+def uses_head(options: argparse.Namespace, source) -> bool:
+    """Whether a checkpoint's head for multi-token prediction drafts.
+
+    --speculate auto takes one that is there. The default does not: a head takes memory.
+    """
+    takes = options.speculate == "auto" and not options.draft_checkpoint_path
+    return options.speculate == "mtp" or (takes and MTP in source.format)
+
+
+def head_bytes(sizes: ModelSizes, length: int, kv_cache: str, chunk: int) -> int:
+    """Return the bytes of a head for multi-token prediction: those that its model does not have.
+
+    chunk: tokens of a prompt that run at once. The hidden states of as many are kept, and those of
+    RING steps.
+    """
+    own = weight_bytes(sizes.model, sizes.dtype, shared_parameters(sizes.model))
+    hidden = (RING + min(chunk, length + BLOCK)) * sizes.args.dim * sizes.dtype.itemsize
+    return own + sizes.cache(1, length, kv_cache) + hidden
 
 
 def plan_server(options: argparse.Namespace, source, device: torch.device, least: int) -> Capacity:

@@ -6,7 +6,7 @@ from formats.quantizer import DTYPES
 from model import ModelArgs, Transformer
 from models.config import MAX_INTEGER, MAX_INTEGERS, MAX_NUMBER
 from models.deepseek import DeepseekV2, DeepseekV3
-from models.family import Family
+from models.family import HEAD_SUFFIX, Family
 from models.gemma4 import Gemma4, Gemma4Text
 from models.glm4_moe import Glm4Moe
 from models.glm4_moe_lite import Glm4MoeLite
@@ -14,6 +14,7 @@ from models.gpt_oss import GptOss
 from models.granitemoe import GraniteMoe
 from models.legacy import args_of_version_one
 from models.mixtral import Mixtral
+from models.multi_token import head_family
 from models.olmoe import Olmoe
 from models.phimoe import Phimoe
 from models.qwen2_moe import Qwen2Moe
@@ -69,12 +70,21 @@ def family_of(args: ModelArgs) -> Family:
 
 
 def family_named(name: str) -> Family:
-    """Return the family of this name. Raises ValueError for an unknown one."""
+    """Return the family of this name, or of its heads. Raises ValueError for an unknown one."""
+    base = name.removesuffix(HEAD_SUFFIX)
     for family in FAMILIES.values():
-        if family.name == name:
-            return family
+        if family.name == base:
+            return family if name == base else head_family(family)
     known = ", ".join(family.name for family in FAMILIES.values())
     raise ValueError(f"family {name!r} is not supported; supported are {known}")
+
+
+def head_args(args: ModelArgs) -> ModelArgs:
+    """Return the args of the head for multi-token prediction that a model of these args may have.
+
+    They describe a model of one layer (models/multi_token.py).
+    """
+    return family_of(args).head_args(args)
 
 
 def args_from_hf(config: dict) -> ModelArgs:

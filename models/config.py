@@ -343,7 +343,7 @@ def common_fields(c: HFConfig) -> dict:
     if has_dense_layers(c.family):
         fields |= dense_fields(c)
     if "n_shared_experts" in c.family.defaults:
-        c.count("num_nextn_predict_layers")  # the converter leaves these layers out
+        c.count("num_nextn_predict_layers")  # heads for multi-token prediction
         fields["shared_intermediate"] = c.count("n_shared_experts") * fields["intermediate"]
     return {"family": c.family.name} | fields
 

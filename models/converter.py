@@ -27,25 +27,22 @@ from checkpoint import (
     read_json,
 )
 from formats import FORMATS
+from formats.quantizer import MTP
 from formats.words import bytes_to_words
 from model import ModelArgs
 from models import args_from_hf, family_of_config
 from models.family import Family, PublishedLayout
+from models.multi_token import head_recipes
+from models.published_tensors import PLAIN_DTYPES, SCALE, PublishedTensors
 from models.tensors import WHOLE, Recipe, Recipes
 from tokenizer import load_tokenizer
 
 DOWNLOAD = "python scripts/download.py --repo_id OWNER/NAME"
-PLAIN_DTYPES = torch.bfloat16, torch.float16, torch.float32
-NOT_PLAIN = "; only bf16, fp16 and fp32 are converted, and fp8 and mxfp4 where the config says so"
-WRONG_DTYPE = {  # keys: the dtype that is due
-    torch.float8_e4m3fn: " beside others in fp8, of which one weight is made; fetch its file again",
-    torch.uint8: " where uint8 belongs; fetch its file again",
-}
-SCALE = "_scale_inv"  # suffix of a block-FP8 weight's scales
+HEAD_FILE = f"{MTP}.safetensors"
 # Weights that stay in block FP8.
 PACKABLE = (
     *(".wqkv.weight", ".wq.weight", ".wo.weight", ".w13.weight", ".w2.weight", "head.weight"),
-    *(".wqkvz.weight", ".wout.weight", ".wqk.weight"),
+    *(".wqkvz.weight", ".wout.weight", ".wqk.weight", ".fc.weight"),
 )
 # Dequantized: latent attention multiplies with wkv along either axis; wba is never packed.
 DEQUANTIZED = ".wkv", ".wba.weight"
@@ -109,106 +106,6 @@ def refuse_other_files(directory: Path) -> None:
     raise ValueError(f"{directory} has no safetensors files; fetch them: {DOWNLOAD}")
 
 
-class PublishedTensors:
-    """The tensors of a Hugging Face directory, under the names that families share.
-
-    shards: file -> an object with the `path`, `tensors` and `read` of a SafetensorsFile.
-    weight_map: tensor -> file, as the index says; {}: there is none.
-    """
-
-    def __init__(
-        self,
-        directory: Path,
-        renames: tuple[tuple[str, str], ...],
-        shards: Mapping[str, SafetensorsFile],
-        weight_map: Mapping[str, str],
-    ):
-        self.directory, self.renames = directory, renames
-        self.dequantized: dict[str, int] = {}  # FP8 weights read as numbers: size of their blocks
-        self.tensors: dict[
-            str, tuple[SafetensorsFile, str]
-        ] = {}  # shared name -> file, its name there
-        for name, file in weight_map.items():
-            if name not in shards[file].tensors:
-                raise ValueError(
-                    f"{directory / file} lacks {name}, which the index puts there; fetch it again"
-                )
-        for shard in shards.values():
-            for original in shard.tensors:
-                self.add(shard, original)
-
-    def add(self, shard: SafetensorsFile, original: str) -> None:
-        """Enter one tensor under its shared name."""
-        name = original
-        for theirs, shared in self.renames:
-            name = name.replace(theirs, shared)
-        if name in self.tensors:
-            both = f"{self.tensors[name][0].path.name} and {shard.path.name}"
-            what = f"{original} is there twice, in {both}"
-            raise ValueError(f"{self.directory}: {what}; remove the stale file")
-        if not name.endswith("rotary_emb.inv_freq"):  # a constant in old files
-            self.tensors[name] = shard, original
-
-    def drop_layers(self, first: int, count: int) -> None:
-        """Leave out `count` layers from `first` on: those for multi-token prediction."""
-        beyond = tuple(f"model.layers.{layer}." for layer in range(first, first + count))
-        kept = {name: at for name, at in self.tensors.items() if not name.startswith(beyond)}
-        self.tensors = kept
-
-    def leave_out(self, prefixes: tuple[str, ...]) -> str:
-        """Leave out the tensors with these prefixes; say how many there were of each."""
-        counts = dict.fromkeys(prefixes, 0)
-        for name in list(self.tensors):
-            prefix = next((prefix for prefix in prefixes if name.startswith(prefix)), None)
-            if prefix is not None:
-                counts[prefix] += 1
-                del self.tensors[name]
-        found = (f"{prefix}* ({count} tensors)" for prefix, count in counts.items() if count)
-        return ", ".join(found)
-
-    def original(self, name: str) -> str:
-        """Return the name as this directory's files have it."""
-        for theirs, shared in self.renames:
-            name = name.replace(shared, theirs)
-        return name
-
-    def has_fp8(self, recipe: Recipe) -> bool:
-        """Whether any source of the recipe is in FP8."""
-        files = (self.tensors[name] for name in recipe.sources if name in self.tensors)
-        fp8 = torch.float8_e4m3fn
-        return any(shard.tensors[original][1] == fp8 for shard, original in files)
-
-    def read(self, name: str) -> Tensor:
-        """Return the tensor, mapped from its file."""
-        shard, original = self.tensors[name]
-        tensor = shard.read(original)
-        if name in self.dequantized:
-            (rows, width), block = tensor.shape, self.dequantized[name]
-            scale = self.read(name + SCALE).float()
-            scale = scale.repeat_interleave(block, 0).repeat_interleave(block, 1)
-            tensor = tensor.float() * scale[:rows, :width]
-        return tensor
-
-    def check(self, name: str, shape: tuple[int, ...], due: torch.dtype | None = None) -> None:
-        """Raise ValueError unless the tensor has this shape and dtype `due` (None: any plain)."""
-        if name not in self.tensors:
-            missing = f"the tensor {self.original(name)} is missing"
-            raise ValueError(f"{self.directory}: {missing}; fetch its file again")
-        shard, original = self.tensors[name]
-        found, dtype = shard.tensors[original]
-        if name in self.dequantized:
-            due, block = torch.float8_e4m3fn, self.dequantized[name]
-            self.check(name + SCALE, tuple(-(-n // block) for n in shape))
-        if dtype not in (PLAIN_DTYPES if due in (None, *PLAIN_DTYPES) else (due,)):
-            what = f"{shard.path}: {original} has dtype {str(dtype).removeprefix('torch.')}"
-            raise ValueError(what + WRONG_DTYPE.get(due, NOT_PLAIN))
-        if found != shape:
-            raise ValueError(
-                f"{shard.path}: {original} has shape {list(found)} where config.json says "
-                f"{list(shape)}"
-            )
-
-
 def place_shape(shape: tuple[int, ...], place: tuple) -> tuple[int, ...]:
     """Return the shape of what has this place (ints and slices) in a tensor of that shape."""
     sizes = (
@@ -258,28 +155,54 @@ def block_recipes(ours: str, recipe: Recipe, format: str, tensors: PublishedTens
 class ConversionPlan:
     """The recipes by file, and the modules that stay in the published format.
 
-    Raises ValueError unless every tensor that the recipes need is there as they need it, and no
-    other.
+    heads: prefixes of tensors for multi-token prediction. One head is planned if it is complete;
+    other tensors for it are left out. Raises ValueError unless every tensor that the other
+    recipes need is there as they need it, and no other.
     """
 
     def __init__(
-        self, family: Family, args: ModelArgs, tensors: PublishedTensors, published: str | None
+        self,
+        family: Family,
+        args: ModelArgs,
+        tensors: PublishedTensors,
+        published: str | None,
+        heads: tuple[str, ...] = (),
     ):
         self.tensors, self.published = tensors, published
         self.files: dict[str, Recipes] = {}
         self.modules: dict[str, dict] = {}  # as in a checkpoint's "format"
         self.used: set[str] = set()
         for layer in range(args.n_layer):
-            fused = f"model.layers.{layer}.mlp.experts.gate_up_proj" in tensors.tensors
-            layout = PublishedLayout(fused, published == "mxfp4")
+            layout = self.layout(f"model.layers.{layer}.")
             recipes = family.layer_recipes(args, layer, layout)
             self.add(f"layer_{layer:02d}.safetensors", recipes)
         self.add("rest.safetensors", family.rest_recipes(args))
+        if heads and family.published_head:
+            self.add_head(family, args)
+        self.left_out = tensors.leave_out(heads, self.used)
         unused = tensors.tensors.keys() - self.used
         if extra := sorted(name for name in unused if not self.is_inert(name, args)):
             shard, original = tensors.tensors[extra[0]]
             what = f"{original} (of {len(extra)}) has no place in the model of config.json"
             raise ValueError(f"{shard.path}: {what}")
+
+    def layout(self, layer: str) -> PublishedLayout:
+        """Return how the experts of a layer are stored. layer: the prefix of its tensors."""
+        fused = f"{layer}mlp.experts.gate_up_proj" in self.tensors.tensors
+        return PublishedLayout(fused, self.published == "mxfp4")
+
+    def add_head(self, family: Family, args: ModelArgs) -> None:
+        """Plan the head for multi-token prediction, if it is there as its recipes need it.
+
+        Quantized checkpoints may lack it, or have it in another format than the model.
+        """
+        layout = self.layout(family.published_head.at(args).layer)
+        before = dict(self.modules), set(self.used), dict(self.tensors.dequantized)
+        try:
+            self.add(HEAD_FILE, head_recipes(family, args, layout))
+        except ValueError:
+            self.files.pop(HEAD_FILE)
+            self.modules, self.used, self.tensors.dequantized = before
 
     def is_inert(self, name: str, args: ModelArgs) -> bool:
         """Whether a tensor has no effect: an empty one, or the gate of a shared expert of width 0.
@@ -318,6 +241,19 @@ class ConversionPlan:
         if ours.endswith(PACKABLE):
             return block_recipes(ours, recipe, self.published, self.tensors)
         return {ours: recipe}
+
+    def format(self, dtype: str) -> dict:
+        """Return the checkpoint's "format". dtype: of what is not packed."""
+        found: dict = {"name": dtype}
+        if self.modules:
+            prefix, modules, head = f"{MTP}.", {}, {}
+            for path, spec in self.modules.items():
+                of_head = path.startswith(prefix)
+                (head if of_head else modules)[path.removeprefix(prefix)] = spec
+            found = {"name": self.published, "dtype": dtype, "modules": modules}
+        if HEAD_FILE in self.files:
+            found[MTP] = found | ({"modules": head} if self.modules else {})
+        return found
 
     def sizes(self, file: str, dtype: torch.dtype) -> dict[str, int]:
         """Return the bytes of each tensor to write into a file of ours."""
@@ -433,16 +369,17 @@ class Conversion:
         self.directory = directory
         self.config = dict(family.defaults) | family.text_config(config)
         self.tensors = PublishedTensors(directory, family.renamed_tensors, shards, weight_map)
-        self.left_out = self.tensors.leave_out(family.left_out)
+        left_out = self.tensors.leave_out(family.left_out)
         extra_layers = self.config.get("num_nextn_predict_layers") or 0
-        self.tensors.drop_layers(args.n_layer, extra_layers)
+        last = args.n_layer + extra_layers
+        heads = tuple(f"model.layers.{layer}." for layer in range(args.n_layer, last))
+        heads += (f"{MTP}.",) if family.published_head else ()
         if args.tied_embeddings and "lm_head.weight" in self.tensors.tensors:
             args = check_tie(args, self.tensors)
         self.args, self.dtype = args, DTYPES[dtype][0]
-        self.plan = ConversionPlan(family, args, self.tensors, published)
-        self.format: dict = {"name": dtype}
-        if self.plan.modules:
-            self.format = {"name": published, "dtype": dtype, "modules": self.plan.modules}
+        self.plan = ConversionPlan(family, args, self.tensors, published, heads)
+        self.left_out = ", ".join(filter(None, (left_out, self.plan.left_out)))
+        self.format = self.plan.format(dtype)
         check_side_files(directory, self.config, args.vocab_size)
 
     def assemble(self, file: str) -> dict[str, Tensor]:

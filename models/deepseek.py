@@ -1,6 +1,6 @@
 """DeepSeek-V2 and DeepSeek-V3: latent attention, groups of experts, shared experts."""
 
-from models.family import PublishedLayout
+from models.family import ONE_MORE_LAYER, PublishedLayout
 from models.latent_family import LatentArgs, LatentFamily, LatentTransformer
 from models.layers.group_routing import SigmoidRoutedMoE
 from models.tensors import Recipes, score_bias_recipe
@@ -95,6 +95,7 @@ class DeepseekV3(DeepseekV2):
     only = {"attention_bias": False, "scoring_func": "sigmoid"}
     nullable = "num_key_value_heads", "q_lora_rank", "norm_topk_prob"
     topk_methods = ("noaux_tc",)
+    published_head = ONE_MORE_LAYER
 
     def expert_recipes(self, args: DeepseekArgs, layout: PublishedLayout) -> Recipes:
         return super().expert_recipes(args, layout) | score_bias_recipe(args)

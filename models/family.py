@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
+from formats.quantizer import MTP
 from model import ModelArgs, Transformer
 from models.config import (
     HFConfig,
@@ -29,6 +30,7 @@ from models.tensors import (
 )
 
 NOTHING: Mapping = MappingProxyType({})
+HEAD_SUFFIX = f".{MTP}"  # a head for multi-token prediction has a family of this suffix
 
 
 class Shard(NamedTuple):
@@ -47,6 +49,38 @@ class PublishedLayout(NamedTuple):
 
     fused: bool  # all experts in one tensor
     packed: bool  # in MXFP4
+
+
+class PublishedHead(NamedTuple):
+    """Where a published checkpoint has its head: names with {n}, the model's number of layers."""
+
+    layer: str  # prefix of the decoder layer
+    fc: str
+    embedding_norm: str
+    hidden_norm: str
+    norm: str
+
+    def at(self, args: ModelArgs) -> "PublishedHead":
+        """Return the names for a model."""
+        return PublishedHead(*(name.format(n=args.n_layer) for name in self))
+
+
+# Qwen3-Next, Qwen3.5 and Qwen3.6.
+APART = PublishedHead(
+    "mtp.layers.0.",
+    "mtp.fc.weight",
+    "mtp.pre_fc_norm_embedding.weight",
+    "mtp.pre_fc_norm_hidden.weight",
+    "mtp.norm.weight",
+)
+# DeepSeek-V3 and GLM: one more layer. Its embed_tokens and shared_head.head are the model's.
+ONE_MORE_LAYER = PublishedHead(
+    "model.layers.{n}.",
+    "model.layers.{n}.eh_proj.weight",
+    "model.layers.{n}.enorm.weight",
+    "model.layers.{n}.hnorm.weight",
+    "model.layers.{n}.shared_head.norm.weight",
+)
 
 
 class Family:
@@ -75,6 +109,8 @@ class Family:
     kv_head_fields: tuple[str, ...] = ("n_kv_head",)
 
     renamed_tensors: tuple[tuple[str, str], ...] = ()  # its names -> the shared ones
+    # Where a head for multi-token prediction is published (models/multi_token.py).
+    published_head: PublishedHead | None = None
     left_out: tuple[str, ...] = ()  # prefixes (shared) of tensors that the model has no use for
 
     def text_config(self, config: dict) -> dict:
@@ -116,6 +152,14 @@ class Family:
     def published_format(self, config: dict) -> str | None:
         """Return the format that config.json says its weights have, None for 16 or 32 bits."""
         return published_format(config, self.published)
+
+    def head_args(self, args: ModelArgs) -> ModelArgs:
+        """Return the args of a head for multi-token prediction (models/multi_token.py)."""
+        return dataclasses.replace(args, **self.head_fields(args))
+
+    def head_fields(self, args: ModelArgs) -> dict:
+        """Return the args' fields that differ for a head: it is one layer, with experts."""
+        return {"family": args.family + HEAD_SUFFIX, "n_layer": 1, "dense_layers": ()}
 
     # Conversion ---------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from model import Block, Linear
 from models.config import HFConfig, rotary_dim
-from models.family import PublishedLayout
+from models.family import ONE_MORE_LAYER, PublishedLayout
 from models.layers.group_routing import SigmoidRoutedMoE
 from models.layers.scaled_rope import (
     ScaledRopeArgs,
@@ -86,6 +86,7 @@ class Glm4Moe(ScaledRopeFamily):
     }
     nullable = ("partial_rotary_factor",)
     only = {"scoring_func": "sigmoid"}
+    published_head = ONE_MORE_LAYER
     renamed_tensors = ((".mlp.shared_experts.", ".mlp.shared_expert."),)
 
     def arg_fields(self, c: HFConfig) -> dict:

@@ -2,7 +2,7 @@
 
 from model import ModelArgs
 from models.config import HFConfig, unsupported
-from models.family import PublishedLayout
+from models.family import ONE_MORE_LAYER, PublishedLayout
 from models.latent_family import LatentArgs, LatentFamily, LatentTransformer
 from models.layers.group_routing import SigmoidRoutedMoE
 from models.tensors import Recipes, score_bias_recipe
@@ -46,11 +46,12 @@ class Glm4MoeLite(LatentFamily):
     # transformers reads mlp_layer_types instead of first_k_dense_replace; absent, it means 1.
     only = {"attention_bias": False, "scoring_func": "sigmoid", "first_k_dense_replace": 1}
     topk_methods = ("noaux_tc",)
+    published_head = ONE_MORE_LAYER
 
     def from_hf(self, config: dict) -> ModelArgs:
         """Check the count of MTP layers, which transformers' config class lacks.
 
-        The converter leaves these layers out.
+        The converter makes a head of the first of these layers.
         """
         count = config.get("num_nextn_predict_layers") or 0
         if type(count) is not int or not 0 <= count <= 4096:

@@ -16,7 +16,6 @@ class Qwen3_5MoeText(HybridFamily):
         num_experts_per_tok=8,
     )
     fixed = HybridFamily.fixed | {"norm_topk": True}
-    left_out = ("mtp.",)
     only = {"mlp_only_layers": [], "decoder_sparse_step": 1, "attn_output_gate": True}
 
     def projection_recipes(self, args: HybridArgs) -> Recipes:
@@ -38,7 +37,7 @@ class Qwen3_5Moe(Qwen3_5MoeText):
 
     name = "qwen3_5_moe"
     renamed_tensors = (("model.language_model.", "model."),)
-    left_out = "mtp.", "model.visual."
+    left_out = ("model.visual.",)
     fixed = Qwen3_5MoeText.fixed | {"family": Qwen3_5MoeText.name}  # what is left is that model
 
     def text_config(self, config: dict) -> dict:

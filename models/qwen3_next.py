@@ -19,7 +19,6 @@ class Qwen3Next(HybridFamily):
         num_experts_per_tok=10,
         norm_topk_prob=True,
     )
-    left_out = ("mtp.",)
     field_of_key = HybridFamily.field_of_key | {"norm_topk_prob": "norm_topk"}
 
     # As in config.json of Qwen/Qwen3-Next-80B-A3B-Instruct on the Hugging Face Hub.

@@ -140,8 +140,10 @@ class DraftModel(Session):
     nothing; else the host waits for each probability.
     """
 
+    runner_class: type[CompiledRunner] | None = CompiledRunner
+
     def __init__(self, model: Transformer, target: Session, count: int, least: float = 0.0):
-        options = replace(target.options, runner_class=CompiledRunner, sample_rule=sample)
+        options = replace(target.options, runner_class=self.runner_class, sample_rule=sample)
         super().__init__(model, target.max_seq_len, options)
         self.target, self.least = target, least
         self.draw = draw_with_probabilities
@@ -181,7 +183,7 @@ class DraftModel(Session):
         self.proposed = lambda: []
         self.start_prompts([ids], sampling)
 
-    def catch_up(self) -> int:
+    def drop_refused(self) -> int:
         """Make the cache that of the target's text without its last token; return the length.
 
         Drafts may have been refused, and other sources may have drafted since.
@@ -199,7 +201,7 @@ class DraftModel(Session):
         """Write up to `limit` drafts for the target's text to `drafts` and `q`; return how many."""
         if not limit:
             return 0
-        known = self.catch_up()
+        known = self.drop_refused()
         copy_all(self.target.state, self.state)
         self.place.zero_()
         for n in range(limit + 1):

@@ -375,6 +375,10 @@ def end_tokens(model: Transformer, x: Tensor, last: Tensor | None) -> Tensor:
     return model.logits(materialize(model.norm(x)), last)
 
 
+def last_norm(model: Transformer, x: Tensor) -> Tensor:
+    return model.norm(x)
+
+
 class FusedHead:
     """The last norm and the head, as one product for one token.
 
@@ -430,6 +434,7 @@ class FusedRunner(CompiledRunner):
         self.short_chunks = self.prompt_chunks or self.short_chunks
         self.compiled_begin_tokens = self.compile(begin_tokens, options=BEGIN_OPTIONS)
         self.compiled_end_tokens = self.compile(end_tokens)
+        self.compiled_norm = self.compile(last_norm)
         self.compiled_core = self.compile(run_core)
         self.compiled_unfused = self.compile(run_unfused)
 
@@ -464,6 +469,9 @@ class FusedRunner(CompiledRunner):
             y, *routing = layer.forward(x.flatten(0, 1), context, self.compiled_core, self.reach)
             x = y.view_as(x)
         return x, x, *routing
+
+    def hidden(self, model: Transformer, normed: Tensor) -> Tensor:
+        return self.compiled_norm(model, normed) if self.is_fused else normed
 
     def logits(self, model: Transformer, normed: Tensor, last: Tensor | None) -> Tensor:
         if not self.is_fused:

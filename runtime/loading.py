@@ -21,7 +21,8 @@ from formats import FORMATS
 from formats.packed import Packed, weight_bytes
 from formats.quantizer import DTYPES
 from model import Transformer
-from models import args_of_checkpoint
+from models import args_of_checkpoint, head_args
+from models.multi_token import HeadSource
 from parallel import process_group
 from parallel.all_reduce import choose_all_reduce
 from parallel.device import pick_device
@@ -47,13 +48,15 @@ def load_model(
     dtype: torch.dtype | None = None,
     parallel: str = "tensor",
     experts: Offloading | None = None,
+    share: Transformer | None = None,
 ) -> Transformer:
     """Build the model that `source` describes and read its weights to the device, one by one.
 
     source: the directory of a converted checkpoint, or any object with its `args`, `format` and
     `read(name, index, device)`. dtype: of floating-point weights; None: the checkpoint's.
     parallel: how several ranks (`process_group.start`) shard it. experts: `OffloadSettings`, by
-    which experts are offloaded to host memory; None: they are not. Raises ValueError for a source
+    which experts are offloaded to host memory; None: they are not. share: a loaded model whose
+    embedding and head this one has too. Raises ValueError for a source
     that cannot be loaded, and before it reads weights that exceed the GPU's free memory.
     """
     source = Checkpoint(source) if isinstance(source, str | os.PathLike) else source
@@ -61,10 +64,13 @@ def load_model(
     if device.index is not None:
         torch.cuda.set_device(device)  # streams, events and graphs belong to the current device
     shard = tp.ModelShard(args_of_checkpoint(source), source.format, parallel)
-    model, loader = shard.model, WeightLoader(shard, source, dtype)
-    start, plan = time.perf_counter(), None
+    model = shard.model
     if device.type == "cuda" and not experts:
-        check_weights_fit(model, dtype or stored_dtype(source), device)
+        check_weights_fit(model, dtype or stored_dtype(source), device, share is not None)
+    if share:
+        model.embedding, model.head = share.embedding, share.head
+    loader = WeightLoader(shard, source, dtype)
+    start, plan = time.perf_counter(), None
     with loader.progress:
         if experts:
             plain = dtype or stored_dtype(source)
@@ -72,6 +78,8 @@ def load_model(
         loader.fill(device)
     model.tie_weights()
     shard.insert_collectives()
+    if share:
+        model.head = share.head  # it communicates already
     # Compiled blocks of 16 and 8 bits on one GPU need no kernels of ours; blocks of 4 bits have
     # Triton products anyway. FusedRunner has the attention kernels in any case.
     modules = source.format.get("modules", {}).values()
@@ -90,17 +98,46 @@ def load_model(
     return model.eval()
 
 
-def check_weights_fit(model: Transformer, dtype: torch.dtype, device: torch.device) -> None:
+def check_weights_fit(
+    model: Transformer, dtype: torch.dtype, device: torch.device, shares: bool = False
+) -> None:
     """Raise Shortage if a model exceeds the GPU's free memory. dtype: of unpacked weights.
+
+    shares: its embedding and head are another model's.
 
     Commands have planned all of their memory by then, and name options that fit.
     """
-    need, free = weight_bytes(model, dtype), free_gpu_memory(device)
+    without = shared_parameters(model) if shares else ()
+    need, free = weight_bytes(model, dtype, without), free_gpu_memory(device)
     if need > free:
         raise Shortage(
             f"the weights need {need / 1e9:.1f} GB and the GPU has {free / 1e9:.1f} GB free",
             "load the model in a smaller number format, or offload its experts",
         )
+
+
+def shared_parameters(head: Transformer) -> list[int]:
+    """Return the ids of the parameters that a head has from its model."""
+    return [id(p) for module in (head.embedding, head.head) for p in module.parameters()]
+
+
+def load_head(
+    source,
+    target: Transformer,
+    dtype: torch.dtype | None = None,
+    parallel: str = "tensor",
+) -> Transformer:
+    """Load the head for multi-token prediction of a checkpoint, beside its model `target`.
+
+    source, dtype, parallel: as of `load_model`. Raises ValueError for a checkpoint without a head.
+    """
+    source = Checkpoint(source) if isinstance(source, str | os.PathLike) else source
+    return load_model(head_source(source), target.norm.weight.device, dtype, parallel, share=target)
+
+
+def head_source(source) -> HeadSource:
+    """Return the head of a checkpoint as a source. Raises ValueError if it has none."""
+    return HeadSource(source, head_args(args_of_checkpoint(source)))
 
 
 def stored_dtype(source) -> torch.dtype:

@@ -50,6 +50,10 @@ class EagerRunner(Runner):
     ):
         return without_broken_kernels(super().block, block, x, normed, context, next_norm)
 
+    def hidden(self, model: Transformer, normed: Tensor) -> Tensor:
+        """Return the hidden states [B, Q, D] that the head reads, from what `logits` gets."""
+        return normed
+
     def logits(self, model: Transformer, normed: Tensor, last: Tensor | None) -> Tensor:
         return without_broken_kernels(super().logits, model, normed, last)
 
@@ -105,8 +109,13 @@ class CompiledRunner(EagerRunner):
 
     def pass_steps(self) -> tuple[Callable, Callable]:
         compiled = torch.compile(verify_pass, fullgraph=True)
+        # One draft broadcasts, which Dynamo specializes.
+        for_one = torch.compile(verify_pass, fullgraph=True, dynamic=False)
 
         def verify(state: StepState, logits: Tensor, tokens: Tensor, q: Tensor | None, *rest):
+            if tokens.shape[1] == 2:
+                for_one(state, logits, tokens, q, *rest)
+                return
             any_size(logits, 0)
             any_size(tokens, 1)
             if q is not None:

@@ -50,6 +50,8 @@ class Prompts(DecodeSteps):
         super().__init__(model, max_seq_len, options)
         self.graphs = GraphCache() if self.captures_prompts else None
         self.between_layers: Callable[[], None] = lambda: None  # called within a long prompt
+        # Called with the position and the number of a chunk's tokens, after the chunk.
+        self.after_chunk: Callable[[int, int], None] = lambda start, count: None
         self.short_chunks: tuple[int, ...] = ()
         if self.captures_prompts:
             self.short_chunks = short_chunk_sizes(self.runner.short_chunks, options, self.cache_len)
@@ -157,6 +159,7 @@ class Prompts(DecodeSteps):
             start += len(part)
             yield logits, *(layers[:, len(part) - 1 : len(part)] for layers in routing)
             self.snapshots.take(row, start)
+            self.after_chunk(start - len(part), len(part))
 
     def is_short(self, row: int, tokens: int) -> bool:
         """Whether this many tokens of a row run as short chunks, which are captured for row 0."""

@@ -20,6 +20,7 @@ from model import Chunk, ModelArgs, Transformer
 from ops.inductor import without_tuning
 from runtime.draft_control import DraftControl, FixedDrafts
 from runtime.drafters import MIN_PROBABILITY, Drafter, DraftModel, FirstOf, LookupDrafter
+from runtime.mtp import MTPDrafter
 from runtime.outbox import Outbox
 from runtime.sampling import NOT_FINITE, NotFiniteError, Sampling
 from runtime.session import Session
@@ -41,23 +42,31 @@ def check_drafting(draft_tokens: int, args: ModelArgs, draft: ModelArgs | None) 
         )
 
 
-def make_drafter(session: Session, count: int, draft: Transformer | None, auto: bool) -> Drafter:
+def make_drafter(
+    session: Session,
+    count: int,
+    draft: Transformer | None,
+    head: Transformer | None,
+    auto: bool,
+) -> Drafter:
     """Return what drafts up to `count` tokens for a session: `Speculation` has the arguments."""
-    if draft is None:
+    drafter: Drafter
+    if head is not None:
+        drafter = MTPDrafter(head, session, count)
+    elif draft is not None:
+        drafter = DraftModel(draft, session, count, MIN_PROBABILITY if auto else 0.0)
+    else:
         return LookupDrafter(session, count)
-    if not auto:
-        return DraftModel(draft, session, count)
-    return FirstOf(
-        LookupDrafter(session, count), DraftModel(draft, session, count, MIN_PROBABILITY)
-    )
+    return FirstOf(LookupDrafter(session, count), drafter) if auto else drafter
 
 
 class Speculation:
     """A session for one sequence whose `stream` takes fewer passes. All else is the session's own.
 
-    draft_tokens: most drafts of a pass. draft: the model that drafts; None looks drafts up in the
-    text so far. auto: a controller chooses the number of drafts, 0 included, and lookups of long
-    matches come before the draft model's; else each pass has draft_tokens if there are drafts.
+    draft_tokens: most drafts of a pass. draft: the model that drafts; head: the head that does
+    (`load_head`). Without them drafts are looked up in the text so far. auto: a controller chooses
+    the number of drafts, 0 included, and lookups of long matches come before others; else each pass
+    has draft_tokens if there are drafts.
     Four counts describe the last stream: passes of the model after the prompt, and the tokens
     drafted, accepted and delivered in them. Raises ValueError for a session of several sequences,
     and as `check_drafting`.
@@ -68,6 +77,7 @@ class Speculation:
         session: Session,
         draft_tokens: int = DRAFT_TOKENS,
         draft: Transformer | None = None,
+        head: Transformer | None = None,
         auto: bool = False,
     ):
         check_drafting(draft_tokens, session.model.args, draft and draft.args)
@@ -81,7 +91,7 @@ class Speculation:
             )
         self.session, self.count, self.auto = session, draft_tokens, auto
         self.control = DraftControl(draft_tokens) if auto else FixedDrafts(draft_tokens)
-        self.drafter = make_drafter(session, draft_tokens, draft, auto)
+        self.drafter = make_drafter(session, draft_tokens, draft, head, auto)
         self.begin_pass, self.verify_pass = session.runner.pass_steps()
         size = MAX_DRAFT_TOKENS + 2
         self.result = torch.zeros(size, dtype=torch.int64, device=session.device)

@@ -42,16 +42,18 @@ import sentencepiece
 import torch
 import torch.nn.functional as F
 import transformers  # loads a class when it is first used: types are texts
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.func import functional_call
 from tqdm import tqdm
+from transformers.modeling_layers import MtpLayer
 
 from ops.plain.gated_delta import chunk_in_torch
 
 BOS, EOS = 1, 2  # sentencepiece's default ids, and Mixtral's
 PROMPT = 'class Stack:\n    """A last-in, first-out container."""\n\n    def __init__(self'
 SPLIT_FILE = Path(__file__).with_name("tiny_moe_heldout.txt")
+HEAD_FILE, DEPTH = "model-mtp.safetensors", 3  # drafts of a chain that a head is trained for
 README_FILE = Path(__file__).with_name("tiny_moe_readme.md")
 
 # fmt: off
@@ -539,6 +541,122 @@ def train(
     }
 
 
+# --------------------------------------------------------------------------------------------- head
+
+
+class Head(nn.Module):
+    """A head for multi-token prediction beside a frozen model, in transformers' own module.
+
+    Its layer begins as the model's last one, which has attention.
+    """
+
+    def __init__(self, model: "transformers.PreTrainedModel"):
+        super().__init__()
+        last, config = model.model.layers[-1], model.config
+        norm = type(last.input_layernorm)
+        layer = MtpLayer(config, type(last), norm, config.num_hidden_layers - 1)
+        layer.mtp_block.load_state_dict(last.state_dict())
+        nn.init.normal_(layer.eh_proj.weight, std=0.02)
+        self.layers, self.model = nn.ModuleList([layer]), (model,)  # hidden from nn.Module
+
+    def forward(self, states: Tensor, tokens: Tensor) -> Tensor:
+        """states [B, S, D] and the tokens [B, S] after theirs -> states of the tokens after."""
+        (model,) = self.model
+        embedded = model.get_input_embeddings()(tokens)
+        positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
+        rope = model.model.rotary_emb(embedded, positions)
+        return self.layers[0](embedded, states, rope, None, positions, None)
+
+
+def head_loss(model: "transformers.PreTrainedModel", head: Head, inputs: Tensor) -> list[Tensor]:
+    """Return the cross-entropies of a chain of DEPTH drafts with the model's own distributions.
+
+    inputs [B, S]. A draft after the first reads the head's states of all earlier positions, where
+    decoding has the model's: one pass for all positions is worth that.
+    """
+    with torch.no_grad():
+        states = model.model(inputs, use_cache=False).last_hidden_state
+        wanted = model.lm_head(states).softmax(-1)
+    states, losses = states[:, :-1], []
+    for depth in range(1, DEPTH + 1):
+        states = head(states, inputs[:, depth:])
+        logits = model.lm_head(states).flatten(0, 1)
+        losses.append(F.cross_entropy(logits, wanted[:, depth:].flatten(0, 1)))
+        states = states[:, :-1]
+    return losses
+
+
+def train_head(
+    model: "transformers.PreTrainedModel",
+    stream: Iterator[tuple[int, Tensor, Tensor]],
+    options: argparse.Namespace,
+) -> tuple[Head, dict]:
+    """Train a head for `--steps`. Return it with averaged weights, and statistics."""
+    head, started = Head(model), time.perf_counter()
+    average, optimizers = copy.deepcopy(head), build_optimizers(head, options)
+    bar = tqdm(range(1, options.steps + 1), desc="train", unit="step")
+    for step in bar:
+        _, inputs, _ = next(stream)
+        rate = options.lr * min(1.0, step / options.warmup, 1 - (step - 1) / options.steps)
+        for group in itertools.chain(*(optimizer.param_groups for optimizer in optimizers)):
+            group["lr"] = rate
+        losses = head_loss(model, head, inputs)
+        sum(losses).backward()
+        nn.utils.clip_grad_norm_(head.parameters(), 1.0)
+        for optimizer in optimizers:
+            optimizer.step()
+        head.zero_grad(set_to_none=False)  # Muon's stacks are views of these gradients
+        fresh = 1 - min(options.ema, step / (step + 9))
+        with torch.no_grad():
+            torch._foreach_lerp_([*average.parameters()], [*head.parameters()], fresh)
+        if step % 20 == 0:
+            bar.set_postfix_str(", ".join(f"{loss:.3f}" for loss in losses))
+    return average, {
+        "losses": [loss.item() for loss in losses],
+        "seconds": time.perf_counter() - started,
+    }
+
+
+def save_head(head: Head, folder: Path) -> int:
+    """Add a head to a published folder: HEAD_FILE in bf16, and its names in the index.
+
+    Return the number of its parameters. The other files stay as they are.
+    """
+    layer = head.layers[0]
+    tensors = {f"mtp.layers.0.{name}": t for name, t in layer.mtp_block.state_dict().items()}
+    outer = layer.enorm, layer.hnorm, layer.eh_proj, layer.post_norm
+    names = "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm"
+    tensors |= {f"mtp.{n}.weight": module.weight for n, module in zip(names, outer, strict=True)}
+    tensors = {name: t.detach().bfloat16().contiguous() for name, t in tensors.items()}
+    save_file(tensors, folder / HEAD_FILE, metadata={"format": "pt"})
+    (folder / HEAD_FILE).chmod(0o644)  # safetensors lets only the owner read its files
+    path = folder / "model.safetensors.index.json"
+    index = json.loads(path.read_text(encoding="utf-8"))
+    index["weight_map"] |= dict.fromkeys(tensors, HEAD_FILE)
+    write_json(path, index)
+    return sum(tensor.numel() for tensor in tensors.values())
+
+
+def run_head(options: argparse.Namespace, device: torch.device) -> dict:
+    """Train a head for the model in `--head`, and add it there. Raises ValueError for no model."""
+    folder = options.head
+    options.tokenizer = folder / "tokenizer.model"
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = model.to(device).requires_grad_(False)
+    if model.config.model_type not in MODEL_TYPES.values():
+        raise ValueError(
+            f"--head {folder}: only {', '.join(MODEL_TYPES.values())} has a head here, name one"
+        )
+    data = load_data(options, model.config.vocab_size)
+    documents = [torch.tensor([BOS, *ids, EOS], device=device) for ids in data.ids]
+    keep = torch.tensor([options.test_share if is_test(n) else 1.0 for n in data.corpus.train])
+    stream = batches(documents, keep, options.batch_size, options.seq_len, options.seed)
+    torch.manual_seed(options.seed)
+    with own_delta_rule(next(iter(MODEL_TYPES))):
+        head, facts = train_head(model, stream, options)
+    return facts | {"parameters": save_head(head, folder)}
+
+
 # --------------------------------------------------------------------------------------- checkpoint
 
 
@@ -670,7 +788,10 @@ def check_options(options: argparse.Namespace) -> torch.device:
     small = [name for name in counts if getattr(options, name) < 1]
     mistakes = {
         f"{options.output_dir} exists: replace it with --force, or choose another --output_dir": (
-            options.output_dir.exists() and not options.force
+            options.output_dir.exists() and not options.force and not options.head
+        ),
+        f"--head {options.head}: no model with a tokenizer is there, name a folder of one": (
+            options.head and not (options.head / "tokenizer.model").is_file()
         ),
         f"{options.stdlib} is not Python's library (no abc.py): name its folder with --stdlib": (
             not (options.stdlib / "abc.py").is_file()
@@ -695,6 +816,8 @@ def run(options: argparse.Namespace) -> dict:
     device, started = check_options(options), time.perf_counter()
     if options.smoke:
         torch.set_num_threads(1)  # a fixed order of summation
+    if options.head:
+        return run_head(options, device)
     sizes = SMOKE_SIZES if options.smoke else {}
     data = load_data(options, (SIZES | sizes)["vocab_size"])
     torch.manual_seed(options.seed)

@@ -268,7 +268,7 @@ def test_a_draft_model_drops_refused_drafts_when_others_drafted_since(make_famil
     drafter = speculation.drafter.other
     speculation.control = AnyNumber(LIMIT)
     list(speculation.stream(REPEATED, 40, GREEDY))
-    known = drafter.catch_up()
+    known = drafter.drop_refused()
     fresh = Session(scramble(load_model(directory, "cpu", torch.float32)), 256)
     ids = speculation.ids[0]
     list(fresh.prefill(0, ids[:known], 0))

@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 import triton
-from conftest import FAMILIES
+from conftest import FAMILIES, HYBRID_CHECKPOINT
 from test_batch import Alternating, random_requests, run
 from test_token_draw import SETTINGS
 from torch._dynamo.utils import counters
@@ -50,6 +50,7 @@ from runtime.batch import Batch
 from runtime.fused_attention import fuse_decode_attention
 from runtime.fused_decode import FusedRunner
 from runtime.kernel_choice import choose_runner, why_not_fused
+from runtime.loading import load_head
 from runtime.runner import CompiledRunner
 from runtime.sampling import NotFiniteError, Sampling
 from runtime.session import Session, SessionOptions
@@ -786,6 +787,41 @@ def test_speculation_gives_the_plain_tokens(drafts, length):
         speculation = Speculation(session, drafts, draft)
         assert list(speculation.stream(ids, 100, GREEDY)) == want
         assert speculation.statistics()["tokens_per_pass"] > (1 if draft is None else drafts)
+
+
+@pytest.mark.parametrize("length", (512, 1500), ids=("read whole", "read in blocks"))
+@pytest.mark.parametrize("drafts", (1, 3, 7))
+def test_a_captured_head_drafts_the_plain_tokens(drafts, length, hybrid_directory):
+    """In fp32 by Inductor: the tokens, passes and accepted drafts of eager code on the CPU."""
+    ids = load_tokenizer(hybrid_directory).encode((HYBRID_CHECKPOINT / "heldout.txt").read_text())
+    found = []
+    for device in ("cpu", "cuda"):
+        model = load_model(hybrid_directory, device, torch.float32)
+        head = load_head(hybrid_directory, model, torch.float32)
+        settings = SessionOptions(decode_kernels="inductor", compile=device == "cuda")
+        speculation = Speculation(Session(model, length, settings), drafts, head=head)
+        for start, end in ((0, 300), (0, 340), (9000, 9100)):  # the second continues the first
+            answer = list(speculation.stream(ids[start:end], 60, GREEDY))
+            found.append((device, answer, speculation.passes, speculation.accepted))
+    cpu, cuda = ([rest for name, *rest in found if name == at] for at in ("cpu", "cuda"))
+    assert cuda == cpu
+    assert sum(passes for _, passes, _ in cuda) < 150
+
+
+@pytest.mark.parametrize("drafts", (1, 3, 7))
+def test_a_head_in_fused_kernels_gives_the_plain_tokens(drafts, hybrid_directory):
+    """In bf16, if the kernels compute the head's layer."""
+    ids = load_tokenizer(hybrid_directory).encode((HYBRID_CHECKPOINT / "heldout.txt").read_text())
+    model = load_model(hybrid_directory, "cuda", torch.bfloat16)
+    head = load_head(hybrid_directory, model, torch.bfloat16)
+    first = list(Session(model, 600).stream(ids[:300], 100, GREEDY))
+    session = Session(model, 600, SessionOptions(compile=True))
+    speculation = Speculation(session, drafts, head=head)
+    second = list(speculation.stream(ids[:300], 100, GREEDY))
+    check_near_tie(hybrid_directory, ids[:300], first, second)
+    is_fused = isinstance(speculation.drafter.runner, FusedRunner)
+    assert is_fused == (why_not_fused(head, head.norm.weight.device) is None)
+    assert speculation.statistics()["tokens_per_pass"] > 1.4
 
 
 @pytest.mark.parametrize("compile", (False, True))

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import HYBRID_CHECKPOINT
 from hub_server import REPO, ROOT, environment
 from safetensors.torch import load_file, save
 
@@ -254,6 +255,14 @@ def test_files_that_are_not_needed_stay_on_the_hub(hub, make_family, folder):
     }
     prepare(INT8, QUIET)
     assert sorted(downloads(hub)) == weights(hub)[:-1]
+
+
+@pytest.mark.parametrize("mode", (None, "int8"))
+def test_a_head_for_multi_token_prediction(mode, hub, folder, tmp_path):
+    put_on_hub(hub, HYBRID_CHECKPOINT)
+    made = prepare(ModelName(REPO, mode), QUIET)
+    assert_same(made, expected(HYBRID_CHECKPOINT, tmp_path / "other", mode))
+    assert any(name.startswith("mtp.") for name in Checkpoint(made).tensors)
 
 
 def test_a_head_beside_tied_embeddings(hub, make_family, folder, tmp_path):

@@ -21,8 +21,10 @@ from formats import FORMATS
 from formats.kv_cache import Int8KVCache
 from formats.quantizer import plan_format, quantize
 from generate import EMBEDDED, generate, load_model
+from generate import main as generate_command
 from model import Chunk
 from models import args_of_checkpoint, build_model
+from runtime.loading import load_head
 from runtime.sampling import Sampling
 from runtime.session import Session, SessionOptions
 from runtime.speculation import Speculation
@@ -104,11 +106,13 @@ def published_bytes(folder: Path) -> int:
 
 
 def test_it_is_small_and_stands_alone():
-    shards = list(HYBRID_CHECKPOINT.glob("*.safetensors"))
+    shards = list(HYBRID_CHECKPOINT.glob("model-0*.safetensors"))
+    head = HYBRID_CHECKPOINT / training.HEAD_FILE
     sizes = [shard.stat().st_size for shard in shards]
     assert len(shards) == 2 and sum(sizes) <= 6 * MIB and max(sizes) < 1.1 * min(sizes)
     index = json.loads((HYBRID_CHECKPOINT / "model.safetensors.index.json").read_text())
-    assert set(index["weight_map"].values()) == {shard.name for shard in shards}
+    assert set(index["weight_map"].values()) == {shard.name for shard in (*shards, head)}
+    assert head.stat().st_size < MIB
     assert published_bytes(HYBRID_CHECKPOINT) + published_bytes(EMBEDDED) < 26 * MIB
     # Both models' figures are comparable: they have the same text and tokens.
     for name in ("heldout.txt", "tokenizer.model"):
@@ -254,6 +258,53 @@ def test_speculation_gives_the_tokens_of_plain_decoding(source, model, prompts, 
         assert list(speculation.stream(ids, 48, GREEDY)) == alone(ids, 48)
         found = speculation.statistics()
         assert 0 < found["accepted"] < found["drafted"] and found["passes"] < 47
+
+
+@pytest.fixture(scope="module")
+def with_head(model, hybrid_directory):
+    """(drafts, session options) -> Speculation by the shipped head."""
+    head = load_head(hybrid_directory, model, torch.float32)
+
+    def made(drafts: int, **options) -> Speculation:
+        return Speculation(Session(model, 512, SessionOptions(**options)), drafts, head=head)
+
+    return made
+
+
+@pytest.mark.parametrize("drafts", (1, 3, 7))
+def test_the_head_gives_the_tokens_of_plain_decoding(drafts, with_head, prompts, alone):
+    """And the next turn's, which goes back to a snapshot of the recurrent states."""
+    speculation = with_head(drafts, prefill_chunk=64)
+    first, second, third = prompts
+    for ids in (first, third, third[:128] + second):
+        assert list(speculation.stream(ids, 48, GREEDY)) == alone(ids, 48)
+        found = speculation.statistics()
+        assert 0 < found["accepted"] < found["drafted"]
+
+
+def test_the_shipped_head_drafts_well(with_head, tokenizer):
+    """Measured over 16 passages of the held-out text: docs/log/speculation.md."""
+    speculation, ids = with_head(3), tokenizer.encode(HELDOUT)
+    passes = delivered = 0
+    for start in range(0, 60_000, 12_000):
+        speculation.reset()
+        list(speculation.stream(ids[start : start + 150], 48, GREEDY))
+        passes, delivered = passes + speculation.passes, delivered + speculation.delivered
+    assert delivered / passes > 2
+
+
+def test_the_command_drafts_by_the_head(hybrid_directory, monkeypatch, capsys):
+    """The text of plain decoding, in fewer passes. README.md names the file."""
+    common = "--checkpoint_path", str(hybrid_directory), "--dtype", "fp32", "--temperature", "0"
+    texts = []
+    for more in ((), ("--speculate", "mtp", "--draft_tokens", "3")):
+        arguments = "generate.py", *common, "--max_new_tokens", "40", "--ignore_eos", *more
+        monkeypatch.setattr("sys.argv", [*arguments, "--prompt", "def read_lines(path):", "--json"])
+        assert generate_command() == 0
+        found = json.loads(capsys.readouterr().out)
+        texts.append(found["text"])
+    assert texts[0] == texts[1] and found["speculation"]["tokens_per_pass"] > 1.3
+    assert f"`{training.HEAD_FILE}`" in README
 
 
 # The server ---------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -14,7 +15,9 @@ import pytest
 import sentencepiece
 import torch
 import torch.nn.functional as F
+from conftest import EMBEDDED, HYBRID_CHECKPOINT
 from safetensors import safe_open
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, MixtralForCausalLM
 
 from scripts import train_tiny_moe as tiny
@@ -396,6 +399,8 @@ def test_mistakes_are_one_line_and_leave_nothing(tmp_path):
         (*new, "--stdlib", tmp_path / "library"): "not Python's library",
         (*new, "--tokenizer", tmp_path / "none.model"): "leave --tokenizer out",
         (*new, "--steps", 0): "--steps must be at least 1",
+        ("--head", tmp_path / "none"): "name a folder",
+        ("--head", EMBEDDED): "only qwen3_5_moe_text has",
     }
     for arguments, message in cases.items():
         with pytest.raises(ValueError, match=message):
@@ -404,3 +409,77 @@ def test_mistakes_are_one_line_and_leave_nothing(tmp_path):
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.startswith("error: ") and len(done.stderr.splitlines()) == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["library", "there"]
+
+
+# ------------------------------------------------------------------------------------------- head
+
+
+@pytest.fixture(scope="module")
+def headed(tmp_path_factory):
+    """Train a head for a copy of the hybrid in a few steps; return the folder and the summary."""
+    folder = tmp_path_factory.mktemp("head") / "tiny-hybrid"
+    shutil.copytree(HYBRID_CHECKPOINT, folder)
+    strip_head(folder)
+    done = command("--head", folder, "--smoke", "--steps", 12, "--lr", 0.004)
+    assert done.returncode == 0, done.stderr
+    return folder, json.loads(done.stdout.splitlines()[-1])
+
+
+def strip_head(folder: Path) -> None:
+    """Remove a head from a published folder."""
+    (folder / tiny.HEAD_FILE).unlink(missing_ok=True)
+    path = folder / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    own = {name: file for name, file in index["weight_map"].items() if file != tiny.HEAD_FILE}
+    path.write_text(json.dumps(index | {"weight_map": own}))
+
+
+def test_a_trained_head_is_added_and_the_rest_stays(headed):
+    folder, _ = headed
+    for path in HYBRID_CHECKPOINT.iterdir():
+        if path.name not in ("model.safetensors.index.json", tiny.HEAD_FILE):
+            assert (folder / path.name).read_bytes() == path.read_bytes(), path.name
+    index, before = (
+        json.loads((at / "model.safetensors.index.json").read_text())
+        for at in (folder, HYBRID_CHECKPOINT)
+    )
+    assert index == before  # a head is shipped, under the same names
+    head = load_file(folder / tiny.HEAD_FILE)
+    assert {"mtp.fc.weight", "mtp.norm.weight", "mtp.pre_fc_norm_hidden.weight"} < head.keys()
+    assert all(tensor.dtype == torch.bfloat16 for tensor in head.values())
+
+
+def test_training_makes_the_head_better(headed):
+    """On held-out text, from the head that it begins with; for each draft of a chain."""
+    folder, summary = headed
+    assert len(summary["losses"]) == tiny.DEPTH
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    torch.manual_seed(0)
+    first, trained = tiny.Head(model), tiny.Head(model)
+    layer, tensors = trained.layers[0], load_file(folder / tiny.HEAD_FILE)
+    prefix = "mtp.layers.0."
+    block = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
+    layer.mtp_block.load_state_dict(block)
+    for module, name in (
+        (layer.eh_proj, "fc"),
+        (layer.enorm, "pre_fc_norm_embedding"),
+        (layer.hnorm, "pre_fc_norm_hidden"),
+        (layer.post_norm, "norm"),
+    ):
+        module.load_state_dict({"weight": tensors[f"mtp.{name}.weight"]})
+    tokenizer = sentencepiece.SentencePieceProcessor(str(folder / "tokenizer.model"))
+    ids = torch.tensor([tokenizer.encode((folder / "heldout.txt").read_text()[:2000])])
+    with torch.no_grad():
+        before, after = (tiny.head_loss(model, head, ids) for head in (first, trained))
+    assert all(b < 0.95 * a for a, b in zip(before, after, strict=True))
+
+
+def test_a_head_sees_no_later_token():
+    model = AutoModelForCausalLM.from_pretrained(HYBRID_CHECKPOINT, dtype=torch.float32)
+    head, states = tiny.Head(model), torch.randn(1, 20, 128)
+    tokens = torch.randint(0, 4000, (1, 20))
+    changed = tokens.clone()
+    changed[0, 15:] = 7
+    with torch.no_grad():
+        same = (head(states, tokens) - head(states, changed)).abs().amax(-1)[0] < 1e-4
+    assert same.tolist() == [True] * 15 + [False] * 5

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from model import Block, is_layer
 from models.config import HFConfig, listed_kinds, rotary_dim
-from models.family import PublishedLayout, Shard
+from models.family import APART, PublishedLayout, Shard
 from models.layers.gated_attention import GatedAttention, gated_attention_recipes
 from models.layers.gated_delta_net import (
     MAX_TENTATIVE,
@@ -121,6 +121,7 @@ class HybridFamily(ScaledRopeFamily):
     }
     fixed = {"qk_norm": "head"}
     nullable = ("partial_rotary_factor",)
+    published_head = APART
 
     def arg_fields(self, c: HFConfig) -> dict:
         fields = super().arg_fields(c)
@@ -154,6 +155,9 @@ class HybridFamily(ScaledRopeFamily):
         taken = MAX_SNAPSHOTS * (args.n_layer - len(args.full_layers)) * state
         extra = 4 * tokens * sizes.channels + 2 * (rule + taken)
         return 2 * args.n_kv_head * args.head_dim, extra
+
+    def head_fields(self, args: HybridArgs) -> dict:
+        return super().head_fields(args) | {"full_layers": (0,)}
 
     # Conversion ---------------------------------------------------------------------------------
 

@@ -1,0 +1,218 @@
+"""Drafts by a head for multi-token prediction, which continues the target's hidden states.
+
+The head has a KV cache of its own. Its position t holds the pair of the target's hidden state after
+token t and token t + 1; the last pair known predicts the next draft. After it the head continues
+itself: its own state and its own draft are the next pair (models/multi_token.py).
+
+Every step of the target leaves its hidden states in a ring, by position. A chain begins with the
+pairs that became known since the last one: their true states replace in the cache what the head had
+for them. Padding and refused drafts stand past the known pairs, where they are masked.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from model import Chunk, Runner, Transformer
+from runtime.drafters import DraftModel
+from runtime.runner import EagerRunner
+from runtime.sampling import Sampling
+from runtime.sequence_state import MAX_TENTATIVE
+from runtime.session import Session
+from runtime.session_prompts import common_prefix
+from runtime.session_steps import PADDING_MULTIPLE
+from runtime.transfers import send
+
+MAX_MTP_DRAFTS = 7  # the pair before them and these are as many tokens as the fused kernels take
+RING = 1024  # steps of the target whose hidden states are kept
+
+
+def check_mtp_drafts(draft_tokens: int) -> None:
+    """Raise ValueError for more drafts than a chain makes."""
+    if draft_tokens > MAX_MTP_DRAFTS:
+        raise ValueError(
+            f"--draft_tokens {draft_tokens}: --speculate mtp drafts 1 to {MAX_MTP_DRAFTS}"
+        )
+
+
+class MTPDrafter(DraftModel):
+    """Drafts up to `count` tokens by a head of the target, sampled as the target's tokens are.
+
+    head: `load_head` makes it. The target may take other steps between two chains: the head catches
+    up on the last RING of them. Raises ValueError as `check_mtp_drafts`.
+    """
+
+    runner_class = None  # the session chooses
+
+    def __init__(self, head: Transformer, target: Session, count: int):
+        check_mtp_drafts(count)
+        super().__init__(head, target, count)
+        # A chain changes none of these, so the head reads the target's own.
+        self.state = self.state._replace(controls=target.controls, seeds=target.seeds)
+        self.count = count
+        self.width = count + 1  # pairs that a chain begins with, known ones and padding
+        rows = min(target.cache_len, target.options.prefill_chunk + PADDING_MULTIPLE)
+        like, D = target.model.embedding.weight, head.args.dim
+        self.prompt_hidden = like.new_zeros(1, rows, D)  # the target's last chunk
+        self.ring = like.new_zeros(1, RING, D)  # its last steps: position t in row t % RING
+        self.own_hidden = like.new_zeros(1, 1, D)
+        # Tokens of the pairs that a chain begins with, and how many are known.
+        self.pairs = torch.ones(1, self.width + 1, dtype=torch.int64, device=self.device)
+        self.offsets = torch.arange(self.width, device=self.device)
+        self.chains: dict[tuple[int, int], Callable[[], None]] = {}
+        self.filler = FillRunner(head)
+        self.store = store_hidden
+        if target.compiled:
+            self.store = torch.compile(store_hidden, fullgraph=True, dynamic=True)
+        if target.captured:  # graphs that are there have no tap
+            target.steps.clear()
+            if target.graphs:
+                target.graphs.known.clear()
+        tap_hidden(target.runner, self.keep_hidden)
+        tap_hidden(target.prefill_runner, self.keep_prompt)
+        tap_hidden(self.runner, self.keep_own_hidden)
+        target.after_chunk = self.fill
+
+    def reset(self, row: int | None = None) -> None:
+        """Forget the sequence."""
+        super().reset(row)
+        # The cache has `filled` pairs; the ring has the states of positions from `kept` on.
+        self.filled = self.kept = 0
+
+    # Hidden states --------------------------------------------------------------------------------
+
+    def keep_hidden(self, hidden: Tensor, last: Tensor | None) -> None:
+        """Keep the hidden states [1, Q, D] of the target's decode runner.
+
+        The call may be a step, at the target's position, or a short chunk of a prompt: the ring is
+        overwritten where a chunk writes, before it is read.
+        """
+        self.keep_prompt(hidden, last)
+        if hidden.shape[1] <= MAX_TENTATIVE:
+            self.store(self.ring, self.target.position, hidden)
+
+    def keep_prompt(self, hidden: Tensor, last: Tensor | None) -> None:
+        """Keep the hidden states [1, Q, D] of a chunk of a prompt."""
+        self.prompt_hidden[:, : hidden.shape[1]].copy_(hidden)
+
+    def keep_own_hidden(self, hidden: Tensor, last: Tensor) -> None:
+        """Keep the head's own [1, Q, D] of the query `last`."""
+        self.own_hidden.copy_(hidden.index_select(1, last))
+
+    def fill(self, start: int, count: int) -> None:
+        """Take in `count` tokens of a prompt, which the target ran from position `start` on.
+
+        The pair of the prompt's last token waits for the token after it.
+        """
+        tokens = self.target.ids[0][start + 1 : start + count + 1]
+        self.run_pairs(self.prompt_hidden[:, : len(tokens)], tokens, start)
+        self.kept = start + count - 1
+        row = self.kept % RING
+        self.ring[:, row : row + 1].copy_(self.prompt_hidden[:, count - 1 : count])
+
+    def run_pairs(self, hidden: Tensor, tokens: Sequence[int], start: int) -> None:
+        """Take in pairs from position `start` on: hidden [1, Q, D], and the Q tokens after."""
+        self.filled = start + len(tokens)
+        if tokens:
+            self.model.hidden = hidden
+            chunk = Chunk(self.rows, self.filled)
+            self.model(send(torch.tensor([tokens]), self.device), chunk, runner=self.filler)
+
+    def catch_up(self, ids: Sequence[int], begin: int, end: int) -> None:
+        """Take in the pairs of the text from position `begin` on, and let a chain begin with those
+        before `end`.
+
+        Pairs whose states are lost stay as they are in the cache: drafts may be worse.
+        """
+        begin = max(begin, self.kept, end + MAX_TENTATIVE - RING)
+        chunk = range(begin, end - self.width)  # other drafts, or none, have served these steps
+        if chunk:
+            rows = torch.tensor([position % RING for position in chunk])
+            hidden = self.ring.index_select(1, send(rows, self.device))
+            self.run_pairs(hidden, ids[begin + 1 : chunk.stop + 1], begin)
+            begin = chunk.stop
+        tokens = ids[begin + 1 : end + 1]
+        padding = [tokens[-1]] * (self.width - len(tokens))  # chooses the same experts
+        numbers = torch.tensor([[*tokens, *padding, len(tokens)]])
+        self.pairs.copy_(send(numbers, self.device))
+        self.filled = self.cached[0] = end
+
+    # Drafts ---------------------------------------------------------------------------------------
+
+    def start_prompt(self, ids: Sequence[int], sampling: Sampling) -> None:
+        """Take in what is known of the text so far that the prompt continues.
+
+        The token after that may be another than it was, so its last pair is recomputed: from a
+        state in the ring, or from one that the target recomputes. A recurrent state cannot go back
+        by one token; then the pair keeps the other token.
+        """
+        target, self.amount = self.target, self.candidates(sampling)
+        self.last.zero_()  # the row is active
+        chain = self.warm_up_chain(self.count)
+        known = min(common_prefix(target.ids[0], ids), target.cached[0], len(ids) - 1)
+        if known and max(self.kept, target.cached[0] + MAX_TENTATIVE - RING) < known:
+            self.position.fill_(known)
+            self.catch_up(ids, min(self.filled, known - 1), known)
+            chain()
+        elif known and not target.snapshots.live[0]:
+            target.cached[0] = known - 1
+
+    def propose(self, limit: int) -> int:
+        """Write up to `limit` drafts for the target's text to `drafts` and `q`; return how many."""
+        drafts, known = min(limit, self.count), self.target.cached[0]
+        if drafts:
+            self.position.copy_(self.target.position)
+            self.seen.copy_(self.target.seen)
+            self.catch_up(self.target.ids[0], min(self.filled, known - 1), known)
+            self.warm_up_chain(drafts)()
+        return drafts
+
+    def warm_up_chain(self, drafts: int) -> Callable[[], None]:
+        """Return the chain of this many drafts, compiled and on CUDA captured on the first call."""
+        key = drafts, self.amount
+        if key not in self.chains:
+            chain = partial(self.run_chain, *key)
+            self.chains[key] = self.capture(chain, self.width, self.width)
+        return self.chains[key]
+
+    def run_chain(self, drafts: int, candidates: int) -> None:
+        """Run the pairs that were sent, then the head's own ones, and choose a draft after each."""
+        state, runner = self.state, self.runner
+        self.place.zero_()
+        tokens, count = self.pairs.split([self.width, 1], dim=1)
+        positions = state.position - count + self.offsets
+        self.model.hidden = self.ring.index_select(1, positions[0] % RING)
+        logits = self.model(tokens, positions, count[0] - 1, runner=runner)
+        self.choose_tokens(state, logits, candidates)
+        for _ in range(drafts - 1):
+            self.model.hidden = self.own_hidden
+            position = state.position - 1
+            logits = self.model(state.token, position, torch.zeros_like(state.last), runner=runner)
+            self.choose_tokens(state, logits, candidates)
+
+
+class FillRunner(EagerRunner):
+    """Runs a head over a prompt for its cache alone."""
+
+    def logits(self, model: Transformer, normed: Tensor, last: Tensor | None) -> Tensor:
+        return normed
+
+
+def store_hidden(ring: Tensor, position: Tensor, hidden: Tensor) -> None:
+    """Write hidden states [1, Q, D] from `position` [1, 1] on to a ring [1, RING, D]."""
+    rows = (position[0] + torch.arange(hidden.shape[1], device=hidden.device)) % RING
+    ring.index_copy_(1, rows, hidden)
+
+
+def tap_hidden(runner: Runner, keep: Callable[[Tensor, Tensor | None], None]) -> None:
+    """Call `keep` in each call of a runner: with the hidden states [B, Q, D], and `last`."""
+    logits = runner.logits
+
+    def tapped(model: Transformer, normed: Tensor, last: Tensor | None) -> Tensor:
+        hidden = runner.hidden(model, normed) if isinstance(runner, EagerRunner) else normed
+        keep(hidden, last)
+        return logits(model, normed, last)
+
+    setattr(runner, "logits", tapped)  # noqa: B010 (mypy knows no change of a method)

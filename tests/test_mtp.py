@@ -1,0 +1,632 @@
+"""Multi-token prediction: published heads are converted, and draft what transformers' layers do."""
+
+import dataclasses
+import io
+import itertools
+import json
+import shutil
+import sys
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from conftest import ROOT, Family, save_in_fp8
+from safetensors.torch import load_file, save_file
+from test_speculate import chi_square, exact_answers, scramble, small_model
+from test_tp import torchrun
+from torch import Tensor
+from torch._dynamo.utils import counters
+from transformers.modeling_layers import MtpLayer
+
+import generate
+from checkpoint import Checkpoint
+from formats.quantizer import plan_format, quantize
+from generate import load_model
+from memory.commands import head_bytes, sizes_of
+from models import ARCHITECTURES, args_of_checkpoint, build_model, head_args
+from models.converter import convert
+from models.family import APART, ONE_MORE_LAYER
+from models.random_weights import RandomWeights, number_format
+from runtime.fused_decode import fused_head, fused_layers
+from runtime.loading import head_source, load_head
+from runtime.mtp import RING, MTPDrafter
+from runtime.sampling import Sampling
+from runtime.session import Session, SessionOptions
+from runtime.speculation import Speculation
+from runtime.weights import bytes_per_token
+
+GREEDY = Sampling(temperature=0)
+PROMPT = [5, 17, 3, 99, 42, 8, 120, 5, 17, 3, 99, 11, 5, 17]
+LAYOUTS = {
+    "qwen3_next": APART,
+    "qwen3_5_moe": APART,
+    "glm4_moe": ONE_MORE_LAYER,
+    "glm4_moe_lite": ONE_MORE_LAYER,
+    "deepseek_v3": ONE_MORE_LAYER,
+}
+pytestmark = pytest.mark.usefixtures("few_threads")
+
+
+@dataclass
+class Headed:
+    """A small model with a random head, published and converted."""
+
+    family: Family
+    layer: MtpLayer  # transformers' module of the head, with the same weights
+    hf_directory: Path
+    directory: Path
+
+    def states(self, ids: list[int]) -> Tensor:
+        """Return the target's hidden states after its last norm, [len(ids), D]."""
+        return self.family.peer.model(torch.tensor([ids])).last_hidden_state[0]
+
+    def run(self, states: Tensor, tokens: list[int]) -> Tensor:
+        """Run the head over all pairs at once, without a cache -> its states, normed."""
+        inputs = self.family.peer.get_input_embeddings()(torch.tensor([tokens]))
+        positions = torch.arange(len(tokens))[None]
+        mask = torch.full((len(tokens), len(tokens)), float("-inf")).triu(1)[None, None]
+        rope = self.family.peer.model.rotary_emb(inputs, positions)
+        found = self.layer(inputs, states[None], rope, mask, positions, None)
+        return found[0]
+
+    def chain(self, ids: list[int], drafts: list[int]) -> Tensor:
+        """Return the logits of a chain after the text: of each draft, given those before it."""
+        states, tokens, logits = self.states(ids[:-1]), ids[1:], []
+        for draft in drafts:
+            own = self.run(states, tokens)[-1:]
+            logits.append(self.family.peer.lm_head(own)[0])
+            states, tokens = torch.cat((states, own)), [*tokens, draft]
+        return torch.stack(logits)
+
+
+def published_tensors(name: str, layer: MtpLayer, apart: bool) -> dict[str, Tensor]:
+    """Return a head's tensors by their published names. apart: each expert has its own tensors."""
+    at = LAYOUTS[name]
+    prefix = at.layer.format(n=3)
+    tensors = {
+        at.fc.format(n=3): layer.eh_proj.weight,
+        at.embedding_norm.format(n=3): layer.enorm.weight,
+        at.hidden_norm.format(n=3): layer.hnorm.weight,
+        at.norm.format(n=3): layer.post_norm.weight,
+    }
+    for leaf, value in layer.mtp_block.state_dict().items():
+        if not apart or ".experts." not in leaf:
+            tensors[prefix + leaf] = value
+            continue
+        for expert, weight in enumerate(value):
+            own = f"{prefix}mlp.experts.{expert}."
+            if leaf.endswith("down_proj"):
+                tensors[own + "down_proj.weight"] = weight
+            else:
+                halves = weight.chunk(2)
+                names = "gate_proj.weight", "up_proj.weight"
+                tensors |= {own + n: half for n, half in zip(names, halves, strict=True)}
+    return {name: tensor.detach().clone().contiguous() for name, tensor in tensors.items()}
+
+
+def add_tensors(directory: Path, tensors: dict[str, Tensor]) -> None:
+    """Add a file with tensors to a Hugging Face directory."""
+    save_file(tensors, directory / "model-mtp.safetensors")
+    index = directory / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    content["weight_map"] |= dict.fromkeys(tensors, "model-mtp.safetensors")
+    index.write_text(json.dumps(content))
+
+
+def edit_config(directory: Path, **values) -> None:
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+@pytest.fixture(scope="module")
+def make_headed(make_family, tmp_path_factory) -> Callable[..., Headed]:
+    """(family, apart) -> a cached Headed; apart: as for `published_tensors`."""
+    made = {}
+
+    def make(name: str, apart: bool = False) -> Headed:
+        if (name, apart) in made:
+            return made[name, apart]
+        family = make_family(name)
+        torch.manual_seed(7)
+        last = family.peer.model.layers[-1]
+        norms = (type(module) for part, module in last.named_modules() if "norm" in part)
+        config = family.peer.config
+        layer = MtpLayer(config, type(last), next(norms), config.num_hidden_layers - 1).eval()
+        with torch.no_grad():
+            for part, parameter in layer.named_parameters():
+                mean = parameter.mean() if "norm" in part else 0.0
+                std = 0.2 if parameter.dim() > 1 else 0.1
+                parameter.copy_(mean + torch.randn_like(parameter) * std)
+            for part, buffer in layer.named_buffers():
+                if part.endswith("e_score_correction_bias"):
+                    buffer.normal_(0, 0.2)
+        directory = tmp_path_factory.mktemp(f"mtp-{name}") / "hf"
+        ignore = shutil.ignore_patterns("model_*")
+        shutil.copytree(family.hf_directory, directory, ignore=ignore)
+        add_tensors(directory, published_tensors(name, layer, apart))
+        if LAYOUTS[name] is ONE_MORE_LAYER:
+            edit_config(directory, num_nextn_predict_layers=1)
+        converted = convert(directory, dtype="fp32", progress=False)
+        made[name, apart] = Headed(family, layer, directory, converted)
+        return made[name, apart]
+
+    return make
+
+
+def speculate(directory: Path, count: int, length: int = 128, **options) -> Speculation:
+    """Return a Speculation by the checkpoint's head."""
+    model = load_model(directory, "cpu")
+    session = Session(model, length, SessionOptions(**options))
+    return Speculation(session, count, head=load_head(directory, model))
+
+
+@pytest.fixture(scope="module")
+def plain(make_headed):
+    """(ids, count, sampling, family) -> tokens of plain decoding, with an empty cache."""
+    sessions = {}
+
+    def tokens(ids, count: int, name: str, sampling: Sampling = GREEDY) -> list[int]:
+        if name not in sessions:
+            sessions[name] = Session(load_model(make_headed(name).directory, "cpu"), 256)
+        sessions[name].reset()
+        return list(sessions[name].stream(ids, count, sampling))
+
+    return tokens
+
+
+# The head -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("apart", (False, True))
+def test_a_published_head_is_converted(name, apart, make_headed):
+    headed = make_headed(name, apart)
+    opened, reference = Checkpoint(headed.directory), Checkpoint(headed.family.directory)
+    own = {n for n in opened.tensors if n.startswith("mtp.")}
+    assert opened.tensors.keys() - own == reference.tensors.keys() and opened.args == reference.args
+    assert opened.format == reference.format | {"mtp": {"name": "fp32"}}
+    args = head_args(args_of_checkpoint(opened))
+    shared = {"mtp.embedding.weight", "mtp.head.weight"}
+    assert own == {f"mtp.{n}" for n, _ in build_model(args).named_parameters()} - shared
+    assert torch.equal(opened.read("mtp.fc.weight"), headed.layer.eh_proj.weight)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_drafts_are_those_of_transformers(name, make_headed, monkeypatch):
+    """The logits of every chain, against the head run over the whole text without a cache."""
+    headed, count = make_headed(name), 4
+    speculation = speculate(headed.directory, count)
+    drafter, logits = speculation.drafter, []
+    choose, propose = drafter.choose_tokens, drafter.propose
+
+    def choose_and_keep(state, found, candidates):
+        logits.append(found[0].clone())
+        choose(state, found, candidates)
+
+    def propose_and_check(limit):
+        logits.clear()
+        assert propose(limit) == count
+        ids = list(speculation.session.ids[0])
+        want = headed.chain(ids, drafter.drafts[0].tolist())
+        torch.testing.assert_close(torch.stack(logits), want, rtol=0, atol=2e-4)
+        return count
+
+    monkeypatch.setattr(drafter, "choose_tokens", choose_and_keep)
+    monkeypatch.setattr(drafter, "propose", propose_and_check)
+    answer = list(speculation.stream(PROMPT, 12, GREEDY))
+    longer = PROMPT + answer + [9, 11, 4]  # goes on with the cache
+    list(speculation.stream(longer, 8, GREEDY))
+    is_recurrent = bool(speculation.session.snapshots.live[0])
+    assert speculation.prefilled == (len(longer) - len(PROMPT) if is_recurrent else 4)
+    if not is_recurrent:  # leaves the text in its middle
+        list(speculation.stream([*longer[:9], 77, *PROMPT], 8, GREEDY))
+        assert speculation.prefilled == 1 + 1 + len(PROMPT)
+    speculation.reset()
+    list(speculation.stream(PROMPT[:1], 5, GREEDY))
+
+
+# Text ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def no_compiler(monkeypatch):
+    """Sessions take their compiled paths (tensor positions, static shapes, warm-up), uncompiled."""
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    monkeypatch.setattr("runtime.session_steps.configure_inductor", lambda: None)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("compiled", (False, True))
+def test_greedy_tokens_are_those_of_plain_decoding(no_compiler, name, compiled, make_headed, plain):
+    for count in (1, 2, 7):
+        speculation = speculate(make_headed(name).directory, count, compile=compiled)
+        for ids in (PROMPT, PROMPT[:1], PROMPT * 3):
+            assert list(speculation.stream(ids, 20, GREEDY)) == plain(ids, 20, name)
+            found = speculation.statistics()
+            assert found["drafted"] == count * found["passes"] > 0
+
+
+class Oracle:
+    """Wraps a drafter: its proposals become the target's own tokens, all but every `wrong`-th.
+
+    limits: numbers of drafts of the passes, in turn.
+    """
+
+    def __init__(self, drafter: MTPDrafter, expected: list[int], limits, wrong: int = 5):
+        self.drafter, self.expected, self.wrong = drafter, expected, wrong
+        self.limits = itertools.cycle(limits)
+
+    def __getattr__(self, name: str):
+        return getattr(self.drafter, name)
+
+    def propose(self, limit: int) -> int:
+        limit = next(self.limits)
+        found = self.drafter.propose(limit) if limit else 0  # as another drafter served the step
+        at = len(self.drafter.target.ids[0])
+        for n in range(found):
+            token = self.expected[at + n] if at + n < len(self.expected) else 3
+            wrong = (at + n) % self.wrong == 0
+            self.drafter.drafts[0, n] = (token + wrong) % 160
+        return found
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("compiled", (False, True))
+def test_steps_without_drafts_between_accepted_drafts(
+    no_compiler, name, compiled, make_headed, plain
+):
+    """The text is that of plain decoding, and the head's cache that of the text alone."""
+    answer = plain(PROMPT, 40, name)
+    directory = make_headed(name).directory
+    speculation = speculate(directory, 3, compile=compiled)
+    drafter = speculation.drafter
+    speculation.drafter = Oracle(drafter, PROMPT + answer, (3, 0, 3, 3, *[0] * 9, 3))
+    assert list(speculation.stream(PROMPT, 40, GREEDY)) == answer
+    assert 0 < speculation.accepted < speculation.drafted
+    filled, cache = drafter.filled, drafter.states[0].kv[:, 0].clone()
+    assert filled > len(PROMPT) + 20
+    fresh = speculate(directory, 3)
+    list(fresh.stream(PROMPT + answer, 1, GREEDY))
+    want = fresh.drafter.states[0].kv[:, 0]
+    torch.testing.assert_close(cache[..., :filled, :], want[..., :filled, :], rtol=0, atol=2e-4)
+
+
+@pytest.mark.parametrize("name", ("qwen3_next", "deepseek_v3"))
+def test_lost_states_cost_nothing_but_drafts(name, make_headed, plain, monkeypatch):
+    """A short ring, and steps whose states leave it; the text, a seed's and the next turn's too."""
+    monkeypatch.setattr("runtime.mtp.RING", 20)
+    speculation = speculate(make_headed(name).directory, 3)
+    limits = 3, *[0] * 30, 3, 3
+    for sampling in (GREEDY, Sampling(seed=5)):
+        answer = plain(PROMPT, 60, name, sampling)
+        speculation.reset()
+        speculation.drafter = Oracle(speculation.drafter, PROMPT + answer, limits)
+        found = list(speculation.stream(PROMPT, 60, sampling))
+        assert len(found) == 60 and (found == answer or sampling is not GREEDY)
+        ids = [*PROMPT, *found[:40], 7, 9]
+        assert list(speculation.stream(ids, 9, GREEDY)) == plain(ids, 9, name)
+        speculation.drafter = speculation.drafter.drafter
+
+
+@pytest.mark.parametrize("name", ("qwen3_5_moe", "glm4_moe_lite"))
+def test_a_session_and_its_head_take_turns(name, make_headed, plain):
+    speculation = speculate(make_headed(name).directory, 5)
+    first = list(speculation.stream(PROMPT, 9, GREEDY))
+    second = list(speculation.session.stream(PROMPT + first, 30, GREEDY))
+    ids = PROMPT + first + second
+    expected = plain(PROMPT, 48, name)
+    assert first + second + list(speculation.stream(ids, 9, GREEDY)) == expected
+    speculation.reset()
+    for taken in (1, 2, 6, 7):  # a reader stops within a pass
+        stream = speculation.stream(PROMPT, 20, GREEDY)
+        answer = list(itertools.islice(stream, taken))
+        stream.close()
+        ids = [*PROMPT, *answer, 9, 11, 4]
+        assert list(speculation.stream(ids, 9, GREEDY)) == plain(ids, 9, name)
+
+
+@pytest.mark.parametrize("compiled", (False, True))
+def test_a_session_is_used_to_its_last_position(no_compiler, make_headed, plain, compiled):
+    """112 positions and 16 spare ones are the cache's 128."""
+    directory = make_headed("glm4_moe").directory
+    speculation = speculate(directory, 7, length=112, compile=compiled)
+    assert speculation.cache_len == 128
+    for length in range(105, 112):
+        ids = (PROMPT * 10)[:length]
+        want = plain(ids, 112 - length, "glm4_moe")
+        assert list(speculation.stream(ids, 112 - length, GREEDY)) == want
+
+
+@pytest.mark.parametrize("chunk", (3, 8, 64))
+def test_a_prompt_in_chunks_fills_the_heads_cache(chunk, make_headed):
+    directory = make_headed("glm4_moe").directory
+    whole, parts = (speculate(directory, 2, prefill_chunk=size) for size in (2048, chunk))
+    for speculation in (whole, parts):
+        list(speculation.stream(PROMPT * 3, 1, GREEDY))
+    filled = len(PROMPT * 3) - 1
+    a, b = (s.drafter.states[0].kv[:, :, :, :filled] for s in (whole, parts))
+    assert a.abs().amax((0, 1, 2, 4)).min() > 0
+    torch.testing.assert_close(b, a, rtol=0, atol=1e-5)
+
+
+def test_chains_of_all_lengths_share_compiled_code(make_headed, plain):
+    """All numbers of drafts, prompts and settings: nothing is compiled after the first chain."""
+    torch._dynamo.reset()
+    speculation = speculate(make_headed("glm4_moe").directory, 3, compile=True)
+    drafter = speculation.drafter
+    for sampling in (GREEDY, Sampling(seed=1)):
+        list(speculation.stream(PROMPT, 9, sampling))
+        for drafts in (1, 2):  # passes of other numbers of tokens are other compiled code
+            speculation.warm_up(drafts, speculation.candidates(sampling))()
+    before = counters["stats"]["unique_graphs"]
+    assert before > 0
+    speculation.drafter = Oracle(drafter, PROMPT, (3, 0, 1, 2))
+    for length in (1, 5, 40):
+        ids = [i % 150 for i in range(length)]
+        list(speculation.stream(ids, 12, Sampling(0.7, top_k=length, seed=length)))
+        drafter.start_prompt(ids, GREEDY)
+    for drafts in (1, 2, 3):
+        drafter.warm_up_chain(drafts)()
+    assert counters["stats"]["unique_graphs"] == before
+    speculation.drafter = drafter
+    assert list(speculation.stream(PROMPT, 20, GREEDY)) == plain(PROMPT, 20, "glm4_moe")
+
+
+# Sampling -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("right", (True, False))
+def test_answers_have_the_models_distribution(right, monkeypatch):
+    """500 answers of 3 tokens have their exact probabilities; not so if every draft is accepted."""
+    sampling, total = Sampling(temperature=0.35, top_k=3, repetition_penalty=1.2), 500
+    ids, model = [0, 1, 2, 3, 4, 5, 6, 7, 2], small_model(0)
+    expected = exact_answers(model, ids, 3, sampling)
+    head = build_model(head_args(model.args)).to_empty(device="cpu")
+    scramble(head, 3)
+    head.embedding, head.head = model.embedding, model.head
+    speculation = Speculation(Session(model, 32), 2, head=head)
+    if not right:
+        always = lambda seeds, position, index, stream: torch.zeros(1, len(index))  # noqa: E731
+        monkeypatch.setattr("runtime.verification.uniform", always)
+    found, accepted = Counter(), 0
+    for seed in range(total):
+        settings = dataclasses.replace(sampling, seed=seed)
+        found[tuple(speculation.stream(ids, 3, settings))] += 1
+        accepted += speculation.accepted
+    assert 0 < accepted < 2 * total
+    assert (chi_square(found, expected, total) <= 1) == right
+
+
+# Formats and files --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ("int8", "int4", "fp8", "hqq4"))
+def test_a_head_is_quantized_as_its_model_is(mode, make_headed, tmp_path):
+    source = Checkpoint(make_headed("glm4_moe").directory)
+    blank = build_model(args_of_checkpoint(source))
+    format = plan_format(blank, mode, mode, group_size=None if mode in ("int8", "fp8") else 16)
+    packed = Checkpoint(quantize(source, format, blank, tmp_path / mode, progress=False))
+    modules = packed.format["mtp"]["modules"]
+    assert {"fc", "layers.0.attention.wqkv", "layers.0.ffn.experts.w2"} <= modules.keys()
+    assert "layers.0.ffn.router" not in modules
+    size = lambda opened: sum(opened.nbytes(n) for n in opened.tensors if n[:4] == "mtp.")  # noqa: E731
+    assert size(packed) < 0.6 * size(source)
+    model = load_model(packed, "cpu")
+    speculation = Speculation(Session(model, 128), 3, head=load_head(packed, model))
+    answer = list(speculation.stream(PROMPT, 16, GREEDY))
+    expected = list(Session(load_model(packed, "cpu"), 128).stream(PROMPT, 16, GREEDY))
+    assert answer == expected
+
+
+@pytest.mark.parametrize("mode", ("bf16", "int8"))
+def test_random_weights_make_a_head(mode, make_headed):
+    """For benchmarks at published shapes; with tied and packed heads of the vocabulary."""
+    args = args_of_checkpoint(Checkpoint(make_headed("qwen3_5_moe").directory))
+    args = dataclasses.replace(args, intermediate=128, shared_intermediate=128, dim=128)
+    model = load_model(RandomWeights(args, number_format(mode, args)), "cpu")
+    source = RandomWeights(head_args(args), number_format(mode, head_args(args)))
+    head = load_model(source, "cpu", share=model)
+    assert head.head is model.head
+    speculation = Speculation(Session(model, 64), 3, head=head)
+    assert len(list(speculation.stream(PROMPT, 20, GREEDY))) == 20
+
+
+@pytest.mark.parametrize(
+    "name", ("Qwen3.6-35B-A3B", "Qwen3-Next-80B-A3B", "GLM-4.5-Air", "GLM-4.7-Flash")
+)
+def test_the_fused_kernels_compute_published_heads(name):
+    head = build_model(head_args(ARCHITECTURES[name])).to(torch.bfloat16)
+    assert len(fused_layers(head)) == 1 and fused_head(head) is not None
+
+
+def test_a_head_shares_embedding_and_head(make_headed):
+    directory = make_headed("deepseek_v3").directory
+    model = load_model(directory, "cpu")
+    head = load_head(directory, model)
+    assert head.embedding is model.embedding and head.head is model.head
+    alone = load_model(make_headed("deepseek_v3").family.directory, "cpu")
+    names = [name for name, _ in alone.named_parameters()]
+    assert [name for name, _ in model.named_parameters()] == names
+
+
+# Ranks --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def by_ranks(make_headed, tmp_path_factory):
+    """(ranks, case) -> what tests/mtp_worker.py found; each number of ranks is one launch."""
+    folder = tmp_path_factory.mktemp("packed")
+    directories = {name: make_headed(name).directory for name in LAYOUTS}
+    source = Checkpoint(directories["glm4_moe"])
+    blank = build_model(args_of_checkpoint(source))
+    format = plan_format(blank, "int4", "int4", group_size=8)
+    directories["int4"] = quantize(source, format, blank, folder / "int4", progress=False)
+    cases = {
+        f"{name} {parallel} {temperature}": [str(directory), parallel, PROMPT, temperature]
+        for name, directory in directories.items()
+        for parallel, temperature in (("tensor", 0.0), ("expert", 0.9))
+    }
+
+    @cache
+    def launch(ranks: int) -> dict:
+        folder = tmp_path_factory.mktemp(f"ranks{ranks}")
+        (folder / "cases.json").write_text(json.dumps(cases))
+        process = torchrun(ranks, ROOT / "tests" / "mtp_worker.py", folder)
+        _, errors = process.communicate(timeout=600)
+        if process.returncode:  # cached: the next test does not launch it again
+            return {"failed": errors}
+        return json.loads((folder / "found.json").read_text())
+
+    def case(ranks: int, name: str) -> dict:
+        found = launch(ranks)
+        assert "failed" not in found, found["failed"][-4000:]
+        return found[name]
+
+    return case
+
+
+@pytest.mark.parametrize("case", ("tensor 0.0", "expert 0.9"))
+@pytest.mark.parametrize("name", (*LAYOUTS, "int4"))
+def test_two_ranks_draft_as_one_process(name, case, by_ranks):
+    one, two = (by_ranks(ranks, f"{name} {case}") for ranks in (1, 2))
+    assert two["tokens"] == one["tokens"] and two["drafts"] == one["drafts"]
+    assert max(two["bytes_held"]) < 0.85 * one["bytes_held"][0]
+
+
+# Files of other kinds -----------------------------------------------------------------------------
+
+
+def test_a_head_that_cannot_be_converted_is_left_out(make_headed, tmp_path, capsys):
+    """One tensor is missing, or has another shape: the model is converted without its head."""
+    headed = make_headed("glm4_moe")
+    for number, name in enumerate(("model.layers.3.eh_proj.weight", "model.layers.3.hnorm.weight")):
+        directory = tmp_path / str(number)
+        shutil.copytree(headed.hf_directory, directory, ignore=shutil.ignore_patterns("model_*"))
+        tensors = load_file(directory / "model-mtp.safetensors")
+        if number:
+            tensors[name] = torch.ones(5)
+        else:
+            del tensors[name]
+            index = directory / "model.safetensors.index.json"
+            content = json.loads(index.read_text())
+            del content["weight_map"][name]
+            index.write_text(json.dumps(content))
+        save_file(tensors, directory / "model-mtp.safetensors")
+        opened = Checkpoint(convert(directory, dtype="fp32"))
+        assert f"left out, as they are not run: model.layers.3.* ({len(tensors)} tensors)\n" in (
+            capsys.readouterr().err
+        )
+        assert opened.tensors == Checkpoint(headed.family.directory).tensors
+        assert "mtp" not in opened.format
+
+
+def test_copies_of_the_models_embedding_and_head_are_not_stored(make_headed, tmp_path):
+    headed = make_headed("glm4_moe_lite")
+    directory = tmp_path / "hf"
+    shutil.copytree(headed.hf_directory, directory, ignore=shutil.ignore_patterns("model_*"))
+    tensors = load_file(directory / "model-mtp.safetensors")
+    copies = "model.layers.3.embed_tokens.weight", "model.layers.3.shared_head.head.weight"
+    add_tensors(directory, tensors | {name: torch.ones(160, 64) for name in copies})
+    opened = Checkpoint(convert(directory, dtype="fp32", progress=False))
+    assert opened.tensors == Checkpoint(headed.directory).tensors
+
+
+@pytest.mark.parametrize("with_head", (True, False))
+def test_a_head_published_in_fp8_keeps_its_codes(with_head, tmp_path):
+    """with_head: its projection too is in fp8; else it is left in bf16, as most are published."""
+    config = transformers.Glm4MoeConfig(
+        vocab_size=160,
+        hidden_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        head_dim=32,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=128,
+        intermediate_size=256,
+        max_position_embeddings=256,
+        n_group=1,
+        topk_group=1,
+    )
+    torch.manual_seed(3)
+    peer = transformers.Glm4MoeForCausalLM(config)
+    directory = save_in_fp8(peer, tmp_path / "hf")
+    path = directory / "model.safetensors"
+    tensors = load_file(path)
+    own = {n: t for n, t in tensors.items() if n.startswith("model.layers.1.")}
+    tensors |= {n.replace("layers.1.", "layers.2."): t.clone() for n, t in own.items()}
+    at, D = ONE_MORE_LAYER, 128
+    norms = at.embedding_norm, at.hidden_norm, at.norm
+    tensors |= {name.format(n=2): torch.ones(D, dtype=torch.bfloat16) for name in norms}
+    fc = torch.randn(D, 2 * D) * 0.05
+    tensors[at.fc.format(n=2)] = fc.to(torch.float8_e4m3fn) if with_head else fc.bfloat16()
+    if with_head:
+        tensors[at.fc.format(n=2) + "_scale_inv"] = torch.ones(1, 2)
+    save_file(tensors, path, metadata={"format": "pt"})
+    edit_config(directory, num_nextn_predict_layers=1)
+    opened = Checkpoint(convert(directory, tmp_path / "out", progress=False))
+    modules = opened.format["mtp"]["modules"]
+    assert {"layers.0.attention.wqkv", "layers.0.ffn.experts.w13"} <= modules.keys()
+    assert ("fc" in modules) == with_head
+    assert not any(path.startswith("mtp") for path in opened.format["modules"])
+    model = load_model(opened, "cpu", torch.float32)
+    head = load_head(opened, model, torch.float32)
+    same = head.layers[0].attention.wqkv.codes, model.layers[1].attention.wqkv.codes
+    assert torch.equal(*same)
+    speculation = Speculation(Session(model, 64), 3, head=head)
+    alone = Session(load_model(opened, "cpu", torch.float32), 64)
+    assert list(speculation.stream(PROMPT, 12, GREEDY)) == list(alone.stream(PROMPT, 12, GREEDY))
+
+
+# Memory and the command ---------------------------------------------------------------------------
+
+
+def test_the_plan_counts_a_head(make_headed):
+    """Its bytes are those that a drafter allocates, and its model has none of them."""
+    for name in LAYOUTS:
+        directory = make_headed(name).directory
+        model = load_model(directory, "cpu")
+        before = {id(p) for p in model.parameters()}
+        head = load_head(directory, model)
+        drafter = Speculation(Session(model, 128), 3, head=head).drafter
+        own = sum(p.nbytes for p in head.parameters() if id(p) not in before)
+        held = own + sum(state.nbytes for state in drafter.states)
+        source = head_source(Checkpoint(directory))
+        planned = head_bytes(sizes_of(source, torch.float32), 128, "plain", 2048)
+        assert held < planned <= held + 4 * 64 * (256 + RING) + drafter.states[0].nbytes
+        assert bytes_per_token(model) == bytes_per_token(load_model(directory, "cpu"))
+
+
+def run_command(*arguments: str) -> tuple[int, str, str]:
+    """Run generate.py in this process -> exit code, stdout, stderr."""
+    out, errors = io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["generate.py", *arguments])
+        patch.setattr(sys, "stdout", out)
+        patch.setattr(sys, "stderr", errors)
+        try:
+            code = generate.main()
+        except SystemExit as exit:
+            code = exit.code
+    return code, out.getvalue(), errors.getvalue()
+
+
+def test_mistakes_are_refused_before_weights_are_read(hybrid_directory, make_family, monkeypatch):
+    monkeypatch.setattr(generate, "load_model", None)
+    without = make_family("mixtral").directory
+    headless = "error: --speculate mtp: this checkpoint has no head for multi-token prediction: "
+    for directory, drafts, message in (
+        (without, "3", headless + "convert the published model again if that has one"),
+        (hybrid_directory, "8", "error: --draft_tokens 8: --speculate mtp drafts 1 to 7"),
+    ):
+        shutil.copy(hybrid_directory / "tokenizer.model", tmp := without / "tokenizer.model")
+        options = "--speculate", "mtp", "--draft_tokens", drafts
+        code, out, errors = run_command("--checkpoint_path", str(directory), *options)
+        tmp.unlink()
+        assert code == 2 and out == "" and errors.startswith(message) and errors.count("\n") == 1
