@@ -49,13 +49,14 @@ import tp
 from checkpoint import FORMAT_VERSION, Checkpoint
 from formats.kv_cache import KV_CACHES
 from formats.quantizer import DTYPES
-from memory.commands import offload_settings, plan_generation
+from memory.commands import offload_settings, plan_generation, uses_head
 from model import Transformer
 from models import args_of_checkpoint
 from models.converter import convert
 from offload.experts import COUNTERS, expert_counters
 from parallel import process_group
 from parallel.heartbeat import fail, leave
+from runtime.draft_vocab import DRAFT_VOCAB, part_of_head
 from runtime.loading import (
     check_decode_kernels,
     head_source,
@@ -244,10 +245,13 @@ def generate_all(
 
 
 def weight_statistics(session: Session | Speculation) -> dict:
-    """Return bytes_per_token (of weights, all ranks), peak_bytes, and a Speculation's counts."""
+    """Return bytes_per_token (of weights, all ranks), peak_bytes, and a Speculation's counts.
+
+    An automatic speculation that never drafted has none: its answer is that of plain steps.
+    """
     size = process_group.total(bytes_per_token(session.model))
     common = {"bytes_per_token": size, "peak_bytes": peak_bytes(session.device)}
-    if isinstance(session, Speculation):
+    if isinstance(session, Speculation) and not (session.auto and not session.drafted):
         common["speculation"] = session.statistics()
     return common
 
@@ -342,26 +346,52 @@ def prepare_session(
     longest: tokens of the longest prompt. Raises ValueError if the session does not fit into
     memory, before weights are read.
     """
+    kind = choose_speculation(options, device, prompts)
     drafter = options.draft_checkpoint_path and Checkpoint(options.draft_checkpoint_path)
     drafts = DRAFT_TOKENS if options.draft_tokens is None else options.draft_tokens
     draft_args = drafter and args_of_checkpoint(drafter)
     check_drafting(drafts, args_of_checkpoint(checkpoint), draft_args)
-    if options.speculate == "mtp":
+    if uses_head(options, checkpoint):
         check_mtp_drafts(drafts)
         head_source(checkpoint)  # raises if there is none
     process_group.check_agreement(vars(options), checkpoint)
-    speculates = options.speculate or drafter
-    batch = 1 if speculates else min(options.batch_size, prompts) or 1
+    batch = min(options.batch_size, prompts) or 1 if kind == "off" else 1
     plan_generation(options, checkpoint, drafter, device, length, batch, longest)
     session = open_session(options, checkpoint, device, length, batch)
-    if not speculates:
+    if kind == "off":
         return session
     dtype = DTYPES.get(options.dtype)
     draft = drafter and load_model(drafter, device, dtype, options.parallel)
+    if draft:
+        ids = load_tokenizer(checkpoint.directory).frequent_ids(options.draft_vocab or DRAFT_VOCAB)
+        draft.head = part_of_head(draft.head, ids, draft.args.vocab_size)
     head = None
-    if options.speculate == "mtp":
+    if uses_head(options, checkpoint):
         head = load_head(checkpoint, session.model, dtype, options.parallel)
-    return Speculation(session, drafts, draft, head)
+    return Speculation(session, drafts, draft, head, auto=kind == "auto")
+
+
+def choose_speculation(options: argparse.Namespace, device: torch.device, prompts: int) -> str:
+    """Return how drafts are made: off, auto, or always by "lookup", "mtp" or "model".
+
+    The default is auto where that cannot slow an answer down. It is for one sequence. Offloaded
+    experts are left out: those of drafts evict others. A compiled step on a CPU is, too: each
+    number of drafts compiles for 8 to 15 s. Raises ValueError for --speculate auto on several
+    ranks: their clocks differ, and so would their choices.
+    """
+    kind, ranks = options.speculate, process_group.size()
+    if kind == "auto" and ranks > 1:
+        raise ValueError(
+            f"--speculate auto measures time, on which {ranks} ranks would not agree: give "
+            "--speculate lookup, or leave it out"
+        )
+    if kind:
+        return kind
+    if options.draft_checkpoint_path:
+        return "model"
+    one = max(1, min(options.batch_size, prompts)) == 1 and ranks == 1
+    slow = options.offload or (options.compile and device.type == "cpu")
+    return "auto" if one and not slow else "off"
 
 
 def compile_session(session: Session | Speculation, ids: list[int], sampling: Sampling) -> None:

@@ -151,6 +151,15 @@ class Tokenizer:
         """Return the id of the token with this name, such as "<think>"; None if there is none."""
         return self._vocabulary.find(name)
 
+    def frequent_ids(self, count: int) -> list[int]:
+        """Return up to `count` ids, rising: the control tokens and the most frequent others.
+
+        Byte-pair encoding merges what is frequent first; other vocabularies have scores.
+        """
+        control = sorted(set(self._vocabulary.control.values()))
+        ranked = dict.fromkeys([*self.stop_ids, *control, *self._vocabulary.ranked()])
+        return sorted(list(ranked)[:count])
+
     def template_has(self, text: str) -> bool:
         """Whether the source of a chat template has this text."""
         return any(text in template.source for template in self.templates.values())
@@ -225,8 +234,8 @@ class JsonVocabulary:
 
     This class and SentencePieceVocabulary have: `size`; `control` {name: id}, the control tokens;
     `bos` and `eos`, names or None; `prefix`, the ids put before a text; `strip`, whether decoding
-    removes one leading space; `add_tokens(tokens)`, `encode(text, special)`, `find(name)` and
-    `token_bytes(id)`.
+    removes one leading space; `add_tokens(tokens)`, `encode(text, special)`, `find(name)`,
+    `token_bytes(id)`, and `ranked()`, the ids from the most frequent to the rarest.
     """
 
     def __init__(self, data: bytes):
@@ -297,6 +306,16 @@ class JsonVocabulary:
             cause = f"the tokenizer fails on this text ({one_line(error)})"
             raise ValueError(f"{cause}; shorten it, or download the tokenizer again") from None
 
+    def ranked(self) -> list[int]:
+        model = json.loads(self.library.to_str())["model"]
+        ids = self.library.get_vocab(with_added_tokens=True)
+        if model["type"] == "Unigram":
+            order = {token: -score for token, score in model["vocab"]}
+        else:  # tokens that no merge makes are bytes or characters
+            pairs = (p.split(" ") if isinstance(p, str) else p for p in model.get("merges", ()))
+            order = {a + b: rank for rank, (a, b) in enumerate(pairs, 1)}
+        return [ids[token] for token in sorted(ids, key=lambda t: (order.get(t, 0), ids[t]))]
+
     def find(self, name: str) -> int | None:
         return self.library.token_to_id(name)
 
@@ -343,6 +362,12 @@ class SentencePieceVocabulary:
         for number, part in enumerate(re.split(f"({any_of(named)})", text)):
             ids += [named[part]] if number % 2 else self.library.encode(part)
         return ids
+
+    def ranked(self) -> list[int]:
+        # Byte-pair encoding puts characters, which no merge makes, after all merges.
+        first = {id for id in map(self.library.piece_to_id, ["▁", *map(chr, range(128))])}
+        ids = range(self.library.get_piece_size())  # bytes have the score 0, the largest
+        return sorted(ids, key=lambda id: (id not in first, -self.library.get_score(id), id))
 
     def find(self, name: str) -> int | None:
         id = (self.control | self._added).get(name, self.library.piece_to_id(name))

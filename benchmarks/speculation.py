@@ -1,33 +1,59 @@
-"""Gain of speculative decoding: accepted tokens a pass, and the time of a pass.
+"""Cost of a pass with drafts, of steps of several tokens, and gain on text.
 
-    python benchmarks/speculation.py [--arch Mixtral-8x7B --layers 8]
+    python benchmarks/speculation.py
+    python benchmarks/speculation.py --arch Qwen3-30B-A3B:int4 --layers 8 --drafts 0 1 3
+    python benchmarks/speculation.py --texts
 
-Without --arch: the embedded model continues a prompt that repeats itself, and the beginnings of
-its held-out text, greedily, with prompt lookup: tokens a pass, tokens/s. With --arch: the time of a
-pass with N drafts over that of a plain step, at that shape, with random weights and drafts. A shape
-gains if a pass yields more tokens than that ratio.
+Without --texts: random weights at the shapes of each --arch, on a GPU. The first table has steps of
+T tokens of one sequence: time over that of one token, the distinct experts a layer that they chose
+in the run, and the fraction of the measured bandwidth that reads those weights. The second has
+passes with N random drafts, from one to the next as the host sees them: time in plain steps, and
+tokens/s at acceptances of 0.6, 0.7, 0.8 and 0.9 for each draft after those before it.
+
+--texts: the embedded model continues four kinds of text, greedily and sampled: tokens a pass, and
+time over that of plain decoding. Each greedy answer is compared with plain decoding's, since a
+faulty rollback could accept more.
 """
 
+import argparse
+import random
 import statistics
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
+from benchmarks.cuda_timing import require_gpu
+from benchmarks.decode_speed import distinct_experts, open_session, read_bandwidth
+from cli.options import (
+    add_compile_cache,
+    add_decode_kernels,
+    add_device_group,
+    add_kv_cache,
+    add_prefill_options,
+    check_counts,
+)
 from cli.parser import Parser
 from generate import EMBEDDED, embedded_checkpoint, load_model
-from models.random_weights import (
-    RandomWeights,
-    architecture,
-    first_layers,
-    number_format,
-    random_prompt,
-)
+from models.random_weights import architecture, first_layers, free_memory, random_prompt
 from parallel.device import pick_device
+from runtime.draft_control import FixedDrafts
+from runtime.drafters import SHORT
 from runtime.sampling import Sampling
 from runtime.session import Session, SessionOptions
 from runtime.speculation import Speculation
+from runtime.transfers import send
+from runtime.weights import bytes_per_token
 from tokenizer import load_tokenizer
 
+MODELS = "Qwen3.6-35B-A3B:int4", "GLM-4.7-Flash:int4", "Qwen3-30B-A3B:int4", "Mixtral-8x7B:int8"
+DRAFTS = tuple(range(8))
+TOKENS = 1, 2, 4, 8, 16
+ACCEPTANCE = 0.6, 0.7, 0.8, 0.9
+GREEDY = Sampling(temperature=0)
+PROMPT_TOKENS = 16
+MAX_SEQ_LEN = 1024
 FUNCTION = '''def read_lines(path):
     """Return the lines of the file at path."""
     with open(path) as stream:
@@ -35,85 +61,195 @@ FUNCTION = '''def read_lines(path):
 
 
 '''
-GREEDY = Sampling(temperature=0)
-MAX_SEQ_LEN = 1024
-NEW_TOKENS = 100
-PASSES = 50  # that are timed
+ANSWER = 250  # tokens of an answer of --texts
 
 
-def texts() -> dict[str, list[str]]:
-    """Return prompts by kind of text."""
-    lines = (EMBEDDED / "heldout.txt").read_text().splitlines(keepends=True)[:24]
-    plain = ["".join(lines[n : n + 4]) for n in range(0, 24, 4)]
-    return {"repeated": [FUNCTION * 2 + FUNCTION.partition("\n")[0] + "\n"], "plain": plain}
+# Tables -------------------------------------------------------------------------------------------
 
 
-def time_stream(session: Session | Speculation, ids: list[int]) -> tuple[float, int]:
-    """Return seconds and tokens of an answer after its first token; the second of two answers."""
-    for _ in range(2):  # the first compiles
-        session.reset()
-        stream = session.stream(ids, NEW_TOKENS, GREEDY)
+def expected_tokens(drafts: int, acceptance: float) -> float:
+    """Return the expected tokens of a pass: the model's own, and the drafts before a refusal."""
+    return sum(acceptance**n for n in range(drafts + 1))
+
+
+def pass_lines(seconds: dict[int, float]) -> list[str]:
+    """Return a table of passes. seconds: of a pass, by its number of drafts; 0 is a plain step."""
+    rates = "  ".join(f"{a:>7}" for a in ACCEPTANCE)
+    lines = [f"drafts  pass, ms  plain steps  tokens/s at an acceptance of {rates}"]
+    for drafts, spent in sorted(seconds.items()):
+        rates = "  ".join(f"{expected_tokens(drafts, a) / spent:7,.0f}" for a in ACCEPTANCE)
+        steps = spent / seconds[0]
+        lines.append(f"{drafts:6}  {spent * 1e3:8.3f}  {steps:11.2f}  {'':28} {rates}")
+    return lines
+
+
+def step_lines(steps: dict[int, tuple[float, float, int]], ceiling: float) -> list[str]:
+    """Return a table of steps of T tokens.
+
+    steps: by T, the seconds, the distinct experts a layer, and the bytes of weights that are read.
+    ceiling: the GPU's bandwidth in bytes/s.
+    """
+    lines = ["tokens  step, ms  of one token  experts a layer      GB  of bandwidth"]
+    one = steps[min(steps)][0]
+    for tokens, (spent, experts, size) in sorted(steps.items()):
+        fraction = size / spent / ceiling
+        lines.append(
+            f"{tokens:6}  {spent * 1e3:8.3f}  {spent / one:12.2f}  {experts:15.1f}  "
+            f"{size / 1e9:6.3f}  {fraction:12.2f}"
+        )
+    return lines
+
+
+# Real shapes --------------------------------------------------------------------------------------
+
+
+class RandomDrafter:
+    """Drafts random tokens, with the work of a lookup: a copy from the host."""
+
+    q = None
+
+    def __init__(self, session: Session, count: int):
+        self.random, self.vocabulary = random.Random(0), session.model.args.vocab_size
+        self.drafts = torch.zeros(1, count, dtype=torch.int64, device=session.device)
+
+    def start_prompt(self, ids: Sequence[int], sampling: Sampling) -> None:
+        """Nothing to know of a text."""
+
+    def reset(self) -> None:
+        """Nothing to forget."""
+
+    def source(self) -> str:
+        return SHORT
+
+    def propose(self, limit: int) -> int:
+        drafts = [[self.random.randrange(self.vocabulary) for _ in range(limit)]]
+        self.drafts[:, :limit].copy_(send(torch.tensor(drafts), self.drafts.device))
+        return limit
+
+
+def pass_seconds(
+    speculation: Speculation, drafts: int, tokens: int, repeats: int, sampling: Sampling
+) -> float:
+    """Return the median seconds of a pass with this many drafts, of `repeats` answers."""
+    speculation.control = FixedDrafts(drafts)
+    prompt = random_prompt(speculation.model.args, PROMPT_TOKENS)
+    found = []
+    for _ in range(repeats + 1):  # the first compiles and captures
+        speculation.reset()
+        stream = speculation.stream(prompt, tokens, sampling)
         next(stream)
         start = time.perf_counter()
-        tokens = sum(1 for _ in stream)
-        seconds = time.perf_counter() - start
-    return seconds, tokens
+        for _ in stream:
+            pass
+        found.append((time.perf_counter() - start) / speculation.passes)
+    return statistics.median(found[1:])
 
 
-def measure_text(device: torch.device, drafts: list[int]) -> None:
-    """Print tokens a pass and tokens/s of the embedded model."""
-    checkpoint = embedded_checkpoint()
-    tokenizer, model = load_tokenizer(checkpoint), load_model(checkpoint, device)
-    for count in (0, *drafts):
-        session = Session(model, MAX_SEQ_LEN, SessionOptions(compile=True))
-        session = Speculation(session, count) if count else session
-        for kind, prompts in texts().items():
-            seconds, tokens, passes = 0.0, 0, 0
-            for prompt in prompts:
-                spent, new = time_stream(session, tokenizer.encode(prompt))
-                seconds, tokens = seconds + spent, tokens + new
-                passes += session.passes if count else new
-            rates = f"{tokens / passes:.2f} tokens a pass, {tokens / seconds:.0f} tokens/s"
-            print(f"{kind}: {count} drafts, {rates}", flush=True)
-
-
-def pass_seconds(session: Session, count: int) -> float:
-    """Return the median time of a pass with `count` random drafts; 0: of a plain step."""
+def step_seconds(session: Session, count: int, repeats: int) -> tuple[float, float, int]:
+    """Return what `step_lines` wants of a step of `count` random tokens, without sampling."""
     args, device = session.model.args, session.device
-    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    generator = torch.Generator().manual_seed(0)
-    speculation = Speculation(session, count) if count else session
-    step = speculation.warm_up(count, 0) if count else session.warm_up(0)
-    session.start_prompts([random_prompt(args, 16)], GREEDY)
-    times = []
-    for _ in range(PASSES):
-        session.token.copy_(torch.randint(args.vocab_size, (1, 1), generator=generator))
-        if count:
-            drafts = torch.randint(args.vocab_size, (1, count), generator=generator)
-            speculation.drafter.drafts.copy_(drafts)
-        wait()
-        session.cached[0] = int(session.position)  # by which the session chooses kernels
-        start = time.perf_counter()
-        step()
-        wait()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)
+    tokens = torch.zeros(1, count, dtype=torch.int64, device=device)
+    positions = torch.arange(PROMPT_TOKENS, PROMPT_TOKENS + count, device=device)[None]
+    last = torch.full((1,), count - 1, device=device)
+
+    def step() -> None:
+        session.model(tokens, positions, last, all_positions=True, runner=session.runner)
+
+    session.cached[0] = PROMPT_TOKENS
+    run, times = session.capture(step, count, count), []
+    for seed in range(repeats + 3):
+        drawn = random_prompt(args, count, seed)
+        tokens.copy_(torch.tensor([drawn]))
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        run()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) / 1e3)
+    experts = distinct_experts(session, tokens, positions)
+    return statistics.median(times[3:]), experts, bytes_per_token(session.model, experts)
 
 
-def measure_passes(
-    arch: str, layers: int | None, mode: str, device: torch.device, drafts: list[int]
-) -> None:
-    """Print the time of a pass with each number of drafts, and over that of a plain step."""
+def measure_shape(name: str, options: argparse.Namespace, ceiling: float) -> None:
+    """Print the tables of one model, NAME:FORMAT."""
+    arch, _, options.mode = name.partition(":")
+    options.mode = options.mode or "bf16"
     args = architecture(arch)
-    args = first_layers(args, layers or args.n_layer)
-    model = load_model(RandomWeights(args, number_format(mode, args)), device)
-    plain = 0.0
-    for count in (0, *drafts):
-        session = Session(model, MAX_SEQ_LEN, SessionOptions(compile=True))
-        seconds = pass_seconds(session, count)
-        plain = plain or seconds
-        figures = f"{1e3 * seconds:.3f} ms, {seconds / plain:.2f} of a plain step"
-        print(f"{arch} {mode}, {args.n_layer} layers: {count} drafts, {figures}", flush=True)
+    args = first_layers(args, options.layers or args.n_layer)
+    session = open_session(args, options, torch.device("cuda"))
+    head = f"{arch} {options.mode}, {args.n_layer} layers, {torch.cuda.get_device_name()}"
+    print(f"\n{head}, {ceiling / 1e9:,.0f} GB/s", flush=True)
+    list(session.stream(random_prompt(args, PROMPT_TOKENS), 4, GREEDY))
+    steps = {count: step_seconds(session, count, options.repeats * 20) for count in options.tokens}
+    print("\n".join(step_lines(steps, ceiling)), flush=True)
+    speculation = Speculation(session, max(1, *options.drafts))
+    speculation.drafter = RandomDrafter(session, speculation.count)
+    sampling = Sampling(options.temperature, seed=0)
+    spent = {
+        drafts: pass_seconds(speculation, drafts, options.new_tokens, options.repeats, sampling)
+        for drafts in sorted({0, *options.drafts})
+    }
+    print("\n".join(pass_lines(spent)), flush=True)
+
+
+# Text ---------------------------------------------------------------------------------------------
+
+
+def texts(tokenizer) -> dict[str, list[list[int]]]:
+    """Return prompts by kind of text."""
+    held, noise = (EMBEDDED / "heldout.txt").read_text(), random.Random(0)
+    drawn = [[noise.randrange(tokenizer.vocab_size) for _ in range(60)] for _ in range(3)]
+    function = tokenizer.encode(FUNCTION)
+    return {
+        "held-out": [tokenizer.encode(held[at : at + 500]) for at in range(0, 120_000, 40_000)],
+        "repeated": [tokenizer.encode(FUNCTION * 3)],
+        "random": drawn,
+        "alternating": [[*function, *drawn[0], *function, *tokenizer.encode(held[5000:5200])]],
+    }
+
+
+def measure_texts(options: argparse.Namespace) -> None:
+    """Print tokens a pass, and the time of plain decoding over that of each way to speculate."""
+    checkpoint, device = embedded_checkpoint(), pick_device(options.device)
+    tokenizer, model = load_tokenizer(checkpoint), load_model(checkpoint, device, torch.float32)
+    session = Session(model, MAX_SEQ_LEN, SessionOptions(compile=device.type == "cuda"))
+    auto, lookup = Speculation(session, auto=True), Speculation(session)
+    print("text         sampling  speculate  tokens a pass  accepted  times as fast  same tokens")
+    for kind, prompts in texts(tokenizer).items():
+        # At temperature 4 the text is random: nearly all drafts are refused.
+        for sampling in (GREEDY, Sampling(0.8), Sampling(4.0, top_k=None)):
+            plain = [answer(session, ids, sampling) for ids in prompts]
+            for name, speculation in (("auto", auto), ("lookup", lookup)):
+                counts = dict.fromkeys(("passes", "drafted", "accepted"), 0)
+                found = []
+                for ids in prompts:
+                    found.append(answer(speculation, ids, sampling))
+                    for field in counts:
+                        counts[field] += speculation.statistics()[field]
+                same = all(a == b for (a, _), (b, _) in zip(plain, found, strict=True))
+                faster = sum(s for _, s in plain) / sum(s for _, s in found)
+                tokens = len(prompts) * (ANSWER - 1) / counts["passes"]
+                share = counts["accepted"] / max(1, counts["drafted"])
+                verdict = "-" if sampling.temperature else "yes" if same else "NO"
+                print(
+                    f"{kind:11}  {sampling.temperature:8}  {name:9}  {tokens:13.2f}  {share:8.2f}  "
+                    f"{faster:13.2f}  {verdict:>11}",
+                    flush=True,
+                )
+
+
+def answer(
+    session: Session | Speculation, ids: list[int], sampling: Sampling
+) -> tuple[list[int], float]:
+    """Return an answer's tokens, and its seconds after the first token; the second of two."""
+    for _ in range(2):  # the first compiles
+        session.reset()
+        stream = session.stream(ids, ANSWER, replace(sampling, seed=None))
+        first = next(stream)
+        start = time.perf_counter()
+        tokens = [first, *stream]
+        seconds = time.perf_counter() - start
+    return tokens, seconds
 
 
 def build_parser() -> Parser:
@@ -121,23 +257,55 @@ def build_parser() -> Parser:
         __doc__.partition("\n")[0],
         (
             "python benchmarks/speculation.py",
-            "python benchmarks/speculation.py --arch Mixtral-8x7B --layers 8",
+            "python benchmarks/speculation.py --arch Mixtral-8x7B:int8 --layers 8 --drafts 1 3",
+            "python benchmarks/speculation.py --texts",
         ),
     )
-    parser.add_argument("--arch", help="default: the embedded model on text")
-    parser.add_argument("--layers", type=int, help="default: all")
-    parser.add_argument("--mode", default="bf16")
-    parser.add_argument("--drafts", type=int, nargs="+", default=[2, 4, 8])
+    add = parser.add_argument
+    parser.begin_group("models", "what is measured")
+    shapes = f"names of benchmark.py's --arch, with formats ({' '.join(MODELS)})"
+    add("--arch", nargs="+", default=MODELS, metavar="NAME:FORMAT", help=shapes)
+    parser.add_number("--layers", "build only the first N layers")
+    parser.add_flag("--texts", "measure the embedded model on text instead")
+    parser.begin_group("passes", "how they are measured")
+    add("--drafts", type=int, nargs="+", default=DRAFTS, metavar="N", help="drafts of a pass")
+    add("--tokens", type=int, nargs="+", default=TOKENS, metavar="T", help="tokens of a step")
+    parser.add_number("--new_tokens", "tokens of an answer (200)", 200)
+    parser.add_number("--repeats", "answers measured (3)", 3)
+    add("--temperature", type=float, default=0.0, metavar="X", help="0 is greedy (0)")
+    parser.begin_group("speed and precision", "how the model is run")
+    add_prefill_options(parser)
+    add_compile_cache(parser)
+    add_decode_kernels(parser)
+    add_kv_cache(parser)
+    add_device_group(parser)
+    parser.set_defaults(batch=1, eager=False, max_seq_len=MAX_SEQ_LEN)
     return parser
 
 
+def check_options(options: argparse.Namespace) -> None:
+    """Raise ValueError for numbers out of range."""
+    check_counts(options, "layers", "repeats")
+    check_counts(options, "new_tokens", least=2, most=MAX_SEQ_LEN - PROMPT_TOKENS)
+    for name, least, most in (("drafts", 0, 15), ("tokens", 1, 16)):
+        if any(not least <= value <= most for value in getattr(options, name)):
+            raise ValueError(f"--{name}: each must be from {least} to {most}")
+
+
 def main() -> None:
-    options = build_parser().parse_args()
-    device = pick_device("auto")
-    if options.arch:
-        measure_passes(options.arch, options.layers, options.mode, device, options.drafts)
-    else:
-        measure_text(device, options.drafts)
+    options = (parser := build_parser()).parse_args()
+    try:
+        check_options(options)
+    except ValueError as error:
+        parser.error(str(error))
+    if options.texts:
+        measure_texts(options)
+        return
+    require_gpu(parser)
+    ceiling = read_bandwidth(torch.device("cuda"))
+    for name in options.arch:
+        measure_shape(name, options, ceiling)
+        free_memory(compiled=True)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,8 @@ from cli.parser import Parser
 DEFAULT_PROMPT = "def read_lines(path):"
 DEFAULT_NEW_TOKENS = 200
 DRAFT_TOKENS = 4
+DRAFT_VOCAB = 32_768
+SPECULATE = "auto", "lookup", "mtp", "off"
 MAX_SAMPLES = 100_000
 SAMPLING = {  # option: default
     "temperature": 0.8,
@@ -57,10 +59,18 @@ def build_parser() -> Parser:
     add_hub_options(parser)
     add_disk_options(parser)
     parser.begin_group("speculative decoding", "draft tokens, and verify several in one pass")
-    sources = "draft from the text so far, or by the model's head for multi-token prediction"
-    parser.add_argument("--speculate", choices=("lookup", "mtp"), help=sources)
-    parser.add_path("--draft_checkpoint_path", "draft with this smaller model instead")
-    parser.add_number("--draft_tokens", f"drafts a pass; default: {DRAFT_TOKENS}")
+    sources = (
+        "lookup: draft from the text so far; mtp: by the model's head for multi-token prediction; "
+        "auto: by both where that is measured to be faster; default: auto without the head, with "
+        "one sequence on one device and without --offload"
+    )
+    parser.add_argument("--speculate", choices=SPECULATE, help=sources)
+    parser.add_path("--draft_checkpoint_path", "draft with this smaller model")
+    parser.add_number(
+        "--draft_tokens", f"drafts a pass, with auto at most; default: {DRAFT_TOKENS}"
+    )
+    vocab = f"most frequent tokens that a draft model chooses among; default: {DRAFT_VOCAB}"
+    parser.add_number("--draft_vocab", vocab)
     add_model_options(parser)
     parser.begin_group("analysis", "where the time goes")
     trace = "write a trace of the generation for chrome://tracing"
@@ -136,16 +146,25 @@ def check_options(options: argparse.Namespace) -> None:
     if profile and not is_writable(profile):  # before hours of work
         fix = "it must be a file in a folder that is there, and can be written"
         raise ValueError(f"--profile {profile}: {fix}")
-    drafts = options.speculate, options.draft_checkpoint_path
-    if all(drafts):
-        names = "--speculate and --draft_checkpoint_path"
-        raise ValueError(f"{names} are two sources of drafts: leave one of them out")
-    if options.draft_tokens is not None and not any(drafts):
-        fix = "add --speculate lookup, --speculate mtp or --draft_checkpoint_path"
-        raise ValueError(f"--draft_tokens needs a source of drafts: {fix}")
+    check_drafts(options)
     for name in ("prompt", "prompts_file", "json"):
         if options.interactive and getattr(options, name):
             raise ValueError(f"--{name} does not go with --interactive: leave one of them out")
+
+
+def check_drafts(options: argparse.Namespace) -> None:
+    """Raise ValueError for options of speculation that exclude each other, or need another."""
+    kind, draft = options.speculate, options.draft_checkpoint_path
+    if draft and kind not in (None, "auto"):
+        names = f"--speculate {kind} and --draft_checkpoint_path"
+        raise ValueError(f"{names} do not go together: leave one of them out")
+    if options.draft_tokens is not None and not draft and kind in (None, "off"):
+        fix = "add --speculate auto, lookup or mtp, or --draft_checkpoint_path"
+        raise ValueError(f"--draft_tokens needs a source of drafts: {fix}")
+    check_counts(options, "draft_vocab")
+    if options.draft_vocab is not None and not draft:
+        fix = "add --draft_checkpoint_path, or leave it out"
+        raise ValueError(f"--draft_vocab needs a model that drafts: {fix}")
 
 
 def check_disk_options(options: argparse.Namespace) -> None:

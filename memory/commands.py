@@ -17,6 +17,7 @@ from memory.advice import Levers, advise
 from memory.plan import GB, Memory, ModelSizes, Setup, fit, session_bytes
 from model import ModelArgs
 from models import args_of_checkpoint, build_model
+from models.multi_token import MTP
 from offload.plan import OffloadSettings
 from ops.plain.attention import BLOCK
 from parallel import process_group
@@ -109,7 +110,7 @@ def plan_generation(
     source, drafter: checkpoints, or None for the latter. longest: tokens of the longest prompt.
     """
     dtype, extra = DTYPES.get(options.dtype), 0
-    if options.speculate == "mtp":
+    if uses_head(options, source):
         head = sizes_of(head_source(source), dtype, options.parallel)
         extra = head_bytes(head, length, options.kv_cache, options.prefill_chunk)
     if drafter:
@@ -128,6 +129,15 @@ def plan_generation(
     )
     levers = generation_levers(options, source, device, longest)
     lower_gpu_memory(options, plan_session(setup, device, levers))
+
+
+def uses_head(options: argparse.Namespace, source) -> bool:
+    """Whether a checkpoint's head for multi-token prediction drafts.
+
+    --speculate auto takes one that is there. The default does not: a head takes memory.
+    """
+    takes = options.speculate == "auto" and not options.draft_checkpoint_path
+    return options.speculate == "mtp" or (takes and MTP in source.format)
 
 
 def head_bytes(sizes: ModelSizes, length: int, kv_cache: str, chunk: int) -> int:

@@ -9,6 +9,7 @@ that were accepted. A KV cache masks the others until it overwrites them; a recu
 those before that position (runtime/sequence_state.py).
 """
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -17,7 +18,8 @@ import torch
 
 from model import Chunk, ModelArgs, Transformer
 from ops.inductor import without_tuning
-from runtime.drafters import DraftModel, LookupDrafter
+from runtime.draft_control import DraftControl, FixedDrafts
+from runtime.drafters import MIN_PROBABILITY, Drafter, DraftModel, FirstOf, LookupDrafter
 from runtime.mtp import MTPDrafter
 from runtime.outbox import Outbox
 from runtime.sampling import NOT_FINITE, NotFiniteError, Sampling
@@ -40,13 +42,34 @@ def check_drafting(draft_tokens: int, args: ModelArgs, draft: ModelArgs | None) 
         )
 
 
+def make_drafter(
+    session: Session,
+    count: int,
+    draft: Transformer | None,
+    head: Transformer | None,
+    auto: bool,
+) -> Drafter:
+    """Return what drafts up to `count` tokens for a session: `Speculation` has the arguments."""
+    drafter: Drafter
+    if head is not None:
+        drafter = MTPDrafter(head, session, count)
+    elif draft is not None:
+        drafter = DraftModel(draft, session, count, MIN_PROBABILITY if auto else 0.0)
+    else:
+        return LookupDrafter(session, count)
+    return FirstOf(LookupDrafter(session, count), drafter) if auto else drafter
+
+
 class Speculation:
     """A session for one sequence whose `stream` takes fewer passes. All else is the session's own.
 
-    draft_tokens: N. draft: the model that drafts; head: the head that does (`load_head`). Without
-    them drafts are looked up in the text so far. Four counts describe the last stream: passes of
-    the model after the prompt, and the tokens drafted, accepted and delivered in them. Raises
-    ValueError for a session of several sequences, and as `check_drafting`.
+    draft_tokens: most drafts of a pass. draft: the model that drafts; head: the head that does
+    (`load_head`). Without them drafts are looked up in the text so far. auto: a controller chooses
+    the number of drafts, 0 included, and lookups of long matches come before others; else each pass
+    has draft_tokens if there are drafts.
+    Four counts describe the last stream: passes of the model after the prompt, and the tokens
+    drafted, accepted and delivered in them. Raises ValueError for a session of several sequences,
+    and as `check_drafting`.
     """
 
     def __init__(
@@ -55,6 +78,7 @@ class Speculation:
         draft_tokens: int = DRAFT_TOKENS,
         draft: Transformer | None = None,
         head: Transformer | None = None,
+        auto: bool = False,
     ):
         check_drafting(draft_tokens, session.model.args, draft and draft.args)
         if session.batch != 1:
@@ -65,17 +89,18 @@ class Speculation:
             raise ValueError(
                 "a model cannot draft for itself, since it holds one cache: load it twice"
             )
-        self.session, self.count = session, draft_tokens
-        self.drafter = LookupDrafter(session, draft_tokens)
-        if draft is not None:
-            self.drafter = DraftModel(draft, session, draft_tokens)
-        if head is not None:
-            self.drafter = MTPDrafter(head, session, draft_tokens)
+        self.session, self.count, self.auto = session, draft_tokens, auto
+        self.control = DraftControl(draft_tokens) if auto else FixedDrafts(draft_tokens)
+        self.drafter = make_drafter(session, draft_tokens, draft, head, auto)
         self.begin_pass, self.verify_pass = session.runner.pass_steps()
         size = MAX_DRAFT_TOKENS + 2
         self.result = torch.zeros(size, dtype=torch.int64, device=session.device)
         self.results = Outbox(size, session.device) if session.outbox else None
         self.steps: dict[tuple[int, int], Callable[[], None]] = {}
+        # If a step needs the host, the next one would delay its token.
+        self.overlaps = session.captured and not session.runner.needs_host
+        self.in_flight: Callable[[], list[int]] | None = None  # waits for the token of a plain step
+        self.read_at = 0.0  # when the last tokens were read
         self.passes = self.drafted = self.accepted = self.delivered = 0
 
     def __getattr__(self, name: str):
@@ -126,38 +151,38 @@ class Speculation:
         (ids,) = prompts
         return ([token] for token in self.stream(ids, max_new_tokens, sampling))
 
+    def is_plain(self, sampling: Sampling) -> bool:
+        """Whether an automatic speculation leaves an answer to plain steps.
+
+        Verification edits no logits and reports no details. A seed promises the same text at each
+        run, and drafts take other random numbers; when they are made depends on the clock.
+        """
+        seeded = sampling.seed is not None and sampling.temperature > 0
+        return self.auto and (sampling.edits_logits or self.session.watch or seeded)
+
     def stream(self, ids: Sequence[int], max_new_tokens: int, sampling: Sampling) -> Iterator[int]:
         """`Session.stream`: several tokens come at once where drafts were accepted."""
         session = self.session
         self.passes = self.drafted = self.accepted = self.delivered = 0
         session.check_prompts([ids], max_new_tokens)
+        if self.is_plain(sampling):
+            for place, token in enumerate(session.stream(ids, max_new_tokens, sampling)):
+                self.passes = self.delivered = place
+                yield token
+            return
         if sampling.edits_logits:
             raise ValueError("speculation knows no penalties and biases of tokens: leave them out")
         if max_new_tokens == 0:
             return
-        candidates = session.candidates(sampling)
-        self.warm_up(self.count, candidates)
-        # A draft model always drafts; a lookup may find nothing, and then a plain step follows.
-        if type(self.drafter) is not DraftModel:
-            session.warm_up(candidates)
+        candidates, session.edited = session.candidates(sampling), False
+        session.warm_up(candidates)
+        for count in range(1, self.count + 1) if self.auto else [self.count]:
+            self.warm_up(count, candidates)
         self.drafter.start_prompt(ids, sampling)
         session.start_prompts([ids], sampling)
-        yield from self.run_passes(max_new_tokens, candidates)
-
-    def run_passes(self, left: int, candidates: int) -> Iterator[int]:
-        """Yield the next `left` tokens, of which the first is in flight.
-
-        After a plain step without drafts, the next one is launched before that one is read: drafts
-        are looked up while the GPU works. If there are some, the text then waits for one more step.
-        """
-        session, drafts = self.session, 1
-        read: Callable[[], list[int]] = session.first_tokens
-        overlaps = session.captured and not session.runner.needs_host
+        tokens, left, self.in_flight = session.first_tokens(), max_new_tokens, None
+        self.read_at = time.perf_counter()
         while True:
-            later = None
-            if overlaps and not drafts and left > 1:
-                later = self.launch(0, candidates)
-            tokens = read()
             for place, token in enumerate(tokens[:left]):
                 if token == NOT_FINITE:
                     self.reset()  # the cache has NaNs
@@ -169,35 +194,41 @@ class Speculation:
             left -= len(tokens)
             if left <= 0:
                 return
-            drafts = self.choose_drafts(in_flight=later is not None)
-            read = later or self.launch(drafts, candidates)
+            tokens = self.run_pass(candidates, left)
 
-    def choose_drafts(self, in_flight: bool) -> int:
-        """Draft, and return how many tokens.
+    def run_pass(self, candidates: int, left: int) -> list[int]:
+        """Draft and verify, or take a plain step; return the new tokens. left: those to come.
 
-        in_flight: a plain step runs, so only whether there are drafts counts: they have to be made
-        again after its token. A drafter on the device cannot know that before.
+        While plain steps follow each other, the next one is in flight when a token is read. So
+        drafts may begin one token late, and looking for them costs no time.
         """
-        if in_flight and not self.drafter.on_host:
-            return 1
-        return self.drafter.propose(self.count)
-
-    def launch(self, drafts: int, candidates: int) -> Callable[[], list[int]]:
-        """Verify this many drafts, or decode one token; return what waits for the new tokens."""
+        source = self.drafter.source()
+        asked = self.control.choose(source)
         self.passes += 1
-        session = self.session
-        if not drafts:
-            session.warm_up(candidates)()
-            session.cached[0] += 1
-            return session.read_tokens()
-        self.drafted += drafts
-        self.warm_up(drafts, candidates)()
-        read = self.results.read_later() if self.results else read_later(self.result)
+        if self.in_flight or not asked:
+            tokens = self.take_step(candidates, goes_on=not asked and left > 1)
+            source, asked = None, 0
+        elif count := self.drafter.propose(asked):
+            self.warm_up(count, candidates)()
+            tokens = (self.results.read_later() if self.results else read_later(self.result))()
+            tokens = tokens[: tokens[count + 1]]
+            self.session.cached[0] += len(tokens)
+            self.drafted += count
+        else:
+            tokens, asked = self.take_step(candidates, goes_on=False), 0
+        now = time.perf_counter()
+        self.control.record(source, asked, len(tokens) - 1, now - self.read_at)
+        self.read_at = now
+        return tokens
 
-        def wait() -> list[int]:
-            tokens = read()
-            tokens = tokens[: tokens[drafts + 1]]
-            session.cached[0] += len(tokens)
-            return tokens
+    def take_step(self, candidates: int, goes_on: bool) -> list[int]:
+        """Return the token of a plain step: of that in flight, if any. goes_on: launch another."""
+        read = self.in_flight or self.launch(candidates)
+        self.in_flight = self.launch(candidates) if goes_on and self.overlaps else None
+        return read()
 
-        return wait
+    def launch(self, candidates: int) -> Callable[[], list[int]]:
+        """Launch a plain step; return what waits for its token."""
+        self.session.warm_up(candidates)()
+        self.session.cached[0] += 1
+        return self.session.read_tokens()

@@ -335,6 +335,7 @@ LONG_FILES = (
 
 # Tests with many cases that take long: `make test` runs every n-th case, `make test-all` all.
 THINNED = {
+    "test_any_numbers_of_drafts_leave_greedy_text_as_it_is": 5,
     "test_a_quantized_model_is_the_plain_one_with_its_unpacked_weights": 2,
     "test_a_reader_may_stop_within_accepted_drafts": 2,
     "test_a_process_that_ends_is_resumed": 2,

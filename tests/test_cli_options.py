@@ -14,7 +14,7 @@ from cli import generate_options, model_name, options, quantize_options, train_o
 from cli.parser import Parser
 from formats import FORMATS, PLAIN, kv_cache, quantizer
 from offload import cache, plan
-from runtime import sampling, session_steps, speculation
+from runtime import draft_vocab, sampling, session_steps, speculation
 
 ROOT = Path(__file__).parents[1]
 
@@ -38,6 +38,7 @@ def test_choices_are_those_of_the_modules_that_implement_them():
     assert set(options.DTYPES) <= set(checkpoint.DTYPES)
     assert options.PREFILL_CHUNK == session_steps.PREFILL_CHUNK
     assert generate_options.DRAFT_TOKENS == speculation.DRAFT_TOKENS
+    assert generate_options.DRAFT_VOCAB == draft_vocab.DRAFT_VOCAB
     defaults = asdict(sampling.Sampling())
     api_only = {"frequency_penalty", "presence_penalty", "logit_bias"}
     assert defaults.keys() - api_only == generate_options.SAMPLING.keys()

@@ -195,7 +195,7 @@ def test_speculation_stops(no_compiler, model, sampling, compile):
 
 @pytest.mark.parametrize("sampling", (GREEDY, SAMPLED))
 def test_damage_while_drafts_are_verified(monkeypatch, model, sampling):
-    monkeypatch.setattr(LookupDrafter, "find", lambda self: [1, 2, 3])
+    monkeypatch.setattr(LookupDrafter, "match", lambda self: (3, 1))
     speculation, damage = Speculation(Session(model, 64), 3), Damage(model)
     stream = speculation.stream([5, 6] * 8, 30, sampling)
     next(stream)

@@ -362,6 +362,8 @@ def test_chains_of_all_lengths_share_compiled_code(make_headed, plain):
     drafter = speculation.drafter
     for sampling in (GREEDY, Sampling(seed=1)):
         list(speculation.stream(PROMPT, 9, sampling))
+        for drafts in (1, 2):  # passes of other numbers of tokens are other compiled code
+            speculation.warm_up(drafts, speculation.candidates(sampling))()
     before = counters["stats"]["unique_graphs"]
     assert before > 0
     speculation.drafter = Oracle(drafter, PROMPT, (3, 0, 1, 2))

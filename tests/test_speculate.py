@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 from torch._dynamo.utils import counters
 
 import generate
+from cli.generate_options import build_parser, check_options
 from generate import load_model, main
 from model import ModelArgs, Transformer
 from runtime import verification as verification
-from runtime.drafters import NGRAM, LookupDrafter
+from runtime.drafters import LONG, LONG_MATCH, NGRAMS, SHORT, LookupDrafter
 from runtime.sampling import Noise, Sampling, StepState, sample
 from runtime.session import Session, SessionOptions
 from runtime.speculation import Speculation
@@ -227,7 +228,7 @@ def test_impossible_prompts_are_refused(make):
 
 def find_by_scan(ids: list[int], count: int) -> list[int]:
     """The drafts of a LookupDrafter, found without an index."""
-    for n in range(min(NGRAM, len(ids) - 1), 0, -1):
+    for n in NGRAMS:
         for start in range(len(ids) - 1, n - 1, -1):
             if ids[start - n : start] == ids[-n:]:
                 text = list(ids)
@@ -247,6 +248,10 @@ def test_lookup_finds_what_a_scan_finds(ids, cut, count):
     drafter.start_prompt(ids[:cut], GREEDY)
     drafter.extend(ids[cut:])
     assert drafter.find() == find_by_scan(ids, count)
+    longest = next((n for n in NGRAMS if drafter.match() and drafter.match()[0] == n), None)
+    drafter.target.ids[0] = ids
+    expected = None if longest is None else LONG if longest >= LONG_MATCH else SHORT
+    assert drafter.source() == expected
     index = drafter.next
     drafter.start_prompt([*ids, 1, 2], GREEDY)
     assert drafter.ids == [*ids, 1, 2] and drafter.next is index
@@ -489,7 +494,7 @@ def drafts_of_each_kind() -> tuple[tuple[str, ...], ...]:
 def test_the_command_speculates(command):
     prompt = TEXT + "def read(path):\n"
     common = "--prompt", prompt, "--temperature", "0", "--max_new_tokens", "41", "--ignore_eos"
-    _, expected, _ = command(*common)
+    _, expected, _ = command(*common, "--speculate", "off")
     for options in drafts_of_each_kind():
         code, text, errors = command(*common, *options, "--draft_tokens", "3")
         assert code == 0 and text == expected
@@ -504,7 +509,66 @@ def test_the_command_speculates(command):
         assert found["drafted"] % 4 == 0 and found["accepted"] <= found["drafted"]
         assert found["tokens_per_pass"] == 40 / found["passes"]
     assert found["accepted"] == 40 - found["passes"] and found["passes"] == 8
-    assert "speculation" not in json.loads(command(*common, "--json")[1])
+    plain = json.loads(command(*common, "--json", "--speculate", "off")[1])
+    assert "speculation" not in plain and plain["gb_s"] > 0
+
+
+def test_the_command_speculates_by_itself(command):
+    """By default, and with a draft model: the text of plain decoding, and the counts of passes."""
+    prompt = TEXT * 3 + "def read(path):\n"
+    common = "--prompt", prompt, "--temperature", "0", "--max_new_tokens", "120", "--ignore_eos"
+    _, expected, _ = command(*common, "--speculate", "off")
+    draft = "--draft_checkpoint_path", str(generate.embedded_checkpoint())
+    for options in ((), ("--speculate", "auto"), ("--speculate", "auto", *draft)):
+        _, out, _ = command(*common, *options, "--json")
+        result = json.loads(out)
+        found = result["speculation"]
+        assert result["text"] + "\n" == expected and result["gb_s"] is None
+        assert 0 < found["accepted"] <= found["drafted"]
+        assert found["tokens_per_pass"] == 119 / found["passes"] > 1
+    few = json.loads(command(*common, *draft, "--draft_vocab", "500", "--json")[1])
+    assert few["text"] + "\n" == expected
+    assert few["speculation"]["tokens_per_pass"] < 5  # with all tokens every draft is accepted
+    seeded = "--prompt", prompt, "--seed", "3", "--max_new_tokens", "40", "--json"
+    result, plain = (
+        json.loads(command(*seeded, *more)[1]) for more in ((), ("--speculate", "off"))
+    )
+    assert result["text"] == plain["text"]  # the same seed, the same text
+    assert "speculation" not in result and result["gb_s"] > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "device", "prompts", "ranks", "kind"),
+    (
+        ("", "cuda", 1, 1, "auto"),
+        ("", "cpu", 1, 1, "auto"),
+        ("--interactive", "cuda", 0, 1, "auto"),
+        ("--compile", "cuda", 1, 1, "auto"),
+        ("--compile", "cpu", 1, 1, "off"),
+        ("", "cuda", 2, 1, "off"),
+        ("--batch_size 1", "cuda", 2, 1, "auto"),
+        ("", "cuda", 1, 2, "off"),
+        ("--offload --gpu_experts 2", "cuda", 1, 1, "off"),
+        ("--speculate off", "cuda", 1, 1, "off"),
+        ("--speculate auto", "cuda", 2, 1, "auto"),
+        ("--speculate auto --compile", "cpu", 1, 1, "auto"),
+        ("--speculate lookup", "cuda", 1, 2, "lookup"),
+        ("--draft_checkpoint_path x", "cuda", 1, 1, "model"),
+        ("--speculate auto --draft_checkpoint_path x", "cuda", 1, 1, "auto"),
+    ),
+)
+def test_what_an_answer_speculates_with(arguments, device, prompts, ranks, kind, monkeypatch):
+    monkeypatch.setattr("generate.process_group.size", lambda: ranks)
+    options = build_parser().parse_args(arguments.split())
+    check_options(options)
+    assert generate.choose_speculation(options, torch.device(device), prompts) == kind
+
+
+def test_auto_on_several_ranks_is_refused(monkeypatch):
+    monkeypatch.setattr("generate.process_group.size", lambda: 2)
+    options = build_parser().parse_args(["--speculate", "auto"])
+    with pytest.raises(ValueError, match="2 ranks would not agree: give --speculate lookup"):
+        generate.choose_speculation(options, torch.device("cuda"), 1)
 
 
 def test_a_stop_text_within_accepted_drafts(command):
@@ -525,8 +589,8 @@ def test_a_stop_text_within_accepted_drafts(command):
 def test_a_chat_continues_from_the_cache(command):
     common = "--interactive", "--temperature", "0", "--max_new_tokens", "12"
     lines = "import os\nimport sys\ndef main(\n/reset\nimport os\n/exit\n"
-    _, expected, plain = command(*common, text=lines)
-    for options in drafts_of_each_kind():
+    _, expected, plain = command(*common, "--speculate", "off", text=lines)
+    for options in (*drafts_of_each_kind(), ()):
         code, text, errors = command(*common, *options, text=lines)
         assert code == 0 and text == expected
         used = r"(\d+) tokens?(?: at [\d.,]+/s)?, context ([\d,]+) of"
@@ -541,6 +605,10 @@ def test_mistakes_are_refused_before_weights_are_read(command, make_family, monk
     for arguments, message in (
         (("--draft_tokens", "4"), "--draft_tokens needs a source of drafts"),
         ((*lookup, *draft), "leave one of them out"),
+        (("--speculate", "off", *draft), "leave one of them out"),
+        (("--speculate", "off", "--draft_tokens", "4"), "--draft_tokens needs a source of drafts"),
+        ((*lookup, "--draft_vocab", "99"), "--draft_vocab needs a model that drafts"),
+        ((*draft, "--draft_vocab", "0"), "--draft_vocab 0: it must be"),
         ((*lookup, "--draft_tokens", "16"), "--draft_tokens 16: it must be from 1 to 15"),
         ((*lookup, "--draft_tokens", "0"), "--draft_tokens 0: it must be from 1 to 15"),
         (draft, "vocabulary of 160 tokens and the model one of"),
