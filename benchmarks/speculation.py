@@ -8,7 +8,9 @@ Without --texts: random weights at the shapes of each --arch, on a GPU. The firs
 T tokens of one sequence: time over that of one token, the distinct experts a layer that they chose
 in the run, and the fraction of the measured bandwidth that reads those weights. The second has
 passes with N random drafts, from one to the next as the host sees them: time in plain steps, and
-tokens/s at acceptances of 0.6, 0.7, 0.8 and 0.9 for each draft after those before it.
+tokens/s at acceptances of 0.6, 0.7, 0.8 and 0.9 for each draft after those before it. A model with
+a published head for multi-token prediction has a third table: passes whose drafts a random head
+makes. "ready" is the time to compile and capture a pass.
 
 --texts: the embedded model continues four kinds of text, greedily and sampled: tokens a pass, and
 time over that of plain decoding. Each greedy answer is compared with plain decoding's, since a
@@ -36,7 +38,16 @@ from cli.options import (
 )
 from cli.parser import Parser
 from generate import EMBEDDED, embedded_checkpoint, load_model
-from models.random_weights import architecture, first_layers, free_memory, random_prompt
+from model import Transformer
+from models import family_of, head_args
+from models.random_weights import (
+    RandomWeights,
+    architecture,
+    first_layers,
+    free_memory,
+    number_format,
+    random_prompt,
+)
 from parallel.device import pick_device
 from runtime.draft_control import FixedDrafts
 from runtime.drafters import SHORT
@@ -184,11 +195,36 @@ def measure_shape(name: str, options: argparse.Namespace, ceiling: float) -> Non
     print("\n".join(step_lines(steps, ceiling)), flush=True)
     speculation = Speculation(session, max(1, *options.drafts))
     speculation.drafter = RandomDrafter(session, speculation.count)
-    sampling = Sampling(options.temperature, seed=0)
-    spent = {
-        drafts: pass_seconds(speculation, drafts, options.new_tokens, options.repeats, sampling)
-        for drafts in sorted({0, *options.drafts})
-    }
+    measure_passes(speculation, options)
+    if head := random_head(session.model, options.mode):
+        print("drafts by the head", flush=True)
+        measure_passes(Speculation(session, min(speculation.count, 7), head=head), options)
+
+
+def random_head(model: Transformer, mode: str) -> Transformer | None:
+    """Return a head with random weights for a model, if there are published ones of its family."""
+    if family_of(model.args).published_head is None:
+        return None
+    args = head_args(model.args)
+    device = model.norm.weight.device
+    return load_model(RandomWeights(args, number_format(mode, args)), device, share=model)
+
+
+def measure_passes(speculation: Speculation, options: argparse.Namespace) -> None:
+    """Print the table of passes with each number of drafts."""
+    sampling, spent = Sampling(options.temperature, seed=0), {}
+    for drafts in sorted({0, *options.drafts}):
+        if drafts > speculation.count:
+            continue
+        start = time.perf_counter()
+        if drafts:
+            speculation.warm_up(drafts, speculation.candidates(sampling))
+        ready = time.perf_counter() - start
+        if drafts:
+            print(f"{drafts} drafts: ready in {ready:.1f} s", flush=True)
+        spent[drafts] = pass_seconds(
+            speculation, drafts, options.new_tokens, options.repeats, sampling
+        )
     print("\n".join(pass_lines(spent)), flush=True)
 
 
