@@ -54,7 +54,7 @@ from runtime.drafters import SHORT
 from runtime.sampling import Sampling
 from runtime.session import Session, SessionOptions
 from runtime.speculation import Speculation
-from runtime.transfers import send
+from runtime.transfers import Upload
 from runtime.weights import bytes_per_token
 from tokenizer import load_tokenizer
 
@@ -122,6 +122,7 @@ class RandomDrafter:
     def __init__(self, session: Session, count: int):
         self.random, self.vocabulary = random.Random(0), session.model.args.vocab_size
         self.drafts = torch.zeros(1, count, dtype=torch.int64, device=session.device)
+        self.upload = Upload(self.drafts)
 
     def start_prompt(self, ids: Sequence[int], sampling: Sampling) -> None:
         """Nothing to know of a text."""
@@ -133,8 +134,7 @@ class RandomDrafter:
         return SHORT
 
     def propose(self, limit: int) -> int:
-        drafts = [[self.random.randrange(self.vocabulary) for _ in range(limit)]]
-        self.drafts[:, :limit].copy_(send(torch.tensor(drafts), self.drafts.device))
+        self.upload([self.random.randrange(self.vocabulary) for _ in range(limit)])
         return limit
 
 

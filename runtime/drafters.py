@@ -25,7 +25,7 @@ from runtime.sampling import (
 from runtime.session import Session
 from runtime.session_prompts import common_prefix
 from runtime.session_rows import copy_all
-from runtime.transfers import read_later, send
+from runtime.transfers import Upload, read_later
 
 LONG_MATCH = 5  # tokens of a match that is nearly always right
 NGRAMS = LONG_MATCH, 3, 2, 1  # lengths of the last tokens that are looked up, the longest first
@@ -80,8 +80,12 @@ class LookupDrafter:
 
     def __init__(self, target: Session, count: int):
         self.target, self.count = target, count
-        self.drafts = torch.zeros(1, count, dtype=torch.int64, device=target.device)
+        self.write_to(torch.zeros(1, count, dtype=torch.int64, device=target.device))
         self.reset()
+
+    def write_to(self, drafts: Tensor) -> None:
+        """Write drafts to this tensor from now on."""
+        self.drafts, self.upload = drafts, Upload(drafts)
 
     def reset(self) -> None:
         """Forget the text."""
@@ -128,8 +132,8 @@ class LookupDrafter:
         """Write up to `limit` drafts for the target's text to `drafts`; return how many."""
         self.extend(self.target.ids[0][len(self.ids) :])
         drafts = self.find()[:limit]
-        if drafts:  # a copy that waits would wait for the step in flight
-            self.drafts[:, : len(drafts)].copy_(send(torch.tensor([drafts]), self.drafts.device))
+        if drafts:
+            self.upload(drafts)
         return len(drafts)
 
 
@@ -224,7 +228,7 @@ class FirstOf:
     def __init__(self, lookup: LookupDrafter, other: "Drafter"):
         self.lookup, self.other = lookup, other
         self.drafts, self.q = other.drafts, other.q
-        lookup.drafts = other.drafts
+        lookup.write_to(other.drafts)
         self.samples = False
 
     def reset(self) -> None:

@@ -23,7 +23,7 @@ from runtime.sequence_state import MAX_TENTATIVE
 from runtime.session import Session
 from runtime.session_prompts import common_prefix
 from runtime.session_steps import PADDING_MULTIPLE
-from runtime.transfers import send
+from runtime.transfers import Upload, send
 
 MAX_MTP_DRAFTS = 7  # the pair before them and these are as many tokens as the fused kernels take
 RING = 1024  # steps of the target whose hidden states are kept
@@ -60,16 +60,14 @@ class MTPDrafter(DraftModel):
         self.own_hidden = like.new_zeros(1, 1, D)
         # Tokens of the pairs that a chain begins with, and how many are known.
         self.pairs = torch.ones(1, self.width + 1, dtype=torch.int64, device=self.device)
+        self.upload = Upload(self.pairs)
         self.offsets = torch.arange(self.width, device=self.device)
         self.chains: dict[tuple[int, int], Callable[[], None]] = {}
         self.filler = FillRunner(head)
         self.store = store_hidden
         if target.compiled:
             self.store = torch.compile(store_hidden, fullgraph=True, dynamic=True)
-        if target.captured:  # graphs that are there have no tap
-            target.steps.clear()
-            if target.graphs:
-                target.graphs.known.clear()
+        target.forget_graphs()  # they have no tap
         tap_hidden(target.runner, self.keep_hidden)
         tap_hidden(target.prefill_runner, self.keep_prompt)
         tap_hidden(self.runner, self.keep_own_hidden)
@@ -135,8 +133,7 @@ class MTPDrafter(DraftModel):
             begin = chunk.stop
         tokens = ids[begin + 1 : end + 1]
         padding = [tokens[-1]] * (self.width - len(tokens))  # chooses the same experts
-        numbers = torch.tensor([[*tokens, *padding, len(tokens)]])
-        self.pairs.copy_(send(numbers, self.device))
+        self.upload([*tokens, *padding, len(tokens)])
         self.filled = self.cached[0] = end
 
     # Drafts ---------------------------------------------------------------------------------------

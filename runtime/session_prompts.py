@@ -62,6 +62,14 @@ class Prompts(DecodeSteps):
             self.warm_up_short_prompts()
         return super().warm_up(candidates, size)
 
+    def forget_graphs(self) -> None:
+        """Capture everything anew: what steps and prompts run has changed."""
+        self.steps.clear()
+        if self.captured:  # PyTorch forgets a pool when its last graph has gone
+            self.pool = torch.cuda.graph_pool_handle()
+        if self.graphs is not None:
+            self.graphs = GraphCache()
+
     def warm_up_short_prompts(self) -> None:
         """Compile and capture short chunks, of no real token, where no sequence reaches."""
         for size in self.short_chunks:

@@ -4,7 +4,7 @@ A plain copy from the host waits until the GPU has done all work before it: `ten
 `tensor[row] = 1` too. Between a prompt and its first step that would leave the GPU idle.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -15,6 +15,22 @@ def send(tensor: Tensor, device: torch.device) -> Tensor:
     if device.type != "cuda":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
+
+
+class Upload:
+    """Fills the front of an integer tensor from the host, again and again, without waiting.
+
+    Its pinned memory is allocated once. So the copy before must have arrived when a call begins.
+    """
+
+    def __init__(self, target: Tensor):
+        self.target = target.view(-1)
+        self.host = torch.empty(len(self.target), dtype=target.dtype, pin_memory=target.is_cuda)
+
+    def __call__(self, values: Sequence[int]) -> None:
+        count = len(values)
+        self.host[:count] = torch.tensor(values)
+        self.target[:count].copy_(self.host[:count], non_blocking=True)
 
 
 def read_later(tensor: Tensor) -> Callable[[], list]:

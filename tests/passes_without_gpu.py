@@ -38,7 +38,6 @@ class ScriptedDrafter:
     """Drafts the continuation that it was given, and wrong tokens, as a script says."""
 
     q = None
-    on_host = True
 
     def __init__(self, target: Session, text: Sequence[int], script: Sequence[tuple[int, int]]):
         self.target, self.text, self.script = target, list(text), list(script)
@@ -51,8 +50,18 @@ class ScriptedDrafter:
     def reset(self) -> None:
         pass
 
+    def next_pass(self) -> tuple[int, int]:
+        """Return how many drafts the next pass has, and how many of them are right."""
+        return self.script[self.calls % len(self.script)]
+
+    def source(self) -> str | None:
+        if self.next_pass()[0]:
+            return "script"
+        self.calls += 1
+        return None
+
     def propose(self, limit: int) -> int:
-        count, right = self.script[self.calls % len(self.script)]
+        count, right = self.next_pass()
         self.calls += 1
         known, vocabulary = len(self.target.ids[0]), self.target.seen.shape[1]
         text = [*self.text, *[1] * 8][known : known + count]
@@ -75,19 +84,15 @@ def speculate(
     )
     speculation, found = Speculation(session, 5), []
     speculation.drafter = ScriptedDrafter(session, text, script)
-    launch = speculation.launch
+    run_pass = speculation.run_pass
 
-    def noting(drafts: int, candidates: int):
-        read = launch(drafts, candidates)
+    def noting(candidates: int, left: int) -> list[int]:
+        before = speculation.drafted
+        new = run_pass(candidates, left)
+        found.append((speculation.drafted - before, len(new) - 1))
+        return new
 
-        def wait() -> list[int]:
-            new = read()
-            found.append((drafts, len(new) - 1))
-            return new
-
-        return wait
-
-    speculation.launch = noting
+    speculation.run_pass = noting
     return speculation, list(speculation.stream(PROMPT, tokens, sampling)), found
 
 

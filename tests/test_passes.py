@@ -139,18 +139,17 @@ def test_steps_without_drafts_overlap_as_plain_ones_do(make_family, no_compiler)
     session.reset()
     speculation = Speculation(session, 3)
     speculation.drafter = ScriptedDrafter(session, [], [(0, 0)])
-    propose = speculation.drafter.propose
+    source = speculation.drafter.source
 
-    def noting(limit: int) -> int:
+    def noting() -> str | None:
         session.events.append("look up")
-        return propose(limit)
+        return source()
 
-    speculation.drafter.propose, session.events = noting, []
+    speculation.drafter.source, session.events = noting, []
     assert list(speculation.stream(PROMPT, 8, GREEDY)) == want
     looked = [event for event in session.events if event == "look up"]
     events = [event for event in session.events if event != "look up"]
     assert len(looked) == 7 and speculation.passes == 7
-    # Only the first step waits for its token: whether there are drafts is not known before.
     assert events[:4] == ["prompt", "read", "launch", "launch"]
     assert events[4:] == ["read", "launch"] * 5 + ["read", "read"]
     assert plain[:3] == ["prompt", "launch", "read"]
