@@ -21,7 +21,7 @@ import argparse
 import random
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -83,14 +83,18 @@ def expected_tokens(drafts: int, acceptance: float) -> float:
     return sum(acceptance**n for n in range(drafts + 1))
 
 
-def pass_lines(seconds: dict[int, float]) -> list[str]:
-    """Return a table of passes. seconds: of a pass, by its number of drafts; 0 is a plain step."""
+def pass_lines(seconds: dict[int, tuple[float, float]]) -> list[str]:
+    """Return a table of passes.
+
+    seconds: of a pass with its drafts, and of its graph alone on the GPU, by the number of drafts;
+    0 is a plain step.
+    """
     rates = "  ".join(f"{a:>7}" for a in ACCEPTANCE)
-    lines = [f"drafts  pass, ms  plain steps  tokens/s at an acceptance of {rates}"]
-    for drafts, spent in sorted(seconds.items()):
+    lines = [f"drafts  pass, ms  its graph  plain steps  tokens/s at an acceptance of {rates}"]
+    for drafts, (spent, on_gpu) in sorted(seconds.items()):
         rates = "  ".join(f"{expected_tokens(drafts, a) / spent:7,.0f}" for a in ACCEPTANCE)
-        steps = spent / seconds[0]
-        lines.append(f"{drafts:6}  {spent * 1e3:8.3f}  {steps:11.2f}  {'':28} {rates}")
+        times = f"{spent * 1e3:8.3f}  {on_gpu * 1e3:9.3f}  {spent / seconds[0][0]:11.2f}"
+        lines.append(f"{drafts:6}  {times}  {'':28} {rates}")
     return lines
 
 
@@ -167,18 +171,30 @@ def step_seconds(session: Session, count: int, repeats: int) -> tuple[float, flo
         session.model(tokens, positions, last, all_positions=True, runner=session.runner)
 
     session.cached[0] = PROMPT_TOKENS
-    run, times = session.capture(step, count, count), []
+    run = session.capture(step, count, count)
+
+    def draw(seed: int) -> None:
+        tokens.copy_(torch.tensor([random_prompt(args, count, seed)]))
+
+    seconds = gpu_seconds(run, repeats, draw)
+    experts = distinct_experts(session, tokens, positions)
+    return seconds, experts, bytes_per_token(session.model, experts)
+
+
+def gpu_seconds(
+    run: Callable[[], None], repeats: int, prepare: Callable[[int], None] = lambda seed: None
+) -> float:
+    """Return the median seconds of a captured step on the GPU. prepare: called before each."""
+    times = []
     for seed in range(repeats + 3):
-        drawn = random_prompt(args, count, seed)
-        tokens.copy_(torch.tensor([drawn]))
+        prepare(seed)
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         begin.record()
         run()
         end.record()
         end.synchronize()
         times.append(begin.elapsed_time(end) / 1e3)
-    experts = distinct_experts(session, tokens, positions)
-    return statistics.median(times[3:]), experts, bytes_per_token(session.model, experts)
+    return statistics.median(times[3:])
 
 
 def measure_shape(name: str, options: argparse.Namespace, ceiling: float) -> None:
@@ -216,15 +232,14 @@ def measure_passes(speculation: Speculation, options: argparse.Namespace) -> Non
     for drafts in sorted({0, *options.drafts}):
         if drafts > speculation.count:
             continue
-        start = time.perf_counter()
+        candidates, start = speculation.candidates(sampling), time.perf_counter()
         if drafts:
-            speculation.warm_up(drafts, speculation.candidates(sampling))
-        ready = time.perf_counter() - start
-        if drafts:
-            print(f"{drafts} drafts: ready in {ready:.1f} s", flush=True)
-        spent[drafts] = pass_seconds(
-            speculation, drafts, options.new_tokens, options.repeats, sampling
-        )
+            run = speculation.warm_up(drafts, candidates)
+        else:
+            run = speculation.session.warm_up(candidates)
+        print(f"{drafts} drafts: ready in {time.perf_counter() - start:.1f} s", flush=True)
+        seconds = pass_seconds(speculation, drafts, options.new_tokens, options.repeats, sampling)
+        spent[drafts] = seconds, gpu_seconds(run, 20)  # from where the last answer ended
     print("\n".join(pass_lines(spent)), flush=True)
 
 

@@ -24,11 +24,11 @@ def test_expected_tokens_of_a_pass(drafts, acceptance):
 
 
 def test_the_table_of_passes():
-    header, plain, three = benchmark.pass_lines({3: 0.00165, 0: 0.001})
+    header, plain, three = benchmark.pass_lines({3: (0.00165, 0.0014), 0: (0.001, 0.0009)})
     assert [float(word) for word in header.split()[-4:]] == list(benchmark.ACCEPTANCE)
-    assert plain.split() == ["0", "1.000", "1.00", *["1,000"] * 4]
-    count, ms, steps, *rates = three.split()
-    assert (count, ms, steps) == ("3", "1.650", "1.65")
+    assert plain.split() == ["0", "1.000", "0.900", "1.00", *["1,000"] * 4]
+    count, ms, graph, steps, *rates = three.split()
+    assert (count, ms, graph, steps) == ("3", "1.650", "1.400", "1.65")
     assert rates[2] == f"{(1 + 0.8 + 0.64 + 0.512) / 0.00165:,.0f}"
 
 
