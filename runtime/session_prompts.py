@@ -63,7 +63,7 @@ class Prompts(DecodeSteps):
         return super().warm_up(candidates, size)
 
     def forget_graphs(self) -> None:
-        """Capture everything anew: what steps and prompts run has changed."""
+        """Capture all steps and prompts anew, since their code has changed."""
         self.steps.clear()
         if self.captured:  # PyTorch forgets a pool when its last graph has gone
             self.pool = torch.cuda.graph_pool_handle()

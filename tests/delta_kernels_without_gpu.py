@@ -10,6 +10,7 @@ import json
 import os
 import sys
 from copy import deepcopy
+from functools import partial
 from types import SimpleNamespace
 from unittest import mock
 
@@ -265,7 +266,7 @@ def machine_code() -> dict[str, dict[str, int]]:
     sizes = 16, 32, 128, 128
     prompt = random_prompt(1, 2048, *sizes, torch.bfloat16)
     v, norm = prompt[2], weight[:128, 0].contiguous()
-    layer, projected, context = random_few(1, 8, *sizes, 4, None, (4,), torch.bfloat16)
+    several = [random_few(1, T, *sizes, 4, None, (4,), torch.bfloat16) for T in (8, 16)]
 
     def launch_all() -> None:
         delta_prompt.launch_delta_chunk(*prompt)
@@ -273,11 +274,13 @@ def machine_code() -> dict[str, dict[str, int]]:
         delta_prompt.launch_norm_heads(v, v, norm, 1e-6)
         delta_prompt.launch_gates(v[:, :, 0, :64], torch.zeros(32), torch.zeros(32).bfloat16())
         delta_tokens(*random_token(1, *sizes, 4, None, torch.bfloat16))
-        layer.core(projected, context)
 
     supports = mock.patch.object(gated_delta_net, "delta_tokens_supports", lambda state: True)
     with supports:
         found = launched_code(launch_all)
+        for layer, *call in several:
+            launched = launched_code(partial(layer.core, *call))
+            found |= {f"{name} of several": code for name, code in launched.items()}
     return {name: counts(code) for name, code in found.items()}
 
 

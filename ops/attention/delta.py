@@ -109,6 +109,34 @@ def _load_own(qkvz, ba, keys, values, s: tl.constexpr):
 
 
 @jit
+def _read_tokens(qkvz, ba, y, old, past, taps, gates, places, real, tokens, s: tl.constexpr):
+    """Store what each of several tokens reads of a head, normalized; 0 for padding.
+
+    old: the state. past, taps: of q and k, and of v. gates: the decay's rate and bias, the norm's
+    weight. places: channels of q and k, of v, and which of these are stored.
+    """
+    STRIDE: tl.constexpr = s.heads * s.value_dim
+    DTYPE: tl.constexpr = y.dtype.element_ty
+    keys, values, is_first = places
+    key_past, value_past = past
+    loaded = _load_own(qkvz, ba, keys, values, s)
+    for token in range(real):
+        new_keys, new_values, gate, b, a = loaded
+        later = tl.minimum(token + 1, tokens - 1)
+        loaded = _load_own(qkvz + later * s.row, ba + later * s.ba_row, keys, values, s)
+        qk = _convolve(new_keys, _sum_past(key_past, taps[0], s), taps[0], s)
+        v = _convolve(new_values, _sum_past(value_past, taps[1], s), taps[1], s)
+        key_past, value_past = key_past[1:] + (new_keys,), value_past[1:] + (new_values,)
+        decay, share = tl.exp(-gates[0] * softplus(a + gates[1])), tl.sigmoid(b)
+        out, old = read_and_update(old, qk, v, decay, share, s)
+        out = _norm_head(out, gate * tl.sigmoid(gate) * gates[2], s, DTYPE)
+        tl.store(y + token * STRIDE, tl.reshape(out, values.shape).to(DTYPE), mask=is_first)
+    zeros = tl.zeros_like(values).to(DTYPE)
+    for token in range(real, tokens):
+        tl.store(y + token * STRIDE, zeros, mask=is_first)
+
+
+@jit
 def _keep_inputs(window, inputs, own, channels, tokens, mask, s: tl.constexpr):
     """Store the last W - 1 inputs, then those of the call's tokens, as the pending ones."""
     W: tl.constexpr = s.width
@@ -223,23 +251,9 @@ def _update_heads(
             if moves_keys:
                 _move_window(window + keys, key_inputs, new_keys, None, s)
     else:
-        keys_now, values_now = key_inputs, value_inputs
-        loaded = _load_own(qkvz, ba, keys, values, s)
-        for token in range(real):
-            new_keys, new_values, gate, b, a = loaded
-            later = tl.minimum(token + 1, tokens - 1)
-            loaded = _load_own(qkvz + later * s.row, ba + later * s.ba_row, keys, values, s)
-            qk = _convolve(new_keys, _sum_past(keys_now, key_taps, s), key_taps, s)
-            v = _convolve(new_values, _sum_past(values_now, value_taps, s), value_taps, s)
-            keys_now, values_now = keys_now[1:] + (new_keys,), values_now[1:] + (new_values,)
-            decay, share = tl.exp(-rate * softplus(a + bias)), tl.sigmoid(b)
-            out, old = read_and_update(old, qk, v, decay, share, s)
-            out = _norm_head(out, gate * tl.sigmoid(gate) * weight, s, DTYPE)
-            out = tl.reshape(out, columns.shape).to(DTYPE)
-            tl.store(y + token * (H * CV), out, mask=is_first)
-        zeros = tl.zeros_like(columns).to(DTYPE)
-        for token in range(real, tokens):
-            tl.store(y + token * (H * CV), zeros, mask=is_first)
+        past, taps = (key_inputs, value_inputs), (key_taps, value_taps)
+        places = keys, values, is_first
+        _read_tokens(qkvz, ba, y, old, past, taps, (rate, bias, weight), places, real, tokens, s)
         if exists:
             tl.store(pending.first + sequence * H + head, place + 1)
             for token in range(tokens):

@@ -60,8 +60,8 @@ class Product:
     depth: int  # chunks in flight
     tiles: int  # tiles of a program
     warps: int
-    tokens: int = 1  # of a program: one tile of several
-    blocks: int = 1  # of tokens
+    tokens: int = 1  # that a program multiplies; several have one tile
+    blocks: int = 1  # programs of a tile, for other tokens
 
     @property
     def gather(self) -> bool:
@@ -74,12 +74,12 @@ class Product:
 
     @property
     def numbers(self) -> int:
-        """Of a token's x that is not quantized; pairs of them in bf16."""
+        """What the kernel loads of a token's x: words of two numbers in bf16, else numbers."""
         return self.quads * 4 * (1 if self.kind == "bf16" else self.fields)
 
     @property
     def quantized(self) -> tuple[int, int]:
-        """Of a token's `QuantizedX`: its operands, and its units."""
+        """Operands and units of a token's `QuantizedX`."""
         return self.quads * self.fields, 2 * self.quads
 
     @property
