@@ -103,9 +103,10 @@ def quantizes_first(weight: Weight, quads: int, tokens: int) -> bool:
     """Whether a kernel of its own quantizes x, of `quads` quads a token, for the chosen experts.
 
     It takes 1.5 us, so that it must spare many programs more than that, as measured on an H200:
-    of Mixtral's w2 in 4 bits 3 us (docs/log/small_experts.md). Several tokens have more programs.
+    of Mixtral's w2 in 4 bits 3 us (docs/log/small_experts.md). More tokens have more programs: from
+    three on it pays (docs/log/speculation.md).
     """
-    return BITS[weight.kind] == 4 and (tokens > 1 or quads > LONG_X)
+    return BITS[weight.kind] == 4 and (tokens > 2 or quads > LONG_X)
 
 
 def quantize_tokens(x: Tensor, weight: Weight, pdl: bool | None = None) -> QuantizedX:
