@@ -346,7 +346,7 @@ def prepare_session(
     longest: tokens of the longest prompt. Raises ValueError if the session does not fit into
     memory, before weights are read.
     """
-    kind = choose_speculation(options, device, prompts)
+    kind = choose_speculation(options, prompts)
     drafter = options.draft_checkpoint_path and Checkpoint(options.draft_checkpoint_path)
     drafts = DRAFT_TOKENS if options.draft_tokens is None else options.draft_tokens
     draft_args = drafter and args_of_checkpoint(drafter)
@@ -371,13 +371,13 @@ def prepare_session(
     return Speculation(session, drafts, draft, head, auto=kind == "auto")
 
 
-def choose_speculation(options: argparse.Namespace, device: torch.device, prompts: int) -> str:
+def choose_speculation(options: argparse.Namespace, prompts: int) -> str:
     """Return how drafts are made: off, auto, or always by "lookup", "mtp" or "model".
 
     The default is auto where that cannot slow an answer down. It is for one sequence. Offloaded
-    experts are left out: those of drafts evict others. A compiled step on a CPU is, too: each
-    number of drafts compiles for 8 to 15 s. Raises ValueError for --speculate auto on several
-    ranks: their clocks differ, and so would their choices.
+    experts are left out: those of drafts evict others. Compiled steps are left out, too: each
+    number of drafts is compiled and captured before the first token. Raises ValueError for
+    --speculate auto on several ranks: their clocks differ, and so would their choices.
     """
     kind, ranks = options.speculate, process_group.size()
     if kind == "auto" and ranks > 1:
@@ -390,8 +390,7 @@ def choose_speculation(options: argparse.Namespace, device: torch.device, prompt
     if options.draft_checkpoint_path:
         return "model"
     one = max(1, min(options.batch_size, prompts)) == 1 and ranks == 1
-    slow = options.offload or (options.compile and device.type == "cpu")
-    return "auto" if one and not slow else "off"
+    return "auto" if one and not (options.offload or options.compile) else "off"
 
 
 def compile_session(session: Session | Speculation, ids: list[int], sampling: Sampling) -> None:

@@ -62,7 +62,7 @@ def build_parser() -> Parser:
     sources = (
         "lookup: draft from the text so far; mtp: by the model's head for multi-token prediction; "
         "auto: by both where that is measured to be faster; default: auto without the head, with "
-        "one sequence on one device and without --offload"
+        "one sequence on one device, without --compile and --offload"
     )
     parser.add_argument("--speculate", choices=SPECULATE, help=sources)
     parser.add_path("--draft_checkpoint_path", "draft with this smaller model")
