@@ -56,7 +56,7 @@ from models.converter import convert
 from offload.experts import COUNTERS, expert_counters
 from parallel import process_group
 from parallel.heartbeat import fail, leave
-from runtime.draft_vocab import DRAFT_VOCAB, part_of_head
+from runtime.draft_vocab import DRAFT_VOCAB
 from runtime.loading import (
     check_decode_kernels,
     head_source,
@@ -354,6 +354,11 @@ def prepare_session(
     if uses_head(options, checkpoint):
         check_mtp_drafts(drafts)
         head_source(checkpoint)  # raises if there is none
+    elif options.draft_vocab and not drafter:
+        raise ValueError(
+            f"--draft_vocab {options.draft_vocab}: this checkpoint has no head for "
+            "multi-token prediction: add --draft_checkpoint_path, or leave it out"
+        )
     process_group.check_agreement(vars(options), checkpoint)
     batch = min(options.batch_size, prompts) or 1 if kind == "off" else 1
     plan_generation(options, checkpoint, drafter, device, length, batch, longest)
@@ -362,13 +367,12 @@ def prepare_session(
         return session
     dtype = DTYPES.get(options.dtype)
     draft = drafter and load_model(drafter, device, dtype, options.parallel)
-    if draft:
-        ids = load_tokenizer(checkpoint.directory).frequent_ids(options.draft_vocab or DRAFT_VOCAB)
-        draft.head = part_of_head(draft.head, ids, draft.args.vocab_size)
-    head = None
+    head, ids = None, []
     if uses_head(options, checkpoint):
         head = load_head(checkpoint, session.model, dtype, options.parallel)
-    return Speculation(session, drafts, draft, head, auto=kind == "auto")
+    if draft or head:
+        ids = load_tokenizer(checkpoint.directory).frequent_ids(options.draft_vocab or DRAFT_VOCAB)
+    return Speculation(session, drafts, draft, head, kind == "auto", ids)
 
 
 def choose_speculation(options: argparse.Namespace, prompts: int) -> str:

@@ -610,8 +610,12 @@ def test_mistakes_are_refused_before_weights_are_read(command, make_family, monk
         ((*lookup, *draft), "leave one of them out"),
         (("--speculate", "off", *draft), "leave one of them out"),
         (("--speculate", "off", "--draft_tokens", "4"), "--draft_tokens needs a source of drafts"),
-        ((*lookup, "--draft_vocab", "99"), "--draft_vocab needs a model that drafts"),
+        ((*lookup, "--draft_vocab", "99"), "--draft_vocab needs a model or a head that drafts"),
         ((*draft, "--draft_vocab", "0"), "--draft_vocab 0: it must be"),
+        (
+            ("--speculate", "auto", "--draft_vocab", "99"),
+            "--draft_vocab 99: this checkpoint has no",
+        ),
         ((*lookup, "--draft_tokens", "16"), "--draft_tokens 16: it must be from 1 to 15"),
         ((*lookup, "--draft_tokens", "0"), "--draft_tokens 0: it must be from 1 to 15"),
         (draft, "vocabulary of 160 tokens and the model one of"),
