@@ -56,7 +56,7 @@ from models.converter import convert
 from offload.experts import COUNTERS, expert_counters
 from parallel import process_group
 from parallel.heartbeat import fail, leave
-from runtime.draft_vocab import DRAFT_VOCAB, part_of_head
+from runtime.draft_vocab import DRAFT_VOCAB
 from runtime.loading import (
     check_decode_kernels,
     head_source,
@@ -346,7 +346,7 @@ def prepare_session(
     longest: tokens of the longest prompt. Raises ValueError if the session does not fit into
     memory, before weights are read.
     """
-    kind = choose_speculation(options, device, prompts)
+    kind = choose_speculation(options, prompts)
     drafter = options.draft_checkpoint_path and Checkpoint(options.draft_checkpoint_path)
     drafts = DRAFT_TOKENS if options.draft_tokens is None else options.draft_tokens
     draft_args = drafter and args_of_checkpoint(drafter)
@@ -354,6 +354,11 @@ def prepare_session(
     if uses_head(options, checkpoint):
         check_mtp_drafts(drafts)
         head_source(checkpoint)  # raises if there is none
+    elif options.draft_vocab and not drafter:
+        raise ValueError(
+            f"--draft_vocab {options.draft_vocab}: this checkpoint has no head for "
+            "multi-token prediction: add --draft_checkpoint_path, or leave it out"
+        )
     process_group.check_agreement(vars(options), checkpoint)
     batch = min(options.batch_size, prompts) or 1 if kind == "off" else 1
     plan_generation(options, checkpoint, drafter, device, length, batch, longest)
@@ -362,22 +367,21 @@ def prepare_session(
         return session
     dtype = DTYPES.get(options.dtype)
     draft = drafter and load_model(drafter, device, dtype, options.parallel)
-    if draft:
-        ids = load_tokenizer(checkpoint.directory).frequent_ids(options.draft_vocab or DRAFT_VOCAB)
-        draft.head = part_of_head(draft.head, ids, draft.args.vocab_size)
-    head = None
+    head, ids = None, []
     if uses_head(options, checkpoint):
         head = load_head(checkpoint, session.model, dtype, options.parallel)
-    return Speculation(session, drafts, draft, head, auto=kind == "auto")
+    if draft or head:
+        ids = load_tokenizer(checkpoint.directory).frequent_ids(options.draft_vocab or DRAFT_VOCAB)
+    return Speculation(session, drafts, draft, head, kind == "auto", ids)
 
 
-def choose_speculation(options: argparse.Namespace, device: torch.device, prompts: int) -> str:
+def choose_speculation(options: argparse.Namespace, prompts: int) -> str:
     """Return how drafts are made: off, auto, or always by "lookup", "mtp" or "model".
 
     The default is auto where that cannot slow an answer down. It is for one sequence. Offloaded
-    experts are left out: those of drafts evict others. A compiled step on a CPU is, too: each
-    number of drafts compiles for 8 to 15 s. Raises ValueError for --speculate auto on several
-    ranks: their clocks differ, and so would their choices.
+    experts are left out: those of drafts evict others. Compiled steps are left out, too: each
+    number of drafts is compiled and captured before the first token. Raises ValueError for
+    --speculate auto on several ranks: their clocks differ, and so would their choices.
     """
     kind, ranks = options.speculate, process_group.size()
     if kind == "auto" and ranks > 1:
@@ -390,8 +394,7 @@ def choose_speculation(options: argparse.Namespace, device: torch.device, prompt
     if options.draft_checkpoint_path:
         return "model"
     one = max(1, min(options.batch_size, prompts)) == 1 and ranks == 1
-    slow = options.offload or (options.compile and device.type == "cpu")
-    return "auto" if one and not slow else "off"
+    return "auto" if one and not (options.offload or options.compile) else "off"
 
 
 def compile_session(session: Session | Speculation, ids: list[int], sampling: Sampling) -> None:

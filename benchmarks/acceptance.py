@@ -76,6 +76,8 @@ def build_parser() -> Parser:
     add("--text_file", type=Path, required=True, help="the text that is continued")
     add("--passages", type=int, default=32, help="prompts of 200 tokens")
     add("--drafts", type=int, nargs="+", default=[1, 2, 3, 4, 5])
+    vocab = "the head drafts this many frequent ids, 0: all"
+    add("--draft_vocab", type=int, nargs="+", default=[0], help=vocab)
     add("--temperature", type=float, nargs="+", default=[0.0, 0.8])
     add("--dtype", choices=tuple(DTYPES), default="fp32")
     parser.add_flag("--compile", "compile the steps")
@@ -86,27 +88,31 @@ def main() -> None:
     options = build_parser().parse_args()
     device, dtype = pick_device("auto"), DTYPES[options.dtype]
     torch.manual_seed(0)
-    ids = load_tokenizer(options.checkpoint_path).encode(options.text_file.read_text())
-    prompts = passages(ids, options.passages)
+    tokenizer = load_tokenizer(options.checkpoint_path)
+    prompts = passages(tokenizer.encode(options.text_file.read_text()), options.passages)
     model = load_model(options.checkpoint_path, device, dtype)
     head = load_head(options.checkpoint_path, model, dtype)
     settings = SessionOptions(compile=options.compile)
 
-    def make(source: str, drafts: int) -> Session | Speculation:
+    def make(drafts: int, vocab: int | None) -> Session | Speculation:
+        """vocab: ids that the head drafts, 0: all; None: drafts are looked up."""
         session = Session(model, PROMPT_TOKENS + NEW_TOKENS, settings)
         if not drafts:
             return session
-        return Speculation(session, drafts, head=head if source == "mtp" else None)
+        if vocab is None:
+            return Speculation(session, drafts)
+        return Speculation(session, drafts, head=head, draft_ids=tokenizer.frequent_ids(vocab))
 
     for temperature in options.temperature:
         sampling = Sampling(temperature, top_k=None, seed=0)
-        plain = run(make("plain", 0), prompts, sampling)
+        plain = run(make(0, None), prompts, sampling)
         print(
             f"temperature {temperature}: plain decoding, {plain['rate']:.0f} tokens/s", flush=True
         )
-        for source in ("lookup", "mtp"):
+        for vocab in (None, *options.draft_vocab):
+            source = "lookup" if vocab is None else f"mtp of {vocab} ids" if vocab else "mtp"
             for drafts in options.drafts:
-                found = run(make(source, drafts), prompts, sampling)
+                found = run(make(drafts, vocab), prompts, sampling)
                 same = "" if temperature else f", same text: {found['answers'] == plain['answers']}"
                 rates = f"{describe(found, drafts)}, {found['rate']:.0f} tokens/s"
                 print(f"  {source}, {drafts} drafts: {rates}{same}", flush=True)

@@ -50,6 +50,7 @@ from models.random_weights import (
 )
 from parallel.device import pick_device
 from runtime.draft_control import FixedDrafts
+from runtime.draft_vocab import DRAFT_VOCAB
 from runtime.drafters import SHORT
 from runtime.sampling import Sampling
 from runtime.session import Session, SessionOptions
@@ -214,7 +215,9 @@ def measure_shape(name: str, options: argparse.Namespace, ceiling: float) -> Non
     measure_passes(speculation, options)
     if head := random_head(session.model, options.mode):
         print("drafts by the head", flush=True)
-        measure_passes(Speculation(session, min(speculation.count, 7), head=head), options)
+        ids = range(DRAFT_VOCAB)
+        speculation = Speculation(session, min(speculation.count, 7), head=head, draft_ids=ids)
+        measure_passes(speculation, options)
 
 
 def random_head(model: Transformer, mode: str) -> Transformer | None:

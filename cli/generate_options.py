@@ -62,14 +62,16 @@ def build_parser() -> Parser:
     sources = (
         "lookup: draft from the text so far; mtp: by the model's head for multi-token prediction; "
         "auto: by both where that is measured to be faster; default: auto without the head, with "
-        "one sequence on one device and without --offload"
+        "one sequence on one device, without --compile and --offload"
     )
     parser.add_argument("--speculate", choices=SPECULATE, help=sources)
     parser.add_path("--draft_checkpoint_path", "draft with this smaller model")
     parser.add_number(
         "--draft_tokens", f"drafts a pass, with auto at most; default: {DRAFT_TOKENS}"
     )
-    vocab = f"most frequent tokens that a draft model chooses among; default: {DRAFT_VOCAB}"
+    vocab = (
+        f"most frequent tokens that a draft model or a head chooses among; default: {DRAFT_VOCAB}"
+    )
     parser.add_number("--draft_vocab", vocab)
     add_model_options(parser)
     parser.begin_group("analysis", "where the time goes")
@@ -162,9 +164,9 @@ def check_drafts(options: argparse.Namespace) -> None:
         fix = "add --speculate auto, lookup or mtp, or --draft_checkpoint_path"
         raise ValueError(f"--draft_tokens needs a source of drafts: {fix}")
     check_counts(options, "draft_vocab")
-    if options.draft_vocab is not None and not draft:
-        fix = "add --draft_checkpoint_path, or leave it out"
-        raise ValueError(f"--draft_vocab needs a model that drafts: {fix}")
+    if options.draft_vocab is not None and not draft and kind not in ("auto", "mtp"):
+        fix = "add --draft_checkpoint_path or --speculate mtp, or leave it out"
+        raise ValueError(f"--draft_vocab needs a model or a head that drafts: {fix}")
 
 
 def check_disk_options(options: argparse.Namespace) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from formats import FORMATS
 from formats.base import Format, Parts
-from model import ExpertLinear, Linear, Transformer, swiglu
+from model import ExpertLinear, Linear, swiglu
 from ops.inductor import custom_op, materialize
 from ops.launch import can_launch, try_kernels
 from ops.products.gemv import dot4, dot4_supports
@@ -184,7 +184,7 @@ class PackedExpertLinear(Packed):
         return activation(gate, add_bias(up, up_bias, expert_indices))
 
 
-def weight_bytes(model: Transformer, dtype: torch.dtype, without: Collection[int] = ()) -> int:
+def weight_bytes(model: nn.Module, dtype: torch.dtype, without: Collection[int] = ()) -> int:
     """Return the bytes of the weights, of those that are not packed in `dtype`.
 
     without: the ids of parameters that do not count.

@@ -21,6 +21,7 @@ from models.multi_token import MTP
 from offload.plan import OffloadSettings
 from ops.plain.attention import BLOCK
 from parallel import process_group
+from runtime.draft_vocab import DRAFT_VOCAB
 from runtime.loading import head_source, shared_parameters
 from runtime.memory import (
     LEAST_CONTEXT,
@@ -113,9 +114,11 @@ def plan_generation(
     if uses_head(options, source):
         head = sizes_of(head_source(source), dtype, options.parallel)
         extra = head_bytes(head, length, options.kv_cache, options.prefill_chunk)
+        extra += part_bytes(head, options.draft_vocab or DRAFT_VOCAB)
     if drafter:
         draft = sizes_of(drafter, dtype, options.parallel)
         extra = draft.weights + draft.cache(1, length, options.kv_cache)
+        extra += part_bytes(draft, options.draft_vocab or DRAFT_VOCAB)
     setup = Setup(
         sizes_of(source, dtype, options.parallel),
         length,
@@ -149,6 +152,12 @@ def head_bytes(sizes: ModelSizes, length: int, kv_cache: str, chunk: int) -> int
     own = weight_bytes(sizes.model, sizes.dtype, shared_parameters(sizes.model))
     hidden = (RING + min(chunk, length + BLOCK)) * sizes.args.dim * sizes.dtype.itemsize
     return own + sizes.cache(1, length, kv_cache) + hidden
+
+
+def part_bytes(sizes: ModelSizes, ids: int) -> int:
+    """Return the bytes of a head's rows of this many ids, which drafts are chosen by."""
+    V = sizes.args.vocab_size
+    return weight_bytes(sizes.model.head, sizes.dtype) * ids // V if ids < V else 0
 
 
 def plan_server(options: argparse.Namespace, source, device: torch.device, least: int) -> Capacity:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from model import Transformer
 from ops.plain.topk import argmax
+from runtime.draft_vocab import part_of_head, rows_of_ids, spread_logits
 from runtime.runner import CompiledRunner
 from runtime.sampling import (
     NOT_FINITE,
@@ -141,21 +142,35 @@ class DraftModel(Session):
     """Drafts by a smaller model, sampled as the target's tokens are, with noise of its own.
 
     least: drafting stops where the likeliest draft has a lower probability. 0: never, which costs
-    nothing; else the host waits for each probability.
+    nothing; else the host waits for each probability. ids: rising; drafts are chosen among them, by
+    a part of the model's head that replaces it. Empty: among all.
     """
 
     runner_class: type[CompiledRunner] | None = CompiledRunner
 
-    def __init__(self, model: Transformer, target: Session, count: int, least: float = 0.0):
+    def __init__(
+        self,
+        model: Transformer,
+        target: Session,
+        count: int,
+        least: float = 0.0,
+        ids: Sequence[int] = (),
+    ):
+        whole, V = model.head, model.args.vocab_size
+        if ids:
+            model.head = part_of_head(whole, ids, V)
         options = replace(target.options, runner_class=self.runner_class, sample_rule=sample)
         super().__init__(model, target.max_seq_len, options)
         self.target, self.least = target, least
-        self.draw = draw_with_probabilities
+        is_part = model.head is not whole
+        self.vocab_rows = rows_of_ids(ids, V, self.device) if is_part else None
+        self.draw, self.spread = draw_with_probabilities, spread_logits
         if target.compiled:
             self.draw = torch.compile(self.draw, fullgraph=True, dynamic=False)
+            self.spread = torch.compile(self.spread, fullgraph=True, dynamic=False)
         # One step more than drafts, so that the cache holds the last draft; its token is not used.
         self.chosen = torch.zeros(1, count + 1, dtype=torch.int64, device=self.device)
-        self.probabilities = torch.zeros(count + 1, model.args.vocab_size, device=self.device)
+        self.probabilities = torch.zeros(count + 1, V, device=self.device)
         self.drafts, self.q = self.chosen[:, :count], self.probabilities[:count]
         self.place = torch.zeros(1, dtype=torch.int64, device=self.device)
         self.certainty = torch.zeros(count + 1, device=self.device)  # the largest probabilities
@@ -167,6 +182,8 @@ class DraftModel(Session):
 
     def choose_tokens(self, state: StepState, logits: Tensor, candidates: int) -> None:
         """Choose as a session does; store the token as the next draft, with its probabilities."""
+        if self.vocab_rows is not None:
+            logits = self.spread(logits, self.vocab_rows)
         if candidates:
             q = self.draw(state, logits, candidates)
             self.probabilities.index_copy_(0, self.place, q)

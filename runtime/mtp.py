@@ -40,15 +40,16 @@ def check_mtp_drafts(draft_tokens: int) -> None:
 class MTPDrafter(DraftModel):
     """Drafts up to `count` tokens by a head of the target, sampled as the target's tokens are.
 
-    head: `load_head` makes it. The target may take other steps between two chains: the head catches
-    up on the last RING of them. Raises ValueError as `check_mtp_drafts`.
+    head: `load_head` makes it. ids: as of DraftModel. The target may take other steps between two
+    chains: the head catches up on the last RING of them. Raises ValueError as `check_mtp_drafts`.
     """
 
     runner_class = None  # the session chooses
 
-    def __init__(self, head: Transformer, target: Session, count: int):
+    def __init__(self, head: Transformer, target: Session, count: int, ids: Sequence[int] = ()):
         check_mtp_drafts(count)
-        super().__init__(head, target, count)
+        head.head = target.model.head  # an earlier drafter may have left a part of it
+        super().__init__(head, target, count, ids=ids)
         # A chain changes none of these, so the head reads the target's own.
         self.state = self.state._replace(controls=target.controls, seeds=target.seeds)
         self.count = count

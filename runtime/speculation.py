@@ -48,13 +48,14 @@ def make_drafter(
     draft: Transformer | None,
     head: Transformer | None,
     auto: bool,
+    ids: Sequence[int],
 ) -> Drafter:
     """Return what drafts up to `count` tokens for a session: `Speculation` has the arguments."""
     drafter: Drafter
     if head is not None:
-        drafter = MTPDrafter(head, session, count)
+        drafter = MTPDrafter(head, session, count, ids)
     elif draft is not None:
-        drafter = DraftModel(draft, session, count, MIN_PROBABILITY if auto else 0.0)
+        drafter = DraftModel(draft, session, count, MIN_PROBABILITY if auto else 0.0, ids)
     else:
         return LookupDrafter(session, count)
     return FirstOf(LookupDrafter(session, count), drafter) if auto else drafter
@@ -66,7 +67,8 @@ class Speculation:
     draft_tokens: most drafts of a pass. draft: the model that drafts; head: the head that does
     (`load_head`). Without them drafts are looked up in the text so far. auto: a controller chooses
     the number of drafts, 0 included, and lookups of long matches come before others; else each pass
-    has draft_tokens if there are drafts.
+    has draft_tokens if there are drafts. draft_ids: those that a model or head chooses
+    among, rising (`Tokenizer.frequent_ids`); empty: all.
     Four counts describe the last stream: passes of the model after the prompt, and the tokens
     drafted, accepted and delivered in them. Raises ValueError for a session of several sequences,
     and as `check_drafting`.
@@ -79,6 +81,7 @@ class Speculation:
         draft: Transformer | None = None,
         head: Transformer | None = None,
         auto: bool = False,
+        draft_ids: Sequence[int] = (),
     ):
         check_drafting(draft_tokens, session.model.args, draft and draft.args)
         if session.batch != 1:
@@ -91,7 +94,7 @@ class Speculation:
             )
         self.session, self.count, self.auto = session, draft_tokens, auto
         self.control = DraftControl(draft_tokens) if auto else FixedDrafts(draft_tokens)
-        self.drafter = make_drafter(session, draft_tokens, draft, head, auto)
+        self.drafter = make_drafter(session, draft_tokens, draft, head, auto, draft_ids)
         self.begin_pass, self.verify_pass = session.runner.pass_steps()
         size = MAX_DRAFT_TOKENS + 2
         self.result = torch.zeros(size, dtype=torch.int64, device=session.device)

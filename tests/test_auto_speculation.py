@@ -7,18 +7,22 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import FAMILIES
+from conftest import FAMILIES, HYBRID_CHECKPOINT
 from test_speculate import GREEDY, PROMPT, chi_square, exact_answers, scramble, small_model
 
 from generate import load_model
-from runtime.draft_control import DraftControl
+from runtime.draft_control import FIRST_STEPS, DraftControl
 from runtime.drafters import LONG, MODEL, SHORT, DraftModel, FirstOf
+from runtime.loading import load_head
+from runtime.mtp import MTPDrafter
 from runtime.sampling import Sampling
 from runtime.session import Session, SessionOptions
 from runtime.speculation import Speculation
+from tokenizer import load_tokenizer
 
 pytestmark = pytest.mark.usefixtures("few_threads")
 LIMIT = 5
+HELDOUT = (HYBRID_CHECKPOINT / "heldout.txt").read_text()[:40_000]
 # Text that the greedy continuations repeat, so that long matches are found and refused.
 REPEATED = PROMPT * 3
 # The layers of these families remember tokens in a recurrent state, which cannot be cut.
@@ -73,6 +77,31 @@ def open_auto(directory, draft: str, overlaps: bool = False, **options) -> Specu
     return speculation
 
 
+@pytest.fixture(scope="module")
+def hybrid_answers(hybrid_directory):
+    """Prompts and the greedy answers of the embedded hybrid.
+
+    Long answers repeat themselves, so that lookups serve them: the head drafts for short ones.
+    """
+    session = Session(load_model(hybrid_directory, "cpu", torch.float32), 512)
+    ids = load_tokenizer(hybrid_directory).encode(HELDOUT)
+    prompts = [ids[:1], ids[5000:5060] * 2, *(ids[at : at + 60] for at in range(0, 9000, 1500))]
+    found = []
+    for prompt in prompts:
+        session.reset()
+        found.append((prompt, list(session.stream(prompt, 36, GREEDY))))
+    return found
+
+
+def open_head(directory, vocab: int = 0, compiled: bool = False) -> Speculation:
+    """Return an automatic speculation by a checkpoint's head, over `vocab` frequent ids; 0: all."""
+    model = load_model(directory, "cpu", torch.float32)
+    head = load_head(directory, model, torch.float32)
+    ids = load_tokenizer(directory).frequent_ids(vocab)
+    session = Session(model, 512, SessionOptions(compile=compiled))
+    return Speculation(session, LIMIT, head=head, auto=True, draft_ids=ids)
+
+
 @pytest.mark.parametrize("overlaps", (False, True))
 @pytest.mark.parametrize("compiled", (False, True))
 @pytest.mark.parametrize("draft", ("none", "twin", "other"))
@@ -95,6 +124,55 @@ def test_any_numbers_of_drafts_leave_greedy_text_as_it_is(
     assert seen, "no plain step came after drafts"
     assert draft != "twin" or "all" in seen
     assert draft != "other" or "none" in seen
+
+
+@pytest.mark.parametrize(
+    ("vocab", "compiled", "overlaps"), ((0, False, False), (0, True, True), (1000, True, False))
+)
+def test_any_numbers_of_drafts_by_a_head_leave_greedy_text_as_it_is(
+    vocab, compiled, overlaps, hybrid_directory, hybrid_answers, no_compiler
+):
+    """The shipped head, and lookups of long matches before it; plain steps follow both.
+
+    vocab: frequent ids that the head drafts; 0: all.
+    """
+    speculation = open_head(hybrid_directory, vocab, compiled)
+    speculation.overlaps = overlaps
+    speculation.control = control = AnyNumber(LIMIT)
+    assert isinstance(speculation.drafter.other, MTPDrafter)
+    for prompt, expected in hybrid_answers:
+        assert list(speculation.stream(prompt, 36, GREEDY)) == expected
+        longer = [*prompt, *expected[:24]]  # continues from the cache
+        assert list(speculation.stream(longer, 12, GREEDY)) == expected[24:]
+    made = control.passes_made
+    followed = {  # source, some or all accepted, of passes before a plain step
+        (source, "all" if accepted == asked else "some" if accepted else "none")
+        for (source, asked, accepted), after in itertools.pairwise(made)
+        if asked and not after[1]
+    }
+    assert {(MODEL, "all"), (MODEL, "some"), (MODEL, "none"), (LONG, "all")} <= followed
+
+
+@pytest.mark.parametrize("cost", (1.0, 20.0))
+def test_the_controller_drafts_by_a_head_where_that_pays(cost, hybrid_directory, hybrid_answers):
+    """cost: of a pass, in plain steps. Both sources draft if it is 1, hardly if 20."""
+    speculation = open_head(hybrid_directory)
+    record, used = speculation.control.record, Counter()
+
+    def with_cost(source, asked, accepted, seconds):
+        used[source] += 1
+        record(source, asked, accepted, cost if asked else 1.0)
+
+    speculation.control.record = with_cost
+    for prompt, expected in hybrid_answers:
+        speculation.reset()
+        assert list(speculation.stream(prompt, 36, GREEDY)) == expected
+    tokens = sum(len(expected) - 1 for _, expected in hybrid_answers)
+    if cost == 1.0:
+        assert used[MODEL] > 15 and used[LONG] > 8 and used[None] >= FIRST_STEPS
+        assert used.total() < tokens / 2
+    else:
+        assert used[MODEL] + used[LONG] < 10 and used[None] > tokens - 50
 
 
 def test_families_are_known():

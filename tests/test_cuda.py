@@ -790,16 +790,21 @@ def test_speculation_gives_the_plain_tokens(drafts, length):
 
 
 @pytest.mark.parametrize("length", (512, 1500), ids=("read whole", "read in blocks"))
-@pytest.mark.parametrize("drafts", (1, 3, 7))
-def test_a_captured_head_drafts_the_plain_tokens(drafts, length, hybrid_directory):
-    """In fp32 by Inductor: the tokens, passes and accepted drafts of eager code on the CPU."""
+@pytest.mark.parametrize(("drafts", "vocab"), ((1, 0), (3, 0), (7, 0), (3, 1001)))
+def test_a_captured_head_drafts_the_plain_tokens(drafts, vocab, length, hybrid_directory):
+    """In fp32 by Inductor: the tokens, passes and accepted drafts of eager code on the CPU.
+
+    vocab: frequent ids that are drafted; 0: all.
+    """
+    draft_ids = load_tokenizer(hybrid_directory).frequent_ids(vocab)
     ids = load_tokenizer(hybrid_directory).encode((HYBRID_CHECKPOINT / "heldout.txt").read_text())
     found = []
     for device in ("cpu", "cuda"):
         model = load_model(hybrid_directory, device, torch.float32)
         head = load_head(hybrid_directory, model, torch.float32)
         settings = SessionOptions(decode_kernels="inductor", compile=device == "cuda")
-        speculation = Speculation(Session(model, length, settings), drafts, head=head)
+        session = Session(model, length, settings)
+        speculation = Speculation(session, drafts, head=head, draft_ids=draft_ids)
         for start, end in ((0, 300), (0, 340), (9000, 9100)):  # the second continues the first
             answer = list(speculation.stream(ids[start:end], 60, GREEDY))
             found.append((device, answer, speculation.passes, speculation.accepted))
@@ -808,15 +813,16 @@ def test_a_captured_head_drafts_the_plain_tokens(drafts, length, hybrid_director
     assert sum(passes for _, passes, _ in cuda) < 150
 
 
-@pytest.mark.parametrize("drafts", (1, 3, 7))
-def test_a_head_in_fused_kernels_gives_the_plain_tokens(drafts, hybrid_directory):
-    """In bf16, if the kernels compute the head's layer."""
+@pytest.mark.parametrize(("drafts", "vocab"), ((1, 0), (3, 0), (7, 0), (3, 1001)))
+def test_a_head_in_fused_kernels_gives_the_plain_tokens(drafts, vocab, hybrid_directory):
+    """In bf16, if the kernels compute the head's layer. vocab: as above."""
+    draft_ids = load_tokenizer(hybrid_directory).frequent_ids(vocab)
     ids = load_tokenizer(hybrid_directory).encode((HYBRID_CHECKPOINT / "heldout.txt").read_text())
     model = load_model(hybrid_directory, "cuda", torch.bfloat16)
     head = load_head(hybrid_directory, model, torch.bfloat16)
     first = list(Session(model, 600).stream(ids[:300], 100, GREEDY))
     session = Session(model, 600, SessionOptions(compile=True))
-    speculation = Speculation(session, drafts, head=head)
+    speculation = Speculation(session, drafts, head=head, draft_ids=draft_ids)
     second = list(speculation.stream(ids[:300], 100, GREEDY))
     check_near_tie(hybrid_directory, ids[:300], first, second)
     is_fused = isinstance(speculation.drafter.runner, FusedRunner)

@@ -13,7 +13,7 @@ from formats import FORMATS, PLAIN
 from formats.packed import PackedLinear
 from generate import EMBEDDED, embedded_checkpoint, load_model
 from model import Linear
-from runtime.draft_vocab import PartialHead, part_of_head
+from runtime.draft_vocab import part_of_head, rows_of_ids, spread_logits
 from runtime.sampling import Sampling
 from runtime.session import Session
 from runtime.speculation import Speculation
@@ -45,10 +45,10 @@ def make_head(format: str, bias: bool = False):
 def test_the_part_has_the_heads_logits_and_the_others_are_impossible(format, bias):
     head = make_head(format, bias)
     before = {name: part.clone() for name, part in head.named_parameters()}
-    part = part_of_head(head, IDS, V)
-    assert isinstance(part, PartialHead)
+    part, rows = part_of_head(head, IDS, V), rows_of_ids(IDS, V, torch.device("cpu"))
+    assert type(part) is type(head)
     x = torch.randn(3, D, generator=torch.Generator().manual_seed(1))
-    whole, found = head(x), part(x)
+    whole, found = head(x), spread_logits(part(x), rows)
     torch.testing.assert_close(found[:, IDS], whole[:, IDS])
     others = [n for n in range(V) if n not in IDS]
     assert (found[:, others] == float("-inf")).all()
@@ -114,8 +114,7 @@ def test_greedy_text_is_exact(make_family):
     directory = make_family("mixtral").directory
     target, draft = load_model(directory, "cpu"), load_model(directory, "cpu")
     expected = list(Session(load_model(directory, "cpu"), 128).stream(PROMPT, 40, GREEDY))
-    draft.head = part_of_head(draft.head, list(range(0, 160, 2)), 160)
-    speculation = Speculation(Session(target, 128), 4, draft)
+    speculation = Speculation(Session(target, 128), 4, draft, draft_ids=range(0, 160, 2))
     assert list(speculation.stream(PROMPT, 40, GREEDY)) == expected
     assert 0 < speculation.accepted < speculation.drafted
     assert all(token % 2 == 0 for token in speculation.drafter.drafts[0].tolist())
@@ -126,8 +125,7 @@ def test_sampled_text_keeps_its_distribution():
     sampling, total, ids = Sampling(0.35, top_k=3, repetition_penalty=1.2), 500, [0, 1, 2, 3, 2]
     model, draft = small_model(0), small_model(1)
     expected = exact_answers(model, ids, 3, sampling)
-    draft.head = part_of_head(draft.head, [0, 2, 5, 7], 8)
-    speculation = Speculation(Session(model, 32), 2, draft)
+    speculation = Speculation(Session(model, 32), 2, draft, draft_ids=[0, 2, 5, 7])
     found: Counter[tuple[int, ...]] = Counter()
     accepted = 0
     for seed in range(total):

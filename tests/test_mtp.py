@@ -7,7 +7,7 @@ import json
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -27,11 +27,12 @@ import generate
 from checkpoint import Checkpoint
 from formats.quantizer import plan_format, quantize
 from generate import load_model
-from memory.commands import head_bytes, sizes_of
+from memory.commands import head_bytes, part_bytes, sizes_of
 from models import ARCHITECTURES, args_of_checkpoint, build_model, head_args
 from models.converter import convert
 from models.family import APART, ONE_MORE_LAYER
 from models.random_weights import RandomWeights, number_format
+from runtime.draft_vocab import DRAFT_VOCAB, part_of_head
 from runtime.fused_decode import fused_head, fused_layers
 from runtime.loading import head_source, load_head
 from runtime.mtp import RING, MTPDrafter
@@ -158,11 +159,13 @@ def make_headed(make_family, tmp_path_factory) -> Callable[..., Headed]:
     return make
 
 
-def speculate(directory: Path, count: int, length: int = 128, **options) -> Speculation:
+def speculate(
+    directory: Path, count: int, length: int = 128, draft_ids: Sequence[int] = (), **options
+) -> Speculation:
     """Return a Speculation by the checkpoint's head."""
     model = load_model(directory, "cpu")
     session = Session(model, length, SessionOptions(**options))
-    return Speculation(session, count, head=load_head(directory, model))
+    return Speculation(session, count, head=load_head(directory, model), draft_ids=draft_ids)
 
 
 @pytest.fixture(scope="module")
@@ -242,13 +245,42 @@ def no_compiler(monkeypatch):
 
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("compiled", (False, True))
-def test_greedy_tokens_are_those_of_plain_decoding(no_compiler, name, compiled, make_headed, plain):
+@pytest.mark.parametrize("draft_ids", ((), range(1, 160, 3)), ids=("all ids", "some ids"))
+def test_greedy_tokens_are_those_of_plain_decoding(
+    no_compiler, name, draft_ids, compiled, make_headed, plain
+):
     for count in (1, 2, 7):
-        speculation = speculate(make_headed(name).directory, count, compile=compiled)
+        directory = make_headed(name).directory
+        speculation = speculate(directory, count, draft_ids=draft_ids, compile=compiled)
         for ids in (PROMPT, PROMPT[:1], PROMPT * 3):
             assert list(speculation.stream(ids, 20, GREEDY)) == plain(ids, 20, name)
             found = speculation.statistics()
             assert found["drafted"] == count * found["passes"] > 0
+            assert not draft_ids or set(speculation.drafter.drafts[0].tolist()) <= {*draft_ids}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_part_of_the_vocabulary_drafts_its_likeliest_ids(name, make_headed):
+    """After the same text, the first draft is the id of the part with the largest logit."""
+    directory, ids, logits = make_headed(name).directory, range(0, 160, 4), []
+    for draft_ids in ((), ids):
+        speculation = speculate(directory, 3, draft_ids=draft_ids)
+        drafter, target = speculation.drafter, speculation.session
+        choose = drafter.choose_tokens
+
+        def keep(state, found, candidates, choose=choose):
+            logits.append(found[0].clone())
+            choose(state, found, candidates)
+
+        drafter.start_prompt(PROMPT, GREEDY)
+        target.start_prompts([PROMPT], GREEDY)
+        target.ids[0].append(target.first_tokens()[0])
+        drafter.choose_tokens = keep
+        assert drafter.propose(3) == 3
+    whole, part = logits[0], logits[3]
+    assert len(part) == len(ids)
+    torch.testing.assert_close(part, whole[torch.tensor(ids)], rtol=0, atol=1e-5)
+    assert drafter.drafts[0, 0] == ids[int(part.argmax())]
 
 
 class Oracle:
@@ -358,7 +390,8 @@ def test_a_prompt_in_chunks_fills_the_heads_cache(chunk, make_headed):
 def test_chains_of_all_lengths_share_compiled_code(make_headed, plain):
     """All numbers of drafts, prompts and settings: nothing is compiled after the first chain."""
     torch._dynamo.reset()
-    speculation = speculate(make_headed("glm4_moe").directory, 3, compile=True)
+    directory = make_headed("glm4_moe").directory
+    speculation = speculate(directory, 3, draft_ids=range(0, 160, 2), compile=True)
     drafter = speculation.drafter
     for sampling in (GREEDY, Sampling(seed=1)):
         list(speculation.stream(PROMPT, 9, sampling))
@@ -382,7 +415,8 @@ def test_chains_of_all_lengths_share_compiled_code(make_headed, plain):
 
 
 @pytest.mark.parametrize("right", (True, False))
-def test_answers_have_the_models_distribution(right, monkeypatch):
+@pytest.mark.parametrize("draft_ids", ((), (0, 2, 5, 7)), ids=("all ids", "some ids"))
+def test_answers_have_the_models_distribution(draft_ids, right, monkeypatch):
     """500 answers of 3 tokens have their exact probabilities; not so if every draft is accepted."""
     sampling, total = Sampling(temperature=0.35, top_k=3, repetition_penalty=1.2), 500
     ids, model = [0, 1, 2, 3, 4, 5, 6, 7, 2], small_model(0)
@@ -390,7 +424,7 @@ def test_answers_have_the_models_distribution(right, monkeypatch):
     head = build_model(head_args(model.args)).to_empty(device="cpu")
     scramble(head, 3)
     head.embedding, head.head = model.embedding, model.head
-    speculation = Speculation(Session(model, 32), 2, head=head)
+    speculation = Speculation(Session(model, 32), 2, head=head, draft_ids=draft_ids)
     if not right:
         always = lambda seeds, position, index, stream: torch.zeros(1, len(index))  # noqa: E731
         monkeypatch.setattr("runtime.verification.uniform", always)
@@ -399,6 +433,8 @@ def test_answers_have_the_models_distribution(right, monkeypatch):
         settings = dataclasses.replace(sampling, seed=seed)
         found[tuple(speculation.stream(ids, 3, settings))] += 1
         accepted += speculation.accepted
+        others = [token for token in range(8) if draft_ids and token not in draft_ids]
+        assert (speculation.drafter.q[:, others] == 0).all()
     assert 0 < accepted < 2 * total
     assert (chi_square(found, expected, total) <= 1) == right
 
@@ -422,6 +458,9 @@ def test_a_head_is_quantized_as_its_model_is(mode, make_headed, tmp_path):
     answer = list(speculation.stream(PROMPT, 16, GREEDY))
     expected = list(Session(load_model(packed, "cpu"), 128).stream(PROMPT, 16, GREEDY))
     assert answer == expected
+    some = speculate(packed, 3, draft_ids=range(40, 140))  # rows of the packed head
+    assert {len(part) for part in some.drafter.model.head.parameters()} == {100}
+    assert list(some.stream(PROMPT, 16, GREEDY)) == expected
 
 
 @pytest.mark.parametrize("mode", ("bf16", "int8"))
@@ -443,6 +482,8 @@ def test_random_weights_make_a_head(mode, make_headed):
 def test_the_fused_kernels_compute_published_heads(name):
     head = build_model(head_args(ARCHITECTURES[name])).to(torch.bfloat16)
     assert len(fused_layers(head)) == 1 and fused_head(head) is not None
+    head.head = part_of_head(head.head, range(DRAFT_VOCAB), head.args.vocab_size)
+    assert fused_head(head).weight.out == DRAFT_VOCAB
 
 
 def test_a_head_shares_embedding_and_head(make_headed):
@@ -595,12 +636,14 @@ def test_the_plan_counts_a_head(make_headed):
         model = load_model(directory, "cpu")
         before = {id(p) for p in model.parameters()}
         head = load_head(directory, model)
-        drafter = Speculation(Session(model, 128), 3, head=head).drafter
-        own = sum(p.nbytes for p in head.parameters() if id(p) not in before)
-        held = own + sum(state.nbytes for state in drafter.states)
-        source = head_source(Checkpoint(directory))
-        planned = head_bytes(sizes_of(source, torch.float32), 128, "plain", 2048)
-        assert held < planned <= held + 4 * 64 * (256 + RING) + drafter.states[0].nbytes
+        for ids in (), range(50):
+            drafter = Speculation(Session(model, 128), 3, head=head, draft_ids=ids).drafter
+            own = sum(p.nbytes for p in head.parameters() if id(p) not in before)
+            held = own + sum(state.nbytes for state in drafter.states)
+            sizes = sizes_of(head_source(Checkpoint(directory)), torch.float32)
+            planned = head_bytes(sizes, 128, "plain", 2048) + part_bytes(sizes, len(ids) or 160)
+            assert held < planned <= held + 4 * 64 * (256 + RING) + drafter.states[0].nbytes
+            assert part_bytes(sizes, 50) == 50 * 64 * 4
         assert bytes_per_token(model) == bytes_per_token(load_model(directory, "cpu"))
 
 

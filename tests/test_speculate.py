@@ -538,37 +538,40 @@ def test_the_command_speculates_by_itself(command):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "device", "prompts", "ranks", "kind"),
+    ("arguments", "prompts", "ranks", "kind"),
     (
-        ("", "cuda", 1, 1, "auto"),
-        ("", "cpu", 1, 1, "auto"),
-        ("--interactive", "cuda", 0, 1, "auto"),
-        ("--compile", "cuda", 1, 1, "auto"),
-        ("--compile", "cpu", 1, 1, "off"),
-        ("", "cuda", 2, 1, "off"),
-        ("--batch_size 1", "cuda", 2, 1, "auto"),
-        ("", "cuda", 1, 2, "off"),
-        ("--offload --gpu_experts 2", "cuda", 1, 1, "off"),
-        ("--speculate off", "cuda", 1, 1, "off"),
-        ("--speculate auto", "cuda", 2, 1, "auto"),
-        ("--speculate auto --compile", "cpu", 1, 1, "auto"),
-        ("--speculate lookup", "cuda", 1, 2, "lookup"),
-        ("--draft_checkpoint_path x", "cuda", 1, 1, "model"),
-        ("--speculate auto --draft_checkpoint_path x", "cuda", 1, 1, "auto"),
+        ("", 1, 1, "auto"),
+        ("--interactive", 0, 1, "auto"),
+        ("--compile", 1, 1, "off"),
+        ("--compile --interactive", 0, 1, "off"),
+        ("", 2, 1, "off"),
+        ("--batch_size 1", 2, 1, "auto"),
+        ("--batch_size 1 --compile", 2, 1, "off"),
+        ("", 1, 2, "off"),
+        ("--offload --gpu_experts 2", 1, 1, "off"),
+        ("--speculate off", 1, 1, "off"),
+        ("--speculate auto", 2, 1, "auto"),
+        ("--speculate auto --compile", 1, 1, "auto"),
+        ("--speculate mtp --compile", 1, 1, "mtp"),
+        ("--speculate lookup --compile", 1, 1, "lookup"),
+        ("--speculate lookup", 1, 2, "lookup"),
+        ("--draft_checkpoint_path x", 1, 1, "model"),
+        ("--draft_checkpoint_path x --compile", 1, 1, "model"),
+        ("--speculate auto --draft_checkpoint_path x", 1, 1, "auto"),
     ),
 )
-def test_what_an_answer_speculates_with(arguments, device, prompts, ranks, kind, monkeypatch):
+def test_what_an_answer_speculates_with(arguments, prompts, ranks, kind, monkeypatch):
     monkeypatch.setattr("generate.process_group.size", lambda: ranks)
     options = build_parser().parse_args(arguments.split())
     check_options(options)
-    assert generate.choose_speculation(options, torch.device(device), prompts) == kind
+    assert generate.choose_speculation(options, prompts) == kind
 
 
 def test_auto_on_several_ranks_is_refused(monkeypatch):
     monkeypatch.setattr("generate.process_group.size", lambda: 2)
     options = build_parser().parse_args(["--speculate", "auto"])
     with pytest.raises(ValueError, match="2 ranks would not agree: give --speculate lookup"):
-        generate.choose_speculation(options, torch.device("cuda"), 1)
+        generate.choose_speculation(options, 1)
 
 
 def test_a_stop_text_within_accepted_drafts(command):
@@ -607,8 +610,12 @@ def test_mistakes_are_refused_before_weights_are_read(command, make_family, monk
         ((*lookup, *draft), "leave one of them out"),
         (("--speculate", "off", *draft), "leave one of them out"),
         (("--speculate", "off", "--draft_tokens", "4"), "--draft_tokens needs a source of drafts"),
-        ((*lookup, "--draft_vocab", "99"), "--draft_vocab needs a model that drafts"),
+        ((*lookup, "--draft_vocab", "99"), "--draft_vocab needs a model or a head that drafts"),
         ((*draft, "--draft_vocab", "0"), "--draft_vocab 0: it must be"),
+        (
+            ("--speculate", "auto", "--draft_vocab", "99"),
+            "--draft_vocab 99: this checkpoint has no",
+        ),
         ((*lookup, "--draft_tokens", "16"), "--draft_tokens 16: it must be from 1 to 15"),
         ((*lookup, "--draft_tokens", "0"), "--draft_tokens 0: it must be from 1 to 15"),
         (draft, "vocabulary of 160 tokens and the model one of"),

@@ -294,16 +294,26 @@ def test_the_shipped_head_drafts_well(with_head, tokenizer):
 
 
 def test_the_command_drafts_by_the_head(hybrid_directory, monkeypatch, capsys):
-    """The text of plain decoding, in fewer passes. README.md names the file."""
+    """The text of plain decoding, in fewer passes. README.md names the file.
+
+    Also with a part of the vocabulary: drafts are worse.
+    """
     common = "--checkpoint_path", str(hybrid_directory), "--dtype", "fp32", "--temperature", "0"
-    texts = []
-    for more in ((), ("--speculate", "mtp", "--draft_tokens", "3")):
+    mtp, found = ("--speculate", "mtp", "--draft_tokens", "3"), []
+    for more in (
+        ("--speculate", "off"),
+        mtp,
+        (*mtp, "--draft_vocab", "40"),
+        ("--speculate", "auto"),
+    ):
         arguments = "generate.py", *common, "--max_new_tokens", "40", "--ignore_eos", *more
         monkeypatch.setattr("sys.argv", [*arguments, "--prompt", "def read_lines(path):", "--json"])
         assert generate_command() == 0
-        found = json.loads(capsys.readouterr().out)
-        texts.append(found["text"])
-    assert texts[0] == texts[1] and found["speculation"]["tokens_per_pass"] > 1.3
+        found.append(json.loads(capsys.readouterr().out))
+    plain, whole, part, auto = found
+    assert plain["text"] == whole["text"] == part["text"] == auto["text"]
+    rates = [each["speculation"]["tokens_per_pass"] for each in (whole, part, auto)]
+    assert rates[0] > 1.3 and rates[1] < rates[0] and rates[2] >= 1
     assert f"`{training.HEAD_FILE}`" in README
 
 
