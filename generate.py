@@ -371,20 +371,28 @@ def prepare_session(
     return Speculation(session, drafts, draft, head, auto=kind == "auto")
 
 
-def choose_speculation(options: argparse.Namespace, device: torch.device, prompts: int) -> str:
-    """Return how drafts are made: off, auto, or always by "lookup", "mtp" or "model".
+def check_clocks(kind: str | None) -> None:
+    """Raise ValueError for --speculate auto on several ranks.
 
-    The default is auto where that cannot slow an answer down. It is for one sequence. Offloaded
-    experts are left out: those of drafts evict others. A compiled step on a CPU is, too: each
-    number of drafts compiles for 8 to 15 s. Raises ValueError for --speculate auto on several
-    ranks: their clocks differ, and so would their choices.
+    Their clocks differ, and so would their choices.
     """
-    kind, ranks = options.speculate, process_group.size()
+    ranks = process_group.size()
     if kind == "auto" and ranks > 1:
         raise ValueError(
             f"--speculate auto measures time, on which {ranks} ranks would not agree: give "
             "--speculate lookup, or leave it out"
         )
+
+
+def choose_speculation(options: argparse.Namespace, device: torch.device, prompts: int) -> str:
+    """Return how drafts are made: off, auto, or always by "lookup", "mtp" or "model".
+
+    The default is auto where that cannot slow an answer down. It is for one sequence. Offloaded
+    experts are left out: those of drafts evict others. A compiled step on a CPU is, too: each
+    number of drafts compiles for 8 to 15 s. Raises ValueError as `check_clocks`.
+    """
+    kind, ranks = options.speculate, process_group.size()
+    check_clocks(kind)
     if kind:
         return kind
     if options.draft_checkpoint_path:
