@@ -375,20 +375,29 @@ def prepare_session(
     return Speculation(session, drafts, draft, head, kind == "auto", ids)
 
 
-def choose_speculation(options: argparse.Namespace, prompts: int) -> str:
-    """Return how drafts are made: off, auto, or always by "lookup", "mtp" or "model".
+def check_clocks(kind: str | None) -> None:
+    """Raise ValueError for --speculate auto on several ranks.
 
-    The default is auto where that cannot slow an answer down. It is for one sequence. Offloaded
-    experts are left out: those of drafts evict others. Compiled steps are left out, too: each
-    number of drafts is compiled and captured before the first token. Raises ValueError for
-    --speculate auto on several ranks: their clocks differ, and so would their choices.
+    Their clocks differ, and so would their choices.
     """
-    kind, ranks = options.speculate, process_group.size()
+    ranks = process_group.size()
     if kind == "auto" and ranks > 1:
         raise ValueError(
             f"--speculate auto measures time, on which {ranks} ranks would not agree: give "
             "--speculate lookup, or leave it out"
         )
+
+
+def choose_speculation(options: argparse.Namespace, prompts: int) -> str:
+    """Return how drafts are made: off, auto, or always by "lookup", "mtp" or "model".
+
+    The default is auto where that cannot slow an answer down. It is for one sequence. Offloaded
+    experts are left out: those of drafts evict others. Compiled steps are left out, too: each
+    number of drafts is compiled and captured before the first token. Raises ValueError as
+    `check_clocks`.
+    """
+    kind, ranks = options.speculate, process_group.size()
+    check_clocks(kind)
     if kind:
         return kind
     if options.draft_checkpoint_path:

@@ -20,12 +20,17 @@ if __name__ == "__main__":
 
 import torch
 
-from generate import OUT_OF_MEMORY, open_model, open_session
-from memory.commands import plan_server
+from checkpoint import Checkpoint
+from generate import OUT_OF_MEMORY, check_clocks, open_model, open_session
+from memory.commands import plan_server, uses_head
 from models import args_of_checkpoint
 from parallel import process_group
 from parallel.heartbeat import fail
+from runtime.draft_vocab import DRAFT_VOCAB
+from runtime.loading import DTYPES, head_source, load_head
+from runtime.mtp import check_mtp_drafts
 from runtime.session import Session
+from runtime.speculation import DRAFT_TOKENS, Speculation, check_drafting
 
 # Answers decoded side by side. A CPU's step takes the same time for 1 as for 16.
 DEFAULT_BATCH = {"cuda": 8, "cpu": 16}
@@ -82,11 +87,13 @@ def bind_rank_0(options: argparse.Namespace) -> socket.socket | None:
     return sockets[0] if sockets else None
 
 
-def load(options: argparse.Namespace, device: torch.device) -> tuple[Session, Path]:
-    """Return the session and its checkpoint's directory. Lowers --max_batch to what fits.
+def load(
+    options: argparse.Namespace, device: torch.device
+) -> tuple[Session, Speculation | None, Path]:
+    """Return the session, its speculation and its checkpoint's directory.
 
-    Raises ValueError for a --max_seq_len over the model's, a --max_batch that does not fit, and as
-    `open_session`.
+    Lowers --max_batch to what fits. Raises ValueError for a --max_seq_len over the model's, a
+    --max_batch that does not fit, and as `check_speculation` and `open_session`.
     """
     checkpoint = open_model(options, device)
     max_position = args_of_checkpoint(checkpoint).max_position
@@ -97,13 +104,45 @@ def load(options: argparse.Namespace, device: torch.device) -> tuple[Session, Pa
     process_group.check_agreement(vars(options) | {"api_key": None}, checkpoint)
     given = options.max_batch
     if given is None:
-        options.max_batch = 1 if options.offload else DEFAULT_BATCH[device.type]
+        is_single = options.offload or options.speculate == "mtp"
+        options.max_batch = 1 if is_single else DEFAULT_BATCH[device.type]
+    check_speculation(options, checkpoint)
     capacity = plan_server(options, checkpoint, device, given or 1)
     options.max_batch = min(options.max_batch, capacity.rows)
     if process_group.is_main():
         log.info(capacity.describe(options.max_batch))
-    session = open_session(options, checkpoint, device, capacity.length, capacity.rows)
-    return session, checkpoint.directory
+    rows = 1 if uses_head(options, checkpoint) else capacity.rows  # a head knows one text
+    session = open_session(options, checkpoint, device, capacity.length, rows)
+    return session, open_speculation(options, checkpoint, session), checkpoint.directory
+
+
+def check_speculation(options: argparse.Namespace, checkpoint: Checkpoint) -> None:
+    """Raise ValueError for options of speculation that this model or these ranks do not allow."""
+    check_clocks(options.speculate)
+    check_drafting(options.draft_tokens or DRAFT_TOKENS, args_of_checkpoint(checkpoint), None)
+    if uses_head(options, checkpoint):
+        check_mtp_drafts(options.draft_tokens or DRAFT_TOKENS)
+        head_source(checkpoint)  # raises if there is none
+
+
+def open_speculation(
+    options: argparse.Namespace, checkpoint: Checkpoint, session: Session
+) -> Speculation | None:
+    """Return what drafts for answers that are decoded alone; None: nothing does.
+
+    The default leaves out compiled sessions, whose start would take longer: each number of drafts
+    is captured. It leaves out several ranks and offloaded experts as generate.py does.
+    """
+    is_slow = options.compile or options.offload or process_group.size() > 1
+    kind = options.speculate or ("off" if is_slow else "auto")
+    if kind == "off":
+        return None
+    head, ids = None, []
+    if uses_head(options, checkpoint):
+        head = load_head(checkpoint, session.model, DTYPES.get(options.dtype), options.parallel)
+        ids = load_tokenizer(checkpoint.directory).frequent_ids(DRAFT_VOCAB)
+    drafts = options.draft_tokens or DRAFT_TOKENS
+    return Speculation(session, drafts, None, head, kind == "auto", ids)
 
 
 def print_address(listener: socket.socket, name: str) -> None:
@@ -116,7 +155,8 @@ def print_address(listener: socket.socket, name: str) -> None:
 def run(options: argparse.Namespace) -> int:
     """Load the model and serve it until Ctrl-C. Raises ValueError for a user's mistake."""
     try:
-        from server.app import serve_session
+        from tokenizer import load_tokenizer
+from server.app import serve_session
     except ImportError as error:
         raise ValueError(
             f"a server needs Starlette and uvicorn ({error}): pip install 'moe-fast[serve]'"
@@ -124,8 +164,9 @@ def run(options: argparse.Namespace) -> int:
     device = process_group.start(options.device)
     check_options(options)
     listener = bind_rank_0(options)
-    session, directory = load(options, device)
-    serve_session(session, directory, listener, options, partial(print_address, listener))
+    session, speculation, directory = load(options, device)
+    on_ready = partial(print_address, listener)
+    serve_session(session, directory, listener, options, on_ready, speculation)
     process_group.stop()
     return 0
 

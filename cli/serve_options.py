@@ -4,6 +4,7 @@ import argparse
 import os
 import re
 
+from cli.generate_options import DRAFT_TOKENS, SPECULATE
 from cli.options import (
     add_checkpoint_path,
     add_compile,
@@ -55,6 +56,15 @@ def build_parser() -> Parser:
     origin = "origin of web pages that may use the API, such as http://localhost:3000"
     add("--cors_origin", metavar="URL", help=origin)
     add_hub_options(parser)
+    parser.begin_group("speculative decoding", "draft tokens of an answer that is decoded alone")
+    sources = (
+        "lookup: draft from the text so far; mtp: by the model's head for multi-token prediction, "
+        "with --max_batch 1; auto: by lookup, with --max_batch 1 by both, where that is measured "
+        "to be faster; default: auto by lookup on one device, off with --compile or --offload"
+    )
+    add("--speculate", choices=SPECULATE, help=sources)
+    drafts = f"drafts a pass, with auto at most; default: {DRAFT_TOKENS}"
+    parser.add_number("--draft_tokens", drafts)
     add_model_options(parser)
     return parser
 
@@ -70,6 +80,12 @@ def check_options(options: argparse.Namespace) -> None:
     check_counts(options, "max_batch", most=MAX_BATCH)
     if options.offload and (options.max_batch or 1) > 1:
         raise ValueError(f"--max_batch {options.max_batch}: with --offload it must be 1")
+    if options.speculate == "mtp" and (options.max_batch or 1) > 1:
+        fix = "with --speculate mtp it must be 1, or give --speculate lookup"
+        raise ValueError(f"--max_batch {options.max_batch}: {fix}")
+    if options.draft_tokens is not None and options.speculate in (None, "off"):
+        fix = "add --speculate auto, lookup or mtp"
+        raise ValueError(f"--draft_tokens needs a source of drafts: {fix}")
     if options.cors_origin is not None:
         check_origin(options.cors_origin)
     if not 0 <= options.port < 65536:

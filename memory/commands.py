@@ -110,11 +110,7 @@ def plan_generation(
 
     source, drafter: checkpoints, or None for the latter. longest: tokens of the longest prompt.
     """
-    dtype, extra = DTYPES.get(options.dtype), 0
-    if uses_head(options, source):
-        head = sizes_of(head_source(source), dtype, options.parallel)
-        extra = head_bytes(head, length, options.kv_cache, options.prefill_chunk)
-        extra += part_bytes(head, options.draft_vocab or DRAFT_VOCAB)
+    dtype, extra = DTYPES.get(options.dtype), extra_for_head(options, source, length)
     if drafter:
         draft = sizes_of(drafter, dtype, options.parallel)
         extra = draft.weights + draft.cache(1, length, options.kv_cache)
@@ -137,10 +133,21 @@ def plan_generation(
 def uses_head(options: argparse.Namespace, source) -> bool:
     """Whether a checkpoint's head for multi-token prediction drafts.
 
-    --speculate auto takes one that is there. The default does not: a head takes memory.
+    --speculate auto takes one that is there. The default does not: a head takes memory. A server
+    takes one only with --max_batch 1: a head knows one text.
     """
-    takes = options.speculate == "auto" and not options.draft_checkpoint_path
+    others = vars(options).get("draft_checkpoint_path") or vars(options).get("max_batch", 1) != 1
+    takes = options.speculate == "auto" and not others
     return options.speculate == "mtp" or (takes and MTP in source.format)
+
+
+def extra_for_head(options: argparse.Namespace, source, length: int) -> int:
+    """Return the bytes of a head for `length` positions, 0 if none drafts."""
+    if not uses_head(options, source):
+        return 0
+    head = sizes_of(head_source(source), DTYPES.get(options.dtype), options.parallel)
+    part = part_bytes(head, getattr(options, "draft_vocab", None) or DRAFT_VOCAB)
+    return part + head_bytes(head, length, options.kv_cache, options.prefill_chunk)
 
 
 def head_bytes(sizes: ModelSizes, length: int, kv_cache: str, chunk: int) -> int:
@@ -166,14 +173,17 @@ def plan_server(options: argparse.Namespace, source, device: torch.device, least
     Raises ValueError if nothing fits.
     least: sequences that must fit; --max_batch is the most that run.
     """
+    dtype = DTYPES.get(options.dtype)
+    sizes = sizes_of(source, dtype, options.parallel)
     setup = Setup(
-        sizes_of(source, DTYPES.get(options.dtype), options.parallel),
+        sizes,
         options.max_seq_len,
         least,
         options.kv_cache,
         options.prefill_chunk,
         expert_settings(options) if options.offload else None,
         options.max_batch,
+        extra=extra_for_head(options, source, options.max_seq_len or sizes.args.max_position),
     )
     capacity = plan_session(setup, device, server_levers(options, source, device))
     lower_gpu_memory(options, capacity)

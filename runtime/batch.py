@@ -3,7 +3,7 @@
 A `Batch` runs on the rows of a session. A step covers the running sequences, which are kept in the
 first rows, padded by idle rows to a size that is compiled. A sequence that has ended leaves its
 tokens in its row, until a new one needs the row: so the rows are also the prefix cache of the
-latest conversations.
+latest conversations. runtime/drafting_batch.py drafts for a sequence that has no neighbor.
 """
 
 import itertools
@@ -49,8 +49,11 @@ class Running:
     sampling: Sampling
     watch: bool = False  # report each token's Details
     constraint: Constraint | None = None
+    drafts: bool = True  # tokens may be drafted, if the batch drafts
     row: int | None = None  # None: no row yet, or none any more
     cached_tokens: int = 0  # prompt tokens found in a row
+    drafted: int = 0  # tokens drafted for it
+    accepted: int = 0  # of these
 
     @property
     def edited(self) -> bool:
@@ -153,13 +156,15 @@ class Batch:
         sampling: Sampling,
         watch: bool = False,
         constraint: Constraint | None = None,
+        drafts: bool = True,
     ) -> Running:
         """Add a sequence, whose tokens come from `step`. Raises ValueError as `check_prompts`.
 
         Sequences above `max_batch` wait for others to end. constraint: the grammar to follow.
+        drafts: tokens may be drafted, if the batch drafts. A seed's text then depends on the clock.
         """
         self.session.check_prompts([ids], max_new_tokens)
-        sequence = Running(list(ids), max_new_tokens, sampling, watch, constraint)
+        sequence = Running(list(ids), max_new_tokens, sampling, watch, constraint, drafts)
         self.waiting.append(sequence)
         return sequence
 

@@ -62,7 +62,9 @@ def make_drafter(
 
 
 class Speculation:
-    """A session for one sequence whose `stream` takes fewer passes. All else is the session's own.
+    """A session whose `stream` takes fewer passes, for one sequence. All else is the session's own.
+
+    The sequence is that of row 0. runtime/drafting_batch.py runs passes of it, too.
 
     draft_tokens: most drafts of a pass. draft: the model that drafts; head: the head that does
     (`load_head`). Without them drafts are looked up in the text so far. auto: a controller chooses
@@ -70,8 +72,8 @@ class Speculation:
     has draft_tokens if there are drafts. draft_ids: those that a model or head chooses
     among, rising (`Tokenizer.frequent_ids`); empty: all.
     Four counts describe the last stream: passes of the model after the prompt, and the tokens
-    drafted, accepted and delivered in them. Raises ValueError for a session of several sequences,
-    and as `check_drafting`.
+    drafted, accepted and delivered in them. Raises ValueError for a model or a head that drafts for
+    a session of several sequences, and as `check_drafting`.
     """
 
     def __init__(
@@ -84,15 +86,18 @@ class Speculation:
         draft_ids: Sequence[int] = (),
     ):
         check_drafting(draft_tokens, session.model.args, draft and draft.args)
-        if session.batch != 1:
+        if session.batch != 1 and (draft or head):
             raise ValueError(
-                f"speculation is for one sequence, not {session.batch}: make a session with batch 1"
+                f"a model or a head drafts for one sequence, not {session.batch}: make a session "
+                "with batch 1"
             )
         if draft is session.model:
             raise ValueError(
                 "a model cannot draft for itself, since it holds one cache: load it twice"
             )
         self.session, self.count, self.auto = session, draft_tokens, auto
+        # Numbers of drafts that a pass may have.
+        self.counts = range(1 if auto else draft_tokens, draft_tokens + 1)
         self.control = DraftControl(draft_tokens) if auto else FixedDrafts(draft_tokens)
         self.drafter = make_drafter(session, draft_tokens, draft, head, auto, draft_ids)
         self.begin_pass, self.verify_pass = session.runner.pass_steps()
@@ -122,14 +127,15 @@ class Speculation:
     def verify(self, count: int, candidates: int) -> None:
         """One pass: run the last token and `count` drafts at `position`, write `result`."""
         session, drafter = self.session, self.drafter
-        tokens, positions, last = self.begin_pass(session.state, drafter.drafts[:, :count])
+        state, _ = session.first_rows(1)
+        tokens, positions, last = self.begin_pass(state, drafter.drafts[:, :count])
         # Eager code reads the part of the cache in use, as `Session.decode` does.
-        chunk = Chunk(session.rows, session.cached[0] + count + 1)
+        chunk = Chunk(session.rows[:1], session.cached[0] + count + 1)
         span = positions if session.compiled else chunk
         runner = session.runner
         logits = session.model(tokens, span, last, all_positions=True, runner=runner)[0]
         q = drafter.q if drafter.q is None else drafter.q[:count]
-        self.verify_pass(session.state, logits, tokens, q, candidates, self.result)
+        self.verify_pass(state, logits, tokens, q, candidates, self.result)
         if self.results:
             self.results.post(self.result.unsqueeze(1))
 
@@ -146,6 +152,12 @@ class Speculation:
             with without_tuning() if session.compiled else nullcontext():
                 self.steps[key] = self.results.counted(make) if self.results else make()
         return self.steps[key]
+
+    def warm_up_all(self, candidates: int) -> None:
+        """Compile and capture the plain step, and the pass of each number of drafts."""
+        self.session.warm_up(candidates, 1)
+        for count in self.counts:
+            self.warm_up(count, candidates)
 
     def stream_all(
         self, prompts: Sequence[Sequence[int]], max_new_tokens: int, sampling: Sampling
@@ -178,12 +190,10 @@ class Speculation:
         if max_new_tokens == 0:
             return
         candidates, session.edited = session.candidates(sampling), False
-        session.warm_up(candidates)
-        for count in range(1, self.count + 1) if self.auto else [self.count]:
-            self.warm_up(count, candidates)
+        self.warm_up_all(candidates)
         self.drafter.start_prompt(ids, sampling)
         session.start_prompts([ids], sampling)
-        tokens, left, self.in_flight = session.first_tokens(), max_new_tokens, None
+        tokens, left, self.in_flight = session.first_tokens()[:1], max_new_tokens, None
         self.read_at = time.perf_counter()
         while True:
             for place, token in enumerate(tokens[:left]):
@@ -228,10 +238,15 @@ class Speculation:
         """Return the token of a plain step: of that in flight, if any. goes_on: launch another."""
         read = self.in_flight or self.launch(candidates)
         self.in_flight = self.launch(candidates) if goes_on and self.overlaps else None
-        return read()
+        return read()[:1]
+
+    def release(self) -> Callable[[], list[int]] | None:
+        """Return what waits for the token of the plain step in flight, if any, and forget it."""
+        read, self.in_flight = self.in_flight, None
+        return read
 
     def launch(self, candidates: int) -> Callable[[], list[int]]:
         """Launch a plain step; return what waits for its token."""
-        self.session.warm_up(candidates)()
+        self.session.warm_up(candidates, 1)()
         self.session.cached[0] += 1
         return self.session.read_tokens()

@@ -34,6 +34,7 @@ from starlette.responses import (
 from starlette.routing import Route
 
 from runtime.session import Session
+from runtime.speculation import Speculation
 from server import LOCAL_HOSTS
 from server.connections import make_http_server
 from server.constraints import grammar_tokens
@@ -431,16 +432,18 @@ def serve_session(
     listener: socket.socket | None,
     options: argparse.Namespace,
     on_ready: Callable[[str], None],
+    speculation: Speculation | None = None,
 ) -> None:
     """Serve a session until Ctrl-C. With several ranks rank 0 listens and the others follow it.
 
     directory: the session's checkpoint, OWNER/NAME/model_FORMAT. listener: a bound socket; None
     on other ranks. options: those of serve.py. on_ready: gets NAME when the server listens.
+    speculation: as of `Decoder`.
     """
     tokenizer, scheduler = load_tokenizer(directory), None
     if listener:
         scheduler = Scheduler(options.max_queue, options.time_limit, options.max_batch)
-    decoder = Decoder(session, tokenizer, scheduler)
+    decoder = Decoder(session, tokenizer, scheduler, speculation)
     decoder.prepare()
     if listener is None:
         decoder.run()

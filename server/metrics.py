@@ -37,6 +37,8 @@ class Metrics:
         self.prompt_tokens = self.counter("prompt_tokens", "Prompt tokens.")
         self.cached_tokens = self.counter("cached_tokens", "Prompt tokens found in the KV cache.")
         self.new_tokens = self.counter("new_tokens", "Generated tokens.")
+        self.drafted_tokens = self.counter("drafted_tokens", "Tokens drafted (speculation).")
+        self.accepted_tokens = self.counter("accepted_tokens", "Drafted tokens accepted.")
         self.answer_seconds = self.counter("answer_seconds", "Seconds of prefill and decoding.")
         self.first_token_seconds = self.counter(
             "first_token_seconds", "Seconds of these until the first token."
@@ -60,6 +62,8 @@ class Metrics:
         self.prompt_tokens.inc(result["prompt_tokens"])
         self.cached_tokens.inc(result["cached_tokens"])
         self.new_tokens.inc(result["new_tokens"])
+        self.drafted_tokens.inc(result["drafted"])
+        self.accepted_tokens.inc(result["accepted"])
         self.answer_seconds.inc(result["seconds"])
         self.first_token_seconds.inc(result["ttft_s"] or 0.0)
 

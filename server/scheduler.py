@@ -22,9 +22,11 @@ import torch
 from offload.experts import COUNTERS, offloaded_layers
 from parallel import process_group
 from runtime.batch import Batch, NewToken, Running
+from runtime.drafting_batch import DraftingBatch
 from runtime.sampling import NotFiniteError
 from runtime.session import Session
 from runtime.session_steps import Details
+from runtime.speculation import Speculation
 from runtime.text import TextSettings, TextStream
 from server.constraints import AnswerConstraint, Constraint, grammar_tokens
 from server.metrics import Metrics
@@ -285,11 +287,23 @@ class Answer:
 
 
 class Decoder:
-    """Decodes answers side by side on one rank. The rank with the scheduler sends them."""
+    """Decodes answers side by side on one rank. The rank with the scheduler sends them.
 
-    def __init__(self, session: Session, tokenizer: Tokenizer, scheduler: Scheduler | None):
+    speculation: drafts for an answer without neighbors; None: nothing does.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        tokenizer: Tokenizer,
+        scheduler: Scheduler | None,
+        speculation: Speculation | None = None,
+    ):
         self.session, self.tokenizer, self.scheduler = session, tokenizer, scheduler
-        self.batch = Batch(session, process_group.share(lambda: scheduler.max_batch))
+        max_batch = process_group.share(lambda: scheduler.max_batch)
+        self.batch = Batch(session, max_batch)
+        if speculation:
+            self.batch = DraftingBatch(speculation, max_batch)
         self.answers: dict[int, Answer] = {}  # by number
         self.by_sequence: dict[Running, Answer] = {}
         self.offloaded = offloaded_layers(session.model)
@@ -353,7 +367,8 @@ class Decoder:
         text = TextStream(ids, self.tokenizer, settings)
         count, constraint = generation.max_new_tokens, self.make_constraint(generation)
         sampling = generation.sampling
-        sequence = self.batch.start(ids, count, sampling, generation.watch, constraint)
+        drafts = not generation.seeded or sampling.temperature == 0
+        sequence = self.batch.start(ids, count, sampling, generation.watch, constraint, drafts)
         answer = Answer(number, sequence, text, writer, count)
         self.answers[number] = self.by_sequence[sequence] = answer
 
@@ -375,9 +390,11 @@ class Decoder:
             self.scheduler.deliver()
 
     def add_tokens(self) -> None:
-        """Decode one token of each answer."""
+        """Decode one token of each answer, or several of one."""
         for token in self.batch.step():
-            answer = self.by_sequence[token.sequence]
+            answer = self.by_sequence.get(token.sequence)
+            if not answer:  # it ended within its accepted drafts
+                continue
             if token.error:
                 self.fail(answer.number, token.error)
             else:
@@ -402,7 +419,8 @@ class Decoder:
             computed = len(answer.sequence.ids) - answer.sequence.cached_tokens
             result = answer.text.result(answer.started, computed, None)
             result["seconds"] = time.perf_counter() - answer.started
-            result["cached_tokens"] = answer.sequence.cached_tokens
+            for name in ("cached_tokens", "drafted", "accepted"):
+                result[name] = getattr(answer.sequence, name)
             self.scheduler.finish(answer.number, result, answer.writer.rest(result))
 
     def remove(self, answer: Answer) -> None:

@@ -566,6 +566,7 @@ class Generation:
     split_reasoning: bool = True  # with `reply`: split off reasoning blocks
     grammar: str | None = None  # that the answer follows, see server.constraints
     reasons: bool = True  # with `reply`: the grammar begins after the reasoning block, if any
+    seeded: bool = False  # the request has a seed, which promises the same text at each run
 
 
 class GenerationRequest(NamedTuple):
@@ -629,6 +630,7 @@ def plan_request(
         "reply": reply,
         "watch": fields.logprob_count() is not None or fields.routing,
         "grammar": plan_grammar(fields, limits),
+        "seeded": "seed" in fields.model_fields_set,
         **(calls.generation_fields(vocabulary) if calls else {}),
     }
     try:

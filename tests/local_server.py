@@ -12,7 +12,7 @@ httpx, openai, *_ = (pytest.importorskip(name, reason=REASON) for name in PACKAG
 
 from checkpoint import Checkpoint  # noqa: E402
 from generate import open_session  # noqa: E402
-from serve import bind, build_parser, check_options  # noqa: E402
+from serve import bind, build_parser, check_options, open_speculation  # noqa: E402
 from server.app import AppSettings, make_app, make_limits, run_server  # noqa: E402
 from server.scheduler import Decoder, Scheduler  # noqa: E402
 from server.tokenizing import TokenizerPool  # noqa: E402
@@ -27,12 +27,13 @@ class LocalServer:
         options = build_parser().parse_args(["--dtype", "fp32", *options])
         check_options(options)
         checkpoint, device = Checkpoint(directory), torch.device("cpu")
-        batch = options.max_batch or (1 if options.offload else 8)
+        options.max_batch = batch = options.max_batch or (1 if options.offload else 8)
         self.session = open_session(options, checkpoint, device, length, batch)
         self.tokenizer = load_tokenizer(directory)
         max_queue, time_limit = settings.pop("max_queue", 256), settings.pop("time_limit", 600.0)
         self.scheduler = Scheduler(max_queue, time_limit, batch)
-        self.decoder = Decoder(self.session, self.tokenizer, self.scheduler)
+        speculation = open_speculation(options, checkpoint, self.session)
+        self.decoder = Decoder(self.session, self.tokenizer, self.scheduler, speculation)
         self.decoder.prepare()
         self.limits = make_limits(self.session, self.tokenizer)
         listener, ready = bind("127.0.0.1", 0), threading.Event()

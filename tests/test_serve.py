@@ -234,7 +234,7 @@ def test_reasoning_is_sent_apart(directory, tmp_path):
     """The template opens the block, and the tokenizer has no tokens for its markers."""
     model = Path(shutil.copytree(directory, tmp_path / "model"))
     (model / "chat_template.jinja").write_text("{{ messages[-1].content }}<think>{# </think> #}")
-    running = Running(model)
+    running = Running(model, options=("--speculate", "off"))  # the test forces tokens of steps
     session = running.session
     choose_tokens = session.choose_tokens
 
@@ -395,6 +395,8 @@ def test_metrics_are_counters_and_gauges(running):
         "prompt_tokens",
         "cached_tokens",
         "new_tokens",
+        "drafted_tokens",
+        "accepted_tokens",
         "answer_seconds",
         "first_token_seconds",
     }

@@ -192,12 +192,13 @@ def test_a_session_is_used_to_its_last_position(no_compiler, make, plain, source
 
 
 def test_impossible_speculation_is_refused(make, make_family):
-    model = load_model(make_family("mixtral").directory, "cpu")
+    directory = make_family("mixtral").directory
+    model = load_model(directory, "cpu")
     for count in (0, 16):
         with pytest.raises(ValueError, match=rf"--draft_tokens {count}: .* from 1 to 15"):
             Speculation(Session(model, 64), count)
     with pytest.raises(ValueError, match="one sequence, not 2"):
-        Speculation(Session(model, 64, SessionOptions(batch=2)))
+        Speculation(Session(model, 64, SessionOptions(batch=2)), 4, load_model(directory, "cpu"))
     with pytest.raises(ValueError, match="load it twice"):
         Speculation(Session(model, 64), 4, model)
     with torch.device("meta"):
