@@ -31,6 +31,7 @@ from runtime.loading import DTYPES, head_source, load_head
 from runtime.mtp import check_mtp_drafts
 from runtime.session import Session
 from runtime.speculation import DRAFT_TOKENS, Speculation, check_drafting
+from tokenizer import load_tokenizer
 
 # Answers decoded side by side. A CPU's step takes the same time for 1 as for 16.
 DEFAULT_BATCH = {"cuda": 8, "cpu": 16}
@@ -155,8 +156,7 @@ def print_address(listener: socket.socket, name: str) -> None:
 def run(options: argparse.Namespace) -> int:
     """Load the model and serve it until Ctrl-C. Raises ValueError for a user's mistake."""
     try:
-        from tokenizer import load_tokenizer
-from server.app import serve_session
+        from server.app import serve_session
     except ImportError as error:
         raise ValueError(
             f"a server needs Starlette and uvicorn ({error}): pip install 'moe-fast[serve]'"
