@@ -164,7 +164,7 @@ def test_options_that_exclude_each_other_are_refused(options, message):
     ),
 )
 def test_a_model_that_cannot_draft_so_is_refused(directory, options, message):
-    """In one line, with exit code 2, before weights are read."""
+    """The error is one line, before weights are read; the exit code is 2."""
     command = [sys.executable, "serve.py", "--checkpoint_path", str(directory), "--port", "0"]
     command += ["--device", "cpu", *options]
     found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
