@@ -7,6 +7,7 @@ import argparse
 import logging
 import socket
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -109,11 +110,12 @@ def load(
         options.max_batch = 1 if is_single else DEFAULT_BATCH[device.type]
     check_speculation(options, checkpoint)
     capacity = plan_server(options, checkpoint, device, given or 1)
+    if uses_head(options, checkpoint):  # a head knows one text
+        capacity = replace(capacity, rows=1)
     options.max_batch = min(options.max_batch, capacity.rows)
     if process_group.is_main():
         log.info(capacity.describe(options.max_batch))
-    rows = 1 if uses_head(options, checkpoint) else capacity.rows  # a head knows one text
-    session = open_session(options, checkpoint, device, capacity.length, rows)
+    session = open_session(options, checkpoint, device, capacity.length, capacity.rows)
     return session, open_speculation(options, checkpoint, session), checkpoint.directory
 
 

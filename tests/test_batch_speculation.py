@@ -135,6 +135,25 @@ def test_every_recurrent_family(name, rows, source, make_family):
     assert source == "lookup" or rows == 1 or seen["left"] > 0
 
 
+@pytest.mark.parametrize("name", ("mixtral", *RECURRENT))
+def test_the_path_of_a_compiled_session(name, make_family, monkeypatch):
+    """Positions are on the device; passes are those of row 0 beside rows of other texts."""
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    monkeypatch.setattr("runtime.session_steps.configure_inductor", lambda: None)
+    directory = make_family(name).directory
+    plain = Session(load_model(directory, "cpu"), 128)
+    requests = [([n, *range(8 + n)], 25, GREEDY) for n in range(4)]
+    expected = [list(plain.stream(*request)) for request in requests]
+    texts = [request[0] + answer for request, answer in zip(requests, expected, strict=True)]
+    options = SessionOptions(batch=3, compile=True)
+    batch = open_batch(Session(load_model(directory, "cpu"), 128, options), texts)
+    batch.prepare()
+    assert {count for count, _ in batch.speculation.steps} == set(range(1, LIMIT + 1))
+    for arrivals in ([0, 50, 100, 150], [0, 6, 20, 34]):
+        assert run(batch, requests, arrivals) == expected
+    assert batch.speculation.control.seen["left"] > 0
+
+
 @pytest.mark.parametrize("overlaps", (False, True))
 def test_a_sequence_may_end_within_a_pass(overlaps):
     """What follows continues the text up to that, or begins another."""
