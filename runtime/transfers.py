@@ -18,19 +18,25 @@ def send(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 class Upload:
-    """Fills the front of an integer tensor from the host, again and again, without waiting.
+    """Fills the front of an integer tensor from the host, again and again.
 
-    Its pinned memory is allocated once. So the copy before must have arrived when a call begins.
+    Its pinned memory is allocated once. So a call waits for the copy of the one before, not for
+    other work of the GPU.
     """
 
     def __init__(self, target: Tensor):
         self.target = target.view(-1)
         self.host = torch.empty(len(self.target), dtype=target.dtype, pin_memory=target.is_cuda)
+        self.sent = torch.cuda.Event() if target.is_cuda else None
 
     def __call__(self, values: Sequence[int]) -> None:
+        if self.sent:
+            self.sent.synchronize()
         count = len(values)
         self.host[:count] = torch.tensor(values)
         self.target[:count].copy_(self.host[:count], non_blocking=True)
+        if self.sent:
+            self.sent.record(torch.cuda.current_stream(self.target.device))
 
 
 def read_later(tensor: Tensor) -> Callable[[], list]:
