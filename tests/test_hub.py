@@ -564,7 +564,7 @@ def test_every_command_takes_a_name(hub, runnable, folder, tmp_path, monkeypatch
     assert "perplexity" in capsys.readouterr().out
     options = serve.build_parser().parse_args(["--model", str(INT8), "--device", "cpu"])
     serve.check_options(options)
-    _, directory = serve.load(options, torch.device("cpu"))[:2]
+    *_, directory = serve.load(options, torch.device("cpu"))
     assert directory.absolute() == folder / "model_int8" and not hub.requests
     mixed = "--attention", "int8", "--experts", "int4", "--group_size", 32, "--device", "cpu"
     assert command(quantize, monkeypatch, "--model", REPO, *mixed) == 0

@@ -60,8 +60,10 @@ def test_streamed_and_whole_answers_are_those_of_plain_steps(serving):
         assert "".join(p.choices[0].text for p in parts if p.choices) == expected["text"]
         for usage in (whole.usage, parts[-1].usage):
             assert usage.completion_tokens == expected["new_tokens"]
-    drafted = running.metric("drafted_tokens_total")
-    assert drafted > 0 and before < running.metric("accepted_tokens_total") <= drafted
+    drafted, accepted = (running.metric(f"{name}_tokens_total") for name in ("drafted", "accepted"))
+    # A controller may find that drafts do not pay: that depends on the clock.
+    assert running.decoder.batch.speculation.auto or before < accepted
+    assert accepted <= drafted
 
 
 def test_a_stop_text_may_end_an_answer_anywhere_in_a_pass(serving):
@@ -126,7 +128,8 @@ def test_a_sampled_answer_without_a_seed_is_drafted_for(serving):
     for _ in range(3):
         found = running.complete(REPEATED, max_tokens=40, temperature=0.2)
         assert found.usage.completion_tokens == 40 or found.choices[0].finish_reason == "stop"
-    assert running.metric("drafted_tokens_total") > before
+    is_auto = running.decoder.batch.speculation.auto
+    assert is_auto or running.metric("drafted_tokens_total") > before
 
 
 @pytest.mark.parametrize(
