@@ -434,20 +434,25 @@ def as_on_a_gpu() -> Iterator[None]:
 
 
 def layer_errors(
-    family: str, format: str, batch: int = 1, queries: int = 1, last: list[int] | None = None
+    family: str,
+    format: str,
+    batch: int = 1,
+    queries: int = 1,
+    last: list[int] | None = None,
+    ratios: tuple[float, ...] = (0, 99),
 ) -> list[dict[str, float]]:
     """Compare layers of runtime/fused_decode.py with `Block.forward`, in fp16.
 
     The cache has earlier tokens. last: of each sequence, the last token that is real. Experts of
-    several tokens are computed pair by pair, and in tiles.
+    several tokens are computed in tiles, and pair by pair: ratios are values of `PAIR_RATIO`.
     """
     model = small_model(family, format, batch)
     tokens = torch.arange(7, 7 + batch * queries).view(batch, queries) % 32
     positions = 40 - 3 * torch.arange(batch).unsqueeze(1) + torch.arange(queries)
     x, _, context = model.begin(tokens, positions)
     context = context._replace(last=torch.tensor(last or [queries - 1] * batch))
-    ratios, found = (0, 99) if batch * queries > 1 else (moe_decode.PAIR_RATIO,), []
-    for ratio in ratios:
+    found = []
+    for ratio in ratios if batch * queries > 1 else ratios[:1]:
         with mock.patch.object(moe_decode, "PAIR_RATIO", ratio):
             found += [block_error(block, torch.randn_like(x), context) for block in model.layers]
     return found

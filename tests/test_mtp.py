@@ -532,6 +532,7 @@ def by_ranks(make_headed, tmp_path_factory):
     return case
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ("tensor 0.0", "expert 0.9"))
 @pytest.mark.parametrize("name", (*LAYOUTS, "int4"))
 def test_two_ranks_draft_as_one_process(name, case, by_ranks):

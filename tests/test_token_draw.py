@@ -55,6 +55,7 @@ def check_passes(*cases: dict) -> None:
     assert 1 in counts and max(counts) > 3  # no draft accepted, several
 
 
+@pytest.mark.slow
 def test_a_pass_accepts_what_plain_pytorch_does():
     check_passes(*PASSES[:2])
 
