@@ -351,10 +351,8 @@ def prepare_session(
     drafts = DRAFT_TOKENS if options.draft_tokens is None else options.draft_tokens
     draft_args = drafter and args_of_checkpoint(drafter)
     check_drafting(drafts, args_of_checkpoint(checkpoint), draft_args)
-    if uses_head(options, checkpoint):
-        check_mtp_drafts(drafts)
-        head_source(checkpoint)  # raises if there is none
-    elif options.draft_vocab and not drafter:
+    has_head = check_head(options, checkpoint, drafts)
+    if options.draft_vocab and not (drafter or has_head):
         raise ValueError(
             f"--draft_vocab {options.draft_vocab}: this checkpoint has no head for "
             "multi-token prediction: add --draft_checkpoint_path, or leave it out"
@@ -367,12 +365,23 @@ def prepare_session(
         return session
     dtype = DTYPES.get(options.dtype)
     draft = drafter and load_model(drafter, device, dtype, options.parallel)
-    head, ids = None, []
-    if uses_head(options, checkpoint):
-        head = load_head(checkpoint, session.model, dtype, options.parallel)
-    if draft or head:
-        ids = load_tokenizer(checkpoint.directory).frequent_ids(options.draft_vocab or DRAFT_VOCAB)
+    head = load_head(checkpoint, session.model, dtype, options.parallel) if has_head else None
+    ids = frequent_ids(checkpoint, options.draft_vocab) if draft or head else []
     return Speculation(session, drafts, draft, head, kind == "auto", ids)
+
+
+def check_head(options: argparse.Namespace, checkpoint: Checkpoint, drafts: int) -> bool:
+    """Whether the checkpoint's head drafts. Raises ValueError if it is missing or drafts fewer."""
+    if not uses_head(options, checkpoint):
+        return False
+    check_mtp_drafts(drafts)
+    head_source(checkpoint)  # raises if there is none
+    return True
+
+
+def frequent_ids(checkpoint: Checkpoint, count: int | None = None) -> list[int]:
+    """Return the ids that a draft model or a head chooses among. count: None is DRAFT_VOCAB."""
+    return load_tokenizer(checkpoint.directory).frequent_ids(count or DRAFT_VOCAB)
 
 
 def check_clocks(kind: str | None) -> None:

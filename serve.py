@@ -22,17 +22,21 @@ if __name__ == "__main__":
 import torch
 
 from checkpoint import Checkpoint
-from generate import OUT_OF_MEMORY, check_clocks, open_model, open_session
+from generate import (
+    OUT_OF_MEMORY,
+    check_clocks,
+    check_head,
+    frequent_ids,
+    open_model,
+    open_session,
+)
 from memory.commands import plan_server, uses_head
 from models import args_of_checkpoint
 from parallel import process_group
 from parallel.heartbeat import fail
-from runtime.draft_vocab import DRAFT_VOCAB
-from runtime.loading import DTYPES, head_source, load_head
-from runtime.mtp import check_mtp_drafts
+from runtime.loading import DTYPES, load_head
 from runtime.session import Session
 from runtime.speculation import DRAFT_TOKENS, Speculation, check_drafting
-from tokenizer import load_tokenizer
 
 # Answers decoded side by side. A CPU's step takes the same time for 1 as for 16.
 DEFAULT_BATCH = {"cuda": 8, "cpu": 16}
@@ -122,10 +126,9 @@ def load(
 def check_speculation(options: argparse.Namespace, checkpoint: Checkpoint) -> None:
     """Raise ValueError for options of speculation that this model or these ranks do not allow."""
     check_clocks(options.speculate)
-    check_drafting(options.draft_tokens or DRAFT_TOKENS, args_of_checkpoint(checkpoint), None)
-    if uses_head(options, checkpoint):
-        check_mtp_drafts(options.draft_tokens or DRAFT_TOKENS)
-        head_source(checkpoint)  # raises if there is none
+    drafts = options.draft_tokens or DRAFT_TOKENS
+    check_drafting(drafts, args_of_checkpoint(checkpoint), None)
+    check_head(options, checkpoint, drafts)
 
 
 def open_speculation(
@@ -143,7 +146,7 @@ def open_speculation(
     head, ids = None, []
     if uses_head(options, checkpoint):
         head = load_head(checkpoint, session.model, DTYPES.get(options.dtype), options.parallel)
-        ids = load_tokenizer(checkpoint.directory).frequent_ids(DRAFT_VOCAB)
+        ids = frequent_ids(checkpoint)
     drafts = options.draft_tokens or DRAFT_TOKENS
     return Speculation(session, drafts, None, head, kind == "auto", ids)
 

@@ -36,6 +36,7 @@ from ops.products.fragments import (
     multiply_steps,
     spread_begins,
 )
+from ops.products.routing import queries_of
 from ops.products.units import finish
 from ops.products.weights import Weight, WeightTensors
 
@@ -312,7 +313,7 @@ def sort_pairs(indices: Tensor, E: int, last: Tensor | None = None) -> PairTiles
     T, A = indices.shape
     if T > MAX_TOKENS:
         raise ValueError(f"no kernel for {T} tokens")
-    s = SortSettings(E, A, T, T if last is None else T // len(last))
+    s = SortSettings(E, A, T, queries_of(T, last))
     order = PairTiles(
         *(
             torch.empty(shape, dtype=torch.int32, device=indices.device)
@@ -367,7 +368,7 @@ def combine(
     """
     T, D = len(parts) // A, parts.shape[1]
     y = torch.empty(T, D, dtype=dtype, device=parts.device)
-    s = CombineSettings(D, A, T if last is None else T // len(last), scale)
+    s = CombineSettings(D, A, queries_of(T, last), scale)
     launch(_combine, (T, triton.cdiv(D, COLUMNS)), parts, residual, last, y, settings=s)
     return y
 

@@ -43,7 +43,7 @@ from ops.products.pipeline import (
     sum_lanes,
 )
 from ops.products.quantized_x import QuantizedX, quantize_tokens, quantizes_first
-from ops.products.routing import ChoiceSettings, choice_of, choose, choose_one
+from ops.products.routing import ChoiceSettings, choice_of, choose, choose_one, queries_of
 from ops.products.tilings import Tiles
 from ops.products.weights import Weight, check_rows
 from ops.ranks.mailbox import TokenInbox
@@ -236,7 +236,7 @@ def gate_up(
     choice = Chosen(indices, scores, weights, last if T > 1 else None)
     fields: dict = {"routing": choice_of(weight.parts[0].shape[0] - routing.shared, routing)}
     if T > 1:
-        fields |= dict(pairs_of_row=routing.pairs, queries=T if last is None else T // len(last))
+        fields |= dict(pairs_of_row=routing.pairs, queries=queries_of(T, last))
     how = activation, dtype, tiles, pdl
     h = _launch_each(x, weight, choice, bias, how, **fields)
     return h, indices, weights
@@ -326,8 +326,7 @@ def down(
     y = torch.empty(T, weight.out, dtype=dtype or x.dtype, device=indices.device)
     fields: dict = {"scale": scale}
     if T > 1:
-        queries = T if last is None else T // len(last)
-        fields |= dict(T=T, blocks=T, stride=weight.out, queries=queries)
+        fields |= dict(T=T, blocks=T, stride=weight.out, queries=queries_of(T, last))
     how = (tiles, pdl, fields)
     choice = Chosen(indices, weights=routing, last=last if T > 1 else None)
     return launch_sum(operands_of(x, weight), weight, choice, residual, bias, y, send, how)

@@ -1,4 +1,4 @@
-"""One token's x as integers: quantized once, for all programs of the product that follows.
+"""Tokens' x as integers: quantized once, for all programs of the product that follows.
 
 int8 and 4-bit codes are multiplied as integers (ops/products/codes.py). A program that quantizes x
 by itself takes as many instructions for it as for five rows of 4-bit codes.

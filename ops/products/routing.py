@@ -75,6 +75,11 @@ def choice_of(E: int, routing: Routing) -> ChoiceSettings:
     )
 
 
+def queries_of(T: int, last: Tensor | None) -> int:
+    """Return the tokens of a sequence, of T in all. last [B] of `Context`; None: one sequence."""
+    return T if last is None else T // len(last)
+
+
 # Kernels ------------------------------------------------------------------------------------------
 
 
