@@ -28,6 +28,7 @@ import torch
 
 from benchmarks.cuda_timing import require_gpu
 from benchmarks.decode_speed import distinct_experts, open_session, read_bandwidth
+from benchmarks.kernel_profile import record_kernels
 from cli.options import (
     add_compile_cache,
     add_decode_kernels,
@@ -243,7 +244,16 @@ def measure_passes(speculation: Speculation, options: argparse.Namespace) -> Non
         print(f"{drafts} drafts: ready in {time.perf_counter() - start:.1f} s", flush=True)
         seconds = pass_seconds(speculation, drafts, options.new_tokens, options.repeats, sampling)
         spent[drafts] = seconds, gpu_seconds(run, 20)  # from where the last answer ended
+        if options.kernels:
+            print_kernels(run)
     print("\n".join(pass_lines(spent)), flush=True)
+
+
+def print_kernels(run: Callable[[], None]) -> None:
+    """Print start, time and name of each kernel of a captured pass."""
+    events = sorted(record_kernels(run), key=lambda event: event[1])
+    for name, start, us in events:
+        print(f"    {start - events[0][1]:8.1f} {us:7.1f} us  {name[:100]}", flush=True)
 
 
 # Text ---------------------------------------------------------------------------------------------
@@ -326,6 +336,7 @@ def build_parser() -> Parser:
     add("--tokens", type=int, nargs="+", default=TOKENS, metavar="T", help="tokens of a step")
     parser.add_number("--new_tokens", "tokens of an answer (200)", 200)
     parser.add_number("--repeats", "answers measured (3)", 3)
+    parser.add_flag("--kernels", "also the kernels of a pass")
     add("--temperature", type=float, default=0.0, metavar="X", help="0 is greedy (0)")
     parser.begin_group("speed and precision", "how the model is run")
     add_prefill_options(parser)

@@ -52,5 +52,5 @@ class FusedLatentAttention:
     def project_query(self, q: Tensor, weight: Weight) -> Tensor:
         """q [T, q_rank] -> [T, H * C]: norm and product, in one kernel for up to 8 tokens."""
         norm = self.plain[0].q_norm
-        q, scale = dense.norm_apart(q.contiguous(), norm.weight, norm.eps)
+        q, scale = dense.norm_apart(q.contiguous(), norm.weight, norm.eps, weight)
         return dense.dense_product(q, weight, scale)

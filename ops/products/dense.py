@@ -230,12 +230,16 @@ class Norm(NamedTuple):
     eps: float
 
 
-def norm_apart(x: Tensor, norm: Tensor, eps: float) -> tuple[Tensor, Norm | None]:
-    """Return x [T, in] and its norm for `dense_product`: of many tokens the normed x, and None.
+# Most tokens that each program of a product norms itself. Beyond, a kernel of its own is faster: in
+# 4 bits, norms took a half of the instructions of `_down_few` (docs/log/speculation.md).
+NORMED = {4: 3, 8: TILE, 16: TILE}
 
-    Each program of a product norms all of its tokens: above TILE a kernel of its own is faster.
-    """
-    return (x, Norm(norm, eps)) if len(x) <= TILE else (norm_tokens(x, norm, eps), None)
+
+def norm_apart(x: Tensor, norm: Tensor, eps: float, weight: Weight) -> tuple[Tensor, Norm | None]:
+    """Return x [T, in] and its norm for `dense_product`: of many tokens the normed x, and None."""
+    if len(x) <= NORMED[BITS[weight.kind]]:
+        return x, Norm(norm, eps)
+    return norm_tokens(x, norm, eps), None
 
 
 def dense_product(

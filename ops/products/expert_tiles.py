@@ -188,6 +188,7 @@ def _multiply_tiles(x, order, routing, weights, bias, y, s: tl.constexpr, PDL: t
     ROWS: tl.constexpr = s.rows
     WARPS: tl.constexpr = s.warps
     DEPTH: tl.constexpr = s.depth
+    X_DEPTH: tl.constexpr = s.x_depth
     TILES: tl.constexpr = s.tiles
     TILE: tl.constexpr = 8 * s.tiles
     A: tl.constexpr = s.active
@@ -233,7 +234,7 @@ def _multiply_tiles(x, order, routing, weights, bias, y, s: tl.constexpr, PDL: t
     lane_slot = tl.minimum(lane // (WARPS * 32) * 8 + lane // 4 % 8, count - 1)
     source = tl.load(order.pairs + tile * TILE + lane_slot)
     begins = spread_begins((source // A if GATED else source) * s.width, s)
-    for d in tl.static_range(DEPTH):
+    for d in tl.static_range(X_DEPTH):
         xs = xs + (load_fields(x, begins, d, s, False),)
     # mxfp4 has no registers left for these: fewer programs would run at once.
     if s.kind != "mxfp4":

@@ -12,7 +12,8 @@ x at the numbers which these bytes contain. Nothing moves between lanes, or thro
 Units. Codes are read as units of 16 bits (ops/products/units.py). The two units of a word are
 neighbors in a tensor core's register. A step is 4 * vec words of each row: vec neighboring words
 for each of four lanes. Each of a program's n warps takes every n-th step, and the warps' sums are
-added at the end. `depth` steps of a warp are in flight.
+added at the end. A warp has `depth` steps of weights in flight, and `x_depth` of x: weights come
+from memory, x from L2.
 
 Exactness. Codes are multiplied as they are: 16 bits hold each of them exactly. A group's scale
 multiplies the fp32 sum of its products, so that a step lies within a group; a power of two (mxfp4)
@@ -25,9 +26,11 @@ from __future__ import annotations  # annotations of kernels name triton, which 
 from dataclasses import dataclass
 
 from ops.launch import jit, tl, triton
+from ops.products.pipeline import replace
 from ops.products.units import decode, e2m1_factor
 
 TILE = 8  # tokens of a tensor core's instruction
+UNROLLED = 8  # most steps that are unrolled, so that none is loaded in vain
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,8 @@ class FewSettings:
     vec: int  # words that a lane loads at once
     rows: int  # rows of the result that a program computes
     warps: int
-    depth: int
+    depth: int  # steps of weights in flight, which divide all steps
+    x_depth: int  # steps of x in flight, which divide `depth`
     tokens: int  # tokens of a program
 
     @property
@@ -62,6 +66,11 @@ class FewSettings:
     @property
     def steps(self) -> int:
         return triton.cdiv(self.words, 4 * self.vec * self.warps)
+
+    @property
+    def turns(self) -> int:
+        """Turns of the loop over steps."""
+        return 1 if self.steps <= UNROLLED else self.steps // self.depth
 
     @property
     def tiles(self) -> int:
@@ -414,23 +423,30 @@ def _add_products(tiles, totals, squares, fields, norms, s: tl.constexpr):
 def multiply_steps(x, begins, norm, weights, row, ahead, s: tl.constexpr):
     """Multiply the rows from `row` on with x -> sums [warps, rows, 8 tiles], and squares of x.
 
-    With `s.gated` two such sums. ahead: the first `s.depth` steps of weights, of x, and of the
-    norm's weight if there is one.
+    With `s.gated` two such sums. ahead: the first `s.depth` steps of weights, and the first
+    `s.x_depth` of x, and of the norm's weight if there is one.
     """
     STEPS: tl.constexpr = s.steps
     DEPTH: tl.constexpr = s.depth
+    X_DEPTH: tl.constexpr = s.x_depth
+    TURNS: tl.constexpr = s.turns
+    EACH: tl.constexpr = STEPS // TURNS
     SIZE: tl.constexpr = 64 * s.warps * s.vec
     tiles, xs, norms = ahead
     totals = (_zeros(s), _zeros(s)) if s.gated else (_zeros(s),)
     squares = tl.zeros([SIZE], tl.float32) if norm is not None else 0.0
-    for first in range(0, STEPS, DEPTH):
-        for d in tl.static_range(DEPTH):
-            own = norms[d] if norm is not None else None
-            totals, squares = _add_products(tiles[d], totals, squares, xs[d], own, s)
-            if STEPS > DEPTH:  # prefetch: the registers of this step are free now
-                at = tl.minimum(first + DEPTH + d, STEPS - 1)  # past the end the last again
-                tiles = tiles[:d] + (load_rows(weights, row, at, s),) + tiles[d + 1 :]
-                xs = xs[:d] + (load_fields(x, begins, at, s, False),) + xs[d + 1 :]
+    for turn in range(0, TURNS):
+        for n in tl.static_range(EACH):
+            own = norms[n % X_DEPTH] if norm is not None else None
+            tile, part = tiles[n % DEPTH], xs[n % X_DEPTH]
+            totals, squares = _add_products(tile, totals, squares, part, own, s)
+            # Prefetch: the registers of this step are free now. Past the end the last again.
+            if TURNS > 1 or n + DEPTH < STEPS:
+                at = tl.minimum(turn * EACH + n + DEPTH, STEPS - 1)
+                tiles = replace(tiles, n % DEPTH, load_rows(weights, row, at, s))
+            if TURNS > 1 or n + X_DEPTH < STEPS:
+                at = tl.minimum(turn * EACH + n + X_DEPTH, STEPS - 1)
+                xs = replace(xs, n % X_DEPTH, load_fields(x, begins, at, s, False))
                 if norm is not None:
-                    norms = norms[:d] + (load_fields(norm, None, at, s, True),) + norms[d + 1 :]
+                    norms = replace(norms, n % X_DEPTH, load_fields(norm, None, at, s, True))
     return totals, squares
