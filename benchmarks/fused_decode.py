@@ -40,7 +40,7 @@ from ops.products import pipeline
 from ops.products.quantized_x import quantize_tokens
 from ops.products.tilings import Tiles
 from ops.products.weights import INTEGERS, Weight
-from runtime import fused_decode
+from runtime import fused_layer
 from runtime.fused_decode import FusedRunner
 from runtime.loading import check_decode_kernels, load_model
 from runtime.runner import CompiledRunner
@@ -53,7 +53,7 @@ Product = tuple[str, int, int, int]  # kind, rows of the weight, quads of x, loa
 
 choose_tiles = pipeline.choose_tiles
 down = moe_decode.down
-norm_router = fused_decode.norm_router
+norm_router = fused_layer.norm_router
 
 
 def down_of_integers(x: Tensor, weight: Weight, *rest, **options):
@@ -181,7 +181,7 @@ def measure_fused(model: Transformer, plain: Layers, options: argparse.Namespace
         variants = result["variants"] = {}
         for rows, warps in ROUTERS:
             changed = partial(norm_router, rows=rows, warps=warps)
-            with mock.patch.object(fused_decode, "norm_router", changed):
+            with mock.patch.object(fused_layer, "norm_router", changed):
                 variants[f"router of {rows} rows, {warps} warps"] = layers.microseconds()
         result["tilings"] = tuning.tune(layers.microseconds, options.tune)
         result["best_us"] = layers.microseconds()

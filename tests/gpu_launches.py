@@ -36,7 +36,7 @@ from ops import gpu
 from ops.launch import KernelError, can_launch, compile_only
 from ops.plain import attention
 from ops.step import draft_check
-from runtime.fused_decode import fused_layers
+from runtime.fused_layer import fused_layers
 from runtime.sampling import StepState
 from runtime.verification import ACCEPT_STREAM
 from tp import ModelShard
