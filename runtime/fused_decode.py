@@ -1,8 +1,8 @@
 """Decode a few tokens by fused layers (runtime/fused_layer.py), then sample by kernels of ours.
 
 `FusedRunner` launches the kernels directly: a session captures the step as a CUDA graph, so that
-Python's launches cost nothing. It runs up to MAX_FEW tokens: one of each of several sequences
-[B, 1], or drafts of one [1, Q]; and PROMPT_CHUNKS of a prompt. After the layers, one token's norm
+Python's launches cost nothing. It runs up to MAX_FEW tokens: those of several sequences' steps
+[B, 1] or passes [B, Q]; and PROMPT_CHUNKS of a prompt. After the layers, one token's norm
 and head are one product, and sampling is three kernels (ops/step/token_draw.py). Everything else
 runs the compiled blocks, which are the reference that tests compare with.
 """
@@ -188,11 +188,12 @@ class FusedRunner(CompiledRunner):
             state: StepState,
             logits: Tensor,
             tokens: Tensor,
+            last: Tensor,
             q: Tensor | None,
             candidates: int,
             result: Tensor,
         ) -> None:
-            given = state, logits, tokens, q if candidates else None
+            given = state, logits, tokens, last, q if candidates else None
             check = partial(draft_check.verify_pass, *given, result, ACCEPT_STREAM)
             if candidates > MAX_CANDIDATES or not self.runs("verification", check):
                 return compiled(*given, candidates, result)
