@@ -65,8 +65,9 @@ from ops.products.weights import INTEGERS, Weight, packed_weight, plain_weight
 from ops.ranks.all_reduce import receive_add
 from ops.ranks.mailbox import MAX_DIM, MAX_PROGRAMS, MAX_WORDS, TokenInbox, words_of
 from runtime.fused_attention import FusedDecodeAttention
-from runtime.fused_decode import MAX_FEW, FusedLayer, FusedRunner
+from runtime.fused_decode import FusedRunner
 from runtime.fused_latent_attention import FusedLatentAttention
+from runtime.fused_layer import MAX_FEW, FusedLayer
 from runtime.loading import WeightLoader
 from tests.interpreter_bounds import check_bounds
 from tests.kernels_without_gpu import (
@@ -441,7 +442,7 @@ def layer_errors(
     last: list[int] | None = None,
     ratios: tuple[float, ...] = (0, 99),
 ) -> list[dict[str, float]]:
-    """Compare layers of runtime/fused_decode.py with `Block.forward`, in fp16.
+    """Compare layers of runtime/fused_layer.py with `Block.forward`, in fp16.
 
     The cache has earlier tokens. last: of each sequence, the last token that is real. Experts of
     several tokens are computed in tiles, and pair by pair: ratios are values of `PAIR_RATIO`.

@@ -140,9 +140,9 @@ def drive(directory: Path, sampling: Sampling, tokens: int = 18, script=SCRIPT, 
 def kernels_on_cpu():
     """Let eager sessions run the kernels of Gated DeltaNet and of passes."""
 
-    def verify(state, logits, tokens, q, candidates, result) -> None:
+    def verify(state, logits, tokens, last, q, candidates, result) -> None:
         own = q if candidates else None
-        draft_check.verify_pass(state, logits, tokens, own, result, ACCEPT_STREAM)
+        draft_check.verify_pass(state, logits, tokens, last, own, result, ACCEPT_STREAM)
 
     steps = draft_check.begin_pass, verify
     with ExitStack() as stack:

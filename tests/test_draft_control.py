@@ -14,6 +14,7 @@ from runtime.draft_control import (
     MAX_REST,
     DraftControl,
     FixedDrafts,
+    Outcome,
 )
 
 STEP = 1e-3  # seconds of a plain step
@@ -48,13 +49,24 @@ class Text:
         return accepted
 
 
+def ask(control, source: str | None) -> int:
+    """Return how many drafts a lone sequence is to have."""
+    (asked,) = control.choose([source])
+    return asked
+
+
+def note(control, source: str | None, asked: int, accepted: int, seconds: float) -> None:
+    """Record a pass of a lone sequence."""
+    control.record([Outcome(source, asked, accepted)], seconds)
+
+
 def decode(control, text: Text, cost, tokens: int, source="drafts") -> dict:
     """Decode tokens; return the seconds, and of each pass its place, drafts asked and accepted."""
     at, seconds, passes = 0, 0.0, []
     while at < tokens:
-        asked = control.choose(source)
+        asked = ask(control, source)
         accepted = text.accept(at, asked)
-        control.record(source if asked else None, asked, accepted, cost(asked))
+        note(control, source if asked else None, asked, accepted, cost(asked))
         seconds += cost(asked)
         passes.append((at, asked, accepted))
         at += accepted + 1
@@ -117,10 +129,10 @@ def test_sources_rest_apart():
     asked_of = {"good": 0, "bad": 0}
     for n in range(2000):
         source = "good" if n % 2 else "bad"
-        asked = control.choose(source)
+        asked = ask(control, source)
         chance = 0.9 if source == "good" else 0.0
         accepted = next((k for k in range(asked) if text.random() > chance), asked)
-        control.record(source if asked else None, asked, accepted, linear(0.2)(asked))
+        note(control, source if asked else None, asked, accepted, linear(0.2)(asked))
         asked_of[source] += asked > 0
     assert asked_of["good"] > 900 and asked_of["bad"] < 100
 
@@ -130,12 +142,12 @@ def test_a_slow_first_pass_and_a_hiccup_do_not_end_drafting():
     control, seen = DraftControl(3), set()
     at, seconds, drafted = 0, 0.0, 0
     for number in range(1000):
-        asked = control.choose("drafts")
+        asked = ask(control, "drafts")
         spent = linear(0.1)(asked)
         if (asked and asked not in seen) or number == 500:
             spent *= 200
         seen.add(asked)
-        control.record("drafts" if asked else None, asked, asked, spent)
+        note(control, "drafts" if asked else None, asked, asked, spent)
         at, drafted, seconds = at + asked + 1, drafted + (asked > 0), seconds + spent
     assert drafted > 950
 
@@ -153,8 +165,8 @@ def test_a_source_that_proposes_nothing_is_asked_less_often():
     """Asking costs 0.2 steps and brings nothing; then drafts come, and pay at once."""
     control, asked = DraftControl(3), 0
     for _ in range(2000):
-        wants = control.choose("drafts") > 0
-        control.record("drafts" if wants else None, 0, 0, STEP * (1.2 if wants else 1))
+        wants = ask(control, "drafts") > 0
+        note(control, "drafts" if wants else None, 0, 0, STEP * (1.2 if wants else 1))
         asked += wants
     assert 0.2 * asked < 2000 * LOSS + MAX_DEBT + 1
     found = decode(control, Text(lambda at: 0.9), linear(0.2), 2000)
@@ -164,7 +176,7 @@ def test_a_source_that_proposes_nothing_is_asked_less_often():
 def test_plain_steps_that_were_slow_at_first_do_not_flatter_drafts():
     control, text = DraftControl(3), Text(lambda at: 0.1)
     for _ in range(3):
-        control.record(None, 0, 0, 3 * STEP)
+        note(control, None, 0, 0, 3 * STEP)
     found = decode(control, text, linear(0.3), 6000)
     assert rate(found) > 0.97
 
@@ -179,9 +191,9 @@ def test_the_loss_is_bounded_over_every_stretch(accepted, costs):
     control, cost = DraftControl(LIMIT), (1.0, *costs)
     excess, lowest, worst, most_lost = 0.0, 0.0, 0.0, 0.0
     for most in accepted * 3:
-        asked = control.choose("drafts")
+        asked = ask(control, "drafts")
         taken = min(most, asked)
-        control.record("drafts" if asked else None, asked, taken, STEP * cost[asked])
+        note(control, "drafts" if asked else None, asked, taken, STEP * cost[asked])
         excess += cost[asked] - (1 + LOSS) * (taken + 1)
         lowest = min(lowest, excess)
         worst, most_lost = max(worst, excess - lowest), max(most_lost, excess)
@@ -193,7 +205,7 @@ def test_the_loss_is_bounded_over_every_stretch(accepted, costs):
 def test_without_a_source_steps_are_plain_and_a_fixed_number_is_kept():
     control = DraftControl(4)
     for _ in range(20):
-        assert control.choose(None) == 0
-        control.record(None, 0, 0, STEP)
-    assert control.choose("drafts") > 0
-    assert FixedDrafts(4).choose(None) == 0 and FixedDrafts(4).choose("drafts") == 4
+        assert ask(control, None) == 0
+        note(control, None, 0, 0, STEP)
+    assert ask(control, "drafts") > 0
+    assert FixedDrafts(4).choose([None, "drafts"]) == [0, 4]

@@ -108,7 +108,7 @@ def test_a_pass_has_any_number_of_drafts_and_a_step_has_none(make_family, no_com
     options = dict(compile=True)
     speculation, found, passes = speculate(directory, GREEDY, text, 21, script, **options)
     assert found == text[len(PROMPT) :][:21] and passes == [(n, n) for n in (5, 0, 1, 4, 2, 3)]
-    assert set(speculation.steps) == {(n, 0) for n in range(1, 6)}
+    assert set(speculation.steps) == {(1, n, 0) for n in range(1, 6)}
     assert speculation.drafted == speculation.accepted == 15 and speculation.delivered == 20
 
 
@@ -180,13 +180,13 @@ def test_a_pass_has_six_kernels_beside_the_model(sampling, drafts, make_family, 
     vars(speculation.results).update(slots=torch.zeros(2, 17, dtype=torch.int64))
     session.model = lambda *_, **options: logits
     with CountOperators() as operators:
-        speculation.verify(drafts, session.candidates(sampling))
+        speculation.verify(1, drafts, session.candidates(sampling))
     names = ["_begin_pass", "_find_best", "_rank", "_check_drafts", "_accept", "_post"]
     assert launched == names and not operators.found
     speculation = Speculation(Session(model, 128), 15)  # the plain form, for comparison
     speculation.session.model = session.model
     with CountOperators() as operators:
-        speculation.verify(drafts, session.candidates(sampling))
+        speculation.verify(1, drafts, session.candidates(sampling))
     assert len(operators.found) > len(names)
 
 
@@ -226,7 +226,7 @@ def test_numbers_of_drafts_share_compiled_code(name, fused, make_family, monkeyp
     speculation.begin_pass, speculation.verify_pass = CompiledRunner(model).pass_steps()
     for drafts in (1, 2, 3, 5, 7, 4):
         for candidates in (0, 100):
-            speculation.verify(drafts, candidates)
+            speculation.verify(1, drafts, candidates)
         counts.append(frames.frame_count)
     assert counts[0] and counts[2] == counts[-1], counts
 

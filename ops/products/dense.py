@@ -232,7 +232,7 @@ class Norm(NamedTuple):
 
 # Most tokens that each program of a product norms itself. Beyond, a kernel of its own is faster: in
 # 4 bits, norms took a half of the instructions of `_down_few` (docs/log/speculation.md).
-NORMED = {4: 3, 8: TILE, 16: TILE}
+NORMED = {4: 3, 8: TILE, 16: 4}
 
 
 def norm_apart(x: Tensor, norm: Tensor, eps: float, weight: Weight) -> tuple[Tensor, Norm | None]:

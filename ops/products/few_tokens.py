@@ -27,6 +27,7 @@ from ops.products.weights import Weight, WeightTensors
 
 BLOCK = 32  # most tokens of a program
 TILE_REGISTERS = 64  # a lane's, for weights in flight
+MOST_QUADS = 384  # of a row of bf16, whose 16 rows all are in flight in the registers of four warps
 
 
 @dataclass(frozen=True)
@@ -136,6 +137,8 @@ def choose_few_tiles(weight: Weight, tokens: int = TILE) -> FewTiles:
         return FewTiles(64, 4, 1 if tokens > 32 else 2, size)
     if weight.fields == 8:
         return FewTiles(16, 4, 0, x_depth=1) if few else FewTiles(16, 4, 1)
+    if weight.kind == "bf16" and weight.out < 64 * weight.multiprocessors:
+        return FewTiles(16, 4 if weight.quads <= MOST_QUADS else 8, 0, x_depth=1)
     return FewTiles(16, warps, TILE_REGISTERS // (2 * words_of_lane(weight)))
 
 

@@ -405,7 +405,8 @@ def settings_of(
     blocks of them. fields: `loads`, if it is not 1, and the other fields of that kind.
     """
     quads, out = weight.quads * max(experts, 1), weight.out // fields.setdefault("loads", 1)
-    tiles = tiles or choose_tiles(weight, quads, fields["loads"])
+    tokens = fields.get("T", 1) if experts else 1
+    tiles = tiles or choose_tiles(weight, quads, fields["loads"], tokens)
     rows = min(tiles.rows, triton.next_power_of_2(out + 1) // 2)
     programs, each = triton.cdiv(out, rows), 1
     if tiles.stay and not fields.get("early") and fields.get("tokens", 1) == 1:

@@ -92,6 +92,8 @@ DEFAULTS = {
     ("hqq", 1): Default(4, 64, 3, waste=3, chunks=1),
     ("hqq", 2): Default(4, 64, 2, waste=3),
 }
+# Of two tokens, and of more, whose x is quantized: then wide chunks do not spare work.
+SEVERAL = {"int4": (Tiles(8, 128, 1, 4), Tiles(8, 64, 1, 2))}
 
 
 def gpu_class(gpu: Gpu) -> str:
@@ -135,8 +137,13 @@ def numbers(shape: str) -> list[int]:
     return list(map(int, shape.split("x")))
 
 
-def choose_tiles(weight: Weight, quads: int, loads: int) -> Tiles:
-    """Return how to divide a product with x of `quads` quads. loads: 2 for gate and up, else 1."""
+def choose_tiles(weight: Weight, quads: int, loads: int, tokens: int = 1) -> Tiles:
+    """Return how to divide a product with x of `quads` quads. loads: 2 for gate and up, else 1.
+
+    tokens: of the sum over experts; that of several tokens has more programs, which are smaller.
+    """
+    if tokens > 1 and weight.kind in SEVERAL:
+        return SEVERAL[weight.kind][min(tokens, 3) - 2]
     table = measured().get(gpu_class(weight.gpu), {}).get(f"{weight.kind} {loads}", {})
     found = table.get(f"{weight.out}x{quads}")
     if found is None:
