@@ -19,7 +19,7 @@ UNSEEN_MEMORY = 48  # passes after which a position that they did not reach is f
 # Until drafts are verified and passes are timed:
 EXPECTED_ACCEPTANCE = 0.6
 EXPECTED_WEIGHT = 1.0  # verified drafts that the expectation counts for
-EXPECTED_COST = 0.25  # plain steps that each draft adds to a pass
+EXPECTED_COST = 0.25  # plain steps that a draft of each sequence adds to a pass
 # A probe remembers this number of verified drafts, so that two accepted ones are enough.
 PROBE_MEMORY = 2.0
 MIN_REST, MAX_REST = 8, 64  # tokens between two probes of a source that does not pay
@@ -91,9 +91,13 @@ class DraftSource:
 
 
 class PassTimes:
-    """Seconds of passes of one kind, by the number of drafts asked for."""
+    """Seconds of passes of one kind, by the number of drafts asked for.
 
-    def __init__(self):
+    share: the part of the sequences that has drafts.
+    """
+
+    def __init__(self, share: float):
+        self.share = share
         self.seconds: dict[int, deque[float]] = {}
         self.met: set[int] = set()  # numbers that some pass had
 
@@ -105,7 +109,7 @@ class PassTimes:
         """
         timed = {0: plain} | {n: median(self.seconds[n]) for n in sorted(self.seconds)}
         slopes = [(timed[b] - timed[a]) / (b - a) for a, b in pairwise(timed)]
-        slope = max(0.0, min(slopes, default=EXPECTED_COST * plain))
+        slope = max(0.0, min(slopes, default=EXPECTED_COST * self.share * plain))
         found: list[float] = []
         for n in range(limit + 1):
             found.append(timed[n] if n in timed else found[-1] + slope)
@@ -186,8 +190,14 @@ class DraftControl:
     def __init__(self, limit: int):
         self.limit, self.debt = limit, 0.0
         self.plain: defaultdict[int, PlainSteps] = defaultdict(PlainSteps)  # by sequences
-        self.times: defaultdict[PassKind, PassTimes] = defaultdict(PassTimes)
-        self.rows: defaultdict[int, dict[str, DraftSource]] = defaultdict(dict)  # by row, then name
+        self.times: dict[PassKind, PassTimes] = {}
+        # By row; then by number of sequences and name: a source may pay for one and not for two.
+        self.rows: defaultdict[int, dict[tuple[int, str], DraftSource]] = defaultdict(dict)
+
+    def times_of(self, rows: int, drafting: int, source: str | None) -> PassTimes:
+        """Return the times of passes of a number of sequences, of which some have drafts."""
+        kind = PassKind(rows, drafting, source if rows == 1 else None)
+        return self.times.setdefault(kind, PassTimes(drafting / rows))
 
     def exchange(self, a: int, b: int) -> None:
         """Exchange the texts of two rows."""
@@ -202,7 +212,7 @@ class DraftControl:
         if all(source is None for source in sources) or plain.is_due:
             return [0] * len(sources)
         known = {
-            row: self.rows[row].setdefault(source, DraftSource(self.limit))
+            row: self.rows[row].setdefault((len(sources), source), DraftSource(self.limit))
             for row, source in enumerate(sources)
             if source is not None
         }
@@ -231,8 +241,7 @@ class DraftControl:
         order = sorted(ready, key=lambda n: (ready[n].is_probed, tokens[n][limit]), reverse=True)
         rates: dict[tuple[int, int], float] = {}
         for drafting in range(max(1, probed), len(order) + 1):
-            kind = PassKind(rows, drafting, sources[0] if rows == 1 else None)
-            seconds = self.times[kind].expected(plain, limit)
+            seconds = self.times_of(rows, drafting, sources[0]).expected(plain, limit)
             for n in range(1, limit + 1):
                 found = sum(tokens[row][n] for row in order[:drafting]) + rows - drafting
                 rates[drafting, n] = found / seconds[n]
@@ -250,9 +259,9 @@ class DraftControl:
         mean = sum(outcome.accepted + 1 for outcome in outcomes) / rows
         asked = [outcome.asked for outcome in outcomes if outcome.asked]
         if asked:
-            kind = PassKind(rows, len(asked), outcomes[0].source if rows == 1 else None)
             plain.passes += 1
-            spent = self.times[kind].add(max(asked), seconds, plain.median())
+            times = self.times_of(rows, len(asked), outcomes[0].source)
+            spent = times.add(max(asked), seconds, plain.median())
             lost = spent / plain.median() - mean
             self.count_accepted(outcomes, pays=lost < 0)
         elif any(outcome.source for outcome in outcomes):
@@ -261,10 +270,10 @@ class DraftControl:
             plain.add(seconds)
         self.debt = max(-MAX_CREDIT, self.debt + lost - LOSS * mean)
         for row, outcome in enumerate(outcomes):
-            for name, drafts in self.rows[row].items():
+            for (count, name), drafts in self.rows[row].items():
                 if drafts.pass_tokens(outcome.accepted + 1):
                     for kind, times in self.times.items():
-                        if kind.rows == rows and kind.source in (name, None):
+                        if kind.rows == count and kind.source in (name, None):
                             times.forget_oldest()
 
     def count_accepted(self, outcomes: Sequence[Outcome], pays: bool) -> None:
@@ -272,7 +281,7 @@ class DraftControl:
         for row, outcome in enumerate(outcomes):
             if outcome.source is None or not outcome.asked:
                 continue
-            drafts = self.rows[row][outcome.source]
+            drafts = self.rows[row][len(outcomes), outcome.source]
             drafts.verified(outcome.asked, outcome.accepted)
             if pays and not drafts.is_probed:
                 drafts.next_rest = MIN_REST

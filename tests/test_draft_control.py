@@ -209,3 +209,102 @@ def test_without_a_source_steps_are_plain_and_a_fixed_number_is_kept():
         note(control, None, 0, 0, STEP)
     assert ask(control, "drafts") > 0
     assert FixedDrafts(4).choose([None, "drafts"]) == [0, 4]
+
+
+# Several sequences --------------------------------------------------------------------------------
+
+
+def decode_rows(control, texts: list[Text], cost, passes: int, limit: int = 3) -> dict:
+    """Decode texts side by side; return seconds, tokens, and the drafts asked for each in turn.
+
+    cost: (drafts of each text) -> seconds.
+    """
+    at, seconds, asked_of = [0] * len(texts), 0.0, []
+    for _ in range(passes):
+        asked = control.choose(["drafts"] * len(texts), limit)
+        assert max(asked) <= limit
+        found = [text.accept(*place) for text, *place in zip(texts, at, asked, strict=True)]
+        outcomes = [
+            Outcome("drafts" if n else None, n, k) for n, k in zip(asked, found, strict=True)
+        ]
+        control.record(outcomes, cost(asked))
+        seconds += cost(asked)
+        asked_of.append(asked)
+        at = [place + accepted + 1 for place, accepted in zip(at, found, strict=True)]
+    return {"seconds": seconds, "tokens": sum(at), "asked": asked_of}
+
+
+def by_rows(rows: int, slope: float = 0.25):
+    """Return the cost of a pass: a draft of each row adds a part of a plain step."""
+    return lambda asked: STEP * (1 + slope * sum(asked) / rows + 0.05 * (max(asked) > 0))
+
+
+@pytest.mark.parametrize("chances", ((0.9, 0.9), (0.9, 0.0), (0.9, 0.0, 0.9), (0.0, 0.0, 0.0, 0.9)))
+def test_each_row_has_an_acceptance_of_its_own(chances):
+    """Rows whose drafts are never accepted are left out, and the others draft."""
+    control, rows = DraftControl(LIMIT), len(chances)
+    texts = [Text(lambda at, chance=chance: chance, n) for n, chance in enumerate(chances)]
+    found = decode_rows(control, texts, by_rows(rows), 3000)
+    asked = [sum(each[n] > 0 for each in found["asked"]) / 3000 for n in range(rows)]
+    for chance, share in zip(chances, asked, strict=True):
+        assert share > 0.85 if chance else share < 0.15
+    # Of what an oracle wins, which drafts for the good rows alone, always three tokens.
+    good = sum(chance > 0 for chance in chances)
+    best = (rows + good * sum(0.9**k for k in (1, 2, 3))) / (1.05 + 0.75 * good / rows)
+    won = found["tokens"] * STEP / found["seconds"] / rows - 1
+    assert won > 0.8 * (best / rows - 1)
+
+
+def test_rows_that_never_accept_cost_little():
+    control = DraftControl(LIMIT)
+    texts = [Text(lambda at: 0.01, n) for n in range(4)]
+    found = decode_rows(control, texts, by_rows(4), 3000, limit=1)
+    assert found["tokens"] * STEP / found["seconds"] / 4 > 0.98
+    assert any(max(each) for each in found["asked"][-200:])  # it never stops looking
+
+
+def test_rows_keep_their_acceptance_when_they_are_exchanged():
+    control = DraftControl(LIMIT)
+    texts = [Text(lambda at: 0.95, 0), Text(lambda at: 0.0, 1)]
+    decode_rows(control, texts, by_rows(2), 400)
+    control.exchange(0, 1)
+    found = decode_rows(control, texts[::-1], by_rows(2), 100)
+    asked = [sum(each[n] > 0 for each in found["asked"]) for n in range(2)]
+    assert asked[0] < 20 and asked[1] > 80
+
+
+def test_numbers_of_rows_have_times_of_their_own():
+    """Passes of one row pay, those of two do not: each is found out, in turn."""
+    control, asked = DraftControl(3), {1: 0, 2: 0}
+    for n in range(4000):
+        rows = 1 + n // 40 % 2
+        texts = [Text(lambda at: 0.9, 10 * n + row) for row in range(rows)]
+        cost = by_rows(rows) if rows == 1 else lambda asked: STEP * (4 if max(asked) else 1)
+        found = decode_rows(control, texts, cost, 1)
+        asked[rows] += max(found["asked"][0]) > 0
+    assert asked[1] > 1700 and asked[2] < 150
+
+
+@given(
+    accepted=st.lists(
+        st.lists(st.integers(0, 3), min_size=3, max_size=3), min_size=1, max_size=300
+    ),
+    costs=st.lists(st.floats(0.2, 6), min_size=9, max_size=9),
+)
+@settings(max_examples=100, deadline=None)
+def test_the_loss_of_several_rows_is_bounded(accepted, costs):
+    """In plain steps of all rows, for any acceptance of each and any cost of each kind of pass."""
+    control, excess, lost = DraftControl(3), 0.0, 0.0
+    for most in accepted * 3:
+        asked = control.choose(["drafts"] * 3, 3)
+        drafting = sum(n > 0 for n in asked)
+        cost = costs[3 * (drafting - 1) + max(asked) - 1] if drafting else 1.0
+        taken = [min(pair) for pair in zip(most, asked, strict=True)]
+        outcomes = [
+            Outcome("drafts" if n else None, n, k) for n, k in zip(asked, taken, strict=True)
+        ]
+        control.record(outcomes, STEP * cost)
+        excess += cost - (1 + LOSS) * (1 + sum(taken) / 3)
+        lost = max(lost, excess)
+    uncounted = sum(cost for cost in costs if cost > 3)  # the first pass of a kind
+    assert lost <= MAX_DEBT + max(1.0, *costs) + uncounted + 1e-6
