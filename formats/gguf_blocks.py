@@ -37,6 +37,7 @@ class GgufBlocks(Format):
     block_bytes: int
     bits = 4
     group = RUN
+    has_gemv = True
 
     @property
     def min_group(self) -> int:
@@ -72,6 +73,7 @@ class Q4Zero(GgufBlocks):
     """(code - 8) * scale."""
 
     name, gguf_type, block_bytes = "q4_0", "Q4_0", 18
+    kind = "int4"
     head_format = "q8_0"
 
     def read(self, blocks: Tensor) -> Parts:
@@ -93,6 +95,7 @@ class IQ4NL(Q4Zero):
     """IQ4[code] * scale: numbers that lie closer together around 0."""
 
     name, gguf_type = "iq4_nl", "IQ4_NL"
+    kind = "iq4"
 
     def pack(self, weight: Tensor, group: int) -> Parts:
         grouped = weight.unflatten(-1, (-1, RUN))
@@ -109,6 +112,7 @@ class Q8Zero(GgufBlocks):
     """code * scale; codes of 8 bits, -128 to 127, int32 [..., out, in / 4]."""
 
     name, gguf_type, block_bytes = "q8_0", "Q8_0", 34
+    kind = "q8_0"
     bits = 8
     head_format = "q8_0"
 

@@ -85,6 +85,7 @@ class Q4K(KQuant):
     """
 
     name, gguf_type, block_bytes = "q4_k", "Q4_K", 144
+    kind = "q4_k"
     largest_code = 15
 
     def scale_layout(self, rows: tuple[int, ...], width: int, group: int) -> Layout:
@@ -128,6 +129,7 @@ class Q5K(Q4K):
     """q4_k with codes of 5 bits."""
 
     name, gguf_type, block_bytes = "q5_k", "Q5_K", 176
+    kind = "q5_k"
     bits, high_bits, largest_code = 5, 1, 31
 
     def read(self, blocks: Tensor) -> Parts:
@@ -146,6 +148,7 @@ class Q6K(KQuant):
     """
 
     name, gguf_type, block_bytes = "q6_k", "Q6_K", 210
+    kind = "q6_k"
     bits, high_bits = 6, 2
 
     def scale_layout(self, rows: tuple[int, ...], width: int, group: int) -> Layout:
@@ -188,6 +191,7 @@ class IQ4XS(KQuant):
     """
 
     name, gguf_type, block_bytes = "iq4_xs", "IQ4_XS", 136
+    kind = "iq4"
 
     def scale_layout(self, rows: tuple[int, ...], width: int, group: int) -> Layout:
         return {

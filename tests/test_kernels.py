@@ -108,7 +108,7 @@ def test_attention_that_reads_the_blocks_in_use_compiles_for_an_h200():
 
 def test_one_tokens_attention_in_one_kernel(interpreted):
     errors = interpreted["token, few"]
-    assert len(errors) == 3 and all(error < 2e-6 for error in errors.values()), errors
+    assert len(errors) == 8 and all(error < 2e-6 for error in errors.values()), errors
 
 
 @pytest.mark.slow
@@ -220,7 +220,7 @@ def test_the_product_for_one_token_in_each_format(interpreted):
 def test_the_product_for_one_token_computes_what_unpacked_weights_do():
     errors = without_a_gpu("dot4", TRITON_INTERPRET="1")["dot4"]
     assert [errors.pop(value) for value in ("inf", "-inf", "nan")] == [True] * 3
-    assert len(errors) == 13
+    assert len(errors) == 23
     limits = {case: 1e-3 if "gated" in case else 1e-5 for case in errors}
     assert all(error < limits[case] for case, error in errors.items()), errors
 
@@ -229,7 +229,7 @@ def test_the_product_for_one_token_computes_what_unpacked_weights_do():
 def test_the_product_for_one_token_compiles_for_an_h200(machine_code):
     """Four words a load, bytes multiplied in pairs, no spills, one wait."""
     found = machine_code["dot4"]
-    assert len(found) == 11
+    assert len(found) == 21
     for case, counts in found.items():
         assert counts["loads"] and counts["spills"] == 0, case
         assert counts["products"] % 8 == 0 < counts["products"], case

@@ -11,6 +11,7 @@ measures and writes them. A shape or a GPU that is not there gets the default of
 import json
 from dataclasses import astuple, dataclass
 from functools import cache
+from itertools import product
 from pathlib import Path
 
 from ops.gpu import Gpu
@@ -91,7 +92,12 @@ DEFAULTS = {
     ("mxfp4", 2): Default(2, 32, 1, stay=True),
     ("hqq", 1): Default(4, 64, 3, waste=3, chunks=1),
     ("hqq", 2): Default(4, 64, 2, waste=3),
+    ("q8_0", 1): Default(8, 128, 3, long_rows=4),
+    ("q8_0", 2): Default(2, 128, 3, waste=3),
 }
+# Not measured: as hqq's, which has as many scales.
+for _kind, _loads in product(("q4_k", "q5_k", "q6_k", "iq4"), (1, 2)):
+    DEFAULTS[_kind, _loads] = DEFAULTS["hqq", _loads]
 
 
 def gpu_class(gpu: Gpu) -> str:
