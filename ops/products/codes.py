@@ -262,21 +262,24 @@ def _multiply_gguf(words, scales, operands, table, s):
         else:
             low, high = add_iq4(words[i], first[i], second[i], low, high, table)
     if s.kind == "q8_0":
-        return low.to(tl.float32) * unit * scale.to(tl.float32)
+        total = low.to(tl.float32) * unit * scale.to(tl.float32)
     elif s.kind == "iq4":
-        factor = scale.to(tl.float32)
+        total = (low + high).to(tl.float32) * unit * scale.to(tl.float32)
         if len(scales) > 1:
-            factor *= tl.reshape(scales[1], words[0].shape).to(tl.float32)
-        return (low + high).to(tl.float32) * unit * factor
-    step = tl.reshape(scales[1], words[0].shape)
-    if s.kind == "q6_k":
-        total = low.to(tl.float32) * first_byte(scale) + high.to(tl.float32) * second_byte(scale)
-        return total * (unit * 0.25) * step.to(tl.float32)
-    total = low.to(tl.float32) * unit
-    if s.kind == "q4_k":
-        total = (low * 16 + high).to(tl.float32) * (unit * 0.0625)
-    factor, least = scale_and_min(scale, step)
-    return total * factor - sum_x * least
+            total *= tl.reshape(scales[1], words[0].shape).to(tl.float32)
+    else:
+        step = tl.reshape(scales[1], words[0].shape)
+        if s.kind == "q6_k":
+            total = low.to(tl.float32) * first_byte(scale)
+            total += high.to(tl.float32) * second_byte(scale)
+            total *= unit * 0.25 * step.to(tl.float32)
+        else:
+            factor, least = scale_and_min(scale, step)
+            total = (low * 16 + high).to(tl.float32) * (unit * 0.0625)
+            if s.kind == "q5_k":
+                total = low.to(tl.float32) * unit
+            total = total * factor - sum_x * least
+    return total
 
 
 @jit

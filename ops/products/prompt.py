@@ -151,7 +151,8 @@ def _load_scales(weights, rows, start, s: tl.constexpr):
     scale = tl.load(weights.scale + group)
     if weights.step is not None:
         return scale, tl.load(weights.step + group // 8)
-    return scale, scale if weights.zero is None else tl.load(weights.zero + group)
+    else:
+        return scale, scale if weights.zero is None else tl.load(weights.zero + group)
 
 
 @jit
@@ -236,12 +237,14 @@ def _weight_field(numbers, field: tl.constexpr, s: tl.constexpr, DTYPE: tl.const
     if KIND == "hqq":
         code = decode_hqq(units, above, field, BITS, DTYPE)
         return (code * factor - offset).to(DTYPE)
-    if s.gguf:
+    elif s.gguf:
         number = decode(units, above, field, KIND, DTYPE)
         number = to_fp32(number) if tl.bfloat16 == DTYPE else number.to(tl.float32)
         if KIND == "q6_k":
-            return (number * (factor if field % 2 == 0 else offset)).to(DTYPE)
-        return (number * factor - offset).to(DTYPE)
+            number *= factor if field % 2 == 0 else offset
+        else:
+            number = number * factor - offset
+        return number.to(DTYPE)
     number = decode(units, factor, field, KIND, DTYPE)
     if KIND == "fp8b" and tl.bfloat16 == DTYPE:
         number = to_fp32(number)  # the factor has more digits than bf16

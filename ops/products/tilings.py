@@ -11,7 +11,6 @@ measures and writes them. A shape or a GPU that is not there gets the default of
 import json
 from dataclasses import astuple, dataclass
 from functools import cache
-from itertools import product
 from pathlib import Path
 
 from ops.gpu import Gpu
@@ -95,9 +94,9 @@ DEFAULTS = {
     ("q8_0", 1): Default(8, 128, 3, long_rows=4),
     ("q8_0", 2): Default(2, 128, 3, waste=3),
 }
-# Not measured: as hqq's, which has as many scales.
-for _kind, _loads in product(("q4_k", "q5_k", "q6_k", "iq4"), (1, 2)):
-    DEFAULTS[_kind, _loads] = DEFAULTS["hqq", _loads]
+# Not measured: as the kind whose x has the same order, and about as many scales.
+for _kind, _like in (("q4_k", "hqq"), ("q5_k", "hqq"), ("q6_k", "mxfp4"), ("iq4", "mxfp4")):
+    DEFAULTS |= {(_kind, _loads): DEFAULTS[_like, _loads] for _loads in (1, 2)}
 
 
 def gpu_class(gpu: Gpu) -> str:
