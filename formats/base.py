@@ -38,6 +38,7 @@ class Format:
     blocks = False  # a group is of G rows too
     head_format = PLAIN  # format of the head, unless the user chooses one
     attention_format: str | None = None  # format of attention with --mode; None: this one
+    narrow: str | None = None  # format of rows that G does not divide; None: they are refused
     gguf_type: str | None = None  # name of its blocks in GGUF files, which `from_blocks` reads
 
     # What a format defines ------------------------------------------------------------------------
@@ -106,6 +107,10 @@ class Format:
     def fits(self, width: int, group: int) -> bool:
         """Whether groups of this size divide rows of `width` numbers into whole words."""
         return group % self.min_group == 0 and width % group == 0
+
+    def name_for(self, width: int) -> str:
+        """Return the name of the format of rows of `width` numbers: this one, or `narrow`."""
+        return self.narrow if self.narrow and width % self.group else self.name
 
     def choose_group(self, width: int, group: int | None) -> int:
         """Return the G for rows of `width` numbers; group: the one asked for, or None.

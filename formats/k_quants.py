@@ -4,6 +4,8 @@ A block has one or two fp16 numbers, `step`. The scales of its groups are small 
 `step` is multiplied. Scales of 6 bits take a byte each here: 4.63, 5.63 and 4.31 bits a weight
 where the file has 4.5, 5.5 and 4.25 (q4_k, q5_k, iq4_xs).
 
+Rows that 256 does not divide are packed in blocks of 32 instead (`narrow`).
+
 The layouts are those of ggml (ggml-common.h, ggml-quants.c). `pack` rounds by rules of our own.
 """
 
@@ -85,7 +87,7 @@ class Q4K(KQuant):
     """
 
     name, gguf_type, block_bytes = "q4_k", "Q4_K", 144
-    kind = "q4_k"
+    kind, narrow = "q4_k", "iq4_nl"
     largest_code = 15
 
     def scale_layout(self, rows: tuple[int, ...], width: int, group: int) -> Layout:
@@ -129,7 +131,7 @@ class Q5K(Q4K):
     """q4_k with codes of 5 bits."""
 
     name, gguf_type, block_bytes = "q5_k", "Q5_K", 176
-    kind = "q5_k"
+    kind, narrow = "q5_k", "q8_0"
     bits, high_bits, largest_code = 5, 1, 31
 
     def read(self, blocks: Tensor) -> Parts:
@@ -148,7 +150,7 @@ class Q6K(KQuant):
     """
 
     name, gguf_type, block_bytes = "q6_k", "Q6_K", 210
-    kind = "q6_k"
+    kind, narrow = "q6_k", "q8_0"
     bits, high_bits = 6, 2
 
     def scale_layout(self, rows: tuple[int, ...], width: int, group: int) -> Layout:
@@ -191,7 +193,7 @@ class IQ4XS(KQuant):
     """
 
     name, gguf_type, block_bytes = "iq4_xs", "IQ4_XS", 136
-    kind = "iq4"
+    kind, narrow = "iq4", "iq4_nl"
 
     def scale_layout(self, rows: tuple[int, ...], width: int, group: int) -> Layout:
         return {

@@ -86,7 +86,8 @@ def packable_widths(model: Transformer, names: dict[str, str]) -> dict[str, tupl
         role = "head" if path == "head" else "attention" if ".attention." in path else "experts"
         packable = isinstance(module, Linear | ExpertLinear) and not path.endswith(NEVER_PACKED)
         if packable and names[role] != PLAIN:
-            chosen[path] = names[role], module.weight.shape[-1]
+            width = module.weight.shape[-1]
+            chosen[path] = FORMATS[names[role]].name_for(width), width
     return chosen
 
 
