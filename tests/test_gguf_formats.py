@@ -85,7 +85,7 @@ def logits_of(model: Transformer) -> Tensor:
 
 @pytest.mark.parametrize("name", ("q6_k", "q4_k"))
 def test_a_model_has_the_logits_of_its_unpacked_weights(name):
-    """With a head in the format's own, one pass or token by token, and with offloaded experts."""
+    """One pass, token by token, and with offloaded experts; the head is in q6_k."""
     args = wide_model()
     source = RandomWeights(args, plan_format(build_model(args), name, name, dtype="fp32"))
     model, offloaded = load_model(source, "cpu"), OffloadSettings(args.n_active)

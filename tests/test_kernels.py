@@ -202,7 +202,9 @@ def check_machine_code(found: dict) -> None:
             assert counts["products"], case
             assert counts["spills"] == 0 == counts["from_shared_memory"], case
             if "300 rows" in case:
-                assert counts["columns"] == [128 if "8" in case.partition(",")[0] else 256], case
+                # The planes of bits above take shared memory, too.
+                narrow = any(name in case.partition(",")[0] for name in ("8", "q5_k", "q6_k"))
+                assert counts["columns"] == [128 if narrow else 256], case
 
 
 @pytest.mark.slow

@@ -15,18 +15,26 @@ from ops.gpu import Gpu, gpu_of
 # GGUF's kinds: scales are of 32 numbers, or of 16 (q6_k); `step` is of 256.
 GGUF = "q8_0", "q4_k", "q5_k", "q6_k", "iq4"
 # Bits of a code in `codes`, by kind
-BITS = {"bf16": 16, "int8": 8, "fp8": 8, "fp8b": 8, "int4": 4, "mxfp4": 4, "hqq": 4}
-BITS |= {"q8_0": 8, "q4_k": 4, "q5_k": 4, "q6_k": 4, "iq4": 4}
+BITS = {"bf16": 16, "int8": 8, "fp8": 8, "fp8b": 8, "int4": 4, "mxfp4": 4, "hqq": 4} | {
+    "q8_0": 8,
+    **dict.fromkeys(GGUF[1:], 4),
+}
 INTEGERS = "int8", "int4", "mxfp4", "hqq", *GGUF  # kinds of codes that are multiplied as integers
 # The kind whose integers of x are in the same order (`operands.quantize`), if it is another one
-ORDERS = {"hqq": "int4", "q4_k": "int4", "q5_k": "int4"}
-ORDERS |= {"q8_0": "int8", "q6_k": "mxfp4", "iq4": "mxfp4"}
+ORDERS = {
+    **dict.fromkeys(("hqq", "q4_k", "q5_k"), "int4"),
+    **dict.fromkeys(("q6_k", "iq4"), "mxfp4"),
+    "q8_0": "int8",
+}
 # The smallest groups of packed kinds: whole quads have one scale; int8 and fp8 have one a row.
-SMALLEST_GROUPS = {"int8": 4, "fp8": 4, "fp8b": 16, "int4": 32, "mxfp4": 32, "hqq": 32}
-SMALLEST_GROUPS |= dict.fromkeys(GGUF, 32)
+SMALLEST_GROUPS = {"int8": 4, "fp8": 4, "fp8b": 16} | dict.fromkeys(
+    ("int4", "mxfp4", "hqq", *GGUF), 32
+)
 # The parts of kinds that have not the first fields of `WeightTensors`
-LAYOUTS = {"q4_k": ("codes", "scale", "step"), "iq4": ("codes", "scale", "step")}
-LAYOUTS |= dict.fromkeys(("q5_k", "q6_k"), ("codes", "high", "scale", "step"))
+LAYOUTS = {
+    **dict.fromkeys(("q4_k", "iq4"), ("codes", "scale", "step")),
+    **dict.fromkeys(("q5_k", "q6_k"), ("codes", "high", "scale", "step")),
+}
 
 
 class WeightTensors(NamedTuple):
