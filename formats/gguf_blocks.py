@@ -14,7 +14,7 @@ from formats.words import (
     bytes_to_words,
     expand_groups,
     nonzero,
-    pack_words,
+    pack_nibbles,
     unpack_words,
     words_to_bytes,
 )
@@ -77,14 +77,14 @@ class Q4Zero(GgufBlocks):
     head_format = "q8_0"
 
     def read(self, blocks: Tensor) -> Parts:
-        codes = pack_words(low_then_high(blocks[..., 2:]).flatten(-2), 4, RUN)
+        codes = pack_nibbles(low_then_high(blocks[..., 2:]).flatten(-2))
         return {"codes": codes, "scale": read_fp16(blocks[..., :2]).squeeze(-1)}
 
     def pack(self, weight: Tensor, group: int) -> Parts:
         grouped = weight.unflatten(-1, (-1, RUN))
         scale = to_fp16(signed_largest(grouped) / -8)
         codes = divide(grouped, scale).round().add(8).clamp(0, 15).flatten(-2)
-        return {"codes": pack_words(codes, 4, RUN), "scale": scale.squeeze(-1)}
+        return {"codes": pack_nibbles(codes.to(torch.uint8)), "scale": scale.squeeze(-1)}
 
     def unpack(self, parts: Parts, group: int) -> Tensor:
         codes = (unpack_words(parts["codes"], 4, RUN) - 8).float()
@@ -101,7 +101,7 @@ class IQ4NL(Q4Zero):
         grouped = weight.unflatten(-1, (-1, RUN))
         scale = to_fp16(fit_scale(grouped, nearest_iq4, IQ4[0]))
         codes = iq4_codes(divide(grouped, scale)).flatten(-2)
-        return {"codes": pack_words(codes, 4, RUN), "scale": scale.squeeze(-1)}
+        return {"codes": pack_nibbles(codes.to(torch.uint8)), "scale": scale.squeeze(-1)}
 
     def unpack(self, parts: Parts, group: int) -> Tensor:
         values = iq4_values(unpack_words(parts["codes"], 4, RUN))

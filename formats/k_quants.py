@@ -9,6 +9,8 @@ Rows that 256 does not divide are packed in blocks of 32 instead (`narrow`).
 The layouts are those of ggml (ggml-common.h, ggml-quants.c). `pack` rounds by rules of our own.
 """
 
+from functools import reduce
+
 import torch
 from torch import Tensor
 
@@ -27,7 +29,7 @@ from formats.gguf_blocks import (
     signed_largest,
     to_fp16,
 )
-from formats.words import expand_groups, pack_words, unpack_words
+from formats.words import expand_groups, pack_nibbles, unpack_words
 
 BLOCK = 256
 TOP = 63  # the largest scale of 6 bits
@@ -57,14 +59,10 @@ class KQuant(GgufBlocks):
 
     def pack_codes(self, codes: Tensor) -> Parts:
         """Codes [..., n] in the order of fields -> codes, high."""
-        codes = codes.to(torch.int32)
-        parts = {"codes": pack_words(codes & 15, 4, RUN)}
+        codes = codes.to(torch.uint8)
+        parts = {"codes": pack_nibbles(codes & 15 if self.high_bits else codes)}
         if self.high_bits:
-            words = 4 // self.high_bits
-            # Fields are ordered byte b, nibble p, word m of the run.
-            fields = (codes >> 4).unflatten(-1, (-1, 4, 2, 4 // words, words))
-            fields = fields.permute(*range(codes.dim()), -2, -4, -1, -3).flatten(-5)
-            parts["high"] = pack_words(fields, self.high_bits, 32 // self.high_bits)
+            parts["high"] = pack_above(codes >> 4, self.high_bits)
         return parts
 
     def unpack_codes(self, parts: Parts) -> Tensor:
@@ -224,6 +222,17 @@ class IQ4XS(KQuant):
     def unpack(self, parts: Parts, group: int) -> Tensor:
         values = iq4_values(self.unpack_codes(parts))
         return expand_groups(group_factors(parts), values.shape[-1]) * values
+
+
+def pack_above(bits: Tensor, count: int) -> Tensor:
+    """The `count` bits above each code, uint8 [..., n] -> `high` (`KQuant`)."""
+    sharing = 4 // count  # words of `codes` that have a word of `high`
+    # Four codes, those of the words of a run, are one integer.
+    of_words = bits.contiguous().view(torch.int32).unflatten(-1, (-1, 4, 2))
+    nibbles = of_words[..., 0] | of_words[..., 1] << count
+    moved = [nibbles >> (8 - 2 * count) * m for m in range(sharing)]  # next to the word before
+    bytes = reduce(torch.bitwise_or, moved).view(torch.uint8).unflatten(-1, (4, 4))[..., ::sharing]
+    return bytes.transpose(-1, -2).contiguous().flatten(-3).view(torch.int32)
 
 
 def group_factors(parts: Parts) -> Tensor:
