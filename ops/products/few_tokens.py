@@ -13,17 +13,10 @@ import torch
 from torch import Tensor
 
 from ops.launch import await_previous, jit, launch, tl, triton
-from ops.products.fragments import (
-    TILE,
-    FewSettings,
-    load_fields,
-    load_row_scales,
-    load_rows,
-    multiply_steps,
-    token_sums,
-)
+from ops.products.few_x import load_fields, token_sums
+from ops.products.fragments import TILE, FewSettings, load_row_scales, load_rows, multiply_steps
 from ops.products.units import finish
-from ops.products.weights import Weight, WeightTensors
+from ops.products.weights import GGUF, Weight, WeightTensors
 
 BLOCK = 32  # most tokens of a program
 TILE_REGISTERS = 64  # a lane's, for weights in flight
@@ -110,7 +103,7 @@ class FewTiles:
 
 def words_of_lane(weight: Weight) -> int:
     """Return the words that a lane loads at once, so that four lanes' are within a group."""
-    if weight.kind not in ("int4", "hqq", "fp8b"):
+    if weight.kind not in ("int4", "hqq", "fp8b", *GGUF):
         return 4  # no scales along `in`, or mxfp4's
     run = weight.group // weight.fields
     return next(vec for vec in (4, 2, 1) if run % (4 * vec) == 0)
@@ -150,7 +143,9 @@ def unit_tensors(weight: Weight, plain: torch.dtype) -> WeightTensors:
     tensors = weight.tensors
     codes = tensors.codes.view(plain if weight.kind == "bf16" else torch.int16)
     if weight.kind != "mxfp4":
-        return tensors._replace(codes=codes)
+        high = tensors.high
+        high = None if high is None else high.view(torch.int16)
+        return tensors._replace(codes=codes, high=high)
     return WeightTensors(codes, tensors.scale.reshape(-1).view(torch.int16))
 
 

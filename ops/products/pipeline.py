@@ -32,7 +32,7 @@ from ops.products.operands import (
 )
 from ops.products.quantized_x import QuantizedX
 from ops.products.tilings import Tiles, choose_tiles, depth_of, programs_of
-from ops.products.weights import BITS, INTEGERS, Weight
+from ops.products.weights import BITS, GGUF, INTEGERS, ORDERS, Weight
 
 S = TypeVar("S", bound="Product")
 
@@ -112,9 +112,19 @@ class Product:
         return self.kind in INTEGERS
 
     @property
+    def gguf(self) -> bool:
+        """Whether it is one of GGUF's kinds."""
+        return self.kind in GGUF
+
+    @property
     def in_pairs(self) -> bool:
         """Whether a `QuantizedX` has both operands of a word next to each other."""
-        return self.kind in ("int4", "hqq")
+        return self.order == "int4"
+
+    @property
+    def order(self) -> str:
+        """As `Weight.order`."""
+        return ORDERS.get(self.kind, self.kind)
 
 
 class Chosen(NamedTuple):

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ops.gpu import Gpu
 from ops.launch import triton
-from ops.products.weights import Weight
+from ops.products.weights import GGUF, Weight
 
 TABLE = Path(__file__).with_name("tilings.json")
 RESIDENT = 16  # warps of staying programs on a multiprocessor, with 128 registers a lane
@@ -91,6 +91,12 @@ DEFAULTS = {
     ("mxfp4", 2): Default(2, 32, 1, stay=True),
     ("hqq", 1): Default(4, 64, 3, waste=3, chunks=1),
     ("hqq", 2): Default(4, 64, 2, waste=3),
+    ("q8_0", 1): Default(8, 128, 3, long_rows=4),
+    ("q8_0", 2): Default(2, 128, 3, waste=3),
+    # Not measured: as the kind whose x has the same order, and about as many scales.
+    **{(kind, 1): Default(4, 64, 3, waste=3, chunks=1) for kind in GGUF if kind != "q8_0"},
+    **{(kind, 2): Default(4, 64, 2, waste=3) for kind in ("q4_k", "q5_k")},  # hqq's
+    **{(kind, 2): Default(2, 32, 1, stay=True) for kind in ("q6_k", "iq4")},  # mxfp4's
 }
 # Of two tokens, and of more, whose x is quantized: then wide chunks do not spare work.
 SEVERAL = {"int4": (Tiles(8, 128, 1, 4), Tiles(8, 64, 1, 2))}
