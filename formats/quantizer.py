@@ -6,7 +6,9 @@ A checkpoint's "format" is {"name", "dtype", "modules": {module: {"format", "gro
 
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterable
+from math import gcd
 from pathlib import Path
 
 import torch
@@ -54,7 +56,7 @@ def plan_format(
     head = head or default_head
     names = {"attention": attention, "experts": experts, "head": head}
     check_formats(names, group_size)
-    modules = plan_modules(packable_widths(model, names), group_size)
+    modules = plan_modules(packable_sizes(model, names), group_size)
     name = experts if (attention, experts) == formats_of_mode(experts) else f"{attention}-{experts}"
     if head != default_head:
         name += f"-head_{head}"
@@ -79,41 +81,100 @@ def check_formats(names: dict[str, str], group_size: int | None) -> None:
         )
 
 
-def packable_widths(model: Transformer, names: dict[str, str]) -> dict[str, tuple[str, int]]:
-    """Return each module to pack -> its format and the width of its rows. names: format by role."""
+# The format of each module to pack, and the lengths that its groups must divide
+Packable = dict[str, tuple[str, tuple[int, ...]]]
+
+
+def packable_sizes(model: Transformer, names: dict[str, str]) -> Packable:
+    """Return the modules to pack. names: format by role."""
     chosen = {}
     for path, module in model.named_modules():
         role = "head" if path == "head" else "attention" if ".attention." in path else "experts"
         packable = isinstance(module, Linear | ExpertLinear) and not path.endswith(NEVER_PACKED)
         if packable and names[role] != PLAIN:
-            chosen[path] = names[role], module.weight.shape[-1]
+            sizes = [module.weight.shape[-1]]
+            if has_gate_and_up(path) and FORMATS[names[role]].blocks:
+                sizes.append(module.weight.shape[-2] // 2)  # each has blocks of its own
+            chosen[path] = names[role], tuple(sizes)
     return chosen
 
 
-def plan_modules(chosen: dict[str, tuple[str, int]], group_size: int | None) -> dict[str, dict]:
-    """Return the "modules" of a format. Raises ValueError for a group size that does not fit."""
-    grouped = [(FORMATS[name], width) for name, width in chosen.values()]
-    grouped = [(format, width) for format, width in grouped if not format.per_row]
+def has_gate_and_up(path: str) -> bool:
+    """Whether a module's rows are the gates of experts, then as many others."""
+    return path.endswith("experts.w13")
+
+
+def plan_modules(chosen: Packable, group_size: int | None) -> dict[str, dict]:
+    """Return the "modules" of a format. Raises ValueError for a group size that does not fit.
+
+    group_size: None: the largest that fits each module.
+    """
     modules = {}
-    for path, (name, width) in chosen.items():
+    for path, (name, sizes) in chosen.items():
         format = FORMATS[name]
         try:
-            group = format.choose_group(width, None if format.per_row else group_size)
+            if format.per_row or group_size is None:
+                group = format.choose_group(gcd(*sizes), None)
+            else:
+                group = min(format.choose_group(size, group_size) for size in sizes)
         except ValueError as error:
-            fix = suggest_groups(grouped)
+            fix = suggest_fix(chosen, group_size)
             raise ValueError(f"{path} in {name}: {error}: {fix}") from None
         modules[path] = {"format": name, "group_size": group}
-    return modules
+    return match_shared_experts(modules)
 
 
-def suggest_groups(grouped: list[tuple[Format, int]]) -> str:
-    """Name the group sizes that would fit all of these formats and widths."""
-    fitting = [
-        str(n) for n in SUGGESTED_GROUPS if all(format.fits(width, n) for format, width in grouped)
-    ]
-    if not grouped or not fitting:
-        return "choose other formats"
-    return f"--group_size {' or '.join(fitting)} would do"
+def match_shared_experts(modules: dict[str, dict]) -> dict[str, dict]:
+    """Return the "modules" with groups of shared experts that divide those of the others.
+
+    The fused kernels compute a shared expert as some more of the others.
+    """
+    matched = {}
+    for path, spec in modules.items():
+        other = modules.get(path.replace(".shared.", ".experts."), spec)
+        if other["format"] == spec["format"]:
+            spec = spec | {"group_size": gcd(spec["group_size"], other["group_size"])}
+        matched[path] = spec
+    return matched
+
+
+def suggest_fix(chosen: Packable, group_size: int | None) -> str:
+    """Name group sizes that would fit all modules, or else formats."""
+    grouped = [(FORMATS[name], size) for name, sizes in chosen.values() for size in sizes]
+
+    def fit(group: int | None) -> bool:
+        return all(
+            format.per_row or format.fits(size, group or format.default_group(size))
+            for format, size in grouped
+        )
+
+    if group_size is None:
+        return "choose another format"
+    fitting = [str(n) for n in SUGGESTED_GROUPS if fit(n)]
+    fixes = [f"--group_size {' or '.join(fitting)} would do"] if fitting else []
+    fixes += ["leave it out"] if fit(None) else []
+    return ", or ".join(fixes) or "choose another format"
+
+
+def describe_groups(format: dict) -> str:
+    """Return the sizes of groups in words, "" for a format without groups.
+
+    The largest size of a format comes first; modules with smaller groups are named.
+    """
+    found: dict[str, Counter] = {}
+    for path, spec in format.get("modules", {}).items():
+        if not FORMATS[spec["format"]].per_row:
+            leaf = re.sub(r"^layers\.\d+\.", "", path)
+            found.setdefault(spec["format"], Counter())[spec["group_size"], leaf] += 1
+    texts = []
+    for name, counts in found.items():
+        sizes = sorted({size for size, _ in counts}, reverse=True)
+        parts = [str(sizes[0])]
+        for size in sizes[1:]:
+            leaves = ", ".join(sorted(leaf for other, leaf in counts if other == size))
+            parts.append(f"{size} in {leaves}")
+        texts.append(f"{name} in groups of {'; '.join(parts)}")
+    return ", ".join(texts)
 
 
 def add_head(format: dict, names: Iterable[str]) -> dict:
@@ -179,8 +240,7 @@ def packed_module(module: nn.Module, path: str, spec: dict) -> Packed:
         packed = PackedLinear(module, name, group)
     else:
         raise TypeError
-    gate_and_up = path.endswith("experts.w13") and FORMATS[name].blocks
-    if gate_and_up and module.weight.shape[1] % (2 * group):
+    if has_gate_and_up(path) and FORMATS[name].blocks and module.weight.shape[1] % (2 * group):
         raise ValueError("gate and up are not of whole blocks")
     return packed
 

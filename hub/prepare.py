@@ -25,6 +25,7 @@ from cli.resumable import ResumableDirectory, remove_partial
 from cli.staging import remove
 from formats.quantizer import (
     add_head,
+    describe_groups,
     formats_of_mode,
     modules_by_tensor,
     pack_modules,
@@ -163,7 +164,7 @@ def fetch_model(
         try:
             with in_one_line(name, settings.revision):
                 repository = list_files(name.repo_id, settings.revision)
-                published = fetch_small_files(repository, small)
+                published = fetch_small_files(name, repository, small, choose_format)
             label = label or name.format or published
             identity = {"files": repository.identity, "label": label}
             staged = ResumableDirectory(target or name.checkpoint(label), identity, is_whole)
@@ -183,18 +184,45 @@ def fetch_model(
             staged.close()
 
 
-def fetch_small_files(repository: Repository, directory: Path) -> str:
+def fetch_small_files(
+    name: ModelName, repository: Repository, directory: Path, choose_format: ChooseFormat
+) -> str:
     """Download everything but the weights; return the published format's name.
 
-    Raises ValueError for a model that is not supported, by its config.json alone.
+    Raises ValueError, by config.json alone, for a model that is not supported, and for a format
+    that cannot be made of it.
     """
     fetch_file(repository, "config.json", directory, Silent)
     config = read_json(directory / "config.json")
     family = family_of_config(config)
-    family.from_hf(config)
+    args, published = family.from_hf(config), family.published_format(config)
+    choose_of_published(name, args, published, PLAIN, choose_format)
     for file in repository.sizes.keys() - repository.weights:
         fetch_file(repository, file, directory, Silent)
-    return family.published_format(config) or PLAIN
+    return published or PLAIN
+
+
+def choose_of_published(
+    name: ModelName,
+    args: ModelArgs,
+    published: str | None,
+    dtype: str,
+    choose_format: ChooseFormat,
+) -> dict | None:
+    """Return the "format" to write; None: the published one.
+
+    published: the format of packed weights; None: there are none. dtype: of plain ones. Raises
+    ValueError for a format that cannot be made.
+    """
+    if name.format == (published or dtype):
+        return None
+    if published and name.format is not None:
+        what = f"is published in {published}, so it is quantized already"
+        raise ValueError(f"{name} {what}: leave :{name.format} out")
+    chosen = choose_format(args, dtype)
+    if chosen and published:
+        raise ValueError(f"{name} is quantized already ({published})")
+    return chosen
 
 
 class Silent(tqdm):
@@ -298,15 +326,10 @@ class Fetch:
 
     def choose(self, choose_format: ChooseFormat) -> dict:
         """Return the "format" to write."""
-        published = self.conversion.format
-        if self.name.format == published["name"]:
-            return published
-        if "modules" in published and self.name.format is not None:
-            what = f"is published in {published['name']}, so it is quantized already"
-            raise ValueError(f"{self.name} {what}: leave :{self.name.format} out")
-        chosen = choose_format(self.conversion.args, published["name"])
-        if chosen and "modules" in published:
-            raise ValueError(f"{self.name} is quantized already ({published['name']})")
+        published, args = self.conversion.format, self.conversion.args
+        packed = published["name"] if "modules" in published else None
+        dtype = published.get("dtype", published["name"])
+        chosen = choose_of_published(self.name, args, packed, dtype, choose_format)
         names = [name for recipes in self.conversion.plan.files.values() for name in recipes]
         return add_head(chosen, names) if chosen else published
 
@@ -358,9 +381,11 @@ class Fetch:
         need, free = self.peak_bytes(written), free_space(self.staged.root)
         total, format = sum(self.missing.values()), self.format["name"]
         done = f", {len(self.staged.files)} files are done already" if self.staged.files else ""
+        found = describe_groups(self.format)
+        groups = f" ({found})" if found else ""
         log.info(
             f"{self.name}: {total / 1e9:.3g} GB to download, {sum(written.values()) / 1e9:.3g} GB "
-            f"to write as {format}{done}; needs {need / 1e9:.3g} GB of disk at most, "
+            f"to write as {format}{groups}{done}; needs {need / 1e9:.3g} GB of disk at most, "
             f"{free / 1e9:.3g} GB are free"
         )
         if need > free:
