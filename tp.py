@@ -13,8 +13,8 @@ GatheredHead.
 
 import re
 from collections.abc import Sequence
-from math import gcd
 from dataclasses import replace
+from math import gcd
 from typing import NamedTuple
 
 import torch

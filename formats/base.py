@@ -108,8 +108,10 @@ class Format:
         return group
 
     def default_group(self, width: int) -> int:
-        """Return the G to use for rows of `width` numbers: the largest half of a half ... of `group`
-        that divides them. Large groups have few scales, and let kernels load more at once."""
+        """Return the G to use for rows of `width` numbers: `group`, halved until it divides them.
+
+        Large groups have few scales, and let kernels load more at once.
+        """
         group = self.group
         while group % 2 == 0 and group // 2 >= self.min_group and not self.fits(width, group):
             group //= 2

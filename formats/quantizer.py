@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from checkpoint import Checkpoint, Writer
-from formats import FORMATS, PLAIN, Format
+from formats import FORMATS, PLAIN
 from formats.base import Parts
 from formats.packed import Packed, PackedExpertLinear, PackedLinear
 from model import ExpertLinear, Linear, Transformer

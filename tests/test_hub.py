@@ -456,6 +456,17 @@ def test_a_format_that_is_not_known(hub, source, monkeypatch, capsys):
         check_format(ModelName(REPO, "int8-int5"))
 
 
+def test_a_format_that_cannot_be_made_is_refused_by_the_config_alone(
+    hub, source, monkeypatch, capsys
+):
+    """The experts' rows of 64 numbers become 40: hqq2's groups are of 16."""
+    config = json.loads((source / "config.json").read_text()) | {"intermediate_size": 40}
+    hub.files["config.json"] = json.dumps(config).encode()
+    message = "experts.w2 in hqq2: groups of 16 do not divide rows of 40"
+    assert_refused(hub, monkeypatch, capsys, f"{REPO}:hqq2", message)
+    assert {name for _, name, _ in hub.requests} == {"api", "config.json"}
+
+
 def test_a_format_of_a_model_that_is_published_in_another(hub, make_family, monkeypatch, capsys):
     source = put_on_hub(hub, make_family("gpt_oss").hf_directory)
     config = json.loads((source / "config.json").read_text())

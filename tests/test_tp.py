@@ -211,7 +211,7 @@ FAMILIES = {
         dense_intermediate=512,
     ),
 }
-# Gemma 4's experts have rows of 704, GLM-4.5-Air's dense layer 10944: a rank's are 5.5 groups of 64.
+# Gemma 4's experts have rows of 704, GLM-4.5-Air's dense layer of 10944: 11 and 171 groups of 64.
 NARROW = {
     "narrow": dataclasses.replace(
         FAMILIES["glm4_moe"], intermediate=704, shared_intermediate=1408, dense_intermediate=1216
