@@ -1,7 +1,7 @@
 """Groups that differ between tensors: every format fits every model, and computes the same.
 
-128 does not divide the rows of Gemma 4's experts, of gpt-oss, and of the dense layers of GLM-4.5-Air
-and DeepSeek-V2-Lite. tests/test_tp.py has groups that the edges of ranks cut.
+128 does not divide the rows of Gemma 4's experts, of gpt-oss, and of the dense layers of
+GLM-4.5-Air and DeepSeek-V2-Lite. tests/test_tp.py has groups that the edges of ranks cut.
 """
 
 import dataclasses
