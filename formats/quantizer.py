@@ -7,15 +7,16 @@ A checkpoint's "format" is {"name", "dtype", "modules": {module: {"format", "gro
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterable
-from math import gcd
+from collections.abc import Callable, Collection, Iterable, Iterator
+from itertools import chain
+from math import gcd, prod
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from checkpoint import Checkpoint, Writer
+from checkpoint import Checkpoint, Layout, Piece, Writer, tensor_order
 from formats import FORMATS, PLAIN
 from formats.base import Parts
 from formats.packed import Packed, PackedExpertLinear, PackedLinear
@@ -202,7 +203,7 @@ def add_head(format: dict, names: Iterable[str]) -> dict:
 def modules_by_tensor(format: dict) -> dict[str, dict]:
     """Return the packed modules of a "format", a head's under the names of their tensors."""
     head = format.get(MTP, {}).get("modules", {})
-    return format["modules"] | {f"{MTP}.{path}": spec for path, spec in head.items()}
+    return format.get("modules", {}) | {f"{MTP}.{path}": spec for path, spec in head.items()}
 
 
 # Packing a model ----------------------------------------------------------------------------------
@@ -303,16 +304,16 @@ def quantize(
     show = dict(desc="quantize", unit="B", unit_scale=True, file=sys.stderr, disable=not progress)
     with (
         Writer(target, source.args, format, force) as writer,
-        tqdm(total=sum(sizes.values()), **show) as bar,
+        tqdm(total=packed_bytes(model, format, sizes), **show) as bar,
     ):
         writer.reserve(packed_bytes(model, format, sizes))
-        modules = modules_by_tensor(format)
+        packing = Packing(format, source.tensors, device, iterations)
+        layouts, pieces = {}, []
         for file, names in source.by_file().items():
-            tensors = {}
-            for name in names:
-                tensors |= pack_tensor(source, name, modules, device, iterations)
-                bar.update(sizes[name])
-            writer.write(file, tensors)
+            layout = {name: source.tensors[name] for name in names}
+            layouts[file] = packing.layout(layout)
+            pieces.append(packing.pieces(layout, source.pieces))
+        writer.write_pieces(layouts, chain.from_iterable(pieces), bar.update)
         for path in source.side_files():
             writer.copy(path)
     return target
@@ -343,26 +344,91 @@ def packed_bytes(model: Transformer, format: dict, sizes: dict[str, int]) -> int
     return parts + kept
 
 
-def pack_tensor(
-    source: Checkpoint,
-    name: str,
-    modules: dict[str, dict],
-    device: torch.device | str,
-    iterations: int | None,
-) -> dict[str, Tensor]:
-    """Read one tensor of the source; return it, or its parts if it is to be packed, by name."""
-    path, weight, tensors = name.removesuffix(".weight"), source.read(name), {}
-    if path not in modules:
-        tensors[name] = weight
-    if path == "embedding" and "head" in modules and "head.weight" not in source.tensors:
-        path = "head"  # it was tied to this tensor, and gets parts of its own
-    if path in modules:
+class Packing:
+    """Packs tensors while they are written: pieces of a few are in memory.
+
+    format: of the checkpoint to write. names: all tensors of its source. device: where weights are
+    packed. iterations: of a format's solver; None: its default.
+    """
+
+    def __init__(
+        self,
+        format: dict,
+        names: Collection[str],
+        device: torch.device | str = "cpu",
+        iterations: int | None = None,
+    ):
+        self.modules, self.names = modules_by_tensor(format), names
+        self.device, self.iterations = torch.device(device), iterations
+
+    def module(self, name: str) -> tuple[bool, str | None]:
+        """Return whether a tensor is kept, and the module that is packed from it, or None."""
+        path = name.removesuffix(".weight")
+        is_kept = path not in self.modules
+        if path == "embedding" and "head.weight" not in self.names:
+            path = "head"  # it was tied to this tensor, and gets parts of its own
+        return is_kept, path if path in self.modules else None
+
+    def layout(self, layout: Layout) -> Layout:
+        """Return the layout of a file with these tensors."""
+        packed: Layout = {}
+        for name, (shape, dtype) in layout.items():
+            is_kept, path = self.module(name)
+            if is_kept:
+                packed[name] = shape, dtype
+            if path:
+                spec = self.modules[path]
+                parts = FORMATS[spec["format"]].layout(torch.Size(shape), spec["group_size"])
+                packed |= {f"{path}.{leaf}": part for leaf, part in parts.items()}
+        return packed
+
+    def order(self, layout: Layout) -> list[str]:
+        """Return the tensors in the order to pack them: a file begins with codes."""
+        return sorted(tensor_order(layout), key=lambda name: self.module(name)[1] is None)
+
+    def pieces(self, layout: Layout, read: Callable[[str], Iterable[Piece]]) -> Iterator[Piece]:
+        """Yield the pieces to write.
+
+        layout: of the source's tensors of one file. read: returns a tensor in pieces.
+        """
+        for name in self.order(layout):
+            is_kept, path = self.module(name)
+            weights = read(name)
+            if path is None:
+                yield from weights
+                continue
+            if is_kept:
+                weights = list(weights)
+                yield from weights
+            rows = (piece.rows for piece in weights)
+            for chunk in whole_matrices(rows, layout[name][0]):
+                for leaf, part in self.pack(name, path, chunk).items():
+                    yield Piece(f"{path}.{leaf}", part)
+
+    def pack(self, name: str, path: str, weight: Tensor) -> Parts:
+        """Return the parts of one or several matrices of a tensor."""
         try:
-            parts = pack_weight(weight, modules[path], torch.device(device), iterations)
+            return pack_weight(weight, self.modules[path], self.device, self.iterations)
         except ValueError as error:
             raise ValueError(f"{name}: {error}; fetch and convert the checkpoint again") from None
-        tensors |= {f"{path}.{leaf}": part for leaf, part in parts.items()}
-    return tensors
+
+
+def whole_matrices(pieces: Iterable[Tensor], shape: tuple[int, ...]) -> Iterator[Tensor]:
+    """Yield [n, out, in] or [out, in] of consecutive pieces of a tensor [..., out, in]."""
+    matrix, found, count = prod(shape[-2:]), [], 0
+    for piece in pieces:
+        found.append(piece.reshape(-1))
+        count += piece.numel()
+        if count % matrix == 0 and count >= PACK_CHUNK:
+            yield joined(found).view(-1, *shape[1:])
+            found, count = [], 0
+    if found:
+        yield joined(found).view(-1, *shape[1:])
+
+
+def joined(pieces: list[Tensor]) -> Tensor:
+    """Return what pieces of one dimension are together."""
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
 def bits_per_weight(checkpoint: Checkpoint, model: Transformer) -> tuple[float, float]:

@@ -11,25 +11,24 @@ import dataclasses
 import logging
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 from tqdm import tqdm
 
-from checkpoint import NAMES, Checkpoint, SafetensorsFile, Writer, file_crc32, read_json
+from checkpoint import NAMES, Checkpoint, Layout, SafetensorsFile, Writer, file_crc32, read_json
 from cli.model_name import PLAIN, ModelName, check_format, parse_model_name
 from cli.resumable import ResumableDirectory, remove_partial
 from cli.staging import remove
 from formats.quantizer import (
+    Packing,
     add_head,
     describe_groups,
     formats_of_mode,
-    modules_by_tensor,
     pack_modules,
-    pack_tensor,
     packed_bytes,
     plan_format,
     quantize,
@@ -232,16 +231,6 @@ class Silent(tqdm):
         super().__init__(*args, **options | {"disable": True})
 
 
-class Assembled(NamedTuple):
-    """The tensors of one file, as `pack_tensor` reads them. tensors: names in all files."""
-
-    tensors: set[str]
-    values: dict[str, Tensor]
-
-    def read(self, name: str) -> Tensor:
-        return self.values[name]
-
-
 class ResumableWriter(Writer):
     """A Writer into a ResumableDirectory: knows the files that earlier runs have written."""
 
@@ -257,9 +246,9 @@ class ResumableWriter(Writer):
             self.index["files"][entry["file"]] = {k: entry[k] for k in ("bytes", "crc32")}
         return self
 
-    def write(self, file: str, tensors: dict[str, Tensor]) -> None:
-        super().write(file, tensors)
-        entries = {name: self.index["tensors"][name] for name in tensors}
+    def enter(self, file: str, layout: Layout, size: int, crc: int) -> None:
+        super().enter(file, layout, size, crc)
+        entries = {name: self.index["tensors"][name] for name in layout}
         self.staged.add({"file": file, **self.index["files"][file], "tensors": entries})
 
 
@@ -315,8 +304,8 @@ class Fetch:
 
         folder = Folder(self.folder, kept, not self.settings.keep_download)
         self.downloads = Downloads(repository, files, folder, self.bar, describe)
-        shards = {f: Shard(self.downloads.path(f), headers[f], self.downloads) for f in files}
-        self.conversion = Conversion(self.small, shards, weight_map)
+        self.shards = {f: Shard(self.downloads.path(f), headers[f], self.downloads) for f in files}
+        self.conversion = Conversion(self.small, self.shards, weight_map)
         if self.conversion.left_out:
             log.info(f"left out, as they are not run: {self.conversion.left_out}")
         self.format = self.choose(choose_format)
@@ -399,13 +388,15 @@ class Fetch:
         """Write all files, and the checkpoint's config last; return its directory."""
         args, format = dataclasses.asdict(self.conversion.args), self.format
         names = {name for file in self.conversion.plan.files.values() for name in file}
+        changes = {} if format is self.conversion.format else format
+        packing = Packing(changes, names, self.settings.device, self.settings.iterations)
         if self.settings.keep_download:
             self.keep_small_files()
         writer = ResumableWriter(self.staged, args, format, self.settings.force)
         with writer, contextlib.closing(self):  # the download ends before the lock is released
             for file in self.files:
-                writer.write(file, self.make(file, names))
-                self.downloads.release(f for f in self.needs[file] if self.last_use[f] == file)
+                self.write(writer, file, packing)
+                self.release(f for f in self.needs[file] if self.last_use[f] == file)
                 if self.missing:
                     done = f"{len(self.staged.files)}/{len(self.needs)} layers"
                     self.bar.set_postfix_str(done, refresh=False)
@@ -421,17 +412,18 @@ class Fetch:
             self.downloads.close()
         self.bar.close()
 
-    def make(self, file: str, names: set[str]) -> dict[str, Tensor]:
-        """Return the tensors of one of our files, packed. names: tensors of all files."""
-        values = self.conversion.assemble(file)
-        if self.format is self.conversion.format:
-            return values
-        source, packed = Assembled(names, values), {}
-        modules, settings = modules_by_tensor(self.format), self.settings
-        for name in list(values):
-            packed |= pack_tensor(source, name, modules, settings.device, settings.iterations)
-            del values[name]
-        return packed
+    def write(self, writer: Writer, file: str, packing: Packing) -> None:
+        """Write one of our files, packed."""
+        layout = self.conversion.layout(file)
+        pieces = packing.pieces(layout, partial(self.conversion.pieces, file))
+        writer.write_pieces({file: packing.layout(layout)}, pieces)
+
+    def release(self, files: Iterable[str]) -> None:
+        """Remove files that are needed no more."""
+        files = list(files)
+        for file in files:
+            self.shards[file].close()
+        self.downloads.release(files)
 
     def source(self) -> dict:
         """Return where the checkpoint comes from."""

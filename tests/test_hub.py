@@ -178,18 +178,17 @@ def test_the_disk_never_holds_the_whole_download(hub, source, folder, monkeypatc
     """And never more than the plan has found."""
     caplog.set_level(logging.INFO, "moe_fast")
     held, peaks, total = [], [], sum(len(hub.files[name]) for name in weights(hub))
-    peak_bytes, make = script.Fetch.peak_bytes, script.Fetch.make
+    peak_bytes, write = script.Fetch.peak_bytes, script.Fetch.write
 
-    def measured(self, file, names):
-        tensors = make(self, file, names)
+    def measured(self, *arguments):
+        write(self, *arguments)
         held.append(sum(path.stat().st_size for path in folder.rglob("*.safetensors")))
-        return tensors
 
     def recorded(self, written):
         peaks.append(peak_bytes(self, written))
         return peaks[-1]
 
-    monkeypatch.setattr(script.Fetch, "make", measured)
+    monkeypatch.setattr(script.Fetch, "write", measured)
     monkeypatch.setattr(script.Fetch, "peak_bytes", recorded)
     prepare(INT8, QUIET)
     assert len(held) == 4 and max(held) < total and max(held) <= peaks[0] < total
@@ -345,19 +344,19 @@ def test_a_process_that_ends_is_resumed(hub, source, folder, tmp_path, number):
 
 
 def test_parts_of_another_version_are_not_used(hub, source, folder, tmp_path, monkeypatch):
-    make, calls = script.Fetch.make, []
+    write, calls = script.Fetch.write, []
 
-    def broken(self, file, names):
+    def broken(self, writer, file, packing):
         calls.append(file)
         if len(calls) > 2:
             raise KeyboardInterrupt
-        return make(self, file, names)
+        write(self, writer, file, packing)
 
-    monkeypatch.setattr(script.Fetch, "make", broken)
+    monkeypatch.setattr(script.Fetch, "write", broken)
     with pytest.raises(KeyboardInterrupt):
         prepare(INT8, QUIET)
     assert len(list(partial_path(folder / "model_int8").rglob("layer_*"))) == 2
-    monkeypatch.setattr(script.Fetch, "make", make)
+    monkeypatch.setattr(script.Fetch, "write", write)
     other = tmp_path / "source"
     other.mkdir()
     for name, data in hub.files.items():
