@@ -316,7 +316,7 @@ def shard_refusal(args: ModelArgs, format: dict, ranks: int, parallel: str) -> s
         modules = format.get("modules", {}).values()
         grouped = [FORMATS[m["format"]] for m in modules if not FORMATS[m["format"]].per_row]
         for group in (128, 64, 32, 16):
-            fits = all(group % row.min_group == 0 for row in grouped)
+            fits = all(row.fits(group, group) for row in grouped)
             other = regrouped(format, group)
             if fits and shard_problem(args, other, ranks, parallel) is None:
                 fixes.append(f"quantize again with --group_size {group}")

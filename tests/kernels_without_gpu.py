@@ -88,7 +88,9 @@ GROUPS = {
     "fp8": 32,
     "fp8b": 32,
     "int4": 16,
+    "uint4": 32,
     "mxfp4": 32,
+    "nvfp4": 32,
     "hqq4": 32,
     "hqq3": 32,
     "hqq2": 16,
@@ -104,6 +106,7 @@ OTHER_GROUPS = {
     "int8": (4,),
     "fp8b": (48, 128),
     "int4": (24, 128),
+    "uint4": (64,),
     "mxfp4": (64,),
     "hqq4": (16, 64),
     "hqq3": (64, 96),
@@ -270,6 +273,9 @@ DOT4 = {
     "mxfp4, dense, five chunks": ("mxfp4", 32, 20, 4128, 0, 1, 1, False, {}),
     "mxfp4, experts of gpt-oss's width": ("mxfp4", 32, 24, 2880, 3, 1, 2, False, {}),
     "mxfp4, gated, two tokens": ("mxfp4", 32, 40, 448, 3, 2, 4, True, {}),
+    "uint4, experts, several tokens": ("uint4", 64, 20, 448, 3, 2, 4, False, {}),
+    "nvfp4, dense, five chunks": ("nvfp4", 32, 20, 4128, 0, 1, 1, False, {}),
+    "nvfp4, gated, two tokens": ("nvfp4", 32, 40, 448, 3, 2, 4, True, {}),
     "int4, gated, staying programs": (
         *("int4", 64, 40, 2048, 2, 1, 2, True),
         {"rows": 8, "depth": 2, "stay": True},
@@ -1243,6 +1249,7 @@ def few_dot4_errors() -> dict[str, float]:
     """Return the errors of one small case of each format."""
     replace_four_bits()
     names = "int4, groups of 128", "hqq4, experts, several tokens", "mxfp4, dense, five chunks"
+    names += ("nvfp4, gated, two tokens",)
     return {name: dot4_error(DOT4[name], 1.0) for name in names}
 
 

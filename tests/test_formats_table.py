@@ -63,7 +63,7 @@ def gemv(monkeypatch):
 def request(name: str, device: str, product: str, dtype: torch.dtype, out: int = 2 * I, **options):
     x = on(device, torch.zeros(2, D, dtype=dtype))
     format = FORMATS[name]
-    group = format.choose_group(D, None if format.per_row else GROUP)
+    group = format.choose_group(D, GROUP if format.fits(D, GROUP) and not format.per_row else None)
     codes = torch.empty(
         format.layout((E, out, D), group)["codes"][0], dtype=torch.int32, device="meta"
     )
@@ -78,7 +78,8 @@ def expert_linear(name: str, bias: bool = False) -> PackedExpertLinear:
     if bias:
         plain.bias = nn.Parameter(torch.randn(E, 2 * I, generator=generator), requires_grad=False)
     format = FORMATS[name]
-    spec = {"format": name, "group_size": format.choose_group(D, None if format.per_row else GROUP)}
+    group = None if format.per_row or not format.fits(D, GROUP) else GROUP
+    spec = {"format": name, "group_size": format.choose_group(D, group)}
     if format.blocks:
         spec["group_size"] = I
     module = PackedExpertLinear(plain, name, spec["group_size"])
@@ -93,9 +94,9 @@ KERNEL, DOT = "ops.products.gemv", "Format.dot"
 FUSED, THEN = "ops.products.gemv with SwiGLU", "ops.products.gemv, then the activation"
 BYTES, SPLIT = "Format.dot by integers, then the activation", "Format.dot of gate and of up"
 GROUPED, BY_EXPERT = "ops.products.prompt", "unpack expert by expert, then F.linear"
-WITH_KERNELS = "int8", "fp8", "fp8b", "int4", "mxfp4", "hqq4", "hqq3", "hqq2"
-FOUR_BITS = "int4", "mxfp4", "hqq4"
-WITH_BYTES = "int4", "hqq4", "hqq3", "hqq2"  # and int8, if it is large
+WITH_KERNELS = "int8", "fp8", "fp8b", "int4", "uint4", "mxfp4", "nvfp4", "hqq4", "hqq3", "hqq2"
+FOUR_BITS = "int4", "uint4", "mxfp4", "nvfp4", "hqq4"
+WITH_BYTES = "int4", "uint4", "hqq4", "hqq3", "hqq2"  # and int8, if it is large
 
 
 def expected(name: str, device: str, product: str, plain_swiglu: bool) -> str:
@@ -183,8 +184,10 @@ def fake_dot4(monkeypatch, gemv) -> list[bool]:
 
     def dot4(x, parts, index, kind, group, fuse_swiglu):
         calls.append(fuse_swiglu)
-        format = next(f for f in FORMATS.values() if f.kind == kind and f.has_gemv)
-        names = format.layout((*parts[0].shape[:-1], x.shape[-1]), group)
+        shape = *parts[0].shape[:-1], x.shape[-1]
+        found = [f for f in FORMATS.values() if f.kind == kind and f.has_gemv]
+        format = next(f for f in found if len(f.layout(shape, group)) == len(parts))
+        names = format.layout(shape, group)
         weight = format.unpack(dict(zip(names, parts, strict=True)), group)[index]
         x = x.repeat_interleave(len(index) // len(x), 0)
         y = torch.einsum("ni,noi->no", x.float(), weight)

@@ -160,7 +160,7 @@ def _multiply_sum(
         besides = besides + (load_beside(x, factors, d, s),)
     # Loaded now, since in the end each program would wait a microsecond for it.
     if s.of_rows:
-        factor = row_scale(weights.scale, row + rows, s)
+        factor = row_scale(weights, row + rows, s)
     if bias is not None:
         biases = _load_biases(bias, experts, factors, row + rows, s)
     if PDL:
@@ -171,7 +171,7 @@ def _multiply_sum(
         xs = xs + (load_parts(x, d, s),)
     if send is not None:
         outboxes, call = find_outboxes(send.slots, send.calls, HALF, RANKS)
-    table = e2m1_table(unknown_zero) if s.kind == "mxfp4" else None
+    table = e2m1_table(unknown_zero) if s.e2m1 else None
     squares = tl.zeros([s.lanes // 32, 32], tl.float32)
     if TILES > 1:
         for c in tl.static_range(CHUNKS):
@@ -210,7 +210,7 @@ def _multiply_sum(
             if residual is not None:
                 adds = replace(adds, 0, tl.load(residual + row + rows, mask=stores, other=0.0))
             if s.of_rows:
-                factor = row_scale(weights.scale, row + rows, s)
+                factor = row_scale(weights, row + rows, s)
             if bias is not None:
                 biases = _load_biases(bias, experts, factors, row + rows, s)
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from ops.gpu import gpu_of
 from ops.inductor import custom_op
 from ops.launch import can_launch, fit, jit, launch, tl, triton, try_kernels
-from ops.products.units import decode, decode_hqq, e2m1_factor, finish, to_fp32
+from ops.products.units import decode, decode_hqq, e2m1_factor, finish, pair_factors, to_fp32
 from ops.products.weights import WeightTensors
 
 # Average rows of x for each expert, up to which the kernel is faster than the library with plain
@@ -75,6 +75,11 @@ class PromptSettings:
         return self.bits < 8
 
     @property
+    def row_scaled(self) -> bool:
+        """Whether a scale a row multiplies the sums."""
+        return self.kind in ("int8", "fp8", "nvfp4")
+
+    @property
     def experts_pow2(self) -> int:
         return triton.next_power_of_2(self.E)
 
@@ -88,6 +93,15 @@ def _expand(values, COUNT: tl.constexpr):
     BN: tl.constexpr = values.shape[0]
     n: tl.constexpr = values.shape[1]
     return tl.reshape(tl.broadcast_to(values[:, :, None], [BN, n, COUNT // n]), [BN, COUNT])
+
+
+@jit
+def _expand_pairs(even, odd, COUNT: tl.constexpr):
+    """[BN, n] of even and of odd units -> [BN, COUNT], as `_expand`."""
+    BN: tl.constexpr = even.shape[0]
+    n: tl.constexpr = even.shape[1]
+    both = tl.join(even, odd)[:, :, None, :]
+    return tl.reshape(tl.broadcast_to(both, [BN, n, COUNT // n // 2, 2]), [BN, COUNT])
 
 
 @jit
@@ -129,13 +143,20 @@ def _group_factors(fetched, weights, rows, s: tl.constexpr, DTYPE: tl.constexpr)
     COUNT: tl.constexpr = s.tile.numbers // s.fields
     scale, zero = fetched
     offset = 0.0
-    if s.kind == "mxfp4":
+    if s.kind == "nvfp4":
+        even, odd = pair_factors(scale, DTYPE)
+        return _expand_pairs(even, odd, COUNT), offset
+    elif s.kind == "mxfp4":
         scale = e2m1_factor(scale.to(tl.int32), DTYPE)
+    elif s.kind == "int4" and scale.dtype != tl.bfloat16:
+        scale = scale.to(tl.float32)  # or Triton would round products to fp16
     elif s.kind == "hqq":
-        step, low = tl.load(weights.scale_step + rows), tl.load(weights.scale_low + rows)
-        scale = scale.to(tl.float32) * step + low
-        step, low = tl.load(weights.zero_step + rows), tl.load(weights.zero_low + rows)
-        zero = zero.to(tl.float32) * step + low
+        scale, zero = scale.to(tl.float32), zero.to(tl.float32)
+        if weights.scale_step is not None:
+            step, low = tl.load(weights.scale_step + rows), tl.load(weights.scale_low + rows)
+            scale = scale * step + low
+            step, low = tl.load(weights.zero_step + rows), tl.load(weights.zero_low + rows)
+            zero = zero * step + low
         offset = _expand((zero + (128.0 if tl.bfloat16 == DTYPE else 0.0)) * scale, COUNT)
     return _expand(scale, COUNT), offset
 
@@ -233,15 +254,15 @@ def _multiply_plain(sums, weight, weight_rows, inside, x_tile, s: tl.constexpr):
 
 @jit
 def _store_tile(y, sums, scale, rows, present, n, s: tl.constexpr, DTYPE: tl.constexpr):
-    """Store the sums of outputs n [BN]. scale: of the expert's rows, for int8 and fp8."""
+    """Store the sums of outputs n [BN]. scale: of the expert's rows, for int8, fp8 and nvfp4."""
     OUT: tl.constexpr = s.out
     KIND: tl.constexpr = s.kind
     sums = tl.trans(sums) if s.packed else sums
-    if KIND == "int8" or KIND == "fp8":
-        factor = tl.load(scale + tl.minimum(n, OUT - 1)).to(tl.float32)
-        sums *= (factor * (256.0 if KIND == "fp8" else 1.0))[None, :]
-    elif KIND == "mxfp4":
-        sums = finish(sums, None, KIND, DTYPE)
+    factor = None
+    if s.row_scaled:
+        factor = tl.load(scale + tl.minimum(n, OUT - 1)).to(tl.float32)[None, :]
+    if KIND != "fp8b":  # its factor has what its numbers lack
+        sums = finish(sums, factor, KIND, DTYPE)
     place = y + rows.to(tl.int64) * OUT + n[None, :]
     tl.store(place, sums.to(y.dtype.element_ty), mask=present & (n < OUT)[None, :])
 
@@ -288,8 +309,8 @@ def _grouped(x, y, group_ends, weights, third, s: tl.constexpr):
                 sums = _multiply_fields(sums, (units, thirds, factor, offset), x_tile, s)
             else:
                 sums = _multiply_plain(sums, weights.codes, weight_rows, inside, x_tile, s)
-        scale = weights.scale
-        if s.kind == "int8" or s.kind == "fp8":
+        scale = weights.scale_step if s.kind == "nvfp4" else weights.scale
+        if s.row_scaled:
             scale += expert.to(tl.int64) * OUT
         _store_tile(y, sums, scale, rows, present, n, s, DTYPE)
 
@@ -358,6 +379,8 @@ def grouped_gemm(
     y = x.new_empty(N, out)
     tensors = WeightTensors(*(parts.get(name) for name in WeightTensors._fields))
     third = parts.get("third")
+    if kind == "nvfp4":
+        tensors = tensors._replace(scale=tensors.scale.view(torch.int16))  # pairs
     if bits < 16:
         tensors = tensors._replace(codes=tensors.codes.view(torch.int16))
         third = third if third is None else third.view(torch.int16)

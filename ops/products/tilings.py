@@ -89,6 +89,8 @@ DEFAULTS = {
     ("int4", 2): Default(4, 64, 1, waste=3, registers=128),
     ("mxfp4", 1): Default(4, 64, 3, waste=3, chunks=1),
     ("mxfp4", 2): Default(2, 32, 1, stay=True),
+    ("nvfp4", 1): Default(4, 64, 3, waste=3, chunks=1),
+    ("nvfp4", 2): Default(2, 32, 1, stay=True),
     ("hqq", 1): Default(4, 64, 3, waste=3, chunks=1),
     ("hqq", 2): Default(4, 64, 2, waste=3),
 }

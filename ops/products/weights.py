@@ -13,20 +13,23 @@ from torch import Tensor
 from ops.gpu import Gpu, gpu_of
 
 # Bits of a code, by kind
-BITS = {"bf16": 16, "int8": 8, "fp8": 8, "fp8b": 8, "int4": 4, "mxfp4": 4, "hqq": 4}
-INTEGERS = "int8", "int4", "mxfp4", "hqq"  # kinds of codes that are multiplied as integers
+FOUR_BITS = "int4", "mxfp4", "nvfp4", "hqq"
+BITS = {"bf16": 16, "int8": 8, "fp8": 8, "fp8b": 8, **dict.fromkeys(FOUR_BITS, 4)}
+INTEGERS = "int8", *FOUR_BITS  # kinds of codes that are multiplied as integers
 # The smallest groups of packed kinds: whole quads have one scale; int8 and fp8 have one a row.
-SMALLEST_GROUPS = {"int8": 4, "fp8": 4, "fp8b": 16, "int4": 32, "mxfp4": 32, "hqq": 32}
+SMALLEST_GROUPS = {"int8": 4, "fp8": 4, "fp8b": 16, **dict.fromkeys(FOUR_BITS, 32)}
+# Numbers of a quad of a `QuantizedX`, beside its operands: the value of 1, and a sum of x, or two.
+UNITS = {"nvfp4": 3}
 
 
 class WeightTensors(NamedTuple):
-    """A weight's tensors, in its layout's order: a kind has the first one, two, or all seven."""
+    """A weight's tensors: a kind has the first one, two, three or all; uint4 has no steps."""
 
     codes: Tensor  # int32 [..., out, words]
     scale: Tensor | None = None  # int8, fp8 [..., out]; fp8b: of blocks; others: of groups
-    scale_step: Tensor | None = None  # hqq [..., out]: a group's scale is scale * step + low
+    scale_step: Tensor | None = None  # nvfp4, hqq [..., out]: a scale is scale * step + low
     scale_low: Tensor | None = None
-    zero: Tensor | None = None  # hqq: of groups, zero * step + low
+    zero: Tensor | None = None  # hqq: of groups, zero * step + low; uint4: the zero itself
     zero_step: Tensor | None = None
     zero_low: Tensor | None = None
 
@@ -55,6 +58,11 @@ class Weight:
         return 32 // BITS[self.kind]
 
     @property
+    def units(self) -> int:
+        """Numbers of a quad of `QuantizedX.units`."""
+        return UNITS.get(self.kind, 2)
+
+    @property
     def gpu(self) -> Gpu:
         """The GPU that has the weight."""
         return gpu_of(self.parts[0].device)
@@ -66,7 +74,13 @@ class Weight:
 
     @property
     def tensors(self) -> WeightTensors:
-        return WeightTensors(*self.parts)
+        if self.kind == "hqq" and len(self.parts) == 3:
+            codes, scale, zero = self.parts
+            return WeightTensors(codes, scale, zero=zero)
+        tensors = WeightTensors(*self.parts)
+        if self.kind != "nvfp4":
+            return tensors
+        return tensors._replace(scale=tensors.scale.view(torch.int16))  # a group's two at once
 
     @property
     def width(self) -> int:
