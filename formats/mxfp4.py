@@ -10,6 +10,7 @@ from formats.words import (
     both_halves,
     expand_groups,
     halves_as_fp16,
+    nibbles_to_words,
     pack_words,
     split_fields,
     unpack_words,
@@ -98,5 +99,4 @@ def e8m0_to_float(exponents: Tensor) -> Tensor:
 
 def published_codes(blocks: Tensor) -> Tensor:
     """Published uint8 [..., in / 32, 16], of two codes the first in the low bits -> `codes`."""
-    codes = torch.stack((blocks & 15, blocks >> 4), dim=-1)
-    return pack_words(codes.flatten(-3), MXFP4.bits, GROUP)
+    return nibbles_to_words(blocks.flatten(-2), GROUP)

@@ -41,6 +41,22 @@ def unpack_words(words: Tensor, bits: int, group: int) -> Tensor:
     return interleave(ordered, group // fields, group)
 
 
+def pack_nibbles(codes: Tensor, group: int) -> Tensor:
+    """`pack_words` of 4-bit codes in uint8 [..., n], by bytes alone -> int32 [..., n / 8]."""
+    ordered = interleave(codes, 8, group)
+    return (ordered[..., ::2] | ordered[..., 1::2] << 4).view(torch.int32)
+
+
+def nibbles(packed: Tensor) -> Tensor:
+    """Bytes of two 4-bit codes, the first in the low bits [..., n] -> uint8 [..., 2 n]."""
+    return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
+
+
+def nibbles_to_words(packed: Tensor, group: int) -> Tensor:
+    """Bytes of two 4-bit codes, the first in the low bits [..., n] -> `pack_words` of them."""
+    return pack_nibbles(nibbles(packed), group)
+
+
 def bytes_to_words(codes: Tensor, group: int) -> Tensor:
     """Codes of one byte each [..., n] -> int32 [..., n / 4]."""
     return interleave(codes.view(torch.uint8), 4, group).view(torch.int32)
