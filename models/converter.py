@@ -378,6 +378,7 @@ class Conversion:
         self.tensors = PublishedTensors(directory, family.renamed_tensors, shards, weight_map)
         if published:
             self.tensors.forget(NOT_NEEDED)
+            self.tensors.name_block_scales()
         left_out = self.tensors.leave_out(family.left_out)
         extra_layers = self.config.get("num_nextn_predict_layers") or 0
         last = args.n_layer + extra_layers

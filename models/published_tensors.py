@@ -15,6 +15,7 @@ WRONG_DTYPE = {  # keys: the dtype that is due
     torch.float8_e4m3fn: " beside others in fp8, of which one weight is made; fetch its file again",
     torch.uint8: " where uint8 belongs; fetch its file again",
 }
+BLOCK = 128  # rows and columns that share a scale of block FP8
 SCALE = "_scale_inv"  # suffix of a block-FP8 weight's scales
 
 
@@ -58,6 +59,16 @@ class PublishedTensors:
             raise ValueError(f"{self.directory}: {what}; remove the stale file")
         if not name.endswith("rotary_emb.inv_freq"):  # a constant in old files
             self.tensors[name] = shard, original
+
+    def name_block_scales(self) -> None:
+        """Give scales of FP8 blocks, which compressed-tensors calls weight_scale, our name."""
+        for name in [name for name in self.tensors if name.endswith(".weight_scale")]:
+            weight, scale = self.found(name.removesuffix("_scale")), self.found(name)
+            if not weight or not scale or weight[1] is not torch.float8_e4m3fn:
+                continue
+            blocks = tuple(-(-size // BLOCK) for size in weight[0])
+            if scale[0] == blocks and max(weight[0], default=0) > BLOCK:
+                self.tensors[name.removesuffix("_scale") + SCALE] = self.tensors.pop(name)
 
     def forget(self, suffixes: tuple[str, ...]) -> None:
         """Forget the tensors with these suffixes, which the model does not need."""

@@ -145,11 +145,11 @@ def find_weight(
 
 def read_bytes(matrix: Matrix, published: Published) -> PublishedWeight | None:
     """FP8 or int8, with a scale of the tensor or of each row; None for a scale of blocks."""
-    leaf = "weight_scale" if matrix.dtype("weight_scale") is not None else "weight_scale_inv"
+    leaf = "weight_scale_inv" if matrix.dtype("weight_scale_inv") is not None else "weight_scale"
     rows, width, dtype = matrix.rows, matrix.width, matrix.dtype("weight")
-    in_blocks = published.name == "fp8b" and leaf == "weight_scale_inv"
-    if matrix.dtype(leaf) is None or dtype is None or in_blocks:
-        return None  # without a scale it is refused as any weight of this dtype
+    in_blocks = published.name == "fp8b" and matrix.dtype("weight_scale") is None
+    if dtype is None or in_blocks:
+        return None
     of_rows = (rows,), (rows, 1), (), (1,), (1, 1)
     if matrix.shape(leaf) not in of_rows:
         return None

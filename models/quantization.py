@@ -22,7 +22,7 @@ COMPRESSED = {
     "naive-quantized": "fp8",
     "pack-quantized": None,
 }
-# AutoRound's ways to pack: the layout, and what its zeros lack.
+# AutoRound's ways to pack: the layout, and the number that is added to its zeros.
 AUTO_ROUND = {
     "auto_round:auto_gptq": ("gptq", 1),
     "auto_round:gptqmodel": ("gptq", 0),
@@ -35,7 +35,7 @@ class Published(NamedTuple):
     """How the weights of a config.json are stored.
 
     name: the format in `formats.FORMATS` that most of them get. layout: "gptq" or "awq" for files
-    with `qweight`; "": tensors tell. added: what their zeros lack. symmetric: all zeros are 8.
+    with `qweight`; "": tensors tell. added: to stored zeros. symmetric: all zeros are 8.
     """
 
     name: str

@@ -108,7 +108,7 @@ def compressed_integers(
 def gptq(
     group: int, symmetric: bool, less: int, dtype: torch.dtype = torch.float16
 ) -> Callable[[Tensor], Layout]:
-    """less: what stored zeros lack."""
+    """less: the difference of zeros and stored zeros."""
 
     def layout(weight: Tensor) -> Layout:
         codes, scale, zeros, numbers = integers(weight, group, dtype, symmetric)

@@ -1,17 +1,20 @@
 """Files that other programs quantized: every number is the published one, and the text is too."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from published_files import LAYOUTS, fp8_tensor, modelopt_nvfp4, write
 from safetensors.torch import load_file, save_file
 
-from checkpoint import Checkpoint
+from checkpoint import Checkpoint, SafetensorsFile
 from formats.packed import Packed
 from generate import load_model
-from models.converter import convert
+from models.converter import Conversion, convert
 from runtime.sampling import Sampling
 from runtime.session import Session
 
@@ -119,7 +122,7 @@ def test_a_mixed_file_keeps_each_format(make_family, tmp_path):
     source = make_family("qwen3_moe", **WIDTHS["qwen3_moe"]).hf_directory
     directories = write(source, tmp_path, mixed, config)
     tensors = load_file(directories[0] / "model.safetensors")
-    for leaf in ("k_proj.k_scale", "v_proj.v_scale"):  # of an FP8 KV cache
+    for leaf in ("k_proj.k_scale", "v_proj.v_scale"):  # scales of an FP8 KV cache
         tensors[f"model.layers.0.self_attn.{leaf}"] = torch.tensor(1.0)
     save_file(tensors, directories[0] / "model.safetensors")
     (directories[0] / "config.json").write_text((directories[1] / "config.json").read_text())
@@ -143,3 +146,190 @@ def test_gate_and_up_keep_scales_of_their_own(make_family, tmp_path):
     steps = Checkpoint(quantized).read("layers.0.ffn.experts.w13.scale_step")
     assert (steps[:, :64] * 2 < steps[:, 64:]).all()
     check_same(quantized, plain, {"nvfp4"})
+
+
+# Damaged files, and what has no place in our formats ----------------------------------------------
+
+EXPERT = "model.layers.0.mlp.experts.3.up_proj"
+QUERY = "model.layers.2.self_attn.q_proj"
+
+
+def without(name: str):
+    return lambda tensors: tensors.pop(name)
+
+
+def changed(name: str, change):
+    return lambda tensors: tensors.update({name: change(tensors[name])})
+
+
+def filled(name: str, value: float):
+    return lambda tensors: tensors[name].view(-1)[:1].fill_(value)
+
+
+def plain_query(tensors) -> None:
+    for leaf in ("weight", "weight_scale", "weight_scale_2", "input_scale"):
+        tensors.pop(f"{QUERY}.{leaf}")
+    tensors[f"{QUERY}.weight"] = torch.ones(128, 64)
+
+
+def in_wider_groups(tensors) -> None:
+    function = LAYOUTS["compressed channels"][0]
+    for leaf, part in function(torch.randn(128, 64))[0].items():
+        tensors[f"{QUERY}.{leaf}"] = part
+
+
+NVFP4, GPTQ, PACKED = "ModelOpt NVFP4", "GPTQ", "compressed groups of 32"
+GPTQ_ZEROS, AWQ, FP8 = "GPTQ with zeros", "AWQ", "ModelOpt FP8"
+BAD = {
+    "no block scales": (NVFP4, without(f"{EXPERT}.weight_scale"), "weight_scale is missing"),
+    "no tensor scale": (NVFP4, without(f"{EXPERT}.weight_scale_2"), "weight_scale_2 is missing"),
+    "block scales of 32": (
+        NVFP4,
+        changed(f"{EXPERT}.weight_scale", lambda t: t[:, ::2]),
+        r"shape \[64, 2\] where \[64, 4\] is due",
+    ),
+    "block scales in bf16": (
+        NVFP4,
+        changed(f"{EXPERT}.weight_scale", lambda t: t.bfloat16()),
+        "weight_scale has dtype bfloat16, which is not kept",
+    ),
+    "a block scale that is no number": (
+        NVFP4,
+        filled(f"{EXPERT}.weight_scale", float("nan")),
+        "up_proj.weight_scale holds NaN",
+    ),
+    "a negative block scale": (
+        NVFP4,
+        filled(f"{EXPERT}.weight_scale", -1.0),
+        "up_proj.weight_scale holds NaN",
+    ),
+    "a global scale of 0": (
+        "compressed NVFP4",
+        filled(f"{EXPERT}.weight_global_scale", 0.0),
+        "weight_global_scale holds NaN or infinity",
+    ),
+    "queries in 16 bits beside keys in 4": (NVFP4, plain_query, "q_proj.weight is in bf16 beside"),
+    "weights rotated before": (
+        NVFP4,
+        lambda tensors: tensors.update({f"{EXPERT}.pre_quant_scale": torch.ones(64)}),
+        "pre_quant_scale .* has no place",
+    ),
+    "other groups of queries": (
+        PACKED,
+        in_wider_groups,
+        "k_proj.weight is in int4 in groups of 32 beside others in int4 in groups of 64",
+    ),
+    "8 bits": (
+        PACKED,
+        changed(f"{EXPERT}.weight_packed", lambda t: t.repeat(1, 2)),
+        "weight_packed has 8 bits a weight; add :int8",
+    ),
+    "groups of 12": (
+        PACKED,
+        changed(f"{EXPERT}.weight_scale", lambda t: t.repeat(1, 3)[:, :5]),
+        "has 5 groups for rows of 64, which are not of whole words",
+    ),
+    "no groups": (
+        PACKED,
+        changed(f"{EXPERT}.weight_scale", lambda t: t[:, :0]),
+        "has 0 groups for rows of 64",
+    ),
+    "ordered by activation": (
+        GPTQ,
+        changed(f"{EXPERT}.g_idx", lambda t: t.flip(0)),
+        "g_idx orders the groups by activation .desc_act., .*; fetch a file without desc_act",
+    ),
+    "zeros in a symmetric file": (
+        GPTQ,
+        filled(f"{EXPERT}.qzeros", 0),
+        "qzeros has zeros other than 8",
+    ),
+    "no zeros": (GPTQ_ZEROS, without(f"{EXPERT}.qzeros"), "qzeros is missing"),
+    "an infinite scale": (AWQ, filled(f"{EXPERT}.scales", float("inf")), "up_proj.scales holds"),
+    "transposed codes": (
+        AWQ,
+        changed(f"{EXPERT}.qweight", lambda t: t.T),
+        r"qweight has shape \[8, 64\] where \[64, 8\] is due",
+    ),
+    "an FP8 weight that is no number": (
+        FP8,
+        filled(f"{EXPERT}.weight", float("nan")),
+        "up_proj.weight holds NaN",
+    ),
+    "an FP8 weight without a scale": (
+        FP8,
+        without(f"{EXPERT}.weight_scale"),
+        "up_proj.weight_scale is missing",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def directory_of(make_family, tmp_path_factory):
+    """Map a layout to a cached directory in it."""
+    made: dict[str, Path] = {}
+
+    def make(name: str) -> Path:
+        if name not in made:
+            function, config, _ = LAYOUTS[name]
+            source = make_family("qwen3_moe", **WIDTHS["qwen3_moe"]).hf_directory
+            target = tmp_path_factory.mktemp("layout")
+            made[name], _ = write(source, target, lambda name: function, config)
+        return made[name]
+
+    return make
+
+
+def damage(source: Path, target: Path, change) -> None:
+    tensors = load_file(source / "model.safetensors")
+    change(tensors)
+    tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(tensors, target / "model.safetensors")
+    (target / "config.json").write_text((source / "config.json").read_text())
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_what_cannot_be_kept_is_one_line_and_leaves_nothing(directory_of, tmp_path, case):
+    name, change, message = BAD[case]
+    damage(directory_of(name), tmp_path, change)
+    with pytest.raises(ValueError, match=message) as error:
+        convert(tmp_path, progress=False)
+    assert "\n" not in str(error.value)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
+
+
+DAMAGES = {
+    "gone": lambda t: None,
+    "empty": lambda t: t.reshape(-1)[:0],
+    "a row less": lambda t: t[1:] if t.dim() else t.reshape(1, 1, 1),
+    "flat": lambda t: t.reshape(-1),
+    "twice": lambda t: torch.cat((t, t)) if t.dim() else t.expand(2),
+    "int64": lambda t: t.float().nan_to_num().long(),
+    "uint8": lambda t: t.float().nan_to_num().to(torch.uint8),
+    "one more axis": lambda t: t.unsqueeze(0),
+    "ones": lambda t: t.reshape(-1).contiguous().view(torch.uint8).fill_(255).view(t.dtype),
+}
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.data())
+def test_any_damage_is_one_line(directory_of, tmp_path_factory, data):
+    directory = directory_of(data.draw(st.sampled_from(sorted(LAYOUTS))))
+    tensors = load_file(directory / "model.safetensors")
+    for _ in range(data.draw(st.integers(1, 2))):
+        name = data.draw(st.sampled_from(sorted(tensors)))
+        changed = DAMAGES[data.draw(st.sampled_from(sorted(DAMAGES)))](tensors.pop(name))
+        if changed is not None:
+            tensors[name] = changed.contiguous().clone()
+    target = tmp_path_factory.mktemp("damaged")
+    save_file(tensors, target / "model.safetensors")
+    config = (directory / "config.json").read_text()
+    (target / "config.json").write_text(config)
+    try:
+        shards = {"model.safetensors": SafetensorsFile(target / "model.safetensors")}
+        conversion = Conversion(target, shards, {}, "fp32")
+        for file in conversion.plan.files:
+            conversion.assemble(file)
+    except ValueError as error:
+        assert str(error) and "\n" not in str(error)
+    shutil.rmtree(target)
