@@ -635,7 +635,10 @@ HEAD_LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("head", HEAD_LAYOUTS)
+@pytest.mark.parametrize(
+    "head",
+    [pytest.param(name, marks=() if name == "FP8" else pytest.mark.slow) for name in HEAD_LAYOUTS],
+)
 def test_a_head_beside_a_model_in_4_bits_keeps_its_own_format(head, make_headed, tmp_path):
     layout, formats = HEAD_LAYOUTS[head]
     source = make_headed("qwen3_5_moe", True).hf_directory

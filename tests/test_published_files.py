@@ -1,5 +1,6 @@
 """Files that other programs quantized: every number is the published one, and the text is too."""
 
+import importlib
 import json
 import shutil
 from pathlib import Path
@@ -58,7 +59,19 @@ def converted(directories: tuple[Path, Path]) -> tuple[Path, Path]:
     return quantized, plain
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+# `make test` runs some; the others differ in one function or one key from them.
+QUICK = "ModelOpt NVFP4", "compressed zeros", "compressed FP8", "GPTQ", "AWQ"
+QUICK += "qwen3_5_moe", "glm4_moe_lite"  # families
+
+
+def thinned(cases) -> list:
+    """Return the cases as pytest parameters, slow unless the first of their values is in QUICK."""
+    rows = [case if isinstance(case, tuple) else (case,) for case in cases]
+    slow = pytest.mark.slow
+    return [pytest.param(*row, marks=() if row[0] in QUICK else slow) for row in rows]
+
+
+@pytest.mark.parametrize("name", thinned(LAYOUTS))
 def test_the_published_numbers_are_kept(make_family, tmp_path, name):
     """Qwen3-30B-A3B's names: `mlp.experts.N.gate_proj`."""
     function, config, format = LAYOUTS[name]
@@ -97,7 +110,7 @@ FAMILIES = (
 )
 
 
-@pytest.mark.parametrize(("family", "name", "whole"), FAMILIES)
+@pytest.mark.parametrize(("family", "name", "whole"), thinned(FAMILIES))
 def test_families(make_family, tmp_path, family, name, whole):
     """Rows of queries that RoPE reorders keep their scales. kv_b_proj becomes numbers."""
     function, config, format = LAYOUTS[name]
@@ -311,7 +324,7 @@ DAMAGES = {
 }
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.data())
 def test_any_damage_is_one_line(directory_of, tmp_path_factory, data):
     directory = directory_of(data.draw(st.sampled_from(sorted(LAYOUTS))))
@@ -333,3 +346,32 @@ def test_any_damage_is_one_line(directory_of, tmp_path_factory, data):
     except ValueError as error:
         assert str(error) and "\n" not in str(error)
     shutil.rmtree(target)
+
+
+SCHEMES = {
+    "compressed NVFP4": dict(type="float", strategy="tensor_group", group_size=16),
+    "compressed MXFP4": dict(type="float", strategy="group", group_size=32),
+    "compressed groups of 32": dict(type="int", strategy="group", group_size=32),
+    "compressed channels": dict(type="int", strategy="channel"),
+    "compressed zeros": dict(type="int", strategy="group", group_size=32, symmetric=False),
+    "compressed FP8": dict(type="float", strategy="channel", num_bits=8),
+    "compressed int8": dict(type="int", strategy="channel", num_bits=8),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SCHEMES)
+def test_the_layouts_are_those_of_the_package(name):
+    """compressed-tensors reads what `published_files` writes. It rounds to the scales' dtype."""
+    pytest.importorskip("compressed_tensors", reason="pip install 'moe-fast[oracles]'")
+    base = importlib.import_module("compressed_tensors.compressors.base")
+    quantization = importlib.import_module("compressed_tensors.quantization")
+    function, config, _ = LAYOUTS[name]
+    tensors, want = function(torch.randn(24, 64, generator=torch.Generator().manual_seed(0)))
+    weights = quantization.QuantizationArgs(**{"num_bits": 4} | SCHEMES[name])
+    scheme = quantization.QuantizationScheme(targets=["Linear"], weights=weights)
+    compressor = base.BaseCompressor.get_value_from_registry(config["format"])
+    found = {leaf: part for leaf, part in tensors.items() if not leaf.startswith("input")}
+    got = compressor.decompress(found, scheme)["weight"].float()
+    exact = tensors["weight_scale"].dtype in (torch.float32, torch.uint8)
+    torch.testing.assert_close(got, want, rtol=0 if exact else 2**-8, atol=0)
