@@ -120,22 +120,42 @@ class OnCuda(Tensor):
     is_cuda = True
 
 
+# Formats with scales of another dtype, as other programs publish them.
+OTHER_SCALES = ("int4", "fp16"), ("uint4", "fp16"), ("uint4", "fp32"), ("fp8", "fp32")
+
+
 def case(
-    name: str, sizes: tuple[int, ...], out: int, width: int, dtype: torch.dtype, group: int
+    name: str,
+    sizes: tuple[int, ...],
+    out: int,
+    width: int,
+    dtype: torch.dtype,
+    group: int,
+    scale: str | None = None,
 ) -> tuple:
-    """Return x sorted by expert, group_ends, and the parts of random weights."""
+    """Return x sorted by expert, group_ends, and the parts of random weights.
+
+    scale: the dtype of scales, None: the format's.
+    """
     generator = torch.Generator().manual_seed(len(sizes))
     weight = torch.randn(len(sizes), out, width, generator=generator)
-    parts = pack_weight(weight, {"format": name, "group_size": group}, torch.device("cpu"))
+    spec = {"format": name, "group_size": group} | ({"scale": scale} if scale else {})
+    parts = pack_weight(weight, spec, torch.device("cpu"))
     x = torch.randn(sum(sizes), width, generator=generator).to(dtype)
     return x, torch.tensor(sizes).cumsum(0).int(), parts
 
 
 def error(
-    name: str, sizes: tuple[int, ...], out: int, width: int, dtype: torch.dtype, group: int
+    name: str,
+    sizes: tuple[int, ...],
+    out: int,
+    width: int,
+    dtype: torch.dtype,
+    group: int,
+    scale: str | None = None,
 ) -> float:
     """Return the kernel's relative error against unpack-then-matmul in fp64."""
-    x, ends, parts = case(name, sizes, out, width, dtype, group)
+    x, ends, parts = case(name, sizes, out, width, dtype, group, scale)
     ordered = FORMATS[name].grouped_order(x, group).as_subclass(OnCuda)
     got = grouped_packed(ordered, ends, list(parts.values()), name, group).as_subclass(Tensor)
     got = got.double()
@@ -237,13 +257,15 @@ def overwritten(ptx: str) -> int:
     return len(found)
 
 
-def grouped_code(name: str, experts: int, rows: int, dtype: torch.dtype) -> dict:
+def grouped_code(
+    name: str, experts: int, rows: int, dtype: torch.dtype, scale: str | None = None
+) -> dict:
     """Return counts of the kernel's machine code for `experts` with `rows` rows each.
 
     An MMA has a number of columns, and its left operand in registers or in shared memory.
     """
     group = FORMATS[name].choose_group(1024, None)
-    x, ends, parts = case(name, (rows,) * experts, 192, 1024, dtype, group)
+    x, ends, parts = case(name, (rows,) * experts, 192, 1024, dtype, group, scale)
     given = x, ends, parts, FORMATS[name].kind, FORMATS[name].bits, group
     found = launched_code(lambda: grouped_gemm(*given))["_grouped"]
     products = re.findall(r"HG?MMA\.(?:64x)?(\d+)\S+ R\d+, (\w+)", found.asm["sass"])
@@ -1249,7 +1271,7 @@ def few_dot4_errors() -> dict[str, float]:
     """Return the errors of one small case of each format."""
     replace_four_bits()
     names = "int4, groups of 128", "hqq4, experts, several tokens", "mxfp4, dense, five chunks"
-    names += ("nvfp4, gated, two tokens",)
+    names += "nvfp4, dense, five chunks", "uint4, experts, several tokens"
     return {name: dot4_error(DOT4[name], 1.0) for name in names}
 
 
@@ -1280,6 +1302,12 @@ def grouped_diagonal_errors() -> dict[str, float]:
         f"{name}, {shape}, {dtype}": error(name, *SHAPES[shape], dtype, GROUPS[name])
         for name, (dtype, shape) in zip(FORMATS, cases, strict=False)
     }
+    found |= {
+        f"{name} with scales in {scale}, {dtype}": error(
+            name, (3, 20), 40, 128, dtype, GROUPS[name], scale
+        )
+        for (name, scale), (dtype, _) in zip(OTHER_SCALES, cases, strict=False)
+    }
     return found | {"plain, float32": plain_error((70, 0, 10), 40, 64, torch.float32)}
 
 
@@ -1289,6 +1317,11 @@ def grouped_diagonal_codes() -> dict[str, dict]:
     return {
         f"{name}, {experts} experts, {rows} rows": grouped_code(name, experts, rows, torch.bfloat16)
         for name, (experts, rows) in zip(FORMATS, cases, strict=False)
+    } | {
+        f"{name} with scales in {scale}, {experts} experts, {rows} rows": grouped_code(
+            name, experts, rows, torch.bfloat16, scale
+        )
+        for (name, scale), (experts, rows) in zip(OTHER_SCALES, cases, strict=False)
     }
 
 

@@ -145,20 +145,22 @@ def _group_factors(fetched, weights, rows, s: tl.constexpr, DTYPE: tl.constexpr)
     offset = 0.0
     if s.kind == "nvfp4":
         even, odd = pair_factors(scale, DTYPE)
-        return _expand_pairs(even, odd, COUNT), offset
-    elif s.kind == "mxfp4":
-        scale = e2m1_factor(scale.to(tl.int32), DTYPE)
-    elif s.kind == "int4" and scale.dtype != tl.bfloat16:
-        scale = scale.to(tl.float32)  # or Triton would round products to fp16
-    elif s.kind == "hqq":
-        scale, zero = scale.to(tl.float32), zero.to(tl.float32)
-        if weights.scale_step is not None:
-            step, low = tl.load(weights.scale_step + rows), tl.load(weights.scale_low + rows)
-            scale = scale * step + low
-            step, low = tl.load(weights.zero_step + rows), tl.load(weights.zero_low + rows)
-            zero = zero * step + low
-        offset = _expand((zero + (128.0 if tl.bfloat16 == DTYPE else 0.0)) * scale, COUNT)
-    return _expand(scale, COUNT), offset
+        factor = _expand_pairs(even, odd, COUNT)
+    else:
+        if s.kind == "mxfp4":
+            scale = e2m1_factor(scale.to(tl.int32), DTYPE)
+        elif s.kind == "int4" and scale.dtype != tl.bfloat16:
+            scale = scale.to(tl.float32)  # or Triton would round products to fp16
+        elif s.kind == "hqq":
+            scale, zero = scale.to(tl.float32), zero.to(tl.float32)
+            if weights.scale_step is not None:
+                step, low = tl.load(weights.scale_step + rows), tl.load(weights.scale_low + rows)
+                scale = scale * step + low
+                step, low = tl.load(weights.zero_step + rows), tl.load(weights.zero_low + rows)
+                zero = zero * step + low
+            offset = _expand((zero + (128.0 if tl.bfloat16 == DTYPE else 0.0)) * scale, COUNT)
+        factor = _expand(scale, COUNT)
+    return factor, offset
 
 
 @jit
