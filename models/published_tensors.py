@@ -8,6 +8,7 @@ from torch import Tensor
 
 from checkpoint import SafetensorsFile, read_json
 from models.published_weights import PLAIN_DTYPES, Part
+from models.quantization import MODELOPT_FILE
 from models.tensors import Recipe
 
 NOT_PLAIN = "; only bf16, fp16 and fp32 are converted, and fp8 and mxfp4 where the config says so"
@@ -161,9 +162,9 @@ class PublishedTensors:
 
 
 def read_config(directory: Path) -> dict:
-    """Read config.json, with ModelOpt's hf_quant_config.json where it says nothing itself."""
+    """Read config.json, with ModelOpt's own file where it says nothing itself."""
     config = read_json(directory / "config.json")
-    beside = directory / "hf_quant_config.json"
+    beside = directory / MODELOPT_FILE
     if config.get("quantization_config") is None and beside.is_file():
         quantization = read_json(beside).get("quantization")
         quantization = quantization if isinstance(quantization, dict) else {}

@@ -122,11 +122,8 @@ def find_weight(
     """
     matrix = Matrix(tensors, name, rows, width)
     if matrix.dtype("qweight") is not None:
-        return (
-            read_awq(matrix, published)
-            if published.layout == "awq"
-            else read_gptq(matrix, published)
-        )
+        read = read_awq if published.layout == "awq" else read_gptq
+        return read(matrix, published)
     packed, plain = matrix.dtype("weight_packed"), matrix.dtype("weight")
     if packed is torch.int32:
         return read_packed_integers(matrix)

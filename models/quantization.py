@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+MODELOPT_FILE = "hf_quant_config.json"  # ModelOpt's own, beside config.json
 NEAREST = "fetch the original bf16 or fp16 checkpoint"
 FOUR_BITS = "only 4 bits are kept as published; add :int8 to the name of the bf16 model for 8"
 # ModelOpt's algorithms whose tensors are kept.

@@ -483,24 +483,28 @@ def test_a_format_of_a_model_that_is_published_in_another(hub, make_family, monk
 
 
 def test_a_published_4_bit_file_is_kept(hub, make_family, tmp_path):
-    """Its tensors lie in two files, codes apart from scales. Another format of it is refused."""
-    function, config, _ = LAYOUTS["GPTQ with zeros"]
+    """Its tensors lie in two files, codes apart from scales. Another format of it is refused.
+
+    What it is stands in ModelOpt's own file.
+    """
+    function, config, _ = LAYOUTS["ModelOpt NVFP4"]
     source = make_family("qwen3_moe", moe_intermediate_size=64, attention_bias=False).hf_directory
-    quantized, _ = write(source, tmp_path, lambda name: function, config)
+    quantized, plain = write(source, tmp_path, lambda name: function, config)
     tensors = load_file(quantized / "model.safetensors")
-    parts = {name: tensor for name, tensor in tensors.items() if name.endswith("scales")}
+    parts = {name: tensor for name, tensor in tensors.items() if name.endswith("_scale_2")}
     files = {"model-00001-of-00002.safetensors": parts}
     files["model-00002-of-00002.safetensors"] = {n: tensors[n] for n in tensors.keys() - parts}
     weight_map = {name: file for file, names in files.items() for name in names}
     hub.files = {name: save(found) for name, found in files.items()}
     hub.files["model.safetensors.index.json"] = json.dumps({"weight_map": weight_map}).encode()
-    hub.files["config.json"] = (quantized / "config.json").read_bytes()
-    with pytest.raises(ValueError, match=r"is published in uint4, .* leave :int8 out"):
+    hub.files["config.json"] = (plain / "config.json").read_bytes()
+    hub.files["hf_quant_config.json"] = json.dumps({"quantization": config}).encode()
+    with pytest.raises(ValueError, match=r"is published in nvfp4, .* leave :int8 out"):
         prepare(ModelName(REPO, "int8"), QUIET)
-    assert prepare(NAME, QUIET).name == "model_uint4"
+    assert prepare(NAME, QUIET).name == "model_nvfp4"
     hub.files = {}
-    assert prepare(NAME, QUIET).name == "model_uint4"
-    record = NAME.checkpoint("uint4") / "source.json"
+    assert prepare(NAME, QUIET).name == "model_nvfp4"
+    record = NAME.checkpoint("nvfp4") / "source.json"
     record.write_text(json.dumps(json.loads(record.read_text()) | {"published": "bf16"}))
     assert disk.find_checkpoint(NAME) is None
 
