@@ -53,8 +53,16 @@ def nibbles(packed: Tensor) -> Tensor:
 
 
 def nibbles_to_words(packed: Tensor, group: int) -> Tensor:
-    """Bytes of two 4-bit codes, the first in the low bits [..., n] -> `pack_words` of them."""
-    return pack_nibbles(nibbles(packed), group)
+    """Bytes of two 4-bit codes, the first in the low bits [..., n] -> `pack_words` of them.
+
+    Byte j + k * group / 16 of a group has field k of the words 2 j and 2 j + 1.
+    """
+    if group == 8:
+        return packed.contiguous().view(torch.int32)
+    fields = packed.unflatten(-1, (-1, 8, group // 16)).transpose(-1, -2).contiguous()
+    first, second = fields[..., ::2], fields[..., 1::2]
+    low, high = first & 15 | second << 4, first >> 4 | second & 0xF0
+    return torch.stack((low, high), dim=-2).flatten(-4).view(torch.int32)
 
 
 def bytes_to_words(codes: Tensor, group: int) -> Tensor:

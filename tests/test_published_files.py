@@ -16,6 +16,7 @@ from checkpoint import Checkpoint, SafetensorsFile
 from formats.packed import Packed
 from generate import load_model
 from models.converter import Conversion, convert
+from offload.plan import OffloadSettings
 from runtime.sampling import Sampling
 from runtime.session import Session
 
@@ -57,6 +58,22 @@ def check_same(quantized: Path, plain: Path, formats: set[str]) -> None:
 def converted(directories: tuple[Path, Path]) -> tuple[Path, Path]:
     quantized, plain = (convert(path, dtype="fp32", progress=False) for path in directories)
     return quantized, plain
+
+
+@pytest.fixture(scope="module")
+def directory_of(make_family, tmp_path_factory):
+    """Map a layout to a cached directory in it."""
+    made: dict[str, Path] = {}
+
+    def make(name: str) -> Path:
+        if name not in made:
+            function, config, _ = LAYOUTS[name]
+            source = make_family("qwen3_moe", **WIDTHS["qwen3_moe"]).hf_directory
+            target = tmp_path_factory.mktemp("layout")
+            made[name], _ = write(source, target, lambda name: function, config)
+        return made[name]
+
+    return make
 
 
 # `make test` runs some; the others differ in one function or one key from them.
@@ -145,6 +162,15 @@ def test_a_mixed_file_keeps_each_format(make_family, tmp_path):
     quantized, plain = converted(directories)
     assert quantized.name == "model_nvfp4"
     check_same(quantized, plain, {"nvfp4", "fp8"})
+
+
+@pytest.mark.parametrize("name", thinned(("AWQ", "compressed NVFP4", "compressed FP8")))
+def test_offloading_changes_no_bit(directory_of, tmp_path, name):
+    """Scales keep their dtype in host memory and in a pool of experts."""
+    quantized = convert(directory_of(name), tmp_path / "out", "fp32", progress=False)
+    whole = load_model(quantized, "cpu")
+    offloaded = load_model(quantized, "cpu", experts=OffloadSettings(gpu_experts=4))
+    assert torch.equal(all_logits(offloaded), all_logits(whole))
 
 
 def test_gate_and_up_keep_scales_of_their_own(make_family, tmp_path):
@@ -275,22 +301,6 @@ BAD = {
         "up_proj.weight_scale is missing",
     ),
 }
-
-
-@pytest.fixture(scope="module")
-def directory_of(make_family, tmp_path_factory):
-    """Map a layout to a cached directory in it."""
-    made: dict[str, Path] = {}
-
-    def make(name: str) -> Path:
-        if name not in made:
-            function, config, _ = LAYOUTS[name]
-            source = make_family("qwen3_moe", **WIDTHS["qwen3_moe"]).hf_directory
-            target = tmp_path_factory.mktemp("layout")
-            made[name], _ = write(source, target, lambda name: function, config)
-        return made[name]
-
-    return make
 
 
 def damage(source: Path, target: Path, change) -> None:

@@ -33,7 +33,7 @@ from formats.quantizer import (
     pack_weight,
     plan_format,
 )
-from formats.words import interleave, pack_words, unpack_words
+from formats.words import interleave, nibbles_to_words, pack_nibbles, pack_words, unpack_words
 from generate import EMBEDDED, load_model
 from model import ExpertLinear, Linear, ModelArgs, MoE, Transformer, swiglu, weighted_sum
 from models import args_of_checkpoint, build_model
@@ -163,6 +163,15 @@ def test_a_word_holds_what_the_docstring_says(bits):
         for i in range(group // fields)
     ]
     assert [word % 2**32 for word in pack_words(torch.tensor(codes), bits, group).tolist()] == want
+
+
+@pytest.mark.parametrize("group", (8, 16, 32, 128))
+def test_bytes_of_two_codes_become_words(group):
+    codes = torch.randint(16, (3, 2 * group), generator=torch.Generator().manual_seed(0))
+    packed = (codes[:, ::2] | codes[:, 1::2] << 4).to(torch.uint8)
+    want = pack_words(codes, 4, group)
+    assert torch.equal(nibbles_to_words(packed, group), want)
+    assert torch.equal(pack_nibbles(codes.to(torch.uint8), group), want)
 
 
 def test_third_bits_of_what_one_mask_makes_bytes_of_lie_8_apart():
