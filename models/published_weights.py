@@ -274,9 +274,7 @@ def read_packed_integers(matrix: Matrix) -> PublishedWeight:
     rows, width, scale = matrix.rows, matrix.width, matrix.dtype("weight_scale")
     shape = matrix.shape("weight_packed")
     if shape == (rows, width // 4) and width % 4 == 0:
-        raise matrix.refusal(
-            "weight_packed", "has 8 bits a weight", "add :int8 to the name of the bf16 model"
-        )
+        raise eight_bits(matrix, "weight_packed")
     matrix.check("weight_packed", (torch.int32,), (rows, width // 8))
     count = matrix.shape("weight_scale")[-1] if matrix.shape("weight_scale") else 0
     matrix.check("weight_scale", PLAIN_DTYPES, (rows, count))
@@ -309,6 +307,12 @@ def read_packed_integers(matrix: Matrix) -> PublishedWeight:
     return integers(matrix, groups, words, found, zeros)
 
 
+def eight_bits(matrix: Matrix, leaf: str) -> ValueError:
+    """Return the error for integers of 8 bits in groups: `int8` has one scale a row."""
+    fix = "add :int8 to the name of the bf16 model, or take a file with 4 or 16 bits there"
+    return matrix.refusal(leaf, "has 8 bits a weight", fix)
+
+
 def order_tensors(matrix: Matrix, leaf: str, groups: Groups) -> tuple[str, ...]:
     """Return the tensor with the group of each number along `in`, if there is one that matters."""
     if matrix.dtype(leaf) is None:
@@ -333,6 +337,8 @@ def check_order(matrix: Matrix, leaf: str, groups: Groups) -> None:
 def read_gptq(matrix: Matrix, published: Published) -> PublishedWeight:
     """qweight [in / 8, out] and qzeros [groups, out / 8], both in sequence."""
     rows, width = matrix.rows, matrix.width
+    if matrix.shape("qweight") == (width // 4, rows) and width % 4 == 0:
+        raise eight_bits(matrix, "qweight")
     matrix.check("qweight", (torch.int32,), (width // 8, rows))
     groups, scales = read_scales(matrix)
 

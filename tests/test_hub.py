@@ -485,7 +485,7 @@ def test_a_format_of_a_model_that_is_published_in_another(hub, make_family, monk
 def test_a_published_4_bit_file_is_kept(hub, make_family, tmp_path):
     """Its tensors lie in two files, codes apart from scales. Another format of it is refused.
 
-    What it is stands in ModelOpt's own file.
+    Its format stands in ModelOpt's own file alone.
     """
     function, config, _ = LAYOUTS["ModelOpt NVFP4"]
     source = make_family("qwen3_moe", moe_intermediate_size=64, attention_bias=False).hf_directory

@@ -263,6 +263,11 @@ BAD = {
         changed(f"{EXPERT}.weight_packed", lambda t: t.repeat(1, 2)),
         "weight_packed has 8 bits a weight; add :int8",
     ),
+    "8 bits of GPTQ": (
+        GPTQ,
+        changed(f"{EXPERT}.qweight", lambda t: t.repeat(2, 1)),
+        "qweight has 8 bits a weight; add :int8",
+    ),
     "groups of 12": (
         PACKED,
         changed(f"{EXPERT}.weight_scale", lambda t: t.repeat(1, 3)[:, :5]),

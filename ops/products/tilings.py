@@ -139,10 +139,12 @@ def numbers(shape: str) -> list[int]:
 
 def choose_tiles(weight: Weight, quads: int, loads: int) -> Tiles:
     """Return how to divide a product with x of `quads` quads. loads: 2 for gate and up, else 1."""
-    table = measured().get(gpu_class(weight.gpu), {}).get(f"{weight.kind} {loads}", {})
+    # uint4 takes the registers of int4, not those of hqq with its steps of scales and zeros.
+    kind = "int4" if weight.kind == "hqq" and len(weight.parts) == 3 else weight.kind
+    table = measured().get(gpu_class(weight.gpu), {}).get(f"{kind} {loads}", {})
     found = table.get(f"{weight.out}x{quads}")
     if found is None:
-        return DEFAULTS[weight.kind, loads].tiles(quads)
+        return DEFAULTS[kind, loads].tiles(quads)
     rows, lanes, depth, warps, stay, registers = [*found, 0, 0][:6]
     return Tiles(rows, lanes, depth, warps, bool(stay), registers)
 
