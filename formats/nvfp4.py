@@ -29,6 +29,10 @@ class NVFP4(Format):
     def min_group(self) -> int:
         return 2 * BLOCK
 
+    @property
+    def has_own_group(self) -> bool:
+        return True
+
     def fits(self, width: int, group: int) -> bool:
         return group == self.group and width % group == 0
 

@@ -1,4 +1,4 @@
-"""Which models runtime/fused_decode.py runs, and how shared experts are stacked on the others."""
+"""Which models runtime/fused_layer.py runs, and how shared experts are stacked on the others."""
 
 from types import SimpleNamespace
 
@@ -18,13 +18,8 @@ from ops.products import dense
 from ops.products.few_tokens import FewTiles
 from ops.products.weights import plain_weight
 from runtime.fused_attention import FusedDecodeAttention, fuse_decode_attention, fused_attention
-from runtime.fused_decode import (
-    PROMPT_CHUNKS,
-    FusedLayer,
-    FusedRunner,
-    fused_layers,
-    stack,
-)
+from runtime.fused_decode import PROMPT_CHUNKS, FusedRunner
+from runtime.fused_layer import FusedLayer, fused_layers, stack
 from runtime.kernel_choice import choose_runner, describe_kernels, why_not_fused
 from runtime.loading import check_decode_kernels
 from runtime.plain_forms import FORMS, TESTED, changed_forms, digest_of
