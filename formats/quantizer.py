@@ -1,7 +1,8 @@
 """Which modules of a model get which format, and writing a checkpoint in it.
 
 A checkpoint's "format" is {"name", "dtype", "modules": {module: {"format", "group_size"}}}; without
-"modules" nothing is packed. Functions here take the model that it belongs to, on the meta device.
+"modules" nothing is packed. A module may have "scale", too: the dtype of published scales.
+Functions here take the model that it belongs to, on the meta device.
 """
 
 import re
@@ -233,18 +234,23 @@ def pack_modules(model: Transformer, format: dict) -> None:
 
 def packed_module(module: nn.Module, path: str, spec: dict) -> Packed:
     """Return the packed module that replaces this one. Raises one of the errors caught above."""
-    name, group = spec["format"], spec["group_size"]
+    name, group, scale = spec["format"], spec["group_size"], scale_dtype(spec)
     if type(group) is not int:
         raise TypeError
     if isinstance(module, ExpertLinear):
-        packed = PackedExpertLinear(module, name, group)
+        packed = PackedExpertLinear(module, name, group, scale)
     elif isinstance(module, Linear):
-        packed = PackedLinear(module, name, group)
+        packed = PackedLinear(module, name, group, scale)
     else:
         raise TypeError
     if has_gate_and_up(path) and FORMATS[name].blocks and module.weight.shape[1] % (2 * group):
         raise ValueError("gate and up are not of whole blocks")
     return packed
+
+
+def scale_dtype(spec: dict) -> torch.dtype | None:
+    """Return the dtype of a module's scales; None: its format's. Raises KeyError for another."""
+    return DTYPES[spec["scale"]] if "scale" in spec else None
 
 
 def pack_weight(
@@ -259,7 +265,7 @@ def pack_weight(
     options = {"iterations": iterations} if format.has_solver and iterations is not None else {}
     parts = {
         name: torch.empty(shape, dtype=dtype, device=device)
-        for name, (shape, dtype) in format.layout(weight.shape, group).items()
+        for name, (shape, dtype) in format.layout(weight.shape, group, scale_dtype(spec)).items()
     }
     height, width = weight.shape[-2:]
     step = max(group, PACK_CHUNK // width // group * group)  # whole blocks, if a format has blocks
