@@ -68,7 +68,8 @@ class FusedHead:
 
     def forward(self, x: Tensor) -> Tensor:
         """x [T, D], not normed -> fp32 logits [T, V], of which none is rounded to bf16."""
-        normed, norm = dense.norm_apart(x, self.norm.weight, self.norm.eps)
+        weight = self.norm.weight
+        normed, norm = dense.norm_apart(x, weight, self.norm.eps, self.weight)
         return dense.dense_product(normed, self.weight, norm, dtype=torch.float32)
 
 

@@ -131,8 +131,8 @@ class FusedAttention:
         """
         projected = x.new_empty(len(x), sum(weight.out for weight, _ in self.inputs))
         parts = projected.split([weight.out for weight, _ in self.inputs], dim=1)
-        eps = self.norm.eps
-        normed, norm = dense.norm_apart(x, self.norm.weight, eps)
+        weight, eps = self.norm.weight, self.norm.eps
+        normed, norm = dense.norm_apart(x, weight, eps, self.inputs[0][0])
         for n, ((weight, bias), part) in enumerate(zip(self.inputs, parts, strict=True)):
             early = n == 1  # then the kernel before the previous one, which writes x, has ended
             dense.dense_product(normed, weight, norm, bias=bias, out=part, early=early)

@@ -21,7 +21,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from unittest import mock
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -56,7 +55,7 @@ from ops.attention import (
     gqa_kernels,
 )
 from ops.declared import SWIGLU, Activation, Routing
-from ops.products import codes, dense, expert_tiles, few_tokens, fragments, quantized_x
+from ops.products import dense, expert_tiles, few_tokens, few_x, fragments, quantized_x
 from ops.products import experts as moe_decode
 from ops.products import tilings as moe_tiles
 from ops.products.join import NormRouter, norm_router, receive_norm_router
@@ -72,15 +71,14 @@ from runtime.loading import WeightLoader
 from tests.interpreter_bounds import check_bounds
 from tests.kernels_without_gpu import (
     Launch,
-    add_dot,
     compiled,
-    fields,
     replace_four_bits,
     unchanged,
 )
 from tests.launched_code import launched_code
 
 GROUPS = dict(int4=32, hqq4=32, mxfp4=32, int8=16, fp8=16, fp8b=32)  # so that small widths fit
+GROUPS |= dict(q8_0=32, q4_0=32, iq4_nl=32, q4_k=256, q5_k=256, q6_k=256, iq4_xs=256)
 
 
 @dataclass(frozen=True)
@@ -107,11 +105,6 @@ class Case:
     last: tuple[int, ...] = ()  # each sequence's last real token; (): all are real
 
 
-def bytes_twin(word, x, total):
-    """Replace `codes._add_bytes`, which is inline assembly."""
-    return add_dot(total, fields(word, np.int8), fields(x, np.int16))
-
-
 @triton.jit
 def dot_twin(a, b, total):
     """Replace `fragments._dot`: the interpreter multiplies bf16 bits as integers."""
@@ -120,7 +113,7 @@ def dot_twin(a, b, total):
 
 @triton.jit
 def norm_twin(x, norm):
-    """Replace `fragments._multiply_bf16`."""
+    """Replace `few_x._multiply_bf16`."""
     product = x.to(tl.float32) * norm.to(tl.float32)
     first = product.to(tl.bfloat16)
     return first, (product - first.to(tl.float32)).to(tl.bfloat16)
@@ -549,7 +542,7 @@ def sharded_error(family: str, format: str, sends: bool = True) -> dict[str, flo
     """
     kind, arguments = LAYERS[family]
     args = kind(family, **arguments)
-    group = None if FORMATS[format].per_row else GROUPS[format]
+    group = None if FORMATS[format].has_own_group else GROUPS[format]
     spec = plan_format(build_model(args), format, format, group_size=group, dtype="fp32")
     source = ShardedWeights(args, spec)
     whole = shard_of(source, 0, 1)
@@ -863,8 +856,7 @@ def main() -> int:
         # Programs that stay have several tiles.
         moe_tiles.RESIDENT, Weight.multiprocessors = 12, 1
         replace_four_bits()
-        codes._add_bytes = bytes_twin
-        fragments._dot, fragments._multiply_bf16 = dot_twin, norm_twin
+        fragments._dot, few_x._multiply_bf16 = dot_twin, norm_twin
         layers = [layer_errors(*pair) for pair in given.get("layers", ())]
         models = [model_error(*pair) for pair in given.get("models", ())]
         found = {"cases": [errors(case) for case in cases], "layers": layers, "models": models}
