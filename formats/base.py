@@ -15,7 +15,7 @@ docs/adding_a_format.md walks through one format and adds another.
 import torch
 from torch import Tensor
 
-from formats.words import interleave
+from formats.words import interleave, pack_words, unpack_words
 from ops.inductor import materialize
 from ops.products.prompt import grouped_run
 
@@ -30,7 +30,7 @@ class Format:
 
     name: str
     bits: int  # per code
-    group: int  # default of G, the numbers along `in` that are packed (and scaled) together
+    group: int  # largest default of G, the numbers along `in` that are packed (and scaled) together
     kind: str | None = None  # how the kernels of ops/products/ decode it; None: they do not
     has_gemv = False  # ops.products.gemv multiplies it with one token
     has_solver = False  # `pack` takes the number of a solver's iterations
@@ -99,10 +99,16 @@ class Format:
 
     # What follows from that -----------------------------------------------------------------------
 
-    def layout(self, shape: torch.Size, group: int) -> Layout:
-        """Return shape and dtype of each part of a weight [..., out, in], in the parts' order."""
+    def layout(self, shape: torch.Size, group: int, scale: torch.dtype | None = None) -> Layout:
+        """Return shape and dtype of each part of a weight [..., out, in], in the parts' order.
+
+        scale: the dtype of `scale`, if published scales have another one than ours.
+        """
         *rows, width = shape
-        return self.code_layout(rows, width) | self.scale_layout(rows, width, group)
+        layout = self.code_layout(rows, width) | self.scale_layout(rows, width, group)
+        if scale is not None:
+            layout["scale"] = layout["scale"][0], scale
+        return layout
 
     def fits(self, width: int, group: int) -> bool:
         """Whether groups of this size divide rows of `width` numbers into whole words."""
@@ -126,10 +132,27 @@ class Format:
         return group
 
     def default_group(self, width: int) -> int:
-        """Return the G to use for rows of `width` numbers."""
-        if self.per_row:  # any that divides the row; large ones let kernels load more at once
-            return next((n for n in (16, 8) if width % n == 0), 4)
-        return self.group
+        """Return the G to use for rows of `width` numbers: `group`, halved until it divides them.
+
+        Large groups have few scales, and let kernels load more at once.
+        """
+        group = self.group
+        while group % 2 == 0 and group // 2 >= self.min_group and not self.fits(width, group):
+            group //= 2
+        return group
+
+    def regroup(self, name: str, part: Tensor, group: int, smaller: int) -> Tensor:
+        """Return a part that has whole groups as the part of `smaller` ones, which divide them.
+
+        No number changes: codes are put in another order, and scales are repeated.
+        """
+        if group == smaller:  # a format with a G of its own has no smaller groups
+            return part
+        if name == "codes":
+            bits = 32 // self.codes_per_word
+            return pack_words(unpack_words(part, bits, group), bits, smaller)
+        (_, of_two_groups), _ = self.scale_layout((1,), 2 * group, group)[name]
+        return part if of_two_groups == 1 else part.repeat_interleave(group // smaller, -1)
 
     def grouped_order(self, x: Tensor, group: int) -> Tensor:
         """Reorder x [..., in] along `in` as ops.products.prompt unpacks this format's weights.

@@ -27,7 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 import tp
-from formats import FORMATS
+from formats import FORMATS, PLAIN
 from formats.packed import Packed, PackedExpertLinear, PackedLinear
 from formats.quantizer import plan_format
 from model import (
@@ -64,8 +64,9 @@ from ops.products.weights import INTEGERS, Weight, packed_weight, plain_weight
 from ops.ranks.all_reduce import receive_add
 from ops.ranks.mailbox import MAX_DIM, MAX_PROGRAMS, MAX_WORDS, TokenInbox, words_of
 from runtime.fused_attention import FusedDecodeAttention
-from runtime.fused_decode import MAX_FEW, FusedLayer, FusedRunner
+from runtime.fused_decode import FusedRunner
 from runtime.fused_latent_attention import FusedLatentAttention
+from runtime.fused_layer import MAX_FEW, FusedLayer
 from runtime.loading import WeightLoader
 from tests.interpreter_bounds import check_bounds
 from tests.kernels_without_gpu import (
@@ -76,7 +77,8 @@ from tests.kernels_without_gpu import (
 )
 from tests.launched_code import launched_code
 
-GROUPS = dict(int4=32, hqq4=32, mxfp4=32, int8=16, fp8=16, fp8b=32)  # so that small widths fit
+GROUPS = dict(int4=32, uint4=32, hqq4=32, mxfp4=32, nvfp4=32)  # so that small widths fit
+GROUPS |= dict(int8=16, fp8=16, fp8b=32)
 GROUPS |= dict(q8_0=32, q4_0=32, iq4_nl=32, q4_k=256, q5_k=256, q6_k=256, iq4_xs=256)
 
 
@@ -399,17 +401,22 @@ NEVER_PACKED = ".router", ".shared_gate"
 
 
 def small_model(family: str, format: str, batch: int = 1, **changes) -> Transformer:
-    """Return a family's model with random weights in a format, and fp16 beside."""
+    """Return a family's model with random weights in a format, and fp16 beside.
+
+    Groups are those of a checkpoint: experts' second products have smaller ones than their first.
+    """
     torch.manual_seed(0)
     kind, arguments = LAYERS[family]
     args = kind(family, **arguments | changes)
     model = family_of(args).model_class(args)
     for parameter in model.parameters():
         parameter.data = torch.randn_like(parameter) * parameter.shape[-1] ** -0.5
-    for block in model.layers:
-        for name, module in list(block.named_modules()):
-            if isinstance(module, Linear | ExpertLinear) and not name.endswith(NEVER_PACKED):
-                block.set_submodule(name, packed(module, format))
+    planned = plan_format(model, format, format, PLAIN)["modules"]
+    for path, module in list(model.layers.named_modules(prefix="layers")):
+        if isinstance(module, Linear | ExpertLinear) and not path.endswith(NEVER_PACKED):
+            default = FORMATS[format].default_group(module.weight.shape[-1])
+            group = planned[path]["group_size"] if path in planned else default
+            model.set_submodule(path, packed(module, format, group))
     model.half()
     model.setup_cache(batch, 128)
     return model
@@ -434,7 +441,7 @@ def layer_errors(
     last: list[int] | None = None,
     ratios: tuple[float, ...] = (0, 99),
 ) -> list[dict[str, float]]:
-    """Compare layers of runtime/fused_decode.py with `Block.forward`, in fp16.
+    """Compare layers of runtime/fused_layer.py with `Block.forward`, in fp16.
 
     The cache has earlier tokens. last: of each sequence, the last token that is real. Experts of
     several tokens are computed in tiles, and pair by pair: ratios are values of `PAIR_RATIO`.
@@ -541,8 +548,7 @@ def sharded_error(family: str, format: str, sends: bool = True) -> dict[str, flo
     """
     kind, arguments = LAYERS[family]
     args = kind(family, **arguments)
-    group = None if FORMATS[format].has_own_group else GROUPS[format]
-    spec = plan_format(build_model(args), format, format, group_size=group, dtype="fp32")
+    spec = plan_format(build_model(args), format, format, dtype="fp32")
     source = ShardedWeights(args, spec)
     whole = shard_of(source, 0, 1)
     x, _, context = whole.begin(torch.tensor([[7]]), torch.tensor([[40]]))
@@ -597,12 +603,12 @@ def sharded_error(family: str, format: str, sends: bool = True) -> dict[str, flo
     }
 
 
-def packed(module: Linear | ExpertLinear, format: str) -> Packed:
-    """Return the module with its weight in a format, in groups that fit small rows."""
+def packed(module: Linear | ExpertLinear, format: str, group: int) -> Packed:
+    """Return the module with its weight in a format."""
     kind = PackedExpertLinear if isinstance(module, ExpertLinear) else PackedLinear
     with torch.device("meta"):
-        found = kind(module, format, GROUPS[format])
-    for name, part in FORMATS[format].pack(module.weight, GROUPS[format]).items():
+        found = kind(module, format, group)
+    for name, part in FORMATS[format].pack(module.weight, group).items():
         setattr(found, name, torch.nn.Parameter(part, requires_grad=False))
     return found
 

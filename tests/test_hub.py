@@ -16,6 +16,7 @@ import pytest
 import torch
 from conftest import HYBRID_CHECKPOINT
 from hub_server import REPO, ROOT, environment
+from published_files import LAYOUTS, write
 from safetensors.torch import load_file, save
 
 import eval
@@ -29,8 +30,8 @@ from cli.resumable import ResumableDirectory, partial_path
 from formats import FORMATS, PLAIN
 from formats.quantizer import plan_format
 from generate import EMBEDDED
+from hub import disk, shards
 from hub import prepare as script
-from hub import shards
 from hub.disk import stored_models
 from hub.prepare import Settings, prepare
 from models import args_of_checkpoint, build_model
@@ -116,8 +117,8 @@ def error_of(module, monkeypatch, capsys, *arguments) -> str:
 
 def test_formats_are_those_that_there_are():
     assert tuple(FORMATS) == model_name.format_names() and model_name.PLAIN == PLAIN
-    published = {PLAIN, *(f.name for f in FORMATS.values() if f.name in ("mxfp4", "fp8b"))}
-    assert set(model_name.PUBLISHED) == published
+    assert {*model_name.PUBLISHED} == {PLAIN, *FORMATS} - {"hqq4", "hqq3", "hqq2"}
+    assert model_name.PUBLISHED[: len(model_name.UNRECORDED)] == model_name.UNRECORDED
 
 
 @pytest.mark.parametrize(
@@ -178,18 +179,17 @@ def test_the_disk_never_holds_the_whole_download(hub, source, folder, monkeypatc
     """And never more than the plan has found."""
     caplog.set_level(logging.INFO, "moe_fast")
     held, peaks, total = [], [], sum(len(hub.files[name]) for name in weights(hub))
-    peak_bytes, make = script.Fetch.peak_bytes, script.Fetch.make
+    peak_bytes, write = script.Fetch.peak_bytes, script.Fetch.write
 
-    def measured(self, file, names):
-        tensors = make(self, file, names)
+    def measured(self, *arguments):
+        write(self, *arguments)
         held.append(sum(path.stat().st_size for path in folder.rglob("*.safetensors")))
-        return tensors
 
     def recorded(self, written):
         peaks.append(peak_bytes(self, written))
         return peaks[-1]
 
-    monkeypatch.setattr(script.Fetch, "make", measured)
+    monkeypatch.setattr(script.Fetch, "write", measured)
     monkeypatch.setattr(script.Fetch, "peak_bytes", recorded)
     prepare(INT8, QUIET)
     assert len(held) == 4 and max(held) < total and max(held) <= peaks[0] < total
@@ -345,19 +345,19 @@ def test_a_process_that_ends_is_resumed(hub, source, folder, tmp_path, number):
 
 
 def test_parts_of_another_version_are_not_used(hub, source, folder, tmp_path, monkeypatch):
-    make, calls = script.Fetch.make, []
+    write, calls = script.Fetch.write, []
 
-    def broken(self, file, names):
+    def broken(self, writer, file, packing):
         calls.append(file)
         if len(calls) > 2:
             raise KeyboardInterrupt
-        return make(self, file, names)
+        write(self, writer, file, packing)
 
-    monkeypatch.setattr(script.Fetch, "make", broken)
+    monkeypatch.setattr(script.Fetch, "write", broken)
     with pytest.raises(KeyboardInterrupt):
         prepare(INT8, QUIET)
     assert len(list(partial_path(folder / "model_int8").rglob("layer_*"))) == 2
-    monkeypatch.setattr(script.Fetch, "make", make)
+    monkeypatch.setattr(script.Fetch, "write", write)
     other = tmp_path / "source"
     other.mkdir()
     for name, data in hub.files.items():
@@ -456,6 +456,17 @@ def test_a_format_that_is_not_known(hub, source, monkeypatch, capsys):
         check_format(ModelName(REPO, "int8-int5"))
 
 
+def test_a_format_that_cannot_be_made_is_refused_by_the_config_alone(
+    hub, source, monkeypatch, capsys
+):
+    """The experts' rows of 64 numbers become 40: hqq2's groups are of 16."""
+    config = json.loads((source / "config.json").read_text()) | {"intermediate_size": 40}
+    hub.files["config.json"] = json.dumps(config).encode()
+    message = "experts.w2 in hqq2: groups of 16 do not divide rows of 40"
+    assert_refused(hub, monkeypatch, capsys, f"{REPO}:hqq2", message)
+    assert {name for _, name, _ in hub.requests} == {"api", "config.json"}
+
+
 def test_a_format_of_a_model_that_is_published_in_another(hub, make_family, monkeypatch, capsys):
     source = put_on_hub(hub, make_family("gpt_oss").hf_directory)
     config = json.loads((source / "config.json").read_text())
@@ -479,6 +490,33 @@ def test_a_format_of_a_model_that_is_published_in_another(hub, make_family, monk
     for format, fix in (("int8", "is quantized already (mxfp4)"), ("bf16", "leave :bf16 out")):
         line = error_of(generate, monkeypatch, capsys, "--model", f"{REPO}:{format}")
         assert fix in line
+
+
+def test_a_published_4_bit_file_is_kept(hub, make_family, tmp_path):
+    """Its tensors lie in two files, codes apart from scales. Another format of it is refused.
+
+    Its format stands in ModelOpt's own file alone.
+    """
+    function, config, _ = LAYOUTS["ModelOpt NVFP4"]
+    source = make_family("qwen3_moe", moe_intermediate_size=64, attention_bias=False).hf_directory
+    quantized, plain = write(source, tmp_path, lambda name: function, config)
+    tensors = load_file(quantized / "model.safetensors")
+    parts = {name: tensor for name, tensor in tensors.items() if name.endswith("_scale_2")}
+    files = {"model-00001-of-00002.safetensors": parts}
+    files["model-00002-of-00002.safetensors"] = {n: tensors[n] for n in tensors.keys() - parts}
+    weight_map = {name: file for file, names in files.items() for name in names}
+    hub.files = {name: save(found) for name, found in files.items()}
+    hub.files["model.safetensors.index.json"] = json.dumps({"weight_map": weight_map}).encode()
+    hub.files["config.json"] = (plain / "config.json").read_bytes()
+    hub.files["hf_quant_config.json"] = json.dumps({"quantization": config}).encode()
+    with pytest.raises(ValueError, match=r"is published in nvfp4, .* leave :int8 out"):
+        prepare(ModelName(REPO, "int8"), QUIET)
+    assert prepare(NAME, QUIET).name == "model_nvfp4"
+    hub.files = {}
+    assert prepare(NAME, QUIET).name == "model_nvfp4"
+    record = NAME.checkpoint("nvfp4") / "source.json"
+    record.write_text(json.dumps(json.loads(record.read_text()) | {"published": "bf16"}))
+    assert disk.find_checkpoint(NAME) is None
 
 
 def test_a_damaged_header(hub, source, monkeypatch, capsys):

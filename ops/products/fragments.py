@@ -12,11 +12,12 @@ x at the numbers which these bytes contain. Nothing moves between lanes, or thro
 Units. Codes are read as units of 16 bits (ops/products/units.py). The two units of a word are
 neighbors in a tensor core's register. A step is 4 * vec words of each row: vec neighboring words
 for each of four lanes. Each of a program's n warps takes every n-th step, and the warps' sums are
-added at the end. `depth` steps of a warp are in flight.
+added at the end. A warp has `depth` steps of weights in flight, and `x_depth` of x: weights come
+from memory, x from L2.
 
 Exactness. Codes are multiplied as they are: 16 bits hold each of them exactly. A group's scale
-multiplies the fp32 sum of its products, so that a step lies within a group; a power of two (mxfp4)
-multiplies the codes. x times the norm's weight is the sum of two 16-bit numbers.
+multiplies the fp32 sum of its products, so that a step lies within a group; a scale of few digits
+(mxfp4, nvfp4) multiplies the codes. x times the norm's weight is the sum of two 16-bit numbers.
 """
 
 # ruff: noqa: RUF005  (Triton adds tuples, but does not unpack them)
@@ -26,10 +27,19 @@ from dataclasses import dataclass
 
 from ops.launch import jit, tl, triton
 from ops.products.few_x import load_fields, times_norm, token_fragments
-from ops.products.units import decode, e2m1_factor, first_byte, scale_and_min, second_byte
+from ops.products.pipeline import replace
+from ops.products.units import (
+    decode,
+    e2m1_factor,
+    first_byte,
+    pair_factors,
+    scale_and_min,
+    second_byte,
+)
 from ops.products.weights import GGUF
 
 TILE = 8  # tokens of a tensor core's instruction
+UNROLLED = 8  # most steps that are unrolled, so that none is loaded in vain
 
 
 @dataclass(frozen=True)
@@ -43,7 +53,8 @@ class FewSettings:
     vec: int  # words that a lane loads at once
     rows: int  # rows of the result that a program computes
     warps: int
-    depth: int
+    depth: int  # steps of weights in flight, which divide all steps
+    x_depth: int  # steps of x in flight, which divide `depth`
     tokens: int  # tokens of a program
 
     @property
@@ -66,14 +77,24 @@ class FewSettings:
         return triton.cdiv(self.words, 4 * self.vec * self.warps)
 
     @property
+    def turns(self) -> int:
+        """Turns of the loop over steps."""
+        return 1 if self.steps <= UNROLLED else self.steps // self.depth
+
+    @property
     def tiles(self) -> int:
         """Tiles of a program, a power of two."""
         return triton.next_power_of_2(triton.cdiv(self.tokens, TILE))
 
     @property
     def row_scaled(self) -> bool:
-        """Whether a row has one scale."""
-        return self.kind in ("int8", "fp8")
+        """Whether a scale a row multiplies the sums."""
+        return self.kind in ("int8", "fp8", "nvfp4")
+
+    @property
+    def e2m1(self) -> bool:
+        """Whether codes are e2m1 numbers, which scales multiply."""
+        return self.kind in ("mxfp4", "nvfp4")
 
     @property
     def step_scaled(self) -> bool:
@@ -102,8 +123,8 @@ class FewSettings:
 
     @property
     def scales(self) -> int:
-        """Scales of an expert's weight; for mxfp4 pairs of them."""
-        if self.row_scaled:
+        """Scales of an expert's weight; for mxfp4 and nvfp4 pairs of them."""
+        if self.row_scaled and not self.e2m1:
             return self.out
         if self.kind == "fp8b":
             return triton.cdiv(self.out, self.group) * (self.width // self.group)
@@ -153,7 +174,7 @@ def _load_step(weights, row, step, s: tl.constexpr):
     tile = (tl.load(tl.max_contiguous(tl.multiple_of(units, 2 * UNITS), UNITS)),)
     # Of two dimensions: the compiler gives neighbors to a lane if loads of one shape, of x, do so.
     lane = tl.arange(0, LANES)
-    if s.kind != "mxfp4":
+    if not s.e2m1:
         lane = lane[:, None]
     rows, word = _rows_and_words(lane, row, step, s)
     if s.gguf:
@@ -166,7 +187,7 @@ def _load_step(weights, row, step, s: tl.constexpr):
     elif s.kind == "fp8b":
         scale = weights.scale + rows // GROUP * (WIDTH // GROUP) + word * 4 // GROUP
         tile = tile + (tl.load(scale),)
-    elif s.kind == "int4" or s.kind == "mxfp4" or s.kind == "hqq":
+    elif s.step_scaled or s.e2m1:
         group = rows * (WIDTH // GROUP) + word * 8 // GROUP
         if s.kind == "mxfp4":
             # Pairs of exponents: with loads of 8 bits before it, a product would take other
@@ -175,7 +196,9 @@ def _load_step(weights, row, step, s: tl.constexpr):
             tile = tile + (pair >> group % 2 * 8 & 0xFF,)
         else:
             tile = tile + (tl.load(weights.scale + group),)
-        if s.kind == "hqq":
+        if s.kind == "hqq" and weights.scale_step is None:
+            tile = tile + (tl.load(weights.zero + group),)
+        elif s.kind == "hqq":
             tile = tile + (tl.load(weights.scale_step + rows), tl.load(weights.scale_low + rows))
             tile = tile + (tl.load(weights.zero + group),)
             tile = tile + (tl.load(weights.zero_step + rows), tl.load(weights.zero_low + rows))
@@ -208,7 +231,8 @@ def load_rows(weights, row, step, s: tl.constexpr):
 def load_row_scales(weights, first, rows, inside, s: tl.constexpr):
     """Load the scales of rows, counted from `first` on, of a kind with one scale a row."""
     if s.row_scaled:
-        return tl.load(weights.scale + first + rows, mask=inside, other=0.0).to(tl.float32)
+        scale = weights.scale_step if s.kind == "nvfp4" else weights.scale
+        return tl.load(scale + first + rows, mask=inside, other=0.0).to(tl.float32)
     else:
         return 1.0
 
@@ -243,11 +267,20 @@ def _row_factors(factor, s: tl.constexpr):
 
 @jit
 def _unit_factors(scale, s: tl.constexpr, DTYPE: tl.constexpr):
-    """Repeat one scale of mxfp4 a lane for each of its units, as a factor of `decode`."""
+    """Repeat one scale of mxfp4, or a pair of nvfp4, a lane for each of its units.
+
+    Return factors of `decode`.
+    """
     R: tl.constexpr = s.rows // 8
     WARPS: tl.constexpr = s.warps
-    factor = tl.reshape(e2m1_factor(scale, DTYPE), [R, WARPS, 8, 4, 1])
-    return tl.reshape(tl.broadcast_to(factor, [R, WARPS, 8, 4, 8]), [R * WARPS * 256])
+    if s.kind == "nvfp4":
+        even, odd = pair_factors(scale, DTYPE)
+        factor = tl.reshape(tl.join(even, odd), [R, WARPS, 8, 4, 1, 2])
+        factor = tl.broadcast_to(factor, [R, WARPS, 8, 4, 4, 2])
+    else:
+        factor = tl.reshape(e2m1_factor(scale, DTYPE), [R, WARPS, 8, 4, 1])
+        factor = tl.broadcast_to(factor, [R, WARPS, 8, 4, 8])
+    return tl.reshape(factor, [R * WARPS * 256])
 
 
 # Products -----------------------------------------------------------------------------------------
@@ -280,7 +313,7 @@ def _decode_fragments(units, factor, K: tl.constexpr, s: tl.constexpr, DTYPE: tl
 @jit
 def _decoding_factors(tile, s: tl.constexpr, DTYPE: tl.constexpr):
     """Return what `decode` takes beside a step's units, or 0."""
-    if s.kind == "mxfp4":
+    if s.e2m1:
         return _unit_factors(tile[1], s, DTYPE)
     elif s.sharing > 0:
         SHARING: tl.constexpr = s.sharing
@@ -306,9 +339,12 @@ def _scale_step(tile, total, x_sums, K: tl.constexpr, s: tl.constexpr):
     else:
         factor = tile[1].to(tl.float32)
         if s.kind == "hqq":
-            factor = factor * tile[2] + tile[3]
-            zero = tile[4].to(tl.float32) * tile[5] + tile[6] - 8.0
-            total = total - x_sums * _row_factors(zero, s)
+            if len(tile) == 3:
+                zero = tile[2].to(tl.float32)
+            else:
+                factor = factor * tile[2] + tile[3]
+                zero = tile[4].to(tl.float32) * tile[5] + tile[6]
+            total = total - x_sums * _row_factors(zero - 8.0, s)
         elif s.kind == "iq4" and len(tile) > 2:
             factor *= tile[2].to(tl.float32)
         return total * _row_factors(factor, s)
@@ -386,23 +422,30 @@ def _add_products(tiles, totals, squares, fields, norms, s: tl.constexpr):
 def multiply_steps(x, begins, norm, weights, row, ahead, s: tl.constexpr):
     """Multiply the rows from `row` on with x -> sums [warps, rows, 8 tiles], and squares of x.
 
-    With `s.gated` two such sums. ahead: the first `s.depth` steps of weights, of x, and of the
-    norm's weight if there is one.
+    With `s.gated` two such sums. ahead: the first `s.depth` steps of weights, and the first
+    `s.x_depth` of x, and of the norm's weight if there is one.
     """
     STEPS: tl.constexpr = s.steps
     DEPTH: tl.constexpr = s.depth
+    X_DEPTH: tl.constexpr = s.x_depth
+    TURNS: tl.constexpr = s.turns
+    EACH: tl.constexpr = STEPS // TURNS
     SIZE: tl.constexpr = 64 * s.warps * s.vec
     tiles, xs, norms = ahead
     totals = (_zeros(s), _zeros(s)) if s.gated else (_zeros(s),)
     squares = tl.zeros([SIZE], tl.float32) if norm is not None else 0.0
-    for first in range(0, STEPS, DEPTH):
-        for d in tl.static_range(DEPTH):
-            own = norms[d] if norm is not None else None
-            totals, squares = _add_products(tiles[d], totals, squares, xs[d], own, s)
-            if STEPS > DEPTH:  # prefetch: the registers of this step are free now
-                at = tl.minimum(first + DEPTH + d, STEPS - 1)  # past the end the last again
-                tiles = tiles[:d] + (load_rows(weights, row, at, s),) + tiles[d + 1 :]
-                xs = xs[:d] + (load_fields(x, begins, at, s, False),) + xs[d + 1 :]
+    for turn in range(0, TURNS):
+        for n in tl.static_range(EACH):
+            own = norms[n % X_DEPTH] if norm is not None else None
+            tile, part = tiles[n % DEPTH], xs[n % X_DEPTH]
+            totals, squares = _add_products(tile, totals, squares, part, own, s)
+            # Prefetch: the registers of this step are free now. Past the end the last again.
+            if TURNS > 1 or n + DEPTH < STEPS:
+                at = tl.minimum(turn * EACH + n + DEPTH, STEPS - 1)
+                tiles = replace(tiles, n % DEPTH, load_rows(weights, row, at, s))
+            if TURNS > 1 or n + X_DEPTH < STEPS:
+                at = tl.minimum(turn * EACH + n + X_DEPTH, STEPS - 1)
+                xs = replace(xs, n % X_DEPTH, load_fields(x, begins, at, s, False))
                 if norm is not None:
-                    norms = norms[:d] + (load_fields(norm, None, at, s, True),) + norms[d + 1 :]
+                    norms = replace(norms, n % X_DEPTH, load_fields(norm, None, at, s, True))
     return totals, squares
