@@ -149,7 +149,9 @@ class WeightLoader:
     """Reads the parameters of a shard from a source, and checks their shapes and dtypes."""
 
     def __init__(self, shard: tp.ModelShard, source, dtype: torch.dtype | None):
-        self.shard, self.source, self.dtype, self.nbytes = shard, source, dtype, 0
+        self.shard, self.source, self.nbytes = shard, source, 0
+        # A source may hold plain weights in more bits than it is to be run with.
+        self.dtype = dtype or getattr(source, "plain_dtype", None)
         self.parameters = dict(shard.model.named_parameters())
         self.modules = dict(shard.model.named_modules())
         hidden = None if process_group.is_main() else True  # None: unless stderr is a terminal

@@ -8,6 +8,14 @@ from torch import Tensor
 from model import Block, is_layer
 from models.config import HFConfig, listed_kinds, rotary_dim
 from models.family import APART, PublishedLayout, Shard
+from models.gguf import (
+    Values,
+    dense_config,
+    log_of_negative,
+    made_of,
+    minus_one,
+    partial_rotary,
+)
 from models.layers.gated_attention import GatedAttention, gated_attention_recipes
 from models.layers.gated_delta_net import (
     MAX_TENTATIVE,
@@ -158,6 +166,37 @@ class HybridFamily(ScaledRopeFamily):
 
     def head_fields(self, args: HybridArgs) -> dict:
         return super().head_fields(args) | {"full_layers": (0,)}
+
+    # GGUF files ---------------------------------------------------------------------------------
+
+    gguf_keys = {
+        "linear_conv_kernel_dim": "ssm.conv_kernel",
+        "linear_key_head_dim": "ssm.state_size",
+        "linear_num_key_heads": "ssm.group_count",
+        "linear_num_value_heads": "ssm.time_step_rank",
+        "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+    }
+    gguf_tensors = {
+        "input_layernorm.weight": made_of("attn_norm.weight", values=minus_one),
+        "post_attention_layernorm.weight": made_of("post_attention_norm.weight", values=minus_one),
+        "self_attn.q_norm.weight": made_of("attn_q_norm.weight", values=minus_one),
+        "self_attn.k_norm.weight": made_of("attn_k_norm.weight", values=minus_one),
+        "linear_attn.conv1d.weight": made_of("ssm_conv1d.weight", values=lambda t: t.unsqueeze(1)),
+        "linear_attn.A_log": made_of("ssm_a", values=log_of_negative),
+        "linear_attn.dt_bias": made_of("ssm_dt.bias"),
+        "linear_attn.norm.weight": made_of("ssm_norm.weight"),
+        "linear_attn.out_proj.weight": made_of("ssm_out.weight"),
+    }
+    gguf_norm = staticmethod(minus_one)
+
+    def gguf_config(self, values: Values) -> dict:
+        config = super().gguf_config(values) | dense_config(values) | partial_rotary(values)
+        heads, inner = config.get("linear_num_value_heads"), values.get("ssm.inner_size")
+        if type(heads) is int and type(inner) is int and heads > 0:
+            config["linear_value_head_dim"] = inner // heads
+        layers = range(min(values.layers, len(values.shapes)))
+        kinds = [KINDS[not values.has("ssm_a", layer)] for layer in layers]
+        return config | {"layer_types": kinds}
 
     # Conversion ---------------------------------------------------------------------------------
 
