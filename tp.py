@@ -314,7 +314,7 @@ def shard_refusal(args: ModelArgs, format: dict, ranks: int, parallel: str) -> s
     fixes = [f"start {', '.join(counts)}"]
     if "group size" in why:
         modules = format.get("modules", {}).values()
-        grouped = [FORMATS[m["format"]] for m in modules if not FORMATS[m["format"]].per_row]
+        grouped = [FORMATS[m["format"]] for m in modules if not FORMATS[m["format"]].has_own_group]
         for group in (128, 64, 32, 16):
             fits = all(group % row.min_group == 0 for row in grouped)
             other = regrouped(format, group)
@@ -327,7 +327,7 @@ def shard_refusal(args: ModelArgs, format: dict, ranks: int, parallel: str) -> s
 def regrouped(format: dict, group: int) -> dict:
     """Return a checkpoint's format with another group size for its grouped modules."""
     modules = {
-        path: spec if FORMATS[spec["format"]].per_row else spec | {"group_size": group}
+        path: spec if FORMATS[spec["format"]].has_own_group else spec | {"group_size": group}
         for path, spec in format.get("modules", {}).items()
     }
     return {"modules": modules}

@@ -55,7 +55,7 @@ def pack(
     attention, experts, iterations = scheme
     model = build_model(args_of_checkpoint(source))
     formats = [FORMATS[name] for name in (attention, experts) if name != PLAIN]
-    group = None if all(format.per_row for format in formats) else group_size
+    group = None if all(format.has_own_group for format in formats) else group_size
     format = plan_format(model, attention, experts, group_size=group)
     options = {"iterations": iterations, "progress": False}
     return Checkpoint(quantize(source, format, model, target, device, **options))

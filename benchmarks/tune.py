@@ -167,7 +167,7 @@ class Product:
         self.shape, n = shape, max(shape.experts, 1)
         kinds = {f.kind: name for name, f in FORMATS.items() if f.bits == BITS.get(f.kind)}
         width, mode = shape.quads * 128 // BITS[shape.kind], kinds.get(shape.kind, PLAIN)
-        group = None if mode == PLAIN or FORMATS[mode].per_row else shape.group
+        group = None if mode == PLAIN or FORMATS[mode].has_own_group else shape.group
         cache = torch.cuda.get_device_properties().L2_cache_size
         self.nbytes = n * Weights(mode, (1, shape.out, width), group).nbytes
         copies = max(4, -(-L2_SIZES * cache // self.nbytes))

@@ -12,7 +12,11 @@ from cli.options import (
 )
 from cli.parser import Parser
 
-HEADS = "int8 with int8, fp8, int4; bf16 with the others"
+HEAD_FORMATS = PLAIN, "int8", "q8_0", "q6_k"
+HEADS = (
+    "int8 with int8, fp8, int4; q8_0 with q8_0, q4_0, iq4_nl; q6_k with q6_k, q5_k, q4_k, iq4_xs; "
+    "bf16 with the others"
+)
 GROUPS = "128 for fp8b and int4, 64 for hqq4 and hqq3, 32 for mxfp4, 16 for hqq2"
 
 
@@ -46,7 +50,7 @@ def add_format_options(parser: Parser) -> None:
     add("--attention", help="attention weights; default: --mode's", **settings)
     experts = "expert (and dense feed-forward) weights; default: --mode's"
     add("--experts", help=experts, **settings)
-    add("--head", choices=(PLAIN, "int8"), help=f"default: {HEADS}")
+    add("--head", choices=HEAD_FORMATS, help=f"default: {HEADS}")
     parser.add_number("--group_size", f"numbers that share a scale; default: {GROUPS}")
     solver = "iterations of the hqq solver; default: 20; 0 rounds to nearest"
     parser.add_number("--iterations", solver)

@@ -38,6 +38,7 @@ class Format:
     blocks = False  # a group is of G rows too
     head_format = PLAIN  # format of the head, unless the user chooses one
     attention_format: str | None = None  # format of attention with --mode; None: this one
+    gguf_type: str | None = None  # name of its blocks in GGUF files, which `from_blocks` reads
 
     # What a format defines ------------------------------------------------------------------------
 
@@ -58,6 +59,13 @@ class Format:
         x = materialize(x)  # or Inductor recomputes SwiGLU in every row of the product
         return (self.unpack(parts, group) * x.unsqueeze(-2).float()).sum(-1)
 
+    def from_blocks(self, blocks: Tensor) -> Parts:
+        """Blocks of a GGUF file, uint8 [..., out, bytes of a row] -> parts, the same numbers.
+
+        Raises ValueError for a row that is not of whole blocks.
+        """
+        raise NotImplementedError
+
     def code_layout(self, rows: tuple[int, ...], width: int) -> Layout:
         """Return the layout of the codes of rows [*rows, width]."""
         return {"codes": ((*rows, width * self.bits // 32), torch.int32)}
@@ -70,6 +78,11 @@ class Format:
     def min_group(self) -> int:
         """The smallest G: as many codes as a word has."""
         return 32 // self.bits
+
+    @property
+    def has_own_group(self) -> bool:
+        """Whether G is the format's own, so that --group_size is refused."""
+        return self.per_row
 
     @property
     def codes_per_word(self) -> int:
@@ -119,7 +132,7 @@ class Format:
         A word is two units of 16 bits. The kernel unpacks `run` neighboring units side by side:
         their first fields, then their second fields, and so on.
         """
-        run = grouped_run(x.shape[-1], self.bits)
+        run = grouped_run(x.shape[-1], 32 // self.codes_per_word)
         ordered = interleave(x, self.codes_per_word, group).unflatten(
             -1, (-1, run, self.codes_per_word // 2)
         )

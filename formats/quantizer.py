@@ -75,7 +75,7 @@ def check_formats(names: dict[str, str], group_size: int | None) -> None:
         raise ValueError(
             "nothing is to be quantized: give --mode, --attention, --experts or --head a format"
         )
-    if group_size is not None and all(format.per_row for format in packed):
+    if group_size is not None and all(format.has_own_group for format in packed):
         raise ValueError(
             f"--group_size {group_size}: none of these formats has groups, leave it out"
         )
@@ -95,12 +95,12 @@ def packable_widths(model: Transformer, names: dict[str, str]) -> dict[str, tupl
 def plan_modules(chosen: dict[str, tuple[str, int]], group_size: int | None) -> dict[str, dict]:
     """Return the "modules" of a format. Raises ValueError for a group size that does not fit."""
     grouped = [(FORMATS[name], width) for name, width in chosen.values()]
-    grouped = [(format, width) for format, width in grouped if not format.per_row]
+    grouped = [(format, width) for format, width in grouped if not format.has_own_group]
     modules = {}
     for path, (name, width) in chosen.items():
         format = FORMATS[name]
         try:
-            group = format.choose_group(width, None if format.per_row else group_size)
+            group = format.choose_group(width, None if format.has_own_group else group_size)
         except ValueError as error:
             fix = suggest_groups(grouped)
             raise ValueError(f"{path} in {name}: {error}: {fix}") from None

@@ -548,7 +548,7 @@ def sharded_error(family: str, format: str, sends: bool = True) -> dict[str, flo
     """
     kind, arguments = LAYERS[family]
     args = kind(family, **arguments)
-    group = None if FORMATS[format].per_row else GROUPS[format]
+    group = None if FORMATS[format].has_own_group else GROUPS[format]
     spec = plan_format(build_model(args), format, format, group_size=group, dtype="fp32")
     source = ShardedWeights(args, spec)
     whole = shard_of(source, 0, 1)

@@ -859,7 +859,7 @@ def test_products_of_a_format_are_those_of_its_unpacked_weights(mode):
     generator = torch.Generator("cuda").manual_seed(0)
     E, A, width = 6, 2, 448
     out = 192 if mode == "fp8b" else 200  # gate and up are whole blocks
-    group = FORMATS[mode].choose_group(width, None if FORMATS[mode].per_row else 32)
+    group = FORMATS[mode].choose_group(width, None if FORMATS[mode].has_own_group else 32)
     plain = ExpertLinear(E, width, out).cuda()
     plain.weight.normal_(0, 0.05, generator=generator)
     packed = PackedExpertLinear(plain, mode, group)

@@ -63,7 +63,7 @@ def gemv(monkeypatch):
 def request(name: str, device: str, product: str, dtype: torch.dtype, out: int = 2 * I, **options):
     x = on(device, torch.zeros(2, D, dtype=dtype))
     format = FORMATS[name]
-    group = format.choose_group(D, None if format.per_row else GROUP)
+    group = format.choose_group(D, None if format.has_own_group else GROUP)
     codes = torch.empty(
         format.layout((E, out, D), group)["codes"][0], dtype=torch.int32, device="meta"
     )
@@ -78,7 +78,10 @@ def expert_linear(name: str, bias: bool = False) -> PackedExpertLinear:
     if bias:
         plain.bias = nn.Parameter(torch.randn(E, 2 * I, generator=generator), requires_grad=False)
     format = FORMATS[name]
-    spec = {"format": name, "group_size": format.choose_group(D, None if format.per_row else GROUP)}
+    spec = {
+        "format": name,
+        "group_size": format.choose_group(D, None if format.has_own_group else GROUP),
+    }
     if format.blocks:
         spec["group_size"] = I
     module = PackedExpertLinear(plain, name, spec["group_size"])

@@ -106,7 +106,7 @@ def make(tmp_path_factory):
     def made(format: str, *others: ModelArgs) -> Path:
         args, target = (*others, ARGS)[0], folder / f"model_{format}{len(others) or ''}"
         if format in FORMATS:
-            group = None if FORMATS[format].per_row else 32
+            group = None if FORMATS[format].has_own_group else 32
             spec = plan_format(build_model(args), format, format, group_size=group, dtype="fp32")
             source = Checkpoint(made("fp32", *others))
             model = build_model(args)

@@ -58,6 +58,13 @@ SMALL = {
     "hqq4": 16,
     "hqq3": 32,
     "hqq2": 16,
+    "q8_0": 32,
+    "q6_k": 256,
+    "q5_k": 256,
+    "q4_k": 256,
+    "q4_0": 32,
+    "iq4_nl": 32,
+    "iq4_xs": 256,
 }  # group sizes for small shapes
 SHARED = settings(max_examples=40, deadline=None)
 ARGS = ModelArgs(
@@ -338,9 +345,12 @@ def test_half_quadratic_codes_are_the_nearest_for_the_scales_that_are_stored(bit
 
 
 # Measured: 0.084, 0.18 and 0.30 for hqq4, hqq3 and hqq2 at these group sizes; 0.0086, 0.027 (both
-# in fp8), 0.10 and 0.115 for the others.
+# in fp8), 0.10 and 0.115 for the others; 0.0053, 0.017, 0.037, 0.074, 0.086, 0.075 and 0.076 for
+# those of GGUF.
 ERRORS = {"int8": 0.012, "fp8": 0.035, "fp8b": 0.035, "int4": 0.12, "mxfp4": 0.13}
 ERRORS |= {"hqq4": 0.10, "hqq3": 0.21, "hqq2": 0.36}
+ERRORS |= {"q8_0": 0.007, "q6_k": 0.022, "q5_k": 0.045, "q4_k": 0.09, "q4_0": 0.10}
+ERRORS |= {"iq4_nl": 0.09, "iq4_xs": 0.09}
 
 
 @pytest.mark.parametrize("scale", (1.0, 0.02, 1e4))
@@ -591,7 +601,7 @@ def family_format(args: ModelArgs, name: str) -> dict:
         format = plan(args, name, "bf16", "int8", group_size=32, dtype="fp32")
         return format | {"name": "mixed", "modules": format["modules"] | experts}
     return plan(
-        args, name, name, "int8", None if FORMATS[name].per_row else SMALL[name], dtype="fp32"
+        args, name, name, "int8", None if FORMATS[name].has_own_group else SMALL[name], dtype="fp32"
     )
 
 

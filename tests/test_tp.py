@@ -246,7 +246,7 @@ def checkpoints(tmp_path_factory):
             write(args, target)
         else:
             row, source = FORMATS[format], Checkpoint(make(family, "fp32"))
-            group = None if row.per_row else max(32, row.min_group)
+            group = None if row.has_own_group else max(32, row.min_group)
             spec = plan_format(build_model(args), format, format, group_size=group, dtype="fp32")
             quantize(source, spec, build_model(args), target, iterations=0, progress=False)
         threads = torch.get_num_threads()
@@ -683,7 +683,7 @@ def embedded(tmp_path_factory):
             return path
         source = Checkpoint(path)
         args = args_of_checkpoint(source)
-        group = None if FORMATS[format].per_row else 16 if format == "hqq2" else 32
+        group = None if FORMATS[format].has_own_group else 16 if format == "hqq2" else 32
         target = tmp_path_factory.mktemp("embedded") / format
         spec = plan_format(build_model(args), format, format, group_size=group)
         return quantize(source, spec, build_model(args), target, progress=False)
