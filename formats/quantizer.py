@@ -2,7 +2,8 @@
 
 A checkpoint's "format" is {"name", "dtype", "modules": {module: {"format", "group_size"}}}; without
 "modules" nothing is packed. "rows" {module: [rows of each range]} has weights in several formats,
-whose ranges are the modules "PATH.0", "PATH.1" and so on (formats/row_ranges.py). Functions here take the model that it belongs to, on the meta device.
+whose ranges are the modules "PATH.0", "PATH.1" and so on (formats/row_ranges.py). Functions here
+take the model that it belongs to, on the meta device.
 """
 
 import re

@@ -19,7 +19,8 @@ class RowRanges(nn.ModuleList):
         """module: the one to replace. counts: rows of each range. Raises ValueError for misfits."""
         check_counts(module, counts)
         width = module.weight.shape[-1]
-        super().__init__(Linear(width, count) for count in counts)
+        with module.weight.device:
+            super().__init__(Linear(width, count) for count in counts)
         self.bias = module.bias
 
     def forward(self, x: Tensor) -> Tensor:
@@ -33,7 +34,8 @@ class ExpertRowRanges(nn.ModuleList):
     def __init__(self, module: ExpertLinear, counts: list[int]):
         check_counts(module, counts)
         n_expert, _, width = module.weight.shape
-        super().__init__(ExpertLinear(n_expert, width, count) for count in counts)
+        with module.weight.device:
+            super().__init__(ExpertLinear(n_expert, width, count) for count in counts)
         self.bias = getattr(module, "bias", None)
 
     def gather(self, x: Tensor, expert_indices: Tensor) -> Tensor:

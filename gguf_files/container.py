@@ -67,7 +67,7 @@ TYPES: dict[int, tuple[str, int, int]] = {
 }
 PLAIN_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # Types of values: struct's codes of numbers, by the type's number.
-NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+NUMBERS = dict(zip((*range(8), 10, 11, 12), "BbHhIif?Qqd", strict=True))
 FLOAT, STRING, ARRAY = 6, 8, 9
 
 

@@ -1,4 +1,4 @@
-"""A GGUF file's tokenizer as files in the user's cache, where the commands and the server read it."""
+"""A GGUF file's tokenizer as files in the user's cache, where commands and server read them."""
 
 import re
 import zlib

@@ -8,6 +8,7 @@ import dataclasses
 import logging
 import re
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,7 +32,7 @@ from models.tensors import Recipe
 
 CHUNK = 1 << 24  # weights of a matrix that are unpacked at once
 NO_SENSE = TypeError, AttributeError, ZeroDivisionError, KeyError, IndexError, OverflowError
-QUANT = re.compile(r"(UD-)?(I?Q\d\w*|[BM]?[FX]+P?\d+\w*)")  # of a file's name: UD-Q4_K_XL
+QUANT = re.compile(r"(UD-)?(I?Q\d\w*|[BM]?[FX]+P?\d+\w*)")  # the end of a file's name: UD-Q4_K_XL
 
 log = logging.getLogger("moe_fast")
 
@@ -87,7 +88,7 @@ class StoredWeight:
         breaks = (first[1:] != first[:-1]).nonzero().flatten() + 1
         edges = [0, *breaks.tolist(), len(first)]
         found = []
-        for begin, end in zip(edges[:-1], edges[1:], strict=True):
+        for begin, end in pairwise(edges):
             type = kinds[first[begin].item()]
             format = None if type in PLAIN_TYPES else format_of(type) or NEAREST.get(type)
             if format is not None and self.group_order(format) is False:
@@ -95,7 +96,7 @@ class StoredWeight:
             found.append(Range(type, format, begin, end))
         return found if any(found.format for found in found) else []
 
-    def group_order(self, format: str) -> Tensor | None | bool:
+    def group_order(self, format: str) -> Tensor | bool | None:
         """Return the order of groups along `in`; None: as in the file. False: groups are torn."""
         if self.columns is None:
             return None
@@ -189,6 +190,11 @@ class GGUFCheckpoint:
         self.side_files = SideFiles(self.file, args.vocab_size)
         self.files = {part.path.name: part.size for part in self.file.parts}
         self.log_nearest()
+
+    @property
+    def path(self) -> Path:
+        """The file, or the first part of it."""
+        return self.file.path
 
     @property
     def directory(self) -> Path:
@@ -303,9 +309,7 @@ def read_model(file: GGUFFile) -> tuple[Family, ModelArgs, Values]:
         raise ValueError(f"its header makes no sense ({cause:.100}); fetch it again") from None
 
 
-def enter_tensors(
-    views: Views, family: Family, args: ModelArgs, values: Values
-) -> tuple[str, ...]:
+def enter_tensors(views: Views, family: Family, args: ModelArgs, values: Values) -> tuple[str, ...]:
     """Enter the file's tensors under their published names; return the prefixes of a head's."""
     table = family.gguf_layer(args)
     norm = made_of("output_norm.weight", values=family.gguf_norm)

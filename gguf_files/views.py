@@ -117,7 +117,7 @@ class Views:
                     self.add_expert(name, f"{theirs}ffn_gate_up_exps.weight", begin, rows)
 
     def add_expert(self, name: str, stack: str, begin: int, rows: int) -> None:
-        """Enter an expert of a stack [E, rows, in], if it has so many."""
+        """Enter an expert of a stack [E, rows, in], if the stack has that many."""
         *lead, width = self.file.tensors[stack].shape
         self.used.add(stack)
         if begin + rows <= torch.Size(lead).numel():
@@ -166,9 +166,7 @@ class Views:
         breaks = (tensors[1:] != tensors[:-1]) | (rows[1:] != rows[:-1] + 1)
         begins = [0, *(breaks.nonzero().flatten() + 1).tolist()]
         ends = [*begins[1:], len(rows)]
-        sources = {
-            number: self.rows_of_tensor(number) for number in tensors.unique().tolist()
-        }
+        sources = {number: self.rows_of_tensor(number) for number in tensors.unique().tolist()}
         if len(begins) == 1:
             return sources[tensors[0].item()][rows[0] : rows[-1] + 1]
         width = next(iter(sources.values())).shape[-1]
@@ -234,4 +232,3 @@ def made_shape(made: Made, shapes: list[tuple[int, ...]], part: slice | None) ->
     if made.columns:
         made.columns(torch.empty(empty[0].shape[-1], device="meta"))
     return tuple((made.values(*empty) if made.values else empty[0]).shape)
-

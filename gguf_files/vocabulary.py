@@ -1,8 +1,8 @@
 """The tokenizer of a GGUF file, as the files that tokenizer.py reads.
 
-`tokenizer.ggml.model` names the kind: "gpt2" is byte-level BPE, whose way to split a text into words
-`tokenizer.ggml.pre` names; "gemma4" is BPE over characters; "llama" is sentencepiece. Patterns are
-those of the models' own tokenizer.json.
+`tokenizer.ggml.model` names the kind: "gpt2" is byte-level BPE, and `tokenizer.ggml.pre` names its
+way to split a text into words; "gemma4" is BPE over characters; "llama" is sentencepiece. Patterns
+are those of the models' own tokenizer.json.
 """
 
 import json
@@ -106,7 +106,8 @@ def tokenizer_files(values: Mapping[str, Any], vocab_size: int) -> dict[str, byt
         made, bos = make(values, tokens, types)
         files = {"tokenizer.json": json.dumps(made, ensure_ascii=False).encode()}
     else:
-        raise ValueError(f"its tokenizer {kind!r:.60} is not supported; only gpt2, gemma4 and llama are")
+        known = "only gpt2, gemma4 and llama are"
+        raise ValueError(f"its tokenizer {kind!r:.60} is not supported; {known}")
     config = tokenizer_config(values, tokens, bos)
     stops = stop_ids(values, tokens, types)
     for name, value in (
@@ -240,7 +241,7 @@ def sentencepiece_model(
 ) -> bytes:
     """Return tokenizer.model, of sentencepiece_model.proto's messages.
 
-    Of the trainer's settings only those that encoding reads: BPE, ids, bytes for unknown characters.
+    It has those of the trainer's settings that encoding reads: BPE, ids, whether there are bytes.
     """
     scores = values.get(f"{KEY}scores")
     if not hasattr(scores, "tolist") or len(scores) != len(tokens):

@@ -365,9 +365,8 @@ class Gemma4Text(Family):
             "global_head_dim": size,
             "num_key_value_heads": by_kind.get(True),
             "num_global_key_value_heads": by_kind.get(False),
-            "attention_k_eq_v": len(windowed) - sum(map(bool, windowed)) == sum(
-                not values.has("attn_v.weight", n) for n in range(values.layers)
-            ),
+            "attention_k_eq_v": len(windowed) - sum(map(bool, windowed))
+            == sum(not values.has("attn_v.weight", n) for n in range(values.layers)),
             "enable_moe_block": values.has("ffn_gate_inp.weight"),
             "rope_parameters": {KINDS[0]: own, KINDS[1]: rope | {"rope_theta": theta}},
         }

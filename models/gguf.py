@@ -1,4 +1,4 @@
-"""What families share of GGUF files: names of values and tensors, as llama.cpp's converter has them.
+"""What families share of GGUF files: names of values and tensors, as llama.cpp has them.
 
 A family reads such files if it has `gguf`, the file's architecture (`models.family.Family`). Its
 values become a config.json, and its tensors get their published names, so that everything after
@@ -8,7 +8,6 @@ that is as for a Hugging Face checkpoint. Read from llama.cpp's gguf-py and conv
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -121,7 +120,7 @@ class Values:
     def get(self, key: str, default: Any = None) -> Any:
         """Return the architecture's value of this name."""
         value = self.values.get(f"{self.architecture}.{key}", default)
-        return value.tolist() if isinstance(value, np.ndarray) else value
+        return value.tolist() if hasattr(value, "tolist") else value
 
     def numbers(self, name: str) -> Tensor:
         """Return a small tensor of the file. Raises ValueError if it is missing."""

@@ -156,31 +156,9 @@ def special(arch: str, config, name: str, rest: str) -> list[Entry] | None:
             Entry("ffn_up_exps.bias", sources, lambda t: t[:, 1::2], False),
         ]
     if rest.endswith("kv_b_proj.weight"):
-        heads, nope = config.num_attention_heads, config.qk_nope_head_dim
-        return [
-            Entry(
-                "attn_k_b.weight",
-                sources,
-                lambda t: t.unflatten(0, (heads, -1))[:, :nope].transpose(1, 2).contiguous(),
-            ),
-            Entry(
-                "attn_v_b.weight",
-                sources,
-                lambda t: t.unflatten(0, (heads, -1))[:, nope:].contiguous(),
-            ),
-        ]
+        return kv_b_parts(config, sources)
     if rest.endswith("in_proj_qkvz.weight"):
-        K, H = config.linear_num_key_heads, config.linear_num_value_heads
-        values = H // K * config.linear_value_head_dim
-        sizes = *[config.linear_key_head_dim] * 2, values, values
-
-        def parts(t: Tensor) -> list[Tensor]:
-            return [p.flatten(0, 1) for p in t.unflatten(0, (K, -1)).split(sizes, dim=1)]
-
-        return [
-            Entry("attn_qkv.weight", sources, lambda t: torch.cat(parts(t)[:3])),
-            Entry("attn_gate.weight", sources, lambda t: parts(t)[3]),
-        ]
+        return qkvz_parts(config, sources)
     order = value_order(config, rest) if arch == "qwen35moe" else None
     order = order or (lambda t: t)
     plain = {
@@ -198,6 +176,36 @@ def special(arch: str, config, name: str, rest: str) -> list[Entry] | None:
         theirs, make = plain[rest]
         return [Entry(theirs, sources, make, False)]
     return None
+
+
+def kv_b_parts(config, sources: tuple[str, ...]) -> list[Entry]:
+    heads, nope = config.num_attention_heads, config.qk_nope_head_dim
+    return [
+        Entry(
+            "attn_k_b.weight",
+            sources,
+            lambda t: t.unflatten(0, (heads, -1))[:, :nope].transpose(1, 2).contiguous(),
+        ),
+        Entry(
+            "attn_v_b.weight",
+            sources,
+            lambda t: t.unflatten(0, (heads, -1))[:, nope:].contiguous(),
+        ),
+    ]
+
+
+def qkvz_parts(config, sources: tuple[str, ...]) -> list[Entry]:
+    K, H = config.linear_num_key_heads, config.linear_num_value_heads
+    values = H // K * config.linear_value_head_dim
+    sizes = *[config.linear_key_head_dim] * 2, values, values
+
+    def parts(t: Tensor) -> list[Tensor]:
+        return [p.flatten(0, 1) for p in t.unflatten(0, (K, -1)).split(sizes, dim=1)]
+
+    return [
+        Entry("attn_qkv.weight", sources, lambda t: torch.cat(parts(t)[:3])),
+        Entry("attn_gate.weight", sources, lambda t: parts(t)[3]),
+    ]
 
 
 def value_order(config, path: str) -> Callable[[Tensor], Tensor] | None:
@@ -405,6 +413,8 @@ def write_gguf(
     arch = ARCHITECTURES[peer.config.model_type]
     writer = gguf.GGUFWriter(path, arch, split_max_tensors=split)
     for key, value in values(peer.config).items():
+        if value is None:
+            continue
         add_value(writer, f"{arch}.{key}", value)
     for key, value in ((tokenizer or {}) | (extra or {})).items():
         add_value(writer, key, value)
