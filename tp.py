@@ -11,6 +11,7 @@ These modules replace the model's: AllReduceAddNorm, FusedScores (the router), S
 GatheredHead.
 """
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -234,6 +235,48 @@ def shard_table(args: ModelArgs, parallel: str) -> dict[str, Shard]:
     return table
 
 
+def range_shards(table: dict[str, Shard], format: dict) -> dict[str, Shard]:
+    """Return the shards of weights in several formats: one for each range of rows, by its path.
+
+    Raises ValueError for a range that ends within a segment.
+    """
+    found = {}
+    for path, counts in format.get("rows", {}).items():
+        shard = table.get(table_key(path))
+        along = 1 if ".experts." in path else 0  # the output dimension
+        left = list(shard.segments) if shard and shard.axis == along else []
+        for number, count in enumerate(counts if shard else []):
+            if shard.axis != along:
+                found[f"{path}.{number}"] = shard
+                continue
+            segments = []
+            while left and count > 0:
+                segments.append(left.pop(0))
+                count -= math.prod(segments[-1])
+            if count:
+                raise ValueError(f"{path} has ranges of rows that no rank can share: start 1")
+            found[f"{path}.{number}"] = Shard(along, tuple(segments))
+    return found
+
+
+def local_format(format: dict, ranges: dict[str, Shard], ranks: int) -> dict:
+    """Return a format with the rows that one rank has of each range."""
+    rows = {}
+    for path, counts in format.get("rows", {}).items():
+        shards = [ranges.get(f"{path}.{number}") for number in range(len(counts))]
+        along = 1 if ".experts." in path else 0
+        rows[path] = [
+            local_rows(shard, ranks) if shard and shard.axis == along else count
+            for shard, count in zip(shards, counts, strict=True)
+        ]
+    return format | {"rows": rows}
+
+
+def local_rows(shard: Shard, ranks: int) -> int:
+    """Return the rows of one rank."""
+    return sum(count // min(count, ranks) * width for count, width in shard.segments)
+
+
 def table_key(path: str) -> str:
     """Return a module's name in the shard table: without its layer."""
     return re.sub(r"^layers\.\d+\.", "", path)
@@ -281,8 +324,10 @@ def shard_problem(args: ModelArgs, format: dict, ranks: int, parallel: str) -> s
         if heads % ranks and ranks % heads:
             return f"{heads} key-value heads are neither a multiple nor a divisor of {ranks}"
     table = shard_table(args, parallel)
+    ranges = range_shards(table, format)
     for path, spec in format.get("modules", {}).items():
-        if why := group_problem(path, spec, table.get(table_key(path)), ranks):
+        shard = ranges.get(path) or table.get(table_key(path))
+        if why := group_problem(path, spec, shard, ranks):
             return why
     return None
 
@@ -372,17 +417,19 @@ class ModelShard:
         self.rank = process_group.rank() if rank is None else rank
         self.ranks = process_group.size() if ranks is None else ranks
         self.args, self.table = args, shard_table(args, parallel)
+        self.ranges: dict[str, Shard] = {}  # by path, of weights in several formats
         self.model = whole = build_model(args)
         pack_modules(whole, format)
         if self.ranks == 1:
             return
         if why := shard_refusal(args, format, self.ranks, parallel):
             raise ValueError(why)
+        self.ranges = range_shards(self.table, format)
         named = whole.named_parameters(remove_duplicate=False)
         self.shapes = {name: tensor.shape for name, tensor in named}
         self.model = build_model(local_args(args, self.ranks, parallel))
         self.shard_modules(parallel)
-        pack_modules(self.model, format)
+        pack_modules(self.model, local_format(format, self.ranges, self.ranks))
 
     def shard_modules(self, parallel: str) -> None:
         """Shard the head, the experts and the norms over all heads. Parameters keep their names."""
@@ -426,9 +473,9 @@ class ModelShard:
         """
         path = name.rpartition(".")[0]
         index = None if expert is None else (slice(expert, expert + 1),)
-        if self.ranks == 1 or table_key(path) not in self.table:
+        shard = self.ranges.get(path) or self.table.get(table_key(path))
+        if self.ranks == 1 or shard is None:
             return source.read(name, index, device)
-        shard = self.table[table_key(path)]
         shape = self.shapes[name]
         if shard.axis == len(shape):  # a bias after an all-reduce: one rank adds it
             bias = source.read(name, index, device)

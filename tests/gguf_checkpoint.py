@@ -64,6 +64,10 @@ ATTENTION = {
     "post_feedforward_layernorm": "post_ffw_norm",
     "post_feedforward_layernorm_1": "post_ffw_norm_1",
     "post_feedforward_layernorm_2": "post_ffw_norm_2",
+    "eh_proj": "nextn.eh_proj",
+    "enorm": "nextn.enorm",
+    "hnorm": "nextn.hnorm",
+    "shared_head.norm": "nextn.shared_head_norm",
 }
 ARCHITECTURES = {
     "mixtral": "llama",
@@ -402,23 +406,28 @@ def write_gguf(
     peer,
     types: Callable[[str], str] = lambda name: "F32",
     tokenizer: dict | None = None,
-    extra: dict | None = None,
+    head: dict | None = None,
     split: int = 0,
 ) -> Path:
     """Write a model as a GGUF file. Its weights become those of the file.
 
-    types: a tensor's name -> its type; those that are not only moved stay F32. tokenizer, extra:
-    more values, under their whole key. split: tensors a part, 0: one file.
+    types: a tensor's name -> its type; those that are not only moved stay F32. tokenizer: more
+    values, under their whole key. head: the layer for multi-token prediction, under the names that
+    the converter gives it. split: tensors a part, 0: one file.
     """
     arch = ARCHITECTURES[peer.config.model_type]
     writer = gguf.GGUFWriter(path, arch, split_max_tensors=split)
-    for key, value in values(peer.config).items():
+    given = values(peer.config)
+    if head:
+        given["block_count"] += 1
+        given["nextn_predict_layers"] = 1
+    for key, value in given.items():
         if value is None:
             continue
         add_value(writer, f"{arch}.{key}", value)
-    for key, value in ((tokenizer or {}) | (extra or {})).items():
+    for key, value in (tokenizer or {}).items():
         add_value(writer, key, value)
-    state = dict(peer.state_dict())
+    state = dict(peer.state_dict()) | (head or {})
     with torch.no_grad():
         for number, entry in enumerate(entries(peer.config, state)):
             tensor = entry.make(*(state[name] for name in entry.sources))
