@@ -77,7 +77,7 @@ def file_of_manifest(path: Path) -> Path | None:
 def known_folders(repo_id: str) -> list[Path]:
     """Return the folders in which LM Studio and the Hub's client keep a repository's files.
 
-    Of the Hub's snapshots, the newest come first.
+    The newest of the Hub's snapshots come first.
     """
     try:
         home = Path.home()
