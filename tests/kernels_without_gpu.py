@@ -92,8 +92,15 @@ GROUPS = {
     "hqq4": 32,
     "hqq3": 32,
     "hqq2": 16,
+    "q8_0": 32,
+    "q6_k": 256,
+    "q5_k": 256,
+    "q4_k": 256,
+    "q4_0": 32,
+    "iq4_nl": 32,
+    "iq4_xs": 256,
 }
-SHAPES = {  # rows of each expert, out, in
+SHAPES = {  # rows of each expert, out, in (or the next multiple of the group)
     "experts without rows": ((3, 0, 20, 0, 14), 150, 96),
     "tiles of 64 rows": ((70, 0, 10), 40, 64),
     "one expert, one row": ((1,), 130, 160),
@@ -108,6 +115,10 @@ OTHER_GROUPS = {
     "hqq4": (16, 64),
     "hqq3": (64, 96),
     "hqq2": (48, 128),
+    "q6_k": (256,),
+    "q5_k": (256,),
+    "q4_k": (256,),
+    "iq4_xs": (256,),
 }
 
 
@@ -121,6 +132,7 @@ def case(
     name: str, sizes: tuple[int, ...], out: int, width: int, dtype: torch.dtype, group: int
 ) -> tuple:
     """Return x sorted by expert, group_ends, and the parts of random weights."""
+    width = -(-width // group) * group
     generator = torch.Generator().manual_seed(len(sizes))
     weight = torch.randn(len(sizes), out, width, generator=generator)
     parts = pack_weight(weight, {"format": name, "group_size": group}, torch.device("cpu"))

@@ -91,7 +91,8 @@ GPT_OSS = GptOssArgs(
     swiglu_limit=1.0,
     yarn=Yarn(4.0, 16),
 )
-ALL_FORMATS = ("fp32", "bf16", *FORMATS)
+# Blocks of 256 do not divide these small rows (tests/test_gguf_formats.py).
+ALL_FORMATS = ("fp32", "bf16", *(name for name in FORMATS if FORMATS[name].min_group <= 32))
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 PROMPT = list(range(3, 15))
 pytestmark = pytest.mark.usefixtures("few_threads")
