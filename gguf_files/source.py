@@ -30,7 +30,8 @@ from models.gguf import NEXT, REST, MadeTable, Values, made_of
 from models.published_tensors import PublishedTensors
 from models.tensors import Recipe
 
-CHUNK = 1 << 24  # weights of a matrix that are unpacked at once
+# Weights whose blocks are read at once: temporaries in a core's cache, or few launches on a GPU.
+CHUNK, GPU_CHUNK = 1 << 18, 1 << 24
 NO_SENSE = TypeError, AttributeError, ZeroDivisionError, KeyError, IndexError, OverflowError
 QUANT = re.compile(r"(UD-)?(I?Q\d\w*|[BM]?[FX]+P?\d+\w*)")  # the end of a file's name: UD-Q4_K_XL
 
@@ -105,24 +106,24 @@ class StoredWeight:
         is_whole = torch.equal(groups, whole) and not (groups[:, 0] % groups.shape[1]).any()
         return groups[:, 0] // groups.shape[1] if is_whole else False
 
-    def parts(self, of: Range, experts: slice | None = None) -> Parts:
-        """Return the parts of a range, of all experts or of some: an expert or chunk at a time."""
+    def parts(self, of: Range, experts: slice | None, device: torch.device) -> Parts:
+        """Return the parts of a range, of all experts or of some, a chunk of rows at a time."""
         tensors, rows = (t[..., of.begin : of.end] for t in (self.tensors, self.rows))
         if experts is not None:
             tensors, rows = tensors[experts], rows[experts]
         form, width = FORMATS[of.format], self.shape[-1]
         layout = form.layout(torch.Size((*rows.shape, width)), form.group)
-        parts = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in layout.items()}
-        height = rows.shape[-1]
-        step = max(1, CHUNK // width)
-        for expert, (t, r) in enumerate(
-            zip(tensors.reshape(-1, height), rows.reshape(-1, height), strict=True)
-        ):
-            for start in range(0, height, step):
-                blocks = self.views.gather(t[start : start + step], r[start : start + step])
-                for name, part in self.pack(blocks, of).items():
-                    whole = parts[name].view(-1, *parts[name].shape[-2:])[expert]
-                    whole[start : start + step] = part
+        parts = {
+            name: torch.empty(shape, dtype=dtype, device=device)
+            for name, (shape, dtype) in layout.items()
+        }
+        flat = {name: part.view(-1, part.shape[-1]) for name, part in parts.items()}
+        step = max(1, (CHUNK if device.type == "cpu" else GPU_CHUNK) // width)
+        every = zip(tensors.flatten().split(step), rows.flatten().split(step), strict=True)
+        for number, (some_tensors, some_rows) in enumerate(every):
+            blocks = self.views.gather(some_tensors, some_rows).to(device)
+            for name, part in self.pack(blocks, of).items():
+                flat[name][number * step : number * step + len(part)] = part
         return parts
 
     def pack(self, blocks: Tensor, of: Range) -> Parts:
@@ -131,14 +132,14 @@ class StoredWeight:
         if format_of(of.type):
             parts = form.from_blocks(blocks)
         else:
-            parts = form.pack(unpack(blocks, of.type), form.group)
+            parts = form.pack(unpack(blocks.cpu(), of.type).to(blocks.device), form.group)
         if not all(is_finite(part) for part in parts.values() if part.is_floating_point()):
             raise ValueError(f"{self.views.path} holds NaN or infinity; fetch it again")
         if order is None:
             return parts
         count = len(order)
         return {
-            name: part.unflatten(-1, (count, -1))[..., order, :].flatten(-2)
+            name: part.unflatten(-1, (count, -1))[..., order.to(part.device), :].flatten(-2)
             for name, part in parts.items()
         }
 
@@ -273,16 +274,18 @@ class GGUFCheckpoint:
         experts = index[0] if index and len(weight.shape) == 3 else None
         if experts is not None and len(range(*experts.indices(weight.shape[0]))) > 1:
             experts = None
-        key = id(weight), of, experts and (experts.start, experts.stop)
+        device = torch.device(device)
+        key = id(weight), of, experts and (experts.start, experts.stop), device
         if self.cache[0] != key:
-            self.cache = key, weight.parts(of, experts)
+            self.cache = None, {}
+            self.cache = key, weight.parts(of, experts, device)
         found = self.cache[1]
         part = found[leaf] if index is not None else found.pop(leaf)
         if not found or (index is None and not found):
             self.cache = None, {}
         if index is not None:
             part = part[index if experts is None else (slice(None), *index[1:])]
-        return part.contiguous().to(device)
+        return part.contiguous()
 
     def read_plain(self, recipe: Recipe) -> Tensor:
         """Return a tensor that is not packed, without rounding it."""
