@@ -55,7 +55,7 @@ class KQuant(GgufBlocks):
 
     def pack_codes(self, codes: Tensor) -> Parts:
         """Codes [..., n] in the order of fields -> codes, high."""
-        codes = codes.to(torch.int32)
+        codes = codes.to(torch.uint8)
         parts = {"codes": pack_words(codes & 15, 4, RUN)}
         if self.high_bits:
             words = 4 // self.high_bits
@@ -99,10 +99,14 @@ class Q4K(KQuant):
         return self.pack_codes(codes) | self.read_scales(blocks)
 
     def read_scales(self, blocks: Tensor) -> Parts:
-        first, second, third = blocks[..., 4:16].unflatten(-1, (3, 4)).unbind(-2)
-        scale = torch.cat((first & 63, third & 15 | first >> 6 << 4), dim=-1)
-        least = torch.cat((second & 63, third >> 4 | second >> 6 << 4), dim=-1)
-        both = torch.stack((scale, least), dim=-1).flatten(-3)
+        # Four bytes at a time: a word's bytes do not mix, since the masks drop what crosses them.
+        words = blocks[..., 4:16].contiguous().view(torch.int32)
+        first, second, third = words.split(1, dim=-1)
+        lower, upper = (third >> shift & 0x0F0F0F0F for shift in (0, 4))
+        scale = torch.cat((first & 0x3F3F3F3F, lower | (first >> 6 & 0x03030303) << 4), dim=-1)
+        least = torch.cat((second & 0x3F3F3F3F, upper | (second >> 6 & 0x03030303) << 4), dim=-1)
+        both = (part.view(torch.uint8) for part in (scale, least))
+        both = torch.stack((*both,), dim=-1).flatten(-3)
         return {"scale": both, "step": read_fp16(blocks[..., :4]).flatten(-2)}
 
     def pack(self, weight: Tensor, group: int) -> Parts:
