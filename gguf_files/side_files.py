@@ -1,5 +1,6 @@
 """A GGUF file's tokenizer as files in the user's cache, where commands and server read them."""
 
+import json
 import re
 import zlib
 from pathlib import Path
@@ -10,7 +11,7 @@ from gguf_files.container import GGUFFile
 from gguf_files.vocabulary import tokenizer_files
 
 VERSION = 1  # of what is written here
-DONE = "gguf.txt"  # names the file; the last to be written
+DONE = "source.json"  # names the format and the file; the last to be written
 
 
 class SideFiles:
@@ -37,7 +38,8 @@ class SideFiles:
             target.parent.mkdir(parents=True, exist_ok=True)
             staged = StagedDirectory(target)
             try:
-                for name, data in (files | {DONE: f"{part.path}\n".encode()}).items():
+                source = {"published": label, "file": str(part.path)}
+                for name, data in (files | {DONE: json.dumps(source).encode()}).items():
                     (staged.path / name).write_bytes(data)
                 staged.commit()
             finally:

@@ -178,7 +178,7 @@ class GGUFCheckpoint:
         self.views = Views(self.file)
         heads = enter_tensors(self.views, family, args, values)
         shards = {self.file.path.name: self.views}
-        published = PublishedTensors(self.file.path.parent, (), shards, {})
+        published = PublishedTensors(self.file.path, (), shards, {})
         try:
             self.plan = GGUFPlan(family, args, published, None, heads)
         except ValueError as error:

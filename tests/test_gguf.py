@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 from conftest import FAMILIES, randomize
-from gguf_checkpoint import write_gguf
+from gguf_checkpoint import add_value, write_gguf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -366,6 +366,56 @@ def test_no_damage_is_more_than_a_line(sound, tmp_path_factory, data):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     refusal(target)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000  # kilobytes
+
+
+ODD = st.one_of(
+    st.integers(0, 2**32 - 1),
+    st.sampled_from((0, 1, 3, 2**31, 2**32 - 1)),
+    st.floats(width=32),
+    st.booleans(),
+    st.text(st.characters(codec="utf-8"), max_size=8),
+    st.lists(st.integers(0, 9), min_size=1, max_size=4),
+)
+
+
+class Files(dict):
+    def __repr__(self):
+        return "the small files"  # hypothesis shows it
+
+
+@pytest.fixture(scope="module")
+def small_files(tmp_path_factory) -> Files:
+    """Return values and tensors of a small file of some families."""
+    found = Files()
+    for name in ("qwen3_moe", "qwen3_5_moe", "gemma4", "glm4_moe_lite", "gpt_oss"):
+        path = write_gguf(tmp_path_factory.mktemp("odd") / "a.gguf", small_peer(name))
+        file = GGUFFile(path)
+        found[name] = file.values, {n: file.read(n).numpy().copy() for n in file.tensors}
+    return found
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_odd_values_are_refused_in_one_line_or_run(small_files, tmp_path_factory, data):
+    """Any value of any key, or a tensor that is missing."""
+    values, tensors = small_files[data.draw(st.sampled_from(sorted(small_files)))]
+    arch = values["general.architecture"]
+    changed = dict(values) | {data.draw(st.sampled_from(sorted(values))): data.draw(ODD)}
+    missing = data.draw(st.sampled_from([None, *tensors]))
+    path = tmp_path_factory.getbasetemp() / "odd.gguf"
+    writer = gguf.GGUFWriter(path, arch)
+    for key, value in changed.items():
+        value = value.tolist() if hasattr(value, "tolist") else value
+        if key != "general.architecture":
+            add_value(writer, key, value)
+    for name, tensor in tensors.items():
+        if name != missing:
+            writer.add_tensor(name, tensor)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    refusal(path)
 
 
 def test_types_are_those_of_gguf():

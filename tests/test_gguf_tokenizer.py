@@ -220,14 +220,9 @@ def sentencepiece_values(directory: Path) -> dict:
     """Return the values that the converter writes for a tokenizer.model."""
     library = sentencepiece.SentencePieceProcessor(str(directory / "tokenizer.model"))
     ids, defined = range(library.get_piece_size()), sentencepiece_defined(library)
-    kinds = [
-        2 if library.is_unknown(id)
-        else 3 if library.is_control(id)
-        else 6 if library.is_byte(id)
-        else 4 if id in defined
-        else 1
-        for id in ids
-    ]  # fmt: skip
+    checks = {2: library.is_unknown, 3: library.is_control, 6: library.is_byte}
+    checks[4] = defined.__contains__
+    kinds = [next((kind for kind, check in checks.items() if check(id)), 1) for id in ids]
     return {
         "tokenizer.ggml.model": "llama",
         "tokenizer.ggml.tokens": [library.id_to_piece(id) for id in ids],
