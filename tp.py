@@ -338,9 +338,11 @@ def group_problem(path: str, spec: dict, shard: Shard | None, ranks: int) -> str
         return None
     width, group = sum(count * width for count, width in shard.segments), spec["group_size"]
     along = 2 if ".experts." in path else 1  # the input dimension
-    if shard.axis == along and (width // ranks) % group:
+    parts = [count * size // ranks for count, size in shard.segments]
+    short = next((part for part in parts if part % group), None)
+    if shard.axis == along and short:
         return (
-            f"{path} has rows of {width}, of which {width // ranks} are no multiple of the group "
+            f"{path} has rows of {width}, of which {short} are no multiple of the group "
             f"size {group}"
         )
     if shard.axis == along - 1 and FORMATS[spec["format"]].blocks:

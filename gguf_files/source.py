@@ -67,10 +67,8 @@ class StoredWeight:
         self.views, self.shape = views, recipe.shape
         ours = recipe.shape[:-1]
         self.tensors, self.rows = (torch.zeros(ours, dtype=torch.long) for _ in range(2))
-        self.columns = None
         for name, place in recipe.sources.items():
             self.tensors[place], self.rows[place] = views.rows_of(name)
-            self.columns = views.columns_of(name)
         if recipe.transform:
             self.tensors, self.rows = (
                 recipe.transform(t.unsqueeze(-1)).squeeze(-1) for t in (self.tensors, self.rows)
@@ -92,19 +90,8 @@ class StoredWeight:
         for begin, end in pairwise(edges):
             type = kinds[first[begin].item()]
             format = None if type in PLAIN_TYPES else format_of(type) or NEAREST.get(type)
-            if format is not None and self.group_order(format) is False:
-                return []
             found.append(Range(type, format, begin, end))
         return found if any(found.format for found in found) else []
-
-    def group_order(self, format: str) -> Tensor | bool | None:
-        """Return the order of groups along `in`; None: as in the file. False: groups are torn."""
-        if self.columns is None:
-            return None
-        groups = self.columns.view(-1, FORMATS[format].group)
-        whole = groups[:, :1] + torch.arange(groups.shape[1])
-        is_whole = torch.equal(groups, whole) and not (groups[:, 0] % groups.shape[1]).any()
-        return groups[:, 0] // groups.shape[1] if is_whole else False
 
     def parts(self, of: Range, experts: slice | None, device: torch.device) -> Parts:
         """Return the parts of a range, of all experts or of some, a chunk of rows at a time."""
@@ -128,27 +115,20 @@ class StoredWeight:
 
     def pack(self, blocks: Tensor, of: Range) -> Parts:
         """Return the parts of rows [n, bytes]. Raises ValueError for scales that are not finite."""
-        form, order = FORMATS[of.format], self.group_order(of.format)
+        form = FORMATS[of.format]
         if format_of(of.type):
             parts = form.from_blocks(blocks)
         else:
             parts = form.pack(unpack(blocks.cpu(), of.type).to(blocks.device), form.group)
         if not all(is_finite(part) for part in parts.values() if part.is_floating_point()):
             raise ValueError(f"{self.views.path} holds NaN or infinity; fetch it again")
-        if order is None:
-            return parts
-        count = len(order)
-        return {
-            name: part.unflatten(-1, (count, -1))[..., order.to(part.device), :].flatten(-2)
-            for name, part in parts.items()
-        }
+        return parts
 
     def plain(self, of: Range) -> Tensor:
         """Return the rows of a range that is plain."""
         tensors, rows = (t[..., of.begin : of.end] for t in (self.tensors, self.rows))
         weight = unpack(self.views.gather(tensors.flatten(), rows.flatten()), of.type)
-        weight = weight.view(*rows.shape, self.shape[-1])
-        return weight if self.columns is None else weight[..., self.columns]
+        return weight.view(*rows.shape, self.shape[-1])
 
 
 class Part(NamedTuple):
@@ -306,7 +286,8 @@ def read_model(file: GGUFFile) -> tuple[Family, ModelArgs, Values]:
     values = Values(file.values, shapes, file.read)
     try:
         family = family_of_gguf(values)
-        return family, family.from_hf(family.gguf_config(values)), values
+        args = family.gguf_args(family.from_hf(family.gguf_config(values)))
+        return family, args, values
     except NO_SENSE as error:
         cause = f"{type(error).__name__}: {error}"
         raise ValueError(f"its header makes no sense ({cause:.100}); fetch it again") from None

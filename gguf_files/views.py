@@ -149,11 +149,6 @@ class Views:
         order = view.made.rows(torch.arange(len(rows)))
         return tensors[order], rows[order]
 
-    def columns_of(self, name: str) -> Tensor | None:
-        """Return the column of the file for each of a published tensor's; None: as they are."""
-        view = self.views[name]
-        return view.made.columns and view.made.columns(torch.arange(view.shape[-1]))
-
     def type_of(self, tensor: int) -> str:
         """Return the type of a tensor of the file."""
         return self.file.tensors[self.names[tensor]].type
@@ -198,9 +193,7 @@ class Views:
             parts = [rows if len(shapes) > 1 else rows.view(view.shape if view.part else shapes[0])]
         else:
             parts = [unpack(self.file.blocks(n), self.file.tensors[n].type) for n in made.names]
-        whole = made.values(*parts) if made.values else parts[0]
-        columns = self.columns_of(name)
-        return whole if columns is None else whole[..., columns]
+        return made.values(*parts) if made.values else parts[0]
 
     def dequantize(self, tensors: Tensor, rows: Tensor) -> Tensor:
         """Return rows [N] of tensors [N] as numbers [N, in]; in fp32 if they differ in type."""
@@ -229,6 +222,4 @@ def made_shape(made: Made, shapes: list[tuple[int, ...]], part: slice | None) ->
         empty = [torch.cat([t.flatten(0, -2) for t in empty])]
     if made.rows:
         made.rows(torch.empty(rows_in(tuple(empty[0].shape)), device="meta"))
-    if made.columns:
-        made.columns(torch.empty(empty[0].shape[-1], device="meta"))
     return tuple((made.values(*empty) if made.values else empty[0]).shape)

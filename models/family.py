@@ -181,6 +181,10 @@ class Family:
         shared = common_config(values, self.gguf_keys)
         return {own_key(self, key): value for key, value in shared.items()}
 
+    def gguf_args(self, args: ModelArgs) -> ModelArgs:
+        """Return the args of a GGUF file's model. args: of its config.json."""
+        return args
+
     def gguf_layer(self, args: ModelArgs) -> MadeTable:
         """Return how a layer's published tensors are made of a GGUF file's."""
         return TENSORS | dict(self.gguf_tensors)

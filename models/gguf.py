@@ -44,13 +44,12 @@ class Made(NamedTuple):
     """How a published tensor is made of a file's.
 
     names: of the file's tensors, within the layer. rows: from the numbers of their rows, stacked
-    [R], to those of the published tensor's. columns: the same of the last axis. values: from their
-    dequantized numbers to the published tensor, after `rows`; such a tensor is never kept packed.
+    [R], to those of the published tensor's. values: from their dequantized numbers to the published
+    tensor, after `rows`; such a tensor is never kept packed.
     """
 
     names: tuple[str, ...]
     rows: Callable[[Tensor], Tensor] | None = None
-    columns: Callable[[Tensor], Tensor] | None = None
     values: Callable[..., Tensor] | None = None
 
 

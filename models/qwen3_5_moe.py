@@ -1,5 +1,6 @@
 """Qwen3.5 and Qwen3.6 with experts, text alone: as Qwen3-Next, but for config and tensor names."""
 
+import dataclasses
 from functools import partial
 
 import torch
@@ -26,6 +27,9 @@ class Qwen3_5MoeText(HybridFamily):
 
     gguf = "qwen35moe"
 
+    def gguf_args(self, args: HybridArgs) -> HybridArgs:
+        return dataclasses.replace(args, values_by_place=True)
+
     def gguf_layer(self, args: HybridArgs) -> MadeTable:
         """The file has value heads in another order: the first of each key head, the second ..."""
         K, H, _, Cv, _ = args.delta_sizes
@@ -45,7 +49,6 @@ class Qwen3_5MoeText(HybridFamily):
             ),
             "A_log": made_of("ssm_a", rows=heads, values=log_of_negative),
             "dt_bias": made_of("ssm_dt.bias", rows=heads),
-            "out_proj.weight": made_of("ssm_out.weight", columns=wide),
         }
         return super().gguf_layer(args) | {f"linear_attn.{k}": how for k, how in made.items()}
 

@@ -72,7 +72,7 @@ WIDE_CONFIGS = {
     "qwen3_next": lambda: transformers.Qwen3NextConfig(
         **WIDE | FEW | HYBRID, linear_key_head_dim=64
     ),
-    # Each key head has two value heads, of half a block together: their columns tear blocks.
+    # A block of wout's columns is of the first value heads of both key heads, then the second ones.
     "qwen3_5_moe": lambda: transformers.Qwen3_5MoeTextConfig(
         **WIDE | FEW | HYBRID, linear_key_head_dim=48
     ),
@@ -224,6 +224,12 @@ def test_logits_and_text_of_a_file_of_mixed_types_match_transformers(name, tmp_p
     session = Session(model, 64)
     got = list(session.stream(prompt()[0].tolist(), 12, Sampling(temperature=0)))
     assert got == want[0, 40:].tolist()
+
+
+def test_value_heads_by_place_keep_the_blocks_of_the_output(tmp_path):
+    checkpoint = GGUFCheckpoint(write_gguf(tmp_path / "a.gguf", wide_peer("qwen3_5_moe"), mixed))
+    spec = {"format": "iq4_xs", "group_size": 256}
+    assert checkpoint.format["modules"]["layers.0.attention.wout"] == spec
 
 
 def test_weights_keep_the_published_numbers(tmp_path):

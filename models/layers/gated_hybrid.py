@@ -48,6 +48,9 @@ class HybridArgs(ScaledRopeArgs):
     delta_key_dim: int = 128
     delta_value_dim: int = 128
     conv_width: int = 4
+    # Whether wout takes the first value head of each key head, then the second of each: a GGUF
+    # file has that order, and its blocks of wout's columns may be of two heads.
+    values_by_place: bool = False
 
     def constraints(self) -> dict[str, bool]:
         return super().constraints() | {
@@ -246,11 +249,12 @@ class HybridFamily(ScaledRopeFamily):
         K, H, Ck, Cv, _ = args.delta_sizes
         keys, values, head = (K, Ck), (H, Cv), (H, 1)
         queries, kv = (args.n_head, args.head_dim), (args.n_kv_head, args.head_dim)
+        outputs = (keys[:1] + values[1:],) * (H // K) if args.values_by_place else (values,)
         return super().shard_table(args) | {
             "attention.wqkv": Shard(0, (queries, kv, kv, queries)),
             "attention.wqkvz": Shard(0, (keys, keys, values, values)),
             "attention.wba": Shard(0, (head, head)),
             "attention.conv": Shard(0, (keys, keys, values)),
             "attention": Shard(0, (head,)),  # a_log and dt_bias
-            "attention.wout": Shard(1, (values,)),
+            "attention.wout": Shard(1, outputs),
         }
