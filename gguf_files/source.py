@@ -20,6 +20,7 @@ from formats import FORMATS
 from formats.base import Parts
 from formats.quantizer import MTP, NEVER_PACKED
 from gguf_files.container import PLAIN_TYPES, GGUFFile
+from gguf_files.five_bits import as_q8_0
 from gguf_files.side_files import SideFiles
 from gguf_files.views import NEAREST, Views, format_of, unpack
 from model import ExpertLinear, Linear, ModelArgs
@@ -118,6 +119,8 @@ class StoredWeight:
         form = FORMATS[of.format]
         if format_of(of.type):
             parts = form.from_blocks(blocks)
+        elif of.type == "Q5_0":
+            parts = form.from_blocks(as_q8_0(blocks))
         else:
             parts = form.pack(unpack(blocks.cpu(), of.type).to(blocks.device), form.group)
         if not all(is_finite(part) for part in parts.values() if part.is_floating_point()):
@@ -227,7 +230,8 @@ class GGUFCheckpoint:
     def log_nearest(self) -> None:
         """Tell of types that become another format."""
         types = {part.range.type: part.range.format for part in self.parts.values()}
-        changed = sorted(t for t, form in types.items() if form and not format_of(t))
+        rounded = (t for t, form in types.items() if form and not format_of(t) and t != "Q5_0")
+        changed = sorted(rounded)
         if changed:
             pairs = ", ".join(f"{type} as {types[type]}" for type in changed)
             log.warning(f"{self.file.path.name}: weights are rounded again: {pairs}")

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from formats import FORMATS
+from gguf_files import five_bits
 from gguf_files.container import PLAIN_TYPES, GGUFFile
 from models.gguf import Made, MadeTable
 
@@ -21,7 +22,8 @@ try:
 except ImportError:  # it dequantizes types that we have no format for
     gguf = None
 
-# Types that we have no format for: the nearest that keeps more bits. Of 2 and 3 bits, 4.5.
+# Types that we have no format for: the nearest that keeps more bits. Of 2 and 3 bits, 4.5. Q5_0 is
+# exact in q8_0 (five_bits.as_q8_0).
 NEAREST = {
     **dict.fromkeys(("Q2_K", "Q3_K", "IQ1_S", "IQ1_M", "TQ1_0", "TQ2_0"), "q4_k"),
     **dict.fromkeys(("IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S"), "q4_k"),
@@ -43,6 +45,8 @@ def unpack(blocks: Tensor, type: str) -> Tensor:
     """
     if type in PLAIN_TYPES:
         return blocks.view(PLAIN_TYPES[type])
+    if type in five_bits.TYPES:
+        return five_bits.dequantize(blocks, type)
     if name := format_of(type):
         parts = FORMATS[name].from_blocks(blocks)
         return FORMATS[name].unpack(parts, FORMATS[name].group)

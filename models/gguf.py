@@ -195,7 +195,7 @@ def mscales(values: Values) -> dict:
 
     llama.cpp takes both for equal, as they are in all published models.
     """
-    tenth = values.get("rope.scaling.yarn_log_mul")
+    tenth = values.get("rope.scaling.yarn_log_multiplier")
     if tenth is None:
         return {}
     factor = round(10 * tenth, 6)

@@ -325,7 +325,7 @@ def sigmoid_values(c, arch: str, rope: dict) -> dict:
     if c.q_lora_rank is not None:
         found["attention.q_lora_rank"] = c.q_lora_rank
     if rope.get("mscale_all_dim"):
-        found["rope.scaling.yarn_log_mul"] = 0.1 * rope["mscale_all_dim"]
+        found["rope.scaling.yarn_log_multiplier"] = 0.1 * rope["mscale_all_dim"]
     return found
 
 

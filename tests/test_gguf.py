@@ -1,5 +1,6 @@
 """GGUF files: the container, every family against transformers, tokenizers, damage."""
 
+import re
 import resource
 import struct
 from pathlib import Path
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 from gguf_files.container import TYPES, GGUFFile
 from gguf_files.source import GGUFCheckpoint
 from models import FAMILIES as OURS
+from models.gguf import KEYS, YARN_KEYS
 from runtime.loading import load_model
 from runtime.sampling import Sampling
 from runtime.session import Session
@@ -198,6 +200,24 @@ def test_every_family_with_an_architecture_is_tested():
 
 
 @pytest.mark.parametrize("name", READ)
+def test_names_are_those_of_the_package_gguf(name, tmp_path):
+    """Values and tensors that the tests write, and a family reads, exist in llama.cpp."""
+    file = GGUFFile(write_gguf(tmp_path / "a.gguf", small_peer(name)))
+    arch = file.values["general.architecture"]
+    groups = (group for group in vars(gguf.Keys).values() if isinstance(group, type))
+    keys = {key for group in groups for key in vars(group).values() if isinstance(key, str)}
+    (family,) = {f for f in OURS.values() if f.gguf == arch and f.name.startswith(name)}
+    read = {f"{{arch}}.{key}" for key in (KEYS | YARN_KEYS | dict(family.gguf_keys)).values()}
+    assert read | {key.replace(f"{arch}.", "{arch}.") for key in file.values} <= keys
+    (kind,) = (kind for kind, known in gguf.MODEL_ARCH_NAMES.items() if known == arch)
+    stems = {gguf.TENSOR_NAMES[tensor] for tensor in gguf.MODEL_TENSORS[kind]}
+    for tensor in file.tensors:
+        stem = re.sub(r"^blk\.\d+\.", "blk.{bid}.", tensor)
+        dense = re.search(r"\.ffn_(gate|up|down)\.weight", stem)  # Qwen's of llama.cpp have none
+        assert stem in stems or stem.rpartition(".")[0] in stems or dense, tensor
+
+
+@pytest.mark.parametrize("name", READ)
 def test_logits_of_a_plain_file_match_transformers(name, tmp_path):
     peer = small_peer(name)
     types = {"ffn": "F16", "attn": "BF16"}
@@ -251,17 +271,36 @@ def test_weights_keep_the_published_numbers(tmp_path):
     assert torch.equal(down, state["model.layers.1.mlp.experts.down_proj"])
 
 
-@pytest.mark.parametrize("type", ["Q2_K", "Q3_K", "Q4_1", "Q5_0", "Q5_1", "IQ2_XXS", "IQ3_XXS"])
+@pytest.mark.parametrize("type", ["Q2_K", "Q3_K", "Q4_1", "Q5_1", "IQ2_XXS", "IQ3_XXS"])
 def test_other_types_become_the_nearest_format(type, tmp_path, caplog):
-    peer = wide_peer("qwen3_moe")
-    types = lambda name: type if "ffn_down" in name else "F32"  # noqa: E731
-    checkpoint = GGUFCheckpoint(write_gguf(tmp_path / "a.gguf", peer, types))
+    peer, types = wide_peer("qwen3_moe"), {"ffn_down": type}
+    path = write_gguf(tmp_path / "a.gguf", peer, lambda name: types.get(name[6:14], "F32"))
+    checkpoint = GGUFCheckpoint(path)
     nearest = {spec["format"] for spec in checkpoint.format["modules"].values()}
     assert f"rounded again: {type} as {nearest.pop()}" in caplog.text
     model = load_model(checkpoint, "cpu", torch.float32)
     want = peer.state_dict()["model.layers.0.mlp.experts.down_proj"]
     got = model.layers[0].ffn.experts.w2.unpack()
-    assert (got - want).norm() / want.norm() < 0.01 if type in ("Q4_1", "Q5_0", "Q5_1") else 0.08
+    assert (got - want).norm() / want.norm() < (0.01 if type.endswith("_1") else 0.08)
+
+
+def test_q5_0_keeps_its_numbers_in_8_bits(tmp_path, caplog):
+    """llama.cpp writes it where rows are no multiple of 256, as in Gemma 4's experts."""
+    peer = small_peer("gemma4")
+    types = {"attn_q.w": "Q5_0", "attn_k.w": "Q5_1", "ffn_gate": "Q5_0", "token_em": "Q5_0"}
+
+    def type_of(name: str) -> str:
+        return "F32" if "inp" in name else types.get(name.removeprefix("blk.0.")[:8], "F32")
+
+    checkpoint = GGUFCheckpoint(write_gguf(tmp_path / "a.gguf", peer, type_of))
+    assert checkpoint.format["modules"]["layers.0.ffn.experts.w13"]["format"] == "q8_0"
+    assert "Q5_1 as q8_0" in caplog.text and "Q5_0" not in caplog.text
+    model = load_model(checkpoint, "cpu", torch.float32)
+    want = peer.state_dict()
+    got = model.layers[0].ffn.experts.w13.unpack()
+    assert torch.equal(got, want["model.layers.0.experts.gate_up_proj"])
+    table = want["model.embed_tokens.weight"]
+    assert torch.equal(model.embedding.weight, table) and torch.equal(model.head.unpack(), table)
 
 
 def test_a_split_file_is_read_from_any_part(tmp_path):
