@@ -8,11 +8,8 @@ codes, in the lower nibbles the first 16.
 import torch
 from torch import Tensor
 
-TYPES = {
-    "Q4_1": (20, True),
-    "Q5_0": (22, False),
-    "Q5_1": (24, True),
-}  # bytes; whether it has a least
+# Bytes of a block, and whether it has a least
+TYPES = {"Q4_1": (20, True), "Q5_0": (22, False), "Q5_1": (24, True)}
 
 
 def split_blocks(blocks: Tensor, type: str) -> tuple[Tensor, Tensor, Tensor]:

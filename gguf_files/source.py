@@ -22,7 +22,7 @@ from formats.quantizer import MTP, NEVER_PACKED
 from gguf_files.container import PLAIN_TYPES, GGUFFile
 from gguf_files.five_bits import as_q8_0
 from gguf_files.side_files import SideFiles
-from gguf_files.views import NEAREST, Views, format_of, unpack
+from gguf_files.views import NEAREST, Views, check_types, format_of, unpack
 from model import ExpertLinear, Linear, ModelArgs
 from models import build_model, family_of_gguf, head_args
 from models.converter import ConversionPlan, assemble
@@ -154,6 +154,7 @@ class GGUFCheckpoint:
     def __init__(self, path: Path | str):
         self.file = GGUFFile(path)
         try:
+            check_types(self.file)
             family, args, values = read_model(self.file)
         except ValueError as error:
             message = str(error).replace("config.json: ", "")

@@ -39,10 +39,7 @@ def format_of(type: str) -> str | None:
 
 
 def unpack(blocks: Tensor, type: str) -> Tensor:
-    """Dequantize blocks, uint8 [..., bytes of a row] -> [..., in] in fp32, or in a plain type.
-
-    Raises ValueError for a type that takes the package `gguf`, if that is missing.
-    """
+    """Dequantize blocks, uint8 [..., bytes of a row] -> [..., in] in fp32, or in a plain type."""
     if type in PLAIN_TYPES:
         return blocks.view(PLAIN_TYPES[type])
     if type in five_bits.TYPES:
@@ -50,12 +47,19 @@ def unpack(blocks: Tensor, type: str) -> Tensor:
     if name := format_of(type):
         parts = FORMATS[name].from_blocks(blocks)
         return FORMATS[name].unpack(parts, FORMATS[name].group)
-    if gguf is None:
-        raise ValueError(f"it has tensors in {type}, which take a package: pip install gguf")
-    if type not in NEAREST:
-        raise ValueError(f"it has tensors in {type}, of which no model can be made; take Q4_K_M")
     kind = gguf.GGMLQuantizationType[type]
     return torch.from_numpy(gguf.quants.dequantize(blocks.numpy(), kind))
+
+
+def check_types(file: GGUFFile) -> None:
+    """Raise ValueError for a type of which no weight can be made, before anything is read."""
+    types = {info.type for info in file.tensors.values()}
+    known = {type for type in types if type in PLAIN_TYPES or type in NEAREST or format_of(type)}
+    for type in sorted(types - known):
+        raise ValueError(f"it has tensors in {type}, which cannot be run; take Q4_K_M or Q8_0")
+    for type in sorted(known & NEAREST.keys() - five_bits.TYPES.keys()):
+        if gguf is None:
+            raise ValueError(f"it has tensors in {type}, which take a package: pip install gguf")
 
 
 class View(NamedTuple):

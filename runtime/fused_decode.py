@@ -88,12 +88,11 @@ def projection_weights(module: nn.Module) -> list[tuple[Weight, Tensor | None]]:
 
     Raises ValueError if the kernels cannot read one.
     """
-    if not isinstance(module, nn.ModuleList):
-        return [(kernel_weight(module), module.bias)]
-    weights = [kernel_weight(rows) for rows in module]
-    biases = [None] * len(weights)
-    if module.bias is not None:
-        biases = module.bias.split([weight.out for weight in weights])
+    ranges = list(module) if isinstance(module, nn.ModuleList) else [module]
+    weights, bias = [kernel_weight(rows) for rows in ranges], getattr(module, "bias", None)
+    if bias is None:
+        return [(weight, None) for weight in weights]
+    biases = bias.split([weight.out for weight in weights])
     return list(zip(weights, biases, strict=True))
 
 

@@ -303,6 +303,15 @@ def test_q5_0_keeps_its_numbers_in_8_bits(tmp_path, caplog):
     assert torch.equal(model.embedding.weight, table) and torch.equal(model.head.unpack(), table)
 
 
+def test_types_that_cannot_be_run_are_refused_by_name(sound, tmp_path, monkeypatch):
+    kind = find(sound, b"token_embd.weight") + 4 + 16
+    damaged = with_bytes(sound, tmp_path / "a.gguf", kind, struct.pack("<I", 24))
+    assert "tensors in I8, which cannot be run; take Q4_K_M" in refusal(damaged)
+    monkeypatch.setattr("gguf_files.views.gguf", None)
+    path = write_gguf(tmp_path / "b.gguf", wide_peer("qwen3_moe"), lambda name: "Q2_K")
+    assert "in Q2_K, which take a package: pip install gguf" in refusal(path)
+
+
 def test_a_split_file_is_read_from_any_part(tmp_path):
     peer = small_peer("qwen3_moe")
     first = write_gguf(tmp_path / "a.gguf", peer, split=20)
