@@ -24,7 +24,13 @@ import torch
 
 from checkpoint import Checkpoint
 from formats import FORMATS, PLAIN
-from formats.quantizer import bits_per_weight, formats_of_mode, plan_format, quantize
+from formats.quantizer import (
+    bits_per_weight,
+    describe_groups,
+    formats_of_mode,
+    plan_format,
+    quantize,
+)
 from hub.disk import find_checkpoint
 from hub.prepare import Settings, fetch_model
 from model import ModelArgs
@@ -113,9 +119,10 @@ def summary(target: Checkpoint, seconds: float) -> str:
     args = args_of_checkpoint(target)
     packed, whole = bits_per_weight(target, build_model(args))
     size = sum(map(target.nbytes, target.tensors))
+    groups = describe_groups(target.format)
     return (
         f"{target.directory}: {size / 1e9:.3f} GB, {packed:.3f} bits a quantized weight, "
-        f"{whole:.3f} over all weights, in {seconds:.1f} s"
+        f"{whole:.3f} over all weights, {groups + ', ' if groups else ''}in {seconds:.1f} s"
     )
 
 

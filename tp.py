@@ -11,21 +11,23 @@ These modules replace the model's: AllReduceAddNorm, FusedScores (the router), S
 GatheredHead.
 """
 
-import math
-import re
 from collections.abc import Sequence
 from dataclasses import replace
+from math import gcd
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from formats import FORMATS
-from formats.quantizer import pack_modules
+from formats.packed import Packed
+from formats.quantizer import match_shared_experts, pack_modules
+from formats.regroup import Regrouping
 from model import AddNorm, Experts, Linear, ModelArgs, MoE, RMSNorm
 from models import build_model, family_of
 from models.family import Shard
 from models.layers.sandwich import Branches, SandwichAddNorm
+from models.row_shards import local_format, range_shards, table_key
 from ops.declared import NoAdditions, SumAdditions
 from ops.products.join import NormRouter
 from ops.products.weights import Weight
@@ -235,53 +237,6 @@ def shard_table(args: ModelArgs, parallel: str) -> dict[str, Shard]:
     return table
 
 
-def range_shards(table: dict[str, Shard], format: dict) -> dict[str, Shard]:
-    """Return the shards of weights in several formats: one for each range of rows, by its path.
-
-    Raises ValueError for a range that ends within a segment.
-    """
-    found = {}
-    for path, counts in format.get("rows", {}).items():
-        shard = table.get(table_key(path))
-        along = 1 if ".experts." in path else 0  # the output dimension
-        left = list(shard.segments) if shard and shard.axis == along else []
-        for number, count in enumerate(counts if shard else []):
-            if shard.axis != along:
-                found[f"{path}.{number}"] = shard
-                continue
-            segments = []
-            while left and count > 0:
-                segments.append(left.pop(0))
-                count -= math.prod(segments[-1])
-            if count:
-                raise ValueError(f"{path} has ranges of rows that no rank can share: start 1")
-            found[f"{path}.{number}"] = Shard(along, tuple(segments))
-    return found
-
-
-def local_format(format: dict, ranges: dict[str, Shard], ranks: int) -> dict:
-    """Return a format with the rows that one rank has of each range."""
-    rows = {}
-    for path, counts in format.get("rows", {}).items():
-        shards = [ranges.get(f"{path}.{number}") for number in range(len(counts))]
-        along = 1 if ".experts." in path else 0
-        rows[path] = [
-            local_rows(shard, ranks) if shard and shard.axis == along else count
-            for shard, count in zip(shards, counts, strict=True)
-        ]
-    return format | {"rows": rows}
-
-
-def local_rows(shard: Shard, ranks: int) -> int:
-    """Return the rows of one rank."""
-    return sum(count // min(count, ranks) * width for count, width in shard.segments)
-
-
-def table_key(path: str) -> str:
-    """Return a module's name in the shard table: without its layer."""
-    return re.sub(r"^layers\.\d+\.", "", path)
-
-
 def shard_slices(shape: Sequence[int], shard: Shard, rank: int, ranks: int) -> list[tuple]:
     """Return the slices of a tensor that `rank` holds, to be concatenated along the shard's axis.
 
@@ -334,50 +289,56 @@ def shard_problem(args: ModelArgs, format: dict, ranks: int, parallel: str) -> s
 
 def group_problem(path: str, spec: dict, shard: Shard | None, ranks: int) -> str | None:
     """Return why a packed module's groups cannot be sharded, or None."""
-    if shard is None:
+    least = FORMATS[spec["format"]].min_group
+    lengths = grouped_lengths(path, spec, shard, ranks)
+    short = next((n for n in lengths if gcd(n, spec["group_size"]) % least), None)
+    if short is None:
         return None
-    width, group = sum(count * width for count, width in shard.segments), spec["group_size"]
-    along = 2 if ".experts." in path else 1  # the input dimension
-    parts = [count * size // ranks for count, size in shard.segments]
-    short = next((part for part in parts if part % group), None)
-    if shard.axis == along and short:
-        return (
-            f"{path} has rows of {width}, of which {short} are no multiple of the group "
-            f"size {group}"
-        )
-    if shard.axis == along - 1 and FORMATS[spec["format"]].blocks:
-        rows = [count // min(count, ranks) * size for count, size in shard.segments]
-        if short := next((n for n in rows if n % group), None):
-            return f"{path}: {short} rows of a rank are no multiple of the group size {group}"
-    return None
+    group = f"no multiple of {least}, the smallest group of {spec['format']}"
+    return f"{path}: {short} numbers of a rank's rows or columns are {group}"
+
+
+def grouped_lengths(path: str, spec: dict, shard: Shard | None, ranks: int) -> list[int]:
+    """Return the lengths that a rank holds along an axis that has groups."""
+    inner = 2 if ".experts." in path else 1  # the axis of the input dimension
+    axes = (inner, inner - 1) if FORMATS[spec["format"]].blocks else (inner,)
+    if shard is None or shard.axis not in axes:
+        return []
+    return [count // min(count, ranks) * width for count, width in shard.segments]
+
+
+def sharded_format(
+    format: dict, table: dict[str, Shard], ranks: int, ranges: dict[str, Shard] | None = None
+) -> dict:
+    """Return a checkpoint's format with the largest groups that divide the shards."""
+    modules = {}
+    for path, spec in format.get("modules", {}).items():
+        shard = (ranges or {}).get(path) or table.get(table_key(path))
+        lengths = grouped_lengths(path, spec, shard, ranks)
+        modules[path] = spec | {"group_size": gcd(spec["group_size"], *lengths)}
+    return format | {"modules": match_shared_experts(modules)}
 
 
 def shard_refusal(args: ModelArgs, format: dict, ranks: int, parallel: str) -> str | None:
-    """Return `shard_problem` as an error message, with process counts and group sizes that work."""
+    """Return `shard_problem` as an error message, with the numbers of processes that work."""
     why = shard_problem(args, format, ranks, parallel)
     if why is None:
         return None
     counts = [str(n) for n in range(1, 65) if shard_problem(args, format, n, parallel) is None]
-    fixes = [f"start {', '.join(counts)}"]
-    if "group size" in why:
-        modules = format.get("modules", {}).values()
-        grouped = [FORMATS[m["format"]] for m in modules if not FORMATS[m["format"]].has_own_group]
-        for group in (128, 64, 32, 16):
-            fits = all(group % row.min_group == 0 for row in grouped)
-            other = regrouped(format, group)
-            if fits and shard_problem(args, other, ranks, parallel) is None:
-                fixes.append(f"quantize again with --group_size {group}")
-                break
-    return f"{ranks} processes, --parallel {parallel}: {why}: {', or '.join(fixes)}"
+    return f"{ranks} processes, --parallel {parallel}: {why}: start {', '.join(counts)}"
 
 
-def regrouped(format: dict, group: int) -> dict:
-    """Return a checkpoint's format with another group size for its grouped modules."""
-    modules = {
-        path: spec if FORMATS[spec["format"]].has_own_group else spec | {"group_size": group}
-        for path, spec in format.get("modules", {}).items()
-    }
-    return {"modules": modules}
+def regroupings(whole: nn.Module, modules: dict[str, dict]) -> dict[str, Regrouping]:
+    """Return the packed modules of a whole model that have smaller groups in its shards."""
+    found = {}
+    for path, spec in modules.items():
+        module = whole.get_submodule(path)
+        assert isinstance(module, Packed)
+        if spec["group_size"] != module.group:
+            shape = *module.codes.shape[:-1], module.width
+            format = FORMATS[module.format]
+            found[path] = Regrouping(format, shape, module.group, spec["group_size"])
+    return found
 
 
 def local_args(args: ModelArgs, ranks: int, parallel: str) -> ModelArgs:
@@ -431,7 +392,10 @@ class ModelShard:
         self.shapes = {name: tensor.shape for name, tensor in named}
         self.model = build_model(local_args(args, self.ranks, parallel))
         self.shard_modules(parallel)
-        pack_modules(self.model, local_format(format, self.ranges, self.ranks))
+        local = local_format(format, self.ranges, self.ranks)
+        local = sharded_format(local, self.table, self.ranks, self.ranges)
+        self.regroupings = regroupings(whole, local["modules"])
+        pack_modules(self.model, local)
 
     def shard_modules(self, parallel: str) -> None:
         """Shard the head, the experts and the norms over all heads. Parameters keep their names."""
@@ -478,7 +442,8 @@ class ModelShard:
         shard = self.ranges.get(path) or self.table.get(table_key(path))
         if self.ranks == 1 or shard is None:
             return source.read(name, index, device)
-        shape = self.shapes[name]
+        regrouping = self.regroupings.get(path) if not name.endswith(".bias") else None
+        shape = regrouping.shape if regrouping else self.shapes[name]
         if shard.axis == len(shape):  # a bias after an all-reduce: one rank adds it
             bias = source.read(name, index, device)
             return bias if self.rank == 0 else torch.zeros_like(bias)
@@ -489,5 +454,11 @@ class ModelShard:
             slices = [
                 (slice(at := (rows.start or 0) + expert, at + 1), *rest) for rows, *rest in slices
             ]
-        parts = [source.read(name, index, device) for index in slices]
+
+        def read(index: tuple[slice, ...]) -> Tensor:
+            return source.read(name, index, device)
+
+        if regrouping:
+            return regrouping.read(read, name.rpartition(".")[2], slices, shard.axis).contiguous()
+        parts = [read(index) for index in slices]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=shard.axis)

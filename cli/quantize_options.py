@@ -51,7 +51,8 @@ def add_format_options(parser: Parser) -> None:
     experts = "expert (and dense feed-forward) weights; default: --mode's"
     add("--experts", help=experts, **settings)
     add("--head", choices=HEAD_FORMATS, help=f"default: {HEADS}")
-    parser.add_number("--group_size", f"numbers that share a scale; default: {GROUPS}")
+    sizes = f"default: {GROUPS}; halved until it divides a tensor's rows"
+    parser.add_number("--group_size", f"numbers that share a scale; {sizes}")
     solver = "iterations of the hqq solver; default: 20; 0 rounds to nearest"
     parser.add_number("--iterations", solver)
 

@@ -15,7 +15,7 @@ docs/adding_a_format.md walks through one format and adds another.
 import torch
 from torch import Tensor
 
-from formats.words import interleave
+from formats.words import interleave, pack_words, unpack_words
 from ops.inductor import materialize
 from ops.products.prompt import grouped_run
 
@@ -30,7 +30,7 @@ class Format:
 
     name: str
     bits: int  # per code
-    group: int  # default of G, the numbers along `in` that are packed (and scaled) together
+    group: int  # largest default of G, the numbers along `in` that are packed (and scaled) together
     kind: str | None = None  # how the kernels of ops/products/ decode it; None: they do not
     has_gemv = False  # ops.products.gemv multiplies it with one token
     has_solver = False  # `pack` takes the number of a solver's iterations
@@ -38,6 +38,7 @@ class Format:
     blocks = False  # a group is of G rows too
     head_format = PLAIN  # format of the head, unless the user chooses one
     attention_format: str | None = None  # format of attention with --mode; None: this one
+    narrow: str | None = None  # format of rows that G does not divide; None: they are refused
     gguf_type: str | None = None  # name of its blocks in GGUF files, which `from_blocks` reads
 
     # What a format defines ------------------------------------------------------------------------
@@ -107,6 +108,10 @@ class Format:
         """Whether groups of this size divide rows of `width` numbers into whole words."""
         return group % self.min_group == 0 and width % group == 0
 
+    def name_for(self, width: int) -> str:
+        """Return the name of the format of rows of `width` numbers: this one, or `narrow`."""
+        return self.narrow if self.narrow and width % self.group else self.name
+
     def choose_group(self, width: int, group: int | None) -> int:
         """Return the G for rows of `width` numbers; group: the one asked for, or None.
 
@@ -121,10 +126,25 @@ class Format:
         return group
 
     def default_group(self, width: int) -> int:
-        """Return the G to use for rows of `width` numbers."""
-        if self.per_row:  # any that divides the row; large ones let kernels load more at once
-            return next((n for n in (16, 8) if width % n == 0), 4)
-        return self.group
+        """Return the G to use for rows of `width` numbers: `group`, halved until it divides them.
+
+        Large groups have few scales, and let kernels load more at once.
+        """
+        group = self.group
+        while group % 2 == 0 and group // 2 >= self.min_group and not self.fits(width, group):
+            group //= 2
+        return group
+
+    def regroup(self, name: str, part: Tensor, group: int, smaller: int) -> Tensor:
+        """Return a part that has whole groups as the part of `smaller` ones, which divide them.
+
+        No number changes: codes are put in another order, and scales are repeated.
+        """
+        if name == "codes":
+            bits = 32 // self.codes_per_word
+            return pack_words(unpack_words(part, bits, group), bits, smaller)
+        (_, of_two_groups), _ = self.scale_layout((1,), 2 * group, group)[name]
+        return part if of_two_groups == 1 else part.repeat_interleave(group // smaller, -1)
 
     def grouped_order(self, x: Tensor, group: int) -> Tensor:
         """Reorder x [..., in] along `in` as ops.products.prompt unpacks this format's weights.

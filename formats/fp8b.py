@@ -12,7 +12,7 @@ from formats.words import bytes_to_words, expand_groups, nonzero, words_to_bytes
 class BlockFP8(Format):
     """codes e4m3; scale fp32 [..., out / G, in / G]: a block's largest magnitude over 448.
 
-    The last block may have fewer than G rows.
+    The last block may have fewer than G rows. Where 128 does not divide the rows, G is smaller.
     """
 
     name = "fp8b"
@@ -39,6 +39,10 @@ class BlockFP8(Format):
         codes = words_to_bytes(parts["codes"], group).view(torch.float8_e4m3fn)
         row_scale = expand_rows(parts["scale"], codes.shape[-2], group)
         return codes.float() * expand_groups(row_scale, codes.shape[-1])
+
+    def regroup(self, name: str, part: Tensor, group: int, smaller: int) -> Tensor:
+        part = super().regroup(name, part, group, smaller)
+        return part.repeat_interleave(group // smaller, -2) if name == "scale" else part
 
     def dot(self, x: Tensor, parts: Parts, group: int) -> Tensor:
         # x always in fp32: otherwise Inductor splits the sum over a row into two kernels.

@@ -14,7 +14,7 @@ from formats.words import (
     bytes_to_words,
     expand_groups,
     nonzero,
-    pack_words,
+    pack_nibbles,
     unpack_words,
     words_to_bytes,
 )
@@ -37,6 +37,7 @@ class GgufBlocks(Format):
     block_bytes: int
     bits = 4
     group = RUN
+    has_gemv = True
 
     @property
     def min_group(self) -> int:
@@ -72,17 +73,18 @@ class Q4Zero(GgufBlocks):
     """(code - 8) * scale."""
 
     name, gguf_type, block_bytes = "q4_0", "Q4_0", 18
+    kind = "int4"
     head_format = "q8_0"
 
     def read(self, blocks: Tensor) -> Parts:
-        codes = pack_words(low_then_high(blocks[..., 2:]).flatten(-2), 4, RUN)
+        codes = pack_nibbles(low_then_high(blocks[..., 2:]).flatten(-2))
         return {"codes": codes, "scale": read_fp16(blocks[..., :2]).squeeze(-1)}
 
     def pack(self, weight: Tensor, group: int) -> Parts:
         grouped = weight.unflatten(-1, (-1, RUN))
         scale = to_fp16(signed_largest(grouped) / -8)
         codes = divide(grouped, scale).round().add(8).clamp(0, 15).flatten(-2)
-        return {"codes": pack_words(codes, 4, RUN), "scale": scale.squeeze(-1)}
+        return {"codes": pack_nibbles(codes.to(torch.uint8)), "scale": scale.squeeze(-1)}
 
     def unpack(self, parts: Parts, group: int) -> Tensor:
         codes = (unpack_words(parts["codes"], 4, RUN) - 8).float()
@@ -93,12 +95,13 @@ class IQ4NL(Q4Zero):
     """IQ4[code] * scale: numbers that lie closer together around 0."""
 
     name, gguf_type = "iq4_nl", "IQ4_NL"
+    kind = "iq4"
 
     def pack(self, weight: Tensor, group: int) -> Parts:
         grouped = weight.unflatten(-1, (-1, RUN))
         scale = to_fp16(fit_scale(grouped, nearest_iq4, IQ4[0]))
         codes = iq4_codes(divide(grouped, scale)).flatten(-2)
-        return {"codes": pack_words(codes, 4, RUN), "scale": scale.squeeze(-1)}
+        return {"codes": pack_nibbles(codes.to(torch.uint8)), "scale": scale.squeeze(-1)}
 
     def unpack(self, parts: Parts, group: int) -> Tensor:
         values = iq4_values(unpack_words(parts["codes"], 4, RUN))
@@ -109,6 +112,7 @@ class Q8Zero(GgufBlocks):
     """code * scale; codes of 8 bits, -128 to 127, int32 [..., out, in / 4]."""
 
     name, gguf_type, block_bytes = "q8_0", "Q8_0", 34
+    kind = "q8_0"
     bits = 8
     head_format = "q8_0"
 

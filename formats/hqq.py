@@ -136,15 +136,27 @@ class HQQ3(HQQ):
         }
 
     def pack_codes(self, codes: Tensor, group: int) -> Parts:
-        third = pack_words(
-            third_from_fields(interleave(codes >> 2, self.codes_per_word, group)), 1, 32
-        )
+        third = self.pack_third(codes >> 2, group)
         return {"codes": pack_words(codes & 3, 2, group), "third": third}
 
     def unpack_codes(self, parts: Parts, group: int) -> Tensor:
-        third = third_to_fields(unpack_words(parts["third"], 1, 32))
-        third = interleave(third, group // self.codes_per_word, group)
+        third = self.unpack_third(parts["third"], group)
         return unpack_words(parts["codes"], 2, group) | third << 2
+
+    def pack_third(self, bits: Tensor, group: int) -> Tensor:
+        """Third bits [..., in] -> `third`."""
+        fields = interleave(bits, self.codes_per_word, group)
+        return pack_words(third_from_fields(fields), 1, 32)
+
+    def unpack_third(self, third: Tensor, group: int) -> Tensor:
+        """Invert `pack_third`."""
+        fields = third_to_fields(unpack_words(third, 1, 32))
+        return interleave(fields, group // self.codes_per_word, group)
+
+    def regroup(self, name: str, part: Tensor, group: int, smaller: int) -> Tensor:
+        if name == "third":
+            return self.pack_third(self.unpack_third(part, group), smaller)
+        return super().regroup(name, part, group, smaller)
 
     def byte_planes(self, parts: Parts) -> Iterable[Tensor]:
         # Words of `codes` are even and odd; shift the third bits of each above its bytes' codes.

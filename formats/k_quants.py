@@ -4,8 +4,12 @@ A block has one or two fp16 numbers, `step`. The scales of its groups are small 
 `step` is multiplied. Scales of 6 bits take a byte each here: 4.63, 5.63 and 4.31 bits a weight
 where the file has 4.5, 5.5 and 4.25 (q4_k, q5_k, iq4_xs).
 
+Rows that 256 does not divide are packed in blocks of 32 instead (`narrow`).
+
 The layouts are those of ggml (ggml-common.h, ggml-quants.c). `pack` rounds by rules of our own.
 """
+
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -25,7 +29,7 @@ from formats.gguf_blocks import (
     signed_largest,
     to_fp16,
 )
-from formats.words import expand_groups, pack_words, unpack_words
+from formats.words import expand_groups, pack_nibbles, unpack_words
 
 BLOCK = 256
 TOP = 63  # the largest scale of 6 bits
@@ -56,13 +60,9 @@ class KQuant(GgufBlocks):
     def pack_codes(self, codes: Tensor) -> Parts:
         """Codes [..., n] in the order of fields -> codes, high."""
         codes = codes.to(torch.uint8)
-        parts = {"codes": pack_words(codes & 15, 4, RUN)}
+        parts = {"codes": pack_nibbles(codes & 15 if self.high_bits else codes)}
         if self.high_bits:
-            words = 4 // self.high_bits
-            # Fields are ordered byte b, nibble p, word m of the run.
-            fields = (codes >> 4).unflatten(-1, (-1, 4, 2, 4 // words, words))
-            fields = fields.permute(*range(codes.dim()), -2, -4, -1, -3).flatten(-5)
-            parts["high"] = pack_words(fields, self.high_bits, 32 // self.high_bits)
+            parts["high"] = pack_above(codes >> 4, self.high_bits)
         return parts
 
     def unpack_codes(self, parts: Parts) -> Tensor:
@@ -85,6 +85,7 @@ class Q4K(KQuant):
     """
 
     name, gguf_type, block_bytes = "q4_k", "Q4_K", 144
+    kind, narrow = "q4_k", "iq4_nl"
     largest_code = 15
 
     def scale_layout(self, rows: tuple[int, ...], width: int, group: int) -> Layout:
@@ -99,14 +100,10 @@ class Q4K(KQuant):
         return self.pack_codes(codes) | self.read_scales(blocks)
 
     def read_scales(self, blocks: Tensor) -> Parts:
-        # Four bytes at a time: a word's bytes do not mix, since the masks drop what crosses them.
-        words = blocks[..., 4:16].contiguous().view(torch.int32)
-        first, second, third = words.split(1, dim=-1)
-        lower, upper = (third >> shift & 0x0F0F0F0F for shift in (0, 4))
-        scale = torch.cat((first & 0x3F3F3F3F, lower | (first >> 6 & 0x03030303) << 4), dim=-1)
-        least = torch.cat((second & 0x3F3F3F3F, upper | (second >> 6 & 0x03030303) << 4), dim=-1)
-        both = (part.view(torch.uint8) for part in (scale, least))
-        both = torch.stack((*both,), dim=-1).flatten(-3)
+        first, second, third = blocks[..., 4:16].unflatten(-1, (3, 4)).unbind(-2)
+        scale = torch.cat((first & 63, third & 15 | first >> 6 << 4), dim=-1)
+        least = torch.cat((second & 63, third >> 4 | second >> 6 << 4), dim=-1)
+        both = torch.stack((scale, least), dim=-1).flatten(-3)
         return {"scale": both, "step": read_fp16(blocks[..., :4]).flatten(-2)}
 
     def pack(self, weight: Tensor, group: int) -> Parts:
@@ -132,6 +129,7 @@ class Q5K(Q4K):
     """q4_k with codes of 5 bits."""
 
     name, gguf_type, block_bytes = "q5_k", "Q5_K", 176
+    kind, narrow = "q5_k", "q8_0"
     bits, high_bits, largest_code = 5, 1, 31
 
     def read(self, blocks: Tensor) -> Parts:
@@ -150,6 +148,7 @@ class Q6K(KQuant):
     """
 
     name, gguf_type, block_bytes = "q6_k", "Q6_K", 210
+    kind, narrow = "q6_k", "q8_0"
     bits, high_bits = 6, 2
 
     def scale_layout(self, rows: tuple[int, ...], width: int, group: int) -> Layout:
@@ -192,6 +191,7 @@ class IQ4XS(KQuant):
     """
 
     name, gguf_type, block_bytes = "iq4_xs", "IQ4_XS", 136
+    kind, narrow = "iq4", "iq4_nl"
 
     def scale_layout(self, rows: tuple[int, ...], width: int, group: int) -> Layout:
         return {
@@ -222,6 +222,17 @@ class IQ4XS(KQuant):
     def unpack(self, parts: Parts, group: int) -> Tensor:
         values = iq4_values(self.unpack_codes(parts))
         return expand_groups(group_factors(parts), values.shape[-1]) * values
+
+
+def pack_above(bits: Tensor, count: int) -> Tensor:
+    """The `count` bits above each code, uint8 [..., n] -> `high` (`KQuant`)."""
+    sharing = 4 // count  # words of `codes` that have a word of `high`
+    # Four codes, those of the words of a run, are one integer.
+    of_words = bits.contiguous().view(torch.int32).unflatten(-1, (-1, 4, 2))
+    nibbles = of_words[..., 0] | of_words[..., 1] << count
+    moved = [nibbles >> (8 - 2 * count) * m for m in range(sharing)]  # next to the word before
+    bytes = reduce(torch.bitwise_or, moved).view(torch.uint8).unflatten(-1, (4, 4))[..., ::sharing]
+    return bytes.transpose(-1, -2).contiguous().flatten(-3).view(torch.int32)
 
 
 def group_factors(parts: Parts) -> Tensor:

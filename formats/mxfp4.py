@@ -10,6 +10,7 @@ from formats.words import (
     both_halves,
     expand_groups,
     halves_as_fp16,
+    pack_nibbles,
     pack_words,
     split_fields,
     unpack_words,
@@ -47,7 +48,7 @@ class MXFP4(Format):
             raise ValueError(f"rows of {blocks.shape[-1]} bytes are not of whole blocks of 17")
         scale, nibbles = blocks.unflatten(-1, (-1, 17)).split((1, 16), dim=-1)
         codes = torch.cat((nibbles & 15, nibbles >> 4), dim=-1).flatten(-2)
-        return {"codes": pack_words(codes, self.bits, GROUP), "scale": scale.squeeze(-1).clone()}
+        return {"codes": pack_nibbles(codes), "scale": scale.squeeze(-1).clone()}
 
     def pack(self, weight: Tensor, group: int) -> Parts:
         """fp32 [..., out, in] -> parts, by section 6.3.

@@ -111,7 +111,7 @@ class Packed(nn.Module):
         Raises ValueError if that has no kernels for the format, or for groups that are too small.
         """
         format = FORMATS[self.format]
-        if BITS.get(format.kind) != format.bits:
+        if BITS.get(format.kind, 0) * format.codes_per_word != 32:
             raise ValueError(f"no kernel for {self.format}")
         return packed_weight(list(self.parts().values()), format.kind, self.group)
 

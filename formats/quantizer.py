@@ -8,15 +8,18 @@ take the model that it belongs to, on the meta device.
 
 import re
 import sys
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator
+from itertools import chain
+from math import gcd, prod
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from checkpoint import Checkpoint, Writer
-from formats import FORMATS, PLAIN, Format
+from checkpoint import Checkpoint, Layout, Piece, Writer, tensor_order
+from formats import FORMATS, PLAIN
 from formats.base import Parts
 from formats.packed import Packed, PackedExpertLinear, PackedLinear
 from formats.row_ranges import ExpertRowRanges, RowRanges
@@ -57,7 +60,7 @@ def plan_format(
     head = head or default_head
     names = {"attention": attention, "experts": experts, "head": head}
     check_formats(names, group_size)
-    modules = plan_modules(packable_widths(model, names), group_size)
+    modules = plan_modules(packable_sizes(model, names), group_size)
     name = experts if (attention, experts) == formats_of_mode(experts) else f"{attention}-{experts}"
     if head != default_head:
         name += f"-head_{head}"
@@ -82,41 +85,101 @@ def check_formats(names: dict[str, str], group_size: int | None) -> None:
         )
 
 
-def packable_widths(model: Transformer, names: dict[str, str]) -> dict[str, tuple[str, int]]:
-    """Return each module to pack -> its format and the width of its rows. names: format by role."""
+# The format of each module to pack, and the lengths that its groups must divide
+Packable = dict[str, tuple[str, tuple[int, ...]]]
+
+
+def packable_sizes(model: Transformer, names: dict[str, str]) -> Packable:
+    """Return the modules to pack. names: format by role."""
     chosen = {}
     for path, module in model.named_modules():
         role = "head" if path == "head" else "attention" if ".attention." in path else "experts"
         packable = isinstance(module, Linear | ExpertLinear) and not path.endswith(NEVER_PACKED)
         if packable and names[role] != PLAIN:
-            chosen[path] = names[role], module.weight.shape[-1]
+            sizes = [module.weight.shape[-1]]
+            name = FORMATS[names[role]].name_for(sizes[0])
+            if has_gate_and_up(path) and FORMATS[name].blocks:
+                sizes.append(module.weight.shape[-2] // 2)  # each has blocks of its own
+            chosen[path] = name, tuple(sizes)
     return chosen
 
 
-def plan_modules(chosen: dict[str, tuple[str, int]], group_size: int | None) -> dict[str, dict]:
-    """Return the "modules" of a format. Raises ValueError for a group size that does not fit."""
-    grouped = [(FORMATS[name], width) for name, width in chosen.values()]
-    grouped = [(format, width) for format, width in grouped if not format.has_own_group]
+def has_gate_and_up(path: str) -> bool:
+    """Whether a module's rows are the gates of experts, then as many others."""
+    return path.endswith("experts.w13")
+
+
+def plan_modules(chosen: Packable, group_size: int | None) -> dict[str, dict]:
+    """Return the "modules" of a format. Raises ValueError for a group size that does not fit.
+
+    group_size: None: the largest that fits each module.
+    """
     modules = {}
-    for path, (name, width) in chosen.items():
+    for path, (name, sizes) in chosen.items():
         format = FORMATS[name]
         try:
-            group = format.choose_group(width, None if format.has_own_group else group_size)
+            if format.has_own_group or group_size is None:
+                group = format.choose_group(gcd(*sizes), None)
+            else:
+                group = min(format.choose_group(size, group_size) for size in sizes)
         except ValueError as error:
-            fix = suggest_groups(grouped)
+            fix = suggest_fix(chosen, group_size)
             raise ValueError(f"{path} in {name}: {error}: {fix}") from None
         modules[path] = {"format": name, "group_size": group}
-    return modules
+    return match_shared_experts(modules)
 
 
-def suggest_groups(grouped: list[tuple[Format, int]]) -> str:
-    """Name the group sizes that would fit all of these formats and widths."""
-    fitting = [
-        str(n) for n in SUGGESTED_GROUPS if all(format.fits(width, n) for format, width in grouped)
-    ]
-    if not grouped or not fitting:
-        return "choose other formats"
-    return f"--group_size {' or '.join(fitting)} would do"
+def match_shared_experts(modules: dict[str, dict]) -> dict[str, dict]:
+    """Return the "modules" with groups of shared experts that divide those of the others.
+
+    The fused kernels compute a shared expert as some more of the others.
+    """
+    matched = {}
+    for path, spec in modules.items():
+        other = modules.get(path.replace(".shared.", ".experts."), spec)
+        if other["format"] == spec["format"]:
+            spec = spec | {"group_size": gcd(spec["group_size"], other["group_size"])}
+        matched[path] = spec
+    return matched
+
+
+def suggest_fix(chosen: Packable, group_size: int | None) -> str:
+    """Name group sizes that would fit all modules, or else formats."""
+    grouped = [(FORMATS[name], size) for name, sizes in chosen.values() for size in sizes]
+
+    def fit(group: int | None) -> bool:
+        return all(
+            format.has_own_group or format.fits(size, group or format.default_group(size))
+            for format, size in grouped
+        )
+
+    if group_size is None:
+        return "choose another format"
+    fitting = [str(n) for n in SUGGESTED_GROUPS if fit(n)]
+    fixes = [f"--group_size {' or '.join(fitting)} would do"] if fitting else []
+    fixes += ["leave it out"] if fit(None) else []
+    return ", or ".join(fixes) or "choose another format"
+
+
+def describe_groups(format: dict) -> str:
+    """Return the sizes of groups in words, "" for a format without groups.
+
+    The largest size of a format comes first; modules with smaller groups are named.
+    """
+    found: dict[str, Counter] = {}
+    for path, spec in format.get("modules", {}).items():
+        if not FORMATS[spec["format"]].has_own_group:
+            leaf = re.sub(r"^layers\.\d+\.", "", path)
+            found.setdefault(spec["format"], Counter())[spec["group_size"], leaf] += 1
+    texts = []
+    for name, counts in found.items():
+        sizes = sorted({size for size, _ in counts}, reverse=True)
+        parts = [str(sizes[0])]
+        for size in sizes[1:]:
+            leaves = ", ".join(sorted(leaf for other, leaf in counts if other == size))
+            parts.append(f"{size} in {leaves}")
+        texts.append(f"{name} in groups of {'; '.join(parts)}")
+    return ", ".join(texts)
 
 
 def add_head(format: dict, names: Iterable[str]) -> dict:
@@ -144,7 +207,7 @@ def add_head(format: dict, names: Iterable[str]) -> dict:
 def modules_by_tensor(format: dict) -> dict[str, dict]:
     """Return the packed modules of a "format", a head's under the names of their tensors."""
     head = format.get(MTP, {}).get("modules", {})
-    return format["modules"] | {f"{MTP}.{path}": spec for path, spec in head.items()}
+    return format.get("modules", {}) | {f"{MTP}.{path}": spec for path, spec in head.items()}
 
 
 # Packing a model ----------------------------------------------------------------------------------
@@ -188,8 +251,7 @@ def packed_module(module: nn.Module, path: str, spec: dict | list) -> nn.Module:
         packed = PackedLinear(module, name, group)
     else:
         raise TypeError
-    gate_and_up = path.endswith("experts.w13") and FORMATS[name].blocks
-    if gate_and_up and module.weight.shape[1] % (2 * group):
+    if has_gate_and_up(path) and FORMATS[name].blocks and module.weight.shape[1] % (2 * group):
         raise ValueError("gate and up are not of whole blocks")
     return packed
 
@@ -252,16 +314,16 @@ def quantize(
     show = dict(desc="quantize", unit="B", unit_scale=True, file=sys.stderr, disable=not progress)
     with (
         Writer(target, source.args, format, force) as writer,
-        tqdm(total=sum(sizes.values()), **show) as bar,
+        tqdm(total=packed_bytes(model, format, sizes), **show) as bar,
     ):
         writer.reserve(packed_bytes(model, format, sizes))
-        modules = modules_by_tensor(format)
+        packing = Packing(format, source.tensors, device, iterations)
+        layouts, pieces = {}, []
         for file, names in source.by_file().items():
-            tensors = {}
-            for name in names:
-                tensors |= pack_tensor(source, name, modules, device, iterations)
-                bar.update(sizes[name])
-            writer.write(file, tensors)
+            layout = {name: source.tensors[name] for name in names}
+            layouts[file] = packing.layout(layout)
+            pieces.append(packing.pieces(layout, source.pieces))
+        writer.write_pieces(layouts, chain.from_iterable(pieces), bar.update)
         for path in source.side_files():
             writer.copy(path)
     return target
@@ -292,26 +354,91 @@ def packed_bytes(model: Transformer, format: dict, sizes: dict[str, int]) -> int
     return parts + kept
 
 
-def pack_tensor(
-    source: Checkpoint,
-    name: str,
-    modules: dict[str, dict],
-    device: torch.device | str,
-    iterations: int | None,
-) -> dict[str, Tensor]:
-    """Read one tensor of the source; return it, or its parts if it is to be packed, by name."""
-    path, weight, tensors = name.removesuffix(".weight"), source.read(name), {}
-    if path not in modules:
-        tensors[name] = weight
-    if path == "embedding" and "head" in modules and "head.weight" not in source.tensors:
-        path = "head"  # it was tied to this tensor, and gets parts of its own
-    if path in modules:
+class Packing:
+    """Packs tensors while they are written: pieces of a few are in memory.
+
+    format: of the checkpoint to write. names: all tensors of its source. device: where weights are
+    packed. iterations: of a format's solver; None: its default.
+    """
+
+    def __init__(
+        self,
+        format: dict,
+        names: Collection[str],
+        device: torch.device | str = "cpu",
+        iterations: int | None = None,
+    ):
+        self.modules, self.names = modules_by_tensor(format), names
+        self.device, self.iterations = torch.device(device), iterations
+
+    def module(self, name: str) -> tuple[bool, str | None]:
+        """Return whether a tensor is kept, and the module that is packed from it, or None."""
+        path = name.removesuffix(".weight")
+        is_kept = path not in self.modules
+        if path == "embedding" and "head.weight" not in self.names:
+            path = "head"  # it was tied to this tensor, and gets parts of its own
+        return is_kept, path if path in self.modules else None
+
+    def layout(self, layout: Layout) -> Layout:
+        """Return the layout of a file with these tensors."""
+        packed: Layout = {}
+        for name, (shape, dtype) in layout.items():
+            is_kept, path = self.module(name)
+            if is_kept:
+                packed[name] = shape, dtype
+            if path:
+                spec = self.modules[path]
+                parts = FORMATS[spec["format"]].layout(torch.Size(shape), spec["group_size"])
+                packed |= {f"{path}.{leaf}": part for leaf, part in parts.items()}
+        return packed
+
+    def order(self, layout: Layout) -> list[str]:
+        """Return the tensors in the order to pack them: a file begins with codes."""
+        return sorted(tensor_order(layout), key=lambda name: self.module(name)[1] is None)
+
+    def pieces(self, layout: Layout, read: Callable[[str], Iterable[Piece]]) -> Iterator[Piece]:
+        """Yield the pieces to write.
+
+        layout: of the source's tensors of one file. read: returns a tensor in pieces.
+        """
+        for name in self.order(layout):
+            is_kept, path = self.module(name)
+            weights = read(name)
+            if path is None:
+                yield from weights
+                continue
+            if is_kept:
+                weights = list(weights)
+                yield from weights
+            rows = (piece.rows for piece in weights)
+            for chunk in whole_matrices(rows, layout[name][0]):
+                for leaf, part in self.pack(name, path, chunk).items():
+                    yield Piece(f"{path}.{leaf}", part)
+
+    def pack(self, name: str, path: str, weight: Tensor) -> Parts:
+        """Return the parts of one or several matrices of a tensor."""
         try:
-            parts = pack_weight(weight, modules[path], torch.device(device), iterations)
+            return pack_weight(weight, self.modules[path], self.device, self.iterations)
         except ValueError as error:
             raise ValueError(f"{name}: {error}; fetch and convert the checkpoint again") from None
-        tensors |= {f"{path}.{leaf}": part for leaf, part in parts.items()}
-    return tensors
+
+
+def whole_matrices(pieces: Iterable[Tensor], shape: tuple[int, ...]) -> Iterator[Tensor]:
+    """Yield [n, out, in] or [out, in] of consecutive pieces of a tensor [..., out, in]."""
+    matrix, found, count = prod(shape[-2:]), [], 0
+    for piece in pieces:
+        found.append(piece.reshape(-1))
+        count += piece.numel()
+        if count % matrix == 0 and count >= PACK_CHUNK:
+            yield joined(found).view(-1, *shape[1:])
+            found, count = [], 0
+    if found:
+        yield joined(found).view(-1, *shape[1:])
+
+
+def joined(pieces: list[Tensor]) -> Tensor:
+    """Return what pieces of one dimension are together."""
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
 def bits_per_weight(checkpoint: Checkpoint, model: Transformer) -> tuple[float, float]:

@@ -44,6 +44,18 @@ def unpack_words(words: Tensor, bits: int, group: int) -> Tensor:
     return interleave(ordered, group // fields, group)
 
 
+def pack_nibbles(codes: Tensor) -> Tensor:
+    """Codes of 4 bits, uint8 [..., n] -> int32 [..., n / 8]: `pack_words` in groups of 32.
+
+    Fast, since files are read by it: four codes, those of the words of a run, are one integer.
+    """
+    of_words = codes.contiguous().view(torch.int32).unflatten(-1, (-1, 4, 2))
+    both = of_words[..., 0] | of_words[..., 1] << 4  # of a run: byte of a word; word
+    return (
+        both.view(torch.uint8).unflatten(-1, (4, 4)).transpose(-1, -2).flatten(-3).view(torch.int32)
+    )
+
+
 def bytes_to_words(codes: Tensor, group: int) -> Tensor:
     """Codes of one byte each [..., n] -> int32 [..., n / 4]."""
     return interleave(codes.view(torch.uint8), 4, group).view(torch.int32)

@@ -11,24 +11,24 @@ import dataclasses
 import logging
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 from tqdm import tqdm
 
-from checkpoint import NAMES, Checkpoint, SafetensorsFile, Writer, file_crc32, read_json
+from checkpoint import NAMES, Checkpoint, Layout, SafetensorsFile, Writer, file_crc32, read_json
 from cli.model_name import PLAIN, ModelName, check_format, parse_model_name
 from cli.resumable import ResumableDirectory, remove_partial
 from cli.staging import remove
 from formats.quantizer import (
+    Packing,
     add_head,
+    describe_groups,
     formats_of_mode,
-    modules_by_tensor,
     pack_modules,
-    pack_tensor,
     packed_bytes,
     plan_format,
     quantize,
@@ -169,7 +169,7 @@ def fetch_model(
         try:
             with in_one_line(name, settings.revision):
                 repository = list_files(name.repo_id, settings.revision)
-                published = fetch_small_files(repository, small)
+                published = fetch_small_files(name, repository, small, choose_format)
             label = label or name.format or published
             identity = {"files": repository.identity, "label": label}
             staged = ResumableDirectory(target or name.checkpoint(label), identity, is_whole)
@@ -189,18 +189,45 @@ def fetch_model(
             staged.close()
 
 
-def fetch_small_files(repository: Repository, directory: Path) -> str:
+def fetch_small_files(
+    name: ModelName, repository: Repository, directory: Path, choose_format: ChooseFormat
+) -> str:
     """Download everything but the weights; return the published format's name.
 
-    Raises ValueError for a model that is not supported, by its config.json alone.
+    Raises ValueError, by config.json alone, for a model that is not supported, and for a format
+    that cannot be made of it.
     """
     fetch_file(repository, "config.json", directory, Silent)
     config = read_json(directory / "config.json")
     family = family_of_config(config)
-    family.from_hf(config)
+    args, published = family.from_hf(config), family.published_format(config)
+    choose_of_published(name, args, published, PLAIN, choose_format)
     for file in repository.sizes.keys() - repository.weights:
         fetch_file(repository, file, directory, Silent)
-    return family.published_format(config) or PLAIN
+    return published or PLAIN
+
+
+def choose_of_published(
+    name: ModelName,
+    args: ModelArgs,
+    published: str | None,
+    dtype: str,
+    choose_format: ChooseFormat,
+) -> dict | None:
+    """Return the "format" to write; None: the published one.
+
+    published: the format of packed weights; None: there are none. dtype: of plain ones. Raises
+    ValueError for a format that cannot be made.
+    """
+    if name.format == (published or dtype):
+        return None
+    if published and name.format is not None:
+        what = f"is published in {published}, so it is quantized already"
+        raise ValueError(f"{name} {what}: leave :{name.format} out")
+    chosen = choose_format(args, dtype)
+    if chosen and published:
+        raise ValueError(f"{name} is quantized already ({published})")
+    return chosen
 
 
 class Silent(tqdm):
@@ -208,16 +235,6 @@ class Silent(tqdm):
 
     def __init__(self, *args, **options):
         super().__init__(*args, **options | {"disable": True})
-
-
-class Assembled(NamedTuple):
-    """The tensors of one file, as `pack_tensor` reads them. tensors: names in all files."""
-
-    tensors: set[str]
-    values: dict[str, Tensor]
-
-    def read(self, name: str) -> Tensor:
-        return self.values[name]
 
 
 class ResumableWriter(Writer):
@@ -235,9 +252,9 @@ class ResumableWriter(Writer):
             self.index["files"][entry["file"]] = {k: entry[k] for k in ("bytes", "crc32")}
         return self
 
-    def write(self, file: str, tensors: dict[str, Tensor]) -> None:
-        super().write(file, tensors)
-        entries = {name: self.index["tensors"][name] for name in tensors}
+    def enter(self, file: str, layout: Layout, size: int, crc: int) -> None:
+        super().enter(file, layout, size, crc)
+        entries = {name: self.index["tensors"][name] for name in layout}
         self.staged.add({"file": file, **self.index["files"][file], "tensors": entries})
 
 
@@ -293,8 +310,8 @@ class Fetch:
 
         folder = Folder(self.folder, kept, not self.settings.keep_download)
         self.downloads = Downloads(repository, files, folder, self.bar, describe)
-        shards = {f: Shard(self.downloads.path(f), headers[f], self.downloads) for f in files}
-        self.conversion = Conversion(self.small, shards, weight_map)
+        self.shards = {f: Shard(self.downloads.path(f), headers[f], self.downloads) for f in files}
+        self.conversion = Conversion(self.small, self.shards, weight_map)
         if self.conversion.left_out:
             log.info(f"left out, as they are not run: {self.conversion.left_out}")
         self.format = self.choose(choose_format)
@@ -304,15 +321,10 @@ class Fetch:
 
     def choose(self, choose_format: ChooseFormat) -> dict:
         """Return the "format" to write."""
-        published = self.conversion.format
-        if self.name.format == published["name"]:
-            return published
-        if "modules" in published and self.name.format is not None:
-            what = f"is published in {published['name']}, so it is quantized already"
-            raise ValueError(f"{self.name} {what}: leave :{self.name.format} out")
-        chosen = choose_format(self.conversion.args, published["name"])
-        if chosen and "modules" in published:
-            raise ValueError(f"{self.name} is quantized already ({published['name']})")
+        published, args = self.conversion.format, self.conversion.args
+        packed = published["name"] if "modules" in published else None
+        dtype = published.get("dtype", published["name"])
+        chosen = choose_of_published(self.name, args, packed, dtype, choose_format)
         names = [name for recipes in self.conversion.plan.files.values() for name in recipes]
         return add_head(chosen, names) if chosen else published
 
@@ -364,9 +376,11 @@ class Fetch:
         need, free = self.peak_bytes(written), free_space(self.staged.root)
         total, format = sum(self.missing.values()), self.format["name"]
         done = f", {len(self.staged.files)} files are done already" if self.staged.files else ""
+        found = describe_groups(self.format)
+        groups = f" ({found})" if found else ""
         log.info(
             f"{self.name}: {total / 1e9:.3g} GB to download, {sum(written.values()) / 1e9:.3g} GB "
-            f"to write as {format}{done}; needs {need / 1e9:.3g} GB of disk at most, "
+            f"to write as {format}{groups}{done}; needs {need / 1e9:.3g} GB of disk at most, "
             f"{free / 1e9:.3g} GB are free"
         )
         if need > free:
@@ -380,13 +394,15 @@ class Fetch:
         """Write all files, and the checkpoint's config last; return its directory."""
         args, format = dataclasses.asdict(self.conversion.args), self.format
         names = {name for file in self.conversion.plan.files.values() for name in file}
+        changes = {} if format is self.conversion.format else format
+        packing = Packing(changes, names, self.settings.device, self.settings.iterations)
         if self.settings.keep_download:
             self.keep_small_files()
         writer = ResumableWriter(self.staged, args, format, self.settings.force)
         with writer, contextlib.closing(self):  # the download ends before the lock is released
             for file in self.files:
-                writer.write(file, self.make(file, names))
-                self.downloads.release(f for f in self.needs[file] if self.last_use[f] == file)
+                self.write(writer, file, packing)
+                self.release(f for f in self.needs[file] if self.last_use[f] == file)
                 if self.missing:
                     done = f"{len(self.staged.files)}/{len(self.needs)} layers"
                     self.bar.set_postfix_str(done, refresh=False)
@@ -402,17 +418,18 @@ class Fetch:
             self.downloads.close()
         self.bar.close()
 
-    def make(self, file: str, names: set[str]) -> dict[str, Tensor]:
-        """Return the tensors of one of our files, packed. names: tensors of all files."""
-        values = self.conversion.assemble(file)
-        if self.format is self.conversion.format:
-            return values
-        source, packed = Assembled(names, values), {}
-        modules, settings = modules_by_tensor(self.format), self.settings
-        for name in list(values):
-            packed |= pack_tensor(source, name, modules, settings.device, settings.iterations)
-            del values[name]
-        return packed
+    def write(self, writer: Writer, file: str, packing: Packing) -> None:
+        """Write one of our files, packed."""
+        layout = self.conversion.layout(file)
+        pieces = packing.pieces(layout, partial(self.conversion.pieces, file))
+        writer.write_pieces({file: packing.layout(layout)}, pieces)
+
+    def release(self, files: Iterable[str]) -> None:
+        """Remove files that are needed no more."""
+        files = list(files)
+        for file in files:
+            self.shards[file].close()
+        self.downloads.release(files)
 
     def source(self) -> dict:
         """Return where the checkpoint comes from."""

@@ -17,9 +17,10 @@ from torch import Tensor
 from tqdm import tqdm
 
 from checkpoint import HEADER_DTYPES, SafetensorsFile
+from cli.safetensors_output import FileRange
 from hub.client import Repository, fetch_file, is_current
 from hub.errors import FAILURES, one_line
-from hub.threads import CANCEL_SECONDS, bar_class, in_threads
+from hub.threads import CANCEL_SECONDS, Cancelled, bar_class, in_threads
 
 HEADERS_AT_ONCE = 8
 AHEAD = 1  # files downloaded before the conversion needs them
@@ -66,12 +67,21 @@ class Shard:
         """Return a tensor, mapped from the file; wait until that is here."""
         if self._file is None:
             self._downloads.wait_for(self.path.name)
-            self._file = SafetensorsFile(self.path)
+            self._file = SafetensorsFile(self.path, keep_open=True)
             if self._file.tensors != self.tensors:
                 self._file = None
                 what = f"the Hub gave another header for {self.path.name} than the file has"
                 raise ValueError(f"{what}; run the same command again")
         return self._file.read(name)
+
+    def origin(self, name: str) -> FileRange | None:
+        """Return where the file has a tensor that was read."""
+        return None if self._file is None else self._file.origin(name)
+
+    def close(self) -> None:
+        """Let go of the file: its bytes stay on disk as long as a handle has it."""
+        if self._file is not None:
+            self._file.close()
 
 
 class Folder(NamedTuple):
@@ -124,7 +134,11 @@ class Downloads:
                 self._thread = threading.Thread(target=self._run, daemon=True)
                 self._thread.start()
             self._changed.notify_all()
-            self._changed.wait_for(lambda: file in self._ready or self._error is not None)
+            self._changed.wait_for(
+                lambda: file in self._ready or self._error is not None or self._closed
+            )
+            if self._closed and self._error is None:
+                raise Cancelled
             if file not in self._ready:
                 raise ValueError(self.describe(self._error)) from None
 

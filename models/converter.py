@@ -8,7 +8,7 @@ import dataclasses
 import math
 import re
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -20,11 +20,15 @@ from checkpoint import (
     NAMES,
     SIDE_FILES,
     TOKENIZER_FILES,
+    Layout,
+    Piece,
     SafetensorsFile,
     Writer,
     is_checkpoint,
     is_finite,
     read_json,
+    split_rows,
+    tensor_order,
 )
 from formats import FORMATS
 from formats.quantizer import MTP
@@ -33,6 +37,7 @@ from model import ModelArgs
 from models import args_from_hf, family_of_config
 from models.family import Family, PublishedLayout
 from models.multi_token import head_recipes
+from models.pieces import consecutive_sources
 from models.published_tensors import PLAIN_DTYPES, SCALE, PublishedTensors
 from models.tensors import WHOLE, Recipe, Recipes
 from tokenizer import load_tokenizer
@@ -288,13 +293,38 @@ def assemble(recipe: Recipe, tensors: PublishedTensors, dtype: torch.dtype) -> T
             if assembled is None:
                 assembled = torch.empty(recipe.shape, dtype=dtype)
             part = assembled[place].copy_(tensors.read(name))
-        if not recipe.is_valid(part):
-            if part.dtype in PLAIN_DTYPES and is_finite(tensors.read(name)):
-                what = f"{tensors.original(name)} overflows {NAMES[dtype]}"
-                raise ValueError(f"{what}; convert with --dtype bf16")
-            what = f"{tensors.original(name.removesuffix(SCALE))} holds NaN or infinity"
-            raise ValueError(f"{what}; fetch its file again")
+        check_values(recipe, name, part, tensors)
     return recipe.transform(assembled) if recipe.transform else assembled
+
+
+def check_values(recipe: Recipe, name: str, part: Tensor, tensors: PublishedTensors) -> None:
+    """Raise ValueError unless `part`, of the source `name`, holds neither NaN nor infinity."""
+    if recipe.is_valid(part):
+        return
+    if part.dtype in PLAIN_DTYPES and is_finite(tensors.read(name)):
+        what = f"{tensors.original(name)} overflows {NAMES[part.dtype]}"
+        raise ValueError(f"{what}; convert with --dtype bf16")
+    what = f"{tensors.original(name.removesuffix(SCALE))} holds NaN or infinity"
+    raise ValueError(f"{what}; fetch its file again")
+
+
+def tensor_pieces(
+    ours: str, recipe: Recipe, tensors: PublishedTensors, dtype: torch.dtype
+) -> Iterator[Piece]:
+    """Yield the pieces of what `assemble` returns: mapped ones, where ours is theirs unchanged."""
+    dtype, names = recipe.dtype or dtype, consecutive_sources(recipe)
+    if names is None:
+        yield from (Piece(ours, rows) for rows in split_rows(assemble(recipe, tensors, dtype)))
+        return
+    for name in names:
+        whole, origin = tensors.read(name), tensors.origin(name)
+        for theirs in split_rows(whole):
+            rows = theirs.to(dtype)
+            check_values(recipe, name, rows, tensors)
+            is_theirs = origin is not None and rows is theirs
+            yield Piece(ours, rows, origin if is_theirs else None)
+            if is_theirs:
+                origin = origin._replace(begin=origin.begin + rows.nbytes)
 
 
 def check_tie(args: ModelArgs, tensors: PublishedTensors) -> ModelArgs:
@@ -386,10 +416,18 @@ class Conversion:
         self.format = self.plan.format(dtype)
         check_side_files(directory, self.config, args.vocab_size)
 
-    def assemble(self, file: str) -> dict[str, Tensor]:
-        """Return the tensors of one file of the plan."""
-        recipes = self.plan.files[file].items()
-        return {ours: assemble(recipe, self.tensors, self.dtype) for ours, recipe in recipes}
+    def layout(self, file: str) -> Layout:
+        """Return shape and dtype of the tensors of one file of the plan."""
+        layout = {}
+        for ours, recipe in self.plan.files[file].items():
+            meta = torch.empty(recipe.shape, dtype=recipe.dtype or self.dtype, device="meta")
+            made = recipe.transform(meta) if recipe.transform else meta
+            layout[ours] = tuple(made.shape), made.dtype
+        return layout
+
+    def pieces(self, file: str, name: str) -> Iterator[Piece]:
+        """Yield one tensor of a file."""
+        return tensor_pieces(name, self.plan.files[file][name], self.tensors, self.dtype)
 
     def write_side_files(self, writer: Writer) -> None:
         """Copy the tokenizer's files, and write generation_config.json."""
@@ -417,16 +455,24 @@ def convert(
     check_source(directory, dtype)
     args_from_hf(read_json(directory / "config.json"))  # refused before any header is read
     files, weight_map = weight_files(directory)
-    shards = {file: SafetensorsFile(directory / file) for file in files}
+    shards = {file: SafetensorsFile(directory / file, keep_open=True) for file in files}
     conversion = Conversion(directory, shards, weight_map, dtype)
     if conversion.left_out and progress:
         left_out = f"left out, as they are not run: {conversion.left_out}"
         tqdm.write(left_out, file=sys.stderr)
     output = Path(output_dir) if output_dir else directory / f"model_{conversion.format['name']}"
     with Writer(output, dataclasses.asdict(conversion.args), conversion.format, force) as writer:
-        writer.reserve(conversion.plan.nbytes(conversion.dtype))
-        show = dict(desc="convert", unit="layer", file=sys.stderr, disable=not progress)
-        for file in tqdm(conversion.plan.files, **show):
-            writer.write(file, conversion.assemble(file))  # unnamed: freed before the next layer
+        total = conversion.plan.nbytes(conversion.dtype)
+        writer.reserve(total)
+        layouts = {file: conversion.layout(file) for file in conversion.plan.files}
+        pieces = (
+            piece
+            for file, layout in layouts.items()
+            for name in tensor_order(layout)
+            for piece in conversion.pieces(file, name)
+        )
+        show = dict(desc="convert", unit="B", unit_scale=True, file=sys.stderr)
+        with tqdm(total=total, disable=not progress, **show) as bar:
+            writer.write_pieces(layouts, pieces, bar.update)
         conversion.write_side_files(writer)
     return output

@@ -16,7 +16,6 @@ from model import (
     Attention,
     Block,
     Context,
-    FeedForward,
     Linear,
     ModelArgs,
     MoE,
@@ -26,7 +25,8 @@ from model import (
 )
 from models.config import HFConfig, listed_kinds, nested_text_config, unsupported
 from models.family import Family, PublishedLayout, Shard
-from models.gguf import Values, dense_config, made_of
+from models.gguf import SANDWICH_NORMS, Values, dense_config, made_of
+from models.layers.geglu import GegluFeedForward, geglu
 from models.layers.sandwich import Branches, SandwichAddNorm, UnitRMSNorm
 from models.tensors import Recipe, Recipes, copy_of, dense_recipes, expert_recipes, prefixed
 from ops.declared import AttentionAdditions
@@ -115,16 +115,6 @@ class GlobalAttention(WindowAttention):
     def fused_decode_settings(self) -> AttentionAdditions:
         added = super().fused_decode_settings()
         return replace(added, keys_are_values=True, projection="wqk")
-
-
-def geglu(gate: Tensor, up: Tensor) -> Tensor:
-    """gate, up [..., I] -> [..., I], by the approximation of GELU with tanh (Shazeer 2020)."""
-    return F.gelu(gate, approximate="tanh") * up
-
-
-class GegluFeedForward(FeedForward):
-    def forward(self, x: Tensor) -> tuple[Tensor, None, None]:
-        return self.w2(geglu(*self.w13(x).chunk(2, dim=-1))), None, None
 
 
 class Gemma4MoE(MoE):
@@ -331,44 +321,36 @@ class Gemma4Text(Family):
         "hidden_size_per_layer_input": "embedding_length_per_layer_input",
         "num_kv_shared_layers": "attention.shared_kv_layers",
     }
-    gguf_tensors = {
-        f"{ours}.weight": made_of(f"{theirs}.weight")
-        for ours, theirs in {
-            "post_attention_layernorm": "post_attention_norm",
-            "pre_feedforward_layernorm": "ffn_norm",
-            "pre_feedforward_layernorm_2": "pre_ffw_norm_2",
-            "post_feedforward_layernorm": "post_ffw_norm",
-            "post_feedforward_layernorm_1": "post_ffw_norm_1",
-            "post_feedforward_layernorm_2": "post_ffw_norm_2",
-        }.items()
-    } | {
+    gguf_tensors = SANDWICH_NORMS | {
         "layer_scalar": made_of("layer_output_scale.weight"),
         "router.scale": made_of("ffn_gate_inp.scale"),
         "router.per_expert_scale": made_of("ffn_down_exps.scale"),
     }
 
     def gguf_config(self, values: Values) -> dict:
+        """Return config.json of the text model; of layers' kinds the file has one value each."""
         config = super().gguf_config(values) | dense_config(values)
         windowed = values.get("attention.sliding_window_pattern", [])
         heads = config.pop("num_key_value_heads", None)
         heads = heads if isinstance(heads, list) else [heads] * len(windowed)
         if not len(windowed) == len(heads) == values.layers:
             raise ValueError("its layers' kinds and heads are not one for each; fetch it again")
-        by_kind = {bool(kind): count for kind, count in zip(windowed, heads, strict=True)}
+        by_kind = dict(zip(map(bool, windowed), heads, strict=True))
         size, theta = config.pop("head_dim", None), config.pop("rope_theta", None)
         unrotated = (values.numbers("rope_freqs.weight") > 1e20).float().mean().item()
-        rope = {"rope_type": "proportional", "partial_rotary_factor": 1 - unrotated}
-        own = {"rope_type": "default", "rope_theta": values.get("rope.freq_base_swa")}
+        whole = ROPE[KINDS[1]] | {"partial_rotary_factor": 1 - unrotated, "rope_theta": theta}
+        window = ROPE[KINDS[0]] | {"rope_theta": values.get("rope.freq_base_swa")}
         return config | {
             "layer_types": [KINDS[not kind] for kind in windowed],
             "head_dim": values.get("attention.key_length_swa"),
             "global_head_dim": size,
             "num_key_value_heads": by_kind.get(True),
             "num_global_key_value_heads": by_kind.get(False),
-            "attention_k_eq_v": len(windowed) - sum(map(bool, windowed))
-            == sum(not values.has("attn_v.weight", n) for n in range(values.layers)),
+            "attention_k_eq_v": all(
+                kind or not values.has("attn_v.weight", n) for n, kind in enumerate(windowed)
+            ),
             "enable_moe_block": values.has("ffn_gate_inp.weight"),
-            "rope_parameters": {KINDS[0]: own, KINDS[1]: rope | {"rope_theta": theta}},
+            "rope_parameters": {KINDS[0]: window, KINDS[1]: whole},
         }
 
     def text_config(self, config: dict) -> dict:

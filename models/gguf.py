@@ -92,6 +92,18 @@ TENSORS: MadeTable = {
 }
 # The norm before the FFN in most architectures that have no llama-style names.
 POST_ATTENTION_NORM = {"post_attention_layernorm.weight": made_of("post_attention_norm.weight")}
+# Norms around sublayers (Gemma).
+SANDWICH_NORMS: MadeTable = {
+    f"{ours}.weight": made_of(f"{theirs}.weight")
+    for ours, theirs in {
+        "post_attention_layernorm": "post_attention_norm",
+        "pre_feedforward_layernorm": "ffn_norm",
+        "pre_feedforward_layernorm_2": "pre_ffw_norm_2",
+        "post_feedforward_layernorm": "post_ffw_norm",
+        "post_feedforward_layernorm_1": "post_ffw_norm_1",
+        "post_feedforward_layernorm_2": "post_ffw_norm_2",
+    }.items()
+}
 # Tensors outside of the layers.
 REST: MadeTable = {
     "model.embed_tokens.weight": made_of("token_embd.weight"),

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from checkpoint import SafetensorsFile
+from checkpoint import FileRange, SafetensorsFile
 from models.tensors import Recipe
 
 PLAIN_DTYPES = torch.bfloat16, torch.float16, torch.float32
@@ -21,7 +21,8 @@ SCALE = "_scale_inv"  # suffix of a block-FP8 weight's scales
 class PublishedTensors:
     """The tensors of a Hugging Face directory, under the names that families share.
 
-    shards: file -> an object with the `path`, `tensors` and `read` of a SafetensorsFile.
+    shards: file -> an object with the `path`, `tensors` and `read` of a SafetensorsFile, and with
+    its `origin` if tensors are in a file as they are read.
     weight_map: tensor -> file, as the index says; {}: there is none.
     """
 
@@ -94,6 +95,12 @@ class PublishedTensors:
             scale = scale.repeat_interleave(block, 0).repeat_interleave(block, 1)
             tensor = tensor.float() * scale[:rows, :width]
         return tensor
+
+    def origin(self, name: str) -> FileRange | None:
+        """Return where a file has the numbers that `read` returns; None: nowhere."""
+        shard, original = self.tensors[name]
+        find = getattr(shard, "origin", None)
+        return None if name in self.dequantized or find is None else find(original)
 
     def check(self, name: str, shape: tuple[int, ...], due: torch.dtype | None = None) -> None:
         """Raise ValueError unless the tensor has this shape and dtype `due` (None: any plain)."""

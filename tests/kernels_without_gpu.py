@@ -47,6 +47,7 @@ from triton.compiler import ASTSource, compile
 from triton.runtime.interpreter import TensorHandle
 
 from formats import FORMATS
+from formats.gguf_blocks import IQ4
 from formats.kv_cache import Int8KVCache
 from formats.packed import grouped_packed
 from formats.quantizer import pack_weight
@@ -282,6 +283,19 @@ DOT4 = {
     "mxfp4, dense, five chunks": ("mxfp4", 32, 20, 4128, 0, 1, 1, False, {}),
     "mxfp4, experts of gpt-oss's width": ("mxfp4", 32, 24, 2880, 3, 1, 2, False, {}),
     "mxfp4, gated, two tokens": ("mxfp4", 32, 40, 448, 3, 2, 4, True, {}),
+    "q4_k, gated, two tokens": ("q4_k", 256, 40, 768, 3, 2, 4, True, {}),
+    "q4_k, dense, three blocks": ("q4_k", 256, 20, 768, 0, 1, 1, False, {}),
+    "q5_k, experts": ("q5_k", 256, 24, 2048, 3, 1, 2, False, {}),
+    "q6_k, dense, five chunks": ("q6_k", 256, 20, 5120, 0, 1, 1, False, {}),
+    "q6_k, gated": ("q6_k", 256, 40, 512, 3, 1, 2, True, {}),
+    "iq4_xs, gated, staying programs": (
+        *("iq4_xs", 256, 40, 2048, 2, 1, 2, True),
+        {"rows": 8, "depth": 2, "stay": True},
+    ),
+    "iq4_nl, dense": ("iq4_nl", 32, 20, 2272, 0, 1, 1, False, {}),
+    "q4_0, experts": ("q4_0", 32, 24, 448, 3, 2, 4, False, {}),
+    "q8_0, gated": ("q8_0", 32, 40, 480, 3, 1, 2, True, {}),
+    "q8_0, dense": ("q8_0", 32, 20, 1056, 0, 1, 1, False, {}),
     "int4, gated, staying programs": (
         *("int4", 64, 40, 2048, 2, 1, 2, True),
         {"rows": 8, "depth": 2, "stay": True},
@@ -375,14 +389,43 @@ def e2m1_twin(word, x_low, x_high, low, high, *table):
     return low, add_dot(high, values[..., 4:], fields(x_high, np.int16))
 
 
+def bytes_twin(word, x, total):
+    """Replace `codes._add_bytes`, which is inline assembly."""
+    return add_dot(total, fields(word, np.int8), fields(x, np.int16))
+
+
+def five_bits_twin(word, high, x_even, x_odd, total, M):
+    """Replace `codes.add_five_bits`."""
+    codes, above = fields(word, np.uint8), fields(high, np.uint8) >> 2 * M
+    total = add_dot(total, codes & 15 | (above & 1) << 4, fields(x_even, np.int16))
+    return add_dot(total, codes >> 4 | (above >> 1 & 1) << 4, fields(x_odd, np.int16))
+
+
+def six_bits_twin(word, high, x_low, x_high, low, high_sum, M):
+    """Replace `codes.add_six_bits`."""
+    codes, above = fields(word, np.uint8), fields(high, np.uint8) >> 4 * M
+    first, second = codes & 15 | (above & 3) << 4, codes >> 4 | (above >> 2 & 3) << 4
+    low = add_dot(low, 4 * (first - 32), fields(x_low, np.int16))
+    return low, add_dot(high_sum, 4 * (second - 32), fields(x_high, np.int16))
+
+
+def iq4_twin(word, x_low, x_high, low, high, table):
+    """Replace `codes.add_iq4`."""
+    values = np.array(IQ4, np.int32)[word.handle.data[..., None] >> np.arange(0, 32, 4) & 15]
+    low = add_dot(low, values[..., :4], fields(x_low, np.int16))
+    return low, add_dot(high, values[..., 4:], fields(x_high, np.int16))
+
+
 def pair_twin(pair, total):
     """Replace `operands._add_pair`."""
     return add_dot(total, fields(pair, np.int16), np.int32(1))
 
 
 def replace_four_bits() -> None:
-    """Let the interpreter run products of 4-bit codes without inline assembly."""
+    """Let the interpreter run products of codes without inline assembly."""
+    codes._add_bytes = bytes_twin
     codes._add_word, codes._add_e2m1, operands._add_pair = twin, e2m1_twin, pair_twin
+    codes.add_five_bits, codes.add_six_bits, codes.add_iq4 = five_bits_twin, six_bits_twin, iq4_twin
 
 
 def dot4_code(case: tuple) -> dict[str, int]:
@@ -1254,7 +1297,11 @@ def dot4_errors() -> dict[str, float]:
 def few_dot4_errors() -> dict[str, float]:
     """Return the errors of one small case of each format."""
     replace_four_bits()
-    names = "int4, groups of 128", "hqq4, experts, several tokens", "mxfp4, dense, five chunks"
+    names = (
+        *("int4, groups of 128", "hqq4, experts, several tokens", "mxfp4, dense, five chunks"),
+        *("q8_0, dense", "q6_k, dense, five chunks", "q5_k, experts", "q4_k, dense, three blocks"),
+        *("iq4_nl, dense",),
+    )
     return {name: dot4_error(DOT4[name], 1.0) for name in names}
 
 

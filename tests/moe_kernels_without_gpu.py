@@ -21,14 +21,13 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from unittest import mock
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 import tp
-from formats import FORMATS
+from formats import FORMATS, PLAIN
 from formats.packed import Packed, PackedExpertLinear, PackedLinear
 from formats.quantizer import plan_format
 from formats.row_ranges import RowRanges
@@ -57,7 +56,7 @@ from ops.attention import (
     gqa_kernels,
 )
 from ops.declared import SWIGLU, Activation, Routing
-from ops.products import codes, dense, expert_tiles, few_tokens, fragments, quantized_x
+from ops.products import dense, expert_tiles, few_tokens, few_x, fragments, quantized_x
 from ops.products import experts as moe_decode
 from ops.products import tilings as moe_tiles
 from ops.products.join import NormRouter, norm_router, receive_norm_router
@@ -66,21 +65,21 @@ from ops.products.weights import INTEGERS, Weight, packed_weight, plain_weight
 from ops.ranks.all_reduce import receive_add
 from ops.ranks.mailbox import MAX_DIM, MAX_PROGRAMS, MAX_WORDS, TokenInbox, words_of
 from runtime.fused_attention import FusedDecodeAttention
-from runtime.fused_decode import MAX_FEW, FusedLayer, FusedRunner
+from runtime.fused_decode import FusedRunner
 from runtime.fused_latent_attention import FusedLatentAttention
+from runtime.fused_layer import MAX_FEW, FusedLayer
 from runtime.loading import WeightLoader
 from tests.interpreter_bounds import check_bounds
 from tests.kernels_without_gpu import (
     Launch,
-    add_dot,
     compiled,
-    fields,
     replace_four_bits,
     unchanged,
 )
 from tests.launched_code import launched_code
 
 GROUPS = dict(int4=32, hqq4=32, mxfp4=32, int8=16, fp8=16, fp8b=32)  # so that small widths fit
+GROUPS |= dict(q8_0=32, q4_0=32, iq4_nl=32, q4_k=256, q5_k=256, q6_k=256, iq4_xs=256)
 
 
 @dataclass(frozen=True)
@@ -107,11 +106,6 @@ class Case:
     last: tuple[int, ...] = ()  # each sequence's last real token; (): all are real
 
 
-def bytes_twin(word, x, total):
-    """Replace `codes._add_bytes`, which is inline assembly."""
-    return add_dot(total, fields(word, np.int8), fields(x, np.int16))
-
-
 @triton.jit
 def dot_twin(a, b, total):
     """Replace `fragments._dot`: the interpreter multiplies bf16 bits as integers."""
@@ -120,7 +114,7 @@ def dot_twin(a, b, total):
 
 @triton.jit
 def norm_twin(x, norm):
-    """Replace `fragments._multiply_bf16`."""
+    """Replace `few_x._multiply_bf16`."""
     product = x.to(tl.float32) * norm.to(tl.float32)
     first = product.to(tl.bfloat16)
     return first, (product - first.to(tl.float32)).to(tl.bfloat16)
@@ -406,7 +400,7 @@ LAYERS = {
 NEVER_PACKED = ".router", ".shared_gate"
 
 
-def in_ranges(module: Linear, format: str) -> RowRanges:
+def in_ranges(module: Linear, format: str, group: int) -> RowRanges:
     """Return a projection in two ranges of rows, as a file of mixed formats has it."""
     count = len(module.weight) // 4
     counts = [count, len(module.weight) - count]
@@ -414,7 +408,7 @@ def in_ranges(module: Linear, format: str) -> RowRanges:
     for rows, weight in zip(ranges, module.weight.split(counts), strict=True):
         rows.weight.data = weight
     for number, rows in enumerate(list(ranges)):
-        ranges[number] = packed(rows, format)
+        ranges[number] = packed(rows, format, group)
     return ranges
 
 
@@ -423,6 +417,7 @@ def small_model(
 ) -> Transformer:
     """Return a family's model with random weights in a format, and fp16 beside.
 
+    Groups are those of a checkpoint: experts' second products have smaller ones than their first.
     ranges: projections of attention's input are in ranges of rows.
     """
     torch.manual_seed(0)
@@ -431,12 +426,13 @@ def small_model(
     model = family_of(args).model_class(args)
     for parameter in model.parameters():
         parameter.data = torch.randn_like(parameter) * parameter.shape[-1] ** -0.5
-    for block in model.layers:
-        for name, module in list(block.named_modules()):
-            if isinstance(module, Linear | ExpertLinear) and not name.endswith(NEVER_PACKED):
-                split = ranges and name.startswith("attention.wqkv")
-                make = in_ranges if split else packed
-                block.set_submodule(name, make(module, format))
+    planned = plan_format(model, format, format, PLAIN)["modules"]
+    for path, module in list(model.layers.named_modules(prefix="layers")):
+        if isinstance(module, Linear | ExpertLinear) and not path.endswith(NEVER_PACKED):
+            default = FORMATS[format].default_group(module.weight.shape[-1])
+            group = planned[path]["group_size"] if path in planned else default
+            make = in_ranges if ranges and ".attention.wqkv" in path else packed
+            model.set_submodule(path, make(module, format, group))
     model.half()
     model.setup_cache(batch, 128)
     return model
@@ -462,7 +458,7 @@ def layer_errors(
     ratios: tuple[float, ...] = (0, 99),
     ranges: bool = False,
 ) -> list[dict[str, float]]:
-    """Compare layers of runtime/fused_decode.py with `Block.forward`, in fp16.
+    """Compare layers of runtime/fused_layer.py with `Block.forward`, in fp16.
 
     The cache has earlier tokens. last: of each sequence, the last token that is real. Experts of
     several tokens are computed in tiles, and pair by pair: ratios are values of `PAIR_RATIO`.
@@ -570,8 +566,7 @@ def sharded_error(family: str, format: str, sends: bool = True) -> dict[str, flo
     """
     kind, arguments = LAYERS[family]
     args = kind(family, **arguments)
-    group = None if FORMATS[format].has_own_group else GROUPS[format]
-    spec = plan_format(build_model(args), format, format, group_size=group, dtype="fp32")
+    spec = plan_format(build_model(args), format, format, dtype="fp32")
     source = ShardedWeights(args, spec)
     whole = shard_of(source, 0, 1)
     x, _, context = whole.begin(torch.tensor([[7]]), torch.tensor([[40]]))
@@ -626,12 +621,12 @@ def sharded_error(family: str, format: str, sends: bool = True) -> dict[str, flo
     }
 
 
-def packed(module: Linear | ExpertLinear, format: str) -> Packed:
-    """Return the module with its weight in a format, in groups that fit small rows."""
+def packed(module: Linear | ExpertLinear, format: str, group: int) -> Packed:
+    """Return the module with its weight in a format."""
     kind = PackedExpertLinear if isinstance(module, ExpertLinear) else PackedLinear
     with torch.device("meta"):
-        found = kind(module, format, GROUPS[format])
-    for name, part in FORMATS[format].pack(module.weight, GROUPS[format]).items():
+        found = kind(module, format, group)
+    for name, part in FORMATS[format].pack(module.weight, group).items():
         setattr(found, name, torch.nn.Parameter(part, requires_grad=False))
     return found
 
@@ -884,8 +879,7 @@ def main() -> int:
         # Programs that stay have several tiles.
         moe_tiles.RESIDENT, Weight.multiprocessors = 12, 1
         replace_four_bits()
-        codes._add_bytes = bytes_twin
-        fragments._dot, fragments._multiply_bf16 = dot_twin, norm_twin
+        fragments._dot, few_x._multiply_bf16 = dot_twin, norm_twin
         layers = [layer_errors(*pair) for pair in given.get("layers", ())]
         models = [model_error(*pair) for pair in given.get("models", ())]
         found = {"cases": [errors(case) for case in cases], "layers": layers, "models": models}

@@ -819,7 +819,7 @@ def run_command(monkeypatch, capsys, *options: str) -> tuple[int, str, str]:
     code = convert_hf_checkpoint.main()
     out, err = capsys.readouterr()
     # Drop the progress bar.
-    return code, out, err.split("\r")[-1].split("layer/s]")[-1].strip()
+    return code, out, re.split(r"B/s\]", err.split("\r")[-1])[-1].strip()
 
 
 @pytest.mark.parametrize(
@@ -865,15 +865,15 @@ def test_the_command(mixtral, monkeypatch, capsys):
 def test_an_interrupted_conversion_changes_nothing(mixtral, monkeypatch, capsys, force):
     if force:
         convert(mixtral, progress=False)
-    before, assemble, calls = tree(mixtral), converter.assemble, []
+    before, check_values, calls = tree(mixtral), converter.check_values, []
 
     def interrupted(*arguments):
         calls.append(arguments)
         if len(calls) == 10:
             raise KeyboardInterrupt
-        return assemble(*arguments)
+        return check_values(*arguments)
 
-    monkeypatch.setattr(converter, "assemble", interrupted)
+    monkeypatch.setattr(converter, "check_values", interrupted)
     options = ["--force"] if force else []
     code, out, err = run_command(monkeypatch, capsys, "--checkpoint_dir", str(mixtral), *options)
     assert (code, out) == (130, "") and "nothing was written" in err

@@ -1099,6 +1099,7 @@ def test_few_tokens_of_a_delta_layer(last):
     sizes = 3, 8, 16, 32, 128, 128, 4, last, (3, None, 0)
     layer, projected, context = random_few(*sizes, torch.bfloat16)
     layer, projected = layer.cuda(), projected.cuda()
+    layer.state.arrivals = layer.state.arrivals.cuda()  # no buffer: it is no state
     context = context._replace(positions=context.positions.cuda())
     if last is not None:
         context = context._replace(last=context.last.cuda())

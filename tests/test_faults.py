@@ -457,13 +457,13 @@ def test_a_signal_leaves_nothing(hf, tmp_path, number):
     def interrupted() -> int:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup has it ignored
-        write = checkpoint.Writer.write
+        enter = checkpoint.Writer.enter
 
-        def signalled(self, file, tensors):
-            write(self, file, tensors)
+        def signalled(self, *file):
+            enter(self, *file)
             os.kill(os.getpid(), number)
 
-        checkpoint.Writer.write = signalled
+        checkpoint.Writer.enter = signalled
         target = tmp_path / "model"
         return run(convert_hf_checkpoint, "--checkpoint_dir", hf, "--output_dir", target)
 

@@ -56,7 +56,7 @@ OTHERS = {
 
 @pytest.fixture
 def gemv(monkeypatch):
-    """Let the GEMV kernel take any 4-bit weight, without Triton."""
+    """Let the GEMV kernel take any weight, without Triton."""
     monkeypatch.setattr(packed, "dot4_supports", lambda x, out, group: x.is_floating_point())
 
 
@@ -96,8 +96,9 @@ KERNEL, DOT = "ops.products.gemv", "Format.dot"
 FUSED, THEN = "ops.products.gemv with SwiGLU", "ops.products.gemv, then the activation"
 BYTES, SPLIT = "Format.dot by integers, then the activation", "Format.dot of gate and of up"
 GROUPED, BY_EXPERT = "ops.products.prompt", "unpack expert by expert, then F.linear"
-WITH_KERNELS = "int8", "fp8", "fp8b", "int4", "mxfp4", "hqq4", "hqq3", "hqq2"
-FOUR_BITS = "int4", "mxfp4", "hqq4"
+GGUF = "q8_0", "q6_k", "q5_k", "q4_k", "q4_0", "iq4_nl", "iq4_xs"
+WITH_KERNELS = "int8", "fp8", "fp8b", "int4", "mxfp4", "hqq4", "hqq3", "hqq2", *GGUF
+WITH_GEMV = "int4", "mxfp4", "hqq4", *GGUF
 WITH_BYTES = "int4", "hqq4", "hqq3", "hqq2"  # and int8, if it is large
 
 
@@ -107,7 +108,7 @@ def expected(name: str, device: str, product: str, plain_swiglu: bool) -> str:
         return {TOKEN: DOT, GATED: SPLIT, ROWS: BY_EXPERT}[product]
     if product == ROWS:
         return GROUPED
-    if name in FOUR_BITS:
+    if name in WITH_GEMV:
         return KERNEL if product == TOKEN else FUSED if plain_swiglu else THEN
     if product == TOKEN:
         return DOT
@@ -186,8 +187,10 @@ def fake_dot4(monkeypatch, gemv) -> list[bool]:
 
     def dot4(x, parts, index, kind, group, fuse_swiglu):
         calls.append(fuse_swiglu)
-        format = next(f for f in FORMATS.values() if f.kind == kind and f.has_gemv)
-        names = format.layout((*parts[0].shape[:-1], x.shape[-1]), group)
+        shape = torch.Size((*parts[0].shape[:-1], x.shape[-1]))
+        having = (f for f in FORMATS.values() if f.kind == kind and f.has_gemv)
+        format = next(f for f in having if len(f.layout(shape, group)) == len(parts))
+        names = format.layout(shape, group)
         weight = format.unpack(dict(zip(names, parts, strict=True)), group)[index]
         x = x.repeat_interleave(len(index) // len(x), 0)
         y = torch.einsum("ni,noi->no", x.float(), weight)
@@ -199,7 +202,7 @@ def fake_dot4(monkeypatch, gemv) -> list[bool]:
 
 @pytest.mark.parametrize("bias", (False, True))
 @pytest.mark.parametrize("activation", ("swiglu", *OTHERS))
-@pytest.mark.parametrize("name", FOUR_BITS)
+@pytest.mark.parametrize("name", WITH_GEMV)
 def test_every_activation_is_applied_whatever_computes_the_product(
     name, activation, bias, fake_dot4
 ):

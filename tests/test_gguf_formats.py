@@ -6,6 +6,13 @@ import torch
 from torch import Tensor
 
 from formats import FORMATS
+from formats.packed import PackedExpertLinear, PackedLinear
+from formats.quantizer import plan_format
+from model import ExpertLinear, Linear, ModelArgs, Transformer
+from models import build_model
+from models.random_weights import RandomWeights
+from offload.plan import OffloadSettings
+from runtime.loading import load_model
 
 gguf = pytest.importorskip("gguf", reason="the oracle of GGUF's number formats")
 NAMES = [name for name, format in FORMATS.items() if format.gguf_type]
@@ -61,6 +68,54 @@ def test_every_code_is_read(name):
         parts["step"].fill_(1)
     found = format.unpack(parts, format.group).unique()
     assert len(found) == (15 if name == "mxfp4" else 2**format.bits)  # mxfp4 has two zeros
+
+
+def wide_model(**changes) -> ModelArgs:
+    """Return the args of a small model of rows that blocks of 256 divide."""
+    sizes = dict(dim=256, n_layer=2, n_head=4, n_kv_head=2, head_dim=64, intermediate=256)
+    sizes |= dict(n_expert=4, n_active=2, vocab_size=160, max_position=64, qk_norm="head")
+    return ModelArgs("qwen3_moe", **sizes | changes)
+
+
+def logits_of(model: Transformer) -> Tensor:
+    tokens = torch.arange(3, 15).unsqueeze(0)
+    model.setup_cache(1, 16)
+    return model(tokens, torch.arange(12).unsqueeze(0), all_positions=True)
+
+
+@pytest.mark.parametrize("name", ("q6_k", "q4_k"))
+def test_a_model_has_the_logits_of_its_unpacked_weights(name):
+    """One pass, token by token, and with offloaded experts; the head is in q6_k."""
+    args = wide_model()
+    source = RandomWeights(args, plan_format(build_model(args), name, name, dtype="fp32"))
+    model, offloaded = load_model(source, "cpu"), OffloadSettings(args.n_active)
+    assert model.head.format == "q6_k"
+    got = logits_of(model)
+    steps = [model(torch.tensor([[3 + i]]), torch.tensor([[i]])) for i in range(6)]
+    torch.testing.assert_close(torch.stack(steps, 1), got[:, :6], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(logits_of(load_model(source, "cpu", experts=offloaded)), got)
+    for path, module in list(model.named_modules()):
+        if isinstance(module, PackedLinear | PackedExpertLinear):
+            plain = Linear(1, 1) if isinstance(module, PackedLinear) else ExpertLinear(1, 1, 1)
+            plain.weight = torch.nn.Parameter(module.unpack(), requires_grad=False)
+            model.set_submodule(path, plain)
+    torch.testing.assert_close(logits_of(model), got, rtol=1e-4, atol=1e-4)
+
+
+def test_rows_that_no_block_divides_have_a_format_of_smaller_blocks():
+    args = wide_model(intermediate=96)
+    for name in ("q6_k", "q5_k", "q4_k", "iq4_xs"):
+        modules = plan_format(build_model(args), name, name)["modules"]
+        narrow = {path for path, spec in modules.items() if spec["group_size"] == 32}
+        assert narrow == {f"layers.{n}.ffn.experts.w2" for n in range(2)}
+        assert {modules[path]["format"] for path in narrow} == {FORMATS[name].narrow}
+    with pytest.raises(ValueError, match="groups of 32 do not divide rows of 40"):
+        plan_format(build_model(wide_model(intermediate=40)), "q4_k", "q4_k")
+
+
+def test_no_group_size_can_be_asked_for():
+    with pytest.raises(ValueError, match="none of these formats has groups"):
+        plan_format(build_model(wide_model()), "q4_k", "q8_0", group_size=64)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -178,18 +178,17 @@ def test_the_disk_never_holds_the_whole_download(hub, source, folder, monkeypatc
     """And never more than the plan has found."""
     caplog.set_level(logging.INFO, "moe_fast")
     held, peaks, total = [], [], sum(len(hub.files[name]) for name in weights(hub))
-    peak_bytes, make = script.Fetch.peak_bytes, script.Fetch.make
+    peak_bytes, write = script.Fetch.peak_bytes, script.Fetch.write
 
-    def measured(self, file, names):
-        tensors = make(self, file, names)
+    def measured(self, *arguments):
+        write(self, *arguments)
         held.append(sum(path.stat().st_size for path in folder.rglob("*.safetensors")))
-        return tensors
 
     def recorded(self, written):
         peaks.append(peak_bytes(self, written))
         return peaks[-1]
 
-    monkeypatch.setattr(script.Fetch, "make", measured)
+    monkeypatch.setattr(script.Fetch, "write", measured)
     monkeypatch.setattr(script.Fetch, "peak_bytes", recorded)
     prepare(INT8, QUIET)
     assert len(held) == 4 and max(held) < total and max(held) <= peaks[0] < total
@@ -345,19 +344,19 @@ def test_a_process_that_ends_is_resumed(hub, source, folder, tmp_path, number):
 
 
 def test_parts_of_another_version_are_not_used(hub, source, folder, tmp_path, monkeypatch):
-    make, calls = script.Fetch.make, []
+    write, calls = script.Fetch.write, []
 
-    def broken(self, file, names):
+    def broken(self, writer, file, packing):
         calls.append(file)
         if len(calls) > 2:
             raise KeyboardInterrupt
-        return make(self, file, names)
+        write(self, writer, file, packing)
 
-    monkeypatch.setattr(script.Fetch, "make", broken)
+    monkeypatch.setattr(script.Fetch, "write", broken)
     with pytest.raises(KeyboardInterrupt):
         prepare(INT8, QUIET)
     assert len(list(partial_path(folder / "model_int8").rglob("layer_*"))) == 2
-    monkeypatch.setattr(script.Fetch, "make", make)
+    monkeypatch.setattr(script.Fetch, "write", write)
     other = tmp_path / "source"
     other.mkdir()
     for name, data in hub.files.items():
@@ -454,6 +453,17 @@ def test_a_format_that_is_not_known(hub, source, monkeypatch, capsys):
     assert not hub.requests
     with pytest.raises(ValueError, match="int5 is no number format"):
         check_format(ModelName(REPO, "int8-int5"))
+
+
+def test_a_format_that_cannot_be_made_is_refused_by_the_config_alone(
+    hub, source, monkeypatch, capsys
+):
+    """The experts' rows of 64 numbers become 40: hqq2's groups are of 16."""
+    config = json.loads((source / "config.json").read_text()) | {"intermediate_size": 40}
+    hub.files["config.json"] = json.dumps(config).encode()
+    message = "experts.w2 in hqq2: groups of 16 do not divide rows of 40"
+    assert_refused(hub, monkeypatch, capsys, f"{REPO}:hqq2", message)
+    assert {name for _, name, _ in hub.requests} == {"api", "config.json"}
 
 
 def test_a_format_of_a_model_that_is_published_in_another(hub, make_family, monkeypatch, capsys):

@@ -87,7 +87,9 @@ def run_ours(config: dict, state: dict[str, Tensor], directory: Path) -> Tensor:
     conversion = Conversion(directory, published, {}, "fp32")
     made: dict[str, Tensor] = {}
     for file in conversion.plan.files:
-        made |= conversion.assemble(file)
+        for name, (shape, _) in conversion.layout(file).items():
+            pieces = [piece.rows.reshape(-1) for piece in conversion.pieces(file, name)]
+            made[name] = torch.cat(pieces).view(shape)
     source = Weights(directory, made)
     source.args, source.format = dataclasses.asdict(conversion.args), conversion.format
     model = load_model(source, "cpu")

@@ -1039,7 +1039,7 @@ def test_the_command(source):
     assert ran.returncode == 0 and "quantize: 100%" in ran.stderr
     form = (
         r"(\S+): ([\d.]+) GB, ([\d.]+) bits a quantized weight, "
-        r"([\d.]+) over all weights, in [\d.]+ s\n"
+        r"([\d.]+) over all weights, hqq4 in groups of 16, hqq2 in groups of 16, in [\d.]+ s\n"
     )
     directory, size, *bits = re.fullmatch(form, ran.stdout).groups()
     opened = Checkpoint(target)
@@ -1056,7 +1056,14 @@ def test_the_command(source):
 BAD = {
     "quantized already": (lambda d: quantized_in_place(d), "quantized already", "--mode", "int8"),
     "nothing to do": (lambda d: None, "--mode", "--head", "bf16"),
-    "group that does not divide": (lambda d: None, "--group_size", "--mode", "int4"),
+    "group that does not divide": (
+        lambda d: None,
+        "--group_size 8 or 16 or 32 would do, or leave it out",
+        "--mode",
+        "int4",
+        "--group_size",
+        "128",
+    ),
     "group of the user's": (
         lambda d: None,
         "--group_size 8 or 16 or 32",

@@ -11,6 +11,14 @@ cores need other operands: ops/products/units.py makes them.
     int4     4 bits, less 8              int32 (dp2a)          one a group
     mxfp4    e2m1                        int32 (dp2a)          one a group, a power of two
     hqq      4 bits, less a zero         int32 (dp2a)          one a group, and one zero
+    q8_0     signed bytes                int32 (dp2a)          one for each 32
+    q4_k     4 bits                      int32 (dp2a)          scale and min for each 32
+    q5_k     4 + 1 bits                  int32 (dp2a)          the same
+    q6_k     4 + 2 bits, less 32         int32 (dp2a)          one for each 16
+    iq4      4 bits, of a table          int32 (dp2a)          one for each 32
+
+The scales of the last four are multiplied by a `step` of 256 numbers (formats/k_quants.py), but
+those of iq4_nl.
 
 At 4 bits a GPU runs out of instructions before it runs out of bandwidth, and integers take few. x
 becomes int16 (ops/products/operands.py), and two masks unpack a word's codes to bytes. dp2a
@@ -23,8 +31,10 @@ A chunk is LANES neighboring quads of ROWS rows. s: settings (`ops.products.pipe
 from __future__ import annotations  # annotations of kernels name triton, which may be absent
 
 from ops.launch import jit, tl
+from ops.products.gguf_words import add_five_bits, add_iq4, add_six_bits
 from ops.products.operands import high_half, low_half, split_four
 from ops.products.operands import load_x as load_x
+from ops.products.units import first_byte, half, scale_and_min, second_byte
 
 # Scales and zeros ---------------------------------------------------------------------------------
 
@@ -57,6 +67,8 @@ def load_scales(weights, expert, rows, quad, s):
             low = tl.reshape(tl.load(weights.zero_low + rows), [ROWS, WARPS, 32])
             found = found + (step, low)
         return found
+    elif s.gguf:
+        return _load_gguf_scales(weights, expert * s.out + rows, quad, s)
     elif s.kind == "fp8b":
         GROUP: tl.constexpr = s.group
         BLOCKS: tl.constexpr = (s.out + GROUP - 1) // GROUP  # blocks of rows of an expert
@@ -67,6 +79,18 @@ def load_scales(weights, expert, rows, quad, s):
         return (tl.load(weights.scale + expert * s.out + rows),)
     else:
         return ()
+
+
+@jit
+def _load_gguf_scales(weights, rows, quad, s):
+    """`load_scales` of GGUF's kinds: scales, then steps and the bits above the codes, if any."""
+    RUN: tl.constexpr = s.run
+    found = (tl.load(weights.scale + rows * (s.each * 4 // RUN) + quad * 4 // RUN),)
+    if weights.step is not None:
+        found = found + (tl.load(weights.step + rows * (s.each // 8) + quad // 8),)
+    if weights.high is not None:
+        found = found + (tl.load(weights.high + rows * s.each + quad),)
+    return found
 
 
 @jit
@@ -183,13 +207,7 @@ def _e4m3_word(word):
     outer, inner = word << 8, word  # bytes 0 and 2, bytes 1 and 3
     outer = (outer & -2147450880) | (outer >> 1 & 0x3F803F80)  # 0x80008000
     inner = (inner & -2147450880) | (inner >> 1 & 0x3F803F80)
-    return _half(outer), _half(inner), _half(outer >> 16), _half(inner >> 16)
-
-
-@jit
-def _half(bits):
-    """Convert the fp16 number in the lower half of a word to fp32."""
-    return bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    return half(outer), half(inner), half(outer >> 16), half(inner >> 16)
 
 
 @jit
@@ -223,11 +241,53 @@ def _multiply_four_bits(words, scales, operands, table, s):
 
 
 @jit
+def _multiply_gguf(words, scales, operands, table, s):
+    """`multiply_chunk` for GGUF's kinds -> fp32 [ROWS, LANES // 32, 32]."""
+    first, second, unit, sum_x = operands
+    scale = tl.reshape(scales[0], words[0].shape)
+    low = tl.zeros(words[0].shape, tl.int32)
+    high = low
+    if s.kind == "q5_k" or s.kind == "q6_k":
+        above = tl.reshape(scales[2], words[0].shape)
+    for i in tl.static_range(4):
+        if s.kind == "q8_0":
+            low = _add_bytes(words[i], first[i], low)
+        elif s.kind == "q4_k":
+            low, high = _add_word(words[i], first[i], second[i], low, high)
+        elif s.kind == "q5_k":
+            low = add_five_bits(words[i], above, first[i], second[i], low, i)
+        elif s.kind == "q6_k":
+            pair = (above >> (i // 2 * 32)).to(tl.int32)
+            low, high = add_six_bits(words[i], pair, first[i], second[i], low, high, i % 2)
+        else:
+            low, high = add_iq4(words[i], first[i], second[i], low, high, table)
+    if s.kind == "q8_0":
+        total = low.to(tl.float32) * unit * scale.to(tl.float32)
+    elif s.kind == "iq4":
+        total = (low + high).to(tl.float32) * unit * scale.to(tl.float32)
+        if len(scales) > 1:
+            total *= tl.reshape(scales[1], words[0].shape).to(tl.float32)
+    else:
+        step = tl.reshape(scales[1], words[0].shape)
+        if s.kind == "q6_k":
+            total = low.to(tl.float32) * first_byte(scale)
+            total += high.to(tl.float32) * second_byte(scale)
+            total *= unit * 0.25 * step.to(tl.float32)
+        else:
+            factor, least = scale_and_min(scale, step)
+            total = (low * 16 + high).to(tl.float32) * (unit * 0.0625)
+            if s.kind == "q5_k":
+                total = low.to(tl.float32) * unit
+            total = total * factor - sum_x * least
+    return total
+
+
+@jit
 def multiply_chunk(codes, scales, operands, table, s):
     """Multiply a chunk of weights by its x -> each lane's sums, fp32 [ROWS, LANES].
 
     codes [ROWS * LANES * 4]; scales: as of `load_scales`; operands: as of `prepare_x`; table: of
-    `e2m1_table` for mxfp4.
+    `e2m1_table` for mxfp4, of `iq4_table` for iq4.
     """
     ROWS: tl.constexpr = s.rows
     LANES: tl.constexpr = s.lanes
@@ -255,6 +315,8 @@ def multiply_chunk(codes, scales, operands, table, s):
                 total += values[k] * operands[k][i]
         if s.kind == "fp8b" or s.gather:
             total *= tl.reshape(scales[0], [ROWS, WARPS, 32]).to(tl.float32) * 256.0
+    elif s.gguf:
+        total = _multiply_gguf(words, scales, operands, table, s)
     else:
         total = _multiply_four_bits(words, scales, operands, table, s)
     return tl.reshape(total, [ROWS, LANES])

@@ -84,7 +84,7 @@ class Results(NamedTuple):
 class Layout:
     """In which order a `QuantizedX` has numbers, and how many quads a program quantizes."""
 
-    kind: str  # the `Weight`'s
+    order: str  # the `Weight`'s
     quads: int  # quads of the whole token
     run: int  # words of a group
     fields: int  # codes in a word
@@ -241,12 +241,12 @@ def _store_scores(rows, value, biases, router, scores, expert, s: tl.constexpr):
 def _store_quantized(raw, scales, factor, normed, units, dtype: tl.constexpr, l: tl.constexpr):
     """Norm this program's quads of x, raw as of `_load_quads`, and store them as a `QuantizedX`."""
     FIELDS: tl.constexpr = l.fields
-    KIND: tl.constexpr = l.kind
+    ORDER: tl.constexpr = l.order
     values = ()
     for k in tl.static_range(FIELDS):
         value = raw[k].to(tl.float32) * factor * scales[k].to(tl.float32)
         values = values + (value.to(dtype).to(tl.float32),)  # rounded, as the norm is
-    store_quads(values, normed, units, l.quads, KIND, l.lanes)
+    store_quads(values, normed, units, l.quads, ORDER, l.lanes)
 
 
 # Grid without scores [T]: a program has a token. With scores [N / rows], of several tokens
@@ -395,7 +395,7 @@ def empty_norm(
         return torch.empty_like(x), None
     fields, quads = weight.fields, weight.quads
     lanes = max(8 * warps, triton.next_power_of_2(triton.cdiv(quads, programs)))
-    layout = Layout(weight.kind, quads, weight.group // fields, fields, lanes)
+    layout = Layout(weight.order, quads, weight.group // fields, fields, lanes)
     return empty_quantized(len(x), quads, weight, x.dtype, x.device), layout
 
 

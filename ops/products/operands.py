@@ -168,16 +168,17 @@ def _join_pairs(low, high):
 
 
 @jit
-def quantize(values, KIND: tl.constexpr, BITS: tl.constexpr):
+def quantize(values, ORDER: tl.constexpr, BITS: tl.constexpr):
     """Quantize fp32 x to int16 -> two operands (four int16 in an int64), unit and sum of x.
 
     values: one tensor [LANES, 4] for each field of a word, and so are the operands. Unit (the value
-    of 1) and sum are [LANES, 1]. int8 has one operand; the second is the same. A number of 16 bits
-    has no more than 11 significant bits, so that 2 ** 15 units are never reached with 14 BITS.
+    of 1) and sum are [LANES, 1]. ORDER: `Weight.order`. int8 has one operand; the second is the
+    same. A number of 16 bits has no more than 11 significant bits, so that 2 ** 15 units are never
+    reached with 14 BITS.
     Numbers below 2 ** -107 become 0.
     """
-    FIELDS: tl.constexpr = 4 if KIND == "int8" else 8
-    IN_ORDER: tl.constexpr = KIND == "int8" or KIND == "mxfp4"  # else even fields first
+    FIELDS: tl.constexpr = 4 if ORDER == "int8" else 8
+    IN_ORDER: tl.constexpr = ORDER == "int8" or ORDER == "mxfp4"  # else even fields first
     largest = tl.abs(values[0])
     for k in tl.static_range(1, FIELDS):
         largest = tl.maximum(largest, tl.abs(values[k]), propagate_nan=tl.PropagateNan.ALL)
@@ -201,7 +202,7 @@ def quantize(values, KIND: tl.constexpr, BITS: tl.constexpr):
         total = _add_pair(pair, total)
         pairs = pairs + (pair,)
     first = _join_pairs(pairs[0], pairs[1])
-    second = first if KIND == "int8" else _join_pairs(pairs[2], pairs[3])
+    second = first if ORDER == "int8" else _join_pairs(pairs[2], pairs[3])
     return first, second, unit, tl.sum(total, 1, keep_dims=True).to(tl.float32) * unit
 
 
@@ -212,7 +213,7 @@ def _split_operands(first, second, unit, sums, s):
     unit, sums = tl.reshape(unit, [1, WARPS, 32]), tl.reshape(sums, [1, WARPS, 32])
     words = _split_x(first, s)
     others = words
-    if s.kind != "int8":
+    if s.order != "int8":
         others = _split_x(second, s)
     return words, others, unit, sums
 
@@ -221,12 +222,12 @@ def _split_operands(first, second, unit, sums, s):
 def _prepare_integers(raw, norm, s):
     """Quantize x as loaded by `load_x`. A product with the norm's weight gets 13 bits, not 14."""
     FIELDS: tl.constexpr = s.fields
-    KIND: tl.constexpr = s.kind
+    ORDER: tl.constexpr = s.order
     values = ()
     for k in tl.static_range(FIELDS):
         value = raw[k].to(tl.float32)
         values = values + (value if norm is None else value * norm[k].to(tl.float32),)
-    first, second, unit, sums = quantize(values, KIND, 14 if norm is None else 13)
+    first, second, unit, sums = quantize(values, ORDER, 14 if norm is None else 13)
     return _split_operands(first, second, unit, sums, s)
 
 
@@ -250,7 +251,7 @@ def _load_pairs(x, chunk, s):
 def _load_in_order(x, chunk, s):
     """Load the first and second operands of a chunk of quantized x, as `quantize` returns them."""
     LANES: tl.constexpr = s.lanes
-    OPERANDS: tl.constexpr = 1 if s.kind == "int8" else 2
+    OPERANDS: tl.constexpr = 1 if s.order == "int8" else 2
     at = tl.arange(0, LANES * 4)
     quad = chunk * LANES + at // 4
     words = x + (quad * (4 * OPERANDS) + at % 4)
@@ -273,7 +274,7 @@ def load_quantized(x, units, chunk, s):
     quad = chunk * LANES + tl.arange(0, LANES)
     unit = tl.load(units + quad, mask=quad < s.quads, other=0.0)
     sums = unit
-    if s.kind != "int8":
+    if s.order != "int8":
         sums = tl.load(units + s.quads + quad, mask=quad < s.quads, other=0.0)
     return first, second, unit, sums
 

@@ -32,7 +32,7 @@ from ops.products.operands import (
 )
 from ops.products.quantized_x import QuantizedX
 from ops.products.tilings import Tiles, choose_tiles, depth_of, programs_of
-from ops.products.weights import BITS, INTEGERS, Weight
+from ops.products.weights import BITS, GGUF, INTEGERS, ORDERS, Weight
 
 S = TypeVar("S", bound="Product")
 
@@ -112,9 +112,19 @@ class Product:
         return self.kind in INTEGERS
 
     @property
+    def gguf(self) -> bool:
+        """Whether it is one of GGUF's kinds."""
+        return self.kind in GGUF
+
+    @property
     def in_pairs(self) -> bool:
         """Whether a `QuantizedX` has both operands of a word next to each other."""
-        return self.kind in ("int4", "hqq")
+        return self.order == "int4"
+
+    @property
+    def order(self) -> str:
+        """As `Weight.order`."""
+        return ORDERS.get(self.kind, self.kind)
 
 
 class Chosen(NamedTuple):
@@ -405,7 +415,8 @@ def settings_of(
     blocks of them. fields: `loads`, if it is not 1, and the other fields of that kind.
     """
     quads, out = weight.quads * max(experts, 1), weight.out // fields.setdefault("loads", 1)
-    tiles = tiles or choose_tiles(weight, quads, fields["loads"])
+    tokens = fields.get("T", 1) if experts else 1
+    tiles = tiles or choose_tiles(weight, quads, fields["loads"], tokens)
     rows = min(tiles.rows, triton.next_power_of_2(out + 1) // 2)
     programs, each = triton.cdiv(out, rows), 1
     if tiles.stay and not fields.get("early") and fields.get("tokens", 1) == 1:
