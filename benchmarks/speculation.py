@@ -33,6 +33,7 @@ import torch
 
 from benchmarks.cuda_timing import require_gpu
 from benchmarks.decode_speed import distinct_experts, open_session, read_bandwidth
+from benchmarks.expectation import expected_tokens
 from benchmarks.kernel_profile import record_kernels
 from cli.options import (
     add_compile_cache,
@@ -85,11 +86,6 @@ ANSWER = 250  # tokens of an answer of --texts
 
 
 # Tables -------------------------------------------------------------------------------------------
-
-
-def expected_tokens(drafts: int, acceptance: float) -> float:
-    """Return the expected tokens of a pass: the model's own, and the drafts before a refusal."""
-    return sum(acceptance**n for n in range(drafts + 1))
 
 
 def pass_lines(seconds: dict[int, tuple[float, float]]) -> list[str]:
