@@ -25,6 +25,7 @@ from runtime.session_prompts import common_prefix
 from runtime.session_steps import PADDING_MULTIPLE
 from runtime.transfers import Upload, send
 
+MIN_OF_HEAD = 0.2  # the least probability of a head's draft that is verified
 MAX_MTP_DRAFTS = 7  # the pair before them and these are as many tokens as the fused kernels take
 RING = 1024  # steps of the target whose hidden states are kept
 
@@ -40,16 +41,24 @@ def check_mtp_drafts(draft_tokens: int) -> None:
 class MTPDrafter(DraftModel):
     """Drafts up to `count` tokens by a head of the target, sampled as the target's tokens are.
 
-    head: `load_head` makes it. ids: as of DraftModel. The target may take other steps between two
-    chains: the head catches up on the last RING of them. Raises ValueError as `check_mtp_drafts`.
+    head: `load_head` makes it. ids: as of DraftModel. least: of a chain the drafts before the first
+    one with a lower probability are verified. The target may take other steps between two chains:
+    the head catches up on the last RING of them. Raises ValueError as `check_mtp_drafts`.
     """
 
     runner_class = None  # the session chooses
 
-    def __init__(self, head: Transformer, target: Session, count: int, ids: Sequence[int] = ()):
+    def __init__(
+        self,
+        head: Transformer,
+        target: Session,
+        count: int,
+        least: float = 0.0,
+        ids: Sequence[int] = (),
+    ):
         check_mtp_drafts(count)
         head.head = target.model.head  # an earlier drafter may have left a part of it
-        super().__init__(head, target, count, ids=ids)
+        super().__init__(head, target, count, least, ids)
         # A chain changes none of these, so the head reads the target's own.
         self.state = self.state._replace(controls=target.controls, seeds=target.seeds)
         self.count = count
@@ -165,7 +174,7 @@ class MTPDrafter(DraftModel):
             self.seen.copy_(self.target.seen)
             self.catch_up(self.target.ids[0], min(self.filled, known - 1), known)
             self.warm_up_chain(drafts)()
-        return drafts
+        return next((n for n in range(drafts) if not self.is_certain(n)), drafts)
 
     def warm_up_chain(self, drafts: int) -> Callable[[], None]:
         """Return the chain of this many drafts, compiled and on CUDA captured on the first call."""

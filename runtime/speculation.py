@@ -25,7 +25,7 @@ from ops.inductor import without_tuning
 from ops.step.draft_check import NO_DRAFT
 from runtime.draft_control import DraftControl, FixedDrafts, Outcome
 from runtime.drafters import MIN_PROBABILITY, Drafter, DraftModel, FirstOf, LookupDrafter
-from runtime.mtp import MTPDrafter
+from runtime.mtp import MIN_OF_HEAD, MTPDrafter
 from runtime.outbox import Outbox
 from runtime.sampling import NOT_FINITE, NotFiniteError, Sampling
 from runtime.session import Session
@@ -59,7 +59,7 @@ def make_drafter(
     """Return what drafts up to `count` tokens for a session: `Speculation` has the arguments."""
     drafter: Drafter
     if head is not None:
-        drafter = MTPDrafter(head, session, count, ids)
+        drafter = MTPDrafter(head, session, count, MIN_OF_HEAD if auto else 0.0, ids)
     elif draft is not None:
         drafter = DraftModel(draft, session, count, MIN_PROBABILITY if auto else 0.0, ids)
     else:

@@ -286,6 +286,33 @@ def test_greedy_tokens_are_those_of_plain_decoding(
             assert not draft_ids or set(speculation.drafter.drafts[0].tolist()) <= {*draft_ids}
 
 
+@pytest.mark.parametrize("sampling", (GREEDY, Sampling(1.0, seed=3)))
+def test_drafts_end_before_one_below_the_threshold(sampling, make_headed, plain):
+    """With the threshold at the probability of each draft in turn, and just above it; text stays
+    the plain one.
+    """
+    name, count = next(iter(LAYOUTS)), 5
+    speculation = speculate(make_headed(name).directory, count)
+    drafter, target = speculation.drafter, speculation.session
+    drafter.least = 1e-9
+    drafter.start_prompt(PROMPT, sampling)
+    target.start_prompts([PROMPT], sampling)
+    target.ids[0] += target.first_tokens()[:1]
+    assert drafter.propose(count) == count
+    chances = drafter.certainty[:count].tolist()
+    assert all(0 < chance < 1 for chance in chances)
+    for place, chance in enumerate(chances):
+        drafter.least = chance * (1 + 1e-5)
+        stops = next(n for n, other in enumerate(chances) if other < drafter.least)
+        assert drafter.propose(count) == stops <= place
+    drafter.least = min(chances) * (1 - 1e-5)
+    assert drafter.propose(count) == count
+    if not sampling.temperature:
+        drafter.least = sorted(chances)[count // 2]
+        assert list(speculation.stream(PROMPT, 20, GREEDY)) == plain(PROMPT, 20, name)
+        assert speculation.drafted < count * speculation.passes
+
+
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_part_of_the_vocabulary_drafts_its_likeliest_ids(name, make_headed):
     """After the same text, the first draft is the id of the part with the largest logit."""
