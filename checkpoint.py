@@ -289,6 +289,10 @@ class Checkpoint:
         directory = self.directory
         if not directory.exists():
             recover(directory.parent)  # a run may have been killed between two renames
+        if directory.suffix == ".gguf" and directory.is_file():
+            path = shlex.quote(str(directory))
+            fix = f"run it as it is: python generate.py --checkpoint_path {path}"
+            raise ValueError(f"{directory} is a GGUF file, which is quantized already; {fix}")
         if not directory.is_dir():
             for path in sorted(directory.parent.glob("model_*")):
                 if is_checkpoint(path):

@@ -49,6 +49,7 @@ import tp
 from checkpoint import FORMAT_VERSION, Checkpoint
 from formats.kv_cache import KV_CACHES
 from formats.quantizer import DTYPES
+from gguf_files.opening import open_source
 from memory.commands import offload_settings, plan_generation, uses_head
 from model import Transformer
 from models import args_of_checkpoint
@@ -116,11 +117,13 @@ def embedded_checkpoint() -> Path:
 
 
 def open_checkpoint(path: Path | None) -> Checkpoint:
-    """Open a converted checkpoint; None: the embedded model, on every rank."""
+    """Open a converted checkpoint or a GGUF file; None: the embedded model, on every rank."""
     if path is None:
         process_group.share(embedded_checkpoint)  # rank 0 converts it, then the others find it
         path = embedded_checkpoint()
-    return Checkpoint(path)
+    checkpoint = open_source(path)
+    process_group.share(lambda: str(checkpoint.directory))  # rank 0 makes a GGUF file's tokenizer
+    return checkpoint
 
 
 def open_model(options: argparse.Namespace, device: torch.device) -> Checkpoint:
@@ -133,7 +136,7 @@ def open_model(options: argparse.Namespace, device: torch.device) -> Checkpoint:
         return open_checkpoint(options.checkpoint_path)
     from hub.prepare import prepare_for
 
-    return Checkpoint(process_group.share(lambda: prepare_for(options, device)))
+    return open_checkpoint(process_group.share(lambda: prepare_for(options, device)))
 
 
 def open_session(
@@ -297,7 +300,7 @@ def run(options: argparse.Namespace) -> list[dict]:
     checkpoint = open_model(options, device)
     if options.prepare_only:
         if process_group.is_main():
-            print(checkpoint.directory, flush=True)
+            print(getattr(checkpoint, "path", checkpoint.directory), flush=True)
         return []
     tokenizer, args = load_tokenizer(checkpoint.directory), args_of_checkpoint(checkpoint)
     if options.system is not None and not tokenizer.has_chat_template:
@@ -347,7 +350,7 @@ def prepare_session(
     memory, before weights are read.
     """
     kind = choose_speculation(options, prompts)
-    drafter = options.draft_checkpoint_path and Checkpoint(options.draft_checkpoint_path)
+    drafter = options.draft_checkpoint_path and open_source(options.draft_checkpoint_path)
     drafts = DRAFT_TOKENS if options.draft_tokens is None else options.draft_tokens
     draft_args = drafter and args_of_checkpoint(drafter)
     check_drafting(drafts, args_of_checkpoint(checkpoint), draft_args)

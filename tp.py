@@ -11,7 +11,6 @@ These modules replace the model's: AllReduceAddNorm, FusedScores (the router), S
 GatheredHead.
 """
 
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 from math import gcd
@@ -28,6 +27,7 @@ from model import AddNorm, Experts, Linear, ModelArgs, MoE, RMSNorm
 from models import build_model, family_of
 from models.family import Shard
 from models.layers.sandwich import Branches, SandwichAddNorm
+from models.row_shards import local_format, range_shards, table_key
 from ops.declared import NoAdditions, SumAdditions
 from ops.products.join import NormRouter
 from ops.products.weights import Weight
@@ -237,11 +237,6 @@ def shard_table(args: ModelArgs, parallel: str) -> dict[str, Shard]:
     return table
 
 
-def table_key(path: str) -> str:
-    """Return a module's name in the shard table: without its layer."""
-    return re.sub(r"^layers\.\d+\.", "", path)
-
-
 def shard_slices(shape: Sequence[int], shard: Shard, rank: int, ranks: int) -> list[tuple]:
     """Return the slices of a tensor that `rank` holds, to be concatenated along the shard's axis.
 
@@ -284,8 +279,10 @@ def shard_problem(args: ModelArgs, format: dict, ranks: int, parallel: str) -> s
         if heads % ranks and ranks % heads:
             return f"{heads} key-value heads are neither a multiple nor a divisor of {ranks}"
     table = shard_table(args, parallel)
+    ranges = range_shards(table, format)
     for path, spec in format.get("modules", {}).items():
-        if why := group_problem(path, spec, table.get(table_key(path)), ranks):
+        shard = ranges.get(path) or table.get(table_key(path))
+        if why := group_problem(path, spec, shard, ranks):
             return why
     return None
 
@@ -310,11 +307,14 @@ def grouped_lengths(path: str, spec: dict, shard: Shard | None, ranks: int) -> l
     return [count // min(count, ranks) * width for count, width in shard.segments]
 
 
-def sharded_format(format: dict, table: dict[str, Shard], ranks: int) -> dict:
+def sharded_format(
+    format: dict, table: dict[str, Shard], ranks: int, ranges: dict[str, Shard] | None = None
+) -> dict:
     """Return a checkpoint's format with the largest groups that divide the shards."""
     modules = {}
     for path, spec in format.get("modules", {}).items():
-        lengths = grouped_lengths(path, spec, table.get(table_key(path)), ranks)
+        shard = (ranges or {}).get(path) or table.get(table_key(path))
+        lengths = grouped_lengths(path, spec, shard, ranks)
         modules[path] = spec | {"group_size": gcd(spec["group_size"], *lengths)}
     return format | {"modules": match_shared_experts(modules)}
 
@@ -380,17 +380,20 @@ class ModelShard:
         self.rank = process_group.rank() if rank is None else rank
         self.ranks = process_group.size() if ranks is None else ranks
         self.args, self.table = args, shard_table(args, parallel)
+        self.ranges: dict[str, Shard] = {}  # by path, of weights in several formats
         self.model = whole = build_model(args)
         pack_modules(whole, format)
         if self.ranks == 1:
             return
         if why := shard_refusal(args, format, self.ranks, parallel):
             raise ValueError(why)
+        self.ranges = range_shards(self.table, format)
         named = whole.named_parameters(remove_duplicate=False)
         self.shapes = {name: tensor.shape for name, tensor in named}
         self.model = build_model(local_args(args, self.ranks, parallel))
         self.shard_modules(parallel)
-        local = sharded_format(format, self.table, self.ranks)
+        local = local_format(format, self.ranges, self.ranks)
+        local = sharded_format(local, self.table, self.ranks, self.ranges)
         self.regroupings = regroupings(whole, local["modules"])
         pack_modules(self.model, local)
 
@@ -436,9 +439,9 @@ class ModelShard:
         """
         path = name.rpartition(".")[0]
         index = None if expert is None else (slice(expert, expert + 1),)
-        if self.ranks == 1 or table_key(path) not in self.table:
+        shard = self.ranges.get(path) or self.table.get(table_key(path))
+        if self.ranks == 1 or shard is None:
             return source.read(name, index, device)
-        shard = self.table[table_key(path)]
         regrouping = self.regroupings.get(path) if not name.endswith(".bias") else None
         shape = regrouping.shape if regrouping else self.shapes[name]
         if shard.axis == len(shape):  # a bias after an all-reduce: one rank adds it

@@ -36,6 +36,11 @@ class ModelName(NamedTuple):
         return self.folder / f"model_{format or self.format}"
 
     @property
+    def is_gguf(self) -> bool:
+        """Whether the repository has GGUF files, which its name says; `format` is one of theirs."""
+        return "gguf" in self.repo_id.lower()
+
+    @property
     def formats(self) -> list[str]:
         """The formats that it names: int4-hqq2 is attention's and the experts'."""
         return [] if self.format is None else self.format.split("-")
@@ -92,6 +97,8 @@ def check_hub_environment(options: object = None) -> None:
 
 def check_format(name: ModelName) -> None:
     """Raise ValueError unless a checkpoint can be made in the name's format."""
+    if name.is_gguf:  # the Hub lists the formats that there are
+        return
     for format in name.formats:
         if format not in (PLAIN, *format_names()):
             known = ", ".join((PLAIN, *format_names()))

@@ -43,7 +43,10 @@ def offload_tier(text: str) -> str:
 
 def add_checkpoint_path(parser: Parser) -> None:
     """Add the options that name a checkpoint: a directory, or a model of the Hub."""
-    parser.add_path("--checkpoint_path", "converted checkpoint; default: the embedded tiny model")
+    parser.add_path(
+        "--checkpoint_path",
+        "converted checkpoint, or a GGUF file; default: the embedded tiny model",
+    )
     add_model_name(parser)
 
 

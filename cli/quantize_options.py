@@ -45,7 +45,7 @@ def build_parser() -> Parser:
 
 def add_format_options(parser: Parser) -> None:
     """Add a group of what changes --mode."""
-    parser.begin_group("formats of parts", f"one of {', '.join((PLAIN, *format_names()))}")
+    parser.begin_group("formats of parts", f"{PLAIN}, or a format of --mode")
     add, settings = parser.add_argument, {"choices": (PLAIN, *format_names()), "metavar": "FORMAT"}
     add("--attention", help="attention weights; default: --mode's", **settings)
     experts = "expert (and dense feed-forward) weights; default: --mode's"

@@ -1,8 +1,10 @@
 """Which modules of a model get which format, and writing a checkpoint in it.
 
 A checkpoint's "format" is {"name", "dtype", "modules": {module: {"format", "group_size"}}}; without
-"modules" nothing is packed. A module may have "scale", too: the dtype of published scales.
-Functions here take the model that it belongs to, on the meta device.
+"modules" nothing is packed. A module may have "scale", too: the dtype of published scales. "rows"
+{module: [rows of each range]} has weights in several formats, whose ranges are the modules
+"PATH.0", "PATH.1" and so on (formats/row_ranges.py). Functions here take the model that it belongs
+to, on the meta device.
 """
 
 import re
@@ -21,6 +23,7 @@ from checkpoint import Checkpoint, Layout, Piece, Writer, tensor_order
 from formats import FORMATS, PLAIN
 from formats.base import Parts
 from formats.packed import Packed, PackedExpertLinear, PackedLinear
+from formats.row_ranges import ExpertRowRanges, RowRanges
 from model import ExpertLinear, Linear, Transformer
 
 # Dtypes of weights that are not packed.
@@ -216,10 +219,10 @@ def pack_modules(model: Transformer, format: dict) -> None:
 
     Raises ValueError for a format that does not fit the model.
     """
-    modules = format.get("modules", {})
-    if not isinstance(modules, dict):
+    modules, rows = format.get("modules", {}), format.get("rows", {})
+    if not isinstance(modules, dict) or not isinstance(rows, dict):
         raise ValueError("the checkpoint's format does not map modules to formats: make it again")
-    for path, spec in modules.items():
+    for path, spec in [*rows.items(), *modules.items()]:
         try:
             packed = packed_module(model.get_submodule(path), path, spec)
         except (AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
@@ -232,8 +235,14 @@ def pack_modules(model: Transformer, format: dict) -> None:
         model.set_submodule(path, packed)
 
 
-def packed_module(module: nn.Module, path: str, spec: dict) -> Packed:
-    """Return the packed module that replaces this one. Raises one of the errors caught above."""
+def packed_module(module: nn.Module, path: str, spec: dict | list) -> nn.Module:
+    """Return the packed module that replaces this one. Raises one of the errors caught above.
+
+    spec: {"format", "group_size"}, or how many rows each range of a weight in several formats has.
+    """
+    if isinstance(spec, list):
+        kind = ExpertRowRanges if isinstance(module, ExpertLinear) else RowRanges
+        return kind(module, spec)
     name, group, scale = spec["format"], spec["group_size"], scale_dtype(spec)
     if type(group) is not int:
         raise TypeError

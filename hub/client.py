@@ -4,7 +4,7 @@ import logging
 import os
 import shutil
 import threading
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import NamedTuple
 
@@ -38,7 +38,7 @@ class Repository(NamedTuple):
 
     @property
     def weights(self) -> list[str]:
-        return [name for name in self.sizes if name.endswith(".safetensors")]
+        return [name for name in self.sizes if name.endswith((".safetensors", ".gguf"))]
 
     @property
     def identity(self) -> dict[str, tuple[int, str]]:
@@ -83,8 +83,14 @@ def describe_weights(names: list[str], top: list[str]) -> str:
     return "no weights"
 
 
-def list_files(repo_id: str, revision: str | None, token: str | None = None) -> Repository:
-    """Ask the Hub which files there are. Raises an error of FAILURES, and ValueError as `wanted`.
+def list_files(
+    repo_id: str,
+    revision: str | None,
+    token: str | None = None,
+    choose: Callable[[list[str]], list[str]] = wanted,
+) -> Repository:
+    """Ask the Hub which files there are. Raises an error of FAILURES, and ValueError as `choose`,
+    which returns the files that are of use.
 
     Checks everything that is used of the answer: a proxy or another server may have sent it.
     """
@@ -99,7 +105,7 @@ def list_files(repo_id: str, revision: str | None, token: str | None = None) -> 
         for name in files:
             check_answer(isinstance(name, str), "the name of a file")
     sizes, digests = {}, {}
-    for name in wanted(list(files)):
+    for name in choose(list(files)):
         with asking():
             sizes[name], digests[name] = size_and_digest(files[name])
     return Repository(repo_id, info.sha, sizes, digests, token)

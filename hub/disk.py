@@ -15,6 +15,7 @@ from cli.resumable import SUFFIX, remove_partial
 from cli.staging import LOCK, recover, remove, remove_tree, take_lock
 
 SOURCE = "source.json"  # side file of a checkpoint: {"repo_id", "revision", "commit", "published"}
+WEIGHTS = ".safetensors", ".gguf"
 DOWNLOAD = "download"  # what the format's column says of files as the Hub has them
 CACHE = ".cache/huggingface"  # the Hub client's, beside files that it downloaded
 RECORDS = f"{CACHE}/download"
@@ -140,8 +141,9 @@ def stored_in(folder: Path) -> Iterator[StoredModel]:
             named = name._replace(format=format)
             yield StoredModel(named, "?", f"{format}, incomplete", size(path), (path,), False)
     files = downloaded_files(folder)
-    if files and files[-1].suffix == ".safetensors":
-        family = text_of(read(folder / "config.json"), "model_type")
+    if files and files[-1].suffix in WEIGHTS:
+        is_gguf = files[-1].suffix == ".gguf"
+        family = "gguf" if is_gguf else text_of(read(folder / "config.json"), "model_type")
         yield StoredModel(name, family, DOWNLOAD, sum(map(size, files)), tuple(files))
 
 
@@ -153,10 +155,11 @@ def downloaded_files(folder: Path) -> list[Path]:
     """
     if not all(map(is_own_directory, (folder / ".cache", folder / CACHE, folder / RECORDS))):
         return []
-    records = sorted((folder / RECORDS).glob("*.metadata"))
-    files = [folder / path.name.removesuffix(".metadata") for path in records]
+    records = sorted((folder / RECORDS).rglob("*.metadata"))
+    names = [str(path.relative_to(folder / RECORDS)) for path in records]
+    files = [folder / name.removesuffix(".metadata") for name in names]
     files = [path for path in files if path.is_file()]
-    return sorted(files, key=lambda path: path.suffix == ".safetensors")
+    return sorted(files, key=lambda path: path.suffix in WEIGHTS)
 
 
 def text_of(value: object, key: str) -> str:

@@ -36,6 +36,7 @@ from formats.quantizer import (
 from hub.client import Repository, fetch_file, free_space, list_files
 from hub.disk import SOURCE, find_checkpoint
 from hub.errors import AGAIN, FAILURES, describe_error
+from hub.gguf_models import prepare_gguf
 from hub.shards import AHEAD, Downloads, Folder, Shard, complete_files, read_headers
 from model import ModelArgs
 from models import args_of_checkpoint, build_model, family_of_config
@@ -89,7 +90,12 @@ def prepare(name: ModelName, settings: Settings | None = None) -> Path:
 
 
 def prepare_for(options: argparse.Namespace, device: torch.device) -> Path:
-    """`prepare` for a command's options: model, revision, keep_download, and --prepare_only's."""
+    """`prepare` for a command's options: model, revision, keep_download, and --prepare_only's.
+
+    A repository of GGUF files has one that is run as it is.
+    """
+    if (name := parse_model_name(options.model)).is_gguf:
+        return prepare_gguf(name, options.revision)
     verify = getattr(options, "prepare_only", False)
     settings = Settings(options.revision, options.keep_download, device, verify)
     return prepare(parse_model_name(options.model), settings)

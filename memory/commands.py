@@ -72,6 +72,14 @@ def sizes_of(source, dtype: torch.dtype | None, parallel: str = "tensor") -> Mod
     return ModelSizes(args, source.format, dtype, parallel, process_group.size())
 
 
+def is_mapped(source, dtype: torch.dtype | None) -> bool:
+    """Whether the CPU reads weights from their file when they are first used.
+
+    A source with a `plain_dtype` (a GGUF file) makes them when it is read.
+    """
+    return dtype is None and getattr(source, "plain_dtype", None) is None
+
+
 def expert_settings(options: argparse.Namespace, reserve: int = 0) -> OffloadSettings:
     """Return the options of --offload as settings. Raises ValueError for a wrong size."""
     return OffloadSettings(
@@ -122,7 +130,7 @@ def plan_generation(
         options.kv_cache,
         options.prefill_chunk,
         expert_settings(options) if options.offload else None,
-        mapped=dtype is None,
+        mapped=is_mapped(source, dtype),
         extra=extra,
         longest=None if options.interactive else longest,
     )
@@ -197,7 +205,7 @@ def plan_evaluation(
     dtype = DTYPES.get(options.dtype)
     sizes = sizes_of(source, dtype, options.parallel)
     chunk = sizes.args.max_position  # a window is one
-    setup = Setup(sizes, seq_len, 1, options.kv_cache, chunk, mapped=dtype is None)
+    setup = Setup(sizes, seq_len, 1, options.kv_cache, chunk, mapped=is_mapped(source, dtype))
     plan_session(setup, device, evaluation_levers(options, source))
 
 

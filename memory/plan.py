@@ -82,8 +82,10 @@ class ModelSizes:
         if layers is not None:
             args = first_layers(args, layers)
             paths = dict(build_model(args).named_modules())
+            rows = {p: counts for p, counts in format.get("rows", {}).items() if p in paths}
+            paths |= {f"{p}.{n}": None for p, counts in rows.items() for n in range(len(counts))}
             modules = {p: spec for p, spec in format.get("modules", {}).items() if p in paths}
-            format = format | ({"modules": modules} if modules else {})
+            format = format | ({"modules": modules, "rows": rows} if modules else {})
         try:
             dtype, ranks = dtype or self.dtype, ranks or self.ranks
             return ModelSizes(args, format, dtype, self.parallel, ranks)

@@ -8,6 +8,7 @@ from models.config import MAX_INTEGER, MAX_INTEGERS, MAX_NUMBER
 from models.deepseek import DeepseekV2, DeepseekV3
 from models.family import HEAD_SUFFIX, Family
 from models.gemma4 import Gemma4, Gemma4Text
+from models.gguf import Values
 from models.glm4_moe import Glm4Moe
 from models.glm4_moe_lite import Glm4MoeLite
 from models.gpt_oss import GptOss
@@ -62,6 +63,16 @@ def family_of_config(config: dict) -> Family:
             return family
     what = f"architectures = {names!r} with model_type = {model_type!r}"
     raise ValueError(f"config.json: {what} is not supported; supported are {', '.join(FAMILIES)}")
+
+
+def family_of_gguf(values: Values) -> Family:
+    """Return the family of a GGUF file. Raises ValueError for an architecture without any."""
+    for family in FAMILIES.values():
+        if family.gguf == values.architecture and family.is_gguf(values):
+            return family
+    known = ", ".join(sorted({family.gguf for family in FAMILIES.values() if family.gguf}))
+    what = f"the architecture {values.architecture!r:.60} is not supported"
+    raise ValueError(f"{what}; supported are {known}")
 
 
 def family_of(args: ModelArgs) -> Family:

@@ -51,6 +51,7 @@ from models.tensors import WHOLE, Recipe, Recipes
 from tokenizer import load_tokenizer
 
 DOWNLOAD = "python scripts/download.py --repo_id OWNER/NAME"
+RUN_AS_IT_IS = "python generate.py --checkpoint_path"
 HEAD_FILE = f"{MTP}.safetensors"
 # Weights that stay in block FP8.
 PACKABLE = (
@@ -110,7 +111,7 @@ def refuse_other_files(directory: Path) -> None:
         if path.suffix == ".gguf":
             raise ValueError(
                 f"{directory} has {path.name}: GGUF is quantized already; "
-                "fetch the original safetensors"
+                f"run it as it is: {RUN_AS_IT_IS} {path}"
             )
         if path.suffix in (".bin", ".pt", ".pth"):
             raise ValueError(
@@ -375,8 +376,11 @@ def check_source(directory: Path, dtype: str) -> None:
     if dtype not in ("bf16", "fp16", "fp32"):
         raise ValueError(f"dtype {dtype!r} is not one of bf16, fp16, fp32")
     if directory.is_file():
-        what = "GGUF is quantized already" if directory.suffix == ".gguf" else "it is a file"
-        raise ValueError(f"{directory}: {what}; give the directory of a Hugging Face checkpoint")
+        if directory.suffix == ".gguf":
+            fix = f"run it as it is: {RUN_AS_IT_IS} {directory}"
+            raise ValueError(f"{directory}: GGUF is quantized already; {fix}")
+        fix = "give the directory of a Hugging Face checkpoint"
+        raise ValueError(f"{directory}: it is a file; {fix}")
     if not directory.is_dir():
         raise ValueError(f"{directory}: no such directory; fetch the model first: {DOWNLOAD}")
     if is_checkpoint(directory):

@@ -1,6 +1,7 @@
 """DeepSeek-V2 and DeepSeek-V3: latent attention, groups of experts, shared experts."""
 
 from models.family import ONE_MORE_LAYER, PublishedLayout
+from models.gguf import Values
 from models.latent_family import LatentArgs, LatentFamily, LatentTransformer
 from models.layers.group_routing import SigmoidRoutedMoE
 from models.tensors import Recipes, score_bias_recipe
@@ -48,7 +49,14 @@ class DeepseekV2(LatentFamily):
     fixed = LatentFamily.fixed | {"norm_topk": False}
     only = {"attention_bias": False, "norm_topk_prob": False}
     nullable: tuple[str, ...] = "num_key_value_heads", "q_lora_rank", "norm_topk_prob", "head_dim"
-    topk_methods = ("greedy", "group_limited_greedy")
+    topk_methods: tuple[str, ...] = ("greedy", "group_limited_greedy")
+
+    def is_gguf(self, values: Values) -> bool:
+        return not values.has("exp_probs_b.bias")
+
+    def gguf_config(self, values: Values) -> dict:
+        config = super().gguf_config(values)
+        return config | {"topk_method": self.topk_methods[config.get("n_group", 1) > 1]}
 
     shapes = {
         "DeepSeek-V2-Lite": dict(
@@ -96,6 +104,13 @@ class DeepseekV3(DeepseekV2):
     nullable = "num_key_value_heads", "q_lora_rank", "norm_topk_prob"
     topk_methods = ("noaux_tc",)
     published_head = ONE_MORE_LAYER
+
+    def is_gguf(self, values: Values) -> bool:
+        """GLM-4.7-Flash is of the same architecture, without groups."""
+        return values.has("exp_probs_b.bias") and values.get("expert_group_count", 1) > 1
+
+    def gguf_config(self, values: Values) -> dict:
+        return LatentFamily.gguf_config(self, values)
 
     def expert_recipes(self, args: DeepseekArgs, layout: PublishedLayout) -> Recipes:
         return super().expert_recipes(args, layout) | score_bias_recipe(args)

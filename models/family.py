@@ -5,7 +5,7 @@ parallelism shards its weights. models/mixtral.py is the smallest example.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -15,8 +15,10 @@ from models.config import (
     HFConfig,
     common_fields,
     common_keys,
+    own_key,
     window_field,
 )
+from models.gguf import TENSORS, MadeTable, Values, common_config
 from models.quantization import METHODS, Published, published_config
 from models.tensors import (
     Recipes,
@@ -49,6 +51,7 @@ class PublishedLayout(NamedTuple):
 
     fused: bool  # all experts in one tensor
     packed: bool  # in MXFP4
+    separate: bool = False  # gate and up of all experts are two tensors (GGUF)
 
 
 class PublishedHead(NamedTuple):
@@ -104,6 +107,12 @@ class Family:
     published: tuple[str, ...] = METHODS  # quant_methods that it may be published in
     # Published models, for benchmark.py: config.json without what `defaults` has.
     shapes: Mapping[str, dict] = NOTHING
+
+    # GGUF files (models/gguf.py)
+    gguf: str | None = None  # their architecture; None: they are not read
+    gguf_keys: Mapping[str, str] = NOTHING  # config.json's shared key -> the value's, if not usual
+    gguf_tensors: MadeTable = {}  # a layer's published name -> how it is made
+    gguf_norm: Callable | None = None  # undoes what llama.cpp adds to weights of norms
 
     # Fields whose KV heads are sharded, or replicated if there are fewer of them than ranks.
     kv_head_fields: tuple[str, ...] = ("n_kv_head",)
@@ -165,6 +174,25 @@ class Family:
     def head_fields(self, args: ModelArgs) -> dict:
         """Return the args' fields that differ for a head: it is one layer, with experts."""
         return {"family": args.family + HEAD_SUFFIX, "n_layer": 1, "dense_layers": ()}
+
+    # GGUF files ---------------------------------------------------------------------------------
+
+    def is_gguf(self, values: Values) -> bool:
+        """Whether a file of the architecture `gguf` is of this family: some share one."""
+        return True
+
+    def gguf_config(self, values: Values) -> dict:
+        """Return the config.json of a GGUF file. Families extend it."""
+        shared = common_config(values, self.gguf_keys)
+        return {own_key(self, key): value for key, value in shared.items()}
+
+    def gguf_args(self, args: ModelArgs) -> ModelArgs:
+        """Return the args of a GGUF file's model. args: of its config.json."""
+        return args
+
+    def gguf_layer(self, args: ModelArgs) -> MadeTable:
+        """Return how a layer's published tensors are made of a GGUF file's."""
+        return TENSORS | dict(self.gguf_tensors)
 
     # Conversion ---------------------------------------------------------------------------------
 

@@ -16,7 +16,6 @@ from model import (
     Attention,
     Block,
     Context,
-    FeedForward,
     Linear,
     ModelArgs,
     MoE,
@@ -26,6 +25,8 @@ from model import (
 )
 from models.config import HFConfig, listed_kinds, nested_text_config, unsupported
 from models.family import Family, PublishedLayout, Shard
+from models.gguf import SANDWICH_NORMS, Values, dense_config, made_of
+from models.layers.geglu import GegluFeedForward, geglu
 from models.layers.sandwich import Branches, SandwichAddNorm, UnitRMSNorm
 from models.tensors import Recipe, Recipes, copy_of, dense_recipes, expert_recipes, prefixed
 from ops.declared import AttentionAdditions
@@ -114,16 +115,6 @@ class GlobalAttention(WindowAttention):
     def fused_decode_settings(self) -> AttentionAdditions:
         added = super().fused_decode_settings()
         return replace(added, keys_are_values=True, projection="wqk")
-
-
-def geglu(gate: Tensor, up: Tensor) -> Tensor:
-    """gate, up [..., I] -> [..., I], by the approximation of GELU with tanh (Shazeer 2020)."""
-    return F.gelu(gate, approximate="tanh") * up
-
-
-class GegluFeedForward(FeedForward):
-    def forward(self, x: Tensor) -> tuple[Tensor, None, None]:
-        return self.w2(geglu(*self.w13(x).chunk(2, dim=-1))), None, None
 
 
 class Gemma4MoE(MoE):
@@ -323,6 +314,45 @@ class Gemma4Text(Family):
     fixed = {"qk_norm": "head", "norm_topk": True}
     renamed_tensors = ((".router.proj.", ".mlp.gate."), (".experts.", ".mlp.experts."))
 
+    gguf = "gemma4"
+    gguf_keys = {
+        "sliding_window": "attention.sliding_window",
+        "final_logit_softcapping": "final_logit_softcapping",
+        "hidden_size_per_layer_input": "embedding_length_per_layer_input",
+        "num_kv_shared_layers": "attention.shared_kv_layers",
+    }
+    gguf_tensors = SANDWICH_NORMS | {
+        "layer_scalar": made_of("layer_output_scale.weight"),
+        "router.scale": made_of("ffn_gate_inp.scale"),
+        "router.per_expert_scale": made_of("ffn_down_exps.scale"),
+    }
+
+    def gguf_config(self, values: Values) -> dict:
+        """Return config.json of the text model; of layers' kinds the file has one value each."""
+        config = super().gguf_config(values) | dense_config(values)
+        windowed = values.get("attention.sliding_window_pattern", [])
+        heads = config.pop("num_key_value_heads", None)
+        heads = heads if isinstance(heads, list) else [heads] * len(windowed)
+        if not len(windowed) == len(heads) == values.layers:
+            raise ValueError("its layers' kinds and heads are not one for each; fetch it again")
+        by_kind = dict(zip(map(bool, windowed), heads, strict=True))
+        size, theta = config.pop("head_dim", None), config.pop("rope_theta", None)
+        unrotated = (values.numbers("rope_freqs.weight") > 1e20).float().mean().item()
+        whole = ROPE[KINDS[1]] | {"partial_rotary_factor": 1 - unrotated, "rope_theta": theta}
+        window = ROPE[KINDS[0]] | {"rope_theta": values.get("rope.freq_base_swa")}
+        return config | {
+            "layer_types": [KINDS[not kind] for kind in windowed],
+            "head_dim": values.get("attention.key_length_swa"),
+            "global_head_dim": size,
+            "num_key_value_heads": by_kind.get(True),
+            "num_global_key_value_heads": by_kind.get(False),
+            "attention_k_eq_v": all(
+                kind or not values.has("attn_v.weight", n) for n, kind in enumerate(windowed)
+            ),
+            "enable_moe_block": values.has("ffn_gate_inp.weight"),
+            "rope_parameters": {KINDS[0]: window, KINDS[1]: whole},
+        }
+
     def text_config(self, config: dict) -> dict:
         return flat_rope(config)
 
@@ -442,6 +472,7 @@ class Gemma4(Gemma4Text):
     """The model with vision, of which the text part is run."""
 
     name = "gemma4"
+    gguf = None  # such files have the text model alone
     fixed = Gemma4Text.fixed | {"family": Gemma4Text.name}  # the text part is that model
     renamed_tensors = (("model.language_model.", "model."), *Gemma4Text.renamed_tensors)
     left_out = (

@@ -8,6 +8,7 @@ from torch import Tensor
 from model import Block, Linear
 from models.config import HFConfig, rotary_dim
 from models.family import ONE_MORE_LAYER, PublishedLayout
+from models.gguf import NEXT, POST_ATTENTION_NORM, Values, dense_config, partial_rotary
 from models.layers.group_routing import SigmoidRoutedMoE
 from models.layers.scaled_rope import (
     ScaledRopeArgs,
@@ -88,6 +89,21 @@ class Glm4Moe(ScaledRopeFamily):
     only = {"scoring_func": "sigmoid"}
     published_head = ONE_MORE_LAYER
     renamed_tensors = ((".mlp.shared_experts.", ".mlp.shared_expert."),)
+
+    gguf = "glm4moe"
+    gguf_keys = {
+        "n_shared_experts": "expert_shared_count",
+        "first_k_dense_replace": "leading_dense_block_count",
+        "routed_scaling_factor": "expert_weights_scale",
+        "norm_topk_prob": "expert_weights_norm",
+        "num_nextn_predict_layers": NEXT,
+    }
+    gguf_tensors = POST_ATTENTION_NORM
+
+    def gguf_config(self, values: Values) -> dict:
+        config = super().gguf_config(values) | dense_config(values) | partial_rotary(values)
+        config.pop("mlp_only_layers", None)  # first_k_dense_replace says the same
+        return config | {"use_qk_norm": values.has("attn_q_norm.weight")}
 
     def arg_fields(self, c: HFConfig) -> dict:
         fields = super().arg_fields(c)

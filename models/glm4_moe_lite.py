@@ -3,6 +3,7 @@
 from model import ModelArgs
 from models.config import HFConfig, unsupported
 from models.family import ONE_MORE_LAYER, PublishedLayout
+from models.gguf import Values
 from models.latent_family import LatentArgs, LatentFamily, LatentTransformer
 from models.layers.group_routing import SigmoidRoutedMoE
 from models.tensors import Recipes, score_bias_recipe
@@ -47,6 +48,17 @@ class Glm4MoeLite(LatentFamily):
     only = {"attention_bias": False, "scoring_func": "sigmoid", "first_k_dense_replace": 1}
     topk_methods = ("noaux_tc",)
     published_head = ONE_MORE_LAYER
+
+    def is_gguf(self, values: Values) -> bool:
+        """DeepSeek-V3 is of the same architecture, with groups."""
+        return values.has("exp_probs_b.bias") and values.get("expert_group_count", 1) == 1
+
+    def gguf_config(self, values: Values) -> dict:
+        config = super().gguf_config(values)
+        first = config.pop("first_k_dense_replace", 1)
+        sparse = range(first, values.layers) if type(first) is int else ()
+        kinds = ["sparse" if n in sparse else "dense" for n in range(min(values.layers, 4096))]
+        return config | {"mlp_layer_types": kinds}
 
     def from_hf(self, config: dict) -> ModelArgs:
         """Check the count of MTP layers, which transformers' config class lacks.

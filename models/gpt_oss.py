@@ -20,6 +20,7 @@ from model import (
 )
 from models.config import HFConfig, listed_kinds
 from models.family import PublishedLayout, Shard
+from models.gguf import POST_ATTENTION_NORM, Values, made_of
 from models.layers.scaled_rope import ScaledRopeArgs, ScaledRopeFamily, ScaledRopeTransformer
 from models.tensors import WHOLE, Recipe, Recipes, copy_of
 from ops.declared import Activation, AttentionAdditions, ExpertAdditions
@@ -155,6 +156,23 @@ class GptOss(ScaledRopeFamily):
     published_with_yarn = True
     published = ("mxfp4",)
     renamed_tensors = ((".mlp.router.", ".mlp.gate."),)
+    gguf = "gpt-oss"
+    gguf_keys = {"sliding_window": "attention.sliding_window"}
+    gguf_tensors = POST_ATTENTION_NORM | {
+        "self_attn.sinks": made_of("attn_sinks.weight"),
+        "mlp.experts.gate_proj_bias": made_of("ffn_gate_exps.bias"),
+        "mlp.experts.up_proj_bias": made_of("ffn_up_exps.bias"),
+        "mlp.experts.down_proj_bias": made_of("ffn_down_exps.bias"),
+    }
+
+    def gguf_config(self, values: Values) -> dict:
+        """The file has the width of experts alone, and not that YaRN's range stays unrounded."""
+        config = super().gguf_config(values)
+        width = values.get("expert_feed_forward_length", config.get("intermediate_size"))
+        rope = config["rope_parameters"]
+        if rope["rope_type"] == "yarn":
+            rope["truncate"] = False
+        return config | {"intermediate_size": width}
 
     def window_fields(self, c: HFConfig) -> dict:
         """Every other layer has the sliding window, unless layer_types says otherwise."""
@@ -181,6 +199,8 @@ class GptOss(ScaledRopeFamily):
     def expert_recipes(self, args: GptOssArgs, layout: PublishedLayout) -> Recipes:
         """Gate and up are interleaved; weights are transposed, or in MXFP4 as published."""
         D, E, I = args.dim, args.n_expert, args.intermediate
+        if layout.separate:
+            return super().expert_recipes(args, layout) | separate_biases(E, D, I)
         table = {
             "ffn.router.weight": copy_of("mlp.gate.weight", E, D),
             "ffn.router.bias": copy_of("mlp.gate.bias", E),
@@ -201,6 +221,20 @@ class GptOss(ScaledRopeFamily):
     shapes = {
         "gpt-oss-20b": dict(num_hidden_layers=24, num_local_experts=32),
         "gpt-oss-120b": {},
+    }
+
+
+def separate_biases(E: int, D: int, I: int) -> Recipes:
+    """The recipes of the router's and the experts' biases, gate and up apart."""
+    whole = slice(None)
+    gate_up: dict[str, tuple] = {
+        "mlp.experts.gate_proj_bias": (whole, slice(0, I)),
+        "mlp.experts.up_proj_bias": (whole, slice(I, 2 * I)),
+    }
+    return {
+        "ffn.router.bias": copy_of("mlp.gate.bias", E),
+        "ffn.experts.w13.bias": Recipe((E, 2 * I), gate_up),
+        "ffn.experts.w2.bias": copy_of("mlp.experts.down_proj_bias", E, D),
     }
 
 

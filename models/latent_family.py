@@ -11,6 +11,7 @@ from torch import Tensor
 from model import Block
 from models.config import HFConfig, unsupported
 from models.family import Shard
+from models.gguf import NEXT, MadeTable, Values, dense_config, made_of, mscales
 from models.layers.group_routing import GroupRoutedMoE
 from models.layers.latent_attention import HEADS_AT_ONCE, LatentAttention
 from models.layers.scaled_rope import (
@@ -101,6 +102,55 @@ class LatentFamily(ScaledRopeFamily):
             if yarn_scale(*yarn) != 1:
                 fields["attention_scale"] = yarn_attention_scale(fields["head_dim"], *yarn)
         return fields
+
+    gguf = "deepseek2"
+    gguf_keys = {
+        "q_lora_rank": "attention.q_lora_rank",
+        "kv_lora_rank": "attention.kv_lora_rank",
+        "qk_rope_head_dim": "rope.dimension_count",
+        "n_shared_experts": "expert_shared_count",
+        "first_k_dense_replace": "leading_dense_block_count",
+        "routed_scaling_factor": "expert_weights_scale",
+        "norm_topk_prob": "expert_weights_norm",
+        "n_group": "expert_group_count",
+        "topk_group": "expert_group_used_count",
+        "num_nextn_predict_layers": NEXT,
+    }
+
+    def gguf_config(self, values: Values) -> dict:
+        """Sizes of heads are those that keys and values have after their expansion."""
+        config = super().gguf_config(values) | dense_config(values)
+        for key in ("head_dim", "mlp_only_layers"):
+            config.pop(key, None)
+        config["num_key_value_heads"] = config["num_attention_heads"]
+        keys, rotated = (
+            values.get("attention.key_length_mla", values.get("attention.key_length")),
+            config.get("qk_rope_head_dim"),
+        )
+        if type(keys) is int and type(rotated) is int:
+            config["qk_nope_head_dim"] = keys - rotated
+        width = values.get("attention.value_length_mla", values.get("attention.value_length"))
+        config["v_head_dim"] = width
+        config.setdefault("q_lora_rank", None)
+        if config["rope_parameters"]["rope_type"] == "yarn":
+            config["rope_parameters"] |= mscales(values)
+        return config
+
+    def gguf_layer(self, args: LatentArgs) -> MadeTable:
+        """Newer files have the two parts of kv_b_proj, that of keys transposed; older ones it."""
+        made = {
+            f"self_attn.{ours}.weight": made_of(f"{theirs}.weight")
+            for ours, theirs in {
+                "q_a_proj": "attn_q_a",
+                "q_b_proj": "attn_q_b",
+                "q_a_layernorm": "attn_q_a_norm",
+                "kv_a_proj_with_mqa": "attn_kv_a_mqa",
+                "kv_a_layernorm": "attn_kv_a_norm",
+            }.items()
+        }
+        apart = made_of("attn_k_b.weight", "attn_v_b.weight", values=join_kv_b)
+        kv_b = apart, made_of("attn_kv_b.weight")
+        return super().gguf_layer(args) | made | {"self_attn.kv_b_proj.weight": kv_b}
 
     def attention_memory(self, args: LatentArgs, length: int) -> tuple[int, int]:
         """A chunk expands keys and values, pads and concatenates them: five times their size."""
@@ -198,6 +248,11 @@ def group_fields(c: HFConfig, methods: tuple[str, ...]) -> dict:
     if active > groups or c["num_experts_per_tok"] > members * active:
         c.refuse("topk_group", f"there are {groups} groups of {members} experts")
     return {"n_group": groups, "n_active_group": active}
+
+
+def join_kv_b(keys: Tensor, values: Tensor) -> Tensor:
+    """keys [H, r, C - R], values [H, value_dim, r] -> kv_b_proj [H * (C - R + value_dim), r]."""
+    return torch.cat((keys.transpose(1, 2), values), dim=1).flatten(0, 1)
 
 
 def interleaved_to_halves(t: Tensor, width: int, rotary_dim: int) -> Tensor:

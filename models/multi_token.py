@@ -91,6 +91,7 @@ class HeadSource:
             )
         self.source, self.args = source, dataclasses.asdict(args)
         self.format: dict = source.format[MTP]
+        self.plain_dtype = getattr(source, "plain_dtype", None)
 
     def read(
         self,

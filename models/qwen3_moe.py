@@ -1,5 +1,6 @@
 """Qwen3-MoE (Yang et al. 2025), such as 30B-A3B: the model of model.py with per-head q/k norms."""
 
+from models.gguf import Values, dense_config
 from models.layers.scaled_rope import ScaledRopeFamily
 
 
@@ -24,6 +25,12 @@ class Qwen3Moe(ScaledRopeFamily):
     field_of_key = {"norm_topk_prob": "norm_topk", "attention_bias": "attention_bias"}
     fixed = {"qk_norm": "head"}
     has_window = True
+    gguf = "qwen3moe"
+
+    def gguf_config(self, values: Values) -> dict:
+        """llama.cpp has no value for norm_topk_prob: it is true."""
+        return super().gguf_config(values) | dense_config(values) | {"norm_topk_prob": True}
+
     shapes = {
         "Qwen3-30B-A3B": dict(
             num_hidden_layers=48,

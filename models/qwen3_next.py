@@ -5,6 +5,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from models.gguf import MadeTable, Values, made_of
 from models.layers.gated_hybrid import HybridArgs, HybridFamily
 from models.tensors import Recipes, copy_of
 
@@ -20,6 +21,26 @@ class Qwen3Next(HybridFamily):
         norm_topk_prob=True,
     )
     field_of_key = HybridFamily.field_of_key | {"norm_topk_prob": "norm_topk"}
+
+    gguf = "qwen3next"
+
+    def gguf_config(self, values: Values) -> dict:
+        return super().gguf_config(values) | {"norm_topk_prob": True}
+
+    def gguf_layer(self, args: HybridArgs) -> MadeTable:
+        """The file has queries, keys and values of all heads, then apart z."""
+        K, H, Ck, Cv, _ = args.delta_sizes
+        sizes = K * Ck, K * Ck, H * Cv, H * Cv
+
+        def by_key_head(numbers: Tensor) -> Tensor:
+            kinds = [part.unflatten(0, (K, -1)) for part in numbers.split(sizes)]
+            return torch.cat(kinds, dim=1).flatten()
+
+        apart = made_of("attn_qkv.weight", "attn_gate.weight", rows=by_key_head)
+        return super().gguf_layer(args) | {
+            "linear_attn.in_proj_qkvz.weight": (apart, made_of("ssm_in.weight")),
+            "linear_attn.in_proj_ba.weight": made_of("ssm_ba.weight"),
+        }
 
     # As in config.json of Qwen/Qwen3-Next-80B-A3B-Instruct on the Hugging Face Hub.
     shapes = {

@@ -122,7 +122,7 @@ class OffloadedExperts(nn.Module):
                 view.view(part.dtype).view(slots, *part.shape), requires_grad=False
             )
             path, leaf = part.name.rsplit(".", 1)
-            setattr(self.experts.get_submodule(path.rsplit(".", 1)[1]), leaf, typed)
+            setattr(self.experts.get_submodule(path.split(".experts.", 1)[1]), leaf, typed)
 
     def make_slot_map(self, slots: dict[int, int]) -> Tensor:
         """Return each expert's slot, int64 [E of all ranks]; R for experts not in `slots`."""

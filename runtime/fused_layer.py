@@ -59,7 +59,22 @@ def kernel_weight(module: nn.Module) -> Weight:
     """Return a module's weight as the kernels read it. Raises ValueError if they cannot."""
     if hasattr(module, "kernel_weight"):  # a packed weight
         return module.kernel_weight()
+    if isinstance(module, nn.ModuleList):
+        raise ValueError("no kernels for experts in several formats")
     return plain_weight(module.weight)
+
+
+def projection_weights(module: nn.Module) -> list[tuple[Weight, Tensor | None]]:
+    """Return weight and bias of a projection; of rows in several formats, those of each range.
+
+    Raises ValueError if the kernels cannot read one.
+    """
+    ranges = list(module) if isinstance(module, nn.ModuleList) else [module]
+    weights, bias = [kernel_weight(rows) for rows in ranges], getattr(module, "bias", None)
+    if bias is None:
+        return [(weight, None) for weight in weights]
+    biases = bias.split([weight.out for weight in weights])
+    return list(zip(weights, biases, strict=True))
 
 
 class ResidualSum:
@@ -114,7 +129,7 @@ class FusedAttention:
             raise ValueError(f"no kernels for {type(attention).__name__}, or its norm")
         names, output = getattr(attention, "projections", (("wqkv",), "wo"))
         modules = [getattr(attention, name) for name in names]
-        self.inputs = [(kernel_weight(m), m.bias) for m in modules if m is not None]
+        self.inputs = [each for m in modules if m is not None for each in projection_weights(m)]
         output = getattr(attention, output)
         self.output = kernel_weight(output), output.bias
 

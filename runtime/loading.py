@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 import tp
-from checkpoint import Checkpoint
 from cli.report import in_bytes, in_seconds
 from formats import FORMATS
 from formats.packed import Packed, weight_bytes
 from formats.quantizer import DTYPES
+from gguf_files.opening import open_source
 from model import Transformer
 from models import args_of_checkpoint, head_args
 from models.multi_token import HeadSource
@@ -52,14 +52,14 @@ def load_model(
 ) -> Transformer:
     """Build the model that `source` describes and read its weights to the device, one by one.
 
-    source: the directory of a converted checkpoint, or any object with its `args`, `format` and
-    `read(name, index, device)`. dtype: of floating-point weights; None: the checkpoint's.
+    source: the directory of a converted checkpoint, a GGUF file, or any object with its `args`,
+    `format` and `read(name, index, device)`. dtype: of plain weights; None: the checkpoint's.
     parallel: how several ranks (`process_group.start`) shard it. experts: `OffloadSettings`, by
     which experts are offloaded to host memory; None: they are not. share: a loaded model whose
     embedding and head this one has too. Raises ValueError for a source
     that cannot be loaded, and before it reads weights that exceed the GPU's free memory.
     """
-    source = Checkpoint(source) if isinstance(source, str | os.PathLike) else source
+    source = open_source(source) if isinstance(source, str | os.PathLike) else source
     device = pick_device(device) if isinstance(device, str) else device
     if device.index is not None:
         torch.cuda.set_device(device)  # streams, events and graphs belong to the current device
@@ -131,7 +131,7 @@ def load_head(
 
     source, dtype, parallel: as of `load_model`. Raises ValueError for a checkpoint without a head.
     """
-    source = Checkpoint(source) if isinstance(source, str | os.PathLike) else source
+    source = open_source(source) if isinstance(source, str | os.PathLike) else source
     return load_model(head_source(source), target.norm.weight.device, dtype, parallel, share=target)
 
 
@@ -149,7 +149,9 @@ class WeightLoader:
     """Reads the parameters of a shard from a source, and checks their shapes and dtypes."""
 
     def __init__(self, shard: tp.ModelShard, source, dtype: torch.dtype | None):
-        self.shard, self.source, self.dtype, self.nbytes = shard, source, dtype, 0
+        self.shard, self.source, self.nbytes = shard, source, 0
+        # A source may hold plain weights in more bits than it is to be run with.
+        self.dtype = dtype or getattr(source, "plain_dtype", None)
         self.parameters = dict(shard.model.named_parameters())
         self.modules = dict(shard.model.named_modules())
         hidden = None if process_group.is_main() else True  # None: unless stderr is a terminal
@@ -171,8 +173,8 @@ class WeightLoader:
         if expert is None:
             self.nbytes += tensor.nbytes
             self.progress.update(1)
-        elif isinstance(self.source, Checkpoint):  # hours may have passed since it was opened
-            self.source.check_unchanged(name)
+        elif check := getattr(self.source, "check_unchanged", None):
+            check(name)  # hours may have passed since it was opened
         path, leaf = name.rsplit(".", 1)
         packed = isinstance(self.modules[path], Packed) and leaf in self.modules[path].layout
         self.check(name, tensor, packed, expert)

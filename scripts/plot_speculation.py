@@ -12,8 +12,8 @@ import math
 import sys
 from pathlib import Path
 
+from benchmarks.expectation import expected_tokens
 from benchmarks.pictures import new_figure, save_figure
-from benchmarks.speculation import expected_tokens
 from cli.command import command
 from cli.parser import Parser
 from cli.script_options import check_picture

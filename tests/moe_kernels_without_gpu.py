@@ -30,6 +30,7 @@ import tp
 from formats import FORMATS, PLAIN
 from formats.packed import Packed, PackedExpertLinear, PackedLinear
 from formats.quantizer import plan_format
+from formats.row_ranges import RowRanges
 from model import (
     Block,
     Context,
@@ -400,10 +401,25 @@ LAYERS = {
 NEVER_PACKED = ".router", ".shared_gate"
 
 
-def small_model(family: str, format: str, batch: int = 1, **changes) -> Transformer:
+def in_ranges(module: Linear, format: str, group: int) -> RowRanges:
+    """Return a projection in two ranges of rows, as a file of mixed formats has it."""
+    count = len(module.weight) // 4
+    counts = [count, len(module.weight) - count]
+    ranges = RowRanges(module, counts)
+    for rows, weight in zip(ranges, module.weight.split(counts), strict=True):
+        rows.weight.data = weight
+    for number, rows in enumerate(list(ranges)):
+        ranges[number] = packed(rows, format, group)
+    return ranges
+
+
+def small_model(
+    family: str, format: str, batch: int = 1, ranges: bool = False, **changes
+) -> Transformer:
     """Return a family's model with random weights in a format, and fp16 beside.
 
     Groups are those of a checkpoint: experts' second products have smaller ones than their first.
+    ranges: projections of attention's input are in ranges of rows.
     """
     torch.manual_seed(0)
     kind, arguments = LAYERS[family]
@@ -416,7 +432,8 @@ def small_model(family: str, format: str, batch: int = 1, **changes) -> Transfor
         if isinstance(module, Linear | ExpertLinear) and not path.endswith(NEVER_PACKED):
             default = FORMATS[format].default_group(module.weight.shape[-1])
             group = planned[path]["group_size"] if path in planned else default
-            model.set_submodule(path, packed(module, format, group))
+            make = in_ranges if ranges and ".attention.wqkv" in path else packed
+            model.set_submodule(path, make(module, format, group))
     model.half()
     model.setup_cache(batch, 128)
     return model
@@ -440,13 +457,15 @@ def layer_errors(
     queries: int = 1,
     last: list[int] | None = None,
     ratios: tuple[float, ...] = (0, 99),
+    ranges: bool = False,
 ) -> list[dict[str, float]]:
     """Compare layers of runtime/fused_layer.py with `Block.forward`, in fp16.
 
     The cache has earlier tokens. last: of each sequence, the last token that is real. Experts of
     several tokens are computed in tiles, and pair by pair: ratios are values of `PAIR_RATIO`.
+    ranges: as of `small_model`.
     """
-    model = small_model(family, format, batch)
+    model = small_model(family, format, batch, ranges)
     tokens = torch.arange(7, 7 + batch * queries).view(batch, queries) % 32
     positions = 40 - 3 * torch.arange(batch).unsqueeze(1) + torch.arange(queries)
     x, _, context = model.begin(tokens, positions)

@@ -30,9 +30,12 @@ LIBRARY = {
     "models": {"ops", "model", "formats", "checkpoint", "tokenizer"},
     "parallel": {"ops", "cli"},
     "tp": {"ops", "model", "models", "formats", "parallel"},
-    "runtime": {"ops", "cli", "checkpoint", "model", "formats", "models", "parallel", "tp"},
+    "gguf_files": {"cli", "checkpoint", "model", "formats", "models"},
+    "runtime": {
+        *("ops", "cli", "checkpoint", "model", "formats", "models", "gguf_files", "parallel", "tp")
+    },
     "offload": {"ops", "model", "formats", "runtime"},
-    "hub": {"cli", "checkpoint", "model", "formats", "models"},
+    "hub": {"cli", "checkpoint", "model", "formats", "models", "gguf_files"},
 }
 LIBRARY["memory"] = set(LIBRARY) - {"checkpoint", "tokenizer"}
 MAY_IMPORT = LIBRARY | {
@@ -57,7 +60,7 @@ NARROWER = {
     ("models", "tokenizer"): {"models.converter"},
     **{
         ("runtime", other): {"runtime.loading"}
-        for other in ("cli", "checkpoint", "formats", "models", "parallel", "tp")
+        for other in ("cli", "checkpoint", "formats", "models", "gguf_files", "parallel", "tp")
     },
 }
 # Packages from outside of the standard library, for the units that may import few.
@@ -67,6 +70,7 @@ THIRD_PARTY = {
     "model": {"torch"},
     "formats": {"torch", "tqdm"},
     "models": {"torch", "tqdm"},
+    "gguf_files": {"torch", "numpy", "gguf"},
     "runtime": {"torch", "tqdm"},
     "parallel": {"torch"},
     "tp": {"torch"},

@@ -1,4 +1,4 @@
-"""benchmark.py, benchmarks/, scripts/plot_roofline.py and plot_timeline.py, for CPUs."""
+"""benchmark.py, benchmarks/, and the plots of scripts/, for CPUs."""
 
 import argparse
 import dataclasses

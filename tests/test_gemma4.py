@@ -22,7 +22,8 @@ from generate import load_model
 from model import Chunk, ModelArgs
 from models import ARCHITECTURES, args_from_hf, build_model, family_of
 from models.converter import convert
-from models.gemma4 import GlobalAttention, WindowAttention, geglu
+from models.gemma4 import GlobalAttention, WindowAttention
+from models.layers.geglu import geglu
 from models.layers.sandwich import Branches, SandwichAddNorm, UnitRMSNorm
 from ops.products.fixed_join import fixed_sandwich
 from runtime.sampling import Sampling

@@ -16,6 +16,7 @@ import pytest
 import torch
 import transformers
 from conftest import ROOT, Family, save_in_fp8
+from gguf_checkpoint import write_gguf
 from published_files import compressed_integers, fp8_tensor, write
 from safetensors.torch import load_file, save_file
 from test_speculate import chi_square, exact_answers, scramble, small_model
@@ -28,6 +29,7 @@ import generate
 from checkpoint import Checkpoint
 from formats.quantizer import plan_format, quantize
 from generate import load_model
+from gguf_files.source import GGUFCheckpoint
 from memory.commands import head_bytes, part_bytes, sizes_of
 from models import ARCHITECTURES, args_of_checkpoint, build_model, head_args
 from models.converter import convert
@@ -185,6 +187,29 @@ def plain(make_headed):
 
 
 # The head -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_gguf_file_has_the_head(name, make_headed, tmp_path):
+    """llama.cpp's converter has every head as one more layer, with the model's own changes."""
+    headed = make_headed(name)
+    head = {
+        "model.layers.3.eh_proj.weight": headed.layer.eh_proj.weight,
+        "model.layers.3.enorm.weight": headed.layer.enorm.weight,
+        "model.layers.3.hnorm.weight": headed.layer.hnorm.weight,
+        "model.layers.3.shared_head.norm.weight": headed.layer.post_norm.weight,
+    }
+    layer = headed.layer.mtp_block.state_dict().items()
+    last = headed.family.peer.config.num_hidden_layers
+    head = {n.replace(".3.", f".{last}."): tensor.detach() for n, tensor in head.items()}
+    head |= {f"model.layers.{last}.{leaf}": tensor for leaf, tensor in layer}
+    path = write_gguf(tmp_path / "a.gguf", headed.family.peer, head=head)
+    opened, reference = GGUFCheckpoint(path), Checkpoint(headed.directory)
+    assert "mtp" in opened.format
+    model = load_model(opened, "cpu", torch.float32)
+    names = [f"mtp.{n}" for n, _ in load_head(opened, model, torch.float32).named_parameters()]
+    for tensor in reference.tensors.keys() & names:
+        torch.testing.assert_close(opened.read(tensor), reference.read(tensor), rtol=0, atol=2e-7)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

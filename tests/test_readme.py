@@ -30,6 +30,7 @@ SCRIPTS = (
     "scripts/download.py",
     "scripts/train_tiny_moe.py",
     "scripts/plot_roofline.py",
+    "scripts/plot_speculation.py",
     "scripts/plot_timeline.py",
     "scripts/study_offload.py",
     "scripts/plot_experts.py",

@@ -24,6 +24,7 @@ COMMANDS = (
     "scripts/download.py",
     "scripts/plot_experts.py",
     "scripts/plot_roofline.py",
+    "scripts/plot_speculation.py",
     "scripts/plot_timeline.py",
     "scripts/study_offload.py",
     "scripts/train_tiny_moe.py",

@@ -36,8 +36,11 @@ def test_experts_and_gqa_of_one_token():
 
 
 def test_experts_of_three_tokens():
-    """Attention of several queries; experts sorted by tiles. The last token is padding."""
-    check("qwen3_moe", FORMAT, queries=3, last=[1], ratios=(0,))
+    """Attention of several queries; experts sorted by tiles. The last token is padding.
+
+    Each range of wqkv's rows is a launch of its own, into one result.
+    """
+    check("qwen3_moe", FORMAT, queries=3, last=[1], ratios=(0,), ranges=True)
 
 
 def test_mla_of_two_sequences():

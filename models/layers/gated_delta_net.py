@@ -181,6 +181,7 @@ class DeltaNet(nn.Module):
     def __init__(self, args):
         super().__init__()
         sizes = self.sizes = args.delta_sizes
+        self.by_place = args.values_by_place
         H, values = sizes.value_heads, sizes.value_heads * sizes.value_dim
         self.wqkvz = Linear(args.dim, sizes.channels + values)
         # Apart, since it is never packed: an error of the decay grows with every token.
@@ -220,7 +221,7 @@ class DeltaNet(nn.Module):
         """qkvz [B, Q, N + H Cv], ba [B, Q, 2 H] -> [B, Q, H Cv]: all between the projections."""
         H, Cv, memory, Q = self.sizes.value_heads, self.sizes.value_dim, self.state, qkvz.shape[1]
         if Q <= MAX_TENTATIVE and context.chunk is None and delta_tokens_supports(memory.state):
-            return delta_tokens(
+            y = delta_tokens(
                 qkvz,
                 ba,
                 memory.state,
@@ -232,10 +233,19 @@ class DeltaNet(nn.Module):
                 self.sizes.key_heads,
                 self.norm.eps,
             )
+            return self.in_order(y)
         x, gate = qkvz.split((self.sizes.channels, H * Cv), dim=-1)
         y = memory.append(DeltaInputs(x, ba, self.weights()), context)
         gate = gate.unflatten(-1, (H, Cv))
-        return gated_rms_norm(y, gate, self.norm.weight, self.norm.eps).to(qkvz.dtype).flatten(2)
+        y = gated_rms_norm(y, gate, self.norm.weight, self.norm.eps).to(qkvz.dtype)
+        return self.in_order(y.flatten(2))
+
+    def in_order(self, y: Tensor) -> Tensor:
+        """y [B, Q, H Cv], by key head -> in the order in which wout takes the value heads."""
+        if not self.by_place:
+            return y
+        heads = y.unflatten(-1, (self.sizes.key_heads, -1, self.sizes.value_dim))
+        return heads.transpose(-3, -2).flatten(-3)
 
     def weights(self) -> DeltaWeights:
         """Return the weights that the kernels take."""

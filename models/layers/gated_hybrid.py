@@ -8,6 +8,14 @@ from torch import Tensor
 from model import Block, is_layer
 from models.config import HFConfig, listed_kinds, rotary_dim
 from models.family import APART, PublishedLayout, Shard
+from models.gguf import (
+    Values,
+    dense_config,
+    log_of_negative,
+    made_of,
+    minus_one,
+    partial_rotary,
+)
 from models.layers.gated_attention import GatedAttention, gated_attention_recipes
 from models.layers.gated_delta_net import (
     MAX_TENTATIVE,
@@ -40,6 +48,9 @@ class HybridArgs(ScaledRopeArgs):
     delta_key_dim: int = 128
     delta_value_dim: int = 128
     conv_width: int = 4
+    # Whether wout takes the first value head of each key head, then the second of each: a GGUF
+    # file has that order, and its blocks of wout's columns may be of two heads.
+    values_by_place: bool = False
 
     def constraints(self) -> dict[str, bool]:
         return super().constraints() | {
@@ -159,6 +170,37 @@ class HybridFamily(ScaledRopeFamily):
     def head_fields(self, args: HybridArgs) -> dict:
         return super().head_fields(args) | {"full_layers": (0,)}
 
+    # GGUF files ---------------------------------------------------------------------------------
+
+    gguf_keys = {
+        "linear_conv_kernel_dim": "ssm.conv_kernel",
+        "linear_key_head_dim": "ssm.state_size",
+        "linear_num_key_heads": "ssm.group_count",
+        "linear_num_value_heads": "ssm.time_step_rank",
+        "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+    }
+    gguf_tensors = {
+        "input_layernorm.weight": made_of("attn_norm.weight", values=minus_one),
+        "post_attention_layernorm.weight": made_of("post_attention_norm.weight", values=minus_one),
+        "self_attn.q_norm.weight": made_of("attn_q_norm.weight", values=minus_one),
+        "self_attn.k_norm.weight": made_of("attn_k_norm.weight", values=minus_one),
+        "linear_attn.conv1d.weight": made_of("ssm_conv1d.weight", values=lambda t: t.unsqueeze(1)),
+        "linear_attn.A_log": made_of("ssm_a", values=log_of_negative),
+        "linear_attn.dt_bias": made_of("ssm_dt.bias"),
+        "linear_attn.norm.weight": made_of("ssm_norm.weight"),
+        "linear_attn.out_proj.weight": made_of("ssm_out.weight"),
+    }
+    gguf_norm = staticmethod(minus_one)
+
+    def gguf_config(self, values: Values) -> dict:
+        config = super().gguf_config(values) | dense_config(values) | partial_rotary(values)
+        heads, inner = config.get("linear_num_value_heads"), values.get("ssm.inner_size")
+        if type(heads) is int and type(inner) is int and heads > 0:
+            config["linear_value_head_dim"] = inner // heads
+        layers = range(min(values.layers, len(values.shapes)))
+        kinds = [KINDS[not values.has("ssm_a", layer)] for layer in layers]
+        return config | {"layer_types": kinds}
+
     # Conversion ---------------------------------------------------------------------------------
 
     def layer_recipes(self, args: HybridArgs, layer: int, layout: PublishedLayout) -> Recipes:
@@ -207,11 +249,12 @@ class HybridFamily(ScaledRopeFamily):
         K, H, Ck, Cv, _ = args.delta_sizes
         keys, values, head = (K, Ck), (H, Cv), (H, 1)
         queries, kv = (args.n_head, args.head_dim), (args.n_kv_head, args.head_dim)
+        outputs = (keys[:1] + values[1:],) * (H // K) if args.values_by_place else (values,)
         return super().shard_table(args) | {
             "attention.wqkv": Shard(0, (queries, kv, kv, queries)),
             "attention.wqkvz": Shard(0, (keys, keys, values, values)),
             "attention.wba": Shard(0, (head, head)),
             "attention.conv": Shard(0, (keys, keys, values)),
             "attention": Shard(0, (head,)),  # a_log and dt_bias
-            "attention.wout": Shard(1, (values,)),
+            "attention.wout": Shard(1, outputs),
         }

@@ -1,0 +1,16 @@
+"""GEGLU: a gated linear unit with GELU in place of SiLU."""
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from model import FeedForward
+
+
+def geglu(gate: Tensor, up: Tensor) -> Tensor:
+    """gate, up [..., I] -> [..., I], by the approximation of GELU with tanh (Shazeer 2020)."""
+    return F.gelu(gate, approximate="tanh") * up
+
+
+class GegluFeedForward(FeedForward):
+    def forward(self, x: Tensor) -> tuple[Tensor, None, None]:
+        return self.w2(geglu(*self.w13(x).chunk(2, dim=-1))), None, None

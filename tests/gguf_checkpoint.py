@@ -1,0 +1,459 @@
+"""Write a small transformers model as a GGUF file, as llama.cpp's converter would.
+
+Names, permutations and other changes are facts of llama.cpp's conversion/*.py, written here apart
+from our reader. Weights get any types: those of the transformers model become what the file holds,
+dequantized by the package `gguf`.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import gguf
+import numpy as np
+import torch
+from torch import Tensor
+
+
+class Entry(NamedTuple):
+    """A tensor of the file: `make` of transformers' tensors. moved: it only moves their numbers."""
+
+    name: str
+    sources: tuple[str, ...]
+    make: Callable[..., Tensor] = lambda t: t
+    moved: bool = True
+
+
+ATTENTION = {
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "self_attn.q_a_proj": "attn_q_a",
+    "self_attn.q_b_proj": "attn_q_b",
+    "self_attn.q_a_layernorm": "attn_q_a_norm",
+    "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
+    "self_attn.kv_a_layernorm": "attn_kv_a_norm",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.router": "ffn_gate_inp",
+    "router.proj": "ffn_gate_inp",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_expert.up_proj": "ffn_up_shexp",
+    "mlp.shared_expert.down_proj": "ffn_down_shexp",
+    "mlp.shared_experts.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_experts.up_proj": "ffn_up_shexp",
+    "mlp.shared_experts.down_proj": "ffn_down_shexp",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    "linear_attn.in_proj_qkv": "attn_qkv",
+    "linear_attn.in_proj_z": "attn_gate",
+    "linear_attn.in_proj_b": "ssm_beta",
+    "linear_attn.in_proj_a": "ssm_alpha",
+    "linear_attn.in_proj_ba": "ssm_ba",
+    "linear_attn.norm": "ssm_norm",
+    "linear_attn.out_proj": "ssm_out",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "pre_feedforward_layernorm_2": "pre_ffw_norm_2",
+    "post_feedforward_layernorm": "post_ffw_norm",
+    "post_feedforward_layernorm_1": "post_ffw_norm_1",
+    "post_feedforward_layernorm_2": "post_ffw_norm_2",
+    "eh_proj": "nextn.eh_proj",
+    "enorm": "nextn.enorm",
+    "hnorm": "nextn.hnorm",
+    "shared_head.norm": "nextn.shared_head_norm",
+}
+ARCHITECTURES = {
+    "mixtral": "llama",
+    "qwen3_moe": "qwen3moe",
+    "qwen3_next": "qwen3next",
+    "qwen3_5_moe_text": "qwen35moe",
+    "gemma4_text": "gemma4",
+    "gpt_oss": "gpt-oss",
+    "deepseek_v2": "deepseek2",
+    "deepseek_v3": "deepseek2",
+    "glm4_moe_lite": "deepseek2",
+    "glm4_moe": "glm4moe",
+}
+POST_ATTENTION_NORM = "qwen3next", "qwen35moe", "gpt-oss", "glm4moe", "gemma4"
+
+
+def permute(t: Tensor, heads: int) -> Tensor:
+    return t.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
+
+
+def entries(config, state: dict[str, Tensor]) -> list[Entry]:
+    """Return the file's tensors for a model's state."""
+    config, arch = plain(config), ARCHITECTURES[config.model_type]
+    outside = {
+        "model.embed_tokens.weight": "token_embd.weight",
+        "model.norm.weight": "output_norm.weight",
+        "lm_head.weight": "output.weight",
+    }
+    shift = {"make": lambda t: t + 1, "moved": False} if arch.startswith("qwen3") else {}
+    shift = {} if arch == "qwen3moe" else shift
+    found = []
+    for name in state:
+        if name in outside:
+            if name == "lm_head.weight" and config.tie_word_embeddings:
+                continue
+            more = shift if name == "model.norm.weight" else {}
+            found.append(Entry(outside[name], (name,), **more))
+            continue
+        _, _, layer, rest = name.split(".", 3)
+        found += [
+            Entry(f"blk.{layer}.{theirs}", sources, make, moved)
+            for theirs, sources, make, moved in in_layer(arch, config, name, rest, shift)
+        ]
+    if arch == "gemma4":
+        size = whole_layer(config)["head_dim"]
+        rotated = int(size * config.rope_parameters["full_attention"]["partial_rotary_factor"] / 2)
+        factors = torch.tensor([1.0] * rotated + [1e30] * (size // 2 - rotated))
+        found.append(Entry("rope_freqs.weight", (), lambda: factors, False))
+    return found
+
+
+def in_layer(arch: str, config, name: str, rest: str, shift: dict) -> list[Entry]:
+    """Return the tensors made of one of a layer's. rest: its name within the layer."""
+    path, leaf = rest.rsplit(".", 1) if "." in rest else (rest, "")
+    if made := special(arch, config, name, rest):
+        return made
+    theirs = ATTENTION[path]
+    if path == "post_attention_layernorm" and arch in POST_ATTENTION_NORM:
+        theirs = "post_attention_norm"
+    if path.endswith("norm") and path != "linear_attn.norm" and shift:
+        return [Entry(f"{theirs}.{leaf}", (name,), **shift)]
+    make = {}
+    if arch == "llama" and path in ("self_attn.q_proj", "self_attn.k_proj"):
+        query = path.endswith("q_proj")
+        heads = config.num_attention_heads if query else config.num_key_value_heads
+        make = {"make": lambda t: permute(t, heads)}
+    if arch == "qwen35moe" and (order := value_order(config, path)):
+        make = {"make": order}
+    return [Entry(f"{theirs}.{leaf}", (name,), **make)]
+
+
+def special(arch: str, config, name: str, rest: str) -> list[Entry] | None:
+    """Return the tensors that are no plain copy under another name; None: it is one."""
+    sources = (name,)
+    if rest.endswith("experts.gate_up_proj"):
+        if arch == "gpt-oss":
+            halves = [lambda t, n=n: t.transpose(1, 2)[:, n::2].contiguous() for n in (0, 1)]
+        elif arch == "gemma4":
+            return [Entry("ffn_gate_up_exps.weight", sources)]
+        else:
+            halves = [lambda t, n=n: t.chunk(2, dim=1)[n].contiguous() for n in (0, 1)]
+        names = "ffn_gate_exps.weight", "ffn_up_exps.weight"
+        return [Entry(n, sources, half) for n, half in zip(names, halves, strict=True)]
+    if rest.endswith("experts.down_proj"):
+        turn = (lambda t: t.transpose(1, 2).contiguous()) if arch == "gpt-oss" else (lambda t: t)
+        return [Entry("ffn_down_exps.weight", sources, turn)]
+    if rest.endswith("gate_up_proj_bias"):
+        return [
+            Entry("ffn_gate_exps.bias", sources, lambda t: t[:, ::2], False),
+            Entry("ffn_up_exps.bias", sources, lambda t: t[:, 1::2], False),
+        ]
+    if rest.endswith("kv_b_proj.weight"):
+        return kv_b_parts(config, sources)
+    if rest.endswith("in_proj_qkvz.weight"):
+        return qkvz_parts(config, sources)
+    order = value_order(config, rest) if arch == "qwen35moe" else None
+    order = order or (lambda t: t)
+    plain = {
+        "linear_attn.A_log": ("ssm_a", lambda t: order(-t.exp())),
+        "linear_attn.dt_bias": ("ssm_dt.bias", order),
+        "linear_attn.conv1d.weight": ("ssm_conv1d.weight", lambda t: order(t.squeeze(1))),
+        "mlp.experts.down_proj_bias": ("ffn_down_exps.bias", lambda t: t),
+        "self_attn.sinks": ("attn_sinks.weight", lambda t: t),
+        "mlp.gate.e_score_correction_bias": ("exp_probs_b.bias", lambda t: t),
+        "layer_scalar": ("layer_output_scale.weight", lambda t: t),
+        "router.scale": ("ffn_gate_inp.scale", lambda t: t),
+        "router.per_expert_scale": ("ffn_down_exps.scale", lambda t: t),
+    }
+    if rest in plain:
+        theirs, make = plain[rest]
+        return [Entry(theirs, sources, make, False)]
+    return None
+
+
+def kv_b_parts(config, sources: tuple[str, ...]) -> list[Entry]:
+    heads, nope = config.num_attention_heads, config.qk_nope_head_dim
+    return [
+        Entry(
+            "attn_k_b.weight",
+            sources,
+            lambda t: t.unflatten(0, (heads, -1))[:, :nope].transpose(1, 2).contiguous(),
+        ),
+        Entry(
+            "attn_v_b.weight",
+            sources,
+            lambda t: t.unflatten(0, (heads, -1))[:, nope:].contiguous(),
+        ),
+    ]
+
+
+def qkvz_parts(config, sources: tuple[str, ...]) -> list[Entry]:
+    K, H = config.linear_num_key_heads, config.linear_num_value_heads
+    values = H // K * config.linear_value_head_dim
+    sizes = *[config.linear_key_head_dim] * 2, values, values
+
+    def parts(t: Tensor) -> list[Tensor]:
+        return [p.flatten(0, 1) for p in t.unflatten(0, (K, -1)).split(sizes, dim=1)]
+
+    return [
+        Entry("attn_qkv.weight", sources, lambda t: torch.cat(parts(t)[:3])),
+        Entry("attn_gate.weight", sources, lambda t: parts(t)[3]),
+    ]
+
+
+def value_order(config, path: str) -> Callable[[Tensor], Tensor] | None:
+    """Return how a tensor's value heads are reordered: by place, and not by key head."""
+    K, H, Cv = (
+        config.linear_num_key_heads,
+        config.linear_num_value_heads,
+        config.linear_value_head_dim,
+    )
+    keys = 2 * K * config.linear_key_head_dim
+
+    def tiled(t: Tensor, width: int) -> Tensor:
+        return t.unflatten(0, (K, H // K, width)).transpose(0, 1).flatten(0, 2)
+
+    path = path.removesuffix(".weight")
+    if path.endswith(("in_proj_qkv", "conv1d")):
+        return lambda t: torch.cat((t[:keys], tiled(t[keys:], Cv)))
+    if path.endswith("in_proj_z"):
+        return lambda t: tiled(t, Cv)
+    if path.endswith(("in_proj_a", "in_proj_b", "A_log", "dt_bias")):
+        return lambda t: tiled(t, 1)
+    if path.endswith("out_proj"):
+        return lambda t: tiled(t.T, Cv).T.contiguous()
+    return None
+
+
+# Values -------------------------------------------------------------------------------------------
+
+
+def plain(config) -> SimpleNamespace:
+    """Return a config's values, those of all layers too that some layers override."""
+    return SimpleNamespace(**config.to_dict())
+
+
+def values(config) -> dict:
+    """Return the architecture's values of a config, as the converter writes them."""
+    c, arch = plain(config), ARCHITECTURES[config.model_type]
+    rope = c.rope_parameters.get("full_attention", c.rope_parameters)
+    experts = next(
+        getattr(c, key)
+        for key in ("num_local_experts", "n_routed_experts", "num_experts")
+        if hasattr(c, key)
+    )
+    active = getattr(c, "top_k_experts", None) or c.num_experts_per_tok
+    found = {
+        "block_count": c.num_hidden_layers,
+        "context_length": c.max_position_embeddings,
+        "embedding_length": c.hidden_size,
+        "feed_forward_length": getattr(c, "intermediate_size", 0),
+        "attention.head_count": c.num_attention_heads,
+        "attention.head_count_kv": c.num_key_value_heads,
+        "attention.layer_norm_rms_epsilon": float(c.rms_norm_eps),
+        "rope.freq_base": float(rope["rope_theta"]),
+        "expert_count": experts,
+        "expert_used_count": active,
+    }
+    if getattr(c, "head_dim", None) and arch != "llama":
+        found |= {"attention.key_length": c.head_dim, "attention.value_length": c.head_dim}
+    if (width := getattr(c, "moe_intermediate_size", None)) is not None:
+        found["expert_feed_forward_length"] = width
+    if rope["rope_type"] == "yarn":
+        found |= {
+            "rope.scaling.type": "yarn",
+            "rope.scaling.factor": float(rope["factor"]),
+            "rope.scaling.original_context_length": rope["original_max_position_embeddings"],
+            "rope.scaling.yarn_beta_fast": float(rope["beta_fast"]),
+            "rope.scaling.yarn_beta_slow": float(rope["beta_slow"]),
+        }
+    if arch in ("llama", "gpt-oss"):
+        found["attention.sliding_window"] = c.sliding_window
+    if arch == "gpt-oss":
+        found["expert_feed_forward_length"] = c.intermediate_size
+    if arch in ("qwen3next", "qwen35moe"):
+        heads = c.linear_num_value_heads
+        found |= {
+            "expert_shared_feed_forward_length": c.shared_expert_intermediate_size,
+            "ssm.conv_kernel": c.linear_conv_kernel_dim,
+            "ssm.state_size": c.linear_key_head_dim,
+            "ssm.group_count": c.linear_num_key_heads,
+            "ssm.time_step_rank": heads,
+            "ssm.inner_size": heads * c.linear_value_head_dim,
+            "rope.dimension_count": int(c.head_dim * rope["partial_rotary_factor"]),
+        }
+    if arch in ("glm4moe", "deepseek2"):
+        found |= sigmoid_values(c, arch, rope)
+    return found | (gemma_values(c) if arch == "gemma4" else {})
+
+
+def sigmoid_values(c, arch: str, rope: dict) -> dict:
+    dense = getattr(c, "first_k_dense_replace", None)
+    found = {
+        "leading_dense_block_count": 1 if dense is None else dense,
+        "expert_shared_count": c.n_shared_experts,
+        "expert_weights_scale": float(c.routed_scaling_factor),
+    }
+    if c.norm_topk_prob:
+        found["expert_weights_norm"] = True
+    if arch == "glm4moe":
+        rotated = int(c.head_dim * rope["partial_rotary_factor"])
+        return found | {"rope.dimension_count": rotated, "expert_gating_func": 2}
+    rotated = c.qk_rope_head_dim
+    found |= {
+        "attention.head_count_kv": 1,
+        "attention.kv_lora_rank": c.kv_lora_rank,
+        "attention.key_length": c.kv_lora_rank + rotated,
+        "attention.value_length": c.kv_lora_rank,
+        "attention.key_length_mla": c.qk_nope_head_dim + rotated,
+        "attention.value_length_mla": c.v_head_dim,
+        "rope.dimension_count": rotated,
+        "expert_group_count": c.n_group,
+        "expert_group_used_count": c.topk_group,
+    }
+    if c.q_lora_rank is not None:
+        found["attention.q_lora_rank"] = c.q_lora_rank
+    if rope.get("mscale_all_dim"):
+        found["rope.scaling.yarn_log_multiplier"] = 0.1 * rope["mscale_all_dim"]
+    return found
+
+
+def whole_layer(c) -> dict:
+    """Return what layers without a window override."""
+    return next(iter(c.per_layer_config.values()))
+
+
+def gemma_values(c) -> dict:
+    windowed = [kind == "sliding_attention" for kind in c.layer_types]
+    whole = whole_layer(c)
+    heads = [c.num_key_value_heads if w else whole["num_key_value_heads"] for w in windowed]
+    return {
+        "attention.head_count_kv": heads,
+        "attention.sliding_window_pattern": windowed,
+        "attention.sliding_window": c.sliding_window,
+        "attention.key_length": whole["head_dim"],
+        "attention.value_length": whole["head_dim"],
+        "attention.key_length_swa": c.head_dim,
+        "attention.value_length_swa": c.head_dim,
+        "attention.shared_kv_layers": 0,
+        "embedding_length_per_layer_input": 0,
+        "rope.freq_base_swa": float(c.rope_parameters["sliding_attention"]["rope_theta"]),
+        "final_logit_softcapping": float(c.final_logit_softcapping),
+    }
+
+
+# Writing ------------------------------------------------------------------------------------------
+
+
+def add_value(writer: gguf.GGUFWriter, key: str, value) -> None:
+    """Write one value under the type that its Python type has in the converter."""
+    adders = {
+        bool: writer.add_bool,
+        int: writer.add_uint32,
+        float: writer.add_float32,
+        str: writer.add_string,
+        list: writer.add_array,
+    }
+    adders[type(value)](key, value)
+
+
+def random_blocks(shape: tuple[int, ...], type: str, seed: int) -> np.ndarray:
+    """Return random blocks of a type, whose fp16 scales are small and finite."""
+    kind = gguf.GGMLQuantizationType[type]
+    block, nbytes = gguf.GGML_QUANT_SIZES[kind]
+    rng = np.random.default_rng(seed)
+    rows = int(np.prod(shape[:-1])), shape[-1] // block, nbytes
+    blocks = rng.integers(0, 256, rows, dtype=np.uint8)
+    scales = {  # where a block has its fp16 scales, or its e8m0 exponent
+        "Q8_0": [0],
+        "Q4_0": [0],
+        "Q4_1": [0, 2],
+        "Q5_0": [0],
+        "Q5_1": [0, 2],
+        "IQ4_NL": [0],
+        "IQ4_XS": [0],
+        "Q2_K": [80, 82],
+        "Q3_K": [108],
+        "Q4_K": [0, 2],
+        "Q5_K": [0, 2],
+        "Q6_K": [208],
+        "IQ2_XXS": [0],
+        "IQ3_XXS": [0],
+    }
+    size = {"Q8_0": 2e-3, "Q6_K": 1e-4, "IQ4_NL": 3e-3, "IQ4_XS": 1e-4}.get(type, 3e-4)
+    size = {"Q4_0": 2e-2, "Q4_1": 2e-2, "Q5_0": 1e-2, "Q5_1": 1e-2}.get(type, size)
+    if type == "MXFP4":
+        blocks[..., 0] = rng.integers(120, 126, rows[:2], dtype=np.uint8)
+    for at in scales.get(type, []):
+        given = (size * rng.uniform(0.5, 1.5, (*rows[:2], 1))).astype(np.float16)
+        blocks[..., at : at + 2] = given.view(np.uint8)
+    return blocks.reshape(*shape[:-1], -1)
+
+
+def write_gguf(
+    path: Path,
+    peer,
+    types: Callable[[str], str] = lambda name: "F32",
+    tokenizer: dict | None = None,
+    head: dict | None = None,
+    split: int = 0,
+) -> Path:
+    """Write a model as a GGUF file. Its weights become those of the file.
+
+    types: a tensor's name -> its type; those that are not only moved stay F32. tokenizer: more
+    values, under their whole key. head: the layer for multi-token prediction, under the names that
+    the converter gives it. split: tensors a part, 0: one file.
+    """
+    arch = ARCHITECTURES[peer.config.model_type]
+    writer = gguf.GGUFWriter(path, arch, split_max_tensors=split)
+    given = values(peer.config)
+    if head:
+        given["block_count"] += 1
+        given["nextn_predict_layers"] = 1
+    for key, value in given.items():
+        if value is None:
+            continue
+        add_value(writer, f"{arch}.{key}", value)
+    for key, value in (tokenizer or {}).items():
+        add_value(writer, key, value)
+    state = dict(peer.state_dict()) | (head or {})
+    with torch.no_grad():
+        for number, entry in enumerate(entries(peer.config, state)):
+            tensor = entry.make(*(state[name] for name in entry.sources))
+            type = types(entry.name) if entry.moved and tensor.dim() > 1 else "F32"
+            kind = gguf.GGMLQuantizationType[type]
+            if type in ("F32", "F16"):
+                data = tensor.numpy().astype({"F32": np.float32, "F16": np.float16}[type])
+            elif type == "BF16":
+                data = gguf.quants.quantize(tensor.contiguous().numpy(), kind)
+            else:
+                data = random_blocks(tuple(tensor.shape), type, number)
+            writer.add_tensor(entry.name, np.ascontiguousarray(data), raw_dtype=kind)
+            if type != "F32":
+                put_back(entry, state, torch.from_numpy(gguf.quants.dequantize(data, kind)))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    if split:
+        return sorted(path.parent.glob(f"{path.stem}-*-of-*.gguf"))[0]
+    return path
+
+
+def put_back(entry: Entry, state: dict[str, Tensor], values: Tensor) -> None:
+    """Set the numbers that an entry was made of to `values`, through the same moves."""
+    (name,) = entry.sources
+    source = state[name]
+    places = entry.make(torch.arange(source.numel()).view(source.shape))
+    source.view(-1)[places.flatten()] = values.flatten().to(source.dtype)
