@@ -146,6 +146,8 @@ class Format:
 
         No number changes: codes are put in another order, and scales are repeated.
         """
+        if group == smaller:  # a format with a G of its own has no smaller groups
+            return part
         if name == "codes":
             bits = 32 // self.codes_per_word
             return pack_words(unpack_words(part, bits, group), bits, smaller)

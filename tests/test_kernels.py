@@ -109,7 +109,7 @@ def test_attention_that_reads_the_blocks_in_use_compiles_for_an_h200():
 
 def test_one_tokens_attention_in_one_kernel(interpreted):
     errors = interpreted["token, few"]
-    assert len(errors) == 8 and all(error < 2e-6 for error in errors.values()), errors
+    assert len(errors) == 3 and all(error < 2e-6 for error in errors.values()), errors
 
 
 @pytest.mark.slow
@@ -139,7 +139,7 @@ def check_queries_code(found: dict[str, dict]) -> None:
 @pytest.mark.slow
 def test_few_queries_attention_in_one_kernel():
     errors = without_a_gpu("queries", TRITON_INTERPRET="1")["queries"]
-    assert len(errors) == 5 and all(error < 2e-6 for error in errors.values()), errors
+    assert len(errors) == 3 and all(error < 2e-6 for error in errors.values()), errors
 
 
 @pytest.mark.slow
@@ -216,7 +216,7 @@ def test_the_kernel_compiles_for_an_h200():
 
 def test_the_product_for_one_token_in_each_format(interpreted):
     errors = interpreted["dot4, few"]
-    assert len(errors) == 5 and all(error < 1e-5 for error in errors.values()), errors
+    assert len(errors) == 10 and all(error < 1e-5 for error in errors.values()), errors
 
 
 @pytest.mark.slow
