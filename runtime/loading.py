@@ -129,9 +129,11 @@ def load_head(
 ) -> Transformer:
     """Load the head for multi-token prediction of a checkpoint, beside its model `target`.
 
-    source, dtype, parallel: as of `load_model`. Raises ValueError for a checkpoint without a head.
+    source, parallel: as of `load_model`. dtype: None: the target's. Raises ValueError for a
+    checkpoint without a head.
     """
     source = open_source(source) if isinstance(source, str | os.PathLike) else source
+    dtype = dtype or target.norm.weight.dtype
     return load_model(head_source(source), target.norm.weight.device, dtype, parallel, share=target)
 
 
