@@ -107,11 +107,12 @@ class DraftingBatch(Batch):
             return
         self.compact()  # passes are those of the first rows
         session.watch = session.edited = False
-        self.passing = sequences = [sequence for sequence in self.rows[:count] if sequence]
+        before, sequences = self.passing, [each for each in self.rows[:count] if each]
+        self.passing = sequences
         for row, sequence in enumerate(sequences):
             if sequence.drafts and self.drafted_for[row] is not sequence:
                 self.begin_text(row, session.ids[row], sequence)
-        if not self.in_passes:
+        if not self.in_passes or sequences != before:  # a prompt has run meanwhile, or nothing has
             speculation.read_at, self.in_passes = time.perf_counter(), True
         left = [sequence.tokens_left for sequence in sequences]
         drafts = [sequence.drafts for sequence in sequences]
