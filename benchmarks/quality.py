@@ -1,12 +1,15 @@
 """Perplexity against bits per weight, by the format of attention and of experts.
 
     python benchmarks/quality.py [--checkpoint_path DIR --text_file FILE --group_size G]
+    python benchmarks/quality.py --formats int4 q4_k nvfp4
 
 Table 1 of "Fast Inference of Mixture-of-Experts Language Models with Offloading" (Eliseev & Mazur
 2023) in our formats: attention and experts at 16, 4, 3 and 2 bits each. Then the other formats,
 and the half-quadratic ones without their solver (0 iterations: rounded to nearest). The default is
 the embedded model on its held-out text. Activations are fp32, so that only weights differ. Every
-checkpoint is written and loaded as a user would do it, and removed.
+checkpoint is written and loaded as a user would do it, and removed. "KL" is the mean divergence of
+the next token's distribution from that at 16 bits, in millinats, over the first KL_WINDOWS windows
+of KL_TOKENS tokens; it tells formats apart that perplexity does not.
 """
 
 import json
@@ -15,6 +18,7 @@ import tempfile
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 
 from checkpoint import Checkpoint
 from cli.parser import Parser
@@ -22,6 +26,7 @@ from eval import perplexity
 from formats import FORMATS, PLAIN
 from formats.quantizer import bits_per_weight, plan_format, quantize
 from generate import EMBEDDED, load_model, open_checkpoint
+from model import Chunk, Transformer
 from models import args_of_checkpoint, build_model
 from parallel.device import pick_device
 from tokenizer import load_tokenizer
@@ -29,8 +34,9 @@ from tokenizer import load_tokenizer
 Scheme = tuple[str, str, int | None]  # formats of attention and experts, the solver's iterations
 
 HALF_QUADRATIC = PLAIN, "hqq4", "hqq3", "hqq2"  # 16, 4, 3 and 2 bits
-OTHERS = "int8", "fp8", "fp8b", "int4", "mxfp4"
+OTHERS = "int8", "fp8", "fp8b", "int4", "uint4", "mxfp4", "nvfp4"
 GGUF = "q8_0", "q6_k", "q5_k", "q4_k", "q4_0", "iq4_nl", "iq4_xs"
+KL_WINDOWS, KL_TOKENS = 24, 512
 
 
 def schemes() -> list[Scheme]:
@@ -62,6 +68,20 @@ def pack(
     return Checkpoint(quantize(source, format, model, target, device, **options))
 
 
+def divergence(reference: Transformer, model: Transformer, ids: list[int]) -> float:
+    """Return the mean KL divergence of a model's next token from the reference's, in nats."""
+    windows, total, count = range(0, len(ids), KL_TOKENS), 0.0, 0
+    for start in windows[:KL_WINDOWS]:
+        tokens = torch.tensor([ids[start : start + KL_TOKENS]], device=model.norm.weight.device)
+        chunk, logs = Chunk(tokens.new_zeros(1), tokens.shape[1]), []
+        for each in (reference, model):
+            each.setup_cache(1, KL_TOKENS)  # and no state of the window before
+            logs.append(each(tokens, chunk, all_positions=True)[0].log_softmax(dim=-1))
+        total += F.kl_div(logs[1], logs[0], log_target=True, reduction="sum").item()
+        count += tokens.shape[1]
+    return total / count
+
+
 def measure(
     source: Checkpoint,
     text: str,
@@ -70,7 +90,7 @@ def measure(
     device: torch.device,
     group_size: int | None = None,
 ) -> dict:
-    """Return the perplexity, the bytes and the bits per packed weight of a scheme.
+    """Return the perplexity, the divergence, the bytes and the bits per packed weight of a scheme.
 
     Raises ValueError for groups that do not divide the rows.
     """
@@ -83,6 +103,9 @@ def measure(
         size = sum(map(checkpoint.nbytes, checkpoint.tensors))
         model = load_model(checkpoint, device, torch.float32)
         found = perplexity(model, tokenizer, text, seq_len, progress=False)
+        plain = load_model(source, device, torch.float32)
+        with torch.no_grad():
+            kl = divergence(plain, model, tokenizer.encode(text))
     return {
         "attention": attention,
         "experts": experts,
@@ -90,19 +113,20 @@ def measure(
         "bytes": size,
         "bits": bits,
         "perplexity": found["perplexity"],
+        "kl": kl,
     }
 
 
 def print_table(rows: list[dict]) -> None:
-    print("| attention | experts | MB | bits a quantized weight | perplexity | against 16 bits |")
-    print("|---|---|---|---|---|---|")
+    columns = "attention", "experts", "MB", "bits a quantized weight", "perplexity"
+    print(f"| {' | '.join(columns)} | against 16 bits | KL |\n|{'---|' * 7}")
     for row in rows:
         solver = " rounded" if row["iterations"] == 0 else ""
         change = 100 * (row["perplexity"] / rows[0]["perplexity"] - 1)
         print(
             f"| {row['attention']}{solver} | {row['experts']}{solver} "
             f"| {row['bytes'] / 1e6:.2f} | {row['bits']:.2f} "
-            f"| {row['perplexity']:.3f} | {change:+.2f} % |"
+            f"| {row['perplexity']:.3f} | {change:+.2f} % | {row['kl'] * 1e3:.2f} |"
         )
 
 
@@ -120,6 +144,8 @@ def build_parser() -> Parser:
     add("--text_file", type=Path, default=EMBEDDED / "heldout.txt")
     add("--seq_len", type=int, default=2048)
     add("--group_size", type=int, help="numbers that share a scale; default: each format's own")
+    formats = "attention and experts in each of these, after 16 bits; default: all schemes"
+    add("--formats", nargs="+", choices=tuple(FORMATS), metavar="NAME", help=formats)
     add("--device", default="auto")
     add("--json", action="store_true", help="print one JSON object instead of the table")
     return parser
@@ -129,8 +155,8 @@ def main() -> None:
     options = build_parser().parse_args()
     source = open_checkpoint(options.checkpoint_path)
     text, device = options.text_file.read_text(encoding="utf-8"), pick_device(options.device)
-    rows = []
-    for scheme in schemes():
+    rows, chosen = [], [(PLAIN, PLAIN, None), *((n, n, None) for n in options.formats or ())]
+    for scheme in chosen if options.formats else schemes():
         rows.append(measure(source, text, scheme, options.seq_len, device, options.group_size))
         print(rows[-1], file=sys.stderr, flush=True)
     if options.json:

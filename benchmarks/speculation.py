@@ -3,6 +3,7 @@
     python benchmarks/speculation.py
     python benchmarks/speculation.py --arch Qwen3-30B-A3B:int4 --layers 8 --drafts 0 1 3
     python benchmarks/speculation.py --texts
+    python benchmarks/speculation.py --texts --answers 2 4
 
 Without --texts: random weights at the shapes of each --arch, on a GPU. The first table has steps of
 T tokens of one sequence: time over that of one token, the distinct experts a layer that they chose
@@ -14,7 +15,8 @@ makes. "ready" is the time to compile and capture a pass.
 
 --texts: the embedded model continues four kinds of text, greedily and sampled: tokens a pass, and
 time over that of plain decoding. Each greedy answer is compared with plain decoding's, since a
-faulty rollback could accept more.
+faulty rollback could accept more. --answers: as many answers side by side, as the server decodes
+them, in shared passes and in plain steps.
 """
 
 import argparse
@@ -25,6 +27,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -52,9 +55,11 @@ from models.random_weights import (
     random_prompt,
 )
 from parallel.device import pick_device
+from runtime.batch import Batch
 from runtime.draft_control import FixedDrafts
 from runtime.draft_vocab import DRAFT_VOCAB
 from runtime.drafters import SHORT
+from runtime.drafting_batch import DraftingBatch
 from runtime.sampling import Sampling
 from runtime.session import Session, SessionOptions
 from runtime.speculation import Speculation
@@ -310,6 +315,62 @@ def measure_texts(options: argparse.Namespace) -> None:
                 )
 
 
+class SideBySide(NamedTuple):
+    """Answers that were decoded side by side."""
+
+    tokens: list[list[int]]
+    seconds: float  # all steps after the last prompt
+    steps: int  # in that time
+    drafted: int
+    accepted: int
+
+
+def decode_side_by_side(batch: Batch, prompts: list[list[int]], sampling: Sampling) -> SideBySide:
+    """Decode an answer of ANSWER tokens to each prompt; the second of two times."""
+    for _ in range(2):
+        batch.session.reset()
+        sequences = [batch.start(ids, ANSWER, replace(sampling, seed=None)) for ids in prompts]
+        found: list[list[int]] = [[] for _ in sequences]
+        start, steps = 0.0, 0
+        while batch.count:
+            batch.prefill()
+            start = start or (0.0 if batch.waiting or batch.prefilling else time.perf_counter())
+            steps += bool(start)
+            for token in batch.step():
+                tokens = found[sequences.index(token.sequence)]
+                tokens.append(token.token)
+                if len(tokens) == ANSWER:
+                    batch.end(token.sequence)
+    drafted, accepted = (sum(getattr(s, n) for s in sequences) for n in ("drafted", "accepted"))
+    return SideBySide(found, time.perf_counter() - start, steps, drafted, accepted)
+
+
+def measure_side_by_side(count: int, options: argparse.Namespace) -> None:
+    """Print what drafts gain for a number of answers side by side."""
+    checkpoint, device = embedded_checkpoint(), pick_device(options.device)
+    tokenizer, model = load_tokenizer(checkpoint), load_model(checkpoint, device, torch.float32)
+    compiled = device.type == "cuda"
+    session = Session(model, MAX_SEQ_LEN, SessionOptions(batch=count, compile=compiled))
+    plain, auto = Batch(session), DraftingBatch(Speculation(session, auto=True))
+    print(f"{count} answers    sampling  tokens a step  accepted  times as fast  same tokens")
+    for kind, prompts in texts(tokenizer).items():
+        # Answers to the same prompt begin at different places of it.
+        prompts = [prompts[n % len(prompts)][n // len(prompts) :] for n in range(count)]
+        for sampling in (GREEDY, Sampling(0.8), Sampling(4.0, top_k=None)):
+            before = decode_side_by_side(plain, prompts, sampling)
+            after = decode_side_by_side(auto, prompts, sampling)
+            verdict = "-" if sampling.temperature else "yes"
+            if not sampling.temperature and before.tokens != after.tokens:
+                verdict = "NO"
+            tokens = count * (ANSWER - 1) / after.steps
+            share = after.accepted / max(1, after.drafted)
+            print(
+                f"{kind:11}  {sampling.temperature:8}  {tokens:13.2f}  {share:8.2f}  "
+                f"{before.seconds / after.seconds:13.2f}  {verdict:>11}",
+                flush=True,
+            )
+
+
 def answer(
     session: Session | Speculation, ids: list[int], sampling: Sampling
 ) -> tuple[list[int], float]:
@@ -330,7 +391,7 @@ def build_parser() -> Parser:
         (
             "python benchmarks/speculation.py",
             "python benchmarks/speculation.py --arch Mixtral-8x7B:int8 --layers 8 --drafts 1 3",
-            "python benchmarks/speculation.py --texts",
+            "python benchmarks/speculation.py --texts --answers 1 2 4",
         ),
     )
     add = parser.add_argument
@@ -339,6 +400,8 @@ def build_parser() -> Parser:
     add("--arch", nargs="+", default=MODELS, metavar="NAME:FORMAT", help=shapes)
     parser.add_number("--layers", "build only the first N layers")
     parser.add_flag("--texts", "measure the embedded model on text instead")
+    answers = "with --texts: answers side by side (1)"
+    add("--answers", type=int, nargs="+", default=(1,), metavar="N", help=answers)
     parser.begin_group("passes", "how they are measured")
     add("--drafts", type=int, nargs="+", default=DRAFTS, metavar="N", help="drafts of a pass")
     add("--tokens", type=int, nargs="+", default=TOKENS, metavar="T", help="tokens of a step")
@@ -361,7 +424,7 @@ def check_options(options: argparse.Namespace) -> None:
     """Raise ValueError for numbers out of range."""
     check_counts(options, "layers", "repeats")
     check_counts(options, "new_tokens", least=2, most=MAX_SEQ_LEN - PROMPT_TOKENS)
-    for name, least, most in (("drafts", 0, 15), ("tokens", 1, 16)):
+    for name, least, most in (("drafts", 0, 15), ("tokens", 1, 16), ("answers", 1, 4)):
         if any(not least <= value <= most for value in getattr(options, name)):
             raise ValueError(f"--{name}: each must be from {least} to {most}")
 
@@ -373,7 +436,11 @@ def main() -> None:
     except ValueError as error:
         parser.error(str(error))
     if options.texts:
-        measure_texts(options)
+        for count in options.answers:
+            if count == 1:
+                measure_texts(options)
+            else:
+                measure_side_by_side(count, options)
         return
     require_gpu(parser)
     ceiling = read_bandwidth(torch.device("cuda"))

@@ -14,10 +14,10 @@ from cli.parser import Parser
 
 HEAD_FORMATS = PLAIN, "int8", "q8_0", "q6_k"
 HEADS = (
-    "int8 with int8, fp8, int4; q8_0 with q8_0, q4_0, iq4_nl; q6_k with q6_k, q5_k, q4_k, iq4_xs; "
-    "bf16 with the others"
+    "int8 with int8, fp8, int4, uint4; q8_0 with q8_0, q4_0, iq4_nl; q6_k with q6_k, q5_k, q4_k, "
+    "iq4_xs; bf16 with the others"
 )
-GROUPS = "128 for fp8b and int4, 64 for hqq4 and hqq3, 32 for mxfp4, 16 for hqq2"
+GROUPS = "128 for fp8b, int4 and uint4, 64 for hqq4 and hqq3, 32 for mxfp4, 16 for hqq2"
 
 
 def build_parser() -> Parser:
@@ -33,7 +33,7 @@ def build_parser() -> Parser:
     parser.begin_group("usual options", "most users need no others")
     parser.add_path("--checkpoint_path", "a converted checkpoint, not quantized yet")
     add_model_name(parser)
-    mode = "format of attention and experts; mxfp4: of experts alone"
+    mode = "format of attention and experts; mxfp4, nvfp4: of experts alone"
     parser.add_argument("--mode", choices=format_names(), help=mode)
     parser.add_path("--output_dir", "default: model_<format> beside the checkpoint")
     parser.add_flag("--force", "replace an existing checkpoint")

@@ -9,6 +9,8 @@ from formats.int4 import Int4
 from formats.int8 import Int8
 from formats.k_quants import IQ4XS, Q4K, Q5K, Q6K
 from formats.mxfp4 import MXFP4
+from formats.nvfp4 import NVFP4
+from formats.uint4 import UInt4
 
 __all__ = ["FORMATS", "PLAIN", "Format"]
 
@@ -18,7 +20,9 @@ FORMATS: dict[str, Format] = {
     "fp8": FP8(),
     "fp8b": BlockFP8(),
     "int4": Int4(),
+    "uint4": UInt4(),
     "mxfp4": MXFP4(),
+    "nvfp4": NVFP4(),
     "hqq4": HQQ("hqq4", bits=4, group=64),
     "hqq3": HQQ3(),
     "hqq2": HQQ("hqq2", bits=2, group=16),

@@ -99,10 +99,16 @@ class Format:
 
     # What follows from that -----------------------------------------------------------------------
 
-    def layout(self, shape: torch.Size, group: int) -> Layout:
-        """Return shape and dtype of each part of a weight [..., out, in], in the parts' order."""
+    def layout(self, shape: torch.Size, group: int, scale: torch.dtype | None = None) -> Layout:
+        """Return shape and dtype of each part of a weight [..., out, in], in the parts' order.
+
+        scale: the dtype of `scale`, if published scales have another one than ours.
+        """
         *rows, width = shape
-        return self.code_layout(rows, width) | self.scale_layout(rows, width, group)
+        layout = self.code_layout(rows, width) | self.scale_layout(rows, width, group)
+        if scale is not None:
+            layout["scale"] = layout["scale"][0], scale
+        return layout
 
     def fits(self, width: int, group: int) -> bool:
         """Whether groups of this size divide rows of `width` numbers into whole words."""
@@ -140,6 +146,8 @@ class Format:
 
         No number changes: codes are put in another order, and scales are repeated.
         """
+        if group == smaller:  # a format with a G of its own has no smaller groups
+            return part
         if name == "codes":
             bits = 32 // self.codes_per_word
             return pack_words(unpack_words(part, bits, group), bits, smaller)

@@ -1,9 +1,10 @@
 """Which modules of a model get which format, and writing a checkpoint in it.
 
 A checkpoint's "format" is {"name", "dtype", "modules": {module: {"format", "group_size"}}}; without
-"modules" nothing is packed. "rows" {module: [rows of each range]} has weights in several formats,
-whose ranges are the modules "PATH.0", "PATH.1" and so on (formats/row_ranges.py). Functions here
-take the model that it belongs to, on the meta device.
+"modules" nothing is packed. A module may have "scale", too: the dtype of published scales. "rows"
+{module: [rows of each range]} has weights in several formats, whose ranges are the modules
+"PATH.0", "PATH.1" and so on (formats/row_ranges.py). Functions here take the model that it belongs
+to, on the meta device.
 """
 
 import re
@@ -242,18 +243,23 @@ def packed_module(module: nn.Module, path: str, spec: dict | list) -> nn.Module:
     if isinstance(spec, list):
         kind = ExpertRowRanges if isinstance(module, ExpertLinear) else RowRanges
         return kind(module, spec)
-    name, group = spec["format"], spec["group_size"]
+    name, group, scale = spec["format"], spec["group_size"], scale_dtype(spec)
     if type(group) is not int:
         raise TypeError
     if isinstance(module, ExpertLinear):
-        packed = PackedExpertLinear(module, name, group)
+        packed = PackedExpertLinear(module, name, group, scale)
     elif isinstance(module, Linear):
-        packed = PackedLinear(module, name, group)
+        packed = PackedLinear(module, name, group, scale)
     else:
         raise TypeError
     if has_gate_and_up(path) and FORMATS[name].blocks and module.weight.shape[1] % (2 * group):
         raise ValueError("gate and up are not of whole blocks")
     return packed
+
+
+def scale_dtype(spec: dict) -> torch.dtype | None:
+    """Return the dtype of a module's scales; None: its format's. Raises KeyError for another."""
+    return DTYPES[spec["scale"]] if "scale" in spec else None
 
 
 def pack_weight(
@@ -268,7 +274,7 @@ def pack_weight(
     options = {"iterations": iterations} if format.has_solver and iterations is not None else {}
     parts = {
         name: torch.empty(shape, dtype=dtype, device=device)
-        for name, (shape, dtype) in format.layout(weight.shape, group).items()
+        for name, (shape, dtype) in format.layout(weight.shape, group, scale_dtype(spec)).items()
     }
     height, width = weight.shape[-2:]
     step = max(group, PACK_CHUNK // width // group * group)  # whole blocks, if a format has blocks

@@ -54,6 +54,7 @@ NARROWER = {
     ("models", "checkpoint"): {
         "models.converter",
         "models.published_tensors",
+        "models.published_weights",
         "models.tensors",
     },
     ("models", "tokenizer"): {"models.converter"},

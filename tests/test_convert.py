@@ -764,7 +764,7 @@ BAD = {
     ),
     "fewer layers in the config": (config(num_hidden_layers=2), r"model\.layers\.2"),
     "more experts in the config": (config(num_local_experts=5), GATE.replace(".1.", ".0.")),
-    "a quantized model": (config(quantization_config={"quant_method": "gptq"}), "'gptq'"),
+    "a quantized model": (config(quantization_config={"quant_method": "hqq"}), "'hqq'"),
     "NaN": (filling(EXPERT, float("nan")), f"{EXPERT} holds NaN"),
     "infinity": (
         filling("model.norm.weight", float("-inf")),

@@ -921,7 +921,7 @@ def test_a_quantized_model_is_the_same_on_both_devices(mode, tmp_path):
         assert eager == compiled
 
 
-@pytest.mark.parametrize("name", ("int4", "mxfp4", "hqq4"))
+@pytest.mark.parametrize("name", ("int4", "uint4", "mxfp4", "nvfp4", "hqq4"))
 @pytest.mark.parametrize(
     ("out", "width", "experts", "tokens", "pairs", "gated"),
     (
@@ -982,7 +982,7 @@ def test_the_product_for_one_token_of_4_bits(name, out, width, experts, tokens, 
 @pytest.mark.parametrize(
     "shape", ((2048, 768, 8), (2880, 2880, 4), (4096, 1792, 2), (2048, 512, 9))
 )
-@pytest.mark.parametrize("name", ("int8", "int4", "mxfp4", "hqq4"))
+@pytest.mark.parametrize("name", ("int8", "int4", "uint4", "mxfp4", "nvfp4", "hqq4"))
 def test_experts_of_one_token(name, shape, lanes):
     """The kernels that multiply integers against unpacked weights in fp64; and x that is no
     number.

@@ -97,9 +97,10 @@ FUSED, THEN = "ops.products.gemv with SwiGLU", "ops.products.gemv, then the acti
 BYTES, SPLIT = "Format.dot by integers, then the activation", "Format.dot of gate and of up"
 GROUPED, BY_EXPERT = "ops.products.prompt", "unpack expert by expert, then F.linear"
 GGUF = "q8_0", "q6_k", "q5_k", "q4_k", "q4_0", "iq4_nl", "iq4_xs"
-WITH_KERNELS = "int8", "fp8", "fp8b", "int4", "mxfp4", "hqq4", "hqq3", "hqq2", *GGUF
-WITH_GEMV = "int4", "mxfp4", "hqq4", *GGUF
-WITH_BYTES = "int4", "hqq4", "hqq3", "hqq2"  # and int8, if it is large
+WITH_KERNELS = "int8", "fp8", "fp8b", "int4", "uint4", "mxfp4", "nvfp4", "hqq4", "hqq3", "hqq2"
+WITH_KERNELS += GGUF
+WITH_GEMV = "int4", "uint4", "mxfp4", "nvfp4", "hqq4", *GGUF
+WITH_BYTES = "int4", "uint4", "hqq4", "hqq3", "hqq2"  # and int8, if it is large
 
 
 def expected(name: str, device: str, product: str, plain_swiglu: bool) -> str:

@@ -47,7 +47,7 @@ def describe_attention(layer: FusedLayer) -> tuple[type, list[int]]:
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_published_models_have_kernels_in_every_format(name):
-    for mode in ("bf16", "int8", "fp8", "fp8b", "int4", "mxfp4", "hqq4"):
+    for mode in ("bf16", "int8", "fp8", "fp8b", "int4", "uint4", "mxfp4", "nvfp4", "hqq4"):
         model = on_meta(name, mode)
         sparse = [block for block in model.layers if isinstance(block.ffn, MoE)]
         if name in REFUSED:

@@ -258,7 +258,7 @@ def test_an_old_gpu_launches_nothing():
     assert found["sm_75"]["Qwen3.6-35B-A3B:bf16"] == {"kernels": {}, "refused": {}}
 
 
-MODES = "bf16", "int8", "int4", "fp8", "fp8b", "mxfp4", "hqq4", "hqq3", "hqq2"
+MODES = "bf16", "int8", "int4", "fp8", "fp8b", "uint4", "mxfp4", "nvfp4", "hqq4", "hqq3", "hqq2"
 
 
 def modes_of(name: str) -> list[str]:

@@ -47,14 +47,14 @@ def check_grouped_errors(errors: dict[str, float]) -> None:
 
 def test_the_kernel_computes_what_the_cpu_computes(interpreted):
     errors = interpreted["grouped, a shape a format"]
-    assert len(errors) == len(FORMATS) + 1
+    assert len(errors) == len(FORMATS) + 5
     check_grouped_errors(errors)
 
 
 @pytest.mark.slow
 def test_the_kernel_computes_what_the_cpu_computes_in_every_shape():
     errors = without_a_gpu("grouped", TRITON_INTERPRET="1")["grouped"]
-    assert len(errors) == 2 * 5 * (len(FORMATS) + 1) + 16
+    assert len(errors) == 2 * 5 * (len(FORMATS) + 1) + 17
     check_grouped_errors(errors)
 
 
@@ -109,7 +109,7 @@ def test_attention_that_reads_the_blocks_in_use_compiles_for_an_h200():
 
 def test_one_tokens_attention_in_one_kernel(interpreted):
     errors = interpreted["token, few"]
-    assert len(errors) == 8 and all(error < 2e-6 for error in errors.values()), errors
+    assert len(errors) == 3 and all(error < 2e-6 for error in errors.values()), errors
 
 
 @pytest.mark.slow
@@ -210,20 +210,20 @@ def check_machine_code(found: dict) -> None:
 @pytest.mark.slow
 def test_the_kernel_compiles_for_an_h200():
     found = without_a_gpu("grouped, a shape a format")["grouped, a shape a format"]
-    assert len(found) == len(FORMATS)
+    assert len(found) == len(FORMATS) + 4
     check_machine_code(found)
 
 
 def test_the_product_for_one_token_in_each_format(interpreted):
     errors = interpreted["dot4, few"]
-    assert len(errors) == 3 and all(error < 1e-5 for error in errors.values()), errors
+    assert len(errors) == 10 and all(error < 1e-5 for error in errors.values()), errors
 
 
 @pytest.mark.slow
 def test_the_product_for_one_token_computes_what_unpacked_weights_do():
     errors = without_a_gpu("dot4", TRITON_INTERPRET="1")["dot4"]
     assert [errors.pop(value) for value in ("inf", "-inf", "nan")] == [True] * 3
-    assert len(errors) == 23
+    assert len(errors) == 26
     limits = {case: 1e-3 if "gated" in case else 1e-5 for case in errors}
     assert all(error < limits[case] for case, error in errors.items()), errors
 
@@ -232,7 +232,7 @@ def test_the_product_for_one_token_computes_what_unpacked_weights_do():
 def test_the_product_for_one_token_compiles_for_an_h200(machine_code):
     """Four words a load, bytes multiplied in pairs, no spills, one wait."""
     found = machine_code["dot4"]
-    assert len(found) == 21
+    assert len(found) == 24
     for case, counts in found.items():
         assert counts["loads"] and counts["spills"] == 0, case
         assert counts["products"] % 8 == 0 < counts["products"], case

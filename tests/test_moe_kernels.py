@@ -14,6 +14,9 @@ CASES = (
     {"format": "hqq4", "I": 96, "tiles": {"rows": 4, "lanes": 64, "warps": 2}, "sigmoid": True},
     {"format": "mxfp4", "norm_topk": False, "seed": 1, "biased": True, "shared": 1, "gated": True},
     {"format": "mxfp4", "biased": True, "tiles": STAYING},
+    {"format": "nvfp4", "norm_topk": False, "seed": 1, "biased": True, "shared": 1, "gated": True},
+    {"format": "nvfp4", "biased": True, "tiles": STAYING},
+    {"format": "uint4", "I": 96, "shared": 1},
     {"format": "int4", "D": 512, "tiles": {"rows": 2, "depth": 1}},
     {"format": "int4", "sigmoid": True, "norm_topk": False, "scale": 1.8, "shared": 1},
     {"format": "fp8", "fp32_norm": True},
@@ -28,6 +31,8 @@ FEW_TOKENS = (  # rows of `last` and queries: sequences, drafts, padding, a call
     {"format": "bf16", "tokens": 8, "sigmoid": True, "last": (0, -1, 0, 0, 0, 0, -1, 0)},
     {"format": "int4", "tokens": 8, "last": (4,), "fp32_norm": True},
     {"format": "mxfp4", "tokens": 4, "last": (0, 1), "biased": True, "shared": 1},
+    {"format": "uint4", "tokens": 2, "shared": 2},
+    {"format": "nvfp4", "tokens": 4, "last": (0, 1), "biased": True, "shared": 1},
     {"format": "fp8b", "tokens": 2, "last": (-1,), "D": 256, "tiles": {"rows": 8, "depth": 1}},
     {"format": "hqq4", "tokens": 2, "shared": 2, "norm_topk": False},
 )
@@ -54,10 +59,16 @@ MORE_DENSE = (
     {"format": "int4", "tokens": 8, "I": 64, "group": 64, "few": {"warps": 2, "depth": 1}},
     {"format": "mxfp4", "tokens": 5, "D": 288, "I": 96, "few": {"rows": 32, "warps": 2}},
     {"format": "mxfp4", "tokens": 8, "D": 288, "biased": True, "few": {"warps": 1, "depth": 2}},
+    {"format": "uint4", "tokens": 5, "I": 64, "group": 64, "few": {"rows": 32, "depth": 1}},
+    {"format": "nvfp4", "tokens": 2, "D": 160, "fp32_norm": True},
+    {"format": "nvfp4", "tokens": 5, "D": 288, "I": 96, "few": {"rows": 32, "warps": 2}},
+    {"format": "nvfp4", "tokens": 8, "D": 288, "biased": True, "few": {"warps": 1, "depth": 2}},
     {"format": "hqq4", "tokens": 2, "D": 160, "scale": 0.5},
     {"format": "hqq4", "tokens": 5, "I": 64, "group": 64, "few": {"rows": 32, "depth": 1}},
     {"format": "hqq4", "tokens": 8, "D": 512, "I": 128, "group": 128, "fp32_norm": True},
 )
+ANY_FORMAT = "bf16", "int8", "fp8", "fp8b", "int4", "uint4", "mxfp4", "nvfp4"
+ANY_FORMAT += ("hqq4",)
 H200 = {"D": 2048, "I": 768, "E": 16, "A": 8}
 
 
@@ -143,7 +154,7 @@ def test_a_layer_of_many_tokens_is_the_blocks_own(layer):
 
 @pytest.mark.slow
 def test_a_layer_is_the_blocks_own_in_every_format():
-    formats = "int8", "hqq4", "mxfp4", "fp8b"
+    formats = "int8", "hqq4", "mxfp4", "nvfp4", "fp8b"
     check_layers(*(("qwen3_moe", name) for name in formats), ("qwen2_moe", "int8"))
 
 
@@ -284,7 +295,7 @@ def test_experts_of_several_tokens_in_every_format():
     """Of 3 experts that 5 tokens choose, all are chosen twice; and experts of several tiles."""
     cases = [
         {"format": format, "tokens": 5, "E": 3, "last": (4,), "few": {"depth": 1, "warps": 2}}
-        for format in ("bf16", "int8", "fp8", "fp8b", "int4", "mxfp4", "hqq4")
+        for format in ANY_FORMAT
     ] + [
         {"format": "int4", "tokens": 32, "E": 2, "last": (28,)},  # tiles of 32 pairs
         {"format": "bf16", "tokens": 24, "E": 3, "last": (23,)},  # of 16
@@ -296,7 +307,7 @@ def test_experts_of_several_tokens_in_every_format():
 @st.composite
 def any_case(draw) -> dict:
     """Draw shapes, a format, a tiling or none, and what the layer has."""
-    format = draw(st.sampled_from(("bf16", "int8", "fp8", "fp8b", "int4", "mxfp4", "hqq4")))
+    format = draw(st.sampled_from(ANY_FORMAT))
     step = {"bf16": 8, "int8": 16, "fp8": 16}.get(format, 32)
     experts = draw(st.integers(1, 40))
     tiles = {
@@ -344,8 +355,7 @@ def test_the_machine_code_loads_ahead_and_spills_nothing():
     So is w2 of integers. In other formats "down" loads the residual alone ahead.
     """
     names = {"gate_up", "down", "join_tokens", "dense"}
-    ours = "int4", "bf16", "int8", "fp8", "fp8b", "mxfp4", "hqq4"
-    for format in (*ours, "q8_0", "q6_k", "q5_k", "q4_k", "iq4_xs"):
+    for format in (*ANY_FORMAT, "q8_0", "q6_k", "q5_k", "q4_k", "iq4_xs"):
         (found,) = run({"cases": [H200 | {"format": format}]})
         assert set(found) == names
         for name, counts in found.items():
@@ -364,9 +374,9 @@ def test_the_machine_code_of_several_tokens_multiplies_on_tensor_cores():
     """On an H200. Between lanes only sums and choices move, not what each step multiplies."""
     products = {"_multiply_tiles", "down", "dense"}
     names = products | {"_sort_pairs", "_combine", "join_tokens", "_route"}
-    groups = {"int4": 128, "fp8b": 128, "hqq4": 64}
-    wide = "int4", "bf16", "int8", "fp8", "fp8b", "mxfp4"  # others' loads are of 4 or 8 bytes
-    for format in (*wide, "hqq4", "q8_0", "q6_k", "q4_k", "iq4_xs"):
+    groups = {"int4": 128, "uint4": 128, "fp8b": 128, "hqq4": 64}
+    wide = {*ANY_FORMAT} - {"hqq4", "uint4"}  # others' loads are of 4 or 8 bytes
+    for format in (*ANY_FORMAT, "q8_0", "q6_k", "q4_k", "iq4_xs"):
         few = {"depth": 4} if format == "bf16" else {}
         case = {"format": format, "tokens": 8, "last": [7], "group": groups.get(format, 0)}
         (found,) = run({"cases": [H200 | case | {"few": few}]})

@@ -88,7 +88,7 @@ def test_the_kernels_in_the_interpreter(make_family):
     assert greedy["same"] and greedy["after"] == [0, 1, 2]
     for found in (greedy, sampled):
         assert found["checked"] and found["error"] < 1e-4
-    assert several["same"] and several["passes"]["2"] > 1
+    assert several["same"] and several["passes"]["2"] > 0
 
 
 @pytest.mark.parametrize("rows", (2, pytest.param(3, marks=pytest.mark.slow)))

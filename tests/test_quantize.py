@@ -33,7 +33,7 @@ from formats.quantizer import (
     pack_weight,
     plan_format,
 )
-from formats.words import interleave, pack_words, unpack_words
+from formats.words import interleave, nibbles_to_words, pack_nibbles, pack_words, unpack_words
 from generate import EMBEDDED, load_model
 from model import ExpertLinear, Linear, ModelArgs, MoE, Transformer, swiglu, weighted_sum
 from models import args_of_checkpoint, build_model
@@ -54,7 +54,9 @@ SMALL = {
     "fp8": 16,
     "fp8b": 16,
     "int4": 16,
+    "uint4": 16,
     "mxfp4": 32,
+    "nvfp4": 32,
     "hqq4": 16,
     "hqq3": 32,
     "hqq2": 16,
@@ -175,6 +177,15 @@ def test_a_word_holds_what_the_docstring_says(bits):
     assert [word % 2**32 for word in pack_words(torch.tensor(codes), bits, group).tolist()] == want
 
 
+@pytest.mark.parametrize("group", (8, 16, 32, 128))
+def test_bytes_of_two_codes_become_words(group):
+    codes = torch.randint(16, (3, 2 * group), generator=torch.Generator().manual_seed(0))
+    packed = (codes[:, ::2] | codes[:, 1::2] << 4).to(torch.uint8)
+    want = pack_words(codes, 4, group)
+    assert torch.equal(nibbles_to_words(packed, group), want)
+    assert torch.equal(pack_nibbles(codes.to(torch.uint8), group), want)
+
+
 def test_third_bits_of_what_one_mask_makes_bytes_of_lie_8_apart():
     order = hqq.third_from_fields(torch.arange(96))
     assert torch.equal(hqq.third_to_fields(order), torch.arange(96))
@@ -200,6 +211,7 @@ def test_third_bits_of_what_one_mask_makes_bytes_of_lie_8_apart():
 def test_parts_are_the_layout_and_unpack_gives_the_shape(name, out, groups, times, experts, seed):
     row = FORMATS[name]
     group = row.min_group * times
+    group = group if row.fits(group, group) else row.group
     shape = ((experts,) if experts else ()) + (out, groups * group)
     weight = random_tensor(*shape, seed=seed)
     parts = packed(weight, name, group)
@@ -307,6 +319,33 @@ def test_mxfp4_takes_the_nearest_number_and_of_two_the_even_code():
     assert torch.equal(packed(FORMATS["mxfp4"].unpack(parts, 32), "mxfp4")["codes"], parts["codes"])
 
 
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_nvfp4_takes_the_nearest_number_for_the_scales_that_are_stored(weights):
+    weight = WEIGHTS[weights]()
+    parts = packed(weight, "nvfp4")
+    scale = parts["scale"].view(torch.float8_e4m3fn).float() * parts["scale_step"]
+    scale = scale.repeat_interleave(16, -1)
+    levels = torch.tensor(E2M1)
+    lattice = torch.cat((levels, -levels)) * scale.unsqueeze(-1)
+    best = (lattice - weight.unsqueeze(-1)).abs().amin(-1)
+    unpacked = FORMATS["nvfp4"].unpack(parts, 32)
+    assert ((unpacked - weight).abs() <= best + 1e-6 * scale).all()
+    if weights not in ("zeros", "one number"):  # a row's largest scale is 448
+        assert (parts["scale"].amax(-1) == 0x7E).all()
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_uint4_is_at_most_half_a_step_off_and_keeps_zero(weights):
+    weight = WEIGHTS[weights]()
+    parts = packed(weight, "uint4")
+    step = parts["scale"].float().repeat_interleave(16, -1)
+    error = (FORMATS["uint4"].unpack(parts, 16) - weight).abs() / step
+    assert (error <= 1.06).all() and error.mean() < 0.3  # at the ends zero and scale are rounded
+    assert (parts["zero"] <= 15).all()
+    zeros = FORMATS["uint4"].unpack(packed(weight * 0, "uint4"), 16)
+    assert not zeros.any()
+
+
 @settings(max_examples=20, deadline=None)
 @given(
     experts=st.integers(1, 3),
@@ -353,6 +392,7 @@ def test_half_quadratic_codes_are_the_nearest_for_the_scales_that_are_stored(bit
 # in fp8), 0.10 and 0.115 for the others; 0.0053, 0.017, 0.037, 0.074, 0.086, 0.075 and 0.076 for
 # those of GGUF.
 ERRORS = {"int8": 0.012, "fp8": 0.035, "fp8b": 0.035, "int4": 0.12, "mxfp4": 0.13}
+ERRORS |= {"uint4": 0.11, "nvfp4": 0.11}
 ERRORS |= {"hqq4": 0.10, "hqq3": 0.21, "hqq2": 0.36}
 FP16_SCALES = "q8_0", "q6_k", "q5_k", "q4_k", "q4_0", "iq4_nl", "iq4_xs"
 ERRORS |= {"q8_0": 0.007, "q6_k": 0.022, "q5_k": 0.045, "q4_k": 0.09, "q4_0": 0.10}
@@ -507,6 +547,7 @@ def test_a_product_is_that_of_the_unpacked_weights(name, out, groups, times, dty
     """In fp64, for x in any dtype, and with gathered experts, two a token."""
     row = FORMATS[name]
     group = row.min_group * times
+    group = group if row.fits(group, group) else row.group
     parts = packed(random_tensor(3, out, groups * group, seed=seed), name, group)
     x = random_tensor(tokens, 1, groups * group, seed=seed + 1).to(dtype)
     index = torch.randint(3, (tokens, 2), generator=torch.Generator().manual_seed(seed))
@@ -816,6 +857,7 @@ def test_the_same_bytes_every_time_and_the_side_files(source, tmp_path):
         (("bf16", "bf16", "int8"), "bf16-head_int8"),
         (("bf16", "mxfp4"), "mxfp4"),  # as gpt-oss is published, and what --mode mxfp4 makes
         (("mxfp4", "mxfp4"), "mxfp4-mxfp4"),
+        (("bf16", "nvfp4"), "nvfp4"),
     ],
 )
 def test_names(options, name):
@@ -837,7 +879,9 @@ def test_what_a_plan_says_of_each_module():
         ("int8", True),
         ("fp8", True),
         ("int4", True),
+        ("uint4", True),
         ("mxfp4", False),
+        ("nvfp4", False),
         ("hqq4", False),
         ("hqq3", False),
         ("hqq2", False),
@@ -902,7 +946,12 @@ def test_bits_per_weight_by_hand(make_family, make_quantized):
         ("int4", 4 * body + body // 16 * 16 + 8 * head + 16 * 160),
         ("hqq4", 4 * body + body // 16 * 16 + fine),
         ("hqq3", 3 * body + body // 32 * 16 + fine),
+        ("uint4", 4 * body + body // 16 * 24 + 8 * head + 16 * 160),
         ("mxfp4", 4 * body + body // 32 * 8 + 8 * head + 16 * 160),
+        (
+            "nvfp4",
+            (4 * body + body // 16 * 8 + 32 * (rows_of_64 + rows_of_96) + 8 * head + 16 * 160),
+        ),
         ("hqq2", 2 * body + body // 16 * 16 + fine),
     ):
         packed_bits, all_bits = bits_of(Checkpoint(make_quantized("mixtral", name)))
@@ -1313,8 +1362,9 @@ def test_only_four_bits_fuse_decode_attention(mode):
     """One GPU decodes the other formats by Inductor's kernels alone."""
     args = LARGEST if mode in WIDTHS else LARGER
     model = load_model(RandomWeights(args, plan(args, *formats_of_mode(mode))), CPU)
+    four = "int4", "uint4", "hqq4", "mxfp4", "nvfp4", "q4_k", "q4_0", "iq4_nl", "iq4_xs"
     assert {isinstance(block.attention, FusedDecodeAttention) for block in model.layers} == {
-        mode in ("int4", "hqq4", "mxfp4", "q4_k", "q4_0", "iq4_nl", "iq4_xs")
+        mode in four
     }
 
 

@@ -92,22 +92,32 @@ def test_a_conversation_goes_on_after_passes(serving):
 
 
 def test_answers_side_by_side_and_interrupted_ones(serving):
-    """Some clients leave after a few characters; others' answers are whole."""
+    """Some clients leave after a few characters, some answers have a stop text, others are whole.
+
+    Up to four at a time may share passes.
+    """
     running, alone = serving
     prompts = [REPEATED, "def f(x):\n", "class A:\n" * 3, "import os\n"] * 2
+    end = alone(prompts[2], 20)["text"][-5:]
 
     def ask(number: int) -> str:
         time.sleep(0.03 * number)
         if number % 4 == 1:
             with greedy(running, prompts[number], 60, stream=True) as stream:
                 return next(iter(stream)).choices[0].text
-        return greedy(running, prompts[number], 30 + number).choices[0].text
+        stop = [end] if number % 4 == 2 else None
+        return greedy(running, prompts[number], 30 + number, stop=stop).choices[0].text
 
     with ThreadPoolExecutor(8) as pool:
         found = list(pool.map(ask, range(8)))
     for number, text in enumerate(found):
         expected = alone(prompts[number], 60 if number % 4 == 1 else 30 + number)["text"]
+        if number % 4 == 2:
+            expected = expected.split(end)[0]
         assert expected.startswith(text) if number % 4 == 1 else text == expected
+    batch = running.decoder.batch
+    rows = {rows for rows, _, _ in batch.speculation.steps}
+    assert batch.speculation.auto or (max(rows) > 1) == (batch.max_batch > 1)
 
 
 def test_a_seed_and_logprobs_leave_drafts_out(serving):

@@ -7,8 +7,10 @@ from test_speculate import GREEDY, small_model
 from benchmarks import speculation as benchmark
 from generate import embedded_checkpoint
 from models.random_weights import ARCHITECTURES
+from runtime.batch import Batch
 from runtime.draft_control import FixedDrafts
-from runtime.session import Session
+from runtime.drafting_batch import DraftingBatch
+from runtime.session import Session, SessionOptions
 from runtime.speculation import Speculation
 from tokenizer import load_tokenizer
 
@@ -51,6 +53,19 @@ def test_each_pass_has_the_drafts_that_are_measured(drafts):
     assert speculation.delivered == 19
 
 
+def test_answers_side_by_side(monkeypatch):
+    """As many tokens as asked for, the same with drafts, in fewer steps."""
+    monkeypatch.setattr(benchmark, "ANSWER", 20)
+    session = Session(small_model(0), 64, SessionOptions(batch=3))
+    prompts = [[n, 1, 2, n, 1, 2] for n in (3, 4, 5)]
+    plain = benchmark.decode_side_by_side(Batch(session), prompts, GREEDY)
+    drafting = DraftingBatch(Speculation(session, 3))
+    found = benchmark.decode_side_by_side(drafting, prompts, GREEDY)
+    assert found.tokens == plain.tokens and {len(tokens) for tokens in found.tokens} == {20}
+    assert plain.steps > found.steps and plain.drafted == 0 < found.accepted <= found.drafted
+    assert found.seconds > 0
+
+
 def test_default_models_are_known():
     parser = benchmark.build_parser()
     options = parser.parse_args([])
@@ -64,6 +79,7 @@ def test_default_models_are_known():
     (
         ("--drafts 16", "--drafts: each must be from 0 to 15"),
         ("--tokens 0", "--tokens: each must be from 1 to 16"),
+        ("--answers 5", "--answers: each must be from 1 to 4"),
         ("--new_tokens 1", "--new_tokens 1: it must be at least 2"),
         ("--layers 0", "--layers 0: it must be at least 1"),
         ("", "needs a CUDA GPU"),

@@ -161,7 +161,7 @@ def _multiply_sum(
         besides = besides + (load_beside(x, factors, d, s),)
     # Loaded now, since in the end each program would wait a microsecond for it.
     if s.of_rows:
-        factor = row_scale(weights.scale, row + rows, s)
+        factor = row_scale(weights, row + rows, s)
     if bias is not None:
         biases = _load_biases(bias, experts, factors, row + rows, s)
     if PDL:
@@ -173,7 +173,7 @@ def _multiply_sum(
     if send is not None:
         outboxes, call = find_outboxes(send.slots, send.calls, HALF, RANKS)
     table = None
-    if s.kind == "mxfp4":
+    if s.e2m1:
         table = e2m1_table(unknown_zero)
     elif s.kind == "iq4":
         table = iq4_table(unknown_zero)
@@ -215,7 +215,7 @@ def _multiply_sum(
             if residual is not None:
                 adds = replace(adds, 0, tl.load(residual + row + rows, mask=stores, other=0.0))
             if s.of_rows:
-                factor = row_scale(weights.scale, row + rows, s)
+                factor = row_scale(weights, row + rows, s)
             if bias is not None:
                 biases = _load_biases(bias, experts, factors, row + rows, s)
 

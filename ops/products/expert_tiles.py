@@ -197,7 +197,10 @@ def _multiply_tiles(x, order, routing, weights, bias, y, s: tl.constexpr, PDL: t
     expert = expert.to(tl.int64)
     first_row, first_scale = expert * OUT, expert * s.scales
     codes = weights.codes + expert * (OUT * 2 * s.words)
-    if weights.zero is not None:
+    if weights.zero is not None and weights.scale_step is None:
+        scale, zero = weights.scale + first_scale, weights.zero + first_scale
+        weights = WeightTensors(codes, scale, zero=zero)
+    elif weights.zero is not None:
         scale, zero = weights.scale + first_scale, weights.zero + first_scale
         weights = WeightTensors(
             codes,
@@ -208,6 +211,9 @@ def _multiply_tiles(x, order, routing, weights, bias, y, s: tl.constexpr, PDL: t
             weights.zero_step + first_row,
             weights.zero_low + first_row,
         )
+    elif weights.scale_step is not None:
+        scale, step = weights.scale + first_scale, weights.scale_step + first_row
+        weights = WeightTensors(codes, scale, step)
     elif weights.step is not None:
         high = weights.high
         if high is not None:
@@ -236,11 +242,11 @@ def _multiply_tiles(x, order, routing, weights, bias, y, s: tl.constexpr, PDL: t
     begins = spread_begins((source // A if GATED else source) * s.width, s)
     for d in tl.static_range(X_DEPTH):
         xs = xs + (load_fields(x, begins, d, s, False),)
-    # mxfp4 has no registers left for these: fewer programs would run at once.
-    if s.kind != "mxfp4":
+    # e2m1 has no registers left for these: fewer programs would run at once.
+    if not s.e2m1:
         pair, factor = _load_pair(order.pairs + tile * TILE, routing, slot, count)
     totals, _ = multiply_steps(x, begins, None, weights, row, (tiles, xs, ()), s)
-    if s.kind == "mxfp4":
+    if s.e2m1:
         pair, factor = _load_pair(order.pairs + tile * TILE, routing, slot, count)
     DTYPE: tl.constexpr = x.dtype.element_ty
     if bias is not None:

@@ -153,7 +153,7 @@ def _multiply_each(x, choice, weights, bias, h, unknown_zero, s: tl.constexpr, P
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     table = None
-    if s.kind == "mxfp4":
+    if s.e2m1:
         table = e2m1_table(unknown_zero)
     elif s.kind == "iq4":
         table = iq4_table(unknown_zero)
@@ -164,9 +164,9 @@ def _multiply_each(x, choice, weights, bias, h, unknown_zero, s: tl.constexpr, P
     for n in range(TILES):
         flat = expert * s.out + row + rows
         if s.of_rows:
-            factor = row_scale(weights.scale, flat, s)
+            factor = row_scale(weights, flat, s)
             if s.loads == 2:
-                up_factor = row_scale(weights.scale, I + flat, s)
+                up_factor = row_scale(weights, I + flat, s)
         if bias is not None:
             add = tl.load(bias + flat).to(tl.float32)
             if s.loads == 2:

@@ -16,8 +16,8 @@ added at the end. A warp has `depth` steps of weights in flight, and `x_depth` o
 from memory, x from L2.
 
 Exactness. Codes are multiplied as they are: 16 bits hold each of them exactly. A group's scale
-multiplies the fp32 sum of its products, so that a step lies within a group; a power of two (mxfp4)
-multiplies the codes. x times the norm's weight is the sum of two 16-bit numbers.
+multiplies the fp32 sum of its products, so that a step lies within a group; a scale of few digits
+(mxfp4, nvfp4) multiplies the codes. x times the norm's weight is the sum of two 16-bit numbers.
 """
 
 # ruff: noqa: RUF005  (Triton adds tuples, but does not unpack them)
@@ -28,7 +28,14 @@ from dataclasses import dataclass
 from ops.launch import jit, tl, triton
 from ops.products.few_x import load_fields, times_norm, token_fragments
 from ops.products.pipeline import replace
-from ops.products.units import decode, e2m1_factor, first_byte, scale_and_min, second_byte
+from ops.products.units import (
+    decode,
+    e2m1_factor,
+    first_byte,
+    pair_factors,
+    scale_and_min,
+    second_byte,
+)
 from ops.products.weights import GGUF
 
 TILE = 8  # tokens of a tensor core's instruction
@@ -81,8 +88,13 @@ class FewSettings:
 
     @property
     def row_scaled(self) -> bool:
-        """Whether a row has one scale."""
-        return self.kind in ("int8", "fp8")
+        """Whether a scale a row multiplies the sums."""
+        return self.kind in ("int8", "fp8", "nvfp4")
+
+    @property
+    def e2m1(self) -> bool:
+        """Whether codes are e2m1 numbers, which scales multiply."""
+        return self.kind in ("mxfp4", "nvfp4")
 
     @property
     def step_scaled(self) -> bool:
@@ -111,8 +123,8 @@ class FewSettings:
 
     @property
     def scales(self) -> int:
-        """Scales of an expert's weight; for mxfp4 pairs of them."""
-        if self.row_scaled:
+        """Scales of an expert's weight; for mxfp4 and nvfp4 pairs of them."""
+        if self.row_scaled and not self.e2m1:
             return self.out
         if self.kind == "fp8b":
             return triton.cdiv(self.out, self.group) * (self.width // self.group)
@@ -162,7 +174,7 @@ def _load_step(weights, row, step, s: tl.constexpr):
     tile = (tl.load(tl.max_contiguous(tl.multiple_of(units, 2 * UNITS), UNITS)),)
     # Of two dimensions: the compiler gives neighbors to a lane if loads of one shape, of x, do so.
     lane = tl.arange(0, LANES)
-    if s.kind != "mxfp4":
+    if not s.e2m1:
         lane = lane[:, None]
     rows, word = _rows_and_words(lane, row, step, s)
     if s.gguf:
@@ -175,7 +187,7 @@ def _load_step(weights, row, step, s: tl.constexpr):
     elif s.kind == "fp8b":
         scale = weights.scale + rows // GROUP * (WIDTH // GROUP) + word * 4 // GROUP
         tile = tile + (tl.load(scale),)
-    elif s.kind == "int4" or s.kind == "mxfp4" or s.kind == "hqq":
+    elif s.step_scaled or s.e2m1:
         group = rows * (WIDTH // GROUP) + word * 8 // GROUP
         if s.kind == "mxfp4":
             # Pairs of exponents: with loads of 8 bits before it, a product would take other
@@ -184,7 +196,9 @@ def _load_step(weights, row, step, s: tl.constexpr):
             tile = tile + (pair >> group % 2 * 8 & 0xFF,)
         else:
             tile = tile + (tl.load(weights.scale + group),)
-        if s.kind == "hqq":
+        if s.kind == "hqq" and weights.scale_step is None:
+            tile = tile + (tl.load(weights.zero + group),)
+        elif s.kind == "hqq":
             tile = tile + (tl.load(weights.scale_step + rows), tl.load(weights.scale_low + rows))
             tile = tile + (tl.load(weights.zero + group),)
             tile = tile + (tl.load(weights.zero_step + rows), tl.load(weights.zero_low + rows))
@@ -217,7 +231,8 @@ def load_rows(weights, row, step, s: tl.constexpr):
 def load_row_scales(weights, first, rows, inside, s: tl.constexpr):
     """Load the scales of rows, counted from `first` on, of a kind with one scale a row."""
     if s.row_scaled:
-        return tl.load(weights.scale + first + rows, mask=inside, other=0.0).to(tl.float32)
+        scale = weights.scale_step if s.kind == "nvfp4" else weights.scale
+        return tl.load(scale + first + rows, mask=inside, other=0.0).to(tl.float32)
     else:
         return 1.0
 
@@ -252,11 +267,20 @@ def _row_factors(factor, s: tl.constexpr):
 
 @jit
 def _unit_factors(scale, s: tl.constexpr, DTYPE: tl.constexpr):
-    """Repeat one scale of mxfp4 a lane for each of its units, as a factor of `decode`."""
+    """Repeat one scale of mxfp4, or a pair of nvfp4, a lane for each of its units.
+
+    Return factors of `decode`.
+    """
     R: tl.constexpr = s.rows // 8
     WARPS: tl.constexpr = s.warps
-    factor = tl.reshape(e2m1_factor(scale, DTYPE), [R, WARPS, 8, 4, 1])
-    return tl.reshape(tl.broadcast_to(factor, [R, WARPS, 8, 4, 8]), [R * WARPS * 256])
+    if s.kind == "nvfp4":
+        even, odd = pair_factors(scale, DTYPE)
+        factor = tl.reshape(tl.join(even, odd), [R, WARPS, 8, 4, 1, 2])
+        factor = tl.broadcast_to(factor, [R, WARPS, 8, 4, 4, 2])
+    else:
+        factor = tl.reshape(e2m1_factor(scale, DTYPE), [R, WARPS, 8, 4, 1])
+        factor = tl.broadcast_to(factor, [R, WARPS, 8, 4, 8])
+    return tl.reshape(factor, [R * WARPS * 256])
 
 
 # Products -----------------------------------------------------------------------------------------
@@ -289,7 +313,7 @@ def _decode_fragments(units, factor, K: tl.constexpr, s: tl.constexpr, DTYPE: tl
 @jit
 def _decoding_factors(tile, s: tl.constexpr, DTYPE: tl.constexpr):
     """Return what `decode` takes beside a step's units, or 0."""
-    if s.kind == "mxfp4":
+    if s.e2m1:
         return _unit_factors(tile[1], s, DTYPE)
     elif s.sharing > 0:
         SHARING: tl.constexpr = s.sharing
@@ -315,9 +339,12 @@ def _scale_step(tile, total, x_sums, K: tl.constexpr, s: tl.constexpr):
     else:
         factor = tile[1].to(tl.float32)
         if s.kind == "hqq":
-            factor = factor * tile[2] + tile[3]
-            zero = tile[4].to(tl.float32) * tile[5] + tile[6] - 8.0
-            total = total - x_sums * _row_factors(zero, s)
+            if len(tile) == 3:
+                zero = tile[2].to(tl.float32)
+            else:
+                factor = factor * tile[2] + tile[3]
+                zero = tile[4].to(tl.float32) * tile[5] + tile[6]
+            total = total - x_sums * _row_factors(zero - 8.0, s)
         elif s.kind == "iq4" and len(tile) > 2:
             factor *= tile[2].to(tl.float32)
         return total * _row_factors(factor, s)

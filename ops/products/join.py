@@ -88,6 +88,7 @@ class Layout:
     quads: int  # quads of the whole token
     run: int  # words of a group
     fields: int  # codes in a word
+    units: int  # as of `Weight`
     lanes: int  # quads of a program
 
 
@@ -275,7 +276,8 @@ def join_tokens(x, added, norm, offset, router, results, s: tl.constexpr, PDL: t
         if indices is not None:
             indices += token * s.pairs
         if l is not None:
-            normed, units = normed + token * (l.quads * l.fields), units + token * (2 * l.quads)
+            normed += token * (l.quads * l.fields)
+            units += token * (l.quads * l.units)
     elif not ROWS:
         at = tl.program_id(0).to(tl.int64) * D
     x += at
@@ -388,14 +390,13 @@ def empty_norm(
 ) -> tuple[Tensor | QuantizedX, Layout | None]:
     """Return where a kernel stores the norm of x [T, D], and its layout.
 
-    It is a `QuantizedX` for a weight whose codes are multiplied as integers. programs, warps: of
-    the kernel.
+    It is a `QuantizedX` for a weight of integers. programs, warps: of the kernel.
     """
     if weight is None or weight.kind not in INTEGERS:
         return torch.empty_like(x), None
-    fields, quads = weight.fields, weight.quads
+    quads, run = weight.quads, weight.group // weight.fields
     lanes = max(8 * warps, triton.next_power_of_2(triton.cdiv(quads, programs)))
-    layout = Layout(weight.order, quads, weight.group // fields, fields, lanes)
+    layout = Layout(weight.order, quads, run, weight.fields, weight.units, lanes)
     return empty_quantized(len(x), quads, weight, x.dtype, x.device), layout
 
 

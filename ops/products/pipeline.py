@@ -32,7 +32,7 @@ from ops.products.operands import (
 )
 from ops.products.quantized_x import QuantizedX
 from ops.products.tilings import Tiles, choose_tiles, depth_of, programs_of
-from ops.products.weights import BITS, GGUF, INTEGERS, ORDERS, Weight
+from ops.products.weights import BITS, GGUF, INTEGERS, ORDERS, UNITS, Weight
 
 S = TypeVar("S", bound="Product")
 
@@ -80,7 +80,7 @@ class Product:
     @property
     def quantized(self) -> tuple[int, int]:
         """Operands and units of a token's `QuantizedX`."""
-        return self.quads * self.fields, 2 * self.quads
+        return self.quads * self.fields, self.units * self.quads
 
     @property
     def fields(self) -> int:
@@ -104,7 +104,17 @@ class Product:
     @property
     def of_rows(self) -> bool:
         """Whether a row has one scale, by which the sum is multiplied."""
-        return self.kind in ("int8", "fp8") and not self.gather
+        return self.kind in ("int8", "fp8", "nvfp4") and not self.gather
+
+    @property
+    def units(self) -> int:
+        """Numbers of a quad of `QuantizedX.units`."""
+        return UNITS.get(self.kind, 2)
+
+    @property
+    def e2m1(self) -> bool:
+        """Whether codes are e2m1 numbers."""
+        return self.kind in ("mxfp4", "nvfp4")
 
     @property
     def integers(self) -> bool:

@@ -30,6 +30,7 @@ from ops.products.units import (
     e2m1_factor,
     finish,
     first_byte,
+    pair_factors,
     scale_and_min,
     second_byte,
     to_fp32,
@@ -94,6 +95,11 @@ class PromptSettings:
         return {"q5_k": 1, "q6_k": 2}.get(self.kind, 1 if self.bits == 3 else 0)
 
     @property
+    def row_scaled(self) -> bool:
+        """Whether a scale a row multiplies the sums."""
+        return self.kind in ("int8", "fp8", "nvfp4")
+
+    @property
     def experts_pow2(self) -> int:
         return triton.next_power_of_2(self.E)
 
@@ -107,6 +113,15 @@ def _expand(values, COUNT: tl.constexpr):
     BN: tl.constexpr = values.shape[0]
     n: tl.constexpr = values.shape[1]
     return tl.reshape(tl.broadcast_to(values[:, :, None], [BN, n, COUNT // n]), [BN, COUNT])
+
+
+@jit
+def _expand_pairs(even, odd, COUNT: tl.constexpr):
+    """[BN, n] of even and of odd units -> [BN, COUNT], as `_expand`."""
+    BN: tl.constexpr = even.shape[0]
+    n: tl.constexpr = even.shape[1]
+    both = tl.join(even, odd)[:, :, None, :]
+    return tl.reshape(tl.broadcast_to(both, [BN, n, COUNT // n // 2, 2]), [BN, COUNT])
 
 
 @jit
@@ -165,25 +180,34 @@ def _group_factors(fetched, weights, rows, s: tl.constexpr, DTYPE: tl.constexpr)
     COUNT: tl.constexpr = s.tile.numbers // s.fields
     scale, zero = fetched
     offset = 0.0
-    if s.kind == "mxfp4":
-        scale = e2m1_factor(scale.to(tl.int32), DTYPE)
-    elif s.kind == "hqq":
-        step, low = tl.load(weights.scale_step + rows), tl.load(weights.scale_low + rows)
-        scale = scale.to(tl.float32) * step + low
-        step, low = tl.load(weights.zero_step + rows), tl.load(weights.zero_low + rows)
-        zero = zero.to(tl.float32) * step + low
-        offset = _expand((zero + (128.0 if tl.bfloat16 == DTYPE else 0.0)) * scale, COUNT)
-    elif s.kind == "q4_k" or s.kind == "q5_k":
-        scale, least = scale_and_min(scale, zero)
-        offset = _expand(least - scale * (8.0 if s.kind == "q4_k" else 16.0), COUNT)
-    elif s.kind == "q6_k":
-        step = zero.to(tl.float32)
-        scale, offset = first_byte(scale) * step, _expand(second_byte(scale) * step, COUNT)
-    elif s.gguf:
-        scale = scale.to(tl.float32)
-        if weights.step is not None:
-            scale *= zero.to(tl.float32)
-    return _expand(scale, COUNT), offset
+    if s.kind == "nvfp4":
+        even, odd = pair_factors(scale, DTYPE)
+        factor = _expand_pairs(even, odd, COUNT)
+    else:
+        if s.kind == "mxfp4":
+            scale = e2m1_factor(scale.to(tl.int32), DTYPE)
+        elif s.kind == "int4" and scale.dtype != tl.bfloat16:
+            scale = scale.to(tl.float32)  # or Triton would round products to fp16
+        elif s.kind == "hqq":
+            scale, zero = scale.to(tl.float32), zero.to(tl.float32)
+            if weights.scale_step is not None:
+                step, low = tl.load(weights.scale_step + rows), tl.load(weights.scale_low + rows)
+                scale = scale * step + low
+                step, low = tl.load(weights.zero_step + rows), tl.load(weights.zero_low + rows)
+                zero = zero * step + low
+            offset = _expand((zero + (128.0 if tl.bfloat16 == DTYPE else 0.0)) * scale, COUNT)
+        elif s.kind == "q4_k" or s.kind == "q5_k":
+            scale, least = scale_and_min(scale, zero)
+            offset = _expand(least - scale * (8.0 if s.kind == "q4_k" else 16.0), COUNT)
+        elif s.kind == "q6_k":
+            step = zero.to(tl.float32)
+            scale, offset = first_byte(scale) * step, _expand(second_byte(scale) * step, COUNT)
+        elif s.gguf:
+            scale = scale.to(tl.float32)
+            if weights.step is not None:
+                scale *= zero.to(tl.float32)
+        factor = _expand(scale, COUNT)
+    return factor, offset
 
 
 @jit
@@ -290,15 +314,15 @@ def _multiply_plain(sums, weight, weight_rows, inside, x_tile, s: tl.constexpr):
 
 @jit
 def _store_tile(y, sums, scale, rows, present, n, s: tl.constexpr, DTYPE: tl.constexpr):
-    """Store the sums of outputs n [BN]. scale: of the expert's rows, for int8 and fp8."""
+    """Store the sums of outputs n [BN]. scale: of the expert's rows, for int8, fp8 and nvfp4."""
     OUT: tl.constexpr = s.out
     KIND: tl.constexpr = s.kind
     sums = tl.trans(sums) if s.packed else sums
-    if KIND == "int8" or KIND == "fp8":
-        factor = tl.load(scale + tl.minimum(n, OUT - 1)).to(tl.float32)
-        sums *= (factor * (256.0 if KIND == "fp8" else 1.0))[None, :]
-    elif KIND == "mxfp4":
-        sums = finish(sums, None, KIND, DTYPE)
+    factor = None
+    if s.row_scaled:
+        factor = tl.load(scale + tl.minimum(n, OUT - 1)).to(tl.float32)[None, :]
+    if KIND != "fp8b":  # its factor has what its numbers lack
+        sums = finish(sums, factor, KIND, DTYPE)
     place = y + rows.to(tl.int64) * OUT + n[None, :]
     tl.store(place, sums.to(y.dtype.element_ty), mask=present & (n < OUT)[None, :])
 
@@ -348,8 +372,8 @@ def _grouped(x, y, group_ends, weights, third, s: tl.constexpr):
                 sums = _multiply_fields(sums, (units, above, factor, offset), x_tile, s)
             else:
                 sums = _multiply_plain(sums, weights.codes, weight_rows, inside, x_tile, s)
-        scale = weights.scale
-        if s.kind == "int8" or s.kind == "fp8":
+        scale = weights.scale_step if s.kind == "nvfp4" else weights.scale
+        if s.row_scaled:
             scale += expert.to(tl.int64) * OUT
         _store_tile(y, sums, scale, rows, present, n, s, DTYPE)
 

@@ -89,6 +89,8 @@ DEFAULTS = {
     ("int4", 2): Default(4, 64, 1, waste=3, registers=128),
     ("mxfp4", 1): Default(4, 64, 3, waste=3, chunks=1),
     ("mxfp4", 2): Default(2, 32, 1, stay=True),
+    ("nvfp4", 1): Default(4, 64, 3, waste=3, chunks=1),
+    ("nvfp4", 2): Default(2, 32, 1, stay=True),
     ("hqq", 1): Default(4, 64, 3, waste=3, chunks=1),
     ("hqq", 2): Default(4, 64, 2, waste=3),
     ("q8_0", 1): Default(8, 128, 3, long_rows=4),
@@ -148,12 +150,14 @@ def choose_tiles(weight: Weight, quads: int, loads: int, tokens: int = 1) -> Til
 
     tokens: of the sum over experts; that of several tokens has more programs, which are smaller.
     """
-    if tokens > 1 and weight.kind in SEVERAL:
-        return SEVERAL[weight.kind][min(tokens, 3) - 2]
-    table = measured().get(gpu_class(weight.gpu), {}).get(f"{weight.kind} {loads}", {})
+    # uint4 takes the registers of int4, not those of hqq with its steps of scales and zeros.
+    kind = "int4" if weight.kind == "hqq" and len(weight.parts) == 3 else weight.kind
+    if tokens > 1 and kind in SEVERAL:
+        return SEVERAL[kind][min(tokens, 3) - 2]
+    table = measured().get(gpu_class(weight.gpu), {}).get(f"{kind} {loads}", {})
     found = table.get(f"{weight.out}x{quads}")
     if found is None:
-        return DEFAULTS[weight.kind, loads].tiles(quads)
+        return DEFAULTS[kind, loads].tiles(quads)
     rows, lanes, depth, warps, stay, registers = [*found, 0, 0][:6]
     return Tiles(rows, lanes, depth, warps, bool(stay), registers)
 

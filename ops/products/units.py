@@ -122,6 +122,24 @@ def e2m1_factor(scale, DTYPE: tl.constexpr):
 
 
 @jit
+def e4m3_factor(scale, DTYPE: tl.constexpr):
+    """Convert e4m3 scales, int32 of 7 bits, to factors of `decode`, as `e2m1_factor` does."""
+    value = (scale << 7).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    # 2 ** 8 of the fp16 number. A code times a scale has 6 digits, so that bf16 is exact.
+    if tl.bfloat16 == DTYPE:
+        return (value * 5.070602400912918e30).to(tl.bfloat16)  # 2 ** 102
+    else:
+        return value * 256.0
+
+
+@jit
+def pair_factors(pairs, DTYPE: tl.constexpr):
+    """Convert pairs of nvfp4's scales to factors of `decode`: of even units, and of odd ones."""
+    pairs = pairs.to(tl.int32)
+    return e4m3_factor(pairs & 0x7F, DTYPE), e4m3_factor(pairs >> 8 & 0x7F, DTYPE)
+
+
+@jit
 def int4(units, K: tl.constexpr):
     """Return field K of units, a code of 0 to 15, minus 8 as bf16, two at a time."""
     return tl.inline_asm_elementwise(
@@ -217,14 +235,14 @@ def decode(units, factor, K: tl.constexpr, KIND: tl.constexpr, DTYPE: tl.constex
 
     Codes of int4, hqq and q4_k are minus 8, those of q5_k and q6_k minus 16 and 32.
 
-    factor: mxfp4's of each unit, by `e2m1_factor`; for q5_k and q6_k what is above each unit, as of
-    `with_bits_above`. `finish` multiplies the sums of products by what
-    these numbers lack: those of fp8 are 2 ** -8 as large, those of mxfp4 in bf16 2 ** -32.
+    factor: of each unit of mxfp4 and nvfp4, by `e2m1_factor`; for q5_k and q6_k what is above each
+    unit, as of `with_bits_above`. `finish` multiplies the sums of products by what these numbers
+    lack: those of fp8 are 2 ** -8 as large, those of e2m1 in bf16 2 ** -32.
     """
     if KIND == "bf16":
         return units
     elif tl.bfloat16 == DTYPE:
-        if KIND == "mxfp4":
+        if KIND == "mxfp4" or KIND == "nvfp4":
             return e2m1(units, factor, K)
         elif KIND == "int4" or KIND == "hqq" or KIND == "q4_k":
             return int4(units, K)
@@ -242,7 +260,7 @@ def decode(units, factor, K: tl.constexpr, KIND: tl.constexpr, DTYPE: tl.constex
         byte = units >> 8 * K
         bits = (byte & 0x80) << 8 | (byte & 0x7F) << 7
         return bits.to(tl.float16, bitcast=True).to(DTYPE)
-    elif KIND == "mxfp4":  # bits of an fp16 number, 2 ** -14 as large
+    elif KIND == "mxfp4" or KIND == "nvfp4":  # bits of an fp16 number, 2 ** -14 as large
         code = units >> 4 * K
         number = ((code & 8) << 12 | (code & 7) << 9).to(tl.float16, bitcast=True)
         return (number.to(tl.float32) * 16384.0 * factor).to(DTYPE)
@@ -262,13 +280,13 @@ def decode(units, factor, K: tl.constexpr, KIND: tl.constexpr, DTYPE: tl.constex
 def finish(total, scales, KIND: tl.constexpr, DTYPE: tl.constexpr):
     """Multiply sums of products by what their decoded numbers lack.
 
-    scales: one of each row of int8 or fp8.
+    scales: one of each row of int8, fp8 or nvfp4.
     """
-    if KIND == "int8" or KIND == "fp8":
+    if KIND == "int8" or KIND == "fp8" or KIND == "nvfp4":
         total *= scales
     if KIND == "fp8" or KIND == "fp8b":
         total *= 256.0
-    if KIND == "mxfp4" and tl.bfloat16 == DTYPE:
+    if (KIND == "mxfp4" or KIND == "nvfp4") and tl.bfloat16 == DTYPE:
         total *= 4294967296.0  # `e2m1_factor`
     return total
 
