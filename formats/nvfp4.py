@@ -22,6 +22,7 @@ class NVFP4(Format):
     bits = 4
     group = 2 * BLOCK
     kind = "nvfp4"
+    gguf_type = "NVFP4"
     has_gemv = True
     attention_format = PLAIN
 
@@ -40,6 +41,25 @@ class NVFP4(Format):
         return {
             "scale": ((*rows, width // BLOCK), torch.uint8),
             "scale_step": ((*rows, 1), torch.float32),
+        }
+
+    def from_blocks(self, blocks: Tensor) -> Parts:
+        """Blocks of a GGUF file, uint8 [..., out, bytes of a row] -> parts, with scale_step 1.
+
+        A block of 64 weights has 36 bytes: four scales, then for each the codes of 16, in the lower
+        nibbles the first 8 (ggml-common.h). ggml takes a scale that is no number for 0. Raises
+        ValueError for a row that is not of whole blocks.
+        """
+        if blocks.shape[-1] % 36:
+            raise ValueError(f"rows of {blocks.shape[-1]} bytes are not of whole blocks of 36")
+        scale, nibbles = blocks.unflatten(-1, (-1, 36)).split((4, 32), dim=-1)
+        scale = torch.where(scale == 0x7F, 0, scale).flatten(-2)
+        nibbles = nibbles.unflatten(-1, (4, 8))
+        codes = torch.cat((nibbles & 15, nibbles >> 4), dim=-1).flatten(-3)
+        return {
+            "codes": pack_words(codes, self.bits, self.group),
+            "scale": scale,
+            "scale_step": scale.new_ones(*scale.shape[:-1], 1, dtype=torch.float32),
         }
 
     def pack(self, weight: Tensor, group: int) -> Parts:

@@ -110,7 +110,11 @@ class StoredWeight:
         every = zip(tensors.flatten().split(step), rows.flatten().split(step), strict=True)
         for number, (some_tensors, some_rows) in enumerate(every):
             blocks = self.views.gather(some_tensors, some_rows).to(device)
-            for name, part in self.pack(blocks, of).items():
+            packed = self.pack(blocks, of)
+            scale = self.views.scale_of(some_tensors, some_rows)
+            if scale is not None:  # a tensor or an expert in NVFP4 has one
+                packed["scale_step"] = packed["scale_step"] * scale.to(device)
+            for name, part in packed.items():
                 flat[name][number * step : number * step + len(part)] = part
         return parts
 
@@ -322,6 +326,7 @@ def enter_tensors(views: Views, family: Family, args: ModelArgs, values: Values)
         views.add_table(norms | fc, "", f"blk.{args.n_layer}.")
     if values.get(NEXT, 0):
         views.used |= extra  # the model's own embedding and head, and further layers
+    views.add_scales()
     views.add_unused()
     return (family.published_head.at(args).layer, f"{MTP}.") if family.published_head else ()
 

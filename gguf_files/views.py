@@ -78,6 +78,7 @@ class Views:
         self.views: dict[str, View] = {}
         self.tensors: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         self.used: set[str] = set()  # names of the file's tensors
+        self.scales: dict[int, Tensor] = {}  # by tensor, of NVFP4
         self.numbers = {name: number for number, name in enumerate(file.tensors)}
         self.names = list(file.tensors)
 
@@ -131,6 +132,32 @@ class Views:
         if begin + rows <= torch.Size(lead).numel():
             self.views[name] = View(Made((stack,)), (rows, width), slice(begin, begin + rows))
             self.tensors[name] = (rows, width), torch.float32
+
+    def add_scales(self) -> None:
+        """Take the scales of NVFP4 tensors, one each or one an expert; inputs' are of no use.
+
+        Gemma's scales of experts are there already, as those of its router.
+        """
+        for name, info in self.file.tensors.items():
+            stem = name.removesuffix(".weight")
+            scale = f"{stem}.scale"
+            if info.type == "NVFP4" and scale in self.file.tensors and scale not in self.used:
+                self.scales[self.numbers[name]] = self.file.read(scale).float().flatten()
+                self.used |= {scale}
+            if info.type == "NVFP4":
+                self.used |= {f"{stem}.input_scale"} & self.file.tensors.keys()
+
+    def scale_of(self, tensors: Tensor, rows: Tensor) -> Tensor | None:
+        """Return the factor of each of these rows [N, 1]; None: they have none."""
+        numbers = tensors.unique().tolist()
+        if not self.scales.keys() & numbers:
+            return None
+        found = torch.ones(len(rows))
+        for number in self.scales.keys() & numbers:
+            chosen, scale = tensors == number, self.scales[number]
+            of_each = rows_in(self.file.tensors[self.names[number]].shape) // len(scale)
+            found[chosen] = scale[rows[chosen] // of_each]
+        return found.unsqueeze(-1)
 
     def add_unused(self) -> None:
         """Enter what is left under its own name, so that the plan refuses it by that."""
@@ -200,14 +227,21 @@ class Views:
             rows = self.dequantize(*self.rows_of(name))
             parts = [rows if len(shapes) > 1 else rows.view(view.shape if view.part else shapes[0])]
         else:
-            parts = [unpack(self.file.blocks(n), self.file.tensors[n].type) for n in made.names]
+            every = [torch.arange(rows_in(shape)) for shape in shapes]
+            pairs = zip(made.names, every, shapes, strict=True)
+            parts = [
+                self.dequantize(torch.full_like(rows, self.numbers[n]), rows).view(shape)
+                for n, rows, shape in pairs
+            ]
         return made.values(*parts) if made.values else parts[0]
 
     def dequantize(self, tensors: Tensor, rows: Tensor) -> Tensor:
         """Return rows [N] of tensors [N] as numbers [N, in]; in fp32 if they differ in type."""
         numbers = tensors.unique().tolist()
+        scale = self.scale_of(tensors, rows)
         if len({self.type_of(number) for number in numbers}) == 1:
-            return unpack(self.gather(tensors, rows), self.type_of(numbers[0]))
+            values = unpack(self.gather(tensors, rows), self.type_of(numbers[0]))
+            return values if scale is None else values * scale
         out = None
         for number in numbers:
             chosen = tensors == number
@@ -215,7 +249,7 @@ class Views:
             values = unpack(blocks, self.type_of(number)).float()
             out = torch.empty(len(rows), values.shape[-1]) if out is None else out
             out[chosen] = values
-        return out
+        return out if scale is None else out * scale
 
 
 def rows_in(shape: tuple[int, ...]) -> int:

@@ -393,6 +393,8 @@ def random_blocks(shape: tuple[int, ...], type: str, seed: int) -> np.ndarray:
     }
     size = {"Q8_0": 2e-3, "Q6_K": 1e-4, "IQ4_NL": 3e-3, "IQ4_XS": 1e-4}.get(type, 3e-4)
     size = {"Q4_0": 2e-2, "Q4_1": 2e-2, "Q5_0": 1e-2, "Q5_1": 1e-2}.get(type, size)
+    if type == "NVFP4":
+        blocks[..., :4] = rng.integers(8, 40, (*rows[:2], 4), dtype=np.uint8)
     if type == "MXFP4":
         blocks[..., 0] = rng.integers(120, 126, rows[:2], dtype=np.uint8)
     for at in scales.get(type, []):
@@ -440,8 +442,16 @@ def write_gguf(
             else:
                 data = random_blocks(tuple(tensor.shape), type, number)
             writer.add_tensor(entry.name, np.ascontiguousarray(data), raw_dtype=kind)
-            if type != "F32":
-                put_back(entry, state, torch.from_numpy(gguf.quants.dequantize(data, kind)))
+            if type == "F32":
+                continue
+            numbers = torch.from_numpy(gguf.quants.dequantize(data, kind))
+            if type == "NVFP4":
+                scale = torch.linspace(0.5, 2, len(numbers) if numbers.dim() == 3 else 1)
+                stem = entry.name.removesuffix(".weight")
+                writer.add_tensor(f"{stem}.scale", scale.numpy())
+                writer.add_tensor(f"{stem}.input_scale", np.ones(1, np.float32))
+                numbers = numbers * scale.view(-1, *[1] * (numbers.dim() - 1))
+            put_back(entry, state, numbers)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

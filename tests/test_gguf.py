@@ -284,6 +284,22 @@ def test_other_types_become_the_nearest_format(type, tmp_path, caplog):
     assert (got - want).norm() / want.norm() < (0.01 if type.endswith("_1") else 0.08)
 
 
+@pytest.mark.parametrize("name", ("qwen3_moe", "glm4_moe_lite", "gpt_oss"))
+def test_four_bit_floats_keep_their_scales(name, tmp_path):
+    """NVFP4 has a scale of each tensor or expert beside it; MXFP4 has none."""
+    peer = wide_peer(name)
+
+    def types(tensor: str) -> str:
+        if any(part in tensor for part in ("inp", "token_embd", "k_b.")):
+            return "F32"
+        return "MXFP4" if "attn_q" in tensor else "NVFP4"
+
+    checkpoint = GGUFCheckpoint(write_gguf(tmp_path / "a.gguf", peer, types))
+    formats = {spec["format"] for spec in checkpoint.format["modules"].values()}
+    assert formats == {"nvfp4", "mxfp4"}
+    check_logits(checkpoint.path, peer)
+
+
 def test_q5_0_keeps_its_numbers_in_8_bits(tmp_path, caplog):
     """llama.cpp writes it where rows are no multiple of 256, as in Gemma 4's experts."""
     peer = small_peer("gemma4")
