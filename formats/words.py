@@ -28,9 +28,12 @@ def interleave(values: Tensor, fields: int, group: int) -> Tensor:
 
 def pack_words(codes: Tensor, bits: int, group: int) -> Tensor:
     """codes [..., n], integers below 2 ** bits -> int32 [..., n * bits / 32]."""
-    shifts = torch.arange(0, 32, bits, device=codes.device, dtype=torch.int32)
-    ordered = interleave(codes.to(torch.int32), 32 // bits, group)
-    return (ordered.unflatten(-1, (-1, 32 // bits)) << shifts).sum(-1, dtype=torch.int32)
+    fields = 32 // bits
+    split = codes.to(torch.int32).unflatten(-1, (-1, fields, group // fields)).unbind(-2)
+    words = split[0]
+    for number, field in enumerate(split[1:], 1):
+        words = words | field << bits * number
+    return words.flatten(-2)
 
 
 def unpack_words(words: Tensor, bits: int, group: int) -> Tensor:
