@@ -8,8 +8,10 @@ import dataclasses
 import math
 import re
 import sys
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,12 +28,12 @@ from checkpoint import (
     Writer,
     is_checkpoint,
     is_finite,
+    nbytes_of,
     read_json,
     split_rows,
-    tensor_order,
 )
 from formats import FORMATS
-from formats.quantizer import MTP
+from formats.quantizer import MTP, Packing, add_head
 from formats.words import bytes_to_words
 from model import ModelArgs
 from models import args_from_hf, family_of_config
@@ -378,6 +380,18 @@ def check_source(directory: Path, dtype: str) -> None:
     weight_files(directory)  # a directory without safetensors hears that first
 
 
+class PackSettings(NamedTuple):
+    """How weights are packed while they are converted.
+
+    choose: returns the "format" to write, of args and the dtype of plain weights. device: where
+    weights are packed. iterations: of a format's solver; None: its default.
+    """
+
+    choose: Callable[[ModelArgs, str], dict]
+    device: torch.device | str = "cpu"
+    iterations: int | None = None
+
+
 class Conversion:
     """What config.json and the files' headers tell of a conversion; makes one file at a time.
 
@@ -425,6 +439,15 @@ class Conversion:
         """Yield one tensor of a file."""
         return tensor_pieces(name, self.plan.files[file][name], self.tensors, self.dtype)
 
+    def packing(self, pack: PackSettings) -> tuple[dict, Packing]:
+        """Return the "format" to write, and what packs into it."""
+        if "modules" in self.format:
+            name = self.format["name"]
+            raise ValueError(f"{self.directory} is quantized already ({name}): convert it as it is")
+        names = [name for recipes in self.plan.files.values() for name in recipes]
+        format = add_head(pack.choose(self.args, self.format["name"]), names)
+        return format, Packing(format, names, pack.device, pack.iterations)
+
     def write_side_files(self, writer: Writer) -> None:
         """Copy the tokenizer's files, and write generation_config.json."""
         for path in (self.directory / name for name in SIDE_FILES):
@@ -440,32 +463,39 @@ def convert(
     dtype: str = "bf16",
     force: bool = False,
     progress: bool = True,
+    pack: PackSettings | None = None,
 ) -> Path:
     """Convert a Hugging Face directory; return the new one.
 
     output_dir: by default `checkpoint_dir/model_<format>`. Weights published in a format that we
-    have keep it; dtype is of the rest. Raises ValueError, one line with nothing left behind, for
-    anything missing, damaged or not supported.
+    have keep it; dtype is of the rest. pack: into which format to pack what is published in 16
+    bits. Raises ValueError, one line with nothing left behind, for anything missing, damaged or
+    not supported.
     """
     directory = Path(checkpoint_dir)
     check_source(directory, dtype)
-    args_from_hf(read_json(directory / "config.json"))  # refused before any header is read
+    args = args_from_hf(read_json(directory / "config.json"))
+    if pack:
+        pack.choose(args, dtype)  # refused, as other models are, before any header is read
     files, weight_map = weight_files(directory)
     shards = {file: SafetensorsFile(directory / file, keep_open=True) for file in files}
     conversion = Conversion(directory, shards, weight_map, dtype)
     if conversion.left_out and progress:
         left_out = f"left out, as they are not run: {conversion.left_out}"
         tqdm.write(left_out, file=sys.stderr)
-    output = Path(output_dir) if output_dir else directory / f"model_{conversion.format['name']}"
-    with Writer(output, dataclasses.asdict(conversion.args), conversion.format, force) as writer:
-        total = conversion.plan.nbytes(conversion.dtype)
+    format, packing = conversion.format, Packing({}, ())
+    if pack:
+        format, packing = conversion.packing(pack)
+    output = Path(output_dir) if output_dir else directory / f"model_{format['name']}"
+    with Writer(output, dataclasses.asdict(conversion.args), format, force) as writer:
+        theirs = {file: conversion.layout(file) for file in conversion.plan.files}
+        layouts = {file: packing.layout(layout) for file, layout in theirs.items()}
+        total = sum(nbytes_of(*entry) for layout in layouts.values() for entry in layout.values())
         writer.reserve(total)
-        layouts = {file: conversion.layout(file) for file in conversion.plan.files}
         pieces = (
             piece
-            for file, layout in layouts.items()
-            for name in tensor_order(layout)
-            for piece in conversion.pieces(file, name)
+            for file, layout in theirs.items()
+            for piece in packing.pieces(layout, partial(conversion.pieces, file))
         )
         show = dict(desc="convert", unit="B", unit_scale=True, file=sys.stderr)
         with tqdm(total=total, disable=not progress, **show) as bar:

@@ -34,6 +34,7 @@ from transformers import (
 )
 
 import convert_hf_checkpoint
+import quantize
 from checkpoint import Checkpoint
 from formats import FORMATS
 from generate import load_model
@@ -859,6 +860,27 @@ def test_the_command(mixtral, monkeypatch, capsys):
     assert run_command(monkeypatch, capsys, "--checkpoint_dir", str(mixtral))[0] == 2
     assert run_command(monkeypatch, capsys, "--checkpoint_dir", str(mixtral), "--force")[0] == 0
     assert Checkpoint(mixtral / "model_bf16").read("norm.weight").unique().item() == 0.5
+
+
+@pytest.mark.parametrize(("source", "mode"), (("mixtral", "int4"), ("olmoe", "hqq4")))
+def test_published_files_are_packed_while_they_are_converted(
+    request, saved, tmp_path, monkeypatch, capsys, source, mode
+):
+    """The same files as those of two steps; groups of 16, and of 8 with scales and zeros."""
+    first = Path(shutil.copytree(saved / source, tmp_path / "first"))
+    second = Path(shutil.copytree(saved / source, tmp_path / "second"))
+
+    def quantized(path: Path) -> None:
+        options = "--checkpoint_path", str(path), "--mode", mode, "--device", "cpu"
+        monkeypatch.setattr(sys, "argv", ["quantize.py", *options])
+        assert quantize.main() == 0, capsys.readouterr().err
+
+    quantized(convert(first, progress=False))
+    quantized(second)
+    made, other = (Checkpoint(path / f"model_{mode}") for path in (first, second))
+    other.verify(progress=False)
+    assert (made.files, made.format, made.args) == (other.files, other.format, other.args)
+    assert not (second / "model_bf16").exists()
 
 
 @pytest.mark.parametrize("force", [False, True])

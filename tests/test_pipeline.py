@@ -74,7 +74,7 @@ def test_a_closed_stage_closes_those_before_it():
 
     def items():
         try:
-            yield from iter(int, 1)  # without an end
+            yield from iter(int, 1)  # it has no end
         finally:
             closed.append(threading.current_thread().name)
 
@@ -132,7 +132,7 @@ def test_a_file_has_the_bytes_that_the_library_writes(tmp_path_factory, data, se
 
 @pytest.mark.parametrize("broken", (None, "missing", "refused", "short"))
 def test_unchanged_bytes_are_copied_from_their_file(tmp_path, monkeypatch, broken):
-    """By the system, or as other bytes are where it cannot."""
+    """The system copies them; where it cannot, they are written as others are."""
     tensors = {"a": random_tensor((3, 40), torch.bfloat16), "b": random_tensor((7,), torch.uint8)}
     safetensors.torch.save_file(tensors, tmp_path / "source")
     source = SafetensorsFile(tmp_path / "source", keep_open=True)
