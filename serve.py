@@ -134,7 +134,7 @@ def check_speculation(options: argparse.Namespace, checkpoint: Checkpoint) -> No
 def open_speculation(
     options: argparse.Namespace, checkpoint: Checkpoint, session: Session
 ) -> Speculation | None:
-    """Return what drafts for answers that are decoded alone; None: nothing does.
+    """Return what drafts for up to four answers at a time; None: nothing does.
 
     The default leaves out compiled sessions, whose start would take longer: each number of drafts
     is captured. It leaves out several ranks and offloaded experts as generate.py does.

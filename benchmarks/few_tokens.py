@@ -2,11 +2,11 @@
 
     python benchmarks/few_tokens.py --json few_tokens.json
 
-A row is one kernel in a CUDA graph, over more copies of its weight than L2 holds: wqkv with the
-norm of x (above 8 tokens x is normed before), wo with the residual, or the gate and up product, or
-the down product, of randomly chosen experts. Each form is first checked against unpacked weights in
-fp64, in a process for each case, which also fills Triton's cache. GB/s counts each weight, and each
-distinct expert, once.
+A row is one product in a CUDA graph, over more copies of its weight than L2 holds: wqkv with the
+norm of x, wo with the residual, or the gate and up product, or the down product, of randomly chosen
+experts. "normed": a kernel of its own has normed x; its time counts. Each form is first checked
+against unpacked weights in fp64, in a process for each case, which also fills Triton's cache. GB/s
+counts each weight, and each distinct expert, once.
 """
 
 import json
@@ -37,7 +37,9 @@ from ops.products.expert_tiles import (
 )
 from ops.products.few_tokens import FewTiles, choose_few_tiles
 from ops.products.fragments import TILE
+from ops.products.join import norm_tokens
 from ops.products.tilings import Tiles, choose_tiles
+from ops.products.weights import BITS, Weight
 
 TOKENS = (5, 8, 32, 64)
 TILINGS = (  # rows, warps, depth; the most promising first
@@ -78,6 +80,7 @@ CASES = (
     Case("Qwen3-30B-A3B", "wo", PLAIN, 4096, 2048),
     Case("Mixtral-8x7B", "wqkv", "int8", 4096, 6144),
     Case("Mixtral-8x7B", "wo", "int8", 4096, 4096),
+    Case("Qwen3.6-35B-A3B", "wqkv", "int4", 2048, 12288),
     Case("gpt-oss-20b", "gate_up", "mxfp4", 2880, 5760, 32, 4),
     Case("Qwen3-30B-A3B", "gate_up", "int4", 2048, 1536, 128, 8),
     Case("Mixtral-8x7B", "gate_up", "int8", 4096, 28672, 8, 2),
@@ -124,7 +127,8 @@ class Product:
         choices = [self.choice(seed, tokens) for seed in range(8)]
         return self.nbytes * sum(len(choice.unique()) for choice in choices) / len(choices)
 
-    def runner(self, tokens: int, tiles: FewTiles | Tiles) -> Callable:
+    def runner(self, tokens: int, form: str, tiles: FewTiles | Tiles) -> Callable:
+        """Return a call of a product. form: a name of `forms`."""
         x, case, weight = self.x[:tokens], self.case, self.weights.kernel
         pairs = tokens * case.A
         if case.product == "gate_up":
@@ -134,10 +138,16 @@ class Product:
             x, y = self.x[:pairs], self.x.new_empty(pairs, case.out, dtype=torch.float32)
             ones = torch.ones_like(y[:, 0])
             return lambda order: multiply_tiles(x, weight, order, y, None, ones, tiles=tiles)
+        apart = form.startswith("normed")
         options: dict = {"residual": self.residual[:tokens]}
         if case.product == "wqkv":
-            options = {} if tokens > TILE else {"norm": Norm(self.norm, 1e-6)}
-        return lambda weight: dense_product(x, weight, tiles=tiles, **options)
+            options = {} if apart else {"norm": Norm(self.norm, 1e-6)}
+
+        def multiply(weight: Weight) -> Tensor:
+            operand = norm_tokens(x, self.norm, 1e-6) if apart else x
+            return dense_product(operand, weight, tiles=tiles, **options)
+
+        return multiply
 
     def expected(self, tokens: int) -> Tensor:
         """Return the result of the first call, in fp64."""
@@ -153,7 +163,7 @@ class Product:
                 for row, own in zip(x, choice, strict=True)
             ]
             return torch.cat(found)
-        if case.product == "wqkv" and tokens <= TILE:
+        if case.product == "wqkv":
             x = torch.nn.functional.rms_norm(x, (case.width,), self.norm.double(), 1e-6)
         product = x @ self.weights.unpack(torch.tensor(0, device=BFLOAT16["device"])).T
         return product if case.product == "wqkv" else product + self.residual[:tokens].double()
@@ -169,13 +179,17 @@ class Product:
             default = choose_few(weight, case.product == "gate_up", tile)
         else:
             default = choose_few_tiles(weight, tokens)
-        found = {f"default: {default}": default}
+        most = dense.NORMED[BITS[weight.kind]]
+        normed = "normed, " if case.product == "wqkv" and tokens > most else ""
+        found: dict[str, FewTiles | Tiles] = {f"{normed}default: {default}": default}
         blocks = [size for size in (8, 16) if tokens % size == 0 and tokens > size]
         blocked = [(*tiling, size) for tiling in BLOCKED for size in blocks]
         for tiling in (TILINGS if case.E or not blocked else blocked)[:most]:
             tiles = FewTiles(*tiling)
-            if tiles != default:
+            if tiles != default and (case.product != "wqkv" or tokens <= TILE):
                 found[str(tiles)] = tiles
+            if case.product == "wqkv":
+                found[f"normed, {tiles}"] = tiles
         if not case.E and tokens <= 2 * max(dense.IN_REGISTERS.values()):
             tilings = [choose_tiles(weight, weight.quads, 1), *tilings_of(weight.quads, 1)]
             plain = [tiles for tiles in tilings if not tiles.stay][: min(most, REGISTER_FORMS)]
@@ -191,7 +205,7 @@ def check(case: Case, counts: list[int], most: int) -> dict[str, str]:
         expected, argument = product.expected(tokens), product.arguments(tokens)[0]
         for name, tiles in product.forms(tokens, most).items():
             try:
-                got = product.runner(tokens, tiles)(argument).double()
+                got = product.runner(tokens, name, tiles)(argument).double()
             except Exception as failure:  # another tiling may work
                 wrong[f"{tokens} {name}"] = f"{type(failure).__name__}: {str(failure)[:200]}"
                 continue
@@ -225,7 +239,8 @@ def measure(case: Case, counts: list[int], most: int, wrong: dict[str, str]) -> 
         for name, tiles in product.forms(tokens, most).items():
             if f"{tokens} {name}" in wrong:
                 continue
-            seconds = graph_seconds(product.runner(tokens, tiles), arguments, repeats=8)
+            run = product.runner(tokens, name, tiles)
+            seconds = graph_seconds(run, arguments, repeats=8)
             row = {"case": str(case), "tokens": tokens, "form": name}
             row |= {"us": round(seconds * 1e6, 2), "GB/s": round(nbytes / seconds / 1e9)}
             rows.append(row)

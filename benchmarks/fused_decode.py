@@ -40,7 +40,7 @@ from ops.products import pipeline
 from ops.products.quantized_x import quantize_tokens
 from ops.products.tilings import Tiles
 from ops.products.weights import INTEGERS, Weight
-from runtime import fused_decode
+from runtime import fused_layer
 from runtime.fused_decode import FusedRunner
 from runtime.loading import check_decode_kernels, load_model
 from runtime.runner import CompiledRunner
@@ -49,11 +49,11 @@ from runtime.weights import bytes_per_token
 MAX_DIFFERENCE = 0.02
 CACHE = 256  # positions
 ROUTERS = ((1, 8), (2, 4), (2, 8))  # rows, warps of norm and router
-Product = tuple[str, int, int, int]  # kind, rows of the weight, quads of x, loads
+Product = tuple[str, int, int, int, int]  # kind, rows of the weight, quads of x, loads, tokens
 
 choose_tiles = pipeline.choose_tiles
 down = moe_decode.down
-norm_router = fused_decode.norm_router
+norm_router = fused_layer.norm_router
 
 
 def down_of_integers(x: Tensor, weight: Weight, *rest, **options):
@@ -140,17 +140,17 @@ class Tuning:
         self.chosen: dict[Product, Tiles] = {}
         self.seen: dict[Product, Weight] = {}
 
-    def choose(self, weight: Weight, quads: int, loads: int) -> Tiles:
-        product = weight.kind, weight.out, quads, loads
+    def choose(self, weight: Weight, quads: int, loads: int, tokens: int = 1) -> Tiles:
+        product = weight.kind, weight.out, quads, loads, tokens
         self.seen[product] = weight
-        return self.chosen.get(product) or choose_tiles(weight, quads, loads)
+        return self.chosen.get(product) or choose_tiles(weight, quads, loads, tokens)
 
     def tune(self, measure: Callable[[], float], seconds: float) -> list[dict]:
         """Try tilings of each product for `seconds`, and keep the best -> a row for each try."""
         rows, best = [], measure()
         for product, weight in list(self.seen.items()):
-            _, _, quads, loads = product
-            start = choose_tiles(weight, quads, loads)
+            _, _, quads, loads, tokens = product
+            start = choose_tiles(weight, quads, loads, tokens)
             end = time.perf_counter() + seconds
             for tiles in tilings_of(quads, loads) if seconds else ():
                 if tiles == start or time.perf_counter() > end:
@@ -181,7 +181,7 @@ def measure_fused(model: Transformer, plain: Layers, options: argparse.Namespace
         variants = result["variants"] = {}
         for rows, warps in ROUTERS:
             changed = partial(norm_router, rows=rows, warps=warps)
-            with mock.patch.object(fused_decode, "norm_router", changed):
+            with mock.patch.object(fused_layer, "norm_router", changed):
                 variants[f"router of {rows} rows, {warps} warps"] = layers.microseconds()
         result["tilings"] = tuning.tune(layers.microseconds, options.tune)
         result["best_us"] = layers.microseconds()

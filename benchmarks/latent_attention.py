@@ -28,8 +28,8 @@ from ops.attention.mla_settings import Tile
 from ops.attention.softmax import MAX_PARTS
 from ops.inductor import configure_inductor
 from ops.plain.attention import BLOCK, blocks_in_use, causal_bias
-from runtime.fused_decode import choose_attention
 from runtime.fused_latent_attention import FusedLatentAttention
+from runtime.fused_layer import choose_attention
 
 MAX_LAYERS, MAX_BYTES = 16, 8 << 30
 HEADER = "cache    position         tile   parts     core us   kernels us   differs"

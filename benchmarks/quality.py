@@ -30,6 +30,7 @@ Scheme = tuple[str, str, int | None]  # formats of attention and experts, the so
 
 HALF_QUADRATIC = PLAIN, "hqq4", "hqq3", "hqq2"  # 16, 4, 3 and 2 bits
 OTHERS = "int8", "fp8", "fp8b", "int4", "mxfp4"
+GGUF = "q8_0", "q6_k", "q5_k", "q4_k", "q4_0", "iq4_nl", "iq4_xs"
 
 
 def schemes() -> list[Scheme]:
@@ -37,7 +38,7 @@ def schemes() -> list[Scheme]:
     found = [
         (attention, experts, None) for attention in HALF_QUADRATIC for experts in HALF_QUADRATIC
     ]
-    found += [(name, name, None) for name in OTHERS] + [(PLAIN, "mxfp4", None)]
+    found += [(name, name, None) for name in (*OTHERS, *GGUF)] + [(PLAIN, "mxfp4", None)]
     return found + [(name, name, 0) for name, format in FORMATS.items() if format.has_solver]
 
 
@@ -55,7 +56,7 @@ def pack(
     attention, experts, iterations = scheme
     model = build_model(args_of_checkpoint(source))
     formats = [FORMATS[name] for name in (attention, experts) if name != PLAIN]
-    group = None if all(format.per_row for format in formats) else group_size
+    group = None if all(format.has_own_group for format in formats) else group_size
     format = plan_format(model, attention, experts, group_size=group)
     options = {"iterations": iterations, "progress": False}
     return Checkpoint(quantize(source, format, model, target, device, **options))

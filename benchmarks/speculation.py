@@ -18,16 +18,19 @@ faulty rollback could accept more.
 """
 
 import argparse
+import json
 import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
 from benchmarks.cuda_timing import require_gpu
 from benchmarks.decode_speed import distinct_experts, open_session, read_bandwidth
+from benchmarks.kernel_profile import record_kernels
 from cli.options import (
     add_compile_cache,
     add_decode_kernels,
@@ -198,8 +201,8 @@ def gpu_seconds(
     return statistics.median(times[3:])
 
 
-def measure_shape(name: str, options: argparse.Namespace, ceiling: float) -> None:
-    """Print the tables of one model, NAME:FORMAT."""
+def measure_shape(name: str, options: argparse.Namespace, ceiling: float) -> dict:
+    """Print the tables of one model, NAME:FORMAT. Return what --json has of it."""
     arch, _, options.mode = name.partition(":")
     options.mode = options.mode or "bf16"
     args = architecture(arch)
@@ -212,12 +215,14 @@ def measure_shape(name: str, options: argparse.Namespace, ceiling: float) -> Non
     print("\n".join(step_lines(steps, ceiling)), flush=True)
     speculation = Speculation(session, max(1, *options.drafts))
     speculation.drafter = RandomDrafter(session, speculation.count)
-    measure_passes(speculation, options)
+    passes = {"lookup": measure_passes(speculation, options)}
     if head := random_head(session.model, options.mode):
         print("drafts by the head", flush=True)
         ids = range(DRAFT_VOCAB)
         speculation = Speculation(session, min(speculation.count, 7), head=head, draft_ids=ids)
-        measure_passes(speculation, options)
+        passes["head"] = measure_passes(speculation, options)
+    texts = {"arch": arch, "mode": options.mode, "gpu": torch.cuda.get_device_name()}
+    return texts | {"read_gb_s": round(ceiling / 1e9), "passes": passes}
 
 
 def random_head(model: Transformer, mode: str) -> Transformer | None:
@@ -229,8 +234,8 @@ def random_head(model: Transformer, mode: str) -> Transformer | None:
     return load_model(RandomWeights(args, number_format(mode, args)), device, share=model)
 
 
-def measure_passes(speculation: Speculation, options: argparse.Namespace) -> None:
-    """Print the table of passes with each number of drafts."""
+def measure_passes(speculation: Speculation, options: argparse.Namespace) -> list[dict]:
+    """Print the table of passes with each number of drafts; return its first columns."""
     sampling, spent = Sampling(options.temperature, seed=0), {}
     for drafts in sorted({0, *options.drafts}):
         if drafts > speculation.count:
@@ -243,7 +248,20 @@ def measure_passes(speculation: Speculation, options: argparse.Namespace) -> Non
         print(f"{drafts} drafts: ready in {time.perf_counter() - start:.1f} s", flush=True)
         seconds = pass_seconds(speculation, drafts, options.new_tokens, options.repeats, sampling)
         spent[drafts] = seconds, gpu_seconds(run, 20)  # from where the last answer ended
+        if options.kernels:
+            print_kernels(run)
     print("\n".join(pass_lines(spent)), flush=True)
+    return [
+        {"drafts": drafts, "ms": round(spent * 1e3, 3), "graph_ms": round(on_gpu * 1e3, 3)}
+        for drafts, (spent, on_gpu) in spent.items()
+    ]
+
+
+def print_kernels(run: Callable[[], None]) -> None:
+    """Print start, time and name of each kernel of a captured pass."""
+    events = sorted(record_kernels(run), key=lambda event: event[1])
+    for name, start, us in events:
+        print(f"    {start - events[0][1]:8.1f} {us:7.1f} us  {name[:100]}", flush=True)
 
 
 # Text ---------------------------------------------------------------------------------------------
@@ -326,6 +344,8 @@ def build_parser() -> Parser:
     add("--tokens", type=int, nargs="+", default=TOKENS, metavar="T", help="tokens of a step")
     parser.add_number("--new_tokens", "tokens of an answer (200)", 200)
     parser.add_number("--repeats", "answers measured (3)", 3)
+    add("--json", metavar="FILE", help="write the times of passes; {} becomes the model's name")
+    parser.add_flag("--kernels", "also the kernels of a pass")
     add("--temperature", type=float, default=0.0, metavar="X", help="0 is greedy (0)")
     parser.begin_group("speed and precision", "how the model is run")
     add_prefill_options(parser)
@@ -358,7 +378,10 @@ def main() -> None:
     require_gpu(parser)
     ceiling = read_bandwidth(torch.device("cuda"))
     for name in options.arch:
-        measure_shape(name, options, ceiling)
+        result = measure_shape(name, options, ceiling)
+        if options.json:
+            text = json.dumps(result, indent=1) + "\n"
+            Path(options.json.format(name.partition(":")[0])).write_text(text)
         free_memory(compiled=True)
 
 

@@ -33,7 +33,8 @@ from ops.products.dense import Norm, dense_product
 from ops.products.experts import down, multiply_each
 from ops.products.tilings import Tiles, choose_tiles
 from ops.products.weights import BITS, Weight, packed_weight, plain_weight
-from runtime.fused_decode import FusedLayer, fused_head, fused_layers
+from runtime.fused_decode import fused_head
+from runtime.fused_layer import FusedLayer, fused_layers
 from tp import ModelShard
 
 LAYERS = 4  # they have each kind of layer
@@ -165,9 +166,10 @@ class Product:
 
     def __init__(self, shape: Shape):
         self.shape, n = shape, max(shape.experts, 1)
-        kinds = {f.kind: name for name, f in FORMATS.items() if f.bits == BITS.get(f.kind)}
+        fields = {kind: 32 // bits for kind, bits in BITS.items()}
+        kinds = {f.kind: n for n, f in FORMATS.items() if fields.get(f.kind) == f.codes_per_word}
         width, mode = shape.quads * 128 // BITS[shape.kind], kinds.get(shape.kind, PLAIN)
-        group = None if mode == PLAIN or FORMATS[mode].per_row else shape.group
+        group = None if mode == PLAIN or FORMATS[mode].has_own_group else shape.group
         cache = torch.cuda.get_device_properties().L2_cache_size
         self.nbytes = n * Weights(mode, (1, shape.out, width), group).nbytes
         copies = max(4, -(-L2_SIZES * cache // self.nbytes))

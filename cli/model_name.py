@@ -9,7 +9,10 @@ from typing import NamedTuple
 from urllib.parse import urlsplit
 
 PLAIN = "bf16"
-PUBLISHED = PLAIN, "mxfp4", "fp8b"  # formats that a conversion keeps
+# Formats that a conversion keeps. A checkpoint without a record may have been made by quantize.py:
+# only the first formats then count as published.
+UNRECORDED = PLAIN, "mxfp4", "fp8b"
+PUBLISHED = *UNRECORDED, "nvfp4", "int4", "uint4", "fp8", "int8"
 MODEL_NAME = "OWNER/NAME[:FORMAT]"
 PART = r"\w(?:[.-]?\w)*"  # the Hub's rule: neither "--" nor "..", no dash or dot at either end
 

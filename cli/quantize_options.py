@@ -12,8 +12,12 @@ from cli.options import (
 )
 from cli.parser import Parser
 
-HEADS = "int8 with int8, fp8, int4; bf16 with the others"
-GROUPS = "128 for fp8b and int4, 64 for hqq4 and hqq3, 32 for mxfp4, 16 for hqq2"
+HEAD_FORMATS = PLAIN, "int8", "q8_0", "q6_k"
+HEADS = (
+    "int8 with int8, fp8, int4, uint4; q8_0 with q8_0, q4_0, iq4_nl; q6_k with q6_k, q5_k, q4_k, "
+    "iq4_xs; bf16 with the others"
+)
+GROUPS = "128 for fp8b, int4 and uint4, 64 for hqq4 and hqq3, 32 for mxfp4, 16 for hqq2"
 
 
 def build_parser() -> Parser:
@@ -30,7 +34,7 @@ def build_parser() -> Parser:
     source = "a converted checkpoint, not quantized yet, or a directory of Hugging Face files"
     parser.add_path("--checkpoint_path", source)
     add_model_name(parser)
-    mode = "format of attention and experts; mxfp4: of experts alone"
+    mode = "format of attention and experts; mxfp4, nvfp4: of experts alone"
     parser.add_argument("--mode", choices=format_names(), help=mode)
     parser.add_path("--output_dir", "default: model_<format> beside the checkpoint")
     parser.add_flag("--force", "replace an existing checkpoint")
@@ -47,7 +51,7 @@ def add_format_options(parser: Parser) -> None:
     add("--attention", help="attention weights; default: --mode's", **settings)
     experts = "expert (and dense feed-forward) weights; default: --mode's"
     add("--experts", help=experts, **settings)
-    add("--head", choices=(PLAIN, "int8"), help=f"default: {HEADS}")
+    add("--head", choices=HEAD_FORMATS, help=f"default: {HEADS}")
     sizes = f"default: {GROUPS}; halved until it divides a tensor's rows"
     parser.add_number("--group_size", f"numbers that share a scale; {sizes}")
     solver = "iterations of the hqq solver; default: 20; 0 rounds to nearest"

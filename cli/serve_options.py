@@ -56,7 +56,7 @@ def build_parser() -> Parser:
     origin = "origin of web pages that may use the API, such as http://localhost:3000"
     add("--cors_origin", metavar="URL", help=origin)
     add_hub_options(parser)
-    parser.begin_group("speculative decoding", "draft tokens of an answer that is decoded alone")
+    parser.begin_group("speculative decoding", "draft tokens while up to four answers are decoded")
     sources = (
         "lookup: draft from the text so far; mtp: by the model's head for multi-token prediction, "
         "with --max_batch 1; auto: by lookup, with --max_batch 1 by both, where that is measured "

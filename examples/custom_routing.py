@@ -4,7 +4,7 @@
 
 The idea here: experts' outputs count `factor` times. Every path of PyTorch runs a changed `route`
 as it is. The fused kernels do not, and leave the layer to PyTorch, until the class declares by
-`fused_decode_settings` what they have to compute in its place (runtime/fused_decode.py).
+`fused_decode_settings` what they have to compute in its place (runtime/fused_layer.py).
 """
 
 from torch import Tensor
@@ -13,7 +13,7 @@ from eval import perplexity
 from generate import EMBEDDED, embedded_checkpoint, generate
 from model import MoE
 from ops.declared import ExpertAdditions, Routing
-from runtime.fused_decode import fused_layers
+from runtime.fused_layer import fused_layers
 from runtime.loading import load_model
 from runtime.sampling import Sampling
 from runtime.session import Session

@@ -38,6 +38,8 @@ class Format:
     blocks = False  # a group is of G rows too
     head_format = PLAIN  # format of the head, unless the user chooses one
     attention_format: str | None = None  # format of attention with --mode; None: this one
+    narrow: str | None = None  # format of rows that G does not divide; None: they are refused
+    gguf_type: str | None = None  # name of its blocks in GGUF files, which `from_blocks` reads
 
     # What a format defines ------------------------------------------------------------------------
 
@@ -58,6 +60,13 @@ class Format:
         x = materialize(x)  # or Inductor recomputes SwiGLU in every row of the product
         return (self.unpack(parts, group) * x.unsqueeze(-2).float()).sum(-1)
 
+    def from_blocks(self, blocks: Tensor) -> Parts:
+        """Blocks of a GGUF file, uint8 [..., out, bytes of a row] -> parts, the same numbers.
+
+        Raises ValueError for a row that is not of whole blocks.
+        """
+        raise NotImplementedError
+
     def code_layout(self, rows: tuple[int, ...], width: int) -> Layout:
         """Return the layout of the codes of rows [*rows, width]."""
         return {"codes": ((*rows, width * self.bits // 32), torch.int32)}
@@ -70,6 +79,11 @@ class Format:
     def min_group(self) -> int:
         """The smallest G: as many codes as a word has."""
         return 32 // self.bits
+
+    @property
+    def has_own_group(self) -> bool:
+        """Whether G is the format's own, so that --group_size is refused."""
+        return self.per_row
 
     @property
     def codes_per_word(self) -> int:
@@ -85,14 +99,24 @@ class Format:
 
     # What follows from that -----------------------------------------------------------------------
 
-    def layout(self, shape: torch.Size, group: int) -> Layout:
-        """Return shape and dtype of each part of a weight [..., out, in], in the parts' order."""
+    def layout(self, shape: torch.Size, group: int, scale: torch.dtype | None = None) -> Layout:
+        """Return shape and dtype of each part of a weight [..., out, in], in the parts' order.
+
+        scale: the dtype of `scale`, if published scales have another one than ours.
+        """
         *rows, width = shape
-        return self.code_layout(rows, width) | self.scale_layout(rows, width, group)
+        layout = self.code_layout(rows, width) | self.scale_layout(rows, width, group)
+        if scale is not None:
+            layout["scale"] = layout["scale"][0], scale
+        return layout
 
     def fits(self, width: int, group: int) -> bool:
         """Whether groups of this size divide rows of `width` numbers into whole words."""
         return group % self.min_group == 0 and width % group == 0
+
+    def name_for(self, width: int) -> str:
+        """Return the name of the format of rows of `width` numbers: this one, or `narrow`."""
+        return self.narrow if self.narrow and width % self.group else self.name
 
     def choose_group(self, width: int, group: int | None) -> int:
         """Return the G for rows of `width` numbers; group: the one asked for, or None.
@@ -122,6 +146,8 @@ class Format:
 
         No number changes: codes are put in another order, and scales are repeated.
         """
+        if group == smaller:  # a format with a G of its own has no smaller groups
+            return part
         if name == "codes":
             bits = 32 // self.codes_per_word
             return pack_words(unpack_words(part, bits, group), bits, smaller)
@@ -134,7 +160,7 @@ class Format:
         A word is two units of 16 bits. The kernel unpacks `run` neighboring units side by side:
         their first fields, then their second fields, and so on.
         """
-        run = grouped_run(x.shape[-1], self.bits)
+        run = grouped_run(x.shape[-1], 32 // self.codes_per_word)
         ordered = interleave(x, self.codes_per_word, group).unflatten(
             -1, (-1, run, self.codes_per_word // 2)
         )

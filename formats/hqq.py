@@ -229,7 +229,9 @@ def quantize_rows(values: Tensor, name: str) -> Parts:
 
 
 def dequantize_rows(parts: Parts, name: str) -> Tensor:
-    """Invert `quantize_rows`."""
+    """Invert `quantize_rows`. Values without a step are what they are."""
+    if f"{name}_step" not in parts:
+        return parts[name].float()
     return parts[name].float() * parts[f"{name}_step"].float() + parts[f"{name}_low"].float()
 
 

@@ -82,13 +82,22 @@ def choose(request: Request) -> Implementation:
 class Packed(nn.Module):
     """A weight [..., out, in] in a format: its parts are the module's parameters."""
 
-    def __init__(self, module: Linear | ExpertLinear, format: str, group: int):
-        """module: the one to replace; its bias is kept. Raises ValueError for a misfit group."""
+    def __init__(
+        self,
+        module: Linear | ExpertLinear,
+        format: str,
+        group: int,
+        scale: torch.dtype | None = None,
+    ):
+        """module: the one to replace; its bias is kept. scale: as of `Format.layout`.
+
+        Raises ValueError for a misfit group.
+        """
         super().__init__()
         weight = module.weight
         self.format, self.group, self.width = format, group, weight.shape[-1]
         FORMATS[format].choose_group(self.width, group)
-        self.layout = FORMATS[format].layout(weight.shape, group)
+        self.layout = FORMATS[format].layout(weight.shape, group, scale)
         for name, (shape, dtype) in self.layout.items():
             part = torch.empty(shape, dtype=dtype, device=weight.device)
             self.register_parameter(name, nn.Parameter(part, requires_grad=False))
@@ -111,7 +120,7 @@ class Packed(nn.Module):
         Raises ValueError if that has no kernels for the format, or for groups that are too small.
         """
         format = FORMATS[self.format]
-        if BITS.get(format.kind) != format.bits:
+        if BITS.get(format.kind, 0) * format.codes_per_word != 32:
             raise ValueError(f"no kernel for {self.format}")
         return packed_weight(list(self.parts().values()), format.kind, self.group)
 

@@ -1,7 +1,8 @@
 """Which modules of a model get which format, and writing a checkpoint in it.
 
 A checkpoint's "format" is {"name", "dtype", "modules": {module: {"format", "group_size"}}}; without
-"modules" nothing is packed. Functions here take the model that it belongs to, on the meta device.
+"modules" nothing is packed. A module may have "scale", too: the dtype of published scales.
+Functions here take the model that it belongs to, on the meta device.
 """
 
 import re
@@ -79,7 +80,7 @@ def check_formats(names: dict[str, str], group_size: int | None) -> None:
         raise ValueError(
             "nothing is to be quantized: give --mode, --attention, --experts or --head a format"
         )
-    if group_size is not None and all(format.per_row for format in packed):
+    if group_size is not None and all(format.has_own_group for format in packed):
         raise ValueError(
             f"--group_size {group_size}: none of these formats has groups, leave it out"
         )
@@ -97,9 +98,10 @@ def packable_sizes(model: Transformer, names: dict[str, str]) -> Packable:
         packable = isinstance(module, Linear | ExpertLinear) and not path.endswith(NEVER_PACKED)
         if packable and names[role] != PLAIN:
             sizes = [module.weight.shape[-1]]
-            if has_gate_and_up(path) and FORMATS[names[role]].blocks:
+            name = FORMATS[names[role]].name_for(sizes[0])
+            if has_gate_and_up(path) and FORMATS[name].blocks:
                 sizes.append(module.weight.shape[-2] // 2)  # each has blocks of its own
-            chosen[path] = names[role], tuple(sizes)
+            chosen[path] = name, tuple(sizes)
     return chosen
 
 
@@ -117,7 +119,7 @@ def plan_modules(chosen: Packable, group_size: int | None) -> dict[str, dict]:
     for path, (name, sizes) in chosen.items():
         format = FORMATS[name]
         try:
-            if format.per_row or group_size is None:
+            if format.has_own_group or group_size is None:
                 group = format.choose_group(gcd(*sizes), None)
             else:
                 group = min(format.choose_group(size, group_size) for size in sizes)
@@ -148,7 +150,7 @@ def suggest_fix(chosen: Packable, group_size: int | None) -> str:
 
     def fit(group: int | None) -> bool:
         return all(
-            format.per_row or format.fits(size, group or format.default_group(size))
+            format.has_own_group or format.fits(size, group or format.default_group(size))
             for format, size in grouped
         )
 
@@ -167,7 +169,7 @@ def describe_groups(format: dict) -> str:
     """
     found: dict[str, Counter] = {}
     for path, spec in format.get("modules", {}).items():
-        if not FORMATS[spec["format"]].per_row:
+        if not FORMATS[spec["format"]].has_own_group:
             leaf = re.sub(r"^layers\.\d+\.", "", path)
             found.setdefault(spec["format"], Counter())[spec["group_size"], leaf] += 1
     texts = []
@@ -235,18 +237,23 @@ def pack_modules(model: Transformer, format: dict) -> None:
 
 def packed_module(module: nn.Module, path: str, spec: dict) -> Packed:
     """Return the packed module that replaces this one. Raises one of the errors caught above."""
-    name, group = spec["format"], spec["group_size"]
+    name, group, scale = spec["format"], spec["group_size"], scale_dtype(spec)
     if type(group) is not int:
         raise TypeError
     if isinstance(module, ExpertLinear):
-        packed = PackedExpertLinear(module, name, group)
+        packed = PackedExpertLinear(module, name, group, scale)
     elif isinstance(module, Linear):
-        packed = PackedLinear(module, name, group)
+        packed = PackedLinear(module, name, group, scale)
     else:
         raise TypeError
     if has_gate_and_up(path) and FORMATS[name].blocks and module.weight.shape[1] % (2 * group):
         raise ValueError("gate and up are not of whole blocks")
     return packed
+
+
+def scale_dtype(spec: dict) -> torch.dtype | None:
+    """Return the dtype of a module's scales; None: its format's. Raises KeyError for another."""
+    return DTYPES[spec["scale"]] if "scale" in spec else None
 
 
 def pack_weight(
@@ -261,7 +268,7 @@ def pack_weight(
     options = {"iterations": iterations} if format.has_solver and iterations is not None else {}
     parts = {
         name: torch.empty(shape, dtype=dtype, device=device)
-        for name, (shape, dtype) in format.layout(weight.shape, group).items()
+        for name, (shape, dtype) in format.layout(weight.shape, group, scale_dtype(spec)).items()
     }
     height, width = weight.shape[-2:]
     size = CPU_CHUNK if device.type == "cpu" else PACK_CHUNK

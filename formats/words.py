@@ -44,6 +44,40 @@ def unpack_words(words: Tensor, bits: int, group: int) -> Tensor:
     return interleave(ordered, group // fields, group)
 
 
+def pack_nibbles(codes: Tensor, group: int = 32) -> Tensor:
+    """Codes of 4 bits, uint8 [..., n] -> int32 [..., n / 8], as `pack_words`.
+
+    Fast in groups of 32, since files are read by it: four codes, those of the words of a run, are
+    one integer.
+    """
+    if group != 32:
+        ordered = interleave(codes, 8, group)
+        return (ordered[..., ::2] | ordered[..., 1::2] << 4).view(torch.int32)
+    of_words = codes.contiguous().view(torch.int32).unflatten(-1, (-1, 4, 2))
+    both = of_words[..., 0] | of_words[..., 1] << 4  # of a run: byte of a word; word
+    return (
+        both.view(torch.uint8).unflatten(-1, (4, 4)).transpose(-1, -2).flatten(-3).view(torch.int32)
+    )
+
+
+def nibbles(packed: Tensor) -> Tensor:
+    """Bytes of two 4-bit codes, the first in the low bits [..., n] -> uint8 [..., 2 n]."""
+    return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
+
+
+def nibbles_to_words(packed: Tensor, group: int) -> Tensor:
+    """Bytes of two 4-bit codes, the first in the low bits [..., n] -> `pack_words` of them.
+
+    Byte j + k * group / 16 of a group has field k of the words 2 j and 2 j + 1.
+    """
+    if group == 8:
+        return packed.contiguous().view(torch.int32)
+    fields = packed.unflatten(-1, (-1, 8, group // 16)).transpose(-1, -2).contiguous()
+    first, second = fields[..., ::2], fields[..., 1::2]
+    low, high = first & 15 | second << 4, first >> 4 | second & 0xF0
+    return torch.stack((low, high), dim=-2).flatten(-4).view(torch.int32)
+
+
 def bytes_to_words(codes: Tensor, group: int) -> Tensor:
     """Codes of one byte each [..., n] -> int32 [..., n / 4]."""
     return interleave(codes.view(torch.uint8), 4, group).view(torch.int32)

@@ -21,6 +21,7 @@ from hub.disk import RECORDS
 from hub.errors import AGAIN, FAILURES, NoAnswer, asking, describe_error
 from hub.threads import bar_class, in_threads
 from models import args_from_hf
+from models.quantization import MODELOPT_FILE
 
 INDEX = "model.safetensors.index.json"
 FILES_AT_ONCE = 8
@@ -42,7 +43,7 @@ class Repository(NamedTuple):
     @property
     def identity(self) -> dict[str, tuple[int, str]]:
         """Size and hash of the files that define the weights; equal in commits that leave them."""
-        names = {*self.weights, "config.json", INDEX} & self.sizes.keys()
+        names = {*self.weights, "config.json", INDEX, MODELOPT_FILE} & self.sizes.keys()
         return {name: (self.sizes[name], self.digests[name]) for name in sorted(names)}
 
 
@@ -65,7 +66,7 @@ def wanted(names: list[str]) -> list[str]:
         )
     if "config.json" not in top:
         raise ValueError("the repository holds no config.json; choose one in Hugging Face layout")
-    others = {"config.json", INDEX, *SIDE_FILES}
+    others = {"config.json", INDEX, MODELOPT_FILE, *SIDE_FILES}
     return sorted(weights) + sorted(others & set(names))
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from cli.command import printable
 from cli.files import is_own_directory, is_own_file, read_regular
-from cli.model_name import PUBLISHED, ModelName, models_folder, parse_model_name
+from cli.model_name import PUBLISHED, UNRECORDED, ModelName, models_folder, parse_model_name
 from cli.resumable import SUFFIX, remove_partial
 from cli.staging import LOCK, recover, remove, remove_tree, take_lock
 
@@ -89,7 +89,8 @@ def find_checkpoint(name: ModelName, revision: str | None = None) -> Path | None
 def is_published(directory: Path) -> bool:
     """Whether a checkpoint has the format that its model was published in."""
     published = read(directory / SOURCE).get("published")
-    return published is None or directory.name == f"model_{published}"
+    names = UNRECORDED if published is None else (published,)
+    return directory.name in {f"model_{name}" for name in names}
 
 
 def check_revision(directory: Path, name: ModelName, revision: str | None) -> None:

@@ -40,6 +40,7 @@ from hub.shards import AHEAD, Downloads, Folder, Shard, complete_files, read_hea
 from model import ModelArgs
 from models import args_of_checkpoint, build_model, family_of_config
 from models.converter import Conversion, weight_files
+from models.published_tensors import read_config
 
 ELSEWHERE = "name another folder: MOE_FAST_CHECKPOINTS=DIR"
 
@@ -198,7 +199,7 @@ def fetch_small_files(
     choose_of_published(name, args, published, PLAIN, choose_format)
     for file in repository.sizes.keys() - repository.weights:
         fetch_file(repository, file, directory, Silent)
-    return published or PLAIN
+    return family.published_format(read_config(directory)) or PLAIN
 
 
 def choose_of_published(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from cli.model_name import PUBLISHED
+from cli.model_name import UNRECORDED
 from cli.options import parse_size
 from formats.kv_cache import KV_CACHES
 from formats.packed import weight_bytes
@@ -290,7 +290,7 @@ def format_advice(options: argparse.Namespace, source) -> Callable[[str], str] |
     origin = read(directory / SOURCE)
     repo_id = options.model and options.model.partition(":")[0]
     if "modules" in source.format:
-        if origin.get("published", name if name in PUBLISHED else None) == name:
+        if origin.get("published", name if name in UNRECORDED else None) == name:
             return None
         if repo_id is None:
             return requantize_advice(directory, origin.get("repo_id"))

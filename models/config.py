@@ -8,6 +8,8 @@ file has.
 import dataclasses
 from typing import get_args
 
+from models.quantization import published_format
+
 # Keys that are one field of ModelArgs in every family. A family adds rows (`field_of_key`).
 COMMON_FIELDS = dict(
     vocab_size="vocab_size",
@@ -115,40 +117,9 @@ ROPE_NULLABLE = (
     "attention_factor",
 )
 
-# By quant_method: the name in formats.FORMATS, and what quantization_config must have besides.
-PUBLISHED: dict[str, tuple[str, dict]] = {
-    "fp8": (
-        "fp8b",
-        {"fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
-    ),
-    "mxfp4": ("mxfp4", {}),
-}
-
 MAX_NUMBER = 1e30
 MAX_INTEGER = 1 << 24
 MAX_INTEGERS = dict(num_hidden_layers=4096, num_experts=4096, num_nextn_predict_layers=4096)
-
-
-def published_format(config: dict, methods: tuple[str, ...]) -> str | None:
-    """Return the format that config.json says its weights have, None for 16 or 32 bits.
-
-    methods: the quant_methods that the family is published in. Raises ValueError naming any other.
-    """
-    given = config.get("quantization_config")
-    if given is None:
-        return None
-    method = given.get("quant_method", given) if isinstance(given, dict) else given
-    what = f"quantization_config = {method!r}"
-    if isinstance(given, dict) and method in methods:
-        name, required = PUBLISHED[method]
-        wrong = [key for key, value in required.items() if given.get(key) != value]
-        # transformers' FineGrainedFP8Config writes no fmt; e4m3 is then meant.
-        if not wrong or (wrong == ["fmt"] and given.get("fmt") is None):
-            return name
-        what = f"quantization_config's {wrong[0]} = {given.get(wrong[0])!r}"
-    raise ValueError(
-        f"config.json: {what} is not supported; fetch the original bf16 or fp16 checkpoint"
-    )
 
 
 # Keys beside text_config that say something about the language model.

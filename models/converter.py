@@ -14,12 +14,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 from tqdm import tqdm
 
 from checkpoint import (
     DTYPES,
-    NAMES,
     SIDE_FILES,
     TOKENIZER_FILES,
     Layout,
@@ -27,21 +25,26 @@ from checkpoint import (
     SafetensorsFile,
     Writer,
     is_checkpoint,
-    is_finite,
     nbytes_of,
     read_json,
-    split_rows,
 )
 from formats import FORMATS
 from formats.quantizer import MTP, Packing, add_head
-from formats.words import bytes_to_words
 from model import ModelArgs
 from models import args_from_hf, family_of_config
 from models.family import Family, PublishedLayout
 from models.multi_token import head_recipes
-from models.pieces import consecutive_sources
-from models.published_tensors import PLAIN_DTYPES, SCALE, PublishedTensors
-from models.tensors import WHOLE, Recipe, Recipes
+from models.pieces import tensor_pieces
+from models.published_recipes import block_recipes, part_recipes, place_shape
+from models.published_tensors import SCALE, PublishedTensors, read_config
+from models.published_weights import (
+    NOT_NEEDED,
+    Part,
+    PublishedWeight,
+    find_weight,
+)
+from models.quantization import Published
+from models.tensors import Recipe, Recipes
 from tokenizer import load_tokenizer
 
 DOWNLOAD = "python scripts/download.py --repo_id OWNER/NAME"
@@ -113,52 +116,6 @@ def refuse_other_files(directory: Path) -> None:
     raise ValueError(f"{directory} has no safetensors files; fetch them: {DOWNLOAD}")
 
 
-def place_shape(shape: tuple[int, ...], place: tuple) -> tuple[int, ...]:
-    """Return the shape of what has this place (ints and slices) in a tensor of that shape."""
-    sizes = (
-        len(range(n)[at]) for n, at in zip(shape, place, strict=False) if isinstance(at, slice)
-    )
-    return *sizes, *shape[len(place) :]
-
-
-def block_recipes(ours: str, recipe: Recipe, format: str, tensors: PublishedTensors) -> Recipes:
-    """Turn a weight's recipe into those of its codes and scales in block FP8.
-
-    Raises ValueError if the published blocks are not whole ones of ours.
-    """
-    group, path = FORMATS[format].group, ours.removesuffix(".weight")
-    shape, dtype = FORMATS[format].layout(recipe.shape, group)["scale"]
-    transform = recipe.transform or (lambda t: t)
-    rows = torch.arange(recipe.shape[-2]).unsqueeze(1)
-    blocks = transform(rows).flatten() // group  # the block that each row of ours comes from
-    order = blocks[::group]
-    if not torch.equal(blocks, order.repeat_interleave(group)[: len(rows)]):
-        raise ValueError(
-            f"{ours}: rows would leave their blocks of {group}; fetch the original bf16 checkpoint"
-        )
-    scales = {}
-    for name, place in recipe.sources.items():
-        sizes = place_shape(recipe.shape, place)
-        begin = next((at.start for at in place if isinstance(at, slice)), 0)
-        if begin % group or sizes[-1] % group:
-            what = (
-                f"{tensors.original(name)} {list(sizes)} has no place among whole blocks of {group}"
-            )
-            fix = "fetch the original bf16 checkpoint"
-            raise ValueError(f"{what}, at row {begin} of {ours}; {fix}")
-        scales[name + SCALE] = tuple(
-            slice(at.start // group, -(-at.stop // group)) if isinstance(at, slice) else at
-            for at in place
-        )
-
-    codes = recipe._replace(
-        transform=lambda t: bytes_to_words(transform(t), group),
-        dtype=torch.float8_e4m3fn,
-    )
-    scale = Recipe(shape, scales, lambda t: t.index_select(-2, order), dtype)
-    return {f"{path}.codes": codes, f"{path}.scale": scale}
-
-
 class ConversionPlan:
     """The recipes by file, and the modules that stay in the published format.
 
@@ -172,7 +129,7 @@ class ConversionPlan:
         family: Family,
         args: ModelArgs,
         tensors: PublishedTensors,
-        published: str | None,
+        published: Published | None,
         heads: tuple[str, ...] = (),
     ):
         self.tensors, self.published = tensors, published
@@ -193,10 +150,15 @@ class ConversionPlan:
             what = f"{original} (of {len(extra)}) has no place in the model of config.json"
             raise ValueError(f"{shard.path}: {what}")
 
+    @property
+    def format_name(self) -> str | None:
+        """The name of the published format, None for 16 or 32 bits."""
+        return self.published and self.published.name
+
     def layout(self, layer: str) -> PublishedLayout:
         """Return how the experts of a layer are stored. layer: the prefix of its tensors."""
         fused = f"{layer}mlp.experts.gate_up_proj" in self.tensors.tensors
-        return PublishedLayout(fused, self.published == "mxfp4")
+        return PublishedLayout(fused, self.format_name == "mxfp4")
 
     def add_head(self, family: Family, args: ModelArgs) -> None:
         """Plan the head for multi-token prediction, if it is there as its recipes need it.
@@ -226,27 +188,56 @@ class ConversionPlan:
         planned: Recipes = {}
         self.files[file] = planned
         for ours, recipe in recipes.items():
-            planned |= self.with_blocks(ours, recipe)
+            planned |= self.as_published(ours, recipe)
         for ours, recipe in planned.items():
             if ours.endswith(".codes"):
-                group = FORMATS[self.published].group
-                spec = {"format": self.published, "group_size": group}
-                self.modules[ours.removesuffix(".codes")] = spec
+                path, name = ours.removesuffix(".codes"), self.format_name
+                if path not in self.modules:  # a recipe of the family
+                    self.modules[path] = {"format": name, "group_size": FORMATS[name].group}
             for name, place in recipe.sources.items():
                 self.tensors.check(name, place_shape(recipe.shape, place), recipe.dtype)
-            self.used.update(recipe.sources)
+                self.used.update(self.tensors.sources(name))
+
+    def as_published(self, ours: str, recipe: Recipe) -> Recipes:
+        """Return the recipe, or those of its parts if it is published in a format of ours."""
+        if self.published is None or not ours.endswith((".weight", *DEQUANTIZED)):
+            return {ours: recipe}
+        found: dict[str, PublishedWeight] = {}
+        for name, place in recipe.sources.items():
+            sizes = place_shape(recipe.shape, place)
+            weight = len(sizes) == 2 and find_weight(
+                self.tensors, name, sizes[0], sizes[1], self.published
+            )
+            if weight:
+                found[name] = weight
+        if not found:
+            return self.with_blocks(ours, recipe)
+        if ours.endswith(PACKABLE) and not ours.endswith(DEQUANTIZED):
+            recipes, spec = part_recipes(ours, recipe, found, self.tensors)
+            self.modules[ours.removesuffix(".weight")] = spec
+            return recipes
+        for name, weight in found.items():
+            shape = place_shape(recipe.shape, recipe.sources[name])
+            sources = {source for part in weight.parts.values() for source in part.sources}
+            part = Part(shape, torch.float32, tuple(sorted(sources)), weight.unpack)
+            self.tensors.parts[name] = part
+        return {ours: recipe}
 
     def with_blocks(self, ours: str, recipe: Recipe) -> Recipes:
         """Return the recipe, or those of codes and scales if it is published in block FP8."""
-        in_blocks = self.published and FORMATS[self.published].blocks
+        in_blocks = self.format_name == "fp8b" or any(
+            self.tensors.found(name + SCALE) for name in recipe.sources
+        )
         if not (in_blocks and self.tensors.has_fp8(recipe)):
             return {ours: recipe}
+        spec = {"format": "fp8b", "group_size": FORMATS["fp8b"].group}
         if ours.endswith(DEQUANTIZED):
-            block = FORMATS[self.published].group
+            block = spec["group_size"]
             self.tensors.dequantized |= dict.fromkeys(recipe.sources, block)
             self.used.update(name + SCALE for name in recipe.sources)
         if ours.endswith(PACKABLE):
-            return block_recipes(ours, recipe, self.published, self.tensors)
+            self.modules[ours.removesuffix(".weight")] = spec
+            return block_recipes(ours, recipe, "fp8b", self.tensors)
         return {ours: recipe}
 
     def format(self, dtype: str) -> dict:
@@ -257,10 +248,21 @@ class ConversionPlan:
             for path, spec in self.modules.items():
                 of_head = path.startswith(prefix)
                 (head if of_head else modules)[path.removeprefix(prefix)] = spec
-            found = {"name": self.published, "dtype": dtype, "modules": modules}
+            found = {"name": self.most_common(), "dtype": dtype, "modules": modules}
         if HEAD_FILE in self.files:
             found[MTP] = found | ({"modules": head} if self.modules else {})
         return found
+
+    def most_common(self) -> str:
+        """Return the format that most packed numbers have."""
+        counts: dict[str, int] = {}
+        for recipes in self.files.values():
+            for ours, recipe in recipes.items():
+                if ours.endswith(".codes"):
+                    name = self.modules[ours.removesuffix(".codes")]["format"]
+                    numbers = math.prod(recipe.shape) * 8 // FORMATS[name].bits
+                    counts[name] = counts.get(name, 0) + numbers
+        return max(counts, key=lambda name: counts[name])
 
     def sizes(self, file: str, dtype: torch.dtype) -> dict[str, int]:
         """Return the bytes of each tensor to write into a file of ours."""
@@ -277,55 +279,8 @@ class ConversionPlan:
     def shards(self, file: str) -> set[str]:
         """Return the published files that a file of ours is made from."""
         names = {name for recipe in self.files[file].values() for name in recipe.sources}
-        names |= {name + SCALE for name in names if name in self.tensors.dequantized}
-        return {self.tensors.tensors[name][0].path.name for name in names}
-
-
-def assemble(recipe: Recipe, tensors: PublishedTensors, dtype: torch.dtype) -> Tensor:
-    """Return the tensor of ours, in `dtype` unless it has its own, with finite values.
-
-    A tensor that is one source unchanged stays mapped from its file.
-    """
-    dtype, assembled = recipe.dtype or dtype, None
-    for name, place in recipe.sources.items():
-        if place == WHOLE:
-            assembled = part = tensors.read(name).to(dtype)
-        else:
-            if assembled is None:
-                assembled = torch.empty(recipe.shape, dtype=dtype)
-            part = assembled[place].copy_(tensors.read(name))
-        check_values(recipe, name, part, tensors)
-    return recipe.transform(assembled) if recipe.transform else assembled
-
-
-def check_values(recipe: Recipe, name: str, part: Tensor, tensors: PublishedTensors) -> None:
-    """Raise ValueError unless `part`, of the source `name`, holds neither NaN nor infinity."""
-    if recipe.is_valid(part):
-        return
-    if part.dtype in PLAIN_DTYPES and is_finite(tensors.read(name)):
-        what = f"{tensors.original(name)} overflows {NAMES[part.dtype]}"
-        raise ValueError(f"{what}; convert with --dtype bf16")
-    what = f"{tensors.original(name.removesuffix(SCALE))} holds NaN or infinity"
-    raise ValueError(f"{what}; fetch its file again")
-
-
-def tensor_pieces(
-    ours: str, recipe: Recipe, tensors: PublishedTensors, dtype: torch.dtype
-) -> Iterator[Piece]:
-    """Yield the pieces of what `assemble` returns: mapped ones, where ours is theirs unchanged."""
-    dtype, names = recipe.dtype or dtype, consecutive_sources(recipe)
-    if names is None:
-        yield from (Piece(ours, rows) for rows in split_rows(assemble(recipe, tensors, dtype)))
-        return
-    for name in names:
-        whole, origin = tensors.read(name), tensors.origin(name)
-        for theirs in split_rows(whole):
-            rows = theirs.to(dtype)
-            check_values(recipe, name, rows, tensors)
-            is_theirs = origin is not None and rows is theirs
-            yield Piece(ours, rows, origin if is_theirs else None)
-            if is_theirs:
-                origin = origin._replace(begin=origin.begin + rows.nbytes)
+        sources = {source for name in names for source in self.tensors.sources(name)}
+        return {self.tensors.tensors[source][0].path.name for source in sources}
 
 
 def check_tie(args: ModelArgs, tensors: PublishedTensors) -> ModelArgs:
@@ -407,12 +362,15 @@ class Conversion:
         weight_map: Mapping[str, str],
         dtype: str = "bf16",
     ):
-        config = read_json(directory / "config.json")
+        config = read_config(directory)
         family = family_of_config(config)
-        args, published = family.from_hf(config), family.published_format(config)
+        args, published = family.from_hf(config), family.published_weights(config)
         self.directory = directory
         self.config = dict(family.defaults) | family.text_config(config)
         self.tensors = PublishedTensors(directory, family.renamed_tensors, shards, weight_map)
+        if published:
+            self.tensors.forget(NOT_NEEDED)
+            self.tensors.name_block_scales()
         left_out = self.tensors.leave_out(family.left_out)
         extra_layers = self.config.get("num_nextn_predict_layers") or 0
         last = args.n_layer + extra_layers
@@ -474,7 +432,7 @@ def convert(
     """
     directory = Path(checkpoint_dir)
     check_source(directory, dtype)
-    args = args_from_hf(read_json(directory / "config.json"))
+    args = args_from_hf(read_config(directory))
     if pack:
         pack.choose(args, dtype)  # refused, as other models are, before any header is read
     files, weight_map = weight_files(directory)

@@ -15,9 +15,9 @@ from models.config import (
     HFConfig,
     common_fields,
     common_keys,
-    published_format,
     window_field,
 )
+from models.quantization import METHODS, Published, published_config
 from models.tensors import (
     Recipes,
     attention_recipes,
@@ -101,7 +101,7 @@ class Family:
     has_window: bool = False  # all layers may share a sliding window
     rope: Mapping = NOTHING  # rope parameters of a config.json without any
     rope_types: tuple[str, ...] = ("default",)
-    published: tuple[str, ...] = ("fp8",)  # rows of config.PUBLISHED
+    published: tuple[str, ...] = METHODS  # quant_methods that it may be published in
     # Published models, for benchmark.py: config.json without what `defaults` has.
     shapes: Mapping[str, dict] = NOTHING
 
@@ -149,9 +149,14 @@ class Family:
         """Return a layer's cached numbers per position, and those of a prompt's temporaries."""
         return 2 * args.n_kv_head * args.head_dim, 0
 
+    def published_weights(self, config: dict) -> Published | None:
+        """Return how config.json says its weights are stored, None for 16 or 32 bits."""
+        return published_config(config.get("quantization_config"), self.published)
+
     def published_format(self, config: dict) -> str | None:
-        """Return the format that config.json says its weights have, None for 16 or 32 bits."""
-        return published_format(config, self.published)
+        """Return the format that most published weights get, None for 16 or 32 bits."""
+        published = self.published_weights(config)
+        return published and published.name
 
     def head_args(self, args: ModelArgs) -> ModelArgs:
         """Return the args of a head for multi-token prediction (models/multi_token.py)."""

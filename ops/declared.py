@@ -83,7 +83,7 @@ class SumAdditions:
     """Additions to `model.AddNorm`."""
 
     scale: float = 1.0  # factor of the sublayer's result
-    all_reduce: Any = None  # sums the result over ranks: see `runtime.fused_decode.ResidualSum`
+    all_reduce: Any = None  # sums the result over ranks: see `runtime.fused_layer.ResidualSum`
 
 
 @dataclass(frozen=True)

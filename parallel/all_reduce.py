@@ -113,7 +113,7 @@ def _(x: Tensor, ranks: int) -> Tensor:
 
 # One token in fused kernels -----------------------------------------------------------
 #
-# These are called by runtime/fused_decode.py, outside of compiled code. Their kernels have
+# These are called by runtime/fused_layer.py, outside of compiled code. Their kernels have
 # fixed shapes, hence the same bits on all ranks.
 
 

@@ -3,7 +3,7 @@
 A `Batch` runs on the rows of a session. A step covers the running sequences, which are kept in the
 first rows, padded by idle rows to a size that is compiled. A sequence that has ended leaves its
 tokens in its row, until a new one needs the row: so the rows are also the prefix cache of the
-latest conversations. runtime/drafting_batch.py drafts for a sequence that has no neighbor.
+latest conversations. runtime/drafting_batch.py drafts for up to four sequences.
 """
 
 import itertools

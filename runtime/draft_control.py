@@ -4,9 +4,11 @@ The controller never touches the device. It is given the host's clock around eac
 """
 
 import math
-from collections import deque
+from collections import defaultdict, deque
+from collections.abc import Sequence
 from itertools import pairwise
 from statistics import median
+from typing import NamedTuple
 
 FIRST_STEPS = 3  # plain steps that are timed before the first draft
 WINDOW = 9  # times of one kind of pass that are remembered; their median counts
@@ -17,7 +19,7 @@ UNSEEN_MEMORY = 48  # passes after which a position that they did not reach is f
 # Until drafts are verified and passes are timed:
 EXPECTED_ACCEPTANCE = 0.6
 EXPECTED_WEIGHT = 1.0  # verified drafts that the expectation counts for
-EXPECTED_COST = 0.25  # plain steps that each draft adds to a pass
+EXPECTED_COST = 0.25  # plain steps that a draft of each sequence adds to a pass
 # A probe remembers this number of verified drafts, so that two accepted ones are enough.
 PROBE_MEMORY = 2.0
 MIN_REST, MAX_REST = 8, 64  # tokens between two probes of a source that does not pay
@@ -26,16 +28,22 @@ MAX_DEBT = 2.0  # plain steps that may be lost beyond that
 MAX_CREDIT = 8.0  # plain steps won before that may be lost, too
 
 
+class Outcome(NamedTuple):
+    """What a pass, or a plain step, had for one sequence."""
+
+    source: str | None = None  # the source of its drafts; None: it has none
+    asked: int = 0  # drafts that the source was to propose; 0: it proposed none
+    accepted: int = 0
+
+
 class DraftSource:
-    """What is known of the drafts of one source, such as lookups of long matches.
+    """Whether drafts of one source, such as lookups of long matches, are accepted in one text.
 
     limit: most drafts of a pass.
     """
 
     def __init__(self, limit: int):
         self.accepted, self.tried = [0.0] * limit, [0.0] * limit  # by position, fading
-        self.seconds: dict[int, deque[float]] = {}  # of passes, by the number of drafts asked for
-        self.met: set[int] = set()  # numbers that some pass had
         self.rest, self.next_rest = 0, MIN_REST  # tokens until the next probe
         self.is_probed = False  # the next pass has drafts even if they seem not to pay
 
@@ -59,29 +67,63 @@ class DraftSource:
             tokens.append(tokens[-1] + reached)
         return tokens
 
-    def expected_seconds(self, plain: float) -> list[float]:
-        """Return the expected seconds of a pass with 0, 1, ... drafts; plain: of a plain step.
+    def begin_rest(self, tokens: int = 0) -> None:
+        """Draft nothing for some tokens, at least `tokens`; each rest is longer than the last."""
+        self.rest = max(tokens, self.next_rest)
+        self.next_rest = min(2 * self.next_rest, MAX_REST)
+        self.is_probed = False
+
+    def pass_tokens(self, count: int) -> bool:
+        """Come this many tokens closer to the next probe, which forgets most of the past.
+
+        Return whether that is next.
+        """
+        if not self.rest:
+            return False
+        self.rest = max(0, self.rest - count)
+        if self.rest:
+            return False
+        self.is_probed = True
+        for n, tried in enumerate(self.tried):
+            scale = min(1.0, PROBE_MEMORY / tried) if tried else 1.0
+            self.tried[n], self.accepted[n] = tried * scale, self.accepted[n] * scale
+        return True
+
+
+class PassTimes:
+    """Seconds of passes of one kind, by the number of drafts asked for.
+
+    share: the part of the sequences that has drafts.
+    """
+
+    def __init__(self, share: float):
+        self.share = share
+        self.seconds: dict[int, deque[float]] = {}
+        self.met: set[int] = set()  # numbers that some pass had
+
+    def expected(self, plain: float, limit: int) -> list[float]:
+        """Return the expected seconds of a pass with 0 to `limit` drafts; plain: of a plain step.
 
         Numbers that were not timed are expected at the least slope between those that were, so
         that they are tried: a curve may jump, and be flat before and after it.
         """
         timed = {0: plain} | {n: median(self.seconds[n]) for n in sorted(self.seconds)}
         slopes = [(timed[b] - timed[a]) / (b - a) for a, b in pairwise(timed)]
-        slope = max(0.0, min(slopes, default=EXPECTED_COST * plain))
+        slope = max(0.0, min(slopes, default=EXPECTED_COST * self.share * plain))
         found: list[float] = []
-        for n in range(len(self.tried) + 1):
+        for n in range(limit + 1):
             found.append(timed[n] if n in timed else found[-1] + slope)
-        for n in reversed(range(len(self.tried))):  # more drafts never take less
+        for n in reversed(range(limit)):  # more drafts never take less
             if n not in timed:
                 found[n] = min(found[n], found[n + 1])
         return found
 
-    def time(self, asked: int, seconds: float, plain: float) -> float:
+    def add(self, asked: int, seconds: float, plain: float) -> float:
         """Remember the seconds of a pass; return what a pass like it is expected to take.
 
         The first of its kind does not count if it took far longer: it may have loaded kernels.
         """
-        expected = self.expected_seconds(plain)[asked]
+        expected = self.expected(plain, asked)[asked]
         if asked not in self.met and seconds > 3 * expected:
             self.met.add(asked)
             return expected
@@ -90,27 +132,41 @@ class DraftSource:
         times.append(seconds)
         return median(times)
 
-    def begin_rest(self, tokens: int = 0) -> None:
-        """Draft nothing for some tokens, at least `tokens`; each rest is longer than the last."""
-        self.rest = max(tokens, self.next_rest)
-        self.next_rest = min(2 * self.next_rest, MAX_REST)
-        self.is_probed = False
-
-    def pass_tokens(self, count: int) -> None:
-        """Come this many tokens closer to the next probe, which forgets most of the past."""
-        if not self.rest:
-            return
-        self.rest = max(0, self.rest - count)
-        if self.rest:
-            return
-        self.is_probed = True
-        for n, tried in enumerate(self.tried):
-            scale = min(1.0, PROBE_MEMORY / tried) if tried else 1.0
-            self.tried[n], self.accepted[n] = tried * scale, self.accepted[n] * scale
-        for n in list(self.seconds):  # a time that was wrong by chance is forgotten at last
+    def forget_oldest(self) -> None:
+        """Forget a time of each number: one that was wrong by chance is forgotten at last."""
+        for n in list(self.seconds):
             self.seconds[n].popleft()
             if not self.seconds[n]:
                 del self.seconds[n]
+
+
+class PlainSteps:
+    """The seconds of plain steps of some number of sequences."""
+
+    def __init__(self):
+        self.seconds: deque[float] = deque(maxlen=PLAIN_WINDOW)
+        self.passes = 0  # with drafts, since the last plain step
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the next step is to be timed as a plain one."""
+        return len(self.seconds) < FIRST_STEPS or self.passes >= PLAIN_EVERY
+
+    def add(self, seconds: float) -> None:
+        """Remember the seconds of a step."""
+        self.seconds.append(seconds)
+        self.passes = 0
+
+    def median(self) -> float:
+        return median(self.seconds)
+
+
+class PassKind(NamedTuple):
+    """Passes that take the same time with the same number of drafts."""
+
+    rows: int  # sequences
+    drafting: int  # those of them that have drafts
+    source: str | None  # a lone sequence's, since a model's drafts take time; else None
 
 
 class DraftControl:
@@ -118,6 +174,10 @@ class DraftControl:
 
     The choice has the most expected tokens a second, if that is more than a plain step's. A source
     that does not pay rests, and is probed after 8, 16, 32, then each 64 tokens.
+
+    A pass may be of several sequences. Each has an acceptance of its own; those that have drafts
+    have the same number. A sequence has none without a source, while that rests, or if the others
+    alone have more expected tokens a second.
 
     The loss is bounded. `debt` counts the plain steps by which passes with drafts took
     longer than plain steps for the same tokens, less LOSS of all tokens' time. Drafts are made only
@@ -129,53 +189,103 @@ class DraftControl:
 
     def __init__(self, limit: int):
         self.limit, self.debt = limit, 0.0
-        self.plain: deque[float] = deque(maxlen=PLAIN_WINDOW)
-        self.passes = 0  # with drafts, since the last plain step
-        self.sources: dict[str, DraftSource] = {}
+        self.plain: defaultdict[int, PlainSteps] = defaultdict(PlainSteps)  # by sequences
+        self.times: dict[PassKind, PassTimes] = {}
+        # By row; then by number of sequences and name: a source may pay for one and not for two.
+        self.rows: defaultdict[int, dict[tuple[int, str], DraftSource]] = defaultdict(dict)
 
-    def choose(self, source: str | None) -> int:
-        """Return how many drafts to ask this source for; 0: take a plain step. None: no source."""
-        is_due = len(self.plain) < FIRST_STEPS or self.passes >= PLAIN_EVERY
-        if source is None or is_due:
-            return 0
-        drafts = self.sources.setdefault(source, DraftSource(self.limit))
-        if drafts.rest:
-            return 0
-        if self.debt > MAX_DEBT:
-            drafts.begin_rest(math.ceil((self.debt - MAX_DEBT) / LOSS))
-            return 0
-        tokens = drafts.expected_tokens()
-        seconds = drafts.expected_seconds(median(self.plain))
-        rates = [t / s for t, s in zip(tokens, seconds, strict=True)]
-        best = max(range(1, self.limit + 1), key=lambda n: rates[n])
-        if rates[best] <= rates[0] and not drafts.is_probed:
-            drafts.begin_rest()
-            return 0
-        return best
+    def times_of(self, rows: int, drafting: int, source: str | None) -> PassTimes:
+        """Return the times of passes of a number of sequences, of which some have drafts."""
+        kind = PassKind(rows, drafting, source if rows == 1 else None)
+        return self.times.setdefault(kind, PassTimes(drafting / rows))
 
-    def record(self, source: str | None, asked: int, accepted: int, seconds: float) -> None:
-        """Count a pass with drafts, or a plain step (source None).
+    def exchange(self, a: int, b: int) -> None:
+        """Exchange the texts of two rows."""
+        self.rows[a], self.rows[b] = self.rows[b], self.rows[a]
 
-        seconds: from the tokens before it to its own, on the host's clock. asked 0: the source was
-        asked and proposed nothing, which tells of no draft and may cost time.
+    def choose(self, sources: Sequence[str | None], limit: int | None = None) -> list[int]:
+        """Return how many drafts to ask each row's source for; all 0: take a plain step.
+
+        sources: of the first rows; None: a row has none. limit: most drafts of this pass.
         """
-        tokens, lost = accepted + 1, 0.0
-        if source is None:
-            self.plain.append(seconds)
-            self.passes = 0
-        elif not asked:
-            lost = min(seconds / median(self.plain), MAX_DEBT) - tokens
+        limit, plain = min(limit or self.limit, self.limit), self.plain[len(sources)]
+        if all(source is None for source in sources) or plain.is_due:
+            return [0] * len(sources)
+        known = {
+            row: self.rows[row].setdefault((len(sources), source), DraftSource(self.limit))
+            for row, source in enumerate(sources)
+            if source is not None
+        }
+        ready = {row: drafts for row, drafts in known.items() if not drafts.rest}
+        if self.debt > MAX_DEBT:
+            for drafts in ready.values():
+                drafts.begin_rest(math.ceil((self.debt - MAX_DEBT) / LOSS))
+            return [0] * len(sources)
+        count, chosen = self.find_best(sources, ready, limit) if ready else (0, [])
+        for row in ready:
+            if row not in chosen:
+                ready[row].begin_rest()
+        return [count if row in chosen else 0 for row in range(len(sources))]
+
+    def find_best(
+        self, sources: Sequence[str | None], ready: dict[int, DraftSource], limit: int
+    ) -> tuple[int, list[int]]:
+        """Return the number of drafts with the most expected tokens a second, and its rows.
+
+        ready: sources by row. No rows: a plain step has the most, and no source is to be probed.
+        """
+        plain, rows = self.plain[len(sources)].median(), len(sources)
+        tokens = {row: drafts.expected_tokens() for row, drafts in ready.items()}
+        probed = sum(drafts.is_probed for drafts in ready.values())
+        # Rows whose drafts are seldom accepted may be left out: their experts take time, too.
+        order = sorted(ready, key=lambda n: (ready[n].is_probed, tokens[n][limit]), reverse=True)
+        rates: dict[tuple[int, int], float] = {}
+        for drafting in range(max(1, probed), len(order) + 1):
+            seconds = self.times_of(rows, drafting, sources[0]).expected(plain, limit)
+            for n in range(1, limit + 1):
+                found = sum(tokens[row][n] for row in order[:drafting]) + rows - drafting
+                rates[drafting, n] = found / seconds[n]
+        drafting, n = max(rates, key=lambda case: rates[case])
+        pays = rates[drafting, n] > rows / plain or probed
+        return n, order[:drafting] if pays else []
+
+    def record(self, outcomes: Sequence[Outcome], seconds: float) -> None:
+        """Count a pass with drafts, or a plain step, of the first rows.
+
+        seconds: from the tokens before it to its own, on the host's clock. A source that proposed
+        nothing tells of no draft, and may have cost time.
+        """
+        rows, plain, lost = len(outcomes), self.plain[len(outcomes)], 0.0
+        mean = sum(outcome.accepted + 1 for outcome in outcomes) / rows
+        asked = [outcome.asked for outcome in outcomes if outcome.asked]
+        if asked:
+            plain.passes += 1
+            times = self.times_of(rows, len(asked), outcomes[0].source)
+            spent = times.add(max(asked), seconds, plain.median())
+            lost = spent / plain.median() - mean
+            self.count_accepted(outcomes, pays=lost < 0)
+        elif any(outcome.source for outcome in outcomes):
+            lost = min(seconds / plain.median(), MAX_DEBT) - mean
         else:
-            drafts, plain = self.sources[source], median(self.plain)
-            self.passes += 1
-            lost = drafts.time(asked, seconds, plain) / plain - tokens
-            drafts.verified(asked, accepted)
-            if lost < 0 and not drafts.is_probed:
+            plain.add(seconds)
+        self.debt = max(-MAX_CREDIT, self.debt + lost - LOSS * mean)
+        for row, outcome in enumerate(outcomes):
+            for (count, name), drafts in self.rows[row].items():
+                if drafts.pass_tokens(outcome.accepted + 1):
+                    for kind, times in self.times.items():
+                        if kind.rows == count and kind.source in (name, None):
+                            times.forget_oldest()
+
+    def count_accepted(self, outcomes: Sequence[Outcome], pays: bool) -> None:
+        """Count the drafts of a pass. pays: it took less time than plain steps."""
+        for row, outcome in enumerate(outcomes):
+            if outcome.source is None or not outcome.asked:
+                continue
+            drafts = self.rows[row][len(outcomes), outcome.source]
+            drafts.verified(outcome.asked, outcome.accepted)
+            if pays and not drafts.is_probed:
                 drafts.next_rest = MIN_REST
             drafts.is_probed = False
-        self.debt = max(-MAX_CREDIT, self.debt + lost - LOSS * tokens)
-        for drafts in self.sources.values():
-            drafts.pass_tokens(tokens)
 
 
 class FixedDrafts:
@@ -184,8 +294,13 @@ class FixedDrafts:
     def __init__(self, limit: int):
         self.limit = limit
 
-    def choose(self, source: str | None) -> int:
-        return self.limit if source else 0
+    def exchange(self, a: int, b: int) -> None:
+        """Know nothing of rows."""
 
-    def record(self, source: str | None, asked: int, accepted: int, seconds: float) -> None:
+    def choose(self, sources: Sequence[str | None], limit: int | None = None) -> list[int]:
+        """As `DraftControl.choose`."""
+        most = min(limit or self.limit, self.limit)
+        return [most if source else 0 for source in sources]
+
+    def record(self, outcomes: Sequence[Outcome], seconds: float) -> None:
         """Remember nothing."""

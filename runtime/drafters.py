@@ -74,31 +74,13 @@ def draw_with_probabilities(state: StepState, logits: Tensor, count: int) -> Ten
     return q
 
 
-class LookupDrafter:
-    """Drafts what followed the last tokens at their latest earlier occurrence in the text."""
+class IndexedText:
+    """A text, indexed by its last tokens."""
 
-    q = None  # a draft is certain
-
-    def __init__(self, target: Session, count: int):
-        self.target, self.count = target, count
-        self.write_to(torch.zeros(1, count, dtype=torch.int64, device=target.device))
-        self.reset()
-
-    def write_to(self, drafts: Tensor) -> None:
-        """Write drafts to this tensor from now on."""
-        self.drafts, self.upload = drafts, Upload(drafts)
-
-    def reset(self) -> None:
-        """Forget the text."""
+    def __init__(self):
         self.ids: list[int] = []
         # n-gram -> index of the token after it, for each of NGRAMS
         self.next: dict[int, dict[tuple[int, ...], int]] = {n: {} for n in NGRAMS}
-
-    def start_prompt(self, ids: Sequence[int], sampling: Sampling) -> None:
-        """Index a prompt; one that continues the text so far is indexed from its end."""
-        if list(ids[: len(self.ids)]) != self.ids:
-            self.reset()
-        self.extend(ids[len(self.ids) :])
 
     def extend(self, ids: Sequence[int]) -> None:
         """Index more text. A prompt of 200,000 tokens takes 0.6 s, a token 3 us."""
@@ -115,24 +97,60 @@ class LookupDrafter:
                 return n, start
         return None
 
-    def find(self) -> list[int]:
+    def find(self, count: int) -> list[int]:
         """Return `count` drafts, or none. If the text ends before that, repeat what was found."""
         found = self.match()
         if found is None:
             return []
         period = len(self.ids) - found[1]
-        return [self.ids[found[1] + n % period] for n in range(self.count)]
+        return [self.ids[found[1] + n % period] for n in range(count)]
+
+
+class LookupDrafter:
+    """Drafts what followed the last tokens at their latest earlier occurrence in a row's text."""
+
+    q = None  # a draft is certain
+
+    def __init__(self, target: Session, count: int, row: int = 0):
+        self.target, self.row = target, row
+        self.write_to(torch.zeros(1, count, dtype=torch.int64, device=target.device))
+        self.reset()
+
+    def write_to(self, drafts: Tensor) -> None:
+        """Write drafts to this tensor from now on."""
+        self.drafts, self.upload = drafts, Upload(drafts)
+
+    def reset(self) -> None:
+        """Forget the text."""
+        self.text = IndexedText()
+
+    def exchange(self, other: "LookupDrafter") -> None:
+        """Exchange the texts, as those of two rows are."""
+        self.text, other.text = other.text, self.text
+
+    def start_prompt(self, ids: Sequence[int], sampling: Sampling) -> None:
+        """Index a prompt; one that continues the text so far is indexed from its end."""
+        if list(ids[: len(self.text.ids)]) != self.text.ids:
+            self.reset()
+        self.text.extend(ids[len(self.text.ids) :])
+
+    def follow(self) -> IndexedText:
+        """Return the text, with the row's newest tokens."""
+        self.text.extend(self.target.ids[self.row][len(self.text.ids) :])
+        return self.text
 
     def source(self) -> str | None:
-        """Return which drafts `propose` has now: of a LONG match, of a shorter one, or none."""
-        self.extend(self.target.ids[0][len(self.ids) :])
-        found = self.match()
+        """Return which drafts there are now: of a LONG match, of a shorter one, or none."""
+        found = self.follow().match()
         return found and (LONG if found[0] >= LONG_MATCH else SHORT)
 
+    def find(self, limit: int) -> list[int]:
+        """Return up to `limit` drafts for the row's text."""
+        return self.follow().find(limit)
+
     def propose(self, limit: int) -> int:
-        """Write up to `limit` drafts for the target's text to `drafts`; return how many."""
-        self.extend(self.target.ids[0][len(self.ids) :])
-        drafts = self.find()[:limit]
+        """Write up to `limit` drafts for the row's text to `drafts`; return how many."""
+        drafts = self.find(limit)
         if drafts:
             self.upload(drafts)
         return len(drafts)

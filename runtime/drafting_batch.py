@@ -1,6 +1,7 @@
-"""A batch that drafts: the steps of a sequence without neighbors are passes of a Speculation.
+"""A batch that drafts: its steps are passes of a Speculation while few sequences run.
 
-When a neighbor begins, the next step is one of the batch. A KV cache masks refused drafts, and a
+All of them are past their prompts then, in the first rows. When a neighbor begins, the next steps
+are those of the batch, until its prompt has been run. A KV cache masks refused drafts, and a
 recurrent state takes in the accepted ones in that step (runtime/sequence_state.py).
 """
 
@@ -23,26 +24,31 @@ class DraftingBatch(Batch):
     def forget(self) -> None:
         super().forget()
         self.speculation.release()
-        self.drafted_for: Running | None = None  # whose text the drafter knows
+        # Of each row, the sequence whose text its drafter knows.
+        self.drafted_for: list[Running | None] = [None] * self.session.batch
+        self.passing: list[Running] = []  # the sequences of the last pass, by row
         self.in_passes = False  # the last step was a pass
 
     def prepare(self) -> None:
         super().prepare()
         if self.session.compiled:
-            for sampling in WAYS:
-                self.speculation.warm_up_all(self.session.candidates(sampling))
+            for size in self.sizes:
+                for sampling in WAYS if self.speculation.counts(size) else ():
+                    self.speculation.warm_up_all(self.session.candidates(sampling), size)
 
-    def end(self, sequence: Running) -> None:
-        """`Batch.end`: a token in flight is dropped."""
-        if sequence is self.drafted_for:
-            self.speculation.release()
-        super().end(sequence)
+    def swap(self, a: int, b: int) -> None:
+        super().swap(a, b)
+        if a != b:
+            self.speculation.exchange(a, b)
+            known = self.drafted_for
+            known[a], known[b] = known[b], known[a]
 
     def step(self) -> list[NewToken]:
-        lone = self.lone_sequence()
-        if lone is None:
+        sequences = self.drafting_sequences()
+        is_other = self.speculation.in_flight and sequences != self.passing
+        if not sequences or is_other:
             return super().step()
-        self.run_pass(lone)
+        self.run_pass(sequences)
         arrived, self.arrived = self.arrived, []
         return arrived
 
@@ -53,54 +59,76 @@ class DraftingBatch(Batch):
         """
         first = self.waiting[0] if self.waiting else None
         if first and self.session.batch == 1 and not self.rows[0] and self.may_draft(first):
-            self.begin_text(first.ids, first)
+            self.begin_text(0, first.ids, first)
         return super().admit()
 
     def launch(self) -> Launched | None:
-        """`Batch.launch`. A pass may have left a plain step in flight: its token is expected."""
+        """`Batch.launch`. A pass may have left a plain step in flight: its tokens are expected."""
         read, self.in_passes = self.speculation.release(), False
-        if read and self.drafted_for:
-            self.in_flight.append(self.expect_tokens({0: self.drafted_for}, read))
+        running = {row: one for row, one in enumerate(self.passing) if one.row is not None}
+        if read and running:
+            self.in_flight.append(self.expect_tokens(running, read))
         return super().launch()
 
     def may_draft(self, sequence: Running) -> bool:
         """Return whether a sequence may have drafts. Verification has no edits and no details."""
         return sequence.drafts and not (sequence.watch or sequence.edited)
 
-    def lone_sequence(self) -> Running | None:
-        """Return the sequence whose next step may have drafts: the only one, past its prompt."""
+    def drafting_sequences(self) -> list[Running]:
+        """Return the sequences whose next step may be a pass, in the order of rows.
+
+        It may if all sequences can be in it, and one of them may have drafts. Then the others have
+        the tokens of a plain step.
+        """
         sequences = [sequence for sequence in self.rows if sequence]
-        if len(sequences) != 1:
-            return None
-        (sequence,) = sequences
-        is_past_prompt = self.session.cached[sequence.row] >= len(sequence.ids)
-        may_draft = self.may_draft(sequence) and sequence.tokens_left and is_past_prompt
-        return sequence if may_draft else None
+        fit = sequences and self.speculation.counts(self.size_of(sequences))
+        if not fit or not any(sequence.drafts for sequence in sequences):
+            return []
+        for one in sequences:
+            is_past_prompt = self.session.cached[one.row] >= len(one.ids)
+            if one.watch or one.edited or not one.tokens_left or not is_past_prompt:
+                return []
+        return sequences
 
-    def begin_text(self, ids: list[int], sequence: Running) -> None:
+    def size_of(self, sequences: list[Running]) -> int:
+        """Return the rows of a step of these sequences in the first rows."""
+        return next(size for size in self.sizes if size >= len(sequences))
+
+    def begin_text(self, row: int, ids: list[int], sequence: Running) -> None:
         """Draft for this sequence from now on; ids: its text so far."""
-        self.speculation.drafter.start_prompt(ids, sequence.sampling)
-        self.drafted_for = sequence
+        self.speculation.drafter_of(row).start_prompt(ids, sequence.sampling)
+        self.drafted_for[row] = sequence
 
-    def run_pass(self, sequence: Running) -> None:
-        """Run a pass with drafts, or a plain step, of the only sequence; keep the new tokens."""
-        session, speculation = self.session, self.speculation
-        self.receive()  # drafts follow the newest token
-        if sequence.row is None:  # that token was an error
+    def run_pass(self, sequences: list[Running]) -> None:
+        """Run a pass with drafts, or a plain step, of all sequences; keep the new tokens."""
+        session, speculation, count = self.session, self.speculation, len(sequences)
+        self.receive()  # drafts follow the newest tokens
+        if any(sequence.row is None for sequence in sequences):  # its token was an error
             return
-        self.compact()  # passes are those of row 0
+        self.compact()  # passes are those of the first rows
         session.watch = session.edited = False
-        if self.drafted_for is not sequence:
-            self.begin_text(session.ids[0], sequence)
+        self.passing = sequences = [sequence for sequence in self.rows[:count] if sequence]
+        for row, sequence in enumerate(sequences):
+            if sequence.drafts and self.drafted_for[row] is not sequence:
+                self.begin_text(row, session.ids[row], sequence)
         if not self.in_passes:
             speculation.read_at, self.in_passes = time.perf_counter(), True
-        left, drafted = sequence.tokens_left, speculation.drafted
-        tokens = speculation.run_pass(session.candidates(sequence.sampling), left)
-        sequence.drafted += speculation.drafted - drafted
-        sequence.accepted += min(len(tokens) - 1, left)
-        for token in tokens[:left]:
+        left = [sequence.tokens_left for sequence in sequences]
+        drafts = [sequence.drafts for sequence in sequences]
+        candidates = max(session.candidates(sequence.sampling) for sequence in sequences)
+        found = speculation.run_rows(candidates, left, drafts, self.size_of(sequences))
+        for sequence, (tokens, drafted) in zip(sequences, found, strict=True):
+            sequence.drafted += drafted
+            sequence.accepted += min(len(tokens) - 1, sequence.tokens_left)
+            self.take_tokens(sequence, tokens[: sequence.tokens_left])
+
+    def take_tokens(self, sequence: Running, tokens: list[int]) -> None:
+        """Keep a sequence's new tokens. After its last one, or an error, its row is idle."""
+        for token in tokens:
             sequence.tokens_left -= 1
             error = self.take_token(sequence, token)
             self.arrived.append(NewToken(sequence, token, None, error))
-        if sequence.row is not None and not sequence.tokens_left:
-            session.stop_row(sequence.row)
+            if error:
+                return
+        if not sequence.tokens_left:
+            self.session.stop_row(sequence.row)

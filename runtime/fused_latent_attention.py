@@ -50,7 +50,7 @@ class FusedLatentAttention:
         return attend_latent_tokens(x, self.layer).unflatten(0, qkv.shape[:2])
 
     def project_query(self, q: Tensor, weight: Weight) -> Tensor:
-        """q [T, q_rank] -> [T, H * C]: norm and product, in one kernel for up to 8 tokens."""
+        """q [T, q_rank] -> [T, H * C]: norm and product."""
         norm = self.plain[0].q_norm
-        q, scale = dense.norm_apart(q.contiguous(), norm.weight, norm.eps)
+        q, scale = dense.norm_apart(q.contiguous(), norm.weight, norm.eps, weight)
         return dense.dense_product(q, weight, scale)

@@ -9,7 +9,8 @@ import torch
 
 from model import MoE, Transformer
 from ops.gpu import gpu_of
-from runtime.fused_decode import FusedLayer, FusedRunner, fused_layers
+from runtime.fused_decode import FusedRunner
+from runtime.fused_layer import FusedLayer, fused_layers
 from runtime.plain_forms import changed_forms
 from runtime.runner import CompiledRunner
 

@@ -113,15 +113,16 @@ class CompiledRunner(EagerRunner):
         # One draft broadcasts, which Dynamo specializes.
         for_one = torch.compile(verify_pass, fullgraph=True, dynamic=False)
 
-        def verify(state: StepState, logits: Tensor, tokens: Tensor, q: Tensor | None, *rest):
+        def verify(
+            state: StepState, logits: Tensor, tokens: Tensor, last: Tensor, q: Tensor | None, *rest
+        ) -> None:
             if tokens.shape[1] == 2:
-                for_one(state, logits, tokens, q, *rest)
+                for_one(state, logits, tokens, last, q, *rest)
                 return
-            any_size(logits, 0)
-            any_size(tokens, 1)
-            if q is not None:
-                any_size(q, 0)
-            compiled(state, logits, tokens, q, *rest)
+            for tensor in (logits, tokens, q):
+                if tensor is not None:
+                    any_size(tensor, 1)
+            compiled(state, logits, tokens, last, q, *rest)
 
         return begin_pass, verify
 
@@ -141,12 +142,12 @@ class CompiledRunner(EagerRunner):
 
 
 def share_code(x: Tensor, *others: Tensor | None, context: Context | None = None) -> None:
-    """Let code that is compiled for the tokens of one sequence's pass take any number of them.
+    """Let code that is compiled for the tokens of sequences' passes take any number of them.
 
-    All tensors are [1, T, ...]; context has some more. Without that, each number of drafts would
+    All tensors are [B, T, ...]; context has some more. Without that, each number of drafts would
     be compiled, which takes a minute.
     """
-    if len(x) > 1 or not 1 < x.shape[1] <= MAX_TENTATIVE:
+    if not 1 < x.shape[1] <= MAX_TENTATIVE:
         return
     tensors = [x, *others]
     if context is not None:

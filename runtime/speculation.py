@@ -1,4 +1,4 @@
-"""Speculative decoding for one sequence: draft several tokens cheaply, verify them in one pass.
+"""Speculative decoding: draft several tokens cheaply, verify them in one pass.
 
 The output is the model's own: the same tokens if greedy (in fp32; elsewhere rounding may decide a
 near-tie otherwise), tokens of the same distribution if sampled: runtime/verification.py. Drafts are
@@ -7,28 +7,34 @@ proposed by runtime/drafters.py.
 A pass runs the last token and its N drafts. The next one begins at the position after the tokens
 that were accepted. A KV cache masks the others until it overwrites them; a recurrent state takes in
 those before that position (runtime/sequence_state.py).
+
+Up to four sequences may share a pass. It is as wide as the one with most drafts: the others' tokens
+after their own drafts are padding.
 """
 
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
 from model import Chunk, ModelArgs, Transformer
 from ops.inductor import without_tuning
-from runtime.draft_control import DraftControl, FixedDrafts
+from ops.step.draft_check import NO_DRAFT
+from runtime.draft_control import DraftControl, FixedDrafts, Outcome
 from runtime.drafters import MIN_PROBABILITY, Drafter, DraftModel, FirstOf, LookupDrafter
 from runtime.mtp import MTPDrafter
 from runtime.outbox import Outbox
 from runtime.sampling import NOT_FINITE, NotFiniteError, Sampling
 from runtime.session import Session
 from runtime.session_steps import SPARE
-from runtime.transfers import read_later
+from runtime.transfers import Upload, read_later
 
 DRAFT_TOKENS = 4
 MAX_DRAFT_TOKENS = SPARE - 1  # every session's cache has SPARE positions past its last token
+SHARED_TOKENS = 8  # most tokens of a pass of several sequences, padding included
 
 
 def check_drafting(draft_tokens: int, args: ModelArgs, draft: ModelArgs | None) -> None:
@@ -61,10 +67,17 @@ def make_drafter(
     return FirstOf(LookupDrafter(session, count), drafter) if auto else drafter
 
 
+class PassTokens(NamedTuple):
+    """What a pass gave one sequence."""
+
+    tokens: list[int]  # accepted drafts, and the model's own token
+    drafted: int
+
+
 class Speculation:
     """A session whose `stream` takes fewer passes, for one sequence. All else is the session's own.
 
-    The sequence is that of row 0. runtime/drafting_batch.py runs passes of it, too.
+    The sequence is that of row 0. runtime/drafting_batch.py runs passes of the first rows.
 
     draft_tokens: most drafts of a pass. draft: the model that drafts; head: the head that does
     (`load_head`). Without them drafts are looked up in the text so far. auto: a controller chooses
@@ -96,15 +109,21 @@ class Speculation:
                 "a model cannot draft for itself, since it holds one cache: load it twice"
             )
         self.session, self.count, self.auto = session, draft_tokens, auto
-        # Numbers of drafts that a pass may have.
-        self.counts = range(1 if auto else draft_tokens, draft_tokens + 1)
         self.control = DraftControl(draft_tokens) if auto else FixedDrafts(draft_tokens)
-        self.drafter = make_drafter(session, draft_tokens, draft, head, auto, draft_ids)
+        self.drafter = make_drafter(session, draft_tokens, draft, head, auto, draft_ids)  # row 0's
+        # Of each row, if the session has several.
+        self.lookups = [LookupDrafter(session, draft_tokens, n) for n in range(session.batch)]
+        if isinstance(self.drafter, LookupDrafter):
+            self.lookups[0] = self.drafter
+        # Several rows' drafts, in one tensor, so that one copy sends them.
+        shape = min(session.batch, SHARED_TOKENS // 2), draft_tokens
+        self.drafts = torch.zeros(*shape, dtype=torch.int64, device=session.device)
+        self.upload = Upload(self.drafts)
         self.begin_pass, self.verify_pass = session.runner.pass_steps()
-        size = MAX_DRAFT_TOKENS + 2
+        size = MAX_DRAFT_TOKENS + 2  # numbers of the widest pass; of several sequences, of all
         self.result = torch.zeros(size, dtype=torch.int64, device=session.device)
         self.results = Outbox(size, session.device) if session.outbox else None
-        self.steps: dict[tuple[int, int], Callable[[], None]] = {}
+        self.steps: dict[tuple[int, int, int], Callable[[], None]] = {}
         # If a step needs the host, the next one would delay its token.
         self.overlaps = session.captured and not session.runner.needs_host
         self.in_flight: Callable[[], list[int]] | None = None  # waits for the token of a plain step
@@ -118,46 +137,63 @@ class Speculation:
         """Forget the sequence."""
         self.session.reset()
         self.drafter.reset()
+        for lookup in self.lookups:
+            lookup.reset()
+
+    def drafter_of(self, row: int) -> Drafter:
+        """Return what drafts for a row."""
+        return self.lookups[row] if row else self.drafter
+
+    def exchange(self, a: int, b: int) -> None:
+        """Exchange what is known of the texts of two rows, as the session exchanged its rows."""
+        self.lookups[a].exchange(self.lookups[b])
+        self.control.exchange(a, b)
+
+    def counts(self, rows: int) -> range:
+        """Return the numbers of drafts that a pass of the first rows may have; none: no pass."""
+        most = self.count if rows == 1 else min(self.count, SHARED_TOKENS // rows - 1)
+        return range(1 if self.auto else max(1, most), most + 1)
 
     def statistics(self) -> dict:
         """Return passes, drafted, accepted and tokens_per_pass (or None) of the last stream."""
         counts = {name: getattr(self, name) for name in ("passes", "drafted", "accepted")}
         return counts | {"tokens_per_pass": self.delivered / self.passes if self.passes else None}
 
-    def verify(self, count: int, candidates: int) -> None:
-        """One pass: run the last token and `count` drafts at `position`, write `result`."""
-        session, drafter = self.session, self.drafter
-        state, _ = session.first_rows(1)
-        tokens, positions, last = self.begin_pass(state, drafter.drafts[:, :count])
+    def verify(self, rows: int, count: int, candidates: int) -> None:
+        """One pass: run the first rows' last tokens and `count` drafts each, write `result`."""
+        session, drafter, one = self.session, self.drafter, rows == 1
+        state, _ = session.first_rows(rows)
+        drafts = (drafter.drafts if one else self.drafts[:rows])[:, :count]
+        tokens, positions, last = self.begin_pass(state, drafts)
         # Eager code reads the part of the cache in use, as `Session.decode` does.
-        chunk = Chunk(session.rows[:1], session.cached[0] + count + 1)
-        span = positions if session.compiled else chunk
+        as_chunk = one and not session.compiled
+        span = Chunk(session.rows[:1], session.cached[0] + count + 1) if as_chunk else positions
         runner = session.runner
-        logits = session.model(tokens, span, last, all_positions=True, runner=runner)[0]
-        q = drafter.q if drafter.q is None else drafter.q[:count]
-        self.verify_pass(state, logits, tokens, q, candidates, self.result)
+        logits = session.model(tokens, span, last, all_positions=True, runner=runner)
+        q = drafter.q[None, :count] if one and drafter.q is not None else None
+        self.verify_pass(state, logits, tokens, last, q, candidates, self.result)
         if self.results:
             self.results.post(self.result.unsqueeze(1))
 
-    def warm_up(self, count: int, candidates: int) -> Callable[[], None]:
+    def warm_up(self, count: int, candidates: int, rows: int = 1) -> Callable[[], None]:
         """Return a pass of `count` drafts, compiled and on CUDA captured on the first call.
 
         Kernels of ours do nearly all of a pass. The rest is compiled without a search for tilings,
         which would take longer than most answers.
         """
-        key = count, candidates
+        key = rows, count, candidates
         if key not in self.steps:
-            session = self.session
-            make = partial(session.capture, partial(self.verify, *key), count + 1, count + 1)
+            session, tokens = self.session, rows * (count + 1)
+            make = partial(session.capture, partial(self.verify, *key), tokens, count + 1)
             with without_tuning() if session.compiled else nullcontext():
                 self.steps[key] = self.results.counted(make) if self.results else make()
         return self.steps[key]
 
-    def warm_up_all(self, candidates: int) -> None:
+    def warm_up_all(self, candidates: int, rows: int = 1) -> None:
         """Compile and capture the plain step, and the pass of each number of drafts."""
-        self.session.warm_up(candidates, 1)
-        for count in self.counts:
-            self.warm_up(count, candidates)
+        self.session.warm_up(candidates, rows)
+        for count in self.counts(rows):
+            self.warm_up(count, candidates, rows)
 
     def stream_all(
         self, prompts: Sequence[Sequence[int]], max_new_tokens: int, sampling: Sampling
@@ -210,43 +246,93 @@ class Speculation:
             tokens = self.run_pass(candidates, left)
 
     def run_pass(self, candidates: int, left: int) -> list[int]:
-        """Draft and verify, or take a plain step; return the new tokens. left: those to come.
+        """`run_rows` for row 0, of which `left` tokens are to come; return the new tokens."""
+        return self.run_rows(candidates, [left])[0].tokens
+
+    def run_rows(
+        self, candidates: int, left: Sequence[int], drafts: Sequence[bool] = (), size: int = 0
+    ) -> list[PassTokens]:
+        """Draft and verify, or take a plain step, for the first rows; return what each one gets.
+
+        left: tokens that are to come of each row. drafts: whether a row may have drafts; empty: all
+        may. size: the rows of the step, those without a sequence included; 0: there are none.
 
         While plain steps follow each other, the next one is in flight when a token is read. So
         drafts may begin one token late, and looking for them costs no time.
         """
-        source = self.drafter.source()
-        asked = self.control.choose(source)
+        rows, size = range(len(left)), size or len(left)
+        may_draft = drafts or [True] * len(left)
+        sources = [self.drafter_of(n).source() if may_draft[n] else None for n in rows]
+        asked = self.control.choose(sources, self.counts(size).stop - 1)
         self.passes += 1
-        if self.in_flight or not asked:
-            tokens = self.take_step(candidates, goes_on=not asked and left > 1)
-            source, asked = None, 0
-        elif count := self.drafter.propose(asked):
-            self.warm_up(count, candidates)()
-            tokens = (self.results.read_later() if self.results else read_later(self.result))()
-            tokens = tokens[: tokens[count + 1]]
-            self.session.cached[0] += len(tokens)
-            self.drafted += count
+        if self.in_flight or not any(asked):
+            goes_on = not any(asked) and min(left) > 1
+            found = self.take_step(candidates, len(left), size, goes_on)
+            outcomes = [Outcome() for _ in rows]
+        elif any(counts := self.propose(asked, size)):
+            self.warm_up(max(counts), candidates, size)()
+            found = self.read_pass(counts)
+            outcomes = [
+                Outcome(source if count else None, count, len(new.tokens) - 1)
+                for source, count, new in zip(sources, asked, found, strict=True)
+            ]
         else:
-            tokens, asked = self.take_step(candidates, goes_on=False), 0
+            found = self.take_step(candidates, len(left), size, goes_on=False)
+            outcomes = [Outcome(sources[n] if asked[n] else None) for n in rows]
         now = time.perf_counter()
-        self.control.record(source, asked, len(tokens) - 1, now - self.read_at)
+        self.control.record(outcomes, now - self.read_at)
         self.read_at = now
-        return tokens
+        return found
 
-    def take_step(self, candidates: int, goes_on: bool) -> list[int]:
-        """Return the token of a plain step: of that in flight, if any. goes_on: launch another."""
-        read = self.in_flight or self.launch(candidates)
-        self.in_flight = self.launch(candidates) if goes_on and self.overlaps else None
-        return read()[:1]
+    def propose(self, asked: Sequence[int], size: int) -> list[int]:
+        """Write up to `asked` drafts for each of the first rows; return how many.
+
+        size: the rows of the pass; those after the first have none.
+        """
+        if size == 1:
+            return [self.drafter.propose(asked[0])]
+        found = [lookup.find(n) for lookup, n in zip(self.lookups, asked, strict=False)]
+        if any(found):
+            rows = [*found, *[[]] * (size - len(found))]
+            padded = [[*drafts, *[NO_DRAFT] * (self.count - len(drafts))] for drafts in rows]
+            self.upload([token for drafts in padded for token in drafts])
+        return [len(drafts) for drafts in found]
+
+    def read_pass(self, counts: Sequence[int]) -> list[PassTokens]:
+        """Wait for the pass that was launched; return what each of the first rows gets.
+
+        counts: its drafts of each row.
+        """
+        numbers = (self.results.read_later() if self.results else read_later(self.result))()
+        width, found = max(counts) + 2, []
+        for row, drafted in enumerate(counts):
+            *tokens, taken = numbers[row * width : (row + 1) * width]
+            found.append(PassTokens(tokens[:taken], drafted))
+            self.session.cached[row] += taken
+        self.drafted += sum(counts)
+        return found
+
+    def take_step(self, candidates: int, rows: int, size: int, goes_on: bool) -> list[PassTokens]:
+        """Return each row's token of a plain step: of that in flight, if any.
+
+        goes_on: launch another.
+        """
+        read = self.in_flight or self.launch(candidates, rows, size)
+        again = goes_on and self.overlaps
+        self.in_flight = self.launch(candidates, rows, size) if again else None
+        return [PassTokens([token], 0) for token in read()[:rows]]
 
     def release(self) -> Callable[[], list[int]] | None:
         """Return what waits for the token of the plain step in flight, if any, and forget it."""
         read, self.in_flight = self.in_flight, None
         return read
 
-    def launch(self, candidates: int) -> Callable[[], list[int]]:
-        """Launch a plain step; return what waits for its token."""
-        self.session.warm_up(candidates, 1)()
-        self.session.cached[0] += 1
+    def launch(self, candidates: int, rows: int, size: int) -> Callable[[], list[int]]:
+        """Launch a plain step of the first `size` rows; return what waits for its tokens.
+
+        rows: those that have sequences.
+        """
+        self.session.warm_up(candidates, size)()
+        for row in range(rows):
+            self.session.cached[row] += 1
         return self.session.read_tokens()

@@ -5,10 +5,10 @@ Leviathan et al. 2023, so that tokens have the model's own distribution.
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ops.plain.topk import argmax
+from ops.step.draft_check import NO_DRAFT
 from runtime.sampling import (
     NOT_FINITE,
     StepState,
@@ -24,92 +24,123 @@ ACCEPT_STREAM = 2
 
 
 def begin_pass(state: StepState, drafts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return a pass's tokens and positions [1, N + 1], and the index of its last real token [1].
+    """Return a pass's tokens and positions [B, N + 1], and each row's last real token [B].
 
-    state: of one sequence. drafts int64 [1, N].
+    drafts int64 [B, N]: a row's drafts end at its first NO_DRAFT. Padding repeats the newest token.
     """
     N = drafts.shape[1]
-    tokens = torch.cat((state.token, drafts), dim=1)
+    exists = (drafts != NO_DRAFT).long().cumprod(dim=1)
+    padded = torch.where(exists > 0, drafts, state.token)
+    tokens = torch.cat((state.token, padded), dim=1)
     positions = state.position + torch.arange(N + 1, device=drafts.device)
-    return tokens, positions, torch.where(state.last < 0, state.last, N)
+    return tokens, positions, torch.where(state.last < 0, -1, exists.sum(dim=1))
 
 
 def verify_pass(
     state: StepState,
     logits: Tensor,
     tokens: Tensor,
+    last: Tensor,
     q: Tensor | None,
     candidates: int,
     result: Tensor,
 ) -> None:
-    """Accept drafts and step behind them; write `pack_result` to the first N + 2 of `result`.
+    """Accept drafts and step behind them; write `pack_result` to the first numbers of `result`.
 
-    tokens int64 [1, N + 1]: as of `begin_pass`. logits, q: as of `verify_sampled`. candidates: as
-    of `Sampling.candidates`.
+    tokens int64 [B, N + 1], last int64 [B]: as of `begin_pass`. logits, q: as of `verify_sampled`.
+    candidates: as of `Sampling.candidates`. An idle row, last -1, stays where it is.
     """
-    drafts = tokens[:, 1:]
     if candidates:
-        found = verify_sampled(logits, drafts, q, state, candidates)
+        found = verify_sampled(logits, tokens, last, q, state, candidates)
     else:
-        found = verify_greedy(logits, drafts, state)
-    result[: len(found)].copy_(found)
-    state.token.copy_(found[-2])
-    state.seen.index_fill_(1, found[:-1], True)  # unlike scatter_, it takes a -1
-    state.position.add_(found[-1])
+        found = verify_greedy(logits, tokens, last, state)
+    result[: found.numel()].copy_(found.flatten())
+    state.token.copy_(found[:, -2:-1])
+    new = found[:, :-1] % state.seen.shape[1]  # NOT_FINITE, -1, marks the last one
+    state.seen.scatter_(1, new, True)
+    state.position.add_(found[:, -1:])
 
 
-def verify_greedy(logits: Tensor, drafts: Tensor, state: StepState) -> Tensor:
-    """Return the accepted drafts, the model's own next token, and their number: int64 [N + 2].
+def verify_greedy(logits: Tensor, tokens: Tensor, last: Tensor, state: StepState) -> Tensor:
+    """Return the accepted drafts, the model's own next token, and their number: int64 [B, N + 2].
 
-    logits fp32 [N + 1, V] after the state's token and after each of `drafts` [1, N]. Places after
-    the model's own token repeat it. It is NOT_FINITE if its logits are.
+    logits fp32 [B, N + 1, V] after each of `tokens` [B, N + 1]. Places after the model's own token
+    repeat it. It is NOT_FINITE if its logits are.
     """
-    seen = seen_by_row(state.token, drafts, state.seen)
-    tokens = sample(logits, state.controls, seen, None)
-    good = tokens[: drafts.shape[1]] == drafts.T
-    count = good.flatten().long().cumprod(dim=0).sum().view(1)
-    return pack_result(drafts, count, tokens.index_select(0, count))
+    B, T, _ = logits.shape
+    rows, controls, seen = rows_of_tokens(logits, tokens, state)
+    own = sample(rows, controls, seen, None).view(B, T)
+    good = (own[:, :-1] == tokens[:, 1:]) & has_draft(last, T)
+    count = good.long().cumprod(dim=1).sum(dim=1, keepdim=True)
+    return pack_result(tokens, last, count, own.gather(1, count))
 
 
 def verify_sampled(
-    logits: Tensor, drafts: Tensor, q: Tensor | None, state: StepState, candidates: int
+    logits: Tensor,
+    tokens: Tensor,
+    last: Tensor,
+    q: Tensor | None,
+    state: StepState,
+    candidates: int,
 ) -> Tensor:
-    """`verify_greedy` for sampling. Drafts were drawn from q fp32 [N, V] (None: they were certain).
+    """`verify_greedy` for sampling. Drafts were drawn from q fp32 [B, N, V] (None: certain).
 
     Draft d is accepted with probability min(1, p(d) / q(d)); after the first refusal, the token is
     drawn from max(p - q, 0), normalized. Together that is a draw from p (Leviathan et al. 2023,
     algorithm 1 and appendix A.1). Two passes never begin at the same position, so their random
-    numbers differ.
+    numbers differ. A row without drafts gets the token of a plain step.
     """
-    N, keys = drafts.shape[1], (state.seeds, state.position)
-    chances = uniform(*keys, torch.arange(N, device=drafts.device), ACCEPT_STREAM).T
-    seen = seen_by_row(state.token, drafts, state.seen)
-    tokens, weights, finite = rank_candidates(logits, state.controls, seen, candidates)
-    p, is_draft = weights / weights.sum(dim=-1, keepdim=True), tokens[:N] == drafts.T
-    p_draft = torch.where(is_draft, p[:N], 0.0).sum(dim=-1, keepdim=True)
+    (B, T, _), keys, drafts = logits.shape, (state.seeds, state.position), tokens[:, 1:]
+    chances = uniform(*keys, torch.arange(T - 1, device=drafts.device), ACCEPT_STREAM)
+    rows, controls, seen = rows_of_tokens(logits, tokens, state)
+    ranked = rank_candidates(rows, controls, seen, candidates)
+    found, weights, finite = (part.view(B, T, -1) for part in ranked)
+    p, is_draft = weights / weights.sum(dim=-1, keepdim=True), found[:, :-1] == drafts.unsqueeze(2)
+    p_draft = torch.where(is_draft, p[:, :-1], 0.0).sum(dim=-1)
     # NOT_FINITE is no index. A draft that is NOT_FINITE is refused, since no token equals it.
-    q_draft = 1.0 if q is None else q.gather(1, drafts.T.clamp(min=0))
-    good = (chances * q_draft < p_draft) & finite[:N]
-    q_tokens = is_draft.float() if q is None else q.gather(1, tokens[:N])
-    left = (p[:N] - q_tokens).clamp(min=0.0)
-    p = torch.cat((left, p[N:]))
-    count = good.flatten().long().cumprod(dim=0).sum().view(1)
-    own = tokens.index_select(0, count)
-    own = own.gather(1, argmax(p.index_select(0, count) / exponential(*keys, own)))
-    own = torch.where(finite.index_select(0, count), own, NOT_FINITE)
-    return pack_result(drafts, count, own)
+    q_draft = 1.0 if q is None else q.gather(2, drafts.clamp(min=0).unsqueeze(2)).squeeze(2)
+    exists = has_draft(last, T)
+    good = (chances * q_draft < p_draft) & finite[:, :-1, 0] & exists
+    q_found = is_draft.float() if q is None else q.gather(2, found[:, :-1])
+    left = (p[:, :-1] - q_found).clamp(min=0.0)
+    left = torch.where(exists.unsqueeze(2), left, weights[:, :-1])
+    weights = torch.cat((left, weights[:, -1:]), dim=1)
+    count = good.long().cumprod(dim=1).sum(dim=1, keepdim=True)
+    among, weight, is_finite = (take_place(part, count) for part in (found, weights, finite))
+    own = among.gather(1, argmax(weight / exponential(*keys, among)))
+    return pack_result(tokens, last, count, torch.where(is_finite, own, NOT_FINITE))
 
 
-def seen_by_row(token: Tensor, drafts: Tensor, seen: Tensor) -> Tensor:
-    """Return bool [N + 1, V]: row i has also seen `token` and the first i drafts."""
-    N = drafts.shape[1]
-    places = torch.arange(N + 1, device=seen.device)
-    new = torch.where(places[:N] < places.unsqueeze(1), drafts, token).clamp(min=0)
-    return seen.expand(N + 1, -1).scatter(1, new, True)
+def has_draft(last: Tensor, tokens: int) -> Tensor:
+    """Return after which of a pass's tokens, but the last one, a draft follows: bool [B, N]."""
+    return torch.arange(tokens - 1, device=last.device) < last.unsqueeze(1)
 
 
-def pack_result(drafts: Tensor, count: Tensor, own: Tensor) -> Tensor:
-    """Return the first count [1] of drafts, `own` [1, 1] repeated, and count + 1: int64 [N + 2]."""
-    places = torch.arange(drafts.shape[1] + 1, device=drafts.device)
-    tokens = torch.where(places < count, F.pad(drafts[0], (0, 1)), own[0])
-    return torch.cat((tokens, count + 1))
+def take_place(values: Tensor, place: Tensor) -> Tensor:
+    """values [B, T, K], place int64 [B, 1] -> the values [B, K] at each row's place."""
+    return values.gather(1, place.unsqueeze(2).expand(-1, -1, values.shape[2])).squeeze(1)
+
+
+def rows_of_tokens(logits: Tensor, tokens: Tensor, state: StepState) -> tuple[Tensor, ...]:
+    """Return logits, controls and `seen` of each token of a pass as a row of its own, [B T, ...].
+
+    A token's row has also seen the pass's tokens up to it. logits [B, T, V], tokens int64 [B, T].
+    """
+    T = tokens.shape[1]
+    places = torch.arange(T, device=logits.device)
+    is_before = places < places.unsqueeze(1)  # [T, T]
+    new = torch.where(is_before, tokens.unsqueeze(1), tokens.unsqueeze(2)).clamp(min=0)
+    seen = state.seen.unsqueeze(1).expand(-1, T, -1).scatter(2, new, True)
+    controls = state.controls.unsqueeze(1).expand(-1, T, -1)
+    return logits.flatten(0, 1), controls.flatten(0, 1), seen.flatten(0, 1)
+
+
+def pack_result(tokens: Tensor, last: Tensor, count: Tensor, own: Tensor) -> Tensor:
+    """Return the first count [B, 1] of drafts, `own` [B, 1] repeated, and count + 1: [B, N + 2].
+
+    The last number is 0 for an idle row.
+    """
+    places = torch.arange(tokens.shape[1], device=tokens.device)
+    drafts = torch.cat((tokens[:, 1:], own), dim=1)
+    taken = torch.where(last.unsqueeze(1) < 0, 0, count + 1)
+    return torch.cat((torch.where(places < count, drafts, own), taken), dim=1)

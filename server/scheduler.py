@@ -289,7 +289,7 @@ class Answer:
 class Decoder:
     """Decodes answers side by side on one rank. The rank with the scheduler sends them.
 
-    speculation: drafts for an answer without neighbors; None: nothing does.
+    speculation: drafts for up to four answers at a time; None: nothing does.
     """
 
     def __init__(
@@ -390,7 +390,7 @@ class Decoder:
             self.scheduler.deliver()
 
     def add_tokens(self) -> None:
-        """Decode one token of each answer, or several of one."""
+        """Decode one token of each answer, or several."""
         for token in self.batch.step():
             answer = self.by_sequence.get(token.sequence)
             if not answer:  # it ended within its accepted drafts

@@ -347,7 +347,7 @@ THINNED = {
     "test_any_numbers_of_drafts_by_a_head_leave_greedy_text_as_it_is": 4,
     "test_any_numbers_of_drafts_leave_greedy_text_as_it_is": 10,
     "test_every_recurrent_family": 5,
-    "test_numbers_of_drafts_share_compiled_code": 3,
+    "test_numbers_of_drafts_share_compiled_code": 7,
     "test_streamed_and_whole_answers_are_those_of_plain_steps": 3,
     "test_a_quantized_model_is_the_plain_one_with_its_unpacked_weights": 2,
     "test_a_reader_may_stop_within_accepted_drafts": 2,

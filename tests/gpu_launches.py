@@ -36,16 +36,18 @@ from ops import gpu
 from ops.launch import KernelError, can_launch, compile_only
 from ops.plain import attention
 from ops.step import draft_check
-from runtime.fused_decode import fused_layers
+from runtime.fused_layer import fused_layers
 from runtime.sampling import StepState
 from runtime.verification import ACCEPT_STREAM
 from tp import ModelShard
 
 LAYERS = 4  # they have each kind of layer, in all models but Gemma 4
 SHORT, LONG = 256, 32768  # positions of a cache
-FEW = (1, 1), (4, 1), (8, 1), (1, 2), (1, 4), (1, 8), (1, 32), (1, 64)  # sequences, tokens of each
+# Sequences, tokens of each.
+FEW = (1, 1), (4, 1), (8, 1), (1, 2), (1, 4), (2, 4), (1, 8), (1, 32), (1, 64)
 CACHES = (SHORT, "plain"), (LONG, "plain"), (LONG, "int8")
 PROMPTS = 48, 256, 1024, 2048
+PASSES = (1, 1), (1, 3), (1, 15), (2, 3), (4, 1)  # sequences, drafts of each
 
 
 @dataclass
@@ -140,20 +142,20 @@ def run_blocks(model: Transformer, found: Found, work: str, tokens: Tensor, span
         note(found, f"{work}, layer {number}", run)
 
 
-def run_pass(model: Transformer, found: Found, drafts: int) -> None:
-    """Run what a pass has beside the model."""
-    V, size, numbers = model.args.vocab_size, (1, 1), {"dtype": torch.float32}
-    seen = fake_empty(1, V, dtype=torch.bool)
-    state = StepState(ids(*size), ids(*size), ids(1), seen, fake_empty(1, 5, **numbers), ids(1))
-    logits, q = (fake_empty(rows, V, **numbers) for rows in (drafts + 1, drafts))
+def run_pass(model: Transformer, found: Found, rows: int, drafts: int) -> None:
+    """Run what a pass of several sequences has beside the model."""
+    V, size, numbers = model.args.vocab_size, (rows, 1), {"dtype": torch.float32}
+    seen, controls = fake_empty(rows, V, dtype=torch.bool), fake_empty(rows, 5, **numbers)
+    state = StepState(ids(*size), ids(*size), ids(rows), seen, controls, ids(rows))
+    logits, q = (fake_empty(rows, count, V, **numbers) for count in (drafts + 1, drafts))
     result = ids(draft_check.MOST + 1)
 
     def run() -> None:
-        tokens, *_ = draft_check.begin_pass(state, ids(1, drafts))
+        tokens, _, last = draft_check.begin_pass(state, ids(rows, drafts))
         for drawn in (q, None):
-            draft_check.verify_pass(state, logits, tokens, drawn, result, ACCEPT_STREAM)
+            draft_check.verify_pass(state, logits, tokens, last, drawn, result, ACCEPT_STREAM)
 
-    note(found, f"verification of {drafts} drafts", run)
+    note(found, f"verification of {drafts} drafts of {rows}", run)
 
 
 def compile_case(case: str, quick: bool) -> Found:
@@ -164,8 +166,8 @@ def compile_case(case: str, quick: bool) -> Found:
         for count in (PROMPTS[1],) if quick else PROMPTS:
             row = ids(1)
             run_blocks(model, found, f"prompt of {count}", ids(1, count), Chunk(row, count))
-        for drafts in (1, 3, 15) if can_launch(model.norm.weight) else ():
-            run_pass(model, found, drafts)
+        for shape in PASSES if can_launch(model.norm.weight) else ():
+            run_pass(model, found, *shape)
         for length, cache in () if quick else CACHES:
             set_up(model, length, cache)
             where = f"{length} positions in {cache}"

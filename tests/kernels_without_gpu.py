@@ -47,6 +47,7 @@ from triton.compiler import ASTSource, compile
 from triton.runtime.interpreter import TensorHandle
 
 from formats import FORMATS
+from formats.gguf_blocks import IQ4
 from formats.kv_cache import Int8KVCache
 from formats.packed import grouped_packed
 from formats.quantizer import pack_weight
@@ -88,12 +89,21 @@ GROUPS = {
     "fp8": 32,
     "fp8b": 32,
     "int4": 16,
+    "uint4": 32,
     "mxfp4": 32,
+    "nvfp4": 32,
     "hqq4": 32,
     "hqq3": 32,
     "hqq2": 16,
+    "q8_0": 32,
+    "q6_k": 256,
+    "q5_k": 256,
+    "q4_k": 256,
+    "q4_0": 32,
+    "iq4_nl": 32,
+    "iq4_xs": 256,
 }
-SHAPES = {  # rows of each expert, out, in
+SHAPES = {  # rows of each expert, out, in (or the next multiple of the group)
     "experts without rows": ((3, 0, 20, 0, 14), 150, 96),
     "tiles of 64 rows": ((70, 0, 10), 40, 64),
     "one expert, one row": ((1,), 130, 160),
@@ -104,10 +114,15 @@ OTHER_GROUPS = {
     "int8": (4,),
     "fp8b": (48, 128),
     "int4": (24, 128),
+    "uint4": (64,),
     "mxfp4": (64,),
     "hqq4": (16, 64),
     "hqq3": (64, 96),
     "hqq2": (48, 128),
+    "q6_k": (256,),
+    "q5_k": (256,),
+    "q4_k": (256,),
+    "iq4_xs": (256,),
 }
 
 
@@ -117,22 +132,43 @@ class OnCuda(Tensor):
     is_cuda = True
 
 
+# Formats with scales of another dtype, as other programs publish them.
+OTHER_SCALES = ("int4", "fp16"), ("uint4", "fp16"), ("uint4", "fp32"), ("fp8", "fp32")
+
+
 def case(
-    name: str, sizes: tuple[int, ...], out: int, width: int, dtype: torch.dtype, group: int
+    name: str,
+    sizes: tuple[int, ...],
+    out: int,
+    width: int,
+    dtype: torch.dtype,
+    group: int,
+    scale: str | None = None,
 ) -> tuple:
-    """Return x sorted by expert, group_ends, and the parts of random weights."""
+    """Return x sorted by expert, group_ends, and the parts of random weights.
+
+    scale: the dtype of scales, None: the format's.
+    """
+    width = -(-width // group) * group
     generator = torch.Generator().manual_seed(len(sizes))
     weight = torch.randn(len(sizes), out, width, generator=generator)
-    parts = pack_weight(weight, {"format": name, "group_size": group}, torch.device("cpu"))
+    spec = {"format": name, "group_size": group} | ({"scale": scale} if scale else {})
+    parts = pack_weight(weight, spec, torch.device("cpu"))
     x = torch.randn(sum(sizes), width, generator=generator).to(dtype)
     return x, torch.tensor(sizes).cumsum(0).int(), parts
 
 
 def error(
-    name: str, sizes: tuple[int, ...], out: int, width: int, dtype: torch.dtype, group: int
+    name: str,
+    sizes: tuple[int, ...],
+    out: int,
+    width: int,
+    dtype: torch.dtype,
+    group: int,
+    scale: str | None = None,
 ) -> float:
     """Return the kernel's relative error against unpack-then-matmul in fp64."""
-    x, ends, parts = case(name, sizes, out, width, dtype, group)
+    x, ends, parts = case(name, sizes, out, width, dtype, group, scale)
     ordered = FORMATS[name].grouped_order(x, group).as_subclass(OnCuda)
     got = grouped_packed(ordered, ends, list(parts.values()), name, group).as_subclass(Tensor)
     got = got.double()
@@ -234,13 +270,15 @@ def overwritten(ptx: str) -> int:
     return len(found)
 
 
-def grouped_code(name: str, experts: int, rows: int, dtype: torch.dtype) -> dict:
+def grouped_code(
+    name: str, experts: int, rows: int, dtype: torch.dtype, scale: str | None = None
+) -> dict:
     """Return counts of the kernel's machine code for `experts` with `rows` rows each.
 
     An MMA has a number of columns, and its left operand in registers or in shared memory.
     """
     group = FORMATS[name].choose_group(1024, None)
-    x, ends, parts = case(name, (rows,) * experts, 192, 1024, dtype, group)
+    x, ends, parts = case(name, (rows,) * experts, 192, 1024, dtype, group, scale)
     given = x, ends, parts, FORMATS[name].kind, FORMATS[name].bits, group
     found = launched_code(lambda: grouped_gemm(*given))["_grouped"]
     products = re.findall(r"HG?MMA\.(?:64x)?(\d+)\S+ R\d+, (\w+)", found.asm["sass"])
@@ -270,6 +308,22 @@ DOT4 = {
     "mxfp4, dense, five chunks": ("mxfp4", 32, 20, 4128, 0, 1, 1, False, {}),
     "mxfp4, experts of gpt-oss's width": ("mxfp4", 32, 24, 2880, 3, 1, 2, False, {}),
     "mxfp4, gated, two tokens": ("mxfp4", 32, 40, 448, 3, 2, 4, True, {}),
+    "uint4, experts, several tokens": ("uint4", 64, 20, 448, 3, 2, 4, False, {}),
+    "nvfp4, dense, five chunks": ("nvfp4", 32, 20, 4128, 0, 1, 1, False, {}),
+    "nvfp4, gated, two tokens": ("nvfp4", 32, 40, 448, 3, 2, 4, True, {}),
+    "q4_k, gated, two tokens": ("q4_k", 256, 40, 768, 3, 2, 4, True, {}),
+    "q4_k, dense, three blocks": ("q4_k", 256, 20, 768, 0, 1, 1, False, {}),
+    "q5_k, experts": ("q5_k", 256, 24, 2048, 3, 1, 2, False, {}),
+    "q6_k, dense, five chunks": ("q6_k", 256, 20, 5120, 0, 1, 1, False, {}),
+    "q6_k, gated": ("q6_k", 256, 40, 512, 3, 1, 2, True, {}),
+    "iq4_xs, gated, staying programs": (
+        *("iq4_xs", 256, 40, 2048, 2, 1, 2, True),
+        {"rows": 8, "depth": 2, "stay": True},
+    ),
+    "iq4_nl, dense": ("iq4_nl", 32, 20, 2272, 0, 1, 1, False, {}),
+    "q4_0, experts": ("q4_0", 32, 24, 448, 3, 2, 4, False, {}),
+    "q8_0, gated": ("q8_0", 32, 40, 480, 3, 1, 2, True, {}),
+    "q8_0, dense": ("q8_0", 32, 20, 1056, 0, 1, 1, False, {}),
     "int4, gated, staying programs": (
         *("int4", 64, 40, 2048, 2, 1, 2, True),
         {"rows": 8, "depth": 2, "stay": True},
@@ -363,14 +417,43 @@ def e2m1_twin(word, x_low, x_high, low, high, *table):
     return low, add_dot(high, values[..., 4:], fields(x_high, np.int16))
 
 
+def bytes_twin(word, x, total):
+    """Replace `codes._add_bytes`, which is inline assembly."""
+    return add_dot(total, fields(word, np.int8), fields(x, np.int16))
+
+
+def five_bits_twin(word, high, x_even, x_odd, total, M):
+    """Replace `codes.add_five_bits`."""
+    codes, above = fields(word, np.uint8), fields(high, np.uint8) >> 2 * M
+    total = add_dot(total, codes & 15 | (above & 1) << 4, fields(x_even, np.int16))
+    return add_dot(total, codes >> 4 | (above >> 1 & 1) << 4, fields(x_odd, np.int16))
+
+
+def six_bits_twin(word, high, x_low, x_high, low, high_sum, M):
+    """Replace `codes.add_six_bits`."""
+    codes, above = fields(word, np.uint8), fields(high, np.uint8) >> 4 * M
+    first, second = codes & 15 | (above & 3) << 4, codes >> 4 | (above >> 2 & 3) << 4
+    low = add_dot(low, 4 * (first - 32), fields(x_low, np.int16))
+    return low, add_dot(high_sum, 4 * (second - 32), fields(x_high, np.int16))
+
+
+def iq4_twin(word, x_low, x_high, low, high, table):
+    """Replace `codes.add_iq4`."""
+    values = np.array(IQ4, np.int32)[word.handle.data[..., None] >> np.arange(0, 32, 4) & 15]
+    low = add_dot(low, values[..., :4], fields(x_low, np.int16))
+    return low, add_dot(high, values[..., 4:], fields(x_high, np.int16))
+
+
 def pair_twin(pair, total):
     """Replace `operands._add_pair`."""
     return add_dot(total, fields(pair, np.int16), np.int32(1))
 
 
 def replace_four_bits() -> None:
-    """Let the interpreter run products of 4-bit codes without inline assembly."""
+    """Let the interpreter run products of codes without inline assembly."""
+    codes._add_bytes = bytes_twin
     codes._add_word, codes._add_e2m1, operands._add_pair = twin, e2m1_twin, pair_twin
+    codes.add_five_bits, codes.add_six_bits, codes.add_iq4 = five_bits_twin, six_bits_twin, iq4_twin
 
 
 def dot4_code(case: tuple) -> dict[str, int]:
@@ -1242,7 +1325,11 @@ def dot4_errors() -> dict[str, float]:
 def few_dot4_errors() -> dict[str, float]:
     """Return the errors of one small case of each format."""
     replace_four_bits()
-    names = "int4, groups of 128", "hqq4, experts, several tokens", "mxfp4, dense, five chunks"
+    names = (
+        *("int4, groups of 128", "hqq4, experts, several tokens", "mxfp4, dense, five chunks"),
+        *("q8_0, dense", "q6_k, dense, five chunks", "q5_k, experts", "q4_k, dense, three blocks"),
+        *("iq4_nl, dense", "nvfp4, dense, five chunks", "uint4, experts, several tokens"),
+    )
     return {name: dot4_error(DOT4[name], 1.0) for name in names}
 
 
@@ -1273,6 +1360,12 @@ def grouped_diagonal_errors() -> dict[str, float]:
         f"{name}, {shape}, {dtype}": error(name, *SHAPES[shape], dtype, GROUPS[name])
         for name, (dtype, shape) in zip(FORMATS, cases, strict=False)
     }
+    found |= {
+        f"{name} with scales in {scale}, {dtype}": error(
+            name, (3, 20), 40, 128, dtype, GROUPS[name], scale
+        )
+        for (name, scale), (dtype, _) in zip(OTHER_SCALES, cases, strict=False)
+    }
     return found | {"plain, float32": plain_error((70, 0, 10), 40, 64, torch.float32)}
 
 
@@ -1282,6 +1375,11 @@ def grouped_diagonal_codes() -> dict[str, dict]:
     return {
         f"{name}, {experts} experts, {rows} rows": grouped_code(name, experts, rows, torch.bfloat16)
         for name, (experts, rows) in zip(FORMATS, cases, strict=False)
+    } | {
+        f"{name} with scales in {scale}, {experts} experts, {rows} rows": grouped_code(
+            name, experts, rows, torch.bfloat16, scale
+        )
+        for (name, scale), (experts, rows) in zip(OTHER_SCALES, cases, strict=False)
     }
 
 

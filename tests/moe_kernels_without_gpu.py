@@ -21,7 +21,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from unittest import mock
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -56,7 +55,7 @@ from ops.attention import (
     gqa_kernels,
 )
 from ops.declared import SWIGLU, Activation, Routing
-from ops.products import codes, dense, expert_tiles, few_tokens, fragments, quantized_x
+from ops.products import dense, expert_tiles, few_tokens, few_x, fragments, quantized_x
 from ops.products import experts as moe_decode
 from ops.products import tilings as moe_tiles
 from ops.products.join import NormRouter, norm_router, receive_norm_router
@@ -65,21 +64,22 @@ from ops.products.weights import INTEGERS, Weight, packed_weight, plain_weight
 from ops.ranks.all_reduce import receive_add
 from ops.ranks.mailbox import MAX_DIM, MAX_PROGRAMS, MAX_WORDS, TokenInbox, words_of
 from runtime.fused_attention import FusedDecodeAttention
-from runtime.fused_decode import MAX_FEW, FusedLayer, FusedRunner
+from runtime.fused_decode import FusedRunner
 from runtime.fused_latent_attention import FusedLatentAttention
+from runtime.fused_layer import MAX_FEW, FusedLayer
 from runtime.loading import WeightLoader
 from tests.interpreter_bounds import check_bounds
 from tests.kernels_without_gpu import (
     Launch,
-    add_dot,
     compiled,
-    fields,
     replace_four_bits,
     unchanged,
 )
 from tests.launched_code import launched_code
 
-GROUPS = dict(int4=32, hqq4=32, mxfp4=32, int8=16, fp8=16, fp8b=32)  # so that small widths fit
+GROUPS = dict(int4=32, uint4=32, hqq4=32, mxfp4=32, nvfp4=32)  # so that small widths fit
+GROUPS |= dict(int8=16, fp8=16, fp8b=32)
+GROUPS |= dict(q8_0=32, q4_0=32, iq4_nl=32, q4_k=256, q5_k=256, q6_k=256, iq4_xs=256)
 
 
 @dataclass(frozen=True)
@@ -106,11 +106,6 @@ class Case:
     last: tuple[int, ...] = ()  # each sequence's last real token; (): all are real
 
 
-def bytes_twin(word, x, total):
-    """Replace `codes._add_bytes`, which is inline assembly."""
-    return add_dot(total, fields(word, np.int8), fields(x, np.int16))
-
-
 @triton.jit
 def dot_twin(a, b, total):
     """Replace `fragments._dot`: the interpreter multiplies bf16 bits as integers."""
@@ -119,7 +114,7 @@ def dot_twin(a, b, total):
 
 @triton.jit
 def norm_twin(x, norm):
-    """Replace `fragments._multiply_bf16`."""
+    """Replace `few_x._multiply_bf16`."""
     product = x.to(tl.float32) * norm.to(tl.float32)
     first = product.to(tl.bfloat16)
     return first, (product - first.to(tl.float32)).to(tl.bfloat16)
@@ -446,7 +441,7 @@ def layer_errors(
     last: list[int] | None = None,
     ratios: tuple[float, ...] = (0, 99),
 ) -> list[dict[str, float]]:
-    """Compare layers of runtime/fused_decode.py with `Block.forward`, in fp16.
+    """Compare layers of runtime/fused_layer.py with `Block.forward`, in fp16.
 
     The cache has earlier tokens. last: of each sequence, the last token that is real. Experts of
     several tokens are computed in tiles, and pair by pair: ratios are values of `PAIR_RATIO`.
@@ -866,8 +861,7 @@ def main() -> int:
         # Programs that stay have several tiles.
         moe_tiles.RESIDENT, Weight.multiprocessors = 12, 1
         replace_four_bits()
-        codes._add_bytes = bytes_twin
-        fragments._dot, fragments._multiply_bf16 = dot_twin, norm_twin
+        fragments._dot, few_x._multiply_bf16 = dot_twin, norm_twin
         layers = [layer_errors(*pair) for pair in given.get("layers", ())]
         models = [model_error(*pair) for pair in given.get("models", ())]
         found = {"cases": [errors(case) for case in cases], "layers": layers, "models": models}

@@ -2,12 +2,14 @@
 
     TRITON_INTERPRET=1 python tests/passes_without_gpu.py DIRECTORY    Triton's interpreter, CPU
 
-DIRECTORY is a converted hybrid. It prints a JSON list: by way of sampling, the results of `drive`.
+DIRECTORY is a converted hybrid. It prints a JSON list: by way of sampling, the results of `drive`;
+then that of `drive_several`.
 """
 
 import itertools
 import json
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -20,6 +22,7 @@ from generate import load_model
 from models.layers import gated_delta_net
 from ops.attention import delta_pending
 from ops.step import draft_check, token_draw
+from runtime.drafting_batch import DraftingBatch
 from runtime.runner import EagerRunner
 from runtime.sampling import Sampling
 from runtime.session import Session, SessionOptions
@@ -39,8 +42,10 @@ class ScriptedDrafter:
 
     q = None
 
-    def __init__(self, target: Session, text: Sequence[int], script: Sequence[tuple[int, int]]):
-        self.target, self.text, self.script = target, list(text), list(script)
+    def __init__(
+        self, target: Session, text: Sequence[int], script: Sequence[tuple[int, int]], row: int = 0
+    ):
+        self.target, self.text, self.script, self.row = target, list(text), list(script), row
         self.drafts = torch.zeros(1, 8, dtype=torch.int64, device=target.device)
         self.calls = 0
 
@@ -49,6 +54,12 @@ class ScriptedDrafter:
 
     def reset(self) -> None:
         pass
+
+    def exchange(self, other) -> None:
+        for name in ("text", "script", "calls"):
+            own = getattr(self, name)
+            setattr(self, name, getattr(other, name))
+            setattr(other, name, own)
 
     def next_pass(self) -> tuple[int, int]:
         """Return how many drafts the next pass has, and how many of them are right."""
@@ -60,14 +71,17 @@ class ScriptedDrafter:
         self.calls += 1
         return None
 
-    def propose(self, limit: int) -> int:
+    def find(self, limit: int) -> list[int]:
         count, right = self.next_pass()
         self.calls += 1
-        known, vocabulary = len(self.target.ids[0]), self.target.seen.shape[1]
+        known, vocabulary = len(self.target.ids[self.row]), self.target.seen.shape[1]
         text = [*self.text, *[1] * 8][known : known + count]
-        wrong = [(token + 1) % vocabulary for token in text[right:]]
-        self.drafts[:, :count] = torch.tensor(text[:right] + wrong)
-        return count
+        return (text[:right] + [(token + 1) % vocabulary for token in text[right:]])[:limit]
+
+    def propose(self, limit: int) -> int:
+        found = self.find(limit)
+        self.drafts[:, : len(found)] = torch.tensor(found)
+        return len(found)
 
 
 def speculate(
@@ -136,13 +150,43 @@ def drive(directory: Path, sampling: Sampling, tokens: int = 18, script=SCRIPT, 
     }
 
 
+def drive_several(directory: Path, rows: int, tokens: int) -> dict:
+    """Return whether answers of shared passes are those of plain decoding, and passes by rows."""
+    model = load_model(directory, "cpu", torch.float32)
+    plain = Session(model, LENGTH)
+    prompts = [[n, *PROMPT[: 5 + n]] for n in range(rows)]
+    greedy, answers = Sampling(temperature=0), []
+    for prompt in prompts:
+        plain.reset()
+        answers.append(list(plain.stream(prompt, tokens, greedy)))
+    session = Session(model, LENGTH, SessionOptions(batch=rows))
+    speculation = Speculation(session, 3)
+    speculation.lookups = [
+        ScriptedDrafter(session, prompts[row] + answers[row], SCRIPT[row:], row)
+        for row in range(rows)
+    ]
+    speculation.drafter = speculation.lookups[0]
+    batch, found, passes = DraftingBatch(speculation), {}, Counter()
+    verify = speculation.verify
+    speculation.verify = lambda size, *rest: (passes.update([size]), verify(size, *rest))
+    sequences = [batch.start(prompt, tokens, greedy) for prompt in prompts]
+    while batch.count:
+        batch.prefill()
+        for token in batch.step():
+            found.setdefault(token.sequence, []).append(token.token)
+        for sequence in sequences:
+            if sequence.row is not None and not sequence.tokens_left:
+                batch.end(sequence)
+    return {"same": [found[one] for one in sequences] == answers, "passes": passes}
+
+
 @contextmanager
 def kernels_on_cpu():
     """Let eager sessions run the kernels of Gated DeltaNet and of passes."""
 
-    def verify(state, logits, tokens, q, candidates, result) -> None:
+    def verify(state, logits, tokens, last, q, candidates, result) -> None:
         own = q if candidates else None
-        draft_check.verify_pass(state, logits, tokens, own, result, ACCEPT_STREAM)
+        draft_check.verify_pass(state, logits, tokens, last, own, result, ACCEPT_STREAM)
 
     steps = draft_check.begin_pass, verify
     with ExitStack() as stack:
@@ -162,7 +206,8 @@ def main() -> int:
     directory = Path(sys.argv[1])
     ways = Sampling(temperature=0), Sampling(temperature=0.4, top_k=5, seed=3)
     with torch.no_grad(), kernels_on_cpu():
-        print(json.dumps([drive(directory, way, 10, SHORT_SCRIPT) for way in ways]))
+        alone = [drive(directory, way, 10, SHORT_SCRIPT) for way in ways]
+        print(json.dumps([*alone, drive_several(directory, 2, 7)]))
     return 0
 
 

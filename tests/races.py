@@ -62,8 +62,8 @@ def run_layers(case: str) -> None:
     result = torch.zeros(MOST + 1, dtype=torch.int64, device="cuda")
     for _ in range(2):  # the second takes in what the first has accepted
         inputs = begin(session.state, torch.ones(1, 3, dtype=torch.int64, device="cuda"))
-        logits = model(*inputs, all_positions=True, runner=runner)[0]
-        verify(session.state, logits, inputs[0], None, 4, result)
+        logits = model(*inputs, all_positions=True, runner=runner)
+        verify(session.state, logits, inputs[0], inputs[2], None, 4, result)
     torch.cuda.synchronize()
 
 

@@ -51,7 +51,9 @@ NARROWER = {
     ("formats", "cli"): {"formats.quantizer"},  # its threads
     ("models", "checkpoint"): {
         "models.converter",
+        "models.pieces",
         "models.published_tensors",
+        "models.published_weights",
         "models.tensors",
     },
     ("models", "tokenizer"): {"models.converter"},

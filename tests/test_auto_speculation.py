@@ -36,11 +36,12 @@ class AnyNumber(DraftControl):
         super().__init__(limit)
         self.random, self.passes_made = random.Random(seed), []
 
-    def choose(self, source: str | None) -> int:
-        return self.random.randint(0, self.limit) if source else 0
+    def choose(self, sources, limit: int | None = None) -> list[int]:
+        most = min(limit or self.limit, self.limit)
+        return [self.random.randint(0, most) if source else 0 for source in sources]
 
-    def record(self, source: str | None, asked: int, accepted: int, seconds: float) -> None:
-        self.passes_made.append((source, asked, accepted))
+    def record(self, outcomes, seconds: float) -> None:
+        self.passes_made.extend(outcomes)
 
 
 @pytest.fixture
@@ -159,9 +160,9 @@ def test_the_controller_drafts_by_a_head_where_that_pays(cost, hybrid_directory,
     speculation = open_head(hybrid_directory)
     record, used = speculation.control.record, Counter()
 
-    def with_cost(source, asked, accepted, seconds):
-        used[source] += 1
-        record(source, asked, accepted, cost if asked else 1.0)
+    def with_cost(outcomes, seconds):
+        used[outcomes[0].source] += 1
+        record(outcomes, cost if outcomes[0].asked else 1.0)
 
     speculation.control.record = with_cost
     for prompt, expected in hybrid_answers:
@@ -208,8 +209,8 @@ def test_sampled_text_keeps_its_distribution(draft, right, monkeypatch):
     if not right:
         monkeypatch.setattr(
             "runtime.verification.verify_sampled",
-            lambda logits, drafts, *_: torch.cat(
-                (drafts[0], drafts[0, -1:], torch.tensor([drafts.shape[1] + 1]))
+            lambda logits, tokens, *_: torch.cat(
+                (tokens[:, 1:], tokens[:, -1:], torch.tensor([[tokens.shape[1]]])), dim=1
             ),
         )
     found: Counter[tuple[int, ...]] = Counter()
@@ -265,10 +266,8 @@ def test_a_step_in_flight_is_the_next_token(make_family, plain):
     speculation = open_auto(make_family("mixtral").directory, "none", overlaps=True)
     launched = []
     launch = speculation.launch
-    speculation.launch = lambda candidates: (
-        launched.append(len(speculation.ids[0])) or launch(candidates)
-    )
-    speculation.control.choose = lambda source: 0
+    speculation.launch = lambda *given: launched.append(len(speculation.ids[0])) or launch(*given)
+    speculation.control.choose = lambda sources, limit: [0]
     ids = [7, 1, 130, 22]
     stream = speculation.stream(ids, 20, GREEDY)
     expected = plain("mixtral", ids, 20)

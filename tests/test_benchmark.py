@@ -21,6 +21,7 @@ from models.random_weights import RandomWeights, architecture, first_layers, num
 from runtime.sampling import Sampling
 from runtime.session import Session
 from runtime.weights import bytes_per_token
+from scripts import plot_speculation
 
 ROOT = Path(__file__).parents[1]
 CONFIG = {
@@ -519,6 +520,42 @@ def test_a_picture_that_cannot_be_drawn_is_refused(tmp_path):
     ):
         assert run.returncode == 2 and len(run.stderr.splitlines()) == 1 and message in run.stderr
     assert not list(tmp_path.glob("a.*"))
+
+
+# scripts/plot_speculation.py ----------------------------------------------------------------------
+
+PASSES = {"lookup": [{"drafts": 0, "ms": 1.0}, {"drafts": 1, "ms": 1.5}]}
+DRAFTS = {"arch": "Qwen3.6-35B-A3B", "mode": "int4", "gpu": "NVIDIA H200", "passes": PASSES}
+
+
+@pytest.mark.slow
+def test_what_drafts_give_is_drawn(tmp_path):
+    pytest.importorskip("matplotlib")
+    result, picture = tmp_path / "passes.json", tmp_path / "a.svg"
+    result.write_text(json.dumps(DRAFTS))
+    run = plot(result, "--output", picture, script="plot_speculation.py")
+    assert run.returncode == 0 and run.stdout == f"{picture}\n", run.stderr
+    for text in ("plain", "1 draft", "drafts: lookup", "Qwen3.6-35B-A3B int4, NVIDIA H200"):
+        assert f"<!-- {text} -->" in picture.read_text(), text
+
+
+@pytest.mark.parametrize(
+    "text",
+    (
+        "not JSON",
+        "[]",
+        "[" * 100_000,
+        json.dumps(DRAFTS | {"passes": {}}),
+        json.dumps(DRAFTS | {"passes": {"lookup": [{"drafts": 0, "ms": 0}]}}),
+        json.dumps(DRAFTS | {"passes": {"lookup": [{"drafts": 0, "ms": float("inf")}]}}),
+        json.dumps({"passes": PASSES}),
+    ),
+)
+def test_a_file_that_has_no_passes_is_refused(text, tmp_path):
+    path = tmp_path / "passes.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"benchmarks/speculation\.py --json"):
+        plot_speculation.read_result(path)
 
 
 # scripts/plot_timeline.py -------------------------------------------------------------------------

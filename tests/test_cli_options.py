@@ -46,15 +46,23 @@ def test_choices_are_those_of_the_modules_that_implement_them():
 
 
 def test_quantize_describes_the_formats_as_they_are():
-    heads = [format.name for format in FORMATS.values() if format.head_format == "int8"]
-    others = f"int8 with {', '.join(heads)}; {PLAIN} with the others"
-    assert others == quantize_options.HEADS
+    heads = {}
+    for format in FORMATS.values():
+        if format.head_format != PLAIN:
+            heads.setdefault(format.head_format, []).append(format.name)
+    others = "; ".join(f"{head} with {', '.join(names)}" for head, names in heads.items())
+    assert f"{others}; {PLAIN} with the others" == quantize_options.HEADS
+    assert (PLAIN, *heads) == quantize_options.HEAD_FORMATS
     names = {}
     for format in FORMATS.values():
-        if not format.per_row:
+        if not format.has_own_group:
             names.setdefault(format.group, []).append(format.name)
     sizes = sorted(names, reverse=True)
-    groups = ", ".join(f"{size} for {' and '.join(names[size])}" for size in sizes)
+    listed = {
+        size: " and ".join(names[size]).replace(" and ", ", ", len(names[size]) - 2)
+        for size in sizes
+    }
+    groups = ", ".join(f"{size} for {listed[size]}" for size in sizes)
     assert groups == quantize_options.GROUPS
     assert (PLAIN, tuple(FORMATS)) == (model_name.PLAIN, model_name.format_names())
 

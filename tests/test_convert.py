@@ -38,7 +38,7 @@ import quantize
 from checkpoint import Checkpoint
 from formats import FORMATS
 from generate import load_model
-from models import args_from_json, converter, family_named
+from models import args_from_json, family_named, pieces
 from models.converter import convert
 from models.layers.yarn import Yarn
 
@@ -765,7 +765,7 @@ BAD = {
     ),
     "fewer layers in the config": (config(num_hidden_layers=2), r"model\.layers\.2"),
     "more experts in the config": (config(num_local_experts=5), GATE.replace(".1.", ".0.")),
-    "a quantized model": (config(quantization_config={"quant_method": "gptq"}), "'gptq'"),
+    "a quantized model": (config(quantization_config={"quant_method": "hqq"}), "'hqq'"),
     "NaN": (filling(EXPERT, float("nan")), f"{EXPERT} holds NaN"),
     "infinity": (
         filling("model.norm.weight", float("-inf")),
@@ -887,7 +887,7 @@ def test_published_files_are_packed_while_they_are_converted(
 def test_an_interrupted_conversion_changes_nothing(mixtral, monkeypatch, capsys, force):
     if force:
         convert(mixtral, progress=False)
-    before, check_values, calls = tree(mixtral), converter.check_values, []
+    before, check_values, calls = tree(mixtral), pieces.check_values, []
 
     def interrupted(*arguments):
         calls.append(arguments)
@@ -895,7 +895,7 @@ def test_an_interrupted_conversion_changes_nothing(mixtral, monkeypatch, capsys,
             raise KeyboardInterrupt
         return check_values(*arguments)
 
-    monkeypatch.setattr(converter, "check_values", interrupted)
+    monkeypatch.setattr(pieces, "check_values", interrupted)
     options = ["--force"] if force else []
     code, out, err = run_command(monkeypatch, capsys, "--checkpoint_dir", str(mixtral), *options)
     assert (code, out) == (130, "") and "nothing was written" in err

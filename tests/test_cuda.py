@@ -859,7 +859,7 @@ def test_products_of_a_format_are_those_of_its_unpacked_weights(mode):
     generator = torch.Generator("cuda").manual_seed(0)
     E, A, width = 6, 2, 448
     out = 192 if mode == "fp8b" else 200  # gate and up are whole blocks
-    group = FORMATS[mode].choose_group(width, None if FORMATS[mode].per_row else 32)
+    group = FORMATS[mode].choose_group(width, None if FORMATS[mode].has_own_group else 32)
     plain = ExpertLinear(E, width, out).cuda()
     plain.weight.normal_(0, 0.05, generator=generator)
     packed = PackedExpertLinear(plain, mode, group)
@@ -921,7 +921,7 @@ def test_a_quantized_model_is_the_same_on_both_devices(mode, tmp_path):
         assert eager == compiled
 
 
-@pytest.mark.parametrize("name", ("int4", "mxfp4", "hqq4"))
+@pytest.mark.parametrize("name", ("int4", "uint4", "mxfp4", "nvfp4", "hqq4"))
 @pytest.mark.parametrize(
     ("out", "width", "experts", "tokens", "pairs", "gated"),
     (
@@ -982,7 +982,7 @@ def test_the_product_for_one_token_of_4_bits(name, out, width, experts, tokens, 
 @pytest.mark.parametrize(
     "shape", ((2048, 768, 8), (2880, 2880, 4), (4096, 1792, 2), (2048, 512, 9))
 )
-@pytest.mark.parametrize("name", ("int8", "int4", "mxfp4", "hqq4"))
+@pytest.mark.parametrize("name", ("int8", "int4", "uint4", "mxfp4", "nvfp4", "hqq4"))
 def test_experts_of_one_token(name, shape, lanes):
     """The kernels that multiply integers against unpacked weights in fp64; and x that is no
     number.
@@ -1099,6 +1099,7 @@ def test_few_tokens_of_a_delta_layer(last):
     sizes = 3, 8, 16, 32, 128, 128, 4, last, (3, None, 0)
     layer, projected, context = random_few(*sizes, torch.bfloat16)
     layer, projected = layer.cuda(), projected.cuda()
+    layer.state.arrivals = layer.state.arrivals.cuda()  # no buffer: it is no state
     context = context._replace(positions=context.positions.cuda())
     if last is not None:
         context = context._replace(last=context.last.cuda())

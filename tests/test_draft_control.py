@@ -14,6 +14,7 @@ from runtime.draft_control import (
     MAX_REST,
     DraftControl,
     FixedDrafts,
+    Outcome,
 )
 
 STEP = 1e-3  # seconds of a plain step
@@ -48,13 +49,24 @@ class Text:
         return accepted
 
 
+def ask(control, source: str | None) -> int:
+    """Return how many drafts a lone sequence is to have."""
+    (asked,) = control.choose([source])
+    return asked
+
+
+def note(control, source: str | None, asked: int, accepted: int, seconds: float) -> None:
+    """Record a pass of a lone sequence."""
+    control.record([Outcome(source, asked, accepted)], seconds)
+
+
 def decode(control, text: Text, cost, tokens: int, source="drafts") -> dict:
     """Decode tokens; return the seconds, and of each pass its place, drafts asked and accepted."""
     at, seconds, passes = 0, 0.0, []
     while at < tokens:
-        asked = control.choose(source)
+        asked = ask(control, source)
         accepted = text.accept(at, asked)
-        control.record(source if asked else None, asked, accepted, cost(asked))
+        note(control, source if asked else None, asked, accepted, cost(asked))
         seconds += cost(asked)
         passes.append((at, asked, accepted))
         at += accepted + 1
@@ -117,10 +129,10 @@ def test_sources_rest_apart():
     asked_of = {"good": 0, "bad": 0}
     for n in range(2000):
         source = "good" if n % 2 else "bad"
-        asked = control.choose(source)
+        asked = ask(control, source)
         chance = 0.9 if source == "good" else 0.0
         accepted = next((k for k in range(asked) if text.random() > chance), asked)
-        control.record(source if asked else None, asked, accepted, linear(0.2)(asked))
+        note(control, source if asked else None, asked, accepted, linear(0.2)(asked))
         asked_of[source] += asked > 0
     assert asked_of["good"] > 900 and asked_of["bad"] < 100
 
@@ -130,12 +142,12 @@ def test_a_slow_first_pass_and_a_hiccup_do_not_end_drafting():
     control, seen = DraftControl(3), set()
     at, seconds, drafted = 0, 0.0, 0
     for number in range(1000):
-        asked = control.choose("drafts")
+        asked = ask(control, "drafts")
         spent = linear(0.1)(asked)
         if (asked and asked not in seen) or number == 500:
             spent *= 200
         seen.add(asked)
-        control.record("drafts" if asked else None, asked, asked, spent)
+        note(control, "drafts" if asked else None, asked, asked, spent)
         at, drafted, seconds = at + asked + 1, drafted + (asked > 0), seconds + spent
     assert drafted > 950
 
@@ -153,8 +165,8 @@ def test_a_source_that_proposes_nothing_is_asked_less_often():
     """Asking costs 0.2 steps and brings nothing; then drafts come, and pay at once."""
     control, asked = DraftControl(3), 0
     for _ in range(2000):
-        wants = control.choose("drafts") > 0
-        control.record("drafts" if wants else None, 0, 0, STEP * (1.2 if wants else 1))
+        wants = ask(control, "drafts") > 0
+        note(control, "drafts" if wants else None, 0, 0, STEP * (1.2 if wants else 1))
         asked += wants
     assert 0.2 * asked < 2000 * LOSS + MAX_DEBT + 1
     found = decode(control, Text(lambda at: 0.9), linear(0.2), 2000)
@@ -164,7 +176,7 @@ def test_a_source_that_proposes_nothing_is_asked_less_often():
 def test_plain_steps_that_were_slow_at_first_do_not_flatter_drafts():
     control, text = DraftControl(3), Text(lambda at: 0.1)
     for _ in range(3):
-        control.record(None, 0, 0, 3 * STEP)
+        note(control, None, 0, 0, 3 * STEP)
     found = decode(control, text, linear(0.3), 6000)
     assert rate(found) > 0.97
 
@@ -179,9 +191,9 @@ def test_the_loss_is_bounded_over_every_stretch(accepted, costs):
     control, cost = DraftControl(LIMIT), (1.0, *costs)
     excess, lowest, worst, most_lost = 0.0, 0.0, 0.0, 0.0
     for most in accepted * 3:
-        asked = control.choose("drafts")
+        asked = ask(control, "drafts")
         taken = min(most, asked)
-        control.record("drafts" if asked else None, asked, taken, STEP * cost[asked])
+        note(control, "drafts" if asked else None, asked, taken, STEP * cost[asked])
         excess += cost[asked] - (1 + LOSS) * (taken + 1)
         lowest = min(lowest, excess)
         worst, most_lost = max(worst, excess - lowest), max(most_lost, excess)
@@ -193,7 +205,106 @@ def test_the_loss_is_bounded_over_every_stretch(accepted, costs):
 def test_without_a_source_steps_are_plain_and_a_fixed_number_is_kept():
     control = DraftControl(4)
     for _ in range(20):
-        assert control.choose(None) == 0
-        control.record(None, 0, 0, STEP)
-    assert control.choose("drafts") > 0
-    assert FixedDrafts(4).choose(None) == 0 and FixedDrafts(4).choose("drafts") == 4
+        assert ask(control, None) == 0
+        note(control, None, 0, 0, STEP)
+    assert ask(control, "drafts") > 0
+    assert FixedDrafts(4).choose([None, "drafts"]) == [0, 4]
+
+
+# Several sequences --------------------------------------------------------------------------------
+
+
+def decode_rows(control, texts: list[Text], cost, passes: int, limit: int = 3) -> dict:
+    """Decode texts side by side; return seconds, tokens, and the drafts asked for each in turn.
+
+    cost: (drafts of each text) -> seconds.
+    """
+    at, seconds, asked_of = [0] * len(texts), 0.0, []
+    for _ in range(passes):
+        asked = control.choose(["drafts"] * len(texts), limit)
+        assert max(asked) <= limit
+        found = [text.accept(*place) for text, *place in zip(texts, at, asked, strict=True)]
+        outcomes = [
+            Outcome("drafts" if n else None, n, k) for n, k in zip(asked, found, strict=True)
+        ]
+        control.record(outcomes, cost(asked))
+        seconds += cost(asked)
+        asked_of.append(asked)
+        at = [place + accepted + 1 for place, accepted in zip(at, found, strict=True)]
+    return {"seconds": seconds, "tokens": sum(at), "asked": asked_of}
+
+
+def by_rows(rows: int, slope: float = 0.25):
+    """Return the cost of a pass: a draft of each row adds a part of a plain step."""
+    return lambda asked: STEP * (1 + slope * sum(asked) / rows + 0.05 * (max(asked) > 0))
+
+
+@pytest.mark.parametrize("chances", ((0.9, 0.9), (0.9, 0.0), (0.9, 0.0, 0.9), (0.0, 0.0, 0.0, 0.9)))
+def test_each_row_has_an_acceptance_of_its_own(chances):
+    """Rows whose drafts are never accepted are left out, and the others draft."""
+    control, rows = DraftControl(LIMIT), len(chances)
+    texts = [Text(lambda at, chance=chance: chance, n) for n, chance in enumerate(chances)]
+    found = decode_rows(control, texts, by_rows(rows), 3000)
+    asked = [sum(each[n] > 0 for each in found["asked"]) / 3000 for n in range(rows)]
+    for chance, share in zip(chances, asked, strict=True):
+        assert share > 0.85 if chance else share < 0.15
+    # Of what an oracle wins, which drafts for the good rows alone, always three tokens.
+    good = sum(chance > 0 for chance in chances)
+    best = (rows + good * sum(0.9**k for k in (1, 2, 3))) / (1.05 + 0.75 * good / rows)
+    won = found["tokens"] * STEP / found["seconds"] / rows - 1
+    assert won > 0.8 * (best / rows - 1)
+
+
+def test_rows_that_never_accept_cost_little():
+    control = DraftControl(LIMIT)
+    texts = [Text(lambda at: 0.01, n) for n in range(4)]
+    found = decode_rows(control, texts, by_rows(4), 3000, limit=1)
+    assert found["tokens"] * STEP / found["seconds"] / 4 > 0.98
+    assert any(max(each) for each in found["asked"][-200:])  # it never stops looking
+
+
+def test_rows_keep_their_acceptance_when_they_are_exchanged():
+    control = DraftControl(LIMIT)
+    texts = [Text(lambda at: 0.95, 0), Text(lambda at: 0.0, 1)]
+    decode_rows(control, texts, by_rows(2), 400)
+    control.exchange(0, 1)
+    found = decode_rows(control, texts[::-1], by_rows(2), 100)
+    asked = [sum(each[n] > 0 for each in found["asked"]) for n in range(2)]
+    assert asked[0] < 20 and asked[1] > 80
+
+
+def test_numbers_of_rows_have_times_of_their_own():
+    """Passes of one row pay, those of two do not: each is found out, in turn."""
+    control, asked = DraftControl(3), {1: 0, 2: 0}
+    for n in range(4000):
+        rows = 1 + n // 40 % 2
+        texts = [Text(lambda at: 0.9, 10 * n + row) for row in range(rows)]
+        cost = by_rows(rows) if rows == 1 else lambda asked: STEP * (4 if max(asked) else 1)
+        found = decode_rows(control, texts, cost, 1)
+        asked[rows] += max(found["asked"][0]) > 0
+    assert asked[1] > 1700 and asked[2] < 150
+
+
+@given(
+    accepted=st.lists(
+        st.lists(st.integers(0, 3), min_size=3, max_size=3), min_size=1, max_size=300
+    ),
+    costs=st.lists(st.floats(0.2, 6), min_size=9, max_size=9),
+)
+@settings(max_examples=100, deadline=None)
+def test_the_loss_of_several_rows_is_bounded(accepted, costs):
+    """In plain steps of all rows, for any acceptance of each and any cost of each kind of pass."""
+    control, excess, lost = DraftControl(3), 0.0, 0.0
+    for most in accepted * 3:
+        asked = control.choose(["drafts"] * 3, 3)
+        drafting = sum(n > 0 for n in asked)
+        cost = costs[3 * (drafting - 1) + max(asked) - 1] if drafting else 1.0
+        taken = [min(pair) for pair in zip(most, asked, strict=True)]
+        outcomes = [
+            Outcome("drafts" if n else None, n, k) for n, k in zip(asked, taken, strict=True)
+        ]
+        control.record(outcomes, STEP * cost)
+        excess += cost - (1 + LOSS) * (1 + sum(taken) / 3)
+        lost = max(lost, excess)
+    uncounted = sum(cost for cost in costs if cost > 3)  # the first pass of a kind
+    assert lost <= MAX_DEBT + max(1.0, *costs) + uncounted + 1e-6

@@ -19,7 +19,7 @@ from runtime.session import Session
 from runtime.speculation import Speculation
 from tokenizer import load_tokenizer
 
-V, D = 256, 128
+V, D = 256, 256
 IDS = [n for n in range(V) if n % 3 == 1]
 WHOLE_ROWS = [name for name, format in FORMATS.items() if name != "fp8b"]
 

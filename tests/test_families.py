@@ -36,6 +36,11 @@ HUB = json.loads((Path(__file__).parent / "data" / "hub_configs.json").read_text
 IN_FORMAT = {"gpt-oss-20b": "mxfp4", "gpt-oss-120b": "mxfp4", "DeepSeek-V3": "fp8b"}
 
 
+AWQ = {"quant_method": "awq", "bits": 4}
+GPTQ = {"quant_method": "gptq", "bits": 4}
+COMPRESSED = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+
+
 def published_format(config: dict) -> str | None:
     return family_of_config(config).published_format(config)
 
@@ -334,16 +339,25 @@ def test_the_reason_of_a_refusal_is_given(family, changes, message):
 @pytest.mark.parametrize(
     ("family", "given", "message"),
     [
-        ("Mixtral", {"quant_method": "gptq", "bits": 4}, " = 'gptq'"),
-        ("Mixtral", {"quant_method": "awq"}, " = 'awq'"),
-        ("Qwen3Moe", FP8 | {"quant_method": "compressed-tensors"}, " = 'compressed-tensors'"),
+        ("Mixtral", {"quant_method": "gptq", "bits": 3}, "'s bits = 3"),
+        ("Mixtral", {"quant_method": "gptq", "bits": True}, "'s bits = True"),
+        ("Mixtral", {"quant_method": "awq"}, "'s bits = None"),
+        ("Mixtral", AWQ | {"version": "gemv"}, "'s version = 'gemv'"),
+        ("Mixtral", AWQ | {"zero_point": 1}, "'s zero_point = 1"),
+        ("Mixtral", {"quant_method": "bitsandbytes"}, " = 'bitsandbytes'"),
+        ("Mixtral", {"quant_method": ["awq"]}, " = ['awq']"),
+        ("Qwen3Moe", GPTQ | {"checkpoint_format": "marlin"}, "'s checkpoint_format = 'marlin'"),
+        ("Qwen3Moe", GPTQ | {"quant_method": "auto-round", "data_type": "fp"}, "'s data_type"),
+        ("Qwen3Moe", COMPRESSED | {"format": "marlin-24"}, "'s format = 'marlin-24'"),
+        ("Qwen3Moe", COMPRESSED | {"transform_config": {"R1": {}}}, "'s transform_config"),
+        ("Qwen3Moe", COMPRESSED | {"sparsity_config": {"format": "x"}}, "'s sparsity_config"),
+        ("Qwen3Moe", {"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "'s quant_algo = 'W4"),
         ("Qwen3Moe", FP8 | {"fmt": "e5m2"}, "'s fmt = 'e5m2'"),
-        ("Qwen3Moe", FP8 | {"activation_scheme": "static"}, "'s activation_scheme = 'static'"),
+        ("Qwen3Moe", FP8 | {"activation_scheme": "none"}, "'s activation_scheme = 'none'"),
         ("Qwen3Moe", FP8 | {"weight_block_size": [1, 128]}, "'s weight_block_size = [1, 128]"),
-        ("Qwen3Moe", {"quant_method": "fp8"}, "'s fmt = None"),
         ("Qwen3Moe", "fp8", " = 'fp8'"),
         ("Qwen3Moe", {"quant_method": "mxfp4"}, " = 'mxfp4'"),
-        ("Glm4Moe", {"quant_method": "compressed-tensors"}, " = 'compressed-tensors'"),
+        ("GptOss", COMPRESSED, " = 'compressed-tensors'"),
         ("GptOss", FP8, " = 'fp8'"),
     ],
 )
@@ -352,8 +366,34 @@ def test_an_unsupported_published_format_is_named(family, given, message):
     for read in (args_from_hf, published_format):
         with pytest.raises(ValueError) as error:
             read(config)
-        want = f": quantization_config{message} is not supported; fetch the original"
-        assert want in str(error.value) and "\n" not in str(error.value)
+        text = str(error.value)
+        assert f": quantization_config{message}" in text and "\n" not in text
+        fix = text.partition(" is not supported; ")[2]
+        assert fix.startswith(("fetch the original", "only 4 bits", "only gemm"))
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        (FP8 | {"activation_scheme": "static"}, "fp8b"),
+        ({"quant_method": "fp8"}, "fp8"),
+        ({"quant_method": "fp8", "weight_block_size": None, "activation_scheme": "static"}, "fp8"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "nvfp4"),
+        ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}, "nvfp4"),
+        ({"quant_method": "modelopt", "quant_algo": "FP8"}, "fp8"),
+        (COMPRESSED, "int4"),
+        (COMPRESSED | {"config_groups": {"g": {"weights": {"symmetric": False}}}}, "uint4"),
+        (COMPRESSED | {"format": "nvfp4-pack-quantized"}, "nvfp4"),
+        (COMPRESSED | {"format": "mxfp4-pack-quantized"}, "mxfp4"),
+        (AWQ, "uint4"),
+        (AWQ | {"version": "GEMM", "zero_point": False}, "int4"),
+        (GPTQ, "int4"),
+        (GPTQ | {"sym": False}, "uint4"),
+        (GPTQ | {"quant_method": "auto-round", "packing_format": "auto_round:auto_awq"}, "int4"),
+    ],
+)
+def test_published_formats_that_are_kept(given, name):
+    assert published_format(config_of("Qwen3Moe", {"quantization_config": given})) == name
 
 
 @pytest.mark.parametrize("fmt", [{}, {"fmt": None}, {"fmt": "e4m3"}])

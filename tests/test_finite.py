@@ -8,7 +8,7 @@ from test_serve import Running
 from generate import load_model
 from model import Transformer
 from ops.plain.topk import largest_by_rank
-from runtime.drafters import LookupDrafter
+from runtime.drafters import IndexedText
 from runtime.sampling import NOT_FINITE, Noise, NotFiniteError, Sampling, sample, shortlist
 from runtime.session import Session, SessionOptions
 from runtime.speculation import Speculation
@@ -195,7 +195,7 @@ def test_speculation_stops(no_compiler, model, sampling, compile):
 
 @pytest.mark.parametrize("sampling", (GREEDY, SAMPLED))
 def test_damage_while_drafts_are_verified(monkeypatch, model, sampling):
-    monkeypatch.setattr(LookupDrafter, "match", lambda self: (3, 1))
+    monkeypatch.setattr(IndexedText, "match", lambda self: (3, 1))
     speculation, damage = Speculation(Session(model, 64), 3), Damage(model)
     stream = speculation.stream([5, 6] * 8, 30, sampling)
     next(stream)

@@ -56,14 +56,14 @@ OTHERS = {
 
 @pytest.fixture
 def gemv(monkeypatch):
-    """Let the GEMV kernel take any 4-bit weight, without Triton."""
+    """Let the GEMV kernel take any weight, without Triton."""
     monkeypatch.setattr(packed, "dot4_supports", lambda x, out, group: x.is_floating_point())
 
 
 def request(name: str, device: str, product: str, dtype: torch.dtype, out: int = 2 * I, **options):
     x = on(device, torch.zeros(2, D, dtype=dtype))
     format = FORMATS[name]
-    group = format.choose_group(D, None if format.per_row else GROUP)
+    group = format.choose_group(D, None if format.has_own_group else GROUP)
     codes = torch.empty(
         format.layout((E, out, D), group)["codes"][0], dtype=torch.int32, device="meta"
     )
@@ -78,7 +78,10 @@ def expert_linear(name: str, bias: bool = False) -> PackedExpertLinear:
     if bias:
         plain.bias = nn.Parameter(torch.randn(E, 2 * I, generator=generator), requires_grad=False)
     format = FORMATS[name]
-    spec = {"format": name, "group_size": format.choose_group(D, None if format.per_row else GROUP)}
+    spec = {
+        "format": name,
+        "group_size": format.choose_group(D, None if format.has_own_group else GROUP),
+    }
     if format.blocks:
         spec["group_size"] = I
     module = PackedExpertLinear(plain, name, spec["group_size"])
@@ -93,9 +96,11 @@ KERNEL, DOT = "ops.products.gemv", "Format.dot"
 FUSED, THEN = "ops.products.gemv with SwiGLU", "ops.products.gemv, then the activation"
 BYTES, SPLIT = "Format.dot by integers, then the activation", "Format.dot of gate and of up"
 GROUPED, BY_EXPERT = "ops.products.prompt", "unpack expert by expert, then F.linear"
-WITH_KERNELS = "int8", "fp8", "fp8b", "int4", "mxfp4", "hqq4", "hqq3", "hqq2"
-FOUR_BITS = "int4", "mxfp4", "hqq4"
-WITH_BYTES = "int4", "hqq4", "hqq3", "hqq2"  # and int8, if it is large
+GGUF = "q8_0", "q6_k", "q5_k", "q4_k", "q4_0", "iq4_nl", "iq4_xs"
+WITH_KERNELS = "int8", "fp8", "fp8b", "int4", "uint4", "mxfp4", "nvfp4", "hqq4", "hqq3", "hqq2"
+WITH_KERNELS += GGUF
+WITH_GEMV = "int4", "uint4", "mxfp4", "nvfp4", "hqq4", *GGUF
+WITH_BYTES = "int4", "uint4", "hqq4", "hqq3", "hqq2"  # and int8, if it is large
 
 
 def expected(name: str, device: str, product: str, plain_swiglu: bool) -> str:
@@ -104,7 +109,7 @@ def expected(name: str, device: str, product: str, plain_swiglu: bool) -> str:
         return {TOKEN: DOT, GATED: SPLIT, ROWS: BY_EXPERT}[product]
     if product == ROWS:
         return GROUPED
-    if name in FOUR_BITS:
+    if name in WITH_GEMV:
         return KERNEL if product == TOKEN else FUSED if plain_swiglu else THEN
     if product == TOKEN:
         return DOT
@@ -183,8 +188,10 @@ def fake_dot4(monkeypatch, gemv) -> list[bool]:
 
     def dot4(x, parts, index, kind, group, fuse_swiglu):
         calls.append(fuse_swiglu)
-        format = next(f for f in FORMATS.values() if f.kind == kind and f.has_gemv)
-        names = format.layout((*parts[0].shape[:-1], x.shape[-1]), group)
+        shape = torch.Size((*parts[0].shape[:-1], x.shape[-1]))
+        having = (f for f in FORMATS.values() if f.kind == kind and f.has_gemv)
+        format = next(f for f in having if len(f.layout(shape, group)) == len(parts))
+        names = format.layout(shape, group)
         weight = format.unpack(dict(zip(names, parts, strict=True)), group)[index]
         x = x.repeat_interleave(len(index) // len(x), 0)
         y = torch.einsum("ni,noi->no", x.float(), weight)
@@ -196,7 +203,7 @@ def fake_dot4(monkeypatch, gemv) -> list[bool]:
 
 @pytest.mark.parametrize("bias", (False, True))
 @pytest.mark.parametrize("activation", ("swiglu", *OTHERS))
-@pytest.mark.parametrize("name", FOUR_BITS)
+@pytest.mark.parametrize("name", WITH_GEMV)
 def test_every_activation_is_applied_whatever_computes_the_product(
     name, activation, bias, fake_dot4
 ):

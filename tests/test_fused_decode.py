@@ -1,4 +1,4 @@
-"""Which models runtime/fused_decode.py runs, and how shared experts are stacked on the others."""
+"""Which models runtime/fused_layer.py runs, and how shared experts are stacked on the others."""
 
 from types import SimpleNamespace
 
@@ -18,13 +18,8 @@ from ops.products import dense
 from ops.products.few_tokens import FewTiles
 from ops.products.weights import plain_weight
 from runtime.fused_attention import FusedDecodeAttention, fuse_decode_attention, fused_attention
-from runtime.fused_decode import (
-    PROMPT_CHUNKS,
-    FusedLayer,
-    FusedRunner,
-    fused_layers,
-    stack,
-)
+from runtime.fused_decode import PROMPT_CHUNKS, FusedRunner
+from runtime.fused_layer import FusedLayer, fused_layers, stack
 from runtime.kernel_choice import choose_runner, describe_kernels, why_not_fused
 from runtime.loading import check_decode_kernels
 from runtime.plain_forms import FORMS, TESTED, changed_forms, digest_of
@@ -52,7 +47,7 @@ def describe_attention(layer: FusedLayer) -> tuple[type, list[int]]:
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_published_models_have_kernels_in_every_format(name):
-    for mode in ("bf16", "int8", "fp8", "fp8b", "int4", "mxfp4", "hqq4"):
+    for mode in ("bf16", "int8", "fp8", "fp8b", "int4", "uint4", "mxfp4", "nvfp4", "hqq4"):
         model = on_meta(name, mode)
         sparse = [block for block in model.layers if isinstance(block.ffn, MoE)]
         if name in REFUSED:

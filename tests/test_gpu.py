@@ -88,7 +88,7 @@ def test_an_unknown_gpu_cannot_be_pretended(monkeypatch):
 @pytest.mark.parametrize("name", FORMATS)
 def test_without_kernels_the_plain_form_multiplies(become, there, name):
     become(there)
-    group = FORMATS[name].choose_group(256, None if FORMATS[name].per_row else 32)
+    group = FORMATS[name].choose_group(256, None if FORMATS[name].has_own_group else 32)
     codes = torch.empty(
         FORMATS[name].layout((2, 64, 256), group)["codes"][0], dtype=torch.int32, device="meta"
     )
@@ -163,7 +163,7 @@ def test_packed_prompts_go_on_without_the_grouped_kernel(become, monkeypatch, na
     """x is already in the order that the kernel reads."""
     become(KNOWN["sm_86"])
     monkeypatch.setattr("formats.packed.grouped_gemm", fail)
-    group = FORMATS[name].choose_group(256, None if FORMATS[name].per_row else 64)
+    group = FORMATS[name].choose_group(256, None if FORMATS[name].has_own_group else 64)
     spec = {"format": name, "group_size": group}
     parts = pack_weight(torch.randn(3, 32, 256), spec, torch.device("cpu"))
     x, ends = torch.randn(10, 256), torch.tensor([3, 3, 10])
@@ -258,7 +258,7 @@ def test_an_old_gpu_launches_nothing():
     assert found["sm_75"]["Qwen3.6-35B-A3B:bf16"] == {"kernels": {}, "refused": {}}
 
 
-MODES = "bf16", "int8", "int4", "fp8", "fp8b", "mxfp4", "hqq4", "hqq3", "hqq2"
+MODES = "bf16", "int8", "int4", "fp8", "fp8b", "uint4", "mxfp4", "nvfp4", "hqq4", "hqq3", "hqq2"
 
 
 def modes_of(name: str) -> list[str]:

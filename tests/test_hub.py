@@ -16,6 +16,7 @@ import pytest
 import torch
 from conftest import HYBRID_CHECKPOINT
 from hub_server import REPO, ROOT, environment
+from published_files import LAYOUTS, write
 from safetensors.torch import load_file, save
 
 import eval
@@ -29,8 +30,8 @@ from cli.resumable import ResumableDirectory, partial_path
 from formats import FORMATS, PLAIN
 from formats.quantizer import plan_format
 from generate import EMBEDDED
+from hub import disk, shards
 from hub import prepare as script
-from hub import shards
 from hub.disk import stored_models
 from hub.prepare import Settings, prepare
 from models import args_of_checkpoint, build_model
@@ -116,8 +117,8 @@ def error_of(module, monkeypatch, capsys, *arguments) -> str:
 
 def test_formats_are_those_that_there_are():
     assert tuple(FORMATS) == model_name.format_names() and model_name.PLAIN == PLAIN
-    published = {PLAIN, *(f.name for f in FORMATS.values() if f.name in ("mxfp4", "fp8b"))}
-    assert set(model_name.PUBLISHED) == published
+    assert {*model_name.PUBLISHED} == {PLAIN, *FORMATS} - {"hqq4", "hqq3", "hqq2"}
+    assert model_name.PUBLISHED[: len(model_name.UNRECORDED)] == model_name.UNRECORDED
 
 
 @pytest.mark.parametrize(
@@ -489,6 +490,33 @@ def test_a_format_of_a_model_that_is_published_in_another(hub, make_family, monk
     for format, fix in (("int8", "is quantized already (mxfp4)"), ("bf16", "leave :bf16 out")):
         line = error_of(generate, monkeypatch, capsys, "--model", f"{REPO}:{format}")
         assert fix in line
+
+
+def test_a_published_4_bit_file_is_kept(hub, make_family, tmp_path):
+    """Its tensors lie in two files, codes apart from scales. Another format of it is refused.
+
+    Its format stands in ModelOpt's own file alone.
+    """
+    function, config, _ = LAYOUTS["ModelOpt NVFP4"]
+    source = make_family("qwen3_moe", moe_intermediate_size=64, attention_bias=False).hf_directory
+    quantized, plain = write(source, tmp_path, lambda name: function, config)
+    tensors = load_file(quantized / "model.safetensors")
+    parts = {name: tensor for name, tensor in tensors.items() if name.endswith("_scale_2")}
+    files = {"model-00001-of-00002.safetensors": parts}
+    files["model-00002-of-00002.safetensors"] = {n: tensors[n] for n in tensors.keys() - parts}
+    weight_map = {name: file for file, names in files.items() for name in names}
+    hub.files = {name: save(found) for name, found in files.items()}
+    hub.files["model.safetensors.index.json"] = json.dumps({"weight_map": weight_map}).encode()
+    hub.files["config.json"] = (plain / "config.json").read_bytes()
+    hub.files["hf_quant_config.json"] = json.dumps({"quantization": config}).encode()
+    with pytest.raises(ValueError, match=r"is published in nvfp4, .* leave :int8 out"):
+        prepare(ModelName(REPO, "int8"), QUIET)
+    assert prepare(NAME, QUIET).name == "model_nvfp4"
+    hub.files = {}
+    assert prepare(NAME, QUIET).name == "model_nvfp4"
+    record = NAME.checkpoint("nvfp4") / "source.json"
+    record.write_text(json.dumps(json.loads(record.read_text()) | {"published": "bf16"}))
+    assert disk.find_checkpoint(NAME) is None
 
 
 def test_a_damaged_header(hub, source, monkeypatch, capsys):

@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from without_gpu import run_without_gpu
 
 from formats import FORMATS
+from formats.gguf_blocks import IQ4
 from formats.mxfp4 import E2M1
 from ops import launch
-from ops.products import codes, units
+from ops.products import codes, gguf_words, units
 
 pytestmark = pytest.mark.usefixtures("few_threads")
 
@@ -46,14 +47,14 @@ def check_grouped_errors(errors: dict[str, float]) -> None:
 
 def test_the_kernel_computes_what_the_cpu_computes(interpreted):
     errors = interpreted["grouped, a shape a format"]
-    assert len(errors) == len(FORMATS) + 1
+    assert len(errors) == len(FORMATS) + 5
     check_grouped_errors(errors)
 
 
 @pytest.mark.slow
 def test_the_kernel_computes_what_the_cpu_computes_in_every_shape():
     errors = without_a_gpu("grouped", TRITON_INTERPRET="1")["grouped"]
-    assert len(errors) == 2 * 5 * (len(FORMATS) + 1) + 12
+    assert len(errors) == 2 * 5 * (len(FORMATS) + 1) + 17
     check_grouped_errors(errors)
 
 
@@ -108,7 +109,7 @@ def test_attention_that_reads_the_blocks_in_use_compiles_for_an_h200():
 
 def test_one_tokens_attention_in_one_kernel(interpreted):
     errors = interpreted["token, few"]
-    assert len(errors) == 3 and all(error < 2e-6 for error in errors.values()), errors
+    assert len(errors) == 8 and all(error < 2e-6 for error in errors.values()), errors
 
 
 @pytest.mark.slow
@@ -138,7 +139,7 @@ def check_queries_code(found: dict[str, dict]) -> None:
 @pytest.mark.slow
 def test_few_queries_attention_in_one_kernel():
     errors = without_a_gpu("queries", TRITON_INTERPRET="1")["queries"]
-    assert len(errors) == 3 and all(error < 2e-6 for error in errors.values()), errors
+    assert len(errors) == 5 and all(error < 2e-6 for error in errors.values()), errors
 
 
 @pytest.mark.slow
@@ -201,26 +202,28 @@ def check_machine_code(found: dict) -> None:
             assert counts["products"], case
             assert counts["spills"] == 0 == counts["from_shared_memory"], case
             if "300 rows" in case:
-                assert counts["columns"] == [128 if "8" in case.partition(",")[0] else 256], case
+                # The planes of bits above take shared memory, too.
+                narrow = any(name in case.partition(",")[0] for name in ("8", "q5_k", "q6_k"))
+                assert counts["columns"] == [128 if narrow else 256], case
 
 
 @pytest.mark.slow
 def test_the_kernel_compiles_for_an_h200():
     found = without_a_gpu("grouped, a shape a format")["grouped, a shape a format"]
-    assert len(found) == len(FORMATS)
+    assert len(found) == len(FORMATS) + 4
     check_machine_code(found)
 
 
 def test_the_product_for_one_token_in_each_format(interpreted):
     errors = interpreted["dot4, few"]
-    assert len(errors) == 3 and all(error < 1e-5 for error in errors.values()), errors
+    assert len(errors) == 5 and all(error < 1e-5 for error in errors.values()), errors
 
 
 @pytest.mark.slow
 def test_the_product_for_one_token_computes_what_unpacked_weights_do():
     errors = without_a_gpu("dot4", TRITON_INTERPRET="1")["dot4"]
     assert [errors.pop(value) for value in ("inf", "-inf", "nan")] == [True] * 3
-    assert len(errors) == 13
+    assert len(errors) == 26
     limits = {case: 1e-3 if "gated" in case else 1e-5 for case in errors}
     assert all(error < limits[case] for case, error in errors.items()), errors
 
@@ -229,7 +232,7 @@ def test_the_product_for_one_token_computes_what_unpacked_weights_do():
 def test_the_product_for_one_token_compiles_for_an_h200(machine_code):
     """Four words a load, bytes multiplied in pairs, no spills, one wait."""
     found = machine_code["dot4"]
-    assert len(found) == 11
+    assert len(found) == 24
     for case, counts in found.items():
         assert counts["loads"] and counts["spills"] == 0, case
         assert counts["products"] % 8 == 0 < counts["products"], case
@@ -283,8 +286,10 @@ def run_assembly(source: str, **values: int) -> dict[str, int]:
                     torch.int32
                 ).item() & 0xFFFFFFFF
             elif name == "lop3.b32":
-                assert given.pop() == 0xEA
-                found = given[0] & given[1] | given[2]
+                logic = given.pop()  # 0xEA: a & b | c, 0x6A: a & b ^ c
+                assert logic in (0xEA, 0x6A)
+                both = given[0] & given[1]
+                found = both | given[2] if logic == 0xEA else both ^ given[2]
             elif name == "prmt.b32":  # bit 3 of a selector replicates the byte's sign
                 table, found = given[0] | given[1] << 32, 0
                 for n in range(4):
@@ -294,12 +299,19 @@ def run_assembly(source: str, **values: int) -> dict[str, int]:
             elif name.startswith("dp2a."):
                 x, weights = given[0], given[1] >> (16 if ".hi." in name else 0)
                 found = given[2] + sum(
-                    signed(x >> 16 * n, 16) * (weights >> 8 * n & 255) for n in (0, 1)
+                    signed(x >> 16 * n, 16)
+                    * (
+                        signed(weights >> 8 * n, 8)
+                        if name.endswith(".s32")
+                        else weights >> 8 * n & 255
+                    )
+                    for n in (0, 1)
                 )
             else:
                 found = {
                     "xor.b32": operator.xor,
                     "and.b32": operator.and_,
+                    "or.b32": operator.or_,
                     "shr.u32": operator.rshift,
                     "shr.b32": operator.rshift,
                     "shl.b32": operator.lshift,
@@ -337,6 +349,73 @@ def test_the_assembly_of_e2m1_multiplies_what_the_codes_are(word, x):
     assert [found["$0"], found["$1"]] == [sums[0] + 1000, sums[1] - 1000]
 
 
+WORDS = st.lists(st.integers(0, 2**32 - 1), min_size=2, max_size=2)
+EIGHT_OF_X = st.lists(st.integers(-(2**15), 2**15 - 1), min_size=8, max_size=8)
+
+
+def in_int64(x: list[int]) -> int:
+    return sum((number & 0xFFFF) << 16 * n for n, number in enumerate(x))
+
+
+def sum_signed(found: int) -> int:
+    """Return the signed number in a register."""
+    found &= 0xFFFFFFFF
+    return found - (found >> 31 << 32)
+
+
+@settings(max_examples=100, deadline=None)
+@given(words=WORDS, x=EIGHT_OF_X)
+def test_the_assembly_of_5_and_of_6_bits_multiplies_what_the_codes_are(words, x):
+    """Of each word that has bits in a word of the plane above, for both nibbles of each byte."""
+    if launch.triton is None:
+        pytest.skip("ops/ needs triton")
+    (word, high), (first, second) = words, (x[:4], x[4:])
+    nibbles = [word >> 4 * n & 15 for n in range(8)]
+    rest = {"_3": in_int64(first), "_4": in_int64(second), "_5": 1000}
+    for M in range(4):
+        above = [high >> 8 * (n // 2) + 2 * M + n % 2 & 1 for n in range(8)]
+        numbers = [code | bit << 4 for code, bit in zip(nibbles, above, strict=True)]
+        found = run_assembly(assembly(gguf_words.add_five_bits, M=M), _1=word, _2=high, **rest)
+        want = sum(map(operator.mul, numbers, (x[n // 2 + n % 2 * 4] for n in range(8))))
+        assert sum_signed(found["$0"]) == want + 1000, M
+    rest = {"_4": in_int64(first), "_5": in_int64(second), "_6": 1000, "_7": -1000}
+    for M in range(2):
+        above = [high >> 8 * (n // 2) + 4 * M + n % 2 * 2 & 3 for n in range(8)]
+        numbers = [4 * ((code | bits << 4) - 32) for code, bits in zip(nibbles, above, strict=True)]
+        found = run_assembly(assembly(gguf_words.add_six_bits, M=M), _2=word, _3=high, **rest)
+        want = [sum(map(operator.mul, numbers[n::2], x[4 * n : 4 * n + 4])) for n in (0, 1)]
+        sums = [sum_signed(found[name]) for name in ("$0", "$1")]
+        assert sums == [want[0] + 1000, want[1] - 1000], M
+
+
+@settings(max_examples=100, deadline=None)
+@given(word=st.integers(0, 2**32 - 1), x=EIGHT_OF_X)
+def test_the_assembly_of_iq4_multiplies_what_the_codes_are(word, x):
+    if launch.triton is None:
+        pytest.skip("ops/ needs triton")
+    terms = re.findall("lanes ([+-]) (0x[0-9A-F]{8})", gguf_words.iq4_table.src)
+    table = {f"_{7 + n}": int(sign + text, 16) & 0xFFFFFFFF for n, (sign, text) in enumerate(terms)}
+    rest = {"_3": in_int64(x[:4]), "_4": in_int64(x[4:]), "_5": 1000, "_6": -1000}
+    found = run_assembly(assembly(gguf_words.add_iq4), _2=word, **rest, **table)
+    numbers = [IQ4[word >> 4 * n & 15] for n in range(8)]
+    want = [sum(map(operator.mul, numbers[n : n + 4], x[n : n + 4])) for n in (0, 4)]
+    sums = [sum_signed(found[name]) for name in ("$0", "$1")]
+    assert sums == [want[0] + 1000, want[1] - 1000]
+
+
+@pytest.mark.parametrize("K", range(4))
+@pytest.mark.parametrize("bits", (1, 2))
+def test_the_assembly_of_bits_above_joins_their_planes(bits, K):
+    if launch.triton is None:
+        pytest.skip("ops/ needs triton")
+    text, at = assembly(units.with_bits_above, K=K, BITS=bits), 8 * (K // 2) + bits * (K % 2)
+    for code in range(16 << bits):
+        pair = (0xA5C3 & ~(15 << 4 * K) | (code & 15) << 4 * K) * 0x00010001
+        plane = 0xC3A5 & ~((1 << bits) - 1 << at) | code >> 4 << at
+        found = run_assembly(text, _1=pair, _2=plane * 0x00010001)["$0"]
+        assert as_bf16(found) == [float(code - (8 << bits))] * 2, code
+
+
 def as_bf16(register: int) -> list[float]:
     """Return the two bf16 numbers in a register."""
     return torch.tensor([register]).to(torch.int32).view(torch.bfloat16).tolist()
@@ -357,6 +436,7 @@ def test_the_assembly_of_fields_makes_their_numbers():
         (units.e4m3, 8, {}, e4m3),
         *((units.e2m1, 4, {"K": K}, e2m1) for K in range(4)),
         *((units.int4, 4, {"K": K}, codes[:16] - 8.0) for K in range(4)),
+        *((units.iq4, 4, {"K": K}, torch.tensor(IQ4).float()) for K in range(4)),
         *((units.codes_plus_128, 4, {"K": K, "BITS": 4}, codes[:16] + 128.0) for K in range(4)),
         *((units.codes_plus_128, 2, {"K": K, "BITS": 2}, codes[:4] + 128.0) for K in range(8)),
     ]

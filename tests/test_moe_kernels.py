@@ -14,6 +14,9 @@ CASES = (
     {"format": "hqq4", "I": 96, "tiles": {"rows": 4, "lanes": 64, "warps": 2}, "sigmoid": True},
     {"format": "mxfp4", "norm_topk": False, "seed": 1, "biased": True, "shared": 1, "gated": True},
     {"format": "mxfp4", "biased": True, "tiles": STAYING},
+    {"format": "nvfp4", "norm_topk": False, "seed": 1, "biased": True, "shared": 1, "gated": True},
+    {"format": "nvfp4", "biased": True, "tiles": STAYING},
+    {"format": "uint4", "I": 96, "shared": 1},
     {"format": "int4", "D": 512, "tiles": {"rows": 2, "depth": 1}},
     {"format": "int4", "sigmoid": True, "norm_topk": False, "scale": 1.8, "shared": 1},
     {"format": "fp8", "fp32_norm": True},
@@ -28,6 +31,8 @@ FEW_TOKENS = (  # rows of `last` and queries: sequences, drafts, padding, a call
     {"format": "bf16", "tokens": 8, "sigmoid": True, "last": (0, -1, 0, 0, 0, 0, -1, 0)},
     {"format": "int4", "tokens": 8, "last": (4,), "fp32_norm": True},
     {"format": "mxfp4", "tokens": 4, "last": (0, 1), "biased": True, "shared": 1},
+    {"format": "uint4", "tokens": 2, "shared": 2},
+    {"format": "nvfp4", "tokens": 4, "last": (0, 1), "biased": True, "shared": 1},
     {"format": "fp8b", "tokens": 2, "last": (-1,), "D": 256, "tiles": {"rows": 8, "depth": 1}},
     {"format": "hqq4", "tokens": 2, "shared": 2, "norm_topk": False},
 )
@@ -54,11 +59,44 @@ MORE_DENSE = (
     {"format": "int4", "tokens": 8, "I": 64, "group": 64, "few": {"warps": 2, "depth": 1}},
     {"format": "mxfp4", "tokens": 5, "D": 288, "I": 96, "few": {"rows": 32, "warps": 2}},
     {"format": "mxfp4", "tokens": 8, "D": 288, "biased": True, "few": {"warps": 1, "depth": 2}},
+    {"format": "uint4", "tokens": 5, "I": 64, "group": 64, "few": {"rows": 32, "depth": 1}},
+    {"format": "nvfp4", "tokens": 2, "D": 160, "fp32_norm": True},
+    {"format": "nvfp4", "tokens": 5, "D": 288, "I": 96, "few": {"rows": 32, "warps": 2}},
+    {"format": "nvfp4", "tokens": 8, "D": 288, "biased": True, "few": {"warps": 1, "depth": 2}},
     {"format": "hqq4", "tokens": 2, "D": 160, "scale": 0.5},
     {"format": "hqq4", "tokens": 5, "I": 64, "group": 64, "few": {"rows": 32, "depth": 1}},
     {"format": "hqq4", "tokens": 8, "D": 512, "I": 128, "group": 128, "fp32_norm": True},
 )
+ANY_FORMAT = "bf16", "int8", "fp8", "fp8b", "int4", "uint4", "mxfp4", "nvfp4"
+ANY_FORMAT += ("hqq4",)
 H200 = {"D": 2048, "I": 768, "E": 16, "A": 8}
+
+
+GGUF_DENSE = (  # q6_k in two steps of one warp; two blocks of tokens; words past the end of a row
+    {"format": "q4_k", "tokens": 5, "D": 768, "I": 256},
+    {"format": "q5_k", "tokens": 8, "D": 512, "I": 256, "few": {"warps": 2, "depth": 1}},
+    {"format": "q6_k", "tokens": 8, "D": 512, "I": 256, "fp32_norm": True},
+    {"format": "q6_k", "tokens": 64, "I": 256},
+    {"format": "iq4_xs", "tokens": 2, "I": 256, "few": {"warps": 1, "depth": 2}},
+    {"format": "iq4_nl", "tokens": 8, "D": 160, "few": {"rows": 32, "warps": 2, "depth": 1}},
+    {"format": "q8_0", "tokens": 8, "D": 160, "biased": True},
+    {"format": "q8_0", "tokens": 2, "D": 288, "fp32_norm": True},
+    {"format": "q4_0", "tokens": 8, "D": 160},
+)
+GGUF_EXPERTS = (
+    {"format": "q4_k", "tokens": 3, "last": (2,), "few": {"depth": 1, "warps": 2}},
+    {"format": "q5_k", "tokens": 3, "last": (2,)},
+    {"format": "q6_k", "tokens": 3, "last": (1,), "biased": True},
+    {"format": "iq4_xs", "tokens": 3, "last": (2,)},
+    {"format": "iq4_nl", "D": 96, "I": 64, "tokens": 3, "last": (2,)},
+    {"format": "q8_0", "D": 96, "I": 64, "tokens": 3, "last": (2,)},
+    {"format": "q4_k", "biased": True},
+    {"format": "q5_k", "tiles": STAYING},
+    {"format": "q6_k", "D": 512, "shared": 1, "tiles": {"rows": 4, "lanes": 64, "warps": 2}},
+    {"format": "iq4_xs", "sigmoid": True},
+    {"format": "q8_0", "D": 160, "I": 64, "biased": True, "shared": 1, "gated": True},
+    {"format": "q4_0", "D": 160, "I": 64, "norm_topk": False},
+)
 
 
 def run(given: dict, **variables: str):
@@ -116,7 +154,7 @@ def test_a_layer_of_many_tokens_is_the_blocks_own(layer):
 
 @pytest.mark.slow
 def test_a_layer_is_the_blocks_own_in_every_format():
-    formats = "int8", "hqq4", "mxfp4", "fp8b"
+    formats = "int8", "hqq4", "mxfp4", "nvfp4", "fp8b"
     check_layers(*(("qwen3_moe", name) for name in formats), ("qwen2_moe", "int8"))
 
 
@@ -236,6 +274,17 @@ def test_a_dense_product_of_several_tokens_in_every_format():
 
 
 @pytest.mark.slow
+def test_a_dense_product_of_several_tokens_in_ggufs_formats():
+    check_dense(GGUF_DENSE)
+
+
+@pytest.mark.slow
+def test_experts_in_ggufs_formats():
+    """One token and several: sums of x, two scales a run, look-ups."""
+    check_cases([{"D": 256, "I": 256, "E": 3, "A": 2} | case for case in GGUF_EXPERTS])
+
+
+@pytest.mark.slow
 def test_each_kernel_computes_several_tokens():
     """The result of padding is its residual, whatever the gate and up product left for it."""
     check_cases([{"D": 128, "I": 64, "E": 6, "A": 2} | case for case in FEW_TOKENS])
@@ -246,7 +295,7 @@ def test_experts_of_several_tokens_in_every_format():
     """Of 3 experts that 5 tokens choose, all are chosen twice; and experts of several tiles."""
     cases = [
         {"format": format, "tokens": 5, "E": 3, "last": (4,), "few": {"depth": 1, "warps": 2}}
-        for format in ("bf16", "int8", "fp8", "fp8b", "int4", "mxfp4", "hqq4")
+        for format in ANY_FORMAT
     ] + [
         {"format": "int4", "tokens": 32, "E": 2, "last": (28,)},  # tiles of 32 pairs
         {"format": "bf16", "tokens": 24, "E": 3, "last": (23,)},  # of 16
@@ -258,7 +307,7 @@ def test_experts_of_several_tokens_in_every_format():
 @st.composite
 def any_case(draw) -> dict:
     """Draw shapes, a format, a tiling or none, and what the layer has."""
-    format = draw(st.sampled_from(("bf16", "int8", "fp8", "fp8b", "int4", "mxfp4", "hqq4")))
+    format = draw(st.sampled_from(ANY_FORMAT))
     step = {"bf16": 8, "int8": 16, "fp8": 16}.get(format, 32)
     experts = draw(st.integers(1, 40))
     tiles = {
@@ -306,7 +355,7 @@ def test_the_machine_code_loads_ahead_and_spills_nothing():
     So is w2 of integers. In other formats "down" loads the residual alone ahead.
     """
     names = {"gate_up", "down", "join_tokens", "dense"}
-    for format in ("int4", "bf16", "int8", "fp8", "fp8b", "mxfp4", "hqq4"):
+    for format in (*ANY_FORMAT, "q8_0", "q6_k", "q5_k", "q4_k", "iq4_xs"):
         (found,) = run({"cases": [H200 | {"format": format}]})
         assert set(found) == names
         for name, counts in found.items():
@@ -316,7 +365,7 @@ def test_the_machine_code_loads_ahead_and_spills_nothing():
         assert found["dense"]["ahead"] >= 4, found
         # Lanes share the sums of rows: a sum of 8 rows in each lane would take 40 exchanges.
         assert max(found[name]["exchanges"] for name in ("down", "dense")) < 30, found
-        integers = format in ("int4", "int8", "mxfp4", "hqq4")
+        integers = format not in ("bf16", "fp8", "fp8b")
         assert (found["down"]["all_ahead"] > 4) == integers, (format, found["down"])
 
 
@@ -325,8 +374,9 @@ def test_the_machine_code_of_several_tokens_multiplies_on_tensor_cores():
     """On an H200. Between lanes only sums and choices move, not what each step multiplies."""
     products = {"_multiply_tiles", "down", "dense"}
     names = products | {"_sort_pairs", "_combine", "join_tokens", "_route"}
-    groups = {"int4": 128, "fp8b": 128, "hqq4": 64}
-    for format in ("int4", "bf16", "int8", "fp8", "fp8b", "mxfp4", "hqq4"):
+    groups = {"int4": 128, "uint4": 128, "fp8b": 128, "hqq4": 64}
+    wide = {*ANY_FORMAT} - {"hqq4", "uint4"}  # others' loads are of 4 or 8 bytes
+    for format in (*ANY_FORMAT, "q8_0", "q6_k", "q4_k", "iq4_xs"):
         few = {"depth": 4} if format == "bf16" else {}
         case = {"format": format, "tokens": 8, "last": [7], "group": groups.get(format, 0)}
         (found,) = run({"cases": [H200 | case | {"few": few}]})
@@ -339,5 +389,4 @@ def test_the_machine_code_of_several_tokens_multiplies_on_tensor_cores():
         for name in products:
             assert found[name]["products"] >= 4, (format, name, found)
             assert found[name]["exchanges"] < 50, (format, name, found)
-        wide = "ahead" if format != "hqq4" else "all_ahead"  # hqq4's loads are of 8 bytes
-        assert found["dense"][wide] >= 4, found
+        assert found["dense"]["ahead" if format in wide else "all_ahead"] >= 4, found

@@ -16,6 +16,7 @@ import pytest
 import torch
 import transformers
 from conftest import ROOT, Family, save_in_fp8
+from published_files import compressed_integers, fp8_tensor, write
 from safetensors.torch import load_file, save_file
 from test_speculate import chi_square, exact_answers, scramble, small_model
 from test_tp import torchrun
@@ -33,7 +34,8 @@ from models.converter import convert
 from models.family import APART, ONE_MORE_LAYER
 from models.random_weights import RandomWeights, number_format
 from runtime.draft_vocab import DRAFT_VOCAB, part_of_head
-from runtime.fused_decode import fused_head, fused_layers
+from runtime.fused_decode import fused_head
+from runtime.fused_layer import fused_layers
 from runtime.loading import head_source, load_head
 from runtime.mtp import RING, MTPDrafter
 from runtime.sampling import Sampling
@@ -625,6 +627,38 @@ def test_a_head_published_in_fp8_keeps_its_codes(with_head, tmp_path):
     speculation = Speculation(Session(model, 64), 3, head=head)
     alone = Session(load_model(opened, "cpu", torch.float32), 64)
     assert list(speculation.stream(PROMPT, 12, GREEDY)) == list(alone.stream(PROMPT, 12, GREEDY))
+
+
+HEAD_LAYOUTS = {
+    "the model's": (compressed_integers(16), {"int4"}),
+    "FP8": (fp8_tensor, {"fp8"}),
+    "16 bits": (None, set()),
+}
+
+
+@pytest.mark.parametrize(
+    "head",
+    [pytest.param(name, marks=() if name == "FP8" else pytest.mark.slow) for name in HEAD_LAYOUTS],
+)
+def test_a_head_beside_a_model_in_4_bits_keeps_its_own_format(head, make_headed, tmp_path):
+    layout, formats = HEAD_LAYOUTS[head]
+    source = make_headed("qwen3_5_moe", True).hf_directory
+
+    def function(name: str):
+        return layout if name.startswith("mtp.") else compressed_integers(16)
+
+    config = {"quant_method": "compressed-tensors", "format": "mixed-precision"}
+    quantized, plain = write(source, tmp_path, function, config)
+    opened = Checkpoint(convert(quantized, dtype="fp32", progress=False))
+    assert {spec["format"] for spec in opened.format["modules"].values()} == {"int4"}
+    modules = opened.format["mtp"]["modules"]
+    assert {spec["format"] for spec in modules.values()} == formats
+    drafts = []
+    for directory in (opened.directory, convert(plain, dtype="fp32", progress=False)):
+        speculation = speculate(directory, 3)
+        text = list(speculation.stream(PROMPT, 12, GREEDY))
+        drafts.append((text, speculation.passes, speculation.accepted))
+    assert drafts[0] == drafts[1]
 
 
 # Memory and the command ---------------------------------------------------------------------------

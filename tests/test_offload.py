@@ -91,7 +91,8 @@ GPT_OSS = GptOssArgs(
     swiglu_limit=1.0,
     yarn=Yarn(4.0, 16),
 )
-ALL_FORMATS = ("fp32", "bf16", *FORMATS)
+# Blocks of 256 do not divide these small rows (tests/test_gguf_formats.py).
+ALL_FORMATS = ("fp32", "bf16", *(name for name in FORMATS if FORMATS[name].min_group <= 32))
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 PROMPT = list(range(3, 15))
 pytestmark = pytest.mark.usefixtures("few_threads")
@@ -106,7 +107,7 @@ def make(tmp_path_factory):
     def made(format: str, *others: ModelArgs) -> Path:
         args, target = (*others, ARGS)[0], folder / f"model_{format}{len(others) or ''}"
         if format in FORMATS:
-            group = None if FORMATS[format].per_row else 32
+            group = None if FORMATS[format].has_own_group else 32
             spec = plan_format(build_model(args), format, format, group_size=group, dtype="fp32")
             source = Checkpoint(made("fp32", *others))
             model = build_model(args)

@@ -22,7 +22,14 @@ from runtime.runner import CompiledRunner
 from runtime.sampling import Sampling
 from runtime.session import Session, SessionOptions
 from runtime.speculation import Speculation
-from tests.passes_without_gpu import PROMPT, SCRIPT, ScriptedDrafter, drive, speculate
+from tests.passes_without_gpu import (
+    PROMPT,
+    SCRIPT,
+    ScriptedDrafter,
+    drive,
+    drive_several,
+    speculate,
+)
 
 GREEDY = Sampling(temperature=0)
 RECURRENT = "qwen3_next", "qwen3_5_moe"
@@ -77,10 +84,17 @@ def test_the_kernels_in_the_interpreter(make_family):
     """Gated DeltaNet, the verification and the bookkeeping by kernels, all else eager."""
     directory = make_family("qwen3_next", linear_value_head_dim=16).directory
     variables = {"TRITON_INTERPRET": "1"}
-    greedy, sampled = run_without_gpu("passes_without_gpu.py", str(directory), **variables)
+    greedy, sampled, several = run_without_gpu("passes_without_gpu.py", str(directory), **variables)
     assert greedy["same"] and greedy["after"] == [0, 1, 2]
     for found in (greedy, sampled):
         assert found["checked"] and found["error"] < 1e-4
+    assert several["same"] and several["passes"]["2"] > 1
+
+
+@pytest.mark.parametrize("rows", (2, pytest.param(3, marks=pytest.mark.slow)))
+def test_passes_of_several_rows_of_the_embedded_hybrid(rows, hybrid_directory):
+    found = drive_several(hybrid_directory, rows, 24)
+    assert found["same"] and found["passes"][rows] > 3
 
 
 @pytest.mark.parametrize("wrong", ("refused tokens stay", "accepted ones are lost"))
@@ -108,7 +122,7 @@ def test_a_pass_has_any_number_of_drafts_and_a_step_has_none(make_family, no_com
     options = dict(compile=True)
     speculation, found, passes = speculate(directory, GREEDY, text, 21, script, **options)
     assert found == text[len(PROMPT) :][:21] and passes == [(n, n) for n in (5, 0, 1, 4, 2, 3)]
-    assert set(speculation.steps) == {(n, 0) for n in range(1, 6)}
+    assert set(speculation.steps) == {(1, n, 0) for n in range(1, 6)}
     assert speculation.drafted == speculation.accepted == 15 and speculation.delivered == 20
 
 
@@ -158,9 +172,9 @@ def test_steps_without_drafts_overlap_as_plain_ones_do(make_family, no_compiler)
 # Beside the model ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("drafts", (1, 3, 15))
+@pytest.mark.parametrize(("rows", "drafts"), ((1, 1), (1, 3), (1, 15), (2, 3), (4, 1)))
 @pytest.mark.parametrize("sampling", (GREEDY, SAMPLED))
-def test_a_pass_has_six_kernels_beside_the_model(sampling, drafts, make_family, monkeypatch):
+def test_a_pass_has_six_kernels_beside_the_model(sampling, rows, drafts, make_family, monkeypatch):
     """On a GPU with the fused kernels; without drafts it is a plain step."""
     launched: list[str] = []
 
@@ -170,23 +184,24 @@ def test_a_pass_has_six_kernels_beside_the_model(sampling, drafts, make_family, 
     for module in (draft_check, token_draw, outbox):
         monkeypatch.setattr(module, "launch", note)
     model = load_model(make_family("qwen3_next").directory, "cpu")
-    session = Session(model, 128)
+    options = SessionOptions(batch=rows)
+    session = Session(model, 128, options)
     session.runner = FusedRunner(model)
     monkeypatch.setattr(session.runner, "runs", lambda *_: True)
-    logits = torch.zeros(1, drafts + 1, session.seen.shape[1])
+    logits = torch.zeros(rows, drafts + 1, session.seen.shape[1])
     speculation = Speculation(session, 15)
     speculation.results = object.__new__(Outbox)
     vars(speculation.results).update(count=torch.zeros(1, dtype=torch.int64))
     vars(speculation.results).update(slots=torch.zeros(2, 17, dtype=torch.int64))
     session.model = lambda *_, **options: logits
     with CountOperators() as operators:
-        speculation.verify(drafts, session.candidates(sampling))
+        speculation.verify(rows, drafts, session.candidates(sampling))
     names = ["_begin_pass", "_find_best", "_rank", "_check_drafts", "_accept", "_post"]
     assert launched == names and not operators.found
-    speculation = Speculation(Session(model, 128), 15)  # the plain form, for comparison
+    speculation = Speculation(Session(model, 128, options), 15)  # the plain form, for comparison
     speculation.session.model = session.model
     with CountOperators() as operators:
-        speculation.verify(drafts, session.candidates(sampling))
+        speculation.verify(rows, drafts, session.candidates(sampling))
     assert len(operators.found) > len(names)
 
 
@@ -207,10 +222,13 @@ class CountOperators(TorchDispatchMode):
 # Compiled code ------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(("rows", "numbers"), ((1, (1, 2, 3, 5, 7, 4)), (2, (1, 2, 3, 4))))
 @pytest.mark.parametrize("fused", (False, True))
 @pytest.mark.parametrize("name", ("mixtral", "qwen3_next"))
-def test_numbers_of_drafts_share_compiled_code(name, fused, make_family, monkeypatch):
-    """The compiler sees two tokens, and then any number of them."""
+def test_numbers_of_drafts_share_compiled_code(
+    name, fused, rows, numbers, make_family, monkeypatch
+):
+    """The compiler sees two tokens of each sequence, and then any number of them."""
     frames = CompileCounter()
     compiler = partial(torch.compile, backend=frames)
     monkeypatch.setattr(
@@ -218,15 +236,15 @@ def test_numbers_of_drafts_share_compiled_code(name, fused, make_family, monkeyp
     )
     torch._dynamo.reset()
     model = load_model(make_family(name).directory, "cpu")
-    session, counts = Session(model, 128), []
+    session, counts = Session(model, 128, SessionOptions(batch=rows)), []
     session.runner = (FusedRunner if fused else CompiledRunner)(model)
     session.runner.layers = {}  # no kernels here
     session.compiled = True
     speculation = Speculation(session, 15)
     speculation.begin_pass, speculation.verify_pass = CompiledRunner(model).pass_steps()
-    for drafts in (1, 2, 3, 5, 7, 4):
+    for drafts in numbers:
         for candidates in (0, 100):
-            speculation.verify(drafts, candidates)
+            speculation.verify(rows, drafts, candidates)
         counts.append(frames.frame_count)
     assert counts[0] and counts[2] == counts[-1], counts
 

@@ -120,6 +120,22 @@ def test_codes_and_scales_are_the_published_ones(fp8_directory, converted):
     assert bits_per_weight(ours, model)[0] == pytest.approx(8 + 32 / 128**2)
 
 
+def test_compressed_tensors_has_the_same_blocks(fp8_directory, converted, tmp_path):
+    """It calls the scales weight_scale."""
+
+    def rename(tensors, config):
+        for name in [name for name in tensors if name.endswith("_scale_inv")]:
+            tensors[name.removesuffix("_inv")] = tensors.pop(name)
+        given = {"quant_method": "compressed-tensors", "format": "float-quantized"}
+        config["quantization_config"] = given
+
+    damaged_copy(fp8_directory, tmp_path, rename)
+    ours = Checkpoint(convert(tmp_path, dtype="fp32", progress=False))
+    theirs = Checkpoint(converted)
+    assert (ours.format, ours.tensors) == (theirs.format, theirs.tensors)
+    assert all(torch.equal(ours.read(name), theirs.read(name)) for name in ours.tensors)
+
+
 @pytest.mark.parametrize("gather_max_tokens", (0, 1, 64))
 def test_logits_match_transformers(peer, converted, monkeypatch, gather_max_tokens):
     """Both expert paths."""

@@ -132,8 +132,8 @@ def test_refused_drafts_in_the_cache_are_never_read(no_compiler, make, plain, co
     speculation = make("other", 5, compile=compiled)
     verify = speculation.verify
 
-    def verify_and_spoil(count: int, candidates: int) -> None:
-        verify(count, candidates)
+    def verify_and_spoil(rows: int, count: int, candidates: int) -> None:
+        verify(rows, count, candidates)
         for cache in speculation.states:
             cache.kv[:, :, :, int(speculation.position) - known :] = 1e3
 
@@ -247,17 +247,15 @@ def find_by_scan(ids: list[int], count: int) -> list[int]:
 def test_lookup_finds_what_a_scan_finds(ids, cut, count):
     drafter = LookupDrafter(Session(SMALL, 32), count)
     drafter.start_prompt(ids[:cut], GREEDY)
-    drafter.extend(ids[cut:])
-    assert drafter.find() == find_by_scan(ids, count)
-    longest = next((n for n in NGRAMS if drafter.match() and drafter.match()[0] == n), None)
-    drafter.target.ids[0] = ids
+    text, drafter.target.ids[0] = drafter.text, ids
+    assert drafter.find(count) == find_by_scan(ids, count) and text.ids == ids
+    longest = next((n for n in NGRAMS if text.match() and text.match()[0] == n), None)
     expected = None if longest is None else LONG if longest >= LONG_MATCH else SHORT
     assert drafter.source() == expected
-    index = drafter.next
     drafter.start_prompt([*ids, 1, 2], GREEDY)
-    assert drafter.ids == [*ids, 1, 2] and drafter.next is index
+    assert text.ids == [*ids, 1, 2] and drafter.text is text
     drafter.start_prompt([7, *ids], GREEDY)
-    assert drafter.ids == [7, *ids] and drafter.find() == find_by_scan(ids, count)
+    assert drafter.text.ids == [7, *ids] and drafter.text.find(count) == find_by_scan(ids, count)
 
 
 # Sampling -----------------------------------------------------------------------------------------
@@ -351,10 +349,11 @@ def test_verified_tokens_have_the_models_distribution(setting, source, rule, mon
             drafts = torch.multinomial(q, 1, generator=generator).T
         else:  # the second likeliest, then any
             drafts = best[None, 1 : N + 1]
-        given = q if source == "drawn" else None
+        given = q[None] if source == "drawn" else None
         if rule == "accept all":
             monkeypatch.setattr(verification, "uniform", lambda *_: torch.zeros(1, N))
-        out = verify_sampled(logits, drafts, given, state, V)
+        tokens = torch.cat((token, drafts), dim=1)
+        (out,) = verify_sampled(logits[None], tokens, torch.tensor([N]), given, state, V)
         *tokens, count = out.tolist()
         assert len(tokens) == N + 1 and 1 <= count <= N + 1
         assert len(set(tokens[count - 1 :])) == 1

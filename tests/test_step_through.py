@@ -24,7 +24,7 @@ FORMAT = "fp8"  # its products need no inline assembly, which the interpreter ha
 
 
 def check(family: str, format: str, **tokens) -> None:
-    """Run the layers of runtime/fused_decode.py, and compare with `Block.forward`."""
+    """Run the layers of runtime/fused_layer.py, and compare with `Block.forward`."""
     for errors in layer_errors(family, format, **tokens):
         assert errors["experts"] == errors["again"] == 0, errors
         assert max(errors["x"], errors["weights"]) < 2e-3 and errors["cache"] < 1e-3, errors

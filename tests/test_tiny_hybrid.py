@@ -196,7 +196,7 @@ def test_every_format_keeps_the_perplexity(name, hybrid_directory, measure, plai
     """Groups of 32 divide the rows of all experts; hqq2's own groups of 16 do too."""
     source = Checkpoint(hybrid_directory)
     blank = build_model(args_of_checkpoint(source))
-    group = None if FORMATS[name].per_row or name == "hqq2" else 32
+    group = None if FORMATS[name].has_own_group or name == "hqq2" else 32
     format = plan_format(blank, name, name, group_size=group)
     packed = Checkpoint(quantize(source, format, blank, tmp_path / name, progress=False))
     layers = {module.split(".")[1] for module in format["modules"] if ".attention." in module}

@@ -29,6 +29,16 @@ CASES = (
 )
 
 
+# Several sequences: one idle, the others with any numbers of drafts.
+SHARED = tuple(
+    dict(logits=logits, V=V, groups=16, rows=rows, drafts=N, drawn=False)
+    for logits, V, N, rows in (
+        ("normal", 40, 1, (dict(temperature=0.0, repetition_penalty=1.4), dict(), dict(top_k=5))),
+        ("normal", 700, 3, (dict(seed=1), dict(), dict(temperature=0.0), dict(top_p=0.6))),
+        ("damaged", 300, 1, (dict(temperature=0.0), dict(), dict(repetition_penalty=1.2))),
+        ("equal", 300, 2, (dict(temperature=0.0), dict())),
+    )
+)
 PASSES = tuple(
     dict(logits=logits, V=V, groups=16, rows=[rows], drafts=N, drawn=drawn)
     for logits, V, N, drawn, rows in (
@@ -49,15 +59,27 @@ def check_passes(*cases: dict) -> None:
     found = run_without_gpu("token_draw_without_gpu.py", given=cases, TRITON_INTERPRET="1")
     for case, result in zip(cases, found, strict=True):
         assert result["plain"] == result["fused"] and result["same"], (case, result)
-    counts = [
-        row[case["drafts"] + 1] for case, r in zip(cases, found, strict=True) for row in r["plain"]
-    ]
-    assert 1 in counts and max(counts) > 3  # no draft accepted, several
+    counts = set()
+    for case, result in zip(cases, found, strict=True):
+        width, rows = case["drafts"] + 2, len(case["rows"])
+        counts |= {row[n * width - 1] for row in result["plain"] for n in range(1, rows + 1)}
+    # No draft accepted, several; nothing for an idle sequence.
+    assert 1 in counts and max(counts) > 1
+    assert (0 in counts) == any(len(case["rows"]) > 1 for case in cases)
 
 
 @pytest.mark.slow
 def test_a_pass_accepts_what_plain_pytorch_does():
     check_passes(*PASSES[:2])
+
+
+def test_a_pass_of_several_sequences_accepts_what_plain_pytorch_does():
+    check_passes(dict(SHARED[0], groups=8, passes=2))
+
+
+@pytest.mark.slow
+def test_passes_of_several_sequences_for_every_kind_of_logits():
+    check_passes(*SHARED)
 
 
 @pytest.mark.slow

@@ -211,6 +211,8 @@ FAMILIES = {
         dense_intermediate=512,
     ),
 }
+# Blocks of 256 do not divide these small rows.
+PLAIN_AND_PACKED = ("fp32", *(name for name in FORMATS if FORMATS[name].min_group <= 32))
 # Gemma 4's experts have rows of 704, GLM-4.5-Air's dense layer of 10944: 11 and 171 groups of 64.
 NARROW = {
     "narrow": dataclasses.replace(
@@ -218,7 +220,6 @@ NARROW = {
     )
 }
 NARROW_FORMATS = "int4", "fp8b"
-PLAIN_AND_PACKED = ("fp32", *FORMATS)
 # An eighth of these small rows is less than the 64 codes that 8-bit formats pack together.
 FOR_8_RANKS = "fp32", "int4", "hqq2"
 COMPILED = ("olmoe", "fp32"), ("olmoe", "int8")  # with two all-reduces that are independent
@@ -254,7 +255,7 @@ def checkpoints(tmp_path_factory):
             write(args, target)
         else:
             row, source = FORMATS[format], Checkpoint(make(family, "fp32"))
-            group = None if row.per_row or family in NARROW else max(32, row.min_group)
+            group = None if row.has_own_group or family in NARROW else max(32, row.min_group)
             spec = plan_format(build_model(args), format, format, group_size=group, dtype="fp32")
             quantize(source, spec, build_model(args), target, iterations=0, progress=False)
         threads = torch.get_num_threads()
@@ -417,7 +418,8 @@ def test_a_shard_of_a_packed_weight_is_the_packed_shard(
     format, ranks, along_rows, counts, groups, experts, seed
 ):
     """Sharded, then unpacked: the same numbers as unpacked, then sharded."""
-    row, group = FORMATS[format], 32
+    row = FORMATS[format]
+    group = max(32, row.min_group)
     width = group * groups if along_rows or row.blocks else groups  # others are refused
     segments = tuple((n * ranks, width) for n in counts)
     length = sum(count * width for count, width in segments)
@@ -569,11 +571,11 @@ def test_a_shard_whose_edges_lie_within_groups(
 ):
     """Read, regrouped and unpacked: the same numbers as unpacked, then sharded."""
     row = FORMATS[format]
-    least = 32 if format in ("mxfp4", "hqq3") else 16
+    least, width = max(16, row.min_group), 256 if row.min_group > 64 else 192
     segments = tuple((n * ranks, least * times) for n in counts)
-    length = sum(count * width for count, width in segments)
+    length = sum(count * size for count, size in segments)
     lead = (experts,) if experts else ()
-    shape = (*lead, 5, length) if along_rows else (*lead, length, 192)
+    shape = (*lead, 5, length) if along_rows else (*lead, length, width)
     group = row.default_group(shape[-1])
     torch.manual_seed(seed)
     parts = row.pack(torch.randn(shape), group)
@@ -735,7 +737,7 @@ def embedded(tmp_path_factory):
             return path
         source = Checkpoint(path)
         args = args_of_checkpoint(source)
-        group = None if FORMATS[format].per_row else 16 if format == "hqq2" else 32
+        group = None if FORMATS[format].has_own_group else 16 if format == "hqq2" else 32
         target = tmp_path_factory.mktemp("embedded") / format
         spec = plan_format(build_model(args), format, format, group_size=group)
         return quantize(source, spec, build_model(args), target, progress=False)

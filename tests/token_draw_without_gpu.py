@@ -6,7 +6,7 @@ They are those of ops/step/token_draw.py, and of ops/step/draft_check.py for pas
     python tests/token_draw_without_gpu.py < INPUT    machine code for an H200, by Triton and ptxas
 
 INPUT is a JSON list of cases: "logits" (a name in LOGITS), "V", "groups", and a list of the
-arguments of `Sampling`, "rows". For a pass one row, and "drafts", their number; "drawn": they have
+arguments of `Sampling`, "rows". For a pass "drafts", their number; "drawn": they have
 probabilities. The interpreter's process prints for each case the tokens of plain PyTorch, those of
 the kernels, and whether the rest of the step's state is the same; of several passes the results.
 The other prints counts of the machine code of each kernel.
@@ -108,42 +108,52 @@ def run(case: dict, device: str = "cpu") -> dict:
 
 def run_pass(case: dict, device: str = "cpu") -> dict:
     """Return the results of passes with likely and unlikely drafts, and whether states are same."""
-    sampling, N, V = Sampling(**case["rows"][0]), case["drafts"], case["V"]
-    logits, generator = LOGITS[case["logits"]](N + 1, V), torch.Generator().manual_seed(2)
+    rows, N, V = [Sampling(**settings) for settings in case["rows"]], case["drafts"], case["V"]
+    B, generator = len(rows), torch.Generator().manual_seed(2)
+    logits = LOGITS[case["logits"]](B * (N + 1), V).view(B, N + 1, V)
     found, same = ([], []), True
-    q = (logits + torch.randn(N + 1, V, generator=generator)).nan_to_num(0.0, 0.0, 0.0).softmax(-1)
-    q = q[:N].to(device) if case["drawn"] and N else None
+    q = (logits + torch.randn(logits.shape, generator=generator)).nan_to_num(0.0, 0.0, 0.0)
+    q = q.softmax(-1)[:, :N].to(device).contiguous() if case["drawn"] and N else None
     order = logits.nan_to_num().argsort(descending=True, stable=True)
     for seed in range(case.get("passes", 6)):
-        ranks = torch.randint(0, 3, (N,), generator=generator) * (seed % 3)  # 0: the likeliest
-        drafts = order[torch.arange(N), ranks][None].to(device)
-        seen = torch.rand(1, V, generator=generator.manual_seed(seed)) < 0.3
-        if seed == 5 and N:
+        ranks = torch.randint(0, 3, (B, N), generator=generator) * (seed % 3)  # 0: the likeliest
+        drafts = order[:, :N].gather(2, ranks.unsqueeze(2)).squeeze(2)
+        # One of several rows is idle, and the others have any numbers of drafts.
+        last = -(torch.arange(B) == 1).long()
+        if B > 1:
+            counts = torch.randint(0 if seed else N, N + 1, (B, 1), generator=generator)
+            drafts[torch.arange(N) >= counts] = draft_check.NO_DRAFT
+        elif seed == 5 and N:
             drafts[0, N // 2] = -1  # a draft model's logits were not finite
+        seen = torch.rand(B, V, generator=generator.manual_seed(seed)) < 0.3
         states = []
         for kernels in (False, True):
             state = StepState(
-                token=torch.full((1, 1), 5),
-                position=torch.full((1, 1), 11 + seed),
-                last=torch.zeros(1, dtype=torch.int64),
+                token=torch.arange(B).unsqueeze(1) + 5,
+                position=torch.arange(B).unsqueeze(1) + 11 + seed,
+                last=last.clone(),
                 seen=seen.clone(),
-                controls=sampling.controls(V).unsqueeze(0),
-                seeds=torch.tensor([seed]),
+                controls=torch.stack([row.controls(V) for row in rows]),
+                seeds=torch.arange(B) + seed,
             )
             state = StepState(*(part.to(device) for part in state))
-            result = torch.full((MOST + 1,), 7, device=device)
+            result = torch.full((max(MOST + 1, B * (N + 2)),), 7, device=device)
             begin, pdl = (draft_check if kernels else verification).begin_pass, logits.is_cuda
-            inputs = begin(state, drafts, *[pdl][:kernels])
-            candidates = sampling.candidates(V) and min(MAX_CANDIDATES, V)
+            wide = torch.cat((drafts, drafts), dim=1).to(device)  # rows are far apart
+            inputs = begin(state, wide[:, :N], *[pdl][:kernels])
+            tokens, _, ends = inputs
+            candidates = max(row.candidates(V) for row in rows) and min(MAX_CANDIDATES, V)
             if kernels:
                 with mock.patch.object(token_draw, "GROUPS", case["groups"]):
                     own, stream = q if candidates else None, verification.ACCEPT_STREAM
                     draft_check.verify_pass(
-                        state, logits.to(device), inputs[0], own, result, stream, pdl
+                        state, logits.to(device), tokens, ends, own, result, stream, pdl
                     )
             else:
                 given = logits.as_subclass(OnCuda) if device == "cpu" else logits.to(device)
-                verification.verify_pass(state, given, inputs[0], q, candidates, result)
+                verification.verify_pass(state, given, tokens, ends, q, candidates, result)
+            idle = state.position[last < 0] - torch.arange(B)[last < 0].unsqueeze(1)
+            same &= bool((idle == 11 + seed).all())
             states.append((*inputs, result, *state))
         for tokens, state in zip(found, states, strict=True):
             tokens.append(state[3].tolist())
@@ -158,13 +168,14 @@ def counts() -> dict:
     tensors = torch.empty(B, V), seen, torch.empty(B, 5), *4 * [whole]
     column = whole.view(-1, 1)
     state = StepState(column, column, whole, *tensors[1:3], whole)
-    one, result = StepState(*(part[:1] for part in state)), torch.zeros(MOST + 1, dtype=torch.int64)
+    two, result = StepState(*(part[:2] for part in state)), torch.zeros(MOST + 1, dtype=torch.int64)
 
     def launch_all() -> None:
         token_draw.draw_tokens(*tensors)
-        passed, *_ = draft_check.begin_pass(one, whole[: B - 1].view(1, -1))
-        q = torch.empty(B - 1, V)
-        draft_check.verify_pass(one, tensors[0], passed, q, result, verification.ACCEPT_STREAM)
+        passed, _, last = draft_check.begin_pass(two, whole[:6].view(2, 3))
+        q, logits = torch.empty(2, 3, V), tensors[0].view(2, 4, V)
+        given = two, logits, passed, last, q, result
+        draft_check.verify_pass(*given, verification.ACCEPT_STREAM)
 
     found = {}
     for name, code in launched_code(launch_all).items():

@@ -10,7 +10,17 @@ cores need other operands: ops/products/units.py makes them.
     fp8b     e4m3                        fp32                  one a block of GROUP x GROUP
     int4     4 bits, less 8              int32 (dp2a)          one a group
     mxfp4    e2m1                        int32 (dp2a)          one a group, a power of two
-    hqq      4 bits, less a zero         int32 (dp2a)          one a group, and one zero
+    nvfp4    e2m1                        int32 (dp2a)          one a half group, e4m3; one a row
+    hqq      4 bits, less a zero         int32 (dp2a)          one a group, and one zero; both as
+                                                               they are, or times a row's step
+    q8_0     signed bytes                int32 (dp2a)          one for each 32
+    q4_k     4 bits                      int32 (dp2a)          scale and min for each 32
+    q5_k     4 + 1 bits                  int32 (dp2a)          the same
+    q6_k     4 + 2 bits, less 32         int32 (dp2a)          one for each 16
+    iq4      4 bits, of a table          int32 (dp2a)          one for each 32
+
+The scales of the last four are multiplied by a `step` of 256 numbers (formats/k_quants.py), but
+those of iq4_nl.
 
 At 4 bits a GPU runs out of instructions before it runs out of bandwidth, and integers take few. x
 becomes int16 (ops/products/operands.py), and two masks unpack a word's codes to bytes. dp2a
@@ -23,8 +33,10 @@ A chunk is LANES neighboring quads of ROWS rows. s: settings (`ops.products.pipe
 from __future__ import annotations  # annotations of kernels name triton, which may be absent
 
 from ops.launch import jit, tl
+from ops.products.gguf_words import add_five_bits, add_iq4, add_six_bits
 from ops.products.operands import high_half, low_half, split_four
 from ops.products.operands import load_x as load_x
+from ops.products.units import first_byte, half, scale_and_min, second_byte
 
 # Scales and zeros ---------------------------------------------------------------------------------
 
@@ -39,24 +51,30 @@ def e8m0_to_float(exponents):
 def load_scales(weights, expert, rows, quad, s):
     """Load the scales and zeros of quads [ROWS * LANES], as `multiply_chunk` takes them.
 
-    The scale of a row (int8, fp8) is loaded here only if lanes have different experts. Otherwise it
-    multiplies the sum: `row_scale`.
+    The scale of a row (int8, fp8, nvfp4) is loaded here only if lanes have different experts.
+    Otherwise it multiplies the sum: `row_scale`.
     """
     ROWS: tl.constexpr = s.rows
     WARPS: tl.constexpr = s.lanes // 32
-    if s.kind == "int4" or s.kind == "mxfp4" or s.kind == "hqq":
+    if s.kind == "int4" or s.e2m1 or s.kind == "hqq":
         RUN: tl.constexpr = s.run
         rows = expert * s.out + rows
         groups = rows * (s.each * 4 // RUN) + quad * 4 // RUN
         found = (tl.load(weights.scale + groups),)
-        if s.kind == "hqq":
+        if s.kind == "hqq" and weights.scale_step is None:
+            found = found + (tl.load(weights.zero + groups),)
+        elif s.kind == "hqq":
             step = tl.reshape(tl.load(weights.scale_step + rows), [ROWS, WARPS, 32])
             low = tl.reshape(tl.load(weights.scale_low + rows), [ROWS, WARPS, 32])
             found = found + (step, low, tl.load(weights.zero + groups))
             step = tl.reshape(tl.load(weights.zero_step + rows), [ROWS, WARPS, 32])
             low = tl.reshape(tl.load(weights.zero_low + rows), [ROWS, WARPS, 32])
             found = found + (step, low)
+        elif s.kind == "nvfp4" and s.gather:
+            found = found + (tl.load(weights.scale_step + rows),)
         return found
+    elif s.gguf:
+        return _load_gguf_scales(weights, expert * s.out + rows, quad, s)
     elif s.kind == "fp8b":
         GROUP: tl.constexpr = s.group
         BLOCKS: tl.constexpr = (s.out + GROUP - 1) // GROUP  # blocks of rows of an expert
@@ -70,12 +88,27 @@ def load_scales(weights, expert, rows, quad, s):
 
 
 @jit
-def row_scale(scale, rows, s):
-    """Load the scale of rows of a kind with one scale a row: int8 or fp8."""
-    factor = tl.load(scale + rows).to(tl.float32)
-    if s.kind == "fp8":
-        factor *= 256.0  # `_e4m3_word`
-    return factor
+def _load_gguf_scales(weights, rows, quad, s):
+    """`load_scales` of GGUF's kinds: scales, then steps and the bits above the codes, if any."""
+    RUN: tl.constexpr = s.run
+    found = (tl.load(weights.scale + rows * (s.each * 4 // RUN) + quad * 4 // RUN),)
+    if weights.step is not None:
+        found = found + (tl.load(weights.step + rows * (s.each // 8) + quad // 8),)
+    if weights.high is not None:
+        found = found + (tl.load(weights.high + rows * s.each + quad),)
+    return found
+
+
+@jit
+def row_scale(weights, rows, s):
+    """Load the scale of rows of a kind with one scale a row: int8, fp8 or nvfp4."""
+    if s.kind == "nvfp4":
+        return tl.load(weights.scale_step + rows)
+    else:
+        factor = tl.load(weights.scale + rows).to(tl.float32)
+        if s.kind == "fp8":
+            factor *= 256.0  # `_e4m3_word`
+        return factor
 
 
 # Products of words --------------------------------------------------------------------------------
@@ -128,7 +161,7 @@ def _add_word(word, x_even, x_odd, even, odd):
 
 @jit
 def _add_e2m1(word, x_low, x_high, low, high, table):
-    """Add one word's dot products to `low` and `high`: mxfp4 codes (e2m1 numbers).
+    """Add one word's dot products to `low` and `high`: e2m1 numbers.
 
     low: over the lower four codes of words, high: over the upper four. A code's byte is 12 + twice
     its number, from `table` (`e2m1_table`).
@@ -183,13 +216,18 @@ def _e4m3_word(word):
     outer, inner = word << 8, word  # bytes 0 and 2, bytes 1 and 3
     outer = (outer & -2147450880) | (outer >> 1 & 0x3F803F80)  # 0x80008000
     inner = (inner & -2147450880) | (inner >> 1 & 0x3F803F80)
-    return _half(outer), _half(inner), _half(outer >> 16), _half(inner >> 16)
+    return half(outer), half(inner), half(outer >> 16), half(inner >> 16)
 
 
 @jit
-def _half(bits):
-    """Convert the fp16 number in the lower half of a word to fp32."""
-    return bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+def _scale_halves(pairs, low, high, unit, sums):
+    """Multiply the sums of nvfp4's halves of a group by their two e4m3 scales, a pair."""
+    pairs = pairs.to(tl.int32)
+    # Bits of fp16 numbers, 2 ** -8 as large.
+    low_scale, high_scale = half(pairs << 7 & 0x3F80), half(pairs >> 1 & 0x3F80)
+    unit *= 0.5
+    total = (low.to(tl.float32) * unit - 6.0 * sums[0]) * low_scale
+    return (total + (high.to(tl.float32) * unit - 6.0 * sums[1]) * high_scale) * 256.0
 
 
 @jit
@@ -198,28 +236,80 @@ def _multiply_four_bits(words, scales, operands, table, s):
 
     Codes are unsigned: their offset is subtracted, times the sum of x.
     """
-    x_even, x_odd, unit, sum_x = operands
+    x_even, x_odd, unit, sums = operands
     even = tl.zeros(words[0].shape, tl.int32)
     odd = even
     for i in tl.static_range(4):
-        if s.kind == "mxfp4":
+        if s.e2m1:
             even, odd = _add_e2m1(words[i], x_even[i], x_odd[i], even, odd, table)
         else:
             even, odd = _add_word(words[i], x_even[i], x_odd[i], even, odd)
     factor = tl.reshape(scales[0], words[0].shape)
-    if s.kind == "mxfp4":
+    sum_x = sums[0]
+    if s.kind == "nvfp4":
+        total = _scale_halves(factor, even, odd, unit, sums)
+    elif s.kind == "mxfp4":
         total = (even + odd).to(tl.float32) * (unit * 0.5)
         factor = e8m0_to_float(factor)
     else:
         total = (even * 16 + odd).to(tl.float32) * (unit * 0.0625)
         factor = factor.to(tl.float32)
-    if s.kind == "int4":
+    if s.kind == "nvfp4":
+        if s.gather:
+            total *= tl.reshape(scales[1], words[0].shape)
+        return total
+    elif s.kind == "int4":
         return (total - 8.0 * sum_x) * factor
     elif s.kind == "mxfp4":
         return (total - 6.0 * sum_x) * factor
+    elif len(scales) == 2:
+        offset = tl.reshape(scales[1], words[0].shape).to(tl.float32)
+        return (total - offset * sum_x) * factor
     else:
         offset = tl.reshape(scales[3], words[0].shape).to(tl.float32) * scales[4] + scales[5]
         return (total - offset * sum_x) * (factor * scales[1] + scales[2])
+
+
+@jit
+def _multiply_gguf(words, scales, operands, table, s):
+    """`multiply_chunk` for GGUF's kinds -> fp32 [ROWS, LANES // 32, 32]."""
+    first, second, unit, sums = operands
+    scale = tl.reshape(scales[0], words[0].shape)
+    low = tl.zeros(words[0].shape, tl.int32)
+    high = low
+    if s.kind == "q5_k" or s.kind == "q6_k":
+        above = tl.reshape(scales[2], words[0].shape)
+    for i in tl.static_range(4):
+        if s.kind == "q8_0":
+            low = _add_bytes(words[i], first[i], low)
+        elif s.kind == "q4_k":
+            low, high = _add_word(words[i], first[i], second[i], low, high)
+        elif s.kind == "q5_k":
+            low = add_five_bits(words[i], above, first[i], second[i], low, i)
+        elif s.kind == "q6_k":
+            pair = (above >> (i // 2 * 32)).to(tl.int32)
+            low, high = add_six_bits(words[i], pair, first[i], second[i], low, high, i % 2)
+        else:
+            low, high = add_iq4(words[i], first[i], second[i], low, high, table)
+    if s.kind == "q8_0":
+        total = low.to(tl.float32) * unit * scale.to(tl.float32)
+    elif s.kind == "iq4":
+        total = (low + high).to(tl.float32) * unit * scale.to(tl.float32)
+        if len(scales) > 1:
+            total *= tl.reshape(scales[1], words[0].shape).to(tl.float32)
+    else:
+        step = tl.reshape(scales[1], words[0].shape)
+        if s.kind == "q6_k":
+            total = low.to(tl.float32) * first_byte(scale)
+            total += high.to(tl.float32) * second_byte(scale)
+            total *= unit * 0.25 * step.to(tl.float32)
+        else:
+            factor, least = scale_and_min(scale, step)
+            total = (low * 16 + high).to(tl.float32) * (unit * 0.0625)
+            if s.kind == "q5_k":
+                total = low.to(tl.float32) * unit
+            total = total * factor - sums[0] * least
+    return total
 
 
 @jit
@@ -227,7 +317,7 @@ def multiply_chunk(codes, scales, operands, table, s):
     """Multiply a chunk of weights by its x -> each lane's sums, fp32 [ROWS, LANES].
 
     codes [ROWS * LANES * 4]; scales: as of `load_scales`; operands: as of `prepare_x`; table: of
-    `e2m1_table` for mxfp4.
+    `e2m1_table` for mxfp4 and nvfp4, of `iq4_table` for iq4.
     """
     ROWS: tl.constexpr = s.rows
     LANES: tl.constexpr = s.lanes
@@ -255,6 +345,8 @@ def multiply_chunk(codes, scales, operands, table, s):
                 total += values[k] * operands[k][i]
         if s.kind == "fp8b" or s.gather:
             total *= tl.reshape(scales[0], [ROWS, WARPS, 32]).to(tl.float32) * 256.0
+    elif s.gguf:
+        total = _multiply_gguf(words, scales, operands, table, s)
     else:
         total = _multiply_four_bits(words, scales, operands, table, s)
     return tl.reshape(total, [ROWS, LANES])

@@ -17,6 +17,7 @@ from torch import Tensor
 from ops.launch import jit, launch, tl, triton
 from ops.products.codes import e2m1_table, row_scale
 from ops.products.few_tokens import TILE, FewTiles, down_few
+from ops.products.gguf_words import iq4_table
 from ops.products.join import norm_tokens
 from ops.products.operands import lane_squares
 from ops.products.pipeline import (
@@ -160,7 +161,7 @@ def _multiply_sum(
         besides = besides + (load_beside(x, factors, d, s),)
     # Loaded now, since in the end each program would wait a microsecond for it.
     if s.of_rows:
-        factor = row_scale(weights.scale, row + rows, s)
+        factor = row_scale(weights, row + rows, s)
     if bias is not None:
         biases = _load_biases(bias, experts, factors, row + rows, s)
     if PDL:
@@ -171,7 +172,11 @@ def _multiply_sum(
         xs = xs + (load_parts(x, d, s),)
     if send is not None:
         outboxes, call = find_outboxes(send.slots, send.calls, HALF, RANKS)
-    table = e2m1_table(unknown_zero) if s.kind == "mxfp4" else None
+    table = None
+    if s.e2m1:
+        table = e2m1_table(unknown_zero)
+    elif s.kind == "iq4":
+        table = iq4_table(unknown_zero)
     squares = tl.zeros([s.lanes // 32, 32], tl.float32)
     if TILES > 1:
         for c in tl.static_range(CHUNKS):
@@ -210,7 +215,7 @@ def _multiply_sum(
             if residual is not None:
                 adds = replace(adds, 0, tl.load(residual + row + rows, mask=stores, other=0.0))
             if s.of_rows:
-                factor = row_scale(weights.scale, row + rows, s)
+                factor = row_scale(weights, row + rows, s)
             if bias is not None:
                 biases = _load_biases(bias, experts, factors, row + rows, s)
 
@@ -230,12 +235,16 @@ class Norm(NamedTuple):
     eps: float
 
 
-def norm_apart(x: Tensor, norm: Tensor, eps: float) -> tuple[Tensor, Norm | None]:
-    """Return x [T, in] and its norm for `dense_product`: of many tokens the normed x, and None.
+# Most tokens that each program of a product norms itself. Beyond, a kernel of its own is faster: in
+# 4 bits, norms took a half of the instructions of `_down_few` (docs/log/speculation.md).
+NORMED = {4: 3, 8: TILE, 16: 4}
 
-    Each program of a product norms all of its tokens: above TILE a kernel of its own is faster.
-    """
-    return (x, Norm(norm, eps)) if len(x) <= TILE else (norm_tokens(x, norm, eps), None)
+
+def norm_apart(x: Tensor, norm: Tensor, eps: float, weight: Weight) -> tuple[Tensor, Norm | None]:
+    """Return x [T, in] and its norm for `dense_product`: of many tokens the normed x, and None."""
+    if len(x) <= NORMED[BITS[weight.kind]]:
+        return x, Norm(norm, eps)
+    return norm_tokens(x, norm, eps), None
 
 
 def dense_product(

@@ -27,15 +27,8 @@ from ops.declared import Activation
 from ops.launch import await_previous, jit, launch, tl, triton
 from ops.products.codes import activate
 from ops.products.few_tokens import FewTiles, settings_of, unit_tensors
-from ops.products.fragments import (
-    TILE,
-    FewSettings,
-    load_fields,
-    load_row_scales,
-    load_rows,
-    multiply_steps,
-    spread_begins,
-)
+from ops.products.few_x import load_fields, spread_begins
+from ops.products.fragments import TILE, FewSettings, load_row_scales, load_rows, multiply_steps
 from ops.products.routing import queries_of
 from ops.products.units import finish
 from ops.products.weights import Weight, WeightTensors
@@ -188,6 +181,7 @@ def _multiply_tiles(x, order, routing, weights, bias, y, s: tl.constexpr, PDL: t
     ROWS: tl.constexpr = s.rows
     WARPS: tl.constexpr = s.warps
     DEPTH: tl.constexpr = s.depth
+    X_DEPTH: tl.constexpr = s.x_depth
     TILES: tl.constexpr = s.tiles
     TILE: tl.constexpr = 8 * s.tiles
     A: tl.constexpr = s.active
@@ -203,7 +197,10 @@ def _multiply_tiles(x, order, routing, weights, bias, y, s: tl.constexpr, PDL: t
     expert = expert.to(tl.int64)
     first_row, first_scale = expert * OUT, expert * s.scales
     codes = weights.codes + expert * (OUT * 2 * s.words)
-    if weights.zero is not None:
+    if weights.zero is not None and weights.scale_step is None:
+        scale, zero = weights.scale + first_scale, weights.zero + first_scale
+        weights = WeightTensors(codes, scale, zero=zero)
+    elif weights.zero is not None:
         scale, zero = weights.scale + first_scale, weights.zero + first_scale
         weights = WeightTensors(
             codes,
@@ -214,6 +211,16 @@ def _multiply_tiles(x, order, routing, weights, bias, y, s: tl.constexpr, PDL: t
             weights.zero_step + first_row,
             weights.zero_low + first_row,
         )
+    elif weights.scale_step is not None:
+        scale, step = weights.scale + first_scale, weights.scale_step + first_row
+        weights = WeightTensors(codes, scale, step)
+    elif weights.step is not None:
+        high = weights.high
+        if high is not None:
+            high += expert * s.units_above
+        step = weights.step + expert * s.steps_of_256
+        scale = weights.scale + first_scale
+        weights = WeightTensors(codes, scale, None, None, None, None, None, high, step)
     elif weights.scale is not None:
         weights = WeightTensors(codes, weights.scale + first_scale)
     else:
@@ -233,13 +240,13 @@ def _multiply_tiles(x, order, routing, weights, bias, y, s: tl.constexpr, PDL: t
     lane_slot = tl.minimum(lane // (WARPS * 32) * 8 + lane // 4 % 8, count - 1)
     source = tl.load(order.pairs + tile * TILE + lane_slot)
     begins = spread_begins((source // A if GATED else source) * s.width, s)
-    for d in tl.static_range(DEPTH):
+    for d in tl.static_range(X_DEPTH):
         xs = xs + (load_fields(x, begins, d, s, False),)
-    # mxfp4 has no registers left for these: fewer programs would run at once.
-    if s.kind != "mxfp4":
+    # e2m1 has no registers left for these: fewer programs would run at once.
+    if not s.e2m1:
         pair, factor = _load_pair(order.pairs + tile * TILE, routing, slot, count)
     totals, _ = multiply_steps(x, begins, None, weights, row, (tiles, xs, ()), s)
-    if s.kind == "mxfp4":
+    if s.e2m1:
         pair, factor = _load_pair(order.pairs + tile * TILE, routing, slot, count)
     DTYPE: tl.constexpr = x.dtype.element_ty
     if bias is not None:

@@ -27,6 +27,7 @@ from ops.declared import SWIGLU, Activation, Routing
 from ops.launch import jit, launch, tl
 from ops.products.codes import activate, e2m1_table, row_scale
 from ops.products.dense import launch_sum
+from ops.products.gguf_words import iq4_table
 from ops.products.pipeline import (
     Chosen,
     Operand,
@@ -151,7 +152,11 @@ def _multiply_each(x, choice, weights, bias, h, unknown_zero, s: tl.constexpr, P
         besides = besides + ((),)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    table = e2m1_table(unknown_zero) if s.kind == "mxfp4" else None
+    table = None
+    if s.e2m1:
+        table = e2m1_table(unknown_zero)
+    elif s.kind == "iq4":
+        table = iq4_table(unknown_zero)
     rows, stores = result_rows(s)
     if TILES > 1:
         for c in tl.static_range(CHUNKS):
@@ -159,9 +164,9 @@ def _multiply_each(x, choice, weights, bias, h, unknown_zero, s: tl.constexpr, P
     for n in range(TILES):
         flat = expert * s.out + row + rows
         if s.of_rows:
-            factor = row_scale(weights.scale, flat, s)
+            factor = row_scale(weights, flat, s)
             if s.loads == 2:
-                up_factor = row_scale(weights.scale, I + flat, s)
+                up_factor = row_scale(weights, I + flat, s)
         if bias is not None:
             add = tl.load(bias + flat).to(tl.float32)
             if s.loads == 2:

@@ -13,20 +13,14 @@ import torch
 from torch import Tensor
 
 from ops.launch import await_previous, jit, launch, tl, triton
-from ops.products.fragments import (
-    TILE,
-    FewSettings,
-    load_fields,
-    load_row_scales,
-    load_rows,
-    multiply_steps,
-    token_sums,
-)
+from ops.products.few_x import load_fields, token_sums
+from ops.products.fragments import TILE, FewSettings, load_row_scales, load_rows, multiply_steps
 from ops.products.units import finish
-from ops.products.weights import Weight, WeightTensors
+from ops.products.weights import GGUF, Weight, WeightTensors
 
 BLOCK = 32  # most tokens of a program
 TILE_REGISTERS = 64  # a lane's, for weights in flight
+MOST_QUADS = 384  # of a row of bf16, whose 16 rows all are in flight in the registers of four warps
 
 
 @dataclass(frozen=True)
@@ -46,6 +40,7 @@ class DenseSettings(FewSettings):
 @jit
 def _down_few(x, norm, residual, weights, bias, y, s: tl.constexpr, PDL: tl.constexpr):
     DEPTH: tl.constexpr = s.depth
+    X_DEPTH: tl.constexpr = s.x_depth
     ROWS: tl.constexpr = s.rows
     TOKENS: tl.constexpr = 8 * s.tiles
     OUT: tl.constexpr = s.out
@@ -63,7 +58,7 @@ def _down_few(x, norm, residual, weights, bias, y, s: tl.constexpr, PDL: tl.cons
     rows, token = row + tl.arange(0, ROWS)[:, None], tl.arange(0, TOKENS)[None, :]
     stores = (rows < OUT) & (token < s.tokens)
     if norm is not None:
-        for d in tl.static_range(DEPTH):
+        for d in tl.static_range(X_DEPTH):
             norms = norms + (load_fields(norm, None, d, s, True),)
     if residual is not None:
         add = tl.load(residual + token * OUT + rows, mask=stores, other=0.0).to(tl.float32)
@@ -71,7 +66,7 @@ def _down_few(x, norm, residual, weights, bias, y, s: tl.constexpr, PDL: tl.cons
         biases = tl.load(bias + rows, mask=rows < OUT, other=0.0).to(tl.float32)
     row_scales = load_row_scales(weights, 0, rows, rows < OUT, s)
     await_previous(PDL)
-    for d in tl.static_range(DEPTH):
+    for d in tl.static_range(X_DEPTH):
         xs = xs + (load_fields(x, None, d, s, False),)
     totals, squares = multiply_steps(x, None, norm, weights, row, (tiles, xs, norms), s)
     result = tl.sum(totals[0], 0)
@@ -96,18 +91,20 @@ class FewTiles:
 
     rows: int = 16  # rows of the result that a program computes: 16, 32 or 64
     warps: int = 4  # each takes a part of the numbers along `in`
-    depth: int = 0  # steps in flight; 0: all
+    depth: int = 0  # steps of weights in flight; 0: all
     tokens: int = BLOCK  # most tokens of a program of a dense product: 8, 16 or 32
+    x_depth: int = 0  # steps of x in flight; 0: as many as of weights
 
     def __str__(self) -> str:
         tokens = "" if self.tokens == BLOCK else f" tokens {self.tokens}"
-        return f"rows {self.rows} warps {self.warps} x {self.depth or 'all'}{tokens}"
+        x = f", {self.x_depth} of x" if self.x_depth else ""
+        return f"rows {self.rows} warps {self.warps} x {self.depth or 'all'}{x}{tokens}"
 
 
 def words_of_lane(weight: Weight) -> int:
     """Return the words that a lane loads at once, so that four lanes' are within a group."""
-    if weight.kind not in ("int4", "hqq", "fp8b"):
-        return 4  # no scales along `in`, or mxfp4's
+    if weight.kind not in ("int4", "hqq", "fp8b", *GGUF):
+        return 4  # no scales along `in`, or those of e2m1
     run = weight.group // weight.fields
     return next(vec for vec in (4, 2, 1) if run % (4 * vec) == 0)
 
@@ -117,8 +114,8 @@ def choose_few_tiles(weight: Weight, tokens: int = TILE) -> FewTiles:
 
     A program loads x in small pieces, which bind it: with more than 16 tokens 64 rows share them,
     and a program has fewer tokens if few would be left. Programs of 4 bits use few registers, so
-    that a multiprocessor runs many of them. A product with few rows has eight warps a program,
-    which keep the memory busy (docs/log/prompts.md).
+    that a multiprocessor runs many of them. A product with few rows has all of its weights in
+    flight, or eight warps a program, which keep the memory busy (docs/log/prompts.md).
     """
     few = weight.out < 2 * weight.multiprocessors * 16
     warps = 8 if few else 4
@@ -132,7 +129,9 @@ def choose_few_tiles(weight: Weight, tokens: int = TILE) -> FewTiles:
             return FewTiles(16, 8, 2, size)
         return FewTiles(64, 4, 1 if tokens > 32 else 2, size)
     if weight.fields == 8:
-        return FewTiles(16, warps, 2 if few else 1)
+        return FewTiles(16, 4, 0, x_depth=1) if few else FewTiles(16, 4, 1)
+    if weight.kind == "bf16" and weight.out < 64 * weight.multiprocessors:
+        return FewTiles(16, 4 if weight.quads <= MOST_QUADS else 8, 0, x_depth=1)
     return FewTiles(16, warps, TILE_REGISTERS // (2 * words_of_lane(weight)))
 
 
@@ -144,15 +143,22 @@ def unit_tensors(weight: Weight, plain: torch.dtype) -> WeightTensors:
     tensors = weight.tensors
     codes = tensors.codes.view(plain if weight.kind == "bf16" else torch.int16)
     if weight.kind != "mxfp4":
-        return tensors._replace(codes=codes)
+        high = tensors.high
+        high = None if high is None else high.view(torch.int16)
+        return tensors._replace(codes=codes, high=high)
     return WeightTensors(codes, tensors.scale.reshape(-1).view(torch.int16))
+
+
+def largest_divisor(number: int, most: int) -> int:
+    """Return the largest divisor of a number that is at most `most`."""
+    return next(d for d in range(min(number, most), 0, -1) if number % d == 0)
 
 
 def settings_of(weight: Weight, tiles: FewTiles, tokens: int) -> dict:
     """Return the fields of `FewSettings` for programs of up to this many tokens."""
     words, vec = 4 * weight.quads, words_of_lane(weight)
     steps = triton.cdiv(words, 4 * vec * tiles.warps)
-    depth = min(tiles.depth or steps, steps)
+    depth = largest_divisor(steps, tiles.depth or steps)  # no step is past the end
     return dict(
         out=weight.out,
         words=words,
@@ -161,7 +167,8 @@ def settings_of(weight: Weight, tiles: FewTiles, tokens: int) -> dict:
         vec=vec,
         rows=tiles.rows,
         warps=tiles.warps,
-        depth=next(d for d in range(depth, 0, -1) if steps % d == 0),  # none past the end
+        depth=depth,
+        x_depth=largest_divisor(depth, tiles.x_depth or depth),
         tokens=tokens,
     )
 

@@ -12,11 +12,12 @@ x at the numbers which these bytes contain. Nothing moves between lanes, or thro
 Units. Codes are read as units of 16 bits (ops/products/units.py). The two units of a word are
 neighbors in a tensor core's register. A step is 4 * vec words of each row: vec neighboring words
 for each of four lanes. Each of a program's n warps takes every n-th step, and the warps' sums are
-added at the end. `depth` steps of a warp are in flight.
+added at the end. A warp has `depth` steps of weights in flight, and `x_depth` of x: weights come
+from memory, x from L2.
 
 Exactness. Codes are multiplied as they are: 16 bits hold each of them exactly. A group's scale
-multiplies the fp32 sum of its products, so that a step lies within a group; a power of two (mxfp4)
-multiplies the codes. x times the norm's weight is the sum of two 16-bit numbers.
+multiplies the fp32 sum of its products, so that a step lies within a group; a scale of few digits
+(mxfp4, nvfp4) multiplies the codes. x times the norm's weight is the sum of two 16-bit numbers.
 """
 
 # ruff: noqa: RUF005  (Triton adds tuples, but does not unpack them)
@@ -25,9 +26,20 @@ from __future__ import annotations  # annotations of kernels name triton, which 
 from dataclasses import dataclass
 
 from ops.launch import jit, tl, triton
-from ops.products.units import decode, e2m1_factor
+from ops.products.few_x import load_fields, times_norm, token_fragments
+from ops.products.pipeline import replace
+from ops.products.units import (
+    decode,
+    e2m1_factor,
+    first_byte,
+    pair_factors,
+    scale_and_min,
+    second_byte,
+)
+from ops.products.weights import GGUF
 
 TILE = 8  # tokens of a tensor core's instruction
+UNROLLED = 8  # most steps that are unrolled, so that none is loaded in vain
 
 
 @dataclass(frozen=True)
@@ -41,13 +53,14 @@ class FewSettings:
     vec: int  # words that a lane loads at once
     rows: int  # rows of the result that a program computes
     warps: int
-    depth: int
+    depth: int  # steps of weights in flight, which divide all steps
+    x_depth: int  # steps of x in flight, which divide `depth`
     tokens: int  # tokens of a program
 
     @property
     def fields(self) -> int:
         """Codes of a unit."""
-        return {"bf16": 1, "int8": 2, "fp8": 2, "fp8b": 2}.get(self.kind, 4)
+        return {"bf16": 1, "int8": 2, "fp8": 2, "fp8b": 2, "q8_0": 2}.get(self.kind, 4)
 
     @property
     def width(self) -> int:
@@ -64,28 +77,68 @@ class FewSettings:
         return triton.cdiv(self.words, 4 * self.vec * self.warps)
 
     @property
+    def turns(self) -> int:
+        """Turns of the loop over steps."""
+        return 1 if self.steps <= UNROLLED else self.steps // self.depth
+
+    @property
     def tiles(self) -> int:
         """Tiles of a program, a power of two."""
         return triton.next_power_of_2(triton.cdiv(self.tokens, TILE))
 
     @property
     def row_scaled(self) -> bool:
-        """Whether a row has one scale."""
-        return self.kind in ("int8", "fp8")
+        """Whether a scale a row multiplies the sums."""
+        return self.kind in ("int8", "fp8", "nvfp4")
+
+    @property
+    def e2m1(self) -> bool:
+        """Whether codes are e2m1 numbers, which scales multiply."""
+        return self.kind in ("mxfp4", "nvfp4")
 
     @property
     def step_scaled(self) -> bool:
         """Whether a scale multiplies the sum of a step's products."""
-        return self.kind in ("int4", "hqq", "fp8b")
+        return self.kind in ("int4", "hqq", "fp8b", *GGUF)
+
+    @property
+    def has_zeros(self) -> bool:
+        """Whether sums of x are multiplied by a number of a group, and subtracted."""
+        return self.kind in ("hqq", "q4_k", "q5_k")
+
+    @property
+    def halves(self) -> bool:
+        """Whether the fields K and K + 2 have a scale of their own, for K = 0 and K = 1."""
+        return self.kind == "q6_k"
+
+    @property
+    def gguf(self) -> bool:
+        """Whether it is one of GGUF's kinds."""
+        return self.kind in GGUF
+
+    @property
+    def sharing(self) -> int:
+        """Words that share a word of the bits above their codes; 0: there are none."""
+        return {"q5_k": 4, "q6_k": 2}.get(self.kind, 0)
 
     @property
     def scales(self) -> int:
-        """Scales of an expert's weight; for mxfp4 pairs of them."""
-        if self.row_scaled:
+        """Scales of an expert's weight; for mxfp4 and nvfp4 pairs of them."""
+        if self.row_scaled and not self.e2m1:
             return self.out
         if self.kind == "fp8b":
             return triton.cdiv(self.out, self.group) * (self.width // self.group)
         return self.out * (self.width // self.group) // (2 if self.kind == "mxfp4" else 1)
+
+    @property
+    def steps_of_256(self) -> int:
+        """What an expert's weight has in `step`."""
+        return self.out * (self.width // 256)
+
+    @property
+    def units_above(self) -> int:
+        """Units of the bits above the codes of an expert's weight."""
+        return self.out * 2 * self.words // max(self.sharing, 1)
 
 
 # Weights ------------------------------------------------------------------------------------------
@@ -121,13 +174,20 @@ def _load_step(weights, row, step, s: tl.constexpr):
     tile = (tl.load(tl.max_contiguous(tl.multiple_of(units, 2 * UNITS), UNITS)),)
     # Of two dimensions: the compiler gives neighbors to a lane if loads of one shape, of x, do so.
     lane = tl.arange(0, LANES)
-    if s.kind != "mxfp4":
+    if not s.e2m1:
         lane = lane[:, None]
     rows, word = _rows_and_words(lane, row, step, s)
-    if s.kind == "fp8b":
+    if s.gguf:
+        tile = tile + _load_gguf_scales(weights, rows, word, s)
+        if s.sharing > 0:
+            SHARING: tl.constexpr = s.sharing
+            rows, word = _rows_and_words(at // UNITS, row, step, s)
+            above = rows * (2 * s.words // SHARING) + word // SHARING * 2 + at % 2
+            tile = tile + (tl.load(tl.max_contiguous(weights.high + above, 2)),)
+    elif s.kind == "fp8b":
         scale = weights.scale + rows // GROUP * (WIDTH // GROUP) + word * 4 // GROUP
         tile = tile + (tl.load(scale),)
-    elif s.kind == "int4" or s.kind == "mxfp4" or s.kind == "hqq":
+    elif s.step_scaled or s.e2m1:
         group = rows * (WIDTH // GROUP) + word * 8 // GROUP
         if s.kind == "mxfp4":
             # Pairs of exponents: with loads of 8 bits before it, a product would take other
@@ -136,11 +196,25 @@ def _load_step(weights, row, step, s: tl.constexpr):
             tile = tile + (pair >> group % 2 * 8 & 0xFF,)
         else:
             tile = tile + (tl.load(weights.scale + group),)
-        if s.kind == "hqq":
+        if s.kind == "hqq" and weights.scale_step is None:
+            tile = tile + (tl.load(weights.zero + group),)
+        elif s.kind == "hqq":
             tile = tile + (tl.load(weights.scale_step + rows), tl.load(weights.scale_low + rows))
             tile = tile + (tl.load(weights.zero + group),)
             tile = tile + (tl.load(weights.zero_step + rows), tl.load(weights.zero_low + rows))
     return tile
+
+
+@jit
+def _load_gguf_scales(weights, rows, word, s: tl.constexpr):
+    """Load the scales of words of GGUF's kinds, and the steps of their 256 numbers, if any."""
+    RUN: tl.constexpr = s.run
+    WORDS: tl.constexpr = s.words
+    scale = tl.load(weights.scale + (rows * (WORDS // RUN) + word // RUN))
+    if weights.step is not None:
+        return scale, tl.load(weights.step + (rows * (WORDS // 32) + word // 32))
+    else:
+        return (scale,)
 
 
 @jit
@@ -157,7 +231,8 @@ def load_rows(weights, row, step, s: tl.constexpr):
 def load_row_scales(weights, first, rows, inside, s: tl.constexpr):
     """Load the scales of rows, counted from `first` on, of a kind with one scale a row."""
     if s.row_scaled:
-        return tl.load(weights.scale + first + rows, mask=inside, other=0.0).to(tl.float32)
+        scale = weights.scale_step if s.kind == "nvfp4" else weights.scale
+        return tl.load(scale + first + rows, mask=inside, other=0.0).to(tl.float32)
     else:
         return 1.0
 
@@ -192,137 +267,20 @@ def _row_factors(factor, s: tl.constexpr):
 
 @jit
 def _unit_factors(scale, s: tl.constexpr, DTYPE: tl.constexpr):
-    """Repeat one scale of mxfp4 a lane for each of its units, as a factor of `decode`."""
+    """Repeat one scale of mxfp4, or a pair of nvfp4, a lane for each of its units.
+
+    Return factors of `decode`.
+    """
     R: tl.constexpr = s.rows // 8
     WARPS: tl.constexpr = s.warps
-    factor = tl.reshape(e2m1_factor(scale, DTYPE), [R, WARPS, 8, 4, 1])
-    return tl.reshape(tl.broadcast_to(factor, [R, WARPS, 8, 4, 8]), [R * WARPS * 256])
-
-
-# x ------------------------------------------------------------------------------------------------
-
-
-@jit
-def _load_field(x, begins, step, K: tl.constexpr, s: tl.constexpr, ONE_ROW: tl.constexpr):
-    """Load the x of field K of a step, two units of each word -> [tiles * 2 * warps * 32 * vec].
-
-    begins: where the row of x of each number begins (`spread_begins`). None: x has the program's
-    tokens, of which the last is that of all past the end. ONE_ROW: x is one row. Words past the end
-    are 0.
-    """
-    VEC: tl.constexpr = s.vec
-    WARPS: tl.constexpr = s.warps
-    FIELDS: tl.constexpr = s.fields
-    RUN: tl.constexpr = s.run  # words whose fields are neighbors in x
-    WORDS: tl.constexpr = s.words
-    TILES: tl.constexpr = 1 if ONE_ROW else s.tiles
-    at = tl.arange(0, 64 * WARPS * VEC * TILES)
-    tile, at = at // (64 * WARPS * VEC), at % (64 * WARPS * VEC)
-    if FIELDS == 1:  # bf16: units are neighbors
-        lane, word, half = at // (2 * VEC), at // 2 % VEC, at % 2
+    if s.kind == "nvfp4":
+        even, odd = pair_factors(scale, DTYPE)
+        factor = tl.reshape(tl.join(even, odd), [R, WARPS, 8, 4, 1, 2])
+        factor = tl.broadcast_to(factor, [R, WARPS, 8, 4, 4, 2])
     else:
-        lane, word, half = at // VEC % (32 * WARPS), at % VEC, at // (32 * WARPS * VEC)
-    token, quad = tile * 8 + lane // 4 % 8, (step * WARPS + lane // 32) * 4 + lane % 4
-    word += quad * VEC
-    if FIELDS == 1:
-        number = word * 2 + half
-    else:
-        number = word // RUN * (RUN * 2 * FIELDS) + (K + FIELDS * half) * RUN + word % RUN
-    if begins is not None:
-        number += begins
-    elif not ONE_ROW:
-        number += tl.minimum(token, s.tokens - 1) * s.width
-    RUN_OF_LOAD: tl.constexpr = 2 * VEC if FIELDS == 1 else VEC
-    number = tl.max_contiguous(tl.multiple_of(number, RUN_OF_LOAD), RUN_OF_LOAD)
-    if WORDS % (4 * VEC * WARPS):
-        return tl.load(x + number, mask=quad < WORDS // VEC, other=0.0)
-    else:
-        return tl.load(x + number)
-
-
-@jit
-def load_fields(x, begins, step, s: tl.constexpr, ONE_ROW: tl.constexpr):
-    """Load the x of all fields of a step, so that all loads are in flight at once."""
-    FIELDS: tl.constexpr = s.fields
-    fields = ()
-    for k in tl.static_range(FIELDS):
-        fields = fields + (_load_field(x, begins, step, k, s, ONE_ROW),)
-    return fields
-
-
-@jit
-def spread_begins(begins, s: tl.constexpr):
-    """Spread one number a lane and tile, [tiles * warps * 32], in the order of `_load_field`."""
-    VEC: tl.constexpr = s.vec
-    WARPS: tl.constexpr = s.warps
-    TILES: tl.constexpr = s.tiles
-    if s.fields == 1:
-        begins = tl.reshape(begins, [TILES, WARPS * 32, 1])
-        begins = tl.broadcast_to(begins, [TILES, WARPS * 32, 2 * VEC])
-    else:
-        begins = tl.reshape(begins, [TILES, 1, WARPS * 32, 1])
-        begins = tl.broadcast_to(begins, [TILES, 2, WARPS * 32, VEC])
-    return tl.reshape(begins, [64 * WARPS * VEC * TILES])
-
-
-@jit
-def _token_fragments(numbers, s: tl.constexpr):
-    """Order the x of a field as `_weight_fragments` does -> [warps, 8 vec, 8 tiles]."""
-    VEC: tl.constexpr = s.vec
-    WARPS: tl.constexpr = s.warps
-    TILES: tl.constexpr = s.tiles
-    if s.fields == 1:
-        numbers = tl.reshape(numbers, [TILES, WARPS, 8, 4, VEC // 2, 2, 2])
-        numbers = tl.permute(numbers, (1, 4, 5, 3, 6, 0, 2))
-    elif VEC == 1:
-        numbers = tl.reshape(numbers, [TILES, 2, WARPS, 8, 4, 2])
-        numbers = tl.permute(numbers, (2, 5, 4, 1, 0, 3))
-    else:
-        numbers = tl.reshape(numbers, [TILES, 2, WARPS, 8, 4, VEC // 2, 2])
-        numbers = tl.permute(numbers, (2, 5, 6, 4, 1, 0, 3))
-    return tl.reshape(numbers, [WARPS, 8 * max(VEC, 2), 8 * TILES])
-
-
-@jit
-def token_sums(numbers, s: tl.constexpr):
-    """Sum numbers of a tile in the order of `_load_field` for each token -> [8]."""
-    VEC: tl.constexpr = s.vec
-    WARPS: tl.constexpr = s.warps
-    if s.fields == 1:
-        numbers = tl.reshape(numbers, [WARPS, 8, 8 * VEC])
-    else:
-        numbers = tl.sum(tl.reshape(numbers, [2, WARPS, 8, 4 * VEC]), 0)
-    return tl.sum(tl.sum(numbers, 2), 0)
-
-
-@jit
-def _multiply_bf16(x, norm):
-    """Return x * norm as the sum of two bf16 numbers, two at a time."""
-    return tl.inline_asm_elementwise(
-        """{
-        .reg .b32 none, minus;
-        mov.b32 none, 0x80008000;
-        fma.rn.bf16x2 $0, $2, $3, none;
-        xor.b32 minus, $0, none;
-        fma.rn.bf16x2 $1, $2, $3, minus;
-        }""",
-        "=&r,=r,r,r",
-        (x, norm),
-        dtype=(tl.bfloat16, tl.bfloat16),
-        is_pure=True,
-        pack=2,
-    )
-
-
-@jit
-def _times_norm(x, norm):
-    """Return x * norm as the sum of two numbers of x's dtype."""
-    if x.dtype == tl.bfloat16 and norm.dtype == tl.bfloat16:
-        return _multiply_bf16(x, norm)
-    else:
-        product = x.to(tl.float32) * norm.to(tl.float32)
-        first = product.to(x.dtype)
-        return first, (product - first.to(tl.float32)).to(x.dtype)
+        factor = tl.reshape(e2m1_factor(scale, DTYPE), [R, WARPS, 8, 4, 1])
+        factor = tl.broadcast_to(factor, [R, WARPS, 8, 4, 8])
+    return tl.reshape(factor, [R * WARPS * 256])
 
 
 # Products -----------------------------------------------------------------------------------------
@@ -345,21 +303,69 @@ def _zeros(s: tl.constexpr):
 def _decode_fragments(units, factor, K: tl.constexpr, s: tl.constexpr, DTYPE: tl.constexpr):
     """Decode a field of a step's units as fragments; with one word a lane, two fields at once."""
     KIND: tl.constexpr = s.kind
+    NEXT: tl.constexpr = 2 if s.halves else 1
     numbers = decode(units, factor, K, KIND, DTYPE)
     if s.vec == 1:
-        numbers = tl.join(numbers, decode(units, factor, K + 1, KIND, DTYPE))
+        numbers = tl.join(numbers, decode(units, factor, K + NEXT, KIND, DTYPE))
     return _weight_fragments(numbers, s)
 
 
 @jit
-def _scale_step(tile, total, x_sums, s: tl.constexpr):
-    """Multiply a step's sums by the scale of their group, from which hqq subtracts zeros."""
-    factor = tile[1].to(tl.float32)
-    if s.kind == "hqq":
-        factor = factor * tile[2] + tile[3]
-        zero = tile[4].to(tl.float32) * tile[5] + tile[6] - 8.0
-        total = total - x_sums * _row_factors(zero, s)
-    return total * _row_factors(factor, s)
+def _decoding_factors(tile, s: tl.constexpr, DTYPE: tl.constexpr):
+    """Return what `decode` takes beside a step's units, or 0."""
+    if s.e2m1:
+        return _unit_factors(tile[1], s, DTYPE)
+    elif s.sharing > 0:
+        SHARING: tl.constexpr = s.sharing
+        LANES: tl.constexpr = s.rows * s.warps * 4
+        # A lane's bits begin at a place that depends on its word. The last step of a row begins at
+        # a whole quad, too.
+        word = tl.arange(0, LANES * 2) // 2 % SHARING
+        return tile[3] >> (word * (8 // SHARING)).to(tl.int16)
+    else:
+        return 0
+
+
+@jit
+def _scale_step(tile, total, x_sums, K: tl.constexpr, s: tl.constexpr):
+    """Multiply a step's sums by the scale of their group, and subtract zeros. K: as of `halves`."""
+    if s.kind == "q6_k":
+        scale = first_byte(tile[1]) if K == 0 else second_byte(tile[1])
+        return total * _row_factors(scale * tile[2].to(tl.float32), s)
+    elif s.kind == "q4_k" or s.kind == "q5_k":
+        factor, least = scale_and_min(tile[1], tile[2])
+        least -= factor * (8.0 if s.kind == "q4_k" else 16.0)  # of `decode`
+        return total * _row_factors(factor, s) - x_sums * _row_factors(least, s)
+    else:
+        factor = tile[1].to(tl.float32)
+        if s.kind == "hqq":
+            if len(tile) == 3:
+                zero = tile[2].to(tl.float32)
+            else:
+                factor = factor * tile[2] + tile[3]
+                zero = tile[4].to(tl.float32) * tile[5] + tile[6]
+            total = total - x_sums * _row_factors(zero - 8.0, s)
+        elif s.kind == "iq4" and len(tile) > 2:
+            factor *= tile[2].to(tl.float32)
+        return total * _row_factors(factor, s)
+
+
+@jit
+def _scale_steps(tiles, totals, sums, x_sums, K: tl.constexpr, s: tl.constexpr):
+    """Add a step's sums, scaled, to the sums of each tile."""
+    added = ()
+    for n in tl.static_range(len(tiles)):
+        added = added + (totals[n] + _scale_step(tiles[n], sums[n], x_sums, K, s),)
+    return added
+
+
+@jit
+def _zeros_of(tiles, s: tl.constexpr):
+    """Return zero sums of each tile."""
+    sums = ()
+    for _ in tl.static_range(len(tiles)):
+        sums = sums + (_zeros(s),)
+    return sums
 
 
 @jit
@@ -375,38 +381,40 @@ def _add_products(tiles, totals, squares, fields, norms, s: tl.constexpr):
     ROWS: tl.constexpr = s.rows
     FIELDS: tl.constexpr = s.fields
     JOINED: tl.constexpr = 2 if VEC == 1 else 1  # fields in a product
+    STEP: tl.constexpr = 1 if s.halves else JOINED
+    NEXT: tl.constexpr = 2 if s.halves else 1
     sums, x_sums = totals, _zeros(s)
     if s.step_scaled:
-        sums = ()
-        for _ in tl.static_range(len(tiles)):
-            sums = sums + (_zeros(s),)
+        sums = _zeros_of(tiles, s)
     factors = ()
     for n in tl.static_range(len(tiles)):
-        factors = factors + (_unit_factors(tiles[n][1], s, DTYPE) if s.kind == "mxfp4" else 0,)
-    for k in tl.static_range(0, FIELDS, JOINED):
+        factors = factors + (_decoding_factors(tiles[n], s, DTYPE),)
+    for k in tl.static_range(0, FIELDS // JOINED * STEP, STEP):
         parts = ()
         for i in tl.static_range(JOINED):
-            part = fields[k + i]
+            part = fields[k + i * NEXT]
             if norms is not None:
                 squares += part.to(tl.float32) * part.to(tl.float32)
-                parts = parts + (_times_norm(part, norms[k + i]),)
+                parts = parts + (times_norm(part, norms[k + i * NEXT]),)
             else:
                 parts = parts + ((part,),)
         for i in tl.static_range(len(parts[0])):
             part = tl.join(parts[0][i], parts[1][i]) if VEC == 1 else parts[0][i]
-            tokens = _token_fragments(part, s)
-            if s.kind == "hqq":
+            tokens = token_fragments(part, s)
+            if s.has_zeros:
                 x_sums = _dot(tl.full([WARPS, ROWS, 8 * max(VEC, 2)], 1.0, DTYPE), tokens, x_sums)
             added = ()
             for n in tl.static_range(len(tiles)):
                 weights = _decode_fragments(tiles[n][0], factors[n], k, s, DTYPE)
                 added = added + (_dot(weights, tokens, sums[n]),)
             sums = added
-    if s.step_scaled:
-        added = ()
-        for n in tl.static_range(len(tiles)):
-            added = added + (totals[n] + _scale_step(tiles[n], sums[n], x_sums, s),)
-        sums = added
+        if s.halves:
+            totals = _scale_steps(tiles, totals, sums, x_sums, k, s)
+            sums = _zeros_of(tiles, s)
+    if s.halves:
+        sums = totals
+    elif s.step_scaled:
+        sums = _scale_steps(tiles, totals, sums, x_sums, 0, s)
     return sums, squares
 
 
@@ -414,23 +422,30 @@ def _add_products(tiles, totals, squares, fields, norms, s: tl.constexpr):
 def multiply_steps(x, begins, norm, weights, row, ahead, s: tl.constexpr):
     """Multiply the rows from `row` on with x -> sums [warps, rows, 8 tiles], and squares of x.
 
-    With `s.gated` two such sums. ahead: the first `s.depth` steps of weights, of x, and of the
-    norm's weight if there is one.
+    With `s.gated` two such sums. ahead: the first `s.depth` steps of weights, and the first
+    `s.x_depth` of x, and of the norm's weight if there is one.
     """
     STEPS: tl.constexpr = s.steps
     DEPTH: tl.constexpr = s.depth
+    X_DEPTH: tl.constexpr = s.x_depth
+    TURNS: tl.constexpr = s.turns
+    EACH: tl.constexpr = STEPS // TURNS
     SIZE: tl.constexpr = 64 * s.warps * s.vec
     tiles, xs, norms = ahead
     totals = (_zeros(s), _zeros(s)) if s.gated else (_zeros(s),)
     squares = tl.zeros([SIZE], tl.float32) if norm is not None else 0.0
-    for first in range(0, STEPS, DEPTH):
-        for d in tl.static_range(DEPTH):
-            own = norms[d] if norm is not None else None
-            totals, squares = _add_products(tiles[d], totals, squares, xs[d], own, s)
-            if STEPS > DEPTH:  # prefetch: the registers of this step are free now
-                at = tl.minimum(first + DEPTH + d, STEPS - 1)  # past the end the last again
-                tiles = tiles[:d] + (load_rows(weights, row, at, s),) + tiles[d + 1 :]
-                xs = xs[:d] + (load_fields(x, begins, at, s, False),) + xs[d + 1 :]
+    for turn in range(0, TURNS):
+        for n in tl.static_range(EACH):
+            own = norms[n % X_DEPTH] if norm is not None else None
+            tile, part = tiles[n % DEPTH], xs[n % X_DEPTH]
+            totals, squares = _add_products(tile, totals, squares, part, own, s)
+            # Prefetch: the registers of this step are free now. Past the end the last again.
+            if TURNS > 1 or n + DEPTH < STEPS:
+                at = tl.minimum(turn * EACH + n + DEPTH, STEPS - 1)
+                tiles = replace(tiles, n % DEPTH, load_rows(weights, row, at, s))
+            if TURNS > 1 or n + X_DEPTH < STEPS:
+                at = tl.minimum(turn * EACH + n + X_DEPTH, STEPS - 1)
+                xs = replace(xs, n % X_DEPTH, load_fields(x, begins, at, s, False))
                 if norm is not None:
-                    norms = norms[:d] + (load_fields(norm, None, at, s, True),) + norms[d + 1 :]
+                    norms = replace(norms, n % X_DEPTH, load_fields(norm, None, at, s, True))
     return totals, squares

@@ -29,8 +29,8 @@ def dot4(
 
     x: bf16 or fp16, contiguous. index: int64, N in all: pair n multiplies row n // (N // M) of x
     by expert index[n]. None: one dense weight [out, in], N = M = 1. parts: the weight's tensors,
-    ordered as in its format's layout. kind: "int4", "mxfp4" or "hqq". group: numbers along `in`
-    that share a scale.
+    ordered as in its format's layout. kind: "int4", "mxfp4", "nvfp4" or "hqq". group: numbers along
+    `in` that share a scale, of nvfp4 two.
 
     swiglu: weight rows are w1's, then w3's; return silu(gate) * up in x.dtype, [N, out / 2].
 

@@ -84,10 +84,11 @@ class Results(NamedTuple):
 class Layout:
     """In which order a `QuantizedX` has numbers, and how many quads a program quantizes."""
 
-    kind: str  # the `Weight`'s
+    order: str  # the `Weight`'s
     quads: int  # quads of the whole token
     run: int  # words of a group
     fields: int  # codes in a word
+    units: int  # as of `Weight`
     lanes: int  # quads of a program
 
 
@@ -241,12 +242,12 @@ def _store_scores(rows, value, biases, router, scores, expert, s: tl.constexpr):
 def _store_quantized(raw, scales, factor, normed, units, dtype: tl.constexpr, l: tl.constexpr):
     """Norm this program's quads of x, raw as of `_load_quads`, and store them as a `QuantizedX`."""
     FIELDS: tl.constexpr = l.fields
-    KIND: tl.constexpr = l.kind
+    ORDER: tl.constexpr = l.order
     values = ()
     for k in tl.static_range(FIELDS):
         value = raw[k].to(tl.float32) * factor * scales[k].to(tl.float32)
         values = values + (value.to(dtype).to(tl.float32),)  # rounded, as the norm is
-    store_quads(values, normed, units, l.quads, KIND, l.lanes)
+    store_quads(values, normed, units, l.quads, ORDER, l.lanes)
 
 
 # Grid without scores [T]: a program has a token. With scores [N / rows], of several tokens
@@ -275,7 +276,8 @@ def join_tokens(x, added, norm, offset, router, results, s: tl.constexpr, PDL: t
         if indices is not None:
             indices += token * s.pairs
         if l is not None:
-            normed, units = normed + token * (l.quads * l.fields), units + token * (2 * l.quads)
+            normed += token * (l.quads * l.fields)
+            units += token * (l.quads * l.units)
     elif not ROWS:
         at = tl.program_id(0).to(tl.int64) * D
     x += at
@@ -388,14 +390,13 @@ def empty_norm(
 ) -> tuple[Tensor | QuantizedX, Layout | None]:
     """Return where a kernel stores the norm of x [T, D], and its layout.
 
-    It is a `QuantizedX` for a weight whose codes are multiplied as integers. programs, warps: of
-    the kernel.
+    It is a `QuantizedX` for a weight of integers. programs, warps: of the kernel.
     """
     if weight is None or weight.kind not in INTEGERS:
         return torch.empty_like(x), None
-    fields, quads = weight.fields, weight.quads
+    quads, run = weight.quads, weight.group // weight.fields
     lanes = max(8 * warps, triton.next_power_of_2(triton.cdiv(quads, programs)))
-    layout = Layout(weight.kind, quads, weight.group // fields, fields, lanes)
+    layout = Layout(weight.order, quads, run, weight.fields, weight.units, lanes)
     return empty_quantized(len(x), quads, weight, x.dtype, x.device), layout
 
 

@@ -168,16 +168,18 @@ def _join_pairs(low, high):
 
 
 @jit
-def quantize(values, KIND: tl.constexpr, BITS: tl.constexpr):
-    """Quantize fp32 x to int16 -> two operands (four int16 in an int64), unit and sum of x.
+def quantize(values, ORDER: tl.constexpr, BITS: tl.constexpr):
+    """Quantize fp32 x to int16 -> two operands (four int16 in an int64), unit and sums of x.
 
     values: one tensor [LANES, 4] for each field of a word, and so are the operands. Unit (the value
-    of 1) and sum are [LANES, 1]. int8 has one operand; the second is the same. A number of 16 bits
-    has no more than 11 significant bits, so that 2 ** 15 units are never reached with 14 BITS.
-    Numbers below 2 ** -107 become 0.
+    of 1) and sums are [LANES, 1]. Sums are a tuple: of a quad, or for nvfp4 of its first operands
+    and of its second ones. ORDER: `Weight.order`. int8 has one operand; the second is the same. A
+    number of 16 bits has no more than 11 significant bits, so that 2 ** 15 units are never reached
+    with 14 BITS. Numbers below 2 ** -107 become 0.
     """
-    FIELDS: tl.constexpr = 4 if KIND == "int8" else 8
-    IN_ORDER: tl.constexpr = KIND == "int8" or KIND == "mxfp4"  # else even fields first
+    FIELDS: tl.constexpr = 4 if ORDER == "int8" else 8
+    # Else even fields first.
+    IN_ORDER: tl.constexpr = ORDER == "int8" or ORDER == "mxfp4" or ORDER == "nvfp4"
     largest = tl.abs(values[0])
     for k in tl.static_range(1, FIELDS):
         largest = tl.maximum(largest, tl.abs(values[k]), propagate_nan=tl.PropagateNan.ALL)
@@ -187,7 +189,7 @@ def quantize(values, KIND: tl.constexpr, BITS: tl.constexpr):
     inverse = ((254 + BITS - kept) << 23).to(tl.float32, bitcast=True)
     unit = tl.where(exponent == 255, float("nan"), unit)  # inf or NaN in x: NaN in every row
     total = tl.zeros(largest.shape, tl.int32)
-    pairs = ()
+    pairs, sums = (), ()
     for n in tl.static_range(FIELDS // 2):
         # Fields of operand n // 2, at its 16 bits 2 (n % 2) and the next.
         if IN_ORDER:
@@ -200,19 +202,31 @@ def quantize(values, KIND: tl.constexpr, BITS: tl.constexpr):
         pair = (low_bits & 0xFFFF) | (high_bits << 16)
         total = _add_pair(pair, total)
         pairs = pairs + (pair,)
+        if n + 1 == FIELDS // 2 or (ORDER == "nvfp4" and n == 1):
+            sums = sums + (tl.sum(total, 1, keep_dims=True).to(tl.float32) * unit,)
+            total = tl.zeros(largest.shape, tl.int32)
     first = _join_pairs(pairs[0], pairs[1])
-    second = first if KIND == "int8" else _join_pairs(pairs[2], pairs[3])
-    return first, second, unit, tl.sum(total, 1, keep_dims=True).to(tl.float32) * unit
+    second = first if ORDER == "int8" else _join_pairs(pairs[2], pairs[3])
+    return first, second, unit, sums
+
+
+@jit
+def _split_units(unit, sums, s):
+    """Return unit and sums, one of each lane, as [1, LANES // 32, 32]."""
+    WARPS: tl.constexpr = s.lanes // 32
+    split = ()
+    for i in tl.static_range(len(sums)):
+        split = split + (tl.reshape(sums[i], [1, WARPS, 32]),)
+    return tl.reshape(unit, [1, WARPS, 32]), split
 
 
 @jit
 def _split_operands(first, second, unit, sums, s):
     """Order what `quantize` returns as `multiply_chunk` takes it: all [1, LANES // 32, 32]."""
-    WARPS: tl.constexpr = s.lanes // 32
-    unit, sums = tl.reshape(unit, [1, WARPS, 32]), tl.reshape(sums, [1, WARPS, 32])
+    unit, sums = _split_units(unit, sums, s)
     words = _split_x(first, s)
     others = words
-    if s.kind != "int8":
+    if s.order != "int8":
         others = _split_x(second, s)
     return words, others, unit, sums
 
@@ -221,12 +235,12 @@ def _split_operands(first, second, unit, sums, s):
 def _prepare_integers(raw, norm, s):
     """Quantize x as loaded by `load_x`. A product with the norm's weight gets 13 bits, not 14."""
     FIELDS: tl.constexpr = s.fields
-    KIND: tl.constexpr = s.kind
+    ORDER: tl.constexpr = s.order
     values = ()
     for k in tl.static_range(FIELDS):
         value = raw[k].to(tl.float32)
         values = values + (value if norm is None else value * norm[k].to(tl.float32),)
-    first, second, unit, sums = quantize(values, KIND, 14 if norm is None else 13)
+    first, second, unit, sums = quantize(values, ORDER, 14 if norm is None else 13)
     return _split_operands(first, second, unit, sums, s)
 
 
@@ -250,7 +264,7 @@ def _load_pairs(x, chunk, s):
 def _load_in_order(x, chunk, s):
     """Load the first and second operands of a chunk of quantized x, as `quantize` returns them."""
     LANES: tl.constexpr = s.lanes
-    OPERANDS: tl.constexpr = 1 if s.kind == "int8" else 2
+    OPERANDS: tl.constexpr = 1 if s.order == "int8" else 2
     at = tl.arange(0, LANES * 4)
     quad = chunk * LANES + at // 4
     words = x + (quad * (4 * OPERANDS) + at % 4)
@@ -272,9 +286,13 @@ def load_quantized(x, units, chunk, s):
     LANES: tl.constexpr = s.lanes
     quad = chunk * LANES + tl.arange(0, LANES)
     unit = tl.load(units + quad, mask=quad < s.quads, other=0.0)
-    sums = unit
-    if s.kind != "int8":
-        sums = tl.load(units + s.quads + quad, mask=quad < s.quads, other=0.0)
+    UNITS: tl.constexpr = s.units
+    sums = ()
+    for i in tl.static_range(1, UNITS):
+        sum_x = unit
+        if s.order != "int8":
+            sum_x = tl.load(units + i * s.quads + quad, mask=quad < s.quads, other=0.0)
+        sums = sums + (sum_x,)
     return first, second, unit, sums
 
 
@@ -283,8 +301,7 @@ def prepare_quantized(loaded, s):
     """Order what `load_quantized` returns as `multiply_chunk` takes it."""
     first, second, unit, sums = loaded
     if s.in_pairs:
-        WARPS: tl.constexpr = s.lanes // 32
-        unit, sums = tl.reshape(unit, [1, WARPS, 32]), tl.reshape(sums, [1, WARPS, 32])
+        unit, sums = _split_units(unit, sums, s)
         return first, second, unit, sums
     else:
         return _split_operands(first, second, unit, sums, s)
@@ -319,4 +336,7 @@ def weighted_operands(operands, factor, s):
             fields = fields + (words,)
         return fields
     else:
-        return operands[0], operands[1], operands[2] * factor, operands[3] * factor
+        sums = ()
+        for i in tl.static_range(len(operands[3])):
+            sums = sums + (operands[3][i] * factor,)
+        return operands[0], operands[1], operands[2] * factor, sums

@@ -32,7 +32,7 @@ from ops.products.operands import (
 )
 from ops.products.quantized_x import QuantizedX
 from ops.products.tilings import Tiles, choose_tiles, depth_of, programs_of
-from ops.products.weights import BITS, INTEGERS, Weight
+from ops.products.weights import BITS, GGUF, INTEGERS, ORDERS, UNITS, Weight
 
 S = TypeVar("S", bound="Product")
 
@@ -80,7 +80,7 @@ class Product:
     @property
     def quantized(self) -> tuple[int, int]:
         """Operands and units of a token's `QuantizedX`."""
-        return self.quads * self.fields, 2 * self.quads
+        return self.quads * self.fields, self.units * self.quads
 
     @property
     def fields(self) -> int:
@@ -104,7 +104,17 @@ class Product:
     @property
     def of_rows(self) -> bool:
         """Whether a row has one scale, by which the sum is multiplied."""
-        return self.kind in ("int8", "fp8") and not self.gather
+        return self.kind in ("int8", "fp8", "nvfp4") and not self.gather
+
+    @property
+    def units(self) -> int:
+        """Numbers of a quad of `QuantizedX.units`."""
+        return UNITS.get(self.kind, 2)
+
+    @property
+    def e2m1(self) -> bool:
+        """Whether codes are e2m1 numbers."""
+        return self.kind in ("mxfp4", "nvfp4")
 
     @property
     def integers(self) -> bool:
@@ -112,9 +122,19 @@ class Product:
         return self.kind in INTEGERS
 
     @property
+    def gguf(self) -> bool:
+        """Whether it is one of GGUF's kinds."""
+        return self.kind in GGUF
+
+    @property
     def in_pairs(self) -> bool:
         """Whether a `QuantizedX` has both operands of a word next to each other."""
-        return self.kind in ("int4", "hqq")
+        return self.order == "int4"
+
+    @property
+    def order(self) -> str:
+        """As `Weight.order`."""
+        return ORDERS.get(self.kind, self.kind)
 
 
 class Chosen(NamedTuple):
@@ -405,7 +425,8 @@ def settings_of(
     blocks of them. fields: `loads`, if it is not 1, and the other fields of that kind.
     """
     quads, out = weight.quads * max(experts, 1), weight.out // fields.setdefault("loads", 1)
-    tiles = tiles or choose_tiles(weight, quads, fields["loads"])
+    tokens = fields.get("T", 1) if experts else 1
+    tiles = tiles or choose_tiles(weight, quads, fields["loads"], tokens)
     rows = min(tiles.rows, triton.next_power_of_2(out + 1) // 2)
     programs, each = triton.cdiv(out, rows), 1
     if tiles.stay and not fields.get("early") and fields.get("tokens", 1) == 1:

@@ -24,8 +24,18 @@ from torch import Tensor
 from ops.gpu import gpu_of
 from ops.inductor import custom_op
 from ops.launch import can_launch, fit, jit, launch, tl, triton, try_kernels
-from ops.products.units import decode, decode_hqq, e2m1_factor, finish, to_fp32
-from ops.products.weights import WeightTensors
+from ops.products.units import (
+    decode,
+    decode_hqq,
+    e2m1_factor,
+    finish,
+    first_byte,
+    pair_factors,
+    scale_and_min,
+    second_byte,
+    to_fp32,
+)
+from ops.products.weights import BITS, GGUF, kernel_tensors
 
 # Average rows of x for each expert, up to which the kernel is faster than the library with plain
 # weights (H200).
@@ -72,7 +82,22 @@ class PromptSettings:
     @property
     def step_scaled(self) -> bool:
         """Whether each group of numbers along `in` has a scale."""
-        return self.bits < 8
+        return self.bits < 8 or self.gguf
+
+    @property
+    def gguf(self) -> bool:
+        """Whether it is one of GGUF's kinds."""
+        return self.kind in GGUF
+
+    @property
+    def bits_above(self) -> int:
+        """Bits of a code in a plane of their own."""
+        return {"q5_k": 1, "q6_k": 2}.get(self.kind, 1 if self.bits == 3 else 0)
+
+    @property
+    def row_scaled(self) -> bool:
+        """Whether a scale a row multiplies the sums."""
+        return self.kind in ("int8", "fp8", "nvfp4")
 
     @property
     def experts_pow2(self) -> int:
@@ -91,16 +116,38 @@ def _expand(values, COUNT: tl.constexpr):
 
 
 @jit
-def _load_thirds(third, rows, start, IN: tl.constexpr, BK: tl.constexpr):
-    """Load the third bits of BK numbers, as of `decode_hqq` -> int16 [BN, units]."""
-    # In memory, bits 8 b + 4 m + k of units 0 and 1 belong to units 2 m and 2 m + 1. Select m by
-    # the mask of the load, not by a shift: Triton 3.6 moves loads to the lanes that multiply what
-    # they loaded, but moves nothing that depends on a position.
-    unit = start // 8 + tl.arange(0, BK // 8)[None, :]
-    place, m = rows * (IN // 16) + unit // 4 * 2 + unit % 2, unit // 2 % 2
-    low = tl.load(third + place, mask=(m == 0) & (unit < IN // 8), other=0)
-    high = tl.load(third + place, mask=(m == 1) & (unit < IN // 8), other=0)
-    return (low << 2) | (high >> 2)
+def _expand_pairs(even, odd, COUNT: tl.constexpr):
+    """[BN, n] of even and of odd units -> [BN, COUNT], as `_expand`."""
+    BN: tl.constexpr = even.shape[0]
+    n: tl.constexpr = even.shape[1]
+    both = tl.join(even, odd)[:, :, None, :]
+    return tl.reshape(tl.broadcast_to(both, [BN, n, COUNT // n // 2, 2]), [BN, COUNT])
+
+
+@jit
+def _load_above(plane, rows, start, s: tl.constexpr):
+    """Load the bits above the codes of BK numbers -> int16 [BN, units].
+
+    They are as `decode` or `decode_hqq` takes them. SHARING words of codes have one word of the
+    plane. Its units 0 and 1 belong to the words' units 0 and 1; bits of each word are SHIFT above
+    those of the word before.
+    """
+    # Select the word by the mask of a load, not by a shift: Triton 3.6 moves loads to the lanes
+    # that multiply what they loaded, but moves nothing that depends on a position.
+    FIELDS: tl.constexpr = s.fields
+    UNITS: tl.constexpr = s.width // FIELDS
+    SHARING: tl.constexpr = 2 if s.kind == "hqq" else 4 // s.bits_above
+    SHIFT: tl.constexpr = 8 // SHARING
+    unit = start // FIELDS + tl.arange(0, s.tile.numbers // FIELDS)[None, :]
+    place = rows * (UNITS // SHARING) + unit // (2 * SHARING) * 2 + unit % 2
+    word, inside = unit // 2 % SHARING, unit < UNITS
+    bits = tl.load(plane + place, mask=(word == 0) & inside, other=0)
+    if s.kind == "hqq":
+        bits = bits << 2
+    for m in tl.static_range(1, SHARING):
+        own = tl.load(plane + place, mask=(word == m) & inside, other=0)
+        bits |= own >> (SHIFT * m - 2 if s.kind == "hqq" else SHIFT * m)
+    return bits
 
 
 @jit
@@ -117,27 +164,50 @@ def _load_scales(weights, rows, start, s: tl.constexpr):
     group = (start // FIELDS + tl.arange(0, BK // FIELDS // EACH)[None, :] * EACH) // UNITS
     group = rows * (IN // GROUP) + tl.minimum(group, IN // GROUP - 1)
     scale = tl.load(weights.scale + group)
-    return scale, scale if weights.zero is None else tl.load(weights.zero + group)
+    if weights.step is not None:
+        return scale, tl.load(weights.step + group // 8)
+    else:
+        return scale, scale if weights.zero is None else tl.load(weights.zero + group)
 
 
 @jit
 def _group_factors(fetched, weights, rows, s: tl.constexpr, DTYPE: tl.constexpr):
     """Convert the result of `_load_scales` to a factor and an offset for each unit of a step.
 
-    A weight is number * factor - offset, the number being that of `decode_hqq` or `decode`.
+    A weight is number * factor - offset, the number being that of `decode_hqq` or `decode`. For
+    q6_k these are the factors of even and of odd fields.
     """
     COUNT: tl.constexpr = s.tile.numbers // s.fields
     scale, zero = fetched
     offset = 0.0
-    if s.kind == "mxfp4":
-        scale = e2m1_factor(scale.to(tl.int32), DTYPE)
-    elif s.kind == "hqq":
-        step, low = tl.load(weights.scale_step + rows), tl.load(weights.scale_low + rows)
-        scale = scale.to(tl.float32) * step + low
-        step, low = tl.load(weights.zero_step + rows), tl.load(weights.zero_low + rows)
-        zero = zero.to(tl.float32) * step + low
-        offset = _expand((zero + (128.0 if tl.bfloat16 == DTYPE else 0.0)) * scale, COUNT)
-    return _expand(scale, COUNT), offset
+    if s.kind == "nvfp4":
+        even, odd = pair_factors(scale, DTYPE)
+        factor = _expand_pairs(even, odd, COUNT)
+    else:
+        if s.kind == "mxfp4":
+            scale = e2m1_factor(scale.to(tl.int32), DTYPE)
+        elif s.kind == "int4" and scale.dtype != tl.bfloat16:
+            scale = scale.to(tl.float32)  # or Triton would round products to fp16
+        elif s.kind == "hqq":
+            scale, zero = scale.to(tl.float32), zero.to(tl.float32)
+            if weights.scale_step is not None:
+                step, low = tl.load(weights.scale_step + rows), tl.load(weights.scale_low + rows)
+                scale = scale * step + low
+                step, low = tl.load(weights.zero_step + rows), tl.load(weights.zero_low + rows)
+                zero = zero * step + low
+            offset = _expand((zero + (128.0 if tl.bfloat16 == DTYPE else 0.0)) * scale, COUNT)
+        elif s.kind == "q4_k" or s.kind == "q5_k":
+            scale, least = scale_and_min(scale, zero)
+            offset = _expand(least - scale * (8.0 if s.kind == "q4_k" else 16.0), COUNT)
+        elif s.kind == "q6_k":
+            step = zero.to(tl.float32)
+            scale, offset = first_byte(scale) * step, _expand(second_byte(scale) * step, COUNT)
+        elif s.gguf:
+            scale = scale.to(tl.float32)
+            if weights.step is not None:
+                scale *= zero.to(tl.float32)
+        factor = _expand(scale, COUNT)
+    return factor, offset
 
 
 @jit
@@ -187,13 +257,24 @@ def _weight_field(numbers, field: tl.constexpr, s: tl.constexpr, DTYPE: tl.const
     """Return a field of packed units as weights, without what `finish` multiplies."""
     KIND: tl.constexpr = s.kind
     BITS: tl.constexpr = s.bits
-    units, thirds, factor, offset = numbers
+    units, above, factor, offset = numbers
     if KIND == "hqq":
-        code = decode_hqq(units, thirds, field, BITS, DTYPE)
+        code = decode_hqq(units, above, field, BITS, DTYPE)
         return (code * factor - offset).to(DTYPE)
+    elif s.gguf:
+        number = decode(units, above, field, KIND, DTYPE)
+        number = to_fp32(number) if tl.bfloat16 == DTYPE else number.to(tl.float32)
+        if KIND == "q6_k":
+            number *= factor if field % 2 == 0 else offset
+        else:
+            number = number * factor - offset
+        return number.to(DTYPE)
     number = decode(units, factor, field, KIND, DTYPE)
     if KIND == "fp8b" and tl.bfloat16 == DTYPE:
         number = to_fp32(number)  # the factor has more digits than bf16
+    if KIND == "int4" and factor.dtype == tl.float16:  # q4_0
+        factor = factor.to(tl.float32)
+        number = to_fp32(number) if tl.bfloat16 == DTYPE else number
     if KIND == "fp8b" or KIND == "int4":
         number = (number * factor).to(DTYPE)
     return number
@@ -233,15 +314,15 @@ def _multiply_plain(sums, weight, weight_rows, inside, x_tile, s: tl.constexpr):
 
 @jit
 def _store_tile(y, sums, scale, rows, present, n, s: tl.constexpr, DTYPE: tl.constexpr):
-    """Store the sums of outputs n [BN]. scale: of the expert's rows, for int8 and fp8."""
+    """Store the sums of outputs n [BN]. scale: of the expert's rows, for int8, fp8 and nvfp4."""
     OUT: tl.constexpr = s.out
     KIND: tl.constexpr = s.kind
     sums = tl.trans(sums) if s.packed else sums
-    if KIND == "int8" or KIND == "fp8":
-        factor = tl.load(scale + tl.minimum(n, OUT - 1)).to(tl.float32)
-        sums *= (factor * (256.0 if KIND == "fp8" else 1.0))[None, :]
-    elif KIND == "mxfp4":
-        sums = finish(sums, None, KIND, DTYPE)
+    factor = None
+    if s.row_scaled:
+        factor = tl.load(scale + tl.minimum(n, OUT - 1)).to(tl.float32)[None, :]
+    if KIND != "fp8b":  # its factor has what its numbers lack
+        sums = finish(sums, factor, KIND, DTYPE)
     place = y + rows.to(tl.int64) * OUT + n[None, :]
     tl.store(place, sums.to(y.dtype.element_ty), mask=present & (n < OUT)[None, :])
 
@@ -278,18 +359,21 @@ def _grouped(x, y, group_ends, weights, third, s: tl.constexpr):
             if s.packed:
                 place = weights.codes + weight_rows * (IN // FIELDS) + unit
                 units = tl.load(place, mask=inside)
-                thirds = _load_thirds(third, weight_rows, start, IN, BK) if s.bits == 3 else units
+                above = units
+                if s.bits_above > 0:
+                    plane = third if s.kind == "hqq" else weights.high
+                    above = _load_above(plane, weight_rows, start, s)
                 factor, offset = 0.0, 0.0
                 if s.kind == "fp8b":
                     factor = _block_factor(weights.scale, scale_rows, unit, start, s)
                 elif s.step_scaled:
                     factor, offset = _group_factors(fetched, weights, weight_rows, s, DTYPE)
                     fetched = _load_scales(weights, weight_rows, start + BK, s)
-                sums = _multiply_fields(sums, (units, thirds, factor, offset), x_tile, s)
+                sums = _multiply_fields(sums, (units, above, factor, offset), x_tile, s)
             else:
                 sums = _multiply_plain(sums, weights.codes, weight_rows, inside, x_tile, s)
-        scale = weights.scale
-        if s.kind == "int8" or s.kind == "fp8":
+        scale = weights.scale_step if s.kind == "nvfp4" else weights.scale
+        if s.row_scaled:
             scale += expert.to(tl.int64) * OUT
         _store_tile(y, sums, scale, rows, present, n, s, DTYPE)
 
@@ -356,10 +440,12 @@ def grouped_gemm(
     """
     (N, width), (E, out, _) = x.shape, parts["codes"].shape
     y = x.new_empty(N, out)
-    tensors = WeightTensors(*(parts.get(name) for name in WeightTensors._fields))
-    third = parts.get("third")
+    tensors, third = kernel_tensors(parts, kind), parts.get("third")
+    if kind in GGUF:
+        bits, group = BITS[kind], 32
     if bits < 16:
-        tensors = tensors._replace(codes=tensors.codes.view(torch.int16))
+        high = None if tensors.high is None else tensors.high.view(torch.int16)
+        tensors = tensors._replace(codes=tensors.codes.view(torch.int16), high=high)
         third = third if third is None else third.view(torch.int16)
     given = x.contiguous(), y, group_ends, tensors, third
     tiles = [tile]

@@ -23,11 +23,12 @@ LONG_X = 512  # quads: one token's longer x in 4 bits is quantized by a kernel o
 class QuantizedX:
     """Tokens as integers: int16 numbers of each quad of their weight, in the order of its codes.
 
-    operands: int64, four numbers each, as of `operands.quantize`. int4 and hqq [T, 4, quads, 2]: a
-    pair is both operands of a word of codes, so that a lane needs none of another lane's. int8
-    [T, quads, 4] and mxfp4 [T, quads, 8]: a quad's first operands, then its second ones. In pairs
-    their gate and up product takes more registers, or is slower (docs/log/small_experts.md).
-    units: fp32 [T, 2, quads]: the value of a quad's 1, and the sum of its numbers.
+    operands: int64, four numbers each, as of `operands.quantize`; `Weight.order` names their order.
+    int4 [T, 4, quads, 2]: a pair is both operands of a word of codes, so that a lane needs none of
+    another lane's. int8 [T, quads, 4], mxfp4 and nvfp4 [T, quads, 8]: a quad's first operands, then
+    its second ones. In pairs their gate and up product takes more registers, or is slower
+    (docs/log/small_experts.md).
+    units: fp32 [T, 2 or 3, quads]: the value of a quad's 1, and the sums of `operands.quantize`.
     """
 
     operands: Tensor
@@ -39,25 +40,26 @@ class QuantizedX:
 class QuantizeSettings:
     """Settings of `_quantize_token`."""
 
-    kind: str
+    order: str  # `Weight.order`
     quads: int
     run: int  # words of a group
     fields: int  # codes in a word
+    units: int  # as of `Weight`
     tokens: int
     lanes: int = 8  # quads of a program, which is one warp
 
 
 @jit
-def store_quads(values, x, units, QUADS: tl.constexpr, KIND: tl.constexpr, LANES: tl.constexpr):
+def store_quads(values, x, units, QUADS: tl.constexpr, ORDER: tl.constexpr, LANES: tl.constexpr):
     """Quantize this program's LANES quads, and store them as a `QuantizedX`.
 
     values: fp32, as `operands.quantize` takes them. x, units: the tensors of the result.
     """
-    OPERANDS: tl.constexpr = 1 if KIND == "int8" else 2
-    first, second, unit, sums = quantize(values, KIND, 14)
+    OPERANDS: tl.constexpr = 1 if ORDER == "int8" else 2
+    first, second, unit, sums = quantize(values, ORDER, 14)
     quad = tl.program_id(0) * LANES + tl.arange(0, LANES)[:, None]
     word = tl.arange(0, 4)[None, :]
-    if KIND == "int4" or KIND == "hqq":
+    if ORDER == "int4":
         words = x + (word * QUADS + quad) * 2
         tl.store(words, first, mask=quad < QUADS)
         tl.store(words + 1, second, mask=quad < QUADS)
@@ -67,7 +69,8 @@ def store_quads(values, x, units, QUADS: tl.constexpr, KIND: tl.constexpr, LANES
         if OPERANDS == 2:
             tl.store(words + 4, second, mask=quad < QUADS)
     tl.store(units + quad, unit, mask=quad < QUADS)
-    tl.store(units + QUADS + quad, sums, mask=quad < QUADS)
+    for i in tl.static_range(len(sums)):
+        tl.store(units + (1 + i) * QUADS + quad, sums[i], mask=quad < QUADS)
 
 
 # Grid [quads / LANES, T]: a program, one warp, quantizes LANES quads of a token.
@@ -76,26 +79,26 @@ def _quantize_token(x, operands, units, s: tl.constexpr, PDL: tl.constexpr):
     FIELDS: tl.constexpr = s.fields
     LANES: tl.constexpr = s.lanes
     QUADS: tl.constexpr = s.quads
-    KIND: tl.constexpr = s.kind
+    ORDER: tl.constexpr = s.order
     await_previous(PDL)
     if s.tokens > 1:
         token = tl.program_id(1)
         x += token * (QUADS * 4 * FIELDS)
         operands += token * (QUADS * FIELDS)
-        units += token * (2 * QUADS)
+        units += token * (s.units * QUADS)
     raw, values = load_plain(x, tl.program_id(0), s), ()
     for k in tl.static_range(FIELDS):
         values = values + (raw[k].to(tl.float32),)
-    store_quads(values, operands, units, QUADS, KIND, LANES)
+    store_quads(values, operands, units, QUADS, ORDER, LANES)
 
 
 def empty_quantized(
     T: int, quads: int, weight: Weight, dtype: torch.dtype, device: torch.device
 ) -> QuantizedX:
     """Return a `QuantizedX` of T tokens of `quads` quads for a `Weight`, to be filled."""
-    shape = (T, 4, quads, 2) if weight.kind in ("int4", "hqq") else (T, quads, weight.fields)
+    shape = (T, 4, quads, 2) if weight.order == "int4" else (T, quads, weight.fields)
     operands = torch.empty(shape, dtype=torch.int64, device=device)
-    units = torch.empty(T, 2, quads, dtype=torch.float32, device=device)
+    units = torch.empty(T, weight.units, quads, dtype=torch.float32, device=device)
     return QuantizedX(operands, units, dtype)
 
 
@@ -113,7 +116,8 @@ def quantize_tokens(x: Tensor, weight: Weight, pdl: bool | None = None) -> Quant
     """Quantize tokens x [T, in], or their experts' [T, A in], for a kind in INTEGERS."""
     T, quads = len(x), x.shape[1] // weight.width * weight.quads
     quantized = empty_quantized(T, quads, weight, x.dtype, x.device)
-    s = QuantizeSettings(weight.kind, quads, weight.group // weight.fields, weight.fields, T)
+    run = weight.group // weight.fields
+    s = QuantizeSettings(weight.order, quads, run, weight.fields, weight.units, T)
     launch(
         _quantize_token,
         (triton.cdiv(quads, s.lanes), T),

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ops.gpu import Gpu
 from ops.launch import triton
-from ops.products.weights import Weight
+from ops.products.weights import GGUF, Weight
 
 TABLE = Path(__file__).with_name("tilings.json")
 RESIDENT = 16  # warps of staying programs on a multiprocessor, with 128 registers a lane
@@ -89,9 +89,19 @@ DEFAULTS = {
     ("int4", 2): Default(4, 64, 1, waste=3, registers=128),
     ("mxfp4", 1): Default(4, 64, 3, waste=3, chunks=1),
     ("mxfp4", 2): Default(2, 32, 1, stay=True),
+    ("nvfp4", 1): Default(4, 64, 3, waste=3, chunks=1),
+    ("nvfp4", 2): Default(2, 32, 1, stay=True),
     ("hqq", 1): Default(4, 64, 3, waste=3, chunks=1),
     ("hqq", 2): Default(4, 64, 2, waste=3),
+    ("q8_0", 1): Default(8, 128, 3, long_rows=4),
+    ("q8_0", 2): Default(2, 128, 3, waste=3),
+    # Not measured: as the kind whose x has the same order, and about as many scales.
+    **{(kind, 1): Default(4, 64, 3, waste=3, chunks=1) for kind in GGUF if kind != "q8_0"},
+    **{(kind, 2): Default(4, 64, 2, waste=3) for kind in ("q4_k", "q5_k")},  # hqq's
+    **{(kind, 2): Default(2, 32, 1, stay=True) for kind in ("q6_k", "iq4")},  # mxfp4's
 }
+# Of two tokens, and of more, whose x is quantized: then wide chunks do not spare work.
+SEVERAL = {"int4": (Tiles(8, 128, 1, 4), Tiles(8, 64, 1, 2))}
 
 
 def gpu_class(gpu: Gpu) -> str:
@@ -135,12 +145,19 @@ def numbers(shape: str) -> list[int]:
     return list(map(int, shape.split("x")))
 
 
-def choose_tiles(weight: Weight, quads: int, loads: int) -> Tiles:
-    """Return how to divide a product with x of `quads` quads. loads: 2 for gate and up, else 1."""
-    table = measured().get(gpu_class(weight.gpu), {}).get(f"{weight.kind} {loads}", {})
+def choose_tiles(weight: Weight, quads: int, loads: int, tokens: int = 1) -> Tiles:
+    """Return how to divide a product with x of `quads` quads. loads: 2 for gate and up, else 1.
+
+    tokens: of the sum over experts; that of several tokens has more programs, which are smaller.
+    """
+    # uint4 takes the registers of int4, not those of hqq with its steps of scales and zeros.
+    kind = "int4" if weight.kind == "hqq" and len(weight.parts) == 3 else weight.kind
+    if tokens > 1 and kind in SEVERAL:
+        return SEVERAL[kind][min(tokens, 3) - 2]
+    table = measured().get(gpu_class(weight.gpu), {}).get(f"{kind} {loads}", {})
     found = table.get(f"{weight.out}x{quads}")
     if found is None:
-        return DEFAULTS[weight.kind, loads].tiles(quads)
+        return DEFAULTS[kind, loads].tiles(quads)
     rows, lanes, depth, warps, stay, registers = [*found, 0, 0][:6]
     return Tiles(rows, lanes, depth, warps, bool(stay), registers)
 

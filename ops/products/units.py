@@ -11,6 +11,31 @@ from ops.launch import jit, tl
 
 
 @jit
+def half(bits):
+    """Convert the fp16 number in the lower half of a word to fp32."""
+    return bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@jit
+def first_byte(pair):
+    """Convert the first signed byte of int16 to fp32."""
+    return (pair << 8 >> 8).to(tl.float32)
+
+
+@jit
+def second_byte(pair):
+    """Convert the second signed byte of int16 to fp32."""
+    return (pair >> 8).to(tl.float32)
+
+
+@jit
+def scale_and_min(pair, step):
+    """Return scale and min of q4_k or q5_k, fp32. pair: their bytes, int16; step: both, int32."""
+    scale, least = (pair & 0xFF).to(tl.float32), (pair >> 8).to(tl.float32)  # below 64
+    return scale * half(step), least * half(step >> 16)
+
+
+@jit
 def shift_right(units, COUNT: tl.constexpr):
     """Shift int16 units right by COUNT, two at a time; the upper bits become garbage."""
     return tl.inline_asm_elementwise(
@@ -97,6 +122,24 @@ def e2m1_factor(scale, DTYPE: tl.constexpr):
 
 
 @jit
+def e4m3_factor(scale, DTYPE: tl.constexpr):
+    """Convert e4m3 scales, int32 of 7 bits, to factors of `decode`, as `e2m1_factor` does."""
+    value = (scale << 7).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    # 2 ** 8 of the fp16 number. A code times a scale has 6 digits, so that bf16 is exact.
+    if tl.bfloat16 == DTYPE:
+        return (value * 5.070602400912918e30).to(tl.bfloat16)  # 2 ** 102
+    else:
+        return value * 256.0
+
+
+@jit
+def pair_factors(pairs, DTYPE: tl.constexpr):
+    """Convert pairs of nvfp4's scales to factors of `decode`: of even units, and of odd ones."""
+    pairs = pairs.to(tl.int32)
+    return e4m3_factor(pairs & 0x7F, DTYPE), e4m3_factor(pairs >> 8 & 0x7F, DTYPE)
+
+
+@jit
 def int4(units, K: tl.constexpr):
     """Return field K of units, a code of 0 to 15, minus 8 as bf16, two at a time."""
     return tl.inline_asm_elementwise(
@@ -117,33 +160,118 @@ def int4(units, K: tl.constexpr):
 
 
 @jit
-def decode(units, factor, K: tl.constexpr, KIND: tl.constexpr, DTYPE: tl.constexpr):
-    """Convert field K of units to DTYPE, without its scale. Codes of int4 and hqq are minus 8.
+def with_bits_above(units, high, K: tl.constexpr, BITS: tl.constexpr):
+    """Return field K of units with BITS bits above it, less half of their range, as bf16.
 
-    factor: mxfp4's of each unit, by `e2m1_factor`. `finish` multiplies the sums of products by what
-    these numbers lack: those of fp8 are 2 ** -8 as large, those of mxfp4 in bf16 2 ** -32.
+    Two at a time. high (`high_bits`): those of field K are from bit 8 (K / 2) + BITS (K % 2) on.
+    """
+    return tl.inline_asm_elementwise(
+        f"""{{
+        .reg .b32 bits, above, one, minus;
+        mov.b32 one, 0x3F803F80;
+        mov.b32 minus, {0xC310C310 if BITS == 1 else 0xC320C320};
+        shr.u32 bits, $1, {4 * K};
+        {"shl" if K < 2 else "shr"}.b32 above, $2, {4 - K * BITS if K < 2 else 4 + (K - 2) * BITS};
+        lop3.b32 bits, bits, 0x000F000F, 0x43004300, 0xEA;
+        lop3.b32 bits, above, {0x00100010 if BITS == 1 else 0x00300030}, bits, 0xEA;
+        fma.rn.bf16x2 $0, bits, one, minus;
+        }}""",
+        "=r,r,r",
+        (units, high),
+        dtype=tl.bfloat16,
+        is_pure=True,
+        pack=2,
+    )
+
+
+@jit
+def iq4(units, K: tl.constexpr):
+    """Return field K of units, an iq4 code, as bf16, two at a time.
+
+    Look-ups give 128 more than a negative number, or a positive one: below 128. Then 256 or 128 is
+    subtracted from 128 more.
+    """
+    return tl.inline_asm_elementwise(
+        f"""{{
+        .reg .b32 codes, other, below, above, number, minus, one, table<4>;
+        mov.b32 one, 0xBF80BF80;
+        mov.b32 table0, 0x3F2D1801;
+        mov.b32 table1, 0x766A5D4F;
+        mov.b32 table2, 0x26190D01;
+        mov.b32 table3, 0x71594535;
+        shr.u32 codes, $1, {4 * K};
+        and.b32 codes, codes, 0x000F000F;
+        shr.u32 other, codes, 8;
+        or.b32 codes, codes, other;
+        xor.b32 other, codes, 0x88888888;
+        prmt.b32 below, table0, table1, codes;
+        prmt.b32 above, table2, table3, other;
+        or.b32 number, below, above;
+        shl.b32 minus, other, 4;
+        prmt.b32 minus, minus, minus, 0x4140;
+        lop3.b32 number, number, 0x007F007F, 0x43004300, 0xEA;
+        lop3.b32 minus, minus, 0x00800080, 0x43004300, 0xEA;
+        fma.rn.bf16x2 $0, minus, one, number;
+        }}""",
+        "=r,r",
+        (units,),
+        dtype=tl.bfloat16,
+        is_pure=True,
+        pack=2,
+    )
+
+
+@jit
+def iq4_number(code, DTYPE: tl.constexpr):
+    """Convert an iq4 code, 0 to 15, to DTYPE by a table of 16 bytes in two integers."""
+    low, high = -0x091522304052677F, 0x7159453526190D01
+    table = tl.where(code & 8 != 0, high, low)
+    return (table >> ((code & 7) * 8).to(tl.int64)).to(tl.int8).to(DTYPE)
+
+
+@jit
+def decode(units, factor, K: tl.constexpr, KIND: tl.constexpr, DTYPE: tl.constexpr):
+    """Convert field K of units to DTYPE, without its scale.
+
+    Codes of int4, hqq and q4_k are minus 8, those of q5_k and q6_k minus 16 and 32.
+
+    factor: of each unit of mxfp4 and nvfp4, by `e2m1_factor`; for q5_k and q6_k what is above each
+    unit, as of `with_bits_above`. `finish` multiplies the sums of products by what these numbers
+    lack: those of fp8 are 2 ** -8 as large, those of e2m1 in bf16 2 ** -32.
     """
     if KIND == "bf16":
         return units
     elif tl.bfloat16 == DTYPE:
-        if KIND == "mxfp4":
+        if KIND == "mxfp4" or KIND == "nvfp4":
             return e2m1(units, factor, K)
-        elif KIND == "int4" or KIND == "hqq":
+        elif KIND == "int4" or KIND == "hqq" or KIND == "q4_k":
             return int4(units, K)
+        elif KIND == "q5_k" or KIND == "q6_k":
+            return with_bits_above(units, factor, K, 1 if KIND == "q5_k" else 2)
+        elif KIND == "iq4":
+            return iq4(units, K)
         else:
             byte = shift_right(units, 8) if K else units
-            return signed_bytes(byte) if KIND == "int8" else e4m3(byte)
-    elif KIND == "int8":
+            return signed_bytes(byte) if KIND == "int8" or KIND == "q8_0" else e4m3(byte)
+    elif KIND == "int8" or KIND == "q8_0":
         bits = (units >> 8 * K & 0xFF) ^ 0x6480  # fp16 bits of 1024 + 128 + the number
         return (bits.to(tl.float16, bitcast=True) - 1152.0).to(DTYPE)
     elif KIND == "fp8" or KIND == "fp8b":  # bits of an fp16 number, 2 ** -8 as large
         byte = units >> 8 * K
         bits = (byte & 0x80) << 8 | (byte & 0x7F) << 7
         return bits.to(tl.float16, bitcast=True).to(DTYPE)
-    elif KIND == "mxfp4":  # bits of an fp16 number, 2 ** -14 as large
+    elif KIND == "mxfp4" or KIND == "nvfp4":  # bits of an fp16 number, 2 ** -14 as large
         code = units >> 4 * K
         number = ((code & 8) << 12 | (code & 7) << 9).to(tl.float16, bitcast=True)
         return (number.to(tl.float32) * 16384.0 * factor).to(DTYPE)
+    elif KIND == "q5_k":
+        above = factor >> K // 2 * 8 + K % 2 & 1
+        return ((units >> 4 * K & 15 | above << 4) - 16).to(DTYPE)
+    elif KIND == "q6_k":
+        above = factor >> K // 2 * 8 + K % 2 * 2 & 3
+        return ((units >> 4 * K & 15 | above << 4) - 32).to(DTYPE)
+    elif KIND == "iq4":
+        return iq4_number(units >> 4 * K & 15, DTYPE)
     else:
         return ((units >> 4 * K & 15) - 8).to(DTYPE)
 
@@ -152,13 +280,13 @@ def decode(units, factor, K: tl.constexpr, KIND: tl.constexpr, DTYPE: tl.constex
 def finish(total, scales, KIND: tl.constexpr, DTYPE: tl.constexpr):
     """Multiply sums of products by what their decoded numbers lack.
 
-    scales: one of each row of int8 or fp8.
+    scales: one of each row of int8, fp8 or nvfp4.
     """
-    if KIND == "int8" or KIND == "fp8":
+    if KIND == "int8" or KIND == "fp8" or KIND == "nvfp4":
         total *= scales
     if KIND == "fp8" or KIND == "fp8b":
         total *= 256.0
-    if KIND == "mxfp4" and tl.bfloat16 == DTYPE:
+    if (KIND == "mxfp4" or KIND == "nvfp4") and tl.bfloat16 == DTYPE:
         total *= 4294967296.0  # `e2m1_factor`
     return total
 

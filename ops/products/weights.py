@@ -12,23 +12,42 @@ from torch import Tensor
 
 from ops.gpu import Gpu, gpu_of
 
-# Bits of a code, by kind
-BITS = {"bf16": 16, "int8": 8, "fp8": 8, "fp8b": 8, "int4": 4, "mxfp4": 4, "hqq": 4}
-INTEGERS = "int8", "int4", "mxfp4", "hqq"  # kinds of codes that are multiplied as integers
+# GGUF's kinds: scales are of 32 numbers, or of 16 (q6_k); `step` is of 256.
+GGUF = "q8_0", "q4_k", "q5_k", "q6_k", "iq4"
+FOUR_BITS = "int4", "mxfp4", "nvfp4", "hqq", *GGUF[1:]
+# Bits of a code in `codes`, by kind
+BITS = {"bf16": 16, "int8": 8, "fp8": 8, "fp8b": 8, "q8_0": 8, **dict.fromkeys(FOUR_BITS, 4)}
+INTEGERS = "int8", "q8_0", *FOUR_BITS  # kinds of codes that are multiplied as integers
+# The kind whose integers of x are in the same order (`operands.quantize`), if it is another one
+ORDERS = {
+    **dict.fromkeys(("hqq", "q4_k", "q5_k"), "int4"),
+    **dict.fromkeys(("q6_k", "iq4"), "mxfp4"),
+    "q8_0": "int8",
+}
+# Numbers of a quad of a `QuantizedX`, beside its operands: the value of 1, and a sum of x, or two.
+UNITS = {"nvfp4": 3}
 # The smallest groups of packed kinds: whole quads have one scale; int8 and fp8 have one a row.
-SMALLEST_GROUPS = {"int8": 4, "fp8": 4, "fp8b": 16, "int4": 32, "mxfp4": 32, "hqq": 32}
+SMALLEST_GROUPS = {"int8": 4, "fp8": 4, "fp8b": 16, **dict.fromkeys(("q8_0", *FOUR_BITS), 32)}
+# The parts of kinds that have not the first fields of `WeightTensors`
+LAYOUTS = {
+    **dict.fromkeys(("q4_k", "iq4"), ("codes", "scale", "step")),
+    **dict.fromkeys(("q5_k", "q6_k"), ("codes", "high", "scale", "step")),
+}
+WITHOUT_STEPS = "codes", "scale", "zero"  # uint4: of the kind hqq
 
 
 class WeightTensors(NamedTuple):
-    """A weight's tensors, in its layout's order: a kind has the first one, two, or all seven."""
+    """A weight's tensors: a kind has the first one, two, three or seven, or those of LAYOUTS."""
 
     codes: Tensor  # int32 [..., out, words]
     scale: Tensor | None = None  # int8, fp8 [..., out]; fp8b: of blocks; others: of groups
-    scale_step: Tensor | None = None  # hqq [..., out]: a group's scale is scale * step + low
+    scale_step: Tensor | None = None  # nvfp4, hqq [..., out]: a scale is scale * step + low
     scale_low: Tensor | None = None
-    zero: Tensor | None = None  # hqq: of groups, zero * step + low
+    zero: Tensor | None = None  # hqq: of groups, zero * step + low; uint4: the zero itself
     zero_step: Tensor | None = None
     zero_low: Tensor | None = None
+    high: Tensor | None = None  # q5_k, q6_k: the bits above those of `codes`
+    step: Tensor | None = None  # of 256 numbers: their scales are multiplied by it
 
 
 @dataclass(frozen=True)
@@ -55,6 +74,11 @@ class Weight:
         return 32 // BITS[self.kind]
 
     @property
+    def units(self) -> int:
+        """Numbers of a quad of `QuantizedX.units`."""
+        return UNITS.get(self.kind, 2)
+
+    @property
     def gpu(self) -> Gpu:
         """The GPU that has the weight."""
         return gpu_of(self.parts[0].device)
@@ -66,12 +90,43 @@ class Weight:
 
     @property
     def tensors(self) -> WeightTensors:
-        return WeightTensors(*self.parts)
+        return kernel_tensors(dict(zip(self.layout, self.parts, strict=False)), self.kind)
+
+    @property
+    def layout(self) -> tuple[str, ...]:
+        """The names of the parts, of which the last may be absent."""
+        if self.kind == "hqq" and len(self.parts) == len(WITHOUT_STEPS):
+            return WITHOUT_STEPS
+        return LAYOUTS.get(self.kind, WeightTensors._fields)
+
+    @property
+    def order(self) -> str:
+        """The kind whose integers of x are in the same order."""
+        return ORDERS.get(self.kind, self.kind)
 
     @property
     def width(self) -> int:
         """Numbers of a row."""
         return 4 * self.quads * self.fields
+
+
+def kernel_tensors(parts: dict[str, Tensor], kind: str) -> WeightTensors:
+    """Return a weight's parts as the kernels read them.
+
+    Small numbers that a kernel needs together are one: the scale and min of 32 numbers (q4_k, q5_k)
+    or the scales of both halves (q6_k, nvfp4) int16, `step` of both int32, and what is above the
+    codes of a quad int64 (q6_k).
+    """
+    tensors = WeightTensors(*(parts.get(name) for name in WeightTensors._fields))
+    if kind in ("q4_k", "q5_k"):
+        scale, step = parts["scale"].view(torch.int16), parts["step"].view(torch.int32)
+        return tensors._replace(scale=scale, step=step)
+    if kind == "nvfp4":
+        return tensors._replace(scale=parts["scale"].view(torch.int16))
+    if kind == "q6_k":
+        scale, high = parts["scale"].view(torch.int16), parts["high"].view(torch.int64)
+        return tensors._replace(scale=scale, high=high)
+    return tensors
 
 
 def check_rows(name: str, tensor: Tensor | None, *shape: int) -> None:
@@ -98,4 +153,4 @@ def packed_weight(parts: list[Tensor], kind: str, group: int) -> Weight:
     smallest = SMALLEST_GROUPS.get(kind)
     if smallest is None or group % smallest or parts[0].shape[-1] % 4:
         raise ValueError(f"no kernel for {kind} with groups of {group}")
-    return Weight(tuple(parts), kind, group)
+    return Weight(tuple(parts), kind, 32 if kind in GGUF else group)

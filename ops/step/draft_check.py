@@ -1,11 +1,12 @@
-"""One sequence's pass, apart from the model, in Triton kernels: `runtime.verification` on a GPU.
+"""Passes of sequences, apart from the model, in Triton kernels: `runtime.verification` on a GPU.
 
-    begin_pass     the pass's tokens, positions and last real one
+    begin_pass     each pass's tokens, positions and last real one
     find_best, rank    the largest logits after each token (ops/step/token_draw.py)
     check_drafts   after each token: is the next draft accepted, and the model's own token if not
     accept         how many drafts are accepted, the tokens, and the step behind them
 
-The plain forms draw the same random numbers, so that both accept the same drafts.
+B sequences have T = N + 1 tokens each, some of which may be padding. The plain forms draw the same
+random numbers, so that both accept the same drafts.
 """
 
 from __future__ import annotations  # annotations of kernels name triton, which may be absent
@@ -28,7 +29,8 @@ from ops.step.token_draw import (
     weigh,
 )
 
-MOST = 16  # tokens of a pass
+MOST = 16  # tokens of a sequence's pass
+NO_DRAFT = -2  # stands for drafts that a sequence does not have; none follows it
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,9 @@ class Pass:
     """Settings of `_begin_pass` and `_accept`."""
 
     V: int = 0
+    stride: int = 0  # numbers from one sequence's drafts to the next one's
     most: int = MOST
+    none: int = NO_DRAFT
 
 
 @dataclass(frozen=True)
@@ -49,28 +53,35 @@ class Check(Draw):
 # Kernels ------------------------------------------------------------------------------------------
 
 
-# Grid [1]. n: drafts.
+# Grid [B]. n: N. Padding repeats the sequence's newest token.
 @jit(do_not_specialize=("n",))
 def _begin_pass(
     token, drafts, position, last, tokens, positions, ends, n, s: tl.constexpr, PDL: tl.constexpr
 ):
-    at = tl.arange(0, s.most)
+    at, sequence = tl.arange(0, s.most), tl.program_id(0)
+    place = sequence * (n + 1) + at
     await_previous(PDL)
-    draft = tl.load(drafts + at - 1, mask=(at > 0) & (at <= n), other=0)
-    tl.store(tokens + at, tl.where(at == 0, tl.load(token), draft), mask=at <= n)
-    tl.store(positions + at, tl.load(position) + at, mask=at <= n)
-    tl.store(ends, tl.where(tl.load(last) < 0, -1, n).to(tl.int64))
+    newest = tl.load(token + sequence)
+    draft = tl.load(drafts + sequence * s.stride + at - 1, mask=(at > 0) & (at <= n), other=0)
+    missing = (draft == s.none) & (at <= n)
+    real = tl.min(tl.where(missing, at - 1, n), 0)
+    tl.store(tokens + place, tl.where((at == 0) | missing, newest, draft), mask=at <= n)
+    tl.store(positions + place, tl.load(position + sequence) + at, mask=at <= n)
+    idle = tl.load(last + sequence) < 0
+    tl.store(ends + sequence, tl.where(idle, -1, real).to(tl.int64))
 
 
-# Grid [N + 1]: a row is what the model says after a token of the pass, `passed`. The last row has
-# no draft. Row i decides as if the drafts before it were accepted; `_accept` finds the row at which
-# they end. Draft d is accepted with probability min(1, p(d) / q(d)); else the own token is drawn
-# from max(p - q, 0). q None: a draft was certain.
+# Grid [B T]: a row is what the model says after a token of a pass, `passed`. The rows from `last`
+# on have no draft. Row i decides as if the drafts before it were accepted; `_accept` finds the row
+# at which they end. Draft d is accepted with probability min(1, p(d) / q(d)); else the own token is
+# drawn from max(p - q, 0). q None: a draft was certain. Without a draft, weights are those of a
+# plain step, unscaled, so that the token is the same.
 @jit(do_not_specialize=("n",))
 def _check_drafts(
     logits,
     state,
     passed,
+    last,
     q,
     ordered,
     crowded,
@@ -82,22 +93,27 @@ def _check_drafts(
 ):
     V: tl.constexpr = s.V
     row = tl.program_id(0)
-    rules = load_controls(state.controls, s)
-    penalty, seed = tl.load(state.controls + 4), tl.load(state.seeds)
+    sequence, at = row // (n + 1), row % (n + 1)
+    controls = state.controls + sequence * s.controls
+    rules = load_controls(controls, s)
+    penalty, seed = tl.load(controls + 4), tl.load(state.seeds + sequence)
     await_previous(PDL)
-    place = tl.load(state.position)
-    chance = uniform(noise_key(seed, place, s.stream), row + 0 * place)
-    source = logits + row * V, state.seen, penalty, passed, row + 1
+    place = tl.load(state.position + sequence)
+    chance = uniform(noise_key(seed, place, s.stream), at + 0 * place)
+    passed += sequence * (n + 1)
+    source = logits + row * V, state.seen + sequence * V, penalty, passed, at + 1
     ordered += row * 2 * s.top
     candidates, weight, finite = weigh(source, rules, ordered, crowded + row, s)
-    p, accepted = weight / tl.sum(weight, 0), finite & (row < n)
-    if row < n:
-        draft = tl.load(passed + row + 1)
+    has_draft = at < tl.load(last + sequence)
+    p, accepted = weight, finite & has_draft
+    if has_draft:
+        p = weight / tl.sum(weight, 0)
+        draft = tl.load(passed + at + 1)
         is_draft = candidates == draft
         p_draft, q_draft = tl.sum(tl.where(is_draft, p, 0.0), 0), 1.0
         left = is_draft.to(tl.float32)
         if q is not None:
-            q += row.to(tl.int64) * V
+            q += (sequence * n + at).to(tl.int64) * V
             q_draft = tl.load(q + tl.maximum(draft, 0))
             left = tl.load(q + candidates, mask=weight > 0.0, other=0.0)
         accepted &= chance * q_draft < p_draft
@@ -108,23 +124,27 @@ def _check_drafts(
     tl.store(own + row, pick(score, candidates, finite, s))
 
 
-# Grid [1].
+# Grid [B]. An idle sequence gets no token and stays where it is.
 @jit(do_not_specialize=("n",))
-def _accept(passed, good, own, state, result, n, s: tl.constexpr, PDL: tl.constexpr):
-    at = tl.arange(0, s.most)
+def _accept(passed, last, good, own, state, result, n, s: tl.constexpr, PDL: tl.constexpr):
+    at, sequence = tl.arange(0, s.most), tl.program_id(0)
+    first = sequence * (n + 1)
     await_previous(PDL)
-    refused = (tl.load(good + at, mask=at < n, other=0) == 0) & (at <= n)
+    refused = (tl.load(good + first + at, mask=at < n, other=0) == 0) & (at <= n)
     count = tl.min(tl.where(refused, at, s.most), 0)
-    last = tl.load(own + count)
-    draft = tl.load(passed + at + 1, mask=at < n, other=0)
-    number = tl.where(at < count, draft, last)
+    newest = tl.load(own + first + count)
+    draft = tl.load(passed + first + at + 1, mask=at < n, other=0)
+    number = tl.where(at < count, draft, newest)
+    taken = tl.where(tl.load(last + sequence) < 0, 0, count + 1).to(tl.int64)
+    result += first + sequence
     tl.store(result + at, number, mask=at <= n)
-    tl.store(result + n + 1, count.to(tl.int64) + 1)
-    tl.store(state.token, last)
-    place = tl.load(state.position)
+    tl.store(result + n + 1, taken)
+    tl.store(state.token + sequence, newest)
+    place = tl.load(state.position + sequence)
     tl.debug_barrier()  # all threads have the position
-    tl.store(state.position, place + count + 1)
-    tl.store(state.seen + tl.where(number < 0, s.V - 1, number), True, mask=at <= n)
+    tl.store(state.position + sequence, place + taken)
+    seen = state.seen + sequence * s.V
+    tl.store(seen + tl.where(number < 0, s.V - 1, number), True, mask=at <= n)
 
 
 # Launching ----------------------------------------------------------------------------------------
@@ -134,13 +154,14 @@ def begin_pass(
     state: tuple, drafts: Tensor, pdl: bool | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`runtime.verification.begin_pass`. pdl: None launches with PDL where the GPU has it."""
-    N, device = drafts.shape[1], drafts.device
+    (B, N), device = drafts.shape, drafts.device
     if N >= MOST:
         raise ValueError(f"{N} drafts: a pass has {MOST - 1} at most")
-    tokens, positions = (torch.empty(1, N + 1, dtype=torch.int64, device=device) for _ in range(2))
-    last = torch.empty(1, dtype=torch.int64, device=device)
+    tokens, positions = (torch.empty(B, N + 1, dtype=torch.int64, device=device) for _ in range(2))
+    last = torch.empty(B, dtype=torch.int64, device=device)
     given = state.token, drafts, state.position, state.last
-    launch(_begin_pass, (1,), *given, tokens, positions, last, N, settings=Pass(), warps=1, pdl=pdl)
+    s = Pass(stride=drafts.stride(0))
+    launch(_begin_pass, (B,), *given, tokens, positions, last, N, settings=s, warps=1, pdl=pdl)
     return tokens, positions, last
 
 
@@ -148,6 +169,7 @@ def verify_pass(
     state: tuple,
     logits: Tensor,
     passed: Tensor,
+    last: Tensor,
     q: Tensor | None,
     result: Tensor,
     stream: int,
@@ -155,18 +177,18 @@ def verify_pass(
 ) -> None:
     """`runtime.verification.verify_pass` among the TOP likeliest tokens, or greedy with top_k 1.
 
-    state: a `sampling.StepState` of one sequence. passed int64 [1, N + 1]. q: None if greedy.
-    stream: of the random numbers that accept.
+    state: a `sampling.StepState` of B sequences. passed int64 [B, N + 1], last int64 [B]: as of
+    `begin_pass`. q: None if greedy. stream: of the random numbers that accept.
     """
-    rows, V = logits.shape
-    if state.seen.shape != (1, V) or passed.shape != (1, rows):
+    B, T, V = logits.shape
+    if state.seen.shape != (B, V) or passed.shape != (B, T):
         raise ValueError(f"logits {list(logits.shape)} of tokens {list(passed.shape)}")
-    s = Check(V, token_draw.GROUPS, controls=0, stream=stream)
-    logits, n, device = logits.contiguous(), rows - 1, logits.device
+    s = Check(V, token_draw.GROUPS, stream=stream)
+    logits, n, device = logits.flatten(0, 1).contiguous(), T - 1, logits.device
     ordered, crowded = order_largest(logits, state.seen, passed, state.controls, s, pdl)
-    good = torch.empty(rows, dtype=torch.int32, device=device)
-    own = torch.empty(rows, dtype=torch.int64, device=device)
-    given = logits, state, passed, q, ordered, crowded
-    launch(_check_drafts, (rows,), *given, good, own, n, settings=s, pdl=pdl)
-    tensors, s = (passed, good, own, state, result), Pass(V)
-    launch(_accept, (1,), *tensors, n, settings=s, warps=1, pdl=pdl)
+    good = torch.empty(B * T, dtype=torch.int32, device=device)
+    own = torch.empty(B * T, dtype=torch.int64, device=device)
+    given = logits, state, passed, last, q, ordered, crowded
+    launch(_check_drafts, (B * T,), *given, good, own, n, settings=s, pdl=pdl)
+    tensors = passed, last, good, own, state, result
+    launch(_accept, (B,), *tensors, n, settings=Pass(V), warps=1, pdl=pdl)

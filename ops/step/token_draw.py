@@ -10,8 +10,8 @@ the order of keys is the order of `shortlist`, ties included.
 A group may have more of the top_k largest keys than it keeps. Then its last one is among them, and
 `draw` searches the whole vocabulary instead: exact, but one program takes about 1 ms for it.
 
-Rows are sequences, or (ops/step/draft_check.py) the tokens of one sequence's pass, which share
-controls and `seen`: row i has also seen the pass's tokens up to i.
+Rows are sequences, or (ops/step/draft_check.py) the tokens of their passes. The T tokens of a
+sequence's pass share controls and `seen`: token i has also seen the pass's tokens up to i.
 """
 
 from __future__ import annotations  # annotations of kernels name triton, which may be absent
@@ -42,17 +42,12 @@ class Draw:
     ranked: int = RANKED
     top: int = TOP
     chunk: int = 1024  # tokens of a step of the search in the whole vocabulary
-    controls: int = 5  # a row's: temperature, top_k, top_p, min_p, penalty; 0: rows share them
+    controls: int = 5  # a sequence's: temperature, top_k, top_p, min_p, penalty
 
     @property
     def size(self) -> int:
         """Tokens of a group, rounded up to a power of two."""
         return triton.next_power_of_2(triton.cdiv(self.V, self.groups * self.run) * self.run)
-
-    @property
-    def seen(self) -> int:
-        """Numbers from one row's `seen` to the next one's."""
-        return self.V if self.controls else 0
 
     @property
     def keys(self) -> int:
@@ -101,11 +96,11 @@ def _token_of(key):
     return 0x7FFFFFFF - (key & 0x7FFFFFFF).to(tl.int32)
 
 
-# Grid [GROUPS, B], one warp a program: a group's KEPT largest keys, one maximum each. The first
-# program clears what `_rank` writes.
-@jit
+# Grid [GROUPS, B T], one warp a program: a group's KEPT largest keys, one maximum each. The first
+# program clears what `_rank` writes. each: T, if rows are the tokens [B, T] of passes, `passed`.
+@jit(do_not_specialize=("each",))
 def _find_best(
-    logits, seen, passed, controls, best, ordered, crowded, s: tl.constexpr, PDL: tl.constexpr
+    logits, seen, passed, controls, best, ordered, crowded, each, s: tl.constexpr, PDL: tl.constexpr
 ):
     V: tl.constexpr = s.V
     GROUPS: tl.constexpr = s.groups
@@ -116,9 +111,13 @@ def _find_best(
     group, row = tl.program_id(0), tl.program_id(1)
     at = tl.arange(0, SIZE)
     token = (at // RUN * GROUPS + group) * RUN + at % RUN
-    penalty = tl.load(controls + row * s.controls + 4)
+    sequence, count = row, 0
+    if passed is not None:
+        sequence, count = row // each, row % each + 1
+        passed += sequence * each
+    penalty = tl.load(controls + sequence * s.controls + 4)
     await_previous(PDL)
-    source = logits + row * V, seen + row * s.seen, penalty, passed, row + 1
+    source = logits + row * V, seen + sequence * V, penalty, passed, count
     x = _edited_logits(source, token, token < V)
     bits = tl.where(token < V, ordered_bits(x), -(2**31))
     best += row * KEPT * GROUPS + group
@@ -138,16 +137,18 @@ def _count_larger(others, key):
     return tl.sum((others[None, :] > key[:, None]).to(tl.int32), 1)
 
 
-# Grid [KEPT * GROUPS / RANKED, B]: RANKED keys are compared with all, but first with the largest of
-# each group, which most keys are far below. crowded: set if a group's last key is among the top_k.
-@jit
-def _rank(controls, best, ordered, crowded, s: tl.constexpr, PDL: tl.constexpr):
+# Grid [KEPT * GROUPS / RANKED, B T]: RANKED keys are compared with all, but first with the largest
+# of each group, which most keys are far below. crowded: set if a group's last key is among the
+# top_k.
+@jit(do_not_specialize=("each",))
+def _rank(controls, best, ordered, crowded, each, s: tl.constexpr, PDL: tl.constexpr):
     GROUPS: tl.constexpr = s.groups
     KEYS: tl.constexpr = s.keys
     RANKED: tl.constexpr = s.ranked
     TOP: tl.constexpr = s.top
     row = tl.program_id(1)
-    top_k = tl.minimum(tl.load(controls + row * s.controls + 1), s.max_top_k)
+    sequence = row if each is None else row // each
+    top_k = tl.minimum(tl.load(controls + sequence * s.controls + 1), s.max_top_k)
     best += row * KEYS
     at = tl.program_id(0) * RANKED + tl.arange(0, RANKED)
     await_previous(PDL)
@@ -300,7 +301,7 @@ def _draw(
     V: tl.constexpr = s.V
     TOP: tl.constexpr = s.top
     row = tl.program_id(0)
-    seen += row * s.seen
+    seen += row * V
     controls += row * s.controls
     rules = load_controls(controls, s)
     source = logits + row * V, seen, tl.load(controls + 4), None, 0
@@ -351,15 +352,16 @@ def order_largest(
     s: Draw,
     pdl: bool | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the keys of each row's TOP largest logits in order [B, 2, TOP], and `crowded` [B].
+    """Return the keys of each row's TOP largest logits in order [R, 2, TOP], and `crowded` [R].
 
-    passed int64 [B]: a pass's tokens; None: rows are sequences. The second TOP keys are scratch.
+    logits [R, V]. passed int64 [B, T]: the tokens of passes, R = B T; None: rows are sequences. The
+    second TOP keys are scratch.
     """
-    B, device = len(logits), logits.device
-    best = torch.empty(B, s.keys, dtype=torch.int64, device=device)
-    ordered = torch.empty(B, 2, TOP, dtype=torch.int64, device=device)
-    crowded = torch.empty(B, dtype=torch.int32, device=device)
-    found = controls, best, ordered, crowded
-    launch(_find_best, (s.groups, B), logits, seen, passed, *found, settings=s, warps=1, pdl=pdl)
-    launch(_rank, (s.keys // RANKED, B), *found, settings=s, pdl=pdl)
+    R, device, each = len(logits), logits.device, None if passed is None else passed.shape[1]
+    best = torch.empty(R, s.keys, dtype=torch.int64, device=device)
+    ordered = torch.empty(R, 2, TOP, dtype=torch.int64, device=device)
+    crowded = torch.empty(R, dtype=torch.int32, device=device)
+    found = controls, best, ordered, crowded, each
+    launch(_find_best, (s.groups, R), logits, seen, passed, *found, settings=s, warps=1, pdl=pdl)
+    launch(_rank, (s.keys // RANKED, R), *found, settings=s, pdl=pdl)
     return ordered, crowded

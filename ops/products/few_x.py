@@ -1,0 +1,135 @@
+"""x of several tokens as fragments: loads, and products with the norm's weight.
+
+ops/products/fragments.py explains fragments. s: `fragments.FewSettings`.
+"""
+
+# ruff: noqa: RUF005  (Triton adds tuples, but does not unpack them)
+from __future__ import annotations  # annotations of kernels name triton, which may be absent
+
+from ops.launch import jit, tl
+
+
+@jit
+def _load_field(x, begins, step, K: tl.constexpr, s: tl.constexpr, ONE_ROW: tl.constexpr):
+    """Load the x of field K of a step, two units of each word -> [tiles * 2 * warps * 32 * vec].
+
+    begins: where the row of x of each number begins (`spread_begins`). None: x has the program's
+    tokens, of which the last is that of all past the end. ONE_ROW: x is one row. Words past the end
+    are 0.
+    """
+    VEC: tl.constexpr = s.vec
+    WARPS: tl.constexpr = s.warps
+    FIELDS: tl.constexpr = s.fields
+    RUN: tl.constexpr = s.run  # words whose fields are neighbors in x
+    WORDS: tl.constexpr = s.words
+    TILES: tl.constexpr = 1 if ONE_ROW else s.tiles
+    at = tl.arange(0, 64 * WARPS * VEC * TILES)
+    tile, at = at // (64 * WARPS * VEC), at % (64 * WARPS * VEC)
+    if FIELDS == 1:  # bf16: units are neighbors
+        lane, word, half = at // (2 * VEC), at // 2 % VEC, at % 2
+    else:
+        lane, word, half = at // VEC % (32 * WARPS), at % VEC, at // (32 * WARPS * VEC)
+    token, quad = tile * 8 + lane // 4 % 8, (step * WARPS + lane // 32) * 4 + lane % 4
+    word += quad * VEC
+    if FIELDS == 1:
+        number = word * 2 + half
+    else:
+        field = K + FIELDS * half
+        if s.halves:  # lower nibbles have the first half of a run
+            field = K % 2 * 4 + K // 2 + 2 * half
+        number = word // RUN * (RUN * 2 * FIELDS) + field * RUN + word % RUN
+    if begins is not None:
+        number += begins
+    elif not ONE_ROW:
+        number += tl.minimum(token, s.tokens - 1) * s.width
+    RUN_OF_LOAD: tl.constexpr = 2 * VEC if FIELDS == 1 else VEC
+    number = tl.max_contiguous(tl.multiple_of(number, RUN_OF_LOAD), RUN_OF_LOAD)
+    if WORDS % (4 * VEC * WARPS):
+        return tl.load(x + number, mask=quad < WORDS // VEC, other=0.0)
+    else:
+        return tl.load(x + number)
+
+
+@jit
+def load_fields(x, begins, step, s: tl.constexpr, ONE_ROW: tl.constexpr):
+    """Load the x of all fields of a step, so that all loads are in flight at once."""
+    FIELDS: tl.constexpr = s.fields
+    fields = ()
+    for k in tl.static_range(FIELDS):
+        fields = fields + (_load_field(x, begins, step, k, s, ONE_ROW),)
+    return fields
+
+
+@jit
+def spread_begins(begins, s: tl.constexpr):
+    """Spread one number a lane and tile, [tiles * warps * 32], in the order of `_load_field`."""
+    VEC: tl.constexpr = s.vec
+    WARPS: tl.constexpr = s.warps
+    TILES: tl.constexpr = s.tiles
+    if s.fields == 1:
+        begins = tl.reshape(begins, [TILES, WARPS * 32, 1])
+        begins = tl.broadcast_to(begins, [TILES, WARPS * 32, 2 * VEC])
+    else:
+        begins = tl.reshape(begins, [TILES, 1, WARPS * 32, 1])
+        begins = tl.broadcast_to(begins, [TILES, 2, WARPS * 32, VEC])
+    return tl.reshape(begins, [64 * WARPS * VEC * TILES])
+
+
+@jit
+def token_fragments(numbers, s: tl.constexpr):
+    """Order the x of a field as `fragments._weight_fragments` does -> [warps, 8 vec, 8 tiles]."""
+    VEC: tl.constexpr = s.vec
+    WARPS: tl.constexpr = s.warps
+    TILES: tl.constexpr = s.tiles
+    if s.fields == 1:
+        numbers = tl.reshape(numbers, [TILES, WARPS, 8, 4, VEC // 2, 2, 2])
+        numbers = tl.permute(numbers, (1, 4, 5, 3, 6, 0, 2))
+    elif VEC == 1:
+        numbers = tl.reshape(numbers, [TILES, 2, WARPS, 8, 4, 2])
+        numbers = tl.permute(numbers, (2, 5, 4, 1, 0, 3))
+    else:
+        numbers = tl.reshape(numbers, [TILES, 2, WARPS, 8, 4, VEC // 2, 2])
+        numbers = tl.permute(numbers, (2, 5, 6, 4, 1, 0, 3))
+    return tl.reshape(numbers, [WARPS, 8 * max(VEC, 2), 8 * TILES])
+
+
+@jit
+def token_sums(numbers, s: tl.constexpr):
+    """Sum numbers of a tile in the order of `_load_field` for each token -> [8]."""
+    VEC: tl.constexpr = s.vec
+    WARPS: tl.constexpr = s.warps
+    if s.fields == 1:
+        numbers = tl.reshape(numbers, [WARPS, 8, 8 * VEC])
+    else:
+        numbers = tl.sum(tl.reshape(numbers, [2, WARPS, 8, 4 * VEC]), 0)
+    return tl.sum(tl.sum(numbers, 2), 0)
+
+
+@jit
+def _multiply_bf16(x, norm):
+    """Return x * norm as the sum of two bf16 numbers, two at a time."""
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 none, minus;
+        mov.b32 none, 0x80008000;
+        fma.rn.bf16x2 $0, $2, $3, none;
+        xor.b32 minus, $0, none;
+        fma.rn.bf16x2 $1, $2, $3, minus;
+        }""",
+        "=&r,=r,r,r",
+        (x, norm),
+        dtype=(tl.bfloat16, tl.bfloat16),
+        is_pure=True,
+        pack=2,
+    )
+
+
+@jit
+def times_norm(x, norm):
+    """Return x * norm as the sum of two numbers of x's dtype."""
+    if x.dtype == tl.bfloat16 and norm.dtype == tl.bfloat16:
+        return _multiply_bf16(x, norm)
+    else:
+        product = x.to(tl.float32) * norm.to(tl.float32)
+        first = product.to(x.dtype)
+        return first, (product - first.to(tl.float32)).to(x.dtype)

@@ -1,0 +1,351 @@
+"""A block by six Triton kernels for a few tokens, instead of Inductor's ten to thirteen.
+
+    wqkv         norm of x, product                               (ops/products/dense.py)
+    attention    q and k norm, RoPE, cache append, attention      (ops/attention/gqa.py)
+    wo           product, plus residual                           (ops/products/dense.py)
+    router       norm, scores                                     (ops/products/join.py)
+    gate_up      top-k, products of the chosen experts, SwiGLU    (ops/products/experts.py)
+    down         products, weighted sum, plus residual            (ops/products/experts.py)
+
+ops/README.md lists all kernels, and which of them run when. Latent attention has three kernels
+between its products, or four (ops/attention/mla.py). Attention without kernels runs its `core`,
+compiled by Inductor. Shared experts become experts that every token chooses. A family declares by
+`fused_decode_settings` what it adds to `model.Attention`, `model.MoE` or `model.AddNorm`; without
+it, a subclass has no kernels. Products of several tokens have kernels of their own:
+ops/products/few_tokens.py, ops/products/expert_tiles.py.
+"""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from model import (
+    AddNorm,
+    Attention,
+    Block,
+    Context,
+    Experts,
+    FeedForward,
+    Linear,
+    MoE,
+    RMSNorm,
+    Transformer,
+    swiglu,
+)
+from ops.declared import (
+    SWIGLU,
+    ExpertAdditions,
+    LatentAdditions,
+    NoAdditions,
+    Routing,
+    SumAdditions,
+)
+from ops.products import dense, expert_tiles
+from ops.products import experts as moe_decode
+from ops.products.few_tokens import down_few
+from ops.products.join import NormRouter, norm_router, norm_tokens
+from ops.products.quantized_x import QuantizedX
+from ops.products.routing import check_router, route
+from ops.products.weights import Weight, plain_weight
+from runtime.fused_attention import FusedDecodeAttention, fused_attention
+from runtime.fused_latent_attention import FusedLatentAttention
+from runtime.plain_forms import settings_of, undeclared
+
+MAX_FEW = 16  # sequences of a step, or the tokens of their pass
+
+
+def kernel_weight(module: nn.Module) -> Weight:
+    """Return a module's weight as the kernels read it. Raises ValueError if they cannot."""
+    if hasattr(module, "kernel_weight"):  # a packed weight
+        return module.kernel_weight()
+    return plain_weight(module.weight)
+
+
+class ResidualSum:
+    """How a sublayer's result joins the residual.
+
+    scale: factor of the result. all_reduce: the module that sums it over several ranks, each of
+    which computes a part, or None; it has `tp.AllReduceAddNorm`'s fused_inbox, fused_add and
+    fused_add_router.
+    Raises ValueError for a sum that the kernels do not compute.
+    """
+
+    def __init__(self, add: nn.Module):
+        added = settings_of(add, AddNorm, SumAdditions)
+        self.scale, self.all_reduce = added.scale, added.all_reduce
+
+    def of_product(self, x: Tensor) -> dict:
+        """Return the arguments by which `moe_decode.down` adds its product to x, or sends it."""
+        if self.all_reduce:
+            return {"send": self.all_reduce.fused_inbox(x)}
+        return {"residual": x, "scale": self.scale}
+
+
+def choose_attention(attention: nn.Module) -> nn.Module | FusedLatentAttention:
+    """Return an attention layer with its kernels, if it has some; else the layer.
+
+    Raises ValueError for latent attention whose wq they cannot read, and for a subclass that has
+    its own `forward`, of which `core` is only a part.
+    """
+    if isinstance(attention, FusedDecodeAttention):  # `load_model` makes it, for 4-bit weights
+        return attention
+    changed = undeclared(attention, Attention)
+    if "forward" in changed:
+        raise ValueError(f"no kernels for {type(attention).__name__}.forward")
+    added = None if changed else getattr(attention, "fused_decode_settings", lambda: None)()
+    if not isinstance(added, LatentAdditions):
+        return fused_attention(attention)
+    wq = attention.wq
+    return FusedLatentAttention(attention, added, None if wq is None else kernel_weight(wq))
+
+
+class FusedAttention:
+    """The attention half of a block for a few tokens: norm, projections, core, residual sum.
+
+    Raises ValueError for attention that the kernels do not compute.
+    """
+
+    def __init__(self, block: Block):
+        self.norm, self.sum = block.attention_norm, ResidualSum(block.add_attention)
+        attention = block.attention
+        self.attention = choose_attention(attention)
+        if undeclared(self.norm, RMSNorm) or not hasattr(attention, "core"):
+            raise ValueError(f"no kernels for {type(attention).__name__}, or its norm")
+        names, output = getattr(attention, "projections", (("wqkv",), "wo"))
+        modules = [getattr(attention, name) for name in names]
+        self.inputs = [(kernel_weight(m), m.bias) for m in modules if m is not None]
+        output = getattr(attention, output)
+        self.output = kernel_weight(output), output.bias
+
+    def empty_heads(self, attention: nn.Module, projected: Tensor, context: Context) -> Tensor:
+        """Return a tensor of the shape that `core` gives."""
+        weight, _ = self.output
+        width = 4 * weight.quads * weight.fields
+        return projected.new_empty(*context.positions.shape, width)
+
+    def forward(self, x: Tensor, context: Context, core, reach: int | None = None) -> Tensor | None:
+        """x [T, D], not normed -> x after attention; with several ranks, what this one adds to x.
+
+        None: it has been sent to all ranks. core, reach: as of `FusedLayer.forward`.
+        """
+        projected = x.new_empty(len(x), sum(weight.out for weight, _ in self.inputs))
+        parts = projected.split([weight.out for weight, _ in self.inputs], dim=1)
+        weight, eps = self.norm.weight, self.norm.eps
+        normed, norm = dense.norm_apart(x, weight, eps, self.inputs[0][0])
+        for n, ((weight, bias), part) in enumerate(zip(self.inputs, parts, strict=True)):
+            early = n == 1  # then the kernel before the previous one, which writes x, has ended
+            dense.dense_product(normed, weight, norm, bias=bias, out=part, early=early)
+        projected, attention = projected.view(*context.positions.shape, -1), self.attention
+        if not isinstance(attention, FusedDecodeAttention | FusedLatentAttention):
+            heads = core(attention, projected, context)
+        elif not attention.takes(projected, context):
+            heads = core(attention.plain[0], projected, context)
+        elif isinstance(attention, FusedDecodeAttention):
+            heads = attention.fused_core(projected, context, reach)
+        else:
+            heads = attention.fused_core(projected, context)
+        weight, bias = self.output
+        heads = heads.flatten(0, 1).contiguous()
+        return dense.dense_product(heads, weight, bias=bias, **self.sum.of_product(x))
+
+
+class FusedExperts:
+    """The other half: norm, router, experts, residual sum. Shared experts follow the others.
+
+    Raises ValueError for a layer that the kernels do not compute.
+    """
+
+    def __init__(self, block: Block):
+        ffn = block.ffn
+        self.norm, self.sum = block.ffn_norm, ResidualSum(block.add_ffn)
+        self.before = ResidualSum(block.add_attention)
+        added = settings_of(ffn, MoE, ExpertAdditions)
+        self.experts: Experts = ffn.experts
+        settings_of(self.experts, Experts, NoAdditions)
+        several = self.before.all_reduce
+        self.router: Linear = several.router if several else ffn.router
+        if type(self.router) is not Linear:
+            raise ValueError("no kernels for another router")
+        settings_of(self.norm, RMSNorm, NoAdditions)
+        self.activation = added.activation or SWIGLU
+        if added.activation is None and self.experts.activation is not swiglu:
+            raise ValueError("no kernels for another activation")
+        self.w13, self.w2 = kernel_weight(self.experts.w13), kernel_weight(self.experts.w2)
+        self.bias13 = getattr(self.experts.w13, "bias", None)
+        self.bias2 = getattr(self.experts.w2, "bias", None)
+        self.shared, self.gate = added.shared, added.shared_gate
+        self.routing = added.routing or Routing(ffn.n_active, ffn.norm_topk)
+        if self.shared is not None:
+            count = self.shared_count(self.shared)
+            self.routing = replace(self.routing, shared=count, gated=self.gate is not None)
+        E, D = self.router.weight.shape
+        check_router(E, D, self.routing)
+        if D % 8 or (self.routing.gated and self.router.bias is not None):
+            raise ValueError("no kernels for this router")
+        self.rows = self.router.weight
+
+    @property
+    def normed_router(self) -> NormRouter:
+        """The norm and the router as the kernels read them."""
+        norm, bias = self.norm, self.router.bias
+        return NormRouter(norm.weight, norm.eps, self.rows, self.routing, bias)
+
+    def shared_count(self, shared: FeedForward) -> int:
+        """Return as how many experts the shared one counts. Raises ValueError if it cannot."""
+        w13, w2 = kernel_weight(shared.w13), kernel_weight(shared.w2)
+        same = (w13.kind, w13.group, w2.group) == (self.w13.kind, self.w13.group, self.w2.group)
+        count, rest = divmod(w13.out, self.w13.out)
+        biased = (self.bias13, shared.w13.bias, shared.w2.bias)
+        if not same or rest or self.activation != SWIGLU or any(b is not None for b in biased):
+            raise ValueError("no kernels for a shared expert unlike the others")
+        if count > 1 and self.w13.kind == "fp8b" and self.w13.out // 2 % self.w13.group:
+            raise ValueError("the shared expert's blocks of scales cannot be divided")
+        return count
+
+    def takes_tokens(self, tokens: int) -> bool:
+        """Whether the kernels take this number of tokens: of several ranks one."""
+        return tokens == 1 or (tokens <= expert_tiles.MAX_TOKENS and not self.sum.all_reduce)
+
+    def prepare(self) -> None:
+        """Stack the shared expert's weights on the others', once for each model."""
+        if self.shared is None:
+            return
+        kept = vars(self.experts)  # an earlier runner of this model may have stacked them
+        if "stacked" not in kept:
+            count = self.routing.shared
+            w13 = stack(self.experts.w13, self.shared.w13, self.w13, count, rows=True)
+            w2 = stack(self.experts.w2, self.shared.w2, self.w2, count, rows=False)
+            rows = self.router.weight
+            if self.gate is not None:
+                rows = torch.cat((rows, self.gate.weight))
+            kept["stacked"] = w13, w2, rows
+            torch.cuda.empty_cache()  # of weights a bit smaller than those that come next
+        self.w13, self.w2, self.rows = kept["stacked"]
+
+    def forward(
+        self, x: Tensor, attended: Tensor | None, last: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """x [T, D] of the block, attended: as `FusedAttention.forward` returns it.
+
+        Return x after the experts, and expert_indices, expert_weights [T, A]. last: `Context.last`.
+        Padding among several tokens has no experts: its x stays as it is.
+        """
+        if not moe_decode.takes_pairs(len(self.router.weight), self.routing, len(x)):
+            return self.run_tiles(attended, last)
+        indices = torch.empty(len(x), self.routing.pairs, dtype=torch.int64, device=x.device)
+        x, normed, scores = self.norm_and_score(x, attended, indices)
+        options = dict(bias=self.bias13, indices=indices, last=last)
+        h, indices, weights = moe_decode.gate_up(
+            normed, self.w13, scores, self.routing, self.activation, **options
+        )
+        add = self.sum.of_product(x)
+        y = moe_decode.down(h, self.w2, indices, weights, bias=self.bias2, last=last, **add)
+        x = self.sum.all_reduce.fused_add(x, y) if self.sum.all_reduce else y
+        active = self.routing.active
+        return x, indices[:, :active], weights[:, :active]
+
+    def run_tiles(self, x: Tensor, last: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """`forward` for tokens that share experts: x [T, D] is the result of attention."""
+        normed, scores = self.score(x)
+        indices, weights = route(scores, self.routing)
+        y = expert_tiles.run_experts(
+            normed,
+            self.w13,
+            self.w2,
+            indices,
+            weights,
+            self.activation,
+            self.bias13,
+            self.bias2,
+            last=last,
+            **self.sum.of_product(x),
+        )
+        active = self.routing.active
+        return y, indices[:, :active], weights[:, :active]
+
+    def norm_and_score(
+        self, x: Tensor, attended: Tensor | None, indices: Tensor
+    ) -> tuple[Tensor, Tensor | QuantizedX, Tensor]:
+        """Return x after attention [T, D], its norm, and the router's scores.
+
+        indices: as of `norm_router`.
+        """
+        if self.before.all_reduce:
+            return self.before.all_reduce.fused_add_router(
+                x, attended, self.normed_router, indices, self.w13
+            )
+        return attended, *norm_router(attended, self.normed_router, self.w13, indices)
+
+    def score(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the norm of x [T, D], and the router's scores."""
+        if len(x) <= MAX_FEW:
+            return norm_router(x, self.normed_router)
+        normed = norm_tokens(x, self.norm.weight, self.norm.eps)
+        router = Weight((self.rows.view(torch.int32),), "bf16", 8)  # or fp16, as x
+        dots = x.new_empty(len(x), len(self.rows), dtype=torch.float32)
+        down_few(normed, router, dots, bias=self.router.bias)
+        return normed, dots
+
+
+def stack(experts: nn.Module, shared: nn.Module, weight: Weight, count: int, rows: bool) -> Weight:
+    """Return the weight [E, out, in] of experts followed by a shared expert's, as `count` of them.
+
+    rows: the shared expert is divided along its rows, which are gate, then up; else along `in`.
+    experts' own parameters become a part of the result, so that it takes no memory beside them.
+    So does shared's if it counts as one; otherwise it stays, as a copy.
+    """
+    names = tuple(getattr(experts, "layout", ("weight",)))
+    parts = []
+    for name in names:
+        part, own = getattr(experts, name), getattr(shared, name).data
+        if count == 1 or (not rows and own.shape[-1] == 1):  # the latter: one scale a row
+            pieces = own.expand(count, *own.shape)
+        elif rows:
+            pieces = own.unflatten(0, (2, count, -1)).transpose(0, 1).flatten(1, 2)
+        else:
+            pieces = own.unflatten(-1, (count, -1)).movedim(-2, 0)
+        joined = torch.cat((part.data, pieces))
+        part.data = joined[:-count]
+        if count == 1:
+            getattr(shared, name).data = joined[-1]
+        parts.append(joined.view(weight.parts[0].dtype) if len(names) == 1 else joined)
+    return replace(weight, parts=tuple(parts))
+
+
+class FusedLayer:
+    """A block's kernels for a few tokens. It shares the block's parameters and cache.
+
+    Raises ValueError for a block that the kernels do not compute.
+    """
+
+    attention: FusedAttention
+    experts: FusedExperts
+
+    def __init__(self, block: Block):
+        if type(block) is not Block or not isinstance(block.ffn, MoE):
+            raise ValueError("no kernels for a block that differs from model.Block")
+        self.attention, self.experts = FusedAttention(block), FusedExperts(block)
+
+    def forward(
+        self, x: Tensor, context: Context, core, reach: int | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """x [T, D], not normed -> x after the block, expert_indices, expert_weights [T, A].
+
+        The tokens are those of `context.positions` [B, Q], in order. core: (attention, projected
+        [B, Q, N], context) -> heads, by `Attention.core`. It is called where no kernel computes
+        that. reach: as of `attend_tokens`.
+        """
+        attended = self.attention.forward(x, context, core, reach)
+        return self.experts.forward(x, attended, context.last)
+
+
+def fused_layers(model: Transformer) -> dict[Block, FusedLayer]:
+    """Return a fused layer for each block that the kernels compute."""
+    layers: dict[Block, FusedLayer] = {}
+    for block in model.layers:
+        try:
+            layers[block] = FusedLayer(block)
+        except ValueError:
+            continue
+    return layers

@@ -1,0 +1,86 @@
+"""Draw what drafts give: tokens/s by acceptance, as benchmarks/speculation.py measured passes.
+
+    python scripts/plot_speculation.py docs/speculation.json --output docs/speculation.svg
+
+RESULT is what `benchmarks/speculation.py --json` writes. A panel is a source of drafts, a line a
+number of drafts; the line without drafts is plain decoding. Acceptance is that of each draft after
+those before it.
+"""
+
+import json
+import math
+import sys
+from pathlib import Path
+
+from benchmarks.pictures import new_figure, save_figure
+from benchmarks.speculation import expected_tokens
+from cli.command import command
+from cli.parser import Parser
+from cli.script_options import check_picture
+
+ACCEPTANCE = [n / 50 for n in range(20, 51)]
+SHADES = "#1a1a1a", "#9ecae1", "#6baed6", "#4292c6", "#2171b5", "#08519c", "#08306b", "#041c3d"
+
+
+def read_result(path: Path) -> dict:
+    """Return a result. Raises ValueError unless `benchmarks/speculation.py --json` made it."""
+    advice = "give a file that benchmarks/speculation.py --json made"
+    try:
+        result = json.loads(path.read_text())
+        passes = {
+            source: {int(row["drafts"]): float(row["ms"]) for row in rows}
+            for source, rows in result["passes"].items()
+        }
+        texts = {text: str(result[text]) for text in ("arch", "mode", "gpu")}
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}: {advice}") from None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise ValueError(f"{path} is not such a result: {advice}") from None
+    times = [ms for rows in passes.values() for ms in rows.values()]
+    if not times or not all(0 < ms < math.inf for ms in times):
+        raise ValueError(f"{path} has no times: {advice}")
+    return texts | {"passes": passes}
+
+
+def draw(result: dict):
+    """Return the figure. Raises ValueError without matplotlib."""
+    sources = result["passes"]
+    figure = new_figure((4.5 * len(sources) + 1, 4))
+    panels = figure.subplots(1, len(sources), sharey=True, squeeze=False)[0]
+    for panel, (source, rows) in zip(panels, sources.items(), strict=True):
+        for n, (drafts, ms) in enumerate(sorted(rows.items())):
+            speeds = [expected_tokens(drafts, a) / ms * 1e3 for a in ACCEPTANCE]
+            label = f"{drafts} draft{'s' * (drafts > 1)}" if drafts else "plain"
+            panel.plot(ACCEPTANCE, speeds, color=SHADES[n % len(SHADES)], label=label)
+        panel.set(title=f"drafts: {source}", xlabel="acceptance of a draft", ylim=(0, None))
+        panel.grid(color="#dddddd", linewidth=0.5)
+    panels[0].set_ylabel("tokens/s")
+    panels[0].legend(frameon=False, fontsize=8)
+    figure.suptitle(f"{result['arch']} {result['mode']}, {result['gpu']}", fontsize=10)
+    return figure
+
+
+def build_parser() -> Parser:
+    parser = Parser(
+        "Draw what drafts give, as benchmarks/speculation.py measured it.",
+        ("python scripts/plot_speculation.py docs/speculation.json --output docs/speculation.svg",),
+    )
+    passes = "output of benchmarks/speculation.py --json"
+    parser.add_argument("result", type=Path, metavar="RESULT", help=passes)
+    picture = "picture, .png or .svg (speculation.svg)"
+    parser.add_argument("--output", type=Path, default=Path("speculation.svg"), help=picture)
+    return parser
+
+
+@command()
+def main() -> int:
+    """Run the command; a user's mistake is one line on stderr and exit code 2."""
+    options = build_parser().parse_args()
+    check_picture(options)
+    save_figure(draw(read_result(options.result)), options.output)
+    print(options.output)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
