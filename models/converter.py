@@ -49,6 +49,7 @@ from tokenizer import load_tokenizer
 
 DOWNLOAD = "python scripts/download.py --repo_id OWNER/NAME"
 HEAD_FILE = f"{MTP}.safetensors"
+SMALL_BYTES = 1 << 20  # of a tensor whose transformation takes no time
 # Weights that stay in block FP8.
 PACKABLE = (
     *(".wqkv.weight", ".wq.weight", ".wo.weight", ".w13.weight", ".w2.weight", "head.weight"),
@@ -388,8 +389,12 @@ class Conversion:
         """Return shape and dtype of the tensors of one file of the plan."""
         layout = {}
         for ours, recipe in self.plan.files[file].items():
-            meta = torch.empty(recipe.shape, dtype=recipe.dtype or self.dtype, device="meta")
-            made = recipe.transform(meta) if recipe.transform else meta
+            dtype = recipe.dtype or self.dtype
+            # Arithmetic on the meta device imports the compiler, which takes seconds.
+            is_small = nbytes_of(recipe.shape, dtype) <= SMALL_BYTES and recipe.transform
+            device = "cpu" if is_small else "meta"
+            made = torch.empty(recipe.shape, dtype=dtype, device=device)
+            made = recipe.transform(made) if recipe.transform else made
             layout[ours] = tuple(made.shape), made.dtype
         return layout
 
