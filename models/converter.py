@@ -49,7 +49,7 @@ from tokenizer import load_tokenizer
 
 DOWNLOAD = "python scripts/download.py --repo_id OWNER/NAME"
 HEAD_FILE = f"{MTP}.safetensors"
-SMALL_BYTES = 1 << 20  # of a tensor whose transformation takes no time
+SMALL_BYTES = 1 << 20  # a tensor of this size is transformed in no time
 # Weights that stay in block FP8.
 PACKABLE = (
     *(".wqkv.weight", ".wq.weight", ".wo.weight", ".w13.weight", ".w2.weight", "head.weight"),
