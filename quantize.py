@@ -1,6 +1,7 @@
 """Write a checkpoint in a smaller number format.
 
     python quantize.py --checkpoint_path DIR/model_bf16 --mode int8          writes DIR/model_int8
+    python quantize.py --checkpoint_path DIR --mode int8      of Hugging Face files: writes the same
     python quantize.py --checkpoint_path DIR/model_bf16 --attention hqq4 --experts hqq2
 
 formats/quantizer.py does the work.
@@ -22,7 +23,7 @@ if __name__ == "__main__":
 
 import torch
 
-from checkpoint import Checkpoint
+from checkpoint import Checkpoint, is_checkpoint, read_json
 from formats import FORMATS, PLAIN
 from formats.quantizer import (
     bits_per_weight,
@@ -35,6 +36,7 @@ from hub.disk import find_checkpoint
 from hub.prepare import Settings, fetch_model
 from model import ModelArgs
 from models import args_of_checkpoint, build_model
+from models.converter import PackSettings, convert
 from parallel.device import pick_device
 
 
@@ -68,6 +70,14 @@ def hub_model(options: argparse.Namespace) -> ModelName:
     return name
 
 
+def is_published(path: Path) -> bool:
+    """Whether a directory is in Hugging Face layout, and no checkpoint was made from it yet."""
+    if any(map(is_checkpoint, (path, *path.glob("model_*")))):
+        return False
+    config = read_json(path / "config.json") if (path / "config.json").is_file() else {}
+    return "architectures" in config or "model_type" in config
+
+
 def make_format(options: argparse.Namespace, args: ModelArgs, dtype: str) -> dict:
     """Return the "format" that the options ask for. dtype: of weights that stay plain."""
     attention, experts = formats_of_mode(options.mode or PLAIN)
@@ -83,7 +93,11 @@ def make_format(options: argparse.Namespace, args: ModelArgs, dtype: str) -> dic
 
 
 def quantize_directory(options: argparse.Namespace, path: Path, device: torch.device) -> Path:
-    """Quantize a converted checkpoint; return the new directory."""
+    """Quantize a checkpoint, or a published one while it is converted; return the new directory."""
+    if is_published(path):
+        choose = partial(make_format, options)
+        pack = PackSettings(choose, device, options.iterations)
+        return convert(path, options.output_dir, force=options.force, pack=pack)
     source = Checkpoint(path)
     args = args_of_checkpoint(source)
     format = make_format(options, args, source.format["name"])

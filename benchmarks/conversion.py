@@ -23,8 +23,9 @@ from benchmarks.load_checkpoint import Peak
 from cli.parser import Parser
 from cli.staging import flush_to_disk
 from models import args_from_hf, family_of_config
-from models.converter import convert, place_shape
+from models.converter import convert
 from models.family import PublishedLayout
+from models.published_recipes import place_shape
 from models.tensors import Recipes
 
 CONFIGS = Path(__file__).parents[1] / "tests" / "data" / "hub_configs.json"

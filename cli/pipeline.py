@@ -2,12 +2,14 @@
 
 import threading
 from collections import deque
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
 CANCEL_SECONDS = 1.0  # to wait for a thread that is inside a long call
 
 Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 
 class Stage:
@@ -67,6 +69,29 @@ class Stage:
             self.is_cancelled = True
             self.changed.notify_all()
         self.thread.join(CANCEL_SECONDS)
+
+
+def in_threads(
+    work: Callable[[Item], Result],
+    items: Iterable[Item],
+    count: int,
+    prepare: Callable[[], object],
+) -> Generator[Result, None, None]:
+    """Yield work(item) of each item, in order, computed by `count` threads.
+
+    At most one item more than there are threads is in work. prepare: called in each thread.
+    """
+    waiting: deque[Future[Result]] = deque()
+    pool = ThreadPoolExecutor(count, "moe-fast-work", prepare)
+    try:
+        for item in items:
+            waiting.append(pool.submit(work, item))
+            if len(waiting) > count:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def ahead(items: Iterable[Item], count: int) -> Generator[Item, None, None]:

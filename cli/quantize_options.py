@@ -31,7 +31,8 @@ def build_parser() -> Parser:
         ),
     )
     parser.begin_group("usual options", "most users need no others")
-    parser.add_path("--checkpoint_path", "a converted checkpoint, not quantized yet")
+    source = "a converted checkpoint, not quantized yet, or a directory of Hugging Face files"
+    parser.add_path("--checkpoint_path", source)
     add_model_name(parser)
     mode = "format of attention and experts; mxfp4, nvfp4: of experts alone"
     parser.add_argument("--mode", choices=format_names(), help=mode)

@@ -11,6 +11,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
+from functools import partial
 from itertools import chain
 from math import gcd, prod
 from pathlib import Path
@@ -19,7 +20,8 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from checkpoint import Checkpoint, Layout, Piece, Writer, tensor_order
+from checkpoint import Checkpoint, Layout, Piece, Writer, is_finite, tensor_order
+from cli.pipeline import in_threads
 from formats import FORMATS, PLAIN
 from formats.base import Parts
 from formats.packed import Packed, PackedExpertLinear, PackedLinear
@@ -29,6 +31,7 @@ from model import ExpertLinear, Linear, Transformer
 # Dtypes of weights that are not packed.
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 PACK_CHUNK = 1 << 22  # weights packed at a time: 150 MB in fp32, with the solver's temporaries
+CPU_CHUNK = 1 << 17  # on a CPU: temporaries stay in its cache, and their memory is used again
 SUGGESTED_GROUPS = 8, 16, 32, 64, 128, 256
 NEVER_PACKED = ".router", ".shared_gate", ".wba"
 # A head for multi-token prediction: its key in "format", and the prefix of its tensors.
@@ -277,13 +280,14 @@ def pack_weight(
         for name, (shape, dtype) in format.layout(weight.shape, group, scale_dtype(spec)).items()
     }
     height, width = weight.shape[-2:]
-    step = max(group, PACK_CHUNK // width // group * group)  # whole blocks, if a format has blocks
+    size = CPU_CHUNK if device.type == "cpu" else PACK_CHUNK
+    step = max(group, size // width // group * group)  # whole blocks, if a format has blocks
     for expert, rows in enumerate(weight.reshape(-1, height, width)):  # experts are independent
         for start in range(0, height, step):
-            chunk = rows[start : start + step].to(device).float()
-            if not chunk.isfinite().all():
+            chunk = rows[start : start + step].to(device)
+            if not is_finite(chunk):
                 raise ValueError("it holds numbers that are not finite")
-            for name, part in format.pack(chunk, group, **options).items():
+            for name, part in format.pack(chunk.float(), group, **options).items():
                 whole = parts[name].view(-1, *parts[name].shape[-2:])[expert]
                 whole.narrow(0, start * len(whole) // height, len(part)).copy_(part)
     return parts
@@ -416,10 +420,26 @@ class Packing:
             if is_kept:
                 weights = list(weights)
                 yield from weights
-            rows = (piece.rows for piece in weights)
-            for chunk in whole_matrices(rows, layout[name][0]):
-                for leaf, part in self.pack(name, path, chunk).items():
+            rows = whole_matrices((piece.rows for piece in weights), layout[name][0])
+            for parts in self.pack_all(partial(self.pack, name, path), rows):
+                for leaf, part in parts.items():
                     yield Piece(f"{path}.{leaf}", part)
+
+    def pack_all(
+        self, pack: Callable[[Tensor], Parts], weights: Iterable[Tensor]
+    ) -> Iterator[Parts]:
+        """Yield the parts of each weight. Each of a CPU's cores packs one of its own.
+
+        That is several times as fast as operators that share all cores, which wait for each other.
+        """
+        if self.device.type != "cpu":
+            yield from map(pack, weights)
+            return
+        cores = torch.get_num_threads()
+        try:
+            yield from in_threads(pack, weights, cores, partial(torch.set_num_threads, 1))
+        finally:
+            torch.set_num_threads(cores)
 
     def pack(self, name: str, path: str, weight: Tensor) -> Parts:
         """Return the parts of one or several matrices of a tensor."""

@@ -8,16 +8,16 @@ import dataclasses
 import math
 import re
 import sys
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
 from tqdm import tqdm
 
 from checkpoint import (
     DTYPES,
-    NAMES,
     SIDE_FILES,
     TOKENIZER_FILES,
     Layout,
@@ -25,34 +25,32 @@ from checkpoint import (
     SafetensorsFile,
     Writer,
     is_checkpoint,
-    is_finite,
+    nbytes_of,
     read_json,
-    split_rows,
-    tensor_order,
 )
 from formats import FORMATS
-from formats.quantizer import MTP
+from formats.quantizer import MTP, Packing, add_head
 from model import ModelArgs
 from models import args_from_hf, family_of_config
 from models.family import Family, PublishedLayout
 from models.multi_token import head_recipes
-from models.pieces import consecutive_sources
+from models.pieces import tensor_pieces
 from models.published_recipes import block_recipes, part_recipes, place_shape
 from models.published_tensors import SCALE, PublishedTensors, read_config
 from models.published_weights import (
     NOT_NEEDED,
-    PLAIN_DTYPES,
     Part,
     PublishedWeight,
     find_weight,
 )
 from models.quantization import Published
-from models.tensors import WHOLE, Recipe, Recipes
+from models.tensors import Recipe, Recipes
 from tokenizer import load_tokenizer
 
 DOWNLOAD = "python scripts/download.py --repo_id OWNER/NAME"
 RUN_AS_IT_IS = "python generate.py --checkpoint_path"
 HEAD_FILE = f"{MTP}.safetensors"
+SMALL_BYTES = 1 << 20  # a tensor of this size is transformed in no time
 # Weights that stay in block FP8.
 PACKABLE = (
     *(".wqkv.weight", ".wq.weight", ".wo.weight", ".w13.weight", ".w2.weight", "head.weight"),
@@ -287,53 +285,6 @@ class ConversionPlan:
         return {self.tensors.tensors[source][0].path.name for source in sources}
 
 
-def assemble(recipe: Recipe, tensors: PublishedTensors, dtype: torch.dtype) -> Tensor:
-    """Return the tensor of ours, in `dtype` unless it has its own, with finite values.
-
-    A tensor that is one source unchanged stays mapped from its file.
-    """
-    dtype, assembled = recipe.dtype or dtype, None
-    for name, place in recipe.sources.items():
-        if place == WHOLE:
-            assembled = part = tensors.read(name).to(dtype)
-        else:
-            if assembled is None:
-                assembled = torch.empty(recipe.shape, dtype=dtype)
-            part = assembled[place].copy_(tensors.read(name))
-        check_values(recipe, name, part, tensors)
-    return recipe.transform(assembled) if recipe.transform else assembled
-
-
-def check_values(recipe: Recipe, name: str, part: Tensor, tensors: PublishedTensors) -> None:
-    """Raise ValueError unless `part`, of the source `name`, holds neither NaN nor infinity."""
-    if recipe.is_valid(part):
-        return
-    if part.dtype in PLAIN_DTYPES and is_finite(tensors.read(name)):
-        what = f"{tensors.original(name)} overflows {NAMES[part.dtype]}"
-        raise ValueError(f"{what}; convert with --dtype bf16")
-    what = f"{tensors.original(name.removesuffix(SCALE))} holds NaN or infinity"
-    raise ValueError(f"{what}; fetch its file again")
-
-
-def tensor_pieces(
-    ours: str, recipe: Recipe, tensors: PublishedTensors, dtype: torch.dtype
-) -> Iterator[Piece]:
-    """Yield the pieces of what `assemble` returns: mapped ones, where ours is theirs unchanged."""
-    dtype, names = recipe.dtype or dtype, consecutive_sources(recipe)
-    if names is None:
-        yield from (Piece(ours, rows) for rows in split_rows(assemble(recipe, tensors, dtype)))
-        return
-    for name in names:
-        whole, origin = tensors.read(name), tensors.origin(name)
-        for theirs in split_rows(whole):
-            rows = theirs.to(dtype)
-            check_values(recipe, name, rows, tensors)
-            is_theirs = origin is not None and rows is theirs
-            yield Piece(ours, rows, origin if is_theirs else None)
-            if is_theirs:
-                origin = origin._replace(begin=origin.begin + rows.nbytes)
-
-
 def check_tie(args: ModelArgs, tensors: PublishedTensors) -> ModelArgs:
     """Return args for files with a head although the config ties it, as transformers does.
 
@@ -389,6 +340,18 @@ def check_source(directory: Path, dtype: str) -> None:
     weight_files(directory)  # a directory without safetensors hears that first
 
 
+class PackSettings(NamedTuple):
+    """How weights are packed while they are converted.
+
+    choose: returns the "format" to write, of args and the dtype of plain weights. device: where
+    weights are packed. iterations: of a format's solver; None: its default.
+    """
+
+    choose: Callable[[ModelArgs, str], dict]
+    device: torch.device | str = "cpu"
+    iterations: int | None = None
+
+
 class Conversion:
     """What config.json and the files' headers tell of a conversion; makes one file at a time.
 
@@ -430,14 +393,27 @@ class Conversion:
         """Return shape and dtype of the tensors of one file of the plan."""
         layout = {}
         for ours, recipe in self.plan.files[file].items():
-            meta = torch.empty(recipe.shape, dtype=recipe.dtype or self.dtype, device="meta")
-            made = recipe.transform(meta) if recipe.transform else meta
+            dtype = recipe.dtype or self.dtype
+            # Arithmetic on the meta device imports the compiler, which takes seconds.
+            is_small = nbytes_of(recipe.shape, dtype) <= SMALL_BYTES and recipe.transform
+            device = "cpu" if is_small else "meta"
+            made = torch.empty(recipe.shape, dtype=dtype, device=device)
+            made = recipe.transform(made) if recipe.transform else made
             layout[ours] = tuple(made.shape), made.dtype
         return layout
 
     def pieces(self, file: str, name: str) -> Iterator[Piece]:
         """Yield one tensor of a file."""
         return tensor_pieces(name, self.plan.files[file][name], self.tensors, self.dtype)
+
+    def packing(self, pack: PackSettings) -> tuple[dict, Packing]:
+        """Return the "format" to write, and what packs into it."""
+        if "modules" in self.format:
+            name = self.format["name"]
+            raise ValueError(f"{self.directory} is quantized already ({name}): convert it as it is")
+        names = [name for recipes in self.plan.files.values() for name in recipes]
+        format = add_head(pack.choose(self.args, self.format["name"]), names)
+        return format, Packing(format, names, pack.device, pack.iterations)
 
     def write_side_files(self, writer: Writer) -> None:
         """Copy the tokenizer's files, and write generation_config.json."""
@@ -454,32 +430,39 @@ def convert(
     dtype: str = "bf16",
     force: bool = False,
     progress: bool = True,
+    pack: PackSettings | None = None,
 ) -> Path:
     """Convert a Hugging Face directory; return the new one.
 
     output_dir: by default `checkpoint_dir/model_<format>`. Weights published in a format that we
-    have keep it; dtype is of the rest. Raises ValueError, one line with nothing left behind, for
-    anything missing, damaged or not supported.
+    have keep it; dtype is of the rest. pack: into which format to pack what is published in 16
+    bits. Raises ValueError, one line with nothing left behind, for anything missing, damaged or
+    not supported.
     """
     directory = Path(checkpoint_dir)
     check_source(directory, dtype)
-    args_from_hf(read_config(directory))  # refused before any header is read
+    args = args_from_hf(read_config(directory))
+    if pack:
+        pack.choose(args, dtype)  # refused, as other models are, before any header is read
     files, weight_map = weight_files(directory)
     shards = {file: SafetensorsFile(directory / file, keep_open=True) for file in files}
     conversion = Conversion(directory, shards, weight_map, dtype)
     if conversion.left_out and progress:
         left_out = f"left out, as they are not run: {conversion.left_out}"
         tqdm.write(left_out, file=sys.stderr)
-    output = Path(output_dir) if output_dir else directory / f"model_{conversion.format['name']}"
-    with Writer(output, dataclasses.asdict(conversion.args), conversion.format, force) as writer:
-        total = conversion.plan.nbytes(conversion.dtype)
+    format, packing = conversion.format, Packing({}, ())
+    if pack:
+        format, packing = conversion.packing(pack)
+    output = Path(output_dir) if output_dir else directory / f"model_{format['name']}"
+    with Writer(output, dataclasses.asdict(conversion.args), format, force) as writer:
+        theirs = {file: conversion.layout(file) for file in conversion.plan.files}
+        layouts = {file: packing.layout(layout) for file, layout in theirs.items()}
+        total = sum(nbytes_of(*entry) for layout in layouts.values() for entry in layout.values())
         writer.reserve(total)
-        layouts = {file: conversion.layout(file) for file in conversion.plan.files}
         pieces = (
             piece
-            for file, layout in layouts.items()
-            for name in tensor_order(layout)
-            for piece in conversion.pieces(file, name)
+            for file, layout in theirs.items()
+            for piece in packing.pieces(layout, partial(conversion.pieces, file))
         )
         show = dict(desc="convert", unit="B", unit_scale=True, file=sys.stderr)
         with tqdm(total=total, disable=not progress, **show) as bar:

@@ -26,7 +26,7 @@ LIBRARY = {
     "tokenizer": {"chat_template"},
     "checkpoint": {"cli", "tokenizer"},
     "model": {"ops"},
-    "formats": {"ops", "model", "checkpoint"},
+    "formats": {"ops", "cli", "model", "checkpoint"},
     "models": {"ops", "model", "formats", "checkpoint", "tokenizer"},
     "parallel": {"ops", "cli"},
     "tp": {"ops", "model", "models", "formats", "parallel"},
@@ -51,8 +51,10 @@ MAY_IMPORT = LIBRARY | {
 # Single modules that may import less than their package.
 NARROWER = {
     ("formats", "checkpoint"): {"formats.quantizer"},  # writes checkpoints
+    ("formats", "cli"): {"formats.quantizer"},  # its threads
     ("models", "checkpoint"): {
         "models.converter",
+        "models.pieces",
         "models.published_tensors",
         "models.published_weights",
         "models.tensors",

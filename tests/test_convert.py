@@ -34,10 +34,11 @@ from transformers import (
 )
 
 import convert_hf_checkpoint
+import quantize
 from checkpoint import Checkpoint
 from formats import FORMATS
 from generate import load_model
-from models import args_from_json, converter, family_named
+from models import args_from_json, family_named, pieces
 from models.converter import convert
 from models.layers.yarn import Yarn
 
@@ -861,11 +862,32 @@ def test_the_command(mixtral, monkeypatch, capsys):
     assert Checkpoint(mixtral / "model_bf16").read("norm.weight").unique().item() == 0.5
 
 
+@pytest.mark.parametrize(("source", "mode"), (("mixtral", "int4"), ("olmoe", "hqq4")))
+def test_published_files_are_packed_while_they_are_converted(
+    request, saved, tmp_path, monkeypatch, capsys, source, mode
+):
+    """The same files as those of two steps; groups of 16, and of 8 with scales and zeros."""
+    first = Path(shutil.copytree(saved / source, tmp_path / "first"))
+    second = Path(shutil.copytree(saved / source, tmp_path / "second"))
+
+    def quantized(path: Path) -> None:
+        options = "--checkpoint_path", str(path), "--mode", mode, "--device", "cpu"
+        monkeypatch.setattr(sys, "argv", ["quantize.py", *options])
+        assert quantize.main() == 0, capsys.readouterr().err
+
+    quantized(convert(first, progress=False))
+    quantized(second)
+    made, other = (Checkpoint(path / f"model_{mode}") for path in (first, second))
+    other.verify(progress=False)
+    assert (made.files, made.format, made.args) == (other.files, other.format, other.args)
+    assert not (second / "model_bf16").exists()
+
+
 @pytest.mark.parametrize("force", [False, True])
 def test_an_interrupted_conversion_changes_nothing(mixtral, monkeypatch, capsys, force):
     if force:
         convert(mixtral, progress=False)
-    before, check_values, calls = tree(mixtral), converter.check_values, []
+    before, check_values, calls = tree(mixtral), pieces.check_values, []
 
     def interrupted(*arguments):
         calls.append(arguments)
@@ -873,7 +895,7 @@ def test_an_interrupted_conversion_changes_nothing(mixtral, monkeypatch, capsys,
             raise KeyboardInterrupt
         return check_values(*arguments)
 
-    monkeypatch.setattr(converter, "check_values", interrupted)
+    monkeypatch.setattr(pieces, "check_values", interrupted)
     options = ["--force"] if force else []
     code, out, err = run_command(monkeypatch, capsys, "--checkpoint_dir", str(mixtral), *options)
     assert (code, out) == (130, "") and "nothing was written" in err
