@@ -25,9 +25,10 @@ from gguf_files.side_files import SideFiles
 from gguf_files.views import NEAREST, Views, check_types, format_of, unpack
 from model import ExpertLinear, Linear, ModelArgs
 from models import build_model, family_of_gguf, head_args
-from models.converter import ConversionPlan, assemble
+from models.converter import ConversionPlan
 from models.family import Family, PublishedLayout
 from models.gguf import NEXT, REST, MadeTable, Values, made_of
+from models.pieces import assemble
 from models.published_tensors import PublishedTensors
 from models.tensors import Recipe
 
