@@ -122,7 +122,10 @@ def measure(source: Path, folder: Path, repeats: int, cold: bool) -> dict:
 def build_parser() -> Parser:
     parser = Parser(
         __doc__.partition("\n")[0],
-        ("python benchmarks/conversion.py --arch Qwen3.6-35B-A3B --layers 2 --repeats 3",),
+        (
+            "python benchmarks/conversion.py --arch Qwen3.6-35B-A3B --layers 2 --repeats 3",
+            "python benchmarks/conversion.py --arch Mixtral-8x7B --layers 1",
+        ),
     )
     parser.add_argument("--arch", default="Qwen3.6-35B-A3B")
     parser.add_argument("--layers", type=int, default=2)

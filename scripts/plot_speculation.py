@@ -63,7 +63,10 @@ def draw(result: dict):
 def build_parser() -> Parser:
     parser = Parser(
         "Draw what drafts give, as benchmarks/speculation.py measured it.",
-        ("python scripts/plot_speculation.py docs/speculation.json --output docs/speculation.svg",),
+        (
+            "python scripts/plot_speculation.py docs/speculation.json --output a.svg",
+            "python scripts/plot_speculation.py passes.json --output passes.png",
+        ),
     )
     passes = "output of benchmarks/speculation.py --json"
     parser.add_argument("result", type=Path, metavar="RESULT", help=passes)

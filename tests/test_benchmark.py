@@ -213,6 +213,7 @@ def sweep_options(tmp_path) -> tuple[str, ...]:
     return (*options, "--repeats", "1", "--prompt_len", "1", "--new_tokens", "3", "--mode", "fp32")
 
 
+@pytest.mark.slow
 def test_a_sweep_measures_each_number_of_experts(sweep_options, monkeypatch, capsys):
     code, out, err = run_main(monkeypatch, capsys, *sweep_options, "--json")
     assert code == 0, err

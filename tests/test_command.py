@@ -235,10 +235,6 @@ MAKE = "make one first: scripts/prepare.sh OWNER/NAME"
             "--text_file nowhere.txt: No such file or directory: give a file",
         ),
         (
-            "quantize --checkpoint_path {hub} --mode int8",
-            "python convert_hf_checkpoint.py --checkpoint_dir {hub}",
-        ),
-        (
             "quantize --checkpoint_path {int8} --mode int4",
             "is quantized already (int8): use it or its bf16 original",
         ),

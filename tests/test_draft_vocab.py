@@ -120,6 +120,7 @@ def test_greedy_text_is_exact(make_family):
     assert all(token % 2 == 0 for token in speculation.drafter.drafts[0].tolist())
 
 
+@pytest.mark.slow
 def test_sampled_text_keeps_its_distribution():
     """500 answers of 3 tokens, with drafts from half of the vocabulary."""
     sampling, total, ids = Sampling(0.35, top_k=3, repetition_penalty=1.2), 500, [0, 1, 2, 3, 2]

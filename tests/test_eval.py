@@ -276,6 +276,7 @@ def test_rolling_loglikelihood_equals_one_token_at_a_time(tiny, tokenizer, max_l
         assert logprob == pytest.approx(-total, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_generate_until_equals_generate(tiny, tokenizer):
     context, n, greedily = "import os\nimport sys\n\nclass", 30, Sampling(temperature=0)
     session = Session(tiny, 128)

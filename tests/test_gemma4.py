@@ -166,7 +166,7 @@ def rope_with(kind: str, **changes) -> dict:
             "full_attention.partial_rotary_factor = 2.0",
         ),
         (rope_with("sliding_attention", rope_type="linear"), "rope_type = 'linear'"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config = 'gptq'"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "quantization_config = 'hqq'"),
     ],
 )
 @pytest.mark.parametrize("nested", (False, True))

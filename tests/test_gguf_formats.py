@@ -18,7 +18,7 @@ gguf = pytest.importorskip("gguf", reason="the oracle of GGUF's number formats")
 NAMES = [name for name, format in FORMATS.items() if format.gguf_type]
 # Where a block has fp16 numbers: any bytes but those would be infinite or NaN in some blocks.
 FP16 = {"q8_0": (0,), "q6_k": (208,), "q5_k": (0, 2), "q4_k": (0, 2), "q4_0": (0,)}
-FP16 |= {"iq4_nl": (0,), "iq4_xs": (0,), "mxfp4": ()}
+FP16 |= {"iq4_nl": (0,), "iq4_xs": (0,), "mxfp4": (), "nvfp4": ()}
 
 
 def random_blocks(name: str, *rows: int, seed: int = 0) -> np.ndarray:
@@ -34,6 +34,8 @@ def random_blocks(name: str, *rows: int, seed: int = 0) -> np.ndarray:
         blocks[..., at : at + 2] = scale.view(np.uint8)
     if name == "mxfp4":
         blocks[..., 0] %= 250
+    if name == "nvfp4":
+        blocks[..., :4] %= 127  # e4m3 scales without a sign; 127 is NaN
     return blocks.reshape(*rows, -1)
 
 
@@ -67,7 +69,8 @@ def test_every_code_is_read(name):
     if "step" in parts:
         parts["step"].fill_(1)
     found = format.unpack(parts, format.group).unique()
-    assert len(found) == (15 if name == "mxfp4" else 2**format.bits)  # mxfp4 has two zeros
+    has_two_zeros = name in ("mxfp4", "nvfp4")
+    assert len(found) == 2**format.bits - has_two_zeros
 
 
 def wide_model(**changes) -> ModelArgs:

@@ -225,8 +225,8 @@ def test_compiled_code_is_made_again_without_the_kernel(become):
 
     runner = CompiledRunner(build_small())
     runner.compiled_block = runner.compile(run_block, backend="eager")
-    found = runner.block(Choosing(), torch.ones(3), None, None, None)
-    assert found.tolist() == [2, 2, 2]
+    found = runner.block(Choosing(), torch.ones(1, 1, 3), None, None, None)
+    assert found.tolist() == [[[2, 2, 2]]]
 
 
 # Launches of all models ---------------------------------------------------------------------------

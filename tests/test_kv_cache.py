@@ -215,6 +215,7 @@ def test_greedy_answers_of_the_embedded_model(tiny, tokenizer):
     assert together == answers(KVCache, *prompts)
 
 
+@pytest.mark.slow
 def test_a_compiled_session_reads_it(make_family):
     model, ids = load_model(make_family("qwen3_moe").directory, "cpu"), [5, 17, 3, 99, 42, 8, 120]
 

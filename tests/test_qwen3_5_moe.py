@@ -124,7 +124,7 @@ def test_the_four_projections_become_two(make_family):
         ({"text_config": {"linear_num_value_heads": 24}}, "linear_num_value_heads = 24.*= 16"),
         ({"text_config": {"linear_conv_kernel_dim": 1}}, "linear_conv_kernel_dim = 1"),
         ({"text_config": {"rope_parameters": {"partial_rotary_factor": 0.3}}}, "partial_rotary_f"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config = 'gptq'"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "quantization_config = 'hqq'"),
     ],
 )
 def test_a_nested_value_is_refused_by_its_key(changes, message):

@@ -747,9 +747,9 @@ def test_drafts_are_below_the_bound_too(model):
     speculation, ends = Speculation(session, 3), []
     verify = speculation.verify
 
-    def noting(count: int, candidates: int) -> None:
+    def noting(rows: int, count: int, candidates: int) -> None:
         ends.append((session.cached[0] + count + 1, session.runner.reach))
-        verify(count, candidates)
+        verify(rows, count, candidates)
 
     speculation.verify = noting
     assert list(speculation.stream(PROMPT * 2, 30, GREEDY)) == want

@@ -491,6 +491,7 @@ def drafts_of_each_kind() -> tuple[tuple[str, ...], ...]:
     )
 
 
+@pytest.mark.slow
 def test_the_command_speculates(command):
     prompt = TEXT + "def read(path):\n"
     common = "--prompt", prompt, "--temperature", "0", "--max_new_tokens", "41", "--ignore_eos"

@@ -268,6 +268,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(cache, directory):
 PROMPTS = ["import os\nimport", "class Reader:", "def f(a, b, c):\n    return", "x"]
 
 
+@pytest.mark.slow
 def test_a_prompts_file_is_answered_in_order_as_if_alone(
     directory, cache, tmp_path, monkeypatch, capsys
 ):

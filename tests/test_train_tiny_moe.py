@@ -434,6 +434,7 @@ def strip_head(folder: Path) -> None:
     path.write_text(json.dumps(index | {"weight_map": own}))
 
 
+@pytest.mark.slow
 def test_a_trained_head_is_added_and_the_rest_stays(headed):
     folder, _ = headed
     for path in HYBRID_CHECKPOINT.iterdir():
