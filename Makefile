@@ -53,10 +53,11 @@ step_through: $(VENV)/.test
 test-all: lint oracles clients
 	$(BIN)/python -m pytest
 
-# Packages that tests compare with. Without their dependencies, which would replace what is installed.
-# hqq's solver is another one from 0.2.7 on (tests/test_quantize.py).
+# What tests compare with. Packages without their dependencies, which would replace what is installed.
+# hqq's solver is another one from 0.2.7 on (tests/test_quantize.py). llama.cpp's quantizer is built.
 oracles: $(VENV)/.test
 	$(BIN)/python -m pip install --quiet --no-deps hqq==0.2.6 termcolor || echo 'no hqq: its tests will be skipped'
+	PYTHON=$(BIN)/python scripts/build_oracles.sh || echo 'no llama-quantize: its tests will be skipped'
 
 # Clients of the server, about 200 MB (tests/test_clients.py).
 clients: $(VENV)/.test

@@ -292,7 +292,7 @@ class Checkpoint:
         if directory.suffix == ".gguf" and directory.is_file():
             path = shlex.quote(str(directory))
             fix = f"run it as it is: python generate.py --checkpoint_path {path}"
-            raise ValueError(f"{directory} is a GGUF file, which is quantized already; {fix}")
+            raise ValueError(f"{directory} is a GGUF file, and no directory; {fix}")
         if not directory.is_dir():
             for path in sorted(directory.parent.glob("model_*")):
                 if is_checkpoint(path):

@@ -8,6 +8,7 @@ formats/quantizer.py does the work.
 """
 
 import argparse
+import shlex
 import sys
 import time
 from functools import partial
@@ -32,6 +33,7 @@ from formats.quantizer import (
     plan_format,
     quantize,
 )
+from gguf_files.locate import find_gguf
 from hub.disk import find_checkpoint
 from hub.prepare import Settings, fetch_model
 from model import ModelArgs
@@ -92,8 +94,17 @@ def make_format(options: argparse.Namespace, args: ModelArgs, dtype: str) -> dic
     return format
 
 
+def refuse_gguf(path: Path) -> None:
+    """Raise ValueError for a path by which generate.py runs a GGUF file."""
+    file = find_gguf(path)
+    if file is not None and file.is_file():
+        fix = f"run it as it is: python generate.py --checkpoint_path {shlex.quote(str(file))}"
+        raise ValueError(f"{file} is a GGUF file, of which no other format is made; {fix}")
+
+
 def quantize_directory(options: argparse.Namespace, path: Path, device: torch.device) -> Path:
     """Quantize a checkpoint, or a published one while it is converted; return the new directory."""
+    refuse_gguf(path)
     if is_published(path):
         choose = partial(make_format, options)
         pack = PackSettings(choose, device, options.iterations)

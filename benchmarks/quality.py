@@ -2,6 +2,7 @@
 
     python benchmarks/quality.py [--checkpoint_path DIR --text_file FILE --group_size G]
     python benchmarks/quality.py --formats int4 q4_k nvfp4
+    python benchmarks/quality.py --files tiny-Q4_K_M.gguf tiny-IQ4_XS.gguf
 
 Table 1 of "Fast Inference of Mixture-of-Experts Language Models with Offloading" (Eliseev & Mazur
 2023) in our formats: attention and experts at 16, 4, 3 and 2 bits each. Then the other formats,
@@ -26,6 +27,8 @@ from eval import perplexity
 from formats import FORMATS, PLAIN
 from formats.quantizer import bits_per_weight, plan_format, quantize
 from generate import EMBEDDED, load_model, open_checkpoint
+from gguf_files.container import PLAIN_TYPES
+from gguf_files.source import GGUFCheckpoint
 from model import Chunk, Transformer
 from models import args_of_checkpoint, build_model
 from parallel.device import pick_device
@@ -94,27 +97,48 @@ def measure(
 
     Raises ValueError for groups that do not divide the rows.
     """
-    tokenizer, (attention, experts, iterations) = load_tokenizer(source.directory), scheme
+    attention, experts, iterations = scheme
     with tempfile.TemporaryDirectory() as folder:
         checkpoint, bits = source, 16.0
         if not attention == experts == PLAIN:
             checkpoint = pack(source, scheme, Path(folder) / "model", device, group_size)
             bits = bits_per_weight(checkpoint, build_model(args_of_checkpoint(source)))[0]
         size = sum(map(checkpoint.nbytes, checkpoint.tensors))
-        model = load_model(checkpoint, device, torch.float32)
-        found = perplexity(model, tokenizer, text, seq_len, progress=False)
-        plain = load_model(source, device, torch.float32)
-        with torch.no_grad():
-            kl = divergence(plain, model, tokenizer.encode(text))
-    return {
-        "attention": attention,
-        "experts": experts,
-        "iterations": iterations,
-        "bytes": size,
-        "bits": bits,
-        "perplexity": found["perplexity"],
-        "kl": kl,
-    }
+        found = figures(source, checkpoint, text, seq_len, device)
+    labels = {"attention": attention, "experts": experts, "iterations": iterations}
+    return labels | {"bytes": size, "bits": bits} | found
+
+
+def measure_file(
+    source: Checkpoint, path: Path, text: str, seq_len: int, device: torch.device
+) -> dict:
+    """Return the same of a GGUF file of the model. bytes and bits are those of the file."""
+    checkpoint = GGUFCheckpoint(path)
+    tensors = checkpoint.file.tensors.values()
+    packed = [tensor for tensor in tensors if tensor.type not in PLAIN_TYPES]
+    weights = sum(torch.Size(tensor.shape).numel() for tensor in packed)
+    bits = 8 * sum(tensor.nbytes for tensor in packed) / weights if packed else 16.0
+    name = checkpoint.format["name"]
+    labels = {"attention": name, "experts": name, "iterations": None}
+    labels |= {"bytes": sum(tensor.nbytes for tensor in tensors), "bits": bits}
+    return labels | figures(source, checkpoint, text, seq_len, device)
+
+
+def figures(
+    source: Checkpoint,
+    checkpoint: Checkpoint | GGUFCheckpoint,
+    text: str,
+    seq_len: int,
+    device: torch.device,
+) -> dict:
+    """Return the perplexity of a checkpoint and its divergence from the source."""
+    tokenizer = load_tokenizer(source.directory)
+    model = load_model(checkpoint, device, torch.float32)
+    found = perplexity(model, tokenizer, text, seq_len, progress=False)
+    plain = load_model(source, device, torch.float32)
+    with torch.no_grad():
+        kl = divergence(plain, model, tokenizer.encode(text))
+    return {"perplexity": found["perplexity"], "kl": kl}
 
 
 def print_table(rows: list[dict]) -> None:
@@ -146,6 +170,8 @@ def build_parser() -> Parser:
     add("--group_size", type=int, help="numbers that share a scale; default: each format's own")
     formats = "attention and experts in each of these, after 16 bits; default: all schemes"
     add("--formats", nargs="+", choices=tuple(FORMATS), metavar="NAME", help=formats)
+    files = "GGUF files of the model instead, after 16 bits"
+    add("--files", nargs="+", type=Path, default=(), metavar="FILE", help=files)
     add("--device", default="auto")
     add("--json", action="store_true", help="print one JSON object instead of the table")
     return parser
@@ -156,8 +182,11 @@ def main() -> None:
     source = open_checkpoint(options.checkpoint_path)
     text, device = options.text_file.read_text(encoding="utf-8"), pick_device(options.device)
     rows, chosen = [], [(PLAIN, PLAIN, None), *((n, n, None) for n in options.formats or ())]
-    for scheme in chosen if options.formats else schemes():
+    for scheme in chosen if options.formats or options.files else schemes():
         rows.append(measure(source, text, scheme, options.seq_len, device, options.group_size))
+        print(rows[-1], file=sys.stderr, flush=True)
+    for path in options.files:
+        rows.append(measure_file(source, path, text, options.seq_len, device))
         print(rows[-1], file=sys.stderr, flush=True)
     if options.json:
         print(json.dumps({"rows": rows}))

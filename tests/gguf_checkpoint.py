@@ -293,6 +293,8 @@ def values(config) -> dict:
             "ssm.inner_size": heads * c.linear_value_head_dim,
             "rope.dimension_count": int(c.head_dim * rope["partial_rotary_factor"]),
         }
+    if arch == "qwen35moe":
+        found["rope.dimension_sections"] = [11, 11, 10, 0]  # of images; text has one position
     if arch in ("glm4moe", "deepseek2"):
         found |= sigmoid_values(c, arch, rope)
     return found | (gemma_values(c) if arch == "gemma4" else {})

@@ -43,7 +43,9 @@ MAY_IMPORT = LIBRARY | {
     "server": {"cli", "generate", "runtime", "parallel", "offload", "tokenizer"},
     "serve": {*LIBRARY, "generate", "server"},
     "convert_hf_checkpoint": {"cli", "models"},
-    "quantize": {"cli", "checkpoint", "formats", "hub", "model", "models", "parallel"},
+    "quantize": {
+        *("cli", "checkpoint", "formats", "gguf_files", "hub", "model", "models", "parallel")
+    },
     "eval": {*LIBRARY, "generate"},
     "benchmark": {*LIBRARY, "generate", "benchmarks"},
     "benchmarks": {*LIBRARY, "generate", "eval", "server"},

@@ -15,6 +15,7 @@ from test_gguf import check_logits, mixed, prompt, wide_peer
 from test_gguf_tokenizer import TINY, sentencepiece_values
 from transformers import MixtralForCausalLM
 
+import quantize
 import tp
 from cli.model_name import ModelName, parse_model_name
 from formats.row_ranges import RowRanges
@@ -176,6 +177,15 @@ def test_a_folder_with_one_model_is_that_model(tiny, tmp_path):
         find_gguf(tmp_path)
     assert find_gguf(tmp_path / "nothing") is None
     assert find_gguf(TINY) is None, "a folder with config.json is a checkpoint"
+
+
+@pytest.mark.parametrize("named", ("a.gguf", "sha256-0", "."))
+def test_quantize_refuses_a_file_however_it_is_named(named, tiny, tmp_path):
+    file = tmp_path / (named if named != "." else "only.gguf")
+    file.hardlink_to(tiny)
+    line = ["--checkpoint_path", str(tmp_path / named), "--mode", "int4"]
+    with pytest.raises(ValueError, match=f"{file} is a GGUF file, .*: python generate.py .*{file}"):
+        quantize.run(quantize.build_parser().parse_args(line))
 
 
 FILES = [
