@@ -9,7 +9,8 @@
 
 ops/README.md lists all kernels, and which of them run when. Latent attention has three kernels
 between its products, or four (ops/attention/mla.py). Attention without kernels runs its `core`,
-compiled by Inductor. Shared experts become experts that every token chooses. A family declares by
+compiled by Inductor. Shared experts become experts that every token chooses; in another format
+they have two more kernels, before gate_up. A family declares by
 `fused_decode_settings` what it adds to `model.Attention`, `model.MoE` or `model.AddNorm`; without
 it, a subclass has no kernels. Products of several tokens have kernels of their own:
 ops/products/few_tokens.py, ops/products/expert_tiles.py.
@@ -168,6 +169,8 @@ class FusedAttention:
 class FusedExperts:
     """The other half: norm, router, experts, residual sum. Shared experts follow the others.
 
+    A shared expert that cannot be stacked on the others is `apart`: its w13 and w2.
+
     Raises ValueError for a layer that the kernels do not compute.
     """
 
@@ -191,8 +194,11 @@ class FusedExperts:
         self.bias2 = getattr(self.experts.w2, "bias", None)
         self.shared, self.gate = added.shared, added.shared_gate
         self.routing = added.routing or Routing(ffn.n_active, ffn.norm_topk)
+        self.apart: tuple[Weight, Weight] | None = None
         if self.shared is not None:
-            count = self.shared_count(self.shared)
+            weights = kernel_weight(self.shared.w13), kernel_weight(self.shared.w2)
+            count = self.shared_count(self.shared, *weights)
+            self.apart = None if count else weights
             self.routing = replace(self.routing, shared=count, gated=self.gate is not None)
         E, D = self.router.weight.shape
         check_router(E, D, self.routing)
@@ -206,31 +212,41 @@ class FusedExperts:
         norm, bias = self.norm, self.router.bias
         return NormRouter(norm.weight, norm.eps, self.rows, self.routing, bias)
 
-    def shared_count(self, shared: FeedForward) -> int:
-        """Return as how many experts the shared one counts. Raises ValueError if it cannot."""
-        w13, w2 = kernel_weight(shared.w13), kernel_weight(shared.w2)
-        same = (w13.kind, w13.group, w2.group) == (self.w13.kind, self.w13.group, self.w2.group)
-        count, rest = divmod(w13.out, self.w13.out)
+    def shared_count(self, shared: FeedForward, w13: Weight, w2: Weight) -> int:
+        """Return as how many experts the shared one counts; 0: it cannot be stacked on them.
+
+        Raises ValueError for one that the kernels do not compute.
+        """
         biased = (self.bias13, shared.w13.bias, shared.w2.bias)
-        if not same or rest or self.activation != SWIGLU or any(b is not None for b in biased):
-            raise ValueError("no kernels for a shared expert unlike the others")
-        if count > 1 and self.w13.kind == "fp8b" and self.w13.out // 2 % self.w13.group:
-            raise ValueError("the shared expert's blocks of scales cannot be divided")
-        return count
+        if self.activation != SWIGLU or any(bias is not None for bias in biased):
+            raise ValueError("no kernels for a shared expert with biases or another activation")
+        count, rest = divmod(w13.out, self.w13.out)
+        same = stacks_on(w13, self.w13) and stacks_on(w2, self.w2) and not rest
+        # A shared expert's blocks of scales may not be divided.
+        uneven = self.w13.kind == "fp8b" and self.w13.out // 2 % self.w13.group != 0
+        if same and not (count > 1 and uneven):
+            return count
+        if self.before.all_reduce or self.sum.all_reduce:
+            raise ValueError("no kernels for a shared expert unlike the others, on several ranks")
+        return 0
 
     def takes_tokens(self, tokens: int) -> bool:
         """Whether the kernels take this number of tokens: of several ranks one."""
         return tokens == 1 or (tokens <= expert_tiles.MAX_TOKENS and not self.sum.all_reduce)
 
     def prepare(self) -> None:
-        """Stack the shared expert's weights on the others', once for each model."""
+        """Stack the shared expert's weights on the others', once for each model.
+
+        Its gate becomes the router's last row.
+        """
         if self.shared is None:
             return
         kept = vars(self.experts)  # an earlier runner of this model may have stacked them
         if "stacked" not in kept:
-            count = self.routing.shared
-            w13 = stack(self.experts.w13, self.shared.w13, self.w13, count, rows=True)
-            w2 = stack(self.experts.w2, self.shared.w2, self.w2, count, rows=False)
+            count, w13, w2 = self.routing.shared, self.w13, self.w2
+            if not self.apart:
+                w13 = stack(self.experts.w13, self.shared.w13, w13, count, rows=True)
+                w2 = stack(self.experts.w2, self.shared.w2, w2, count, rows=False)
             rows = self.router.weight
             if self.gate is not None:
                 rows = torch.cat((rows, self.gate.weight))
@@ -244,12 +260,16 @@ class FusedExperts:
         """x [T, D] of the block, attended: as `FusedAttention.forward` returns it.
 
         Return x after the experts, and expert_indices, expert_weights [T, A]. last: `Context.last`.
-        Padding among several tokens has no experts: its x stays as it is.
+        Padding among several tokens has no experts: its x stays as it is, or has the shared
+        expert's result.
         """
         if not moe_decode.takes_pairs(len(self.router.weight), self.routing, len(x)):
             return self.run_tiles(attended, last)
         indices = torch.empty(len(x), self.routing.pairs, dtype=torch.int64, device=x.device)
-        x, normed, scores = self.norm_and_score(x, attended, indices)
+        plain = torch.empty_like(attended) if self.apart else None
+        x, normed, scores = self.norm_and_score(x, attended, indices, plain)
+        if self.apart:
+            x = self.add_shared(x, normed if isinstance(normed, Tensor) else plain, scores)
         options = dict(bias=self.bias13, indices=indices, last=last)
         h, indices, weights = moe_decode.gate_up(
             normed, self.w13, scores, self.routing, self.activation, **options
@@ -260,10 +280,21 @@ class FusedExperts:
         active = self.routing.active
         return x, indices[:, :active], weights[:, :active]
 
+    def add_shared(self, x: Tensor, normed: Tensor, scores: Tensor) -> Tensor:
+        """Return x [T, D] plus the result of the shared expert that is apart, fp32.
+
+        Its kernels come before those of the others: with PDL, `down` of these may read their sum
+        before its wait, and polls the choice of the kernel before it.
+        """
+        w13, w2 = self.apart
+        h = moe_decode.gate_up_shared(normed, w13, scores, self.routing)
+        return dense.dense_product(h, w2, dtype=torch.float32, **self.sum.of_product(x))
+
     def run_tiles(self, x: Tensor, last: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """`forward` for tokens that share experts: x [T, D] is the result of attention."""
         normed, scores = self.score(x)
-        indices, weights = route(scores, self.routing)
+        routing = replace(self.routing, shared=1) if self.apart else self.routing
+        indices, weights = route(scores, routing)
         y = expert_tiles.run_experts(
             normed,
             self.w13,
@@ -274,23 +305,24 @@ class FusedExperts:
             self.bias13,
             self.bias2,
             last=last,
+            shared=self.apart,
             **self.sum.of_product(x),
         )
         active = self.routing.active
         return y, indices[:, :active], weights[:, :active]
 
     def norm_and_score(
-        self, x: Tensor, attended: Tensor | None, indices: Tensor
+        self, x: Tensor, attended: Tensor | None, indices: Tensor, plain: Tensor | None
     ) -> tuple[Tensor, Tensor | QuantizedX, Tensor]:
         """Return x after attention [T, D], its norm, and the router's scores.
 
-        indices: as of `norm_router`.
+        indices, plain: as of `norm_router`.
         """
         if self.before.all_reduce:
             return self.before.all_reduce.fused_add_router(
                 x, attended, self.normed_router, indices, self.w13
             )
-        return attended, *norm_router(attended, self.normed_router, self.w13, indices)
+        return attended, *norm_router(attended, self.normed_router, self.w13, indices, plain)
 
     def score(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the norm of x [T, D], and the router's scores."""
@@ -301,6 +333,14 @@ class FusedExperts:
         dots = x.new_empty(len(x), len(self.rows), dtype=torch.float32)
         down_few(normed, router, dots, bias=self.router.bias)
         return normed, dots
+
+
+def stacks_on(shared: Weight, weight: Weight) -> bool:
+    """Whether a shared expert's weight has the format of the experts' weight."""
+    first, second = (
+        (each.kind, each.group, [part.dtype for part in each.parts]) for each in (shared, weight)
+    )
+    return first == second
 
 
 def stack(experts: nn.Module, shared: nn.Module, weight: Weight, count: int, rows: bool) -> Weight:

@@ -3,11 +3,11 @@
     python tests/gpu_launches.py < INPUT
 
 INPUT is a JSON object: "gpus", names of `ops.gpu.KNOWN`; "cases", names of models with formats
-such as "Qwen3-30B-A3B:int4"; and "quick": one prompt alone. Tensors are fake and live on a fake GPU
-(benchmarks/inductor_code.py). For each GPU and case, a layer of each kind runs one token, several
-sequences, drafts and prompts; launches compile instead of running. Prints one JSON object: by GPU
-and case, the kernels with their shared memory in bytes, and the work that no kernel takes with the
-reason.
+such as "Qwen3-30B-A3B:int4", or "GLM-4.5-Air:q4_0+q8_0", whose shared experts are in q8_0; and
+"quick": one prompt alone. Tensors are fake and live on a fake GPU (benchmarks/inductor_code.py).
+For each GPU and case, a layer of each kind runs one token, several sequences, drafts and prompts;
+launches compile instead of running. Prints one JSON object: by GPU and case, the kernels with
+their shared memory in bytes, and the work that no kernel takes with the reason.
 """
 
 import json
@@ -90,8 +90,13 @@ def operators_launch() -> Iterator[None]:
 def make_model(case: str, layers: int) -> Transformer:
     """Return the model's first layers on the meta device."""
     name, mode = case.split(":")
+    mode, _, shared = mode.partition("+")
     args = first_layers(architecture(name), layers)
     format = number_format(mode, args)
+    if shared:
+        others, of_shared = number_format(shared, args).get("modules", {}), ".ffn.shared."
+        kept = {path: own for path, own in format["modules"].items() if of_shared not in path}
+        format["modules"] = kept | {path: others[path] for path in others if of_shared in path}
     model = ModelShard(args, format, "tensor", rank=0, ranks=1).model
     return model.to(DTYPES[format.get("dtype", format["name"])])
 

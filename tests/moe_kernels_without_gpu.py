@@ -419,21 +419,25 @@ def small_model(
     """Return a family's model with random weights in a format, and fp16 beside.
 
     Groups are those of a checkpoint: experts' second products have smaller ones than their first.
-    ranges: projections of attention's input are in ranges of rows.
+    format: "q4_0+q8_0" has shared experts in the second one. ranges: projections of attention's
+    input are in ranges of rows.
     """
     torch.manual_seed(0)
+    main, _, shared = format.partition("+")
     kind, arguments = LAYERS[family]
     args = kind(family, **arguments | changes)
     model = family_of(args).model_class(args)
     for parameter in model.parameters():
         parameter.data = torch.randn_like(parameter) * parameter.shape[-1] ** -0.5
-    planned = plan_format(model, format, format, PLAIN)["modules"]
+    planned = plan_format(model, main, main, PLAIN)["modules"]
     for path, module in list(model.layers.named_modules(prefix="layers")):
         if isinstance(module, Linear | ExpertLinear) and not path.endswith(NEVER_PACKED):
-            default = FORMATS[format].default_group(module.weight.shape[-1])
-            group = planned[path]["group_size"] if path in planned else default
+            own = shared if shared and ".ffn.shared." in path else main
+            group = FORMATS[own].default_group(module.weight.shape[-1])
+            if own == main and path in planned:
+                group = planned[path]["group_size"]
             make = in_ranges if ranges and ".attention.wqkv" in path else packed
-            model.set_submodule(path, make(module, format, group))
+            model.set_submodule(path, make(module, own, group))
     model.half()
     model.setup_cache(batch, 128)
     return model
@@ -791,7 +795,8 @@ def reduction_code() -> dict[str, dict[str, int]]:
 def counts(case: Case) -> dict[str, dict]:
     """Return registers, spills, waits, loads and barriers of each kernel's machine code.
 
-    "gate_up" is `_multiply_each`; "down" and "dense" are `_multiply_sum` with experts and without.
+    "gate_up" and "shared" are `_multiply_each`, "shared" that of a shared expert alone; "down" and
+    "dense" are `_multiply_sum` with experts and without.
     """
     if case.tokens > 1:
         return counts_of_several(case)
@@ -813,6 +818,9 @@ def counts(case: Case) -> dict[str, dict]:
     found = launched_code(gate_up)
     found["gate_up"] = found.pop("_multiply_each")
     found["down"] = launched_code(down)["_multiply_sum"]
+    gated = replace(routing, gated=True)
+    shared = partial(moe_decode.gate_up_shared, x, weight, layer.normal(1, 1, case.E + 1), gated)
+    found["shared"] = launched_code(shared)["_multiply_each"]
     normed = dense.Norm(norm, 1e-5)
     product = launched_code(lambda: dense.dense_product(x, weight, normed, tiles=tiles))
     found["dense"] = product["_multiply_sum"]

@@ -1,5 +1,6 @@
 """Which models runtime/fused_layer.py runs, and how shared experts are stacked on the others."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -60,6 +61,16 @@ def test_published_models_have_kernels_in_every_format(name):
             fuse_decode_attention(model)  # as `load_model` does for 4-bit weights
             after = [describe_attention(layer) for layer in fused_layers(model).values()]
             assert before == after
+
+
+def mixed_on_meta(name: str, mode: str, shared: str, rows: str = "w1"):
+    """Return `on_meta` with shared experts' modules `rows` in another format."""
+    args = first_layers(ARCHITECTURES[name], 5)
+    format, others = number_format(mode, args), number_format(shared, args)["modules"]
+    own = [path for path in others if f".ffn.shared.{rows}" in path]
+    format["modules"] |= {path: others[path] for path in own}
+    assert own
+    return tp.ModelShard(args, format).model.to(torch.bfloat16)
 
 
 def as_on_hopper(monkeypatch) -> None:
@@ -246,6 +257,51 @@ def test_a_shared_expert_is_stacked_on_the_others(count):
     halves = [(numbers13[E + n].double() @ x).chunk(2) for n in range(count)]
     parts = [numbers2[E + n].double() @ (a * b) for n, (a, b) in enumerate(halves)]
     torch.testing.assert_close(sum(parts), want)
+
+
+MIXES = (
+    ("Qwen3.6-35B-A3B", "q4_k", "q8_0", "w"),
+    ("Qwen3.6-35B-A3B", "q4_k", "q6_k", "w2"),  # w13 is alike
+    ("Qwen3.6-35B-A3B", "iq4_xs", "iq4_nl", "w13"),  # one kind, of other parts
+    ("GLM-4.5-Air", "fp8", "int8", "w"),
+    ("DeepSeek-V2-Lite", "int4", "mxfp4", "w"),
+)
+
+
+@pytest.mark.parametrize(("name", "mode", "shared", "rows"), MIXES)
+def test_a_shared_expert_in_another_format_has_kernels(name, mode, shared, rows):
+    """One in the format of the others is stacked on them; of its gate the router has a row."""
+    alike, mixed = on_meta(name, mode), mixed_on_meta(name, mode, shared, rows)
+    assert len(fused_layers(mixed)) == len(fused_layers(alike)) > 0
+    for layer in fused_layers(alike).values():
+        assert layer.experts.apart is None and layer.experts.routing.shared > 0
+    for layer in fused_layers(mixed).values():
+        experts = layer.experts
+        w13, w2 = experts.apart
+        assert w13.out // 2 == w2.width and (w13.width, w2.out) == (w2.out, w13.width)
+        assert experts.routing.shared == 0 and experts.takes_tokens(2)
+        experts.prepare()
+        assert len(experts.rows) - len(experts.router.weight) == (experts.gate is not None)
+        assert experts.w13.parts[0].shape[0] == len(experts.router.weight)
+
+
+def test_a_shared_expert_in_another_format_is_refused_on_several_ranks():
+    model = mixed_on_meta("Qwen3.6-35B-A3B", "q4_k", "q8_0", "w")
+    shard = shard_on_meta("Qwen3.6-35B-A3B", "q4_k", "tensor")
+    block, other = shard.layers[0], model.layers[0]
+    FusedLayer(block)
+    block.ffn.shared = other.ffn.shared
+    with pytest.raises(ValueError, match="unlike the others, on several ranks"):
+        FusedLayer(block)
+
+
+def test_a_shared_expert_of_a_width_of_its_own_is_not_stacked():
+    """No multiple of the others'."""
+    args = first_layers(ARCHITECTURES["Qwen3.6-35B-A3B"], 2)
+    args = replace(args, shared_intermediate=args.intermediate * 3 // 2)
+    model = tp.ModelShard(args, number_format("int8", args)).model.to(torch.bfloat16)
+    layers = fused_layers(model).values()
+    assert len(layers) == 2 and all(layer.experts.apart for layer in layers)
 
 
 def test_a_norm_is_refused_where_no_kernel_has_it():

@@ -273,6 +273,16 @@ def modes_of(name: str) -> list[str]:
     return found
 
 
+# As the files UD-Q4_K_XL and Q4_K_M have their shared experts
+MIXED = "Qwen3.6-35B-A3B:q4_k+q8_0", "GLM-4.5-Air:q5_k+q6_k", "DeepSeek-V2-Lite:q4_0+bf16"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", MIXED)
+def test_launches_of_shared_experts_in_another_format_fit(case):
+    assert {"_multiply_each", "_multiply_tiles"} < check_launches(("sm_90",), (case,))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("gpu_name", ("sm_80", "sm_86", "sm_89", "sm_90", "sm_120"))
 @pytest.mark.parametrize(

@@ -53,6 +53,11 @@ def test_the_delta_rule_of_two_sequences():
     check("qwen3_next", FORMAT, batch=2, ratios=(99,))
 
 
+def test_a_shared_expert_in_another_format():
+    """Its gate and up product, and its down product, are launches of their own."""
+    check("qwen2_moe", f"{FORMAT}+fp8b")
+
+
 def test_the_draw_of_a_token():
     rows = [{"temperature": 0.7, "top_p": 0.9, "seed": 1}, {"temperature": 0.0}]
     found = draw({"logits": "normal", "V": 300, "groups": 4, "rows": rows})

@@ -312,7 +312,9 @@ def launch_sum(
         if y.element_size() != 2:
             raise ValueError("only a product of 16 bits is sent")
         fields |= dict(half=send.memory.stride(0), ranks=len(send.slots))
-    experts, blocks = 0 if choice is None else choice.indices.shape[1], fields.get("blocks", 1)
+    experts, blocks = 0, fields.get("blocks", 1)
+    if choice is not None and choice.indices is not None:
+        experts = choice.indices.shape[1]
     settings, grid, options = settings_of(SumSettings, weight, experts, tiles, blocks, **fields)
     operands = x, choice, residual, weight.tensors, bias, y, 0, send
     launch(_multiply_sum, grid, *operands, settings=settings, pdl=pdl, **options)

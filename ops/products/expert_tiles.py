@@ -5,6 +5,9 @@
     multiply_tiles    the down products of each tile, times the routing weights
     combine           the sum over the experts of a token, plus residual
 
+A shared expert in another format has its tiles among the others, and `multiply_tiles` is launched
+for them once more with its weights.
+
 ops/products/fragments.py has the products' loop, and explains how tensor cores get their operands.
 A tile has 8 to 32 pairs. An expert that more tokens chose has several tiles; the later ones find
 its weights in L2. The numbers of pairs and tiles stay on the GPU: the grid has a program for each
@@ -88,6 +91,8 @@ class ExpertSettings(FewSettings):
 
     activation: Activation | None  # None: the product is down
     active: int  # A
+    begin: int = 0  # the first expert of the weight, if it has not all
+    end: int = 0  # one past the last; 0: it has all
 
     @property
     def gated(self) -> bool:
@@ -193,6 +198,10 @@ def _multiply_tiles(x, order, routing, weights, bias, y, s: tl.constexpr, PDL: t
     count, expert = tl.load(order.counts + tile), tl.load(order.experts + tile)
     if count <= 0:
         return
+    if s.end:
+        if (expert < s.begin) | (expert >= s.end):
+            return
+        expert -= s.begin
     # Of this expert. In place: Triton 3.6 does not return tuples with None.
     expert = expert.to(tl.int64)
     first_row, first_scale = expert * OUT, expert * s.scales
@@ -341,17 +350,21 @@ def multiply_tiles(
     routing: Tensor | None = None,
     bias: Tensor | None = None,
     tiles: FewTiles | None = None,
+    own: range | None = None,
 ) -> Tensor:
     """Multiply each pair's x by its expert's weight [E, out, in] -> y [P, out], or [P, out / 2].
 
     activation: x [T, in] is that of tokens, and the products are gate and up. None: x [P, in] is
-    that of pairs, and the result has their routing weights [T, A]. bias [E, out].
+    that of pairs, and the result has their routing weights [T, A]. bias [E, out]. own: experts of
+    this weight, if it has not all; results of pairs with another expert are not stored.
     """
     gated = activation is not None
     count, tile = order.pairs.shape
     tiles = tiles or choose_few(weight, gated, tile)
     fixed = settings_of(weight, tiles, tile)
-    s = ExpertSettings(**fixed, activation=activation, active=len(y) // len(x))
+    begin, end = (own.start, own.stop) if own else (0, 0)
+    active = len(y) // len(x)
+    s = ExpertSettings(**fixed, activation=activation, active=active, begin=begin, end=end)
     N = s.out // 2 if gated else s.out
     if x.shape[1] != s.width or y.shape[1] != N:
         raise ValueError(f"x {list(x.shape)}, y {list(y.shape)} for a weight [{s.out}, {s.width}]")
@@ -392,15 +405,23 @@ def run_experts(
     residual: Tensor | None = None,
     scale: float = 1.0,
     last: Tensor | None = None,
+    shared: tuple[Weight, Weight] | None = None,
 ) -> Tensor:
     """Return scale * (the weighted sum of the chosen experts of x [T, D]) + residual [T, D].
 
     indices int64 and routing weights fp32 [T, A], of w13 [E, 2 I, D] and w2 [E, D, I]. The
-    reference is `Experts.forward`.
+    reference is `Experts.forward`. shared: w13 and w2 of expert E, of other formats or another I.
     """
-    (P, I), D = (indices.numel(), w13.out // 2), w2.out
-    order = sort_pairs(indices, len(w13.tensors.codes), last)
-    h, parts = x.new_empty(P, I), x.new_empty(P, D, dtype=torch.float32)
-    multiply_tiles(x, w13, order, h, activation, bias=bias13)
-    multiply_tiles(h, w2, order, parts, routing=routing, bias=bias2)
+    P, E = indices.numel(), len(w13.tensors.codes)
+    order = sort_pairs(indices, E + (shared is not None), last)
+    parts = x.new_empty(P, w2.out, dtype=torch.float32)
+
+    def multiply(w13: Weight, w2: Weight, own: range | None, *biases: Tensor | None) -> None:
+        h, (bias13, bias2) = x.new_empty(P, w13.out // 2), biases
+        multiply_tiles(x, w13, order, h, activation, bias=bias13, own=own)
+        multiply_tiles(h, w2, order, parts, routing=routing, bias=bias2, own=own)
+
+    multiply(w13, w2, range(E) if shared else None, bias13, bias2)
+    if shared is not None:
+        multiply(*shared, range(E, E + 1), None, None)
     return combine(parts, indices.shape[1], x.dtype, residual, scale, last)

@@ -1,12 +1,14 @@
 """Products of one token's experts: gate and up, then down.
 
     gate_up          the choice of experts, their gate and up products, and the activation
+    gate_up_shared   the same of a shared expert in another format
     multiply_each    the products of given experts, with an activation or without
     down             the down products, times the routing weights, summed, plus residual
 
-`_multiply_each` computes the first two, a row of results for each expert. `down` launches
+`_multiply_each` computes the first three, a row of results for each expert. `down` launches
 `_multiply_sum` of ops/products/dense.py, whose result is one row. Shared experts are chosen
-experts, too: their weights are stacked after those of the E others.
+experts, too: their weights are stacked after those of the E others. A shared expert in another
+format has launches of its own.
 
 A layer with small experts waits for its kernels, not for memory: a kernel costs the time of its
 bytes plus 1.6 us on an H200. So there are few kernels, and each has all of its loads in flight at
@@ -44,7 +46,14 @@ from ops.products.pipeline import (
     sum_lanes,
 )
 from ops.products.quantized_x import QuantizedX, quantize_tokens, quantizes_first
-from ops.products.routing import ChoiceSettings, choice_of, choose, choose_one, queries_of
+from ops.products.routing import (
+    ChoiceSettings,
+    choice_of,
+    choose,
+    choose_one,
+    load_gate,
+    queries_of,
+)
 from ops.products.tilings import Tiles
 from ops.products.weights import Weight, check_rows
 from ops.ranks.mailbox import TokenInbox
@@ -93,6 +102,10 @@ def _activate(gate, up, s: tl.constexpr):
 # R + 1, whose first stores the whole choice for the next kernel. S shared experts, from E on,
 # follow the A chosen ones.
 #
+# Without indices all tokens multiply one weight, that of a shared expert. It does not depend on the
+# previous kernel, so that its first loads start before the wait. With scores h is multiplied by the
+# shared expert's gate.
+#
 # Several tokens have `pairs_of_row` pairs each. Then pairs are the grid's first axis: programs of
 # two pairs with the same expert run at the same time, so that one finds its weights in L2. A token
 # after `last` is padding: it has a choice, but no product.
@@ -100,7 +113,9 @@ def _activate(gate, up, s: tl.constexpr):
 # One function: its order of loads and waits decides its speed.
 @jit
 def _multiply_each(x, choice, weights, bias, h, unknown_zero, s: tl.constexpr, PDL: tl.constexpr):
-    CHOOSE: tl.constexpr = choice.scores is not None
+    SHARED: tl.constexpr = choice.indices is None
+    GATED: tl.constexpr = SHARED and choice.scores is not None
+    CHOOSE: tl.constexpr = not SHARED and choice.scores is not None
     I: tl.constexpr = s.out // s.loads  # rows of the result
     ROWS: tl.constexpr = s.rows
     TILES: tl.constexpr = s.tiles
@@ -115,12 +130,12 @@ def _multiply_each(x, choice, weights, bias, h, unknown_zero, s: tl.constexpr, P
     UNITS: tl.constexpr = s.quantized[1]
     PAIRS: tl.constexpr = s.pairs_of_row
     QUERIES: tl.constexpr = s.queries
-    BY_ROWS: tl.constexpr = 1 if CHOOSE and PAIRS else 0  # the grid's axis of rows
+    BY_ROWS: tl.constexpr = 1 if (CHOOSE or SHARED) and PAIRS else 0  # the grid's axis of rows
     multiplying = tl.num_programs(BY_ROWS) - CHOOSE  # programs of a pair
     pair, program = tl.program_id(1 - BY_ROWS), tl.program_id(BY_ROWS)
     # The last tiles begin early enough to be whole: some rows are computed twice.
     row = tl.minimum(program * ROWS, I - ROWS)
-    if PDL:
+    if PDL and not SHARED:
         tl.extra.cuda.gdc_wait()
     scores, indices, factors, of_token = choice.scores, choice.indices, choice.weights, pair
     if PAIRS:
@@ -132,6 +147,8 @@ def _multiply_each(x, choice, weights, bias, h, unknown_zero, s: tl.constexpr, P
         if CHOOSE:
             scores, of_token = scores + token * ROUTING.row, pair % PAIRS
             indices, factors = indices + token * PAIRS, factors + token * PAIRS
+        if GATED:
+            scores += token * ROUTING.row
     if CHOOSE:  # noqa: SIM102  (known at compile time)
         if program == multiplying:
             if of_token == 0:
@@ -142,14 +159,20 @@ def _multiply_each(x, choice, weights, bias, h, unknown_zero, s: tl.constexpr, P
             return
     if CHOOSE:
         expert = _find_expert(scores, of_token, ROUTING, WARPS)
+    elif SHARED:
+        expert = pair.to(tl.int64) * 0
     else:
         expert = tl.load(choice.indices + pair).to(tl.int64)
     tiles, xs, besides = (), (), ()
     for d in tl.static_range(DEPTH):
         tiles = tiles + (load_weights(weights, expert, row, d, s),)
+    if PDL and SHARED:
+        tl.extra.cuda.gdc_wait()
     for d in tl.static_range(HELD):
         xs = xs + (load_parts(x, d, s),)
         besides = besides + ((),)
+    if GATED:
+        share = load_gate(scores, None, ROUTING)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     table = None
@@ -190,6 +213,8 @@ def _multiply_each(x, choice, weights, bias, h, unknown_zero, s: tl.constexpr, P
         out = h + pair * I + row + rows
         if s.loads == 2:
             gate = _activate(gate, up, ACTIVATION)
+        if GATED:
+            gate *= share
         tl.store(out, gate.to(h.dtype.element_ty), mask=stores)
         row = next_row
 
@@ -243,8 +268,31 @@ def gate_up(
     if T > 1:
         fields |= dict(pairs_of_row=routing.pairs, queries=queries_of(T, last))
     how = activation, dtype, tiles, pdl
-    h = _launch_each(x, weight, choice, bias, how, **fields)
+    h = _launch_each(x, weight, choice, bias, how, T * routing.pairs, **fields)
     return h, indices, weights
+
+
+def gate_up_shared(
+    x: Tensor,
+    weight: Weight,
+    scores: Tensor,
+    routing: Routing,
+    tiles: Tiles | None = None,
+    pdl: bool | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Multiply x [T, D] by the w13 [2 I, D] of a shared expert -> h [T, I], SwiGLU.
+
+    scores: of `norm_router`. With `routing.gated` h is multiplied by the sigmoid of the gate's
+    score, so that the down product is a `dense_product`. The others: as of `gate_up`. With PDL, the
+    weight is loaded before the wait.
+    """
+    T = len(x)
+    check_rows("x", x, T, weight.width)
+    choice = Chosen(None, scores if routing.gated else None)
+    fields = {"routing": choice_of(scores.shape[-1] - routing.gated, routing)}
+    how = SWIGLU, dtype, tiles, pdl
+    return _launch_each(x, weight, choice, None, how, T, pairs_of_row=int(T > 1), **fields)
 
 
 def multiply_each(
@@ -263,9 +311,10 @@ def multiply_each(
     weight's rows -> [N, out / 2], as `gate_up`. The others: as of `gate_up`.
     """
     check_rows("x", x, len(x), weight.width)
-    pairs_of_row = indices.numel() // len(x) if len(x) > 1 else 0
+    pairs = indices.numel()
+    pairs_of_row = pairs // len(x) if len(x) > 1 else 0
     how = activation, dtype, tiles, pdl
-    return _launch_each(x, weight, Chosen(indices), bias, how, pairs_of_row=pairs_of_row)
+    return _launch_each(x, weight, Chosen(indices), bias, how, pairs, pairs_of_row=pairs_of_row)
 
 
 def _launch_each(
@@ -274,21 +323,20 @@ def _launch_each(
     choice: Chosen,
     bias: Tensor | None,
     how: tuple[Activation | None, torch.dtype | None, Tiles | None, bool | None],
+    pairs: int,
     **fields,
 ) -> Tensor:
     """Launch `_multiply_each`. how: activation, dtype, tiles, pdl. fields: of `EachSettings`."""
     activation, dtype, tiles, pdl = how
-    pairs = choice.indices.numel()
     check_rows("bias", bias, len(weight.parts[0]), weight.out)
     fields |= dict(loads=1 if activation is None else 2, activation=activation)
     settings, grid, options = settings_of(EachSettings, weight, 0, tiles, pairs, **fields)
-    h = torch.empty(
-        pairs, weight.out // settings.loads, dtype=dtype or x.dtype, device=choice.indices.device
-    )
-    chooses = choice.scores is not None
+    shape = pairs, weight.out // settings.loads
+    h = torch.empty(shape, dtype=dtype or x.dtype, device=weight.parts[0].device)
+    chooses = choice.indices is not None and choice.scores is not None
     operands = operands_of(x, weight), choice, weight.tensors, bias, h, 0
     grid = grid[0] + chooses, pairs
-    if chooses and settings.pairs_of_row:
+    if (chooses or choice.indices is None) and settings.pairs_of_row:
         grid = grid[::-1]
     launch(_multiply_each, grid, *operands, settings=settings, pdl=pdl, **options)
     return h

@@ -29,9 +29,9 @@ from torch import Tensor
 from ops.declared import Routing
 from ops.launch import await_previous, jit, launch, tl, triton
 from ops.products.operands import load_x
-from ops.products.quantized_x import QuantizedX, empty_quantized, store_quads
+from ops.products.quantized_x import Layout, QuantizedX, empty_norm, store_quads
 from ops.products.routing import check_router, sigmoid
-from ops.products.weights import INTEGERS, Weight
+from ops.products.weights import Weight
 from ops.ranks.mailbox import (
     MAX_PROGRAMS,
     Messages,
@@ -76,20 +76,9 @@ class Results(NamedTuple):
     normed: Tensor  # [T, D], or the operands of a `QuantizedX`
     total: Tensor | None = None  # [T, D]: the sum, rounded
     units: Tensor | None = None  # units of a `QuantizedX`
+    plain: Tensor | None = None  # [T, D]: the norm, too, beside a `QuantizedX`
     scores: Tensor | None = None  # [T, N], with sigmoid scores [T, 2, N]: `routing.ChoiceSettings`
     indices: Tensor | None = None  # int64 [T, A + S]: marked as not chosen yet, -1
-
-
-@dataclass(frozen=True)
-class Layout:
-    """In which order a `QuantizedX` has numbers, and how many quads a program quantizes."""
-
-    order: str  # the `Weight`'s
-    quads: int  # quads of the whole token
-    run: int  # words of a group
-    fields: int  # codes in a word
-    units: int  # as of `Weight`
-    lanes: int  # quads of a program
 
 
 @dataclass(frozen=True)
@@ -345,6 +334,8 @@ def join_tokens(x, added, norm, offset, router, results, s: tl.constexpr, PDL: t
         tl.store(normed + d, value, mask=_stores(d, s))
     elif program * l.lanes < l.quads:  # the other programs end sooner
         _store_quantized(raw, scales, factor, normed, units, dtype, l)
+    if results.plain is not None:
+        tl.store(results.plain + at + d, value, mask=_stores(d, s))
     if added.memory is not None:
         count_call(added.calls, call, m)
 
@@ -385,21 +376,6 @@ class NormRouter:
         return Join(D, self.eps, N, N - self.routing.gated, rows, **others)
 
 
-def empty_norm(
-    x: Tensor, weight: Weight | None, programs: int, warps: int
-) -> tuple[Tensor | QuantizedX, Layout | None]:
-    """Return where a kernel stores the norm of x [T, D], and its layout.
-
-    It is a `QuantizedX` for a weight of integers. programs, warps: of the kernel.
-    """
-    if weight is None or weight.kind not in INTEGERS:
-        return torch.empty_like(x), None
-    quads, run = weight.quads, weight.group // weight.fields
-    lanes = max(8 * warps, triton.next_power_of_2(triton.cdiv(quads, programs)))
-    layout = Layout(weight.order, quads, run, weight.fields, weight.units, lanes)
-    return empty_quantized(len(x), quads, weight, x.dtype, x.device), layout
-
-
 def results_of(normed: Tensor | QuantizedX, **others: Tensor | None) -> Results:
     """Return where to store: `normed`, and the other fields."""
     found = (normed, None) if isinstance(normed, Tensor) else (normed.operands, normed.units)
@@ -426,6 +402,7 @@ def norm_router(
     before: NormRouter,
     weight: Weight | None = None,
     indices: Tensor | None = None,
+    plain: Tensor | None = None,
     rows: int | None = None,
     warps: int = 4,
     pdl: bool | None = None,
@@ -437,8 +414,9 @@ def norm_router(
 
     weight: the `Weight` that multiplies the norm; if its codes are multiplied as integers, the norm
     is returned as a `QuantizedX`. indices int64 [T, A + S]: for `gate_up`, filled with -1: no
-    expert is chosen yet. rows, warps: of a program; rows None: `rows_of`. With PDL, all but x is
-    loaded while the previous kernel runs. Raises ValueError as `NormRouter.check`.
+    expert is chosen yet. plain [T, D]: where to store the norm, too, if it is a `QuantizedX`. rows,
+    warps: of a program; rows None: `rows_of`. With PDL, all but x is loaded while the previous
+    kernel runs. Raises ValueError as `NormRouter.check`.
     """
     before.check(x)
     N, T = len(before.rows), len(x)
@@ -446,6 +424,8 @@ def norm_router(
     programs = triton.cdiv(N, rows)
     normed, layout = empty_norm(x, weight, programs, warps)
     results = results_of(normed, scores=before.empty_scores(T), indices=indices)
+    if layout is not None:
+        results = results._replace(plain=plain)
     pairs = 0 if indices is None else indices.shape[1]
     s = before.settings(rows, many=T > 1, pairs=pairs, layout=layout)
     grid = (programs,) if T == 1 else (programs, T)

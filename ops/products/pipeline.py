@@ -140,7 +140,7 @@ class Product:
 class Chosen(NamedTuple):
     """The chosen experts, or the scores by which a kernel chooses them."""
 
-    indices: Tensor  # int64 [N]
+    indices: Tensor | None  # int64 [N]; None: a shared expert alone
     scores: Tensor | None = None  # the router's: then indices and weights are stored
     weights: Tensor | None = None  # fp32 [N], by which results are summed
     last: Tensor | None = None  # int64 [B]: the last real token of each row of several tokens

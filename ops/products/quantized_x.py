@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ops.launch import await_previous, jit, launch, tl, triton
 from ops.products.operands import load_plain, quantize
-from ops.products.weights import BITS, Weight
+from ops.products.weights import BITS, INTEGERS, Weight
 
 LONG_X = 512  # quads: one token's longer x in 4 bits is quantized by a kernel of its own
 
@@ -34,6 +34,18 @@ class QuantizedX:
     operands: Tensor
     units: Tensor
     dtype: torch.dtype  # that of the tokens
+
+
+@dataclass(frozen=True)
+class Layout:
+    """In which order a `QuantizedX` has numbers, and how many quads a program quantizes."""
+
+    order: str  # the `Weight`'s
+    quads: int  # quads of the whole token
+    run: int  # words of a group
+    fields: int  # codes in a word
+    units: int  # as of `Weight`
+    lanes: int  # quads of a program
 
 
 @dataclass(frozen=True)
@@ -100,6 +112,21 @@ def empty_quantized(
     operands = torch.empty(shape, dtype=torch.int64, device=device)
     units = torch.empty(T, weight.units, quads, dtype=torch.float32, device=device)
     return QuantizedX(operands, units, dtype)
+
+
+def empty_norm(
+    x: Tensor, weight: Weight | None, programs: int, warps: int
+) -> tuple[Tensor | QuantizedX, Layout | None]:
+    """Return where a kernel stores the norm of x [T, D], and its layout.
+
+    It is a `QuantizedX` for a weight of integers. programs, warps: of the kernel.
+    """
+    if weight is None or weight.kind not in INTEGERS:
+        return torch.empty_like(x), None
+    quads, run = weight.quads, weight.group // weight.fields
+    lanes = max(8 * warps, triton.next_power_of_2(triton.cdiv(quads, programs)))
+    layout = Layout(weight.order, quads, run, weight.fields, weight.units, lanes)
+    return empty_quantized(len(x), quads, weight, x.dtype, x.device), layout
 
 
 def quantizes_first(weight: Weight, quads: int, tokens: int) -> bool:

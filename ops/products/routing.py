@@ -126,6 +126,16 @@ def choose_one(scores, rank, s: tl.constexpr, WARPS: tl.constexpr):
 
 
 @jit
+def load_gate(scores, score_bias, s: tl.constexpr):
+    """Return the weight of a gated shared expert. score_bias: as of `choose`."""
+    if s.sigmoid and score_bias is None:
+        weight = tl.load(scores + s.N + s.E, cache_modifier=".cg")
+    else:
+        weight = sigmoid(tl.load(scores + s.E, cache_modifier=".cg"))
+    return weight
+
+
+@jit
 def choose(scores, score_bias, indices, weights, s: tl.constexpr):
     """Store the A best of E scores, then the shared experts: ties go to the lower index.
 
@@ -161,12 +171,9 @@ def choose(scores, score_bias, indices, weights, s: tl.constexpr):
     tl.store(indices + rank, expert.to(tl.int64), mask=chosen)
     tl.store(weights + rank, part, mask=chosen)
     if SHARED:
-        if not s.gated:
-            part = 1.0
-        elif s.sigmoid and score_bias is None:
-            part = tl.load(scores + s.N + s.E, cache_modifier=".cg")
-        else:
-            part = sigmoid(tl.load(scores + s.E, cache_modifier=".cg"))
+        part = 1.0
+        if s.gated:
+            part = load_gate(scores, score_bias, s)
         for n in tl.static_range(SHARED):
             tl.store(indices + A + n, s.E + n)
             tl.store(weights + A + n, part)
