@@ -42,6 +42,7 @@ def add_measure_options(parser: Parser) -> None:
     arch = "a Hugging Face config.json, or a name as Mixtral-8x7B; a wrong one lists all"
     parser.add_argument("--arch", required=True, metavar="NAME", help=arch)
     mode = f"number format: {', '.join((*DTYPES, *format_names()))}, or ATTENTION-EXPERTS (bf16)"
+    mode += "; with +FORMAT, shared experts are in that one"
     parser.add_argument("--mode", default="bf16", help=mode)
     parser.add_number("--layers", "build only the first N layers")
     parser.add_number("--prompt_len", "tokens of the prompt (5)", 5)

@@ -14,6 +14,8 @@ from formats.quantizer import DTYPES, formats_of_mode, pack_weight, plan_format
 from model import ModelArgs
 from models import ARCHITECTURES, args_from_hf, build_model
 
+SHARED = ".ffn.shared."  # Paths of shared experts' modules have it.
+
 
 def architecture(name: str) -> ModelArgs:
     """Return the args of a name in ARCHITECTURES, or of a Hugging Face config.json.
@@ -105,7 +107,17 @@ class RandomWeights:
 
 
 def number_format(mode: str, args: ModelArgs) -> dict:
-    """Return a checkpoint's "format" for a --mode: a dtype, a format, or ATTENTION-EXPERTS."""
+    """Return a checkpoint's "format" for a --mode: a dtype, a format, or ATTENTION-EXPERTS.
+
+    MODE+SHARED has shared experts as the mode SHARED has them. Raises ValueError for another one.
+    """
+    main, _, shared = mode.partition("+")
+    if shared:
+        format, own = number_format(main, args), number_format(shared, args).get("modules", {})
+        others = format.get("modules", {})
+        modules = {path: others[path] for path in others if SHARED not in path}
+        modules |= {path: own[path] for path in own if SHARED in path}
+        return format | {"modules": modules}
     if mode in DTYPES:
         return {"name": mode}
     attention, _, experts = mode.partition("-")

@@ -90,13 +90,8 @@ def operators_launch() -> Iterator[None]:
 def make_model(case: str, layers: int) -> Transformer:
     """Return the model's first layers on the meta device."""
     name, mode = case.split(":")
-    mode, _, shared = mode.partition("+")
     args = first_layers(architecture(name), layers)
     format = number_format(mode, args)
-    if shared:
-        others, of_shared = number_format(shared, args).get("modules", {}), ".ffn.shared."
-        kept = {path: own for path, own in format["modules"].items() if of_shared not in path}
-        format["modules"] = kept | {path: others[path] for path in others if of_shared in path}
     model = ModelShard(args, format, "tensor", rank=0, ranks=1).model
     return model.to(DTYPES[format.get("dtype", format["name"])])
 

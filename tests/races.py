@@ -33,6 +33,7 @@ CASES = (
     "OLMoE-1B-7B:int8",
     "DeepSeek-V2-Lite:bf16",
     "Qwen3.6-35B-A3B:fp8b",
+    "Qwen3.6-35B-A3B:q4_k+q8_0",
 )
 # Parts of the names of our kernels: PyTorch's own are not checked.
 KERNELS = (

@@ -63,16 +63,6 @@ def test_published_models_have_kernels_in_every_format(name):
             assert before == after
 
 
-def mixed_on_meta(name: str, mode: str, shared: str, rows: str = "w1"):
-    """Return `on_meta` with shared experts' modules `rows` in another format."""
-    args = first_layers(ARCHITECTURES[name], 5)
-    format, others = number_format(mode, args), number_format(shared, args)["modules"]
-    own = [path for path in others if f".ffn.shared.{rows}" in path]
-    format["modules"] |= {path: others[path] for path in own}
-    assert own
-    return tp.ModelShard(args, format).model.to(torch.bfloat16)
-
-
 def as_on_hopper(monkeypatch) -> None:
     """Let a model on the meta device be chosen for as if it were on HOPPER."""
     choose = "runtime.kernel_choice.why_not_fused"
@@ -260,18 +250,18 @@ def test_a_shared_expert_is_stacked_on_the_others(count):
 
 
 MIXES = (
-    ("Qwen3.6-35B-A3B", "q4_k", "q8_0", "w"),
-    ("Qwen3.6-35B-A3B", "q4_k", "q6_k", "w2"),  # w13 is alike
-    ("Qwen3.6-35B-A3B", "iq4_xs", "iq4_nl", "w13"),  # one kind, of other parts
-    ("GLM-4.5-Air", "fp8", "int8", "w"),
-    ("DeepSeek-V2-Lite", "int4", "mxfp4", "w"),
+    ("Qwen3.6-35B-A3B", "q4_k", "q8_0"),
+    ("Qwen3.6-35B-A3B", "iq4_xs", "iq4_nl"),  # one kind, of other parts
+    ("GLM-4.5-Air", "fp8", "int8"),
+    ("GLM-4.5-Air", "q8_0", "bf16"),
+    ("DeepSeek-V2-Lite", "int4", "mxfp4"),
 )
 
 
-@pytest.mark.parametrize(("name", "mode", "shared", "rows"), MIXES)
-def test_a_shared_expert_in_another_format_has_kernels(name, mode, shared, rows):
+@pytest.mark.parametrize(("name", "mode", "shared"), MIXES)
+def test_a_shared_expert_in_another_format_has_kernels(name, mode, shared):
     """One in the format of the others is stacked on them; of its gate the router has a row."""
-    alike, mixed = on_meta(name, mode), mixed_on_meta(name, mode, shared, rows)
+    alike, mixed = on_meta(name, mode), on_meta(name, f"{mode}+{shared}")
     assert len(fused_layers(mixed)) == len(fused_layers(alike)) > 0
     for layer in fused_layers(alike).values():
         assert layer.experts.apart is None and layer.experts.routing.shared > 0
@@ -285,12 +275,18 @@ def test_a_shared_expert_in_another_format_has_kernels(name, mode, shared, rows)
         assert experts.w13.parts[0].shape[0] == len(experts.router.weight)
 
 
+@pytest.mark.parametrize("rows", ("w13", "w2"))
+def test_a_shared_expert_with_one_weight_in_another_format_is_not_stacked(rows):
+    alike, mixed = (on_meta("Qwen3.6-35B-A3B", mode) for mode in ("q4_k", "q4_k+q6_k"))
+    for block, other in zip(alike.layers, mixed.layers, strict=True):
+        setattr(block.ffn.shared, rows, getattr(other.ffn.shared, rows))
+        kinds = [weight.kind for weight in FusedLayer(block).experts.apart]
+        assert kinds == (["q6_k", "q4_k"] if rows == "w13" else ["q4_k", "q6_k"])
+
+
 def test_a_shared_expert_in_another_format_is_refused_on_several_ranks():
-    model = mixed_on_meta("Qwen3.6-35B-A3B", "q4_k", "q8_0", "w")
-    shard = shard_on_meta("Qwen3.6-35B-A3B", "q4_k", "tensor")
-    block, other = shard.layers[0], model.layers[0]
-    FusedLayer(block)
-    block.ffn.shared = other.ffn.shared
+    FusedLayer(shard_on_meta("Qwen3.6-35B-A3B", "int4", "tensor").layers[0])
+    block = shard_on_meta("Qwen3.6-35B-A3B", "int4+q8_0", "tensor").layers[0]
     with pytest.raises(ValueError, match="unlike the others, on several ranks"):
         FusedLayer(block)
 
