@@ -274,7 +274,7 @@ def modes_of(name: str) -> list[str]:
 
 
 # As the files UD-Q4_K_XL and Q4_K_M have their shared experts
-MIXED = "Qwen3.6-35B-A3B:q4_k+q8_0", "GLM-4.5-Air:q5_k+q6_k", "DeepSeek-V2-Lite:q4_0+bf16"
+MIXED = "Qwen3.6-35B-A3B:q4_k+q8_0", "GLM-4.5-Air:q5_k+q6_k", "Qwen1.5-MoE-A2.7B:q4_0+bf16"
 
 
 @pytest.mark.slow
