@@ -1084,7 +1084,8 @@ LATENT = {  # B, Q, H, r, R, S, cache class
 def latent_error(B: int, Q: int, H: int, r: int, R: int, S: int, kind: type[KVCache]) -> float:
     """Return the relative error of block-wise latent attention against `attend`."""
     generator = torch.Generator().manual_seed(Q)
-    cache = kind((B, 1, S, r + R), torch.float32, torch.device("cpu"), 1)
+    rows = B + 1  # a session may have more of them than sequences that it decodes
+    cache = kind((rows, 1, S, r + R), torch.float32, torch.device("cpu"), 1)
     values = torch.randn(B, S, 1, 1, r + R, generator=generator)
     everywhere = Context(torch.empty(0), positions=torch.arange(S).expand(B, S))
     (kv,) = cache.append(values, everywhere)

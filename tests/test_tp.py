@@ -556,7 +556,7 @@ def test_shards_have_groups_that_divide_them(arch, mode, ranks, groups):
         assert (ffn.shared.w13.group, ffn.shared.w2.group) == groups
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     format=st.sampled_from(tuple(FORMATS)),
     ranks=st.sampled_from((2, 3, 4)),

@@ -349,12 +349,12 @@ def attend_latent(
     """Attend with few queries of each sequence over a latent cache, in P parts.
 
     q [B, Q, H, r + R], mapped and rotated, at rising positions [B, Q]; kv [1, B, 1, S, r + R],
-    whose first r numbers are the values too; scales [1, B, 1, S, 1] of an int8 kv, else None.
-    scale: of scores. Return the arguments of `softmax.merge_partial`: fp32 y [B, P, Q * H, r] and
-    sums [B, P, Q * H, 2].
+    whose first r numbers are the values too; scales [1, B, 1, S, 1] of an int8 kv, else None. Both
+    may have more than B rows. scale: of scores. Return the arguments of `softmax.merge_partial`:
+    fp32 y [B, P, Q * H, r] and sums [B, P, Q * H, 2].
     """
     (B, Q, H, C), S = q.shape, kv.shape[3]
-    check_shapes(kv=(kv, (1, B, 1, S, C)), positions=(positions, (B, Q)))
+    check_shapes(kv=(kv[:, :B], (1, B, 1, S, C)), positions=(positions, (B, Q)))
     y, sums = _attend_latent_fake(q, kv, scales, positions, rank, scale)
     q, positions = q.contiguous().view(B * Q, H * C), positions.contiguous()
     s = LatentSettings(H, 0, C - rank, rank, scale, maps=False, queries=Q, tokens=B * Q)
