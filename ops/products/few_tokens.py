@@ -20,7 +20,7 @@ from ops.products.weights import GGUF, Weight, WeightTensors
 
 BLOCK = 32  # most tokens of a program
 TILE_REGISTERS = 64  # a lane's, for weights in flight
-MOST_QUADS = 384  # of a row of bf16, whose 16 rows all are in flight in the registers of four warps
+MOST_QUADS = 384  # longest row of bf16 of which four warps have 16 in their registers
 
 
 @dataclass(frozen=True)
