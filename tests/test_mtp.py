@@ -288,7 +288,7 @@ def test_greedy_tokens_are_those_of_plain_decoding(
 
 @pytest.mark.parametrize("sampling", (GREEDY, Sampling(1.0, seed=3)))
 def test_drafts_end_before_one_below_the_threshold(sampling, make_headed, plain):
-    """The threshold is just above the probability of each draft in turn. Text stays the plain one."""
+    """The threshold is just above each draft's probability in turn. Text stays the plain one."""
     name, count = next(iter(LAYOUTS)), 5
     speculation = speculate(make_headed(name).directory, count)
     drafter, target = speculation.drafter, speculation.session
