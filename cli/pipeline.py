@@ -44,7 +44,7 @@ class Stage:
                 self.changed.notify_all()
 
     def put(self, item) -> bool:
-        """Wait for room, and add an item. Return whether it is still wanted."""
+        """Wait until fewer than `count` items wait, and add one; return whether it is wanted."""
         with self.changed:
             self.changed.wait_for(lambda: len(self.made) < self.count or self.is_cancelled)
             self.made.append(item)

@@ -132,6 +132,14 @@ def study_parser() -> Parser:
     return parser
 
 
+def add_picture(parser: Parser, source: str, picture: str) -> None:
+    """Add a result that `source --json` writes, and the picture to draw of it."""
+    help = f"output of {source} --json"
+    parser.add_argument("result", type=Path, metavar="RESULT", help=help)
+    help = f"picture, .png or .svg ({picture})"
+    parser.add_argument("--output", type=Path, default=Path(picture), help=help)
+
+
 def check_picture(options: argparse.Namespace) -> None:
     """Raise ValueError for a picture that cannot be written, and without matplotlib."""
     if options.output.suffix not in PICTURES:

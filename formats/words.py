@@ -54,7 +54,7 @@ def pack_nibbles(codes: Tensor, group: int = 32) -> Tensor:
         ordered = interleave(codes, 8, group)
         return (ordered[..., ::2] | ordered[..., 1::2] << 4).view(torch.int32)
     of_words = codes.contiguous().view(torch.int32).unflatten(-1, (-1, 4, 2))
-    both = of_words[..., 0] | of_words[..., 1] << 4  # of a run: byte of a word; word
+    both = of_words[..., 0] | of_words[..., 1] << 4  # [..., byte of a word, word]
     return (
         both.view(torch.uint8).unflatten(-1, (4, 4)).transpose(-1, -2).flatten(-3).view(torch.int32)
     )

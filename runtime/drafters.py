@@ -215,10 +215,6 @@ class DraftModel(Session):
         self.chosen.index_copy_(1, self.place, state.token)
         self.place.add_(1).remainder_(self.chosen.shape[1])
 
-    def is_certain(self, n: int) -> bool:
-        """Return whether draft n is to be verified; waits for its probability."""
-        return not self.least or self.certainty[n].item() >= self.least
-
     def start_prompt(self, ids: Sequence[int], sampling: Sampling) -> None:
         """Prefill the prompt."""
         self.check_prompts([ids], 0)
@@ -250,7 +246,7 @@ class DraftModel(Session):
         for n in range(limit + 1):
             self.cached[0] = known + n
             self.step()
-            if n < limit and not self.is_certain(n):
+            if n < limit and self.least and self.certainty[n].item() < self.least:
                 limit = n
                 break
         self.cached[0] = known + 1  # the rest may be refused

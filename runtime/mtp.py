@@ -174,7 +174,10 @@ class MTPDrafter(DraftModel):
             self.seen.copy_(self.target.seen)
             self.catch_up(self.target.ids[0], min(self.filled, known - 1), known)
             self.warm_up_chain(drafts)()
-        return next((n for n in range(drafts) if not self.is_certain(n)), drafts)
+        if not self.least:
+            return drafts
+        chances = self.certainty[:drafts].tolist()  # one wait for the whole chain
+        return next((n for n, chance in enumerate(chances) if chance < self.least), drafts)
 
     def warm_up_chain(self, drafts: int) -> Callable[[], None]:
         """Return the chain of this many drafts, compiled and on CUDA captured on the first call."""

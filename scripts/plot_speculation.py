@@ -16,7 +16,7 @@ from benchmarks.expectation import expected_tokens
 from benchmarks.pictures import new_figure, save_figure
 from cli.command import command
 from cli.parser import Parser
-from cli.script_options import check_picture
+from cli.script_options import add_picture, check_picture
 
 ACCEPTANCE = [n / 50 for n in range(20, 51)]
 SHADES = "#1a1a1a", "#9ecae1", "#6baed6", "#4292c6", "#2171b5", "#08519c", "#08306b", "#041c3d"
@@ -68,10 +68,7 @@ def build_parser() -> Parser:
             "python scripts/plot_speculation.py passes.json --output passes.png",
         ),
     )
-    passes = "output of benchmarks/speculation.py --json"
-    parser.add_argument("result", type=Path, metavar="RESULT", help=passes)
-    picture = "picture, .png or .svg (speculation.svg)"
-    parser.add_argument("--output", type=Path, default=Path("speculation.svg"), help=picture)
+    add_picture(parser, "benchmarks/speculation.py", "speculation.svg")
     return parser
 
 

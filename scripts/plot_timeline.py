@@ -16,7 +16,7 @@ from pathlib import Path
 from benchmarks.pictures import new_figure, save_figure
 from cli.command import command
 from cli.parser import Parser
-from cli.script_options import check_picture
+from cli.script_options import add_picture, check_picture
 
 WAYS = (("inductor", "Inductor's kernels"), ("fused", "fused kernels"))
 # Part of a kernel's name -> what it computes; the first that fits. Older results have older names.
@@ -152,10 +152,7 @@ def build_parser() -> Parser:
             "python scripts/plot_timeline.py layer.json --output layer.png",
         ),
     )
-    kernels = "output of benchmarks/fused_decode.py --json"
-    parser.add_argument("result", type=Path, metavar="RESULT", help=kernels)
-    picture = "picture, .png or .svg (timeline.svg)"
-    parser.add_argument("--output", type=Path, default=Path("timeline.svg"), help=picture)
+    add_picture(parser, "benchmarks/fused_decode.py", "timeline.svg")
     return parser
 
 

@@ -33,7 +33,7 @@ A chunk is LANES neighboring quads of ROWS rows. s: settings (`ops.products.pipe
 from __future__ import annotations  # annotations of kernels name triton, which may be absent
 
 from ops.launch import jit, tl
-from ops.products.gguf_words import add_five_bits, add_iq4, add_six_bits
+from ops.products.gguf_words import add_five_bits, add_iq4, add_six_bits, iq4_table
 from ops.products.operands import high_half, low_half, split_four
 from ops.products.operands import load_x as load_x
 from ops.products.units import first_byte, half, scale_and_min, second_byte
@@ -208,6 +208,17 @@ def e2m1_table(zero):
 
 
 @jit
+def code_table(zero, s):
+    """Return the table by which `multiply_chunk` looks up the numbers of codes, or ()."""
+    if s.e2m1:
+        return e2m1_table(zero)
+    elif s.kind == "iq4":
+        return iq4_table(zero)
+    else:
+        return ()
+
+
+@jit
 def _e4m3_word(word):
     """Convert a word of four e4m3 numbers -> four fp32 tensors, 2 ** -8 times the numbers.
 
@@ -317,7 +328,7 @@ def multiply_chunk(codes, scales, operands, table, s):
     """Multiply a chunk of weights by its x -> each lane's sums, fp32 [ROWS, LANES].
 
     codes [ROWS * LANES * 4]; scales: as of `load_scales`; operands: as of `prepare_x`; table: of
-    `e2m1_table` for mxfp4 and nvfp4, of `iq4_table` for iq4.
+    `code_table`.
     """
     ROWS: tl.constexpr = s.rows
     LANES: tl.constexpr = s.lanes

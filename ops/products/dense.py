@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from ops.launch import jit, launch, tl, triton
-from ops.products.codes import e2m1_table, row_scale
+from ops.products.codes import code_table, row_scale
 from ops.products.few_tokens import TILE, FewTiles, down_few
-from ops.products.gguf_words import iq4_table
 from ops.products.join import norm_tokens
 from ops.products.operands import lane_squares
 from ops.products.pipeline import (
@@ -172,11 +171,7 @@ def _multiply_sum(
         xs = xs + (load_parts(x, d, s),)
     if send is not None:
         outboxes, call = find_outboxes(send.slots, send.calls, HALF, RANKS)
-    table = None
-    if s.e2m1:
-        table = e2m1_table(unknown_zero)
-    elif s.kind == "iq4":
-        table = iq4_table(unknown_zero)
+    table = code_table(unknown_zero, s)
     squares = tl.zeros([s.lanes // 32, 32], tl.float32)
     if TILES > 1:
         for c in tl.static_range(CHUNKS):

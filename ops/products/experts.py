@@ -27,9 +27,8 @@ from torch import Tensor
 
 from ops.declared import SWIGLU, Activation, Routing
 from ops.launch import jit, launch, tl
-from ops.products.codes import activate, e2m1_table, row_scale
+from ops.products.codes import activate, code_table, row_scale
 from ops.products.dense import launch_sum
-from ops.products.gguf_words import iq4_table
 from ops.products.pipeline import (
     Chosen,
     Operand,
@@ -175,11 +174,7 @@ def _multiply_each(x, choice, weights, bias, h, unknown_zero, s: tl.constexpr, P
         share = load_gate(scores, None, ROUTING)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    table = None
-    if s.e2m1:
-        table = e2m1_table(unknown_zero)
-    elif s.kind == "iq4":
-        table = iq4_table(unknown_zero)
+    table = code_table(unknown_zero, s)
     rows, stores = result_rows(s)
     if TILES > 1:
         for c in tl.static_range(CHUNKS):
