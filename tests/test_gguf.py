@@ -192,6 +192,21 @@ def check_logits(path: Path, peer) -> torch.nn.Module:
     return model
 
 
+def check_text(model: torch.nn.Module, peer) -> None:
+    """Compare greedy text with transformers'."""
+    want = peer.generate(
+        prompt(),
+        attention_mask=torch.ones_like(prompt()),
+        max_new_tokens=12,
+        do_sample=False,
+        eos_token_id=-1,
+        pad_token_id=0,
+    )
+    session = Session(model, 64)
+    got = list(session.stream(prompt()[0].tolist(), 12, Sampling(temperature=0)))
+    assert got == want[0, 40:].tolist()
+
+
 def test_every_family_with_an_architecture_is_tested():
     assert {family.name for family in OURS.values() if family.gguf} == {
         {"qwen3_5_moe": "qwen3_5_moe_text", "gemma4": "gemma4_text"}.get(name, name)
@@ -232,18 +247,7 @@ def test_logits_and_text_of_a_file_of_mixed_types_match_transformers(name, tmp_p
     """q, k and v, or gate and up, are in several formats."""
     peer = wide_peer(name)
     path = write_gguf(tmp_path / "a.gguf", peer, mixed)
-    model = check_logits(path, peer)
-    want = peer.generate(
-        prompt(),
-        attention_mask=torch.ones_like(prompt()),
-        max_new_tokens=12,
-        do_sample=False,
-        eos_token_id=-1,
-        pad_token_id=0,
-    )
-    session = Session(model, 64)
-    got = list(session.stream(prompt()[0].tolist(), 12, Sampling(temperature=0)))
-    assert got == want[0, 40:].tolist()
+    check_text(check_logits(path, peer), peer)
 
 
 def test_value_heads_by_place_keep_the_blocks_of_the_output(tmp_path):

@@ -15,14 +15,12 @@ import pytest
 import torch
 from conftest import ROOT, randomize
 from gguf_checkpoint import entries, put_back, write_gguf
-from test_gguf import READ, check_logits, prompt, small_peer, wide_peer
+from test_gguf import READ, check_logits, check_text, small_peer, wide_peer
 from test_gguf_tokenizer import TINY, sentencepiece_values
 from transformers import MixtralForCausalLM
 
 from formats import FORMATS
 from gguf_files.views import NEAREST
-from runtime.sampling import Sampling
-from runtime.session import Session
 from tokenizer import load_tokenizer
 
 QUANTIZER = ROOT / "build" / "oracles" / "llama-quantize"
@@ -90,21 +88,6 @@ def rounded(values: torch.Tensor, format: str) -> torch.Tensor:
     found = form.unpack(form.pack(values, form.group), form.group)
     assert (found - values).norm() / values.norm() < 0.08
     return found
-
-
-def check_text(model: torch.nn.Module, peer) -> None:
-    """Compare greedy text with transformers'."""
-    want = peer.generate(
-        prompt(),
-        attention_mask=torch.ones_like(prompt()),
-        max_new_tokens=12,
-        do_sample=False,
-        eos_token_id=-1,
-        pad_token_id=0,
-    )
-    session = Session(model, 64)
-    got = list(session.stream(prompt()[0].tolist(), 12, Sampling(temperature=0)))
-    assert got == want[0, 40:].tolist()
 
 
 @pytest.mark.parametrize("kind", KEPT)
