@@ -38,7 +38,7 @@ Scheme = tuple[str, str, int | None]  # formats of attention and experts, the so
 
 HALF_QUADRATIC = PLAIN, "hqq4", "hqq3", "hqq2"  # 16, 4, 3 and 2 bits
 OTHERS = "int8", "fp8", "fp8b", "int4", "uint4", "mxfp4", "nvfp4"
-GGUF = "q8_0", "q6_k", "q5_k", "q4_k", "q4_0", "iq4_nl", "iq4_xs"
+GGUF = "q8_0", "q6_k", "q5_k", "q4_k", "q5_1", "q4_1", "q4_0", "iq4_nl", "iq4_xs"
 KL_WINDOWS, KL_TOKENS = 24, 512
 
 
