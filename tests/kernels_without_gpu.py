@@ -135,7 +135,10 @@ class OnCuda(Tensor):
 
 
 # Formats with scales of another dtype, as other programs publish them.
-OTHER_SCALES = ("int4", "fp16"), ("uint4", "fp16"), ("uint4", "fp32"), ("fp8", "fp32")
+OTHER_SCALES = (
+    *(("int4", "fp16"), ("uint4", "fp16"), ("uint4", "fp32"), ("fp8", "fp32")),
+    *(("q8_0", "bf16"), ("q8_0", "fp32")),
+)
 
 
 def case(

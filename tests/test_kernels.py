@@ -47,7 +47,7 @@ def check_grouped_errors(errors: dict[str, float]) -> None:
 
 def test_the_kernel_computes_what_the_cpu_computes(interpreted):
     errors = interpreted["grouped, a shape a format"]
-    assert len(errors) == len(FORMATS) + 5
+    assert len(errors) == len(FORMATS) + 7
     check_grouped_errors(errors)
 
 
@@ -210,7 +210,7 @@ def check_machine_code(found: dict) -> None:
 @pytest.mark.slow
 def test_the_kernel_compiles_for_an_h200():
     found = without_a_gpu("grouped, a shape a format")["grouped, a shape a format"]
-    assert len(found) == len(FORMATS) + 4
+    assert len(found) == len(FORMATS) + 6
     check_machine_code(found)
 
 
