@@ -41,7 +41,7 @@ CLASSES = {
     "tiny-moe": transformers.MixtralForCausalLM,
     "tiny-hybrid": transformers.Qwen3_5MoeForCausalLM,
 }
-# Types of a GGUF file by a part of the tensor's name; the first that fits. Two ranks can share each.
+# Types of a GGUF file by a part of a tensor's name; the first that fits. Two ranks can share each.
 TYPES = {
     "tiny-moe": {
         **{"inp": "F32", "attn_v": "Q6_K", "attn_output": "Q8_0", "ffn_down": "Q5_0"},
