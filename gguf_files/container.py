@@ -28,6 +28,7 @@ MAGIC = b"GGUF"
 VERSIONS = 2, 3
 MAX_HEADER = 1 << 28  # bytes; tokenizers of 262,144 tokens take about 16 MB
 MAX_AXES = 4
+MAX_DEPTH = 8  # of arrays within arrays
 SPLIT = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 FETCH = "fetch it again"
 
@@ -114,7 +115,7 @@ class Cursor:
             raise Damaged("a text of its header is no UTF-8") from None
 
     def value(self, kind: int) -> Any:
-        """Return a value: a number, a text, a list of texts, or an array of numbers."""
+        """Return a value: a number, a text, a list of texts or arrays, or an array of numbers."""
         if kind == STRING:
             return self.text()
         if kind == ARRAY:
@@ -125,8 +126,12 @@ class Cursor:
         # The shortest number with the same fp32 bits: 1e-06, and not 9.999999974752427e-07.
         return float(str(np.float32(value))) if kind == FLOAT else value
 
-    def array(self) -> Any:
+    def array(self, depth: int = 0) -> Any:
         kind, count = self.number("I"), self.number("Q")
+        if kind == ARRAY:
+            if depth == MAX_DEPTH or count * 12 > self.end - self.at:  # type and length of each
+                raise Damaged(f"its header has an array of {count} arrays, beyond the file")
+            return [self.array(depth + 1) for _ in range(count)]
         if kind == STRING:
             if count * 8 > self.end - self.at:  # each has a length
                 raise Damaged(f"its header has an array of {count} texts, beyond the file")

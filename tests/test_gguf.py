@@ -27,9 +27,14 @@ from runtime.session import Session
 READ = (
     *("mixtral", "qwen3_moe", "qwen3_next", "qwen3_5_moe", "gemma4", "gpt_oss"),
     *("deepseek_v2", "deepseek_v3", "glm4_moe", "glm4_moe_lite"),
+    *("olmoe", "qwen2_moe", "granitemoe"),
 )
 # What a file cannot say: gpt-oss's limit is a constant there, DeepSeek's two factors are one.
-SAID = {"gpt_oss": {"swiglu_limit": 7.0}}
+SAID = {
+    "gpt_oss": {"swiglu_limit": 7.0},
+    "olmoe": {"norm_topk_prob": False, "clip_qkv": None},
+    "qwen2_moe": {"norm_topk_prob": False},
+}
 
 # Sizes of which K-quants have whole blocks.
 WIDE = dict(
@@ -119,6 +124,22 @@ WIDE_CONFIGS = {
     ),
     "glm4_moe_lite": lambda: transformers.Glm4MoeLiteConfig(
         **WIDE | FEW | LATENT, q_lora_rank=256, mlp_layer_types=["dense", "sparse"]
+    ),
+    "olmoe": lambda: transformers.OlmoeConfig(
+        **WIDE | {"num_experts_per_tok": 2}, intermediate_size=256, num_experts=4
+    ),
+    "qwen2_moe": lambda: transformers.Qwen2MoeConfig(
+        **WIDE | FEW, num_key_value_heads=4, num_experts=4, shared_expert_intermediate_size=512
+    ),
+    "granitemoe": lambda: transformers.GraniteMoeConfig(
+        **WIDE,
+        intermediate_size=256,
+        num_key_value_heads=4,
+        num_local_experts=4,
+        attention_multiplier=0.2,
+        embedding_multiplier=3.0,
+        residual_multiplier=0.5,
+        logits_scaling=2.0,
     ),
     "glm4_moe": lambda: transformers.Glm4MoeConfig(
         **WIDE | FEW,
