@@ -22,6 +22,8 @@ from test_batch import run as run_batch
 from test_gguf_tokenizer import sentencepiece_values
 
 from gguf_files.opening import open_source
+from model import ModelArgs
+from models import args_of_checkpoint
 from models.converter import convert
 from offload.plan import OffloadSettings
 from runtime.batch import Batch
@@ -30,6 +32,7 @@ from runtime.sampling import Sampling
 from runtime.session import Session, SessionOptions
 from runtime.speculation import Speculation
 from tokenizer import load_tokenizer
+from tp import ModelShard
 
 GREEDY, COUNT = Sampling(temperature=0), 16
 TEXTS = (
@@ -67,6 +70,8 @@ PARAMETERS = [
     pytest.param(case, marks=() if case in QUICK else pytest.mark.slow, id=" ".join(case))
     for case in CASES
 ]
+# Its second products have rows of 32 numbers: a group of NVFP4, which ranks cannot share.
+UNSHARED = "tiny-hybrid", "ModelOpt NVFP4"
 SLOW = [pytest.param(case, marks=pytest.mark.slow, id=" ".join(case)) for case in CASES]
 pytestmark = pytest.mark.usefixtures("few_threads")
 
@@ -105,6 +110,9 @@ class File:
     def load(self, **options) -> torch.nn.Module:
         return load_model(open_source(self.path), "cpu", torch.float32, **options)
 
+    def args(self) -> ModelArgs:
+        return args_of_checkpoint(open_source(self.path))
+
     def answer(self, ids: list[int]) -> list[int]:
         return list(Session(self.load(), 128).stream(ids, COUNT, GREEDY))
 
@@ -138,7 +146,7 @@ def test_speculation(case, file_of):
     file = file_of(case)
     speculation = Speculation(Session(file.load(), 128), 4)
     found = [list(speculation.stream(ids, COUNT, GREEDY)) for ids in file.prompts]
-    assert found == file.answers and speculation.accepted > 0
+    assert found == file.answers and speculation.statistics()["drafted"] > 0
 
 
 @pytest.mark.parametrize("case", PARAMETERS)
@@ -159,6 +167,10 @@ def test_a_compiled_session(case, file_of):
 @pytest.mark.parametrize("case", SLOW)
 def test_two_ranks(case, file_of, tmp_path):
     file = file_of(case)
+    if case == UNSHARED:
+        with pytest.raises(ValueError, match="no multiple of 32, the smallest group of nvfp4"):
+            ModelShard(file.args(), open_source(file.path).format, "tensor", 0, 2)
+        return
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     line = [*launch, "generate.py", "--checkpoint_path", str(file.path), "--prompt", TEXTS[0]]
     line += ["--temperature", "0", "--max_new_tokens", str(COUNT), "--dtype", "fp32", "--json"]
