@@ -39,6 +39,10 @@ class EagerRunner(Runner):
         is_broken = any(name.startswith(GROUPED) for name in broken)
         return tokens == 1 or (can_launch(self.model.norm.weight) and not is_broken)
 
+    def prompt_runner(self) -> "EagerRunner":
+        """Return what runs the chunks of a long prompt."""
+        return EagerRunner(self.model)
+
     def reaches(self, queries: int, length: int) -> list[int | None]:
         """Return the values of `reach` for which a step runs other kernels, in rising order.
 

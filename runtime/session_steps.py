@@ -95,7 +95,7 @@ class DecodeSteps(SessionRows):
             if device.type == "cuda":
                 log.info(f"kernels: {describe_kernels(model, runner_class)}")
         self.runner = runner_class(model) if options.compile else EagerRunner(model)
-        self.prefill_runner: Runner = EagerRunner(model)
+        self.prefill_runner: Runner = self.runner.prompt_runner()
         if options.compile_prefill:
             self.prefill_runner = runner_class(model, dynamic=True)
         self.sample_step = self.runner.sample_step(options.sample_rule)
