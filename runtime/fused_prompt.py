@@ -7,8 +7,7 @@ experts once more. `torch.compile` fuses them, too, but compiles for half a minu
 
 from torch import Tensor, nn
 
-from formats.packed import Packed
-from model import AddNorm, Block, Context, ExpertLinear, RMSNorm, Transformer, group_by_expert
+from model import AddNorm, Block, Context, RMSNorm, Transformer, group_by_expert
 from ops.attention.prompt_heads import KERNEL, prompt_heads
 from ops.declared import Routing, SumAdditions
 from ops.launch import can_launch
@@ -32,7 +31,7 @@ class ExpertRows:
 
     def __init__(self, module: nn.Module):
         self.module, self.bias = module, getattr(module, "bias", None)
-        self.packed = isinstance(module, Packed)
+        self.packed = hasattr(module, "column_order")
 
     def columns(self, like: Tensor) -> Tensor | None:
         """Return the order in which the product reads its x, as of `gather_rows`."""
@@ -52,9 +51,6 @@ class PromptLayer:
         if layer.experts.sum.all_reduce or layer.experts.before.all_reduce:
             raise ValueError("several ranks sum by kernels of their own")
         experts = block.ffn.experts
-        for module in (experts.w13, experts.w2):
-            if not isinstance(module, Packed | ExpertLinear):
-                raise ValueError("no kernels for experts in several formats")
         self.block, self.experts = block, layer.experts
         self.attention = layer.attention.attention
         self.w13, self.w2 = ExpertRows(experts.w13), ExpertRows(experts.w2)
