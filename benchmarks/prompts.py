@@ -4,7 +4,7 @@
 
 A case is a model, its number format, and how many of its layers to build. Random weights. The
 roofline is the larger of two times: the bytes of all weights (of a long prompt nearly every expert
-is chosen) at the measured bandwidth, and the products at PEAK. Attention and the head are not in it.
+is chosen) at the measured bandwidth, and the products at PEAK, without attention and the head.
 """
 
 import argparse
