@@ -99,6 +99,8 @@ GROUPS = {
     "q6_k": 256,
     "q5_k": 256,
     "q4_k": 256,
+    "q5_1": 32,
+    "q4_1": 32,
     "q4_0": 32,
     "iq4_nl": 32,
     "iq4_xs": 256,
@@ -133,7 +135,10 @@ class OnCuda(Tensor):
 
 
 # Formats with scales of another dtype, as other programs publish them.
-OTHER_SCALES = ("int4", "fp16"), ("uint4", "fp16"), ("uint4", "fp32"), ("fp8", "fp32")
+OTHER_SCALES = (
+    *(("int4", "fp16"), ("uint4", "fp16"), ("uint4", "fp32"), ("fp8", "fp32")),
+    *(("q8_0", "bf16"), ("q8_0", "fp32")),
+)
 
 
 def case(
@@ -321,6 +326,8 @@ DOT4 = {
         {"rows": 8, "depth": 2, "stay": True},
     ),
     "iq4_nl, dense": ("iq4_nl", 32, 20, 2272, 0, 1, 1, False, {}),
+    "q5_1, experts": ("q5_1", 32, 24, 480, 3, 1, 2, False, {}),
+    "q4_1, gated": ("q4_1", 32, 40, 448, 3, 2, 4, True, {}),
     "q4_0, experts": ("q4_0", 32, 24, 448, 3, 2, 4, False, {}),
     "q8_0, gated": ("q8_0", 32, 40, 480, 3, 1, 2, True, {}),
     "q8_0, dense": ("q8_0", 32, 20, 1056, 0, 1, 1, False, {}),
