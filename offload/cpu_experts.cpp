@@ -36,6 +36,12 @@ constexpr int SIZE = 64;
 constexpr bool WIDE_SUMS = true;  // sums of products of bytes have 32 bits
 
 static Bytes load(const void *p) { return _mm512_loadu_si512(p); }
+static Bytes load_half(const void *p) {
+  return _mm512_castsi256_si512(_mm256_loadu_si256((const __m256i *)p));
+}
+static Bytes load_quarter(const void *p) {
+  return _mm512_castsi128_si512(_mm_loadu_si128((const __m128i *)p));
+}
 static Bytes fill(uint32_t word) { return _mm512_set1_epi32(word); }
 static Bytes none() { return _mm512_setzero_si512(); }
 static Bytes both(Bytes a, Bytes b) { return _mm512_and_si512(a, b); }
@@ -54,6 +60,7 @@ static Floats total(Bytes high, Bytes low) {
   return _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(high, 8), low));
 }
 static Floats floats(const float *p) { return _mm512_loadu_ps(p); }
+static Floats four_floats(const float *p) { return _mm512_castps128_ps512(_mm_loadu_ps(p)); }
 static Floats choose(Floats values, Bytes index) { return _mm512_permutexvar_ps(index, values); }
 static Floats add_product(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
 static Floats subtract_product(Floats a, Floats b, Floats c) { return _mm512_fnmadd_ps(a, b, c); }
@@ -86,6 +93,12 @@ constexpr int SIZE = 32;
 constexpr bool WIDE_SUMS = false;  // 16 bits: a block's products must fit
 
 static Bytes load(const void *p) { return _mm256_loadu_si256((const __m256i *)p); }
+static Bytes load_half(const void *p) {
+  return _mm256_castsi128_si256(_mm_loadu_si128((const __m128i *)p));
+}
+static Bytes load_quarter(const void *p) {
+  return _mm256_castsi128_si256(_mm_loadl_epi64((const __m128i *)p));
+}
 static Bytes fill(uint32_t word) { return _mm256_set1_epi32(word); }
 static Bytes none() { return _mm256_setzero_si256(); }
 static Bytes both(Bytes a, Bytes b) { return _mm256_and_si256(a, b); }
@@ -107,6 +120,7 @@ static Floats total(Bytes high, Bytes low) {
   return _mm256_cvtepi32_ps(_mm256_add_epi32(high, low));
 }
 static Floats floats(const float *p) { return _mm256_loadu_ps(p); }
+static Floats four_floats(const float *p) { return _mm256_castps128_ps256(_mm_loadu_ps(p)); }
 static Floats choose(Floats values, Bytes index) { return _mm256_permutevar8x32_ps(values, index); }
 static Floats add_product(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c); }
 static Floats subtract_product(Floats a, Floats b, Floats c) { return _mm256_fnmadd_ps(a, b, c); }
@@ -202,9 +216,8 @@ static Bytes above(const uint8_t *high, int plane) {
     }
     return table;
   }();
-  alignas(SIZE) uint8_t words[SIZE];
-  std::memcpy(words, high, SIZE / SHARING);
-  Bytes bits = right_each(choose(load(words), load(index.word)), load(index.shift));
+  const Bytes words = SHARING == 2 ? load_half(high) : load_quarter(high);
+  const Bytes bits = right_each(choose(words, load(index.word)), load(index.shift));
   return left(both(right(bits, BITS * plane), fill(BITS == 1 ? 0x01010101 : 0x03030303)), 4);
 }
 
@@ -271,52 +284,62 @@ static Bytes of_block(int factor, int odd) {
   return load(index);
 }
 
+// What a row's scales are read from.
+struct RowScales {
+  const uint8_t *scale, *zero, *steps;
+  Floats step, low, zero_step, zero_low;
+
+  RowScales(const Weight &w, int64_t e, int64_t row) {
+    scale = w.at(SCALE, e, row), zero = w.at(ZERO, e, row), steps = w.at(STEP, e, row);
+    if (w.scales == OF_ROW) step = spread(bf16(scale));
+    // As the bits of fp32 e4m3 is 2 ** -120 as large, and the table has twice the numbers.
+    if (w.scales == E4M3) step = spread(f32(w.at(SCALE_STEP, e, row)) * 0x1p119f);
+    if (w.scales != HQQ) return;
+    step = spread(bf16(w.at(SCALE_STEP, e, row))), low = spread(bf16(w.at(SCALE_LOW, e, row)));
+    zero_step = spread(bf16(w.at(ZERO_STEP, e, row)));
+    zero_low = spread(bf16(w.at(ZERO_LOW, e, row)));
+  }
+};
+
 // Read the scales of groups g to g + n, n up to LANES; others become finite numbers.
-static Affine read_scales(const Weight &w, int64_t e, int64_t row, int g, int n) {
+static Affine read_scales(const Weight &w, const RowScales &r, int g, int n) {
   Affine a = {};
-  const uint8_t *scale = w.at(SCALE, e, row);
-  const Bytes byte = fill(0xFFu);
   const int blocks = (n + 7) / 8;
   switch (w.scales) {
-    case BF16_SCALE: a.s[0] = bf16_floats(scale + 2 * g, n); break;
-    case F16_SCALE: a.s[0] = load_f16(scale + 2 * g, n); break;
-    case F32_SCALE: a.s[0] = load_f32(scale + 4 * g, n); break;
-    case OF_ROW: a.s[0] = spread(bf16(scale)); break;
+    case BF16_SCALE: a.s[0] = bf16_floats(r.scale + 2 * g, n); break;
+    case F16_SCALE: a.s[0] = load_f16(r.scale + 2 * g, n); break;
+    case F32_SCALE: a.s[0] = load_f32(r.scale + 4 * g, n); break;
+    case OF_ROW: a.s[0] = r.step; break;
     case E8M0:  // half of it: the table has twice the numbers
-      a.s[0] = as_floats(larger(left(load_u8(scale + g, n), 23), fill(1u << 22)));
+      a.s[0] = as_floats(larger(left(load_u8(r.scale + g, n), 23), fill(1u << 22)));
       a.s[0] = product(a.s[0], spread(.5f));
       break;
-    case E4M3: {  // as the bits of fp32 it is 2 ** -120 as large
-      const Floats step = spread(f32(w.at(SCALE_STEP, e, row)) * 0x1p119f);
-      const Bytes both_scales = load_u16(scale + 2 * g, n), magnitude = fill(0x7Fu << 20);
-      a.s[0] = product(as_floats(both(left(both_scales, 20), magnitude)), step);
-      a.s[1] = product(as_floats(both(left(both_scales, 12), magnitude)), step);
+    case E4M3: {
+      const Bytes pairs = load_u16(r.scale + 2 * g, n), magnitude = fill(0x7Fu << 20);
+      a.s[0] = product(as_floats(both(left(pairs, 20), magnitude)), r.step);
+      a.s[1] = product(as_floats(both(left(pairs, 12), magnitude)), r.step);
       break;
     }
     case UINT4:
-      a.s[0] = bf16_floats(scale + 2 * g, n);
-      a.o[0] = product(a.s[0], to_floats(load_u8(w.at(ZERO, e, row) + g, n)));
+      a.s[0] = bf16_floats(r.scale + 2 * g, n);
+      a.o[0] = product(a.s[0], to_floats(load_u8(r.zero + g, n)));
       return a;
     case HQQ: {
-      const Floats zero = to_floats(load_u8(w.at(ZERO, e, row) + g, n));
-      const Floats low = spread(bf16(w.at(SCALE_LOW, e, row)));
-      const Floats zero_low = spread(bf16(w.at(ZERO_LOW, e, row)));
-      const Floats step = spread(bf16(w.at(SCALE_STEP, e, row)));
-      const Floats zero_step = spread(bf16(w.at(ZERO_STEP, e, row)));
-      a.s[0] = add_product(to_floats(load_u8(scale + g, n)), step, low);
-      a.o[0] = product(a.s[0], add_product(zero, zero_step, zero_low));
+      const Floats zero = to_floats(load_u8(r.zero + g, n));
+      a.s[0] = add_product(to_floats(load_u8(r.scale + g, n)), r.step, r.low);
+      a.o[0] = product(a.s[0], add_product(zero, r.zero_step, r.zero_low));
       return a;
     }
     case K4: {
-      const Floats steps = load_f16(w.at(STEP, e, row) + g / 8 * 4, 2 * blocks);
-      const Bytes pairs = load_u16(scale + 2 * g, n);
-      a.s[0] = product(to_floats(both(pairs, byte)), choose(steps, of_block(2, 0)));
+      const Floats steps = load_f16(r.steps + g / 8 * 4, 2 * blocks);
+      const Bytes pairs = load_u16(r.scale + 2 * g, n);
+      a.s[0] = product(to_floats(both(pairs, fill(0xFFu))), choose(steps, of_block(2, 0)));
       a.o[0] = product(to_floats(right(pairs, 8)), choose(steps, of_block(2, 1)));
       return a;
     }
     case K6: {
-      const Floats step = choose(load_f16(w.at(STEP, e, row) + g / 8 * 2, blocks), of_block(1, 0));
-      const Bytes pairs = load_u16(scale + 2 * g, n);
+      const Floats step = choose(load_f16(r.steps + g / 8 * 2, blocks), of_block(1, 0));
+      const Bytes pairs = load_u16(r.scale + 2 * g, n);
       a.s[0] = product(to_floats(signed_right(left(pairs, 24), 24)), step);
       a.s[1] = product(to_floats(signed_right(left(pairs, 16), 24)), step);
       break;
@@ -400,6 +423,13 @@ struct Inputs {
 
 // Products -----------------------------------------------------------------------------------------
 
+// Give each word of a block its group's number; 2 ** shift words are a group. Load no more than is
+// needed: a load that reaches over the store before it waits until that is in the cache.
+static Floats of_words(const float *groups, int shift, Bytes index) {
+  if (LANES >> shift <= 1) return spread(*groups);
+  return choose(LANES >> shift <= 4 ? four_floats(groups) : floats(groups), index);
+}
+
 // Rows times T vectors, x[which[t]] -> out [rows, T]. scratch: T * sets * stride floats.
 template <int CODES, int T>
 static void dot_packed(const Weight &w, int64_t e, int64_t row, int rows, const Inputs &x,
@@ -420,8 +450,9 @@ static void dot_packed(const Weight &w, int64_t e, int64_t row, int rows, const 
   for (; rows; rows--, row++, out += T) {
     Floats sum[T];
     for (int t = 0; t < T; t++) sum[t] = spread(0.f);
+    const RowScales of_row(w, e, row);
     for (int g = 0; g < groups; g += LANES) {
-      const Affine scale = read_scales(w, e, row, g, std::min(groups - g, LANES));
+      const Affine scale = read_scales(w, of_row, g, std::min(groups - g, LANES));
       for (int t = 0; t < T; t++)
         for (int set = 0; set < SETS; set++) {
           store(scratch + (t * SETS + set) * stride + g, product(scale.s[set], floats(units[t] + g)));
@@ -443,7 +474,7 @@ static void dot_packed(const Weight &w, int64_t e, int64_t row, int rows, const 
             lower = dot(lower, plane[p], load(operand + SIZE));
           }
           const float *scales = scratch + (t * SETS + set) * stride + first_group;
-          sum[t] = add_product(total(upper, lower), choose(floats(scales), index), sum[t]);
+          sum[t] = add_product(total(upper, lower), of_words(scales, shift, index), sum[t]);
         }
       }
     };
@@ -594,7 +625,7 @@ struct Pool {
     }
     for (int n = 1; passed.load(std::memory_order_acquire) == seen; n++) {
       _mm_pause();
-      if (n % 4096 == 0) sched_yield();  // more threads than cores
+      if (n % 256 == 0) sched_yield();  // there may be more threads than cores
     }
   }
 
