@@ -165,9 +165,16 @@ static Floats load_f32(const uint8_t *p, int n) { return as_floats(first(p, n, 4
 constexpr int LANES = SIZE / 4;  // words of a vector
 constexpr int MANY = 4;          // tokens that share one pass over a row
 constexpr int ROWS = 16;         // rows of a pass
+constexpr int LINE = 64;         // bytes that cores exchange
 
 #ifndef PREFETCH
-#define PREFETCH 0  // bytes
+#define PREFETCH 4096  // bytes between what is read and what is prefetched
+#endif
+#ifndef EARLY
+#define EARLY 16384  // bytes that a thread prefetches before a barrier
+#endif
+#ifndef SHARES
+#define SHARES 75  // percent of the rows that are shared out in advance
 #endif
 
 // Weights ------------------------------------------------------------------------------------------
@@ -423,6 +430,24 @@ struct Inputs {
 
 // Products -----------------------------------------------------------------------------------------
 
+static void prefetch(const uint8_t *from, int64_t bytes) {
+  for (int64_t n = 0; n < bytes; n += LINE) _mm_prefetch((const char *)from + n, _MM_HINT_T0);
+}
+
+// Prefetch what a row has beside its codes. Past the tensor's end a prefetch does nothing.
+static void prefetch_scales(const Weight &w, int64_t e, int64_t row) {
+  for (int name = HIGH; name < PARTS; name++)
+    if (w.part[name]) prefetch(w.at(Part(name), e, row), w.row_bytes[name]);
+}
+
+// Prefetch the first of some rows: as many as `dot_rows` is ahead, or the given bytes.
+static void prefetch_rows(const Weight &w, int64_t e, int64_t row, int64_t rows,
+                          int64_t bytes = PREFETCH) {
+  rows = std::min(rows, 1 + bytes / w.row_bytes[CODES]);
+  prefetch(w.at(CODES, e, row), std::min(bytes, rows * w.row_bytes[CODES]));
+  for (int64_t n = 0; n < rows; n++) prefetch_scales(w, e, row + n);
+}
+
 // Give each word of a block its group's number; 2 ** shift words are a group. Load no more than is
 // needed: a load that reaches over the store before it waits until that is in the cache.
 static Floats of_words(const float *groups, int shift, Bytes index) {
@@ -450,6 +475,7 @@ static void dot_packed(const Weight &w, int64_t e, int64_t row, int rows, const 
   for (; rows; rows--, row++, out += T) {
     Floats sum[T];
     for (int t = 0; t < T; t++) sum[t] = spread(0.f);
+    if (PREFETCH) prefetch_scales(w, e, row + 1 + PREFETCH / row_bytes);
     const RowScales of_row(w, e, row);
     for (int g = 0; g < groups; g += LANES) {
       const Affine scale = read_scales(w, of_row, g, std::min(groups - g, LANES));
@@ -568,12 +594,17 @@ static void work(Call &call, int thread);
 
 constexpr auto SPIN = std::chrono::milliseconds(1);  // after a call, before a thread sleeps
 
-struct Pool {
-  int count;  // threads, the caller's one included
+struct alignas(LINE) Flag {  // alone in its line, or those who wait for one slow down the others
+  std::atomic<uint32_t> value{0};
+};
+
+struct alignas(LINE) Pool {
+  const int count;  // threads, the caller's one included
+  Flag started, passed, asleep;
+  Flag next_up, next_down;    // rows that no thread has taken
+  std::vector<Flag> arrived;  // at a barrier, by thread
   std::vector<std::thread> workers;
   std::mutex turn;  // of callers
-  std::atomic<uint32_t> started{0}, passed{0};
-  std::atomic<int> arrived{0}, asleep{0};
   std::atomic<bool> stopping{false};
   Call *call = nullptr;
   // What a call needs; kept for the next one
@@ -582,13 +613,13 @@ struct Pool {
   std::vector<int> tokens;                 // of `pairs`
   std::vector<int> in_order;               // 0, 1, ...
 
-  explicit Pool(int n) : count(n) {
+  explicit Pool(int n) : count(n), arrived(n) {
     for (int k = 1; k < n; k++) workers.emplace_back([this, k] { serve(k); });
   }
   ~Pool() {
     stopping = true;
-    started++;
-    started.notify_all();
+    started.value++;
+    started.value.notify_all();
     for (auto &worker : workers) worker.join();
   }
 
@@ -597,46 +628,66 @@ struct Pool {
       wait_for_call(seen);
       if (stopping) return;
       work(*call, thread);
-      wait_for_all();
+      wait_for_all(thread);
     }
   }
 
   void wait_for_call(uint32_t seen) {
     const auto end = std::chrono::steady_clock::now() + SPIN;
-    for (int n = 1; started.load(std::memory_order_acquire) == seen; n++) {
+    for (int n = 1; started.value.load(std::memory_order_acquire) == seen; n++) {
       _mm_pause();
       if (n % 256) continue;
       if (std::chrono::steady_clock::now() > end) {
-        asleep++;
-        started.wait(seen);
-        asleep--;
+        asleep.value++;
+        started.value.wait(seen);
+        asleep.value--;
       } else {
         sched_yield();
       }
     }
   }
 
-  void wait_for_all() {
-    const uint32_t seen = passed.load(std::memory_order_relaxed);
-    if (arrived.fetch_add(1, std::memory_order_acq_rel) + 1 == count) {
-      arrived.store(0, std::memory_order_relaxed);
-      passed.store(seen + 1, std::memory_order_release);
-      return;
-    }
-    for (int n = 1; passed.load(std::memory_order_acquire) == seen; n++) {
+  static void wait_for(const Flag &flag, uint32_t value) {
+    for (int n = 1; flag.value.load(std::memory_order_acquire) != value; n++) {
       _mm_pause();
       if (n % 256 == 0) sched_yield();  // there may be more threads than cores
     }
   }
 
-  void run(Call &next) {
-    call = &next;
-    started.fetch_add(1, std::memory_order_seq_cst);
-    if (asleep.load(std::memory_order_seq_cst)) started.notify_all();
-    work(next, 0);
-    wait_for_all();
+  // A barrier: thread 0 waits for the others, then all go on.
+  void wait_for_all(int thread) {
+    const uint32_t next = arrived[thread].value.load(std::memory_order_relaxed) + 1;
+    arrived[thread].value.store(next, std::memory_order_release);
+    if (thread) return wait_for(passed, next);
+    for (int k = 1; k < count; k++) wait_for(arrived[k], next);
+    passed.value.store(next, std::memory_order_release);
+  }
+
+  void run(Call &given) {
+    call = &given;
+    next_up.value = next_down.value = 0;
+    started.value++;
+    if (asleep.value.load()) started.value.notify_all();
+    work(given, 0);
+    wait_for_all(0);
   }
 };
+
+static int64_t shares_of(int64_t n, int threads) { return n * SHARES / 100 / threads; }
+
+// Call `visit(begin, end)` for a thread's rows of n: an equal share of the first ones, then pieces
+// of the rest, which a thread takes when it is ready. So threads end together where cores differ.
+template <class Visit>
+static void share_out(int64_t n, int thread, int threads, Flag &next, Visit visit) {
+  const int64_t shares = shares_of(n, threads);
+  visit(shares * thread, shares * (thread + 1));
+  const int64_t rest = n - shares * threads;
+  for (;;) {
+    const int64_t begin = next.value.fetch_add(ROWS, std::memory_order_relaxed);
+    if (begin >= rest) return;
+    visit(shares * threads + begin, shares * threads + std::min(begin + ROWS, rest));
+  }
+}
 
 // One layer ----------------------------------------------------------------------------------------
 
@@ -696,40 +747,45 @@ static void read_x(Call &call, Pool &pool, int thread) {
 static void gate_up(Call &call, Pool &pool, int thread, float *scratch, float *out) {
   const Layer &layer = *call.layer;
   const int64_t width = layer.w13.out / 2;
-  const Range range(width * pool.experts.size(), thread, pool.count);
-  for (int64_t n = range.begin, rows; n < range.end; n += rows) {
-    const int64_t u = n / width, row = n % width;
-    rows = std::min({(int64_t)ROWS, width - row, range.end - n});
-    const int begin = pool.first[u], count = pool.first[u + 1] - begin, e = pool.experts[u];
-    const int *tokens = pool.tokens.data() + begin;
-    float *up = out + count * ROWS;
-    dot_rows(layer.w13, e, row, rows, pool.x, tokens, count, scratch, out);
-    dot_rows(layer.w13, e, row + width, rows, pool.x, tokens, count, scratch, up);
-    for (int k = 0; k < count; k++)
-      for (int r = 0; r < rows; r++)
-        pool.h.values[(begin + k) * width + row + r] = activate(
-            layer.activation, layer.limit, layer.alpha, out[k * ROWS + r], up[k * ROWS + r]);
-  }
+  auto visit = [&](int64_t begin, int64_t end) {
+    for (int64_t n = begin, rows; n < end; n += rows) {
+      const int64_t u = n / width, row = n % width;
+      rows = std::min({(int64_t)ROWS, width - row, end - n});
+      const int first = pool.first[u], count = pool.first[u + 1] - first, e = pool.experts[u];
+      const int *tokens = pool.tokens.data() + first;
+      float *up = out + count * ROWS;
+      dot_rows(layer.w13, e, row, rows, pool.x, tokens, count, scratch, out);
+      dot_rows(layer.w13, e, row + width, rows, pool.x, tokens, count, scratch, up);
+      for (int k = 0; k < count; k++)
+        for (int r = 0; r < rows; r++)
+          pool.h.values[(first + k) * width + row + r] = activate(
+              layer.activation, layer.limit, layer.alpha, out[k * ROWS + r], up[k * ROWS + r]);
+    }
+  };
+  share_out(width * pool.experts.size(), thread, pool.count, pool.next_up, visit);
 }
 
 static void down(Call &call, Pool &pool, int thread, float *scratch, float *out) {
   const Weight &w = call.layer->w2;
-  const Range range(w.out, thread, pool.count);
-  for (int t = 0; t < call.n_tokens; t++)
-    std::fill_n(call.y + (int64_t)t * w.out + range.begin, range.end - range.begin, 0.f);
-  for (size_t u = 0; u < pool.experts.size(); u++) {
-    const int begin = pool.first[u], count = pool.first[u + 1] - begin;
-    for (int64_t row = range.begin, rows; row < range.end; row += rows) {
-      rows = std::min((int64_t)ROWS, range.end - row);
-      dot_rows(w, pool.experts[u], row, rows, pool.h, pool.in_order.data() + begin, count, scratch,
-               out);
-      for (int k = 0; k < count; k++) {
-        const float weight = call.weights[pool.pairs[begin + k]];
-        float *y = call.y + (int64_t)pool.tokens[begin + k] * w.out + row;
-        for (int r = 0; r < rows; r++) y[r] += weight * out[k * ROWS + r];
+  auto visit = [&](int64_t begin, int64_t end) {
+    for (int t = 0; t < call.n_tokens; t++)
+      std::fill(call.y + (int64_t)t * w.out + begin, call.y + (int64_t)t * w.out + end, 0.f);
+    for (size_t u = 0; u < pool.experts.size(); u++) {
+      const int first = pool.first[u], count = pool.first[u + 1] - first, e = pool.experts[u];
+      for (int64_t row = begin, rows; row < end; row += rows) {
+        rows = std::min((int64_t)ROWS, end - row);
+        if (row + rows == end && u + 1 < pool.experts.size())
+          prefetch_rows(w, pool.experts[u + 1], begin, end - begin);
+        dot_rows(w, e, row, rows, pool.h, pool.in_order.data() + first, count, scratch, out);
+        for (int k = 0; k < count; k++) {
+          const float weight = call.weights[pool.pairs[first + k]];
+          float *y = call.y + (int64_t)pool.tokens[first + k] * w.out + row;
+          for (int r = 0; r < rows; r++) y[r] += weight * out[k * ROWS + r];
+        }
       }
     }
-  }
+  };
+  share_out(w.out, thread, pool.count, pool.next_down, visit);
 }
 
 static void work(Call &call, int thread) {
@@ -740,14 +796,21 @@ static void work(Call &call, int thread) {
                               pool.h.codes == BF16 ? 0 : pool.h.sets * pool.h.stride);
   scratch.resize(MANY * floats);
   out.resize(2 * ROWS * pool.pairs.size());
+  const Weight &w13 = call.layer->w13, &w2 = call.layer->w2;
+  const int64_t width = w13.out / 2, shares = shares_of(width * pool.experts.size(), pool.count);
+  const int64_t begin = shares * thread, u = begin / width, row = begin % width;
+  for (int64_t half : {row, row + width})  // memory would be idle until the barrier
+    prefetch_rows(w13, pool.experts[u], half, std::min(shares, width - row), EARLY);
   read_x(call, pool, thread);
-  pool.wait_for_all();
+  pool.wait_for_all(thread);
   gate_up(call, pool, thread, scratch.data(), out.data());
-  pool.wait_for_all();
+  const int64_t down_shares = shares_of(w2.out, pool.count);
+  prefetch_rows(w2, pool.experts[0], down_shares * thread, down_shares, EARLY);
+  pool.wait_for_all(thread);
   if (pool.h.codes != BF16) {
     const Range range((int64_t)pool.pairs.size() * pool.h.groups, thread, pool.count);
     for (int64_t n = range.begin; n < range.end; n++) pool.h.prepare(n / pool.h.groups, n % pool.h.groups);
-    pool.wait_for_all();
+    pool.wait_for_all(thread);
   }
   down(call, pool, thread, scratch.data(), out.data());
 }
