@@ -1,7 +1,7 @@
 """Experts that the CPU multiplies where they lie: packed weights in host memory, few tokens.
 
-`cpu_experts.cpp` has the products. It is compiled for this CPU at first use. Without a compiler, or
-for a format that it does not know, plain PyTorch computes the same: it is the reference too.
+`cpu_experts.cpp` has the products. It is compiled for this CPU at first use. Plain PyTorch computes
+the same without a compiler, and formats that it does not know: it is the reference too.
 """
 
 import ctypes
@@ -76,20 +76,28 @@ def load_library(march: str = "native") -> Library | None:
         with tempfile.TemporaryDirectory() as temporary:  # a loaded library needs no file
             return open_library(build(Path(temporary), march))
     except (OSError, subprocess.SubprocessError) as error:
-        reason = error.stderr if isinstance(error, subprocess.CalledProcessError) else str(error)
-        first = next((line for line in reason.splitlines() if "error" in line), reason.strip())
         log.warning(
-            f"warning: experts on the CPU run in plain PyTorch, many times as slow: {first}; "
-            "install g++ (or name another compiler in $CXX)"
+            "warning: experts on the CPU run in plain PyTorch, many times as slow: "
+            f"{first_error(error)}"
         )
         return None
+
+
+def first_error(error: Exception) -> str:
+    """Return one line: the first error of a compiler, or that of the system."""
+    reason = error.stderr if isinstance(error, subprocess.CalledProcessError) else str(error)
+    lines = [line for line in reason.splitlines() if line.strip()]
+    first = next((line for line in lines if "error" in line), lines[0] if lines else repr(error))
+    return first.partition("error: ")[2].removeprefix("#error ").strip('"') or first
 
 
 def build(folder: Path, march: str) -> Path:
     """Return the path of the library, compiled for this CPU."""
     compiler = os.environ.get("CXX", "g++")
     if not shutil.which(compiler):
-        raise FileNotFoundError(f"no C++ compiler {compiler!r}")
+        raise FileNotFoundError(
+            f"no C++ compiler {compiler!r}: install it, or name another one in $CXX"
+        )
     if platform.machine() not in ("x86_64", "AMD64"):
         raise OSError(f"no products for {platform.machine()} CPUs")
     command = compiler, *FLAGS, f"-march={march}"
@@ -349,6 +357,7 @@ class CPUExperts:
         """activation: (gate, up) -> h, as `Experts.activation`."""
         self.w13, self.w2, self.activation, self.threads = w13, w2, activation, threads
         self.layer = None
+        self.kept: list[tuple] = []  # of host functions: what C code points to
         if threads.compiled and w13.is_compiled() and w2.is_compiled():
             known = recognize(activation, threads.library)
             if known is not None:
@@ -414,15 +423,15 @@ class CPUExperts:
     ) -> tuple[int, int]:
         """Return the addresses of a C function and of its argument, which do what a call does.
 
-        For cudaLaunchHostFunc: no Python runs. The first `count` (int32 [1], read by the function)
-        of the pairs are computed. The tensors must stay where they are. Raises RuntimeError if
-        plain PyTorch computes this layer.
+        For cudaLaunchHostFunc: no Python runs. The function reads `count` (int32 [1]) and computes
+        as many pairs, the first ones. The tensors must stay where they are. Raises RuntimeError
+        if plain PyTorch computes this layer.
         """
         self.check(x, experts, tokens, weights, y)
         if self.layer is None:
             raise RuntimeError("no compiled products of these experts")
         call = self.call_struct(x, experts, tokens, weights, count.data_ptr(), y)
-        self.kept = [*getattr(self, "kept", ()), (call, x, experts, tokens, weights, count, y)]
+        self.kept.append((call, x, experts, tokens, weights, count, y))
         function = ctypes.cast(self.threads.library.run_experts, ctypes.c_void_p).value
         return function, ctypes.addressof(call)
 

@@ -140,7 +140,7 @@ static Floats load_f16(const uint8_t *p, int n) {
 static Floats load_f32(const uint8_t *p, int n) { return as_floats(first(p, n, 4)); }
 
 #else
-#error "needs AVX2, FMA and F16C"
+#error "the CPU has no AVX2, FMA or F16C"
 #endif
 
 constexpr int LANES = SIZE / 4;  // words of a vector

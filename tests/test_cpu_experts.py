@@ -19,7 +19,7 @@ from offload import cpu_experts
 from offload.cpu_experts import CPUExperts, CPUThreads, HostWeight, load_library, usable_cores
 
 # x becomes integers of 16 bits, which is finer than any format, and than bf16.
-BOUND = 3e-4  # of the largest output
+BOUND = 3e-4  # a fraction of the largest output
 COMPILED = (
     *("int4", "mxfp4", "q4_k", "hqq2", "int8", "nvfp4", "hqq4", PLAIN),
     *("uint4", "q8_0", "q4_0", "q5_k", "q6_k"),
@@ -273,13 +273,21 @@ def test_an_unknown_activation_runs_in_plain_pytorch(pools):
     assert layer(*random_call(layer, 1, 2)).isfinite().all()
 
 
-@pytest.mark.parametrize("problem", ("no compiler", "another CPU", "an error"))
-def test_without_the_library_one_line_says_so(problem, monkeypatch, caplog):
+@pytest.mark.parametrize(
+    "problem,line",
+    (
+        ("no compiler", "no C++ compiler 'no-such-compiler': install it"),
+        ("another architecture", "no products for riscv64 CPUs"),
+        pytest.param("an old CPU", "the CPU has no AVX2", marks=needs_compiler),
+        pytest.param("an error", "no-such-cpu", marks=needs_compiler),
+    ),
+)
+def test_without_the_library_one_line_says_so(problem, line, monkeypatch, caplog):
     if problem == "no compiler":
         monkeypatch.setenv("CXX", "no-such-compiler")
-    elif problem == "another CPU":
+    elif problem == "another architecture":
         monkeypatch.setattr(cpu_experts.platform, "machine", lambda: "riscv64")
-    march = "no-such-cpu" if problem == "an error" else "native"
+    march = {"an error": "no-such-cpu", "an old CPU": "x86-64"}.get(problem, "native")
     load_library.cache_clear()
     try:
         with caplog.at_level(logging.WARNING, "moe_fast"):
@@ -288,6 +296,7 @@ def test_without_the_library_one_line_says_so(problem, monkeypatch, caplog):
         load_library.cache_clear()
     (record,) = caplog.records
     assert "plain PyTorch" in record.message and "\n" not in record.message
+    assert line in record.message
     assert not threads.compiled and not again.compiled
     assert threads.instructions == "plain PyTorch"
     layer = random_layer(threads, "int4", 64, 64)
