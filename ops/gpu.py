@@ -24,11 +24,6 @@ class Gpu(NamedTuple):
         return self.capability >= (8, 0)
 
     @property
-    def runs_fused_decoding(self) -> bool:
-        """Whether the fused decode kernels were measured on such a GPU."""
-        return self.capability >= (9, 0)
-
-    @property
     def has_pdl(self) -> bool:
         """Whether it has programmatic dependent launch (PDL): Hopper and later.
 
