@@ -33,7 +33,8 @@ from cli.generate_options import (
     plan_lengths,
 )
 from cli.log import log_to_stderr
-from cli.options import check_checkpoint_path
+from cli.model_name import parse_model_name
+from cli.options import check_checkpoint_path, choose_compile
 from cli.prompts import read_prompts
 from cli.report import format_statistics, in_seconds
 from cli.staging import remove
@@ -50,7 +51,8 @@ from checkpoint import FORMAT_VERSION, Checkpoint
 from formats.kv_cache import KV_CACHES
 from formats.quantizer import DTYPES
 from gguf_files.opening import open_source
-from memory.commands import offload_settings, plan_generation, uses_head
+from memory.card_plan import choose_format, dry_run, settle
+from memory.commands import generation_setup, offload_settings, plan_generation, uses_head
 from model import Transformer
 from models import args_of_checkpoint
 from models.converter import convert
@@ -137,6 +139,16 @@ def open_model(options: argparse.Namespace, device: torch.device) -> Checkpoint:
     from hub.prepare import prepare_for
 
     return open_checkpoint(process_group.share(lambda: prepare_for(options, device)))
+
+
+def find_source(options: argparse.Namespace):
+    """Return what is known of the model without its weights, if it is not on this disk."""
+    check_checkpoint_path(options)
+    if options.model is None:
+        return open_checkpoint(options.checkpoint_path)
+    from hub.describe import describe_model
+
+    return describe_model(parse_model_name(options.model), options.revision)
 
 
 def open_session(
@@ -281,6 +293,13 @@ def expert_traffic(model: Transformer, before: list[dict[str, int]], tokens: int
 # Command ------------------------------------------------------------------------------------------
 
 
+def print_plan(options: argparse.Namespace, device: torch.device) -> None:
+    """Print what --dry_run asks for."""
+    lines = dry_run(options, device, lambda: find_source(options))
+    if process_group.is_main():
+        print("\n".join(lines), flush=True)
+
+
 def encode_prompts(options: argparse.Namespace, tokenizer: Tokenizer) -> list[list[int]]:
     """Return the token ids of every prompt, through the chat template if --system is given."""
     texts = read_prompts(options.prompt, options.prompts_file) or [DEFAULT_PROMPT]
@@ -297,6 +316,11 @@ def run(options: argparse.Namespace) -> list[dict]:
     check_stop(options.stop)
     options.seed = process_group.common_seed(options.seed)
     sampling = Sampling(**{name: getattr(options, name) for name in SAMPLING})
+    choose_compile(options, device.type == "cuda")
+    if options.dry_run:
+        print_plan(options, device)
+        return []
+    choose_format(options, device, lambda: find_source(options))
     checkpoint = open_model(options, device)
     if options.prepare_only:
         if process_group.is_main():
@@ -362,6 +386,10 @@ def prepare_session(
         )
     process_group.check_agreement(vars(options), checkpoint)
     batch = min(options.batch_size, prompts) or 1 if kind == "off" else 1
+    setup = generation_setup(options, checkpoint, drafter, length, batch, longest)
+    length = settle(options, device, setup) or length
+    if options.offload:  # the plan may have chosen it
+        kind = choose_speculation(options, prompts)
     plan_generation(options, checkpoint, drafter, device, length, batch, longest)
     session = open_session(options, checkpoint, device, length, batch)
     if kind == "off":

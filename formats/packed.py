@@ -4,7 +4,7 @@
 a request wins. The last row of each product is plain PyTorch, which serves everything and is the
 reference for the others.
 
-It is about eager steps, Inductor's and prompts. The fused kernels of a compiled step (Hopper) read
+It is about eager steps, Inductor's and prompts. The fused kernels of a compiled step read
 the packed weights themselves: docs/design.md, "What runs when".
 """
 

@@ -118,12 +118,21 @@ def plan_generation(
 
     source, drafter: checkpoints, or None for the latter. longest: tokens of the longest prompt.
     """
+    setup = generation_setup(options, source, drafter, length, batch, longest)
+    levers = generation_levers(options, source, device, longest)
+    lower_gpu_memory(options, plan_session(setup, device, levers))
+
+
+def generation_setup(
+    options: argparse.Namespace, source, drafter, length: int, batch: int, longest: int
+) -> Setup:
+    """Return what decides the memory of generate.py's session. The others: of `plan_generation`."""
     dtype, extra = DTYPES.get(options.dtype), extra_for_head(options, source, length)
     if drafter:
         draft = sizes_of(drafter, dtype, options.parallel)
         extra = draft.weights + draft.cache(1, length, options.kv_cache)
         extra += part_bytes(draft, options.draft_vocab or DRAFT_VOCAB)
-    setup = Setup(
+    return Setup(
         sizes_of(source, dtype, options.parallel),
         length,
         batch,
@@ -134,8 +143,6 @@ def plan_generation(
         extra=extra,
         longest=None if options.interactive else longest,
     )
-    levers = generation_levers(options, source, device, longest)
-    lower_gpu_memory(options, plan_session(setup, device, levers))
 
 
 def uses_head(options: argparse.Namespace, source) -> bool:
@@ -181,9 +188,16 @@ def plan_server(options: argparse.Namespace, source, device: torch.device, least
     Raises ValueError if nothing fits.
     least: sequences that must fit; --max_batch is the most that run.
     """
-    dtype = DTYPES.get(options.dtype)
-    sizes = sizes_of(source, dtype, options.parallel)
-    setup = Setup(
+    setup = server_setup(options, source, least)
+    capacity = plan_session(setup, device, server_levers(options, source, device))
+    lower_gpu_memory(options, capacity)
+    return capacity
+
+
+def server_setup(options: argparse.Namespace, source, least: int) -> Setup:
+    """Return what decides the memory of serve.py's session. least: as of `plan_server`."""
+    sizes = sizes_of(source, DTYPES.get(options.dtype), options.parallel)
+    return Setup(
         sizes,
         options.max_seq_len,
         least,
@@ -193,9 +207,6 @@ def plan_server(options: argparse.Namespace, source, device: torch.device, least
         options.max_batch,
         extra=extra_for_head(options, source, options.max_seq_len or sizes.args.max_position),
     )
-    capacity = plan_session(setup, device, server_levers(options, source, device))
-    lower_gpu_memory(options, capacity)
-    return capacity
 
 
 def plan_evaluation(

@@ -1,7 +1,7 @@
 """Choose what runs a compiled step: the fused kernels, Inductor's, or those of offloaded experts.
 
 `python generate.py --compile`, the server and a `Session` from Python all choose here. The fused
-kernels (runtime/fused_decode.py) run on NVIDIA GPUs from compute capability 9.0 on, for models that
+kernels (runtime/fused_decode.py) run on NVIDIA GPUs from compute capability 8.0 on, for models that
 they compute. Everything else runs the blocks as torch.compile makes them (runtime/runner.py).
 """
 
@@ -42,7 +42,7 @@ def why_not_fused(model: Transformer, device: torch.device) -> str | None:
         return "no GPU"
     if model.embedding.weight.element_size() != 2:
         return f"activations in {str(model.embedding.weight.dtype).removeprefix('torch.')}"
-    if not gpu_of(device).runs_fused_decoding:
+    if not gpu_of(device).runs_kernels:
         return str(gpu_of(device))
     if changed := changed_forms():
         return f"{', '.join(changed)} in model.py changed: see runtime/plain_forms.py"

@@ -116,7 +116,8 @@ def test_options_of_offloading_need_it(parser, name):
 @pytest.mark.parametrize(
     ("more", "message"),
     (
-        ((), "is about a compiled step: add --compile"),
+        (("--device", "cpu"), "is about a compiled step: add --compile"),
+        (("--eager",), "is about a compiled step: add --compile"),
         (("--compile", "--offload", "--gpu_experts", "2"), "does not go with --offload"),
     ),
 )

@@ -31,6 +31,7 @@ def without_a_gpu(*names: str, **variables: str) -> dict[str, dict]:
 def interpreted() -> dict[str, dict]:
     """Return the kernels' errors; one process, which takes longer to start than most of them."""
     names = "grouped, a shape a format", "dot4, few", "token, few", "fixed", "rows"
+    names += ("words",)  # the last: it replaces functions
     return without_a_gpu(*names, TRITON_INTERPRET="1")
 
 
@@ -226,6 +227,11 @@ def test_the_product_for_one_token_computes_what_unpacked_weights_do():
     assert len(errors) == 28
     limits = {case: 1e-3 if "gated" in case else 1e-5 for case in errors}
     assert all(error < limits[case] for case, error in errors.items()), errors
+
+
+def test_codes_are_multiplied_alike_without_inline_assembly(interpreted):
+    """By shifts, as on GPUs of other makers; tensor cores' numbers are those of fp32."""
+    assert len(interpreted["words"]) > 30 and not any(interpreted["words"])
 
 
 @pytest.mark.slow
