@@ -143,7 +143,7 @@ def cache_in_use(session: Session, position: int) -> int:
             continue
         window: int | None = block.attention.window
         visible = min(position, window or position)
-        used += state.nbytes * visible // session.cache_len
+        used += state.nbytes * visible // state.kv.shape[-2]
     return used
 
 

@@ -230,8 +230,9 @@ class DraftModel(Session):
         ids, known = self.target.ids[0], self.target.cached[0]
         valid = self.cached[0] + common_prefix(self.proposed(), ids[self.cached[0] :])
         self.proposed, self.ids[0] = lambda: [], ids
+        self.note_lengths(0)
         kept = self.snapshots.go_back(0, min(valid, known))
-        if kept < known:  # a recurrent state is back at a snapshot
+        if kept < known:  # a recurrent state, or a ring, is back at a snapshot
             for _ in self.prefill(0, ids[kept:known], kept):
                 pass
         return known

@@ -87,7 +87,8 @@ class FusedDecodeAttention(Attention):
         norms = [None if norm is None else norm.weight for norm in (self.q_norm, self.k_norm)]
         tokens = qkv, context.rope, context.positions
         tensors = *tokens, *self.cache.stored(), *norms, self.sinks
-        return attend_tokens(*tensors, self.settings, reach)
+        last = context.last if self.cache.is_ring else None
+        return attend_tokens(*tensors, self.settings, reach, last)
 
 
 def fused_attention(attention: nn.Module) -> nn.Module:

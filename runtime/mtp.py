@@ -163,7 +163,7 @@ class MTPDrafter(DraftModel):
             self.position.fill_(known)
             self.catch_up(ids, min(self.filled, known - 1), known)
             chain()
-        elif known and not target.snapshots.live[0]:
+        elif known and (target.snapshots.slack or not target.snapshots.live[0]):
             target.cached[0] = known - 1
 
     def propose(self, limit: int) -> int:

@@ -90,6 +90,7 @@ class Prompts(DecodeSteps):
             set_edits(self.edits, row, sampling)
             self.row_is_edited[row] = self.edited
         start = min(common_prefix(self.ids[row], ids), self.cached[row], len(ids) - 1)
+        self.note_lengths(row)
         start = self.snapshots.go_back(row, start)
         self.prefilled += len(ids) - start
         self.ids[row], self.cached[row] = list(ids), start
