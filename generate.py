@@ -57,6 +57,7 @@ from models.converter import convert
 from offload.experts import COUNTERS, expert_counters
 from parallel import process_group
 from parallel.heartbeat import fail, leave
+from runtime.compile_ahead import start_compiling
 from runtime.draft_vocab import DRAFT_VOCAB
 from runtime.loading import (
     check_decode_kernels,
@@ -155,6 +156,7 @@ def open_session(
     check_decode_kernels(options.decode_kernels, checkpoint, device, dtype, options.parallel)
     if options.compile or options.compile_prefill:
         use_compile_cache(options.compile_cache)
+        start_compiling(checkpoint, device)
     model = load_model(checkpoint, device, dtype, options.parallel, experts)
     settings = SessionOptions(
         batch=batch,

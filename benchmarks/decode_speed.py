@@ -22,6 +22,7 @@ from models.random_weights import (
 )
 from parallel import process_group
 from parallel.device import pick_device
+from runtime.compile_ahead import start_compiling
 from runtime.loading import check_decode_kernels, load_model
 from runtime.memory import free_gpu_memory
 from runtime.sampling import Sampling
@@ -78,6 +79,7 @@ def open_session(args: ModelArgs, options: argparse.Namespace, device: torch.dev
     check_decode_kernels(options.decode_kernels, source, device, parallel=options.parallel)
     if options.compile_prefill or not options.eager:
         use_compile_cache(options.compile_cache)
+        start_compiling(source, device)
     model = load_model(source, device, parallel=options.parallel)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)

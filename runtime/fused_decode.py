@@ -19,8 +19,10 @@ from ops.inductor import materialize
 from ops.launch import KernelError, compile_only, give_up
 from ops.products import dense
 from ops.step import draft_check
+from ops.step.begin import begin_tokens
 from ops.step.token_draw import draw_tokens
 from runtime.fused_attention import FusedDecodeAttention
+from runtime.fused_latent_attention import FusedLatentAttention
 from runtime.fused_layer import MAX_FEW, FusedLayer, fused_layers, kernel_weight
 from runtime.plain_forms import settings_of
 from runtime.runner import CompiledRunner, share_code
@@ -39,7 +41,7 @@ def run_unfused(block: Block, x: Tensor, context: Context, next_norm: nn.Module)
     return x, *routing
 
 
-def begin_tokens(model: Transformer, tokens: Tensor, span: Tensor) -> tuple[Tensor, Context]:
+def begin_plainly(model: Transformer, tokens: Tensor, span: Tensor) -> tuple[Tensor, Context]:
     x, _, context = model.begin(tokens, span)
     return x, context
 
@@ -105,7 +107,8 @@ class FusedRunner(CompiledRunner):
         self.max_tokens = MAX_FEW if self.takes_tokens(MAX_FEW) else 1
         self.prompt_chunks = tuple(size for size in PROMPT_CHUNKS if self.takes_tokens(size))
         self.short_chunks = self.prompt_chunks or self.short_chunks
-        self.compiled_begin_tokens = self.compile(begin_tokens, options=BEGIN_OPTIONS)
+        self.begins_fused = self.can_begin_fused(model)
+        self.compiled_begin_tokens = self.compile(begin_plainly, options=BEGIN_OPTIONS)
         self.compiled_end_tokens = self.compile(end_tokens)
         self.compiled_norm = self.compile(last_norm)
         compiled_core = self.compile(run_core)
@@ -116,6 +119,37 @@ class FusedRunner(CompiledRunner):
 
         self.compiled_core = core
         self.compiled_unfused = self.compile(run_unfused)
+
+    def can_begin_fused(self, model: Transformer) -> bool:
+        """Whether a kernel begins: plain embeddings, and attention by kernels in all layers."""
+        plain = Transformer.begin, Transformer.embed
+        has_kernels = FusedDecodeAttention | FusedLatentAttention
+        attentions = [layer.attention.attention for layer in self.layers.values()]
+        return (
+            (type(model).begin, type(model).embed) == plain
+            and len(attentions) == len(model.layers)
+            and all(isinstance(attention, has_kernels) for attention in attentions)
+        )
+
+    @property
+    def all_reduces(self) -> bool:
+        """Whether several ranks compute a layer."""
+        return any(layer.experts.sum.all_reduce for layer in self.layers.values())
+
+    def launch_all(self, rows: int, queries: int, reach: int | None = None) -> None:
+        """Launch the kernels of a call of this shape, over nothing: for `launch.collect_only`."""
+        model, T = self.model, rows * queries
+        tokens = torch.zeros(rows, queries, dtype=torch.int64, device=model.norm.weight.device)
+        if self.begins_fused:
+            begin_tokens(tokens, tokens, model.embedding.weight, model.rope_table)
+        x = model.norm.weight.new_empty(T, model.args.dim, dtype=model.embedding.weight.dtype)
+        rope = model.rope_table.new_empty(rows, queries, 1, model.rope_table.shape[1])
+        context = Context(rope, positions=tokens, last=tokens[:, 0])
+        for layer in self.layers.values():
+            if layer.experts.takes_tokens(T):
+                layer.forward(x, context, layer.attention.empty_heads, reach)
+        if self.head is not None and rows <= self.max_tokens:
+            self.head.forward(x[:rows])
 
     def takes_tokens(self, tokens: int) -> bool:
         """Whether all fused layers take this number of tokens."""
@@ -133,8 +167,22 @@ class FusedRunner(CompiledRunner):
         self.is_fused = (is_prompt or is_few) and not isinstance(span, Chunk)
         if not self.is_fused:
             return super().begin(model, tokens, span)
+        if self.begins_fused and (found := self.begin_fused(model, tokens, span)):
+            return found
         share_code(tokens, span)
         x, context = self.compiled_begin_tokens(model, tokens, span)
+        return x, x, context
+
+    def begin_fused(self, model: Transformer, tokens: Tensor, span: Tensor):
+        """Begin by a kernel, if those of all layers run: then none reads masks."""
+        launch = partial(begin_tokens, tokens, span, model.embedding.weight, model.rope_table)
+        if not self.runs(("begin", tokens.shape), launch):
+            return None
+        x, rope = launch()
+        context = Context(rope, positions=span)
+        layers = [(layer, layer.attention.attention) for layer in self.layers.values()]
+        if not all(a.takes(x, context) and self.runs_layer(l, x, context) for l, a in layers):
+            return None
         return x, x, context
 
     def block(

@@ -44,10 +44,11 @@ from ops.attention.gqa_settings import (
 )
 from ops.attention.softmax import PROGRAMS
 from ops.gpu import gpu_of
+from ops.inductor import custom_op
 from ops.launch import check_shapes, fit, launch
 
 
-@torch.library.custom_op("moe_fast::attend_tokens", mutates_args=("cache", "scales"))
+@custom_op("moe_fast::attend_tokens", mutates_args=("cache", "scales"))
 def attend_tokens(
     qkv: Tensor,
     rope: Tensor,
