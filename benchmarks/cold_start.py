@@ -29,7 +29,7 @@ KINDS = {
     "weights": ("/runtime/loading.py", "/models/random_weights.py"),
     "capture": ("/runtime/graphs.py",),
 }
-STARTED = "MOE_FAST_STARTED"  # in the environment of a process: when it was started
+STARTED = "MOE_FAST_STARTED"  # a variable of the environment: when the process was started
 
 
 class Sampler:

@@ -79,7 +79,8 @@ def open_session(args: ModelArgs, options: argparse.Namespace, device: torch.dev
     check_decode_kernels(options.decode_kernels, source, device, parallel=options.parallel)
     if options.compile_prefill or not options.eager:
         use_compile_cache(options.compile_cache)
-        start_compiling(source, device)
+        if process_group.size() == 1:
+            start_compiling(source, device)
     model = load_model(source, device, parallel=options.parallel)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)

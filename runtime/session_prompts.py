@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from model import SHORT_CACHE, Chunk, Transformer
+from ops.compile_ahead import collect
 from ops.gpu import gpu_of
 from ops.inductor import without_tuning
 from ops.step.token_draw import draw_tokens
-from runtime.compile_ahead import collect, compile_ahead
+from runtime.compile_ahead import compile_ahead, stop
 from runtime.fused_decode import FusedRunner
 from runtime.graphs import GraphCache
 from runtime.logit_edits import set_edits
@@ -71,6 +72,7 @@ class Prompts(DecodeSteps):
         """Compile the kernels of steps and short prompts side by side, if they are fused ones."""
         runner = self.runner
         if not self.captured or not isinstance(runner, FusedRunner) or runner.all_reduces:
+            stop()
             return
         steps = sorted({size for size in (1, 2, 4, 8, self.batch) if size <= self.batch})
 

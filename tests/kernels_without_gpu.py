@@ -80,6 +80,7 @@ from ops.products.prompt import grouped_gemm
 from ops.products.tilings import Tiles
 from ops.ranks import all_reduce
 from ops.step import expert_paging
+from ops.step.begin import begin_tokens
 from ops.step.rows import RowMemory, make_planes
 from runtime.fused_attention import FusedDecodeAttention
 from tests.interpreter_bounds import check_bounds
@@ -1326,6 +1327,19 @@ def token_errors() -> dict[str, float]:
     return found | {"a gated output": gated_token_error()}
 
 
+def begin_errors() -> dict[str, float]:
+    """Return how many numbers of a step's begin differ, for rows of any length."""
+    found = {}
+    for B, Q, D, R in ((1, 1, 2880, 128), (3, 5, 96, 1536), (1, 64, 1024, 64)):
+        embedding, table = torch.randn(50, D).bfloat16(), torch.randn(200, R)
+        tokens, positions = torch.randint(-1, 50, (B, Q)), torch.randint(200, (B, Q))
+        tokens[0, 0] = -1
+        x, rope = begin_tokens(tokens, positions, embedding, table)
+        want = embedding[tokens.clamp(min=0)], table[positions].unsqueeze(2)
+        found[f"{(B, Q, D, R)}"] = float((x != want[0]).sum() + (rope != want[1]).sum())
+    return found
+
+
 def few_token_errors() -> dict[str, float]:
     """`token_errors` of three forms: without and with a norm, and with a window and sinks."""
     without_assembly()
@@ -1475,6 +1489,7 @@ INTERPRETED = {
     "token": token_errors,
     "token, few": few_token_errors,
     "queries": partial(queries_errors, FEW_QUERIES),
+    "begin": begin_errors,
     "rings": partial(queries_errors, RINGS),
     "rings, more": partial(queries_errors, MORE_RINGS),
     "queries, more": more_queries_errors,

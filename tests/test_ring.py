@@ -116,7 +116,7 @@ def test_a_prompt_in_chunks_of_any_size(kind, chunk, whole):
 @pytest.mark.parametrize("first", (1, WINDOW, 60, SLOTS - 1, SLOTS, 300))
 @pytest.mark.parametrize("kind", KINDS)
 def test_calls_of_many_tokens_at_positions(kind, first, whole):
-    """Of one token to more than a ring's spare slots, for two sequences at different positions."""
+    """Two sequences at different positions, with one token to more than a ring's spare slots."""
     models = [session.model for session in (open_session(kind, 2), whole(kind, batch=2))]
     tokens = torch.tensor([text(LENGTH, 2), text(LENGTH, 3)])
     for model in models:
@@ -152,7 +152,7 @@ def test_padding_and_idle_rows_leave_a_ring_as_it_is(kind):
 
 @pytest.mark.parametrize("kind", ("plain", pytest.param("int8", marks=pytest.mark.slow)))
 def test_a_changed_prompt_goes_back_to_a_window_that_is_there(kind, whole):
-    """By a few tokens without a copy, else to a snapshot; and recomputes no more."""
+    """A few tokens need no copy; more go back to a snapshot. No more is recomputed."""
     session, other, ids = open_session(kind, prefill_chunk=150), whole(kind), text(520)
     list(session.stream(ids, 1, GREEDY))
     kept = []

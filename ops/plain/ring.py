@@ -1,7 +1,7 @@
 """The ring cache of a layer with a sliding window, in plain PyTorch.
 
 Position p is in slot p % R, where a later position replaces it. Three things write positions that
-are not a sequence's next ones, and R leaves them room: a call's own tokens, of which the first
+are not a sequence's next ones, and R has slots for them: a call's own tokens, of which the first
 still sees a whole window; drafts that are refused; and tokens that a changed prompt takes back.
 Padding and idle rows write nothing: their positions may be anywhere.
 
