@@ -22,7 +22,6 @@ from ops.step import draft_check
 from ops.step.begin import begin_tokens
 from ops.step.token_draw import draw_tokens
 from runtime.fused_attention import FusedDecodeAttention
-from runtime.fused_latent_attention import FusedLatentAttention
 from runtime.fused_layer import MAX_FEW, FusedLayer, fused_layers, kernel_weight
 from runtime.plain_forms import settings_of
 from runtime.runner import CompiledRunner, share_code
@@ -114,6 +113,8 @@ class FusedRunner(CompiledRunner):
         compiled_core = self.compile(run_core)
 
         def core(attention: nn.Module, projected: Tensor, context: Context) -> Tensor:
+            if hasattr(attention, "fused_core"):  # of more tokens: its own kernels, in eager code
+                return run_core(attention, projected, context)
             share_code(projected, context=context)
             return compiled_core(attention, projected, context)
 
@@ -123,12 +124,11 @@ class FusedRunner(CompiledRunner):
     def can_begin_fused(self, model: Transformer) -> bool:
         """Whether a kernel begins: plain embeddings, and attention by kernels in all layers."""
         plain = Transformer.begin, Transformer.embed
-        has_kernels = FusedDecodeAttention | FusedLatentAttention
         attentions = [layer.attention.attention for layer in self.layers.values()]
         return (
             (type(model).begin, type(model).embed) == plain
             and len(attentions) == len(model.layers)
-            and all(isinstance(attention, has_kernels) for attention in attentions)
+            and all(hasattr(attention, "takes") for attention in attentions)
         )
 
     @property
@@ -180,9 +180,12 @@ class FusedRunner(CompiledRunner):
             return None
         x, rope = launch()
         context = Context(rope, positions=span)
-        layers = [(layer, layer.attention.attention) for layer in self.layers.values()]
-        if not all(a.takes(x, context) and self.runs_layer(l, x, context) for l, a in layers):
-            return None
+        for layer in self.layers.values():
+            attention = layer.attention.attention
+            if getattr(attention, "reads_masks", True) and not attention.takes(x, context):
+                return None
+            if not self.runs_layer(layer, x, context):
+                return None
         return x, x, context
 
     def block(
