@@ -87,6 +87,8 @@ class Prompts(DecodeSteps):
                 rows, _ = self.first_rows(size)
                 own = rows.seen, rows.controls, rows.seeds, rows.position, rows.last, rows.token
                 draw_tokens(logits, *own)
+                if self.outbox:
+                    self.outbox.post(rows.token)
 
         compile_ahead(collect(launch), gpu_of(self.device))
 

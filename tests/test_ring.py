@@ -1,19 +1,24 @@
 """Rings of layers with a sliding window: tokens are those of caches that keep all positions."""
 
+import json
 import random
 from dataclasses import replace
 
 import pytest
 import torch
 from conftest import smoke_diagonal
+from ring_worker import answer
 from test_batch import GREEDY, SAMPLINGS, run
 from test_batch_speculation import OUTCOMES, open_batch, with_drafts
+from test_tp import torchrun
+from without_gpu import ROOT
 
 from formats.kv_cache import KV_CACHES
 from model import Chunk, KVCache, ModelArgs, Transformer
 from models import ARCHITECTURES, build_model
 from ops.plain.ring import RING_SPARE, cache_slots
 from runtime.batch import Batch
+from runtime.loading import load_model
 from runtime.memory import cache_bytes, plan_capacity
 from runtime.session import Session, SessionOptions
 from runtime.snapshots import MAX_SNAPSHOTS, RING_SLACK, snapshots_kept
@@ -232,3 +237,17 @@ def test_a_context_of_128k_costs_little_and_the_plan_knows_it():
     short = plan_capacity(model, KVCache, torch.bfloat16, want // 2, 1)
     assert 8192 <= short.length < length // 2 and short.rows >= 1
     assert [snapshots_kept(size) for size in (0, 10**6, 3 * 10**8, 10**9)] == [8, 8, 3, 2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ("mixtral", "gpt_oss", "gemma4"))
+def test_two_ranks_answer_as_one_with_whole_caches(family, make_family, monkeypatch):
+    directory, length, count = make_family(family).directory, 180, 60
+    command = torchrun(2, ROOT / "tests" / "ring_worker.py", directory, str(length), str(count))
+    out, errors = command.communicate(timeout=300)
+    assert command.returncode == 0, errors
+    found = json.loads(out.splitlines()[-1])
+    assert min(found["slots"]) == SLOTS
+    monkeypatch.setattr("model.cache_slots", lambda length, window: length)
+    want = answer(load_model(directory, "cpu"), length, count)
+    assert min(want["slots"]) > SLOTS and found["tokens"] == want["tokens"]
