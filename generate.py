@@ -59,6 +59,7 @@ from models.converter import convert
 from offload.experts import COUNTERS, expert_counters
 from parallel import process_group
 from parallel.heartbeat import fail, leave
+from runtime.compile_ahead import start_compiling
 from runtime.draft_vocab import DRAFT_VOCAB
 from runtime.loading import (
     check_decode_kernels,
@@ -167,6 +168,8 @@ def open_session(
     check_decode_kernels(options.decode_kernels, checkpoint, device, dtype, options.parallel)
     if options.compile or options.compile_prefill:
         use_compile_cache(options.compile_cache)
+        if process_group.size() == 1:
+            start_compiling(checkpoint, device)
     model = load_model(checkpoint, device, dtype, options.parallel, experts)
     settings = SessionOptions(
         batch=batch,
@@ -322,9 +325,9 @@ def run(options: argparse.Namespace) -> list[dict]:
         return []
     choose_format(options, device, lambda: find_source(options))
     checkpoint = open_model(options, device)
-    if options.prepare_only:
-        if process_group.is_main():
-            print(getattr(checkpoint, "path", checkpoint.directory), flush=True)
+    if options.prepare_only and process_group.is_main():
+        print(getattr(checkpoint, "path", checkpoint.directory), flush=True)
+    if options.prepare_only and not options.compile:
         return []
     tokenizer, args = load_tokenizer(checkpoint.directory), args_of_checkpoint(checkpoint)
     if options.system is not None and not tokenizer.has_chat_template:
@@ -339,6 +342,8 @@ def run(options: argparse.Namespace) -> list[dict]:
     session = prepare_session(options, checkpoint, device, length, len(prompts), longest)
     if options.compile or options.compile_prefill:
         compile_session(session, prompts[0] if prompts else [0], sampling)
+    if options.prepare_only:
+        return []
     results, batch = [], session.batch
     with torch.profiler.profile() if options.profile else nullcontext() as profile:
         if options.interactive:

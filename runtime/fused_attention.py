@@ -91,7 +91,8 @@ class FusedDecodeAttention(Attention):
         """
         tokens = qkv, context.rope, context.positions
         tensors = *tokens, *self.cache.stored(), *self.norm_weights(), self.sinks
-        return attend_tokens(*tensors, self.settings, reach)
+        last = context.last if self.cache.is_ring else None
+        return attend_tokens(*tensors, self.settings, reach, last)
 
 
 def fused_attention(attention: nn.Module) -> nn.Module:

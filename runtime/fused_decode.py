@@ -17,6 +17,7 @@ from model import Block, Chunk, Context, Transformer
 from ops.inductor import materialize
 from ops.launch import KernelError, compile_only, give_up
 from ops.step import draft_check
+from ops.step.begin import begin_tokens
 from ops.step.token_draw import draw_tokens
 from runtime.fused_attention import FusedDecodeAttention
 from runtime.fused_head import fused_head
@@ -38,7 +39,7 @@ def run_unfused(block: Block, x: Tensor, context: Context, next_norm: nn.Module)
     return x, *routing
 
 
-def begin_tokens(model: Transformer, tokens: Tensor, span: Tensor) -> tuple[Tensor, Context]:
+def begin_plainly(model: Transformer, tokens: Tensor, span: Tensor) -> tuple[Tensor, Context]:
     x, _, context = model.begin(tokens, span)
     return x, context
 
@@ -76,12 +77,15 @@ class FusedRunner(CompiledRunner):
         self.max_tokens = MAX_FEW if self.takes_tokens(MAX_FEW) else 1
         self.prompt_chunks = tuple(size for size in PROMPT_CHUNKS if self.takes_tokens(size))
         self.short_chunks = self.prompt_chunks or self.short_chunks
-        self.compiled_begin_tokens = self.compile(begin_tokens, options=BEGIN_OPTIONS)
+        self.begins_fused = self.can_begin_fused(model)
+        self.compiled_begin_tokens = self.compile(begin_plainly, options=BEGIN_OPTIONS)
         self.compiled_end_tokens = self.compile(end_tokens)
         self.compiled_norm = self.compile(last_norm)
         compiled_core = self.compile(run_core)
 
         def core(attention: nn.Module, projected: Tensor, context: Context) -> Tensor:
+            if hasattr(attention, "fused_core"):  # of more tokens: its own kernels, in eager code
+                return run_core(attention, projected, context)
             share_code(projected, context=context)
             return compiled_core(attention, projected, context)
 
@@ -90,6 +94,36 @@ class FusedRunner(CompiledRunner):
 
     def prompt_runner(self) -> PromptRunner:
         return PromptRunner(self.model, self.fused, self.head)
+
+    def can_begin_fused(self, model: Transformer) -> bool:
+        """Whether a kernel begins: plain embeddings, and attention by kernels in all layers."""
+        plain = Transformer.begin, Transformer.embed
+        attentions = [layer.attention.attention for layer in self.layers.values()]
+        return (
+            (type(model).begin, type(model).embed) == plain
+            and len(attentions) == len(model.layers)
+            and all(hasattr(attention, "takes") for attention in attentions)
+        )
+
+    @property
+    def all_reduces(self) -> bool:
+        """Whether several ranks compute a layer."""
+        return any(layer.experts.sum.all_reduce for layer in self.layers.values())
+
+    def launch_all(self, rows: int, queries: int, reach: int | None = None) -> None:
+        """Launch the kernels of a call of this shape, over nothing: for `launch.collect_only`."""
+        model, T = self.model, rows * queries
+        tokens = torch.zeros(rows, queries, dtype=torch.int64, device=model.norm.weight.device)
+        if self.begins_fused:
+            begin_tokens(tokens, tokens, model.embedding.weight, model.rope_table)
+        x = model.norm.weight.new_empty(T, model.args.dim, dtype=model.embedding.weight.dtype)
+        rope = model.rope_table.new_empty(rows, queries, 1, model.rope_table.shape[1])
+        context = Context(rope, positions=tokens, last=tokens[:, 0])
+        for layer in self.layers.values():
+            if layer.experts.takes_tokens(T):
+                layer.forward(x, context, layer.attention.empty_heads, reach)
+        if self.head is not None and rows <= self.max_tokens:
+            self.head.forward(x[:rows])
 
     def takes_tokens(self, tokens: int) -> bool:
         """Whether all fused layers take this number of tokens."""
@@ -107,8 +141,25 @@ class FusedRunner(CompiledRunner):
         self.is_fused = (is_prompt or is_few) and not isinstance(span, Chunk)
         if not self.is_fused:
             return super().begin(model, tokens, span)
+        if self.begins_fused and (found := self.begin_fused(model, tokens, span)):
+            return found
         share_code(tokens, span)
         x, context = self.compiled_begin_tokens(model, tokens, span)
+        return x, x, context
+
+    def begin_fused(self, model: Transformer, tokens: Tensor, span: Tensor):
+        """Begin by a kernel, if those of all layers run: then none reads masks."""
+        launch = partial(begin_tokens, tokens, span, model.embedding.weight, model.rope_table)
+        if not self.runs(("begin", tokens.shape), launch):
+            return None
+        x, rope = launch()
+        context = Context(rope, positions=span)
+        for layer in self.layers.values():
+            attention = layer.attention.attention
+            if getattr(attention, "reads_masks", True) and not attention.takes(x, context):
+                return None
+            if not self.runs_layer(layer, x, context):
+                return None
         return x, x, context
 
     def block(

@@ -153,10 +153,9 @@ class FusedAttention:
             early = n == 1  # then the kernel before the previous one, which writes x, has ended
             dense.dense_product(normed, weight, norm, bias=bias, out=part, early=early)
         projected, attention = projected.view(*context.positions.shape, -1), self.attention
-        if not isinstance(attention, FusedDecodeAttention | FusedLatentAttention):
-            heads = core(attention, projected, context)
-        elif not attention.takes(projected, context):
-            heads = core(attention.plain[0], projected, context)
+        if not hasattr(attention, "takes") or not attention.takes(projected, context):
+            (plain,) = getattr(attention, "plain", (attention,))
+            heads = core(plain, projected, context)
         elif isinstance(attention, FusedDecodeAttention):
             heads = attention.fused_core(projected, context, reach)
         else:

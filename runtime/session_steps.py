@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from model import COUNTING_SORT_MAX_TOKENS, Chunk, KVCache, Runner, Transformer
-from ops.inductor import configure_inductor, without_tuning
+from ops.inductor import compiled, without_tuning
 from ops.launch import can_launch
 from ops.plain.attention import BLOCK
 from runtime.graphs import CapturedStep, run_on_host
@@ -68,8 +68,6 @@ class DecodeSteps(SessionRows):
     def __init__(self, model: Transformer, max_seq_len: int, options: SessionOptions):
         self.model, self.max_seq_len, self.options = model, max_seq_len, options
         device, self.compiled = model.norm.weight.device, options.compile
-        if options.compile or options.compile_prefill:
-            configure_inductor()
         self.make_runners(device)
         self.captured = self.compiled and device.type == "cuda"
         self.captured = self.captured and self.runner.can_capture(options.batch)
@@ -101,7 +99,7 @@ class DecodeSteps(SessionRows):
         self.sample_step = self.runner.sample_step(options.sample_rule)
         self.edit_step = edit_logits
         if options.compile:
-            self.edit_step = torch.compile(edit_logits, fullgraph=True, dynamic=False)
+            self.edit_step = compiled(edit_logits, dynamic=False)
 
     def make_watched(self) -> None:
         """Allocate the Details that a watched step writes."""

@@ -30,7 +30,15 @@ def without_a_gpu(*names: str, **variables: str) -> dict[str, dict]:
 @pytest.fixture(scope="module")
 def interpreted() -> dict[str, dict]:
     """Return the kernels' errors; one process, which takes longer to start than most of them."""
-    names = "grouped, a shape a format", "dot4, few", "token, few", "fixed", "rows"
+    names = (
+        "grouped, a shape a format",
+        "dot4, few",
+        "token, few",
+        "rings",
+        "begin",
+        "fixed",
+        "rows",
+    )
     names += ("words",)  # the last: it replaces functions
     return without_a_gpu(*names, TRITON_INTERPRET="1")
 
@@ -111,6 +119,22 @@ def test_attention_that_reads_the_blocks_in_use_compiles_for_an_h200():
 def test_one_tokens_attention_in_one_kernel(interpreted):
     errors = interpreted["token, few"]
     assert len(errors) == 3 and all(error < 2e-6 for error in errors.values()), errors
+
+
+def test_a_step_begins_with_the_tokens_embeddings_and_rope(interpreted):
+    assert list(interpreted["begin"].values()) == [0, 0, 0]
+
+
+def test_attention_over_a_ring_is_that_over_all_positions(interpreted):
+    errors = interpreted["rings"]
+    assert len(errors) == 2 and all(error < 2e-6 for error in errors.values()), errors
+
+
+@pytest.mark.slow
+def test_attention_over_rings_of_every_kind():
+    """One token and up to 64, whose padding and idle rows leave the ring as it is."""
+    errors = without_a_gpu("rings, more", TRITON_INTERPRET="1")["rings, more"]
+    assert len(errors) == 6 and all(error < 2e-6 for error in errors.values()), errors
 
 
 @pytest.mark.slow

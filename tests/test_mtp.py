@@ -267,7 +267,7 @@ def test_drafts_are_those_of_transformers(name, make_headed, monkeypatch):
 def no_compiler(monkeypatch):
     """Sessions take their compiled paths (tensor positions, static shapes, warm-up), uncompiled."""
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
-    monkeypatch.setattr("runtime.session_steps.configure_inductor", lambda: None)
+    monkeypatch.setattr("ops.inductor.configure_inductor", lambda: None)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

@@ -16,16 +16,29 @@ from ops.inductor import custom_op
 BLOCK = 128  # positions of a block, the unit in which `attend_blocks` reads a cache
 
 
-def causal_bias(positions: Tensor, length: int, window: int | None, dtype: torch.dtype) -> Tensor:
+def causal_bias(
+    positions: Tensor,
+    length: int,
+    window: int | None,
+    dtype: torch.dtype,
+    keys: Tensor | None = None,
+) -> Tensor:
     """Return each query's mask [B, Q, length]: 0 for the positions that it sees, else -inf.
 
-    positions [B, Q]. window: the number of positions that a query sees, its own included.
+    positions [B, Q]. window: the number of positions that a query sees, its own included. keys
+    [B, N]: the positions of the keys, negative for none; the mask is [B, Q, N] then. None: from 0.
     """
-    distance = positions.unsqueeze(-1) - torch.arange(length, device=positions.device)
-    visible = distance >= 0
-    if window is not None:
-        visible = visible & (distance < window)
+    own = torch.arange(length, device=positions.device) if keys is None else keys.unsqueeze(1)
+    visible = is_visible(positions.unsqueeze(-1), own, window)
     return torch.where(visible, 0.0, float("-inf")).to(dtype)
+
+
+def is_visible(query: Tensor, key: Tensor, window: int | None) -> Tensor:
+    """Whether a query at one position sees the key at another: bool."""
+    distance = query - key
+    if window is None:
+        return distance >= 0
+    return (distance >= 0) & (distance < window) & (key >= 0)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, sinks: Tensor | None = None) -> Tensor:
@@ -85,13 +98,12 @@ def append_sink(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> tuple[Tensor,
 def blocks_in_use(positions: Tensor, length: int, window: int | None) -> tuple[Tensor, Tensor]:
     """Find the blocks of a cache that queries at rising positions [B, Q] see.
 
-    Return `model.Mask.blocks`: the number of those blocks, int32 [B, 1, 1], and their indices,
-    int32 [B, 1, 1, length / BLOCK], padded by any.
+    length: slots of the cache, which may be a ring. Return `model.Mask.blocks`: the number of those
+    blocks, int32 [B, 1, 1], and their indices, int32 [B, 1, 1, length / BLOCK], padded by any.
     """
     first = (positions[:, :1] - (window or length) + 1).clamp(min=0) // BLOCK  # [B, 1]
-    order = first + torch.arange(length // BLOCK, device=positions.device)
-    order = order.clamp(max=length // BLOCK - 1)
-    count = positions[:, -1:] // BLOCK + 1 - first
+    order = (first + torch.arange(length // BLOCK, device=positions.device)) % (length // BLOCK)
+    count = (positions[:, -1:] // BLOCK + 1 - first).clamp(max=length // BLOCK)
     return count.to(torch.int32).unsqueeze(-1), order.to(torch.int32)[:, None, None]
 
 
@@ -108,12 +120,16 @@ def attend_blocks(
     """Attend with few queries over a long cache, reading only the blocks in use -> as `attend`.
 
     Call it in compiled code only: eager FlexAttention computes all scores. blocks: from
-    `blocks_in_use`. return_lse: return also the log-sum-exp of each query's scores, fp32 [B, H, Q].
+    `blocks_in_use`. With a window the cache may be a ring. return_lse: return also the log-sum-exp
+    of each query's scores, fp32 [B, H, Q].
     """
+    slots, newest = k.shape[2], positions[:, -1]
 
-    def visible(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        distance = positions[b, query] - key
-        return distance >= 0 if window is None else (distance >= 0) & (distance < window)
+    def visible(b: Tensor, h: Tensor, query: Tensor, slot: Tensor) -> Tensor:
+        if window is None or window >= slots:
+            return is_visible(positions[b, query], slot, window)
+        key = newest[b] - (newest[b] - slot) % slots  # `ring.slot_positions`
+        return is_visible(positions[b, query], key, window)
 
     mask = BlockMask.from_kv_blocks(
         *blocks,
