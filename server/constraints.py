@@ -169,12 +169,18 @@ class AnswerConstraint:
     """A Constraint that begins where a chat's answer begins, after its reasoning block.
 
     prompt: its token ids, which may open the block. Otherwise the first token decides: it opens the
-    block, or is the grammar's first.
+    block, or is the grammar's first. continues: as of `make_splitter`.
     """
 
-    def __init__(self, constraint: Constraint, tokenizer: Tokenizer, prompt: Sequence[int]):
+    def __init__(
+        self,
+        constraint: Constraint,
+        tokenizer: Tokenizer,
+        prompt: Sequence[int],
+        continues: str | None = None,
+    ):
         self.constraint, self.pieces = constraint, tokenizer.stream()
-        self.splitter = make_splitter(tokenizer, prompt)
+        self.splitter = make_splitter(tokenizer, prompt, continues)
         self.answers = False  # the grammar's first token has come, or has to come next
         self.update()
 

@@ -4,39 +4,22 @@ A request has the whole conversation. Items of recent answers may stand in it by
 Vercel AI SDK sends them: ItemStore has these.
 """
 
-import itertools
 import json
-import math
 import re
-import secrets
 import threading
-import time
-from collections.abc import Iterator
 from typing import Annotated, Any
 
 from pydantic import Field, ValidationError
 
+from server.errors import FIELD_MESSAGES, APIError, error_field, error_message
+from server.plan import GenerationRequest, Limits, parse_body, plan_request
 from server.schema import (
     FAIL_FAST,
-    FIELD_MESSAGES,
-    AnswerReader,
-    APIError,
     ChatCompletionBody,
-    Finished,
-    GeneratedToken,
-    GenerationRequest,
-    Limits,
     LogprobCount,
     Seed,
-    TextDelta,
     TokenLimit,
-    error_field,
-    error_message,
-    logprob_entries,
-    parse_body,
-    plan_request,
     reasoning_text,
-    server_sent_event,
 )
 from server.structured import (
     OtherServersFields,
@@ -45,8 +28,7 @@ from server.structured import (
     UnlessOne,
     Unsupported,
 )
-from server.tokenizing import TokenizerPool, TokenizerUnavailableError
-from server.tools import Piece, TextPiece
+from server.tokenizing import TokenizerPool
 from tokenizer import Tokenizer
 
 Item = dict[str, Any]
@@ -248,273 +230,3 @@ def read_responses_request(
     """Parse and validate a request's body. Raises APIError if it is invalid or unsupported."""
     fields = parse_body(ResponsesBody, body)
     return fields, plan_request(fields.chat_body(store), tokenizer, limits, "input")
-
-
-class ResponsesBuilder:
-    """Builds the items and events of one answer, see server.schema.ResponseBuilder."""
-
-    def __init__(
-        self,
-        body: ResponsesBody,
-        request: GenerationRequest,
-        model_name: str,
-        tokenizer: Tokenizer,
-        store: ItemStore,
-    ):
-        self.body, self.model_name, self.store = body, model_name, store
-        self.reader, self.tokenizer = AnswerReader(request, tokenizer), tokenizer
-        self.tokens: list[GeneratedToken] = []  # tokens of the answer's text that no event has
-        self.id, self.created = f"resp_{secrets.token_hex(24)}", int(time.time())
-        self.items: list[Item] = []
-        self.open: Item | None = None  # the item being written
-        self.events = 0
-
-    def completion(self, events: list[Finished]) -> dict:
-        """Return the answer to a request without `stream`."""
-        (event,) = events
-        pieces = self.reader.whole(event.result)
-        begin, end = message_span(event.result, pieces)
-        self.tokens = [token for token in event.tokens if begin <= token.offset < end]
-        for _ in self.add_pieces(pieces):
-            pass
-        status = self.status(event)
-        for _ in self.close_item(status):
-            pass
-        self.keep_items()
-        return self.response(status, event)
-
-    def start(self) -> Iterator[bytes]:
-        """Yield what a stream begins with."""
-        for name in ("created", "in_progress"):
-            yield self.event(f"response.{name}", response=self.response("in_progress"))
-
-    def deltas(self, event: TextDelta) -> Iterator[bytes]:
-        """Yield the events for new text."""
-        self.tokens += [] if event.is_reasoning else event.tokens
-        pieces = self.reader.read(event.text, event.is_reasoning)
-        yield from self.add_pieces(pieces)
-        if pieces and not is_message(pieces[-1]):
-            self.tokens = []  # they belong to a call or to the reasoning
-
-    def end(self, event: Finished) -> Iterator[bytes]:
-        """Yield what a stream ends with."""
-        self.tokens += event.tokens
-        yield from self.add_pieces(self.reader.end(event.result))
-        status = self.status(event)
-        yield from self.close_item(status)
-        self.keep_items()
-        yield self.event(f"response.{status}", response=self.response(status, event))
-
-    def error(self, error: APIError) -> bytes:
-        """Return the end of a stream that fails."""
-        response = self.response("failed") | {
-            "error": {"code": error.code or "server_error", "message": str(error)}
-        }
-        return self.event("response.failed", response=response)
-
-    def keep_items(self) -> None:
-        if self.body.store:
-            self.store.add(self.items)
-
-    def status(self, event: Finished) -> str:
-        reason = self.reader.finish_reason(event.result["finish_reason"])
-        return "incomplete" if reason == "length" else "completed"
-
-    # Items ------------------------------------------------------------------------------------
-
-    def add_pieces(self, pieces: list[Piece]) -> Iterator[bytes]:
-        """Add pieces of the answer to its items; yield the events."""
-        for piece in pieces:
-            if isinstance(piece, TextPiece):
-                kind = "reasoning" if piece.is_reasoning else "message"
-                if self.open is None or self.open["type"] != kind:
-                    yield from self.open_item(kind)
-                yield self.add_text(piece.text)
-                continue
-            if piece.name is not None:
-                fields = {"call_id": piece.id, "name": piece.name, "arguments": ""}
-                yield from self.open_item("function_call", **fields)
-            if piece.arguments and self.open:
-                self.open["arguments"] += piece.arguments
-                yield self.item_event("function_call_arguments.delta", delta=piece.arguments)
-
-    def open_item(self, kind: str, **fields: Any) -> Iterator[bytes]:
-        """Close the open item and begin another one."""
-        yield from self.close_item("completed")
-        prefix = {"message": "msg", "reasoning": "rs", "function_call": "fc"}[kind]
-        item: Item = {"id": f"{prefix}_{secrets.token_hex(24)}", "type": kind}
-        if kind == "message":
-            fields = {"role": "assistant", "content": []}
-        elif kind == "reasoning":
-            fields = {"summary": [], "content": []}
-        self.open = item | {"status": "in_progress"} | fields
-        self.items.append(self.open)
-        yield self.event(
-            "response.output_item.added", output_index=len(self.items) - 1, item=self.open
-        )
-        if kind != "function_call":
-            part: Item = {"type": "reasoning_text", "text": ""}
-            if kind == "message":
-                part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-            self.open["content"].append(part)
-            yield self.item_event("content_part.added", content_index=0, part=part)
-
-    def add_text(self, text: str) -> bytes:
-        assert self.open
-        part = self.open["content"][0]
-        part["text"] += text
-        extra = {}
-        if part["type"] == "output_text":
-            extra["logprobs"] = self.take_logprobs()
-            part["logprobs"] += extra["logprobs"]
-        return self.item_event(f"{part['type']}.delta", content_index=0, delta=text, **extra)
-
-    def take_logprobs(self) -> list[Item]:
-        """Return the logprobs of the tokens in no event yet; none unless the request asks."""
-        tokens, self.tokens = self.tokens, []
-        if not self.body.wants_logprobs:
-            return []
-        return logprob_entries(tokens, self.body.top_logprobs, self.tokenizer)
-
-    def close_item(self, status: str) -> Iterator[bytes]:
-        """End the open item."""
-        item = self.open
-        if item is None:
-            return
-        if item["type"] == "function_call":
-            fields = {"name": item["name"], "arguments": item["arguments"]}
-            yield self.item_event("function_call_arguments.done", **fields)
-        else:
-            part = item["content"][0]
-            extra = {}
-            if part["type"] == "output_text":  # the last token may have no text
-                part["logprobs"] += self.take_logprobs()
-                extra["logprobs"] = part["logprobs"]
-            yield self.item_event(
-                f"{part['type']}.done", content_index=0, text=part["text"], **extra
-            )
-            yield self.item_event("content_part.done", content_index=0, part=part)
-        item["status"] = status
-        yield self.event("response.output_item.done", output_index=len(self.items) - 1, item=item)
-        self.open = None
-
-    def item_event(self, kind: str, **fields: Any) -> bytes:
-        """Return an event about the open item."""
-        assert self.open
-        place = {"item_id": self.open["id"], "output_index": len(self.items) - 1}
-        return self.event(f"response.{kind}", **place, **fields)
-
-    def event(self, kind: str, **fields: Any) -> bytes:
-        """Return a server-sent event with the next sequence number."""
-        value = {"type": kind, "sequence_number": self.events, **fields}
-        self.events += 1
-        return f"event: {kind}\n".encode() + server_sent_event(value)
-
-    def response(self, status: str, event: Finished | None = None) -> dict:
-        """Return the response object. event: the end of the answer, for a finished response."""
-        body = self.body
-        reason = {"reason": "max_output_tokens"} if status == "incomplete" else None
-        return {
-            "id": self.id,
-            "object": "response",
-            "created_at": self.created,
-            "status": status,
-            "background": False,
-            "error": None,
-            "incomplete_details": reason,
-            "instructions": body.instructions,
-            "max_output_tokens": body.max_output_tokens,
-            "metadata": body.metadata,
-            "model": self.model_name,
-            "output": self.items,
-            "parallel_tool_calls": body.parallel_tool_calls,
-            "previous_response_id": None,
-            "reasoning": {"effort": body.reasoning.effort, "summary": None},
-            "store": self.body.store,
-            "temperature": body.temperature,
-            "text": {"format": body.text.format},
-            "tool_choice": body.tool_choice,
-            "tools": body.tools,
-            "top_logprobs": body.top_logprobs,
-            "top_p": body.top_p,
-            "truncation": "disabled",
-            "usage": usage(event.result) if event else None,
-        }
-
-
-def is_message(piece: Piece) -> bool:
-    """Return whether a piece is text of the answer's message."""
-    return isinstance(piece, TextPiece) and not piece.is_reasoning
-
-
-def message_span(result: Item, pieces: list[Piece]) -> tuple[int, float]:
-    """Return where the message begins and ends in an answer's text, in characters.
-
-    The reasoning stands before it, calls after it.
-    """
-    begin, end = len(result.get("reasoning", "")), math.inf
-    if not all(isinstance(piece, TextPiece) for piece in pieces):
-        texts = itertools.takewhile(lambda piece: isinstance(piece, TextPiece), pieces)
-        end = begin + sum(len(piece.text) for piece in texts if is_message(piece))
-    return begin, end
-
-
-def usage(result: dict) -> dict:
-    """Return the token counts of an answer."""
-    prompt_tokens, new_tokens = result["prompt_tokens"], result["new_tokens"]
-    return {
-        "input_tokens": prompt_tokens,
-        "input_tokens_details": {"cached_tokens": result["cached_tokens"]},
-        "output_tokens": new_tokens,
-        "output_tokens_details": {"reasoning_tokens": result.get("reasoning_tokens", 0)},
-        "total_tokens": prompt_tokens + new_tokens,
-    }
-
-
-# Tokens -------------------------------------------------------------------------------------------
-
-
-class TokenizeBody(StrictModel):
-    """The body of POST /tokenize: a prompt, or the messages of a chat."""
-
-    prompt: str | None = None
-    messages: list[Item] | None = None
-    tools: list[Item] = Field(default_factory=list)
-    add_special_tokens: bool = True
-    parse_special: bool = True  # as of /v1/completions
-
-    def encode(self, tokenizer: Tokenizer | TokenizerPool) -> list[int]:
-        """Return the token ids. Raises ValueError."""
-        if self.messages is not None:
-            fields = {"messages": self.messages, "tools": self.tools}
-            chat = ChatCompletionBody.model_validate(fields)
-            return chat.encode(tokenizer)[0][0]
-        if self.prompt is None:
-            raise ValueError("give a prompt, or the messages of a chat")
-        return tokenizer.encode(self.prompt, self.add_special_tokens, special=self.parse_special)
-
-
-class DetokenizeBody(StrictModel):
-    """The body of POST /detokenize."""
-
-    tokens: Annotated[list[int], FAIL_FAST]
-
-
-def tokenize(body: bytes, tokenizer: TokenizerPool, max_seq_len: int) -> dict:
-    """Return the answer to POST /tokenize. Raises APIError."""
-    fields = parse_body(TokenizeBody, body)
-    try:
-        tokens = fields.encode(tokenizer)
-    except ValidationError as error:
-        raise APIError(error_message(error, ChatCompletionBody), param="messages") from None
-    except TokenizerUnavailableError as error:
-        raise APIError(str(error), 503) from None
-    except ValueError as error:
-        raise APIError(str(error)) from None
-    return {"tokens": tokens, "count": len(tokens), "max_model_len": max_seq_len}
-
-
-def detokenize(body: bytes, tokenizer: TokenizerPool, max_seq_len: int) -> dict:
-    """Return the answer to POST /detokenize. Raises APIError."""
-    fields = parse_body(DetokenizeBody, body)
-    return {"prompt": tokenizer.vocabulary.decode(fields.tokens)}

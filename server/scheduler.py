@@ -28,17 +28,11 @@ from runtime.session import Session
 from runtime.session_steps import Details
 from runtime.speculation import Speculation
 from runtime.text import TextSettings, TextStream
+from server.answers import Event, Finished, GeneratedToken, TextDelta
 from server.constraints import AnswerConstraint, Constraint, grammar_tokens
+from server.errors import APIError
 from server.metrics import Metrics
-from server.schema import (
-    APIError,
-    Event,
-    Finished,
-    GeneratedToken,
-    Generation,
-    GenerationRequest,
-    TextDelta,
-)
+from server.plan import Generation, GenerationRequest
 from tokenizer import Tokenizer
 
 log = logging.getLogger("moe_fast")
@@ -363,6 +357,7 @@ class Decoder:
             writer.add_token,
             writer.write_reasoning if splits else None,
             generation.markers,
+            generation.continues,
         )
         text = TextStream(ids, self.tokenizer, settings)
         count, constraint = generation.max_new_tokens, self.make_constraint(generation)
@@ -381,7 +376,8 @@ class Decoder:
         constraint = Constraint(tokens, generation.grammar, started=not waits)
         if not waits:
             return constraint
-        return AnswerConstraint(constraint, self.tokenizer, generation.prompt_ids)
+        prompt, continues = generation.prompt_ids, generation.continues
+        return AnswerConstraint(constraint, self.tokenizer, prompt, continues)
 
     def step(self) -> None:
         """Decode one token of each answer, and deliver all events until now."""
@@ -419,6 +415,7 @@ class Decoder:
             computed = len(answer.sequence.ids) - answer.sequence.cached_tokens
             result = answer.text.result(answer.started, computed, None)
             result["seconds"] = time.perf_counter() - answer.started
+            result["stop_text"] = answer.text.stop_text
             for name in ("cached_tokens", "drafted", "accepted"):
                 result[name] = getattr(answer.sequence, name)
             self.scheduler.finish(answer.number, result, answer.writer.rest(result))

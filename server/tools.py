@@ -410,6 +410,10 @@ class HarmonyParser(CallParser):
     def json_markers(cls, tokenizer: Tokenizer) -> tuple[str, str] | None:
         return " <|constrain|>json<|message|>", ""
 
+    @classmethod
+    def resumed(cls, kind: str) -> str:
+        return f"<|channel|>{'analysis' if kind == REASONING else 'final'}<|message|>"
+
     def read(self) -> Reader:
         markers = {self.marker(name): name for name in self.tokens}
         pattern = re.compile("|".join(map(re.escape, markers)))

@@ -34,16 +34,12 @@ from runtime.session import Session
 from scripts.capture_page import Browser, wait_until
 from serve import bind, build_parser, check_options
 from server import connections
-from server.app import EventQueue, Mailbox, run_server, stream_chunks
-from server.schema import (
-    APIError,
-    ChatCompletionBody,
-    CompletionBody,
-    Finished,
-    Limits,
-    TextDelta,
-    read_request,
-)
+from server.answers import Finished, TextDelta
+from server.app import run_server
+from server.errors import APIError
+from server.plan import Limits, read_request
+from server.schema import ChatCompletionBody, CompletionBody
+from server.streams import EventQueue, Mailbox, stream_chunks
 
 ROOT = Path(__file__).parents[1]
 PROMPT = "def read_lines(path):\n"

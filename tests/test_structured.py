@@ -10,8 +10,9 @@ from test_constraints import walk
 
 from server import structured
 from server.constraints import Constraint, grammar_tokens
+from server.errors import APIError
+from server.plan import Limits, read_request
 from server.responses import ItemStore, read_responses_request
-from server.schema import APIError, Limits, read_request
 
 OBJECT = {
     "type": "object",

@@ -18,18 +18,12 @@ from local_server import LocalServer, httpx, openai
 from test_reasoning import make_tokenizer
 
 from runtime.text import TextSettings, TextStream
+from server.answers import AnswerReader, join_pieces
 from server.constraints import grammar_tokens
+from server.errors import APIError
+from server.plan import GenerationRequest, Limits, plan_request, read_request
 from server.responses import ItemStore, ResponsesBody, read_responses_request
-from server.schema import (
-    AnswerReader,
-    APIError,
-    ChatCompletionBody,
-    GenerationRequest,
-    Limits,
-    join_pieces,
-    plan_request,
-    read_request,
-)
+from server.schema import ChatCompletionBody
 from server.tokenizing import chat_ids
 from server.tools import MARK
 from tokenizer import load_tokenizer
