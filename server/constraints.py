@@ -247,6 +247,23 @@ def lark_or_gbnf(grammar: str) -> str:
         raise ValueError(f"it is neither Lark nor GBNF ({detail})") from None
 
 
+def answer_or_calls(
+    tokenizer: Tokenizer, answer: str, openers: Sequence[str], tokens: Sequence[str]
+) -> str:
+    """Return the grammar of an answer, or of tool calls in its place, which are free.
+
+    answer: its grammar. openers: markers of which one begins the calls. tokens: markers that may be
+    control tokens in them.
+    """
+    begin = " | ".join(_marker(tokenizer, opener) for opener in openers)
+    control = [symbol for name in tokens if (symbol := _marker(tokenizer, name))[0] == "<"]
+    rest = " | ".join(["TEXT", *control])
+    # No space before a call: it would be a way into one, and out of the answer.
+    calls = f"start: @answer | ({begin}) ({rest})*\nTEXT: /(.|\\n)+/\n"
+    (grammar,) = json.loads(answer)["grammars"]
+    return json.dumps({"grammars": [{"lark_grammar": calls}, {"name": "answer", **grammar}]})
+
+
 def forced_call(
     tokenizer: Tokenizer,
     tools: Sequence[tuple[str, dict | None]],

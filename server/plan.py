@@ -88,7 +88,7 @@ def plan_request(
         "reply": reply,
         "continues": fields.continued() if reply else None,
         "watch": fields.logprob_count() is not None or fields.routing,
-        "grammar": plan_grammar(fields, limits),
+        "grammar": plan_grammar(fields, limits, calls, vocabulary),
         "seeded": "seed" in fields.model_fields_set,
         **(calls.generation_fields(vocabulary) if calls else {}),
     }
@@ -142,13 +142,23 @@ def plan_calls(
         raise FieldError(f"tools: {error}", "tools") from None
 
 
-def plan_grammar(fields: CompletionBody | ChatCompletionBody, limits: Limits) -> str | None:
-    """Return the grammar of a request's answers. Raises APIError if it is not supported."""
+def plan_grammar(
+    fields: CompletionBody | ChatCompletionBody,
+    limits: Limits,
+    calls: CallSettings | None,
+    tokenizer: Tokenizer,
+) -> str | None:
+    """Return the grammar of a request's answers. Raises APIError if it is not supported.
+
+    With tools an answer may be calls instead; a forced call has a grammar of its own, or none.
+    """
     restriction = fields.restriction()
-    if restriction is None:
+    if restriction is None or (calls and calls.is_forced):
         return None
     try:
         grammar = restriction.make_grammar()
+        if calls:
+            grammar = calls.beside(grammar, tokenizer)
         limits.check_grammar(grammar)
         return grammar
     except ValueError as error:

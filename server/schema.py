@@ -13,22 +13,12 @@ from pydantic import (
 
 from runtime.reasoning import ANSWER, REASONING, TextSplitter, make_splitter
 from runtime.sampling import MAX_CANDIDATES, TOP_LOGPROBS, Sampling
-from server.constraints import FieldError, forced_call
+from server.constraints import answer_or_calls, forced_call
 from server.errors import FIELD_MESSAGES, whole_to_int
-from server.structured import (
-    OtherServersFields,
-    StrictModel,
-    StructuredFields,
-    Unsupported,
-)
+from server.generic_tools import GENERIC, messages_with_tools
+from server.structured import OtherServersFields, StrictModel, StructuredFields, Unsupported
 from server.tokenizing import TokenizerPool
-from server.tools import (
-    NAME,
-    CallParser,
-    control_markers,
-    find_format,
-    make_parser,
-)
+from server.tools import NAME, CallParser, control_markers, find_format, make_parser
 from tokenizer import Tokenizer
 
 BodyType = TypeVar("BodyType", bound=BaseModel)
@@ -341,11 +331,6 @@ class ChatCompletionBody(GenerationBody):
             raise ValueError(f"tool_choice names {choice.function.name!r:.80}, which is no tool")
         if choice == "required" and not names:
             raise ValueError('tool_choice "required" needs tools')
-        if self.active_tools() and (restriction := self.restriction()):
-            raise ValueError(
-                f"{restriction.field} would forbid the calls of tools: send one of them, or "
-                'tool_choice "none"'
-            )
         return self
 
     def requested_tokens(self) -> int | None:
@@ -374,21 +359,29 @@ class ChatCompletionBody(GenerationBody):
         The answer continues the concatenated contents if there is no chat template.
         """
         vocabulary = vocabulary_of(tokenizer)
-        messages = template_messages(self.messages, vocabulary)
-        if not tokenizer.has_chat_template:
-            text = "".join(message["content"] for message in messages)
-            return [encode_prompt(text, tokenizer)], False
-        ids = tokenizer.chat(messages, **self.template_variables())
+        messages, tools = template_messages(self.messages, vocabulary), self.template_tools()
+        # A template may know earlier calls, but not the tools.
+        if find_format(vocabulary) is None and (tools or not vocabulary.template_has("tool")):
+            messages = messages_with_tools(messages, [tool["function"] for tool in tools])
+            tools = []
+        reply = tokenizer.has_chat_template
+        if reply:
+            variables = self.template_variables() | ({"tools": tools} if tools else {})
+            ids = tokenizer.chat(messages, **variables)
+        else:
+            separator = "\n\n" if self.active_tools() else ""
+            text = separator.join(message["content"] for message in messages)
+            ids = encode_prompt(text + separator, tokenizer)
         calls = self.calls(vocabulary)
         if calls and calls.prefix and not self.continued():
             splitter = make_splitter(vocabulary, ids)
             is_open = isinstance(splitter, TextSplitter) and splitter.kind == REASONING
-            prefix = (splitter.closing if is_open else "") + calls.prefix
+            prefix = (splitter.closing if is_open and reply else "") + calls.prefix
             ids = ids + tokenizer.encode(prefix, bos=False, special=True)
-        return [ids], True
+        return [ids], reply
 
     def template_variables(self) -> dict[str, Any]:
-        """Return the chat template's variables beside the messages."""
+        """Return the chat template's variables beside the messages and the tools."""
         variables = {k: v for k, v in self.chat_template_kwargs.items() if k not in OWN_VARIABLES}
         if self.continued():
             variables["continue_final_message"] = True
@@ -399,27 +392,22 @@ class ChatCompletionBody(GenerationBody):
             variables = {"reasoning_effort": effort} | variables
             if self.reasoning_effort == "none":
                 variables = {"enable_thinking": False} | variables
-        if self.active_tools():
-            variables["tools"] = [
-                tool.model_dump(exclude={"function": {"strict"}}) for tool in self.active_tools()
-            ]
         return variables
+
+    def template_tools(self) -> list[dict]:
+        """Return the tools as chat templates expect them."""
+        strict = {"function": {"strict"}}
+        return [tool.model_dump(exclude=strict) for tool in self.active_tools()]
 
     def active_tools(self) -> list[Tool]:
         """Return the tools that the model may call."""
         return [] if self.tool_choice == "none" else self.tools
 
     def calls(self, tokenizer: Tokenizer) -> "CallSettings | None":
-        """Return how the answer's tool calls are read; None without tools.
-
-        Raises ValueError for a template without a known format of calls.
-        """
+        """Return how the answer's tool calls are read; None without tools."""
         if not self.active_tools():
             return None
-        format = find_format(tokenizer)
-        if format is None:
-            reason = "this model has no chat template with a known format of tool calls"
-            raise FieldError(f"tools: {reason}; leave them out", "tools")
+        format = find_format(tokenizer) or GENERIC
         schemas = {tool.function.name: tool.function.parameters for tool in self.tools}
         prefix, grammar, choice = "", None, self.tool_choice
         if kind := self.continued():
@@ -432,7 +420,7 @@ class ChatCompletionBody(GenerationBody):
                 grammar = forced_call(tokenizer, list(schemas.items()), markers, name, strict)
         is_named = isinstance(choice, NamedChoice)
         single = not self.parallel_tool_calls or is_named
-        return CallSettings(format, schemas, prefix, single, grammar, is_named)
+        return CallSettings(format, schemas, prefix, single, grammar, is_named, self.is_forced())
 
 
 class CallSettings(NamedTuple):
@@ -444,6 +432,7 @@ class CallSettings(NamedTuple):
     single: bool  # one call at most
     grammar: str | None = None  # a forced call's, after the prefix
     is_named: bool = False  # the request names the function
+    is_forced: bool = False  # the answer is a call
 
     def parser(self, tokenizer: Tokenizer) -> CallParser:
         """Return a parser of one answer."""
@@ -456,6 +445,12 @@ class CallSettings(NamedTuple):
             "split_reasoning": not self.format.splits_reasoning,
         }
         return found | ({"grammar": self.grammar, "reasons": False} if self.grammar else {})
+
+    def beside(self, answer: str, tokenizer: Tokenizer) -> str:
+        """Return the grammar of calls, or of answers that follow the grammar `answer`."""
+        if not self.format.openers:  # calls stand outside of the answer's text
+            return answer
+        return answer_or_calls(tokenizer, answer, self.format.openers, self.format.tokens)
 
     def stop(self, tokenizer: Tokenizer) -> list[str]:
         """Return the text that ends an answer with a single call, if the format has one."""
