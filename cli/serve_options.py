@@ -53,6 +53,8 @@ def build_parser() -> Parser:
     add("--max_body", type=int, default=4 << 20, metavar="BYTES", help=body)
     limit = "maximum seconds from a request's arrival to its end (600)"
     add("--time_limit", type=float, default=600.0, metavar="S", help=limit)
+    drain = "seconds that running answers have to end after SIGTERM (10)"
+    add("--drain", type=float, default=10.0, metavar="S", help=drain)
     origin = "origin of web pages that may use the API, such as http://localhost:3000"
     add("--cors_origin", metavar="URL", help=origin)
     add_hub_options(parser)
@@ -92,6 +94,8 @@ def check_options(options: argparse.Namespace) -> None:
         raise ValueError(f"--port {options.port}: it must be from 0 to 65535")
     if not options.time_limit > 0:
         raise ValueError(f"--time_limit {options.time_limit}: it must be above 0")
+    if not 0 <= options.drain < float("inf"):
+        raise ValueError(f"--drain {options.drain}: it must be 0 or more")
     if options.api_key is None:
         options.api_key = os.environ.get("MOE_FAST_API_KEY")
     key = options.api_key

@@ -6,15 +6,17 @@ The main thread decodes meanwhile (server/scheduler.py).
 import argparse
 import asyncio
 import hmac
+import logging
 import re
 import secrets
+import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -33,6 +35,7 @@ from starlette.responses import (
 )
 from starlette.routing import Route
 
+from parallel import process_group
 from runtime.session import Session
 from runtime.speculation import Speculation
 from server import LOCAL_HOSTS
@@ -51,6 +54,7 @@ from server.tokenizing import TokenizerPool, TokenizerUnavailableError
 from server.tokens import detokenize, tokenize
 from tokenizer import Tokenizer, load_tokenizer
 
+log = logging.getLogger("moe_fast")
 Prepared = tuple[GenerationRequest, Builder]
 Endpoint = Callable[[Request], Awaitable[Response]]
 # How long a thread keeps Python's lock while another waits. The default of 5 ms is as long as a
@@ -299,6 +303,8 @@ class Endpoints:
             await asyncio.get_running_loop().run_in_executor(None, self.tokenizer.check)
         except TokenizerUnavailableError as error:
             return JSONResponse({"status": "error", "reason": str(error)}, 503)
+        if self.scheduler.drain_until is not None:
+            return JSONResponse({"status": "ending"}, 503)
         return JSONResponse({"status": "ok"})
 
     async def chat_page(self, request: Request) -> Response:
@@ -386,8 +392,31 @@ def serve_session(
     )
     pool = TokenizerPool(directory, session.max_seq_len)
     app = make_app(scheduler, pool, settings)
-    with closing(pool):
+    with closing(pool), drain_on_sigterm(scheduler, options.drain):
         run_server(decoder, app, listener, partial(on_ready, name))
+
+
+@contextmanager
+def drain_on_sigterm(scheduler: Scheduler, seconds: float) -> Iterator[None]:
+    """Within, the first SIGTERM drains the scheduler; the next one ends the process as before.
+
+    Several ranks end at once: torchrun sends SIGTERM also when one of them has died.
+    """
+    if process_group.size() > 1 or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.getsignal(signal.SIGTERM)
+
+    def drain(number: int, frame: object) -> None:
+        signal.signal(signal.SIGTERM, before)
+        log.info("draining: running answers have %.0f s to end", seconds)
+        scheduler.drain(seconds)
+
+    signal.signal(signal.SIGTERM, drain)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def make_limits(session: Session, tokenizer: Tokenizer) -> Limits:

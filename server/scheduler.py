@@ -38,6 +38,7 @@ from tokenizer import Tokenizer
 log = logging.getLogger("moe_fast")
 HEARTBEAT_SECONDS = 60.0  # between messages from an idle rank 0 to the other ranks
 MAX_RETRY_SECONDS = 600.0
+ENDING = "the server is ending"
 
 
 @dataclass(eq=False)
@@ -94,6 +95,7 @@ class Scheduler:
         self.latest: QueuedRequest | None = None  # the request that began an answer last
         self.numbers = itertools.count()
         self.changed, self.closed = threading.Condition(), False
+        self.drain_until: float | None = None  # time.monotonic() at which a drain closes
         self.deliver: Callable[[], None] = lambda: None  # hands sent events over to the HTTP thread
         self.metrics = Metrics(self.waiting, lambda: len(self.clients))
         self.seconds_per_answer = 1.0  # a moving average
@@ -108,8 +110,8 @@ class Scheduler:
     def submit(self, request: QueuedRequest) -> None:
         """Put a request into the queue. Raises APIError if the queue is full or closed."""
         with self.changed:
-            if self.closed:
-                raise APIError("the server is ending", 503)
+            if self.closed or self.drain_until is not None:
+                raise APIError(ENDING, 503)
             waiting = self.waiting()
             if waiting >= self.max_queue:
                 seconds = self.seconds_per_answer * (waiting + 1) / 2 / self.max_batch
@@ -138,17 +140,38 @@ class Scheduler:
             self.closed = True
             self.changed.notify()
             for request in {*self.queue, *(client.queued for client in self.clients.values())}:
-                request.send(APIError("the server is ending", 503))
+                request.send(APIError(ENDING, 503))
         self.deliver()
 
     # On the main thread -------------------------------------------------------------------------
+
+    def drain(self, seconds: float) -> None:
+        """Refuse further requests, and close when the others have ended, after `seconds` at most.
+
+        A signal handler may call it: the main thread holds this lock again (it is reentrant).
+        """
+        with self.changed:
+            self.drain_until = time.monotonic() + seconds
+            self.changed.notify()
+
+    def has_drained(self) -> bool:
+        """Whether a drain has nothing left to wait for. Requests without an answer are refused."""
+        if self.drain_until is None:
+            return False
+        for queued in [queued for queued in self.queue if not queued.begun]:
+            self.queue.remove(queued)
+            queued.send(APIError(ENDING, 503))
+        is_over = time.monotonic() > self.drain_until
+        return is_over or not (self.queue or self.clients)
 
     def commands(self) -> Iterator[Command]:
         """Yield a Command before each step, until `close`. Waits while there is nothing to do."""
         while not self.closed:
             with self.changed:
-                if not self.queue and not self.clients:
+                if not self.queue and not self.clients and self.drain_until is None:
                     self.changed.wait(HEARTBEAT_SECONDS)
+                if self.has_drained():
+                    break
                 started = self.take_expired()
                 while self.queue and len(self.clients) < self.max_batch:
                     started.append(self.begin(self.next_turn()))
@@ -156,6 +179,7 @@ class Scheduler:
                         self.queue.popleft()
                 interrupted = [n for n, c in self.clients.items() if self.is_over(c.queued)]
             yield Command(started, interrupted)
+        self.close()
 
     def next_turn(self) -> QueuedRequest:
         """Move the request whose turn it is to the queue's front, and return it.

@@ -1239,20 +1239,20 @@ def listening(process: subprocess.Popen) -> str:
     raise AssertionError("it does not listen")
 
 
+def start_command(directory, *options) -> subprocess.Popen:
+    arguments = "--checkpoint_path", str(directory), "--port", "0", "--max_seq_len", "4096"
+    return command("serve.py", *arguments, *options, cwd=ROOT)
+
+
 @pytest.mark.parametrize(
-    "number", (signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow))
+    ("number", "options"),
+    (
+        (signal.SIGINT, ()),
+        pytest.param(signal.SIGTERM, ("--drain", "0.5"), marks=pytest.mark.slow),
+    ),
 )
-def test_ctrl_c_during_an_answer_exits_cleanly(directory, number):
-    server = command(
-        "serve.py",
-        "--checkpoint_path",
-        str(directory),
-        "--port",
-        "0",
-        "--max_seq_len",
-        "4096",
-        cwd=ROOT,
-    )
+def test_ctrl_c_during_an_answer_exits_cleanly(directory, number, options):
+    server = start_command(directory, *options)
     try:
         # Greedy: a sampled answer may end before its limit.
         request = {"prompt": "x", "max_tokens": 4000, "temperature": 0, "stream": True}
@@ -1264,6 +1264,49 @@ def test_ctrl_c_during_an_answer_exits_cleanly(directory, number):
             assert any("the server is ending" in line for line in lines)
         output, errors = server.communicate(timeout=30)
         assert server.returncode == 0 and output == "" and "Traceback" not in errors
+    finally:
+        server.kill()
+
+
+def test_a_drain_ends_the_answer_and_then_the_server(directory, slowly):
+    running = Running(directory)
+    try:
+        chunks = running.complete(max_tokens=20, temperature=0, stream=True)
+        next(chunks)
+        running.scheduler.drain(60)
+        assert httpx.get(f"{running.url}/health").status_code == 503
+        with pytest.raises(openai.InternalServerError, match="the server is ending"):
+            running.complete()
+        assert list(chunks)[-1].choices[0].finish_reason == "length"
+        running.thread.join(20)
+        assert not running.thread.is_alive()
+    finally:
+        running.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("twice", (False, True))
+def test_sigterm_lets_a_running_answer_end(directory, twice):
+    server = start_command(directory, "--drain", "60")
+    try:
+        request = {"prompt": "x", "max_tokens": 400, "temperature": 0, "stream": True}
+        base = listening(server)
+        url = base + "/v1/completions"
+        with httpx.stream("POST", url, json=request, timeout=60) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            server.send_signal(signal.SIGTERM)
+            wait_until(lambda: httpx.get(f"{base}/health").status_code == 503)
+            late = httpx.post(url, json=request, timeout=60)
+            assert late.status_code == 503 and "ending" in late.json()["error"]["message"]
+            if twice:
+                server.send_signal(signal.SIGTERM)
+            rest = list(lines)
+        assert any("the server is ending" in line for line in rest) == twice
+        assert ("data: [DONE]" in rest) != twice
+        output, errors = server.communicate(timeout=30)
+        assert server.returncode == 0 and output == "" and "Traceback" not in errors
+        assert "draining" in errors
     finally:
         server.kill()
 
