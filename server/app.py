@@ -47,7 +47,8 @@ from server.message_blocks import MessageBuilder
 from server.messages import PATH, count_tokens, error_body, read_message
 from server.plan import GenerationRequest, Limits, read_request
 from server.response_items import ResponsesBuilder
-from server.responses import ItemStore, read_responses_request
+from server.response_store import ItemStore
+from server.responses import read_responses_request
 from server.scheduler import Decoder, QueuedRequest, Scheduler
 from server.streams import EventQueue, EventStream, Mailbox, stream_chunks
 from server.tokenizing import TokenizerPool, TokenizerUnavailableError
@@ -95,6 +96,9 @@ def make_app(scheduler: Scheduler, tokenizer: TokenizerPool, settings: AppSettin
         Route("/v1/chat/completions", guard(endpoints.chat_completions), methods=post),
         Route("/v1/completions", guard(endpoints.completions), methods=post),
         Route("/v1/responses", guard(endpoints.responses), methods=post),
+        Route("/v1/responses/{id}", guard(endpoints.stored_response)),
+        Route("/v1/responses/{id}", guard(endpoints.delete_response), methods=["DELETE"]),
+        Route("/v1/responses/{id}/input_items", guard(endpoints.input_items)),
         Route("/v1/messages", guard(endpoints.messages), methods=post),
         Route("/v1/messages/count_tokens", guard(endpoints.count_tokens), methods=post),
         Route("/tokenize", guard(endpoints.tokenize), methods=post),
@@ -116,7 +120,7 @@ def make_app(scheduler: Scheduler, tokenizer: TokenizerPool, settings: AppSettin
         app.add_middleware(
             CORSMiddleware,
             allow_origins=[settings.cors_origin],
-            allow_methods=["GET", "HEAD", "POST"],
+            allow_methods=["GET", "HEAD", "POST", "DELETE"],
             allow_headers=["*"],
         )
     return app
@@ -187,6 +191,18 @@ class Endpoints:
             # The stream outlives this function: it cancels the request when it ends.
             chunks = stream_chunks(builder, events, event, len(request.generations))
             return EventStream(chunks, stack.pop_all().close)
+
+    async def stored_response(self, request: Request) -> Response:
+        return JSONResponse(self.items.response(request.path_params["id"]).response)
+
+    async def delete_response(self, request: Request) -> Response:
+        id = request.path_params["id"]
+        self.items.remove(id)
+        return JSONResponse({"id": id, "object": "response", "deleted": True})
+
+    async def input_items(self, request: Request) -> Response:
+        input = self.items.response(request.path_params["id"]).input
+        return JSONResponse({"object": "list", "data": input, "has_more": False})
 
     async def messages(self, request: Request) -> Response:
         return with_request_id(await self.complete(request, self.prepare_message))

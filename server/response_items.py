@@ -17,7 +17,8 @@ from server.answers import (
 )
 from server.errors import APIError
 from server.plan import GenerationRequest
-from server.responses import Item, ItemStore, ResponsesBody
+from server.response_store import ItemStore
+from server.responses import Item, ResponsesBody
 from server.tools import Piece, TextPiece
 from tokenizer import Tokenizer
 
@@ -34,6 +35,7 @@ class ResponsesBuilder:
         store: ItemStore,
     ):
         self.body, self.model_name, self.store = body, model_name, store
+        self.input = body.own_items(store)
         self.reader, self.tokenizer = AnswerReader(request, tokenizer), tokenizer
         self.tokens: list[GeneratedToken] = []  # tokens of the answer's text that no event has
         self.id, self.created = f"resp_{secrets.token_hex(24)}", int(time.time())
@@ -52,8 +54,7 @@ class ResponsesBuilder:
         status = self.status(event)
         for _ in self.close_item(status):
             pass
-        self.keep_items()
-        return self.response(status, event)
+        return self.keep(self.response(status, event))
 
     def start(self) -> Iterator[bytes]:
         """Yield what a stream begins with."""
@@ -74,8 +75,8 @@ class ResponsesBuilder:
         yield from self.add_pieces(self.reader.end(event.result))
         status = self.status(event)
         yield from self.close_item(status)
-        self.keep_items()
-        yield self.event(f"response.{status}", response=self.response(status, event))
+        response = self.keep(self.response(status, event))
+        yield self.event(f"response.{status}", response=response)
 
     def error(self, error: APIError) -> bytes:
         """Return the end of a stream that fails."""
@@ -84,9 +85,11 @@ class ResponsesBuilder:
         }
         return self.event("response.failed", response=response)
 
-    def keep_items(self) -> None:
+    def keep(self, response: dict) -> dict:
+        """Return the finished response, and store it unless the request forbids that."""
         if self.body.store:
-            self.store.add(self.items)
+            self.store.add_response(response, self.input)
+        return response
 
     def status(self, event: Finished) -> str:
         reason = self.reader.finish_reason(event.result["finish_reason"])
@@ -200,7 +203,7 @@ class ResponsesBuilder:
             "model": self.model_name,
             "output": self.items,
             "parallel_tool_calls": body.parallel_tool_calls,
-            "previous_response_id": None,
+            "previous_response_id": body.previous_response_id,
             "reasoning": {"effort": body.reasoning.effort, "summary": None},
             "store": self.body.store,
             "temperature": body.temperature,

@@ -1,18 +1,18 @@
 """OpenAI's Responses API: its requests become chats, answers become items and typed events.
 
-A request has the whole conversation. Items of recent answers may stand in it by their ids, as the
-Vercel AI SDK sends them: ItemStore has these.
+A request has the whole conversation, or names the response that it follows. Items of recent answers
+may stand in it by their ids, as the Vercel AI SDK sends them: ItemStore has both.
 """
 
 import json
 import re
-import threading
 from typing import Annotated, Any
 
 from pydantic import Field, ValidationError
 
 from server.errors import FIELD_MESSAGES, APIError, error_field, error_message
 from server.plan import GenerationRequest, Limits, parse_body, plan_request
+from server.response_store import ItemStore
 from server.schema import (
     FAIL_FAST,
     ChatCompletionBody,
@@ -27,18 +27,24 @@ from server.structured import (
     StructuredFields,
     UnlessOne,
     Unsupported,
+    report_unknown,
 )
 from server.tokenizing import TokenizerPool
 from tokenizer import Tokenizer
 
 Item = dict[str, Any]
-STORED_BYTES = 16 << 20
 # Fields of a chat that a request may have under the same name.
 SAMPLING = (
     *("temperature", "top_p", "top_k", "min_p", "seed", "stop", "logit_bias"),
     *("frequency_penalty", "presence_penalty", "repetition_penalty"),
 )
 SHARED = (*SAMPLING, *StructuredFields.model_fields, "parallel_tool_calls", "stream")
+# Items of tools that OpenAI's servers run. Those of a history say nothing to another model.
+SERVERS_ITEMS = {
+    *("web_search_call", "file_search_call", "computer_call", "computer_call_output"),
+    *("code_interpreter_call", "image_generation_call", "mcp_call", "mcp_list_tools"),
+    *("local_shell_call", "local_shell_call_output", "compaction"),
+}
 LOGPROBS = "message.output_text.logprobs"  # of `include`
 
 
@@ -54,42 +60,13 @@ class TextSettings(StrictModel):
     format: Item = Field(default_factory=lambda: {"type": "text"})
 
 
-class ItemStore:
-    """The items of recent answers by id, at most `max_bytes` of them as JSON."""
-
-    def __init__(self, max_bytes: int = STORED_BYTES):
-        self.max_bytes, self.bytes = max_bytes, 0
-        self.items: dict[str, tuple[Item, int]] = {}  # oldest first
-        self.lock = threading.Lock()  # several threads read requests
-
-    def add(self, items: list[Item]) -> None:
-        """Keep items; forget the oldest."""
-        with self.lock:
-            for item in items:
-                size = len(json.dumps(item))
-                self.items[item["id"]] = item, size
-                self.bytes += size
-            while self.bytes > self.max_bytes:
-                _, size = self.items.pop(next(iter(self.items)))
-                self.bytes -= size
-
-    def find(self, id: Any) -> Item:
-        """Return an item. Raises APIError if it is not here."""
-        with self.lock:
-            found = self.items.get(id) if isinstance(id, str) else None
-        if found is None:
-            reason = f"input: the item {id!r:.80} is not stored here (any more): send it whole"
-            raise APIError(f"{reason}, with store: false", param="input")
-        return found[0]
-
-
 class ResponsesBody(StructuredFields, OtherServersFields):
     """The body of POST /v1/responses."""
 
     reported_as = ""
 
     input: str | Annotated[list[Item], FAIL_FAST]
-    previous_response_id: Unsupported = None
+    previous_response_id: str | None = None
     conversation: Unsupported = None
     background: Unsupported = None
     prompt: Unsupported = None
@@ -124,10 +101,12 @@ class ResponsesBody(StructuredFields, OtherServersFields):
     def chat_body(self, store: ItemStore) -> ChatCompletionBody:
         """Return the same request as a chat. Raises APIError if that is invalid."""
         fields: Item = {name: getattr(self, name) for name in SHARED}
+        tools, choice = self.chat_tools()
+        items = store.conversation(self.previous_response_id) + self.own_items(store)
         fields |= {
-            "messages": self.messages(store),
-            "tools": [self.chat_tool(tool) for tool in self.tools],
-            "tool_choice": self.chat_tool_choice(),
+            "messages": self.messages(items),
+            "tools": tools,
+            "tool_choice": choice,
             "max_completion_tokens": self.max_output_tokens,
             "reasoning_effort": self.reasoning.effort,
             "logprobs": self.wants_logprobs,
@@ -153,18 +132,24 @@ class ResponsesBody(StructuredFields, OtherServersFields):
         """Whether the answer's tokens are sent with their logprobs."""
         return LOGPROBS in self.include or self.top_logprobs > 0
 
-    def messages(self, store: ItemStore) -> list[Item]:
+    def own_items(self, store: ItemStore) -> list[Item]:
+        """Return the items of this request, without references. Raises APIError."""
+        if isinstance(self.input, str):
+            return [{"type": "message", "role": "user", "content": self.input}]
+        is_reference = [item.get("type") == "item_reference" for item in self.input]
+        pairs = zip(self.input, is_reference, strict=True)
+        return [store.find(item.get("id")) if named else item for item, named in pairs]
+
+    def messages(self, items: list[Item]) -> list[Item]:
         """Return the conversation as a chat's messages. Raises APIError for unknown items."""
         found: list[Item] = []
         reasoning = ""  # before the assistant's next message or call
         if self.instructions:
             found.append({"role": "system", "content": self.instructions})
-        if isinstance(self.input, str):
-            return [*found, {"role": "user", "content": self.input}]
-        for item in self.input:
-            if item.get("type") == "item_reference":
-                item = store.find(item.get("id"))
+        for item in items:
             kind = item.get("type", "message")
+            if isinstance(kind, str) and kind in SERVERS_ITEMS:
+                continue
             if kind == "reasoning":
                 text = reasoning_text(item.get("content")) or reasoning_text(item.get("summary"))
                 reasoning = "\n\n".join(filter(None, [reasoning, text]))
@@ -174,7 +159,10 @@ class ResponsesBody(StructuredFields, OtherServersFields):
                 add_reasoning(found[-1], reasoning)
             elif kind == "function_call":
                 add_call(found, item, reasoning)
-            elif kind == "function_call_output":
+            elif kind == "custom_tool_call":  # its input is plain text
+                arguments = json.dumps({"input": item.get("input")})
+                add_call(found, {**item, "arguments": arguments}, reasoning)
+            elif kind in ("function_call_output", "custom_tool_call_output"):
                 output = item.get("output", "")
                 id = item.get("call_id", "")
                 found.append({"role": "tool", "tool_call_id": id, "content": output})
@@ -185,26 +173,44 @@ class ResponsesBody(StructuredFields, OtherServersFields):
             reasoning = ""
         return found
 
-    def chat_tool(self, tool: Item) -> Item:
-        """Return a tool as a chat has it. Raises APIError for a tool of OpenAI's servers."""
-        if tool.get("type") != "function":
-            raise APIError(
-                f"tools: the type {tool.get('type')!r:.40} is not supported, only 'function'",
-                param="tools",
-            )
-        names = "name", "description", "parameters", "strict"
-        return {"type": "function", "function": {name: tool.get(name) for name in names}}
+    def chat_tools(self) -> tuple[list[Item], str | Item]:
+        """Return the functions and `tool_choice` as a chat has them.
 
-    def chat_tool_choice(self) -> str | Item:
-        if isinstance(self.tool_choice, str):
-            return self.tool_choice
-        return {"type": self.tool_choice.get("type"), "function": self.tool_choice}
+        Tools of other types (web_search, custom) are left out: nothing here runs them. Of
+        `allowed_tools` the others are left out, too. Raises APIError.
+        """
+        functions = {}
+        for tool in self.tools:
+            if not isinstance(kind := tool.get("type"), str):
+                raise APIError('tools: each needs a type, such as "function"', param="tools")
+            if kind != "function":
+                report_unknown([f"tools of type {kind}"])
+                continue
+            names = "name", "description", "parameters", "strict"
+            functions[str(tool.get("name"))] = {name: tool.get(name) for name in names}
+        choice = self.tool_choice
+        if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+            allowed, choice = allowed_functions(choice), choice.get("mode", "auto")
+            functions = {name: functions[name] for name in functions if name in allowed}
+        if isinstance(choice, dict):
+            choice = {"type": choice.get("type"), "function": choice}
+        found = [{"type": "function", "function": function} for function in functions.values()]
+        return found, choice
 
     def chat_format(self) -> Item:
         kind = self.text.format.get("type")
         if kind != "json_schema":
             return self.text.format
         return {"type": kind, "json_schema": self.text.format}
+
+
+def allowed_functions(choice: Item) -> set[str]:
+    """Return the names of `allowed_tools`. Raises APIError."""
+    tools = choice.get("tools")
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        reason = 'allowed_tools needs tools such as [{"type": "function", "name": ...}]'
+        raise APIError(f"tool_choice: {reason}", param="tool_choice")
+    return {str(tool.get("name")) for tool in tools if tool.get("type") == "function"}
 
 
 def add_call(messages: list[Item], item: Item, reasoning: str) -> None:

@@ -12,7 +12,8 @@ from server import structured
 from server.constraints import Constraint, grammar_tokens
 from server.errors import APIError
 from server.plan import Limits, read_request
-from server.responses import ItemStore, read_responses_request
+from server.response_store import ItemStore
+from server.responses import read_responses_request
 
 OBJECT = {
     "type": "object",

@@ -22,7 +22,8 @@ from server.answers import AnswerReader, join_pieces
 from server.constraints import grammar_tokens
 from server.errors import APIError
 from server.plan import GenerationRequest, Limits, plan_request, read_request
-from server.responses import ItemStore, ResponsesBody, read_responses_request
+from server.response_store import ItemStore
+from server.responses import ResponsesBody, read_responses_request
 from server.schema import ChatCompletionBody
 from server.tokenizing import chat_ids
 from server.tools import MARK
@@ -556,8 +557,12 @@ def test_a_streamed_response_adds_up(server):
         ({"input": []}, "input must be a string"),
         ({"input": [{"role": "user"}]}, "input must be a string"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "send it whole"),
-        ({"previous_response_id": "x"}, "previous_response_id is not supported"),
-        ({"tools": [{"type": "web_search"}]}, "'web_search' is not supported"),
+        ({"previous_response_id": "x"}, "the response 'x' is not stored here"),
+        ({"previous_response_id": 5}, "previous_response_id"),
+        ({"conversation": "x"}, "conversation is not supported"),
+        ({"tools": [{}]}, "each needs a type"),
+        ({"tool_choice": {"type": "allowed_tools"}}, "allowed_tools needs tools"),
+        ({"tool_choice": {"type": "web_search"}}, "tool_choice must be"),
         ({"input": "x " * 5000}, "maximum context length is 2048 tokens"),
         ({"text": {"format": {"type": "xml"}}}, "response_format must be"),
         ({"temperature": 3}, "temperature 3"),
