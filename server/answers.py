@@ -180,6 +180,7 @@ class ResponseBuilder:
         """Return the choice with a whole answer."""
         reader, result = self.readers[event.index], event.result
         text, reasoning, calls = join_pieces(reader.whole(result))
+        text = self.echo(event.index) + text
         reason = reader.finish_reason(result["finish_reason"])
         choice = self.choice(text, event.tokens, reason, event.index)
         if self.body.chat:
@@ -194,9 +195,19 @@ class ResponseBuilder:
 
     def start(self) -> Iterator[bytes]:
         """Yield what a stream begins with."""
-        for index in range(len(self.request.generations) if self.body.chat else 0):
-            delta = {"role": "assistant", "content": ""}
-            yield self.event([{"index": index, "delta": delta, "finish_reason": None}])
+        for index in range(len(self.request.generations)):
+            if self.body.chat:
+                delta = {"role": "assistant", "content": ""}
+                yield self.event([{"index": index, "delta": delta, "finish_reason": None}])
+            elif text := self.echo(index):
+                yield self.event([self.choice(text, [], None, index)])
+
+    def echo(self, index: int) -> str:
+        """Return the prompt that a completion's text begins with, if the request asks for it."""
+        if not self.body.echo:
+            return ""
+        prompt = self.body.prompt[index // self.body.n]
+        return prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt)
 
     def deltas(self, event: TextDelta) -> Iterator[bytes]:
         """Yield the chunks for new text of a stream."""

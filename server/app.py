@@ -101,6 +101,7 @@ def make_app(scheduler: Scheduler, tokenizer: TokenizerPool, settings: AppSettin
         Route("/v1/responses/{id}/input_items", guard(endpoints.input_items)),
         Route("/v1/messages", guard(endpoints.messages), methods=post),
         Route("/v1/messages/count_tokens", guard(endpoints.count_tokens), methods=post),
+        Route("/v1/embeddings", guard(endpoints.embeddings), methods=post),
         Route("/tokenize", guard(endpoints.tokenize), methods=post),
         Route("/detokenize", guard(endpoints.detokenize), methods=post),
         Route("/v1/models", guard(endpoints.models)),
@@ -209,6 +210,10 @@ class Endpoints:
 
     async def count_tokens(self, request: Request) -> Response:
         return with_request_id(await self.convert(request, count_tokens))
+
+    async def embeddings(self, request: Request) -> Response:
+        fix = "send it to a server of an embedding model"
+        raise APIError(f"this server generates text and has no embeddings: {fix}", 400)
 
     async def tokenize(self, request: Request) -> Response:
         return await self.convert(request, tokenize)

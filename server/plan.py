@@ -8,9 +8,10 @@ from typing import Any, NamedTuple, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from runtime.sampling import Sampling
+from server.calls import CallSettings
 from server.constraints import FieldError
 from server.errors import APIError, ContextLengthError, error_field, error_message
-from server.schema import CallSettings, ChatCompletionBody, CompletionBody, vocabulary_of
+from server.schema import ChatCompletionBody, CompletionBody, vocabulary_of
 from server.tokenizing import PromptTooLongError, TokenizerPool, TokenizerUnavailableError
 from tokenizer import Tokenizer
 
@@ -33,6 +34,7 @@ class Generation:
     grammar: str | None = None  # that the answer follows, see server.constraints
     continues: str | None = None  # what the prompt ends inside of: runtime.text.TextSettings
     reasons: bool = True  # with `reply`: the grammar begins after the reasoning block, if any
+    min_tokens: int = 0  # before these no end token is chosen
     seeded: bool = False  # the request has a seed, which promises the same text at each run
 
 
@@ -89,6 +91,7 @@ def plan_request(
         "continues": fields.continued() if reply else None,
         "watch": fields.logprob_count() is not None or fields.routing,
         "grammar": plan_grammar(fields, limits, calls, vocabulary),
+        "min_tokens": fields.min_tokens,
         "seeded": "seed" in fields.model_fields_set,
         **(calls.generation_fields(vocabulary) if calls else {}),
     }

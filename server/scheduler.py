@@ -23,15 +23,18 @@ from offload.experts import COUNTERS, offloaded_layers
 from parallel import process_group
 from runtime.batch import Batch, NewToken, Running
 from runtime.drafting_batch import DraftingBatch
+from runtime.logit_edits import Constraint
 from runtime.sampling import NotFiniteError
 from runtime.session import Session
 from runtime.session_steps import Details
 from runtime.speculation import Speculation
 from runtime.text import TextSettings, TextStream
 from server.answers import Event, Finished, GeneratedToken, TextDelta
-from server.constraints import AnswerConstraint, Constraint, grammar_tokens
+from server.constraints import AnswerConstraint, grammar_tokens
+from server.constraints import Constraint as GrammarConstraint
 from server.errors import APIError
 from server.metrics import Metrics
+from server.min_tokens import MinTokens
 from server.plan import Generation, GenerationRequest
 from tokenizer import Tokenizer
 
@@ -391,13 +394,20 @@ class Decoder:
         answer = Answer(number, sequence, text, writer, count)
         self.answers[number] = self.by_sequence[sequence] = answer
 
-    def make_constraint(self, generation: Generation) -> Constraint | AnswerConstraint | None:
+    def make_constraint(self, generation: Generation) -> Constraint | None:
+        """Return what holds an answer to its grammar and its length; None without these."""
+        constraint = self.make_grammar(generation)
+        if generation.min_tokens:
+            return MinTokens(generation.min_tokens, self.tokenizer.stop_ids, constraint)
+        return constraint
+
+    def make_grammar(self, generation: Generation) -> Constraint | None:
         """Return what holds an answer to its grammar; None without one."""
         if generation.grammar is None:
             return None
         tokens = grammar_tokens(self.tokenizer, self.session.model.args.vocab_size)
         waits = generation.reply and generation.reasons
-        constraint = Constraint(tokens, generation.grammar, started=not waits)
+        constraint = GrammarConstraint(tokens, generation.grammar, started=not waits)
         if not waits:
             return constraint
         prompt, continues = generation.prompt_ids, generation.continues

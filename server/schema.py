@@ -1,7 +1,7 @@
 """The API's request bodies as pydantic models, and the JSON of its answers."""
 
 import secrets
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -13,12 +13,14 @@ from pydantic import (
 
 from runtime.reasoning import ANSWER, REASONING, TextSplitter, make_splitter
 from runtime.sampling import MAX_CANDIDATES, TOP_LOGPROBS, Sampling
-from server.constraints import answer_or_calls, forced_call
+from server.calls import CallSettings
+from server.constraints import forced_call
 from server.errors import FIELD_MESSAGES, whole_to_int
+from server.fill_in import fill_in_prompt
 from server.generic_tools import GENERIC, messages_with_tools
 from server.structured import OtherServersFields, StrictModel, StructuredFields, Unsupported
 from server.tokenizing import TokenizerPool
-from server.tools import NAME, CallParser, control_markers, find_format, make_parser
+from server.tools import NAME, find_format
 from tokenizer import Tokenizer
 
 BodyType = TypeVar("BodyType", bound=BaseModel)
@@ -48,6 +50,11 @@ def text_to_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
+def all_to_none(value: Any) -> Any:
+    """Return None for -1, by which llama.cpp's clients ask for as many tokens as fit."""
+    return None if value == -1 else value
+
+
 def list_prompts(prompt: str | list) -> list[str | list[int]]:
     """Return the prompts of a request as a list. Raises ValueError for too many."""
     if isinstance(prompt, str) or not prompt or type(prompt[0]) is int:
@@ -61,7 +68,9 @@ WHOLE = BeforeValidator(whole_to_int)
 AnswerCount = Annotated[int, Field(ge=1, le=MAX_ANSWERS), WHOLE]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
+TokenCount = Annotated[int, Field(ge=0, le=2**31), WHOLE]
 TokenLimit = Annotated[int, Field(ge=1, le=2**31), WHOLE]
+TokensOrAll = Annotated[TokenLimit | None, BeforeValidator(all_to_none)]
 # One compiled step serves all top_k up to MAX_CANDIDATES; a larger one would compile another.
 TopK = Annotated[int, Field(ge=-1, le=MAX_CANDIDATES), WHOLE]
 LogprobCount = Annotated[int, Field(ge=0, le=TOP_LOGPROBS), WHOLE]
@@ -203,8 +212,6 @@ class GenerationBody(StructuredFields, OtherServersFields):
     prompt_name: ClassVar[str]  # the field that has the prompt
 
     functions: Unsupported = None
-    echo: Unsupported = None
-    suffix: Unsupported = None
     audio: Unsupported = None
     prediction: Unsupported = None
     web_search_options: Unsupported = None
@@ -217,8 +224,9 @@ class GenerationBody(StructuredFields, OtherServersFields):
     top_k: TopK = Sampling.top_k
     repetition_penalty: float = Field(1.0, ge=0.1, le=10)
     seed: Seed = Field(default_factory=lambda: secrets.randbits(62))
-    max_tokens: TokenLimit | None = None
-    max_completion_tokens: TokenLimit | None = None
+    max_tokens: TokensOrAll = None
+    max_completion_tokens: TokensOrAll = None
+    min_tokens: TokenCount = 0
     top_logprobs: LogprobCount = 0
     n: AnswerCount = 1
     best_of: AnswerCount = 1
@@ -265,11 +273,21 @@ class CompletionBody(GenerationBody):
     prompt_name = "prompt"
 
     prompt: Prompt
-    max_tokens: TokenLimit = DEFAULT_COMPLETION_TOKENS
+    max_tokens: TokensOrAll = DEFAULT_COMPLETION_TOKENS
     logprobs: LogprobCount | None = None
+    echo: bool = False
+    suffix: str = ""
     parse_special: bool = True  # llama.cpp's name; False: control tokens in a prompt are text
 
-    def requested_tokens(self) -> int:
+    @model_validator(mode="after")
+    def check_prompt(self) -> "CompletionBody":
+        if self.echo and self.logprobs is not None:
+            raise ValueError("echo with logprobs is not supported: a prompt has none")
+        if self.suffix and not all(isinstance(prompt, str) for prompt in self.prompt):
+            raise ValueError("suffix needs a prompt that is a text")
+        return self
+
+    def requested_tokens(self) -> int | None:
         return self.max_tokens
 
     def logprob_count(self) -> int | None:
@@ -279,6 +297,9 @@ class CompletionBody(GenerationBody):
     def encode(self, tokenizer: Tokenizer) -> tuple[list[list[int]], bool]:
         """Return each prompt's token ids, and False: the answers continue the prompts."""
         special = self.parse_special
+        if self.suffix:
+            texts = [str(prompt) for prompt in self.prompt]
+            return [fill_in_prompt(text, self.suffix, tokenizer) for text in texts], False
         return [encode_prompt(prompt, tokenizer, special) for prompt in self.prompt], False
 
     def calls(self, tokenizer: Tokenizer) -> None:
@@ -294,6 +315,9 @@ class ChatCompletionBody(GenerationBody):
     chat = True
 
     prompt_name = "messages"
+
+    echo: Unsupported = None
+    suffix: Unsupported = None
 
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     tools: Annotated[list[Tool], FAIL_FAST] = Field(default_factory=list)
@@ -421,44 +445,6 @@ class ChatCompletionBody(GenerationBody):
         is_named = isinstance(choice, NamedChoice)
         single = not self.parallel_tool_calls or is_named
         return CallSettings(format, schemas, prefix, single, grammar, is_named, self.is_forced())
-
-
-class CallSettings(NamedTuple):
-    """How the tool calls of an answer are read."""
-
-    format: type[CallParser]
-    schemas: dict[str, dict]  # name -> JSON schema of the parameters
-    prefix: str  # the answer's beginning, which the prompt ends with or continues
-    single: bool  # one call at most
-    grammar: str | None = None  # a forced call's, after the prefix
-    is_named: bool = False  # the request names the function
-    is_forced: bool = False  # the answer is a call
-
-    def parser(self, tokenizer: Tokenizer) -> CallParser:
-        """Return a parser of one answer."""
-        return make_parser(self.format, tokenizer, self.schemas, self.prefix, single=self.single)
-
-    def generation_fields(self, tokenizer: Tokenizer) -> dict[str, Any]:
-        """Return the fields of Generation that calls need."""
-        found = {
-            "markers": control_markers(self.format, tokenizer),
-            "split_reasoning": not self.format.splits_reasoning,
-        }
-        return found | ({"grammar": self.grammar, "reasons": False} if self.grammar else {})
-
-    def beside(self, answer: str, tokenizer: Tokenizer) -> str:
-        """Return the grammar of calls, or of answers that follow the grammar `answer`."""
-        if not self.format.openers:  # calls stand outside of the answer's text
-            return answer
-        return answer_or_calls(tokenizer, answer, self.format.openers, self.format.tokens)
-
-    def stop(self, tokenizer: Tokenizer) -> list[str]:
-        """Return the text that ends an answer with a single call, if the format has one."""
-        if not self.single or not self.format.closer:
-            return []
-        marker = self.format.closer
-        id = tokenizer.token_id(marker)
-        return [control_markers(self.format, tokenizer).get(-1 if id is None else id, marker)]
 
 
 def vocabulary_of(tokenizer: Tokenizer | TokenizerPool) -> Tokenizer:

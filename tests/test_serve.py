@@ -748,7 +748,11 @@ def test_an_exception_fails_one_answer_only(running, monkeypatch, capfd):
         ({"max_tokens": True}, "max_tokens True"),
         ({"top_k": 10**400}, "top_k 1000"),
         ({"stop": [""]}, "stop must be"),
-        ({"stop": ["a"] * 5}, "stop must be"),
+        ({"stop": ["a"] * 17}, "stop must be"),
+        ({"min_tokens": -1}, "min_tokens -1: it must be a whole number from 0"),
+        ({"max_tokens": -2}, "max_tokens -2: it must be a whole number from 1"),
+        ({"suffix": "x"}, "no tokens for fill-in-the-middle"),
+        ({"suffix": "x", "prompt": [5]}, "suffix needs a prompt that is a text"),
         ({"stop": "a" * 501}, "stop must be"),
         ({"prompt": ""}, "there is no prompt"),
         ({"prompt": ["a"] * 65}, "65 prompts in one request: send up to 64"),
@@ -760,7 +764,8 @@ def test_an_exception_fails_one_answer_only(running, monkeypatch, capfd):
         ({"logit_bias": {"5": 101}}, "logit_bias must be"),
         ({"logit_bias": {"4096": 1}}, "logit_bias: token ids must be from 0 to 4095"),
         ({"logit_bias": {"x": 1}}, "logit_bias: token ids must be"),
-        ({"echo": True}, "echo is not supported"),
+        ({"echo": True, "logprobs": 1}, "echo with logprobs is not supported"),
+        ({"echo": 1}, "echo 1: it must be true or false"),
         ({"stream": 1}, "stream 1: it must be true or false"),
         (
             {

@@ -98,7 +98,7 @@ def test_a_field_of_any_server_restricts_the_answer(read, tokenizer, fields, pat
         ("response_format", ({"type": "json", "value": {}}, {"type": "json_object", "value": {}})),
         # Not about the text's format, but they would change it.
         *((name, (True,)) for name in ("ignore_eos", "bad_words", "use_beam_search", "documents")),
-        *((name, (3,)) for name in ("min_tokens", "n_predict", "mirostat", "prompt_logprobs")),
+        *((name, (3,)) for name in ("n_predict", "mirostat", "prompt_logprobs")),
         *((name, (0, 1.1)) for name in ("repeat_penalty", "length_penalty", "typical_p")),
         ("skip_special_tokens", (False,)),
         ("stop_token_ids", ([1],)),
