@@ -89,7 +89,7 @@ class ChatTemplate:
     def render(self, messages: Iterable[dict], variables: dict) -> str:
         """Return the conversation as text, with the messages' control tokens marked as text.
 
-        With the variable `continue_final_message` the text ends where the last message does.
+        The text ends where the last message does if `continue_final_message` is a true variable.
         Raises ValueError if the template fails or rejects the messages.
         """
         defaults = {"tools": None, "documents": None, "add_generation_prompt": True}

@@ -109,7 +109,7 @@ class TextSettings:
     on_reasoning: Callable[[str], None] | None = None
     # {id: text} of control tokens that appear in the text, which otherwise has none.
     markers: Mapping[int, str] = field(default_factory=dict)
-    # REASONING or ANSWER (runtime.reasoning): what the prompt ends inside of. None: neither.
+    # REASONING or ANSWER (runtime.reasoning), if the prompt ends inside of one. None: of neither.
     continues: str | None = None
 
 

@@ -34,7 +34,7 @@ class APIError(Exception):
 
 
 class ContextLengthError(APIError):
-    """A prompt leaves no room for an answer.
+    """A prompt fills the context, so that no answer fits.
 
     tokens: of the prompt, None if nobody has counted them. limit: of the context.
     """

@@ -30,7 +30,7 @@ class MessageBuilder:
         self.id = f"msg_{secrets.token_hex(12)}"
         self.blocks: list[Item] = []
         self.is_open = False  # whether the last block is being written
-        self.arguments = ""  # of the open tool_use block, JSON
+        self.arguments = ""  # the open tool_use block's JSON
 
     def completion(self, events: list[Finished]) -> dict:
         """Return the answer to a request without `stream`."""

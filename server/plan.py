@@ -1,4 +1,4 @@
-"""From a request's fields to the answers that the decoder generates."""
+"""Plans the answers that the decoder generates for a request."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -32,7 +32,7 @@ class Generation:
     markers: dict[int, str] = field(default_factory=dict)
     split_reasoning: bool = True  # with `reply`: split off reasoning blocks
     grammar: str | None = None  # that the answer follows, see server.constraints
-    continues: str | None = None  # what the prompt ends inside of: runtime.text.TextSettings
+    continues: str | None = None  # the part that the prompt ends inside of: TextSettings
     reasons: bool = True  # with `reply`: the grammar begins after the reasoning block, if any
     min_tokens: int = 0  # before these no end token is chosen
     seeded: bool = False  # the request has a seed, which promises the same text at each run

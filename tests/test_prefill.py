@@ -13,7 +13,7 @@ from server.plan import Limits, read_request
 
 pytestmark = pytest.mark.usefixtures("few_threads")
 LIMITS = Limits(LENGTH, 1 << 20)
-# Layouts of published templates, in our words. A message of the assistant ends with a marker.
+# Layouts of published templates. A message of the assistant ends with a marker.
 THINK = """\
 {%- for m in messages %}<{{ m.role }}>
 {%- if m.role == "assistant" and loop.last %}<think>
@@ -151,7 +151,7 @@ def test_what_cannot_be_continued_is_refused(tmp_path, last, fields, message):
 
 
 def test_a_grammar_begins_after_the_prefill(directory, tmp_path):
-    """The whole text follows no schema: what the model adds does."""
+    """The grammar restricts the tokens that the model adds, not the whole text."""
     with pytest.MonkeyPatch.context() as patch:
         server = Server(with_template(directory, tmp_path, HERMES), patch)
         patch.undo()  # the model's own answers

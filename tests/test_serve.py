@@ -37,7 +37,9 @@ from server import connections
 from server.answers import Finished, TextDelta
 from server.app import run_server
 from server.errors import APIError
+from server.messages import MessagesBody
 from server.plan import Limits, read_request
+from server.responses import ResponsesBody
 from server.schema import ChatCompletionBody, CompletionBody
 from server.streams import EventQueue, Mailbox, stream_chunks
 
@@ -1004,7 +1006,10 @@ JUNK = st.recursive(
     ),
     max_leaves=6,
 )
+PATHS = ("completions", "chat/completions", "responses", "messages", "messages/count_tokens")
 NAMES = sorted({*CompletionBody.model_fields, *ChatCompletionBody.model_fields})
+OTHERS = {*ResponsesBody.model_fields, *MessagesBody.model_fields}
+ALL_OPTIONS = sorted({*NAMES, *OTHERS} - {"prompt", "messages", "input"})
 OPTIONS = [name for name in NAMES if name not in ("prompt", "messages")]
 
 
@@ -1035,14 +1040,23 @@ def test_every_body_becomes_a_request_or_an_api_error(tokenizer, fields, chat, v
 
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
-    st.dictionaries(st.sampled_from(OPTIONS), JUNK, max_size=3),
+    st.sampled_from(PATHS),
+    st.dictionaries(st.sampled_from(ALL_OPTIONS), JUNK, max_size=3),
     st.binary(max_size=20),
     st.booleans(),
 )
-def test_no_body_stops_the_server(running, fields, noise, raw):
-    body = noise if raw else json.dumps({"prompt": "x", "max_tokens": 2, **fields}).encode()
-    found = running.post(content=body, headers={"Content-Type": "application/json"})
+def test_no_body_stops_the_server(running, path, fields, noise, raw):
+    messages = [{"role": "user", "content": "x"}]
+    required = {"prompt": "x", "input": "x", "messages": messages, "max_output_tokens": 2}
+    if path != "responses":
+        required["max_tokens"] = 2
+    body = noise if raw else json.dumps(required | fields).encode()
+    found = running.post(path, content=body, headers={"Content-Type": "application/json"})
     assert found.status_code in (200, 400)
+    if found.status_code == 400:
+        body = found.json()
+        assert body["error"]["message"] and body["error"]["type"] == "invalid_request_error"
+        assert (body.get("type") == "error") == path.startswith("messages")
     assert httpx.get(f"{running.url}/health").status_code == 200
 
 
