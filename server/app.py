@@ -40,6 +40,7 @@ from runtime.session import Session
 from runtime.speculation import Speculation
 from server import LOCAL_HOSTS
 from server.answers import Builder, ResponseBuilder
+from server.clients import QueuedRequest
 from server.connections import make_http_server
 from server.constraints import grammar_tokens
 from server.errors import APIError
@@ -49,7 +50,7 @@ from server.plan import GenerationRequest, Limits, read_request
 from server.response_items import ResponsesBuilder
 from server.response_store import ItemStore
 from server.responses import read_responses_request
-from server.scheduler import Decoder, QueuedRequest, Scheduler
+from server.scheduler import Decoder, Scheduler
 from server.streams import EventQueue, EventStream, Mailbox, stream_chunks
 from server.tokenizing import TokenizerPool, TokenizerUnavailableError
 from server.tokens import detokenize, tokenize
@@ -395,14 +396,14 @@ def serve_session(
     speculation: as of `Decoder`.
     """
     tokenizer, scheduler = load_tokenizer(directory), None
+    name = directory.absolute().parent.name
     if listener:
-        scheduler = Scheduler(options.max_queue, options.time_limit, options.max_batch)
+        scheduler = Scheduler(options.max_queue, options.time_limit, options.max_batch, name)
     decoder = Decoder(session, tokenizer, scheduler, speculation)
     decoder.prepare()
     if listener is None:
         decoder.run()
         return
-    name = directory.absolute().parent.name
     settings = AppSettings(
         name,
         make_limits(session, tokenizer),

@@ -11,7 +11,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,52 +26,23 @@ from runtime.drafting_batch import DraftingBatch
 from runtime.logit_edits import Constraint
 from runtime.sampling import NotFiniteError
 from runtime.session import Session
-from runtime.session_steps import Details
 from runtime.speculation import Speculation
 from runtime.text import TextSettings, TextStream
-from server.answers import Event, Finished, GeneratedToken, TextDelta
+from server.answers import Finished, GeneratedToken
+from server.clients import AnswerWriter, Client, QueuedRequest
 from server.constraints import AnswerConstraint, grammar_tokens
 from server.constraints import Constraint as GrammarConstraint
 from server.errors import APIError
 from server.metrics import Metrics
 from server.min_tokens import MinTokens
-from server.plan import Generation, GenerationRequest
+from server.plan import Generation
+from server.vllm_metrics import Timing
 from tokenizer import Tokenizer
 
 log = logging.getLogger("moe_fast")
 HEARTBEAT_SECONDS = 60.0  # between messages from an idle rank 0 to the other ranks
 MAX_RETRY_SECONDS = 600.0
 ENDING = "the server is ending"
-
-
-@dataclass(eq=False)
-class QueuedRequest:
-    """A request, and the function that sends events to its client."""
-
-    request: GenerationRequest
-    send: Callable[[Event], None]
-    arrived: float = field(default_factory=time.monotonic)
-    cancelled: bool = False
-    begun: int = 0  # answers that are decoded or have ended
-
-    @property
-    def answers_left(self) -> int:
-        """The number of answers that have not begun."""
-        return len(self.request.generations) - self.begun
-
-
-class Client(NamedTuple):
-    """The receiver of one answer: a request, and the answer's number in it."""
-
-    queued: QueuedRequest
-    index: int
-
-    def send(self, event: Event) -> None:
-        self.queued.send(event)
-
-    @property
-    def streams(self) -> bool:
-        return self.queued.request.body.stream
 
 
 class Command(NamedTuple):
@@ -88,10 +59,11 @@ class Scheduler:
     one answer, so a request with one answer never waits for all answers of another.
 
     max_queue: maximum of requests of which no answer has begun. time_limit: seconds from a
-    request's arrival to its end. max_batch: answers decoded at a time.
+    request's arrival to its end. max_batch: answers decoded at a time. model_name: a label of the
+    metrics.
     """
 
-    def __init__(self, max_queue: int, time_limit: float, max_batch: int = 1):
+    def __init__(self, max_queue: int, time_limit: float, max_batch: int = 1, model_name: str = ""):
         self.max_queue, self.time_limit, self.max_batch = max_queue, time_limit, max_batch
         self.queue: deque[QueuedRequest] = deque()
         self.clients: dict[int, Client] = {}  # keys: numbers of answers
@@ -100,7 +72,7 @@ class Scheduler:
         self.changed, self.closed = threading.Condition(), False
         self.drain_until: float | None = None  # time.monotonic() at which a drain closes
         self.deliver: Callable[[], None] = lambda: None  # hands sent events over to the HTTP thread
-        self.metrics = Metrics(self.waiting, lambda: len(self.clients))
+        self.metrics = Metrics(self.waiting, lambda: len(self.clients), model_name)
         self.seconds_per_answer = 1.0  # a moving average
 
     def waiting(self) -> int:
@@ -198,7 +170,7 @@ class Scheduler:
     def begin(self, queued: QueuedRequest) -> tuple[int, Generation]:
         """Number the next answer of a request."""
         number, index = next(self.numbers), queued.begun
-        self.clients[number] = Client(queued, index)
+        self.clients[number] = Client(queued, index, time.monotonic())
         queued.begun += 1
         return number, queued.request.generations[index]
 
@@ -227,13 +199,21 @@ class Scheduler:
         """Return whether to interrupt a request's answers."""
         return queued.cancelled or self.has_expired(queued)
 
-    def finish(self, number: int, result: dict, tokens: list[GeneratedToken]) -> None:
-        """Send the end of an answer to its client, and count it."""
-        self.metrics.count_answer(result)
+    def finish(
+        self,
+        number: int,
+        result: dict,
+        tokens: list[GeneratedToken],
+        times: Sequence[float] = (),
+    ) -> None:
+        """Send the end of an answer to its client, and count it. times: when each token came."""
         if result["new_tokens"]:
             self.seconds_per_answer += 0.2 * (result["seconds"] - self.seconds_per_answer)
         with self.changed:
             client = self.clients.pop(number)
+        arrived = client.queued.arrived
+        timing = Timing(client.begun - arrived, time.monotonic() - arrived, times)
+        self.metrics.count_answer(result, timing)
         client.send(Finished(result, tokens, client.index))
 
     def fail(self, number: int, error: Exception) -> None:
@@ -245,7 +225,7 @@ class Scheduler:
             reason = f"the server failed: {error}"
         elif isinstance(error, ValueError):  # a grammar's
             reason = str(error)
-        self.metrics.failures.inc()
+        self.metrics.count_failure()
         with self.changed:
             client = self.clients.pop(number)
             client.queued.cancelled = True
@@ -255,43 +235,6 @@ class Scheduler:
 
 
 # Answers ------------------------------------------------------------------------------------------
-
-
-class AnswerWriter:
-    """Sends an answer's text as it is generated. Does nothing without a client."""
-
-    def __init__(self, client: Client | None):
-        self.client = client
-        self.details: Details | None = None  # the next token's
-        self.tokens: list[GeneratedToken] = []  # in no TextDelta yet
-        self.sent = 0  # characters
-
-    def add_token(self, id: int, offset: int) -> None:
-        """Keep a token's Details, if they are recorded, until its text is sent."""
-        if self.client and self.details:
-            self.tokens.append(GeneratedToken(id, offset, self.details))
-
-    def write_reasoning(self, text: str) -> None:
-        self.write(text, is_reasoning=True)
-
-    def write(self, text: str, *, is_reasoning: bool = False) -> None:
-        """Send new text, if the request is a stream."""
-        if self.client and self.client.streams and text:
-            self.sent += len(text)
-            tokens = self.take_tokens(self.sent)
-            self.client.send(TextDelta(text, tokens, is_reasoning, self.client.index))
-
-    def take_tokens(self, end: int | float) -> list[GeneratedToken]:
-        """Remove and return the tokens that begin before character `end`."""
-        taken = [token for token in self.tokens if token.offset < end]
-        self.tokens = self.tokens[len(taken) :]
-        return taken
-
-    def rest(self, result: dict) -> list[GeneratedToken]:
-        """Return the tokens not sent yet, without those of a stop string."""
-        stopped = result["finish_reason"] == "stop"
-        length = len(result.get("reasoning", "")) + len(result["text"])
-        return self.take_tokens(length if stopped else math.inf)
 
 
 @dataclass(eq=False)
@@ -328,6 +271,15 @@ class Decoder:
         self.answers: dict[int, Answer] = {}  # by number
         self.by_sequence: dict[Running, Answer] = {}
         self.offloaded = offloaded_layers(session.model)
+        if scheduler:
+            scheduler.metrics.vllm.cache_usage = self.cache_usage
+
+    def cache_usage(self) -> float:
+        """Return the part of the cache's positions that running answers take; from any thread."""
+        used = sum(
+            len(answer.sequence.ids) + len(answer.tokens) for answer in [*self.answers.values()]
+        )
+        return used / (self.session.batch * self.session.max_seq_len)
 
     def prepare(self) -> None:
         """Compile and capture everything, so that no request waits for it."""
@@ -452,7 +404,8 @@ class Decoder:
             result["stop_text"] = answer.text.stop_text
             for name in ("cached_tokens", "drafted", "accepted"):
                 result[name] = getattr(answer.sequence, name)
-            self.scheduler.finish(answer.number, result, answer.writer.rest(result))
+            rest, times = answer.writer.rest(result), answer.text.times
+            self.scheduler.finish(answer.number, result, rest, times)
 
     def remove(self, answer: Answer) -> None:
         self.batch.end(answer.sequence)

@@ -15,8 +15,8 @@ from runtime.reasoning import ANSWER, HARMONY, REASONING, make_splitter
 from runtime.sampling import Sampling
 from runtime.text import TextSettings, TextStream
 from server.answers import Finished, ResponseBuilder
+from server.clients import AnswerWriter, Client, QueuedRequest
 from server.plan import Generation, GenerationRequest
-from server.scheduler import AnswerWriter, Client, QueuedRequest
 from server.schema import ChatCompletionBody, CompletionBody
 from tokenizer import Tokenizer, load_tokenizer
 

@@ -8,8 +8,9 @@ from types import SimpleNamespace
 import pytest
 
 from server.answers import Finished
+from server.clients import QueuedRequest
 from server.errors import APIError
-from server.scheduler import QueuedRequest, Scheduler
+from server.scheduler import Scheduler
 
 RESULT = {"seconds": 1.0, "prompt_tokens": 1, "cached_tokens": 0, "new_tokens": 1, "ttft_s": 0.1}
 RESULT |= {"drafted": 0, "accepted": 0}
