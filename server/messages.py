@@ -53,8 +53,12 @@ WRONG_FIELDS = {
     "characters",
 }
 # Fields of a chat -> this API's, for errors.
-NAMES = {"max_completion_tokens": "max_tokens", "stop": "stop_sequences"}
-NAMES |= {"response_format": "output_config.format", "reasoning_effort": "output_config.effort"}
+NAMES = {
+    "max_completion_tokens": "max_tokens",
+    "stop": "stop_sequences",
+    "response_format": "output_config.format",
+    "reasoning_effort": "output_config.effort",
+}
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 EFFORTS = {"max": "high"}  # of this API -> OpenAI's, which ends at xhigh
 

@@ -14,8 +14,10 @@ from prometheus_client.registry import Collector
 # Upper bounds of buckets, in seconds and in tokens.
 REQUEST_SECONDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 120, 300, 600)
 FIRST_TOKEN_SECONDS = (0.002, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1, 2, 5, 10, 30, 100)
-INTERVAL_SECONDS = (0.0005, 0.001, 0.0015, 0.002, 0.003, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02)
-INTERVAL_SECONDS += (0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 5)
+INTERVAL_SECONDS = (
+    *(0.0005, 0.001, 0.0015, 0.002, 0.003, 0.004, 0.006, 0.008),
+    *(0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 5),
+)
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
 # Of `generate` -> vLLM's.
 FINISHED = {"stop": "stop", "length": "length", "interrupted": "abort"}
