@@ -74,6 +74,7 @@ class ResponsesBody(StructuredFields, OtherServersFields):
     max_completion_tokens: Unsupported = None
     n: UnlessOne = 1
     routing: Unsupported = None
+    model: Any = None
     instructions: str | None = None
     tools: Annotated[list[Item], FAIL_FAST] = Field(default_factory=list)
     tool_choice: str | Item = "auto"

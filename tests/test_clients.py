@@ -224,6 +224,27 @@ def test_anthropic_raises_its_own_errors(anthropic):
     assert model.id == "tiny"
 
 
+# pydantic-ai --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("api", ("OpenAIChatModel", "OpenAIResponsesModel"))
+def test_pydantic_ai_has_tools_beside_a_native_output(server, api):
+    package = pytest.importorskip("pydantic_ai", reason=REASON)
+    models = pytest.importorskip("pydantic_ai.models.openai", reason=REASON)
+    providers = pytest.importorskip("pydantic_ai.providers.openai", reason=REASON)
+
+    class Weather(BaseModel):
+        city: str
+        rain: bool
+
+    answer = '{"city": "Rom", "rain": true}'
+    server.answer = lambda prompt: answer if "[tool]rain" in prompt else CALL
+    provider = providers.OpenAIProvider(base_url=f"{server.url}/v1", api_key="none")
+    model = getattr(models, api)("any", provider=provider)
+    agent = package.Agent(model, output_type=package.NativeOutput(Weather), tools=[weather])
+    assert agent.run_sync("Weather?").output == Weather(city="Rom", rain=True)
+
+
 # llm ----------------------------------------------------------------------------------------------
 
 
