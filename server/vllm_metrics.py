@@ -62,14 +62,16 @@ class VllmMetrics:
             registry=registry,
         )  # fmt: skip
         self.first_token = self.histogram(
-            "time_to_first_token_seconds", "From arrival to the first token.", FIRST_TOKEN_SECONDS
+            "time_to_first_token_seconds",
+            "Seconds from arrival to the first token.",
+            FIRST_TOKEN_SECONDS,
         )
         seconds = {
-            "e2e_request_latency_seconds": "From arrival to the end.",
-            "request_queue_time_seconds": "From arrival to the begin.",
-            "request_prefill_time_seconds": "From the begin to the first token.",
-            "request_decode_time_seconds": "From the first token to the last one.",
-            "request_inference_time_seconds": "From the begin to the last token.",
+            "e2e_request_latency_seconds": "Seconds from arrival to the end.",
+            "request_queue_time_seconds": "Seconds from arrival to the begin.",
+            "request_prefill_time_seconds": "Seconds from the begin to the first token.",
+            "request_decode_time_seconds": "Seconds from the first token to the last one.",
+            "request_inference_time_seconds": "Seconds from the begin to the last token.",
         }
         self.seconds = {n: self.histogram(n, text, REQUEST_SECONDS) for n, text in seconds.items()}
         self.prompts = self.histogram("request_prompt_tokens", "Prompt tokens.", TOKENS)

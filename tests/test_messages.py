@@ -14,6 +14,7 @@ from local_server import LocalServer, httpx
 from test_tool_calls import CALL, HERMES, LENGTH, Server, with_template
 
 from server.errors import APIError
+from server.message_blocks import MessageBuilder
 from server.messages import MessagesBody, count_tokens, error_body, read_message
 from server.plan import Limits
 from tokenizer import load_tokenizer
@@ -421,6 +422,16 @@ def test_the_key_may_be_that_of_anthropics_clients(directory):
         assert httpx.post(url, json=body, headers={"x-api-key": "secret"}).status_code == 200
     finally:
         server.close()
+
+
+def test_a_stream_that_fails_ends_in_an_error_of_this_api(tokenizer):
+    body = json.dumps({"max_tokens": 5, "messages": QUESTION}).encode()
+    fields, request = read_message(body, tokenizer, LIMITS)
+    builder = MessageBuilder(fields, request, "tiny", tokenizer)
+    name, data = builder.error(APIError("the server is ending", 503)).decode().split("\n", 1)
+    error = {"type": "overloaded_error", "message": "the server is ending"}
+    assert name == "event: error"
+    assert json.loads(data.removeprefix("data: ")) == {"type": "error", "error": error}
 
 
 def test_models_have_anthropics_names(server):
