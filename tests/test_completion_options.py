@@ -16,7 +16,7 @@ from server.min_tokens import MinTokens
 from server.plan import Limits, read_request
 
 pytestmark = pytest.mark.usefixtures("few_threads")
-LENGTH = 128
+LENGTH = 64
 PROMPT = "def f(x):\n"
 
 

@@ -287,6 +287,9 @@ def test_a_forced_call(server, ask, choice, start):
     assert message["stop_reason"] == "tool_use"
     assert message["content"][0]["input"] == {"city": "Rom"}
     assert server.prompts[-1].endswith(start)
+
+
+def test_no_call_and_one_call(server, ask):
     server.answer = lambda prompt: CALL
     none = ask(tools=[WEATHER], tool_choice={"type": "none"}).json()
     assert none["content"] == [text(CALL)] and none["stop_reason"] == "end_turn"

@@ -169,8 +169,9 @@ def test_earlier_messages_without_calls_stay_as_they_are():
     assert messages_with_tools(messages, []) == messages
 
 
-@pytest.mark.parametrize("template", (None, PLAIN), ids=("none", "plain"))
-@pytest.mark.parametrize("choice", ("required", FORCED), ids=("required", "named"))
+@pytest.mark.parametrize(
+    ("template", "choice"), ((None, "required"), (PLAIN, FORCED)), ids=("none", "plain")
+)
 def test_a_model_without_tools_calls_one_if_it_must(directory, tmp_path, template, choice):
     """The embedded model, by a grammar."""
     place = {
