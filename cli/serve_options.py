@@ -25,7 +25,7 @@ PACKAGES = "starlette", "uvicorn", "pydantic", "prometheus_client", "llguidance"
 
 def build_parser() -> Parser:
     parser = Parser(
-        "Serve a converted checkpoint by OpenAI's API, with a chat page at /.",
+        "Serve a converted checkpoint by the APIs of OpenAI and Anthropic, with a chat page at /.",
         (
             "python serve.py --checkpoint_path checkpoints/OWNER/NAME/model_bf16 --compile",
             "python serve.py --checkpoint_path DIR --host 0.0.0.0 --max_queue 32",

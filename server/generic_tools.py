@@ -26,10 +26,11 @@ Message = dict[str, Any]
 def messages_with_tools(messages: list[Message], functions: list[dict]) -> list[Message]:
     """Return a chat's messages with functions, calls and results as text.
 
-    functions: names, descriptions and parameters; [] adds no system text. Results and the user's
-    messages that follow each other are one message: many templates want roles to alternate.
+    functions: names, descriptions and parameters; [] adds no system text. Results, and the user's
+    message after them, are one message: many templates want roles to alternate.
     """
     found: list[Message] = []
+    after_result = False
     if functions:
         lines = "\n".join(json.dumps(function, ensure_ascii=False) for function in functions)
         texts, messages = [INSTRUCTIONS.format(functions=lines)], list(messages)
@@ -43,10 +44,11 @@ def messages_with_tools(messages: list[Message], functions: list[dict]) -> list[
         elif role == "tool":
             role, content = "user", f"<tool_response>\n{content}\n</tool_response>"
         reasoning = {key: message[key] for key in ("reasoning_content",) if key in message}
-        if found and role == found[-1]["role"] == "user":
+        if after_result and role == "user":
             found[-1]["content"] += "\n\n" + content
         else:
             found.append({"role": role, "content": content, **reasoning})
+        after_result = message["role"] == "tool"
     return found
 
 

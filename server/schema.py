@@ -395,7 +395,7 @@ class ChatCompletionBody(GenerationBody):
         else:
             separator = "\n\n" if self.active_tools() else ""
             text = separator.join(message["content"] for message in messages)
-            ids = encode_prompt(text + separator, tokenizer)
+            ids = encode_prompt(text + separator * (not self.continued()), tokenizer)
         calls = self.calls(vocabulary)
         if calls and calls.prefix and not self.continued():
             splitter = make_splitter(vocabulary, ids)

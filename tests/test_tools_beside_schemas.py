@@ -164,7 +164,7 @@ def test_a_template_without_tools_gets_them_as_text(plain):
 
 
 def test_earlier_messages_without_calls_stay_as_they_are():
-    messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
+    messages = [{"role": role, "content": role[0]} for role in ("system", "user", "user")]
     messages.append({"role": "assistant", "content": "a", "reasoning_content": "r"})
     assert messages_with_tools(messages, []) == messages
 
@@ -199,6 +199,13 @@ def test_the_text_of_a_model_without_a_template(directory):
     body = ChatCompletionBody(messages=QUESTION, tools=[WEATHER])
     text = tokenizer.decode(plan_request(body, tokenizer, LIMITS).generations[0].prompt_ids)
     assert text.startswith("You may call functions.") and text.endswith("a call.\n\nWeather?\n\n")
+    last = {"role": "assistant", "content": "It"}
+    for kind in ([], [WEATHER]):
+        body = ChatCompletionBody(
+            messages=[*QUESTION, last], tools=kind, continue_final_message=True
+        )
+        ids = plan_request(body, tokenizer, LIMITS).generations[0].prompt_ids
+        assert tokenizer.decode(ids).endswith("Weather?\n\nIt" if kind else "Weather?It")
     plain = ChatCompletionBody(messages=QUESTION)
     ids = plan_request(plain, tokenizer, LIMITS).generations[0].prompt_ids
     assert tokenizer.decode(ids) == "Weather?"
