@@ -96,7 +96,8 @@ class FusedRunner(CompiledRunner):
         super().__init__(model, dynamic)
         self.is_fused = False  # the call in progress runs the kernels
         self.checked: dict[Hashable, bool] = {}  # of `runs`
-        self.layers = {id(block): layer for block, layer in fused_layers(model).items()}
+        layers = fused_layers(model, self.make_layer)
+        self.layers = {id(block): layer for block, layer in layers.items()}
         for layer in self.layers.values():
             layer.experts.prepare()
         self.head = fused_head(model)
@@ -116,6 +117,11 @@ class FusedRunner(CompiledRunner):
 
         self.compiled_core = core
         self.compiled_unfused = self.compile(run_unfused)
+
+    @staticmethod
+    def make_layer(block: Block) -> FusedLayer:
+        """Return a block's kernels. Raises ValueError if it has none."""
+        return FusedLayer(block)
 
     def takes_tokens(self, tokens: int) -> bool:
         """Whether all fused layers take this number of tokens."""

@@ -1,0 +1,157 @@
+"""The CPU's side of ops/step/cpu_share.py: a thread that multiplies experts where they are.
+
+The thread polls for requests of one model. It spins while a step runs, since a layer's share takes
+some 50 us, and sleeps more and more while there is none.
+"""
+
+import copy
+import ctypes
+import logging
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from formats import PLAIN
+from formats.packed import Packed
+from model import Experts
+from offload.cpu_experts import CPUExperts, CPUThreads, HostWeight
+from offload.experts import LayerStorage, OffloadedExperts, set_parts
+from ops.step.cpu_share import (
+    ANSWERED,
+    ASKED,
+    LAYER,
+    MAX_TOKENS,
+    PAIRS,
+    TOKENS,
+    Mailbox,
+    new_mailbox,
+)
+from ops.step.expert_paging import MAX_PAIRS
+
+SPIN_SECONDS = 2e-3  # without a request, before the thread begins to sleep
+LONGEST_SLEEP = 2e-3  # seconds
+SWITCH_SECONDS = 1e-4
+
+log = logging.getLogger("moe_fast")
+
+# (x [T, D], experts int32 [P], tokens int32 [P], weights fp32 [P], y fp32 [T, D]): writes to y the
+# weighted sum of each token's experts.
+CPUProducts = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+# Products -----------------------------------------------------------------------------------------
+
+
+def cpu_products(experts: Experts, storage: LayerStorage, threads: CPUThreads) -> CPUProducts:
+    """Return what multiplies a layer's experts in host memory.
+
+    experts: those of the layer, as they were before they were offloaded; they are not changed.
+    """
+    experts = copy.deepcopy(experts)
+    set_parts(experts, storage.parts, [part.in_host(storage.blobs) for part in storage.parts])
+    w13, w2 = host_weight(experts.w13), host_weight(experts.w2)
+    if w13 is None or w2 is None:
+        return PlainProducts(experts)
+    return CPUExperts(w13, w2, experts.activation, threads)
+
+
+def host_weight(module: nn.Module) -> HostWeight | None:
+    """Return w13 or w2 in host memory; None if it is in several formats."""
+    if isinstance(module, nn.ModuleList):
+        return None
+    bias = getattr(module, "bias", None)
+    if isinstance(module, Packed):
+        return HostWeight(module.parts(), module.format, module.group, bias)
+    return HostWeight({"weight": module.weight}, PLAIN, 1, bias)
+
+
+class PlainProducts:
+    """`CPUProducts` of experts in several formats, in plain PyTorch."""
+
+    def __init__(self, experts: Experts):
+        self.experts = experts
+
+    def __call__(
+        self, x: Tensor, experts: Tensor, tokens: Tensor, weights: Tensor, y: Tensor
+    ) -> Tensor:
+        y.zero_()
+        outputs = self.experts.per_expert(x[tokens], experts.long().unsqueeze(1)).flatten(0, 1)
+        return y.index_add_(0, tokens, outputs.float() * weights.unsqueeze(1))
+
+
+# The thread ---------------------------------------------------------------------------------------
+
+
+def bind(products: CPUProducts, box: Mailbox) -> Callable[[int, int], object]:
+    """Return what answers the mailbox's request of T tokens and P pairs by these products."""
+    if isinstance(products, CPUExperts) and products.layer is not None:
+        pairs, count = (box.experts, box.tokens, box.weights), box.flags[PAIRS : PAIRS + 1]
+        calls = [
+            products.host_function(box.x[:T], *pairs, count, box.y[:T])
+            for T in range(1, MAX_TOKENS + 1)
+        ]
+        run = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(calls[0][0])
+        # `products` have to live: they own what the arguments point to.
+        return lambda T, _, kept=products: run(calls[T - 1][1])
+
+    def multiply(T: int, P: int) -> None:
+        x, experts, tokens, weights, y = (
+            part[:size] for part, size in zip(box[:5], (T, P, P, P, T), strict=True)
+        )
+        with torch.inference_mode():
+            products(x, experts, tokens, weights, y)
+
+    return multiply
+
+
+def serve(
+    box: Mailbox, layers: Sequence[Callable[[int, int], object]], stop: threading.Event
+) -> None:
+    """Answer requests until `stop`. An error becomes an answer of NaN, and a line of the log."""
+    flags, idle_since, pause = box.flags.numpy(), time.perf_counter(), 0.0
+    done = int(flags[ANSWERED])
+    while not stop.is_set():
+        asked = int(flags[ASKED])
+        if asked == done:
+            time.sleep(pause)  # 0 lets other threads of Python run
+            if time.perf_counter() - idle_since > SPIN_SECONDS:
+                pause = min(LONGEST_SLEEP, 2 * pause + 1e-5)
+            continue
+        layer, T, P = (int(flags[n]) for n in (LAYER, TOKENS, PAIRS))
+        try:
+            layers[layer](T, P)
+        except Exception:
+            log.exception("the CPU's share of layer %d failed", layer)
+            box.y.fill_(float("nan"))
+        flags[ANSWERED] = done = asked
+        idle_since, pause = time.perf_counter(), 0.0
+
+
+def share_layers(
+    layers: Sequence[OffloadedExperts], products: Sequence[CPUProducts], like: Tensor
+) -> Mailbox:
+    """Let the CPU have a share of these layers, and start its thread -> the mailbox.
+
+    like: x [..., D] on the device. The thread ends with the first of the layers.
+    """
+    box, stop = new_mailbox(MAX_PAIRS, like), threading.Event()
+    for n, layer in enumerate(layers):
+        layer.box = box._replace(layer=box.layer + n)
+    bound = [bind(each, box) for each in products]
+    # Another thread of Python may keep this one from running for as long.
+    sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_SECONDS))
+    threading.Thread(target=serve, args=(box, bound, stop), daemon=True).start()
+    weakref.finalize(layers[0], stop.set)
+    return box
+
+
+def set_copies(layers: Sequence[OffloadedExperts], copies: Sequence[int]) -> None:
+    """Set how many of n misses each layer copies: copies[n], for n from 0 on."""
+    for layer in layers:
+        cache = layer.cache
+        cache.copies = torch.tensor(copies, device=cache.copies.device)
