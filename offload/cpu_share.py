@@ -87,48 +87,58 @@ class PlainProducts:
 # The thread ---------------------------------------------------------------------------------------
 
 
-def bind(products: CPUProducts, box: Mailbox) -> Callable[[int, int], object]:
-    """Return what answers the mailbox's request of T tokens and P pairs by these products."""
-    if isinstance(products, CPUExperts) and products.layer is not None:
-        pairs, count = (box.experts, box.tokens, box.weights), box.flags[PAIRS : PAIRS + 1]
-        calls = [
-            products.host_function(box.x[:T], *pairs, count, box.y[:T])
-            for T in range(1, MAX_TOKENS + 1)
-        ]
-        run = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(calls[0][0])
-        # `products` have to live: they own what the arguments point to.
-        return lambda T, _, kept=products: run(calls[T - 1][1])
+def plain_answers(products: Sequence[CPUProducts], box: Mailbox) -> Callable[[], None]:
+    """Return what answers the mailbox's request, in Python."""
+    flags = box.flags.numpy()
 
-    def multiply(T: int, P: int) -> None:
+    def answer() -> None:
+        layer, T, P, asked = (int(flags[n]) for n in (LAYER, TOKENS, PAIRS, ASKED))
         x, experts, tokens, weights, y = (
             part[:size] for part, size in zip(box[:5], (T, P, P, P, T), strict=True)
         )
         with torch.inference_mode():
-            products(x, experts, tokens, weights, y)
+            products[layer](x, experts, tokens, weights, y)
+        flags[ANSWERED] = asked
 
-    return multiply
+    return answer
 
 
-def serve(
-    box: Mailbox, layers: Sequence[Callable[[int, int], object]], stop: threading.Event
-) -> None:
+def compiled_answers(products: Sequence[CPUExperts], box: Mailbox) -> Callable[[], None]:
+    """Return what answers requests until there is none for SPIN_SECONDS, without Python."""
+    pairs, count = (box.experts, box.tokens, box.weights), box.flags[PAIRS : PAIRS + 1]
+    calls = [
+        layer.host_function(box.x[:T], *pairs, count, box.y[:T])[1]
+        for layer in products
+        for T in range(1, MAX_TOKENS + 1)
+    ]
+    array = (ctypes.c_void_p * len(calls))(*calls)
+    run = products[0].threads.library.serve
+
+    def answer(_kept=products) -> None:  # they own what the calls point to
+        run(box.flags.data_ptr(), array, MAX_TOKENS, SPIN_SECONDS)
+
+    return answer
+
+
+def is_compiled(products: CPUProducts) -> bool:
+    return isinstance(products, CPUExperts) and products.layer is not None
+
+
+def serve(box: Mailbox, answer: Callable[[], None], stop: threading.Event) -> None:
     """Answer requests until `stop`. An error becomes an answer of NaN, and a line of the log."""
     flags, idle_since, pause = box.flags.numpy(), time.perf_counter(), 0.0
-    done = int(flags[ANSWERED])
     while not stop.is_set():
-        asked = int(flags[ASKED])
-        if asked == done:
+        if flags[ASKED] == flags[ANSWERED]:
             time.sleep(pause)  # 0 lets other threads of Python run
             if time.perf_counter() - idle_since > SPIN_SECONDS:
                 pause = min(LONGEST_SLEEP, 2 * pause + 1e-5)
             continue
-        layer, T, P = (int(flags[n]) for n in (LAYER, TOKENS, PAIRS))
         try:
-            layers[layer](T, P)
+            answer()
         except Exception:
-            log.exception("the CPU's share of layer %d failed", layer)
+            log.exception("the CPU's share of layer %d failed", flags[LAYER])
             box.y.fill_(float("nan"))
-        flags[ANSWERED] = done = asked
+            flags[ANSWERED] = flags[ASKED]
         idle_since, pause = time.perf_counter(), 0.0
 
 
@@ -142,10 +152,11 @@ def share_layers(
     box, stop = new_mailbox(MAX_PAIRS, like), threading.Event()
     for n, layer in enumerate(layers):
         layer.box = box._replace(layer=box.layer + n)
-    bound = [bind(each, box) for each in products]
+    make = compiled_answers if all(map(is_compiled, products)) else plain_answers
     # Another thread of Python may keep this one from running for as long.
     sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_SECONDS))
-    threading.Thread(target=serve, args=(box, bound, stop), daemon=True).start()
+    arguments = box, make(products, box), stop
+    threading.Thread(target=serve, args=arguments, daemon=True).start()
     weakref.finalize(layers[0], stop.set)
     return box
 

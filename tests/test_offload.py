@@ -327,10 +327,10 @@ def test_biases_on_the_cpu(make):
 def test_a_failure_of_the_cpu_is_reported_and_blocks_nobody(caplog):
     box, stop = new_mailbox(4, torch.empty(8)), threading.Event()
 
-    def fail(T: int, P: int) -> None:
+    def fail() -> None:
         raise ValueError("broken")
 
-    thread = threading.Thread(target=serve, args=(box, [fail], stop))
+    thread = threading.Thread(target=serve, args=(box, fail, stop))
     thread.start()
     box.flags[ASKED] = 1
     while box.flags[ANSWERED] != 1:
