@@ -202,7 +202,9 @@ class Measurement:
     def load(self, compute: str | None) -> Transformer:
         """Return the model, offloaded or, with None, resident."""
         settings = OffloadSettings(self.options.gpu_experts, compute=compute or "auto")
-        return load_model(self.source, self.device, experts=settings if compute else None)
+        if compute is None:  # these experts have to be made on the device
+            return load_model(self.source.source, self.device)
+        return load_model(self.source, self.device, experts=settings)
 
     def resident(self) -> tuple[float, float]:
         """Return steps/s with all experts on the device, and the time to compile."""

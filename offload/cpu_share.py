@@ -156,9 +156,17 @@ def share_layers(
     # Another thread of Python may keep this one from running for as long.
     sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_SECONDS))
     arguments = box, make(products, box), stop
-    threading.Thread(target=serve, args=arguments, daemon=True).start()
-    weakref.finalize(layers[0], stop.set)
+    thread = threading.Thread(target=serve, args=arguments, daemon=True)
+    thread.start()
+    weakref.finalize(layers[0], end_thread, thread, stop)
     return box
+
+
+def end_thread(thread: threading.Thread, stop: threading.Event) -> None:
+    """End a thread that serves, also before the process ends: else Python kills it in C++ code."""
+    stop.set()
+    if thread is not threading.current_thread():
+        thread.join()
 
 
 def set_copies(layers: Sequence[OffloadedExperts], copies: Sequence[int]) -> None:
