@@ -36,6 +36,7 @@ from ops.step.expert_paging import MAX_PAIRS
 SPIN_SECONDS = 2e-3  # without a request, before the thread begins to sleep
 LONGEST_SLEEP = 2e-3  # seconds
 SWITCH_SECONDS = 1e-4
+THREAD = "cpu share"  # its name
 
 log = logging.getLogger("moe_fast")
 
@@ -156,7 +157,7 @@ def share_layers(
     # Another thread of Python may keep this one from running for as long.
     sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_SECONDS))
     arguments = box, make(products, box), stop
-    thread = threading.Thread(target=serve, args=arguments, daemon=True)
+    thread = threading.Thread(target=serve, args=arguments, name=THREAD, daemon=True)
     thread.start()
     weakref.finalize(layers[0], end_thread, thread, stop)
     return box

@@ -34,7 +34,7 @@ from models.qwen2_moe import Qwen2MoeArgs
 from models.random_weights import RandomWeights
 from offload.balance import Balance, Cost, line_through
 from offload.cache import DeviceExpertCache, ExpertCache
-from offload.cpu_share import serve, set_copies
+from offload.cpu_share import THREAD, serve, set_copies
 from offload.experts import (
     ALIGN,
     COUNTERS,
@@ -344,7 +344,7 @@ def test_a_failure_of_the_cpu_is_reported_and_blocks_nobody(caplog):
 def test_the_thread_ends_with_its_model(make):
     before = set(threading.enumerate())
     model = load(make("fp32"), OffloadSettings(2, compute="cpu"))
-    (thread,) = set(threading.enumerate()) - before
+    (thread,) = {each for each in threading.enumerate() if each.name == THREAD} - before
     del model
     gc.collect()
     thread.join(timeout=10)
