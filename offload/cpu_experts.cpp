@@ -36,6 +36,12 @@ constexpr int SIZE = 64;
 constexpr bool WIDE_SUMS = true;  // sums of products of bytes have 32 bits
 
 static Bytes load(const void *p) { return _mm512_loadu_si512(p); }
+static Bytes load_half(const void *p) {
+  return _mm512_castsi256_si512(_mm256_loadu_si256((const __m256i *)p));
+}
+static Bytes load_quarter(const void *p) {
+  return _mm512_castsi128_si512(_mm_loadu_si128((const __m128i *)p));
+}
 static Bytes fill(uint32_t word) { return _mm512_set1_epi32(word); }
 static Bytes none() { return _mm512_setzero_si512(); }
 static Bytes both(Bytes a, Bytes b) { return _mm512_and_si512(a, b); }
@@ -54,6 +60,7 @@ static Floats total(Bytes high, Bytes low) {
   return _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(high, 8), low));
 }
 static Floats floats(const float *p) { return _mm512_loadu_ps(p); }
+static Floats four_floats(const float *p) { return _mm512_castps128_ps512(_mm_loadu_ps(p)); }
 static Floats choose(Floats values, Bytes index) { return _mm512_permutexvar_ps(index, values); }
 static Floats add_product(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
 static Floats subtract_product(Floats a, Floats b, Floats c) { return _mm512_fnmadd_ps(a, b, c); }
@@ -86,6 +93,12 @@ constexpr int SIZE = 32;
 constexpr bool WIDE_SUMS = false;  // 16 bits: a block's products must fit
 
 static Bytes load(const void *p) { return _mm256_loadu_si256((const __m256i *)p); }
+static Bytes load_half(const void *p) {
+  return _mm256_castsi128_si256(_mm_loadu_si128((const __m128i *)p));
+}
+static Bytes load_quarter(const void *p) {
+  return _mm256_castsi128_si256(_mm_loadl_epi64((const __m128i *)p));
+}
 static Bytes fill(uint32_t word) { return _mm256_set1_epi32(word); }
 static Bytes none() { return _mm256_setzero_si256(); }
 static Bytes both(Bytes a, Bytes b) { return _mm256_and_si256(a, b); }
@@ -107,6 +120,7 @@ static Floats total(Bytes high, Bytes low) {
   return _mm256_cvtepi32_ps(_mm256_add_epi32(high, low));
 }
 static Floats floats(const float *p) { return _mm256_loadu_ps(p); }
+static Floats four_floats(const float *p) { return _mm256_castps128_ps256(_mm_loadu_ps(p)); }
 static Floats choose(Floats values, Bytes index) { return _mm256_permutevar8x32_ps(values, index); }
 static Floats add_product(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c); }
 static Floats subtract_product(Floats a, Floats b, Floats c) { return _mm256_fnmadd_ps(a, b, c); }
@@ -151,9 +165,16 @@ static Floats load_f32(const uint8_t *p, int n) { return as_floats(first(p, n, 4
 constexpr int LANES = SIZE / 4;  // words of a vector
 constexpr int MANY = 4;          // tokens that share one pass over a row
 constexpr int ROWS = 16;         // rows of a pass
+constexpr int LINE = 64;         // bytes that cores exchange
 
 #ifndef PREFETCH
-#define PREFETCH 0  // bytes
+#define PREFETCH 4096  // bytes between what is read and what is prefetched
+#endif
+#ifndef EARLY
+#define EARLY 16384  // bytes that a thread prefetches before a barrier
+#endif
+#ifndef SHARES
+#define SHARES 75  // percent of the rows that are shared out in advance
 #endif
 
 // Weights ------------------------------------------------------------------------------------------
@@ -202,9 +223,8 @@ static Bytes above(const uint8_t *high, int plane) {
     }
     return table;
   }();
-  alignas(SIZE) uint8_t words[SIZE];
-  std::memcpy(words, high, SIZE / SHARING);
-  Bytes bits = right_each(choose(load(words), load(index.word)), load(index.shift));
+  const Bytes words = SHARING == 2 ? load_half(high) : load_quarter(high);
+  const Bytes bits = right_each(choose(words, load(index.word)), load(index.shift));
   return left(both(right(bits, BITS * plane), fill(BITS == 1 ? 0x01010101 : 0x03030303)), 4);
 }
 
@@ -271,52 +291,62 @@ static Bytes of_block(int factor, int odd) {
   return load(index);
 }
 
+// What a row's scales are read from.
+struct RowScales {
+  const uint8_t *scale, *zero, *steps;
+  Floats step, low, zero_step, zero_low;
+
+  RowScales(const Weight &w, int64_t e, int64_t row) {
+    scale = w.at(SCALE, e, row), zero = w.at(ZERO, e, row), steps = w.at(STEP, e, row);
+    if (w.scales == OF_ROW) step = spread(bf16(scale));
+    // As the bits of fp32 e4m3 is 2 ** -120 as large, and the table has twice the numbers.
+    if (w.scales == E4M3) step = spread(f32(w.at(SCALE_STEP, e, row)) * 0x1p119f);
+    if (w.scales != HQQ) return;
+    step = spread(bf16(w.at(SCALE_STEP, e, row))), low = spread(bf16(w.at(SCALE_LOW, e, row)));
+    zero_step = spread(bf16(w.at(ZERO_STEP, e, row)));
+    zero_low = spread(bf16(w.at(ZERO_LOW, e, row)));
+  }
+};
+
 // Read the scales of groups g to g + n, n up to LANES; others become finite numbers.
-static Affine read_scales(const Weight &w, int64_t e, int64_t row, int g, int n) {
+static Affine read_scales(const Weight &w, const RowScales &r, int g, int n) {
   Affine a = {};
-  const uint8_t *scale = w.at(SCALE, e, row);
-  const Bytes byte = fill(0xFFu);
   const int blocks = (n + 7) / 8;
   switch (w.scales) {
-    case BF16_SCALE: a.s[0] = bf16_floats(scale + 2 * g, n); break;
-    case F16_SCALE: a.s[0] = load_f16(scale + 2 * g, n); break;
-    case F32_SCALE: a.s[0] = load_f32(scale + 4 * g, n); break;
-    case OF_ROW: a.s[0] = spread(bf16(scale)); break;
+    case BF16_SCALE: a.s[0] = bf16_floats(r.scale + 2 * g, n); break;
+    case F16_SCALE: a.s[0] = load_f16(r.scale + 2 * g, n); break;
+    case F32_SCALE: a.s[0] = load_f32(r.scale + 4 * g, n); break;
+    case OF_ROW: a.s[0] = r.step; break;
     case E8M0:  // half of it: the table has twice the numbers
-      a.s[0] = as_floats(larger(left(load_u8(scale + g, n), 23), fill(1u << 22)));
+      a.s[0] = as_floats(larger(left(load_u8(r.scale + g, n), 23), fill(1u << 22)));
       a.s[0] = product(a.s[0], spread(.5f));
       break;
-    case E4M3: {  // as the bits of fp32 it is 2 ** -120 as large
-      const Floats step = spread(f32(w.at(SCALE_STEP, e, row)) * 0x1p119f);
-      const Bytes both_scales = load_u16(scale + 2 * g, n), magnitude = fill(0x7Fu << 20);
-      a.s[0] = product(as_floats(both(left(both_scales, 20), magnitude)), step);
-      a.s[1] = product(as_floats(both(left(both_scales, 12), magnitude)), step);
+    case E4M3: {
+      const Bytes pairs = load_u16(r.scale + 2 * g, n), magnitude = fill(0x7Fu << 20);
+      a.s[0] = product(as_floats(both(left(pairs, 20), magnitude)), r.step);
+      a.s[1] = product(as_floats(both(left(pairs, 12), magnitude)), r.step);
       break;
     }
     case UINT4:
-      a.s[0] = bf16_floats(scale + 2 * g, n);
-      a.o[0] = product(a.s[0], to_floats(load_u8(w.at(ZERO, e, row) + g, n)));
+      a.s[0] = bf16_floats(r.scale + 2 * g, n);
+      a.o[0] = product(a.s[0], to_floats(load_u8(r.zero + g, n)));
       return a;
     case HQQ: {
-      const Floats zero = to_floats(load_u8(w.at(ZERO, e, row) + g, n));
-      const Floats low = spread(bf16(w.at(SCALE_LOW, e, row)));
-      const Floats zero_low = spread(bf16(w.at(ZERO_LOW, e, row)));
-      const Floats step = spread(bf16(w.at(SCALE_STEP, e, row)));
-      const Floats zero_step = spread(bf16(w.at(ZERO_STEP, e, row)));
-      a.s[0] = add_product(to_floats(load_u8(scale + g, n)), step, low);
-      a.o[0] = product(a.s[0], add_product(zero, zero_step, zero_low));
+      const Floats zero = to_floats(load_u8(r.zero + g, n));
+      a.s[0] = add_product(to_floats(load_u8(r.scale + g, n)), r.step, r.low);
+      a.o[0] = product(a.s[0], add_product(zero, r.zero_step, r.zero_low));
       return a;
     }
     case K4: {
-      const Floats steps = load_f16(w.at(STEP, e, row) + g / 8 * 4, 2 * blocks);
-      const Bytes pairs = load_u16(scale + 2 * g, n);
-      a.s[0] = product(to_floats(both(pairs, byte)), choose(steps, of_block(2, 0)));
+      const Floats steps = load_f16(r.steps + g / 8 * 4, 2 * blocks);
+      const Bytes pairs = load_u16(r.scale + 2 * g, n);
+      a.s[0] = product(to_floats(both(pairs, fill(0xFFu))), choose(steps, of_block(2, 0)));
       a.o[0] = product(to_floats(right(pairs, 8)), choose(steps, of_block(2, 1)));
       return a;
     }
     case K6: {
-      const Floats step = choose(load_f16(w.at(STEP, e, row) + g / 8 * 2, blocks), of_block(1, 0));
-      const Bytes pairs = load_u16(scale + 2 * g, n);
+      const Floats step = choose(load_f16(r.steps + g / 8 * 2, blocks), of_block(1, 0));
+      const Bytes pairs = load_u16(r.scale + 2 * g, n);
       a.s[0] = product(to_floats(signed_right(left(pairs, 24), 24)), step);
       a.s[1] = product(to_floats(signed_right(left(pairs, 16), 24)), step);
       break;
@@ -400,6 +430,31 @@ struct Inputs {
 
 // Products -----------------------------------------------------------------------------------------
 
+static void prefetch(const uint8_t *from, int64_t bytes) {
+  for (int64_t n = 0; n < bytes; n += LINE) _mm_prefetch((const char *)from + n, _MM_HINT_T0);
+}
+
+// Prefetch what a row has beside its codes. Past the tensor's end a prefetch does nothing.
+static void prefetch_scales(const Weight &w, int64_t e, int64_t row) {
+  for (int name = HIGH; name < PARTS; name++)
+    if (w.part[name]) prefetch(w.at(Part(name), e, row), w.row_bytes[name]);
+}
+
+// Prefetch the first of some rows: as many as `dot_rows` is ahead, or the given bytes.
+static void prefetch_rows(const Weight &w, int64_t e, int64_t row, int64_t rows,
+                          int64_t bytes = PREFETCH) {
+  rows = std::min(rows, 1 + bytes / w.row_bytes[CODES]);
+  prefetch(w.at(CODES, e, row), std::min(bytes, rows * w.row_bytes[CODES]));
+  for (int64_t n = 0; n < rows; n++) prefetch_scales(w, e, row + n);
+}
+
+// Give each word of a block its group's number; 2 ** shift words are a group. Load no more than is
+// needed: a load that reaches over the store before it waits until that is in the cache.
+static Floats of_words(const float *groups, int shift, Bytes index) {
+  if (LANES >> shift <= 1) return spread(*groups);
+  return choose(LANES >> shift <= 4 ? four_floats(groups) : floats(groups), index);
+}
+
 // Rows times T vectors, x[which[t]] -> out [rows, T]. scratch: T * sets * stride floats.
 template <int CODES, int T>
 static void dot_packed(const Weight &w, int64_t e, int64_t row, int rows, const Inputs &x,
@@ -420,8 +475,10 @@ static void dot_packed(const Weight &w, int64_t e, int64_t row, int rows, const 
   for (; rows; rows--, row++, out += T) {
     Floats sum[T];
     for (int t = 0; t < T; t++) sum[t] = spread(0.f);
+    if (PREFETCH) prefetch_scales(w, e, row + 1 + PREFETCH / row_bytes);
+    const RowScales of_row(w, e, row);
     for (int g = 0; g < groups; g += LANES) {
-      const Affine scale = read_scales(w, e, row, g, std::min(groups - g, LANES));
+      const Affine scale = read_scales(w, of_row, g, std::min(groups - g, LANES));
       for (int t = 0; t < T; t++)
         for (int set = 0; set < SETS; set++) {
           store(scratch + (t * SETS + set) * stride + g, product(scale.s[set], floats(units[t] + g)));
@@ -443,7 +500,7 @@ static void dot_packed(const Weight &w, int64_t e, int64_t row, int rows, const 
             lower = dot(lower, plane[p], load(operand + SIZE));
           }
           const float *scales = scratch + (t * SETS + set) * stride + first_group;
-          sum[t] = add_product(total(upper, lower), choose(floats(scales), index), sum[t]);
+          sum[t] = add_product(total(upper, lower), of_words(scales, shift, index), sum[t]);
         }
       }
     };
@@ -537,12 +594,17 @@ static void work(Call &call, int thread);
 
 constexpr auto SPIN = std::chrono::milliseconds(1);  // after a call, before a thread sleeps
 
-struct Pool {
-  int count;  // threads, the caller's one included
+struct alignas(LINE) Flag {  // alone in its line, or those who wait for one slow down the others
+  std::atomic<uint32_t> value{0};
+};
+
+struct alignas(LINE) Pool {
+  const int count;  // threads, the caller's one included
+  Flag started, passed, asleep;
+  Flag next_up, next_down;    // rows that no thread has taken
+  std::vector<Flag> arrived;  // at a barrier, by thread
   std::vector<std::thread> workers;
   std::mutex turn;  // of callers
-  std::atomic<uint32_t> started{0}, passed{0};
-  std::atomic<int> arrived{0}, asleep{0};
   std::atomic<bool> stopping{false};
   Call *call = nullptr;
   // What a call needs; kept for the next one
@@ -551,13 +613,13 @@ struct Pool {
   std::vector<int> tokens;                 // of `pairs`
   std::vector<int> in_order;               // 0, 1, ...
 
-  explicit Pool(int n) : count(n) {
+  explicit Pool(int n) : count(n), arrived(n) {
     for (int k = 1; k < n; k++) workers.emplace_back([this, k] { serve(k); });
   }
   ~Pool() {
     stopping = true;
-    started++;
-    started.notify_all();
+    started.value++;
+    started.value.notify_all();
     for (auto &worker : workers) worker.join();
   }
 
@@ -566,46 +628,66 @@ struct Pool {
       wait_for_call(seen);
       if (stopping) return;
       work(*call, thread);
-      wait_for_all();
+      wait_for_all(thread);
     }
   }
 
   void wait_for_call(uint32_t seen) {
     const auto end = std::chrono::steady_clock::now() + SPIN;
-    for (int n = 1; started.load(std::memory_order_acquire) == seen; n++) {
+    for (int n = 1; started.value.load(std::memory_order_acquire) == seen; n++) {
       _mm_pause();
       if (n % 256) continue;
       if (std::chrono::steady_clock::now() > end) {
-        asleep++;
-        started.wait(seen);
-        asleep--;
+        asleep.value++;
+        started.value.wait(seen);
+        asleep.value--;
       } else {
         sched_yield();
       }
     }
   }
 
-  void wait_for_all() {
-    const uint32_t seen = passed.load(std::memory_order_relaxed);
-    if (arrived.fetch_add(1, std::memory_order_acq_rel) + 1 == count) {
-      arrived.store(0, std::memory_order_relaxed);
-      passed.store(seen + 1, std::memory_order_release);
-      return;
-    }
-    for (int n = 1; passed.load(std::memory_order_acquire) == seen; n++) {
+  static void wait_for(const Flag &flag, uint32_t value) {
+    for (int n = 1; flag.value.load(std::memory_order_acquire) != value; n++) {
       _mm_pause();
-      if (n % 4096 == 0) sched_yield();  // more threads than cores
+      if (n % 256 == 0) sched_yield();  // there may be more threads than cores
     }
   }
 
-  void run(Call &next) {
-    call = &next;
-    started.fetch_add(1, std::memory_order_seq_cst);
-    if (asleep.load(std::memory_order_seq_cst)) started.notify_all();
-    work(next, 0);
-    wait_for_all();
+  // A barrier: thread 0 waits for the others, then all go on.
+  void wait_for_all(int thread) {
+    const uint32_t next = arrived[thread].value.load(std::memory_order_relaxed) + 1;
+    arrived[thread].value.store(next, std::memory_order_release);
+    if (thread) return wait_for(passed, next);
+    for (int k = 1; k < count; k++) wait_for(arrived[k], next);
+    passed.value.store(next, std::memory_order_release);
+  }
+
+  void run(Call &given) {
+    call = &given;
+    next_up.value = next_down.value = 0;
+    started.value++;
+    if (asleep.value.load()) started.value.notify_all();
+    work(given, 0);
+    wait_for_all(0);
   }
 };
+
+static int64_t shares_of(int64_t n, int threads) { return n * SHARES / 100 / threads; }
+
+// Call `visit(begin, end)` for a thread's rows of n: an equal share of the first ones, then pieces
+// of the rest, which a thread takes when it is ready. So threads end together where cores differ.
+template <class Visit>
+static void share_out(int64_t n, int thread, int threads, Flag &next, Visit visit) {
+  const int64_t shares = shares_of(n, threads);
+  visit(shares * thread, shares * (thread + 1));
+  const int64_t rest = n - shares * threads;
+  for (;;) {
+    const int64_t begin = next.value.fetch_add(ROWS, std::memory_order_relaxed);
+    if (begin >= rest) return;
+    visit(shares * threads + begin, shares * threads + std::min(begin + ROWS, rest));
+  }
+}
 
 // One layer ----------------------------------------------------------------------------------------
 
@@ -665,40 +747,45 @@ static void read_x(Call &call, Pool &pool, int thread) {
 static void gate_up(Call &call, Pool &pool, int thread, float *scratch, float *out) {
   const Layer &layer = *call.layer;
   const int64_t width = layer.w13.out / 2;
-  const Range range(width * pool.experts.size(), thread, pool.count);
-  for (int64_t n = range.begin, rows; n < range.end; n += rows) {
-    const int64_t u = n / width, row = n % width;
-    rows = std::min({(int64_t)ROWS, width - row, range.end - n});
-    const int begin = pool.first[u], count = pool.first[u + 1] - begin, e = pool.experts[u];
-    const int *tokens = pool.tokens.data() + begin;
-    float *up = out + count * ROWS;
-    dot_rows(layer.w13, e, row, rows, pool.x, tokens, count, scratch, out);
-    dot_rows(layer.w13, e, row + width, rows, pool.x, tokens, count, scratch, up);
-    for (int k = 0; k < count; k++)
-      for (int r = 0; r < rows; r++)
-        pool.h.values[(begin + k) * width + row + r] = activate(
-            layer.activation, layer.limit, layer.alpha, out[k * ROWS + r], up[k * ROWS + r]);
-  }
+  auto visit = [&](int64_t begin, int64_t end) {
+    for (int64_t n = begin, rows; n < end; n += rows) {
+      const int64_t u = n / width, row = n % width;
+      rows = std::min({(int64_t)ROWS, width - row, end - n});
+      const int first = pool.first[u], count = pool.first[u + 1] - first, e = pool.experts[u];
+      const int *tokens = pool.tokens.data() + first;
+      float *up = out + count * ROWS;
+      dot_rows(layer.w13, e, row, rows, pool.x, tokens, count, scratch, out);
+      dot_rows(layer.w13, e, row + width, rows, pool.x, tokens, count, scratch, up);
+      for (int k = 0; k < count; k++)
+        for (int r = 0; r < rows; r++)
+          pool.h.values[(first + k) * width + row + r] = activate(
+              layer.activation, layer.limit, layer.alpha, out[k * ROWS + r], up[k * ROWS + r]);
+    }
+  };
+  share_out(width * pool.experts.size(), thread, pool.count, pool.next_up, visit);
 }
 
 static void down(Call &call, Pool &pool, int thread, float *scratch, float *out) {
   const Weight &w = call.layer->w2;
-  const Range range(w.out, thread, pool.count);
-  for (int t = 0; t < call.n_tokens; t++)
-    std::fill_n(call.y + (int64_t)t * w.out + range.begin, range.end - range.begin, 0.f);
-  for (size_t u = 0; u < pool.experts.size(); u++) {
-    const int begin = pool.first[u], count = pool.first[u + 1] - begin;
-    for (int64_t row = range.begin, rows; row < range.end; row += rows) {
-      rows = std::min((int64_t)ROWS, range.end - row);
-      dot_rows(w, pool.experts[u], row, rows, pool.h, pool.in_order.data() + begin, count, scratch,
-               out);
-      for (int k = 0; k < count; k++) {
-        const float weight = call.weights[pool.pairs[begin + k]];
-        float *y = call.y + (int64_t)pool.tokens[begin + k] * w.out + row;
-        for (int r = 0; r < rows; r++) y[r] += weight * out[k * ROWS + r];
+  auto visit = [&](int64_t begin, int64_t end) {
+    for (int t = 0; t < call.n_tokens; t++)
+      std::fill(call.y + (int64_t)t * w.out + begin, call.y + (int64_t)t * w.out + end, 0.f);
+    for (size_t u = 0; u < pool.experts.size(); u++) {
+      const int first = pool.first[u], count = pool.first[u + 1] - first, e = pool.experts[u];
+      for (int64_t row = begin, rows; row < end; row += rows) {
+        rows = std::min((int64_t)ROWS, end - row);
+        if (row + rows == end && u + 1 < pool.experts.size())
+          prefetch_rows(w, pool.experts[u + 1], begin, end - begin);
+        dot_rows(w, e, row, rows, pool.h, pool.in_order.data() + first, count, scratch, out);
+        for (int k = 0; k < count; k++) {
+          const float weight = call.weights[pool.pairs[first + k]];
+          float *y = call.y + (int64_t)pool.tokens[first + k] * w.out + row;
+          for (int r = 0; r < rows; r++) y[r] += weight * out[k * ROWS + r];
+        }
       }
     }
-  }
+  };
+  share_out(w.out, thread, pool.count, pool.next_down, visit);
 }
 
 static void work(Call &call, int thread) {
@@ -709,14 +796,21 @@ static void work(Call &call, int thread) {
                               pool.h.codes == BF16 ? 0 : pool.h.sets * pool.h.stride);
   scratch.resize(MANY * floats);
   out.resize(2 * ROWS * pool.pairs.size());
+  const Weight &w13 = call.layer->w13, &w2 = call.layer->w2;
+  const int64_t width = w13.out / 2, shares = shares_of(width * pool.experts.size(), pool.count);
+  const int64_t begin = shares * thread, u = begin / width, row = begin % width;
+  for (int64_t half : {row, row + width})  // memory would be idle until the barrier
+    prefetch_rows(w13, pool.experts[u], half, std::min(shares, width - row), EARLY);
   read_x(call, pool, thread);
-  pool.wait_for_all();
+  pool.wait_for_all(thread);
   gate_up(call, pool, thread, scratch.data(), out.data());
-  pool.wait_for_all();
+  const int64_t down_shares = shares_of(w2.out, pool.count);
+  prefetch_rows(w2, pool.experts[0], down_shares * thread, down_shares, EARLY);
+  pool.wait_for_all(thread);
   if (pool.h.codes != BF16) {
     const Range range((int64_t)pool.pairs.size() * pool.h.groups, thread, pool.count);
     for (int64_t n = range.begin; n < range.end; n++) pool.h.prepare(n / pool.h.groups, n % pool.h.groups);
-    pool.wait_for_all();
+    pool.wait_for_all(thread);
   }
   down(call, pool, thread, scratch.data(), out.data());
 }

@@ -51,6 +51,8 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 ZEROS = {"int4": 8, "mxfp4": 12, "nvfp4": 12, "int8": 128, "q8_0": 128, "q6_k": 32}  # code of 0
 RUN = {"q4_k": 32, "q5_k": 32, "q6_k": 32}  # numbers whose codes are packed together, if not G
 
+HUGE_PAGE, MADV_HUGEPAGE = 2 << 20, 14  # bytes; of madvise(2)
+
 log = logging.getLogger("moe_fast")
 Library = ctypes.CDLL
 
@@ -158,7 +160,19 @@ class CallStruct(ctypes.Structure):
     )
 
 
-# Threads ------------------------------------------------------------------------------------------
+# Memory and threads -------------------------------------------------------------------------------
+
+
+def use_huge_pages(memory: Tensor) -> None:
+    """Ask for pages of 2 MB, before host memory is written for the first time.
+
+    With pages of 4 KB a core waits for the page table about as long as for the weights.
+    """
+    if platform.system() == "Linux":
+        begin = -(-memory.data_ptr() // HUGE_PAGE) * HUGE_PAGE
+        size = memory.data_ptr() + memory.nbytes - begin
+        if size > 0:  # a kernel without such pages refuses, which does no harm
+            ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(size), MADV_HUGEPAGE)
 
 
 def usable_cores() -> int:
