@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from math import inf
 
 import torch
 from torch import Tensor
@@ -241,10 +242,13 @@ class Measurement:
             "link_gb_s": link / 1e9,
         }
         joint = link
-        if (balance := getattr(model, "balance", None)) is not None:
-            figures["copies"] = balance.split(self.args.n_active)
+        if (found := getattr(model, "prediction", None)) is not None:
+            balance = found.balance
+            figures["predicted"] = found.tokens_per_second(traffic["hit_ratio"])
+            figures["copies"] = found.copies[: self.args.n_active + 1]
             figures["shares"] = balance.describe()
-            joint = nbytes / balance.link.each + nbytes / balance.cpu.each
+            if balance.cpu.each < inf:
+                joint = nbytes / balance.link.each + nbytes / balance.cpu.each
         bound = 1 / max((copied + on_cpu) / joint, 1 / self.resident_rate)
         figures |= {"bound": bound, "of_bound": rate / bound}
         return figures, f"loaded in {loaded:.0f} s, compiled in {compiled:.0f} s"

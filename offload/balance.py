@@ -1,11 +1,13 @@
-"""How misses are divided between CPU and link: by what both do at the same time, measured at start.
+"""How misses are divided between CPU and link, and how fast a model then decodes.
 
-Copies and products read the same host memory, so that each is slower beside the other.
+Both follow from what link and CPU do at the same time, which is measured when a model is loaded:
+copies and products read the same host memory, so that each is slower beside the other.
 """
 
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import comb, inf
 
 import torch
 from torch import Tensor
@@ -13,6 +15,7 @@ from torch import Tensor
 from offload.cpu_share import CPUProducts
 from offload.experts import OffloadedExperts
 
+LAYER_SECONDS = 25e-6  # of a layer's kernels beside its bytes, paging included
 ROUND_TRIP = 10e-6  # seconds from a request to its answer, beside the products
 MEASURED_SECONDS = 0.02  # of copies, for each number of experts
 
@@ -40,11 +43,13 @@ class Balance:
         """Return the seconds until both shares of a layer's misses have ended."""
         return max(self.link.of(copied), self.cpu.of(misses - copied))
 
-    def split(self, most: int) -> list[int]:
-        """Return how many of 0 .. `most` misses to copy, so that both end together.
+    def split(self, compute: str, most: int) -> list[int]:
+        """Return how many of 0 .. `most` misses to copy; auto: so that both end together.
 
-        Of equals, the one that leaves less to the CPU.
+        compute: "gpu" copies all, "cpu" none. Of equals, the one that leaves less to the CPU.
         """
+        if compute != "auto":
+            return [n if compute == "gpu" else 0 for n in range(most + 1)]
         return [
             min(range(n, -1, -1), key=lambda copied, n=n: self.seconds(n, copied))
             for n in range(most + 1)
@@ -52,7 +57,43 @@ class Balance:
 
     def describe(self) -> str:
         link, cpu = (self.nbytes / cost.each / 1e9 for cost in (self.link, self.cpu))
-        return f"copies at {link:.3g} GB/s beside CPU products at {cpu:.3g} GB/s"
+        beside = f" beside CPU products at {cpu:.3g} GB/s" if cpu else ""
+        return f"copies at {link:.3g} GB/s{beside}"
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What is known of a decode step before it runs."""
+
+    balance: Balance
+    copies: list[int]  # how many of n misses are copied
+    layers: int  # those with experts
+    active: int
+    resident: float  # seconds of a step whose experts are all in slots
+
+    def tokens_per_second(self, hit_ratio: float) -> float:
+        """Return the expected speed, if each chosen expert is cached with this probability."""
+        misses = 0.0
+        for n in range(self.active + 1):
+            ways = comb(self.active, n) * (1 - hit_ratio) ** n * hit_ratio ** (self.active - n)
+            misses += ways * self.balance.seconds(n, self.copies[n])
+        return 1 / (self.resident + self.layers * misses)
+
+
+def resident_seconds(nbytes: int, layers: int, like: Tensor) -> float:
+    """Return the expected seconds of a step without misses. nbytes: of weights that it reads."""
+    size = 1 << 26  # more than the L2 cache, and little beside a small card
+    source = torch.empty(size, dtype=torch.uint8, device=like.device)
+    target = torch.empty_like(source)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    target.copy_(source)
+    begin.record()
+    for _ in range(4):
+        target.copy_(source)
+    end.record()
+    torch.cuda.synchronize()
+    bandwidth = 4 * 2 * size / (begin.elapsed_time(end) * 1e-3)  # read and written
+    return nbytes / bandwidth + layers * LAYER_SECONDS
 
 
 def measure_balance(
@@ -60,7 +101,7 @@ def measure_balance(
 ) -> Balance:
     """Measure a GPU's copies and the CPU's products, of up to `most` experts a layer.
 
-    like: x [..., D] on the GPU.
+    like: x [..., D] on the GPU. products: of each layer; none: the CPU has no share.
     """
     counts = 1, max(2, min(most, layers[0].storage.slots))
     both = [measure_both(layers, products, like, count) for count in counts]
@@ -73,8 +114,9 @@ def measure_both(
     layers: Sequence[OffloadedExperts], products: Sequence[CPUProducts], like: Tensor, count: int
 ) -> tuple[float, float]:
     """Return the seconds of copying `count` experts and of multiplying as many, side by side."""
-    multiply = multiplications(layers, products, like, count)
-    multiply(0)  # wakes the threads
+    multiply = multiplications(layers, products, like, count) if products else None
+    if multiply:
+        multiply(0)  # wakes the threads
     nbytes = count * layers[0].storage.blobs.shape[1]
     copies = max(4, int(MEASURED_SECONDS * 50e9 / nbytes))
     ids = [list(layer.cache.cached().items())[:count] for layer in layers]
@@ -88,10 +130,10 @@ def measure_both(
         layers[n % len(layers)].fill_slots(*pairs[n % len(layers)])
     end.record()
     calls, started = 0, time.perf_counter()
-    while not end.query() or calls < 2:
+    while multiply and (calls < 2 or not end.query()):
         multiply(calls + 1)
         calls += 1
-    seconds = (time.perf_counter() - started) / calls
+    seconds = (time.perf_counter() - started) / calls if calls else inf
     torch.cuda.synchronize()
     return begin.elapsed_time(end) * 1e-3 / copies, seconds
 
@@ -115,5 +157,7 @@ def multiplications(
 
 def line_through(times: Sequence[float], counts: Sequence[int]) -> Cost:
     """Return the cost that explains the seconds of two numbers of experts."""
+    if times[0] == inf:
+        return Cost(0.0, inf)
     each = max((times[1] - times[0]) / (counts[1] - counts[0]), 1e-9)
     return Cost(max(times[0] - each * counts[0], 0.0), each)

@@ -3,15 +3,15 @@
 import logging
 import weakref
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from formats.packed import Packed, weight_bytes
 from model import MoE, Transformer
-from offload.balance import measure_balance
+from offload.balance import Prediction, measure_balance, resident_seconds
 from offload.cpu_experts import CPUThreads
-from offload.cpu_share import cpu_products, set_copies, share_layers
+from offload.cpu_share import CPUProducts, cpu_products, set_copies, share_layers
 from offload.experts import BlobPart, LayerStorage, OffloadedExperts, Reader, plan_blob
 from offload.profile import Profile
 from offload.runner import FusedOffloadRunner, OffloadRunner
@@ -134,6 +134,7 @@ class OffloadPlan:
 
     experts: ExpertSizes
     slots: int  # R
+    dtype: torch.dtype = torch.bfloat16  # of activations
 
     @property
     def nbytes(self) -> int:
@@ -221,7 +222,7 @@ def offload_experts(
     Raises ValueError as `make_plan`, and if the GPU lacks memory, before it reads all experts.
     """
     experts = measure_experts(model, dtype, read)
-    plan = make_plan(experts, settings)
+    plan = replace(make_plan(experts, settings), dtype=dtype)
     cached = start_cache(settings.profile, experts, plan.slots)
     if device.type == "cuda":
         check_plan_fits(plan.nbytes, plan.slots, free_gpu_memory(device))
@@ -249,17 +250,36 @@ def offload_experts(
         layers.append(ffn.experts)
     # For `runtime.kernel_choice.choose_runner`.
     model.runner_class, model.fused_runner_class = OffloadRunner, FusedOffloadRunner
-    plan_line = describe_plan(plan, settings)
-    if threads is not None:
-        like = torch.empty(0, model.args.dim, dtype=dtype, device=device)
+    like = torch.empty(0, model.args.dim, dtype=dtype, device=device)
+    if products:
         share_layers(layers, products, like)
-        copies = [0] * (MAX_PAIRS + 1)
-        if settings.compute == "auto":
-            model.balance = measure_balance(layers, products, like, experts.n_active)
-            copies = model.balance.split(min(MAX_TOKENS * experts.n_active, MAX_PAIRS))
-            plan_line += f"; {model.balance.describe()}"
-        set_copies(layers, copies)
-    return plan_line
+        set_copies(layers, [0] * (MAX_PAIRS + 1))
+    line = describe_plan(plan, settings)
+    if device.type == "cuda" and plan.slots < experts.n_local:
+        model.prediction = predict(model, layers, products, plan, settings)
+        set_copies(layers, model.prediction.copies)
+        line += f"; {describe_prediction(model.prediction, plan, settings)}"
+    return line
+
+
+def predict(
+    model: Transformer,
+    layers: list[OffloadedExperts],
+    products: list[CPUProducts],
+    plan: OffloadPlan,
+    settings: OffloadSettings,
+) -> Prediction:
+    """Measure copies and the CPU's products -> how misses are divided, and what to expect."""
+    experts, weight = plan.experts, model.embedding.weight
+    like = torch.empty(0, model.args.dim, dtype=plan.dtype, device=layers[0].storage.device)
+    balance = measure_balance(layers, products, like, experts.n_active)
+    compute = settings.compute if products else "gpu"
+    copies = balance.split(compute, min(MAX_TOKENS * experts.n_active, MAX_PAIRS))
+    # A token reads its experts, and all other weights but the embedding, which may be the head.
+    read = experts.kept + experts.n_active * experts.per_slot * experts.n_local // experts.n_expert
+    read -= 0 if model.args.tied_embeddings else weight.numel() * plan.dtype.itemsize
+    resident = resident_seconds(read, len(model.layers), like)
+    return Prediction(balance, copies, len(layers), experts.n_active, resident)
 
 
 class HostMemory:
@@ -309,4 +329,19 @@ def describe_plan(plan: OffloadPlan, settings: OffloadSettings) -> str:
         f"{gb(settings.reserve)} reserved for KV cache and activations; "
         f"{gb(experts.host_bytes)} in host memory; {missed / 1e6:.4g} MB a token miss if the "
         "router chooses uniformly"
+    )
+
+
+def describe_prediction(
+    prediction: Prediction, plan: OffloadPlan, settings: OffloadSettings
+) -> str:
+    """Return what was measured, and the expected speed, for the log."""
+    if settings.profile is None:
+        ratio, why = plan.slots / plan.experts.n_local, "if the router chooses uniformly"
+    else:
+        ratio, why = settings.profile.hit_ratio(plan.slots), "as the profile says"
+    speed = prediction.tokens_per_second(ratio)
+    return (
+        f"{prediction.balance.describe()}: about {speed:.3g} tokens/s with {ratio:.0%} cache hits, "
+        f"{why}"
     )

@@ -16,6 +16,7 @@ import threading
 import time
 from collections import Counter
 from functools import cache
+from math import inf
 from pathlib import Path
 
 import pytest
@@ -32,7 +33,7 @@ from models.gpt_oss import GptOssArgs
 from models.layers.yarn import Yarn
 from models.qwen2_moe import Qwen2MoeArgs
 from models.random_weights import RandomWeights
-from offload.balance import Balance, Cost, line_through
+from offload.balance import Balance, Cost, Prediction, line_through
 from offload.cache import DeviceExpertCache, ExpertCache
 from offload.cpu_share import THREAD, serve, set_copies
 from offload.experts import (
@@ -353,17 +354,32 @@ def test_the_thread_ends_with_its_model(make):
 
 def test_misses_are_divided_so_that_both_shares_end_together():
     equal = Balance(Cost(0.0, 1.0), Cost(0.0, 1.0), 1)
-    assert equal.split(5) == [0, 1, 1, 2, 2, 3]
+    assert equal.split("auto", 5) == [0, 1, 1, 2, 2, 3]
     slow_cpu = Balance(Cost(0.0, 1.0), Cost(100.0, 1.0), 1)
-    assert slow_cpu.split(4) == [0, 1, 2, 3, 4]  # never worse than copying all
+    assert slow_cpu.split("auto", 4) == [0, 1, 2, 3, 4]  # never worse than copying all
     fast_cpu = Balance(Cost(0.0, 3.0), Cost(0.5, 1.0), 1)
-    assert fast_cpu.split(4) == [0, 0, 0, 1, 1]
+    assert fast_cpu.split("auto", 4) == [0, 0, 0, 1, 1]
     for balance in (equal, slow_cpu, fast_cpu):
-        for misses, copied in enumerate(balance.split(8)):
+        for misses, copied in enumerate(balance.split("auto", 8)):
             best = min(balance.seconds(misses, n) for n in range(misses + 1))
             assert balance.seconds(misses, copied) == best
+    no_cpu = Balance(Cost(1.0, 1.0), line_through((inf, inf), (1, 4)), 8 * 10**9)
+    assert no_cpu.split("auto", 3) == no_cpu.split("gpu", 3) == [0, 1, 2, 3]
+    assert equal.split("cpu", 3) == [0] * 4
+    assert no_cpu.describe() == "copies at 8 GB/s"
     assert line_through((3.0, 9.0), (1, 4)) == Cost(1.0, 2.0)
     assert line_through((3.0, 2.0), (1, 4)).each > 0
+
+
+def test_the_expected_speed():
+    balance = Balance(Cost(0.0, 1.0), Cost(0.0, 1.0), 1)
+    for compute, seconds in (("auto", 1.0), ("gpu", 2.0), ("cpu", 2.0)):
+        found = Prediction(balance, balance.split(compute, 2), layers=3, active=2, resident=4.0)
+        assert found.tokens_per_second(1.0) == 1 / 4
+        assert found.tokens_per_second(0.0) == 1 / (4 + 3 * seconds)  # two misses a layer
+        one = balance.seconds(1, found.copies[1])
+        expected = 4 + 3 * (0.5 * one + 0.25 * seconds)
+        assert found.tokens_per_second(0.5) == pytest.approx(1 / expected)
 
 
 # Profiles -----------------------------------------------------------------------------------------
