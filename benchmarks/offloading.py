@@ -184,6 +184,20 @@ def check_logits(model: Transformer, kernels: str) -> Tensor:
     return torch.stack(found)
 
 
+def prompt_speed(model: Transformer, tokens: int) -> tuple[float, float]:
+    """Return the seconds of a prompt, and the bytes that it copied: of the second one."""
+    session, seconds = Session(model, tokens + 8, SessionOptions()), 0.0
+    before: list[dict[str, int]] = []
+    for seed in range(2):
+        session.reset()
+        before, start = expert_counters(model), time.perf_counter()
+        next(session.stream(random_prompt(model.args, tokens, seed), 1, Sampling(seed=0)))
+        seconds = time.perf_counter() - start
+    after = expert_counters(model)
+    copied = sum(new["bytes"] - old["bytes"] for new, old in zip(after, before, strict=True))
+    return seconds, copied
+
+
 class Measurement:
     """All rows of one model: random weights that stay in host memory, and replayed scores."""
 
@@ -251,6 +265,9 @@ class Measurement:
                 joint = nbytes / balance.link.each + nbytes / balance.cpu.each
         bound = 1 / max((copied + on_cpu) / joint, 1 / self.resident_rate)
         figures |= {"bound": bound, "of_bound": rate / bound}
+        if options.prompt:
+            seconds, copied = prompt_speed(model, options.prompt)
+            figures |= {"prompt_s": seconds, "prompt_of_link": copied / link / seconds}
         return figures, f"loaded in {loaded:.0f} s, compiled in {compiled:.0f} s"
 
 
@@ -273,6 +290,7 @@ def build_parser() -> Parser:
     add("--mode", default="hqq4-hqq2")
     add("--gpu_experts", type=int, default=4, metavar="R", help="slots a layer")
     add("--tokens", type=int, default=100)
+    add("--prompt", type=int, default=0, metavar="N", help="also time a prompt of N tokens")
     add("--routing", default="random", choices=ROUTINGS, help="which experts are chosen (random)")
     add("--decode_kernels", default="auto", choices=KERNELS)
     add("--check", action="store_true", help="compare logits with those of resident experts")

@@ -9,8 +9,8 @@ A layer computes a few tokens in four steps, all of them on the device (ops/step
 4. The CPU has multiplied its share in place meanwhile (offload/cpu_share.py); its sum is added.
 
 Calls that may choose more experts than there are slots, prompts, run in waves: the host reads the
-chosen ids, and steps 1 to 3 run for R experts at a time. Weights never change, so nothing is copied
-back.
+chosen ids, and steps 1 to 3 run for R / 2 experts at a time, while the next ones are copied.
+Weights never change, so nothing is copied back.
 
 Memory:
 
@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from model import Experts, Transformer, weighted_sum
 from offload.cache import DeviceExpertCache
+from offload.copies import load_in_turn
 from ops.step.cpu_share import MAX_TOKENS, Mailbox, add_answer
 from ops.step.expert_paging import MAX_PAIRS, fetch, fetches_by_kernel, page
 
@@ -187,11 +188,11 @@ class OffloadedExperts(nn.Module):
         self, x: Tensor, expert_indices: Tensor, expert_weights: Tensor
     ) -> Tensor:
         """Run more experts than slots, wave by wave; then sum over A in one fixed order."""
-        y, local = None, expert_indices - self.first
-        waves = self.plan_waves(local)
-        for wave in waves:
-            slot_map = self.load_wave(wave)
-            slots = slot_map[local.clamp(-1, self.n_local)]
+        local = expert_indices - self.first
+        waves, y = self.plan_waves(local), None
+        rows = local.clamp(-1, self.n_local)
+        for slot_map in load_in_turn(self.load_wave, waves, ahead=self.storage.slots > 1):
+            slots = slot_map[rows]
             if len(waves) == 1:
                 return self.multiply(x, slots, expert_weights)
             outputs = self.experts.per_expert_grouped(x, slots)
@@ -203,26 +204,28 @@ class OffloadedExperts(nn.Module):
         expert_weights = torch.where(mine, expert_weights, 0.0)
         return self.experts.combine(y, expert_weights).to(x.dtype)
 
-    def plan_waves(self, local: Tensor) -> list[list[int]]:
-        """Return this rank's chosen experts in waves of at most R: those in slots come first."""
-        chosen = [n for n in dict.fromkeys(local.flatten().tolist()) if 0 <= n < self.n_local]
-        slot = self.cache.slot.tolist()
-        chosen.sort(key=lambda expert: slot[expert] == self.storage.slots)
-        slots = self.storage.slots
-        return [chosen[n : n + slots] for n in range(0, len(chosen) or 1, slots)]
+    def plan_waves(self, local: Tensor) -> list[Tensor]:
+        """Return this rank's chosen experts in waves, int64 [up to R]: those in slots come first.
 
-    def load_wave(self, wave: Sequence[int]) -> Tensor:
+        Several waves take a half of the slots each, so that one is copied while another is
+        multiplied.
+        """
+        chosen = [n for n in dict.fromkeys(local.flatten().tolist()) if 0 <= n < self.n_local]
+        slots, slot = self.storage.slots, self.cache.slot.tolist()
+        chosen.sort(key=lambda expert: slot[expert] == slots)
+        size = slots if len(chosen) <= slots else max(1, slots // 2)
+        return list(torch.tensor(chosen, dtype=torch.int64, device=self.pool.device).split(size))
+
+    def load_wave(self, wave: Tensor) -> Tensor:
         """Load a wave's experts -> slots of these alone, int64 [E + 2], by -1 .. E; else R.
 
         Some are placed at a time. Those before are the most recently used ones, so that they stay.
         """
-        device, slots = self.pool.device, self.storage.slots
-        ids = torch.tensor(wave, dtype=torch.int64, device=device)
-        none = torch.empty(0, device=device)
-        for some in ids.split(min(WAVE_PAGE, slots)):
+        none = torch.empty(0, device=wave.device)
+        for some in wave.split(min(WAVE_PAGE, self.storage.slots)):
             self.page(some[None] + self.first, none, none, [])
-        found = torch.full((self.n_local + 2,), slots, device=device)
-        found[ids] = self.cache.slot[ids]
+        found = torch.full((self.n_local + 2,), self.storage.slots, device=wave.device)
+        found[wave] = self.cache.slot[wave]
         return found
 
     def counters(self) -> dict[str, int]:

@@ -10,7 +10,7 @@ import torch
 from formats.packed import Packed, weight_bytes
 from model import MoE, Transformer
 from offload.balance import Prediction, measure_balance, resident_seconds
-from offload.cpu_experts import CPUThreads
+from offload.cpu_experts import CPUThreads, use_huge_pages
 from offload.cpu_share import CPUProducts, cpu_products, set_copies, share_layers
 from offload.experts import BlobPart, LayerStorage, OffloadedExperts, Reader, plan_blob
 from offload.profile import Profile
@@ -227,6 +227,7 @@ def offload_experts(
     if device.type == "cuda":
         check_plan_fits(plan.nbytes, plan.slots, free_gpu_memory(device))
     host = torch.empty(experts.host_bytes, dtype=torch.uint8)
+    use_huge_pages(host)
     owner = HostMemory()
     if device.type == "cuda":
         register_host_memory(host, owner, device)

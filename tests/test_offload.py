@@ -194,8 +194,9 @@ class Replay:
         order.sort(key=lambda expert: expert not in cached)
         self.found[layer]["hits"] += sum(expert in cached for expert in order)
         fits = ids.numel() <= self.slots and len(ids) <= 8
-        for first in range(0, len(order), self.slots):
-            self.run_wave(layer, order[first : first + self.slots], fits)
+        size = self.slots if len(order) <= self.slots else max(1, self.slots // 2)
+        for first in range(0, len(order), size):
+            self.run_wave(layer, order[first : first + size], fits)
 
     def run_wave(self, layer: int, wave: list[int], shares: bool) -> None:
         cached = self.last_use[layer]
