@@ -15,7 +15,7 @@ from torch import Tensor
 from offload.cpu_share import CPUProducts
 from offload.experts import OffloadedExperts
 
-LAYER_SECONDS = 25e-6  # of a layer's kernels beside its bytes, paging included
+LAYER_SECONDS = 25e-6  # kernels of a layer, beside their bytes; paging is included
 ROUND_TRIP = 10e-6  # seconds from a request to its answer, beside the products
 MEASURED_SECONDS = 0.02  # of copies, for each number of experts
 
@@ -37,7 +37,7 @@ class Balance:
 
     link: Cost
     cpu: Cost
-    nbytes: int  # of an expert
+    nbytes: int  # size of an expert
 
     def seconds(self, misses: int, copied: int) -> float:
         """Return the seconds until both shares of a layer's misses have ended."""

@@ -33,7 +33,7 @@ from ops.step.cpu_share import (
 )
 from ops.step.expert_paging import MAX_PAIRS
 
-SPIN_SECONDS = 2e-3  # without a request, before the thread begins to sleep
+SPIN_SECONDS = 2e-3  # the thread begins to sleep after as long without a request
 LONGEST_SLEEP = 2e-3  # seconds
 SWITCH_SECONDS = 1e-4
 THREAD = "cpu share"  # its name

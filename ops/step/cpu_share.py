@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ops.launch import can_launch, jit, launch, tl, triton
 
-MAX_TOKENS = 8  # of a request
+MAX_TOKENS = 8  # limit of a request
 ASKED, ANSWERED, LAYER, TOKENS, PAIRS = 0, 16, 1, 2, 3  # flags; one cache line for each writer
 FLAGS = 32
 BLOCK = 1024  # numbers of a program
@@ -169,8 +169,8 @@ class Answer:
     scale: float
 
 
-# Grid [blocks of T * D]. Each program polls the flag. Volatile loads come from host memory and not
-# from a cache. A thread's loads of y follow the one that has ended its loop.
+# Grid [blocks of T * D]. Each program polls the flag. Volatile loads come from host memory: no cache
+# answers them. A thread loads y after the load that has ended its loop.
 @jit
 def _answer(y, box, residual, out, s: tl.constexpr):
     NUMBERS: tl.constexpr = s.numbers
