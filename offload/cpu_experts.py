@@ -27,6 +27,7 @@ from formats import FORMATS, PLAIN
 from formats.base import Parts
 
 SOURCE = Path(__file__).with_suffix(".cpp")
+HEADERS = tuple(SOURCE.with_name(f"cpu_{name}.h") for name in ("vectors", "products"))
 # Sums in another order, so that loops become vectors. NaN and infinity keep their meaning.
 FLAGS = (
     *("-std=c++20", "-O3", "-shared", "-fPIC", "-pthread", "-w"),
@@ -92,8 +93,9 @@ def build(folder: Path, march: str) -> Path:
     if platform.machine() not in ("x86_64", "AMD64"):
         raise OSError(f"no products for {platform.machine()} CPUs")
     command = compiler, *FLAGS, f"-march={march}"
-    key = hashlib.sha256(SOURCE.read_bytes())
-    key.update(repr((command, cpu_flags())).encode())
+    key = hashlib.sha256(repr((command, cpu_flags())).encode())
+    for file in (SOURCE, *HEADERS):
+        key.update(file.read_bytes())
     path = folder / f"cpu_experts_{key.hexdigest()[:16]}.so"
     if not path.exists():
         with tempfile.TemporaryDirectory(dir=folder) as temporary:
@@ -144,6 +146,7 @@ class LayerStruct(ctypes.Structure):
         ("activation", ctypes.c_int32),
         ("limit", ctypes.c_float),
         ("alpha", ctypes.c_float),
+        ("n_experts", ctypes.c_int32),
         ("pool", ctypes.c_void_p),
     )
 
@@ -355,7 +358,7 @@ class CPUExperts:
                     b if b is None else b.float().contiguous() for b in (w13.bias, w2.bias)
                 ]
                 structs = map(weight_struct, (w13, w2), self.biases)
-                self.layer = LayerStruct(*structs, *known, threads.pool)
+                self.layer = LayerStruct(*structs, *known, len(w13.codes), threads.pool)
 
     @property
     def nbytes(self) -> int:
@@ -369,7 +372,8 @@ class CPUExperts:
 
         x [T, D]; experts, tokens int32 [P]; weights fp32 [P]; y fp32 [T, D]: contiguous, in host
         memory. Made for T up to 8. Returns y when it is written. Other Python threads run
-        meanwhile; they may call too, and take turns. Raises ValueError for other tensors.
+        meanwhile; they may call too, and take turns. Pairs of experts that the layer does not have
+        (another rank's) count nothing. Raises ValueError for other tensors.
         """
         self.check(x, experts, tokens, weights, y)
         if self.layer is None:
@@ -431,6 +435,8 @@ class CPUExperts:
         with self.threads.turn:
             y.zero_()
             for expert in dict.fromkeys(experts.tolist()):
+                if not 0 <= expert < len(self.w13.codes):
+                    continue
                 pairs = (experts == expert).nonzero().squeeze(-1)
                 rows = tokens[pairs].long()
                 gate, up = self.w13.multiply(x[rows].float(), expert).chunk(2, dim=-1)

@@ -160,6 +160,15 @@ def test_two_formats_and_experts_in_blobs(pools):
 
 
 @needs_compiler
+def test_experts_of_other_ranks_count_nothing(pools):
+    layer = random_layer(pools["native"], "int4", 128, 64)
+    x, _, tokens, weights, y = random_call(layer, 2, 4)
+    experts = torch.tensor([1, 3, -1, 2], dtype=torch.int32)
+    assert_as_plain(layer, (x, experts, tokens, weights, y))
+    assert not layer(x, experts[1:3], tokens[1:3], weights[1:3], y).any()
+
+
+@needs_compiler
 def test_extreme_numbers(pools):
     """Zeros, one large number among small ones, and NaN, which must reach the output."""
     layer = random_layer(pools["native"], "int4", 256, 128)
