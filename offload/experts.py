@@ -210,8 +210,11 @@ class OffloadedExperts(nn.Module):
         Several waves take a half of the slots each, so that one is copied while another is
         multiplied.
         """
-        chosen = [n for n in dict.fromkeys(local.flatten().tolist()) if 0 <= n < self.n_local]
-        slots, slot = self.storage.slots, self.cache.slot.tolist()
+        slots, E = self.storage.slots, self.n_local
+        used = torch.zeros(E + 1, dtype=torch.int64, device=local.device)
+        used[torch.where((local >= 0) & (local < E), local, E).flatten()] = 1
+        is_used, slot = torch.stack((used[:E], self.cache.slot)).tolist()  # the host waits
+        chosen = [expert for expert in range(E) if is_used[expert]]
         chosen.sort(key=lambda expert: slot[expert] == slots)
         size = slots if len(chosen) <= slots else max(1, slots // 2)
         return list(torch.tensor(chosen, dtype=torch.int64, device=self.pool.device).split(size))

@@ -191,6 +191,8 @@ class Replay:
     def run_layer(self, layer: int, ids: torch.Tensor) -> None:
         """Replay one call of a layer with experts."""
         order, cached = list(dict.fromkeys(ids.flatten().tolist())), self.last_use[layer]
+        if ids.numel() > self.slots:
+            order.sort()
         order.sort(key=lambda expert: expert not in cached)
         self.found[layer]["hits"] += sum(expert in cached for expert in order)
         fits = ids.numel() <= self.slots and len(ids) <= 8
