@@ -224,6 +224,7 @@ def offload_experts(
     experts = measure_experts(model, dtype, read)
     plan = replace(make_plan(experts, settings), dtype=dtype)
     cached = start_cache(settings.profile, experts, plan.slots)
+    threads = CPUThreads() if shares_with_cpu(settings, plan, device) else None
     if device.type == "cuda":
         check_plan_fits(plan.nbytes, plan.slots, free_gpu_memory(device))
     host = torch.empty(experts.host_bytes, dtype=torch.uint8)
@@ -232,7 +233,6 @@ def offload_experts(
     if device.type == "cuda":
         register_host_memory(host, owner, device)
     blobs = host.split([experts.n_local * size for _, size in experts.layouts.values()])
-    threads = CPUThreads() if shares_with_cpu(settings, plan, device) else None
     layers, products = [], []
     for (n, (parts, _)), layer_blobs in zip(experts.layouts.items(), blobs, strict=True):
         storage = LayerStorage(
