@@ -164,7 +164,7 @@ def open_session(
     if options.offload:
         args = tp.local_args(args_of_checkpoint(checkpoint), process_group.size(), options.parallel)
         plain = dtype or stored_dtype(checkpoint)
-        experts = offload_settings(options, args, plain, length, batch)
+        experts = offload_settings(options, checkpoint, args, plain, length, batch)
     check_decode_kernels(options.decode_kernels, checkpoint, device, dtype, options.parallel)
     if options.compile or options.compile_prefill:
         use_compile_cache(options.compile_cache)
@@ -275,20 +275,19 @@ def weight_statistics(session: Session | Speculation) -> dict:
 
 
 def expert_traffic(model: Transformer, before: list[dict[str, int]], tokens: int) -> dict:
-    """Return what all layers copied for `tokens` tokens, since `expert_counters` was `before`.
+    """Return what all layers needed for `tokens` tokens, since `expert_counters` was `before`.
 
-    hits, misses, speculative_hits (experts needed, once a layer and step), speculative_loads;
-    hit_ratio and guessed_ratio (hits and speculative hits of all needed); bytes and
-    bytes_moved_per_token (copied to the devices, all ranks). Ratios are None if nothing was
-    needed.
+    hits, misses (copied), on_cpu (experts needed, once a layer and step); hit_ratio and cpu_ratio
+    (of all needed); bytes and bytes_moved_per_token (copied to the devices, all ranks). Ratios are
+    None if nothing was needed.
     """
     layers = list(zip(expert_counters(model), before, strict=True))
     found = {name: sum(new[name] - old[name] for new, old in layers) for name in COUNTERS}
     found["bytes"] = process_group.total(found["bytes"])
-    needed = found["hits"] + found["misses"] + found["speculative_hits"]
+    needed = found["hits"] + found["misses"] + found["on_cpu"]
     return found | {
         "hit_ratio": found["hits"] / needed if needed else None,
-        "guessed_ratio": found["speculative_hits"] / needed if needed else None,
+        "cpu_ratio": found["on_cpu"] / needed if needed else None,
         "bytes_moved_per_token": found["bytes"] / tokens if tokens else None,
     }
 

@@ -33,7 +33,7 @@ def build_parser() -> Parser:
         (
             "python serve.py --checkpoint_path checkpoints/OWNER/NAME/model_bf16 --compile",
             "python serve.py --checkpoint_path DIR --host 0.0.0.0 --max_queue 32",
-            "python serve.py --checkpoint_path DIR --offload --gpu_memory 16GB --prefetch 2",
+            "python serve.py --checkpoint_path DIR --offload --gpu_memory 16GB",
         ),
     )
     add = parser.add_argument

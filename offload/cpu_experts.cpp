@@ -302,6 +302,27 @@ void run_experts(Call *call) {
   pool.run(*call);
 }
 
+// Answer requests until there has been none for some seconds. flags, in pinned memory, has the
+// numbers of ops/step/cpu_share.py. calls: of each layer, by the number of tokens up to `most`.
+void serve(int32_t *flags, Call **calls, int most, double seconds) {
+  constexpr int ASKED = 0, LAYER = 1, TOKENS = 2, ANSWERED = 16;
+  using Clock = std::chrono::steady_clock;
+  auto last = Clock::now();
+  for (int n = 1;; n++) {
+    const int32_t asked = __atomic_load_n(flags + ASKED, __ATOMIC_ACQUIRE);
+    if (asked != flags[ANSWERED]) {
+      run_experts(calls[flags[LAYER] * most + flags[TOKENS] - 1]);
+      __atomic_store_n(flags + ANSWERED, asked, __ATOMIC_RELEASE);
+      last = Clock::now();
+    } else if (n % 4096) {
+      _mm_pause();
+    } else {
+      if (Clock::now() - last > std::chrono::duration<double>(seconds)) return;
+      sched_yield();  // more threads than cores
+    }
+  }
+}
+
 // Seconds in which the pool reads these bytes `times` times.
 double read_seconds(Pool *pool, const uint8_t *bytes, int64_t n_bytes, int times) {
   std::lock_guard<std::mutex> lock(pool->turn);

@@ -128,6 +128,8 @@ def open_library(path: Path) -> Library:
     library.new_pool.restype, library.new_pool.argtypes = pointer, [integer]
     library.delete_pool.restype, library.delete_pool.argtypes = None, [pointer]
     library.run_experts.restype, library.run_experts.argtypes = None, [pointer]
+    library.serve.restype = None
+    library.serve.argtypes = [pointer, pointer, integer, ctypes.c_double]
     library.read_seconds.restype = ctypes.c_double
     library.read_seconds.argtypes = [pointer, pointer, ctypes.c_int64, integer]
     library.activate_all.restype = None

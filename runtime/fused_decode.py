@@ -67,7 +67,7 @@ class FusedRunner(CompiledRunner):
         super().__init__(model, dynamic)
         self.is_fused = False  # the call in progress runs the kernels
         self.checked: dict[Hashable, bool] = {}  # of `runs`
-        self.fused = fused_layers(model)
+        self.fused = fused_layers(model, self.make_layer)
         self.layers = {id(block): layer for block, layer in self.fused.items()}
         for layer in self.layers.values():
             layer.experts.prepare()
@@ -124,6 +124,11 @@ class FusedRunner(CompiledRunner):
                 layer.forward(x, context, layer.attention.empty_heads, reach)
         if self.head is not None and rows <= self.max_tokens:
             self.head.forward(x[:rows])
+
+    @staticmethod
+    def make_layer(block: Block) -> FusedLayer:
+        """Return a block's kernels. Raises ValueError if it has none."""
+        return FusedLayer(block)
 
     def takes_tokens(self, tokens: int) -> bool:
         """Whether all fused layers take this number of tokens."""

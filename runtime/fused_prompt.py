@@ -7,7 +7,7 @@ experts once more. `torch.compile` fuses them, too, but compiles for half a minu
 
 from torch import Tensor, nn
 
-from model import AddNorm, Block, Context, RMSNorm, Transformer, group_by_expert
+from model import AddNorm, Block, Context, Experts, RMSNorm, Transformer, group_by_expert
 from ops.attention.prompt_heads import KERNEL, prompt_heads
 from ops.declared import Routing, SumAdditions
 from ops.launch import can_launch
@@ -53,7 +53,9 @@ class PromptLayer:
         experts = block.ffn.experts
         self.block, self.experts = block, layer.experts
         self.attention = layer.attention.attention
-        self.w13, self.w2 = ExpertRows(experts.w13), ExpertRows(experts.w2)
+        self.resident = isinstance(experts, Experts)  # else in host memory
+        if self.resident:
+            self.w13, self.w2 = ExpertRows(experts.w13), ExpertRows(experts.w2)
         given = layer.experts.routing
         self.routing = Routing(given.active, given.norm_topk, given.scale, given.score_bias)
         self.sums = [settings_of(add, AddNorm, SumAdditions) for add in self.adds()]
@@ -78,6 +80,8 @@ class PromptLayer:
     def run_experts(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """`MoE.forward` of normed x [T, D] -> y, expert_indices, expert_weights [T, A]."""
         ffn, active = self.block.ffn, self.routing.active
+        if not self.resident:
+            return ffn(x)
         indices, weights = route(ffn.router(x).float(), self.routing)
         given = ffn.expert_input(x)
         order, places, group_ends = group_by_expert(indices, ffn.experts.n_expert)

@@ -19,7 +19,6 @@ SHORT_CHUNK = COUNTING_SORT_MAX_TOKENS  # tokens of a short prompt that run at o
 class EagerRunner(Runner):
     """Runs each stage eagerly. A session asks a runner what it may capture."""
 
-    needs_host = False  # the host takes part in a step, layer by layer
     # All positions of the step in progress are less. None: they may be any. A session sets it.
     reach: int | None = None
     # A captured session pads a chunk of a short prompt to one of these numbers of tokens, in rising

@@ -70,7 +70,7 @@ def test_the_kernel_computes_what_the_cpu_computes_in_every_shape():
 @pytest.mark.slow
 def test_the_copy_out_of_host_memory(machine_code):
     found = without_a_gpu("fetch", TRITON_INTERPRET="1")["fetch"]
-    assert found == {"right": [True] * 3, "wrong": 0}
+    assert found == {"right": [True] * 3}
     assert machine_code["fetch"] == {"LDG.E.128": 8, "STG.E.128": 8}
 
 
