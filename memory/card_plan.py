@@ -110,7 +110,7 @@ def plan_of(name: str, place: Place, choice: Choice, published: ModelSizes) -> P
     experts, copied = None, 0
     if setup.offload:
         settings = replace(setup.offload, reserve=reserve(setup))
-        experts = make_plan(sizes.experts, settings, True)
+        experts = make_plan(sizes.experts, settings)
         copied = missed_bytes(experts)
     layers = sizes.args.n_layer
     seconds = token_seconds(card, bytes_per_token(model), layers, fused > 0, copied)
