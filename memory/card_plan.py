@@ -1,6 +1,6 @@
 """The plan for a card: what `generate.py` and `serve.py` choose on a GPU, and its three lines.
 
-`--model NAME` without further options comes here. What an option says is never changed.
+`--model NAME` without further options comes here. A given option is never changed.
 """
 
 import argparse
@@ -42,13 +42,13 @@ class Place(NamedTuple):
 class Plan(NamedTuple):
     """A choice, and what is expected of it."""
 
-    name: str  # of the model
+    name: str  # the model's
     place: Place
     choice: Choice
     published: ModelSizes
     experts: OffloadPlan | None  # None: all weights are on the GPU
     fused: int  # layers with fused kernels
-    seconds: float  # of a token, predicted; 0: not known
+    seconds: float  # predicted, a token; 0: not known
 
     @property
     def format(self) -> str:

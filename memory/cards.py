@@ -1,4 +1,4 @@
-"""Cards by name: what a plan needs to know of one, here or elsewhere; and expected decode speed.
+"""Cards by name, here or elsewhere, with their sizes and bandwidths; and expected decode speed.
 
 Sizes and bandwidths are those of NVIDIA's data sheets. Speeds are predictions, not measurements.
 """
@@ -11,8 +11,8 @@ import torch
 from ops.gpu import KNOWN, Gpu, gpu_of
 
 GB = 10**9
-# Of the nominal bandwidths: an H200 reads at 4.5 of 4.8 TB/s, and copies over PCIe 5 at 53 of 63
-# GB/s (docs/benchmarks.md, docs/offload.md).
+# Shares of the nominal bandwidths. An H200 reads at 4.5 of 4.8 TB/s, and copies over PCIe 5 at 53
+# of 63 GB/s (docs/benchmarks.md, docs/offload.md).
 READ_SHARE, LINK_SHARE = 0.94, 0.84
 # What a layer takes beside its bytes: 9 to 18 us with the fused kernels and 30 to 37 with
 # Inductor's on an H200 (docs/benchmarks.md, "Decode speed").

@@ -1,4 +1,4 @@
-"""The plan for a card: what is chosen where the options leave it open, and its three lines."""
+"""The plan for a card: the choice where options leave it open, and its three lines."""
 
 import argparse
 import dataclasses
@@ -201,7 +201,7 @@ def test_a_model_of_the_hub_is_planned_by_its_config_alone(
 def test_the_chosen_format_is_downloaded_and_found_again(
     hub, make_family, on_card, monkeypatch, capsys, tmp_path
 ):
-    """The second time nothing is asked of the network."""
+    """The second time the network is not needed."""
     monkeypatch.chdir(tmp_path)
     put_on_hub(hub, make_family("mixtral").hf_directory)
     options = parse("generate", "--model", REPO)
