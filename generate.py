@@ -59,6 +59,7 @@ from models.converter import convert
 from offload.experts import COUNTERS, expert_counters
 from parallel import process_group
 from parallel.heartbeat import fail, leave
+from runtime.compile_ahead import start_compiling
 from runtime.draft_vocab import DRAFT_VOCAB
 from runtime.loading import (
     check_decode_kernels,
@@ -163,10 +164,12 @@ def open_session(
     if options.offload:
         args = tp.local_args(args_of_checkpoint(checkpoint), process_group.size(), options.parallel)
         plain = dtype or stored_dtype(checkpoint)
-        experts = offload_settings(options, args, plain, length, batch)
+        experts = offload_settings(options, checkpoint, args, plain, length, batch)
     check_decode_kernels(options.decode_kernels, checkpoint, device, dtype, options.parallel)
     if options.compile or options.compile_prefill:
         use_compile_cache(options.compile_cache)
+        if process_group.size() == 1:
+            start_compiling(checkpoint, device)
     model = load_model(checkpoint, device, dtype, options.parallel, experts)
     settings = SessionOptions(
         batch=batch,
@@ -272,20 +275,19 @@ def weight_statistics(session: Session | Speculation) -> dict:
 
 
 def expert_traffic(model: Transformer, before: list[dict[str, int]], tokens: int) -> dict:
-    """Return what all layers copied for `tokens` tokens, since `expert_counters` was `before`.
+    """Return what all layers needed for `tokens` tokens, since `expert_counters` was `before`.
 
-    hits, misses, speculative_hits (experts needed, once a layer and step), speculative_loads;
-    hit_ratio and guessed_ratio (hits and speculative hits of all needed); bytes and
-    bytes_moved_per_token (copied to the devices, all ranks). Ratios are None if nothing was
-    needed.
+    hits, misses (copied), on_cpu (experts needed, once a layer and step); hit_ratio and cpu_ratio
+    (of all needed); bytes and bytes_moved_per_token (copied to the devices, all ranks). Ratios are
+    None if nothing was needed.
     """
     layers = list(zip(expert_counters(model), before, strict=True))
     found = {name: sum(new[name] - old[name] for new, old in layers) for name in COUNTERS}
     found["bytes"] = process_group.total(found["bytes"])
-    needed = found["hits"] + found["misses"] + found["speculative_hits"]
+    needed = found["hits"] + found["misses"] + found["on_cpu"]
     return found | {
         "hit_ratio": found["hits"] / needed if needed else None,
-        "guessed_ratio": found["speculative_hits"] / needed if needed else None,
+        "cpu_ratio": found["on_cpu"] / needed if needed else None,
         "bytes_moved_per_token": found["bytes"] / tokens if tokens else None,
     }
 
@@ -322,9 +324,9 @@ def run(options: argparse.Namespace) -> list[dict]:
         return []
     choose_format(options, device, lambda: find_source(options))
     checkpoint = open_model(options, device)
-    if options.prepare_only:
-        if process_group.is_main():
-            print(getattr(checkpoint, "path", checkpoint.directory), flush=True)
+    if options.prepare_only and process_group.is_main():
+        print(getattr(checkpoint, "path", checkpoint.directory), flush=True)
+    if options.prepare_only and not options.compile:
         return []
     tokenizer, args = load_tokenizer(checkpoint.directory), args_of_checkpoint(checkpoint)
     if options.system is not None and not tokenizer.has_chat_template:
@@ -339,6 +341,8 @@ def run(options: argparse.Namespace) -> list[dict]:
     session = prepare_session(options, checkpoint, device, length, len(prompts), longest)
     if options.compile or options.compile_prefill:
         compile_session(session, prompts[0] if prompts else [0], sampling)
+    if options.prepare_only:
+        return []
     results, batch = [], session.batch
     with torch.profiler.profile() if options.profile else nullcontext() as profile:
         if options.interactive:

@@ -1,4 +1,6 @@
-"""Serve a checkpoint by OpenAI's API: `python serve.py --checkpoint_path DIR --compile`.
+"""Serve a checkpoint by the APIs of OpenAI and Anthropic.
+
+    python serve.py --checkpoint_path DIR --compile
 
 The API is at http://127.0.0.1:8000/v1, a chat page at /. docs/server.md describes both.
 """

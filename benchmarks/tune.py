@@ -21,7 +21,6 @@ from torch import Tensor
 from benchmarks.cuda_timing import graph_seconds, require_gpu
 from cli.parser import Parser
 from formats import FORMATS, PLAIN
-from formats.base import Format, Parts
 from formats.quantizer import DTYPES
 from model import Transformer, swiglu
 from models.random_weights import architecture, first_layers, number_format
@@ -33,7 +32,7 @@ from ops.products.dense import Norm, dense_product
 from ops.products.experts import down, multiply_each
 from ops.products.tilings import Tiles, choose_tiles
 from ops.products.weights import BITS, Weight, packed_weight, plain_weight
-from runtime.fused_decode import fused_head
+from runtime.fused_head import fused_head
 from runtime.fused_layer import FusedLayer, fused_layers
 from tp import ModelShard
 
@@ -73,34 +72,22 @@ def tilings_of(quads: int, loads: int) -> list[Tiles]:
 # Weights ------------------------------------------------------------------------------------------
 
 
-def random_parts(format: Format, shape: tuple[int, ...], group: int) -> Parts:
-    """Return packed weights [copies, out, in] of a model's magnitude. Plain ones would not fit."""
-    parts = {}
-    for part, (size, dtype) in format.layout(shape, group).items():
-        if dtype.is_floating_point:
-            high = 4.0 if part == "zero_low" else 0.01
-            parts[part] = torch.empty(size, device="cuda", dtype=dtype).uniform_(high / 2, high)
-        else:
-            exponents = part == "scale" and format.name == "mxfp4"
-            ends = (118, 126) if exponents else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
-            parts[part] = torch.randint(*ends, size, dtype=dtype, device="cuda")
-    return parts
-
-
 class Weights:
-    """Random weights [n, out, in] of one format, for the kernels and for the reference."""
+    """Random weights [distinct * copies, out, in] of one format; `distinct` of them differ."""
 
-    def __init__(self, mode: str, shape: tuple[int, int, int], group: int | None = None):
-        self.mode, self.group = mode, 0
+    def __init__(self, mode: str, distinct: int, copies: int, out: int, width: int, group: int = 0):
+        self.mode, self.group = mode, group
+        plain = torch.empty(distinct, out, width, **BFLOAT16).normal_(0, width**-0.5)
         if mode == PLAIN:
-            plain = torch.empty(shape, **BFLOAT16).normal_(0, shape[-1] ** -0.5)
-            self.parts, self.kernel = {"weight": plain}, plain_weight(plain)
+            self.parts = {"weight": plain.repeat(copies, 1, 1)}
+            self.kernel = plain_weight(self.parts["weight"])
         else:
             format = FORMATS[mode]
-            self.group = format.choose_group(shape[-1], group)
-            self.parts = random_parts(format, shape, self.group)
+            self.group = format.choose_group(width, group or None)
+            each = format.pack(plain.float(), self.group)
+            self.parts = {name: part.repeat(copies, 1, 1) for name, part in each.items()}
             self.kernel = packed_weight(list(self.parts.values()), format.kind, self.group)
-        self.nbytes = sum(part[:1].nbytes for part in self.parts.values())
+        self.nbytes = sum(part[:distinct].nbytes for part in self.parts.values())
 
     def unpack(self, index: Tensor) -> Tensor:
         """Return the weights of an index, fp64 [..., out, in]."""
@@ -123,6 +110,7 @@ class Shape:
     """One product of a model."""
 
     kind: str
+    parts: int  # tensors of a weight
     group: int
     loads: int
     out: int
@@ -156,9 +144,19 @@ def shapes_of(model: Transformer) -> dict[Shape, str]:
     if head := fused_head(model):
         found.append(("head", head.weight, 0, 1, True))
     return {
-        Shape(w.kind, w.group, loads, w.out, w.quads, experts, normed): name
+        Shape(w.kind, len(w.parts), w.group, loads, w.out, w.quads, experts, normed): name
         for name, w, experts, loads, normed in reversed(found)
     }
+
+
+def format_of(shape: Shape, width: int) -> str:
+    """Return the name of a number format with a shape's kind, parts and codes a word."""
+    wanted = shape.kind, 32 // BITS[shape.kind], shape.parts
+    for name, format in FORMATS.items():
+        parts = len(format.layout((1, width), format.choose_group(width, None)))
+        if (format.kind, format.codes_per_word, parts) == wanted:
+            return name
+    return PLAIN
 
 
 class Product:
@@ -166,14 +164,13 @@ class Product:
 
     def __init__(self, shape: Shape):
         self.shape, n = shape, max(shape.experts, 1)
-        fields = {kind: 32 // bits for kind, bits in BITS.items()}
-        kinds = {f.kind: n for n, f in FORMATS.items() if fields.get(f.kind) == f.codes_per_word}
-        width, mode = shape.quads * 128 // BITS[shape.kind], kinds.get(shape.kind, PLAIN)
-        group = None if mode == PLAIN or FORMATS[mode].has_own_group else shape.group
+        width = shape.quads * 128 // BITS[shape.kind]
+        mode = format_of(shape, width)
+        group = 0 if mode == PLAIN or FORMATS[mode].has_own_group else shape.group
         cache = torch.cuda.get_device_properties().L2_cache_size
-        self.nbytes = n * Weights(mode, (1, shape.out, width), group).nbytes
+        self.nbytes = Weights(mode, n, 1, shape.out, width, group).nbytes
         copies = max(4, -(-L2_SIZES * cache // self.nbytes))
-        self.weights = Weights(mode, (copies * n, shape.out, width), group)
+        self.weights = Weights(mode, n, copies, shape.out, width, group)
         gated = shape.loads == 2
         self.x = torch.randn(1 if gated else n, width, **BFLOAT16)
         self.norm = Norm(torch.rand(width, **BFLOAT16) + 0.5, 1e-5)

@@ -107,7 +107,8 @@ def add_disk_options(parser: Parser) -> None:
     remove = "remove a model from the disk, or one format of it; asks first"
     parser.add_argument("--remove", type=model_name, metavar=MODEL_NAME, help=remove)
     parser.add_flag("--yes", "remove without asking")
-    parser.add_flag("--prepare_only", "download and convert --model, print its directory, and end")
+    prepare = "download and convert --model, print its directory, and end; --compile: compile, too"
+    parser.add_flag("--prepare_only", prepare)
 
 
 def add_prompt_options(parser: Parser) -> None:

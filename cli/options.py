@@ -15,8 +15,7 @@ DTYPES = "bf16", "fp16", "fp32"
 KV_CACHES = "plain", "int8"
 DECODE_KERNELS = "auto", "inductor", "fused"
 PARALLEL = "tensor", "expert"
-CACHE_POLICIES = "lru", "lfu"
-OFFLOAD_DRIVERS = "host", "device"
+OFFLOAD_COMPUTE = "auto", "gpu", "cpu"
 OFFLOAD_TIERS = ("host",)
 PREFILL_CHUNK = 2048  # tokens
 DEFAULT_CHAT_LENGTH = 4096  # positions of a chat's cache
@@ -24,10 +23,9 @@ DEFAULT_CHAT_LENGTH = 4096  # positions of a chat's cache
 OFFLOAD_OPTIONS = (  # these need --offload
     "gpu_experts",
     "gpu_memory",
-    "cache_policy",
-    "prefetch",
+    "offload_compute",
+    "expert_profile",
     "offload_tier",
-    "offload_driver",
 )
 
 
@@ -196,17 +194,18 @@ def add_offload_options(parser: Parser) -> None:
     parser.add_number("--gpu_experts", slots)
     memory = "GPU memory to use, as 16GB or 900MB, instead of --gpu_experts"
     add("--gpu_memory", metavar="SIZE", help=memory)
-    policy = "eviction policy of the expert cache; default: lru"
-    add("--cache_policy", choices=CACHE_POLICIES, help=policy)
-    prefetch = "experts prefetched per layer and token; default: 2 for large experts, else 0"
-    parser.add_number("--prefetch", prefetch)
+    compute = (
+        "who multiplies experts that are not cached: the GPU, which copies them, the CPU, or "
+        "both, so that they end together; default: auto, which is both beside one GPU"
+    )
+    add("--offload_compute", choices=OFFLOAD_COMPUTE, help=compute)
+    profile = (
+        "file of scripts/study_offload.py: the experts that are cached at the start; default: "
+        "expert_profile.json beside the checkpoint, if there is one"
+    )
+    parser.add_path("--expert_profile", profile)
     tier = "where the experts are kept; default: host"
     add("--offload_tier", type=offload_tier, choices=OFFLOAD_TIERS, help=tier)
-    driver = (
-        "whether the CPU (host) or the GPU (device) schedules expert copies; "
-        "default: the GPU, or the CPU if it prefetches"
-    )
-    add("--offload_driver", choices=OFFLOAD_DRIVERS, help=driver)
 
 
 def check_counts(
@@ -231,9 +230,6 @@ def check_model_options(options: argparse.Namespace) -> None:
         raise ValueError("--eager and --compile: leave one of them out")
     if options.eager or options.device == "cpu":
         choose_compile(options, on_gpu=False)
-    if options.decode_kernels == "fused" and options.offload:
-        why = "the kernels read all experts from GPU memory"
-        raise ValueError(f"--decode_kernels fused does not go with --offload: {why}")
     if options.offload and (options.gpu_experts is None) == (options.gpu_memory is None):
         raise ValueError("offloading takes --gpu_experts or --gpu_memory: give one of the two")
 

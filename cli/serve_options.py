@@ -29,11 +29,11 @@ PACKAGES = "starlette", "uvicorn", "pydantic", "prometheus_client", "llguidance"
 
 def build_parser() -> Parser:
     parser = Parser(
-        "Serve a converted checkpoint by OpenAI's API, with a chat page at /.",
+        "Serve a converted checkpoint by the APIs of OpenAI and Anthropic, with a chat page at /.",
         (
             "python serve.py --checkpoint_path checkpoints/OWNER/NAME/model_bf16 --compile",
             "python serve.py --checkpoint_path DIR --host 0.0.0.0 --max_queue 32",
-            "python serve.py --checkpoint_path DIR --offload --gpu_memory 16GB --prefetch 2",
+            "python serve.py --checkpoint_path DIR --offload --gpu_memory 16GB",
         ),
     )
     add = parser.add_argument
@@ -57,6 +57,8 @@ def build_parser() -> Parser:
     add("--max_body", type=int, default=4 << 20, metavar="BYTES", help=body)
     limit = "maximum seconds from a request's arrival to its end (600)"
     add("--time_limit", type=float, default=600.0, metavar="S", help=limit)
+    drain = "seconds that running answers have to end after SIGTERM (10)"
+    add("--drain", type=float, default=10.0, metavar="S", help=drain)
     origin = "origin of web pages that may use the API, such as http://localhost:3000"
     add("--cors_origin", metavar="URL", help=origin)
     add_hub_options(parser)
@@ -98,6 +100,8 @@ def check_options(options: argparse.Namespace) -> None:
         raise ValueError(f"--port {options.port}: it must be from 0 to 65535")
     if not options.time_limit > 0:
         raise ValueError(f"--time_limit {options.time_limit}: it must be above 0")
+    if not 0 <= options.drain < float("inf"):
+        raise ValueError(f"--drain {options.drain}: it must be 0 or more")
     if options.api_key is None:
         options.api_key = os.environ.get("MOE_FAST_API_KEY")
     key = options.api_key

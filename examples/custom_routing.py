@@ -19,7 +19,7 @@ from runtime.sampling import Sampling
 from runtime.session import Session
 from tokenizer import load_tokenizer
 
-TEXT = (EMBEDDED / "heldout.txt").read_text()[:20_000]
+TEXT = (EMBEDDED / "heldout.txt").read_text()[:8_000]
 
 
 class ScaledMoE(MoE):

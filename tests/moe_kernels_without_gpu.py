@@ -76,7 +76,8 @@ from tests.launched_code import launched_code
 
 GROUPS = dict(int4=32, uint4=32, hqq4=32, mxfp4=32, nvfp4=32)  # so that small widths fit
 GROUPS |= dict(int8=16, fp8=16, fp8b=32)
-GROUPS |= dict(q8_0=32, q4_0=32, iq4_nl=32, q4_k=256, q5_k=256, q6_k=256, iq4_xs=256)
+GROUPS |= dict(q8_0=32, q5_1=32, q4_1=32, q4_0=32, iq4_nl=32)
+GROUPS |= dict(q4_k=256, q5_k=256, q6_k=256, iq4_xs=256)
 
 
 @dataclass(frozen=True)

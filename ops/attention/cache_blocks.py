@@ -16,17 +16,25 @@ from ops.products.units import shift_right, signed_bytes
 
 
 @jit
-def load_block(entries, scales, begin, end, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def load_block(
+    entries, scales, begin, end, WIDTH: tl.constexpr, BLOCK: tl.constexpr, RING: tl.constexpr
+):
     """Load keys or values [BLOCK, WIDTH] from position `begin`, and their scales [BLOCK].
 
     From position `end` on both are 0. Without scales (None) they are 1.0: Triton 3.6 returns no
-    None within a tuple.
+    None within a tuple. RING: slots of a ring, 0 if the cache is none.
     """
     key = begin + tl.arange(0, BLOCK)
-    at = key[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    slot = key
+    if RING > 0:
+        slot = begin % RING + tl.arange(0, BLOCK)
+        slot = tl.where(slot < RING, slot, slot - RING)
+        if RING % 16 == 0 and scales is not None:  # as `KernelSettings.align`: loaded as vectors
+            slot = tl.max_contiguous(tl.multiple_of(slot, 16), 16)
+    at = slot[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     block = tl.load(entries + at, mask=(key < end)[:, None], other=0)
     if scales is not None:
-        scale = tl.load(scales + key, mask=key < end, other=0.0).to(tl.float32)
+        scale = tl.load(scales + slot, mask=key < end, other=0.0).to(tl.float32)
     else:
         scale = 1.0
     return block, scale

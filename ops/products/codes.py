@@ -20,7 +20,7 @@ cores need other operands: ops/products/units.py makes them.
     iq4      4 bits, of a table          int32 (dp2a)          one for each 32
 
 The scales of the last four are multiplied by a `step` of 256 numbers (formats/k_quants.py), but
-those of iq4_nl.
+not those of iq4_nl, q4_1 and q5_1; the last two are of the kinds q4_k and q5_k.
 
 At 4 bits a GPU runs out of instructions before it runs out of bandwidth, and integers take few. x
 becomes int16 (ops/products/operands.py), and two masks unpack a word's codes to bytes. dp2a
@@ -299,7 +299,7 @@ def _multiply_gguf(words, scales, operands, table, s):
     low = tl.zeros(words[0].shape, tl.int32)
     high = low
     if s.kind == "q5_k" or s.kind == "q6_k":
-        above = tl.reshape(scales[2], words[0].shape)
+        above = tl.reshape(scales[len(scales) - 1], words[0].shape)
     for i in tl.static_range(4):
         if s.kind == "q8_0":
             low = _add_bytes(words[i], first[i], low)
@@ -319,7 +319,7 @@ def _multiply_gguf(words, scales, operands, table, s):
         if len(scales) > 1:
             total *= tl.reshape(scales[1], words[0].shape).to(tl.float32)
     else:
-        step = tl.reshape(scales[1], words[0].shape)
+        step = tl.reshape(scales[1 if len(scales) > 1 else 0], words[0].shape)
         if s.kind == "q6_k":
             total = low.to(tl.float32) * first_byte(scale)
             total += high.to(tl.float32) * second_byte(scale)

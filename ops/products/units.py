@@ -30,9 +30,15 @@ def second_byte(pair):
 
 @jit
 def scale_and_min(pair, step):
-    """Return scale and min of q4_k or q5_k, fp32. pair: their bytes, int16; step: both, int32."""
-    scale, least = (pair & 0xFF).to(tl.float32), (pair >> 8).to(tl.float32)  # below 64
-    return scale * half(step), least * half(step >> 16)
+    """Return scale and min of q4_k or q5_k, fp32.
+
+    pair: int16, two bytes that the fp16 numbers of `step`, int32, multiply. Or int32, both in fp16.
+    """
+    if pair.dtype == tl.int32:
+        return half(pair), half(pair >> 16)
+    else:
+        scale, least = (pair & 0xFF).to(tl.float32), (pair >> 8).to(tl.float32)  # below 64
+        return scale * half(step), least * half(step >> 16)
 
 
 @jit
