@@ -1,9 +1,8 @@
 """Experts that the CPU multiplies: GB/s, beside what the same threads read, and a call's overhead.
 
-python -m benchmarks.cpu_experts --format int4 mxfp4 --model qwen3.6 --tokens 1 8
+python benchmarks/cpu_experts.py --format int4 mxfp4 --shape qwen3.6 --tokens 1 8
 """
 
-import argparse
 import itertools
 import platform
 import time
@@ -12,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from cli.parser import Parser
 from formats import FORMATS, PLAIN
 from model import swiglu
 from offload.cpu_experts import CPUExperts, CPUThreads, HostWeight, use_huge_pages
@@ -25,17 +25,24 @@ SHAPES = {  # dim, width, experts, active
 ALIGN = 128  # bytes; of parts in a blob
 
 
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--format", nargs="+", default=["int4"], choices=[PLAIN, *FORMATS])
-    parser.add_argument("--model", nargs="+", default=["qwen3.6"], choices=SHAPES)
-    parser.add_argument("--tokens", nargs="+", type=int, default=[1, 2, 4, 8])
-    parser.add_argument("--threads", nargs="+", type=int, help="default: cores less one")
-    parser.add_argument("--march", default="native", help="instructions to compile for")
-    parser.add_argument("--memory", type=float, default=4.0, help="GB of experts")
-    parser.add_argument("--small_pages", action="store_true", help="pages of 4 KB, not of 2 MB")
-    parser.add_argument("--seconds", type=float, default=0.3, help="of each measurement")
-    return parser.parse_args()
+def build_parser() -> Parser:
+    parser = Parser(
+        __doc__.partition("\n")[0],
+        (
+            "python benchmarks/cpu_experts.py --format int4 mxfp4 --tokens 1 8",
+            "python benchmarks/cpu_experts.py --shape mixtral --format hqq2 --threads 7 15",
+        ),
+    )
+    add = parser.add_argument
+    add("--format", nargs="+", default=["int4"], choices=[PLAIN, *FORMATS], help="of weights")
+    add("--shape", nargs="+", default=["qwen3.6"], choices=SHAPES, help="sizes of which model")
+    add("--tokens", nargs="+", type=int, default=[1, 2, 4, 8], metavar="N", help="at once")
+    add("--threads", nargs="+", type=int, metavar="N", help="default: cores less one")
+    add("--march", default="native", help="instructions to compile for")
+    add("--memory", type=float, default=4.0, metavar="GB", help="of experts")
+    parser.add_flag("--small_pages", "pages of 4 KB, not of 2 MB")
+    add("--seconds", type=float, default=0.3, metavar="S", help="of each measurement")
+    return parser
 
 
 def processor() -> str:
@@ -148,8 +155,8 @@ def overhead(threads: CPUThreads, pause: float) -> float:
     return sorted(times)[len(times) // 2] * 1e6
 
 
-def main():
-    args = parse()
+def main() -> None:
+    args = build_parser().parse_args()
     print(processor())
     pools = [CPUThreads(n, args.march) for n in args.threads or [None]]
     for threads in pools:
@@ -161,7 +168,7 @@ def main():
         )
     print("| model | format | threads | tokens | GB/s | read bandwidth | of it | us a layer |")
     print("|---|---|---|---|---|---|---|---|")
-    for model, format in itertools.product(args.model, args.format):
+    for model, format in itertools.product(args.shape, args.format):
         for threads in pools:
             pool = Pool(format, SHAPES[model], threads, args.memory, not args.small_pages)
             for tokens in args.tokens:

@@ -92,7 +92,10 @@ def measure_case(case: tuple[str, str, int], options: argparse.Namespace) -> Non
 def build_parser() -> Parser:
     parser = Parser(
         __doc__.partition("\n")[0],
-        ("python benchmarks/prompts.py Qwen3-30B-A3B:int4:8 --lengths 200 2048",),
+        (
+            "python benchmarks/prompts.py Qwen3-30B-A3B:int4:8 --lengths 200 2048",
+            "python benchmarks/prompts.py gpt-oss-20b:mxfp4:6 Qwen3.6-35B-A3B:int4:8",
+        ),
     )
     add = parser.add_argument
     add("cases", nargs="+", type=read_case, metavar="ARCH:MODE:LAYERS", help="what to time")
