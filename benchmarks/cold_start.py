@@ -104,7 +104,10 @@ def start(options: argparse.Namespace, folder: str) -> dict:
 def build_parser() -> Parser:
     parser = Parser(
         "Measure seconds to the first token of a process, without and with a compile cache.",
-        ("python benchmarks/cold_start.py --arch Qwen3-30B-A3B --mode int4 --layers 8",),
+        (
+            "python benchmarks/cold_start.py --arch Qwen3-30B-A3B --mode int4 --layers 8",
+            "python benchmarks/cold_start.py --arch gpt-oss-20b --mode mxfp4",
+        ),
     )
     add_measure_options(parser)
     parser.begin_group("internal", "used by this command itself")

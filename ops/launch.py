@@ -176,11 +176,11 @@ def launch_options(
     options: dict = {"num_warps": warps}
     if stages is not None:
         options["num_stages"] = stages
-    if registers:
+    if registers and gpu_of(device_of(args)).is_nvidia:
         options["maxnreg"] = registers
     if "PDL" in kernel.arg_names:
         pdl = gpu_has_pdl(device_of(args)) if pdl is None else pdl
-        options |= {"PDL": pdl, "launch_pdl": pdl}
+        options |= {"PDL": True, "launch_pdl": True} if pdl else {"PDL": False}
     return options
 
 

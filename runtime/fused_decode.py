@@ -13,17 +13,16 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from model import Block, Chunk, Context, Linear, RMSNorm, Transformer
-from ops.declared import NoAdditions
+from model import Block, Chunk, Context, Transformer
 from ops.inductor import materialize
 from ops.launch import KernelError, compile_only, give_up
-from ops.products import dense
 from ops.step import draft_check
 from ops.step.begin import begin_tokens
 from ops.step.token_draw import draw_tokens
 from runtime.fused_attention import FusedDecodeAttention
-from runtime.fused_layer import MAX_FEW, FusedLayer, fused_layers, kernel_weight
-from runtime.plain_forms import settings_of
+from runtime.fused_head import fused_head
+from runtime.fused_layer import MAX_FEW, FusedLayer, fused_layers
+from runtime.fused_prompt import PromptRunner
 from runtime.runner import CompiledRunner, share_code
 from runtime.sampling import MAX_CANDIDATES, StepState, sample
 from runtime.verification import ACCEPT_STREAM
@@ -53,35 +52,6 @@ def last_norm(model: Transformer, x: Tensor) -> Tensor:
     return model.norm(x)
 
 
-class FusedHead:
-    """The last norm and the head, as one product.
-
-    Raises ValueError for logits that are not the model's plain ones.
-    """
-
-    def __init__(self, model: Transformer):
-        head, self.norm = model.head, model.norm
-        plain = type(head) is Linear or hasattr(head, "kernel_weight")
-        if type(model).logits is not Transformer.logits or not plain or head.bias is not None:
-            raise ValueError("no kernel for these logits")
-        settings_of(self.norm, RMSNorm, NoAdditions)
-        self.weight = kernel_weight(head)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x [T, D], not normed -> fp32 logits [T, V], of which none is rounded to bf16."""
-        weight = self.norm.weight
-        normed, norm = dense.norm_apart(x, weight, self.norm.eps, self.weight)
-        return dense.dense_product(normed, self.weight, norm, dtype=torch.float32)
-
-
-def fused_head(model: Transformer) -> FusedHead | None:
-    """Return the model's head with its kernel, if it has one."""
-    try:
-        return FusedHead(model)
-    except ValueError:
-        return None
-
-
 def run_core(attention: nn.Module, projected: Tensor, context: Context) -> Tensor:
     # Contiguous, as `down` reads it.
     return attention.core(projected, context).contiguous()
@@ -97,7 +67,8 @@ class FusedRunner(CompiledRunner):
         super().__init__(model, dynamic)
         self.is_fused = False  # the call in progress runs the kernels
         self.checked: dict[Hashable, bool] = {}  # of `runs`
-        self.layers = {id(block): layer for block, layer in fused_layers(model).items()}
+        self.fused = fused_layers(model, self.make_layer)
+        self.layers = {id(block): layer for block, layer in self.fused.items()}
         for layer in self.layers.values():
             layer.experts.prepare()
         self.head = fused_head(model)
@@ -120,6 +91,9 @@ class FusedRunner(CompiledRunner):
 
         self.compiled_core = core
         self.compiled_unfused = self.compile(run_unfused)
+
+    def prompt_runner(self) -> PromptRunner:
+        return PromptRunner(self.model, self.fused, self.head)
 
     def can_begin_fused(self, model: Transformer) -> bool:
         """Whether a kernel begins: plain embeddings, and attention by kernels in all layers."""
@@ -150,6 +124,11 @@ class FusedRunner(CompiledRunner):
                 layer.forward(x, context, layer.attention.empty_heads, reach)
         if self.head is not None and rows <= self.max_tokens:
             self.head.forward(x[:rows])
+
+    @staticmethod
+    def make_layer(block: Block) -> FusedLayer:
+        """Return a block's kernels. Raises ValueError if it has none."""
+        return FusedLayer(block)
 
     def takes_tokens(self, tokens: int) -> bool:
         """Whether all fused layers take this number of tokens."""

@@ -19,7 +19,6 @@ SHORT_CHUNK = COUNTING_SORT_MAX_TOKENS  # tokens of a short prompt that run at o
 class EagerRunner(Runner):
     """Runs each stage eagerly. A session asks a runner what it may capture."""
 
-    needs_host = False  # the host takes part in a step, layer by layer
     # All positions of the step in progress are less. None: they may be any. A session sets it.
     reach: int | None = None
     # A captured session pads a chunk of a short prompt to one of these numbers of tokens, in rising
@@ -37,6 +36,10 @@ class EagerRunner(Runner):
         """
         is_broken = any(name.startswith(GROUPED) for name in broken)
         return tokens == 1 or (can_launch(self.model.norm.weight) and not is_broken)
+
+    def prompt_runner(self) -> "EagerRunner":
+        """Return what runs the chunks of a long prompt."""
+        return EagerRunner(self.model)
 
     def reaches(self, queries: int, length: int) -> list[int | None]:
         """Return the values of `reach` for which a step runs other kernels, in rising order.

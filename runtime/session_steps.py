@@ -72,8 +72,7 @@ class DecodeSteps(SessionRows):
         self.captured = self.compiled and device.type == "cuda"
         self.captured = self.captured and self.runner.can_capture(options.batch)
         # Prompts are captured too: below some hundred tokens, launch overhead exceeds the work.
-        captures_prompts = self.captured and not self.runner.needs_host
-        self.captures_prompts = captures_prompts and self.runner.can_capture(PADDING_MULTIPLE)
+        self.captures_prompts = self.captured and self.runner.can_capture(PADDING_MULTIPLE)
         self.pads = options.compile_prefill or self.captures_prompts
         length = max_seq_len + max(SPARE, PADDING_MULTIPLE if self.pads else 1)
         super().__init__(model, options.batch, -(-length // BLOCK) * BLOCK, options.cache_class)
@@ -93,7 +92,7 @@ class DecodeSteps(SessionRows):
             if device.type == "cuda":
                 log.info(f"kernels: {describe_kernels(model, runner_class)}")
         self.runner = runner_class(model) if options.compile else EagerRunner(model)
-        self.prefill_runner: Runner = EagerRunner(model)
+        self.prefill_runner: Runner = self.runner.prompt_runner()
         if options.compile_prefill:
             self.prefill_runner = runner_class(model, dynamic=True)
         self.sample_step = self.runner.sample_step(options.sample_rule)

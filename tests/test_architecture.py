@@ -109,6 +109,10 @@ HIDDEN_IMPORTS = {
         },
         SLOW,
     ),
+    "generate.py": (
+        {"hub.prepare", "hub.describe"},
+        "imports the Hub's client, which --model alone needs",
+    ),
     "benchmarks/cold_start.py": (
         {
             "benchmarks.decode_speed",
@@ -117,7 +121,6 @@ HIDDEN_IMPORTS = {
         },
         "it measures how long they are imported",
     ),
-    "generate.py": ({"hub.prepare"}, "imports the Hub's client, which --model alone needs"),
     "eval.py": ({"lm_eval", "lm_eval.api.model", "lm_eval.tasks", "lm_eval.utils"}, OPTIONAL),
     "serve.py": ({"server.app"}, "needs Starlette, " + OPTIONAL),
 }

@@ -36,7 +36,7 @@ from models.converter import convert
 from models.family import APART, ONE_MORE_LAYER
 from models.random_weights import RandomWeights, number_format
 from runtime.draft_vocab import DRAFT_VOCAB, part_of_head
-from runtime.fused_decode import fused_head
+from runtime.fused_head import fused_head
 from runtime.fused_layer import fused_layers
 from runtime.loading import head_source, load_head
 from runtime.mtp import RING, MTPDrafter

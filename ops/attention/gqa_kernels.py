@@ -16,7 +16,7 @@ from ops.attention.heads import (
     load_value,
     prefetch,
 )
-from ops.attention.softmax import finish_softmax, online_softmax
+from ops.attention.softmax import dot, finish_softmax, online_softmax
 from ops.launch import await_previous, jit, tl
 
 
@@ -136,11 +136,11 @@ def _start_softmax(qkv, weights, cache, ahead, rows, place, s: tl.constexpr):
     else:
         distance = query[:, None] - t[None, :]
         seen = (distance >= 0) & (distance < tl.where(part == 0, a.window, 0))
-        scores = tl.dot(x, tl.trans(key.to(dtype)), input_precision="tf32x3")
+        scores = dot(x, tl.trans(key.to(dtype)))
         scores = tl.where(seen, scores, float("-inf"))
         row_max = tl.full([s.rows], float("-inf"), tl.float32)
         weights, _, row_max, row_sum = online_softmax(scores, row_max, tl.zeros_like(row_max))
-        acc = tl.dot(weights.to(dtype), value.to(dtype), input_precision="tf32x3")
+        acc = dot(weights.to(dtype), value.to(dtype))
     return x, row_max, row_sum, acc
 
 
