@@ -1,7 +1,7 @@
 """Perplexity against bits per weight, by the format of attention and of experts.
 
     python benchmarks/quality.py [--checkpoint_path DIR --text_file FILE --group_size G]
-    python benchmarks/quality.py --formats int4 q4_k nvfp4
+    python benchmarks/quality.py --formats int4 q4_k nvfp4 int8-q4_k
     python benchmarks/quality.py --files tiny-Q4_K_M.gguf tiny-IQ4_XS.gguf
 
 Table 1 of "Fast Inference of Mixture-of-Experts Language Models with Offloading" (Eliseev & Mazur
@@ -13,6 +13,7 @@ the next token's distribution from that at 16 bits, in millinats, over the first
 of KL_TOKENS tokens; it tells formats apart that perplexity does not.
 """
 
+import argparse
 import json
 import sys
 import tempfile
@@ -38,7 +39,7 @@ Scheme = tuple[str, str, int | None]  # formats of attention and experts, the so
 
 HALF_QUADRATIC = PLAIN, "hqq4", "hqq3", "hqq2"  # 16, 4, 3 and 2 bits
 OTHERS = "int8", "fp8", "fp8b", "int4", "uint4", "mxfp4", "nvfp4"
-GGUF = "q8_0", "q6_k", "q5_k", "q4_k", "q4_0", "iq4_nl", "iq4_xs"
+GGUF = "q8_0", "q6_k", "q5_k", "q4_k", "q5_1", "q4_1", "q4_0", "iq4_nl", "iq4_xs"
 KL_WINDOWS, KL_TOKENS = 24, 512
 
 
@@ -49,6 +50,15 @@ def schemes() -> list[Scheme]:
     ]
     found += [(name, name, None) for name in (*OTHERS, *GGUF)] + [(PLAIN, "mxfp4", None)]
     return found + [(name, name, 0) for name, format in FORMATS.items() if format.has_solver]
+
+
+def named_scheme(name: str) -> Scheme:
+    """Return the scheme of a format's name, or of ATTENTION-EXPERTS."""
+    attention, _, experts = name.partition("-")
+    experts = experts or attention
+    if not {attention, experts} <= {PLAIN, *FORMATS}:
+        raise argparse.ArgumentTypeError(f"{name} has another format than {', '.join(FORMATS)}")
+    return attention, experts, None
 
 
 def pack(
@@ -168,8 +178,8 @@ def build_parser() -> Parser:
     add("--text_file", type=Path, default=EMBEDDED / "heldout.txt")
     add("--seq_len", type=int, default=2048)
     add("--group_size", type=int, help="numbers that share a scale; default: each format's own")
-    formats = "attention and experts in each of these, after 16 bits; default: all schemes"
-    add("--formats", nargs="+", choices=tuple(FORMATS), metavar="NAME", help=formats)
+    formats = "attention and experts in each of these, or ATTENTION-EXPERTS; default: all schemes"
+    add("--formats", nargs="+", type=named_scheme, metavar="NAME", help=formats)
     files = "GGUF files of the model instead, after 16 bits"
     add("--files", nargs="+", type=Path, default=(), metavar="FILE", help=files)
     add("--device", default="auto")
@@ -181,7 +191,7 @@ def main() -> None:
     options = build_parser().parse_args()
     source = open_checkpoint(options.checkpoint_path)
     text, device = options.text_file.read_text(encoding="utf-8"), pick_device(options.device)
-    rows, chosen = [], [(PLAIN, PLAIN, None), *((n, n, None) for n in options.formats or ())]
+    rows, chosen = [], [(PLAIN, PLAIN, None), *(options.formats or ())]
     for scheme in chosen if options.formats or options.files else schemes():
         rows.append(measure(source, text, scheme, options.seq_len, device, options.group_size))
         print(rows[-1], file=sys.stderr, flush=True)

@@ -14,8 +14,8 @@ from cli.parser import Parser
 
 HEAD_FORMATS = PLAIN, "int8", "q8_0", "q6_k"
 HEADS = (
-    "int8 with int8, fp8, int4, uint4; q8_0 with q8_0, q4_0, iq4_nl; q6_k with q6_k, q5_k, q4_k, "
-    "iq4_xs; bf16 with the others"
+    "int8 with int8, fp8, int4, uint4; q8_0 with q8_0, q5_1, q4_1, q4_0, iq4_nl; "
+    "q6_k with q6_k, q5_k, q4_k, iq4_xs; bf16 with the others"
 )
 GROUPS = "128 for fp8b, int4 and uint4, 64 for hqq4 and hqq3, 32 for mxfp4, 16 for hqq2"
 

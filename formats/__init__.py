@@ -1,5 +1,6 @@
 """Weight formats, one file each. docs/adding_a_format.md says how to add one."""
 
+from formats.affine_blocks import Q4One, Q5One
 from formats.base import PLAIN, Format
 from formats.fp8 import FP8
 from formats.fp8b import BlockFP8
@@ -30,6 +31,8 @@ FORMATS: dict[str, Format] = {
     "q6_k": Q6K(),
     "q5_k": Q5K(),
     "q4_k": Q4K(),
+    "q5_1": Q5One(),
+    "q4_1": Q4One(),
     "q4_0": Q4Zero(),
     "iq4_nl": IQ4NL(),
     "iq4_xs": IQ4XS(),

@@ -86,6 +86,7 @@ class Q4K(KQuant):
 
     name, gguf_type, block_bytes = "q4_k", "Q4_K", 144
     kind, narrow = "q4_k", "iq4_nl"
+    attention_format = "int8"  # attention needs more bits than experts
     largest_code = 15
 
     def scale_layout(self, rows: tuple[int, ...], width: int, group: int) -> Layout:
@@ -130,6 +131,7 @@ class Q5K(Q4K):
 
     name, gguf_type, block_bytes = "q5_k", "Q5_K", 176
     kind, narrow = "q5_k", "q8_0"
+    attention_format = None
     bits, high_bits, largest_code = 5, 1, 31
 
     def read(self, blocks: Tensor) -> Parts:
@@ -192,6 +194,7 @@ class IQ4XS(KQuant):
 
     name, gguf_type, block_bytes = "iq4_xs", "IQ4_XS", 136
     kind, narrow = "iq4", "iq4_nl"
+    attention_format = "int8"
 
     def scale_layout(self, rows: tuple[int, ...], width: int, group: int) -> Layout:
         return {

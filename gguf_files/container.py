@@ -28,6 +28,7 @@ MAGIC = b"GGUF"
 VERSIONS = 2, 3
 MAX_HEADER = 1 << 28  # bytes; tokenizers of 262,144 tokens take about 16 MB
 MAX_AXES = 4
+MAX_DEPTH = 8  # of arrays within arrays
 SPLIT = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 FETCH = "fetch it again"
 
@@ -40,11 +41,13 @@ TYPES: dict[int, tuple[str, int, int]] = {
     6: ("Q5_0", 32, 22),
     7: ("Q5_1", 32, 24),
     8: ("Q8_0", 32, 34),
+    9: ("Q8_1", 32, 40),
     10: ("Q2_K", 256, 84),
     11: ("Q3_K", 256, 110),
     12: ("Q4_K", 256, 144),
     13: ("Q5_K", 256, 176),
     14: ("Q6_K", 256, 210),
+    15: ("Q8_K", 256, 292),
     16: ("IQ2_XXS", 256, 66),
     17: ("IQ2_XS", 256, 74),
     18: ("IQ3_XXS", 256, 98),
@@ -82,7 +85,11 @@ class TensorInfo(NamedTuple):
 
 
 class Damaged(Exception):
-    """What is wrong with a file, without its name."""
+    """What is wrong with a file, without its name; and the fix."""
+
+    def __init__(self, what: str, fix: str = FETCH):
+        super().__init__(what)
+        self.fix = fix
 
 
 class Cursor:
@@ -108,7 +115,7 @@ class Cursor:
             raise Damaged("a text of its header is no UTF-8") from None
 
     def value(self, kind: int) -> Any:
-        """Return a value: a number, a text, a list of texts, or an array of numbers."""
+        """Return a value: a number, a text, a list of texts or arrays, or an array of numbers."""
         if kind == STRING:
             return self.text()
         if kind == ARRAY:
@@ -119,8 +126,12 @@ class Cursor:
         # The shortest number with the same fp32 bits: 1e-06, and not 9.999999974752427e-07.
         return float(str(np.float32(value))) if kind == FLOAT else value
 
-    def array(self) -> Any:
+    def array(self, depth: int = 0) -> Any:
         kind, count = self.number("I"), self.number("Q")
+        if kind == ARRAY:
+            if depth == MAX_DEPTH or count * 12 > self.end - self.at:  # type and length of each
+                raise Damaged(f"its header has an array of {count} arrays, beyond the file")
+            return [self.array(depth + 1) for _ in range(count)]
         if kind == STRING:
             if count * 8 > self.end - self.at:  # each has a length
                 raise Damaged(f"its header has an array of {count} texts, beyond the file")
@@ -149,7 +160,7 @@ class GGUFPart:
         except OSError as error:
             raise ValueError(f"{self.path} cannot be read: {error.strerror}") from None
         except Damaged as damage:
-            raise ValueError(f"{self.path}: {damage}; {FETCH}") from None
+            raise ValueError(f"{self.path}: {damage}; {damage.fix}") from None
 
     def read_header(self, cursor: Cursor, number: int) -> None:
         if bytes(self.data[:4]) != MAGIC:
@@ -158,7 +169,8 @@ class GGUFPart:
         version = cursor.number("I")
         if version not in VERSIONS:
             order = " (its numbers are big-endian)" if version & 0xFFFF == 0 else ""
-            raise Damaged(f"GGUF version {version}{order} is not supported, only 2 and 3 are")
+            fix = "take a newer file" if version == 1 else "take another file, or fetch it again"
+            raise Damaged(f"GGUF version {version}{order} is not supported, only 2 and 3 are", fix)
         tensors, values = cursor.number("Q"), cursor.number("Q")
         if 24 * tensors + 13 * values > cursor.end:  # the least that each takes
             raise Damaged(f"its header tells of {tensors} tensors and {values} values, beyond it")
@@ -184,7 +196,8 @@ class GGUFPart:
         shape = tuple(cursor.number("Q") for _ in range(axes))[::-1]
         kind, offset = cursor.number("I"), cursor.number("Q")
         if kind not in TYPES:
-            raise Damaged(f"the tensor {name!r:.100} has the type {kind}, which is not known here")
+            what = f"the tensor {name!r:.100} has the type {kind}, which is not known here"
+            raise Damaged(what, "take a file in a type of llama.cpp's own, such as Q4_K_M")
         type, block, nbytes = TYPES[kind]
         if 0 in shape or math.prod(shape) >= 1 << 63 or shape[-1] % block:
             raise Damaged(f"the tensor {name!r:.100} cannot be {list(shape)} in {type}")

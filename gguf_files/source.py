@@ -8,6 +8,7 @@ import dataclasses
 import logging
 import re
 from collections import Counter
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
@@ -20,9 +21,9 @@ from formats import FORMATS
 from formats.base import Parts
 from formats.quantizer import MTP, NEVER_PACKED
 from gguf_files.container import PLAIN_TYPES, GGUFFile
-from gguf_files.five_bits import as_q8_0
+from gguf_files.conversions import ROUNDED, as_blocks_of, format_for
 from gguf_files.side_files import SideFiles
-from gguf_files.views import NEAREST, Views, check_types, format_of, unpack
+from gguf_files.views import Views, check_types, unpack
 from model import ExpertLinear, Linear, ModelArgs
 from models import build_model, family_of_gguf, head_args
 from models.converter import ConversionPlan
@@ -34,6 +35,7 @@ from models.tensors import Recipe
 
 # Weights whose blocks are read at once: temporaries in a core's cache, or few launches on a GPU.
 CHUNK, GPU_CHUNK = 1 << 18, 1 << 24
+GATE_AND_UP = ".w13"  # modules with the rows of both, which one kernel multiplies
 NO_SENSE = TypeError, AttributeError, ZeroDivisionError, KeyError, IndexError, OverflowError
 QUANT = re.compile(r"(UD-)?(I?Q\d\w*|[BM]?[FX]+P?\d+\w*)")  # the end of a file's name: UD-Q4_K_XL
 
@@ -51,9 +53,12 @@ class GGUFPlan(ConversionPlan):
 
 
 class Range(NamedTuple):
-    """Rows `begin` to `end` of a weight, of one type of the file. format: None for a plain type."""
+    """Rows `begin` to `end` of a weight. format: None for a plain type.
 
-    type: str
+    types: of the file; several only if the format holds all.
+    """
+
+    types: tuple[str, ...]
     format: str | None
     begin: int
     end: int
@@ -62,10 +67,11 @@ class Range(NamedTuple):
 class StoredWeight:
     """A weight of ours [..., out, in] that stays packed.
 
-    tensors, rows [..., out]: where the file has each row. ranges: of one type each.
+    tensors, rows [..., out]: where the file has each row. ranges: of one format each.
     """
 
-    def __init__(self, views: Views, recipe: Recipe):
+    def __init__(self, views: Views, recipe: Recipe, together: bool = False):
+        """together: have one range, if a format holds all types."""
         self.views, self.shape = views, recipe.shape
         ours = recipe.shape[:-1]
         self.tensors, self.rows = (torch.zeros(ours, dtype=torch.long) for _ in range(2))
@@ -75,15 +81,20 @@ class StoredWeight:
             self.tensors, self.rows = (
                 recipe.transform(t.unsqueeze(-1)).squeeze(-1) for t in (self.tensors, self.rows)
             )
-        self.ranges = self.find_ranges()
+        self.ranges = self.find_ranges(together)
 
-    def find_ranges(self) -> list[Range]:
+    def find_ranges(self, together: bool) -> list[Range]:
         """Return the ranges of one type; none if the weight cannot stay packed."""
         numbers = self.tensors.flatten(0, -2) if self.tensors.dim() > 1 else self.tensors[None]
         types = [self.views.type_of(n) for n in range(len(self.views.names))]
         kinds = sorted(set(types))
         kind = torch.tensor([kinds.index(type) for type in types])[numbers]
-        if not torch.equal(kind, kind[:1].expand_as(kind)):  # experts of several types
+        experts_differ = not torch.equal(kind, kind[:1].expand_as(kind))
+        if together or experts_differ:
+            several = tuple(kinds[n] for n in kind.unique().tolist())
+            if format := format_for(several):
+                return [Range(several, format, 0, kind.shape[1])]
+        if experts_differ:
             return []
         first = kind[0]
         breaks = (first[1:] != first[:-1]).nonzero().flatten() + 1
@@ -91,8 +102,7 @@ class StoredWeight:
         found = []
         for begin, end in pairwise(edges):
             type = kinds[first[begin].item()]
-            format = None if type in PLAIN_TYPES else format_of(type) or NEAREST.get(type)
-            found.append(Range(type, format, begin, end))
+            found.append(Range((type,), format_for((type,)), begin, end))
         return found if any(found.format for found in found) else []
 
     def parts(self, of: Range, experts: slice | None, device: torch.device) -> Parts:
@@ -110,24 +120,36 @@ class StoredWeight:
         step = max(1, (CHUNK if device.type == "cpu" else GPU_CHUNK) // width)
         every = zip(tensors.flatten().split(step), rows.flatten().split(step), strict=True)
         for number, (some_tensors, some_rows) in enumerate(every):
-            blocks = self.views.gather(some_tensors, some_rows).to(device)
-            packed = self.pack(blocks, of)
-            scale = self.views.scale_of(some_tensors, some_rows)
-            if scale is not None:  # a tensor or an expert in NVFP4 has one
-                packed["scale_step"] = packed["scale_step"] * scale.to(device)
-            for name, part in packed.items():
-                flat[name][number * step : number * step + len(part)] = part
+            chunk = {name: part[number * step :][: len(some_rows)] for name, part in flat.items()}
+            for type, places in self.by_type(some_tensors, of):
+                chosen_tensors, chosen_rows = some_tensors[places], some_rows[places]
+                blocks = self.views.gather(chosen_tensors, chosen_rows).to(device)
+                packed = self.pack(blocks, type, of.format)
+                scale = self.views.scale_of(chosen_tensors, chosen_rows)
+                if scale is not None:  # a tensor or an expert in NVFP4 has one
+                    packed["scale_step"] = packed["scale_step"] * scale.to(device)
+                for name, part in packed.items():
+                    chunk[name][places] = part
         return parts
 
-    def pack(self, blocks: Tensor, of: Range) -> Parts:
+    def by_type(self, tensors: Tensor, of: Range) -> Iterator[tuple[str, slice | Tensor]]:
+        """Yield the types of rows of these tensors [n], and where each of them is."""
+        if len(of.types) == 1:
+            yield of.types[0], slice(None)
+            return
+        for type in of.types:
+            numbers = [n for n in tensors.unique().tolist() if self.views.type_of(n) == type]
+            places = torch.isin(tensors, torch.tensor(numbers, dtype=torch.long))
+            if numbers:
+                yield type, places.nonzero().flatten()
+
+    def pack(self, blocks: Tensor, type: str, format: str) -> Parts:
         """Return the parts of rows [n, bytes]. Raises ValueError for scales that are not finite."""
-        form = FORMATS[of.format]
-        if format_of(of.type):
-            parts = form.from_blocks(blocks)
-        elif of.type == "Q5_0":
-            parts = form.from_blocks(as_q8_0(blocks))
+        form = FORMATS[format]
+        if type in ROUNDED:
+            parts = form.pack(unpack(blocks.cpu(), type).to(blocks.device), form.group)
         else:
-            parts = form.pack(unpack(blocks.cpu(), of.type).to(blocks.device), form.group)
+            parts = form.from_blocks(as_blocks_of(format, blocks, type))
         if not all(is_finite(part) for part in parts.values() if part.is_floating_point()):
             raise ValueError(f"{self.views.path} holds NaN or infinity; fetch it again")
         return parts
@@ -135,7 +157,7 @@ class StoredWeight:
     def plain(self, of: Range) -> Tensor:
         """Return the rows of a range that is plain."""
         tensors, rows = (t[..., of.begin : of.end] for t in (self.tensors, self.rows))
-        weight = unpack(self.views.gather(tensors.flatten(), rows.flatten()), of.type)
+        weight = unpack(self.views.gather(tensors.flatten(), rows.flatten()), of.types[0])
         return weight.view(*rows.shape, self.shape[-1])
 
 
@@ -218,7 +240,7 @@ class GGUFCheckpoint:
         """Enter one weight, if it stays packed, into "modules" and "rows"."""
         if any(self.views.views[name].made.values for name in recipe.sources):
             return
-        weight = StoredWeight(self.views, recipe)
+        weight = StoredWeight(self.views, recipe, together=path.endswith(GATE_AND_UP))
         for number, of in enumerate(weight.ranges):
             child = path if len(weight.ranges) == 1 else f"{path}.{number}"
             if of.format is None:
@@ -235,12 +257,11 @@ class GGUFCheckpoint:
 
     def log_nearest(self) -> None:
         """Tell of types that become another format."""
-        types = {part.range.type: part.range.format for part in self.parts.values()}
-        rounded = (t for t, form in types.items() if form and not format_of(t) and t != "Q5_0")
-        changed = sorted(rounded)
-        if changed:
-            pairs = ", ".join(f"{type} as {types[type]}" for type in changed)
-            log.warning(f"{self.file.path.name}: weights are rounded again: {pairs}")
+        ranges = {part.range for part in self.parts.values()}
+        pairs = {f"{t} as {of.format}" for of in ranges for t in of.types if t in ROUNDED}
+        if pairs:
+            listed = ", ".join(sorted(pairs))
+            log.warning(f"{self.file.path.name}: weights are rounded again: {listed}")
 
     # Reading --------------------------------------------------------------------------------------
 

@@ -6,15 +6,14 @@ fp32, so that the converter's plan and recipes take it. `read` dequantizes; `gat
 they are stored, for weights that stay packed.
 """
 
-from functools import cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from formats import FORMATS
-from gguf_files import five_bits
 from gguf_files.container import PLAIN_TYPES, GGUFFile
+from gguf_files.conversions import ROUNDED, as_blocks_of, format_for
 from models.gguf import Made, MadeTable
 
 try:
@@ -22,42 +21,26 @@ try:
 except ImportError:  # it dequantizes types that we have no format for
     gguf = None
 
-# Types that we have no format for: the nearest that keeps more bits. Of 2 and 3 bits, 4.5. Q5_0 is
-# exact in q8_0 (five_bits.as_q8_0).
-NEAREST = {
-    **dict.fromkeys(("Q2_K", "Q3_K", "IQ1_S", "IQ1_M", "TQ1_0", "TQ2_0"), "q4_k"),
-    **dict.fromkeys(("IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S"), "q4_k"),
-    **{"Q4_1": "q8_0", "Q5_0": "q8_0", "Q5_1": "q8_0"},
-}
-
-
-@cache
-def format_of(type: str) -> str | None:
-    """Return the name of our format for a type of the file; None: it has none, or is plain."""
-    found = (name for name, form in FORMATS.items() if getattr(form, "gguf_type", None) == type)
-    return next(found, None)
-
 
 def unpack(blocks: Tensor, type: str) -> Tensor:
     """Dequantize blocks, uint8 [..., bytes of a row] -> [..., in] in fp32, or in a plain type."""
     if type in PLAIN_TYPES:
         return blocks.view(PLAIN_TYPES[type])
-    if type in five_bits.TYPES:
-        return five_bits.dequantize(blocks, type)
-    if name := format_of(type):
-        parts = FORMATS[name].from_blocks(blocks)
-        return FORMATS[name].unpack(parts, FORMATS[name].group)
-    kind = gguf.GGMLQuantizationType[type]
-    return torch.from_numpy(gguf.quants.dequantize(blocks.numpy(), kind))
+    if type in ROUNDED:
+        kind = gguf.GGMLQuantizationType[type]
+        return torch.from_numpy(gguf.quants.dequantize(blocks.numpy(), kind))
+    name = format_for((type,))
+    parts = FORMATS[name].from_blocks(as_blocks_of(name, blocks, type))
+    return FORMATS[name].unpack(parts, FORMATS[name].group)
 
 
 def check_types(file: GGUFFile) -> None:
     """Raise ValueError for a type of which no weight can be made, before anything is read."""
     types = {info.type for info in file.tensors.values()}
-    known = {type for type in types if type in PLAIN_TYPES or type in NEAREST or format_of(type)}
+    known = {type for type in types if type in PLAIN_TYPES or format_for((type,))}
     for type in sorted(types - known):
         raise ValueError(f"it has tensors in {type}, which cannot be run; take Q4_K_M or Q8_0")
-    for type in sorted(known & NEAREST.keys() - five_bits.TYPES.keys()):
+    for type in sorted(known & set(ROUNDED)):
         if gguf is None:
             raise ValueError(f"it has tensors in {type}, which take a package: pip install gguf")
 

@@ -74,6 +74,8 @@ KNOWN: dict[str, Words] = {
     "deepseek-llm": Words(("[\r\n]", rf"\s?[{CASED}]+", rf"\s?{MARKS}", r"\s+$", CJK, r"\p{N}+")),
     "deepseek-coder": Words(("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", CJK, r"\p{N}")),
     "deepseek-v3": Words(DEEPSEEK3),
+    "refact": Words((r"\p{N}", GPT2)),  # Granite
+    "olmo": Words((GPT2,), "NFC"),
     **dict.fromkeys(("gpt-2", "default"), Words((GPT2,))),
 }
 
@@ -177,6 +179,10 @@ def bpe(values: Mapping[str, Any], tokens: list[str], types: list[int], **option
     vocab = {token: id for id, token in enumerate(tokens) if types[id] != UNUSED}
     plain = {"dropout": None, "continuing_subword_prefix": None, "end_of_word_suffix": None}
     pairs = [merge.split(" ", 1) for merge in merges]
+    for pair in pairs:
+        if len(pair) != 2 or not {*pair, "".join(pair)} <= vocab.keys():
+            what = f"{' '.join(pair)!r:.60}, of which it has no tokens"
+            raise ValueError(f"its {KEY}merges have {what}")
     return {"type": "BPE", "vocab": vocab, "merges": pairs} | plain | options
 
 

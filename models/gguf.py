@@ -6,6 +6,7 @@ that is as for a Hugging Face checkpoint. Read from llama.cpp's gguf-py and conv
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -167,7 +168,7 @@ def common_config(values: Values, keys: Mapping[str, str]) -> dict:
 
     keys: further rows of KEYS, or other ones. Raises ValueError for a value that is missing.
     """
-    found = {key: values.get(theirs) for key, theirs in (KEYS | keys).items()}
+    found = {key: one_value(values.get(theirs)) for key, theirs in (KEYS | keys).items()}
     for key in NEEDED:
         if found[key] is None:
             missing = f"{values.architecture}.{(KEYS | keys)[key]}"
@@ -184,12 +185,21 @@ def common_config(values: Values, keys: Mapping[str, str]) -> dict:
     }
 
 
+def one_value(value: Any) -> Any:
+    """Return the value of all layers, if it is an array with the same number for each."""
+    same = isinstance(value, list) and value and all(each == value[0] for each in value)
+    return value[0] if same else value
+
+
 def dense_config(values: Values) -> dict:
     """Return the widths of experts and which layers have none, as the tensors are."""
     layers = range(min(values.layers, len(values.shapes)))
     dense = [n for n in layers if not values.has("ffn_gate_inp.weight", n)]
     width = values.get("expert_feed_forward_length") or values.width("ffn_down_exps.weight", 2)
-    return {"moe_intermediate_size": width} | ({"mlp_only_layers": dense} if dense else {})
+    found = {"moe_intermediate_size": one_value(width)}
+    if values.get("feed_forward_length") is None and dense:
+        found["intermediate_size"] = values.width("ffn_down.weight", 1)
+    return found | ({"mlp_only_layers": dense} if dense else {})
 
 
 def rope_parameters(values: Values) -> dict:
@@ -227,6 +237,16 @@ def halves_to_pairs(numbers: Tensor, heads: int) -> Tensor:
     Its converter has permuted the rows of Q and K for that in architectures of Llama's kind.
     """
     return numbers.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten()
+
+
+def rotated_in_pairs(heads: int, kv_heads: int) -> MadeTable:
+    """Return queries and keys, whose rows a file has in the order of RoPE in pairs."""
+    return {
+        f"self_attn.{name}_proj.weight": made_of(
+            f"attn_{name}.weight", rows=partial(halves_to_pairs, heads=count)
+        )
+        for name, count in (("q", heads), ("k", kv_heads))
+    }
 
 
 def minus_one(t: Tensor) -> Tensor:

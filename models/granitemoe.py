@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from model import AddNorm, Attention, Block
 from models.config import HFConfig
+from models.gguf import MadeTable, rotated_in_pairs
 from models.layers.scaled_rope import ScaledRopeArgs, ScaledRopeFamily, ScaledRopeTransformer
 from ops.declared import AttentionAdditions, SumAdditions
 from ops.inductor import materialize
@@ -106,6 +107,17 @@ class GraniteMoe(ScaledRopeFamily):
         (".block_sparse_moe.router.", ".mlp.gate."),
         (".block_sparse_moe.experts.", ".mlp.experts."),
     )
+
+    gguf = "granitemoe"
+    gguf_keys = {
+        "attention_multiplier": "attention.scale",
+        "embedding_multiplier": "embedding_scale",
+        "residual_multiplier": "residual_scale",
+        "logits_scaling": "logit_scale",
+    }
+
+    def gguf_layer(self, args: GraniteMoeArgs) -> MadeTable:
+        return super().gguf_layer(args) | rotated_in_pairs(args.n_head, args.n_kv_head)
 
     def arg_fields(self, c: HFConfig) -> dict:
         return super().arg_fields(c) | {"logit_scale": 1 / c.number("logits_scaling")}

@@ -1,10 +1,8 @@
 """Mixtral 8x7B and 8x22B (Jiang et al. 2024): the model of model.py as it is."""
 
-from functools import partial
-
 from model import ModelArgs
 from models.family import Family
-from models.gguf import MadeTable, halves_to_pairs, made_of
+from models.gguf import MadeTable, rotated_in_pairs
 
 
 class Mixtral(Family):
@@ -38,14 +36,7 @@ class Mixtral(Family):
     gguf_keys = {"sliding_window": "attention.sliding_window"}
 
     def gguf_layer(self, args: ModelArgs) -> MadeTable:
-        """Queries and keys are in the order of RoPE in pairs."""
-        orders = {
-            f"self_attn.{name}_proj.weight": made_of(
-                f"attn_{name}.weight", rows=partial(halves_to_pairs, heads=heads)
-            )
-            for name, heads in (("q", args.n_head), ("k", args.n_kv_head))
-        }
-        return super().gguf_layer(args) | orders
+        return super().gguf_layer(args) | rotated_in_pairs(args.n_head, args.n_kv_head)
 
     shapes = {
         "Mixtral-8x7B": dict(max_position_embeddings=32768),

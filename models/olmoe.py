@@ -1,5 +1,6 @@
 """OLMoE (Muennighoff et al. 2024): the model of model.py with q/k norms over all heads."""
 
+from models.gguf import Values
 from models.layers.scaled_rope import ScaledRopeFamily
 
 
@@ -25,4 +26,10 @@ class Olmoe(ScaledRopeFamily):
     }
     nullable = ("num_key_value_heads",)
     fixed = {"qk_norm": "full"}
+    gguf = "olmoe"
+
+    def gguf_config(self, values: Values) -> dict:
+        """llama.cpp neither normalizes the weights of experts nor clips."""
+        return super().gguf_config(values) | {"norm_topk_prob": False}
+
     shapes = {"OLMoE-1B-7B": dict(intermediate_size=1024)}

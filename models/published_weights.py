@@ -8,7 +8,8 @@ A matrix `NAME.weight` [out, in] may be published as several tensors:
     FP8, int8                weight, weight_scale: one number, or one a row
     GPTQ, AutoRound, AWQ     qweight [in / 8, out] or [in, out / 8], qzeros, scales [in / g, out]
 
-A group that our kernels have none of becomes several with the same scale: a channel, groups of 128.
+Words may have 4 integers of 8 bits in place of 8. A group that our kernels have none of becomes
+several with the same scale: a channel, groups of 128.
 """
 
 import math
@@ -273,15 +274,23 @@ def read_packed_integers(matrix: Matrix) -> PublishedWeight:
     """compressed-tensors: codes are stored plus 8, in sequence; zeros are, too, along out."""
     rows, width, scale = matrix.rows, matrix.width, matrix.dtype("weight_scale")
     shape = matrix.shape("weight_packed")
-    if shape == (rows, width // 4) and width % 4 == 0:
-        raise eight_bits(matrix, "weight_packed")
-    matrix.check("weight_packed", (torch.int32,), (rows, width // 8))
     count = matrix.shape("weight_scale")[-1] if matrix.shape("weight_scale") else 0
     matrix.check("weight_scale", PLAIN_DTYPES, (rows, count))
+    if shape == (rows, width // 4) and width % 4 == 0:
+        if matrix.dtype("weight_zero_point") is not None:
+            raise eight_bits(matrix, "weight_zero_point", "makes integers of 8 bits asymmetric")
+        return signed_bytes(
+            matrix,
+            ("weight_packed", lambda: matrix.read("weight_packed").view(torch.uint8)),
+            ("weight_scale", lambda: matrix.read("weight_scale")),
+            count,
+            order="weight_g_idx",
+        )
+    matrix.check("weight_packed", (torch.int32,), (rows, width // 8))
     groups, zeros = groups_of(matrix, "weight_scale", count), None
 
     def codes() -> Tensor:
-        check_order(matrix, "weight_g_idx", groups)
+        check_order(matrix, "weight_g_idx", groups.count)
         return nibbles_to_words(matrix.read("weight_packed").view(torch.uint8), groups.size)
 
     def scales() -> Tensor:
@@ -295,7 +304,7 @@ def read_packed_integers(matrix: Matrix) -> PublishedWeight:
         return groups.spread(columns[:, :rows].T)
 
     ours = groups.count * groups.times
-    also = order_tensors(matrix, "weight_g_idx", groups)
+    also = order_tensors(matrix, "weight_g_idx")
     if (dtype := matrix.dtype("weight_zero_point")) is not None:
         short = rows if dtype is torch.int8 else -(-rows // 8)
         matrix.check("weight_zero_point", (torch.int32, torch.int8), (short, count))
@@ -307,13 +316,49 @@ def read_packed_integers(matrix: Matrix) -> PublishedWeight:
     return integers(matrix, groups, words, found, zeros)
 
 
-def eight_bits(matrix: Matrix, leaf: str) -> ValueError:
-    """Return the error for integers of 8 bits in groups: `int8` has one scale a row."""
+def eight_bits(matrix: Matrix, leaf: str, what: str) -> ValueError:
+    """Return the error for integers of 8 bits that are in none of our formats."""
     fix = "add :int8 to the name of the bf16 model, or take a file with 4 or 16 bits there"
-    return matrix.refusal(leaf, "has 8 bits a weight", fix)
+    return matrix.refusal(leaf, what, fix)
 
 
-def order_tensors(matrix: Matrix, leaf: str, groups: Groups) -> tuple[str, ...]:
+def signed_bytes(
+    matrix: Matrix,
+    packed: tuple[str, Callable[[], Tensor]],
+    scale: tuple[str, Callable[[], Tensor]],
+    count: int,
+    order: str,
+    also: tuple[str, ...] = (),
+) -> PublishedWeight:
+    """Integers of 8 bits, stored plus 128: `int8` if a row has one scale, else `q8_0`.
+
+    packed, scale: names and values, uint8 [rows, width] and [rows, count]. order: the tensor with
+    the group of each number. also: tensors that `packed` has to be read with.
+    """
+    rows, width, dtype = matrix.rows, matrix.width, matrix.dtype(scale[0])
+    format = FORMATS["int8" if count == 1 else "q8_0"]
+    group = format.default_group(width)
+    times = 1 if format.per_row else width // group // max(count, 1)
+    if not format.per_row and count * times * group != width:
+        what = f"has {count} groups of 8 bits for rows of {width}, no multiples of {group}"
+        raise eight_bits(matrix, scale[0], what)
+    (_, ours), own = format.layout(torch.Size((rows, width)), group)["scale"]
+
+    def codes() -> Tensor:
+        check_order(matrix, order, count)
+        return bytes_to_words(packed[1]() ^ 0x80, group)
+
+    def scales() -> Tensor:
+        return scale[1]().repeat_interleave(times, 1)
+
+    also += order_tensors(matrix, order)
+    spec = {"format": format.name, "group_size": group}
+    words = matrix.part(packed[0], (width // 4,), torch.int32, codes, lambda words: True, also)
+    parts = {"codes": words, "scale": matrix.part(scale[0], (ours,), dtype, scales)}
+    return PublishedWeight(spec | ({} if dtype is own else {"scale": NAMES[dtype]}), parts)
+
+
+def order_tensors(matrix: Matrix, leaf: str) -> tuple[str, ...]:
     """Return the tensor with the group of each number along `in`, if there is one that matters."""
     if matrix.dtype(leaf) is None:
         return ()
@@ -321,11 +366,11 @@ def order_tensors(matrix: Matrix, leaf: str, groups: Groups) -> tuple[str, ...]:
     return (leaf,)
 
 
-def check_order(matrix: Matrix, leaf: str, groups: Groups) -> None:
+def check_order(matrix: Matrix, leaf: str, count: int) -> None:
     """Raise ValueError unless each group is a run of numbers along `in`: "act order" has none."""
     if matrix.dtype(leaf) is None:
         return
-    each = matrix.width // groups.count
+    each = matrix.width // count
     if not torch.equal(matrix.read(leaf).long(), torch.arange(matrix.width) // each):
         raise matrix.refusal(
             leaf,
@@ -338,7 +383,7 @@ def read_gptq(matrix: Matrix, published: Published) -> PublishedWeight:
     """qweight [in / 8, out] and qzeros [groups, out / 8], both in sequence."""
     rows, width = matrix.rows, matrix.width
     if matrix.shape("qweight") == (width // 4, rows) and width % 4 == 0:
-        raise eight_bits(matrix, "qweight")
+        return read_gptq_bytes(matrix, published)
     matrix.check("qweight", (torch.int32,), (width // 8, rows))
     groups, scales = read_scales(matrix)
 
@@ -346,7 +391,7 @@ def read_gptq(matrix: Matrix, published: Published) -> PublishedWeight:
         return nibbles(matrix.read("qzeros").view(torch.uint8))
 
     def codes() -> Tensor:
-        check_order(matrix, "g_idx", groups)
+        check_order(matrix, "g_idx", groups.count)
         if published.symmetric:
             check_zeros(matrix, stored, published.added)
         words = matrix.read("qweight").T.contiguous()
@@ -355,8 +400,35 @@ def read_gptq(matrix: Matrix, published: Published) -> PublishedWeight:
     def zero() -> Tensor:
         return groups.spread((stored() + published.added).T)
 
-    also = order_tensors(matrix, "g_idx", groups)
+    also = order_tensors(matrix, "g_idx")
     return read_transposed(matrix, published, (groups, scales), (codes, zero), also)
+
+
+def read_gptq_bytes(matrix: Matrix, published: Published) -> PublishedWeight:
+    """qweight [in / 4, out], qzeros [groups, out / 4]: integers of 8 bits, symmetric."""
+    rows, count = matrix.rows, (matrix.shape("scales") or (0,))[0]
+    matrix.check("qweight", (torch.int32,), (matrix.width // 4, rows))
+    matrix.check("scales", PLAIN_DTYPES, (count, rows))
+    has_zeros = matrix.dtype("qzeros") is not None
+    if has_zeros and not published.symmetric:
+        raise eight_bits(matrix, "qzeros", "makes integers of 8 bits asymmetric")
+    if has_zeros:
+        matrix.check("qzeros", (torch.int32,), (count, rows // 4))
+
+    def codes() -> Tensor:
+        if has_zeros:
+            stored = matrix.read("qzeros").view(torch.uint8).int()
+            check_zeros(matrix, lambda: stored, published.added, 128)
+        return matrix.read("qweight").T.contiguous().view(torch.uint8)
+
+    return signed_bytes(
+        matrix,
+        ("qweight", codes),
+        ("scales", lambda: matrix.read("scales").T),
+        count,
+        order="g_idx",
+        also=("qzeros",) if has_zeros else (),
+    )
 
 
 def read_awq(matrix: Matrix, published: Published) -> PublishedWeight:
@@ -413,8 +485,8 @@ def read_transposed(
     return integers(matrix, groups, codes, scales, zeros)
 
 
-def check_zeros(matrix: Matrix, stored: Callable[[], Tensor], added: int) -> None:
-    """Raise ValueError unless all zeros are 8, as a symmetric file has them."""
-    if matrix.dtype("qzeros") is not None and not bool((stored() + added == 8).all()):
-        what = "has zeros other than 8, although config.json says that it is symmetric"
+def check_zeros(matrix: Matrix, stored: Callable[[], Tensor], added: int, zero: int = 8) -> None:
+    """Raise ValueError unless all zeros are half of the range, as a symmetric file has them."""
+    if matrix.dtype("qzeros") is not None and not bool((stored() + added == zero).all()):
+        what = f"has zeros other than {zero}, although config.json says that it is symmetric"
         raise matrix.refusal("qzeros", what)

@@ -5,6 +5,9 @@ from typing import NamedTuple
 MODELOPT_FILE = "hf_quant_config.json"  # ModelOpt's own, beside config.json
 NEAREST = "fetch the original bf16 or fp16 checkpoint"
 FOUR_BITS = "only 4 bits are kept as published; add :int8 to the name of the bf16 model for 8"
+INT8 = "add :int8 to the name of the bf16 model, or take a symmetric file"
+IN_ORDER = "take a file without it, AWQ for example, or add :int4 to the name of the bf16 model"
+BITS = "only 4 and 8 bits are kept as published; add :int4 to the name of the bf16 model"
 # ModelOpt's algorithms whose tensors are kept.
 MODELOPT = {
     "NVFP4": "nvfp4",
@@ -106,7 +109,10 @@ def read_compressed(given: dict) -> Published:
         groups = groups.values() if isinstance(groups, dict) else ()
         weights = [group.get("weights") for group in groups if isinstance(group, dict)]
         weights = [w for w in weights if isinstance(w, dict)]
+        check_actorder(weights)
         name = "int4" if all(w.get("symmetric", True) for w in weights) else "uint4"
+        if weights and all(w.get("num_bits") == 8 for w in weights):
+            name = "int8" if all(w.get("strategy") == "channel" for w in weights) else "q8_0"
     return Published(name)
 
 
@@ -119,22 +125,50 @@ def read_awq(given: dict) -> Published:
     return Published("int4" if symmetric else "uint4", "awq", 0, symmetric)
 
 
+def check_actorder(weights: list[dict]) -> None:
+    """Raise ValueError for groups that are ordered by activation, in a file of compressed-tensors.
+
+    With "weight" or "static" the groups are runs of neighbors.
+    """
+    for each in weights:
+        order = each.get("actorder")
+        if order in ("group", "dynamic") and each.get("strategy") == "group":
+            raise refused(f"'s actorder = {order!r}", IN_ORDER)
+
+
+def check_desc_act(given: dict) -> None:
+    """Raise ValueError for groups that are ordered by activation, in a file of GPTQ.
+
+    With `static_groups`, or one group a row, the groups are runs of neighbors.
+    """
+    is_sorted = given.get("static_groups") is True or given.get("group_size") == -1
+    if given.get("desc_act") is True and not is_sorted:
+        raise refused("'s desc_act = True", IN_ORDER)
+
+
+def integers(given: dict, layout: str, added: int) -> Published:
+    """Integers of 4 or 8 bits, symmetric if "sym" says so."""
+    symmetric = one_of(given, "sym", (True, False), True)
+    name = "int4" if symmetric else "uint4"
+    if one_of(given, "bits", (4, 8), fix=BITS) == 8:
+        if layout == "awq" or not symmetric:
+            raise refused(f"'s bits = 8 with {'AWQ' if layout == 'awq' else 'zeros'}", INT8)
+        name = "int8" if given.get("group_size") == -1 else "q8_0"
+    return Published(name, layout, added, symmetric)
+
+
 def read_gptq(given: dict) -> Published:
-    one_of(given, "bits", (4,), fix=FOUR_BITS)
     known = {"gptq": 1, "gptq_v2": 0}
     key = "checkpoint_format" if "checkpoint_format" in given else "format"
-    added = known[one_of(given, key, known, "gptq")]
-    symmetric = one_of(given, "sym", (True, False), True)
-    return Published("int4" if symmetric else "uint4", "gptq", added, symmetric)
+    check_desc_act(given)
+    return integers(given, "gptq", known[one_of(given, key, known, "gptq")])
 
 
 def read_auto_round(given: dict) -> Published:
-    one_of(given, "bits", (4,), fix=FOUR_BITS)
     one_of(given, "data_type", ("int",), "int")
     key = "packing_format" if "packing_format" in given else "backend"
     layout, added = AUTO_ROUND[one_of(given, key, AUTO_ROUND, "auto_round:auto_gptq")]
-    symmetric = one_of(given, "sym", (True, False), True)
-    return Published("int4" if symmetric else "uint4", layout, added, symmetric)
+    return integers(given, layout, added)
 
 
 READERS = {

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from model import Block, Linear
 from models.config import HFConfig, listed_kinds
 from models.family import PublishedLayout
+from models.gguf import Values, dense_config
 from models.layers.scaled_rope import ScaledRopeArgs, ScaledRopeFamily, ScaledRopeTransformer
 from models.layers.shared_expert import GatedSharedExpertMoE
 from models.tensors import Recipes, copy_of
@@ -72,5 +73,16 @@ class Qwen2Moe(ScaledRopeFamily):
             gate = copy_of("mlp.shared_expert_gate.weight", 1, args.dim)
             table["ffn.shared_gate.weight"] = gate
         return table
+
+    gguf = "qwen2moe"
+    gguf_keys = {"shared_expert_intermediate_size": "expert_shared_feed_forward_length"}
+
+    def gguf_config(self, values: Values) -> dict:
+        """llama.cpp does not normalize the weights of experts."""
+        config = super().gguf_config(values) | dense_config(values)
+        shared = values.width("ffn_up_shexp.weight", 0) or 0
+        config.setdefault("shared_expert_intermediate_size", shared)
+        bias = config.pop("attention_bias", False)
+        return config | {"qkv_bias": bias, "norm_topk_prob": False}
 
     shapes = {"Qwen1.5-MoE-A2.7B": dict(max_position_embeddings=8192, rope_theta=1e6)}

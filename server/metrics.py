@@ -17,9 +17,8 @@ from server.vllm_metrics import Timing, VllmMetrics
 # Keys: offload.experts.COUNTERS. Values: a metric's name and help text.
 EXPERT_METRICS = {
     "hits": ("expert_hits", "Expert cache hits, one per expert, layer and forward pass."),
-    "speculative_hits": ("expert_guessed", "Prefetched experts that were then needed."),
-    "misses": ("expert_misses", "Expert cache misses. Each one delays its layer."),
-    "speculative_loads": ("expert_guesses", "Experts prefetched."),
+    "misses": ("expert_misses", "Expert cache misses that were copied."),
+    "on_cpu": ("expert_on_cpu", "Expert cache misses that the CPU multiplied."),
     "bytes": ("expert_bytes", "Bytes of experts copied from host memory."),
 }
 

@@ -41,6 +41,7 @@ ATTENTION = {
     "post_attention_layernorm": "ffn_norm",
     "mlp.gate": "ffn_gate_inp",
     "mlp.router": "ffn_gate_inp",
+    "block_sparse_moe.router": "ffn_gate_inp",
     "router.proj": "ffn_gate_inp",
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
@@ -80,6 +81,9 @@ ARCHITECTURES = {
     "deepseek_v3": "deepseek2",
     "glm4_moe_lite": "deepseek2",
     "glm4_moe": "glm4moe",
+    "olmoe": "olmoe",
+    "qwen2_moe": "qwen2moe",
+    "granitemoe": "granitemoe",
 }
 POST_ATTENTION_NORM = "qwen3next", "qwen35moe", "gpt-oss", "glm4moe", "gemma4"
 
@@ -130,7 +134,7 @@ def in_layer(arch: str, config, name: str, rest: str, shift: dict) -> list[Entry
     if path.endswith("norm") and path != "linear_attn.norm" and shift:
         return [Entry(f"{theirs}.{leaf}", (name,), **shift)]
     make = {}
-    if arch == "llama" and path in ("self_attn.q_proj", "self_attn.k_proj"):
+    if arch in ("llama", "granitemoe") and path in ("self_attn.q_proj", "self_attn.k_proj"):
         query = path.endswith("q_proj")
         heads = config.num_attention_heads if query else config.num_key_value_heads
         make = {"make": lambda t: permute(t, heads)}
@@ -266,7 +270,7 @@ def values(config) -> dict:
         "expert_count": experts,
         "expert_used_count": active,
     }
-    if getattr(c, "head_dim", None) and arch != "llama":
+    if getattr(c, "head_dim", None) and arch not in ("llama", "olmoe", "granitemoe", "qwen2moe"):
         found |= {"attention.key_length": c.head_dim, "attention.value_length": c.head_dim}
     if (width := getattr(c, "moe_intermediate_size", None)) is not None:
         found["expert_feed_forward_length"] = width
@@ -297,6 +301,15 @@ def values(config) -> dict:
         found["rope.dimension_sections"] = [11, 11, 10, 0]  # of images; text has one position
     if arch in ("glm4moe", "deepseek2"):
         found |= sigmoid_values(c, arch, rope)
+    if arch == "qwen2moe":
+        found["expert_shared_feed_forward_length"] = c.shared_expert_intermediate_size
+    if arch == "granitemoe":
+        found |= {
+            "attention.scale": float(c.attention_multiplier),
+            "embedding_scale": float(c.embedding_multiplier),
+            "residual_scale": float(c.residual_multiplier),
+            "logit_scale": float(c.logits_scaling),
+        }
     return found | (gemma_values(c) if arch == "gemma4" else {})
 
 

@@ -52,9 +52,6 @@ from models.layers.gated_hybrid import HybridArgs
 from models.layers.group_routing import SigmoidRoutedMoE
 from models.qwen2_moe import Qwen2MoeArgs
 from models.random_weights import RandomWeights
-from ops.attention import (
-    gqa_kernels,
-)
 from ops.declared import SWIGLU, Activation, Routing
 from ops.products import dense, expert_tiles, few_tokens, few_x, fragments, quantized_x
 from ops.products import experts as moe_decode
@@ -74,13 +71,13 @@ from tests.kernels_without_gpu import (
     Launch,
     compiled,
     replace_four_bits,
-    unchanged,
 )
 from tests.launched_code import launched_code
 
 GROUPS = dict(int4=32, uint4=32, hqq4=32, mxfp4=32, nvfp4=32)  # so that small widths fit
 GROUPS |= dict(int8=16, fp8=16, fp8b=32)
-GROUPS |= dict(q8_0=32, q4_0=32, iq4_nl=32, q4_k=256, q5_k=256, q6_k=256, iq4_xs=256)
+GROUPS |= dict(q8_0=32, q5_1=32, q4_1=32, q4_0=32, iq4_nl=32)
+GROUPS |= dict(q4_k=256, q5_k=256, q6_k=256, iq4_xs=256)
 
 
 @dataclass(frozen=True)
@@ -450,7 +447,6 @@ def as_on_a_gpu() -> Iterator[None]:
         for kind in (FusedDecodeAttention, FusedLatentAttention):
             takes = lambda self, qkv, _: self.supported and qkv.shape[1] <= 64  # noqa: E731
             stack.enter_context(mock.patch.object(kind, "takes", takes))
-        stack.enter_context(mock.patch.object(gqa_kernels, "keep_layout", unchanged))
         yield
 
 

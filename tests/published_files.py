@@ -105,6 +105,38 @@ def compressed_integers(
     return layout
 
 
+def eight_bits(weight: Tensor, group: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Return words of codes plus 128 [out, in / 4], scales, and the dequantized weight."""
+    groups = weight.unflatten(-1, (-1, group or weight.shape[1]))
+    scale = (groups.abs().amax(-1) / 127).to(dtype)
+    codes = (groups / scale.float().unsqueeze(-1)).round().clamp(-128, 127)
+    numbers = (codes * scale.float().unsqueeze(-1)).flatten(-2)
+    return (codes + 128).to(torch.uint8).flatten(-2).view(torch.int32), scale, numbers
+
+
+def compressed_bytes(group: int, dtype: torch.dtype = torch.bfloat16) -> Callable[[Tensor], Layout]:
+    def layout(weight: Tensor) -> Layout:
+        words, scale, numbers = eight_bits(weight, group, dtype)
+        shape = torch.tensor(weight.shape)
+        return {"weight_packed": words, "weight_scale": scale, "weight_shape": shape}, numbers
+
+    return layout
+
+
+def gptq_bytes(group: int) -> Callable[[Tensor], Layout]:
+    def layout(weight: Tensor) -> Layout:
+        words, scale, numbers = eight_bits(weight, group, torch.float16)
+        zeros = torch.full((scale.shape[1], len(weight)), 127, dtype=torch.uint8)
+        return {
+            "qweight": words.T.contiguous(),
+            "qzeros": zeros.view(torch.int32),
+            "scales": scale.T.contiguous(),
+            "g_idx": torch.arange(weight.shape[1], dtype=torch.int32) // group,
+        }, numbers
+
+    return layout
+
+
 def gptq(
     group: int, symmetric: bool, less: int, dtype: torch.dtype = torch.float16
 ) -> Callable[[Tensor], Layout]:
@@ -162,6 +194,8 @@ MODELOPT = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
 COMPRESSED = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
 NOT_SYMMETRIC = {"config_groups": {"group_0": {"weights": {"num_bits": 4, "symmetric": False}}}}
 GPTQ = {"quant_method": "gptq", "bits": 4, "desc_act": False, "sym": True}
+W8A16 = {"config_groups": {"group_0": {"weights": {"num_bits": 8, "strategy": "group"}}}}
+CHANNELS = {"config_groups": {"group_0": {"weights": {"num_bits": 8, "strategy": "channel"}}}}
 ROUND = {"quant_method": "auto-round", "bits": 4, "sym": False, "data_type": "int"}
 # Name -> its function, its quantization_config, and the format of ours.
 LAYOUTS: dict[str, tuple[Callable[[Tensor], Layout], dict, str]] = {
@@ -184,6 +218,9 @@ LAYOUTS: dict[str, tuple[Callable[[Tensor], Layout], dict, str]] = {
         COMPRESSED | NOT_SYMMETRIC,
         "uint4",
     ),
+    "compressed 8 bits in groups": (compressed_bytes(32), COMPRESSED | W8A16, "q8_0"),
+    "compressed 8-bit channels": (compressed_bytes(0), COMPRESSED | CHANNELS, "int8"),
+    "GPTQ of 8 bits": (gptq_bytes(32), GPTQ | {"bits": 8, "group_size": 32}, "q8_0"),
     "compressed FP8": (fp8_channel, COMPRESSED | {"format": "float-quantized"}, "fp8"),
     "compressed int8": (int8_channel, COMPRESSED | {"format": "int-quantized"}, "int8"),
     "transformers FP8": (transformers_fp8, {"quant_method": "fp8"}, "fp8"),

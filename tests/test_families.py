@@ -336,11 +336,20 @@ def test_the_reason_of_a_refusal_is_given(family, changes, message):
     assert "\n" not in str(error.value)
 
 
+def compressed_weights(**given) -> dict:
+    """Return compressed-tensors' config_groups with these values."""
+    weights = {"num_bits": 4, "strategy": "group", "symmetric": True} | given
+    return {"config_groups": {"group_0": {"weights": weights}}}
+
+
 @pytest.mark.parametrize(
     ("family", "given", "message"),
     [
         ("Mixtral", {"quant_method": "gptq", "bits": 3}, "'s bits = 3"),
         ("Mixtral", {"quant_method": "gptq", "bits": True}, "'s bits = True"),
+        ("Mixtral", GPTQ | {"bits": 8, "sym": False}, "'s bits = 8 with zeros"),
+        ("Mixtral", GPTQ | {"desc_act": True, "group_size": 128}, "'s desc_act = True"),
+        ("Mixtral", COMPRESSED | compressed_weights(actorder="group"), "'s actorder = 'group'"),
         ("Mixtral", {"quant_method": "awq"}, "'s bits = None"),
         ("Mixtral", AWQ | {"version": "gemv"}, "'s version = 'gemv'"),
         ("Mixtral", AWQ | {"zero_point": 1}, "'s zero_point = 1"),
@@ -369,7 +378,8 @@ def test_an_unsupported_published_format_is_named(family, given, message):
         text = str(error.value)
         assert f": quantization_config{message}" in text and "\n" not in text
         fix = text.partition(" is not supported; ")[2]
-        assert fix.startswith(("fetch the original", "only 4 bits", "only gemm"))
+        fixes = "fetch the original", "only 4 ", "only gemm", "take a file without", "add :int8"
+        assert fix.startswith(fixes)
 
 
 @pytest.mark.parametrize(
@@ -387,8 +397,16 @@ def test_an_unsupported_published_format_is_named(family, given, message):
         (COMPRESSED | {"format": "mxfp4-pack-quantized"}, "mxfp4"),
         (AWQ, "uint4"),
         (AWQ | {"version": "GEMM", "zero_point": False}, "int4"),
+        (COMPRESSED | compressed_weights(num_bits=8), "q8_0"),
+        (COMPRESSED | compressed_weights(num_bits=8, strategy="channel"), "int8"),
+        (COMPRESSED | compressed_weights(actorder="static"), "int4"),
+        (COMPRESSED | compressed_weights(actorder="weight"), "int4"),
         (GPTQ, "int4"),
         (GPTQ | {"sym": False}, "uint4"),
+        (GPTQ | {"desc_act": True, "group_size": -1}, "int4"),
+        (GPTQ | {"desc_act": True, "group_size": 32, "static_groups": True}, "int4"),
+        (GPTQ | {"bits": 8, "group_size": 32}, "q8_0"),
+        (GPTQ | {"bits": 8, "group_size": -1}, "int8"),
         (GPTQ | {"quant_method": "auto-round", "packing_format": "auto_round:auto_awq"}, "int4"),
     ],
 )

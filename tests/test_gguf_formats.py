@@ -8,6 +8,7 @@ from torch import Tensor
 from formats import FORMATS
 from formats.packed import PackedExpertLinear, PackedLinear
 from formats.quantizer import plan_format
+from gguf_files.conversions import CONVERSIONS, as_blocks_of
 from model import ExpertLinear, Linear, ModelArgs, Transformer
 from models import build_model
 from models.random_weights import RandomWeights
@@ -18,13 +19,14 @@ gguf = pytest.importorskip("gguf", reason="the oracle of GGUF's number formats")
 NAMES = [name for name, format in FORMATS.items() if format.gguf_type]
 # Where a block has fp16 numbers: any bytes but those would be infinite or NaN in some blocks.
 FP16 = {"q8_0": (0,), "q6_k": (208,), "q5_k": (0, 2), "q4_k": (0, 2), "q4_0": (0,)}
-FP16 |= {"iq4_nl": (0,), "iq4_xs": (0,), "mxfp4": (), "nvfp4": ()}
+FP16 |= {"q5_0": (0,), "q5_1": (0, 2), "q4_1": (0, 2), "iq4_nl": (0,), "iq4_xs": (0,)}
+FP16 |= {"mxfp4": (), "nvfp4": ()}
 
 
 def random_blocks(name: str, *rows: int, seed: int = 0) -> np.ndarray:
     """Return uint8 [*rows, 3 blocks], random but for scales, which are finite."""
     rng = np.random.default_rng(seed)
-    _, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[FORMATS[name].gguf_type]]
+    _, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name.upper()]]
     blocks = rng.integers(0, 256, (*rows, 3, size), dtype=np.uint8)
     for at in FP16[name]:
         scale = rng.normal(size=(*rows, 3, 1)).astype(np.float16)
@@ -40,7 +42,7 @@ def random_blocks(name: str, *rows: int, seed: int = 0) -> np.ndarray:
 
 
 def dequantized(name: str, blocks: np.ndarray) -> Tensor:
-    kind = gguf.GGMLQuantizationType[FORMATS[name].gguf_type]
+    kind = gguf.GGMLQuantizationType[name.upper()]
     return torch.from_numpy(gguf.quants.dequantize(blocks, kind))
 
 
@@ -58,6 +60,16 @@ def test_blocks_keep_every_number(name, rows):
     assert torch.equal(got, want)
     alone = format.from_blocks(torch.from_numpy(blocks[-1]))
     assert all(torch.equal(part, parts[key][-1]) for key, part in alone.items())
+
+
+@pytest.mark.parametrize(("type", "name"), CONVERSIONS)
+def test_a_wider_format_holds_the_same_numbers(type, name):
+    """Steps of any size that fp16 holds: a least is up to 16 of them."""
+    blocks = random_blocks(type.lower(), 2, 3)
+    nbytes, _ = CONVERSIONS[type, name]
+    assert blocks.shape[-1] == 3 * nbytes
+    parts = FORMATS[name].from_blocks(as_blocks_of(name, torch.from_numpy(blocks), type))
+    assert torch.equal(FORMATS[name].unpack(parts, FORMATS[name].group), dequantized(type, blocks))
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -61,6 +61,14 @@ SPLITS = {
     ),
 }
 WHOLE = "llama-bpe", "glm4"  # a word that is a token is not merged
+GPT2 = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+OWN_SPLIT = {  # the steps of Granite's and OLMoE's tokenizer.json
+    "refact": (
+        None,
+        pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), GPT2]),
+    ),
+    "olmo": (normalizers.NFC(), GPT2),
+}
 ADDED = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>"]
 
 
@@ -107,7 +115,10 @@ def original(name: str) -> tuple[tokenizers.Tokenizer, list[str], list[int]]:
     else:
         model = models.BPE(vocab=vocab, merges=merges, ignore_merges=name in WHOLE)
         library = tokenizers.Tokenizer(model)
-        library.pre_tokenizer = byte_level(SPLITS[name])
+        if name in OWN_SPLIT:
+            library.normalizer, library.pre_tokenizer = OWN_SPLIT[name]
+        else:
+            library.pre_tokenizer = byte_level(SPLITS[name])
     for token in ADDED:
         special = token.startswith("<|")
         library.add_tokens([tokenizers.AddedToken(token, special=special, normalized=False)])
@@ -141,7 +152,7 @@ def as_array(numbers: list[int]) -> np.ndarray:
     return np.array(numbers, np.int32)
 
 
-NAMES = "qwen2", "qwen35", *SPLITS, "gemma4"
+NAMES = "qwen2", "qwen35", *SPLITS, *OWN_SPLIT, "gemma4"
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -257,6 +268,8 @@ def sentencepiece_defined(library) -> set[int]:
         ({"tokenizer.ggml.tokens": None}, "no tokens for 3 rows"),
         ({"tokenizer.ggml.tokens": ["a"] * 9}, "9 tokens for 3 rows"),
         ({"tokenizer.ggml.merges": None}, "lacks tokenizer.ggml.merges"),
+        ({"tokenizer.ggml.merges": ["ab"]}, "merges have 'ab', of which it has no tokens"),
+        ({"tokenizer.ggml.merges": ["a b"]}, "merges have 'a b', of which it has no tokens"),
         ({"tokenizer.ggml.token_type": as_array([1])}, "not one number for each of 2"),
         ({"tokenizer.ggml.model": "llama"}, "scores are not one for each"),
     ],

@@ -82,6 +82,8 @@ GGUF_DENSE = (  # q6_k in two steps of one warp; two blocks of tokens; words pas
     {"format": "q8_0", "tokens": 8, "D": 160, "biased": True},
     {"format": "q8_0", "tokens": 2, "D": 288, "fp32_norm": True},
     {"format": "q4_0", "tokens": 8, "D": 160},
+    {"format": "q5_1", "tokens": 8, "D": 160},
+    {"format": "q4_1", "tokens": 5, "D": 288, "fp32_norm": True},
 )
 GGUF_EXPERTS = (
     {"format": "q4_k", "tokens": 3, "last": (2,), "few": {"depth": 1, "warps": 2}},
@@ -90,6 +92,9 @@ GGUF_EXPERTS = (
     {"format": "iq4_xs", "tokens": 3, "last": (2,)},
     {"format": "iq4_nl", "D": 96, "I": 64, "tokens": 3, "last": (2,)},
     {"format": "q8_0", "D": 96, "I": 64, "tokens": 3, "last": (2,)},
+    {"format": "q5_1", "D": 96, "I": 64, "tokens": 3, "last": (2,)},
+    {"format": "q4_1", "D": 96, "I": 64, "tokens": 3, "last": (2,)},
+    {"format": "q5_1", "D": 160, "I": 64, "shared": 1, "gated": True},
     {"format": "q4_k", "biased": True},
     {"format": "q5_k", "tiles": STAYING},
     {"format": "q6_k", "D": 512, "shared": 1, "tiles": {"rows": 4, "lanes": 64, "warps": 2}},

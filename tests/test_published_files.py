@@ -9,13 +9,15 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from published_files import LAYOUTS, fp8_tensor, modelopt_nvfp4, write
+from published_files import LAYOUTS, compressed_bytes, fp8_tensor, modelopt_nvfp4, write
 from safetensors.torch import load_file, save_file
 
 from checkpoint import Checkpoint, SafetensorsFile
 from formats.packed import Packed
 from generate import load_model
 from models.converter import Conversion, convert
+from models.published_weights import find_weight
+from models.quantization import Published
 from offload.plan import OffloadSettings
 from runtime.sampling import Sampling
 from runtime.session import Session
@@ -77,7 +79,7 @@ def directory_of(make_family, tmp_path_factory):
 
 
 # `make test` runs some; the others differ in one function or one key from them.
-QUICK = "ModelOpt NVFP4", "compressed zeros", "compressed FP8", "GPTQ", "AWQ"
+QUICK = "ModelOpt NVFP4", "compressed zeros", "compressed FP8", "GPTQ", "AWQ", "GPTQ of 8 bits"
 QUICK += "qwen3_5_moe", "glm4_moe_lite"  # families
 
 
@@ -187,6 +189,29 @@ def test_gate_and_up_keep_scales_of_their_own(make_family, tmp_path):
     check_same(quantized, plain, {"nvfp4"})
 
 
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16, torch.float32))
+def test_wide_groups_of_8_bits_become_several_with_one_scale(dtype):
+    tensors, want = compressed_bytes(128, dtype)(torch.randn(8, 256))
+    found = find_weight(FakeTensors(tensors), "q_proj.weight", 8, 256, Published("q8_0"))
+    default = dtype is torch.float16
+    assert found.spec["format"] == "q8_0" and ("scale" in found.spec) != default
+    assert torch.equal(found.unpack(), want)
+
+
+class FakeTensors:
+    """The tensors of q_proj."""
+
+    def __init__(self, tensors: dict):
+        self.tensors = {f"q_proj.{leaf}": tensor for leaf, tensor in tensors.items()}
+
+    def found(self, name: str):
+        tensor = self.tensors.get(name)
+        return None if tensor is None else (tuple(tensor.shape), tensor.dtype)
+
+    def raw(self, name: str) -> torch.Tensor:
+        return self.tensors[name]
+
+
 # Damaged files, and what has no place in our formats ----------------------------------------------
 
 EXPERT = "model.layers.0.mlp.experts.3.up_proj"
@@ -219,6 +244,7 @@ def in_wider_groups(tensors) -> None:
 
 NVFP4, GPTQ, PACKED = "ModelOpt NVFP4", "GPTQ", "compressed groups of 32"
 GPTQ_ZEROS, AWQ, FP8 = "GPTQ with zeros", "AWQ", "ModelOpt FP8"
+BYTES = "compressed 8 bits in groups"
 BAD = {
     "no block scales": (NVFP4, without(f"{EXPERT}.weight_scale"), "weight_scale is missing"),
     "no tensor scale": (NVFP4, without(f"{EXPERT}.weight_scale_2"), "weight_scale_2 is missing"),
@@ -258,15 +284,30 @@ BAD = {
         in_wider_groups,
         "k_proj.weight is in int4 in groups of 32 beside others in int4 in groups of 64",
     ),
-    "8 bits": (
+    "8 bits beside 4": (
         PACKED,
         changed(f"{EXPERT}.weight_packed", lambda t: t.repeat(1, 2)),
-        "weight_packed has 8 bits a weight; add :int8",
+        "up_proj.weight is in q8_0 in groups of 32 with scales in bf16 beside others in int4",
     ),
-    "8 bits of GPTQ": (
-        GPTQ,
-        changed(f"{EXPERT}.qweight", lambda t: t.repeat(2, 1)),
-        "qweight has 8 bits a weight; add :int8",
+    "8 bits in groups of 16": (
+        BYTES,
+        changed(f"{EXPERT}.weight_scale", lambda t: t.repeat(1, 2)),
+        "has 4 groups of 8 bits for rows of 64, no multiples of 32; add :int8",
+    ),
+    "zeros of 8 bits": (
+        BYTES,
+        lambda tensors: tensors.update({f"{EXPERT}.weight_zero_point": torch.ones(16, 2).int()}),
+        "weight_zero_point makes integers of 8 bits asymmetric; add :int8",
+    ),
+    "zeros in a symmetric file of 8 bits": (
+        "GPTQ of 8 bits",
+        filled(f"{EXPERT}.qzeros", 0),
+        "qzeros has zeros other than 128",
+    ),
+    "8 bits ordered by activation": (
+        "GPTQ of 8 bits",
+        changed(f"{EXPERT}.g_idx", lambda t: t.flip(0)),
+        "g_idx orders the groups by activation",
     ),
     "groups of 12": (
         PACKED,
@@ -371,6 +412,8 @@ SCHEMES = {
     "compressed groups of 32": dict(type="int", strategy="group", group_size=32),
     "compressed channels": dict(type="int", strategy="channel"),
     "compressed zeros": dict(type="int", strategy="group", group_size=32, symmetric=False),
+    "compressed 8 bits in groups": dict(type="int", strategy="group", num_bits=8, group_size=32),
+    "compressed 8-bit channels": dict(type="int", strategy="channel", num_bits=8),
     "compressed FP8": dict(type="float", strategy="channel", num_bits=8),
     "compressed int8": dict(type="int", strategy="channel", num_bits=8),
 }

@@ -64,6 +64,8 @@ SMALL = {
     "q6_k": 256,
     "q5_k": 256,
     "q4_k": 256,
+    "q5_1": 32,
+    "q4_1": 32,
     "q4_0": 32,
     "iq4_nl": 32,
     "iq4_xs": 256,
@@ -394,9 +396,9 @@ def test_half_quadratic_codes_are_the_nearest_for_the_scales_that_are_stored(bit
 ERRORS = {"int8": 0.012, "fp8": 0.035, "fp8b": 0.035, "int4": 0.12, "mxfp4": 0.13}
 ERRORS |= {"uint4": 0.11, "nvfp4": 0.11}
 ERRORS |= {"hqq4": 0.10, "hqq3": 0.21, "hqq2": 0.36}
-FP16_SCALES = "q8_0", "q6_k", "q5_k", "q4_k", "q4_0", "iq4_nl", "iq4_xs"
+FP16_SCALES = "q8_0", "q6_k", "q5_k", "q4_k", "q5_1", "q4_1", "q4_0", "iq4_nl", "iq4_xs"
 ERRORS |= {"q8_0": 0.007, "q6_k": 0.022, "q5_k": 0.045, "q4_k": 0.09, "q4_0": 0.10}
-ERRORS |= {"iq4_nl": 0.09, "iq4_xs": 0.09}
+ERRORS |= {"q5_1": 0.045, "q4_1": 0.09, "iq4_nl": 0.09, "iq4_xs": 0.09}
 
 
 @pytest.mark.parametrize("scale", (1.0, 0.02, 1e4))
@@ -1362,7 +1364,8 @@ def test_only_four_bits_fuse_decode_attention(mode):
     """One GPU decodes the other formats by Inductor's kernels alone."""
     args = LARGEST if mode in WIDTHS else LARGER
     model = load_model(RandomWeights(args, plan(args, *formats_of_mode(mode))), CPU)
-    four = "int4", "uint4", "hqq4", "mxfp4", "nvfp4", "q4_k", "q4_0", "iq4_nl", "iq4_xs"
+    four = "int4", "uint4", "hqq4", "mxfp4", "nvfp4"
+    four += "q4_k", "q4_1", "q4_0", "iq4_nl", "iq4_xs"
     assert {isinstance(block.attention, FusedDecodeAttention) for block in model.layers} == {
         mode in four
     }

@@ -348,7 +348,7 @@ def test_the_prefix_in_the_cache_is_reused(running):
     "options",
     (
         "--gpu_experts 2",
-        "--gpu_experts 4 --cache_policy lfu --prefetch 2",
+        "--gpu_experts 4 --offload_compute cpu",
         "--gpu_memory 35MB",
     ),
 )
@@ -357,17 +357,14 @@ def test_offloading_gives_the_same_text_and_is_counted(start, alone, options):
     assert running.metric("expert_hits_total") == 0
     found = running.complete(temperature=0, logprobs=0)
     assert found.choices[0].text == alone(PROMPT)["text"]
-    names = "hits", "guessed", "misses", "guesses", "bytes"
-    hits, guessed, misses, guesses, copied = [
-        running.metric(f"expert_{name}_total") for name in names
-    ]
+    names = "hits", "misses", "on_cpu", "bytes"
+    hits, misses, on_cpu, copied = [running.metric(f"expert_{name}_total") for name in names]
     decoded = 11 * 8 * 2  # tokens, layers, active experts
-    prompt = hits + guessed + misses - decoded
+    prompt = hits + misses + on_cpu - decoded
     assert 8 * 2 <= prompt <= 8 * 8 and hits < decoded + prompt
     size = running.session.model.layers[0].ffn.experts.storage.blobs.shape[1]
-    # Useless prefetches are copied in part only.
-    assert misses > 0 and misses * size <= copied <= (misses + guesses) * size
-    assert (guessed > 0) == (guesses > 0) == ("prefetch" in options)
+    assert misses > 0 and copied == misses * size
+    assert (on_cpu > 0) == ("cpu" in options)
     text = "".join(
         c.choices[0].text for c in running.complete("import", temperature=0, stream=True)
     )
@@ -1186,7 +1183,7 @@ def command(*arguments: str, **options) -> subprocess.Popen:
         ("--port 70000", "--port 70000: it must be from 0 to 65535"),
         ("--time_limit nan", "--time_limit nan: it must be above 0"),
         ("--prefill_chunk 0", "--prefill_chunk 0: it must be at least 1"),
-        ("--prefetch 2", "--prefetch is about experts in host memory: add --offload"),
+        ("--gpu_experts 2", "--gpu_experts is about experts in host memory: add --offload"),
     ),
 )
 def test_bad_options_are_refused(arguments, message, monkeypatch):

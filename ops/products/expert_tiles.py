@@ -223,11 +223,12 @@ def _multiply_tiles(x, order, routing, weights, bias, y, s: tl.constexpr, PDL: t
     elif weights.scale_step is not None:
         scale, step = weights.scale + first_scale, weights.scale_step + first_row
         weights = WeightTensors(codes, scale, step)
-    elif weights.step is not None:
-        high = weights.high
+    elif weights.step is not None or weights.high is not None:
+        high, step = weights.high, weights.step
         if high is not None:
             high += expert * s.units_above
-        step = weights.step + expert * s.steps_of_256
+        if step is not None:
+            step += expert * s.steps_of_256
         scale = weights.scale + first_scale
         weights = WeightTensors(codes, scale, None, None, None, None, None, high, step)
     elif weights.scale is not None:

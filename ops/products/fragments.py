@@ -321,7 +321,7 @@ def _decoding_factors(tile, s: tl.constexpr, DTYPE: tl.constexpr):
         # A lane's bits begin at a place that depends on its word. The last step of a row begins at
         # a whole quad, too.
         word = tl.arange(0, LANES * 2) // 2 % SHARING
-        return tile[3] >> (word * (8 // SHARING)).to(tl.int16)
+        return tile[len(tile) - 1] >> (word * (8 // SHARING)).to(tl.int16)
     else:
         return 0
 
@@ -333,7 +333,7 @@ def _scale_step(tile, total, x_sums, K: tl.constexpr, s: tl.constexpr):
         scale = first_byte(tile[1]) if K == 0 else second_byte(tile[1])
         return total * _row_factors(scale * tile[2].to(tl.float32), s)
     elif s.kind == "q4_k" or s.kind == "q5_k":
-        factor, least = scale_and_min(tile[1], tile[2])
+        factor, least = scale_and_min(tile[1], tile[2] if len(tile) > 2 else tile[1])
         least -= factor * (8.0 if s.kind == "q4_k" else 16.0)  # of `decode`
         return total * _row_factors(factor, s) - x_sums * _row_factors(least, s)
     else:

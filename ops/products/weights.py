@@ -115,9 +115,11 @@ def kernel_tensors(parts: dict[str, Tensor], kind: str) -> WeightTensors:
 
     Small numbers that a kernel needs together are one: the scale and min of 32 numbers (q4_k, q5_k)
     or the scales of both halves (q6_k, nvfp4) int16, `step` of both int32, and what is above the
-    codes of a quad int64 (q6_k).
+    codes of a quad int64 (q6_k). Scale and min in fp16 are an int32.
     """
     tensors = WeightTensors(*(parts.get(name) for name in WeightTensors._fields))
+    if kind in ("q4_k", "q5_k") and "step" not in parts:  # q4_1, q5_1: scale and min are fp16
+        return tensors._replace(scale=parts["scale"].view(torch.int32))
     if kind in ("q4_k", "q5_k"):
         scale, step = parts["scale"].view(torch.int16), parts["step"].view(torch.int32)
         return tensors._replace(scale=scale, step=step)
