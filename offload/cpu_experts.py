@@ -43,6 +43,7 @@ PARTS = (
 ACTIVATIONS = "silu", "clamped", "gelu"
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 FLOAT_SCALES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+BLOCKS = "q4_k", "q5_k", "q6_k"  # kinds whose C++ code reads `step`
 UINT4, IQ4_XS, NO_SCALE = 6, 10, 11  # of Scales
 HQQ2, HQQ3, PLAIN_CODES = 3, 8, 9  # of Codes
 
@@ -306,6 +307,8 @@ class HostWeight:
         format = FORMATS[self.format]
         fields = format.codes_per_word
         if format.kind not in KINDS or fields not in (4, 8, 16):
+            return False
+        if format.kind in BLOCKS and "step" not in self.parts:  # q4_1, q5_1
             return False
         words, scale = self.packing // fields, self.parts["scale"].dtype
         reads = scale == torch.bfloat16 if format.per_row else True
