@@ -30,11 +30,14 @@ constexpr int LINE = 64;         // bytes that cores exchange
 
 // Weights -----------------------------------------------------------------------------------------
 
-// How codes are stored. The numbers are those of CODES in cpu_experts.py.
-enum Codes { NIBBLES, E2M1, E2M1_HALVES, CRUMBS, OCTETS, Q5, Q6, BF16 };
-// How scales are stored: SCALES in cpu_experts.py
-enum Scales { BF16_SCALE, F16_SCALE, F32_SCALE, OF_ROW, E8M0, E4M3, UINT4, HQQ, K4, K6, NO_SCALE };
-// Tensors of a weight: PARTS in cpu_experts.py
+// The order of these enums is known to cpu_experts.py.
+// How codes are stored; CRUMBS have 2 bits
+enum Codes { NIBBLES, E2M1, E2M1_HALVES, CRUMBS, OCTETS, Q5, Q6, IQ4, CRUMBS3, BF16 };
+// How scales are stored
+enum Scales {
+  BF16_SCALE, F16_SCALE, F32_SCALE, OF_ROW, E8M0, E4M3, UINT4, HQQ, K4, K6, KX, NO_SCALE
+};
+// Tensors of a weight
 enum Part {
   CODES, HIGH, SCALE, ZERO, STEP, SCALE_STEP, SCALE_LOW, ZERO_STEP, ZERO_LOW, BIAS, PARTS
 };
@@ -50,43 +53,54 @@ struct Weight {  // [experts, out, in]
   }
 };
 
+constexpr bool has_halves(int codes) {  // bytes are two nibbles, or products have over 16 bits
+  return !WIDE_SUMS && (codes == OCTETS || codes == IQ4);
+}
 constexpr int planes_of(int codes) {
   switch (codes) {
-    case E2M1_HALVES: case CRUMBS: return 4;
-    case OCTETS: return WIDE_SUMS ? 1 : 2;  // two nibbles, so that products fit into 16 bits
+    case E2M1_HALVES: case CRUMBS: case CRUMBS3: return 4;
+    case OCTETS: return WIDE_SUMS ? 1 : 2;
+    case IQ4: return WIDE_SUMS ? 2 : 4;
     default: return 2;
   }
 }
 constexpr int x_planes_of(int codes) {  // planes that meet other numbers of x
-  return codes == OCTETS ? 1 : codes == CRUMBS ? 4 : 2;
+  return codes == OCTETS ? 1 : codes == CRUMBS || codes == CRUMBS3 ? 4 : 2;
 }
 constexpr int sets_of(int codes) {  // planes of one scale are a set
-  return codes == E2M1_HALVES || codes == Q6 || (codes == OCTETS && !WIDE_SUMS) ? 2 : 1;
+  return codes == E2M1_HALVES || codes == Q6 || has_halves(codes) ? 2 : 1;
 }
 
-// The bits above the codes of a plane, from bit 4 of each byte on (formats/k_quants.py, KQuant).
-template <int BITS>
+constexpr int high_size(int codes) {  // bytes of `high` that belong to SIZE bytes of codes
+  return codes == Q5 ? SIZE / 4 : codes == Q6 || codes == CRUMBS3 ? SIZE / 2 : 0;
+}
+
+// The BITS above the codes of a plane, from bit TO of each byte on. SHARING words of codes have a
+// word of `high` (formats/k_quants.py, KQuant; formats/hqq.py, HQQ3).
+template <int SHARING, int BITS, int TO>
 static Bytes above(const uint8_t *high, int plane) {
-  constexpr int SHARING = 4 / BITS;  // words of codes that have a word of high
   alignas(SIZE) static const auto index = [] {
     struct { uint32_t word[LANES], shift[LANES]; } table;
     for (int n = 0; n < LANES; n++) {
       table.word[n] = n / SHARING;
-      table.shift[n] = n % SHARING * 2 * BITS;
+      table.shift[n] = n % SHARING * (8 / SHARING);
     }
     return table;
   }();
   const Bytes words = SHARING == 2 ? load_half(high) : load_quarter(high);
   const Bytes bits = right_each(choose(words, load(index.word)), load(index.shift));
-  return left(both(right(bits, BITS * plane), fill(BITS == 1 ? 0x01010101 : 0x03030303)), 4);
+  return left(both(right(bits, BITS * plane), fill(BITS == 1 ? 0x01010101 : 0x03030303)), TO);
 }
 
 // Decode SIZE bytes of codes to the planes' unsigned bytes.
 template <int CODES>
 static void decode(const uint8_t *codes, const uint8_t *high, Bytes *plane) {
   const Bytes words = load(codes), low_nibbles = fill(0x0F0F0F0F);
-  if constexpr (CODES == CRUMBS) {
-    for (int n = 0; n < 4; n++) plane[n] = both(right(words, 2 * n), fill(0x03030303));
+  if constexpr (x_planes_of(CODES) == 4) {
+    for (int n = 0; n < 4; n++) {
+      plane[n] = both(right(words, 2 * n), fill(0x03030303));
+      if constexpr (CODES == CRUMBS3) plane[n] = either(plane[n], above<2, 1, 2>(high, n));
+    }
     return;
   }
   if constexpr (CODES == OCTETS && WIDE_SUMS) {
@@ -100,6 +114,15 @@ static void decode(const uint8_t *codes, const uint8_t *high, Bytes *plane) {
     const __m128i table = _mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0);
     for (int n = 0; n < 2; n++) plane[n] = look_up(table, plane[n]);
   }
+  if constexpr (CODES == IQ4) {  // the number, plus 128
+    const __m128i table = _mm_setr_epi8(1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181,
+                                        197, 217, 241);
+    for (int n = 0; n < 2; n++) plane[n] = look_up(table, plane[n]);
+    for (int n = 0; n < 2 && has_halves(CODES); n++) {
+      plane[n + 2] = both(right(plane[n], 4), low_nibbles);
+      plane[n] = both(plane[n], low_nibbles);
+    }
+  }
   if constexpr (CODES == E2M1_HALVES)
     for (int n = 0; n < 2; n++) {
       plane[n + 2] = both(plane[n], fill(0xFFFF0000));
@@ -107,7 +130,7 @@ static void decode(const uint8_t *codes, const uint8_t *high, Bytes *plane) {
     }
   if constexpr (CODES == Q5 || CODES == Q6)
     for (int n = 0; n < 2; n++)
-      plane[n] = either(plane[n], above<CODES == Q5 ? 1 : 2>(high, n));
+      plane[n] = either(plane[n], CODES == Q5 ? above<4, 1, 4>(high, n) : above<2, 2, 4>(high, n));
 }
 
 static float bf16(const uint8_t *p, int n = 0) {
@@ -204,10 +227,15 @@ static Affine read_scales(const Weight &w, const RowScales &r, int g, int n) {
       a.s[1] = product(to_floats(signed_right(left(pairs, 16), 24)), step);
       break;
     }
+    case KX: {
+      const Floats step = choose(load_f16(r.steps + g / 8 * 2, blocks), of_block(1, 0));
+      a.s[0] = product(to_floats(signed_right(left(load_u8(r.scale + g, n), 24), 24)), step);
+      break;
+    }
   }
   a.o[0] = product(a.s[0], spread(w.zero));
   a.o[1] = product(a.s[1], spread(w.zero));
-  if (w.codes == OCTETS) {  // two nibbles
+  if (has_halves(w.codes)) {
     a.s[1] = product(a.s[0], spread(16.f));
     a.o[1] = spread(0.f);
   }
@@ -228,7 +256,7 @@ struct Inputs {
     codes = w.codes, in = w.in;
     values.resize((int64_t)n * in + LANES);
     if (codes == BF16) return;
-    const int fields = codes == CRUMBS ? 16 : codes == OCTETS ? 4 : 8;
+    const int fields = 4 * x_planes_of(codes);
     group = w.group, words = group / fields, groups = in / group, sets = sets_of(codes);
     stride = groups + LANES;
     blocks = (in / fields + LANES - 1) / LANES;
@@ -313,7 +341,7 @@ template <int CODES, int T>
 static void dot_packed(const Weight &w, int64_t e, int64_t row, int rows, const Inputs &x,
                        const int *which, float *scratch, float *out) {
   constexpr int PLANES = planes_of(CODES), XPLANES = x_planes_of(CODES), SETS = sets_of(CODES);
-  constexpr int HIGH_SIZE = CODES == Q5 ? SIZE / 4 : SIZE / 2;
+  constexpr int HIGH_SIZE = high_size(CODES);
   const int stride = x.stride, groups = x.groups, shift = __builtin_ctz(x.words);
   const Bytes index = load(x.group_of);
   const int8_t *digits[T];
@@ -367,7 +395,7 @@ static void dot_packed(const Weight &w, int64_t e, int64_t row, int rows, const 
     if (rest) {  // x is 0 after the row's end
       uint8_t last[SIZE] = {}, last_high[SIZE] = {};
       std::memcpy(last, codes + whole * SIZE, rest);
-      if (CODES == Q5 || CODES == Q6)
+      if (HIGH_SIZE)
         std::memcpy(last_high, high + whole * HIGH_SIZE, w.row_bytes[HIGH] - whole * HIGH_SIZE);
       block(whole, last, last_high);
     }
@@ -406,7 +434,8 @@ template <int T>
 static Dot dot_for(int codes) {
   constexpr Dot all[] = {dot_packed<NIBBLES, T>, dot_packed<E2M1, T>, dot_packed<E2M1_HALVES, T>,
                          dot_packed<CRUMBS, T>,  dot_packed<OCTETS, T>, dot_packed<Q5, T>,
-                         dot_packed<Q6, T>,      dot_bf16<T>};
+                         dot_packed<Q6, T>,      dot_packed<IQ4, T>,    dot_packed<CRUMBS3, T>,
+                         dot_bf16<T>};
   return all[codes];
 }
 
