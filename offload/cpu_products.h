@@ -1,7 +1,7 @@
 // Rows of packed weights times a few vectors.
 //
-// Codes stay integers. The numbers x of a group become integers of 16 bits with a common unit, as two
-// digits of 8 bits, since CPUs multiply unsigned bytes with signed ones. A weight is s * code - o,
+// Codes stay integers. The numbers x of a group become integers of 16 bits with a common unit, two
+// digits of 8 bits each, since CPUs multiply unsigned bytes with signed ones. A weight is s * code - o,
 // so a group's dot product is s * unit * sum(code * integer) - o * sum(x).
 //
 // Words, fields and groups: formats/words.py. A "plane" is the codes in one field of each byte.
@@ -21,8 +21,14 @@ constexpr int LINE = 64;         // bytes that cores exchange
 #ifndef PREFETCH
 #define PREFETCH 4096  // bytes between what is read and what is prefetched
 #endif
+#ifndef HINT
+#define HINT _MM_HINT_T1  // into the second cache
+#endif
 #ifndef EARLY
 #define EARLY 16384  // bytes that a thread prefetches before a barrier
+#endif
+#ifndef PIECE
+#define PIECE 32  // rows that a thread takes at once of the others
 #endif
 #ifndef SHARES
 #define SHARES 75  // percent of the rows that are shared out in advance
@@ -58,14 +64,17 @@ constexpr bool has_halves(int codes) {  // bytes are two nibbles, or products ha
 }
 constexpr int planes_of(int codes) {
   switch (codes) {
-    case E2M1_HALVES: case CRUMBS: case CRUMBS3: return 4;
+    case CRUMBS: case CRUMBS3: return 4;
     case OCTETS: return WIDE_SUMS ? 1 : 2;
     case IQ4: return WIDE_SUMS ? 2 : 4;
     default: return 2;
   }
 }
-constexpr int x_planes_of(int codes) {  // planes that meet other numbers of x
-  return codes == OCTETS ? 1 : codes == CRUMBS || codes == CRUMBS3 ? 4 : 2;
+constexpr int fields_of(int codes) {  // codes of a word
+  return codes == OCTETS ? 4 : codes == CRUMBS || codes == CRUMBS3 ? 16 : 8;
+}
+constexpr int x_planes_of(int codes) {  // of numbers of x; for E2M1_HALVES each has zeros in a half
+  return codes == E2M1_HALVES ? 4 : fields_of(codes) / 4;
 }
 constexpr int sets_of(int codes) {  // planes of one scale are a set
   return codes == E2M1_HALVES || codes == Q6 || has_halves(codes) ? 2 : 1;
@@ -96,7 +105,7 @@ static Bytes above(const uint8_t *high, int plane) {
 template <int CODES>
 static void decode(const uint8_t *codes, const uint8_t *high, Bytes *plane) {
   const Bytes words = load(codes), low_nibbles = fill(0x0F0F0F0F);
-  if constexpr (x_planes_of(CODES) == 4) {
+  if constexpr (fields_of(CODES) == 16) {
     for (int n = 0; n < 4; n++) {
       plane[n] = both(right(words, 2 * n), fill(0x03030303));
       if constexpr (CODES == CRUMBS3) plane[n] = either(plane[n], above<2, 1, 2>(high, n));
@@ -123,11 +132,6 @@ static void decode(const uint8_t *codes, const uint8_t *high, Bytes *plane) {
       plane[n] = both(plane[n], low_nibbles);
     }
   }
-  if constexpr (CODES == E2M1_HALVES)
-    for (int n = 0; n < 2; n++) {
-      plane[n + 2] = both(plane[n], fill(0xFFFF0000));
-      plane[n] = both(plane[n], fill(0x0000FFFF));
-    }
   if constexpr (CODES == Q5 || CODES == Q6)
     for (int n = 0; n < 2; n++)
       plane[n] = either(plane[n], CODES == Q5 ? above<4, 1, 4>(high, n) : above<2, 2, 4>(high, n));
@@ -256,7 +260,7 @@ struct Inputs {
     codes = w.codes, in = w.in;
     values.resize((int64_t)n * in + LANES);
     if (codes == BF16) return;
-    const int fields = 4 * x_planes_of(codes);
+    const int fields = fields_of(codes);
     group = w.group, words = group / fields, groups = in / group, sets = sets_of(codes);
     stride = groups + LANES;
     blocks = (in / fields + LANES - 1) / LANES;
@@ -266,6 +270,7 @@ struct Inputs {
     digits.resize(n * digit_bytes);
     const int64_t last = digit_bytes / blocks;  // numbers after the row's end are 0
     for (int k = 1; k <= n; k++) std::memset(digits.data() + k * digit_bytes - last, 0, last);
+    if (codes == E2M1_HALVES) std::fill(digits.begin(), digits.end(), 0);
     for (int k = 1; k <= n; k++) std::fill_n(units.data() + k * stride - LANES, LANES, 0.f);
     for (int k = 1; k <= n * sets; k++) std::fill_n(sums.data() + k * stride - LANES, LANES, 0.f);
     const int shift = __builtin_ctz(words);
@@ -286,19 +291,20 @@ struct Inputs {
     if (largest_bits >= 0x7F800000) largest = NAN;  // of infinity too: it has no unit
     const float unit = largest < 1e-30f ? 1e-30f : largest / 32512.f, inverse = 1 / unit;
     units[(int64_t)n * stride + g] = unit;
-    const int planes = x_planes_of(codes);
+    const int planes = fields_of(codes) / 4, x_planes = x_planes_of(codes);
     const int byte_step = codes == Q6 ? 4 : planes * words, plane_step = codes == Q6 ? 16 : words;
     int32_t sum[2] = {0, 0};
     for (int m = 0; m < planes; m++)
       for (int j = 0; j < 4; j++) {
         const int set = codes == Q6 ? m : codes == E2M1_HALVES ? j / 2 : 0;
         const float *from = x + m * plane_step + j * byte_step;
+        const int x_plane = codes == E2M1_HALVES ? set * 2 + m : m;
         int32_t added = 0;
         for (int i = 0; i < words; i++) {
           const int32_t value = (int32_t)std::nearbyint(from[i] * inverse);
           const int high = (value + 128) >> 8, word = g * words + i;
           int8_t *to = digits.data() + n * digit_bytes +
-                       ((int64_t)(word / LANES) * planes + m) * 2 * SIZE + word % LANES * 4 + j;
+                       ((int64_t)(word / LANES) * x_planes + x_plane) * 2 * SIZE + word % LANES * 4 + j;
           to[0] = high, to[SIZE] = value - high * 256;
           added += value;
         }
@@ -312,7 +318,7 @@ struct Inputs {
 // Products ----------------------------------------------------------------------------------------
 
 static void prefetch(const uint8_t *from, int64_t bytes) {
-  for (int64_t n = 0; n < bytes; n += LINE) _mm_prefetch((const char *)from + n, _MM_HINT_T0);
+  for (int64_t n = 0; n < bytes; n += LINE) _mm_prefetch((const char *)from + n, HINT);
 }
 
 // Prefetch what a row has beside its codes. Past the tensor's end a prefetch does nothing.
@@ -333,6 +339,7 @@ static void prefetch_rows(const Weight &w, int64_t e, int64_t row, int64_t rows,
 // needed: a load that reaches over the store before it waits until that is in the cache.
 static Floats of_words(const float *groups, int shift, Bytes index) {
   if (LANES >> shift <= 1) return spread(*groups);
+  if (shift == 0) return floats(groups);
   return choose(LANES >> shift <= 4 ? four_floats(groups) : floats(groups), index);
 }
 
@@ -375,21 +382,19 @@ static void dot_packed(const Weight &w, int64_t e, int64_t row, int rows, const 
       for (int t = 0; t < T; t++) {
         const int8_t *xs = digits[t] + (int64_t)b * XPLANES * 2 * SIZE;
         for (int set = 0; set < SETS; set++) {
-          Bytes upper = none(), lower = none();
-          for (int p = set * PLANES / SETS; p < (set + 1) * PLANES / SETS; p++) {
-            const int8_t *operand = xs + p % XPLANES * 2 * SIZE;
-            upper = dot(upper, plane[p], load(operand));
-            lower = dot(lower, plane[p], load(operand + SIZE));
-          }
+          constexpr int N = XPLANES == 4 && SETS == 2 ? 2 : PLANES / SETS;  // planes of a set
+          const int8_t *operands[N];
+          for (int n = 0; n < N; n++) operands[n] = xs + (set * N + n) % XPLANES * 2 * SIZE;
+          const Floats found = dot_digits<N>(plane + set * N % PLANES, operands);
           const float *scales = scratch + (t * SETS + set) * stride + first_group;
-          sum[t] = add_product(total(upper, lower), of_words(scales, shift, index), sum[t]);
+          sum[t] = add_product(found, of_words(scales, shift, index), sum[t]);
         }
       }
     };
 
     const uint8_t *codes = w.at(Part::CODES, e, row), *high = w.at(HIGH, e, row);
     for (int b = 0; b < whole; b++) {
-      if (PREFETCH) _mm_prefetch((const char *)codes + b * SIZE + PREFETCH, _MM_HINT_T0);
+      if (PREFETCH) _mm_prefetch((const char *)codes + b * SIZE + PREFETCH, HINT);
       block(b, codes + b * SIZE, high + b * HIGH_SIZE);
     }
     if (rest) {  // x is 0 after the row's end
@@ -414,7 +419,7 @@ static void dot_bf16(const Weight &w, int64_t e, int64_t row, int rows, const In
     for (int t = 0; t < T; t++) even[t] = odd[t] = spread(0.f);
     int i = 0;
     for (; i + 2 * LANES <= w.in; i += 2 * LANES) {
-      if (PREFETCH) _mm_prefetch((const char *)weights + 2 * i + PREFETCH, _MM_HINT_T0);
+      if (PREFETCH) _mm_prefetch((const char *)weights + 2 * i + PREFETCH, HINT);
       const Floats a = bf16_floats(weights + 2 * i), b = bf16_floats(weights + 2 * (i + LANES));
       for (int t = 0; t < T; t++) {
         even[t] = add_product(a, floats(values[t] + i), even[t]);
